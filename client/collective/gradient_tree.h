@@ -1,0 +1,67 @@
+// Sums of gradients over micro-batches whose bits do not depend on how the micro-batches are spread over ranks.
+//
+// The sum is fp32 over a fixed binary tree whose leaves are the micro-batches 0..M-1 (M a power of two). A rank holds a
+// contiguous run of leaves, so it can complete some subtrees alone: its forest, at most 2 log2(M) nodes. Ranks
+// exchange, for each element range, those partial sums with the range's owner, who adds the remaining nodes nearest
+// first: level by level upwards, left child + right child. Cost for W = 2^k ranks: each rank sends (W - 1) / W of its
+// elements, as any reduce-scatter does.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/client/collective/collective.h"
+
+namespace ballast::client {
+
+// Micro-batches [begin, end) of rank `rank` of `world_size`: contiguous, sizes differ by at most one.
+struct LeafRun {
+  uint32_t begin = 0;
+  uint32_t end = 0;
+};
+LeafRun LeavesOf(uint32_t leaf_count, int rank, int world_size);
+
+// The maximal complete subtrees within a run, left to right. level 0 is a leaf; the node covers [index << level,
+// (index+1) << level).
+struct TreeNode {
+  uint32_t level = 0;
+  uint32_t index = 0;
+  bool operator==(const TreeNode&) const = default;
+};
+std::vector<TreeNode> ForestOf(LeafRun run);
+
+// Adds leaves as they come, in order, keeping only the partial sums that are still needed.
+// Owns its buffers: (forest + log2 M + 1) x elements fp32, kept between uses. Threads: one.
+class GradientTree {
+ public:
+  GradientTree(uint32_t leaf_count, int rank, int world_size);
+
+  // Starts a new sum over `elements`.
+  void Reset(uint64_t elements);
+  // The buffer for the next leaf's gradient (contents undefined); valid until Add().
+  absl::Span<float> NextLeaf();
+  // Folds the leaf into the tree.
+  void Add();
+
+  // After all own leaves: reduce-scatters over `collective`. Rank r owns `owned[r]` (element ranges, by offset, the
+  // same lists on every rank, disjoint). Writes the full sums of the own ranges, concatenated, into `out`.
+  struct ElementRange {
+    uint64_t begin = 0;
+    uint64_t end = 0;
+  };
+  absl::Status ReduceScatter(Collective* collective, absl::Span<const std::vector<ElementRange>> owned,
+                             absl::Span<float> out);
+
+ private:
+  uint32_t leaf_count_;
+  int rank_;
+  int world_size_;
+  uint64_t elements_ = 0;
+  uint32_t next_leaf_ = 0;
+  std::vector<std::vector<float>> free_;
+  std::vector<std::pair<TreeNode, std::vector<float>>> nodes_;  // a stack: partial sums, left to right
+};
+
+}  // namespace ballast::client

@@ -1,0 +1,228 @@
+// A trainer's seat at the state servers: one rank of one group training one job.
+//
+// Two shapes of use, which may be mixed by unit:
+//  (a) parameters live on the servers only (ZeRO-3/Infinity): Prefetch(unit) ahead of use, Acquire(unit) all-gathers
+//  it,
+//      dropping the lease frees it;
+//  (b) the trainer keeps its 16-bit parameters (ZeRO-1/2/Offload): Push per unit as backward produces gradients, Step,
+//  then
+//      PullOwned(unit) for the updated ranges.
+//
+// Everything pushed is provisional until Step(): before it, ask for norms, choose a scale, or Drop().
+//
+// Threads: one thread at a time per session. Calls marked COLLECTIVE must be made by all ranks in the same order.
+// Errors: carry a reason (model::ReasonOf). After STALE_EPOCH, RANK_MISSING or DATA_LOSS the session is finished: exit,
+// start the group again with resume = auto. Nothing decided is lost by that. Fork: not supported after Open (gRPC):
+// calls in a forked child return FAILED_PRECONDITION.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "ballast/client/collective/collective.h"
+#include "ballast/client/transport.h"
+
+namespace ballast::client {
+
+using bf16 = uint16_t;  // bits of a bfloat16
+
+// A tensor of the model. Tensors of one unit are gathered together (usually a layer). Working and gradient dtype: bf16.
+struct TensorSpec {
+  std::string name;
+  std::string unit;
+  std::vector<uint64_t> shape;
+  uint32_t group = 0;                // parameter group: which hyper-parameters apply
+  std::vector<std::string> aliases;  // other names of the same tensor (tied weights)
+};
+
+// What to do when the job exists already, or does not.
+enum class Resume {
+  kNever,  // an existing job is an error
+  kAuto,   // continue it if it exists, else create it
+  kMust,   // a missing job is an error
+};
+
+struct SessionOptions {
+  std::string job;
+  Resume resume = Resume::kNever;
+  uint32_t group_count = 1;
+  uint64_t chunk_elements = uint64_t{1} << 20;  // only for a new job
+  // How long a step's calls may take in all, servers' updates and missing peers included.
+  absl::Duration step_timeout = absl::Seconds(120);
+  // How long Open waits for servers that are down.
+  absl::Duration open_timeout = absl::Seconds(30);
+  // Bound on pushed and pulled bytes on their way.
+  uint64_t inflight_bytes_max = uint64_t{64} << 20;
+  // Called with a line to show when a wait exceeds two seconds: what is waited for. May be empty.
+  std::function<void(const std::string&)> progress;
+};
+
+// Hyper-parameters of a parameter group for one step (torch.optim.AdamW's meaning).
+struct GroupHyper {
+  double learning_rate = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double epsilon = 1e-8;
+  double weight_decay = 0.01;
+};
+
+struct StepOptions {
+  std::vector<GroupHyper> groups;  // group_count entries; the same on all ranks
+  double gradient_scale = 1;       // pushed gradients are multiplied by this; the same on all ranks
+  double max_norm = 0;             // clip the scaled global norm to this; 0 = no clipping
+  std::string blob;  // this rank's data cursor, RNG...: comes back on resume. 64 KiB for all ranks together
+};
+
+struct StepReport {
+  int64_t version = 0;
+  bool skipped = false;  // some gradient was Inf or NaN: nothing was updated, on any server
+  double norm = 0;       // global norm of scaled gradients, before clipping
+};
+
+// Seconds and bytes since Open.
+struct SessionStats {
+  double pull_seconds = 0;    // blocked on pulls
+  double gather_seconds = 0;  // in all-gathers
+  double push_seconds = 0;    // blocked on pushes
+  double seal_seconds = 0;    // in Step: exchange, seal, decide
+  uint64_t pulled_bytes = 0;
+  uint64_t pushed_bytes = 0;
+  uint64_t gathered_bytes = 0;
+};
+
+// What to read of a tensor.
+enum class Content { kWorking, kMaster, kMoment1, kMoment2 };
+
+// Elements [begin, end) of a unit's flat space.
+struct UnitRange {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+class Session;
+
+// All of a unit's working parameters, gathered. Frees its buffer when dropped. Valid until the session ends.
+class UnitLease {
+ public:
+  UnitLease() = default;
+  UnitLease(UnitLease&& other) noexcept;
+  UnitLease& operator=(UnitLease&& other) noexcept;
+  ~UnitLease();
+  // The unit's flat space, padding included; tensors at Session::Locate(name).begin.
+  absl::Span<const bf16> parameters() const { return parameters_; }
+
+ private:
+  friend class Session;
+  UnitLease(Session* session, void* buffer, absl::Span<const bf16> parameters);
+  Session* session_ = nullptr;
+  void* buffer_ = nullptr;
+  absl::Span<const bf16> parameters_;
+};
+
+class Session {
+ public:
+  // COLLECTIVE. Fences the job with a new epoch, settles whatever an earlier group left undecided, and opens it for
+  // this group; the world size may differ from the earlier group's. `tensors`: the same on all ranks, and on resume the
+  // same as the job's (new ones are refused here: Register adds them). Owns the transports (one per server, the same
+  // order on all ranks); borrows `collective`. Errors: JOB_EXISTS (names never, auto, must), JOB_MISSING, BAD_SPEC
+  // (says which tensor differs), BUDGET, SERVER_DOWN, RANK_MISSING, STATE_LOST.
+  static absl::StatusOr<std::unique_ptr<Session>> Open(const SessionOptions& options,
+                                                       const std::vector<TensorSpec>& tensors,
+                                                       std::vector<std::unique_ptr<Transport>> servers,
+                                                       Collective* collective);
+  // A gRPC transport per "host:port". See grpc_transport.h for TLS and channel options.
+  static absl::StatusOr<std::unique_ptr<Session>> Connect(const SessionOptions& options,
+                                                          const std::vector<TensorSpec>& tensors,
+                                                          const std::vector<std::string>& servers,
+                                                          Collective* collective);
+  ~Session();
+
+  // The last decided step; -1: the job is new, Initialise comes first.
+  int64_t version() const;
+  // After a resume: the blobs sealed with version(), by rank of the group that sealed it.
+  const std::vector<std::string>& resumed_blobs() const;
+  int rank() const;
+  int world_size() const;
+
+  // Where things lie.
+  uint32_t unit_count() const;
+  absl::StatusOr<uint32_t> FindUnit(absl::string_view name) const;
+  uint64_t unit_elements(uint32_t unit) const;
+  struct Location {
+    uint32_t unit = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
+  };
+  absl::StatusOr<Location> Locate(absl::string_view tensor) const;  // name or alias
+  // This rank's ranges of a unit, by offset; RangesOf: any rank's.
+  const std::vector<UnitRange>& owned(uint32_t unit) const;
+  const std::vector<UnitRange>& RangesOf(int rank, uint32_t unit) const;
+  uint64_t owned_elements(uint32_t unit) const;
+
+  // COLLECTIVE. Transaction 0, or the values of tensors just registered: `fill` is called for every such tensor that
+  // this rank owns a part of, with the part's first element (in the tensor) and the fp32 values to fill.
+  absl::Status Initialise(
+      absl::FunctionRef<void(absl::string_view tensor, uint64_t first, absl::Span<float> values)> fill);
+
+  // (a) Starts pulling this rank's share of `unit` at version(). Never blocks; a no-op if under way.
+  void Prefetch(uint32_t unit);
+  // COLLECTIVE. The whole unit at version(), all-gathered.
+  absl::StatusOr<UnitLease> Acquire(uint32_t unit);
+  // The whole unit at version(), pulled by this rank alone: for units that some ranks skip (experts).
+  absl::StatusOr<UnitLease> AcquireWhole(uint32_t unit);
+  // (b) The own ranges at version(), concatenated, into `to` (owned_elements(unit) long).
+  absl::Status PullOwned(uint32_t unit, absl::Span<bf16> to);
+
+  // This rank's part of the unit's gradient, its owned ranges concatenated, already reduced over ranks. Copied; returns
+  // when the copy is made and in-flight bytes allow. A unit may be pushed once per attempt. `absent`: tensors of the
+  // unit without a gradient here; the elements given for them must be zero.
+  absl::Status Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent = {});
+  // One of several contributions to the unit's gradient: summed here in fp32, in call order, rounded and pushed once by
+  // the next collective call on the step (Norm, TensorNorm, Step).
+  absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent = {});
+
+  // COLLECTIVE. Norm of all that was pushed (unscaled) / of one tensor.
+  absl::StatusOr<double> Norm();
+  absl::StatusOr<double> TensorNorm(absl::string_view tensor);
+  // COLLECTIVE. Forgets all pushes since the last step.
+  absl::Status Drop();
+  // COLLECTIVE. Seals and decides. Tensors that no rank pushed are left alone; where only some ranks did, the others
+  // count zeros. On OK the step is decided: it will be applied on all servers whatever dies next (as far as the job's
+  // durability keeps servers' memory).
+  absl::StatusOr<StepReport> Step(const StepOptions& options);
+
+  // COLLECTIVE. New master values for a whole tensor (every rank passes all of them), applied by the next Step before
+  // its gradients, or by CommitValues.
+  absl::Status Write(absl::string_view tensor, absl::Span<const float> values);
+  // COLLECTIVE. A transaction of written values alone.
+  absl::StatusOr<StepReport> CommitValues();
+
+  // Keeps version() readable while training goes on.
+  absl::Status Pin();
+  absl::Status Unpin(int64_t version);
+  // A whole tensor at `version`: the current one, or a pinned one. Working values are widened to fp32.
+  absl::Status Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to);
+  // Optimizer step count t of a tensor at version().
+  absl::StatusOr<uint64_t> TensorSteps(absl::string_view tensor);
+
+  // COLLECTIVE, between steps, nothing pushed. Adds tensors (new units, or further tensors of known units; a tensor
+  // registered under its old name replaces it) by a fence; Initialise gives them values before the next step.
+  absl::Status Register(const std::vector<TensorSpec>& tensors);
+
+  SessionStats stats() const;
+
+ private:
+  friend class UnitLease;
+  struct Impl;
+  explicit Session(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast::client

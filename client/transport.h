@@ -1,0 +1,47 @@
+// How a client reaches one state server. Two implementations under one contract test: gRPC (client/grpc_transport) and
+// in-process (services/embedded).
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::client {
+
+template <typename Response>
+using Callback = std::function<void(absl::StatusOr<Response>)>;
+
+// Every call is asynchronous: it returns at once and calls back exactly once, on a thread of the transport or on the
+// caller's, with the answer or an error that carries the server's reason (model::ReasonOf). Callbacks must not block.
+// `deadline` bounds the whole call; DEADLINE_EXCEEDED and UNAVAILABLE mean that the outcome is unknown: send the same
+// request again. Requests are copied before the call returns. No retries in here: client/router is the one place that
+// retries. Threads: any. The destructor waits for outstanding callbacks.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  // For messages: "host:port" or "embedded".
+  virtual std::string name() const = 0;
+
+  virtual void GetJob(const v1::GetJobRequest&, absl::Time deadline, Callback<v1::GetJobResponse>) = 0;
+  virtual void Fence(const v1::FenceRequest&, absl::Time deadline, Callback<v1::FenceResponse>) = 0;
+  virtual void Open(const v1::OpenRequest&, absl::Time deadline, Callback<v1::OpenResponse>) = 0;
+  virtual void Norm(const v1::NormRequest&, absl::Time deadline, Callback<v1::NormResponse>) = 0;
+  virtual void Seal(const v1::SealRequest&, absl::Time deadline, Callback<v1::SealResponse>) = 0;
+  virtual void Commit(const v1::CommitRequest&, absl::Time deadline, Callback<v1::CommitResponse>) = 0;
+  virtual void Pin(const v1::PinRequest&, absl::Time deadline, Callback<v1::PinResponse>) = 0;
+  virtual void Unpin(const v1::UnpinRequest&, absl::Time deadline, Callback<v1::UnpinResponse>) = 0;
+  // `payload` is borrowed until the callback. header.payload is empty; header.crc32c is the payload's.
+  virtual void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+                    Callback<v1::PushResponse>) = 0;
+  // Writes exactly `to.size()` bytes into `to` (borrowed until the callback) on OK, checked against the server's
+  // CRC32C; on an error `to` may hold anything.
+  virtual void Pull(const v1::PullRequest&, absl::Span<std::byte> to, absl::Time deadline,
+                    std::function<void(absl::Status)>) = 0;
+};
+
+}  // namespace ballast::client

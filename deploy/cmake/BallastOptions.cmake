@@ -1,0 +1,42 @@
+option(BALLAST_TESTS "Build the tests" ON)
+option(BALLAST_EXAMPLES "Build the example trainer" ON)
+option(BALLAST_WERROR "Warnings are errors" OFF)
+# AUTO: when nvcc is found. ON: fail without it. OFF: without a trace.
+set(BALLAST_CUDA AUTO CACHE STRING "GPU tiers, kernels and NCCL: AUTO, ON or OFF")
+set(BALLAST_SANITIZE "" CACHE STRING "empty, address (with undefined) or thread")
+
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
+endif()
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+
+find_program(CCACHE ccache)
+if(CCACHE)
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE})
+  set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
+endif()
+
+# Every target compiles with these. -ffp-contract=off: bit equality between paths rests on it.
+add_library(ballast_flags INTERFACE)
+target_compile_features(ballast_flags INTERFACE cxx_std_20)
+target_compile_options(ballast_flags INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wno-unused-parameter -Wno-restrict -Wno-missing-field-initializers -ffp-contract=off>)
+if(BALLAST_WERROR)
+  target_compile_options(ballast_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
+endif()
+if(BALLAST_SANITIZE STREQUAL "address")
+  target_compile_options(ballast_flags INTERFACE -fsanitize=address,undefined -fno-omit-frame-pointer -D_GLIBCXX_SANITIZE_VECTOR=1)
+  target_link_options(ballast_flags INTERFACE -fsanitize=address,undefined)
+elseif(BALLAST_SANITIZE STREQUAL "thread")
+  target_compile_options(ballast_flags INTERFACE -fsanitize=thread -fno-omit-frame-pointer)
+  target_link_options(ballast_flags INTERFACE -fsanitize=thread)
+elseif(BALLAST_SANITIZE)
+  message(FATAL_ERROR "BALLAST_SANITIZE is '${BALLAST_SANITIZE}'; expected empty, address or thread")
+endif()
+
+# One spelling of includes, in the tree and installed: "ballast/<folder>/<file>".
+file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/include)
+file(CREATE_LINK ${PROJECT_SOURCE_DIR} ${PROJECT_BINARY_DIR}/include/ballast SYMBOLIC)
+target_include_directories(ballast_flags INTERFACE $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include>)

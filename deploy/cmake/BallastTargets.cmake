@@ -1,0 +1,31 @@
+# ballast_library(<name> [SRCS ...] [DEPS ...] [PRIVATE_DEPS ...]): a static library `ballast_<name>`.
+# One per folder; tests/include_order_test checks that includes follow the order of the folders.
+function(ballast_library name)
+  cmake_parse_arguments(ARG "" "" "SRCS;DEPS;PRIVATE_DEPS" ${ARGN})
+  add_library(ballast_${name} STATIC ${ARG_SRCS})
+  set_target_properties(ballast_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON EXPORT_NAME ${name})
+  target_link_libraries(ballast_${name} PUBLIC ${ARG_DEPS} PRIVATE ballast_flags ${ARG_PRIVATE_DEPS})
+  target_include_directories(ballast_${name} PUBLIC
+    $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+  target_compile_features(ballast_${name} PUBLIC cxx_std_20)
+endfunction()
+
+function(ballast_executable name)
+  cmake_parse_arguments(ARG "" "" "SRCS;DEPS" ${ARGN})
+  add_executable(${name} ${ARG_SRCS})
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS} ballast_flags ${BALLAST_SANITIZER_OBJECTS})
+endfunction()
+
+# ballast_test(<name> SRCS ... DEPS ... [LABELS ...] [TIMEOUT s] [ENVIRONMENT ...]): a GoogleTest binary, one ctest test.
+# Exit code 77 means skipped.
+function(ballast_test name)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "SRCS;DEPS;LABELS;ARGS;ENVIRONMENT" ${ARGN})
+  add_executable(${name} ${ARG_SRCS})
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gmock GTest::gtest_main ballast_flags ${BALLAST_SANITIZER_OBJECTS})
+  add_test(NAME ${name} COMMAND ${name} ${ARG_ARGS})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 300)
+  endif()
+  set_tests_properties(${name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}"
+    ENVIRONMENT "${ARG_ENVIRONMENT}")
+endfunction()

@@ -1,0 +1,65 @@
+// The numeric kernels: functions over spans, no I/O, no gRPC, no allocation.
+//
+// Bit-exact everywhere: every CPU path (scalar, AVX2, AVX-512; Highway picks one at run time) and CUDA give the same
+// bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding to bf16, fp64 norms over a fixed
+// tree. Threads: any; all functions are pure. Alignment: any, 64 bytes is fastest. Spans must not overlap, and hold
+// equal counts.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/types/span.h"
+#include "ballast/kernels/float16.h"
+
+namespace ballast::kernels {
+
+// AdamW (Loshchilov & Hutter 2019, algorithm 2; order of operations of torch.optim.AdamW). Every coefficient is
+// computed in fp64 and rounded once: (1f - 0.999f) would be off by 1.3e-5.
+//   g = factor * grad
+//   p = p * decay;  m = fma(one_minus_beta1, g - m, m);  v = fma(one_minus_beta2 * g, g, beta2 * v)
+//   p = p - step_size * (m / (sqrt(v) / sqrt_bias2 + eps))
+struct AdamwCoefficients {
+  float factor = 1;  // fp32(gradient scale x clip)
+  float decay = 1;   // 1 - lr * weight_decay
+  float one_minus_beta1 = 0;
+  float beta2 = 0;
+  float one_minus_beta2 = 0;
+  float step_size = 0;   // lr / (1 - beta1^t)
+  float sqrt_bias2 = 1;  // sqrt(1 - beta2^t)
+  float eps = 0;
+};
+
+struct AdamwHyper {
+  double learning_rate, beta1, beta2, epsilon, weight_decay;
+};
+
+// t: this update's step count for the tensor, from 1.
+AdamwCoefficients MakeAdamwCoefficients(const AdamwHyper& hyper, uint64_t t, float factor);
+
+// One fused pass. gradient[n] bf16; master, moment1, moment2[n] f32, in place; working[n] bf16, written.
+void Adamw(const AdamwCoefficients& c, absl::Span<const bf16> gradient, absl::Span<float> master,
+           absl::Span<float> moment1, absl::Span<float> moment2, absl::Span<bf16> working);
+
+// Finite check and fp64 squared norm in one read. Leaves of 256 elements from the span's start, each summed in fp64 in
+// eight interleaved lanes (element i into lane i mod 8; lanes added pairwise), leaves added by a binary tree over leaf
+// index (the left child of n leaves takes the largest power of two below n).
+struct NormResult {
+  double squared_norm = 0;
+  bool finite = true;  // when false, squared_norm is meaningless
+};
+NormResult SquaredNorm(absl::Span<const bf16> gradient);
+
+// Round to nearest even, and exactly back.
+void Bf16FromF32(absl::Span<const float> from, absl::Span<bf16> to);
+void F32FromBf16(absl::Span<const bf16> from, absl::Span<float> to);
+
+// sum[i] += addend[i], fp32, one rounding each: a node of the gradient tree.
+void AddInto(absl::Span<const float> addend, absl::Span<float> sum);
+
+// CRC32C (Castagnoli, RFC 3720), `seed` from an earlier call to continue; 0 to start.
+uint32_t Crc32c(absl::Span<const std::byte> bytes, uint32_t seed = 0);
+
+// The instruction set that the vector kernels chose: "AVX3", "AVX2", "EMU128", ...
+const char* ActiveIsa();
+
+}  // namespace ballast::kernels

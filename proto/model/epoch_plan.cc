@@ -1,0 +1,231 @@
+#include "ballast/proto/model/epoch_plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "absl/container/flat_hash_set.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::model {
+namespace {
+
+constexpr uint32_t kWorldSizeMax = 1 << 16;
+constexpr int kMembersMax = 4096;
+constexpr int kRangesMax = 1 << 22;
+
+absl::Status BadOpen(absl::string_view reason, absl::string_view message) {
+  return Error(absl::StatusCode::kInvalidArgument, reason, message);
+}
+
+// FNV-1a over bytes, finished by splitmix64's mixer (Steele et al. 2014): portable, and the same on every machine.
+uint64_t Hash(absl::string_view a, absl::string_view b, uint64_t n) {
+  uint64_t h = 0xcbf29ce484222325u;
+  const auto add = [&h](uint8_t byte) { h = (h ^ byte) * 0x100000001b3u; };
+  for (const char c : a) add(static_cast<uint8_t>(c));
+  add(0);
+  for (const char c : b) add(static_cast<uint8_t>(c));
+  add(0);
+  for (int i = 0; i < 8; ++i) add(static_cast<uint8_t>(n >> (8 * i)));
+  h = (h ^ (h >> 30)) * 0xbf58476d1ce4e5b9u;
+  h = (h ^ (h >> 27)) * 0x94d049bb133111ebu;
+  return h ^ (h >> 31);
+}
+
+// Uniform in (0, 1), 53 bits.
+double UnitInterval(uint64_t h) { return (static_cast<double>(h >> 11) + 0.5) * 0x1p-53; }
+
+absl::Status CheckMembers(const v1::OpenRequest& open) {
+  if (open.members_size() == 0) return BadOpen(kBadRequest, "an epoch needs at least one member, got none");
+  if (open.members_size() > kMembersMax) {
+    return BadOpen(kBadRequest, absl::StrCat("at most ", kMembersMax, " members, got ", open.members_size()));
+  }
+  absl::flat_hash_set<absl::string_view> ids;
+  for (const v1::Member& member : open.members()) {
+    if (member.server_id().empty() || !(member.weight() > 0) || !std::isfinite(member.weight())) {
+      return BadOpen(kBadRequest, absl::StrCat("member '", member.server_id(),
+                                               "' needs an id and a positive finite weight, got ", member.weight()));
+    }
+    if (!ids.insert(member.server_id()).second) {
+      return BadOpen(kBadRequest,
+                     absl::StrCat("server '", member.server_id(), "' is a member twice; list each server once"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+std::string Show(const v1::RankRange& r) { return absl::StrCat("[", r.begin(), ", ", r.end(), ") of rank ", r.rank()); }
+
+// Ranges of one unit, sorted: inside the unit, disjoint, and together over every element of every live tensor.
+absl::Status CheckUnitTiling(const Layout& layout, uint32_t unit, std::vector<const v1::RankRange*>& ranges) {
+  const Unit& u = layout.units()[unit];
+  std::sort(ranges.begin(), ranges.end(), [](const auto* a, const auto* b) { return a->begin() < b->begin(); });
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    if (ranges[i]->begin() >= ranges[i]->end() || ranges[i]->end() > u.elements) {
+      return BadOpen(kBadRange, absl::StrCat("range ", Show(*ranges[i]), " must be non-empty and lie in unit '", u.name,
+                                             "', which has ", u.elements, " elements"));
+    }
+    if (i > 0 && ranges[i]->begin() < ranges[i - 1]->end()) {
+      return BadOpen(kOverlap, absl::StrCat("in unit '", u.name, "' range ", Show(*ranges[i - 1]), " overlaps range ",
+                                            Show(*ranges[i]), "; every element belongs to one rank"));
+    }
+  }
+  for (const uint32_t index : u.tensors) {
+    const Tensor& tensor = layout.tensors()[index];
+    if (!layout.live(index)) continue;
+    uint64_t covered = tensor.range.begin;
+    for (const auto* r : ranges) {
+      if (r->begin() <= covered && r->end() > covered) covered = r->end();
+    }
+    if (covered < tensor.range.end) {
+      return BadOpen(kBadRange, absl::StrCat("element ", covered, " of unit '", u.name, "' (tensor '", tensor.name,
+                                             "') belongs to no rank; the ranges must cover every tensor"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckTiling(const Layout& layout, const v1::Tiling& tiling) {
+  if (tiling.world_size() == 0 || tiling.world_size() > kWorldSizeMax) {
+    return BadOpen(kBadRequest,
+                   absl::StrCat("world_size must be from 1 to ", kWorldSizeMax, ", got ", tiling.world_size()));
+  }
+  if (tiling.ranges_size() > kRangesMax) {
+    return BadOpen(kBadRequest, absl::StrCat("at most ", kRangesMax, " ranges, got ", tiling.ranges_size()));
+  }
+  std::vector<std::vector<const v1::RankRange*>> by_unit(layout.units().size());
+  for (const v1::RankRange& r : tiling.ranges()) {
+    if (r.unit() >= by_unit.size()) {
+      return BadOpen(kBadRange,
+                     absl::StrCat("range ", Show(r), " names unit ", r.unit(), "; the job has ", by_unit.size()));
+    }
+    if (r.rank() >= tiling.world_size()) {
+      return BadOpen(kBadRange, absl::StrCat("range ", Show(r), " of unit '", layout.units()[r.unit()].name,
+                                             "' names a rank beyond world size ", tiling.world_size()));
+    }
+    by_unit[r.unit()].push_back(&r);
+  }
+  for (uint32_t unit = 0; unit < by_unit.size(); ++unit) {
+    BALLAST_RETURN_IF_ERROR(CheckUnitTiling(layout, unit, by_unit[unit]));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, absl::Span<const v1::Member> members) {
+  double weights = 0;
+  for (const v1::Member& member : members) weights += member.weight();
+  std::vector<uint64_t> load(members.size(), 0);
+  std::vector<uint32_t> routes;
+  routes.reserve(layout.chunks().size());
+  uint64_t total = 0;
+  for (const Chunk& chunk : layout.chunks()) {
+    total += chunk.range.size();
+    uint32_t best = 0;
+    double best_score = -1;
+    for (uint32_t i = 0; i < members.size(); ++i) {
+      const double share = members[i].weight() / weights * static_cast<double>(total);
+      const double excess = static_cast<double>(load[i] + chunk.range.size()) - share;
+      if (excess > static_cast<double>(layout.chunk_elements())) continue;
+      const double u = UnitInterval(Hash(job, members[i].server_id(), chunk.index));
+      const double score = -members[i].weight() / std::log(u);
+      if (score > best_score) {
+        best_score = score;
+        best = i;
+      }
+    }
+    if (best_score < 0) {
+      // Rounding can leave nobody below the bound: the least loaded server by weight takes it.
+      for (uint32_t i = 1; i < members.size(); ++i) {
+        if (static_cast<double>(load[i]) / members[i].weight() <
+            static_cast<double>(load[best]) / members[best].weight())
+          best = i;
+      }
+    }
+    load[best] += chunk.range.size();
+    routes.push_back(best);
+  }
+  return routes;
+}
+
+v1::Tiling EvenTiling(const Layout& layout, uint32_t world_size) {
+  v1::Tiling tiling;
+  tiling.set_world_size(world_size);
+  for (uint32_t unit = 0; unit < layout.units().size(); ++unit) {
+    const Unit& u = layout.units()[unit];
+    for (size_t first = 0; first < u.chunks.size();) {
+      // One registration batch: chunks without a gap between them.
+      size_t last = first;
+      while (last + 1 < u.chunks.size() &&
+             layout.chunks()[u.chunks[last]].range.end == layout.chunks()[u.chunks[last + 1]].range.begin) {
+        ++last;
+      }
+      const Range batch{layout.chunks()[u.chunks[first]].range.begin, layout.chunks()[u.chunks[last]].range.end};
+      const uint64_t blocks = (batch.size() + kAlignElements - 1) / kAlignElements;
+      for (uint32_t rank = 0; rank < world_size; ++rank) {
+        const uint64_t begin = batch.begin + blocks * rank / world_size * kAlignElements;
+        const uint64_t end = std::min(batch.end, batch.begin + blocks * (rank + 1) / world_size * kAlignElements);
+        if (begin >= end) continue;
+        v1::RankRange* range = tiling.add_ranges();
+        range->set_rank(rank);
+        range->set_unit(unit);
+        range->set_begin(begin);
+        range->set_end(end);
+      }
+      first = last + 1;
+    }
+  }
+  return tiling;
+}
+
+absl::StatusOr<EpochPlan> EpochPlan::Make(const v1::OpenRequest& open) {
+  EpochPlan plan;
+  plan.open_ = open;
+  BALLAST_RETURN_IF_ERROR(CheckMembers(open));
+  BALLAST_ASSIGN_OR_RETURN(plan.layout_, Layout::Make(open.spec()));
+  BALLAST_RETURN_IF_ERROR(CheckTiling(plan.layout_, open.tiling()));
+  const std::vector<v1::Member> members(open.members().begin(), open.members().end());
+  plan.routes_ = RouteChunks(open.spec().name(), plan.layout_, members);
+  for (const v1::RankRange& r : open.tiling().ranges()) {
+    BALLAST_ASSIGN_OR_RETURN(const auto pieces, plan.layout_.Cut(r.unit(), {r.begin(), r.end()}));
+    for (const Layout::Piece& piece : pieces) plan.slices_.push_back({r.rank(), r.unit(), piece.chunk, piece.range});
+  }
+  std::sort(plan.slices_.begin(), plan.slices_.end(), [](const Slice& a, const Slice& b) {
+    return a.unit != b.unit ? a.unit < b.unit : a.range.begin < b.range.begin;
+  });
+  plan.by_rank_.resize(plan.world_size());
+  plan.by_chunk_.resize(plan.layout_.chunks().size());
+  for (uint32_t i = 0; i < plan.slices_.size(); ++i) {
+    plan.by_rank_[plan.slices_[i].rank].push_back(i);
+    plan.by_chunk_[plan.slices_[i].chunk].push_back(i);
+  }
+  return plan;
+}
+
+absl::StatusOr<uint32_t> EpochPlan::FindMember(absl::string_view server_id) const {
+  for (int i = 0; i < open_.members_size(); ++i) {
+    if (open_.members(i).server_id() == server_id) return static_cast<uint32_t>(i);
+  }
+  return Error(absl::StatusCode::kNotFound, kBadRequest,
+               absl::StrCat("server '", server_id, "' is no member of this epoch"));
+}
+
+std::optional<uint32_t> EpochPlan::FindSlice(uint32_t rank, uint32_t unit, Range range) const {
+  const auto it = std::lower_bound(slices_.begin(), slices_.end(), std::make_pair(unit, range.begin),
+                                   [](const Slice& s, const std::pair<uint32_t, uint64_t>& key) {
+                                     return s.unit != key.first ? s.unit < key.first : s.range.begin < key.second;
+                                   });
+  if (it == slices_.end() || it->rank != rank || it->unit != unit || !(it->range == range)) return std::nullopt;
+  return static_cast<uint32_t>(it - slices_.begin());
+}
+
+bool EpochPlan::Touches(const Slice& slice, absl::string_view tensor_bitmap) const {
+  const Chunk& chunk = layout_.chunks()[slice.chunk];
+  const Range in_chunk{slice.range.begin - chunk.range.begin, slice.range.end - chunk.range.begin};
+  for (const Segment& segment : chunk.segments) {
+    if (Intersect(segment.in_chunk, in_chunk).size() > 0 && HasBit(tensor_bitmap, segment.tensor)) return true;
+  }
+  return false;
+}
+
+}  // namespace ballast::model

@@ -1,0 +1,68 @@
+// What an epoch froze, computed alike by clients and servers from the Open request: layout, which server holds which
+// chunk, and the slices that each rank owes.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/proto/model/layout.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::model {
+
+// The part of one rank's range that lies in one chunk: the unit of every push, and at most 4 MiB of fp32.
+struct Slice {
+  uint32_t rank = 0;
+  uint32_t unit = 0;
+  uint64_t chunk = 0;
+  Range range;  // in the unit
+};
+
+// Chunk -> index into `members`, for chunks in registration order.
+// Weighted rendezvous hashing (Thaler & Ravishankar 1998; weights by -w / ln(u) as in Schindelhauer & Schomaker 2005)
+// on (job, chunk, server id); a server whose elements would exceed its share of all so far by more than one chunk is
+// passed over. Depends only on earlier chunks, so chunks registered later never move earlier ones.
+std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, absl::Span<const v1::Member> members);
+
+// Cuts every unit into `world_size` runs of about equal size, on multiples of 256 elements, registration batch by
+// batch.
+v1::Tiling EvenTiling(const Layout& layout, uint32_t world_size);
+
+class EpochPlan {
+ public:
+  // INVALID_ARGUMENT for a bad spec, no members or doubled members, a tiling that leaves a unit, overlaps
+  // (OVERLAPPING_RANGES names unit and both ranges), or leaves elements of live tensors to nobody.
+  static absl::StatusOr<EpochPlan> Make(const v1::OpenRequest& open);
+
+  const v1::OpenRequest& open() const { return open_; }
+  const Layout& layout() const { return layout_; }
+  uint32_t world_size() const { return open_.tiling().world_size(); }
+  // Index into open().members().
+  uint32_t server_of(uint64_t chunk) const { return routes_[chunk]; }
+  // NOT_FOUND if `server_id` is no member.
+  absl::StatusOr<uint32_t> FindMember(absl::string_view server_id) const;
+
+  // All slices, by (unit, begin). Ranks partition them.
+  const std::vector<Slice>& slices() const { return slices_; }
+  // Indices into slices(), of one rank / in one chunk.
+  absl::Span<const uint32_t> slices_of_rank(uint32_t rank) const { return by_rank_[rank]; }
+  absl::Span<const uint32_t> slices_of_chunk(uint64_t chunk) const { return by_chunk_[chunk]; }
+  // Exactly this slice, or nullopt: only whole slices are accepted.
+  std::optional<uint32_t> FindSlice(uint32_t rank, uint32_t unit, Range range) const;
+  // Does the slice touch a tensor of the bitmap?
+  bool Touches(const Slice& slice, absl::string_view tensor_bitmap) const;
+
+ private:
+  v1::OpenRequest open_;
+  Layout layout_;
+  std::vector<uint32_t> routes_;
+  std::vector<Slice> slices_;
+  std::vector<std::vector<uint32_t>> by_rank_;
+  std::vector<std::vector<uint32_t>> by_chunk_;
+};
+
+}  // namespace ballast::model

@@ -1,0 +1,201 @@
+#include "ballast/proto/model/layout.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "absl/container/flat_hash_set.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::model {
+namespace {
+
+// Bounds on what a client may make a server lay out: far above any real model, far below what overflows.
+constexpr uint64_t kUnitElementsMax = uint64_t{1} << 42;
+constexpr int kTensorsMax = 1 << 20;
+constexpr size_t kNameBytesMax = 512;
+
+absl::Status BadSpec(absl::string_view message) { return Error(absl::StatusCode::kInvalidArgument, kBadSpec, message); }
+
+uint64_t RoundUp(uint64_t n, uint64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+absl::StatusOr<uint64_t> Elements(const v1::TensorSpec& spec) {
+  uint64_t elements = 1;
+  for (const uint64_t extent : spec.shape()) {
+    if (extent == 0)
+      return BadSpec(absl::StrCat("tensor '", spec.name(), "' has an extent of 0; leave empty tensors out"));
+    if (extent > kUnitElementsMax / elements) {
+      return BadSpec(absl::StrCat("tensor '", spec.name(), "' has more than 2^42 elements"));
+    }
+    elements *= extent;
+  }
+  return elements;
+}
+
+absl::Status CheckSpec(const v1::JobSpec& spec) {
+  const uint64_t chunk = spec.chunk_elements();
+  if (chunk < kChunkElementsMin || chunk > kChunkElementsMax || (chunk & (chunk - 1)) != 0) {
+    return BadSpec(absl::StrCat("chunk_elements must be a power of two from ", kChunkElementsMin, " to ",
+                                kChunkElementsMax, ", got ", chunk));
+  }
+  if (spec.name().empty() || spec.name().size() > kNameBytesMax) {
+    return BadSpec(absl::StrCat("the job's name must have 1 to ", kNameBytesMax, " bytes, got ", spec.name().size()));
+  }
+  if (spec.group_count() == 0) return BadSpec("group_count must be at least 1, got 0");
+  int64_t tensors = 0;
+  for (const auto& registration : spec.registrations()) tensors += registration.tensors_size();
+  if (tensors == 0) return BadSpec("the job has no tensors; register at least one");
+  if (tensors > kTensorsMax) return BadSpec(absl::StrCat("at most ", kTensorsMax, " tensors, got ", tensors));
+  return absl::OkStatus();
+}
+
+absl::Status CheckTensor(const v1::TensorSpec& spec, uint32_t group_count) {
+  if (spec.name().empty() || spec.unit().empty() || spec.name().size() > kNameBytesMax ||
+      spec.unit().size() > kNameBytesMax) {
+    return BadSpec(absl::StrCat("tensor '", spec.name().substr(0, 64), "' of unit '", spec.unit().substr(0, 64),
+                                "': names must have 1 to ", kNameBytesMax, " bytes"));
+  }
+  if (spec.group() >= group_count) {
+    return BadSpec(absl::StrCat("tensor '", spec.name(), "' is in parameter group ", spec.group(), " but the job has ",
+                                group_count, " group(s)"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<Layout> Layout::Make(const v1::JobSpec& spec) {
+  BALLAST_RETURN_IF_ERROR(CheckSpec(spec));
+  Layout layout;
+  layout.chunk_elements_ = spec.chunk_elements();
+  for (const auto& registration : spec.registrations()) {
+    BALLAST_RETURN_IF_ERROR(layout.Append(registration, spec.group_count()));
+  }
+  for (const auto& [name, index] : layout.tensor_by_name_) {
+    const Tensor& tensor = layout.tensors_[index];
+    if (tensor.name == name) layout.parameters_ += tensor.range.size();
+  }
+  return layout;
+}
+
+absl::Status Layout::Append(const v1::Registration& registration, uint32_t group_count) {
+  absl::flat_hash_set<absl::string_view> names;
+  std::vector<uint32_t> touched;                                            // units, in order of first mention
+  absl::flat_hash_map<uint32_t, std::vector<const v1::TensorSpec*>> added;  // by unit
+  absl::flat_hash_map<const v1::TensorSpec*, uint32_t> index_of;
+  for (const v1::TensorSpec& tensor : registration.tensors()) {
+    BALLAST_RETURN_IF_ERROR(CheckTensor(tensor, group_count));
+    std::vector<absl::string_view> all = {tensor.name()};
+    all.insert(all.end(), tensor.aliases().begin(), tensor.aliases().end());
+    for (const absl::string_view name : all) {
+      if (!names.insert(name).second) {
+        return BadSpec(absl::StrCat("the name '", name,
+                                    "' is given to two tensors; a tensor with two names is one tensor with an alias"));
+      }
+    }
+    const uint32_t unit = unit_by_name_.try_emplace(tensor.unit(), units_.size()).first->second;
+    if (unit == units_.size()) units_.push_back(Unit{.name = tensor.unit()});
+    auto& list = added[unit];
+    if (list.empty()) touched.push_back(unit);
+    list.push_back(&tensor);
+    const uint32_t index = tensors_.size();
+    index_of[&tensor] = index;
+    tensors_.push_back(Tensor{.name = tensor.name(),
+                              .index = index,
+                              .unit = unit,
+                              .group = tensor.group(),
+                              .shape = {tensor.shape().begin(), tensor.shape().end()}});
+    if (const auto old = tensor_by_name_.find(tensor.name()); old != tensor_by_name_.end()) {
+      const uint32_t replaced = old->second;
+      for (auto& [name, target] : tensor_by_name_) {
+        if (target == replaced) target = index;
+      }
+    }
+    for (const absl::string_view name : all) tensor_by_name_[name] = index;
+  }
+  for (const uint32_t unit : touched) {
+    auto& list = added[unit];
+    std::stable_sort(list.begin(), list.end(), [](const auto* a, const auto* b) { return a->group() < b->group(); });
+    const uint64_t begin = RoundUp(units_[unit].elements, chunk_elements_);
+    uint64_t end = begin;
+    for (const v1::TensorSpec* tensor : list) {
+      BALLAST_ASSIGN_OR_RETURN(const uint64_t elements, Elements(*tensor));
+      Tensor& placed = tensors_[index_of[tensor]];
+      placed.range = {end, end + elements};
+      units_[unit].tensors.push_back(placed.index);
+      end += RoundUp(elements, kAlignElements);
+      if (end > kUnitElementsMax)
+        return BadSpec(absl::StrCat("unit '", units_[unit].name, "' has more than 2^42 elements"));
+    }
+    units_[unit].elements = end;
+    CutChunks(unit, {begin, end}, units_[unit].tensors.size() - list.size());
+  }
+  return absl::OkStatus();
+}
+
+void Layout::CutChunks(uint32_t unit, Range batch, size_t first_tensor) {
+  size_t next = first_tensor;
+  const std::vector<uint32_t>& order = units_[unit].tensors;
+  for (uint64_t begin = batch.begin; begin < batch.end; begin += chunk_elements_) {
+    Chunk chunk{.index = chunks_.size(), .unit = unit, .range = {begin, std::min(begin + chunk_elements_, batch.end)}};
+    for (size_t i = next; i < order.size() && tensors_[order[i]].range.begin < chunk.range.end; ++i) {
+      const Tensor& tensor = tensors_[order[i]];
+      const Range part = Intersect(tensor.range, chunk.range);
+      if (part.size() > 0) {
+        chunk.segments.push_back({tensor.index, tensor.group, {part.begin - begin, part.end - begin}});
+      }
+      if (tensor.range.end <= chunk.range.end) next = i + 1;
+    }
+    units_[unit].chunks.push_back(chunk.index);
+    chunks_.push_back(std::move(chunk));
+  }
+}
+
+absl::StatusOr<uint32_t> Layout::FindUnit(absl::string_view name) const {
+  const auto it = unit_by_name_.find(name);
+  if (it != unit_by_name_.end()) return it->second;
+  return Error(absl::StatusCode::kNotFound, kUnknownUnit,
+               absl::StrCat("no unit is called '", name, "'; the job has ", units_.size(), " unit(s), the first is '",
+                            units_.front().name, "'"));
+}
+
+absl::StatusOr<uint32_t> Layout::FindTensor(absl::string_view name) const {
+  const auto it = tensor_by_name_.find(name);
+  if (it != tensor_by_name_.end()) return it->second;
+  return Error(absl::StatusCode::kNotFound, kUnknownTensor,
+               absl::StrCat("no tensor is called '", name, "'; the job has ", tensor_by_name_.size(),
+                            " name(s), for example '", tensors_.front().name, "'"));
+}
+
+absl::StatusOr<std::vector<Layout::Piece>> Layout::Cut(uint32_t unit, Range range) const {
+  if (unit >= units_.size()) {
+    return Error(absl::StatusCode::kNotFound, kUnknownUnit,
+                 absl::StrCat("unit ", unit, " does not exist; the job has ", units_.size(), " unit(s)"));
+  }
+  const Unit& u = units_[unit];
+  if (range.begin >= range.end || range.end > u.elements) {
+    return Error(absl::StatusCode::kInvalidArgument, kBadRange,
+                 absl::StrCat("range [", range.begin, ", ", range.end, ") must be non-empty and lie in unit '", u.name,
+                              "', which has ", u.elements, " elements"));
+  }
+  std::vector<Piece> pieces;
+  auto it = std::partition_point(u.chunks.begin(), u.chunks.end(),
+                                 [&](uint64_t chunk) { return chunks_[chunk].range.end <= range.begin; });
+  for (; it != u.chunks.end() && chunks_[*it].range.begin < range.end; ++it) {
+    const Range part = Intersect(range, chunks_[*it].range);
+    if (part.size() > 0) pieces.push_back({*it, part});
+  }
+  return pieces;
+}
+
+bool HasBit(absl::string_view bitmap, uint32_t index) {
+  const size_t byte = index / 8;
+  return byte < bitmap.size() && ((static_cast<uint8_t>(bitmap[byte]) >> (index % 8)) & 1) != 0;
+}
+
+std::string MakeBitmap(uint32_t size, absl::Span<const uint32_t> set) {
+  std::string bitmap((size + 7) / 8, '\0');
+  for (const uint32_t index : set) bitmap[index / 8] = static_cast<char>(bitmap[index / 8] | (1 << (index % 8)));
+  return bitmap;
+}
+
+}  // namespace ballast::model

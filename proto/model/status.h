@@ -1,0 +1,72 @@
+// Errors as this project speaks them: an absl::Status with a stable reason, what was expected, what came, and the fix.
+//
+// The reason travels as a payload of the status, and over gRPC as google.rpc.ErrorInfo (see services/rpc and the
+// client's gRPC transport).
+#pragma once
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+
+namespace ballast::model {
+
+// Reasons, stable across releases: programs may compare them.
+inline constexpr char kStaleEpoch[] = "STALE_EPOCH";  // FAILED_PRECONDITION: a newer group fenced
+inline constexpr char kNotOpen[] = "NOT_OPEN";        // FAILED_PRECONDITION: promised, not yet opened: send Open again
+inline constexpr char kBehind[] = "BEHIND";           // FAILED_PRECONDITION: the server misses a commit: send it again
+inline constexpr char kOldStep[] = "OLD_STEP";        // FAILED_PRECONDITION: the step is decided already
+inline constexpr char kPlanMismatch[] = "PLAN_MISMATCH";      // FAILED_PRECONDITION: ranks sealed different plans
+inline constexpr char kStaleAttempt[] = "STALE_ATTEMPT";      // ABORTED
+inline constexpr char kAlreadySealed[] = "ALREADY_SEALED";    // FAILED_PRECONDITION
+inline constexpr char kDigestConflict[] = "DIGEST_CONFLICT";  // ALREADY_EXISTS: same slice, other bytes
+inline constexpr char kUnknownJob[] = "UNKNOWN_JOB";          // NOT_FOUND
+inline constexpr char kUnknownUnit[] = "UNKNOWN_UNIT";        // NOT_FOUND
+inline constexpr char kUnknownTensor[] = "UNKNOWN_TENSOR";    // NOT_FOUND
+inline constexpr char kJobExists[] = "JOB_EXISTS";            // ALREADY_EXISTS: see resume
+inline constexpr char kJobMissing[] = "JOB_MISSING";          // NOT_FOUND: resume=must and there is none
+inline constexpr char kBadRange[] = "BAD_RANGE";              // INVALID_ARGUMENT
+inline constexpr char kOverlap[] = "OVERLAPPING_RANGES";      // INVALID_ARGUMENT
+inline constexpr char kBadLength[] = "BAD_LENGTH";            // INVALID_ARGUMENT
+inline constexpr char kBadDtype[] = "BAD_DTYPE";              // INVALID_ARGUMENT
+inline constexpr char kBadSpec[] = "BAD_SPEC";                // INVALID_ARGUMENT
+inline constexpr char kBadRequest[] = "BAD_REQUEST";          // INVALID_ARGUMENT
+inline constexpr char kBadConfig[] = "BAD_CONFIG";            // INVALID_ARGUMENT
+inline constexpr char kIncomplete[] = "INCOMPLETE";           // FAILED_PRECONDITION: norm asked before all slices came
+inline constexpr char kVersionGone[] = "VERSION_GONE";        // FAILED_PRECONDITION: the chunk is past that version
+inline constexpr char kChecksum[] = "CHECKSUM";               // DATA_LOSS
+inline constexpr char kStateLost[] = "STATE_LOST";            // DATA_LOSS
+inline constexpr char kDiverged[] = "DIVERGED";               // DATA_LOSS: servers disagree about a decided step
+inline constexpr char kBudget[] = "BUDGET";             // RESOURCE_EXHAUSTED: says how many bytes are short, and where
+inline constexpr char kBusy[] = "BUSY";                 // UNAVAILABLE: send the same request again
+inline constexpr char kServerDown[] = "SERVER_DOWN";    // UNAVAILABLE
+inline constexpr char kRankMissing[] = "RANK_MISSING";  // DEADLINE_EXCEEDED: names the rank
+inline constexpr char kRankTaken[] = "RANK_TAKEN";      // ALREADY_EXISTS
+inline constexpr char kIo[] = "IO";                     // INTERNAL or DATA_LOSS
+inline constexpr char kUnsupported[] = "UNSUPPORTED";   // UNIMPLEMENTED
+
+// Builds a status with `reason` attached. `message` says what was expected, what came, and the fix.
+absl::Status Error(absl::StatusCode code, absl::string_view reason, absl::string_view message);
+
+// The reason attached to `status`, or "" if it has none.
+std::string ReasonOf(const absl::Status& status);
+
+// `status` with `context` and ": " put before its message; reason and code stay.
+absl::Status Annotate(const absl::Status& status, absl::string_view context);
+
+}  // namespace ballast::model
+
+#define BALLAST_CONCAT_INNER(a, b) a##b
+#define BALLAST_CONCAT(a, b) BALLAST_CONCAT_INNER(a, b)
+
+#define BALLAST_RETURN_IF_ERROR(expr)                                                      \
+  do {                                                                                     \
+    if (absl::Status ballast_status = (expr); !ballast_status.ok()) return ballast_status; \
+  } while (false)
+
+#define BALLAST_ASSIGN_OR_RETURN(lhs, expr)                                                               \
+  auto BALLAST_CONCAT(ballast_or_, __LINE__) = (expr);                                                    \
+  if (!BALLAST_CONCAT(ballast_or_, __LINE__).ok()) return BALLAST_CONCAT(ballast_or_, __LINE__).status(); \
+  lhs = std::move(*BALLAST_CONCAT(ballast_or_, __LINE__))

@@ -1,0 +1,266 @@
+#include "ballast/proto/model/verdict.h"
+
+#include <openssl/evp.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <memory>
+
+#include "absl/container/flat_hash_map.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::model {
+namespace {
+
+constexpr size_t kBlobBytesMax = 64 << 10;
+
+// SHA-256 over typed fields: every field has a fixed width or a length before it, so no two field lists hash the same
+// bytes.
+class FieldHash {
+ public:
+  FieldHash() : context_(EVP_MD_CTX_new(), &EVP_MD_CTX_free) {
+    EVP_DigestInit_ex(context_.get(), EVP_sha256(), nullptr);
+  }
+  void Add(uint64_t value) {
+    uint8_t bytes[8];
+    for (int i = 0; i < 8; ++i) bytes[i] = static_cast<uint8_t>(value >> (8 * i));
+    EVP_DigestUpdate(context_.get(), bytes, sizeof(bytes));
+  }
+  void Add(double value) { Add(std::bit_cast<uint64_t>(value)); }
+  void Add(absl::string_view value) {
+    Add(static_cast<uint64_t>(value.size()));
+    EVP_DigestUpdate(context_.get(), value.data(), value.size());
+  }
+  std::string Finish() {
+    std::string digest(32, '\0');
+    EVP_DigestFinal_ex(context_.get(), reinterpret_cast<uint8_t*>(digest.data()), nullptr);
+    return digest;
+  }
+
+ private:
+  std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> context_;
+};
+
+absl::Status BadHeader(absl::string_view message) {
+  return Error(absl::StatusCode::kInvalidArgument, kBadRequest, message);
+}
+
+absl::Status CheckBitmap(const EpochPlan& plan, absl::string_view bitmap, absl::string_view name) {
+  const size_t tensors = plan.layout().tensors().size();
+  if (bitmap.size() != (tensors + 7) / 8) {
+    return BadHeader(
+        absl::StrCat(name, " must have ", (tensors + 7) / 8, " bytes for ", tensors, " tensors, got ", bitmap.size()));
+  }
+  for (uint32_t i = 0; i < bitmap.size() * 8; ++i) {
+    if (!HasBit(bitmap, i)) continue;
+    if (i >= tensors) return BadHeader(absl::StrCat(name, " names tensor ", i, "; the job has ", tensors));
+    if (!plan.layout().live(i)) {
+      return BadHeader(absl::StrCat(name, " names tensor ", i, " ('", plan.layout().tensors()[i].name,
+                                    "'), which a later registration replaced"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckHyper(const v1::GroupHyper& hyper, int group) {
+  const bool fine = std::isfinite(hyper.learning_rate()) && hyper.learning_rate() >= 0 && hyper.beta1() >= 0 &&
+                    hyper.beta1() < 1 && hyper.beta2() >= 0 && hyper.beta2() < 1 && std::isfinite(hyper.epsilon()) &&
+                    hyper.epsilon() >= 0 && std::isfinite(hyper.weight_decay()) && hyper.weight_decay() >= 0;
+  if (fine) return absl::OkStatus();
+  return BadHeader(
+      absl::StrCat("parameter group ", group,
+                   ": expected finite learning_rate, epsilon and weight_decay >= 0 and betas in [0, 1), got lr ",
+                   hyper.learning_rate(), ", betas ", hyper.beta1(), ", ", hyper.beta2(), ", epsilon ", hyper.epsilon(),
+                   ", weight_decay ", hyper.weight_decay()));
+}
+
+bool SamePlan(const v1::PreparedRecord& a, const v1::PreparedRecord& b) {
+  return a.step() == b.step() && Compare(a.epoch(), b.epoch()) == 0 && a.attempt() == b.attempt() &&
+         a.plan_hash() == b.plan_hash();
+}
+
+bool SameDecision(const v1::Decision& a, const v1::Decision& b) {
+  return a.step() == b.step() && Compare(a.epoch(), b.epoch()) == 0 && a.attempt() == b.attempt() &&
+         a.plan_hash() == b.plan_hash() && a.verdict().skip() == b.verdict().skip() &&
+         a.verdict().factor_bits() == b.verdict().factor_bits();
+}
+
+}  // namespace
+
+std::strong_ordering Compare(const v1::Epoch& a, const v1::Epoch& b) {
+  if (const auto order = a.counter() <=> b.counter(); order != 0) return order;
+  return a.nonce() <=> b.nonce();
+}
+
+std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, const v1::StepHeader& header,
+                     absl::Span<const std::string> blobs) {
+  FieldHash hash;
+  hash.Add(uint64_t{plan.world_size()});
+  hash.Add(static_cast<uint64_t>(plan.slices().size()));
+  for (const Slice& slice : plan.slices()) {
+    hash.Add(uint64_t{slice.rank});
+    hash.Add(uint64_t{slice.unit});
+    hash.Add(slice.range.begin);
+    hash.Add(slice.range.end);
+  }
+  hash.Add(static_cast<uint64_t>(step));
+  hash.Add(attempt);
+  hash.Add(static_cast<uint64_t>(header.kind()));
+  hash.Add(static_cast<uint64_t>(header.groups_size()));
+  for (const v1::GroupHyper& group : header.groups()) {
+    hash.Add(group.learning_rate());
+    hash.Add(group.beta1());
+    hash.Add(group.beta2());
+    hash.Add(group.epsilon());
+    hash.Add(group.weight_decay());
+  }
+  hash.Add(header.gradient_scale());
+  hash.Add(header.max_norm());
+  hash.Add(absl::string_view(header.gradient_presence()));
+  hash.Add(absl::string_view(header.value_presence()));
+  hash.Add(static_cast<uint64_t>(blobs.size()));
+  for (const std::string& blob : blobs) hash.Add(absl::string_view(blob));
+  return hash.Finish();
+}
+
+absl::Status CheckHeader(const EpochPlan& plan, const v1::StepHeader& header, absl::Span<const std::string> blobs) {
+  if (header.kind() != v1::STEP_KIND_UPDATE && header.kind() != v1::STEP_KIND_VALUES) {
+    return BadHeader(absl::StrCat("step kind must be UPDATE or VALUES, got ", static_cast<int>(header.kind())));
+  }
+  BALLAST_RETURN_IF_ERROR(CheckBitmap(plan, header.gradient_presence(), "gradient_presence"));
+  BALLAST_RETURN_IF_ERROR(CheckBitmap(plan, header.value_presence(), "value_presence"));
+  const auto any = [](absl::string_view bitmap) {
+    return std::any_of(bitmap.begin(), bitmap.end(), [](char c) { return c != 0; });
+  };
+  if (header.kind() == v1::STEP_KIND_VALUES && (any(header.gradient_presence()) || !any(header.value_presence()))) {
+    return BadHeader("a VALUES step needs at least one tensor in value_presence and none in gradient_presence");
+  }
+  if (header.kind() == v1::STEP_KIND_UPDATE) {
+    const int expected = static_cast<int>(plan.open().spec().group_count());
+    if (header.groups_size() != expected) {
+      return BadHeader(
+          absl::StrCat("expected hyper-parameters for ", expected, " parameter group(s), got ", header.groups_size()));
+    }
+    for (int i = 0; i < expected; ++i) BALLAST_RETURN_IF_ERROR(CheckHyper(header.groups(i), i));
+    if (!std::isfinite(header.gradient_scale()) || !std::isfinite(header.max_norm()) || header.max_norm() < 0) {
+      return BadHeader(absl::StrCat("expected a finite gradient_scale and a finite max_norm >= 0, got ",
+                                    header.gradient_scale(), " and ", header.max_norm()));
+    }
+  }
+  if (blobs.size() != plan.world_size()) {
+    return BadHeader(absl::StrCat("expected one blob per rank (", plan.world_size(), "), got ", blobs.size()));
+  }
+  size_t bytes = 0;
+  for (const std::string& blob : blobs) bytes += blob.size();
+  if (bytes > kBlobBytesMax) {
+    return BadHeader(absl::StrCat("the blobs of all ranks together may take ", kBlobBytesMax, " bytes, got ", bytes));
+  }
+  return absl::OkStatus();
+}
+
+double ChunkSquaredNorm(const v1::ChunkNorm& norm) {
+  double sum = 0;
+  for (const v1::SegmentNorm& segment : norm.segments()) sum += segment.squared_norm();
+  return sum;
+}
+
+absl::StatusOr<double> GlobalSquaredNorm(absl::Span<const v1::ChunkNorm* const> norms) {
+  std::vector<const v1::ChunkNorm*> sorted(norms.begin(), norms.end());
+  std::sort(sorted.begin(), sorted.end(), [](const auto* a, const auto* b) { return a->chunk() < b->chunk(); });
+  double sum = 0;
+  for (size_t i = 0; i < sorted.size(); ++i) {
+    if (i > 0 && sorted[i]->chunk() == sorted[i - 1]->chunk()) {
+      return Error(absl::StatusCode::kInvalidArgument, kDiverged,
+                   absl::StrCat("chunk ", sorted[i]->chunk(),
+                                " has norms from two servers; the members disagree about routing"));
+    }
+    sum += ChunkSquaredNorm(*sorted[i]);
+  }
+  return sum;
+}
+
+v1::Verdict MakeVerdict(const v1::StepHeader& header, double squared_norm, bool overflow) {
+  v1::Verdict verdict;
+  verdict.set_skip(overflow);
+  const double scale = header.kind() == v1::STEP_KIND_UPDATE ? header.gradient_scale() : 1;
+  const double norm = overflow ? 0 : std::fabs(scale) * std::sqrt(squared_norm);
+  verdict.set_norm(norm);
+  double clip = 1;
+  if (header.max_norm() > 0) clip = std::min(1.0, header.max_norm() / (norm + 1e-6));
+  verdict.set_factor_bits(std::bit_cast<uint32_t>(static_cast<float>(scale * clip)));
+  return verdict;
+}
+
+absl::StatusOr<v1::Decision> Decide(absl::Span<const v1::PreparedRecord> records) {
+  if (records.empty())
+    return Error(absl::StatusCode::kInvalidArgument, kBadRequest, "no prepared records to decide from");
+  const v1::PreparedRecord& first = records.front();
+  std::vector<const v1::ChunkNorm*> norms;
+  bool overflow = false;
+  for (const v1::PreparedRecord& record : records) {
+    if (!SamePlan(first, record)) {
+      return Error(absl::StatusCode::kFailedPrecondition, kPlanMismatch,
+                   absl::StrCat("servers prepared different steps: (step ", first.step(), ", epoch ",
+                                first.epoch().counter(), ", attempt ", first.attempt(), ") and (step ", record.step(),
+                                ", epoch ", record.epoch().counter(), ", attempt ", record.attempt(),
+                                "), or plans; restart the group with resume=auto"));
+    }
+    for (const v1::ChunkNorm& norm : record.norms()) {
+      norms.push_back(&norm);
+      overflow = overflow || norm.overflow();
+    }
+  }
+  BALLAST_ASSIGN_OR_RETURN(const double squared_norm, GlobalSquaredNorm(norms));
+  v1::Decision decision;
+  decision.set_step(first.step());
+  *decision.mutable_epoch() = first.epoch();
+  decision.set_attempt(first.attempt());
+  decision.set_plan_hash(first.plan_hash());
+  *decision.mutable_verdict() = MakeVerdict(first.header(), squared_norm, overflow || !std::isfinite(squared_norm));
+  *decision.mutable_blobs() = first.blobs();
+  return decision;
+}
+
+absl::StatusOr<Resolution> Resolve(absl::Span<const v1::GetJobResponse> answers) {
+  int64_t highest = -1;
+  for (const v1::GetJobResponse& answer : answers) {
+    if (answer.state_lost()) {
+      return Error(absl::StatusCode::kDataLoss, kStateLost,
+                   absl::StrCat("server '", answer.server_id(),
+                                "' was restarted and lost its part of the job's state at step ", answer.committed(),
+                                " (durability none); drop the job with `ballastctl drop` and start it again"));
+    }
+    highest = std::max(highest, answer.committed());
+  }
+  const v1::GetJobResponse* at_highest = nullptr;
+  const v1::GetJobResponse* behind = nullptr;
+  std::vector<v1::PreparedRecord> prepared;
+  for (const v1::GetJobResponse& answer : answers) {
+    if (answer.committed() < highest - 1) {
+      return Error(
+          absl::StatusCode::kDataLoss, kDiverged,
+          absl::StrCat("server '", answer.server_id(), "' is at step ", answer.committed(), " while another is at ",
+                       highest, "; more than one apart cannot come from faults: was its data directory replaced?"));
+    }
+    if (answer.committed() == highest - 1) behind = &answer;
+    if (answer.committed() == highest) {
+      if (at_highest != nullptr && highest >= 0 && !SameDecision(at_highest->decision(), answer.decision())) {
+        return Error(absl::StatusCode::kDataLoss, kDiverged,
+                     absl::StrCat("servers '", at_highest->server_id(), "' and '", answer.server_id(),
+                                  "' decided step ", highest, " differently"));
+      }
+      at_highest = &answer;
+      if (answer.has_prepared() && answer.prepared().step() == highest + 1) prepared.push_back(answer.prepared());
+    }
+  }
+  Resolution resolution{.base = highest, .decision = std::nullopt};
+  if (highest >= 0) resolution.decision = at_highest->decision();
+  if (behind == nullptr && prepared.size() == answers.size() && !answers.empty()) {
+    if (auto decision = Decide(prepared); decision.ok())
+      return Resolution{.base = highest + 1, .decision = *std::move(decision)};
+  }
+  return resolution;
+}
+
+}  // namespace ballast::model

@@ -1,0 +1,52 @@
+// The pure functions that let any client finish a step that another one started: plan hash, verdict, resolve.
+// The rules are those of step-transaction (see services/step/README.md).
+#pragma once
+
+#include <compare>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::model {
+
+// Lexicographic by (counter, nonce).
+std::strong_ordering Compare(const v1::Epoch& a, const v1::Epoch& b);
+
+// SHA-256 over W, tiling, step, attempt, header bits and blobs, field by field in a fixed order (doubles as their
+// bits). 32 bytes.
+std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, const v1::StepHeader& header,
+                     absl::Span<const std::string> blobs);
+
+// INVALID_ARGUMENT if header and blobs do not fit the plan: group count, bitmap sizes, non-finite hyper-parameters,
+// negative max_norm, blobs over 64 KiB in all or not one per rank, an empty step.
+absl::Status CheckHeader(const EpochPlan& plan, const v1::StepHeader& header, absl::Span<const std::string> blobs);
+
+// Squared norm of one chunk: its segments' squared norms summed in order.
+double ChunkSquaredNorm(const v1::ChunkNorm& norm);
+
+// Global squared norm of pushed values: chunk norms of all servers summed in chunk order.
+// `records`: one list per server, any order. INVALID_ARGUMENT if a chunk appears twice.
+absl::StatusOr<double> GlobalSquaredNorm(absl::Span<const v1::ChunkNorm* const> norms);
+
+// clip = min(1, max_norm / (scale x norm + 1e-6)) in fp64 (torch.nn.utils.clip_grad_norm_); factor = fp32(scale x
+// clip).
+v1::Verdict MakeVerdict(const v1::StepHeader& header, double squared_norm, bool overflow);
+
+// Rule 7: the decision that prepared records of all servers imply. FAILED_PRECONDITION (PLAN_MISMATCH) unless they
+// agree on (epoch, step, attempt, plan hash).
+absl::StatusOr<v1::Decision> Decide(absl::Span<const v1::PreparedRecord> records);
+
+// Rule 10: what a fence's answers from *all* servers imply.
+struct Resolution {
+  int64_t base = -1;
+  // Empty when base = -1. To be sent to every server as Open's base_decision.
+  std::optional<v1::Decision> decision;
+};
+// DATA_LOSS (STATE_LOST names the server; DIVERGED when servers are more than one step apart or decided differently).
+absl::StatusOr<Resolution> Resolve(absl::Span<const v1::GetJobResponse> answers);
+
+}  // namespace ballast::model

@@ -1,0 +1,14 @@
+// A state server inside the trainer's process: the client's transport interface over a StateServer, no network between.
+#pragma once
+
+#include <memory>
+
+#include "ballast/client/transport.h"
+#include "ballast/services/state_server.h"
+
+namespace ballast::services {
+
+// Borrows `server`, which must outlive the transport. Several transports may share one server.
+std::unique_ptr<client::Transport> MakeEmbeddedTransport(StateServer* server);
+
+}  // namespace ballast::services

@@ -1,0 +1,73 @@
+// A state server without a network: jobs, their step machines and chunks, and the stage that applies decided steps.
+// services/rpc puts it on the wire; services/embedded puts it inside a trainer's process.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "ballast/storage/placement/placement.h"
+#include "ballast/v1/admin_service.pb.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::services {
+
+struct StateServerOptions {
+  std::string data_directory;
+  storage::TierBytes budget;
+  std::string server_id;  // empty: made at first start, kept in the data directory
+  int hbm_device = 0;
+  int compute_threads = 1;  // of the update stage
+  uint64_t staging_bytes = uint64_t{48} << 20;
+  uint64_t waiting_requests_max =
+      65536;  // pulls, pushes and seals that may wait at a time; more are RESOURCE_EXHAUSTED
+};
+
+template <typename Response>
+using Reply = std::function<void(absl::StatusOr<Response>)>;
+
+// Plain counters since start; services/metrics turns them into Prometheus families.
+struct ServerCounters;
+
+// Threads: any. Every call replies exactly once, on the caller's thread or one of the server's; replies must not block.
+// A call with a deadline replies DEADLINE_EXCEEDED by itself when it passes; what it waited for is not undone.
+class StateServer {
+ public:
+  // Errors: INVALID_ARGUMENT (BAD_CONFIG), INTERNAL (IO) unwritable data directory, FAILED_PRECONDITION naming the
+  // process that has the data directory.
+  static absl::StatusOr<std::unique_ptr<StateServer>> Start(const StateServerOptions& options);
+  ~StateServer();  // fails what waits with UNAVAILABLE, finishes the step being applied
+
+  void GetJob(const v1::GetJobRequest&, Reply<v1::GetJobResponse>);
+  void Fence(const v1::FenceRequest&, absl::Time deadline, Reply<v1::FenceResponse>);
+  void Open(const v1::OpenRequest&, absl::Time deadline, Reply<v1::OpenResponse>);
+  void Norm(const v1::NormRequest&, Reply<v1::NormResponse>);
+  void Seal(const v1::SealRequest&, absl::Time deadline, Reply<v1::SealResponse>);
+  void Commit(const v1::CommitRequest&, Reply<v1::CommitResponse>);
+  void Pin(const v1::PinRequest&, absl::Time deadline, Reply<v1::PinResponse>);
+  void Unpin(const v1::UnpinRequest&, Reply<v1::UnpinResponse>);
+  // `payload` is borrowed until the reply.
+  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+            Reply<v1::PushResponse>);
+  // When the version is there, `allocate(bytes)` must return that many writable bytes, borrowed until the reply, which
+  // carries their CRC32C. `allocate` is called at most once, and not at all on most errors.
+  using Allocate = std::function<absl::Span<std::byte>(uint64_t bytes)>;
+  void Pull(const v1::PullRequest&, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply);
+
+  v1::GetServerStatusResponse Status() const;
+  void DropJob(const v1::DropJobRequest&, Reply<v1::DropJobResponse>);
+
+  const std::string& server_id() const;
+  const ServerCounters& counters() const;
+
+ private:
+  struct Impl;
+  explicit StateServer(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast::services

@@ -1,0 +1,107 @@
+// One job's step transaction on one server, without I/O: every rule that can be broken by a crash, a zombie or a lost
+// message lives here, and nothing else does.
+//
+// Each request is evaluated against the state at that moment: it is refused, answered, or has to wait (nullopt), in
+// which case the caller evaluates the same request again after Synced() or any other call changed the state. So a lost
+// answer, a doubled request and a waiting one are the same case.
+//
+// Threads: none of its own; the caller serialises calls (one lock per job). Never blocks.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::services {
+
+// The records a log keeps, in the order they were appended (rule 2).
+struct PromiseRecord {
+  v1::Epoch epoch;
+};
+struct OpenRecord {
+  v1::OpenRequest open;
+};
+struct SliceRecord {
+  v1::PushRequest header;  // payload empty: the bytes are the host's
+};
+struct PreparedStepRecord {
+  v1::PreparedRecord prepared;
+};
+struct DecisionRecord {
+  v1::Decision decision;
+};
+using StepRecord = std::variant<PromiseRecord, OpenRecord, SliceRecord, PreparedStepRecord, DecisionRecord>;
+
+// What the machine asks of its surroundings. Calls come from inside the machine's methods and must not call back into
+// it, except that Sync may call nothing either: completion is reported later through StepMachine::Synced.
+class StepHost {
+ public:
+  virtual ~StepHost() = default;
+  // Adds to the end of the log, volatile until synced. Returns its sequence number (increasing, from 1).
+  virtual uint64_t Append(const StepRecord& record) = 0;
+  // Asks that all records up to `lsn` become durable.
+  virtual void Sync(uint64_t lsn) = 0;
+  // Norm of a chunk of this server whose required gradient slices have all been received; segments of absent tensors
+  // left out.
+  virtual v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) = 0;
+  // Step `prepared.step` is decided: apply it to the chunks. Called once per step, in order.
+  virtual void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) = 0;
+  // A new epoch is open: provisional slices of older ones are void, chunks of a longer spec may have to be added.
+  virtual void Opened(const model::EpochPlan& plan) = 0;
+};
+
+// nullopt: not yet; evaluate the same request again after the state changed.
+template <typename T>
+using Outcome = absl::StatusOr<std::optional<T>>;
+
+class StepMachine {
+ public:
+  // Borrows `host`.
+  StepMachine(std::string server_id, StepHost* host);
+  ~StepMachine();
+
+  // Recovery: records that were durable, in order, before any other call. Decisions replayed here call host->Apply
+  // again.
+  absl::Status Replay(const StepRecord& record);
+
+  v1::GetJobResponse Describe() const;
+  Outcome<v1::FenceResponse> Fence(const v1::FenceRequest& request);
+  Outcome<v1::OpenResponse> Open(const v1::OpenRequest& request);
+
+  // Rule 3 in two halves, so that the payload is copied outside the lock. BeginPush checks everything but the bytes:
+  //   kHeld: this very slice is there already, answer OK;  kReceive: copy the bytes, then call EndPush.
+  // From BeginPush to EndPush the slice's place belongs to that push: another push of it is UNAVAILABLE (BUSY).
+  enum class Admission { kHeld, kReceive };
+  absl::StatusOr<Admission> BeginPush(const v1::PushRequest& header);
+  // `received`: whether all bytes came and match their digest. On OK, what a fence or a newer attempt overtook is
+  // refused here.
+  absl::Status EndPush(const v1::PushRequest& header, const absl::Status& received);
+
+  absl::StatusOr<v1::NormResponse> Norm(const v1::NormRequest& request);
+  Outcome<v1::SealResponse> Seal(const v1::SealRequest& request);
+  // What Seal would answer now if it may not wait: kPending with what is missing.
+  v1::SealResponse Pending() const;
+  absl::StatusOr<v1::CommitResponse> Commit(const v1::CommitRequest& request);
+
+  // The log is durable up to `lsn`.
+  void Synced(uint64_t lsn);
+
+  int64_t committed() const;
+  uint64_t skipped_steps() const;
+  // The open epoch's plan; null before the first Open.
+  const model::EpochPlan* plan() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast::services

@@ -1,0 +1,34 @@
+// What a server remembers about its jobs across a restart, in RocksDB: an index, small, written with synced batches.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace ballast::storage {
+
+// Threads: any. Durability: Put and Erase are synced on OK.
+class Catalog {
+ public:
+  // Creates `directory` if needed. FAILED_PRECONDITION naming the holder if another process has it open; INTERNAL (IO)
+  // else.
+  static absl::StatusOr<std::unique_ptr<Catalog>> Open(const std::string& directory);
+  ~Catalog();
+
+  absl::Status Put(absl::string_view key, absl::string_view value);
+  absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const;
+  absl::Status ErasePrefix(absl::string_view prefix);
+  // Key-value pairs under `prefix`, by key.
+  absl::StatusOr<std::vector<std::pair<std::string, std::string>>> List(absl::string_view prefix) const;
+
+ private:
+  struct Impl;
+  explicit Catalog(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast::storage

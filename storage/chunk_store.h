@@ -1,0 +1,83 @@
+// The chunks of one job on one server: where each lives, and the step that updates them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/storage/placement/placement.h"
+#include "ballast/storage/tier/tiers.h"
+
+namespace ballast::storage {
+
+// The fp32 arrays of a chunk's state, in the order they are stored.
+enum class StateArray { kMaster = 0, kMoment1 = 1, kMoment2 = 2 };
+inline constexpr uint64_t kStateArrays = 3;
+
+// What one step does to one chunk, in this order: values overwrite the master, segments are updated by the optimizer,
+// the working copy is rounded from the master. Spans are borrowed until Run returns.
+struct ChunkUpdate {
+  struct Values {
+    uint64_t begin = 0;  // elements from the chunk's start
+    absl::Span<const float> values;
+  };
+  struct SegmentUpdate {
+    uint64_t begin = 0;
+    uint64_t end = 0;
+    kernels::AdamwCoefficients coefficients;
+  };
+  uint64_t chunk = 0;  // the store's own index, from Add
+  std::vector<Values> values;
+  std::vector<SegmentUpdate> segments;
+  absl::Span<const kernels::bf16> gradient;  // the whole chunk; empty if no segment
+};
+
+// Threads: Run, Add, Pin and Unpin from one thread at a time; reads from any thread, at any time. A read sees a chunk
+// before or after an update, never amid it; who needs an exact version orders reads himself (services/job does).
+class ChunkStore {
+ public:
+  // Borrows `tiers`, which must outlive it. Space is taken by Add, returned by the destructor.
+  explicit ChunkStore(Tiers* tiers);
+  ~ChunkStore();
+
+  // Appends chunks of these sizes (elements), placed as `plan` says (one entry per size). All zero, and zero in every
+  // tier. RESOURCE_EXHAUSTED (BUDGET) if a tier lacks space; then nothing was added.
+  absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
+  uint64_t chunk_count() const;
+
+  // Applies `updates` in order; `done(i)` is called as soon as update i is visible to reads (state may still be on its
+  // way to its tier). Loads, kernels and stores of different chunks overlap. Returns when all is stored. On an error
+  // the chunks not yet announced by `done` may hold anything: the caller must stop serving the job.
+  absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done);
+
+  // Elements [begin, begin + to.size()) of the working copy / of a state array. INVALID_ARGUMENT outside the chunk;
+  // DATA_LOSS (CHECKSUM) if what the tier returned is not what was written.
+  absl::Status ReadWorking(uint64_t chunk, uint64_t begin, absl::Span<kernels::bf16> to) const;
+  absl::Status ReadState(uint64_t chunk, StateArray array, uint64_t begin, absl::Span<float> to) const;
+
+  // Keeps all chunks as they are now readable under `pin` while later steps go on: copy on write, into free NVMe space,
+  // else DRAM. A Run that finds no space for a copy fails before it changes that chunk: RESOURCE_EXHAUSTED (BUDGET).
+  absl::Status Pin(int64_t pin);
+  absl::Status ReadPinnedWorking(int64_t pin, uint64_t chunk, uint64_t begin, absl::Span<kernels::bf16> to) const;
+  absl::Status ReadPinnedState(int64_t pin, uint64_t chunk, StateArray array, uint64_t begin,
+                               absl::Span<float> to) const;
+  void Unpin(int64_t pin);
+
+  // Bytes of state / of working copies in each tier.
+  struct Residency {
+    TierBytes state;
+    TierBytes working;
+  };
+  Residency residency() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast::storage

@@ -1,0 +1,57 @@
+// Which chunk's state and working copy live in which tier: a pure function of budgets and sizes, testable without I/O.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+namespace ballast::storage {
+
+enum class TierKind { kHbm = 0, kDram = 1, kNvme = 2 };
+inline constexpr int kTierKinds = 3;
+const char* TierName(TierKind tier);  // "hbm", "dram", "nvme"
+
+struct TierBytes {
+  uint64_t hbm = 0;
+  uint64_t dram = 0;
+  uint64_t nvme = 0;
+  uint64_t& operator[](TierKind tier) { return tier == TierKind::kHbm ? hbm : tier == TierKind::kDram ? dram : nvme; }
+  uint64_t operator[](TierKind tier) const { return const_cast<TierBytes&>(*this)[tier]; }
+};
+
+struct ChunkPlacement {
+  TierKind state = TierKind::kDram;
+  TierKind working = TierKind::kDram;  // HBM or DRAM
+};
+
+struct Plan {
+  std::vector<ChunkPlacement> chunks;
+  TierBytes state;  // as taken in each tier, alignment included
+  TierBytes working;
+  // One paragraph for people: what went where, and why.
+  std::string Explain() const;
+};
+
+struct PlanRequest {
+  TierBytes free;                  // what may still be taken
+  std::vector<uint64_t> elements;  // per chunk, in the next forward's order
+  // DRAM that the job needs besides chunks: slices of the step in flight.
+  uint64_t provisional_bytes_per_element = 4;
+  // DRAM for moving NVMe state, taken once if any chunk goes there.
+  uint64_t staging_bytes = 0;
+};
+
+// Bytes that a chunk's state takes in a tier: three fp32 arrays, each padded to 4096 bytes.
+uint64_t StateBytes(uint64_t elements);
+// Bytes of a 16-bit working copy, padded to 4096.
+uint64_t WorkingBytes(uint64_t elements);
+
+// State fills HBM, then DRAM, then NVMe; within a tier in the given order. Working copies go with HBM-resident state if
+// they fit there, else to DRAM; provisional slices to DRAM. RESOURCE_EXHAUSTED (BUDGET) says how many bytes are missing
+// in which tier, and which budget to raise.
+absl::StatusOr<Plan> MakePlan(const PlanRequest& request);
+
+}  // namespace ballast::storage

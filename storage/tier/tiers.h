@@ -1,0 +1,58 @@
+// The memory of one server: its budgets, what is taken of them, and the devices behind them.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "ballast/storage/placement/placement.h"
+
+namespace ballast::storage {
+
+class DramTier;
+class NvmeTier;
+class HbmTier;
+
+struct TiersOptions {
+  TierBytes budget;
+  std::string directory;  // holds the NVMe tier's file
+  uint64_t staging_bytes = uint64_t{48} << 20;
+  int hbm_device = 0;
+};
+
+// Plain counters, for metrics: totals since start.
+struct TierTraffic {
+  TierBytes read;
+  TierBytes written;
+};
+
+// Threads: any.
+class Tiers {
+ public:
+  // Opens the devices and allocates nothing but the NVMe file's name. INVALID_ARGUMENT (BAD_CONFIG) for an HBM budget
+  // where no GPU is; INTERNAL (IO) if the directory is not writable.
+  static absl::StatusOr<std::unique_ptr<Tiers>> Open(const TiersOptions& options);
+  ~Tiers();
+
+  TierBytes budget() const;
+  TierBytes used() const;
+  TierTraffic traffic() const;
+  // Takes or returns budget without allocating: for memory that others hold (provisional slices).
+  absl::Status Take(TierKind tier, uint64_t bytes, const std::string& what);
+  void Return(TierKind tier, uint64_t bytes);
+  // "io_uring" or "threads: <why>".
+  std::string io_backend() const;
+  uint64_t staging_bytes() const;
+
+  // The devices; hbm() and nvme() are null when their budget is 0.
+  DramTier* dram();
+  NvmeTier* nvme();
+  HbmTier* hbm();
+
+ private:
+  struct Impl;
+  explicit Tiers(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast::storage

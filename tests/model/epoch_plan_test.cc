@@ -1,0 +1,118 @@
+#include "ballast/proto/model/epoch_plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "ballast/proto/model/status.h"
+
+namespace ballast::model {
+namespace {
+
+using ::testing::HasSubstr;
+
+v1::OpenRequest MakeOpen(int servers, uint32_t world_size, int units = 40) {
+  v1::OpenRequest open;
+  v1::JobSpec* spec = open.mutable_spec();
+  spec->set_name("job");
+  spec->set_chunk_elements(1 << 16);
+  spec->set_group_count(1);
+  v1::Registration* registration = spec->add_registrations();
+  for (int i = 0; i < units; ++i) {
+    v1::TensorSpec* tensor = registration->add_tensors();
+    tensor->set_name(absl::StrCat("w", i));
+    tensor->set_unit(absl::StrCat("unit", i));
+    tensor->add_shape(100);
+    tensor->add_shape(1000);
+  }
+  for (int i = 0; i < servers; ++i) {
+    v1::Member* member = open.add_members();
+    member->set_server_id(absl::StrCat("server", i));
+    member->set_weight(1);
+  }
+  *open.mutable_tiling() = EvenTiling(*Layout::Make(*spec), world_size);
+  return open;
+}
+
+TEST(EpochPlanTest, RanksPartitionEveryUnitInWholeSlices) {
+  for (const uint32_t world_size : {1u, 2u, 3u, 7u}) {
+    const auto plan = EpochPlan::Make(MakeOpen(2, world_size));
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    std::vector<uint64_t> next(40, 0);
+    for (const Slice& slice : plan->slices()) {
+      EXPECT_EQ(slice.range.begin, next[slice.unit]);
+      next[slice.unit] = slice.range.end;
+      EXPECT_EQ(plan->FindSlice(slice.rank, slice.unit, slice.range).has_value(), true);
+      EXPECT_FALSE(plan->FindSlice(slice.rank, slice.unit, {slice.range.begin, slice.range.end - 1}).has_value());
+      EXPECT_FALSE(plan->FindSlice(slice.rank + 1, slice.unit, slice.range).has_value());
+    }
+    for (const uint64_t end : next) EXPECT_EQ(end, 100096u);
+  }
+}
+
+TEST(EpochPlanTest, LoadIsBalancedWithinOneChunk) {
+  for (const int servers : {1, 2, 3, 5}) {
+    const auto plan = EpochPlan::Make(MakeOpen(servers, 2));
+    std::vector<uint64_t> load(servers, 0);
+    uint64_t total = 0;
+    for (const Chunk& chunk : plan->layout().chunks()) {
+      load[plan->server_of(chunk.index)] += chunk.range.size();
+      total += chunk.range.size();
+    }
+    for (const uint64_t l : load) EXPECT_LE(l, total / servers + (1 << 16));
+  }
+}
+
+TEST(EpochPlanTest, WeightsShiftTheShares) {
+  v1::OpenRequest open = MakeOpen(2, 1, 200);
+  open.mutable_members(0)->set_weight(3);
+  const auto plan = EpochPlan::Make(open);
+  uint64_t first = 0;
+  uint64_t total = 0;
+  for (const Chunk& chunk : plan->layout().chunks()) {
+    total += chunk.range.size();
+    if (plan->server_of(chunk.index) == 0) first += chunk.range.size();
+  }
+  EXPECT_NEAR(static_cast<double>(first) / total, 0.75, 0.02);
+}
+
+TEST(EpochPlanTest, LaterChunksNeverMoveEarlierOnes) {
+  const auto before = EpochPlan::Make(MakeOpen(3, 2, 20));
+  const auto after = EpochPlan::Make(MakeOpen(3, 2, 40));
+  for (const Chunk& chunk : before->layout().chunks())
+    EXPECT_EQ(before->server_of(chunk.index), after->server_of(chunk.index));
+}
+
+TEST(EpochPlanTest, RefusesBadTilingsByName) {
+  const auto refused = [](const v1::OpenRequest& open, const char* reason, const std::string& words) {
+    const auto plan = EpochPlan::Make(open);
+    EXPECT_EQ(ReasonOf(plan.status()), reason);
+    EXPECT_THAT(plan.status().message(), HasSubstr(words));
+  };
+  v1::OpenRequest open = MakeOpen(2, 2);
+  open.mutable_tiling()->mutable_ranges(0)->set_end(60000);
+  refused(open, kOverlap, "in unit 'unit0' range [0, 60000) of rank 0 overlaps range");
+  open = MakeOpen(2, 2);
+  open.mutable_tiling()->mutable_ranges(0)->set_end(256);
+  refused(open, kBadRange, "element 256 of unit 'unit0' (tensor 'w0') belongs to no rank");
+  open = MakeOpen(2, 2);
+  open.mutable_tiling()->mutable_ranges(1)->set_end(1 << 30);
+  refused(open, kBadRange, "lie in unit 'unit0', which has 100096 elements");
+  open = MakeOpen(2, 2);
+  open.mutable_tiling()->mutable_ranges(1)->set_rank(2);
+  refused(open, kBadRange, "rank beyond world size 2");
+  open = MakeOpen(2, 2);
+  open.mutable_members(1)->set_server_id("server0");
+  refused(open, kBadRequest, "'server0' is a member twice");
+  open = MakeOpen(2, 2);
+  open.clear_members();
+  refused(open, kBadRequest, "at least one member");
+}
+
+TEST(EpochPlanTest, TouchesLooksAtTensorsNotPadding) {
+  const auto plan = EpochPlan::Make(MakeOpen(1, 1, 2));
+  const std::string second = MakeBitmap(2, {1});
+  for (const Slice& slice : plan->slices()) EXPECT_EQ(plan->Touches(slice, second), slice.unit == 1);
+}
+
+}  // namespace
+}  // namespace ballast::model

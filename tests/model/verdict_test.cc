@@ -1,0 +1,191 @@
+#include "ballast/proto/model/verdict.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <limits>
+
+#include "ballast/proto/model/status.h"
+
+namespace ballast::model {
+namespace {
+
+using ::testing::HasSubstr;
+
+v1::Epoch MakeEpoch(uint64_t counter, uint64_t nonce) {
+  v1::Epoch epoch;
+  epoch.set_counter(counter);
+  epoch.set_nonce(nonce);
+  return epoch;
+}
+
+v1::PreparedRecord Prepared(int64_t step, uint64_t chunk, double squared_norm) {
+  v1::PreparedRecord record;
+  record.set_step(step);
+  *record.mutable_epoch() = MakeEpoch(3, 4);
+  record.set_plan_hash("hash");
+  record.mutable_header()->set_kind(v1::STEP_KIND_UPDATE);
+  record.mutable_header()->set_gradient_scale(0.5);
+  record.mutable_header()->set_max_norm(1);
+  record.add_blobs("blob");
+  v1::ChunkNorm* norm = record.add_norms();
+  norm->set_chunk(chunk);
+  norm->add_segments()->set_squared_norm(squared_norm);
+  return record;
+}
+
+v1::GetJobResponse At(int64_t committed) {
+  v1::GetJobResponse answer;
+  answer.set_server_id("s");
+  answer.set_exists(true);
+  answer.set_committed(committed);
+  if (committed >= 0) {
+    answer.mutable_decision()->set_step(committed);
+    answer.mutable_decision()->set_plan_hash("old");
+  }
+  return answer;
+}
+
+TEST(VerdictTest, ClipIsTorchs) {
+  const auto decision = Decide(std::vector{Prepared(7, 1, 9), Prepared(7, 0, 16)});
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  EXPECT_FALSE(decision->verdict().skip());
+  EXPECT_EQ(decision->verdict().norm(), 2.5);
+  EXPECT_EQ(std::bit_cast<float>(decision->verdict().factor_bits()), static_cast<float>(0.5 * (1.0 / (2.5 + 1e-6))));
+  EXPECT_EQ(decision->blobs(0), "blob");
+}
+
+TEST(VerdictTest, NormIsSummedInChunkOrderWhateverTheServers) {
+  // 1e16 + 1 + 1 differs from 1 + 1 + 1e16 in fp64.
+  const auto a = Decide(std::vector{Prepared(0, 2, 1e16), Prepared(0, 0, 1), Prepared(0, 1, 1)});
+  const auto b = Decide(std::vector{Prepared(0, 1, 1), Prepared(0, 2, 1e16), Prepared(0, 0, 1)});
+  EXPECT_EQ(a->verdict().norm(), b->verdict().norm());
+  EXPECT_EQ(a->verdict().norm(), 0.5 * std::sqrt(1e16 + 2));
+}
+
+TEST(VerdictTest, OneOverflowSkipsTheWholeStep) {
+  v1::PreparedRecord bad = Prepared(7, 1, 0);
+  bad.mutable_norms(0)->set_overflow(true);
+  EXPECT_TRUE(Decide(std::vector{Prepared(7, 0, 1), bad})->verdict().skip());
+}
+
+TEST(VerdictTest, DecideRefusesRecordsOfDifferentAttempts) {
+  v1::PreparedRecord other = Prepared(7, 1, 0);
+  other.set_attempt(1);
+  EXPECT_EQ(ReasonOf(Decide(std::vector{Prepared(7, 0, 1), other}).status()), kPlanMismatch);
+  other = Prepared(7, 1, 0);
+  *other.mutable_epoch() = MakeEpoch(3, 5);
+  EXPECT_EQ(ReasonOf(Decide(std::vector{Prepared(7, 0, 1), other}).status()), kPlanMismatch);
+}
+
+TEST(ResolveTest, SomeoneBehindMeansTheHighestIsFinal) {
+  v1::GetJobResponse behind = At(4);
+  *behind.mutable_prepared() = Prepared(5, 0, 1);
+  const auto resolution = Resolve(std::vector{At(5), behind});
+  ASSERT_TRUE(resolution.ok());
+  EXPECT_EQ(resolution->base, 5);
+  EXPECT_EQ(resolution->decision->plan_hash(), "old");
+}
+
+TEST(ResolveTest, AllPreparedMeansCommitted) {
+  v1::GetJobResponse a = At(4);
+  v1::GetJobResponse b = At(4);
+  *a.mutable_prepared() = Prepared(5, 0, 1);
+  *b.mutable_prepared() = Prepared(5, 1, 1);
+  auto resolution = Resolve(std::vector{a, b});
+  EXPECT_EQ(resolution->base, 5);
+  EXPECT_EQ(resolution->decision->plan_hash(), "hash");
+  b.mutable_prepared()->set_attempt(9);
+  EXPECT_EQ(Resolve(std::vector{a, b})->base, 4);
+  b.clear_prepared();
+  EXPECT_EQ(Resolve(std::vector{a, b})->base, 4);
+}
+
+TEST(ResolveTest, NewJobHasNoDecision) {
+  const auto resolution = Resolve(std::vector{At(-1), At(-1)});
+  EXPECT_EQ(resolution->base, -1);
+  EXPECT_FALSE(resolution->decision.has_value());
+}
+
+TEST(ResolveTest, LossAndDivergenceAreRefused) {
+  v1::GetJobResponse lost = At(4);
+  lost.set_state_lost(true);
+  EXPECT_EQ(ReasonOf(Resolve(std::vector{At(4), lost}).status()), kStateLost);
+  EXPECT_EQ(ReasonOf(Resolve(std::vector{At(4), At(2)}).status()), kDiverged);
+  v1::GetJobResponse other = At(4);
+  other.mutable_decision()->set_plan_hash("other");
+  EXPECT_EQ(ReasonOf(Resolve(std::vector{At(4), other}).status()), kDiverged);
+}
+
+class HeaderTest : public ::testing::Test {
+ protected:
+  HeaderTest() {
+    v1::OpenRequest open;
+    open.mutable_spec()->set_name("job");
+    open.mutable_spec()->set_chunk_elements(1 << 16);
+    open.mutable_spec()->set_group_count(1);
+    v1::TensorSpec* tensor = open.mutable_spec()->add_registrations()->add_tensors();
+    tensor->set_name("w");
+    tensor->set_unit("u");
+    tensor->add_shape(1000);
+    v1::Member* member = open.add_members();
+    member->set_server_id("s");
+    member->set_weight(1);
+    *open.mutable_tiling() = EvenTiling(*Layout::Make(open.spec()), 2);
+    plan_ = *EpochPlan::Make(open);
+    header_.set_kind(v1::STEP_KIND_UPDATE);
+    header_.add_groups()->set_learning_rate(1e-3);
+    header_.set_gradient_scale(1);
+    header_.set_gradient_presence(MakeBitmap(1, {0}));
+    header_.set_value_presence(MakeBitmap(1, {}));
+  }
+  EpochPlan plan_;
+  v1::StepHeader header_;
+  const std::vector<std::string> blobs_ = {"a", "b"};
+};
+
+TEST_F(HeaderTest, EveryFieldMovesThePlanHash) {
+  const std::string base = PlanHash(plan_, 3, 0, header_, blobs_);
+  EXPECT_EQ(base.size(), 32u);
+  EXPECT_EQ(base, PlanHash(plan_, 3, 0, header_, blobs_));
+  EXPECT_NE(base, PlanHash(plan_, 4, 0, header_, blobs_));
+  EXPECT_NE(base, PlanHash(plan_, 3, 1, header_, blobs_));
+  EXPECT_NE(base, PlanHash(plan_, 3, 0, header_, std::vector<std::string>{"ab", ""}));
+  header_.mutable_groups(0)->set_learning_rate(std::nextafter(1e-3, 1));
+  EXPECT_NE(base, PlanHash(plan_, 3, 0, header_, blobs_));
+}
+
+TEST_F(HeaderTest, ChecksSayWhatWasExpected) {
+  EXPECT_TRUE(CheckHeader(plan_, header_, blobs_).ok());
+  const auto refused = [&](const v1::StepHeader& header, const std::vector<std::string>& blobs,
+                           const std::string& words) {
+    const absl::Status status = CheckHeader(plan_, header, blobs);
+    EXPECT_EQ(ReasonOf(status), kBadRequest);
+    EXPECT_THAT(std::string(status.message()), HasSubstr(words));
+  };
+  refused(header_, {"a"}, "one blob per rank (2), got 1");
+  refused(header_, {std::string(40000, 'x'), std::string(40000, 'x')}, "may take 65536 bytes, got 80000");
+  v1::StepHeader header = header_;
+  header.add_groups();
+  refused(header, blobs_, "1 parameter group(s), got 2");
+  header = header_;
+  header.mutable_groups(0)->set_beta1(1);
+  refused(header, blobs_, "betas in [0, 1)");
+  header = header_;
+  header.set_gradient_scale(std::numeric_limits<double>::infinity());
+  refused(header, blobs_, "finite gradient_scale");
+  header = header_;
+  header.set_gradient_presence("");
+  refused(header, blobs_, "must have 1 bytes");
+  header = header_;
+  header.set_gradient_presence("\x02");
+  refused(header, blobs_, "names tensor 1; the job has 1");
+  header = header_;
+  header.set_kind(v1::STEP_KIND_VALUES);
+  refused(header, blobs_, "VALUES step");
+}
+
+}  // namespace
+}  // namespace ballast::model
