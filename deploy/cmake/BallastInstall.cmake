@@ -1,0 +1,21 @@
+# What a consumer gets: find_package(Ballast) with Ballast::client and all that it stands on.
+include(CMakePackageConfigHelpers)
+
+set(installed ballast_proto ballast_proto_grpc ballast_model ballast_kernels ballast_collective ballast_client)
+set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/Ballast)
+install(TARGETS ${installed} ballastd ballastctl EXPORT BallastTargets
+  ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+if(TARGET train_bytes_lm)
+  install(TARGETS train_bytes_lm RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()
+foreach(folder proto/model kernels client client/collective)
+  file(GLOB headers ${PROJECT_SOURCE_DIR}/${folder}/*.h)
+  install(FILES ${headers} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/${folder})
+endforeach()
+install(DIRECTORY ${PROJECT_BINARY_DIR}/gen/ballast/v1 DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast FILES_MATCHING PATTERN "*.h")
+
+install(EXPORT BallastTargets NAMESPACE Ballast:: DESTINATION ${config_dir})
+configure_package_config_file(${PROJECT_SOURCE_DIR}/deploy/cmake/BallastConfig.cmake.in
+  ${PROJECT_BINARY_DIR}/BallastConfig.cmake INSTALL_DESTINATION ${config_dir})
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/BallastConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${PROJECT_BINARY_DIR}/BallastConfig.cmake ${PROJECT_BINARY_DIR}/BallastConfigVersion.cmake DESTINATION ${config_dir})

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Installs what building and testing need from Debian 12's own packages; does nothing where all is there.
+# Usage: deploy/packages.sh build|test
+set -euo pipefail
+
+build=(g++ cmake ninja-build pkg-config protobuf-compiler protobuf-compiler-grpc libgrpc++-dev libprotobuf-dev libabsl-dev
+  libssl-dev liburing-dev librocksdb-dev prometheus-cpp-dev libhwy-dev libisal-dev libgloo-dev libyaml-cpp-dev libcli11-dev
+  libspdlog-dev libopenblas-dev)
+test=(libgtest-dev libgmock-dev prometheus python3 ccache dpkg-dev)
+
+case "${1:-build}" in
+  build) wanted=("${build[@]}") ;;
+  test) wanted=("${build[@]}" "${test[@]}") ;;
+  *) echo "usage: deploy/packages.sh build|test, got '$1'" >&2; exit 2 ;;
+esac
+
+missing=()
+for package in "${wanted[@]}"; do
+  [[ "$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null || true)" == installed ]] || missing+=("$package")
+done
+if ((${#missing[@]} == 0)); then
+  echo "packages: all ${#wanted[@]} are installed"
+  exit 0
+fi
+
+root=()
+if ((EUID != 0)); then
+  command -v sudo >/dev/null || { echo "packages: run as root, or install sudo: missing ${missing[*]}" >&2; exit 1; }
+  root=(sudo)
+fi
+echo "packages: installing ${#missing[@]}: ${missing[*]}"
+"${root[@]}" apt-get update -qq
+# prometheus is wanted for promtool alone: its service must not start.
+"${root[@]}" env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null

@@ -1,0 +1,146 @@
+#!/usr/bin/env bash
+# Installs, builds and runs the main job on this machine: two state servers, two trainers, a real model on real text, then the
+# same training in one process without any server, compared bit for bit.
+#
+# Usage: deploy/quickstart.sh [--steps N] [--json FILE] [--text PATH]... [--keep]
+#   --steps N     optimizer steps (default 120)
+#   --json FILE   also write the summary's figures
+#   --text PATH   train on these files instead of the licence texts of Debian (may be repeated)
+#   --keep        leave the servers running at the end, to look at them
+# Exit: 0 when the loss fell below the entropy of byte frequencies and the weights are bit-equal; 1 else.
+set -euo pipefail
+
+steps=120 json="" keep=0 text=()
+while (($#)); do
+  case "$1" in
+    --steps) steps="${2:?--steps needs a number}"; shift 2 ;;
+    --json) json="$(realpath -m "${2:?--json needs a file}")"; shift 2 ;;
+    --text) text+=(--text "$(realpath "${2:?--text needs a path}")"); shift 2 ;;
+    --keep) keep=1; shift ;;
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
+    *) echo "quickstart: unknown argument '$1'; see --help" >&2; exit 2 ;;
+  esac
+done
+cd "$(dirname "$0")/.."
+began=$SECONDS
+root="$PWD"
+build="$root/build/release"
+run="$root/build/quickstart"
+bin="$build/bin"
+pids=()
+
+say() { printf '\n== %s\n' "$*"; }
+fail() {
+  printf 'quickstart: %s\n' "$*" >&2
+  exit 1
+}
+stop_all() {
+  for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || true; done
+  for pid in "${pids[@]}"; do wait "$pid" 2>/dev/null || true; done
+  pids=()
+}
+trap stop_all EXIT
+trap 'exit 130' INT TERM
+
+# Waits for `pattern` in `file` while `pid` lives.
+wait_for() {
+  local pattern="$1" file="$2" pid="$3"
+  for _ in $(seq 300); do
+    grep -q "$pattern" "$file" 2>/dev/null && return 0
+    kill -0 "$pid" 2>/dev/null || { cat "$file" >&2; fail "process $pid ended before it printed '$pattern'"; }
+    sleep 0.1
+  done
+  fail "no '$pattern' in $file after 30 s"
+}
+# The number or word behind "key": in a JSON file.
+field() { sed -n "s/.*\"$1\": *\"\{0,1\}\([^,\"}]*\).*/\1/p" "$2" | head -n 1; }
+
+say "1/4 packages"
+deploy/packages.sh build
+
+say "2/4 build (release)"
+mkdir -p build
+cmake --preset release >build/release-configure.log 2>&1 || { cat build/release-configure.log >&2; fail "configuration failed"; }
+cmake --build --preset release -j "$(nproc)" --target ballastd ballastctl train_bytes_lm
+
+say "3/4 two state servers, two trainers, $steps steps"
+rm -rf "$run"
+mkdir -p "$run"
+servers=()
+metrics=()
+for i in 0 1; do
+  cat >"$run/server$i.yaml" <<YAML
+listen: 127.0.0.1:0
+metrics_listen: 127.0.0.1:0
+data_directory: $run/server$i
+server_id: server$i
+staging: 6MiB
+budget:
+  dram: 25MiB      # less than this server's share of the state: the rest lives in the NVMe tier
+  nvme: 256MiB
+YAML
+  "$bin/ballastd" --config "$run/server$i.yaml" >"$run/server$i.log" 2>&1 &
+  pids+=($!)
+done
+for i in 0 1; do
+  wait_for 'ballastd ready' "$run/server$i.log" "${pids[$i]}"
+  ready="$(grep -h 'ballastd ready' "$run/server$i.log" | head -n 1)"
+  servers+=("$(sed -n 's/.* listen=\([^ ]*\).*/\1/p' <<<"$ready")")
+  metrics+=("$(sed -n 's/.* metrics=\([^ ]*\).*/\1/p' <<<"$ready")")
+  echo "server$i: listens on ${servers[$i]}, metrics on http://${metrics[$i]}/metrics"
+done
+list="${servers[0]},${servers[1]}"
+
+job=(--steps "$steps" --chunk-elements 131072 "${text[@]}")
+trainer=("$bin/train_bytes_lm" "${job[@]}" --job quickstart --servers "$list" --world-size 2 --rendezvous "$run/rendezvous")
+"${trainer[@]}" --rank 1 >"$run/trainer1.log" 2>&1 &
+trainer1=$!
+pids+=("$trainer1")
+"${trainer[@]}" --rank 0 --json "$run/trainer.json" --dump-master "$run/servers.master" ||
+  { tail -n 20 "$run/trainer1.log" >&2; fail "trainer 0 failed; its peer's last lines are above"; }
+wait "$trainer1" || { tail -n 20 "$run/trainer1.log" >&2; fail "trainer 1 failed"; }
+"$bin/ballastctl" status --servers "$list"
+"$bin/ballastctl" status --json --servers "$list" >"$run/status.json"
+
+say "4/4 the same training in one process, without servers"
+"$bin/train_bytes_lm" "${job[@]}" --reference --threads 2 --json "$run/reference.json" --dump-master "$run/reference.master"
+bit_equal=false
+cmp -s "$run/servers.master" "$run/reference.master" && bit_equal=true
+
+loss_first="$(field loss_first "$run/trainer.json")"
+loss_last="$(field loss_last "$run/trainer.json")"
+entropy="$(field unigram_entropy "$run/trainer.json")"
+hbm="$(field state_hbm_bytes "$run/status.json")"
+dram="$(field state_dram_bytes "$run/status.json")"
+nvme="$(field state_nvme_bytes "$run/status.json")"
+seconds=$((SECONDS - began))
+learned=false
+awk -v a="$loss_last" -v b="$entropy" 'BEGIN { exit !(a < b) }' && learned=true
+
+if [[ -n "$json" ]]; then
+  printf '{"loss_first": %s, "loss_last": %s, "unigram_entropy": %s, "bytes": {"hbm": %s, "dram": %s, "nvme": %s}, "bit_equal": %s, "seconds": %s, "steps": %s}\n' \
+    "$loss_first" "$loss_last" "$entropy" "$hbm" "$dram" "$nvme" "$bit_equal" "$seconds" "$steps" >"$json"
+fi
+
+mib() { awk -v b="$1" 'BEGIN { printf "%.1f MiB", b / 1048576 }'; }
+say "What happened"
+echo "Loss       $loss_first -> $loss_last nats per byte in $steps steps; byte frequencies alone give $entropy"
+echo "State      $(mib "$dram") in DRAM, $(mib "$nvme") in NVMe files, $(mib "$hbm") in HBM, over two servers"
+if [[ $bit_equal == true ]]; then
+  echo "Bits       the final master weights equal those of the run without servers, bit for bit"
+else
+  echo "Bits       DIFFERENT: compare $run/servers.master and $run/reference.master"
+fi
+echo "Time       $seconds s in all, $(field seconds "$run/trainer.json") s of it training with servers"
+if ((keep)); then
+  pids=()
+  echo "Servers    still running: $bin/ballastctl status --servers $list"
+fi
+cat <<TXT
+
+Try next
+  deploy/quickstart.sh --keep            look at the servers with ballastctl and at their /metrics
+  deploy/quickstart.sh --text FILE       train on your own text
+  $run/server0.yaml     change a budget and see the tiers move
+TXT
+[[ $bit_equal == true && $learned == true ]]

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Installs, builds and runs every test.
+# Usage: tests/run.sh [default|asan|tsan] [ctest arguments...]
+#   default  optimised, warnings are errors, GPU code compiled where nvcc is found
+#   asan     AddressSanitizer and UndefinedBehaviorSanitizer; a tenth of the seeds
+#   tsan     ThreadSanitizer; a tenth of the seeds
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+mode="${1:-default}"
+[[ $# -gt 0 ]] && shift
+configure=()
+case "$mode" in
+  default) preset=dev ;;
+  asan)
+    preset=asan
+    export ASAN_OPTIONS=detect_stack_use_after_return=1:strict_string_checks=1:check_initialization_order=1:strict_init_order=1:detect_odr_violation=2:detect_leaks=1
+    export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
+    ;;
+  tsan)
+    preset=tsan
+    export TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:second_deadlock_stack=1
+    configure+=("-DBALLAST_TSAN_OBJECTS=$PWD/build/tsan-abseil")
+    ;;
+  *) echo "usage: tests/run.sh [default|asan|tsan] [ctest arguments...], got '$mode'" >&2; exit 2 ;;
+esac
+
+deploy/packages.sh test
+[[ "$mode" == tsan ]] && tests/tools/tsan_objects.sh build/tsan-abseil
+mkdir -p build
+cmake --preset "$preset" "${configure[@]}" >"build/$preset-configure.log" 2>&1 || { cat "build/$preset-configure.log" >&2; exit 1; }
+grep -h '^-- Ballast:' "build/$preset-configure.log" || true
+cmake --build --preset "$preset" -j "$(nproc)"
+exec ctest --preset "$preset" -j "$(nproc)" "$@"
