@@ -5,9 +5,6 @@ set(installed ballast_proto ballast_proto_grpc ballast_model ballast_kernels bal
 set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/Ballast)
 install(TARGETS ${installed} ballastd ballastctl EXPORT BallastTargets
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-if(TARGET train_bytes_lm)
-  install(TARGETS train_bytes_lm RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-endif()
 foreach(folder proto/model kernels client client/collective)
   file(GLOB headers ${PROJECT_SOURCE_DIR}/${folder}/*.h)
   install(FILES ${headers} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/${folder})

@@ -12,6 +12,8 @@ namespace {
 // Bounds on what a client may make a server lay out: far above any real model, far below what overflows.
 constexpr uint64_t kUnitElementsMax = uint64_t{1} << 42;
 constexpr int kTensorsMax = 1 << 20;
+// About 100 bytes of memory each, on every client and server; 2^40 parameters at the largest chunk size.
+constexpr uint64_t kChunksMax = uint64_t{1} << 20;
 constexpr size_t kNameBytesMax = 512;
 
 absl::Status BadSpec(absl::string_view message) { return Error(absl::StatusCode::kInvalidArgument, kBadSpec, message); }
@@ -125,6 +127,11 @@ absl::Status Layout::Append(const v1::Registration& registration, uint32_t group
       end += RoundUp(elements, kAlignElements);
       if (end > kUnitElementsMax)
         return BadSpec(absl::StrCat("unit '", units_[unit].name, "' has more than 2^42 elements"));
+    }
+    if (chunks_.size() + (end - begin) / chunk_elements_ >= kChunksMax) {
+      return BadSpec(absl::StrCat("unit '", units_[unit].name, "' brings the job to more than ", kChunksMax,
+                                  " chunks; raise chunk_elements (now ", chunk_elements_, ", at most ",
+                                  kChunkElementsMax, ")"));
     }
     units_[unit].elements = end;
     CutChunks(unit, {begin, end}, units_[unit].tensors.size() - list.size());

@@ -105,6 +105,9 @@ TEST(LayoutTest, RefusesBadSpecsByName) {
   AddTensor(spec.mutable_registrations(0), "a", "a.z", uint64_t{1} << 63);
   refused(spec, "more than 2^42 elements");
   spec = TwoUnits();
+  AddTensor(spec.mutable_registrations(0), "a", "a.z", uint64_t{1} << 41);
+  refused(spec, "more than 1048576 chunks; raise chunk_elements");
+  spec = TwoUnits();
   spec.clear_registrations();
   refused(spec, "no tensors");
 }
