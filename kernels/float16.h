@@ -9,10 +9,10 @@ namespace ballast::kernels {
 
 using bf16 = uint16_t;  // bits, not a value
 
-inline float FromBf16(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
+constexpr float FromBf16(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
 
 // NaN stays NaN (made quiet, sign and upper payload kept); overflow rounds to Inf; denormals are kept.
-inline bf16 ToBf16(float x) {
+constexpr bf16 ToBf16(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<bf16>((bits >> 16) | 0x40u);
   return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);

@@ -2,8 +2,8 @@
 //
 // Bit-exact everywhere: every CPU path (scalar, AVX2, AVX-512; Highway picks one at run time) and CUDA give the same
 // bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding to bf16, fp64 norms over a fixed
-// tree. Threads: any; all functions are pure. Alignment: any, 64 bytes is fastest. Spans must not overlap, and hold
-// equal counts.
+// tree; a NaN that Adamw or AddInto stores is always 0x7fc00000. Threads: any; all functions are pure. Alignment: any,
+// 64 bytes is fastest. Spans must not overlap, and hold equal counts.
 #pragma once
 
 #include <cstdint>

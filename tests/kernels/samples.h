@@ -1,0 +1,125 @@
+// Random inputs in which every class of float occurs, and the plainest possible reference of each kernel.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "ballast/kernels/kernels.h"
+
+namespace ballast::kernels {
+
+// Bits chosen so that zeros, denormals, extremes, Inf and NaN (both kinds, both signs) come up in a few hundred draws.
+inline float AnyFloat(std::mt19937_64& random, bool finite = false) {
+  static constexpr uint32_t kSpecial[] = {0x00000000, 0x80000000, 0x00000001, 0x807fffff, 0x00800000, 0x7f7fffff,
+                                          0xff7fffff, 0x3f800000, 0x7f800000, 0xff800000, 0x7fc00000, 0xffc12345,
+                                          0x7f800001, 0xff812345, 0x00018000, 0x00008000};
+  for (;;) {
+    const uint64_t draw = random();
+    float x;
+    switch (draw % 8) {
+      case 0:
+        x = std::bit_cast<float>(kSpecial[(draw >> 8) % std::size(kSpecial)]);
+        break;
+      case 1:  // denormal
+        x = std::bit_cast<float>(static_cast<uint32_t>(draw >> 32) & 0x807fffffu);
+        break;
+      case 2:  // any bits
+        x = std::bit_cast<float>(static_cast<uint32_t>(draw >> 32));
+        break;
+      default:  // as in training
+        x = std::ldexp(static_cast<float>(static_cast<int32_t>(draw >> 32)), -31 - static_cast<int>(draw >> 3) % 32);
+    }
+    if (!finite || std::isfinite(x)) return x;
+  }
+}
+
+struct AdamwArrays {
+  std::vector<bf16> gradient, working;
+  std::vector<float> master, moment1, moment2;
+};
+
+inline AdamwArrays AnyAdamwArrays(std::mt19937_64& random, size_t n) {
+  AdamwArrays a;
+  for (size_t i = 0; i < n; ++i) {
+    a.gradient.push_back(static_cast<bf16>(std::bit_cast<uint32_t>(AnyFloat(random)) >> 16));
+    a.master.push_back(AnyFloat(random));
+    a.moment1.push_back(AnyFloat(random));
+    // Mostly as it should be, at times negative, whose root is a NaN.
+    const float v = AnyFloat(random);
+    a.moment2.push_back(random() % 16 == 0 ? v : std::fabs(v));
+    a.working.push_back(0);
+  }
+  return a;
+}
+
+inline float ReferenceNan(float x) { return x != x ? std::bit_cast<float>(0x7fc00000u) : x; }
+
+// Round to nearest even by comparing the two neighbours in fp64, not by the integer trick.
+inline bf16 ReferenceRound(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  if (x != x) return static_cast<bf16>((bits >> 16) | 0x40);
+  if (std::isinf(x)) return static_cast<bf16>(bits >> 16);
+  const uint32_t below = bits >> 16;
+  const auto value = [](uint32_t upper) {
+    // One step beyond the largest finite counts as 2^128 for the purpose of rounding.
+    if ((upper & 0x7fff) == 0x7f80) return std::copysign(std::ldexp(1.0, 128), (upper & 0x8000) != 0 ? -1.0 : 1.0);
+    return static_cast<double>(std::bit_cast<float>(upper << 16));
+  };
+  const double down = std::fabs(static_cast<double>(x) - value(below));
+  const double up = std::fabs(value(below + 1) - static_cast<double>(x));
+  if (down != up) return static_cast<bf16>(down < up ? below : below + 1);
+  return static_cast<bf16>((below & 1) == 0 ? below : below + 1);
+}
+
+inline void ReferenceAdamw(const AdamwCoefficients& c, AdamwArrays* a) {
+  for (size_t i = 0; i < a->master.size(); ++i) {
+    const float grad = std::bit_cast<float>(static_cast<uint32_t>(a->gradient[i]) << 16);
+    const float g = c.factor * grad;
+    float p = a->master[i] * c.decay;
+    const float m = std::fma(c.one_minus_beta1, g - a->moment1[i], a->moment1[i]);
+    const float v = std::fma(c.one_minus_beta2 * g, g, c.beta2 * a->moment2[i]);
+    p = p - c.step_size * (m / (std::sqrt(v) / c.sqrt_bias2 + c.eps));
+    a->master[i] = ReferenceNan(p);
+    a->moment1[i] = ReferenceNan(m);
+    a->moment2[i] = ReferenceNan(v);
+    a->working[i] = ReferenceRound(a->master[i]);
+  }
+}
+
+inline double ReferenceLeaf(const bf16* x, size_t n) {
+  double lane[8] = {};
+  for (size_t i = 0; i < n; ++i) {
+    const double value = std::bit_cast<float>(static_cast<uint32_t>(x[i]) << 16);
+    lane[i % 8] += value * value;
+  }
+  for (size_t width = 1; width < 8; width *= 2) {
+    for (size_t i = 0; i < 8; i += 2 * width) lane[i] += lane[i + width];
+  }
+  return lane[0];
+}
+
+inline double ReferenceNorm(const bf16* x, size_t n) {
+  const size_t leaves = (n + 255) / 256;
+  if (leaves == 0) return 0;
+  if (leaves == 1) return ReferenceLeaf(x, n);
+  const size_t left = std::bit_floor(leaves - 1) * 256;
+  return ReferenceNorm(x, left) + ReferenceNorm(x + left, n - left);
+}
+
+template <typename T>
+std::vector<uint32_t> Bits(const std::vector<T>& values) {
+  std::vector<uint32_t> bits;
+  for (const T& x : values) {
+    if constexpr (sizeof(T) == 2) {
+      bits.push_back(x);
+    } else {
+      bits.push_back(std::bit_cast<uint32_t>(x));
+    }
+  }
+  return bits;
+}
+
+}  // namespace ballast::kernels
