@@ -49,6 +49,8 @@ class ChunkStore {
   // tier. RESOURCE_EXHAUSTED (BUDGET) if a tier lacks space; then nothing was added.
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;
+  // DRAM that a plan for further chunks must count as staging: 0 once it is taken.
+  uint64_t staging_bytes_missing() const;
 
   // Applies `updates` in order; `done(i)` is called as soon as update i is visible to reads (state may still be on its
   // way to its tier). Loads, kernels and stores of different chunks overlap. Returns when all is stored. On an error

@@ -40,6 +40,8 @@ class Tiers {
   // Takes or returns budget without allocating: for memory that others hold (provisional slices).
   absl::Status Take(TierKind tier, uint64_t bytes, const std::string& what);
   void Return(TierKind tier, uint64_t bytes);
+  // Adds to traffic(): who moves a tier's bytes reports them.
+  void CountTraffic(TierKind tier, uint64_t read, uint64_t written);
   // "io_uring" or "threads: <why>".
   std::string io_backend() const;
   uint64_t staging_bytes() const;

@@ -1,0 +1,120 @@
+#include "ballast/storage/catalog/catalog.h"
+
+#include <rocksdb/db.h>
+#include <rocksdb/options.h>
+#include <rocksdb/write_batch.h>
+
+#include <filesystem>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/io/block_file.h"
+#include "ballast/storage/io/file_lock.h"
+
+namespace ballast::storage {
+namespace {
+
+// A server's jobs are kilobytes each: small buffers keep the resident set small.
+constexpr uint64_t kWriteBufferBytes = uint64_t{2} << 20;
+
+rocksdb::Slice AsSlice(absl::string_view text) { return {text.data(), text.size()}; }
+absl::string_view AsView(const rocksdb::Slice& slice) { return {slice.data(), slice.size()}; }
+
+absl::Status CatalogError(const rocksdb::Status& status, absl::string_view what, absl::string_view path) {
+  if (status.ok()) return absl::OkStatus();
+  const absl::StatusCode code = status.IsCorruption() ? absl::StatusCode::kDataLoss : absl::StatusCode::kInternal;
+  return model::Error(code, model::kIo, absl::StrCat("catalog ", path, ": ", what, ": ", status.ToString()));
+}
+
+rocksdb::Options CatalogOptions() {
+  rocksdb::Options options;
+  options.create_if_missing = true;
+  options.paranoid_checks = true;
+  options.paranoid_file_checks = true;
+  options.track_and_verify_wals_in_manifest = true;
+  options.wal_recovery_mode = rocksdb::WALRecoveryMode::kTolerateCorruptedTailRecords;
+  options.max_bgerror_resume_count = 0;  // fail-stop
+  options.write_buffer_size = kWriteBufferBytes;
+  options.max_write_buffer_number = 2;
+  options.max_open_files = 64;
+  options.max_background_jobs = 2;
+  options.keep_log_file_num = 2;
+  options.info_log_level = rocksdb::InfoLogLevel::WARN_LEVEL;
+  options.compression = rocksdb::kNoCompression;
+  return options;
+}
+
+}  // namespace
+
+struct Catalog::Impl {
+  Impl(FileLock l, std::string p) : lock(std::move(l)), path(std::move(p)) {}
+
+  // After a failed write the disk's content is unknown: the same error from then on, until somebody looks.
+  absl::Status Write(rocksdb::WriteBatch& batch, absl::string_view what) {
+    absl::MutexLock guard(&mutex);
+    BALLAST_RETURN_IF_ERROR(failed);
+    rocksdb::WriteOptions synced;
+    synced.sync = true;
+    failed = CatalogError(db->Write(synced, &batch), what, path);
+    return failed;
+  }
+
+  const FileLock lock;  // released after the database is closed
+  const std::string path;
+  std::unique_ptr<rocksdb::DB> db;
+  absl::Mutex mutex;
+  absl::Status failed ABSL_GUARDED_BY(mutex);
+};
+
+absl::StatusOr<std::unique_ptr<Catalog>> Catalog::Open(const std::string& directory) {
+  std::error_code error;
+  std::filesystem::create_directories(directory, error);
+  if (error) return IoError(error.value(), "creation", directory, 0, 0);
+  BALLAST_ASSIGN_OR_RETURN(FileLock lock, FileLock::Take(absl::StrCat(directory, "/LOCK.ballast"),
+                                                         absl::StrCat("data directory ", directory)));
+  auto impl = std::make_unique<Impl>(std::move(lock), absl::StrCat(directory, "/catalog"));
+  rocksdb::DB* db = nullptr;
+  BALLAST_RETURN_IF_ERROR(CatalogError(rocksdb::DB::Open(CatalogOptions(), impl->path, &db), "open", impl->path));
+  impl->db.reset(db);
+  return std::unique_ptr<Catalog>(new Catalog(std::move(impl)));
+}
+
+Catalog::Catalog(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Catalog::~Catalog() = default;
+
+absl::Status Catalog::Put(absl::string_view key, absl::string_view value) {
+  rocksdb::WriteBatch batch;
+  BALLAST_RETURN_IF_ERROR(CatalogError(batch.Put(AsSlice(key), AsSlice(value)), "put", impl_->path));
+  return impl_->Write(batch, absl::StrCat("put of '", key, "'"));
+}
+
+absl::StatusOr<std::optional<std::string>> Catalog::Get(absl::string_view key) const {
+  std::string value;
+  const rocksdb::Status status = impl_->db->Get(rocksdb::ReadOptions(), AsSlice(key), &value);
+  if (status.IsNotFound()) return std::optional<std::string>();
+  BALLAST_RETURN_IF_ERROR(CatalogError(status, absl::StrCat("get of '", key, "'"), impl_->path));
+  return std::optional<std::string>(std::move(value));
+}
+
+absl::Status Catalog::ErasePrefix(absl::string_view prefix) {
+  BALLAST_ASSIGN_OR_RETURN(const auto pairs, List(prefix));
+  rocksdb::WriteBatch batch;
+  for (const auto& [key, value] : pairs) {
+    BALLAST_RETURN_IF_ERROR(CatalogError(batch.Delete(key), "erase", impl_->path));
+  }
+  return impl_->Write(batch, absl::StrCat("erase of '", prefix, "'"));
+}
+
+absl::StatusOr<std::vector<std::pair<std::string, std::string>>> Catalog::List(absl::string_view prefix) const {
+  std::vector<std::pair<std::string, std::string>> pairs;
+  const std::unique_ptr<rocksdb::Iterator> at(impl_->db->NewIterator(rocksdb::ReadOptions()));
+  for (at->Seek(AsSlice(prefix)); at->Valid() && at->key().starts_with(AsSlice(prefix)); at->Next()) {
+    pairs.emplace_back(std::string(AsView(at->key())), std::string(AsView(at->value())));
+  }
+  BALLAST_RETURN_IF_ERROR(CatalogError(at->status(), "list", impl_->path));
+  return pairs;
+}
+
+}  // namespace ballast::storage

@@ -1,0 +1,69 @@
+#include "ballast/storage/io/arena.h"
+
+#include <spdlog/spdlog.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/io/block_file.h"
+#include "ballast/storage/io/pinning.h"
+
+namespace ballast::storage {
+namespace {
+constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
+}  // namespace
+
+absl::StatusOr<Arena> Arena::Map(uint64_t bytes, bool pin) {
+  Arena arena;
+  bytes = AlignUp(bytes);
+  if (bytes == 0) return arena;
+  // mmap aligns to 4096 only: map more, keep the part from the first 2 MiB boundary on.
+  const uint64_t mapped = bytes + kHugePageBytes;
+  void* const start = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (start == MAP_FAILED) {
+    return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                        absl::StrCat("the system refused ", bytes, " bytes of memory: ", std::strerror(errno),
+                                     "; lower the DRAM budget"));
+  }
+  auto* const first = static_cast<std::byte*>(start);
+  const uint64_t skip = (kHugePageBytes - reinterpret_cast<uintptr_t>(start) % kHugePageBytes) % kHugePageBytes;
+  if (skip > 0) munmap(first, skip);
+  munmap(first + skip + bytes, mapped - skip - bytes);
+  arena.bytes_ = {first + skip, bytes};
+  (void)madvise(first + skip, bytes, MADV_HUGEPAGE);
+  volatile std::byte* touched = first + skip;
+  for (uint64_t at = 0; at < bytes; at += kIoAlignment) touched[at] = std::byte{0};
+  if (pin) {
+    const absl::Status pinned = PinMemory(arena.bytes_);
+    arena.pinned_ = pinned.ok();
+    if (!pinned.ok()) spdlog::warn("{} bytes stay pageable: {}", bytes, std::string(pinned.message()));
+  }
+  return arena;
+}
+
+Arena::Arena(Arena&& other) noexcept
+    : bytes_(std::exchange(other.bytes_, {})), pinned_(std::exchange(other.pinned_, false)) {}
+
+Arena& Arena::operator=(Arena&& other) noexcept {
+  if (this != &other) {
+    Release();
+    bytes_ = std::exchange(other.bytes_, {});
+    pinned_ = std::exchange(other.pinned_, false);
+  }
+  return *this;
+}
+
+Arena::~Arena() { Release(); }
+
+void Arena::Release() {
+  if (bytes_.empty()) return;
+  if (pinned_) UnpinMemory(bytes_);
+  munmap(bytes_.data(), bytes_.size());
+  bytes_ = {};
+}
+
+}  // namespace ballast::storage

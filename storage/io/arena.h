@@ -1,0 +1,33 @@
+// Large aligned memory, touched when it is made: first touches later would cost the data path a page fault each.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+namespace ballast::storage {
+
+// Zeroed, starts at a 2 MiB boundary, in huge pages where the kernel grants them; exactly the bytes asked for (rounded
+// to 4096) become resident. Owns the mapping.
+class Arena {
+ public:
+  // `pin`: page-locked for the GPU as well; where that is refused the memory is used pageable, and a line is logged.
+  // RESOURCE_EXHAUSTED (BUDGET) if the system has no such memory.
+  static absl::StatusOr<Arena> Map(uint64_t bytes, bool pin);
+  Arena() = default;
+  Arena(Arena&& other) noexcept;
+  Arena& operator=(Arena&& other) noexcept;
+  ~Arena();
+
+  absl::Span<std::byte> bytes() const { return bytes_; }
+  bool pinned() const { return pinned_; }
+
+ private:
+  void Release();
+  absl::Span<std::byte> bytes_;
+  bool pinned_ = false;
+};
+
+}  // namespace ballast::storage

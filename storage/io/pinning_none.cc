@@ -1,0 +1,12 @@
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/io/pinning.h"
+
+namespace ballast::storage {
+
+absl::Status PinMemory(absl::Span<std::byte>) {
+  return model::Error(absl::StatusCode::kUnavailable, model::kUnsupported, "this build has no CUDA to pin memory for");
+}
+
+void UnpinMemory(absl::Span<std::byte>) {}
+
+}  // namespace ballast::storage

@@ -1,0 +1,75 @@
+#include "ballast/storage/pinned_copy.h"
+
+#include <cstring>
+
+#include "ballast/proto/model/status.h"
+
+namespace ballast::storage {
+namespace {
+constexpr char kWhat[] = "a pinned copy of a chunk's state";
+}  // namespace
+
+absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk,
+                                                 uint64_t run, const std::byte* loaded) {
+  CopyOnWrite copy;
+  {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    copy.copy_.from = chunk.updated_in;
+  }
+  copy.copy_.to = run;
+  if (copy.copy_.from == 0) {
+    copy.copy_.zero = true;
+    return copy;
+  }
+  // Without room for the read buffer an extent could not be read back.
+  if (tiers->nvme() != nullptr && reader->Prepare().ok()) {
+    absl::StatusOr<NvmeExtent> extent = tiers->nvme()->Allocate(StateBytes(chunk.elements), kWhat);
+    if (extent.ok() && chunk.placement.state == TierKind::kNvme) {
+      copy.fresh_ = *std::move(extent);
+      return copy;
+    }
+    if (extent.ok()) {
+      copy.copy_.extent = *std::move(extent);
+      BALLAST_RETURN_IF_ERROR(copy.FillExtent(tiers, reader, chunk));
+      return copy;
+    }
+    if (extent.status().code() != absl::StatusCode::kResourceExhausted) return extent.status();
+  }
+  BALLAST_RETURN_IF_ERROR(copy.FillDram(tiers, chunk, loaded));
+  return copy;
+}
+
+absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk) {
+  if (chunk.placement.state == TierKind::kHbm) {
+    BALLAST_ASSIGN_OR_RETURN(copy_.digests, reader->Spill(chunk.state, chunk.elements, copy_.extent));
+    return absl::OkStatus();
+  }
+  const uint64_t bytes = StateBytes(chunk.elements);
+  copy_.digests = DigestState(chunk.state, chunk.elements);
+  tiers->CountTraffic(TierKind::kDram, bytes, 0);
+  tiers->CountTraffic(TierKind::kNvme, 0, bytes);
+  return tiers->nvme()->file().Write(copy_.extent.offset(), {chunk.state, bytes});
+}
+
+absl::Status CopyOnWrite::FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded) {
+  const uint64_t bytes = StateBytes(chunk.elements);
+  BALLAST_ASSIGN_OR_RETURN(copy_.dram, tiers->dram()->Allocate(bytes, kWhat));
+  tiers->CountTraffic(TierKind::kDram, 0, bytes);
+  if (chunk.placement.state == TierKind::kHbm) {
+    tiers->CountTraffic(TierKind::kHbm, bytes, 0);
+    return tiers->hbm()->CopyOut(chunk.state, copy_.dram.bytes());
+  }
+  std::memcpy(copy_.dram.bytes().data(), loaded != nullptr ? loaded : chunk.state, bytes);
+  return absl::OkStatus();
+}
+
+void CopyOnWrite::Install(StoredChunk& chunk) && {
+  if (fresh_.has_value()) {
+    copy_.extent = std::move(chunk.extent);
+    copy_.digests = chunk.digests;
+    chunk.extent = *std::move(fresh_);
+  }
+  chunk.copies.push_back(std::move(copy_));
+}
+
+}  // namespace ballast::storage

@@ -1,0 +1,33 @@
+// Copy on write for pins.
+#pragma once
+
+#include <optional>
+
+#include "absl/status/statusor.h"
+#include "ballast/storage/chunk_reader.h"
+#include "ballast/storage/stored_chunk.h"
+#include "ballast/storage/tier/tiers.h"
+
+namespace ballast::storage {
+
+// A chunk's present state, kept for pins while an update replaces it. Made in two halves, so that all that can fail
+// happens before the chunk changes. NVMe state is not copied: the pin inherits the extent and the chunk moves to a
+// fresh one.
+class CopyOnWrite {
+ public:
+  // `run`: the one that is about to update the chunk. `loaded`: the chunk's state in memory if its tier is NVMe.
+  // Goes to free NVMe space, else to DRAM. RESOURCE_EXHAUSTED (BUDGET) if neither has room.
+  static absl::StatusOr<CopyOnWrite> Prepare(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk, uint64_t run,
+                                             const std::byte* loaded) ABSL_LOCKS_EXCLUDED(chunk.mutex);
+  void Install(StoredChunk& chunk) && ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
+
+ private:
+  CopyOnWrite() = default;
+  absl::Status FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk);
+  absl::Status FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded);
+
+  PinnedCopy copy_;
+  std::optional<NvmeExtent> fresh_;  // the chunk's next extent
+};
+
+}  // namespace ballast::storage

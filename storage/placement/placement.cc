@@ -1,0 +1,128 @@
+#include "ballast/storage/placement/placement.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::storage {
+namespace {
+
+constexpr uint64_t kPadBytes = 4096;
+
+uint64_t Pad(uint64_t bytes) { return (bytes + kPadBytes - 1) / kPadBytes * kPadBytes; }
+
+uint64_t Short(uint64_t needed, uint64_t free) { return needed > free ? needed - free : 0; }
+
+std::string Shortage(const char* tier, uint64_t missing, uint64_t needed, uint64_t free, const std::string& what) {
+  return absl::StrCat(tier, " is short of ", missing, " bytes: ", what, " needs ", needed, ", ", free,
+                      " are free; raise the ", tier, " budget by at least ", missing, " bytes");
+}
+
+// HBM takes the first chunks that fit, with their working copies where these fit too.
+void FillHbm(const PlanRequest& request, Plan& plan) {
+  uint64_t room = request.free.hbm;
+  for (size_t i = 0; i < request.elements.size(); ++i) {
+    const uint64_t state = StateBytes(request.elements[i]);
+    const uint64_t working = WorkingBytes(request.elements[i]);
+    if (state > room) continue;
+    plan.chunks[i].state = TierKind::kHbm;
+    room -= state;
+    plan.state.hbm += state;
+    if (working > room) continue;
+    plan.chunks[i].working = TierKind::kHbm;
+    room -= working;
+    plan.working.hbm += working;
+  }
+}
+
+}  // namespace
+
+const char* TierName(TierKind tier) {
+  switch (tier) {
+    case TierKind::kHbm:
+      return "hbm";
+    case TierKind::kDram:
+      return "dram";
+    case TierKind::kNvme:
+      return "nvme";
+  }
+  return "unknown";
+}
+
+uint64_t StateBytes(uint64_t elements) { return 3 * Pad(elements * sizeof(float)); }
+
+uint64_t WorkingBytes(uint64_t elements) { return Pad(elements * sizeof(uint16_t)); }
+
+std::string Plan::Explain() const {
+  uint64_t count[kTierKinds] = {};
+  for (const ChunkPlacement& chunk : chunks) ++count[static_cast<int>(chunk.state)];
+  std::vector<std::string> parts;
+  for (const TierKind tier : {TierKind::kHbm, TierKind::kDram, TierKind::kNvme}) {
+    if (count[static_cast<int>(tier)] == 0 && working[tier] == 0) continue;
+    parts.push_back(absl::StrCat(TierName(tier), " holds the state of ", count[static_cast<int>(tier)], " chunks (",
+                                 state[tier], " bytes) and ", working[tier], " bytes of working copies"));
+  }
+  std::string text = absl::StrCat("Of ", chunks.size(), " chunks ", absl::StrJoin(parts, "; "), ". ");
+  if (state.nvme > 0) {
+    absl::StrAppend(&text,
+                    "Faster tiers are filled first, so what is on nvme found no room in dram: there, working copies, ",
+                    "slices of the step in flight and buffers for moving nvme state come before state.");
+  } else if (state.hbm > 0 && state.dram > 0) {
+    absl::StrAppend(&text, "hbm is filled first; what is in dram found no room there.");
+  } else {
+    absl::StrAppend(&text, "All of it fits there, and no faster tier has room.");
+  }
+  return text;
+}
+
+absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
+  Plan plan;
+  plan.chunks.resize(request.elements.size());
+  FillHbm(request, plan);
+
+  uint64_t state_left = 0;  // not in HBM
+  for (size_t i = 0; i < plan.chunks.size(); ++i) {
+    if (plan.chunks[i].working == TierKind::kDram) plan.working.dram += WorkingBytes(request.elements[i]);
+    if (plan.chunks[i].state != TierKind::kHbm) state_left += StateBytes(request.elements[i]);
+  }
+  const uint64_t elements = std::accumulate(request.elements.begin(), request.elements.end(), uint64_t{0});
+  const uint64_t fixed = plan.working.dram + request.provisional_bytes_per_element * elements;
+  if (fixed + state_left <= request.free.dram) {
+    plan.state.dram = state_left;  // the placements' default
+    return plan;
+  }
+  if (request.free.nvme == 0) {
+    const uint64_t needed = fixed + state_left;
+    return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                        absl::StrCat(Shortage("dram", needed - request.free.dram, needed, request.free.dram,
+                                              "state, working copies and slices in flight"),
+                                     ", or give an nvme budget"));
+  }
+
+  const uint64_t fixed_staged = fixed + request.staging_bytes;
+  uint64_t room = request.free.dram - std::min(request.free.dram, fixed_staged);
+  for (size_t i = 0; i < plan.chunks.size(); ++i) {
+    if (plan.chunks[i].state == TierKind::kHbm) continue;
+    const uint64_t state = StateBytes(request.elements[i]);
+    const TierKind tier = state <= room ? TierKind::kDram : TierKind::kNvme;
+    if (tier == TierKind::kDram) room -= state;
+    plan.chunks[i].state = tier;
+    plan.state[tier] += state;
+  }
+  std::vector<std::string> shortages;
+  if (const uint64_t missing = Short(fixed_staged, request.free.dram); missing > 0) {
+    shortages.push_back(Shortage("dram", missing, fixed_staged, request.free.dram,
+                                 "working copies, slices in flight and buffers for moving nvme state"));
+  }
+  if (const uint64_t missing = Short(plan.state.nvme, request.free.nvme); missing > 0) {
+    shortages.push_back(
+        Shortage("nvme", missing, plan.state.nvme, request.free.nvme, "state that finds no room in dram"));
+  }
+  if (shortages.empty()) return plan;
+  return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget, absl::StrJoin(shortages, ". "));
+}
+
+}  // namespace ballast::storage

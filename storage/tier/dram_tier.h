@@ -1,0 +1,35 @@
+// CPU memory: arenas that are touched when they are allocated, and pinned when the server has a GPU.
+#pragma once
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "ballast/storage/io/arena.h"
+#include "ballast/storage/tier/ledger.h"
+
+namespace ballast::storage {
+
+// Zeroed memory from a 2 MiB boundary on, with its share of the budget.
+class DramBlock {
+ public:
+  DramBlock() = default;
+  DramBlock(BudgetLease lease, Arena arena) : lease_(std::move(lease)), arena_(std::move(arena)) {}
+  absl::Span<std::byte> bytes() const { return arena_.bytes(); }
+
+ private:
+  BudgetLease lease_;  // returned after the memory is gone
+  Arena arena_;
+};
+
+// Threads: any.
+class DramTier {
+ public:
+  DramTier(Ledger* ledger, bool pin) : ledger_(ledger), pin_(pin) {}
+  // `bytes` rounded up to 4096. RESOURCE_EXHAUSTED (BUDGET).
+  absl::StatusOr<DramBlock> Allocate(uint64_t bytes, absl::string_view what);
+
+ private:
+  Ledger* const ledger_;
+  const bool pin_;
+};
+
+}  // namespace ballast::storage

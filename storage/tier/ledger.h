@@ -1,0 +1,59 @@
+// Budgets of one server and what is taken of them. Every byte that a tier holds is taken here before it is allocated.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "ballast/storage/placement/placement.h"
+#include "ballast/storage/tier/tiers.h"
+
+namespace ballast::storage {
+
+class Ledger;
+
+// Bytes of a budget, returned when it is destroyed.
+class BudgetLease {
+ public:
+  BudgetLease() = default;
+  BudgetLease(Ledger* ledger, TierKind tier, uint64_t bytes) : ledger_(ledger), tier_(tier), bytes_(bytes) {}
+  BudgetLease(BudgetLease&& other) noexcept { *this = std::move(other); }
+  BudgetLease& operator=(BudgetLease&& other) noexcept;
+  ~BudgetLease() { Release(); }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  void Release();
+  Ledger* ledger_ = nullptr;
+  TierKind tier_ = TierKind::kDram;
+  uint64_t bytes_ = 0;
+};
+
+// Threads: any.
+class Ledger {
+ public:
+  explicit Ledger(const TierBytes& budget) : budget_(budget) {}
+  const TierBytes& budget() const { return budget_; }
+  TierBytes used() const;
+  // RESOURCE_EXHAUSTED (BUDGET): `what` needs that many bytes, so many are missing.
+  absl::Status Take(TierKind tier, uint64_t bytes, absl::string_view what);
+  void Return(TierKind tier, uint64_t bytes);
+  absl::StatusOr<BudgetLease> Lease(TierKind tier, uint64_t bytes, absl::string_view what);
+
+  void CountTraffic(TierKind tier, uint64_t read, uint64_t written);
+  TierTraffic traffic() const;
+
+ private:
+  const TierBytes budget_;
+  mutable absl::Mutex mutex_;
+  TierBytes used_ ABSL_GUARDED_BY(mutex_);
+  std::atomic<uint64_t> read_[kTierKinds] = {};
+  std::atomic<uint64_t> written_[kTierKinds] = {};
+};
+
+}  // namespace ballast::storage

@@ -1,0 +1,70 @@
+#include "ballast/storage/tier/tiers.h"
+
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/io/io_queue.h"
+#include "ballast/storage/tier/dram_tier.h"
+#include "ballast/storage/tier/hbm_tier.h"
+#include "ballast/storage/tier/ledger.h"
+#include "ballast/storage/tier/nvme_tier.h"
+
+namespace ballast::storage {
+
+struct Tiers::Impl {
+  explicit Impl(const TiersOptions& o) : options(o), ledger(o.budget), dram(&ledger, /*pin=*/o.budget.hbm > 0) {}
+  const TiersOptions options;
+  Ledger ledger;
+  DramTier dram;
+  std::unique_ptr<NvmeTier> nvme;
+  std::unique_ptr<HbmTier> hbm;
+};
+
+absl::StatusOr<std::unique_ptr<Tiers>> Tiers::Open(const TiersOptions& options) {
+  auto impl = std::make_unique<Impl>(options);
+  std::error_code error;
+  std::filesystem::create_directories(options.directory, error);
+  if (error) return IoError(error.value(), "creation", options.directory, 0, 0);
+  if (access(options.directory.c_str(), W_OK | X_OK) != 0) return IoError(errno, "access", options.directory, 0, 0);
+  if (options.budget.nvme > 0) {
+    BALLAST_ASSIGN_OR_RETURN(impl->nvme, NvmeTier::Open(options.directory, &impl->ledger));
+    spdlog::info("nvme tier: {}, I/O by {}", impl->nvme->file().path(), IoBackendProbe());
+    if (const std::string& why = impl->nvme->file().buffered_because(); !why.empty()) {
+      spdlog::warn("nvme tier goes through the page cache: {}", why);
+    }
+  }
+  if (options.budget.hbm > 0) {
+    BALLAST_ASSIGN_OR_RETURN(impl->hbm, OpenHbmTier(options.hbm_device, &impl->ledger));
+  }
+  return std::unique_ptr<Tiers>(new Tiers(std::move(impl)));
+}
+
+Tiers::Tiers(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Tiers::~Tiers() = default;
+
+TierBytes Tiers::budget() const { return impl_->ledger.budget(); }
+TierBytes Tiers::used() const { return impl_->ledger.used(); }
+TierTraffic Tiers::traffic() const { return impl_->ledger.traffic(); }
+
+absl::Status Tiers::Take(TierKind tier, uint64_t bytes, const std::string& what) {
+  return impl_->ledger.Take(tier, bytes, what);
+}
+
+void Tiers::Return(TierKind tier, uint64_t bytes) { impl_->ledger.Return(tier, bytes); }
+
+void Tiers::CountTraffic(TierKind tier, uint64_t read, uint64_t written) {
+  impl_->ledger.CountTraffic(tier, read, written);
+}
+
+std::string Tiers::io_backend() const { return IoBackendProbe(); }
+uint64_t Tiers::staging_bytes() const { return impl_->options.staging_bytes; }
+DramTier* Tiers::dram() { return &impl_->dram; }
+NvmeTier* Tiers::nvme() { return impl_->nvme.get(); }
+HbmTier* Tiers::hbm() { return impl_->hbm.get(); }
+
+}  // namespace ballast::storage

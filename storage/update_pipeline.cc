@@ -1,0 +1,180 @@
+#include "ballast/storage/update_pipeline.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/chunk_reader.h"
+
+namespace ballast::storage {
+
+namespace {
+
+// The system gives a dead thread's id to the next one, which an io_uring of the dead one would still refuse.
+uint64_t ThisThread() {
+  static std::atomic<uint64_t> threads{0};
+  thread_local const uint64_t id = ++threads;
+  return id;
+}
+
+}  // namespace
+
+absl::StatusOr<IoQueue*> PipelineStaging::Queue() {
+  if (queue_ == nullptr || queue_thread_ != ThisThread()) {
+    queue_.reset();
+    BALLAST_ASSIGN_OR_RETURN(queue_, MakeIoQueue({.registered = memory.bytes()}));
+    queue_thread_ = ThisThread();
+  }
+  return queue_.get();
+}
+
+UpdatePipeline::UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue,
+                               Tiers* tiers)
+    : chunks_(chunks), queue_(queue), tiers_(tiers) {
+  if (queue == nullptr) return;
+  const uint64_t count = std::min(staging->memory.bytes().size() / staging->slot_bytes, PipelineStaging::kSlotsMax);
+  slots_.resize(count);
+  for (uint64_t i = 0; i < count; ++i) slots_[i].data = staging->memory.bytes().data() + i * staging->slot_bytes;
+  completions_.reserve(kIoRequestsMax);
+  sources_.reserve(chunks.size());
+  for (const StoredChunk* chunk : chunks) {
+    absl::ReaderMutexLock lock(&chunk->mutex);
+    sources_.push_back({chunk->extent.offset(), chunk->updated_in == 0});
+  }
+  LoadAhead();
+}
+
+UpdatePipeline::Slot* UpdatePipeline::Find(size_t update) {
+  for (Slot& slot : slots_) {
+    if (slot.phase != Phase::kFree && slot.update == update) return &slot;
+  }
+  return nullptr;
+}
+
+absl::StatusOr<std::byte*> UpdatePipeline::Load(size_t i) {
+  FreeStored(/*may_wait=*/true);
+  LoadAhead();
+  Slot* slot = Find(i);
+  while (slot == nullptr || slot->phase == Phase::kLoading) {
+    // A failed store keeps its slot, so there may be none left to wait for.
+    if (!failed_.ok()) return failed_;
+    Reap(/*wait=*/true);
+    FreeStored(/*may_wait=*/true);
+    LoadAhead();
+    slot = Find(i);
+  }
+  BALLAST_RETURN_IF_ERROR(slot->status);
+  BALLAST_RETURN_IF_ERROR(Verify(*slot));
+  return slot->data;
+}
+
+absl::Status UpdatePipeline::Store(size_t i) {
+  BALLAST_RETURN_IF_ERROR(failed_);
+  Slot& slot = *Find(i);
+  slot.phase = Phase::kStoring;
+  uint64_t offset = 0;
+  {
+    absl::ReaderMutexLock lock(&chunks_[i]->mutex);
+    offset = chunks_[i]->extent.offset();
+  }
+  const absl::Status status = Submit(slot, IoRequest::Kind::kWrite, offset);
+  if (!status.ok()) failed_ = status;
+  return status;
+}
+
+void UpdatePipeline::Poll() {
+  if (queue_ == nullptr) return;
+  Reap(/*wait=*/false);
+  FreeStored(/*may_wait=*/false);
+  LoadAhead();
+}
+
+absl::Status UpdatePipeline::Drain() {
+  if (queue_ == nullptr) return absl::OkStatus();
+  next_load_ = chunks_.size();
+  while (queue_->in_flight() > 0) Reap(/*wait=*/true);
+  FreeStored(/*may_wait=*/true);
+  return failed_;
+}
+
+void UpdatePipeline::LoadAhead() {
+  for (Slot& slot : slots_) {
+    if (slot.phase != Phase::kFree) continue;
+    while (next_load_ < chunks_.size() && chunks_[next_load_]->placement.state != TierKind::kNvme) ++next_load_;
+    if (next_load_ == chunks_.size()) return;
+    slot.update = next_load_++;
+    slot.status = StartLoad(slot);
+    if (!slot.status.ok()) slot.phase = Phase::kLoaded;
+  }
+}
+
+absl::Status UpdatePipeline::StartLoad(Slot& slot) {
+  const Source& source = sources_[slot.update];
+  if (source.zero) {
+    std::memset(slot.data, 0, StateBytes(chunks_[slot.update]->elements));
+    slot.phase = Phase::kLoaded;
+    return absl::OkStatus();
+  }
+  slot.phase = Phase::kLoading;
+  return Submit(slot, IoRequest::Kind::kRead, source.offset);
+}
+
+absl::Status UpdatePipeline::Submit(const Slot& slot, IoRequest::Kind kind, uint64_t offset) {
+  const uint64_t bytes = StateBytes(chunks_[slot.update]->elements);
+  const bool read = kind == IoRequest::Kind::kRead;
+  tiers_->CountTraffic(TierKind::kNvme, read ? bytes : 0, read ? 0 : bytes);
+  return queue_->Submit({.kind = kind,
+                         .file = &tiers_->nvme()->file(),
+                         .offset = offset,
+                         .buffer = {slot.data, bytes},
+                         .tag = static_cast<uint64_t>(&slot - slots_.data())});
+}
+
+void UpdatePipeline::Reap(bool wait) {
+  completions_.clear();
+  queue_->Reap(wait, &completions_);
+  for (const IoCompletion& completion : completions_) Complete(completion);
+}
+
+void UpdatePipeline::Complete(const IoCompletion& completion) {
+  Slot& slot = slots_[completion.tag];
+  if (slot.phase == Phase::kLoading) {
+    slot.status = completion.status;
+    slot.phase = Phase::kLoaded;
+  } else if (completion.status.ok()) {
+    slot.phase = Phase::kStored;
+  } else if (failed_.ok()) {
+    failed_ = completion.status;
+  }
+}
+
+void UpdatePipeline::FreeStored(bool may_wait) {
+  for (Slot& slot : slots_) {
+    if (slot.phase != Phase::kStored) continue;
+    StoredChunk& chunk = *chunks_[slot.update];
+    if (may_wait) {
+      chunk.mutex.Lock();
+    } else if (!chunk.mutex.TryLock()) {
+      continue;
+    }
+    chunk.staged = nullptr;
+    chunk.mutex.Unlock();
+    slot.phase = Phase::kFree;
+  }
+}
+
+absl::Status UpdatePipeline::Verify(const Slot& slot) const {
+  const StoredChunk& chunk = *chunks_[slot.update];
+  absl::ReaderMutexLock lock(&chunk.mutex);
+  if (chunk.updated_in == 0) return absl::OkStatus();
+  const ArrayDigests found = DigestState(slot.data, chunk.elements);
+  for (uint64_t i = 0; i < kStateArrays; ++i) {
+    if (found[i] == chunk.digests[i]) continue;
+    return ChecksumError(tiers_->nvme()->file(), chunk.index, static_cast<int>(i),
+                         chunk.extent.offset() + i * ArrayBytes(chunk.elements), chunk.digests[i], found[i]);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::storage

@@ -1,0 +1,63 @@
+// State in GPU memory: the bits of the CPU's kernels. Skips, with exit code 77, where no GPU is.
+#include "ballast/storage/tier/hbm_tier.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "ballast/tests/storage/store_on_tiers.h"
+#include "gtest/gtest.h"
+
+namespace ballast::storage {
+namespace {
+
+class HbmTierTest : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    int devices = 0;
+    const cudaError_t error = cudaGetDeviceCount(&devices);
+    if (error == cudaSuccess && devices > 0) return;
+    std::printf("SKIPPED: no GPU (%s)\n", cudaGetErrorString(error));
+    std::fflush(stdout);
+    std::_Exit(77);
+  }
+
+  void Train(const std::vector<TierKind>& kinds, TierKind working) {
+    StoreOnTiers s({.hbm = 64 * kMiB, .dram = 16 * kMiB, .nvme = 16 * kMiB}, 2);
+    Plan plan = s.PlanOf(kinds);
+    for (ChunkPlacement& chunk : plan.chunks) {
+      if (chunk.state == TierKind::kHbm) chunk.working = working;
+    }
+    const absl::Status added = s.store->Add(Sizes(), plan);
+    ASSERT_TRUE(added.ok()) << added;
+    ASSERT_TRUE(s.RunValues(1).ok());
+    ASSERT_TRUE(s.RunSegments(1).ok());
+    ASSERT_TRUE(s.store->Pin(1).ok());
+    const std::vector<ReferenceChunk> pinned = s.reference;
+    for (uint64_t t = 2; t <= 3; ++t) {
+      const absl::Status status = s.RunSegments(t);
+      ASSERT_TRUE(status.ok()) << status;
+    }
+    for (size_t i = 0; i < Sizes().size(); ++i) {
+      EXPECT_TRUE(Holds(*s.store, i, s.reference[i])) << i;
+      EXPECT_TRUE(HoldsPinned(*s.store, 1, i, pinned[i])) << i;
+    }
+  }
+};
+
+TEST_F(HbmTierTest, StateAndWorkingInHbm) { Train({TierKind::kHbm}, TierKind::kHbm); }
+TEST_F(HbmTierTest, WorkingCopiesInDram) { Train({TierKind::kHbm}, TierKind::kDram); }
+TEST_F(HbmTierTest, AllThreeTiers) { Train({TierKind::kHbm, TierKind::kDram, TierKind::kNvme}, TierKind::kHbm); }
+
+TEST_F(HbmTierTest, BudgetIsKept) {
+  TemporaryDirectory directory;
+  auto tiers = *Tiers::Open({.budget = {.hbm = 8 * kMiB}, .directory = directory.path()});
+  EXPECT_EQ(tiers->used().hbm, 4 * kMiB);  // scratch memory
+  EXPECT_EQ(tiers->hbm()->Allocate(5 * kMiB, "test").status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(tiers->hbm()->Allocate(4 * kMiB, "test").ok());
+  EXPECT_EQ(tiers->used().hbm, 4 * kMiB);
+}
+
+}  // namespace
+}  // namespace ballast::storage

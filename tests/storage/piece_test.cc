@@ -1,0 +1,99 @@
+#include "ballast/storage/io/piece.h"
+
+#include <fcntl.h>
+
+#include <cerrno>
+
+#include "ballast/proto/model/status.h"
+#include "ballast/tests/storage/temporary_directory.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace ballast::storage {
+namespace {
+
+using ::testing::HasSubstr;
+
+class PieceTest : public ::testing::Test {
+ protected:
+  PieceTest() : file_(*BlockFile::Open(directory_ / "piece", BlockFile::Mode::kExclusive)) {
+    piece_ = {.file = file_.get(), .offset = 8192, .data = nullptr, .bytes = 16384};
+  }
+
+  TemporaryDirectory directory_;
+  std::unique_ptr<BlockFile> file_;
+  Piece piece_;
+};
+
+TEST_F(PieceTest, AllBytesComplete) { EXPECT_TRUE(*Advance(piece_, 16384)); }
+
+TEST_F(PieceTest, ShortTransferLeavesTheRest) {
+  EXPECT_FALSE(*Advance(piece_, 4096));
+  EXPECT_EQ(piece_.offset, 12288);
+  EXPECT_EQ(piece_.bytes, 12288);
+  EXPECT_TRUE(*Advance(piece_, 12288));
+}
+
+TEST_F(PieceTest, PartialBlockIsMovedAgain) {
+  EXPECT_FALSE(*Advance(piece_, 5000));
+  EXPECT_EQ(piece_.offset, 12288);
+  EXPECT_EQ(piece_.bytes, 12288);
+}
+
+TEST_F(PieceTest, InterruptionsAreRetriedUpToTheCap) {
+  for (int i = 0; i < kIoRetriesMax; ++i) {
+    const absl::StatusOr<bool> complete = Advance(piece_, i % 2 == 0 ? -EINTR : -EAGAIN);
+    ASSERT_TRUE(complete.ok()) << complete.status();
+    EXPECT_FALSE(*complete);
+  }
+  const absl::Status status = Advance(piece_, -EAGAIN).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(status.ToString(), HasSubstr("temporarily unavailable"));
+}
+
+TEST_F(PieceTest, ErrorsNameFileOffsetAndText) {
+  const absl::Status status = Advance(piece_, -EIO).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(model::ReasonOf(status), model::kIo);
+  EXPECT_THAT(status.ToString(), HasSubstr("read of 16384 bytes at offset 8192 of " + file_->path()));
+  EXPECT_THAT(status.ToString(), HasSubstr("Input/output error"));
+}
+
+TEST_F(PieceTest, FullDiskIsResourceExhausted) {
+  EXPECT_EQ(Advance(piece_, -ENOSPC).status().code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST_F(PieceTest, EndOfFileIsDataLoss) {
+  const absl::Status status = Advance(piece_, 0).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(status.ToString(), HasSubstr("the file ends there"));
+}
+
+TEST_F(PieceTest, ErrorDropsTheUncutRestOfItsRequestOnly) {
+  auto table = std::make_unique<RequestTable>();
+  std::byte* const base = reinterpret_cast<std::byte*>(kIoAlignment);  // never dereferenced
+  ASSERT_TRUE(table->Add({.file = file_.get(), .buffer = {base, 3 * kIoPieceBytesMax}, .tag = 1}).ok());
+  ASSERT_TRUE(table->Add({.file = file_.get(), .buffer = {base, kIoAlignment}, .tag = 2}).ok());
+  Piece first, second;
+  ASSERT_TRUE(table->Cut(&first));
+  ASSERT_TRUE(table->Cut(&second));
+  table->End(first, absl::DataLossError("x"));
+  EXPECT_FALSE(table->finished());  // its second piece is still out
+  Piece other;
+  ASSERT_TRUE(table->Cut(&other));
+  EXPECT_EQ(other.bytes, kIoAlignment);
+  EXPECT_FALSE(table->uncut());
+  table->End(second, absl::OkStatus());
+  table->End(other, absl::OkStatus());
+  std::vector<IoCompletion> completions;
+  table->Take(&completions);
+  ASSERT_EQ(completions.size(), 2);
+  EXPECT_EQ(completions[0].tag, 1);
+  EXPECT_EQ(completions[0].status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(completions[1].tag, 2);
+  EXPECT_TRUE(completions[1].status.ok());
+  EXPECT_EQ(table->in_flight(), 0);
+}
+
+}  // namespace
+}  // namespace ballast::storage

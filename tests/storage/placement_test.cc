@@ -1,0 +1,115 @@
+#include "ballast/storage/placement/placement.h"
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace ballast::storage {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr uint64_t kChunk = uint64_t{1} << 16;
+constexpr uint64_t kState = 3 * 4 * kChunk;
+constexpr uint64_t kWorking = 2 * kChunk;
+
+PlanRequest FourChunks(TierBytes free) {
+  return {.free = free,
+          .elements = {kChunk, kChunk, kChunk, kChunk},
+          .provisional_bytes_per_element = 4,
+          .staging_bytes = uint64_t{1} << 20};
+}
+
+std::string Tiers(const Plan& plan) {
+  std::string text;
+  for (const ChunkPlacement& chunk : plan.chunks) {
+    absl::StrAppend(&text, text.empty() ? "" : " ", TierName(chunk.state), "/", TierName(chunk.working));
+  }
+  return text;
+}
+
+TEST(PlacementTest, BytesArePaddedPerArray) {
+  EXPECT_EQ(StateBytes(kChunk), kState);
+  EXPECT_EQ(StateBytes(256), 3 * 4096);
+  EXPECT_EQ(StateBytes(1025), 3 * 8192);
+  EXPECT_EQ(WorkingBytes(256), 4096);
+  EXPECT_EQ(WorkingBytes(2049), 8192);
+}
+
+TEST(PlacementTest, AllInDramNeedsNoStaging) {
+  const uint64_t exact = 4 * (kState + kWorking + 4 * kChunk);
+  const absl::StatusOr<Plan> plan = MakePlan(FourChunks({.dram = exact}));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(Tiers(*plan), "dram/dram dram/dram dram/dram dram/dram");
+  EXPECT_EQ(plan->state.dram, 4 * kState);
+  EXPECT_EQ(plan->working.dram, 4 * kWorking);
+}
+
+TEST(PlacementTest, FirstChunksStayInDram) {
+  const uint64_t dram = (uint64_t{1} << 20) + 4 * (kWorking + 4 * kChunk) + 2 * kState;
+  const absl::StatusOr<Plan> plan = MakePlan(FourChunks({.dram = dram, .nvme = 2 * kState}));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(Tiers(*plan), "dram/dram dram/dram nvme/dram nvme/dram");
+  EXPECT_EQ(plan->state.nvme, 2 * kState);
+  EXPECT_THAT(plan->Explain(), HasSubstr(absl::StrCat("nvme holds the state of 2 chunks (", 2 * kState, " bytes)")));
+}
+
+TEST(PlacementTest, HbmTakesWorkingCopiesWithItsState) {
+  const absl::StatusOr<Plan> plan = MakePlan(FourChunks({.hbm = 2 * kState + kWorking, .dram = uint64_t{1} << 30}));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(Tiers(*plan), "hbm/hbm hbm/dram dram/dram dram/dram");
+  EXPECT_EQ(plan->state.hbm, 2 * kState);
+  EXPECT_EQ(plan->working.hbm, kWorking);
+  EXPECT_EQ(plan->working.dram, 3 * kWorking);
+}
+
+TEST(PlacementTest, EmptyJobFitsNowhere) {
+  const absl::StatusOr<Plan> plan = MakePlan({});
+  ASSERT_TRUE(plan.ok());
+  EXPECT_TRUE(plan->chunks.empty());
+}
+
+// The message's number is exact: with that much more it fits, with one byte less it does not.
+struct Shortfall {
+  const char* name;
+  TierBytes free;
+  TierKind tier;
+  uint64_t missing;
+};
+
+class ShortfallTest : public ::testing::TestWithParam<Shortfall> {};
+
+TEST_P(ShortfallTest, MissingBytesAreExact) {
+  const Shortfall& p = GetParam();
+  const absl::Status status = MakePlan(FourChunks(p.free)).status();
+  ASSERT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_EQ(model::ReasonOf(status), model::kBudget);
+  EXPECT_THAT(status.ToString(), HasSubstr(absl::StrCat(TierName(p.tier), " is short of ", p.missing, " bytes")));
+  EXPECT_THAT(status.ToString(),
+              HasSubstr(absl::StrCat("raise the ", TierName(p.tier), " budget by at least ", p.missing, " bytes")));
+  TierBytes raised = p.free;
+  raised[p.tier] += p.missing;
+  EXPECT_TRUE(MakePlan(FourChunks(raised)).ok()) << MakePlan(FourChunks(raised)).status();
+  raised[p.tier] -= 1;
+  EXPECT_FALSE(MakePlan(FourChunks(raised)).ok());
+}
+
+constexpr uint64_t kFixed = 4 * (kWorking + 4 * kChunk);
+INSTANTIATE_TEST_SUITE_P(
+    Tiers, ShortfallTest,
+    ::testing::Values(
+        Shortfall{"NoNvme", {.dram = 1000}, TierKind::kDram, kFixed + 4 * kState - 1000},
+        Shortfall{"NvmeTooSmall", {.dram = kFixed + (1 << 20) + kState, .nvme = kState}, TierKind::kNvme, 2 * kState},
+        Shortfall{"NoRoomForStaging", {.dram = kFixed + 5, .nvme = 4 * kState}, TierKind::kDram, (1 << 20) - 5}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(PlacementTest, BothShortagesAreNamed) {
+  const absl::Status status = MakePlan(FourChunks({.dram = kFixed, .nvme = kState})).status();
+  EXPECT_THAT(status.ToString(), HasSubstr(absl::StrCat("dram is short of ", 1 << 20, " bytes")));
+  EXPECT_THAT(status.ToString(), HasSubstr(absl::StrCat("nvme is short of ", 3 * kState, " bytes")));
+}
+
+}  // namespace
+}  // namespace ballast::storage

@@ -1,0 +1,61 @@
+// A chunk store over tiers in a directory of its own.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "ballast/storage/chunk_store.h"
+#include "ballast/tests/storage/reference_chunks.h"
+#include "ballast/tests/storage/temporary_directory.h"
+
+namespace ballast::storage {
+
+// Sizes that differ, more than the staging holds; the last ones are short.
+inline const std::vector<uint64_t>& Sizes() {
+  static const std::vector<uint64_t> sizes = {65536, 65536, 20224, 65536, 65536, 256, 65536, 65536, 1280};
+  return sizes;
+}
+
+struct StoreOnTiers {
+  // Of `slots` full chunks, and the readers' buffer.
+  static uint64_t StagingBytes(uint64_t slots) { return kMiB + slots * StateBytes(65536); }
+
+  StoreOnTiers(TierBytes budget, uint64_t slots) {
+    tiers = *Tiers::Open({.budget = budget, .directory = directory.path(), .staging_bytes = StagingBytes(slots)});
+    store = std::make_unique<ChunkStore>(tiers.get());
+    for (const uint64_t n : Sizes()) reference.emplace_back(n);
+  }
+
+  // Chunk i's state goes to tiers[i modulo their number].
+  Plan PlanOf(const std::vector<TierKind>& kinds) const {
+    Plan plan;
+    for (size_t i = 0; i < Sizes().size(); ++i) plan.chunks.push_back({.state = kinds[i % kinds.size()]});
+    return plan;
+  }
+
+  absl::Status Run(const StepUpdates& step) {
+    const absl::Status status = store->Run(step.updates(), [](size_t) {});
+    if (status.ok()) step.ApplyTo(reference);
+    return status;
+  }
+
+  absl::Status RunValues(uint64_t seed) {
+    StepUpdates step(seed);
+    for (size_t i = 0; i < Sizes().size(); ++i) step.AddValues(i, Sizes()[i]);
+    return Run(step);
+  }
+
+  // `stride` > 1 leaves chunks out.
+  absl::Status RunSegments(uint64_t t, size_t stride = 1) {
+    StepUpdates step(1000 + t);
+    for (size_t i = 0; i < Sizes().size(); i += stride) step.AddSegments(i, Sizes()[i], t);
+    return Run(step);
+  }
+
+  TemporaryDirectory directory;
+  std::unique_ptr<Tiers> tiers;
+  std::unique_ptr<ChunkStore> store;
+  std::vector<ReferenceChunk> reference;
+};
+
+}  // namespace ballast::storage

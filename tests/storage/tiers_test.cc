@@ -1,0 +1,142 @@
+#include "ballast/storage/tier/tiers.h"
+
+#include <sys/stat.h>
+
+#include <fstream>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/tier/dram_tier.h"
+#include "ballast/storage/tier/nvme_tier.h"
+#include "ballast/tests/storage/temporary_directory.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace ballast::storage {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr uint64_t kPage = 4096;
+
+class TiersTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<Tiers> Open(TierBytes budget) {
+    auto tiers = Tiers::Open({.budget = budget, .directory = directory_.path()});
+    EXPECT_TRUE(tiers.ok()) << tiers.status();
+    return *std::move(tiers);
+  }
+  TemporaryDirectory directory_;
+};
+
+TEST_F(TiersTest, TakeAndReturnKeepTheBudget) {
+  auto tiers = Open({.dram = 1000});
+  EXPECT_TRUE(tiers->Take(TierKind::kDram, 600, "slices").ok());
+  const absl::Status status = tiers->Take(TierKind::kDram, 500, "slices");
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(model::ReasonOf(status), model::kBudget);
+  EXPECT_THAT(status.ToString(), HasSubstr("dram is short of 100 bytes: slices needs 500, 400 of 1000 are free"));
+  tiers->Return(TierKind::kDram, 600);
+  EXPECT_TRUE(tiers->Take(TierKind::kDram, 1000, "slices").ok());
+  EXPECT_EQ(tiers->used().dram, 1000);
+}
+
+TEST_F(TiersTest, BlocksReturnTheirBudget) {
+  auto tiers = Open({.dram = 4 * kPage});
+  {
+    DramBlock block = *tiers->dram()->Allocate(3 * kPage - 1, "test");
+    EXPECT_EQ(block.bytes().size(), 3 * kPage);
+    EXPECT_EQ(tiers->used().dram, 3 * kPage);
+    EXPECT_FALSE(tiers->dram()->Allocate(2 * kPage, "test").ok());
+  }
+  EXPECT_EQ(tiers->used().dram, 0);
+}
+
+TEST_F(TiersTest, NoBudgetNoDevice) {
+  auto tiers = Open({.dram = kPage});
+  EXPECT_EQ(tiers->nvme(), nullptr);
+  EXPECT_EQ(tiers->hbm(), nullptr);
+  EXPECT_FALSE(tiers->io_backend().empty());
+}
+
+TEST_F(TiersTest, ExtentsAreReusedAndJoined) {
+  auto tiers = Open({.nvme = 4 * kPage});
+  NvmeTier& nvme = *tiers->nvme();
+  NvmeExtent a = *nvme.Allocate(kPage, "a");
+  NvmeExtent b = *nvme.Allocate(kPage, "b");
+  NvmeExtent c = *nvme.Allocate(kPage, "c");
+  const uint64_t first = a.offset();
+  EXPECT_NE(a.offset(), b.offset());
+  b = NvmeExtent();
+  a = NvmeExtent();
+  EXPECT_EQ(tiers->used().nvme, kPage);
+  // Both gaps together hold it.
+  NvmeExtent d = *nvme.Allocate(2 * kPage, "d");
+  EXPECT_EQ(d.offset(), first);
+  EXPECT_FALSE(nvme.Allocate(2 * kPage, "e").ok());
+}
+
+TEST_F(TiersTest, FragmentsNeverRefuseWhatTheBudgetAllows) {
+  auto tiers = Open({.nvme = 4 * kPage});
+  NvmeTier& nvme = *tiers->nvme();
+  std::vector<NvmeExtent> extents;
+  for (int i = 0; i < 4; ++i) extents.push_back(*nvme.Allocate(kPage, "x"));
+  extents[0] = NvmeExtent();
+  extents[2] = NvmeExtent();
+  absl::StatusOr<NvmeExtent> large = nvme.Allocate(2 * kPage, "large");
+  ASSERT_TRUE(large.ok()) << large.status();
+  struct stat info;
+  ASSERT_EQ(fstat(nvme.file().fd(), &info), 0);
+  EXPECT_LE(info.st_blocks * 512, 4 * kPage);
+}
+
+TEST_F(TiersTest, AllReturnedEmptiesTheFile) {
+  auto tiers = Open({.nvme = 4 * kPage});
+  { NvmeExtent a = *tiers->nvme()->Allocate(4 * kPage, "a"); }
+  struct stat info;
+  ASSERT_EQ(fstat(tiers->nvme()->file().fd(), &info), 0);
+  EXPECT_EQ(info.st_size, 0);
+}
+
+TEST_F(TiersTest, DiskSmallerThanTheBudget) {
+  auto tiers = Open({.nvme = uint64_t{1} << 50});
+  const absl::Status status = tiers->nvme()->Allocate(uint64_t{1} << 49, "state").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_EQ(tiers->used().nvme, 0);
+  EXPECT_TRUE(tiers->nvme()->Allocate(kPage, "state").ok());
+}
+
+TEST_F(TiersTest, FileOfAnotherServerIsRefused) {
+  auto tiers = Open({.nvme = kPage});
+  const absl::Status status = Tiers::Open({.budget = {.nvme = kPage}, .directory = directory_.path()}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(status.ToString(), HasSubstr("nvme.tier is in use"));
+}
+
+TEST_F(TiersTest, UnwritableDirectoryIsNamed) {
+  std::ofstream(directory_ / "file") << "x";
+  const absl::Status status = Tiers::Open({.budget = {.nvme = kPage}, .directory = directory_ / "file/below"}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(model::ReasonOf(status), model::kIo);
+  EXPECT_THAT(status.ToString(), HasSubstr("file/below failed: Not a directory"));
+}
+
+TEST_F(TiersTest, HbmBudgetWithoutThatDeviceIsRefused) {
+  const absl::Status status =
+      Tiers::Open({.budget = {.hbm = 1 << 30}, .directory = directory_.path(), .hbm_device = 99}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(model::ReasonOf(status), model::kBadConfig);
+  EXPECT_THAT(status.ToString(), HasSubstr("an hbm budget of 1073741824 bytes was given"));
+}
+
+TEST_F(TiersTest, TrafficAddsUp) {
+  auto tiers = Open({.dram = kPage});
+  tiers->CountTraffic(TierKind::kNvme, 1, 2);
+  tiers->CountTraffic(TierKind::kNvme, 10, 20);
+  EXPECT_EQ(tiers->traffic().read.nvme, 11);
+  EXPECT_EQ(tiers->traffic().written.nvme, 22);
+  EXPECT_EQ(tiers->traffic().read.dram, 0);
+}
+
+}  // namespace
+}  // namespace ballast::storage
