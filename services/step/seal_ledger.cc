@@ -1,0 +1,79 @@
+#include "ballast/services/step/seal_ledger.h"
+
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/services/step/seeded_bugs.h"
+
+namespace ballast::services {
+namespace {
+
+// Enough of a hash for a person to see that two differ.
+std::string Short(const std::string& hash) {
+  std::string text;
+  for (size_t i = 0; i < hash.size() && i < 4; ++i) {
+    absl::StrAppend(&text, absl::Hex(static_cast<uint8_t>(hash[i]), absl::kZeroPad2));
+  }
+  return text;
+}
+
+absl::Status Mismatch(absl::string_view message) {
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kPlanMismatch,
+                      absl::StrCat(message, "; this epoch is over: exit and restart the group with resume=auto"));
+}
+
+}  // namespace
+
+void SealLedger::Open(const model::EpochPlan* plan) {
+  plan_ = plan;
+  agreement_ = absl::OkStatus();
+  NextStep();
+}
+
+void SealLedger::NextStep() {
+  ranks_.assign(plan_->world_size(), std::nullopt);
+  count_ = 0;
+  first_.Clear();
+}
+
+absl::Status SealLedger::CheckFirst(const v1::SealRequest& request) const {
+  const std::vector<std::string> blobs(request.blobs().begin(), request.blobs().end());
+  BALLAST_RETURN_IF_ERROR(model::CheckHeader(*plan_, request.header(), blobs));
+  const std::string expected = model::PlanHash(*plan_, request.step(), request.attempt(), request.header(), blobs);
+  if (request.plan_hash() == expected) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kInvalidArgument, model::kBadRequest,
+      absl::StrCat("rank ", request.rank(), " sealed step ", request.step(), " with plan hash ",
+                   Short(request.plan_hash()), ", but its header and blobs under this epoch's tiling give ",
+                   Short(expected), "; client and server disagree about the epoch or about the hash"));
+}
+
+absl::Status SealLedger::Seal(const v1::SealRequest& request) {
+  BALLAST_RETURN_IF_ERROR(agreement_);
+  // A seal with the hash of a checked one needs no check of its own: the hash covers all that counts.
+  const bool same = request.plan_hash() == first_.plan_hash() && request.attempt() == first_.attempt();
+  const bool agrees = any() && (same || Seeded(SeededBug::kPlanHashIgnored));
+  if (!agrees) {
+    BALLAST_RETURN_IF_ERROR(CheckFirst(request));
+    if (any()) {
+      agreement_ = Mismatch(absl::StrCat(
+          "rank ", request.rank(), " sealed step ", request.step(), ", attempt ", request.attempt(), " with plan hash ",
+          Short(request.plan_hash()), ", rank ", first_.rank(), " sealed attempt ", first_.attempt(), " with ",
+          Short(first_.plan_hash()), "; all ranks must pass the same hyper-parameters, tensors and blobs"));
+      return agreement_;
+    }
+    first_ = request;
+  }
+  if (!ranks_[request.rank()].has_value()) ++count_;
+  ranks_[request.rank()] = request.attempt();
+  return absl::OkStatus();
+}
+
+std::vector<uint32_t> SealLedger::UnsealedRanks() const {
+  std::vector<uint32_t> ranks;
+  for (uint32_t rank = 0; rank < ranks_.size(); ++rank) {
+    if (!ranks_[rank].has_value()) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,39 @@
+// Switches that break one rule of the step transaction each, for the test that the simulation notices.
+//
+// Only the test library `step_seeded` is compiled with BALLAST_SEEDED_BUGS; everywhere else Seeded() is constexpr false
+// and the branches vanish.
+#pragma once
+
+namespace ballast::services {
+
+enum class SeededBug {
+  kNone,
+  kPromiseNotSynced,            // a fence answers before its promise is durable
+  kFenceMissesPrepareInFlight,  // a prepare in flight is neither reported by the fence nor void
+  kPushIgnoresEpoch,            // pushes of older groups count
+  kSealIgnoresEpoch,            // seals of older groups count
+  kPreparedAnsweredUnsynced,    // `prepared` leaves the server before it is durable
+  kPlanHashIgnored,             // ranks may seal different plans
+  kCoverageIgnoresAttempt,      // coverage as a bitmap: slices of a dropped attempt still cover
+  kLowerAttemptAccepted,        // a late slice of a dropped attempt replaces a newer one
+  kPushAfterPrepared,           // slices may change after `prepared`
+  kPushNextOncePrepared,        // slices of N + 1 are taken once N is prepared, before it is decided
+  kPushEndUnchecked,            // what overtook a push while its bytes came is not looked at
+  kPlaceShared,                 // two pushes write one place at a time
+  kCommitAppliesAgain,          // a doubled commit is applied twice
+  kCommitTrustsBlobs,           // the blobs come with the commit, not with the seal
+  kOpenKeepsSlices,             // slices of older groups still cover
+  kOpenKeepsPrepared,           // prepared(base + 1) of an older group survives Open
+  kRecoveryPresumesCommit,      // a restarted server takes what is prepared for decided
+  kDecisionAfterNextPrepared,   // prepared(N + 1) may be durable before decision(N)
+  kSkipAdvancesStepCounts,      // t counts steps that updated nothing
+};
+
+#ifdef BALLAST_SEEDED_BUGS
+inline SeededBug seeded_bug = SeededBug::kNone;
+inline bool Seeded(SeededBug bug) { return seeded_bug == bug; }
+#else
+constexpr bool Seeded(SeededBug) { return false; }
+#endif
+
+}  // namespace ballast::services

@@ -1,0 +1,262 @@
+#include "ballast/services/step/step_machine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "ballast/services/step/step_state.h"
+
+namespace ballast::services {
+namespace {
+
+// A later epoch may add tensors and change the tiling; what chunks are and where they lie stays.
+absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
+  const v1::JobSpec& a = older.spec();
+  const v1::JobSpec& b = newer.spec();
+  bool same = a.name() == b.name() && a.chunk_elements() == b.chunk_elements() && a.optimizer() == b.optimizer() &&
+              a.gradient_dtype() == b.gradient_dtype() && a.working_dtype() == b.working_dtype() &&
+              a.durability() == b.durability() && a.group_count() == b.group_count() &&
+              a.registrations_size() <= b.registrations_size();
+  for (int i = 0; same && i < a.registrations_size(); ++i) {
+    same = a.registrations(i).SerializeAsString() == b.registrations(i).SerializeAsString();
+  }
+  if (!same) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec,
+                        absl::StrCat("the spec of job '", a.name(),
+                                     "' may only grow by further registrations; the one that came differs from what "
+                                     "is registered: take it from GetJob and append, or drop the job"));
+  }
+  same = older.members_size() == newer.members_size();
+  for (int i = 0; same && i < older.members_size(); ++i) {
+    same = older.members(i).server_id() == newer.members(i).server_id() &&
+           older.members(i).weight() == newer.members(i).weight();
+  }
+  if (same) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                      absl::StrCat("job '", a.name(), "' lies on ", older.members_size(),
+                                   " server(s); other members or weights would move its chunks, which is not "
+                                   "supported: take the members from GetJob"));
+}
+
+}  // namespace
+
+StepMachine::StepMachine(std::string server_id, StepHost* host)
+    : impl_(std::make_unique<Impl>(std::move(server_id), host)) {}
+StepMachine::~StepMachine() = default;
+
+v1::GetJobResponse StepMachine::Describe() const {
+  const Impl& m = *impl_;
+  v1::GetJobResponse job;
+  job.set_server_id(m.id);
+  job.set_exists(m.promised.counter() > 0);
+  job.set_committed(m.committed);
+  if (m.decision.has_value()) *job.mutable_decision() = *m.decision;
+  // What is not durable might never have been: nobody may decide by it.
+  if (m.prepared.has_value() && m.Durable(m.prepared_lsn)) *job.mutable_prepared() = *m.prepared;
+  *job.mutable_promised() = m.promised;
+  if (m.plan != nullptr) *job.mutable_open() = m.plan->open();
+  job.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
+  return job;
+}
+
+Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
+  Impl& m = *impl_;
+  if (Seeded(SeededBug::kRecoveryPresumesCommit) && std::exchange(m.replaying, false) && m.prepared.has_value()) {
+    if (auto decision = model::Decide({*m.prepared}); decision.ok()) m.Decide(*decision, /*log=*/true);
+  }
+  if (request.epoch().counter() == 0) return BadRequest("an epoch's counter starts at 1, got 0");
+  const auto order = model::Compare(request.epoch(), m.promised);
+  if (order < 0) {
+    return Precondition(
+        model::kStaleEpoch,
+        absl::StrCat("epoch ", Show(request.epoch()), " comes too late: server '", m.id, "' promised epoch ",
+                     Show(m.promised), " to a newer group; restart with resume=auto and a higher counter"));
+  }
+  if (request.expect_empty() && m.committed >= 0) {
+    return model::Error(absl::StatusCode::kAlreadyExists, model::kJobExists,
+                        absl::StrCat("the job exists on server '", m.id, "', at step ", m.committed,
+                                     "; resume=never starts only new jobs, resume=auto continues this one or starts a "
+                                     "new one, resume=must only continues"));
+  }
+  if (order > 0) {
+    m.fence_hides_prepared =
+        Seeded(SeededBug::kFenceMissesPrepareInFlight) && m.prepared.has_value() && !m.Durable(m.prepared_lsn);
+    m.promised = request.epoch();
+    m.promise_lsn = m.Append(PromiseRecord{request.epoch()});
+    m.host->Sync(m.promise_lsn);
+  }
+  // The promise lies after a prepare in flight, so once it is durable that one is too, and Describe reports it.
+  if (!m.Durable(m.promise_lsn) && !Seeded(SeededBug::kPromiseNotSynced)) return std::nullopt;
+  v1::FenceResponse response;
+  *response.mutable_job() = Describe();
+  if (m.fence_hides_prepared) response.mutable_job()->clear_prepared();
+  return response;
+}
+
+Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request) {
+  Impl& m = *impl_;
+  const auto order = model::Compare(request.epoch(), m.promised);
+  if (order < 0) {
+    return Precondition(model::kStaleEpoch, absl::StrCat("epoch ", Show(request.epoch()), " was fenced by epoch ",
+                                                         Show(m.promised), "; restart the group with resume=auto"));
+  }
+  if (order > 0) {
+    return BadRequest(absl::StrCat("epoch ", Show(request.epoch()), " was never promised by server '", m.id,
+                                   "' (its promise is ", Show(m.promised), "); send Fence first"));
+  }
+  if (!m.Durable(m.promise_lsn)) return std::nullopt;
+  if (m.plan != nullptr && model::Compare(m.plan->open().epoch(), request.epoch()) == 0) {
+    if (m.plan->open().base() == request.base()) return v1::OpenResponse();
+    return BadRequest(absl::StrCat("epoch ", Show(request.epoch()), " is open from step ", m.plan->open().base(),
+                                   ", not from ", request.base(), "; an epoch has one base"));
+  }
+  if (m.plan != nullptr) BALLAST_RETURN_IF_ERROR(CheckContinues(m.plan->open(), request));
+  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan next, model::EpochPlan::Make(request));
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t member, next.FindMember(m.id));
+  BALLAST_RETURN_IF_ERROR(m.CheckBase(request));
+  if (request.base() == m.committed + 1) m.Decide(request.base_decision(), /*log=*/true);
+  m.Append(OpenRecord{request});
+  m.Adopt(std::move(next), member);
+  return v1::OpenResponse();
+}
+
+absl::StatusOr<StepMachine::Admission> StepMachine::BeginPush(const v1::PushRequest& header) {
+  Impl& m = *impl_;
+  BALLAST_RETURN_IF_ERROR(m.CheckPush(header));
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t place, m.slices.FindPlace(header));
+  const std::optional<uint32_t> held = m.slices.Held(header.kind(), place);
+  const bool replaces = header.attempt() > m.slices.attempt(header.rank());
+  if (held == header.crc32c() && !replaces && !m.TakesNext(header)) return Admission::kHeld;
+  if (m.Settled(header)) {
+    return Precondition(model::kAlreadySealed,
+                        absl::StrCat("step ", header.step(), " is prepared on server '", m.id,
+                                     "': what all ranks sealed is complete, and no slice can be added or changed"));
+  }
+  const bool tolerant = Seeded(SeededBug::kPushAfterPrepared) || Seeded(SeededBug::kLowerAttemptAccepted);
+  if (held.has_value() && !replaces && !tolerant && !m.TakesNext(header)) {
+    return model::Error(absl::StatusCode::kAlreadyExists, model::kDigestConflict,
+                        absl::StrCat("rank ", header.rank(), " pushed [", header.begin(), ", ", header.end(),
+                                     ") of unit ", header.unit(), " twice in attempt ", header.attempt(), " of step ",
+                                     header.step(), " with different bytes (crc32c ", *held, ", then ", header.crc32c(),
+                                     "); sum contributions in the client and push once, or Drop()"));
+  }
+  if (!m.slices.TakePlace(header)) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                        absl::StrCat("another push of [", header.begin(), ", ", header.end(), ") of unit ",
+                                     header.unit(), " is still coming in; send this one again"));
+  }
+  m.RaiseAttempt(header.rank(), header.attempt());
+  return Admission::kReceive;
+}
+
+absl::Status StepMachine::EndPush(const v1::PushRequest& header, const absl::Status& received) {
+  Impl& m = *impl_;
+  m.slices.FreePlace(header);
+  BALLAST_RETURN_IF_ERROR(received);
+  if (!Seeded(SeededBug::kPushEndUnchecked)) {
+    BALLAST_RETURN_IF_ERROR(m.CheckPush(header));
+    if (m.Settled(header)) {
+      return Precondition(model::kAlreadySealed, absl::StrCat("step ", header.step(), " was prepared on server '", m.id,
+                                                              "' while this slice, which it does not need, came in"));
+    }
+  }
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t place, m.slices.FindPlace(header));
+  m.Append(SliceRecord{header});
+  const bool file_as_newest = Seeded(SeededBug::kLowerAttemptAccepted);
+  m.slices.Hold(header.kind(), place, file_as_newest ? m.slices.attempt(header.rank()) : header.attempt(),
+                header.crc32c());
+  m.TryPrepare();
+  return absl::OkStatus();
+}
+
+absl::StatusOr<v1::NormResponse> StepMachine::Norm(const v1::NormRequest& request) {
+  Impl& m = *impl_;
+  BALLAST_RETURN_IF_ERROR(m.CheckEpoch(request.epoch()));
+  BALLAST_RETURN_IF_ERROR(m.CheckStep(request.step()));
+  const size_t tensors = m.plan->layout().tensors().size();
+  if (request.gradient_presence().size() != (tensors + 7) / 8) {
+    return BadRequest(absl::StrCat("gradient_presence must have ", (tensors + 7) / 8, " bytes for ", tensors,
+                                   " tensors, got ", request.gradient_presence().size()));
+  }
+  if (!m.slices.Covered(v1::SLICE_KIND_GRADIENT, request.gradient_presence(), request.attempt())) {
+    return Precondition(
+        model::kIncomplete,
+        absl::StrCat("server '", m.id, "' does not hold all gradient slices of attempt ", request.attempt(),
+                     " of step ", request.step(), " yet; ask for the norm after every rank has pushed"));
+  }
+  v1::NormResponse response;
+  for (const uint64_t chunk : m.slices.Chunks(request.gradient_presence())) {
+    *response.add_norms() = m.host->Norm(chunk, request.gradient_presence());
+  }
+  return response;
+}
+
+Outcome<v1::SealResponse> StepMachine::Seal(const v1::SealRequest& request) {
+  Impl& m = *impl_;
+  const bool in_flight = Seeded(SeededBug::kFenceMissesPrepareInFlight) && m.fence_hides_prepared &&
+                         m.prepared.has_value() && SameKey(*m.prepared, request);
+  const bool any_epoch = (Seeded(SeededBug::kSealIgnoresEpoch) && m.plan != nullptr) || in_flight;
+  if (!any_epoch) BALLAST_RETURN_IF_ERROR(m.CheckEpoch(request.epoch()));
+  v1::SealResponse response;
+  if (m.decision.has_value() && SameKey(*m.decision, request)) {
+    *response.mutable_decided() = *m.decision;
+    return response;
+  }
+  BALLAST_RETURN_IF_ERROR(m.CheckStep(request.step()));
+  BALLAST_RETURN_IF_ERROR(m.CheckRank(request.rank()));
+  // Seals are volatile: after a restart a prepared record speaks for all of them.
+  if (!m.prepared.has_value() || (!SameKey(*m.prepared, request) && !any_epoch)) {
+    BALLAST_RETURN_IF_ERROR(m.seals.agreement());
+    BALLAST_RETURN_IF_ERROR(m.CheckAttempt(request.rank(), request.attempt()));
+    if (m.prepared.has_value()) {
+      return Precondition(
+          model::kPlanMismatch,
+          absl::StrCat("rank ", request.rank(), " seals attempt ", request.attempt(), " of step ", request.step(),
+                       " with another plan than server '", m.id, "' has prepared (attempt ", m.prepared->attempt(),
+                       "); exit and restart the group with resume=auto"));
+    }
+    BALLAST_RETURN_IF_ERROR(m.seals.Seal(request));
+    m.RaiseAttempt(request.rank(), request.attempt());
+    m.TryPrepare();
+  }
+  if (!m.prepared.has_value()) return m.Pending();
+  if (!m.Durable(m.prepared_lsn) && !Seeded(SeededBug::kPreparedAnsweredUnsynced)) return std::nullopt;
+  *response.mutable_prepared() = *m.prepared;
+  return response;
+}
+
+v1::SealResponse StepMachine::Pending() const { return impl_->Pending(); }
+
+absl::StatusOr<v1::CommitResponse> StepMachine::Commit(const v1::CommitRequest& request) {
+  Impl& m = *impl_;
+  const v1::Decision& theirs = request.decision();
+  v1::CommitResponse response;
+  if (Seeded(SeededBug::kCommitAppliesAgain) && theirs.step() == m.committed) {
+    m.host->Apply(v1::PreparedRecord(), theirs);
+  }
+  if (theirs.step() <= m.committed) {
+    if (m.decision.has_value() && theirs.step() == m.committed && !SameKey(*m.decision, theirs)) {
+      return Diverged(absl::StrCat("server '", m.id, "' decided ", ShowKey(*m.decision), ", the commit speaks of ",
+                                   ShowKey(theirs), "; a step has one decision"));
+    }
+    response.set_committed(m.committed);
+    return response;
+  }
+  if (theirs.step() > m.committed + 1) return m.CheckStep(theirs.step());
+  if (!m.prepared.has_value() || !SameKey(*m.prepared, theirs)) {
+    BALLAST_RETURN_IF_ERROR(m.CheckEpoch(theirs.epoch()));
+    return Diverged(absl::StrCat("commit of ", ShowKey(theirs), ", but server '", m.id, "' has ",
+                                 m.prepared.has_value() ? ShowKey(*m.prepared) : "nothing",
+                                 " prepared; a decision needs the prepared records of all servers"));
+  }
+  m.Decide(theirs, /*log=*/true);
+  response.set_committed(m.committed);
+  return response;
+}
+
+void StepMachine::Synced(uint64_t lsn) { impl_->synced = std::max(impl_->synced, lsn); }
+
+int64_t StepMachine::committed() const { return impl_->committed; }
+uint64_t StepMachine::skipped_steps() const { return impl_->skipped; }
+const model::EpochPlan* StepMachine::plan() const { return impl_->plan.get(); }
+
+}  // namespace ballast::services

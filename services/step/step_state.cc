@@ -1,0 +1,167 @@
+#include "ballast/services/step/step_state.h"
+
+namespace ballast::services {
+
+absl::Status StepMachine::Impl::CheckEpoch(const v1::Epoch& epoch) const {
+  const auto order = model::Compare(epoch, promised);
+  if (order < 0) {
+    return Precondition(
+        model::kStaleEpoch,
+        absl::StrCat("epoch ", Show(epoch), " is over: a newer trainer group fenced the job with epoch ",
+                     Show(promised), "; exit and restart the group with resume=auto"));
+  }
+  if (order > 0 || plan == nullptr || model::Compare(plan->open().epoch(), promised) != 0) {
+    return Precondition(model::kNotOpen, absl::StrCat("epoch ", Show(epoch), " is not open on server '", id,
+                                                      "', which promised epoch ", Show(promised), "; send Open again"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StepMachine::Impl::CheckStep(int64_t step) const {
+  if (step <= committed) {
+    return Precondition(model::kOldStep, absl::StrCat("step ", step, " is decided already; server '", id,
+                                                      "' is at step ", committed, ", the next is ", committed + 1));
+  }
+  if (step > committed + 1) {
+    return Precondition(model::kBehind,
+                        absl::StrCat("server '", id, "' is at step ", committed, " and cannot take step ", step,
+                                     " yet; send it the commit of step ", committed + 1));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StepMachine::Impl::CheckRank(uint32_t rank) const {
+  if (rank < plan->world_size()) return absl::OkStatus();
+  return BadRequest(absl::StrCat("rank ", rank, " is outside this epoch's world size ", plan->world_size()));
+}
+
+absl::Status StepMachine::Impl::CheckAttempt(uint32_t rank, uint64_t attempt) const {
+  if (attempt < slices.attempt(rank) && !Seeded(SeededBug::kLowerAttemptAccepted)) {
+    return model::Error(absl::StatusCode::kAborted, model::kStaleAttempt,
+                        absl::StrCat("attempt ", attempt, " of step ", committed + 1, " was dropped: rank ", rank,
+                                     " is at attempt ", slices.attempt(rank)));
+  }
+  const std::optional<uint64_t> sealed = seals.sealed_attempt(rank);
+  if (sealed.has_value() && *sealed != attempt) {
+    return Precondition(model::kAlreadySealed,
+                        absl::StrCat("rank ", rank, " sealed attempt ", *sealed, " of step ", committed + 1,
+                                     " and may not start attempt ", attempt, ": after its seal a rank cannot drop"));
+  }
+  return absl::OkStatus();
+}
+
+void StepMachine::Impl::RaiseAttempt(uint32_t rank, uint64_t attempt) {
+  if (attempt > slices.attempt(rank)) slices.RaiseAttempt(rank, attempt);
+}
+
+bool StepMachine::Impl::TakesNext(const v1::PushRequest& header) const {
+  return Seeded(SeededBug::kPushNextOncePrepared) && prepared.has_value() && header.step() == committed + 2;
+}
+
+bool StepMachine::Impl::Settled(const v1::PushRequest& header) const {
+  return prepared.has_value() && !Seeded(SeededBug::kPushAfterPrepared) && !TakesNext(header);
+}
+
+absl::Status StepMachine::Impl::CheckPush(const v1::PushRequest& header) const {
+  const bool any_epoch = Seeded(SeededBug::kPushIgnoresEpoch) && plan != nullptr;
+  if (!any_epoch) BALLAST_RETURN_IF_ERROR(CheckEpoch(header.epoch()));
+  if (!TakesNext(header)) BALLAST_RETURN_IF_ERROR(CheckStep(header.step()));
+  BALLAST_RETURN_IF_ERROR(CheckRank(header.rank()));
+  if (prepared.has_value() && Seeded(SeededBug::kPushAfterPrepared)) return absl::OkStatus();
+  return CheckAttempt(header.rank(), header.attempt());
+}
+
+void StepMachine::Impl::TryPrepare() {
+  if (prepared.has_value() || !seals.complete()) return;
+  const v1::SealRequest& sealed = seals.sealed();
+  const v1::StepHeader& header = sealed.header();
+  if (!slices.Covered(v1::SLICE_KIND_GRADIENT, header.gradient_presence(), sealed.attempt())) return;
+  if (!slices.Covered(v1::SLICE_KIND_VALUE, header.value_presence(), sealed.attempt())) return;
+
+  v1::PreparedRecord& record = prepared.emplace();
+  record.set_step(committed + 1);
+  *record.mutable_epoch() = plan->open().epoch();
+  record.set_attempt(sealed.attempt());
+  record.set_plan_hash(sealed.plan_hash());
+  *record.mutable_header() = header;
+  *record.mutable_blobs() = sealed.blobs();
+  for (const uint64_t chunk : slices.Chunks(header.gradient_presence())) {
+    *record.add_norms() = host->Norm(chunk, header.gradient_presence());
+  }
+  prepared_lsn = Append(PreparedStepRecord{record});
+  // The log is durable as a prefix, so this covers the slices and the decision before it too.
+  host->Sync(prepared_lsn);
+  if (unlogged_decision.has_value()) {
+    Append(DecisionRecord{*std::exchange(unlogged_decision, std::nullopt)});
+  }
+}
+
+void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
+  const v1::PreparedRecord record = *std::exchange(prepared, std::nullopt);
+  decision = request;
+  // The blobs that count are those that every rank sealed.
+  if (!Seeded(SeededBug::kCommitTrustsBlobs)) *decision->mutable_blobs() = record.blobs();
+  if (log && Seeded(SeededBug::kDecisionAfterNextPrepared)) {
+    unlogged_decision = decision;
+  } else if (log) {
+    Append(DecisionRecord{*decision});
+  }
+  committed = decision->step();
+  const bool skip = decision->verdict().skip();
+  if (skip) ++skipped;
+  if (record.header().kind() == v1::STEP_KIND_UPDATE && (!skip || Seeded(SeededBug::kSkipAdvancesStepCounts))) {
+    for (uint32_t tensor = 0; tensor < tensor_steps.size(); ++tensor) {
+      if (model::HasBit(record.header().gradient_presence(), tensor)) ++tensor_steps[tensor];
+    }
+  }
+  host->Apply(record, *decision);
+  slices.NextStep();
+  seals.NextStep();
+}
+
+absl::Status StepMachine::Impl::CheckBase(const v1::OpenRequest& request) const {
+  const v1::Decision& theirs = request.base_decision();
+  if (request.has_base_decision() != (request.base() >= 0) ||
+      (request.has_base_decision() && theirs.step() != request.base())) {
+    return BadRequest(
+        absl::StrCat("Open from base ", request.base(), " needs the decision of that step, got ",
+                     request.has_base_decision() ? absl::StrCat("that of step ", theirs.step()) : "none"));
+  }
+  if (request.base() == committed) {
+    if (committed < 0 || SameKey(*decision, theirs)) return absl::OkStatus();
+    return Diverged(absl::StrCat("server '", id, "' decided ", ShowKey(*decision), ", the group starts from ",
+                                 ShowKey(theirs), "; two histories cannot be joined"));
+  }
+  if (request.base() == committed + 1 && prepared.has_value() && SameKey(*prepared, theirs)) {
+    return absl::OkStatus();
+  }
+  return Diverged(
+      absl::StrCat("server '", id, "' is at step ", committed, " with ",
+                   prepared.has_value() ? ShowKey(*prepared) : "nothing", " prepared and cannot start from ",
+                   request.base() >= 0 ? ShowKey(theirs) : "an empty job", "; was its data directory replaced?"));
+}
+
+void StepMachine::Impl::Adopt(model::EpochPlan next, uint32_t member) {
+  auto adopted = std::make_unique<model::EpochPlan>(std::move(next));
+  slices.Open(adopted.get(), member);
+  seals.Open(adopted.get());
+  plan = std::move(adopted);
+  if (!Seeded(SeededBug::kOpenKeepsPrepared)) prepared.reset();
+  tensor_steps.resize(plan->layout().tensors().size(), 0);
+  host->Opened(*plan);
+}
+
+v1::SealResponse StepMachine::Impl::Pending() const {
+  v1::SealResponse response;
+  v1::SealResponse::Pending* pending = response.mutable_pending();
+  if (plan == nullptr) return response;
+  for (const uint32_t rank : seals.UnsealedRanks()) pending->add_unsealed_ranks(rank);
+  if (seals.any()) {
+    const v1::SealRequest& sealed = seals.sealed();
+    slices.AddMissing(v1::SLICE_KIND_GRADIENT, sealed.header().gradient_presence(), sealed.attempt(), pending);
+    slices.AddMissing(v1::SLICE_KIND_VALUE, sealed.header().value_presence(), sealed.attempt(), pending);
+  }
+  return response;
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,95 @@
+// What a step machine remembers, and the checks and transitions that its verbs share. Private to services/step.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/services/step/seal_ledger.h"
+#include "ballast/services/step/seeded_bugs.h"
+#include "ballast/services/step/slice_ledger.h"
+#include "ballast/services/step/step_machine.h"
+
+namespace ballast::services {
+
+inline std::string Show(const v1::Epoch& epoch) { return absl::StrCat(epoch.counter(), ".", epoch.nonce()); }
+
+// A step, an epoch and an attempt for messages, from whatever carries them.
+template <typename T>
+std::string ShowKey(const T& t) {
+  return absl::StrCat("step ", t.step(), " of epoch ", Show(t.epoch()), ", attempt ", t.attempt());
+}
+
+// Do two messages speak of the same try at a step? The plan hash alone would not do: it does not cover the epoch.
+template <typename A, typename B>
+bool SameKey(const A& a, const B& b) {
+  return a.step() == b.step() && model::Compare(a.epoch(), b.epoch()) == 0 && a.attempt() == b.attempt() &&
+         a.plan_hash() == b.plan_hash();
+}
+
+inline absl::Status Precondition(absl::string_view reason, absl::string_view message) {
+  return model::Error(absl::StatusCode::kFailedPrecondition, reason, message);
+}
+inline absl::Status BadRequest(absl::string_view message) {
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest, message);
+}
+inline absl::Status Diverged(absl::string_view message) {
+  return model::Error(absl::StatusCode::kDataLoss, model::kDiverged, message);
+}
+
+struct StepMachine::Impl {
+  Impl(std::string server_id, StepHost* step_host) : id(std::move(server_id)), host(step_host) {}
+
+  absl::Status CheckEpoch(const v1::Epoch& epoch) const;
+  absl::Status CheckStep(int64_t step) const;
+  absl::Status CheckAttempt(uint32_t rank, uint64_t attempt) const;
+  absl::Status CheckRank(uint32_t rank) const;
+  void RaiseAttempt(uint32_t rank, uint64_t attempt);
+  uint64_t Append(StepRecord record) { return appended = host->Append(record); }
+  bool Durable(uint64_t lsn) const { return lsn <= synced; }
+  // Rule 3's conditions on who pushes, which hold before the bytes come and again after.
+  absl::Status CheckPush(const v1::PushRequest& header) const;
+  // Is all that the header speaks of prepared, so that nothing may be added to it?
+  bool Settled(const v1::PushRequest& header) const;
+  // Always false but for a seeded bug: a push of the step after the prepared one.
+  bool TakesNext(const v1::PushRequest& header) const;
+  // Rule 6: writes the prepared record once all of the step is there.
+  void TryPrepare();
+  // Takes the own prepared record's step for decided: rule 8.
+  void Decide(const v1::Decision& decision, bool log);
+  absl::Status CheckBase(const v1::OpenRequest& request) const;
+  void Adopt(model::EpochPlan next, uint32_t member);
+  v1::SealResponse Pending() const;
+
+  absl::Status ReplayOpen(const v1::OpenRequest& open);
+  absl::Status ReplaySlice(const v1::PushRequest& header);
+  absl::Status ReplayDecision(const v1::Decision& replayed);
+
+  const std::string id;
+  StepHost* const host;
+  uint64_t appended = 0;
+  uint64_t synced = 0;
+
+  v1::Epoch promised;
+  uint64_t promise_lsn = 0;
+  std::unique_ptr<model::EpochPlan> plan;
+  int64_t committed = -1;
+  std::optional<v1::Decision> decision;        // of `committed`
+  std::optional<v1::PreparedRecord> prepared;  // of `committed` + 1
+  uint64_t prepared_lsn = 0;
+  SliceLedger slices;  // of `committed` + 1
+  SealLedger seals;    // of `committed` + 1
+  std::vector<uint64_t> tensor_steps;
+  uint64_t skipped = 0;
+
+  // Only seeded bugs set these.
+  std::optional<v1::Decision> unlogged_decision;
+  bool fence_hides_prepared = false;
+  bool replaying = false;
+};
+
+}  // namespace ballast::services

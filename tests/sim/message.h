@@ -1,0 +1,39 @@
+// What travels between ranks and servers of a schedule. Bodies are shared: a doubled message costs a pointer.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <variant>
+
+#include "absl/status/status.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::sim {
+
+template <typename... T>
+using Bodies = std::variant<std::shared_ptr<const T>...>;
+
+using RequestBody =
+    Bodies<v1::FenceRequest, v1::OpenRequest, v1::PushRequest, v1::NormRequest, v1::SealRequest, v1::CommitRequest>;
+// As many entries as RequestBody; the pointer is null where the status is not OK.
+using ResponseBody = Bodies<v1::FenceResponse, v1::OpenResponse, v1::PushResponse, v1::NormResponse, v1::SealResponse,
+                            v1::CommitResponse>;
+
+struct Request {
+  uint32_t group = 0;
+  uint32_t rank = 0;
+  uint32_t life = 0;
+  int server = 0;
+  int64_t step = 0;
+  uint64_t attempt = 0;
+  uint32_t item = 0;  // of a push: which of the rank's slices
+  RequestBody body;
+};
+
+struct Response {
+  Request request;
+  absl::Status status;
+  ResponseBody body;
+};
+
+}  // namespace ballast::sim

@@ -1,0 +1,132 @@
+#include "ballast/tests/sim/oracle.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+
+namespace ballast::sim {
+namespace {
+
+std::string Show(const v1::Decision& d) {
+  const std::string verdict =
+      d.verdict().skip() ? std::string("skip") : absl::StrCat("factor bits ", d.verdict().factor_bits());
+  return absl::StrCat("step ", d.step(), " of epoch ", d.epoch().counter(), ".", d.epoch().nonce() % 1000, ", attempt ",
+                      d.attempt(), ", ", verdict);
+}
+
+bool Same(const v1::Decision& a, const v1::Decision& b) {
+  return a.step() == b.step() && model::Compare(a.epoch(), b.epoch()) == 0 && a.attempt() == b.attempt() &&
+         a.plan_hash() == b.plan_hash() && a.verdict().skip() == b.verdict().skip() &&
+         a.verdict().norm() == b.verdict().norm() && a.verdict().factor_bits() == b.verdict().factor_bits();
+}
+
+}  // namespace
+
+void Oracle::Broken(const std::string& what) {
+  if (violation_.empty()) violation_ = what;
+}
+
+bool Oracle::Explains(const Author& author, const v1::Decision& decision) const {
+  const GroupIntent& group = *author.group;
+  const int64_t step = decision.step();
+  if (model::Compare(group.epoch, decision.epoch()) != 0 || group.Mismatched(step)) return false;
+  if (group.FinalAttempt(step) != decision.attempt() || group.Hash(step, 0) != decision.plan_hash()) return false;
+  const v1::StepHeader header = group.Header(step, 0);
+  const model::EpochPlan& plan = PlanOf(group.world_size);
+  std::vector<v1::ChunkNorm> norms;
+  bool overflow = false;
+  for (const model::Chunk& chunk : plan.layout().chunks()) {
+    norms.push_back(NormOf(plan, chunk.index, header.gradient_presence(), [&](const model::Slice& slice) {
+      return group.Digest(step, decision.attempt(), v1::SLICE_KIND_GRADIENT, slice, author.life[slice.rank]);
+    }));
+    overflow = overflow || norms.back().overflow();
+  }
+  std::vector<const v1::ChunkNorm*> pointers;
+  for (const v1::ChunkNorm& norm : norms) pointers.push_back(&norm);
+  const v1::Verdict verdict = model::MakeVerdict(header, *model::GlobalSquaredNorm(pointers), overflow);
+  return verdict.skip() == decision.verdict().skip() && verdict.norm() == decision.verdict().norm() &&
+         verdict.factor_bits() == decision.verdict().factor_bits();
+}
+
+void Oracle::Settle(const v1::Decision& decision, const std::string& who) {
+  Step step{decision, {}, {}};
+  for (const GroupIntent* group : groups_) {
+    for (uint32_t lives = 0; lives < lives_ * lives_; ++lives) {
+      const Author author{group, {lives % lives_, lives / lives_}};
+      if (Explains(author, decision)) step.authors.push_back(author);
+    }
+  }
+  if (step.authors.empty()) {
+    return Broken(absl::StrCat(who, " takes for decided what no group pushed and sealed: ", Show(decision)));
+  }
+  step.tensor_steps.assign(PlanOf(1).layout().tensors().size(), 0);
+  if (!steps_.empty()) step.tensor_steps = steps_.back().tensor_steps;
+  const v1::StepHeader header = step.authors.front().group->Header(decision.step(), 0);
+  if (decision.verdict().skip()) ++skipped_;
+  for (uint32_t tensor = 0; tensor < step.tensor_steps.size() && !decision.verdict().skip(); ++tensor) {
+    if (model::HasBit(header.gradient_presence(), tensor)) ++step.tensor_steps[tensor];
+  }
+  steps_.push_back(std::move(step));
+}
+
+void Oracle::Decided(const v1::Decision& decision, const std::string& who) {
+  if (decision.step() < 0 || decision.step() > last_decided() + 1) {
+    return Broken(absl::StrCat(who, " decides ", Show(decision), " after step ", last_decided()));
+  }
+  if (decision.step() == last_decided() + 1) Settle(decision, who);
+  if (!violation_.empty()) return;
+  const Step& step = steps_[decision.step()];
+  if (!Same(step.decision, decision)) {
+    return Broken(absl::StrCat("two verdicts: ", Show(step.decision), "; ", who, " has ", Show(decision)));
+  }
+  const std::vector<std::string> sealed = step.authors.front().group->Blobs(decision.step());
+  if (!std::equal(sealed.begin(), sealed.end(), decision.blobs().begin(), decision.blobs().end())) {
+    Broken(absl::StrCat(who, " has other blobs for ", Show(decision), " than were sealed"));
+  }
+}
+
+void Oracle::Acknowledged(const v1::Decision& decision, const std::string& who) {
+  Decided(decision, who);
+  acknowledged_ = std::max(acknowledged_, decision.step());
+}
+
+void Oracle::StartedFrom(int64_t base, const v1::Epoch& epoch, const std::string& who) {
+  if (base >= acknowledged_) return;
+  // What a newer group decided need not be known to one that it fenced: that one is refused wherever it opens.
+  if (model::Compare(steps_[base + 1].decision.epoch(), epoch) > 0) return;
+  Broken(absl::StrCat(who, " starts from step ", base, " although step ", acknowledged_, " was acknowledged"));
+}
+
+void Oracle::Applied(int server, const v1::Decision& decision, absl::Span<const Consumed> consumed) {
+  Decided(decision, absl::StrCat("server ", server));
+  if (!violation_.empty()) return;
+  Step& step = steps_[decision.step()];
+  const auto pushed_it_all = [&](const Author& author) {
+    return std::all_of(consumed.begin(), consumed.end(), [&](const Consumed& c) {
+      return c.digest ==
+             author.group->Digest(decision.step(), decision.attempt(), c.kind, c.slice, author.life[c.slice.rank]);
+    });
+  };
+  std::erase_if(step.authors, [&](const Author& author) { return !pushed_it_all(author); });
+  if (step.authors.empty()) {
+    Broken(absl::StrCat("server ", server, " applied ", Show(decision),
+                        " with a range that is missing or has other bits than were pushed for it"));
+  }
+}
+
+void Oracle::CheckTensorSteps(int server, int64_t committed, absl::Span<const uint64_t> tensor_steps) {
+  if (committed < 0 || committed > last_decided()) return;
+  const auto& expected = steps_[committed].tensor_steps;
+  if (!std::equal(expected.begin(), expected.end(), tensor_steps.begin(), tensor_steps.end())) {
+    Broken(absl::StrCat("server ", server, " counts other optimizer steps after step ", committed,
+                        " than there were updates"));
+  }
+}
+
+void Oracle::CheckApart(absl::Span<const int64_t> committed) {
+  if (committed.empty()) return;
+  const auto [low, high] = std::minmax_element(committed.begin(), committed.end());
+  if (*high - *low > 1) Broken(absl::StrCat("servers are at steps ", *low, " and ", *high));
+}
+
+}  // namespace ballast::sim

@@ -1,0 +1,26 @@
+// One seeded schedule: three servers, trainer groups of which older ones go on, a network and crashes; at the end the
+// faults stop and two more steps have to be decided.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "ballast/tests/sim/sim_group.h"
+
+namespace ballast::sim {
+
+struct ScheduleResult {
+  std::string violation;  // empty: every promise was kept
+  Tally tally;
+};
+
+struct ScheduleOptions {
+  uint64_t seed = 1;
+  ClientBug bug = ClientBug::kNone;
+  // See SimGroup::Surroundings.
+  bool leave_on_error = false;
+};
+
+ScheduleResult RunSchedule(const ScheduleOptions& options);
+
+}  // namespace ballast::sim

@@ -1,0 +1,123 @@
+// A trainer group of a schedule: ranks driven by events, deciding with the same pure functions as the real client.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ballast/tests/sim/message.h"
+#include "ballast/tests/sim/oracle.h"
+#include "ballast/tests/sim/random.h"
+
+namespace ballast::sim {
+
+// Wrong readings of the rules on the client's side (and one of the log's).
+enum class ClientBug {
+  kNone,
+  kEpochWithoutNonce,     // two groups may share an epoch
+  kResolveIgnoresEpoch,   // "all prepared with equal plan hash"
+  kResolveWithoutAll,     // two of three answers to the fence
+  kResolveNeverFinishes,  // what is prepared everywhere is dropped
+  kDecidesWithoutAll,     // acknowledges when two of three are prepared
+  kRestartsInEpoch,       // a rank that died comes back into the running epoch
+  kForgetsCommit,         // BEHIND is not answered with the commit
+  kFreesGradientsEarly,   // gradients are gone after the first `prepared`
+  kLogCutAtOwnCommit,     // the log forgets a step's records before its decision is durable
+};
+
+// What happened in a schedule, or in many.
+struct Tally {
+  uint64_t groups = 0;
+  uint64_t resized = 0;         // groups of another size than the one before
+  uint64_t crashes = 0;         // of servers
+  uint64_t decisions_lost = 0;  // by crashes
+  uint64_t ranks_lost = 0;
+  uint64_t finished_for_others = 0;  // steps decided by the group that came after
+  uint64_t abandoned = 0;            // steps prepared somewhere and dropped by the group that came after
+  uint64_t steps = 0;
+  uint64_t skipped = 0;
+  uint64_t drops = 0;
+  uint64_t mismatches = 0;
+  uint64_t stale = 0;  // ranks that learnt that they were fenced
+  uint64_t norms = 0;  // answered
+
+  void Add(const Tally& other);
+};
+
+class SimGroup {
+ public:
+  struct Surroundings {
+    Random* random;
+    Oracle* oracle;
+    Tally* tally;
+    ClientBug bug = ClientBug::kNone;
+    // A rank that gets an error which no fault explains exits, instead of ending the schedule: a seeded bug has to do
+    // harm.
+    bool leave_on_error = false;
+  };
+  SimGroup(GroupIntent intent, Surroundings around);
+
+  const GroupIntent& intent() const { return intent_; }
+  bool all_alive() const;
+  bool alive(uint32_t rank) const { return !ranks_[rank].dead; }
+  void Kill(uint32_t rank);
+  // Only a seeded bug does this: `step` is what the rank takes for the next one.
+  void RestartRank(uint32_t rank, int64_t step);
+  // A rank gets the processor: what it has to say is added to `requests`. `timeout`: it says again what was not
+  // answered.
+  void Tick(uint32_t rank, bool timeout, std::vector<Request>* requests);
+  void Receive(const Response& response);
+
+ private:
+  enum class Sent : uint8_t { kNo, kYes, kDone };
+  struct Push {
+    v1::SliceKind kind;
+    uint32_t slice;  // index in the plan
+    Sent sent = Sent::kNo;
+  };
+  struct Rank {
+    bool dead = false;
+    bool started = false;
+    uint32_t life = 0;
+    int64_t step = 0;
+    uint64_t attempt = 0;
+    bool sealing = false;
+    std::vector<Push> pushes;
+    Sent seals[kServers] = {};
+    Sent opens[kServers] = {};
+    Sent commits[kServers] = {};
+    std::optional<v1::PreparedRecord> prepared[kServers];
+    std::optional<v1::Decision> last;  // of step - 1
+    std::shared_ptr<const v1::SealRequest> seal;
+    std::shared_ptr<const v1::CommitRequest> commit;
+  };
+
+  void StartStep(Rank* rank, int64_t step);
+  void StartAttempt(uint32_t r, uint64_t attempt);
+  void TickFence(std::vector<Request>* requests);
+  void TickPushes(uint32_t r, std::vector<Request>* requests);
+  void TickSeals(uint32_t r, std::vector<Request>* requests);
+  void AskNorms(uint32_t r, std::vector<Request>* requests);
+  void Resolve();
+  void Decide(uint32_t r, const v1::Decision& decision);
+
+  void OnFence(int server, const v1::FenceResponse& response);
+  void OnSeal(uint32_t r, int server, const v1::SealResponse& response);
+  void OnNorm(const Request& request, const v1::NormResponse& response);
+  void OnError(uint32_t r, const Response& response);
+  Sent* SentOf(Rank* rank, const Request& request);
+  Request Make(uint32_t r, int server, RequestBody body) const;
+  std::string Name(uint32_t r) const;
+
+  const GroupIntent intent_;
+  const Surroundings around_;
+  const model::EpochPlan& plan_;
+  Sent fences_[kServers] = {};
+  std::optional<v1::GetJobResponse> answers_[kServers];
+  std::shared_ptr<const v1::OpenRequest> open_;  // set once the fence is resolved
+  std::vector<Rank> ranks_;
+};
+
+}  // namespace ballast::sim

@@ -1,0 +1,198 @@
+#include "ballast/tests/sim/sim_server.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::sim {
+namespace {
+
+// Ranks retransmit, so a server may forget who waits; this bounds its memory.
+constexpr size_t kWaitingMax = 32;
+
+template <typename T>
+void Answer(const Request& request, absl::StatusOr<T> result, std::vector<Response>* answers) {
+  Response response{request, result.status(), {}};
+  if (result.ok()) response.body = std::make_shared<const T>(*std::move(result));
+  answers->push_back(std::move(response));
+}
+
+template <typename T>
+bool AnswerIfReady(const Request& request, services::Outcome<T> outcome, std::vector<Response>* answers) {
+  if (outcome.ok() && !outcome->has_value()) return false;
+  Answer<T>(request, outcome.ok() ? absl::StatusOr<T>(**std::move(outcome)) : outcome.status(), answers);
+  return true;
+}
+
+}  // namespace
+
+SimServer::SimServer(int index, bool cut_at_commit, Random* random, Oracle* oracle)
+    : index_(index), cut_at_commit_(cut_at_commit), random_(random), oracle_(oracle) {
+  Restart();
+}
+
+uint64_t SimServer::Append(const services::StepRecord& record) {
+  log_.push_back(record);
+  return log_.size();
+}
+
+v1::ChunkNorm SimServer::Norm(uint64_t chunk, absl::string_view gradient_presence) {
+  return NormOf(*plan_, chunk, gradient_presence,
+                [this](const model::Slice& slice) { return Find(v1::SLICE_KIND_GRADIENT, slice).value_or(0); });
+}
+
+void SimServer::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) {
+  if (decision.step() != applied_ + 1) {
+    return oracle_->Broken(absl::StrCat("server ", index_, " applied step ", decision.step(), " after ", applied_));
+  }
+  applied_ = decision.step();
+  std::vector<Consumed> consumed;
+  for (const model::Slice& slice : plan_->slices()) {
+    if (plan_->server_of(slice.chunk) != static_cast<uint32_t>(index_)) continue;
+    if (plan_->Touches(slice, prepared.header().gradient_presence())) {
+      consumed.push_back({v1::SLICE_KIND_GRADIENT, slice, Find(v1::SLICE_KIND_GRADIENT, slice)});
+    }
+    if (plan_->Touches(slice, prepared.header().value_presence())) {
+      consumed.push_back({v1::SLICE_KIND_VALUE, slice, Find(v1::SLICE_KIND_VALUE, slice)});
+    }
+  }
+  oracle_->Applied(index_, decision, consumed);
+  // A place that is not filled again holds nothing of the next step.
+  places_.clear();
+}
+
+void SimServer::Clear(const v1::PushRequest& header) {
+  std::erase_if(places_, [&](const Place& place) {
+    return place.kind == header.kind() && place.unit == header.unit() &&
+           model::Intersect(place.range, {header.begin(), header.end()}).size() > 0;
+  });
+}
+
+void SimServer::Fill(const v1::PushRequest& header) {
+  Clear(header);
+  places_.push_back({header.kind(), header.unit(), {header.begin(), header.end()}, header.crc32c()});
+}
+
+std::optional<uint32_t> SimServer::Find(v1::SliceKind kind, const model::Slice& slice) const {
+  for (const Place& place : places_) {
+    if (place.kind == kind && place.unit == slice.unit && place.range == slice.range) return place.digest;
+  }
+  return std::nullopt;
+}
+
+void SimServer::Push(const Request& request, std::vector<Response>* answers) {
+  const v1::PushRequest& header = *std::get<std::shared_ptr<const v1::PushRequest>>(request.body);
+  const auto admission = machine_->BeginPush(header);
+  if (!admission.ok()) return Answer<v1::PushResponse>(request, admission.status(), answers);
+  if (*admission == services::StepMachine::Admission::kHeld) {
+    return Answer<v1::PushResponse>(request, v1::PushResponse(), answers);
+  }
+  Clear(header);
+  // Most bytes come before anything else happens.
+  if (random_->Percent(60)) return EndPush(request, answers);
+  receiving_.push_back(request);
+}
+
+void SimServer::EndPush(const Request& request, std::vector<Response>* answers) {
+  const v1::PushRequest& header = *std::get<std::shared_ptr<const v1::PushRequest>>(request.body);
+  absl::Status received;
+  if (random_->Percent(2)) received = model::Error(absl::StatusCode::kDataLoss, model::kChecksum, "bytes were damaged");
+  // The bytes lie in their place before anybody asks whether they are still wanted.
+  if (received.ok()) Fill(header);
+  const absl::Status status = machine_->EndPush(header, received);
+  Answer<v1::PushResponse>(request, status.ok() ? absl::StatusOr<v1::PushResponse>(v1::PushResponse()) : status,
+                           answers);
+}
+
+bool SimServer::Evaluate(const Request& request, std::vector<Response>* answers) {
+  if (const auto* fence = std::get_if<std::shared_ptr<const v1::FenceRequest>>(&request.body)) {
+    return AnswerIfReady(request, machine_->Fence(**fence), answers);
+  }
+  if (const auto* open = std::get_if<std::shared_ptr<const v1::OpenRequest>>(&request.body)) {
+    return AnswerIfReady(request, machine_->Open(**open), answers);
+  }
+  if (const auto* seal = std::get_if<std::shared_ptr<const v1::SealRequest>>(&request.body)) {
+    return AnswerIfReady(request, machine_->Seal(**seal), answers);
+  }
+  if (const auto* norm = std::get_if<std::shared_ptr<const v1::NormRequest>>(&request.body)) {
+    Answer(request, machine_->Norm(**norm), answers);
+  } else if (const auto* commit = std::get_if<std::shared_ptr<const v1::CommitRequest>>(&request.body)) {
+    Answer(request, machine_->Commit(**commit), answers);
+  } else {
+    Push(request, answers);
+  }
+  return true;
+}
+
+void SimServer::CheckStepCounts() {
+  const v1::GetJobResponse job = machine_->Describe();
+  oracle_->CheckTensorSteps(index_, job.committed(), {job.tensor_steps().data(), size_t(job.tensor_steps_size())});
+}
+
+void SimServer::Handle(const Request& request, std::vector<Response>* answers) {
+  const int64_t before = committed();
+  if (!Evaluate(request, answers) && waiting_.size() < kWaitingMax) waiting_.push_back(request);
+  if (committed() != before) CheckStepCounts();
+}
+
+void SimServer::FinishPush(std::vector<Response>* answers) {
+  const size_t which = random_->Below(receiving_.size());
+  const Request request = receiving_[which];
+  receiving_.erase(receiving_.begin() + static_cast<ptrdiff_t>(which));
+  EndPush(request, answers);
+}
+
+void SimServer::FinishSync(std::vector<Response>* answers) {
+  synced_ += 1 + random_->Below(sync_wanted_ - synced_);
+  if (random_->Percent(70)) synced_ = sync_wanted_;
+  machine_->Synced(synced_);
+  for (Request& request : std::exchange(waiting_, {})) {
+    if (!Evaluate(request, answers)) waiting_.push_back(std::move(request));
+  }
+}
+
+void SimServer::Crash() {
+  const size_t kept = synced_ + random_->Below(log_.size() - synced_ + 1);
+  std::vector<services::StepRecord> survivors;
+  for (size_t i = 0; i < kept; ++i) {
+    if (!CutBeforeDurable(log_[i], kept)) survivors.push_back(std::move(log_[i]));
+  }
+  for (size_t i = kept; i < log_.size(); ++i)
+    decisions_lost_ += std::holds_alternative<services::DecisionRecord>(log_[i]);
+  log_ = std::move(survivors);
+  machine_.reset();
+  receiving_.clear();
+  waiting_.clear();
+  places_.clear();
+  plan_ = nullptr;
+}
+
+bool SimServer::CutBeforeDurable(const services::StepRecord& record, size_t kept) const {
+  if (!cut_at_commit_) return false;
+  int64_t step = -1;
+  if (const auto* slice = std::get_if<services::SliceRecord>(&record)) step = slice->header.step();
+  if (const auto* prepared = std::get_if<services::PreparedStepRecord>(&record)) step = prepared->prepared.step();
+  return std::any_of(log_.begin() + static_cast<ptrdiff_t>(kept), log_.end(), [step](const services::StepRecord& lost) {
+    const auto* decision = std::get_if<services::DecisionRecord>(&lost);
+    return decision != nullptr && decision->decision.step() == step;
+  });
+}
+
+void SimServer::Restart() {
+  applied_ = -1;
+  services::StepHost* const host = this;
+  machine_ = std::make_unique<services::StepMachine>(ServerName(index_), host);
+  synced_ = sync_wanted_ = log_.size();
+  machine_->Synced(synced_);
+  for (const services::StepRecord& record : log_) {
+    if (const auto* slice = std::get_if<services::SliceRecord>(&record)) Fill(slice->header);
+    if (const absl::Status status = machine_->Replay(record); !status.ok()) {
+      return oracle_->Broken(absl::StrCat("server ", index_, " cannot recover: ", status.ToString()));
+    }
+  }
+  CheckStepCounts();
+}
+
+}  // namespace ballast::sim

@@ -1,0 +1,81 @@
+// A state server of a schedule: a real step machine, a log of which a crash keeps a durable prefix, and places that
+// hold digests where a real server holds bytes.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "ballast/services/step/step_machine.h"
+#include "ballast/tests/sim/message.h"
+#include "ballast/tests/sim/oracle.h"
+#include "ballast/tests/sim/random.h"
+
+namespace ballast::sim {
+
+class SimServer : private services::StepHost {
+ public:
+  // Borrows all. `cut_at_commit`: a seeded bug, the log forgets what a decision consumed before that decision is
+  // durable.
+  SimServer(int index, bool cut_at_commit, Random* random, Oracle* oracle);
+
+  bool up() const { return machine_ != nullptr; }
+  int64_t committed() const { return machine_->committed(); }
+  v1::Epoch promised() const { return machine_->Describe().promised(); }
+  uint64_t decisions_lost() const { return decisions_lost_; }
+
+  // REQUIRES: up. Answers, now or out of a later call, are added to `answers`; none to what a crash forgets.
+  void Handle(const Request& request, std::vector<Response>* answers);
+  // Some push's bytes have all come.
+  void FinishPush(std::vector<Response>* answers);
+  // Some more of the log is durable.
+  void FinishSync(std::vector<Response>* answers);
+  bool syncing() const { return sync_wanted_ > synced_; }
+  bool receiving() const { return !receiving_.empty(); }
+
+  // Loses all that is not durable; the disk may have got further than it said.
+  void Crash();
+  void Restart();
+
+ private:
+  struct Place {
+    v1::SliceKind kind;
+    uint32_t unit;
+    model::Range range;
+    uint32_t digest;
+  };
+
+  uint64_t Append(const services::StepRecord& record) override;
+  void Sync(uint64_t lsn) override { sync_wanted_ = std::max(sync_wanted_, lsn); }
+  v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) override;
+  void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
+  void Opened(const model::EpochPlan& plan) override { plan_ = &plan; }
+
+  // False: it has to wait.
+  bool Evaluate(const Request& request, std::vector<Response>* answers);
+  void Push(const Request& request, std::vector<Response>* answers);
+  void EndPush(const Request& request, std::vector<Response>* answers);
+  void Clear(const v1::PushRequest& header);
+  void Fill(const v1::PushRequest& header);
+  std::optional<uint32_t> Find(v1::SliceKind kind, const model::Slice& slice) const;
+  bool CutBeforeDurable(const services::StepRecord& record, size_t kept) const;
+  void CheckStepCounts();
+
+  const int index_;
+  const bool cut_at_commit_;
+  Random* const random_;
+  Oracle* const oracle_;
+  std::unique_ptr<services::StepMachine> machine_;
+  std::vector<services::StepRecord> log_;
+  uint64_t synced_ = 0;
+  uint64_t sync_wanted_ = 0;
+  int64_t applied_ = -1;  // in this life of the process
+  const model::EpochPlan* plan_ = nullptr;
+  std::vector<Place> places_;
+  std::vector<Request> receiving_;
+  std::vector<Request> waiting_;
+  uint64_t decisions_lost_ = 0;
+};
+
+}  // namespace ballast::sim

@@ -1,0 +1,74 @@
+// Searches the step transaction with seeded random schedules.
+//
+//   step_simulation_test [--schedules N] [--seed S]
+//
+// Runs seeds S, S + 1, ... A failure prints its seed; `--seed S --schedules 1` runs it again.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "absl/strings/numbers.h"
+#include "ballast/tests/sim/schedule.h"
+#include "gtest/gtest.h"
+
+namespace ballast::sim {
+namespace {
+
+uint64_t schedules = 100000;
+uint64_t first_seed = 1;
+
+TEST(StepSimulation, EveryScheduleKeepsThePromises) {
+  Tally sum;
+  for (uint64_t seed = first_seed; seed < first_seed + schedules; ++seed) {
+    const ScheduleResult result = RunSchedule({.seed = seed});
+    ASSERT_EQ(result.violation, "") << "replay with --schedules 1 --seed " << seed;
+    sum.Add(result.tally);
+  }
+  std::printf(
+      "%llu schedules: %llu steps (%llu skipped), %llu groups (%llu resized), %llu server crashes (%llu decisions "
+      "lost), "
+      "%llu ranks lost, %llu fenced, %llu steps finished by the next group, %llu abandoned, %llu drops, %llu norms, "
+      "%llu plan mismatches\n",
+      static_cast<unsigned long long>(schedules), static_cast<unsigned long long>(sum.steps),
+      static_cast<unsigned long long>(sum.skipped), static_cast<unsigned long long>(sum.groups),
+      static_cast<unsigned long long>(sum.resized), static_cast<unsigned long long>(sum.crashes),
+      static_cast<unsigned long long>(sum.decisions_lost), static_cast<unsigned long long>(sum.ranks_lost),
+      static_cast<unsigned long long>(sum.stale), static_cast<unsigned long long>(sum.finished_for_others),
+      static_cast<unsigned long long>(sum.abandoned), static_cast<unsigned long long>(sum.drops),
+      static_cast<unsigned long long>(sum.norms), static_cast<unsigned long long>(sum.mismatches));
+  if (schedules < 1000) return;
+  // A search that never gets into trouble shows nothing.
+  EXPECT_GT(sum.steps, 3 * schedules);
+  EXPECT_GT(sum.groups, 2 * schedules);
+  EXPECT_GT(sum.crashes, schedules);
+  for (const uint64_t count : {sum.skipped, sum.resized, sum.decisions_lost, sum.ranks_lost, sum.stale,
+                               sum.finished_for_others, sum.abandoned, sum.drops, sum.norms, sum.mismatches}) {
+    EXPECT_GT(count, schedules / 100);
+  }
+}
+
+TEST(StepSimulation, ASeedIsASchedule) {
+  const ScheduleResult a = RunSchedule({.seed = first_seed});
+  const ScheduleResult b = RunSchedule({.seed = first_seed});
+  EXPECT_EQ(a.violation, b.violation);
+  EXPECT_EQ(a.tally.steps, b.tally.steps);
+  EXPECT_EQ(a.tally.norms, b.tally.norms);
+  EXPECT_EQ(a.tally.groups, b.tally.groups);
+}
+
+}  // namespace
+}  // namespace ballast::sim
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  for (int i = 1; i < argc; i += 2) {
+    uint64_t* const value = std::strcmp(argv[i], "--schedules") == 0 ? &ballast::sim::schedules
+                            : std::strcmp(argv[i], "--seed") == 0    ? &ballast::sim::first_seed
+                                                                     : nullptr;
+    if (value == nullptr || i + 1 == argc || !absl::SimpleAtoi(argv[i + 1], value)) {
+      std::fprintf(stderr, "expected [--schedules N] [--seed S], got '%s'\n", argv[i]);
+      return 2;
+    }
+  }
+  return RUN_ALL_TESTS();
+}

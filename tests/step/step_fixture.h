@@ -1,0 +1,77 @@
+// One server's step machine with a log and a host that only remember; the other members exist in name.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/services/step/step_machine.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace ballast::services {
+
+class RecordingHost : public StepHost {
+ public:
+  uint64_t Append(const StepRecord& record) override {
+    log.push_back(record);
+    return log.size();
+  }
+  void Sync(uint64_t lsn) override { sync_wanted = std::max(sync_wanted, lsn); }
+  v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) override;
+  void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override {
+    applied.emplace_back(prepared, decision);
+  }
+  void Opened(const model::EpochPlan& plan) override { ++opened; }
+
+  std::vector<StepRecord> log;
+  uint64_t sync_wanted = 0;
+  bool overflow = false;
+  std::vector<std::pair<v1::PreparedRecord, v1::Decision>> applied;
+  int opened = 0;
+};
+
+v1::Epoch MakeEpoch(uint64_t counter, uint64_t nonce = 7);
+
+// Two tensors in two units, two ranks, one server "a" unless said otherwise.
+class StepMachineTest : public testing::Test {
+ protected:
+  StepMachineTest() : machine_(std::make_unique<StepMachine>("a", &host_)) {}
+
+  void SyncAll() { machine_->Synced(host_.log.size()); }
+  v1::OpenRequest MakeOpen(uint64_t counter, int64_t base, uint32_t world_size = 2);
+  // Fences and opens. REQUIRES: the base is what the machine has.
+  void Start(uint64_t counter, uint32_t world_size = 2);
+
+  v1::StepHeader Values() const;
+  v1::StepHeader Update(std::string gradient_presence = "\x03") const;
+  // The slices that `rank` owes, in the open epoch.
+  std::vector<v1::PushRequest> Slices(uint32_t rank, int64_t step, uint64_t attempt, v1::SliceKind kind) const;
+  absl::Status Push(const v1::PushRequest& header);
+  void PushAll(uint32_t rank, int64_t step, uint64_t attempt, const v1::StepHeader& header);
+  v1::SealRequest MakeSeal(uint32_t rank, int64_t step, uint64_t attempt, const v1::StepHeader& header) const;
+  // Pushes and seals everything, for all ranks; the step is then prepared, not yet synced.
+  void PrepareStep(int64_t step, uint64_t attempt, const v1::StepHeader& header);
+  v1::Decision DecisionOf(const v1::PreparedRecord& record) const;
+  absl::StatusOr<v1::CommitResponse> Commit(const v1::Decision& decision);
+  // Prepares, syncs and commits.
+  void RunStep(int64_t step, const v1::StepHeader& header);
+  // The machine as it comes back when the first `records` records were durable.
+  void Restart(size_t records);
+
+  std::vector<std::string> servers_ = {"a"};
+  RecordingHost host_;
+  std::unique_ptr<StepMachine> machine_;
+};
+
+MATCHER_P3(Fails, code, reason, part, "") {
+  *result_listener << arg.ToString();
+  return arg.code() == code && model::ReasonOf(arg) == reason &&
+         std::string(arg.message()).find(part) != std::string::npos;
+}
+
+}  // namespace ballast::services

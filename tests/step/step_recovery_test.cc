@@ -1,0 +1,89 @@
+#include "ballast/tests/step/step_fixture.h"
+
+namespace ballast::services {
+namespace {
+
+using absl::StatusCode;
+
+TEST_F(StepMachineTest, EveryDurablePrefixRecovers) {
+  Start(1);
+  RunStep(0, Values());
+  RunStep(1, Update());
+  Start(2, 1);
+  PrepareStep(2, 0, Update());
+  const std::vector<StepRecord> log = host_.log;
+  for (size_t records = 0; records <= log.size(); ++records) {
+    host_.log = log;
+    Restart(records);
+    int64_t decisions = 0;
+    for (const StepRecord& record : host_.log) decisions += std::holds_alternative<DecisionRecord>(record);
+    EXPECT_EQ(machine_->committed(), decisions - 1);
+    EXPECT_EQ(host_.applied.size(), static_cast<size_t>(decisions)) << "decisions are applied again, no more";
+  }
+}
+
+TEST_F(StepMachineTest, ALostDecisionLeavesTheStepPrepared) {
+  Start(1);
+  RunStep(0, Values());
+  const v1::Decision decision = machine_->Describe().decision();
+  Restart(host_.log.size() - 1);
+  EXPECT_EQ(machine_->committed(), -1) << "recovery never presumes a commit";
+  EXPECT_EQ(machine_->Describe().prepared().step(), 0);
+  // No seal survived; the prepared record speaks for them.
+  const auto sealed = machine_->Seal(MakeSeal(0, 0, 0, Values()));
+  ASSERT_TRUE(sealed.ok() && sealed->has_value());
+  EXPECT_TRUE((*sealed)->has_prepared());
+  ASSERT_TRUE(Commit(decision).ok());
+  EXPECT_EQ(machine_->committed(), 0);
+}
+
+TEST_F(StepMachineTest, PreparedCoversTheDecisionBeforeIt) {
+  Start(1);
+  RunStep(0, Values());
+  PrepareStep(1, 0, Update());
+  Restart(host_.sync_wanted);
+  EXPECT_EQ(machine_->committed(), 0);
+  EXPECT_EQ(machine_->Describe().prepared().step(), 1);
+}
+
+TEST_F(StepMachineTest, LostSlicesAreNamedAndPushedAgain) {
+  Start(1);
+  PushAll(0, 0, 1, Values());
+  PushAll(1, 0, 1, Values());
+  Restart(host_.log.size() - 1);
+  auto sealed = machine_->Seal(MakeSeal(0, 0, 1, Values()));
+  ASSERT_TRUE(sealed.ok() && sealed->has_value());
+  EXPECT_EQ((*sealed)->pending().missing_count(), 1u);
+  EXPECT_EQ((*sealed)->pending().missing(0).rank(), 1u);
+  EXPECT_THAT(Push(Slices(0, 0, 0, v1::SLICE_KIND_VALUE)[0]),
+              Fails(StatusCode::kAborted, model::kStaleAttempt, "attempt 0"));
+  PushAll(1, 0, 1, Values());
+  ASSERT_TRUE(machine_->Seal(MakeSeal(1, 0, 1, Values())).ok());
+  SyncAll();
+  EXPECT_TRUE(machine_->Describe().has_prepared());
+}
+
+TEST_F(StepMachineTest, ALostOpenAsksForItAgain) {
+  Start(1);
+  const v1::PushRequest slice = Slices(0, 0, 0, v1::SLICE_KIND_VALUE)[0];
+  Restart(host_.log.size() - 1);
+  EXPECT_EQ(machine_->Describe().promised().counter(), 1u) << "the promise was durable";
+  EXPECT_THAT(Push(slice), Fails(StatusCode::kFailedPrecondition, model::kNotOpen, "send Open again"));
+  ASSERT_TRUE(machine_->Open(MakeOpen(1, -1)).ok());
+  EXPECT_TRUE(Push(slice).ok());
+}
+
+TEST_F(StepMachineTest, ALogWithAGapIsDataLoss) {
+  Start(1);
+  RunStep(0, Values());
+  const std::vector<StepRecord> log = host_.log;
+  StepMachine gap("a", &host_);
+  absl::Status status;
+  for (size_t i = 0; i < log.size() && status.ok(); ++i) {
+    if (!std::holds_alternative<PreparedStepRecord>(log[i])) status = gap.Replay(log[i]);
+  }
+  EXPECT_THAT(status, Fails(StatusCode::kDataLoss, model::kDiverged, "without having prepared it"));
+}
+
+}  // namespace
+}  // namespace ballast::services
