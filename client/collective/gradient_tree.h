@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -33,7 +34,9 @@ struct TreeNode {
 std::vector<TreeNode> ForestOf(LeafRun run);
 
 // Adds leaves as they come, in order, keeping only the partial sums that are still needed.
-// Owns its buffers: (forest + log2 M + 1) x elements fp32, kept between uses. Threads: one.
+// Owns its buffers, kept between uses: (forest + log2 M + 1) x elements fp32 for the leaves, and for the exchange one
+// copy of what is sent unless it lies in one piece, and the owned elements times the nodes of all forests. Threads:
+// one.
 class GradientTree {
  public:
   GradientTree(uint32_t leaf_count, int rank, int world_size);
@@ -46,7 +49,9 @@ class GradientTree {
   void Add();
 
   // After all own leaves: reduce-scatters over `collective`. Rank r owns `owned[r]` (element ranges, by offset, the
-  // same lists on every rank, disjoint). Writes the full sums of the own ranges, concatenated, into `out`.
+  // same lists on every rank, disjoint). Writes the full sums of the own ranges, concatenated, into `out`. The partial
+  // sums stay as they are until Reset. Errors: BAD_REQUEST (a leaf is missing, or too many), BAD_RANGE, BAD_LENGTH
+  // (`out`), and the collective's.
   struct ElementRange {
     uint64_t begin = 0;
     uint64_t end = 0;
@@ -55,6 +60,8 @@ class GradientTree {
                              absl::Span<float> out);
 
  private:
+  absl::Span<const float> Pack(const std::vector<ElementRange>& ranges, float* to) const;
+
   uint32_t leaf_count_;
   int rank_;
   int world_size_;
@@ -62,6 +69,8 @@ class GradientTree {
   uint32_t next_leaf_ = 0;
   std::vector<std::vector<float>> free_;
   std::vector<std::pair<TreeNode, std::vector<float>>> nodes_;  // a stack: partial sums, left to right
+  std::vector<float> packed_;
+  std::vector<float> received_;
 };
 
 }  // namespace ballast::client

@@ -1,0 +1,27 @@
+// Ranks that are processes on CPUs, over TCP. Source: https://github.com/facebookincubator/gloo, its point-to-point
+// layer.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/time/time.h"
+#include "ballast/client/collective/collective.h"
+#include "ballast/client/collective/rendezvous.h"
+
+namespace ballast::client {
+
+struct GlooOptions {
+  // Where this rank listens and what it tells the others: a host name or address, or a network interface's name
+  // instead.
+  std::string host = "127.0.0.1";
+  std::string interface;
+  absl::Duration timeout = absl::Seconds(120);  // of the set-up, and of each call
+};
+
+// Blocks until all ranks are connected. Borrows `rendezvous` until return. Threads: one at a time; Gloo runs one of its
+// own. Errors: RANK_MISSING, UNAVAILABLE (names the peer that is gone), BAD_CONFIG (host or interface).
+absl::StatusOr<std::unique_ptr<Collective>> MakeGloo(Rendezvous* rendezvous, int rank, int world_size,
+                                                     const GlooOptions& options);
+
+}  // namespace ballast::client

@@ -1,0 +1,26 @@
+// Ranks that are processes with one GPU each. Source: NVIDIA NCCL, https://docs.nvidia.com/deeplearning/nccl
+//
+// Compiled where NCCL is found (library collective_nccl). Host bytes are staged through device memory, so this is the
+// collective of a trainer whose buffers are on the host and whose links are between GPUs.
+#pragma once
+
+#include <memory>
+
+#include "absl/time/time.h"
+#include "ballast/client/collective/collective.h"
+#include "ballast/client/collective/rendezvous.h"
+
+namespace ballast::client {
+
+struct NcclOptions {
+  int device = 0;                               // CUDA ordinal
+  absl::Duration timeout = absl::Seconds(120);  // of the set-up, and of each call
+};
+
+// Blocks until all ranks are connected. Borrows `rendezvous` until return. Threads: one at a time.
+// Errors: RANK_MISSING; UNAVAILABLE when NCCL reports a lost peer (it does not say which); FAILED_PRECONDITION
+// (UNSUPPORTED) without a usable GPU.
+absl::StatusOr<std::unique_ptr<Collective>> MakeNccl(Rendezvous* rendezvous, int rank, int world_size,
+                                                     const NcclOptions& options);
+
+}  // namespace ballast::client
