@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/storage/placement/placement.h"
+#include "ballast/storage/tier/tiers.h"
 #include "ballast/v1/admin_service.pb.h"
 #include "ballast/v1/state_service.pb.h"
 
@@ -40,7 +41,10 @@ class StateServer {
   // Errors: INVALID_ARGUMENT (BAD_CONFIG), INTERNAL (IO) unwritable data directory, FAILED_PRECONDITION naming the
   // process that has the data directory.
   static absl::StatusOr<std::unique_ptr<StateServer>> Start(const StateServerOptions& options);
-  ~StateServer();  // fails what waits with UNAVAILABLE, finishes the step being applied
+  ~StateServer();  // as Stop
+
+  // Fails what waits and what comes with UNAVAILABLE (SERVER_DOWN), finishes the step being applied. Blocks.
+  void Stop();
 
   void GetJob(const v1::GetJobRequest&, Reply<v1::GetJobResponse>);
   void Fence(const v1::FenceRequest&, absl::Time deadline, Reply<v1::FenceResponse>);
@@ -63,6 +67,8 @@ class StateServer {
 
   const std::string& server_id() const;
   const ServerCounters& counters() const;
+  // Bytes that left and reached each tier since start.
+  storage::TierTraffic traffic() const;
 
  private:
   struct Impl;

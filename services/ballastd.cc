@@ -1,0 +1,123 @@
+// ballastd: one state server as a process.
+//
+// Exit codes: 0 ended by SIGTERM or SIGINT, 2 bad configuration or usage, 3 port in use, 4 metrics port in use, 5 data
+// directory not writable, 6 data directory in use, 1 anything else.
+#include <malloc.h>
+#include <signal.h>
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ballast/proto/model/status.h"
+#include "ballast/services/config/config.h"
+#include "ballast/services/metrics/metrics_server.h"
+#include "ballast/services/rpc/rpc_server.h"
+#include "ballast/services/state_server.h"
+
+namespace ballast::services {
+namespace {
+
+enum Exit {
+  kOk = 0,
+  kFailed = 1,
+  kBadUsage = 2,
+  kPortInUse = 3,
+  kMetricsPortInUse = 4,
+  kUnwritable = 5,
+  kDirectoryInUse = 6
+};
+
+// How long calls under way may take to end after SIGTERM.
+constexpr absl::Duration kGrace = absl::Seconds(5);
+
+// glibc trims its heap around gRPC's read buffers, which costs more than the transfer itself; measured, only the three
+// together help, and one without the others is worse than none.
+void TuneMalloc() {
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TOP_PAD, 64 << 20);
+}
+
+int Complain(const absl::Status& status, Exit code) {
+  std::fprintf(stderr, "ballastd: %s\n", std::string(status.message()).c_str());
+  return code;
+}
+
+Exit ExitOf(const absl::Status& status) {
+  if (model::ReasonOf(status) == model::kBadConfig) return kBadUsage;
+  if (status.code() == absl::StatusCode::kFailedPrecondition) return kDirectoryInUse;
+  if (model::ReasonOf(status) == model::kIo) return kUnwritable;
+  return kFailed;
+}
+
+int Serve(const Config& config, const sigset_t& signals) {
+  auto state = StateServer::Start(config.server);
+  if (!state.ok()) return Complain(state.status(), ExitOf(state.status()));
+  RpcServerOptions rpc_options;
+  rpc_options.listen = config.listen;
+  auto rpc = RpcServer::Start(rpc_options, state->get());
+  if (!rpc.ok()) return Complain(rpc.status(), kPortInUse);
+  auto metrics = MetricsServer::Start(config.metrics_listen, state->get());
+  if (!metrics.ok()) return Complain(metrics.status(), kMetricsPortInUse);
+
+  std::printf("ballastd ready listen=%s metrics=%s server_id=%s\n", (*rpc)->address().c_str(),
+              (*metrics)->address().c_str(), (*state)->server_id().c_str());
+  std::fflush(stdout);
+  int signal_number = 0;
+  sigwait(&signals, &signal_number);
+  spdlog::info("signal {}: ending", signal_number);
+  (*rpc)->Stop(kGrace);
+  return kOk;
+}
+
+int Main(int argc, char** argv) {
+  TuneMalloc();
+  // Blocked before any thread starts, so that sigwait gets them.
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+
+  CLI::App app{"Ballast state server: holds chunks of training jobs and runs their optimizer.", "ballastd"};
+  std::string path;
+  app.add_option("--config", path, "YAML file; flags override BALLAST_* variables, which override the file");
+  std::map<std::string, std::string> flag_texts;
+  for (const ConfigKey& key : ConfigKeys()) {
+    app.add_option("--" + key.name, flag_texts[key.name],
+                   key.meaning + " (" + key.expected + "; default: " + key.fallback + ")");
+  }
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kOk : kBadUsage;
+  }
+  ConfigValues flags;
+  for (const auto& [name, text] : flag_texts) {
+    if (app.count("--" + name) > 0) flags[name] = {text, "--" + name};
+  }
+  const absl::StatusOr<ConfigValues> file = path.empty() ? ConfigValues() : ParseConfigFile(path);
+  if (!file.ok()) return Complain(file.status(), kBadUsage);
+  std::vector<std::string> variables;
+  for (char** variable = environ; *variable != nullptr; ++variable) variables.emplace_back(*variable);
+  const absl::StatusOr<ConfigValues> environment = ParseEnvironment(variables);
+  if (!environment.ok()) return Complain(environment.status(), kBadUsage);
+  const absl::StatusOr<Config> config = MakeConfig(*file, *environment, flags);
+  if (!config.ok()) return Complain(config.status(), kBadUsage);
+
+  spdlog::set_default_logger(
+      std::make_shared<spdlog::logger>("ballastd", std::make_shared<spdlog::sinks::stderr_sink_mt>()));
+  spdlog::set_level(spdlog::level::from_str(config->log_level));
+  return Serve(*config, signals);
+}
+
+}  // namespace
+}  // namespace ballast::services
+
+int main(int argc, char** argv) { return ballast::services::Main(argc, argv); }

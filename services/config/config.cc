@@ -1,0 +1,239 @@
+#include "ballast/services/config/config.h"
+
+#include <yaml-cpp/yaml.h>
+
+#include <fstream>
+#include <functional>
+#include <limits>
+#include <set>
+#include <sstream>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr int kThreadsMax = 64;
+constexpr char kEnvironmentPrefix[] = "BALLAST_";
+
+absl::Status Bad(absl::string_view message) {
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig, message);
+}
+
+using Setter = std::function<bool(const std::string& text, Config* config)>;
+struct Key {
+  ConfigKey doc;
+  Setter set;
+};
+
+bool SetAddress(const std::string& text, std::string* to) {
+  const size_t colon = text.rfind(':');
+  int port = 0;
+  if (colon == std::string::npos || colon == 0 || !absl::SimpleAtoi(text.substr(colon + 1), &port)) return false;
+  *to = text;
+  return port >= 0 && port <= 65535;
+}
+
+Setter Bytes(uint64_t* (*field)(Config*)) {
+  return [field](const std::string& text, Config* config) {
+    const absl::StatusOr<uint64_t> bytes = ParseBytes(text);
+    if (bytes.ok()) *field(config) = *bytes;
+    return bytes.ok();
+  };
+}
+
+const std::vector<Key>& Keys() {
+  static const auto* const kKeys = new std::vector<Key>{
+      {{"listen", "host:port, port 0 for a free one", "127.0.0.1:7070", "address for trainers and ballastctl (gRPC)"},
+       [](const std::string& text, Config* c) { return SetAddress(text, &c->listen); }},
+      {{"metrics_listen", "host:port, port 0 for a free one", "127.0.0.1:9070", "address of /metrics (HTTP)"},
+       [](const std::string& text, Config* c) { return SetAddress(text, &c->metrics_listen); }},
+      {{"data_directory", "a path", "none, must be given", "catalog and NVMe tier; one server alone may use it"},
+       [](const std::string& text, Config* c) {
+         c->server.data_directory = text;
+         return !text.empty();
+       }},
+      {{"server_id", "1 to 64 letters, digits, '.', '_' or '-'", "made at first start, kept in the data directory",
+        "the server's name in jobs' routing: it must not change while jobs live"},
+       [](const std::string& text, Config* c) {
+         c->server.server_id = text;
+         for (const char ch : text) {
+           if (!absl::ascii_isalnum(ch) && ch != '.' && ch != '_' && ch != '-') return false;
+         }
+         return !text.empty() && text.size() <= 64;
+       }},
+      {{"budget.hbm", "bytes, such as 512MiB", "0", "GPU memory for state and working copies"},
+       Bytes([](Config* c) { return &c->server.budget.hbm; })},
+      {{"budget.dram", "bytes, such as 512MiB", "none, must be given",
+        "CPU memory for state, working copies and slices of the step in flight"},
+       Bytes([](Config* c) { return &c->server.budget.dram; })},
+      {{"budget.nvme", "bytes, such as 512MiB", "0", "file in the data directory for state that finds no room above"},
+       Bytes([](Config* c) { return &c->server.budget.nvme; })},
+      {{"compute_threads", "an integer from 1 to 64", "1",
+        "threads for blocking reads and for answers to requests that waited; each job has one of its own besides"},
+       [](const std::string& text, Config* c) {
+         return absl::SimpleAtoi(text, &c->server.compute_threads) && c->server.compute_threads >= 1 &&
+                c->server.compute_threads <= kThreadsMax;
+       }},
+      {{"staging", "bytes, such as 512MiB", "48MiB", "DRAM buffers through which NVMe state moves, once per job"},
+       Bytes([](Config* c) { return &c->server.staging_bytes; })},
+      {{"log_level", "trace, debug, info, warn, error or off", "info", "what is logged, to standard error"},
+       [](const std::string& text, Config* c) {
+         static const std::set<std::string> kLevels = {"trace", "debug", "info", "warn", "error", "off"};
+         c->log_level = text;
+         return kLevels.count(text) > 0;
+       }},
+  };
+  return *kKeys;
+}
+
+const Key* Find(const std::string& name) {
+  for (const Key& key : Keys()) {
+    if (key.doc.name == name) return &key;
+  }
+  return nullptr;
+}
+
+std::string KnownKeys() {
+  return absl::StrJoin(Keys(), ", ", [](std::string* out, const Key& key) { absl::StrAppend(out, key.doc.name); });
+}
+
+std::string Where(const std::string& path, const YAML::Mark& mark) { return absl::StrCat(path, ":", mark.line + 1); }
+
+// Adds the leaves of `map` under their dotted names.
+absl::Status Collect(const YAML::Node& map, const std::string& prefix, const std::string& path, ConfigValues* out) {
+  for (const auto& entry : map) {
+    const std::string name = prefix + entry.first.Scalar();
+    const std::string where = Where(path, entry.first.Mark());
+    if (entry.second.IsMap() && name == "budget") {
+      BALLAST_RETURN_IF_ERROR(Collect(entry.second, "budget.", path, out));
+      continue;
+    }
+    const Key* key = Find(name);
+    if (key == nullptr) return Bad(absl::StrCat(where, ": unknown key '", name, "'; expected one of ", KnownKeys()));
+    if (!entry.second.IsScalar()) {
+      return Bad(absl::StrCat(where, ": ", name, ": expected ", key->doc.expected, "; came a ",
+                              entry.second.IsMap()        ? "map"
+                              : entry.second.IsSequence() ? "list"
+                                                          : "null"));
+    }
+    if (!out->insert({name, {entry.second.Scalar(), where}}).second) {
+      return Bad(absl::StrCat(where, ": key '", name, "' comes twice; keep one"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+const std::vector<ConfigKey>& ConfigKeys() {
+  static const auto* const kDocs = [] {
+    auto* docs = new std::vector<ConfigKey>;
+    for (const Key& key : Keys()) docs->push_back(key.doc);
+    return docs;
+  }();
+  return *kDocs;
+}
+
+std::string EnvironmentName(const ConfigKey& key) {
+  return kEnvironmentPrefix + absl::AsciiStrToUpper(absl::StrReplaceAll(key.name, {{".", "_"}}));
+}
+
+absl::StatusOr<uint64_t> ParseBytes(const std::string& text) {
+  static const std::vector<std::pair<std::string, int>> kSuffixes = {
+      {"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}, {"B", 0}};
+  std::string digits(absl::StripAsciiWhitespace(text));
+  int shift = 0;
+  for (const auto& [suffix, bits] : kSuffixes) {
+    if (!absl::EndsWith(digits, suffix)) continue;
+    digits.resize(digits.size() - suffix.size());
+    digits = std::string(absl::StripAsciiWhitespace(digits));
+    shift = bits;
+    break;
+  }
+  uint64_t number = 0;
+  const bool plain = !digits.empty() && absl::ascii_isdigit(digits[0]);
+  if (!plain || !absl::SimpleAtoi(digits, &number) || number > std::numeric_limits<uint64_t>::max() >> shift) {
+    return Bad(absl::StrCat("expected bytes, such as 512MiB; came '", text, "'"));
+  }
+  return number << shift;
+}
+
+absl::StatusOr<ConfigValues> ParseConfigFile(const std::string& path) {
+  std::ifstream file(path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  if (!file.is_open() || file.bad()) {
+    return Bad(absl::StrCat(path, ": cannot be read; expected a YAML file with keys ", KnownKeys()));
+  }
+  return ParseConfigText(text.str(), path);
+}
+
+absl::StatusOr<ConfigValues> ParseConfigText(const std::string& text, const std::string& path) {
+  ConfigValues values;
+  try {
+    const YAML::Node root = YAML::Load(text);
+    if (root.IsNull()) return values;
+    if (!root.IsMap()) return Bad(absl::StrCat(path, ":1: expected lines of `key: value`, with keys ", KnownKeys()));
+    BALLAST_RETURN_IF_ERROR(Collect(root, "", path, &values));
+  } catch (const YAML::Exception& error) {
+    return Bad(absl::StrCat(Where(path, error.mark), ": not YAML: ", error.msg));
+  }
+  return values;
+}
+
+absl::StatusOr<ConfigValues> ParseEnvironment(const std::vector<std::string>& environment) {
+  ConfigValues values;
+  for (const std::string& variable : environment) {
+    if (!absl::StartsWith(variable, kEnvironmentPrefix)) continue;
+    const size_t equals = variable.find('=');
+    const std::string name = variable.substr(0, equals);
+    bool known = false;
+    for (const Key& key : Keys()) {
+      if (EnvironmentName(key.doc) != name) continue;
+      values[key.doc.name] = {equals == std::string::npos ? "" : variable.substr(equals + 1), name};
+      known = true;
+    }
+    if (known) continue;
+    return Bad(absl::StrCat(name, ": unknown variable; expected one of ",
+                            absl::StrJoin(Keys(), ", ", [](std::string* out, const Key& key) {
+                              absl::StrAppend(out, EnvironmentName(key.doc));
+                            })));
+  }
+  return values;
+}
+
+absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& environment,
+                                  const ConfigValues& flags) {
+  Config config;
+  std::set<std::string> given;
+  for (const ConfigValues* source : {&file, &environment, &flags}) {
+    for (const auto& [name, value] : *source) {
+      const Key* key = Find(name);
+      if (key == nullptr)
+        return Bad(absl::StrCat(value.origin, ": unknown key '", name, "'; expected one of ", KnownKeys()));
+      if (!key->set(value.text, &config)) {
+        return Bad(
+            absl::StrCat(value.origin, ": ", name, ": expected ", key->doc.expected, "; came '", value.text, "'"));
+      }
+      given.insert(name);
+    }
+  }
+  for (const char* required : {"data_directory", "budget.dram"}) {
+    if (given.count(required) > 0) continue;
+    const Key* key = Find(required);
+    return Bad(absl::StrCat(required, " is missing; expected ", key->doc.expected, " (", key->doc.meaning,
+                            "), in the file, as ", EnvironmentName(key->doc), " or as --", required));
+  }
+  if (config.server.budget.dram == 0)
+    return Bad("budget.dram is 0; slices of the step in flight need DRAM in any case");
+  return config;
+}
+
+}  // namespace ballast::services

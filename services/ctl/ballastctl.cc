@@ -1,0 +1,74 @@
+// ballastctl: the operator's hand.
+//
+//   ballastctl status [--json] --servers host:port,...
+//   ballastctl drop --job NAME --servers host:port,...
+//
+// Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
+// apart). drop: 0 no server has the job any more; 1 some server did not drop it. Both: 2 usage.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "ballast/services/ctl/cluster.h"
+
+namespace ballast::services {
+namespace {
+
+enum Exit { kHealthy = 0, kDegraded = 1, kUsage = 2 };
+
+int Status(const std::vector<std::string>& servers, bool json, absl::Duration timeout) {
+  const ClusterView cluster = Judge(LookAt(servers, timeout));
+  std::fputs((json ? ShowJson(cluster) : ShowText(cluster)).c_str(), stdout);
+  return cluster.problems.empty() ? kHealthy : kDegraded;
+}
+
+int Drop(const std::vector<std::string>& servers, const std::string& job, absl::Duration timeout) {
+  int code = kHealthy;
+  for (const std::string& server : servers) {
+    const absl::Status status = DropJob(server, job, timeout);
+    if (status.ok()) {
+      std::printf("%s: dropped job '%s'\n", server.c_str(), job.c_str());
+    } else if (status.code() == absl::StatusCode::kNotFound) {
+      std::printf("%s: has no job '%s'\n", server.c_str(), job.c_str());
+    } else {
+      std::printf("%s: %s\n", server.c_str(), std::string(status.message()).c_str());
+      code = kDegraded;
+    }
+  }
+  return code;
+}
+
+int Main(int argc, char** argv) {
+  CLI::App app{"Looks at and tends Ballast state servers.", "ballastctl"};
+  app.require_subcommand(1);
+  std::vector<std::string> servers;
+  std::string job;
+  bool json = false;
+  double timeout_s = 5;
+
+  CLI::App* status =
+      app.add_subcommand("status", "verdict, servers, jobs, versions, tiers; exit 0 healthy, 1 degraded");
+  status->add_flag("--json", json, "machine-readable");
+  CLI::App* drop = app.add_subcommand("drop", "forget a job on all servers and free what it held; its state is gone");
+  drop->add_option("--job", job, "name of the job")->required();
+  for (CLI::App* command : {status, drop}) {
+    command->add_option("--servers", servers, "host:port of every server, separated by commas")
+        ->required()
+        ->delimiter(',');
+    command->add_option("--timeout", timeout_s, "seconds to wait for a server")->check(CLI::PositiveNumber);
+  }
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kHealthy : kUsage;
+  }
+  const absl::Duration timeout = absl::Seconds(timeout_s);
+  return status->parsed() ? Status(servers, json, timeout) : Drop(servers, job, timeout);
+}
+
+}  // namespace
+}  // namespace ballast::services
+
+int main(int argc, char** argv) { return ballast::services::Main(argc, argv); }

@@ -1,0 +1,222 @@
+#include "ballast/services/ctl/cluster.h"
+
+#include <google/protobuf/util/json_util.h>
+#include <grpcpp/grpcpp.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/rpc/status_codec.h"
+#include "ballast/v1/admin_service.grpc.pb.h"
+
+namespace ballast::services {
+namespace {
+
+std::unique_ptr<v1::AdminService::Stub> Connect(const std::string& address) {
+  return v1::AdminService::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
+}
+
+void SetDeadline(grpc::ClientContext* context, absl::Duration timeout) {
+  context->set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+}
+
+std::string ShowBytes(uint64_t bytes) {
+  if (bytes >= uint64_t{1} << 30) return absl::StrFormat("%.2f GiB", static_cast<double>(bytes) / (1 << 30));
+  if (bytes >= uint64_t{1} << 20) return absl::StrFormat("%.1f MiB", static_cast<double>(bytes) / (1 << 20));
+  if (bytes >= uint64_t{1} << 10) return absl::StrFormat("%.1f KiB", static_cast<double>(bytes) / (1 << 10));
+  return absl::StrCat(bytes, " B");
+}
+
+// Columns as wide as their widest cell.
+class Table {
+ public:
+  explicit Table(std::vector<std::string> header) { rows_.push_back(std::move(header)); }
+  void Add(std::vector<std::string> row) { rows_.push_back(std::move(row)); }
+  std::string Show() const {
+    std::vector<size_t> widths(rows_[0].size(), 0);
+    for (const auto& row : rows_) {
+      for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+    }
+    std::string out;
+    for (const auto& row : rows_) {
+      std::string line;
+      for (size_t i = 0; i < row.size(); ++i) absl::StrAppend(&line, "  ", absl::StrFormat("%-*s", widths[i], row[i]));
+      line.erase(line.find_last_not_of(' ') + 1);
+      absl::StrAppend(&out, line, "\n");
+    }
+    return out;
+  }
+
+ private:
+  std::vector<std::vector<std::string>> rows_;
+};
+
+std::string Versions(int64_t min, int64_t max) { return min == max ? absl::StrCat(min) : absl::StrCat(min, "..", max); }
+
+std::string Quote(const std::string& text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') {
+      absl::StrAppend(&out, "\\", std::string(1, c));
+    } else if (static_cast<unsigned char>(c) < 0x20) {
+      absl::StrAppend(&out, absl::StrFormat("\\u%04x", c));
+    } else {
+      out.push_back(c);
+    }
+  }
+  return out + "\"";
+}
+
+std::string QuoteAll(const std::vector<std::string>& texts) {
+  return absl::StrCat("[", absl::StrJoin(texts, ",", [](std::string* out, const std::string& t) { *out += Quote(t); }),
+                      "]");
+}
+
+void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::string, JobView>* jobs) {
+  const auto [entry, fresh] = jobs->try_emplace(job.name());
+  JobView& view = entry->second;
+  view.name = job.name();
+  view.servers.push_back(server.address);
+  view.world_size = std::max(view.world_size, job.world_size());
+  view.parameters = std::max(view.parameters, job.parameters());
+  view.chunks += job.chunks();
+  view.skipped_steps = std::max(view.skipped_steps, job.skipped_steps());
+  view.committed_min = fresh ? job.committed() : std::min(view.committed_min, job.committed());
+  view.committed_max = fresh ? job.committed() : std::max(view.committed_max, job.committed());
+  view.oldest_chunk_version =
+      fresh ? job.oldest_chunk_version() : std::min(view.oldest_chunk_version, job.oldest_chunk_version());
+  if (job.state_lost()) {
+    view.problems.push_back(absl::StrCat("job '", job.name(), "' lost its state on ", server.address,
+                                         ": drop it with `ballastctl drop` and start again"));
+  }
+  if (!job.failure().empty()) {
+    view.problems.push_back(absl::StrCat("job '", job.name(), "' failed on ", server.address, ": ", job.failure()));
+  }
+}
+
+}  // namespace
+
+std::vector<ServerView> LookAt(const std::vector<std::string>& addresses, absl::Duration timeout) {
+  std::vector<ServerView> views(addresses.size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < addresses.size(); ++i) {
+    threads.emplace_back([&view = views[i], &address = addresses[i], timeout] {
+      view.address = address;
+      grpc::ClientContext context;
+      SetDeadline(&context, timeout);
+      view.error = FromGrpc(Connect(address)->GetServerStatus(&context, v1::GetServerStatusRequest(), &view.status));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return views;
+}
+
+ClusterView Judge(std::vector<ServerView> servers) {
+  ClusterView cluster;
+  std::map<std::string, JobView> jobs;
+  for (const ServerView& server : servers) {
+    if (!server.error.ok()) {
+      cluster.problems.push_back(absl::StrCat("server ", server.address, " does not answer: ", server.error.message()));
+      continue;
+    }
+    for (const v1::JobStatus& job : server.status.jobs()) AddJob(server, job, &jobs);
+  }
+  for (auto& [name, job] : jobs) {
+    if (job.committed_max - job.committed_min > 1) {
+      job.problems.push_back(absl::StrCat("job '", name, "' is at versions ", job.committed_min, " to ",
+                                          job.committed_max, " on its servers, expected at most one apart"));
+    }
+    cluster.problems.insert(cluster.problems.end(), job.problems.begin(), job.problems.end());
+    cluster.jobs.push_back(job);
+  }
+  cluster.servers = std::move(servers);
+  return cluster;
+}
+
+std::string ShowText(const ClusterView& cluster) {
+  std::string out;
+  if (cluster.problems.empty()) {
+    absl::StrAppend(&out, "HEALTHY: ", cluster.servers.size(), " server(s), ", cluster.jobs.size(), " job(s)\n");
+  } else {
+    absl::StrAppend(&out, "DEGRADED: ", absl::StrJoin(cluster.problems, "\n          "), "\n");
+  }
+  Table servers({"SERVER", "ID", "UP", "VERSION", "IO"});
+  Table tiers({"SERVER", "TIER", "USED", "CAPACITY", "STATE", "WORKING"});
+  for (const ServerView& server : cluster.servers) {
+    if (!server.error.ok()) {
+      servers.Add({server.address, "-", "down", "-", "-"});
+      continue;
+    }
+    const v1::GetServerStatusResponse& s = server.status;
+    servers.Add(
+        {server.address, s.server_id(), absl::StrFormat("%.0f s", s.uptime_seconds()), s.version(), s.io_backend()});
+    for (const v1::TierStatus& tier : s.tiers()) {
+      tiers.Add({server.address, tier.tier(), ShowBytes(tier.used_bytes()), ShowBytes(tier.capacity_bytes()),
+                 ShowBytes(tier.state_bytes()), ShowBytes(tier.working_bytes())});
+    }
+  }
+  Table jobs({"JOB", "VERSION", "OLDEST CHUNK", "SKIPPED", "RANKS", "PARAMETERS", "CHUNKS", "SERVERS"});
+  for (const JobView& job : cluster.jobs) {
+    jobs.Add({job.name, Versions(job.committed_min, job.committed_max), absl::StrCat(job.oldest_chunk_version),
+              absl::StrCat(job.skipped_steps), absl::StrCat(job.world_size), absl::StrCat(job.parameters),
+              absl::StrCat(job.chunks), absl::StrCat(job.servers.size())});
+  }
+  return absl::StrCat(out, "\nServers\n", servers.Show(), "\nJobs\n", cluster.jobs.empty() ? "  none\n" : jobs.Show(),
+                      "\nTiers\n", tiers.Show());
+}
+
+std::string ShowJson(const ClusterView& cluster) {
+  google::protobuf::util::JsonPrintOptions options;
+  options.preserve_proto_field_names = true;
+  options.always_print_primitive_fields = true;
+  std::vector<std::string> servers;
+  for (const ServerView& server : cluster.servers) {
+    std::string status = "null";
+    if (server.error.ok()) {
+      status.clear();
+      // Cannot fail on a message without Any fields.
+      (void)google::protobuf::util::MessageToJsonString(server.status, &status, options);
+    }
+    servers.push_back(
+        absl::StrCat("{\"address\":", Quote(server.address), ",\"reachable\":", server.error.ok() ? "true" : "false",
+                     ",\"error\":", Quote(std::string(server.error.message())), ",\"status\":", status, "}"));
+  }
+  std::vector<std::string> jobs;
+  for (const JobView& job : cluster.jobs) {
+    jobs.push_back(
+        absl::StrFormat("{\"name\":%s,\"committed_min\":%d,\"committed_max\":%d,\"oldest_chunk_version\":%d,"
+                        "\"skipped_steps\":%d,\"world_size\":%d,\"parameters\":%d,\"chunks\":%d,\"servers\":%s}",
+                        Quote(job.name), job.committed_min, job.committed_max, job.oldest_chunk_version,
+                        job.skipped_steps, job.world_size, job.parameters, job.chunks, QuoteAll(job.servers)));
+  }
+  return absl::StrCat("{\"verdict\":", cluster.problems.empty() ? "\"healthy\"" : "\"degraded\"",
+                      ",\"problems\":", QuoteAll(cluster.problems), ",\"servers\":[", absl::StrJoin(servers, ","),
+                      "],\"jobs\":[", absl::StrJoin(jobs, ","), "]}\n");
+}
+
+absl::Status DropJob(const std::string& address, const std::string& job, absl::Duration timeout) {
+  const auto stub = Connect(address);
+  grpc::ClientContext look;
+  SetDeadline(&look, timeout);
+  v1::GetServerStatusResponse status;
+  BALLAST_RETURN_IF_ERROR(FromGrpc(stub->GetServerStatus(&look, v1::GetServerStatusRequest(), &status)));
+  v1::DropJobRequest request;
+  request.set_job(job);
+  for (const v1::JobStatus& known : status.jobs()) {
+    if (known.name() == job) *request.mutable_epoch() = known.epoch();
+  }
+  grpc::ClientContext drop;
+  SetDeadline(&drop, timeout);
+  v1::DropJobResponse response;
+  return FromGrpc(stub->DropJob(&drop, request, &response));
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,40 @@
+// One thread that calls back when a time has passed.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <thread>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace ballast::services {
+
+// Threads: any. Callbacks run on the one thread, one at a time, without a lock held: they must be short.
+class Deadlines {
+ public:
+  Deadlines();
+  ~Deadlines();  // callbacks that are still due never run
+
+  uint64_t Add(absl::Time when, std::function<void()> callback);
+  // After it the callback does not start; it may be running.
+  void Cancel(uint64_t id);
+
+ private:
+  using Key = std::pair<absl::Time, uint64_t>;
+  void Loop();
+
+  absl::Mutex mu_;
+  std::map<Key, std::function<void()>> due_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<uint64_t, absl::Time> times_ ABSL_GUARDED_BY(mu_);
+  uint64_t next_id_ ABSL_GUARDED_BY(mu_) = 1;
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  absl::CondVar changed_;
+  std::thread thread_;
+};
+
+}  // namespace ballast::services

@@ -1,0 +1,134 @@
+#include "ballast/services/embedded/embedded_transport.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+
+// Counts calls whose callback has not returned.
+class Outstanding {
+ public:
+  void Add() {
+    absl::MutexLock lock(&mutex_);
+    ++count_;
+  }
+  void Remove() {
+    absl::MutexLock lock(&mutex_);
+    --count_;
+  }
+  void Wait() {
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(
+        +[](int* count) { return *count == 0; }, &count_));
+  }
+
+ private:
+  absl::Mutex mutex_;
+  int count_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+// The bytes of a pull: the caller's, or a place to waste them when the server has another count.
+struct PullTarget {
+  absl::Span<std::byte> to;
+  std::vector<std::byte> misfit;
+  bool fits = false;
+};
+
+class EmbeddedTransport final : public client::Transport {
+ public:
+  explicit EmbeddedTransport(StateServer* server) : server_(server) {}
+  ~EmbeddedTransport() override { outstanding_.Wait(); }
+
+  std::string name() const override { return "embedded"; }
+
+  void GetJob(const v1::GetJobRequest& request, absl::Time, client::Callback<v1::GetJobResponse> done) override {
+    server_->GetJob(request, Counted(std::move(done)));
+  }
+  void Fence(const v1::FenceRequest& request, absl::Time deadline, client::Callback<v1::FenceResponse> done) override {
+    server_->Fence(request, deadline, Counted(std::move(done)));
+  }
+  void Open(const v1::OpenRequest& request, absl::Time deadline, client::Callback<v1::OpenResponse> done) override {
+    server_->Open(request, deadline, Counted(std::move(done)));
+  }
+  void Norm(const v1::NormRequest& request, absl::Time, client::Callback<v1::NormResponse> done) override {
+    server_->Norm(request, Counted(std::move(done)));
+  }
+  void Seal(const v1::SealRequest& request, absl::Time deadline, client::Callback<v1::SealResponse> done) override {
+    server_->Seal(request, deadline, Counted(std::move(done)));
+  }
+  void Commit(const v1::CommitRequest& request, absl::Time, client::Callback<v1::CommitResponse> done) override {
+    server_->Commit(request, Counted(std::move(done)));
+  }
+  void Pin(const v1::PinRequest& request, absl::Time deadline, client::Callback<v1::PinResponse> done) override {
+    server_->Pin(request, deadline, Counted(std::move(done)));
+  }
+  void Unpin(const v1::UnpinRequest& request, absl::Time, client::Callback<v1::UnpinResponse> done) override {
+    server_->Unpin(request, Counted(std::move(done)));
+  }
+  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+            client::Callback<v1::PushResponse> done) override {
+    server_->Push(header, payload, deadline, Counted(std::move(done)));
+  }
+
+  void Pull(const v1::PullRequest& request, absl::Span<std::byte> to, absl::Time deadline,
+            std::function<void(absl::Status)> done) override {
+    auto target = std::make_shared<PullTarget>();
+    target->to = to;
+    outstanding_.Add();
+    server_->Pull(
+        request, deadline,
+        [target](uint64_t bytes) {
+          target->fits = bytes == target->to.size();
+          if (target->fits) return target->to;
+          target->misfit.resize(bytes);
+          return absl::MakeSpan(target->misfit);
+        },
+        [this, target, done = std::move(done)](const absl::StatusOr<uint32_t>& crc) {
+          done(Check(*target, crc));
+          outstanding_.Remove();
+        });
+  }
+
+ private:
+  static absl::Status Check(const PullTarget& target, const absl::StatusOr<uint32_t>& crc) {
+    if (!crc.ok()) return crc.status();
+    if (!target.fits) {
+      return model::Error(
+          absl::StatusCode::kInvalidArgument, model::kBadLength,
+          absl::StrCat("expected ", target.to.size(), " bytes, the server sent ", target.misfit.size()));
+    }
+    if (const uint32_t got = kernels::Crc32c(target.to); got != *crc) {
+      return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
+                          absl::StrCat("pulled bytes have CRC32C ", got, ", the server sent ", *crc));
+    }
+    return absl::OkStatus();
+  }
+
+  template <typename Response>
+  Reply<Response> Counted(client::Callback<Response> done) {
+    outstanding_.Add();
+    return [this, done = std::move(done)](absl::StatusOr<Response> answer) {
+      done(std::move(answer));
+      outstanding_.Remove();
+    };
+  }
+
+  StateServer* server_;
+  Outstanding outstanding_;
+};
+
+}  // namespace
+
+std::unique_ptr<client::Transport> MakeEmbeddedTransport(StateServer* server) {
+  return std::make_unique<EmbeddedTransport>(server);
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,200 @@
+#include "ballast/services/intake.h"
+
+#include <algorithm>
+#include <new>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+constexpr std::align_val_t kAlign{64};  // what the vector kernels like best
+}  // namespace
+
+ProvisionalMemory::~ProvisionalMemory() { tiers_->Return(storage::TierKind::kDram, reserved_bytes_ + extra_bytes_); }
+
+absl::Status ProvisionalMemory::Reserve(uint64_t bytes) {
+  BALLAST_RETURN_IF_ERROR(tiers_->Take(storage::TierKind::kDram, bytes, "slices of the step in flight"));
+  absl::MutexLock lock(&mu_);
+  reserved_bytes_ += bytes;
+  return absl::OkStatus();
+}
+
+void ProvisionalMemory::Unreserve(uint64_t bytes) {
+  absl::MutexLock lock(&mu_);
+  reserved_bytes_ -= bytes;
+  tiers_->Return(storage::TierKind::kDram, bytes);
+}
+
+absl::Status ProvisionalMemory::Acquire(uint64_t bytes) {
+  absl::MutexLock lock(&mu_);
+  const uint64_t held = reserved_bytes_ + extra_bytes_;
+  const uint64_t needed = used_bytes_ + bytes;
+  if (needed > held) {
+    BALLAST_RETURN_IF_ERROR(tiers_->Take(storage::TierKind::kDram, needed - held, "value slices beside gradients"));
+    extra_bytes_ += needed - held;
+  }
+  used_bytes_ = needed;
+  return absl::OkStatus();
+}
+
+void ProvisionalMemory::Release(uint64_t bytes) {
+  absl::MutexLock lock(&mu_);
+  used_bytes_ -= bytes;
+  const uint64_t needed_extra = used_bytes_ > reserved_bytes_ ? used_bytes_ - reserved_bytes_ : 0;
+  if (needed_extra < extra_bytes_) {
+    tiers_->Return(storage::TierKind::kDram, extra_bytes_ - needed_extra);
+    extra_bytes_ = needed_extra;
+  }
+}
+
+ProvisionalMemory::Buffer::Buffer(std::shared_ptr<ProvisionalMemory> memory, uint64_t bytes)
+    : memory_(std::move(memory)), bytes_(bytes), data_(static_cast<std::byte*>(::operator new(bytes, kAlign))) {}
+
+ProvisionalMemory::Buffer::~Buffer() {
+  ::operator delete(data_, kAlign);
+  memory_->Release(bytes_);
+}
+
+absl::StatusOr<std::shared_ptr<ProvisionalMemory::Buffer>> ProvisionalMemory::Allocate(
+    const std::shared_ptr<ProvisionalMemory>& memory, uint64_t bytes) {
+  BALLAST_RETURN_IF_ERROR(memory->Acquire(bytes));
+  return std::make_shared<Buffer>(memory, bytes);
+}
+
+void Intake::Reset(const model::Chunk& chunk, const model::EpochPlan& plan) {
+  ++generation_;
+  chunk_ = chunk.index;
+  segments_ = chunk.segments;
+  norms_.assign(segments_.size(), std::nullopt);
+  slots_.clear();
+  for (const uint32_t index : plan.slices_of_chunk(chunk.index)) {
+    const model::Range range = plan.slices()[index].range;
+    slots_.push_back({index, {range.begin - chunk.range.begin, range.end - chunk.range.begin}, {}, {}, nullptr});
+  }
+}
+
+void Intake::Clear() {
+  ++generation_;
+  norms_.assign(segments_.size(), std::nullopt);
+  for (Slot& slot : slots_) {
+    slot.gradient_attempt.reset();
+    slot.value_attempt.reset();
+    slot.values.reset();
+  }
+}
+
+bool Intake::Busy(model::Range range) const {
+  if (norming_ > 0) return true;
+  return std::any_of(receiving_.begin(), receiving_.end(),
+                     [&](model::Range other) { return model::Intersect(range, other).size() > 0; });
+}
+
+absl::StatusOr<Intake::Receipt> Intake::BeginReceive(uint32_t slice, v1::SliceKind kind, uint64_t attempt) {
+  const auto slot = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.slice == slice; });
+  Receipt receipt{
+      static_cast<size_t>(slot - slots_.begin()), slot->range, kind, attempt, generation_, nullptr, nullptr};
+  if (kind == v1::SLICE_KIND_GRADIENT) {
+    if (gradient_ == nullptr) {
+      BALLAST_ASSIGN_OR_RETURN(gradient_, ProvisionalMemory::Allocate(memory_, elements_ * sizeof(kernels::bf16)));
+    }
+    receipt.buffer = gradient_;
+    receipt.to = gradient_->data() + slot->range.begin * sizeof(kernels::bf16);
+    slot->gradient_attempt.reset();
+    for (size_t i = 0; i < segments_.size(); ++i) {
+      if (model::Intersect(segments_[i].in_chunk, slot->range).size() > 0) norms_[i].reset();
+    }
+  } else {
+    slot->value_attempt.reset();
+    slot->values.reset();
+    BALLAST_ASSIGN_OR_RETURN(receipt.buffer, ProvisionalMemory::Allocate(memory_, slot->range.size() * sizeof(float)));
+    receipt.to = receipt.buffer->data();
+  }
+  receiving_.push_back(slot->range);
+  return receipt;
+}
+
+std::vector<Intake::Completed> Intake::EndReceive(const Receipt& receipt, bool ok) {
+  receiving_.erase(std::find(receiving_.begin(), receiving_.end(), receipt.range));
+  if (!ok || receipt.generation != generation_) return {};
+  Slot& slot = slots_[receipt.slice];
+  if (receipt.kind == v1::SLICE_KIND_VALUE) {
+    slot.value_attempt = receipt.attempt;
+    slot.values = receipt.buffer;
+    return {};
+  }
+  slot.gradient_attempt = receipt.attempt;
+  std::vector<Completed> completed;
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    if (model::Intersect(segments_[i].in_chunk, slot.range).size() > 0 && Complete(segments_[i], receipt.attempt)) {
+      completed.push_back({i, segments_[i].in_chunk, {}});
+    }
+  }
+  if (!completed.empty()) ++norming_;
+  return completed;
+}
+
+bool Intake::Complete(const model::Segment& segment, uint64_t attempt) const {
+  return std::all_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
+    return model::Intersect(segment.in_chunk, slot.range).size() == 0 || slot.gradient_attempt == attempt;
+  });
+}
+
+void Intake::ComputeNorms(const Receipt& receipt, std::vector<Completed>* completed) {
+  const auto* gradient = reinterpret_cast<const kernels::bf16*>(receipt.buffer->data());
+  for (Completed& one : *completed) {
+    one.norm = kernels::SquaredNorm(absl::MakeConstSpan(gradient + one.range.begin, one.range.size()));
+  }
+}
+
+void Intake::StoreNorms(const Receipt& receipt, const std::vector<Completed>& completed) {
+  --norming_;
+  if (receipt.generation != generation_) return;
+  for (const Completed& one : completed) norms_[one.segment] = one.norm;
+}
+
+v1::ChunkNorm Intake::Norm(absl::string_view gradient_presence) {
+  v1::ChunkNorm out;
+  out.set_chunk(chunk_);
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    if (!model::HasBit(gradient_presence, segments_[i].tensor)) continue;
+    if (!norms_[i].has_value()) {
+      const model::Range range = segments_[i].in_chunk;
+      norms_[i] = kernels::SquaredNorm(gradient().subspan(range.begin, range.size()));
+    }
+    v1::SegmentNorm* segment = out.add_segments();
+    segment->set_tensor(segments_[i].tensor);
+    if (norms_[i]->finite) {
+      segment->set_squared_norm(norms_[i]->squared_norm);
+    } else {
+      out.set_overflow(true);
+    }
+  }
+  return out;
+}
+
+std::vector<storage::ChunkUpdate::Values> Intake::Values(
+    absl::string_view presence, uint64_t attempt, std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>* keep) const {
+  std::vector<storage::ChunkUpdate::Values> out;
+  for (const Slot& slot : slots_) {
+    if (slot.value_attempt != attempt) continue;
+    const auto* values = reinterpret_cast<const float*>(slot.values->data());
+    bool used = false;
+    for (const model::Segment& segment : segments_) {
+      if (!model::HasBit(presence, segment.tensor)) continue;
+      const model::Range part = model::Intersect(segment.in_chunk, slot.range);
+      if (part.size() == 0) continue;
+      out.push_back({part.begin, absl::MakeConstSpan(values + (part.begin - slot.range.begin), part.size())});
+      used = true;
+    }
+    if (used) keep->push_back(slot.values);
+  }
+  return out;
+}
+
+absl::Span<const kernels::bf16> Intake::gradient() const {
+  if (gradient_ == nullptr) return {};
+  return {reinterpret_cast<const kernels::bf16*>(gradient_->data()), elements_};
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,133 @@
+// What has been pushed to one chunk for the step in flight: the gradient at its place in one buffer, value slices, and
+// the norms of the segments that are complete.
+//
+// Bytes are copied and norms computed outside the job's lock. Until both are done, nobody else may touch the same
+// elements: Busy() tells whom to make wait.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/storage/chunk_store.h"
+#include "ballast/storage/tier/tiers.h"
+
+namespace ballast::services {
+
+// DRAM for slices of one job. What its epoch reserved is there for sure; more is taken from the tier while needed.
+// Threads: any.
+class ProvisionalMemory {
+ public:
+  // Borrows `tiers`. The destructor returns what is reserved.
+  explicit ProvisionalMemory(storage::Tiers* tiers) : tiers_(tiers) {}
+  ~ProvisionalMemory();
+
+  // RESOURCE_EXHAUSTED (BUDGET).
+  absl::Status Reserve(uint64_t bytes);
+  void Unreserve(uint64_t bytes);
+
+  // 64-byte aligned, uninitialised. Returns its bytes when destroyed.
+  class Buffer {
+   public:
+    Buffer(std::shared_ptr<ProvisionalMemory> memory, uint64_t bytes);
+    ~Buffer();
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    std::byte* data() const { return data_; }
+    uint64_t bytes() const { return bytes_; }
+
+   private:
+    std::shared_ptr<ProvisionalMemory> memory_;
+    uint64_t bytes_;
+    std::byte* data_;
+  };
+  static absl::StatusOr<std::shared_ptr<Buffer>> Allocate(const std::shared_ptr<ProvisionalMemory>& memory,
+                                                          uint64_t bytes);
+
+ private:
+  absl::Status Acquire(uint64_t bytes);
+  void Release(uint64_t bytes);
+
+  storage::Tiers* const tiers_;
+  absl::Mutex mu_;
+  uint64_t reserved_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t used_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t extra_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // taken beyond the reservation
+};
+
+// Threads: the job's lock, except where said.
+class Intake {
+ public:
+  Intake(std::shared_ptr<ProvisionalMemory> memory, uint64_t elements)
+      : memory_(std::move(memory)), elements_(elements) {}
+
+  // A new epoch: everything held is void; these are the chunk's segments and slices from now on.
+  void Reset(const model::Chunk& chunk, const model::EpochPlan& plan);
+  // The step is decided: its slices belong to the update now.
+  void Clear();
+
+  // Some of [range) (in the chunk) is being copied, or norms are being computed.
+  bool Busy(model::Range range) const;
+
+  // One copy in progress. `generation` tells whether an epoch or step went by meanwhile.
+  struct Receipt {
+    size_t slice = 0;  // position among the chunk's slices
+    model::Range range;
+    v1::SliceKind kind = v1::SLICE_KIND_GRADIENT;
+    uint64_t attempt = 0;
+    uint64_t generation = 0;
+    std::shared_ptr<ProvisionalMemory::Buffer> buffer;
+    std::byte* to = nullptr;
+  };
+  // REQUIRES: !Busy(range). `slice`: index into the plan's slices. RESOURCE_EXHAUSTED (BUDGET).
+  absl::StatusOr<Receipt> BeginReceive(uint32_t slice, v1::SliceKind kind, uint64_t attempt);
+  struct Completed {
+    size_t segment = 0;
+    model::Range range;  // in the chunk
+    kernels::NormResult norm;
+  };
+  // Returns the segments that this slice completed: if any, ComputeNorms, then StoreNorms.
+  std::vector<Completed> EndReceive(const Receipt& receipt, bool ok);
+  // Outside the lock: Busy() keeps others from the segments meanwhile.
+  static void ComputeNorms(const Receipt& receipt, std::vector<Completed>* completed);
+  void StoreNorms(const Receipt& receipt, const std::vector<Completed>& completed);
+
+  // Norms of the segments of present tensors; cached, or computed now.
+  v1::ChunkNorm Norm(absl::string_view gradient_presence);
+
+  // Value slices of `attempt`, cut to the tensors of `presence`; `keep` holds what the spans borrow.
+  std::vector<storage::ChunkUpdate::Values> Values(absl::string_view presence, uint64_t attempt,
+                                                   std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>* keep) const;
+  // Empty before the first gradient.
+  absl::Span<const kernels::bf16> gradient() const;
+
+ private:
+  struct Slot {
+    uint32_t slice = 0;  // index into the plan's slices
+    model::Range range;  // in the chunk
+    std::optional<uint64_t> gradient_attempt;
+    std::optional<uint64_t> value_attempt;
+    std::shared_ptr<ProvisionalMemory::Buffer> values;
+  };
+  bool Complete(const model::Segment& segment, uint64_t attempt) const;
+
+  const std::shared_ptr<ProvisionalMemory> memory_;
+  const uint64_t elements_;
+  uint64_t generation_ = 0;
+  uint64_t chunk_ = 0;
+  std::vector<model::Segment> segments_;
+  std::vector<std::optional<kernels::NormResult>> norms_;  // per segment
+  std::vector<Slot> slots_;
+  std::shared_ptr<ProvisionalMemory::Buffer> gradient_;
+  std::vector<model::Range> receiving_;
+  int norming_ = 0;
+};
+
+}  // namespace ballast::services

@@ -1,0 +1,384 @@
+#include "ballast/services/job.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/job_parts.h"
+
+namespace ballast::services {
+namespace {
+
+// Decided steps that may wait for the update stage. More than one only when steps touch few of this server's chunks.
+constexpr int kUpdatesQueuedMax = 8;
+// Each pin may cost a copy of the whole job.
+constexpr size_t kPinsMax = 16;
+
+absl::Status DeadlinePassed(const std::string& what) {
+  return model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy,
+                      absl::StrCat("the deadline passed while waiting for ", what,
+                                   "; nothing was undone: send the same request again"));
+}
+
+}  // namespace
+
+std::shared_ptr<Job> Job::Make(const std::string& name, const JobSurroundings& surroundings) {
+  // A deadline may fire while the job is going away: the callback must not keep it, nor touch it.
+  auto self = std::make_shared<std::weak_ptr<Job>>();
+  std::shared_ptr<Job> job(new Job(name, surroundings, [self](uint64_t id) {
+    if (const std::shared_ptr<Job> alive = self->lock()) alive->Expire(id);
+  }));
+  *self = job;
+  return job;
+}
+
+Job::Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire)
+    : name_(name),
+      around_(surroundings),
+      log_(name),
+      machine_(new StepMachine(surroundings.server_id, this)),
+      waiting_(surroundings.deadlines, &surroundings.counters->waiting_requests, surroundings.waiting_requests_max,
+               std::move(expire)),
+      stage_(std::make_unique<Executor>(1)) {}
+
+Job::~Job() { stage_->Join(); }
+
+absl::Status Job::Replay(const PromiseRecord& promise) {
+  absl::MutexLock lock(&mu_);
+  return machine_->Replay(promise);
+}
+
+void Job::Locked(absl::FunctionRef<void(Replies*)> body) {
+  Replies replies;
+  {
+    absl::MutexLock lock(&mu_);
+    body(&replies);
+    Settle(&replies);
+  }
+  for (const auto& reply : replies) reply();
+}
+
+void Job::LockedOnStage(absl::FunctionRef<void(Replies*)> body) {
+  Replies replies;
+  {
+    absl::MutexLock lock(&mu_);
+    body(&replies);
+    Settle(&replies);
+  }
+  for (auto& reply : replies) around_.executor->Post(std::move(reply));
+}
+
+void Job::Settle(Replies* replies) {
+  for (bool moved = true; moved;) {
+    moved = false;
+    if (const std::optional<uint64_t> lsn = log_.TakeSynced()) {
+      machine_->Synced(*lsn);
+      moved = true;
+    }
+    if (const std::optional<StepLog::Durable> record = log_.NextToWrite()) {
+      stage_->Post([this, record = *record] {
+        const absl::Status written = StepLog::Write(around_.catalog, record);
+        LockedOnStage([&](Replies* later) {
+          mu_.AssertHeld();
+          if (written.ok()) {
+            log_.Written(record.lsn);
+          } else {
+            Fail(written, later);
+          }
+        });
+      });
+    }
+    if (waiting_.Wake(&machine_queue_, replies)) moved = true;
+  }
+}
+
+void Job::Expire(uint64_t id) {
+  Locked([&](Replies* replies) {
+    mu_.AssertHeld();
+    waiting_.Expire(id, replies);
+  });
+}
+
+absl::Status Job::Refusal() const { return stopped_.ok() ? failure_ : stopped_; }
+
+void Job::Fail(const absl::Status& cause, Replies* replies) {
+  if (!failure_.ok()) return;
+  failure_ =
+      model::Error(cause.code(), model::ReasonOf(cause),
+                   absl::StrCat("job '", name_, "' stopped on server '", around_.server_id, "': ", cause.message(),
+                                ". Other jobs go on; drop this one with `ballastctl drop` and start it again"));
+  waiting_.RefuseAll(failure_, replies);
+}
+
+void Job::Stop(const absl::Status& status) {
+  Replies replies;
+  {
+    absl::MutexLock lock(&mu_);
+    if (stopped_.ok()) stopped_ = status;
+    waiting_.RefuseAll(stopped_, &replies);
+  }
+  for (const auto& reply : replies) reply();
+  stage_->Join();
+}
+
+v1::GetJobResponse Job::Describe() const {
+  v1::GetJobResponse response = machine_->Describe();
+  response.set_server_id(around_.server_id);
+  return response;
+}
+
+v1::Epoch Job::promised() const {
+  absl::MutexLock lock(&mu_);
+  return machine_->Describe().promised();
+}
+
+uint64_t Job::Append(const StepRecord& record) {
+  mu_.AssertHeld();
+  return log_.Append(record);
+}
+
+void Job::Sync(uint64_t lsn) {
+  mu_.AssertHeld();
+  log_.Sync(lsn);
+}
+
+v1::ChunkNorm Job::Norm(uint64_t chunk, absl::string_view gradient_presence) {
+  mu_.AssertHeld();
+  return by_index_.at(chunk)->intake.Norm(gradient_presence);
+}
+
+void Job::Opened(const model::EpochPlan& plan) {
+  mu_.AssertHeld();
+  plan_ = std::make_shared<const model::EpochPlan>(plan);
+  chunks_ = opening_->chunks;
+  opening_->adopted = true;
+  by_index_.clear();
+  const std::vector<uint64_t> indices = ChunksOf(plan, around_.server_id);
+  for (size_t i = 0; i < chunks_.size(); ++i) {
+    HeldChunk& chunk = *chunks_[i];
+    chunk.layout = plan.layout().chunks()[indices[i]];
+    chunk.intake.Reset(chunk.layout, plan);
+    if (!chunk.version.has_value()) chunk.version = plan.open().base();
+    by_index_[indices[i]] = chunks_[i];
+  }
+  tensor_steps_.resize(plan.layout().tensors().size(), 0);
+}
+
+template <typename Response>
+void Job::Ask(std::function<Outcome<Response>()> evaluate, absl::Time deadline, const std::string& what,
+              Reply<Response> reply) {
+  Waiter waiter;
+  waiter.deadline = deadline;
+  waiter.attempt = [this, evaluate = std::move(evaluate), reply](Replies* replies) {
+    mu_.AssertHeld();
+    const absl::Status refusal = Refusal();
+    Outcome<Response> outcome = refusal.ok() ? evaluate() : Outcome<Response>(refusal);
+    if (outcome.ok() && !outcome->has_value()) return false;
+    if (outcome.ok()) {
+      replies->push_back([reply, response = std::move(**outcome)] { reply(response); });
+    } else {
+      replies->push_back([reply, status = outcome.status()] { reply(status); });
+    }
+    return true;
+  };
+  waiter.expire = [reply, what](Replies* replies) {
+    replies->push_back([reply, what] { reply(DeadlinePassed(what)); });
+  };
+  waiter.refuse = [reply](const absl::Status& status, Replies* replies) {
+    replies->push_back([reply, status] { reply(status); });
+  };
+  Locked([&](Replies* replies) {
+    mu_.AssertHeld();
+    waiting_.Submit(std::move(waiter), &machine_queue_, replies);
+  });
+}
+
+void Job::GetJob(Reply<v1::GetJobResponse> reply) {
+  Ask<v1::GetJobResponse>(
+      [this]() -> Outcome<v1::GetJobResponse> {
+        mu_.AssertHeld();
+        return Describe();
+      },
+      absl::InfiniteFuture(), "", std::move(reply));
+}
+
+void Job::Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::FenceResponse> reply) {
+  Ask<v1::FenceResponse>(
+      [this, request]() -> Outcome<v1::FenceResponse> {
+        mu_.AssertHeld();
+        return machine_->Fence(request);
+      },
+      deadline, "the promise to become durable", std::move(reply));
+}
+
+void Job::Open(const v1::OpenRequest& request, absl::Time deadline, Reply<v1::OpenResponse> reply) {
+  Ask<v1::OpenResponse>(
+      [this, request] {
+        mu_.AssertHeld();
+        return TryOpen(request);
+      },
+      deadline, "space for the job's chunks, behind the updates at work", std::move(reply));
+}
+
+Outcome<v1::OpenResponse> Job::TryOpen(const v1::OpenRequest& request) {
+  const v1::Epoch promised = machine_->Describe().promised();
+  const model::EpochPlan* open = machine_->plan();
+  const bool is_open = open != nullptr && model::Compare(open->open().epoch(), request.epoch()) == 0;
+  // Repeats and requests out of turn take no space: the machine alone answers them.
+  if (is_open || model::Compare(promised, request.epoch()) != 0) return machine_->Open(request);
+  const std::string bytes = request.SerializeAsString();
+  if (opening_ == nullptr) {
+    opening_ = std::make_unique<Opening>();
+    opening_->request = bytes;
+    stage_->Post([this, request] { PrepareOpen(request); });
+    return std::nullopt;
+  }
+  if (!opening_->done || opening_->request != bytes) return std::nullopt;
+  BALLAST_RETURN_IF_ERROR(opening_->status);
+  return machine_->Open(request);
+}
+
+void Job::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply) {
+  Ask<v1::NormResponse>(
+      [this, request]() -> Outcome<v1::NormResponse> {
+        mu_.AssertHeld();
+        BALLAST_ASSIGN_OR_RETURN(v1::NormResponse response, machine_->Norm(request));
+        return response;
+      },
+      absl::InfiniteFuture(), "", std::move(reply));
+}
+
+void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::SealResponse> reply) {
+  const absl::Time began = absl::Now();
+  const absl::Time patience = began + absl::Milliseconds(request.wait_ms());
+  Waiter waiter;
+  waiter.deadline = std::min(deadline, patience);
+  waiter.attempt = [this, request, reply, began](Replies* replies) {
+    mu_.AssertHeld();
+    absl::Status refusal = Refusal();
+    if (refusal.ok() && updates_queued_ >= kUpdatesQueuedMax) {
+      if (request.wait_ms() > 0) return false;
+      refusal = model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                             absl::StrCat(updates_queued_,
+                                          " decided steps wait for the update stage, which is all that "
+                                          "may; send the same seal again"));
+    }
+    Outcome<v1::SealResponse> outcome = refusal.ok() ? machine_->Seal(request) : Outcome<v1::SealResponse>(refusal);
+    if (!outcome.ok()) {
+      replies->push_back([reply, status = outcome.status()] { reply(status); });
+      return true;
+    }
+    const bool pending = !outcome->has_value() || (*outcome)->has_pending();
+    if (pending && request.wait_ms() > 0) return false;
+    v1::SealResponse response = outcome->has_value() ? std::move(**outcome) : machine_->Pending();
+    if (response.has_prepared()) around_.counters->seal_wait.Observe(absl::Now() - began);
+    replies->push_back([reply, response = std::move(response)] { reply(response); });
+    return true;
+  };
+  waiter.expire = [this, reply, deadline, patience](Replies* replies) {
+    mu_.AssertHeld();
+    if (deadline < patience) {
+      replies->push_back([reply] { reply(DeadlinePassed("the step to be prepared")); });
+    } else {
+      replies->push_back([reply, response = machine_->Pending()] { reply(response); });
+    }
+  };
+  waiter.refuse = [reply](const absl::Status& status, Replies* replies) {
+    replies->push_back([reply, status] { reply(status); });
+  };
+  Locked([&](Replies* replies) {
+    mu_.AssertHeld();
+    waiting_.Submit(std::move(waiter), &machine_queue_, replies);
+  });
+}
+
+void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {
+  Ask<v1::CommitResponse>(
+      [this, request]() -> Outcome<v1::CommitResponse> {
+        mu_.AssertHeld();
+        BALLAST_ASSIGN_OR_RETURN(v1::CommitResponse response, machine_->Commit(request));
+        return response;
+      },
+      absl::InfiniteFuture(), "", std::move(reply));
+}
+
+void Job::Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
+  Ask<v1::PinResponse>(
+      [this, version = request.version()] {
+        mu_.AssertHeld();
+        return TryPin(version);
+      },
+      deadline, absl::StrCat("version ", request.version(), " of all chunks"), std::move(reply));
+}
+
+Outcome<v1::PinResponse> Job::TryPin(int64_t version) {
+  if (const auto pin = pins_.find(version); pin != pins_.end()) {
+    if (!pin->second.ready) return std::nullopt;
+    BALLAST_RETURN_IF_ERROR(pin->second.status);
+    v1::PinResponse response;
+    for (const uint64_t t : pin->second.tensor_steps) response.add_tensor_steps(t);
+    return response;
+  }
+  const int64_t committed = machine_->committed();
+  if (version != committed || version < 0) {
+    return model::Error(absl::StatusCode::kFailedPrecondition,
+                        version > committed ? model::kBehind : model::kVersionGone,
+                        absl::StrCat("only the last decided step can be pinned: server '", around_.server_id,
+                                     "' is at ", committed, ", asked for ", version));
+  }
+  if (pins_.size() >= kPinsMax) {
+    return model::Error(
+        absl::StatusCode::kResourceExhausted, model::kBudget,
+        absl::StrCat("job '", name_, "' holds ", pins_.size(), " pins, which is all that it may; unpin version ",
+                     pins_.begin()->first, " or another first"));
+  }
+  pins_[version].tensor_steps = tensor_steps_;
+  stage_->Post([this, version] { RunPin(version); });
+  return std::nullopt;
+}
+
+void Job::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
+  Ask<v1::UnpinResponse>(
+      [this, version = request.version()]() -> Outcome<v1::UnpinResponse> {
+        mu_.AssertHeld();
+        if (pins_.erase(version) > 0) stage_->Post([this, version] { RunUnpin(version); });
+        return v1::UnpinResponse();
+      },
+      absl::InfiniteFuture(), "", std::move(reply));
+}
+
+v1::JobStatus Job::Status() const {
+  std::shared_ptr<storage::ChunkStore> store;
+  v1::JobStatus status;
+  {
+    absl::MutexLock lock(&mu_);
+    const v1::GetJobResponse job = Describe();
+    status.set_name(name_);
+    status.set_committed(job.committed());
+    status.set_oldest_chunk_version(job.committed());
+    for (const auto& chunk : chunks_) {
+      status.set_oldest_chunk_version(
+          std::min(status.oldest_chunk_version(), chunk->version.value_or(job.committed())));
+    }
+    *status.mutable_epoch() = job.promised();
+    status.set_world_size(job.open().tiling().world_size());
+    if (plan_ != nullptr) status.set_parameters(plan_->layout().parameters());
+    status.set_chunks(chunks_.size());
+    status.set_skipped_steps(machine_->skipped_steps());
+    if (!failure_.ok()) status.set_failure(std::string(failure_.message()));
+    store = store_;
+  }
+  const auto residency = store != nullptr ? store->residency() : storage::ChunkStore::Residency{};
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    v1::TierStatus* tier = status.add_tiers();
+    tier->set_tier(storage::TierName(kind));
+    tier->set_state_bytes(residency.state[kind]);
+    tier->set_working_bytes(residency.working[kind]);
+    tier->set_used_bytes(tier->state_bytes() + tier->working_bytes());
+  }
+  return status;
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,14 @@
+// The one place that names metrics.
+#pragma once
+
+#include <prometheus/metric_family.h>
+
+#include <vector>
+
+#include "ballast/services/state_server.h"
+
+namespace ballast::services {
+
+std::vector<prometheus::MetricFamily> CollectFamilies(const StateServer& state);
+
+}  // namespace ballast::services

@@ -1,0 +1,29 @@
+// /metrics of one state server: its counters as Prometheus families, read when scraped.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "ballast/services/state_server.h"
+
+namespace ballast::services {
+
+// Threads: any.
+class MetricsServer {
+ public:
+  // Borrows `state`. `listen`: host:port; port 0 takes a free one. FAILED_PRECONDITION (BAD_CONFIG) if it cannot be
+  // bound.
+  static absl::StatusOr<std::unique_ptr<MetricsServer>> Start(const std::string& listen, const StateServer* state);
+  ~MetricsServer();
+
+  // "host:port" with the port really taken.
+  const std::string& address() const;
+
+ private:
+  struct Impl;
+  explicit MetricsServer(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast::services

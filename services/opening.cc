@@ -1,0 +1,167 @@
+// How class Job takes space for the chunks of an Open, before the epoch's promise is used: an Open that does not fit
+// leaves everything as it was.
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/job_parts.h"
+#include "ballast/storage/placement/placement.h"
+
+namespace ballast::services {
+namespace {
+
+// 2 bytes of gradient, and as much again: with them a transaction of values alone, 4 bytes, always fits.
+constexpr uint64_t kProvisionalBytesPerElement = 4;
+
+absl::Status Unsupported(absl::string_view message) {
+  return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported, message);
+}
+
+absl::Status CheckSupported(const v1::JobSpec& spec) {
+  if (spec.durability() != v1::DURABILITY_NONE) {
+    return Unsupported(absl::StrCat("durability ", v1::Durability_Name(spec.durability()),
+                                    " is not there yet: this version accepts only DURABILITY_NONE"));
+  }
+  if (spec.optimizer() != v1::OPTIMIZER_ADAMW) {
+    return Unsupported(
+        absl::StrCat("optimizer ", v1::Optimizer_Name(spec.optimizer()), " is unknown: expected OPTIMIZER_ADAMW"));
+  }
+  if (spec.gradient_dtype() == v1::DTYPE_BF16 && spec.working_dtype() == v1::DTYPE_BF16) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kInvalidArgument, model::kBadDtype,
+      absl::StrCat("gradients and working parameters must be DTYPE_BF16, came ", v1::Dtype_Name(spec.gradient_dtype()),
+                   " and ", v1::Dtype_Name(spec.working_dtype())));
+}
+
+storage::TierBytes Free(const storage::Tiers& tiers) {
+  const storage::TierBytes budget = tiers.budget();
+  const storage::TierBytes used = tiers.used();
+  storage::TierBytes free;
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    free[kind] = budget[kind] > used[kind] ? budget[kind] - used[kind] : 0;
+  }
+  return free;
+}
+
+}  // namespace
+
+std::vector<uint64_t> ChunksOf(const model::EpochPlan& plan, absl::string_view server_id) {
+  std::vector<uint64_t> mine;
+  const absl::StatusOr<uint32_t> member = plan.FindMember(server_id);
+  if (!member.ok()) return mine;
+  for (const model::Chunk& chunk : plan.layout().chunks()) {
+    if (plan.server_of(chunk.index) == *member) mine.push_back(chunk.index);
+  }
+  return mine;
+}
+
+void Job::PrepareOpen(const v1::OpenRequest& request) {
+  std::vector<std::shared_ptr<HeldChunk>> chunks;
+  const absl::Status status = TakeChunks(request, &chunks);
+  LockedOnStage([&](Replies* replies) {
+    mu_.AssertHeld();
+    opening_->done = true;
+    opening_->status = status;
+    opening_->chunks = std::move(chunks);
+    waiting_.Wake(&machine_queue_, replies);  // the machine takes the Open now, or refuses it
+    if (!opening_->adopted) {
+      for (const auto& chunk : opening_->chunks) {
+        if (!chunk->version.has_value()) spares_.push_back(chunk);
+      }
+    }
+    opening_.reset();
+  });
+}
+
+absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::shared_ptr<HeldChunk>>* chunks) {
+  BALLAST_RETURN_IF_ERROR(CheckSupported(request.spec()));
+  BALLAST_ASSIGN_OR_RETURN(const model::EpochPlan plan, model::EpochPlan::Make(request));
+  BALLAST_RETURN_IF_ERROR(plan.FindMember(around_.server_id).status());
+  const std::vector<uint64_t> mine = ChunksOf(plan, around_.server_id);
+  const auto fits = [&](const HeldChunk& held, uint64_t index) {
+    const model::Chunk& chunk = plan.layout().chunks()[index];
+    return held.layout.index == index && held.layout.unit == chunk.unit && held.layout.range == chunk.range;
+  };
+  bool continues = true;
+  {
+    absl::MutexLock lock(&mu_);
+    BALLAST_RETURN_IF_ERROR(Refusal());
+    *chunks = chunks_;
+    for (size_t i = 0; continues && i < chunks->size(); ++i)
+      continues = i < mine.size() && fits(*(*chunks)[i], mine[i]);
+  }
+  if (!continues) {
+    return model::Error(
+        absl::StatusCode::kInvalidArgument, model::kBadSpec,
+        absl::StrCat("job '", name_, "' already has chunks on server '", around_.server_id,
+                     "', and this Open would lay them out anew by other members, weights, chunk size or "
+                     "tensors; take them from GetJob and only append, or drop the job"));
+  }
+  std::vector<uint64_t> elements;
+  for (size_t i = chunks->size(); i < mine.size(); ++i)
+    elements.push_back(plan.layout().chunks()[mine[i]].range.size());
+  return AddChunks(elements, chunks);
+}
+
+absl::Status Job::AddChunks(const std::vector<uint64_t>& elements, std::vector<std::shared_ptr<HeldChunk>>* chunks) {
+  std::shared_ptr<storage::ChunkStore> store;
+  std::shared_ptr<ProvisionalMemory> memory;
+  std::vector<std::shared_ptr<HeldChunk>> spares;
+  {
+    absl::MutexLock lock(&mu_);
+    if (store_ == nullptr) {
+      store_ = std::make_shared<storage::ChunkStore>(around_.tiers);
+      memory_ = std::make_shared<ProvisionalMemory>(around_.tiers);
+    }
+    store = store_;
+    memory = memory_;
+    spares.swap(spares_);
+  }
+  std::vector<std::shared_ptr<HeldChunk>> taken(elements.size());
+  std::vector<uint64_t> missing;
+  for (size_t i = 0; i < elements.size(); ++i) {
+    const auto spare =
+        std::find_if(spares.begin(), spares.end(), [&](const auto& s) { return s->elements == elements[i]; });
+    if (spare == spares.end()) {
+      missing.push_back(elements[i]);
+    } else {
+      taken[i] = *spare;
+      spares.erase(spare);
+    }
+  }
+  absl::Status status = absl::OkStatus();
+  uint64_t next = store->chunk_count();
+  if (!missing.empty()) {
+    absl::MutexLock planning(around_.planning);
+    uint64_t total = 0;
+    for (const uint64_t n : missing) total += n;
+    const uint64_t provisional_bytes = total * kProvisionalBytesPerElement;
+    const absl::StatusOr<storage::Plan> plan =
+        storage::MakePlan({Free(*around_.tiers), missing, kProvisionalBytesPerElement, store->staging_bytes_missing()});
+    status = plan.status();
+    if (status.ok()) status = memory->Reserve(provisional_bytes);
+    if (status.ok()) {
+      status = store->Add(missing, *plan);
+      if (!status.ok()) memory->Unreserve(provisional_bytes);
+    }
+  }
+  if (!status.ok()) {
+    for (const auto& chunk : taken) {
+      if (chunk != nullptr) spares.push_back(chunk);
+    }
+    absl::MutexLock lock(&mu_);
+    spares_ = std::move(spares);
+    return model::Annotate(status, absl::StrCat("job '", name_, "' does not fit on server '", around_.server_id, "'"));
+  }
+  for (size_t i = 0; i < elements.size(); ++i) {
+    if (taken[i] == nullptr) taken[i] = std::make_shared<HeldChunk>(memory, next++, elements[i]);
+    chunks->push_back(taken[i]);
+  }
+  absl::MutexLock lock(&mu_);
+  spares_ = std::move(spares);
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,24 @@
+#include "ballast/services/rpc/admin_service.h"
+
+#include "ballast/services/rpc/status_codec.h"
+
+namespace ballast::services {
+
+grpc::ServerUnaryReactor* AdminServiceImpl::GetServerStatus(grpc::CallbackServerContext* context,
+                                                            const v1::GetServerStatusRequest* request,
+                                                            v1::GetServerStatusResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  *response = state_->Status();
+  reactor->Finish(grpc::Status::OK);
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* AdminServiceImpl::DropJob(grpc::CallbackServerContext* context,
+                                                    const v1::DropJobRequest* request, v1::DropJobResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  state_->DropJob(*request,
+                  [reactor](absl::StatusOr<v1::DropJobResponse> answer) { reactor->Finish(ToGrpc(answer.status())); });
+  return reactor;
+}
+
+}  // namespace ballast::services

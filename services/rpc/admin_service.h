@@ -1,0 +1,23 @@
+// AdminService over a StateServer.
+#pragma once
+
+#include "ballast/services/state_server.h"
+#include "ballast/v1/admin_service.grpc.pb.h"
+
+namespace ballast::services {
+
+// Threads: any.
+class AdminServiceImpl final : public v1::AdminService::CallbackService {
+ public:
+  explicit AdminServiceImpl(StateServer* state) : state_(state) {}
+
+  grpc::ServerUnaryReactor* GetServerStatus(grpc::CallbackServerContext*, const v1::GetServerStatusRequest*,
+                                            v1::GetServerStatusResponse*) override;
+  grpc::ServerUnaryReactor* DropJob(grpc::CallbackServerContext*, const v1::DropJobRequest*,
+                                    v1::DropJobResponse*) override;
+
+ private:
+  StateServer* const state_;
+};
+
+}  // namespace ballast::services

@@ -1,0 +1,94 @@
+#include "ballast/services/rpc/rpc_server.h"
+
+#include <grpc/grpc.h>
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/health_check_service_interface.h>
+
+#include <mutex>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "ballast/proto/model/layout.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/rpc/admin_service.h"
+#include "ballast/services/rpc/state_service.h"
+
+namespace ballast::services {
+namespace {
+
+// A slice of fp32 at the largest chunk size, and room for the fields around it.
+constexpr int kReceiveBytesMax = static_cast<int>(model::kChunkElementsMax * 4 + (64 << 10));
+// Clients ping every 20 s, also between steps when no call is open; a stricter server would send them GOAWAY.
+constexpr int kPingIntervalMinMs = 10'000;
+
+// Reflection and health are switches of the process: set before the first server is built.
+void EnablePlugins() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    grpc::EnableDefaultHealthCheckService(true);
+    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  });
+}
+
+constexpr const char* kServices[] = {"ballast.v1.StateService", "ballast.v1.AdminService"};
+
+}  // namespace
+
+struct RpcServer::Impl {
+  Impl(StateServer* state, uint64_t unsent_bytes_max)
+      : state(state), state_service(state, unsent_bytes_max), admin_service(state) {}
+
+  StateServer* const state;
+  StateServiceImpl state_service;
+  AdminServiceImpl admin_service;
+  std::string address;
+  absl::Mutex mu;
+  std::unique_ptr<grpc::Server> server;
+  bool stopped ABSL_GUARDED_BY(mu) = false;
+};
+
+absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options, StateServer* state) {
+  EnablePlugins();
+  auto impl = std::make_unique<Impl>(state, options.unsent_bytes_max);
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort(options.listen, grpc::InsecureServerCredentials(), &port);
+  // With SO_REUSEPORT a second server would take half of the connections instead of failing.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.SetMaxReceiveMessageSize(kReceiveBytesMax);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, kPingIntervalMinMs);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.RegisterService(&impl->state_service);
+  builder.RegisterService(&impl->admin_service);
+  impl->server = builder.BuildAndStart();
+  if (impl->server == nullptr || port == 0) {
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kBadConfig,
+        absl::StrCat("cannot listen on '", options.listen,
+                     "': the port is in use, or the address is none of this machine's; choose another `listen`"));
+  }
+  const size_t colon = options.listen.rfind(':');
+  impl->address = absl::StrCat(options.listen.substr(0, colon), ":", port);
+  for (const char* service : kServices) impl->server->GetHealthCheckService()->SetServingStatus(service, true);
+  return std::unique_ptr<RpcServer>(new RpcServer(std::move(impl)));
+}
+
+RpcServer::RpcServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+RpcServer::~RpcServer() { Stop(absl::ZeroDuration()); }
+
+const std::string& RpcServer::address() const { return impl_->address; }
+
+void RpcServer::Stop(absl::Duration grace) {
+  absl::MutexLock lock(&impl_->mu);
+  if (std::exchange(impl_->stopped, true)) return;
+  impl_->server->GetHealthCheckService()->SetServingStatus(false);
+  // Requests that wait for what will not come any more answer UNAVAILABLE, so that the shutdown below can end.
+  impl_->state->Stop();
+  impl_->server->Shutdown(absl::ToChronoTime(absl::Now() + grace));
+  impl_->server->Wait();
+}
+
+}  // namespace ballast::services

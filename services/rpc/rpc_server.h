@@ -1,0 +1,39 @@
+// A StateServer on the wire: StateService, AdminService, grpc.health.v1 and server reflection on one port.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "ballast/services/state_server.h"
+
+namespace ballast::services {
+
+struct RpcServerOptions {
+  std::string listen = "127.0.0.1:0";  // host:port; port 0 takes a free one
+  // Answers to pulls that have not left yet; beyond it pulls are UNAVAILABLE (BUSY). Clients bound theirs to 64 MiB.
+  uint64_t unsent_bytes_max = uint64_t{128} << 20;
+};
+
+// Threads: any.
+class RpcServer {
+ public:
+  // Borrows `state`. FAILED_PRECONDITION (BAD_CONFIG) if the address cannot be bound: in use, or none of this
+  // machine's.
+  static absl::StatusOr<std::unique_ptr<RpcServer>> Start(const RpcServerOptions& options, StateServer* state);
+  ~RpcServer();  // as Stop
+
+  // "host:port" with the port really taken.
+  const std::string& address() const;
+
+  // Health says NOT_SERVING, calls under way get `grace` to end, then `state` is stopped. Blocks.
+  void Stop(absl::Duration grace);
+
+ private:
+  struct Impl;
+  explicit RpcServer(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast::services

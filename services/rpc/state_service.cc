@@ -1,0 +1,179 @@
+#include "ballast/services/rpc/state_service.h"
+
+#include <google/protobuf/io/coded_stream.h>
+#include <grpcpp/impl/codegen/proto_utils.h>
+
+#include <array>
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/rpc/status_codec.h"
+
+namespace ballast::services {
+namespace {
+
+absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
+  const std::chrono::system_clock::time_point deadline = context.deadline();
+  return deadline == std::chrono::system_clock::time_point::max() ? absl::InfiniteFuture() : absl::FromChrono(deadline);
+}
+
+// Fills `response` and finishes. Both stay valid until the reactor is done, also when the client went away.
+template <typename Response>
+Reply<Response> FinishWith(grpc::ServerUnaryReactor* reactor, Response* response) {
+  return [reactor, response](absl::StatusOr<Response> answer) {
+    if (answer.ok()) *response = std::move(*answer);
+    reactor->Finish(ToGrpc(answer.status()));
+  };
+}
+
+// DefaultReactor gives no word of the end of a call; answers that hold memory need it.
+class CountedReactor final : public grpc::ServerUnaryReactor {
+ public:
+  explicit CountedReactor(std::atomic<uint64_t>* unsent) : unsent_(unsent) {}
+  ~CountedReactor() override { unsent_->fetch_sub(bytes_); }
+  bool Take(uint64_t bytes, uint64_t max) {
+    if (unsent_->fetch_add(bytes) + bytes > max) {
+      unsent_->fetch_sub(bytes);
+      return false;
+    }
+    bytes_ = bytes;
+    return true;
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  std::atomic<uint64_t>* const unsent_;
+  uint64_t bytes_ = 0;
+};
+
+template <typename Message>
+bool Parse(const grpc::ByteBuffer& from, Message* to) {
+  grpc::ByteBuffer buffer(from);  // shares the slices; deserialising consumes its buffer
+  return grpc::SerializationTraits<Message>::Deserialize(&buffer, to).ok();
+}
+
+grpc::Status Unparsable(const char* message) {
+  return ToGrpc(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                             absl::StrCat("the bytes that came are no ballast.v1.", message)));
+}
+
+// The wire form of PullResponse around a payload: crc32c (field 1, fixed32), payload (field 15, length-delimited).
+grpc::ByteBuffer EncodePullResponse(uint32_t crc, const grpc::Slice& payload) {
+  using google::protobuf::io::CodedOutputStream;
+  std::array<uint8_t, 16> head;
+  uint8_t* at = head.data();
+  *at++ = v1::PullResponse::kCrc32CFieldNumber << 3 | 5;
+  at = CodedOutputStream::WriteLittleEndian32ToArray(crc, at);
+  *at++ = v1::PullResponse::kPayloadFieldNumber << 3 | 2;
+  at = CodedOutputStream::WriteVarint64ToArray(payload.size(), at);
+  const std::array<grpc::Slice, 2> slices = {grpc::Slice(head.data(), at - head.data()), payload};
+  return grpc::ByteBuffer(slices.data(), slices.size());
+}
+
+}  // namespace
+
+grpc::ServerUnaryReactor* StateServiceImpl::GetJob(grpc::CallbackServerContext* context,
+                                                   const v1::GetJobRequest* request, v1::GetJobResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  state_->GetJob(*request, FinishWith(reactor, response));
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* StateServiceImpl::Fence(grpc::CallbackServerContext* context, const v1::FenceRequest* request,
+                                                  v1::FenceResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  state_->Fence(*request, DeadlineOf(*context), FinishWith(reactor, response));
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* StateServiceImpl::Open(grpc::CallbackServerContext* context, const v1::OpenRequest* request,
+                                                 v1::OpenResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  state_->Open(*request, DeadlineOf(*context), FinishWith(reactor, response));
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* StateServiceImpl::Norm(grpc::CallbackServerContext* context, const v1::NormRequest* request,
+                                                 v1::NormResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  state_->Norm(*request, FinishWith(reactor, response));
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* StateServiceImpl::Seal(grpc::CallbackServerContext* context, const v1::SealRequest* request,
+                                                 v1::SealResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  state_->Seal(*request, DeadlineOf(*context), FinishWith(reactor, response));
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* StateServiceImpl::Commit(grpc::CallbackServerContext* context,
+                                                   const v1::CommitRequest* request, v1::CommitResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  state_->Commit(*request, FinishWith(reactor, response));
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* StateServiceImpl::Pin(grpc::CallbackServerContext* context, const v1::PinRequest* request,
+                                                v1::PinResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  state_->Pin(*request, DeadlineOf(*context), FinishWith(reactor, response));
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* StateServiceImpl::Unpin(grpc::CallbackServerContext* context, const v1::UnpinRequest* request,
+                                                  v1::UnpinResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  state_->Unpin(*request, FinishWith(reactor, response));
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+                                                 grpc::ByteBuffer* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  auto header = std::make_shared<v1::PushRequest>();
+  if (!Parse(*request, header.get())) {
+    reactor->Finish(Unparsable("PushRequest"));
+    return reactor;
+  }
+  // The header is copied by those who keep it: without the payload, which lives until the reply.
+  auto payload = std::make_shared<std::string>();
+  payload->swap(*header->mutable_payload());
+  header->clear_payload();
+  const absl::Span<const std::byte> bytes(reinterpret_cast<const std::byte*>(payload->data()), payload->size());
+  state_->Push(*header, bytes, DeadlineOf(*context),
+               [reactor, response, payload](absl::StatusOr<v1::PushResponse> answer) mutable {
+                 payload.reset();
+                 // An empty PushResponse is no bytes at all.
+                 const grpc::Slice nothing;
+                 if (answer.ok()) *response = grpc::ByteBuffer(&nothing, 1);
+                 reactor->Finish(ToGrpc(answer.status()));
+               });
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+                                                 grpc::ByteBuffer* response) {
+  auto* reactor = new CountedReactor(&unsent_bytes_);
+  v1::PullRequest message;
+  if (!Parse(*request, &message)) {
+    reactor->Finish(Unparsable("PullRequest"));
+    return reactor;
+  }
+  auto payload = std::make_shared<grpc::Slice>();
+  const auto allocate = [this, reactor, payload](uint64_t bytes) -> absl::Span<std::byte> {
+    if (!reactor->Take(bytes, unsent_bytes_max_)) return {};
+    *payload = grpc::Slice(bytes);
+    // Nobody else has the slice yet.
+    return {reinterpret_cast<std::byte*>(const_cast<uint8_t*>(payload->begin())), bytes};
+  };
+  state_->Pull(message, DeadlineOf(*context), allocate, [reactor, response, payload](absl::StatusOr<uint32_t> crc) {
+    if (crc.ok()) *response = EncodePullResponse(*crc, *payload);
+    reactor->Finish(ToGrpc(crc.status()));
+  });
+  return reactor;
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,48 @@
+// StateService over a StateServer: turns messages into calls and answers into messages, and blocks nowhere.
+#pragma once
+
+#include <grpcpp/support/byte_buffer.h>
+
+#include <atomic>
+#include <memory>
+
+#include "ballast/services/state_server.h"
+#include "ballast/v1/state_service.grpc.pb.h"
+
+namespace ballast::services {
+
+// Pull and Push are raw: their payloads are neither zeroed nor copied once more than needed. On the wire they are the
+// messages that the .proto file says.
+using StateServiceBase = v1::StateService::WithCallbackMethod_GetJob<
+    v1::StateService::WithCallbackMethod_Fence<v1::StateService::WithCallbackMethod_Open<
+        v1::StateService::WithRawCallbackMethod_Push<v1::StateService::WithCallbackMethod_Norm<
+            v1::StateService::WithCallbackMethod_Seal<v1::StateService::WithCallbackMethod_Commit<
+                v1::StateService::WithRawCallbackMethod_Pull<v1::StateService::WithCallbackMethod_Pin<
+                    v1::StateService::WithCallbackMethod_Unpin<v1::StateService::Service>>>>>>>>>>;
+
+// Threads: any. Every call finishes its reactor exactly once, cancelled or not: gRPC keeps the reactor until then.
+class StateServiceImpl final : public StateServiceBase {
+ public:
+  StateServiceImpl(StateServer* state, uint64_t unsent_bytes_max)
+      : state_(state), unsent_bytes_max_(unsent_bytes_max) {}
+
+  grpc::ServerUnaryReactor* GetJob(grpc::CallbackServerContext*, const v1::GetJobRequest*,
+                                   v1::GetJobResponse*) override;
+  grpc::ServerUnaryReactor* Fence(grpc::CallbackServerContext*, const v1::FenceRequest*, v1::FenceResponse*) override;
+  grpc::ServerUnaryReactor* Open(grpc::CallbackServerContext*, const v1::OpenRequest*, v1::OpenResponse*) override;
+  grpc::ServerUnaryReactor* Push(grpc::CallbackServerContext*, const grpc::ByteBuffer*, grpc::ByteBuffer*) override;
+  grpc::ServerUnaryReactor* Norm(grpc::CallbackServerContext*, const v1::NormRequest*, v1::NormResponse*) override;
+  grpc::ServerUnaryReactor* Seal(grpc::CallbackServerContext*, const v1::SealRequest*, v1::SealResponse*) override;
+  grpc::ServerUnaryReactor* Commit(grpc::CallbackServerContext*, const v1::CommitRequest*,
+                                   v1::CommitResponse*) override;
+  grpc::ServerUnaryReactor* Pull(grpc::CallbackServerContext*, const grpc::ByteBuffer*, grpc::ByteBuffer*) override;
+  grpc::ServerUnaryReactor* Pin(grpc::CallbackServerContext*, const v1::PinRequest*, v1::PinResponse*) override;
+  grpc::ServerUnaryReactor* Unpin(grpc::CallbackServerContext*, const v1::UnpinRequest*, v1::UnpinResponse*) override;
+
+ private:
+  StateServer* const state_;
+  const uint64_t unsent_bytes_max_;
+  std::atomic<uint64_t> unsent_bytes_{0};
+};
+
+}  // namespace ballast::services

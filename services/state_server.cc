@@ -1,0 +1,421 @@
+#include "ballast/services/state_server.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <random>
+#include <set>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/counters.h"
+#include "ballast/services/job.h"
+#include "ballast/storage/catalog/catalog.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr char kVersion[] = "0.1.0";
+constexpr char kServerIdKey[] = "server_id";
+// Each job has a thread; a fence of an unknown name makes a job.
+constexpr size_t kJobsMax = 256;
+constexpr size_t kJobNameBytesMax = 128;
+
+absl::Status CheckJobName(const std::string& name) {
+  bool good = !name.empty() && name.size() <= kJobNameBytesMax;
+  for (const char c : name) good = good && (absl::ascii_isalnum(c) || c == '.' || c == '_' || c == '-');
+  if (good) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kInvalidArgument, model::kBadRequest,
+      absl::StrCat("a job's name has 1 to ", kJobNameBytesMax, " letters, digits, '.', '_' or '-'; came ", name.size(),
+                   " bytes: '", name.substr(0, kJobNameBytesMax), "'"));
+}
+
+absl::Status CheckDirectory(const std::string& directory) {
+  if (directory.empty()) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                        "data_directory is empty; expected a directory that this server alone uses");
+  }
+  std::error_code error;
+  std::filesystem::create_directories(directory, error);
+  const bool writable = !error && ::access(directory.c_str(), W_OK | X_OK) == 0;
+  if (writable) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kInternal, model::kIo,
+                      absl::StrCat("data directory '", directory,
+                                   "' is not writable: ", error ? error.message() : std::string(std::strerror(errno)),
+                                   "; give another, or write permission to this user"));
+}
+
+std::string MakeServerId() {
+  std::random_device random;
+  return absl::StrCat("server-", absl::Hex(random(), absl::kZeroPad8), absl::Hex(random(), absl::kZeroPad8));
+}
+
+absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std::string& wanted,
+                                           const std::string& directory) {
+  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->Get(kServerIdKey));
+  if (stored.has_value()) {
+    if (wanted.empty() || wanted == *stored) return *stored;
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                        absl::StrCat("data directory '", directory, "' belongs to server '", *stored,
+                                     "', server_id says '", wanted, "'; use that name, or another directory"));
+  }
+  const std::string id = wanted.empty() ? MakeServerId() : wanted;
+  BALLAST_RETURN_IF_ERROR(catalog->Put(kServerIdKey, id));
+  return id;
+}
+
+}  // namespace
+
+struct StateServer::Impl {
+  explicit Impl(const StateServerOptions& options) : options(options), executor(std::max(1, options.compute_threads)) {}
+
+  // What a name stands for: a job, or the memory of one whose state a restart lost.
+  struct Entry {
+    std::shared_ptr<Job> job;
+    std::optional<v1::GetJobResponse> lost;
+  };
+
+  absl::Status LoadJobs();
+  std::shared_ptr<Job> MakeJob(const std::string& name);
+  absl::Status StateLost(const std::string& name) const;
+  absl::StatusOr<std::shared_ptr<Job>> Find(const std::string& name) const;
+  absl::StatusOr<std::shared_ptr<Job>> FindOrMake(const std::string& name);
+  void Drop(const v1::DropJobRequest& request, Reply<v1::DropJobResponse> reply);
+  std::vector<v1::TierStatus> TierStatuses(const std::vector<v1::JobStatus>& jobs) const;
+
+  // `reply`, its latency and its error counted.
+  template <typename Response>
+  Reply<Response> Counted(Call call, Reply<Response> reply) {
+    return [this, call, began = absl::Now(), reply = std::move(reply)](absl::StatusOr<Response> response) {
+      counters.calls[static_cast<size_t>(call)].Observe(absl::Now() - began);
+      if (!response.ok()) {
+        const std::string reason = model::ReasonOf(response.status());
+        counters.errors.Add(call, reason.empty() ? absl::StatusCodeToString(response.status().code()) : reason);
+      }
+      reply(std::move(response));
+    };
+  }
+
+  const StateServerOptions options;
+  const absl::Time started = absl::Now();
+  std::string server_id;
+  ServerCounters counters;
+  std::unique_ptr<storage::Catalog> catalog;
+  std::unique_ptr<storage::Tiers> tiers;
+  absl::Mutex planning;
+  Executor executor;
+  Deadlines deadlines;
+
+  mutable absl::Mutex mu;
+  bool stopped ABSL_GUARDED_BY(mu) = false;
+  absl::flat_hash_map<std::string, Entry> jobs ABSL_GUARDED_BY(mu);
+  std::set<std::string> dropping ABSL_GUARDED_BY(mu);
+};
+
+absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServerOptions& options) {
+  auto impl = std::make_unique<Impl>(options);
+  BALLAST_RETURN_IF_ERROR(CheckDirectory(options.data_directory));
+  // The catalog's lock guards the whole directory, so it comes first.
+  BALLAST_ASSIGN_OR_RETURN(impl->catalog, storage::Catalog::Open(options.data_directory + "/catalog"));
+  BALLAST_ASSIGN_OR_RETURN(impl->server_id,
+                           SettleServerId(impl->catalog.get(), options.server_id, options.data_directory));
+  storage::TiersOptions tiers;
+  tiers.budget = options.budget;
+  tiers.directory = options.data_directory;
+  tiers.staging_bytes = options.staging_bytes;
+  tiers.hbm_device = options.hbm_device;
+  BALLAST_ASSIGN_OR_RETURN(impl->tiers, storage::Tiers::Open(tiers));
+  BALLAST_RETURN_IF_ERROR(impl->LoadJobs());
+  return std::unique_ptr<StateServer>(new StateServer(std::move(impl)));
+}
+
+StateServer::StateServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+StateServer::~StateServer() {
+  Stop();
+  impl_->executor.Join();
+}
+
+void StateServer::Stop() {
+  std::vector<std::shared_ptr<Job>> jobs;
+  {
+    absl::MutexLock lock(&impl_->mu);
+    impl_->stopped = true;
+    for (const auto& [name, entry] : impl_->jobs) {
+      if (entry.job != nullptr) jobs.push_back(entry.job);
+    }
+  }
+  for (const auto& job : jobs) {
+    job->Stop(model::Error(
+        absl::StatusCode::kUnavailable, model::kServerDown,
+        absl::StrCat("server '", impl_->server_id, "' is stopping; send the request again once it is back")));
+  }
+}
+
+absl::Status StateServer::Impl::LoadJobs() {
+  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->List("job/"));
+  std::set<std::string> names;
+  for (const auto& [key, value] : stored) {
+    const std::vector<std::string> parts = absl::StrSplit(key, '/');
+    if (parts.size() == 3) names.insert(parts[1]);
+  }
+  absl::MutexLock lock(&mu);
+  for (const std::string& name : names) {
+    BALLAST_ASSIGN_OR_RETURN(const CatalogEntry stored_job, ReadCatalogEntry(*catalog, name));
+    Entry& entry = jobs[name];
+    if (stored_job.had_state) {
+      v1::GetJobResponse& lost = entry.lost.emplace();
+      lost.set_server_id(server_id);
+      lost.set_exists(true);
+      lost.set_state_lost(true);
+      lost.set_committed(stored_job.committed);
+      if (stored_job.promised.has_value()) *lost.mutable_promised() = *stored_job.promised;
+      if (stored_job.open.has_value()) *lost.mutable_open() = *stored_job.open;
+      continue;
+    }
+    entry.job = MakeJob(name);
+    if (stored_job.promised.has_value())
+      BALLAST_RETURN_IF_ERROR(entry.job->Replay(PromiseRecord{*stored_job.promised}));
+  }
+  return absl::OkStatus();
+}
+
+std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
+  return Job::Make(name, {server_id, catalog.get(), tiers.get(), &executor, &deadlines, &counters, &planning,
+                          options.waiting_requests_max});
+}
+
+absl::Status StateServer::Impl::StateLost(const std::string& name) const {
+  return model::Error(absl::StatusCode::kDataLoss, model::kStateLost,
+                      absl::StrCat("server '", server_id, "' was restarted and lost the state of job '", name,
+                                   "', whose durability is none; drop the job with `ballastctl drop` and start again"));
+}
+
+absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Find(const std::string& name) const {
+  absl::MutexLock lock(&mu);
+  if (stopped) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                        absl::StrCat("server '", server_id, "' is stopping"));
+  }
+  const auto entry = jobs.find(name);
+  if (entry == jobs.end()) {
+    return model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
+                        absl::StrCat("server '", server_id, "' has no job '", name, "'; Fence makes one"));
+  }
+  if (entry->second.lost.has_value()) return StateLost(name);
+  return entry->second.job;
+}
+
+absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::string& name) {
+  BALLAST_RETURN_IF_ERROR(CheckJobName(name));
+  if (auto found = Find(name); found.ok() || model::ReasonOf(found.status()) != model::kUnknownJob) return found;
+  absl::MutexLock lock(&mu);
+  if (const auto raced = jobs.find(name); raced != jobs.end()) return raced->second.job;
+  if (jobs.size() >= kJobsMax) {
+    return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                        absl::StrCat("server '", server_id, "' holds ", jobs.size(),
+                                     " jobs, which is all that it may; drop one with `ballastctl drop`"));
+  }
+  if (dropping.contains(name)) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                        absl::StrCat("job '", name, "' is being dropped; send the request again"));
+  }
+  const std::shared_ptr<Job> job = MakeJob(name);
+  jobs[name].job = job;
+  return job;
+}
+
+void StateServer::GetJob(const v1::GetJobRequest& request, Reply<v1::GetJobResponse> reply) {
+  reply = impl_->Counted(Call::kGetJob, std::move(reply));
+  std::optional<v1::GetJobResponse> answer;
+  {
+    absl::MutexLock lock(&impl_->mu);
+    const auto entry = impl_->jobs.find(request.job());
+    if (entry == impl_->jobs.end()) {
+      answer.emplace().set_server_id(impl_->server_id);
+    } else if (entry->second.lost.has_value()) {
+      answer = *entry->second.lost;
+    }
+  }
+  if (answer.has_value()) return reply(*answer);
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->GetJob(std::move(reply));
+}
+
+void StateServer::Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::FenceResponse> reply) {
+  reply = impl_->Counted(Call::kFence, std::move(reply));
+  if (request.epoch().counter() == 0) {
+    return reply(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                              "an epoch's counter counts from 1, came 0: choose one above any that GetJob reports"));
+  }
+  const auto job = impl_->FindOrMake(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Fence(request, deadline, std::move(reply));
+}
+
+void StateServer::Open(const v1::OpenRequest& request, absl::Time deadline, Reply<v1::OpenResponse> reply) {
+  reply = impl_->Counted(Call::kOpen, std::move(reply));
+  const auto job = impl_->Find(request.spec().name());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Open(request, deadline, std::move(reply));
+}
+
+void StateServer::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply) {
+  reply = impl_->Counted(Call::kNorm, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Norm(request, std::move(reply));
+}
+
+void StateServer::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::SealResponse> reply) {
+  reply = impl_->Counted(Call::kSeal, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Seal(request, deadline, std::move(reply));
+}
+
+void StateServer::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {
+  reply = impl_->Counted(Call::kCommit, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Commit(request, std::move(reply));
+}
+
+void StateServer::Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
+  reply = impl_->Counted(Call::kPin, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Pin(request, deadline, std::move(reply));
+}
+
+void StateServer::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
+  reply = impl_->Counted(Call::kUnpin, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Unpin(request, std::move(reply));
+}
+
+void StateServer::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+                       Reply<v1::PushResponse> reply) {
+  reply = impl_->Counted(Call::kPush, std::move(reply));
+  const auto job = impl_->Find(header.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Push(header, payload, deadline, std::move(reply));
+}
+
+void StateServer::Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply) {
+  reply = impl_->Counted(Call::kPull, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Pull(request, deadline, std::move(allocate), std::move(reply));
+}
+
+void StateServer::DropJob(const v1::DropJobRequest& request, Reply<v1::DropJobResponse> reply) {
+  reply = impl_->Counted(Call::kDropJob, std::move(reply));
+  impl_->executor.Post([impl = impl_.get(), request, reply = std::move(reply)] { impl->Drop(request, reply); });
+}
+
+void StateServer::Impl::Drop(const v1::DropJobRequest& request, Reply<v1::DropJobResponse> reply) {
+  Entry entry;
+  {
+    absl::MutexLock lock(&mu);
+    const auto found = jobs.find(request.job());
+    if (found == jobs.end()) {
+      const bool again = dropping.contains(request.job());
+      return reply(model::Error(again ? absl::StatusCode::kUnavailable : absl::StatusCode::kNotFound,
+                                again ? model::kBusy : model::kUnknownJob,
+                                absl::StrCat("server '", server_id, "' has no job '", request.job(), "'",
+                                             again ? ": it is being dropped" : "")));
+    }
+    const v1::Epoch newest =
+        found->second.job != nullptr ? found->second.job->promised() : found->second.lost->promised();
+    if (newest.counter() != request.epoch().counter() || newest.nonce() != request.epoch().nonce()) {
+      return reply(
+          model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
+                       absl::StrCat("job '", request.job(), "' is at epoch ", newest.counter(), ".", newest.nonce(),
+                                    ", the request names ", request.epoch().counter(), ".", request.epoch().nonce(),
+                                    ": somebody fenced it meanwhile; look at `ballastctl status` again")));
+    }
+    entry = std::move(found->second);
+    jobs.erase(found);
+    dropping.insert(request.job());
+  }
+  if (entry.job != nullptr) {
+    entry.job->Stop(model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
+                                 absl::StrCat("job '", request.job(), "' was dropped from server '", server_id, "'")));
+    entry.job.reset();
+  }
+  const absl::Status erased = catalog->ErasePrefix(CatalogPrefix(request.job()));
+  {
+    absl::MutexLock lock(&mu);
+    dropping.erase(request.job());
+  }
+  if (!erased.ok()) return reply(erased);
+  reply(v1::DropJobResponse());
+}
+
+std::vector<v1::TierStatus> StateServer::Impl::TierStatuses(const std::vector<v1::JobStatus>& job_statuses) const {
+  std::vector<v1::TierStatus> out;
+  const storage::TierBytes budget = tiers->budget();
+  const storage::TierBytes used = tiers->used();
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    v1::TierStatus& tier = out.emplace_back();
+    tier.set_tier(storage::TierName(kind));
+    tier.set_capacity_bytes(budget[kind]);
+    tier.set_used_bytes(used[kind]);
+    for (const v1::JobStatus& job : job_statuses) {
+      if (job.tiers_size() <= i) continue;
+      tier.set_state_bytes(tier.state_bytes() + job.tiers(i).state_bytes());
+      tier.set_working_bytes(tier.working_bytes() + job.tiers(i).working_bytes());
+    }
+  }
+  return out;
+}
+
+v1::GetServerStatusResponse StateServer::Status() const {
+  std::map<std::string, Impl::Entry> entries;
+  {
+    absl::MutexLock lock(&impl_->mu);
+    entries.insert(impl_->jobs.begin(), impl_->jobs.end());
+  }
+  std::vector<v1::JobStatus> jobs;
+  for (const auto& [name, entry] : entries) {
+    if (entry.job != nullptr) {
+      jobs.push_back(entry.job->Status());
+      continue;
+    }
+    v1::JobStatus& lost = jobs.emplace_back();
+    lost.set_name(name);
+    lost.set_state_lost(true);
+    lost.set_committed(entry.lost->committed());
+    lost.set_oldest_chunk_version(-1);
+    *lost.mutable_epoch() = entry.lost->promised();
+    lost.set_world_size(entry.lost->open().tiling().world_size());
+  }
+  v1::GetServerStatusResponse status;
+  status.set_server_id(impl_->server_id);
+  status.set_version(kVersion);
+  status.set_uptime_seconds(absl::ToDoubleSeconds(absl::Now() - impl_->started));
+  status.set_io_backend(impl_->tiers->io_backend());
+  for (auto& tier : impl_->TierStatuses(jobs)) *status.add_tiers() = std::move(tier);
+  for (auto& job : jobs) *status.add_jobs() = std::move(job);
+  return status;
+}
+
+const std::string& StateServer::server_id() const { return impl_->server_id; }
+const ServerCounters& StateServer::counters() const { return impl_->counters; }
+storage::TierTraffic StateServer::traffic() const { return impl_->tiers->traffic(); }
+
+}  // namespace ballast::services

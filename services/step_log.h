@@ -1,0 +1,64 @@
+// The log of one job under durability `none`: sequence numbers, and what must outlive the process all the same.
+//
+// Nothing is ever replayed from it after a restart but the promise, so the records themselves are not kept. What the
+// catalog keeps: the newest promise and Open, and, from the first prepared step on, a mark that the job has had state
+// here. A server that finds the mark at start knows that state was lost.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "ballast/services/step/step_machine.h"
+#include "ballast/storage/catalog/catalog.h"
+
+namespace ballast::services {
+
+// What the catalog knows of a job.
+struct CatalogEntry {
+  std::optional<v1::Epoch> promised;
+  std::optional<v1::OpenRequest> open;
+  // Some step was prepared here: after a restart its state is lost.
+  bool had_state = false;
+  int64_t committed = -1;  // as last written: may lag
+};
+
+// Keys of a job in the catalog: "job/<name>/<what>".
+std::string CatalogPrefix(absl::string_view job);
+absl::StatusOr<CatalogEntry> ReadCatalogEntry(const storage::Catalog& catalog, absl::string_view job);
+absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed);
+
+// Threads: the caller's lock; Write blocks and is called without it.
+class StepLog {
+ public:
+  explicit StepLog(std::string job) : job_(std::move(job)) {}
+
+  uint64_t Append(const StepRecord& record);
+  void Sync(uint64_t lsn);
+
+  // A record that a requested sync waits for, oldest first: to be written with Write, then Written.
+  struct Durable {
+    uint64_t lsn = 0;
+    std::string key;
+    std::string value;
+  };
+  std::optional<Durable> NextToWrite();
+  static absl::Status Write(storage::Catalog* catalog, const Durable& record);
+  void Written(uint64_t lsn);
+
+  // The newest completed sync that has not been taken yet.
+  std::optional<uint64_t> TakeSynced();
+
+ private:
+  const std::string job_;
+  uint64_t next_lsn_ = 1;
+  uint64_t requested_lsn_ = 0;
+  uint64_t reported_lsn_ = 0;
+  bool writing_ = false;
+  bool marked_ = false;
+  std::deque<Durable> unwritten_;  // at most a promise, an Open and a mark: each waits for its sync
+};
+
+}  // namespace ballast::services

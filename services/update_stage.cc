@@ -1,0 +1,158 @@
+// The job's thread of class Job: decided steps become updates of chunks, in order; pins lie between them.
+#include <bit>
+#include <map>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/job_parts.h"
+
+namespace ballast::services {
+
+// One decided step, as the update stage needs it.
+struct Job::StepWork {
+  int64_t step = 0;
+  std::vector<storage::ChunkUpdate> updates;
+  std::vector<std::shared_ptr<HeldChunk>> touched;                 // of updates, same order
+  std::vector<std::shared_ptr<HeldChunk>> untouched;               // get the version and nothing else
+  std::vector<std::shared_ptr<ProvisionalMemory::Buffer>> values;  // what the updates' value spans borrow
+};
+
+namespace {
+
+// Coefficients of one step: the same for all segments of a group whose tensors have had equally many updates.
+class StepCoefficients {
+ public:
+  StepCoefficients(const v1::StepHeader& header, float factor) : header_(header), factor_(factor) {}
+
+  const kernels::AdamwCoefficients& Get(uint32_t group, uint64_t t) {
+    const auto [entry, fresh] = cache_.try_emplace({group, t});
+    if (fresh) {
+      const v1::GroupHyper& hyper = header_.groups(static_cast<int>(group));
+      entry->second = kernels::MakeAdamwCoefficients(
+          {hyper.learning_rate(), hyper.beta1(), hyper.beta2(), hyper.epsilon(), hyper.weight_decay()}, t, factor_);
+    }
+    return entry->second;
+  }
+
+ private:
+  const v1::StepHeader& header_;
+  const float factor_;
+  std::map<std::pair<uint32_t, uint64_t>, kernels::AdamwCoefficients> cache_;
+};
+
+}  // namespace
+
+void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) {
+  mu_.AssertHeld();
+  const v1::StepHeader& header = prepared.header();
+  const bool skip = decision.verdict().skip();
+  const bool update = !skip && header.kind() == v1::STEP_KIND_UPDATE;
+  if (update) {
+    for (size_t i = 0; i < tensor_steps_.size(); ++i) {
+      if (model::HasBit(header.gradient_presence(), static_cast<uint32_t>(i))) ++tensor_steps_[i];
+    }
+  }
+  StepCoefficients coefficients(header, std::bit_cast<float>(decision.verdict().factor_bits()));
+  auto work = std::make_shared<StepWork>();
+  work->step = decision.step();
+  for (const std::shared_ptr<HeldChunk>& chunk : chunks_) {
+    storage::ChunkUpdate change;
+    change.chunk = chunk->store_index;
+    if (!skip) change.values = chunk->intake.Values(header.value_presence(), prepared.attempt(), &work->values);
+    for (const model::Segment& segment : chunk->layout.segments) {
+      if (!update || !model::HasBit(header.gradient_presence(), segment.tensor)) continue;
+      change.segments.push_back({segment.in_chunk.begin, segment.in_chunk.end,
+                                 coefficients.Get(segment.group, tensor_steps_[segment.tensor])});
+    }
+    if (!change.segments.empty()) change.gradient = chunk->intake.gradient();
+    chunk->intake.Clear();
+    if (change.values.empty() && change.segments.empty()) {
+      work->untouched.push_back(chunk);
+    } else {
+      ++chunk->updates_pending;
+      work->touched.push_back(chunk);
+      work->updates.push_back(std::move(change));
+    }
+  }
+  ++updates_queued_;
+  const absl::Time now = absl::Now();
+  if (last_decision_ != absl::InfinitePast()) around_.counters->step.Observe(now - last_decision_);
+  last_decision_ = now;
+  stage_->Post([this, work] { RunStep(work.get()); });
+}
+
+void Job::RunStep(StepWork* work) {
+  std::shared_ptr<storage::ChunkStore> store;
+  bool refused = false;
+  LockedOnStage([&](Replies* replies) {
+    mu_.AssertHeld();
+    refused = !Refusal().ok();
+    if (refused) return;
+    store = store_;
+    for (const auto& chunk : work->touched) chunk->next_started = true;
+    for (const auto& chunk : work->untouched) {
+      chunk->version = work->step;
+      waiting_.Wake(&chunk->pulls, replies);
+    }
+  });
+  if (refused) return;
+  const absl::Time began = absl::Now();
+  absl::Status status = absl::OkStatus();
+  if (!work->updates.empty()) {
+    status = store->Run(work->updates, [&](size_t i) {
+      LockedOnStage([&](Replies* replies) {
+        mu_.AssertHeld();
+        HeldChunk& chunk = *work->touched[i];
+        chunk.version = work->step;
+        chunk.next_started = false;
+        --chunk.updates_pending;
+        waiting_.Wake(&chunk.pulls, replies);
+        waiting_.Wake(&chunk.pushes, replies);
+      });
+    });
+  }
+  around_.counters->update.Observe(absl::Now() - began);
+  work->values.clear();
+  if (status.ok()) status = WriteCommitted(around_.catalog, name_, work->step);
+  LockedOnStage([&](Replies* replies) {
+    mu_.AssertHeld();
+    --updates_queued_;
+    if (!status.ok()) {
+      Fail(model::Annotate(status, absl::StrCat("step ", work->step, " could not be applied to its chunks")), replies);
+    }
+  });
+}
+
+void Job::RunPin(int64_t version) {
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!Refusal().ok()) return;
+    store = store_;
+  }
+  const absl::Status status = store == nullptr ? absl::OkStatus() : store->Pin(version);
+  LockedOnStage([&](Replies* replies) {
+    mu_.AssertHeld();
+    const auto pin = pins_.find(version);
+    if (pin == pins_.end()) return;
+    pin->second.status = status;
+    pin->second.ready = true;
+    if (status.ok()) return;
+    waiting_.Wake(&machine_queue_, replies);
+    pins_.erase(version);
+  });
+}
+
+void Job::RunUnpin(int64_t version) {
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    absl::MutexLock lock(&mu_);
+    store = store_;
+  }
+  if (store != nullptr) store->Unpin(version);
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,79 @@
+#include "ballast/services/waiting.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+// A request without a deadline would hold its place for ever if its client died.
+constexpr absl::Duration kWaitMax = absl::Minutes(10);
+}  // namespace
+
+Waiting::Waiting(Deadlines* deadlines, std::atomic<uint64_t>* count, uint64_t count_max,
+                 std::function<void(uint64_t)> expire)
+    : deadlines_(deadlines), count_(count), count_max_(count_max), on_deadline_(std::move(expire)) {}
+
+Waiting::~Waiting() {
+  for (auto& [id, parked] : parked_) deadlines_->Cancel(parked.timer);
+  count_->fetch_sub(parked_.size());
+}
+
+void Waiting::Submit(Waiter waiter, Queue* queue, Replies* replies) {
+  if (waiter.attempt(replies)) return;
+  if (count_->fetch_add(1) >= count_max_) {
+    count_->fetch_sub(1);
+    waiter.refuse(
+        model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                     absl::StrCat("already ", count_max_,
+                                  " requests wait at this server, which is all that may; send the request again")),
+        replies);
+    return;
+  }
+  const uint64_t id = next_id_++;
+  const absl::Time deadline = std::min(waiter.deadline, absl::Now() + kWaitMax);
+  const uint64_t timer = deadlines_->Add(deadline, [expire = on_deadline_, id] { expire(id); });
+  queue->insert(id);
+  parked_.emplace(id, Parked{std::move(waiter), queue, timer});
+}
+
+bool Waiting::Wake(Queue* queue, Replies* replies) {
+  bool answered = false;
+  // An attempt may wake others of this queue in turn, so ids are looked up afresh each time.
+  for (auto id = queue->begin(); id != queue->end();) {
+    const uint64_t current = *id;
+    const auto attempt = parked_.at(current).waiter.attempt;
+    if (attempt(replies)) {
+      answered = true;
+      Remove(current);
+    }
+    id = queue->upper_bound(current);
+  }
+  return answered;
+}
+
+void Waiting::Expire(uint64_t id, Replies* replies) {
+  if (!parked_.contains(id)) return;
+  Remove(id).expire(replies);
+}
+
+void Waiting::RefuseAll(const absl::Status& status, Replies* replies) {
+  while (!parked_.empty()) Remove(parked_.begin()->first).refuse(status, replies);
+}
+
+void Waiting::Refuse(Queue* queue, const absl::Status& status, Replies* replies) {
+  while (!queue->empty()) Remove(*queue->begin()).refuse(status, replies);
+}
+
+Waiter Waiting::Remove(uint64_t id) {
+  const auto parked = parked_.find(id);
+  Waiter waiter = std::move(parked->second.waiter);
+  parked->second.queue->erase(id);
+  deadlines_->Cancel(parked->second.timer);
+  parked_.erase(parked);
+  count_->fetch_sub(1);
+  return waiter;
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,66 @@
+// The requests of one job that cannot be answered yet: each is evaluated again when something it waits for happens, and
+// answers by itself when its deadline passes. Bounded over all jobs of a server.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <set>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "ballast/services/deadlines.h"
+
+namespace ballast::services {
+
+// Work to be done once the job's lock is released: replies, and copies of payloads.
+using Replies = std::vector<std::function<void()>>;
+
+struct Waiter {
+  // Evaluates the request, the job's lock held. False: not yet. True: it answered by adding to `replies`.
+  std::function<bool(Replies* replies)> attempt;
+  // Answers because the deadline passed; the job's lock held.
+  std::function<void(Replies* replies)> expire;
+  // Answers with an error; the job's lock held.
+  std::function<void(const absl::Status& status, Replies* replies)> refuse;
+  absl::Time deadline = absl::InfiniteFuture();
+};
+
+// Threads: the job's lock guards every call.
+class Waiting {
+ public:
+  // Ids of the waiters that one event wakes, in order of arrival.
+  using Queue = std::set<uint64_t>;
+
+  // `count` is shared by all jobs of the server; `expire(id)` is called on the deadlines' thread and must lead to
+  // Expire(id).
+  Waiting(Deadlines* deadlines, std::atomic<uint64_t>* count, uint64_t count_max, std::function<void(uint64_t)> expire);
+  ~Waiting();
+
+  // Evaluates at once; if not yet, parks in `queue`. RESOURCE_EXHAUSTED through `refuse` when too many wait already.
+  void Submit(Waiter waiter, Queue* queue, Replies* replies);
+  // Evaluates all in `queue`. True if some were answered.
+  bool Wake(Queue* queue, Replies* replies);
+  void Expire(uint64_t id, Replies* replies);
+  void RefuseAll(const absl::Status& status, Replies* replies);
+  void Refuse(Queue* queue, const absl::Status& status, Replies* replies);
+
+ private:
+  struct Parked {
+    Waiter waiter;
+    Queue* queue;
+    uint64_t timer;
+  };
+  Waiter Remove(uint64_t id);
+
+  Deadlines* const deadlines_;
+  std::atomic<uint64_t>* const count_;
+  const uint64_t count_max_;
+  const std::function<void(uint64_t)> on_deadline_;
+  absl::flat_hash_map<uint64_t, Parked> parked_;
+  uint64_t next_id_ = 1;
+};
+
+}  // namespace ballast::services

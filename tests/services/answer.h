@@ -1,0 +1,51 @@
+// Waits for the one answer of an asynchronous call.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "ballast/services/state_server.h"
+
+namespace ballast::services {
+
+template <typename Response>
+class Answer {
+ public:
+  Reply<Response> reply() {
+    return [state = state_](absl::StatusOr<Response> response) {
+      absl::MutexLock lock(&state->mu);
+      EXPECT_FALSE(state->response.has_value()) << "answered twice";
+      state->response.emplace(std::move(response));
+    };
+  }
+
+  // DEADLINE_EXCEEDED with a message of its own if nothing comes in a minute.
+  absl::StatusOr<Response> Wait() {
+    absl::MutexLock lock(&state_->mu);
+    const auto there = [this] { return state_->response.has_value(); };
+    if (!state_->mu.AwaitWithTimeout(absl::Condition(&there), absl::Minutes(1))) {
+      return absl::DeadlineExceededError("no answer in a minute");
+    }
+    return *state_->response;
+  }
+
+  bool arrived() const {
+    absl::MutexLock lock(&state_->mu);
+    return state_->response.has_value();
+  }
+
+ private:
+  struct State {
+    absl::Mutex mu;
+    std::optional<absl::StatusOr<Response>> response;
+  };
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+}  // namespace ballast::services

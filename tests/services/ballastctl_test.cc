@@ -1,0 +1,133 @@
+#include <gmock/gmock.h>
+#include <google/protobuf/struct.pb.h>
+#include <google/protobuf/util/json_util.h>
+#include <gtest/gtest.h>
+
+#include "ballast/services/ctl/cluster.h"
+#include "ballast/tests/services/daemon.h"
+#include "ballast/tests/services/rpc_fixture.h"
+
+namespace ballast::services {
+namespace {
+
+using ::testing::HasSubstr;
+
+float Ones(uint32_t, uint64_t) { return 1.0f; }
+
+google::protobuf::Struct Parse(const std::string& json) {
+  google::protobuf::Struct parsed;
+  EXPECT_TRUE(google::protobuf::util::JsonStringToMessage(json, &parsed).ok()) << json;
+  return parsed;
+}
+
+class Ballastctl : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    for (TestServer* server : {&one_, &two_}) {
+      auto rpc = RpcServer::Start({}, server->get());
+      ASSERT_TRUE(rpc.ok()) << rpc.status();
+      rpcs_.push_back(*std::move(rpc));
+    }
+    servers_ = rpcs_[0]->address() + "," + rpcs_[1]->address();
+    ASSERT_EQ(group_.Start(), absl::OkStatus());
+    ASSERT_EQ(group_.Initialise(Ones), absl::OkStatus());
+  }
+  Finished Status(const std::vector<std::string>& extra = {}) const {
+    std::vector<std::string> command = {CtlPath(), "status", "--servers", servers_};
+    command.insert(command.end(), extra.begin(), extra.end());
+    return RunProcess(command);
+  }
+  Finished Drop(const std::string& job) const {
+    return RunProcess({CtlPath(), "drop", "--job", job, "--servers", servers_});
+  }
+
+  TestServer one_{"one"}, two_{"two"};
+  std::vector<std::unique_ptr<RpcServer>> rpcs_;
+  std::string servers_;
+  TrainerGroup group_{{one_.get(), two_.get()}, MakeSpec("job", SmallModel()), 2};
+};
+
+TEST_F(Ballastctl, ShowsAHealthyClusterVerdictFirst) {
+  const Finished status = Status();
+  EXPECT_EQ(status.code, 0) << status.err;
+  EXPECT_EQ(status.out.rfind("HEALTHY: 2 server(s), 1 job(s)\n", 0), 0u) << status.out;
+  const size_t servers = status.out.find("\nServers\n"), jobs = status.out.find("\nJobs\n"),
+               tiers = status.out.find("\nTiers\n");
+  EXPECT_LT(servers, jobs);
+  EXPECT_LT(jobs, tiers);
+  EXPECT_NE(tiers, std::string::npos);
+  EXPECT_THAT(status.out, HasSubstr("210400"));  // parameters
+  EXPECT_THAT(status.out, HasSubstr("64.0 MiB"));
+}
+
+TEST_F(Ballastctl, SpeaksJson) {
+  const Finished status = Status({"--json"});
+  EXPECT_EQ(status.code, 0) << status.err;
+  const auto json = Parse(status.out).fields();
+  EXPECT_EQ(json.at("verdict").string_value(), "healthy");
+  EXPECT_EQ(json.at("servers").list_value().values_size(), 2);
+  const auto& first = json.at("servers").list_value().values(0).struct_value().fields();
+  EXPECT_EQ(first.at("status").struct_value().fields().at("server_id").string_value(), "one");
+  const auto& job = json.at("jobs").list_value().values(0).struct_value().fields();
+  EXPECT_EQ(job.at("name").string_value(), "job");
+  EXPECT_EQ(job.at("committed_min").number_value(), 0);
+  EXPECT_EQ(job.at("parameters").number_value(), 210'400);
+}
+
+TEST_F(Ballastctl, ReportsAServerThatIsDown) {
+  rpcs_[1]->Stop(absl::ZeroDuration());
+  rpcs_[1].reset();
+  const Finished status = Status();
+  EXPECT_EQ(status.code, 1);
+  EXPECT_THAT(status.out, HasSubstr("DEGRADED: server "));
+  EXPECT_THAT(status.out, HasSubstr("does not answer"));
+  const auto json = Parse(Status({"--json"}).out).fields();
+  EXPECT_EQ(json.at("verdict").string_value(), "degraded");
+  EXPECT_FALSE(json.at("servers").list_value().values(1).struct_value().fields().at("reachable").bool_value());
+}
+
+TEST_F(Ballastctl, ReportsLostStateAndDropsTheJob) {
+  rpcs_[0].reset();
+  one_.Restart();
+  auto rpc = RpcServer::Start({}, one_.get());
+  ASSERT_TRUE(rpc.ok()) << rpc.status();
+  rpcs_[0] = *std::move(rpc);
+  servers_ = rpcs_[0]->address() + "," + rpcs_[1]->address();
+  const Finished lost = Status();
+  EXPECT_EQ(lost.code, 1);
+  EXPECT_THAT(lost.out, HasSubstr("job 'job' lost its state on " + rpcs_[0]->address()));
+  const Finished drop = Drop("job");
+  EXPECT_EQ(drop.code, 0) << drop.out;
+  EXPECT_THAT(drop.out, HasSubstr(rpcs_[1]->address() + ": dropped job 'job'"));
+  EXPECT_EQ(Status().code, 0);
+  const Finished again = Drop("job");
+  EXPECT_EQ(again.code, 0);
+  EXPECT_THAT(again.out, HasSubstr("has no job 'job'"));
+}
+
+TEST_F(Ballastctl, ExitsWithTwoOnUsage) {
+  EXPECT_EQ(RunProcess({CtlPath()}).code, 2);
+  EXPECT_EQ(RunProcess({CtlPath(), "status"}).code, 2);
+  EXPECT_EQ(RunProcess({CtlPath(), "drop", "--servers", servers_}).code, 2);
+  EXPECT_EQ(RunProcess({CtlPath(), "--help"}).code, 0);
+}
+
+TEST(Judge, CallsVersionsMoreThanOneApartDegraded) {
+  std::vector<ServerView> servers(2);
+  for (int i = 0; i < 2; ++i) {
+    servers[i].address = "host:" + std::to_string(i);
+    servers[i].status.add_jobs()->set_name("job");
+    servers[i].status.mutable_jobs(0)->set_committed(4 + i);
+  }
+  EXPECT_TRUE(Judge(servers).problems.empty());
+  servers[1].status.mutable_jobs(0)->set_committed(6);
+  const ClusterView apart = Judge(servers);
+  ASSERT_EQ(apart.problems.size(), 1u);
+  EXPECT_EQ(apart.problems[0], "job 'job' is at versions 4 to 6 on its servers, expected at most one apart");
+  servers[1].status.mutable_jobs(0)->set_committed(4);
+  servers[0].status.mutable_jobs(0)->set_failure("disk");
+  EXPECT_EQ(Judge(servers).problems.size(), 1u);
+}
+
+}  // namespace
+}  // namespace ballast::services

@@ -1,0 +1,84 @@
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <fstream>
+
+#include "ballast/services/ctl/cluster.h"
+#include "ballast/tests/services/daemon.h"
+#include "ballast/tests/services/rpc_fixture.h"
+#include "ballast/tests/services/scratch_directory.h"
+
+namespace ballast::services {
+namespace {
+
+Finished RunDaemon(const std::string& directory, const std::string& config) {
+  std::ofstream(directory + "/bad.yaml") << config;
+  return RunProcess({DaemonPath(), "--config", directory + "/bad.yaml"});
+}
+
+TEST(Ballastd, SaysWhenItIsReadyAndEndsOnSignals) {
+  for (const int signal : {SIGTERM, SIGINT}) {
+    ScratchDirectory directory;
+    Daemon daemon(directory.path(), DaemonConfig(directory.path() + "/data", "one"));
+    ASSERT_TRUE(daemon.ready()) << daemon.ready_line();
+    EXPECT_EQ(daemon.ready_line(),
+              "ballastd ready listen=" + daemon.listen() + " metrics=" + daemon.metrics() + " server_id=one\n");
+    EXPECT_EQ(daemon.listen().rfind("127.0.0.1:", 0), 0u);
+    EXPECT_NE(daemon.listen(), "127.0.0.1:0");
+    EXPECT_NE(daemon.metrics(), "127.0.0.1:0");
+    EXPECT_TRUE(LookAt({daemon.listen()}, absl::Seconds(30))[0].error.ok());
+    EXPECT_EQ(daemon.End(signal), 0);
+  }
+}
+
+TEST(Ballastd, SurvivesRandomBytesOnBothPorts) {
+  ScratchDirectory directory;
+  Daemon daemon(directory.path(), DaemonConfig(directory.path() + "/data", "one"));
+  ASSERT_TRUE(daemon.ready());
+  constexpr uint64_t kSeed = 20'240'603;
+  SendRandomBytes(daemon.listen(), kSeed);
+  SendRandomBytes(daemon.metrics(), kSeed);
+  EXPECT_TRUE(LookAt({daemon.listen()}, absl::Seconds(30))[0].error.ok()) << "seed " << kSeed;
+  EXPECT_EQ(daemon.End(SIGTERM), 0);
+}
+
+TEST(Ballastd, HasAnExitCodeForEachThingInItsWay) {
+  ScratchDirectory directory;
+  const std::string data = directory.path() + "/data";
+  Daemon first(directory.path(), DaemonConfig(data, "one"));
+  ASSERT_TRUE(first.ready());
+  const std::string rest = "\nbudget: {dram: 1MiB}\n";
+  const std::string other = "data_directory: " + directory.path() + "/other";
+
+  const Finished port =
+      RunDaemon(directory.path(), "listen: " + first.listen() + "\nmetrics_listen: 127.0.0.1:0\n" + other + rest);
+  EXPECT_EQ(port.code, 3) << port.err;
+  EXPECT_NE(port.err.find("cannot listen on '" + first.listen() + "': the port is in use"), std::string::npos)
+      << port.err;
+
+  const Finished metrics =
+      RunDaemon(directory.path(), "listen: 127.0.0.1:0\nmetrics_listen: " + first.metrics() + "\n" + other + rest);
+  EXPECT_EQ(metrics.code, 4) << metrics.err;
+  EXPECT_NE(metrics.err.find("cannot serve metrics on '" + first.metrics() + "'"), std::string::npos) << metrics.err;
+
+  const std::string free = "listen: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\ndata_directory: ";
+  const std::string file = directory.path() + "/ballastd.yaml";
+  const Finished unwritable = RunDaemon(directory.path(), free + file + "/data" + rest);
+  EXPECT_EQ(unwritable.code, 5) << unwritable.err;
+  EXPECT_NE(unwritable.err.find("is not writable"), std::string::npos) << unwritable.err;
+
+  const Finished used = RunDaemon(directory.path(), free + data + rest);
+  EXPECT_EQ(used.code, 6) << used.err;
+  EXPECT_NE(used.err.find(data), std::string::npos) << used.err;
+
+  const Finished unknown = RunDaemon(directory.path(), free + data + rest + "colour: red\n");
+  EXPECT_EQ(unknown.code, 2) << unknown.err;
+  EXPECT_NE(unknown.err.find("bad.yaml:6: unknown key 'colour'"), std::string::npos) << unknown.err;
+
+  EXPECT_EQ(RunProcess({DaemonPath(), "--no-such-flag"}).code, 2);
+  EXPECT_EQ(RunProcess({DaemonPath(), "--help"}).code, 0);
+  EXPECT_EQ(first.End(SIGTERM), 0);
+}
+
+}  // namespace
+}  // namespace ballast::services

@@ -1,0 +1,117 @@
+#include "ballast/services/config/config.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr char kGood[] = R"(# a server
+listen: 127.0.0.1:0
+metrics_listen: 127.0.0.1:9100
+data_directory: /var/lib/ballast
+budget:
+  dram: 512MiB
+  nvme: 2 GiB
+compute_threads: 2
+)";
+
+absl::StatusOr<Config> FromText(const std::string& text, const ConfigValues& environment = {},
+                                const ConfigValues& flags = {}) {
+  BALLAST_ASSIGN_OR_RETURN(const ConfigValues file, ParseConfigText(text, "s.yaml"));
+  return MakeConfig(file, environment, flags);
+}
+
+void ExpectBad(const std::string& text, const std::string& message) {
+  const absl::Status status = FromText(text).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << text;
+  EXPECT_EQ(model::ReasonOf(status), model::kBadConfig);
+  EXPECT_NE(status.message().find(message), absl::string_view::npos) << message << " in " << status;
+}
+
+TEST(Config, ReadsAFile) {
+  const auto config = FromText(kGood);
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->listen, "127.0.0.1:0");
+  EXPECT_EQ(config->metrics_listen, "127.0.0.1:9100");
+  EXPECT_EQ(config->server.data_directory, "/var/lib/ballast");
+  EXPECT_EQ(config->server.budget.dram, uint64_t{512} << 20);
+  EXPECT_EQ(config->server.budget.nvme, uint64_t{2} << 30);
+  EXPECT_EQ(config->server.budget.hbm, 0u);
+  EXPECT_EQ(config->server.compute_threads, 2);
+  EXPECT_EQ(config->log_level, "info");
+}
+
+TEST(Config, FlagBeatsEnvironmentBeatsFile) {
+  const auto environment = ParseEnvironment({"PATH=/bin", "BALLAST_BUDGET_DRAM=2MiB", "BALLAST_LOG_LEVEL=warn"});
+  ASSERT_TRUE(environment.ok()) << environment.status();
+  const auto config = FromText(kGood, *environment, {{"log_level", {"error", "--log_level"}}});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->server.budget.dram, uint64_t{2} << 20);
+  EXPECT_EQ(config->log_level, "error");
+}
+
+TEST(Config, RefusesWhatItDoesNotKnowWithFileAndLine) {
+  ExpectBad(std::string(kGood) + "budgets: 3\n",
+            "s.yaml:9: unknown key 'budgets'; expected one of listen, metrics_listen");
+  ExpectBad("budget:\n  dram: 1MiB\n  drum: 1MiB\n", "s.yaml:3: unknown key 'budget.drum'");
+  ExpectBad("listen: a:1\nlisten: b:2\n", "s.yaml:2: key 'listen' comes twice");
+  ExpectBad("listen: [a, b]\n", "s.yaml:1: listen: expected host:port, port 0 for a free one; came a list");
+  ExpectBad("listen: {\n", "s.yaml:");
+  ExpectBad("just words\n", "expected lines of `key: value`");
+}
+
+TEST(Config, RefusesBadValuesWithWhatCame) {
+  ExpectBad("budget: {dram: 12 parrots}\n", "s.yaml:1: budget.dram: expected bytes, such as 512MiB; came '12 parrots'");
+  ExpectBad("\n\nlisten: localhost\n", "s.yaml:3: listen: expected host:port, port 0 for a free one; came 'localhost'");
+  ExpectBad("listen: localhost:70000\n", "came 'localhost:70000'");
+  ExpectBad("compute_threads: 0\n", "compute_threads: expected an integer from 1 to 64; came '0'");
+  ExpectBad("log_level: loud\n", "expected trace, debug, info, warn, error or off; came 'loud'");
+  ExpectBad("server_id: a b\n", "came 'a b'");
+  const absl::Status variable = FromText(kGood, {{"staging", {"-1", "BALLAST_STAGING"}}}).status();
+  EXPECT_EQ(variable.message(), "BALLAST_STAGING: staging: expected bytes, such as 512MiB; came '-1'");
+}
+
+TEST(Config, RefusesWhatIsMissing) {
+  ExpectBad("budget: {dram: 1MiB}\n", "data_directory is missing; expected a path");
+  ExpectBad("data_directory: /tmp\n", "budget.dram is missing; expected bytes");
+  ExpectBad("data_directory: /tmp\nbudget: {dram: 0}\n", "budget.dram is 0");
+  const absl::Status file = ParseConfigFile("/no/such/file.yaml").status();
+  EXPECT_NE(file.message().find("/no/such/file.yaml: cannot be read"), absl::string_view::npos) << file;
+}
+
+TEST(Config, RefusesUnknownVariables) {
+  const absl::Status status = ParseEnvironment({"BALLAST_LISTN=x"}).status();
+  EXPECT_NE(status.message().find("BALLAST_LISTN: unknown variable; expected one of BALLAST_LISTEN"),
+            absl::string_view::npos)
+      << status;
+}
+
+TEST(Config, ReadsBytes) {
+  EXPECT_EQ(ParseBytes("7").value(), 7u);
+  EXPECT_EQ(ParseBytes("7B").value(), 7u);
+  EXPECT_EQ(ParseBytes("3KiB").value(), 3072u);
+  EXPECT_EQ(ParseBytes(" 1 TiB ").value(), uint64_t{1} << 40);
+  for (const char* bad : {"", "KiB", "-1", "+1", "1.5GiB", "1kb", "0x10", "99999999TiB", "18446744073709551616"}) {
+    EXPECT_FALSE(ParseBytes(bad).ok()) << bad;
+  }
+}
+
+TEST(Config, TheReferenceNamesEveryKey) {
+  std::ifstream file(std::getenv("CONFIG_README"));
+  std::ostringstream text;
+  text << file.rdbuf();
+  for (const ConfigKey& key : ConfigKeys()) {
+    const std::string row = "| `" + key.name + "` | `" + EnvironmentName(key) + "` | " + key.expected + " | " +
+                            key.fallback + " | " + key.meaning + " |";
+    EXPECT_NE(text.str().find(row), std::string::npos) << row;
+  }
+}
+
+}  // namespace
+}  // namespace ballast::services

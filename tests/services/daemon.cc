@@ -1,0 +1,110 @@
+#include "ballast/tests/services/daemon.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+
+extern char** environ;
+
+namespace ballast::services {
+namespace {
+
+std::string Slurp(const std::string& path) {
+  std::ifstream file(path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+pid_t Spawn(const std::vector<std::string>& command, posix_spawn_file_actions_t* actions) {
+  std::vector<char*> arguments;
+  for (const std::string& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
+  arguments.push_back(nullptr);
+  pid_t pid = -1;
+  EXPECT_EQ(::posix_spawn(&pid, arguments[0], actions, nullptr, arguments.data(), environ), 0) << command[0];
+  return pid;
+}
+
+int CodeOf(int status) { return WIFEXITED(status) ? WEXITSTATUS(status) : -1; }
+
+std::string FieldOf(const std::string& line, const std::string& name) {
+  const size_t at = line.find(name + "=");
+  if (at == std::string::npos) return "";
+  const size_t begin = at + name.size() + 1;
+  return line.substr(begin, line.find_first_of(" \n", begin) - begin);
+}
+
+std::string PathFrom(const char* variable) {
+  const char* path = std::getenv(variable);
+  EXPECT_NE(path, nullptr) << variable << " must name the binary; ctest sets it";
+  return path == nullptr ? "" : path;
+}
+
+}  // namespace
+
+std::string DaemonPath() { return PathFrom("DAEMON"); }
+std::string CtlPath() { return PathFrom("CTL"); }
+
+std::string DaemonConfig(const std::string& data_directory, const std::string& id) {
+  return "listen: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\ndata_directory: " + data_directory + "\nserver_id: " + id +
+         "\nbudget:\n  dram: 64MiB\n";
+}
+
+Finished RunProcess(const std::vector<std::string>& command) {
+  std::string out = ::testing::TempDir() + "ballast-out-XXXXXX";
+  std::string err = ::testing::TempDir() + "ballast-err-XXXXXX";
+  const int out_fd = ::mkstemp(out.data());
+  const int err_fd = ::mkstemp(err.data());
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, out_fd, 1);
+  posix_spawn_file_actions_adddup2(&actions, err_fd, 2);
+  const pid_t pid = Spawn(command, &actions);
+  posix_spawn_file_actions_destroy(&actions);
+  ::close(out_fd);
+  ::close(err_fd);
+  int status = -1;
+  ::waitpid(pid, &status, 0);
+  const Finished finished{CodeOf(status), Slurp(out), Slurp(err)};
+  ::unlink(out.c_str());
+  ::unlink(err.c_str());
+  return finished;
+}
+
+Daemon::Daemon(const std::string& directory, const std::string& config) {
+  const std::string path = directory + "/ballastd.yaml";
+  std::ofstream(path) << config;
+  int pipe_fds[2];
+  EXPECT_EQ(::pipe2(pipe_fds, O_CLOEXEC), 0);
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, pipe_fds[1], 1);
+  pid_ = Spawn({DaemonPath(), "--config", path}, &actions);
+  posix_spawn_file_actions_destroy(&actions);
+  ::close(pipe_fds[1]);
+  // Ends at the line's end, or when the child is gone.
+  for (char c = 0; c != '\n' && ::read(pipe_fds[0], &c, 1) == 1;) line_.push_back(c);
+  ::close(pipe_fds[0]);
+  listen_ = FieldOf(line_, "listen");
+  metrics_ = FieldOf(line_, "metrics");
+}
+
+Daemon::~Daemon() { End(SIGKILL); }
+
+int Daemon::End(int signal) {
+  if (pid_ < 0) return -1;
+  ::kill(pid_, signal);
+  int status = 0;
+  ::waitpid(pid_, &status, 0);
+  pid_ = -1;
+  return CodeOf(status);
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,41 @@
+// Child processes for tests: the real binaries, their output and exit codes.
+#pragma once
+
+#include <sys/types.h>
+
+#include <string>
+#include <vector>
+
+namespace ballast::services {
+
+struct Finished {
+  int code = -1;  // -1: ended by a signal, or not within a minute
+  std::string out;
+  std::string err;
+};
+// Runs to the end.
+Finished RunProcess(const std::vector<std::string>& command);
+
+// A running ballastd. Ends with the object.
+class Daemon {
+ public:
+  // `config`: text of the YAML file, written into `directory`. Waits for the ready line or the end.
+  Daemon(const std::string& directory, const std::string& config);
+  ~Daemon();
+  bool ready() const { return !listen_.empty(); }
+  const std::string& ready_line() const { return line_; }
+  const std::string& listen() const { return listen_; }
+  const std::string& metrics() const { return metrics_; }
+  // Sends the signal; the exit code, -1 if a signal killed it.
+  int End(int signal);
+
+ private:
+  pid_t pid_ = -1;
+  std::string line_, listen_, metrics_;
+};
+
+std::string DaemonPath();
+std::string CtlPath();
+std::string DaemonConfig(const std::string& data_directory, const std::string& id);
+
+}  // namespace ballast::services

@@ -1,0 +1,163 @@
+#include <gtest/gtest.h>
+
+#include "ballast/proto/model/status.h"
+#include "ballast/services/counters.h"
+#include "ballast/tests/services/trainer_group.h"
+
+namespace ballast::services {
+namespace {
+
+using ::testing::Test;
+
+float Ones(uint32_t, uint64_t) { return 1.0f; }
+
+class JobPull : public Test {
+ protected:
+  void SetUp() override {
+    ASSERT_EQ(group_.Start(), absl::OkStatus());
+    ASSERT_EQ(group_.Initialise(Ones), absl::OkStatus());
+    request_.set_job("job");
+    request_.set_content(v1::CONTENT_WORKING);
+    request_.set_unit(0);
+    request_.set_begin(100);
+    request_.set_end(200);
+    request_.set_version(0);
+  }
+  absl::Status Step() {
+    BALLAST_RETURN_IF_ERROR(group_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones));
+    return group_.Finish(UpdateHeader(4)).status();
+  }
+  absl::Status PullNow(absl::Time deadline = absl::Now() + absl::Seconds(30)) {
+    std::string bytes;
+    return group_.Pull(server_.get(), request_, deadline, &bytes).Wait().status();
+  }
+  absl::StatusOr<v1::PinResponse> Pin(int64_t version) {
+    v1::PinRequest request;
+    request.set_job("job");
+    request.set_version(version);
+    Answer<v1::PinResponse> answer;
+    server_->Pin(request, absl::Now() + absl::Seconds(30), answer.reply());
+    return answer.Wait();
+  }
+  absl::Status Unpin(int64_t version) {
+    v1::UnpinRequest request;
+    request.set_job("job");
+    request.set_version(version);
+    Answer<v1::UnpinResponse> answer;
+    server_->Unpin(request, answer.reply());
+    return answer.Wait().status();
+  }
+
+  TestServer server_{"s"};
+  TrainerGroup group_{{server_.get()}, MakeSpec("job", SmallModel()), 2};
+  v1::PullRequest request_;
+};
+
+TEST_F(JobPull, WaitsUntilTheVersionIsThere) {
+  request_.set_version(1);
+  std::string bytes;
+  Answer<uint32_t> answer = group_.Pull(server_.get(), request_, absl::Now() + absl::Seconds(30), &bytes);
+  EXPECT_FALSE(answer.arrived());
+  EXPECT_EQ(server_->counters().waiting_requests, 1u);
+  ASSERT_EQ(Step(), absl::OkStatus());
+  EXPECT_TRUE(answer.Wait().ok());
+  EXPECT_EQ(bytes.size(), 200u);
+  EXPECT_EQ(server_->counters().waiting_requests, 0u);
+}
+
+TEST_F(JobPull, AnswersByItselfAtItsDeadline) {
+  request_.set_version(5);
+  const absl::Status status = PullNow(absl::Now() + absl::Milliseconds(50));
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(status.message(),
+            "the deadline passed while chunk 0 of unit 0 was at version 0, asked for 5; is step 5 decided?");
+}
+
+TEST_F(JobPull, RefusesAVersionThatIsGone) {
+  ASSERT_EQ(Step(), absl::OkStatus());
+  request_.set_version(1);
+  ASSERT_EQ(PullNow(), absl::OkStatus());
+  request_.set_version(0);
+  const absl::Status status = PullNow();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(model::ReasonOf(status), model::kVersionGone);
+  EXPECT_NE(status.message().find("is past version 0 (at 1)"), absl::string_view::npos) << status;
+}
+
+TEST_F(JobPull, ReadsAPinnedVersionWhileStepsGoOn) {
+  const auto before = group_.Read(2, v1::CONTENT_MASTER, 0);
+  ASSERT_TRUE(before.ok()) << before.status();
+  ASSERT_TRUE(Pin(0).ok());
+  ASSERT_TRUE(Pin(0).ok()) << "a pin may be sent twice";
+  ASSERT_EQ(Step(), absl::OkStatus());
+  const auto pin = Pin(1);
+  ASSERT_TRUE(pin.ok()) << pin.status();
+  EXPECT_EQ(pin->tensor_steps(2), 1u);
+  ASSERT_EQ(Step(), absl::OkStatus());
+  EXPECT_EQ(group_.Read(2, v1::CONTENT_MASTER, 0).value(), *before);
+  EXPECT_NE(group_.Read(2, v1::CONTENT_MASTER, 1).value(), *before);
+  EXPECT_TRUE(group_.Read(2, v1::CONTENT_WORKING, 0).ok());
+  EXPECT_EQ(model::ReasonOf(Pin(1).status()), "") << "still pinned";
+  ASSERT_EQ(Unpin(0), absl::OkStatus());
+  ASSERT_EQ(Unpin(0), absl::OkStatus());
+  EXPECT_EQ(model::ReasonOf(group_.Read(2, v1::CONTENT_MASTER, 0).status()), model::kVersionGone);
+  EXPECT_EQ(model::ReasonOf(Pin(0).status()), model::kVersionGone);
+  EXPECT_EQ(model::ReasonOf(Pin(9).status()), model::kBehind);
+}
+
+TEST_F(JobPull, RefusesWhatIsNoPartOfOneChunk) {
+  const auto expect = [&](absl::StatusCode code, const char* reason, const char* text) {
+    const absl::Status status = PullNow();
+    EXPECT_EQ(status.code(), code) << status;
+    EXPECT_EQ(model::ReasonOf(status), reason) << status;
+    EXPECT_NE(status.message().find(text), absl::string_view::npos) << status;
+  };
+  request_.set_unit(9);
+  expect(absl::StatusCode::kNotFound, model::kUnknownUnit, "9");
+  request_.set_unit(0);
+  request_.set_end(1'000'000);
+  expect(absl::StatusCode::kInvalidArgument, model::kBadRange, "1000000");
+  request_.set_begin(65'000);
+  request_.set_end(66'000);
+  expect(absl::StatusCode::kInvalidArgument, model::kBadRange, "must lie in one chunk");
+  request_.set_end(65'000);
+  expect(absl::StatusCode::kInvalidArgument, model::kBadRange, "65000");
+  request_.set_end(65'100);
+  request_.set_content(v1::CONTENT_UNSPECIFIED);
+  expect(absl::StatusCode::kInvalidArgument, model::kBadRequest, "content");
+  request_.set_content(v1::CONTENT_WORKING);
+  request_.set_version(-1);
+  expect(absl::StatusCode::kInvalidArgument, model::kBadRequest, "count from 0");
+}
+
+TEST_F(JobPull, RefusesWhenTheAnswerHasNoMemory) {
+  Answer<uint32_t> answer;
+  server_->Pull(
+      request_, absl::InfiniteFuture(), [](uint64_t) { return absl::Span<std::byte>(); }, answer.reply());
+  EXPECT_EQ(answer.Wait().status().code(), absl::StatusCode::kUnavailable);
+}
+
+TEST(JobPullBound, WaitersBeyondTheBoundAreSentAway) {
+  TestServer server("s");
+  server.options().waiting_requests_max = 2;
+  server.Restart();
+  TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  v1::PullRequest request;
+  request.set_job("job");
+  request.set_content(v1::CONTENT_WORKING);
+  request.set_end(10);
+  std::string bytes[3];
+  Answer<uint32_t> first = group.Pull(server.get(), request, absl::InfiniteFuture(), &bytes[0]);
+  Answer<uint32_t> second = group.Pull(server.get(), request, absl::InfiniteFuture(), &bytes[1]);
+  const absl::Status third = group.Pull(server.get(), request, absl::InfiniteFuture(), &bytes[2]).Wait().status();
+  EXPECT_EQ(model::ReasonOf(third), model::kBusy);
+  EXPECT_NE(third.message().find("already 2 requests wait"), absl::string_view::npos) << third;
+  EXPECT_FALSE(first.arrived());
+  server->Stop();
+  EXPECT_EQ(model::ReasonOf(first.Wait().status()), model::kServerDown);
+  EXPECT_EQ(model::ReasonOf(second.Wait().status()), model::kServerDown);
+}
+
+}  // namespace
+}  // namespace ballast::services

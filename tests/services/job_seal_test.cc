@@ -1,0 +1,87 @@
+#include <gtest/gtest.h>
+
+#include "ballast/proto/model/status.h"
+#include "ballast/tests/services/trainer_group.h"
+
+namespace ballast::services {
+namespace {
+
+float Ones(uint32_t, uint64_t) { return 1.0f; }
+
+class JobSeal : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_EQ(group_.Start(), absl::OkStatus());
+    ASSERT_EQ(group_.Initialise(Ones), absl::OkStatus());
+  }
+  Answer<v1::SealResponse> Seal(uint32_t rank, uint32_t wait_ms,
+                                absl::Time deadline = absl::Now() + absl::Seconds(30)) {
+    Answer<v1::SealResponse> answer;
+    server_->Seal(group_.SealOf(rank, UpdateHeader(4), wait_ms), deadline, answer.reply());
+    return answer;
+  }
+
+  TestServer server_{"s"};
+  TrainerGroup group_{{server_.get()}, MakeSpec("job", SmallModel()), 2};
+};
+
+TEST_F(JobSeal, IsHeldUntilTheLastSliceAndTheLastRank) {
+  Answer<v1::SealResponse> first = Seal(0, 20'000);
+  EXPECT_FALSE(first.arrived());
+  ASSERT_EQ(group_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones), absl::OkStatus());
+  EXPECT_FALSE(first.arrived());
+  Answer<v1::SealResponse> second = Seal(1, 0);
+  ASSERT_TRUE(first.Wait().ok());
+  EXPECT_TRUE(first.Wait()->has_prepared());
+  // Nothing of step 1 waits for a disk, so the last seal needs no second asking.
+  ASSERT_TRUE(second.Wait().ok());
+  EXPECT_TRUE(second.Wait()->has_prepared() || second.Wait()->has_pending());
+}
+
+TEST_F(JobSeal, SaysWhatIsMissingWhenItsPatienceEnds) {
+  ASSERT_EQ(group_.PushSlice(0, v1::SLICE_KIND_GRADIENT, Ones), absl::OkStatus());
+  const auto response = Seal(0, 30).Wait();
+  ASSERT_TRUE(response.ok()) << response.status();
+  ASSERT_TRUE(response->has_pending());
+  EXPECT_EQ(response->pending().unsealed_ranks_size(), 1);
+  EXPECT_EQ(response->pending().unsealed_ranks(0), 1u);
+  EXPECT_EQ(response->pending().missing_count(), group_.plan().slices().size() - 1);
+}
+
+TEST_F(JobSeal, HonoursItsDeadline) {
+  const auto response = Seal(0, 20'000, absl::Now() + absl::Milliseconds(30)).Wait();
+  EXPECT_EQ(response.status().code(), absl::StatusCode::kDeadlineExceeded);
+}
+
+TEST_F(JobSeal, IsVoidAfterAFence) {
+  Answer<v1::SealResponse> held = Seal(0, 20'000);
+  TrainerGroup next({server_.get()}, MakeSpec("job", SmallModel()), 2, 2);
+  ASSERT_EQ(next.Start(), absl::OkStatus());
+  EXPECT_EQ(model::ReasonOf(held.Wait().status()), model::kStaleEpoch);
+}
+
+TEST_F(JobSeal, NormNeedsAllSlicesAndIgnoresAbsentTensors) {
+  v1::NormRequest request;
+  request.set_job("job");
+  *request.mutable_epoch() = group_.epoch();
+  request.set_step(1);
+  request.set_gradient_presence(AllTensors(4));
+  Answer<v1::NormResponse> early;
+  server_->Norm(request, early.reply());
+  EXPECT_EQ(model::ReasonOf(early.Wait().status()), model::kIncomplete);
+  ASSERT_EQ(group_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones), absl::OkStatus());
+  for (const auto& [tensors, expected] : std::vector<std::pair<std::vector<uint32_t>, double>>{
+           {{0, 1, 2, 3}, 70000 + 100 + 140000 + 300}, {{1}, 100}, {{1, 2}, 100 + 140000}}) {
+    request.set_gradient_presence(model::MakeBitmap(4, tensors));
+    Answer<v1::NormResponse> answer;
+    server_->Norm(request, answer.reply());
+    const auto response = answer.Wait();
+    ASSERT_TRUE(response.ok()) << response.status();
+    double sum = 0;
+    for (const v1::ChunkNorm& norm : response->norms()) sum += model::ChunkSquaredNorm(norm);
+    EXPECT_EQ(sum, expected);
+  }
+}
+
+}  // namespace
+}  // namespace ballast::services

@@ -1,0 +1,105 @@
+// A trainer group in miniature, for tests: all ranks in one object, direct calls to state servers, no retries.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/services/state_server.h"
+#include "ballast/tests/services/answer.h"
+#include "ballast/tests/services/scratch_directory.h"
+
+namespace ballast::services {
+
+// Tensor name, unit, elements, group.
+struct TestTensor {
+  std::string name;
+  std::string unit;
+  uint64_t elements;
+  uint32_t group;
+};
+
+// Two units, two groups, several chunks of 2^16 elements, padding inside and at ends.
+std::vector<TestTensor> SmallModel();
+v1::JobSpec MakeSpec(const std::string& job, const std::vector<TestTensor>& tensors);
+void Append(const std::vector<TestTensor>& tensors, v1::JobSpec* spec);
+v1::StepHeader UpdateHeader(uint32_t tensors);
+v1::StepHeader ValuesHeader(uint32_t tensors);
+std::string AllTensors(uint32_t tensors);
+
+// Value of an element of a tensor.
+using Fill = std::function<float(uint32_t tensor, uint64_t element)>;
+
+class TrainerGroup {
+ public:
+  TrainerGroup(std::vector<StateServer*> servers, v1::JobSpec spec, uint32_t world_size, uint64_t epoch_counter = 1);
+
+  // Fence on all servers, resolve, open.
+  absl::Status Start();
+  absl::Status Fence(std::vector<v1::GetJobResponse>* answers);
+  absl::Status Open(int64_t base, const std::optional<v1::Decision>& decision);
+  v1::OpenRequest open_request(int64_t base, const std::optional<v1::Decision>& decision) const;
+
+  // Every slice of `kind` that touches a tensor of `presence`.
+  absl::Status PushAll(v1::SliceKind kind, const std::string& presence, const Fill& fill);
+  // One slice.
+  absl::Status PushSlice(uint32_t slice, v1::SliceKind kind, const Fill& fill);
+  Answer<v1::PushResponse> BeginPushSlice(uint32_t slice, v1::SliceKind kind, const Fill& fill);
+  v1::PushRequest PushHeader(uint32_t slice, v1::SliceKind kind, const std::string& payload) const;
+  std::string Payload(uint32_t slice, v1::SliceKind kind, const Fill& fill) const;
+
+  v1::SealRequest SealOf(uint32_t rank, const v1::StepHeader& header, uint32_t wait_ms) const;
+  // Seals on all servers for all ranks, decides, commits.
+  absl::StatusOr<v1::Decision> Finish(const v1::StepHeader& header);
+  absl::StatusOr<std::vector<v1::PreparedRecord>> SealAll(const v1::StepHeader& header);
+  absl::Status Commit(const v1::Decision& decision);
+  // Transaction 0.
+  absl::Status Initialise(const Fill& fill);
+
+  // A whole tensor, from the servers that hold its chunks. `Content`s of fp32 or bf16 widened.
+  absl::StatusOr<std::vector<float>> Read(uint32_t tensor, v1::Content content, int64_t version);
+  // Pull of one range in one chunk.
+  Answer<uint32_t> Pull(StateServer* server, const v1::PullRequest& request, absl::Time deadline,
+                        std::string* to) const;
+
+  const model::EpochPlan& plan() const { return *plan_; }
+  StateServer* server_of(uint64_t chunk) const { return servers_[plan_->server_of(chunk)]; }
+  const v1::Epoch& epoch() const { return epoch_; }
+  int64_t step() const { return step_; }
+  void set_attempt(uint64_t attempt) { attempt_ = attempt; }
+  v1::JobSpec& spec() { return spec_; }
+
+ private:
+  const std::vector<StateServer*> servers_;
+  v1::JobSpec spec_;
+  const uint32_t world_size_;
+  v1::Epoch epoch_;
+  int64_t step_ = 0;  // the one in flight
+  uint64_t attempt_ = 0;
+  std::unique_ptr<model::EpochPlan> plan_;
+  // Payloads of pushes whose answers a test still awaits.
+  std::vector<std::unique_ptr<std::string>> payloads_;
+};
+
+// A server over a scratch directory that goes with it.
+class TestServer {
+ public:
+  explicit TestServer(const std::string& id, storage::TierBytes budget = {0, uint64_t{64} << 20, 0});
+  StateServer* get() { return server_.get(); }
+  StateServer* operator->() { return server_.get(); }
+  const std::string& directory() const { return directory_.path(); }
+  // Ends it and starts it again on the same directory.
+  void Restart();
+  StateServerOptions& options() { return options_; }
+
+ private:
+  ScratchDirectory directory_;
+  StateServerOptions options_;
+  std::unique_ptr<StateServer> server_;
+};
+
+}  // namespace ballast::services

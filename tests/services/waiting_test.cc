@@ -1,0 +1,97 @@
+#include "ballast/services/waiting.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+
+class WaitingTest : public ::testing::Test {
+ protected:
+  // A waiter that answers `name` once `ready`.
+  Waiter Make(const std::string& name, const bool* ready, absl::Time deadline = absl::InfiniteFuture()) {
+    Waiter waiter;
+    waiter.deadline = deadline;
+    const auto say = [this](const std::string& text, Replies* replies) {
+      replies->push_back([this, text] { said_.push_back(text); });
+    };
+    waiter.attempt = [say, name, ready](Replies* replies) {
+      if (*ready) say(name, replies);
+      return *ready;
+    };
+    waiter.expire = [say, name](Replies* replies) { say(name + " expired", replies); };
+    waiter.refuse = [say, name](const absl::Status& status, Replies* replies) {
+      say(name + " " + model::ReasonOf(status), replies);
+    };
+    return waiter;
+  }
+  void Run(Replies* replies) {
+    for (const auto& reply : *replies) reply();
+    replies->clear();
+  }
+
+  Deadlines deadlines_;
+  std::atomic<uint64_t> count_{0};
+  absl::Mutex mu_;
+  absl::Notification expired_;
+  Waiting waiting_{&deadlines_, &count_, 2, [this](uint64_t id) {
+                     absl::MutexLock lock(&mu_);
+                     Replies replies;
+                     waiting_.Expire(id, &replies);
+                     Run(&replies);
+                     expired_.Notify();
+                   }};
+  Waiting::Queue queue_;
+  std::vector<std::string> said_;
+};
+
+TEST_F(WaitingTest, AnswersInOrderOfArrivalOnceReady) {
+  bool a = false, b = false;
+  Replies replies;
+  waiting_.Submit(Make("a", &a), &queue_, &replies);
+  waiting_.Submit(Make("b", &b), &queue_, &replies);
+  EXPECT_EQ(count_, 2u);
+  EXPECT_FALSE(waiting_.Wake(&queue_, &replies));
+  b = true;
+  EXPECT_TRUE(waiting_.Wake(&queue_, &replies));
+  a = true;
+  EXPECT_TRUE(waiting_.Wake(&queue_, &replies));
+  Run(&replies);
+  EXPECT_EQ(said_, (std::vector<std::string>{"b", "a"}));
+  EXPECT_EQ(count_, 0u);
+  EXPECT_TRUE(queue_.empty());
+}
+
+TEST_F(WaitingTest, RefusesBeyondTheBound) {
+  bool ready = false;
+  Replies replies;
+  for (const char* name : {"a", "b", "c"}) waiting_.Submit(Make(name, &ready), &queue_, &replies);
+  Run(&replies);
+  EXPECT_EQ(said_, (std::vector<std::string>{"c BUSY"}));
+  waiting_.RefuseAll(model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "stopping"), &replies);
+  Run(&replies);
+  EXPECT_EQ(said_.size(), 3u);
+  EXPECT_EQ(count_, 0u);
+}
+
+TEST_F(WaitingTest, ExpiresByItself) {
+  const bool ready = false;
+  {
+    absl::MutexLock lock(&mu_);
+    Replies replies;
+    waiting_.Submit(Make("late", &ready, absl::Now() + absl::Milliseconds(20)), &queue_, &replies);
+  }
+  ASSERT_TRUE(expired_.WaitForNotificationWithTimeout(absl::Seconds(30)));
+  absl::MutexLock lock(&mu_);
+  EXPECT_EQ(said_, (std::vector<std::string>{"late expired"}));
+  EXPECT_TRUE(queue_.empty());
+}
+
+}  // namespace
+}  // namespace ballast::services
