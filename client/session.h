@@ -146,6 +146,9 @@ class Session {
 
   // The last decided step; -1: the job is new, Initialise comes first.
   int64_t version() const;
+  // Some tensors have no values yet (a new job's, or registered and not initialised before a restart): Initialise comes
+  // before the next step.
+  bool needs_values() const;
   // After a resume: the blobs sealed with version(), by rank of the group that sealed it.
   const std::vector<std::string>& resumed_blobs() const;
   int rank() const;

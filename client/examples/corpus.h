@@ -1,0 +1,46 @@
+// The text to train on, as bytes, and which bytes each micro-batch sees.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+namespace ballast::client {
+
+// Licence texts that every Debian machine carries: about a quarter of a megabyte of English.
+inline constexpr char kDefaultTextPath[] = "/usr/share/common-licenses";
+// Held in memory whole by every rank.
+inline constexpr uint64_t kCorpusBytesMax = uint64_t{1} << 30;
+
+class Corpus {
+ public:
+  // Files, and the files below directories, once each whatever the number of links to them, in the order of their
+  // resolved paths. Errors: NOT_FOUND, INVALID_ARGUMENT (no text, over kCorpusBytesMax), INTERNAL (unreadable).
+  static absl::StatusOr<Corpus> Load(const std::vector<std::string>& paths);
+  explicit Corpus(std::string text) : text_(std::move(text)) {}
+
+  const std::string& text() const { return text_; }
+  uint64_t file_count() const { return file_count_; }
+  uint32_t Digest() const;
+  // Entropy of the byte frequencies, in nats per byte: the loss of the best model that looks at no context.
+  double UnigramEntropy() const;
+
+  // Which sequences a micro-batch holds depends on this key alone, never on ranks or threads.
+  struct SampleKey {
+    uint64_t seed = 0;
+    uint64_t step = 0;
+    uint64_t micro_batch = 0;
+  };
+  // Fills whole sequences of `context` bytes: inputs[n], and targets[n], the bytes that follow each.
+  // REQUIRES: inputs and targets equally long, a multiple of `context`; text longer than `context`.
+  void Sample(const SampleKey& key, uint64_t context, absl::Span<uint8_t> inputs, absl::Span<uint8_t> targets) const;
+
+ private:
+  std::string text_;
+  uint64_t file_count_ = 0;
+};
+
+}  // namespace ballast::client

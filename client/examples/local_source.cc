@@ -1,0 +1,136 @@
+#include "ballast/client/examples/local_source.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
+
+namespace ballast::client {
+
+LocalSource::LocalSource(model::Layout layout) : layout_(std::move(layout)), tensor_steps_(layout_.tensors().size()) {
+  for (const model::Unit& unit : layout_.units()) {
+    UnitState& state = units_.emplace_back();
+    for (auto* array : {&state.master, &state.moment1, &state.moment2}) array->resize(unit.elements);
+    for (auto* array : {&state.working, &state.gradient}) array->resize(unit.elements);
+  }
+}
+
+absl::StatusOr<std::unique_ptr<LocalSource>> LocalSource::Create(const ModelShape& shape, uint64_t seed,
+                                                                 uint64_t chunk_elements) {
+  const std::vector<ModelTensor> tensors = TensorsOf(shape);
+  v1::JobSpec spec;
+  spec.set_name("reference");
+  spec.set_chunk_elements(chunk_elements);
+  spec.set_optimizer(v1::OPTIMIZER_ADAMW);
+  spec.set_gradient_dtype(v1::DTYPE_BF16);
+  spec.set_working_dtype(v1::DTYPE_BF16);
+  spec.set_durability(v1::DURABILITY_NONE);
+  spec.set_group_count(kGroupCount);
+  v1::Registration& registration = *spec.add_registrations();
+  for (const ModelTensor& tensor : tensors) {
+    v1::TensorSpec& t = *registration.add_tensors();
+    t.set_name(tensor.name);
+    t.set_unit(tensor.unit);
+    for (const uint64_t size : tensor.shape) t.add_shape(size);
+    t.set_group(tensor.group);
+  }
+  BALLAST_ASSIGN_OR_RETURN(model::Layout layout, model::Layout::Make(spec));
+
+  std::unique_ptr<LocalSource> source(new LocalSource(std::move(layout)));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const model::Tensor& tensor = source->layout_.tensors()[i];
+    absl::Span<float> master = absl::MakeSpan(source->units_[tensor.unit].master);
+    FillInitialValues(shape, tensors[i], seed, 0, master.subspan(tensor.range.begin, tensor.range.size()));
+  }
+  for (UnitState& unit : source->units_) kernels::Bf16FromF32(unit.master, absl::MakeSpan(unit.working));
+  return source;
+}
+
+absl::StatusOr<uint64_t> LocalSource::Locate(const std::string& tensor) const {
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t index, layout_.FindTensor(tensor));
+  return layout_.tensors()[index].range.begin;
+}
+
+std::vector<ParameterSource::Ranges> LocalSource::OwnedRanges(uint32_t unit) const {
+  return {{{0, unit_elements(unit)}}};
+}
+
+absl::StatusOr<absl::Span<const kernels::bf16>> LocalSource::Acquire(uint32_t unit) {
+  return absl::MakeConstSpan(units_[unit].working);
+}
+
+absl::Status LocalSource::Push(uint32_t unit, absl::Span<const kernels::bf16> gradient) {
+  if (gradient.size() != unit_elements(unit)) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
+                        absl::StrCat("gradient of unit ", unit, ": expected ", unit_elements(unit), " elements, got ",
+                                     gradient.size()));
+  }
+  std::copy(gradient.begin(), gradient.end(), units_[unit].gradient.begin());
+  return absl::OkStatus();
+}
+
+v1::ChunkNorm LocalSource::NormOf(const model::Chunk& chunk) const {
+  v1::ChunkNorm norm;
+  norm.set_chunk(chunk.index);
+  const auto gradient = absl::MakeConstSpan(units_[chunk.unit].gradient);
+  for (const model::Segment& segment : chunk.segments) {
+    const kernels::NormResult result =
+        kernels::SquaredNorm(gradient.subspan(chunk.range.begin + segment.in_chunk.begin, segment.in_chunk.size()));
+    v1::SegmentNorm& entry = *norm.add_segments();
+    entry.set_tensor(segment.tensor);
+    entry.set_squared_norm(result.squared_norm);
+    if (!result.finite) norm.set_overflow(true);
+  }
+  return norm;
+}
+
+void LocalSource::Update(const model::Chunk& chunk, const v1::StepHeader& header, float factor) {
+  UnitState& unit = units_[chunk.unit];
+  for (const model::Segment& segment : chunk.segments) {
+    const v1::GroupHyper& group = header.groups(static_cast<int>(segment.group));
+    const kernels::AdamwCoefficients coefficients = kernels::MakeAdamwCoefficients(
+        {group.learning_rate(), group.beta1(), group.beta2(), group.epsilon(), group.weight_decay()},
+        tensor_steps_[segment.tensor], factor);
+    const uint64_t begin = chunk.range.begin + segment.in_chunk.begin;
+    const uint64_t size = segment.in_chunk.size();
+    kernels::Adamw(coefficients, absl::MakeConstSpan(unit.gradient).subspan(begin, size),
+                   absl::MakeSpan(unit.master).subspan(begin, size), absl::MakeSpan(unit.moment1).subspan(begin, size),
+                   absl::MakeSpan(unit.moment2).subspan(begin, size),
+                   absl::MakeSpan(unit.working).subspan(begin, size));
+  }
+}
+
+absl::StatusOr<v1::Verdict> LocalSource::FinishStep(const v1::StepHeader& header, const std::string& blob) {
+  std::vector<v1::ChunkNorm> norms;
+  bool overflow = false;
+  for (const model::Chunk& chunk : layout_.chunks()) {
+    norms.push_back(NormOf(chunk));
+    overflow = overflow || norms.back().overflow();
+  }
+  std::vector<const v1::ChunkNorm*> pointers;
+  for (const v1::ChunkNorm& norm : norms) pointers.push_back(&norm);
+  BALLAST_ASSIGN_OR_RETURN(const double squared_norm, model::GlobalSquaredNorm(pointers));
+  v1::Verdict verdict = model::MakeVerdict(header, squared_norm, overflow);
+  ++version_;
+  if (verdict.skip()) return verdict;
+  for (uint64_t& t : tensor_steps_) ++t;
+  for (const model::Chunk& chunk : layout_.chunks()) Update(chunk, header, std::bit_cast<float>(verdict.factor_bits()));
+  return verdict;
+}
+
+absl::Status LocalSource::ReadMaster(const std::string& tensor, absl::Span<float> to) {
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t index, layout_.FindTensor(tensor));
+  const model::Tensor& t = layout_.tensors()[index];
+  if (to.size() != t.range.size()) {
+    return model::Error(
+        absl::StatusCode::kInvalidArgument, model::kBadLength,
+        absl::StrCat("tensor '", tensor, "': expected room for ", t.range.size(), " elements, got ", to.size()));
+  }
+  std::copy_n(units_[t.unit].master.begin() + static_cast<ptrdiff_t>(t.range.begin), t.range.size(), to.begin());
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::client

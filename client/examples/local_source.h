@@ -1,0 +1,49 @@
+// The reference: the same state and the same kernels in arrays of this process, with no session, server or network.
+//
+// Layout, norms, verdict and coefficients are those that servers and clients compute by, so that its master weights
+// must equal theirs bit for bit.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "ballast/client/examples/model.h"
+#include "ballast/client/examples/parameter_source.h"
+#include "ballast/proto/model/layout.h"
+
+namespace ballast::client {
+
+class LocalSource : public ParameterSource {
+ public:
+  // At version 0, with the initial values of `seed`. Allocates all state: 16 bytes per parameter.
+  // `chunk_elements`: norms are kept per chunk, so bits equal a job's only with the job's chunk size.
+  static absl::StatusOr<std::unique_ptr<LocalSource>> Create(const ModelShape& shape, uint64_t seed,
+                                                             uint64_t chunk_elements);
+
+  int64_t version() const override { return version_; }
+  uint64_t unit_elements(uint32_t unit) const override { return layout_.units()[unit].elements; }
+  absl::StatusOr<uint64_t> Locate(const std::string& tensor) const override;
+  std::vector<Ranges> OwnedRanges(uint32_t unit) const override;
+  void Prefetch(uint32_t unit) override {}
+  absl::StatusOr<absl::Span<const kernels::bf16>> Acquire(uint32_t unit) override;
+  absl::Status Push(uint32_t unit, absl::Span<const kernels::bf16> gradient) override;
+  absl::StatusOr<v1::Verdict> FinishStep(const v1::StepHeader& header, const std::string& blob) override;
+  absl::Status ReadMaster(const std::string& tensor, absl::Span<float> to) override;
+
+ private:
+  struct UnitState {
+    std::vector<float> master, moment1, moment2;
+    std::vector<kernels::bf16> working, gradient;
+  };
+
+  explicit LocalSource(model::Layout layout);
+  v1::ChunkNorm NormOf(const model::Chunk& chunk) const;
+  void Update(const model::Chunk& chunk, const v1::StepHeader& header, float factor);
+
+  model::Layout layout_;
+  std::vector<UnitState> units_;
+  std::vector<uint64_t> tensor_steps_;  // t per tensor: updates so far
+  int64_t version_ = 0;
+};
+
+}  // namespace ballast::client

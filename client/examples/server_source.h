@@ -1,0 +1,43 @@
+// Parameters that live on state servers: units are prefetched, acquired, and dropped when the next one comes.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "ballast/client/examples/model.h"
+#include "ballast/client/examples/parameter_source.h"
+#include "ballast/client/session.h"
+
+namespace ballast::client {
+
+// The model's tensors as Session::Open wants them.
+std::vector<TensorSpec> SessionTensors(const ModelShape& shape);
+
+class ServerSource : public ParameterSource {
+ public:
+  // COLLECTIVE. A new job gets the initial values of `seed`. `session` was opened with SessionTensors(shape) and
+  // kGroupCount groups.
+  static absl::StatusOr<std::unique_ptr<ServerSource>> Create(std::unique_ptr<Session> session, const ModelShape& shape,
+                                                              uint64_t seed);
+
+  int64_t version() const override { return session_->version(); }
+  uint64_t unit_elements(uint32_t unit) const override { return session_->unit_elements(units_[unit]); }
+  absl::StatusOr<uint64_t> Locate(const std::string& tensor) const override;
+  std::vector<Ranges> OwnedRanges(uint32_t unit) const override;
+  void Prefetch(uint32_t unit) override { session_->Prefetch(units_[unit]); }
+  absl::StatusOr<absl::Span<const kernels::bf16>> Acquire(uint32_t unit) override;
+  absl::Status Push(uint32_t unit, absl::Span<const kernels::bf16> gradient) override;
+  absl::StatusOr<v1::Verdict> FinishStep(const v1::StepHeader& header, const std::string& blob) override;
+  absl::Status ReadMaster(const std::string& tensor, absl::Span<float> to) override;
+
+  const Session& session() const { return *session_; }
+
+ private:
+  explicit ServerSource(std::unique_ptr<Session> session) : session_(std::move(session)) {}
+
+  std::unique_ptr<Session> session_;
+  std::vector<uint32_t> units_;  // the session's index of each of the model's units
+  UnitLease lease_;              // dropped before the session
+};
+
+}  // namespace ballast::client

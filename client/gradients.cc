@@ -1,0 +1,176 @@
+#include "ballast/client/gradients.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::client {
+namespace {
+
+bool Contains(absl::Span<const uint32_t> list, uint32_t value) {
+  return std::find(list.begin(), list.end(), value) != list.end();
+}
+
+}  // namespace
+
+void Gradients::Resize() {
+  units_.clear();
+  units_.resize(seat_->units->unit_count());
+  presence_ = model::MakeBitmap(static_cast<uint32_t>(seat_->units->layout().tensors().size()), {});
+}
+
+absl::Status Gradients::Check(uint32_t unit, size_t size) const {
+  BALLAST_RETURN_IF_ERROR(seat_->units->CheckUnit(unit));
+  const UnitView& view = seat_->units->unit(unit);
+  if (size == view.owned_elements) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kInvalidArgument, model::kBadLength,
+      absl::StrCat("unit '", seat_->units->layout().units()[unit].name, "': expected ", view.owned_elements,
+                   " gradient elements (this rank's owned ranges, end to end), got ", size));
+}
+
+absl::StatusOr<std::vector<uint32_t>> Gradients::AbsentTensors(uint32_t unit,
+                                                               absl::Span<const std::string> names) const {
+  std::vector<uint32_t> absent;
+  for (const std::string& name : names) {
+    BALLAST_ASSIGN_OR_RETURN(const uint32_t tensor, seat_->units->layout().FindTensor(name));
+    if (seat_->units->layout().tensors()[tensor].unit != unit) {
+      return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                          absl::StrCat("tensor '", name, "' is named absent but is not in unit '",
+                                       seat_->units->layout().units()[unit].name, "'"));
+    }
+    absent.push_back(tensor);
+  }
+  return absent;
+}
+
+void Gradients::Mark(uint32_t unit, absl::Span<const uint32_t> absent) {
+  touched_ = true;
+  for (const uint32_t tensor : seat_->units->layout().units()[unit].tensors) {
+    if (!seat_->units->layout().live(tensor) || Contains(absent, tensor)) continue;
+    presence_[tensor / 8] = static_cast<char>(presence_[tensor / 8] | (1 << (tensor % 8)));
+  }
+}
+
+absl::Status Gradients::Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent) {
+  BALLAST_RETURN_IF_ERROR(Check(unit, gradient.size()));
+  BALLAST_ASSIGN_OR_RETURN(const auto missing, AbsentTensors(unit, absent));
+  UnitGradient& mine = units_[unit];
+  if (mine.state != State::kNone) {
+    const char* const came = mine.state == State::kZeroes   ? "was counted as zeros by Norm() or Step() already"
+                             : mine.state == State::kPushed ? "was pushed already in this step"
+                                                            : "is being accumulated";
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
+                        absl::StrCat("unit '", seat_->units->layout().units()[unit].name, "' ", came,
+                                     "; several contributions go through Accumulate, and Drop() starts over"));
+  }
+  mine.values.assign(gradient.begin(), gradient.end());
+  for (const OwnedSegment& segment : seat_->units->unit(unit).segments) {
+    if (Contains(missing, segment.tensor)) std::fill_n(mine.values.begin() + segment.offset, segment.count, bf16{0});
+  }
+  mine.state = State::kPushed;
+  Mark(unit, missing);
+  SendTouched(unit, presence_);
+  seat_->router->AwaitAdmission();
+  return absl::OkStatus();
+}
+
+absl::Status Gradients::Accumulate(uint32_t unit, absl::Span<const float> gradient,
+                                   absl::Span<const std::string> absent) {
+  BALLAST_RETURN_IF_ERROR(Check(unit, gradient.size()));
+  BALLAST_ASSIGN_OR_RETURN(const auto missing, AbsentTensors(unit, absent));
+  UnitGradient& mine = units_[unit];
+  if (mine.state == State::kPushed || mine.state == State::kZeroes) {
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kBadRequest,
+        absl::StrCat("unit '", seat_->units->layout().units()[unit].name,
+                     "' was pushed already in this step; Accumulate comes before Norm() and Step(), and "
+                     "Drop() starts over"));
+  }
+  // The first contribution is copied, not added to zero: 0 + -0 would change its sign.
+  const bool first = mine.state == State::kNone;
+  if (first) mine.sum.assign(gradient.size(), 0.0f);
+  for (const OwnedSegment& segment : seat_->units->unit(unit).segments) {
+    if (Contains(missing, segment.tensor)) continue;
+    const auto from = gradient.subspan(segment.offset, segment.count);
+    const auto to = absl::MakeSpan(mine.sum).subspan(segment.offset, segment.count);
+    if (first) {
+      std::copy(from.begin(), from.end(), to.begin());
+    } else {
+      kernels::AddInto(from, to);
+    }
+  }
+  mine.state = State::kAccumulating;
+  Mark(unit, missing);
+  return absl::OkStatus();
+}
+
+void Gradients::SendSlice(UnitGradient& gradient, const OwnedSlice& owned) {
+  const auto bytes = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(gradient.values.data() + owned.offset),
+                                         owned.slice.range.size() * sizeof(bf16));
+  pushed_bytes_ += bytes.size();
+  pushes_->Start();
+  seat_->PushSlice(v1::SLICE_KIND_GRADIENT, owned, bytes,
+                   [tally = pushes_](const absl::Status& status) { tally->Finish(status); });
+}
+
+void Gradients::SendTouched(uint32_t unit, const std::string& presence) {
+  UnitGradient& mine = units_[unit];
+  const UnitView& view = seat_->units->unit(unit);
+  mine.sent.resize(view.slices.size(), false);
+  for (size_t i = 0; i < view.slices.size(); ++i) {
+    if (mine.sent[i] || !seat_->units->plan().Touches(view.slices[i].slice, presence)) continue;
+    mine.sent[i] = true;
+    SendSlice(mine, view.slices[i]);
+  }
+}
+
+absl::Status Gradients::Flush() {
+  for (uint32_t unit = 0; unit < units_.size(); ++unit) {
+    UnitGradient& mine = units_[unit];
+    if (mine.state != State::kAccumulating) continue;
+    mine.values.resize(mine.sum.size());
+    kernels::Bf16FromF32(mine.sum, absl::MakeSpan(mine.values));
+    mine.state = State::kPushed;
+    SendTouched(unit, presence_);
+  }
+  return pushes_->Wait();
+}
+
+absl::Status Gradients::Cover(const std::string& presence) {
+  for (uint32_t unit = 0; unit < units_.size(); ++unit) {
+    UnitGradient& mine = units_[unit];
+    const UnitView& view = seat_->units->unit(unit);
+    const bool needed = std::any_of(view.slices.begin(), view.slices.end(), [&](const OwnedSlice& owned) {
+      return seat_->units->plan().Touches(owned.slice, presence);
+    });
+    if (!needed) continue;
+    if (mine.state == State::kNone) {
+      mine.values.assign(view.owned_elements, bf16{0});
+      mine.state = State::kZeroes;
+      touched_ = true;
+    }
+    SendTouched(unit, presence);
+  }
+  return pushes_->Wait();
+}
+
+void Gradients::Resend(const OwnedSlice& owned) {
+  UnitGradient& mine = units_[owned.slice.unit];
+  if (mine.state == State::kPushed || mine.state == State::kZeroes) SendSlice(mine, owned);
+}
+
+void Gradients::Forget() {
+  (void)pushes_->Wait();
+  for (UnitGradient& mine : units_) {
+    mine.state = State::kNone;
+    std::fill(mine.sent.begin(), mine.sent.end(), false);
+  }
+  std::fill(presence_.begin(), presence_.end(), '\0');
+  touched_ = false;
+}
+
+}  // namespace ballast::client

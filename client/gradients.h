@@ -1,0 +1,66 @@
+// The gradients that this rank has pushed for the step in the making. They stay here until every server is prepared, so
+// that whatever a server lost can be sent again.
+//
+// Memory: 2 bytes for every element that this rank owns of a unit it pushed, and 4 more for units that accumulate;
+// allocated at a unit's first push and kept. Threads: one.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "ballast/client/seat.h"
+
+namespace ballast::client {
+
+class Gradients {
+ public:
+  // Borrows `seat`.
+  explicit Gradients(const Seat* seat) : seat_(seat), pushes_(std::make_shared<Tally>()) {}
+  ~Gradients() { (void)pushes_->Wait(); }
+
+  // The plan changed. REQUIRES: empty().
+  void Resize();
+
+  absl::Status Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent);
+  absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent);
+  // Pushes what was accumulated, and waits until the servers have all that was pushed.
+  absl::Status Flush();
+  // Pushes zeros for slices that touch a tensor of `presence` and were not pushed, and waits for them.
+  absl::Status Cover(const std::string& presence);
+  // Sends a slice again that a server misses.
+  void Resend(const OwnedSlice& owned);
+  // Waits for pushes under way and forgets everything.
+  void Forget();
+
+  bool empty() const { return !touched_; }
+  // Tensors of which some contribution was given here.
+  const std::string& presence() const { return presence_; }
+  uint64_t pushed_bytes() const { return pushed_bytes_; }
+
+ private:
+  enum class State { kNone, kAccumulating, kPushed, kZeroes };
+  struct UnitGradient {
+    State state = State::kNone;
+    std::vector<bf16> values;
+    std::vector<float> sum;
+    std::vector<bool> sent;  // by slice
+  };
+
+  absl::Status Check(uint32_t unit, size_t size) const;
+  absl::StatusOr<std::vector<uint32_t>> AbsentTensors(uint32_t unit, absl::Span<const std::string> names) const;
+  void Mark(uint32_t unit, absl::Span<const uint32_t> absent);
+  void SendSlice(UnitGradient& gradient, const OwnedSlice& owned);
+  void SendTouched(uint32_t unit, const std::string& presence);
+
+  const Seat* seat_;
+  std::shared_ptr<Tally> pushes_;
+  std::vector<UnitGradient> units_;
+  std::string presence_;
+  bool touched_ = false;
+  uint64_t pushed_bytes_ = 0;
+};
+
+}  // namespace ballast::client

@@ -1,0 +1,16 @@
+// Errors as they travel: absl::Status <-> google.rpc.Status with one google.rpc.ErrorInfo. Used for gRPC's
+// "grpc-status-details-bin" trailer and for what ranks tell each other.
+#pragma once
+
+#include "absl/status/status.h"
+#include "ballast/v1/error.pb.h"
+
+namespace ballast::client {
+
+// The reason (model::ReasonOf) becomes ErrorInfo.reason, domain "ballast".
+v1::RpcStatus ToWire(const absl::Status& status);
+
+// The status that `wire` spells; codes out of range become UNKNOWN. ErrorInfo of other domains is ignored.
+absl::Status FromWire(const v1::RpcStatus& wire);
+
+}  // namespace ballast::client

@@ -1,0 +1,340 @@
+#include "ballast/client/opening.h"
+
+#include <algorithm>
+#include <random>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
+
+namespace ballast::client {
+namespace {
+
+absl::Status BadSpec(absl::string_view message) {
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec, message);
+}
+
+std::string Show(const v1::TensorSpec& tensor) {
+  return absl::StrCat("unit '", tensor.unit(), "', shape [", absl::StrJoin(tensor.shape(), ", "), "], group ",
+                      tensor.group(), ", aliases [", absl::StrJoin(tensor.aliases(), ", "), "]");
+}
+
+const char* Name(Resume resume) {
+  return resume == Resume::kNever ? "never" : resume == Resume::kAuto ? "auto" : "must";
+}
+
+// Above every counter seen; the nonce tells apart groups that saw the same.
+v1::Epoch EpochAbove(absl::Span<const v1::GetJobResponse> answers) {
+  v1::Epoch epoch;
+  for (const v1::GetJobResponse& answer : answers) {
+    epoch.set_counter(std::max(epoch.counter(), answer.promised().counter()));
+  }
+  epoch.set_counter(epoch.counter() + 1);
+  std::random_device random;
+  epoch.set_nonce(static_cast<uint64_t>(random()) << 32 | random());
+  return epoch;
+}
+
+// The newest Open that any server has, or nullptr.
+const v1::OpenRequest* NewestOpen(absl::Span<const v1::GetJobResponse> answers) {
+  const v1::OpenRequest* newest = nullptr;
+  for (const v1::GetJobResponse& answer : answers) {
+    if (answer.has_open() && (newest == nullptr || model::Compare(answer.open().epoch(), newest->epoch()) > 0)) {
+      newest = &answer.open();
+    }
+  }
+  return newest;
+}
+
+absl::Status JobExists(const std::string& job, int64_t version) {
+  return model::Error(
+      absl::StatusCode::kAlreadyExists, model::kJobExists,
+      absl::StrCat("job '", job, "' exists, at version ", version,
+                   ", and resume=never (the default) never touches an existing job; choose resume=auto "
+                   "(continue it, or create it if missing), resume=must (continue it, fail if missing), "
+                   "or another job name"));
+}
+
+absl::Status JobMissing(const std::string& job) {
+  return model::Error(absl::StatusCode::kNotFound, model::kJobMissing,
+                      absl::StrCat("resume=must, but the servers have no job '", job,
+                                   "'; check the name and the servers, or choose resume=auto to create it"));
+}
+
+// What ranks must say alike before anything is touched.
+std::string Digest(const SessionOptions& options, const v1::JobSpec& spec, uint32_t servers) {
+  v1::OpenRequest said;
+  *said.mutable_spec() = spec;
+  said.set_base(static_cast<int64_t>(options.resume));
+  said.mutable_tiling()->set_world_size(servers);
+  return said.SerializeAsString();
+}
+
+absl::Status CompareDigests(absl::Span<const std::string> digests) {
+  v1::OpenRequest first;
+  first.ParseFromString(digests[0]);
+  for (size_t r = 1; r < digests.size(); ++r) {
+    if (digests[r] == digests[0]) continue;
+    v1::OpenRequest other;
+    other.ParseFromString(digests[r]);
+    std::string what = "options differ: job name, group_count, chunk_elements, or the order of tensors";
+    if (other.tiling().world_size() != first.tiling().world_size()) {
+      what = absl::StrCat(other.tiling().world_size(), " servers against ", first.tiling().world_size());
+    } else if (other.base() != first.base()) {
+      what = absl::StrCat("resume=", Name(static_cast<Resume>(other.base())),
+                          " against resume=", Name(static_cast<Resume>(first.base())));
+    } else if (const absl::Status same = CheckSameTensors(other.spec(), first.spec()); !same.ok()) {
+      what = std::string(same.message());
+    }
+    return BadSpec(absl::StrCat("ranks ", r, " and 0 open different sessions: ", what,
+                                "; all ranks must pass the same options, tensors and servers"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+v1::TensorSpec ToProto(const TensorSpec& tensor) {
+  v1::TensorSpec proto;
+  proto.set_name(tensor.name);
+  proto.set_unit(tensor.unit);
+  for (const uint64_t extent : tensor.shape) proto.add_shape(extent);
+  proto.set_group(tensor.group);
+  for (const std::string& alias : tensor.aliases) proto.add_aliases(alias);
+  return proto;
+}
+
+v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec>& tensors) {
+  v1::JobSpec spec;
+  spec.set_name(options.job);
+  spec.set_chunk_elements(options.chunk_elements);
+  spec.set_optimizer(v1::OPTIMIZER_ADAMW);
+  spec.set_gradient_dtype(v1::DTYPE_BF16);
+  spec.set_working_dtype(v1::DTYPE_BF16);
+  spec.set_durability(v1::DURABILITY_NONE);
+  spec.set_group_count(options.group_count);
+  v1::Registration* registration = spec.add_registrations();
+  registration->set_version(-1);
+  for (const TensorSpec& tensor : tensors) *registration->add_tensors() = ToProto(tensor);
+  return spec;
+}
+
+absl::Status CheckSameTensors(const v1::JobSpec& given, const v1::JobSpec& job) {
+  if (given.group_count() != job.group_count()) {
+    return BadSpec(
+        absl::StrCat("the job has group_count ", job.group_count(), ", this session asks for ", given.group_count()));
+  }
+  // Later registrations replace earlier ones of the same name.
+  absl::flat_hash_map<std::string, const v1::TensorSpec*> live;
+  for (const auto& registration : job.registrations()) {
+    for (const v1::TensorSpec& tensor : registration.tensors()) live[tensor.name()] = &tensor;
+  }
+  for (const auto& registration : given.registrations()) {
+    for (const v1::TensorSpec& tensor : registration.tensors()) {
+      const auto it = live.find(tensor.name());
+      if (it == live.end()) {
+        return BadSpec(absl::StrCat("tensor '", tensor.name(),
+                                    "' is not in the job; open with the job's tensors and add it with Register()"));
+      }
+      if (Show(tensor) != Show(*it->second)) {
+        return BadSpec(absl::StrCat("tensor '", tensor.name(), "' differs: the job has ", Show(*it->second),
+                                    ", this session gives ", Show(tensor)));
+      }
+      live.erase(it);
+    }
+  }
+  if (live.empty()) return absl::OkStatus();
+  return BadSpec(absl::StrCat("the job has tensor '", live.begin()->first, "' (", Show(*live.begin()->second),
+                              "), which this session does not name; pass all of the job's tensors"));
+}
+
+std::vector<uint32_t> TensorsWithoutValues(const model::Layout& layout, const v1::JobSpec& spec, int64_t version) {
+  std::vector<uint32_t> tensors;
+  uint32_t index = 0;
+  for (const auto& registration : spec.registrations()) {
+    for (int i = 0; i < registration.tensors_size(); ++i, ++index) {
+      if (registration.version() == version && layout.live(index)) tensors.push_back(index);
+    }
+  }
+  return tensors;
+}
+
+absl::StatusOr<std::vector<v1::GetJobResponse>> Opening::Fence(const std::string& job, const v1::Epoch& epoch,
+                                                               bool expect_empty, absl::Time deadline) {
+  v1::FenceRequest request;
+  request.set_job(job);
+  *request.mutable_epoch() = epoch;
+  request.set_expect_empty(expect_empty);
+  BALLAST_ASSIGN_OR_RETURN(auto fenced,
+                           (router_->CallAll<v1::FenceRequest, v1::FenceResponse>(
+                               &Transport::Fence, absl::StrCat("Fence of job '", job, "'"), request, deadline)));
+  std::vector<v1::GetJobResponse> answers;
+  for (v1::FenceResponse& response : fenced) answers.push_back(std::move(*response.mutable_job()));
+  return answers;
+}
+
+absl::Status Opening::SendOpen(const v1::OpenRequest& open, absl::Time deadline) {
+  BALLAST_RETURN_IF_ERROR(model::EpochPlan::Make(open).status());
+  return router_
+      ->CallAll<v1::OpenRequest, v1::OpenResponse>(
+          &Transport::Open, absl::StrCat("Open of job '", open.spec().name(), "'"), open, deadline)
+      .status();
+}
+
+absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& options, const v1::JobSpec& spec) {
+  const absl::Time deadline = absl::Now() + options.open_timeout;
+  v1::GetJobRequest ask;
+  ask.set_job(options.job);
+  BALLAST_ASSIGN_OR_RETURN(const auto seen,
+                           (router_->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
+                               &Transport::GetJob, absl::StrCat("GetJob of job '", options.job, "'"), ask, deadline)));
+  int64_t highest = -1;
+  bool exists = false;
+  for (const v1::GetJobResponse& answer : seen) {
+    if (answer.exists()) highest = std::max(highest, answer.committed());
+    exists = exists || answer.exists();
+  }
+  if (options.resume == Resume::kNever && highest >= 0) return JobExists(options.job, highest);
+  if (options.resume == Resume::kMust && !exists) return JobMissing(options.job);
+
+  // Before the fence where it can be: a mistake here must not end a group that is at work.
+  if (const v1::OpenRequest* newest = NewestOpen(seen); newest != nullptr) {
+    BALLAST_RETURN_IF_ERROR(CheckSameTensors(spec, newest->spec()));
+  }
+
+  v1::OpenRequest open;
+  *open.mutable_epoch() = EpochAbove(seen);
+  auto fenced = Fence(options.job, open.epoch(), options.resume == Resume::kNever, deadline);
+  if (!fenced.ok() && model::ReasonOf(fenced.status()) == model::kJobExists) return JobExists(options.job, highest);
+  BALLAST_RETURN_IF_ERROR(fenced.status());
+  BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(*fenced));
+  if (options.resume == Resume::kNever && resolution.base >= 0) return JobExists(options.job, resolution.base);
+  if (options.resume == Resume::kMust && resolution.base < 0) return JobMissing(options.job);
+
+  open.set_base(resolution.base);
+  if (resolution.decision.has_value()) *open.mutable_base_decision() = *resolution.decision;
+  std::vector<std::string> server_ids;
+  for (const v1::GetJobResponse& answer : *fenced) server_ids.push_back(answer.server_id());
+  const v1::OpenRequest* const newest = NewestOpen(*fenced);
+  if (newest != nullptr) {
+    // Chunks lie by this spec and these members, even where the job was opened and never initialised.
+    BALLAST_RETURN_IF_ERROR(CheckSameTensors(spec, newest->spec()));
+    *open.mutable_spec() = newest->spec();
+    *open.mutable_members() = newest->members();
+    BALLAST_RETURN_IF_ERROR(MatchMembers(open, server_ids));
+  } else {
+    *open.mutable_spec() = spec;
+    for (const std::string& id : server_ids) {
+      v1::Member* member = open.add_members();
+      member->set_server_id(id);
+      member->set_weight(1);
+    }
+  }
+  BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
+  *open.mutable_tiling() = model::EvenTiling(layout, static_cast<uint32_t>(group_->world_size()));
+  BALLAST_RETURN_IF_ERROR(SendOpen(open, deadline));
+  return open;
+}
+
+absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& current, int64_t version,
+                                                       const std::vector<TensorSpec>& added, absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  v1::OpenRequest open = current;
+  v1::Registration* registration = open.mutable_spec()->add_registrations();
+  registration->set_version(version);
+  for (const TensorSpec& tensor : added) *registration->add_tensors() = ToProto(tensor);
+  // Before the fence: a bad tensor must not cost the group its epoch.
+  BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
+  *open.mutable_tiling() = model::EvenTiling(layout, static_cast<uint32_t>(group_->world_size()));
+
+  v1::GetJobResponse held;
+  *held.mutable_promised() = current.epoch();
+  *open.mutable_epoch() = EpochAbove(absl::MakeConstSpan(&held, 1));
+  BALLAST_ASSIGN_OR_RETURN(const auto fenced, Fence(open.spec().name(), open.epoch(), false, deadline));
+  BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(fenced));
+  if (resolution.base != version) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
+                        absl::StrCat("the job is at version ", resolution.base, ", this group at ", version,
+                                     "; another group has taken over: exit and start again with resume=auto"));
+  }
+  open.set_base(version);
+  open.clear_base_decision();
+  if (resolution.decision.has_value()) *open.mutable_base_decision() = *resolution.decision;
+  BALLAST_RETURN_IF_ERROR(SendOpen(open, deadline));
+  return open;
+}
+
+absl::Status Opening::MatchMembers(const v1::OpenRequest& open, absl::Span<const std::string> server_ids) {
+  if (static_cast<size_t>(open.members_size()) != server_ids.size()) {
+    return BadSpec(
+        absl::StrCat("the job lies on ", open.members_size(), " servers, this session names ", server_ids.size()));
+  }
+  std::vector<uint32_t> order;
+  for (const v1::Member& member : open.members()) {
+    const auto it = std::find(server_ids.begin(), server_ids.end(), member.server_id());
+    if (it == server_ids.end()) {
+      return BadSpec(absl::StrCat("the job has chunks on server '", member.server_id(),
+                                  "', which is not among the servers of this session (",
+                                  absl::StrJoin(server_ids, ", "), "); was its data directory replaced?"));
+    }
+    order.push_back(static_cast<uint32_t>(it - server_ids.begin()));
+  }
+  std::vector<uint32_t> sorted = order;
+  std::sort(sorted.begin(), sorted.end());
+  if (std::unique(sorted.begin(), sorted.end()) != sorted.end()) return BadSpec("a server is named twice");
+  router_->Reorder(order);
+  return absl::OkStatus();
+}
+
+absl::Status Opening::MatchMembersByAsking(const v1::OpenRequest& open, absl::Time deadline) {
+  v1::GetJobRequest ask;
+  ask.set_job(open.spec().name());
+  BALLAST_ASSIGN_OR_RETURN(const auto seen, (router_->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
+                                                &Transport::GetJob, "GetJob", ask, deadline)));
+  std::vector<std::string> server_ids;
+  for (const v1::GetJobResponse& answer : seen) server_ids.push_back(answer.server_id());
+  return MatchMembers(open, server_ids);
+}
+
+absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::StatusOr<v1::OpenRequest> open,
+                                                                      bool match_members, absl::Time deadline) {
+  const bool first = group_->rank() == 0;
+  BALLAST_ASSIGN_OR_RETURN(const auto said, group_->Agree("Open", first ? open.status() : absl::OkStatus(),
+                                                          first && open.ok() ? open->SerializeAsString() : ""));
+  auto shared = std::make_shared<v1::OpenRequest>();
+  absl::Status mine;
+  if (!shared->ParseFromString(said[0])) {
+    mine = model::Error(absl::StatusCode::kInternal, model::kBadRequest, "rank 0 sent no Open");
+  } else if (!first && match_members) {
+    // Names members, so that a rank that was given other servers is told so.
+    mine = MatchMembersByAsking(*shared, deadline);
+  }
+  BALLAST_RETURN_IF_ERROR(group_->Agree("Open", mine));
+  router_->SetOpen(shared);
+  return std::shared_ptr<const v1::OpenRequest>(std::move(shared));
+}
+
+absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const SessionOptions& options,
+                                                                     const v1::JobSpec& spec) {
+  const absl::Status bad = model::Layout::Make(spec).status();
+  BALLAST_ASSIGN_OR_RETURN(const auto digests,
+                           group_->Agree("Open", bad, Digest(options, spec, router_->server_count())));
+  BALLAST_RETURN_IF_ERROR(CompareDigests(digests));
+  absl::StatusOr<v1::OpenRequest> open = v1::OpenRequest();
+  if (group_->rank() == 0) open = OpenAsFirst(options, spec);
+  return Share(std::move(open), true, absl::Now() + options.open_timeout);
+}
+
+absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Extend(const v1::OpenRequest& current, int64_t version,
+                                                                       const std::vector<TensorSpec>& added,
+                                                                       absl::Duration timeout) {
+  absl::StatusOr<v1::OpenRequest> open = v1::OpenRequest();
+  if (group_->rank() == 0) open = ExtendAsFirst(current, version, added, timeout);
+  return Share(std::move(open), false, absl::Now() + timeout);
+}
+
+}  // namespace ballast::client

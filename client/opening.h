@@ -1,0 +1,59 @@
+// How a group comes to own a job: fence, resolve, open (step-transaction rules 9-11), and what all ranks must agree on
+// first.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "ballast/client/group.h"
+#include "ballast/client/router.h"
+#include "ballast/client/session.h"
+#include "ballast/proto/model/layout.h"
+
+namespace ballast::client {
+
+// The spec of a new job as the user gave it.
+v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec>& tensors);
+v1::TensorSpec ToProto(const TensorSpec& tensor);
+
+// OK if `given` (one registration) names exactly the live tensors of `job`, all alike. BAD_SPEC says which differs.
+absl::Status CheckSameTensors(const v1::JobSpec& given, const v1::JobSpec& job);
+
+// Indices of live tensors that were registered at `version` and have no values before transaction version + 1.
+std::vector<uint32_t> TensorsWithoutValues(const model::Layout& layout, const v1::JobSpec& spec, int64_t version);
+
+class Opening {
+ public:
+  // Borrows both.
+  Opening(Router* router, Group* group) : router_(router), group_(group) {}
+
+  // COLLECTIVE. Opens `options.job` with `spec` (a new job's) or the job's own, for this group's world size. On return
+  // the router's servers are in the order of the members, and it knows the Open.
+  absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Open(const SessionOptions& options, const v1::JobSpec& spec);
+
+  // COLLECTIVE. A new epoch of an open job, with `added` tensors registered at its version.
+  absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Extend(const v1::OpenRequest& current, int64_t version,
+                                                                const std::vector<TensorSpec>& added,
+                                                                absl::Duration timeout);
+
+ private:
+  absl::StatusOr<v1::OpenRequest> OpenAsFirst(const SessionOptions& options, const v1::JobSpec& spec);
+  absl::StatusOr<v1::OpenRequest> ExtendAsFirst(const v1::OpenRequest& current, int64_t version,
+                                                const std::vector<TensorSpec>& added, absl::Duration timeout);
+  absl::StatusOr<std::vector<v1::GetJobResponse>> Fence(const std::string& job, const v1::Epoch& epoch,
+                                                        bool expect_empty, absl::Time deadline);
+  absl::Status SendOpen(const v1::OpenRequest& open, absl::Time deadline);
+  // Puts the router's servers into the order of `open`'s members.
+  absl::Status MatchMembers(const v1::OpenRequest& open, absl::Span<const std::string> server_ids);
+  absl::Status MatchMembersByAsking(const v1::OpenRequest& open, absl::Time deadline);
+  // Rank 0's Open, or its error, on all ranks.
+  absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Share(absl::StatusOr<v1::OpenRequest> open, bool match_members,
+                                                               absl::Time deadline);
+
+  Router* router_;
+  Group* group_;
+};
+
+}  // namespace ballast::client

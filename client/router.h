@@ -1,0 +1,212 @@
+// Calls to all of a job's servers, and the one place that retries.
+//
+// A call is sent, and sent again with jittered backoff while the server is UNAVAILABLE or a single try runs out of
+// time, until its deadline. NOT_OPEN is answered by sending the epoch's Open and asking again, BEHIND by sending the
+// last Commit: so a server that lost an unsynced answer heals without anybody above noticing. Every other answer is
+// final.
+//
+// Bounds: pushes and pulls in flight hold at most `inflight_bytes_max` bytes (one larger call may go alone), the rest
+// wait in order of arrival.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/random/random.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "ballast/client/transport.h"
+
+namespace ballast::client {
+
+// Counts calls under way and keeps the first error. Threads: any. Lives until every Finish() returned: hold it by
+// shared_ptr.
+class Tally {
+ public:
+  void Start(int calls = 1);
+  void Finish(const absl::Status& status);
+  // Blocks until nothing is under way; the first error since the last Wait, and forgets it.
+  absl::Status Wait();
+  // Like Wait, but gives up at `deadline`; true if nothing is under way.
+  bool WaitUntil(absl::Time deadline);
+  bool idle() const;
+
+ private:
+  mutable absl::Mutex mutex_;
+  int under_way_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status error_ ABSL_GUARDED_BY(mutex_);
+};
+
+struct RouterOptions {
+  uint64_t inflight_bytes_max = uint64_t{64} << 20;
+  // Shows a line when a wait exceeds two seconds, at most one every two seconds. Called on the router's thread or the
+  // caller's; may be empty.
+  std::function<void(const std::string&)> progress;
+  // Of a single try: a server that accepts calls but never answers is asked again after this.
+  absl::Duration try_timeout = absl::Seconds(20);
+};
+
+// Threads: any, but Reorder before all else. Callbacks run on transports' threads or the router's, and must not block.
+class Router {
+ public:
+  Router(std::vector<std::unique_ptr<Transport>> servers, RouterOptions options);
+  // Cancels what waits (callbacks get CANCELLED) and waits for the rest.
+  ~Router();
+
+  uint32_t server_count() const { return static_cast<uint32_t>(servers_.size()); }
+  std::string name(uint32_t server) const { return servers_[server]->name(); }
+  // Server i becomes what was server order[i]. REQUIRES: nothing under way.
+  void Reorder(absl::Span<const uint32_t> order);
+
+  // What NOT_OPEN and BEHIND are answered with from now on.
+  void SetOpen(std::shared_ptr<const v1::OpenRequest> open);
+  void SetCommit(std::shared_ptr<const v1::CommitRequest> commit);
+
+  template <typename Request, typename Response>
+  using Method = void (Transport::*)(const Request&, absl::Time, Callback<Response>);
+
+  // `what` is for messages: "Seal of step 3".
+  template <typename Request, typename Response>
+  void Call(Method<Request, Response> method, uint32_t server, std::string what, std::shared_ptr<const Request> request,
+            absl::Time deadline, Callback<Response> done);
+
+  // The same request to every server; their answers in order, or the first error.
+  template <typename Request, typename Response>
+  absl::StatusOr<std::vector<Response>> CallAll(Method<Request, Response> method, const std::string& what,
+                                                const Request& request, absl::Time deadline);
+
+  // `payload`, `to`: borrowed until `done`.
+  void Push(uint32_t server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
+            std::function<void(absl::Status)> done);
+  void Pull(uint32_t server, v1::PullRequest request, absl::Span<std::byte> to, absl::Time deadline,
+            std::function<void(absl::Status)> done);
+  // Blocks until all pushes and pulls started before have been given their bytes in flight: back pressure for the
+  // caller.
+  void AwaitAdmission();
+
+  // Shows `line`, if none was shown for two seconds.
+  void Report(const std::string& line);
+
+  // Something other than a call that is waited for: shown like a call when it lasts.
+  class Watch {
+   public:
+    Watch(Router* router, std::string what);
+    ~Watch();
+    Watch(const Watch&) = delete;
+    Watch& operator=(const Watch&) = delete;
+
+   private:
+    Router* router_;
+    std::list<std::pair<absl::Time, std::string>>::iterator entry_;
+  };
+
+ private:
+  using Answer = std::function<void(absl::Status)>;
+  struct Operation {
+    uint32_t server = 0;
+    std::string what;
+    absl::Time deadline;
+    uint64_t bytes = 0;  // in flight; 0: needs no admission
+    std::function<void(absl::Time try_deadline, Answer)> send;
+    Answer done;
+    absl::Time started = absl::InfiniteFuture();
+    int tries = 0;
+    absl::Status last;
+    std::list<std::shared_ptr<Operation>>::iterator active;
+  };
+  using OperationPtr = std::shared_ptr<Operation>;
+  enum class Next { kDone, kRetry, kSendOpen, kSendCommit };
+
+  void Start(OperationPtr op);
+  void Activate(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Send(const OperationPtr& op);
+  void OnAnswer(const OperationPtr& op, absl::Status status);
+  Next Classify(const Operation& op, const absl::Status& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Duration Backoff(const Operation& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Finish(const OperationPtr& op, absl::Status status);
+  absl::Status Explain(const Operation& op, const absl::Status& status) const;
+  void Repair(const OperationPtr& op, Next how);
+  void Pump();
+  bool CanAdmit() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::string LongestWait(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Run();
+
+  std::vector<std::unique_ptr<Transport>> servers_;
+  const RouterOptions options_;
+
+  mutable absl::Mutex mutex_;
+  std::shared_ptr<const v1::OpenRequest> open_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<const v1::CommitRequest> commit_ ABSL_GUARDED_BY(mutex_);
+  std::deque<OperationPtr> waiting_ ABSL_GUARDED_BY(mutex_);  // for bytes in flight
+  std::list<OperationPtr> active_ ABSL_GUARDED_BY(mutex_);    // oldest first
+  std::multimap<absl::Time, std::function<void()>> timers_ ABSL_GUARDED_BY(mutex_);
+  std::list<std::pair<absl::Time, std::string>> watches_ ABSL_GUARDED_BY(mutex_);
+  uint64_t inflight_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t queued_ ABSL_GUARDED_BY(mutex_) = 0;    // ever put into waiting_
+  uint64_t admitted_ ABSL_GUARDED_BY(mutex_) = 0;  // ever taken out
+  bool pumping_ ABSL_GUARDED_BY(mutex_) = false;
+  bool pump_wanted_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Time last_report_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
+  absl::BitGen random_ ABSL_GUARDED_BY(mutex_);
+  std::thread thread_;
+};
+
+template <typename Request, typename Response>
+void Router::Call(Method<Request, Response> method, uint32_t server, std::string what,
+                  std::shared_ptr<const Request> request, absl::Time deadline, Callback<Response> done) {
+  auto response = std::make_shared<Response>();
+  auto op = std::make_shared<Operation>();
+  op->server = server;
+  op->what = std::move(what);
+  op->deadline = deadline;
+  op->send = [transport = servers_[server].get(), method, request = std::move(request), response](
+                 absl::Time try_deadline, Answer answer) {
+    (transport->*method)(*request, try_deadline, [response, answer = std::move(answer)](absl::StatusOr<Response> r) {
+      if (r.ok()) *response = *std::move(r);
+      answer(r.status());
+    });
+  };
+  op->done = [response, done = std::move(done)](absl::Status status) {
+    if (status.ok()) {
+      done(std::move(*response));
+    } else {
+      done(std::move(status));
+    }
+  };
+  Start(std::move(op));
+}
+
+template <typename Request, typename Response>
+absl::StatusOr<std::vector<Response>> Router::CallAll(Method<Request, Response> method, const std::string& what,
+                                                      const Request& request, absl::Time deadline) {
+  struct State {
+    Tally tally;
+    std::vector<Response> answers;
+  };
+  auto state = std::make_shared<State>();
+  state->answers.resize(server_count());
+  state->tally.Start(static_cast<int>(server_count()));
+  const auto shared = std::make_shared<const Request>(request);
+  for (uint32_t i = 0; i < server_count(); ++i) {
+    Call<Request, Response>(method, i, what, shared, deadline, [state, i](absl::StatusOr<Response> answer) {
+      if (answer.ok()) state->answers[i] = *std::move(answer);
+      state->tally.Finish(answer.status());
+    });
+  }
+  if (absl::Status status = state->tally.Wait(); !status.ok()) return status;
+  return std::move(state->answers);
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,30 @@
+// Where a session stands: what its parts need to address a call.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "ballast/client/router.h"
+#include "ballast/client/unit_map.h"
+
+namespace ballast::client {
+
+struct Seat {
+  std::string job;
+  Router* router = nullptr;
+  std::shared_ptr<const UnitMap> units;
+  int64_t version = -1;  // the last decided step
+  uint64_t attempt = 0;  // of the step that is being pushed, version + 1
+  absl::Duration step_timeout;
+
+  const v1::Epoch& epoch() const { return units->plan().open().epoch(); }
+  uint32_t rank() const { return static_cast<uint32_t>(units->rank()); }
+  absl::Time Deadline() const { return absl::Now() + step_timeout; }
+  // Sends one slice of step version + 1; `payload` is borrowed until `done`.
+  void PushSlice(v1::SliceKind kind, const OwnedSlice& owned, absl::Span<const std::byte> payload,
+                 std::function<void(absl::Status)> done) const;
+};
+
+}  // namespace ballast::client

@@ -1,0 +1,297 @@
+#include "ballast/client/session.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/client/grpc_transport.h"
+#include "ballast/client/session_impl.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::client {
+namespace {
+
+// How long a session that ends waits for servers to take the last decision: nothing is lost without (the next fence
+// settles it), but a clean end leaves nothing to settle.
+constexpr absl::Duration kFarewell = absl::Seconds(10);
+
+std::atomic<uint64_t> fork_count{0};
+
+uint64_t ForkCount() {
+  static const int registered = pthread_atfork(
+      nullptr, nullptr, +[] { fork_count.fetch_add(1); });
+  (void)registered;
+  return fork_count.load();
+}
+
+absl::Status Precondition(absl::string_view message) {
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, message);
+}
+
+v1::Content ToProto(Content content) {
+  switch (content) {
+    case Content::kWorking:
+      return v1::CONTENT_WORKING;
+    case Content::kMaster:
+      return v1::CONTENT_MASTER;
+    case Content::kMoment1:
+      return v1::CONTENT_MOMENT1;
+    case Content::kMoment2:
+      return v1::CONTENT_MOMENT2;
+  }
+  return v1::CONTENT_UNSPECIFIED;
+}
+
+const std::vector<UnitRange>& NoRanges() {
+  static const auto* const none = new std::vector<UnitRange>;
+  return *none;
+}
+
+}  // namespace
+
+Session::Impl::Impl(const SessionOptions& session_options, std::vector<std::unique_ptr<Transport>> servers,
+                    Collective* collective)
+    : options(session_options),
+      forks(ForkCount()),
+      router(std::make_unique<Router>(
+          std::move(servers),
+          RouterOptions{.inflight_bytes_max = options.inflight_bytes_max, .progress = options.progress})),
+      group(collective, router.get()),
+      gradients(&seat),
+      values(&seat),
+      parameters(&seat, &group),
+      transaction(&seat) {
+  seat.job = options.job;
+  seat.router = router.get();
+  seat.step_timeout = options.step_timeout;
+}
+
+// The router goes first: it cancels what is under way, so that nothing else waits for servers.
+Session::Impl::~Impl() {
+  if (finished.ok()) (void)transaction.AwaitCommits(absl::Now() + std::min(kFarewell, options.step_timeout));
+  router.reset();
+}
+
+absl::Status Session::Impl::Usable() const {
+  if (ForkCount() != forks) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kUnsupported,
+                        "this process was forked from the one that opened the session; open a session after the fork");
+  }
+  return finished;
+}
+
+absl::Status Session::Impl::CheckReadable(uint32_t unit) const {
+  BALLAST_RETURN_IF_ERROR(Usable());
+  if (seat.version < 0) return Precondition("the job is new and has no values; Initialise comes first");
+  return seat.units->CheckUnit(unit);
+}
+
+absl::Status Session::Impl::Conclude(absl::Status status) {
+  const std::string reason = model::ReasonOf(status);
+  if (reason == model::kStaleEpoch || reason == model::kRankMissing || absl::IsDataLoss(status)) finished = status;
+  return status;
+}
+
+absl::Status Session::Impl::Adopt(const std::shared_ptr<const v1::OpenRequest>& new_open) {
+  BALLAST_ASSIGN_OR_RETURN(auto plan, model::EpochPlan::Make(*new_open));
+  open = new_open;
+  seat.units = std::make_shared<UnitMap>(std::make_shared<const model::EpochPlan>(std::move(plan)), group.rank());
+  seat.version = open->base();
+  seat.attempt = 0;
+  gradients.Resize();
+  without_values = TensorsWithoutValues(seat.units->layout(), open->spec(), seat.version);
+  if (open->has_base_decision()) {
+    // A server that restarts may need this decision again before it can go on.
+    auto commit = std::make_shared<v1::CommitRequest>();
+    commit->set_job(options.job);
+    *commit->mutable_decision() = open->base_decision();
+    router->SetCommit(std::move(commit));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Session>> Session::Open(const SessionOptions& options,
+                                                       const std::vector<TensorSpec>& tensors,
+                                                       std::vector<std::unique_ptr<Transport>> servers,
+                                                       Collective* collective) {
+  if (servers.empty()) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec, "a session needs at least one server");
+  }
+  auto impl = std::make_unique<Impl>(options, std::move(servers), collective);
+  BALLAST_ASSIGN_OR_RETURN(const auto open,
+                           Opening(impl->router.get(), &impl->group).Open(options, MakeSpec(options, tensors)));
+  BALLAST_RETURN_IF_ERROR(impl->Adopt(open));
+  if (open->has_base_decision()) {
+    const auto& blobs = open->base_decision().blobs();
+    impl->resumed_blobs.assign(blobs.begin(), blobs.end());
+  }
+  return std::unique_ptr<Session>(new Session(std::move(impl)));
+}
+
+absl::StatusOr<std::unique_ptr<Session>> Session::Connect(const SessionOptions& options,
+                                                          const std::vector<TensorSpec>& tensors,
+                                                          const std::vector<std::string>& servers,
+                                                          Collective* collective) {
+  std::vector<std::unique_ptr<Transport>> transports;
+  for (const std::string& address : servers) transports.push_back(MakeGrpcTransport(address));
+  return Open(options, tensors, std::move(transports), collective);
+}
+
+Session::Session(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Session::~Session() {
+  // Threads and connections belong to the parent: the child can only leave them alone.
+  if (ForkCount() != impl_->forks) (void)impl_.release();
+}
+
+int64_t Session::version() const { return impl_->seat.version; }
+bool Session::needs_values() const { return !impl_->without_values.empty(); }
+const std::vector<std::string>& Session::resumed_blobs() const { return impl_->resumed_blobs; }
+int Session::rank() const { return impl_->group.rank(); }
+int Session::world_size() const { return impl_->group.world_size(); }
+uint32_t Session::unit_count() const { return impl_->seat.units->unit_count(); }
+
+absl::StatusOr<uint32_t> Session::FindUnit(absl::string_view name) const {
+  return impl_->seat.units->layout().FindUnit(name);
+}
+
+uint64_t Session::unit_elements(uint32_t unit) const {
+  return unit < unit_count() ? impl_->seat.units->unit(unit).elements : 0;
+}
+
+absl::StatusOr<Session::Location> Session::Locate(absl::string_view tensor) const {
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t index, impl_->seat.units->layout().FindTensor(tensor));
+  const model::Tensor& found = impl_->seat.units->layout().tensors()[index];
+  return Location{found.unit, found.range.begin, found.range.end};
+}
+
+const std::vector<UnitRange>& Session::owned(uint32_t unit) const { return RangesOf(rank(), unit); }
+
+const std::vector<UnitRange>& Session::RangesOf(int rank, uint32_t unit) const {
+  if (rank < 0 || rank >= world_size() || unit >= unit_count()) return NoRanges();
+  return impl_->seat.units->unit(unit).ranges[rank];
+}
+
+uint64_t Session::owned_elements(uint32_t unit) const {
+  return unit < unit_count() ? impl_->seat.units->unit(unit).owned_elements : 0;
+}
+
+void Session::Prefetch(uint32_t unit) {
+  if (impl_->Usable().ok()) impl_->parameters.Prefetch(unit);
+}
+
+absl::StatusOr<UnitLease> Session::Acquire(uint32_t unit) {
+  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(unit));
+  auto buffer = impl_->parameters.Acquire(unit);
+  if (!buffer.ok()) return impl_->Conclude(buffer.status());
+  const absl::Span<const bf16> parameters((*buffer)->data.get(), unit_elements(unit));
+  return UnitLease(this, buffer->release(), parameters);
+}
+
+absl::StatusOr<UnitLease> Session::AcquireWhole(uint32_t unit) {
+  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(unit));
+  auto buffer = impl_->parameters.AcquireWhole(unit);
+  if (!buffer.ok()) return impl_->Conclude(buffer.status());
+  const absl::Span<const bf16> parameters((*buffer)->data.get(), unit_elements(unit));
+  return UnitLease(this, buffer->release(), parameters);
+}
+
+absl::Status Session::PullOwned(uint32_t unit, absl::Span<bf16> to) {
+  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(unit));
+  return impl_->Conclude(impl_->parameters.PullOwned(unit, to));
+}
+
+absl::Status Session::Pin() {
+  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
+  v1::PinRequest request;
+  request.set_job(impl_->seat.job);
+  request.set_version(version());
+  const auto answers = impl_->router->CallAll<v1::PinRequest, v1::PinResponse>(
+      &Transport::Pin, absl::StrCat("Pin of version ", version()), request, impl_->seat.Deadline());
+  return impl_->Conclude(answers.status());
+}
+
+absl::Status Session::Unpin(int64_t version) {
+  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
+  v1::UnpinRequest request;
+  request.set_job(impl_->seat.job);
+  request.set_version(version);
+  const auto answers = impl_->router->CallAll<v1::UnpinRequest, v1::UnpinResponse>(
+      &Transport::Unpin, absl::StrCat("Unpin of version ", version), request, impl_->seat.Deadline());
+  return impl_->Conclude(answers.status());
+}
+
+absl::Status Session::Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to) {
+  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
+  BALLAST_ASSIGN_OR_RETURN(const Location at, Locate(tensor));
+  if (to.size() != at.end - at.begin) {
+    return model::Error(
+        absl::StatusCode::kInvalidArgument, model::kBadLength,
+        absl::StrCat("tensor '", tensor, "' has ", at.end - at.begin, " elements, got room for ", to.size()));
+  }
+  const model::Range range{at.begin, at.end};
+  if (content != Content::kWorking) {
+    const auto bytes = absl::MakeSpan(reinterpret_cast<std::byte*>(to.data()), to.size() * sizeof(float));
+    return impl_->Conclude(impl_->parameters.Read(at.unit, range, ToProto(content), version, bytes));
+  }
+  std::vector<bf16> working(to.size());
+  const auto bytes = absl::MakeSpan(reinterpret_cast<std::byte*>(working.data()), working.size() * sizeof(bf16));
+  BALLAST_RETURN_IF_ERROR(impl_->Conclude(impl_->parameters.Read(at.unit, range, v1::CONTENT_WORKING, version, bytes)));
+  kernels::F32FromBf16(working, to);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<uint64_t> Session::TensorSteps(absl::string_view tensor) {
+  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t index, impl_->seat.units->layout().FindTensor(tensor));
+  // Step counts are the servers'; they are at version() once they took its commit.
+  (void)impl_->transaction.AwaitCommits(impl_->seat.Deadline());
+  v1::GetJobRequest ask;
+  ask.set_job(impl_->seat.job);
+  BALLAST_ASSIGN_OR_RETURN(const auto answers, (impl_->router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
+                                                   &Transport::GetJob, "GetJob", ask, impl_->seat.Deadline())));
+  for (const v1::GetJobResponse& answer : answers) {
+    if (answer.committed() != version() || static_cast<int>(index) >= answer.tensor_steps_size()) continue;
+    return answer.tensor_steps(static_cast<int>(index));
+  }
+  return model::Error(absl::StatusCode::kUnavailable, model::kBehind,
+                      absl::StrCat("no server is at version ", version(), " yet; ask again"));
+}
+
+SessionStats Session::stats() const {
+  SessionStats stats;
+  stats.pull_seconds = impl_->parameters.pull_seconds();
+  stats.gather_seconds = impl_->parameters.gather_seconds();
+  stats.push_seconds = impl_->push_seconds;
+  stats.seal_seconds = impl_->seal_seconds;
+  stats.pulled_bytes = impl_->parameters.pulled_bytes();
+  stats.pushed_bytes = impl_->gradients.pushed_bytes();
+  stats.gathered_bytes = impl_->parameters.gathered_bytes();
+  return stats;
+}
+
+UnitLease::UnitLease(Session* session, void* buffer, absl::Span<const bf16> parameters)
+    : session_(session), buffer_(buffer), parameters_(parameters) {}
+
+UnitLease::UnitLease(UnitLease&& other) noexcept
+    : session_(std::exchange(other.session_, nullptr)),
+      buffer_(std::exchange(other.buffer_, nullptr)),
+      parameters_(std::exchange(other.parameters_, {})) {}
+
+UnitLease& UnitLease::operator=(UnitLease&& other) noexcept {
+  std::swap(session_, other.session_);
+  std::swap(buffer_, other.buffer_);
+  std::swap(parameters_, other.parameters_);
+  return *this;
+}
+
+UnitLease::~UnitLease() {
+  if (buffer_ == nullptr) return;
+  session_->impl_->parameters.Return(std::unique_ptr<UnitBuffer>(static_cast<UnitBuffer*>(buffer_)));
+}
+
+}  // namespace ballast::client

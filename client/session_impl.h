@@ -1,0 +1,79 @@
+// The parts of a session and what they share. Internal to session*.cc.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ballast/client/gradients.h"
+#include "ballast/client/group.h"
+#include "ballast/client/opening.h"
+#include "ballast/client/parameters.h"
+#include "ballast/client/router.h"
+#include "ballast/client/seat.h"
+#include "ballast/client/session.h"
+#include "ballast/client/transaction.h"
+#include "ballast/client/values.h"
+
+namespace ballast::client {
+
+struct Session::Impl {
+  Impl(const SessionOptions& options, std::vector<std::unique_ptr<Transport>> servers, Collective* collective);
+  ~Impl();
+
+  // OK, or why no call is possible: forked, finished.
+  absl::Status Usable() const;
+  // Usable, and `unit` exists and has values.
+  absl::Status CheckReadable(uint32_t unit) const;
+  // `status`; remembered if it ends the session.
+  absl::Status Conclude(absl::Status status);
+
+  // Takes the plan that `open` implies.
+  absl::Status Adopt(const std::shared_ptr<const v1::OpenRequest>& open);
+
+  // What all ranks are about to seal or to ask norms of.
+  struct Agreement {
+    v1::StepHeader header;  // with everybody's presence
+    std::vector<std::string> blobs;
+  };
+  // COLLECTIVE. Exchanges `header` (presence: this rank's own) and blob; makes sure that everything the agreed presence
+  // needs has reached the servers, values included if `source` is given. `mine`: an error of this rank, for all to
+  // hear.
+  absl::StatusOr<Agreement> Settle(const std::string& what, absl::Status mine, v1::StepHeader header,
+                                   const std::string& blob, const Values::Source* source);
+  // COLLECTIVE. One transaction.
+  absl::StatusOr<StepReport> Transact(const std::string& what, absl::Status mine, v1::StepHeader header,
+                                      const std::string& blob, const Values::Source& source);
+  absl::StatusOr<v1::Decision> SealAgreed(const Agreement& agreed, absl::Time deadline, const Values::Source& source);
+  // What all servers answer, this rank alone asking.
+  absl::StatusOr<v1::NormResponse> AskNorms(const std::string& presence);
+  // COLLECTIVE. Norms of all servers' chunks, in chunk order.
+  absl::StatusOr<const std::vector<v1::ChunkNorm>*> Norms(const std::string& what, absl::Status mine);
+
+  SessionOptions options;
+  const uint64_t forks;  // in this process's ancestry when the session was opened
+  std::unique_ptr<Router> router;
+  Group group;
+  Seat seat;
+  Gradients gradients;
+  Values values;
+  Parameters parameters;
+  Transaction transaction;
+  std::shared_ptr<const v1::OpenRequest> open;
+  std::vector<uint32_t> without_values;  // tensors
+  std::vector<std::string> resumed_blobs;
+  absl::Status finished;
+  double push_seconds = 0;
+  double seal_seconds = 0;
+
+  // Norms never change within an attempt for the same presence.
+  struct {
+    int64_t version = -2;
+    uint64_t attempt = 0;
+    std::string presence;
+    std::vector<v1::ChunkNorm> norms;
+  } norm_cache;
+};
+
+}  // namespace ballast::client

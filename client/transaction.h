@@ -1,0 +1,45 @@
+// The end of a step: seal on every server, decide from all prepared records, spread the decision (step-transaction
+// rules 5-8).
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "ballast/client/seat.h"
+
+namespace ballast::client {
+
+class Transaction {
+ public:
+  // Sends a slice of this rank again that a server misses.
+  using Resend = std::function<void(v1::SliceKind, const OwnedSlice&)>;
+
+  // Borrows `seat`.
+  explicit Transaction(const Seat* seat) : seat_(seat), commits_(std::make_shared<Tally>()) {}
+
+  // Seals `request` (of this rank) on all servers until all are prepared, and returns the decision, which stands from
+  // then on whatever happens. Blocks until `deadline`. Errors: DEADLINE_EXCEEDED (RANK_MISSING names who has not
+  // sealed; SERVER_DOWN) outcome unknown; FAILED_PRECONDITION.
+  absl::StatusOr<v1::Decision> SealAndDecide(const v1::SealRequest& request, absl::Time deadline, const Resend& resend);
+
+  // Tells all servers; does not wait. The router keeps the decision for servers that turn out to be behind.
+  void Commit(const v1::Decision& decision);
+  // Whether all servers took the last Commit before `deadline`.
+  bool AwaitCommits(absl::Time deadline) { return commits_->WaitUntil(deadline); }
+
+ private:
+  struct Answers;
+
+  void Send(uint32_t server, const std::shared_ptr<const v1::SealRequest>& request, absl::Time deadline,
+            const std::shared_ptr<Answers>& answers);
+  void SendMissing(const v1::SealResponse::Pending& pending, uint32_t server, const Resend& resend) const;
+  absl::Status Late(uint32_t server, int64_t step, const v1::SealResponse::Pending& pending) const;
+
+  const Seat* seat_;
+  std::shared_ptr<Tally> commits_;
+};
+
+}  // namespace ballast::client

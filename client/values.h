@@ -1,0 +1,61 @@
+// New master values on their way to the servers: what Write was given, and initial values.
+//
+// Memory: this rank's part of every written tensor until the transaction is decided, and at most kBuffers slices on
+// their way. Threads: one (buffers come back from the router's callbacks).
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "ballast/client/seat.h"
+
+namespace ballast::client {
+
+class Values {
+ public:
+  // Fills `to` with the values of `tensor` from element `first`.
+  using Source = std::function<void(uint32_t tensor, uint64_t first, absl::Span<float> to)>;
+
+  // Borrows `seat`.
+  explicit Values(const Seat* seat) : seat_(seat), buffers_(std::make_shared<Buffers>()) {}
+
+  // Keeps this rank's part of `values`, the whole tensor's.
+  void Write(uint32_t tensor, absl::Span<const float> values);
+  bool empty() const { return written_.empty(); }
+  // Bitmap of written tensors.
+  std::string presence() const;
+  void Forget() { written_.clear(); }
+  // What Write was given.
+  Source written() const;
+
+  // Pushes this rank's slices that touch a tensor of `presence`, with values drawn from `source`; waits for them.
+  absl::Status Push(const std::string& presence, const Source& source);
+  // One of them, again; does not wait.
+  void Resend(const OwnedSlice& owned, const std::string& presence, const Source& source);
+  absl::Status Wait() { return buffers_->tally.Wait(); }
+  void ReleaseBuffers();
+
+ private:
+  static constexpr size_t kBuffers = 4;
+  struct Buffers {
+    Tally tally;
+    absl::Mutex mutex;
+    std::vector<std::vector<float>> free ABSL_GUARDED_BY(mutex);
+    size_t made ABSL_GUARDED_BY(mutex) = 0;
+    std::vector<float> Take();
+    void Return(std::vector<float> buffer);
+  };
+
+  const Seat* seat_;
+  std::shared_ptr<Buffers> buffers_;
+  // By tensor: the owned segments' values, in segment order.
+  std::map<uint32_t, std::vector<float>> written_;
+};
+
+}  // namespace ballast::client

@@ -1,0 +1,515 @@
+// Every Transport keeps the same promises: one parameterised test over gRPC (a state server behind a socket) and the
+// embedded one (the same server in this process).
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/blocking_counter.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "ballast/client/grpc_transport.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/services/embedded/embedded_transport.h"
+#include "ballast/services/rpc/rpc_server.h"
+#include "ballast/services/state_server.h"
+
+namespace ballast {
+namespace {
+
+using ::testing::HasSubstr;
+
+enum class Wire { kGrpc, kEmbedded };
+constexpr char kJob[] = "contract";
+
+absl::Time Soon() { return absl::Now() + absl::Seconds(30); }
+
+template <typename T>
+absl::Span<const std::byte> BytesOf(const std::vector<T>& values) {
+  return absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(T));
+}
+
+class TransportContract : public ::testing::TestWithParam<Wire> {
+ protected:
+  void SetUp() override {
+    std::string path = (std::filesystem::temp_directory_path() / "ballast_contract.XXXXXX").string();
+    ASSERT_NE(mkdtemp(path.data()), nullptr);
+    directory_ = path;
+    services::StateServerOptions options;
+    options.data_directory = directory_;
+    options.server_id = "s0";
+    options.budget.dram = uint64_t{128} << 20;
+    auto state = services::StateServer::Start(options);
+    ASSERT_TRUE(state.ok()) << state.status();
+    state_ = *std::move(state);
+    if (GetParam() == Wire::kGrpc) {
+      auto rpc = services::RpcServer::Start({}, state_.get());
+      ASSERT_TRUE(rpc.ok()) << rpc.status();
+      rpc_ = *std::move(rpc);
+    }
+    transport_ = Connect();
+  }
+
+  void TearDown() override {
+    transport_.reset();
+    rpc_.reset();
+    state_.reset();
+    std::filesystem::remove_all(directory_);
+  }
+
+  std::unique_ptr<client::Transport> Connect() const {
+    return GetParam() == Wire::kGrpc ? client::MakeGrpcTransport(rpc_->address())
+                                     : services::MakeEmbeddedTransport(state_.get());
+  }
+
+  template <typename Request, typename Response>
+  absl::StatusOr<Response> Call(void (client::Transport::*method)(const Request&, absl::Time,
+                                                                  client::Callback<Response>),
+                                const Request& request, absl::Time deadline = Soon()) {
+    absl::Notification done;
+    absl::StatusOr<Response> result = absl::UnknownError("no answer");
+    (transport_.get()->*method)(request, deadline, [&](absl::StatusOr<Response> answer) {
+      result = std::move(answer);
+      done.Notify();
+    });
+    done.WaitForNotification();
+    return result;
+  }
+
+  absl::Status Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline = Soon()) {
+    absl::Notification done;
+    absl::Status result;
+    transport_->Push(header, payload, deadline, [&](absl::StatusOr<v1::PushResponse> answer) {
+      result = answer.status();
+      done.Notify();
+    });
+    done.WaitForNotification();
+    return result;
+  }
+
+  absl::Status Pull(const v1::PullRequest& request, absl::Span<std::byte> to, absl::Time deadline = Soon()) {
+    absl::Notification done;
+    absl::Status result;
+    transport_->Pull(request, to, deadline, [&](absl::Status status) {
+      result = std::move(status);
+      done.Notify();
+    });
+    done.WaitForNotification();
+    return result;
+  }
+
+  template <typename T>
+  absl::StatusOr<std::vector<T>> PullAll(const model::Chunk& chunk, v1::Content content, int64_t version) {
+    std::vector<T> all(chunk.range.size());
+    BALLAST_RETURN_IF_ERROR(Pull(PullOf(chunk, content, version),
+                                 absl::MakeSpan(reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(T))));
+    return all;
+  }
+
+  // One unit with one tensor, `elements` long; one rank, one server.
+  void OpenJob(uint64_t elements, uint64_t chunk_elements) {
+    v1::FenceRequest fence;
+    fence.set_job(kJob);
+    fence.mutable_epoch()->set_counter(1);
+    fence.mutable_epoch()->set_nonce(7);
+    const auto fenced = Call(&client::Transport::Fence, fence);
+    ASSERT_TRUE(fenced.ok()) << fenced.status();
+    EXPECT_EQ(fenced->job().server_id(), "s0");
+    EXPECT_EQ(fenced->job().committed(), -1);
+
+    *open_.mutable_epoch() = fence.epoch();
+    open_.set_base(-1);
+    v1::JobSpec* spec = open_.mutable_spec();
+    spec->set_name(kJob);
+    spec->set_chunk_elements(chunk_elements);
+    spec->set_optimizer(v1::OPTIMIZER_ADAMW);
+    spec->set_gradient_dtype(v1::DTYPE_BF16);
+    spec->set_working_dtype(v1::DTYPE_BF16);
+    spec->set_durability(v1::DURABILITY_NONE);
+    spec->set_group_count(1);
+    v1::Registration* registration = spec->add_registrations();
+    registration->set_version(-1);
+    v1::TensorSpec* tensor = registration->add_tensors();
+    tensor->set_name("weight");
+    tensor->set_unit("layer");
+    tensor->add_shape(elements);
+    v1::Member* member = open_.add_members();
+    member->set_server_id("s0");
+    member->set_weight(1);
+    const auto layout = model::Layout::Make(*spec);
+    ASSERT_TRUE(layout.ok()) << layout.status();
+    *open_.mutable_tiling() = model::EvenTiling(*layout, 1);
+    const auto opened = Call(&client::Transport::Open, open_);
+    ASSERT_TRUE(opened.ok()) << opened.status();
+    auto plan = model::EpochPlan::Make(open_);
+    ASSERT_TRUE(plan.ok());
+    plan_ = std::make_unique<model::EpochPlan>(*std::move(plan));
+  }
+
+  v1::PushRequest PushOf(const model::Slice& slice, v1::SliceKind kind, int64_t step,
+                         absl::Span<const std::byte> payload) const {
+    v1::PushRequest push;
+    push.set_job(kJob);
+    *push.mutable_epoch() = open_.epoch();
+    push.set_step(step);
+    push.set_kind(kind);
+    push.set_unit(slice.unit);
+    push.set_begin(slice.range.begin);
+    push.set_end(slice.range.end);
+    push.set_crc32c(kernels::Crc32c(payload));
+    return push;
+  }
+
+  v1::PullRequest PullOf(const model::Chunk& chunk, v1::Content content, int64_t version) const {
+    v1::PullRequest pull;
+    pull.set_job(kJob);
+    pull.set_version(version);
+    pull.set_content(content);
+    pull.set_unit(chunk.unit);
+    pull.set_begin(chunk.range.begin);
+    pull.set_end(chunk.range.end);
+    return pull;
+  }
+
+  v1::SealRequest SealOf(int64_t step, v1::StepKind kind) const {
+    v1::SealRequest seal;
+    seal.set_job(kJob);
+    *seal.mutable_epoch() = open_.epoch();
+    seal.set_step(step);
+    seal.set_wait_ms(5000);
+    v1::StepHeader* header = seal.mutable_header();
+    header->set_kind(kind);
+    header->set_gradient_scale(1);
+    header->set_gradient_presence(model::MakeBitmap(1, {}));
+    header->set_value_presence(model::MakeBitmap(1, {}));
+    if (kind == v1::STEP_KIND_UPDATE) {
+      header->set_gradient_presence(model::MakeBitmap(1, {0}));
+      v1::GroupHyper* group = header->add_groups();
+      group->set_learning_rate(0.01);
+      group->set_beta1(0.9);
+      group->set_beta2(0.999);
+      group->set_epsilon(1e-8);
+      group->set_weight_decay(0.1);
+    } else {
+      header->set_value_presence(model::MakeBitmap(1, {0}));
+    }
+    seal.add_blobs("cursor");
+    const std::vector<std::string> blobs = {"cursor"};
+    seal.set_plan_hash(model::PlanHash(*plan_, step, 0, *header, blobs));
+    return seal;
+  }
+
+  // Seals `step`, which must be complete, and returns the decision.
+  absl::StatusOr<v1::Decision> SealStep(int64_t step, v1::StepKind kind) {
+    BALLAST_ASSIGN_OR_RETURN(const auto answer, Call(&client::Transport::Seal, SealOf(step, kind)));
+    if (!answer.has_prepared()) return absl::InternalError(answer.ShortDebugString());
+    return model::Decide({answer.prepared()});
+  }
+
+  absl::Status CommitStep(const v1::Decision& decision) {
+    v1::CommitRequest commit;
+    commit.set_job(kJob);
+    *commit.mutable_decision() = decision;
+    BALLAST_ASSIGN_OR_RETURN(const auto answer, Call(&client::Transport::Commit, commit));
+    return answer.committed() == decision.step() ? absl::OkStatus() : absl::InternalError("committed another step");
+  }
+
+  // Transaction 0: element i of the unit is value(i).
+  template <typename Function>
+  void Create(Function value) {
+    for (const model::Slice& slice : plan_->slices()) {
+      std::vector<float> values(slice.range.size());
+      for (size_t i = 0; i < values.size(); ++i) values[i] = value(slice.range.begin + i);
+      ASSERT_EQ(Push(PushOf(slice, v1::SLICE_KIND_VALUE, 0, BytesOf(values)), BytesOf(values)), absl::OkStatus());
+    }
+    const auto decision = SealStep(0, v1::STEP_KIND_VALUES);
+    ASSERT_TRUE(decision.ok()) << decision.status();
+    ASSERT_EQ(CommitStep(*decision), absl::OkStatus());
+  }
+
+  const model::Chunk& chunk(size_t i) const { return plan_->layout().chunks()[i]; }
+
+  std::string directory_;
+  std::unique_ptr<services::StateServer> state_;
+  std::unique_ptr<services::RpcServer> rpc_;
+  std::unique_ptr<client::Transport> transport_;
+  v1::OpenRequest open_;
+  std::unique_ptr<model::EpochPlan> plan_;
+};
+
+float Initial(uint64_t i) { return std::sin(static_cast<float>(i) * 0.01f); }
+
+TEST_P(TransportContract, TellsItsName) {
+  EXPECT_EQ(transport_->name(), GetParam() == Wire::kGrpc ? rpc_->address() : "embedded");
+}
+
+TEST_P(TransportContract, UnknownJobDoesNotExist) {
+  v1::GetJobRequest request;
+  request.set_job("nobody");
+  const auto job = Call(&client::Transport::GetJob, request);
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_FALSE(job->exists());
+  EXPECT_EQ(job->server_id(), "s0");
+}
+
+TEST_P(TransportContract, CarriesAWholeStep) {
+  OpenJob(3 * 65536 + 1000, 65536);
+  Create(Initial);
+  std::vector<uint16_t> gradient(plan_->layout().units()[0].elements, 0);
+  for (size_t i = 0; i < 3 * 65536 + 1000; ++i) gradient[i] = kernels::ToBf16(std::cos(static_cast<float>(i)));
+  double squared = 0;
+  for (const model::Slice& slice : plan_->slices()) {
+    const std::vector<uint16_t> part(gradient.begin() + slice.range.begin, gradient.begin() + slice.range.end);
+    ASSERT_EQ(Push(PushOf(slice, v1::SLICE_KIND_GRADIENT, 1, BytesOf(part)), BytesOf(part)), absl::OkStatus());
+    // The same slice again is the same slice.
+    ASSERT_EQ(Push(PushOf(slice, v1::SLICE_KIND_GRADIENT, 1, BytesOf(part)), BytesOf(part)), absl::OkStatus());
+  }
+  for (const model::Chunk& c : plan_->layout().chunks()) {
+    const auto& s = c.segments[0].in_chunk;
+    squared +=
+        kernels::SquaredNorm(absl::MakeConstSpan(gradient).subspan(c.range.begin + s.begin, s.size())).squared_norm;
+  }
+  v1::NormRequest ask;
+  ask.set_job(kJob);
+  *ask.mutable_epoch() = open_.epoch();
+  ask.set_step(1);
+  ask.set_gradient_presence(model::MakeBitmap(1, {0}));
+  const auto norms = Call(&client::Transport::Norm, ask);
+  ASSERT_TRUE(norms.ok()) << norms.status();
+  ASSERT_EQ(norms->norms_size(), 4);
+  std::vector<const v1::ChunkNorm*> list;
+  for (const auto& norm : norms->norms()) list.push_back(&norm);
+  EXPECT_EQ(*model::GlobalSquaredNorm(list), squared);
+
+  const auto decision = SealStep(1, v1::STEP_KIND_UPDATE);
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  EXPECT_FALSE(decision->verdict().skip());
+  EXPECT_EQ(decision->verdict().norm(), std::sqrt(squared));
+  EXPECT_EQ(decision->blobs(0), "cursor");
+  ASSERT_EQ(CommitStep(*decision), absl::OkStatus());
+
+  const auto again = Call(&client::Transport::Seal, SealOf(1, v1::STEP_KIND_UPDATE));
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ(again->decided().SerializeAsString(), decision->SerializeAsString());
+
+  const kernels::AdamwCoefficients c = kernels::MakeAdamwCoefficients({0.01, 0.9, 0.999, 1e-8, 0.1}, 1, 1.0f);
+  for (const model::Chunk& at : plan_->layout().chunks()) {
+    const auto& s = at.segments[0].in_chunk;
+    std::vector<float> master(s.size()), m(s.size(), 0), v(s.size(), 0);
+    std::vector<uint16_t> working(s.size());
+    for (size_t i = 0; i < master.size(); ++i) master[i] = Initial(at.range.begin + i);
+    kernels::Adamw(c, absl::MakeConstSpan(gradient).subspan(at.range.begin, s.size()), absl::MakeSpan(master),
+                   absl::MakeSpan(m), absl::MakeSpan(v), absl::MakeSpan(working));
+    auto pulled = PullAll<float>(at, v1::CONTENT_MASTER, 1);
+    ASSERT_TRUE(pulled.ok()) << pulled.status();
+    EXPECT_EQ(0, std::memcmp(pulled->data(), master.data(), master.size() * sizeof(float)));
+    pulled = PullAll<float>(at, v1::CONTENT_MOMENT2, 1);
+    ASSERT_TRUE(pulled.ok()) << pulled.status();
+    EXPECT_EQ(0, std::memcmp(pulled->data(), v.data(), v.size() * sizeof(float)));
+    const auto narrow = PullAll<uint16_t>(at, v1::CONTENT_WORKING, 1);
+    ASSERT_TRUE(narrow.ok()) << narrow.status();
+    EXPECT_EQ(0, std::memcmp(narrow->data(), working.data(), working.size() * sizeof(uint16_t)));
+  }
+}
+
+TEST_P(TransportContract, PinsAndUnpins) {
+  OpenJob(5000, 65536);
+  Create(Initial);
+  v1::PinRequest pin;
+  pin.set_job(kJob);
+  pin.set_version(0);
+  const auto pinned = Call(&client::Transport::Pin, pin);
+  ASSERT_TRUE(pinned.ok()) << pinned.status();
+  EXPECT_THAT(pinned->tensor_steps(), ::testing::ElementsAre(0));
+  const auto values = PullAll<float>(chunk(0), v1::CONTENT_MASTER, 0);
+  ASSERT_TRUE(values.ok()) << values.status();
+  EXPECT_EQ((*values)[4321], Initial(4321));
+  v1::UnpinRequest unpin;
+  unpin.set_job(kJob);
+  unpin.set_version(0);
+  EXPECT_TRUE(Call(&client::Transport::Unpin, unpin).ok());
+}
+
+TEST_P(TransportContract, LargestSliceFits) {
+  OpenJob(uint64_t{1} << 20, uint64_t{1} << 20);
+  Create(Initial);  // one push of 4 MiB
+  const auto values = PullAll<float>(chunk(0), v1::CONTENT_MASTER, 0);
+  ASSERT_TRUE(values.ok()) << values.status();
+  EXPECT_EQ(values->back(), Initial((uint64_t{1} << 20) - 1));
+}
+
+TEST_P(TransportContract, ErrorsCarryReasonAndMessage) {
+  OpenJob(5000, 65536);
+  Create(Initial);
+  const model::Slice slice = plan_->slices()[0];
+  const std::vector<uint16_t> gradient(slice.range.size(), 0x3f80);
+  const v1::PushRequest good = PushOf(slice, v1::SLICE_KIND_GRADIENT, 1, BytesOf(gradient));
+  const auto expect = [](const absl::Status& status, absl::StatusCode code, const char* reason, const char* text) {
+    EXPECT_EQ(status.code(), code) << status;
+    EXPECT_EQ(model::ReasonOf(status), reason) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(text));
+  };
+
+  v1::PushRequest bad = good;
+  expect(Push(bad, BytesOf(gradient).subspan(2)), absl::StatusCode::kInvalidArgument, model::kBadLength, "expected");
+  bad.set_crc32c(good.crc32c() ^ 1);
+  expect(Push(bad, BytesOf(gradient)), absl::StatusCode::kDataLoss, model::kChecksum, "CRC32C");
+  bad = good;
+  bad.set_job("nobody");
+  expect(Push(bad, BytesOf(gradient)), absl::StatusCode::kNotFound, model::kUnknownJob, "nobody");
+  bad = good;
+  bad.set_step(0);
+  expect(Push(bad, BytesOf(gradient)), absl::StatusCode::kFailedPrecondition, model::kOldStep, "0");
+  bad = good;
+  bad.mutable_epoch()->set_nonce(6);
+  expect(Push(bad, BytesOf(gradient)), absl::StatusCode::kFailedPrecondition, model::kStaleEpoch, "epoch");
+  bad = good;
+  bad.set_end(good.end() - 256);
+  expect(Push(bad, BytesOf(gradient).subspan(512)), absl::StatusCode::kInvalidArgument, model::kOverlap,
+         "whole slices");
+  EXPECT_EQ(Push(good, BytesOf(gradient)), absl::OkStatus());
+  const std::vector<uint16_t> other(slice.range.size(), 0x4000);
+  expect(Push(PushOf(slice, v1::SLICE_KIND_GRADIENT, 1, BytesOf(other)), BytesOf(other)),
+         absl::StatusCode::kAlreadyExists, model::kDigestConflict, "Drop");
+
+  v1::FenceRequest fence;
+  fence.set_job(kJob);
+  fence.mutable_epoch()->set_counter(9);
+  fence.set_expect_empty(true);
+  expect(Call(&client::Transport::Fence, fence).status(), absl::StatusCode::kAlreadyExists, model::kJobExists, "never");
+
+  std::vector<std::byte> few(10);
+  expect(Pull(PullOf(chunk(0), v1::CONTENT_MASTER, 0), absl::MakeSpan(few)), absl::StatusCode::kInvalidArgument,
+         model::kBadLength, "expected 10 bytes");
+}
+
+TEST_P(TransportContract, DeadlinesBoundWaiting) {
+  OpenJob(5000, 65536);
+  Create(Initial);
+  std::vector<uint16_t> to(chunk(0).range.size());
+  const auto bytes = absl::MakeSpan(reinterpret_cast<std::byte*>(to.data()), to.size() * sizeof(uint16_t));
+  const absl::Time start = absl::Now();
+  const absl::Status status = Pull(PullOf(chunk(0), v1::CONTENT_WORKING, 1), bytes, start + absl::Milliseconds(200));
+  EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
+  EXPECT_GE(absl::Now() - start, absl::Milliseconds(150));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(20));
+
+  v1::SealRequest seal = SealOf(1, v1::STEP_KIND_UPDATE);
+  seal.set_wait_ms(50);
+  const auto pending = Call(&client::Transport::Seal, seal);
+  ASSERT_TRUE(pending.ok()) << pending.status();
+  ASSERT_TRUE(pending->has_pending()) << pending->ShortDebugString();
+  EXPECT_EQ(pending->pending().missing_count(), 1u);
+  EXPECT_THAT(pending->pending().unsealed_ranks(), ::testing::IsEmpty());
+}
+
+TEST_P(TransportContract, PullWaitsForItsVersion) {
+  OpenJob(5000, 65536);
+  Create(Initial);
+  std::vector<uint16_t> to(chunk(0).range.size());
+  absl::Notification done;
+  absl::Status result;
+  transport_->Pull(PullOf(chunk(0), v1::CONTENT_WORKING, 1),
+                   absl::MakeSpan(reinterpret_cast<std::byte*>(to.data()), to.size() * sizeof(uint16_t)), Soon(),
+                   [&](absl::Status status) {
+                     result = std::move(status);
+                     done.Notify();
+                   });
+  const model::Slice slice = plan_->slices()[0];
+  const std::vector<uint16_t> gradient(slice.range.size(), 0x3f80);
+  ASSERT_EQ(Push(PushOf(slice, v1::SLICE_KIND_GRADIENT, 1, BytesOf(gradient)), BytesOf(gradient)), absl::OkStatus());
+  const auto decision = SealStep(1, v1::STEP_KIND_UPDATE);
+  ASSERT_TRUE(decision.ok()) << decision.status();
+  EXPECT_FALSE(done.HasBeenNotified());
+  ASSERT_EQ(CommitStep(*decision), absl::OkStatus());
+  done.WaitForNotification();
+  EXPECT_EQ(result, absl::OkStatus());
+  const auto now = PullAll<uint16_t>(chunk(0), v1::CONTENT_WORKING, 1);
+  ASSERT_TRUE(now.ok()) << now.status();
+  EXPECT_EQ(to, *now);
+}
+
+TEST_P(TransportContract, CallsBackExactlyOnceUnderConcurrency) {
+  OpenJob(4 * 65536, 65536);
+  Create(Initial);
+  constexpr int kThreads = 4, kCalls = 100;
+  std::vector<std::atomic<int>> calls(kThreads * kCalls);
+  std::atomic<int> wrong{0};
+  absl::BlockingCounter left(kThreads * kCalls);
+  std::vector<std::thread> threads;
+  std::vector<std::vector<float>> to(kThreads * kCalls, std::vector<float>(256));
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = t * kCalls; i < (t + 1) * kCalls; ++i) {
+        const uint64_t begin = static_cast<uint64_t>(i) * 512 % (4 * 65536);
+        v1::PullRequest pull = PullOf(chunk(0), v1::CONTENT_MASTER, 0);
+        pull.set_begin(begin);
+        pull.set_end(begin + 256);
+        transport_->Pull(pull, absl::MakeSpan(reinterpret_cast<std::byte*>(to[i].data()), 1024), Soon(),
+                         [&, i, begin](const absl::Status& status) {
+                           if (!status.ok() || to[i][255] != Initial(begin + 255)) wrong.fetch_add(1);
+                           calls[i].fetch_add(1);
+                           left.DecrementCount();
+                         });
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  left.Wait();
+  transport_.reset();  // no callback can come after this
+  EXPECT_EQ(wrong, 0);
+  for (const auto& count : calls) EXPECT_EQ(count, 1);
+}
+
+TEST_P(TransportContract, DestructorWaitsForOutstandingCalls) {
+  OpenJob(5000, 65536);
+  Create(Initial);
+  constexpr int kCalls = 20;
+  std::vector<std::atomic<int>> calls(kCalls);
+  std::vector<std::vector<std::byte>> to(kCalls, std::vector<std::byte>(chunk(0).range.size() * sizeof(uint16_t)));
+  std::atomic<int> ok{0};
+  for (int i = 0; i < kCalls; ++i) {
+    // Version 1 never comes.
+    transport_->Pull(PullOf(chunk(0), v1::CONTENT_WORKING, 1), absl::MakeSpan(to[i]), absl::Now() + absl::Seconds(1),
+                     [&, i](const absl::Status& status) {
+                       if (status.ok()) ok.fetch_add(1);
+                       calls[i].fetch_add(1);
+                     });
+  }
+  transport_.reset();
+  EXPECT_EQ(ok, 0);
+  for (const auto& count : calls) EXPECT_EQ(count, 1);
+}
+
+INSTANTIATE_TEST_SUITE_P(Wires, TransportContract, ::testing::Values(Wire::kGrpc, Wire::kEmbedded),
+                         [](const auto& wire) { return wire.param == Wire::kGrpc ? "Grpc" : "Embedded"; });
+
+TEST(GrpcTransport, ServerThatIsDownIsUnavailable) {
+  // Port 1 of the loopback interface: nobody listens there.
+  const auto transport = client::MakeGrpcTransport("127.0.0.1:1");
+  absl::Notification done;
+  absl::Status result;
+  transport->GetJob({}, absl::Now() + absl::Seconds(20), [&](const absl::StatusOr<v1::GetJobResponse>& answer) {
+    result = answer.status();
+    done.Notify();
+  });
+  done.WaitForNotification();
+  EXPECT_TRUE(absl::IsUnavailable(result)) << result;
+  EXPECT_EQ(model::ReasonOf(result), model::kServerDown);
+}
+
+}  // namespace
+}  // namespace ballast
