@@ -54,6 +54,11 @@ wait_for() {
 }
 # The number or word behind "key": in a JSON file.
 field() { sed -n "s/.*\"$1\": *\"\{0,1\}\([^,\"}]*\).*/\1/p" "$2" | head -n 1; }
+# Bytes of state in a tier, summed over the servers of status.json: the entries with a capacity are the servers' own.
+state_in() {
+  grep -o "\"tier\":\"$1\",\"capacity_bytes\":\"[1-9][0-9]*\",\"used_bytes\":\"[0-9]*\",\"state_bytes\":\"[0-9]*\"" \
+    "$run/status.json" | sed 's/.*:"//;s/"//' | awk '{ sum += $1 } END { print sum + 0 }' || true
+}
 
 say "1/4 packages"
 deploy/packages.sh build
@@ -74,9 +79,9 @@ listen: 127.0.0.1:0
 metrics_listen: 127.0.0.1:0
 data_directory: $run/server$i
 server_id: server$i
-staging: 6MiB
+staging: 4MiB
 budget:
-  dram: 25MiB      # less than this server's share of the state: the rest lives in the NVMe tier
+  dram: 17MiB      # less than this server's share of the state: the rest lives in the NVMe tier
   nvme: 256MiB
 YAML
   "$bin/ballastd" --config "$run/server$i.yaml" >"$run/server$i.log" 2>&1 &
@@ -91,7 +96,7 @@ for i in 0 1; do
 done
 list="${servers[0]},${servers[1]}"
 
-job=(--steps "$steps" --chunk-elements 131072 "${text[@]}")
+job=(--steps "$steps" --chunk-elements 65536 "${text[@]}")
 trainer=("$bin/train_bytes_lm" "${job[@]}" --job quickstart --servers "$list" --world-size 2 --rendezvous "$run/rendezvous")
 "${trainer[@]}" --rank 1 >"$run/trainer1.log" 2>&1 &
 trainer1=$!
@@ -110,9 +115,7 @@ cmp -s "$run/servers.master" "$run/reference.master" && bit_equal=true
 loss_first="$(field loss_first "$run/trainer.json")"
 loss_last="$(field loss_last "$run/trainer.json")"
 entropy="$(field unigram_entropy "$run/trainer.json")"
-hbm="$(field state_hbm_bytes "$run/status.json")"
-dram="$(field state_dram_bytes "$run/status.json")"
-nvme="$(field state_nvme_bytes "$run/status.json")"
+hbm="$(state_in hbm)" dram="$(state_in dram)" nvme="$(state_in nvme)"
 seconds=$((SECONDS - began))
 learned=false
 awk -v a="$loss_last" -v b="$entropy" 'BEGIN { exit !(a < b) }' && learned=true
@@ -124,14 +127,14 @@ fi
 
 mib() { awk -v b="$1" 'BEGIN { printf "%.1f MiB", b / 1048576 }'; }
 say "What happened"
-echo "Loss       $loss_first -> $loss_last nats per byte in $steps steps; byte frequencies alone give $entropy"
+printf "Loss       %.4f -> %.4f nats per byte in %s steps; byte frequencies alone give %.4f\n" "$loss_first" "$loss_last" "$steps" "$entropy"
 echo "State      $(mib "$dram") in DRAM, $(mib "$nvme") in NVMe files, $(mib "$hbm") in HBM, over two servers"
 if [[ $bit_equal == true ]]; then
   echo "Bits       the final master weights equal those of the run without servers, bit for bit"
 else
   echo "Bits       DIFFERENT: compare $run/servers.master and $run/reference.master"
 fi
-echo "Time       $seconds s in all, $(field seconds "$run/trainer.json") s of it training with servers"
+printf "Time       %d s in all, %.0f s of it training with servers\n" "$seconds" "$(field seconds "$run/trainer.json")"
 if ((keep)); then
   pids=()
   echo "Servers    still running: $bin/ballastctl status --servers $list"

@@ -11,10 +11,10 @@
 
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
-#include "ballast/client/collective/gloo.h"
+#include "ballast/client/collective/file_rendezvous.h"
+#include "ballast/client/collective/gloo_collective.h"
 #include "ballast/client/collective/gradient_tree.h"
-#include "ballast/client/collective/loopback.h"
-#include "ballast/client/collective/rendezvous.h"
+#include "ballast/client/collective/loopback_collective.h"
 #include "ballast/client/examples/local_source.h"
 #include "ballast/client/examples/server_source.h"
 #include "ballast/client/grpc_transport.h"
@@ -124,13 +124,14 @@ absl::Status Run(const Flags& flags) {
   std::unique_ptr<ParameterSource> source;
   const ServerSource* on_servers = nullptr;
   if (flags.reference) {
-    collective = std::move(MakeLoopback(1).front());
+    collective = std::move(MakeLoopbackGroup(1).front());
     BALLAST_ASSIGN_OR_RETURN(source, LocalSource::Create(flags.shape, 1, uint64_t{1} << 20));
   } else {
     TuneMallocForTransfers();
     BALLAST_ASSIGN_OR_RETURN(
-        collective,
-        MakeGloo(flags.rank, flags.world_size, std::make_shared<FileRendezvous>(flags.rendezvous), absl::Seconds(60)));
+        const auto rendezvous,
+        FileRendezvous::Join({.directory = flags.rendezvous, .rank = flags.rank, .world_size = flags.world_size}));
+    BALLAST_ASSIGN_OR_RETURN(collective, MakeGloo(rendezvous.get(), flags.rank, flags.world_size, GlooOptions()));
     SessionOptions options;
     options.job = "precomputed";
     options.group_count = kGroupCount;

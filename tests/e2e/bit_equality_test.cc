@@ -1,0 +1,73 @@
+// The master weights after a few steps must not depend on the number of servers, the number of trainers, the tiers, the
+// transport, or on a change of the world size in mid-run: they equal those of one process without servers, bit for bit.
+#include <gtest/gtest.h>
+
+#include <tuple>
+
+#include "ballast/tests/e2e/job_fixture.h"
+
+namespace ballast {
+namespace {
+
+constexpr int64_t kSteps = 4;
+
+const client::Corpus& Text() {
+  static const client::Corpus* corpus = new client::Corpus(*client::Corpus::Load({LICENSE_FILE}));
+  return *corpus;
+}
+
+uint32_t ReferenceDigest() {
+  static const uint32_t digest = *TrainLocally(Text(), 2, kSteps);
+  return digest;
+}
+
+std::string PlacementName(Placement placement) {
+  return placement == Placement::kDram ? "Dram" : placement == Placement::kNvme ? "Nvme" : "Mixed";
+}
+
+class BitEqualityTest : public ::testing::TestWithParam<std::tuple<int, int, Placement, Wire>> {};
+
+TEST_P(BitEqualityTest, EqualsTheRunWithoutServers) {
+  const auto [servers, world_size, placement, wire] = GetParam();
+  const auto cluster = Cluster::Start(servers, placement, wire);
+  ASSERT_TRUE(cluster.ok()) << cluster.status();
+  const auto digest = TrainOnServers(**cluster, Text(), world_size, kSteps, client::Resume::kNever);
+  ASSERT_TRUE(digest.ok()) << digest.status();
+  EXPECT_EQ(*digest, ReferenceDigest());
+  // The tiers are those that were asked for.
+  const storage::TierBytes state = (*cluster)->StateBytes();
+  EXPECT_EQ(state.dram > 0, placement != Placement::kNvme) << state.dram;
+  EXPECT_EQ(state.nvme > 0, placement != Placement::kDram) << state.nvme;
+}
+
+INSTANTIATE_TEST_SUITE_P(Matrix, BitEqualityTest,
+                         ::testing::Combine(::testing::Values(1, 2, 3), ::testing::Values(1, 2, 4),
+                                            ::testing::Values(Placement::kDram, Placement::kNvme, Placement::kMixed),
+                                            ::testing::Values(Wire::kGrpc, Wire::kEmbedded)),
+                         [](const auto& info) {
+                           return "S" + std::to_string(std::get<0>(info.param)) + "W" +
+                                  std::to_string(std::get<1>(info.param)) + PlacementName(std::get<2>(info.param)) +
+                                  (std::get<3>(info.param) == Wire::kGrpc ? "Grpc" : "Embedded");
+                         });
+
+TEST(WorldSizeChangeTest, EqualsTheRunWithoutServers) {
+  for (const Wire wire : {Wire::kGrpc, Wire::kEmbedded}) {
+    const auto cluster = Cluster::Start(2, Placement::kMixed, wire);
+    ASSERT_TRUE(cluster.ok()) << cluster.status();
+    ASSERT_TRUE(TrainOnServers(**cluster, Text(), 2, 1, client::Resume::kNever).ok());
+    ASSERT_TRUE(TrainOnServers(**cluster, Text(), 4, 2, client::Resume::kMust).ok());
+    ASSERT_TRUE(TrainOnServers(**cluster, Text(), 1, 3, client::Resume::kAuto).ok());
+    const auto digest = TrainOnServers(**cluster, Text(), 3, kSteps, client::Resume::kAuto);
+    ASSERT_TRUE(digest.ok()) << digest.status();
+    EXPECT_EQ(*digest, ReferenceDigest());
+  }
+}
+
+TEST(ReferenceTest, ThreadsDoNotMoveABitAndStepsDo) {
+  EXPECT_EQ(*TrainLocally(Text(), 1, kSteps), ReferenceDigest());
+  EXPECT_EQ(*TrainLocally(Text(), 4, kSteps), ReferenceDigest());
+  EXPECT_NE(*TrainLocally(Text(), 1, kSteps - 1), ReferenceDigest());
+}
+
+}  // namespace
+}  // namespace ballast

@@ -1,0 +1,179 @@
+#include "ballast/tests/e2e/job_fixture.h"
+
+#include <cstdlib>
+#include <filesystem>
+#include <thread>
+
+#include "ballast/client/collective/loopback_collective.h"
+#include "ballast/client/examples/local_source.h"
+#include "ballast/client/examples/master_weights.h"
+#include "ballast/client/examples/server_source.h"
+#include "ballast/client/grpc_transport.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/embedded/embedded_transport.h"
+#include "ballast/storage/placement/placement.h"
+
+namespace ballast {
+namespace {
+
+constexpr uint64_t kStagingBytes = uint64_t{4} << 20;
+constexpr char kJob[] = "bits";
+
+std::string MakeDirectory() {
+  std::string path = (std::filesystem::temp_directory_path() / "ballast_e2e.XXXXXX").string();
+  return mkdtemp(path.data()) != nullptr ? path : std::string();
+}
+
+// Elements of each chunk that server `index` of `servers` will hold: the routing is a pure function, so a test can know
+// it.
+std::vector<uint64_t> ChunksOfServer(int index, int servers) {
+  v1::JobSpec spec;
+  spec.set_name(kJob);
+  spec.set_chunk_elements(kChunkElements);
+  spec.set_group_count(client::kGroupCount);
+  v1::Registration* registration = spec.add_registrations();
+  for (const client::ModelTensor& tensor : client::TensorsOf(SmallTrainer().shape)) {
+    v1::TensorSpec* out = registration->add_tensors();
+    out->set_name(tensor.name);
+    out->set_unit(tensor.unit);
+    out->set_group(tensor.group);
+    for (const uint64_t extent : tensor.shape) out->add_shape(extent);
+  }
+  std::vector<v1::Member> members(servers);
+  for (int i = 0; i < servers; ++i) {
+    members[i].set_server_id(absl::StrCat("s", i));
+    members[i].set_weight(1);
+  }
+  const auto layout = model::Layout::Make(spec);
+  const std::vector<uint32_t> routes = model::RouteChunks(kJob, *layout, members);
+  std::vector<uint64_t> elements;
+  for (const model::Chunk& chunk : layout->chunks()) {
+    if (routes[chunk.index] == static_cast<uint32_t>(index)) elements.push_back(chunk.range.size());
+  }
+  return elements;
+}
+
+storage::TierBytes BudgetFor(Placement placement, const std::vector<uint64_t>& elements) {
+  storage::TierBytes budget;
+  if (placement == Placement::kDram) {
+    budget.dram = uint64_t{256} << 20;
+    return budget;
+  }
+  budget.dram = kStagingBytes;
+  uint64_t state = 0;
+  for (const uint64_t n : elements) {
+    budget.dram += storage::WorkingBytes(n) + 4 * n;
+    state += storage::StateBytes(n);
+  }
+  if (placement == Placement::kMixed) budget.dram += state / 2;
+  budget.nvme = uint64_t{256} << 20;
+  return budget;
+}
+
+absl::StatusOr<uint32_t> TrainRank(std::vector<std::unique_ptr<client::Transport>> transports,
+                                   const client::Corpus& corpus, client::Collective* collective, int64_t end,
+                                   client::Resume resume) {
+  const client::TrainerOptions options = SmallTrainer();
+  client::SessionOptions session_options;
+  session_options.job = kJob;
+  session_options.resume = resume;
+  session_options.group_count = client::kGroupCount;
+  session_options.chunk_elements = kChunkElements;
+  BALLAST_ASSIGN_OR_RETURN(auto session, client::Session::Open(session_options, client::SessionTensors(options.shape),
+                                                               std::move(transports), collective));
+  BALLAST_ASSIGN_OR_RETURN(auto source, client::ServerSource::Create(std::move(session), options.shape, options.seed));
+  BALLAST_ASSIGN_OR_RETURN(auto trainer, client::Trainer::Create(options, &corpus, source.get(), collective));
+  while (source->version() < end) BALLAST_RETURN_IF_ERROR(trainer->Step().status());
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t digest, client::SaveMasterWeights(options.shape, *source, ""));
+  // Nobody leaves while another still reads.
+  BALLAST_RETURN_IF_ERROR(collective->Exchange("done").status());
+  return digest;
+}
+
+}  // namespace
+
+client::TrainerOptions SmallTrainer() {
+  client::TrainerOptions options;
+  options.shape = {.layers = 3, .width = 128, .heads = 2, .context = 16, .sequences = 1};
+  options.micro_batches = 4;
+  options.schedule.total_steps = 6;
+  options.schedule.warmup_steps = 2;
+  return options;
+}
+
+absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Start(int servers, Placement placement, Wire wire) {
+  auto cluster = std::make_unique<Cluster>();
+  cluster->wire_ = wire;
+  for (int i = 0; i < servers; ++i) {
+    Server& server = cluster->servers_.emplace_back();
+    server.directory = MakeDirectory();
+    services::StateServerOptions options;
+    options.data_directory = server.directory;
+    options.server_id = absl::StrCat("s", i);
+    options.budget = BudgetFor(placement, ChunksOfServer(i, servers));
+    options.staging_bytes = kStagingBytes;
+    BALLAST_ASSIGN_OR_RETURN(server.state, services::StateServer::Start(options));
+    if (wire == Wire::kGrpc) {
+      BALLAST_ASSIGN_OR_RETURN(server.rpc, services::RpcServer::Start({}, server.state.get()));
+    }
+  }
+  return cluster;
+}
+
+Cluster::~Cluster() {
+  for (Server& server : servers_) {
+    server.rpc.reset();
+    server.state.reset();
+    std::filesystem::remove_all(server.directory);
+  }
+}
+
+std::vector<std::unique_ptr<client::Transport>> Cluster::Connect() const {
+  std::vector<std::unique_ptr<client::Transport>> transports;
+  for (const Server& server : servers_) {
+    transports.push_back(wire_ == Wire::kGrpc ? client::MakeGrpcTransport(server.rpc->address())
+                                              : services::MakeEmbeddedTransport(server.state.get()));
+  }
+  return transports;
+}
+
+storage::TierBytes Cluster::StateBytes() const {
+  storage::TierBytes bytes;
+  for (const Server& server : servers_) {
+    for (const v1::TierStatus& tier : server.state->Status().tiers()) {
+      if (tier.tier() == "dram") bytes.dram += tier.state_bytes();
+      if (tier.tier() == "nvme") bytes.nvme += tier.state_bytes();
+    }
+  }
+  return bytes;
+}
+
+absl::StatusOr<uint32_t> TrainOnServers(const Cluster& cluster, const client::Corpus& corpus, int world_size,
+                                        int64_t end, client::Resume resume) {
+  const auto seats = client::MakeLoopbackGroup(world_size);
+  std::vector<absl::StatusOr<uint32_t>> results(world_size, absl::UnknownError("did not run"));
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < world_size; ++rank) {
+    ranks.emplace_back(
+        [&, rank] { results[rank] = TrainRank(cluster.Connect(), corpus, seats[rank].get(), end, resume); });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  for (int rank = 0; rank < world_size; ++rank) {
+    if (!results[rank].ok()) return model::Annotate(results[rank].status(), absl::StrCat("rank ", rank));
+    if (*results[rank] != *results[0]) return absl::InternalError("ranks read different master weights");
+  }
+  return *results[0];
+}
+
+absl::StatusOr<uint32_t> TrainLocally(const client::Corpus& corpus, int threads, int64_t end) {
+  client::TrainerOptions options = SmallTrainer();
+  options.threads = threads;
+  const auto seats = client::MakeLoopbackGroup(1);
+  BALLAST_ASSIGN_OR_RETURN(auto source, client::LocalSource::Create(options.shape, options.seed, kChunkElements));
+  BALLAST_ASSIGN_OR_RETURN(auto trainer, client::Trainer::Create(options, &corpus, source.get(), seats[0].get()));
+  while (source->version() < end) BALLAST_RETURN_IF_ERROR(trainer->Step().status());
+  return client::SaveMasterWeights(options.shape, *source, "");
+}
+
+}  // namespace ballast

@@ -1,0 +1,50 @@
+// A whole job in one process: real state servers, ranks as threads, the example's model and training loop.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "ballast/client/examples/corpus.h"
+#include "ballast/client/examples/trainer.h"
+#include "ballast/client/session.h"
+#include "ballast/services/rpc/rpc_server.h"
+#include "ballast/services/state_server.h"
+
+namespace ballast {
+
+enum class Placement { kDram, kNvme, kMixed };
+enum class Wire { kGrpc, kEmbedded };
+
+// A model of about 13 chunks, small enough to train a few steps in a second.
+client::TrainerOptions SmallTrainer();
+inline constexpr uint64_t kChunkElements = uint64_t{1} << 16;
+
+// State servers "s0", "s1", ... in directories of their own, with budgets that force `placement`.
+class Cluster {
+ public:
+  static absl::StatusOr<std::unique_ptr<Cluster>> Start(int servers, Placement placement, Wire wire);
+  ~Cluster();
+  std::vector<std::unique_ptr<client::Transport>> Connect() const;
+  // Bytes of state in DRAM and in NVMe, over all servers.
+  storage::TierBytes StateBytes() const;
+
+ private:
+  struct Server {
+    std::string directory;
+    std::unique_ptr<services::StateServer> state;
+    std::unique_ptr<services::RpcServer> rpc;
+  };
+  Wire wire_ = Wire::kGrpc;
+  std::vector<Server> servers_;
+};
+
+// Trains until step `end` with `world_size` ranks and returns the CRC32C of all master weights.
+absl::StatusOr<uint32_t> TrainOnServers(const Cluster& cluster, const client::Corpus& corpus, int world_size,
+                                        int64_t end, client::Resume resume);
+// The same without servers.
+absl::StatusOr<uint32_t> TrainLocally(const client::Corpus& corpus, int threads, int64_t end);
+
+}  // namespace ballast
