@@ -80,7 +80,8 @@ class CallSet {
     absl::MutexLock lock(&mutex_);
     contexts_.erase(context);
   }
-  // Erased contexts may still be inside their callback: Leave() is its end.
+  // Erased contexts may still be inside their callback: Leave() is its end. It comes after the context is deleted, for
+  // a context holds its channel, and a channel whose last holder is a callback's thread makes that thread join itself.
   void Enter() {
     absl::MutexLock lock(&mutex_);
     ++running_;
@@ -267,12 +268,12 @@ class GrpcTransport final : public Transport {
 
   void Pull(const v1::PullRequest& request, absl::Span<std::byte> to, absl::Time deadline,
             std::function<void(absl::Status)> done) override {
-    struct Call {
+    struct PullCall {
       grpc::ClientContext context;
       grpc::ByteBuffer request;
       grpc::ByteBuffer response;
     };
-    auto call = std::make_shared<Call>();
+    auto* call = new PullCall;
     const grpc::Slice slice(request.SerializeAsString());
     call->request = grpc::ByteBuffer(&slice, 1);
     Begin(&call->context, deadline);
@@ -282,6 +283,7 @@ class GrpcTransport final : public Transport {
                       absl::Status result = FromGrpc(status);
                       if (result.ok()) result = PullReader(call->response).ReadInto(to);
                       done(std::move(result));
+                      delete call;
                       calls_.Leave();
                     });
   }
@@ -298,12 +300,12 @@ class GrpcTransport final : public Transport {
   template <typename Request, typename Response>
   void Unary(void (Async::*method)(grpc::ClientContext*, const Request*, Response*, std::function<void(grpc::Status)>),
              const Request& request, absl::Time deadline, Callback<Response> done) {
-    struct Call {
+    struct UnaryCall {
       grpc::ClientContext context;
       Request request;
       Response response;
     };
-    auto call = std::make_shared<Call>();
+    auto* call = new UnaryCall;
     call->request = request;
     Begin(&call->context, deadline);
     (control_->async()->*method)(&call->context, &call->request, &call->response,
@@ -314,6 +316,7 @@ class GrpcTransport final : public Transport {
                                    } else {
                                      done(FromGrpc(status));
                                    }
+                                   delete call;
                                    calls_.Leave();
                                  });
   }

@@ -203,7 +203,13 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
 
   // Before the fence where it can be: a mistake here must not end a group that is at work.
   if (const v1::OpenRequest* newest = NewestOpen(seen); newest != nullptr) {
-    BALLAST_RETURN_IF_ERROR(CheckSameTensors(spec, newest->spec()));
+    absl::Status same = CheckSameTensors(spec, newest->spec());
+    if (!same.ok() && highest < 0) {
+      same = model::Annotate(same, absl::StrCat("job '", options.job,
+                                                "' was opened with other tensors and never initialised; open it with "
+                                                "those, drop it, or choose another name"));
+    }
+    BALLAST_RETURN_IF_ERROR(same);
   }
 
   v1::OpenRequest open;

@@ -39,7 +39,7 @@ class Transport {
   virtual void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
                     Callback<v1::PushResponse>) = 0;
   // Writes exactly `to.size()` bytes into `to` (borrowed until the callback) on OK, checked against the server's
-  // CRC32C; on an error `to` may hold anything.
+  // CRC32C if they came over a wire; on an error `to` may hold anything.
   virtual void Pull(const v1::PullRequest&, absl::Span<std::byte> to, absl::Time deadline,
                     std::function<void(absl::Status)>) = 0;
 };

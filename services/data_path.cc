@@ -134,6 +134,13 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
   if (!admission.ok()) return answer(admission.status());
   if (*admission == StepMachine::Admission::kHeld) return answer(absl::OkStatus());
   absl::StatusOr<Intake::Receipt> receipt = chunk->intake.BeginReceive(slice, header.kind(), header.attempt());
+  if (absl::IsResourceExhausted(receipt.status())) {
+    // Gradient buffers are kept between steps; a transaction of values needs their room.
+    for (const auto& other : chunks_) {
+      if (other->updates_pending == 0) other->intake.ReleaseIdle();
+    }
+    receipt = chunk->intake.BeginReceive(slice, header.kind(), header.attempt());
+  }
   if (!receipt.ok()) return answer(machine_->EndPush(header, receipt.status()));
   replies->push_back([self = shared_from_this(), header, payload, chunk, receipt = *std::move(receipt), reply] {
     self->Receive(header, payload, chunk, receipt, reply);
@@ -225,7 +232,8 @@ absl::StatusOr<Job::Copy> Job::Locate(const HeldChunk& chunk, int64_t version) c
   const int64_t current = *chunk.version;
   if (version > current) return Copy::kNotYet;
   if (version == current && !chunk.next_started) return Copy::kCurrent;
-  if (const auto pin = pins_.find(version); pin != pins_.end() && pin->second.ready && pin->second.status.ok()) {
+  if (const auto pin = pins_.find(version); pin != pins_.end() && pin->second.ready) {
+    BALLAST_RETURN_IF_ERROR(pin->second.status);
     return Copy::kPinned;
   }
   return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,

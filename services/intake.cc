@@ -84,6 +84,13 @@ void Intake::Clear() {
   }
 }
 
+void Intake::ReleaseIdle() {
+  const bool idle =
+      receiving_.empty() && norming_ == 0 &&
+      std::none_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.gradient_attempt.has_value(); });
+  if (idle) gradient_.reset();
+}
+
 bool Intake::Busy(model::Range range) const {
   if (norming_ > 0) return true;
   return std::any_of(receiving_.begin(), receiving_.end(),

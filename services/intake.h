@@ -72,6 +72,8 @@ class Intake {
   void Reset(const model::Chunk& chunk, const model::EpochPlan& plan);
   // The step is decided: its slices belong to the update now.
   void Clear();
+  // Gives back the gradient's memory if no slice is in it. REQUIRES: no update uses it.
+  void ReleaseIdle();
 
   // Some of [range) (in the chunk) is being copied, or norms are being computed.
   bool Busy(model::Range range) const;
@@ -102,7 +104,7 @@ class Intake {
   // Norms of the segments of present tensors; cached, or computed now.
   v1::ChunkNorm Norm(absl::string_view gradient_presence);
 
-  // Value slices of `attempt`, cut to the tensors of `presence`; `keep` holds what the spans borrow.
+  // Value slices of `attempt`, cut to the tensors of `presence`; `keep` is what the spans borrow from.
   std::vector<storage::ChunkUpdate::Values> Values(absl::string_view presence, uint64_t attempt,
                                                    std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>* keep) const;
   // Empty before the first gradient.

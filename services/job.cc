@@ -70,11 +70,10 @@ void Job::LockedOnStage(absl::FunctionRef<void(Replies*)> body) {
 }
 
 void Job::Settle(Replies* replies) {
-  for (bool moved = true; moved;) {
-    moved = false;
+  for (;;) {
     if (const std::optional<uint64_t> lsn = log_.TakeSynced()) {
       machine_->Synced(*lsn);
-      moved = true;
+      moved_ = true;
     }
     if (const std::optional<StepLog::Durable> record = log_.NextToWrite()) {
       stage_->Post([this, record = *record] {
@@ -89,7 +88,8 @@ void Job::Settle(Replies* replies) {
         });
       });
     }
-    if (waiting_.Wake(&machine_queue_, replies)) moved = true;
+    if (!std::exchange(moved_, false)) return;
+    waiting_.Wake(&machine_queue_, replies);
   }
 }
 
@@ -135,6 +135,7 @@ v1::Epoch Job::promised() const {
 
 uint64_t Job::Append(const StepRecord& record) {
   mu_.AssertHeld();
+  if (!std::holds_alternative<SliceRecord>(record)) moved_ = true;
   return log_.Append(record);
 }
 
@@ -266,6 +267,7 @@ void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::Se
     }
     Outcome<v1::SealResponse> outcome = refusal.ok() ? machine_->Seal(request) : Outcome<v1::SealResponse>(refusal);
     if (!outcome.ok()) {
+      moved_ = true;  // plans that differ end the seals of all ranks
       replies->push_back([reply, status = outcome.status()] { reply(status); });
       return true;
     }

@@ -142,6 +142,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   absl::Status TakeChunks(const v1::OpenRequest& request, std::vector<std::shared_ptr<HeldChunk>>* chunks);
   absl::Status AddChunks(const std::vector<uint64_t>& elements, std::vector<std::shared_ptr<HeldChunk>>* added);
   void RunStep(StepWork* work);
+  absl::Status RunUpdates(storage::ChunkStore* store, StepWork* work);
+  // False if there is none.
+  bool GiveUpOldestPin(storage::ChunkStore* store, const absl::Status& cause);
   void RunPin(int64_t version);
   void RunUnpin(int64_t version);
 
@@ -170,6 +173,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   };
   std::map<int64_t, PinState> pins_ ABSL_GUARDED_BY(mu_);
 
+  // Something happened that a request in machine_queue_ may have waited for. Not set by slices: a seal that waits for
+  // the last of thousands must not be evaluated for each.
+  bool moved_ ABSL_GUARDED_BY(mu_) = false;
   int updates_queued_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Time last_decision_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   Waiting::Queue machine_queue_ ABSL_GUARDED_BY(mu_);

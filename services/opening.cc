@@ -72,6 +72,7 @@ void Job::PrepareOpen(const v1::OpenRequest& request) {
       }
     }
     opening_.reset();
+    moved_ = true;  // another Open may have waited for this one to end
   });
 }
 

@@ -15,9 +15,10 @@ namespace ballast::services {
 struct Job::StepWork {
   int64_t step = 0;
   std::vector<storage::ChunkUpdate> updates;
-  std::vector<std::shared_ptr<HeldChunk>> touched;                 // of updates, same order
-  std::vector<std::shared_ptr<HeldChunk>> untouched;               // get the version and nothing else
-  std::vector<std::shared_ptr<ProvisionalMemory::Buffer>> values;  // what the updates' value spans borrow
+  std::vector<std::shared_ptr<HeldChunk>> touched;    // of updates, same order
+  std::vector<std::shared_ptr<HeldChunk>> untouched;  // get the version and nothing else
+  // Per update, what its value spans borrow from.
+  std::vector<std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>> values;
 };
 
 namespace {
@@ -61,7 +62,8 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
   for (const std::shared_ptr<HeldChunk>& chunk : chunks_) {
     storage::ChunkUpdate change;
     change.chunk = chunk->store_index;
-    if (!skip) change.values = chunk->intake.Values(header.value_presence(), prepared.attempt(), &work->values);
+    std::vector<std::shared_ptr<ProvisionalMemory::Buffer>> values;
+    if (!skip) change.values = chunk->intake.Values(header.value_presence(), prepared.attempt(), &values);
     for (const model::Segment& segment : chunk->layout.segments) {
       if (!update || !model::HasBit(header.gradient_presence(), segment.tensor)) continue;
       change.segments.push_back({segment.in_chunk.begin, segment.in_chunk.end,
@@ -75,6 +77,7 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
       ++chunk->updates_pending;
       work->touched.push_back(chunk);
       work->updates.push_back(std::move(change));
+      work->values.push_back(std::move(values));
     }
   }
   ++updates_queued_;
@@ -100,30 +103,59 @@ void Job::RunStep(StepWork* work) {
   });
   if (refused) return;
   const absl::Time began = absl::Now();
-  absl::Status status = absl::OkStatus();
-  if (!work->updates.empty()) {
-    status = store->Run(work->updates, [&](size_t i) {
-      LockedOnStage([&](Replies* replies) {
-        mu_.AssertHeld();
-        HeldChunk& chunk = *work->touched[i];
-        chunk.version = work->step;
-        chunk.next_started = false;
-        --chunk.updates_pending;
-        waiting_.Wake(&chunk.pulls, replies);
-        waiting_.Wake(&chunk.pushes, replies);
-      });
-    });
-  }
+  absl::Status status = RunUpdates(store.get(), work);
   around_.counters->update.Observe(absl::Now() - began);
-  work->values.clear();
   if (status.ok()) status = WriteCommitted(around_.catalog, name_, work->step);
   LockedOnStage([&](Replies* replies) {
     mu_.AssertHeld();
     --updates_queued_;
+    moved_ = true;
     if (!status.ok()) {
       Fail(model::Annotate(status, absl::StrCat("step ", work->step, " could not be applied to its chunks")), replies);
     }
   });
+}
+
+absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work) {
+  size_t finished = 0;
+  const auto done = [&](size_t) {
+    const size_t i = finished++;
+    // Before the next step's slices of this chunk: what was reserved holds either.
+    work->values[i].clear();
+    LockedOnStage([&](Replies* replies) {
+      mu_.AssertHeld();
+      HeldChunk& chunk = *work->touched[i];
+      chunk.version = work->step;
+      chunk.next_started = false;
+      --chunk.updates_pending;
+      waiting_.Wake(&chunk.pulls, replies);
+      waiting_.Wake(&chunk.pushes, replies);
+    });
+  };
+  for (;;) {
+    if (finished == work->updates.size()) return absl::OkStatus();
+    const absl::Status status = store->Run(absl::MakeConstSpan(work->updates).subspan(finished), done);
+    // Out of space for a pinned copy, the chunk and those behind it are untouched: the pin yields, not the training.
+    if (!absl::IsResourceExhausted(status) || !GiveUpOldestPin(store, status)) return status;
+  }
+}
+
+bool Job::GiveUpOldestPin(storage::ChunkStore* store, const absl::Status& cause) {
+  int64_t version = -1;
+  {
+    absl::MutexLock lock(&mu_);
+    for (auto& [pinned, pin] : pins_) {
+      if (!pin.ready || !pin.status.ok()) continue;
+      version = pinned;
+      pin.status = model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                                absl::StrCat("the pin of version ", version,
+                                             " was given up so that training could go on: ", cause.message()));
+      break;
+    }
+  }
+  if (version < 0) return false;
+  store->Unpin(version);
+  return true;
 }
 
 void Job::RunPin(int64_t version) {
@@ -140,6 +172,7 @@ void Job::RunPin(int64_t version) {
     if (pin == pins_.end()) return;
     pin->second.status = status;
     pin->second.ready = true;
+    moved_ = true;
     if (status.ok()) return;
     waiting_.Wake(&machine_queue_, replies);
     pins_.erase(version);

@@ -16,7 +16,7 @@ Waiting::Waiting(Deadlines* deadlines, std::atomic<uint64_t>* count, uint64_t co
     : deadlines_(deadlines), count_(count), count_max_(count_max), on_deadline_(std::move(expire)) {}
 
 Waiting::~Waiting() {
-  for (auto& [id, parked] : parked_) deadlines_->Cancel(parked.timer);
+  for (auto& [id, parked] : parked_) deadlines_->Cancel(parked->timer);
   count_->fetch_sub(parked_.size());
 }
 
@@ -35,16 +35,14 @@ void Waiting::Submit(Waiter waiter, Queue* queue, Replies* replies) {
   const absl::Time deadline = std::min(waiter.deadline, absl::Now() + kWaitMax);
   const uint64_t timer = deadlines_->Add(deadline, [expire = on_deadline_, id] { expire(id); });
   queue->insert(id);
-  parked_.emplace(id, Parked{std::move(waiter), queue, timer});
+  parked_.emplace(id, std::make_unique<Parked>(Parked{std::move(waiter), queue, timer}));
 }
 
 bool Waiting::Wake(Queue* queue, Replies* replies) {
   bool answered = false;
-  // An attempt may wake others of this queue in turn, so ids are looked up afresh each time.
   for (auto id = queue->begin(); id != queue->end();) {
     const uint64_t current = *id;
-    const auto attempt = parked_.at(current).waiter.attempt;
-    if (attempt(replies)) {
+    if (parked_.at(current)->waiter.attempt(replies)) {
       answered = true;
       Remove(current);
     }
@@ -68,9 +66,9 @@ void Waiting::Refuse(Queue* queue, const absl::Status& status, Replies* replies)
 
 Waiter Waiting::Remove(uint64_t id) {
   const auto parked = parked_.find(id);
-  Waiter waiter = std::move(parked->second.waiter);
-  parked->second.queue->erase(id);
-  deadlines_->Cancel(parked->second.timer);
+  Waiter waiter = std::move(parked->second->waiter);
+  parked->second->queue->erase(id);
+  deadlines_->Cancel(parked->second->timer);
   parked_.erase(parked);
   count_->fetch_sub(1);
   return waiter;

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <set>
 #include <vector>
 
@@ -41,7 +42,7 @@ class Waiting {
 
   // Evaluates at once; if not yet, parks in `queue`. RESOURCE_EXHAUSTED through `refuse` when too many wait already.
   void Submit(Waiter waiter, Queue* queue, Replies* replies);
-  // Evaluates all in `queue`. True if some were answered.
+  // Evaluates all in `queue`. True if some were answered. An attempt must not wake, nor submit, in turn.
   bool Wake(Queue* queue, Replies* replies);
   void Expire(uint64_t id, Replies* replies);
   void RefuseAll(const absl::Status& status, Replies* replies);
@@ -59,7 +60,7 @@ class Waiting {
   std::atomic<uint64_t>* const count_;
   const uint64_t count_max_;
   const std::function<void(uint64_t)> on_deadline_;
-  absl::flat_hash_map<uint64_t, Parked> parked_;
+  absl::flat_hash_map<uint64_t, std::unique_ptr<Parked>> parked_;
   uint64_t next_id_ = 1;
 };
 

@@ -59,7 +59,7 @@ absl::Status RequestTable::Add(const IoRequest& request) {
                         absl::StrCat("I/O of ", request.buffer.size(), " bytes at offset ", request.offset,
                                      ": address, size and offset must be multiples of ", kIoAlignment));
   }
-  if (free_ == nullptr) {
+  if (in_flight_ == kIoRequestsMax) {
     return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                         absl::StrCat(kIoRequestsMax, " I/O requests are in flight; reap completions first"));
   }

@@ -151,6 +151,18 @@ absl::StatusOr<StepReport> TrainStep(Session& session, int64_t step, const StepO
   return session.Step(options);
 }
 
+absl::Status Wrong(absl::string_view what) { return absl::InternalError(what); }
+
+absl::Status ExpectError(const absl::Status& status, absl::string_view reason, absl::string_view text) {
+  if (model::ReasonOf(status) == reason && status.message().find(text) != absl::string_view::npos) {
+    return absl::OkStatus();
+  }
+  return Wrong(absl::StrCat("expected ", reason, " with '", text, "', got ", status.ToString(), " reason ",
+                            model::ReasonOf(status)));
+}
+
+absl::Status Expect(bool fact, absl::string_view what) { return fact ? absl::OkStatus() : Wrong(what); }
+
 Reference::Reference(const std::vector<TensorSpec>& tensors) {
   for (const TensorSpec& tensor : tensors) Add(tensor);
 }

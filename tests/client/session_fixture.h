@@ -57,6 +57,12 @@ absl::Status InitialiseAll(Session& session);
 // Pushes every unit and steps.
 absl::StatusOr<StepReport> TrainStep(Session& session, int64_t step, const StepOptions& options = TestStep());
 
+// Facts as statuses, for code that runs on a rank's thread.
+absl::Status Wrong(absl::string_view what);
+absl::Status Expect(bool fact, absl::string_view what);
+// OK if `status` has this reason and its message contains `text`.
+absl::Status ExpectError(const absl::Status& status, absl::string_view reason, absl::string_view text);
+
 // The same training by direct calls of the kernels, tensor by tensor.
 class Reference {
  public:

@@ -14,8 +14,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-void ExpectError(const absl::Status& status, absl::StatusCode code, const char* reason,
-                 const std::vector<std::string>& texts) {
+void ExpectStatus(const absl::Status& status, absl::StatusCode code, const char* reason,
+                  const std::vector<std::string>& texts) {
   EXPECT_EQ(status.code(), code) << status;
   EXPECT_EQ(model::ReasonOf(status), reason) << status;
   for (const std::string& text : texts) EXPECT_THAT(std::string(status.message()), HasSubstr(text));
@@ -52,15 +52,15 @@ class SessionOpen : public ::testing::Test {
 
 TEST_F(SessionOpen, NeverRefusesAnExistingJobAndNamesTheChoices) {
   ASSERT_EQ(Create(1, 1), absl::OkStatus());
-  ExpectError(OpenOnly(2, Options(Resume::kNever), TestTensors()), absl::StatusCode::kAlreadyExists, model::kJobExists,
-              {"'test'", "version 1", "never", "auto", "must"});
+  ExpectStatus(OpenOnly(2, Options(Resume::kNever), TestTensors()), absl::StatusCode::kAlreadyExists, model::kJobExists,
+               {"'test'", "version 1", "never", "auto", "must"});
   // Refused without harm.
   EXPECT_EQ(OpenOnly(1, Options(Resume::kMust), TestTensors()), absl::OkStatus());
 }
 
 TEST_F(SessionOpen, MustRefusesAMissingJob) {
-  ExpectError(OpenOnly(2, Options(Resume::kMust), TestTensors()), absl::StatusCode::kNotFound, model::kJobMissing,
-              {"must", "'test'", "auto"});
+  ExpectStatus(OpenOnly(2, Options(Resume::kMust), TestTensors()), absl::StatusCode::kNotFound, model::kJobMissing,
+               {"must", "'test'", "auto"});
   EXPECT_EQ(OpenOnly(2, Options(Resume::kAuto), TestTensors()), absl::OkStatus());
 }
 
@@ -126,16 +126,16 @@ TEST_F(SessionOpen, TensorsThatDifferFromTheJobsAreNamed) {
   ASSERT_EQ(Create(1, 1), absl::OkStatus());
   std::vector<TensorSpec> tensors = TestTensors();
   tensors[2].shape = {701, 100};
-  ExpectError(OpenOnly(2, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kBadSpec,
-              {"layer.up", "700", "701"});
+  ExpectStatus(OpenOnly(2, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kBadSpec,
+               {"layer.up", "700", "701"});
   tensors = TestTensors();
   tensors.push_back({.name = "more", .unit = "layer", .shape = {4}});
-  ExpectError(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kBadSpec,
-              {"more", "Register"});
+  ExpectStatus(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kBadSpec,
+               {"more", "Register"});
   tensors = TestTensors();
   tensors.pop_back();
-  ExpectError(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kBadSpec,
-              {"layer.down"});
+  ExpectStatus(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kBadSpec,
+               {"layer.down"});
 }
 
 TEST_F(SessionOpen, RanksThatOpenDifferentThingsAreNamed) {
@@ -147,16 +147,16 @@ TEST_F(SessionOpen, RanksThatOpenDifferentThingsAreNamed) {
       return servers_.Open(collective, options, tensors).status();
     });
   };
-  ExpectError(open([](int rank, auto& options, auto&) { options.resume = rank == 1 ? Resume::kMust : Resume::kAuto; }),
-              absl::StatusCode::kInvalidArgument, model::kBadSpec, {"ranks 1 and 0", "resume=must"});
-  ExpectError(open([](int rank, auto&, auto& tensors) {
-                if (rank == 1) tensors[0].shape = {1};
-              }),
-              absl::StatusCode::kInvalidArgument, model::kBadSpec, {"ranks 1 and 0", "embed.weight"});
-  ExpectError(open([](int rank, auto&, auto& tensors) {
-                if (rank == 1) tensors[1].name = tensors[0].name;
-              }),
-              absl::StatusCode::kInvalidArgument, model::kBadSpec, {"rank 1", "embed.weight"});
+  ExpectStatus(open([](int rank, auto& options, auto&) { options.resume = rank == 1 ? Resume::kMust : Resume::kAuto; }),
+               absl::StatusCode::kInvalidArgument, model::kBadSpec, {"ranks 1 and 0", "resume=must"});
+  ExpectStatus(open([](int rank, auto&, auto& tensors) {
+                 if (rank == 1) tensors[0].shape = {1};
+               }),
+               absl::StatusCode::kInvalidArgument, model::kBadSpec, {"ranks 1 and 0", "embed.weight"});
+  ExpectStatus(open([](int rank, auto&, auto& tensors) {
+                 if (rank == 1) tensors[1].name = tensors[0].name;
+               }),
+               absl::StatusCode::kInvalidArgument, model::kBadSpec, {"rank 1", "embed.weight"});
 }
 
 TEST_F(SessionOpen, BudgetErrorReachesEveryRank) {
@@ -164,7 +164,7 @@ TEST_F(SessionOpen, BudgetErrorReachesEveryRank) {
   for (int world = 1; world <= 2; ++world) {
     SessionFixture::RunRanks(world, [&](Collective* collective) -> absl::Status {
       const absl::Status status = small.Open(collective, TestOptions(), TestTensors()).status();
-      ExpectError(status, absl::StatusCode::kResourceExhausted, model::kBudget, {"byte"});
+      ExpectStatus(status, absl::StatusCode::kResourceExhausted, model::kBudget, {"byte"});
       return absl::OkStatus();
     }).IgnoreError();
   }
@@ -230,7 +230,7 @@ TEST(SessionConnect, ServerThatIsDownIsNamedToEveryRank) {
     options.open_timeout = absl::Milliseconds(700);
     const absl::Status status =
         Session::Connect(options, TestTensors(), {(*rpc)->address(), "127.0.0.1:1"}, collective).status();
-    ExpectError(status, absl::StatusCode::kUnavailable, model::kServerDown, {"127.0.0.1:1", "no answer within"});
+    ExpectStatus(status, absl::StatusCode::kUnavailable, model::kServerDown, {"127.0.0.1:1", "no answer within"});
     return absl::OkStatus();
   }).IgnoreError();
 }

@@ -87,7 +87,7 @@ TEST_F(BadInput, RangeOutsideTheUnit) {
 TEST_F(BadInput, RangeThatIsNoWholeSlice) {
   push_.set_end(push_.end() - 256);
   push_.mutable_payload()->resize((push_.end() - push_.begin()) * 2);
-  Expect(Push(push_), kInvalid, model::kBadRange, {absl::StrCat(push_.end())});
+  Expect(Push(push_), kInvalid, model::kOverlap, {"only whole slices"});
 }
 
 TEST_F(BadInput, WrongLengthAndDtype) {

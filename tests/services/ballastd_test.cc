@@ -73,7 +73,7 @@ TEST(Ballastd, HasAnExitCodeForEachThingInItsWay) {
 
   const Finished unknown = RunDaemon(directory.path(), free + data + rest + "colour: red\n");
   EXPECT_EQ(unknown.code, 2) << unknown.err;
-  EXPECT_NE(unknown.err.find("bad.yaml:6: unknown key 'colour'"), std::string::npos) << unknown.err;
+  EXPECT_NE(unknown.err.find("bad.yaml:5: unknown key 'colour'"), std::string::npos) << unknown.err;
 
   EXPECT_EQ(RunProcess({DaemonPath(), "--no-such-flag"}).code, 2);
   EXPECT_EQ(RunProcess({DaemonPath(), "--help"}).code, 0);

@@ -137,6 +137,27 @@ TEST_F(JobPull, RefusesWhenTheAnswerHasNoMemory) {
   EXPECT_EQ(answer.Wait().status().code(), absl::StatusCode::kUnavailable);
 }
 
+TEST(JobPin, YieldsWhenThereIsNoSpaceForItsCopy) {
+  // Room for the job and for a part of a copy.
+  TestServer server("s", {0, uint64_t{4'300'000}, 0});
+  TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  v1::PinRequest pin;
+  pin.set_job("job");
+  Answer<v1::PinResponse> pinned;
+  server->Pin(pin, absl::InfiniteFuture(), pinned.reply());
+  ASSERT_TRUE(pinned.Wait().ok());
+  for (int64_t step = 1; step <= 2; ++step) {
+    ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones), absl::OkStatus());
+    ASSERT_EQ(group.Finish(UpdateHeader(4)).status(), absl::OkStatus());
+    ASSERT_EQ(group.Read(2, v1::CONTENT_MASTER, step).status(), absl::OkStatus());
+  }
+  const absl::Status gone = group.Read(2, v1::CONTENT_MASTER, 0).status();
+  EXPECT_EQ(model::ReasonOf(gone), model::kVersionGone);
+  EXPECT_NE(gone.message().find("was given up so that training could go on"), absl::string_view::npos) << gone;
+}
+
 TEST(JobPullBound, WaitersBeyondTheBoundAreSentAway) {
   TestServer server("s");
   server.options().waiting_requests_max = 2;

@@ -60,6 +60,16 @@ TEST_F(JobSeal, IsVoidAfterAFence) {
   EXPECT_EQ(model::ReasonOf(held.Wait().status()), model::kStaleEpoch);
 }
 
+TEST_F(JobSeal, IsRefusedForAllRanksWhenPlansDiffer) {
+  Answer<v1::SealResponse> held = Seal(0, 20'000);
+  v1::StepHeader other = UpdateHeader(4);
+  other.set_max_norm(2);
+  Answer<v1::SealResponse> differs;
+  server_->Seal(group_.SealOf(1, other, 20'000), absl::Now() + absl::Seconds(30), differs.reply());
+  EXPECT_EQ(model::ReasonOf(differs.Wait().status()), model::kPlanMismatch);
+  EXPECT_EQ(model::ReasonOf(held.Wait().status()), model::kPlanMismatch);
+}
+
 TEST_F(JobSeal, NormNeedsAllSlicesAndIgnoresAbsentTensors) {
   v1::NormRequest request;
   request.set_job("job");

@@ -227,7 +227,7 @@ TEST_P(JobStep, GoesOnWithAnotherWorldSizeAndMoreTensors) {
   EXPECT_EQ(model::ReasonOf(first.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), GradientOf(2))), model::kStaleEpoch);
   step(second, 4);
 
-  const TestTensor added{"head", "u1", 80'000, 1};
+  const TestTensor added{"head", "u1", 30'000, 1};
   Append({added}, &spec);
   TrainerGroup third(pointers_, spec, GetParam().world_size, 3);
   ASSERT_EQ(third.Start(), absl::OkStatus());
