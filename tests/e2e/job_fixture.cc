@@ -17,7 +17,9 @@
 namespace ballast {
 namespace {
 
-constexpr uint64_t kStagingBytes = uint64_t{4} << 20;
+// The buffer for reads and two chunks' state: less than any server's share of the state, since a server that can do
+// without staging keeps everything in DRAM.
+const uint64_t kStagingBytes = (uint64_t{1} << 20) + 2 * storage::StateBytes(kChunkElements);
 constexpr char kJob[] = "bits";
 
 std::string MakeDirectory() {
@@ -66,7 +68,7 @@ storage::TierBytes BudgetFor(Placement placement, const std::vector<uint64_t>& e
     budget.dram += storage::WorkingBytes(n) + 4 * n;
     state += storage::StateBytes(n);
   }
-  if (placement == Placement::kMixed) budget.dram += state / 2;
+  if (placement == Placement::kMixed) budget.dram += (state - kStagingBytes) / 2;
   budget.nvme = uint64_t{256} << 20;
   return budget;
 }
@@ -95,7 +97,7 @@ absl::StatusOr<uint32_t> TrainRank(std::vector<std::unique_ptr<client::Transport
 
 client::TrainerOptions SmallTrainer() {
   client::TrainerOptions options;
-  options.shape = {.layers = 3, .width = 128, .heads = 2, .context = 16, .sequences = 1};
+  options.shape = {.layers = 6, .width = 128, .heads = 2, .context = 16, .sequences = 1};
   options.micro_batches = 4;
   options.schedule.total_steps = 6;
   options.schedule.warmup_steps = 2;
@@ -141,7 +143,8 @@ std::vector<std::unique_ptr<client::Transport>> Cluster::Connect() const {
 storage::TierBytes Cluster::StateBytes() const {
   storage::TierBytes bytes;
   for (const Server& server : servers_) {
-    for (const v1::TierStatus& tier : server.state->Status().tiers()) {
+    const v1::GetServerStatusResponse status = server.state->Status();
+    for (const v1::TierStatus& tier : status.tiers()) {
       if (tier.tier() == "dram") bytes.dram += tier.state_bytes();
       if (tier.tier() == "nvme") bytes.nvme += tier.state_bytes();
     }

@@ -18,7 +18,7 @@ namespace ballast {
 enum class Placement { kDram, kNvme, kMixed };
 enum class Wire { kGrpc, kEmbedded };
 
-// A model of about 13 chunks, small enough to train a few steps in a second.
+// A model of about 25 chunks, small enough to train a few steps in a second.
 client::TrainerOptions SmallTrainer();
 inline constexpr uint64_t kChunkElements = uint64_t{1} << 16;
 
