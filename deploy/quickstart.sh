@@ -3,14 +3,14 @@
 # same training in one process without any server, compared bit for bit.
 #
 # Usage: deploy/quickstart.sh [--steps N] [--json FILE] [--text PATH]... [--keep]
-#   --steps N     optimizer steps (default 120)
+#   --steps N     optimizer steps (default 80)
 #   --json FILE   also write the summary's figures
 #   --text PATH   train on these files instead of the licence texts of Debian (may be repeated)
 #   --keep        leave the servers running at the end, to look at them
 # Exit: 0 when the loss fell below the entropy of byte frequencies and the weights are bit-equal; 1 else.
 set -euo pipefail
 
-steps=120 json="" keep=0 text=()
+steps=80 json="" keep=0 text=()
 while (($#)); do
   case "$1" in
     --steps) steps="${2:?--steps needs a number}"; shift 2 ;;
