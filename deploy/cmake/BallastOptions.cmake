@@ -1,5 +1,4 @@
 option(BALLAST_TESTS "Build the tests" ON)
-option(BALLAST_EXAMPLES "Build the example trainer" ON)
 option(BALLAST_WERROR "Warnings are errors" OFF)
 # AUTO: when nvcc is found. ON: fail without it. OFF: without a trace.
 set(BALLAST_CUDA AUTO CACHE STRING "GPU tiers, kernels and NCCL: AUTO, ON or OFF")

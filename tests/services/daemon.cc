@@ -57,26 +57,41 @@ std::string DaemonConfig(const std::string& data_directory, const std::string& i
          "\nbudget:\n  dram: 64MiB\n";
 }
 
-Finished RunProcess(const std::vector<std::string>& command) {
-  std::string out = ::testing::TempDir() + "ballast-out-XXXXXX";
-  std::string err = ::testing::TempDir() + "ballast-err-XXXXXX";
-  const int out_fd = ::mkstemp(out.data());
-  const int err_fd = ::mkstemp(err.data());
+Process::Process(const std::vector<std::string>& command)
+    : out_(::testing::TempDir() + "ballast-out-XXXXXX"), err_(::testing::TempDir() + "ballast-err-XXXXXX") {
+  const int out_fd = ::mkstemp(out_.data());
+  const int err_fd = ::mkstemp(err_.data());
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, out_fd, 1);
   posix_spawn_file_actions_adddup2(&actions, err_fd, 2);
-  const pid_t pid = Spawn(command, &actions);
+  pid_ = Spawn(command, &actions);
   posix_spawn_file_actions_destroy(&actions);
   ::close(out_fd);
   ::close(err_fd);
-  int status = -1;
-  ::waitpid(pid, &status, 0);
-  const Finished finished{CodeOf(status), Slurp(out), Slurp(err)};
-  ::unlink(out.c_str());
-  ::unlink(err.c_str());
-  return finished;
 }
+
+Process::~Process() {
+  if (running()) {
+    Signal(SIGKILL);
+    Wait();
+  }
+  ::unlink(out_.c_str());
+  ::unlink(err_.c_str());
+}
+
+void Process::Signal(int signal) {
+  if (running()) ::kill(pid_, signal);
+}
+
+Finished Process::Wait() {
+  int status = -1;
+  ::waitpid(pid_, &status, 0);
+  pid_ = -1;
+  return {CodeOf(status), Slurp(out_), Slurp(err_)};
+}
+
+Finished RunProcess(const std::vector<std::string>& command) { return Process(command).Wait(); }
 
 Daemon::Daemon(const std::string& directory, const std::string& config) {
   const std::string path = directory + "/ballastd.yaml";

@@ -9,10 +9,28 @@
 namespace ballast::services {
 
 struct Finished {
-  int code = -1;  // -1: ended by a signal, or not within a minute
+  int code = -1;  // -1: ended by a signal
   std::string out;
   std::string err;
 };
+
+// A child whose output goes to files. Killed with the object if still running.
+class Process {
+ public:
+  explicit Process(const std::vector<std::string>& command);
+  ~Process();
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+  bool running() const { return pid_ > 0; }
+  void Signal(int signal);
+  // Waits for the end. Once.
+  Finished Wait();
+
+ private:
+  pid_t pid_ = -1;
+  std::string out_, err_;
+};
+
 // Runs to the end.
 Finished RunProcess(const std::vector<std::string>& command);
 

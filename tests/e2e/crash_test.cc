@@ -1,0 +1,150 @@
+// Real processes that die: trainers killed in mid-step and started again with another world size end with the bits of a
+// run that nobody disturbed, and a server that lost its state says so.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <cstdlib>
+#include <memory>
+#include <regex>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/tests/services/daemon.h"
+#include "ballast/tests/services/scratch_directory.h"
+
+namespace ballast {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int kSteps = 24;  // about two seconds: enough to be disturbed twice
+
+class CrashTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    for (int i = 0; i < 2; ++i) StartServer(i);
+  }
+
+  void StartServer(int i) {
+    const std::string directory = absl::StrCat(scratch_.path(), "/server", i);
+    std::filesystem::create_directories(directory);
+    const std::string listen =
+        servers_[i] == nullptr ? "127.0.0.1:0" : servers_[i]->listen();  // a restarted server keeps its address
+    const std::string config =
+        absl::StrCat("listen: ", listen, "\nmetrics_listen: 127.0.0.1:0\ndata_directory: ", directory,
+                     "/data\nserver_id: s", i, "\nstaging: 4MiB\nbudget:\n  dram: 10MiB\n  nvme: 64MiB\n");
+    servers_[i].reset();
+    servers_[i] = std::make_unique<services::Daemon>(directory, config);
+    ASSERT_TRUE(servers_[i]->ready());
+  }
+
+  std::string Servers() const { return absl::StrCat(servers_[0]->listen(), ",", servers_[1]->listen()); }
+
+  std::vector<std::string> Model() const {
+    return {std::getenv("TRAINER"), "--layers", "2", "--width", "128", "--heads", "2", "--context", "32", "--batch", "1",
+            "--text", std::getenv("TEXT"), "--chunk-elements", "65536", "--steps", absl::StrCat(kSteps), "--digest"};
+  }
+
+  std::unique_ptr<services::Process> Rank(int rank, int world_size, const std::string& resume) const {
+    std::vector<std::string> command = Model();
+    for (const std::string& word : {std::string("--servers"), Servers(), std::string("--rendezvous"),
+                                    scratch_.path() + "/ranks", std::string("--timeout"), std::string("60"),
+                                    std::string("--resume"), resume, std::string("--rank"), absl::StrCat(rank),
+                                    std::string("--world-size"), absl::StrCat(world_size)}) {
+      command.push_back(word);
+    }
+    return std::make_unique<services::Process>(command);
+  }
+
+  // Starts a group and waits for it; the digest that rank 0 printed.
+  std::string TrainToTheEnd(int world_size, const std::string& resume) {
+    std::vector<std::unique_ptr<services::Process>> ranks;
+    for (int r = 0; r < world_size; ++r) ranks.push_back(Rank(r, world_size, resume));
+    std::string digest;
+    for (int r = 0; r < world_size; ++r) {
+      const services::Finished finished = ranks[r]->Wait();
+      EXPECT_EQ(finished.code, 0) << "rank " << r << ": " << finished.err;
+      if (r == 0) digest = DigestIn(finished.out);
+    }
+    return digest;
+  }
+
+  static std::string DigestIn(const std::string& output) {
+    std::smatch match;
+    return std::regex_search(output, match, std::regex("CRC32C ([0-9a-f]{8})")) ? match[1].str() : "no digest: " + output;
+  }
+
+  std::string ReferenceDigest() const {
+    std::vector<std::string> command = Model();
+    command.push_back("--reference");
+    return DigestIn(services::RunProcess(command).out);
+  }
+
+  // The job's version as ballastctl tells it, -1 before there is one.
+  int Version() const {
+    const services::Finished status = services::RunProcess({services::CtlPath(), "status", "--json", "--servers", Servers()});
+    std::smatch match;
+    return std::regex_search(status.out, match, std::regex("\"committed_min\":(-?[0-9]+)"))
+               ? std::stoi(match[1].str())
+               : -1;
+  }
+
+  void AwaitVersion(int version) {
+    for (int i = 0; i < 3000 && Version() < version; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    ASSERT_GE(Version(), version);
+    ASSERT_LT(Version(), kSteps) << "too late to disturb it";
+  }
+
+  services::ScratchDirectory scratch_;
+  std::unique_ptr<services::Daemon> servers_[2];
+};
+
+TEST_F(CrashTest, KilledTrainersLoseNothing) {
+  // Twice, so that once rank 0 dies, which fences and asks for norms, and once another.
+  for (const int victim : {1, 0}) {
+    const auto rank0 = Rank(0, 2, "auto");
+    const auto rank1 = Rank(1, 2, "auto");
+    AwaitVersion(victim == 1 ? 2 : 8);
+    (victim == 0 ? rank0 : rank1)->Signal(SIGKILL);
+    const services::Finished survivor = (victim == 0 ? rank1 : rank0)->Wait();
+    EXPECT_EQ(survivor.code, 1) << survivor.out;
+    EXPECT_THAT(survivor.err, HasSubstr(absl::StrCat("rank ", victim)));
+  }
+  // Another world size takes over; a job that exists is not taken for a new one.
+  const services::Finished never = Rank(0, 1, "never")->Wait();
+  EXPECT_EQ(never.code, 1);
+  EXPECT_THAT(never.err, ::testing::AllOf(HasSubstr("never"), HasSubstr("auto"), HasSubstr("must")));
+  EXPECT_EQ(TrainToTheEnd(1, "must"), ReferenceDigest());
+}
+
+TEST_F(CrashTest, AStoppedRunContinues) {
+  const auto rank0 = Rank(0, 2, "never");
+  const auto rank1 = Rank(1, 2, "never");
+  AwaitVersion(2);
+  rank1->Signal(SIGTERM);
+  EXPECT_EQ(rank0->Wait().code, 128 + SIGTERM);
+  EXPECT_EQ(rank1->Wait().code, 128 + SIGTERM);
+  EXPECT_EQ(TrainToTheEnd(3, "must"), ReferenceDigest());
+}
+
+TEST_F(CrashTest, AServerThatLostStateSaysSo) {
+  {
+    const auto rank0 = Rank(0, 1, "never");
+    AwaitVersion(2);
+    servers_[1]->End(SIGKILL);
+    StartServer(1);
+    const services::Finished finished = rank0->Wait();
+    EXPECT_EQ(finished.code, 1) << finished.out;
+  }
+  const services::Finished again = Rank(0, 1, "auto")->Wait();
+  EXPECT_EQ(again.code, 1);
+  EXPECT_THAT(again.err, HasSubstr("STATE_LOST"));
+  EXPECT_THAT(again.err, HasSubstr("server 's1' was restarted"));
+  // The way out: forget the job, start it again.
+  EXPECT_EQ(services::RunProcess({services::CtlPath(), "drop", "--job", "bytes_lm", "--servers", Servers()}).code, 0);
+  EXPECT_EQ(TrainToTheEnd(1, "never"), ReferenceDigest());
+}
+
+}  // namespace
+}  // namespace ballast
