@@ -71,6 +71,7 @@ std::string Digest(const SessionOptions& options, const v1::JobSpec& spec, uint3
   *said.mutable_spec() = spec;
   said.set_base(static_cast<int64_t>(options.resume));
   said.mutable_tiling()->set_world_size(servers);
+  said.mutable_epoch()->set_counter(static_cast<uint64_t>(options.split));
   return said.SerializeAsString();
 }
 
@@ -81,7 +82,7 @@ absl::Status CompareDigests(absl::Span<const std::string> digests) {
     if (digests[r] == digests[0]) continue;
     v1::OpenRequest other;
     other.ParseFromString(digests[r]);
-    std::string what = "options differ: job name, group_count, chunk_elements, or the order of tensors";
+    std::string what = "options differ: job name, group_count, chunk_elements, split, or the order of tensors";
     if (other.tiling().world_size() != first.tiling().world_size()) {
       what = absl::StrCat(other.tiling().world_size(), " servers against ", first.tiling().world_size());
     } else if (other.base() != first.base()) {
@@ -105,6 +106,7 @@ v1::TensorSpec ToProto(const TensorSpec& tensor) {
   for (const uint64_t extent : tensor.shape) proto.add_shape(extent);
   proto.set_group(tensor.group);
   for (const std::string& alias : tensor.aliases) proto.add_aliases(alias);
+  proto.set_dtype(tensor.dtype);
   return proto;
 }
 
@@ -185,6 +187,11 @@ absl::Status Opening::SendOpen(const v1::OpenRequest& open, absl::Time deadline)
       .status();
 }
 
+v1::Tiling Opening::MakeTiling(const model::Layout& layout) const {
+  const auto world_size = static_cast<uint32_t>(group_->world_size());
+  return split_ == Split::kRows ? model::RowTiling(layout, world_size) : model::EvenTiling(layout, world_size);
+}
+
 absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& options, const v1::JobSpec& spec) {
   const absl::Time deadline = absl::Now() + options.open_timeout;
   v1::GetJobRequest ask;
@@ -241,7 +248,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
     }
   }
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
-  *open.mutable_tiling() = model::EvenTiling(layout, static_cast<uint32_t>(group_->world_size()));
+  *open.mutable_tiling() = MakeTiling(layout);
   BALLAST_RETURN_IF_ERROR(SendOpen(open, deadline));
   return open;
 }
@@ -255,7 +262,7 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
   for (const TensorSpec& tensor : added) *registration->add_tensors() = ToProto(tensor);
   // Before the fence: a bad tensor must not cost the group its epoch.
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
-  *open.mutable_tiling() = model::EvenTiling(layout, static_cast<uint32_t>(group_->world_size()));
+  *open.mutable_tiling() = MakeTiling(layout);
 
   v1::GetJobResponse held;
   *held.mutable_promised() = current.epoch();

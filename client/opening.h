@@ -1,4 +1,4 @@
-// How a group comes to own a job: fence, resolve, open (step-transaction rules 9-11), and what all ranks must agree on
+// How a group comes to own a job: fence, resolve, open (rules 9-11 of services/step/README.md), and what all ranks must agree on
 // first.
 #pragma once
 
@@ -27,7 +27,7 @@ std::vector<uint32_t> TensorsWithoutValues(const model::Layout& layout, const v1
 class Opening {
  public:
   // Borrows both.
-  Opening(Router* router, Group* group) : router_(router), group_(group) {}
+  Opening(Router* router, Group* group, Split split) : router_(router), group_(group), split_(split) {}
 
   // COLLECTIVE. Opens `options.job` with `spec` (a new job's) or the job's own, for this group's world size. On return
   // the router's servers are in the order of the members, and it knows the Open.
@@ -52,8 +52,11 @@ class Opening {
   absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Share(absl::StatusOr<v1::OpenRequest> open, bool match_members,
                                                                absl::Time deadline);
 
+  v1::Tiling MakeTiling(const model::Layout& layout) const;
+
   Router* router_;
   Group* group_;
+  Split split_;
 };
 
 }  // namespace ballast::client

@@ -123,7 +123,7 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Open(const SessionOptions& opt
   }
   auto impl = std::make_unique<Impl>(options, std::move(servers), collective);
   BALLAST_ASSIGN_OR_RETURN(const auto open,
-                           Opening(impl->router.get(), &impl->group).Open(options, MakeSpec(options, tensors)));
+                           Opening(impl->router.get(), &impl->group, options.split).Open(options, MakeSpec(options, tensors)));
   BALLAST_RETURN_IF_ERROR(impl->Adopt(open));
   if (open->has_base_decision()) {
     const auto& blobs = open->base_decision().blobs();

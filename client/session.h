@@ -1,14 +1,13 @@
 // A trainer's seat at the state servers: one rank of one group training one job.
 //
 // Two shapes of use, which may be mixed by unit:
-//  (a) parameters live on the servers only (ZeRO-3/Infinity): Prefetch(unit) ahead of use, Acquire(unit) all-gathers
-//  it,
-//      dropping the lease frees it;
-//  (b) the trainer keeps its 16-bit parameters (ZeRO-1/2/Offload): Push per unit as backward produces gradients, Step,
-//  then
-//      PullOwned(unit) for the updated ranges.
+//  (a) Parameters live on the servers only (ZeRO-3/Infinity): Prefetch(unit) ahead of use, Acquire(unit) all-gathers it,
+//      dropping the lease frees it.
+//  (b) The trainer keeps its 16-bit parameters (ZeRO-1/2/Offload): Push per unit as backward produces gradients, Step,
+//      then PullOwned(unit) for the updated ranges.
 //
-// Everything pushed is provisional until Step(): before it, ask for norms, choose a scale, or Drop().
+// Everything pushed is provisional until Step(): before it, ask for norms, choose a scale, or Drop(). A tensor that no
+// rank pushes is left alone by the step, its step count included: so frozen tensors are simply never pushed.
 //
 // Threads: one thread at a time per session. Calls marked COLLECTIVE must be made by all ranks in the same order.
 // Errors: carry a reason (model::ReasonOf). After STALE_EPOCH, RANK_MISSING or DATA_LOSS the session is finished: exit,
@@ -33,13 +32,14 @@ namespace ballast::client {
 
 using bf16 = uint16_t;  // bits of a bfloat16
 
-// A tensor of the model. Tensors of one unit are gathered together (usually a layer). Working and gradient dtype: bf16.
+// A tensor of the model. Tensors of one unit are gathered together (usually a layer).
 struct TensorSpec {
   std::string name;
   std::string unit;
   std::vector<uint64_t> shape;
   uint32_t group = 0;                // parameter group: which hyper-parameters apply
   std::vector<std::string> aliases;  // other names of the same tensor (tied weights)
+  v1::Dtype dtype = v1::DTYPE_BF16;  // of working parameters and gradients; any other is refused as BAD_DTYPE
 };
 
 // What to do when the job exists already, or does not.
@@ -49,11 +49,18 @@ enum class Resume {
   kMust,   // a missing job is an error
 };
 
+// How units are divided among ranks. A property of the session, not of the job: it may differ on resume.
+enum class Split {
+  kEven,  // each unit in world_size runs of about equal size, whatever the tensors (FSDP1's flat parameter)
+  kRows,  // each tensor in runs of rows, as torch.chunk along dimension 0 (FSDP2's Shard(0)): a range per tensor
+};
+
 struct SessionOptions {
   std::string job;
   Resume resume = Resume::kNever;
   uint32_t group_count = 1;
   uint64_t chunk_elements = uint64_t{1} << 20;  // only for a new job
+  Split split = Split::kEven;                   // the same on all ranks
   // How long a step's calls may take in all, servers' updates and missing peers included.
   absl::Duration step_timeout = absl::Seconds(120);
   // How long Open waits for servers that are down.
@@ -137,7 +144,7 @@ class Session {
                                                        const std::vector<TensorSpec>& tensors,
                                                        std::vector<std::unique_ptr<Transport>> servers,
                                                        Collective* collective);
-  // A gRPC transport per "host:port". See grpc_transport.h for TLS and channel options.
+  // A gRPC transport per "host:port".
   static absl::StatusOr<std::unique_ptr<Session>> Connect(const SessionOptions& options,
                                                           const std::vector<TensorSpec>& tensors,
                                                           const std::vector<std::string>& servers,
@@ -207,7 +214,7 @@ class Session {
   // COLLECTIVE. A transaction of written values alone.
   absl::StatusOr<StepReport> CommitValues();
 
-  // Keeps version() readable while training goes on.
+  // Any one rank. Pin keeps version() readable, by all ranks, while training goes on; Unpin gives its space back.
   absl::Status Pin();
   absl::Status Unpin(int64_t version);
   // A whole tensor at `version`: the current one, or a pinned one. Working values are widened to fp32.

@@ -345,7 +345,7 @@ absl::Status Session::Register(const std::vector<TensorSpec>& tensors) {
   }
   (void)impl_->transaction.AwaitCommits(impl_->seat.Deadline());
   impl_->parameters.Forget();
-  auto open = Opening(impl_->router.get(), &impl_->group)
+  auto open = Opening(impl_->router.get(), &impl_->group, impl_->options.split)
                   .Extend(*impl_->open, impl_->seat.version, tensors, impl_->options.step_timeout);
   if (!open.ok()) {
     // A bad tensor is refused before the fence, and leaves the old epoch as it was.

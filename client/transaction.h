@@ -1,4 +1,4 @@
-// The end of a step: seal on every server, decide from all prepared records, spread the decision (step-transaction
+// The end of a step: seal on every server, decide from all prepared records, spread the decision (services/step/README.md,
 // rules 5-8).
 #pragma once
 

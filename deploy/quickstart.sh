@@ -2,18 +2,20 @@
 # Installs, builds and runs the main job on this machine: two state servers, two trainers, a real model on real text, then the
 # same training in one process without any server, compared bit for bit.
 #
-# Usage: deploy/quickstart.sh [--steps N] [--json FILE] [--text PATH]... [--keep]
+# Usage: deploy/quickstart.sh [--steps N] [--dram SIZE] [--json FILE] [--text PATH]... [--keep]
 #   --steps N     optimizer steps (default 80)
+#   --dram SIZE   DRAM budget of each server, such as 64MiB (default 17MiB: less than its share of the state)
 #   --json FILE   also write the summary's figures
 #   --text PATH   train on these files instead of the licence texts of Debian (may be repeated)
 #   --keep        leave the servers running at the end, to look at them
 # Exit: 0 when the loss fell below the entropy of byte frequencies and the weights are bit-equal; 1 else.
 set -euo pipefail
 
-steps=80 json="" keep=0 text=()
+steps=80 dram_budget=17MiB json="" keep=0 text=()
 while (($#)); do
   case "$1" in
     --steps) steps="${2:?--steps needs a number}"; shift 2 ;;
+    --dram) dram_budget="${2:?--dram needs a size}"; shift 2 ;;
     --json) json="$(realpath -m "${2:?--json needs a file}")"; shift 2 ;;
     --text) text+=(--text "$(realpath "${2:?--text needs a path}")"); shift 2 ;;
     --keep) keep=1; shift ;;
@@ -71,6 +73,8 @@ cmake --build --preset release -j "$(nproc)" --target ballastd ballastctl train_
 say "3/4 two state servers, two trainers, $steps steps"
 rm -rf "$run"
 mkdir -p "$run"
+hbm_budget=0
+command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU && grep -q 'CUDA TRUE' build/release-configure.log && hbm_budget=12MiB
 servers=()
 metrics=()
 for i in 0 1; do
@@ -81,7 +85,8 @@ data_directory: $run/server$i
 server_id: server$i
 staging: 4MiB
 budget:
-  dram: 17MiB      # less than this server's share of the state: the rest lives in the NVMe tier
+  hbm: $hbm_budget
+  dram: $dram_budget      # state that finds no room here lives in the NVMe tier
   nvme: 256MiB
 YAML
   "$bin/ballastd" --config "$run/server$i.yaml" >"$run/server$i.log" 2>&1 &
@@ -126,24 +131,25 @@ if [[ -n "$json" ]]; then
 fi
 
 mib() { awk -v b="$1" 'BEGIN { printf "%.1f MiB", b / 1048576 }'; }
+say "Try next"
+if ((keep)); then
+  echo "  $bin/ballastctl status --servers $list        the servers still run; end them with: kill ${pids[*]}"
+  pids=()
+else
+  echo "  deploy/quickstart.sh --keep            leave the servers running, to look at them with ballastctl and at their /metrics"
+fi
+cat <<TXT
+  deploy/quickstart.sh --dram 64MiB      give the servers more memory and see the NVMe tier empty
+  deploy/quickstart.sh --text FILE       train on your own text
+TXT
 say "What happened"
-printf "Loss       %.4f -> %.4f nats per byte in %s steps; byte frequencies alone give %.4f\n" "$loss_first" "$loss_last" "$steps" "$entropy"
 echo "State      $(mib "$dram") in DRAM, $(mib "$nvme") in NVMe files, $(mib "$hbm") in HBM, over two servers"
+printf "Loss       %.4f -> %.4f nats per byte in %s steps; byte frequencies alone give %.4f\n" "$loss_first" "$loss_last" "$steps" "$entropy"
 if [[ $bit_equal == true ]]; then
   echo "Bits       the final master weights equal those of the run without servers, bit for bit"
 else
   echo "Bits       DIFFERENT: compare $run/servers.master and $run/reference.master"
 fi
+[[ $learned == true ]] || echo "Loss       NOT below the entropy of byte frequencies: more --steps, or another --text"
 printf "Time       %d s in all, %.0f s of it training with servers\n" "$seconds" "$(field seconds "$run/trainer.json")"
-if ((keep)); then
-  pids=()
-  echo "Servers    still running: $bin/ballastctl status --servers $list"
-fi
-cat <<TXT
-
-Try next
-  deploy/quickstart.sh --keep            look at the servers with ballastctl and at their /metrics
-  deploy/quickstart.sh --text FILE       train on your own text
-  $run/server0.yaml     change a budget and see the tiers move
-TXT
 [[ $bit_equal == true && $learned == true ]]

@@ -45,7 +45,7 @@ void Adamw(const AdamwCoefficients& c, absl::Span<const bf16> gradient, absl::Sp
 // index (the left child of n leaves takes the largest power of two below n).
 struct NormResult {
   double squared_norm = 0;
-  bool finite = true;  // when false, squared_norm is meaningless
+  bool finite = true;  // when false, squared_norm is 0
 };
 NormResult SquaredNorm(absl::Span<const bf16> gradient);
 

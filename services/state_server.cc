@@ -126,7 +126,7 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   auto impl = std::make_unique<Impl>(options);
   BALLAST_RETURN_IF_ERROR(CheckDirectory(options.data_directory));
   // The catalog's lock guards the whole directory, so it comes first.
-  BALLAST_ASSIGN_OR_RETURN(impl->catalog, storage::Catalog::Open(options.data_directory + "/catalog"));
+  BALLAST_ASSIGN_OR_RETURN(impl->catalog, storage::Catalog::Open(options.data_directory));
   BALLAST_ASSIGN_OR_RETURN(impl->server_id,
                            SettleServerId(impl->catalog.get(), options.server_id, options.data_directory));
   storage::TiersOptions tiers;

@@ -22,10 +22,9 @@ struct StateServerOptions {
   storage::TierBytes budget;
   std::string server_id;  // empty: made at first start, kept in the data directory
   int hbm_device = 0;
-  int compute_threads = 1;  // of the update stage
+  int compute_threads = 1;  // for blocking reads and answers to requests that waited
   uint64_t staging_bytes = uint64_t{48} << 20;
-  uint64_t waiting_requests_max =
-      65536;  // pulls, pushes and seals that may wait at a time; more are RESOURCE_EXHAUSTED
+  uint64_t waiting_requests_max = 65536;  // pulls, pushes and seals that may wait at a time; more are BUSY
 };
 
 template <typename Response>

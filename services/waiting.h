@@ -40,7 +40,7 @@ class Waiting {
   Waiting(Deadlines* deadlines, std::atomic<uint64_t>* count, uint64_t count_max, std::function<void(uint64_t)> expire);
   ~Waiting();
 
-  // Evaluates at once; if not yet, parks in `queue`. RESOURCE_EXHAUSTED through `refuse` when too many wait already.
+  // Evaluates at once; if not yet, parks in `queue`. UNAVAILABLE (BUSY) through `refuse` when too many wait already.
   void Submit(Waiter waiter, Queue* queue, Replies* replies);
   // Evaluates all in `queue`. True if some were answered. An attempt must not wake, nor submit, in turn.
   bool Wake(Queue* queue, Replies* replies);

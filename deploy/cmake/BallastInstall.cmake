@@ -5,9 +5,16 @@ set(installed ballast_proto ballast_proto_grpc ballast_model ballast_kernels bal
 set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/Ballast)
 install(TARGETS ${installed} ballastd ballastctl EXPORT BallastTargets
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-foreach(folder proto/model kernels client client/collective)
+foreach(folder proto/model kernels)
   file(GLOB headers ${PROJECT_SOURCE_DIR}/${folder}/*.h)
   install(FILES ${headers} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/${folder})
+endforeach()
+# The public headers; the client's others are its inside.
+install(FILES ${PROJECT_SOURCE_DIR}/client/session.h ${PROJECT_SOURCE_DIR}/client/transport.h
+  ${PROJECT_SOURCE_DIR}/client/grpc_transport.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/client)
+foreach(header collective file_rendezvous gloo_collective gradient_tree loopback_collective rank_lock rendezvous)
+  install(FILES ${PROJECT_SOURCE_DIR}/client/collective/${header}.h
+    DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/client/collective)
 endforeach()
 install(DIRECTORY ${PROJECT_BINARY_DIR}/gen/ballast/v1 DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast FILES_MATCHING PATTERN "*.h")
 

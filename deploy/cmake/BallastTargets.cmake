@@ -1,5 +1,5 @@
 # ballast_library(<name> [SRCS ...] [DEPS ...] [PRIVATE_DEPS ...]): a static library `ballast_<name>`.
-# One per folder; tests/include_order_test checks that includes follow the order of the folders.
+# One per folder; tests/tools/include_order.py checks that includes follow the order of the folders.
 function(ballast_library name)
   cmake_parse_arguments(ARG "" "" "SRCS;DEPS;PRIVATE_DEPS" ${ARGN})
   add_library(ballast_${name} STATIC ${ARG_SRCS})
@@ -18,7 +18,7 @@ function(ballast_executable name)
 endfunction()
 
 # ballast_test(<name> SRCS ... DEPS ... [LABELS ...] [TIMEOUT s] [ENVIRONMENT ...]): a GoogleTest binary, one ctest test.
-# Exit code 77 means skipped.
+# Exit code 77 means skipped. The folder under tests/ is a label: ctest -L storage.
 function(ballast_test name)
   cmake_parse_arguments(ARG "" "TIMEOUT" "SRCS;DEPS;LABELS;ARGS;ENVIRONMENT" ${ARGN})
   add_executable(${name} ${ARG_SRCS})
@@ -27,6 +27,8 @@ function(ballast_test name)
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 300)
   endif()
-  set_tests_properties(${name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}"
+  file(RELATIVE_PATH folder ${PROJECT_SOURCE_DIR}/tests ${CMAKE_CURRENT_SOURCE_DIR})
+  string(REGEX REPLACE "/.*" "" folder ${folder})
+  set_tests_properties(${name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${ARG_TIMEOUT} LABELS "${folder};${ARG_LABELS}"
     ENVIRONMENT "${ARG_ENVIRONMENT}")
 endfunction()

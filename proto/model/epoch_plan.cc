@@ -148,6 +148,19 @@ std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, a
   return routes;
 }
 
+namespace {
+
+void AddRange(v1::Tiling& tiling, uint32_t rank, uint32_t unit, Range range) {
+  if (range.begin >= range.end) return;
+  v1::RankRange* added = tiling.add_ranges();
+  added->set_rank(rank);
+  added->set_unit(unit);
+  added->set_begin(range.begin);
+  added->set_end(range.end);
+}
+
+}  // namespace
+
 v1::Tiling EvenTiling(const Layout& layout, uint32_t world_size) {
   v1::Tiling tiling;
   tiling.set_world_size(world_size);
@@ -165,14 +178,27 @@ v1::Tiling EvenTiling(const Layout& layout, uint32_t world_size) {
       for (uint32_t rank = 0; rank < world_size; ++rank) {
         const uint64_t begin = batch.begin + blocks * rank / world_size * kAlignElements;
         const uint64_t end = std::min(batch.end, batch.begin + blocks * (rank + 1) / world_size * kAlignElements);
-        if (begin >= end) continue;
-        v1::RankRange* range = tiling.add_ranges();
-        range->set_rank(rank);
-        range->set_unit(unit);
-        range->set_begin(begin);
-        range->set_end(end);
+        AddRange(tiling, rank, unit, {begin, end});
       }
       first = last + 1;
+    }
+  }
+  return tiling;
+}
+
+v1::Tiling RowTiling(const Layout& layout, uint32_t world_size) {
+  v1::Tiling tiling;
+  tiling.set_world_size(world_size);
+  for (const Tensor& tensor : layout.tensors()) {
+    if (!layout.live(tensor.index)) continue;
+    const uint64_t rows = tensor.shape.empty() ? 1 : tensor.shape[0];
+    const uint64_t row_elements = tensor.range.size() / rows;
+    const uint64_t share = (rows + world_size - 1) / world_size;
+    for (uint32_t rank = 0; rank < world_size; ++rank) {
+      const uint64_t first = std::min(rows, rank * share);
+      const uint64_t last = std::min(rows, first + share);
+      AddRange(tiling, rank, tensor.unit,
+               {tensor.range.begin + first * row_elements, tensor.range.begin + last * row_elements});
     }
   }
   return tiling;

@@ -32,6 +32,11 @@ std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, a
 // batch.
 v1::Tiling EvenTiling(const Layout& layout, uint32_t world_size);
 
+// Cuts every live tensor along its first dimension as torch.chunk does (FSDP2's Shard(0)): rank r owns rows
+// [r * ceil(rows / world_size), (r + 1) * ceil(rows / world_size)). A tensor without dimensions goes to rank 0. Padding
+// is in no range.
+v1::Tiling RowTiling(const Layout& layout, uint32_t world_size);
+
 class EpochPlan {
  public:
   // INVALID_ARGUMENT for a bad spec, no members or doubled members, a tiling that leaves a unit, overlaps

@@ -60,6 +60,11 @@ absl::Status CheckTensor(const v1::TensorSpec& spec, uint32_t group_count) {
     return BadSpec(absl::StrCat("tensor '", spec.name(), "' is in parameter group ", spec.group(), " but the job has ",
                                 group_count, " group(s)"));
   }
+  if (spec.dtype() != v1::DTYPE_UNSPECIFIED && spec.dtype() != v1::DTYPE_BF16) {
+    return Error(absl::StatusCode::kInvalidArgument, kBadDtype,
+                 absl::StrCat("tensor '", spec.name(), "' is to be ", v1::Dtype_Name(spec.dtype()),
+                              "; working parameters are DTYPE_BF16 (the servers keep the fp32 master weights)"));
+  }
   return absl::OkStatus();
 }
 

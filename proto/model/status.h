@@ -13,7 +13,8 @@
 
 namespace ballast::model {
 
-// Reasons, stable across releases: programs may compare them.
+// Reasons, stable across releases: programs may compare them. Beside each its usual code; the code says whether to try
+// again, the reason what happened.
 inline constexpr char kStaleEpoch[] = "STALE_EPOCH";  // FAILED_PRECONDITION: a newer group fenced
 inline constexpr char kNotOpen[] = "NOT_OPEN";        // FAILED_PRECONDITION: promised, not yet opened: send Open again
 inline constexpr char kBehind[] = "BEHIND";           // FAILED_PRECONDITION: the server misses a commit: send it again

@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "ballast/services/ctl/cluster.h"
 
@@ -49,14 +51,18 @@ int Main(int argc, char** argv) {
   double timeout_s = 5;
 
   CLI::App* status =
-      app.add_subcommand("status", "verdict, servers, jobs, versions, tiers; exit 0 healthy, 1 degraded");
+      app.add_subcommand("status", "verdict, servers, jobs, versions, tiers; exit 0 healthy, 1 degraded, 2 usage");
   status->add_flag("--json", json, "machine-readable");
   CLI::App* drop = app.add_subcommand("drop", "forget a job on all servers and free what it held; its state is gone");
   drop->add_option("--job", job, "name of the job")->required();
   for (CLI::App* command : {status, drop}) {
     command->add_option("--servers", servers, "host:port of every server, separated by commas")
         ->required()
-        ->delimiter(',');
+        ->delimiter(',')
+        ->check([](const std::string& server) {
+          if (absl::StrContains(server, ':')) return std::string();
+          return absl::StrCat("'", server, "' has no port; expected host:port");
+        });
     command->add_option("--timeout", timeout_s, "seconds to wait for a server")->check(CLI::PositiveNumber);
   }
   try {

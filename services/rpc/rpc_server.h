@@ -27,7 +27,8 @@ class RpcServer {
   // "host:port" with the port really taken.
   const std::string& address() const;
 
-  // Health says NOT_SERVING, calls under way get `grace` to end, then `state` is stopped. Blocks.
+  // Health says NOT_SERVING, `state` is stopped (requests that wait are answered SERVER_DOWN), other calls get `grace`
+  // to end. Blocks.
   void Stop(absl::Duration grace);
 
  private:

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
@@ -40,11 +39,8 @@ bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
 SessionFixture::SessionFixture(int servers, uint64_t dram_bytes) {
   for (int i = 0; i < servers; ++i) {
     Server& server = servers_.emplace_back();
-    std::string path = (std::filesystem::temp_directory_path() / "ballast_session.XXXXXX").string();
-    if (mkdtemp(path.data()) == nullptr) std::abort();
-    server.directory = path;
     services::StateServerOptions options;
-    options.data_directory = path;
+    options.data_directory = server.directory.path();
     options.server_id = absl::StrCat("s", i);
     options.budget.dram = dram_bytes;
     auto state = services::StateServer::Start(options);
@@ -53,13 +49,6 @@ SessionFixture::SessionFixture(int servers, uint64_t dram_bytes) {
       std::abort();
     }
     server.state = *std::move(state);
-  }
-}
-
-SessionFixture::~SessionFixture() {
-  for (Server& server : servers_) {
-    server.state.reset();
-    std::filesystem::remove_all(server.directory);
   }
 }
 

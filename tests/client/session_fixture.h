@@ -1,6 +1,7 @@
 // Sessions for tests: state servers in this process, ranks as threads.
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -10,6 +11,7 @@
 #include "ballast/client/collective/collective.h"
 #include "ballast/client/session.h"
 #include "ballast/services/state_server.h"
+#include "ballast/tests/scratch_directory.h"
 
 namespace ballast::client {
 
@@ -19,7 +21,6 @@ class SessionFixture {
  public:
   // Servers "s0", "s1", ... with `dram_bytes` each.
   explicit SessionFixture(int servers = 2, uint64_t dram_bytes = uint64_t{64} << 20);
-  ~SessionFixture();
 
   std::vector<std::unique_ptr<Transport>> Connect() const;
   services::StateServer* server(int i) { return servers_[i].state.get(); }
@@ -35,10 +36,10 @@ class SessionFixture {
 
  private:
   struct Server {
-    std::string directory;
+    ScratchDirectory directory;
     std::unique_ptr<services::StateServer> state;
   };
-  std::vector<Server> servers_;
+  std::deque<Server> servers_;
 };
 
 // Two units: "embed" with two tensors of two groups (one has an alias), "layer" with three, over several chunks.

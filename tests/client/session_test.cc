@@ -16,8 +16,18 @@
 namespace ballast::client {
 namespace {
 
-class Training : public ::testing::TestWithParam<int> {
+struct Division {
+  int world_size = 1;
+  Split split = Split::kEven;
+};
+
+class Training : public ::testing::TestWithParam<Division> {
  protected:
+  static SessionOptions Options() {
+    SessionOptions options = TestOptions();
+    options.split = GetParam().split;
+    return options;
+  }
   SessionFixture servers_{2};
   Reference reference_{TestTensors()};
 };
@@ -26,9 +36,9 @@ class Training : public ::testing::TestWithParam<int> {
 TEST_P(Training, GathersWhatTheServersHold) {
   EXPECT_EQ(
       SessionFixture::RunRanks(
-          GetParam(),
+          GetParam().world_size,
           [&](Collective* collective) -> absl::Status {
-            BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, TestOptions(), TestTensors()));
+            BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
             BALLAST_RETURN_IF_ERROR(Expect(session->version() == -1 && session->needs_values(), "a new job"));
             BALLAST_RETURN_IF_ERROR(ExpectError(session->Acquire(0).status(), model::kBadRequest, "Initialise"));
             BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
@@ -64,9 +74,9 @@ TEST_P(Training, GathersWhatTheServersHold) {
 // Shape (b): the trainer keeps its 16-bit parameters and pulls what it owns.
 TEST_P(Training, PullsUpdatedRanges) {
   EXPECT_EQ(SessionFixture::RunRanks(
-                GetParam(),
+                GetParam().world_size,
                 [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, TestOptions(), TestTensors()));
+                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
                   BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                   BALLAST_RETURN_IF_ERROR(TrainStep(*session, 1).status());
                   for (uint32_t unit = 0; unit < session->unit_count(); ++unit) {
@@ -91,9 +101,9 @@ TEST_P(Training, PullsUpdatedRanges) {
 
 TEST_P(Training, ClipsByTheGlobalNorm) {
   EXPECT_EQ(SessionFixture::RunRanks(
-                GetParam(),
+                GetParam().world_size,
                 [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, TestOptions(), TestTensors()));
+                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
                   BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                   for (uint32_t unit = 0; unit < session->unit_count(); ++unit) {
                     BALLAST_RETURN_IF_ERROR(session->Push(unit, OwnedGradient(*session, unit, 1)));
@@ -151,9 +161,9 @@ TEST_P(Training, ClipsByTheGlobalNorm) {
 
 TEST_P(Training, AbsentTensorsAreLeftAlone) {
   EXPECT_EQ(SessionFixture::RunRanks(
-                GetParam(),
+                GetParam().world_size,
                 [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, TestOptions(), TestTensors()));
+                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
                   BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                   BALLAST_ASSIGN_OR_RETURN(const uint32_t layer, session->FindUnit("layer"));
                   // "embed" is not pushed at all (frozen), of "layer" two tensors are.
@@ -175,9 +185,9 @@ TEST_P(Training, AbsentTensorsAreLeftAlone) {
 
 TEST_P(Training, NonFiniteGradientSkipsTheStepEverywhere) {
   EXPECT_EQ(SessionFixture::RunRanks(
-                GetParam(),
+                GetParam().world_size,
                 [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, TestOptions(), TestTensors()));
+                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
                   BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                   for (const float poison :
                        {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
@@ -204,9 +214,9 @@ TEST_P(Training, NonFiniteGradientSkipsTheStepEverywhere) {
 
 TEST_P(Training, DropForgetsWhatWasPushed) {
   EXPECT_EQ(SessionFixture::RunRanks(
-                GetParam(),
+                GetParam().world_size,
                 [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, TestOptions(), TestTensors()));
+                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
                   BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                   for (uint32_t unit = 0; unit < session->unit_count(); ++unit) {
                     BALLAST_RETURN_IF_ERROR(session->Push(unit, OwnedGradient(*session, unit, 99)));
@@ -223,9 +233,9 @@ TEST_P(Training, DropForgetsWhatWasPushed) {
 
 TEST_P(Training, AccumulatesContributionsInFp32) {
   EXPECT_EQ(SessionFixture::RunRanks(
-                GetParam(),
+                GetParam().world_size,
                 [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, TestOptions(), TestTensors()));
+                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
                   BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                   for (uint32_t unit = 0; unit < session->unit_count(); ++unit) {
                     // Three contributions whose fp32 sum, in this order, is the reference's gradient: x + 0.25 - 0.25
@@ -249,10 +259,10 @@ TEST_P(Training, AccumulatesContributionsInFp32) {
 }
 
 TEST_P(Training, WrittenValuesComeBeforeGradients) {
-  EXPECT_EQ(SessionFixture::RunRanks(GetParam(),
+  EXPECT_EQ(SessionFixture::RunRanks(GetParam().world_size,
                                      [&](Collective* collective) -> absl::Status {
                                        BALLAST_ASSIGN_OR_RETURN(
-                                           auto session, servers_.Open(collective, TestOptions(), TestTensors()));
+                                           auto session, servers_.Open(collective, Options(), TestTensors()));
                                        BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                                        BALLAST_RETURN_IF_ERROR(ExpectError(session->CommitValues().status(),
                                                                            model::kBadRequest, "nothing was written"));
@@ -286,9 +296,9 @@ TEST_P(Training, WrittenValuesComeBeforeGradients) {
 
 TEST_P(Training, PinnedVersionStaysReadable) {
   EXPECT_EQ(SessionFixture::RunRanks(
-                GetParam(),
+                GetParam().world_size,
                 [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, TestOptions(), TestTensors()));
+                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
                   BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                   Reference reference(TestTensors());
                   BALLAST_RETURN_IF_ERROR(TrainStep(*session, 1).status());
@@ -315,9 +325,9 @@ TEST_P(Training, PinnedVersionStaysReadable) {
 TEST_P(Training, RegistersTensorsLater) {
   EXPECT_EQ(
       SessionFixture::RunRanks(
-          GetParam(),
+          GetParam().world_size,
           [&](Collective* collective) -> absl::Status {
-            BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, TestOptions(), TestTensors()));
+            BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
             BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
             Reference reference(TestTensors());
             BALLAST_RETURN_IF_ERROR(TrainStep(*session, 1).status());
@@ -375,9 +385,9 @@ TEST_P(Training, RegistersTensorsLater) {
 }
 
 TEST_P(Training, OneByteInFlightOnlyMakesItSlow) {
-  EXPECT_EQ(SessionFixture::RunRanks(GetParam(),
+  EXPECT_EQ(SessionFixture::RunRanks(GetParam().world_size,
                                      [&](Collective* collective) -> absl::Status {
-                                       SessionOptions options = TestOptions();
+                                       SessionOptions options = Options();
                                        options.inflight_bytes_max = 1;
                                        BALLAST_ASSIGN_OR_RETURN(auto session,
                                                                 servers_.Open(collective, options, TestTensors()));
@@ -390,8 +400,14 @@ TEST_P(Training, OneByteInFlightOnlyMakesItSlow) {
             absl::OkStatus());
 }
 
-INSTANTIATE_TEST_SUITE_P(WorldSizes, Training, ::testing::Values(1, 2, 3),
-                         [](const auto& world) { return absl::StrCat("W", world.param); });
+INSTANTIATE_TEST_SUITE_P(Divisions, Training,
+                         ::testing::Values(Division{1, Split::kEven}, Division{2, Split::kEven},
+                                           Division{3, Split::kEven}, Division{1, Split::kRows},
+                                           Division{2, Split::kRows}, Division{3, Split::kRows}),
+                         [](const auto& division) {
+                           return absl::StrCat("W", division.param.world_size,
+                                               division.param.split == Split::kRows ? "Rows" : "Even");
+                         });
 
 }  // namespace
 }  // namespace ballast::client

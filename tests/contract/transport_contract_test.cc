@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <thread>
@@ -26,6 +25,7 @@
 #include "ballast/services/embedded/embedded_transport.h"
 #include "ballast/services/rpc/rpc_server.h"
 #include "ballast/services/state_server.h"
+#include "ballast/tests/scratch_directory.h"
 
 namespace ballast {
 namespace {
@@ -45,11 +45,8 @@ absl::Span<const std::byte> BytesOf(const std::vector<T>& values) {
 class TransportContract : public ::testing::TestWithParam<Wire> {
  protected:
   void SetUp() override {
-    std::string path = (std::filesystem::temp_directory_path() / "ballast_contract.XXXXXX").string();
-    ASSERT_NE(mkdtemp(path.data()), nullptr);
-    directory_ = path;
     services::StateServerOptions options;
-    options.data_directory = directory_;
+    options.data_directory = directory_.path();
     options.server_id = "s0";
     options.budget.dram = uint64_t{128} << 20;
     auto state = services::StateServer::Start(options);
@@ -67,7 +64,6 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
     transport_.reset();
     rpc_.reset();
     state_.reset();
-    std::filesystem::remove_all(directory_);
   }
 
   std::unique_ptr<client::Transport> Connect() const {
@@ -242,7 +238,7 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
 
   const model::Chunk& chunk(size_t i) const { return plan_->layout().chunks()[i]; }
 
-  std::string directory_;
+  ScratchDirectory directory_;
   std::unique_ptr<services::StateServer> state_;
   std::unique_ptr<services::RpcServer> rpc_;
   std::unique_ptr<client::Transport> transport_;

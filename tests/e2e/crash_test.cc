@@ -11,7 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/tests/services/daemon.h"
-#include "ballast/tests/services/scratch_directory.h"
+#include "ballast/tests/scratch_directory.h"
 
 namespace ballast {
 namespace {
@@ -96,7 +96,7 @@ class CrashTest : public ::testing::Test {
     ASSERT_LT(Version(), kSteps) << "too late to disturb it";
   }
 
-  services::ScratchDirectory scratch_;
+  ScratchDirectory scratch_;
   std::unique_ptr<services::Daemon> servers_[2];
 };
 

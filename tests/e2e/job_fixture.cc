@@ -1,7 +1,5 @@
 #include "ballast/tests/e2e/job_fixture.h"
 
-#include <cstdlib>
-#include <filesystem>
 #include <thread>
 
 #include "ballast/client/collective/loopback_collective.h"
@@ -21,11 +19,6 @@ namespace {
 // without staging keeps everything in DRAM.
 const uint64_t kStagingBytes = (uint64_t{1} << 20) + 2 * storage::StateBytes(kChunkElements);
 constexpr char kJob[] = "bits";
-
-std::string MakeDirectory() {
-  std::string path = (std::filesystem::temp_directory_path() / "ballast_e2e.XXXXXX").string();
-  return mkdtemp(path.data()) != nullptr ? path : std::string();
-}
 
 // Elements of each chunk that server `index` of `servers` will hold: the routing is a pure function, so a test can know
 // it.
@@ -109,9 +102,8 @@ absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Start(int servers, Placement p
   cluster->wire_ = wire;
   for (int i = 0; i < servers; ++i) {
     Server& server = cluster->servers_.emplace_back();
-    server.directory = MakeDirectory();
     services::StateServerOptions options;
-    options.data_directory = server.directory;
+    options.data_directory = server.directory.path();
     options.server_id = absl::StrCat("s", i);
     options.budget = BudgetFor(placement, ChunksOfServer(i, servers));
     options.staging_bytes = kStagingBytes;
@@ -121,14 +113,6 @@ absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Start(int servers, Placement p
     }
   }
   return cluster;
-}
-
-Cluster::~Cluster() {
-  for (Server& server : servers_) {
-    server.rpc.reset();
-    server.state.reset();
-    std::filesystem::remove_all(server.directory);
-  }
 }
 
 std::vector<std::unique_ptr<client::Transport>> Cluster::Connect() const {

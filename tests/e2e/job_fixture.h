@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "ballast/client/session.h"
 #include "ballast/services/rpc/rpc_server.h"
 #include "ballast/services/state_server.h"
+#include "ballast/tests/scratch_directory.h"
 
 namespace ballast {
 
@@ -26,19 +28,18 @@ inline constexpr uint64_t kChunkElements = uint64_t{1} << 16;
 class Cluster {
  public:
   static absl::StatusOr<std::unique_ptr<Cluster>> Start(int servers, Placement placement, Wire wire);
-  ~Cluster();
   std::vector<std::unique_ptr<client::Transport>> Connect() const;
   // Bytes of state in DRAM and in NVMe, over all servers.
   storage::TierBytes StateBytes() const;
 
  private:
   struct Server {
-    std::string directory;
+    ScratchDirectory directory;
     std::unique_ptr<services::StateServer> state;
     std::unique_ptr<services::RpcServer> rpc;
   };
   Wire wire_ = Wire::kGrpc;
-  std::vector<Server> servers_;
+  std::deque<Server> servers_;
 };
 
 // Trains until step `end` with `world_size` ranks and returns the CRC32C of all master weights.

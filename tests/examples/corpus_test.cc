@@ -6,6 +6,7 @@
 #include <fstream>
 
 #include "gmock/gmock.h"
+#include "ballast/tests/scratch_directory.h"
 #include "gtest/gtest.h"
 
 namespace ballast::client {
@@ -16,36 +17,30 @@ using ::testing::HasSubstr;
 
 class CorpusTest : public ::testing::Test {
  protected:
-  CorpusTest() {
-    std::string pattern = (fs::temp_directory_path() / "corpus_test.XXXXXX").string();
-    directory_ = mkdtemp(pattern.data());
-  }
-  ~CorpusTest() override { fs::remove_all(directory_); }
-
   std::string Write(const std::string& name, const std::string& text) {
-    const fs::path path = directory_ / name;
+    const fs::path path = scratch_ / name;
     fs::create_directories(path.parent_path());
     std::ofstream(path, std::ios::binary) << text;
     return path.string();
   }
 
-  fs::path directory_;
+  ScratchDirectory scratch_;
 };
 
 TEST_F(CorpusTest, ReadsDirectoriesInOrderAndLinksOnce) {
   Write("b", "second ");
   const std::string a = Write("a", "first ");
   Write("sub/c", "third");
-  fs::create_symlink("a", directory_ / "z");
-  fs::create_symlink("nowhere", directory_ / "dangling");
-  const auto corpus = Corpus::Load({directory_.string(), a});
+  fs::create_symlink("a", scratch_ / "z");
+  fs::create_symlink("nowhere", scratch_ / "dangling");
+  const auto corpus = Corpus::Load({scratch_.path(), a});
   ASSERT_TRUE(corpus.ok()) << corpus.status();
   EXPECT_EQ(corpus->text(), "first second third");
   EXPECT_EQ(corpus->file_count(), 3u);
 }
 
 TEST_F(CorpusTest, MissingAndEmptyTextAreNamed) {
-  const auto missing = Corpus::Load({(directory_ / "no_such_file").string()});
+  const auto missing = Corpus::Load({scratch_ / "no_such_file"});
   EXPECT_EQ(missing.status().code(), absl::StatusCode::kNotFound);
   EXPECT_THAT(missing.status().message(), HasSubstr("no_such_file"));
 

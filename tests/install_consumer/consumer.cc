@@ -1,7 +1,11 @@
 // What a user's program looks like from outside the tree: installed headers, Ballast::client, nothing else.
 #include <cstdio>
 
+#include "ballast/client/collective/file_rendezvous.h"
+#include "ballast/client/collective/gloo_collective.h"
+#include "ballast/client/collective/gradient_tree.h"
 #include "ballast/client/collective/loopback_collective.h"
+#include "ballast/client/grpc_transport.h"
 #include "ballast/client/session.h"
 #include "ballast/proto/model/status.h"
 

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
+
 #include "ballast/proto/model/status.h"
 
 namespace ballast::model {
@@ -80,6 +82,32 @@ TEST(EpochPlanTest, LaterChunksNeverMoveEarlierOnes) {
   const auto after = EpochPlan::Make(MakeOpen(3, 2, 40));
   for (const Chunk& chunk : before->layout().chunks())
     EXPECT_EQ(before->server_of(chunk.index), after->server_of(chunk.index));
+}
+
+TEST(EpochPlanTest, RowsAreCutAsTorchChunkCutsThem) {
+  v1::OpenRequest open = MakeOpen(1, 1, 1);
+  v1::Registration* registration = open.mutable_spec()->mutable_registrations(0);
+  registration->clear_tensors();
+  const auto add = [&](const char* name, const std::vector<uint64_t>& shape) {
+    v1::TensorSpec* tensor = registration->add_tensors();
+    tensor->set_name(name);
+    tensor->set_unit("u");
+    for (const uint64_t extent : shape) tensor->add_shape(extent);
+  };
+  add("matrix", {5, 30});
+  add("vector", {2});
+  add("scalar", {});
+  const auto layout = Layout::Make(open.spec());
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  // torch.chunk of 5 rows in 4 gives 2, 2, 1 and nothing.
+  *open.mutable_tiling() = RowTiling(*layout, 4);
+  std::vector<std::array<uint64_t, 3>> ranges;
+  for (const v1::RankRange& r : open.tiling().ranges()) ranges.push_back({r.rank(), r.begin(), r.end()});
+  EXPECT_THAT(ranges, ::testing::ElementsAre(std::array<uint64_t, 3>{0, 0, 60}, std::array<uint64_t, 3>{1, 60, 120},
+                                             std::array<uint64_t, 3>{2, 120, 150}, std::array<uint64_t, 3>{0, 256, 257},
+                                             std::array<uint64_t, 3>{1, 257, 258},
+                                             std::array<uint64_t, 3>{0, 512, 513}));
+  EXPECT_TRUE(EpochPlan::Make(open).ok()) << EpochPlan::Make(open).status();
 }
 
 TEST(EpochPlanTest, RefusesBadTilingsByName) {

@@ -108,6 +108,9 @@ TEST_F(Ballastctl, ReportsLostStateAndDropsTheJob) {
 TEST_F(Ballastctl, ExitsWithTwoOnUsage) {
   EXPECT_EQ(RunProcess({CtlPath()}).code, 2);
   EXPECT_EQ(RunProcess({CtlPath(), "status"}).code, 2);
+  const Finished no_port = RunProcess({CtlPath(), "status", "--servers", "localhost"});
+  EXPECT_EQ(no_port.code, 2);
+  EXPECT_NE(no_port.err.find("'localhost' has no port; expected host:port"), std::string::npos) << no_port.err;
   EXPECT_EQ(RunProcess({CtlPath(), "drop", "--servers", servers_}).code, 2);
   EXPECT_EQ(RunProcess({CtlPath(), "--help"}).code, 0);
 }

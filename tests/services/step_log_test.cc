@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "ballast/tests/services/scratch_directory.h"
+#include "ballast/tests/scratch_directory.h"
 
 namespace ballast::services {
 namespace {

@@ -11,7 +11,7 @@
 #include "ballast/proto/model/verdict.h"
 #include "ballast/services/state_server.h"
 #include "ballast/tests/services/answer.h"
-#include "ballast/tests/services/scratch_directory.h"
+#include "ballast/tests/scratch_directory.h"
 
 namespace ballast::services {
 

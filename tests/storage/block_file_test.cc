@@ -5,7 +5,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/arena.h"
 #include "ballast/storage/io/file_lock.h"
-#include "ballast/tests/storage/temporary_directory.h"
+#include "ballast/tests/scratch_directory.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -15,7 +15,7 @@ namespace {
 using ::testing::HasSubstr;
 
 TEST(BlockFileTest, ExclusiveMeansOneOpener) {
-  TemporaryDirectory directory;
+  ScratchDirectory directory;
   auto first = BlockFile::Open(directory / "f", BlockFile::Mode::kExclusive);
   ASSERT_TRUE(first.ok()) << first.status();
   auto second = BlockFile::Open(directory / "f", BlockFile::Mode::kExclusive);
@@ -25,7 +25,7 @@ TEST(BlockFileTest, ExclusiveMeansOneOpener) {
 }
 
 TEST(BlockFileTest, ReserveTakesDiskSpaceAndDiscardGivesItBack) {
-  TemporaryDirectory directory;
+  ScratchDirectory directory;
   auto file = *BlockFile::Open(directory / "f", BlockFile::Mode::kExclusive);
   struct stat info;
   ASSERT_TRUE(file->Reserve(0, 1 << 20).ok());
@@ -37,7 +37,7 @@ TEST(BlockFileTest, ReserveTakesDiskSpaceAndDiscardGivesItBack) {
 }
 
 TEST(BlockFileTest, MoreThanTheDiskHolds) {
-  TemporaryDirectory directory;
+  ScratchDirectory directory;
   auto file = *BlockFile::Open(directory / "f", BlockFile::Mode::kExclusive);
   const absl::Status status = file->Reserve(0, uint64_t{1} << 50);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;

@@ -9,7 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/tests/storage/temporary_directory.h"
+#include "ballast/tests/scratch_directory.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -21,7 +21,7 @@ using ::testing::HasSubstr;
 using ::testing::Pair;
 
 TEST(CatalogTest, KeepsWhatWasPutAcrossReopening) {
-  TemporaryDirectory directory;
+  ScratchDirectory directory;
   const std::string binary("\0\xff value", 8);
   {
     auto catalog = Catalog::Open(directory / "new/data");
@@ -38,7 +38,7 @@ TEST(CatalogTest, KeepsWhatWasPutAcrossReopening) {
 }
 
 TEST(CatalogTest, ErasePrefixLeavesTheRest) {
-  TemporaryDirectory directory;
+  ScratchDirectory directory;
   auto catalog = *Catalog::Open(directory.path());
   for (const char* key : {"job/a/1", "job/a/2", "job/ab", "job/b/1"}) ASSERT_TRUE(catalog->Put(key, "x").ok());
   ASSERT_TRUE(catalog->ErasePrefix("job/a/").ok());
@@ -46,7 +46,7 @@ TEST(CatalogTest, ErasePrefixLeavesTheRest) {
 }
 
 TEST(CatalogTest, SecondOpeningInThisProcessIsRefused) {
-  TemporaryDirectory directory;
+  ScratchDirectory directory;
   auto first = *Catalog::Open(directory.path());
   const absl::Status status = Catalog::Open(directory.path()).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
@@ -58,7 +58,7 @@ TEST(CatalogTest, SecondOpeningInThisProcessIsRefused) {
 
 // GoogleTest runs suites of this name first: a fork after RocksDB started its threads would lose them.
 TEST(CatalogDeathTest, DirectoryOfAnotherProcessIsRefusedUntilItDies) {
-  TemporaryDirectory directory;
+  ScratchDirectory directory;
   int ready[2];
   ASSERT_EQ(pipe(ready), 0);
   const pid_t child = fork();
@@ -84,7 +84,7 @@ TEST(CatalogDeathTest, DirectoryOfAnotherProcessIsRefusedUntilItDies) {
 }
 
 TEST(CatalogTest, UnwritableDirectoryIsNamed) {
-  TemporaryDirectory directory;
+  ScratchDirectory directory;
   std::ofstream(directory / "file") << "x";
   const absl::Status status = Catalog::Open(directory / "file/below").status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
@@ -93,7 +93,7 @@ TEST(CatalogTest, UnwritableDirectoryIsNamed) {
 }
 
 TEST(CatalogTest, DamagedIndexIsRefused) {
-  TemporaryDirectory directory;
+  ScratchDirectory directory;
   { auto catalog = *Catalog::Open(directory.path()); }
   std::ofstream(directory / "catalog/CURRENT", std::ios::trunc) << "nonsense";
   const absl::Status status = Catalog::Open(directory.path()).status();

@@ -51,7 +51,7 @@ TEST_F(HbmTierTest, WorkingCopiesInDram) { Train({TierKind::kHbm}, TierKind::kDr
 TEST_F(HbmTierTest, AllThreeTiers) { Train({TierKind::kHbm, TierKind::kDram, TierKind::kNvme}, TierKind::kHbm); }
 
 TEST_F(HbmTierTest, BudgetIsKept) {
-  TemporaryDirectory directory;
+  ScratchDirectory directory;
   auto tiers = *Tiers::Open({.budget = {.hbm = 8 * kMiB}, .directory = directory.path()});
   EXPECT_EQ(tiers->used().hbm, 4 * kMiB);  // scratch memory
   EXPECT_EQ(tiers->hbm()->Allocate(5 * kMiB, "test").status().code(), absl::StatusCode::kResourceExhausted);

@@ -6,7 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/arena.h"
-#include "ballast/tests/storage/temporary_directory.h"
+#include "ballast/tests/scratch_directory.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -51,7 +51,7 @@ class IoQueueTest : public ::testing::TestWithParam<IoBackend> {
     return completions.at(0).status;
   }
 
-  TemporaryDirectory directory_;
+  ScratchDirectory directory_;
   Arena arena_;
   std::unique_ptr<BlockFile> file_;
   std::unique_ptr<IoQueue> queue_;

@@ -5,7 +5,7 @@
 #include <cerrno>
 
 #include "ballast/proto/model/status.h"
-#include "ballast/tests/storage/temporary_directory.h"
+#include "ballast/tests/scratch_directory.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -20,7 +20,7 @@ class PieceTest : public ::testing::Test {
     piece_ = {.file = file_.get(), .offset = 8192, .data = nullptr, .bytes = 16384};
   }
 
-  TemporaryDirectory directory_;
+  ScratchDirectory directory_;
   std::unique_ptr<BlockFile> file_;
   Piece piece_;
 };

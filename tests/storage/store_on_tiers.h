@@ -6,7 +6,7 @@
 
 #include "ballast/storage/chunk_store.h"
 #include "ballast/tests/storage/reference_chunks.h"
-#include "ballast/tests/storage/temporary_directory.h"
+#include "ballast/tests/scratch_directory.h"
 
 namespace ballast::storage {
 
@@ -52,7 +52,7 @@ struct StoreOnTiers {
     return Run(step);
   }
 
-  TemporaryDirectory directory;
+  ScratchDirectory directory;
   std::unique_ptr<Tiers> tiers;
   std::unique_ptr<ChunkStore> store;
   std::vector<ReferenceChunk> reference;

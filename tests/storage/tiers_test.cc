@@ -8,7 +8,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/tier/dram_tier.h"
 #include "ballast/storage/tier/nvme_tier.h"
-#include "ballast/tests/storage/temporary_directory.h"
+#include "ballast/tests/scratch_directory.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -26,7 +26,7 @@ class TiersTest : public ::testing::Test {
     EXPECT_TRUE(tiers.ok()) << tiers.status();
     return *std::move(tiers);
   }
-  TemporaryDirectory directory_;
+  ScratchDirectory directory_;
 };
 
 TEST_F(TiersTest, TakeAndReturnKeepTheBudget) {

@@ -2,7 +2,7 @@
 """Fails on an include against the order of the folders, or on a vendor header outside its room.
 
 Usage: include_order.py ROOT        checks the tree
-       include_order.py --self-test ROOT   copies the tree's file list, plants wrong includes, and expects each to be found
+       include_order.py --self-test ROOT   plants wrong includes, each of which must be found
 """
 import os
 import re

@@ -25,7 +25,7 @@ FileRendezvousOptions Seat(const std::string& directory, int rank, int world_siz
 }
 
 TEST(FileRendezvous, RanksSeeEachOthersValues) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   OnEveryRank(4, [&](int r) {
     auto joined = FileRendezvous::Join(Seat(directory.path() + "/made/on/demand", r, 4));
     ASSERT_TRUE(joined.ok()) << joined.status();
@@ -41,7 +41,7 @@ TEST(FileRendezvous, RanksSeeEachOthersValues) {
 
 // Many starts in one directory, of different sizes: no value of an earlier one is seen, and old values do not pile up.
 TEST(FileRendezvous, AUsedDirectoryCanBeUsedAgain) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   int start = 0;
   for (const int world_size : {2, 3, 1, 4, 2}) {
     ++start;
@@ -68,7 +68,7 @@ TEST(FileRendezvous, AUsedDirectoryCanBeUsedAgain) {
 
 // Files of a start that died half-way, and plain rubbish, are not taken for answers.
 TEST(FileRendezvous, StaleFilesAreNotTakenForAnswers) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   OnEveryRank(3, [&](int r) { ASSERT_TRUE(FileRendezvous::Join(Seat(directory.path(), r, 3)).ok()); });
   std::ofstream(directory.path() + "/answer-1") << "rubbish";
   const auto alone = FileRendezvous::Join(Seat(directory.path(), 0, 3, kShort));
@@ -78,7 +78,7 @@ TEST(FileRendezvous, StaleFilesAreNotTakenForAnswers) {
 }
 
 TEST(FileRendezvous, ARankWithoutRankZeroNamesIt) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   OnEveryRank(2, [&](int r) { ASSERT_TRUE(FileRendezvous::Join(Seat(directory.path(), r, 2)).ok()); });
   // The stale invitation and start are still there.
   const auto alone = FileRendezvous::Join(Seat(directory.path(), 1, 2, kShort));
@@ -89,7 +89,7 @@ TEST(FileRendezvous, ARankWithoutRankZeroNamesIt) {
 }
 
 TEST(FileRendezvous, ALostRankCannotRejoin) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   std::vector<std::unique_ptr<FileRendezvous>> group(2);
   OnEveryRank(2, [&](int r) { group[r] = *FileRendezvous::Join(Seat(directory.path(), r, 2)); });
   group[1] = nullptr;
@@ -137,7 +137,7 @@ class Holder {
 };
 
 TEST(FileRendezvous, ATakenRankNamesTheProcess) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   Holder holder(directory.path());
   const auto second = FileRendezvous::Join(Seat(directory.path(), 0, 1));
   EXPECT_EQ(second.status().code(), absl::StatusCode::kAlreadyExists);
@@ -152,7 +152,7 @@ TEST(FileRendezvous, ATakenRankNamesTheProcess) {
 
 // As a data loader does that outlives its trainer.
 TEST(FileRendezvous, AForkedChildDoesNotKeepTheRank) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   Holder holder(directory.path(), /*with_child=*/true);
   ASSERT_GT(holder.grandchild(), 0);
   holder.Kill();
@@ -162,7 +162,7 @@ TEST(FileRendezvous, AForkedChildDoesNotKeepTheRank) {
 }
 
 TEST(FileRendezvous, ARankTakenInThisProcessIsRefusedToo) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   auto first = FileRendezvous::Join(Seat(directory.path(), 0, 1));
   ASSERT_TRUE(first.ok()) << first.status();
   // Under another spelling of the directory.
@@ -174,7 +174,7 @@ TEST(FileRendezvous, ARankTakenInThisProcessIsRefusedToo) {
 }
 
 TEST(FileRendezvous, WorldSizesMustAgree) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   OnEveryRank(2, [&](int r) {
     const auto joined = FileRendezvous::Join(Seat(directory.path(), r, r == 0 ? 2 : 4));
     EXPECT_EQ(joined.status().code(), absl::StatusCode::kInvalidArgument);
@@ -185,7 +185,7 @@ TEST(FileRendezvous, WorldSizesMustAgree) {
 }
 
 TEST(FileRendezvous, BadInputIsRefused) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   const auto outside = FileRendezvous::Join(Seat(directory.path(), 2, 2));
   EXPECT_EQ(model::ReasonOf(outside.status()), model::kBadConfig);
   EXPECT_THAT(std::string(outside.status().message()), HasSubstr("rank 2 of 2: expected 0 <= rank < world size"));

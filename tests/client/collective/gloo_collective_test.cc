@@ -17,7 +17,7 @@ using testing::HasSubstr;
 
 // A killed process leaves its peers with an error that names it, at once.
 TEST(GlooCollective, AKilledPeerIsNamed) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   const auto sit_down = [&](int rank) {
     auto rendezvous = FileRendezvous::Join({.directory = directory.path(), .rank = rank, .world_size = 2});
     EXPECT_TRUE(rendezvous.ok()) << rendezvous.status();
@@ -47,7 +47,7 @@ TEST(GlooCollective, AKilledPeerIsNamed) {
 }
 
 TEST(GlooCollective, ARankThatNeverConnectsIsMissing) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   std::vector<std::unique_ptr<FileRendezvous>> joined(2);
   OnEveryRank(2, [&](int r) {
     auto rendezvous = FileRendezvous::Join({.directory = directory.path(), .rank = r, .world_size = 2});
@@ -65,7 +65,7 @@ TEST(GlooCollective, ARankThatNeverConnectsIsMissing) {
 }
 
 TEST(GlooCollective, BadHostAndInterfaceAreNamed) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   auto rendezvous = FileRendezvous::Join({.directory = directory.path(), .rank = 0, .world_size = 1});
   ASSERT_TRUE(rendezvous.ok()) << rendezvous.status();
   GlooOptions options;

@@ -16,24 +16,9 @@
 #include "ballast/client/collective/file_rendezvous.h"
 #include "ballast/client/collective/gloo_collective.h"
 #include "ballast/client/collective/loopback_collective.h"
+#include "ballast/tests/scratch_directory.h"
 
 namespace ballast::client {
-
-// A directory that goes with the test.
-class TemporaryDirectory {
- public:
-  TemporaryDirectory() : path_((std::filesystem::temp_directory_path() / "ballast-XXXXXX").string()) {
-    if (mkdtemp(path_.data()) == nullptr) std::abort();
-  }
-  ~TemporaryDirectory() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 // Runs body(rank) on one thread per rank and joins them.
 inline void OnEveryRank(int world_size, const std::function<void(int)>& body) {
@@ -47,7 +32,7 @@ enum class Backend { kLoopback, kGloo };
 // The seats of a connected group, by rank.
 inline std::vector<std::unique_ptr<Collective>> MakeGroup(Backend backend, int world_size, absl::Duration timeout) {
   if (backend == Backend::kLoopback) return MakeLoopbackGroup(world_size, timeout);
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   std::vector<std::unique_ptr<Collective>> group(world_size);
   OnEveryRank(world_size, [&](int r) {
     auto rendezvous = FileRendezvous::Join({.directory = directory.path(), .rank = r, .world_size = world_size});

@@ -14,7 +14,7 @@ namespace {
 TEST(NcclCollective, AllCallsBetweenAllGpus) {
   int world_size = 0;
   ASSERT_EQ(cudaGetDeviceCount(&world_size), cudaSuccess);
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   OnEveryRank(world_size, [&](int r) {
     auto rendezvous = FileRendezvous::Join({.directory = directory.path(), .rank = r, .world_size = world_size});
     ASSERT_TRUE(rendezvous.ok()) << rendezvous.status();

@@ -3,17 +3,20 @@
 
 #include <stdlib.h>
 
+#include <cstdio>
 #include <filesystem>
 #include <string>
 #include <system_error>
 
-namespace ballast::services {
+namespace ballast {
 
 class ScratchDirectory {
  public:
-  ScratchDirectory() {
-    std::string path = (std::filesystem::temp_directory_path() / "ballast-services-XXXXXX").string();
-    path_ = ::mkdtemp(path.data());
+  ScratchDirectory() : path_((std::filesystem::temp_directory_path() / "ballast-test-XXXXXX").string()) {
+    if (mkdtemp(path_.data()) == nullptr) {
+      std::perror(path_.c_str());
+      std::abort();
+    }
   }
   ~ScratchDirectory() {
     std::error_code ignored;
@@ -22,9 +25,10 @@ class ScratchDirectory {
   ScratchDirectory(const ScratchDirectory&) = delete;
   ScratchDirectory& operator=(const ScratchDirectory&) = delete;
   const std::string& path() const { return path_; }
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
 
  private:
   std::string path_;
 };
 
-}  // namespace ballast::services
+}  // namespace ballast
