@@ -174,10 +174,10 @@ class PullReader {
         ok_ = false;
       }
     }
-    if (!ok_) return model::Error(absl::StatusCode::kDataLoss, model::kChecksum, "the answer is no PullResponse");
+    if (!ok_) return model::Error(absl::StatusCode::kUnavailable, model::kChecksum, "the answer is no PullResponse");
     if (length != to.size()) return WrongLength(to.size(), length);
     if (const uint32_t got = kernels::Crc32c(to); got != crc) {
-      return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
+      return model::Error(absl::StatusCode::kUnavailable, model::kChecksum,
                           absl::StrCat("pulled bytes have CRC32C ", got, ", the server sent ", crc));
     }
     return absl::OkStatus();

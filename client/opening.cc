@@ -4,6 +4,7 @@
 #include <random>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
@@ -154,17 +155,6 @@ absl::Status CheckSameTensors(const v1::JobSpec& given, const v1::JobSpec& job) 
                               "), which this session does not name; pass all of the job's tensors"));
 }
 
-std::vector<uint32_t> TensorsWithoutValues(const model::Layout& layout, const v1::JobSpec& spec, int64_t version) {
-  std::vector<uint32_t> tensors;
-  uint32_t index = 0;
-  for (const auto& registration : spec.registrations()) {
-    for (int i = 0; i < registration.tensors_size(); ++i, ++index) {
-      if (registration.version() == version && layout.live(index)) tensors.push_back(index);
-    }
-  }
-  return tensors;
-}
-
 absl::StatusOr<std::vector<v1::GetJobResponse>> Opening::Fence(const std::string& job, const v1::Epoch& epoch,
                                                                bool expect_empty, absl::Time deadline) {
   v1::FenceRequest request;
@@ -179,8 +169,16 @@ absl::StatusOr<std::vector<v1::GetJobResponse>> Opening::Fence(const std::string
   return answers;
 }
 
-absl::Status Opening::SendOpen(const v1::OpenRequest& open, absl::Time deadline) {
+absl::Status Opening::TryOpen(v1::OpenRequest open, absl::Time deadline) {
   BALLAST_RETURN_IF_ERROR(model::EpochPlan::Make(open).status());
+  open.set_dry_run(true);
+  return router_
+      ->CallAll<v1::OpenRequest, v1::OpenResponse>(
+          &Transport::Open, absl::StrCat("Space for job '", open.spec().name(), "'"), open, deadline)
+      .status();
+}
+
+absl::Status Opening::SendOpen(const v1::OpenRequest& open, absl::Time deadline) {
   return router_
       ->CallAll<v1::OpenRequest, v1::OpenResponse>(
           &Transport::Open, absl::StrCat("Open of job '", open.spec().name(), "'"), open, deadline)
@@ -207,6 +205,12 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   }
   if (options.resume == Resume::kNever && highest >= 0) return JobExists(options.job, highest);
   if (options.resume == Resume::kMust && !exists) return JobMissing(options.job);
+  absl::flat_hash_set<std::string> ids;
+  for (const v1::GetJobResponse& answer : seen) {
+    if (!ids.insert(answer.server_id()).second) {
+      return BadSpec(absl::StrCat("server '", answer.server_id(), "' is named twice; name each server once"));
+    }
+  }
 
   // Before the fence where it can be: a mistake here must not end a group that is at work.
   if (const v1::OpenRequest* newest = NewestOpen(seen); newest != nullptr) {
@@ -249,6 +253,8 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   }
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
   *open.mutable_tiling() = MakeTiling(layout);
+  // All servers or none: a job that one server has opened and another has no room for could not be changed any more.
+  BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
   BALLAST_RETURN_IF_ERROR(SendOpen(open, deadline));
   return open;
 }
@@ -260,25 +266,35 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
   v1::Registration* registration = open.mutable_spec()->add_registrations();
   registration->set_version(version);
   for (const TensorSpec& tensor : added) *registration->add_tensors() = ToProto(tensor);
-  // Before the fence: a bad tensor must not cost the group its epoch.
+  // Before the fence: a bad tensor, or one without room, must not cost the group its epoch.
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
   *open.mutable_tiling() = MakeTiling(layout);
+  open.set_base(version);
+  BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
 
   v1::GetJobResponse held;
   *held.mutable_promised() = current.epoch();
   *open.mutable_epoch() = EpochAbove(absl::MakeConstSpan(&held, 1));
-  BALLAST_ASSIGN_OR_RETURN(const auto fenced, Fence(open.spec().name(), open.epoch(), false, deadline));
+  absl::Status moved = MoveEpoch(&open, version, deadline);
+  if (moved.ok()) return open;
+  // From the fence on the old epoch is over, whatever went wrong: the code says so.
+  return model::Error(absl::StatusCode::kAborted, model::ReasonOf(moved),
+                      absl::StrCat("registering tensors was cut short, and this group's epoch is over: exit and start "
+                                   "again with resume=auto. ",
+                                   moved.message()));
+}
+
+absl::Status Opening::MoveEpoch(v1::OpenRequest* open, int64_t version, absl::Time deadline) {
+  BALLAST_ASSIGN_OR_RETURN(const auto fenced, Fence(open->spec().name(), open->epoch(), false, deadline));
   BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(fenced));
   if (resolution.base != version) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
                         absl::StrCat("the job is at version ", resolution.base, ", this group at ", version,
-                                     "; another group has taken over: exit and start again with resume=auto"));
+                                     "; another group has taken over"));
   }
-  open.set_base(version);
-  open.clear_base_decision();
-  if (resolution.decision.has_value()) *open.mutable_base_decision() = *resolution.decision;
-  BALLAST_RETURN_IF_ERROR(SendOpen(open, deadline));
-  return open;
+  open->clear_base_decision();
+  if (resolution.decision.has_value()) *open->mutable_base_decision() = *resolution.decision;
+  return SendOpen(*open, deadline);
 }
 
 absl::Status Opening::MatchMembers(const v1::OpenRequest& open, absl::Span<const std::string> server_ids) {
@@ -296,9 +312,6 @@ absl::Status Opening::MatchMembers(const v1::OpenRequest& open, absl::Span<const
     }
     order.push_back(static_cast<uint32_t>(it - server_ids.begin()));
   }
-  std::vector<uint32_t> sorted = order;
-  std::sort(sorted.begin(), sorted.end());
-  if (std::unique(sorted.begin(), sorted.end()) != sorted.end()) return BadSpec("a server is named twice");
   router_->Reorder(order);
   return absl::OkStatus();
 }

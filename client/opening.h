@@ -1,5 +1,5 @@
-// How a group comes to own a job: fence, resolve, open (rules 9-11 of services/step/README.md), and what all ranks must agree on
-// first.
+// How a group comes to own a job: fence, resolve, open (rules 9-11 of services/step/README.md), and what all ranks must
+// agree on first.
 #pragma once
 
 #include <memory>
@@ -21,9 +21,6 @@ v1::TensorSpec ToProto(const TensorSpec& tensor);
 // OK if `given` (one registration) names exactly the live tensors of `job`, all alike. BAD_SPEC says which differs.
 absl::Status CheckSameTensors(const v1::JobSpec& given, const v1::JobSpec& job);
 
-// Indices of live tensors that were registered at `version` and have no values before transaction version + 1.
-std::vector<uint32_t> TensorsWithoutValues(const model::Layout& layout, const v1::JobSpec& spec, int64_t version);
-
 class Opening {
  public:
   // Borrows both.
@@ -33,7 +30,8 @@ class Opening {
   // the router's servers are in the order of the members, and it knows the Open.
   absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Open(const SessionOptions& options, const v1::JobSpec& spec);
 
-  // COLLECTIVE. A new epoch of an open job, with `added` tensors registered at its version.
+  // COLLECTIVE. A new epoch of an open job, with `added` tensors registered at its version. ABORTED: the old epoch is
+  // over all the same; any other error leaves it as it was.
   absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Extend(const v1::OpenRequest& current, int64_t version,
                                                                 const std::vector<TensorSpec>& added,
                                                                 absl::Duration timeout);
@@ -44,7 +42,11 @@ class Opening {
                                                 const std::vector<TensorSpec>& added, absl::Duration timeout);
   absl::StatusOr<std::vector<v1::GetJobResponse>> Fence(const std::string& job, const v1::Epoch& epoch,
                                                         bool expect_empty, absl::Time deadline);
+  // Whether all servers would find space for it. Changes nothing.
+  absl::Status TryOpen(v1::OpenRequest open, absl::Time deadline);
   absl::Status SendOpen(const v1::OpenRequest& open, absl::Time deadline);
+  // Fence and Open of `open`, which must start at `version`.
+  absl::Status MoveEpoch(v1::OpenRequest* open, int64_t version, absl::Time deadline);
   // Puts the router's servers into the order of `open`'s members.
   absl::Status MatchMembers(const v1::OpenRequest& open, absl::Span<const std::string> server_ids);
   absl::Status MatchMembersByAsking(const v1::OpenRequest& open, absl::Time deadline);

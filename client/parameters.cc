@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -38,6 +39,7 @@ std::unique_ptr<UnitBuffer> BufferPool::Take(uint64_t elements) {
   constexpr uint64_t kAlign = 64;
   const uint64_t bytes = std::max(kAlign, (elements * sizeof(bf16) + kAlign - 1) / kAlign * kAlign);
   buffer->data.reset(static_cast<bf16*>(std::aligned_alloc(kAlign, bytes)));
+  if (buffer->data == nullptr) throw std::bad_alloc();
   buffer->capacity = bytes / sizeof(bf16);
   return buffer;
 }

@@ -254,8 +254,10 @@ absl::Status Router::Explain(const Operation& op, const absl::Status& status) co
   const absl::Duration waited = absl::Trunc(absl::Now() - op.started, absl::Milliseconds(1));
   return model::Error(
       telling.code(), reason,
-      absl::StrCat(context, ": no answer within ", absl::FormatDuration(waited), " and ", op.tries,
-                   op.tries == 1 ? " try" : " tries", "; is the server running? The last answer: ", telling.message()));
+      absl::StrCat(context, reason == model::kServerDown ? ": no answer within " : ": no success within ",
+                   absl::FormatDuration(waited), " and ", op.tries, op.tries == 1 ? " try" : " tries",
+                   reason == model::kServerDown ? "; is the server running?" : ".",
+                   " The last answer: ", telling.message()));
 }
 
 void Router::Finish(const OperationPtr& op, absl::Status status) {

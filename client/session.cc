@@ -11,6 +11,7 @@
 #include "ballast/client/session_impl.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
 
 namespace ballast::client {
 namespace {
@@ -90,6 +91,17 @@ absl::Status Session::Impl::CheckReadable(uint32_t unit) const {
   return seat.units->CheckUnit(unit);
 }
 
+absl::Status Session::Impl::CheckHasValues(uint32_t unit) const {
+  BALLAST_RETURN_IF_ERROR(CheckReadable(unit));
+  for (const uint32_t tensor : without_values) {
+    const model::Tensor& missing = seat.units->layout().tensors()[tensor];
+    if (missing.unit == unit) {
+      return Precondition(absl::StrCat("tensor '", missing.name, "' has no values yet; Initialise comes first"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Session::Impl::Conclude(absl::Status status) {
   const std::string reason = model::ReasonOf(status);
   if (reason == model::kStaleEpoch || reason == model::kRankMissing || absl::IsDataLoss(status)) finished = status;
@@ -103,7 +115,8 @@ absl::Status Session::Impl::Adopt(const std::shared_ptr<const v1::OpenRequest>& 
   seat.version = open->base();
   seat.attempt = 0;
   gradients.Resize();
-  without_values = TensorsWithoutValues(seat.units->layout(), open->spec(), seat.version);
+  without_values = model::TensorsWithoutValues(seat.units->plan(), seat.version);
+  norm_cache = {};
   if (open->has_base_decision()) {
     // A server that restarts may need this decision again before it can go on.
     auto commit = std::make_shared<v1::CommitRequest>();
@@ -122,12 +135,15 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Open(const SessionOptions& opt
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec, "a session needs at least one server");
   }
   auto impl = std::make_unique<Impl>(options, std::move(servers), collective);
-  BALLAST_ASSIGN_OR_RETURN(const auto open,
-                           Opening(impl->router.get(), &impl->group, options.split).Open(options, MakeSpec(options, tensors)));
+  BALLAST_ASSIGN_OR_RETURN(
+      const auto open,
+      Opening(impl->router.get(), &impl->group, options.split).Open(options, MakeSpec(options, tensors)));
   BALLAST_RETURN_IF_ERROR(impl->Adopt(open));
   if (open->has_base_decision()) {
     const auto& blobs = open->base_decision().blobs();
     impl->resumed_blobs.assign(blobs.begin(), blobs.end());
+    const auto rank = static_cast<size_t>(impl->group.rank());
+    if (rank < impl->resumed_blobs.size()) impl->sealed_blob = impl->resumed_blobs[rank];
   }
   return std::unique_ptr<Session>(new Session(std::move(impl)));
 }
@@ -185,15 +201,19 @@ void Session::Prefetch(uint32_t unit) {
 }
 
 absl::StatusOr<UnitLease> Session::Acquire(uint32_t unit) {
-  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(unit));
+  BALLAST_RETURN_IF_ERROR(impl_->CheckHasValues(unit));
   auto buffer = impl_->parameters.Acquire(unit);
-  if (!buffer.ok()) return impl_->Conclude(buffer.status());
+  if (!buffer.ok()) {
+    // The other ranks sit in the all-gather: any further collective call would meet them there.
+    if (world_size() > 1) impl_->finished = buffer.status();
+    return impl_->Conclude(buffer.status());
+  }
   const absl::Span<const bf16> parameters((*buffer)->data.get(), unit_elements(unit));
   return UnitLease(this, buffer->release(), parameters);
 }
 
 absl::StatusOr<UnitLease> Session::AcquireWhole(uint32_t unit) {
-  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(unit));
+  BALLAST_RETURN_IF_ERROR(impl_->CheckHasValues(unit));
   auto buffer = impl_->parameters.AcquireWhole(unit);
   if (!buffer.ok()) return impl_->Conclude(buffer.status());
   const absl::Span<const bf16> parameters((*buffer)->data.get(), unit_elements(unit));
@@ -201,7 +221,7 @@ absl::StatusOr<UnitLease> Session::AcquireWhole(uint32_t unit) {
 }
 
 absl::Status Session::PullOwned(uint32_t unit, absl::Span<bf16> to) {
-  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(unit));
+  BALLAST_RETURN_IF_ERROR(impl_->CheckHasValues(unit));
   return impl_->Conclude(impl_->parameters.PullOwned(unit, to));
 }
 
@@ -212,7 +232,10 @@ absl::Status Session::Pin() {
   request.set_version(version());
   const auto answers = impl_->router->CallAll<v1::PinRequest, v1::PinResponse>(
       &Transport::Pin, absl::StrCat("Pin of version ", version()), request, impl_->seat.Deadline());
-  return impl_->Conclude(answers.status());
+  if (!answers.ok()) return impl_->Conclude(answers.status());
+  const auto& steps = answers->front().tensor_steps();
+  impl_->pinned_steps[version()].assign(steps.begin(), steps.end());
+  return absl::OkStatus();
 }
 
 absl::Status Session::Unpin(int64_t version) {
@@ -222,6 +245,7 @@ absl::Status Session::Unpin(int64_t version) {
   request.set_version(version);
   const auto answers = impl_->router->CallAll<v1::UnpinRequest, v1::UnpinResponse>(
       &Transport::Unpin, absl::StrCat("Unpin of version ", version), request, impl_->seat.Deadline());
+  impl_->pinned_steps.erase(version);
   return impl_->Conclude(answers.status());
 }
 
@@ -232,6 +256,9 @@ absl::Status Session::Read(absl::string_view tensor, Content content, int64_t ve
     return model::Error(
         absl::StatusCode::kInvalidArgument, model::kBadLength,
         absl::StrCat("tensor '", tensor, "' has ", at.end - at.begin, " elements, got room for ", to.size()));
+  }
+  if (version > this->version()) {
+    return Precondition(absl::StrCat("version ", version, " is not decided yet; this session is at ", this->version()));
   }
   const model::Range range{at.begin, at.end};
   if (content != Content::kWorking) {
@@ -245,9 +272,17 @@ absl::Status Session::Read(absl::string_view tensor, Content content, int64_t ve
   return absl::OkStatus();
 }
 
-absl::StatusOr<uint64_t> Session::TensorSteps(absl::string_view tensor) {
+absl::StatusOr<uint64_t> Session::TensorSteps(absl::string_view tensor, int64_t version) {
   BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
   BALLAST_ASSIGN_OR_RETURN(const uint32_t index, impl_->seat.units->layout().FindTensor(tensor));
+  if (version != this->version()) {
+    const auto pinned = impl_->pinned_steps.find(version);
+    if (pinned != impl_->pinned_steps.end() && index < pinned->second.size()) return pinned->second[index];
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+        absl::StrCat("step counts of tensor '", tensor, "' at version ", version, " are not known: this ",
+                     "session is at version ", this->version(), " and did not pin ", version));
+  }
   // Step counts are the servers'; they are at version() once they took its commit.
   (void)impl_->transaction.AwaitCommits(impl_->seat.Deadline());
   v1::GetJobRequest ask;
@@ -255,11 +290,11 @@ absl::StatusOr<uint64_t> Session::TensorSteps(absl::string_view tensor) {
   BALLAST_ASSIGN_OR_RETURN(const auto answers, (impl_->router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
                                                    &Transport::GetJob, "GetJob", ask, impl_->seat.Deadline())));
   for (const v1::GetJobResponse& answer : answers) {
-    if (answer.committed() != version() || static_cast<int>(index) >= answer.tensor_steps_size()) continue;
+    if (answer.committed() != version || static_cast<int>(index) >= answer.tensor_steps_size()) continue;
     return answer.tensor_steps(static_cast<int>(index));
   }
   return model::Error(absl::StatusCode::kUnavailable, model::kBehind,
-                      absl::StrCat("no server is at version ", version(), " yet; ask again"));
+                      absl::StrCat("no server is at version ", version, " yet; ask again"));
 }
 
 SessionStats Session::stats() const {

@@ -1,7 +1,8 @@
 // A trainer's seat at the state servers: one rank of one group training one job.
 //
 // Two shapes of use, which may be mixed by unit:
-//  (a) Parameters live on the servers only (ZeRO-3/Infinity): Prefetch(unit) ahead of use, Acquire(unit) all-gathers it,
+//  (a) Parameters live on the servers only (ZeRO-3/Infinity): Prefetch(unit) ahead of use, Acquire(unit) all-gathers
+//  it,
 //      dropping the lease frees it.
 //  (b) The trainer keeps its 16-bit parameters (ZeRO-1/2/Offload): Push per unit as backward produces gradients, Step,
 //      then PullOwned(unit) for the updated ranges.
@@ -61,9 +62,10 @@ struct SessionOptions {
   uint32_t group_count = 1;
   uint64_t chunk_elements = uint64_t{1} << 20;  // only for a new job
   Split split = Split::kEven;                   // the same on all ranks
-  // How long a step's calls may take in all, servers' updates and missing peers included.
+  // How long servers may take for a call, or for a step once all ranks have come, their updates included. How long
+  // ranks wait for each other is the collective's timeout.
   absl::Duration step_timeout = absl::Seconds(120);
-  // How long Open waits for servers that are down.
+  // How long Open waits for servers that are down. The collective's timeout must be longer: other ranks wait meanwhile.
   absl::Duration open_timeout = absl::Seconds(30);
   // Bound on pushed and pulled bytes on their way.
   uint64_t inflight_bytes_max = uint64_t{64} << 20;
@@ -211,7 +213,7 @@ class Session {
   // COLLECTIVE. New master values for a whole tensor (every rank passes all of them), applied by the next Step before
   // its gradients, or by CommitValues.
   absl::Status Write(absl::string_view tensor, absl::Span<const float> values);
-  // COLLECTIVE. A transaction of written values alone.
+  // COLLECTIVE. A transaction of written values alone. Like Initialise it seals the blobs of the last step again.
   absl::StatusOr<StepReport> CommitValues();
 
   // Any one rank. Pin keeps version() readable, by all ranks, while training goes on; Unpin gives its space back.
@@ -219,8 +221,8 @@ class Session {
   absl::Status Unpin(int64_t version);
   // A whole tensor at `version`: the current one, or a pinned one. Working values are widened to fp32.
   absl::Status Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to);
-  // Optimizer step count t of a tensor at version().
-  absl::StatusOr<uint64_t> TensorSteps(absl::string_view tensor);
+  // Optimizer step count t of a tensor at `version`: the current one, or one that this rank pinned.
+  absl::StatusOr<uint64_t> TensorSteps(absl::string_view tensor, int64_t version);
 
   // COLLECTIVE, between steps, nothing pushed. Adds tensors (new units, or further tensors of known units; a tensor
   // registered under its old name replaces it) by a fence; Initialise gives them values before the next step.

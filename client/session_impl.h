@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,8 +25,10 @@ struct Session::Impl {
 
   // OK, or why no call is possible: forked, finished.
   absl::Status Usable() const;
-  // Usable, and `unit` exists and has values.
+  // Usable, the job is initialised and `unit` exists.
   absl::Status CheckReadable(uint32_t unit) const;
+  // CheckReadable, and all of its tensors have values.
+  absl::Status CheckHasValues(uint32_t unit) const;
   // `status`; remembered if it ends the session.
   absl::Status Conclude(absl::Status status);
 
@@ -63,6 +66,8 @@ struct Session::Impl {
   std::shared_ptr<const v1::OpenRequest> open;
   std::vector<uint32_t> without_values;  // tensors
   std::vector<std::string> resumed_blobs;
+  std::string sealed_blob;  // this rank's last one: transactions that bring none of their own seal it again
+  std::map<int64_t, std::vector<uint64_t>> pinned_steps;  // step counts by tensor, of versions that this rank pinned
   absl::Status finished;
   double push_seconds = 0;
   double seal_seconds = 0;

@@ -96,6 +96,10 @@ absl::StatusOr<Session::Impl::Agreement> Session::Impl::Settle(const std::string
     }
     agreed.blobs.push_back(other.blobs(0));
   }
+  // The same answer on every rank, and before anything is pushed for it: nobody seals what another refuses.
+  if (source != nullptr) {
+    BALLAST_RETURN_IF_ERROR(model::CheckHeader(seat.units->plan(), seat.version + 1, agreed.header, agreed.blobs));
+  }
   // Everyone can tell whether anyone still has something to push; only then must all hear how it went.
   bool more = source != nullptr && AnyBit(agreed.header.value_presence());
   for (const v1::SealRequest& other : offers) more = more || other.header().gradient_presence() != presence;
@@ -133,13 +137,10 @@ absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, 
 absl::StatusOr<StepReport> Session::Impl::Transact(const std::string& what, absl::Status mine, v1::StepHeader header,
                                                    const std::string& blob, const Values::Source& source) {
   const absl::Time start = absl::Now();
-  const absl::Time deadline = seat.Deadline();
   auto agreed = Settle(what, std::move(mine), std::move(header), blob, &source);
   if (!agreed.ok()) return Conclude(agreed.status());
-  // The same answer on every rank: nobody seals what another refuses.
-  BALLAST_RETURN_IF_ERROR(model::CheckHeader(seat.units->plan(), agreed->header, agreed->blobs));
-
-  auto decision = SealAgreed(*agreed, deadline, source);
+  // Counted from here: how long ranks wait for each other is the collective's to bound.
+  auto decision = SealAgreed(*agreed, seat.Deadline(), source);
   (void)values.Wait();
   if (!decision.ok()) {
     // Sealed is sealed: others may yet decide it, so this group can neither go on nor take it back.
@@ -152,15 +153,16 @@ absl::StatusOr<StepReport> Session::Impl::Transact(const std::string& what, absl
   transaction.Commit(*decision);
   seat.version = decision->step();
   seat.attempt = 0;
+  sealed_blob = blob;
   gradients.Forget();
   values.ReleaseBuffers();
-  without_values = TensorsWithoutValues(seat.units->layout(), open->spec(), seat.version);
+  without_values = model::TensorsWithoutValues(seat.units->plan(), seat.version);
   StepReport report;
   report.version = seat.version;
   report.skipped = decision->verdict().skip();
   report.norm = decision->verdict().norm();
   // A skipped step applied nothing: what the user wrote goes with the next.
-  if (!report.skipped) values.Forget();
+  if (!report.skipped) values.Forget(agreed->header.value_presence());
   seal_seconds += SecondsSince(start);
   return report;
 }
@@ -171,6 +173,7 @@ absl::Status Session::Initialise(
   const model::Layout& layout = impl_->seat.units->layout();
   absl::Status mine;
   if (impl_->without_values.empty()) mine = Precondition("every tensor has values; Write changes them");
+  if (!impl_->gradients.empty()) mine = Precondition("gradients were pushed; Step or Drop before Initialise");
   v1::StepHeader header;
   header.set_kind(v1::STEP_KIND_VALUES);
   header.set_gradient_scale(1);
@@ -178,7 +181,7 @@ absl::Status Session::Initialise(
   const Values::Source source = [&](uint32_t tensor, uint64_t first, absl::Span<float> to) {
     fill(layout.tensors()[tensor].name, first, to);
   };
-  return impl_->Transact("Initialise", std::move(mine), std::move(header), "", source).status();
+  return impl_->Transact("Initialise", std::move(mine), std::move(header), impl_->sealed_blob, source).status();
 }
 
 absl::Status Session::Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent) {
@@ -309,6 +312,12 @@ absl::Status Session::Write(absl::string_view tensor, absl::Span<const float> va
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
                         absl::StrCat("tensor '", tensor, "' has ", elements, " elements, got ", values.size()));
   }
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (std::isfinite(values[i])) continue;
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                        absl::StrCat("element ", i, " of the values for tensor '", tensor, "' is ", values[i],
+                                     "; master weights must be finite"));
+  }
   impl_->values.Write(index, values);
   return absl::OkStatus();
 }
@@ -323,7 +332,8 @@ absl::StatusOr<StepReport> Session::CommitValues() {
   header.set_kind(v1::STEP_KIND_VALUES);
   header.set_gradient_scale(1);
   header.set_value_presence(impl_->values.presence());
-  return impl_->Transact("CommitValues", std::move(mine), std::move(header), "", impl_->values.written());
+  return impl_->Transact("CommitValues", std::move(mine), std::move(header), impl_->sealed_blob,
+                         impl_->values.written());
 }
 
 absl::Status Session::Register(const std::vector<TensorSpec>& tensors) {
@@ -347,12 +357,8 @@ absl::Status Session::Register(const std::vector<TensorSpec>& tensors) {
   impl_->parameters.Forget();
   auto open = Opening(impl_->router.get(), &impl_->group, impl_->options.split)
                   .Extend(*impl_->open, impl_->seat.version, tensors, impl_->options.step_timeout);
-  if (!open.ok()) {
-    // A bad tensor is refused before the fence, and leaves the old epoch as it was.
-    if (absl::IsInvalidArgument(open.status())) return open.status();
-    impl_->finished = open.status();
-    return open.status();
-  }
+  if (absl::IsAborted(open.status())) impl_->finished = open.status();
+  if (!open.ok()) return impl_->Conclude(open.status());
   return impl_->Adopt(*open);
 }
 

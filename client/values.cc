@@ -42,6 +42,12 @@ void Values::Write(uint32_t tensor, absl::Span<const float> values) {
   }
 }
 
+void Values::Forget(const std::string& presence) {
+  for (auto it = written_.begin(); it != written_.end();) {
+    it = model::HasBit(presence, it->first) ? written_.erase(it) : std::next(it);
+  }
+}
+
 std::string Values::presence() const {
   std::vector<uint32_t> tensors;
   for (const auto& [tensor, values] : written_) tensors.push_back(tensor);

@@ -30,7 +30,8 @@ class Values {
   bool empty() const { return written_.empty(); }
   // Bitmap of written tensors.
   std::string presence() const;
-  void Forget() { written_.clear(); }
+  // Forgets what was written for the tensors of `presence`.
+  void Forget(const std::string& presence);
   // What Write was given.
   Source written() const;
 

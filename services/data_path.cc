@@ -49,7 +49,7 @@ absl::Status CopyChecked(absl::Span<const std::byte> from, std::byte* to, uint32
     std::memcpy(to + at, piece.data(), piece.size());
   }
   if (crc == expected) return absl::OkStatus();
-  return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
+  return model::Error(absl::StatusCode::kUnavailable, model::kChecksum,
                       absl::StrCat("the slice's CRC32C is ", crc, ", its header says ", expected,
                                    ": it was damaged on its way; send it again"));
 }

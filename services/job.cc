@@ -227,7 +227,8 @@ Outcome<v1::OpenResponse> Job::TryOpen(const v1::OpenRequest& request) {
   const model::EpochPlan* open = machine_->plan();
   const bool is_open = open != nullptr && model::Compare(open->open().epoch(), request.epoch()) == 0;
   // Repeats and requests out of turn take no space: the machine alone answers them.
-  if (is_open || model::Compare(promised, request.epoch()) != 0) return machine_->Open(request);
+  const bool in_turn = !is_open && model::Compare(promised, request.epoch()) == 0;
+  if (!in_turn && !request.dry_run()) return machine_->Open(request);
   const std::string bytes = request.SerializeAsString();
   if (opening_ == nullptr) {
     opening_ = std::make_unique<Opening>();
@@ -237,6 +238,7 @@ Outcome<v1::OpenResponse> Job::TryOpen(const v1::OpenRequest& request) {
   }
   if (!opening_->done || opening_->request != bytes) return std::nullopt;
   BALLAST_RETURN_IF_ERROR(opening_->status);
+  if (request.dry_run()) return v1::OpenResponse();
   return machine_->Open(request);
 }
 

@@ -140,7 +140,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // On the job's thread.
   void PrepareOpen(const v1::OpenRequest& request);
   absl::Status TakeChunks(const v1::OpenRequest& request, std::vector<std::shared_ptr<HeldChunk>>* chunks);
-  absl::Status AddChunks(const std::vector<uint64_t>& elements, std::vector<std::shared_ptr<HeldChunk>>* added);
+  absl::Status AddChunks(const std::vector<uint64_t>& elements, bool dry_run,
+                         std::vector<std::shared_ptr<HeldChunk>>* added);
   void RunStep(StepWork* work);
   absl::Status RunUpdates(storage::ChunkStore* store, StepWork* work);
   // False if there is none.

@@ -103,10 +103,11 @@ absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::sh
   std::vector<uint64_t> elements;
   for (size_t i = chunks->size(); i < mine.size(); ++i)
     elements.push_back(plan.layout().chunks()[mine[i]].range.size());
-  return AddChunks(elements, chunks);
+  return AddChunks(elements, request.dry_run(), chunks);
 }
 
-absl::Status Job::AddChunks(const std::vector<uint64_t>& elements, std::vector<std::shared_ptr<HeldChunk>>* chunks) {
+absl::Status Job::AddChunks(const std::vector<uint64_t>& elements, bool dry_run,
+                            std::vector<std::shared_ptr<HeldChunk>>* chunks) {
   std::shared_ptr<storage::ChunkStore> store;
   std::shared_ptr<ProvisionalMemory> memory;
   std::vector<std::shared_ptr<HeldChunk>> spares;
@@ -142,18 +143,19 @@ absl::Status Job::AddChunks(const std::vector<uint64_t>& elements, std::vector<s
     const absl::StatusOr<storage::Plan> plan =
         storage::MakePlan({Free(*around_.tiers), missing, kProvisionalBytesPerElement, store->staging_bytes_missing()});
     status = plan.status();
-    if (status.ok()) status = memory->Reserve(provisional_bytes);
-    if (status.ok()) {
+    if (status.ok() && !dry_run) status = memory->Reserve(provisional_bytes);
+    if (status.ok() && !dry_run) {
       status = store->Add(missing, *plan);
       if (!status.ok()) memory->Unreserve(provisional_bytes);
     }
   }
-  if (!status.ok()) {
+  if (!status.ok() || dry_run) {
     for (const auto& chunk : taken) {
       if (chunk != nullptr) spares.push_back(chunk);
     }
     absl::MutexLock lock(&mu_);
     spares_ = std::move(spares);
+    if (status.ok()) return status;
     return model::Annotate(status, absl::StrCat("job '", name_, "' does not fit on server '", around_.server_id, "'"));
   }
   for (size_t i = 0; i < elements.size(); ++i) {

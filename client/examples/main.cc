@@ -158,7 +158,8 @@ absl::StatusOr<Seat> TakeSeat(const Flags& flags) {
   BALLAST_ASSIGN_OR_RETURN(seat.rendezvous, FileRendezvous::Join(rendezvous));
   GlooOptions gloo;
   gloo.host = flags.host;
-  gloo.timeout = absl::Seconds(flags.timeout_s);
+  // Longer than rank 0 waits for servers, so that the others hear from it which one is down.
+  gloo.timeout = absl::Seconds(flags.timeout_s + 10);
   BALLAST_ASSIGN_OR_RETURN(seat.collective, MakeGloo(seat.rendezvous.get(), flags.rank, flags.world_size, gloo));
   return seat;
 }

@@ -37,6 +37,7 @@ elseif(BALLAST_SANITIZE STREQUAL "thread")
   if(NOT BALLAST_SANITIZER_OBJECTS)
     message(FATAL_ERROR "BALLAST_TSAN_OBJECTS='${BALLAST_TSAN_OBJECTS}' holds no objects; run tests/run.sh tsan, which makes them")
   endif()
+  list(APPEND BALLAST_SANITIZER_OBJECTS absl::synchronization)  # what the objects need themselves
 elseif(BALLAST_SANITIZE)
   message(FATAL_ERROR "BALLAST_SANITIZE is '${BALLAST_SANITIZE}'; expected empty, address or thread")
 endif()

@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint32_t kWorldSizeMax = 1 << 16;
 constexpr int kMembersMax = 4096;
-constexpr int kRangesMax = 1 << 22;
+constexpr size_t kServerIdBytesMax = 64;
 
 absl::Status BadOpen(absl::string_view reason, absl::string_view message) {
   return Error(absl::StatusCode::kInvalidArgument, reason, message);
@@ -41,6 +41,10 @@ absl::Status CheckMembers(const v1::OpenRequest& open) {
   }
   absl::flat_hash_set<absl::string_view> ids;
   for (const v1::Member& member : open.members()) {
+    if (member.server_id().size() > kServerIdBytesMax) {
+      return BadOpen(kBadRequest, absl::StrCat("a server's id has at most ", kServerIdBytesMax, " bytes, got ",
+                                               member.server_id().size()));
+    }
     if (member.server_id().empty() || !(member.weight() > 0) || !std::isfinite(member.weight())) {
       return BadOpen(kBadRequest, absl::StrCat("member '", member.server_id(),
                                                "' needs an id and a positive finite weight, got ", member.weight()));
@@ -73,8 +77,10 @@ absl::Status CheckUnitTiling(const Layout& layout, uint32_t unit, std::vector<co
     const Tensor& tensor = layout.tensors()[index];
     if (!layout.live(index)) continue;
     uint64_t covered = tensor.range.begin;
-    for (const auto* r : ranges) {
-      if (r->begin() <= covered && r->end() > covered) covered = r->end();
+    auto next = std::upper_bound(ranges.begin(), ranges.end(), covered,
+                                 [](uint64_t element, const v1::RankRange* r) { return element < r->end(); });
+    for (; next != ranges.end() && (*next)->begin() <= covered && covered < tensor.range.end; ++next) {
+      covered = (*next)->end();
     }
     if (covered < tensor.range.end) {
       return BadOpen(kBadRange, absl::StrCat("element ", covered, " of unit '", u.name, "' (tensor '", tensor.name,
@@ -88,9 +94,6 @@ absl::Status CheckTiling(const Layout& layout, const v1::Tiling& tiling) {
   if (tiling.world_size() == 0 || tiling.world_size() > kWorldSizeMax) {
     return BadOpen(kBadRequest,
                    absl::StrCat("world_size must be from 1 to ", kWorldSizeMax, ", got ", tiling.world_size()));
-  }
-  if (tiling.ranges_size() > kRangesMax) {
-    return BadOpen(kBadRequest, absl::StrCat("at most ", kRangesMax, " ranges, got ", tiling.ranges_size()));
   }
   std::vector<std::vector<const v1::RankRange*>> by_unit(layout.units().size());
   for (const v1::RankRange& r : tiling.ranges()) {
@@ -108,6 +111,26 @@ absl::Status CheckTiling(const Layout& layout, const v1::Tiling& tiling) {
     BALLAST_RETURN_IF_ERROR(CheckUnitTiling(layout, unit, by_unit[unit]));
   }
   return absl::OkStatus();
+}
+
+// The largest message about a job is a fence's answer: the Open, the norms of one server's chunks, step counts, blobs.
+// It must fit whole, or a step could be prepared and never decided.
+absl::Status CheckMessages(const EpochPlan& plan) {
+  constexpr uint64_t kMessageBytesMax = uint64_t{4} << 20;  // what gRPC peers accept, less 64 KiB for the frame
+  constexpr uint64_t kChunkBytes = 16, kSegmentBytes = 18, kStepCountBytes = 5, kBlobBytes = 2 * (64 << 10);
+  std::vector<uint64_t> norms(plan.open().members_size(), 0);
+  for (const Chunk& chunk : plan.layout().chunks()) {
+    norms[plan.server_of(chunk.index)] += kChunkBytes + kSegmentBytes * chunk.segments.size();
+  }
+  const uint64_t open = plan.open().ByteSizeLong() + kBlobBytes + kStepCountBytes * plan.layout().tensors().size();
+  const uint64_t largest = *std::max_element(norms.begin(), norms.end());
+  if (open + largest <= kMessageBytesMax) return absl::OkStatus();
+  return BadOpen(
+      kBadSpec,
+      absl::StrCat("the job's description takes ", open, " bytes (", plan.layout().tensors().size(), " tensors, ",
+                   plan.open().tiling().ranges_size(), " ranges) and the norms of one server's chunks ", largest,
+                   " bytes in one message, which may have ", kMessageBytesMax,
+                   "; use larger chunks, more servers, fewer tensors per unit, or the even split"));
 }
 
 }  // namespace
@@ -225,6 +248,7 @@ absl::StatusOr<EpochPlan> EpochPlan::Make(const v1::OpenRequest& open) {
     plan.by_rank_[plan.slices_[i].rank].push_back(i);
     plan.by_chunk_[plan.slices_[i].chunk].push_back(i);
   }
+  BALLAST_RETURN_IF_ERROR(CheckMessages(plan));
   return plan;
 }
 

@@ -91,12 +91,23 @@ absl::Status Layout::Append(const v1::Registration& registration, uint32_t group
   absl::flat_hash_map<const v1::TensorSpec*, uint32_t> index_of;
   for (const v1::TensorSpec& tensor : registration.tensors()) {
     BALLAST_RETURN_IF_ERROR(CheckTensor(tensor, group_count));
+    const auto replaced = tensor_by_name_.find(tensor.name());
+    if (replaced != tensor_by_name_.end() && tensors_[replaced->second].name != tensor.name()) {
+      return BadSpec(absl::StrCat("the name '", tensor.name(), "' is an alias of tensor '",
+                                  tensors_[replaced->second].name,
+                                  "'; register under that name to replace it, or choose another one"));
+    }
     std::vector<absl::string_view> all = {tensor.name()};
     all.insert(all.end(), tensor.aliases().begin(), tensor.aliases().end());
     for (const absl::string_view name : all) {
       if (!names.insert(name).second) {
         return BadSpec(absl::StrCat("the name '", name,
                                     "' is given to two tensors; a tensor with two names is one tensor with an alias"));
+      }
+      const auto taken = tensor_by_name_.find(name);
+      if (taken != tensor_by_name_.end() && (replaced == tensor_by_name_.end() || taken->second != replaced->second)) {
+        return BadSpec(absl::StrCat("the name '", name, "' of tensor '", tensor.name(), "' belongs to tensor '",
+                                    tensors_[taken->second].name, "' already"));
       }
     }
     const uint32_t unit = unit_by_name_.try_emplace(tensor.unit(), units_.size()).first->second;
@@ -111,11 +122,10 @@ absl::Status Layout::Append(const v1::Registration& registration, uint32_t group
                               .unit = unit,
                               .group = tensor.group(),
                               .shape = {tensor.shape().begin(), tensor.shape().end()}});
-    if (const auto old = tensor_by_name_.find(tensor.name()); old != tensor_by_name_.end()) {
-      const uint32_t replaced = old->second;
-      for (auto& [name, target] : tensor_by_name_) {
-        if (target == replaced) target = index;
-      }
+    if (replaced != tensor_by_name_.end()) {
+      // The old tensor's names are the new one's; those that it no longer has are free.
+      const uint32_t old = replaced->second;
+      absl::erase_if(tensor_by_name_, [old](const auto& entry) { return entry.second == old; });
     }
     for (const absl::string_view name : all) tensor_by_name_[name] = index;
   }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
 #include <memory>
 
 #include "absl/container/flat_hash_map.h"
@@ -46,23 +47,6 @@ absl::Status BadHeader(absl::string_view message) {
   return Error(absl::StatusCode::kInvalidArgument, kBadRequest, message);
 }
 
-absl::Status CheckBitmap(const EpochPlan& plan, absl::string_view bitmap, absl::string_view name) {
-  const size_t tensors = plan.layout().tensors().size();
-  if (bitmap.size() != (tensors + 7) / 8) {
-    return BadHeader(
-        absl::StrCat(name, " must have ", (tensors + 7) / 8, " bytes for ", tensors, " tensors, got ", bitmap.size()));
-  }
-  for (uint32_t i = 0; i < bitmap.size() * 8; ++i) {
-    if (!HasBit(bitmap, i)) continue;
-    if (i >= tensors) return BadHeader(absl::StrCat(name, " names tensor ", i, "; the job has ", tensors));
-    if (!plan.layout().live(i)) {
-      return BadHeader(absl::StrCat(name, " names tensor ", i, " ('", plan.layout().tensors()[i].name,
-                                    "'), which a later registration replaced"));
-    }
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CheckHyper(const v1::GroupHyper& hyper, int group) {
   const bool fine = std::isfinite(hyper.learning_rate()) && hyper.learning_rate() >= 0 && hyper.beta1() >= 0 &&
                     hyper.beta1() < 1 && hyper.beta2() >= 0 && hyper.beta2() < 1 && std::isfinite(hyper.epsilon()) &&
@@ -87,6 +71,23 @@ bool SameDecision(const v1::Decision& a, const v1::Decision& b) {
 }
 
 }  // namespace
+
+absl::Status CheckPresence(const EpochPlan& plan, absl::string_view bitmap, absl::string_view name) {
+  const size_t tensors = plan.layout().tensors().size();
+  if (bitmap.size() != (tensors + 7) / 8) {
+    return BadHeader(
+        absl::StrCat(name, " must have ", (tensors + 7) / 8, " bytes for ", tensors, " tensors, got ", bitmap.size()));
+  }
+  for (uint32_t i = 0; i < bitmap.size() * 8; ++i) {
+    if (!HasBit(bitmap, i)) continue;
+    if (i >= tensors) return BadHeader(absl::StrCat(name, " names tensor ", i, "; the job has ", tensors));
+    if (!plan.layout().live(i)) {
+      return BadHeader(absl::StrCat(name, " names tensor ", i, " ('", plan.layout().tensors()[i].name,
+                                    "'), which a later registration replaced"));
+    }
+  }
+  return absl::OkStatus();
+}
 
 std::strong_ordering Compare(const v1::Epoch& a, const v1::Epoch& b) {
   if (const auto order = a.counter() <=> b.counter(); order != 0) return order;
@@ -124,12 +125,24 @@ std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, cons
   return hash.Finish();
 }
 
-absl::Status CheckHeader(const EpochPlan& plan, const v1::StepHeader& header, absl::Span<const std::string> blobs) {
+std::vector<uint32_t> TensorsWithoutValues(const EpochPlan& plan, int64_t version) {
+  std::vector<uint32_t> tensors;
+  uint32_t index = 0;
+  for (const v1::Registration& registration : plan.open().spec().registrations()) {
+    for (int i = 0; i < registration.tensors_size(); ++i, ++index) {
+      if (registration.version() == version && plan.layout().live(index)) tensors.push_back(index);
+    }
+  }
+  return tensors;
+}
+
+absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header,
+                         absl::Span<const std::string> blobs) {
   if (header.kind() != v1::STEP_KIND_UPDATE && header.kind() != v1::STEP_KIND_VALUES) {
     return BadHeader(absl::StrCat("step kind must be UPDATE or VALUES, got ", static_cast<int>(header.kind())));
   }
-  BALLAST_RETURN_IF_ERROR(CheckBitmap(plan, header.gradient_presence(), "gradient_presence"));
-  BALLAST_RETURN_IF_ERROR(CheckBitmap(plan, header.value_presence(), "value_presence"));
+  BALLAST_RETURN_IF_ERROR(CheckPresence(plan, header.gradient_presence(), "gradient_presence"));
+  BALLAST_RETURN_IF_ERROR(CheckPresence(plan, header.value_presence(), "value_presence"));
   const auto any = [](absl::string_view bitmap) {
     return std::any_of(bitmap.begin(), bitmap.end(), [](char c) { return c != 0; });
   };
@@ -143,9 +156,16 @@ absl::Status CheckHeader(const EpochPlan& plan, const v1::StepHeader& header, ab
           absl::StrCat("expected hyper-parameters for ", expected, " parameter group(s), got ", header.groups_size()));
     }
     for (int i = 0; i < expected; ++i) BALLAST_RETURN_IF_ERROR(CheckHyper(header.groups(i), i));
-    if (!std::isfinite(header.gradient_scale()) || !std::isfinite(header.max_norm()) || header.max_norm() < 0) {
-      return BadHeader(absl::StrCat("expected a finite gradient_scale and a finite max_norm >= 0, got ",
+    if (!std::isfinite(static_cast<float>(header.gradient_scale())) || !std::isfinite(header.max_norm()) ||
+        header.max_norm() < 0) {
+      return BadHeader(absl::StrCat("expected a gradient_scale that is finite in fp32 and a finite max_norm >= 0, got ",
                                     header.gradient_scale(), " and ", header.max_norm()));
+    }
+  }
+  for (const uint32_t tensor : TensorsWithoutValues(plan, step - 1)) {
+    if (!HasBit(header.value_presence(), tensor)) {
+      return BadHeader(absl::StrCat("tensor '", plan.layout().tensors()[tensor].name, "' was registered at version ",
+                                    step - 1, " and has no values yet: step ", step, " must give them"));
     }
   }
   if (blobs.size() != plan.world_size()) {
@@ -188,7 +208,10 @@ v1::Verdict MakeVerdict(const v1::StepHeader& header, double squared_norm, bool 
   verdict.set_norm(norm);
   double clip = 1;
   if (header.max_norm() > 0) clip = std::min(1.0, header.max_norm() / (norm + 1e-6));
-  verdict.set_factor_bits(std::bit_cast<uint32_t>(static_cast<float>(scale * clip)));
+  const float factor = static_cast<float>(scale * clip);
+  verdict.set_factor_bits(std::bit_cast<uint32_t>(factor));
+  // No gradient is larger than the norm, so below this none leaves fp32 when it is scaled.
+  if (!(std::fabs(factor) * std::sqrt(squared_norm) <= std::numeric_limits<float>::max())) verdict.set_skip(true);
   return verdict;
 }
 

@@ -21,9 +21,18 @@ std::strong_ordering Compare(const v1::Epoch& a, const v1::Epoch& b);
 std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, const v1::StepHeader& header,
                      absl::Span<const std::string> blobs);
 
-// INVALID_ARGUMENT if header and blobs do not fit the plan: group count, bitmap sizes, non-finite hyper-parameters,
-// negative max_norm, blobs over 64 KiB in all or not one per rank, an empty step.
-absl::Status CheckHeader(const EpochPlan& plan, const v1::StepHeader& header, absl::Span<const std::string> blobs);
+// Live tensors that were registered at `version`: they hold no values before transaction version + 1.
+std::vector<uint32_t> TensorsWithoutValues(const EpochPlan& plan, int64_t version);
+
+// INVALID_ARGUMENT if `bitmap` has another size than the plan's tensors need, or names a tensor that was replaced.
+absl::Status CheckPresence(const EpochPlan& plan, absl::string_view bitmap, absl::string_view name);
+
+// INVALID_ARGUMENT if header and blobs do not fit the plan and `step`: group count, bitmaps, hyper-parameters or a
+// scale that are not finite (the scale also in fp32), negative max_norm, blobs over 64 KiB in all or not one per rank,
+// a VALUES step without values, tensors without values (registered at version step - 1) that this step does not give
+// any.
+absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header,
+                         absl::Span<const std::string> blobs);
 
 // Squared norm of one chunk: its segments' squared norms summed in order.
 double ChunkSquaredNorm(const v1::ChunkNorm& norm);
@@ -33,7 +42,7 @@ double ChunkSquaredNorm(const v1::ChunkNorm& norm);
 absl::StatusOr<double> GlobalSquaredNorm(absl::Span<const v1::ChunkNorm* const> norms);
 
 // clip = min(1, max_norm / (scale x norm + 1e-6)) in fp64 (torch.nn.utils.clip_grad_norm_); factor = fp32(scale x
-// clip).
+// clip). Skip also where factor x norm is beyond fp32: some scaled gradient might be.
 v1::Verdict MakeVerdict(const v1::StepHeader& header, double squared_norm, bool overflow);
 
 // Rule 7: the decision that prepared records of all servers imply. FAILED_PRECONDITION (PLAN_MISMATCH) unless they

@@ -37,7 +37,7 @@ void SealLedger::NextStep() {
 
 absl::Status SealLedger::CheckFirst(const v1::SealRequest& request) const {
   const std::vector<std::string> blobs(request.blobs().begin(), request.blobs().end());
-  BALLAST_RETURN_IF_ERROR(model::CheckHeader(*plan_, request.header(), blobs));
+  BALLAST_RETURN_IF_ERROR(model::CheckHeader(*plan_, request.step(), request.header(), blobs));
   const std::string expected = model::PlanHash(*plan_, request.step(), request.attempt(), request.header(), blobs);
   if (request.plan_hash() == expected) return absl::OkStatus();
   return model::Error(

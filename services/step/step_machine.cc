@@ -8,6 +8,9 @@
 namespace ballast::services {
 namespace {
 
+// Leaves room above, whatever one client asks for: a promise that nobody can surpass would end the job.
+constexpr uint64_t kEpochCounterMax = uint64_t{1} << 62;
+
 // A later epoch may add tensors and change the tiling; what chunks are and where they lie stays.
 absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
   const v1::JobSpec& a = older.spec();
@@ -37,6 +40,26 @@ absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest&
                                    "supported: take the members from GetJob"));
 }
 
+// What comes after the first `known` registrations is new: it counts from the version that this epoch starts at.
+absl::Status CheckRegistered(const v1::OpenRequest& open, int known) {
+  for (int i = known; i < open.spec().registrations_size(); ++i) {
+    if (open.spec().registrations(i).version() == open.base()) continue;
+    return model::Error(
+        absl::StatusCode::kInvalidArgument, model::kBadSpec,
+        absl::StrCat("registration ", i, " of job '", open.spec().name(), "' is new and says version ",
+                     open.spec().registrations(i).version(), "; expected the epoch's base, ", open.base()));
+  }
+  return absl::OkStatus();
+}
+
+bool SamePlan(const v1::OpenRequest& a, const v1::OpenRequest& b) {
+  return a.tiling().SerializeAsString() == b.tiling().SerializeAsString() &&
+         a.spec().SerializeAsString() == b.spec().SerializeAsString() &&
+         std::equal(
+             a.members().begin(), a.members().end(), b.members().begin(), b.members().end(),
+             [](const v1::Member& x, const v1::Member& y) { return x.SerializeAsString() == y.SerializeAsString(); });
+}
+
 }  // namespace
 
 StepMachine::StepMachine(std::string server_id, StepHost* host)
@@ -64,6 +87,10 @@ Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
     if (auto decision = model::Decide({*m.prepared}); decision.ok()) m.Decide(*decision, /*log=*/true);
   }
   if (request.epoch().counter() == 0) return BadRequest("an epoch's counter starts at 1, got 0");
+  if (request.epoch().counter() > kEpochCounterMax) {
+    return BadRequest(absl::StrCat("an epoch's counter is at most ", kEpochCounterMax, ", got ",
+                                   request.epoch().counter(), "; one above what GetJob tells is enough"));
+  }
   const auto order = model::Compare(request.epoch(), m.promised);
   if (order < 0) {
     return Precondition(
@@ -105,11 +132,17 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request) {
   }
   if (!m.Durable(m.promise_lsn)) return std::nullopt;
   if (m.plan != nullptr && model::Compare(m.plan->open().epoch(), request.epoch()) == 0) {
-    if (m.plan->open().base() == request.base()) return v1::OpenResponse();
-    return BadRequest(absl::StrCat("epoch ", Show(request.epoch()), " is open from step ", m.plan->open().base(),
-                                   ", not from ", request.base(), "; an epoch has one base"));
+    if (m.plan->open().base() != request.base()) {
+      return BadRequest(absl::StrCat("epoch ", Show(request.epoch()), " is open from step ", m.plan->open().base(),
+                                     ", not from ", request.base(), "; an epoch has one base"));
+    }
+    if (SamePlan(m.plan->open(), request)) return v1::OpenResponse();
+    return BadRequest(absl::StrCat("epoch ", Show(request.epoch()),
+                                   " is open with another tiling, spec or members; an epoch is opened once: fence a "
+                                   "new one to change them"));
   }
   if (m.plan != nullptr) BALLAST_RETURN_IF_ERROR(CheckContinues(m.plan->open(), request));
+  BALLAST_RETURN_IF_ERROR(CheckRegistered(request, m.plan == nullptr ? 0 : m.plan->open().spec().registrations_size()));
   BALLAST_ASSIGN_OR_RETURN(model::EpochPlan next, model::EpochPlan::Make(request));
   BALLAST_ASSIGN_OR_RETURN(const uint32_t member, next.FindMember(m.id));
   BALLAST_RETURN_IF_ERROR(m.CheckBase(request));
@@ -172,11 +205,7 @@ absl::StatusOr<v1::NormResponse> StepMachine::Norm(const v1::NormRequest& reques
   Impl& m = *impl_;
   BALLAST_RETURN_IF_ERROR(m.CheckEpoch(request.epoch()));
   BALLAST_RETURN_IF_ERROR(m.CheckStep(request.step()));
-  const size_t tensors = m.plan->layout().tensors().size();
-  if (request.gradient_presence().size() != (tensors + 7) / 8) {
-    return BadRequest(absl::StrCat("gradient_presence must have ", (tensors + 7) / 8, " bytes for ", tensors,
-                                   " tensors, got ", request.gradient_presence().size()));
-  }
+  BALLAST_RETURN_IF_ERROR(model::CheckPresence(*m.plan, request.gradient_presence(), "gradient_presence"));
   if (!m.slices.Covered(v1::SLICE_KIND_GRADIENT, request.gradient_presence(), request.attempt())) {
     return Precondition(
         model::kIncomplete,

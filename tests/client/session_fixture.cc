@@ -36,13 +36,13 @@ bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
 
 }  // namespace
 
-SessionFixture::SessionFixture(int servers, uint64_t dram_bytes) {
-  for (int i = 0; i < servers; ++i) {
+SessionFixture::SessionFixture(const std::vector<uint64_t>& dram_bytes) {
+  for (size_t i = 0; i < dram_bytes.size(); ++i) {
     Server& server = servers_.emplace_back();
     services::StateServerOptions options;
     options.data_directory = server.directory.path();
     options.server_id = absl::StrCat("s", i);
-    options.budget.dram = dram_bytes;
+    options.budget.dram = dram_bytes[i];
     auto state = services::StateServer::Start(options);
     if (!state.ok()) {
       fprintf(stderr, "%s\n", state.status().ToString().c_str());

@@ -20,7 +20,10 @@ inline constexpr uint64_t kChunk = uint64_t{1} << 16;
 class SessionFixture {
  public:
   // Servers "s0", "s1", ... with `dram_bytes` each.
-  explicit SessionFixture(int servers = 2, uint64_t dram_bytes = uint64_t{64} << 20);
+  explicit SessionFixture(int servers = 2, uint64_t dram_bytes = uint64_t{64} << 20)
+      : SessionFixture(std::vector<uint64_t>(static_cast<size_t>(servers), dram_bytes)) {}
+  // One server per budget.
+  explicit SessionFixture(const std::vector<uint64_t>& dram_bytes);
 
   std::vector<std::unique_ptr<Transport>> Connect() const;
   services::StateServer* server(int i) { return servers_[i].state.get(); }

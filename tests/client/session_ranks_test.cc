@@ -32,7 +32,7 @@ TEST(Session, RankWithoutAGradientCountsZeros) {
                   BALLAST_RETURN_IF_ERROR(session->Step(TestStep()).status());
                   // Present everywhere; where rank 0 owns, the gradient was zero: master only decays, moments stay
                   // zero.
-                  BALLAST_ASSIGN_OR_RETURN(const uint64_t t, session->TensorSteps("layer.up"));
+                  BALLAST_ASSIGN_OR_RETURN(const uint64_t t, session->TensorSteps("layer.up", session->version()));
                   BALLAST_RETURN_IF_ERROR(Expect(t == 1, "present"));
                   BALLAST_ASSIGN_OR_RETURN(const auto at, session->Locate("layer.down"));
                   std::vector<float> moment(at.end - at.begin);

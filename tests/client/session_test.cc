@@ -65,7 +65,7 @@ TEST_P(Training, GathersWhatTheServersHold) {
             Reference reference(TestTensors());
             for (int64_t step = 1; step <= 3; ++step) reference.Step(step, TestStep());
             BALLAST_RETURN_IF_ERROR(reference.Compare(*session, 3));
-            BALLAST_ASSIGN_OR_RETURN(const uint64_t t, session->TensorSteps("head.weight"));
+            BALLAST_ASSIGN_OR_RETURN(const uint64_t t, session->TensorSteps("head.weight", 3));
             return Expect(t == 3, "step count");
           }),
       absl::OkStatus());
@@ -176,8 +176,8 @@ TEST_P(Training, AbsentTensorsAreLeftAlone) {
                   BALLAST_RETURN_IF_ERROR(TrainStep(*session, 2).status());
                   reference.Step(2, TestStep());
                   BALLAST_RETURN_IF_ERROR(reference.Compare(*session, 2));
-                  BALLAST_ASSIGN_OR_RETURN(const uint64_t up, session->TensorSteps("layer.up"));
-                  BALLAST_ASSIGN_OR_RETURN(const uint64_t down, session->TensorSteps("layer.down"));
+                  BALLAST_ASSIGN_OR_RETURN(const uint64_t up, session->TensorSteps("layer.up", session->version()));
+                  BALLAST_ASSIGN_OR_RETURN(const uint64_t down, session->TensorSteps("layer.down", session->version()));
                   return Expect(up == 1 && down == 2, "step counts per tensor");
                 }),
             absl::OkStatus());
@@ -261,8 +261,8 @@ TEST_P(Training, AccumulatesContributionsInFp32) {
 TEST_P(Training, WrittenValuesComeBeforeGradients) {
   EXPECT_EQ(SessionFixture::RunRanks(GetParam().world_size,
                                      [&](Collective* collective) -> absl::Status {
-                                       BALLAST_ASSIGN_OR_RETURN(
-                                           auto session, servers_.Open(collective, Options(), TestTensors()));
+                                       BALLAST_ASSIGN_OR_RETURN(auto session,
+                                                                servers_.Open(collective, Options(), TestTensors()));
                                        BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                                        BALLAST_RETURN_IF_ERROR(ExpectError(session->CommitValues().status(),
                                                                            model::kBadRequest, "nothing was written"));
@@ -312,6 +312,11 @@ TEST_P(Training, PinnedVersionStaysReadable) {
                   }
                   BALLAST_RETURN_IF_ERROR(reference.Compare(*session, 1));
                   BALLAST_RETURN_IF_ERROR(later.Compare(*session, 3));
+                  BALLAST_ASSIGN_OR_RETURN(const uint64_t then, session->TensorSteps("layer.bias", 1));
+                  BALLAST_ASSIGN_OR_RETURN(const uint64_t now, session->TensorSteps("layer.bias", 3));
+                  BALLAST_RETURN_IF_ERROR(Expect(then == 1 && now == 3, "step counts of both versions"));
+                  BALLAST_RETURN_IF_ERROR(ExpectError(session->TensorSteps("layer.bias", 2).status(),
+                                                      model::kVersionGone, "did not pin 2"));
                   BALLAST_RETURN_IF_ERROR(collective->Exchange("read").status());
                   if (session->rank() == 0) BALLAST_RETURN_IF_ERROR(session->Unpin(1));
                   BALLAST_RETURN_IF_ERROR(collective->Exchange("unpinned").status());
@@ -378,7 +383,7 @@ TEST_P(Training, RegistersTensorsLater) {
                 }
               }
             }
-            BALLAST_ASSIGN_OR_RETURN(const uint64_t grown, session->TensorSteps("embed.weight"));
+            BALLAST_ASSIGN_OR_RETURN(const uint64_t grown, session->TensorSteps("embed.weight", session->version()));
             return Expect(grown == 1, "a replaced tensor starts its own count");
           }),
       absl::OkStatus());

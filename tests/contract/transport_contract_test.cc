@@ -362,7 +362,7 @@ TEST_P(TransportContract, ErrorsCarryReasonAndMessage) {
   v1::PushRequest bad = good;
   expect(Push(bad, BytesOf(gradient).subspan(2)), absl::StatusCode::kInvalidArgument, model::kBadLength, "expected");
   bad.set_crc32c(good.crc32c() ^ 1);
-  expect(Push(bad, BytesOf(gradient)), absl::StatusCode::kDataLoss, model::kChecksum, "CRC32C");
+  expect(Push(bad, BytesOf(gradient)), absl::StatusCode::kUnavailable, model::kChecksum, "CRC32C");
   bad = good;
   bad.set_job("nobody");
   expect(Push(bad, BytesOf(gradient)), absl::StatusCode::kNotFound, model::kUnknownJob, "nobody");

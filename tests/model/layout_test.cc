@@ -112,6 +112,39 @@ TEST(LayoutTest, RefusesBadSpecsByName) {
   refused(spec, "no tensors");
 }
 
+TEST(LayoutTest, NamesBelongToOneTensorOverAllRegistrations) {
+  v1::JobSpec spec = TwoUnits();
+  spec.mutable_registrations(0)->mutable_tensors(2)->add_aliases("head.weight");
+  const auto refused = [&](const char* name, const char* alias, const std::string& words) {
+    v1::JobSpec grown = spec;
+    v1::Registration* later = grown.add_registrations();
+    AddTensor(later, "c", name, 3);
+    if (*alias != 0) later->mutable_tensors(0)->add_aliases(alias);
+    const auto layout = Layout::Make(grown);
+    EXPECT_EQ(ReasonOf(layout.status()), kBadSpec);
+    EXPECT_THAT(layout.status().message(), HasSubstr(words));
+  };
+  refused("head.weight", "", "the name 'head.weight' is an alias of tensor 'b.weight'");
+  refused("c.weight", "head.weight",
+          "the name 'head.weight' of tensor 'c.weight' belongs to tensor 'b.weight' already");
+  refused("c.weight", "b.weight", "belongs to tensor 'b.weight' already");
+  // Replacing a tensor frees the names that it no longer has.
+  v1::Registration* later = spec.add_registrations();
+  AddTensor(later, "b", "b.weight", 7);
+  AddTensor(later, "c", "head.weight", 3);
+  const auto layout = Layout::Make(spec);
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  EXPECT_NE(*layout->FindTensor("head.weight"), *layout->FindTensor("b.weight"));
+}
+
+TEST(LayoutTest, RefusesOtherDtypes) {
+  v1::JobSpec spec = TwoUnits();
+  spec.mutable_registrations(0)->mutable_tensors(1)->set_dtype(v1::DTYPE_F32);
+  const auto layout = Layout::Make(spec);
+  EXPECT_EQ(ReasonOf(layout.status()), kBadDtype);
+  EXPECT_THAT(layout.status().message(), HasSubstr("to be DTYPE_F32; working parameters are DTYPE_BF16"));
+}
+
 TEST(LayoutTest, AliasesNameTheSameTensor) {
   v1::JobSpec spec = TwoUnits();
   spec.mutable_registrations(0)->mutable_tensors(2)->add_aliases("head.weight");

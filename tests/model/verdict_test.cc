@@ -126,7 +126,9 @@ class HeaderTest : public ::testing::Test {
     open.mutable_spec()->set_name("job");
     open.mutable_spec()->set_chunk_elements(1 << 16);
     open.mutable_spec()->set_group_count(1);
-    v1::TensorSpec* tensor = open.mutable_spec()->add_registrations()->add_tensors();
+    v1::Registration* registration = open.mutable_spec()->add_registrations();
+    registration->set_version(-1);
+    v1::TensorSpec* tensor = registration->add_tensors();
     tensor->set_name("w");
     tensor->set_unit("u");
     tensor->add_shape(1000);
@@ -158,10 +160,10 @@ TEST_F(HeaderTest, EveryFieldMovesThePlanHash) {
 }
 
 TEST_F(HeaderTest, ChecksSayWhatWasExpected) {
-  EXPECT_TRUE(CheckHeader(plan_, header_, blobs_).ok());
+  EXPECT_TRUE(CheckHeader(plan_, 1, header_, blobs_).ok());
   const auto refused = [&](const v1::StepHeader& header, const std::vector<std::string>& blobs,
                            const std::string& words) {
-    const absl::Status status = CheckHeader(plan_, header, blobs);
+    const absl::Status status = CheckHeader(plan_, 1, header, blobs);
     EXPECT_EQ(ReasonOf(status), kBadRequest);
     EXPECT_THAT(std::string(status.message()), HasSubstr(words));
   };
@@ -175,7 +177,9 @@ TEST_F(HeaderTest, ChecksSayWhatWasExpected) {
   refused(header, blobs_, "betas in [0, 1)");
   header = header_;
   header.set_gradient_scale(std::numeric_limits<double>::infinity());
-  refused(header, blobs_, "finite gradient_scale");
+  refused(header, blobs_, "finite in fp32");
+  header.set_gradient_scale(1e39);  // infinite in fp32
+  refused(header, blobs_, "finite in fp32");
   header = header_;
   header.set_gradient_presence("");
   refused(header, blobs_, "must have 1 bytes");
@@ -185,6 +189,24 @@ TEST_F(HeaderTest, ChecksSayWhatWasExpected) {
   header = header_;
   header.set_kind(v1::STEP_KIND_VALUES);
   refused(header, blobs_, "VALUES step");
+}
+
+TEST_F(HeaderTest, TensorsWithoutValuesMustGetThemFirst) {
+  EXPECT_TRUE(CheckHeader(plan_, 1, header_, blobs_).ok());
+  const absl::Status status = CheckHeader(plan_, 0, header_, blobs_);
+  EXPECT_EQ(ReasonOf(status), kBadRequest);
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("tensor 'w' was registered at version -1 and has no values yet"));
+  header_.set_value_presence(MakeBitmap(1, {0}));
+  EXPECT_TRUE(CheckHeader(plan_, 0, header_, blobs_).ok());
+}
+
+TEST_F(HeaderTest, ScaledGradientsBeyondFp32AreSkipped) {
+  header_.set_gradient_scale(1e20);
+  EXPECT_FALSE(MakeVerdict(header_, 1e30, false).skip());
+  EXPECT_TRUE(MakeVerdict(header_, 1e60, false).skip());
+  header_.set_max_norm(1);  // clipping keeps it inside
+  EXPECT_FALSE(MakeVerdict(header_, 1e60, false).skip());
 }
 
 }  // namespace

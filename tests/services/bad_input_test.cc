@@ -109,7 +109,7 @@ TEST_F(BadInput, WrongDtypeInTheSpec) {
 
 TEST_F(BadInput, DamagedPayload) {
   (*push_.mutable_payload())[5] ^= 1;
-  Expect(Push(push_), absl::StatusCode::kDataLoss, model::kChecksum, {"CRC32C", absl::StrCat(push_.crc32c())});
+  Expect(Push(push_), absl::StatusCode::kUnavailable, model::kChecksum, {"CRC32C", absl::StrCat(push_.crc32c())});
 }
 
 TEST_F(BadInput, OldStep) {

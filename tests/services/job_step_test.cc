@@ -228,7 +228,7 @@ TEST_P(JobStep, GoesOnWithAnotherWorldSizeAndMoreTensors) {
   step(second, 4);
 
   const TestTensor added{"head", "u1", 30'000, 1};
-  Append({added}, &spec);
+  Append({added}, 2, &spec);
   TrainerGroup third(pointers_, spec, GetParam().world_size, 3);
   ASSERT_EQ(third.Start(), absl::OkStatus());
   v1::StepHeader values = ValuesHeader(5);

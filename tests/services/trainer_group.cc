@@ -21,12 +21,13 @@ v1::JobSpec MakeSpec(const std::string& job, const std::vector<TestTensor>& tens
   spec.set_working_dtype(v1::DTYPE_BF16);
   spec.set_durability(v1::DURABILITY_NONE);
   spec.set_group_count(2);
-  Append(tensors, &spec);
+  Append(tensors, -1, &spec);
   return spec;
 }
 
-void Append(const std::vector<TestTensor>& tensors, v1::JobSpec* spec) {
+void Append(const std::vector<TestTensor>& tensors, int64_t version, v1::JobSpec* spec) {
   v1::Registration* registration = spec->add_registrations();
+  registration->set_version(version);
   for (const TestTensor& t : tensors) {
     v1::TensorSpec* tensor = registration->add_tensors();
     tensor->set_name(t.name);

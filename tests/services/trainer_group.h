@@ -10,8 +10,8 @@
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/services/state_server.h"
-#include "ballast/tests/services/answer.h"
 #include "ballast/tests/scratch_directory.h"
+#include "ballast/tests/services/answer.h"
 
 namespace ballast::services {
 
@@ -26,7 +26,7 @@ struct TestTensor {
 // Two units, two groups, several chunks of 2^16 elements, padding inside and at ends.
 std::vector<TestTensor> SmallModel();
 v1::JobSpec MakeSpec(const std::string& job, const std::vector<TestTensor>& tensors);
-void Append(const std::vector<TestTensor>& tensors, v1::JobSpec* spec);
+void Append(const std::vector<TestTensor>& tensors, int64_t version, v1::JobSpec* spec);
 v1::StepHeader UpdateHeader(uint32_t tensors);
 v1::StepHeader ValuesHeader(uint32_t tensors);
 std::string AllTensors(uint32_t tensors);

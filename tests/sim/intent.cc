@@ -19,6 +19,7 @@ v1::OpenRequest MakeTemplate(uint32_t world_size) {
   spec->set_durability(v1::DURABILITY_NONE);
   spec->set_group_count(1);
   v1::Registration* batch = spec->add_registrations();
+  batch->set_version(-1);
   const auto add = [batch](const char* name, const char* unit, uint64_t elements) {
     v1::TensorSpec* tensor = batch->add_tensors();
     tensor->set_name(name);

@@ -34,6 +34,7 @@ v1::OpenRequest StepMachineTest::MakeOpen(uint64_t counter, int64_t base, uint32
   spec->set_durability(v1::DURABILITY_NONE);
   spec->set_group_count(1);
   v1::Registration* batch = spec->add_registrations();
+  batch->set_version(-1);
   for (const char* name : {"first", "second"}) {
     v1::TensorSpec* tensor = batch->add_tensors();
     tensor->set_name(name);

@@ -196,12 +196,22 @@ TEST_F(StepMachineTest, TheSpecMayGrowAndNotChange) {
   other = open;
   other.mutable_members(0)->set_server_id("elsewhere");
   EXPECT_THAT(machine_->Open(other).status(), Fails(StatusCode::kUnimplemented, model::kUnsupported, "members"));
-  v1::TensorSpec* third = open.mutable_spec()->add_registrations()->add_tensors();
+  v1::Registration* later = open.mutable_spec()->add_registrations();
+  later->set_version(5);
+  v1::TensorSpec* third = later->add_tensors();
   third->set_name("third");
   third->set_unit("third");
   third->add_shape(256);
   *open.mutable_tiling() = model::EvenTiling(*model::Layout::Make(open.spec()), 2);
+  EXPECT_THAT(machine_->Open(open).status(),
+              Fails(StatusCode::kInvalidArgument, model::kBadSpec, "says version 5; expected the epoch's base, 0"));
+  later->set_version(0);
   ASSERT_TRUE(machine_->Open(open).ok());
+  EXPECT_TRUE(machine_->Open(open).ok());
+  v1::OpenRequest again = open;
+  *again.mutable_tiling() = model::EvenTiling(*model::Layout::Make(open.spec()), 1);
+  EXPECT_THAT(machine_->Open(again).status(),
+              Fails(StatusCode::kInvalidArgument, model::kBadRequest, "an epoch is opened once"));
   EXPECT_EQ(machine_->Describe().tensor_steps_size(), 3);
 }
 
