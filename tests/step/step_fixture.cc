@@ -4,6 +4,13 @@
 
 namespace ballast::services {
 
+v1::FenceRequest MakeFence(uint64_t counter, bool expect_empty) {
+  v1::FenceRequest fence;
+  *fence.mutable_epoch() = MakeEpoch(counter);
+  fence.set_expect_empty(expect_empty);
+  return fence;
+}
+
 v1::Epoch MakeEpoch(uint64_t counter, uint64_t nonce) {
   v1::Epoch epoch;
   epoch.set_counter(counter);

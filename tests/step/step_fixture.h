@@ -36,6 +36,7 @@ class RecordingHost : public StepHost {
 };
 
 v1::Epoch MakeEpoch(uint64_t counter, uint64_t nonce = 7);
+v1::FenceRequest MakeFence(uint64_t counter, bool expect_empty = false);
 
 // Two tensors in two units, two ranks, one server "a" unless said otherwise.
 class StepMachineTest : public testing::Test {

@@ -1,0 +1,244 @@
+// A state server behind a transport of either kind, and a job on it.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "ballast/client/grpc_transport.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/services/embedded/embedded_transport.h"
+#include "ballast/services/rpc/rpc_server.h"
+#include "ballast/services/state_server.h"
+#include "ballast/tests/scratch_directory.h"
+
+namespace ballast {
+
+enum class Wire { kGrpc, kEmbedded };
+inline constexpr char kJob[] = "contract";
+
+inline absl::Time Soon() { return absl::Now() + absl::Seconds(30); }
+
+template <typename T>
+absl::Span<const std::byte> BytesOf(const std::vector<T>& values) {
+  return absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(T));
+}
+
+class TransportContract : public ::testing::TestWithParam<Wire> {
+ protected:
+  void SetUp() override {
+    services::StateServerOptions options;
+    options.data_directory = directory_.path();
+    options.server_id = "s0";
+    options.budget.dram = uint64_t{128} << 20;
+    auto state = services::StateServer::Start(options);
+    ASSERT_TRUE(state.ok()) << state.status();
+    state_ = *std::move(state);
+    if (GetParam() == Wire::kGrpc) {
+      auto rpc = services::RpcServer::Start({}, state_.get());
+      ASSERT_TRUE(rpc.ok()) << rpc.status();
+      rpc_ = *std::move(rpc);
+    }
+    transport_ = Connect();
+    // A connection may take its time on a busy machine; the tests begin with one that stands.
+    v1::GetJobRequest ask;
+    ask.set_job(kJob);
+    for (int i = 0; i < 10 && absl::IsUnavailable(Call(&client::Transport::GetJob, ask).status()); ++i) {
+    }
+  }
+
+  void TearDown() override {
+    transport_.reset();
+    rpc_.reset();
+    state_.reset();
+  }
+
+  std::unique_ptr<client::Transport> Connect() const {
+    return GetParam() == Wire::kGrpc ? client::MakeGrpcTransport(rpc_->address())
+                                     : services::MakeEmbeddedTransport(state_.get());
+  }
+
+  template <typename Request, typename Response>
+  absl::StatusOr<Response> Call(void (client::Transport::*method)(const Request&, absl::Time,
+                                                                  client::Callback<Response>),
+                                const Request& request, absl::Time deadline = Soon()) {
+    absl::Notification done;
+    absl::StatusOr<Response> result = absl::UnknownError("no answer");
+    (transport_.get()->*method)(request, deadline, [&](absl::StatusOr<Response> answer) {
+      result = std::move(answer);
+      done.Notify();
+    });
+    done.WaitForNotification();
+    return result;
+  }
+
+  absl::Status Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline = Soon()) {
+    absl::Notification done;
+    absl::Status result;
+    transport_->Push(header, payload, deadline, [&](absl::StatusOr<v1::PushResponse> answer) {
+      result = answer.status();
+      done.Notify();
+    });
+    done.WaitForNotification();
+    return result;
+  }
+
+  absl::Status Pull(const v1::PullRequest& request, absl::Span<std::byte> to, absl::Time deadline = Soon()) {
+    absl::Notification done;
+    absl::Status result;
+    transport_->Pull(request, to, deadline, [&](absl::Status status) {
+      result = std::move(status);
+      done.Notify();
+    });
+    done.WaitForNotification();
+    return result;
+  }
+
+  template <typename T>
+  absl::StatusOr<std::vector<T>> PullAll(const model::Chunk& chunk, v1::Content content, int64_t version) {
+    std::vector<T> all(chunk.range.size());
+    BALLAST_RETURN_IF_ERROR(Pull(PullOf(chunk, content, version),
+                                 absl::MakeSpan(reinterpret_cast<std::byte*>(all.data()), all.size() * sizeof(T))));
+    return all;
+  }
+
+  // One unit with one tensor, `elements` long; one rank, one server.
+  void OpenJob(uint64_t elements, uint64_t chunk_elements) {
+    v1::FenceRequest fence;
+    fence.set_job(kJob);
+    fence.mutable_epoch()->set_counter(1);
+    fence.mutable_epoch()->set_nonce(7);
+    const auto fenced = Call(&client::Transport::Fence, fence);
+    ASSERT_TRUE(fenced.ok()) << fenced.status();
+    EXPECT_EQ(fenced->job().server_id(), "s0");
+    EXPECT_EQ(fenced->job().committed(), -1);
+
+    *open_.mutable_epoch() = fence.epoch();
+    open_.set_base(-1);
+    v1::JobSpec* spec = open_.mutable_spec();
+    spec->set_name(kJob);
+    spec->set_chunk_elements(chunk_elements);
+    spec->set_optimizer(v1::OPTIMIZER_ADAMW);
+    spec->set_gradient_dtype(v1::DTYPE_BF16);
+    spec->set_working_dtype(v1::DTYPE_BF16);
+    spec->set_durability(v1::DURABILITY_NONE);
+    spec->set_group_count(1);
+    v1::Registration* registration = spec->add_registrations();
+    registration->set_version(-1);
+    v1::TensorSpec* tensor = registration->add_tensors();
+    tensor->set_name("weight");
+    tensor->set_unit("layer");
+    tensor->add_shape(elements);
+    v1::Member* member = open_.add_members();
+    member->set_server_id("s0");
+    member->set_weight(1);
+    const auto layout = model::Layout::Make(*spec);
+    ASSERT_TRUE(layout.ok()) << layout.status();
+    *open_.mutable_tiling() = model::EvenTiling(*layout, 1);
+    const auto opened = Call(&client::Transport::Open, open_);
+    ASSERT_TRUE(opened.ok()) << opened.status();
+    auto plan = model::EpochPlan::Make(open_);
+    ASSERT_TRUE(plan.ok());
+    plan_ = std::make_unique<model::EpochPlan>(*std::move(plan));
+  }
+
+  v1::PushRequest PushOf(const model::Slice& slice, v1::SliceKind kind, int64_t step,
+                         absl::Span<const std::byte> payload) const {
+    v1::PushRequest push;
+    push.set_job(kJob);
+    *push.mutable_epoch() = open_.epoch();
+    push.set_step(step);
+    push.set_kind(kind);
+    push.set_unit(slice.unit);
+    push.set_begin(slice.range.begin);
+    push.set_end(slice.range.end);
+    push.set_crc32c(kernels::Crc32c(payload));
+    return push;
+  }
+
+  v1::PullRequest PullOf(const model::Chunk& chunk, v1::Content content, int64_t version) const {
+    v1::PullRequest pull;
+    pull.set_job(kJob);
+    pull.set_version(version);
+    pull.set_content(content);
+    pull.set_unit(chunk.unit);
+    pull.set_begin(chunk.range.begin);
+    pull.set_end(chunk.range.end);
+    return pull;
+  }
+
+  v1::SealRequest SealOf(int64_t step, v1::StepKind kind) const {
+    v1::SealRequest seal;
+    seal.set_job(kJob);
+    *seal.mutable_epoch() = open_.epoch();
+    seal.set_step(step);
+    seal.set_wait_ms(5000);
+    v1::StepHeader* header = seal.mutable_header();
+    header->set_kind(kind);
+    header->set_gradient_scale(1);
+    header->set_gradient_presence(model::MakeBitmap(1, {}));
+    header->set_value_presence(model::MakeBitmap(1, {}));
+    if (kind == v1::STEP_KIND_UPDATE) {
+      header->set_gradient_presence(model::MakeBitmap(1, {0}));
+      v1::GroupHyper* group = header->add_groups();
+      group->set_learning_rate(0.01);
+      group->set_beta1(0.9);
+      group->set_beta2(0.999);
+      group->set_epsilon(1e-8);
+      group->set_weight_decay(0.1);
+    } else {
+      header->set_value_presence(model::MakeBitmap(1, {0}));
+    }
+    seal.add_blobs("cursor");
+    const std::vector<std::string> blobs = {"cursor"};
+    seal.set_plan_hash(model::PlanHash(*plan_, step, 0, *header, blobs));
+    return seal;
+  }
+
+  // Seals `step`, which must be complete, and returns the decision.
+  absl::StatusOr<v1::Decision> SealStep(int64_t step, v1::StepKind kind) {
+    BALLAST_ASSIGN_OR_RETURN(const auto answer, Call(&client::Transport::Seal, SealOf(step, kind)));
+    if (!answer.has_prepared()) return absl::InternalError(answer.ShortDebugString());
+    return model::Decide({answer.prepared()});
+  }
+
+  absl::Status CommitStep(const v1::Decision& decision) {
+    v1::CommitRequest commit;
+    commit.set_job(kJob);
+    *commit.mutable_decision() = decision;
+    BALLAST_ASSIGN_OR_RETURN(const auto answer, Call(&client::Transport::Commit, commit));
+    return answer.committed() == decision.step() ? absl::OkStatus() : absl::InternalError("committed another step");
+  }
+
+  // Transaction 0: element i of the unit is value(i).
+  template <typename Function>
+  void Create(Function value) {
+    for (const model::Slice& slice : plan_->slices()) {
+      std::vector<float> values(slice.range.size());
+      for (size_t i = 0; i < values.size(); ++i) values[i] = value(slice.range.begin + i);
+      ASSERT_EQ(Push(PushOf(slice, v1::SLICE_KIND_VALUE, 0, BytesOf(values)), BytesOf(values)), absl::OkStatus());
+    }
+    const auto decision = SealStep(0, v1::STEP_KIND_VALUES);
+    ASSERT_TRUE(decision.ok()) << decision.status();
+    ASSERT_EQ(CommitStep(*decision), absl::OkStatus());
+  }
+
+  const model::Chunk& chunk(size_t i) const { return plan_->layout().chunks()[i]; }
+
+  ScratchDirectory directory_;
+  std::unique_ptr<services::StateServer> state_;
+  std::unique_ptr<services::RpcServer> rpc_;
+  std::unique_ptr<client::Transport> transport_;
+  v1::OpenRequest open_;
+  std::unique_ptr<model::EpochPlan> plan_;
+};
+
+}  // namespace ballast
