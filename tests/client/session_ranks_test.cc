@@ -156,9 +156,9 @@ TEST(Session, MissingRankIsNamed) {
         }
         const absl::Status missing = TrainStep(*session, 1).status();
         found_out.Notify();
-        BALLAST_RETURN_IF_ERROR(ExpectError(missing, model::kRankMissing, "1"));
+        BALLAST_RETURN_IF_ERROR(ExpectError(missing, model::kRankMissing, "rank 1 "));
         // The session is finished, and says why.
-        return ExpectError(session->Acquire(0).status(), model::kRankMissing, "1");
+        return ExpectError(session->Acquire(0).status(), model::kRankMissing, "rank 1 ");
       },
       absl::Seconds(2));
   EXPECT_EQ(status, absl::OkStatus());

@@ -63,7 +63,8 @@ TEST_F(Ballastctl, ShowsAHealthyClusterVerdictFirst) {
 TEST_F(Ballastctl, SpeaksJson) {
   const Finished status = Status({"--json"});
   EXPECT_EQ(status.code, 0) << status.err;
-  const auto json = Parse(status.out).fields();
+  const google::protobuf::Struct parsed = Parse(status.out);
+  const auto& json = parsed.fields();
   EXPECT_EQ(json.at("verdict").string_value(), "healthy");
   EXPECT_EQ(json.at("servers").list_value().values_size(), 2);
   const auto& first = json.at("servers").list_value().values(0).struct_value().fields();
@@ -81,7 +82,8 @@ TEST_F(Ballastctl, ReportsAServerThatIsDown) {
   EXPECT_EQ(status.code, 1);
   EXPECT_THAT(status.out, HasSubstr("DEGRADED: server "));
   EXPECT_THAT(status.out, HasSubstr("does not answer"));
-  const auto json = Parse(Status({"--json"}).out).fields();
+  const google::protobuf::Struct parsed = Parse(Status({"--json"}).out);
+  const auto& json = parsed.fields();
   EXPECT_EQ(json.at("verdict").string_value(), "degraded");
   EXPECT_FALSE(json.at("servers").list_value().values(1).struct_value().fields().at("reachable").bool_value());
 }

@@ -12,10 +12,10 @@ namespace ballast::services {
 namespace {
 
 TEST(Deadlines, CallBackInOrderOfTime) {
-  Deadlines deadlines;
   absl::Mutex mu;
   std::vector<int> order;
   absl::Notification last;
+  Deadlines deadlines;  // ends first: its thread may still be leaving a callback
   const absl::Time now = absl::Now();
   const auto note = [&](int i) {
     absl::MutexLock lock(&mu);
@@ -31,9 +31,9 @@ TEST(Deadlines, CallBackInOrderOfTime) {
 }
 
 TEST(Deadlines, CancelledOnesNeverRun) {
-  Deadlines deadlines;
   bool ran = false;
   absl::Notification later;
+  Deadlines deadlines;
   const uint64_t id = deadlines.Add(absl::Now() + absl::Milliseconds(30), [&] { ran = true; });
   deadlines.Add(absl::Now() + absl::Milliseconds(60), [&] { later.Notify(); });
   deadlines.Cancel(id);

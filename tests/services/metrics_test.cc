@@ -44,7 +44,13 @@ TEST_F(MetricsTest, ScrapeTellsTheStoryAndPassesPromtool) {
   ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
   ASSERT_TRUE(group.Read(0, v1::CONTENT_WORKING, 0).ok());
   ASSERT_FALSE(group.Read(0, v1::CONTENT_WORKING, -1).ok());
-  const std::string scrape = Scrape(metrics_->address());
+  // The update's duration is counted once it is over, which a read of its result does not wait for.
+  const std::string updated = "ballast_stage_duration_seconds_count{stage=\"update\"} 1\n";
+  std::string scrape = Scrape(metrics_->address());
+  for (int i = 0; i < 1000 && scrape.find(updated) == std::string::npos; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    scrape = Scrape(metrics_->address());
+  }
   uint64_t elements = 0, state_bytes = 0;
   for (const model::Chunk& chunk : group.plan().layout().chunks()) {
     elements += chunk.range.size();
