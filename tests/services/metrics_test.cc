@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <fstream>
+#include <thread>
 
 #include "ballast/services/metrics/metrics_server.h"
 #include "ballast/tests/services/rpc_fixture.h"
