@@ -30,7 +30,9 @@ if(BALLAST_SANITIZE STREQUAL "address")
   target_compile_options(ballast_flags INTERFACE -fsanitize=address,undefined -fno-omit-frame-pointer)
   target_link_options(ballast_flags INTERFACE -fsanitize=address,undefined)
 elseif(BALLAST_SANITIZE STREQUAL "thread")
-  target_compile_options(ballast_flags INTERFACE -fsanitize=thread -fno-omit-frame-pointer)
+  # But for ballast_grpc_glue targets.
+  target_compile_options(ballast_flags INTERFACE
+    $<$<NOT:$<BOOL:$<TARGET_PROPERTY:BALLAST_GRPC_GLUE>>>:-fsanitize=thread> -fno-omit-frame-pointer)
   target_link_options(ballast_flags INTERFACE -fsanitize=thread)
   set(BALLAST_TSAN_OBJECTS "" CACHE PATH "What tests/tools/tsan_objects.sh built")
   file(GLOB BALLAST_SANITIZER_OBJECTS ${BALLAST_TSAN_OBJECTS}/*.o)

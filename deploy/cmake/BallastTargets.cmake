@@ -20,7 +20,7 @@ function(ballast_grpc_glue target)
   if(ARGN)
     set_source_files_properties(${ARGN} PROPERTIES COMPILE_OPTIONS -fno-sanitize=thread)
   else()
-    target_compile_options(${target} PRIVATE -fno-sanitize=thread)
+    set_target_properties(${target} PROPERTIES BALLAST_GRPC_GLUE TRUE)
   endif()
 endfunction()
 
