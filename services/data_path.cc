@@ -98,7 +98,7 @@ void Job::Push(const v1::PushRequest& header, absl::Span<const std::byte> payloa
       later->push_back([guarded, status] { guarded(status); });
     };
     uint32_t slice = 0;
-    waiting_.Submit(std::move(waiter), &FindSliceChunk(header, &slice)->pushes, replies);
+    waiting_.Submit(std::move(waiter), &FindSliceChunk(header, &slice)->pushes[header.begin()], replies);
   });
 }
 
@@ -169,8 +169,15 @@ void Job::Receive(const v1::PushRequest& header, absl::Span<const std::byte> pay
         reply(status);
       }
     });
-    waiting_.Wake(&chunk->pushes, replies);
+    WakePushes(chunk.get(), replies);
   });
+}
+
+void Job::WakePushes(HeldChunk* chunk, Replies* replies) {
+  for (auto place = chunk->pushes.begin(); place != chunk->pushes.end();) {
+    waiting_.WakeInTurn(&place->second, replies);
+    place = place->second.empty() ? chunk->pushes.erase(place) : std::next(place);
+  }
 }
 
 // One pull, its chunk found.
@@ -249,7 +256,7 @@ void Job::Pull(const v1::PullRequest& request, absl::Time deadline, StateServer:
     absl::MutexLock lock(&mu_);
     absl::StatusOr<PullPlan> plan = PlanPull(request);
     if (!plan.ok()) {
-      replies.push_back([&reply, status = plan.status()] { reply(status); });
+      replies.push_back([reply, status = plan.status()] { reply(status); });
     } else {
       Waiter waiter;
       waiter.deadline = deadline;
@@ -287,7 +294,7 @@ void Job::Pull(const v1::PullRequest& request, absl::Time deadline, StateServer:
       waiting_.Submit(std::move(waiter), &plan->chunk->pulls, &replies);
     }
   }
-  for (const auto& run : replies) run();
+  Run(std::move(replies));
 }
 
 void Job::Read(PullPlan plan, Copy copy, const StateServer::Allocate& allocate, const Reply<uint32_t>& reply) {

@@ -56,7 +56,7 @@ void Job::Locked(absl::FunctionRef<void(Replies*)> body) {
     body(&replies);
     Settle(&replies);
   }
-  for (const auto& reply : replies) reply();
+  Run(std::move(replies));
 }
 
 void Job::LockedOnStage(absl::FunctionRef<void(Replies*)> body) {
@@ -118,7 +118,7 @@ void Job::Stop(const absl::Status& status) {
     if (stopped_.ok()) stopped_ = status;
     waiting_.RefuseAll(stopped_, &replies);
   }
-  for (const auto& reply : replies) reply();
+  Run(std::move(replies));
   stage_->Join();
 }
 

@@ -58,7 +58,7 @@ struct HeldChunk {
   int updates_pending = 0;         // decided and not yet done: the intake's gradient is theirs
   Intake intake;
   Waiting::Queue pulls;
-  Waiting::Queue pushes;
+  std::map<uint64_t, Waiting::Queue> pushes;  // by the slice's first element: a place has one writer at a time
 };
 
 class Job : public std::enable_shared_from_this<Job>, private StepHost {
@@ -127,6 +127,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void Receive(const v1::PushRequest& header, absl::Span<const std::byte> payload,
                const std::shared_ptr<HeldChunk>& chunk, const Intake::Receipt& receipt,
                const Reply<v1::PushResponse>& reply) ABSL_LOCKS_EXCLUDED(mu_);
+  void WakePushes(HeldChunk* chunk, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::shared_ptr<HeldChunk> FindSliceChunk(const v1::PushRequest& header, uint32_t* slice) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 

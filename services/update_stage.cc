@@ -129,7 +129,7 @@ absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work) {
       chunk.next_started = false;
       --chunk.updates_pending;
       waiting_.Wake(&chunk.pulls, replies);
-      waiting_.Wake(&chunk.pushes, replies);
+      WakePushes(&chunk, replies);
     });
   };
   for (;;) {

@@ -1,5 +1,6 @@
 #include "ballast/services/waiting.h"
 
+#include <deque>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -10,6 +11,23 @@ namespace {
 // A request without a deadline would hold its place for ever if its client died.
 constexpr absl::Duration kWaitMax = absl::Minutes(10);
 }  // namespace
+
+void Run(Replies replies) {
+  thread_local std::deque<std::function<void()>>* running = nullptr;
+  if (running != nullptr) {
+    for (auto& reply : replies) running->push_back(std::move(reply));
+    return;
+  }
+  std::deque<std::function<void()>> queue(std::make_move_iterator(replies.begin()),
+                                          std::make_move_iterator(replies.end()));
+  running = &queue;
+  while (!queue.empty()) {
+    const std::function<void()> next = std::move(queue.front());
+    queue.pop_front();
+    next();
+  }
+  running = nullptr;
+}
 
 Waiting::Waiting(Deadlines* deadlines, std::atomic<uint64_t>* count, uint64_t count_max,
                  std::function<void(uint64_t)> expire)
@@ -49,6 +67,10 @@ bool Waiting::Wake(Queue* queue, Replies* replies) {
     id = queue->upper_bound(current);
   }
   return answered;
+}
+
+void Waiting::WakeInTurn(Queue* queue, Replies* replies) {
+  while (!queue->empty() && parked_.at(*queue->begin())->waiter.attempt(replies)) Remove(*queue->begin());
 }
 
 void Waiting::Expire(uint64_t id, Replies* replies) {

@@ -19,6 +19,11 @@ namespace ballast::services {
 // Work to be done once the job's lock is released: replies, and copies of payloads.
 using Replies = std::vector<std::function<void()>>;
 
+// Runs them in order, no lock held. What a reply brings up in turn (a copy that ends and lets the next begin, a client
+// that calls again from its callback) is run by the outermost call on this thread, so the stack does not grow with the
+// number of requests.
+void Run(Replies replies);
+
 struct Waiter {
   // Evaluates the request, the job's lock held. False: not yet. True: it answered by adding to `replies`.
   std::function<bool(Replies* replies)> attempt;
@@ -44,6 +49,9 @@ class Waiting {
   void Submit(Waiter waiter, Queue* queue, Replies* replies);
   // Evaluates all in `queue`. True if some were answered. An attempt must not wake, nor submit, in turn.
   bool Wake(Queue* queue, Replies* replies);
+  // As Wake, for a queue whose waiters go one at a time: ends at the first that still has to wait, for the rest waits
+  // for the same.
+  void WakeInTurn(Queue* queue, Replies* replies);
   void Expire(uint64_t id, Replies* replies);
   void RefuseAll(const absl::Status& status, Replies* replies);
   void Refuse(Queue* queue, const absl::Status& status, Replies* replies);
