@@ -238,6 +238,12 @@ absl::StatusOr<Job::PullPlan> Job::PlanPull(const v1::PullRequest& request) cons
 absl::StatusOr<Job::Copy> Job::Locate(const HeldChunk& chunk, int64_t version) const {
   const int64_t current = *chunk.version;
   if (version > current) return Copy::kNotYet;
+  if (version < chunk.first_version) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                        absl::StrCat("chunk ", chunk.layout.index, " of unit ", chunk.layout.unit,
+                                     " was registered at version ", chunk.first_version, " and has no version ",
+                                     version, "; pull only tensors that the job had then"));
+  }
   if (version == current && !chunk.next_started) return Copy::kCurrent;
   if (const auto pin = pins_.find(version); pin != pins_.end() && pin->second.ready) {
     BALLAST_RETURN_IF_ERROR(pin->second.status);

@@ -83,7 +83,11 @@ void Job::Settle(Replies* replies) {
           if (written.ok()) {
             log_.Written(record.lsn);
           } else {
-            Fail(written, later);
+            // One failed write ends all of the server's.
+            Fail(written,
+                 "The server's catalog takes no more writes: look after the data directory's disk (is it full?), then "
+                 "restart the server",
+                 later);
           }
         });
       });
@@ -102,12 +106,11 @@ void Job::Expire(uint64_t id) {
 
 absl::Status Job::Refusal() const { return stopped_.ok() ? failure_ : stopped_; }
 
-void Job::Fail(const absl::Status& cause, Replies* replies) {
+void Job::Fail(const absl::Status& cause, absl::string_view remedy, Replies* replies) {
   if (!failure_.ok()) return;
-  failure_ =
-      model::Error(cause.code(), model::ReasonOf(cause),
-                   absl::StrCat("job '", name_, "' stopped on server '", around_.server_id, "': ", cause.message(),
-                                ". Other jobs go on; drop this one with `ballastctl drop` and start it again"));
+  failure_ = model::Error(
+      cause.code(), model::ReasonOf(cause),
+      absl::StrCat("job '", name_, "' stopped on server '", around_.server_id, "': ", cause.message(), ". ", remedy));
   waiting_.RefuseAll(failure_, replies);
 }
 
@@ -160,7 +163,10 @@ void Job::Opened(const model::EpochPlan& plan) {
     HeldChunk& chunk = *chunks_[i];
     chunk.layout = plan.layout().chunks()[indices[i]];
     chunk.intake.Reset(chunk.layout, plan);
-    if (!chunk.version.has_value()) chunk.version = plan.open().base();
+    if (!chunk.version.has_value()) {
+      chunk.version = plan.open().base();
+      chunk.first_version = plan.open().base();
+    }
     by_index_[indices[i]] = chunks_[i];
   }
   tensor_steps_.resize(plan.layout().tensors().size(), 0);
@@ -307,15 +313,21 @@ void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> rep
 
 void Job::Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
   Ask<v1::PinResponse>(
-      [this, version = request.version()] {
+      [this, version = request.version(), pin = std::make_shared<uint64_t>(0)] {
         mu_.AssertHeld();
-        return TryPin(version);
+        return TryPin(version, pin.get());
       },
       deadline, absl::StrCat("version ", request.version(), " of all chunks"), std::move(reply));
 }
 
-Outcome<v1::PinResponse> Job::TryPin(int64_t version) {
-  if (const auto pin = pins_.find(version); pin != pins_.end()) {
+Outcome<v1::PinResponse> Job::TryPin(int64_t version, uint64_t* waiting_for) {
+  const auto pin = pins_.find(version);
+  if (*waiting_for != 0 && (pin == pins_.end() || pin->second.id != *waiting_for)) {
+    return model::Error(absl::StatusCode::kNotFound, model::kBadRequest,
+                        absl::StrCat("version ", version, " was unpinned meanwhile; pin it again if it is needed"));
+  }
+  if (pin != pins_.end()) {
+    *waiting_for = pin->second.id;
     if (!pin->second.ready) return std::nullopt;
     BALLAST_RETURN_IF_ERROR(pin->second.status);
     v1::PinResponse response;
@@ -335,8 +347,11 @@ Outcome<v1::PinResponse> Job::TryPin(int64_t version) {
         absl::StrCat("job '", name_, "' holds ", pins_.size(), " pins, which is all that it may; unpin version ",
                      pins_.begin()->first, " or another first"));
   }
-  pins_[version].tensor_steps = tensor_steps_;
-  stage_->Post([this, version] { RunPin(version); });
+  PinState& begun = pins_[version];
+  begun.id = ++last_pin_;
+  begun.tensor_steps = tensor_steps_;
+  *waiting_for = begun.id;
+  stage_->Post([this, version, id = begun.id] { RunPin(version, id); });
   return std::nullopt;
 }
 
@@ -344,7 +359,10 @@ void Job::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply)
   Ask<v1::UnpinResponse>(
       [this, version = request.version()]() -> Outcome<v1::UnpinResponse> {
         mu_.AssertHeld();
-        if (pins_.erase(version) > 0) stage_->Post([this, version] { RunUnpin(version); });
+        if (pins_.erase(version) > 0) {
+          stage_->Post([this, version] { RunUnpin(version); });
+          moved_ = true;  // the pin's own request may still wait
+        }
         return v1::UnpinResponse();
       },
       absl::InfiniteFuture(), "", std::move(reply));
