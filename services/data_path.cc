@@ -61,6 +61,7 @@ void Job::Push(const v1::PushRequest& header, absl::Span<const std::byte> payloa
   if (const absl::Status status = CheckLength(header, payload.size()); !status.ok()) return reply(status);
   around_.counters->received_bytes.fetch_add(payload.size(), std::memory_order_relaxed);
   Waiter waiter;
+  waiter.bytes = header.ByteSizeLong();
   waiter.deadline = deadline;
   waiter.attempt = [this, header, payload, reply](Replies* replies) {
     mu_.AssertHeld();
@@ -265,6 +266,7 @@ void Job::Pull(const v1::PullRequest& request, absl::Time deadline, StateServer:
       replies.push_back([reply, status = plan.status()] { reply(status); });
     } else {
       Waiter waiter;
+      waiter.bytes = request.ByteSizeLong();
       waiter.deadline = deadline;
       waiter.attempt = [this, plan = *plan, allocate = std::move(allocate), reply](Replies* out) {
         mu_.AssertHeld();

@@ -38,8 +38,7 @@ Job::Job(const std::string& name, const JobSurroundings& surroundings, std::func
       around_(surroundings),
       log_(name),
       machine_(new StepMachine(surroundings.server_id, this)),
-      waiting_(surroundings.deadlines, &surroundings.counters->waiting_requests, surroundings.waiting_requests_max,
-               std::move(expire)),
+      waiting_(surroundings.deadlines, surroundings.waiting, std::move(expire)),
       stage_(std::make_unique<Executor>(1)) {}
 
 Job::~Job() { stage_->Join(); }
@@ -173,9 +172,10 @@ void Job::Opened(const model::EpochPlan& plan) {
 }
 
 template <typename Response>
-void Job::Ask(std::function<Outcome<Response>()> evaluate, absl::Time deadline, const std::string& what,
+void Job::Ask(uint64_t bytes, std::function<Outcome<Response>()> evaluate, absl::Time deadline, const std::string& what,
               Reply<Response> reply) {
   Waiter waiter;
+  waiter.bytes = bytes;
   waiter.deadline = deadline;
   waiter.attempt = [this, evaluate = std::move(evaluate), reply](Replies* replies) {
     mu_.AssertHeld();
@@ -203,6 +203,7 @@ void Job::Ask(std::function<Outcome<Response>()> evaluate, absl::Time deadline, 
 
 void Job::GetJob(Reply<v1::GetJobResponse> reply) {
   Ask<v1::GetJobResponse>(
+      0,
       [this]() -> Outcome<v1::GetJobResponse> {
         mu_.AssertHeld();
         return Describe();
@@ -212,6 +213,7 @@ void Job::GetJob(Reply<v1::GetJobResponse> reply) {
 
 void Job::Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::FenceResponse> reply) {
   Ask<v1::FenceResponse>(
+      request.ByteSizeLong(),
       [this, request]() -> Outcome<v1::FenceResponse> {
         mu_.AssertHeld();
         return machine_->Fence(request);
@@ -221,6 +223,7 @@ void Job::Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::
 
 void Job::Open(const v1::OpenRequest& request, absl::Time deadline, Reply<v1::OpenResponse> reply) {
   Ask<v1::OpenResponse>(
+      request.ByteSizeLong(),
       [this, request] {
         mu_.AssertHeld();
         return TryOpen(request);
@@ -248,6 +251,7 @@ Outcome<v1::OpenResponse> Job::TryOpen(const v1::OpenRequest& request) {
 
 void Job::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply) {
   Ask<v1::NormResponse>(
+      request.ByteSizeLong(),
       [this, request]() -> Outcome<v1::NormResponse> {
         mu_.AssertHeld();
         BALLAST_ASSIGN_OR_RETURN(v1::NormResponse response, machine_->Norm(request));
@@ -260,6 +264,7 @@ void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::Se
   const absl::Time began = absl::Now();
   const absl::Time patience = began + absl::Milliseconds(request.wait_ms());
   Waiter waiter;
+  waiter.bytes = request.ByteSizeLong();
   waiter.deadline = std::min(deadline, patience);
   waiter.attempt = [this, request, reply, began](Replies* replies) {
     mu_.AssertHeld();
@@ -303,6 +308,7 @@ void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::Se
 
 void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {
   Ask<v1::CommitResponse>(
+      request.ByteSizeLong(),
       [this, request]() -> Outcome<v1::CommitResponse> {
         mu_.AssertHeld();
         BALLAST_ASSIGN_OR_RETURN(v1::CommitResponse response, machine_->Commit(request));
@@ -313,6 +319,7 @@ void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> rep
 
 void Job::Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
   Ask<v1::PinResponse>(
+      request.ByteSizeLong(),
       [this, version = request.version(), pin = std::make_shared<uint64_t>(0)] {
         mu_.AssertHeld();
         return TryPin(version, pin.get());
@@ -357,6 +364,7 @@ Outcome<v1::PinResponse> Job::TryPin(int64_t version, uint64_t* waiting_for) {
 
 void Job::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
   Ask<v1::UnpinResponse>(
+      request.ByteSizeLong(),
       [this, version = request.version()]() -> Outcome<v1::UnpinResponse> {
         mu_.AssertHeld();
         if (pins_.erase(version) > 0) {

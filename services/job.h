@@ -42,7 +42,7 @@ struct JobSurroundings {
   ServerCounters* counters = nullptr;
   // Held while a job compares its plan with what is free and takes it.
   absl::Mutex* planning = nullptr;
-  uint64_t waiting_requests_max = 0;
+  WaitingBounds waiting;
 };
 
 // A chunk of the job that lives on this server. Guarded by the job's lock.
@@ -115,9 +115,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void Fail(const absl::Status& cause, absl::string_view remedy, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   v1::GetJobResponse Describe() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  // A request that the machine may let wait. `what`: for the deadline's message.
+  // A request of `bytes` that the machine may let wait. `what`: for the deadline's message.
   template <typename Response>
-  void Ask(std::function<Outcome<Response>()> evaluate, absl::Time deadline, const std::string& what,
+  void Ask(uint64_t bytes, std::function<Outcome<Response>()> evaluate, absl::Time deadline, const std::string& what,
            Reply<Response> reply);
 
   Outcome<v1::OpenResponse> TryOpen(const v1::OpenRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

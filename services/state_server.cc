@@ -196,7 +196,8 @@ absl::Status StateServer::Impl::LoadJobs() {
 
 std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
   return Job::Make(name, {server_id, catalog.get(), tiers.get(), &executor, &deadlines, &counters, &planning,
-                          options.waiting_requests_max});
+                          WaitingBounds{&counters.waiting_requests, options.waiting_requests_max,
+                                        &counters.waiting_request_bytes, options.waiting_request_bytes_max}});
 }
 
 absl::Status StateServer::Impl::StateLost(const std::string& name) const {

@@ -32,6 +32,15 @@ struct Waiter {
   // Answers with an error; the job's lock held.
   std::function<void(const absl::Status& status, Replies* replies)> refuse;
   absl::Time deadline = absl::InfiniteFuture();
+  uint64_t bytes = 0;  // of the request that the closures hold
+};
+
+// What may wait at a server; the counters are shared by its jobs.
+struct WaitingBounds {
+  std::atomic<uint64_t>* requests = nullptr;
+  uint64_t requests_max = 0;
+  std::atomic<uint64_t>* bytes = nullptr;
+  uint64_t bytes_max = 0;
 };
 
 // Threads: the job's lock guards every call.
@@ -40,12 +49,11 @@ class Waiting {
   // Ids of the waiters that one event wakes, in order of arrival.
   using Queue = std::set<uint64_t>;
 
-  // `count` is shared by all jobs of the server; `expire(id)` is called on the deadlines' thread and must lead to
-  // Expire(id).
-  Waiting(Deadlines* deadlines, std::atomic<uint64_t>* count, uint64_t count_max, std::function<void(uint64_t)> expire);
+  // `expire(id)` is called on the deadlines' thread and must lead to Expire(id).
+  Waiting(Deadlines* deadlines, const WaitingBounds& bounds, std::function<void(uint64_t)> expire);
   ~Waiting();
 
-  // Evaluates at once; if not yet, parks in `queue`. UNAVAILABLE (BUSY) through `refuse` when too many wait already.
+  // Evaluates at once; if not yet, parks in `queue`. UNAVAILABLE (BUSY) through `refuse` when too much waits already.
   void Submit(Waiter waiter, Queue* queue, Replies* replies);
   // Evaluates all in `queue`. True if some were answered. An attempt must not wake, nor submit, in turn.
   bool Wake(Queue* queue, Replies* replies);
@@ -62,11 +70,12 @@ class Waiting {
     Queue* queue;
     uint64_t timer;
   };
+  absl::Status Take(uint64_t bytes);
+  void Return(uint64_t bytes);
   Waiter Remove(uint64_t id);
 
   Deadlines* const deadlines_;
-  std::atomic<uint64_t>* const count_;
-  const uint64_t count_max_;
+  const WaitingBounds bounds_;
   const std::function<void(uint64_t)> on_deadline_;
   absl::flat_hash_map<uint64_t, std::unique_ptr<Parked>> parked_;
   uint64_t next_id_ = 1;

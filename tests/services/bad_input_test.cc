@@ -75,7 +75,7 @@ TEST_F(BadInput, UnknownJob) {
 
 TEST_F(BadInput, UnknownUnit) {
   push_.set_unit(77);
-  Expect(Push(push_), absl::StatusCode::kNotFound, model::kUnknownUnit, {"77"});
+  Expect(Push(push_), absl::StatusCode::kNotFound, model::kUnknownUnit, {"unit 77"});
 }
 
 TEST_F(BadInput, RangeOutsideTheUnit) {
@@ -186,6 +186,14 @@ TEST_F(BadInput, MessagesOverTheLimit) {
   const absl::Status status = Push(push_);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
   EXPECT_NE(status.message().find("larger than max"), absl::string_view::npos) << status;
+}
+
+TEST_F(BadInput, PullsThatAreNoFewNumbers) {
+  v1::PullRequest pull;
+  pull.set_job(std::string(5000, 'j'));
+  v1::PullResponse response;
+  Expect(Call(&Stub::Pull, pull, &response), kInvalid, model::kBadRequest,
+         {absl::StrCat("a PullRequest has at most 4096 bytes, came ", pull.ByteSizeLong())});
 }
 
 TEST_F(BadInput, BytesThatAreNoMessage) {

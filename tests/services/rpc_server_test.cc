@@ -141,6 +141,31 @@ TEST_F(RpcServerTest, ACancelledCallHarmsNobody) {
   EXPECT_EQ(Call(&v1::StateService::Stub::Pull, request, &pulled), absl::OkStatus());
 }
 
+TEST_F(RpcServerTest, KeepsNoFieldsThatItDoesNotKnow) {
+  TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 2);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  v1::PullRequest pull;
+  pull.set_job("job");
+  pull.set_content(v1::CONTENT_WORKING);
+  pull.set_end(10);
+  pull.GetReflection()->MutableUnknownFields(&pull)->AddLengthDelimited(99, std::string(3000, 'x'));
+  v1::SealRequest seal = group.SealOf(0, ValuesHeader(4), 20'000);
+  seal.GetReflection()->MutableUnknownFields(&seal)->AddLengthDelimited(99, std::string(1'000'000, 'x'));
+  grpc::ClientContext pull_context, seal_context;
+  v1::PullResponse pulled;
+  v1::SealResponse sealed;
+  std::thread puller([&] { (void)state_->Pull(&pull_context, pull, &pulled); });
+  std::thread sealer([&] { (void)state_->Seal(&seal_context, seal, &sealed); });
+  const absl::Time patience = absl::Now() + absl::Seconds(30);
+  while (server_->counters().waiting_requests < 2 && absl::Now() < patience) std::this_thread::yield();
+  EXPECT_EQ(server_->counters().waiting_requests, 2u);
+  EXPECT_LT(server_->counters().waiting_request_bytes, 2000u);
+  pull_context.TryCancel();
+  seal_context.TryCancel();
+  puller.join();
+  sealer.join();
+}
+
 TEST_F(RpcServerTest, StopAnswersWhatWaits) {
   TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 1);
   ASSERT_EQ(group.Start(), absl::OkStatus());
@@ -155,6 +180,7 @@ TEST_F(RpcServerTest, StopAnswersWhatWaits) {
   });
   const absl::Time patience = absl::Now() + absl::Seconds(30);
   while (server_->counters().waiting_requests == 0 && absl::Now() < patience) std::this_thread::yield();
+  EXPECT_EQ(server_->counters().waiting_requests, 1u) << "the request must wait when the server stops";
   rpc_->Stop(absl::Seconds(5));
   puller.join();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;

@@ -34,10 +34,10 @@ class WaitingTest : public ::testing::Test {
   void Run(Replies* replies) { services::Run(std::exchange(*replies, {})); }
 
   Deadlines deadlines_;
-  std::atomic<uint64_t> count_{0};
+  std::atomic<uint64_t> count_{0}, bytes_{0};
   absl::Mutex mu_;
   absl::Notification expired_;
-  Waiting waiting_{&deadlines_, &count_, 2, [this](uint64_t id) {
+  Waiting waiting_{&deadlines_, {&count_, 2, &bytes_, 100}, [this](uint64_t id) {
                      absl::MutexLock lock(&mu_);
                      Replies replies;
                      waiting_.Expire(id, &replies);
@@ -111,6 +111,27 @@ TEST(Replies, OfRepliesRunFromALoopInOrder) {
   services::Run({[&] { next(1); }, [&] { order.push_back(-1); }});
   EXPECT_EQ(deepest, 1);
   EXPECT_EQ(order, (std::vector<int>{-1, 250'000, 500'000, 750'000, 1'000'000}));
+}
+
+TEST_F(WaitingTest, RefusesBeyondTheBoundOfBytes) {
+  bool ready = false;
+  Replies replies;
+  Waiter first = Make("a", &ready);
+  first.bytes = 60;
+  waiting_.Submit(first, &queue_, &replies);
+  Waiter second = Make("b", &ready);
+  second.bytes = 41;
+  waiting_.Submit(second, &queue_, &replies);
+  Run(&replies);
+  EXPECT_EQ(said_, (std::vector<std::string>{"b BUSY"}));
+  EXPECT_EQ(bytes_, 60u);
+  EXPECT_EQ(count_, 1u);
+  second.bytes = 40;
+  waiting_.Submit(second, &queue_, &replies);
+  EXPECT_EQ(bytes_, 100u);
+  ready = true;
+  waiting_.Wake(&queue_, &replies);
+  EXPECT_EQ(bytes_, 0u);
 }
 
 TEST_F(WaitingTest, ExpiresByItself) {
