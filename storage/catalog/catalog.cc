@@ -29,8 +29,12 @@ absl::string_view AsView(const rocksdb::Slice& slice) { return {slice.data(), sl
 
 absl::Status CatalogError(const rocksdb::Status& status, absl::string_view what, absl::string_view path) {
   if (status.ok()) return absl::OkStatus();
-  const absl::StatusCode code = status.IsCorruption() ? absl::StatusCode::kDataLoss : absl::StatusCode::kInternal;
-  return model::Error(code, model::kIo, absl::StrCat("catalog ", path, ": ", what, ": ", status.ToString()));
+  const std::string message = absl::StrCat("catalog ", path, ": ", what, ": ", status.ToString());
+  if (!status.IsCorruption()) return model::Error(absl::StatusCode::kInternal, model::kIo, message);
+  return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                      absl::StrCat(message,
+                                   "; the data directory is damaged: check its disk, move it away, start with an empty "
+                                   "one, and drop this server's jobs on the others with `ballastctl drop`"));
 }
 
 // RocksDB's own log file is a second thing to fill a disk, and Debian's build of it asserts that it could be written.

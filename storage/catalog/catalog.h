@@ -15,8 +15,8 @@ namespace ballast::storage {
 // value when it likes, or with the next synced one.
 class Catalog {
  public:
-  // Creates `directory` if needed. FAILED_PRECONDITION naming the holder if another process has it open; INTERNAL (IO)
-  // else.
+  // Creates `directory` if needed. FAILED_PRECONDITION naming the holder if another process has it open; DATA_LOSS (IO)
+  // if what is there is damaged; INTERNAL (IO) else.
   static absl::StatusOr<std::unique_ptr<Catalog>> Open(const std::string& directory);
   ~Catalog();
 
