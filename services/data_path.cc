@@ -152,7 +152,8 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
 void Job::Receive(const v1::PushRequest& header, absl::Span<const std::byte> payload,
                   const std::shared_ptr<HeldChunk>& chunk, const Intake::Receipt& receipt,
                   const Reply<v1::PushResponse>& reply) {
-  const absl::Status received = CopyChecked(payload, receipt.to, header.crc32c());
+  absl::Status received = CopyChecked(payload, receipt.to, header.crc32c());
+  if (received.ok()) received = Intake::CheckFinite(receipt, header.unit(), header.begin());
   std::vector<Intake::Completed> completed;
   {
     absl::MutexLock lock(&mu_);

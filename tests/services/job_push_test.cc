@@ -1,7 +1,9 @@
 #include <gtest/gtest.h>
 #include <pthread.h>
+#include <sched.h>
 
 #include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/counters.h"
 #include "ballast/tests/services/trainer_group.h"
@@ -82,6 +84,9 @@ TEST(JobPush, DamagedPushesOfOnePlaceAreRefusedOneAfterTheOther) {
   }
   EXPECT_TRUE(waited);
   EXPECT_EQ(server->counters().waiting_requests, 0u);
+  // Given back after the reply.
+  const absl::Time patience = absl::Now() + absl::Seconds(30);
+  while (server->counters().waiting_push_bytes > 0 && absl::Now() < patience) sched_yield();
   EXPECT_EQ(server->counters().waiting_push_bytes, 0u);
   ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(2), Ones), absl::OkStatus());
   EXPECT_EQ(group.Finish(UpdateHeader(2)).status(), absl::OkStatus());
