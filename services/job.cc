@@ -393,6 +393,10 @@ v1::JobStatus Job::Status() const {
     status.set_world_size(job.open().tiling().world_size());
     if (plan_ != nullptr) status.set_parameters(plan_->layout().parameters());
     status.set_chunks(chunks_.size());
+    for (const v1::Member& member : job.open().members()) status.add_member_ids(member.server_id());
+    for (const auto& [version, pin] : pins_) {
+      if (pin.ready && pin.status.ok()) status.add_pinned_versions(version);
+    }
     status.set_skipped_steps(machine_->skipped_steps());
     if (!failure_.ok()) status.set_failure(std::string(failure_.message()));
     store = store_;

@@ -414,6 +414,7 @@ v1::GetServerStatusResponse StateServer::Status() const {
     lost.set_oldest_chunk_version(-1);
     *lost.mutable_epoch() = entry.lost->promised();
     lost.set_world_size(entry.lost->open().tiling().world_size());
+    for (const v1::Member& member : entry.lost->open().members()) lost.add_member_ids(member.server_id());
   }
   v1::GetServerStatusResponse status;
   status.set_server_id(impl_->server_id);
@@ -423,6 +424,10 @@ v1::GetServerStatusResponse StateServer::Status() const {
   for (auto& tier : impl_->TierStatuses(jobs)) *status.add_tiers() = std::move(tier);
   for (auto& job : jobs) *status.add_jobs() = std::move(job);
   return status;
+}
+
+void StateServer::GetServerStatus(Reply<v1::GetServerStatusResponse> reply) {
+  impl_->Counted(Call::kGetServerStatus, std::move(reply))(Status());
 }
 
 const std::string& StateServer::server_id() const { return impl_->server_id; }

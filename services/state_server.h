@@ -64,6 +64,8 @@ class StateServer {
   void Pull(const v1::PullRequest&, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply);
 
   v1::GetServerStatusResponse Status() const;
+  // Status, as a call of an operator: counted.
+  void GetServerStatus(Reply<v1::GetServerStatusResponse>);
   void DropJob(const v1::DropJobRequest&, Reply<v1::DropJobResponse>);
 
   const std::string& server_id() const;

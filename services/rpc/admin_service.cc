@@ -9,8 +9,10 @@ grpc::ServerUnaryReactor* AdminServiceImpl::GetServerStatus(grpc::CallbackServer
                                                             const v1::GetServerStatusRequest* request,
                                                             v1::GetServerStatusResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  *response = state_->Status();
-  reactor->Finish(grpc::Status::OK);
+  state_->GetServerStatus([reactor, response](absl::StatusOr<v1::GetServerStatusResponse> answer) {
+    *response = *std::move(answer);
+    reactor->Finish(grpc::Status::OK);
+  });
   return reactor;
 }
 

@@ -94,6 +94,21 @@ TEST_F(RpcServerTest, PullCarriesPayloadAndChecksum) {
                                                 response.payload().size())));
 }
 
+TEST_F(RpcServerTest, CountsTheTimeOfStatus) {
+  const auto count = [this] {
+    uint64_t sum = 0;
+    const DurationHistogram& calls = server_->counters().calls[static_cast<size_t>(services::Call::kGetServerStatus)];
+    for (size_t i = 0; i <= DurationHistogram::kBoundsSeconds.size(); ++i) sum += calls.count(i);
+    return sum;
+  };
+  EXPECT_EQ(count(), 0u);
+  grpc::ClientContext context;
+  v1::GetServerStatusResponse status;
+  ASSERT_TRUE(admin_->GetServerStatus(&context, {}, &status).ok());
+  EXPECT_EQ(status.server_id(), "s");
+  EXPECT_EQ(count(), 1u);
+}
+
 TEST_F(RpcServerTest, SurvivesRandomBytes) {
   constexpr uint64_t kSeed = 20'240'601;
   SendRandomBytes(rpc_->address(), kSeed);
@@ -198,7 +213,11 @@ TEST(StatusCodec, KeepsCodeReasonAndMessage) {
 
 TEST(StatusCodec, BoundsMessages) {
   const std::string endless(100'000, 'x');
-  EXPECT_LE(ToGrpc(absl::InternalError(endless)).error_message().size(), 2048u);
+  EXPECT_EQ(ToGrpc(absl::InternalError(endless)).error_message().size(), 2048u);
+  // Characters of two bytes, shifted by one: the last one would be cut in half.
+  std::string letters = "x";
+  for (int i = 0; i < 2000; ++i) letters += "\xc3\xa4";
+  EXPECT_EQ(ToGrpc(absl::InternalError(letters)).error_message(), letters.substr(0, 2047));
 }
 
 }  // namespace
