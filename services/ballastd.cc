@@ -1,7 +1,7 @@
 // ballastd: one state server as a process.
 //
 // Exit codes: 0 ended by SIGTERM or SIGINT, 2 bad configuration or usage, 3 port in use, 4 metrics port in use, 5 data
-// directory not writable, 6 data directory in use, 1 anything else.
+// directory not writable, 6 data directory in use, 7 catalog damaged, 1 anything else.
 #include <malloc.h>
 #include <signal.h>
 #include <spdlog/sinks/stdout_sinks.h>
@@ -30,7 +30,8 @@ enum Exit {
   kPortInUse = 3,
   kMetricsPortInUse = 4,
   kUnwritable = 5,
-  kDirectoryInUse = 6
+  kDirectoryInUse = 6,
+  kDamaged = 7
 };
 
 // How long calls under way may take to end after SIGTERM.
@@ -52,6 +53,7 @@ int Complain(const absl::Status& status, Exit code) {
 Exit ExitOf(const absl::Status& status) {
   if (model::ReasonOf(status) == model::kBadConfig) return kBadUsage;
   if (status.code() == absl::StatusCode::kFailedPrecondition) return kDirectoryInUse;
+  if (status.code() == absl::StatusCode::kDataLoss) return kDamaged;
   if (model::ReasonOf(status) == model::kIo) return kUnwritable;
   return kFailed;
 }

@@ -79,6 +79,7 @@ struct ServerCounters {
   std::atomic<uint64_t> received_bytes{0};  // payloads of pushes
   std::atomic<uint64_t> sent_bytes{0};      // payloads of pulls
   std::atomic<uint64_t> waiting_requests{0};
+  std::atomic<uint64_t> waiting_request_bytes{0};  // payloads of pushes aside
   std::atomic<uint64_t> waiting_push_bytes{0};
   DurationHistogram step;       // from one decision to the next of a job
   DurationHistogram update;     // applying a decided step to this server's chunks

@@ -61,6 +61,7 @@ void Job::Push(const v1::PushRequest& header, absl::Span<const std::byte> payloa
   if (const absl::Status status = CheckLength(header, payload.size()); !status.ok()) return reply(status);
   around_.counters->received_bytes.fetch_add(payload.size(), std::memory_order_relaxed);
   Waiter waiter;
+  waiter.bytes = header.ByteSizeLong();
   waiter.deadline = deadline;
   waiter.attempt = [this, header, payload, reply](Replies* replies) {
     mu_.AssertHeld();
@@ -98,7 +99,7 @@ void Job::Push(const v1::PushRequest& header, absl::Span<const std::byte> payloa
       later->push_back([guarded, status] { guarded(status); });
     };
     uint32_t slice = 0;
-    waiting_.Submit(std::move(waiter), &FindSliceChunk(header, &slice)->pushes, replies);
+    waiting_.Submit(std::move(waiter), &FindSliceChunk(header, &slice)->pushes[header.begin()], replies);
   });
 }
 
@@ -151,7 +152,8 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
 void Job::Receive(const v1::PushRequest& header, absl::Span<const std::byte> payload,
                   const std::shared_ptr<HeldChunk>& chunk, const Intake::Receipt& receipt,
                   const Reply<v1::PushResponse>& reply) {
-  const absl::Status received = CopyChecked(payload, receipt.to, header.crc32c());
+  absl::Status received = CopyChecked(payload, receipt.to, header.crc32c());
+  if (received.ok()) received = Intake::CheckFinite(receipt, header.unit(), header.begin());
   std::vector<Intake::Completed> completed;
   {
     absl::MutexLock lock(&mu_);
@@ -169,8 +171,15 @@ void Job::Receive(const v1::PushRequest& header, absl::Span<const std::byte> pay
         reply(status);
       }
     });
-    waiting_.Wake(&chunk->pushes, replies);
+    WakePushes(chunk.get(), replies);
   });
+}
+
+void Job::WakePushes(HeldChunk* chunk, Replies* replies) {
+  for (auto place = chunk->pushes.begin(); place != chunk->pushes.end();) {
+    waiting_.WakeInTurn(&place->second, replies);
+    place = place->second.empty() ? chunk->pushes.erase(place) : std::next(place);
+  }
 }
 
 // One pull, its chunk found.
@@ -231,6 +240,12 @@ absl::StatusOr<Job::PullPlan> Job::PlanPull(const v1::PullRequest& request) cons
 absl::StatusOr<Job::Copy> Job::Locate(const HeldChunk& chunk, int64_t version) const {
   const int64_t current = *chunk.version;
   if (version > current) return Copy::kNotYet;
+  if (version < chunk.first_version) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                        absl::StrCat("chunk ", chunk.layout.index, " of unit ", chunk.layout.unit,
+                                     " was registered at version ", chunk.first_version, " and has no version ",
+                                     version, "; pull only tensors that the job had then"));
+  }
   if (version == current && !chunk.next_started) return Copy::kCurrent;
   if (const auto pin = pins_.find(version); pin != pins_.end() && pin->second.ready) {
     BALLAST_RETURN_IF_ERROR(pin->second.status);
@@ -249,9 +264,10 @@ void Job::Pull(const v1::PullRequest& request, absl::Time deadline, StateServer:
     absl::MutexLock lock(&mu_);
     absl::StatusOr<PullPlan> plan = PlanPull(request);
     if (!plan.ok()) {
-      replies.push_back([&reply, status = plan.status()] { reply(status); });
+      replies.push_back([reply, status = plan.status()] { reply(status); });
     } else {
       Waiter waiter;
+      waiter.bytes = request.ByteSizeLong();
       waiter.deadline = deadline;
       waiter.attempt = [this, plan = *plan, allocate = std::move(allocate), reply](Replies* out) {
         mu_.AssertHeld();
@@ -287,7 +303,7 @@ void Job::Pull(const v1::PullRequest& request, absl::Time deadline, StateServer:
       waiting_.Submit(std::move(waiter), &plan->chunk->pulls, &replies);
     }
   }
-  for (const auto& run : replies) run();
+  Run(std::move(replies));
 }
 
 void Job::Read(PullPlan plan, Copy copy, const StateServer::Allocate& allocate, const Reply<uint32_t>& reply) {

@@ -1,6 +1,7 @@
 #include "ballast/services/intake.h"
 
 #include <algorithm>
+#include <cmath>
 #include <new>
 
 #include "absl/strings/str_cat.h"
@@ -116,6 +117,10 @@ absl::StatusOr<Intake::Receipt> Intake::BeginReceive(uint32_t slice, v1::SliceKi
     slot->values.reset();
     BALLAST_ASSIGN_OR_RETURN(receipt.buffer, ProvisionalMemory::Allocate(memory_, slot->range.size() * sizeof(float)));
     receipt.to = receipt.buffer->data();
+    for (const model::Segment& segment : segments_) {
+      const model::Range part = model::Intersect(segment.in_chunk, slot->range);
+      if (part.size() > 0) receipt.tensors.push_back({part.begin - slot->range.begin, part.end - slot->range.begin});
+    }
   }
   receiving_.push_back(slot->range);
   return receipt;
@@ -139,6 +144,19 @@ std::vector<Intake::Completed> Intake::EndReceive(const Receipt& receipt, bool o
   }
   if (!completed.empty()) ++norming_;
   return completed;
+}
+
+absl::Status Intake::CheckFinite(const Receipt& receipt, uint32_t unit, uint64_t begin) {
+  const auto* values = reinterpret_cast<const float*>(receipt.to);
+  for (const model::Range part : receipt.tensors) {
+    const float* bad =
+        std::find_if(values + part.begin, values + part.end, [](float value) { return !std::isfinite(value); });
+    if (bad == values + part.end) continue;
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                        absl::StrCat("element ", begin + static_cast<uint64_t>(bad - values), " of unit ", unit, " is ",
+                                     *bad, "; initial values and edits must be finite"));
+  }
+  return absl::OkStatus();
 }
 
 bool Intake::Complete(const model::Segment& segment, uint64_t attempt) const {

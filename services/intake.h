@@ -87,6 +87,8 @@ class Intake {
     uint64_t generation = 0;
     std::shared_ptr<ProvisionalMemory::Buffer> buffer;
     std::byte* to = nullptr;
+    // Of a value slice, from its start: what belongs to tensors. Padding may hold anything.
+    std::vector<model::Range> tensors;
   };
   // REQUIRES: !Busy(range). `slice`: index into the plan's slices. RESOURCE_EXHAUSTED (BUDGET).
   absl::StatusOr<Receipt> BeginReceive(uint32_t slice, v1::SliceKind kind, uint64_t attempt);
@@ -97,6 +99,9 @@ class Intake {
   };
   // Returns the segments that this slice completed: if any, ComputeNorms, then StoreNorms.
   std::vector<Completed> EndReceive(const Receipt& receipt, bool ok);
+  // Outside the lock, between the two. INVALID_ARGUMENT (BAD_REQUEST) if an element of a value slice is not finite: it
+  // would be in the state for ever, where an infinite gradient only skips a step. `begin`: of the slice, in its unit.
+  static absl::Status CheckFinite(const Receipt& receipt, uint32_t unit, uint64_t begin);
   // Outside the lock: Busy() keeps others from the segments meanwhile.
   static void ComputeNorms(const Receipt& receipt, std::vector<Completed>* completed);
   void StoreNorms(const Receipt& receipt, const std::vector<Completed>& completed);

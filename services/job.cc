@@ -38,8 +38,7 @@ Job::Job(const std::string& name, const JobSurroundings& surroundings, std::func
       around_(surroundings),
       log_(name),
       machine_(new StepMachine(surroundings.server_id, this)),
-      waiting_(surroundings.deadlines, &surroundings.counters->waiting_requests, surroundings.waiting_requests_max,
-               std::move(expire)),
+      waiting_(surroundings.deadlines, surroundings.waiting, std::move(expire)),
       stage_(std::make_unique<Executor>(1)) {}
 
 Job::~Job() { stage_->Join(); }
@@ -56,7 +55,7 @@ void Job::Locked(absl::FunctionRef<void(Replies*)> body) {
     body(&replies);
     Settle(&replies);
   }
-  for (const auto& reply : replies) reply();
+  Run(std::move(replies));
 }
 
 void Job::LockedOnStage(absl::FunctionRef<void(Replies*)> body) {
@@ -83,7 +82,11 @@ void Job::Settle(Replies* replies) {
           if (written.ok()) {
             log_.Written(record.lsn);
           } else {
-            Fail(written, later);
+            // One failed write ends all of the server's.
+            Fail(written,
+                 "The server's catalog takes no more writes: look after the data directory's disk (is it full?), then "
+                 "restart the server",
+                 later);
           }
         });
       });
@@ -102,12 +105,11 @@ void Job::Expire(uint64_t id) {
 
 absl::Status Job::Refusal() const { return stopped_.ok() ? failure_ : stopped_; }
 
-void Job::Fail(const absl::Status& cause, Replies* replies) {
+void Job::Fail(const absl::Status& cause, absl::string_view remedy, Replies* replies) {
   if (!failure_.ok()) return;
-  failure_ =
-      model::Error(cause.code(), model::ReasonOf(cause),
-                   absl::StrCat("job '", name_, "' stopped on server '", around_.server_id, "': ", cause.message(),
-                                ". Other jobs go on; drop this one with `ballastctl drop` and start it again"));
+  failure_ = model::Error(
+      cause.code(), model::ReasonOf(cause),
+      absl::StrCat("job '", name_, "' stopped on server '", around_.server_id, "': ", cause.message(), ". ", remedy));
   waiting_.RefuseAll(failure_, replies);
 }
 
@@ -118,7 +120,7 @@ void Job::Stop(const absl::Status& status) {
     if (stopped_.ok()) stopped_ = status;
     waiting_.RefuseAll(stopped_, &replies);
   }
-  for (const auto& reply : replies) reply();
+  Run(std::move(replies));
   stage_->Join();
 }
 
@@ -160,16 +162,20 @@ void Job::Opened(const model::EpochPlan& plan) {
     HeldChunk& chunk = *chunks_[i];
     chunk.layout = plan.layout().chunks()[indices[i]];
     chunk.intake.Reset(chunk.layout, plan);
-    if (!chunk.version.has_value()) chunk.version = plan.open().base();
+    if (!chunk.version.has_value()) {
+      chunk.version = plan.open().base();
+      chunk.first_version = plan.open().base();
+    }
     by_index_[indices[i]] = chunks_[i];
   }
   tensor_steps_.resize(plan.layout().tensors().size(), 0);
 }
 
 template <typename Response>
-void Job::Ask(std::function<Outcome<Response>()> evaluate, absl::Time deadline, const std::string& what,
+void Job::Ask(uint64_t bytes, std::function<Outcome<Response>()> evaluate, absl::Time deadline, const std::string& what,
               Reply<Response> reply) {
   Waiter waiter;
+  waiter.bytes = bytes;
   waiter.deadline = deadline;
   waiter.attempt = [this, evaluate = std::move(evaluate), reply](Replies* replies) {
     mu_.AssertHeld();
@@ -197,6 +203,7 @@ void Job::Ask(std::function<Outcome<Response>()> evaluate, absl::Time deadline, 
 
 void Job::GetJob(Reply<v1::GetJobResponse> reply) {
   Ask<v1::GetJobResponse>(
+      0,
       [this]() -> Outcome<v1::GetJobResponse> {
         mu_.AssertHeld();
         return Describe();
@@ -206,6 +213,7 @@ void Job::GetJob(Reply<v1::GetJobResponse> reply) {
 
 void Job::Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::FenceResponse> reply) {
   Ask<v1::FenceResponse>(
+      request.ByteSizeLong(),
       [this, request]() -> Outcome<v1::FenceResponse> {
         mu_.AssertHeld();
         return machine_->Fence(request);
@@ -215,6 +223,7 @@ void Job::Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::
 
 void Job::Open(const v1::OpenRequest& request, absl::Time deadline, Reply<v1::OpenResponse> reply) {
   Ask<v1::OpenResponse>(
+      request.ByteSizeLong(),
       [this, request] {
         mu_.AssertHeld();
         return TryOpen(request);
@@ -244,6 +253,7 @@ Outcome<v1::OpenResponse> Job::TryOpen(const v1::OpenRequest& request) {
 
 void Job::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply) {
   Ask<v1::NormResponse>(
+      request.ByteSizeLong(),
       [this, request]() -> Outcome<v1::NormResponse> {
         mu_.AssertHeld();
         BALLAST_ASSIGN_OR_RETURN(v1::NormResponse response, machine_->Norm(request));
@@ -256,6 +266,7 @@ void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::Se
   const absl::Time began = absl::Now();
   const absl::Time patience = began + absl::Milliseconds(request.wait_ms());
   Waiter waiter;
+  waiter.bytes = request.ByteSizeLong();
   waiter.deadline = std::min(deadline, patience);
   waiter.attempt = [this, request, reply, began](Replies* replies) {
     mu_.AssertHeld();
@@ -299,6 +310,7 @@ void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::Se
 
 void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {
   Ask<v1::CommitResponse>(
+      request.ByteSizeLong(),
       [this, request]() -> Outcome<v1::CommitResponse> {
         mu_.AssertHeld();
         BALLAST_ASSIGN_OR_RETURN(v1::CommitResponse response, machine_->Commit(request));
@@ -309,15 +321,22 @@ void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> rep
 
 void Job::Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
   Ask<v1::PinResponse>(
-      [this, version = request.version()] {
+      request.ByteSizeLong(),
+      [this, version = request.version(), pin = std::make_shared<uint64_t>(0)] {
         mu_.AssertHeld();
-        return TryPin(version);
+        return TryPin(version, pin.get());
       },
       deadline, absl::StrCat("version ", request.version(), " of all chunks"), std::move(reply));
 }
 
-Outcome<v1::PinResponse> Job::TryPin(int64_t version) {
-  if (const auto pin = pins_.find(version); pin != pins_.end()) {
+Outcome<v1::PinResponse> Job::TryPin(int64_t version, uint64_t* waiting_for) {
+  const auto pin = pins_.find(version);
+  if (*waiting_for != 0 && (pin == pins_.end() || pin->second.id != *waiting_for)) {
+    return model::Error(absl::StatusCode::kNotFound, model::kBadRequest,
+                        absl::StrCat("version ", version, " was unpinned meanwhile; pin it again if it is needed"));
+  }
+  if (pin != pins_.end()) {
+    *waiting_for = pin->second.id;
     if (!pin->second.ready) return std::nullopt;
     BALLAST_RETURN_IF_ERROR(pin->second.status);
     v1::PinResponse response;
@@ -337,16 +356,23 @@ Outcome<v1::PinResponse> Job::TryPin(int64_t version) {
         absl::StrCat("job '", name_, "' holds ", pins_.size(), " pins, which is all that it may; unpin version ",
                      pins_.begin()->first, " or another first"));
   }
-  pins_[version].tensor_steps = tensor_steps_;
-  stage_->Post([this, version] { RunPin(version); });
+  PinState& begun = pins_[version];
+  begun.id = ++last_pin_;
+  begun.tensor_steps = tensor_steps_;
+  *waiting_for = begun.id;
+  stage_->Post([this, version, id = begun.id] { RunPin(version, id); });
   return std::nullopt;
 }
 
 void Job::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
   Ask<v1::UnpinResponse>(
+      request.ByteSizeLong(),
       [this, version = request.version()]() -> Outcome<v1::UnpinResponse> {
         mu_.AssertHeld();
-        if (pins_.erase(version) > 0) stage_->Post([this, version] { RunUnpin(version); });
+        if (pins_.erase(version) > 0) {
+          stage_->Post([this, version] { RunUnpin(version); });
+          moved_ = true;  // the pin's own request may still wait
+        }
         return v1::UnpinResponse();
       },
       absl::InfiniteFuture(), "", std::move(reply));
@@ -369,6 +395,10 @@ v1::JobStatus Job::Status() const {
     status.set_world_size(job.open().tiling().world_size());
     if (plan_ != nullptr) status.set_parameters(plan_->layout().parameters());
     status.set_chunks(chunks_.size());
+    for (const v1::Member& member : job.open().members()) status.add_member_ids(member.server_id());
+    for (const auto& [version, pin] : pins_) {
+      if (pin.ready && pin.status.ok()) status.add_pinned_versions(version);
+    }
     status.set_skipped_steps(machine_->skipped_steps());
     if (!failure_.ok()) status.set_failure(std::string(failure_.message()));
     store = store_;

@@ -42,7 +42,7 @@ struct JobSurroundings {
   ServerCounters* counters = nullptr;
   // Held while a job compares its plan with what is free and takes it.
   absl::Mutex* planning = nullptr;
-  uint64_t waiting_requests_max = 0;
+  WaitingBounds waiting;
 };
 
 // A chunk of the job that lives on this server. Guarded by the job's lock.
@@ -54,11 +54,12 @@ struct HeldChunk {
   const uint64_t elements;
   model::Chunk layout;
   std::optional<int64_t> version;  // none before its first Open
+  int64_t first_version = 0;       // that of its registration: there is none before
   bool next_started = false;       // the update to version + 1 is at work: reads of `version` may see it
   int updates_pending = 0;         // decided and not yet done: the intake's gradient is theirs
   Intake intake;
   Waiting::Queue pulls;
-  Waiting::Queue pushes;
+  std::map<uint64_t, Waiting::Queue> pushes;  // by the slice's first element: a place has one writer at a time
 };
 
 class Job : public std::enable_shared_from_this<Job>, private StepHost {
@@ -111,22 +112,24 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void Expire(uint64_t id);
   // Why the job takes no requests: stopped, or failed. OK if it does.
   absl::Status Refusal() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Fail(const absl::Status& cause, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Fail(const absl::Status& cause, absl::string_view remedy, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   v1::GetJobResponse Describe() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  // A request that the machine may let wait. `what`: for the deadline's message.
+  // A request of `bytes` that the machine may let wait. `what`: for the deadline's message.
   template <typename Response>
-  void Ask(std::function<Outcome<Response>()> evaluate, absl::Time deadline, const std::string& what,
+  void Ask(uint64_t bytes, std::function<Outcome<Response>()> evaluate, absl::Time deadline, const std::string& what,
            Reply<Response> reply);
 
   Outcome<v1::OpenResponse> TryOpen(const v1::OpenRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  Outcome<v1::PinResponse> TryPin(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // `waiting_for`: which pin the request waits for, 0 before it began or found one.
+  Outcome<v1::PinResponse> TryPin(int64_t version, uint64_t* waiting_for) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   bool TryPush(const v1::PushRequest& header, absl::Span<const std::byte> payload, const Reply<v1::PushResponse>& reply,
                Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Receive(const v1::PushRequest& header, absl::Span<const std::byte> payload,
                const std::shared_ptr<HeldChunk>& chunk, const Intake::Receipt& receipt,
                const Reply<v1::PushResponse>& reply) ABSL_LOCKS_EXCLUDED(mu_);
+  void WakePushes(HeldChunk* chunk, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::shared_ptr<HeldChunk> FindSliceChunk(const v1::PushRequest& header, uint32_t* slice) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -143,10 +146,11 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   absl::Status AddChunks(const std::vector<uint64_t>& elements, bool dry_run,
                          std::vector<std::shared_ptr<HeldChunk>>* added);
   void RunStep(StepWork* work);
+  void NoteCommitted(int64_t step);
   absl::Status RunUpdates(storage::ChunkStore* store, StepWork* work);
   // False if there is none.
   bool GiveUpOldestPin(storage::ChunkStore* store, const absl::Status& cause);
-  void RunPin(int64_t version);
+  void RunPin(int64_t version, uint64_t pin);
   void RunUnpin(int64_t version);
 
   const std::string name_;
@@ -168,11 +172,13 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   std::vector<uint64_t> tensor_steps_ ABSL_GUARDED_BY(mu_);  // t of torch's optimizers, per tensor
 
   struct PinState {
+    uint64_t id = 0;  // from 1: tells it from one of the same version that was unpinned
     std::vector<uint64_t> tensor_steps;
     absl::Status status;
     bool ready = false;
   };
   std::map<int64_t, PinState> pins_ ABSL_GUARDED_BY(mu_);
+  uint64_t last_pin_ ABSL_GUARDED_BY(mu_) = 0;
 
   // Something happened that a request in machine_queue_ may have waited for. Not set by slices: a seal that waits for
   // the last of thousands must not be evaluated for each.
@@ -181,6 +187,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   absl::Time last_decision_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   Waiting::Queue machine_queue_ ABSL_GUARDED_BY(mu_);
   Waiting waiting_ ABSL_GUARDED_BY(mu_);
+  bool said_unwritten_ = false;      // of the job's thread
   std::unique_ptr<Executor> stage_;  // the job's thread; its tasks borrow the job
 };
 

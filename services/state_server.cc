@@ -90,7 +90,9 @@ struct StateServer::Impl {
   absl::Status StateLost(const std::string& name) const;
   absl::StatusOr<std::shared_ptr<Job>> Find(const std::string& name) const;
   absl::StatusOr<std::shared_ptr<Job>> FindOrMake(const std::string& name);
-  void Drop(const v1::DropJobRequest& request, Reply<v1::DropJobResponse> reply);
+  // Checks the request and takes its job out of `jobs`.
+  absl::StatusOr<Entry> TakeForDrop(const v1::DropJobRequest& request);
+  void Drop(const v1::DropJobRequest& request, const Reply<v1::DropJobResponse>& reply);
   std::vector<v1::TierStatus> TierStatuses(const std::vector<v1::JobStatus>& jobs) const;
 
   // `reply`, its latency and its error counted.
@@ -114,12 +116,13 @@ struct StateServer::Impl {
   std::unique_ptr<storage::Tiers> tiers;
   absl::Mutex planning;
   Executor executor;
+  Executor dropping{1};  // a drop waits for the update at work, which nobody else may
   Deadlines deadlines;
 
   mutable absl::Mutex mu;
   bool stopped ABSL_GUARDED_BY(mu) = false;
   absl::flat_hash_map<std::string, Entry> jobs ABSL_GUARDED_BY(mu);
-  std::set<std::string> dropping ABSL_GUARDED_BY(mu);
+  std::set<std::string> dropping_names ABSL_GUARDED_BY(mu);
 };
 
 absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServerOptions& options) {
@@ -143,6 +146,7 @@ StateServer::StateServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 StateServer::~StateServer() {
   Stop();
+  impl_->dropping.Join();
   impl_->executor.Join();
 }
 
@@ -192,7 +196,8 @@ absl::Status StateServer::Impl::LoadJobs() {
 
 std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
   return Job::Make(name, {server_id, catalog.get(), tiers.get(), &executor, &deadlines, &counters, &planning,
-                          options.waiting_requests_max});
+                          WaitingBounds{&counters.waiting_requests, options.waiting_requests_max,
+                                        &counters.waiting_request_bytes, options.waiting_request_bytes_max}});
 }
 
 absl::Status StateServer::Impl::StateLost(const std::string& name) const {
@@ -226,7 +231,7 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::st
                         absl::StrCat("server '", server_id, "' holds ", jobs.size(),
                                      " jobs, which is all that it may; drop one with `ballastctl drop`"));
   }
-  if (dropping.contains(name)) {
+  if (dropping_names.contains(name)) {
     return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                         absl::StrCat("job '", name, "' is being dropped; send the request again"));
   }
@@ -323,43 +328,49 @@ void StateServer::Pull(const v1::PullRequest& request, absl::Time deadline, Allo
 
 void StateServer::DropJob(const v1::DropJobRequest& request, Reply<v1::DropJobResponse> reply) {
   reply = impl_->Counted(Call::kDropJob, std::move(reply));
-  impl_->executor.Post([impl = impl_.get(), request, reply = std::move(reply)] { impl->Drop(request, reply); });
+  impl_->dropping.Post([impl = impl_.get(), request, reply = std::move(reply)] { impl->Drop(request, reply); });
 }
 
-void StateServer::Impl::Drop(const v1::DropJobRequest& request, Reply<v1::DropJobResponse> reply) {
+absl::StatusOr<StateServer::Impl::Entry> StateServer::Impl::TakeForDrop(const v1::DropJobRequest& request) {
   Entry entry;
   {
     absl::MutexLock lock(&mu);
-    const auto found = jobs.find(request.job());
-    if (found == jobs.end()) {
-      const bool again = dropping.contains(request.job());
-      return reply(model::Error(again ? absl::StatusCode::kUnavailable : absl::StatusCode::kNotFound,
-                                again ? model::kBusy : model::kUnknownJob,
-                                absl::StrCat("server '", server_id, "' has no job '", request.job(), "'",
-                                             again ? ": it is being dropped" : "")));
+    if (const auto found = jobs.find(request.job()); found != jobs.end()) {
+      entry = found->second;
+    } else {
+      const bool again = dropping_names.contains(request.job());
+      return model::Error(again ? absl::StatusCode::kUnavailable : absl::StatusCode::kNotFound,
+                          again ? model::kBusy : model::kUnknownJob,
+                          absl::StrCat("server '", server_id, "' has no job '", request.job(), "'",
+                                       again ? ": it is being dropped" : ""));
     }
-    const v1::Epoch newest =
-        found->second.job != nullptr ? found->second.job->promised() : found->second.lost->promised();
-    if (newest.counter() != request.epoch().counter() || newest.nonce() != request.epoch().nonce()) {
-      return reply(
-          model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
-                       absl::StrCat("job '", request.job(), "' is at epoch ", newest.counter(), ".", newest.nonce(),
-                                    ", the request names ", request.epoch().counter(), ".", request.epoch().nonce(),
-                                    ": somebody fenced it meanwhile; look at `ballastctl status` again")));
-    }
-    entry = std::move(found->second);
-    jobs.erase(found);
-    dropping.insert(request.job());
   }
-  if (entry.job != nullptr) {
-    entry.job->Stop(model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
-                                 absl::StrCat("job '", request.job(), "' was dropped from server '", server_id, "'")));
-    entry.job.reset();
+  const v1::Epoch newest = entry.job != nullptr ? entry.job->promised() : entry.lost->promised();
+  if (newest.counter() != request.epoch().counter() || newest.nonce() != request.epoch().nonce()) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
+                        absl::StrCat("job '", request.job(), "' is at epoch ", newest.counter(), ".", newest.nonce(),
+                                     ", the request names ", request.epoch().counter(), ".", request.epoch().nonce(),
+                                     ": somebody fenced it meanwhile; look at `ballastctl status` again"));
+  }
+  absl::MutexLock lock(&mu);
+  // Still there: drops come one after the other, and nothing else takes a job away.
+  jobs.erase(request.job());
+  dropping_names.insert(request.job());
+  return entry;
+}
+
+void StateServer::Impl::Drop(const v1::DropJobRequest& request, const Reply<v1::DropJobResponse>& reply) {
+  absl::StatusOr<Entry> entry = TakeForDrop(request);
+  if (!entry.ok()) return reply(entry.status());
+  if (entry->job != nullptr) {
+    entry->job->Stop(model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
+                                  absl::StrCat("job '", request.job(), "' was dropped from server '", server_id, "'")));
+    entry->job.reset();
   }
   const absl::Status erased = catalog->ErasePrefix(CatalogPrefix(request.job()));
   {
     absl::MutexLock lock(&mu);
-    dropping.erase(request.job());
+    dropping_names.erase(request.job());
   }
   if (!erased.ok()) return reply(erased);
   reply(v1::DropJobResponse());
@@ -403,6 +414,7 @@ v1::GetServerStatusResponse StateServer::Status() const {
     lost.set_oldest_chunk_version(-1);
     *lost.mutable_epoch() = entry.lost->promised();
     lost.set_world_size(entry.lost->open().tiling().world_size());
+    for (const v1::Member& member : entry.lost->open().members()) lost.add_member_ids(member.server_id());
   }
   v1::GetServerStatusResponse status;
   status.set_server_id(impl_->server_id);
@@ -412,6 +424,10 @@ v1::GetServerStatusResponse StateServer::Status() const {
   for (auto& tier : impl_->TierStatuses(jobs)) *status.add_tiers() = std::move(tier);
   for (auto& job : jobs) *status.add_jobs() = std::move(job);
   return status;
+}
+
+void StateServer::GetServerStatus(Reply<v1::GetServerStatusResponse> reply) {
+  impl_->Counted(Call::kGetServerStatus, std::move(reply))(Status());
 }
 
 const std::string& StateServer::server_id() const { return impl_->server_id; }

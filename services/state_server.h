@@ -24,7 +24,9 @@ struct StateServerOptions {
   int hbm_device = 0;
   int compute_threads = 1;  // for blocking reads and answers to requests that waited
   uint64_t staging_bytes = uint64_t{48} << 20;
-  uint64_t waiting_requests_max = 65536;  // pulls, pushes and seals that may wait at a time; more are BUSY
+  // Pulls, pushes, seals that may wait at a time, and the bytes of these messages without payloads; more are BUSY.
+  uint64_t waiting_requests_max = 65536;
+  uint64_t waiting_request_bytes_max = uint64_t{64} << 20;
 };
 
 template <typename Response>
@@ -62,6 +64,8 @@ class StateServer {
   void Pull(const v1::PullRequest&, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply);
 
   v1::GetServerStatusResponse Status() const;
+  // Status, as a call of an operator: counted.
+  void GetServerStatus(Reply<v1::GetServerStatusResponse>);
   void DropJob(const v1::DropJobRequest&, Reply<v1::DropJobResponse>);
 
   const std::string& server_id() const;

@@ -41,7 +41,7 @@ absl::StatusOr<CatalogEntry> ReadCatalogEntry(const storage::Catalog& catalog, a
 }
 
 absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed) {
-  return catalog->Put(CatalogPrefix(job) + kCommitted, absl::StrCat(committed));
+  return catalog->Put(CatalogPrefix(job) + kCommitted, absl::StrCat(committed), storage::Catalog::Sync::kUnsynced);
 }
 
 uint64_t StepLog::Append(const StepRecord& record) {

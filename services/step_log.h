@@ -28,6 +28,7 @@ struct CatalogEntry {
 // Keys of a job in the catalog: "job/<name>/<what>".
 std::string CatalogPrefix(absl::string_view job);
 absl::StatusOr<CatalogEntry> ReadCatalogEntry(const storage::Catalog& catalog, absl::string_view job);
+// Not synced: the value is only shown.
 absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed);
 
 // Threads: the caller's lock; Write blocks and is called without it.

@@ -1,4 +1,6 @@
 // The job's thread of class Job: decided steps become updates of chunks, in order; pins lie between them.
+#include <spdlog/spdlog.h>
+
 #include <bit>
 #include <map>
 #include <utility>
@@ -103,17 +105,25 @@ void Job::RunStep(StepWork* work) {
   });
   if (refused) return;
   const absl::Time began = absl::Now();
-  absl::Status status = RunUpdates(store.get(), work);
+  const absl::Status status = RunUpdates(store.get(), work);
   around_.counters->update.Observe(absl::Now() - began);
-  if (status.ok()) status = WriteCommitted(around_.catalog, name_, work->step);
+  if (status.ok()) NoteCommitted(work->step);
   LockedOnStage([&](Replies* replies) {
     mu_.AssertHeld();
     --updates_queued_;
     moved_ = true;
     if (!status.ok()) {
-      Fail(model::Annotate(status, absl::StrCat("step ", work->step, " could not be applied to its chunks")), replies);
+      Fail(model::Annotate(status, absl::StrCat("step ", work->step, " could not be applied to its chunks")),
+           "Other jobs go on; drop this one with `ballastctl drop` and start it again", replies);
     }
   });
+}
+
+void Job::NoteCommitted(int64_t step) {
+  const absl::Status written = WriteCommitted(around_.catalog, name_, step);
+  if (written.ok() || std::exchange(said_unwritten_, true)) return;
+  spdlog::error("job '{}' goes on, but what the catalog shows of it after a restart stays behind step {}: {}", name_,
+                step, std::string(written.message()));
 }
 
 absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work) {
@@ -129,7 +139,7 @@ absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work) {
       chunk.next_started = false;
       --chunk.updates_pending;
       waiting_.Wake(&chunk.pulls, replies);
-      waiting_.Wake(&chunk.pushes, replies);
+      WakePushes(&chunk, replies);
     });
   };
   for (;;) {
@@ -158,7 +168,7 @@ bool Job::GiveUpOldestPin(storage::ChunkStore* store, const absl::Status& cause)
   return true;
 }
 
-void Job::RunPin(int64_t version) {
+void Job::RunPin(int64_t version, uint64_t id) {
   std::shared_ptr<storage::ChunkStore> store;
   {
     absl::MutexLock lock(&mu_);
@@ -169,7 +179,7 @@ void Job::RunPin(int64_t version) {
   LockedOnStage([&](Replies* replies) {
     mu_.AssertHeld();
     const auto pin = pins_.find(version);
-    if (pin == pins_.end()) return;
+    if (pin == pins_.end() || pin->second.id != id) return;
     pin->second.status = status;
     pin->second.ready = true;
     moved_ = true;

@@ -1,5 +1,6 @@
 #include "ballast/services/waiting.h"
 
+#include <deque>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -11,26 +12,52 @@ namespace {
 constexpr absl::Duration kWaitMax = absl::Minutes(10);
 }  // namespace
 
-Waiting::Waiting(Deadlines* deadlines, std::atomic<uint64_t>* count, uint64_t count_max,
-                 std::function<void(uint64_t)> expire)
-    : deadlines_(deadlines), count_(count), count_max_(count_max), on_deadline_(std::move(expire)) {}
+void Run(Replies replies) {
+  thread_local std::deque<std::function<void()>>* running = nullptr;
+  if (running != nullptr) {
+    for (auto& reply : replies) running->push_back(std::move(reply));
+    return;
+  }
+  std::deque<std::function<void()>> queue(std::make_move_iterator(replies.begin()),
+                                          std::make_move_iterator(replies.end()));
+  running = &queue;
+  while (!queue.empty()) {
+    const std::function<void()> next = std::move(queue.front());
+    queue.pop_front();
+    next();
+  }
+  running = nullptr;
+}
+
+Waiting::Waiting(Deadlines* deadlines, const WaitingBounds& bounds, std::function<void(uint64_t)> expire)
+    : deadlines_(deadlines), bounds_(bounds), on_deadline_(std::move(expire)) {}
 
 Waiting::~Waiting() {
-  for (auto& [id, parked] : parked_) deadlines_->Cancel(parked->timer);
-  count_->fetch_sub(parked_.size());
+  for (auto& [id, parked] : parked_) {
+    deadlines_->Cancel(parked->timer);
+    Return(parked->waiter.bytes);
+  }
+}
+
+absl::Status Waiting::Take(uint64_t bytes) {
+  const uint64_t requests = bounds_.requests->fetch_add(1);
+  const uint64_t held = bounds_.bytes->fetch_add(bytes);
+  if (requests < bounds_.requests_max && held + bytes <= bounds_.bytes_max) return absl::OkStatus();
+  Return(bytes);
+  return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                      absl::StrCat("already ", requests, " requests of ", held,
+                                   " bytes wait at this server, which takes ", bounds_.requests_max, " requests and ",
+                                   bounds_.bytes_max, " bytes; this one has ", bytes, " bytes: send it again"));
+}
+
+void Waiting::Return(uint64_t bytes) {
+  bounds_.requests->fetch_sub(1);
+  bounds_.bytes->fetch_sub(bytes);
 }
 
 void Waiting::Submit(Waiter waiter, Queue* queue, Replies* replies) {
   if (waiter.attempt(replies)) return;
-  if (count_->fetch_add(1) >= count_max_) {
-    count_->fetch_sub(1);
-    waiter.refuse(
-        model::Error(absl::StatusCode::kUnavailable, model::kBusy,
-                     absl::StrCat("already ", count_max_,
-                                  " requests wait at this server, which is all that may; send the request again")),
-        replies);
-    return;
-  }
+  if (const absl::Status taken = Take(waiter.bytes); !taken.ok()) return waiter.refuse(taken, replies);
   const uint64_t id = next_id_++;
   const absl::Time deadline = std::min(waiter.deadline, absl::Now() + kWaitMax);
   const uint64_t timer = deadlines_->Add(deadline, [expire = on_deadline_, id] { expire(id); });
@@ -49,6 +76,10 @@ bool Waiting::Wake(Queue* queue, Replies* replies) {
     id = queue->upper_bound(current);
   }
   return answered;
+}
+
+void Waiting::WakeInTurn(Queue* queue, Replies* replies) {
+  while (!queue->empty() && parked_.at(*queue->begin())->waiter.attempt(replies)) Remove(*queue->begin());
 }
 
 void Waiting::Expire(uint64_t id, Replies* replies) {
@@ -70,7 +101,7 @@ Waiter Waiting::Remove(uint64_t id) {
   parked->second->queue->erase(id);
   deadlines_->Cancel(parked->second->timer);
   parked_.erase(parked);
-  count_->fetch_sub(1);
+  Return(waiter.bytes);
   return waiter;
 }
 

@@ -19,6 +19,11 @@ namespace ballast::services {
 // Work to be done once the job's lock is released: replies, and copies of payloads.
 using Replies = std::vector<std::function<void()>>;
 
+// Runs them in order, no lock held. What a reply brings up in turn (a copy that ends and lets the next begin, a client
+// that calls again from its callback) is run by the outermost call on this thread, so the stack does not grow with the
+// number of requests.
+void Run(Replies replies);
+
 struct Waiter {
   // Evaluates the request, the job's lock held. False: not yet. True: it answered by adding to `replies`.
   std::function<bool(Replies* replies)> attempt;
@@ -27,6 +32,15 @@ struct Waiter {
   // Answers with an error; the job's lock held.
   std::function<void(const absl::Status& status, Replies* replies)> refuse;
   absl::Time deadline = absl::InfiniteFuture();
+  uint64_t bytes = 0;  // of the request that the closures hold
+};
+
+// What may wait at a server; the counters are shared by its jobs.
+struct WaitingBounds {
+  std::atomic<uint64_t>* requests = nullptr;
+  uint64_t requests_max = 0;
+  std::atomic<uint64_t>* bytes = nullptr;
+  uint64_t bytes_max = 0;
 };
 
 // Threads: the job's lock guards every call.
@@ -35,15 +49,17 @@ class Waiting {
   // Ids of the waiters that one event wakes, in order of arrival.
   using Queue = std::set<uint64_t>;
 
-  // `count` is shared by all jobs of the server; `expire(id)` is called on the deadlines' thread and must lead to
-  // Expire(id).
-  Waiting(Deadlines* deadlines, std::atomic<uint64_t>* count, uint64_t count_max, std::function<void(uint64_t)> expire);
+  // `expire(id)` is called on the deadlines' thread and must lead to Expire(id).
+  Waiting(Deadlines* deadlines, const WaitingBounds& bounds, std::function<void(uint64_t)> expire);
   ~Waiting();
 
-  // Evaluates at once; if not yet, parks in `queue`. UNAVAILABLE (BUSY) through `refuse` when too many wait already.
+  // Evaluates at once; if not yet, parks in `queue`. UNAVAILABLE (BUSY) through `refuse` when too much waits already.
   void Submit(Waiter waiter, Queue* queue, Replies* replies);
   // Evaluates all in `queue`. True if some were answered. An attempt must not wake, nor submit, in turn.
   bool Wake(Queue* queue, Replies* replies);
+  // As Wake, for a queue whose waiters go one at a time: ends at the first that still has to wait, for the rest waits
+  // for the same.
+  void WakeInTurn(Queue* queue, Replies* replies);
   void Expire(uint64_t id, Replies* replies);
   void RefuseAll(const absl::Status& status, Replies* replies);
   void Refuse(Queue* queue, const absl::Status& status, Replies* replies);
@@ -54,11 +70,12 @@ class Waiting {
     Queue* queue;
     uint64_t timer;
   };
+  absl::Status Take(uint64_t bytes);
+  void Return(uint64_t bytes);
   Waiter Remove(uint64_t id);
 
   Deadlines* const deadlines_;
-  std::atomic<uint64_t>* const count_;
-  const uint64_t count_max_;
+  const WaitingBounds bounds_;
   const std::function<void(uint64_t)> on_deadline_;
   absl::flat_hash_map<uint64_t, std::unique_ptr<Parked>> parked_;
   uint64_t next_id_ = 1;

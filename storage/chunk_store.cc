@@ -101,7 +101,11 @@ struct ChunkStore::Impl {
   std::deque<StoredChunk> chunks ABSL_GUARDED_BY(mutex);  // addresses stay
   uint64_t runs ABSL_GUARDED_BY(mutex) = 0;
   Residency residency ABSL_GUARDED_BY(mutex);
-  absl::flat_hash_map<int64_t, uint64_t> pins ABSL_GUARDED_BY(mutex);  // pin -> runs before it
+  struct PinPoint {
+    uint64_t runs = 0;    // before the pin
+    uint64_t chunks = 0;  // that there were
+  };
+  absl::flat_hash_map<int64_t, PinPoint> pins ABSL_GUARDED_BY(mutex);
 };
 
 ChunkStore::ChunkStore(Tiers* tiers) : impl_(std::make_unique<Impl>(tiers)) {}
@@ -355,7 +359,7 @@ absl::Status ChunkStore::ReadState(uint64_t index, StateArray array, uint64_t be
 
 absl::Status ChunkStore::Pin(int64_t pin) {
   absl::MutexLock lock(&impl_->mutex);
-  impl_->pins.emplace(pin, impl_->runs);
+  impl_->pins.emplace(pin, Impl::PinPoint{impl_->runs, impl_->chunks.size()});
   return absl::OkStatus();
 }
 
@@ -365,7 +369,7 @@ void ChunkStore::Unpin(int64_t pin) {
   {
     absl::MutexLock lock(&impl_->mutex);
     if (impl_->pins.erase(pin) == 0) return;
-    for (const auto& [other, runs] : impl_->pins) kept.push_back(runs);
+    for (const auto& [other, point] : impl_->pins) kept.push_back(point.runs);
     for (StoredChunk& chunk : impl_->chunks) chunks.push_back(&chunk);
   }
   const auto unused = [&](const PinnedCopy& copy) {
@@ -384,21 +388,24 @@ bool ChunkStore::Impl::IsPinned(const StoredChunk& chunk) const {
     updated_in = chunk.updated_in;
   }
   absl::ReaderMutexLock lock(&mutex);
-  return std::any_of(pins.begin(), pins.end(), [&](const auto& pin) { return pin.second >= updated_in; });
+  return std::any_of(pins.begin(), pins.end(),
+                     [&](const auto& pin) { return chunk.index < pin.second.chunks && pin.second.runs >= updated_in; });
 }
 
 absl::Status ChunkStore::Impl::ReadPinned(int64_t pin, uint64_t index, StateArray array, uint64_t begin, uint64_t count,
                                           ChunkReader::Sink sink) {
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, Find(index));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
-  const absl::Status gone = model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
-                                         absl::StrCat("version ", pin, " is not pinned; pin it while it is current"));
+  const absl::Status gone =
+      model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                   absl::StrCat("version ", pin, " of chunk ", index, " is not pinned; pin it while it is current"));
   uint64_t runs_before = 0;
   {
     absl::ReaderMutexLock lock(&mutex);
     const auto found = pins.find(pin);
     if (found == pins.end()) return gone;
-    runs_before = found->second;
+    if (index >= found->second.chunks) return gone;
+    runs_before = found->second.runs;
   }
   absl::ReaderMutexLock lock(&chunk->mutex);
   if (chunk->updated_in <= runs_before) return reader.Read(*chunk, array, begin, count, sink);
@@ -407,7 +414,7 @@ absl::Status ChunkStore::Impl::ReadPinned(int64_t pin, uint64_t index, StateArra
       return reader.ReadCopy(*chunk, copy, array, begin, count, sink);
     }
   }
-  return gone;  // unpinned, or added, since
+  return gone;  // unpinned since
 }
 
 absl::Status ChunkStore::ReadPinnedState(int64_t pin, uint64_t chunk, StateArray array, uint64_t begin,

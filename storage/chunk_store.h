@@ -64,6 +64,7 @@ class ChunkStore {
 
   // Keeps all chunks as they are now readable under `pin` while later steps go on: copy on write, into free NVMe space,
   // else DRAM. A Run that finds no space for a copy fails before it changes that chunk: RESOURCE_EXHAUSTED (BUDGET).
+  // Chunks added later do not exist under the pin: FAILED_PRECONDITION (VERSION_GONE).
   absl::Status Pin(int64_t pin);
   absl::Status ReadPinnedWorking(int64_t pin, uint64_t chunk, uint64_t begin, absl::Span<kernels::bf16> to) const;
   absl::Status ReadPinnedState(int64_t pin, uint64_t chunk, StateArray array, uint64_t begin,

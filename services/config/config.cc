@@ -2,9 +2,11 @@
 
 #include <yaml-cpp/yaml.h>
 
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <limits>
+#include <map>
 #include <set>
 #include <sstream>
 
@@ -20,6 +22,8 @@ namespace ballast::services {
 namespace {
 
 constexpr int kThreadsMax = 64;
+// A buffer for reads, and one for the state of a chunk of the smallest kind.
+constexpr uint64_t kStagingBytesMin = uint64_t{2} << 20;
 constexpr char kEnvironmentPrefix[] = "BALLAST_";
 
 absl::Status Bad(absl::string_view message) {
@@ -130,6 +134,16 @@ absl::Status Collect(const YAML::Node& map, const std::string& prefix, const std
   return absl::OkStatus();
 }
 
+// `origin`: what gave the value.
+absl::StatusOr<Config> CheckStaging(const Config& config, const std::string& origin) {
+  const uint64_t staging = config.server.staging_bytes, dram = config.server.budget.dram;
+  const bool fits = staging >= kStagingBytesMin && staging <= dram;
+  if (config.server.budget.nvme == 0 || fits) return config;
+  return Bad(absl::StrCat(origin, "staging: expected ", kStagingBytesMin, " to ", dram,
+                          " bytes (budget.dram, which it is taken from) beside a budget.nvme; came ", staging,
+                          origin.empty() ? ", the default" : "", "; set staging, or raise budget.dram"));
+}
+
 }  // namespace
 
 const std::vector<ConfigKey>& ConfigKeys() {
@@ -166,6 +180,10 @@ absl::StatusOr<uint64_t> ParseBytes(const std::string& text) {
 }
 
 absl::StatusOr<ConfigValues> ParseConfigFile(const std::string& path) {
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) {
+    return Bad(absl::StrCat(path, ": is a directory and no file; expected a YAML file with keys ", KnownKeys()));
+  }
   std::ifstream file(path);
   std::ostringstream text;
   text << file.rdbuf();
@@ -212,7 +230,7 @@ absl::StatusOr<ConfigValues> ParseEnvironment(const std::vector<std::string>& en
 absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& environment,
                                   const ConfigValues& flags) {
   Config config;
-  std::set<std::string> given;
+  std::map<std::string, std::string> where;  // key: what gave its value
   for (const ConfigValues* source : {&file, &environment, &flags}) {
     for (const auto& [name, value] : *source) {
       const Key* key = Find(name);
@@ -222,18 +240,18 @@ absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& 
         return Bad(
             absl::StrCat(value.origin, ": ", name, ": expected ", key->doc.expected, "; came '", value.text, "'"));
       }
-      given.insert(name);
+      where[name] = value.origin;
     }
   }
   for (const char* required : {"data_directory", "budget.dram"}) {
-    if (given.count(required) > 0) continue;
+    if (where.count(required) > 0) continue;
     const Key* key = Find(required);
     return Bad(absl::StrCat(required, " is missing; expected ", key->doc.expected, " (", key->doc.meaning,
                             "), in the file, as ", EnvironmentName(key->doc), " or as --", required));
   }
   if (config.server.budget.dram == 0)
     return Bad("budget.dram is 0; slices of the step in flight need DRAM in any case");
-  return config;
+  return CheckStaging(config, where.count("staging") > 0 ? where["staging"] + ": " : "");
 }
 
 }  // namespace ballast::services

@@ -89,6 +89,8 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
   view.parameters = std::max(view.parameters, job.parameters());
   view.chunks += job.chunks();
   view.skipped_steps = std::max(view.skipped_steps, job.skipped_steps());
+  view.member_ids.insert(job.member_ids().begin(), job.member_ids().end());
+  view.pinned_versions.insert(job.pinned_versions().begin(), job.pinned_versions().end());
   view.committed_min = fresh ? job.committed() : std::min(view.committed_min, job.committed());
   view.committed_max = fresh ? job.committed() : std::max(view.committed_max, job.committed());
   view.oldest_chunk_version =
@@ -100,6 +102,25 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
   if (!job.failure().empty()) {
     view.problems.push_back(absl::StrCat("job '", job.name(), "' failed on ", server.address, ": ", job.failure()));
   }
+}
+
+// Servers that should have the job and answer without it. Who does not answer is a problem already.
+void AddMissing(const std::vector<ServerView>& servers, JobView* job) {
+  std::set<std::string> missing = job->member_ids;
+  bool all_answered = true;
+  for (const ServerView& server : servers) {
+    all_answered = all_answered && server.error.ok();
+    if (!server.error.ok() || missing.erase(server.status.server_id()) == 0) continue;
+    const auto& held = server.status.jobs();
+    if (std::any_of(held.begin(), held.end(), [&](const v1::JobStatus& j) { return j.name() == job->name; })) continue;
+    job->problems.push_back(absl::StrCat("job '", job->name, "' is gone from its server '", server.status.server_id(),
+                                         "' (", server.address,
+                                         "): drop it everywhere with `ballastctl drop` and start again"));
+  }
+  if (missing.empty() || !all_answered) return;
+  job->problems.push_back(absl::StrCat("job '", job->name, "' also lives on server(s) '",
+                                       absl::StrJoin(missing, "', '"),
+                                       "', none of which was asked; name all of them in --servers"));
 }
 
 }  // namespace
@@ -130,6 +151,7 @@ ClusterView Judge(std::vector<ServerView> servers) {
     for (const v1::JobStatus& job : server.status.jobs()) AddJob(server, job, &jobs);
   }
   for (auto& [name, job] : jobs) {
+    AddMissing(servers, &job);
     if (job.committed_max - job.committed_min > 1) {
       job.problems.push_back(absl::StrCat("job '", name, "' is at versions ", job.committed_min, " to ",
                                           job.committed_max, " on its servers, expected at most one apart"));
@@ -163,11 +185,12 @@ std::string ShowText(const ClusterView& cluster) {
                  ShowBytes(tier.state_bytes()), ShowBytes(tier.working_bytes())});
     }
   }
-  Table jobs({"JOB", "VERSION", "OLDEST CHUNK", "SKIPPED", "RANKS", "PARAMETERS", "CHUNKS", "SERVERS"});
+  Table jobs({"JOB", "VERSION", "OLDEST CHUNK", "SKIPPED", "RANKS", "PARAMETERS", "CHUNKS", "SERVERS", "PINS"});
   for (const JobView& job : cluster.jobs) {
     jobs.Add({job.name, Versions(job.committed_min, job.committed_max), absl::StrCat(job.oldest_chunk_version),
               absl::StrCat(job.skipped_steps), absl::StrCat(job.world_size), absl::StrCat(job.parameters),
-              absl::StrCat(job.chunks), absl::StrCat(job.servers.size())});
+              absl::StrCat(job.chunks), absl::StrCat(job.servers.size()),
+              job.pinned_versions.empty() ? "-" : absl::StrJoin(job.pinned_versions, ",")});
   }
   return absl::StrCat(out, "\nServers\n", servers.Show(), "\nJobs\n", cluster.jobs.empty() ? "  none\n" : jobs.Show(),
                       "\nTiers\n", tiers.Show());
@@ -191,11 +214,12 @@ std::string ShowJson(const ClusterView& cluster) {
   }
   std::vector<std::string> jobs;
   for (const JobView& job : cluster.jobs) {
-    jobs.push_back(
-        absl::StrFormat("{\"name\":%s,\"committed_min\":%d,\"committed_max\":%d,\"oldest_chunk_version\":%d,"
-                        "\"skipped_steps\":%d,\"world_size\":%d,\"parameters\":%d,\"chunks\":%d,\"servers\":%s}",
-                        Quote(job.name), job.committed_min, job.committed_max, job.oldest_chunk_version,
-                        job.skipped_steps, job.world_size, job.parameters, job.chunks, QuoteAll(job.servers)));
+    jobs.push_back(absl::StrFormat(
+        "{\"name\":%s,\"committed_min\":%d,\"committed_max\":%d,\"oldest_chunk_version\":%d,"
+        "\"skipped_steps\":%d,\"world_size\":%d,\"parameters\":%d,\"chunks\":%d,\"servers\":%s,\"pinned_versions\":[%s]"
+        "}",
+        Quote(job.name), job.committed_min, job.committed_max, job.oldest_chunk_version, job.skipped_steps,
+        job.world_size, job.parameters, job.chunks, QuoteAll(job.servers), absl::StrJoin(job.pinned_versions, ",")));
   }
   return absl::StrCat("{\"verdict\":", cluster.problems.empty() ? "\"healthy\"" : "\"degraded\"",
                       ",\"problems\":", QuoteAll(cluster.problems), ",\"servers\":[", absl::StrJoin(servers, ","),

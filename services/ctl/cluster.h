@@ -1,6 +1,7 @@
 // What `ballastctl` sees of all servers, and what it makes of it.
 #pragma once
 
+#include <set>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,8 @@ struct JobView {
   uint64_t parameters = 0;
   uint64_t chunks = 0;
   std::vector<std::string> servers;
+  std::set<std::string> member_ids;
+  std::set<int64_t> pinned_versions;
   std::vector<std::string> problems;
 };
 
@@ -40,7 +43,7 @@ struct ClusterView {
   // Empty: healthy.
   std::vector<std::string> problems;
 };
-// Degraded: a server down, a job failed or its state lost, versions more than one apart.
+// Degraded: a server down, a job failed, its state lost or missing on one of its servers, versions more than one apart.
 ClusterView Judge(std::vector<ServerView> servers);
 
 // Verdict, servers, jobs, tiers: as aligned text, and as JSON (numbers of 64 bits as strings, as in protobuf's JSON).

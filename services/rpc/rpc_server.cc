@@ -4,6 +4,7 @@
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/resource_quota.h>
 
 #include <mutex>
 #include <utility>
@@ -23,6 +24,12 @@ namespace {
 constexpr int kReceiveBytesMax = static_cast<int>(model::kChunkElementsMax * 4 + (64 << 10));
 // Clients ping every 20 s, also between steps when no call is open; a stricter server would send them GOAWAY.
 constexpr int kPingIntervalMinMs = 10'000;
+// A client has 64 MiB in flight: with ranges of 4 KiB that is so many calls at a time. A lower limit could keep a seal
+// behind the pulls that wait for it.
+constexpr int kStreamsPerConnectionMax = 16384;
+// What gRPC holds for messages that come and for calls under way: 64 MiB of waiting pushes and as much of other
+// requests that wait, and 4 MiB each for 200 that are just coming. Beyond it gRPC reads no further, then cancels calls.
+constexpr size_t kGrpcBytesMax = size_t{1} << 30;
 
 // Reflection and health are switches of the process: set before the first server is built.
 void EnablePlugins() {
@@ -59,6 +66,8 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
   // With SO_REUSEPORT a second server would take half of the connections instead of failing.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.SetMaxReceiveMessageSize(kReceiveBytesMax);
+  builder.SetResourceQuota(grpc::ResourceQuota("ballast").Resize(kGrpcBytesMax));
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kStreamsPerConnectionMax);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, kPingIntervalMinMs);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.RegisterService(&impl->state_service);

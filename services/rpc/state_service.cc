@@ -9,10 +9,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/rpc/known_fields.h"
 #include "ballast/services/rpc/status_codec.h"
 
 namespace ballast::services {
 namespace {
+
+// A job's name and a few numbers. Thousands of pulls wait at a time, and gRPC keeps the bytes of each meanwhile.
+constexpr size_t kPullBytesMax = 4096;
 
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   const std::chrono::system_clock::time_point deadline = context.deadline();
@@ -51,7 +55,9 @@ class CountedReactor final : public grpc::ServerUnaryReactor {
 template <typename Message>
 bool Parse(const grpc::ByteBuffer& from, Message* to) {
   grpc::ByteBuffer buffer(from);  // shares the slices; deserialising consumes its buffer
-  return grpc::SerializationTraits<Message>::Deserialize(&buffer, to).ok();
+  const bool parsed = grpc::SerializationTraits<Message>::Deserialize(&buffer, to).ok();
+  to->DiscardUnknownFields();
+  return parsed;
 }
 
 grpc::Status Unparsable(const char* message) {
@@ -77,56 +83,56 @@ grpc::ByteBuffer EncodePullResponse(uint32_t crc, const grpc::Slice& payload) {
 grpc::ServerUnaryReactor* StateServiceImpl::GetJob(grpc::CallbackServerContext* context,
                                                    const v1::GetJobRequest* request, v1::GetJobResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->GetJob(*request, FinishWith(reactor, response));
+  state_->GetJob(KnownFields(request), FinishWith(reactor, response));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Fence(grpc::CallbackServerContext* context, const v1::FenceRequest* request,
                                                   v1::FenceResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Fence(*request, DeadlineOf(*context), FinishWith(reactor, response));
+  state_->Fence(KnownFields(request), DeadlineOf(*context), FinishWith(reactor, response));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Open(grpc::CallbackServerContext* context, const v1::OpenRequest* request,
                                                  v1::OpenResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Open(*request, DeadlineOf(*context), FinishWith(reactor, response));
+  state_->Open(KnownFields(request), DeadlineOf(*context), FinishWith(reactor, response));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Norm(grpc::CallbackServerContext* context, const v1::NormRequest* request,
                                                  v1::NormResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Norm(*request, FinishWith(reactor, response));
+  state_->Norm(KnownFields(request), FinishWith(reactor, response));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Seal(grpc::CallbackServerContext* context, const v1::SealRequest* request,
                                                  v1::SealResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Seal(*request, DeadlineOf(*context), FinishWith(reactor, response));
+  state_->Seal(KnownFields(request), DeadlineOf(*context), FinishWith(reactor, response));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Commit(grpc::CallbackServerContext* context,
                                                    const v1::CommitRequest* request, v1::CommitResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Commit(*request, FinishWith(reactor, response));
+  state_->Commit(KnownFields(request), FinishWith(reactor, response));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Pin(grpc::CallbackServerContext* context, const v1::PinRequest* request,
                                                 v1::PinResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Pin(*request, DeadlineOf(*context), FinishWith(reactor, response));
+  state_->Pin(KnownFields(request), DeadlineOf(*context), FinishWith(reactor, response));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Unpin(grpc::CallbackServerContext* context, const v1::UnpinRequest* request,
                                                   v1::UnpinResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Unpin(*request, FinishWith(reactor, response));
+  state_->Unpin(KnownFields(request), FinishWith(reactor, response));
   return reactor;
 }
 
@@ -157,6 +163,12 @@ grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* co
 grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
                                                  grpc::ByteBuffer* response) {
   auto* reactor = new CountedReactor(&unsent_bytes_);
+  if (request->Length() > kPullBytesMax) {
+    reactor->Finish(ToGrpc(
+        model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                     absl::StrCat("a PullRequest has at most ", kPullBytesMax, " bytes, came ", request->Length()))));
+    return reactor;
+  }
   v1::PullRequest message;
   if (!Parse(*request, &message)) {
     reactor->Finish(Unparsable("PullRequest"));

@@ -36,11 +36,18 @@ static_assert(SameNumber(absl::StatusCode::kUnavailable, grpc::StatusCode::UNAVA
 static_assert(SameNumber(absl::StatusCode::kDataLoss, grpc::StatusCode::DATA_LOSS));
 static_assert(SameNumber(absl::StatusCode::kUnauthenticated, grpc::StatusCode::UNAUTHENTICATED));
 
+// At most `bytes` of UTF-8 text, whole characters: what protobuf writes and gRPC's trailers take.
+absl::string_view CutAtCharacter(absl::string_view text, size_t bytes) {
+  if (text.size() <= bytes) return text;
+  while (bytes > 0 && (static_cast<unsigned char>(text[bytes]) & 0xc0) == 0x80) --bytes;
+  return text.substr(0, bytes);
+}
+
 }  // namespace
 
 grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
-  const std::string message(status.message().substr(0, kMessageBytesMax));
+  const std::string message(CutAtCharacter(status.message(), kMessageBytesMax));
   v1::RpcStatus details;
   details.set_code(static_cast<int>(status.code()));
   details.set_message(message);

@@ -1,9 +1,14 @@
 #include "ballast/storage/catalog/catalog.h"
 
 #include <rocksdb/db.h>
+#include <rocksdb/env.h>
 #include <rocksdb/options.h>
 #include <rocksdb/write_batch.h>
+#include <spdlog/spdlog.h>
 
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
 #include <filesystem>
 
 #include "absl/base/thread_annotations.h"
@@ -24,9 +29,32 @@ absl::string_view AsView(const rocksdb::Slice& slice) { return {slice.data(), sl
 
 absl::Status CatalogError(const rocksdb::Status& status, absl::string_view what, absl::string_view path) {
   if (status.ok()) return absl::OkStatus();
-  const absl::StatusCode code = status.IsCorruption() ? absl::StatusCode::kDataLoss : absl::StatusCode::kInternal;
-  return model::Error(code, model::kIo, absl::StrCat("catalog ", path, ": ", what, ": ", status.ToString()));
+  const std::string message = absl::StrCat("catalog ", path, ": ", what, ": ", status.ToString());
+  if (!status.IsCorruption()) return model::Error(absl::StatusCode::kInternal, model::kIo, message);
+  return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                      absl::StrCat(message,
+                                   "; the data directory is damaged: check its disk, move it away, start with an empty "
+                                   "one, and drop this server's jobs on the others with `ballastctl drop`"));
 }
+
+// RocksDB's own log file is a second thing to fill a disk, and Debian's build of it asserts that it could be written.
+class ForwardingLogger final : public rocksdb::Logger {
+ public:
+  ForwardingLogger() : rocksdb::Logger(rocksdb::InfoLogLevel::WARN_LEVEL) {}
+  using rocksdb::Logger::Logv;
+  void Logv(const char*, va_list) override {}  // headers and what has no level
+  void Logv(rocksdb::InfoLogLevel level, const char* format, va_list arguments) override {
+    if (level < rocksdb::InfoLogLevel::WARN_LEVEL || level >= rocksdb::InfoLogLevel::HEADER_LEVEL) return;
+    char text[512];
+    std::vsnprintf(text, sizeof text, format, arguments);
+    text[std::strcspn(text, "\n")] = '\0';
+    if (level == rocksdb::InfoLogLevel::WARN_LEVEL) {
+      spdlog::warn("catalog: {}", text);
+    } else {
+      spdlog::error("catalog: {}", text);
+    }
+  }
+};
 
 rocksdb::Options CatalogOptions() {
   rocksdb::Options options;
@@ -40,8 +68,7 @@ rocksdb::Options CatalogOptions() {
   options.max_write_buffer_number = 2;
   options.max_open_files = 64;
   options.max_background_jobs = 2;
-  options.keep_log_file_num = 2;
-  options.info_log_level = rocksdb::InfoLogLevel::WARN_LEVEL;
+  options.info_log = std::make_shared<ForwardingLogger>();
   options.compression = rocksdb::kNoCompression;
   return options;
 }
@@ -52,12 +79,12 @@ struct Catalog::Impl {
   Impl(FileLock l, std::string p) : lock(std::move(l)), path(std::move(p)) {}
 
   // After a failed write the disk's content is unknown: the same error from then on, until somebody looks.
-  absl::Status Write(rocksdb::WriteBatch& batch, absl::string_view what) {
+  absl::Status Write(rocksdb::WriteBatch& batch, absl::string_view what, Sync sync = Sync::kSynced) {
     absl::MutexLock guard(&mutex);
     BALLAST_RETURN_IF_ERROR(failed);
-    rocksdb::WriteOptions synced;
-    synced.sync = true;
-    failed = CatalogError(db->Write(synced, &batch), what, path);
+    rocksdb::WriteOptions options;
+    options.sync = sync == Sync::kSynced;
+    failed = CatalogError(db->Write(options, &batch), what, path);
     return failed;
   }
 
@@ -70,7 +97,7 @@ struct Catalog::Impl {
 
 absl::StatusOr<std::unique_ptr<Catalog>> Catalog::Open(const std::string& directory) {
   std::error_code error;
-  std::filesystem::create_directories(directory, error);
+  std::filesystem::create_directories(directory + "/catalog", error);
   if (error) return IoError(error.value(), "creation", directory, 0, 0);
   BALLAST_ASSIGN_OR_RETURN(FileLock lock, FileLock::Take(absl::StrCat(directory, "/LOCK.ballast"),
                                                          absl::StrCat("data directory ", directory)));
@@ -84,10 +111,10 @@ absl::StatusOr<std::unique_ptr<Catalog>> Catalog::Open(const std::string& direct
 Catalog::Catalog(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Catalog::~Catalog() = default;
 
-absl::Status Catalog::Put(absl::string_view key, absl::string_view value) {
+absl::Status Catalog::Put(absl::string_view key, absl::string_view value, Sync sync) {
   rocksdb::WriteBatch batch;
   BALLAST_RETURN_IF_ERROR(CatalogError(batch.Put(AsSlice(key), AsSlice(value)), "put", impl_->path));
-  return impl_->Write(batch, absl::StrCat("put of '", key, "'"));
+  return impl_->Write(batch, absl::StrCat("put of '", key, "'"), sync);
 }
 
 absl::StatusOr<std::optional<std::string>> Catalog::Get(absl::string_view key) const {

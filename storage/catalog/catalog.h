@@ -11,15 +11,18 @@
 
 namespace ballast::storage {
 
-// Threads: any. Durability: Put and Erase are synced on OK.
+// Threads: any. Durability: Put and ErasePrefix are synced on OK, unless kUnsynced is said: the system writes such a
+// value when it likes, or with the next synced one.
 class Catalog {
  public:
-  // Creates `directory` if needed. FAILED_PRECONDITION naming the holder if another process has it open; INTERNAL (IO)
-  // else.
+  // Creates `directory` if needed. FAILED_PRECONDITION naming the holder if another process has it open; DATA_LOSS (IO)
+  // if what is there is damaged; INTERNAL (IO) else.
   static absl::StatusOr<std::unique_ptr<Catalog>> Open(const std::string& directory);
   ~Catalog();
 
-  absl::Status Put(absl::string_view key, absl::string_view value);
+  enum class Sync { kSynced, kUnsynced };
+  // After one failed write every later one returns its error.
+  absl::Status Put(absl::string_view key, absl::string_view value, Sync sync = Sync::kSynced);
   absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const;
   absl::Status ErasePrefix(absl::string_view prefix);
   // Key-value pairs under `prefix`, by key.

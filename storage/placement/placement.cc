@@ -1,6 +1,7 @@
 #include "ballast/storage/placement/placement.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
@@ -102,7 +103,8 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
                                      ", or give an nvme budget"));
   }
 
-  const uint64_t fixed_staged = fixed + request.staging_bytes;
+  // Any number may be configured: a sum that overflowed would look like room.
+  const uint64_t fixed_staged = fixed + std::min(request.staging_bytes, std::numeric_limits<uint64_t>::max() - fixed);
   uint64_t room = request.free.dram - std::min(request.free.dram, fixed_staged);
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     if (plan.chunks[i].state == TierKind::kHbm) continue;

@@ -2,6 +2,8 @@
 // moves.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "ballast/services/counters.h"
@@ -75,7 +77,7 @@ TEST_F(BadInput, UnknownJob) {
 
 TEST_F(BadInput, UnknownUnit) {
   push_.set_unit(77);
-  Expect(Push(push_), absl::StatusCode::kNotFound, model::kUnknownUnit, {"77"});
+  Expect(Push(push_), absl::StatusCode::kNotFound, model::kUnknownUnit, {"unit 77"});
 }
 
 TEST_F(BadInput, RangeOutsideTheUnit) {
@@ -173,6 +175,32 @@ TEST_F(BadInput, GradientsThatAreNotFinite) {
   EXPECT_EQ(group_.Read(3, v1::CONTENT_MASTER, 1).value(), std::vector<float>(300, 1.0f));
 }
 
+TEST_F(BadInput, ValuesThatAreNotFinite) {
+  const model::Slice slice = group_.plan().slices()[0];
+  for (const float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
+    const auto fill = [&](uint32_t tensor, uint64_t i) { return tensor == 0 && i == 70 ? bad : 1.0f; };
+    const absl::Status status = group_.PushSlice(0, v1::SLICE_KIND_VALUE, fill);
+    Expect(status, kInvalid, model::kBadRequest,
+           {absl::StrCat("element 70 of unit ", slice.unit, " is ", bad), "initial values and edits must be finite"});
+  }
+  // What lies between tensors is nobody's.
+  const auto& tensors = group_.plan().layout().tensors();
+  for (uint32_t i = 0; i < group_.plan().slices().size(); ++i) {
+    const model::Slice& s = group_.plan().slices()[i];
+    std::string payload = group_.Payload(i, v1::SLICE_KIND_VALUE, Ones);
+    for (uint64_t at = s.range.begin; at < s.range.end; ++at) {
+      const bool padding = std::none_of(tensors.begin(), tensors.end(), [&](const model::Tensor& t) {
+        return t.unit == s.unit && t.range.begin <= at && at < t.range.end;
+      });
+      const float nan = std::numeric_limits<float>::quiet_NaN();
+      if (padding) std::memcpy(payload.data() + (at - s.range.begin) * 4, &nan, sizeof nan);
+    }
+    v1::PushRequest push = group_.PushHeader(i, v1::SLICE_KIND_VALUE, payload);
+    push.set_payload(payload);
+    EXPECT_EQ(Push(push), absl::OkStatus()) << "slice " << i;
+  }
+}
+
 TEST_F(BadInput, ErrorsAreCountedByReason) {
   push_.set_step(0);
   Push(push_).IgnoreError();
@@ -186,6 +214,14 @@ TEST_F(BadInput, MessagesOverTheLimit) {
   const absl::Status status = Push(push_);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
   EXPECT_NE(status.message().find("larger than max"), absl::string_view::npos) << status;
+}
+
+TEST_F(BadInput, PullsThatAreNoFewNumbers) {
+  v1::PullRequest pull;
+  pull.set_job(std::string(5000, 'j'));
+  v1::PullResponse response;
+  Expect(Call(&Stub::Pull, pull, &response), kInvalid, model::kBadRequest,
+         {absl::StrCat("a PullRequest has at most 4096 bytes, came ", pull.ByteSizeLong())});
 }
 
 TEST_F(BadInput, BytesThatAreNoMessage) {

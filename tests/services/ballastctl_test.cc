@@ -107,6 +107,35 @@ TEST_F(Ballastctl, ReportsLostStateAndDropsTheJob) {
   EXPECT_THAT(again.out, HasSubstr("has no job 'job'"));
 }
 
+TEST_F(Ballastctl, ReportsAJobThatIsGoneFromOneOfItsServers) {
+  const std::string all = servers_;
+  servers_ = rpcs_[0]->address();
+  const Finished partial = Status();
+  EXPECT_EQ(partial.code, 1);
+  EXPECT_THAT(partial.out, HasSubstr("DEGRADED: job 'job' also lives on server(s) 'two', none of which was asked"));
+  EXPECT_EQ(Drop("job").code, 0);
+  servers_ = all;
+  const Finished status = Status();
+  EXPECT_EQ(status.code, 1);
+  EXPECT_THAT(status.out,
+              HasSubstr("DEGRADED: job 'job' is gone from its server 'one' (" + rpcs_[0]->address() + "): drop it"));
+  EXPECT_EQ(Drop("job").code, 0);
+  EXPECT_EQ(Status().code, 0);
+}
+
+TEST_F(Ballastctl, ShowsPins) {
+  v1::PinRequest pin;
+  pin.set_job("job");
+  Answer<v1::PinResponse> pinned;
+  one_->Pin(pin, absl::InfiniteFuture(), pinned.reply());
+  ASSERT_TRUE(pinned.Wait().ok());
+  const auto json = Parse(Status({"--json"}).out).fields();
+  const auto& job = json.at("jobs").list_value().values(0).struct_value().fields();
+  ASSERT_EQ(job.at("pinned_versions").list_value().values_size(), 1);
+  EXPECT_EQ(job.at("pinned_versions").list_value().values(0).number_value(), 0);
+  EXPECT_THAT(Status().out, HasSubstr("PINS"));
+}
+
 TEST_F(Ballastctl, ExitsWithTwoOnUsage) {
   EXPECT_EQ(RunProcess({CtlPath()}).code, 2);
   EXPECT_EQ(RunProcess({CtlPath(), "status"}).code, 2);

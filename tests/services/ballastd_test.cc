@@ -1,12 +1,13 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <filesystem>
 #include <fstream>
 
 #include "ballast/services/ctl/cluster.h"
+#include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
 #include "ballast/tests/services/rpc_fixture.h"
-#include "ballast/tests/scratch_directory.h"
 
 namespace ballast::services {
 namespace {
@@ -69,11 +70,22 @@ TEST(Ballastd, HasAnExitCodeForEachThingInItsWay) {
 
   const Finished used = RunDaemon(directory.path(), free + data + rest);
   EXPECT_EQ(used.code, 6) << used.err;
-  EXPECT_NE(used.err.find(data), std::string::npos) << used.err;
+  EXPECT_NE(used.err.find("data directory " + data + " is in use by process "), std::string::npos) << used.err;
 
   const Finished unknown = RunDaemon(directory.path(), free + data + rest + "colour: red\n");
   EXPECT_EQ(unknown.code, 2) << unknown.err;
   EXPECT_NE(unknown.err.find("bad.yaml:5: unknown key 'colour'"), std::string::npos) << unknown.err;
+
+  std::filesystem::create_directories(directory.path() + "/damaged/catalog");
+  std::ofstream(directory.path() + "/damaged/catalog/CURRENT") << "nonsense";
+  const Finished damaged = RunDaemon(directory.path(), free + directory.path() + "/damaged" + rest);
+  EXPECT_EQ(damaged.code, 7) << damaged.err;
+  EXPECT_NE(damaged.err.find("the data directory is damaged: check its disk, move it away"), std::string::npos)
+      << damaged.err;
+
+  const Finished no_file = RunProcess({DaemonPath(), "--config", directory.path()});
+  EXPECT_EQ(no_file.code, 2) << no_file.err;
+  EXPECT_NE(no_file.err.find(directory.path() + ": is a directory and no file"), std::string::npos) << no_file.err;
 
   EXPECT_EQ(RunProcess({DaemonPath(), "--no-such-flag"}).code, 2);
   EXPECT_EQ(RunProcess({DaemonPath(), "--help"}).code, 0);

@@ -48,11 +48,11 @@ TEST(Config, ReadsAFile) {
 }
 
 TEST(Config, FlagBeatsEnvironmentBeatsFile) {
-  const auto environment = ParseEnvironment({"PATH=/bin", "BALLAST_BUDGET_DRAM=2MiB", "BALLAST_LOG_LEVEL=warn"});
+  const auto environment = ParseEnvironment({"PATH=/bin", "BALLAST_BUDGET_DRAM=200MiB", "BALLAST_LOG_LEVEL=warn"});
   ASSERT_TRUE(environment.ok()) << environment.status();
   const auto config = FromText(kGood, *environment, {{"log_level", {"error", "--log_level"}}});
   ASSERT_TRUE(config.ok()) << config.status();
-  EXPECT_EQ(config->server.budget.dram, uint64_t{2} << 20);
+  EXPECT_EQ(config->server.budget.dram, uint64_t{200} << 20);
   EXPECT_EQ(config->log_level, "error");
 }
 
@@ -83,6 +83,24 @@ TEST(Config, RefusesWhatIsMissing) {
   ExpectBad("data_directory: /tmp\nbudget: {dram: 0}\n", "budget.dram is 0");
   const absl::Status file = ParseConfigFile("/no/such/file.yaml").status();
   EXPECT_NE(file.message().find("/no/such/file.yaml: cannot be read"), absl::string_view::npos) << file;
+}
+
+TEST(Config, SaysThatADirectoryIsNoFile) {
+  const absl::Status status = ParseConfigFile("/tmp").status();
+  EXPECT_EQ(model::ReasonOf(status), model::kBadConfig);
+  EXPECT_NE(status.message().find("/tmp: is a directory and no file"), absl::string_view::npos) << status;
+}
+
+TEST(Config, StagingMustFitTheBudgetThatItIsTakenFrom) {
+  const std::string tiers = "data_directory: /tmp\nbudget: {dram: 40MiB, nvme: 1GiB}\n";
+  ExpectBad(tiers,
+            "staging: expected 2097152 to 41943040 bytes (budget.dram, which it is taken from) beside a "
+            "budget.nvme; came 50331648, the default; set staging, or raise budget.dram");
+  ExpectBad(tiers + "staging: 1MiB\n", "s.yaml:3: staging: expected 2097152 to 41943040 bytes");
+  ExpectBad(tiers + "staging: 16777215TiB\n", "came 18446742974197923840;");
+  EXPECT_TRUE(FromText(tiers + "staging: 2MiB\n").ok());
+  EXPECT_TRUE(FromText(tiers + "staging: 40MiB\n").ok());
+  EXPECT_TRUE(FromText("data_directory: /tmp\nbudget: {dram: 1MiB}\n").ok()) << "without nvme nothing is staged";
 }
 
 TEST(Config, RefusesUnknownVariables) {

@@ -105,6 +105,45 @@ TEST_F(JobPull, ReadsAPinnedVersionWhileStepsGoOn) {
   EXPECT_EQ(model::ReasonOf(Pin(9).status()), model::kBehind);
 }
 
+TEST_F(JobPull, RefusesAPinThatWasUnpinnedMeanwhile) {
+  // The job's thread is held up, so the pin has to wait.
+  TrainerGroup next({server_.get()}, MakeSpec("job", EndlessModel()), 1, 2);
+  std::vector<v1::GetJobResponse> answers;
+  ASSERT_EQ(next.Fence(&answers), absl::OkStatus());
+  Answer<v1::OpenResponse> open;
+  server_->Open(next.open_request(0, answers[0].decision()), absl::InfiniteFuture(), open.reply());
+  v1::PinRequest pin;
+  pin.set_job("job");
+  Answer<v1::PinResponse> first, second;
+  server_->Pin(pin, absl::InfiniteFuture(), first.reply());
+  server_->Pin(pin, absl::InfiniteFuture(), second.reply());
+  EXPECT_FALSE(first.arrived());
+  ASSERT_EQ(Unpin(0), absl::OkStatus());
+  for (Answer<v1::PinResponse>* answer : {&first, &second}) {
+    const absl::Status status = answer->Wait().status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+    EXPECT_NE(status.message().find("version 0 was unpinned meanwhile"), absl::string_view::npos) << status;
+  }
+  EXPECT_FALSE(open.Wait().ok());
+  EXPECT_TRUE(Pin(0).ok()) << "another request pins it";
+}
+
+TEST_F(JobPull, RefusesAVersionBeforeTheChunkWasRegistered) {
+  ASSERT_TRUE(Pin(0).ok());
+  ASSERT_EQ(Step(), absl::OkStatus());
+  Append({{"head", "u2", 1000, 0}}, &group_.spec());
+  TrainerGroup next({server_.get()}, group_.spec(), 2, 2);
+  ASSERT_EQ(next.Start(), absl::OkStatus());
+  EXPECT_EQ(next.Read(4, v1::CONTENT_WORKING, 1).status(), absl::OkStatus());
+  for (const v1::Content content : {v1::CONTENT_WORKING, v1::CONTENT_MASTER}) {
+    const absl::Status status = next.Read(4, content, 0).status();
+    EXPECT_EQ(model::ReasonOf(status), model::kVersionGone);
+    EXPECT_NE(status.message().find("was registered at version 1 and has no version 0"), absl::string_view::npos)
+        << status;
+    EXPECT_EQ(next.Read(0, content, 0).status(), absl::OkStatus()) << "what there was then is pinned";
+  }
+}
+
 TEST_F(JobPull, RefusesWhatIsNoPartOfOneChunk) {
   const auto expect = [&](absl::StatusCode code, const char* reason, const char* text) {
     const absl::Status status = PullNow();
@@ -173,7 +212,7 @@ TEST(JobPullBound, WaitersBeyondTheBoundAreSentAway) {
   Answer<uint32_t> second = group.Pull(server.get(), request, absl::InfiniteFuture(), &bytes[1]);
   const absl::Status third = group.Pull(server.get(), request, absl::InfiniteFuture(), &bytes[2]).Wait().status();
   EXPECT_EQ(model::ReasonOf(third), model::kBusy);
-  EXPECT_NE(third.message().find("already 2 requests wait"), absl::string_view::npos) << third;
+  EXPECT_NE(third.message().find("already 2 requests of "), absl::string_view::npos) << third;
   EXPECT_FALSE(first.arrived());
   server->Stop();
   EXPECT_EQ(model::ReasonOf(first.Wait().status()), model::kServerDown);

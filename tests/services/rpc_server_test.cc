@@ -94,6 +94,21 @@ TEST_F(RpcServerTest, PullCarriesPayloadAndChecksum) {
                                                 response.payload().size())));
 }
 
+TEST_F(RpcServerTest, CountsTheTimeOfStatus) {
+  const auto count = [this] {
+    uint64_t sum = 0;
+    const DurationHistogram& calls = server_->counters().calls[static_cast<size_t>(services::Call::kGetServerStatus)];
+    for (size_t i = 0; i <= DurationHistogram::kBoundsSeconds.size(); ++i) sum += calls.count(i);
+    return sum;
+  };
+  EXPECT_EQ(count(), 0u);
+  grpc::ClientContext context;
+  v1::GetServerStatusResponse status;
+  ASSERT_TRUE(admin_->GetServerStatus(&context, {}, &status).ok());
+  EXPECT_EQ(status.server_id(), "s");
+  EXPECT_EQ(count(), 1u);
+}
+
 TEST_F(RpcServerTest, SurvivesRandomBytes) {
   constexpr uint64_t kSeed = 20'240'601;
   SendRandomBytes(rpc_->address(), kSeed);
@@ -141,6 +156,31 @@ TEST_F(RpcServerTest, ACancelledCallHarmsNobody) {
   EXPECT_EQ(Call(&v1::StateService::Stub::Pull, request, &pulled), absl::OkStatus());
 }
 
+TEST_F(RpcServerTest, KeepsNoFieldsThatItDoesNotKnow) {
+  TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 2);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  v1::PullRequest pull;
+  pull.set_job("job");
+  pull.set_content(v1::CONTENT_WORKING);
+  pull.set_end(10);
+  pull.GetReflection()->MutableUnknownFields(&pull)->AddLengthDelimited(99, std::string(3000, 'x'));
+  v1::SealRequest seal = group.SealOf(0, ValuesHeader(4), 20'000);
+  seal.GetReflection()->MutableUnknownFields(&seal)->AddLengthDelimited(99, std::string(1'000'000, 'x'));
+  grpc::ClientContext pull_context, seal_context;
+  v1::PullResponse pulled;
+  v1::SealResponse sealed;
+  std::thread puller([&] { (void)state_->Pull(&pull_context, pull, &pulled); });
+  std::thread sealer([&] { (void)state_->Seal(&seal_context, seal, &sealed); });
+  const absl::Time patience = absl::Now() + absl::Seconds(30);
+  while (server_->counters().waiting_requests < 2 && absl::Now() < patience) std::this_thread::yield();
+  EXPECT_EQ(server_->counters().waiting_requests, 2u);
+  EXPECT_LT(server_->counters().waiting_request_bytes, 2000u);
+  pull_context.TryCancel();
+  seal_context.TryCancel();
+  puller.join();
+  sealer.join();
+}
+
 TEST_F(RpcServerTest, StopAnswersWhatWaits) {
   TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 1);
   ASSERT_EQ(group.Start(), absl::OkStatus());
@@ -155,6 +195,7 @@ TEST_F(RpcServerTest, StopAnswersWhatWaits) {
   });
   const absl::Time patience = absl::Now() + absl::Seconds(30);
   while (server_->counters().waiting_requests == 0 && absl::Now() < patience) std::this_thread::yield();
+  EXPECT_EQ(server_->counters().waiting_requests, 1u) << "the request must wait when the server stops";
   rpc_->Stop(absl::Seconds(5));
   puller.join();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
@@ -172,7 +213,11 @@ TEST(StatusCodec, KeepsCodeReasonAndMessage) {
 
 TEST(StatusCodec, BoundsMessages) {
   const std::string endless(100'000, 'x');
-  EXPECT_LE(ToGrpc(absl::InternalError(endless)).error_message().size(), 2048u);
+  EXPECT_EQ(ToGrpc(absl::InternalError(endless)).error_message().size(), 2048u);
+  // Characters of two bytes, shifted by one: the last one would be cut in half.
+  std::string letters = "x";
+  for (int i = 0; i < 2000; ++i) letters += "\xc3\xa4";
+  EXPECT_EQ(ToGrpc(absl::InternalError(letters)).error_message(), letters.substr(0, 2047));
 }
 
 }  // namespace

@@ -2,12 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <fstream>
 #include <thread>
 
 #include "ballast/proto/model/status.h"
 #include "ballast/services/counters.h"
 #include "ballast/tests/services/trainer_group.h"
+#include "ballast/tests/small_disk.h"
 
 namespace ballast::services {
 namespace {
@@ -54,7 +56,8 @@ TEST(StateServer, RefusesADirectoryInUse) {
   TestServer first("s");
   const absl::Status status = StateServer::Start(first.options()).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
-  EXPECT_TRUE(Contains(status, first.directory())) << status;
+  EXPECT_TRUE(Contains(status, absl::StrCat("data directory ", first.directory(), " is in use by process ", getpid())))
+      << status;
 }
 
 TEST(StateServer, KeepsItsNameAndRefusesAnother) {
@@ -107,6 +110,97 @@ TEST(StateServer, JobsShareBudgetsButNotState) {
   TrainerGroup again({server.get()}, MakeSpec("b", SmallModel()), 1, 2);
   EXPECT_EQ(again.Start(), absl::OkStatus());
   EXPECT_EQ(again.Initialise(Ones), absl::OkStatus());
+}
+
+TEST(StateServer, ADropHoldsUpNobodyElse) {
+  TestServer server("s");
+  TrainerGroup busy({server.get()}, MakeSpec("busy", EndlessModel()), 1);
+  std::vector<v1::GetJobResponse> answers;
+  ASSERT_EQ(busy.Fence(&answers), absl::OkStatus());
+  const v1::OpenRequest request = busy.open_request(-1, std::nullopt);
+  Answer<v1::OpenResponse> open;
+  server->Open(request, absl::InfiniteFuture(), open.reply());
+  // Waits for what the job's thread is doing.
+  v1::DropJobRequest drop;
+  drop.set_job("busy");
+  *drop.mutable_epoch() = busy.epoch();
+  Answer<v1::DropJobResponse> dropped;
+  server->DropJob(drop, dropped.reply());
+  TrainerGroup other({server.get()}, MakeSpec("other", SmallModel()), 1);
+  EXPECT_EQ(other.Fence(&answers), absl::OkStatus());
+  EXPECT_FALSE(dropped.arrived());
+  EXPECT_EQ(dropped.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(model::ReasonOf(open.Wait().status()), model::kUnknownJob);
+}
+
+TEST(StateServer, RepliesOfADropMayCallAgain) {
+  TestServer server("s");
+  v1::DropJobRequest drop;
+  drop.set_job("nobody");
+  Answer<v1::GetServerStatusResponse> status;
+  server->DropJob(drop, [&](const absl::StatusOr<v1::DropJobResponse>& response) {
+    EXPECT_EQ(model::ReasonOf(response.status()), model::kUnknownJob);
+    status.reply()(server->Status());
+  });
+  EXPECT_TRUE(status.Wait().ok());
+}
+
+TEST(StateServer, AFailedJobSaysWhyAndOthersGoOn) {
+  TestServer server("s", {0, 6 * kMiB, 64 * kMiB});
+  TrainerGroup lost({server.get()}, MakeSpec("lost", {{"large", "u", 6 << 16, 0}}), 1);
+  ASSERT_EQ(lost.Start(), absl::OkStatus());
+  ASSERT_EQ(lost.Initialise(Ones), absl::OkStatus());
+  ASSERT_TRUE(lost.Read(0, v1::CONTENT_WORKING, 0).ok());
+  TrainerGroup well({server.get()}, MakeSpec("well", {{"small", "u", 256, 0}}), 1);
+  ASSERT_EQ(well.Start(), absl::OkStatus());
+  ASSERT_EQ(well.Initialise(Ones), absl::OkStatus());
+  ASSERT_GT(server->Status().tiers(2).state_bytes(), 0u);
+
+  // The disk loses what was written.
+  std::filesystem::resize_file(server.directory() + "/nvme.tier", 0);
+  ASSERT_EQ(lost.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(1), Ones), absl::OkStatus());
+  ASSERT_EQ(lost.Finish(UpdateHeader(1)).status(), absl::OkStatus());
+  const absl::Status status = lost.Read(0, v1::CONTENT_MASTER, 1).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+  EXPECT_TRUE(Contains(status, "job 'lost' stopped on server 's': step 1 could not be applied to its chunks"))
+      << status;
+  EXPECT_TRUE(Contains(status, "Other jobs go on; drop this one")) << status;
+  EXPECT_EQ(server->Status().jobs(0).failure(), status.message());
+  EXPECT_EQ(lost.PushSlice(0, v1::SLICE_KIND_GRADIENT, Ones), status);
+
+  ASSERT_EQ(well.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(1), Ones), absl::OkStatus());
+  ASSERT_EQ(well.Finish(UpdateHeader(1)).status(), absl::OkStatus());
+  EXPECT_TRUE(well.Read(0, v1::CONTENT_WORKING, 1).ok());
+  EXPECT_EQ(Drop(server.get(), "lost", lost.epoch()), absl::OkStatus());
+}
+
+TEST(StateServer, StepsGoOnWhenTheCatalogsDiskIsFull) {
+  // Too small for RocksDB to set space aside for its log; its last page takes some steps to fill.
+  SmallDisk disk(kMiB / 2);
+  if (!disk.mounted()) GTEST_SKIP() << "a tmpfs cannot be mounted here: " << disk.why_not();
+  StateServerOptions options;
+  options.data_directory = disk.path() + "/data";
+  options.budget.dram = 64 * kMiB;
+  options.server_id = "s";
+  auto server = StateServer::Start(options);
+  ASSERT_TRUE(server.ok()) << server.status();
+  TrainerGroup group({server->get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  ASSERT_TRUE(group.Read(0, v1::CONTENT_WORKING, 0).ok());
+  disk.Fill();
+  for (int64_t step = 1; step <= 200; ++step) {
+    ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones), absl::OkStatus());
+    ASSERT_EQ(group.Finish(UpdateHeader(4)).status(), absl::OkStatus());
+    ASSERT_EQ(group.Read(0, v1::CONTENT_WORKING, step).status(), absl::OkStatus());
+  }
+  // A promise must be durable.
+  TrainerGroup next({server->get()}, MakeSpec("job", SmallModel()), 1, 2);
+  absl::Status status = next.Start();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+  EXPECT_EQ(model::ReasonOf(status), model::kIo);
+  EXPECT_TRUE(Contains(status, "No space left on device") && Contains(status, "then restart the server")) << status;
+  EXPECT_FALSE(Contains(status, "Other jobs go on")) << status;
 }
 
 TEST(StateServer, KnowsAfterARestartWhoseStateItLost) {

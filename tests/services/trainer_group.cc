@@ -12,6 +12,12 @@ std::vector<TestTensor> SmallModel() {
   return {{"embed", "u0", 70000, 0}, {"norm", "u0", 100, 1}, {"weight", "u1", 140000, 0}, {"bias", "u1", 300, 1}};
 }
 
+std::vector<TestTensor> EndlessModel() {
+  std::vector<TestTensor> tensors;
+  for (int i = 0; i < 100'000; ++i) tensors.push_back({absl::StrCat("t", i), "u", 256, 0});
+  return tensors;
+}
+
 v1::JobSpec MakeSpec(const std::string& job, const std::vector<TestTensor>& tensors) {
   v1::JobSpec spec;
   spec.set_name(job);

@@ -25,6 +25,8 @@ struct TestTensor {
 
 // Two units, two groups, several chunks of 2^16 elements, padding inside and at ends.
 std::vector<TestTensor> SmallModel();
+// So many that a server needs a while to lay them out, and more elements than a test's budget holds.
+std::vector<TestTensor> EndlessModel();
 v1::JobSpec MakeSpec(const std::string& job, const std::vector<TestTensor>& tensors);
 void Append(const std::vector<TestTensor>& tensors, int64_t version, v1::JobSpec* spec);
 v1::StepHeader UpdateHeader(uint32_t tensors);

@@ -31,16 +31,13 @@ class WaitingTest : public ::testing::Test {
     };
     return waiter;
   }
-  void Run(Replies* replies) {
-    for (const auto& reply : *replies) reply();
-    replies->clear();
-  }
+  void Run(Replies* replies) { services::Run(std::exchange(*replies, {})); }
 
   Deadlines deadlines_;
-  std::atomic<uint64_t> count_{0};
+  std::atomic<uint64_t> count_{0}, bytes_{0};
   absl::Mutex mu_;
   absl::Notification expired_;
-  Waiting waiting_{&deadlines_, &count_, 2, [this](uint64_t id) {
+  Waiting waiting_{&deadlines_, {&count_, 2, &bytes_, 100}, [this](uint64_t id) {
                      absl::MutexLock lock(&mu_);
                      Replies replies;
                      waiting_.Expire(id, &replies);
@@ -78,6 +75,63 @@ TEST_F(WaitingTest, RefusesBeyondTheBound) {
   Run(&replies);
   EXPECT_EQ(said_.size(), 3u);
   EXPECT_EQ(count_, 0u);
+}
+
+TEST_F(WaitingTest, WakesInTurnUntilOneHasToWait) {
+  bool a = false, b = false;
+  int evaluated = 0;
+  Replies replies;
+  waiting_.Submit(Make("a", &a), &queue_, &replies);
+  Waiter second = Make("b", &b);
+  second.attempt = [&, attempt = second.attempt](Replies* out) {
+    ++evaluated;
+    return attempt(out);
+  };
+  waiting_.Submit(second, &queue_, &replies);
+  b = true;
+  waiting_.WakeInTurn(&queue_, &replies);
+  EXPECT_EQ(evaluated, 1) << "behind one that has to wait, only its arrival counts";
+  a = true;
+  waiting_.WakeInTurn(&queue_, &replies);
+  Run(&replies);
+  EXPECT_EQ(said_, (std::vector<std::string>{"a", "b"}));
+  EXPECT_TRUE(queue_.empty());
+}
+
+TEST(Replies, OfRepliesRunFromALoopInOrder) {
+  std::vector<int> order;
+  constexpr int kDeep = 1'000'000;
+  int depth = 0, deepest = 0;
+  std::function<void(int)> next = [&](int i) {
+    deepest = std::max(deepest, ++depth);
+    if (i % 250'000 == 0) order.push_back(i);
+    if (i < kDeep) services::Run({[&next, i] { next(i + 1); }});
+    --depth;
+  };
+  services::Run({[&] { next(1); }, [&] { order.push_back(-1); }});
+  EXPECT_EQ(deepest, 1);
+  EXPECT_EQ(order, (std::vector<int>{-1, 250'000, 500'000, 750'000, 1'000'000}));
+}
+
+TEST_F(WaitingTest, RefusesBeyondTheBoundOfBytes) {
+  bool ready = false;
+  Replies replies;
+  Waiter first = Make("a", &ready);
+  first.bytes = 60;
+  waiting_.Submit(first, &queue_, &replies);
+  Waiter second = Make("b", &ready);
+  second.bytes = 41;
+  waiting_.Submit(second, &queue_, &replies);
+  Run(&replies);
+  EXPECT_EQ(said_, (std::vector<std::string>{"b BUSY"}));
+  EXPECT_EQ(bytes_, 60u);
+  EXPECT_EQ(count_, 1u);
+  second.bytes = 40;
+  waiting_.Submit(second, &queue_, &replies);
+  EXPECT_EQ(bytes_, 100u);
+  ready = true;
+  waiting_.Wake(&queue_, &replies);
+  EXPECT_EQ(bytes_, 0u);
 }
 
 TEST_F(WaitingTest, ExpiresByItself) {

@@ -5,11 +5,13 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <filesystem>
 #include <fstream>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/tests/scratch_directory.h"
+#include "ballast/tests/small_disk.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -81,6 +83,49 @@ TEST(CatalogDeathTest, DirectoryOfAnotherProcessIsRefusedUntilItDies) {
   EXPECT_TRUE(Catalog::Open(directory.path()).ok());
   close(ready[0]);
   close(ready[1]);
+}
+
+TEST(CatalogTest, KeepsNoLogFileOfRocksDb) {
+  ScratchDirectory directory;
+  for (int opened = 0; opened < 2; ++opened) {
+    auto catalog = *Catalog::Open(directory.path());
+    ASSERT_TRUE(catalog->Put("key", "value").ok());
+  }
+  for (const auto& file : std::filesystem::directory_iterator(directory / "catalog")) {
+    const std::string name = file.path().filename();
+    EXPECT_TRUE(name == "LOCK" || name.rfind("LO", 0) != 0) << name;
+  }
+}
+
+TEST(CatalogTest, UnsyncedValuesAreReadBack) {
+  ScratchDirectory directory;
+  {
+    auto catalog = *Catalog::Open(directory.path());
+    ASSERT_TRUE(catalog->Put("key", "value", Catalog::Sync::kUnsynced).ok());
+    EXPECT_EQ(**catalog->Get("key"), "value");
+  }
+  EXPECT_EQ(**(*Catalog::Open(directory.path()))->Get("key"), "value");
+}
+
+TEST(CatalogTest, AFullDiskIsAnErrorAndStaysOne) {
+  SmallDisk disk(4 << 20);
+  if (!disk.mounted()) GTEST_SKIP() << "a tmpfs cannot be mounted here: " << disk.why_not();
+  for (const Catalog::Sync sync : {Catalog::Sync::kSynced, Catalog::Sync::kUnsynced}) {
+    const std::string directory = absl::StrCat(disk.path(), "/", static_cast<int>(sync));
+    auto catalog = *Catalog::Open(directory);
+    ASSERT_TRUE(catalog->Put("before", "1").ok());
+    disk.Fill();
+    const std::string large(1 << 20, 'x');
+    absl::Status status;
+    for (int i = 0; i < 16 && status.ok(); ++i) status = catalog->Put(absl::StrCat("large", i), large, sync);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+    EXPECT_EQ(model::ReasonOf(status), model::kIo);
+    EXPECT_THAT(status.ToString(), HasSubstr("No space left on device"));
+    EXPECT_EQ(catalog->Put("small", "1"), status);
+    disk.Empty();
+    EXPECT_EQ(catalog->Put("small", "1"), status) << "until somebody looks";
+    EXPECT_EQ(**catalog->Get("before"), "1");
+  }
 }
 
 TEST(CatalogTest, UnwritableDirectoryIsNamed) {

@@ -58,6 +58,29 @@ TEST_P(PinTest, PinsKeepTheirVersions) {
             model::kVersionGone);
 }
 
+TEST_P(PinTest, KnowsNoChunkThatWasAddedLater) {
+  ASSERT_TRUE(s_.RunValues(1).ok());
+  ASSERT_TRUE(s_.store->Pin(1).ok());
+  Plan plan;
+  plan.chunks = {{.state = TierKind::kDram}};
+  ASSERT_TRUE(s_.store->Add({256}, plan).ok());
+  const uint64_t added = Sizes().size();
+  std::vector<float> to(1);
+  EXPECT_EQ(model::ReasonOf(s_.store->ReadPinnedState(1, added, StateArray::kMaster, 0, absl::MakeSpan(to))),
+            model::kVersionGone);
+  ASSERT_TRUE(s_.store->Pin(2).ok());
+  EXPECT_TRUE(s_.store->ReadPinnedState(2, added, StateArray::kMaster, 0, absl::MakeSpan(to)).ok());
+  const TierBytes before = s_.tiers->used();
+  s_.store->Unpin(2);
+  StepUpdates step(9);
+  step.AddValues(added, 256);
+  s_.reference.emplace_back(256);
+  ASSERT_TRUE(s_.Run(step).ok());
+  EXPECT_EQ(s_.tiers->used().dram, before.dram) << "nobody needs a copy of it";
+  EXPECT_EQ(model::ReasonOf(s_.store->ReadPinnedState(1, added, StateArray::kMaster, 0, absl::MakeSpan(to))),
+            model::kVersionGone);
+}
+
 TEST_P(PinTest, UnpinReturnsAllSpace) {
   ASSERT_TRUE(s_.RunValues(1).ok());
   ASSERT_TRUE(s_.RunSegments(1).ok());

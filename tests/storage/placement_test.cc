@@ -56,6 +56,14 @@ TEST(PlacementTest, FirstChunksStayInDram) {
   EXPECT_THAT(plan->Explain(), HasSubstr(absl::StrCat("nvme holds the state of 2 chunks (", 2 * kState, " bytes)")));
 }
 
+TEST(PlacementTest, StagingBeyondAllNumbersIsNoRoom) {
+  PlanRequest request = FourChunks({.dram = 4 * (kWorking + 4 * kChunk) + 2 * kState, .nvme = 4 * kState});
+  request.staging_bytes = ~uint64_t{0} - 100;
+  const absl::Status status = MakePlan(request).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_THAT(status.ToString(), HasSubstr("dram is short of"));
+}
+
 TEST(PlacementTest, HbmTakesWorkingCopiesWithItsState) {
   const absl::StatusOr<Plan> plan = MakePlan(FourChunks({.hbm = 2 * kState + kWorking, .dram = uint64_t{1} << 30}));
   ASSERT_TRUE(plan.ok()) << plan.status();
