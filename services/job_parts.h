@@ -1,4 +1,4 @@
-// What job.cc, data_path.cc and update_stage.cc, the three files of class Job, share.
+// What the files of class Job share.
 #pragma once
 
 #include <memory>
