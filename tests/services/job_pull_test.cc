@@ -131,7 +131,7 @@ TEST_F(JobPull, RefusesAPinThatWasUnpinnedMeanwhile) {
 TEST_F(JobPull, RefusesAVersionBeforeTheChunkWasRegistered) {
   ASSERT_TRUE(Pin(0).ok());
   ASSERT_EQ(Step(), absl::OkStatus());
-  Append({{"head", "u2", 1000, 0}}, &group_.spec());
+  Append({{"head", "u2", 1000, 0}}, 1, &group_.spec());
   TrainerGroup next({server_.get()}, group_.spec(), 2, 2);
   ASSERT_EQ(next.Start(), absl::OkStatus());
   EXPECT_EQ(next.Read(4, v1::CONTENT_WORKING, 1).status(), absl::OkStatus());
