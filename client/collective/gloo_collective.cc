@@ -28,8 +28,9 @@ namespace {
 using std::chrono::milliseconds;
 
 // At least one: Gloo takes zero for "no limit".
+// Rounded up: who waits this long has passed the deadline.
 milliseconds Left(absl::Time deadline) {
-  return milliseconds(std::max<int64_t>(1, absl::ToInt64Milliseconds(deadline - absl::Now())));
+  return milliseconds(std::max<int64_t>(1, 1 + absl::ToInt64Milliseconds(deadline - absl::Now())));
 }
 
 // Gloo writes to sockets as to files: when the peer is gone that is a SIGPIPE, which would end the process. Blocked in

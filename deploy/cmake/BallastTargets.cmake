@@ -12,7 +12,7 @@ endfunction()
 
 # ballast_grpc_glue(<target> [source...]): these sources (or all of the target) instantiate gRPC's templates. Under ThreadSanitizer they
 # are compiled without it: gRPC hands calls between threads by lock-free queues inside its own library, where TSan cannot look,
-# so its templates would be reported at random. What they call is instrumented as everything else.
+# so its templates, and the messages that they keep, would be reported at random. All else is instrumented.
 function(ballast_grpc_glue target)
   if(NOT BALLAST_SANITIZE STREQUAL "thread")
     return()
