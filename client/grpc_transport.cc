@@ -272,17 +272,19 @@ class GrpcTransport final : public Transport {
       grpc::ClientContext context;
       grpc::ByteBuffer request;
       grpc::ByteBuffer response;
+      std::function<void(absl::Status)> done;
     };
     auto* call = new PullCall;
+    call->done = std::move(done);
     const grpc::Slice slice(request.SerializeAsString());
     call->request = grpc::ByteBuffer(&slice, 1);
     Begin(&call->context, deadline);
     data_.UnaryCall(&call->context, kPullMethod, grpc::StubOptions(), &call->request, &call->response,
-                    [this, call, to, done = std::move(done)](grpc::Status status) {
+                    [this, call, to](grpc::Status status) {
                       calls_.Erase(&call->context);
                       absl::Status result = FromGrpc(status);
                       if (result.ok()) result = PullReader(call->response).ReadInto(to);
-                      done(std::move(result));
+                      call->done(std::move(result));
                       delete call;
                       calls_.Leave();
                     });
@@ -291,6 +293,8 @@ class GrpcTransport final : public Transport {
  private:
   using Async = v1::StateService::StubInterface::async_interface;
 
+  // The last thing before a call goes to gRPC: what was written until here is seen by the callback, which begins with
+  // Erase.
   void Begin(grpc::ClientContext* context, absl::Time deadline) {
     if (deadline != absl::InfiniteFuture()) context->set_deadline(absl::ToChronoTime(deadline));
     calls_.Enter();
@@ -304,17 +308,19 @@ class GrpcTransport final : public Transport {
       grpc::ClientContext context;
       Request request;
       Response response;
+      Callback<Response> done;
     };
     auto* call = new UnaryCall;
     call->request = request;
+    call->done = std::move(done);
     Begin(&call->context, deadline);
     (control_->async()->*method)(&call->context, &call->request, &call->response,
-                                 [this, call, done = std::move(done)](grpc::Status status) {
+                                 [this, call](grpc::Status status) {
                                    calls_.Erase(&call->context);
                                    if (status.ok()) {
-                                     done(std::move(call->response));
+                                     call->done(std::move(call->response));
                                    } else {
-                                     done(FromGrpc(status));
+                                     call->done(FromGrpc(status));
                                    }
                                    delete call;
                                    calls_.Leave();

@@ -1,7 +1,5 @@
 // How class Job takes space for the chunks of an Open, before the epoch's promise is used: an Open that does not fit
 // leaves everything as it was.
-#include <malloc.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -76,9 +74,6 @@ void Job::PrepareOpen(const v1::OpenRequest& request) {
     opening_.reset();
     moved_ = true;  // another Open may have waited for this one to end
   });
-  // The plan of a job that is too large is large itself, and ballastd's malloc keeps what is free. Behind this task,
-  // whose request is a part of it.
-  if (absl::IsResourceExhausted(status)) stage_->Post([] { malloc_trim(0); });
 }
 
 absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::shared_ptr<HeldChunk>>* chunks) {
