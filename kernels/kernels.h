@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "absl/types/span.h"
-#include "ballast/kernels/float16.h"
+#include "ballast/kernels/float_formats.h"
 
 namespace ballast::kernels {
 

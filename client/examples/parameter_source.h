@@ -9,7 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ballast/client/collective/gradient_tree.h"
-#include "ballast/kernels/float16.h"
+#include "ballast/kernels/float_formats.h"
 #include "ballast/v1/types.pb.h"
 
 namespace ballast::client {

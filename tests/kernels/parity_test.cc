@@ -5,10 +5,9 @@
 
 #include <cstring>
 
-#include "ballast/kernels/cpu/highway_targets.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/tests/kernels/instruction_sets.h"
 #include "ballast/tests/kernels/samples.h"
-#include "hwy/highway.h"
 
 namespace ballast::kernels {
 namespace {
@@ -16,26 +15,8 @@ namespace {
 constexpr size_t kSizes[] = {0,  1,  2,  3,  4,  5,   7,   8,   9,    15,   16,   17,
                              31, 33, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025, 4099};
 
-// All that is compiled and can run here.
-std::vector<int64_t> Targets() {
-  std::vector<int64_t> targets;
-  for (int64_t left = (hwy::SupportedTargets() & HWY_TARGETS) | HWY_BASELINE_SCALAR; left != 0; left &= left - 1) {
-    targets.push_back(left & -left);
-  }
-  return targets;
-}
-
-class ParityTest : public testing::TestWithParam<int64_t> {
+class ParityTest : public InstructionSetTest {
  protected:
-  void SetUp() override {
-    hwy::SetSupportedTargetsForTest(GetParam());
-    hwy::GetChosenTarget().Update(GetParam());
-    ASSERT_STREQ(ActiveIsa(), hwy::TargetName(GetParam()));
-  }
-  void TearDown() override {
-    hwy::SetSupportedTargetsForTest(0);
-    hwy::GetChosenTarget().DeInit();
-  }
   std::mt19937_64 random_{20260101};
 };
 
@@ -164,8 +145,7 @@ TEST_P(ParityTest, NothingBeyondTheEndIsTouched) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Isa, ParityTest, testing::ValuesIn(Targets()),
-                         [](const auto& info) { return std::string(hwy::TargetName(info.param)); });
+INSTANTIATE_TEST_SUITE_P(Isa, ParityTest, testing::ValuesIn(InstructionSets()), InstructionSetName);
 
 }  // namespace
 }  // namespace ballast::kernels

@@ -1,0 +1,245 @@
+// The arithmetic of the kernels over one float (ScalarLanes) and, where the instruction set has a fused multiply-add,
+// over a vector of them (Lanes). Compiled once per instruction set: no include guard but Highway's toggle.
+#if defined(BALLAST_KERNELS_CPU_LANES_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef BALLAST_KERNELS_CPU_LANES_INL_H_
+#undef BALLAST_KERNELS_CPU_LANES_INL_H_
+#else
+#define BALLAST_KERNELS_CPU_LANES_INL_H_
+#endif
+
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "ballast/kernels/float_formats.h"
+#include "hwy/cache_control.h"
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace ballast::kernels::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// Processors differ in the sign and payload of the NaN they make or pass on; stored NaNs must not.
+inline constexpr uint32_t kNanBits = 0x7fc00000u;
+
+#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
+
+struct Lanes {
+  using F = float;
+  using U = uint32_t;
+  static constexpr size_t kWidth = 1;
+
+  static F Set(float x) { return x; }
+  static F Load(const float* from) { return *from; }
+  static void Store(F x, float* to) { *to = x; }
+  static F Add(F a, F b) { return a + b; }
+  static F Sub(F a, F b) { return a - b; }
+  static F Mul(F a, F b) { return a * b; }
+  static F Div(F a, F b) { return a / b; }
+  static F Fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
+  static F NegFma(F a, F b, F c) { return __builtin_fmaf(-a, b, c); }
+  static F Sqrt(F a) { return __builtin_sqrtf(a); }
+  static F Max(F a, F b) { return a > b || a != a ? a : b; }
+  static F Sign(F a) { return a > 0 ? 1.0f : a < 0 ? -1.0f : a; }
+  static F OneNan(F a) { return a != a ? std::bit_cast<float>(kNanBits) : a; }
+
+  // Unsigned integers, as many as floats.
+  static U SetU(uint32_t x) { return x; }
+  static U Bits(F a) { return std::bit_cast<uint32_t>(a); }
+  static F FromBits(U a) { return std::bit_cast<float>(a); }
+  static U AddU(U a, U b) { return a + b; }
+  static U SubU(U a, U b) { return a - b; }
+  static U And(U a, U b) { return a & b; }
+  static U Or(U a, U b) { return a | b; }
+  static U Xor(U a, U b) { return a ^ b; }
+  static U MinU(U a, U b) { return a < b ? a : b; }
+  static U MaxU(U a, U b) { return a > b ? a : b; }
+  static U SelectLess(U a, U b, U yes, U no) { return a < b ? yes : no; }
+  template <int kBits>
+  static U ShiftLeft(U a) {
+    return a << kBits;
+  }
+  template <int kBits>
+  static U ShiftRight(U a) {
+    return a >> kBits;
+  }
+  static uint32_t MaxOfLanes(U a) { return a; }
+  static U Load16(const uint16_t* from) { return *from; }
+  static U Load8(const uint8_t* from) { return *from; }
+  // The upper bits are zero.
+  static void Store16(U a, uint16_t* to) { *to = static_cast<uint16_t>(a); }
+  static void Store8(U a, uint8_t* to) { *to = static_cast<uint8_t>(a); }
+  static void Store8x4(U a, U b, U c, U d, uint8_t* to) {
+    Store8(a, to), Store8(b, to + 1), Store8(c, to + 2), Store8(d, to + 3);
+  }
+  static void Stream16(U a, uint16_t* to) { Store16(a, to); }
+  // table[index], index below 8; the table has 16 floats.
+  static F Lookup8(const float* table, U index) { return table[index]; }
+  // 0 to 2^23, exactly; and back, rounded to nearest even.
+  static F FloatOf(U a) { return static_cast<float>(a); }
+  static U Round(F a) { return Bits(a + 0x1p23f) - Bits(0x1p23f); }
+  static F MinF(F a, F b) { return a < b ? a : b; }
+  static U IsGreater(F a, F b) { return a > b ? 1 : 0; }
+  static F F16Load(const uint16_t* from) { return FromF16(*from); }
+  static void F16Store(F a, uint16_t* to) { *to = ToF16(a); }
+  static void FlushStream() {}
+  static U Iota(uint32_t first) { return first; }
+  static void MulWide(U a, uint32_t b, U* high, U* low) {
+    const uint64_t product = uint64_t{a} * b;
+    *high = static_cast<uint32_t>(product >> 32);
+    *low = static_cast<uint32_t>(product);
+  }
+  // Four words of each lane, lane after lane, in halves, the lower one first.
+  static void StoreInterleaved(U a, U b, U c, U d, uint16_t* to) {
+    const uint32_t words[4] = {a, b, c, d};
+    std::memcpy(to, words, sizeof(words));
+  }
+};
+
+#else
+
+struct Lanes {
+  using DF = hn::ScalableTag<float>;
+  using DU = hn::RebindToUnsigned<DF>;
+  using DI = hn::RebindToSigned<DF>;
+  using DH = hn::Rebind<uint16_t, DF>;
+  using DB = hn::Rebind<uint8_t, DF>;
+  using F = hn::Vec<DF>;
+  using U = hn::Vec<DU>;
+  static constexpr size_t kWidth = hn::MaxLanes(DF());
+
+  static HWY_INLINE F Set(float x) { return hn::Set(DF(), x); }
+  static HWY_INLINE F Load(const float* from) { return hn::LoadU(DF(), from); }
+  static HWY_INLINE void Store(F x, float* to) { hn::StoreU(x, DF(), to); }
+  static HWY_INLINE F Add(F a, F b) { return hn::Add(a, b); }
+  static HWY_INLINE F Sub(F a, F b) { return hn::Sub(a, b); }
+  static HWY_INLINE F Mul(F a, F b) { return hn::Mul(a, b); }
+  static HWY_INLINE F Div(F a, F b) { return hn::Div(a, b); }
+  static HWY_INLINE F Fma(F a, F b, F c) { return hn::MulAdd(a, b, c); }
+  static HWY_INLINE F NegFma(F a, F b, F c) { return hn::NegMulAdd(a, b, c); }
+  static HWY_INLINE F Sqrt(F a) { return hn::Sqrt(a); }
+  static HWY_INLINE F Max(F a, F b) { return hn::IfThenElse(hn::Or(hn::Gt(a, b), hn::IsNaN(a)), a, b); }
+  static HWY_INLINE F Sign(F a) {
+    const F zero = hn::Zero(DF()), one = Set(1);
+    return hn::IfThenElse(hn::Gt(a, zero), one, hn::IfThenElse(hn::Lt(a, zero), hn::Neg(one), a));
+  }
+  static HWY_INLINE F OneNan(F a) { return hn::IfThenElse(hn::IsNaN(a), FromBits(SetU(kNanBits)), a); }
+
+  static HWY_INLINE U SetU(uint32_t x) { return hn::Set(DU(), x); }
+  static HWY_INLINE U Bits(F a) { return hn::BitCast(DU(), a); }
+  static HWY_INLINE F FromBits(U a) { return hn::BitCast(DF(), a); }
+  static HWY_INLINE U AddU(U a, U b) { return hn::Add(a, b); }
+  static HWY_INLINE U SubU(U a, U b) { return hn::Sub(a, b); }
+  static HWY_INLINE U And(U a, U b) { return hn::And(a, b); }
+  static HWY_INLINE U Or(U a, U b) { return hn::Or(a, b); }
+  static HWY_INLINE U Xor(U a, U b) { return hn::Xor(a, b); }
+  static HWY_INLINE U MinU(U a, U b) { return hn::Min(a, b); }
+  static HWY_INLINE U MaxU(U a, U b) { return hn::Max(a, b); }
+  static HWY_INLINE U SelectLess(U a, U b, U yes, U no) { return hn::IfThenElse(hn::Lt(a, b), yes, no); }
+  template <int kBits>
+  static HWY_INLINE U ShiftLeft(U a) {
+    return hn::ShiftLeft<kBits>(a);
+  }
+  template <int kBits>
+  static HWY_INLINE U ShiftRight(U a) {
+    return hn::ShiftRight<kBits>(a);
+  }
+  static HWY_INLINE uint32_t MaxOfLanes(U a) { return hn::GetLane(hn::MaxOfLanes(DU(), a)); }
+  static HWY_INLINE U Load16(const uint16_t* from) { return hn::PromoteTo(DU(), hn::LoadU(DH(), from)); }
+  static HWY_INLINE U Load8(const uint8_t* from) { return hn::PromoteTo(DU(), hn::LoadU(DB(), from)); }
+  static HWY_INLINE void Store16(U a, uint16_t* to) { hn::StoreU(hn::DemoteTo(DH(), hn::BitCast(DI(), a)), DH(), to); }
+  static HWY_INLINE void Store8(U a, uint8_t* to) { hn::StoreU(hn::DemoteTo(DB(), hn::BitCast(DI(), a)), DB(), to); }
+  // Four vectors, one after the other.
+  static HWY_INLINE void Store8x4(U a, U b, U c, U d, uint8_t* to) {
+#if HWY_TARGET == HWY_AVX2
+    // Packing works within halves of 16 bytes; one permutation at the end puts the groups of four in order.
+    const hn::RepartitionToNarrow<DI> d16;
+    const hn::Repartition<uint8_t, DI> d8;
+    const auto low = hn::ReorderDemote2To(d16, hn::BitCast(DI(), a), hn::BitCast(DI(), b));
+    const auto high = hn::ReorderDemote2To(d16, hn::BitCast(DI(), c), hn::BitCast(DI(), d));
+    alignas(32) static constexpr int32_t kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+    const auto packed = hn::Vec256<uint8_t>{_mm256_packus_epi16(low.raw, high.raw)};
+    const auto ordered = hn::TableLookupLanes(hn::BitCast(DI(), packed), hn::SetTableIndices(DI(), kOrder));
+    hn::StoreU(hn::BitCast(d8, ordered), d8, to);
+#else
+    Store8(a, to), Store8(b, to + kWidth), Store8(c, to + 2 * kWidth), Store8(d, to + 3 * kWidth);
+#endif
+  }
+  // Past the caches; `to` is aligned to the vector.
+  static HWY_INLINE void Stream16(U a, uint16_t* to) { hn::Stream(hn::DemoteTo(DH(), hn::BitCast(DI(), a)), DH(), to); }
+  static HWY_INLINE F Lookup8(const float* table, U index) {
+#if HWY_TARGET <= HWY_AVX2
+    return hn::TableLookupLanes(hn::LoadU(DF(), table), hn::IndicesFromVec(DF(), hn::BitCast(DI(), index)));
+#else
+    return hn::GatherIndex(DF(), table, hn::BitCast(DI(), index));
+#endif
+  }
+  static HWY_INLINE F FloatOf(U a) { return hn::ConvertTo(DF(), hn::BitCast(DI(), a)); }
+  static HWY_INLINE U Round(F a) { return SubU(Bits(Add(a, Set(0x1p23f))), SetU(0x4b000000u)); }
+  static HWY_INLINE F MinF(F a, F b) { return hn::IfThenElse(hn::Lt(a, b), a, b); }
+  static HWY_INLINE U IsGreater(F a, F b) { return hn::IfThenElseZero(hn::RebindMask(DU(), hn::Gt(a, b)), SetU(1)); }
+  static HWY_INLINE F F16Load(const uint16_t* from) {
+    const hn::Rebind<hwy::float16_t, DF> dh;
+    return hn::PromoteTo(DF(), hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(from)));
+  }
+  static HWY_INLINE void F16Store(F a, uint16_t* to) {
+    const hn::Rebind<hwy::float16_t, DF> dh;
+    hn::StoreU(hn::DemoteTo(dh, a), dh, reinterpret_cast<hwy::float16_t*>(to));
+  }
+  static HWY_INLINE void FlushStream() { hwy::FlushStream(); }
+  static HWY_INLINE U Iota(uint32_t first) { return hn::Iota(DU(), first); }
+  static HWY_INLINE void MulWide(U a, uint32_t b, U* high, U* low) {
+    const hn::Repartition<uint64_t, DU> dw;
+    const U factor = SetU(b);
+    const auto even = hn::MulEven(a, factor);
+    const auto odd = hn::MulEven(hn::BitCast(DU(), hn::ShiftRight<32>(hn::BitCast(dw, a))), factor);
+    *high = hn::OddEven(hn::BitCast(DU(), odd), hn::BitCast(DU(), hn::ShiftRight<32>(even)));
+    *low = hn::OddEven(hn::BitCast(DU(), hn::ShiftLeft<32>(odd)), hn::BitCast(DU(), even));
+  }
+  static HWY_INLINE void StoreInterleaved(U a, U b, U c, U d, uint16_t* to) {
+    hn::StoreInterleaved4(a, b, c, d, DU(), reinterpret_cast<uint32_t*>(to));
+  }
+};
+
+#endif
+
+// Formats over lanes; float_formats.h says what they compute.
+template <class L>
+HWY_INLINE typename L::F WidenBf16(typename L::U x) {
+  return L::FromBits(L::template ShiftLeft<16>(x));
+}
+
+// OneNan has been applied: 0x7fc00000, the only NaN, rounds to itself.
+template <class L>
+HWY_INLINE typename L::U NarrowBf16(typename L::F x) {
+  const typename L::U bits = L::Bits(x);
+  const typename L::U odd = L::And(L::template ShiftRight<16>(bits), L::SetU(1));
+  return L::template ShiftRight<16>(L::AddU(bits, L::AddU(odd, L::SetU(0x7fff))));
+}
+
+// SmallFloat's Narrow and Widen.
+template <class Format, class L>
+HWY_INLINE typename L::U NarrowMagnitude(typename L::U bits) {
+  using U = typename L::U;
+  const U magic = L::SetU(Format::kMagic);
+  const U subnormal = L::SubU(L::Bits(L::Add(L::FromBits(bits), L::FromBits(magic))), magic);
+  const U odd = L::And(L::template ShiftRight<Format::kShift>(bits), L::SetU(1));
+  const U normal =
+      L::template ShiftRight<Format::kShift>(L::AddU(L::AddU(bits, odd), L::SetU(Format::kHalf - Format::kBiasShift)));
+  return L::SelectLess(bits, L::SetU(Format::kNormalMin), subnormal, normal);
+}
+
+template <class Format, class L>
+HWY_INLINE typename L::U WidenMagnitude(typename L::U magnitude) {
+  using U = typename L::U;
+  const U bits = L::template ShiftLeft<Format::kShift>(magnitude), least = L::SetU(Format::kNormalMin);
+  const U subnormal = L::Bits(L::Sub(L::FromBits(L::Or(bits, least)), L::FromBits(least)));
+  return L::SelectLess(bits, L::SetU(1u << 23), subnormal, L::AddU(bits, L::SetU(Format::kBiasShift)));
+}
+
+}  // namespace ballast::kernels::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

@@ -1,0 +1,83 @@
+#include "ballast/kernels/optimizer.h"
+
+#include <cmath>
+
+namespace ballast::kernels {
+namespace {
+
+// base^t from IEEE multiplications alone: libm's pow may differ in its last bit between versions and processors.
+double Power(double base, uint64_t t) {
+  double result = 1;
+  for (; t != 0; t >>= 1) {
+    if ((t & 1) != 0) result *= base;
+    base *= base;
+  }
+  return result;
+}
+
+bool Blockwise(MomentFormat format) { return format == MomentFormat::kI8 || format == MomentFormat::kF8; }
+
+}  // namespace
+
+int MomentCount(const OptimizerSpec& spec) {
+  switch (spec.kind) {
+    case OptimizerKind::kAdamw:
+    case OptimizerKind::kAdam:
+      return spec.amsgrad ? 3 : 2;
+    case OptimizerKind::kSgd:
+      return spec.momentum ? 1 : 0;
+    case OptimizerKind::kAdagrad:
+    case OptimizerKind::kLion:
+      return 1;
+  }
+  return 0;
+}
+
+uint64_t MomentBytes(MomentFormat format, uint64_t n) {
+  if (format == MomentFormat::kF32) return n * sizeof(float);
+  return format == MomentFormat::kBf16 ? n * sizeof(bf16) : n;
+}
+
+uint64_t MomentScaleBytes(MomentFormat format, uint64_t n) {
+  return Blockwise(format) ? (n + kMomentBlock - 1) / kMomentBlock * sizeof(float) : 0;
+}
+
+Coefficients MakeCoefficients(const OptimizerSpec& spec, const Hyper& hyper, uint64_t t, float factor) {
+  const auto once = [](double x) { return static_cast<float>(x); };
+  Coefficients c;
+  c.factor = hyper.maximize ? -factor : factor;
+  switch (spec.kind) {
+    case OptimizerKind::kAdamw:
+    case OptimizerKind::kAdam:
+      c.weight_decay =
+          once(spec.kind == OptimizerKind::kAdamw ? hyper.learning_rate * hyper.weight_decay : hyper.weight_decay);
+      c.take1 = once(1 - hyper.beta1);
+      c.keep2 = once(hyper.beta2);
+      c.take2 = once(1 - hyper.beta2);
+      c.step_size = once(hyper.learning_rate / (1 - Power(hyper.beta1, t)));
+      c.root_scale = once(1 / std::sqrt(1 - Power(hyper.beta2, t)));
+      c.eps = once(hyper.epsilon);
+      break;
+    case OptimizerKind::kSgd:
+      c.weight_decay = once(hyper.weight_decay);
+      c.keep = once(hyper.beta1);
+      c.keep1 = t == 1 ? 0 : c.keep;
+      c.take1 = t == 1 ? 1 : once(1 - hyper.dampening);
+      c.step_size = once(hyper.learning_rate);
+      break;
+    case OptimizerKind::kAdagrad:
+      c.weight_decay = once(hyper.weight_decay);
+      c.step_size = once(hyper.learning_rate / (1 + static_cast<double>(t - 1) * hyper.learning_rate_decay));
+      c.eps = once(hyper.epsilon);
+      break;
+    case OptimizerKind::kLion:
+      c.weight_decay = once(hyper.learning_rate * hyper.weight_decay);
+      c.take1 = once(1 - hyper.beta1);
+      c.take2 = once(1 - hyper.beta2);
+      c.step_size = once(hyper.learning_rate);
+      break;
+  }
+  return c;
+}
+
+}  // namespace ballast::kernels

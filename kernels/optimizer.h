@@ -1,0 +1,119 @@
+// The elementwise optimizers: one fused pass per chunk from reduced gradient to working parameters.
+//
+// Bit-exact everywhere: every CPU path (no vectors, AVX2, AVX-512; Highway picks one at run time) and CUDA give the
+// same bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding; a NaN that is stored is
+// always 0x7fc00000. Threads: any; nothing is shared.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "absl/types/span.h"
+#include "ballast/kernels/float_formats.h"
+
+namespace ballast::kernels {
+
+// What is computed, for gradient g, master p, first moment m, second moment v (semantics and names of torch.optim):
+//
+//   all                  g = factor * grad
+//   kAdam, kSgd, kAdagrad  g = fma(weight_decay, p, g)                                     (L2, coupled)
+//   kAdamw, kAdam        m = fma(take1, g - m, m);  v = fma(take2 * g, g, keep2 * v)
+//     amsgrad            x = max(x, v), and x in v's place below
+//     kAdam              p = fma(-step_size, m / fma(sqrt(v), root_scale, eps), p)
+//     kAdamw             p = p - fma(weight_decay, p, step_size * (m / fma(sqrt(v), root_scale, eps)))
+//   kSgd                 p = fma(-step_size, g, p)
+//     momentum           m = fma(take1, g, keep1 * m), and m in g's place
+//     nesterov           m = fma(take1, g, keep1 * m), and fma(keep, m, g) in g's place; keep = momentum
+//   kAdagrad             v = fma(g, g, v);  p = fma(-step_size, g / (sqrt(v) + eps), p)
+//   kLion                u = sign(fma(take1, g - m, m));  m = fma(take2, g - m, m)
+//                        p = p - fma(weight_decay, p, step_size * u)
+//
+// Sources: AdamW: Loshchilov & Hutter 2019, algorithm 2. Adam: Kingma & Ba 2015, algorithm 1. AMSGrad: Reddi et al.
+// 2018, algorithm 2, on uncorrected v. SGD: Sutskever et al. 2013, in torch's form, whose first momentum is the
+// gradient. Adagrad: Duchi et al. 2011. Lion: Chen et al. 2023, algorithm 2.
+enum class OptimizerKind : uint8_t { kAdamw, kAdam, kSgd, kAdagrad, kLion };
+
+// How moments are stored. kF8 and kI8 keep a byte per element and an fp32 scale per block of kMomentBlock elements.
+enum class MomentFormat : uint8_t {
+  kF32,
+  kBf16,  // stochastic rounding, see RandomKey
+  kI8,    // the dynamic map of Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", section 2.2
+  kF8,    // first moment: sign, 4-bit exponent, 3-bit mantissa; second: the root of v with 4-bit exponent and mantissa
+};
+
+inline constexpr uint64_t kMomentBlock = 256;
+inline constexpr int kMomentsMax = 3;
+
+// All that is fixed for a job's life.
+struct OptimizerSpec {
+  OptimizerKind kind = OptimizerKind::kAdamw;
+  bool amsgrad = false;   // kAdamw, kAdam
+  bool momentum = false;  // kSgd keeps a momentum buffer
+  bool nesterov = false;  // kSgd with momentum
+  MomentFormat moments = MomentFormat::kF32;
+  Dtype gradient = Dtype::kBf16;  // kF32, kBf16, kF16
+  Dtype working = Dtype::kBf16;   // kF32, kBf16, kF16
+};
+
+// Moments per parameter: AdamW and Adam {m, v} or {m, v, x} with amsgrad, SGD {} or {m}, Adagrad {v}, Lion {m}.
+int MomentCount(const OptimizerSpec& spec);
+
+// Bytes of `n` elements of one moment; of its scales (0 unless kI8, kF8).
+uint64_t MomentBytes(MomentFormat format, uint64_t n);
+uint64_t MomentScaleBytes(MomentFormat format, uint64_t n);
+
+// A parameter group's hyper-parameters for one step; torch.optim's names and defaults are the caller's.
+struct Hyper {
+  double learning_rate = 0;
+  double beta1 = 0;  // kSgd: momentum
+  double beta2 = 0;
+  double epsilon = 0;
+  double weight_decay = 0;
+  double dampening = 0;            // kSgd
+  double learning_rate_decay = 0;  // kAdagrad
+  bool maximize = false;
+};
+
+// What the kernel multiplies with: each value computed in fp64 and rounded once (1f - 0.999f would be off by 1.3e-5).
+// The fields that a kind does not name above stay 0.
+struct Coefficients {
+  float factor = 1;        // fp32(gradient scale x clip), negated to maximize
+  float weight_decay = 0;  // L2: the decay; decoupled: lr * decay
+  float keep = 0, keep1 = 0, take1 = 0, keep2 = 0, take2 = 0;
+  float step_size = 0;   // lr, over Adam's first bias correction
+  float root_scale = 0;  // 1 / sqrt(1 - beta2^t)
+  float eps = 0;
+  friend bool operator==(const Coefficients&, const Coefficients&) = default;
+};
+
+// t: this update's step count for the tensor, from 1. factor: fp32(gradient scale x clip).
+Coefficients MakeCoefficients(const OptimizerSpec& spec, const Hyper& hyper, uint64_t t, float factor);
+
+// The random bits of stochastic rounding depend on nothing but these, so every split of the work gives the same bits.
+// Philox4x32-10 (Salmon et al. 2011), key = seed; the 128 bits of counter {e / 8, step mod 2^32, unit << 2 | moment}
+// are the 16-bit numbers of elements e, e + 1, ... e + 7 of the unit, e a multiple of 8.
+struct RandomKey {
+  uint64_t seed = 0;
+  uint32_t unit = 0;  // below 2^30
+  uint64_t step = 0;
+  uint64_t first_element = 0;  // of the span, in its unit; a multiple of kMomentBlock
+};
+
+struct MomentSpan {
+  std::byte* values = nullptr;  // MomentBytes(n)
+  float* scales = nullptr;      // MomentScaleBytes(n)
+};
+
+// Borrowed until return; no two overlap. Alignment: the dtype's own; 64 bytes is fastest.
+struct UpdateSpan {
+  uint64_t n = 0;
+  const std::byte* gradient = nullptr;
+  float* master = nullptr;                      // in place
+  std::array<MomentSpan, kMomentsMax> moments;  // in place; those beyond MomentCount are not read
+  std::byte* working = nullptr;                 // written
+};
+
+// The span begins at a multiple of kMomentBlock elements of its chunk; its last block may be short.
+void Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span);
+
+}  // namespace ballast::kernels

@@ -1,0 +1,260 @@
+// Every kernel against a plain loop over memory that moves as many bytes, interleaved in one run: a ratio of 1 is
+// memory speed. Usage: kernels_bench [--json FILE] [--filter TEXT] [--rounds N] [--elements N]
+//
+// Rows: kernel/dtype/isa/threads. The ratio is the median over rounds of (kernel's GB/s / reference's GB/s); in each
+// round both run, in alternating order, on the same threads and on DRAM-sized, huge-page memory.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <barrier>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "ballast/kernels/cpu/highway_targets.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/kernels/optimizer.h"
+#include "ballast/tests/bench/memory_loops.h"
+#include "hwy/highway.h"
+
+namespace ballast::bench {
+namespace {
+
+using kernels::Dtype;
+using kernels::MomentFormat;
+
+constexpr uint64_t kHugePage = uint64_t{2} << 20;
+
+// Huge-page memory, touched: what a server's arenas are.
+class Arena {
+ public:
+  explicit Arena(uint64_t bytes) : bytes_((bytes / kHugePage + 2) * kHugePage) {
+    base_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base_ == MAP_FAILED) {
+      std::fprintf(stderr, "kernels_bench: cannot map %llu bytes: use fewer --elements\n",
+                   static_cast<unsigned long long>(bytes_));
+      std::exit(1);
+    }
+    madvise(base_, bytes_, MADV_HUGEPAGE);
+    data_ = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(base_) + kHugePage - 1) / kHugePage * kHugePage);
+    std::memset(data_, 0, bytes);
+  }
+  ~Arena() { munmap(base_, bytes_); }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  std::byte* data() const { return data_; }
+  template <typename T>
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
+
+ private:
+  uint64_t bytes_;
+  void* base_;
+  std::byte* data_;
+};
+
+// All that the kernels work on: element i of every array belongs together.
+struct Arrays {
+  explicit Arrays(uint64_t count)
+      : n(count),
+        gradient(4 * n),
+        master(4 * n),
+        moment{Arena(4 * n), Arena(4 * n)},
+        scales{Arena(n / 32), Arena(n / 32)},
+        working(4 * n) {
+    for (uint64_t i = 0; i < n; ++i) {
+      // Small numbers of both signs, different in each element.
+      const auto hash = static_cast<uint32_t>(i * 2654435761u);
+      const float x = (static_cast<float>(hash >> 8) / (1 << 24) - 0.5f) * 0.02f;
+      gradient.as<uint16_t>()[i] = kernels::ToBf16(x);
+      master.as<float>()[i] = x * 3;
+    }
+  }
+  uint64_t n;
+  Arena gradient, master, moment[2], scales[2], working;
+};
+
+// Work on elements [begin, end).
+using Work = std::function<void(uint64_t begin, uint64_t end)>;
+
+double Seconds(const Work& work, uint64_t n, int threads) {
+  const auto clock = [] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  };
+  if (threads == 1) {
+    const double start = clock();
+    work(0, n);
+    return clock() - start;
+  }
+  // The clock starts when all threads stand ready and stops when the last is done.
+  std::barrier<> ready(threads + 1), done(threads + 1);
+  std::vector<std::thread> pool;
+  const uint64_t piece = n / static_cast<uint64_t>(threads) / 4096 * 4096;
+  for (int i = 0; i < threads; ++i) {
+    const uint64_t begin = piece * static_cast<uint64_t>(i);
+    const uint64_t end = i + 1 == threads ? n : begin + piece;
+    pool.emplace_back([&, begin, end] {
+      ready.arrive_and_wait();
+      work(begin, end);
+      done.arrive_and_wait();
+    });
+  }
+  ready.arrive_and_wait();
+  const double start = clock();
+  done.arrive_and_wait();
+  const double seconds = clock() - start;
+  for (std::thread& thread : pool) thread.join();
+  return seconds;
+}
+
+struct Row {
+  std::string name, reference;
+  double bytes_per_element, gb_per_s, elements_per_s, ratio;
+};
+
+struct Case {
+  std::string kernel;  // "adamw/f32"
+  double bytes_per_element;
+  Work work;
+  std::string reference;
+  double reference_bytes_per_element;
+  Work reference_work;
+  bool per_element = false;  // ratio of elements per second, where moving fewer bytes is the point
+};
+
+double Median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + static_cast<ptrdiff_t>(values.size() / 2), values.end());
+  return values[values.size() / 2];
+}
+
+Row Measure(const Case& c, const std::string& isa, uint64_t n, int threads, int rounds) {
+  std::vector<double> ratios, speeds;
+  Seconds(c.work, n, threads);
+  Seconds(c.reference_work, n, threads);
+  for (int round = 0; round < rounds; ++round) {
+    double own, reference;
+    if (round % 2 == 0) {
+      own = Seconds(c.work, n, threads);
+      reference = Seconds(c.reference_work, n, threads);
+    } else {
+      reference = Seconds(c.reference_work, n, threads);
+      own = Seconds(c.work, n, threads);
+    }
+    const double weight = c.per_element ? 1 : c.bytes_per_element / c.reference_bytes_per_element;
+    ratios.push_back(reference / own * weight);
+    speeds.push_back(static_cast<double>(n) / own);
+  }
+  const double speed = Median(speeds);
+  return {.name = c.kernel + "/" + isa + "/" + std::to_string(threads) + "t",
+          .reference = c.reference,
+          .bytes_per_element = c.bytes_per_element,
+          .gb_per_s = speed * c.bytes_per_element / 1e9,
+          .elements_per_s = speed,
+          .ratio = Median(ratios)};
+}
+
+Work UpdateWork(const Arrays& a, kernels::OptimizerSpec spec) {
+  const kernels::Hyper hyper{
+      .learning_rate = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .epsilon = 1e-8, .weight_decay = 0.01};
+  const kernels::Coefficients c = MakeCoefficients(spec, hyper, 10, 0.5f);
+  return [&a, spec, c](uint64_t begin, uint64_t end) {
+    kernels::UpdateSpan span{.n = end - begin,
+                             .gradient = a.gradient.data() + begin * ElementBytes(spec.gradient),
+                             .master = a.master.as<float>() + begin,
+                             .moments = {},
+                             .working = a.working.data() + begin * ElementBytes(spec.working)};
+    for (size_t i = 0; i < 2; ++i) {
+      span.moments[i] = {.values = a.moment[i].data() + MomentBytes(spec.moments, begin),
+                         .scales = a.scales[i].as<float>() + begin / kernels::kMomentBlock};
+    }
+    Update(spec, c, {.seed = 1, .unit = 0, .step = 10, .first_element = begin}, span);
+  };
+}
+
+std::vector<Case> Cases(const Arrays& a) {
+  std::vector<Case> cases;
+  const Work three = [&a](uint64_t begin, uint64_t end) {
+    UpdateThreeArrays(a.master.as<float>() + begin, a.moment[0].as<float>() + begin, a.moment[1].as<float>() + begin,
+                      end - begin);
+  };
+  const kernels::OptimizerSpec adamw;
+  cases.push_back({"adamw/f32", 28, UpdateWork(a, adamw), "update of three arrays", 24, three});
+  for (const auto& [name, format, bytes] : {std::tuple{"adamw/bf16", MomentFormat::kBf16, 20.0},
+                                            std::tuple{"adamw/f8", MomentFormat::kF8, 12 + 4 + 4.0 / 64},
+                                            std::tuple{"adamw/i8", MomentFormat::kI8, 12 + 4 + 4.0 / 64}}) {
+    kernels::OptimizerSpec spec = adamw;
+    spec.moments = format;
+    cases.push_back({name, bytes, UpdateWork(a, spec), "adamw/f32", 28, UpdateWork(a, adamw), true});
+  }
+  return cases;
+}
+
+void Print(const Row& row) {
+  std::printf("%-28s %6.2f B %8.2f GB/s %7.3f G/s   %6.3f of %s\n", row.name.c_str(), row.bytes_per_element,
+              row.gb_per_s, row.elements_per_s / 1e9, row.ratio, row.reference.c_str());
+  std::fflush(stdout);
+}
+
+void WriteJson(const std::string& path, const std::vector<Row>& rows) {
+  std::ofstream out(path);
+  out << "{\"rows\": [";
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const Row& row = rows[i];
+    out << (i == 0 ? "\n" : ",\n") << "  {\"name\": \"" << row.name
+        << "\", \"bytes_per_element\": " << row.bytes_per_element << ", \"gb_per_s\": " << row.gb_per_s
+        << ", \"reference\": \"" << row.reference << "\", \"ratio\": " << row.ratio << "}";
+  }
+  out << "\n]}\n";
+}
+
+// The instruction sets of this processor that the kernels are compiled for, by the names of rows.
+std::vector<std::pair<std::string, int64_t>> Isas() {
+  std::vector<std::pair<std::string, int64_t>> isas;
+  const int64_t supported = hwy::SupportedTargets() & HWY_TARGETS;
+  int64_t avx512 = 0;
+  for (const int64_t target : {HWY_AVX3, HWY_AVX3_DL}) avx512 = (supported & target) != 0 ? target : avx512;
+  if (avx512 != 0) isas.emplace_back("avx512", avx512);
+  if ((supported & HWY_AVX2) != 0) isas.emplace_back("avx2", HWY_AVX2);
+  if ((supported & HWY_NEON) != 0) isas.emplace_back("neon", HWY_NEON);
+  return isas;
+}
+
+}  // namespace
+}  // namespace ballast::bench
+
+int main(int argc, char** argv) {
+  using namespace ballast::bench;
+  std::string json, filter;
+  int rounds = 11;
+  uint64_t elements = uint64_t{64} << 20;
+  CLI::App app("Kernels against memory speed, as ratios within one run");
+  app.add_option("--json", json, "also write the rows to this file");
+  app.add_option("--filter", filter, "only kernels whose name contains this");
+  app.add_option("--rounds", rounds, "pairs per row")->check(CLI::Range(1, 1001));
+  app.add_option("--elements", elements, "per array; the default is far beyond any cache")
+      ->check(CLI::Range(uint64_t{4096}, uint64_t{1} << 32));
+  CLI11_PARSE(app, argc, argv);
+  const int all = static_cast<int>(std::thread::hardware_concurrency());
+  const Arrays arrays(elements);
+  std::vector<Row> rows;
+  for (const auto& [isa, target] : Isas()) {
+    hwy::SetSupportedTargetsForTest(target);
+    hwy::GetChosenTarget().Update(target);
+    for (const int threads : all > 1 ? std::vector<int>{1, all} : std::vector<int>{1}) {
+      for (const Case& c : Cases(arrays)) {
+        if (c.kernel.find(filter) == std::string::npos) continue;
+        rows.push_back(Measure(c, isa, elements, threads, rounds));
+        Print(rows.back());
+      }
+    }
+  }
+  if (!json.empty()) WriteJson(json, rows);
+  return 0;
+}

@@ -1,0 +1,40 @@
+// Runs a test once per instruction set that is compiled and can run here.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "ballast/kernels/cpu/highway_targets.h"
+#include "ballast/kernels/kernels.h"
+#include "hwy/highway.h"
+
+namespace ballast::kernels {
+
+inline std::vector<int64_t> InstructionSets() {
+  std::vector<int64_t> targets;
+  for (int64_t left = (hwy::SupportedTargets() & HWY_TARGETS) | HWY_BASELINE_SCALAR; left != 0; left &= left - 1) {
+    targets.push_back(left & -left);
+  }
+  return targets;
+}
+
+class InstructionSetTest : public testing::TestWithParam<int64_t> {
+ protected:
+  void SetUp() override {
+    hwy::SetSupportedTargetsForTest(GetParam());
+    hwy::GetChosenTarget().Update(GetParam());
+    ASSERT_STREQ(ActiveIsa(), hwy::TargetName(GetParam()));
+  }
+  void TearDown() override {
+    hwy::SetSupportedTargetsForTest(0);
+    hwy::GetChosenTarget().DeInit();
+  }
+};
+
+inline std::string InstructionSetName(const testing::TestParamInfo<int64_t>& info) {
+  return hwy::TargetName(info.param);
+}
+
+}  // namespace ballast::kernels
