@@ -1,8 +1,8 @@
-// The numeric kernels: functions over spans, no I/O, no gRPC, no allocation.
+// The numeric kernels besides the optimizers (optimizer.h): functions over spans, no I/O, no gRPC, no allocation.
 //
 // Bit-exact everywhere: every CPU path (scalar, AVX2, AVX-512; Highway picks one at run time) and CUDA give the same
 // bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding to bf16, fp64 norms over a fixed
-// tree; a NaN that Adamw or AddInto stores is always 0x7fc00000. Threads: any; all functions are pure. Alignment: any,
+// tree; a NaN that AddInto stores is always 0x7fc00000. Threads: any; all functions are pure. Alignment: any,
 // 64 bytes is fastest. Spans must not overlap, and hold equal counts.
 #pragma once
 
@@ -12,33 +12,6 @@
 #include "ballast/kernels/float_formats.h"
 
 namespace ballast::kernels {
-
-// AdamW (Loshchilov & Hutter 2019, algorithm 2; order of operations of torch.optim.AdamW). Every coefficient is
-// computed in fp64 and rounded once: (1f - 0.999f) would be off by 1.3e-5.
-//   g = factor * grad
-//   p = p * decay;  m = fma(one_minus_beta1, g - m, m);  v = fma(one_minus_beta2 * g, g, beta2 * v)
-//   p = p - step_size * (m / (sqrt(v) / sqrt_bias2 + eps))
-struct AdamwCoefficients {
-  float factor = 1;  // fp32(gradient scale x clip)
-  float decay = 1;   // 1 - lr * weight_decay
-  float one_minus_beta1 = 0;
-  float beta2 = 0;
-  float one_minus_beta2 = 0;
-  float step_size = 0;   // lr / (1 - beta1^t)
-  float sqrt_bias2 = 1;  // sqrt(1 - beta2^t)
-  float eps = 0;
-};
-
-struct AdamwHyper {
-  double learning_rate, beta1, beta2, epsilon, weight_decay;
-};
-
-// t: this update's step count for the tensor, from 1.
-AdamwCoefficients MakeAdamwCoefficients(const AdamwHyper& hyper, uint64_t t, float factor);
-
-// One fused pass. gradient[n] bf16; master, moment1, moment2[n] f32, in place; working[n] bf16, written.
-void Adamw(const AdamwCoefficients& c, absl::Span<const bf16> gradient, absl::Span<float> master,
-           absl::Span<float> moment1, absl::Span<float> moment2, absl::Span<bf16> working);
 
 // Finite check and fp64 squared norm in one read. Leaves of 256 elements from the span's start, each summed in fp64 in
 // eight interleaved lanes (element i into lane i mod 8; lanes added pairwise), leaves added by a binary tree over leaf

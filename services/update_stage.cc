@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "ballast/kernels/kernels.h"
+#include "ballast/kernels/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
 
@@ -30,12 +30,17 @@ class StepCoefficients {
  public:
   StepCoefficients(const v1::StepHeader& header, float factor) : header_(header), factor_(factor) {}
 
-  const kernels::AdamwCoefficients& Get(uint32_t group, uint64_t t) {
+  const kernels::Coefficients& Get(uint32_t group, uint64_t t) {
     const auto [entry, fresh] = cache_.try_emplace({group, t});
     if (fresh) {
       const v1::GroupHyper& hyper = header_.groups(static_cast<int>(group));
-      entry->second = kernels::MakeAdamwCoefficients(
-          {hyper.learning_rate(), hyper.beta1(), hyper.beta2(), hyper.epsilon(), hyper.weight_decay()}, t, factor_);
+      entry->second = kernels::MakeCoefficients({},
+                                                {.learning_rate = hyper.learning_rate(),
+                                                 .beta1 = hyper.beta1(),
+                                                 .beta2 = hyper.beta2(),
+                                                 .epsilon = hyper.epsilon(),
+                                                 .weight_decay = hyper.weight_decay()},
+                                                t, factor_);
     }
     return entry->second;
   }
@@ -43,7 +48,7 @@ class StepCoefficients {
  private:
   const v1::StepHeader& header_;
   const float factor_;
-  std::map<std::pair<uint32_t, uint64_t>, kernels::AdamwCoefficients> cache_;
+  std::map<std::pair<uint32_t, uint64_t>, kernels::Coefficients> cache_;
 };
 
 }  // namespace

@@ -66,8 +66,14 @@ void ApplyInMemory(const ChunkUpdate& update, StateView state, absl::Span<kernel
   for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
     for (uint64_t at = segment.begin; at < segment.end; at += kPollElements) {
       const uint64_t n = std::min(kPollElements, segment.end - at);
-      kernels::Adamw(segment.coefficients, update.gradient.subspan(at, n), {master + at, n}, {moment1 + at, n},
-                     {moment2 + at, n}, working.subspan(at, n));
+      kernels::UpdateSpan span{.n = n,
+                               .gradient = reinterpret_cast<const std::byte*>(update.gradient.data() + at),
+                               .master = master + at,
+                               .moments = {},
+                               .working = reinterpret_cast<std::byte*>(working.data() + at)};
+      span.moments[0].values = reinterpret_cast<std::byte*>(moment1 + at);
+      span.moments[1].values = reinterpret_cast<std::byte*>(moment2 + at);
+      kernels::Update({}, segment.coefficients, {}, span);
       pipeline.Poll();
     }
   }
@@ -317,7 +323,7 @@ absl::Status ChunkStore::Impl::ApplyOnDevice(const ChunkUpdate& update, StoredCh
   }
   for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
     const uint64_t at = segment.begin;
-    BALLAST_RETURN_IF_ERROR(tiers->hbm()->Adamw(
+    BALLAST_RETURN_IF_ERROR(tiers->hbm()->Update(
         segment.coefficients, update.gradient.subspan(at, segment.end - at), state.array(StateArray::kMaster) + at,
         state.array(StateArray::kMoment1) + at, state.array(StateArray::kMoment2) + at, working(at)));
   }

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/kernels/optimizer.h"
 #include "ballast/storage/placement/placement.h"
 #include "ballast/storage/tier/tiers.h"
 
@@ -29,7 +30,7 @@ struct ChunkUpdate {
   struct SegmentUpdate {
     uint64_t begin = 0;
     uint64_t end = 0;
-    kernels::AdamwCoefficients coefficients;
+    kernels::Coefficients coefficients;
   };
   uint64_t chunk = 0;  // the store's own index, from Add
   std::vector<Values> values;

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/kernels/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 
@@ -91,15 +92,22 @@ void LocalSource::Update(const model::Chunk& chunk, const v1::StepHeader& header
   UnitState& unit = units_[chunk.unit];
   for (const model::Segment& segment : chunk.segments) {
     const v1::GroupHyper& group = header.groups(static_cast<int>(segment.group));
-    const kernels::AdamwCoefficients coefficients = kernels::MakeAdamwCoefficients(
-        {group.learning_rate(), group.beta1(), group.beta2(), group.epsilon(), group.weight_decay()},
-        tensor_steps_[segment.tensor], factor);
+    const kernels::Coefficients coefficients = kernels::MakeCoefficients({},
+                                                                         {.learning_rate = group.learning_rate(),
+                                                                          .beta1 = group.beta1(),
+                                                                          .beta2 = group.beta2(),
+                                                                          .epsilon = group.epsilon(),
+                                                                          .weight_decay = group.weight_decay()},
+                                                                         tensor_steps_[segment.tensor], factor);
     const uint64_t begin = chunk.range.begin + segment.in_chunk.begin;
-    const uint64_t size = segment.in_chunk.size();
-    kernels::Adamw(coefficients, absl::MakeConstSpan(unit.gradient).subspan(begin, size),
-                   absl::MakeSpan(unit.master).subspan(begin, size), absl::MakeSpan(unit.moment1).subspan(begin, size),
-                   absl::MakeSpan(unit.moment2).subspan(begin, size),
-                   absl::MakeSpan(unit.working).subspan(begin, size));
+    kernels::UpdateSpan span{.n = segment.in_chunk.size(),
+                             .gradient = reinterpret_cast<const std::byte*>(unit.gradient.data() + begin),
+                             .master = unit.master.data() + begin,
+                             .moments = {},
+                             .working = reinterpret_cast<std::byte*>(unit.working.data() + begin)};
+    span.moments[0].values = reinterpret_cast<std::byte*>(unit.moment1.data() + begin);
+    span.moments[1].values = reinterpret_cast<std::byte*>(unit.moment2.data() + begin);
+    kernels::Update({}, coefficients, {}, span);
   }
 }
 

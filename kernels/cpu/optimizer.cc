@@ -269,7 +269,7 @@ void RuleBlock(const Coefficients& coefficients, const RandomKey& key, const flo
 }
 
 template <Rule kRule>
-BlockRule RuleOf(MomentFormat format) {
+BlockRule BlockRuleOf(MomentFormat format) {
   switch (format) {
     case MomentFormat::kF32:
       return RuleBlock<kRule, MomentFormat::kF32>;
@@ -283,19 +283,26 @@ BlockRule RuleOf(MomentFormat format) {
   return nullptr;
 }
 
-BlockRule RuleOf(const OptimizerSpec& spec) {
-  switch (spec.kind) {
-    case OptimizerKind::kAdamw:
-      return spec.amsgrad ? RuleOf<Rule::kAdamwAmsgrad>(spec.moments) : RuleOf<Rule::kAdamw>(spec.moments);
-    case OptimizerKind::kAdam:
-      return spec.amsgrad ? RuleOf<Rule::kAdamAmsgrad>(spec.moments) : RuleOf<Rule::kAdam>(spec.moments);
-    case OptimizerKind::kSgd:
-      if (!spec.momentum) return RuleOf<Rule::kSgd>(spec.moments);
-      return spec.nesterov ? RuleOf<Rule::kSgdNesterov>(spec.moments) : RuleOf<Rule::kSgdMomentum>(spec.moments);
-    case OptimizerKind::kAdagrad:
-      return RuleOf<Rule::kAdagrad>(spec.moments);
-    case OptimizerKind::kLion:
-      return RuleOf<Rule::kLion>(spec.moments);
+BlockRule BlockRuleOf(Rule rule, MomentFormat format) {
+  switch (rule) {
+    case Rule::kAdamw:
+      return BlockRuleOf<Rule::kAdamw>(format);
+    case Rule::kAdamwAmsgrad:
+      return BlockRuleOf<Rule::kAdamwAmsgrad>(format);
+    case Rule::kAdam:
+      return BlockRuleOf<Rule::kAdam>(format);
+    case Rule::kAdamAmsgrad:
+      return BlockRuleOf<Rule::kAdamAmsgrad>(format);
+    case Rule::kSgd:
+      return BlockRuleOf<Rule::kSgd>(format);
+    case Rule::kSgdMomentum:
+      return BlockRuleOf<Rule::kSgdMomentum>(format);
+    case Rule::kSgdNesterov:
+      return BlockRuleOf<Rule::kSgdNesterov>(format);
+    case Rule::kAdagrad:
+      return BlockRuleOf<Rule::kAdagrad>(format);
+    case Rule::kLion:
+      return BlockRuleOf<Rule::kLion>(format);
   }
   return nullptr;
 }
@@ -361,7 +368,11 @@ void ShortBlock(const Pass& pass, const UpdateSpan& span, const MomentSpan* mome
 }  // namespace
 
 void UpdateLoop(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span) {
-  const Pass pass{.spec = spec, .coefficients = c, .key = key, .moments = MomentCount(spec), .rule = RuleOf(spec)};
+  const Pass pass{.spec = spec,
+                  .coefficients = c,
+                  .key = key,
+                  .moments = MomentCount(spec),
+                  .rule = BlockRuleOf(RuleOf(spec), spec.moments)};
   const uint64_t gradient_bytes = ElementBytes(spec.gradient), working_bytes = ElementBytes(spec.working);
   for (uint64_t begin = 0; begin < span.n; begin += kBlock) {
     MomentSpan moment[kMomentsMax];

@@ -26,25 +26,6 @@ absl::Status LaunchStatus(const char* kernel) {
   return absl::InternalError(absl::StrCat("launch of ", kernel, " failed: ", cudaGetErrorString(error)));
 }
 
-// The one NaN that the CPU paths store, too.
-__device__ float OneNan(float x) { return isnan(x) ? __uint_as_float(0x7fc00000u) : x; }
-
-__global__ void AdamwKernel(AdamwCoefficients c, const bf16* gradient, float* master, float* moment1, float* moment2,
-                            bf16* working, uint64_t n) {
-  const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
-  for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
-    const float g = __fmul_rn(c.factor, FromBf16(gradient[i]));
-    const float m = __fmaf_rn(c.one_minus_beta1, __fsub_rn(g, moment1[i]), moment1[i]);
-    const float v = __fmaf_rn(__fmul_rn(c.one_minus_beta2, g), g, __fmul_rn(c.beta2, moment2[i]));
-    const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), c.sqrt_bias2), c.eps);
-    const float p = __fsub_rn(__fmul_rn(master[i], c.decay), __fmul_rn(c.step_size, __fdiv_rn(m, denominator)));
-    master[i] = OneNan(p);
-    moment1[i] = OneNan(m);
-    moment2[i] = OneNan(v);
-    working[i] = ToBf16(OneNan(p));
-  }
-}
-
 // Eight threads a leaf, one per lane.
 __global__ void LeafKernel(const bf16* gradient, uint64_t n, double* leaves, uint64_t leaf_count) {
   const unsigned lane = threadIdx.x % kLanes;
@@ -90,13 +71,6 @@ __global__ void RoundKernel(const float* from, bf16* to, uint64_t n) {
 }
 
 }  // namespace
-
-absl::Status Adamw(const AdamwCoefficients& c, const bf16* gradient, float* master, float* moment1, float* moment2,
-                   bf16* working, uint64_t n, CUstream_st* stream) {
-  if (n == 0) return absl::OkStatus();
-  AdamwKernel<<<Blocks(n), kThreads, 0, stream>>>(c, gradient, master, moment1, moment2, working, n);
-  return LaunchStatus("Adamw");
-}
 
 absl::Status SquaredNorm(const bf16* gradient, uint64_t n, double* leaves, DeviceNorm* result, CUstream_st* stream) {
   const uint64_t leaf_count = (n + kLeafElements - 1) / kLeafElements;

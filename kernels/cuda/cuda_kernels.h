@@ -8,13 +8,15 @@
 
 #include "absl/status/status.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/kernels/optimizer.h"
 
 struct CUstream_st;  // cudaStream_t, without CUDA's headers
 
 namespace ballast::kernels::cuda {
 
-absl::Status Adamw(const AdamwCoefficients& c, const bf16* gradient, float* master, float* moment1, float* moment2,
-                   bf16* working, uint64_t n, CUstream_st* stream);
+absl::Status Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span,
+                    CUstream_st* stream);
+
 // `leaves`: device scratch of ceil(n / 256) doubles; `result`: device {double squared_norm; uint32 finite}.
 struct DeviceNorm {
   double squared_norm;

@@ -9,6 +9,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/kernels/optimizer.h"
 #include "ballast/storage/tier/ledger.h"
 
 namespace ballast::storage {
@@ -47,8 +48,8 @@ class HbmTier {
   virtual absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) = 0;
   virtual absl::Status CopyOut(const std::byte* device, absl::Span<std::byte> host) = 0;
   // The gradient comes from the host; master and moments are device pointers to as many elements.
-  virtual absl::Status Adamw(const kernels::AdamwCoefficients& coefficients, absl::Span<const kernels::bf16> gradient,
-                             float* master, float* moment1, float* moment2, HbmWorking working) = 0;
+  virtual absl::Status Update(const kernels::Coefficients& coefficients, absl::Span<const kernels::bf16> gradient,
+                              float* master, float* moment1, float* moment2, HbmWorking working) = 0;
   virtual absl::Status Round(const float* master, uint64_t elements, HbmWorking working) = 0;
 
  private:

@@ -57,8 +57,8 @@ class CudaHbmTier : public HbmTier {
     return Finish();
   }
 
-  absl::Status Adamw(const kernels::AdamwCoefficients& coefficients, absl::Span<const kernels::bf16> gradient,
-                     float* master, float* moment1, float* moment2, HbmWorking working) override {
+  absl::Status Update(const kernels::Coefficients& coefficients, absl::Span<const kernels::bf16> gradient,
+                      float* master, float* moment1, float* moment2, HbmWorking working) override {
     absl::MutexLock lock(&mutex_);
     BALLAST_RETURN_IF_ERROR(UseDevice());
     BALLAST_RETURN_IF_ERROR(CheckSpan(gradient.size()));
@@ -66,9 +66,15 @@ class CudaHbmTier : public HbmTier {
         CudaStatus(cudaMemcpyAsync(gradient_, gradient.data(), gradient.size() * sizeof(kernels::bf16),
                                    cudaMemcpyHostToDevice, stream_),
                    "gradient to the GPU"));
-    BALLAST_RETURN_IF_ERROR(kernels::cuda::Adamw(coefficients, gradient_, master, moment1, moment2,
-                                                 working.device != nullptr ? working.device : working_, gradient.size(),
-                                                 stream_));
+    kernels::bf16* const to = working.device != nullptr ? working.device : working_;
+    kernels::UpdateSpan span{.n = gradient.size(),
+                             .gradient = reinterpret_cast<const std::byte*>(gradient_),
+                             .master = master,
+                             .moments = {},
+                             .working = reinterpret_cast<std::byte*>(to)};
+    span.moments[0].values = reinterpret_cast<std::byte*>(moment1);
+    span.moments[1].values = reinterpret_cast<std::byte*>(moment2);
+    BALLAST_RETURN_IF_ERROR(kernels::cuda::Update({}, coefficients, {}, span, stream_));
     return Deliver(working, gradient.size());
   }
 

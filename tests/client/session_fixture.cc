@@ -11,6 +11,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/embedded/embedded_transport.h"
+#include "ballast/tests/adamw_step.h"
 
 namespace ballast::client {
 namespace {
@@ -175,10 +176,10 @@ void Reference::Step(int64_t step, const StepOptions& options, const std::vector
     std::vector<bf16> gradient(state.master.size());
     for (size_t i = 0; i < gradient.size(); ++i) gradient[i] = kernels::ToBf16(GradientValue(name, i, step));
     const GroupHyper& g = options.groups[state.group];
-    const auto c = kernels::MakeAdamwCoefficients({g.learning_rate, g.beta1, g.beta2, g.epsilon, g.weight_decay},
-                                                  ++state.t, factor);
-    kernels::Adamw(c, gradient, absl::MakeSpan(state.master), absl::MakeSpan(state.moment1),
-                   absl::MakeSpan(state.moment2), absl::MakeSpan(state.working));
+    const auto c = kernels::MakeCoefficients({}, {g.learning_rate, g.beta1, g.beta2, g.epsilon, g.weight_decay},
+                                             ++state.t, factor);
+    AdamwStep(c, gradient, absl::MakeSpan(state.master), absl::MakeSpan(state.moment1), absl::MakeSpan(state.moment2),
+              absl::MakeSpan(state.working));
   }
 }
 

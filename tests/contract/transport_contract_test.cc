@@ -10,6 +10,7 @@
 
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
+#include "ballast/tests/adamw_step.h"
 #include "ballast/tests/contract/transport_fixture.h"
 
 namespace ballast {
@@ -72,14 +73,14 @@ TEST_P(TransportContract, CarriesAWholeStep) {
   ASSERT_TRUE(again.ok()) << again.status();
   EXPECT_EQ(again->decided().SerializeAsString(), decision->SerializeAsString());
 
-  const kernels::AdamwCoefficients c = kernels::MakeAdamwCoefficients({0.01, 0.9, 0.999, 1e-8, 0.1}, 1, 1.0f);
+  const kernels::Coefficients c = kernels::MakeCoefficients({}, {0.01, 0.9, 0.999, 1e-8, 0.1}, 1, 1.0f);
   for (const model::Chunk& at : plan_->layout().chunks()) {
     const auto& s = at.segments[0].in_chunk;
     std::vector<float> master(s.size()), m(s.size(), 0), v(s.size(), 0);
     std::vector<uint16_t> working(s.size());
     for (size_t i = 0; i < master.size(); ++i) master[i] = Initial(at.range.begin + i);
-    kernels::Adamw(c, absl::MakeConstSpan(gradient).subspan(at.range.begin, s.size()), absl::MakeSpan(master),
-                   absl::MakeSpan(m), absl::MakeSpan(v), absl::MakeSpan(working));
+    AdamwStep(c, absl::MakeConstSpan(gradient).subspan(at.range.begin, s.size()), absl::MakeSpan(master),
+              absl::MakeSpan(m), absl::MakeSpan(v), absl::MakeSpan(working));
     auto pulled = PullAll<float>(at, v1::CONTENT_MASTER, 1);
     ASSERT_TRUE(pulled.ok()) << pulled.status();
     EXPECT_EQ(0, std::memcmp(pulled->data(), master.data(), master.size() * sizeof(float)));

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ballast/kernels/cuda/cuda_kernels.h"
+#include "ballast/tests/kernels/optimizer_samples.h"
 #include "ballast/tests/kernels/samples.h"
 
 namespace ballast::kernels {
@@ -42,24 +43,94 @@ class CudaParityTest : public testing::Test {
   std::mt19937_64 random_{11};
 };
 
-TEST_F(CudaParityTest, Adamw) {
-  for (const size_t n : kSizes) {
-    AdamwArrays cpu = AnyAdamwArrays(random_, n);
-    const OnDevice gradient(cpu.gradient), working(cpu.working);
-    const OnDevice master(cpu.master), moment1(cpu.moment1), moment2(cpu.moment2);
-    const AdamwHyper hyper{.learning_rate = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .epsilon = 1e-8, .weight_decay = 0.1};
-    for (uint64_t t = 1; t <= 5; ++t) {
-      const AdamwCoefficients c = MakeAdamwCoefficients(hyper, t, 0.37f);
-      Adamw(c, cpu.gradient, absl::MakeSpan(cpu.master), absl::MakeSpan(cpu.moment1), absl::MakeSpan(cpu.moment2),
-            absl::MakeSpan(cpu.working));
-      const absl::Status status =
-          cuda::Adamw(c, gradient.data(), master.data(), moment1.data(), moment2.data(), working.data(), n, nullptr);
+// A copy of an update's arrays in device memory.
+class UpdateOnDevice {
+ public:
+  UpdateOnDevice(UpdateArrays* host, const OptimizerSpec& spec) : host_(host), spec_(spec) {
+    gradient_ = Copy(host->gradient());
+    for (const auto array : host->written()) written_.push_back(Copy(array));
+  }
+  ~UpdateOnDevice() {
+    cudaFree(gradient_);
+    for (std::byte* array : written_) cudaFree(array);
+  }
+  UpdateOnDevice(const UpdateOnDevice&) = delete;
+  UpdateOnDevice& operator=(const UpdateOnDevice&) = delete;
+
+  UpdateSpan span(uint64_t n) const {
+    UpdateSpan s{.n = n,
+                 .gradient = gradient_,
+                 .master = reinterpret_cast<float*>(written_[0]),
+                 .moments = {},
+                 .working = written_[1]};
+    for (size_t k = 0; k < kMomentsMax; ++k)
+      s.moments[k] = {written_[2 + 2 * k], reinterpret_cast<float*>(written_[3 + 2 * k])};
+    return s;
+  }
+  // Into the host's arrays.
+  void Read() const {
+    const auto arrays = host_->written();
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      EXPECT_EQ(cudaMemcpy(arrays[i].data(), written_[i], arrays[i].size(), cudaMemcpyDeviceToHost), cudaSuccess);
+    }
+  }
+
+ private:
+  static std::byte* Copy(absl::Span<const std::byte> from) {
+    void* to = nullptr;
+    EXPECT_EQ(cudaMalloc(&to, from.size()), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(to, from.data(), from.size(), cudaMemcpyHostToDevice), cudaSuccess);
+    return static_cast<std::byte*>(to);
+  }
+  UpdateArrays* host_;
+  OptimizerSpec spec_;
+  std::byte* gradient_;
+  std::vector<std::byte*> written_;
+};
+
+class CudaUpdateParityTest : public CudaParityTest {
+ protected:
+  // Two updates of the same arrays on both, the second of what the first wrote.
+  void Compare(const NamedSpec& named, uint64_t n) {
+    UpdateArrays cpu(named.spec, n);
+    cpu.Fill(random_);
+    UpdateArrays gpu = cpu;
+    const UpdateOnDevice device(&gpu, named.spec);
+    for (uint64_t t = 1; t <= 2; ++t) {
+      const Coefficients c = MakeCoefficients(named.spec, AnyHyper(random_), t, t == 1 ? 1.0f : 0.37f);
+      const RandomKey key{.seed = random_(),
+                          .unit = static_cast<uint32_t>(random_() >> 34),
+                          .step = random_(),
+                          .first_element = (random_() >> 12) * kMomentBlock};
+      Update(named.spec, c, key, cpu.span());
+      const absl::Status status = cuda::Update(named.spec, c, key, device.span(n), nullptr);
       ASSERT_TRUE(status.ok()) << status;
     }
-    ASSERT_EQ(Bits(master.Read()), Bits(cpu.master)) << n;
-    ASSERT_EQ(Bits(moment1.Read()), Bits(cpu.moment1)) << n;
-    ASSERT_EQ(Bits(moment2.Read()), Bits(cpu.moment2)) << n;
-    ASSERT_EQ(working.Read(), cpu.working) << n;
+    device.Read();
+    ASSERT_NO_FATAL_FAILURE(ExpectSameBits(cpu, gpu, std::string(named.name) + " n=" + std::to_string(n)));
+  }
+};
+
+TEST_F(CudaUpdateParityTest, EveryRuleAndMomentFormat) {
+  for (NamedSpec rule : Rules()) {
+    for (const MomentFormat format : kFormats) {
+      rule.spec.moments = format;
+      SCOPED_TRACE(testing::Message() << rule.name << " format " << static_cast<int>(format));
+      constexpr uint64_t kEach = 250'007;
+      for (uint64_t done = 0; done < kTuples; done += 2 * kEach) ASSERT_NO_FATAL_FAILURE(Compare(rule, kEach));
+      for (const uint64_t n : {1, 7, 8, 255, 256, 257, 1025}) ASSERT_NO_FATAL_FAILURE(Compare(rule, n));
+    }
+  }
+}
+
+TEST_F(CudaUpdateParityTest, EveryGradientAndWorkingDtype) {
+  for (NamedSpec rule : Rules()) {
+    for (const Dtype gradient : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+      for (const Dtype working : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+        rule.spec.gradient = gradient, rule.spec.working = working;
+        ASSERT_NO_FATAL_FAILURE(Compare(rule, 100'003));
+      }
+    }
   }
 }
 

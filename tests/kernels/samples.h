@@ -36,25 +36,6 @@ inline float AnyFloat(std::mt19937_64& random, bool finite = false) {
   }
 }
 
-struct AdamwArrays {
-  std::vector<bf16> gradient, working;
-  std::vector<float> master, moment1, moment2;
-};
-
-inline AdamwArrays AnyAdamwArrays(std::mt19937_64& random, size_t n) {
-  AdamwArrays a;
-  for (size_t i = 0; i < n; ++i) {
-    a.gradient.push_back(static_cast<bf16>(std::bit_cast<uint32_t>(AnyFloat(random)) >> 16));
-    a.master.push_back(AnyFloat(random));
-    a.moment1.push_back(AnyFloat(random));
-    // Mostly as it should be, at times negative, whose root is a NaN.
-    const float v = AnyFloat(random);
-    a.moment2.push_back(random() % 16 == 0 ? v : std::fabs(v));
-    a.working.push_back(0);
-  }
-  return a;
-}
-
 inline float ReferenceNan(float x) { return x != x ? std::bit_cast<float>(0x7fc00000u) : x; }
 
 // Round to nearest even by comparing the two neighbours in fp64, not by the integer trick.
@@ -72,21 +53,6 @@ inline bf16 ReferenceRound(float x) {
   const double up = std::fabs(value(below + 1) - static_cast<double>(x));
   if (down != up) return static_cast<bf16>(down < up ? below : below + 1);
   return static_cast<bf16>((below & 1) == 0 ? below : below + 1);
-}
-
-inline void ReferenceAdamw(const AdamwCoefficients& c, AdamwArrays* a) {
-  for (size_t i = 0; i < a->master.size(); ++i) {
-    const float grad = std::bit_cast<float>(static_cast<uint32_t>(a->gradient[i]) << 16);
-    const float g = c.factor * grad;
-    float p = a->master[i] * c.decay;
-    const float m = std::fma(c.one_minus_beta1, g - a->moment1[i], a->moment1[i]);
-    const float v = std::fma(c.one_minus_beta2 * g, g, c.beta2 * a->moment2[i]);
-    p = p - c.step_size * (m / (std::sqrt(v) / c.sqrt_bias2 + c.eps));
-    a->master[i] = ReferenceNan(p);
-    a->moment1[i] = ReferenceNan(m);
-    a->moment2[i] = ReferenceNan(v);
-    a->working[i] = ReferenceRound(a->master[i]);
-  }
 }
 
 inline double ReferenceLeaf(const bf16* x, size_t n) {

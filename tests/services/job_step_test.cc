@@ -7,6 +7,7 @@
 
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/tests/adamw_step.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::services {
@@ -44,10 +45,10 @@ class Reference {
       if (verdict.skip() || !model::HasBit(header.gradient_presence(), index)) continue;
       State& s = tensors_[index];
       const v1::GroupHyper& h = header.groups(static_cast<int>(s.group));
-      const kernels::AdamwHyper hyper{h.learning_rate(), h.beta1(), h.beta2(), h.epsilon(), h.weight_decay()};
-      kernels::Adamw(kernels::MakeAdamwCoefficients(hyper, ++s.t, std::bit_cast<float>(verdict.factor_bits())),
-                     Rounded(index, gradient), absl::MakeSpan(s.master), absl::MakeSpan(s.moment1),
-                     absl::MakeSpan(s.moment2), absl::MakeSpan(s.working));
+      const kernels::Hyper hyper{h.learning_rate(), h.beta1(), h.beta2(), h.epsilon(), h.weight_decay()};
+      AdamwStep(kernels::MakeCoefficients({}, hyper, ++s.t, std::bit_cast<float>(verdict.factor_bits())),
+                Rounded(index, gradient), absl::MakeSpan(s.master), absl::MakeSpan(s.moment1),
+                absl::MakeSpan(s.moment2), absl::MakeSpan(s.working));
     }
   }
   void Write(uint32_t tensor, const Fill& values) {

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/storage/chunk_store.h"
+#include "ballast/tests/adamw_step.h"
 #include "gtest/gtest.h"
 
 namespace ballast::storage {
@@ -35,8 +36,8 @@ struct ReferenceChunk {
         return absl::MakeSpan(array).subspan(segment.begin, segment.end - segment.begin);
       };
       std::vector<kernels::bf16> ignored(segment.end - segment.begin);
-      kernels::Adamw(segment.coefficients, update.gradient.subspan(segment.begin, ignored.size()), part(arrays[0]),
-                     part(arrays[1]), part(arrays[2]), absl::MakeSpan(ignored));
+      AdamwStep(segment.coefficients, update.gradient.subspan(segment.begin, ignored.size()), part(arrays[0]),
+                part(arrays[1]), part(arrays[2]), absl::MakeSpan(ignored));
     }
     kernels::Bf16FromF32(arrays[0], absl::MakeSpan(working));
   }
@@ -68,10 +69,10 @@ class StepUpdates {
     updates_.back().gradient = gradient;
     if (first > 0) {
       updates_.back().segments.push_back(
-          {0, first, kernels::MakeAdamwCoefficients({1e-2, 0.9, 0.999, 1e-8, 0.1}, t, 0.5f)});
+          {0, first, kernels::MakeCoefficients({}, {1e-2, 0.9, 0.999, 1e-8, 0.1}, t, 0.5f)});
     }
     updates_.back().segments.push_back(
-        {second, elements - elements / 8, kernels::MakeAdamwCoefficients({3e-3, 0.8, 0.95, 1e-6, 0}, t + 3, 1.0f)});
+        {second, elements - elements / 8, kernels::MakeCoefficients({}, {3e-3, 0.8, 0.95, 1e-6, 0}, t + 3, 1.0f)});
   }
 
   absl::Span<const ChunkUpdate> updates() const { return updates_; }
