@@ -1,11 +1,14 @@
 // The numeric kernels besides the optimizers (optimizer.h): functions over spans, no I/O, no gRPC, no allocation.
 //
-// Bit-exact everywhere: every CPU path (scalar, AVX2, AVX-512; Highway picks one at run time) and CUDA give the same
-// bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding to bf16, fp64 norms over a fixed
-// tree; a NaN that AddInto stores is always 0x7fc00000. Threads: any; all functions are pure. Alignment: any,
-// 64 bytes is fastest. Spans must not overlap, and hold equal counts.
+// Bit-exact everywhere: every CPU path (no vectors, AVX2, AVX-512; Highway picks one at run time) and CUDA give the
+// same bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding (float_formats.h), fp64 norms
+// over a fixed tree; a NaN that a sum stores is always 0x7fc00000. Threads: any; all functions are pure. Alignment: the
+// element's own, 64 bytes is fastest. Spans must not overlap, and hold equal counts.
+//
+// Typed by Dtype where several are taken: `from` and `to` then hold ElementBytes(dtype) per element.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "absl/types/span.h"
@@ -13,24 +16,45 @@
 
 namespace ballast::kernels {
 
-// Finite check and fp64 squared norm in one read. Leaves of 256 elements from the span's start, each summed in fp64 in
-// eight interleaved lanes (element i into lane i mod 8; lanes added pairwise), leaves added by a binary tree over leaf
-// index (the left child of n leaves takes the largest power of two below n).
+// Finite check and fp64 squared norm in one read; gradient: kBf16, kF16 or kF32. Leaves of 256 elements from the span's
+// start, each summed in fp64 in eight interleaved lanes (element i into lane i mod 8; lanes added pairwise), leaves
+// added by a binary tree over leaf index (the left child of n leaves takes the largest power of two below n).
 struct NormResult {
   double squared_norm = 0;
   bool finite = true;  // when false, squared_norm is 0
 };
+NormResult SquaredNorm(Dtype dtype, const std::byte* gradient, uint64_t n);
 NormResult SquaredNorm(absl::Span<const bf16> gradient);
 
-// Round to nearest even, and exactly back.
+// Rounds to nearest even, as float_formats.h says; and exactly back. Dtype: any.
+void FromF32(absl::Span<const float> from, Dtype dtype, std::byte* to);
+void ToF32(Dtype dtype, const std::byte* from, absl::Span<float> to);
 void Bf16FromF32(absl::Span<const float> from, absl::Span<bf16> to);
 void F32FromBf16(absl::Span<const bf16> from, absl::Span<float> to);
 
-// sum[i] += addend[i], fp32, one rounding each: a node of the gradient tree.
+// sum[i] += addend[i], fp32, one rounding each: a node of the gradient tree; accumulation of 16-bit gradients.
 void AddInto(absl::Span<const float> addend, absl::Span<float> sum);
+void AddInto(Dtype dtype, const std::byte* addend, absl::Span<float> sum);
+
+// Blockwise symmetric integers, as ZeRO++ sends weights and gradients (Wang et al. 2023, sections 3.1 and 3.3): per
+// block of kQuantBlock elements an fp32 scale = largest magnitude / Q, and x / scale rounded to nearest even, |q| <= Q.
+// kInt8: Q = 127, a byte each. kInt4: Q = 7, two to a byte, the even element in the lower half; n rounded up to even.
+// Error: |x - value| <= scale / 2 x (1 + 2^-14). A block with Inf or NaN comes back as NaN; one whose scale would be
+// below 2^-126 as zeros.
+enum class QuantFormat : uint8_t { kInt8, kInt4 };
+inline constexpr uint64_t kQuantBlock = 256;
+constexpr uint64_t QuantBytes(QuantFormat format, uint64_t n) { return format == QuantFormat::kInt8 ? n : (n + 1) / 2; }
+constexpr uint64_t QuantScales(uint64_t n) { return (n + kQuantBlock - 1) / kQuantBlock; }
+
+// x: kF32, kBf16 or kF16; quantized[QuantBytes(n)], scales[QuantScales(n)] written.
+void Quantize(QuantFormat format, Dtype dtype, const std::byte* x, uint64_t n, std::byte* quantized, float* scales);
+void Dequantize(QuantFormat format, const std::byte* quantized, const float* scales, uint64_t n, Dtype dtype,
+                std::byte* x);
 
 // CRC32C (Castagnoli, RFC 3720), `seed` from an earlier call to continue; 0 to start.
 uint32_t Crc32c(absl::Span<const std::byte> bytes, uint32_t seed = 0);
+// Of what it copies, in one read of `from`; to[from.size()].
+uint32_t CopyCrc32c(absl::Span<const std::byte> from, std::byte* to, uint32_t seed = 0);
 
 // The instruction set that the vector kernels chose: "AVX3", "AVX2", "EMU128", ...
 const char* ActiveIsa();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 
 #include "ballast/kernels/kernels.h"
 
@@ -19,6 +20,19 @@ uint32_t Crc32c(absl::Span<const std::byte> bytes, uint32_t seed) {
     bytes.remove_prefix(n);
   }
   return ~state;
+}
+
+uint32_t CopyCrc32c(absl::Span<const std::byte> from, std::byte* to, uint32_t seed) {
+  // A piece is read from memory once, by the checksum, and from the first-level cache by the copy.
+  constexpr size_t kPieceBytes = 8192;
+  while (!from.empty()) {
+    const absl::Span<const std::byte> piece = from.first(std::min(from.size(), kPieceBytes));
+    seed = Crc32c(piece, seed);
+    std::memcpy(to, piece.data(), piece.size());
+    to += piece.size();
+    from.remove_prefix(piece.size());
+  }
+  return seed;
 }
 
 }  // namespace ballast::kernels

@@ -71,9 +71,11 @@ struct Lanes {
   // The upper bits are zero.
   static void Store16(U a, uint16_t* to) { *to = static_cast<uint16_t>(a); }
   static void Store8(U a, uint8_t* to) { *to = static_cast<uint8_t>(a); }
+  template <bool kStream = false>
   static void Store8x4(U a, U b, U c, U d, uint8_t* to) {
     Store8(a, to), Store8(b, to + 1), Store8(c, to + 2), Store8(d, to + 3);
   }
+  static void Stream(F x, float* to) { *to = x; }
   static void Stream16(U a, uint16_t* to) { Store16(a, to); }
   // table[index], index below 8; the table has 16 floats.
   static F Lookup8(const float* table, U index) { return table[index]; }
@@ -151,7 +153,8 @@ struct Lanes {
   static HWY_INLINE U Load8(const uint8_t* from) { return hn::PromoteTo(DU(), hn::LoadU(DB(), from)); }
   static HWY_INLINE void Store16(U a, uint16_t* to) { hn::StoreU(hn::DemoteTo(DH(), hn::BitCast(DI(), a)), DH(), to); }
   static HWY_INLINE void Store8(U a, uint8_t* to) { hn::StoreU(hn::DemoteTo(DB(), hn::BitCast(DI(), a)), DB(), to); }
-  // Four vectors, one after the other.
+  // Four vectors, one after the other. kStream: past the caches; `to` is aligned to what is stored.
+  template <bool kStream = false>
   static HWY_INLINE void Store8x4(U a, U b, U c, U d, uint8_t* to) {
 #if HWY_TARGET == HWY_AVX2
     // Packing works within halves of 16 bytes; one permutation at the end puts the groups of four in order.
@@ -161,13 +164,19 @@ struct Lanes {
     const auto high = hn::ReorderDemote2To(d16, hn::BitCast(DI(), c), hn::BitCast(DI(), d));
     alignas(32) static constexpr int32_t kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
     const auto packed = hn::Vec256<uint8_t>{_mm256_packus_epi16(low.raw, high.raw)};
-    const auto ordered = hn::TableLookupLanes(hn::BitCast(DI(), packed), hn::SetTableIndices(DI(), kOrder));
-    hn::StoreU(hn::BitCast(d8, ordered), d8, to);
+    const auto ordered =
+        hn::BitCast(d8, hn::TableLookupLanes(hn::BitCast(DI(), packed), hn::SetTableIndices(DI(), kOrder)));
+    kStream ? hn::Stream(ordered, d8, to) : hn::StoreU(ordered, d8, to);
 #else
-    Store8(a, to), Store8(b, to + kWidth), Store8(c, to + 2 * kWidth), Store8(d, to + 3 * kWidth);
+    const U x[4] = {a, b, c, d};
+    for (size_t k = 0; k < 4; ++k) {
+      const auto bytes = hn::DemoteTo(DB(), hn::BitCast(DI(), x[k]));
+      kStream ? hn::Stream(bytes, DB(), to + k * kWidth) : hn::StoreU(bytes, DB(), to + k * kWidth);
+    }
 #endif
   }
   // Past the caches; `to` is aligned to the vector.
+  static HWY_INLINE void Stream(F x, float* to) { hn::Stream(x, DF(), to); }
   static HWY_INLINE void Stream16(U a, uint16_t* to) { hn::Stream(hn::DemoteTo(DH(), hn::BitCast(DI(), a)), DH(), to); }
   static HWY_INLINE F Lookup8(const float* table, U index) {
 #if HWY_TARGET <= HWY_AVX2
@@ -204,40 +213,6 @@ struct Lanes {
 };
 
 #endif
-
-// Formats over lanes; float_formats.h says what they compute.
-template <class L>
-HWY_INLINE typename L::F WidenBf16(typename L::U x) {
-  return L::FromBits(L::template ShiftLeft<16>(x));
-}
-
-// OneNan has been applied: 0x7fc00000, the only NaN, rounds to itself.
-template <class L>
-HWY_INLINE typename L::U NarrowBf16(typename L::F x) {
-  const typename L::U bits = L::Bits(x);
-  const typename L::U odd = L::And(L::template ShiftRight<16>(bits), L::SetU(1));
-  return L::template ShiftRight<16>(L::AddU(bits, L::AddU(odd, L::SetU(0x7fff))));
-}
-
-// SmallFloat's Narrow and Widen.
-template <class Format, class L>
-HWY_INLINE typename L::U NarrowMagnitude(typename L::U bits) {
-  using U = typename L::U;
-  const U magic = L::SetU(Format::kMagic);
-  const U subnormal = L::SubU(L::Bits(L::Add(L::FromBits(bits), L::FromBits(magic))), magic);
-  const U odd = L::And(L::template ShiftRight<Format::kShift>(bits), L::SetU(1));
-  const U normal =
-      L::template ShiftRight<Format::kShift>(L::AddU(L::AddU(bits, odd), L::SetU(Format::kHalf - Format::kBiasShift)));
-  return L::SelectLess(bits, L::SetU(Format::kNormalMin), subnormal, normal);
-}
-
-template <class Format, class L>
-HWY_INLINE typename L::U WidenMagnitude(typename L::U magnitude) {
-  using U = typename L::U;
-  const U bits = L::template ShiftLeft<Format::kShift>(magnitude), least = L::SetU(Format::kNormalMin);
-  const U subnormal = L::Bits(L::Sub(L::FromBits(L::Or(bits, least)), L::FromBits(least)));
-  return L::SelectLess(bits, L::SetU(1u << 23), subnormal, L::AddU(bits, L::SetU(Format::kBiasShift)));
-}
 
 }  // namespace ballast::kernels::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

@@ -16,16 +16,37 @@ namespace ballast::kernels {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// A bf16 squared is exact in fp64, so fused or not, each addition is the only rounding.
+// The square of a float is exact in fp64, so fused or not, each addition is the only rounding.
+
+template <Dtype kDtype>
+float ElementAs(const std::byte* from, size_t i) {
+  if constexpr (kDtype == Dtype::kF32) return reinterpret_cast<const float*>(from)[i];
+  const uint16_t half = reinterpret_cast<const uint16_t*>(from)[i];
+  return kDtype == Dtype::kBf16 ? FromBf16(half) : FromF16(half);
+}
+
 #if HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128
 
 // kLeaves whole leaves side by side: one leaf's additions wait for each other.
-template <size_t kLeaves>
-HWY_ATTR void AddLeaves(const bf16* HWY_RESTRICT gradient, NormTree* tree) {
+template <Dtype kDtype, class D>
+HWY_INLINE hn::Vec<D> LoadFloats(D df, const std::byte* from, size_t i) {
+  if constexpr (kDtype == Dtype::kF32) {
+    return hn::LoadU(df, reinterpret_cast<const float*>(from) + i);
+  } else if constexpr (kDtype == Dtype::kBf16) {
+    const hn::Rebind<uint16_t, D> dh;
+    const hn::Rebind<uint32_t, D> du;
+    const auto half = hn::LoadU(dh, reinterpret_cast<const uint16_t*>(from) + i);
+    return hn::BitCast(df, hn::ShiftLeft<16>(hn::PromoteTo(du, half)));
+  } else {
+    const hn::Rebind<hwy::float16_t, D> dh;
+    return hn::PromoteTo(df, hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(from) + i));
+  }
+}
+
+template <Dtype kDtype, size_t kLeaves>
+HWY_ATTR void AddLeaves(const std::byte* HWY_RESTRICT gradient, size_t begin, NormTree* tree) {
   const hn::CappedTag<double, kNormLanes> dd;
   const hn::Rebind<float, decltype(dd)> df;
-  const hn::Rebind<uint32_t, decltype(dd)> du;
-  const hn::Rebind<uint16_t, decltype(dd)> dh;
   constexpr size_t kWidth = hn::MaxLanes(dd);
   constexpr size_t kVectors = kNormLanes / kWidth;
   hn::Vec<decltype(dd)> sum[kLeaves][kVectors];
@@ -35,8 +56,8 @@ HWY_ATTR void AddLeaves(const bf16* HWY_RESTRICT gradient, NormTree* tree) {
   for (size_t i = 0; i < kNormLeafElements; i += kNormLanes) {
     for (size_t leaf = 0; leaf < kLeaves; ++leaf) {
       for (size_t v = 0; v < kVectors; ++v) {
-        const auto bits = hn::PromoteTo(du, hn::LoadU(dh, gradient + leaf * kNormLeafElements + i + v * kWidth));
-        const auto x = hn::PromoteTo(dd, hn::BitCast(df, hn::ShiftLeft<16>(bits)));
+        const size_t at = begin + leaf * kNormLeafElements + i + v * kWidth;
+        const auto x = hn::PromoteTo(dd, LoadFloats<kDtype>(df, gradient, at));
         sum[leaf][v] = hn::MulAdd(x, x, sum[leaf][v]);
       }
     }
@@ -49,26 +70,32 @@ HWY_ATTR void AddLeaves(const bf16* HWY_RESTRICT gradient, NormTree* tree) {
 }
 #endif
 
-double NormLoop(const bf16* HWY_RESTRICT gradient, size_t n) {
+template <Dtype kDtype>
+double NormOf(const std::byte* HWY_RESTRICT gradient, size_t n) {
   NormTree tree;
   size_t i = 0;
 #if HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128
   constexpr size_t kLeaves = 4;
   for (; i + kLeaves * kNormLeafElements <= n; i += kLeaves * kNormLeafElements) {
-    AddLeaves<kLeaves>(gradient + i, &tree);
+    AddLeaves<kDtype, kLeaves>(gradient, i, &tree);
   }
-  for (; i + kNormLeafElements <= n; i += kNormLeafElements) AddLeaves<1>(gradient + i, &tree);
+  for (; i + kNormLeafElements <= n; i += kNormLeafElements) AddLeaves<kDtype, 1>(gradient, i, &tree);
 #endif
   while (i < n) {
     const size_t end = n - i < kNormLeafElements ? n : i + kNormLeafElements;
     double lane[kNormLanes] = {};
     for (size_t k = 0; i < end; ++i, ++k) {
-      const double x = FromBf16(gradient[i]);
+      const double x = ElementAs<kDtype>(gradient, i);
       lane[k % kNormLanes] += x * x;
     }
     tree.Add(SumLanes(lane));
   }
   return tree.Total();
+}
+
+double NormLoop(Dtype dtype, const std::byte* gradient, size_t n) {
+  if (dtype == Dtype::kF32) return NormOf<Dtype::kF32>(gradient, n);
+  return dtype == Dtype::kBf16 ? NormOf<Dtype::kBf16>(gradient, n) : NormOf<Dtype::kF16>(gradient, n);
 }
 
 }  // namespace HWY_NAMESPACE
@@ -79,11 +106,15 @@ HWY_AFTER_NAMESPACE();
 namespace ballast::kernels {
 HWY_EXPORT(NormLoop);
 
-NormResult SquaredNorm(absl::Span<const bf16> gradient) {
-  const double total = HWY_DYNAMIC_DISPATCH(NormLoop)(gradient.data(), gradient.size());
-  // Squares of finite bf16 stay below 2^256: 2^700 of them would not overflow fp64, so only Inf or NaN make it so.
+NormResult SquaredNorm(Dtype dtype, const std::byte* gradient, uint64_t n) {
+  const double total = HWY_DYNAMIC_DISPATCH(NormLoop)(dtype, gradient, n);
+  // Squares of finite floats stay below 2^256: 2^700 of them would not overflow fp64, so only Inf or NaN make it so.
   if (!std::isfinite(total)) return {.squared_norm = 0, .finite = false};
   return {.squared_norm = total, .finite = true};
+}
+
+NormResult SquaredNorm(absl::Span<const bf16> gradient) {
+  return SquaredNorm(Dtype::kBf16, reinterpret_cast<const std::byte*>(gradient.data()), gradient.size());
 }
 
 }  // namespace ballast::kernels

@@ -193,6 +193,63 @@ std::vector<Case> Cases(const Arrays& a) {
     spec.moments = format;
     cases.push_back({name, bytes, UpdateWork(a, spec), "adamw/f32", 28, UpdateWork(a, adamw), true});
   }
+  // What else reads `bytes` in all per element is compared with the copy that moves as many.
+  const auto add = [&](const std::string& name, double bytes, Work work) {
+    cases.push_back({name, bytes, std::move(work), "copy", bytes, [&a, bytes](uint64_t begin, uint64_t end) {
+                       const auto from = static_cast<uint64_t>(static_cast<double>(begin) * bytes / 2);
+                       const auto to = static_cast<uint64_t>(static_cast<double>(end) * bytes / 2);
+                       std::memcpy(a.moment[1].data() + from, a.moment[0].data() + from, to - from);
+                     }});
+  };
+  const auto floats = [&a](uint64_t begin, uint64_t end) {
+    return absl::MakeSpan(a.master.as<float>() + begin, end - begin);
+  };
+  for (const auto& [name, dtype] :
+       {std::pair{"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}, {"e4m3", Dtype::kE4m3}, {"e5m2", Dtype::kE5m2}}) {
+    const uint64_t bytes = ElementBytes(dtype);
+    add(std::string("from_f32/") + name, 4.0 + static_cast<double>(bytes),
+        [&a, floats, dtype, bytes](uint64_t begin, uint64_t end) {
+          kernels::FromF32(floats(begin, end), dtype, a.working.data() + begin * bytes);
+        });
+    add(std::string("to_f32/") + name, 4.0 + static_cast<double>(bytes),
+        [&a, dtype, bytes](uint64_t begin, uint64_t end) {
+          kernels::ToF32(dtype, a.gradient.data() + begin * bytes,
+                         absl::MakeSpan(a.moment[0].as<float>() + begin, end - begin));
+        });
+  }
+  for (const auto& [name, dtype] :
+       {std::pair{"norm/bf16", Dtype::kBf16}, {"norm/f16", Dtype::kF16}, {"norm/f32", Dtype::kF32}}) {
+    const uint64_t bytes = ElementBytes(dtype);
+    add(name, static_cast<double>(bytes), [&a, dtype, bytes](uint64_t begin, uint64_t end) {
+      volatile double keep = kernels::SquaredNorm(dtype, a.gradient.data() + begin * bytes, end - begin).squared_norm;
+      static_cast<void>(keep);
+    });
+  }
+  add("sum/bf16", 10, [&a, floats](uint64_t begin, uint64_t end) {
+    kernels::AddInto(Dtype::kBf16, a.gradient.data() + begin * 2, floats(begin, end));
+  });
+  for (const auto& [name, format] :
+       {std::pair{"int8", kernels::QuantFormat::kInt8}, {"int4", kernels::QuantFormat::kInt4}}) {
+    const double bytes = 2 + (format == kernels::QuantFormat::kInt8 ? 1 : 0.5) + 4.0 / 256;
+    add(std::string("quantize/bf16/") + name, bytes, [&a, format](uint64_t begin, uint64_t end) {
+      kernels::Quantize(format, Dtype::kBf16, a.gradient.data() + begin * 2, end - begin,
+                        a.working.data() + QuantBytes(format, begin),
+                        a.scales[0].as<float>() + begin / kernels::kQuantBlock);
+    });
+    add(std::string("dequantize/bf16/") + name, bytes, [&a, format](uint64_t begin, uint64_t end) {
+      kernels::Dequantize(format, a.working.data() + QuantBytes(format, begin),
+                          a.scales[0].as<float>() + begin / kernels::kQuantBlock, end - begin, Dtype::kBf16,
+                          a.gradient.data() + begin * 2);
+    });
+  }
+  add("crc32c/bytes", 1, [&a](uint64_t begin, uint64_t end) {
+    volatile uint32_t keep = kernels::Crc32c({a.master.data() + begin, end - begin});
+    static_cast<void>(keep);
+  });
+  add("copy_crc32c/bytes", 2, [&a](uint64_t begin, uint64_t end) {
+    volatile uint32_t keep = kernels::CopyCrc32c({a.master.data() + begin, end - begin}, a.moment[0].data() + begin);
+    static_cast<void>(keep);
+  });
   return cases;
 }
 

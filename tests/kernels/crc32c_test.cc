@@ -40,5 +40,15 @@ TEST(Crc32c, ContinuesFromASeed) {
   }
 }
 
+TEST(CopyCrc32c, CopiesAndContinues) {
+  std::mt19937_64 random(6);
+  for (const size_t n : {0, 1, 8191, 8192, 8193, 100'003}) {
+    std::string s(n, '\0'), to(n + 1, 'x');
+    for (char& c : s) c = static_cast<char>(random());
+    EXPECT_EQ(CopyCrc32c(Bytes(s), reinterpret_cast<std::byte*>(to.data()), 77), Crc32c(Bytes(s), 77));
+    EXPECT_EQ(to, s + 'x');
+  }
+}
+
 }  // namespace
 }  // namespace ballast::kernels

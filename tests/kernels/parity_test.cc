@@ -3,11 +3,16 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
 #include "ballast/tests/kernels/instruction_sets.h"
+#include "ballast/tests/kernels/optimizer_samples.h"
+#include "ballast/tests/kernels/rounding_reference.h"
 #include "ballast/tests/kernels/samples.h"
 
 namespace ballast::kernels {
@@ -16,10 +21,64 @@ namespace {
 constexpr size_t kSizes[] = {0,  1,  2,  3,  4,  5,   7,   8,   9,    15,   16,   17,
                              31, 33, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025, 4099};
 
+std::vector<float> AnyFloats(std::mt19937_64& random, size_t n, bool finite = false) {
+  std::vector<float> x(n);
+  for (float& value : x) value = AnyFloat(random, finite);
+  return x;
+}
+
+// NaN for a block with Inf or NaN; 0 where the block is stored as zeros.
+float ReferenceScale(const float* x, size_t n, float largest_code) {
+  float largest = 0;
+  bool finite = true;
+  for (size_t i = 0; i < n; ++i) {
+    finite = finite && std::isfinite(x[i]);
+    largest = std::max(largest, std::fabs(x[i]));
+  }
+  const float scale = largest * (1 / largest_code);
+  if (!finite) return std::bit_cast<float>(0x7fc00000u);
+  return scale < std::numeric_limits<float>::min() ? 0 : scale;
+}
+
 class ParityTest : public InstructionSetTest {
  protected:
+  // Blocks as in training, of any finite value, of any value, and of tiny ones.
+  std::vector<std::byte> QuantizeInput(Dtype dtype, size_t n) {
+    std::vector<float> wide(n);
+    uint64_t kind = 0;
+    for (size_t i = 0; i < n; ++i) {
+      if (i % kQuantBlock == 0) kind = random_() % 4;
+      wide[i] = AnyFloat(random_, kind != 0) * (kind == 2 ? 0x1p-120f : 1.0f);
+      if (kind == 3) wide[i] = static_cast<float>(random_() % 65536) / 32768 - 1;
+    }
+    std::vector<std::byte> x(n * ElementBytes(dtype));
+    FromF32(wide, dtype, x.data());
+    return x;
+  }
+
   std::mt19937_64 random_{20260101};
 };
+
+TEST_P(ParityTest, SquaredNormOfEveryDtype) {
+  for (const Dtype dtype : {Dtype::kF32, Dtype::kF16}) {
+    for (const size_t n : kSizes) {
+      std::vector<float> wide = AnyFloats(random_, n, /*finite=*/true);
+      std::vector<std::byte> x(n * ElementBytes(dtype));
+      for (float& value : wide) {
+        if (dtype == Dtype::kF16) value = std::fmod(value, 60000.0f);
+      }
+      FromF32(wide, dtype, x.data());
+      ToF32(dtype, x.data(), absl::MakeSpan(wide));
+      const NormResult got = SquaredNorm(dtype, x.data(), n);
+      ASSERT_TRUE(got.finite);
+      ASSERT_EQ(std::bit_cast<uint64_t>(got.squared_norm), std::bit_cast<uint64_t>(ReferenceNorm(wide.data(), n))) << n;
+      if (n == 0) continue;
+      wide[random_() % n] = HUGE_VALF;
+      FromF32(wide, dtype, x.data());
+      ASSERT_FALSE(SquaredNorm(dtype, x.data(), n).finite) << n;
+    }
+  }
+}
 
 TEST_P(ParityTest, SquaredNorm) {
   for (const size_t n : kSizes) {
@@ -41,45 +100,109 @@ TEST_P(ParityTest, SquaredNorm) {
   }
 }
 
-TEST_P(ParityTest, Bf16FromF32) {
-  for (const size_t n : kSizes) {
-    std::vector<float> from;
-    std::vector<bf16> expected, to(n);
-    for (size_t i = 0; i < n; ++i) {
-      from.push_back(AnyFloat(random_));
-      expected.push_back(ReferenceRound(from.back()));
+// As many random floats as kTuples, in pieces of every size and of one that streams.
+std::vector<size_t> Pieces() {
+  std::vector<size_t> pieces(std::begin(kSizes), std::end(kSizes));
+  for (uint64_t done = 0; done < kTuples; done += pieces.back()) pieces.push_back((size_t{4} << 20) + 77);
+  return pieces;
+}
+
+TEST_P(ParityTest, FromF32) {
+  for (const Dtype dtype : kSmallDtypes) {
+    const size_t bytes = ElementBytes(dtype);
+    for (const size_t n : Pieces()) {
+      const std::vector<float> from = AnyFloats(random_, n);
+      std::vector<std::byte> expected(n * bytes), got(n * bytes);
+      for (size_t i = 0; i < n; ++i) {
+        const uint32_t code = NarrowOne(dtype, from[i]);
+        std::memcpy(expected.data() + i * bytes, &code, bytes);
+      }
+      FromF32(from, dtype, got.data());
+      ASSERT_EQ(got, expected) << static_cast<int>(dtype) << " n=" << n;
     }
-    Bf16FromF32(from, absl::MakeSpan(to));
-    ASSERT_EQ(to, expected) << n;
   }
 }
 
-// Halfway cases and their neighbours, for every bf16.
-TEST_P(ParityTest, Bf16RoundsTiesToEven) {
-  for (const uint32_t low : {0x0000u, 0x0001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
-    std::vector<float> from;
-    std::vector<bf16> expected, to(65536);
-    for (uint32_t upper = 0; upper < 65536; ++upper) {
-      from.push_back(std::bit_cast<float>(upper << 16 | low));
-      expected.push_back(ReferenceRound(from.back()));
+TEST_P(ParityTest, ToF32OfEveryCode) {
+  for (const Dtype dtype : kSmallDtypes) {
+    const size_t bytes = ElementBytes(dtype), codes = size_t{1} << (8 * bytes);
+    std::vector<std::byte> from(codes * bytes);
+    std::vector<float> expected(codes);
+    for (uint32_t code = 0; code < codes; ++code) {
+      std::memcpy(from.data() + code * bytes, &code, bytes);
+      expected[code] = WidenOne(dtype, code);
     }
-    Bf16FromF32(from, absl::MakeSpan(to));
-    ASSERT_EQ(to, expected) << low;
+    for (const size_t skip : {0, 1, 3, 200}) {
+      std::vector<float> got(codes - skip);
+      ToF32(dtype, from.data() + skip * bytes, absl::MakeSpan(got));
+      ASSERT_EQ(std::memcmp(got.data(), expected.data() + skip, got.size() * sizeof(float)), 0)
+          << static_cast<int>(dtype);
+    }
   }
 }
 
-TEST_P(ParityTest, F32FromBf16) {
-  std::vector<bf16> from(65536);
-  std::vector<uint32_t> expected(65536);
-  for (uint32_t i = 0; i < 65536; ++i) {
-    from[i] = static_cast<bf16>(i);
-    expected[i] = i << 16;
+TEST_P(ParityTest, AddSmallFormats) {
+  for (const Dtype dtype : kSmallDtypes) {
+    const size_t bytes = ElementBytes(dtype);
+    for (const size_t n : kSizes) {
+      std::vector<float> sum = AnyFloats(random_, n), expected = sum;
+      std::vector<std::byte> addend(n * bytes);
+      for (size_t i = 0; i < n; ++i) {
+        const auto code = static_cast<uint32_t>(random_()) & ((1u << (8 * bytes)) - 1);
+        std::memcpy(addend.data() + i * bytes, &code, bytes);
+        expected[i] = ReferenceNan(expected[i] + WidenOne(dtype, code));
+      }
+      AddInto(dtype, addend.data(), absl::MakeSpan(sum));
+      ASSERT_EQ(Bits(sum), Bits(expected)) << static_cast<int>(dtype) << " n=" << n;
+    }
   }
-  for (const size_t n : {size_t{65536}, size_t{65533}}) {
-    std::vector<float> to(n);
-    F32FromBf16(absl::MakeConstSpan(from).subspan(65536 - n), absl::MakeSpan(to));
-    const std::vector<uint32_t> tail(expected.begin() + static_cast<ptrdiff_t>(65536 - n), expected.end());
-    ASSERT_EQ(Bits(to), tail);
+}
+
+// The plainest quantizer, and its stated error bound.
+TEST_P(ParityTest, Quantize) {
+  for (const QuantFormat format : {QuantFormat::kInt8, QuantFormat::kInt4}) {
+    const float largest_code = format == QuantFormat::kInt8 ? 127 : 7;
+    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+      for (const size_t n : {0, 1, 2, 3, 255, 256, 257, 511, 1024, 100'003}) {
+        const std::vector<std::byte> x = QuantizeInput(dtype, n);
+        std::vector<float> wide(n), expected(n), scales(QuantScales(n)), got_scales(QuantScales(n));
+        ToF32(dtype, x.data(), absl::MakeSpan(wide));
+        std::vector<int> codes(n);
+        for (size_t begin = 0; begin < n; begin += kQuantBlock) {
+          const size_t end = std::min<size_t>(n, begin + kQuantBlock);
+          float& scale = scales[begin / kQuantBlock];
+          scale = ReferenceScale(wide.data() + begin, end - begin, largest_code);
+          for (size_t i = begin; i < end; ++i) {
+            codes[i] = scale > 0 ? static_cast<int>(std::nearbyint(static_cast<double>(wide[i]) * (1 / scale))) : 0;
+            expected[i] = ReferenceNan(static_cast<float>(codes[i]) * scale);
+            if (!std::isnan(scale)) {
+              const double bound = scale > 0 ? 0.5 * scale * (1 + 0x1p-14) : largest_code * 0x1p-126;
+              ASSERT_LE(std::fabs(static_cast<double>(wide[i]) - expected[i]), bound) << n;
+            }
+          }
+        }
+        std::vector<std::byte> quantized(QuantBytes(format, n)), expected_bytes(quantized.size());
+        for (size_t i = 0; i < n; ++i) {
+          const auto low = static_cast<unsigned>(codes[i]);
+          if (format == QuantFormat::kInt8)
+            expected_bytes[i] = static_cast<std::byte>(low);
+          else
+            expected_bytes[i / 2] |= static_cast<std::byte>((low & 15) << (i % 2 * 4));
+        }
+        Quantize(format, dtype, x.data(), n, quantized.data(), got_scales.data());
+        ASSERT_EQ(Bits(got_scales), Bits(scales)) << n;
+        ASSERT_EQ(quantized, expected_bytes) << n;
+        std::vector<float> got(n);
+        Dequantize(format, quantized.data(), scales.data(), n, Dtype::kF32, reinterpret_cast<std::byte*>(got.data()));
+        ASSERT_EQ(Bits(got), Bits(expected)) << n;
+        for (const Dtype to : {Dtype::kBf16, Dtype::kF16}) {
+          std::vector<uint16_t> half(n), expected_half(n);
+          for (size_t i = 0; i < n; ++i) expected_half[i] = static_cast<uint16_t>(NarrowOne(to, expected[i]));
+          Dequantize(format, quantized.data(), scales.data(), n, to, reinterpret_cast<std::byte*>(half.data()));
+          ASSERT_EQ(half, expected_half) << n;
+        }
+      }
+    }
   }
 }
 

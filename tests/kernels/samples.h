@@ -38,27 +38,14 @@ inline float AnyFloat(std::mt19937_64& random, bool finite = false) {
 
 inline float ReferenceNan(float x) { return x != x ? std::bit_cast<float>(0x7fc00000u) : x; }
 
-// Round to nearest even by comparing the two neighbours in fp64, not by the integer trick.
-inline bf16 ReferenceRound(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  if (x != x) return static_cast<bf16>((bits >> 16) | 0x40);
-  if (std::isinf(x)) return static_cast<bf16>(bits >> 16);
-  const uint32_t below = bits >> 16;
-  const auto value = [](uint32_t upper) {
-    // One step beyond the largest finite counts as 2^128 for the purpose of rounding.
-    if ((upper & 0x7fff) == 0x7f80) return std::copysign(std::ldexp(1.0, 128), (upper & 0x8000) != 0 ? -1.0 : 1.0);
-    return static_cast<double>(std::bit_cast<float>(upper << 16));
-  };
-  const double down = std::fabs(static_cast<double>(x) - value(below));
-  const double up = std::fabs(value(below + 1) - static_cast<double>(x));
-  if (down != up) return static_cast<bf16>(down < up ? below : below + 1);
-  return static_cast<bf16>((below & 1) == 0 ? below : below + 1);
-}
+inline double ValueOf(bf16 x) { return FromBf16(x); }
+inline double ValueOf(float x) { return x; }
 
-inline double ReferenceLeaf(const bf16* x, size_t n) {
+template <typename T>
+double ReferenceLeaf(const T* x, size_t n) {
   double lane[8] = {};
   for (size_t i = 0; i < n; ++i) {
-    const double value = std::bit_cast<float>(static_cast<uint32_t>(x[i]) << 16);
+    const double value = ValueOf(x[i]);
     lane[i % 8] += value * value;
   }
   for (size_t width = 1; width < 8; width *= 2) {
@@ -67,7 +54,8 @@ inline double ReferenceLeaf(const bf16* x, size_t n) {
   return lane[0];
 }
 
-inline double ReferenceNorm(const bf16* x, size_t n) {
+template <typename T>
+double ReferenceNorm(const T* x, size_t n) {
   const size_t leaves = (n + 255) / 256;
   if (leaves == 0) return 0;
   if (leaves == 1) return ReferenceLeaf(x, n);
