@@ -11,6 +11,7 @@
 // After foreach_target.h, which includes this file once per target.
 #include "ballast/kernels/cpu/formats-inl.h"
 #include "ballast/kernels/cpu/lanes-inl.h"
+#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -24,6 +25,10 @@ using U = L::U;
 // Loops go by four vectors; what is left at the end goes through this many elements of scratch memory.
 constexpr size_t kStep = 4 * L::kWidth;
 
+// How far ahead of a stream its source is asked for: stores that pass the caches leave the processor's own prefetcher
+// behind.
+constexpr size_t kAheadBytes = 2048;
+
 // An output beyond the second-level cache goes past it: nobody reads it before it would be pushed out.
 constexpr size_t kStreamBytesMin = size_t{4} << 20;
 bool Streams(const void* to, size_t bytes) {
@@ -33,9 +38,9 @@ bool Streams(const void* to, size_t bytes) {
 // to = from, where one of the two is kF32.
 template <Dtype kFrom, Dtype kTo, bool kStream>
 HWY_INLINE void ConvertStep(const std::byte* from, std::byte* to, size_t i) {
-  StoreFourAs<L, kTo, kStream>(LoadAs<L, kFrom>(from, i), LoadAs<L, kFrom>(from, i + L::kWidth),
-                               LoadAs<L, kFrom>(from, i + 2 * L::kWidth), LoadAs<L, kFrom>(from, i + 3 * L::kWidth), to,
-                               i);
+  StoreFourAs<L, kTo, StoreOptions{.stream = kStream}>(LoadAs<L, kFrom>(from, i), LoadAs<L, kFrom>(from, i + L::kWidth),
+                                                       LoadAs<L, kFrom>(from, i + 2 * L::kWidth),
+                                                       LoadAs<L, kFrom>(from, i + 3 * L::kWidth), to, i);
 }
 
 template <Dtype kFrom, Dtype kTo>
@@ -43,7 +48,11 @@ void Convert(const std::byte* HWY_RESTRICT from, std::byte* HWY_RESTRICT to, siz
   constexpr size_t kFromBytes = ElementBytes(kFrom), kToBytes = ElementBytes(kTo);
   size_t i = 0;
   if (Streams(to, n * kToBytes)) {
-    for (; i + kStep <= n; i += kStep) ConvertStep<kFrom, kTo, true>(from, to, i);
+    for (; i + kStep <= n; i += kStep) {
+      for (size_t byte = 0; byte < kStep * kFromBytes; byte += 64)
+        hwy::Prefetch(from + i * kFromBytes + byte + kAheadBytes);
+      ConvertStep<kFrom, kTo, true>(from, to, i);
+    }
     L::FlushStream();
   }
   for (; i + kStep <= n; i += kStep) ConvertStep<kFrom, kTo, false>(from, to, i);

@@ -99,29 +99,43 @@ HWY_INLINE typename L::F LoadAs(const std::byte* from, size_t i) {
   if constexpr (kDtype == Dtype::kE5m2) return WidenE5m2<L>(L::Load8(bytes));
 }
 
-// Four vectors, from element i on. kStream: past the caches, for what is not read again soon; `to` is 64-byte aligned.
-template <class L, Dtype kDtype, bool kStream>
+// kStream: past the caches, for what is not read again soon; `to` is 64-byte aligned. kOneNan: OneNan has been applied.
+struct StoreOptions {
+  bool stream = false;
+  bool one_nan = false;
+};
+
+// Four vectors, from element i on.
+template <class L, Dtype kDtype, StoreOptions kOptions>
 HWY_INLINE void StoreFourAs(typename L::F a, typename L::F b, typename L::F c, typename L::F d, std::byte* to,
                             size_t i) {
+  constexpr size_t kWidth = L::kWidth;
   auto* floats = reinterpret_cast<float*>(to) + i;
   auto* halves = reinterpret_cast<uint16_t*>(to) + i;
   auto* bytes = reinterpret_cast<uint8_t*>(to) + i;
-  const typename L::F x[4] = {a, b, c, d};
-  for (size_t k = 0; k < 4; ++k) {
-    if constexpr (kDtype == Dtype::kF32) {
-      kStream ? L::Stream(x[k], floats + k * L::kWidth) : L::Store(x[k], floats + k * L::kWidth);
+  if constexpr (kDtype == Dtype::kF32) {
+    const typename L::F x[4] = {a, b, c, d};
+    for (size_t k = 0; k < 4; ++k) {
+      kOptions.stream ? L::Stream(x[k], floats + k * kWidth) : L::Store(x[k], floats + k * kWidth);
     }
-    if constexpr (kDtype == Dtype::kBf16) {
-      kStream ? L::Stream16(NarrowBf16<L>(x[k]), halves + k * L::kWidth)
-              : L::Store16(NarrowBf16<L>(x[k]), halves + k * L::kWidth);
-    }
-    if constexpr (kDtype == Dtype::kF16) L::F16Store(x[k], halves + k * L::kWidth);
+  }
+  if constexpr (kDtype == Dtype::kBf16) {
+    const auto narrow = [](typename L::F x)
+                            HWY_ATTR { return kOptions.one_nan ? NarrowBf16OneNan<L>(x) : NarrowBf16<L>(x); };
+    L::template Store16x2<kOptions.stream>(narrow(a), narrow(b), halves);
+    L::template Store16x2<kOptions.stream>(narrow(c), narrow(d), halves + 2 * kWidth);
+  }
+  if constexpr (kDtype == Dtype::kF16) {
+    L::template F16Store2<kOptions.stream>(a, b, halves);
+    L::template F16Store2<kOptions.stream>(c, d, halves + 2 * kWidth);
   }
   if constexpr (kDtype == Dtype::kE4m3) {
-    L::template Store8x4<kStream>(NarrowE4m3<L>(a), NarrowE4m3<L>(b), NarrowE4m3<L>(c), NarrowE4m3<L>(d), bytes);
+    L::template Store8x4<kOptions.stream>(NarrowE4m3<L>(a), NarrowE4m3<L>(b), NarrowE4m3<L>(c), NarrowE4m3<L>(d),
+                                          bytes);
   }
   if constexpr (kDtype == Dtype::kE5m2) {
-    L::template Store8x4<kStream>(NarrowE5m2<L>(a), NarrowE5m2<L>(b), NarrowE5m2<L>(c), NarrowE5m2<L>(d), bytes);
+    L::template Store8x4<kOptions.stream>(NarrowE5m2<L>(a), NarrowE5m2<L>(b), NarrowE5m2<L>(c), NarrowE5m2<L>(d),
+                                          bytes);
   }
 }
 

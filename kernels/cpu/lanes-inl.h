@@ -76,7 +76,10 @@ struct Lanes {
     Store8(a, to), Store8(b, to + 1), Store8(c, to + 2), Store8(d, to + 3);
   }
   static void Stream(F x, float* to) { *to = x; }
-  static void Stream16(U a, uint16_t* to) { Store16(a, to); }
+  template <bool kStream>
+  static void Store16x2(U a, U b, uint16_t* to) {
+    Store16(a, to), Store16(b, to + 1);
+  }
   // table[index], index below 8; the table has 16 floats.
   static F Lookup8(const float* table, U index) { return table[index]; }
   // 0 to 2^23, exactly; and back, rounded to nearest even.
@@ -85,7 +88,10 @@ struct Lanes {
   static F MinF(F a, F b) { return a < b ? a : b; }
   static U IsGreater(F a, F b) { return a > b ? 1 : 0; }
   static F F16Load(const uint16_t* from) { return FromF16(*from); }
-  static void F16Store(F a, uint16_t* to) { *to = ToF16(a); }
+  template <bool kStream>
+  static void F16Store2(F a, F b, uint16_t* to) {
+    to[0] = ToF16(a), to[1] = ToF16(b);
+  }
   static void FlushStream() {}
   static U Iota(uint32_t first) { return first; }
   static void MulWide(U a, uint32_t b, U* high, U* low) {
@@ -177,7 +183,14 @@ struct Lanes {
   }
   // Past the caches; `to` is aligned to the vector.
   static HWY_INLINE void Stream(F x, float* to) { hn::Stream(x, DF(), to); }
-  static HWY_INLINE void Stream16(U a, uint16_t* to) { hn::Stream(hn::DemoteTo(DH(), hn::BitCast(DI(), a)), DH(), to); }
+  // Two vectors, one after the other.
+  template <bool kStream>
+  static HWY_INLINE void Store16x2(U a, U b, uint16_t* to) {
+    const hn::Repartition<uint16_t, DU> d16;
+    const auto both =
+        hn::Combine(d16, hn::DemoteTo(DH(), hn::BitCast(DI(), b)), hn::DemoteTo(DH(), hn::BitCast(DI(), a)));
+    kStream ? hn::Stream(both, d16, to) : hn::StoreU(both, d16, to);
+  }
   static HWY_INLINE F Lookup8(const float* table, U index) {
 #if HWY_TARGET <= HWY_AVX2
     return hn::TableLookupLanes(hn::LoadU(DF(), table), hn::IndicesFromVec(DF(), hn::BitCast(DI(), index)));
@@ -193,9 +206,12 @@ struct Lanes {
     const hn::Rebind<hwy::float16_t, DF> dh;
     return hn::PromoteTo(DF(), hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(from)));
   }
-  static HWY_INLINE void F16Store(F a, uint16_t* to) {
+  template <bool kStream>
+  static HWY_INLINE void F16Store2(F a, F b, uint16_t* to) {
     const hn::Rebind<hwy::float16_t, DF> dh;
-    hn::StoreU(hn::DemoteTo(dh, a), dh, reinterpret_cast<hwy::float16_t*>(to));
+    const hn::Repartition<uint16_t, DU> d16;
+    const auto both = hn::Combine(d16, hn::BitCast(DH(), hn::DemoteTo(dh, b)), hn::BitCast(DH(), hn::DemoteTo(dh, a)));
+    kStream ? hn::Stream(both, d16, to) : hn::StoreU(both, d16, to);
   }
   static HWY_INLINE void FlushStream() { hwy::FlushStream(); }
   static HWY_INLINE U Iota(uint32_t first) { return hn::Iota(DU(), first); }

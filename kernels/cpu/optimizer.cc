@@ -50,8 +50,9 @@ template <Dtype kDtype, bool kStream>
 void NarrowBlock(const float* HWY_RESTRICT from, std::byte* to) {
   constexpr size_t kWidth = L::kWidth;
   for (size_t i = 0; i < kBlock; i += 4 * kWidth) {
-    StoreFourAs<L, kDtype, kStream>(L::Load(from + i), L::Load(from + i + kWidth), L::Load(from + i + 2 * kWidth),
-                                    L::Load(from + i + 3 * kWidth), to, i);
+    StoreFourAs<L, kDtype, StoreOptions{.stream = kStream, .one_nan = true}>(
+        L::Load(from + i), L::Load(from + i + kWidth), L::Load(from + i + 2 * kWidth), L::Load(from + i + 3 * kWidth),
+        to, i);
   }
 }
 

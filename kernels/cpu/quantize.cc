@@ -90,8 +90,8 @@ void DequantizeBlock(const uint8_t* quantized, float scale, std::byte* x) {
     return L::OneNan(L::Mul(L::Sub(L::FloatOf(L::Xor(L::Load8(from + i), sign)), offset), factor));
   };
   for (size_t i = 0; i < kBlock; i += 4 * L::kWidth) {
-    StoreFourAs<L, kDtype, false>(value(i), value(i + L::kWidth), value(i + 2 * L::kWidth), value(i + 3 * L::kWidth), x,
-                                  i);
+    StoreFourAs<L, kDtype, StoreOptions{.one_nan = true}>(value(i), value(i + L::kWidth), value(i + 2 * L::kWidth),
+                                                          value(i + 3 * L::kWidth), x, i);
   }
 }
 
