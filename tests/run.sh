@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Installs, builds and runs every test.
-# Usage: tests/run.sh [default|asan|tsan] [ctest arguments...]
+# Usage: tests/run.sh [default|asan|tsan|exhaustive] [ctest arguments...]
 #   default  optimised, warnings are errors, GPU code compiled where nvcc is found
 #   asan     AddressSanitizer and UndefinedBehaviorSanitizer; a tenth of the seeds
 #   tsan     ThreadSanitizer; a tenth of the seeds
+#   exhaustive  only what takes many minutes: all 2^32 floats through every conversion
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,6 +13,10 @@ mode="${1:-default}"
 configure=()
 case "$mode" in
   default) preset=dev ;;
+  exhaustive)
+    preset=dev
+    set -- -C exhaustive -L exhaustive -V "$@"
+    ;;
   asan)
     preset=asan
     export ASAN_OPTIONS=detect_stack_use_after_return=1:strict_string_checks=1:check_initialization_order=1:strict_init_order=1:detect_odr_violation=2:detect_leaks=1
@@ -22,7 +27,7 @@ case "$mode" in
     export TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:second_deadlock_stack=1
     configure+=("-DBALLAST_TSAN_OBJECTS=$PWD/build/tsan-abseil")
     ;;
-  *) echo "usage: tests/run.sh [default|asan|tsan] [ctest arguments...], got '$mode'" >&2; exit 2 ;;
+  *) echo "usage: tests/run.sh [default|asan|tsan|exhaustive] [ctest arguments...], got '$mode'" >&2; exit 2 ;;
 esac
 
 deploy/packages.sh test

@@ -40,13 +40,14 @@ function(ballast_executable name)
   target_link_libraries(${name} PRIVATE ${ARG_DEPS} ballast_flags ${BALLAST_SANITIZER_OBJECTS})
 endfunction()
 
-# ballast_test(<name> SRCS ... DEPS ... [LABELS ...] [TIMEOUT s] [ENVIRONMENT ...]): a GoogleTest binary, one ctest test.
+# ballast_test(<name> SRCS ... DEPS ... [LABELS ...] [TIMEOUT s] [ENVIRONMENT ...] [ONLY_IN configuration]): a GoogleTest binary, one ctest
+# test. ONLY_IN: run by `ctest -C configuration` alone, for what takes many minutes.
 # Exit code 77 means skipped. The folder under tests/ is a label: ctest -L storage.
 function(ballast_test name)
-  cmake_parse_arguments(ARG "" "TIMEOUT" "SRCS;DEPS;LABELS;ARGS;ENVIRONMENT" ${ARGN})
+  cmake_parse_arguments(ARG "" "TIMEOUT;ONLY_IN" "SRCS;DEPS;LABELS;ARGS;ENVIRONMENT" ${ARGN})
   ballast_add_executable(${name} ${ARG_SRCS})
   target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gmock GTest::gtest_main ballast_flags ${BALLAST_SANITIZER_OBJECTS})
-  add_test(NAME ${name} COMMAND ${name} ${ARG_ARGS})
+  add_test(NAME ${name} COMMAND ${name} ${ARG_ARGS} CONFIGURATIONS ${ARG_ONLY_IN})
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 300)
   endif()

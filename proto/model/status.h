@@ -46,6 +46,7 @@ inline constexpr char kServerDown[] = "SERVER_DOWN";    // UNAVAILABLE
 inline constexpr char kRankMissing[] = "RANK_MISSING";  // DEADLINE_EXCEEDED: names the rank
 inline constexpr char kRankTaken[] = "RANK_TAKEN";      // ALREADY_EXISTS
 inline constexpr char kIo[] = "IO";                     // INTERNAL or DATA_LOSS
+inline constexpr char kWrongBits[] = "WRONG_BITS";     // INTERNAL: a processor failed the self-test of the kernels
 inline constexpr char kUnsupported[] = "UNSUPPORTED";   // UNIMPLEMENTED
 
 // Builds a status with `reason` attached. `message` says what was expected, what came, and the fix.

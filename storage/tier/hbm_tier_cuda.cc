@@ -3,8 +3,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/kernels/cuda/cuda_kernels.h"
+#include "ballast/kernels/cuda/device_processor.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/tier/hbm_tier.h"
+#include "ballast/storage/tier/processor_check.h"
 
 namespace ballast::storage {
 namespace {
@@ -33,7 +35,10 @@ class CudaHbmTier : public HbmTier {
     BALLAST_ASSIGN_OR_RETURN(scratch_, AllocateLocked(2 * each, "scratch memory of the hbm tier"));
     gradient_ = reinterpret_cast<kernels::bf16*>(scratch_.data());
     working_ = reinterpret_cast<kernels::bf16*>(scratch_.data() + each);
-    return absl::OkStatus();
+    absl::Status tested;
+    const absl::Status checked = CheckProcessor(kernels::cuda::DeviceProcessor(&tested), absl::StrCat("GPU ", device_));
+    BALLAST_RETURN_IF_ERROR(tested);
+    return checked;
   }
 
   absl::StatusOr<HbmBlock> Allocate(uint64_t bytes, absl::string_view what) override {

@@ -13,6 +13,7 @@
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/tier/ledger.h"
 #include "ballast/storage/tier/nvme_tier.h"
+#include "ballast/storage/tier/processor_check.h"
 
 namespace ballast::storage {
 
@@ -26,6 +27,8 @@ struct Tiers::Impl {
 };
 
 absl::StatusOr<std::unique_ptr<Tiers>> Tiers::Open(const TiersOptions& options) {
+  BALLAST_RETURN_IF_ERROR(
+      CheckProcessor(kernels::CpuProcessor(), absl::StrCat("the CPU (", kernels::ActiveIsa(), ")")));
   auto impl = std::make_unique<Impl>(options);
   std::error_code error;
   std::filesystem::create_directories(options.directory, error);

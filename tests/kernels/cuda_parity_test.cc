@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ballast/kernels/cuda/cuda_kernels.h"
+#include "ballast/kernels/cuda/device_processor.h"
 #include "ballast/tests/kernels/optimizer_samples.h"
 #include "ballast/tests/kernels/samples.h"
 
@@ -165,6 +166,12 @@ TEST_F(CudaParityTest, Bf16FromF32) {
     ASSERT_TRUE(status.ok()) << status;
     ASSERT_EQ(target.Read(), cpu) << n;
   }
+}
+
+TEST(CudaSelfTest, GivesTheBitsOfTheRelease) {
+  absl::Status status;
+  EXPECT_EQ(DigestMismatch(DigestsOf(cuda::DeviceProcessor(&status))), "");
+  EXPECT_TRUE(status.ok()) << status;
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/tier/dram_tier.h"
 #include "ballast/storage/tier/nvme_tier.h"
+#include "ballast/storage/tier/processor_check.h"
 #include "ballast/tests/scratch_directory.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -136,6 +137,21 @@ TEST_F(TiersTest, TrafficAddsUp) {
   EXPECT_EQ(tiers->traffic().read.nvme, 11);
   EXPECT_EQ(tiers->traffic().written.nvme, 22);
   EXPECT_EQ(tiers->traffic().read.dram, 0);
+}
+
+// A processor that computes other bits is refused, with the function's name.
+TEST(CheckProcessor, RefusesOtherBits) {
+  EXPECT_EQ(CheckProcessor(kernels::CpuProcessor(), "the CPU"), absl::OkStatus());
+  kernels::Processor broken = kernels::CpuProcessor();
+  broken.squared_norm = [](kernels::Dtype dtype, const std::byte* x, uint64_t n) {
+    kernels::NormResult result = kernels::SquaredNorm(dtype, x, n);
+    result.squared_norm += result.squared_norm * 0x1p-52;
+    return result;
+  };
+  const absl::Status status = CheckProcessor(broken, "GPU 3");
+  EXPECT_EQ(model::ReasonOf(status), model::kWrongBits);
+  EXPECT_THAT(status.ToString(), HasSubstr("self-test: GPU 3 does not compute this release's bits"));
+  EXPECT_THAT(status.ToString(), HasSubstr("norm/bf16: "));
 }
 
 }  // namespace

@@ -1,0 +1,42 @@
+// Bit equality is what recovery rests on, so a processor shows at start that it computes this release's bits: every
+// kernel over fixed inputs, the CRC32C of what it wrote against a table.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "ballast/kernels/kernels.h"
+#include "ballast/kernels/optimizer.h"
+
+namespace ballast::kernels {
+
+// The functions under test; all spans are in the host's memory. One that is empty is left out: a GPU has not all of
+// them.
+struct Processor {
+  std::function<void(const OptimizerSpec&, const Coefficients&, const RandomKey&, const UpdateSpan&)> update;
+  std::function<NormResult(Dtype, const std::byte*, uint64_t)> squared_norm;
+  std::function<void(absl::Span<const float>, Dtype, std::byte*)> from_f32;
+  std::function<void(Dtype, const std::byte*, absl::Span<float>)> to_f32;
+  std::function<void(QuantFormat, Dtype, const std::byte*, uint64_t, std::byte*, float*)> quantize;
+  std::function<void(QuantFormat, const std::byte*, const float*, uint64_t, Dtype, std::byte*)> dequantize;
+};
+
+struct Digest {
+  std::string function;  // "adamw/f8"
+  uint32_t crc32c = 0;
+  friend bool operator==(const Digest&, const Digest&) = default;
+};
+
+// A few milliseconds.
+std::vector<Digest> DigestsOf(const Processor& processor);
+
+// Names every function whose digest is not this release's, with both: "adamw/f8: 12ab34cd, expected 98fe76dc; ...".
+// Empty when all agree.
+std::string DigestMismatch(const std::vector<Digest>& digests);
+
+// The kernels of kernels.h and optimizer.h on the instruction set that they chose.
+Processor CpuProcessor();
+
+}  // namespace ballast::kernels
