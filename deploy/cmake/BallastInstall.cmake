@@ -1,15 +1,16 @@
-# What a consumer gets: find_package(Ballast) with Ballast::client and all that it stands on.
+# What a consumer gets: find_package(Ballast) with Ballast::client, Ballast::kernels and all that they stand on.
 include(CMakePackageConfigHelpers)
 
 set(installed ballast_proto ballast_proto_grpc ballast_model ballast_kernels ballast_collective ballast_client)
 set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/Ballast)
 install(TARGETS ${installed} ballastd ballastctl EXPORT BallastTargets
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-foreach(folder proto/model kernels)
-  file(GLOB headers ${PROJECT_SOURCE_DIR}/${folder}/*.h)
-  install(FILES ${headers} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/${folder})
+file(GLOB headers ${PROJECT_SOURCE_DIR}/proto/model/*.h)
+install(FILES ${headers} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/proto/model)
+# The public headers; the others of these folders are their inside.
+foreach(header float_formats kernels optimizer self_test)
+  install(FILES ${PROJECT_SOURCE_DIR}/kernels/${header}.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/kernels)
 endforeach()
-# The public headers; the client's others are its inside.
 install(FILES ${PROJECT_SOURCE_DIR}/client/session.h ${PROJECT_SOURCE_DIR}/client/transport.h
   ${PROJECT_SOURCE_DIR}/client/grpc_transport.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/client)
 foreach(header collective file_rendezvous gloo_collective gradient_tree loopback_collective rank_lock rendezvous)

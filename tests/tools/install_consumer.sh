@@ -9,5 +9,6 @@ cmake --install "$build_dir" --prefix "$work/prefix" >/dev/null
 cmake -G Ninja -S "$source_dir/tests/install_consumer" -B "$work/build" -DCMAKE_PREFIX_PATH="$work/prefix" -DCMAKE_BUILD_TYPE=Release >/dev/null
 cmake --build "$work/build"
 "$work/build/consumer"
+"$work/build/kernels_consumer"
 "$work/prefix/bin/ballastd" --help >/dev/null
 "$work/prefix/bin/ballastctl" --help >/dev/null
