@@ -5,22 +5,27 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/kernels/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 
 namespace ballast::client {
 
-LocalSource::LocalSource(model::Layout layout) : layout_(std::move(layout)), tensor_steps_(layout_.tensors().size()) {
+LocalSource::LocalSource(model::Layout layout, const kernels::OptimizerSpec& optimizer, uint64_t seed)
+    : layout_(std::move(layout)), optimizer_(optimizer), seed_(seed), tensor_steps_(layout_.tensors().size()) {
   for (const model::Unit& unit : layout_.units()) {
     UnitState& state = units_.emplace_back();
-    for (auto* array : {&state.master, &state.moment1, &state.moment2}) array->resize(unit.elements);
+    state.master.resize(unit.elements);
+    for (size_t k = 0; k < static_cast<size_t>(MomentCount(optimizer_)); ++k) {
+      state.moments[k].resize(MomentBytes(optimizer_.moments, unit.elements));
+      state.scales[k].resize(MomentScaleBytes(optimizer_.moments, unit.elements) / sizeof(float));
+    }
     for (auto* array : {&state.working, &state.gradient}) array->resize(unit.elements);
   }
 }
 
 absl::StatusOr<std::unique_ptr<LocalSource>> LocalSource::Create(const ModelShape& shape, uint64_t seed,
-                                                                 uint64_t chunk_elements) {
+                                                                 uint64_t chunk_elements,
+                                                                 const kernels::OptimizerSpec& optimizer) {
   const std::vector<ModelTensor> tensors = TensorsOf(shape);
   v1::JobSpec spec;
   spec.set_name("reference");
@@ -40,7 +45,7 @@ absl::StatusOr<std::unique_ptr<LocalSource>> LocalSource::Create(const ModelShap
   }
   BALLAST_ASSIGN_OR_RETURN(model::Layout layout, model::Layout::Make(spec));
 
-  std::unique_ptr<LocalSource> source(new LocalSource(std::move(layout)));
+  std::unique_ptr<LocalSource> source(new LocalSource(std::move(layout), optimizer, seed));
   for (size_t i = 0; i < tensors.size(); ++i) {
     const model::Tensor& tensor = source->layout_.tensors()[i];
     absl::Span<float> master = absl::MakeSpan(source->units_[tensor.unit].master);
@@ -92,22 +97,24 @@ void LocalSource::Update(const model::Chunk& chunk, const v1::StepHeader& header
   UnitState& unit = units_[chunk.unit];
   for (const model::Segment& segment : chunk.segments) {
     const v1::GroupHyper& group = header.groups(static_cast<int>(segment.group));
-    const kernels::Coefficients coefficients = kernels::MakeCoefficients({},
-                                                                         {.learning_rate = group.learning_rate(),
-                                                                          .beta1 = group.beta1(),
-                                                                          .beta2 = group.beta2(),
-                                                                          .epsilon = group.epsilon(),
-                                                                          .weight_decay = group.weight_decay()},
-                                                                         tensor_steps_[segment.tensor], factor);
+    const kernels::Hyper hyper{.learning_rate = group.learning_rate(),
+                               .beta1 = group.beta1(),
+                               .beta2 = group.beta2(),
+                               .epsilon = group.epsilon(),
+                               .weight_decay = group.weight_decay()};
     const uint64_t begin = chunk.range.begin + segment.in_chunk.begin;
     kernels::UpdateSpan span{.n = segment.in_chunk.size(),
                              .gradient = reinterpret_cast<const std::byte*>(unit.gradient.data() + begin),
                              .master = unit.master.data() + begin,
                              .moments = {},
                              .working = reinterpret_cast<std::byte*>(unit.working.data() + begin)};
-    span.moments[0].values = reinterpret_cast<std::byte*>(unit.moment1.data() + begin);
-    span.moments[1].values = reinterpret_cast<std::byte*>(unit.moment2.data() + begin);
-    kernels::Update({}, coefficients, {}, span);
+    for (size_t k = 0; k < static_cast<size_t>(MomentCount(optimizer_)); ++k) {
+      span.moments[k] = {.values = unit.moments[k].data() + MomentBytes(optimizer_.moments, begin),
+                         .scales = unit.scales[k].data() + MomentScaleBytes(optimizer_.moments, begin) / sizeof(float)};
+    }
+    const kernels::RandomKey key{
+        .seed = seed_, .unit = chunk.unit, .step = static_cast<uint64_t>(version_), .first_element = begin};
+    kernels::Update(optimizer_, MakeCoefficients(optimizer_, hyper, tensor_steps_[segment.tensor], factor), key, span);
   }
 }
 

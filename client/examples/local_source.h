@@ -4,21 +4,25 @@
 // must equal theirs bit for bit.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <vector>
 
 #include "ballast/client/examples/model.h"
 #include "ballast/client/examples/parameter_source.h"
+#include "ballast/kernels/optimizer.h"
 #include "ballast/proto/model/layout.h"
 
 namespace ballast::client {
 
 class LocalSource : public ParameterSource {
  public:
-  // At version 0, with the initial values of `seed`. Allocates all state: 16 bytes per parameter.
+  // At version 0, with the initial values of `seed`. Allocates all state: 8 bytes per parameter and the moments.
   // `chunk_elements`: norms are kept per chunk, so bits equal a job's only with the job's chunk size.
+  // `optimizer`: its gradient and working dtype are bf16, as a job's.
   static absl::StatusOr<std::unique_ptr<LocalSource>> Create(const ModelShape& shape, uint64_t seed,
-                                                             uint64_t chunk_elements);
+                                                             uint64_t chunk_elements,
+                                                             const kernels::OptimizerSpec& optimizer = {});
 
   int64_t version() const override { return version_; }
   uint64_t unit_elements(uint32_t unit) const override { return layout_.units()[unit].elements; }
@@ -32,15 +36,19 @@ class LocalSource : public ParameterSource {
 
  private:
   struct UnitState {
-    std::vector<float> master, moment1, moment2;
+    std::vector<float> master;
+    std::array<std::vector<std::byte>, kernels::kMomentsMax> moments;
+    std::array<std::vector<float>, kernels::kMomentsMax> scales;
     std::vector<kernels::bf16> working, gradient;
   };
 
-  explicit LocalSource(model::Layout layout);
+  LocalSource(model::Layout layout, const kernels::OptimizerSpec& optimizer, uint64_t seed);
   v1::ChunkNorm NormOf(const model::Chunk& chunk) const;
   void Update(const model::Chunk& chunk, const v1::StepHeader& header, float factor);
 
   model::Layout layout_;
+  const kernels::OptimizerSpec optimizer_;
+  const uint64_t seed_;
   std::vector<UnitState> units_;
   std::vector<uint64_t> tensor_steps_;  // t per tensor: updates so far
   int64_t version_ = 0;
