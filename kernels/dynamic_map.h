@@ -1,5 +1,5 @@
 // The dynamic map of 8-bit optimizer states (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization",
-// section 2.2; Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning"): seven decades from 10^-6 to 1,
+// section 2.2; Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning"): seven decades from 10^-7 to 1,
 // decade i = 0 ... 6 cut into 2^i (signed) or 2^(i+1) (unsigned) equal parts whose middles are the values, and 0,
 // and 1.
 //

@@ -2,10 +2,12 @@
 //
 // Bit-exact everywhere: every CPU path (no vectors, AVX2, AVX-512; Highway picks one at run time) and CUDA give the
 // same bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding (float_formats.h), fp64 norms
-// over a fixed tree; a NaN that a sum stores is always 0x7fc00000. Threads: any; all functions are pure. Alignment: the
-// element's own, 64 bytes is fastest. Spans must not overlap, and hold equal counts.
+// over a fixed tree; a NaN that a sum or Dequantize stores as fp32 is always 0x7fc00000. Threads: any; all functions
+// are pure. Alignment: the element's own, 64 bytes is fastest. Spans must not overlap, and hold equal counts.
 //
-// Typed by Dtype where several are taken: `from` and `to` then hold ElementBytes(dtype) per element.
+// Typed by Dtype where several are taken: `from` and `to` then hold ElementBytes(dtype) per element. A dtype
+// that a function does not list ends the process. CUDA has the optimizers, and of these functions the bf16 norm and
+// rounding (cuda/).
 #pragma once
 
 #include <cstddef>
@@ -37,10 +39,11 @@ void AddInto(absl::Span<const float> addend, absl::Span<float> sum);
 void AddInto(Dtype dtype, const std::byte* addend, absl::Span<float> sum);
 
 // Blockwise symmetric integers, as ZeRO++ sends weights and gradients (Wang et al. 2023, sections 3.1 and 3.3): per
-// block of kQuantBlock elements an fp32 scale = largest magnitude / Q, and x / scale rounded to nearest even, |q| <= Q.
+// block of kQuantBlock elements an fp32 scale = largest magnitude times fp32(1 / Q), and x times
+// fp32(1 / scale) rounded to nearest even, |q| <= Q.
 // kInt8: Q = 127, a byte each. kInt4: Q = 7, two to a byte, the even element in the lower half; n rounded up to even.
-// Error: |x - value| <= scale / 2 x (1 + 2^-14). A block with Inf or NaN comes back as NaN; one whose scale would be
-// below 2^-126 as zeros.
+// Error: |x - value| <= scale / 2 x (1 + 2^-14), and what rounding the value to a 16-bit dtype adds. A block with Inf
+// or NaN comes back as NaN; one whose scale would be below 2^-126 as zeros.
 enum class QuantFormat : uint8_t { kInt8, kInt4 };
 inline constexpr uint64_t kQuantBlock = 256;
 constexpr uint64_t QuantBytes(QuantFormat format, uint64_t n) { return format == QuantFormat::kInt8 ? n : (n + 1) / 2; }

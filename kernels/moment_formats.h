@@ -1,6 +1,7 @@
-// How kF8 keeps a block of a moment: x / scale in a byte, where scale = the block's largest magnitude / the format's
-// largest. A code is the exponent and mantissa bits of fp32 that |x / scale| + 2^-15 has, rounded to nearest (halves
-// upwards): sixteen binades, the lowest evenly spaced down to zero, and coding is one FMA, one addition and one shift.
+// How kF8 keeps a block of a moment: x / scale in a byte, where scale = the block's largest magnitude times
+// fp32(1 / the format's largest). A code is the exponent and mantissa bits of fp32 that |x / scale| + 2^-15 has,
+// rounded to nearest (halves upwards): sixteen binades, the lowest evenly spaced down to zero, and coding is one FMA,
+// one addition and one shift.
 //
 // A block with an Inf or a NaN gets the scale NaN and is NaN as a whole; one whose scale would be below 2^-126 is zero.
 #pragma once
@@ -29,7 +30,7 @@ using F8First = F8Magnitude<3>;
 
 // A second moment v as its root, e4m4. The root's range is the first moment's; v itself would need twice the exponents,
 // and where v vanished before m, the update m / (sqrt(v) + eps) would burst. For the same reason no root is stored as 0
-// in a block that is not all zero, but as 2^-19 at least, code 1.
+// in a block that has a scale, but as 2^-19 at least, code 1.
 using F8Root = F8Magnitude<4>;
 
 }  // namespace ballast::kernels

@@ -1,6 +1,7 @@
 #include "ballast/kernels/optimizer.h"
 
 #include <cmath>
+#include <cstdlib>
 
 namespace ballast::kernels {
 namespace {
@@ -18,6 +19,17 @@ double Power(double base, uint64_t t) {
 bool Blockwise(MomentFormat format) { return format == MomentFormat::kI8 || format == MomentFormat::kF8; }
 
 }  // namespace
+
+std::string Unsupported(const OptimizerSpec& spec) {
+  const auto listed = [](Dtype dtype) { return dtype == Dtype::kF32 || dtype == Dtype::kBf16 || dtype == Dtype::kF16; };
+  if (!listed(spec.gradient)) return "gradients may be fp32, bf16 or fp16";
+  if (!listed(spec.working)) return "working parameters may be fp32, bf16 or fp16";
+  const bool adam = spec.kind == OptimizerKind::kAdamw || spec.kind == OptimizerKind::kAdam;
+  if (spec.amsgrad && !adam) return "amsgrad is AdamW's and Adam's";
+  if (spec.momentum && spec.kind != OptimizerKind::kSgd) return "a momentum buffer is SGD's";
+  if (spec.nesterov && !spec.momentum) return "nesterov needs momentum";
+  return "";
+}
 
 int MomentCount(const OptimizerSpec& spec) {
   switch (spec.kind) {
@@ -43,6 +55,7 @@ uint64_t MomentScaleBytes(MomentFormat format, uint64_t n) {
 }
 
 Coefficients MakeCoefficients(const OptimizerSpec& spec, const Hyper& hyper, uint64_t t, float factor) {
+  if (t == 0) std::abort();  // a caller's bug: the first update is t = 1
   const auto once = [](double x) { return static_cast<float>(x); };
   Coefficients c;
   c.factor = hyper.maximize ? -factor : factor;

@@ -1,12 +1,13 @@
 // The elementwise optimizers: one fused pass per chunk from reduced gradient to working parameters.
 //
 // Bit-exact everywhere: every CPU path (no vectors, AVX2, AVX-512; Highway picks one at run time) and CUDA give the
-// same bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding; a NaN that is stored is
-// always 0x7fc00000. Threads: any; nothing is shared.
+// same bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding; a NaN that is stored as fp32
+// is always 0x7fc00000. Threads: any; nothing is shared.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <string>
 
 #include "absl/types/span.h"
 #include "ballast/kernels/float_formats.h"
@@ -55,6 +56,10 @@ struct OptimizerSpec {
   Dtype working = Dtype::kBf16;   // kF32, kBf16, kF16
 };
 
+// Empty, or why no kernel computes this: a dtype that is not listed, nesterov without momentum, amsgrad of another
+// kind.
+std::string Unsupported(const OptimizerSpec& spec);
+
 // Moments per parameter: AdamW and Adam {m, v} or {m, v, x} with amsgrad, SGD {} or {m}, Adagrad {v}, Lion {m}.
 int MomentCount(const OptimizerSpec& spec);
 
@@ -86,7 +91,7 @@ struct Coefficients {
   friend bool operator==(const Coefficients&, const Coefficients&) = default;
 };
 
-// t: this update's step count for the tensor, from 1. factor: fp32(gradient scale x clip).
+// t: this update's step count for the tensor, from 1 (REQUIRES). factor: fp32(gradient scale x clip).
 Coefficients MakeCoefficients(const OptimizerSpec& spec, const Hyper& hyper, uint64_t t, float factor);
 
 // The random bits of stochastic rounding depend on nothing but these, so every split of the work gives the same bits.
@@ -113,7 +118,8 @@ struct UpdateSpan {
   std::byte* working = nullptr;                 // written
 };
 
-// The span begins at a multiple of kMomentBlock elements of its chunk; its last block may be short.
+// The span begins at a multiple of kMomentBlock elements of its chunk; its last block may be short. REQUIRES:
+// Unsupported(spec).empty(), else the process ends.
 void Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span);
 
 }  // namespace ballast::kernels

@@ -1,8 +1,10 @@
 #include "ballast/kernels/self_test.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstdio>
 #include <cstring>
+#include <limits>
 
 #include "ballast/kernels/self_test_digests.h"
 
@@ -107,6 +109,10 @@ void AddUpdates(const Processor& processor, std::vector<Digest>* digests) {
   }
 }
 
+bool Has(const std::vector<Dtype>& dtypes, Dtype dtype) {
+  return std::find(dtypes.begin(), dtypes.end(), dtype) != dtypes.end();
+}
+
 void AddConversions(const Processor& processor, std::vector<Digest>* digests) {
   std::vector<float> x(kElements);
   for (uint64_t i = 0; i < kElements; ++i) x[i] = Input(7, i);
@@ -119,7 +125,12 @@ void AddConversions(const Processor& processor, std::vector<Digest>* digests) {
       processor.to_f32(dtype, narrow.data(), absl::MakeSpan(wide));
       digests->push_back({std::string("to_f32/") + name, Add(wide, 0)});
     }
-    if (processor.from_f32) {
+    if (processor.add_into) {
+      std::vector<float> sum(x.rbegin(), x.rend());
+      processor.add_into(dtype, narrow.data(), absl::MakeSpan(sum));
+      digests->push_back({std::string("add_into/") + name, Add(sum, 0)});
+    }
+    if (processor.from_f32 && Has(processor.from_f32_dtypes, dtype)) {
       processor.from_f32(x, dtype, narrow.data());
       digests->push_back({std::string("from_f32/") + name, Add(narrow, 0)});
     }
@@ -127,14 +138,22 @@ void AddConversions(const Processor& processor, std::vector<Digest>* digests) {
 }
 
 void AddNorms(const Processor& processor, std::vector<Digest>* digests) {
+  // Four leaves at once, one leaf, and a short one, on every path; all finite, and with one value that is not.
+  constexpr uint64_t kNormElements = 5 * 256 + 77;
+  std::vector<float> wide(kNormElements);
+  for (uint64_t i = 0; i < kNormElements; ++i) wide[i] = Input(8, i % kMomentBlock) * (1.0f + static_cast<float>(i));
   for (const auto& [name, dtype] : {std::pair{"f32", Dtype::kF32}, {"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}}) {
-    const std::vector<std::byte> x = Inputs(8, dtype);
-    // The first block alone is finite in every dtype; all of it is not.
-    const NormResult finite = processor.squared_norm(dtype, x.data(), kMomentBlock - 1);
-    const NormResult all = processor.squared_norm(dtype, x.data(), kElements);
-    const uint64_t bits[] = {std::bit_cast<uint64_t>(finite.squared_norm), finite.finite ? 1u : 0u,
-                             all.finite ? 1u : 0u};
-    digests->push_back({std::string("norm/") + name, Add(std::vector<uint64_t>(std::begin(bits), std::end(bits)), 0)});
+    if (!Has(processor.norm_dtypes, dtype)) continue;
+    std::vector<std::byte> x(kNormElements * ElementBytes(dtype));
+    FromF32(wide, dtype, x.data());
+    const NormResult finite = processor.squared_norm(dtype, x.data(), kNormElements);
+    std::vector<float> bad = wide;
+    bad[1000] = std::numeric_limits<float>::infinity();
+    FromF32(bad, dtype, x.data());
+    const NormResult all = processor.squared_norm(dtype, x.data(), kNormElements);
+    const std::vector<uint64_t> bits = {std::bit_cast<uint64_t>(finite.squared_norm), finite.finite ? 1u : 0u,
+                                        std::bit_cast<uint64_t>(all.squared_norm), all.finite ? 1u : 0u};
+    digests->push_back({std::string("norm/") + name, Add(bits, 0)});
   }
 }
 
@@ -182,6 +201,7 @@ Processor CpuProcessor() {
           .squared_norm = [](Dtype dtype, const std::byte* x, uint64_t n) { return SquaredNorm(dtype, x, n); },
           .from_f32 = FromF32,
           .to_f32 = ToF32,
+          .add_into = [](Dtype dtype, const std::byte* addend, absl::Span<float> sum) { AddInto(dtype, addend, sum); },
           .quantize = Quantize,
           .dequantize = Dequantize};
 }

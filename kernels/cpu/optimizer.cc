@@ -3,6 +3,7 @@
 #include "ballast/kernels/optimizer.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "ballast/kernels/cpu/highway_targets.h"
@@ -182,7 +183,9 @@ struct Pass {
 void ShortBlock(const Pass& pass, const UpdateSpan& span, const MomentSpan* moment, uint64_t begin) {
   const uint64_t n = span.n - begin, width = MomentBytes(pass.spec.moments, 1);
   const uint64_t gradient_bytes = ElementBytes(pass.spec.gradient), working_bytes = ElementBytes(pass.spec.working);
-  alignas(64) std::byte gradient[kBlock * sizeof(float)] = {}, working[kBlock * sizeof(float)];
+  alignas(64) std::byte gradient[kBlock * sizeof(float)] = {};
+  alignas(64) std::byte working_memory[kBlock * sizeof(float) + 4];
+  std::byte* const working = working_memory + 4;  // which makes it no place to store to past the caches
   alignas(64) std::byte values[kMomentsMax][kBlock * sizeof(float)] = {};
   alignas(64) float master[kBlock] = {};
   MomentSpan whole[kMomentsMax];
@@ -232,6 +235,7 @@ namespace ballast::kernels {
 HWY_EXPORT(UpdateLoop);
 
 void Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span) {
+  if (!Unsupported(spec).empty()) std::abort();  // a caller's bug, which would write beyond the arrays
   HWY_DYNAMIC_DISPATCH(UpdateLoop)(spec, c, key, span);
 }
 

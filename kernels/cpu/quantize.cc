@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "ballast/kernels/cpu/gradient_dtype.h"
 #include "ballast/kernels/cpu/highway_targets.h"
 #include "ballast/kernels/kernels.h"
 
@@ -170,11 +171,13 @@ HWY_EXPORT(QuantizeLoop);
 HWY_EXPORT(DequantizeLoop);
 
 void Quantize(QuantFormat format, Dtype dtype, const std::byte* x, uint64_t n, std::byte* quantized, float* scales) {
+  RequireGradientDtype(dtype);
   HWY_DYNAMIC_DISPATCH(QuantizeLoop)(format, dtype, x, n, quantized, scales);
 }
 
 void Dequantize(QuantFormat format, const std::byte* quantized, const float* scales, uint64_t n, Dtype dtype,
                 std::byte* x) {
+  RequireGradientDtype(dtype);
   HWY_DYNAMIC_DISPATCH(DequantizeLoop)(format, quantized, scales, n, dtype, x);
 }
 

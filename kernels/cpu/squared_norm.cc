@@ -1,6 +1,7 @@
 #include <cmath>
 #include <cstddef>
 
+#include "ballast/kernels/cpu/gradient_dtype.h"
 #include "ballast/kernels/cpu/highway_targets.h"
 #include "ballast/kernels/cpu/norm_tree.h"
 #include "ballast/kernels/kernels.h"
@@ -115,6 +116,7 @@ namespace ballast::kernels {
 HWY_EXPORT(NormLoop);
 
 NormResult SquaredNorm(Dtype dtype, const std::byte* gradient, uint64_t n) {
+  RequireGradientDtype(dtype);
   const double total = HWY_DYNAMIC_DISPATCH(NormLoop)(dtype, gradient, n);
   // Squares of finite floats stay below 2^256: 2^700 of them would not overflow fp64, so only Inf or NaN make it so.
   if (!std::isfinite(total)) return {.squared_norm = 0, .finite = false};

@@ -78,6 +78,24 @@ Processor DeviceProcessor(absl::Status* status) {
     }
     if (call.ok()) call.Finish(Update(spec, c, key, span, nullptr));
   };
+  processor.norm_dtypes = {Dtype::kBf16};
+  processor.squared_norm = [status](Dtype dtype, const std::byte* x, uint64_t n) {
+    Call call(status);
+    const std::vector<double> leaves((n + 255) / 256);
+    DeviceNorm norm = {};
+    const auto* gradient = static_cast<const bf16*>(call.In(x, n * sizeof(bf16)));
+    auto* scratch = static_cast<double*>(call.In(leaves.data(), leaves.size() * sizeof(double)));
+    auto* result = static_cast<DeviceNorm*>(call.InOut(&norm, sizeof(norm)));
+    if (call.ok()) call.Finish(SquaredNorm(gradient, n, scratch, result, nullptr));
+    return NormResult{.squared_norm = norm.squared_norm, .finite = norm.finite != 0};
+  };
+  processor.from_f32_dtypes = {Dtype::kBf16};
+  processor.from_f32 = [status](absl::Span<const float> from, Dtype dtype, std::byte* to) {
+    Call call(status);
+    const auto* source = static_cast<const float*>(call.In(from.data(), from.size() * sizeof(float)));
+    auto* target = static_cast<bf16*>(call.InOut(to, from.size() * sizeof(bf16)));
+    if (call.ok()) call.Finish(Bf16FromF32(source, target, from.size(), nullptr));
+  };
   return processor;
 }
 

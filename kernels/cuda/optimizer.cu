@@ -45,20 +45,23 @@ template <unsigned kBytes>
 __device__ void LoadRaw(const std::byte* base, uint64_t i, unsigned count, uint32_t (&raw)[kEach]) {
   const std::byte* from = base + i * kBytes;
   if (count == kEach) {
-    uint32_t words[2 * kBytes];
+    alignas(16) uint32_t words[2 * kBytes];
     if constexpr (kBytes == 1) {
       *reinterpret_cast<uint2*>(words) = *reinterpret_cast<const uint2*>(from);
     } else {
+#pragma unroll
       for (unsigned w = 0; w < kBytes / 2; ++w) {
         reinterpret_cast<uint4*>(words)[w] = reinterpret_cast<const uint4*>(from)[w];
       }
     }
     constexpr unsigned kPerWord = 4 / kBytes, kBits = 8 * kBytes;
+#pragma unroll
     for (unsigned k = 0; k < kEach; ++k) {
       raw[k] = kBytes == 4 ? words[k] : words[k / kPerWord] >> (k % kPerWord * kBits) & ((1u << (kBits % 32)) - 1);
     }
     return;
   }
+#pragma unroll
   for (unsigned k = 0; k < kEach; ++k) {
     raw[k] = 0;
     if (k >= count) continue;
@@ -73,18 +76,22 @@ __device__ void StoreRaw(const uint32_t (&raw)[kEach], std::byte* base, uint64_t
   std::byte* to = base + i * kBytes;
   if (count == kEach) {
     constexpr unsigned kPerWord = 4 / kBytes, kBits = 8 * kBytes;
-    uint32_t words[2 * kBytes] = {};
+    alignas(16) uint32_t words[2 * kBytes] = {};
+#pragma unroll
     for (unsigned k = 0; k < kEach; ++k) words[k / kPerWord] |= raw[k] << (k % kPerWord * kBits);
     if constexpr (kBytes == 1) {
       *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(words);
     } else {
+#pragma unroll
       for (unsigned w = 0; w < kBytes / 2; ++w) {
         reinterpret_cast<uint4*>(to)[w] = reinterpret_cast<const uint4*>(words)[w];
       }
     }
     return;
   }
-  for (unsigned k = 0; k < count; ++k) {
+#pragma unroll
+  for (unsigned k = 0; k < kEach; ++k) {
+    if (k >= count) continue;
     if constexpr (kBytes == 1) reinterpret_cast<uint8_t*>(to)[k] = static_cast<uint8_t>(raw[k]);
     if constexpr (kBytes == 2) reinterpret_cast<uint16_t*>(to)[k] = static_cast<uint16_t>(raw[k]);
     if constexpr (kBytes == 4) reinterpret_cast<uint32_t*>(to)[k] = raw[k];
@@ -95,11 +102,13 @@ __device__ void LoadAs(Dtype dtype, const std::byte* base, uint64_t i, unsigned 
   uint32_t raw[kEach];
   if (dtype == Dtype::kF32) {
     LoadRaw<4>(base, i, count, raw);
+#pragma unroll
     for (unsigned k = 0; k < kEach; ++k) x[k] = __uint_as_float(raw[k]);
     return;
   }
   LoadRaw<2>(base, i, count, raw);
   const bool is_bf16 = dtype == Dtype::kBf16;
+#pragma unroll
   for (unsigned k = 0; k < kEach; ++k) {
     x[k] = is_bf16 ? __uint_as_float(raw[k] << 16) : FromF16(static_cast<uint16_t>(raw[k]));
   }
@@ -108,11 +117,13 @@ __device__ void LoadAs(Dtype dtype, const std::byte* base, uint64_t i, unsigned 
 __device__ void StoreAs(Dtype dtype, const float (&x)[kEach], std::byte* base, uint64_t i, unsigned count) {
   uint32_t raw[kEach];
   if (dtype == Dtype::kF32) {
+#pragma unroll
     for (unsigned k = 0; k < kEach; ++k) raw[k] = __float_as_uint(x[k]);
     StoreRaw<4>(raw, base, i, count);
     return;
   }
   const bool is_bf16 = dtype == Dtype::kBf16;
+#pragma unroll
   for (unsigned k = 0; k < kEach; ++k) raw[k] = is_bf16 ? ToBf16(x[k]) : ToF16(x[k]);
   StoreRaw<2>(raw, base, i, count);
 }
@@ -177,6 +188,7 @@ __device__ void LoadMoment(const MomentSpan& m, uint64_t block, uint64_t i, unsi
     uint32_t code[kEach];
     LoadRaw<1>(m.values, i, count, code);
     const float scale = m.scales[block];
+#pragma unroll
     for (unsigned k = 0; k < kEach; ++k) x[k] = k < count ? __fmul_rn(ValueOf<kFormat, kFirst>(code[k]), scale) : 0;
   }
 }
@@ -187,6 +199,7 @@ __device__ void StoreMoment(const RandomKey& key, uint32_t number, float (&x)[kE
                             uint64_t block, uint64_t i, unsigned count) {
   uint32_t raw[kEach];
   if constexpr (kFormat == MomentFormat::kF32) {
+#pragma unroll
     for (unsigned k = 0; k < kEach; ++k) x[k] = OneNan(x[k]);
     StoreAs(Dtype::kF32, x, m.values, i, count);
   } else if constexpr (kFormat == MomentFormat::kBf16) {
@@ -194,6 +207,7 @@ __device__ void StoreMoment(const RandomKey& key, uint32_t number, float (&x)[kE
     const PhiloxBits bits = Philox({{static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32),
                                      static_cast<uint32_t>(key.step), key.unit << 2 | number}},
                                    static_cast<uint32_t>(key.seed), static_cast<uint32_t>(key.seed >> 32));
+#pragma unroll
     for (unsigned k = 0; k < kEach; ++k) {
       raw[k] = (__float_as_uint(OneNan(x[k])) + (bits.word[k / 2] >> (k % 2 * 16) & 0xffffu)) >> 16;
     }
@@ -201,12 +215,14 @@ __device__ void StoreMoment(const RandomKey& key, uint32_t number, float (&x)[kE
   } else {
     constexpr float kLargest = kFormat == MomentFormat::kI8 ? 1.0f : kFirst ? F8First::kLargest : F8Root::kLargest;
     uint32_t largest = 0;
-    for (unsigned k = 0; k < count; ++k) largest = max(largest, __float_as_uint(x[k]) & 0x7fffffffu);
+#pragma unroll
+    for (unsigned k = 0; k < kEach; ++k) largest = max(largest, k < count ? __float_as_uint(x[k]) & 0x7fffffffu : 0u);
     largest = __reduce_max_sync(0xffffffffu, largest);
     float scale = __fmul_rn(__uint_as_float(largest), 1 / kLargest);
     const bool finite = largest < 0x7f800000u, zero = !finite || __float_as_uint(scale) < 0x00800000u;
     if (zero) scale = finite ? 0.0f : __uint_as_float(kNanBits);
     const float inverse = zero ? 0.0f : __fdiv_rn(1.0f, scale);
+#pragma unroll
     for (unsigned k = 0; k < kEach; ++k) raw[k] = zero ? 0 : CodeOf<kFormat, kFirst>(x[k], inverse);
     StoreRaw<1>(raw, m.values, i, count);
     if (threadIdx.x % kWarp == 0) m.scales[block] = scale;
@@ -232,6 +248,7 @@ __global__ void __launch_bounds__(kThreads)
     if constexpr (kMoments > 0) LoadMoment<kFormat, kFirst>(span.moments[0], block, i, count, a);
     if constexpr (kMoments > 1) LoadMoment<kFormat, false>(span.moments[1], block, i, count, b);
     if constexpr (kMoments > 2) LoadMoment<kFormat, false>(span.moments[2], block, i, count, x);
+#pragma unroll
     for (unsigned k = 0; k < kEach; ++k) {
       Step<kRule, kFormat == MomentFormat::kF8, DeviceLanes>(c, g[k], p[k], a[k], b[k], x[k]);
       p[k] = OneNan(p[k]);

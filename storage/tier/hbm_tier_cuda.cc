@@ -37,7 +37,8 @@ class CudaHbmTier : public HbmTier {
     working_ = reinterpret_cast<kernels::bf16*>(scratch_.data() + each);
     absl::Status tested;
     const absl::Status checked = CheckProcessor(kernels::cuda::DeviceProcessor(&tested), absl::StrCat("GPU ", device_));
-    BALLAST_RETURN_IF_ERROR(tested);
+    if (!tested.ok())
+      return model::Error(absl::StatusCode::kInternal, model::kIo, absl::StrCat("hbm: ", tested.message()));
     return checked;
   }
 

@@ -64,17 +64,24 @@ class Arena {
 struct Arrays {
   explicit Arrays(uint64_t count)
       : n(count),
-        gradient(4 * n),
+        gradient(5 * n),
         master(4 * n),
-        moment{Arena(4 * n), Arena(4 * n)},
+        moment{Arena(5 * n), Arena(5 * n)},
         scales{Arena(n / 32), Arena(n / 32)},
         working(4 * n) {
+    Reset();
+  }
+  // As at the start of a job: small numbers of both signs, different in each element; moments zero in every format.
+  void Reset() const {
     for (uint64_t i = 0; i < n; ++i) {
-      // Small numbers of both signs, different in each element.
       const auto hash = static_cast<uint32_t>(i * 2654435761u);
       const float x = (static_cast<float>(hash >> 8) / (1 << 24) - 0.5f) * 0.02f;
       gradient.as<uint16_t>()[i] = kernels::ToBf16(x);
       master.as<float>()[i] = x * 3;
+    }
+    for (size_t k = 0; k < 2; ++k) {
+      std::memset(moment[k].data(), 0, 4 * n);
+      std::memset(scales[k].data(), 0, n / 64);
     }
   }
   uint64_t n;
@@ -126,7 +133,8 @@ struct Case {
   std::string reference;
   double reference_bytes_per_element;
   Work reference_work;
-  bool per_element = false;  // ratio of elements per second, where moving fewer bytes is the point
+  bool per_element = false;       // ratio of elements per second, where moving fewer bytes is the point
+  const Arrays* state = nullptr;  // reset first: each format of a moment reads its own bytes only
 };
 
 double Median(std::vector<double> values) {
@@ -136,6 +144,7 @@ double Median(std::vector<double> values) {
 
 Row Measure(const Case& c, const std::string& isa, uint64_t n, int threads, int rounds) {
   std::vector<double> ratios, speeds;
+  if (c.state != nullptr) c.state->Reset();
   Seconds(c.work, n, threads);
   Seconds(c.reference_work, n, threads);
   for (int round = 0; round < rounds; ++round) {
@@ -178,27 +187,27 @@ Work UpdateWork(const Arrays& a, kernels::OptimizerSpec spec) {
   };
 }
 
-std::vector<Case> Cases(const Arrays& a) {
+std::vector<Case> Cases(const Arrays& a, const Arrays& reference) {
   std::vector<Case> cases;
-  const Work three = [&a](uint64_t begin, uint64_t end) {
-    UpdateThreeArrays(a.master.as<float>() + begin, a.moment[0].as<float>() + begin, a.moment[1].as<float>() + begin,
-                      end - begin);
+  const Work three = [&reference](uint64_t begin, uint64_t end) {
+    UpdateThreeArrays(reference.master.as<float>() + begin, reference.moment[0].as<float>() + begin,
+                      reference.moment[1].as<float>() + begin, end - begin);
   };
   const kernels::OptimizerSpec adamw;
-  cases.push_back({"adamw/f32", 28, UpdateWork(a, adamw), "update of three arrays", 24, three});
+  cases.push_back({"adamw/f32", 28, UpdateWork(a, adamw), "update of three arrays", 24, three, false, &a});
   for (const auto& [name, format, bytes] : {std::tuple{"adamw/bf16", MomentFormat::kBf16, 20.0},
                                             std::tuple{"adamw/f8", MomentFormat::kF8, 12 + 4 + 4.0 / 64},
                                             std::tuple{"adamw/i8", MomentFormat::kI8, 12 + 4 + 4.0 / 64}}) {
     kernels::OptimizerSpec spec = adamw;
     spec.moments = format;
-    cases.push_back({name, bytes, UpdateWork(a, spec), "adamw/f32", 28, UpdateWork(a, adamw), true});
+    cases.push_back({name, bytes, UpdateWork(a, spec), "adamw/f32", 28, UpdateWork(reference, adamw), true, &a});
   }
   // What else reads `bytes` in all per element is compared with the copy that moves as many.
   const auto add = [&](const std::string& name, double bytes, Work work) {
     cases.push_back({name, bytes, std::move(work), "copy", bytes, [&a, bytes](uint64_t begin, uint64_t end) {
-                       const auto from = static_cast<uint64_t>(static_cast<double>(begin) * bytes / 2);
-                       const auto to = static_cast<uint64_t>(static_cast<double>(end) * bytes / 2);
-                       std::memcpy(a.moment[1].data() + from, a.moment[0].data() + from, to - from);
+                       const auto from = static_cast<uint64_t>(static_cast<double>(begin) * bytes / 2) / 64 * 64;
+                       const auto to = static_cast<uint64_t>(static_cast<double>(end) * bytes / 2) / 64 * 64;
+                       Copy(a.moment[0].data() + from, a.moment[1].data() + from, to - from);
                      }});
   };
   const auto floats = [&a](uint64_t begin, uint64_t end) {
@@ -242,12 +251,14 @@ std::vector<Case> Cases(const Arrays& a) {
                           a.gradient.data() + begin * 2);
     });
   }
-  add("crc32c/bytes", 1, [&a](uint64_t begin, uint64_t end) {
-    volatile uint32_t keep = kernels::Crc32c({a.master.data() + begin, end - begin});
+  add("crc32c/f32", 4, [floats](uint64_t begin, uint64_t end) {
+    const auto bytes = floats(begin, end);
+    volatile uint32_t keep = kernels::Crc32c({reinterpret_cast<const std::byte*>(bytes.data()), 4 * bytes.size()});
     static_cast<void>(keep);
   });
-  add("copy_crc32c/bytes", 2, [&a](uint64_t begin, uint64_t end) {
-    volatile uint32_t keep = kernels::CopyCrc32c({a.master.data() + begin, end - begin}, a.moment[0].data() + begin);
+  add("copy_crc32c/f32", 8, [&a](uint64_t begin, uint64_t end) {
+    volatile uint32_t keep =
+        kernels::CopyCrc32c({a.master.data() + 4 * begin, 4 * (end - begin)}, a.moment[0].data() + 4 * begin);
     static_cast<void>(keep);
   });
   return cases;
@@ -290,7 +301,7 @@ int main(int argc, char** argv) {
   using namespace ballast::bench;
   std::string json, filter;
   int rounds = 11;
-  uint64_t elements = uint64_t{64} << 20;
+  uint64_t elements = uint64_t{128} << 20;
   CLI::App app("Kernels against memory speed, as ratios within one run");
   app.add_option("--json", json, "also write the rows to this file");
   app.add_option("--filter", filter, "only kernels whose name contains this");
@@ -299,13 +310,13 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(uint64_t{4096}, uint64_t{1} << 32));
   CLI11_PARSE(app, argc, argv);
   const int all = static_cast<int>(std::thread::hardware_concurrency());
-  const Arrays arrays(elements);
+  const Arrays arrays(elements), reference(elements);
   std::vector<Row> rows;
   for (const auto& [isa, target] : Isas()) {
     hwy::SetSupportedTargetsForTest(target);
     hwy::GetChosenTarget().Update(target);
     for (const int threads : all > 1 ? std::vector<int>{1, all} : std::vector<int>{1}) {
-      for (const Case& c : Cases(arrays)) {
+      for (const Case& c : Cases(arrays, reference)) {
         if (c.kernel.find(filter) == std::string::npos) continue;
         rows.push_back(Measure(c, isa, elements, threads, rounds));
         Print(rows.back());

@@ -27,6 +27,13 @@ std::vector<float> AnyFloats(std::mt19937_64& random, size_t n, bool finite = fa
   return x;
 }
 
+// As many random floats as kTuples, in pieces of every size and of one that streams.
+std::vector<size_t> Pieces() {
+  std::vector<size_t> pieces(std::begin(kSizes), std::end(kSizes));
+  for (uint64_t done = 0; done < kTuples; done += pieces.back()) pieces.push_back((size_t{4} << 20) + 77);
+  return pieces;
+}
+
 // NaN for a block with Inf or NaN; 0 where the block is stored as zeros.
 float ReferenceScale(const float* x, size_t n, float largest_code) {
   float largest = 0;
@@ -61,7 +68,7 @@ class ParityTest : public InstructionSetTest {
 
 TEST_P(ParityTest, SquaredNormOfEveryDtype) {
   for (const Dtype dtype : {Dtype::kF32, Dtype::kF16}) {
-    for (const size_t n : kSizes) {
+    for (const size_t n : Pieces()) {
       std::vector<float> wide = AnyFloats(random_, n, /*finite=*/true);
       std::vector<std::byte> x(n * ElementBytes(dtype));
       for (float& value : wide) {
@@ -100,25 +107,72 @@ TEST_P(ParityTest, SquaredNorm) {
   }
 }
 
-// As many random floats as kTuples, in pieces of every size and of one that streams.
-std::vector<size_t> Pieces() {
-  std::vector<size_t> pieces(std::begin(kSizes), std::end(kSizes));
-  for (uint64_t done = 0; done < kTuples; done += pieces.back()) pieces.push_back((size_t{4} << 20) + 77);
-  return pieces;
-}
+// Memory whose start is aligned to 64 bytes, so that large outputs stream, or is not, by `shift` bytes.
+template <typename T>
+class AlignedArray {
+ public:
+  AlignedArray(size_t n, size_t shift) : bytes_(n * sizeof(T) + 128), n_(n) {
+    const auto at = reinterpret_cast<uintptr_t>(bytes_.data());
+    data_ = reinterpret_cast<T*>(bytes_.data() + (64 - at % 64) + shift);
+  }
+  AlignedArray(const AlignedArray&) = delete;
+  AlignedArray& operator=(const AlignedArray&) = delete;
+  absl::Span<T> span() { return {data_, n_}; }
+
+ private:
+  std::vector<std::byte> bytes_;
+  T* data_;
+  size_t n_;
+};
 
 TEST_P(ParityTest, FromF32) {
   for (const Dtype dtype : kSmallDtypes) {
     const size_t bytes = ElementBytes(dtype);
     for (const size_t n : Pieces()) {
       const std::vector<float> from = AnyFloats(random_, n);
-      std::vector<std::byte> expected(n * bytes), got(n * bytes);
+      std::vector<std::byte> expected(n * bytes);
       for (size_t i = 0; i < n; ++i) {
         const uint32_t code = NarrowOne(dtype, from[i]);
         std::memcpy(expected.data() + i * bytes, &code, bytes);
       }
-      FromF32(from, dtype, got.data());
-      ASSERT_EQ(got, expected) << static_cast<int>(dtype) << " n=" << n;
+      for (const size_t shift : {size_t{0}, bytes}) {
+        AlignedArray<std::byte> got(n * bytes, shift);
+        FromF32(from, dtype, got.span().data());
+        ASSERT_EQ(std::memcmp(got.span().data(), expected.data(), expected.size()), 0)
+            << static_cast<int>(dtype) << " n=" << n << " shift=" << shift;
+      }
+    }
+  }
+}
+
+// fp32 to fp32 is a copy, NaNs included.
+TEST_P(ParityTest, F32ToF32Copies) {
+  for (const size_t n : {size_t{1025}, (size_t{2} << 20) + 77}) {
+    const std::vector<float> from = AnyFloats(random_, n);
+    for (const size_t shift : {size_t{0}, sizeof(float)}) {
+      AlignedArray<float> a(n, shift), b(n, shift);
+      FromF32(from, Dtype::kF32, reinterpret_cast<std::byte*>(a.span().data()));
+      ToF32(Dtype::kF32, reinterpret_cast<const std::byte*>(from.data()), b.span());
+      ASSERT_EQ(std::memcmp(a.span().data(), from.data(), n * sizeof(float)), 0) << n;
+      ASSERT_EQ(std::memcmp(b.span().data(), from.data(), n * sizeof(float)), 0) << n;
+    }
+  }
+}
+
+// Outputs that stream, and that are not aligned to.
+TEST_P(ParityTest, ToF32Streams) {
+  for (const Dtype dtype : kSmallDtypes) {
+    const size_t n = (size_t{2} << 20) + 77, bytes = ElementBytes(dtype);
+    std::vector<std::byte> from(n * bytes);
+    for (std::byte& b : from) b = static_cast<std::byte>(random_());
+    for (const size_t shift : {size_t{0}, sizeof(float)}) {
+      AlignedArray<float> got(n, shift);
+      ToF32(dtype, from.data(), got.span());
+      for (size_t i = 0; i < n; ++i) {
+        uint32_t code = 0;
+        std::memcpy(&code, from.data() + i * bytes, bytes);
+        ASSERT_EQ(std::bit_cast<uint32_t>(got.span()[i]), std::bit_cast<uint32_t>(WidenOne(dtype, code))) << i;
+      }
     }
   }
 }
@@ -144,7 +198,7 @@ TEST_P(ParityTest, ToF32OfEveryCode) {
 TEST_P(ParityTest, AddSmallFormats) {
   for (const Dtype dtype : kSmallDtypes) {
     const size_t bytes = ElementBytes(dtype);
-    for (const size_t n : kSizes) {
+    for (const size_t n : Pieces()) {
       std::vector<float> sum = AnyFloats(random_, n), expected = sum;
       std::vector<std::byte> addend(n * bytes);
       for (size_t i = 0; i < n; ++i) {
@@ -163,7 +217,8 @@ TEST_P(ParityTest, Quantize) {
   for (const QuantFormat format : {QuantFormat::kInt8, QuantFormat::kInt4}) {
     const float largest_code = format == QuantFormat::kInt8 ? 127 : 7;
     for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
-      for (const size_t n : {0, 1, 2, 3, 255, 256, 257, 511, 1024, 100'003}) {
+      for (const size_t n : {size_t{0}, size_t{1}, size_t{2}, size_t{3}, size_t{255}, size_t{256}, size_t{257},
+                             size_t{511}, size_t{1024}, kTuples / 3 | 1}) {
         const std::vector<std::byte> x = QuantizeInput(dtype, n);
         std::vector<float> wide(n), expected(n), scales(QuantScales(n)), got_scales(QuantScales(n));
         ToF32(dtype, x.data(), absl::MakeSpan(wide));
@@ -241,20 +296,37 @@ class GuardedSpan {
 
 TEST_P(ParityTest, NothingBeyondTheEndIsTouched) {
   for (const size_t n : kSizes) {
-    const GuardedSpan<bf16> gradient(n), working(n);
-    const GuardedSpan<float> p(n), m(n), v(n);
-    UpdateSpan span{.n = n,
-                    .gradient = reinterpret_cast<const std::byte*>(gradient.span().data()),
-                    .master = p.span().data(),
-                    .moments = {},
-                    .working = reinterpret_cast<std::byte*>(working.span().data())};
-    span.moments[0].values = reinterpret_cast<std::byte*>(m.span().data());
-    span.moments[1].values = reinterpret_cast<std::byte*>(v.span().data());
-    Update({}, {}, {}, span);
-    EXPECT_TRUE(SquaredNorm(gradient.span()).finite);
-    Bf16FromF32(p.span(), working.span());
-    F32FromBf16(gradient.span(), p.span());
-    AddInto(p.span(), m.span());
+    const GuardedSpan<float> wide(n), sum(n), scales(QuantScales(n));
+    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16, Dtype::kE4m3, Dtype::kE5m2}) {
+      const GuardedSpan<std::byte> narrow(n * ElementBytes(dtype));
+      FromF32(wide.span(), dtype, narrow.span().data());
+      ToF32(dtype, narrow.span().data(), wide.span());
+      AddInto(dtype, narrow.span().data(), sum.span());
+      if (ElementBytes(dtype) == 1) continue;
+      EXPECT_TRUE(SquaredNorm(dtype, narrow.span().data(), n).finite);
+      for (const QuantFormat format : {QuantFormat::kInt8, QuantFormat::kInt4}) {
+        const GuardedSpan<std::byte> codes(QuantBytes(format, n));
+        Quantize(format, dtype, narrow.span().data(), n, codes.span().data(), scales.span().data());
+        Dequantize(format, codes.span().data(), scales.span().data(), n, dtype, narrow.span().data());
+      }
+    }
+    for (const MomentFormat format : kFormats) {
+      for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+        const OptimizerSpec spec{.amsgrad = true, .moments = format, .gradient = dtype, .working = dtype};
+        const GuardedSpan<std::byte> gradient(n * ElementBytes(dtype)), working(n * ElementBytes(dtype));
+        const GuardedSpan<std::byte> a(MomentBytes(format, n)), b(MomentBytes(format, n)), x(MomentBytes(format, n));
+        const uint64_t blocks = MomentScaleBytes(format, n) / sizeof(float);
+        const GuardedSpan<float> as(blocks), bs(blocks), xs(blocks);
+        Update(spec, {}, {},
+               {.n = n,
+                .gradient = gradient.span().data(),
+                .master = wide.span().data(),
+                .moments = {{{a.span().data(), as.span().data()},
+                             {b.span().data(), bs.span().data()},
+                             {x.span().data(), xs.span().data()}}},
+                .working = working.span().data()});
+      }
+    }
   }
 }
 

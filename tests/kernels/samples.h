@@ -30,7 +30,7 @@ inline float AnyFloat(std::mt19937_64& random, bool finite = false) {
         x = std::bit_cast<float>(static_cast<uint32_t>(draw >> 32));
         break;
       default:  // as in training
-        x = std::ldexp(static_cast<float>(static_cast<int32_t>(draw >> 32)), -31 - static_cast<int>(draw >> 3) % 32);
+        x = std::ldexp(static_cast<float>(static_cast<int32_t>(draw >> 32)), -31 - static_cast<int>(draw >> 3 & 31));
     }
     if (!finite || std::isfinite(x)) return x;
   }

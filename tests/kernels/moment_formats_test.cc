@@ -1,0 +1,162 @@
+// What moments are coded by, against its sources: Philox's known answers, the dynamic map of the paper, the error of
+// codes.
+#include "ballast/kernels/moment_formats.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "ballast/kernels/dynamic_map.h"
+#include "ballast/kernels/optimizer.h"
+#include "ballast/kernels/philox.h"
+
+namespace ballast::kernels {
+namespace {
+
+// Of Random123's kat_vectors, philox 4x32, 10 rounds.
+TEST(Philox, KnownAnswers) {
+  const PhiloxBits zero = Philox({{0, 0, 0, 0}}, 0, 0);
+  EXPECT_EQ(std::vector<uint32_t>(zero.word, zero.word + 4),
+            (std::vector<uint32_t>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  const PhiloxBits pi = Philox({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0xa4093822, 0x299f31d0);
+  EXPECT_EQ(std::vector<uint32_t>(pi.word, pi.word + 4),
+            (std::vector<uint32_t>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+}
+
+// What a first moment g (Lion with take2 = 1: m = g), or a second moment g x g (Adagrad: v = g x g), reads as after it
+// was stored. kF8 and kBf16.
+std::vector<float> ThroughFormat(MomentFormat format, OptimizerKind kind, std::vector<float> g, uint64_t step) {
+  const uint64_t n = g.size();
+  const OptimizerSpec spec{.kind = kind, .moments = format, .gradient = Dtype::kF32, .working = Dtype::kF32};
+  std::vector<float> master(n), working(n), scales((n + kMomentBlock - 1) / kMomentBlock), back(n);
+  std::vector<uint8_t> codes(MomentBytes(format, n));
+  UpdateSpan span{.n = n,
+                  .gradient = reinterpret_cast<const std::byte*>(g.data()),
+                  .master = master.data(),
+                  .moments = {},
+                  .working = reinterpret_cast<std::byte*>(working.data())};
+  span.moments[0] = {reinterpret_cast<std::byte*>(codes.data()), scales.data()};
+  Coefficients take;
+  take.take2 = 1, take.eps = 1;
+  Update(spec, take, {.step = step}, span);
+  const bool first = kind == OptimizerKind::kLion;
+  for (uint64_t i = 0; i < n; ++i) {
+    if (format == MomentFormat::kBf16) {
+      back[i] = FromBf16(static_cast<bf16>(codes[2 * i] | codes[2 * i + 1] << 8));
+      continue;
+    }
+    const float sign = first && codes[i] >= 128 ? -1.0f : 1.0f;
+    back[i] = sign * (first ? F8First::Value(codes[i] & 127) : F8Root::Value(codes[i])) * scales[i / kMomentBlock];
+    if (!first) back[i] *= back[i];
+  }
+  return back;
+}
+
+// The paper's map, in double: the middles of equal parts of each decade, 0 and 1.
+std::vector<double> PaperMap(bool is_signed) {
+  std::vector<double> values = {0, 1};
+  for (int i = 0; i < 7; ++i) {
+    const int parts = is_signed ? 1 << i : 2 << i;
+    for (int k = 0; k < parts; ++k) {
+      const double low = 0.1 + 0.9 * k / parts, high = 0.1 + 0.9 * (k + 1) / parts;
+      values.push_back(std::pow(10.0, i - 6) * (low + high) / 2);
+    }
+  }
+  std::sort(values.begin(), values.end());
+  return values;
+}
+
+template <bool kSigned>
+void MapIsThePapers(const DynamicMap<kSigned>& map) {
+  const std::vector<double> paper = PaperMap(kSigned);
+  ASSERT_EQ(paper.size(), size_t{kSigned ? 129u : 256u});
+  for (size_t k = 0; k < paper.size(); ++k) {
+    const double h = kSigned ? 2.0 * static_cast<double>(k) + 1 : static_cast<double>(k) + 1;
+    const int decade = std::min(std::ilogb(h), 7);
+    const double value = std::min(1.0, h * map.value_factor[decade] + map.value_offset[decade]);
+    EXPECT_NEAR(value, paper[k], 1e-6 * paper[k]) << k;
+  }
+}
+
+TEST(DynamicMap, ValuesAreThePapers) {
+  MapIsThePapers(kSignedMap);
+  MapIsThePapers(kUnsignedMap);
+}
+
+// The code that the linear pieces give is the nearest of all values.
+template <bool kSigned>
+void CodesAreNearest(const DynamicMap<kSigned>& map) {
+  const std::vector<double> paper = PaperMap(kSigned);
+  std::mt19937_64 random(9);
+  for (int i = 0; i < 1'000'000; ++i) {
+    const auto x = static_cast<float>(std::pow(10.0, -8.0 * static_cast<double>(random() >> 11) * 0x1p-53));
+    int decade = 0;
+    while (decade < map.kDecades && x > map.threshold[decade]) ++decade;
+    const float linear = std::min(std::fma(x, map.code_factor[decade], map.code_offset[decade]), map.code_max[decade]);
+    const auto code = x > map.top_threshold ? paper.size() - 1 : static_cast<size_t>(std::nearbyint(linear));
+    double nearest = 2;
+    const auto above = std::lower_bound(paper.begin(), paper.end(), static_cast<double>(x));
+    if (above != paper.end()) nearest = *above - x;
+    if (above != paper.begin()) nearest = std::min(nearest, x - *(above - 1));
+    ASSERT_LE(std::fabs(paper[code] - x), nearest * (1 + 1e-4) + 1e-12) << x;
+  }
+}
+
+TEST(DynamicMap, CodesAreTheNearest) {
+  CodesAreNearest(kSignedMap);
+  CodesAreNearest(kUnsignedMap);
+}
+
+// Relative error at most half a mantissa step for values above the lowest binade, absolute below it.
+TEST(F8, ErrorIsHalfAStep) {
+  std::mt19937_64 random(10);
+  std::vector<float> m(1 << 20);
+  for (float& x : m)
+    x = std::ldexp(static_cast<float>(static_cast<int32_t>(random())), -31 - static_cast<int>(random() % 16));
+  for (const OptimizerKind kind : {OptimizerKind::kLion, OptimizerKind::kAdagrad}) {
+    const std::vector<float> back = ThroughFormat(MomentFormat::kF8, kind, m, 1);
+    const bool first = kind == OptimizerKind::kLion;
+    for (size_t begin = 0; begin < m.size(); begin += 256) {
+      float largest = 0;
+      for (size_t i = begin; i < begin + 256; ++i) largest = std::max(largest, std::fabs(m[i]));
+      for (size_t i = begin; i < begin + 256; ++i) {
+        const double x = std::fabs(m[i]), got = first ? std::fabs(back[i]) : std::sqrt(back[i]);
+        const double step = first ? 0x1p-4 : 0x1p-5;
+        ASSERT_LE(std::fabs(got - x), step * (x + 0x1p-15 * largest) * 1.0001 + (first ? 0 : 0x1p-18 * largest)) << i;
+        if (first && got != 0) {
+          ASSERT_EQ(std::signbit(back[i]), std::signbit(m[i]));
+        }
+      }
+    }
+  }
+}
+
+// A root is stored as 0 nowhere beside a larger one.
+TEST(F8, NoRootVanishes) {
+  std::vector<float> g(256, 1e-12f);
+  g[7] = 1.0f;
+  for (const float v : ThroughFormat(MomentFormat::kF8, OptimizerKind::kAdagrad, g, 1)) EXPECT_GT(v, 0);
+}
+
+// Stochastic rounding is unbiased: the mean over many steps is the value itself, which lies between two of the format.
+TEST(Bf16Moments, MeanOverStepsIsTheValue) {
+  const float x = 1 + 0x1p-7f * 0.3f;
+  double sum = 0;
+  constexpr uint64_t kSteps = 200, kElements = 4096;
+  for (uint64_t step = 1; step <= kSteps; ++step) {
+    for (const float m :
+         ThroughFormat(MomentFormat::kBf16, OptimizerKind::kLion, std::vector<float>(kElements, x), step)) {
+      ASSERT_TRUE(m == 1.0f || m == 1 + 0x1p-7f);
+      sum += m;
+    }
+  }
+  // Five standard deviations of the mean.
+  const double deviation = 0x1p-7 * std::sqrt(0.3 * 0.7 / (kSteps * kElements));
+  EXPECT_NEAR(sum / (kSteps * kElements), x, 5 * deviation);
+}
+
+}  // namespace
+}  // namespace ballast::kernels
