@@ -138,7 +138,7 @@ TEST_P(ParityTest, FromF32) {
       for (const size_t shift : {size_t{0}, bytes}) {
         AlignedArray<std::byte> got(n * bytes, shift);
         FromF32(from, dtype, got.span().data());
-        ASSERT_EQ(std::memcmp(got.span().data(), expected.data(), expected.size()), 0)
+        ASSERT_EQ(absl::MakeConstSpan(got.span()), absl::MakeConstSpan(expected))
             << static_cast<int>(dtype) << " n=" << n << " shift=" << shift;
       }
     }
