@@ -52,7 +52,10 @@ class ScriptedTransport final : public Transport {
     pushed_now += payload.size();
     pushed_max = std::max(pushed_max, pushed_now);
     held.push_back([this, done, n = payload.size()](const absl::Status& status) {
-      pushed_now -= n;
+      {
+        absl::MutexLock now(&mutex);
+        pushed_now -= n;
+      }
       Answer<v1::PushResponse>(done, status);
     });
   }
