@@ -55,8 +55,10 @@ void Gradients::Mark(uint32_t unit, absl::Span<const uint32_t> absent) {
   }
 }
 
-absl::Status Gradients::Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent) {
-  BALLAST_RETURN_IF_ERROR(Check(unit, gradient.size()));
+absl::Status Gradients::Push(uint32_t unit, absl::Span<const std::byte> gradient,
+                             absl::Span<const std::string> absent) {
+  const uint64_t width = seat_->gradient_bytes();
+  BALLAST_RETURN_IF_ERROR(Check(unit, gradient.size() / width));
   BALLAST_ASSIGN_OR_RETURN(const auto missing, AbsentTensors(unit, absent));
   UnitGradient& mine = units_[unit];
   if (mine.state != State::kNone) {
@@ -69,7 +71,8 @@ absl::Status Gradients::Push(uint32_t unit, absl::Span<const bf16> gradient, abs
   }
   mine.values.assign(gradient.begin(), gradient.end());
   for (const OwnedSegment& segment : seat_->units->unit(unit).segments) {
-    if (Contains(missing, segment.tensor)) std::fill_n(mine.values.begin() + segment.offset, segment.count, bf16{0});
+    if (!Contains(missing, segment.tensor)) continue;
+    std::fill_n(mine.values.data() + segment.offset * width, segment.count * width, std::byte{0});
   }
   mine.state = State::kPushed;
   Mark(unit, missing);
@@ -109,8 +112,9 @@ absl::Status Gradients::Accumulate(uint32_t unit, absl::Span<const float> gradie
 }
 
 void Gradients::SendSlice(UnitGradient& gradient, const OwnedSlice& owned) {
-  const auto bytes = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(gradient.values.data() + owned.offset),
-                                         owned.slice.range.size() * sizeof(bf16));
+  const uint64_t width = seat_->gradient_bytes();
+  const auto bytes =
+      absl::MakeConstSpan(gradient.values.data() + owned.offset * width, owned.slice.range.size() * width);
   pushed_bytes_ += bytes.size();
   pushes_->Start();
   seat_->PushSlice(v1::SLICE_KIND_GRADIENT, owned, bytes,
@@ -132,8 +136,8 @@ absl::Status Gradients::Flush() {
   for (uint32_t unit = 0; unit < units_.size(); ++unit) {
     UnitGradient& mine = units_[unit];
     if (mine.state != State::kAccumulating) continue;
-    mine.values.resize(mine.sum.size());
-    kernels::Bf16FromF32(mine.sum, absl::MakeSpan(mine.values));
+    mine.values.resize(mine.sum.size() * seat_->gradient_bytes());
+    kernels::FromF32(mine.sum, seat_->optimizer.gradient, mine.values.data());
     mine.state = State::kPushed;
     SendTouched(unit, presence_);
   }
@@ -149,7 +153,7 @@ absl::Status Gradients::Cover(const std::string& presence) {
     });
     if (!needed) continue;
     if (mine.state == State::kNone) {
-      mine.values.assign(view.owned_elements, bf16{0});
+      mine.values.assign(view.owned_elements * seat_->gradient_bytes(), std::byte{0});
       mine.state = State::kZeroes;
       touched_ = true;
     }

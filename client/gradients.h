@@ -1,7 +1,7 @@
 // The gradients that this rank has pushed for the step in the making. They stay here until every server is prepared, so
 // that whatever a server lost can be sent again.
 //
-// Memory: 2 bytes for every element that this rank owns of a unit it pushed, and 4 more for units that accumulate;
+// Memory: the gradient dtype's for every element that this rank owns of a unit it pushed, and 4 bytes for units that accumulate;
 // allocated at a unit's first push and kept. Threads: one.
 #pragma once
 
@@ -24,7 +24,8 @@ class Gradients {
   // The plan changed. REQUIRES: empty().
   void Resize();
 
-  absl::Status Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent);
+  // In the job's gradient dtype.
+  absl::Status Push(uint32_t unit, absl::Span<const std::byte> gradient, absl::Span<const std::string> absent);
   absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent);
   // Pushes what was accumulated, and waits until the servers have all that was pushed.
   absl::Status Flush();
@@ -44,7 +45,7 @@ class Gradients {
   enum class State { kNone, kAccumulating, kPushed, kZeroes };
   struct UnitGradient {
     State state = State::kNone;
-    std::vector<bf16> values;
+    std::vector<std::byte> values;
     std::vector<float> sum;
     std::vector<bool> sent;  // by slice
   };

@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 
@@ -83,13 +84,13 @@ absl::Status CompareDigests(absl::Span<const std::string> digests) {
     if (digests[r] == digests[0]) continue;
     v1::OpenRequest other;
     other.ParseFromString(digests[r]);
-    std::string what = "options differ: job name, group_count, chunk_elements, split, or the order of tensors";
+    std::string what = "options differ: job name, group_count, chunk_elements, seed, split, or the order of tensors";
     if (other.tiling().world_size() != first.tiling().world_size()) {
       what = absl::StrCat(other.tiling().world_size(), " servers against ", first.tiling().world_size());
     } else if (other.base() != first.base()) {
       what = absl::StrCat("resume=", Name(static_cast<Resume>(other.base())),
                           " against resume=", Name(static_cast<Resume>(first.base())));
-    } else if (const absl::Status same = CheckSameTensors(other.spec(), first.spec()); !same.ok()) {
+    } else if (const absl::Status same = CheckSameSpec(other.spec(), first.spec()); !same.ok()) {
       what = std::string(same.message());
     }
     return BadSpec(absl::StrCat("ranks ", r, " and 0 open different sessions: ", what,
@@ -115,9 +116,8 @@ v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec
   v1::JobSpec spec;
   spec.set_name(options.job);
   spec.set_chunk_elements(options.chunk_elements);
-  spec.set_optimizer(v1::OPTIMIZER_ADAMW);
-  spec.set_gradient_dtype(v1::DTYPE_BF16);
-  spec.set_working_dtype(v1::DTYPE_BF16);
+  model::SetOptimizer(options.optimizer, &spec);
+  spec.set_seed(options.seed);
   spec.set_durability(v1::DURABILITY_NONE);
   spec.set_group_count(options.group_count);
   v1::Registration* registration = spec.add_registrations();
@@ -126,10 +126,16 @@ v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec
   return spec;
 }
 
-absl::Status CheckSameTensors(const v1::JobSpec& given, const v1::JobSpec& job) {
+absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
   if (given.group_count() != job.group_count()) {
     return BadSpec(
         absl::StrCat("the job has group_count ", job.group_count(), ", this session asks for ", given.group_count()));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec wanted, model::OptimizerOf(given));
+  BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec has, model::OptimizerOf(job));
+  if (!(wanted == has)) {
+    return BadSpec(absl::StrCat("the job has ", model::Show(has), ", this session asks for ", model::Show(wanted),
+                                "; an optimizer and its formats stay what they are for a job's life"));
   }
   // Later registrations replace earlier ones of the same name.
   absl::flat_hash_map<std::string, const v1::TensorSpec*> live;
@@ -214,10 +220,10 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
 
   // Before the fence where it can be: a mistake here must not end a group that is at work.
   if (const v1::OpenRequest* newest = NewestOpen(seen); newest != nullptr) {
-    absl::Status same = CheckSameTensors(spec, newest->spec());
+    absl::Status same = CheckSameSpec(spec, newest->spec());
     if (!same.ok() && highest < 0) {
       same = model::Annotate(same, absl::StrCat("job '", options.job,
-                                                "' was opened with other tensors and never initialised; open it with "
+                                                "' was opened with another spec and never initialised; open it with "
                                                 "those, drop it, or choose another name"));
     }
     BALLAST_RETURN_IF_ERROR(same);
@@ -239,7 +245,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   const v1::OpenRequest* const newest = NewestOpen(*fenced);
   if (newest != nullptr) {
     // Chunks lie by this spec and these members, even where the job was opened and never initialised.
-    BALLAST_RETURN_IF_ERROR(CheckSameTensors(spec, newest->spec()));
+    BALLAST_RETURN_IF_ERROR(CheckSameSpec(spec, newest->spec()));
     *open.mutable_spec() = newest->spec();
     *open.mutable_members() = newest->members();
     BALLAST_RETURN_IF_ERROR(MatchMembers(open, server_ids));
@@ -346,7 +352,8 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::Stat
 
 absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const SessionOptions& options,
                                                                      const v1::JobSpec& spec) {
-  const absl::Status bad = model::Layout::Make(spec).status();
+  absl::Status bad = model::OptimizerOf(spec).status();
+  if (bad.ok()) bad = model::Layout::Make(spec).status();
   BALLAST_ASSIGN_OR_RETURN(const auto digests,
                            group_->Agree("Open", bad, Digest(options, spec, router_->server_count())));
   BALLAST_RETURN_IF_ERROR(CompareDigests(digests));

@@ -11,20 +11,18 @@
 namespace ballast::client {
 namespace {
 
-absl::Span<std::byte> Bytes(bf16* data, uint64_t elements) {
-  return absl::MakeSpan(reinterpret_cast<std::byte*>(data), elements * sizeof(bf16));
-}
+void Zero(absl::Span<std::byte> bytes) { std::fill(bytes.begin(), bytes.end(), std::byte{0}); }
 
 double SecondsSince(absl::Time start) { return absl::ToDoubleSeconds(absl::Now() - start); }
 
 }  // namespace
 
-std::unique_ptr<UnitBuffer> BufferPool::Take(uint64_t elements) {
+std::unique_ptr<UnitBuffer> BufferPool::Take(uint64_t bytes) {
   {
     absl::MutexLock lock(&mutex_);
     auto best = free_.end();
     for (auto it = free_.begin(); it != free_.end(); ++it) {
-      const bool fits = (*it)->capacity >= elements;
+      const bool fits = (*it)->capacity >= bytes;
       if (fits && (best == free_.end() || (*it)->capacity < (*best)->capacity)) best = it;
     }
     if (best != free_.end()) {
@@ -37,10 +35,9 @@ std::unique_ptr<UnitBuffer> BufferPool::Take(uint64_t elements) {
   }
   auto buffer = std::make_unique<UnitBuffer>();
   constexpr uint64_t kAlign = 64;
-  const uint64_t bytes = std::max(kAlign, (elements * sizeof(bf16) + kAlign - 1) / kAlign * kAlign);
-  buffer->data.reset(static_cast<bf16*>(std::aligned_alloc(kAlign, bytes)));
+  buffer->capacity = std::max(kAlign, (bytes + kAlign - 1) / kAlign * kAlign);
+  buffer->data.reset(static_cast<std::byte*>(std::aligned_alloc(kAlign, buffer->capacity)));
   if (buffer->data == nullptr) throw std::bad_alloc();
-  buffer->capacity = bytes / sizeof(bf16);
   return buffer;
 }
 
@@ -70,12 +67,11 @@ void Parameters::Start(uint32_t server, v1::PullRequest request, absl::Span<std:
 
 Parameters::Pulling Parameters::StartOwned(uint32_t unit) {
   const UnitView& view = seat_->units->unit(unit);
-  Pulling pulling{pool_.Take(view.elements), seat_->version, std::make_shared<Tally>()};
-  bf16* const data = pulling.buffer->data.get();
-  for (const UnitRange& gap : view.gaps) std::fill(data + gap.begin, data + gap.end, bf16{0});
+  Pulling pulling{pool_.Take(view.elements * seat_->working_bytes()), seat_->version, std::make_shared<Tally>()};
+  for (const UnitRange& gap : view.gaps) Zero(Part(*pulling.buffer, gap));
   for (const OwnedSlice& owned : view.slices) {
     const model::Range range = owned.slice.range;
-    Start(owned.server, Request(unit, range), Bytes(data + range.begin, range.size()), pulling.tally);
+    Start(owned.server, Request(unit, range), Part(*pulling.buffer, range), pulling.tally);
   }
   return pulling;
 }
@@ -122,28 +118,30 @@ absl::StatusOr<std::unique_ptr<UnitBuffer>> Parameters::TakeOwned(uint32_t unit)
   return std::move(pulling.buffer);
 }
 
-absl::Status Parameters::PullOwned(uint32_t unit, absl::Span<bf16> to) {
+absl::Status Parameters::PullOwned(uint32_t unit, absl::Span<std::byte> to) {
   const UnitView& view = seat_->units->unit(unit);
-  if (to.size() != view.owned_elements) {
+  const uint64_t width = seat_->working_bytes();
+  if (to.size() != view.owned_elements * width) {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
                         absl::StrCat("unit '", seat_->units->layout().units()[unit].name, "': expected room for ",
-                                     view.owned_elements, " elements (this rank's owned ranges), got ", to.size()));
+                                     view.owned_elements, " elements (this rank's owned ranges), got ", to.size() / width));
   }
   if (const auto it = under_way_.find(unit); it != under_way_.end() && it->second.version == seat_->version) {
     BALLAST_ASSIGN_OR_RETURN(auto buffer, TakeOwned(unit));
     uint64_t offset = 0;
     for (const UnitRange& range : view.ranges[seat_->rank()]) {
-      std::copy(buffer->data.get() + range.begin, buffer->data.get() + range.end, to.begin() + offset);
-      offset += range.end - range.begin;
+      const absl::Span<const std::byte> part = Part(*buffer, range);
+      std::copy(part.begin(), part.end(), to.begin() + offset);
+      offset += part.size();
     }
     pool_.Return(std::move(buffer));
     return absl::OkStatus();
   }
-  std::fill(to.begin(), to.end(), bf16{0});  // where a range spans elements that no chunk has
+  Zero(to);  // where a range spans elements that no chunk has
   auto tally = std::make_shared<Tally>();
   for (const OwnedSlice& owned : view.slices) {
-    Start(owned.server, Request(unit, owned.slice.range), Bytes(to.data() + owned.offset, owned.slice.range.size()),
-          tally);
+    Start(owned.server, Request(unit, owned.slice.range),
+          to.subspan(owned.offset * width, owned.slice.range.size() * width), tally);
   }
   return Wait(*tally);
 }
@@ -154,8 +152,8 @@ absl::StatusOr<std::unique_ptr<UnitBuffer>> Parameters::Acquire(uint32_t unit) {
   const absl::Time start = absl::Now();
   for (const GatherRound& round : seat_->units->unit(unit).rounds) {
     std::vector<uint64_t> offsets = round.offsets;
-    for (uint64_t& offset : offsets) offset *= sizeof(bf16);
-    const auto part = Bytes(buffer->data.get() + round.begin, round.end - round.begin);
+    for (uint64_t& offset : offsets) offset *= seat_->working_bytes();
+    const auto part = Part(*buffer, round);
     if (absl::Status status = group_->collective()->AllGather(offsets, part); !status.ok()) {
       pool_.Return(std::move(buffer));
       return model::Annotate(status,
@@ -170,13 +168,12 @@ absl::StatusOr<std::unique_ptr<UnitBuffer>> Parameters::Acquire(uint32_t unit) {
 absl::StatusOr<std::unique_ptr<UnitBuffer>> Parameters::AcquireWhole(uint32_t unit) {
   const UnitView& view = seat_->units->unit(unit);
   ReclaimStale();
-  auto buffer = pool_.Take(view.elements);
-  bf16* const data = buffer->data.get();
-  std::fill(data, data + view.elements, bf16{0});
+  auto buffer = pool_.Take(view.elements * seat_->working_bytes());
+  Zero(Part(*buffer, UnitRange{0, view.elements}));
   auto tally = std::make_shared<Tally>();
   for (const uint64_t index : seat_->units->layout().units()[unit].chunks) {
     const model::Range range = seat_->units->layout().chunks()[index].range;
-    Start(seat_->units->plan().server_of(index), Request(unit, range), Bytes(data + range.begin, range.size()), tally);
+    Start(seat_->units->plan().server_of(index), Request(unit, range), Part(*buffer, range), tally);
   }
   if (absl::Status status = Wait(*tally); !status.ok()) {
     pool_.Return(std::move(buffer));

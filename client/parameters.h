@@ -18,18 +18,18 @@
 
 namespace ballast::client {
 
-// A buffer of bf16, 64-byte aligned.
+// 64-byte aligned.
 struct UnitBuffer {
   struct Free {
-    void operator()(bf16* p) const { std::free(p); }
+    void operator()(std::byte* p) const { std::free(p); }
   };
-  std::unique_ptr<bf16, Free> data;
-  uint64_t capacity = 0;
+  std::unique_ptr<std::byte, Free> data;
+  uint64_t capacity = 0;  // bytes
 };
 
 class BufferPool {
  public:
-  std::unique_ptr<UnitBuffer> Take(uint64_t elements);
+  std::unique_ptr<UnitBuffer> Take(uint64_t bytes);
   void Return(std::unique_ptr<UnitBuffer> buffer);
 
  private:
@@ -44,8 +44,8 @@ class Parameters {
   ~Parameters() { Forget(); }
 
   void Prefetch(uint32_t unit);
-  // The own ranges, laid end to end.
-  absl::Status PullOwned(uint32_t unit, absl::Span<bf16> to);
+  // The own ranges, laid end to end. Here and below: in the job's working dtype.
+  absl::Status PullOwned(uint32_t unit, absl::Span<std::byte> to);
   // COLLECTIVE. All of the unit; Return() the buffer.
   absl::StatusOr<std::unique_ptr<UnitBuffer>> Acquire(uint32_t unit);
   absl::StatusOr<std::unique_ptr<UnitBuffer>> AcquireWhole(uint32_t unit);
@@ -70,6 +70,12 @@ class Parameters {
   void Start(uint32_t server, v1::PullRequest request, absl::Span<std::byte> to, const std::shared_ptr<Tally>& tally);
   v1::PullRequest Request(uint32_t unit, model::Range range) const;
   Pulling StartOwned(uint32_t unit);
+  // Elements of a buffer of the unit.
+  template <typename Range>
+  absl::Span<std::byte> Part(const UnitBuffer& buffer, const Range& range) const {
+    const uint64_t width = seat_->working_bytes();
+    return {buffer.data.get() + range.begin * width, (range.end - range.begin) * width};
+  }
   // The prefetch of `unit` at version(), started now if there is none; waits for it.
   absl::StatusOr<std::unique_ptr<UnitBuffer>> TakeOwned(uint32_t unit);
   absl::Status Wait(Tally& tally);

@@ -8,6 +8,7 @@
 #include "absl/time/time.h"
 #include "ballast/client/router.h"
 #include "ballast/client/unit_map.h"
+#include "ballast/kernels/optimizer.h"
 
 namespace ballast::client {
 
@@ -15,10 +16,13 @@ struct Seat {
   std::string job;
   Router* router = nullptr;
   std::shared_ptr<const UnitMap> units;
+  kernels::OptimizerSpec optimizer;  // the job's
   int64_t version = -1;  // the last decided step
   uint64_t attempt = 0;  // of the step that is being pushed, version + 1
   absl::Duration step_timeout;
 
+  uint64_t gradient_bytes() const { return kernels::ElementBytes(optimizer.gradient); }
+  uint64_t working_bytes() const { return kernels::ElementBytes(optimizer.working); }
   const v1::Epoch& epoch() const { return units->plan().open().epoch(); }
   uint32_t rank() const { return static_cast<uint32_t>(units->rank()); }
   absl::Time Deadline() const { return absl::Now() + step_timeout; }

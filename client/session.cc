@@ -10,6 +10,7 @@
 #include "ballast/client/grpc_transport.h"
 #include "ballast/client/session_impl.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 
@@ -43,8 +44,15 @@ v1::Content ToProto(Content content) {
       return v1::CONTENT_MOMENT1;
     case Content::kMoment2:
       return v1::CONTENT_MOMENT2;
+    case Content::kMoment3:
+      return v1::CONTENT_MOMENT3;
   }
   return v1::CONTENT_UNSPECIFIED;
+}
+
+template <typename T>
+absl::Span<std::byte> WritableBytes(absl::Span<T> values) {
+  return {reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(T)};
 }
 
 const std::vector<UnitRange>& NoRanges() {
@@ -91,6 +99,13 @@ absl::Status Session::Impl::CheckReadable(uint32_t unit) const {
   return seat.units->CheckUnit(unit);
 }
 
+absl::Status Session::Impl::CheckElement(const char* what, kernels::Dtype dtype, uint64_t element_bytes) {
+  if (element_bytes == kernels::ElementBytes(dtype)) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadDtype,
+                      absl::StrCat(what, " of this job have ", kernels::ElementBytes(dtype), " bytes an element, came ",
+                                   element_bytes, "; SessionOptions::optimizer names their dtype"));
+}
+
 absl::Status Session::Impl::CheckHasValues(uint32_t unit) const {
   BALLAST_RETURN_IF_ERROR(CheckReadable(unit));
   for (const uint32_t tensor : without_values) {
@@ -102,6 +117,12 @@ absl::Status Session::Impl::CheckHasValues(uint32_t unit) const {
   return absl::OkStatus();
 }
 
+UnitLease Session::Impl::Lease(Session* session, uint32_t unit, std::unique_ptr<UnitBuffer> buffer) const {
+  const uint64_t width = kernels::ElementBytes(seat.optimizer.working);
+  const absl::Span<const std::byte> bytes(buffer->data.get(), seat.units->unit(unit).elements * width);
+  return UnitLease(session, buffer.release(), bytes, width);
+}
+
 absl::Status Session::Impl::Conclude(absl::Status status) {
   const std::string reason = model::ReasonOf(status);
   if (reason == model::kStaleEpoch || reason == model::kRankMissing || absl::IsDataLoss(status)) finished = status;
@@ -110,6 +131,7 @@ absl::Status Session::Impl::Conclude(absl::Status status) {
 
 absl::Status Session::Impl::Adopt(const std::shared_ptr<const v1::OpenRequest>& new_open) {
   BALLAST_ASSIGN_OR_RETURN(auto plan, model::EpochPlan::Make(*new_open));
+  BALLAST_ASSIGN_OR_RETURN(seat.optimizer, model::OptimizerOf(new_open->spec()));
   open = new_open;
   seat.units = std::make_shared<UnitMap>(std::make_shared<const model::EpochPlan>(std::move(plan)), group.rank());
   seat.version = open->base();
@@ -169,6 +191,7 @@ bool Session::needs_values() const { return !impl_->without_values.empty(); }
 const std::vector<std::string>& Session::resumed_blobs() const { return impl_->resumed_blobs; }
 int Session::rank() const { return impl_->group.rank(); }
 int Session::world_size() const { return impl_->group.world_size(); }
+const kernels::OptimizerSpec& Session::optimizer() const { return impl_->seat.optimizer; }
 uint32_t Session::unit_count() const { return impl_->seat.units->unit_count(); }
 
 absl::StatusOr<uint32_t> Session::FindUnit(absl::string_view name) const {
@@ -208,21 +231,28 @@ absl::StatusOr<UnitLease> Session::Acquire(uint32_t unit) {
     if (world_size() > 1) impl_->finished = buffer.status();
     return impl_->Conclude(buffer.status());
   }
-  const absl::Span<const bf16> parameters((*buffer)->data.get(), unit_elements(unit));
-  return UnitLease(this, buffer->release(), parameters);
+  return impl_->Lease(this, unit, *std::move(buffer));
 }
 
 absl::StatusOr<UnitLease> Session::AcquireWhole(uint32_t unit) {
   BALLAST_RETURN_IF_ERROR(impl_->CheckHasValues(unit));
   auto buffer = impl_->parameters.AcquireWhole(unit);
   if (!buffer.ok()) return impl_->Conclude(buffer.status());
-  const absl::Span<const bf16> parameters((*buffer)->data.get(), unit_elements(unit));
-  return UnitLease(this, buffer->release(), parameters);
+  return impl_->Lease(this, unit, *std::move(buffer));
+}
+
+absl::Status Session::Impl::PullOwned(uint32_t unit, absl::Span<std::byte> to, uint64_t element_bytes) {
+  BALLAST_RETURN_IF_ERROR(CheckHasValues(unit));
+  BALLAST_RETURN_IF_ERROR(CheckElement("working parameters", seat.optimizer.working, element_bytes));
+  return Conclude(parameters.PullOwned(unit, to));
 }
 
 absl::Status Session::PullOwned(uint32_t unit, absl::Span<bf16> to) {
-  BALLAST_RETURN_IF_ERROR(impl_->CheckHasValues(unit));
-  return impl_->Conclude(impl_->parameters.PullOwned(unit, to));
+  return impl_->PullOwned(unit, WritableBytes(to), sizeof(bf16));
+}
+
+absl::Status Session::PullOwned(uint32_t unit, absl::Span<float> to) {
+  return impl_->PullOwned(unit, WritableBytes(to), sizeof(float));
 }
 
 absl::Status Session::Pin() {
@@ -262,13 +292,13 @@ absl::Status Session::Read(absl::string_view tensor, Content content, int64_t ve
   }
   const model::Range range{at.begin, at.end};
   if (content != Content::kWorking) {
-    const auto bytes = absl::MakeSpan(reinterpret_cast<std::byte*>(to.data()), to.size() * sizeof(float));
-    return impl_->Conclude(impl_->parameters.Read(at.unit, range, ToProto(content), version, bytes));
+    return impl_->Conclude(impl_->parameters.Read(at.unit, range, ToProto(content), version, WritableBytes(to)));
   }
-  std::vector<bf16> working(to.size());
-  const auto bytes = absl::MakeSpan(reinterpret_cast<std::byte*>(working.data()), working.size() * sizeof(bf16));
-  BALLAST_RETURN_IF_ERROR(impl_->Conclude(impl_->parameters.Read(at.unit, range, v1::CONTENT_WORKING, version, bytes)));
-  kernels::F32FromBf16(working, to);
+  const kernels::Dtype dtype = optimizer().working;
+  std::vector<std::byte> working(to.size() * kernels::ElementBytes(dtype));
+  BALLAST_RETURN_IF_ERROR(impl_->Conclude(
+      impl_->parameters.Read(at.unit, range, v1::CONTENT_WORKING, version, absl::MakeSpan(working))));
+  kernels::ToF32(dtype, working.data(), to);
   return absl::OkStatus();
 }
 
@@ -309,18 +339,20 @@ SessionStats Session::stats() const {
   return stats;
 }
 
-UnitLease::UnitLease(Session* session, void* buffer, absl::Span<const bf16> parameters)
-    : session_(session), buffer_(buffer), parameters_(parameters) {}
+UnitLease::UnitLease(Session* session, void* buffer, absl::Span<const std::byte> bytes, uint64_t element_bytes)
+    : session_(session), buffer_(buffer), bytes_(bytes), element_bytes_(element_bytes) {}
 
 UnitLease::UnitLease(UnitLease&& other) noexcept
     : session_(std::exchange(other.session_, nullptr)),
       buffer_(std::exchange(other.buffer_, nullptr)),
-      parameters_(std::exchange(other.parameters_, {})) {}
+      bytes_(std::exchange(other.bytes_, {})),
+      element_bytes_(std::exchange(other.element_bytes_, 0)) {}
 
 UnitLease& UnitLease::operator=(UnitLease&& other) noexcept {
   std::swap(session_, other.session_);
   std::swap(buffer_, other.buffer_);
-  std::swap(parameters_, other.parameters_);
+  std::swap(bytes_, other.bytes_);
+  std::swap(element_bytes_, other.element_bytes_);
   return *this;
 }
 

@@ -28,6 +28,7 @@
 #include "absl/types/span.h"
 #include "ballast/client/collective/collective.h"
 #include "ballast/client/transport.h"
+#include "ballast/kernels/optimizer.h"
 
 namespace ballast::client {
 
@@ -40,7 +41,8 @@ struct TensorSpec {
   std::vector<uint64_t> shape;
   uint32_t group = 0;                // parameter group: which hyper-parameters apply
   std::vector<std::string> aliases;  // other names of the same tensor (tied weights)
-  v1::Dtype dtype = v1::DTYPE_BF16;  // of working parameters and gradients; any other is refused as BAD_DTYPE
+  // Of its working parameters: the job's, which unspecified means; any other is refused as BAD_DTYPE.
+  v1::Dtype dtype = v1::DTYPE_UNSPECIFIED;
 };
 
 // What to do when the job exists already, or does not.
@@ -61,6 +63,10 @@ struct SessionOptions {
   Resume resume = Resume::kNever;
   uint32_t group_count = 1;
   uint64_t chunk_elements = uint64_t{1} << 20;  // only for a new job
+  // Optimizer, dtypes of gradients and working parameters, format of the moments: a property of the job, so that another
+  // one is refused on resume (BAD_SPEC). The default: AdamW, bf16, bf16, fp32.
+  kernels::OptimizerSpec optimizer;
+  uint64_t seed = 0;  // of the stochastic rounding of bf16 moments; only for a new job
   Split split = Split::kEven;                   // the same on all ranks
   // How long servers may take for a call, or for a step once all ranks have come, their updates included. How long
   // ranks wait for each other is the collective's timeout.
@@ -73,13 +79,17 @@ struct SessionOptions {
   std::function<void(const std::string&)> progress;
 };
 
-// Hyper-parameters of a parameter group for one step (torch.optim.AdamW's meaning).
+// Hyper-parameters of a parameter group for one step, with torch.optim's meaning and AdamW's defaults.
 struct GroupHyper {
   double learning_rate = 1e-3;
-  double beta1 = 0.9;
+  double beta1 = 0.9;  // SGD: the momentum, if the optimizer has its buffer
   double beta2 = 0.999;
   double epsilon = 1e-8;
   double weight_decay = 0.01;
+  double dampening = 0;            // SGD with momentum
+  double learning_rate_decay = 0;  // Adagrad
+  double initial_accumulator = 0;  // Adagrad
+  bool maximize = false;
 };
 
 struct StepOptions {
@@ -106,8 +116,9 @@ struct SessionStats {
   uint64_t gathered_bytes = 0;
 };
 
-// What to read of a tensor.
-enum class Content { kWorking, kMaster, kMoment1, kMoment2 };
+// What to read of a tensor. AdamW and Adam have the moments m, v and with amsgrad the largest v; SGD with momentum its
+// buffer; Adagrad v; Lion m.
+enum class Content { kWorking, kMaster, kMoment1, kMoment2, kMoment3 };
 
 // Elements [begin, end) of a unit's flat space.
 struct UnitRange {
@@ -124,15 +135,21 @@ class UnitLease {
   UnitLease(UnitLease&& other) noexcept;
   UnitLease& operator=(UnitLease&& other) noexcept;
   ~UnitLease();
-  // The unit's flat space, padding included; tensors at Session::Locate(name).begin.
-  absl::Span<const bf16> parameters() const { return parameters_; }
+  // The unit's flat space in the job's working dtype, padding included; tensors at Session::Locate(name).begin.
+  absl::Span<const std::byte> bytes() const { return bytes_; }
+  // As bits of 16-bit elements (bf16 or fp16). Empty if the working dtype is fp32.
+  absl::Span<const bf16> parameters() const {
+    if (element_bytes_ != sizeof(bf16)) return {};
+    return {reinterpret_cast<const bf16*>(bytes_.data()), bytes_.size() / sizeof(bf16)};
+  }
 
  private:
   friend class Session;
-  UnitLease(Session* session, void* buffer, absl::Span<const bf16> parameters);
+  UnitLease(Session* session, void* buffer, absl::Span<const std::byte> bytes, uint64_t element_bytes);
   Session* session_ = nullptr;
   void* buffer_ = nullptr;
-  absl::Span<const bf16> parameters_;
+  absl::Span<const std::byte> bytes_;
+  uint64_t element_bytes_ = 0;
 };
 
 class Session {
@@ -162,6 +179,8 @@ class Session {
   const std::vector<std::string>& resumed_blobs() const;
   int rank() const;
   int world_size() const;
+  // The job's.
+  const kernels::OptimizerSpec& optimizer() const;
 
   // Where things lie.
   uint32_t unit_count() const;
@@ -189,15 +208,19 @@ class Session {
   absl::StatusOr<UnitLease> Acquire(uint32_t unit);
   // The whole unit at version(), pulled by this rank alone: for units that some ranks skip (experts).
   absl::StatusOr<UnitLease> AcquireWhole(uint32_t unit);
-  // (b) The own ranges at version(), concatenated, into `to` (owned_elements(unit) long).
+  // (b) The own ranges at version(), concatenated, into `to` (owned_elements(unit) long), whose elements are as wide as
+  // the working dtype's: BAD_DTYPE.
   absl::Status PullOwned(uint32_t unit, absl::Span<bf16> to);
+  absl::Status PullOwned(uint32_t unit, absl::Span<float> to);
 
   // This rank's part of the unit's gradient, its owned ranges concatenated, already reduced over ranks. Copied; returns
   // when the copy is made and in-flight bytes allow. A unit may be pushed once per attempt. `absent`: tensors of the
-  // unit without a gradient here; the elements given for them must be zero.
+  // unit without a gradient here; the elements given for them must be zero. 16-bit elements are bits of the job's gradient
+  // dtype; BAD_DTYPE if it is as wide as the other overload's.
   absl::Status Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent = {});
-  // One of several contributions to the unit's gradient: summed here in fp32, in call order, rounded and pushed once by
-  // the next collective call on the step (Norm, TensorNorm, Step).
+  absl::Status Push(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent = {});
+  // One of several contributions to the unit's gradient: summed here in fp32, in call order, rounded to the gradient dtype
+  // and pushed once by the next collective call on the step (Norm, TensorNorm, Step).
   absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent = {});
 
   // COLLECTIVE. Norm of all that was pushed (unscaled) / of one tensor.

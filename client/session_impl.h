@@ -29,6 +29,12 @@ struct Session::Impl {
   absl::Status CheckReadable(uint32_t unit) const;
   // CheckReadable, and all of its tensors have values.
   absl::Status CheckHasValues(uint32_t unit) const;
+  // BAD_DTYPE if elements of this size cannot be `what`.
+  static absl::Status CheckElement(const char* what, kernels::Dtype dtype, uint64_t element_bytes);
+  UnitLease Lease(Session* session, uint32_t unit, std::unique_ptr<UnitBuffer> buffer) const;
+  absl::Status PullOwned(uint32_t unit, absl::Span<std::byte> to, uint64_t element_bytes);
+  absl::Status Push(uint32_t unit, absl::Span<const std::byte> gradient, uint64_t element_bytes,
+                    absl::Span<const std::string> absent);
   // `status`; remembered if it ends the session.
   absl::Status Conclude(absl::Status status);
 

@@ -13,6 +13,11 @@
 namespace ballast::client {
 namespace {
 
+template <typename T>
+absl::Span<const std::byte> Bytes(absl::Span<const T> values) {
+  return {reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(T)};
+}
+
 double SecondsSince(absl::Time start) { return absl::ToDoubleSeconds(absl::Now() - start); }
 
 absl::Status Precondition(absl::string_view message) {
@@ -184,12 +189,22 @@ absl::Status Session::Initialise(
   return impl_->Transact("Initialise", std::move(mine), std::move(header), impl_->sealed_blob, source).status();
 }
 
-absl::Status Session::Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent) {
-  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(unit));
+absl::Status Session::Impl::Push(uint32_t unit, absl::Span<const std::byte> gradient, uint64_t element_bytes,
+                                 absl::Span<const std::string> absent) {
+  BALLAST_RETURN_IF_ERROR(CheckReadable(unit));
+  BALLAST_RETURN_IF_ERROR(CheckElement("gradients", seat.optimizer.gradient, element_bytes));
   const absl::Time start = absl::Now();
-  const absl::Status status = impl_->gradients.Push(unit, gradient, absent);
-  impl_->push_seconds += SecondsSince(start);
+  const absl::Status status = gradients.Push(unit, gradient, absent);
+  push_seconds += SecondsSince(start);
   return status;
+}
+
+absl::Status Session::Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent) {
+  return impl_->Push(unit, Bytes(gradient), sizeof(bf16), absent);
+}
+
+absl::Status Session::Push(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent) {
+  return impl_->Push(unit, Bytes(gradient), sizeof(float), absent);
 }
 
 absl::Status Session::Accumulate(uint32_t unit, absl::Span<const float> gradient,
@@ -297,6 +312,10 @@ absl::StatusOr<StepReport> Session::Step(const StepOptions& options) {
     hyper->set_beta2(group.beta2);
     hyper->set_epsilon(group.epsilon);
     hyper->set_weight_decay(group.weight_decay);
+    hyper->set_dampening(group.dampening);
+    hyper->set_learning_rate_decay(group.learning_rate_decay);
+    hyper->set_initial_accumulator(group.initial_accumulator);
+    hyper->set_maximize(group.maximize);
   }
   header.set_gradient_scale(options.gradient_scale);
   header.set_max_norm(options.max_norm);

@@ -6,8 +6,7 @@
 // are pure. Alignment: the element's own, 64 bytes is fastest. Spans must not overlap, and hold equal counts.
 //
 // Typed by Dtype where several are taken: `from` and `to` then hold ElementBytes(dtype) per element. A dtype
-// that a function does not list ends the process. CUDA has the optimizers, and of these functions the bf16 norm and
-// rounding (cuda/).
+// that a function does not list ends the process. On GPUs: cuda/cuda_kernels.h has all of them but CRC32C.
 #pragma once
 
 #include <cstddef>
@@ -18,9 +17,10 @@
 
 namespace ballast::kernels {
 
-// Finite check and fp64 squared norm in one read; gradient: kBf16, kF16 or kF32. Leaves of 256 elements from the span's
-// start, each summed in fp64 in eight interleaved lanes (element i into lane i mod 8; lanes added pairwise), leaves
-// added by a binary tree over leaf index (the left child of n leaves takes the largest power of two below n).
+// Finite check and fp64 squared norm in one read; gradient: kBf16, kF16 or kF32. Leaves of 4096 elements from the
+// span's start, each summed in fp64 in 32 interleaved lanes (element i into lane i mod 32; lanes added pairwise,
+// neighbours first), leaves added by a binary tree over leaf index (the left child of n leaves takes the largest power of
+// two below n).
 struct NormResult {
   double squared_norm = 0;
   bool finite = true;  // when false, squared_norm is 0

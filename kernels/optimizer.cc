@@ -82,6 +82,7 @@ Coefficients MakeCoefficients(const OptimizerSpec& spec, const Hyper& hyper, uin
       c.weight_decay = once(hyper.weight_decay);
       c.step_size = once(hyper.learning_rate / (1 + static_cast<double>(t - 1) * hyper.learning_rate_decay));
       c.eps = once(hyper.epsilon);
+      c.start = t == 1 ? once(hyper.initial_accumulator) : 0;
       break;
     case OptimizerKind::kLion:
       c.weight_decay = once(hyper.learning_rate * hyper.weight_decay);

@@ -25,7 +25,7 @@ namespace ballast::kernels {
 //   kSgd                 p = fma(-step_size, g, p)
 //     momentum           m = fma(take1, g, keep1 * m), and m in g's place
 //     nesterov           m = fma(take1, g, keep1 * m), and fma(keep, m, g) in g's place; keep = momentum
-//   kAdagrad             v = fma(g, g, v);  p = fma(-step_size, g / (sqrt(v) + eps), p)
+//   kAdagrad             v = fma(g, g, v + start);  p = fma(-step_size, g / (sqrt(v) + eps), p)
 //   kLion                u = sign(fma(take1, g - m, m));  m = fma(take2, g - m, m)
 //                        p = p - fma(weight_decay, p, step_size * u)
 //
@@ -54,6 +54,7 @@ struct OptimizerSpec {
   MomentFormat moments = MomentFormat::kF32;
   Dtype gradient = Dtype::kBf16;  // kF32, kBf16, kF16
   Dtype working = Dtype::kBf16;   // kF32, kBf16, kF16
+  friend bool operator==(const OptimizerSpec&, const OptimizerSpec&) = default;
 };
 
 // Empty, or why no kernel computes this: a dtype that is not listed, nesterov without momentum, amsgrad of another
@@ -76,6 +77,7 @@ struct Hyper {
   double weight_decay = 0;
   double dampening = 0;            // kSgd
   double learning_rate_decay = 0;  // kAdagrad
+  double initial_accumulator = 0;  // kAdagrad: v before the first update
   bool maximize = false;
 };
 
@@ -88,6 +90,7 @@ struct Coefficients {
   float step_size = 0;   // lr, over Adam's first bias correction
   float root_scale = 0;  // 1 / sqrt(1 - beta2^t)
   float eps = 0;
+  float start = 0;  // the initial accumulator when t = 1, else 0
   friend bool operator==(const Coefficients&, const Coefficients&) = default;
 };
 
@@ -121,5 +124,9 @@ struct UpdateSpan {
 // The span begins at a multiple of kMomentBlock elements of its chunk; its last block may be short. REQUIRES:
 // Unsupported(spec).empty(), else the process ends.
 void Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span);
+
+// The values that moment `index` (below MomentCount) stands for, kF8's second moments squared again; `moment` begins at a
+// multiple of kMomentBlock elements of its chunk, like the span of its updates. A block with Inf or NaN reads as NaN.
+void ReadMoment(const OptimizerSpec& spec, int index, const MomentSpan& moment, absl::Span<float> to);
 
 }  // namespace ballast::kernels

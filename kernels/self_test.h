@@ -12,14 +12,11 @@
 
 namespace ballast::kernels {
 
-// The functions under test; all spans are in the host's memory. One that is empty is left out, and so is a dtype that a
-// function does not take: a GPU has not all of them.
+// The functions under test; all spans are in the host's memory. One that is empty is left out.
 struct Processor {
   std::function<void(const OptimizerSpec&, const Coefficients&, const RandomKey&, const UpdateSpan&)> update;
   std::function<NormResult(Dtype, const std::byte*, uint64_t)> squared_norm;
   std::function<void(absl::Span<const float>, Dtype, std::byte*)> from_f32;
-  std::vector<Dtype> norm_dtypes = {Dtype::kF32, Dtype::kBf16, Dtype::kF16};
-  std::vector<Dtype> from_f32_dtypes = {Dtype::kBf16, Dtype::kF16, Dtype::kE4m3, Dtype::kE5m2};
   std::function<void(Dtype, const std::byte*, absl::Span<float>)> to_f32;
   std::function<void(Dtype, const std::byte*, absl::Span<float>)> add_into;
   std::function<void(QuantFormat, Dtype, const std::byte*, uint64_t, std::byte*, float*)> quantize;

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
 
@@ -20,25 +21,25 @@ absl::Status Invalid(absl::string_view reason, absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
 }
 
-uint64_t ElementBytes(v1::SliceKind kind) {
-  return kind == v1::SLICE_KIND_VALUE ? sizeof(float) : sizeof(kernels::bf16);
-}
-
-absl::Status CheckLength(const v1::PushRequest& header, size_t payload_bytes) {
+absl::Status CheckSlice(const v1::PushRequest& header) {
   if (header.kind() != v1::SLICE_KIND_GRADIENT && header.kind() != v1::SLICE_KIND_VALUE) {
     return Invalid(model::kBadRequest, "a push needs kind GRADIENT or VALUE");
   }
-  if (header.begin() >= header.end()) {
-    return Invalid(model::kBadRange, absl::StrCat("the slice [", header.begin(), ", ", header.end(), ") of unit ",
-                                                  header.unit(), " is empty"));
-  }
-  const uint64_t elements = header.end() - header.begin();
+  if (header.begin() < header.end()) return absl::OkStatus();
+  return Invalid(model::kBadRange, absl::StrCat("the slice [", header.begin(), ", ", header.end(), ") of unit ",
+                                                header.unit(), " is empty"));
+}
+
+absl::Status CheckLength(const v1::PushRequest& header, const v1::JobSpec& spec, uint64_t gradient_bytes,
+                         size_t payload_bytes) {
   const bool value = header.kind() == v1::SLICE_KIND_VALUE;
-  const uint64_t element_bytes = ElementBytes(header.kind());
+  const uint64_t elements = header.end() - header.begin(), element_bytes = value ? sizeof(float) : gradient_bytes;
   if (payload_bytes % element_bytes == 0 && payload_bytes / element_bytes == elements) return absl::OkStatus();
-  return Invalid(model::kBadLength, absl::StrCat("expected ", elements, " elements of ", value ? "fp32" : "bf16", " (",
-                                                 element_bytes, " bytes each), came ", payload_bytes,
-                                                 " bytes; is the dtype right? Gradients are bf16, values fp32"));
+  return Invalid(model::kBadLength,
+                 absl::StrCat("expected ", elements, " elements of ",
+                              v1::Dtype_Name(value ? v1::DTYPE_F32 : spec.gradient_dtype()), " (", element_bytes,
+                              " bytes each), came ", payload_bytes, " bytes; is the dtype right? Gradients of this job are ",
+                              v1::Dtype_Name(spec.gradient_dtype()), ", values DTYPE_F32"));
 }
 
 absl::Status CopyChecked(absl::Span<const std::byte> from, std::byte* to, uint32_t expected) {
@@ -58,7 +59,7 @@ absl::Status CopyChecked(absl::Span<const std::byte> from, std::byte* to, uint32
 
 void Job::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
                Reply<v1::PushResponse> reply) {
-  if (const absl::Status status = CheckLength(header, payload.size()); !status.ok()) return reply(status);
+  if (const absl::Status status = CheckSlice(header); !status.ok()) return reply(status);
   around_.counters->received_bytes.fetch_add(payload.size(), std::memory_order_relaxed);
   Waiter waiter;
   waiter.bytes = header.ByteSizeLong();
@@ -127,6 +128,11 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
   if (const absl::Status refusal = Refusal(); !refusal.ok()) return answer(refusal);
   uint32_t slice = 0;
   const std::shared_ptr<HeldChunk> chunk = FindSliceChunk(header, &slice);
+  if (plan_ != nullptr) {
+    const absl::Status length = CheckLength(header, plan_->open().spec(), store_->layout().gradient_element_bytes(),
+                                            payload.size());
+    if (!length.ok()) return answer(length);
+  }
   if (chunk != nullptr && header.step() == machine_->committed() + 1) {
     const uint64_t start = chunk->layout.range.begin;
     if (chunk->updates_pending > 0 || chunk->intake.Busy({header.begin() - start, header.end() - start})) return false;
@@ -159,7 +165,7 @@ void Job::Receive(const v1::PushRequest& header, absl::Span<const std::byte> pay
     absl::MutexLock lock(&mu_);
     completed = chunk->intake.EndReceive(receipt, received.ok());
   }
-  if (!completed.empty()) Intake::ComputeNorms(receipt, &completed);
+  if (!completed.empty()) chunk->intake.ComputeNorms(receipt, &completed);
   Locked([&](Replies* replies) {
     mu_.AssertHeld();
     if (!completed.empty()) chunk->intake.StoreNorms(receipt, completed);
@@ -191,14 +197,14 @@ struct Job::PullPlan {
   model::Range range;  // in the chunk
 
   bool working() const { return content == v1::CONTENT_WORKING; }
+  uint64_t element_bytes() const { return working() ? store->layout().working_element_bytes() : sizeof(float); }
   absl::Status Read(bool pinned, absl::Span<std::byte> to) const;
 };
 
 absl::Status Job::PullPlan::Read(bool pinned, absl::Span<std::byte> to) const {
   const uint64_t at = chunk->store_index;
   if (working()) {
-    const absl::Span<kernels::bf16> out(reinterpret_cast<kernels::bf16*>(to.data()), range.size());
-    return pinned ? store->ReadPinnedWorking(version, at, range.begin, out) : store->ReadWorking(at, range.begin, out);
+    return pinned ? store->ReadPinnedWorking(version, at, range.begin, to) : store->ReadWorking(at, range.begin, to);
   }
   const auto array = static_cast<storage::StateArray>(content - v1::CONTENT_MASTER);
   const absl::Span<float> out(reinterpret_cast<float*>(to.data()), range.size());
@@ -215,9 +221,11 @@ absl::StatusOr<Job::PullPlan> Job::PlanPull(const v1::PullRequest& request) cons
   if (request.version() < 0) {
     return Invalid(model::kBadRequest, absl::StrCat("versions count from 0, asked for ", request.version()));
   }
-  if (request.content() < v1::CONTENT_WORKING || request.content() > v1::CONTENT_MOMENT2) {
+  const int arrays = store_->layout().array_count();
+  if (request.content() < v1::CONTENT_WORKING || request.content() >= v1::CONTENT_MASTER + arrays) {
     return Invalid(model::kBadRequest,
-                   absl::StrCat("content ", request.content(), " is none of WORKING, MASTER, MOMENT1, MOMENT2"));
+                   absl::StrCat("content ", static_cast<int>(request.content()), " is neither WORKING nor MASTER nor one of ",
+                                arrays - 1, " moment(s) of ", model::Show(store_->layout().optimizer())));
   }
   BALLAST_ASSIGN_OR_RETURN(const auto pieces, plan_->layout().Cut(request.unit(), {request.begin(), request.end()}));
   if (pieces.size() != 1 || pieces[0].range != model::Range{request.begin(), request.end()}) {
@@ -307,7 +315,7 @@ void Job::Pull(const v1::PullRequest& request, absl::Time deadline, StateServer:
 }
 
 void Job::Read(PullPlan plan, Copy copy, const StateServer::Allocate& allocate, const Reply<uint32_t>& reply) {
-  const uint64_t bytes = plan.range.size() * (plan.working() ? sizeof(kernels::bf16) : sizeof(float));
+  const uint64_t bytes = plan.range.size() * plan.element_bytes();
   const absl::Span<std::byte> to = allocate(bytes);
   if (to.size() != bytes) {
     return reply(model::Error(absl::StatusCode::kUnavailable, model::kBusy,

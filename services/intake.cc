@@ -104,10 +104,10 @@ absl::StatusOr<Intake::Receipt> Intake::BeginReceive(uint32_t slice, v1::SliceKi
       static_cast<size_t>(slot - slots_.begin()), slot->range, kind, attempt, generation_, nullptr, nullptr};
   if (kind == v1::SLICE_KIND_GRADIENT) {
     if (gradient_ == nullptr) {
-      BALLAST_ASSIGN_OR_RETURN(gradient_, ProvisionalMemory::Allocate(memory_, elements_ * sizeof(kernels::bf16)));
+      BALLAST_ASSIGN_OR_RETURN(gradient_, ProvisionalMemory::Allocate(memory_, elements_ * element_bytes()));
     }
     receipt.buffer = gradient_;
-    receipt.to = gradient_->data() + slot->range.begin * sizeof(kernels::bf16);
+    receipt.to = gradient_->data() + slot->range.begin * element_bytes();
     slot->gradient_attempt.reset();
     for (size_t i = 0; i < segments_.size(); ++i) {
       if (model::Intersect(segments_[i].in_chunk, slot->range).size() > 0) norms_[i].reset();
@@ -165,11 +165,12 @@ bool Intake::Complete(const model::Segment& segment, uint64_t attempt) const {
   });
 }
 
-void Intake::ComputeNorms(const Receipt& receipt, std::vector<Completed>* completed) {
-  const auto* gradient = reinterpret_cast<const kernels::bf16*>(receipt.buffer->data());
-  for (Completed& one : *completed) {
-    one.norm = kernels::SquaredNorm(absl::MakeConstSpan(gradient + one.range.begin, one.range.size()));
-  }
+kernels::NormResult Intake::NormOf(const std::byte* gradient, model::Range range) const {
+  return kernels::SquaredNorm(dtype_, gradient + range.begin * element_bytes(), range.size());
+}
+
+void Intake::ComputeNorms(const Receipt& receipt, std::vector<Completed>* completed) const {
+  for (Completed& one : *completed) one.norm = NormOf(receipt.buffer->data(), one.range);
 }
 
 void Intake::StoreNorms(const Receipt& receipt, const std::vector<Completed>& completed) {
@@ -183,10 +184,7 @@ v1::ChunkNorm Intake::Norm(absl::string_view gradient_presence) {
   out.set_chunk(chunk_);
   for (size_t i = 0; i < segments_.size(); ++i) {
     if (!model::HasBit(gradient_presence, segments_[i].tensor)) continue;
-    if (!norms_[i].has_value()) {
-      const model::Range range = segments_[i].in_chunk;
-      norms_[i] = kernels::SquaredNorm(gradient().subspan(range.begin, range.size()));
-    }
+    if (!norms_[i].has_value()) norms_[i] = NormOf(gradient().data(), segments_[i].in_chunk);
     v1::SegmentNorm* segment = out.add_segments();
     segment->set_tensor(segments_[i].tensor);
     if (norms_[i]->finite) {
@@ -217,9 +215,9 @@ std::vector<storage::ChunkUpdate::Values> Intake::Values(
   return out;
 }
 
-absl::Span<const kernels::bf16> Intake::gradient() const {
+absl::Span<const std::byte> Intake::gradient() const {
   if (gradient_ == nullptr) return {};
-  return {reinterpret_cast<const kernels::bf16*>(gradient_->data()), elements_};
+  return {gradient_->data(), elements_ * element_bytes()};
 }
 
 }  // namespace ballast::services

@@ -65,8 +65,8 @@ class ProvisionalMemory {
 // Threads: the job's lock, except where said.
 class Intake {
  public:
-  Intake(std::shared_ptr<ProvisionalMemory> memory, uint64_t elements)
-      : memory_(std::move(memory)), elements_(elements) {}
+  Intake(std::shared_ptr<ProvisionalMemory> memory, uint64_t elements, kernels::Dtype gradient)
+      : memory_(std::move(memory)), elements_(elements), dtype_(gradient) {}
 
   // A new epoch: everything held is void; these are the chunk's segments and slices from now on.
   void Reset(const model::Chunk& chunk, const model::EpochPlan& plan);
@@ -103,7 +103,7 @@ class Intake {
   // would be in the state for ever, where an infinite gradient only skips a step. `begin`: of the slice, in its unit.
   static absl::Status CheckFinite(const Receipt& receipt, uint32_t unit, uint64_t begin);
   // Outside the lock: Busy() keeps others from the segments meanwhile.
-  static void ComputeNorms(const Receipt& receipt, std::vector<Completed>* completed);
+  void ComputeNorms(const Receipt& receipt, std::vector<Completed>* completed) const;
   void StoreNorms(const Receipt& receipt, const std::vector<Completed>& completed);
 
   // Norms of the segments of present tensors; cached, or computed now.
@@ -112,8 +112,8 @@ class Intake {
   // Value slices of `attempt`, cut to the tensors of `presence`; `keep` is what the spans borrow from.
   std::vector<storage::ChunkUpdate::Values> Values(absl::string_view presence, uint64_t attempt,
                                                    std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>* keep) const;
-  // Empty before the first gradient.
-  absl::Span<const kernels::bf16> gradient() const;
+  // In the job's gradient dtype; empty before the first gradient.
+  absl::Span<const std::byte> gradient() const;
 
  private:
   struct Slot {
@@ -124,9 +124,12 @@ class Intake {
     std::shared_ptr<ProvisionalMemory::Buffer> values;
   };
   bool Complete(const model::Segment& segment, uint64_t attempt) const;
+  kernels::NormResult NormOf(const std::byte* gradient, model::Range range) const;
+  uint64_t element_bytes() const { return kernels::ElementBytes(dtype_); }
 
   const std::shared_ptr<ProvisionalMemory> memory_;
   const uint64_t elements_;
+  const kernels::Dtype dtype_;
   uint64_t generation_ = 0;
   uint64_t chunk_ = 0;
   std::vector<model::Segment> segments_;

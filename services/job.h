@@ -47,8 +47,8 @@ struct JobSurroundings {
 
 // A chunk of the job that lives on this server. Guarded by the job's lock.
 struct HeldChunk {
-  HeldChunk(std::shared_ptr<ProvisionalMemory> memory, uint64_t store_index, uint64_t elements)
-      : store_index(store_index), elements(elements), intake(std::move(memory), elements) {}
+  HeldChunk(std::shared_ptr<ProvisionalMemory> memory, uint64_t store_index, uint64_t elements, kernels::Dtype gradient)
+      : store_index(store_index), elements(elements), intake(std::move(memory), elements, gradient) {}
 
   const uint64_t store_index;
   const uint64_t elements;
@@ -143,7 +143,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // On the job's thread.
   void PrepareOpen(const v1::OpenRequest& request);
   absl::Status TakeChunks(const v1::OpenRequest& request, std::vector<std::shared_ptr<HeldChunk>>* chunks);
-  absl::Status AddChunks(const std::vector<uint64_t>& elements, bool dry_run,
+  absl::Status AddChunks(const kernels::OptimizerSpec& optimizer, const std::vector<uint64_t>& elements, bool dry_run,
                          std::vector<std::shared_ptr<HeldChunk>>* added);
   void RunStep(StepWork* work);
   void NoteCommitted(int64_t step);

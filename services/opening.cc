@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
 #include "ballast/storage/placement/placement.h"
@@ -11,7 +12,7 @@
 namespace ballast::services {
 namespace {
 
-// 2 bytes of gradient, and as much again: with them a transaction of values alone, 4 bytes, always fits.
+// A gradient in its widest dtype, or a transaction of values alone: with a narrower gradient both have room in part.
 constexpr uint64_t kProvisionalBytesPerElement = 4;
 
 absl::Status Unsupported(absl::string_view message) {
@@ -23,15 +24,7 @@ absl::Status CheckSupported(const v1::JobSpec& spec) {
     return Unsupported(absl::StrCat("durability ", v1::Durability_Name(spec.durability()),
                                     " is not there yet: this version accepts only DURABILITY_NONE"));
   }
-  if (spec.optimizer() != v1::OPTIMIZER_ADAMW) {
-    return Unsupported(
-        absl::StrCat("optimizer ", v1::Optimizer_Name(spec.optimizer()), " is unknown: expected OPTIMIZER_ADAMW"));
-  }
-  if (spec.gradient_dtype() == v1::DTYPE_BF16 && spec.working_dtype() == v1::DTYPE_BF16) return absl::OkStatus();
-  return model::Error(
-      absl::StatusCode::kInvalidArgument, model::kBadDtype,
-      absl::StrCat("gradients and working parameters must be DTYPE_BF16, came ", v1::Dtype_Name(spec.gradient_dtype()),
-                   " and ", v1::Dtype_Name(spec.working_dtype())));
+  return absl::OkStatus();
 }
 
 storage::TierBytes Free(const storage::Tiers& tiers) {
@@ -78,6 +71,7 @@ void Job::PrepareOpen(const v1::OpenRequest& request) {
 
 absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::shared_ptr<HeldChunk>>* chunks) {
   BALLAST_RETURN_IF_ERROR(CheckSupported(request.spec()));
+  BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec optimizer, model::OptimizerOf(request.spec()));
   BALLAST_ASSIGN_OR_RETURN(const model::EpochPlan plan, model::EpochPlan::Make(request));
   BALLAST_RETURN_IF_ERROR(plan.FindMember(around_.server_id).status());
   const std::vector<uint64_t> mine = ChunksOf(plan, around_.server_id);
@@ -103,18 +97,30 @@ absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::sh
   std::vector<uint64_t> elements;
   for (size_t i = chunks->size(); i < mine.size(); ++i)
     elements.push_back(plan.layout().chunks()[mine[i]].range.size());
-  return AddChunks(elements, request.dry_run(), chunks);
+  return AddChunks(optimizer, elements, request.dry_run(), chunks);
 }
 
-absl::Status Job::AddChunks(const std::vector<uint64_t>& elements, bool dry_run,
+absl::Status Job::AddChunks(const kernels::OptimizerSpec& optimizer, const std::vector<uint64_t>& elements, bool dry_run,
                             std::vector<std::shared_ptr<HeldChunk>>* chunks) {
   std::shared_ptr<storage::ChunkStore> store;
   std::shared_ptr<ProvisionalMemory> memory;
   std::vector<std::shared_ptr<HeldChunk>> spares;
   {
     absl::MutexLock lock(&mu_);
+    if (store_ != nullptr && !(store_->layout().optimizer() == optimizer)) {
+      if (!chunks_.empty()) {
+        return model::Error(
+            absl::StatusCode::kInvalidArgument, model::kBadSpec,
+            absl::StrCat("job '", name_, "' has state for ", model::Show(store_->layout().optimizer()),
+                         " on server '", around_.server_id, "', and this Open is for ", model::Show(optimizer),
+                         "; take the spec from GetJob, or drop the job"));
+      }
+      // Made for an Open that was refused, or only asked.
+      spares_.clear();
+      store_ = nullptr;
+    }
     if (store_ == nullptr) {
-      store_ = std::make_shared<storage::ChunkStore>(around_.tiers);
+      store_ = std::make_shared<storage::ChunkStore>(around_.tiers, optimizer);
       memory_ = std::make_shared<ProvisionalMemory>(around_.tiers);
     }
     store = store_;
@@ -141,7 +147,11 @@ absl::Status Job::AddChunks(const std::vector<uint64_t>& elements, bool dry_run,
     for (const uint64_t n : missing) total += n;
     const uint64_t provisional_bytes = total * kProvisionalBytesPerElement;
     const absl::StatusOr<storage::Plan> plan =
-        storage::MakePlan({Free(*around_.tiers), missing, kProvisionalBytesPerElement, store->staging_bytes_missing()});
+        storage::MakePlan({.free = Free(*around_.tiers),
+                           .elements = missing,
+                           .layout = store->layout(),
+                           .provisional_bytes_per_element = kProvisionalBytesPerElement,
+                           .staging_bytes = store->staging_bytes_missing()});
     status = plan.status();
     if (status.ok() && !dry_run) status = memory->Reserve(provisional_bytes);
     if (status.ok() && !dry_run) {
@@ -159,7 +169,7 @@ absl::Status Job::AddChunks(const std::vector<uint64_t>& elements, bool dry_run,
     return model::Annotate(status, absl::StrCat("job '", name_, "' does not fit on server '", around_.server_id, "'"));
   }
   for (size_t i = 0; i < elements.size(); ++i) {
-    if (taken[i] == nullptr) taken[i] = std::make_shared<HeldChunk>(memory, next++, elements[i]);
+    if (taken[i] == nullptr) taken[i] = std::make_shared<HeldChunk>(memory, next++, elements[i], optimizer.gradient);
     chunks->push_back(taken[i]);
   }
   absl::MutexLock lock(&mu_);

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/kernels/optimizer.h"
+#include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
 
@@ -28,24 +29,20 @@ namespace {
 // Coefficients of one step: the same for all segments of a group whose tensors have had equally many updates.
 class StepCoefficients {
  public:
-  StepCoefficients(const v1::StepHeader& header, float factor) : header_(header), factor_(factor) {}
+  StepCoefficients(const kernels::OptimizerSpec& optimizer, const v1::StepHeader& header, float factor)
+      : optimizer_(optimizer), header_(header), factor_(factor) {}
 
   const kernels::Coefficients& Get(uint32_t group, uint64_t t) {
     const auto [entry, fresh] = cache_.try_emplace({group, t});
     if (fresh) {
-      const v1::GroupHyper& hyper = header_.groups(static_cast<int>(group));
-      entry->second = kernels::MakeCoefficients({},
-                                                {.learning_rate = hyper.learning_rate(),
-                                                 .beta1 = hyper.beta1(),
-                                                 .beta2 = hyper.beta2(),
-                                                 .epsilon = hyper.epsilon(),
-                                                 .weight_decay = hyper.weight_decay()},
-                                                t, factor_);
+      const kernels::Hyper hyper = model::HyperOf(header_.groups(static_cast<int>(group)));
+      entry->second = kernels::MakeCoefficients(optimizer_, hyper, t, factor_);
     }
     return entry->second;
   }
 
  private:
+  const kernels::OptimizerSpec& optimizer_;
   const v1::StepHeader& header_;
   const float factor_;
   std::map<std::pair<uint32_t, uint64_t>, kernels::Coefficients> cache_;
@@ -63,12 +60,17 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
       if (model::HasBit(header.gradient_presence(), static_cast<uint32_t>(i))) ++tensor_steps_[i];
     }
   }
-  StepCoefficients coefficients(header, std::bit_cast<float>(decision.verdict().factor_bits()));
+  StepCoefficients coefficients(store_->layout().optimizer(), header,
+                                std::bit_cast<float>(decision.verdict().factor_bits()));
   auto work = std::make_shared<StepWork>();
   work->step = decision.step();
   for (const std::shared_ptr<HeldChunk>& chunk : chunks_) {
     storage::ChunkUpdate change;
     change.chunk = chunk->store_index;
+    change.random = {.seed = plan_->open().spec().seed(),
+                     .unit = chunk->layout.unit,
+                     .step = static_cast<uint64_t>(decision.step()),
+                     .first_element = chunk->layout.range.begin};
     std::vector<std::shared_ptr<ProvisionalMemory::Buffer>> values;
     if (!skip) change.values = chunk->intake.Values(header.value_presence(), prepared.attempt(), &values);
     for (const model::Segment& segment : chunk->layout.segments) {

@@ -13,36 +13,37 @@
 
 namespace ballast::storage {
 
-ArrayDigests DigestState(const std::byte* state, uint64_t elements);
+ArrayDigests DigestState(const StoredChunk& chunk, const std::byte* state);
 
 // DATA_LOSS (CHECKSUM): names the chunk, the array, the file and the offset.
-absl::Status ChecksumError(const BlockFile& file, uint64_t chunk, int array, uint64_t offset, uint32_t expected,
+absl::Status ChecksumError(const BlockFile& file, uint64_t chunk, StateArray array, uint64_t offset, uint32_t expected,
                            uint32_t found);
 
 // Threads: any. Reads from disk take turns: they share one small buffer.
 class ChunkReader {
  public:
   static constexpr uint64_t kStagingBytes = uint64_t{1} << 20;
-  // Receives elements [at, at + values.size()) of what was asked for, in order. What it got is void if the read then
-  // fails.
-  using Sink = absl::FunctionRef<void(uint64_t at, absl::Span<const float> values)>;
+  // Receives bytes [at, at + bytes.size()) of what was asked for, in order and in pieces of whole fp32. What it got is
+  // void if the read then fails.
+  using Sink = absl::FunctionRef<void(uint64_t at, absl::Span<const std::byte> bytes)>;
 
   explicit ChunkReader(Tiers* tiers) : tiers_(tiers) {}
 
   // Takes the buffer for NVMe, once. RESOURCE_EXHAUSTED (BUDGET).
   absl::Status Prepare();
 
+  // Bytes [begin, begin + count) of an array, within UsedBytes.
   absl::Status Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink)
       ABSL_SHARED_LOCKS_REQUIRED(chunk.mutex);
   absl::Status ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
                         uint64_t count, Sink sink);
   // Copies device memory to disk.
-  absl::StatusOr<ArrayDigests> Spill(const std::byte* device, uint64_t elements, const NvmeExtent& to);
+  absl::StatusOr<ArrayDigests> Spill(const StoredChunk& chunk, const NvmeExtent& to);
 
  private:
-  absl::Status ReadExtent(uint64_t chunk, uint64_t elements, const NvmeExtent& extent, const ArrayDigests& digests,
+  absl::Status ReadExtent(const StoredChunk& chunk, const NvmeExtent& extent, const ArrayDigests& digests,
                           StateArray array, uint64_t begin, uint64_t count, Sink sink);
-  absl::Status ReadDevice(const float* from, uint64_t count, Sink sink);
+  absl::Status ReadDevice(const std::byte* from, uint64_t count, Sink sink);
 
   Tiers* const tiers_;
   absl::Mutex mutex_;

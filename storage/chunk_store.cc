@@ -31,9 +31,7 @@ absl::Status CheckRange(uint64_t chunk, uint64_t elements, uint64_t begin, uint6
                                             " of ", elements, " elements"));
 }
 
-// What the device kernels need of an address; segments start at multiples of 256 elements anyway.
-constexpr uint64_t kHbmAlignElements = 8;
-
+// Segments start at whole blocks of moments, whose scales and random bits have one owner.
 absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
   for (const ChunkUpdate::Values& values : update.values) {
     BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, values.begin, values.values.size()));
@@ -41,48 +39,94 @@ absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
   for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
     const uint64_t count = segment.end < segment.begin ? ~uint64_t{0} : segment.end - segment.begin;
     BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, segment.begin, count));
-    if (chunk.placement.state == TierKind::kHbm && segment.begin % kHbmAlignElements != 0) {
+    if (segment.begin % kernels::kMomentBlock != 0) {
       return Bad(model::kBadRange, absl::StrCat("segment at element ", segment.begin, " of chunk ", chunk.index,
-                                                ": expected a multiple of ", kHbmAlignElements));
+                                                ": expected a multiple of ", kernels::kMomentBlock));
     }
   }
-  if (!update.segments.empty() && update.gradient.size() != chunk.elements) {
+  const uint64_t gradient_bytes = chunk.elements * chunk.layout.gradient_element_bytes();
+  if (!update.segments.empty() && update.gradient.size() != gradient_bytes) {
     return Bad(model::kBadLength, absl::StrCat("gradient of chunk ", chunk.index, " has ", update.gradient.size(),
-                                               " elements, expected ", chunk.elements));
+                                               " bytes, expected ", gradient_bytes));
   }
   return absl::OkStatus();
 }
 
+// What the optimizer works on from element `at` of the chunk on; the gradient is in the host's memory.
+kernels::UpdateSpan SpanOf(const ChunkUpdate& update, const StateView& state, std::byte* working, uint64_t at,
+                           uint64_t n) {
+  kernels::UpdateSpan span{.n = n,
+                           .gradient = update.gradient.data() + at * state.layout->gradient_element_bytes(),
+                           .master = state.master() + at,
+                           .moments = {},
+                           .working = working};
+  for (int k = 0; k + 1 < state.layout->array_count(); ++k) {
+    span.moments[static_cast<size_t>(k)] = state.moment(k, at);
+  }
+  return span;
+}
+
+kernels::RandomKey RandomAt(const ChunkUpdate& update, uint64_t at) {
+  kernels::RandomKey random = update.random;
+  random.first_element += at;
+  return random;
+}
+
 // Values, then the optimizer, on state in the host's memory.
-void ApplyInMemory(const ChunkUpdate& update, StateView state, absl::Span<kernels::bf16> working,
-                   UpdatePipeline& pipeline) {
-  float* const master = state.array(StateArray::kMaster);
-  float* const moment1 = state.array(StateArray::kMoment1);
-  float* const moment2 = state.array(StateArray::kMoment2);
+void ApplyInMemory(const ChunkUpdate& update, const StateView& state, std::byte* working, UpdatePipeline& pipeline) {
+  const kernels::OptimizerSpec& optimizer = state.layout->optimizer();
+  const uint64_t width = state.layout->working_element_bytes();
   for (const ChunkUpdate::Values& values : update.values) {
-    std::copy(values.values.begin(), values.values.end(), master + values.begin);
-    kernels::Bf16FromF32(values.values, working.subspan(values.begin, values.values.size()));
+    std::copy(values.values.begin(), values.values.end(), state.master() + values.begin);
+    kernels::FromF32(values.values, optimizer.working, working + values.begin * width);
   }
   for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
     for (uint64_t at = segment.begin; at < segment.end; at += kPollElements) {
       const uint64_t n = std::min(kPollElements, segment.end - at);
-      kernels::UpdateSpan span{.n = n,
-                               .gradient = reinterpret_cast<const std::byte*>(update.gradient.data() + at),
-                               .master = master + at,
-                               .moments = {},
-                               .working = reinterpret_cast<std::byte*>(working.data() + at)};
-      span.moments[0].values = reinterpret_cast<std::byte*>(moment1 + at);
-      span.moments[1].values = reinterpret_cast<std::byte*>(moment2 + at);
-      kernels::Update({}, segment.coefficients, {}, span);
+      kernels::Update(optimizer, segment.coefficients, RandomAt(update, at),
+                      SpanOf(update, state, working + at * width, at, n));
       pipeline.Poll();
     }
   }
 }
 
+using RawRead = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, ChunkReader::Sink sink)>;
+
+// Elements of an array as fp32, from its bytes. A coded moment is read whole, into memory of its own.
+absl::Status ReadAsF32(const StoredChunk& chunk, StateArray array, uint64_t begin, absl::Span<float> to, RawRead read) {
+  const StateLayout& layout = chunk.layout;
+  if (static_cast<int>(array) >= layout.array_count()) {
+    return Bad(model::kBadRequest, absl::StrCat("the job's optimizer keeps ", layout.array_count() - 1,
+                                                " moment(s), asked for moment ", static_cast<int>(array)));
+  }
+  if (to.empty()) return absl::OkStatus();
+  const auto into = [](std::byte* target) {
+    return [target](uint64_t at, absl::Span<const std::byte> bytes) {
+      std::memcpy(target + at, bytes.data(), bytes.size());
+    };
+  };
+  const kernels::MomentFormat format = layout.optimizer().moments;
+  if (array == StateArray::kMaster || format == kernels::MomentFormat::kF32) {
+    const auto sink = into(reinterpret_cast<std::byte*>(to.data()));
+    return read(begin * sizeof(float), to.size() * sizeof(float), sink);
+  }
+  std::vector<std::byte> coded(layout.UsedBytes(array, chunk.elements));
+  const auto sink = into(coded.data());
+  BALLAST_RETURN_IF_ERROR(read(0, coded.size(), sink));
+  const uint64_t first = begin / kernels::kMomentBlock * kernels::kMomentBlock;
+  const auto* scales = reinterpret_cast<float*>(coded.data() + layout.ScalesAt(chunk.elements));
+  const kernels::MomentSpan moment{.values = coded.data() + kernels::MomentBytes(format, first),
+                                   .scales = const_cast<float*>(scales) + first / kernels::kMomentBlock};
+  std::vector<float> values(begin + to.size() - first);
+  kernels::ReadMoment(layout.optimizer(), static_cast<int>(array) - 1, moment, absl::MakeSpan(values));
+  std::copy(values.begin() + static_cast<std::ptrdiff_t>(begin - first), values.end(), to.begin());
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 struct ChunkStore::Impl {
-  explicit Impl(Tiers* t) : tiers(t), reader(t) {}
+  Impl(Tiers* t, const kernels::OptimizerSpec& optimizer) : tiers(t), layout(optimizer), reader(t) {}
 
   absl::StatusOr<StoredChunk*> Find(uint64_t chunk) const;
   absl::Status CheckPlan(absl::Span<const uint64_t> elements, const Plan& plan) const;
@@ -92,10 +136,12 @@ struct ChunkStore::Impl {
   absl::Status ApplyOnDevice(const ChunkUpdate& update, StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
   void CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) const;
   bool IsPinned(const StoredChunk& chunk) const;
-  absl::Status ReadPinned(int64_t pin, uint64_t chunk, StateArray array, uint64_t begin, uint64_t count,
+  // Bytes of an array as the pin sees it.
+  absl::Status ReadPinned(int64_t pin, const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count,
                           ChunkReader::Sink sink);
 
   Tiers* const tiers;
+  const StateLayout layout;
   ChunkReader reader;
   // Destroyed in reverse: chunks (which return extents) before the memory they point into.
   std::vector<DramBlock> dram;
@@ -114,7 +160,8 @@ struct ChunkStore::Impl {
   absl::flat_hash_map<int64_t, PinPoint> pins ABSL_GUARDED_BY(mutex);
 };
 
-ChunkStore::ChunkStore(Tiers* tiers) : impl_(std::make_unique<Impl>(tiers)) {}
+ChunkStore::ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer)
+    : impl_(std::make_unique<Impl>(tiers, optimizer)) {}
 ChunkStore::~ChunkStore() = default;
 
 absl::StatusOr<StoredChunk*> ChunkStore::Impl::Find(uint64_t chunk) const {
@@ -151,7 +198,7 @@ absl::Status ChunkStore::Impl::CheckPlan(absl::Span<const uint64_t> elements, co
 absl::Status ChunkStore::Impl::TakeStaging(absl::Span<const uint64_t> elements, const Plan& plan) {
   uint64_t slot_bytes = staging.slot_bytes;
   for (size_t i = 0; i < elements.size(); ++i) {
-    if (plan.chunks[i].state == TierKind::kNvme) slot_bytes = std::max(slot_bytes, StateBytes(elements[i]));
+    if (plan.chunks[i].state == TierKind::kNvme) slot_bytes = std::max(slot_bytes, layout.StateBytes(elements[i]));
   }
   if (slot_bytes == 0) return absl::OkStatus();
   if (tiers->staging_bytes() < slot_bytes + ChunkReader::kStagingBytes) {
@@ -175,8 +222,8 @@ absl::Status ChunkStore::Add(absl::Span<const uint64_t> elements, const Plan& pl
   BALLAST_RETURN_IF_ERROR(impl.CheckPlan(elements, plan));
   TierBytes state_bytes, working_bytes;
   for (size_t i = 0; i < elements.size(); ++i) {
-    state_bytes[plan.chunks[i].state] += StateBytes(elements[i]);
-    working_bytes[plan.chunks[i].working] += WorkingBytes(elements[i]);
+    state_bytes[plan.chunks[i].state] += impl.layout.StateBytes(elements[i]);
+    working_bytes[plan.chunks[i].working] += impl.layout.WorkingBytes(elements[i]);
   }
   DramBlock dram;
   HbmBlock hbm;
@@ -189,7 +236,7 @@ absl::Status ChunkStore::Add(absl::Span<const uint64_t> elements, const Plan& pl
   }
   for (size_t i = 0; i < elements.size(); ++i) {
     if (plan.chunks[i].state != TierKind::kNvme) continue;
-    BALLAST_ASSIGN_OR_RETURN(extents[i], impl.tiers->nvme()->Allocate(StateBytes(elements[i]), "chunk state"));
+    BALLAST_ASSIGN_OR_RETURN(extents[i], impl.tiers->nvme()->Allocate(impl.layout.StateBytes(elements[i]), "chunk state"));
   }
   BALLAST_RETURN_IF_ERROR(impl.TakeStaging(elements, plan));
 
@@ -197,16 +244,16 @@ absl::Status ChunkStore::Add(absl::Span<const uint64_t> elements, const Plan& pl
   absl::MutexLock lock(&impl.mutex);
   for (size_t i = 0; i < elements.size(); ++i) {
     const ChunkPlacement placement = plan.chunks[i];
-    StoredChunk& chunk = impl.chunks.emplace_back(impl.chunks.size(), elements[i], placement);
+    StoredChunk& chunk = impl.chunks.emplace_back(&impl.layout, impl.chunks.size(), elements[i], placement);
     if (placement.state == TierKind::kNvme) {
       absl::MutexLock chunk_lock(&chunk.mutex);
       chunk.extent = std::move(extents[i]);
     } else {
       std::byte*& at = next[static_cast<int>(placement.state)];
-      chunk.state = std::exchange(at, at + StateBytes(elements[i]));
+      chunk.state = std::exchange(at, at + chunk.state_bytes());
     }
     std::byte*& at = next[static_cast<int>(placement.working)];
-    chunk.working = reinterpret_cast<kernels::bf16*>(std::exchange(at, at + WorkingBytes(elements[i])));
+    chunk.working = std::exchange(at, at + impl.layout.WorkingBytes(elements[i]));
   }
   impl.dram.push_back(std::move(dram));
   impl.hbm.push_back(std::move(hbm));
@@ -221,6 +268,8 @@ uint64_t ChunkStore::chunk_count() const {
   absl::ReaderMutexLock lock(&impl_->mutex);
   return impl_->chunks.size();
 }
+
+const StateLayout& ChunkStore::layout() const { return impl_->layout; }
 
 uint64_t ChunkStore::staging_bytes_missing() const {
   return impl_->staging.memory.bytes().empty() ? impl_->tiers->staging_bytes() : 0;
@@ -295,10 +344,10 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
     if (tier == TierKind::kHbm) {
       BALLAST_RETURN_IF_ERROR(ApplyOnDevice(update, chunk));
     } else {
-      ApplyInMemory(update, {state, chunk.elements}, {chunk.working, chunk.elements}, pipeline);
+      ApplyInMemory(update, chunk.View(state), chunk.working, pipeline);
     }
     if (tier == TierKind::kNvme) {
-      chunk.digests = DigestState(state, chunk.elements);
+      chunk.digests = DigestState(chunk, state);
       chunk.staged = state;
     }
   }
@@ -307,25 +356,26 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
 }
 
 absl::Status ChunkStore::Impl::ApplyOnDevice(const ChunkUpdate& update, StoredChunk& chunk) {
-  const StateView state = {chunk.state, chunk.elements};
+  const StateView state = chunk.View(chunk.state);
+  const kernels::OptimizerSpec& optimizer = layout.optimizer();
   const bool on_device = chunk.placement.working == TierKind::kHbm;
   const auto working = [&](uint64_t at) {
-    return on_device ? HbmWorking{.device = chunk.working + at} : HbmWorking{.host = chunk.working + at};
+    std::byte* const to = chunk.working + at * layout.working_element_bytes();
+    return on_device ? HbmWorking{.device = to} : HbmWorking{.host = to};
   };
   for (const ChunkUpdate::Values& values : update.values) {
     const auto* from = reinterpret_cast<const std::byte*>(values.values.data());
-    auto* to = reinterpret_cast<std::byte*>(state.array(StateArray::kMaster) + values.begin);
+    auto* to = reinterpret_cast<std::byte*>(state.master() + values.begin);
     BALLAST_RETURN_IF_ERROR(tiers->hbm()->CopyIn({from, values.values.size() * sizeof(float)}, to));
   }
   // The whole chunk: values may begin anywhere, the device kernel may not.
   if (!update.values.empty()) {
-    BALLAST_RETURN_IF_ERROR(tiers->hbm()->Round(state.array(StateArray::kMaster), chunk.elements, working(0)));
+    BALLAST_RETURN_IF_ERROR(tiers->hbm()->Round(state.master(), chunk.elements, optimizer.working, working(0)));
   }
   for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
     const uint64_t at = segment.begin;
-    BALLAST_RETURN_IF_ERROR(tiers->hbm()->Update(
-        segment.coefficients, update.gradient.subspan(at, segment.end - at), state.array(StateArray::kMaster) + at,
-        state.array(StateArray::kMoment1) + at, state.array(StateArray::kMoment2) + at, working(at)));
+    BALLAST_RETURN_IF_ERROR(tiers->hbm()->Update(optimizer, segment.coefficients, RandomAt(update, at),
+                                                 SpanOf(update, state, nullptr, at, segment.end - at), working(at)));
   }
   return absl::OkStatus();
 }
@@ -335,31 +385,29 @@ void ChunkStore::Impl::CountUpdate(const ChunkUpdate& update, const StoredChunk&
   for (const ChunkUpdate::SegmentUpdate& segment : update.segments) elements += segment.end - segment.begin;
   // NVMe state passes through DRAM; its way to the disk is counted by the pipeline.
   const TierKind memory = chunk.placement.state == TierKind::kHbm ? TierKind::kHbm : TierKind::kDram;
-  const uint64_t state_bytes = elements * kStateArrays * sizeof(float);
+  const uint64_t state_bytes = elements * layout.StateBytes(chunk.elements) / chunk.elements;
   tiers->CountTraffic(memory, state_bytes, state_bytes);
-  tiers->CountTraffic(chunk.placement.working, 0, elements * sizeof(kernels::bf16));
+  tiers->CountTraffic(chunk.placement.working, 0, elements * layout.working_element_bytes());
 }
 
-absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<kernels::bf16> to) const {
+absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<std::byte> to) const {
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, impl_->Find(index));
-  BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, to.size()));
-  const uint64_t bytes = to.size() * sizeof(kernels::bf16);
-  impl_->tiers->CountTraffic(chunk->placement.working, bytes, 0);
+  const uint64_t width = impl_->layout.working_element_bytes();
+  BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, to.size() / width));
+  impl_->tiers->CountTraffic(chunk->placement.working, to.size(), 0);
   absl::ReaderMutexLock lock(&chunk->mutex);
-  if (chunk->placement.working == TierKind::kHbm) {
-    return impl_->tiers->hbm()->CopyOut(reinterpret_cast<const std::byte*>(chunk->working + begin),
-                                        {reinterpret_cast<std::byte*>(to.data()), bytes});
-  }
-  std::copy_n(chunk->working + begin, to.size(), to.data());
+  const std::byte* const from = chunk->working + begin * width;
+  if (chunk->placement.working == TierKind::kHbm) return impl_->tiers->hbm()->CopyOut(from, to);
+  std::copy_n(from, to.size(), to.data());
   return absl::OkStatus();
 }
 
 absl::Status ChunkStore::ReadState(uint64_t index, StateArray array, uint64_t begin, absl::Span<float> to) const {
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, impl_->Find(index));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, to.size()));
-  absl::ReaderMutexLock lock(&chunk->mutex);
-  return impl_->reader.Read(*chunk, array, begin, to.size(), [&](uint64_t at, absl::Span<const float> values) {
-    std::copy(values.begin(), values.end(), to.begin() + at);
+  return ReadAsF32(*chunk, array, begin, to, [&](uint64_t at, uint64_t count, ChunkReader::Sink sink) {
+    absl::ReaderMutexLock lock(&chunk->mutex);
+    return impl_->reader.Read(*chunk, array, at, count, sink);
   });
 }
 
@@ -398,44 +446,50 @@ bool ChunkStore::Impl::IsPinned(const StoredChunk& chunk) const {
                      [&](const auto& pin) { return chunk.index < pin.second.chunks && pin.second.runs >= updated_in; });
 }
 
-absl::Status ChunkStore::Impl::ReadPinned(int64_t pin, uint64_t index, StateArray array, uint64_t begin, uint64_t count,
-                                          ChunkReader::Sink sink) {
-  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, Find(index));
-  BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
+absl::Status ChunkStore::Impl::ReadPinned(int64_t pin, const StoredChunk& chunk, StateArray array, uint64_t begin,
+                                          uint64_t count, ChunkReader::Sink sink) {
   const absl::Status gone =
       model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
-                   absl::StrCat("version ", pin, " of chunk ", index, " is not pinned; pin it while it is current"));
+                   absl::StrCat("version ", pin, " of chunk ", chunk.index, " is not pinned; pin it while it is current"));
   uint64_t runs_before = 0;
   {
     absl::ReaderMutexLock lock(&mutex);
     const auto found = pins.find(pin);
     if (found == pins.end()) return gone;
-    if (index >= found->second.chunks) return gone;
+    if (chunk.index >= found->second.chunks) return gone;
     runs_before = found->second.runs;
   }
-  absl::ReaderMutexLock lock(&chunk->mutex);
-  if (chunk->updated_in <= runs_before) return reader.Read(*chunk, array, begin, count, sink);
-  for (const PinnedCopy& copy : chunk->copies) {
+  absl::ReaderMutexLock lock(&chunk.mutex);
+  if (chunk.updated_in <= runs_before) return reader.Read(chunk, array, begin, count, sink);
+  for (const PinnedCopy& copy : chunk.copies) {
     if (copy.from <= runs_before && runs_before < copy.to) {
-      return reader.ReadCopy(*chunk, copy, array, begin, count, sink);
+      return reader.ReadCopy(chunk, copy, array, begin, count, sink);
     }
   }
   return gone;  // unpinned since
 }
 
-absl::Status ChunkStore::ReadPinnedState(int64_t pin, uint64_t chunk, StateArray array, uint64_t begin,
+absl::Status ChunkStore::ReadPinnedState(int64_t pin, uint64_t index, StateArray array, uint64_t begin,
                                          absl::Span<float> to) const {
-  return impl_->ReadPinned(pin, chunk, array, begin, to.size(), [&](uint64_t at, absl::Span<const float> values) {
-    std::copy(values.begin(), values.end(), to.begin() + at);
+  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, impl_->Find(index));
+  BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, to.size()));
+  return ReadAsF32(*chunk, array, begin, to, [&](uint64_t at, uint64_t count, ChunkReader::Sink sink) {
+    return impl_->ReadPinned(pin, *chunk, array, at, count, sink);
   });
 }
 
 // The working copy is the rounded master at all times, so a pin need not keep it.
-absl::Status ChunkStore::ReadPinnedWorking(int64_t pin, uint64_t chunk, uint64_t begin,
-                                           absl::Span<kernels::bf16> to) const {
-  return impl_->ReadPinned(pin, chunk, StateArray::kMaster, begin, to.size(),
-                           [&](uint64_t at, absl::Span<const float> values) {
-                             kernels::Bf16FromF32(values, to.subspan(at, values.size()));
+absl::Status ChunkStore::ReadPinnedWorking(int64_t pin, uint64_t index, uint64_t begin,
+                                           absl::Span<std::byte> to) const {
+  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, impl_->Find(index));
+  const uint64_t width = impl_->layout.working_element_bytes(), count = to.size() / width;
+  BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
+  return impl_->ReadPinned(pin, *chunk, StateArray::kMaster, begin * sizeof(float), count * sizeof(float),
+                           [&](uint64_t at, absl::Span<const std::byte> bytes) {
+                             const absl::Span<const float> master(reinterpret_cast<const float*>(bytes.data()),
+                                                                  bytes.size() / sizeof(float));
+                             kernels::FromF32(master, impl_->layout.optimizer().working,
+                                              to.data() + at / sizeof(float) * width);
                            });
 }
 

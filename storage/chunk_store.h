@@ -16,10 +16,6 @@
 
 namespace ballast::storage {
 
-// The fp32 arrays of a chunk's state, in the order they are stored.
-enum class StateArray { kMaster = 0, kMoment1 = 1, kMoment2 = 2 };
-inline constexpr uint64_t kStateArrays = 3;
-
 // What one step does to one chunk, in this order: values overwrite the master, segments are updated by the optimizer,
 // the working copy is rounded from the master. Spans are borrowed until Run returns.
 struct ChunkUpdate {
@@ -35,21 +31,24 @@ struct ChunkUpdate {
   uint64_t chunk = 0;  // the store's own index, from Add
   std::vector<Values> values;
   std::vector<SegmentUpdate> segments;
-  absl::Span<const kernels::bf16> gradient;  // the whole chunk; empty if no segment
+  absl::Span<const std::byte> gradient;  // the whole chunk, in the optimizer's gradient dtype; empty if no segment
+  kernels::RandomKey random;             // first_element: the chunk's, in its unit
 };
 
 // Threads: Run, Add, Pin and Unpin from one thread at a time; reads from any thread, at any time. A read sees a chunk
 // before or after an update, never amid it; who needs an exact version orders reads himself (services/job does).
 class ChunkStore {
  public:
-  // Borrows `tiers`, which must outlive it. Space is taken by Add, returned by the destructor.
-  explicit ChunkStore(Tiers* tiers);
+  // Borrows `tiers`, which must outlive it. Space is taken by Add, returned by the destructor. REQUIRES:
+  // kernels::Unsupported(optimizer) is empty.
+  ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer);
   ~ChunkStore();
 
   // Appends chunks of these sizes (elements), placed as `plan` says (one entry per size). All zero, and zero in every
   // tier. RESOURCE_EXHAUSTED (BUDGET) if a tier lacks space; then nothing was added.
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;
+  const StateLayout& layout() const;
   // DRAM that a plan for further chunks must count as staging: 0 once it is taken.
   uint64_t staging_bytes_missing() const;
 
@@ -58,16 +57,17 @@ class ChunkStore {
   // the chunks not yet announced by `done` may hold anything: the caller must stop serving the job.
   absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done);
 
-  // Elements [begin, begin + to.size()) of the working copy / of a state array. INVALID_ARGUMENT outside the chunk;
-  // DATA_LOSS (CHECKSUM) if what the tier returned is not what was written.
-  absl::Status ReadWorking(uint64_t chunk, uint64_t begin, absl::Span<kernels::bf16> to) const;
+  // Elements from `begin` on, as many as `to` holds: of the working copy in its dtype / of a state array as fp32.
+  // INVALID_ARGUMENT outside the chunk, and for a moment that the optimizer does not have; DATA_LOSS (CHECKSUM) if what
+  // the tier returned is not what was written.
+  absl::Status ReadWorking(uint64_t chunk, uint64_t begin, absl::Span<std::byte> to) const;
   absl::Status ReadState(uint64_t chunk, StateArray array, uint64_t begin, absl::Span<float> to) const;
 
   // Keeps all chunks as they are now readable under `pin` while later steps go on: copy on write, into free NVMe space,
   // else DRAM. A Run that finds no space for a copy fails before it changes that chunk: RESOURCE_EXHAUSTED (BUDGET).
   // Chunks added later do not exist under the pin: FAILED_PRECONDITION (VERSION_GONE).
   absl::Status Pin(int64_t pin);
-  absl::Status ReadPinnedWorking(int64_t pin, uint64_t chunk, uint64_t begin, absl::Span<kernels::bf16> to) const;
+  absl::Status ReadPinnedWorking(int64_t pin, uint64_t chunk, uint64_t begin, absl::Span<std::byte> to) const;
   absl::Status ReadPinnedState(int64_t pin, uint64_t chunk, StateArray array, uint64_t begin,
                                absl::Span<float> to) const;
   void Unpin(int64_t pin);

@@ -23,7 +23,7 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
   }
   // Without room for the read buffer an extent could not be read back.
   if (tiers->nvme() != nullptr && reader->Prepare().ok()) {
-    absl::StatusOr<NvmeExtent> extent = tiers->nvme()->Allocate(StateBytes(chunk.elements), kWhat);
+    absl::StatusOr<NvmeExtent> extent = tiers->nvme()->Allocate(chunk.state_bytes(), kWhat);
     if (extent.ok() && chunk.placement.state == TierKind::kNvme) {
       copy.fresh_ = *std::move(extent);
       return copy;
@@ -41,18 +41,18 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
 
 absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk) {
   if (chunk.placement.state == TierKind::kHbm) {
-    BALLAST_ASSIGN_OR_RETURN(copy_.digests, reader->Spill(chunk.state, chunk.elements, copy_.extent));
+    BALLAST_ASSIGN_OR_RETURN(copy_.digests, reader->Spill(chunk, copy_.extent));
     return absl::OkStatus();
   }
-  const uint64_t bytes = StateBytes(chunk.elements);
-  copy_.digests = DigestState(chunk.state, chunk.elements);
+  const uint64_t bytes = chunk.state_bytes();
+  copy_.digests = DigestState(chunk, chunk.state);
   tiers->CountTraffic(TierKind::kDram, bytes, 0);
   tiers->CountTraffic(TierKind::kNvme, 0, bytes);
   return tiers->nvme()->file().Write(copy_.extent.offset(), {chunk.state, bytes});
 }
 
 absl::Status CopyOnWrite::FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded) {
-  const uint64_t bytes = StateBytes(chunk.elements);
+  const uint64_t bytes = chunk.state_bytes();
   BALLAST_ASSIGN_OR_RETURN(copy_.dram, tiers->dram()->Allocate(bytes, kWhat));
   tiers->CountTraffic(TierKind::kDram, 0, bytes);
   if (chunk.placement.state == TierKind::kHbm) {

@@ -8,7 +8,6 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
-#include "ballast/kernels/kernels.h"
 #include "ballast/storage/chunk_store.h"
 #include "ballast/storage/placement/placement.h"
 #include "ballast/storage/tier/dram_tier.h"
@@ -17,19 +16,7 @@
 namespace ballast::storage {
 
 // CRC32C of each array of a state, padding included. One each, so that a read of one array need not fetch the others.
-using ArrayDigests = std::array<uint32_t, kStateArrays>;
-
-// Each array of a state starts at a multiple of 4096 bytes, in memory and on disk.
-inline uint64_t ArrayBytes(uint64_t elements) { return StateBytes(elements) / kStateArrays; }
-
-// The state that lies at `base`, in the host's memory or the GPU's.
-struct StateView {
-  std::byte* base = nullptr;
-  uint64_t elements = 0;
-  float* array(StateArray which) const {
-    return reinterpret_cast<float*>(base + static_cast<uint64_t>(which) * ArrayBytes(elements));
-  }
-};
+using ArrayDigests = std::array<uint32_t, kStateArraysMax>;
 
 // A chunk's state as some pins see it: those made after run `from` (inclusive) and before run `to`.
 struct PinnedCopy {
@@ -42,13 +29,18 @@ struct PinnedCopy {
 };
 
 struct StoredChunk {
-  StoredChunk(uint64_t i, uint64_t n, ChunkPlacement p) : index(i), elements(n), placement(p) {}
+  StoredChunk(const StateLayout* l, uint64_t i, uint64_t n, ChunkPlacement p)
+      : layout(*l), index(i), elements(n), placement(p) {}
 
+  const StateLayout& layout;  // the store's
   const uint64_t index;
   const uint64_t elements;
   const ChunkPlacement placement;
-  std::byte* state = nullptr;        // host or device memory; null on NVMe
-  kernels::bf16* working = nullptr;  // host or device memory
+  std::byte* state = nullptr;    // host or device memory; null on NVMe
+  std::byte* working = nullptr;  // host or device memory
+
+  uint64_t state_bytes() const { return layout.StateBytes(elements); }
+  StateView View(std::byte* base) const { return {&layout, base, elements}; }
 
   // Writers hold it while they change what `state` and `working` point to, readers while they copy.
   mutable absl::Mutex mutex;

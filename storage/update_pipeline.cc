@@ -112,7 +112,7 @@ void UpdatePipeline::LoadAhead() {
 absl::Status UpdatePipeline::StartLoad(Slot& slot) {
   const Source& source = sources_[slot.update];
   if (source.zero) {
-    std::memset(slot.data, 0, StateBytes(chunks_[slot.update]->elements));
+    std::memset(slot.data, 0, chunks_[slot.update]->state_bytes());
     slot.phase = Phase::kLoaded;
     return absl::OkStatus();
   }
@@ -121,7 +121,7 @@ absl::Status UpdatePipeline::StartLoad(Slot& slot) {
 }
 
 absl::Status UpdatePipeline::Submit(const Slot& slot, IoRequest::Kind kind, uint64_t offset) {
-  const uint64_t bytes = StateBytes(chunks_[slot.update]->elements);
+  const uint64_t bytes = chunks_[slot.update]->state_bytes();
   const bool read = kind == IoRequest::Kind::kRead;
   tiers_->CountTraffic(TierKind::kNvme, read ? bytes : 0, read ? 0 : bytes);
   return queue_->Submit({.kind = kind,
@@ -168,11 +168,13 @@ absl::Status UpdatePipeline::Verify(const Slot& slot) const {
   const StoredChunk& chunk = *chunks_[slot.update];
   absl::ReaderMutexLock lock(&chunk.mutex);
   if (chunk.updated_in == 0) return absl::OkStatus();
-  const ArrayDigests found = DigestState(slot.data, chunk.elements);
-  for (uint64_t i = 0; i < kStateArrays; ++i) {
+  const ArrayDigests found = DigestState(chunk, slot.data);
+  for (size_t i = 0; i < kStateArraysMax; ++i) {
     if (found[i] == chunk.digests[i]) continue;
-    return ChecksumError(tiers_->nvme()->file(), chunk.index, static_cast<int>(i),
-                         chunk.extent.offset() + i * ArrayBytes(chunk.elements), chunk.digests[i], found[i]);
+    const auto array = static_cast<StateArray>(i);
+    return ChecksumError(tiers_->nvme()->file(), chunk.index, array,
+                         chunk.extent.offset() + chunk.layout.ArrayAt(array, chunk.elements), chunk.digests[i],
+                         found[i]);
   }
   return absl::OkStatus();
 }

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 
@@ -19,7 +20,8 @@ LocalSource::LocalSource(model::Layout layout, const kernels::OptimizerSpec& opt
       state.moments[k].resize(MomentBytes(optimizer_.moments, unit.elements));
       state.scales[k].resize(MomentScaleBytes(optimizer_.moments, unit.elements) / sizeof(float));
     }
-    for (auto* array : {&state.working, &state.gradient}) array->resize(unit.elements);
+    state.working.resize(unit.elements * ElementBytes(optimizer_.working));
+    state.gradient.resize(unit.elements * ElementBytes(optimizer_.gradient));
   }
 }
 
@@ -30,9 +32,8 @@ absl::StatusOr<std::unique_ptr<LocalSource>> LocalSource::Create(const ModelShap
   v1::JobSpec spec;
   spec.set_name("reference");
   spec.set_chunk_elements(chunk_elements);
-  spec.set_optimizer(v1::OPTIMIZER_ADAMW);
-  spec.set_gradient_dtype(v1::DTYPE_BF16);
-  spec.set_working_dtype(v1::DTYPE_BF16);
+  model::SetOptimizer(optimizer, &spec);
+  BALLAST_RETURN_IF_ERROR(model::OptimizerOf(spec).status());
   spec.set_durability(v1::DURABILITY_NONE);
   spec.set_group_count(kGroupCount);
   v1::Registration& registration = *spec.add_registrations();
@@ -51,7 +52,7 @@ absl::StatusOr<std::unique_ptr<LocalSource>> LocalSource::Create(const ModelShap
     absl::Span<float> master = absl::MakeSpan(source->units_[tensor.unit].master);
     FillInitialValues(shape, tensors[i], seed, 0, master.subspan(tensor.range.begin, tensor.range.size()));
   }
-  for (UnitState& unit : source->units_) kernels::Bf16FromF32(unit.master, absl::MakeSpan(unit.working));
+  for (UnitState& unit : source->units_) kernels::FromF32(unit.master, optimizer.working, unit.working.data());
   return source;
 }
 
@@ -64,27 +65,32 @@ std::vector<ParameterSource::Ranges> LocalSource::OwnedRanges(uint32_t unit) con
   return {{{0, unit_elements(unit)}}};
 }
 
-absl::StatusOr<absl::Span<const kernels::bf16>> LocalSource::Acquire(uint32_t unit) {
-  return absl::MakeConstSpan(units_[unit].working);
+absl::Status LocalSource::Acquire(uint32_t unit, absl::Span<float> parameters) {
+  BALLAST_RETURN_IF_ERROR(CheckSize("parameters", unit, parameters.size()));
+  kernels::ToF32(optimizer_.working, units_[unit].working.data(), parameters);
+  return absl::OkStatus();
 }
 
-absl::Status LocalSource::Push(uint32_t unit, absl::Span<const kernels::bf16> gradient) {
-  if (gradient.size() != unit_elements(unit)) {
-    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
-                        absl::StrCat("gradient of unit ", unit, ": expected ", unit_elements(unit), " elements, got ",
-                                     gradient.size()));
-  }
-  std::copy(gradient.begin(), gradient.end(), units_[unit].gradient.begin());
+absl::Status LocalSource::Push(uint32_t unit, absl::Span<const float> gradient) {
+  BALLAST_RETURN_IF_ERROR(CheckSize("gradient", unit, gradient.size()));
+  kernels::FromF32(gradient, optimizer_.gradient, units_[unit].gradient.data());
   return absl::OkStatus();
+}
+
+absl::Status LocalSource::CheckSize(const char* what, uint32_t unit, size_t size) const {
+  if (size == unit_elements(unit)) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
+                      absl::StrCat(what, " of unit ", unit, ": expected ", unit_elements(unit), " elements, got ", size));
 }
 
 v1::ChunkNorm LocalSource::NormOf(const model::Chunk& chunk) const {
   v1::ChunkNorm norm;
   norm.set_chunk(chunk.index);
-  const auto gradient = absl::MakeConstSpan(units_[chunk.unit].gradient);
+  const std::byte* const gradient = units_[chunk.unit].gradient.data();
   for (const model::Segment& segment : chunk.segments) {
-    const kernels::NormResult result =
-        kernels::SquaredNorm(gradient.subspan(chunk.range.begin + segment.in_chunk.begin, segment.in_chunk.size()));
+    const uint64_t begin = chunk.range.begin + segment.in_chunk.begin;
+    const kernels::NormResult result = kernels::SquaredNorm(
+        optimizer_.gradient, gradient + begin * ElementBytes(optimizer_.gradient), segment.in_chunk.size());
     v1::SegmentNorm& entry = *norm.add_segments();
     entry.set_tensor(segment.tensor);
     entry.set_squared_norm(result.squared_norm);
@@ -96,18 +102,13 @@ v1::ChunkNorm LocalSource::NormOf(const model::Chunk& chunk) const {
 void LocalSource::Update(const model::Chunk& chunk, const v1::StepHeader& header, float factor) {
   UnitState& unit = units_[chunk.unit];
   for (const model::Segment& segment : chunk.segments) {
-    const v1::GroupHyper& group = header.groups(static_cast<int>(segment.group));
-    const kernels::Hyper hyper{.learning_rate = group.learning_rate(),
-                               .beta1 = group.beta1(),
-                               .beta2 = group.beta2(),
-                               .epsilon = group.epsilon(),
-                               .weight_decay = group.weight_decay()};
+    const kernels::Hyper hyper = model::HyperOf(header.groups(static_cast<int>(segment.group)));
     const uint64_t begin = chunk.range.begin + segment.in_chunk.begin;
     kernels::UpdateSpan span{.n = segment.in_chunk.size(),
-                             .gradient = reinterpret_cast<const std::byte*>(unit.gradient.data() + begin),
+                             .gradient = unit.gradient.data() + begin * ElementBytes(optimizer_.gradient),
                              .master = unit.master.data() + begin,
                              .moments = {},
-                             .working = reinterpret_cast<std::byte*>(unit.working.data() + begin)};
+                             .working = unit.working.data() + begin * ElementBytes(optimizer_.working)};
     for (size_t k = 0; k < static_cast<size_t>(MomentCount(optimizer_)); ++k) {
       span.moments[k] = {.values = unit.moments[k].data() + MomentBytes(optimizer_.moments, begin),
                          .scales = unit.scales[k].data() + MomentScaleBytes(optimizer_.moments, begin) / sizeof(float)};

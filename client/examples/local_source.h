@@ -17,9 +17,8 @@ namespace ballast::client {
 
 class LocalSource : public ParameterSource {
  public:
-  // At version 0, with the initial values of `seed`. Allocates all state: 8 bytes per parameter and the moments.
+  // At version 0, with the initial values of `seed`, which is also that of stochastic rounding. Allocates all state.
   // `chunk_elements`: norms are kept per chunk, so bits equal a job's only with the job's chunk size.
-  // `optimizer`: its gradient and working dtype are bf16, as a job's.
   static absl::StatusOr<std::unique_ptr<LocalSource>> Create(const ModelShape& shape, uint64_t seed,
                                                              uint64_t chunk_elements,
                                                              const kernels::OptimizerSpec& optimizer = {});
@@ -29,8 +28,8 @@ class LocalSource : public ParameterSource {
   absl::StatusOr<uint64_t> Locate(const std::string& tensor) const override;
   std::vector<Ranges> OwnedRanges(uint32_t unit) const override;
   void Prefetch(uint32_t unit) override {}
-  absl::StatusOr<absl::Span<const kernels::bf16>> Acquire(uint32_t unit) override;
-  absl::Status Push(uint32_t unit, absl::Span<const kernels::bf16> gradient) override;
+  absl::Status Acquire(uint32_t unit, absl::Span<float> parameters) override;
+  absl::Status Push(uint32_t unit, absl::Span<const float> gradient) override;
   absl::StatusOr<v1::Verdict> FinishStep(const v1::StepHeader& header, const std::string& blob) override;
   absl::Status ReadMaster(const std::string& tensor, absl::Span<float> to) override;
 
@@ -39,10 +38,11 @@ class LocalSource : public ParameterSource {
     std::vector<float> master;
     std::array<std::vector<std::byte>, kernels::kMomentsMax> moments;
     std::array<std::vector<float>, kernels::kMomentsMax> scales;
-    std::vector<kernels::bf16> working, gradient;
+    std::vector<std::byte> working, gradient;
   };
 
   LocalSource(model::Layout layout, const kernels::OptimizerSpec& optimizer, uint64_t seed);
+  absl::Status CheckSize(const char* what, uint32_t unit, size_t size) const;
   v1::ChunkNorm NormOf(const model::Chunk& chunk) const;
   void Update(const model::Chunk& chunk, const v1::StepHeader& header, float factor);
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <map>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -49,6 +50,7 @@ struct Flags {
   std::string resume = "never";
   double timeout_s = 120;
   uint64_t chunk_elements = uint64_t{1} << 18;
+  kernels::OptimizerSpec optimizer;
   std::vector<std::string> text = {kDefaultTextPath};
   uint64_t stop_at = 0;
   std::string json;
@@ -78,6 +80,47 @@ void AddJobFlags(CLI::App& app, Flags& flags) {
   app.add_option("--chunk-elements", flags.chunk_elements,
                  "Elements per chunk of a new job: a power of two, 2^16 to 2^20")
       ->capture_default_str();
+}
+
+void AddOptimizerFlags(CLI::App& app, Flags& flags) {
+  using kernels::Dtype;
+  using kernels::MomentFormat;
+  using kernels::OptimizerKind;
+  kernels::OptimizerSpec& o = flags.optimizer;
+  // By name alone: CLI11 would also take the numbers.
+  const auto named = [&app](const char* flag, auto* value, const auto& names, const char* what) {
+    std::vector<std::string> choices;
+    std::string initial;
+    for (const auto& [name, number] : names) {
+      choices.push_back(name);
+      if (number == *value) initial = name;
+    }
+    const auto parse = [value, names](const std::string& text) { *value = names.at(text); };
+    app.add_option_function<std::string>(flag, parse, what)
+        ->default_str(initial)
+        ->check(CLI::IsMember(choices));
+  };
+  const std::map<std::string, Dtype> dtypes = {{"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}, {"f32", Dtype::kF32}};
+  named("--optimizer", &o.kind,
+        std::map<std::string, OptimizerKind>{{"adamw", OptimizerKind::kAdamw},
+                                             {"adam", OptimizerKind::kAdam},
+                                             {"sgd", OptimizerKind::kSgd},
+                                             {"adagrad", OptimizerKind::kAdagrad},
+                                             {"lion", OptimizerKind::kLion}},
+        "What updates the parameters");
+  named("--moments", &o.moments,
+        std::map<std::string, MomentFormat>{{"f32", MomentFormat::kF32},
+                                            {"bf16", MomentFormat::kBf16},
+                                            {"i8", MomentFormat::kI8},
+                                            {"f8", MomentFormat::kF8}},
+        "How its moments are kept");
+  named("--gradient-dtype", &o.gradient, dtypes, "Of gradients on their way to the servers");
+  named("--working-dtype", &o.working, dtypes, "Of parameters on their way from the servers");
+  app.add_flag("--amsgrad", o.amsgrad, "AdamW and Adam: keep the largest second moment");
+  app.add_flag("--momentum", o.momentum, "SGD: keep a momentum buffer; --beta1 is the momentum");
+  app.add_flag("--nesterov", o.nesterov, "SGD with momentum: Nesterov's");
+  app.add_option("--beta1", flags.trainer.beta1, "Decay of the first moment")->capture_default_str();
+  app.add_option("--beta2", flags.trainer.beta2, "Decay of the second moment")->capture_default_str();
 }
 
 void AddTrainingFlags(CLI::App& app, Flags& flags) {
@@ -135,6 +178,7 @@ absl::Status CheckFlags(const Flags& flags) {
   if (flags.world_size > 1 && flags.rendezvous.empty()) {
     return BadFlag("--rendezvous DIR is needed for more than one rank: a directory that all of them see");
   }
+  if (const std::string why = kernels::Unsupported(flags.optimizer); !why.empty()) return BadFlag(why);
   return CheckShape(flags.trainer.shape);
 }
 
@@ -170,6 +214,8 @@ SessionOptions MakeSessionOptions(const Flags& flags) {
   options.resume = flags.resume == "never" ? Resume::kNever : flags.resume == "auto" ? Resume::kAuto : Resume::kMust;
   options.group_count = kGroupCount;
   options.chunk_elements = flags.chunk_elements;
+  options.optimizer = flags.optimizer;
+  options.seed = flags.trainer.seed;
   options.step_timeout = absl::Seconds(flags.timeout_s);
   options.open_timeout = std::min(options.open_timeout, options.step_timeout);
   options.progress = [rank = flags.rank](const std::string& line) {
@@ -214,7 +260,8 @@ absl::StatusOr<int> Train(const Flags& flags, const Corpus& corpus, ParameterSou
 
 absl::StatusOr<int> RunReference(const Flags& flags, const Corpus& corpus) {
   BALLAST_ASSIGN_OR_RETURN(const auto source,
-                           LocalSource::Create(flags.trainer.shape, flags.trainer.seed, flags.chunk_elements));
+                           LocalSource::Create(flags.trainer.shape, flags.trainer.seed, flags.chunk_elements,
+                                               flags.optimizer));
   const std::unique_ptr<Collective> collective = std::move(MakeLoopbackGroup(1).front());
   BALLAST_ASSIGN_OR_RETURN(const auto trainer, Trainer::Create(flags.trainer, &corpus, source.get(), collective.get()));
   return Train(flags, corpus, *source, *trainer);
@@ -257,6 +304,7 @@ int Main(int argc, char** argv) {
   flags.trainer.stop_signal = &stop_signal;
   CLI::App app("Trains a byte-level language model whose state lives on Ballast servers.");
   AddJobFlags(app, flags);
+  AddOptimizerFlags(app, flags);
   AddTrainingFlags(app, flags);
   AddOutputFlags(app, flags);
   CLI11_PARSE(app, argc, argv);

@@ -9,7 +9,6 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ballast/client/collective/gradient_tree.h"
-#include "ballast/kernels/float_formats.h"
 #include "ballast/v1/types.pb.h"
 
 namespace ballast::client {
@@ -31,10 +30,11 @@ class ParameterSource {
 
   // A hint that `unit` will be acquired soon.
   virtual void Prefetch(uint32_t unit) = 0;
-  // COLLECTIVE. The unit's flat space. Valid until the next call of Acquire or FinishStep.
-  virtual absl::StatusOr<absl::Span<const kernels::bf16>> Acquire(uint32_t unit) = 0;
-  // The own ranges of the unit's gradient, concatenated, summed over all micro-batches. Once per unit and step. Copied.
-  virtual absl::Status Push(uint32_t unit, absl::Span<const kernels::bf16> gradient) = 0;
+  // COLLECTIVE. The unit's flat space, widened from the working dtype.
+  virtual absl::Status Acquire(uint32_t unit, absl::Span<float> parameters) = 0;
+  // The own ranges of the unit's gradient, concatenated, summed over all micro-batches; rounded to the gradient dtype.
+  // Once per unit and step. Copied.
+  virtual absl::Status Push(uint32_t unit, absl::Span<const float> gradient) = 0;
   // COLLECTIVE. Ends the step; all units have been pushed. `header` is the same on all ranks: groups, gradient_scale,
   // max_norm.
   virtual absl::StatusOr<v1::Verdict> FinishStep(const v1::StepHeader& header, const std::string& blob) = 0;

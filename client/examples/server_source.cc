@@ -1,6 +1,7 @@
 #include "ballast/client/examples/server_source.h"
 
 #include "absl/container/flat_hash_map.h"
+#include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::client {
@@ -52,22 +53,32 @@ std::vector<ParameterSource::Ranges> ServerSource::OwnedRanges(uint32_t unit) co
   return all;
 }
 
-absl::StatusOr<absl::Span<const kernels::bf16>> ServerSource::Acquire(uint32_t unit) {
-  lease_ = UnitLease();  // first, so that only one unit is held at a time
-  BALLAST_ASSIGN_OR_RETURN(lease_, session_->Acquire(units_[unit]));
-  return lease_.parameters();
+absl::Status ServerSource::Acquire(uint32_t unit, absl::Span<float> parameters) {
+  BALLAST_ASSIGN_OR_RETURN(const UnitLease lease, session_->Acquire(units_[unit]));
+  kernels::ToF32(session_->optimizer().working, lease.bytes().data(), parameters);
+  return absl::OkStatus();
 }
 
-absl::Status ServerSource::Push(uint32_t unit, absl::Span<const kernels::bf16> gradient) {
-  return session_->Push(units_[unit], gradient);
+absl::Status ServerSource::Push(uint32_t unit, absl::Span<const float> gradient) {
+  const kernels::Dtype dtype = session_->optimizer().gradient;
+  if (dtype == kernels::Dtype::kF32) return session_->Push(units_[unit], gradient);
+  rounded_.resize(gradient.size());
+  kernels::FromF32(gradient, dtype, reinterpret_cast<std::byte*>(rounded_.data()));
+  return session_->Push(units_[unit], rounded_);
 }
 
 absl::StatusOr<v1::Verdict> ServerSource::FinishStep(const v1::StepHeader& header, const std::string& blob) {
-  lease_ = UnitLease();
   StepOptions options;
   for (const v1::GroupHyper& group : header.groups()) {
-    options.groups.push_back(
-        {group.learning_rate(), group.beta1(), group.beta2(), group.epsilon(), group.weight_decay()});
+    options.groups.push_back({.learning_rate = group.learning_rate(),
+                              .beta1 = group.beta1(),
+                              .beta2 = group.beta2(),
+                              .epsilon = group.epsilon(),
+                              .weight_decay = group.weight_decay(),
+                              .dampening = group.dampening(),
+                              .learning_rate_decay = group.learning_rate_decay(),
+                              .initial_accumulator = group.initial_accumulator(),
+                              .maximize = group.maximize()});
   }
   options.gradient_scale = header.gradient_scale();
   options.max_norm = header.max_norm();

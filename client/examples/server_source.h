@@ -25,8 +25,8 @@ class ServerSource : public ParameterSource {
   absl::StatusOr<uint64_t> Locate(const std::string& tensor) const override;
   std::vector<Ranges> OwnedRanges(uint32_t unit) const override;
   void Prefetch(uint32_t unit) override { session_->Prefetch(units_[unit]); }
-  absl::StatusOr<absl::Span<const kernels::bf16>> Acquire(uint32_t unit) override;
-  absl::Status Push(uint32_t unit, absl::Span<const kernels::bf16> gradient) override;
+  absl::Status Acquire(uint32_t unit, absl::Span<float> parameters) override;
+  absl::Status Push(uint32_t unit, absl::Span<const float> gradient) override;
   absl::StatusOr<v1::Verdict> FinishStep(const v1::StepHeader& header, const std::string& blob) override;
   absl::Status ReadMaster(const std::string& tensor, absl::Span<float> to) override;
 
@@ -37,7 +37,7 @@ class ServerSource : public ParameterSource {
 
   std::unique_ptr<Session> session_;
   std::vector<uint32_t> units_;  // the session's index of each of the model's units
-  UnitLease lease_;              // dropped before the session
+  std::vector<bf16> rounded_;
 };
 
 }  // namespace ballast::client

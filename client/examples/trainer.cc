@@ -171,9 +171,8 @@ absl::Status Trainer::AcquireNext() {
   const uint32_t unit = order_[position_];
   // Before Acquire, so that what follows is on its way while this unit is waited for.
   PrefetchFrom(++position_);
-  BALLAST_ASSIGN_OR_RETURN(const absl::Span<const kernels::bf16> parameters, source_->Acquire(unit));
+  BALLAST_RETURN_IF_ERROR(source_->Acquire(unit, absl::MakeSpan(weights_).first(source_->unit_elements(unit))));
   Account(times_.pull);
-  kernels::F32FromBf16(parameters, absl::MakeSpan(weights_).first(parameters.size()));
   return absl::OkStatus();
 }
 
@@ -251,10 +250,8 @@ absl::Status Trainer::ReduceAndPush(uint32_t unit, absl::FunctionRef<void(size_t
   uint64_t own_elements = 0;
   for (const auto& range : owned_[unit][collective_->rank()]) own_elements += range.end - range.begin;
   sums_.resize(own_elements);
-  rounded_.resize(own_elements);
   BALLAST_RETURN_IF_ERROR(tree_.ReduceScatter(collective_, owned_[unit], absl::MakeSpan(sums_)));
-  kernels::Bf16FromF32(sums_, absl::MakeSpan(rounded_));
-  BALLAST_RETURN_IF_ERROR(source_->Push(unit, rounded_));
+  BALLAST_RETURN_IF_ERROR(source_->Push(unit, sums_));
   Account(times_.push);
   return absl::OkStatus();
 }
@@ -296,8 +293,8 @@ v1::StepHeader Trainer::MakeHeader(int64_t step) const {
   for (uint32_t group = 0; group < kGroupCount; ++group) {
     v1::GroupHyper& hyper = *header.add_groups();
     hyper.set_learning_rate(options_.schedule.LearningRate(static_cast<uint64_t>(step)));
-    hyper.set_beta1(0.9);
-    hyper.set_beta2(0.95);
+    hyper.set_beta1(options_.beta1);
+    hyper.set_beta2(options_.beta2);
     hyper.set_epsilon(1e-8);
     hyper.set_weight_decay(group == kGainGroup ? 0 : options_.weight_decay);
   }

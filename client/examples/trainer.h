@@ -30,6 +30,8 @@ struct TrainerOptions {
   uint64_t seed = 1;
   Schedule schedule;
   double weight_decay = 0.1;  // of matrices
+  double beta1 = 0.9;         // SGD: the momentum
+  double beta2 = 0.95;
   double max_norm = 1.0;      // clips the gradient's global norm; 0 = never
   uint32_t prefetch_units = 2;
   int threads = 1;  // each takes a contiguous share of the rank's micro-batches
@@ -124,7 +126,6 @@ class Trainer {
 
   GradientTree tree_;
   std::vector<float> sums_;
-  std::vector<kernels::bf16> rounded_;
   StepTimes times_;
   std::chrono::steady_clock::time_point last_time_;
 };

@@ -36,8 +36,9 @@ struct Broadcast {
         take2(L::Set(c.take2)),
         step_size(L::Set(c.step_size)),
         root_scale(L::Set(c.root_scale)),
-        eps(L::Set(c.eps)) {}
-  F factor, weight_decay, keep, keep1, take1, keep2, take2, step_size, root_scale, eps;
+        eps(L::Set(c.eps)),
+        start(L::Set(c.start)) {}
+  F factor, weight_decay, keep, keep1, take1, keep2, take2, step_size, root_scale, eps, start;
 };
 
 // ---- gradient in, working parameters out
@@ -227,16 +228,65 @@ void UpdateLoop(const OptimizerSpec& spec, const Coefficients& c, const RandomKe
   L::FlushStream();
 }
 
+// ---- moments out
+
+template <MomentFormat kFormat, bool kFirst>
+void ReadBlock(const MomentBlock& m, float* HWY_RESTRICT to) {
+  const F scale = L::Set(m.scale == nullptr ? 1.0f : *m.scale);
+  for (size_t i = 0; i < kBlock; i += L::kWidth) {
+    const F value = LoadMoment<kFormat, kFirst>(m, scale, i);
+    L::Store(L::OneNan(kFormat == MomentFormat::kF8 && !kFirst ? L::Mul(value, value) : value), to + i);
+  }
+}
+
+template <bool kFirst>
+void ReadBlock(MomentFormat format, const MomentBlock& m, float* to) {
+  switch (format) {
+    case MomentFormat::kF32:
+      return ReadBlock<MomentFormat::kF32, kFirst>(m, to);
+    case MomentFormat::kBf16:
+      return ReadBlock<MomentFormat::kBf16, kFirst>(m, to);
+    case MomentFormat::kI8:
+      return ReadBlock<MomentFormat::kI8, kFirst>(m, to);
+    case MomentFormat::kF8:
+      return ReadBlock<MomentFormat::kF8, kFirst>(m, to);
+  }
+}
+
+void ReadMomentLoop(const OptimizerSpec& spec, int index, const MomentSpan& moment, absl::Span<float> to) {
+  const bool first = !IsSecondMoment(RuleOf(spec), index), scaled = MomentScaleBytes(spec.moments, 1) != 0;
+  for (uint64_t begin = 0; begin < to.size(); begin += kBlock) {
+    const uint64_t n = std::min<uint64_t>(kBlock, to.size() - begin);
+    HWY_ALIGN std::byte values[kBlock * sizeof(float)] = {};
+    HWY_ALIGN float wide[kBlock];
+    std::memcpy(values, moment.values + MomentBytes(spec.moments, begin), MomentBytes(spec.moments, n));
+    const MomentBlock block{.values = values,
+                            .scale = scaled ? moment.scales + begin / kBlock : nullptr,
+                            .element = 0,
+                            .number = 0,
+                            .wide = reinterpret_cast<float*>(values),
+                            .largest_bits = 0};
+    first ? ReadBlock<true>(spec.moments, block, wide) : ReadBlock<false>(spec.moments, block, wide);
+    std::memcpy(to.data() + begin, wide, n * sizeof(float));
+  }
+}
+
 }  // namespace ballast::kernels::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace ballast::kernels {
 HWY_EXPORT(UpdateLoop);
+HWY_EXPORT(ReadMomentLoop);
 
 void Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span) {
   if (!Unsupported(spec).empty()) std::abort();  // a caller's bug, which would write beyond the arrays
   HWY_DYNAMIC_DISPATCH(UpdateLoop)(spec, c, key, span);
+}
+
+void ReadMoment(const OptimizerSpec& spec, int index, const MomentSpan& moment, absl::Span<float> to) {
+  if (index < 0 || index >= MomentCount(spec)) std::abort();  // a caller's bug
+  HWY_DYNAMIC_DISPATCH(ReadMomentLoop)(spec, index, moment, to);
 }
 
 }  // namespace ballast::kernels

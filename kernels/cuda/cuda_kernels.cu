@@ -1,52 +1,51 @@
-// Plain multiplications and additions below are not contracted (-fmad=false); every rounding that matters is spelled
-// out.
+// Norms, conversions, sums and quantizers. Plain multiplications and additions below are not contracted (-fmad=false);
+// every rounding that matters is spelled out.
+#include "ballast/kernels/cuda/cuda_kernels.h"
+
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
-#include "absl/strings/str_cat.h"
-#include "ballast/kernels/cuda/cuda_kernels.h"
+#include "ballast/kernels/norm_tree.h"
+#include "ballast/kernels/cuda/elements.cuh"
 
 namespace ballast::kernels::cuda {
 namespace {
 
-constexpr unsigned kThreads = 256;
-constexpr unsigned kLeafElements = 256;
-constexpr unsigned kLanes = 8;
-// Enough blocks for any GPU; threads stride over what is left.
-constexpr uint64_t kBlocksMax = 4096;
+constexpr uint64_t kLeafElements = kNormLeafElements;
+static_assert(kNormLanes == kWarp && kQuantBlock == kBlock && kLeafElements % kBlock == 0);
 
-unsigned Blocks(uint64_t threads) {
-  return static_cast<unsigned>(std::min<uint64_t>((threads + kThreads - 1) / kThreads, kBlocksMax));
-}
+unsigned GridOfBlocks(uint64_t n) { return GridOf((n + kBlock - 1) / kBlock * kWarp); }
 
-absl::Status LaunchStatus(const char* kernel) {
-  const cudaError_t error = cudaGetLastError();
-  if (error == cudaSuccess) return absl::OkStatus();
-  return absl::InternalError(absl::StrCat("launch of ", kernel, " failed: ", cudaGetErrorString(error)));
-}
+// ---- norm
 
-// Eight threads a leaf, one per lane.
-__global__ void LeafKernel(const bf16* gradient, uint64_t n, double* leaves, uint64_t leaf_count) {
-  const unsigned lane = threadIdx.x % kLanes;
-  const uint64_t stride = uint64_t{gridDim.x} * (blockDim.x / kLanes);
-  // All threads of a warp go round equally often, as shuffles need.
-  const uint64_t first = uint64_t{blockIdx.x} * (blockDim.x / kLanes);
-  for (uint64_t base = first; base < leaf_count; base += stride) {
-    const uint64_t leaf = base + threadIdx.x / kLanes;
+// A warp takes a leaf. Lane k of the norm is lane k of the warp: what sixteen-byte loads bring goes through shared memory
+// to whom it belongs.
+__global__ void __launch_bounds__(kThreads)
+    LeafKernel(Dtype dtype, const std::byte* gradient, uint64_t n, double* leaves, uint64_t leaf_count) {
+  __shared__ float staged[kThreads / kWarp][kBlock];
+  const unsigned lane = threadIdx.x % kWarp;
+  float* const mine = staged[threadIdx.x / kWarp];
+  const uint64_t stride = uint64_t{gridDim.x} * (kThreads / kWarp);
+  for (uint64_t leaf = uint64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp; leaf < leaf_count;
+       leaf += stride) {
     double sum = 0;
-    if (leaf < leaf_count) {
-      const uint64_t begin = leaf * kLeafElements;
-      const uint64_t end = begin + kLeafElements < n ? begin + kLeafElements : n;
-      for (uint64_t i = begin + lane; i < end; i += kLanes) {
-        const double x = FromBf16(gradient[i]);
-        sum = __dadd_rn(sum, __dmul_rn(x, x));
+    for (uint64_t at = leaf * kLeafElements; at < (leaf + 1) * kLeafElements; at += kBlock) {
+      const uint64_t i = at + lane * kEach;
+      float x[kEach];
+      LoadAs(dtype, gradient, i, i >= n ? 0 : n - i < kEach ? static_cast<unsigned>(n - i) : kEach, x);
+      __syncwarp();
+#pragma unroll
+      for (unsigned k = 0; k < kEach; ++k) mine[lane * kEach + k] = x[k];
+      __syncwarp();
+#pragma unroll
+      for (unsigned k = 0; k < kEach; ++k) {
+        const double y = mine[k * kWarp + lane];
+        sum = __dadd_rn(sum, __dmul_rn(y, y));
       }
     }
-    for (unsigned distance = 1; distance < kLanes; distance *= 2) {
+    for (unsigned distance = 1; distance < kWarp; distance *= 2) {
       sum = __dadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, distance));
     }
-    if (lane == 0 && leaf < leaf_count) leaves[leaf] = sum;
+    if (lane == 0) leaves[leaf] = sum;
   }
 }
 
@@ -65,28 +64,149 @@ __global__ void TreeKernel(double* leaves, uint64_t leaf_count, DeviceNorm* resu
   }
 }
 
-__global__ void RoundKernel(const float* from, bf16* to, uint64_t n) {
-  const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
-  for (uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) to[i] = ToBf16(from[i]);
+// ---- conversions and sums
+
+__global__ void __launch_bounds__(kThreads)
+    ConvertKernel(Dtype from_dtype, const std::byte* from, Dtype to_dtype, std::byte* to, uint64_t n) {
+  ForBlocks(n, [&](uint64_t, uint64_t i, unsigned count) {
+    float x[kEach];
+    LoadAs(from_dtype, from, i, count, x);
+    StoreAs(to_dtype, x, to, i, count);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) AddKernel(Dtype dtype, const std::byte* addend, std::byte* sum, uint64_t n) {
+  ForBlocks(n, [&](uint64_t, uint64_t i, unsigned count) {
+    float x[kEach], y[kEach];
+    LoadAs(dtype, addend, i, count, x);
+    LoadAs(Dtype::kF32, sum, i, count, y);
+#pragma unroll
+    for (unsigned k = 0; k < kEach; ++k) y[k] = OneNan(__fadd_rn(y[k], x[k]));
+    StoreAs(Dtype::kF32, y, sum, i, count);
+  });
+}
+
+// ---- quantizers
+
+// A lane's eight elements are four bytes of int4. The upper half of a byte whose element does not exist is 0.
+__device__ void StoreNibbles(const uint32_t (&code)[kEach], std::byte* base, uint64_t i, unsigned count) {
+  uint32_t word = 0;
+#pragma unroll
+  for (unsigned k = 0; k < kEach; ++k) word |= (k < count ? code[k] : 0u) << 4 * k;
+  std::byte* const to = base + i / 2;
+  if (count == kEach) {
+    *reinterpret_cast<uint32_t*>(to) = word;
+    return;
+  }
+  for (unsigned k = 0; k < count; k += 2) to[k / 2] = static_cast<std::byte>(word >> 4 * k & 0xffu);
+}
+
+__device__ void LoadNibbles(const std::byte* base, uint64_t i, unsigned count, uint32_t (&code)[kEach]) {
+  const std::byte* const from = base + i / 2;
+  uint32_t word = 0;
+  if (count == kEach) {
+    word = *reinterpret_cast<const uint32_t*>(from);
+  } else {
+    for (unsigned k = 0; k < count; k += 2) word |= static_cast<uint32_t>(from[k / 2]) << 4 * k;
+  }
+#pragma unroll
+  for (unsigned k = 0; k < kEach; ++k) code[k] = word >> 4 * k & 0xfu;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    QuantizeKernel(QuantFormat format, Dtype dtype, const std::byte* x, uint64_t n, std::byte* quantized,
+                   float* scales) {
+  const bool is_int8 = format == QuantFormat::kInt8;
+  const float inverse_largest = is_int8 ? 1.0f / 127 : 1.0f / 7;
+  ForBlocks(n, [&](uint64_t block, uint64_t i, unsigned count) {
+    float value[kEach];
+    LoadAs(dtype, x, i, count, value);
+    uint32_t largest = 0;
+#pragma unroll
+    for (unsigned k = 0; k < kEach; ++k) {
+      largest = max(largest, k < count ? __float_as_uint(value[k]) & 0x7fffffffu : 0u);
+    }
+    largest = __reduce_max_sync(0xffffffffu, largest);
+    float scale = __fmul_rn(__uint_as_float(largest), inverse_largest);
+    const bool finite = largest < 0x7f800000u, zero = !finite || __float_as_uint(scale) < 0x00800000u;
+    if (zero) scale = finite ? 0.0f : __uint_as_float(kNanBits);
+    const float inverse = zero ? 0.0f : __fdiv_rn(1.0f, scale);
+    uint32_t code[kEach];
+#pragma unroll
+    for (unsigned k = 0; k < kEach; ++k) {
+      // Rounded to an integer, even on a tie, in two's complement.
+      code[k] = zero ? 0u : __float_as_uint(__fmaf_rn(value[k], inverse, 0x1.8p23f)) & (is_int8 ? 0xffu : 0xfu);
+    }
+    is_int8 ? StoreRaw<1>(code, quantized, i, count) : StoreNibbles(code, quantized, i, count);
+    if (threadIdx.x % kWarp == 0) scales[block] = scale;
+  });
+}
+
+__global__ void __launch_bounds__(kThreads)
+    DequantizeKernel(QuantFormat format, const std::byte* quantized, const float* scales, uint64_t n, Dtype dtype,
+                     std::byte* x) {
+  const bool is_int8 = format == QuantFormat::kInt8;
+  const int sign = is_int8 ? 0x80 : 0x8;
+  ForBlocks(n, [&](uint64_t block, uint64_t i, unsigned count) {
+    uint32_t code[kEach];
+    is_int8 ? LoadRaw<1>(quantized, i, count, code) : LoadNibbles(quantized, i, count, code);
+    const float scale = scales[block];
+    float value[kEach];
+#pragma unroll
+    for (unsigned k = 0; k < kEach; ++k) {
+      value[k] = OneNan(__fmul_rn(static_cast<float>((static_cast<int>(code[k]) ^ sign) - sign), scale));
+    }
+    StoreAs(dtype, value, x, i, count);
+  });
+}
+
+absl::Status Convert(Dtype from_dtype, const std::byte* from, Dtype to_dtype, std::byte* to, uint64_t n,
+                     CUstream_st* stream) {
+  if (n == 0) return absl::OkStatus();
+  ConvertKernel<<<GridOfBlocks(n), kThreads, 0, stream>>>(from_dtype, from, to_dtype, to, n);
+  return LaunchStatus("a conversion", cudaGetLastError());
 }
 
 }  // namespace
 
-absl::Status SquaredNorm(const bf16* gradient, uint64_t n, double* leaves, DeviceNorm* result, CUstream_st* stream) {
+absl::Status SquaredNorm(Dtype dtype, const std::byte* gradient, uint64_t n, double* scratch, DeviceNorm* result,
+                         CUstream_st* stream) {
   const uint64_t leaf_count = (n + kLeafElements - 1) / kLeafElements;
   if (leaf_count > 0) {
-    LeafKernel<<<Blocks(leaf_count * kLanes), kThreads, 0, stream>>>(gradient, n, leaves, leaf_count);
-    if (absl::Status status = LaunchStatus("SquaredNorm's leaves"); !status.ok()) return status;
+    LeafKernel<<<GridOf(leaf_count * kWarp), kThreads, 0, stream>>>(dtype, gradient, n, scratch, leaf_count);
+    if (absl::Status status = LaunchStatus("SquaredNorm's leaves", cudaGetLastError()); !status.ok()) return status;
   }
   constexpr unsigned kTreeThreads = 1024;
-  TreeKernel<<<1, kTreeThreads, 0, stream>>>(leaves, leaf_count, result);
-  return LaunchStatus("SquaredNorm's tree");
+  TreeKernel<<<1, kTreeThreads, 0, stream>>>(scratch, leaf_count, result);
+  return LaunchStatus("SquaredNorm's tree", cudaGetLastError());
 }
 
-absl::Status Bf16FromF32(const float* from, bf16* to, uint64_t n, CUstream_st* stream) {
+absl::Status FromF32(const float* from, Dtype dtype, std::byte* to, uint64_t n, CUstream_st* stream) {
+  return Convert(Dtype::kF32, reinterpret_cast<const std::byte*>(from), dtype, to, n, stream);
+}
+
+absl::Status ToF32(Dtype dtype, const std::byte* from, float* to, uint64_t n, CUstream_st* stream) {
+  return Convert(dtype, from, Dtype::kF32, reinterpret_cast<std::byte*>(to), n, stream);
+}
+
+absl::Status AddInto(Dtype dtype, const std::byte* addend, float* sum, uint64_t n, CUstream_st* stream) {
   if (n == 0) return absl::OkStatus();
-  RoundKernel<<<Blocks(n), kThreads, 0, stream>>>(from, to, n);
-  return LaunchStatus("Bf16FromF32");
+  AddKernel<<<GridOfBlocks(n), kThreads, 0, stream>>>(dtype, addend, reinterpret_cast<std::byte*>(sum), n);
+  return LaunchStatus("AddInto", cudaGetLastError());
+}
+
+absl::Status Quantize(QuantFormat format, Dtype dtype, const std::byte* x, uint64_t n, std::byte* quantized,
+                      float* scales, CUstream_st* stream) {
+  if (n == 0) return absl::OkStatus();
+  QuantizeKernel<<<GridOfBlocks(n), kThreads, 0, stream>>>(format, dtype, x, n, quantized, scales);
+  return LaunchStatus("Quantize", cudaGetLastError());
+}
+
+absl::Status Dequantize(QuantFormat format, const std::byte* quantized, const float* scales, uint64_t n, Dtype dtype,
+                        std::byte* x, CUstream_st* stream) {
+  if (n == 0) return absl::OkStatus();
+  DequantizeKernel<<<GridOfBlocks(n), kThreads, 0, stream>>>(format, quantized, scales, n, dtype, x);
+  return LaunchStatus("Dequantize", cudaGetLastError());
 }
 
 }  // namespace ballast::kernels::cuda

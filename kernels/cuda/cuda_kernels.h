@@ -1,7 +1,8 @@
-// The kernels of kernels.h for HBM-resident spans: the same bits as on any CPU. Compiled by nvcc, absent without it.
+// The functions of kernels.h and optimizer.h for HBM-resident spans: the same bits as on any CPU. Compiled by nvcc, absent
+// without it.
 //
-// All pointers are device pointers, 16-byte aligned; calls enqueue on `stream` and return. Errors: INTERNAL with CUDA's
-// text.
+// All pointers are device pointers, 16-byte aligned (scales and norms: their own size); spans must not overlap. Calls
+// enqueue on `stream` and return. Dtypes as in kernels.h. Errors: INTERNAL with CUDA's text.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +18,21 @@ namespace ballast::kernels::cuda {
 absl::Status Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span,
                     CUstream_st* stream);
 
-// `leaves`: device scratch of ceil(n / 256) doubles; `result`: device {double squared_norm; uint32 finite}.
 struct DeviceNorm {
   double squared_norm;
   uint32_t finite;
 };
-absl::Status SquaredNorm(const bf16* gradient, uint64_t n, double* leaves, DeviceNorm* result, CUstream_st* stream);
-absl::Status Bf16FromF32(const float* from, bf16* to, uint64_t n, CUstream_st* stream);
+// Of scratch memory: a double per leaf of the norm.
+constexpr uint64_t NormScratchBytes(uint64_t n) { return (n + 4095) / 4096 * sizeof(double); }
+absl::Status SquaredNorm(Dtype dtype, const std::byte* gradient, uint64_t n, double* scratch, DeviceNorm* result,
+                         CUstream_st* stream);
+
+absl::Status FromF32(const float* from, Dtype dtype, std::byte* to, uint64_t n, CUstream_st* stream);
+absl::Status ToF32(Dtype dtype, const std::byte* from, float* to, uint64_t n, CUstream_st* stream);
+absl::Status AddInto(Dtype dtype, const std::byte* addend, float* sum, uint64_t n, CUstream_st* stream);
+absl::Status Quantize(QuantFormat format, Dtype dtype, const std::byte* x, uint64_t n, std::byte* quantized,
+                      float* scales, CUstream_st* stream);
+absl::Status Dequantize(QuantFormat format, const std::byte* quantized, const float* scales, uint64_t n, Dtype dtype,
+                        std::byte* x, CUstream_st* stream);
 
 }  // namespace ballast::kernels::cuda

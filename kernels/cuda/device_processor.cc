@@ -78,23 +78,49 @@ Processor DeviceProcessor(absl::Status* status) {
     }
     if (call.ok()) call.Finish(Update(spec, c, key, span, nullptr));
   };
-  processor.norm_dtypes = {Dtype::kBf16};
   processor.squared_norm = [status](Dtype dtype, const std::byte* x, uint64_t n) {
     Call call(status);
-    const std::vector<double> leaves((n + 255) / 256);
+    const std::vector<std::byte> leaves(NormScratchBytes(n));
     DeviceNorm norm = {};
-    const auto* gradient = static_cast<const bf16*>(call.In(x, n * sizeof(bf16)));
-    auto* scratch = static_cast<double*>(call.In(leaves.data(), leaves.size() * sizeof(double)));
+    const auto* gradient = static_cast<const std::byte*>(call.In(x, n * ElementBytes(dtype)));
+    auto* scratch = static_cast<double*>(call.In(leaves.data(), leaves.size()));
     auto* result = static_cast<DeviceNorm*>(call.InOut(&norm, sizeof(norm)));
-    if (call.ok()) call.Finish(SquaredNorm(gradient, n, scratch, result, nullptr));
+    if (call.ok()) call.Finish(SquaredNorm(dtype, gradient, n, scratch, result, nullptr));
     return NormResult{.squared_norm = norm.squared_norm, .finite = norm.finite != 0};
   };
-  processor.from_f32_dtypes = {Dtype::kBf16};
   processor.from_f32 = [status](absl::Span<const float> from, Dtype dtype, std::byte* to) {
     Call call(status);
     const auto* source = static_cast<const float*>(call.In(from.data(), from.size() * sizeof(float)));
-    auto* target = static_cast<bf16*>(call.InOut(to, from.size() * sizeof(bf16)));
-    if (call.ok()) call.Finish(Bf16FromF32(source, target, from.size(), nullptr));
+    auto* target = static_cast<std::byte*>(call.InOut(to, from.size() * ElementBytes(dtype)));
+    if (call.ok()) call.Finish(FromF32(source, dtype, target, from.size(), nullptr));
+  };
+  processor.to_f32 = [status](Dtype dtype, const std::byte* from, absl::Span<float> to) {
+    Call call(status);
+    const auto* source = static_cast<const std::byte*>(call.In(from, to.size() * ElementBytes(dtype)));
+    auto* target = static_cast<float*>(call.InOut(to.data(), to.size() * sizeof(float)));
+    if (call.ok()) call.Finish(ToF32(dtype, source, target, to.size(), nullptr));
+  };
+  processor.add_into = [status](Dtype dtype, const std::byte* addend, absl::Span<float> sum) {
+    Call call(status);
+    const auto* source = static_cast<const std::byte*>(call.In(addend, sum.size() * ElementBytes(dtype)));
+    auto* target = static_cast<float*>(call.InOut(sum.data(), sum.size() * sizeof(float)));
+    if (call.ok()) call.Finish(AddInto(dtype, source, target, sum.size(), nullptr));
+  };
+  processor.quantize = [status](QuantFormat format, Dtype dtype, const std::byte* x, uint64_t n, std::byte* quantized,
+                                float* scales) {
+    Call call(status);
+    const auto* source = static_cast<const std::byte*>(call.In(x, n * ElementBytes(dtype)));
+    auto* codes = static_cast<std::byte*>(call.InOut(quantized, QuantBytes(format, n)));
+    auto* device_scales = static_cast<float*>(call.InOut(scales, QuantScales(n) * sizeof(float)));
+    if (call.ok()) call.Finish(Quantize(format, dtype, source, n, codes, device_scales, nullptr));
+  };
+  processor.dequantize = [status](QuantFormat format, const std::byte* quantized, const float* scales, uint64_t n,
+                                  Dtype dtype, std::byte* x) {
+    Call call(status);
+    const auto* codes = static_cast<const std::byte*>(call.In(quantized, QuantBytes(format, n)));
+    const auto* device_scales = static_cast<const float*>(call.In(scales, QuantScales(n) * sizeof(float)));
+    auto* target = static_cast<std::byte*>(call.InOut(x, n * ElementBytes(dtype)));
+    if (call.ok()) call.Finish(Dequantize(format, codes, device_scales, n, dtype, target, nullptr));
   };
   return processor;
 }

@@ -1,11 +1,8 @@
-// Update() on the GPU: a warp takes a block of kMomentBlock elements, a lane eight of them, which are 16 bytes of bf16,
-// 32 of fp32, and one counter of Philox.
+// Update() on the GPU: a warp takes a block of moments; a lane's eight elements have one counter of Philox.
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
-#include "absl/strings/str_cat.h"
 #include "ballast/kernels/cuda/cuda_kernels.h"
+#include "ballast/kernels/cuda/elements.cuh"
 #include "ballast/kernels/dynamic_map.h"
 #include "ballast/kernels/moment_formats.h"
 #include "ballast/kernels/philox.h"
@@ -17,12 +14,7 @@ namespace {
 #include "ballast/kernels/optimizer_math.inc"
 #undef BALLAST_LANES
 
-constexpr unsigned kThreads = 256;
-constexpr unsigned kWarp = 32;
-constexpr unsigned kEach = kMomentBlock / kWarp;
-// Enough for any GPU; warps stride over what is left.
-constexpr uint64_t kBlocksMax = 8192;
-constexpr uint32_t kNanBits = 0x7fc00000u;
+static_assert(kMomentBlock == kBlock);
 
 // Every rounding spelled out.
 struct DeviceLanes {
@@ -37,96 +29,6 @@ struct DeviceLanes {
   static __device__ F Max(F a, F b) { return a > b || a != a ? a : b; }
   static __device__ F Sign(F a) { return a > 0 ? 1.0f : a < 0 ? -1.0f : a; }
 };
-
-__device__ float OneNan(float x) { return x != x ? __uint_as_float(kNanBits) : x; }
-
-// Elements i ... i + 7 of an array of kBytes each, `count` of them in the array, as raw bits.
-template <unsigned kBytes>
-__device__ void LoadRaw(const std::byte* base, uint64_t i, unsigned count, uint32_t (&raw)[kEach]) {
-  const std::byte* from = base + i * kBytes;
-  if (count == kEach) {
-    alignas(16) uint32_t words[2 * kBytes];
-    if constexpr (kBytes == 1) {
-      *reinterpret_cast<uint2*>(words) = *reinterpret_cast<const uint2*>(from);
-    } else {
-#pragma unroll
-      for (unsigned w = 0; w < kBytes / 2; ++w) {
-        reinterpret_cast<uint4*>(words)[w] = reinterpret_cast<const uint4*>(from)[w];
-      }
-    }
-    constexpr unsigned kPerWord = 4 / kBytes, kBits = 8 * kBytes;
-#pragma unroll
-    for (unsigned k = 0; k < kEach; ++k) {
-      raw[k] = kBytes == 4 ? words[k] : words[k / kPerWord] >> (k % kPerWord * kBits) & ((1u << (kBits % 32)) - 1);
-    }
-    return;
-  }
-#pragma unroll
-  for (unsigned k = 0; k < kEach; ++k) {
-    raw[k] = 0;
-    if (k >= count) continue;
-    if constexpr (kBytes == 1) raw[k] = reinterpret_cast<const uint8_t*>(from)[k];
-    if constexpr (kBytes == 2) raw[k] = reinterpret_cast<const uint16_t*>(from)[k];
-    if constexpr (kBytes == 4) raw[k] = reinterpret_cast<const uint32_t*>(from)[k];
-  }
-}
-
-template <unsigned kBytes>
-__device__ void StoreRaw(const uint32_t (&raw)[kEach], std::byte* base, uint64_t i, unsigned count) {
-  std::byte* to = base + i * kBytes;
-  if (count == kEach) {
-    constexpr unsigned kPerWord = 4 / kBytes, kBits = 8 * kBytes;
-    alignas(16) uint32_t words[2 * kBytes] = {};
-#pragma unroll
-    for (unsigned k = 0; k < kEach; ++k) words[k / kPerWord] |= raw[k] << (k % kPerWord * kBits);
-    if constexpr (kBytes == 1) {
-      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(words);
-    } else {
-#pragma unroll
-      for (unsigned w = 0; w < kBytes / 2; ++w) {
-        reinterpret_cast<uint4*>(to)[w] = reinterpret_cast<const uint4*>(words)[w];
-      }
-    }
-    return;
-  }
-#pragma unroll
-  for (unsigned k = 0; k < kEach; ++k) {
-    if (k >= count) continue;
-    if constexpr (kBytes == 1) reinterpret_cast<uint8_t*>(to)[k] = static_cast<uint8_t>(raw[k]);
-    if constexpr (kBytes == 2) reinterpret_cast<uint16_t*>(to)[k] = static_cast<uint16_t>(raw[k]);
-    if constexpr (kBytes == 4) reinterpret_cast<uint32_t*>(to)[k] = raw[k];
-  }
-}
-
-__device__ void LoadAs(Dtype dtype, const std::byte* base, uint64_t i, unsigned count, float (&x)[kEach]) {
-  uint32_t raw[kEach];
-  if (dtype == Dtype::kF32) {
-    LoadRaw<4>(base, i, count, raw);
-#pragma unroll
-    for (unsigned k = 0; k < kEach; ++k) x[k] = __uint_as_float(raw[k]);
-    return;
-  }
-  LoadRaw<2>(base, i, count, raw);
-  const bool is_bf16 = dtype == Dtype::kBf16;
-#pragma unroll
-  for (unsigned k = 0; k < kEach; ++k) {
-    x[k] = is_bf16 ? __uint_as_float(raw[k] << 16) : FromF16(static_cast<uint16_t>(raw[k]));
-  }
-}
-
-__device__ void StoreAs(Dtype dtype, const float (&x)[kEach], std::byte* base, uint64_t i, unsigned count) {
-  uint32_t raw[kEach];
-  if (dtype == Dtype::kF32) {
-#pragma unroll
-    for (unsigned k = 0; k < kEach; ++k) raw[k] = __float_as_uint(x[k]);
-    StoreRaw<4>(raw, base, i, count);
-    return;
-  }
-  const bool is_bf16 = dtype == Dtype::kBf16;
-#pragma unroll
-  for (unsigned k = 0; k < kEach; ++k) raw[k] = is_bf16 ? ToBf16(x[k]) : ToF16(x[k]);
-  StoreRaw<2>(raw, base, i, count);
-}
 
 // ---- moments
 
@@ -234,14 +136,8 @@ __global__ void __launch_bounds__(kThreads)
     UpdateKernel(Coefficients c, RandomKey key, Dtype gradient, Dtype working, UpdateSpan span) {
   constexpr int kMoments = MomentsOf(kRule);
   constexpr bool kFirst = !IsSecondMoment(kRule, 0);
-  const unsigned lane = threadIdx.x % kWarp;
-  const uint64_t blocks = (span.n + kMomentBlock - 1) / kMomentBlock;
-  const uint64_t stride = uint64_t{gridDim.x} * (kThreads / kWarp);
   auto* master = reinterpret_cast<std::byte*>(span.master);
-  for (uint64_t block = uint64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp; block < blocks;
-       block += stride) {
-    const uint64_t i = block * kMomentBlock + lane * kEach;
-    const unsigned count = i >= span.n ? 0 : span.n - i < kEach ? static_cast<unsigned>(span.n - i) : kEach;
+  ForBlocks(span.n, [&](uint64_t block, uint64_t i, unsigned count) {
     float g[kEach], p[kEach], a[kEach] = {}, b[kEach] = {}, x[kEach] = {};
     LoadAs(gradient, span.gradient, i, count, g);
     LoadAs(Dtype::kF32, master, i, count, p);
@@ -259,7 +155,7 @@ __global__ void __launch_bounds__(kThreads)
     if constexpr (kMoments > 0) StoreMoment<kFormat, kFirst>(key, 0, a, span.moments[0], block, i, count);
     if constexpr (kMoments > 1) StoreMoment<kFormat, false>(key, 1, b, span.moments[1], block, i, count);
     if constexpr (kMoments > 2) StoreMoment<kFormat, false>(key, 2, x, span.moments[2], block, i, count);
-  }
+  });
 }
 
 using Kernel = void (*)(Coefficients, RandomKey, Dtype, Dtype, UpdateSpan);
@@ -308,14 +204,11 @@ Kernel KernelOf(Rule rule, MomentFormat format) {
 absl::Status Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span,
                     CUstream_st* stream) {
   if (span.n == 0) return absl::OkStatus();
-  const uint64_t threads = (span.n + kMomentBlock - 1) / kMomentBlock * kWarp;
-  const auto grid = static_cast<unsigned>(std::min<uint64_t>((threads + kThreads - 1) / kThreads, kBlocksMax));
+  const uint64_t threads = (span.n + kBlock - 1) / kBlock * kWarp;
   void* arguments[] = {const_cast<Coefficients*>(&c), const_cast<RandomKey*>(&key), const_cast<Dtype*>(&spec.gradient),
                        const_cast<Dtype*>(&spec.working), const_cast<UpdateSpan*>(&span)};
-  const cudaError_t error = cudaLaunchKernel(reinterpret_cast<const void*>(KernelOf(RuleOf(spec), spec.moments)), grid,
-                                             kThreads, arguments, 0, stream);
-  if (error == cudaSuccess) return absl::OkStatus();
-  return absl::InternalError(absl::StrCat("launch of Update failed: ", cudaGetErrorString(error)));
+  const auto* kernel = reinterpret_cast<const void*>(KernelOf(RuleOf(spec), spec.moments));
+  return LaunchStatus("Update", cudaLaunchKernel(kernel, GridOf(threads), kThreads, arguments, 0, stream));
 }
 
 }  // namespace ballast::kernels::cuda

@@ -50,7 +50,8 @@ absl::Status CheckSpec(const v1::JobSpec& spec) {
   return absl::OkStatus();
 }
 
-absl::Status CheckTensor(const v1::TensorSpec& spec, uint32_t group_count) {
+absl::Status CheckTensor(const v1::TensorSpec& spec, const v1::JobSpec& job) {
+  const uint32_t group_count = job.group_count();
   if (spec.name().empty() || spec.unit().empty() || spec.name().size() > kNameBytesMax ||
       spec.unit().size() > kNameBytesMax) {
     return BadSpec(absl::StrCat("tensor '", spec.name().substr(0, 64), "' of unit '", spec.unit().substr(0, 64),
@@ -60,10 +61,11 @@ absl::Status CheckTensor(const v1::TensorSpec& spec, uint32_t group_count) {
     return BadSpec(absl::StrCat("tensor '", spec.name(), "' is in parameter group ", spec.group(), " but the job has ",
                                 group_count, " group(s)"));
   }
-  if (spec.dtype() != v1::DTYPE_UNSPECIFIED && spec.dtype() != v1::DTYPE_BF16) {
+  if (spec.dtype() != v1::DTYPE_UNSPECIFIED && spec.dtype() != job.working_dtype()) {
     return Error(absl::StatusCode::kInvalidArgument, kBadDtype,
                  absl::StrCat("tensor '", spec.name(), "' is to be ", v1::Dtype_Name(spec.dtype()),
-                              "; working parameters are DTYPE_BF16 (the servers keep the fp32 master weights)"));
+                              "; all working parameters of this job are ", v1::Dtype_Name(job.working_dtype()),
+                              " (the servers keep the fp32 master weights)"));
   }
   return absl::OkStatus();
 }
@@ -75,7 +77,7 @@ absl::StatusOr<Layout> Layout::Make(const v1::JobSpec& spec) {
   Layout layout;
   layout.chunk_elements_ = spec.chunk_elements();
   for (const auto& registration : spec.registrations()) {
-    BALLAST_RETURN_IF_ERROR(layout.Append(registration, spec.group_count()));
+    BALLAST_RETURN_IF_ERROR(layout.Append(registration, spec));
   }
   for (const auto& [name, index] : layout.tensor_by_name_) {
     const Tensor& tensor = layout.tensors_[index];
@@ -84,13 +86,13 @@ absl::StatusOr<Layout> Layout::Make(const v1::JobSpec& spec) {
   return layout;
 }
 
-absl::Status Layout::Append(const v1::Registration& registration, uint32_t group_count) {
+absl::Status Layout::Append(const v1::Registration& registration, const v1::JobSpec& spec) {
   absl::flat_hash_set<absl::string_view> names;
   std::vector<uint32_t> touched;                                            // units, in order of first mention
   absl::flat_hash_map<uint32_t, std::vector<const v1::TensorSpec*>> added;  // by unit
   absl::flat_hash_map<const v1::TensorSpec*, uint32_t> index_of;
   for (const v1::TensorSpec& tensor : registration.tensors()) {
-    BALLAST_RETURN_IF_ERROR(CheckTensor(tensor, group_count));
+    BALLAST_RETURN_IF_ERROR(CheckTensor(tensor, spec));
     const auto replaced = tensor_by_name_.find(tensor.name());
     if (replaced != tensor_by_name_.end() && tensors_[replaced->second].name != tensor.name()) {
       return BadSpec(absl::StrCat("the name '", tensor.name(), "' is an alias of tensor '",

@@ -98,7 +98,7 @@ class Layout {
   absl::StatusOr<std::vector<Piece>> Cut(uint32_t unit, Range range) const;
 
  private:
-  absl::Status Append(const v1::Registration& registration, uint32_t group_count);
+  absl::Status Append(const v1::Registration& registration, const v1::JobSpec& spec);
   void CutChunks(uint32_t unit, Range batch, size_t first_tensor);
 
   std::vector<Unit> units_;

@@ -47,10 +47,24 @@ absl::Status BadHeader(absl::string_view message) {
   return Error(absl::StatusCode::kInvalidArgument, kBadRequest, message);
 }
 
-absl::Status CheckHyper(const v1::GroupHyper& hyper, int group) {
+absl::Status CheckHyper(const v1::GroupHyper& hyper, int group, bool nesterov) {
   const bool fine = std::isfinite(hyper.learning_rate()) && hyper.learning_rate() >= 0 && hyper.beta1() >= 0 &&
                     hyper.beta1() < 1 && hyper.beta2() >= 0 && hyper.beta2() < 1 && std::isfinite(hyper.epsilon()) &&
                     hyper.epsilon() >= 0 && std::isfinite(hyper.weight_decay()) && hyper.weight_decay() >= 0;
+  const bool rest = std::isfinite(hyper.dampening()) && std::isfinite(hyper.learning_rate_decay()) &&
+                    hyper.learning_rate_decay() >= 0 && std::isfinite(hyper.initial_accumulator()) &&
+                    hyper.initial_accumulator() >= 0;
+  if (fine && !rest) {
+    return BadHeader(absl::StrCat("parameter group ", group,
+                                  ": expected a finite dampening and finite learning_rate_decay and initial_accumulator "
+                                  ">= 0, got ",
+                                  hyper.dampening(), ", ", hyper.learning_rate_decay(), " and ",
+                                  hyper.initial_accumulator()));
+  }
+  if (fine && nesterov && hyper.dampening() != 0) {
+    return BadHeader(absl::StrCat("parameter group ", group, ": nesterov needs a dampening of 0, got ",
+                                  hyper.dampening()));
+  }
   if (fine) return absl::OkStatus();
   return BadHeader(
       absl::StrCat("parameter group ", group,
@@ -115,6 +129,10 @@ std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, cons
     hash.Add(group.beta2());
     hash.Add(group.epsilon());
     hash.Add(group.weight_decay());
+    hash.Add(group.dampening());
+    hash.Add(group.learning_rate_decay());
+    hash.Add(group.initial_accumulator());
+    hash.Add(uint64_t{group.maximize()});
   }
   hash.Add(header.gradient_scale());
   hash.Add(header.max_norm());
@@ -155,7 +173,9 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
       return BadHeader(
           absl::StrCat("expected hyper-parameters for ", expected, " parameter group(s), got ", header.groups_size()));
     }
-    for (int i = 0; i < expected; ++i) BALLAST_RETURN_IF_ERROR(CheckHyper(header.groups(i), i));
+    for (int i = 0; i < expected; ++i) {
+      BALLAST_RETURN_IF_ERROR(CheckHyper(header.groups(i), i, plan.open().spec().nesterov()));
+    }
     if (!std::isfinite(static_cast<float>(header.gradient_scale())) || !std::isfinite(header.max_norm()) ||
         header.max_norm() < 0) {
       return BadHeader(absl::StrCat("expected a gradient_scale that is finite in fp32 and a finite max_norm >= 0, got ",

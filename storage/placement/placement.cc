@@ -11,10 +11,6 @@
 namespace ballast::storage {
 namespace {
 
-constexpr uint64_t kPadBytes = 4096;
-
-uint64_t Pad(uint64_t bytes) { return (bytes + kPadBytes - 1) / kPadBytes * kPadBytes; }
-
 uint64_t Short(uint64_t needed, uint64_t free) { return needed > free ? needed - free : 0; }
 
 std::string Shortage(const char* tier, uint64_t missing, uint64_t needed, uint64_t free, const std::string& what) {
@@ -26,8 +22,8 @@ std::string Shortage(const char* tier, uint64_t missing, uint64_t needed, uint64
 void FillHbm(const PlanRequest& request, Plan& plan) {
   uint64_t room = request.free.hbm;
   for (size_t i = 0; i < request.elements.size(); ++i) {
-    const uint64_t state = StateBytes(request.elements[i]);
-    const uint64_t working = WorkingBytes(request.elements[i]);
+    const uint64_t state = request.layout.StateBytes(request.elements[i]);
+    const uint64_t working = request.layout.WorkingBytes(request.elements[i]);
     if (state > room) continue;
     plan.chunks[i].state = TierKind::kHbm;
     room -= state;
@@ -52,10 +48,6 @@ const char* TierName(TierKind tier) {
   }
   return "unknown";
 }
-
-uint64_t StateBytes(uint64_t elements) { return 3 * Pad(elements * sizeof(float)); }
-
-uint64_t WorkingBytes(uint64_t elements) { return Pad(elements * sizeof(uint16_t)); }
 
 std::string Plan::Explain() const {
   uint64_t count[kTierKinds] = {};
@@ -86,8 +78,8 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
 
   uint64_t state_left = 0;  // not in HBM
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
-    if (plan.chunks[i].working == TierKind::kDram) plan.working.dram += WorkingBytes(request.elements[i]);
-    if (plan.chunks[i].state != TierKind::kHbm) state_left += StateBytes(request.elements[i]);
+    if (plan.chunks[i].working == TierKind::kDram) plan.working.dram += request.layout.WorkingBytes(request.elements[i]);
+    if (plan.chunks[i].state != TierKind::kHbm) state_left += request.layout.StateBytes(request.elements[i]);
   }
   const uint64_t elements = std::accumulate(request.elements.begin(), request.elements.end(), uint64_t{0});
   const uint64_t fixed = plan.working.dram + request.provisional_bytes_per_element * elements;
@@ -108,7 +100,7 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
   uint64_t room = request.free.dram - std::min(request.free.dram, fixed_staged);
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     if (plan.chunks[i].state == TierKind::kHbm) continue;
-    const uint64_t state = StateBytes(request.elements[i]);
+    const uint64_t state = request.layout.StateBytes(request.elements[i]);
     const TierKind tier = state <= room ? TierKind::kDram : TierKind::kNvme;
     if (tier == TierKind::kDram) room -= state;
     plan.chunks[i].state = tier;

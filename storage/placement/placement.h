@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "ballast/storage/placement/state_layout.h"
 
 namespace ballast::storage {
 
@@ -38,16 +39,12 @@ struct Plan {
 struct PlanRequest {
   TierBytes free;                  // what may still be taken
   std::vector<uint64_t> elements;  // per chunk, in the next forward's order
+  StateLayout layout;
   // DRAM that the job needs besides chunks: slices of the step in flight.
   uint64_t provisional_bytes_per_element = 4;
   // DRAM for moving NVMe state, taken once if any chunk goes there.
   uint64_t staging_bytes = 0;
 };
-
-// Bytes that a chunk's state takes in a tier: three fp32 arrays, each padded to 4096 bytes.
-uint64_t StateBytes(uint64_t elements);
-// Bytes of a 16-bit working copy, padded to 4096.
-uint64_t WorkingBytes(uint64_t elements);
 
 // State fills HBM, then DRAM, then NVMe; within a tier in the given order. Working copies go with HBM-resident state if
 // they fit there, else to DRAM; provisional slices to DRAM. RESOURCE_EXHAUSTED (BUDGET) says how many bytes are missing

@@ -33,10 +33,10 @@ class HbmBlock {
   BudgetLease lease_;
 };
 
-// Where a kernel leaves the 16-bit values: in device memory, or through it in the host's.
+// Where a kernel leaves the working parameters: in device memory, or through it in the host's.
 struct HbmWorking {
-  kernels::bf16* device = nullptr;
-  kernels::bf16* host = nullptr;  // used if `device` is null
+  std::byte* device = nullptr;
+  std::byte* host = nullptr;  // used if `device` is null
 };
 
 // Threads: any; one call's work is on the device at a time. Calls return when the work is done. Spans of at most
@@ -47,10 +47,12 @@ class HbmTier {
   virtual absl::StatusOr<HbmBlock> Allocate(uint64_t bytes, absl::string_view what) = 0;
   virtual absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) = 0;
   virtual absl::Status CopyOut(const std::byte* device, absl::Span<std::byte> host) = 0;
-  // The gradient comes from the host; master and moments are device pointers to as many elements.
-  virtual absl::Status Update(const kernels::Coefficients& coefficients, absl::Span<const kernels::bf16> gradient,
-                              float* master, float* moment1, float* moment2, HbmWorking working) = 0;
-  virtual absl::Status Round(const float* master, uint64_t elements, HbmWorking working) = 0;
+  // kernels::Update on device pointers, but for span.gradient, which the host holds, and span.working, which is not
+  // read.
+  virtual absl::Status Update(const kernels::OptimizerSpec& optimizer, const kernels::Coefficients& coefficients,
+                              const kernels::RandomKey& random, const kernels::UpdateSpan& span,
+                              HbmWorking working) = 0;
+  virtual absl::Status Round(const float* master, uint64_t elements, kernels::Dtype dtype, HbmWorking working) = 0;
 
  private:
   friend class HbmBlock;
@@ -60,7 +62,7 @@ class HbmTier {
 // Of the scratch memory for a gradient and a working copy: the largest chunk.
 inline constexpr uint64_t kHbmSpanElementsMax = uint64_t{1} << 20;
 
-// Takes 4 MiB of the budget for scratch memory. INVALID_ARGUMENT (BAD_CONFIG) if this build or this machine has no such
+// Takes 8 MiB of the budget for scratch memory. INVALID_ARGUMENT (BAD_CONFIG) if this build or this machine has no such
 // GPU; RESOURCE_EXHAUSTED (BUDGET).
 absl::StatusOr<std::unique_ptr<HbmTier>> OpenHbmTier(int device, Ledger* ledger);
 

@@ -31,10 +31,10 @@ class CudaHbmTier : public HbmTier {
     absl::MutexLock lock(&mutex_);
     BALLAST_RETURN_IF_ERROR(UseDevice());
     BALLAST_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream"));
-    const uint64_t each = kHbmSpanElementsMax * sizeof(kernels::bf16);
+    const uint64_t each = kHbmSpanElementsMax * sizeof(float);  // the widest dtype
     BALLAST_ASSIGN_OR_RETURN(scratch_, AllocateLocked(2 * each, "scratch memory of the hbm tier"));
-    gradient_ = reinterpret_cast<kernels::bf16*>(scratch_.data());
-    working_ = reinterpret_cast<kernels::bf16*>(scratch_.data() + each);
+    gradient_ = scratch_.data();
+    working_ = scratch_.data() + each;
     absl::Status tested;
     const absl::Status checked = CheckProcessor(kernels::cuda::DeviceProcessor(&tested), absl::StrCat("GPU ", device_));
     if (!tested.ok())
@@ -63,34 +63,29 @@ class CudaHbmTier : public HbmTier {
     return Finish();
   }
 
-  absl::Status Update(const kernels::Coefficients& coefficients, absl::Span<const kernels::bf16> gradient,
-                      float* master, float* moment1, float* moment2, HbmWorking working) override {
+  absl::Status Update(const kernels::OptimizerSpec& optimizer, const kernels::Coefficients& coefficients,
+                      const kernels::RandomKey& random, const kernels::UpdateSpan& from, HbmWorking working) override {
     absl::MutexLock lock(&mutex_);
     BALLAST_RETURN_IF_ERROR(UseDevice());
-    BALLAST_RETURN_IF_ERROR(CheckSpan(gradient.size()));
+    BALLAST_RETURN_IF_ERROR(CheckSpan(from.n));
     BALLAST_RETURN_IF_ERROR(
-        CudaStatus(cudaMemcpyAsync(gradient_, gradient.data(), gradient.size() * sizeof(kernels::bf16),
+        CudaStatus(cudaMemcpyAsync(gradient_, from.gradient, from.n * kernels::ElementBytes(optimizer.gradient),
                                    cudaMemcpyHostToDevice, stream_),
                    "gradient to the GPU"));
-    kernels::bf16* const to = working.device != nullptr ? working.device : working_;
-    kernels::UpdateSpan span{.n = gradient.size(),
-                             .gradient = reinterpret_cast<const std::byte*>(gradient_),
-                             .master = master,
-                             .moments = {},
-                             .working = reinterpret_cast<std::byte*>(to)};
-    span.moments[0].values = reinterpret_cast<std::byte*>(moment1);
-    span.moments[1].values = reinterpret_cast<std::byte*>(moment2);
-    BALLAST_RETURN_IF_ERROR(kernels::cuda::Update({}, coefficients, {}, span, stream_));
-    return Deliver(working, gradient.size());
+    kernels::UpdateSpan span = from;
+    span.gradient = gradient_;
+    span.working = working.device != nullptr ? working.device : working_;
+    BALLAST_RETURN_IF_ERROR(kernels::cuda::Update(optimizer, coefficients, random, span, stream_));
+    return Deliver(working, from.n * kernels::ElementBytes(optimizer.working));
   }
 
-  absl::Status Round(const float* master, uint64_t elements, HbmWorking working) override {
+  absl::Status Round(const float* master, uint64_t elements, kernels::Dtype dtype, HbmWorking working) override {
     absl::MutexLock lock(&mutex_);
     BALLAST_RETURN_IF_ERROR(UseDevice());
     BALLAST_RETURN_IF_ERROR(CheckSpan(elements));
-    BALLAST_RETURN_IF_ERROR(
-        kernels::cuda::Bf16FromF32(master, working.device != nullptr ? working.device : working_, elements, stream_));
-    return Deliver(working, elements);
+    BALLAST_RETURN_IF_ERROR(kernels::cuda::FromF32(
+        master, dtype, working.device != nullptr ? working.device : working_, elements, stream_));
+    return Deliver(working, elements * kernels::ElementBytes(dtype));
   }
 
  private:
@@ -125,10 +120,10 @@ class CudaHbmTier : public HbmTier {
     return block;
   }
 
-  absl::Status Deliver(HbmWorking working, uint64_t elements) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+  absl::Status Deliver(HbmWorking working, uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (working.device == nullptr) {
       BALLAST_RETURN_IF_ERROR(CudaStatus(
-          cudaMemcpyAsync(working.host, working_, elements * sizeof(kernels::bf16), cudaMemcpyDeviceToHost, stream_),
+          cudaMemcpyAsync(working.host, working_, bytes, cudaMemcpyDeviceToHost, stream_),
           "working copy from the GPU"));
     }
     return Finish();
@@ -143,8 +138,8 @@ class CudaHbmTier : public HbmTier {
   absl::Mutex mutex_;
   cudaStream_t stream_ ABSL_GUARDED_BY(mutex_) = nullptr;
   HbmBlock scratch_;
-  kernels::bf16* gradient_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  kernels::bf16* working_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  std::byte* gradient_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  std::byte* working_ ABSL_GUARDED_BY(mutex_) = nullptr;
 };
 
 }  // namespace

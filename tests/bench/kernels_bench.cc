@@ -1,4 +1,4 @@
-// Every kernel against a plain loop over memory that moves as many bytes, interleaved in one run: a ratio of 1 is
+// Every kernel against a plain loop over memory that reads and writes as many bytes, interleaved in one run: a ratio of 1 is
 // memory speed. Usage: kernels_bench [--json FILE] [--filter TEXT] [--rounds N] [--elements N]
 //
 // Rows: kernel/dtype/isa/threads. The ratio is the median over rounds of (kernel's GB/s / reference's GB/s); in each
@@ -202,12 +202,14 @@ std::vector<Case> Cases(const Arrays& a, const Arrays& reference) {
     spec.moments = format;
     cases.push_back({name, bytes, UpdateWork(a, spec), "adamw/f32", 28, UpdateWork(reference, adamw), true, &a});
   }
-  // What else reads `bytes` in all per element is compared with the copy that moves as many.
-  const auto add = [&](const std::string& name, double bytes, Work work) {
-    cases.push_back({name, bytes, std::move(work), "copy", bytes, [&a, bytes](uint64_t begin, uint64_t end) {
-                       const auto from = static_cast<uint64_t>(static_cast<double>(begin) * bytes / 2) / 64 * 64;
-                       const auto to = static_cast<uint64_t>(static_cast<double>(end) * bytes / 2) / 64 * 64;
-                       Copy(a.moment[0].data() + from, a.moment[1].data() + from, to - from);
+  // The rest is compared with a loop that reads and writes as many bytes: lines per `step` elements.
+  const auto add = [&](const std::string& name, int read, int write, uint64_t step, Work work) {
+    const double bytes = 64.0 * (read + write) / static_cast<double>(step);
+    cases.push_back({name, bytes, std::move(work), write == 0 ? "read" : "copy", bytes,
+                     [&a, read, write, step](uint64_t begin, uint64_t end) {
+                       const uint64_t first = begin / step, steps = end / step - first;
+                       Move(a.moment[0].data() + first * 64 * static_cast<uint64_t>(read), read,
+                            a.moment[1].data() + first * 64 * static_cast<uint64_t>(write), write, steps);
                      }});
   };
   const auto floats = [&a](uint64_t begin, uint64_t end) {
@@ -216,11 +218,11 @@ std::vector<Case> Cases(const Arrays& a, const Arrays& reference) {
   for (const auto& [name, dtype] :
        {std::pair{"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}, {"e4m3", Dtype::kE4m3}, {"e5m2", Dtype::kE5m2}}) {
     const uint64_t bytes = ElementBytes(dtype);
-    add(std::string("from_f32/") + name, 4.0 + static_cast<double>(bytes),
+    add(std::string("from_f32/") + name, 4, static_cast<int>(bytes), 64,
         [&a, floats, dtype, bytes](uint64_t begin, uint64_t end) {
           kernels::FromF32(floats(begin, end), dtype, a.working.data() + begin * bytes);
         });
-    add(std::string("to_f32/") + name, 4.0 + static_cast<double>(bytes),
+    add(std::string("to_f32/") + name, static_cast<int>(bytes), 4, 64,
         [&a, dtype, bytes](uint64_t begin, uint64_t end) {
           kernels::ToF32(dtype, a.gradient.data() + begin * bytes,
                          absl::MakeSpan(a.moment[0].as<float>() + begin, end - begin));
@@ -229,34 +231,35 @@ std::vector<Case> Cases(const Arrays& a, const Arrays& reference) {
   for (const auto& [name, dtype] :
        {std::pair{"norm/bf16", Dtype::kBf16}, {"norm/f16", Dtype::kF16}, {"norm/f32", Dtype::kF32}}) {
     const uint64_t bytes = ElementBytes(dtype);
-    add(name, static_cast<double>(bytes), [&a, dtype, bytes](uint64_t begin, uint64_t end) {
+    add(name, 1, 0, 64 / bytes, [&a, dtype, bytes](uint64_t begin, uint64_t end) {
       volatile double keep = kernels::SquaredNorm(dtype, a.gradient.data() + begin * bytes, end - begin).squared_norm;
       static_cast<void>(keep);
     });
   }
-  add("sum/bf16", 10, [&a, floats](uint64_t begin, uint64_t end) {
+  add("sum/bf16", 3, 2, 32, [&a, floats](uint64_t begin, uint64_t end) {
     kernels::AddInto(Dtype::kBf16, a.gradient.data() + begin * 2, floats(begin, end));
   });
   for (const auto& [name, format] :
        {std::pair{"int8", kernels::QuantFormat::kInt8}, {"int4", kernels::QuantFormat::kInt4}}) {
-    const double bytes = 2 + (format == kernels::QuantFormat::kInt8 ? 1 : 0.5) + 4.0 / 256;
-    add(std::string("quantize/bf16/") + name, bytes, [&a, format](uint64_t begin, uint64_t end) {
+    const int lines = format == kernels::QuantFormat::kInt8 ? 2 : 4;  // of bf16 to a line of codes
+    const auto step = static_cast<uint64_t>(32 * lines);
+    add(std::string("quantize/bf16/") + name, lines, 1, step, [&a, format](uint64_t begin, uint64_t end) {
       kernels::Quantize(format, Dtype::kBf16, a.gradient.data() + begin * 2, end - begin,
                         a.working.data() + QuantBytes(format, begin),
                         a.scales[0].as<float>() + begin / kernels::kQuantBlock);
     });
-    add(std::string("dequantize/bf16/") + name, bytes, [&a, format](uint64_t begin, uint64_t end) {
+    add(std::string("dequantize/bf16/") + name, 1, lines, step, [&a, format](uint64_t begin, uint64_t end) {
       kernels::Dequantize(format, a.working.data() + QuantBytes(format, begin),
                           a.scales[0].as<float>() + begin / kernels::kQuantBlock, end - begin, Dtype::kBf16,
                           a.gradient.data() + begin * 2);
     });
   }
-  add("crc32c/f32", 4, [floats](uint64_t begin, uint64_t end) {
+  add("crc32c/f32", 1, 0, 16, [floats](uint64_t begin, uint64_t end) {
     const auto bytes = floats(begin, end);
     volatile uint32_t keep = kernels::Crc32c({reinterpret_cast<const std::byte*>(bytes.data()), 4 * bytes.size()});
     static_cast<void>(keep);
   });
-  add("copy_crc32c/f32", 8, [&a](uint64_t begin, uint64_t end) {
+  add("copy_crc32c/f32", 1, 1, 16, [&a](uint64_t begin, uint64_t end) {
     volatile uint32_t keep =
         kernels::CopyCrc32c({a.master.data() + 4 * begin, 4 * (end - begin)}, a.moment[0].data() + 4 * begin);
     static_cast<void>(keep);

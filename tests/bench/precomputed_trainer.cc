@@ -74,7 +74,7 @@ class PrecomputedTrainer {
     }
     for (uint64_t i = 0; i < largest; ++i) gradient_.push_back(1e-3f * static_cast<float>(i % 1009));
     sums_.resize(largest);
-    rounded_.resize(largest);
+    parameters_.resize(largest);
   }
 
   absl::Status Step() {
@@ -83,7 +83,8 @@ class PrecomputedTrainer {
       for (uint32_t ahead = i + 1; ahead < std::min(2 * units_, i + 3); ++ahead) {
         source_->Prefetch(ahead < units_ ? ahead : 2 * units_ - 1 - ahead);
       }
-      BALLAST_RETURN_IF_ERROR(source_->Acquire(unit).status());
+      BALLAST_RETURN_IF_ERROR(
+          source_->Acquire(unit, absl::MakeSpan(parameters_).first(source_->unit_elements(unit))));
       if (i >= units_) BALLAST_RETURN_IF_ERROR(Push(unit));
     }
     return source_->FinishStep(MakeHeader(), "").status();
@@ -104,8 +105,7 @@ class PrecomputedTrainer {
     for (const auto& range : owned_[unit][collective_->rank()]) own += range.end - range.begin;
     BALLAST_RETURN_IF_ERROR(tree_.ReduceScatter(collective_, owned_[unit], absl::MakeSpan(sums_).first(own)));
     reduced_bytes_ += (elements - own) * sizeof(float);
-    kernels::Bf16FromF32(absl::MakeConstSpan(sums_).first(own), absl::MakeSpan(rounded_).first(own));
-    return source_->Push(unit, absl::MakeConstSpan(rounded_).first(own));
+    return source_->Push(unit, absl::MakeConstSpan(sums_).first(own));
   }
 
   ParameterSource* const source_;
@@ -114,8 +114,7 @@ class PrecomputedTrainer {
   GradientTree tree_;
   const LeafRun leaves_;
   std::vector<std::vector<ParameterSource::Ranges>> owned_;
-  std::vector<float> gradient_, sums_;
-  std::vector<kernels::bf16> rounded_;
+  std::vector<float> gradient_, sums_, parameters_;
   uint64_t reduced_bytes_ = 0;
 };
 

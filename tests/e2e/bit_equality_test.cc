@@ -2,8 +2,10 @@
 // transport, or on a change of the world size in mid-run: they equal those of one process without servers, bit for bit.
 #include <gtest/gtest.h>
 
+#include <set>
 #include <tuple>
 
+#include "ballast/proto/model/optimizer.h"
 #include "ballast/tests/e2e/job_fixture.h"
 
 namespace ballast {
@@ -49,6 +51,47 @@ INSTANTIATE_TEST_SUITE_P(Matrix, BitEqualityTest,
                                   std::to_string(std::get<1>(info.param)) + PlacementName(std::get<2>(info.param)) +
                                   (std::get<3>(info.param) == Wire::kGrpc ? "Grpc" : "Embedded");
                          });
+
+// What a job may choose beside the default, on two servers, two ranks, and state in DRAM and NVMe.
+TEST(OptimizerTest, EveryOptimizerAndFormatEqualsTheRunWithoutServers) {
+  using kernels::Dtype;
+  using kernels::MomentFormat;
+  using kernels::OptimizerKind;
+  const kernels::OptimizerSpec specs[] = {
+      {.moments = MomentFormat::kBf16},
+      {.moments = MomentFormat::kI8},
+      {.moments = MomentFormat::kF8},
+      {.amsgrad = true, .moments = MomentFormat::kI8},
+      {.kind = OptimizerKind::kAdam, .amsgrad = true},
+      {.kind = OptimizerKind::kAdam, .moments = MomentFormat::kF8},
+      {.kind = OptimizerKind::kSgd},
+      {.kind = OptimizerKind::kSgd, .momentum = true, .moments = MomentFormat::kBf16},
+      {.kind = OptimizerKind::kSgd, .momentum = true, .nesterov = true},
+      {.kind = OptimizerKind::kAdagrad},
+      {.kind = OptimizerKind::kAdagrad, .moments = MomentFormat::kI8},
+      {.kind = OptimizerKind::kLion},
+      {.kind = OptimizerKind::kLion, .moments = MomentFormat::kF8},
+      {.gradient = Dtype::kF32, .working = Dtype::kF32},
+      {.gradient = Dtype::kF16, .working = Dtype::kF16},
+      {.moments = MomentFormat::kI8, .gradient = Dtype::kF32, .working = Dtype::kBf16},
+  };
+  std::set<uint32_t> digests = {ReferenceDigest()};
+  for (const kernels::OptimizerSpec& spec : specs) {
+    SCOPED_TRACE(model::Show(spec));
+    const auto reference = TrainLocally(Text(), 2, kSteps, spec);
+    ASSERT_TRUE(reference.ok()) << reference.status();
+    const auto cluster = Cluster::Start(2, Placement::kMixed, Wire::kEmbedded, spec);
+    ASSERT_TRUE(cluster.ok()) << cluster.status();
+    const auto digest = TrainOnServers(**cluster, Text(), 2, kSteps, client::Resume::kNever, spec);
+    ASSERT_TRUE(digest.ok()) << digest.status();
+    EXPECT_EQ(*digest, *reference);
+    // Each is another computation.
+    EXPECT_TRUE(digests.insert(*digest).second);
+    const storage::TierBytes state = (*cluster)->StateBytes();
+    EXPECT_GT(state.dram, 0);
+    EXPECT_GT(state.nvme, 0);
+  }
+}
 
 TEST(WorldSizeChangeTest, EqualsTheRunWithoutServers) {
   for (const Wire wire : {Wire::kGrpc, Wire::kEmbedded}) {

@@ -17,7 +17,6 @@ namespace {
 
 // The buffer for reads and two chunks' state: less than any server's share of the state, since a server that can do
 // without staging keeps everything in DRAM.
-const uint64_t kStagingBytes = (uint64_t{1} << 20) + 2 * storage::StateBytes(kChunkElements);
 constexpr char kJob[] = "bits";
 
 // Elements of each chunk that server `index` of `servers` will hold: the routing is a pure function, so a test can know
@@ -49,32 +48,40 @@ std::vector<uint64_t> ChunksOfServer(int index, int servers) {
   return elements;
 }
 
-storage::TierBytes BudgetFor(Placement placement, const std::vector<uint64_t>& elements) {
+uint64_t StagingBytes(const kernels::OptimizerSpec& optimizer) {
+  return (uint64_t{1} << 20) + 2 * storage::StateLayout(optimizer).StateBytes(kChunkElements);
+}
+
+storage::TierBytes BudgetFor(Placement placement, const std::vector<uint64_t>& elements,
+                             const kernels::OptimizerSpec& optimizer) {
+  const storage::StateLayout layout(optimizer);
   storage::TierBytes budget;
   if (placement == Placement::kDram) {
     budget.dram = uint64_t{256} << 20;
     return budget;
   }
-  budget.dram = kStagingBytes;
+  budget.dram = StagingBytes(optimizer);
   uint64_t state = 0;
   for (const uint64_t n : elements) {
-    budget.dram += storage::WorkingBytes(n) + 4 * n;
-    state += storage::StateBytes(n);
+    budget.dram += layout.WorkingBytes(n) + 4 * n;
+    state += layout.StateBytes(n);
   }
-  if (placement == Placement::kMixed) budget.dram += (state - kStagingBytes) / 2;
+  if (placement == Placement::kMixed) budget.dram += (state - StagingBytes(optimizer)) / 2;
   budget.nvme = uint64_t{256} << 20;
   return budget;
 }
 
 absl::StatusOr<uint32_t> TrainRank(std::vector<std::unique_ptr<client::Transport>> transports,
                                    const client::Corpus& corpus, client::Collective* collective, int64_t end,
-                                   client::Resume resume) {
+                                   client::Resume resume, const kernels::OptimizerSpec& optimizer) {
   const client::TrainerOptions options = SmallTrainer();
   client::SessionOptions session_options;
   session_options.job = kJob;
   session_options.resume = resume;
   session_options.group_count = client::kGroupCount;
   session_options.chunk_elements = kChunkElements;
+  session_options.optimizer = optimizer;
+  session_options.seed = options.seed;
   BALLAST_ASSIGN_OR_RETURN(auto session, client::Session::Open(session_options, client::SessionTensors(options.shape),
                                                                std::move(transports), collective));
   BALLAST_ASSIGN_OR_RETURN(auto source, client::ServerSource::Create(std::move(session), options.shape, options.seed));
@@ -97,7 +104,8 @@ client::TrainerOptions SmallTrainer() {
   return options;
 }
 
-absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Start(int servers, Placement placement, Wire wire) {
+absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Start(int servers, Placement placement, Wire wire,
+                                                        const kernels::OptimizerSpec& optimizer) {
   auto cluster = std::make_unique<Cluster>();
   cluster->wire_ = wire;
   for (int i = 0; i < servers; ++i) {
@@ -105,8 +113,8 @@ absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Start(int servers, Placement p
     services::StateServerOptions options;
     options.data_directory = server.directory.path();
     options.server_id = absl::StrCat("s", i);
-    options.budget = BudgetFor(placement, ChunksOfServer(i, servers));
-    options.staging_bytes = kStagingBytes;
+    options.budget = BudgetFor(placement, ChunksOfServer(i, servers), optimizer);
+    options.staging_bytes = StagingBytes(optimizer);
     BALLAST_ASSIGN_OR_RETURN(server.state, services::StateServer::Start(options));
     if (wire == Wire::kGrpc) {
       BALLAST_ASSIGN_OR_RETURN(server.rpc, services::RpcServer::Start({}, server.state.get()));
@@ -137,13 +145,13 @@ storage::TierBytes Cluster::StateBytes() const {
 }
 
 absl::StatusOr<uint32_t> TrainOnServers(const Cluster& cluster, const client::Corpus& corpus, int world_size,
-                                        int64_t end, client::Resume resume) {
+                                        int64_t end, client::Resume resume, const kernels::OptimizerSpec& optimizer) {
   const auto seats = client::MakeLoopbackGroup(world_size);
   std::vector<absl::StatusOr<uint32_t>> results(world_size, absl::UnknownError("did not run"));
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < world_size; ++rank) {
     ranks.emplace_back(
-        [&, rank] { results[rank] = TrainRank(cluster.Connect(), corpus, seats[rank].get(), end, resume); });
+        [&, rank] { results[rank] = TrainRank(cluster.Connect(), corpus, seats[rank].get(), end, resume, optimizer); });
   }
   for (std::thread& rank : ranks) rank.join();
   for (int rank = 0; rank < world_size; ++rank) {
@@ -153,11 +161,12 @@ absl::StatusOr<uint32_t> TrainOnServers(const Cluster& cluster, const client::Co
   return *results[0];
 }
 
-absl::StatusOr<uint32_t> TrainLocally(const client::Corpus& corpus, int threads, int64_t end) {
+absl::StatusOr<uint32_t> TrainLocally(const client::Corpus& corpus, int threads, int64_t end,
+                                      const kernels::OptimizerSpec& optimizer) {
   client::TrainerOptions options = SmallTrainer();
   options.threads = threads;
   const auto seats = client::MakeLoopbackGroup(1);
-  BALLAST_ASSIGN_OR_RETURN(auto source, client::LocalSource::Create(options.shape, options.seed, kChunkElements));
+  BALLAST_ASSIGN_OR_RETURN(auto source, client::LocalSource::Create(options.shape, options.seed, kChunkElements, optimizer));
   BALLAST_ASSIGN_OR_RETURN(auto trainer, client::Trainer::Create(options, &corpus, source.get(), seats[0].get()));
   while (source->version() < end) BALLAST_RETURN_IF_ERROR(trainer->Step().status());
   return client::SaveMasterWeights(options.shape, *source, "");

@@ -27,7 +27,8 @@ inline constexpr uint64_t kChunkElements = uint64_t{1} << 16;
 // State servers "s0", "s1", ... in directories of their own, with budgets that force `placement`.
 class Cluster {
  public:
-  static absl::StatusOr<std::unique_ptr<Cluster>> Start(int servers, Placement placement, Wire wire);
+  static absl::StatusOr<std::unique_ptr<Cluster>> Start(int servers, Placement placement, Wire wire,
+                                                        const kernels::OptimizerSpec& optimizer = {});
   std::vector<std::unique_ptr<client::Transport>> Connect() const;
   // Bytes of state in DRAM and in NVMe, over all servers.
   storage::TierBytes StateBytes() const;
@@ -44,8 +45,10 @@ class Cluster {
 
 // Trains until step `end` with `world_size` ranks and returns the CRC32C of all master weights.
 absl::StatusOr<uint32_t> TrainOnServers(const Cluster& cluster, const client::Corpus& corpus, int world_size,
-                                        int64_t end, client::Resume resume);
+                                        int64_t end, client::Resume resume,
+                                        const kernels::OptimizerSpec& optimizer = {});
 // The same without servers.
-absl::StatusOr<uint32_t> TrainLocally(const client::Corpus& corpus, int threads, int64_t end);
+absl::StatusOr<uint32_t> TrainLocally(const client::Corpus& corpus, int threads, int64_t end,
+                                      const kernels::OptimizerSpec& optimizer = {});
 
 }  // namespace ballast

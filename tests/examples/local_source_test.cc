@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cmath>
+#include <limits>
 
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/verdict.h"
@@ -36,7 +37,7 @@ class LocalSourceTest : public ::testing::Test {
 
   void PushAll(float value) {
     for (uint32_t unit = 0; unit < 2; ++unit) {
-      std::vector<kernels::bf16> gradient(source_->unit_elements(unit), kernels::ToBf16(value));
+      const std::vector<float> gradient(source_->unit_elements(unit), value);
       ASSERT_TRUE(source_->Push(unit, gradient).ok());
     }
   }
@@ -52,9 +53,13 @@ TEST_F(LocalSourceTest, StartsWithInitialValuesAndTheirRounding) {
     std::vector<float> expected(tensor.elements());
     FillInitialValues(shape_, tensor, 3, 0, absl::MakeSpan(expected));
     EXPECT_EQ(Master(tensor), expected);
-    const auto parameters = source_->Acquire(tensor.unit == "embedding" ? 0 : 1);
+    const uint32_t unit = tensor.unit == "embedding" ? 0 : 1;
+    std::vector<float> parameters(source_->unit_elements(unit));
+    ASSERT_TRUE(source_->Acquire(unit, absl::MakeSpan(parameters)).ok());
     const uint64_t begin = *source_->Locate(tensor.name);
-    for (size_t i = 0; i < expected.size(); ++i) ASSERT_EQ((*parameters)[begin + i], kernels::ToBf16(expected[i]));
+    for (size_t i = 0; i < expected.size(); ++i) {
+      ASSERT_EQ(parameters[begin + i], kernels::FromBf16(kernels::ToBf16(expected[i])));
+    }
   }
 }
 
@@ -95,8 +100,8 @@ TEST_F(LocalSourceTest, AStepWithANanChangesNothingButTheVersion) {
   const ModelTensor tensor = TensorsOf(shape_)[2];
   const std::vector<float> before = Master(tensor);
   PushAll(0.5f);
-  std::vector<kernels::bf16> gradient(source_->unit_elements(0), 0);
-  gradient[77] = 0x7fc0;
+  std::vector<float> gradient(source_->unit_elements(0), 0);
+  gradient[77] = std::numeric_limits<float>::quiet_NaN();
   ASSERT_TRUE(source_->Push(0, gradient).ok());
   const auto verdict = source_->FinishStep(Header(), "");
   ASSERT_TRUE(verdict.ok());
@@ -106,7 +111,7 @@ TEST_F(LocalSourceTest, AStepWithANanChangesNothingButTheVersion) {
 }
 
 TEST_F(LocalSourceTest, WrongLengthIsRefused) {
-  const std::vector<kernels::bf16> gradient(3);
+  const std::vector<float> gradient(3);
   EXPECT_THAT(source_->Push(0, gradient).message(), ::testing::HasSubstr("got 3"));
 }
 

@@ -79,7 +79,7 @@ class SharedState {
     return {{elements * rank / world_size_, elements * (rank + 1) / world_size_}};
   }
 
-  void Put(uint32_t unit, int rank, absl::Span<const kernels::bf16> part) {
+  void Put(uint32_t unit, int rank, absl::Span<const float> part) {
     std::copy(part.begin(), part.end(), gradients_[unit].begin() + RangesOf(unit, rank)[0].begin);
   }
 
@@ -104,7 +104,7 @@ class SharedState {
  private:
   std::unique_ptr<LocalSource> source_;
   const int world_size_;
-  std::vector<std::vector<kernels::bf16>> gradients_;
+  std::vector<std::vector<float>> gradients_;
   absl::Mutex mutex_;
   int arrived_ = 0;
   v1::Verdict verdict_;
@@ -123,10 +123,10 @@ class SharedSource : public ParameterSource {
     return all;
   }
   void Prefetch(uint32_t unit) override {}
-  absl::StatusOr<absl::Span<const kernels::bf16>> Acquire(uint32_t unit) override {
-    return state_->source().Acquire(unit);
+  absl::Status Acquire(uint32_t unit, absl::Span<float> parameters) override {
+    return state_->source().Acquire(unit, parameters);
   }
-  absl::Status Push(uint32_t unit, absl::Span<const kernels::bf16> gradient) override {
+  absl::Status Push(uint32_t unit, absl::Span<const float> gradient) override {
     state_->Put(unit, rank_, gradient);
     return absl::OkStatus();
   }

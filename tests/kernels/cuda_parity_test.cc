@@ -2,8 +2,11 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cstdio>
+#include <cstring>
 #include <random>
+#include <limits>
 #include <vector>
 
 #include "ballast/kernels/cuda/cuda_kernels.h"
@@ -13,31 +16,6 @@
 
 namespace ballast::kernels {
 namespace {
-
-constexpr size_t kSizes[] = {1, 7, 255, 256, 257, 1025, 4099, 100000, 1 << 20};
-
-// Device memory with the contents of a vector.
-template <typename T>
-class OnDevice {
- public:
-  explicit OnDevice(const std::vector<T>& values) : count_(values.size()) {
-    EXPECT_EQ(cudaMalloc(reinterpret_cast<void**>(&data_), count_ * sizeof(T)), cudaSuccess);
-    EXPECT_EQ(cudaMemcpy(data_, values.data(), count_ * sizeof(T), cudaMemcpyHostToDevice), cudaSuccess);
-  }
-  ~OnDevice() { cudaFree(data_); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  T* data() const { return data_; }
-  std::vector<T> Read() const {
-    std::vector<T> values(count_);
-    EXPECT_EQ(cudaMemcpy(values.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost), cudaSuccess);
-    return values;
-  }
-
- private:
-  T* data_ = nullptr;
-  size_t count_;
-};
 
 class CudaParityTest : public testing::Test {
  protected:
@@ -135,36 +113,83 @@ TEST_F(CudaUpdateParityTest, EveryGradientAndWorkingDtype) {
   }
 }
 
-TEST_F(CudaParityTest, SquaredNorm) {
-  for (const size_t n : kSizes) {
-    std::vector<bf16> x(n);
-    for (bf16& b : x) b = static_cast<bf16>(std::bit_cast<uint32_t>(AnyFloat(random_, /*finite=*/true)) >> 16);
-    for (const bool bad : {false, true}) {
-      if (bad) x[random_() % n] = 0x7f80;
-      const NormResult cpu = SquaredNorm(x);
-      const OnDevice gradient(x);
-      const OnDevice leaves(std::vector<double>((n + 255) / 256));
-      const OnDevice result(std::vector<cuda::DeviceNorm>(1));
-      const absl::Status status = cuda::SquaredNorm(gradient.data(), n, leaves.data(), result.data(), nullptr);
-      ASSERT_TRUE(status.ok()) << status;
-      const cuda::DeviceNorm gpu = result.Read()[0];
-      ASSERT_EQ(gpu.finite, cpu.finite ? 1u : 0u) << n;
-      ASSERT_EQ(std::bit_cast<uint64_t>(gpu.squared_norm), std::bit_cast<uint64_t>(cpu.squared_norm)) << n;
+// Everything else: both processors by the same calls, on the host's arrays.
+class CudaFunctionsTest : public CudaParityTest {
+ protected:
+  std::vector<float> Floats(size_t n, bool finite = false) {
+    std::vector<float> x(n);
+    for (float& value : x) value = AnyFloat(random_, finite);
+    return x;
+  }
+  std::vector<std::byte> As(Dtype dtype, const std::vector<float>& x) {
+    std::vector<std::byte> bytes(x.size() * ElementBytes(dtype));
+    FromF32(x, dtype, bytes.data());
+    return bytes;
+  }
+
+  absl::Status status_;
+  const Processor gpu_ = cuda::DeviceProcessor(&status_);
+  const Processor cpu_ = CpuProcessor();
+};
+
+constexpr Dtype kDtypes[] = {Dtype::kF32, Dtype::kBf16, Dtype::kF16, Dtype::kE4m3, Dtype::kE5m2};
+constexpr size_t kFunctionSizes[] = {1, 7, 255, 256, 257, 1023, 1024, 1025, 4099, 100000, 1 << 20, kTuples};
+
+TEST_F(CudaFunctionsTest, SquaredNorm) {
+  for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+    for (const size_t n : kFunctionSizes) {
+      std::vector<float> x = Floats(n, true);
+      for (const bool bad : {false, true}) {
+        if (bad) x[random_() % n] = std::numeric_limits<float>::infinity();
+        const std::vector<std::byte> bytes = As(dtype, x);
+        const NormResult cpu = cpu_.squared_norm(dtype, bytes.data(), n), gpu = gpu_.squared_norm(dtype, bytes.data(), n);
+        ASSERT_TRUE(status_.ok()) << status_;
+        ASSERT_EQ(gpu.finite, cpu.finite) << n;
+        ASSERT_EQ(std::bit_cast<uint64_t>(gpu.squared_norm), std::bit_cast<uint64_t>(cpu.squared_norm)) << n;
+      }
     }
   }
 }
 
-TEST_F(CudaParityTest, Bf16FromF32) {
-  for (const size_t n : kSizes) {
-    std::vector<float> from(n);
-    for (float& x : from) x = AnyFloat(random_);
-    std::vector<bf16> cpu(n);
-    Bf16FromF32(from, absl::MakeSpan(cpu));
-    const OnDevice source(from);
-    const OnDevice target(std::vector<bf16>(n, 0));
-    const absl::Status status = cuda::Bf16FromF32(source.data(), target.data(), n, nullptr);
-    ASSERT_TRUE(status.ok()) << status;
-    ASSERT_EQ(target.Read(), cpu) << n;
+TEST_F(CudaFunctionsTest, ConversionsAndSums) {
+  for (const Dtype dtype : kDtypes) {
+    for (const size_t n : kFunctionSizes) {
+      const std::vector<float> x = Floats(n);
+      const std::vector<std::byte> cpu = As(dtype, x);
+      std::vector<std::byte> gpu(cpu.size());
+      gpu_.from_f32(x, dtype, gpu.data());
+      ASSERT_TRUE(status_.ok()) << status_;
+      ASSERT_EQ(gpu, cpu) << n << " from_f32 " << static_cast<int>(dtype);
+      std::vector<float> cpu_wide(n), gpu_wide(n), sum = Floats(n), gpu_sum = sum;
+      cpu_.to_f32(dtype, cpu.data(), absl::MakeSpan(cpu_wide));
+      gpu_.to_f32(dtype, cpu.data(), absl::MakeSpan(gpu_wide));
+      ASSERT_EQ(std::memcmp(cpu_wide.data(), gpu_wide.data(), n * sizeof(float)), 0) << n;
+      cpu_.add_into(dtype, cpu.data(), absl::MakeSpan(sum));
+      gpu_.add_into(dtype, cpu.data(), absl::MakeSpan(gpu_sum));
+      ASSERT_TRUE(status_.ok()) << status_;
+      ASSERT_EQ(std::memcmp(sum.data(), gpu_sum.data(), n * sizeof(float)), 0) << n;
+    }
+  }
+}
+
+TEST_F(CudaFunctionsTest, Quantizers) {
+  for (const QuantFormat format : {QuantFormat::kInt8, QuantFormat::kInt4}) {
+    for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+      for (const size_t n : kFunctionSizes) {
+        const std::vector<std::byte> x = As(dtype, Floats(n, random_() % 2 == 0));
+        std::vector<std::byte> cpu(QuantBytes(format, n)), gpu(cpu.size()), cpu_back(x.size()), gpu_back(x.size());
+        std::vector<float> cpu_scales(QuantScales(n)), gpu_scales(cpu_scales.size());
+        cpu_.quantize(format, dtype, x.data(), n, cpu.data(), cpu_scales.data());
+        gpu_.quantize(format, dtype, x.data(), n, gpu.data(), gpu_scales.data());
+        ASSERT_TRUE(status_.ok()) << status_;
+        ASSERT_EQ(gpu, cpu) << n;
+        ASSERT_EQ(std::memcmp(cpu_scales.data(), gpu_scales.data(), cpu_scales.size() * sizeof(float)), 0) << n;
+        cpu_.dequantize(format, cpu.data(), cpu_scales.data(), n, dtype, cpu_back.data());
+        gpu_.dequantize(format, cpu.data(), cpu_scales.data(), n, dtype, gpu_back.data());
+        ASSERT_TRUE(status_.ok()) << status_;
+        ASSERT_EQ(gpu_back, cpu_back) << n;
+      }
+    }
   }
 }
 

@@ -151,6 +151,7 @@ inline Hyper AnyHyper(std::mt19937_64& random) {
           .weight_decay = one_of({0, 0.1, 1e-4}),
           .dampening = one_of({0, 0.5}),
           .learning_rate_decay = one_of({0, 1e-3}),
+          .initial_accumulator = one_of({0, 0.1}),
           .maximize = random() % 4 == 0};
 }
 

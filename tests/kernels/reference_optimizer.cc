@@ -180,7 +180,7 @@ void UpdateElement(const OptimizerSpec& spec, const Coefficients& c, float grad,
       break;
     case OptimizerKind::kAdagrad: {
       g = std::fma(c.weight_decay, e->p, g);
-      e->a = std::fma(g, g, root ? e->a * e->a : e->a);
+      e->a = std::fma(g, g, (root ? e->a * e->a : e->a) + c.start);
       const float s = std::sqrt(e->a);
       e->p = std::fma(-c.step_size, g / (s + c.eps), e->p);
       if (root) e->a = s;

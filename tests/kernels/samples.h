@@ -43,23 +43,23 @@ inline double ValueOf(float x) { return x; }
 
 template <typename T>
 double ReferenceLeaf(const T* x, size_t n) {
-  double lane[8] = {};
+  double lane[32] = {};
   for (size_t i = 0; i < n; ++i) {
     const double value = ValueOf(x[i]);
-    lane[i % 8] += value * value;
+    lane[i % 32] += value * value;
   }
-  for (size_t width = 1; width < 8; width *= 2) {
-    for (size_t i = 0; i < 8; i += 2 * width) lane[i] += lane[i + width];
+  for (size_t width = 1; width < 32; width *= 2) {
+    for (size_t i = 0; i < 32; i += 2 * width) lane[i] += lane[i + width];
   }
   return lane[0];
 }
 
 template <typename T>
 double ReferenceNorm(const T* x, size_t n) {
-  const size_t leaves = (n + 255) / 256;
+  const size_t leaves = (n + 4095) / 4096;
   if (leaves == 0) return 0;
   if (leaves == 1) return ReferenceLeaf(x, n);
-  const size_t left = std::bit_floor(leaves - 1) * 256;
+  const size_t left = std::bit_floor(leaves - 1) * 4096;
   return ReferenceNorm(x, left) + ReferenceNorm(x + left, n - left);
 }
 

@@ -48,13 +48,13 @@ TEST(SquaredNorm, AlignmentDoesNotMatter) {
 // A complete subtree can be computed apart, as tiers and servers may, and zero padding up to a leaf changes nothing.
 TEST(SquaredNorm, TreeCanBeCut) {
   for (const size_t leaves : {2, 3, 5, 7, 8, 13, 64, 100}) {
-    const std::vector<bf16> x = Random(leaves * 256 - 100, leaves);
-    const size_t left = std::bit_floor(leaves - 1) * 256;
+    const std::vector<bf16> x = Random(leaves * 4096 - 100, leaves);
+    const size_t left = std::bit_floor(leaves - 1) * 4096;
     const auto all = absl::MakeConstSpan(x);
     const double cut = SquaredNorm(all.first(left)).squared_norm + SquaredNorm(all.subspan(left)).squared_norm;
     EXPECT_EQ(SquaredNorm(x).squared_norm, cut) << leaves;
     std::vector<bf16> padded = x;
-    padded.resize(leaves * 256);
+    padded.resize(leaves * 4096);
     EXPECT_EQ(SquaredNorm(padded).squared_norm, cut) << leaves;
   }
 }

@@ -139,10 +139,11 @@ TEST(LayoutTest, NamesBelongToOneTensorOverAllRegistrations) {
 
 TEST(LayoutTest, RefusesOtherDtypes) {
   v1::JobSpec spec = TwoUnits();
+  spec.set_working_dtype(v1::DTYPE_BF16);
   spec.mutable_registrations(0)->mutable_tensors(1)->set_dtype(v1::DTYPE_F32);
   const auto layout = Layout::Make(spec);
   EXPECT_EQ(ReasonOf(layout.status()), kBadDtype);
-  EXPECT_THAT(layout.status().message(), HasSubstr("to be DTYPE_F32; working parameters are DTYPE_BF16"));
+  EXPECT_THAT(layout.status().message(), HasSubstr("to be DTYPE_F32; all working parameters of this job are DTYPE_BF16"));
 }
 
 TEST(LayoutTest, AliasesNameTheSameTensor) {

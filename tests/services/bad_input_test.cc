@@ -96,7 +96,7 @@ TEST_F(BadInput, WrongLengthAndDtype) {
   const uint64_t elements = push_.end() - push_.begin();
   push_.mutable_payload()->append("x");
   Expect(Push(push_), kInvalid, model::kBadLength,
-         {absl::StrCat("expected ", elements, " elements of bf16"), "is the dtype right?"});
+         {absl::StrCat("expected ", elements, " elements of DTYPE_BF16"), "is the dtype right?"});
   push_.mutable_payload()->resize(elements * 4);
   Expect(Push(push_), kInvalid, model::kBadLength, {absl::StrCat("came ", elements * 4, " bytes")});
   push_.set_kind(v1::SLICE_KIND_UNSPECIFIED);
@@ -105,8 +105,45 @@ TEST_F(BadInput, WrongLengthAndDtype) {
 
 TEST_F(BadInput, WrongDtypeInTheSpec) {
   v1::OpenRequest open = FencedOpen("other");
-  open.mutable_spec()->set_gradient_dtype(v1::DTYPE_F32);
-  Expect(Open(open), kInvalid, model::kBadDtype, {"DTYPE_BF16", "DTYPE_F32"});
+  open.mutable_spec()->set_gradient_dtype(static_cast<v1::Dtype>(17));
+  Expect(Open(open), kInvalid, model::kBadDtype, {"gradients must be", "DTYPE_BF16", "17"});
+  open.mutable_spec()->set_gradient_dtype(v1::DTYPE_BF16);
+  open.mutable_spec()->set_moment_format(static_cast<v1::MomentFormat>(9));
+  Expect(Open(open), kInvalid, model::kBadDtype, {"I8 or F8", "9"});
+  open.mutable_spec()->set_moment_format(v1::MOMENT_FORMAT_F8);
+  open.mutable_spec()->set_nesterov(true);
+  Expect(Open(open), kInvalid, model::kBadSpec, {"adamw", "nesterov needs momentum"});
+  open.mutable_spec()->set_nesterov(false);
+  open.mutable_spec()->set_optimizer(static_cast<v1::Optimizer>(77));
+  Expect(Open(open), absl::StatusCode::kUnimplemented, model::kUnsupported, {"optimizer 77", "AdamW, Adam, SGD"});
+}
+
+// Another optimizer would read the state as something that it is not.
+TEST_F(BadInput, AnotherOptimizerForAJobWithState) {
+  v1::OpenRequest open = group_.open_request(group_.step() - 1, std::nullopt);
+  open.mutable_spec()->set_moment_format(v1::MOMENT_FORMAT_I8);
+  open.set_dry_run(true);
+  Expect(Open(open), kInvalid, model::kBadSpec, {"has state for adamw, f32 moments", "is for adamw, i8 moments"});
+}
+
+// Nothing was taken for the job yet: it may be another one.
+TEST_F(BadInput, AnotherOptimizerAfterADryRun) {
+  v1::OpenRequest open = FencedOpen("other");
+  open.set_dry_run(true);
+  EXPECT_EQ(Open(open), absl::OkStatus());
+  open.set_dry_run(false);
+  open.mutable_spec()->set_moment_format(v1::MOMENT_FORMAT_I8);
+  EXPECT_EQ(Open(open), absl::OkStatus());
+}
+
+TEST_F(BadInput, PullOfAMomentThatTheOptimizerHasNot) {
+  v1::PullRequest pull;
+  pull.set_job("job");
+  pull.set_content(v1::CONTENT_MOMENT3);
+  pull.set_end(8);
+  v1::PullResponse response;
+  Expect(Call(&Stub::Pull, pull, &response), kInvalid, model::kBadRequest,
+         {"neither WORKING nor MASTER", "2 moment(s) of adamw"});
 }
 
 TEST_F(BadInput, DamagedPayload) {

@@ -55,7 +55,7 @@ TEST_F(MetricsTest, ScrapeTellsTheStoryAndPassesPromtool) {
   uint64_t elements = 0, state_bytes = 0;
   for (const model::Chunk& chunk : group.plan().layout().chunks()) {
     elements += chunk.range.size();
-    state_bytes += storage::StateBytes(chunk.range.size());
+    state_bytes += storage::StateLayout().StateBytes(chunk.range.size());
   }
   for (const std::string& line : {
            std::string("ballast_tier_capacity_bytes{tier=\"dram\"} 67108864"),

@@ -86,7 +86,7 @@ TEST(StateServer, AnswersABudgetThatIsShortWithTheNumbersAndStaysAsItWas) {
   uint64_t needed = 0;
   for (const model::Chunk& chunk : group.plan().layout().chunks()) {
     const uint64_t n = chunk.range.size();
-    needed += storage::StateBytes(n) + storage::WorkingBytes(n) + 4 * n;
+    needed += storage::StateLayout().StateBytes(n) + storage::StateLayout().WorkingBytes(n) + 4 * n;
   }
   EXPECT_TRUE(Contains(status, absl::StrCat("dram is short of ", needed - 2 * kMiB, " bytes"))) << status;
   EXPECT_TRUE(Contains(status, "job 'job' does not fit on server 's'")) << status;

@@ -68,7 +68,7 @@ TEST_P(ChunkStoreTest, PartsOfAChunk) {
     const auto from = s_.reference[1].arrays[2].begin() + begin;
     EXPECT_TRUE(SameBits(state, {from, from + state.size()})) << begin;
     std::vector<kernels::bf16> working(state.size());
-    ASSERT_TRUE(s_.store->ReadWorking(1, begin, absl::MakeSpan(working)).ok());
+    ASSERT_TRUE(s_.store->ReadWorking(1, begin, Bytes(absl::MakeSpan(working))).ok());
     const auto working_from = s_.reference[1].working.begin() + begin;
     EXPECT_TRUE(SameBits(working, {working_from, working_from + working.size()})) << begin;
   }
@@ -127,7 +127,7 @@ TEST_P(ChunkStoreTest, ReadsNeverSeeHalfAnUpdate) {
     do {
       for (const uint64_t chunk : {uint64_t{0}, uint64_t{1}, uint64_t{7}}) {
         ASSERT_TRUE(s_.store->ReadState(chunk, StateArray::kMaster, 0, absl::MakeSpan(state)).ok());
-        ASSERT_TRUE(s_.store->ReadWorking(chunk, 0, absl::MakeSpan(working)).ok());
+        ASSERT_TRUE(s_.store->ReadWorking(chunk, 0, Bytes(absl::MakeSpan(working))).ok());
         ASSERT_EQ(std::count(state.begin(), state.end(), state[0]), 65536);
         ASSERT_EQ(std::count(working.begin(), working.end(), working[0]), 65536);
         reads.fetch_add(1);
@@ -153,7 +153,7 @@ TEST_P(ChunkStoreTest, SpaceIsTakenAndReturned) {
   const ChunkStore::Residency residency = s_.store->residency();
   const TierBytes used = s_.tiers->used();
   uint64_t state = 0, working = 0;
-  for (const uint64_t n : Sizes()) state += StateBytes(n), working += WorkingBytes(n);
+  for (const uint64_t n : Sizes()) state += StateLayout().StateBytes(n), working += StateLayout().WorkingBytes(n);
   EXPECT_EQ(residency.state.dram + residency.state.nvme, state);
   EXPECT_EQ(residency.working.dram, working);
   EXPECT_EQ(used.nvme, residency.state.nvme);

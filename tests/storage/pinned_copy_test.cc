@@ -129,9 +129,9 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(PinSpaceTest, NoRoomForACopyFailsBeforeTheChunkChanges) {
   uint64_t exact = 0;
-  for (const uint64_t n : Sizes()) exact += StateBytes(n) + WorkingBytes(n);
+  for (const uint64_t n : Sizes()) exact += StateLayout().StateBytes(n) + StateLayout().WorkingBytes(n);
   // Room for the copies of the first two chunks.
-  StoreOnTiers s({.dram = exact + 2 * StateBytes(65536)}, 2);
+  StoreOnTiers s({.dram = exact + 2 * StateLayout().StateBytes(65536)}, 2);
   ASSERT_TRUE(s.store->Add(Sizes(), s.PlanOf({TierKind::kDram})).ok());
   ASSERT_TRUE(s.RunValues(1).ok());
   ASSERT_TRUE(s.store->Pin(1).ok());

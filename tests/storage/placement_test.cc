@@ -31,11 +31,11 @@ std::string Tiers(const Plan& plan) {
 }
 
 TEST(PlacementTest, BytesArePaddedPerArray) {
-  EXPECT_EQ(StateBytes(kChunk), kState);
-  EXPECT_EQ(StateBytes(256), 3 * 4096);
-  EXPECT_EQ(StateBytes(1025), 3 * 8192);
-  EXPECT_EQ(WorkingBytes(256), 4096);
-  EXPECT_EQ(WorkingBytes(2049), 8192);
+  EXPECT_EQ(StateLayout().StateBytes(kChunk), kState);
+  EXPECT_EQ(StateLayout().StateBytes(256), 3 * 4096);
+  EXPECT_EQ(StateLayout().StateBytes(1025), 3 * 8192);
+  EXPECT_EQ(StateLayout().WorkingBytes(256), 4096);
+  EXPECT_EQ(StateLayout().WorkingBytes(2049), 8192);
 }
 
 TEST(PlacementTest, AllInDramNeedsNoStaging) {

@@ -23,6 +23,14 @@ bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
+// AdamW with fp32 moments, bf16 gradients and working parameters; formats_test has the others.
+inline constexpr size_t kStateArrays = 3;
+
+template <typename T>
+absl::Span<std::byte> Bytes(absl::Span<T> values) {
+  return {reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(T)};
+}
+
 struct ReferenceChunk {
   explicit ReferenceChunk(uint64_t n) : arrays(kStateArrays, std::vector<float>(n)), working(n) {}
   uint64_t elements() const { return working.size(); }
@@ -36,7 +44,8 @@ struct ReferenceChunk {
         return absl::MakeSpan(array).subspan(segment.begin, segment.end - segment.begin);
       };
       std::vector<kernels::bf16> ignored(segment.end - segment.begin);
-      AdamwStep(segment.coefficients, update.gradient.subspan(segment.begin, ignored.size()), part(arrays[0]),
+      const auto* gradient = reinterpret_cast<const kernels::bf16*>(update.gradient.data()) + segment.begin;
+      AdamwStep(segment.coefficients, {gradient, ignored.size()}, part(arrays[0]),
                 part(arrays[1]), part(arrays[2]), absl::MakeSpan(ignored));
     }
     kernels::Bf16FromF32(arrays[0], absl::MakeSpan(working));
@@ -66,7 +75,7 @@ class StepUpdates {
     const std::vector<kernels::bf16>& gradient = gradients_.emplace_back(Random<kernels::bf16>(elements));
     const uint64_t first = elements / 3 / 256 * 256, second = elements / 2 / 256 * 256;
     updates_.push_back({.chunk = chunk});
-    updates_.back().gradient = gradient;
+    updates_.back().gradient = {reinterpret_cast<const std::byte*>(gradient.data()), 2 * gradient.size()};
     if (first > 0) {
       updates_.back().segments.push_back(
           {0, first, kernels::MakeCoefficients({}, {1e-2, 0.9, 0.999, 1e-8, 0.1}, t, 0.5f)});
@@ -120,14 +129,14 @@ template <typename ReadWorking, typename ReadState>
 
 inline ::testing::AssertionResult Holds(const ChunkStore& store, uint64_t chunk, const ReferenceChunk& expected) {
   return Holds(
-      expected, [&](absl::Span<kernels::bf16> to) { return store.ReadWorking(chunk, 0, to); },
+      expected, [&](absl::Span<kernels::bf16> to) { return store.ReadWorking(chunk, 0, Bytes(to)); },
       [&](StateArray array, absl::Span<float> to) { return store.ReadState(chunk, array, 0, to); });
 }
 
 inline ::testing::AssertionResult HoldsPinned(const ChunkStore& store, int64_t pin, uint64_t chunk,
                                               const ReferenceChunk& expected) {
   return Holds(
-      expected, [&](absl::Span<kernels::bf16> to) { return store.ReadPinnedWorking(pin, chunk, 0, to); },
+      expected, [&](absl::Span<kernels::bf16> to) { return store.ReadPinnedWorking(pin, chunk, 0, Bytes(to)); },
       [&](StateArray array, absl::Span<float> to) { return store.ReadPinnedState(pin, chunk, array, 0, to); });
 }
 

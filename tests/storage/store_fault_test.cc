@@ -23,7 +23,7 @@ class StoreFaultTest : public ::testing::Test {
   // The chunks lie in the file in the order they were added.
   static uint64_t OffsetOf(uint64_t chunk) {
     uint64_t offset = 0;
-    for (uint64_t i = 0; i < chunk; ++i) offset += StateBytes(Sizes()[i]);
+    for (uint64_t i = 0; i < chunk; ++i) offset += StateLayout().StateBytes(Sizes()[i]);
     return offset;
   }
 
@@ -42,7 +42,7 @@ class StoreFaultTest : public ::testing::Test {
 };
 
 TEST_F(StoreFaultTest, CorruptionIsFoundByTheNextStep) {
-  const uint64_t array = StateBytes(65536) / kStateArrays;
+  const uint64_t array = StateLayout().StateBytes(65536) / kStateArrays;
   FlipByte(OffsetOf(4) + array + 12345);
   size_t done = 0;
   StepUpdates step(2);

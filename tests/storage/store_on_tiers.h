@@ -18,11 +18,11 @@ inline const std::vector<uint64_t>& Sizes() {
 
 struct StoreOnTiers {
   // Of `slots` full chunks, and the readers' buffer.
-  static uint64_t StagingBytes(uint64_t slots) { return kMiB + slots * StateBytes(65536); }
+  static uint64_t StagingBytes(uint64_t slots) { return kMiB + slots * StateLayout().StateBytes(65536); }
 
   StoreOnTiers(TierBytes budget, uint64_t slots) {
     tiers = *Tiers::Open({.budget = budget, .directory = directory.path(), .staging_bytes = StagingBytes(slots)});
-    store = std::make_unique<ChunkStore>(tiers.get());
+    store = std::make_unique<ChunkStore>(tiers.get(), kernels::OptimizerSpec());
     for (const uint64_t n : Sizes()) reference.emplace_back(n);
   }
 

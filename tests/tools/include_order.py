@@ -10,9 +10,9 @@ import sys
 
 # A file belongs to the longest prefix that matches; it may include from these folders.
 ALLOWED = {
-    'proto/model': ['ballast/v1', 'proto/model'],
+    'proto/model': ['ballast/v1', 'proto/model', 'kernels'],
     'kernels': ['kernels'],
-    'storage/placement': ['storage/placement', 'proto/model'],
+    'storage/placement': ['storage/placement', 'kernels', 'proto/model'],
     'storage/catalog': ['storage/catalog', 'storage/io', 'proto/model'],
     'storage/io': ['storage/io', 'proto/model'],
     'storage/tier': ['storage/tier', 'storage/io', 'storage/placement', 'kernels', 'proto/model'],

@@ -1,4 +1,4 @@
-// The shape of the norm: leaves of 256 elements, eight lanes in a leaf, a binary tree over the leaves.
+// The shape of the norm: leaves of 4096 elements, 32 lanes in a leaf, a binary tree over the leaves.
 #pragma once
 
 #include <cstddef>
@@ -6,11 +6,15 @@
 
 namespace ballast::kernels {
 
-inline constexpr size_t kNormLeafElements = 256;
-inline constexpr size_t kNormLanes = 8;
+inline constexpr size_t kNormLeafElements = 4096;
+inline constexpr size_t kNormLanes = 32;
 
-inline double SumLanes(const double* lane) {
-  return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+// Neighbours first: lanes 0 + 1, 2 + 3 ..., then the pairs' neighbours. `lane` is used up.
+inline double SumLanes(double* lane) {
+  for (size_t count = kNormLanes; count > 1; count /= 2) {
+    for (size_t i = 0; i < count / 2; ++i) lane[i] = lane[2 * i] + lane[2 * i + 1];
+  }
+  return lane[0];
 }
 
 // Adds leaves, in order, into the tree whose left children are complete: a binary counter of partial sums.
