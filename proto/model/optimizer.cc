@@ -50,11 +50,12 @@ absl::StatusOr<Dtype> DtypeOf(v1::Dtype proto, const char* what) {
                absl::StrCat(what, " must be DTYPE_F32, DTYPE_BF16 or DTYPE_F16, came ", static_cast<int>(proto)));
 }
 
-const NamedDtype& Find(Dtype dtype) {
+// One that jobs do not have stays unspecified, which OptimizerOf refuses.
+NamedDtype Find(Dtype dtype) {
   for (const NamedDtype& named : kDtypes) {
     if (named.dtype == dtype) return named;
   }
-  return kDtypes[0];
+  return {v1::DTYPE_UNSPECIFIED, dtype, "unknown"};
 }
 
 }  // namespace
