@@ -18,6 +18,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
+#include "ballast/kernels/thread_pool.h"
 #include "ballast/services/counters.h"
 #include "ballast/services/deadlines.h"
 #include "ballast/services/executor.h"
@@ -37,6 +38,7 @@ struct JobSurroundings {
   std::string server_id;
   storage::Catalog* catalog = nullptr;
   storage::Tiers* tiers = nullptr;
+  kernels::ThreadPool* compute = nullptr;
   Executor* executor = nullptr;
   Deadlines* deadlines = nullptr;
   ServerCounters* counters = nullptr;

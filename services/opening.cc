@@ -120,7 +120,7 @@ absl::Status Job::AddChunks(const kernels::OptimizerSpec& optimizer, const std::
       store_ = nullptr;
     }
     if (store_ == nullptr) {
-      store_ = std::make_shared<storage::ChunkStore>(around_.tiers, optimizer);
+      store_ = std::make_shared<storage::ChunkStore>(around_.tiers, optimizer, around_.compute);
       memory_ = std::make_shared<ProvisionalMemory>(around_.tiers);
     }
     store = store_;

@@ -2,11 +2,13 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <random>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -74,10 +76,18 @@ absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std:
   return id;
 }
 
+int ComputeThreads(const StateServerOptions& options) {
+  constexpr int kThreadsMax = 64;
+  const int wanted = options.compute_threads > 0 ? options.compute_threads
+                                                 : static_cast<int>(std::thread::hardware_concurrency());
+  return std::clamp(wanted, 1, kThreadsMax);
+}
+
 }  // namespace
 
 struct StateServer::Impl {
-  explicit Impl(const StateServerOptions& options) : options(options), executor(std::max(1, options.compute_threads)) {}
+  explicit Impl(const StateServerOptions& options)
+      : options(options), compute(ComputeThreads(options)), executor(std::max(1, options.read_threads)) {}
 
   // What a name stands for: a job, or the memory of one whose state a restart lost.
   struct Entry {
@@ -115,6 +125,7 @@ struct StateServer::Impl {
   std::unique_ptr<storage::Catalog> catalog;
   std::unique_ptr<storage::Tiers> tiers;
   absl::Mutex planning;
+  kernels::ThreadPool compute;
   Executor executor;
   Executor dropping{1};  // a drop waits for the update at work, which nobody else may
   Deadlines deadlines;
@@ -195,7 +206,7 @@ absl::Status StateServer::Impl::LoadJobs() {
 }
 
 std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
-  return Job::Make(name, {server_id, catalog.get(), tiers.get(), &executor, &deadlines, &counters, &planning,
+  return Job::Make(name, {server_id, catalog.get(), tiers.get(), &compute, &executor, &deadlines, &counters, &planning,
                           WaitingBounds{&counters.waiting_requests, options.waiting_requests_max,
                                         &counters.waiting_request_bytes, options.waiting_request_bytes_max}});
 }

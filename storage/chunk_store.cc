@@ -18,8 +18,9 @@
 namespace ballast::storage {
 namespace {
 
-// Kernels look after the disk this often: at memory speed every 100 microseconds, else it idles behind a long kernel.
-constexpr uint64_t kPollElements = uint64_t{1} << 16;
+// What one thread takes at a time. After each of its pieces the job's thread looks after the disk: at memory speed every
+// 50 microseconds, else it idles behind a long kernel.
+constexpr uint64_t kPieceElements = uint64_t{1} << 16;
 
 absl::Status Bad(const char* reason, absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
@@ -73,20 +74,34 @@ kernels::RandomKey RandomAt(const ChunkUpdate& update, uint64_t at) {
 }
 
 // Values, then the optimizer, on state in the host's memory.
-void ApplyInMemory(const ChunkUpdate& update, const StateView& state, std::byte* working, UpdatePipeline& pipeline) {
+void ApplyInMemory(const ChunkUpdate& update, const StateView& state, std::byte* working, UpdatePipeline& pipeline,
+                   kernels::ThreadPool* compute) {
   const kernels::OptimizerSpec& optimizer = state.layout->optimizer();
   const uint64_t width = state.layout->working_element_bytes();
   for (const ChunkUpdate::Values& values : update.values) {
     std::copy(values.values.begin(), values.values.end(), state.master() + values.begin);
     kernels::FromF32(values.values, optimizer.working, working + values.begin * width);
   }
+  struct Piece {
+    const ChunkUpdate::SegmentUpdate* segment;
+    uint64_t begin, end;
+  };
+  std::vector<Piece> pieces;
   for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
-    for (uint64_t at = segment.begin; at < segment.end; at += kPollElements) {
-      const uint64_t n = std::min(kPollElements, segment.end - at);
-      kernels::Update(optimizer, segment.coefficients, RandomAt(update, at),
-                      SpanOf(update, state, working + at * width, at, n));
-      pipeline.Poll();
+    for (uint64_t at = segment.begin; at < segment.end; at += kPieceElements) {
+      pieces.push_back({&segment, at, std::min(at + kPieceElements, segment.end)});
     }
+  }
+  const auto apply = [&](uint64_t i) {
+    const auto [segment, at, end] = pieces[i];
+    kernels::Update(optimizer, segment->coefficients, RandomAt(update, at),
+                    SpanOf(update, state, working + at * width, at, end - at));
+  };
+  const auto poll = [&pipeline] { pipeline.Poll(); };
+  if (compute != nullptr) return compute->ParallelFor(pieces.size(), apply, poll);
+  for (uint64_t i = 0; i < pieces.size(); ++i) {
+    apply(i);
+    poll();
   }
 }
 
@@ -126,7 +141,8 @@ absl::Status ReadAsF32(const StoredChunk& chunk, StateArray array, uint64_t begi
 }  // namespace
 
 struct ChunkStore::Impl {
-  Impl(Tiers* t, const kernels::OptimizerSpec& optimizer) : tiers(t), layout(optimizer), reader(t) {}
+  Impl(Tiers* t, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* c)
+      : tiers(t), compute(c), layout(optimizer), reader(t) {}
 
   absl::StatusOr<StoredChunk*> Find(uint64_t chunk) const;
   absl::Status CheckPlan(absl::Span<const uint64_t> elements, const Plan& plan) const;
@@ -141,6 +157,7 @@ struct ChunkStore::Impl {
                           ChunkReader::Sink sink);
 
   Tiers* const tiers;
+  kernels::ThreadPool* const compute;
   const StateLayout layout;
   ChunkReader reader;
   // Destroyed in reverse: chunks (which return extents) before the memory they point into.
@@ -160,8 +177,8 @@ struct ChunkStore::Impl {
   absl::flat_hash_map<int64_t, PinPoint> pins ABSL_GUARDED_BY(mutex);
 };
 
-ChunkStore::ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer)
-    : impl_(std::make_unique<Impl>(tiers, optimizer)) {}
+ChunkStore::ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* compute)
+    : impl_(std::make_unique<Impl>(tiers, optimizer, compute)) {}
 ChunkStore::~ChunkStore() = default;
 
 absl::StatusOr<StoredChunk*> ChunkStore::Impl::Find(uint64_t chunk) const {
@@ -344,7 +361,7 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
     if (tier == TierKind::kHbm) {
       BALLAST_RETURN_IF_ERROR(ApplyOnDevice(update, chunk));
     } else {
-      ApplyInMemory(update, chunk.View(state), chunk.working, pipeline);
+      ApplyInMemory(update, chunk.View(state), chunk.working, pipeline, compute);
     }
     if (tier == TierKind::kNvme) {
       chunk.digests = DigestState(chunk, state);

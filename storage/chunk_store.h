@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
+#include "ballast/kernels/thread_pool.h"
 #include "ballast/storage/placement/placement.h"
 #include "ballast/storage/tier/tiers.h"
 
@@ -39,9 +40,9 @@ struct ChunkUpdate {
 // before or after an update, never amid it; who needs an exact version orders reads himself (services/job does).
 class ChunkStore {
  public:
-  // Borrows `tiers`, which must outlive it. Space is taken by Add, returned by the destructor. REQUIRES:
-  // kernels::Unsupported(optimizer) is empty.
-  ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer);
+  // Borrows `tiers` and `compute`, which must outlive it; without the latter Run computes on its caller's thread alone.
+  // Space is taken by Add, returned by the destructor. REQUIRES: kernels::Unsupported(optimizer) is empty.
+  ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* compute = nullptr);
   ~ChunkStore();
 
   // Appends chunks of these sizes (elements), placed as `plan` says (one entry per size). All zero, and zero in every

@@ -8,7 +8,7 @@ install(TARGETS ${installed} ballastd ballastctl EXPORT BallastTargets
 file(GLOB headers ${PROJECT_SOURCE_DIR}/proto/model/*.h)
 install(FILES ${headers} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/proto/model)
 # The public headers; the others of these folders are their inside.
-foreach(header float_formats kernels optimizer self_test)
+foreach(header float_formats kernels optimizer self_test thread_pool)
   install(FILES ${PROJECT_SOURCE_DIR}/kernels/${header}.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/kernels)
 endforeach()
 install(FILES ${PROJECT_SOURCE_DIR}/client/session.h ${PROJECT_SOURCE_DIR}/client/transport.h

@@ -44,6 +44,10 @@ bool SetAddress(const std::string& text, std::string* to) {
   return port >= 0 && port <= 65535;
 }
 
+bool SetThreads(const std::string& text, int* to) {
+  return absl::SimpleAtoi(text, to) && *to >= 1 && *to <= kThreadsMax;
+}
+
 Setter Bytes(uint64_t* (*field)(Config*)) {
   return [field](const std::string& text, Config* config) {
     const absl::StatusOr<uint64_t> bytes = ParseBytes(text);
@@ -79,12 +83,12 @@ const std::vector<Key>& Keys() {
        Bytes([](Config* c) { return &c->server.budget.dram; })},
       {{"budget.nvme", "bytes, such as 512MiB", "0", "file in the data directory for state that finds no room above"},
        Bytes([](Config* c) { return &c->server.budget.nvme; })},
-      {{"compute_threads", "an integer from 1 to 64", "1",
-        "threads for blocking reads and for answers to requests that waited; each job has one of its own besides"},
-       [](const std::string& text, Config* c) {
-         return absl::SimpleAtoi(text, &c->server.compute_threads) && c->server.compute_threads >= 1 &&
-                c->server.compute_threads <= kThreadsMax;
-       }},
+      {{"compute_threads", "an integer from 1 to 64", "the machine's processors",
+        "threads that work on one update, its job's own included; all jobs share the others"},
+       [](const std::string& text, Config* c) { return SetThreads(text, &c->server.compute_threads); }},
+      {{"read_threads", "an integer from 1 to 64", "1",
+        "threads for blocking reads and for answers to requests that waited"},
+       [](const std::string& text, Config* c) { return SetThreads(text, &c->server.read_threads); }},
       {{"staging", "bytes, such as 512MiB", "48MiB", "DRAM buffers through which NVMe state moves, once per job"},
        Bytes([](Config* c) { return &c->server.staging_bytes; })},
       {{"log_level", "trace, debug, info, warn, error or off", "info", "what is logged, to standard error"},

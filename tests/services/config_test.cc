@@ -19,6 +19,7 @@ budget:
   dram: 512MiB
   nvme: 2 GiB
 compute_threads: 2
+read_threads: 3
 )";
 
 absl::StatusOr<Config> FromText(const std::string& text, const ConfigValues& environment = {},
@@ -44,6 +45,7 @@ TEST(Config, ReadsAFile) {
   EXPECT_EQ(config->server.budget.nvme, uint64_t{2} << 30);
   EXPECT_EQ(config->server.budget.hbm, 0u);
   EXPECT_EQ(config->server.compute_threads, 2);
+  EXPECT_EQ(config->server.read_threads, 3);
   EXPECT_EQ(config->log_level, "info");
 }
 

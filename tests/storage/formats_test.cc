@@ -19,7 +19,8 @@ using kernels::MomentFormat;
 using kernels::OptimizerKind;
 using kernels::OptimizerSpec;
 
-constexpr uint64_t kElements = 65536 - 3 * 256;
+// Several pieces for several threads.
+constexpr uint64_t kElements = 4 * 65536 - 3 * 256;
 constexpr uint64_t kChunks = 4;
 
 // One chunk on plain arrays.
@@ -71,10 +72,10 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
  protected:
   FormatsTest() : layout_(GetParam()), plain_(kChunks, Plain(GetParam())) {
     const uint64_t staging = (uint64_t{1} << 20) + 2 * layout_.StateBytes(kElements);
-    tiers_ = *Tiers::Open({.budget = {.dram = uint64_t{64} << 20, .nvme = uint64_t{64} << 20},
+    tiers_ = *Tiers::Open({.budget = {.dram = uint64_t{128} << 20, .nvme = uint64_t{64} << 20},
                            .directory = directory_.path(),
                            .staging_bytes = staging});
-    store_ = std::make_unique<ChunkStore>(tiers_.get(), GetParam());
+    store_ = std::make_unique<ChunkStore>(tiers_.get(), GetParam(), &compute_);
     Plan plan;
     for (uint64_t i = 0; i < kChunks; ++i) plan.chunks.push_back({i % 2 == 0 ? TierKind::kNvme : TierKind::kDram});
     EXPECT_TRUE(store_->Add(std::vector<uint64_t>(kChunks, kElements), plan).ok());
@@ -88,7 +89,7 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
     for (uint64_t i = 0; i < kChunks; ++i) {
       for (float& x : floats[i]) x = static_cast<float>(static_cast<int32_t>(random_())) * 0x1p-31f;
       updates[i].chunk = i;
-      updates[i].random = {.seed = 7, .unit = 3, .step = step, .first_element = i * (uint64_t{1} << 16)};
+      updates[i].random = {.seed = 7, .unit = 3, .step = step, .first_element = i * (uint64_t{1} << 18)};
       if (step == 0) {
         updates[i].values = {{0, floats[i]}};
         continue;
@@ -135,6 +136,7 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
   ScratchDirectory directory_;
   const StateLayout layout_;
   std::unique_ptr<Tiers> tiers_;
+  kernels::ThreadPool compute_{3};
   std::unique_ptr<ChunkStore> store_;
   std::vector<Plain> plain_;
   std::mt19937 random_{17};
