@@ -21,6 +21,9 @@ HWY_BEFORE_NAMESPACE();
 namespace ballast::kernels::HWY_NAMESPACE {
 namespace {
 
+// A lambda whose every call is inlined, which compilers would not do for large ones.
+#define BALLAST_INLINE_LAMBDA HWY_ATTR __attribute__((always_inline))
+
 #define BALLAST_LANES HWY_INLINE
 #include "ballast/kernels/optimizer_math.inc"
 #undef BALLAST_LANES
@@ -60,12 +63,27 @@ void NarrowBlock(const float* HWY_RESTRICT from, std::byte* to) {
 
 // ---- the rule
 
-using BlockRule = void (*)(const Coefficients& c, const RandomKey& key, const float* gradient, float* p,
-                           MomentBlock* moments);
+// How a block's gradient comes and where its working parameters go: in most jobs both are bf16, which the rule then reads
+// and writes itself, so that this work fills the time in which it waits for divisions and roots.
+enum class Ends { kF32, kBf16, kBf16Stream };
 
-template <Rule kRule, MomentFormat kFormat>
-void RuleBlock(const Coefficients& coefficients, const RandomKey& key, const float* HWY_RESTRICT gradient,
-               float* HWY_RESTRICT p, MomentBlock* moments) {
+using BlockRule = void (*)(const Coefficients& c, const RandomKey& key, size_t n, const std::byte* gradient, float* p,
+                           MomentBlock* moments, std::byte* working);
+
+// A block; of what is bf16 and fp32 throughout several, since nothing ends with a block there.
+constexpr size_t kRunBlocks = 16;
+constexpr bool RunsOn(MomentFormat format, Ends ends) { return format == MomentFormat::kF32 && ends != Ends::kF32; }
+
+// Whether a NaN among the rule's outputs is always one in p too.
+constexpr bool NanReachesParameter(Rule rule) { return rule != Rule::kLion; }
+
+// kEnds = kF32: the gradient has been widened, and `working` is not written. n: kBlock, or a multiple if RunsOn.
+template <Rule kRule, MomentFormat kFormat, Ends kEnds>
+void RuleBlock(const Coefficients& coefficients, const RandomKey& key, size_t n,
+               const std::byte* HWY_RESTRICT gradient, float* HWY_RESTRICT p, MomentBlock* moments,
+               std::byte* HWY_RESTRICT working) {
+  const size_t count = RunsOn(kFormat, kEnds) ? n : kBlock;
+  constexpr Dtype kGradient = kEnds == Ends::kF32 ? Dtype::kF32 : Dtype::kBf16;
   constexpr int kMoments = MomentsOf(kRule);
   constexpr bool kRoots = kFormat == MomentFormat::kF8;
   constexpr bool kBlockwise = kFormat == MomentFormat::kF8 || kFormat == MomentFormat::kI8;
@@ -78,22 +96,48 @@ void RuleBlock(const Coefficients& coefficients, const RandomKey& key, const flo
   if constexpr (kMoments > 1) b = moments[1];
   if constexpr (kMoments > 2) x = moments[2];
   for (int k = 0; kBlockwise && k < kMoments; ++k) scale[k] = L::Set(*moments[k].scale);
-  for (size_t i = 0; i < kBlock; i += L::kWidth) {
+  U seen = L::SetU(0);  // the largest magnitude, by integers: above Inf's it is a NaN
+  const auto step = [&](size_t i) BALLAST_INLINE_LAMBDA {
     F pi = L::Load(p + i), ai = pi, bi = pi, xi = pi;
     if constexpr (kMoments > 0) ai = LoadMoment<kFormat, !IsSecondMoment(kRule, 0)>(a, scale[0], i);
     if constexpr (kMoments > 1) bi = LoadMoment<kFormat, false>(b, scale[1], i);
     if constexpr (kMoments > 2) xi = LoadMoment<kFormat, false>(x, scale[2], i);
-    Step<kRule, kRoots, L>(c, L::Load(gradient + i), pi, ai, bi, xi);
-    L::Store(L::OneNan(pi), p + i);
-    if constexpr (kMoments > 0) L::Store(kBlockwise ? ai : L::OneNan(ai), a.wide + i);
-    if constexpr (kMoments > 1) L::Store(kBlockwise ? bi : L::OneNan(bi), b.wide + i);
-    if constexpr (kMoments > 2) L::Store(kBlockwise ? xi : L::OneNan(xi), x.wide + i);
-    // A block with a NaN is stored as one, whichever it is.
+    Step<kRule, kRoots, L>(c, LoadAs<L, kGradient>(gradient, i), pi, ai, bi, xi);
+    L::Store(pi, p + i);
+    if constexpr (kMoments > 0) L::Store(ai, a.wide + i);
+    if constexpr (kMoments > 1) L::Store(bi, b.wide + i);
+    if constexpr (kMoments > 2) L::Store(xi, x.wide + i);
+    seen = L::MaxU(seen, Magnitude<L>(L::Bits(pi)));
+    if constexpr (!NanReachesParameter(kRule)) seen = L::MaxU(seen, Magnitude<L>(L::Bits(ai)));
     if constexpr (kBlockwise && kMoments > 0) largest[0] = L::MaxU(largest[0], Magnitude<L>(L::Bits(ai)));
     if constexpr (kBlockwise && kMoments > 1) largest[1] = L::MaxU(largest[1], Magnitude<L>(L::Bits(bi)));
     if constexpr (kBlockwise && kMoments > 2) largest[2] = L::MaxU(largest[2], Magnitude<L>(L::Bits(xi)));
+    return pi;
+  };
+  const auto narrow = [working](F first, F second, size_t i) BALLAST_INLINE_LAMBDA {
+    if constexpr (kEnds != Ends::kF32) {
+      L::template Store16x2<kEnds == Ends::kBf16Stream>(NarrowBf16OneNan<L>(first), NarrowBf16OneNan<L>(second),
+                                                        reinterpret_cast<uint16_t*>(working) + i);
+    }
+  };
+  for (size_t i = 0; i < count; i += 2 * L::kWidth) {
+    if constexpr (kFormat == MomentFormat::kF32) {
+      L::PrefetchAhead(p + i);
+      if constexpr (kMoments > 0) L::PrefetchAhead(a.wide + i);
+      if constexpr (kMoments > 1) L::PrefetchAhead(b.wide + i);
+    }
+    const F first = step(i), second = step(i + L::kWidth);
+    narrow(first, second, i);
+  }
+  if (L::MaxOfLanes(seen) > 0x7f800000u) {
+    // Rare, and not the loop's to look after: every NaN becomes the one NaN.
+    for (float* array : {p, a.wide, b.wide, x.wide}) {
+      for (size_t i = 0; array != nullptr && i < count; i += L::kWidth) L::Store(L::OneNan(L::Load(array + i)), array + i);
+    }
+    for (size_t i = 0; i < count; i += 2 * L::kWidth) narrow(L::Load(p + i), L::Load(p + i + L::kWidth), i);
   }
   for (int k = 0; k < kMoments; ++k) {
+    // A block with a NaN is stored as one, whichever it is.
     moments[k].largest_bits = kBlockwise ? L::MaxOfLanes(largest[k]) : 0;
     if constexpr (kFormat == MomentFormat::kBf16) StoreStochastic(moments[k], key);
     if constexpr (kBlockwise) {
@@ -103,41 +147,42 @@ void RuleBlock(const Coefficients& coefficients, const RandomKey& key, const flo
   }
 }
 
-template <Rule kRule>
+template <Ends kEnds, Rule kRule>
 BlockRule BlockRuleOf(MomentFormat format) {
   switch (format) {
     case MomentFormat::kF32:
-      return RuleBlock<kRule, MomentFormat::kF32>;
+      return RuleBlock<kRule, MomentFormat::kF32, kEnds>;
     case MomentFormat::kBf16:
-      return RuleBlock<kRule, MomentFormat::kBf16>;
+      return RuleBlock<kRule, MomentFormat::kBf16, kEnds>;
     case MomentFormat::kI8:
-      return RuleBlock<kRule, MomentFormat::kI8>;
+      return RuleBlock<kRule, MomentFormat::kI8, kEnds>;
     case MomentFormat::kF8:
-      return RuleBlock<kRule, MomentFormat::kF8>;
+      return RuleBlock<kRule, MomentFormat::kF8, kEnds>;
   }
   return nullptr;
 }
 
+template <Ends kEnds>
 BlockRule BlockRuleOf(Rule rule, MomentFormat format) {
   switch (rule) {
     case Rule::kAdamw:
-      return BlockRuleOf<Rule::kAdamw>(format);
+      return BlockRuleOf<kEnds, Rule::kAdamw>(format);
     case Rule::kAdamwAmsgrad:
-      return BlockRuleOf<Rule::kAdamwAmsgrad>(format);
+      return BlockRuleOf<kEnds, Rule::kAdamwAmsgrad>(format);
     case Rule::kAdam:
-      return BlockRuleOf<Rule::kAdam>(format);
+      return BlockRuleOf<kEnds, Rule::kAdam>(format);
     case Rule::kAdamAmsgrad:
-      return BlockRuleOf<Rule::kAdamAmsgrad>(format);
+      return BlockRuleOf<kEnds, Rule::kAdamAmsgrad>(format);
     case Rule::kSgd:
-      return BlockRuleOf<Rule::kSgd>(format);
+      return BlockRuleOf<kEnds, Rule::kSgd>(format);
     case Rule::kSgdMomentum:
-      return BlockRuleOf<Rule::kSgdMomentum>(format);
+      return BlockRuleOf<kEnds, Rule::kSgdMomentum>(format);
     case Rule::kSgdNesterov:
-      return BlockRuleOf<Rule::kSgdNesterov>(format);
+      return BlockRuleOf<kEnds, Rule::kSgdNesterov>(format);
     case Rule::kAdagrad:
-      return BlockRuleOf<Rule::kAdagrad>(format);
+      return BlockRuleOf<kEnds, Rule::kAdagrad>(format);
     case Rule::kLion:
-      return BlockRuleOf<Rule::kLion>(format);
+      return BlockRuleOf<kEnds, Rule::kLion>(format);
   }
   return nullptr;
 }
@@ -147,12 +192,19 @@ struct Pass {
   Coefficients coefficients;
   RandomKey key;
   int moments;
-  BlockRule rule;
+  BlockRule wide;            // dtypes other than bf16
+  BlockRule bf16, streamed;  // both bf16; `streamed` past the caches
 
-  // A whole block, which begins at `element` of its unit.
-  void Block(const std::byte* gradient, float* master, const MomentSpan* moment, std::byte* working,
+  // Elements that Block takes at once.
+  size_t RunMax() const {
+    const bool both = spec.gradient == Dtype::kBf16 && spec.working == Dtype::kBf16;
+    return RunsOn(spec.moments, both ? Ends::kBf16 : Ends::kF32) ? kRunBlocks * kBlock : kBlock;
+  }
+
+  // n: kBlock, or a multiple up to RunMax; the first is `element` of its unit.
+  void Block(size_t n, const std::byte* gradient, float* master, const MomentSpan* moment, std::byte* working,
              uint64_t element) const {
-    HWY_ALIGN float wide[kMomentsMax + 1][kBlock];
+    HWY_ALIGN float wide_moments[kMomentsMax][kBlock];
     MomentBlock block[kMomentsMax];
     for (int i = 0; i < moments; ++i) {
       float* in_place = reinterpret_cast<float*>(moment[i].values);
@@ -160,21 +212,24 @@ struct Pass {
                   .scale = moment[i].scales,
                   .element = element,
                   .number = static_cast<uint32_t>(i),
-                  .wide = spec.moments == MomentFormat::kF32 ? in_place : wide[i],
+                  .wide = spec.moments == MomentFormat::kF32 ? in_place : wide_moments[i],
                   .largest_bits = 0};
     }
-    const float* g = reinterpret_cast<const float*>(gradient);
-    if (spec.gradient != Dtype::kF32) g = wide[kMomentsMax];
-    if (spec.gradient == Dtype::kBf16) WidenBlock<Dtype::kBf16>(gradient, wide[kMomentsMax]);
-    if (spec.gradient == Dtype::kF16) WidenBlock<Dtype::kF16>(gradient, wide[kMomentsMax]);
-    rule(coefficients, key, g, master, block);
+    if (spec.gradient == Dtype::kBf16 && spec.working == Dtype::kBf16) {
+      const bool aligned = reinterpret_cast<uintptr_t>(working) % 64 == 0;
+      return (aligned ? streamed : bf16)(coefficients, key, n, gradient, master, block, working);
+    }
+    HWY_ALIGN float widened[kBlock];
+    const std::byte* g = spec.gradient == Dtype::kF32 ? gradient : reinterpret_cast<const std::byte*>(widened);
+    if (spec.gradient == Dtype::kBf16) WidenBlock<Dtype::kBf16>(gradient, widened);
+    if (spec.gradient == Dtype::kF16) WidenBlock<Dtype::kF16>(gradient, widened);
+    wide(coefficients, key, n, g, master, block, working);
     switch (spec.working) {
       case Dtype::kF32:
         return NarrowBlock<Dtype::kF32, false>(master, working);
       case Dtype::kF16:
         return NarrowBlock<Dtype::kF16, false>(master, working);
       default:
-        if (reinterpret_cast<uintptr_t>(working) % 64 == 0) return NarrowBlock<Dtype::kBf16, true>(master, working);
         return NarrowBlock<Dtype::kBf16, false>(master, working);
     }
   }
@@ -196,7 +251,7 @@ void ShortBlock(const Pass& pass, const UpdateSpan& span, const MomentSpan* mome
     std::memcpy(values[i], moment[i].values, n * width);
     whole[i] = {.values = values[i], .scales = moment[i].scales};
   }
-  pass.Block(gradient, master, whole, working, pass.key.first_element + begin);
+  pass.Block(kBlock, gradient, master, whole, working, pass.key.first_element + begin);
   std::memcpy(span.master + begin, master, n * sizeof(float));
   std::memcpy(span.working + begin * working_bytes, working, n * working_bytes);
   for (int i = 0; i < pass.moments; ++i) std::memcpy(moment[i].values, values[i], n * width);
@@ -209,21 +264,24 @@ void UpdateLoop(const OptimizerSpec& spec, const Coefficients& c, const RandomKe
                   .coefficients = c,
                   .key = key,
                   .moments = MomentCount(spec),
-                  .rule = BlockRuleOf(RuleOf(spec), spec.moments)};
+                  .wide = BlockRuleOf<Ends::kF32>(RuleOf(spec), spec.moments),
+                  .bf16 = BlockRuleOf<Ends::kBf16>(RuleOf(spec), spec.moments),
+                  .streamed = BlockRuleOf<Ends::kBf16Stream>(RuleOf(spec), spec.moments)};
   const uint64_t gradient_bytes = ElementBytes(spec.gradient), working_bytes = ElementBytes(spec.working);
-  for (uint64_t begin = 0; begin < span.n; begin += kBlock) {
+  for (uint64_t begin = 0, n = 0; begin < span.n; begin += n) {
+    n = std::min<uint64_t>(pass.RunMax(), (span.n - begin) / kBlock * kBlock);
     MomentSpan moment[kMomentsMax];
     for (int i = 0; i < pass.moments; ++i) {
       moment[i].values = span.moments[static_cast<size_t>(i)].values + MomentBytes(spec.moments, begin);
       float* scales = span.moments[static_cast<size_t>(i)].scales;
       moment[i].scales = scales == nullptr ? nullptr : scales + begin / kBlock;
     }
-    if (span.n - begin < kBlock) {
+    if (n == 0) {
       ShortBlock(pass, span, moment, begin);
-    } else {
-      pass.Block(span.gradient + begin * gradient_bytes, span.master + begin, moment,
-                 span.working + begin * working_bytes, key.first_element + begin);
+      break;
     }
+    pass.Block(n, span.gradient + begin * gradient_bytes, span.master + begin, moment,
+               span.working + begin * working_bytes, key.first_element + begin);
   }
   L::FlushStream();
 }
