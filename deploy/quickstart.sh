@@ -2,16 +2,17 @@
 # Installs, builds and runs the main job on this machine: two state servers, two trainers, a real model on real text, then the
 # same training in one process without any server, compared bit for bit.
 #
-# Usage: deploy/quickstart.sh [--steps N] [--dram SIZE] [--json FILE] [--text PATH]... [--keep]
+# Usage: deploy/quickstart.sh [--steps N] [--dram SIZE] [--json FILE] [--text PATH]... [--keep] [-- FLAG...]
 #   --steps N     optimizer steps (default 80)
 #   --dram SIZE   DRAM budget of each server, such as 64MiB (default 17MiB: less than its share of the state)
 #   --json FILE   also write the summary's figures
 #   --text PATH   train on these files instead of the licence texts of Debian (may be repeated)
 #   --keep        leave the servers running at the end, to look at them
+#   -- FLAG...    flags of train_bytes_lm for both runs, such as -- --optimizer lion --lr 3e-4 --moments i8
 # Exit: 0 when the loss fell below the entropy of byte frequencies and the weights are bit-equal; 1 else.
 set -euo pipefail
 
-steps=80 dram_budget=17MiB json="" keep=0 text=()
+steps=80 dram_budget=17MiB json="" keep=0 text=() training=()
 while (($#)); do
   case "$1" in
     --steps) steps="${2:?--steps needs a number}"; shift 2 ;;
@@ -19,6 +20,7 @@ while (($#)); do
     --json) json="$(realpath -m "${2:?--json needs a file}")"; shift 2 ;;
     --text) text+=(--text "$(realpath "${2:?--text needs a path}")"); shift 2 ;;
     --keep) keep=1; shift ;;
+    --) shift; training=("$@"); break ;;
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
     *) echo "quickstart: unknown argument '$1'; see --help" >&2; exit 2 ;;
   esac
@@ -74,7 +76,7 @@ say "3/4 two state servers, two trainers, $steps steps"
 rm -rf "$run"
 mkdir -p "$run"
 hbm_budget=0
-command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU && grep -q 'CUDA TRUE' build/release-configure.log && hbm_budget=12MiB
+command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU && grep -q 'CUDA TRUE' build/release-configure.log && hbm_budget=16MiB
 servers=()
 metrics=()
 for i in 0 1; do
@@ -101,7 +103,7 @@ for i in 0 1; do
 done
 list="${servers[0]},${servers[1]}"
 
-job=(--steps "$steps" --chunk-elements 65536 "${text[@]}")
+job=(--steps "$steps" --chunk-elements 65536 "${text[@]}" "${training[@]}")
 trainer=("$bin/train_bytes_lm" "${job[@]}" --job quickstart --servers "$list" --world-size 2 --rendezvous "$run/rendezvous")
 "${trainer[@]}" --rank 1 >"$run/trainer1.log" 2>&1 &
 trainer1=$!
