@@ -29,12 +29,6 @@ constexpr size_t kStep = 4 * L::kWidth;
 // behind.
 constexpr size_t kAheadBytes = 2048;
 
-// An output beyond the second-level cache goes past it: nobody reads it before it would be pushed out.
-constexpr size_t kStreamBytesMin = size_t{4} << 20;
-bool Streams(const void* to, size_t bytes) {
-  return bytes >= kStreamBytesMin && reinterpret_cast<uintptr_t>(to) % 64 == 0;
-}
-
 // to = from, where one of the two is kF32.
 template <Dtype kFrom, Dtype kTo, bool kStream>
 HWY_INLINE void ConvertStep(const std::byte* from, std::byte* to, size_t i) {

@@ -139,6 +139,12 @@ HWY_INLINE void StoreFourAs(typename L::F a, typename L::F b, typename L::F c, t
   }
 }
 
+// An output beyond the second-level cache goes past it: nobody reads it before it would be pushed out.
+inline bool Streams(const void* to, size_t bytes) {
+  constexpr size_t kStreamBytesMin = size_t{4} << 20;
+  return bytes >= kStreamBytesMin && reinterpret_cast<uintptr_t>(to) % 64 == 0;
+}
+
 // A block's scale, for codes of x / scale whose magnitude is at most `code_largest`, and its inverse; the inverse 0
 // says that the block is stored as zeros.
 struct BlockScale {

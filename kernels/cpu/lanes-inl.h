@@ -65,7 +65,21 @@ struct Lanes {
   static U ShiftRight(U a) {
     return a >> kBits;
   }
+  // Of two's complement, the sign repeated.
+  template <int kBits>
+  static U ShiftRightSigned(U a) {
+    return static_cast<U>(static_cast<int32_t>(a) >> kBits);
+  }
   static uint32_t MaxOfLanes(U a) { return a; }
+  static U Load32(const std::byte* from) {
+    U a;
+    std::memcpy(&a, from, sizeof(a));
+    return a;
+  }
+  template <bool kStream>
+  static void Store32(U a, std::byte* to) {
+    std::memcpy(to, &a, sizeof(a));
+  }
   static U Load16(const uint16_t* from) { return *from; }
   static U Load8(const uint8_t* from) { return *from; }
   // The upper bits are zero.
@@ -84,6 +98,7 @@ struct Lanes {
   static F Lookup8(const float* table, U index) { return table[index]; }
   // 0 to 2^23, exactly; and back, rounded to nearest even.
   static F FloatOf(U a) { return static_cast<float>(a); }
+  static F FloatOfSigned(U a) { return static_cast<float>(static_cast<int32_t>(a)); }
   static U Round(F a) { return Bits(a + 0x1p23f) - Bits(0x1p23f); }
   static F MinF(F a, F b) { return a < b ? a : b; }
   static U IsGreater(F a, F b) { return a > b ? 1 : 0; }
@@ -155,7 +170,17 @@ struct Lanes {
   static HWY_INLINE U ShiftRight(U a) {
     return hn::ShiftRight<kBits>(a);
   }
+  template <int kBits>
+  static HWY_INLINE U ShiftRightSigned(U a) {
+    return hn::BitCast(DU(), hn::ShiftRight<kBits>(hn::BitCast(DI(), a)));
+  }
   static HWY_INLINE uint32_t MaxOfLanes(U a) { return hn::GetLane(hn::MaxOfLanes(DU(), a)); }
+  static HWY_INLINE U Load32(const std::byte* from) { return hn::LoadU(DU(), reinterpret_cast<const uint32_t*>(from)); }
+  template <bool kStream>
+  static HWY_INLINE void Store32(U a, std::byte* to) {
+    auto* words = reinterpret_cast<uint32_t*>(to);
+    kStream ? hn::Stream(a, DU(), words) : hn::StoreU(a, DU(), words);
+  }
   static HWY_INLINE U Load16(const uint16_t* from) { return hn::PromoteTo(DU(), hn::LoadU(DH(), from)); }
   static HWY_INLINE U Load8(const uint8_t* from) { return hn::PromoteTo(DU(), hn::LoadU(DB(), from)); }
   static HWY_INLINE void Store16(U a, uint16_t* to) { hn::StoreU(hn::DemoteTo(DH(), hn::BitCast(DI(), a)), DH(), to); }
@@ -206,6 +231,7 @@ struct Lanes {
 #endif
   }
   static HWY_INLINE F FloatOf(U a) { return hn::ConvertTo(DF(), hn::BitCast(DI(), a)); }
+  static HWY_INLINE F FloatOfSigned(U a) { return hn::ConvertTo(DF(), hn::BitCast(DI(), a)); }
   static HWY_INLINE U Round(F a) { return SubU(Bits(Add(a, Set(0x1p23f))), SetU(0x4b000000u)); }
   static HWY_INLINE F MinF(F a, F b) { return hn::IfThenElse(hn::Lt(a, b), a, b); }
   static HWY_INLINE U IsGreater(F a, F b) { return hn::IfThenElseZero(hn::RebindMask(DU(), hn::Gt(a, b)), SetU(1)); }
