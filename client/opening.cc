@@ -90,6 +90,9 @@ absl::Status CompareDigests(absl::Span<const std::string> digests) {
     } else if (other.base() != first.base()) {
       what = absl::StrCat("resume=", Name(static_cast<Resume>(other.base())),
                           " against resume=", Name(static_cast<Resume>(first.base())));
+    } else if (const auto mine = model::OptimizerOf(other.spec()), its = model::OptimizerOf(first.spec());
+               mine.ok() && its.ok() && !(*mine == *its)) {
+      what = absl::StrCat(model::Show(*mine), " against ", model::Show(*its));
     } else if (const absl::Status same = CheckSameSpec(other.spec(), first.spec()); !same.ok()) {
       what = std::string(same.message());
     }

@@ -3,6 +3,8 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -341,6 +343,43 @@ SessionStats Session::stats() const {
 
 UnitLease::UnitLease(Session* session, void* buffer, absl::Span<const std::byte> bytes, uint64_t element_bytes)
     : session_(session), buffer_(buffer), bytes_(bytes), element_bytes_(element_bytes) {}
+
+namespace {
+
+void RequireWidth(uint64_t width, uint64_t element_bytes, const char* instead) {
+  if (width == element_bytes) return;
+  std::fprintf(stderr, "UnitLease: working parameters have %d bytes an element; use %s\n",
+               static_cast<int>(element_bytes), instead);
+  std::abort();
+}
+
+}  // namespace
+
+absl::Span<const bf16> UnitLease::parameters() const {
+  RequireWidth(sizeof(bf16), element_bytes_, "parameters_f32()");
+  return {reinterpret_cast<const bf16*>(bytes_.data()), bytes_.size() / sizeof(bf16)};
+}
+
+absl::Span<const float> UnitLease::parameters_f32() const {
+  RequireWidth(sizeof(float), element_bytes_, "parameters()");
+  return {reinterpret_cast<const float*>(bytes_.data()), bytes_.size() / sizeof(float)};
+}
+
+GroupHyper DefaultHyper(kernels::OptimizerKind kind) {
+  switch (kind) {
+    case kernels::OptimizerKind::kAdamw:
+      return {};
+    case kernels::OptimizerKind::kAdam:
+      return {.weight_decay = 0};
+    case kernels::OptimizerKind::kSgd:
+      return {.beta1 = 0, .weight_decay = 0};
+    case kernels::OptimizerKind::kAdagrad:
+      return {.learning_rate = 1e-2, .epsilon = 1e-10, .weight_decay = 0};
+    case kernels::OptimizerKind::kLion:
+      return {.learning_rate = 1e-4, .beta2 = 0.99, .weight_decay = 0};
+  }
+  return {};
+}
 
 UnitLease::UnitLease(UnitLease&& other) noexcept
     : session_(std::exchange(other.session_, nullptr)),

@@ -66,7 +66,7 @@ struct SessionOptions {
   // Optimizer, dtypes of gradients and working parameters, format of the moments: a property of the job, so that another
   // one is refused on resume (BAD_SPEC). The default: AdamW, bf16, bf16, fp32.
   kernels::OptimizerSpec optimizer;
-  uint64_t seed = 0;  // of the stochastic rounding of bf16 moments; only for a new job
+  uint64_t seed = 0;  // of the stochastic rounding of bf16 moments; only for a new job, which keeps it
   Split split = Split::kEven;                   // the same on all ranks
   // How long servers may take for a call, or for a step once all ranks have come, their updates included. How long
   // ranks wait for each other is the collective's timeout.
@@ -86,11 +86,15 @@ struct GroupHyper {
   double beta2 = 0.999;
   double epsilon = 1e-8;
   double weight_decay = 0.01;
+  // Refused where the optimizer does not have them.
   double dampening = 0;            // SGD with momentum
   double learning_rate_decay = 0;  // Adagrad
-  double initial_accumulator = 0;  // Adagrad
+  double initial_accumulator = 0;  // Adagrad: what its sum holds before a tensor's first update
   bool maximize = false;
 };
+
+// torch.optim's defaults of each optimizer; Lion's are its paper's.
+GroupHyper DefaultHyper(kernels::OptimizerKind kind);
 
 struct StepOptions {
   std::vector<GroupHyper> groups;  // group_count entries; the same on all ranks
@@ -137,11 +141,9 @@ class UnitLease {
   ~UnitLease();
   // The unit's flat space in the job's working dtype, padding included; tensors at Session::Locate(name).begin.
   absl::Span<const std::byte> bytes() const { return bytes_; }
-  // As bits of 16-bit elements (bf16 or fp16). Empty if the working dtype is fp32.
-  absl::Span<const bf16> parameters() const {
-    if (element_bytes_ != sizeof(bf16)) return {};
-    return {reinterpret_cast<const bf16*>(bytes_.data()), bytes_.size() / sizeof(bf16)};
-  }
+  // The same as elements: bits of bf16 or fp16, or fp32. The wrong one of the two ends the process, with a word.
+  absl::Span<const bf16> parameters() const;
+  absl::Span<const float> parameters_f32() const;
 
  private:
   friend class Session;

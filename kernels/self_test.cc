@@ -12,6 +12,8 @@ namespace {
 
 // More than three blocks, the last one short and odd.
 constexpr uint64_t kElements = 907;
+// Of an update: more than the longest run of blocks.
+constexpr uint64_t kUpdateElements = 17 * kMomentBlock + 139;
 
 // A bijection of 32 bits (Ellis, hash-prospector: lowbias32).
 uint32_t Mix(uint32_t x) {
@@ -31,9 +33,9 @@ float Input(uint32_t array, uint64_t i) {
   return (static_cast<float>(bits >> 8) - 0x1p23f) * 0x1p-23f * (i % 5 == 0 ? 0x1p-9f : 1.0f);
 }
 
-std::vector<std::byte> Inputs(uint32_t array, Dtype dtype) {
-  std::vector<std::byte> bytes(kElements * ElementBytes(dtype));
-  for (uint64_t i = 0; i < kElements; ++i) {
+std::vector<std::byte> Inputs(uint32_t array, Dtype dtype, uint64_t n = kElements) {
+  std::vector<std::byte> bytes(n * ElementBytes(dtype));
+  for (uint64_t i = 0; i < n; ++i) {
     const float x = Input(array, i);
     const uint16_t half = dtype == Dtype::kBf16 ? ToBf16(x) : ToF16(x);
     dtype == Dtype::kF32 ? std::memcpy(bytes.data() + 4 * i, &x, 4) : std::memcpy(bytes.data() + 2 * i, &half, 2);
@@ -46,16 +48,19 @@ uint32_t Add(const std::vector<T>& values, uint32_t crc) {
   return Crc32c({reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(T)}, crc);
 }
 
-// Two steps from zero moments, so that what the first stored is read by the second.
-uint32_t UpdateDigest(const Processor& processor, const OptimizerSpec& spec) {
-  std::vector<float> master(kElements), scales[kMomentsMax];
-  std::vector<std::byte> working(kElements * ElementBytes(spec.working)), values[kMomentsMax];
-  for (uint64_t i = 0; i < kElements; ++i) master[i] = Input(1, i);
+// Two steps from zero moments, so that what the first stored is read by the second. `shift`: bytes by which the working
+// parameters miss the alignment at which they go past the caches.
+uint32_t UpdateDigest(const Processor& processor, const OptimizerSpec& spec, size_t shift, uint32_t crc) {
+  std::vector<float> master(kUpdateElements), scales[kMomentsMax];
+  const uint64_t working_bytes = kUpdateElements * ElementBytes(spec.working);
+  std::vector<std::byte> memory(working_bytes + 128), values[kMomentsMax];
+  std::byte* const working = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) + shift;
+  for (uint64_t i = 0; i < kUpdateElements; ++i) master[i] = Input(1, i);
   UpdateSpan span{
-      .n = kElements, .gradient = nullptr, .master = master.data(), .moments = {}, .working = working.data()};
+      .n = kUpdateElements, .gradient = nullptr, .master = master.data(), .moments = {}, .working = working};
   for (size_t k = 0; k < kMomentsMax; ++k) {
-    values[k].resize(MomentBytes(spec.moments, kElements));
-    scales[k].resize(MomentScaleBytes(spec.moments, kElements) / sizeof(float));
+    values[k].resize(MomentBytes(spec.moments, kUpdateElements));
+    scales[k].resize(MomentScaleBytes(spec.moments, kUpdateElements) / sizeof(float));
     span.moments[k] = {.values = values[k].data(), .scales = scales[k].data()};
   }
   const Hyper hyper{.learning_rate = 1e-2,
@@ -66,14 +71,18 @@ uint32_t UpdateDigest(const Processor& processor, const OptimizerSpec& spec) {
                     .dampening = 0.1,
                     .learning_rate_decay = 0.01};
   for (uint64_t t = 1; t <= 2; ++t) {
-    const std::vector<std::byte> gradient = Inputs(static_cast<uint32_t>(t) + 1, spec.gradient);
+    const std::vector<std::byte> gradient = Inputs(static_cast<uint32_t>(t) + 1, spec.gradient, kUpdateElements);
     span.gradient = gradient.data();
     const RandomKey key{.seed = 0x0123456789abcdef, .unit = 5, .step = t, .first_element = 3 * kMomentBlock};
     processor.update(spec, MakeCoefficients(spec, hyper, t, 0.37f), key, span);
   }
-  uint32_t crc = Add(working, Add(master, 0));
+  crc = Crc32c({working, working_bytes}, Add(master, crc));
   for (int k = 0; k < MomentCount(spec); ++k) crc = Add(scales[k], Add(values[k], crc));
   return crc;
+}
+
+uint32_t UpdateDigest(const Processor& processor, const OptimizerSpec& spec) {
+  return UpdateDigest(processor, spec, 4, UpdateDigest(processor, spec, 0, 0));
 }
 
 void AddUpdates(const Processor& processor, std::vector<Digest>* digests) {

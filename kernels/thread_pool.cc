@@ -8,31 +8,35 @@ ThreadPool::ThreadPool(int threads) {
 
 ThreadPool::~ThreadPool() {
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    absl::MutexLock lock(&mutex_);
     stopping_ = true;
   }
-  work_.notify_all();
   for (std::thread& worker : workers_) worker.join();
 }
 
-bool ThreadPool::DoPiece(Batch& batch, std::unique_lock<std::mutex>& lock) {
-  if (batch.next == batch.count) return false;
-  const uint64_t index = batch.next++;
-  if (batch.next == batch.count) open_.remove(&batch);
-  lock.unlock();
-  batch.piece(index);
-  lock.lock();
-  // Under the lock until here: whoever sees the last piece done may end the batch's life.
-  if (++batch.done == batch.count) done_.notify_all();
+bool ThreadPool::DoPiece(Batch* batch) {
+  if (batch->next == batch->count) return false;
+  const uint64_t index = batch->next++;
+  if (batch->next == batch->count) {
+    Batch** place = &open_;
+    while (*place != batch) place = &(*place)->behind;
+    *place = batch->behind;
+  }
+  mutex_.Unlock();
+  batch->piece(index);
+  mutex_.Lock();
+  // Whoever sees the last piece done may end the batch's life once the lock is free.
+  ++batch->done;
   return true;
 }
 
 void ThreadPool::Loop() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  absl::MutexLock lock(&mutex_);
+  const auto something = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stopping_ || open_ != nullptr; };
   for (;;) {
-    work_.wait(lock, [this] { return stopping_ || !open_.empty(); });
-    if (open_.empty()) return;
-    DoPiece(*open_.front(), lock);
+    mutex_.Await(absl::Condition(&something));
+    if (open_ == nullptr) return;
+    DoPiece(open_);
   }
 }
 
@@ -46,15 +50,16 @@ void ThreadPool::ParallelFor(uint64_t count, absl::FunctionRef<void(uint64_t)> p
     return;
   }
   Batch batch{.piece = piece, .count = count};
-  std::unique_lock<std::mutex> lock(mutex_);
-  open_.push_back(&batch);
-  work_.notify_all();
-  while (DoPiece(batch, lock)) {
-    lock.unlock();
+  absl::MutexLock lock(&mutex_);
+  batch.behind = open_;
+  open_ = &batch;
+  while (DoPiece(&batch)) {
+    mutex_.Unlock();
     between();
-    lock.lock();
+    mutex_.Lock();
   }
-  done_.wait(lock, [&batch] { return batch.done == batch.count; });
+  const auto all = [&batch] { return batch.done == batch.count; };
+  mutex_.Await(absl::Condition(&all));
 }
 
 }  // namespace ballast::kernels

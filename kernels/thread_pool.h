@@ -1,14 +1,13 @@
 // Threads that share large pieces of work with whoever asks for it: all jobs of a server, and benchmarks, have one pool.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
-#include <list>
-#include <mutex>
 #include <thread>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
+#include "absl/synchronization/mutex.h"
 
 namespace ballast::kernels {
 
@@ -33,21 +32,21 @@ class ThreadPool {
   }
 
  private:
-  // One caller's pieces. Lives on the caller's stack until all are done.
+  // One caller's pieces. Lives on the caller's stack until all are done; its counts belong to the pool's lock.
   struct Batch {
     absl::FunctionRef<void(uint64_t)> piece;
     uint64_t count;
     uint64_t next = 0;  // not begun by anyone
     uint64_t done = 0;
+    Batch* behind = nullptr;  // in open_
   };
-  // Takes and does a piece of `batch`; false if none is left. `lock` is held before and after.
-  bool DoPiece(Batch& batch, std::unique_lock<std::mutex>& lock);
+  // Takes and does a piece of `batch`, without the lock meanwhile; false if none is left.
+  bool DoPiece(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Loop();
 
-  std::mutex mutex_;
-  std::condition_variable work_, done_;
-  std::list<Batch*> open_;  // with pieces that nobody has begun, oldest first
-  bool stopping_ = false;
+  absl::Mutex mutex_;
+  Batch* open_ ABSL_GUARDED_BY(mutex_) = nullptr;  // a list of those with pieces that nobody has begun, newest first
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> workers_;
 };
 

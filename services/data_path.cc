@@ -128,11 +128,6 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
   if (const absl::Status refusal = Refusal(); !refusal.ok()) return answer(refusal);
   uint32_t slice = 0;
   const std::shared_ptr<HeldChunk> chunk = FindSliceChunk(header, &slice);
-  if (plan_ != nullptr) {
-    const absl::Status length = CheckLength(header, plan_->open().spec(), store_->layout().gradient_element_bytes(),
-                                            payload.size());
-    if (!length.ok()) return answer(length);
-  }
   if (chunk != nullptr && header.step() == machine_->committed() + 1) {
     const uint64_t start = chunk->layout.range.begin;
     if (chunk->updates_pending > 0 || chunk->intake.Busy({header.begin() - start, header.end() - start})) return false;
@@ -140,6 +135,10 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
   const absl::StatusOr<StepMachine::Admission> admission = machine_->BeginPush(header);
   if (!admission.ok()) return answer(admission.status());
   if (*admission == StepMachine::Admission::kHeld) return answer(absl::OkStatus());
+  // After epoch and step: who speaks of an older job of this name must hear that.
+  const absl::Status length = CheckLength(header, plan_->open().spec(), store_->layout().gradient_element_bytes(),
+                                          payload.size());
+  if (!length.ok()) return answer(machine_->EndPush(header, length));
   absl::StatusOr<Intake::Receipt> receipt = chunk->intake.BeginReceive(slice, header.kind(), header.attempt());
   if (absl::IsResourceExhausted(receipt.status())) {
     // Gradient buffers are kept between steps; a transaction of values needs their room.

@@ -12,8 +12,10 @@
 namespace ballast::services {
 namespace {
 
-// A gradient in its widest dtype, or a transaction of values alone: with a narrower gradient both have room in part.
-constexpr uint64_t kProvisionalBytesPerElement = 4;
+// Of a chunk: its gradient and 2 bytes beside it; a transaction of values alone, 4 bytes, fits in any case.
+uint64_t ProvisionalBytesPerElement(const kernels::OptimizerSpec& optimizer) {
+  return std::max<uint64_t>(sizeof(float), kernels::ElementBytes(optimizer.gradient) + 2);
+}
 
 absl::Status Unsupported(absl::string_view message) {
   return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported, message);
@@ -27,15 +29,31 @@ absl::Status CheckSupported(const v1::JobSpec& spec) {
   return absl::OkStatus();
 }
 
-storage::TierBytes Free(const storage::Tiers& tiers) {
+// Budgets less what is taken, of which `returned` comes back.
+storage::TierBytes Free(const storage::Tiers& tiers, const storage::TierBytes& returned) {
   const storage::TierBytes budget = tiers.budget();
   const storage::TierBytes used = tiers.used();
   storage::TierBytes free;
   for (int i = 0; i < storage::kTierKinds; ++i) {
     const auto kind = static_cast<storage::TierKind>(i);
-    free[kind] = budget[kind] > used[kind] ? budget[kind] - used[kind] : 0;
+    const uint64_t taken = used[kind] - std::min(used[kind], returned[kind]);
+    free[kind] = budget[kind] > taken ? budget[kind] - taken : 0;
   }
   return free;
+}
+
+// What a store that nobody uses yet, and its chunks' reservations, hold.
+storage::TierBytes TakenBy(const storage::ChunkStore& store, const std::vector<std::shared_ptr<HeldChunk>>& chunks) {
+  storage::TierBytes taken;
+  const storage::ChunkStore::Residency residency = store.residency();
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    taken[kind] = residency.state[kind] + residency.working[kind];
+  }
+  for (const auto& chunk : chunks) {
+    taken.dram += chunk->elements * ProvisionalBytesPerElement(store.layout().optimizer());
+  }
+  return taken;
 }
 
 }  // namespace
@@ -102,31 +120,43 @@ absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::sh
 
 absl::Status Job::AddChunks(const kernels::OptimizerSpec& optimizer, const std::vector<uint64_t>& elements, bool dry_run,
                             std::vector<std::shared_ptr<HeldChunk>>* chunks) {
-  std::shared_ptr<storage::ChunkStore> store;
+  const uint64_t provisional_per_element = ProvisionalBytesPerElement(optimizer);
+  std::shared_ptr<storage::ChunkStore> store, old_store;
   std::shared_ptr<ProvisionalMemory> memory;
-  std::vector<std::shared_ptr<HeldChunk>> spares;
+  std::vector<std::shared_ptr<HeldChunk>> spares, old_spares;  // what is old goes without the lock
+  storage::TierBytes freed;  // by a real Open that replaced the store, in a dry run
+  bool aside = false;        // a dry run that may not touch what the job has
   {
     absl::MutexLock lock(&mu_);
-    if (store_ != nullptr && !(store_->layout().optimizer() == optimizer)) {
-      if (!chunks_.empty()) {
-        return model::Error(
-            absl::StatusCode::kInvalidArgument, model::kBadSpec,
-            absl::StrCat("job '", name_, "' has state for ", model::Show(store_->layout().optimizer()),
-                         " on server '", around_.server_id, "', and this Open is for ", model::Show(optimizer),
-                         "; take the spec from GetJob, or drop the job"));
-      }
-      // Made for an Open that was refused, or only asked.
-      spares_.clear();
-      store_ = nullptr;
+    const bool other = store_ != nullptr && !(store_->layout().optimizer() == optimizer);
+    if (other && !chunks_.empty()) {
+      return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec,
+                          absl::StrCat("job '", name_, "' has state for ", model::Show(store_->layout().optimizer()),
+                                       " on server '", around_.server_id, "', and this Open is for ",
+                                       model::Show(optimizer), "; take the spec from GetJob, or drop the job"));
     }
-    if (store_ == nullptr) {
-      store_ = std::make_shared<storage::ChunkStore>(around_.tiers, optimizer, around_.compute);
-      memory_ = std::make_shared<ProvisionalMemory>(around_.tiers);
+    if (other && !dry_run) {
+      // Made for an Open that was refused.
+      old_store = std::exchange(store_, nullptr);
+      old_spares.swap(spares_);
     }
-    store = store_;
-    memory = memory_;
-    spares.swap(spares_);
+    if (other && dry_run) freed = TakenBy(*store_, spares_);
+    aside = dry_run && (other || store_ == nullptr);
+    if (store_ == nullptr || other) {
+      store = std::make_shared<storage::ChunkStore>(around_.tiers, optimizer, around_.compute);
+      memory = std::make_shared<ProvisionalMemory>(around_.tiers);
+    } else {
+      store = store_;
+      memory = memory_;
+      spares.swap(spares_);
+    }
+    if (!dry_run) {
+      store_ = store;
+      memory_ = memory;
+    }
   }
+  old_spares.clear();
+  old_store.reset();
   std::vector<std::shared_ptr<HeldChunk>> taken(elements.size());
   std::vector<uint64_t> missing;
   for (size_t i = 0; i < elements.size(); ++i) {
@@ -145,12 +175,12 @@ absl::Status Job::AddChunks(const kernels::OptimizerSpec& optimizer, const std::
     absl::MutexLock planning(around_.planning);
     uint64_t total = 0;
     for (const uint64_t n : missing) total += n;
-    const uint64_t provisional_bytes = total * kProvisionalBytesPerElement;
+    const uint64_t provisional_bytes = total * provisional_per_element;
     const absl::StatusOr<storage::Plan> plan =
-        storage::MakePlan({.free = Free(*around_.tiers),
+        storage::MakePlan({.free = Free(*around_.tiers, freed),
                            .elements = missing,
                            .layout = store->layout(),
-                           .provisional_bytes_per_element = kProvisionalBytesPerElement,
+                           .provisional_bytes_per_element = provisional_per_element,
                            .staging_bytes = store->staging_bytes_missing()});
     status = plan.status();
     if (status.ok() && !dry_run) status = memory->Reserve(provisional_bytes);
@@ -164,7 +194,7 @@ absl::Status Job::AddChunks(const kernels::OptimizerSpec& optimizer, const std::
       if (chunk != nullptr) spares.push_back(chunk);
     }
     absl::MutexLock lock(&mu_);
-    spares_ = std::move(spares);
+    if (!aside) spares_ = std::move(spares);
     if (status.ok()) return status;
     return model::Annotate(status, absl::StrCat("job '", name_, "' does not fit on server '", around_.server_id, "'"));
   }

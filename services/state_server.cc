@@ -8,7 +8,6 @@
 #include <filesystem>
 #include <random>
 #include <set>
-#include <thread>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -76,18 +75,11 @@ absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std:
   return id;
 }
 
-int ComputeThreads(const StateServerOptions& options) {
-  constexpr int kThreadsMax = 64;
-  const int wanted = options.compute_threads > 0 ? options.compute_threads
-                                                 : static_cast<int>(std::thread::hardware_concurrency());
-  return std::clamp(wanted, 1, kThreadsMax);
-}
-
 }  // namespace
 
 struct StateServer::Impl {
   explicit Impl(const StateServerOptions& options)
-      : options(options), compute(ComputeThreads(options)), executor(std::max(1, options.read_threads)) {}
+      : options(options), compute(std::max(1, options.compute_threads)), executor(std::max(1, options.read_threads)) {}
 
   // What a name stands for: a job, or the memory of one whose state a restart lost.
   struct Entry {

@@ -22,7 +22,7 @@ struct StateServerOptions {
   storage::TierBytes budget;
   std::string server_id;  // empty: made at first start, kept in the data directory
   int hbm_device = 0;
-  int compute_threads = 0;  // that work on one update, its job's own included; 0: as many as processors, at most 64
+  int compute_threads = 1;  // that work on one update, its job's own included; ballastd's default is all processors
   int read_threads = 1;     // for blocking reads and answers to requests that waited
   uint64_t staging_bytes = uint64_t{48} << 20;
   // Pulls, pushes, seals that may wait at a time, and the bytes of these messages without payloads; more are BUSY.

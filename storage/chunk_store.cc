@@ -105,6 +105,12 @@ void ApplyInMemory(const ChunkUpdate& update, const StateView& state, std::byte*
   }
 }
 
+// `bytes` as whole elements.
+absl::StatusOr<uint64_t> ElementsOf(uint64_t bytes, uint64_t width) {
+  if (bytes % width == 0) return bytes / width;
+  return Bad(model::kBadLength, absl::StrCat("room for ", bytes, " bytes, expected whole elements of ", width));
+}
+
 using RawRead = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, ChunkReader::Sink sink)>;
 
 // Elements of an array as fp32, from its bytes. A coded moment is read whole, into memory of its own.
@@ -410,7 +416,8 @@ void ChunkStore::Impl::CountUpdate(const ChunkUpdate& update, const StoredChunk&
 absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<std::byte> to) const {
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, impl_->Find(index));
   const uint64_t width = impl_->layout.working_element_bytes();
-  BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, to.size() / width));
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
+  BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
   impl_->tiers->CountTraffic(chunk->placement.working, to.size(), 0);
   absl::ReaderMutexLock lock(&chunk->mutex);
   const std::byte* const from = chunk->working + begin * width;
@@ -499,7 +506,8 @@ absl::Status ChunkStore::ReadPinnedState(int64_t pin, uint64_t index, StateArray
 absl::Status ChunkStore::ReadPinnedWorking(int64_t pin, uint64_t index, uint64_t begin,
                                            absl::Span<std::byte> to) const {
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, impl_->Find(index));
-  const uint64_t width = impl_->layout.working_element_bytes(), count = to.size() / width;
+  const uint64_t width = impl_->layout.working_element_bytes();
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
   return impl_->ReadPinned(pin, *chunk, StateArray::kMaster, begin * sizeof(float), count * sizeof(float),
                            [&](uint64_t at, absl::Span<const std::byte> bytes) {

@@ -95,7 +95,7 @@ struct MomentBlock {
   float* scale;
   uint64_t element;       // of the block's first, in its unit
   uint32_t number;        // of the moment
-  float* wide;            // kBlock
+  float* wide;            // kBlock; fp32 moments: the values themselves, of a whole run
   uint32_t largest_bits;  // of `wide`, by integers: the same in any order, and NaN beats Inf
 };
 

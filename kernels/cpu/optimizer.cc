@@ -1,5 +1,7 @@
-// Update() in blocks of kMomentBlock elements that stay in the first-level cache: gradient and moments are widened to
-// fp32, the rule runs over fp32, moments and working parameters are narrowed. fp32 moments are used where they lie.
+// Update() in blocks of kMomentBlock elements: the rule runs over fp32; moments that are not fp32 are decoded as it reads
+// them and coded when the block is done. A bf16 gradient becomes fp32, and fp32 working parameters, within the rule's
+// loop; other dtypes before and after it, through the first-level cache. With fp32 moments and bf16 ends several blocks
+// are one run of the loop.
 #include "ballast/kernels/optimizer.h"
 
 #include <algorithm>

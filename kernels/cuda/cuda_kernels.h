@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/kernels/norm_tree.h"
 #include "ballast/kernels/optimizer.h"
 
 struct CUstream_st;  // cudaStream_t, without CUDA's headers
@@ -23,7 +24,9 @@ struct DeviceNorm {
   uint32_t finite;
 };
 // Of scratch memory: a double per leaf of the norm.
-constexpr uint64_t NormScratchBytes(uint64_t n) { return (n + 4095) / 4096 * sizeof(double); }
+constexpr uint64_t NormScratchBytes(uint64_t n) {
+  return (n + kNormLeafElements - 1) / kNormLeafElements * sizeof(double);
+}
 absl::Status SquaredNorm(Dtype dtype, const std::byte* gradient, uint64_t n, double* scratch, DeviceNorm* result,
                          CUstream_st* stream);
 

@@ -63,9 +63,9 @@ absl::Status CheckTensor(const v1::TensorSpec& spec, const v1::JobSpec& job) {
   }
   if (spec.dtype() != v1::DTYPE_UNSPECIFIED && spec.dtype() != job.working_dtype()) {
     return Error(absl::StatusCode::kInvalidArgument, kBadDtype,
-                 absl::StrCat("tensor '", spec.name(), "' is to be ", v1::Dtype_Name(spec.dtype()),
-                              "; all working parameters of this job are ", v1::Dtype_Name(job.working_dtype()),
-                              " (the servers keep the fp32 master weights)"));
+                 absl::StrCat("tensor '", spec.name(), "' is to be ", v1::Dtype_Name(spec.dtype()), " (",
+                              static_cast<int>(spec.dtype()), "); all working parameters of this job are ",
+                              v1::Dtype_Name(job.working_dtype()), ": say that, or leave the dtype unspecified"));
   }
   return absl::OkStatus();
 }

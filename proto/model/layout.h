@@ -20,7 +20,7 @@
 
 namespace ballast::model {
 
-// Tensors start at multiples of this, norms have leaves of this: 512 bytes of bf16, a disk sector or more.
+// Tensors start at multiples of this: a block of 8-bit moments; 512 bytes of bf16, a disk sector or more.
 inline constexpr uint64_t kAlignElements = 256;
 inline constexpr uint64_t kChunkElementsMin = uint64_t{1} << 16;
 // 4 MiB of fp32: no slice of a message is larger.

@@ -47,30 +47,37 @@ absl::Status BadHeader(absl::string_view message) {
   return Error(absl::StatusCode::kInvalidArgument, kBadRequest, message);
 }
 
-absl::Status CheckHyper(const v1::GroupHyper& hyper, int group, bool nesterov) {
-  const bool fine = std::isfinite(hyper.learning_rate()) && hyper.learning_rate() >= 0 && hyper.beta1() >= 0 &&
-                    hyper.beta1() < 1 && hyper.beta2() >= 0 && hyper.beta2() < 1 && std::isfinite(hyper.epsilon()) &&
-                    hyper.epsilon() >= 0 && std::isfinite(hyper.weight_decay()) && hyper.weight_decay() >= 0;
-  const bool rest = std::isfinite(hyper.dampening()) && std::isfinite(hyper.learning_rate_decay()) &&
-                    hyper.learning_rate_decay() >= 0 && std::isfinite(hyper.initial_accumulator()) &&
-                    hyper.initial_accumulator() >= 0;
-  if (fine && !rest) {
-    return BadHeader(absl::StrCat("parameter group ", group,
-                                  ": expected a finite dampening and finite learning_rate_decay and initial_accumulator "
-                                  ">= 0, got ",
-                                  hyper.dampening(), ", ", hyper.learning_rate_decay(), " and ",
-                                  hyper.initial_accumulator()));
+// The kernels compute in fp32: what is finite in fp64 alone would be Inf there.
+bool Finite(double x) { return std::isfinite(static_cast<float>(x)); }
+
+absl::Status CheckHyper(const v1::GroupHyper& hyper, int group, const v1::JobSpec& spec) {
+  const auto bad = [group](const auto&... message) {
+    return BadHeader(absl::StrCat("parameter group ", group, ": ", message...));
+  };
+  const auto at_least_zero = [](double x) { return Finite(x) && x >= 0; };
+  const auto beta = [](double x) { return x >= 0 && x < 1; };
+  if (!at_least_zero(hyper.learning_rate()) || !beta(hyper.beta1()) || !beta(hyper.beta2()) ||
+      !at_least_zero(hyper.epsilon()) || !at_least_zero(hyper.weight_decay())) {
+    return bad("expected learning_rate, epsilon and weight_decay >= 0 and finite in fp32, and betas in [0, 1), got lr ",
+               hyper.learning_rate(), ", betas ", hyper.beta1(), ", ", hyper.beta2(), ", epsilon ", hyper.epsilon(),
+               ", weight_decay ", hyper.weight_decay());
   }
-  if (fine && nesterov && hyper.dampening() != 0) {
-    return BadHeader(absl::StrCat("parameter group ", group, ": nesterov needs a dampening of 0, got ",
-                                  hyper.dampening()));
+  if (!Finite(hyper.dampening()) || !at_least_zero(hyper.learning_rate_decay()) ||
+      !at_least_zero(hyper.initial_accumulator())) {
+    return bad("expected dampening, learning_rate_decay and initial_accumulator finite in fp32, the latter two >= 0, got ",
+               hyper.dampening(), ", ", hyper.learning_rate_decay(), " and ", hyper.initial_accumulator());
   }
-  if (fine) return absl::OkStatus();
-  return BadHeader(
-      absl::StrCat("parameter group ", group,
-                   ": expected finite learning_rate, epsilon and weight_decay >= 0 and betas in [0, 1), got lr ",
-                   hyper.learning_rate(), ", betas ", hyper.beta1(), ", ", hyper.beta2(), ", epsilon ", hyper.epsilon(),
-                   ", weight_decay ", hyper.weight_decay()));
+  if (hyper.dampening() != 0 && !spec.momentum()) {
+    return bad("dampening is ", hyper.dampening(), ", but the job's optimizer is not SGD with momentum; leave it 0");
+  }
+  if (hyper.dampening() != 0 && spec.nesterov()) return bad("nesterov needs a dampening of 0, got ", hyper.dampening());
+  if ((hyper.learning_rate_decay() != 0 || hyper.initial_accumulator() != 0) &&
+      spec.optimizer() != v1::OPTIMIZER_ADAGRAD) {
+    return bad("learning_rate_decay and initial_accumulator are Adagrad's, which is not the job's optimizer; leave them 0, "
+               "got ",
+               hyper.learning_rate_decay(), " and ", hyper.initial_accumulator());
+  }
+  return absl::OkStatus();
 }
 
 bool SamePlan(const v1::PreparedRecord& a, const v1::PreparedRecord& b) {
@@ -174,9 +181,9 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
           absl::StrCat("expected hyper-parameters for ", expected, " parameter group(s), got ", header.groups_size()));
     }
     for (int i = 0; i < expected; ++i) {
-      BALLAST_RETURN_IF_ERROR(CheckHyper(header.groups(i), i, plan.open().spec().nesterov()));
+      BALLAST_RETURN_IF_ERROR(CheckHyper(header.groups(i), i, plan.open().spec()));
     }
-    if (!std::isfinite(static_cast<float>(header.gradient_scale())) || !std::isfinite(header.max_norm()) ||
+    if (!Finite(header.gradient_scale()) || !std::isfinite(header.max_norm()) ||
         header.max_norm() < 0) {
       return BadHeader(absl::StrCat("expected a gradient_scale that is finite in fp32 and a finite max_norm >= 0, got ",
                                     header.gradient_scale(), " and ", header.max_norm()));

@@ -8,6 +8,7 @@
 #include <limits>
 #include <map>
 #include <set>
+#include <thread>
 #include <sstream>
 
 #include "absl/strings/ascii.h"
@@ -234,6 +235,7 @@ absl::StatusOr<ConfigValues> ParseEnvironment(const std::vector<std::string>& en
 absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& environment,
                                   const ConfigValues& flags) {
   Config config;
+  config.server.compute_threads = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kThreadsMax);
   std::map<std::string, std::string> where;  // key: what gave its value
   for (const ConfigValues* source : {&file, &environment, &flags}) {
     for (const auto& [name, value] : *source) {

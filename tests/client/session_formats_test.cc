@@ -42,7 +42,8 @@ TEST_F(SessionFormats, Fp32GradientsAndParametersThroughEveryCall) {
       BALLAST_RETURN_IF_ERROR(session.PullOwned(unit, absl::MakeSpan(owned)));
       BALLAST_ASSIGN_OR_RETURN(const UnitLease lease, session.Acquire(unit));
       BALLAST_RETURN_IF_ERROR(Expect(lease.bytes().size() == 4 * session.unit_elements(unit), "bytes()"));
-      BALLAST_RETURN_IF_ERROR(Expect(lease.parameters().empty(), "no 16-bit parameters"));
+      BALLAST_RETURN_IF_ERROR(Expect(lease.parameters_f32()[0] == owned[0], "parameters_f32()"));
+      EXPECT_DEATH((void)lease.parameters(), "4 bytes an element; use parameters_f32");
       BALLAST_RETURN_IF_ERROR(session.Push(unit, std::vector<float>(owned.size(), 0.25f)));
       before.push_back(owned);
     }
@@ -151,6 +152,12 @@ TEST_F(SessionFormats, NesterovTakesNoDampening) {
     BALLAST_RETURN_IF_ERROR(
         ExpectError(TrainStep(session, 1, step).status(), model::kBadRequest, "group 1: nesterov needs a dampening of 0"));
     step.groups[1].dampening = 0;
+    step.groups[0].initial_accumulator = 0.1;
+    BALLAST_RETURN_IF_ERROR(ExpectError(session.Step(step).status(), model::kBadRequest, "group 0: learning_rate_decay"));
+    step.groups[0].initial_accumulator = 0;
+    step.groups[0].learning_rate = 1e39;
+    BALLAST_RETURN_IF_ERROR(ExpectError(session.Step(step).status(), model::kBadRequest, "finite in fp32"));
+    step.groups[0].learning_rate = DefaultHyper(OptimizerKind::kSgd).learning_rate;
     return session.Step(step).status();
   });
   EXPECT_EQ(ran, absl::OkStatus());

@@ -108,7 +108,7 @@ TEST_P(Training, ClipsByTheGlobalNorm) {
                   for (uint32_t unit = 0; unit < session->unit_count(); ++unit) {
                     BALLAST_RETURN_IF_ERROR(session->Push(unit, OwnedGradient(*session, unit, 1)));
                   }
-                  // Directly: leaves of 256 from each chunk's start, per segment, in chunk order.
+                  // Directly: per segment, in chunk order.
                   v1::JobSpec spec;
                   spec.set_name("test");
                   spec.set_chunk_elements(kChunk);

@@ -63,7 +63,7 @@ storage::TierBytes BudgetFor(Placement placement, const std::vector<uint64_t>& e
   budget.dram = StagingBytes(optimizer);
   uint64_t state = 0;
   for (const uint64_t n : elements) {
-    budget.dram += layout.WorkingBytes(n) + 4 * n;
+    budget.dram += layout.WorkingBytes(n) + std::max<uint64_t>(4, layout.gradient_element_bytes() + 2) * n;
     state += layout.StateBytes(n);
   }
   if (placement == Placement::kMixed) budget.dram += (state - StagingBytes(optimizer)) / 2;

@@ -212,6 +212,23 @@ TEST_P(ParityTest, AddSmallFormats) {
   }
 }
 
+// Large outputs go past the caches where they are aligned: the same bits as where they are not.
+TEST_P(ParityTest, QuantizersThatStream) {
+  for (const auto& [format, n] : {std::pair{QuantFormat::kInt8, size_t{4'400'001}}, {QuantFormat::kInt4, 8'800'001}}) {
+    const std::vector<std::byte> x = QuantizeInput(Dtype::kBf16, n);
+    AlignedArray<std::byte> streamed(QuantBytes(format, n), 0), plain(QuantBytes(format, n), 1);
+    std::vector<float> scales(QuantScales(n)), plain_scales(scales.size());
+    Quantize(format, Dtype::kBf16, x.data(), n, streamed.span().data(), scales.data());
+    Quantize(format, Dtype::kBf16, x.data(), n, plain.span().data(), plain_scales.data());
+    ASSERT_EQ(Bits(scales), Bits(plain_scales));
+    ASSERT_EQ(streamed.span(), plain.span());
+    AlignedArray<std::byte> back(2 * n, 0), plain_back(2 * n, 2);
+    Dequantize(format, streamed.span().data(), scales.data(), n, Dtype::kBf16, back.span().data());
+    Dequantize(format, streamed.span().data(), scales.data(), n, Dtype::kBf16, plain_back.span().data());
+    ASSERT_EQ(back.span(), plain_back.span());
+  }
+}
+
 // The plainest quantizer, and its stated error bound.
 TEST_P(ParityTest, Quantize) {
   for (const QuantFormat format : {QuantFormat::kInt8, QuantFormat::kInt4}) {

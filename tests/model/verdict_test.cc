@@ -1,5 +1,6 @@
 #include "ballast/proto/model/verdict.h"
 
+#include <set>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -148,6 +149,25 @@ class HeaderTest : public ::testing::Test {
   const std::vector<std::string> blobs_ = {"a", "b"};
 };
 
+// Gives a field another value.
+void Change(const std::string& name, google::protobuf::Message* message) {
+  using Field = google::protobuf::FieldDescriptor;
+  const Field* field = message->GetDescriptor()->FindFieldByName(name);
+  const google::protobuf::Reflection& access = *message->GetReflection();
+  switch (field->cpp_type()) {
+    case Field::CPPTYPE_DOUBLE:
+      return access.SetDouble(message, field, std::nextafter(access.GetDouble(*message, field), HUGE_VAL));
+    case Field::CPPTYPE_BOOL:
+      return access.SetBool(message, field, !access.GetBool(*message, field));
+    case Field::CPPTYPE_ENUM:
+      return access.SetEnumValue(message, field, access.GetEnumValue(*message, field) + 1);
+    case Field::CPPTYPE_STRING:
+      return access.SetString(message, field, access.GetString(*message, field) + "x");
+    default:
+      FAIL() << "a field that this test does not change: " << name;
+  }
+}
+
 TEST_F(HeaderTest, EveryFieldMovesThePlanHash) {
   const std::string base = PlanHash(plan_, 3, 0, header_, blobs_);
   EXPECT_EQ(base.size(), 32u);
@@ -155,8 +175,19 @@ TEST_F(HeaderTest, EveryFieldMovesThePlanHash) {
   EXPECT_NE(base, PlanHash(plan_, 4, 0, header_, blobs_));
   EXPECT_NE(base, PlanHash(plan_, 3, 1, header_, blobs_));
   EXPECT_NE(base, PlanHash(plan_, 3, 0, header_, std::vector<std::string>{"ab", ""}));
-  header_.mutable_groups(0)->set_learning_rate(std::nextafter(1e-3, 1));
-  EXPECT_NE(base, PlanHash(plan_, 3, 0, header_, blobs_));
+  for (const char* field : {"kind", "gradient_scale", "max_norm", "gradient_presence", "value_presence"}) {
+    v1::StepHeader changed = header_;
+    Change(field, &changed);
+    EXPECT_NE(base, PlanHash(plan_, 3, 0, changed, blobs_)) << field;
+  }
+  std::set<std::string> hashes = {base};
+  const google::protobuf::Descriptor& group = *v1::GroupHyper::descriptor();
+  for (int i = 0; i < group.field_count(); ++i) {
+    v1::StepHeader changed = header_;
+    Change(group.field(i)->name(), changed.mutable_groups(0));
+    EXPECT_TRUE(hashes.insert(PlanHash(plan_, 3, 0, changed, blobs_)).second) << group.field(i)->name();
+  }
+  EXPECT_EQ(hashes.size(), 10u);
 }
 
 TEST_F(HeaderTest, ChecksSayWhatWasExpected) {

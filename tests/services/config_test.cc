@@ -60,7 +60,7 @@ TEST(Config, FlagBeatsEnvironmentBeatsFile) {
 
 TEST(Config, RefusesWhatItDoesNotKnowWithFileAndLine) {
   ExpectBad(std::string(kGood) + "budgets: 3\n",
-            "s.yaml:9: unknown key 'budgets'; expected one of listen, metrics_listen");
+            "s.yaml:10: unknown key 'budgets'; expected one of listen, metrics_listen");
   ExpectBad("budget:\n  dram: 1MiB\n  drum: 1MiB\n", "s.yaml:3: unknown key 'budget.drum'");
   ExpectBad("listen: a:1\nlisten: b:2\n", "s.yaml:2: key 'listen' comes twice");
   ExpectBad("listen: [a, b]\n", "s.yaml:1: listen: expected host:port, port 0 for a free one; came a list");

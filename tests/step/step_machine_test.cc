@@ -185,6 +185,32 @@ TEST_F(StepMachineTest, TheSpecMayGrowAndNotChange) {
   v1::OpenRequest other = open;
   other.mutable_spec()->mutable_registrations(0)->mutable_tensors(0)->set_shape(0, 2048);
   EXPECT_THAT(machine_->Open(other).status(), Fails(StatusCode::kInvalidArgument, model::kBadSpec, "may only grow"));
+  // No field of the spec but its registrations.
+  const google::protobuf::Reflection& spec = *v1::JobSpec::GetReflection();
+  for (int i = 0; i < v1::JobSpec::descriptor()->field_count(); ++i) {
+    const google::protobuf::FieldDescriptor* field = v1::JobSpec::descriptor()->field(i);
+    if (field->is_repeated() || field->name() == "name" || field->name() == "chunk_elements") continue;
+    other = open;
+    v1::JobSpec* changed = other.mutable_spec();
+    switch (field->cpp_type()) {
+      case google::protobuf::FieldDescriptor::CPPTYPE_BOOL:
+        spec.SetBool(changed, field, !spec.GetBool(*changed, field));
+        break;
+      case google::protobuf::FieldDescriptor::CPPTYPE_ENUM:
+        spec.SetEnumValue(changed, field, spec.GetEnumValue(*changed, field) == 1 ? 2 : 1);
+        break;
+      case google::protobuf::FieldDescriptor::CPPTYPE_UINT32:
+        spec.SetUInt32(changed, field, spec.GetUInt32(*changed, field) + 1);
+        break;
+      case google::protobuf::FieldDescriptor::CPPTYPE_UINT64:
+        spec.SetUInt64(changed, field, spec.GetUInt64(*changed, field) + 1);
+        break;
+      default:
+        FAIL() << "a field that this test does not change: " << field->name();
+    }
+    EXPECT_THAT(machine_->Open(other).status(), Fails(StatusCode::kInvalidArgument, model::kBadSpec, "may only grow"))
+        << field->name();
+  }
   other = open;
   other.mutable_members(0)->set_server_id("elsewhere");
   EXPECT_THAT(machine_->Open(other).status(), Fails(StatusCode::kUnimplemented, model::kUnsupported, "members"));

@@ -23,6 +23,15 @@ using kernels::OptimizerSpec;
 constexpr uint64_t kElements = 4 * 65536 - 3 * 256;
 constexpr uint64_t kChunks = 4;
 
+// Which tiers: hbm_tier_test compiles this file for the GPU.
+#ifdef BALLAST_TEST_HBM
+constexpr TierBytes kBudget = {.hbm = uint64_t{128} << 20, .dram = uint64_t{128} << 20, .nvme = uint64_t{64} << 20};
+constexpr ChunkPlacement kPlacements[] = {{TierKind::kHbm, TierKind::kHbm}, {TierKind::kHbm, TierKind::kDram}};
+#else
+constexpr TierBytes kBudget = {.dram = uint64_t{128} << 20, .nvme = uint64_t{64} << 20};
+constexpr ChunkPlacement kPlacements[] = {{TierKind::kNvme}, {TierKind::kDram}};
+#endif
+
 // One chunk on plain arrays.
 struct Plain {
   explicit Plain(const OptimizerSpec& s) : spec(s), master(kElements), working(kElements * ElementBytes(s.working)) {
@@ -72,12 +81,12 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
  protected:
   FormatsTest() : layout_(GetParam()), plain_(kChunks, Plain(GetParam())) {
     const uint64_t staging = (uint64_t{1} << 20) + 2 * layout_.StateBytes(kElements);
-    tiers_ = *Tiers::Open({.budget = {.dram = uint64_t{128} << 20, .nvme = uint64_t{64} << 20},
+    tiers_ = *Tiers::Open({.budget = kBudget,
                            .directory = directory_.path(),
                            .staging_bytes = staging});
     store_ = std::make_unique<ChunkStore>(tiers_.get(), GetParam(), &compute_);
     Plan plan;
-    for (uint64_t i = 0; i < kChunks; ++i) plan.chunks.push_back({i % 2 == 0 ? TierKind::kNvme : TierKind::kDram});
+    for (uint64_t i = 0; i < kChunks; ++i) plan.chunks.push_back(kPlacements[i % 2]);
     EXPECT_TRUE(store_->Add(std::vector<uint64_t>(kChunks, kElements), plan).ok());
   }
 

@@ -52,11 +52,11 @@ TEST_F(HbmTierTest, AllThreeTiers) { Train({TierKind::kHbm, TierKind::kDram, Tie
 
 TEST_F(HbmTierTest, BudgetIsKept) {
   ScratchDirectory directory;
-  auto tiers = *Tiers::Open({.budget = {.hbm = 8 * kMiB}, .directory = directory.path()});
-  EXPECT_EQ(tiers->used().hbm, 4 * kMiB);  // scratch memory
-  EXPECT_EQ(tiers->hbm()->Allocate(5 * kMiB, "test").status().code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_TRUE(tiers->hbm()->Allocate(4 * kMiB, "test").ok());
-  EXPECT_EQ(tiers->used().hbm, 4 * kMiB);
+  auto tiers = *Tiers::Open({.budget = {.hbm = 16 * kMiB}, .directory = directory.path()});
+  EXPECT_EQ(tiers->used().hbm, 8 * kMiB);  // scratch memory
+  EXPECT_EQ(tiers->hbm()->Allocate(9 * kMiB, "test").status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(tiers->hbm()->Allocate(8 * kMiB, "test").ok());
+  EXPECT_EQ(tiers->used().hbm, 8 * kMiB);
 }
 
 }  // namespace
