@@ -1,8 +1,8 @@
 // The gradients that this rank has pushed for the step in the making. They stay here until every server is prepared, so
 // that whatever a server lost can be sent again.
 //
-// Memory: the gradient dtype's for every element that this rank owns of a unit it pushed, and 4 bytes for units that accumulate;
-// allocated at a unit's first push and kept. Threads: one.
+// Memory: the gradient dtype's for every element that this rank owns of a unit it pushed, and 4 bytes for units that
+// accumulate; allocated at a unit's first push and kept. Threads: one.
 #pragma once
 
 #include <memory>

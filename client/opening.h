@@ -18,8 +18,8 @@ namespace ballast::client {
 v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec>& tensors);
 v1::TensorSpec ToProto(const TensorSpec& tensor);
 
-// OK if `given` (one registration) has `job`'s optimizer and names exactly its live tensors, all alike. BAD_SPEC says what
-// differs.
+// OK if `given` (one registration) has `job`'s optimizer and names exactly its live tensors, all alike. BAD_SPEC says
+// what differs.
 absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job);
 
 class Opening {

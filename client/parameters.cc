@@ -122,9 +122,10 @@ absl::Status Parameters::PullOwned(uint32_t unit, absl::Span<std::byte> to) {
   const UnitView& view = seat_->units->unit(unit);
   const uint64_t width = seat_->working_bytes();
   if (to.size() != view.owned_elements * width) {
-    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
-                        absl::StrCat("unit '", seat_->units->layout().units()[unit].name, "': expected room for ",
-                                     view.owned_elements, " elements (this rank's owned ranges), got ", to.size() / width));
+    return model::Error(
+        absl::StatusCode::kInvalidArgument, model::kBadLength,
+        absl::StrCat("unit '", seat_->units->layout().units()[unit].name, "': expected room for ", view.owned_elements,
+                     " elements (this rank's owned ranges), got ", to.size() / width));
   }
   if (const auto it = under_way_.find(unit); it != under_way_.end() && it->second.version == seat_->version) {
     BALLAST_ASSIGN_OR_RETURN(auto buffer, TakeOwned(unit));

@@ -17,8 +17,8 @@ struct Seat {
   Router* router = nullptr;
   std::shared_ptr<const UnitMap> units;
   kernels::OptimizerSpec optimizer;  // the job's
-  int64_t version = -1;  // the last decided step
-  uint64_t attempt = 0;  // of the step that is being pushed, version + 1
+  int64_t version = -1;              // the last decided step
+  uint64_t attempt = 0;              // of the step that is being pushed, version + 1
   absl::Duration step_timeout;
 
   uint64_t gradient_bytes() const { return kernels::ElementBytes(optimizer.gradient); }

@@ -298,8 +298,8 @@ absl::Status Session::Read(absl::string_view tensor, Content content, int64_t ve
   }
   const kernels::Dtype dtype = optimizer().working;
   std::vector<std::byte> working(to.size() * kernels::ElementBytes(dtype));
-  BALLAST_RETURN_IF_ERROR(impl_->Conclude(
-      impl_->parameters.Read(at.unit, range, v1::CONTENT_WORKING, version, absl::MakeSpan(working))));
+  BALLAST_RETURN_IF_ERROR(
+      impl_->Conclude(impl_->parameters.Read(at.unit, range, v1::CONTENT_WORKING, version, absl::MakeSpan(working))));
   kernels::ToF32(dtype, working.data(), to);
   return absl::OkStatus();
 }

@@ -63,11 +63,11 @@ struct SessionOptions {
   Resume resume = Resume::kNever;
   uint32_t group_count = 1;
   uint64_t chunk_elements = uint64_t{1} << 20;  // only for a new job
-  // Optimizer, dtypes of gradients and working parameters, format of the moments: a property of the job, so that another
-  // one is refused on resume (BAD_SPEC). The default: AdamW, bf16, bf16, fp32.
+  // Optimizer, dtypes of gradients and working parameters, format of the moments: a property of the job, so that
+  // another one is refused on resume (BAD_SPEC). The default: AdamW, bf16, bf16, fp32.
   kernels::OptimizerSpec optimizer;
-  uint64_t seed = 0;  // of the stochastic rounding of bf16 moments; only for a new job, which keeps it
-  Split split = Split::kEven;                   // the same on all ranks
+  uint64_t seed = 0;           // of the stochastic rounding of bf16 moments; only for a new job, which keeps it
+  Split split = Split::kEven;  // the same on all ranks
   // How long servers may take for a call, or for a step once all ranks have come, their updates included. How long
   // ranks wait for each other is the collective's timeout.
   absl::Duration step_timeout = absl::Seconds(120);
@@ -217,12 +217,12 @@ class Session {
 
   // This rank's part of the unit's gradient, its owned ranges concatenated, already reduced over ranks. Copied; returns
   // when the copy is made and in-flight bytes allow. A unit may be pushed once per attempt. `absent`: tensors of the
-  // unit without a gradient here; the elements given for them must be zero. 16-bit elements are bits of the job's gradient
-  // dtype; BAD_DTYPE if it is as wide as the other overload's.
+  // unit without a gradient here; the elements given for them must be zero. 16-bit elements are bits of the job's
+  // gradient dtype; BAD_DTYPE if it is as wide as the other overload's.
   absl::Status Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent = {});
   absl::Status Push(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent = {});
-  // One of several contributions to the unit's gradient: summed here in fp32, in call order, rounded to the gradient dtype
-  // and pushed once by the next collective call on the step (Norm, TensorNorm, Step).
+  // One of several contributions to the unit's gradient: summed here in fp32, in call order, rounded to the gradient
+  // dtype and pushed once by the next collective call on the step (Norm, TensorNorm, Step).
   absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent = {});
 
   // COLLECTIVE. Norm of all that was pushed (unscaled) / of one tensor.

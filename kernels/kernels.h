@@ -19,8 +19,8 @@ namespace ballast::kernels {
 
 // Finite check and fp64 squared norm in one read; gradient: kBf16, kF16 or kF32. Leaves of 4096 elements from the
 // span's start, each summed in fp64 in 32 interleaved lanes (element i into lane i mod 32; lanes added pairwise,
-// neighbours first), leaves added by a binary tree over leaf index (the left child of n leaves takes the largest power of
-// two below n).
+// neighbours first), leaves added by a binary tree over leaf index (the left child of n leaves takes the largest power
+// of two below n).
 struct NormResult {
   double squared_norm = 0;
   bool finite = true;  // when false, squared_norm is 0

@@ -125,8 +125,8 @@ struct UpdateSpan {
 // Unsupported(spec).empty(), else the process ends.
 void Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span);
 
-// The values that moment `index` (below MomentCount) stands for, kF8's second moments squared again; `moment` begins at a
-// multiple of kMomentBlock elements of its chunk, like the span of its updates. A block with Inf or NaN reads as NaN.
+// The values that moment `index` (below MomentCount) stands for, kF8's second moments squared again; `moment` begins at
+// a multiple of kMomentBlock elements of its chunk, like the span of its updates. A block with Inf or NaN reads as NaN.
 void ReadMoment(const OptimizerSpec& spec, int index, const MomentSpan& moment, absl::Span<float> to);
 
 }  // namespace ballast::kernels

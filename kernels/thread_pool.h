@@ -1,4 +1,5 @@
-// Threads that share large pieces of work with whoever asks for it: all jobs of a server, and benchmarks, have one pool.
+// Threads that share large pieces of work with whoever asks for it: all jobs of a server, and benchmarks, have one
+// pool.
 #pragma once
 
 #include <cstdint>
@@ -23,9 +24,9 @@ class ThreadPool {
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // piece(0) ... piece(count - 1), each once, on the caller's thread and the pool's, in any order; returns when all have
-  // returned. A piece should take 50 microseconds or more, and must not call ParallelFor. `between` is called on the
-  // caller's thread alone, after each piece that it did.
+  // piece(0) ... piece(count - 1), each once, on the caller's thread and the pool's, in any order; returns when all
+  // have returned. A piece should take 50 microseconds or more, and must not call ParallelFor. `between` is called on
+  // the caller's thread alone, after each piece that it did.
   void ParallelFor(uint64_t count, absl::FunctionRef<void(uint64_t)> piece, absl::FunctionRef<void()> between);
   void ParallelFor(uint64_t count, absl::FunctionRef<void(uint64_t)> piece) {
     ParallelFor(count, piece, [] {});

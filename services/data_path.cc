@@ -35,11 +35,11 @@ absl::Status CheckLength(const v1::PushRequest& header, const v1::JobSpec& spec,
   const bool value = header.kind() == v1::SLICE_KIND_VALUE;
   const uint64_t elements = header.end() - header.begin(), element_bytes = value ? sizeof(float) : gradient_bytes;
   if (payload_bytes % element_bytes == 0 && payload_bytes / element_bytes == elements) return absl::OkStatus();
-  return Invalid(model::kBadLength,
-                 absl::StrCat("expected ", elements, " elements of ",
-                              v1::Dtype_Name(value ? v1::DTYPE_F32 : spec.gradient_dtype()), " (", element_bytes,
-                              " bytes each), came ", payload_bytes, " bytes; is the dtype right? Gradients of this job are ",
-                              v1::Dtype_Name(spec.gradient_dtype()), ", values DTYPE_F32"));
+  return Invalid(model::kBadLength, absl::StrCat("expected ", elements, " elements of ",
+                                                 v1::Dtype_Name(value ? v1::DTYPE_F32 : spec.gradient_dtype()), " (",
+                                                 element_bytes, " bytes each), came ", payload_bytes,
+                                                 " bytes; is the dtype right? Gradients of this job are ",
+                                                 v1::Dtype_Name(spec.gradient_dtype()), ", values DTYPE_F32"));
 }
 
 absl::Status CopyChecked(absl::Span<const std::byte> from, std::byte* to, uint32_t expected) {
@@ -136,8 +136,8 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
   if (!admission.ok()) return answer(admission.status());
   if (*admission == StepMachine::Admission::kHeld) return answer(absl::OkStatus());
   // After epoch and step: who speaks of an older job of this name must hear that.
-  const absl::Status length = CheckLength(header, plan_->open().spec(), store_->layout().gradient_element_bytes(),
-                                          payload.size());
+  const absl::Status length =
+      CheckLength(header, plan_->open().spec(), store_->layout().gradient_element_bytes(), payload.size());
   if (!length.ok()) return answer(machine_->EndPush(header, length));
   absl::StatusOr<Intake::Receipt> receipt = chunk->intake.BeginReceive(slice, header.kind(), header.attempt());
   if (absl::IsResourceExhausted(receipt.status())) {
@@ -222,9 +222,9 @@ absl::StatusOr<Job::PullPlan> Job::PlanPull(const v1::PullRequest& request) cons
   }
   const int arrays = store_->layout().array_count();
   if (request.content() < v1::CONTENT_WORKING || request.content() >= v1::CONTENT_MASTER + arrays) {
-    return Invalid(model::kBadRequest,
-                   absl::StrCat("content ", static_cast<int>(request.content()), " is neither WORKING nor MASTER nor one of ",
-                                arrays - 1, " moment(s) of ", model::Show(store_->layout().optimizer())));
+    return Invalid(model::kBadRequest, absl::StrCat("content ", static_cast<int>(request.content()),
+                                                    " is neither WORKING nor MASTER nor one of ", arrays - 1,
+                                                    " moment(s) of ", model::Show(store_->layout().optimizer())));
   }
   BALLAST_ASSIGN_OR_RETURN(const auto pieces, plan_->layout().Cut(request.unit(), {request.begin(), request.end()}));
   if (pieces.size() != 1 || pieces[0].range != model::Range{request.begin(), request.end()}) {

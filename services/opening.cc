@@ -118,14 +118,14 @@ absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::sh
   return AddChunks(optimizer, elements, request.dry_run(), chunks);
 }
 
-absl::Status Job::AddChunks(const kernels::OptimizerSpec& optimizer, const std::vector<uint64_t>& elements, bool dry_run,
-                            std::vector<std::shared_ptr<HeldChunk>>* chunks) {
+absl::Status Job::AddChunks(const kernels::OptimizerSpec& optimizer, const std::vector<uint64_t>& elements,
+                            bool dry_run, std::vector<std::shared_ptr<HeldChunk>>* chunks) {
   const uint64_t provisional_per_element = ProvisionalBytesPerElement(optimizer);
   std::shared_ptr<storage::ChunkStore> store, old_store;
   std::shared_ptr<ProvisionalMemory> memory;
   std::vector<std::shared_ptr<HeldChunk>> spares, old_spares;  // what is old goes without the lock
-  storage::TierBytes freed;  // by a real Open that replaced the store, in a dry run
-  bool aside = false;        // a dry run that may not touch what the job has
+  storage::TierBytes freed;                                    // by a real Open that replaced the store, in a dry run
+  bool aside = false;                                          // a dry run that may not touch what the job has
   {
     absl::MutexLock lock(&mu_);
     const bool other = store_ != nullptr && !(store_->layout().optimizer() == optimizer);

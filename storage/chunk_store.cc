@@ -18,8 +18,8 @@
 namespace ballast::storage {
 namespace {
 
-// What one thread takes at a time. After each of its pieces the job's thread looks after the disk: at memory speed every
-// 50 microseconds, else it idles behind a long kernel.
+// What one thread takes at a time. After each of its pieces the job's thread looks after the disk: at memory speed
+// every 50 microseconds, else it idles behind a long kernel.
 constexpr uint64_t kPieceElements = uint64_t{1} << 16;
 
 absl::Status Bad(const char* reason, absl::string_view message) {
@@ -259,7 +259,8 @@ absl::Status ChunkStore::Add(absl::Span<const uint64_t> elements, const Plan& pl
   }
   for (size_t i = 0; i < elements.size(); ++i) {
     if (plan.chunks[i].state != TierKind::kNvme) continue;
-    BALLAST_ASSIGN_OR_RETURN(extents[i], impl.tiers->nvme()->Allocate(impl.layout.StateBytes(elements[i]), "chunk state"));
+    BALLAST_ASSIGN_OR_RETURN(extents[i],
+                             impl.tiers->nvme()->Allocate(impl.layout.StateBytes(elements[i]), "chunk state"));
   }
   BALLAST_RETURN_IF_ERROR(impl.TakeStaging(elements, plan));
 
@@ -472,9 +473,9 @@ bool ChunkStore::Impl::IsPinned(const StoredChunk& chunk) const {
 
 absl::Status ChunkStore::Impl::ReadPinned(int64_t pin, const StoredChunk& chunk, StateArray array, uint64_t begin,
                                           uint64_t count, ChunkReader::Sink sink) {
-  const absl::Status gone =
-      model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
-                   absl::StrCat("version ", pin, " of chunk ", chunk.index, " is not pinned; pin it while it is current"));
+  const absl::Status gone = model::Error(
+      absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+      absl::StrCat("version ", pin, " of chunk ", chunk.index, " is not pinned; pin it while it is current"));
   uint64_t runs_before = 0;
   {
     absl::ReaderMutexLock lock(&mutex);

@@ -79,8 +79,9 @@ absl::Status LocalSource::Push(uint32_t unit, absl::Span<const float> gradient) 
 
 absl::Status LocalSource::CheckSize(const char* what, uint32_t unit, size_t size) const {
   if (size == unit_elements(unit)) return absl::OkStatus();
-  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
-                      absl::StrCat(what, " of unit ", unit, ": expected ", unit_elements(unit), " elements, got ", size));
+  return model::Error(
+      absl::StatusCode::kInvalidArgument, model::kBadLength,
+      absl::StrCat(what, " of unit ", unit, ": expected ", unit_elements(unit), " elements, got ", size));
 }
 
 v1::ChunkNorm LocalSource::NormOf(const model::Chunk& chunk) const {

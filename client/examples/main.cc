@@ -96,9 +96,7 @@ void AddOptimizerFlags(CLI::App& app, Flags& flags) {
       if (number == *value) initial = name;
     }
     const auto parse = [value, names](const std::string& text) { *value = names.at(text); };
-    app.add_option_function<std::string>(flag, parse, what)
-        ->default_str(initial)
-        ->check(CLI::IsMember(choices));
+    app.add_option_function<std::string>(flag, parse, what)->default_str(initial)->check(CLI::IsMember(choices));
   };
   const std::map<std::string, Dtype> dtypes = {{"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}, {"f32", Dtype::kF32}};
   named("--optimizer", &o.kind,
@@ -259,9 +257,8 @@ absl::StatusOr<int> Train(const Flags& flags, const Corpus& corpus, ParameterSou
 }
 
 absl::StatusOr<int> RunReference(const Flags& flags, const Corpus& corpus) {
-  BALLAST_ASSIGN_OR_RETURN(const auto source,
-                           LocalSource::Create(flags.trainer.shape, flags.trainer.seed, flags.chunk_elements,
-                                               flags.optimizer));
+  BALLAST_ASSIGN_OR_RETURN(const auto source, LocalSource::Create(flags.trainer.shape, flags.trainer.seed,
+                                                                  flags.chunk_elements, flags.optimizer));
   const std::unique_ptr<Collective> collective = std::move(MakeLoopbackGroup(1).front());
   BALLAST_ASSIGN_OR_RETURN(const auto trainer, Trainer::Create(flags.trainer, &corpus, source.get(), collective.get()));
   return Train(flags, corpus, *source, *trainer);

@@ -1,7 +1,7 @@
-// Update() in blocks of kMomentBlock elements: the rule runs over fp32; moments that are not fp32 are decoded as it reads
-// them and coded when the block is done. A bf16 gradient becomes fp32, and fp32 working parameters, within the rule's
-// loop; other dtypes before and after it, through the first-level cache. With fp32 moments and bf16 ends several blocks
-// are one run of the loop.
+// Update() in blocks of kMomentBlock elements: the rule runs over fp32; moments that are not fp32 are decoded as it
+// reads them and coded when the block is done. A bf16 gradient becomes fp32, and fp32 working parameters, within the
+// rule's loop; other dtypes before and after it, through the first-level cache. With fp32 moments and bf16 ends several
+// blocks are one run of the loop.
 #include "ballast/kernels/optimizer.h"
 
 #include <algorithm>
@@ -65,8 +65,8 @@ void NarrowBlock(const float* HWY_RESTRICT from, std::byte* to) {
 
 // ---- the rule
 
-// How a block's gradient comes and where its working parameters go: in most jobs both are bf16, which the rule then reads
-// and writes itself, so that this work fills the time in which it waits for divisions and roots.
+// How a block's gradient comes and where its working parameters go: in most jobs both are bf16, which the rule then
+// reads and writes itself, so that this work fills the time in which it waits for divisions and roots.
 enum class Ends { kF32, kBf16, kBf16Stream };
 
 using BlockRule = void (*)(const Coefficients& c, const RandomKey& key, size_t n, const std::byte* gradient, float* p,
@@ -81,9 +81,8 @@ constexpr bool NanReachesParameter(Rule rule) { return rule != Rule::kLion; }
 
 // kEnds = kF32: the gradient has been widened, and `working` is not written. n: kBlock, or a multiple if RunsOn.
 template <Rule kRule, MomentFormat kFormat, Ends kEnds>
-void RuleBlock(const Coefficients& coefficients, const RandomKey& key, size_t n,
-               const std::byte* HWY_RESTRICT gradient, float* HWY_RESTRICT p, MomentBlock* moments,
-               std::byte* HWY_RESTRICT working) {
+void RuleBlock(const Coefficients& coefficients, const RandomKey& key, size_t n, const std::byte* HWY_RESTRICT gradient,
+               float* HWY_RESTRICT p, MomentBlock* moments, std::byte* HWY_RESTRICT working) {
   const size_t count = RunsOn(kFormat, kEnds) ? n : kBlock;
   constexpr Dtype kGradient = kEnds == Ends::kF32 ? Dtype::kF32 : Dtype::kBf16;
   constexpr int kMoments = MomentsOf(kRule);
@@ -134,7 +133,8 @@ void RuleBlock(const Coefficients& coefficients, const RandomKey& key, size_t n,
   if (L::MaxOfLanes(seen) > 0x7f800000u) {
     // Rare, and not the loop's to look after: every NaN becomes the one NaN.
     for (float* array : {p, a.wide, b.wide, x.wide}) {
-      for (size_t i = 0; array != nullptr && i < count; i += L::kWidth) L::Store(L::OneNan(L::Load(array + i)), array + i);
+      for (size_t i = 0; array != nullptr && i < count; i += L::kWidth)
+        L::Store(L::OneNan(L::Load(array + i)), array + i);
     }
     for (size_t i = 0; i < count; i += 2 * L::kWidth) narrow(L::Load(p + i), L::Load(p + i + L::kWidth), i);
   }

@@ -32,8 +32,8 @@ constexpr float kRoundMagic = 0x1.8p23f;
 template <QuantFormat kFormat>
 constexpr uint32_t kMask = kFormat == QuantFormat::kInt8 ? 0xff : 0xf;
 
-// ---- bf16, the usual dtype: a lane of 32 bits has two neighbours, of which each becomes an fp32 by a shift or a mask, and
-// as many bits of codes. Nothing is permuted but for packing.
+// ---- bf16, the usual dtype: a lane of 32 bits has two neighbours, of which each becomes an fp32 by a shift or a mask,
+// and as many bits of codes. Nothing is permuted but for packing.
 
 HWY_INLINE U EvenOf(U pair) { return L::ShiftLeft<16>(pair); }
 HWY_INLINE U OddOf(U pair) { return L::And(pair, L::SetU(0xffff0000u)); }
@@ -84,7 +84,7 @@ void DequantizeBf16Block(const uint8_t* quantized, float scale, std::byte* x) {
   const F factor = L::Set(scale);
   const U one = L::SetU(1), half = L::SetU(0x7fff);
   // Rounded; the bf16 is the upper half.
-  const auto rounded = [factor, one, half](U code) HWY_ATTR __attribute__((always_inline)) {
+  const auto rounded = [ factor, one, half ](U code) HWY_ATTR __attribute__((always_inline)) {
     const U bits = L::Bits(L::Mul(L::FloatOfSigned(code), factor));
     return L::AddU(bits, L::AddU(L::And(L::ShiftRight<16>(bits), one), half));
   };

@@ -1,11 +1,10 @@
 // Norms, conversions, sums and quantizers. Plain multiplications and additions below are not contracted (-fmad=false);
 // every rounding that matters is spelled out.
-#include "ballast/kernels/cuda/cuda_kernels.h"
-
 #include <cuda_runtime.h>
 
-#include "ballast/kernels/norm_tree.h"
+#include "ballast/kernels/cuda/cuda_kernels.h"
 #include "ballast/kernels/cuda/elements.cuh"
+#include "ballast/kernels/norm_tree.h"
 
 namespace ballast::kernels::cuda {
 namespace {
@@ -17,8 +16,8 @@ unsigned GridOfBlocks(uint64_t n) { return GridOf((n + kBlock - 1) / kBlock * kW
 
 // ---- norm
 
-// A warp takes a leaf. Lane k of the norm is lane k of the warp: what sixteen-byte loads bring goes through shared memory
-// to whom it belongs.
+// A warp takes a leaf. Lane k of the norm is lane k of the warp: what sixteen-byte loads bring goes through shared
+// memory to whom it belongs.
 __global__ void __launch_bounds__(kThreads)
     LeafKernel(Dtype dtype, const std::byte* gradient, uint64_t n, double* leaves, uint64_t leaf_count) {
   __shared__ float staged[kThreads / kWarp][kBlock];
@@ -75,7 +74,8 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-__global__ void __launch_bounds__(kThreads) AddKernel(Dtype dtype, const std::byte* addend, std::byte* sum, uint64_t n) {
+__global__ void __launch_bounds__(kThreads)
+    AddKernel(Dtype dtype, const std::byte* addend, std::byte* sum, uint64_t n) {
   ForBlocks(n, [&](uint64_t, uint64_t i, unsigned count) {
     float x[kEach], y[kEach];
     LoadAs(dtype, addend, i, count, x);
@@ -113,9 +113,8 @@ __device__ void LoadNibbles(const std::byte* base, uint64_t i, unsigned count, u
   for (unsigned k = 0; k < kEach; ++k) code[k] = word >> 4 * k & 0xfu;
 }
 
-__global__ void __launch_bounds__(kThreads)
-    QuantizeKernel(QuantFormat format, Dtype dtype, const std::byte* x, uint64_t n, std::byte* quantized,
-                   float* scales) {
+__global__ void __launch_bounds__(kThreads) QuantizeKernel(QuantFormat format, Dtype dtype, const std::byte* x,
+                                                           uint64_t n, std::byte* quantized, float* scales) {
   const bool is_int8 = format == QuantFormat::kInt8;
   const float inverse_largest = is_int8 ? 1.0f / 127 : 1.0f / 7;
   ForBlocks(n, [&](uint64_t block, uint64_t i, unsigned count) {

@@ -1,5 +1,5 @@
-// The functions of kernels.h and optimizer.h for HBM-resident spans: the same bits as on any CPU. Compiled by nvcc, absent
-// without it.
+// The functions of kernels.h and optimizer.h for HBM-resident spans: the same bits as on any CPU. Compiled by nvcc,
+// absent without it.
 //
 // All pointers are device pointers, 16-byte aligned (scales and norms: their own size); spans must not overlap. Calls
 // enqueue on `stream` and return. Dtypes as in kernels.h. Errors: INTERNAL with CUDA's text.

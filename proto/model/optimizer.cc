@@ -38,9 +38,8 @@ struct NamedDtype {
   Dtype dtype;
   const char* name;
 };
-constexpr NamedDtype kDtypes[] = {{v1::DTYPE_F32, Dtype::kF32, "f32"},
-                                  {v1::DTYPE_BF16, Dtype::kBf16, "bf16"},
-                                  {v1::DTYPE_F16, Dtype::kF16, "f16"}};
+constexpr NamedDtype kDtypes[] = {
+    {v1::DTYPE_F32, Dtype::kF32, "f32"}, {v1::DTYPE_BF16, Dtype::kBf16, "bf16"}, {v1::DTYPE_F16, Dtype::kF16, "f16"}};
 
 absl::StatusOr<Dtype> DtypeOf(v1::Dtype proto, const char* what) {
   for (const NamedDtype& named : kDtypes) {
@@ -67,9 +66,10 @@ absl::StatusOr<OptimizerSpec> OptimizerOf(const v1::JobSpec& spec) {
     if (named.proto == spec.optimizer()) kind = &named;
   }
   if (kind == nullptr) {
-    return Error(absl::StatusCode::kUnimplemented, kUnsupported,
-                 absl::StrCat("optimizer ", static_cast<int>(spec.optimizer()),
-                              " is unknown: servers run the elementwise optimizers AdamW, Adam, SGD, Adagrad and Lion"));
+    return Error(
+        absl::StatusCode::kUnimplemented, kUnsupported,
+        absl::StrCat("optimizer ", static_cast<int>(spec.optimizer()),
+                     " is unknown: servers run the elementwise optimizers AdamW, Adam, SGD, Adagrad and Lion"));
   }
   optimizer.kind = kind->kind;
   if (spec.moment_format() != v1::MOMENT_FORMAT_UNSPECIFIED) {

@@ -64,8 +64,9 @@ absl::Status CheckHyper(const v1::GroupHyper& hyper, int group, const v1::JobSpe
   }
   if (!Finite(hyper.dampening()) || !at_least_zero(hyper.learning_rate_decay()) ||
       !at_least_zero(hyper.initial_accumulator())) {
-    return bad("expected dampening, learning_rate_decay and initial_accumulator finite in fp32, the latter two >= 0, got ",
-               hyper.dampening(), ", ", hyper.learning_rate_decay(), " and ", hyper.initial_accumulator());
+    return bad(
+        "expected dampening, learning_rate_decay and initial_accumulator finite in fp32, the latter two >= 0, got ",
+        hyper.dampening(), ", ", hyper.learning_rate_decay(), " and ", hyper.initial_accumulator());
   }
   if (hyper.dampening() != 0 && !spec.momentum()) {
     return bad("dampening is ", hyper.dampening(), ", but the job's optimizer is not SGD with momentum; leave it 0");
@@ -73,9 +74,10 @@ absl::Status CheckHyper(const v1::GroupHyper& hyper, int group, const v1::JobSpe
   if (hyper.dampening() != 0 && spec.nesterov()) return bad("nesterov needs a dampening of 0, got ", hyper.dampening());
   if ((hyper.learning_rate_decay() != 0 || hyper.initial_accumulator() != 0) &&
       spec.optimizer() != v1::OPTIMIZER_ADAGRAD) {
-    return bad("learning_rate_decay and initial_accumulator are Adagrad's, which is not the job's optimizer; leave them 0, "
-               "got ",
-               hyper.learning_rate_decay(), " and ", hyper.initial_accumulator());
+    return bad(
+        "learning_rate_decay and initial_accumulator are Adagrad's, which is not the job's optimizer; leave them 0, "
+        "got ",
+        hyper.learning_rate_decay(), " and ", hyper.initial_accumulator());
   }
   return absl::OkStatus();
 }
@@ -183,8 +185,7 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
     for (int i = 0; i < expected; ++i) {
       BALLAST_RETURN_IF_ERROR(CheckHyper(header.groups(i), i, plan.open().spec()));
     }
-    if (!Finite(header.gradient_scale()) || !std::isfinite(header.max_norm()) ||
-        header.max_norm() < 0) {
+    if (!Finite(header.gradient_scale()) || !std::isfinite(header.max_norm()) || header.max_norm() < 0) {
       return BadHeader(absl::StrCat("expected a gradient_scale that is finite in fp32 and a finite max_norm >= 0, got ",
                                     header.gradient_scale(), " and ", header.max_norm()));
     }

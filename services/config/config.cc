@@ -8,8 +8,8 @@
 #include <limits>
 #include <map>
 #include <set>
-#include <thread>
 #include <sstream>
+#include <thread>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"

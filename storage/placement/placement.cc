@@ -78,7 +78,8 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
 
   uint64_t state_left = 0;  // not in HBM
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
-    if (plan.chunks[i].working == TierKind::kDram) plan.working.dram += request.layout.WorkingBytes(request.elements[i]);
+    if (plan.chunks[i].working == TierKind::kDram)
+      plan.working.dram += request.layout.WorkingBytes(request.elements[i]);
     if (plan.chunks[i].state != TierKind::kHbm) state_left += request.layout.StateBytes(request.elements[i]);
   }
   const uint64_t elements = std::accumulate(request.elements.begin(), request.elements.end(), uint64_t{0});

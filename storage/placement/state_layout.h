@@ -67,8 +67,9 @@ struct StateView {
   kernels::MomentSpan moment(int index, uint64_t at) const {
     std::byte* const begin = array(static_cast<StateArray>(index + 1));
     const kernels::MomentFormat format = layout->optimizer().moments;
-    return {.values = begin + kernels::MomentBytes(format, at),
-            .scales = reinterpret_cast<float*>(begin + layout->ScalesAt(elements) + kernels::MomentScaleBytes(format, at))};
+    return {
+        .values = begin + kernels::MomentBytes(format, at),
+        .scales = reinterpret_cast<float*>(begin + layout->ScalesAt(elements) + kernels::MomentScaleBytes(format, at))};
   }
 };
 

@@ -83,8 +83,8 @@ class CudaHbmTier : public HbmTier {
     absl::MutexLock lock(&mutex_);
     BALLAST_RETURN_IF_ERROR(UseDevice());
     BALLAST_RETURN_IF_ERROR(CheckSpan(elements));
-    BALLAST_RETURN_IF_ERROR(kernels::cuda::FromF32(
-        master, dtype, working.device != nullptr ? working.device : working_, elements, stream_));
+    BALLAST_RETURN_IF_ERROR(kernels::cuda::FromF32(master, dtype, working.device != nullptr ? working.device : working_,
+                                                   elements, stream_));
     return Deliver(working, elements * kernels::ElementBytes(dtype));
   }
 
@@ -122,9 +122,9 @@ class CudaHbmTier : public HbmTier {
 
   absl::Status Deliver(HbmWorking working, uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (working.device == nullptr) {
-      BALLAST_RETURN_IF_ERROR(CudaStatus(
-          cudaMemcpyAsync(working.host, working_, bytes, cudaMemcpyDeviceToHost, stream_),
-          "working copy from the GPU"));
+      BALLAST_RETURN_IF_ERROR(
+          CudaStatus(cudaMemcpyAsync(working.host, working_, bytes, cudaMemcpyDeviceToHost, stream_),
+                     "working copy from the GPU"));
     }
     return Finish();
   }

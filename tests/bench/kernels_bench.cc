@@ -1,5 +1,5 @@
-// Every kernel against a plain loop over memory that reads and writes as many bytes, interleaved in one run: a ratio of 1 is
-// memory speed. Usage: kernels_bench [--json FILE] [--filter TEXT] [--rounds N] [--elements N]
+// Every kernel against a plain loop over memory that reads and writes as many bytes, interleaved in one run: a ratio of
+// 1 is memory speed. Usage: kernels_bench [--json FILE] [--filter TEXT] [--rounds N] [--elements N]
 //
 // Rows: kernel/dtype/isa/threads. The ratio is the median over rounds of (kernel's GB/s / reference's GB/s); in each
 // round both run, in alternating order, on the same threads and on DRAM-sized, huge-page memory.

@@ -83,8 +83,7 @@ class PrecomputedTrainer {
       for (uint32_t ahead = i + 1; ahead < std::min(2 * units_, i + 3); ++ahead) {
         source_->Prefetch(ahead < units_ ? ahead : 2 * units_ - 1 - ahead);
       }
-      BALLAST_RETURN_IF_ERROR(
-          source_->Acquire(unit, absl::MakeSpan(parameters_).first(source_->unit_elements(unit))));
+      BALLAST_RETURN_IF_ERROR(source_->Acquire(unit, absl::MakeSpan(parameters_).first(source_->unit_elements(unit))));
       if (i >= units_) BALLAST_RETURN_IF_ERROR(Push(unit));
     }
     return source_->FinishStep(MakeHeader(), "").status();

@@ -149,11 +149,12 @@ TEST_F(SessionFormats, NesterovTakesNoDampening) {
     BALLAST_RETURN_IF_ERROR(InitialiseAll(session));
     StepOptions step = TestStep();
     step.groups[1].dampening = 0.5;
-    BALLAST_RETURN_IF_ERROR(
-        ExpectError(TrainStep(session, 1, step).status(), model::kBadRequest, "group 1: nesterov needs a dampening of 0"));
+    BALLAST_RETURN_IF_ERROR(ExpectError(TrainStep(session, 1, step).status(), model::kBadRequest,
+                                        "group 1: nesterov needs a dampening of 0"));
     step.groups[1].dampening = 0;
     step.groups[0].initial_accumulator = 0.1;
-    BALLAST_RETURN_IF_ERROR(ExpectError(session.Step(step).status(), model::kBadRequest, "group 0: learning_rate_decay"));
+    BALLAST_RETURN_IF_ERROR(
+        ExpectError(session.Step(step).status(), model::kBadRequest, "group 0: learning_rate_decay"));
     step.groups[0].initial_accumulator = 0;
     step.groups[0].learning_rate = 1e39;
     BALLAST_RETURN_IF_ERROR(ExpectError(session.Step(step).status(), model::kBadRequest, "finite in fp32"));

@@ -166,7 +166,8 @@ absl::StatusOr<uint32_t> TrainLocally(const client::Corpus& corpus, int threads,
   client::TrainerOptions options = SmallTrainer();
   options.threads = threads;
   const auto seats = client::MakeLoopbackGroup(1);
-  BALLAST_ASSIGN_OR_RETURN(auto source, client::LocalSource::Create(options.shape, options.seed, kChunkElements, optimizer));
+  BALLAST_ASSIGN_OR_RETURN(auto source,
+                           client::LocalSource::Create(options.shape, options.seed, kChunkElements, optimizer));
   BALLAST_ASSIGN_OR_RETURN(auto trainer, client::Trainer::Create(options, &corpus, source.get(), seats[0].get()));
   while (source->version() < end) BALLAST_RETURN_IF_ERROR(trainer->Step().status());
   return client::SaveMasterWeights(options.shape, *source, "");

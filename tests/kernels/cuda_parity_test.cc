@@ -5,8 +5,8 @@
 #include <bit>
 #include <cstdio>
 #include <cstring>
-#include <random>
 #include <limits>
+#include <random>
 #include <vector>
 
 #include "ballast/kernels/cuda/cuda_kernels.h"
@@ -142,7 +142,8 @@ TEST_F(CudaFunctionsTest, SquaredNorm) {
       for (const bool bad : {false, true}) {
         if (bad) x[random_() % n] = std::numeric_limits<float>::infinity();
         const std::vector<std::byte> bytes = As(dtype, x);
-        const NormResult cpu = cpu_.squared_norm(dtype, bytes.data(), n), gpu = gpu_.squared_norm(dtype, bytes.data(), n);
+        const NormResult cpu = cpu_.squared_norm(dtype, bytes.data(), n),
+                         gpu = gpu_.squared_norm(dtype, bytes.data(), n);
         ASSERT_TRUE(status_.ok()) << status_;
         ASSERT_EQ(gpu.finite, cpu.finite) << n;
         ASSERT_EQ(std::bit_cast<uint64_t>(gpu.squared_norm), std::bit_cast<uint64_t>(cpu.squared_norm)) << n;

@@ -28,11 +28,10 @@ struct CacheLineAllocator {
   CacheLineAllocator() = default;
   template <typename U>
   CacheLineAllocator(const CacheLineAllocator<U>&) {}  // NOLINT: allocators convert
-  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t{64})); }
-  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t{64}); }
+  T* allocate(size_t n) { return static_cast<T*>(::operator new (n * sizeof(T), std::align_val_t{64})); }
+  void deallocate(T* p, size_t) { ::operator delete (p, std::align_val_t{64}); }
   friend bool operator==(CacheLineAllocator, CacheLineAllocator) { return true; }
 };
-
 
 // Memory of one update, with guard bytes behind every array.
 class UpdateArrays {
@@ -74,8 +73,11 @@ class UpdateArrays {
   }
 
   UpdateSpan span() {
-    UpdateSpan s{
-        .n = n_, .gradient = gradient_.data(), .master = master_.data(), .moments = {}, .working = working_.data() + shift_};
+    UpdateSpan s{.n = n_,
+                 .gradient = gradient_.data(),
+                 .master = master_.data(),
+                 .moments = {},
+                 .working = working_.data() + shift_};
     for (size_t k = 0; k < kMomentsMax; ++k) s.moments[k] = {values_[k].data(), scales_[k].data()};
     return s;
   }

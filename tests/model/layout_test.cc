@@ -143,7 +143,8 @@ TEST(LayoutTest, RefusesOtherDtypes) {
   spec.mutable_registrations(0)->mutable_tensors(1)->set_dtype(v1::DTYPE_F32);
   const auto layout = Layout::Make(spec);
   EXPECT_EQ(ReasonOf(layout.status()), kBadDtype);
-  EXPECT_THAT(layout.status().message(), HasSubstr("to be DTYPE_F32 (1); all working parameters of this job are DTYPE_BF16"));
+  EXPECT_THAT(layout.status().message(),
+              HasSubstr("to be DTYPE_F32 (1); all working parameters of this job are DTYPE_BF16"));
 }
 
 TEST(LayoutTest, AliasesNameTheSameTensor) {

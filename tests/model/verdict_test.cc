@@ -1,12 +1,12 @@
 #include "ballast/proto/model/verdict.h"
 
-#include <set>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <set>
 
 #include "ballast/proto/model/status.h"
 

@@ -299,7 +299,8 @@ TestServer::TestServer(const std::string& id, storage::TierBytes budget) {
   options_.data_directory = directory_.path();
   options_.budget = budget;
   options_.server_id = id;
-  options_.staging_bytes = (uint64_t{1} << 20) + storage::StateLayout().StateBytes(model::kChunkElementsMin);  // the least that works
+  options_.staging_bytes =
+      (uint64_t{1} << 20) + storage::StateLayout().StateBytes(model::kChunkElementsMin);  // the least that works
   Restart();
 }
 

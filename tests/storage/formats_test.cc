@@ -42,7 +42,8 @@ struct Plain {
   }
 
   void Apply(const ChunkUpdate& update) {
-    for (const auto& part : update.values) std::copy(part.values.begin(), part.values.end(), master.begin() + part.begin);
+    for (const auto& part : update.values)
+      std::copy(part.values.begin(), part.values.end(), master.begin() + part.begin);
     for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
       const uint64_t at = segment.begin, block = at / kernels::kMomentBlock;
       kernels::UpdateSpan span{.n = segment.end - at,
@@ -65,8 +66,7 @@ struct Plain {
     const auto k = static_cast<size_t>(array) - 1;
     Plain copy = *this;
     std::vector<float> out(kElements);
-    kernels::ReadMoment(spec, static_cast<int>(k), {copy.values[k].data(), copy.scales[k].data()},
-                        absl::MakeSpan(out));
+    kernels::ReadMoment(spec, static_cast<int>(k), {copy.values[k].data(), copy.scales[k].data()}, absl::MakeSpan(out));
     return out;
   }
 
@@ -81,9 +81,7 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
  protected:
   FormatsTest() : layout_(GetParam()), plain_(kChunks, Plain(GetParam())) {
     const uint64_t staging = (uint64_t{1} << 20) + 2 * layout_.StateBytes(kElements);
-    tiers_ = *Tiers::Open({.budget = kBudget,
-                           .directory = directory_.path(),
-                           .staging_bytes = staging});
+    tiers_ = *Tiers::Open({.budget = kBudget, .directory = directory_.path(), .staging_bytes = staging});
     store_ = std::make_unique<ChunkStore>(tiers_.get(), GetParam(), &compute_);
     Plan plan;
     for (uint64_t i = 0; i < kChunks; ++i) plan.chunks.push_back(kPlacements[i % 2]);
@@ -128,8 +126,12 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
       for (int i = 0; i < layout_.array_count(); ++i) {
         const auto array = static_cast<StateArray>(i);
         const std::vector<float> all = expected[chunk].Array(array);
-        for (const auto& [begin, count] : {std::pair<uint64_t, uint64_t>{0, kElements}, {1, 1}, {255, 600}, {4097, 1024},
-                                           {kElements - 3, 3}, {5, 0}}) {
+        for (const auto& [begin, count] : {std::pair<uint64_t, uint64_t>{0, kElements},
+                                           {1, 1},
+                                           {255, 600},
+                                           {4097, 1024},
+                                           {kElements - 3, 3},
+                                           {5, 0}}) {
           std::vector<float> part(count);
           const auto span = absl::MakeSpan(part);
           const absl::Status read = pinned ? store_->ReadPinnedState(9, chunk, array, begin, span)

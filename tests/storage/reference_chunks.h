@@ -45,8 +45,8 @@ struct ReferenceChunk {
       };
       std::vector<kernels::bf16> ignored(segment.end - segment.begin);
       const auto* gradient = reinterpret_cast<const kernels::bf16*>(update.gradient.data()) + segment.begin;
-      AdamwStep(segment.coefficients, {gradient, ignored.size()}, part(arrays[0]),
-                part(arrays[1]), part(arrays[2]), absl::MakeSpan(ignored));
+      AdamwStep(segment.coefficients, {gradient, ignored.size()}, part(arrays[0]), part(arrays[1]), part(arrays[2]),
+                absl::MakeSpan(ignored));
     }
     kernels::Bf16FromF32(arrays[0], absl::MakeSpan(working));
   }

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "ballast/storage/chunk_store.h"
-#include "ballast/tests/storage/reference_chunks.h"
 #include "ballast/tests/scratch_directory.h"
+#include "ballast/tests/storage/reference_chunks.h"
 
 namespace ballast::storage {
 
