@@ -57,7 +57,7 @@ struct Oracle {
         p -= h.learning_rate * g;
         break;
       case OptimizerKind::kAdagrad:
-        v += g * g;
+        v = (t == 1 ? h.initial_accumulator : v) + g * g;
         p -= h.learning_rate / (1 + (step - 1) * h.learning_rate_decay) * g / (std::sqrt(v) + h.epsilon);
         break;
       case OptimizerKind::kLion: {

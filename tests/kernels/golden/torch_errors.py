@@ -54,6 +54,7 @@ case('sgd nesterov', 1003, 'SGD', 1e-2, momentum=0.9, nesterov=True, weight_deca
 case('sgd maximize', 257, 'SGD', 1e-2, momentum=0.9, maximize=True)
 case('adagrad', 1003, 'Adagrad', 1e-2, eps=1e-10)
 case('adagrad decay', 4099, 'Adagrad', 1e-1, lr_decay=1e-3, weight_decay=1e-3, eps=1e-8)
+case('adagrad initial', 257, 'Adagrad', 1e-2, initial_accumulator_value=0.1, eps=1e-10)
 
 
 def by_torch(n, kind, lr, options, fused):
@@ -69,7 +70,7 @@ def by_torch(n, kind, lr, options, fused):
 def in_fp64(n, kind, lr, options):
     """torch.optim's documented formulas."""
     p = values(0, n)
-    m, v, x = np.zeros(n), np.zeros(n), np.zeros(n)
+    m, v, x = np.zeros(n), np.full(n, options.get('initial_accumulator_value', 0.0)), np.zeros(n)
     decay = options.get('weight_decay', 0.0)
     for t in range(1, STEPS + 1):
         g = values(t, n) * (-1 if options.get('maximize') else 1)
@@ -141,6 +142,7 @@ for name, n, kind, lr, options in CASES:
       .weight_decay = {options.get('weight_decay', 0.0)!r},
       .dampening = {options.get('dampening', 0.0)!r},
       .learning_rate_decay = {options.get('lr_decay', 0.0)!r},
+      .initial_accumulator = {options.get('initial_accumulator_value', 0.0)!r},
       .maximize = {flag('maximize')}}},
      {fused!r},
      {single!r},
