@@ -80,10 +80,18 @@ struct Lanes {
   static void Store32(U a, std::byte* to) {
     std::memcpy(to, &a, sizeof(a));
   }
-  static U Load16(const uint16_t* from) { return *from; }
+  // Codes of two bytes may lie at any address.
+  static U Load16(const uint16_t* from) {
+    uint16_t half;
+    std::memcpy(&half, from, sizeof(half));
+    return half;
+  }
   static U Load8(const uint8_t* from) { return *from; }
   // The upper bits are zero.
-  static void Store16(U a, uint16_t* to) { *to = static_cast<uint16_t>(a); }
+  static void Store16(U a, uint16_t* to) {
+    const auto half = static_cast<uint16_t>(a);
+    std::memcpy(to, &half, sizeof(half));
+  }
   static void Store8(U a, uint8_t* to) { *to = static_cast<uint8_t>(a); }
   template <bool kStream = false>
   static void Store8x4(U a, U b, U c, U d, uint8_t* to) {
