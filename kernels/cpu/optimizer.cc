@@ -53,13 +53,13 @@ void WidenBlock(const std::byte* from, float* HWY_RESTRICT to) {
   for (size_t i = 0; i < kBlock; i += L::kWidth) L::Store(LoadAs<L, kDtype>(from, i), to + i);
 }
 
-template <Dtype kDtype, bool kStream>
+template <Dtype kDtype>
 void NarrowBlock(const float* HWY_RESTRICT from, std::byte* to) {
   constexpr size_t kWidth = L::kWidth;
   for (size_t i = 0; i < kBlock; i += 4 * kWidth) {
-    StoreFourAs<L, kDtype, StoreOptions{.stream = kStream, .one_nan = true}>(
-        L::Load(from + i), L::Load(from + i + kWidth), L::Load(from + i + 2 * kWidth), L::Load(from + i + 3 * kWidth),
-        to, i);
+    StoreFourAs<L, kDtype, StoreOptions{.one_nan = true}>(L::Load(from + i), L::Load(from + i + kWidth),
+                                                          L::Load(from + i + 2 * kWidth),
+                                                          L::Load(from + i + 3 * kWidth), to, i);
   }
 }
 
@@ -228,11 +228,11 @@ struct Pass {
     wide(coefficients, key, n, g, master, block, working);
     switch (spec.working) {
       case Dtype::kF32:
-        return NarrowBlock<Dtype::kF32, false>(master, working);
+        return NarrowBlock<Dtype::kF32>(master, working);
       case Dtype::kF16:
-        return NarrowBlock<Dtype::kF16, false>(master, working);
+        return NarrowBlock<Dtype::kF16>(master, working);
       default:
-        return NarrowBlock<Dtype::kBf16, false>(master, working);
+        return NarrowBlock<Dtype::kBf16>(master, working);
     }
   }
 };

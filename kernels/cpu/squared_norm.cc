@@ -30,9 +30,9 @@ using Words = hn::RebindToUnsigned<Doubles>;
 constexpr size_t kDoubles = hn::MaxLanes(Doubles());
 constexpr size_t kSums = kNormLanes / kDoubles;
 
-// Widening instructions are slow (AVX2: four elements in two cycles on Zen 3). So magnitudes are shifted to where a
-// double has its exponent and mantissa, which makes them too small by 2^896, the difference of the exponents' biases,
-// zeros and denormals too; a multiplication by that is exact. Inf and NaN come out finite and are looked for apart.
+// Widening and its permutation are what bounds the loop (AVX2, Zen 3). So magnitudes are shifted to where a double has
+// its exponent and mantissa, which makes them too small by 2^896, the difference of the exponents' biases, zeros and
+// denormals too; a multiplication by that is exact. Inf and NaN come out finite and are looked for apart.
 constexpr double kRebias = 0x1p896;
 
 // The sums of 4 x kDoubles neighbouring elements. Named, not an array: compilers keep arrays in memory.
