@@ -22,40 +22,38 @@ inline constexpr uint64_t AlignUp(uint64_t bytes) { return (bytes + kIoAlignment
 // INTERNAL (IO); names the file, offset and size (if `bytes` > 0) and the system's text.
 absl::Status IoError(int error, absl::string_view verb, absl::string_view path, uint64_t offset, uint64_t bytes);
 
-// Threads: any. Durability: volatile (no fsync): what is kept here does not outlive the process.
+// A file of a Disk. Threads: any. Transfers and ranges are aligned to kIoAlignment.
+// Durability: what was written is volatile until a Sync that began after it is OK.
 class BlockFile {
  public:
-  enum class Mode {
-    kExclusive,  // created if missing, locked against other openers, emptied. FAILED_PRECONDITION if another has it
-    kShared,     // must exist; its content is left alone
-  };
-  static absl::StatusOr<std::unique_ptr<BlockFile>> Open(const std::string& path, Mode mode);
-  ~BlockFile();
+  virtual ~BlockFile() = default;
   BlockFile(const BlockFile&) = delete;
   BlockFile& operator=(const BlockFile&) = delete;
 
-  int fd() const { return fd_; }
   const std::string& path() const { return path_; }
+  // Of the system's file; -1 for a simulated one, whose disk has queues of its own.
+  virtual int fd() const = 0;
   // Empty if transfers bypass the page cache, else why they do not.
-  const std::string& buffered_because() const { return buffered_because_; }
+  virtual const std::string& buffered_because() const = 0;
+  virtual absl::StatusOr<uint64_t> Size() const = 0;
 
-  // All of `buffer`, aligned, by pread / pwrite on the caller's thread.
-  absl::Status Read(uint64_t offset, absl::Span<std::byte> buffer) const;
-  absl::Status Write(uint64_t offset, absl::Span<const std::byte> buffer) const;
+  // All of `buffer`, on the caller's thread. DATA_LOSS (IO) at the end of the file.
+  virtual absl::Status Read(uint64_t offset, absl::Span<std::byte> buffer) const = 0;
+  virtual absl::Status Write(uint64_t offset, absl::Span<const std::byte> buffer) const = 0;
+  // fdatasync. After an error nobody knows what the disk holds: never tried again.
+  virtual absl::Status Sync() const = 0;
 
   // Makes sure that writes to [offset, offset + bytes) will find space. RESOURCE_EXHAUSTED (IO) if the disk is full.
-  absl::Status Reserve(uint64_t offset, uint64_t bytes);
+  virtual absl::Status Reserve(uint64_t offset, uint64_t bytes) = 0;
   // Gives the space of a range back, which reads as zero then; best effort: some file systems cannot.
-  void Discard(uint64_t offset, uint64_t bytes);
-  absl::Status Truncate(uint64_t bytes);
+  virtual void Discard(uint64_t offset, uint64_t bytes) = 0;
+  virtual absl::Status Truncate(uint64_t bytes) = 0;
+
+ protected:
+  explicit BlockFile(std::string path) : path_(std::move(path)) {}
 
  private:
-  BlockFile(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
-  absl::Status ChooseCaching(Mode mode);
-
-  int fd_;
-  std::string path_;
-  std::string buffered_because_;
+  const std::string path_;
 };
 
 }  // namespace ballast::storage

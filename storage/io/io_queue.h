@@ -24,7 +24,11 @@ inline constexpr uint32_t kIoDepth = 64;
 inline constexpr uint32_t kIoRequestsMax = 64;
 
 struct IoRequest {
-  enum class Kind { kRead, kWrite };
+  enum class Kind {
+    kRead,
+    kWrite,
+    kSync,  // fdatasync: covers the writes that had completed when it was submitted; no offset, no buffer
+  };
   Kind kind = Kind::kRead;
   const BlockFile* file = nullptr;
   uint64_t offset = 0;           // multiple of kIoAlignment, like the buffer's address and size

@@ -11,7 +11,36 @@
 namespace ballast::storage {
 namespace {
 
-const char* Verb(IoRequest::Kind kind) { return kind == IoRequest::Kind::kRead ? "read" : "write"; }
+const char* Verb(IoRequest::Kind kind) {
+  switch (kind) {
+    case IoRequest::Kind::kRead:
+      return "read";
+    case IoRequest::Kind::kWrite:
+      return "write";
+    case IoRequest::Kind::kSync:
+      return "sync";
+  }
+  return "transfer";
+}
+
+// One system call. Returns bytes moved, or -errno.
+int64_t Issue(const Piece& piece) {
+  const int fd = piece.file->fd();
+  const auto offset = static_cast<off_t>(piece.offset);
+  ssize_t result = 0;
+  switch (piece.kind) {
+    case IoRequest::Kind::kRead:
+      result = pread(fd, piece.data, piece.bytes, offset);
+      break;
+    case IoRequest::Kind::kWrite:
+      result = pwrite(fd, piece.data, piece.bytes, offset);
+      break;
+    case IoRequest::Kind::kSync:
+      result = fdatasync(fd);
+      break;
+  }
+  return result < 0 ? -errno : result;
+}
 
 }  // namespace
 
@@ -36,10 +65,7 @@ absl::StatusOr<bool> Advance(Piece& piece, int64_t result) {
 
 absl::Status Transfer(Piece piece) {
   while (true) {
-    const ssize_t result = piece.kind == IoRequest::Kind::kRead
-                               ? pread(piece.file->fd(), piece.data, piece.bytes, static_cast<off_t>(piece.offset))
-                               : pwrite(piece.file->fd(), piece.data, piece.bytes, static_cast<off_t>(piece.offset));
-    BALLAST_ASSIGN_OR_RETURN(const bool complete, Advance(piece, result < 0 ? -errno : result));
+    BALLAST_ASSIGN_OR_RETURN(const bool complete, Advance(piece, Issue(piece)));
     if (complete) return absl::OkStatus();
   }
 }
@@ -54,7 +80,11 @@ RequestTable::RequestTable() {
 
 absl::Status RequestTable::Add(const IoRequest& request) {
   const auto address = reinterpret_cast<uintptr_t>(request.buffer.data());
-  if (request.buffer.empty() || (address | request.buffer.size() | request.offset) % kIoAlignment != 0) {
+  if (request.kind == IoRequest::Kind::kSync ? !request.buffer.empty() : request.buffer.empty()) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                        "a read or write needs a buffer, a sync must have none");
+  }
+  if ((address | request.buffer.size() | request.offset) % kIoAlignment != 0) {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                         absl::StrCat("I/O of ", request.buffer.size(), " bytes at offset ", request.offset,
                                      ": address, size and offset must be multiples of ", kIoAlignment));
@@ -84,6 +114,7 @@ bool RequestTable::Cut(Piece* piece) {
                  .bytes = bytes,
                  .slot = static_cast<uint32_t>(&slot - slots_.data())};
   slot.cut_bytes += bytes;
+  slot.issued = true;
   ++slot.pieces;
   if (bytes == left) {
     first_uncut_ = slot.next;
@@ -97,8 +128,8 @@ void RequestTable::End(const Piece& piece, const absl::Status& status) {
   --slot.pieces;
   if (!status.ok() && slot.status.ok()) {
     slot.status = status;
-    if (slot.cut_bytes < slot.request.buffer.size()) {
-      slot.cut_bytes = slot.request.buffer.size();
+    if (!slot.cut()) {
+      slot.rest_given_up = true;
       // Requests are cut one after the other, so one that is partly cut is the first of the list.
       first_uncut_ = slot.next;
       if (first_uncut_ == nullptr) last_uncut_ = nullptr;
@@ -108,7 +139,7 @@ void RequestTable::End(const Piece& piece, const absl::Status& status) {
 }
 
 void RequestTable::FinishIfEnded(Slot& slot) {
-  if (slot.pieces > 0 || slot.cut_bytes < slot.request.buffer.size()) return;
+  if (slot.pieces > 0 || !slot.cut()) return;
   finished_.push_back({slot.request.tag, slot.status});
   slot.next = free_;
   free_ = &slot;

@@ -49,8 +49,11 @@ class RequestTable {
   struct Slot {
     IoRequest request;
     uint64_t cut_bytes = 0;
+    bool issued = false;  // some piece: a sync has one of no bytes
+    bool rest_given_up = false;
     uint32_t pieces = 0;  // issued and not ended
     absl::Status status;
+    bool cut() const { return rest_given_up || (issued && cut_bytes == request.buffer.size()); }
     Slot* next = nullptr;  // in the list of those with bytes to cut, or of the free ones
   };
   void FinishIfEnded(Slot& slot);

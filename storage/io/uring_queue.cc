@@ -42,9 +42,10 @@ class UringQueue : public IoQueue {
     ready_ = true;
     io_uring_probe* probe = io_uring_get_probe_ring(&ring_);
     const bool enough = probe != nullptr && io_uring_opcode_supported(probe, IORING_OP_READ) &&
-                        io_uring_opcode_supported(probe, IORING_OP_WRITE);
+                        io_uring_opcode_supported(probe, IORING_OP_WRITE) &&
+                        io_uring_opcode_supported(probe, IORING_OP_FSYNC);
     io_uring_free_probe(probe);
-    if (!enough) return Unavailable("io_uring read and write operations", EOPNOTSUPP);
+    if (!enough) return Unavailable("io_uring read, write and fsync operations", EOPNOTSUPP);
     if (!registered.empty() && registered.size() <= kRegisteredBytesMax) {
       const iovec whole = {registered.data(), registered.size()};
       if (const int refused = io_uring_register_buffers(&ring_, &whole, 1); refused == 0) {
@@ -98,10 +99,12 @@ class UringQueue : public IoQueue {
     const Piece& piece = pieces_[index];
     // Never null: no more than kIoDepth pieces are out, and the submission queue has as many entries.
     io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-    const bool fixed = piece.data >= registered_.data() &&
+    const bool fixed = piece.data != nullptr && piece.data >= registered_.data() &&
                        piece.data + piece.bytes <= registered_.data() + registered_.size() && !registered_.empty();
     const auto bytes = static_cast<unsigned>(piece.bytes);
-    if (piece.kind == IoRequest::Kind::kRead) {
+    if (piece.kind == IoRequest::Kind::kSync) {
+      io_uring_prep_fsync(sqe, piece.file->fd(), IORING_FSYNC_DATASYNC);
+    } else if (piece.kind == IoRequest::Kind::kRead) {
       if (fixed) {
         io_uring_prep_read_fixed(sqe, piece.file->fd(), piece.data, bytes, piece.offset, 0);
       } else {

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/io/disk.h"
 
 namespace ballast::storage {
 
@@ -24,8 +25,7 @@ void NvmeExtent::Release() {
 }
 
 absl::StatusOr<std::unique_ptr<NvmeTier>> NvmeTier::Open(const std::string& directory, Ledger* ledger) {
-  BALLAST_ASSIGN_OR_RETURN(auto file,
-                           BlockFile::Open(absl::StrCat(directory, "/nvme.tier"), BlockFile::Mode::kExclusive));
+  BALLAST_ASSIGN_OR_RETURN(auto file, SystemDisk()->Open(absl::StrCat(directory, "/nvme.tier"), Disk::Mode::kEmptied));
   return std::unique_ptr<NvmeTier>(new NvmeTier(std::move(file), ledger));
 }
 

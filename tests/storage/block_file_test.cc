@@ -1,9 +1,8 @@
-#include "ballast/storage/io/block_file.h"
-
 #include <sys/stat.h>
 
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/arena.h"
+#include "ballast/storage/io/disk.h"
 #include "ballast/storage/io/file_lock.h"
 #include "ballast/tests/scratch_directory.h"
 #include "gmock/gmock.h"
@@ -16,17 +15,17 @@ using ::testing::HasSubstr;
 
 TEST(BlockFileTest, ExclusiveMeansOneOpener) {
   ScratchDirectory directory;
-  auto first = BlockFile::Open(directory / "f", BlockFile::Mode::kExclusive);
+  auto first = SystemDisk()->Open(directory / "f", Disk::Mode::kEmptied);
   ASSERT_TRUE(first.ok()) << first.status();
-  auto second = BlockFile::Open(directory / "f", BlockFile::Mode::kExclusive);
+  auto second = SystemDisk()->Open(directory / "f", Disk::Mode::kEmptied);
   EXPECT_EQ(second.status().code(), absl::StatusCode::kFailedPrecondition);
   first->reset();
-  EXPECT_TRUE(BlockFile::Open(directory / "f", BlockFile::Mode::kExclusive).ok());
+  EXPECT_TRUE(SystemDisk()->Open(directory / "f", Disk::Mode::kEmptied).ok());
 }
 
 TEST(BlockFileTest, ReserveTakesDiskSpaceAndDiscardGivesItBack) {
   ScratchDirectory directory;
-  auto file = *BlockFile::Open(directory / "f", BlockFile::Mode::kExclusive);
+  auto file = *SystemDisk()->Open(directory / "f", Disk::Mode::kEmptied);
   struct stat info;
   ASSERT_TRUE(file->Reserve(0, 1 << 20).ok());
   ASSERT_EQ(fstat(file->fd(), &info), 0);
@@ -38,14 +37,14 @@ TEST(BlockFileTest, ReserveTakesDiskSpaceAndDiscardGivesItBack) {
 
 TEST(BlockFileTest, MoreThanTheDiskHolds) {
   ScratchDirectory directory;
-  auto file = *BlockFile::Open(directory / "f", BlockFile::Mode::kExclusive);
+  auto file = *SystemDisk()->Open(directory / "f", Disk::Mode::kEmptied);
   const absl::Status status = file->Reserve(0, uint64_t{1} << 50);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
   EXPECT_THAT(status.ToString(), HasSubstr(file->path()));
 }
 
 TEST(BlockFileTest, MissingDirectory) {
-  const absl::Status status = BlockFile::Open("/nowhere/f", BlockFile::Mode::kExclusive).status();
+  const absl::Status status = SystemDisk()->Open("/nowhere/f", Disk::Mode::kEmptied).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_THAT(status.ToString(), HasSubstr("/nowhere/f failed: No such file or directory"));
 }

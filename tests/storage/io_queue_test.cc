@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/arena.h"
+#include "ballast/storage/io/disk.h"
 #include "ballast/tests/scratch_directory.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -25,7 +26,7 @@ class IoQueueTest : public ::testing::TestWithParam<IoBackend> {
     auto queue = MakeIoQueue({.backend = GetParam(), .registered = Buffer(0, 4 * kMiB)});
     if (!queue.ok()) GTEST_SKIP() << "no io_uring here: " << queue.status();
     queue_ = *std::move(queue);
-    file_ = *BlockFile::Open(directory_ / "file", BlockFile::Mode::kExclusive);
+    file_ = *SystemDisk()->Open(directory_ / "file", Disk::Mode::kEmptied);
   }
 
   absl::Span<std::byte> Buffer(uint64_t at, uint64_t bytes) { return arena_.bytes().subspan(at, bytes); }
@@ -64,6 +65,20 @@ TEST_P(IoQueueTest, WhatIsWrittenIsReadBack) {
   ASSERT_TRUE(Only({IoRequest::Kind::kWrite, file_.get(), kIoAlignment, Buffer(0, bytes), 7}).ok());
   ASSERT_TRUE(Only({IoRequest::Kind::kRead, file_.get(), kIoAlignment, Buffer(4 * kMiB, bytes), 8}).ok());
   EXPECT_EQ(Buffer(0, bytes), Buffer(4 * kMiB, bytes));
+}
+
+TEST_P(IoQueueTest, SyncCompletesAndTakesNoBuffer) {
+  ASSERT_TRUE(Only({IoRequest::Kind::kWrite, file_.get(), 0, Buffer(0, kIoAlignment), 1}).ok());
+  EXPECT_TRUE(Only({IoRequest::Kind::kSync, file_.get(), 0, {}, 2}).ok());
+  EXPECT_EQ(Only({IoRequest::Kind::kSync, file_.get(), 0, Buffer(0, kIoAlignment), 3}).code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Only({IoRequest::Kind::kWrite, file_.get(), 0, {}, 4}).code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_P(IoQueueTest, SyncErrorIsReported) {
+  auto pipe = SystemDisk()->Open("/dev/null", Disk::Mode::kShared);  // a device that cannot be synced
+  ASSERT_TRUE(pipe.ok()) << pipe.status();
+  EXPECT_EQ(Only({IoRequest::Kind::kSync, pipe->get(), 0, {}, 1}).code(), absl::StatusCode::kInternal);
 }
 
 TEST_P(IoQueueTest, ManyInFlightCompleteOnceEach) {
@@ -134,7 +149,7 @@ TEST_P(IoQueueTest, ReadPastTheEndIsDataLossAndTheQueueGoesOn) {
 }
 
 TEST_P(IoQueueTest, FullDiskIsReported) {
-  auto full = BlockFile::Open("/dev/full", BlockFile::Mode::kShared);
+  auto full = SystemDisk()->Open("/dev/full", Disk::Mode::kShared);
   ASSERT_TRUE(full.ok()) << full.status();
   const absl::Status status = Only({IoRequest::Kind::kWrite, full->get(), 0, Buffer(0, kMiB), 1});
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
@@ -144,7 +159,7 @@ TEST_P(IoQueueTest, FullDiskIsReported) {
 
 TEST_P(IoQueueTest, DeviceErrorIsReported) {
   // Address 0 of a process is never mapped: a read of it is an I/O error on every Linux.
-  auto broken = BlockFile::Open("/proc/self/mem", BlockFile::Mode::kShared);
+  auto broken = SystemDisk()->Open("/proc/self/mem", Disk::Mode::kShared);
   ASSERT_TRUE(broken.ok()) << broken.status();
   const absl::Status status = Only({IoRequest::Kind::kRead, broken->get(), 0, Buffer(0, 4096), 1});
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);

@@ -5,6 +5,7 @@
 #include <cerrno>
 
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/io/disk.h"
 #include "ballast/tests/scratch_directory.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -16,7 +17,7 @@ using ::testing::HasSubstr;
 
 class PieceTest : public ::testing::Test {
  protected:
-  PieceTest() : file_(*BlockFile::Open(directory_ / "piece", BlockFile::Mode::kExclusive)) {
+  PieceTest() : file_(*SystemDisk()->Open(directory_ / "piece", Disk::Mode::kEmptied)) {
     piece_ = {.file = file_.get(), .offset = 8192, .data = nullptr, .bytes = 16384};
   }
 

@@ -1,0 +1,33 @@
+// Where a server's files lie: the machine's file systems, or a simulated disk in a test.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "ballast/storage/io/block_file.h"
+#include "ballast/storage/io/io_queue.h"
+
+namespace ballast::storage {
+
+// Threads: any.
+class Disk {
+ public:
+  enum class Mode {
+    kEmptied,  // created if missing, locked against other openers, emptied. FAILED_PRECONDITION (BUSY) if another has
+               // it
+    kKept,     // as kEmptied, but what it holds stays
+    kShared,   // must exist: INTERNAL (IO) else; not locked, its content is left alone
+  };
+  virtual ~Disk() = default;
+  virtual absl::StatusOr<std::unique_ptr<BlockFile>> Open(const std::string& path, Mode mode) = 0;
+  // The file's directory entry and content are gone when this is OK, durably; also if there was none.
+  virtual absl::Status Remove(const std::string& path) = 0;
+  // A queue for this disk's files. Errors: as MakeIoQueue's.
+  virtual absl::StatusOr<std::unique_ptr<IoQueue>> MakeQueue(const IoQueueOptions& options) = 0;
+};
+
+// The file systems of this machine. A new file's directory entry is synced before Open returns.
+Disk* SystemDisk();
+
+}  // namespace ballast::storage
