@@ -121,7 +121,7 @@ v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec
   spec.set_chunk_elements(options.chunk_elements);
   model::SetOptimizer(options.optimizer, &spec);
   spec.set_seed(options.seed);
-  spec.set_durability(v1::DURABILITY_NONE);
+  spec.set_durability(options.durability);
   spec.set_group_count(options.group_count);
   v1::Registration* registration = spec.add_registrations();
   registration->set_version(-1);

@@ -67,6 +67,10 @@ struct SessionOptions {
   // another one is refused on resume (BAD_SPEC). The default: AdamW, bf16, bf16, fp32.
   kernels::OptimizerSpec optimizer;
   uint64_t seed = 0;           // of the stochastic rounding of bf16 moments; only for a new job, which keeps it
+  // What a decided step survives; only for a new job, which keeps it. `step`: servers write every gradient to a log on
+  // their disks before they prepare a step, so that servers and trainers may be killed at any moment; it needs an NVMe
+  // budget for the log and for the state. `none`: a server that ends takes the job's state with it.
+  v1::Durability durability = v1::DURABILITY_STEP;
   Split split = Split::kEven;  // the same on all ranks
   // How long servers may take for a call, or for a step once all ranks have come, their updates included. How long
   // ranks wait for each other is the collective's timeout.

@@ -131,6 +131,7 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
   if (chunk != nullptr && header.step() == machine_->committed() + 1) {
     const uint64_t start = chunk->layout.range.begin;
     if (chunk->updates_pending > 0 || chunk->intake.Busy({header.begin() - start, header.end() - start})) return false;
+    if (!TakesSlice(payload.size())) return false;
   }
   const absl::StatusOr<StepMachine::Admission> admission = machine_->BeginPush(header);
   if (!admission.ok()) return answer(admission.status());
@@ -168,7 +169,15 @@ void Job::Receive(const v1::PushRequest& header, absl::Span<const std::byte> pay
   Locked([&](Replies* replies) {
     mu_.AssertHeld();
     if (!completed.empty()) chunk->intake.StoreNorms(receipt, completed);
+    // Others may have taken the room since this push began.
+    if (received.ok() && !TakesSlice(payload.size())) {
+      received = model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                              "the gradient log is full until chunks are flushed; send the same slice again");
+    }
+    if (received.ok()) received = MakeJournalRoom(1, Journal::kSliceBodyBytesMax, payload.size());
+    arrived_ = {chunk.get(), &receipt, payload.size()};
     const absl::Status status = machine_->EndPush(header, received);
+    arrived_ = {};
     replies->push_back([reply, status] {
       if (status.ok()) {
         reply(v1::PushResponse());

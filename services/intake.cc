@@ -6,10 +6,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/io/block_file.h"
 
 namespace ballast::services {
 namespace {
-constexpr std::align_val_t kAlign{64};  // what the vector kernels like best
+constexpr std::align_val_t kAlign{storage::kIoAlignment};
 }  // namespace
 
 ProvisionalMemory::~ProvisionalMemory() { tiers_->Return(storage::TierKind::kDram, reserved_bytes_ + extra_bytes_); }
@@ -94,8 +95,9 @@ void Intake::ReleaseIdle() {
 
 bool Intake::Busy(model::Range range) const {
   if (norming_ > 0) return true;
-  return std::any_of(receiving_.begin(), receiving_.end(),
-                     [&](model::Range other) { return model::Intersect(range, other).size() > 0; });
+  const auto touches = [&](model::Range other) { return model::Intersect(range, other).size() > 0; };
+  return std::any_of(receiving_.begin(), receiving_.end(), touches) ||
+         std::any_of(logging_.begin(), logging_.end(), touches);
 }
 
 absl::StatusOr<Intake::Receipt> Intake::BeginReceive(uint32_t slice, v1::SliceKind kind, uint64_t attempt) {
@@ -129,13 +131,9 @@ absl::StatusOr<Intake::Receipt> Intake::BeginReceive(uint32_t slice, v1::SliceKi
 std::vector<Intake::Completed> Intake::EndReceive(const Receipt& receipt, bool ok) {
   receiving_.erase(std::find(receiving_.begin(), receiving_.end(), receipt.range));
   if (!ok || receipt.generation != generation_) return {};
-  Slot& slot = slots_[receipt.slice];
-  if (receipt.kind == v1::SLICE_KIND_VALUE) {
-    slot.value_attempt = receipt.attempt;
-    slot.values = receipt.buffer;
-    return {};
-  }
-  slot.gradient_attempt = receipt.attempt;
+  Hold(receipt);
+  if (receipt.kind == v1::SLICE_KIND_VALUE) return {};
+  const Slot& slot = slots_[receipt.slice];
   std::vector<Completed> completed;
   for (size_t i = 0; i < segments_.size(); ++i) {
     if (model::Intersect(segments_[i].in_chunk, slot.range).size() > 0 && Complete(segments_[i], receipt.attempt)) {
@@ -144,6 +142,21 @@ std::vector<Intake::Completed> Intake::EndReceive(const Receipt& receipt, bool o
   }
   if (!completed.empty()) ++norming_;
   return completed;
+}
+
+void Intake::EndRestore(const Receipt& receipt) {
+  receiving_.erase(std::find(receiving_.begin(), receiving_.end(), receipt.range));
+  Hold(receipt);
+}
+
+void Intake::Hold(const Receipt& receipt) {
+  Slot& slot = slots_[receipt.slice];
+  if (receipt.kind == v1::SLICE_KIND_VALUE) {
+    slot.value_attempt = receipt.attempt;
+    slot.values = receipt.buffer;
+  } else {
+    slot.gradient_attempt = receipt.attempt;
+  }
 }
 
 absl::Status Intake::CheckFinite(const Receipt& receipt, uint32_t unit, uint64_t begin) {

@@ -5,6 +5,7 @@
 // elements: Busy() tells whom to make wait.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -33,7 +34,8 @@ class ProvisionalMemory {
   absl::Status Reserve(uint64_t bytes);
   void Unreserve(uint64_t bytes);
 
-  // 64-byte aligned, uninitialised. Returns its bytes when destroyed.
+  // Aligned to 4096 bytes, so that the log can write it from where it is; uninitialised. Returns its bytes when
+  // destroyed.
   class Buffer {
    public:
     Buffer(std::shared_ptr<ProvisionalMemory> memory, uint64_t bytes);
@@ -75,8 +77,11 @@ class Intake {
   // Gives back the gradient's memory if no slice is in it. REQUIRES: no update uses it.
   void ReleaseIdle();
 
-  // Some of [range) (in the chunk) is being copied, or norms are being computed.
+  // Some of [range) (in the chunk) is being copied, or written to the log, or norms are being computed.
   bool Busy(model::Range range) const;
+  // From Begin to End the elements of a gradient slice must not change: the log writes them from where they are.
+  void BeginLogging(model::Range range) { logging_.push_back(range); }
+  void EndLogging(model::Range range) { logging_.erase(std::find(logging_.begin(), logging_.end(), range)); }
 
   // One copy in progress. `generation` tells whether an epoch or step went by meanwhile.
   struct Receipt {
@@ -99,6 +104,8 @@ class Intake {
   };
   // Returns the segments that this slice completed: if any, ComputeNorms, then StoreNorms.
   std::vector<Completed> EndReceive(const Receipt& receipt, bool ok);
+  // As EndReceive of what a log held: norms wait until somebody asks for them.
+  void EndRestore(const Receipt& receipt);
   // Outside the lock, between the two. INVALID_ARGUMENT (BAD_REQUEST) if an element of a value slice is not finite: it
   // would be in the state for ever, where an infinite gradient only skips a step. `begin`: of the slice, in its unit.
   static absl::Status CheckFinite(const Receipt& receipt, uint32_t unit, uint64_t begin);
@@ -123,6 +130,7 @@ class Intake {
     std::optional<uint64_t> value_attempt;
     std::shared_ptr<ProvisionalMemory::Buffer> values;
   };
+  void Hold(const Receipt& receipt);
   bool Complete(const model::Segment& segment, uint64_t attempt) const;
   kernels::NormResult NormOf(const std::byte* gradient, model::Range range) const;
   uint64_t element_bytes() const { return kernels::ElementBytes(dtype_); }
@@ -137,6 +145,7 @@ class Intake {
   std::vector<Slot> slots_;
   std::shared_ptr<ProvisionalMemory::Buffer> gradient_;
   std::vector<model::Range> receiving_;
+  std::vector<model::Range> logging_;
   int norming_ = 0;
 };
 

@@ -12,6 +12,9 @@ namespace {
 
 // Decided steps that may wait for the update stage. More than one only when steps touch few of this server's chunks.
 constexpr int kUpdatesQueuedMax = 8;
+// Of records in the journal: a promise, or the fixed part of a prepared step; a decision with all ranks' blobs.
+constexpr uint64_t kSmallRecordBytesMax = 4096;
+constexpr uint64_t kDecisionBytesMax = uint64_t{128} << 10;
 // Each pin may cost a copy of the whole job.
 constexpr size_t kPinsMax = 16;
 
@@ -70,7 +73,9 @@ void Job::LockedOnStage(absl::FunctionRef<void(Replies*)> body) {
 
 void Job::Settle(Replies* replies) {
   for (;;) {
-    if (const std::optional<uint64_t> lsn = log_.TakeSynced()) {
+    // A durable job whose journal is gone is stopping: nothing more is said to be durable.
+    const uint64_t journalled = journal_ != nullptr ? journal_->log().durable_lsn() : durable_ ? 0 : ~uint64_t{0};
+    if (const std::optional<uint64_t> lsn = log_.TakeSynced(journalled)) {
       machine_->Synced(*lsn);
       moved_ = true;
     }
@@ -122,6 +127,9 @@ void Job::Stop(const absl::Status& status) {
   }
   Run(std::move(replies));
   stage_->Join();
+  std::shared_ptr<Journal> journal;  // ends without the lock: its thread takes it
+  absl::MutexLock lock(&mu_);
+  journal.swap(journal_);
 }
 
 v1::GetJobResponse Job::Describe() const {
@@ -138,12 +146,15 @@ v1::Epoch Job::promised() const {
 uint64_t Job::Append(const StepRecord& record) {
   mu_.AssertHeld();
   if (!std::holds_alternative<SliceRecord>(record)) moved_ = true;
-  return log_.Append(record);
+  const uint64_t lsn = log_.Append(record);
+  if (journal_ != nullptr) Journalise(record, lsn);
+  return lsn;
 }
 
 void Job::Sync(uint64_t lsn) {
   mu_.AssertHeld();
   log_.Sync(lsn);
+  if (journal_ != nullptr) journal_->log().Sync(lsn);
 }
 
 v1::ChunkNorm Job::Norm(uint64_t chunk, absl::string_view gradient_presence) {
@@ -168,7 +179,14 @@ void Job::Opened(const model::EpochPlan& plan) {
     }
     by_index_[indices[i]] = chunks_[i];
   }
-  tensor_steps_.resize(plan.layout().tensors().size(), 0);
+  norm_bytes_max_ = 0;
+  step_bytes_ = 0;
+  for (const auto& chunk : chunks_) {
+    constexpr uint64_t kChunkNormBytesMax = 32, kSegmentNormBytesMax = 24;  // as protobuf encodes them
+    norm_bytes_max_ += kChunkNormBytesMax + kSegmentNormBytesMax * chunk->layout.segments.size();
+    step_bytes_ += storage::RecordCostMax(Journal::kSliceBodyBytesMax,
+                                          chunk->elements * store_->layout().gradient_element_bytes());
+  }
 }
 
 template <typename Response>
@@ -216,6 +234,7 @@ void Job::Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::
       request.ByteSizeLong(),
       [this, request]() -> Outcome<v1::FenceResponse> {
         mu_.AssertHeld();
+        BALLAST_RETURN_IF_ERROR(MakeJournalRoom(1, kSmallRecordBytesMax));
         return machine_->Fence(request);
       },
       deadline, "the promise to become durable", std::move(reply));
@@ -248,6 +267,8 @@ Outcome<v1::OpenResponse> Job::TryOpen(const v1::OpenRequest& request) {
   if (!opening_->done || opening_->request != bytes) return std::nullopt;
   BALLAST_RETURN_IF_ERROR(opening_->status);
   if (request.dry_run()) return v1::OpenResponse();
+  // The job's first Open only now has a journal.
+  BALLAST_RETURN_IF_ERROR(MakeJournalRoom(2, request.ByteSizeLong() + kDecisionBytesMax));
   return machine_->Open(request);
 }
 
@@ -278,6 +299,7 @@ void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::Se
                                           " decided steps wait for the update stage, which is all that "
                                           "may; send the same seal again"));
     }
+    if (refusal.ok()) refusal = MakeJournalRoom(1, request.ByteSizeLong() + norm_bytes_max_ + kSmallRecordBytesMax);
     Outcome<v1::SealResponse> outcome = refusal.ok() ? machine_->Seal(request) : Outcome<v1::SealResponse>(refusal);
     if (!outcome.ok()) {
       moved_ = true;  // plans that differ end the seals of all ranks
@@ -313,6 +335,7 @@ void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> rep
       request.ByteSizeLong(),
       [this, request]() -> Outcome<v1::CommitResponse> {
         mu_.AssertHeld();
+        BALLAST_RETURN_IF_ERROR(MakeJournalRoom(1, request.ByteSizeLong() + kDecisionBytesMax));
         BALLAST_ASSIGN_OR_RETURN(v1::CommitResponse response, machine_->Commit(request));
         return response;
       },
@@ -358,7 +381,7 @@ Outcome<v1::PinResponse> Job::TryPin(int64_t version, uint64_t* waiting_for) {
   }
   PinState& begun = pins_[version];
   begun.id = ++last_pin_;
-  begun.tensor_steps = tensor_steps_;
+  begun.tensor_steps.assign(machine_->tensor_steps().begin(), machine_->tensor_steps().end());
   *waiting_for = begun.id;
   stage_->Post([this, version, id = begun.id] { RunPin(version, id); });
   return std::nullopt;

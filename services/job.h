@@ -23,6 +23,7 @@
 #include "ballast/services/deadlines.h"
 #include "ballast/services/executor.h"
 #include "ballast/services/intake.h"
+#include "ballast/services/journal.h"
 #include "ballast/services/state_server.h"
 #include "ballast/services/step/step_machine.h"
 #include "ballast/services/step_log.h"
@@ -49,10 +50,12 @@ struct JobSurroundings {
 
 // A chunk of the job that lives on this server. Guarded by the job's lock.
 struct HeldChunk {
-  HeldChunk(std::shared_ptr<ProvisionalMemory> memory, uint64_t store_index, uint64_t elements, kernels::Dtype gradient)
-      : store_index(store_index), elements(elements), intake(std::move(memory), elements, gradient) {}
+  HeldChunk(std::shared_ptr<ProvisionalMemory> memory, uint64_t store_index, uint64_t id, uint64_t elements,
+            kernels::Dtype gradient)
+      : store_index(store_index), id(id), elements(elements), intake(std::move(memory), elements, gradient) {}
 
   const uint64_t store_index;
+  const uint64_t id;  // index in the layout that it was taken for
   const uint64_t elements;
   model::Chunk layout;
   std::optional<int64_t> version;  // none before its first Open
@@ -64,13 +67,19 @@ struct HeldChunk {
   std::map<uint64_t, Waiting::Queue> pushes;  // by the slice's first element: a place has one writer at a time
 };
 
+// The same for a job that could not be recovered.
+absl::Status RemoveLog(storage::Tiers& tiers, const std::string& job);
+
 class Job : public std::enable_shared_from_this<Job>, private StepHost {
  public:
   static std::shared_ptr<Job> Make(const std::string& name, const JobSurroundings& surroundings);
   ~Job() override;
 
-  // After a restart, before any other call.
+  // After a restart, before any other call: what the catalog kept of the job.
   absl::Status Replay(const PromiseRecord& promise);
+  // As Replay, of a job with durability `step`: brings its chunks and its step machine back to where they were. Blocks,
+  // and says how far it is. DATA_LOSS if something that was durable cannot be read: nothing is changed then, nor freed.
+  absl::Status Recover(const CatalogEntry& entry);
 
   // As StateServer's.
   void GetJob(Reply<v1::GetJobResponse> reply);
@@ -91,11 +100,16 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Refuses all that waits and all that comes with `status`, finishes the update at work, drops those behind it.
   // Blocks.
   void Stop(const absl::Status& status);
+  // After Stop, for a job that is dropped: deletes its log; and, once the catalog has forgotten them, frees its
+  // extents.
+  absl::Status RemoveJournal();
+  void Discard();
 
  private:
   struct StepWork;
   struct Opening;
   struct PullPlan;
+  struct Replaying;
 
   Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire);
 
@@ -142,11 +156,38 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void Read(PullPlan plan, Copy copy, const StateServer::Allocate& allocate, const Reply<uint32_t>& reply)
       ABSL_LOCKS_EXCLUDED(mu_);
 
+  // What the machine appends goes to the journal too.
+  void Journalise(const StepRecord& record, uint64_t lsn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Before a request that may append so much besides a slice; OK without a journal.
+  absl::Status MakeJournalRoom(uint64_t records, uint64_t bytes, uint64_t payload_bytes = 0)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // False: the log is full, and chunks are being flushed so that it can be cut.
+  bool TakesSlice(uint64_t payload_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void StartJournal(std::unique_ptr<storage::GradientLog> log) ABSL_LOCKS_EXCLUDED(mu_);
+  // On the journal's thread: something became durable, or failed.
+  void JournalProgressed();
+
   // On the job's thread.
+  // Makes or extends the journal for these chunks. RESOURCE_EXHAUSTED.
+  absl::Status EnsureJournal(const JournalSize& size);
+  std::string journal_path() const;
+  // Chunks whose state should go to the disk with this step, so that the log does not run full.
+  void MarkFlushes(storage::ChunkStore* store, StepWork* work, std::vector<uint64_t>* others);
+  absl::Status Flush(storage::ChunkStore* store, absl::Span<const uint64_t> chunks, int64_t version);
+  void CutJournal(const storage::ChunkStore& store, int64_t version);
+  void FlushAll();
   void PrepareOpen(const v1::OpenRequest& request);
   absl::Status TakeChunks(const v1::OpenRequest& request, std::vector<std::shared_ptr<HeldChunk>>* chunks);
-  absl::Status AddChunks(const kernels::OptimizerSpec& optimizer, const std::vector<uint64_t>& elements, bool dry_run,
-                         std::vector<std::shared_ptr<HeldChunk>>* added);
+  struct NewChunks;
+  std::shared_ptr<storage::ChunkStore> MakeStore(const NewChunks& wanted) const;
+  storage::PlanRequest PlanOf(const NewChunks& wanted, const storage::ChunkStore& store,
+                              const std::vector<storage::ChunkToAdd>& missing, const storage::TierBytes& returned);
+  // What an earlier run left of the chunk, once.
+  std::optional<storage::DurableChunk> TakeDurable(uint64_t id);
+  absl::Status AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr<HeldChunk>>* added);
+  absl::Status ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replaying* replaying);
+  absl::Status ReplayOpen(const v1::OpenRequest& open, const StepRecord& record);
+  absl::Status LoadSlices(uint64_t attempt, int64_t step, Replaying* replaying);
   void RunStep(StepWork* work);
   void NoteCommitted(int64_t step);
   absl::Status RunUpdates(storage::ChunkStore* store, StepWork* work);
@@ -171,7 +212,25 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   std::vector<std::shared_ptr<HeldChunk>> chunks_ ABSL_GUARDED_BY(mu_);  // in registration order
   std::vector<std::shared_ptr<HeldChunk>> spares_ ABSL_GUARDED_BY(mu_);  // taken for an Open that was then refused
   absl::flat_hash_map<uint64_t, std::shared_ptr<HeldChunk>> by_index_ ABSL_GUARDED_BY(mu_);
-  std::vector<uint64_t> tensor_steps_ ABSL_GUARDED_BY(mu_);  // t of torch's optimizers, per tensor
+
+  // Durability `step`.
+  bool durable_ ABSL_GUARDED_BY(mu_) = false;
+  std::shared_ptr<Journal> journal_ ABSL_GUARDED_BY(mu_);
+  struct Arrived {
+    HeldChunk* chunk = nullptr;
+    const Intake::Receipt* receipt = nullptr;
+    uint64_t bytes = 0;
+  };
+  Arrived arrived_ ABSL_GUARDED_BY(mu_);              // the slice whose record the machine may append
+  uint64_t norm_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;  // of a prepared record's norms
+  uint64_t step_bytes_ ABSL_GUARDED_BY(mu_) = 0;      // that a step's gradients take in the journal
+  bool waits_for_cut_ ABSL_GUARDED_BY(mu_) = false;
+  bool flush_posted_ ABSL_GUARDED_BY(mu_) = false;
+  std::shared_ptr<StepWork> replayed_ ABSL_GUARDED_BY(mu_);  // what Apply asked for while recovering
+  bool recovering_ ABSL_GUARDED_BY(mu_) = false;
+  uint64_t journal_bytes_ = 0;                                // of the NVMe budget; of the job's thread
+  int64_t applied_ = -1;                                      // the last step run; of the job's thread
+  std::map<uint64_t, storage::DurableChunk> durable_chunks_;  // not yet taken back; of the recovering thread
 
   struct PinState {
     uint64_t id = 0;  // from 1: tells it from one of the same version that was unpinned

@@ -18,6 +18,27 @@ struct Job::Opening {
   std::vector<std::shared_ptr<HeldChunk>> chunks;  // of the new plan, registration order
 };
 
+// One decided step, as the update stage needs it.
+struct Job::StepWork {
+  int64_t step = 0;
+  std::vector<storage::ChunkUpdate> updates;
+  std::vector<std::shared_ptr<HeldChunk>> touched;    // of updates, same order
+  std::vector<std::shared_ptr<HeldChunk>> untouched;  // get the version and nothing else
+  // Per update, what its value spans borrow from.
+  std::vector<std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>> values;
+};
+
+// Chunks that an Open adds.
+struct Job::NewChunks {
+  v1::JobSpec spec;
+  kernels::OptimizerSpec optimizer;
+  std::vector<uint64_t> ids;           // in the layout
+  std::vector<uint64_t> elements;      // same order
+  std::vector<uint64_t> all_elements;  // of the chunks that there are already, too
+  bool dry_run = false;
+  bool durable() const { return spec.durability() == v1::DURABILITY_STEP; }
+};
+
 // Indices of the chunks that the plan gives to `server_id`.
 std::vector<uint64_t> ChunksOf(const model::EpochPlan& plan, absl::string_view server_id);
 

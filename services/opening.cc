@@ -22,9 +22,9 @@ absl::Status Unsupported(absl::string_view message) {
 }
 
 absl::Status CheckSupported(const v1::JobSpec& spec) {
-  if (spec.durability() != v1::DURABILITY_NONE) {
+  if (spec.durability() != v1::DURABILITY_NONE && spec.durability() != v1::DURABILITY_STEP) {
     return Unsupported(absl::StrCat("durability ", v1::Durability_Name(spec.durability()),
-                                    " is not there yet: this version accepts only DURABILITY_NONE"));
+                                    " is not there yet: this version accepts DURABILITY_NONE and DURABILITY_STEP"));
   }
   return absl::OkStatus();
 }
@@ -54,6 +54,11 @@ storage::TierBytes TakenBy(const storage::ChunkStore& store, const std::vector<s
     taken.dram += chunk->elements * ProvisionalBytesPerElement(store.layout().optimizer());
   }
   return taken;
+}
+
+JournalSize JournalSizeOf(const v1::JobSpec& spec, const kernels::OptimizerSpec& optimizer,
+                          const std::vector<uint64_t>& elements) {
+  return SizeJournal(spec.chunk_elements(), elements, kernels::ElementBytes(optimizer.gradient));
 }
 
 }  // namespace
@@ -87,6 +92,14 @@ void Job::PrepareOpen(const v1::OpenRequest& request) {
   });
 }
 
+std::optional<storage::DurableChunk> Job::TakeDurable(uint64_t id) {
+  const auto found = durable_chunks_.find(id);
+  if (found == durable_chunks_.end()) return std::nullopt;
+  const storage::DurableChunk chunk = found->second;
+  durable_chunks_.erase(found);
+  return chunk;
+}
+
 absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::shared_ptr<HeldChunk>>* chunks) {
   BALLAST_RETURN_IF_ERROR(CheckSupported(request.spec()));
   BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec optimizer, model::OptimizerOf(request.spec()));
@@ -112,14 +125,63 @@ absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::sh
                      "', and this Open would lay them out anew by other members, weights, chunk size or "
                      "tensors; take them from GetJob and only append, or drop the job"));
   }
-  std::vector<uint64_t> elements;
-  for (size_t i = chunks->size(); i < mine.size(); ++i)
-    elements.push_back(plan.layout().chunks()[mine[i]].range.size());
-  return AddChunks(optimizer, elements, request.dry_run(), chunks);
+  NewChunks wanted{.spec = request.spec(),
+                   .optimizer = optimizer,
+                   .ids = {},
+                   .elements = {},
+                   .all_elements = {},
+                   .dry_run = request.dry_run()};
+  for (size_t i = 0; i < mine.size(); ++i) {
+    const uint64_t elements = plan.layout().chunks()[mine[i]].range.size();
+    wanted.all_elements.push_back(elements);
+    if (i < chunks->size()) continue;
+    wanted.ids.push_back(mine[i]);
+    wanted.elements.push_back(elements);
+  }
+  return AddChunks(wanted, chunks);
 }
 
-absl::Status Job::AddChunks(const kernels::OptimizerSpec& optimizer, const std::vector<uint64_t>& elements,
-                            bool dry_run, std::vector<std::shared_ptr<HeldChunk>>* chunks) {
+std::shared_ptr<storage::ChunkStore> Job::MakeStore(const NewChunks& wanted) const {
+  std::optional<storage::DurableOptions> durable;
+  if (wanted.durable()) {
+    const auto record = [catalog = around_.catalog,
+                         prefix = CatalogPrefix(name_)](absl::Span<const storage::DurableChunk> chunks) {
+      std::vector<std::pair<std::string, std::string>> entries;
+      for (const storage::DurableChunk& chunk : chunks) {
+        entries.emplace_back(absl::StrCat(prefix, kCatalogChunk, chunk.id), chunk.Encode());
+      }
+      return catalog->PutAll(entries);
+    };
+    durable = storage::DurableOptions{.job = name_, .record = record};
+  }
+  return std::make_shared<storage::ChunkStore>(around_.tiers, wanted.optimizer, around_.compute, std::move(durable));
+}
+
+// What a plan must know of chunks that are missing from the store.
+storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkStore& store,
+                                 const std::vector<storage::ChunkToAdd>& missing, const storage::TierBytes& returned) {
+  storage::PlanRequest plan{.free = Free(*around_.tiers, returned),
+                            .elements = {},
+                            .layout = store.layout(),
+                            .provisional_bytes_per_element = ProvisionalBytesPerElement(wanted.optimizer),
+                            .staging_bytes = store.staging_bytes_missing()};
+  for (const storage::ChunkToAdd& chunk : missing) {
+    plan.elements.push_back(chunk.elements);
+    // The extent that an earlier run left is taken already.
+    if (chunk.durable.has_value()) plan.free.nvme += chunk.durable->bytes;
+  }
+  if (!wanted.durable()) return plan;
+  const JournalSize size = JournalSizeOf(wanted.spec, wanted.optimizer, wanted.all_elements);
+  plan.durable = true;
+  plan.nvme_fixed_bytes =
+      store.spare_bytes_missing(plan.elements) + (size.bytes() - std::min(size.bytes(), journal_bytes_));
+  return plan;
+}
+
+absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr<HeldChunk>>* chunks) {
+  const kernels::OptimizerSpec& optimizer = wanted.optimizer;
+  const std::vector<uint64_t>& elements = wanted.elements;
+  const bool dry_run = wanted.dry_run;
   const uint64_t provisional_per_element = ProvisionalBytesPerElement(optimizer);
   std::shared_ptr<storage::ChunkStore> store, old_store;
   std::shared_ptr<ProvisionalMemory> memory;
@@ -143,7 +205,7 @@ absl::Status Job::AddChunks(const kernels::OptimizerSpec& optimizer, const std::
     if (other && dry_run) freed = TakenBy(*store_, spares_);
     aside = dry_run && (other || store_ == nullptr);
     if (store_ == nullptr || other) {
-      store = std::make_shared<storage::ChunkStore>(around_.tiers, optimizer, around_.compute);
+      store = MakeStore(wanted);
       memory = std::make_shared<ProvisionalMemory>(around_.tiers);
     } else {
       store = store_;
@@ -158,12 +220,14 @@ absl::Status Job::AddChunks(const kernels::OptimizerSpec& optimizer, const std::
   old_spares.clear();
   old_store.reset();
   std::vector<std::shared_ptr<HeldChunk>> taken(elements.size());
-  std::vector<uint64_t> missing;
+  std::vector<storage::ChunkToAdd> missing;
   for (size_t i = 0; i < elements.size(); ++i) {
-    const auto spare =
-        std::find_if(spares.begin(), spares.end(), [&](const auto& s) { return s->elements == elements[i]; });
+    // A durable chunk is known to the disk by its id, so only the very same Open can have it.
+    const auto spare = std::find_if(spares.begin(), spares.end(), [&](const auto& s) {
+      return s->elements == elements[i] && (!wanted.durable() || s->id == wanted.ids[i]);
+    });
     if (spare == spares.end()) {
-      missing.push_back(elements[i]);
+      missing.push_back({.elements = elements[i], .id = wanted.ids[i], .durable = TakeDurable(wanted.ids[i])});
     } else {
       taken[i] = *spare;
       spares.erase(spare);
@@ -174,15 +238,12 @@ absl::Status Job::AddChunks(const kernels::OptimizerSpec& optimizer, const std::
   if (!missing.empty()) {
     absl::MutexLock planning(around_.planning);
     uint64_t total = 0;
-    for (const uint64_t n : missing) total += n;
+    for (const storage::ChunkToAdd& chunk : missing) total += chunk.elements;
     const uint64_t provisional_bytes = total * provisional_per_element;
-    const absl::StatusOr<storage::Plan> plan =
-        storage::MakePlan({.free = Free(*around_.tiers, freed),
-                           .elements = missing,
-                           .layout = store->layout(),
-                           .provisional_bytes_per_element = provisional_per_element,
-                           .staging_bytes = store->staging_bytes_missing()});
+    const absl::StatusOr<storage::Plan> plan = storage::MakePlan(PlanOf(wanted, *store, missing, freed));
     status = plan.status();
+    if (status.ok() && !dry_run && wanted.durable())
+      status = EnsureJournal(JournalSizeOf(wanted.spec, wanted.optimizer, wanted.all_elements));
     if (status.ok() && !dry_run) status = memory->Reserve(provisional_bytes);
     if (status.ok() && !dry_run) {
       status = store->Add(missing, *plan);
@@ -199,7 +260,12 @@ absl::Status Job::AddChunks(const kernels::OptimizerSpec& optimizer, const std::
     return model::Annotate(status, absl::StrCat("job '", name_, "' does not fit on server '", around_.server_id, "'"));
   }
   for (size_t i = 0; i < elements.size(); ++i) {
-    if (taken[i] == nullptr) taken[i] = std::make_shared<HeldChunk>(memory, next++, elements[i], optimizer.gradient);
+    if (taken[i] == nullptr) {
+      taken[i] = std::make_shared<HeldChunk>(memory, next++, wanted.ids[i], elements[i], optimizer.gradient);
+      const auto restored = std::find_if(missing.begin(), missing.end(),
+                                         [&](const auto& m) { return m.id == wanted.ids[i] && m.durable.has_value(); });
+      if (restored != missing.end()) taken[i]->version = taken[i]->first_version = restored->durable->version;
+    }
     chunks->push_back(taken[i]);
   }
   absl::MutexLock lock(&mu_);

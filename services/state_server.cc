@@ -1,11 +1,13 @@
 #include "ballast/services/state_server.h"
 
+#include <spdlog/spdlog.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <map>
 #include <random>
 #include <set>
 #include <utility>
@@ -85,11 +87,14 @@ struct StateServer::Impl {
   struct Entry {
     std::shared_ptr<Job> job;
     std::optional<v1::GetJobResponse> lost;
+    absl::Status cause;  // of the loss
   };
 
-  absl::Status LoadJobs();
+  absl::StatusOr<std::map<std::string, CatalogEntry>> ReadJobs() const;
+  absl::Status LoadJobs(const std::map<std::string, CatalogEntry>& stored);
+  void Lose(const std::string& name, const CatalogEntry& stored, const absl::Status& cause);
   std::shared_ptr<Job> MakeJob(const std::string& name);
-  absl::Status StateLost(const std::string& name) const;
+  absl::Status LostToDurabilityNone(const std::string& name) const;
   absl::StatusOr<std::shared_ptr<Job>> Find(const std::string& name) const;
   absl::StatusOr<std::shared_ptr<Job>> FindOrMake(const std::string& name);
   // Checks the request and takes its job out of `jobs`.
@@ -140,8 +145,12 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   tiers.directory = options.data_directory;
   tiers.staging_bytes = options.staging_bytes;
   tiers.hbm_device = options.hbm_device;
+  BALLAST_ASSIGN_OR_RETURN(const auto stored, impl->ReadJobs());
+  for (const auto& [name, entry] : stored) {
+    for (const storage::DurableChunk& chunk : entry.chunks) tiers.kept.push_back({chunk.offset, chunk.bytes});
+  }
   BALLAST_ASSIGN_OR_RETURN(impl->tiers, storage::Tiers::Open(tiers));
-  BALLAST_RETURN_IF_ERROR(impl->LoadJobs());
+  BALLAST_RETURN_IF_ERROR(impl->LoadJobs(stored));
   return std::unique_ptr<StateServer>(new StateServer(std::move(impl)));
 }
 
@@ -169,30 +178,53 @@ void StateServer::Stop() {
   }
 }
 
-absl::Status StateServer::Impl::LoadJobs() {
+absl::StatusOr<std::map<std::string, CatalogEntry>> StateServer::Impl::ReadJobs() const {
   BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->List("job/"));
-  std::set<std::string> names;
+  std::map<std::string, CatalogEntry> jobs;
   for (const auto& [key, value] : stored) {
     const std::vector<std::string> parts = absl::StrSplit(key, '/');
-    if (parts.size() == 3) names.insert(parts[1]);
+    if (parts.size() != 3 || jobs.contains(parts[1])) continue;
+    BALLAST_ASSIGN_OR_RETURN(jobs[parts[1]], ReadCatalogEntry(*catalog, parts[1]));
   }
+  return jobs;
+}
+
+void StateServer::Impl::Lose(const std::string& name, const CatalogEntry& stored, const absl::Status& cause) {
   absl::MutexLock lock(&mu);
-  for (const std::string& name : names) {
-    BALLAST_ASSIGN_OR_RETURN(const CatalogEntry stored_job, ReadCatalogEntry(*catalog, name));
-    Entry& entry = jobs[name];
-    if (stored_job.had_state) {
-      v1::GetJobResponse& lost = entry.lost.emplace();
-      lost.set_server_id(server_id);
-      lost.set_exists(true);
-      lost.set_state_lost(true);
-      lost.set_committed(stored_job.committed);
-      if (stored_job.promised.has_value()) *lost.mutable_promised() = *stored_job.promised;
-      if (stored_job.open.has_value()) *lost.mutable_open() = *stored_job.open;
+  Entry& entry = jobs[name];
+  entry.cause = cause;
+  v1::GetJobResponse& lost = entry.lost.emplace();
+  lost.set_server_id(server_id);
+  lost.set_exists(true);
+  lost.set_state_lost(true);
+  lost.set_committed(stored.committed);
+  if (stored.promised.has_value()) *lost.mutable_promised() = *stored.promised;
+  if (stored.open.has_value()) *lost.mutable_open() = *stored.open;
+}
+
+absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntry>& stored) {
+  for (const auto& [name, entry] : stored) {
+    if (entry.had_state) {
+      Lose(name, entry, LostToDurabilityNone(name));
       continue;
     }
-    entry.job = MakeJob(name);
-    if (stored_job.promised.has_value())
-      BALLAST_RETURN_IF_ERROR(entry.job->Replay(PromiseRecord{*stored_job.promised}));
+    const std::shared_ptr<Job> job = MakeJob(name);
+    const bool durable = entry.open.has_value() && entry.open->spec().durability() == v1::DURABILITY_STEP;
+    absl::Status status;
+    if (durable) {
+      status = job->Recover(entry);
+    } else if (entry.promised.has_value()) {
+      status = job->Replay(PromiseRecord{*entry.promised});
+    }
+    if (status.ok()) {
+      absl::MutexLock lock(&mu);
+      jobs[name].job = job;
+      continue;
+    }
+    // The server's other jobs are well; this one is refused, with the reason, and what it has on the disk stays.
+    spdlog::error("job '{}' cannot be recovered: {}", name, std::string(status.message()));
+    job->Stop(status);
+    Lose(name, entry, status);
   }
   return absl::OkStatus();
 }
@@ -203,7 +235,7 @@ std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
                                         &counters.waiting_request_bytes, options.waiting_request_bytes_max}});
 }
 
-absl::Status StateServer::Impl::StateLost(const std::string& name) const {
+absl::Status StateServer::Impl::LostToDurabilityNone(const std::string& name) const {
   return model::Error(absl::StatusCode::kDataLoss, model::kStateLost,
                       absl::StrCat("server '", server_id, "' was restarted and lost the state of job '", name,
                                    "', whose durability is none; drop the job with `ballastctl drop` and start again"));
@@ -220,7 +252,7 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Find(const std::string& 
     return model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
                         absl::StrCat("server '", server_id, "' has no job '", name, "'; Fence makes one"));
   }
-  if (entry->second.lost.has_value()) return StateLost(name);
+  if (entry->second.lost.has_value()) return entry->second.cause;
   return entry->second.job;
 }
 
@@ -368,9 +400,13 @@ void StateServer::Impl::Drop(const v1::DropJobRequest& request, const Reply<v1::
   if (entry->job != nullptr) {
     entry->job->Stop(model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
                                   absl::StrCat("job '", request.job(), "' was dropped from server '", server_id, "'")));
-    entry->job.reset();
   }
-  const absl::Status erased = catalog->ErasePrefix(CatalogPrefix(request.job()));
+  // The log first: what is interrupted then is a job without one, which is lost and can be dropped again. The extents
+  // last, when nothing speaks of them any more.
+  absl::Status erased = entry->job != nullptr ? entry->job->RemoveJournal() : RemoveLog(*tiers, request.job());
+  if (erased.ok()) erased = catalog->ErasePrefix(CatalogPrefix(request.job()));
+  if (erased.ok() && entry->job != nullptr) entry->job->Discard();
+  entry->job.reset();
   {
     absl::MutexLock lock(&mu);
     dropping_names.erase(request.job());

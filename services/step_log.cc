@@ -37,6 +37,10 @@ absl::StatusOr<CatalogEntry> ReadCatalogEntry(const storage::Catalog& catalog, a
   entry.had_state = mark.has_value();
   BALLAST_ASSIGN_OR_RETURN(const auto committed, catalog.Get(prefix + kCommitted));
   if (committed.has_value() && !absl::SimpleAtoi(*committed, &entry.committed)) return Unreadable(job, kCommitted);
+  BALLAST_ASSIGN_OR_RETURN(const auto chunks, catalog.List(absl::StrCat(prefix, kCatalogChunk)));
+  for (const auto& [key, value] : chunks) {
+    if (!entry.chunks.emplace_back().Decode(value)) return Unreadable(job, key);
+  }
   return entry;
 }
 
@@ -59,6 +63,11 @@ uint64_t StepLog::Append(const StepRecord& record) {
   return lsn;
 }
 
+void StepLog::KeptElsewhere(uint64_t next_lsn) {
+  marked_ = true;
+  next_lsn_ = std::max(next_lsn_, next_lsn);
+}
+
 void StepLog::Sync(uint64_t lsn) { requested_lsn_ = std::max(requested_lsn_, lsn); }
 
 std::optional<StepLog::Durable> StepLog::NextToWrite() {
@@ -76,9 +85,9 @@ void StepLog::Written(uint64_t lsn) {
   if (!unwritten_.empty() && unwritten_.front().lsn == lsn) unwritten_.pop_front();
 }
 
-std::optional<uint64_t> StepLog::TakeSynced() {
+std::optional<uint64_t> StepLog::TakeSynced(uint64_t elsewhere) {
   // A log is durable as a prefix: a later record never overtakes one that is still being written.
-  uint64_t durable = requested_lsn_;
+  uint64_t durable = std::min(requested_lsn_, elsewhere);
   if (!unwritten_.empty()) durable = std::min(durable, unwritten_.front().lsn - 1);
   if (durable <= reported_lsn_) return std::nullopt;
   reported_lsn_ = durable;

@@ -1,18 +1,18 @@
-// The log of one job under durability `none`: sequence numbers, and what must outlive the process all the same.
-//
-// Nothing is ever replayed from it after a restart but the promise, so the records themselves are not kept. What the
-// catalog keeps: the newest promise and Open, and, from the first prepared step on, a mark that the job has had state
-// here. A server that finds the mark at start knows that state was lost.
+// The sequence numbers of one job's log, and what of it the catalog keeps whatever the job's durability: the newest
+// promise and Open, and under durability `none`, where nothing else outlives the process, a mark from the first
+// prepared step on that the job has had state here. A server that finds the mark at start knows that state was lost.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "ballast/services/step/step_machine.h"
 #include "ballast/storage/catalog/catalog.h"
+#include "ballast/storage/extent_label.h"
 
 namespace ballast::services {
 
@@ -22,10 +22,12 @@ struct CatalogEntry {
   std::optional<v1::OpenRequest> open;
   // Some step was prepared here: after a restart its state is lost.
   bool had_state = false;
-  int64_t committed = -1;  // as last written: may lag
+  int64_t committed = -1;                     // as last written: may lag
+  std::vector<storage::DurableChunk> chunks;  // of a job with durability `step`
 };
 
-// Keys of a job in the catalog: "job/<name>/<what>".
+// Keys of a job in the catalog: "job/<name>/<what>"; a durable chunk's: what is kCatalogChunk and its id.
+inline constexpr char kCatalogChunk[] = "chunk-";
 std::string CatalogPrefix(absl::string_view job);
 absl::StatusOr<CatalogEntry> ReadCatalogEntry(const storage::Catalog& catalog, absl::string_view job);
 // Not synced: the value is only shown.
@@ -37,6 +39,8 @@ class StepLog {
   explicit StepLog(std::string job) : job_(std::move(job)) {}
 
   uint64_t Append(const StepRecord& record);
+  // The job's records are kept elsewhere as well: no mark. `next_lsn`: what the next record gets, if that is higher.
+  void KeptElsewhere(uint64_t next_lsn);
   void Sync(uint64_t lsn);
 
   // A record that a requested sync waits for, oldest first: to be written with Write, then Written.
@@ -49,8 +53,8 @@ class StepLog {
   static absl::Status Write(storage::Catalog* catalog, const Durable& record);
   void Written(uint64_t lsn);
 
-  // The newest completed sync that has not been taken yet.
-  std::optional<uint64_t> TakeSynced();
+  // The newest completed sync that has not been taken yet, as far as `elsewhere`: what is durable there.
+  std::optional<uint64_t> TakeSynced(uint64_t elsewhere);
 
  private:
   const std::string job_;

@@ -14,16 +14,6 @@
 
 namespace ballast::services {
 
-// One decided step, as the update stage needs it.
-struct Job::StepWork {
-  int64_t step = 0;
-  std::vector<storage::ChunkUpdate> updates;
-  std::vector<std::shared_ptr<HeldChunk>> touched;    // of updates, same order
-  std::vector<std::shared_ptr<HeldChunk>> untouched;  // get the version and nothing else
-  // Per update, what its value spans borrow from.
-  std::vector<std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>> values;
-};
-
 namespace {
 
 // Coefficients of one step: the same for all segments of a group whose tensors have had equally many updates.
@@ -55,18 +45,20 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
   const v1::StepHeader& header = prepared.header();
   const bool skip = decision.verdict().skip();
   const bool update = !skip && header.kind() == v1::STEP_KIND_UPDATE;
-  if (update) {
-    for (size_t i = 0; i < tensor_steps_.size(); ++i) {
-      if (model::HasBit(header.gradient_presence(), static_cast<uint32_t>(i))) ++tensor_steps_[i];
-    }
-  }
+  const absl::Span<const uint64_t> tensor_steps = machine_->tensor_steps();  // this step counted
   StepCoefficients coefficients(store_->layout().optimizer(), header,
                                 std::bit_cast<float>(decision.verdict().factor_bits()));
   auto work = std::make_shared<StepWork>();
   work->step = decision.step();
   for (const std::shared_ptr<HeldChunk>& chunk : chunks_) {
+    if (*chunk->version >= decision.step()) {
+      // After a restart: its state on the disk was ahead of the log that is replayed.
+      chunk->intake.Clear();
+      continue;
+    }
     storage::ChunkUpdate change;
     change.chunk = chunk->store_index;
+    change.version = decision.step();
     change.random = {.seed = plan_->open().spec().seed(),
                      .unit = chunk->layout.unit,
                      .step = static_cast<uint64_t>(decision.step()),
@@ -76,7 +68,7 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
     for (const model::Segment& segment : chunk->layout.segments) {
       if (!update || !model::HasBit(header.gradient_presence(), segment.tensor)) continue;
       change.segments.push_back({segment.in_chunk.begin, segment.in_chunk.end,
-                                 coefficients.Get(segment.group, tensor_steps_[segment.tensor])});
+                                 coefficients.Get(segment.group, tensor_steps[segment.tensor])});
     }
     if (!change.segments.empty()) change.gradient = chunk->intake.gradient();
     chunk->intake.Clear();
@@ -88,6 +80,10 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
       work->updates.push_back(std::move(change));
       work->values.push_back(std::move(values));
     }
+  }
+  if (recovering_) {
+    replayed_ = std::move(work);
+    return;
   }
   ++updates_queued_;
   const absl::Time now = absl::Now();
@@ -112,7 +108,11 @@ void Job::RunStep(StepWork* work) {
   });
   if (refused) return;
   const absl::Time began = absl::Now();
-  const absl::Status status = RunUpdates(store.get(), work);
+  std::vector<uint64_t> others;
+  MarkFlushes(store.get(), work, &others);
+  absl::Status status = RunUpdates(store.get(), work);
+  if (status.ok()) status = Flush(store.get(), others, work->step);
+  if (status.ok()) CutJournal(*store, work->step);
   around_.counters->update.Observe(absl::Now() - began);
   if (status.ok()) NoteCommitted(work->step);
   LockedOnStage([&](Replies* replies) {
@@ -121,7 +121,9 @@ void Job::RunStep(StepWork* work) {
     moved_ = true;
     if (!status.ok()) {
       Fail(model::Annotate(status, absl::StrCat("step ", work->step, " could not be applied to its chunks")),
-           "Other jobs go on; drop this one with `ballastctl drop` and start it again", replies);
+           durable_ ? "Other jobs go on; look after the disk and restart the server, which recovers the job"
+                    : "Other jobs go on; drop this one with `ballastctl drop` and start it again",
+           replies);
     }
   });
 }

@@ -14,6 +14,7 @@
 #include "ballast/storage/stored_chunk.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/update_pipeline.h"
+#include "ballast/storage/versioned_extents.h"
 
 namespace ballast::storage {
 namespace {
@@ -111,6 +112,13 @@ absl::StatusOr<uint64_t> ElementsOf(uint64_t bytes, uint64_t width) {
   return Bad(model::kBadLength, absl::StrCat("room for ", bytes, " bytes, expected whole elements of ", width));
 }
 
+// What an earlier run left must not be freed by an error of this one.
+void LeaveKept(absl::Span<const ChunkToAdd> added, std::vector<NvmeExtent>& extents) {
+  for (size_t i = 0; i < added.size(); ++i) {
+    if (added[i].durable.has_value()) extents[i].Leave();
+  }
+}
+
 using RawRead = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, ChunkReader::Sink sink)>;
 
 // Elements of an array as fp32, from its bytes. A coded moment is read whole, into memory of its own.
@@ -147,12 +155,23 @@ absl::Status ReadAsF32(const StoredChunk& chunk, StateArray array, uint64_t begi
 }  // namespace
 
 struct ChunkStore::Impl {
-  Impl(Tiers* t, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* c)
-      : tiers(t), compute(c), layout(optimizer), reader(t) {}
+  Impl(Tiers* t, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* c, std::optional<DurableOptions> d)
+      : tiers(t), compute(c), layout(optimizer), reader(t) {
+    if (d.has_value()) versions.emplace(t->nvme(), *std::move(d));
+  }
+  ~Impl();
 
   absl::StatusOr<StoredChunk*> Find(uint64_t chunk) const;
-  absl::Status CheckPlan(absl::Span<const uint64_t> elements, const Plan& plan) const;
-  absl::Status TakeStaging(absl::Span<const uint64_t> elements, const Plan& plan);
+  absl::Status CheckPlan(absl::Span<const ChunkToAdd> added, const Plan& plan) const;
+  absl::Status TakeStaging(absl::Span<const ChunkToAdd> added, const Plan& plan);
+  absl::StatusOr<std::vector<NvmeExtent>> TakeExtents(absl::Span<const ChunkToAdd> added, const Plan& plan);
+  // A state that an earlier run left, into the tier where the chunk lives now.
+  absl::Status Restore(StoredChunk& chunk, const DurableChunk& durable);
+  absl::Status CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state) const;
+  // Durable: room for one more version of the chunk.
+  absl::Status MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline);
+  absl::Status StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, bool has_fresh_extent)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
   absl::StatusOr<std::vector<StoredChunk*>> CheckUpdates(absl::Span<const ChunkUpdate> updates) const;
   absl::Status Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk, UpdatePipeline& pipeline);
   absl::Status ApplyOnDevice(const ChunkUpdate& update, StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
@@ -170,6 +189,8 @@ struct ChunkStore::Impl {
   std::vector<DramBlock> dram;
   std::vector<HbmBlock> hbm;
   PipelineStaging staging;
+  std::optional<VersionedExtents> versions;  // of a durable store
+  bool discarded = false;
   absl::Status failed;  // of the thread that runs: what a disk did wrong is never tried again
 
   mutable absl::Mutex mutex;
@@ -183,9 +204,20 @@ struct ChunkStore::Impl {
   absl::flat_hash_map<int64_t, PinPoint> pins ABSL_GUARDED_BY(mutex);
 };
 
-ChunkStore::ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* compute)
-    : impl_(std::make_unique<Impl>(tiers, optimizer, compute)) {}
+ChunkStore::Impl::~Impl() {
+  if (!versions.has_value() || discarded) return;
+  absl::MutexLock lock(&mutex);
+  for (StoredChunk& chunk : chunks) {
+    absl::MutexLock chunk_lock(&chunk.mutex);
+    chunk.extent.Leave();
+  }
+}
+
+ChunkStore::ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* compute,
+                       std::optional<DurableOptions> durable)
+    : impl_(std::make_unique<Impl>(tiers, optimizer, compute, std::move(durable))) {}
 ChunkStore::~ChunkStore() = default;
+void ChunkStore::Discard() { impl_->discarded = true; }
 
 absl::StatusOr<StoredChunk*> ChunkStore::Impl::Find(uint64_t chunk) const {
   absl::ReaderMutexLock lock(&mutex);
@@ -195,13 +227,17 @@ absl::StatusOr<StoredChunk*> ChunkStore::Impl::Find(uint64_t chunk) const {
   return const_cast<StoredChunk*>(&chunks[chunk]);
 }
 
-absl::Status ChunkStore::Impl::CheckPlan(absl::Span<const uint64_t> elements, const Plan& plan) const {
-  if (plan.chunks.size() != elements.size()) {
-    return Bad(model::kBadRequest, absl::StrCat("a plan of ", plan.chunks.size(), " chunks for ", elements.size()));
+absl::Status ChunkStore::Impl::CheckPlan(absl::Span<const ChunkToAdd> added, const Plan& plan) const {
+  if (plan.chunks.size() != added.size()) {
+    return Bad(model::kBadRequest, absl::StrCat("a plan of ", plan.chunks.size(), " chunks for ", added.size()));
   }
-  for (size_t i = 0; i < elements.size(); ++i) {
+  if (versions.has_value() && tiers->nvme() == nullptr) {
+    return Bad(model::kBadConfig, "durable state needs an nvme tier, and this server has none: give an nvme budget");
+  }
+  for (size_t i = 0; i < added.size(); ++i) {
     const auto [state, working] = plan.chunks[i];
-    if (elements[i] == 0) return Bad(model::kBadRequest, absl::StrCat("chunk ", i, " is empty"));
+    const uint64_t elements = added[i].elements;
+    if (elements == 0) return Bad(model::kBadRequest, absl::StrCat("chunk ", i, " is empty"));
     if (working == TierKind::kNvme || (working == TierKind::kHbm && state != TierKind::kHbm)) {
       return Bad(model::kBadRequest, absl::StrCat("working copy of chunk ", i, " cannot be in ", TierName(working),
                                                   " with its state in ", TierName(state)));
@@ -209,19 +245,19 @@ absl::Status ChunkStore::Impl::CheckPlan(absl::Span<const uint64_t> elements, co
     const bool there =
         state == TierKind::kHbm ? tiers->hbm() != nullptr : state != TierKind::kNvme || tiers->nvme() != nullptr;
     if (!there) return Bad(model::kBadConfig, absl::StrCat("this server has no ", TierName(state), " tier"));
-    if (state == TierKind::kHbm && elements[i] > kHbmSpanElementsMax) {
-      return Bad(model::kBadRequest,
-                 absl::StrCat("chunk of ", elements[i], " elements, hbm takes ", kHbmSpanElementsMax));
+    if (state == TierKind::kHbm && elements > kHbmSpanElementsMax) {
+      return Bad(model::kBadRequest, absl::StrCat("chunk of ", elements, " elements, hbm takes ", kHbmSpanElementsMax));
     }
   }
   return absl::OkStatus();
 }
 
 // The pipeline's slots and the readers' buffer are taken together, so that together they are staging_bytes().
-absl::Status ChunkStore::Impl::TakeStaging(absl::Span<const uint64_t> elements, const Plan& plan) {
+absl::Status ChunkStore::Impl::TakeStaging(absl::Span<const ChunkToAdd> added, const Plan& plan) {
   uint64_t slot_bytes = staging.slot_bytes;
-  for (size_t i = 0; i < elements.size(); ++i) {
-    if (plan.chunks[i].state == TierKind::kNvme) slot_bytes = std::max(slot_bytes, layout.StateBytes(elements[i]));
+  for (size_t i = 0; i < added.size(); ++i) {
+    if (plan.chunks[i].state == TierKind::kNvme)
+      slot_bytes = std::max(slot_bytes, layout.StateBytes(added[i].elements));
   }
   if (slot_bytes == 0) return absl::OkStatus();
   if (tiers->staging_bytes() < slot_bytes + ChunkReader::kStagingBytes) {
@@ -240,52 +276,185 @@ absl::Status ChunkStore::Impl::TakeStaging(absl::Span<const uint64_t> elements, 
   return absl::OkStatus();
 }
 
+// Extents of NVMe state and of what an earlier run left; of a durable store also the budget for the others' first, and
+// for new versions of all.
+absl::StatusOr<std::vector<NvmeExtent>> ChunkStore::Impl::TakeExtents(absl::Span<const ChunkToAdd> added,
+                                                                      const Plan& plan) {
+  std::vector<NvmeExtent> extents(added.size());
+  uint64_t room = 0, largest = 0;
+  for (size_t i = 0; i < added.size(); ++i) {
+    const uint64_t bytes = layout.StateBytes(added[i].elements);
+    largest = std::max(largest, bytes);
+    if (added[i].durable.has_value()) continue;
+    if (plan.chunks[i].state == TierKind::kNvme) {
+      BALLAST_ASSIGN_OR_RETURN(extents[i], tiers->nvme()->Allocate(bytes, "chunk state"));
+    } else {
+      room += bytes;
+    }
+  }
+  if (!versions.has_value()) return extents;
+  uint64_t count = added.size();
+  {
+    absl::ReaderMutexLock lock(&mutex);
+    count += chunks.size();
+  }
+  const uint64_t spare = versions->SpareBytesMissing(count, largest);
+  if (room + spare > 0) {
+    // As an extent first: a disk that is full refuses the job now, not a step later.
+    BALLAST_ASSIGN_OR_RETURN(NvmeExtent reserved, tiers->nvme()->Allocate(room + spare, "durable versions of chunks"));
+    versions->AddRoom(reserved.TakeLease(), spare);
+  }
+  for (size_t i = 0; i < added.size(); ++i) {
+    if (!added[i].durable.has_value()) continue;
+    absl::StatusOr<NvmeExtent> kept = tiers->nvme()->TakeKept(added[i].durable->offset);
+    if (!kept.ok()) {
+      LeaveKept(added, extents);
+      return kept.status();
+    }
+    extents[i] = *std::move(kept);
+  }
+  return extents;
+}
+
 absl::Status ChunkStore::Add(absl::Span<const uint64_t> elements, const Plan& plan) {
+  std::vector<ChunkToAdd> added(elements.size());
+  for (size_t i = 0; i < elements.size(); ++i) added[i].elements = elements[i];
+  return Add(added, plan);
+}
+
+absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& plan) {
   Impl& impl = *impl_;
-  BALLAST_RETURN_IF_ERROR(impl.CheckPlan(elements, plan));
+  BALLAST_RETURN_IF_ERROR(impl.CheckPlan(added, plan));
   TierBytes state_bytes, working_bytes;
-  for (size_t i = 0; i < elements.size(); ++i) {
-    state_bytes[plan.chunks[i].state] += impl.layout.StateBytes(elements[i]);
-    working_bytes[plan.chunks[i].working] += impl.layout.WorkingBytes(elements[i]);
+  for (size_t i = 0; i < added.size(); ++i) {
+    state_bytes[plan.chunks[i].state] += impl.layout.StateBytes(added[i].elements);
+    working_bytes[plan.chunks[i].working] += impl.layout.WorkingBytes(added[i].elements);
   }
   DramBlock dram;
   HbmBlock hbm;
-  std::vector<NvmeExtent> extents(elements.size());
   if (const uint64_t bytes = state_bytes.dram + working_bytes.dram; bytes > 0) {
     BALLAST_ASSIGN_OR_RETURN(dram, impl.tiers->dram()->Allocate(bytes, "chunk state and working copies"));
   }
   if (const uint64_t bytes = state_bytes.hbm + working_bytes.hbm; bytes > 0) {
     BALLAST_ASSIGN_OR_RETURN(hbm, impl.tiers->hbm()->Allocate(bytes, "chunk state and working copies"));
   }
-  for (size_t i = 0; i < elements.size(); ++i) {
-    if (plan.chunks[i].state != TierKind::kNvme) continue;
-    BALLAST_ASSIGN_OR_RETURN(extents[i],
-                             impl.tiers->nvme()->Allocate(impl.layout.StateBytes(elements[i]), "chunk state"));
+  BALLAST_ASSIGN_OR_RETURN(std::vector<NvmeExtent> extents, impl.TakeExtents(added, plan));
+  if (const absl::Status status = impl.TakeStaging(added, plan); !status.ok()) {
+    LeaveKept(added, extents);
+    return status;
   }
-  BALLAST_RETURN_IF_ERROR(impl.TakeStaging(elements, plan));
 
   std::byte* next[] = {hbm.data(), dram.bytes().data()};  // by TierKind
-  absl::MutexLock lock(&impl.mutex);
-  for (size_t i = 0; i < elements.size(); ++i) {
-    const ChunkPlacement placement = plan.chunks[i];
-    StoredChunk& chunk = impl.chunks.emplace_back(&impl.layout, impl.chunks.size(), elements[i], placement);
-    if (placement.state == TierKind::kNvme) {
+  std::vector<StoredChunk*> fresh;
+  {
+    absl::MutexLock lock(&impl.mutex);
+    for (size_t i = 0; i < added.size(); ++i) {
+      const ChunkPlacement placement = plan.chunks[i];
+      StoredChunk& chunk =
+          impl.chunks.emplace_back(&impl.layout, impl.chunks.size(), added[i].elements, placement, added[i].id);
+      fresh.push_back(&chunk);
       absl::MutexLock chunk_lock(&chunk.mutex);
       chunk.extent = std::move(extents[i]);
-    } else {
-      std::byte*& at = next[static_cast<int>(placement.state)];
-      chunk.state = std::exchange(at, at + chunk.state_bytes());
+      if (placement.state != TierKind::kNvme) {
+        std::byte*& at = next[static_cast<int>(placement.state)];
+        chunk.state = std::exchange(at, at + chunk.state_bytes());
+      }
+      std::byte*& at = next[static_cast<int>(placement.working)];
+      chunk.working = std::exchange(at, at + impl.layout.WorkingBytes(added[i].elements));
     }
-    std::byte*& at = next[static_cast<int>(placement.working)];
-    chunk.working = std::exchange(at, at + impl.layout.WorkingBytes(elements[i]));
+    impl.dram.push_back(std::move(dram));
+    impl.hbm.push_back(std::move(hbm));
+    for (const TierKind tier : {TierKind::kHbm, TierKind::kDram, TierKind::kNvme}) {
+      impl.residency.state[tier] += state_bytes[tier];
+      impl.residency.working[tier] += working_bytes[tier];
+    }
+    impl.runs = std::max(impl.runs, uint64_t{1});
   }
-  impl.dram.push_back(std::move(dram));
-  impl.hbm.push_back(std::move(hbm));
-  for (const TierKind tier : {TierKind::kHbm, TierKind::kDram, TierKind::kNvme}) {
-    impl.residency.state[tier] += state_bytes[tier];
-    impl.residency.working[tier] += working_bytes[tier];
+  for (size_t i = 0; i < added.size(); ++i) {
+    if (!added[i].durable.has_value()) continue;
+    if (absl::Status status = impl.Restore(*fresh[i], *added[i].durable); !status.ok()) {
+      impl.failed = status;  // the chunks are there, and nobody may use them
+      return status;
+    }
   }
   return absl::OkStatus();
+}
+
+absl::Status ChunkStore::Impl::CheckRestored(const StoredChunk& chunk, const DurableChunk& durable,
+                                             const std::byte* state) const {
+  const BlockFile& file = tiers->nvme()->file();
+  DurableChunk found;
+  std::string job;
+  uint64_t layout_bits = 0;
+  const absl::Span<const std::byte> label(state + layout.LabelAt(chunk.elements), StateLayout::kLabelBytes);
+  const bool labelled = DecodeLabel(label, &found, &job, &layout_bits) && job == versions->job() &&
+                        layout_bits == LayoutBits(layout) && found.Encode() == durable.Encode();
+  if (!labelled) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
+                        absl::StrCat("the state of chunk ", chunk.id, " at version ", durable.version,
+                                     " is not at offset ", durable.offset, " of ", file.path(),
+                                     ", where the catalog says: its label is damaged or another's. Run `ballastctl "
+                                     "verify`"));
+  }
+  const ArrayDigests digests = DigestState(chunk, state);
+  for (size_t i = 0; i < kStateArraysMax; ++i) {
+    if (digests[i] == durable.digests[i]) continue;
+    const auto array = static_cast<StateArray>(i);
+    return ChecksumError(file, chunk.id, array, durable.offset + layout.ArrayAt(array, chunk.elements),
+                         durable.digests[i], digests[i]);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ChunkStore::Impl::Restore(StoredChunk& chunk, const DurableChunk& durable) {
+  const uint64_t bytes = chunk.state_bytes();
+  if (durable.elements != chunk.elements || durable.bytes != bytes || durable.id != chunk.id) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                        absl::StrCat("the catalog's entry of chunk ", durable.id, " with ", durable.elements,
+                                     " elements is for another chunk than ", chunk.id, " with ", chunk.elements));
+  }
+  Arena bounce;
+  std::byte* state = chunk.state;
+  if (chunk.placement.state == TierKind::kNvme) {
+    state = staging.memory.bytes().data();
+  } else if (chunk.placement.state == TierKind::kHbm) {
+    BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(bytes, /*pin=*/false));
+    state = bounce.bytes().data();
+  }
+  BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Read(durable.offset, {state, bytes}));
+  tiers->CountTraffic(TierKind::kNvme, bytes, 0);
+  BALLAST_RETURN_IF_ERROR(CheckRestored(chunk, durable, state));
+  const kernels::Dtype working = layout.optimizer().working;
+  if (chunk.placement.state == TierKind::kHbm) {
+    BALLAST_RETURN_IF_ERROR(tiers->hbm()->CopyIn({state, bytes}, chunk.state));
+    const bool on_device = chunk.placement.working == TierKind::kHbm;
+    BALLAST_RETURN_IF_ERROR(
+        tiers->hbm()->Round(chunk.View(chunk.state).master(), chunk.elements, working,
+                            on_device ? HbmWorking{.device = chunk.working} : HbmWorking{.host = chunk.working}));
+  } else {
+    kernels::FromF32({chunk.View(state).master(), chunk.elements}, working, chunk.working);
+  }
+  absl::MutexLock lock(&chunk.mutex);
+  chunk.updated_in = 1;
+  chunk.digests = durable.digests;
+  chunk.durable_version = durable.version;
+  return absl::OkStatus();
+}
+
+bool ChunkStore::dirty(uint64_t chunk) const {
+  const absl::StatusOr<StoredChunk*> found = impl_->Find(chunk);
+  return found.ok() && (*found)->dirty;
+}
+
+int64_t ChunkStore::durable_version(uint64_t chunk) const {
+  const absl::StatusOr<StoredChunk*> found = impl_->Find(chunk);
+  return found.ok() ? (*found)->durable_version : -1;
+}
+
+uint64_t ChunkStore::spare_bytes_missing(absl::Span<const uint64_t> elements) const {
+  if (!impl_->versions.has_value() || elements.empty()) return 0;
+  const uint64_t largest = *std::max_element(elements.begin(), elements.end());
+  return impl_->versions->SpareBytesMissing(chunk_count() + elements.size(), impl_->layout.StateBytes(largest));
 }
 
 uint64_t ChunkStore::chunk_count() const {
@@ -324,7 +493,11 @@ absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::Functi
   BALLAST_RETURN_IF_ERROR(impl.failed);
   BALLAST_ASSIGN_OR_RETURN(const std::vector<StoredChunk*> chunks, impl.CheckUpdates(updates));
   IoQueue* queue = nullptr;
-  if (std::any_of(chunks.begin(), chunks.end(), [](auto* c) { return c->placement.state == TierKind::kNvme; })) {
+  const auto moves = [](const StoredChunk* c, const ChunkUpdate& u) {
+    return c->placement.state == TierKind::kNvme || u.flush;
+  };
+  if (!std::equal(chunks.begin(), chunks.end(), updates.begin(),
+                  [&](auto* c, const ChunkUpdate& u) { return !moves(c, u); })) {
     BALLAST_ASSIGN_OR_RETURN(queue, impl.staging.Queue());
   }
   {
@@ -339,6 +512,7 @@ absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::Functi
   }
   const absl::Status drained = pipeline.Drain();
   if (status.ok()) status = drained;
+  if (status.ok() && impl.versions.has_value()) status = impl.versions->Harden();
   // A pin that found no room can be dropped; what a device did wrong cannot be undone.
   if (!drained.ok() || (!status.ok() && status.code() != absl::StatusCode::kResourceExhausted)) impl.failed = status;
   return status;
@@ -361,8 +535,11 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
     BALLAST_ASSIGN_OR_RETURN(
         copy, CopyOnWrite::Prepare(tiers, &reader, chunk, run, tier == TierKind::kNvme ? state : nullptr));
   }
+  const bool stores = tier == TierKind::kNvme || (update.flush && versions.has_value());
+  if (stores && versions.has_value()) BALLAST_RETURN_IF_ERROR(MakeRoom(chunk, pipeline));
   {
     absl::MutexLock lock(&chunk.mutex);
+    const bool fresh_extent = copy.has_value() && copy->takes_extent();
     if (copy.has_value()) (*std::move(copy)).Install(chunk);
     chunk.updated_in = run;
     if (tier == TierKind::kHbm) {
@@ -374,9 +551,54 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
       chunk.digests = DigestState(chunk, state);
       chunk.staged = state;
     }
+    chunk.dirty = versions.has_value() && !stores;
+    if (stores && versions.has_value()) {
+      BALLAST_RETURN_IF_ERROR(StartVersion(chunk, state, update.version, fresh_extent));
+    }
   }
   CountUpdate(update, chunk);
-  return tier == TierKind::kNvme ? pipeline.Store(i) : absl::OkStatus();
+  if (!stores || tier == TierKind::kHbm) return absl::OkStatus();
+  return tier == TierKind::kNvme ? pipeline.Store(i) : pipeline.Flush(i);
+}
+
+absl::Status ChunkStore::Impl::MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline) {
+  if (versions->HasRoom(chunk.state_bytes())) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(pipeline.DrainStores());
+  BALLAST_RETURN_IF_ERROR(versions->Harden());
+  if (versions->HasRoom(chunk.state_bytes())) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kInternal, model::kBudget,
+                      absl::StrCat("no room for a new version of chunk ", chunk.id, " of ", chunk.state_bytes(),
+                                   " bytes although all older ones are free"));
+}
+
+// Gives the chunk a new extent and labels its state for it.
+absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state, int64_t version,
+                                            bool has_fresh_extent) {
+  NvmeExtent old;
+  if (!has_fresh_extent) {
+    BALLAST_ASSIGN_OR_RETURN(NvmeExtent fresh, versions->Take(chunk.state_bytes()));
+    old = std::exchange(chunk.extent, std::move(fresh));
+  }
+  DurableChunk entry{.id = chunk.id,
+                     .version = version,
+                     .offset = chunk.extent.offset(),
+                     .bytes = chunk.state_bytes(),
+                     .elements = chunk.elements,
+                     .digests = {}};
+  const uint64_t label_at = layout.LabelAt(chunk.elements);
+  if (chunk.placement.state == TierKind::kHbm) {
+    BALLAST_RETURN_IF_ERROR(reader.Prepare());
+    BALLAST_ASSIGN_OR_RETURN(entry.digests, reader.Spill(chunk, chunk.extent));
+    alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
+    EncodeLabel(entry, layout, versions->job(), absl::MakeSpan(label));
+    BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Write(entry.offset + label_at, label));
+  } else {
+    entry.digests = chunk.placement.state == TierKind::kNvme ? chunk.digests : DigestState(chunk, state);
+    EncodeLabel(entry, layout, versions->job(), {state + label_at, StateLayout::kLabelBytes});
+  }
+  chunk.durable_version = version;
+  versions->Written(entry, std::move(old));
+  return absl::OkStatus();
 }
 
 absl::Status ChunkStore::Impl::ApplyOnDevice(const ChunkUpdate& update, StoredChunk& chunk) {

@@ -2,7 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
@@ -12,6 +15,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
 #include "ballast/kernels/thread_pool.h"
+#include "ballast/storage/extent_label.h"
 #include "ballast/storage/placement/placement.h"
 #include "ballast/storage/tier/tiers.h"
 
@@ -34,6 +38,25 @@ struct ChunkUpdate {
   std::vector<SegmentUpdate> segments;
   absl::Span<const std::byte> gradient;  // the whole chunk, in the optimizer's gradient dtype; empty if no segment
   kernels::RandomKey random;             // first_element: the chunk's, in its unit
+  // Of a durable store: what the chunk's state is after this update, and whether it goes to the disk although it lives
+  // in memory. State that lives on NVMe does so in any case.
+  int64_t version = -1;
+  bool flush = false;
+};
+
+// A store whose chunks outlive the process. Every version of a chunk goes to a free extent; when it is there, synced
+// and recorded, the extent of the version before is free. So at every moment each chunk has one whole version that
+// `record` was told of.
+struct DurableOptions {
+  std::string job;  // for the labels
+  // Keeps the entries for a restart, all or none of them, durably. Blocks. On the thread that runs the store.
+  std::function<absl::Status(absl::Span<const DurableChunk>)> record;
+};
+
+struct ChunkToAdd {
+  uint64_t elements = 0;
+  uint64_t id = 0;                      // durable: in the job's layout
+  std::optional<DurableChunk> durable;  // as an earlier run left it, in an extent that the NVMe tier kept
 };
 
 // Threads: Run, Add, Pin and Unpin from one thread at a time; reads from any thread, at any time. A read sees a chunk
@@ -42,20 +65,32 @@ class ChunkStore {
  public:
   // Borrows `tiers` and `compute`, which must outlive it; without the latter Run computes on its caller's thread alone.
   // Space is taken by Add, returned by the destructor. REQUIRES: kernels::Unsupported(optimizer) is empty.
-  ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* compute = nullptr);
-  ~ChunkStore();
+  ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* compute = nullptr,
+             std::optional<DurableOptions> durable = std::nullopt);
+  ~ChunkStore();  // what is durable stays on the disk
+  // Of a durable store that is not wanted any more, before the destructor: its extents are freed.
+  void Discard();
 
   // Appends chunks of these sizes (elements), placed as `plan` says (one entry per size). All zero, and zero in every
   // tier. RESOURCE_EXHAUSTED (BUDGET) if a tier lacks space; then nothing was added.
+  // Chunks with a durable state are read back: DATA_LOSS (CHECKSUM) if one is not what was written, INTERNAL (IO).
+  absl::Status Add(absl::Span<const ChunkToAdd> chunks, const Plan& plan);
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;
   const StateLayout& layout() const;
+  // Of a durable store, on the thread that runs it: is chunk's state newer than its extent, and at which version is
+  // that?
+  bool dirty(uint64_t chunk) const;
+  int64_t durable_version(uint64_t chunk) const;
+  // NVMe budget that a plan for these further chunks must count besides their own: room for new versions.
+  uint64_t spare_bytes_missing(absl::Span<const uint64_t> elements) const;
   // DRAM that a plan for further chunks must count as staging: 0 once it is taken.
   uint64_t staging_bytes_missing() const;
 
   // Applies `updates` in order; `done(i)` is called as soon as update i is visible to reads (state may still be on its
-  // way to its tier). Loads, kernels and stores of different chunks overlap. Returns when all is stored. On an error
-  // the chunks not yet announced by `done` may hold anything: the caller must stop serving the job.
+  // way to its tier). Loads, kernels and stores of different chunks overlap. Returns when all is stored, and recorded
+  // where the store is durable. On an error the chunks not yet announced by `done` may hold anything: the caller must
+  // stop serving the job.
   absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done);
 
   // Elements from `begin` on, as many as `to` holds: of the working copy in its dtype / of a state array as fp32.

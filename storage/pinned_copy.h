@@ -19,6 +19,8 @@ class CopyOnWrite {
   // Goes to free NVMe space, else to DRAM. RESOURCE_EXHAUSTED (BUDGET) if neither has room.
   static absl::StatusOr<CopyOnWrite> Prepare(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk, uint64_t run,
                                              const std::byte* loaded) ABSL_LOCKS_EXCLUDED(chunk.mutex);
+  // Does the copy take the chunk's extent, and leave it a fresh one?
+  bool takes_extent() const { return fresh_.has_value(); }
   void Install(StoredChunk& chunk) && ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
 
  private:

@@ -9,14 +9,12 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "ballast/storage/chunk_store.h"
+#include "ballast/storage/extent_label.h"
 #include "ballast/storage/placement/placement.h"
 #include "ballast/storage/tier/dram_tier.h"
 #include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::storage {
-
-// CRC32C of each array of a state, padding included. One each, so that a read of one array need not fetch the others.
-using ArrayDigests = std::array<uint32_t, kStateArraysMax>;
 
 // A chunk's state as some pins see it: those made after run `from` (inclusive) and before run `to`.
 struct PinnedCopy {
@@ -29,13 +27,14 @@ struct PinnedCopy {
 };
 
 struct StoredChunk {
-  StoredChunk(const StateLayout* l, uint64_t i, uint64_t n, ChunkPlacement p)
-      : layout(*l), index(i), elements(n), placement(p) {}
+  StoredChunk(const StateLayout* l, uint64_t i, uint64_t n, ChunkPlacement p, uint64_t d)
+      : layout(*l), index(i), elements(n), placement(p), id(d) {}
 
   const StateLayout& layout;  // the store's
   const uint64_t index;
   const uint64_t elements;
   const ChunkPlacement placement;
+  const uint64_t id;             // in its job's layout
   std::byte* state = nullptr;    // host or device memory; null on NVMe
   std::byte* working = nullptr;  // host or device memory
 
@@ -45,10 +44,15 @@ struct StoredChunk {
   // Writers hold it while they change what `state` and `working` point to, readers while they copy.
   mutable absl::Mutex mutex;
   uint64_t updated_in ABSL_GUARDED_BY(mutex) = 0;  // the run, from 1; 0: all zero, and an extent not written yet
+  // Of NVMe state; in a durable store also what was last flushed of other state.
   NvmeExtent extent ABSL_GUARDED_BY(mutex);
   ArrayDigests digests ABSL_GUARDED_BY(mutex) = {};
   std::byte* staged ABSL_GUARDED_BY(mutex) = nullptr;  // the newest state, while the extent does not hold it yet
   std::vector<PinnedCopy> copies ABSL_GUARDED_BY(mutex);
+
+  // Of a durable store; of the thread that runs it.
+  bool dirty = false;            // updated since it was last written to its extent
+  int64_t durable_version = -1;  // of the extent
 };
 
 }  // namespace ballast::storage

@@ -11,6 +11,8 @@ namespace ballast::storage {
 
 namespace {
 
+constexpr uint64_t kFlushTag = ~uint64_t{0};
+
 // The system gives a dead thread's id to the next one, which an io_uring of the dead one would still refuse.
 uint64_t ThisThread() {
   static std::atomic<uint64_t> threads{0};
@@ -33,7 +35,8 @@ UpdatePipeline::UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineSt
                                Tiers* tiers)
     : chunks_(chunks), queue_(queue), tiers_(tiers) {
   if (queue == nullptr) return;
-  const uint64_t count = std::min(staging->memory.bytes().size() / staging->slot_bytes, PipelineStaging::kSlotsMax);
+  const uint64_t slot_bytes = std::max(staging->slot_bytes, uint64_t{1});  // no slots where no state lives on NVMe
+  const uint64_t count = std::min(staging->memory.bytes().size() / slot_bytes, PipelineStaging::kSlotsMax);
   slots_.resize(count);
   for (uint64_t i = 0; i < count; ++i) slots_[i].data = staging->memory.bytes().data() + i * staging->slot_bytes;
   completions_.reserve(kIoRequestsMax);
@@ -120,15 +123,44 @@ absl::Status UpdatePipeline::StartLoad(Slot& slot) {
   return Submit(slot, IoRequest::Kind::kRead, source.offset);
 }
 
+absl::Status UpdatePipeline::Flush(size_t i) {
+  while (flushing_ == PipelineStaging::kFlushesMax) Reap(/*wait=*/true);
+  BALLAST_RETURN_IF_ERROR(failed_);
+  StoredChunk& chunk = *chunks_[i];
+  uint64_t offset = 0;
+  {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    offset = chunk.extent.offset();
+  }
+  const absl::Status status = Transfer(IoRequest::Kind::kWrite, offset, {chunk.state, chunk.state_bytes()}, kFlushTag);
+  if (status.ok()) {
+    ++flushing_;
+  } else {
+    failed_ = status;
+  }
+  return status;
+}
+
+absl::Status UpdatePipeline::DrainStores() {
+  const auto storing = [this] {
+    return std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.phase == Phase::kStoring; });
+  };
+  while (failed_.ok() && (flushing_ > 0 || storing())) Reap(/*wait=*/true);
+  return failed_;
+}
+
 absl::Status UpdatePipeline::Submit(const Slot& slot, IoRequest::Kind kind, uint64_t offset) {
-  const uint64_t bytes = chunks_[slot.update]->state_bytes();
+  return Transfer(kind, offset, {slot.data, chunks_[slot.update]->state_bytes()},
+                  static_cast<uint64_t>(&slot - slots_.data()));
+}
+
+absl::Status UpdatePipeline::Transfer(IoRequest::Kind kind, uint64_t offset, absl::Span<std::byte> buffer,
+                                      uint64_t tag) {
+  const uint64_t bytes = buffer.size();
   const bool read = kind == IoRequest::Kind::kRead;
   tiers_->CountTraffic(TierKind::kNvme, read ? bytes : 0, read ? 0 : bytes);
-  return queue_->Submit({.kind = kind,
-                         .file = &tiers_->nvme()->file(),
-                         .offset = offset,
-                         .buffer = {slot.data, bytes},
-                         .tag = static_cast<uint64_t>(&slot - slots_.data())});
+  return queue_->Submit(
+      {.kind = kind, .file = &tiers_->nvme()->file(), .offset = offset, .buffer = buffer, .tag = tag});
 }
 
 void UpdatePipeline::Reap(bool wait) {
@@ -138,6 +170,11 @@ void UpdatePipeline::Reap(bool wait) {
 }
 
 void UpdatePipeline::Complete(const IoCompletion& completion) {
+  if (completion.tag == kFlushTag) {
+    --flushing_;
+    if (failed_.ok()) failed_ = completion.status;
+    return;
+  }
   Slot& slot = slots_[completion.tag];
   if (slot.phase == Phase::kLoading) {
     slot.status = completion.status;

@@ -21,7 +21,8 @@ namespace ballast::storage {
 // The memory and the queue that a store's runs share.
 struct PipelineStaging {
   // Bound on slots: each has at most one request in flight.
-  static constexpr uint64_t kSlotsMax = kIoRequestsMax;
+  static constexpr uint64_t kFlushesMax = 8;
+  static constexpr uint64_t kSlotsMax = kIoRequestsMax - kFlushesMax;
 
   // A queue of this thread, made again when another thread runs the store.
   absl::StatusOr<IoQueue*> Queue();
@@ -44,6 +45,11 @@ class UpdatePipeline {
   absl::StatusOr<std::byte*> Load(size_t i);
   // Starts writing the state of update i back. The chunk's `staged` must point to it by then.
   absl::Status Store(size_t i);
+  // Starts writing state that lives in memory to the chunk's extent. It must not change before Drain; waits while
+  // kFlushesMax are in flight.
+  absl::Status Flush(size_t i);
+  // Waits until all that Store and Flush began is on its way no more. The first that failed, if any.
+  absl::Status DrainStores();
   // Looks at completions and starts what became possible, without blocking: kernels call it between pieces.
   void Poll();
   // Waits for all that is in flight, also after an error. The first store that failed, if any: its chunk stays staged.
@@ -69,6 +75,7 @@ class UpdatePipeline {
   void LoadAhead();
   absl::Status StartLoad(Slot& slot);
   absl::Status Submit(const Slot& slot, IoRequest::Kind kind, uint64_t offset);
+  absl::Status Transfer(IoRequest::Kind kind, uint64_t offset, absl::Span<std::byte> buffer, uint64_t tag);
   void Reap(bool wait);
   void Complete(const IoCompletion& completion);
   // `may_wait`: for readers of the chunk. Not while another chunk's lock is held.
@@ -80,6 +87,7 @@ class UpdatePipeline {
   Tiers* const tiers_;
   std::vector<Source> sources_;  // by update
   std::vector<Slot> slots_;
+  uint64_t flushing_ = 0;
   size_t next_load_ = 0;  // updates before it have been loaded, or need not be
   absl::Status failed_;   // the first store that failed
   std::vector<IoCompletion> completions_;

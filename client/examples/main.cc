@@ -51,6 +51,7 @@ struct Flags {
   double timeout_s = 120;
   uint64_t chunk_elements = uint64_t{1} << 18;
   kernels::OptimizerSpec optimizer;
+  std::string durability = "step";
   std::vector<std::string> text = {kDefaultTextPath};
   uint64_t stop_at = 0;
   std::string json;
@@ -74,6 +75,10 @@ void AddJobFlags(CLI::App& app, Flags& flags) {
   app.add_option("--resume", flags.resume, "What to do about an existing job of that name")
       ->capture_default_str()
       ->check(CLI::IsMember({"never", "auto", "must"}));
+  app.add_option("--durability", flags.durability,
+                 "What a decided step survives: servers and trainers that are killed (step), or only trainers (none)")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"none", "step"}));
   app.add_option("--timeout", flags.timeout_s, "Seconds that a step or a missing rank is waited for")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
@@ -213,6 +218,7 @@ SessionOptions MakeSessionOptions(const Flags& flags) {
   options.group_count = kGroupCount;
   options.chunk_elements = flags.chunk_elements;
   options.optimizer = flags.optimizer;
+  options.durability = flags.durability == "step" ? v1::DURABILITY_STEP : v1::DURABILITY_NONE;
   options.seed = flags.trainer.seed;
   options.step_timeout = absl::Seconds(flags.timeout_s);
   options.open_timeout = std::min(options.open_timeout, options.step_timeout);

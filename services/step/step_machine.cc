@@ -287,6 +287,7 @@ void StepMachine::Synced(uint64_t lsn) { impl_->synced = std::max(impl_->synced,
 
 int64_t StepMachine::committed() const { return impl_->committed; }
 uint64_t StepMachine::skipped_steps() const { return impl_->skipped; }
+absl::Span<const uint64_t> StepMachine::tensor_steps() const { return impl_->tensor_steps; }
 const model::EpochPlan* StepMachine::plan() const { return impl_->plan.get(); }
 
 }  // namespace ballast::services

@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/verdict.h"
+#include "ballast/v1/log.pb.h"
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::services {
@@ -38,7 +39,12 @@ struct PreparedStepRecord {
 struct DecisionRecord {
   v1::Decision decision;
 };
-using StepRecord = std::variant<PromiseRecord, OpenRecord, SliceRecord, PreparedStepRecord, DecisionRecord>;
+// All that the records before it told, slices excepted: a log may begin with it.
+struct SnapshotRecord {
+  v1::LogSnapshot snapshot;
+};
+using StepRecord =
+    std::variant<PromiseRecord, OpenRecord, SliceRecord, PreparedStepRecord, DecisionRecord, SnapshotRecord>;
 
 // What the machine asks of its surroundings. Calls come from inside the machine's methods and must not call back into
 // it, except that Sync may call nothing either: completion is reported later through StepMachine::Synced.
@@ -69,8 +75,10 @@ class StepMachine {
   ~StepMachine();
 
   // Recovery: records that were durable, in order, before any other call. Decisions replayed here call host->Apply
-  // again.
+  // again. DATA_LOSS (DIVERGED) if records are missing.
   absl::Status Replay(const StepRecord& record);
+  // What a log may begin with from here on, for replays to come. Not from within a call of StepHost.
+  v1::LogSnapshot Snapshot() const;
 
   v1::GetJobResponse Describe() const;
   Outcome<v1::FenceResponse> Fence(const v1::FenceRequest& request);
@@ -96,6 +104,8 @@ class StepMachine {
 
   int64_t committed() const;
   uint64_t skipped_steps() const;
+  // Optimizer step count t per tensor, registration order.
+  absl::Span<const uint64_t> tensor_steps() const;
   // The open epoch's plan; null before the first Open.
   const model::EpochPlan* plan() const;
 

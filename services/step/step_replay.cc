@@ -35,9 +35,45 @@ absl::Status StepMachine::Impl::ReplayDecision(const v1::Decision& replayed) {
   return absl::OkStatus();
 }
 
+// The first record of a log is taken as it is; a later one says again what is known.
+absl::Status StepMachine::Impl::ReplaySnapshot(const v1::LogSnapshot& snapshot) {
+  if (plan != nullptr || committed >= 0) {
+    if (snapshot.committed() == committed) return absl::OkStatus();
+    return Diverged(absl::StrCat("a snapshot in the log of server '", id, "' is of step ", snapshot.committed(),
+                                 ", the records before it lead to step ", committed, "; records are missing"));
+  }
+  promised = snapshot.promised();
+  if (snapshot.has_open()) {
+    BALLAST_ASSIGN_OR_RETURN(model::EpochPlan opened, model::EpochPlan::Make(snapshot.open()));
+    BALLAST_ASSIGN_OR_RETURN(const uint32_t member, opened.FindMember(id));
+    Adopt(std::move(opened), member);
+  }
+  committed = snapshot.committed();
+  if (snapshot.has_decision()) decision = snapshot.decision();
+  if (snapshot.has_prepared()) prepared = snapshot.prepared();
+  tensor_steps.assign(snapshot.tensor_steps().begin(), snapshot.tensor_steps().end());
+  if (plan != nullptr) tensor_steps.resize(plan->layout().tensors().size(), 0);
+  skipped = snapshot.skipped_steps();
+  return absl::OkStatus();
+}
+
+v1::LogSnapshot StepMachine::Snapshot() const {
+  const Impl& m = *impl_;
+  v1::LogSnapshot snapshot;
+  *snapshot.mutable_promised() = m.promised;
+  if (m.plan != nullptr) *snapshot.mutable_open() = m.plan->open();
+  snapshot.set_committed(m.committed);
+  if (m.decision.has_value()) *snapshot.mutable_decision() = *m.decision;
+  if (m.prepared.has_value()) *snapshot.mutable_prepared() = *m.prepared;
+  snapshot.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
+  snapshot.set_skipped_steps(m.skipped);
+  return snapshot;
+}
+
 absl::Status StepMachine::Replay(const StepRecord& record) {
   Impl& m = *impl_;
   m.replaying = true;
+  if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) return m.ReplaySnapshot(snapshot->snapshot);
   if (const auto* promise = std::get_if<PromiseRecord>(&record)) {
     m.promised = promise->epoch;
     return absl::OkStatus();

@@ -65,6 +65,7 @@ struct StepMachine::Impl {
   void Adopt(model::EpochPlan next, uint32_t member);
   v1::SealResponse Pending() const;
 
+  absl::Status ReplaySnapshot(const v1::LogSnapshot& snapshot);
   absl::Status ReplayOpen(const v1::OpenRequest& open);
   absl::Status ReplaySlice(const v1::PushRequest& header);
   absl::Status ReplayDecision(const v1::Decision& replayed);

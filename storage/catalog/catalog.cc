@@ -117,6 +117,14 @@ absl::Status Catalog::Put(absl::string_view key, absl::string_view value, Sync s
   return impl_->Write(batch, absl::StrCat("put of '", key, "'"), sync);
 }
 
+absl::Status Catalog::PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) {
+  rocksdb::WriteBatch batch;
+  for (const auto& [key, value] : pairs) {
+    BALLAST_RETURN_IF_ERROR(CatalogError(batch.Put(key, value), "put", impl_->path));
+  }
+  return impl_->Write(batch, absl::StrCat("put of ", pairs.size(), " entries"));
+}
+
 absl::StatusOr<std::optional<std::string>> Catalog::Get(absl::string_view key) const {
   std::string value;
   const rocksdb::Status status = impl_->db->Get(rocksdb::ReadOptions(), AsSlice(key), &value);

@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 
 namespace ballast::storage {
 
@@ -23,6 +24,8 @@ class Catalog {
   enum class Sync { kSynced, kUnsynced };
   // After one failed write every later one returns its error.
   absl::Status Put(absl::string_view key, absl::string_view value, Sync sync = Sync::kSynced);
+  // All or none of them; synced.
+  absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs);
   absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const;
   absl::Status ErasePrefix(absl::string_view prefix);
   // Key-value pairs under `prefix`, by key.

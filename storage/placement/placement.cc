@@ -35,6 +35,19 @@ void FillHbm(const PlanRequest& request, Plan& plan) {
   }
 }
 
+// The last check: what NVMe must hold. Both tiers are named where both are short.
+absl::StatusOr<Plan> CheckNvme(const PlanRequest& request, Plan plan, std::vector<std::string> shortages) {
+  if (request.durable) plan.durable_bytes = plan.state.hbm + plan.state.dram;
+  const uint64_t needed = plan.state.nvme + plan.durable_bytes + request.nvme_fixed_bytes;
+  if (const uint64_t missing = Short(needed, request.free.nvme); missing > 0) {
+    shortages.push_back(Shortage("nvme", missing, needed, request.free.nvme,
+                                 request.durable ? "durable state, room for its next versions and the gradient log"
+                                                 : "state that finds no room in dram"));
+  }
+  if (shortages.empty()) return plan;
+  return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget, absl::StrJoin(shortages, ". "));
+}
+
 }  // namespace
 
 const char* TierName(TierKind tier) {
@@ -86,7 +99,7 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
   const uint64_t fixed = plan.working.dram + request.provisional_bytes_per_element * elements;
   if (fixed + state_left <= request.free.dram) {
     plan.state.dram = state_left;  // the placements' default
-    return plan;
+    return CheckNvme(request, std::move(plan), {});
   }
   if (request.free.nvme == 0) {
     const uint64_t needed = fixed + state_left;
@@ -112,12 +125,7 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
     shortages.push_back(Shortage("dram", missing, fixed_staged, request.free.dram,
                                  "working copies, slices in flight and buffers for moving nvme state"));
   }
-  if (const uint64_t missing = Short(plan.state.nvme, request.free.nvme); missing > 0) {
-    shortages.push_back(
-        Shortage("nvme", missing, plan.state.nvme, request.free.nvme, "state that finds no room in dram"));
-  }
-  if (shortages.empty()) return plan;
-  return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget, absl::StrJoin(shortages, ". "));
+  return CheckNvme(request, std::move(plan), std::move(shortages));
 }
 
 }  // namespace ballast::storage

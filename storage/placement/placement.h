@@ -32,6 +32,7 @@ struct Plan {
   std::vector<ChunkPlacement> chunks;
   TierBytes state;  // as taken in each tier, alignment included
   TierBytes working;
+  uint64_t durable_bytes = 0;  // on NVMe, of state that lives in memory
   // One paragraph for people: what went where, and why.
   std::string Explain() const;
 };
@@ -44,6 +45,10 @@ struct PlanRequest {
   uint64_t provisional_bytes_per_element = 4;
   // DRAM for moving NVMe state, taken once if any chunk goes there.
   uint64_t staging_bytes = 0;
+  // Every chunk's state has its place on NVMe too, wherever it lives; and what the job needs there besides: room for
+  // new versions, its log.
+  bool durable = false;
+  uint64_t nvme_fixed_bytes = 0;
 };
 
 // State fills HBM, then DRAM, then NVMe; within a tier in the given order. Working copies go with HBM-resident state if

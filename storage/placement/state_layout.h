@@ -1,5 +1,6 @@
 // How a chunk's state lies in memory and on disk: the fp32 master, then each moment (its values, then the scales of
 // 8-bit formats). Every array starts at a multiple of 4096 bytes, so that one can be read from disk without the others.
+// Behind them is room for a label (storage/extent_label.h), so that a state and what it is are written to disk as one.
 #pragma once
 
 #include <cstdint>
@@ -39,9 +40,13 @@ class StateLayout {
     return (kernels::MomentBytes(optimizer_.moments, elements) + kScaleAlign - 1) / kScaleAlign * kScaleAlign;
   }
 
-  // What a chunk takes in a tier: of its state, and of its working copy.
-  uint64_t StateBytes(uint64_t elements) const { return ArrayAt(static_cast<StateArray>(array_count_), elements); }
+  uint64_t LabelAt(uint64_t elements) const { return ArrayAt(static_cast<StateArray>(array_count_), elements); }
+
+  // What a chunk takes in a tier: of its state with the label, and of its working copy.
+  uint64_t StateBytes(uint64_t elements) const { return LabelAt(elements) + kLabelBytes; }
   uint64_t WorkingBytes(uint64_t elements) const { return Pad(elements * working_element_bytes()); }
+
+  static constexpr uint64_t kLabelBytes = 4096;
 
   uint64_t gradient_element_bytes() const { return kernels::ElementBytes(optimizer_.gradient); }
   uint64_t working_element_bytes() const { return kernels::ElementBytes(optimizer_.working); }

@@ -26,6 +26,19 @@ class BudgetLease {
   BudgetLease& operator=(BudgetLease&& other) noexcept;
   ~BudgetLease() { Release(); }
   uint64_t bytes() const { return bytes_; }
+  // Takes `bytes` of it out, as a lease of their own. REQUIRES: it has as many.
+  BudgetLease Split(uint64_t bytes) {
+    bytes_ -= bytes;
+    return {ledger_, tier_, bytes};
+  }
+  // Adds another of the same budget.
+  void Join(BudgetLease other) {
+    if (ledger_ == nullptr) {
+      *this = std::move(other);
+      return;
+    }
+    bytes_ += std::exchange(other.bytes_, 0);
+  }
 
  private:
   void Release();

@@ -1,5 +1,6 @@
 #include "ballast/storage/tier/nvme_tier.h"
 
+#include <algorithm>
 #include <iterator>
 
 #include "absl/strings/str_cat.h"
@@ -24,14 +25,78 @@ void NvmeExtent::Release() {
   lease_ = BudgetLease();
 }
 
-absl::StatusOr<std::unique_ptr<NvmeTier>> NvmeTier::Open(const std::string& directory, Ledger* ledger) {
-  BALLAST_ASSIGN_OR_RETURN(auto file, SystemDisk()->Open(absl::StrCat(directory, "/nvme.tier"), Disk::Mode::kEmptied));
-  return std::unique_ptr<NvmeTier>(new NvmeTier(std::move(file), ledger));
+BudgetLease NvmeExtent::TakeLease() {
+  if (tier_ != nullptr) tier_->Free(offset_, lease_.bytes());
+  tier_ = nullptr;
+  return std::move(lease_);
+}
+
+void NvmeExtent::Leave() {
+  tier_ = nullptr;
+  lease_ = BudgetLease();
+}
+
+NvmeTier::~NvmeTier() {
+  absl::MutexLock lock(&mutex_);
+  for (auto& [offset, extent] : kept_) extent.Leave();
+}
+
+absl::StatusOr<std::unique_ptr<NvmeTier>> NvmeTier::Open(const std::string& directory, Ledger* ledger, Disk* disk,
+                                                         absl::Span<const ExtentPlace> kept) {
+  const std::string path = absl::StrCat(directory, "/nvme.tier");
+  BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(path, kept.empty() ? Disk::Mode::kEmptied : Disk::Mode::kKept));
+  std::unique_ptr<NvmeTier> tier(new NvmeTier(std::move(file), ledger));
+  BALLAST_RETURN_IF_ERROR(tier->Keep({kept.begin(), kept.end()}));
+  return tier;
+}
+
+absl::Status NvmeTier::Keep(std::vector<ExtentPlace> kept) {
+  std::sort(kept.begin(), kept.end(), [](const auto& a, const auto& b) { return a.offset < b.offset; });
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t file_bytes, file_->Size());
+  absl::MutexLock lock(&mutex_);
+  for (const ExtentPlace& place : kept) {
+    if (place.offset < end_ || place.bytes == 0 || (place.offset | place.bytes) % kIoAlignment != 0 ||
+        place.offset > file_bytes || place.bytes > file_bytes - place.offset) {
+      return model::Error(
+          absl::StatusCode::kDataLoss, model::kIo,
+          absl::StrCat("the catalog says that state lies in ", place.bytes, " bytes at offset ", place.offset, " of ",
+                       file_->path(), ", which has ", file_bytes, " bytes, and the extent before ends at ", end_,
+                       ": run `ballastctl verify --rebuild`"));
+    }
+    BALLAST_ASSIGN_OR_RETURN(BudgetLease lease,
+                             ledger_->Lease(TierKind::kNvme, place.bytes, "state that an earlier run left"));
+    if (place.offset > end_) free_.emplace(end_, place.offset - end_);
+    end_ = place.offset + place.bytes;
+    kept_.emplace(place.offset, NvmeExtent(this, place.offset, std::move(lease)));
+  }
+  return file_->Truncate(end_);
+}
+
+absl::StatusOr<NvmeExtent> NvmeTier::TakeKept(uint64_t offset) {
+  absl::MutexLock lock(&mutex_);
+  const auto found = kept_.find(offset);
+  if (found == kept_.end()) {
+    return model::Error(absl::StatusCode::kNotFound, model::kIo,
+                        absl::StrCat("no extent at offset ", offset, " of ", file_->path(), " was kept"));
+  }
+  NvmeExtent extent = std::move(found->second);
+  kept_.erase(found);
+  return extent;
+}
+
+void NvmeTier::ReleaseKept() {
+  std::map<uint64_t, NvmeExtent> released;  // declared first: each frees itself after the lock is gone
+  absl::MutexLock lock(&mutex_);
+  released.swap(kept_);
 }
 
 absl::StatusOr<NvmeExtent> NvmeTier::Allocate(uint64_t bytes, absl::string_view what) {
-  bytes = AlignUp(bytes);
-  BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kNvme, bytes, what));
+  BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kNvme, AlignUp(bytes), what));
+  return AllocateFrom(std::move(lease), what);
+}
+
+absl::StatusOr<NvmeExtent> NvmeTier::AllocateFrom(BudgetLease lease, absl::string_view what) {
+  const uint64_t bytes = lease.bytes();
   absl::MutexLock lock(&mutex_);
   const uint64_t offset = Place(bytes);
   if (absl::Status reserved = file_->Reserve(offset, bytes); !reserved.ok()) {

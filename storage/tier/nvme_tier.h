@@ -1,16 +1,18 @@
-// Disk: one file of extents. Its content belongs to the running server: it is emptied at start.
+// Disk: one file of extents. At start it keeps those that durable jobs have state in; the rest is free.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
-#include "ballast/storage/io/block_file.h"
+#include "absl/types/span.h"
+#include "ballast/storage/io/disk.h"
 #include "ballast/storage/tier/ledger.h"
 
 namespace ballast::storage {
@@ -28,6 +30,10 @@ class NvmeExtent {
   ~NvmeExtent() { Release(); }
   uint64_t offset() const { return offset_; }
   uint64_t bytes() const { return lease_.bytes(); }
+  // Frees the extent but keeps its share of the budget.
+  BudgetLease TakeLease();
+  // Gives the share of the budget back and lets the content be, for the next run of the server.
+  void Leave();
 
  private:
   void Release();
@@ -39,17 +45,28 @@ class NvmeExtent {
 // Threads: any.
 class NvmeTier {
  public:
+  ~NvmeTier();  // what was kept and not taken stays on the disk
   // Creates `directory`/nvme.tier. INTERNAL (IO) if that cannot be written; FAILED_PRECONDITION (BUSY) if another
   // server has it.
-  static absl::StatusOr<std::unique_ptr<NvmeTier>> Open(const std::string& directory, Ledger* ledger);
+  // `kept`: extents whose content must stay, which TakeKept hands out. DATA_LOSS (IO) if they overlap or lie outside
+  // the file; RESOURCE_EXHAUSTED (BUDGET) if the budget no longer holds them.
+  static absl::StatusOr<std::unique_ptr<NvmeTier>> Open(const std::string& directory, Ledger* ledger, Disk* disk,
+                                                        absl::Span<const ExtentPlace> kept);
+  // NOT_FOUND unless it was kept, and not taken since.
+  absl::StatusOr<NvmeExtent> TakeKept(uint64_t offset);
+  // Frees what nobody took.
+  void ReleaseKept();
 
   // `bytes` rounded up to 4096. RESOURCE_EXHAUSTED: (BUDGET), or (IO) if the disk itself is full.
   absl::StatusOr<NvmeExtent> Allocate(uint64_t bytes, absl::string_view what);
+  // As Allocate, from a share of the budget that the caller has; all of it becomes the extent's.
+  absl::StatusOr<NvmeExtent> AllocateFrom(BudgetLease lease, absl::string_view what);
   const BlockFile& file() const { return *file_; }
 
  private:
   friend class NvmeExtent;
   NvmeTier(std::unique_ptr<BlockFile> file, Ledger* ledger) : file_(std::move(file)), ledger_(ledger) {}
+  absl::Status Keep(std::vector<ExtentPlace> kept);
   uint64_t Place(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Free(uint64_t offset, uint64_t bytes);
   void FreeLocked(uint64_t offset, uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -59,6 +76,7 @@ class NvmeTier {
   absl::Mutex mutex_;
   std::map<uint64_t, uint64_t> free_ ABSL_GUARDED_BY(mutex_);  // offset -> bytes, neighbours joined
   uint64_t end_ ABSL_GUARDED_BY(mutex_) = 0;                   // of the last extent
+  std::map<uint64_t, NvmeExtent> kept_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace ballast::storage

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/io/disk.h"
 #include "ballast/storage/io/io_queue.h"
 #include "ballast/storage/tier/dram_tier.h"
 #include "ballast/storage/tier/hbm_tier.h"
@@ -24,18 +25,24 @@ struct Tiers::Impl {
   DramTier dram;
   std::unique_ptr<NvmeTier> nvme;
   std::unique_ptr<HbmTier> hbm;
+  Disk* disk() const { return options.disk != nullptr ? options.disk : SystemDisk(); }
 };
 
 absl::StatusOr<std::unique_ptr<Tiers>> Tiers::Open(const TiersOptions& options) {
   BALLAST_RETURN_IF_ERROR(
       CheckProcessor(kernels::CpuProcessor(), absl::StrCat("the CPU (", kernels::ActiveIsa(), ")")));
   auto impl = std::make_unique<Impl>(options);
+  if (options.budget.nvme == 0 && !options.kept.empty()) {
+    return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                        absl::StrCat("the data directory ", options.directory, " holds the state of durable jobs in ",
+                                     options.kept.size(), " extents, and the nvme budget is 0: give one"));
+  }
   std::error_code error;
   std::filesystem::create_directories(options.directory, error);
   if (error) return IoError(error.value(), "creation", options.directory, 0, 0);
   if (access(options.directory.c_str(), W_OK | X_OK) != 0) return IoError(errno, "access", options.directory, 0, 0);
   if (options.budget.nvme > 0) {
-    BALLAST_ASSIGN_OR_RETURN(impl->nvme, NvmeTier::Open(options.directory, &impl->ledger));
+    BALLAST_ASSIGN_OR_RETURN(impl->nvme, NvmeTier::Open(options.directory, &impl->ledger, impl->disk(), options.kept));
     spdlog::info("nvme tier: {}, I/O by {}", impl->nvme->file().path(), IoBackendProbe());
     if (const std::string& why = impl->nvme->file().buffered_because(); !why.empty()) {
       spdlog::warn("nvme tier goes through the page cache: {}", why);
@@ -66,6 +73,8 @@ void Tiers::CountTraffic(TierKind tier, uint64_t read, uint64_t written) {
 
 std::string Tiers::io_backend() const { return IoBackendProbe(); }
 uint64_t Tiers::staging_bytes() const { return impl_->options.staging_bytes; }
+Disk* Tiers::disk() { return impl_->disk(); }
+const std::string& Tiers::directory() const { return impl_->options.directory; }
 DramTier* Tiers::dram() { return &impl_->dram; }
 NvmeTier* Tiers::nvme() { return impl_->nvme.get(); }
 HbmTier* Tiers::hbm() { return impl_->hbm.get(); }

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "ballast/storage/placement/placement.h"
@@ -13,11 +14,21 @@ class DramTier;
 class NvmeTier;
 class HbmTier;
 
+class Disk;
+
+// A part of the NVMe tier's file.
+struct ExtentPlace {
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+};
+
 struct TiersOptions {
   TierBytes budget;
   std::string directory;  // holds the NVMe tier's file
   uint64_t staging_bytes = uint64_t{48} << 20;
   int hbm_device = 0;
+  Disk* disk = nullptr;           // null: the system's
+  std::vector<ExtentPlace> kept;  // of the NVMe file: what durable jobs left there
 };
 
 // Plain counters, for metrics: totals since start.
@@ -47,6 +58,8 @@ class Tiers {
   uint64_t staging_bytes() const;
 
   // The devices; hbm() and nvme() are null when their budget is 0.
+  Disk* disk();
+  const std::string& directory() const;
   DramTier* dram();
   NvmeTier* nvme();
   HbmTier* hbm();

@@ -131,6 +131,7 @@ absl::Status Run(const Flags& flags) {
         FileRendezvous::Join({.directory = flags.rendezvous, .rank = flags.rank, .world_size = flags.world_size}));
     BALLAST_ASSIGN_OR_RETURN(collective, MakeGloo(rendezvous.get(), flags.rank, flags.world_size, GlooOptions()));
     SessionOptions options;
+    options.durability = v1::DURABILITY_NONE;
     options.job = "precomputed";
     options.group_count = kGroupCount;
     BALLAST_ASSIGN_OR_RETURN(auto session,

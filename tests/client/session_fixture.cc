@@ -86,6 +86,7 @@ std::vector<TensorSpec> TestTensors() {
 
 SessionOptions TestOptions() {
   SessionOptions options;
+  options.durability = v1::DURABILITY_NONE;
   options.job = "test";
   options.group_count = 2;
   options.chunk_elements = kChunk;

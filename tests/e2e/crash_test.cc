@@ -1,5 +1,6 @@
 // Real processes that die: trainers killed in mid-step and started again with another world size end with the bits of a
-// run that nobody disturbed, and a server that lost its state says so.
+// run that nobody disturbed; so do runs whose servers are killed, under durability `step`; and a server that lost its
+// state says so.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -10,8 +11,8 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/tests/services/daemon.h"
 #include "ballast/tests/scratch_directory.h"
+#include "ballast/tests/services/daemon.h"
 
 namespace ballast {
 namespace {
@@ -33,7 +34,7 @@ class CrashTest : public ::testing::Test {
         servers_[i] == nullptr ? "127.0.0.1:0" : servers_[i]->listen();  // a restarted server keeps its address
     const std::string config =
         absl::StrCat("listen: ", listen, "\nmetrics_listen: 127.0.0.1:0\ndata_directory: ", directory,
-                     "/data\nserver_id: s", i, "\nstaging: 4MiB\nbudget:\n  dram: 10MiB\n  nvme: 64MiB\n");
+                     "/data\nserver_id: s", i, "\nstaging: 4MiB\nbudget:\n  dram: 10MiB\n  nvme: 256MiB\n");
     servers_[i].reset();
     servers_[i] = std::make_unique<services::Daemon>(directory, config);
     ASSERT_TRUE(servers_[i]->ready());
@@ -42,16 +43,34 @@ class CrashTest : public ::testing::Test {
   std::string Servers() const { return absl::StrCat(servers_[0]->listen(), ",", servers_[1]->listen()); }
 
   std::vector<std::string> Model() const {
-    return {std::getenv("TRAINER"), "--layers", "2", "--width", "128", "--heads", "2", "--context", "32", "--batch", "1",
-            "--text", std::getenv("TEXT"), "--chunk-elements", "65536", "--steps", absl::StrCat(kSteps), "--digest"};
+    return {std::getenv("TRAINER"),
+            "--layers",
+            "2",
+            "--width",
+            "128",
+            "--heads",
+            "2",
+            "--context",
+            "32",
+            "--batch",
+            "1",
+            "--text",
+            std::getenv("TEXT"),
+            "--chunk-elements",
+            "65536",
+            "--steps",
+            absl::StrCat(kSteps),
+            "--digest"};
   }
 
-  std::unique_ptr<services::Process> Rank(int rank, int world_size, const std::string& resume) const {
+  std::unique_ptr<services::Process> Rank(int rank, int world_size, const std::string& resume,
+                                          const std::string& durability = "step") const {
     std::vector<std::string> command = Model();
-    for (const std::string& word : {std::string("--servers"), Servers(), std::string("--rendezvous"),
-                                    scratch_.path() + "/ranks", std::string("--timeout"), std::string("60"),
-                                    std::string("--resume"), resume, std::string("--rank"), absl::StrCat(rank),
-                                    std::string("--world-size"), absl::StrCat(world_size)}) {
+    command.insert(command.end(), {"--durability", durability});
+    for (const std::string& word :
+         {std::string("--servers"), Servers(), std::string("--rendezvous"), scratch_.path() + "/ranks",
+          std::string("--timeout"), std::string("60"), std::string("--resume"), resume, std::string("--rank"),
+          absl::StrCat(rank), std::string("--world-size"), absl::StrCat(world_size)}) {
       command.push_back(word);
     }
     return std::make_unique<services::Process>(command);
@@ -72,7 +91,8 @@ class CrashTest : public ::testing::Test {
 
   static std::string DigestIn(const std::string& output) {
     std::smatch match;
-    return std::regex_search(output, match, std::regex("CRC32C ([0-9a-f]{8})")) ? match[1].str() : "no digest: " + output;
+    return std::regex_search(output, match, std::regex("CRC32C ([0-9a-f]{8})")) ? match[1].str()
+                                                                                : "no digest: " + output;
   }
 
   std::string ReferenceDigest() const {
@@ -83,11 +103,11 @@ class CrashTest : public ::testing::Test {
 
   // The job's version as ballastctl tells it, -1 before there is one.
   int Version() const {
-    const services::Finished status = services::RunProcess({services::CtlPath(), "status", "--json", "--servers", Servers()});
+    const services::Finished status =
+        services::RunProcess({services::CtlPath(), "status", "--json", "--servers", Servers()});
     std::smatch match;
-    return std::regex_search(status.out, match, std::regex("\"committed_min\":(-?[0-9]+)"))
-               ? std::stoi(match[1].str())
-               : -1;
+    return std::regex_search(status.out, match, std::regex("\"committed_min\":(-?[0-9]+)")) ? std::stoi(match[1].str())
+                                                                                            : -1;
   }
 
   void AwaitVersion(int version) {
@@ -128,9 +148,39 @@ TEST_F(CrashTest, AStoppedRunContinues) {
   EXPECT_EQ(TrainToTheEnd(3, "must"), ReferenceDigest());
 }
 
+TEST_F(CrashTest, AKilledServerIsWaitedFor) {
+  const auto rank0 = Rank(0, 2, "never");
+  const auto rank1 = Rank(1, 2, "never");
+  for (const int victim : {1, 0}) {
+    AwaitVersion(victim == 1 ? 2 : 9);
+    servers_[victim]->End(SIGKILL);
+    StartServer(victim);
+  }
+  // The trainers noticed nothing but a pause.
+  const services::Finished first = rank0->Wait(), second = rank1->Wait();
+  EXPECT_EQ(first.code, 0) << first.err;
+  EXPECT_EQ(second.code, 0) << second.err;
+  EXPECT_EQ(DigestIn(first.out), ReferenceDigest());
+}
+
+TEST_F(CrashTest, AllMayDieAtOnce) {
+  for (const int version : {3, 11}) {
+    const auto rank0 = Rank(0, 2, "auto");
+    const auto rank1 = Rank(1, 2, "auto");
+    AwaitVersion(version);
+    for (const auto& process : {rank0.get(), rank1.get()}) process->Signal(SIGKILL);
+    for (const auto& server : servers_) server->End(SIGKILL);
+    rank0->Wait();
+    rank1->Wait();
+    for (int i = 0; i < 2; ++i) StartServer(i);
+    EXPECT_GE(Version(), version);
+  }
+  EXPECT_EQ(TrainToTheEnd(2, "must"), ReferenceDigest());
+}
+
 TEST_F(CrashTest, AServerThatLostStateSaysSo) {
   {
-    const auto rank0 = Rank(0, 1, "never");
+    const auto rank0 = Rank(0, 1, "never", "none");
     AwaitVersion(2);
     servers_[1]->End(SIGKILL);
     StartServer(1);

@@ -81,6 +81,7 @@ absl::StatusOr<uint32_t> TrainRank(std::vector<std::unique_ptr<client::Transport
   session_options.group_count = client::kGroupCount;
   session_options.chunk_elements = kChunkElements;
   session_options.optimizer = optimizer;
+  session_options.durability = v1::DURABILITY_NONE;
   session_options.seed = options.seed;
   BALLAST_ASSIGN_OR_RETURN(auto session, client::Session::Open(session_options, client::SessionTensors(options.shape),
                                                                std::move(transports), collective));

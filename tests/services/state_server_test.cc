@@ -257,12 +257,12 @@ TEST(StateServer, KeepsThePromiseOfAJobThatHadNoStateYet) {
 TEST(StateServer, AcceptsOnlyDurabilityNone) {
   TestServer server("s");
   v1::JobSpec spec = MakeSpec("job", SmallModel());
-  spec.set_durability(v1::DURABILITY_STEP);
+  spec.set_durability(v1::DURABILITY_EVERY_K);
   TrainerGroup group({server.get()}, spec, 1);
   const absl::Status status = group.Start();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(model::ReasonOf(status), model::kUnsupported);
-  EXPECT_TRUE(Contains(status, "DURABILITY_STEP") && Contains(status, "only DURABILITY_NONE")) << status;
+  EXPECT_TRUE(Contains(status, "DURABILITY_EVERY_K") && Contains(status, "accepts DURABILITY_NONE and DURABILITY_STEP")) << status;
 }
 
 TEST(StateServer, RefusesToFenceAnExistingJobThatShouldBeNew) {

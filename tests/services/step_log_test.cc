@@ -16,11 +16,11 @@ PromiseRecord Promise(uint64_t counter) {
 TEST(StepLog, SyncOfVolatileRecordsCompletesAtOnce) {
   StepLog log("job");
   EXPECT_EQ(log.Append(SliceRecord{}), 1u);
-  EXPECT_EQ(log.TakeSynced(), std::nullopt);
+  EXPECT_EQ(log.TakeSynced(~uint64_t{0}), std::nullopt);
   const uint64_t lsn = log.Append(DecisionRecord{});
   log.Sync(lsn);
-  EXPECT_EQ(log.TakeSynced(), lsn);
-  EXPECT_EQ(log.TakeSynced(), std::nullopt);
+  EXPECT_EQ(log.TakeSynced(~uint64_t{0}), lsn);
+  EXPECT_EQ(log.TakeSynced(~uint64_t{0}), std::nullopt);
   EXPECT_FALSE(log.NextToWrite().has_value());
 }
 
@@ -35,9 +35,9 @@ TEST(StepLog, LaterRecordsDoNotOvertakeAPromiseBeingWritten) {
   EXPECT_FALSE(log.NextToWrite().has_value()) << "one at a time";
   const uint64_t later = log.Append(SliceRecord{});
   log.Sync(later);
-  EXPECT_EQ(log.TakeSynced(), std::nullopt);
+  EXPECT_EQ(log.TakeSynced(~uint64_t{0}), std::nullopt);
   log.Written(promise);
-  EXPECT_EQ(log.TakeSynced(), later);
+  EXPECT_EQ(log.TakeSynced(~uint64_t{0}), later);
 }
 
 TEST(StepLog, FirstPreparedStepMarksTheJobAsHavingState) {
@@ -60,9 +60,9 @@ TEST(StepLog, FirstPreparedStepMarksTheJobAsHavingState) {
 
   const uint64_t prepared = log.Append(PreparedStepRecord{});
   log.Sync(prepared);
-  EXPECT_NE(log.TakeSynced(), prepared) << "prepared must not be answered before the mark is on disk";
+  EXPECT_NE(log.TakeSynced(~uint64_t{0}), prepared) << "prepared must not be answered before the mark is on disk";
   write_all();
-  EXPECT_EQ(log.TakeSynced(), prepared);
+  EXPECT_EQ(log.TakeSynced(~uint64_t{0}), prepared);
   ASSERT_TRUE(WriteCommitted(catalog->get(), "a", 4).ok());
   entry = ReadCatalogEntry(**catalog, "a");
   ASSERT_TRUE(entry.ok()) << entry.status();

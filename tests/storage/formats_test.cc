@@ -187,7 +187,7 @@ TEST(StateLayoutTest, EightBitMomentsTakeTwoBytesAParameter) {
   for (const MomentFormat format : {MomentFormat::kI8, MomentFormat::kF8}) {
     const StateLayout layout(OptimizerSpec{.moments = format});
     for (const uint64_t n : {uint64_t{1} << 18, uint64_t{1} << 20}) {
-      EXPECT_LE(static_cast<double>(layout.StateBytes(n) - 4 * n), 2.04 * static_cast<double>(n));
+      EXPECT_LE(static_cast<double>(layout.LabelAt(n) - 4 * n), 2.04 * static_cast<double>(n));
     }
   }
 }

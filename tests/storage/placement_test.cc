@@ -12,7 +12,7 @@ namespace {
 using ::testing::HasSubstr;
 
 constexpr uint64_t kChunk = uint64_t{1} << 16;
-constexpr uint64_t kState = 3 * 4 * kChunk;
+constexpr uint64_t kState = 3 * 4 * kChunk + StateLayout::kLabelBytes;
 constexpr uint64_t kWorking = 2 * kChunk;
 
 PlanRequest FourChunks(TierBytes free) {
@@ -32,8 +32,8 @@ std::string Tiers(const Plan& plan) {
 
 TEST(PlacementTest, BytesArePaddedPerArray) {
   EXPECT_EQ(StateLayout().StateBytes(kChunk), kState);
-  EXPECT_EQ(StateLayout().StateBytes(256), 3 * 4096);
-  EXPECT_EQ(StateLayout().StateBytes(1025), 3 * 8192);
+  EXPECT_EQ(StateLayout().StateBytes(256), 4 * 4096);
+  EXPECT_EQ(StateLayout().StateBytes(1025), 3 * 8192 + 4096);
   EXPECT_EQ(StateLayout().WorkingBytes(256), 4096);
   EXPECT_EQ(StateLayout().WorkingBytes(2049), 8192);
 }

@@ -42,7 +42,7 @@ class StoreFaultTest : public ::testing::Test {
 };
 
 TEST_F(StoreFaultTest, CorruptionIsFoundByTheNextStep) {
-  const uint64_t array = StateLayout().StateBytes(65536) / kStateArrays;
+  const uint64_t array = StateLayout().ArrayBytes(StateArray::kMaster, 65536);
   FlipByte(OffsetOf(4) + array + 12345);
   size_t done = 0;
   StepUpdates step(2);

@@ -1,0 +1,212 @@
+// How class Job keeps its journal: what goes into it, and which chunks are flushed so that it can be cut.
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/job_parts.h"
+
+namespace ballast::services {
+
+std::string Job::journal_path() const { return absl::StrCat(around_.tiers->directory(), "/log-", name_); }
+
+absl::Status Job::EnsureJournal(const JournalSize& size) {
+  std::shared_ptr<Journal> journal;
+  {
+    absl::MutexLock lock(&mu_);
+    if (recovering_) return absl::OkStatus();  // it is being read
+    journal = journal_;
+  }
+  const uint64_t bytes = journal == nullptr ? 0 : journal->log().file_bytes();
+  if (bytes >= size.bytes()) return absl::OkStatus();
+  const uint64_t missing = size.bytes() - bytes;
+  BALLAST_RETURN_IF_ERROR(around_.tiers->Take(storage::TierKind::kNvme, missing, "the gradient log"));
+  absl::Status status;
+  if (journal != nullptr) {
+    const uint64_t segments = missing / journal->log().segment_bytes();
+    status = journal->log().Extend(segments);
+  } else {
+    spdlog::info("job '{}': writing a gradient log of {} MiB once, so that it never has to wait for space", name_,
+                 size.bytes() >> 20);
+    auto log = storage::GradientLog::Create(around_.tiers->disk(), {.path = journal_path(),
+                                                                    .job = name_,
+                                                                    .segment_bytes = size.segment_bytes,
+                                                                    .segment_count = size.segment_count});
+    status = log.status();
+    if (log.ok()) StartJournal(*std::move(log));
+  }
+  if (!status.ok()) {
+    around_.tiers->Return(storage::TierKind::kNvme, missing);
+    return status;
+  }
+  journal_bytes_ += missing;
+  return absl::OkStatus();
+}
+
+void Job::StartJournal(std::unique_ptr<storage::GradientLog> log) {
+  auto journal = std::make_shared<Journal>(std::move(log));
+  // The journal ends with Stop, which comes before the job's end: so its thread may borrow the job.
+  journal->log().Start([this] { JournalProgressed(); });
+  absl::MutexLock lock(&mu_);
+  journal_ = std::move(journal);
+  durable_ = true;
+  log_.KeptElsewhere(0);
+}
+
+void Job::JournalProgressed() {
+  LockedOnStage([&](Replies* replies) {
+    mu_.AssertHeld();
+    if (journal_ == nullptr) return;
+    if (const absl::Status status = journal_->log().status(); !status.ok()) {
+      Fail(status, "Look after the disk, then restart the server, which recovers the job", replies);
+    }
+    if (!std::exchange(waits_for_cut_, false)) return;
+    for (const auto& chunk : chunks_) WakePushes(chunk.get(), replies);
+  });
+}
+
+absl::Status Job::MakeJournalRoom(uint64_t records, uint64_t bytes, uint64_t payload_bytes) {
+  if (journal_ == nullptr) return absl::OkStatus();
+  return journal_->MakeRoom(records, bytes, payload_bytes, [this] {
+    mu_.AssertHeld();
+    const SnapshotRecord record{machine_->Snapshot()};
+    storage::LogRecord snapshot = EncodeRecord(record);
+    snapshot.lsn = log_.Append(record);
+    return snapshot;
+  });
+}
+
+void Job::Journalise(const StepRecord& record, uint64_t lsn) {
+  storage::LogRecord out = EncodeRecord(record);
+  out.lsn = lsn;
+  if (const auto* slice = std::get_if<SliceRecord>(&record)) {
+    const Intake::Receipt& receipt = *arrived_.receipt;
+    out.payload = {receipt.to, arrived_.bytes};
+    out.payload_crc32c = slice->header.crc32c();
+    out.keep_for = slice->header.step();
+    if (receipt.kind == v1::SLICE_KIND_GRADIENT) {
+      const std::shared_ptr<HeldChunk> chunk = by_index_.at(arrived_.chunk->layout.index);
+      chunk->intake.BeginLogging(receipt.range);
+      out.written = [this, chunk, range = receipt.range, buffer = receipt.buffer] {
+        LockedOnStage([&](Replies* replies) {
+          mu_.AssertHeld();
+          chunk->intake.EndLogging(range);
+          WakePushes(chunk.get(), replies);
+        });
+      };
+    } else {
+      out.written = [buffer = receipt.buffer] {};  // value slices have a buffer each
+    }
+  }
+  journal_->Append(std::move(out));
+}
+
+bool Job::TakesSlice(uint64_t payload_bytes) {
+  if (journal_ == nullptr || journal_->HasRoomForSlice(payload_bytes)) return true;
+  waits_for_cut_ = true;
+  if (!std::exchange(flush_posted_, true)) stage_->Post([this] { FlushAll(); });
+  return false;
+}
+
+void Job::MarkFlushes(storage::ChunkStore* store, StepWork* work, std::vector<uint64_t>* others) {
+  uint64_t steps_free = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    if (journal_ == nullptr) return;
+    steps_free = journal_->StepsFree(step_bytes_);
+  }
+  // Of the chunks that will have changed, as many as keeps pace with the log: all of them before it is full, the ones
+  // that hold up its cut first.
+  struct Candidate {
+    int64_t durable_version = -1;
+    uint64_t chunk = 0;
+    storage::ChunkUpdate* update = nullptr;
+  };
+  std::vector<Candidate> candidates;
+  std::vector<bool> seen(store->chunk_count());
+  for (storage::ChunkUpdate& update : work->updates) {
+    seen[update.chunk] = true;
+    candidates.push_back({store->durable_version(update.chunk), update.chunk, &update});
+  }
+  for (uint64_t chunk = 0; chunk < seen.size(); ++chunk) {
+    if (!seen[chunk] && store->dirty(chunk)) candidates.push_back({store->durable_version(chunk), chunk, nullptr});
+  }
+  const uint64_t wanted = steps_free <= 1 ? candidates.size() : (candidates.size() + steps_free - 2) / (steps_free - 1);
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const Candidate& a, const Candidate& b) { return a.durable_version < b.durable_version; });
+  candidates.resize(std::min<size_t>(candidates.size(), wanted));
+  for (const Candidate& candidate : candidates) {
+    if (candidate.update != nullptr) {
+      candidate.update->flush = true;
+    } else {
+      others->push_back(candidate.chunk);
+    }
+  }
+}
+
+absl::Status Job::Flush(storage::ChunkStore* store, absl::Span<const uint64_t> chunks, int64_t version) {
+  std::vector<storage::ChunkUpdate> updates;
+  for (const uint64_t chunk : chunks) {
+    storage::ChunkUpdate& update = updates.emplace_back();
+    update.chunk = chunk;
+    update.version = version;
+    update.flush = true;
+  }
+  if (updates.empty()) return absl::OkStatus();
+  return store->Run(updates, [](size_t) {});
+}
+
+void Job::CutJournal(const storage::ChunkStore& store, int64_t version) {
+  applied_ = version;
+  int64_t cut = version;
+  for (uint64_t chunk = 0; chunk < store.chunk_count(); ++chunk) {
+    if (store.dirty(chunk)) cut = std::min(cut, store.durable_version(chunk));
+  }
+  absl::MutexLock lock(&mu_);
+  if (journal_ != nullptr) journal_->log().Cut(cut);
+}
+
+void Job::FlushAll() {
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!Refusal().ok()) return;
+    store = store_;
+  }
+  std::vector<uint64_t> dirty;
+  for (uint64_t chunk = 0; chunk < store->chunk_count(); ++chunk) {
+    if (store->dirty(chunk)) dirty.push_back(chunk);
+  }
+  const absl::Status status = Flush(store.get(), dirty, applied_);
+  if (status.ok()) CutJournal(*store, applied_);
+  LockedOnStage([&](Replies* replies) {
+    mu_.AssertHeld();
+    flush_posted_ = false;
+    if (!status.ok()) {
+      Fail(model::Annotate(status, "chunks could not be flushed so that the gradient log can be cut"),
+           "Look after the disk, then restart the server, which recovers the job", replies);
+    }
+  });
+}
+
+absl::Status RemoveLog(storage::Tiers& tiers, const std::string& job) {
+  return tiers.disk()->Remove(absl::StrCat(tiers.directory(), "/log-", job));
+}
+
+absl::Status Job::RemoveJournal() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (!durable_) return absl::OkStatus();
+  }
+  around_.tiers->Return(storage::TierKind::kNvme, std::exchange(journal_bytes_, 0));
+  return RemoveLog(*around_.tiers, name_);
+}
+
+void Job::Discard() {
+  absl::MutexLock lock(&mu_);
+  if (store_ != nullptr) store_->Discard();
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,217 @@
+// How class Job comes back after a restart: chunks from their newest durable versions, the step machine and the later
+// versions from the log. Nothing is asked of other servers.
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/job_parts.h"
+#include "ballast/storage/log/log_reader.h"
+
+namespace ballast::services {
+
+// Where the replay of a log is.
+struct Job::Replaying {
+  struct Slice {
+    v1::PushRequest header;
+    storage::PayloadPlace payload;
+  };
+  const storage::BlockFile* file = nullptr;
+  // Of the step that is not decided yet, in the epoch that is open.
+  std::vector<Slice> slices;
+  uint64_t steps = 0;
+  uint64_t payload_bytes = 0;
+  absl::Time said = absl::Now();
+};
+
+namespace {
+
+constexpr absl::Duration kProgressEvery = absl::Seconds(2);
+
+absl::Status LogMissing(const std::string& name, size_t chunks, const absl::Status& cause) {
+  return model::Error(absl::StatusCode::kDataLoss, model::kStateLost,
+                      absl::StrCat("job '", name, "' has ", chunks, " durable chunks and no gradient log: ",
+                                   cause.message(), "; was the data directory copied in part, or a drop interrupted?"));
+}
+
+}  // namespace
+
+absl::Status Job::Recover(const CatalogEntry& entry) {
+  storage::ScannedLog scanned;
+  auto log = storage::GradientLog::Recover(around_.tiers->disk(), journal_path(), &scanned);
+  const absl::Time began = absl::Now();
+  if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.committed < 0) {
+    // The log was still being made: no step was ever prepared.
+    if (entry.promised.has_value()) return Replay(PromiseRecord{*entry.promised});
+    return absl::OkStatus();
+  }
+  if (absl::IsNotFound(log.status())) return LogMissing(name_, entry.chunks.size(), log.status());
+  BALLAST_RETURN_IF_ERROR(log.status());
+  if (scanned.name != name_) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                        absl::StrCat(journal_path(), " is the log of job '", scanned.name, "', not of '", name_, "'"));
+  }
+  const uint64_t file_bytes = (*log)->file_bytes();
+  BALLAST_RETURN_IF_ERROR(around_.tiers->Take(storage::TierKind::kNvme, file_bytes, "the gradient log"));
+  journal_bytes_ = file_bytes;
+  for (const storage::DurableChunk& chunk : entry.chunks) durable_chunks_[chunk.id] = chunk;
+  {
+    absl::MutexLock lock(&mu_);
+    recovering_ = true;
+    durable_ = true;
+    log_.KeptElsewhere(scanned.records.empty() ? 1 : scanned.records.back().lsn + 1);
+  }
+  Replaying replaying;
+  replaying.file = &(*log)->file();
+  std::vector<int64_t> keep(scanned.live.size(), -1);
+  size_t segment = 0;
+  for (size_t i = 0; i < scanned.records.size(); ++i) {
+    while (segment + 1 < scanned.live.size() && scanned.live[segment + 1].first_record <= i) ++segment;
+    BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(scanned.records[i]));
+    if (const auto* slice = std::get_if<SliceRecord>(&record)) {
+      keep[segment] = std::max(keep[segment], slice->header.step());
+    }
+    BALLAST_RETURN_IF_ERROR(ReplayRecord(record, scanned.records[i].payload, &replaying));
+  }
+  for (size_t i = 0; i < keep.size(); ++i) (*log)->Keep(scanned.live[i].incarnation, keep[i]);
+  // What was pushed for the step in flight; without its bytes the machine would count slices that are not there.
+  int64_t committed = -1;
+  std::set<uint64_t> attempts;
+  for (const Replaying::Slice& slice : replaying.slices) attempts.insert(slice.header.attempt());
+  {
+    absl::MutexLock lock(&mu_);
+    committed = machine_->committed();
+  }
+  for (const uint64_t attempt : attempts) BALLAST_RETURN_IF_ERROR(LoadSlices(attempt, committed + 1, &replaying));
+  if (!durable_chunks_.empty()) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                        absl::StrCat("the catalog knows ", durable_chunks_.size(), " chunks of job '", name_,
+                                     "' that its log does not register, the first is ", durable_chunks_.begin()->first,
+                                     "; run `ballastctl verify`"));
+  }
+  if (entry.promised.has_value()) BALLAST_RETURN_IF_ERROR(Replay(PromiseRecord{*entry.promised}));
+  applied_ = committed;
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    absl::MutexLock lock(&mu_);
+    recovering_ = false;
+    store = store_;
+  }
+  StartJournal(*std::move(log));
+  // A restart takes a segment. Where few are left, what came before goes to the chunks, so that restarts in a row
+  // cannot fill the log.
+  bool few = false;
+  {
+    absl::MutexLock lock(&mu_);
+    BALLAST_RETURN_IF_ERROR(MakeJournalRoom(1, 0));
+    few = journal_->log().free_segments() < Journal::kSegmentsReserved;
+  }
+  if (store != nullptr && few) FlushAll();
+  spdlog::info("job '{}': recovered step {} in {:.2f} s: {} chunks, {} steps and {} MiB of slices replayed{}", name_,
+               committed, absl::ToDoubleSeconds(absl::Now() - began), entry.chunks.size(), replaying.steps,
+               replaying.payload_bytes >> 20,
+               scanned.repaired_blocks > 0
+                   ? absl::StrCat(", ", scanned.repaired_blocks, " damaged blocks of the log read from their copies")
+                   : "");
+  absl::MutexLock lock(&mu_);
+  return failure_;
+}
+
+absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replaying* replaying) {
+  if (const auto* open = std::get_if<OpenRecord>(&record)) {
+    replaying->slices.clear();
+    return ReplayOpen(open->open, record);
+  }
+  if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) {
+    bool first = false;
+    {
+      absl::MutexLock lock(&mu_);
+      first = plan_ == nullptr;
+    }
+    if (!first || !snapshot->snapshot.has_open()) {
+      absl::MutexLock lock(&mu_);
+      return machine_->Replay(record);
+    }
+    BALLAST_RETURN_IF_ERROR(ReplayOpen(snapshot->snapshot.open(), record));
+    // What the log was cut of is in the chunks.
+    absl::MutexLock lock(&mu_);
+    for (const auto& chunk : chunks_) chunk->version = std::max(*chunk->version, snapshot->snapshot.committed());
+    return absl::OkStatus();
+  }
+  if (const auto* slice = std::get_if<SliceRecord>(&record)) replaying->slices.push_back({slice->header, payload});
+  const auto* decision = std::get_if<DecisionRecord>(&record);
+  if (decision == nullptr) {
+    absl::MutexLock lock(&mu_);
+    return machine_->Replay(record);
+  }
+  const int64_t step = decision->decision.step();
+  BALLAST_RETURN_IF_ERROR(LoadSlices(decision->decision.attempt(), step, replaying));
+  replaying->slices.clear();
+  std::shared_ptr<StepWork> work;
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    absl::MutexLock lock(&mu_);
+    BALLAST_RETURN_IF_ERROR(machine_->Replay(record));
+    work = std::exchange(replayed_, nullptr);
+    store = store_;
+    for (const auto& chunk : work->untouched) chunk->version = step;
+  }
+  ++replaying->steps;
+  if (absl::Now() - replaying->said > kProgressEvery) {
+    replaying->said = absl::Now();
+    spdlog::info("job '{}': recovering, at step {}, {} MiB of slices replayed", name_, step,
+                 replaying->payload_bytes >> 20);
+  }
+  return RunUpdates(store.get(), work.get());
+}
+
+absl::Status Job::ReplayOpen(const v1::OpenRequest& open, const StepRecord& record) {
+  std::vector<std::shared_ptr<HeldChunk>> chunks;
+  BALLAST_RETURN_IF_ERROR(TakeChunks(open, &chunks));
+  absl::MutexLock lock(&mu_);
+  opening_ = std::make_unique<Opening>();
+  opening_->chunks = std::move(chunks);
+  const absl::Status status = machine_->Replay(record);
+  opening_.reset();
+  return status;
+}
+
+absl::Status Job::LoadSlices(uint64_t attempt, int64_t step, Replaying* replaying) {
+  for (const Replaying::Slice& slice : replaying->slices) {
+    if (slice.header.attempt() != attempt || slice.header.step() != step) continue;
+    uint32_t index = 0;
+    std::shared_ptr<HeldChunk> chunk;
+    absl::StatusOr<Intake::Receipt> receipt;
+    {
+      absl::MutexLock lock(&mu_);
+      chunk = FindSliceChunk(slice.header, &index);
+      if (chunk == nullptr) {
+        return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                            absl::StrCat("the log of job '", name_, "' holds a slice of step ", step,
+                                         " that its epoch's tiling does not give to this server"));
+      }
+      if (*chunk->version >= step) continue;
+      receipt = chunk->intake.BeginReceive(index, slice.header.kind(), attempt);
+    }
+    BALLAST_RETURN_IF_ERROR(receipt.status());
+    const uint64_t elements = receipt->range.size();
+    const bool value = slice.header.kind() == v1::SLICE_KIND_VALUE;
+    const uint64_t bytes = elements * (value ? sizeof(float) : store_->layout().gradient_element_bytes());
+    absl::Status read = slice.payload.bytes == bytes
+                            ? storage::ReadPayload(*replaying->file, slice.payload, {receipt->to, bytes})
+                            : model::Error(absl::StatusCode::kDataLoss, model::kBadLength,
+                                           absl::StrCat("a slice in the log of job '", name_, "' has ",
+                                                        slice.payload.bytes, " bytes, expected ", bytes));
+    replaying->payload_bytes += bytes;
+    absl::MutexLock lock(&mu_);
+    chunk->intake.EndRestore(*receipt);
+    BALLAST_RETURN_IF_ERROR(read);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::services

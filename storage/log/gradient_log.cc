@@ -1,0 +1,538 @@
+#include "ballast/storage/log/gradient_log.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/io/arena.h"
+
+namespace ballast::storage {
+namespace {
+
+// A batch is closed by whichever comes first. Each payload is at most two requests of the queue's 64.
+constexpr size_t kBatchRecordsMax = 16;
+constexpr uint64_t kBatchPayloadBytesMax = uint64_t{8} << 20;
+constexpr uint64_t kBatchRequestsMax = 2 * kBatchRecordsMax + 1;
+constexpr uint64_t kZeroBytes = uint64_t{1} << 20;
+
+// Tags of requests that are no batch's.
+constexpr uint64_t kHeadTag = 0;
+constexpr uint64_t kMarkTag = ~uint64_t{0};
+constexpr uint64_t kSyncTag = ~uint64_t{0} - 1;
+
+std::unique_ptr<std::byte, void (*)(void*)> AlignedBytes(uint64_t bytes) {
+  auto* memory = static_cast<std::byte*>(std::aligned_alloc(kLogBlock, bytes));
+  std::memset(memory, 0, bytes);
+  return {memory, std::free};
+}
+
+uint64_t MetaBytes(const std::vector<LogRecord>& records) {
+  uint64_t bytes = sizeof(BatchHead);
+  for (const LogRecord& record : records) bytes += sizeof(RecordHead) + Pad8(record.body.size());
+  return AlignUp(bytes);
+}
+
+bool IsAligned(const std::byte* address) { return reinterpret_cast<uintptr_t>(address) % kLogBlock == 0; }
+
+// Of a payload, what is written from where it lies: the rest goes through the batch's own memory.
+uint64_t DirectBytes(const LogRecord& record) {
+  return IsAligned(record.payload.data()) ? record.payload.size() / kLogBlock * kLogBlock : 0;
+}
+
+}  // namespace
+
+GradientLog::GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t segment_bytes,
+                         std::vector<Segment> segments)
+    : disk_(disk),
+      file_(std::move(file)),
+      segment_bytes_(segment_bytes),
+      salt_(std::random_device()()),
+      segments_(std::move(segments)),
+      head_memory_(AlignedBytes(3 * kLogBlock)) {
+  current_ = segments_.size();
+}
+
+absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, const Options& options) {
+  if (options.segment_bytes % kLogBlock != 0 || options.segment_bytes < 16 * kLogBlock || options.segment_count < 3 ||
+      options.job.size() > sizeof(FileHead::name)) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                        absl::StrCat("a log of ", options.segment_count, " segments of ", options.segment_bytes,
+                                     " bytes: expected at least 3 of at least ", 16 * kLogBlock, ", aligned to ",
+                                     kLogBlock, ", for a name of at most ", sizeof(FileHead::name), " bytes"));
+  }
+  BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(options.path, Disk::Mode::kEmptied));
+  std::unique_ptr<GradientLog> log(new GradientLog(disk, std::move(file), options.segment_bytes, {}));
+  const auto fill = [&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(log->Extend(options.segment_count));
+    // Marks from the start: one that has none, and no segments, was damaged.
+    const auto blocks = AlignedBytes(2 * kLogBlock);
+    EncodeHead(LogMark{}, {blocks.get(), kLogBlock});
+    EncodeHead(LogMark{}, {blocks.get() + kLogBlock, kLogBlock});
+    BALLAST_RETURN_IF_ERROR(log->file_->Write(2 * kLogBlock, {blocks.get(), 2 * kLogBlock}));
+    BALLAST_RETURN_IF_ERROR(log->file_->Sync());
+    // Its head last: a file without one never was a log.
+    FileHead head;
+    head.segment_bytes = options.segment_bytes;
+    std::memcpy(head.name, options.job.data(), options.job.size());
+    EncodeHead(head, {blocks.get(), kLogBlock});
+    EncodeHead(head, {blocks.get() + kLogBlock, kLogBlock});
+    BALLAST_RETURN_IF_ERROR(log->file_->Write(0, {blocks.get(), 2 * kLogBlock}));
+    return log->file_->Sync();
+  };
+  if (const absl::Status status = fill(); !status.ok()) {
+    log.reset();
+    (void)disk->Remove(options.path);
+    return status;
+  }
+  return log;
+}
+
+absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Recover(Disk* disk, const std::string& path,
+                                                                  ScannedLog* scanned) {
+  BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(path, Disk::Mode::kKept));
+  BALLAST_ASSIGN_OR_RETURN(*scanned, ScanLog(*file));
+  // What was read may have been written and never synced: from here on it counts as durable.
+  BALLAST_RETURN_IF_ERROR(file->Sync());
+  std::vector<Segment> segments(scanned->segment_count);
+  for (const ScannedLog::Segment& live : scanned->live) {
+    segments[live.index] = {live.incarnation, std::numeric_limits<int64_t>::max(), false};
+  }
+  std::unique_ptr<GradientLog> log(new GradientLog(disk, std::move(file), scanned->segment_bytes, std::move(segments)));
+  absl::MutexLock lock(&log->mutex_);
+  log->last_incarnation_ = scanned->last_incarnation;
+  if (!scanned->live.empty()) {
+    log->held_incarnation_ = log->previous_incarnation_ = scanned->live.back().incarnation;
+  }
+  log->next_batch_ = scanned->last_batch + 1;
+  log->synced_batch_ = scanned->last_batch;
+  log->durable_lsn_ = scanned->records.empty() ? 0 : scanned->records.back().lsn;
+  log->requested_lsn_ = log->durable_lsn_;
+  return log;
+}
+
+GradientLog::~GradientLog() {
+  {
+    absl::MutexLock lock(&mutex_);
+    stopping_ = true;
+  }
+  if (thread_.joinable()) thread_.join();
+  std::vector<IoCompletion> dropped;
+  while (queue_ != nullptr && queue_->in_flight() > 0) queue_->Reap(/*wait=*/true, &dropped);
+  queue_.reset();
+}
+
+absl::Status GradientLog::WriteZeros(uint64_t first_segment, uint64_t count) {
+  const uint64_t begin = first_segment == 0 ? 0 : kLogFirstSegment + first_segment * segment_bytes_;
+  const uint64_t end = kLogFirstSegment + (first_segment + count) * segment_bytes_;
+  BALLAST_RETURN_IF_ERROR(file_->Reserve(begin, end - begin));
+  BALLAST_ASSIGN_OR_RETURN(const Arena zeros, Arena::Map(kZeroBytes, /*pin=*/false));
+  for (uint64_t at = begin; at < end; at += kZeroBytes) {
+    BALLAST_RETURN_IF_ERROR(file_->Write(at, zeros.bytes().subspan(0, std::min(kZeroBytes, end - at))));
+  }
+  return file_->Sync();
+}
+
+absl::Status GradientLog::Extend(uint64_t segment_count) {
+  uint64_t first = 0;
+  {
+    absl::MutexLock lock(&mutex_);
+    first = segments_.size();
+  }
+  if (const absl::Status status = WriteZeros(first, segment_count); !status.ok()) {
+    if (first > 0) (void)file_->Truncate(kLogFirstSegment + first * segment_bytes_);
+    return status;
+  }
+  absl::MutexLock lock(&mutex_);
+  const bool none = current_ == segments_.size();
+  segments_.resize(first + segment_count);
+  if (none) current_ = segments_.size();
+  return absl::OkStatus();
+}
+
+void GradientLog::Start(std::function<void()> progress) {
+  progress_ = std::move(progress);
+  thread_ = std::thread([this] { PumpUntilStopped(); });
+}
+
+uint64_t GradientLog::file_bytes() const {
+  absl::MutexLock lock(&mutex_);
+  return kLogFirstSegment + segments_.size() * segment_bytes_;
+}
+
+bool GradientLog::HasRoom(uint64_t body_bytes, uint64_t payload_bytes) const {
+  absl::MutexLock lock(&mutex_);
+  return RecordCostMax(body_bytes, payload_bytes) <= room_;
+}
+
+uint64_t GradientLog::OldestIncarnation() const {
+  uint64_t oldest = std::numeric_limits<uint64_t>::max();
+  for (const Segment& segment : segments_) {
+    if (segment.incarnation != 0 && !segment.cut) oldest = std::min(oldest, segment.incarnation);
+  }
+  return oldest;
+}
+
+bool GradientLog::Roll() {
+  absl::MutexLock lock(&mutex_);
+  const auto free =
+      std::find_if(segments_.begin(), segments_.end(), [](const Segment& s) { return s.incarnation == 0; });
+  if (free == segments_.end()) return false;
+  *free = {++last_incarnation_, -1, false};
+  current_ = static_cast<uint64_t>(free - segments_.begin());
+  room_ = segment_bytes_ - kSegmentHeadBytes;
+  if (cut_wants_sync_) room_ -= 2 * kLogBlock;  // its batch comes after what is queued
+  queued_.push_back({{}, last_incarnation_, current_, OldestIncarnation()});
+  return true;
+}
+
+void GradientLog::Append(LogRecord record) {
+  absl::MutexLock lock(&mutex_);
+  room_ -= RecordCostMax(record.body.size(), record.payload.size());
+  segments_[current_].keep_for = std::max(segments_[current_].keep_for, record.keep_for);
+  queued_.push_back({std::move(record), 0, current_, 0});
+}
+
+void GradientLog::Sync(uint64_t lsn) {
+  absl::MutexLock lock(&mutex_);
+  requested_lsn_ = std::max(requested_lsn_, lsn);
+}
+
+uint64_t GradientLog::durable_lsn() const {
+  absl::MutexLock lock(&mutex_);
+  return durable_lsn_;
+}
+
+absl::Status GradientLog::status() const {
+  absl::MutexLock lock(&mutex_);
+  return failed_;
+}
+
+void GradientLog::Keep(uint64_t incarnation, int64_t step) {
+  absl::MutexLock lock(&mutex_);
+  for (Segment& segment : segments_) {
+    if (segment.incarnation == incarnation) segment.keep_for = step;
+  }
+}
+
+void GradientLog::Cut(int64_t step) {
+  absl::MutexLock lock(&mutex_);
+  cut_step_ = std::max(cut_step_, step);
+  if (current_ == segments_.size()) return;
+  const bool cut = CutSegments();
+  const uint64_t oldest = OldestIncarnation();
+  cut_waits_ = oldest >= held_incarnation_ && oldest < last_incarnation_ &&
+               std::any_of(segments_.begin(), segments_.end(), [&](const Segment& segment) {
+                 return segment.incarnation == oldest && segment.keep_for <= cut_step_;
+               });
+  if (cut || cut_waits_) WantCutSync();
+}
+
+bool GradientLog::CutSegments() {
+  // Oldest first, and none behind one that is needed: a log is read from its oldest segment on. A batch that tells of a
+  // cut may survive a crash that those before it do not, so what stands in for the segment must be durable already.
+  for (bool cut = false;; cut = true) {
+    const uint64_t oldest = OldestIncarnation();
+    if (oldest >= held_incarnation_ || current_ == segments_.size()) return cut;
+    const auto segment =
+        std::find_if(segments_.begin(), segments_.end(), [&](const Segment& s) { return s.incarnation == oldest; });
+    if (segment->keep_for > cut_step_) return cut;
+    segment->cut = true;
+  }
+}
+
+void GradientLog::WantCutSync() {
+  // Room for an empty batch that tells of it; without, the next segment's head will.
+  if (cut_wants_sync_ || room_ < 2 * kLogBlock) return;
+  cut_wants_sync_ = true;
+  room_ -= 2 * kLogBlock;
+}
+
+uint64_t GradientLog::free_bytes() const { return free_segments() * (segment_bytes_ - kSegmentHeadBytes); }
+
+uint64_t GradientLog::free_segments() const {
+  absl::MutexLock lock(&mutex_);
+  return static_cast<uint64_t>(
+      std::count_if(segments_.begin(), segments_.end(), [](const Segment& s) { return s.incarnation == 0; }));
+}
+
+bool GradientLog::HasWork() const {
+  if (stopping_) return true;
+  if (!failed_.ok()) return !queued_.empty();
+  return !queued_.empty() || requested_lsn_ > durable_lsn_ || cut_wants_sync_;
+}
+
+void GradientLog::PumpUntilStopped() {
+  for (;;) {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (stopping_) break;
+      if (queue_ == nullptr || queue_->in_flight() == 0) mutex_.Await(absl::Condition(this, &GradientLog::HasWork));
+      if (stopping_) break;
+    }
+    Pump(/*wait=*/true);
+  }
+  // An io_uring belongs to its thread. What is in flight may still be written: it is true.
+  std::vector<IoCompletion> dropped;
+  while (queue_ != nullptr && queue_->in_flight() > 0) queue_->Reap(/*wait=*/true, &dropped);
+  queue_.reset();
+}
+
+bool GradientLog::TakeItems(std::vector<Item>* items) {
+  absl::MutexLock lock(&mutex_);
+  uint64_t bytes = 0;
+  while (!queued_.empty() && items->size() < kBatchRecordsMax && bytes < kBatchPayloadBytesMax) {
+    if (queued_.front().roll_to != 0 && !items->empty()) break;
+    items->push_back(std::move(queued_.front()));
+    queued_.pop_front();
+    if (items->back().roll_to != 0) break;
+    bytes += items->back().record.payload.size();
+    items->back().oldest_incarnation = OldestIncarnation();
+  }
+  if (!items->empty()) return true;
+  if (!cut_wants_sync_ || write_incarnation_ == 0) return false;
+  cut_wants_sync_ = false;
+  cut_batch_ = next_batch_;
+  items->push_back({{}, 0, current_, OldestIncarnation()});  // no lsn: an empty batch
+  return true;
+}
+
+bool GradientLog::Pump(bool wait) {
+  if (!status().ok()) DropQueued();
+  if (queue_ == nullptr) {
+    absl::StatusOr<std::unique_ptr<IoQueue>> queue = disk_->MakeQueue({});
+    if (!queue.ok()) {
+      Fail(queue.status());
+      return false;
+    }
+    queue_ = *std::move(queue);
+  }
+  std::vector<Item> items;
+  while (status().ok() && queue_->in_flight() + kBatchRequestsMax + 2 <= kIoRequestsMax && TakeItems(&items)) {
+    if (items[0].roll_to != 0) {
+      BeginSegment(items[0]);
+    } else {
+      WriteBatch(std::move(items));
+    }
+    items.clear();
+  }
+  MaybeSync();
+  completions_.clear();
+  if (queue_->in_flight() > 0) queue_->Reap(wait, &completions_);
+  for (const IoCompletion& completion : completions_) Complete(completion);
+  MaybeSync();
+  absl::MutexLock lock(&mutex_);
+  return !failed_.ok() ? queue_->in_flight() > 0 : !queued_.empty() || queue_->in_flight() > 0;
+}
+
+void GradientLog::BeginSegment(const Item& item) {
+  // The blocks of the head before are in use until written; segments are long.
+  while (heads_outstanding_ > 0) {
+    CompleteRefused();
+    completions_.clear();
+    queue_->Reap(/*wait=*/true, &completions_);
+    for (const IoCompletion& completion : completions_) Complete(completion);
+  }
+  write_incarnation_ = item.roll_to;
+  const uint64_t begin = kLogFirstSegment + item.segment * segment_bytes_;
+  write_at_ = begin + kSegmentHeadBytes;
+  SegmentHead head;
+  head.salt = salt_;
+  head.incarnation = item.roll_to;
+  head.first_batch = next_batch_;
+  head.synced_batch = synced_batch_;
+  head.oldest_incarnation = item.oldest_incarnation;
+  head.previous_incarnation = previous_incarnation_;
+  const absl::Span<std::byte> blocks(head_memory_.get(), kSegmentHeadBytes);
+  EncodeHead(head, blocks.subspan(0, kLogBlock));
+  EncodeHead(head, blocks.subspan(kLogBlock));
+  ++heads_outstanding_;
+  Submit(kHeadTag, IoRequest::Kind::kWrite, begin, blocks);
+}
+
+void GradientLog::WriteBatch(std::vector<Item> items) {
+  Batch& batch = batches_.emplace_back();
+  batch.number = next_batch_++;
+  batch.incarnation = previous_incarnation_ = write_incarnation_;
+  batch.oldest_incarnation = items.front().oldest_incarnation;
+  for (Item& item : items) {
+    if (item.record.lsn == 0) continue;
+    batch.last_lsn = item.record.lsn;
+    batch.records.push_back(std::move(item.record));
+  }
+  const uint64_t meta_bytes = MetaBytes(batch.records);
+  uint64_t payload_bytes = 0, copied_bytes = 0;
+  for (const LogRecord& record : batch.records) {
+    payload_bytes += AlignUp(record.payload.size());
+    copied_bytes += AlignUp(record.payload.size() - DirectBytes(record));
+  }
+  batch.memory = AlignedBytes(2 * meta_bytes + copied_bytes);
+  std::byte* const meta = batch.memory.get();
+  BatchHead head;
+  head.salt = salt_;
+  head.incarnation = write_incarnation_;
+  head.batch = batch.number;
+  head.offset = write_at_;
+  head.meta_bytes = meta_bytes;
+  head.payload_bytes = payload_bytes;
+  head.synced_batch = synced_batch_;
+  head.oldest_incarnation = batch.oldest_incarnation;
+  head.record_count = static_cast<uint32_t>(batch.records.size());
+  std::memcpy(meta, &head, sizeof(head));
+  uint64_t at = sizeof(head), payload_at = 0;
+  for (const LogRecord& record : batch.records) {
+    const RecordHead entry{record.lsn,    record.type,           static_cast<uint32_t>(record.body.size()),
+                           payload_at,    record.payload.size(), record.payload_crc32c,
+                           /*reserved=*/0};
+    std::memcpy(meta + at, &entry, sizeof(entry));
+    at += sizeof(entry);
+    std::memcpy(meta + at, record.body.data(), record.body.size());
+    at += Pad8(record.body.size());
+    payload_at += AlignUp(record.payload.size());
+  }
+  SealMeta({meta, 2 * meta_bytes});
+
+  // One request for both metas; batch.outstanding is complete before any completion is looked at.
+  Submit(batch.number, IoRequest::Kind::kWrite, write_at_, {meta, 2 * meta_bytes});
+  ++batch.outstanding;
+  uint64_t to = write_at_ + 2 * meta_bytes;
+  std::byte* copy = meta + 2 * meta_bytes;
+  for (const LogRecord& record : batch.records) {
+    const uint64_t direct = DirectBytes(record), rest = record.payload.size() - direct;
+    if (direct > 0) {
+      Submit(batch.number, IoRequest::Kind::kWrite, to, {const_cast<std::byte*>(record.payload.data()), direct});
+      ++batch.outstanding;
+    }
+    if (rest > 0) {
+      std::memcpy(copy, record.payload.data() + direct, rest);
+      Submit(batch.number, IoRequest::Kind::kWrite, to + direct, {copy, AlignUp(rest)});
+      ++batch.outstanding;
+      copy += AlignUp(rest);
+    }
+    to += AlignUp(record.payload.size());
+  }
+  write_at_ = to;
+}
+
+void GradientLog::Submit(uint64_t tag, IoRequest::Kind kind, uint64_t offset, absl::Span<std::byte> buffer) {
+  const absl::Status status =
+      queue_->Submit({.kind = kind, .file = file_.get(), .offset = offset, .buffer = buffer, .tag = tag});
+  // As a completion: whoever counts it takes it off again.
+  if (!status.ok()) refused_.push_back({tag, status});
+}
+
+void GradientLog::CompleteRefused() {
+  for (std::vector<IoCompletion> refused; !refused_.empty();) {
+    refused.swap(refused_);
+    for (const IoCompletion& completion : refused) Complete(completion);
+    refused.clear();
+  }
+}
+
+void GradientLog::MaybeSync() {
+  CompleteRefused();
+  if (syncing_ || heads_outstanding_ > 0 || !status().ok()) return;
+  uint64_t complete_batch = synced_batch_, complete_lsn = 0;
+  for (const Batch& batch : batches_) {
+    if (batch.outstanding > 0) break;
+    complete_batch = batch.number;
+    complete_lsn = std::max(complete_lsn, batch.last_lsn);
+  }
+  if (complete_batch == synced_batch_) return;
+  bool wanted = cut_batch_ > synced_batch_ && complete_batch >= cut_batch_;
+  {
+    absl::MutexLock lock(&mutex_);
+    wanted = wanted || (requested_lsn_ > durable_lsn_ && complete_lsn >= requested_lsn_);
+  }
+  if (!wanted) return;
+  syncing_ = true;
+  sync_covers_batch_ = complete_batch;
+  Submit(kSyncTag, IoRequest::Kind::kSync, 0, {});
+}
+
+void GradientLog::Complete(const IoCompletion& completion) {
+  if (completion.tag == kMarkTag) {
+    mark_outstanding_ = false;  // a mark that failed only lags
+    if (marked_batch_ < synced_batch_) WriteMark();
+    return;
+  }
+  if (completion.tag == kSyncTag) return CompleteSync(completion.status);
+  if (!completion.status.ok()) Fail(completion.status);
+  if (completion.tag == kHeadTag) {
+    --heads_outstanding_;
+    return;
+  }
+  const auto batch =
+      std::find_if(batches_.begin(), batches_.end(), [&](const Batch& b) { return b.number == completion.tag; });
+  if (--batch->outstanding > 0) return;
+  for (LogRecord& record : batch->records) {
+    if (record.written) record.written();
+  }
+  batch->records.clear();
+  batch->memory.reset();
+}
+
+void GradientLog::CompleteSync(const absl::Status& status) {
+  syncing_ = false;
+  if (!status.ok()) return Fail(status);
+  synced_batch_ = sync_covers_batch_;
+  uint64_t durable = 0, held = 0, oldest = 0;
+  while (!batches_.empty() && batches_.front().number <= synced_batch_) {
+    durable = std::max(durable, batches_.front().last_lsn);
+    if (batches_.front().last_lsn != 0) held = batches_.front().incarnation;
+    oldest = std::max(oldest, batches_.front().oldest_incarnation);
+    synced_incarnation_ = batches_.front().incarnation;
+    batches_.pop_front();
+  }
+  {
+    absl::MutexLock lock(&mutex_);
+    durable_lsn_ = std::max(durable_lsn_, durable);
+    for (Segment& segment : segments_) {
+      if (segment.cut && segment.incarnation < oldest) segment = {};
+    }
+    held_incarnation_ = std::max(held_incarnation_, held);
+    if (cut_waits_ && CutSegments()) {
+      cut_waits_ = false;
+      WantCutSync();
+    }
+  }
+  WriteMark();
+  if (progress_) progress_();
+}
+
+void GradientLog::WriteMark() {
+  if (mark_outstanding_) return;
+  LogMark mark;
+  mark.synced_batch = marked_batch_ = synced_batch_;
+  mark.incarnation = synced_incarnation_;
+  const absl::Span<std::byte> block(head_memory_.get() + 2 * kLogBlock, kLogBlock);
+  EncodeHead(mark, block);
+  mark_outstanding_ = true;
+  Submit(kMarkTag, IoRequest::Kind::kWrite, (2 + marks_++ % 2) * kLogBlock, block);
+}
+
+void GradientLog::Fail(const absl::Status& status) {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!failed_.ok()) return;
+    failed_ = status;
+  }
+  DropQueued();
+  if (progress_) progress_();
+}
+
+void GradientLog::DropQueued() {
+  std::deque<Item> dropped;
+  {
+    absl::MutexLock lock(&mutex_);
+    dropped.swap(queued_);
+  }
+  for (Item& item : dropped) {
+    if (item.record.written) item.record.written();
+  }
+}
+
+}  // namespace ballast::storage

@@ -1,0 +1,185 @@
+// The gradient log of one job: an append-only record on disk of what its chunks' state does not hold yet. See
+// log_format.h for what lies where.
+//
+// Segments of equal size are written in full once, when the file is made, and used in a ring: a first write into a
+// fresh extent of a file system costs two to three times a rewrite. Append only queues. Pump encodes what is queued
+// into batches, submits them and a sync where one is wanted, and looks at completions: on a thread of the log's own
+// (Start), or wherever a test calls it.
+//
+// Bounds: segments; 64 requests in flight of at most 16 payloads a batch; queued records are the caller's (each holds
+// the lease of its payload).
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "ballast/storage/io/disk.h"
+#include "ballast/storage/log/log_format.h"
+#include "ballast/storage/log/log_reader.h"
+
+namespace ballast::storage {
+
+struct LogRecord {
+  uint64_t lsn = 0;  // increasing
+  uint32_t type = 0;
+  std::string body;
+  // Borrowed until `written` was called; must not change until then.
+  absl::Span<const std::byte> payload;
+  uint32_t payload_crc32c = 0;
+  std::function<void()> written;  // the payload is on the disk, or never will be; on the pumping thread, no lock held
+  int64_t keep_for = -1;          // transaction whose replay needs the payload: Cut beyond it frees it
+};
+
+class GradientLog {
+ public:
+  struct Options {
+    std::string path;
+    std::string job;
+    uint64_t segment_bytes = uint64_t{32} << 20;  // multiple of 4096; the largest record must fit
+    uint64_t segment_count = 4;                   // at least 3
+  };
+  // Makes the file anew, every byte of it written and synced. Blocks: that is a disk's worth of writing. On an error
+  // nothing is left of it. RESOURCE_EXHAUSTED (IO) if the disk is full.
+  static absl::StatusOr<std::unique_ptr<GradientLog>> Create(Disk* disk, const Options& options);
+  // Opens the log of an earlier run and tells what it holds. Errors: ScanLog's. The first Append goes to a new segment:
+  // Roll first.
+  static absl::StatusOr<std::unique_ptr<GradientLog>> Recover(Disk* disk, const std::string& path, ScannedLog* scanned);
+  // Stops pumping; what is queued is dropped, what is in flight waited for.
+  ~GradientLog();
+
+  // From now on a thread pumps. `progress`: something became durable, or failed; called on that thread, no lock held.
+  void Start(std::function<void()> progress);
+
+  const BlockFile& file() const { return *file_; }
+  uint64_t segment_bytes() const { return segment_bytes_; }
+  uint64_t file_bytes() const;
+
+  // Threads: any, for all below.
+
+  // Does a record fit into the current segment?
+  bool HasRoom(uint64_t body_bytes, uint64_t payload_bytes) const;
+  // Goes on with the next free segment. The caller's next record must hold all that an older one held and that is still
+  // needed, payloads excepted. False if none is free.
+  bool Roll();
+  // REQUIRES: HasRoom of it.
+  void Append(LogRecord record);
+  void Sync(uint64_t lsn);
+  // All up to it is durable.
+  uint64_t durable_lsn() const;
+  // The first error; nothing becomes durable any more then.
+  absl::Status status() const;
+
+  // Payloads kept for transactions up to `step` are not needed any more. Segments of which that is true, and older than
+  // one whose first record is durable, become free at the next sync, which Cut asks for if a segment waits for it.
+  void Cut(int64_t step);
+  // After Recover: the highest transaction whose replay needs payloads of the segment; until told, all of it is kept.
+  void Keep(uint64_t incarnation, int64_t step);
+  // That Roll may still take; and the bytes of records in them.
+  uint64_t free_segments() const;
+  uint64_t free_bytes() const;
+  // Adds segments. Blocks. RESOURCE_EXHAUSTED (IO) if the disk is full: then nothing was added.
+  absl::Status Extend(uint64_t segment_count);
+
+  // One round; with `wait`, not before something completed, unless nothing is in flight. True if anything is queued or
+  // in flight. REQUIRES: one thread at a time, and not after Start.
+  bool Pump(bool wait);
+
+ private:
+  struct Segment {
+    uint64_t incarnation = 0;  // 0: free
+    int64_t keep_for = -1;     // the highest of its records
+    bool cut = false;          // free once a sync made that durable
+  };
+  struct Item {
+    LogRecord record;
+    uint64_t roll_to = 0;  // an incarnation: begin its segment; no record
+    uint64_t segment = 0;  // index
+    uint64_t oldest_incarnation = 0;
+  };
+  struct Batch {
+    uint64_t number = 0;
+    uint64_t last_lsn = 0;
+    uint64_t incarnation = 0;
+    uint64_t oldest_incarnation = 0;
+    std::vector<LogRecord> records;
+    std::unique_ptr<std::byte, void (*)(void*)> memory{nullptr, nullptr};  // metas and copied payloads
+    uint64_t outstanding = 0;
+  };
+
+  GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t segment_bytes, std::vector<Segment> segments);
+  void WantCutSync() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status WriteZeros(uint64_t first_segment, uint64_t count);
+  uint64_t OldestIncarnation() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // True if a segment was cut.
+  bool CutSegments() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void PumpUntilStopped();
+
+  // On the pumping thread.
+  bool TakeItems(std::vector<Item>* items);
+  void BeginSegment(const Item& item);
+  void WriteBatch(std::vector<Item> items);
+  void Submit(uint64_t tag, IoRequest::Kind kind, uint64_t offset, absl::Span<std::byte> buffer);
+  void MaybeSync();
+  void CompleteRefused();
+  void DropQueued();
+  void Complete(const IoCompletion& completion);
+  void CompleteSync(const absl::Status& status);
+  void Fail(const absl::Status& status);
+  void WriteMark();
+
+  Disk* const disk_;
+  const std::unique_ptr<BlockFile> file_;
+  const uint64_t segment_bytes_;
+  const uint32_t salt_;  // of this opening
+
+  mutable absl::Mutex mutex_;
+  std::vector<Segment> segments_ ABSL_GUARDED_BY(mutex_);
+  uint64_t current_ ABSL_GUARDED_BY(mutex_) = 0;  // index; segments_.size(): none yet
+  uint64_t room_ ABSL_GUARDED_BY(mutex_) = 0;     // of the current segment, counted as if each record were a batch
+  uint64_t last_incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
+  // The newest whose first record is durable: older ones are needed for their payloads only.
+  uint64_t held_incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t cut_step_ ABSL_GUARDED_BY(mutex_) = -1;
+  bool cut_waits_ ABSL_GUARDED_BY(mutex_) = false;  // for that record
+  std::deque<Item> queued_ ABSL_GUARDED_BY(mutex_);
+  uint64_t requested_lsn_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t durable_lsn_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool cut_wants_sync_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status failed_ ABSL_GUARDED_BY(mutex_);
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+
+  // The pumping thread's own.
+  std::unique_ptr<IoQueue> queue_;
+  uint64_t write_incarnation_ = 0;
+  uint64_t write_at_ = 0;  // in the file
+  uint64_t next_batch_ = 1;
+  uint64_t synced_batch_ = 0;
+  uint64_t marks_ = 0;
+  uint64_t marked_batch_ = 0;
+  uint64_t previous_incarnation_ = 0;  // of the last batch
+  uint64_t synced_incarnation_ = 0;    // of synced_batch_
+  std::list<Batch> batches_;           // written, not yet durable, by number
+  uint64_t heads_outstanding_ = 0;     // writes of segment heads
+  bool mark_outstanding_ = false;
+  uint64_t cut_batch_ = 0;             // to be synced because it tells of a cut
+  std::vector<IoCompletion> refused_;  // requests that the queue did not take
+  bool syncing_ = false;
+  uint64_t sync_covers_batch_ = 0;
+  std::vector<IoCompletion> completions_;
+  std::unique_ptr<std::byte, void (*)(void*)> head_memory_;
+  std::function<void()> progress_;
+  std::thread thread_;
+};
+
+}  // namespace ballast::storage

@@ -1,0 +1,302 @@
+#include "ballast/storage/log/log_reader.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/io/arena.h"
+
+namespace ballast::storage {
+namespace {
+
+constexpr uint64_t kBufferBytes = uint64_t{1} << 20;
+
+absl::Status Rotten(const BlockFile& file, absl::string_view what) {
+  return model::Error(
+      absl::StatusCode::kDataLoss, model::kChecksum,
+      absl::StrCat("gradient log ", file.path(), ": ", what,
+                   "; it was durable and can no longer be read, and nothing is made up for it. Check the disk; restore "
+                   "the job from a pinned version or drop it"));
+}
+
+class Scan {
+ public:
+  Scan(const BlockFile& file, Arena buffer) : file_(file), buffer_(std::move(buffer)) {}
+
+  absl::StatusOr<ScannedLog> Run();
+
+ private:
+  struct FoundSegment {
+    uint64_t index = 0;
+    SegmentHead head;
+    // Batches from here on belong to later segments: what lies here under such a number was void once before.
+    uint64_t end_batch = ~uint64_t{0};
+    bool read = false;
+    std::map<uint64_t, ReadBatch> batches;  // by number
+  };
+
+  absl::StatusOr<absl::Span<const std::byte>> Read(uint64_t offset, uint64_t bytes);
+  absl::Status ReadFileHead();
+  absl::Status ReadMarks();
+  absl::Status ReadSegmentHead(uint64_t index);
+  absl::Status ReadBatches(FoundSegment& segment);
+  // The batch that begins at `offset`, if its first copy is whole.
+  absl::StatusOr<std::optional<ReadBatch>> ReadBatchAt(uint64_t offset, uint64_t limit, const SegmentHead& segment);
+  // All batches of this incarnation that begin, or whose second copy lies, at or behind `offset`.
+  absl::Status Search(FoundSegment& segment, uint64_t offset, uint64_t limit);
+  absl::Status ReadNeeded();
+  absl::Status Chain();
+  absl::StatusOr<bool> PayloadsWhole(const ReadBatch& batch);
+  void Note(uint64_t synced_batch, uint64_t oldest) {
+    log_.synced_batch = std::max(log_.synced_batch, synced_batch);
+    oldest_ = std::max(oldest_, oldest);
+  }
+
+  const BlockFile& file_;
+  Arena buffer_;
+  ScannedLog log_;
+  uint64_t oldest_ = 0;
+  uint64_t oldest_kept_ = 0;  // as told by what `log_.records` comes from
+  bool marked_ = false;
+  uint64_t marked_incarnation_ = 0;
+  std::map<uint64_t, FoundSegment> segments_;  // by incarnation
+};
+
+absl::StatusOr<absl::Span<const std::byte>> Scan::Read(uint64_t offset, uint64_t bytes) {
+  if (bytes > buffer_.bytes().size()) {
+    BALLAST_ASSIGN_OR_RETURN(buffer_, Arena::Map(bytes, /*pin=*/false));
+  }
+  const absl::Span<std::byte> to = buffer_.bytes().subspan(0, bytes);
+  BALLAST_RETURN_IF_ERROR(file_.Read(offset, to));
+  return absl::Span<const std::byte>(to);
+}
+
+absl::Status Scan::ReadFileHead() {
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, file_.Size());
+  if (bytes < kLogBlock) {
+    if (bytes > 0) return Rotten(file_, absl::StrCat("only ", bytes, " bytes are left of it"));
+    return model::Error(absl::StatusCode::kNotFound, model::kIo, absl::StrCat(file_.path(), " holds no log"));
+  }
+  bool blank = true;
+  for (int copy = 0; copy < 2; ++copy) {
+    const uint64_t at = static_cast<uint64_t>(copy) * kLogBlock;
+    if (at + kLogBlock > bytes) break;
+    BALLAST_ASSIGN_OR_RETURN(const auto block, Read(at, kLogBlock));
+    blank = blank && std::all_of(block.begin(), block.end(), [](std::byte b) { return b == std::byte{0}; });
+    FileHead head;
+    if (!DecodeHead(block, &head)) continue;
+    if (head.format != kLogFormat) {
+      return model::Error(absl::StatusCode::kFailedPrecondition, model::kUnsupported,
+                          absl::StrCat(file_.path(), " has format ", head.format, ", this version reads ", kLogFormat));
+    }
+    if (copy == 1) ++log_.repaired_blocks;
+    log_.name.assign(head.name, strnlen(head.name, sizeof(head.name)));
+    log_.segment_bytes = head.segment_bytes;
+    if (log_.segment_bytes < kSegmentHeadBytes || log_.segment_bytes % kLogBlock != 0) break;
+    if (bytes < kLogFirstSegment) break;
+    log_.segment_count = (bytes - kLogFirstSegment) / log_.segment_bytes;
+    return absl::OkStatus();
+  }
+  // The head is written last: without it there never was a log.
+  if (blank) return model::Error(absl::StatusCode::kNotFound, model::kIo, absl::StrCat(file_.path(), " holds no log"));
+  return Rotten(file_, "it is cut off, or both copies of its head, at offsets 0 and 4096, are damaged");
+}
+
+absl::Status Scan::ReadMarks() {
+  for (const uint64_t at : {2 * kLogBlock, 3 * kLogBlock}) {
+    BALLAST_ASSIGN_OR_RETURN(const auto block, Read(at, kLogBlock));
+    LogMark mark;
+    if (!DecodeHead(block, &mark)) continue;
+    Note(mark.synced_batch, 0);
+    marked_ = true;
+    marked_incarnation_ = std::max(marked_incarnation_, mark.incarnation);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Scan::ReadSegmentHead(uint64_t index) {
+  SegmentHead newest;
+  for (uint64_t copy = 0; copy < 2; ++copy) {
+    BALLAST_ASSIGN_OR_RETURN(const auto block,
+                             Read(kLogFirstSegment + index * log_.segment_bytes + copy * kLogBlock, kLogBlock));
+    SegmentHead head;
+    // A torn rewrite leaves an old copy beside a new one.
+    if (DecodeHead(block, &head) && head.incarnation > newest.incarnation) newest = head;
+  }
+  if (newest.incarnation == 0) return absl::OkStatus();
+  log_.last_incarnation = std::max(log_.last_incarnation, newest.incarnation);
+  Note(newest.synced_batch, newest.oldest_incarnation);
+  if (!segments_.emplace(newest.incarnation, FoundSegment{.index = index, .head = newest, .batches = {}}).second) {
+    return Rotten(file_, absl::StrCat("two segments have incarnation ", newest.incarnation));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::optional<ReadBatch>> Scan::ReadBatchAt(uint64_t offset, uint64_t limit,
+                                                           const SegmentHead& segment) {
+  if (limit - offset < kLogBlock) return std::nullopt;
+  BALLAST_ASSIGN_OR_RETURN(auto meta, Read(offset, kLogBlock));
+  ReadBatch batch;
+  if (!DecodeBatchHead(meta, offset, limit, &batch.head)) return std::nullopt;
+  if (batch.head.incarnation != segment.incarnation || batch.head.salt != segment.salt) return std::nullopt;
+  const uint64_t bytes = batch.head.meta_bytes;
+  if (bytes > kLogBlock) {
+    BALLAST_ASSIGN_OR_RETURN(meta, Read(offset, bytes));
+  }
+  if (!DecodeMeta(meta, &batch)) return std::nullopt;
+  return batch;
+}
+
+absl::Status Scan::Search(FoundSegment& segment, uint64_t offset, uint64_t limit) {
+  while (offset < limit) {
+    const uint64_t bytes = std::min(kBufferBytes, limit - offset);
+    BALLAST_ASSIGN_OR_RETURN(const auto blocks, Read(offset, bytes));
+    std::vector<uint64_t> candidates;
+    for (uint64_t at = 0; at < bytes; at += kLogBlock) {
+      BatchHead head;
+      if (DecodeBatchHead(blocks.subspan(at, kLogBlock), offset + at, limit, &head)) candidates.push_back(offset + at);
+    }
+    for (const uint64_t at : candidates) {
+      BALLAST_ASSIGN_OR_RETURN(std::optional<ReadBatch> batch, ReadBatchAt(at, limit, segment.head));
+      if (!batch.has_value() || batch->head.batch < segment.head.first_batch) continue;
+      Note(batch->head.synced_batch, batch->head.oldest_incarnation);
+      const bool second = batch->head.copy == 1;
+      if (segment.batches.emplace(batch->head.batch, *std::move(batch)).second && second) ++log_.repaired_blocks;
+    }
+    offset += bytes;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Scan::ReadBatches(FoundSegment& segment) {
+  const uint64_t begin = kLogFirstSegment + segment.index * log_.segment_bytes;
+  const uint64_t limit = begin + log_.segment_bytes;
+  uint64_t at = begin + kSegmentHeadBytes;
+  for (uint64_t expected = segment.head.first_batch; expected < segment.end_batch; ++expected) {
+    BALLAST_ASSIGN_OR_RETURN(std::optional<ReadBatch> batch, ReadBatchAt(at, limit, segment.head));
+    if (!batch.has_value() || batch->head.batch != expected) return Search(segment, at, limit);
+    Note(batch->head.synced_batch, batch->head.oldest_incarnation);
+    at = batch->end;
+    segment.batches.emplace(expected, *std::move(batch));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> Scan::PayloadsWhole(const ReadBatch& batch) {
+  for (const ReadRecord& record : batch.records) {
+    if (record.payload.bytes == 0) continue;
+    BALLAST_ASSIGN_OR_RETURN(const auto bytes, Read(record.payload.offset, AlignUp(record.payload.bytes)));
+    if (kernels::Crc32c(bytes.subspan(0, record.payload.bytes)) != record.payload.crc32c) return false;
+  }
+  return true;
+}
+
+// Links segments from the oldest needed one on, batch by batch, to the first that is not there.
+absl::Status Scan::Chain() {
+  // Without its head, void batches of the segment before might seem to go on.
+  if (marked_incarnation_ > 0 && marked_incarnation_ >= oldest_ && !segments_.contains(marked_incarnation_)) {
+    return Rotten(file_, absl::StrCat("the head of segment ", marked_incarnation_, " cannot be read"));
+  }
+  log_.records.clear();
+  log_.live.clear();
+  log_.torn_batches = log_.last_batch = 0;
+  uint64_t expected = 0, previous = 0;
+  // Nothing is durable before the oldest segment's head is.
+  bool ended = !segments_.contains(oldest_);
+  for (auto& [incarnation, segment] : segments_) {
+    if (incarnation < oldest_ || segment.end_batch <= segment.head.first_batch) continue;
+    if (expected == 0 && !ended) {
+      expected = segment.head.first_batch;
+      log_.last_batch = expected - 1;
+    }
+    ended = ended || segment.head.first_batch != expected;
+    ended = ended || (previous != 0 && segment.head.previous_incarnation != previous);
+    const size_t first_record = log_.records.size();
+    const uint64_t first_batch = expected;
+    for (auto& [number, batch] : segment.batches) {
+      if (number >= segment.end_batch) break;
+      bool next = !ended && number == expected;
+      // What was durable is read when it is needed; what may be torn is looked at now.
+      if (next && number > log_.synced_batch) {
+        BALLAST_ASSIGN_OR_RETURN(next, PayloadsWhole(batch));
+      }
+      if (!next) {
+        ended = true;
+        ++log_.torn_batches;
+        continue;
+      }
+      for (const ReadRecord& record : batch.records) log_.records.push_back(record);
+      oldest_kept_ = std::max({oldest_kept_, segment.head.oldest_incarnation, batch.head.oldest_incarnation});
+      log_.last_batch = expected++;
+    }
+    // A segment without a batch holds nothing, and may be taken anew.
+    if (expected == first_batch) continue;
+    log_.live.push_back({segment.index, incarnation, first_record});
+    previous = incarnation;
+  }
+  if (log_.last_batch >= log_.synced_batch) return absl::OkStatus();
+  return Rotten(file_, absl::StrFormat("batch %d cannot be read, and all up to %d were durable", log_.last_batch + 1,
+                                       log_.synced_batch));
+}
+
+absl::Status Scan::ReadNeeded() {
+  for (auto& [incarnation, segment] : segments_) {
+    // What only older lives of the log needed need not be whole.
+    if (incarnation < oldest_ || segment.read) continue;
+    BALLAST_RETURN_IF_ERROR(ReadBatches(segment));
+    segment.read = true;
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<ScannedLog> Scan::Run() {
+  BALLAST_RETURN_IF_ERROR(ReadFileHead());
+  BALLAST_RETURN_IF_ERROR(ReadMarks());
+  for (uint64_t i = 0; i < log_.segment_count; ++i) BALLAST_RETURN_IF_ERROR(ReadSegmentHead(i));
+  // A segment's head is durable before a mark of it is written over those of the beginning.
+  if (segments_.empty() && !marked_) return Rotten(file_, "it has neither marks nor segments");
+  uint64_t end_batch = ~uint64_t{0};
+  for (auto segment = segments_.rbegin(); segment != segments_.rend(); ++segment) {
+    segment->second.end_batch = end_batch;
+    end_batch = std::min(end_batch, segment->second.head.first_batch);
+  }
+  BALLAST_RETURN_IF_ERROR(ReadNeeded());
+  BALLAST_RETURN_IF_ERROR(Chain());
+  if (oldest_kept_ < oldest_ && !log_.live.empty()) {
+    // A void batch told of a cut that never was durable. It will be overwritten, so nothing may be freed by its word.
+    oldest_ = oldest_kept_;
+    BALLAST_RETURN_IF_ERROR(ReadNeeded());
+    oldest_ = oldest_kept_;
+    BALLAST_RETURN_IF_ERROR(Chain());
+  }
+  return std::move(log_);
+}
+
+}  // namespace
+
+absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file) {
+  BALLAST_ASSIGN_OR_RETURN(Arena buffer, Arena::Map(kBufferBytes, /*pin=*/false));
+  return Scan(file, std::move(buffer)).Run();
+}
+
+absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl::Span<std::byte> to) {
+  const bool direct = (reinterpret_cast<uintptr_t>(to.data()) | place.bytes) % kIoAlignment == 0;
+  if (direct) {
+    BALLAST_RETURN_IF_ERROR(file.Read(place.offset, to));
+  } else {
+    BALLAST_ASSIGN_OR_RETURN(Arena block, Arena::Map(AlignUp(place.bytes), /*pin=*/false));
+    BALLAST_RETURN_IF_ERROR(file.Read(place.offset, block.bytes()));
+    std::memcpy(to.data(), block.bytes().data(), place.bytes);
+  }
+  const uint32_t found = kernels::Crc32c(to);
+  if (found == place.crc32c) return absl::OkStatus();
+  return Rotten(file, absl::StrFormat("the %d bytes at offset %d have CRC32C %08x, expected %08x", place.bytes,
+                                      place.offset, found, place.crc32c));
+}
+
+}  // namespace ballast::storage

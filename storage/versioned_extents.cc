@@ -1,0 +1,44 @@
+#include "ballast/storage/versioned_extents.h"
+
+#include <algorithm>
+
+#include "ballast/proto/model/status.h"
+
+namespace ballast::storage {
+
+VersionedExtents::~VersionedExtents() {
+  // What was not recorded is not what a restart will look for: the old versions are.
+  for (NvmeExtent& extent : old_) extent.Leave();
+}
+
+uint64_t VersionedExtents::SpareBytesMissing(uint64_t chunks, uint64_t largest_bytes) const {
+  const uint64_t wanted = std::min(chunks, kSparesMax) * largest_bytes;
+  return wanted - std::min(wanted, spare_bytes_);
+}
+
+void VersionedExtents::AddRoom(BudgetLease lease, uint64_t spare_bytes) {
+  room_.Join(std::move(lease));
+  spare_bytes_ += spare_bytes;
+}
+
+absl::StatusOr<NvmeExtent> VersionedExtents::Take(uint64_t bytes) {
+  return nvme_->AllocateFrom(room_.Split(bytes), "a chunk's new version");
+}
+
+void VersionedExtents::Written(const DurableChunk& chunk, NvmeExtent old) {
+  written_.push_back(chunk);
+  if (old.bytes() > 0) old_.push_back(std::move(old));
+}
+
+absl::Status VersionedExtents::Harden() {
+  if (written_.empty() || !failed_.ok()) return failed_;
+  failed_ = nvme_->file().Sync();
+  if (failed_.ok()) failed_ = options_.record(written_);
+  if (!failed_.ok()) return failed_;
+  for (NvmeExtent& extent : old_) room_.Join(extent.TakeLease());
+  old_.clear();
+  written_.clear();
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::storage

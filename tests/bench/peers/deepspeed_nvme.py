@@ -1,0 +1,364 @@
+#!/usr/bin/env python3
+"""A training step with optimizer state on NVMe: DeepSpeed's ZeRO-3 against a Ballast chunk store, in one run on one disk.
+
+Usage: deepspeed_nvme.py [--json FILE] [--directory DIR] [--rounds N] [--threads N] [--staging SIZE] [--peer FILE] ...
+  --directory DIR   on the disk to measure; takes about 36 bytes per parameter of both, gone afterwards
+  --rounds N        measured steps of each, alternating which goes first (default 9)
+  --staging SIZE    our DRAM for state on its way (default 96MiB)
+  --layers, --hidden  the model (default 16 linear layers of 4096 x 4096, bf16, one row per batch)
+
+Both train the same model on the same inputs with AdamW, on the CPU. DeepSpeed: offload_optimizer nvme, pipelined read and
+write, 12 buffers, tuned aio, a sub-group per layer. Ours: plain torch, whose gradients a hook copies into the chunks' gradient
+buffers (shared memory) during backward; build/*/bin/nvme_step_peer looks at the norm, updates the chunks on NVMe and copies
+the result into the trainer's parameters. No durability on either side.
+
+Rows, ratio = DeepSpeed's seconds / ours, the median over rounds (above 1 we are faster): step/f32; step/8bit (our 8-bit moments
+against the same fp32 ones of DeepSpeed, which has none for this); backward+step/f32. Resident sets are the peaks over the
+measured rounds: theirs, and ours of trainer and peer together.
+"""
+import argparse
+import glob
+import importlib.util
+import json
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+CHUNK = 1 << 20
+HYPER = {'lr': 1e-5, 'betas': (0.9, 0.999), 'eps': 1e-8, 'weight_decay': 0.01}
+ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), '..', '..', '..'))
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--json')
+    parser.add_argument('--directory', default='.')
+    parser.add_argument('--rounds', type=int, default=9)
+    parser.add_argument('--threads', type=int, default=os.cpu_count())
+    parser.add_argument('--staging', default='96MiB')
+    parser.add_argument('--peer')
+    parser.add_argument('--layers', type=int, default=16)
+    parser.add_argument('--hidden', type=int, default=4096)
+    parser.add_argument('--aio-block', type=int, default=1 << 20)
+    parser.add_argument('--aio-depth', type=int, default=32)
+    parser.add_argument('--aio-threads', type=int, default=2)
+    parser.add_argument('--buffer-count', type=int, default=12)
+    parser.add_argument('--sub-group', type=int, help="DeepSpeed's sub_group_size (default: one layer)")
+    parser.add_argument('--worker', choices=WORKERS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.parameters = args.layers * args.hidden ** 2
+    if args.parameters % CHUNK:
+        parser.error(f'--layers x --hidden^2: expected a multiple of {CHUNK} parameters, got {args.parameters}')
+    if args.peer is None:
+        found = sorted(glob.glob(os.path.join(ROOT, 'build', '*', 'bin', 'nvme_step_peer')), key=os.path.getmtime)
+        args.peer = found[-1] if found else None
+    return args
+
+
+def median(values):
+    values = sorted(values)
+    return values[len(values) // 2]
+
+
+def status_bytes(field):
+    return int(re.search(field + r':\s+(\d+) kB', open('/proc/self/status').read()).group(1)) * 1024
+
+
+# ---- what both trainers share
+
+
+def make_model(args):
+    import torch
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(args.hidden, args.hidden, bias=False, dtype=torch.bfloat16) for _ in range(args.layers)]
+    for layer in layers:  # keeps the size of activations, and so of gradients
+        torch.nn.init.normal_(layer.weight, std=args.hidden ** -0.5)
+    return torch.nn.Sequential(*layers)
+
+
+class Trainer:
+    """Answers requests of the main process, one line of JSON each."""
+
+    def __init__(self, args):
+        self.args, self.batch = args, 0
+
+    def loss(self):
+        import torch
+        self.batch += 1
+        row = torch.randn(1, self.args.hidden, generator=torch.Generator().manual_seed(self.batch))
+        return self.forward(row.to(torch.bfloat16)).float().square().sum()
+
+    def serve(self):
+        # What libraries print goes to stderr.
+        answers = os.fdopen(os.dup(1), 'w')
+        os.dup2(2, 1)
+        self.start()
+        print('"ready"', file=answers, flush=True)
+        for line in sys.stdin:
+            request = line.strip()
+            if request == 'step':
+                answer = self.step()
+            elif request == 'reset_peak':
+                answer = self.reset_peak()
+            elif request == 'resident':
+                answer = self.resident()
+            else:
+                answer = self.save(request.split(' ', 1)[1])
+            print(json.dumps(answer), file=answers, flush=True)
+        self.stop()
+
+    def reset_peak(self):
+        with open('/proc/self/clear_refs', 'w', encoding='ascii') as out:
+            out.write('5')
+
+    def resident(self):
+        return {'bytes': status_bytes('VmHWM')}
+
+    def stop(self):
+        pass
+
+
+class DeepSpeed(Trainer):
+    def start(self):
+        import deepspeed
+        args = self.args
+        config = {
+            'train_micro_batch_size_per_gpu': 1,
+            'bf16': {'enabled': True},
+            'optimizer': {'type': 'AdamW', 'params': HYPER},
+            'zero_optimization': {
+                'stage': 3,
+                'sub_group_size': args.sub_group or args.hidden ** 2,
+                'offload_optimizer': {'device': 'nvme', 'nvme_path': os.path.join(args.directory, 'deepspeed'),
+                                      'buffer_count': args.buffer_count, 'pipeline_read': True, 'pipeline_write': True}},
+            'aio': {'block_size': args.aio_block, 'queue_depth': args.aio_depth,
+                    'intra_op_parallelism': args.aio_threads, 'single_submit': False, 'overlap_events': True}}
+        model = make_model(args)
+        self.forward, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        self.first = model[0].weight
+
+    def step(self):
+        loss = self.loss()
+        start = time.perf_counter()
+        self.forward.backward(loss)
+        middle = time.perf_counter()
+        self.forward.step()
+        return {'backward': middle - start, 'f32': time.perf_counter() - middle, 'loss': loss.item()}
+
+    def save(self, path):
+        import deepspeed
+        import torch
+        with deepspeed.zero.GatheredParameters([self.first]):
+            torch.save(self.first.detach().clone(), path)
+
+
+class Shared:
+    """bf16 in memory that a child may map under `path`."""
+
+    def __init__(self, parameters):
+        import torch
+        self.fd = os.memfd_create('ballast')
+        os.ftruncate(self.fd, 2 * parameters)
+        self.tensor = torch.frombuffer(mmap.mmap(self.fd, 2 * parameters), dtype=torch.bfloat16)
+        self.path = f'/proc/self/fd/{self.fd}'
+
+
+class Peer:
+    def __init__(self, args, moments, gradients, parameters):
+        directory = os.path.join(args.directory, f'ballast_{moments}')
+        self.process = subprocess.Popen(
+            [args.peer, '--directory', directory, '--chunks', str(args.parameters // CHUNK), '--gradients', gradients.path,
+             '--parameters', parameters.path, '--moments', moments, '--staging', args.staging, '--threads', str(args.threads),
+             '--learning-rate', str(HYPER['lr'])],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=(gradients.fd, parameters.fd))
+        if self.process.stdout.readline().strip() != 'ready':
+            sys.exit('deepspeed_nvme.py: nvme_step_peer ended before it was ready')
+
+    def ask(self, request):
+        self.process.stdin.write(request + '\n')
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def stop(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+class Ballast(Trainer):
+    def start(self):
+        self.forward = make_model(self.args)
+        gradients, parameters, parameters8 = (Shared(self.args.parameters) for _ in range(3))
+        at = 0
+        for weight in self.forward.parameters():
+            part = slice(at, at := at + weight.numel())
+            shared = parameters.tensor[part].view(weight.shape)
+            shared.copy_(weight.detach())
+            weight.data = shared
+            weight.register_post_accumulate_grad_hook(self.hand_over(gradients.tensor[part].view(weight.shape)))
+        parameters8.tensor.copy_(parameters.tensor)
+        parameters8.tensor = None  # the peer's alone from here on: not in this process's resident set
+        self.peers = {'f32': Peer(self.args, 'f32', gradients, parameters), 'f8': Peer(self.args, 'f8', gradients, parameters8)}
+
+    @staticmethod
+    def hand_over(target):
+        def hook(weight):
+            target.copy_(weight.grad)
+            weight.grad = None
+        return hook
+
+    def step(self):
+        loss = self.loss()
+        start = time.perf_counter()
+        loss.backward()
+        answer = {'backward': time.perf_counter() - start, 'loss': loss.item()}
+        for moments, peer in self.peers.items():
+            start = time.perf_counter()
+            peer.ask('step')
+            answer[moments] = time.perf_counter() - start
+        return answer
+
+    def save(self, path):
+        import torch
+        torch.save(self.forward[0].weight.detach().clone(), path)
+
+    def reset_peak(self):
+        super().reset_peak()
+        for peer in self.peers.values():
+            peer.ask('reset_peak')
+
+    def resident(self):
+        # Asking for a peak does not move it. Shared memory is resident in both, and there once.
+        peaks = {moments: peer.ask('resident') for moments, peer in self.peers.items()}
+        return {'bytes': status_bytes('VmHWM') + peaks['f32']['peak_rss_bytes'] - peaks['f32']['shared_bytes'],
+                'peer_bytes': peaks['f32']['peak_rss_bytes'], 'peer8_bytes': peaks['f8']['peak_rss_bytes']}
+
+    def stop(self):
+        for peer in self.peers.values():
+            peer.stop()
+
+
+WORKERS = {'deepspeed': DeepSpeed, 'ballast': Ballast}
+
+
+# ---- the main process
+
+
+class Worker:
+    def __init__(self, name, args, directory):
+        flags = [f'--{flag.replace("_", "-")}={value}' for flag, value in vars(args).items()
+                 if value is not None and flag not in ('json', 'rounds', 'directory', 'worker', 'parameters')]
+        # Of one process: DeepSpeed wants its rendezvous by environment. ninja is beside this interpreter in a venv.
+        environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads), DS_ACCELERATOR='cpu', RANK='0', LOCAL_RANK='0',
+                           WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='0',
+                           PATH=os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH'])
+        self.name = name
+        self.log = os.path.join(directory, name + '.log')
+        with open(self.log, 'w', encoding='utf-8') as log:
+            self.process = subprocess.Popen(
+                [sys.executable, os.path.abspath(__file__), '--worker', name, '--directory', directory, *flags],
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        self.answer()
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            tail = ''.join(open(self.log, encoding='utf-8', errors='replace').readlines()[-15:])
+            raise ChildProcessError(f'{self.name} ended with {self.process.returncode}:\n{tail}')
+        return json.loads(line)
+
+    def ask(self, request):
+        self.process.stdin.write(request + '\n')
+        self.process.stdin.flush()
+        return self.answer()
+
+    def stop(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def check_same_work(start, theirs, ours):
+    """Ends the run unless both moved the first layer's weights alike."""
+    moved = (theirs.float() - start.float()).abs().mean().item()
+    apart = (theirs.float() - ours.float()).abs().mean().item()
+    print(f'first layer: moved by {moved:.3g} on average, {apart:.3g} apart')
+    if not apart < 0.1 * moved:
+        sys.exit('DeepSpeed and ballast trained different parameters: the comparison is void')
+
+
+def measure(args, directory):
+    import torch
+    workers = {name: Worker(name, args, directory) for name in WORKERS}
+    files = {name: os.path.join(directory, name + '.pt') for name in (*WORKERS, 'start')}
+    workers['ballast'].ask(f'save {files["start"]}')
+    seconds = {name: [] for name in WORKERS}
+    # The first steps touch memory, build operators and write extents for the first time.
+    warm_up = 2
+    for number in range(-warm_up, args.rounds):
+        if number == 0:
+            for worker in workers.values():
+                worker.ask('reset_peak')
+        for name in (list(WORKERS) if number % 2 == 0 else reversed(WORKERS)):
+            taken = workers[name].ask('step')
+            if number >= 0:
+                seconds[name].append(taken)
+        print(f'\rround {number + 1} of {args.rounds}', end='', file=sys.stderr)
+    print(file=sys.stderr)
+    resident = {name: worker.ask('resident') for name, worker in workers.items()}
+    for name, worker in workers.items():
+        worker.ask(f'save {files[name]}')
+        worker.stop()
+    check_same_work(*(torch.load(files[name]) for name in ('start', 'deepspeed', 'ballast')))
+    rows = []
+    for name, theirs, ours in (('step/f32', ('f32',), ('f32',)), ('step/8bit', ('f32',), ('f8',)),
+                               ('backward+step/f32', ('backward', 'f32'), ('backward', 'f32'))):
+        a = [sum(taken[key] for key in theirs) for taken in seconds['deepspeed']]
+        b = [sum(taken[key] for key in ours) for taken in seconds['ballast']]
+        rows.append({'name': name, 'ratio': median([x / y for x, y in zip(a, b)]), 'seconds': median(a),
+                     'ballast_seconds': median(b), 'parameters': args.parameters})
+    return rows, resident
+
+
+def main():
+    args = parse()
+    if args.worker:
+        return WORKERS[args.worker](args).serve()
+    for module in ('torch', 'deepspeed'):
+        if importlib.util.find_spec(module) is None:
+            print(f'skipped: {module} is not installed (pip install torch==2.13.0 numpy; '
+                  'DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8; apt-get install libaio-dev)')
+            return 0
+    if args.peer is None:
+        sys.exit('deepspeed_nvme.py: no build/*/bin/nvme_step_peer: build the release preset, or give --peer')
+    directory = tempfile.mkdtemp(prefix='deepspeed_nvme.', dir=args.directory)
+    try:
+        rows, resident = measure(args, directory)
+    except ChildProcessError as error:
+        if 'async_io' not in str(error) and 'libaio' not in str(error):
+            raise
+        print(f'skipped: DeepSpeed cannot build its async_io operator here (apt-get install libaio-dev)\n{error}')
+        return 0
+    finally:
+        shutil.rmtree(directory)
+    mib = {name: peak['bytes'] / CHUNK for name, peak in resident.items()}
+    print(f'seconds of a step over {args.parameters} parameters; resident: DeepSpeed {mib["deepspeed"]:.0f} MiB, '
+          f'ours {mib["ballast"]:.0f} MiB, of which nvme_step_peer {resident["ballast"]["peer_bytes"] / CHUNK:.0f}')
+    print(f'{"row":24} {"peer":>8} {"ours":>8} {"ratio":>6}')
+    for row in rows:
+        print(f'{row["name"]:24} {row["seconds"]:8.4f} {row["ballast_seconds"]:8.4f} {row["ratio"]:6.2f}')
+    if mib['ballast'] > mib['deepspeed']:
+        print('ours took more DRAM than DeepSpeed: lower --staging for a fair comparison')
+    if args.json:
+        with open(args.json, 'w', encoding='utf-8') as file:
+            json.dump({'rows': rows, 'resident': resident}, file, indent=1)
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
