@@ -4,14 +4,14 @@
 
 namespace ballast::services {
 
-Executor::Executor(int threads) {
+ThreadExecutor::ThreadExecutor(int threads) {
   absl::MutexLock lock(&join_mu_);
   for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { Loop(); });
 }
 
-Executor::~Executor() { Join(); }
+ThreadExecutor::~ThreadExecutor() { Join(); }
 
-void Executor::Join() {
+void ThreadExecutor::Join() {
   {
     absl::MutexLock lock(&mu_);
     stopping_ = true;
@@ -21,12 +21,12 @@ void Executor::Join() {
   threads_.clear();
 }
 
-void Executor::Post(std::function<void()> work) {
+void ThreadExecutor::Post(std::function<void()> work) {
   absl::MutexLock lock(&mu_);
   queue_.push_back(std::move(work));
 }
 
-void Executor::Loop() {
+void ThreadExecutor::Loop() {
   for (;;) {
     std::function<void()> work;
     {

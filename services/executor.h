@@ -14,13 +14,19 @@ namespace ballast::services {
 // Runs closures in the order they came. Threads: any. The queue is bounded by what posts to it: waiting requests.
 class Executor {
  public:
-  explicit Executor(int threads);
-  ~Executor();  // joins
+  virtual ~Executor() = default;  // joins
+  // Runs what is queued, then ends. What is posted after that is dropped. Threads: any but its own.
+  virtual void Join() = 0;
+  virtual void Post(std::function<void()> work) = 0;
+};
 
-  // Runs what is queued, then ends the threads. What is posted after that is dropped. Threads: any but its own.
-  void Join();
+class ThreadExecutor : public Executor {
+ public:
+  explicit ThreadExecutor(int threads);
+  ~ThreadExecutor() override;
 
-  void Post(std::function<void()> work);
+  void Join() override;
+  void Post(std::function<void()> work) override;
 
  private:
   void Loop();

@@ -42,7 +42,7 @@ Job::Job(const std::string& name, const JobSurroundings& surroundings, std::func
       log_(name),
       machine_(new StepMachine(surroundings.server_id, this)),
       waiting_(surroundings.deadlines, surroundings.waiting, std::move(expire)),
-      stage_(std::make_unique<Executor>(1)) {}
+      stage_(surroundings.foundation->MakeExecutor(1)) {}
 
 Job::~Job() { stage_->Join(); }
 
@@ -128,8 +128,11 @@ void Job::Stop(const absl::Status& status) {
   Run(std::move(replies));
   stage_->Join();
   std::shared_ptr<Journal> journal;  // ends without the lock: its thread takes it
-  absl::MutexLock lock(&mu_);
-  journal.swap(journal_);
+  {
+    absl::MutexLock lock(&mu_);
+    journal.swap(journal_);
+  }
+  if (journal != nullptr) around_.foundation->StopPumping(&journal->log());
 }
 
 v1::GetJobResponse Job::Describe() const {

@@ -22,6 +22,7 @@
 #include "ballast/services/counters.h"
 #include "ballast/services/deadlines.h"
 #include "ballast/services/executor.h"
+#include "ballast/services/foundation.h"
 #include "ballast/services/intake.h"
 #include "ballast/services/journal.h"
 #include "ballast/services/state_server.h"
@@ -39,6 +40,7 @@ struct JobSurroundings {
   std::string server_id;
   storage::Catalog* catalog = nullptr;
   storage::Tiers* tiers = nullptr;
+  Foundation* foundation = nullptr;
   kernels::ThreadPool* compute = nullptr;
   Executor* executor = nullptr;
   Deadlines* deadlines = nullptr;

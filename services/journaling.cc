@@ -48,7 +48,7 @@ absl::Status Job::EnsureJournal(const JournalSize& size) {
 void Job::StartJournal(std::unique_ptr<storage::GradientLog> log) {
   auto journal = std::make_shared<Journal>(std::move(log));
   // The journal ends with Stop, which comes before the job's end: so its thread may borrow the job.
-  journal->log().Start([this] { JournalProgressed(); });
+  around_.foundation->Pump(&journal->log(), [this] { JournalProgressed(); });
   absl::MutexLock lock(&mu_);
   journal_ = std::move(journal);
   durable_ = true;

@@ -21,6 +21,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/counters.h"
+#include "ballast/services/foundation.h"
 #include "ballast/services/job.h"
 #include "ballast/storage/catalog/catalog.h"
 
@@ -81,7 +82,11 @@ absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std:
 
 struct StateServer::Impl {
   explicit Impl(const StateServerOptions& options)
-      : options(options), compute(std::max(1, options.compute_threads)), executor(std::max(1, options.read_threads)) {}
+      : options(options),
+        foundation(options.foundation != nullptr ? options.foundation : SystemFoundation()),
+        compute(std::max(1, options.compute_threads)),
+        executor(foundation->MakeExecutor(std::max(1, options.read_threads))),
+        dropping(foundation->MakeExecutor(1)) {}
 
   // What a name stands for: a job, or the memory of one whose state a restart lost.
   struct Entry {
@@ -116,6 +121,7 @@ struct StateServer::Impl {
   }
 
   const StateServerOptions options;
+  Foundation* const foundation;
   const absl::Time started = absl::Now();
   std::string server_id;
   ServerCounters counters;
@@ -123,8 +129,8 @@ struct StateServer::Impl {
   std::unique_ptr<storage::Tiers> tiers;
   absl::Mutex planning;
   kernels::ThreadPool compute;
-  Executor executor;
-  Executor dropping{1};  // a drop waits for the update at work, which nobody else may
+  const std::unique_ptr<Executor> executor;
+  const std::unique_ptr<Executor> dropping;  // a drop waits for the update at work, which nobody else may
   Deadlines deadlines;
 
   mutable absl::Mutex mu;
@@ -137,7 +143,7 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   auto impl = std::make_unique<Impl>(options);
   BALLAST_RETURN_IF_ERROR(CheckDirectory(options.data_directory));
   // The catalog's lock guards the whole directory, so it comes first.
-  BALLAST_ASSIGN_OR_RETURN(impl->catalog, storage::Catalog::Open(options.data_directory));
+  BALLAST_ASSIGN_OR_RETURN(impl->catalog, impl->foundation->OpenCatalog(options.data_directory));
   BALLAST_ASSIGN_OR_RETURN(impl->server_id,
                            SettleServerId(impl->catalog.get(), options.server_id, options.data_directory));
   storage::TiersOptions tiers;
@@ -145,6 +151,7 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   tiers.directory = options.data_directory;
   tiers.staging_bytes = options.staging_bytes;
   tiers.hbm_device = options.hbm_device;
+  tiers.disk = impl->foundation->disk();
   BALLAST_ASSIGN_OR_RETURN(const auto stored, impl->ReadJobs());
   for (const auto& [name, entry] : stored) {
     for (const storage::DurableChunk& chunk : entry.chunks) tiers.kept.push_back({chunk.offset, chunk.bytes});
@@ -158,8 +165,8 @@ StateServer::StateServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 StateServer::~StateServer() {
   Stop();
-  impl_->dropping.Join();
-  impl_->executor.Join();
+  impl_->dropping->Join();
+  impl_->executor->Join();
 }
 
 void StateServer::Stop() {
@@ -230,7 +237,8 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
 }
 
 std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
-  return Job::Make(name, {server_id, catalog.get(), tiers.get(), &compute, &executor, &deadlines, &counters, &planning,
+  return Job::Make(name, {server_id, catalog.get(), tiers.get(), foundation, &compute, executor.get(), &deadlines,
+                          &counters, &planning,
                           WaitingBounds{&counters.waiting_requests, options.waiting_requests_max,
                                         &counters.waiting_request_bytes, options.waiting_request_bytes_max}});
 }
@@ -363,7 +371,7 @@ void StateServer::Pull(const v1::PullRequest& request, absl::Time deadline, Allo
 
 void StateServer::DropJob(const v1::DropJobRequest& request, Reply<v1::DropJobResponse> reply) {
   reply = impl_->Counted(Call::kDropJob, std::move(reply));
-  impl_->dropping.Post([impl = impl_.get(), request, reply = std::move(reply)] { impl->Drop(request, reply); });
+  impl_->dropping->Post([impl = impl_.get(), request, reply = std::move(reply)] { impl->Drop(request, reply); });
 }
 
 absl::StatusOr<StateServer::Impl::Entry> StateServer::Impl::TakeForDrop(const v1::DropJobRequest& request) {

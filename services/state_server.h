@@ -17,6 +17,8 @@
 
 namespace ballast::services {
 
+class Foundation;
+
 struct StateServerOptions {
   std::string data_directory;
   storage::TierBytes budget;
@@ -28,6 +30,7 @@ struct StateServerOptions {
   // Pulls, pushes, seals that may wait at a time, and the bytes of these messages without payloads; more are BUSY.
   uint64_t waiting_requests_max = 65536;
   uint64_t waiting_request_bytes_max = uint64_t{64} << 20;
+  Foundation* foundation = nullptr;  // null: this machine
 };
 
 template <typename Response>

@@ -73,27 +73,83 @@ rocksdb::Options CatalogOptions() {
   return options;
 }
 
-}  // namespace
+class RocksCatalog : public Catalog {
+ public:
+  RocksCatalog(FileLock l, std::string p) : lock_(std::move(l)), path_(std::move(p)) {}
+  absl::Status Open();
+  absl::Status Put(absl::string_view key, absl::string_view value, Sync sync) override;
+  absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) override;
+  absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const override;
+  absl::Status ErasePrefix(absl::string_view prefix) override;
+  absl::StatusOr<std::vector<std::pair<std::string, std::string>>> List(absl::string_view prefix) const override;
 
-struct Catalog::Impl {
-  Impl(FileLock l, std::string p) : lock(std::move(l)), path(std::move(p)) {}
-
+ private:
   // After a failed write the disk's content is unknown: the same error from then on, until somebody looks.
   absl::Status Write(rocksdb::WriteBatch& batch, absl::string_view what, Sync sync = Sync::kSynced) {
-    absl::MutexLock guard(&mutex);
-    BALLAST_RETURN_IF_ERROR(failed);
+    absl::MutexLock guard(&mutex_);
+    BALLAST_RETURN_IF_ERROR(failed_);
     rocksdb::WriteOptions options;
     options.sync = sync == Sync::kSynced;
-    failed = CatalogError(db->Write(options, &batch), what, path);
-    return failed;
+    failed_ = CatalogError(db_->Write(options, &batch), what, path_);
+    return failed_;
   }
 
-  const FileLock lock;  // released after the database is closed
-  const std::string path;
-  std::unique_ptr<rocksdb::DB> db;
-  absl::Mutex mutex;
-  absl::Status failed ABSL_GUARDED_BY(mutex);
+  const FileLock lock_;  // released after the database is closed
+  const std::string path_;
+  std::unique_ptr<rocksdb::DB> db_;
+  absl::Mutex mutex_;
+  absl::Status failed_ ABSL_GUARDED_BY(mutex_);
 };
+
+absl::Status RocksCatalog::Open() {
+  rocksdb::DB* db = nullptr;
+  BALLAST_RETURN_IF_ERROR(CatalogError(rocksdb::DB::Open(CatalogOptions(), path_, &db), "open", path_));
+  db_.reset(db);
+  return absl::OkStatus();
+}
+
+absl::Status RocksCatalog::Put(absl::string_view key, absl::string_view value, Sync sync) {
+  rocksdb::WriteBatch batch;
+  BALLAST_RETURN_IF_ERROR(CatalogError(batch.Put(AsSlice(key), AsSlice(value)), "put", path_));
+  return Write(batch, absl::StrCat("put of '", key, "'"), sync);
+}
+
+absl::Status RocksCatalog::PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) {
+  rocksdb::WriteBatch batch;
+  for (const auto& [key, value] : pairs) {
+    BALLAST_RETURN_IF_ERROR(CatalogError(batch.Put(key, value), "put", path_));
+  }
+  return Write(batch, absl::StrCat("put of ", pairs.size(), " entries"));
+}
+
+absl::StatusOr<std::optional<std::string>> RocksCatalog::Get(absl::string_view key) const {
+  std::string value;
+  const rocksdb::Status status = db_->Get(rocksdb::ReadOptions(), AsSlice(key), &value);
+  if (status.IsNotFound()) return std::optional<std::string>();
+  BALLAST_RETURN_IF_ERROR(CatalogError(status, absl::StrCat("get of '", key, "'"), path_));
+  return std::optional<std::string>(std::move(value));
+}
+
+absl::Status RocksCatalog::ErasePrefix(absl::string_view prefix) {
+  BALLAST_ASSIGN_OR_RETURN(const auto pairs, List(prefix));
+  rocksdb::WriteBatch batch;
+  for (const auto& [key, value] : pairs) {
+    BALLAST_RETURN_IF_ERROR(CatalogError(batch.Delete(key), "erase", path_));
+  }
+  return Write(batch, absl::StrCat("erase of '", prefix, "'"));
+}
+
+absl::StatusOr<std::vector<std::pair<std::string, std::string>>> RocksCatalog::List(absl::string_view prefix) const {
+  std::vector<std::pair<std::string, std::string>> pairs;
+  const std::unique_ptr<rocksdb::Iterator> at(db_->NewIterator(rocksdb::ReadOptions()));
+  for (at->Seek(AsSlice(prefix)); at->Valid() && at->key().starts_with(AsSlice(prefix)); at->Next()) {
+    pairs.emplace_back(std::string(AsView(at->key())), std::string(AsView(at->value())));
+  }
+  BALLAST_RETURN_IF_ERROR(CatalogError(at->status(), "list", path_));
+  return pairs;
+}
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<Catalog>> Catalog::Open(const std::string& directory) {
   std::error_code error;
@@ -101,55 +157,9 @@ absl::StatusOr<std::unique_ptr<Catalog>> Catalog::Open(const std::string& direct
   if (error) return IoError(error.value(), "creation", directory, 0, 0);
   BALLAST_ASSIGN_OR_RETURN(FileLock lock, FileLock::Take(absl::StrCat(directory, "/LOCK.ballast"),
                                                          absl::StrCat("data directory ", directory)));
-  auto impl = std::make_unique<Impl>(std::move(lock), absl::StrCat(directory, "/catalog"));
-  rocksdb::DB* db = nullptr;
-  BALLAST_RETURN_IF_ERROR(CatalogError(rocksdb::DB::Open(CatalogOptions(), impl->path, &db), "open", impl->path));
-  impl->db.reset(db);
-  return std::unique_ptr<Catalog>(new Catalog(std::move(impl)));
-}
-
-Catalog::Catalog(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-Catalog::~Catalog() = default;
-
-absl::Status Catalog::Put(absl::string_view key, absl::string_view value, Sync sync) {
-  rocksdb::WriteBatch batch;
-  BALLAST_RETURN_IF_ERROR(CatalogError(batch.Put(AsSlice(key), AsSlice(value)), "put", impl_->path));
-  return impl_->Write(batch, absl::StrCat("put of '", key, "'"), sync);
-}
-
-absl::Status Catalog::PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) {
-  rocksdb::WriteBatch batch;
-  for (const auto& [key, value] : pairs) {
-    BALLAST_RETURN_IF_ERROR(CatalogError(batch.Put(key, value), "put", impl_->path));
-  }
-  return impl_->Write(batch, absl::StrCat("put of ", pairs.size(), " entries"));
-}
-
-absl::StatusOr<std::optional<std::string>> Catalog::Get(absl::string_view key) const {
-  std::string value;
-  const rocksdb::Status status = impl_->db->Get(rocksdb::ReadOptions(), AsSlice(key), &value);
-  if (status.IsNotFound()) return std::optional<std::string>();
-  BALLAST_RETURN_IF_ERROR(CatalogError(status, absl::StrCat("get of '", key, "'"), impl_->path));
-  return std::optional<std::string>(std::move(value));
-}
-
-absl::Status Catalog::ErasePrefix(absl::string_view prefix) {
-  BALLAST_ASSIGN_OR_RETURN(const auto pairs, List(prefix));
-  rocksdb::WriteBatch batch;
-  for (const auto& [key, value] : pairs) {
-    BALLAST_RETURN_IF_ERROR(CatalogError(batch.Delete(key), "erase", impl_->path));
-  }
-  return impl_->Write(batch, absl::StrCat("erase of '", prefix, "'"));
-}
-
-absl::StatusOr<std::vector<std::pair<std::string, std::string>>> Catalog::List(absl::string_view prefix) const {
-  std::vector<std::pair<std::string, std::string>> pairs;
-  const std::unique_ptr<rocksdb::Iterator> at(impl_->db->NewIterator(rocksdb::ReadOptions()));
-  for (at->Seek(AsSlice(prefix)); at->Valid() && at->key().starts_with(AsSlice(prefix)); at->Next()) {
-    pairs.emplace_back(std::string(AsView(at->key())), std::string(AsView(at->value())));
-  }
-  BALLAST_RETURN_IF_ERROR(CatalogError(at->status(), "list", impl_->path));
-  return pairs;
+  auto catalog = std::make_unique<RocksCatalog>(std::move(lock), absl::StrCat(directory, "/catalog"));
+  BALLAST_RETURN_IF_ERROR(catalog->Open());
+  return std::unique_ptr<Catalog>(std::move(catalog));
 }
 
 }  // namespace ballast::storage

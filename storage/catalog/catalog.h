@@ -12,29 +12,24 @@
 
 namespace ballast::storage {
 
-// Threads: any. Durability: Put and ErasePrefix are synced on OK, unless kUnsynced is said: the system writes such a
-// value when it likes, or with the next synced one.
+// Threads: any. Durability: Put, PutAll and ErasePrefix are synced on OK, unless kUnsynced is said: the system writes
+// such a value when it likes, or with the next synced one.
 class Catalog {
  public:
-  // Creates `directory` if needed. FAILED_PRECONDITION naming the holder if another process has it open; DATA_LOSS (IO)
-  // if what is there is damaged; INTERNAL (IO) else.
+  // In RocksDB. Creates `directory` if needed. FAILED_PRECONDITION naming the holder if another process has it open;
+  // DATA_LOSS (IO) if what is there is damaged; INTERNAL (IO) else.
   static absl::StatusOr<std::unique_ptr<Catalog>> Open(const std::string& directory);
-  ~Catalog();
+  virtual ~Catalog() = default;
 
   enum class Sync { kSynced, kUnsynced };
   // After one failed write every later one returns its error.
-  absl::Status Put(absl::string_view key, absl::string_view value, Sync sync = Sync::kSynced);
-  // All or none of them; synced.
-  absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs);
-  absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const;
-  absl::Status ErasePrefix(absl::string_view prefix);
+  virtual absl::Status Put(absl::string_view key, absl::string_view value, Sync sync = Sync::kSynced) = 0;
+  // All or none of them.
+  virtual absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) = 0;
+  virtual absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const = 0;
+  virtual absl::Status ErasePrefix(absl::string_view prefix) = 0;
   // Key-value pairs under `prefix`, by key.
-  absl::StatusOr<std::vector<std::pair<std::string, std::string>>> List(absl::string_view prefix) const;
-
- private:
-  struct Impl;
-  explicit Catalog(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  virtual absl::StatusOr<std::vector<std::pair<std::string, std::string>>> List(absl::string_view prefix) const = 0;
 };
 
 }  // namespace ballast::storage

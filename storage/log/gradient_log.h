@@ -57,6 +57,8 @@ class GradientLog {
   // Stops pumping; what is queued is dropped, what is in flight waited for.
   ~GradientLog();
 
+  // Instead of Start, for who calls Pump himself.
+  void set_progress(std::function<void()> progress) { progress_ = std::move(progress); }
   // From now on a thread pumps. `progress`: something became durable, or failed; called on that thread, no lock held.
   void Start(std::function<void()> progress);
 

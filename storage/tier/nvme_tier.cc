@@ -84,12 +84,6 @@ absl::StatusOr<NvmeExtent> NvmeTier::TakeKept(uint64_t offset) {
   return extent;
 }
 
-void NvmeTier::ReleaseKept() {
-  std::map<uint64_t, NvmeExtent> released;  // declared first: each frees itself after the lock is gone
-  absl::MutexLock lock(&mutex_);
-  released.swap(kept_);
-}
-
 absl::StatusOr<NvmeExtent> NvmeTier::Allocate(uint64_t bytes, absl::string_view what) {
   BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kNvme, AlignUp(bytes), what));
   return AllocateFrom(std::move(lease), what);

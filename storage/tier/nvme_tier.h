@@ -54,8 +54,6 @@ class NvmeTier {
                                                         absl::Span<const ExtentPlace> kept);
   // NOT_FOUND unless it was kept, and not taken since.
   absl::StatusOr<NvmeExtent> TakeKept(uint64_t offset);
-  // Frees what nobody took.
-  void ReleaseKept();
 
   // `bytes` rounded up to 4096. RESOURCE_EXHAUSTED: (BUDGET), or (IO) if the disk itself is full.
   absl::StatusOr<NvmeExtent> Allocate(uint64_t bytes, absl::string_view what);

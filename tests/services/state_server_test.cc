@@ -254,7 +254,7 @@ TEST(StateServer, KeepsThePromiseOfAJobThatHadNoStateYet) {
   EXPECT_EQ(same.Initialise(Ones), absl::OkStatus());
 }
 
-TEST(StateServer, AcceptsOnlyDurabilityNone) {
+TEST(StateServer, RefusesEveryKForNow) {
   TestServer server("s");
   v1::JobSpec spec = MakeSpec("job", SmallModel());
   spec.set_durability(v1::DURABILITY_EVERY_K);
