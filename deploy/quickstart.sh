@@ -1,24 +1,27 @@
 #!/usr/bin/env bash
-# Installs, builds and runs the main job on this machine: two state servers, two trainers, a real model on real text, then the
-# same training in one process without any server, compared bit for bit.
+# Installs, builds and runs the main job on this machine: two state servers, two trainers, a real model on real text. In
+# mid-run a server is killed (kill -9) and started again, then a trainer. At last the same training in one process without
+# any server, undisturbed, compared bit for bit.
 #
 # Usage: deploy/quickstart.sh [--steps N] [--dram SIZE] [--json FILE] [--text PATH]... [--keep] [-- FLAG...]
 #   --steps N     optimizer steps (default 80)
 #   --dram SIZE   DRAM budget of each server, such as 64MiB (default 17MiB: less than its share of the state)
 #   --json FILE   also write the summary's figures
 #   --text PATH   train on these files instead of the licence texts of Debian (may be repeated)
+#   --no-kill     disturb nobody
 #   --keep        leave the servers running at the end, to look at them
 #   -- FLAG...    flags of train_bytes_lm for both runs, such as -- --optimizer lion --lr 3e-4 --moments i8
 # Exit: 0 when the loss fell below the entropy of byte frequencies and the weights are bit-equal; 1 else.
 set -euo pipefail
 
-steps=80 dram_budget=17MiB json="" keep=0 text=() training=()
+steps=80 dram_budget=17MiB json="" keep=0 kill=1 text=() training=()
 while (($#)); do
   case "$1" in
     --steps) steps="${2:?--steps needs a number}"; shift 2 ;;
     --dram) dram_budget="${2:?--dram needs a size}"; shift 2 ;;
     --json) json="$(realpath -m "${2:?--json needs a file}")"; shift 2 ;;
     --text) text+=(--text "$(realpath "${2:?--text needs a path}")"); shift 2 ;;
+    --no-kill) kill=0; shift ;;
     --keep) keep=1; shift ;;
     --) shift; training=("$@"); break ;;
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
@@ -89,28 +92,73 @@ staging: 4MiB
 budget:
   hbm: $hbm_budget
   dram: $dram_budget      # state that finds no room here lives in the NVMe tier
-  nvme: 256MiB
+  nvme: 512MiB            # holds the gradient log and a durable copy of all state
 YAML
-  "$bin/ballastd" --config "$run/server$i.yaml" >"$run/server$i.log" 2>&1 &
-  pids+=($!)
 done
-for i in 0 1; do
+# Starts server $1; a restarted one keeps its address, which its first start found.
+start_server() {
+  local i="$1"
+  : >"$run/server$i.log"
+  "$bin/ballastd" --config "$run/server$i.yaml" >>"$run/server$i.log" 2>&1 &
+  pids[i]=$!
   wait_for 'ballastd ready' "$run/server$i.log" "${pids[$i]}"
+}
+for i in 0 1; do
+  start_server "$i"
   ready="$(grep -h 'ballastd ready' "$run/server$i.log" | head -n 1)"
   servers+=("$(sed -n 's/.* listen=\([^ ]*\).*/\1/p' <<<"$ready")")
   metrics+=("$(sed -n 's/.* metrics=\([^ ]*\).*/\1/p' <<<"$ready")")
   echo "server$i: listens on ${servers[$i]}, metrics on http://${metrics[$i]}/metrics"
+  sed -i "s/^listen: .*/listen: ${servers[$i]}/;s/^metrics_listen: .*/metrics_listen: ${metrics[$i]}/" "$run/server$i.yaml"
 done
 list="${servers[0]},${servers[1]}"
 
 job=(--steps "$steps" --chunk-elements 65536 "${text[@]}" "${training[@]}")
-trainer=("$bin/train_bytes_lm" "${job[@]}" --job quickstart --servers "$list" --world-size 2 --rendezvous "$run/rendezvous")
-"${trainer[@]}" --rank 1 >"$run/trainer1.log" 2>&1 &
-trainer1=$!
-pids+=("$trainer1")
-"${trainer[@]}" --rank 0 --json "$run/trainer.json" --dump-master "$run/servers.master" ||
-  { tail -n 20 "$run/trainer1.log" >&2; fail "trainer 0 failed; its peer's last lines are above"; }
-wait "$trainer1" || { tail -n 20 "$run/trainer1.log" >&2; fail "trainer 1 failed"; }
+trainer=("$bin/train_bytes_lm" "${job[@]}" --job quickstart --servers "$list" --world-size 2
+  --rendezvous "$run/rendezvous" --resume auto)
+# Starts both trainers, by the same command line whether the job is new or not. Figures go to $1.
+start_trainers() {
+  "${trainer[@]}" --rank 1 >"$run/trainer1.log" 2>&1 &
+  pids[3]=$!
+  "${trainer[@]}" --rank 0 --json "$1" --dump-master "$run/servers.master" &
+  pids[2]=$!
+}
+# Waits until step $1 is decided, while trainer 0 lives.
+wait_step() {
+  local version=-1
+  while ((version < $1)); do
+    kill -0 "${pids[2]}" 2>/dev/null || fail "the trainers ended before step $1"
+    version="$("$bin/ballastctl" status --json --servers "$list" 2>/dev/null | sed -n 's/.*"committed_min":\(-\{0,1\}[0-9]*\).*/\1/p')"
+    version="${version:--1}"
+    sleep 0.1
+  done
+}
+trainers_end() {
+  wait "${pids[2]}" || { tail -n 20 "$run/trainer1.log" >&2; fail "trainer 0 failed; its peer's last lines are above"; }
+  wait "${pids[3]}" || { tail -n 20 "$run/trainer1.log" >&2; fail "trainer 1 failed"; }
+}
+
+restarts=0
+rm -f "$run/before.json"
+start_trainers "$run/trainer.json"
+if ((kill)); then
+  wait_step $((steps / 4))
+  echo "-- kill -9 of server1; the trainers wait for it"
+  kill -9 "${pids[1]}"
+  wait "${pids[1]}" 2>/dev/null || true
+  start_server 1
+  grep 'recovered step' "$run/server1.log" | sed 's/.*\] job/   server1: job/' || fail "server1 recovered no job; see $run/server1.log"
+  restarts=$((restarts + 1))
+  wait_step $((steps / 2))
+  echo "-- kill -9 of trainer 1; the group exits and is started again with the same command line"
+  kill -9 "${pids[3]}"
+  wait "${pids[3]}" 2>/dev/null || true
+  wait "${pids[2]}" && fail "trainer 0 did not notice that trainer 1 was killed"
+  restarts=$((restarts + 1))
+  mv "$run/trainer.json" "$run/before.json"
+  start_trainers "$run/trainer.json"
+fi
+trainers_end
 "$bin/ballastctl" status --servers "$list"
 "$bin/ballastctl" status --json --servers "$list" >"$run/status.json"
 
@@ -119,7 +167,9 @@ say "4/4 the same training in one process, without servers"
 bit_equal=false
 cmp -s "$run/servers.master" "$run/reference.master" && bit_equal=true
 
-loss_first="$(field loss_first "$run/trainer.json")"
+before="$run/before.json"
+[[ -f "$before" ]] || before="$run/trainer.json"
+loss_first="$(field loss_first "$before")"
 loss_last="$(field loss_last "$run/trainer.json")"
 entropy="$(field unigram_entropy "$run/trainer.json")"
 hbm="$(state_in hbm)" dram="$(state_in dram)" nvme="$(state_in nvme)"
@@ -128,8 +178,8 @@ learned=false
 awk -v a="$loss_last" -v b="$entropy" 'BEGIN { exit !(a < b) }' && learned=true
 
 if [[ -n "$json" ]]; then
-  printf '{"loss_first": %s, "loss_last": %s, "unigram_entropy": %s, "bytes": {"hbm": %s, "dram": %s, "nvme": %s}, "bit_equal": %s, "seconds": %s, "steps": %s}\n' \
-    "$loss_first" "$loss_last" "$entropy" "$hbm" "$dram" "$nvme" "$bit_equal" "$seconds" "$steps" >"$json"
+  printf '{"loss_first": %s, "loss_last": %s, "unigram_entropy": %s, "bytes": {"hbm": %s, "dram": %s, "nvme": %s}, "bit_equal": %s, "restarts": %s, "seconds": %s, "steps": %s}\n' \
+    "$loss_first" "$loss_last" "$entropy" "$hbm" "$dram" "$nvme" "$bit_equal" "$restarts" "$seconds" "$steps" >"$json"
 fi
 
 mib() { awk -v b="$1" 'BEGIN { printf "%.1f MiB", b / 1048576 }'; }
@@ -153,5 +203,6 @@ else
   echo "Bits       DIFFERENT: compare $run/servers.master and $run/reference.master"
 fi
 [[ $learned == true ]] || echo "Loss       NOT below the entropy of byte frequencies: more --steps, or another --text"
-printf "Time       %d s in all, %.0f s of it training with servers\n" "$seconds" "$(field seconds "$run/trainer.json")"
+printf "Time       %d s in all\n" "$seconds"
+((restarts == 0)) || echo "Restarts   $restarts: a server and a trainer were killed with -9 in mid-run, and started again"
 [[ $bit_equal == true && $learned == true ]]

@@ -245,9 +245,14 @@ absl::StatusOr<int> Train(const Flags& flags, const Corpus& corpus, ParameterSou
   CatchSignals();
   int signal = 0;
   while (source.version() < end && signal == 0) {
-    BALLAST_ASSIGN_OR_RETURN(const TrainerStep step, trainer.Step());
-    report.Add(step);
-    signal = step.stop_signal;
+    const absl::StatusOr<TrainerStep> step = trainer.Step();
+    if (!step.ok()) {
+      // What was measured until then; the error says more than a file that could not be written.
+      if (!flags.json.empty()) (void)report.WriteJson(flags.json, std::nullopt);
+      return step.status();
+    }
+    report.Add(*step);
+    signal = step->stop_signal;
   }
   std::optional<uint32_t> digest;
   if (signal == 0 && flags.rank == 0 && (flags.digest || !flags.dump_master.empty())) {
