@@ -498,7 +498,7 @@ absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::Functi
   };
   if (!std::equal(chunks.begin(), chunks.end(), updates.begin(),
                   [&](auto* c, const ChunkUpdate& u) { return !moves(c, u); })) {
-    BALLAST_ASSIGN_OR_RETURN(queue, impl.staging.Queue());
+    BALLAST_ASSIGN_OR_RETURN(queue, impl.staging.Queue(impl.tiers->disk()));
   }
   {
     absl::MutexLock lock(&impl.mutex);

@@ -6,6 +6,7 @@
 
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/chunk_reader.h"
+#include "ballast/storage/io/disk.h"
 
 namespace ballast::storage {
 
@@ -22,10 +23,10 @@ uint64_t ThisThread() {
 
 }  // namespace
 
-absl::StatusOr<IoQueue*> PipelineStaging::Queue() {
+absl::StatusOr<IoQueue*> PipelineStaging::Queue(Disk* disk) {
   if (queue_ == nullptr || queue_thread_ != ThisThread()) {
     queue_.reset();
-    BALLAST_ASSIGN_OR_RETURN(queue_, MakeIoQueue({.registered = memory.bytes()}));
+    BALLAST_ASSIGN_OR_RETURN(queue_, disk->MakeQueue({.registered = memory.bytes()}));
     queue_thread_ = ThisThread();
   }
   return queue_.get();

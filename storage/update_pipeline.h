@@ -24,8 +24,8 @@ struct PipelineStaging {
   static constexpr uint64_t kFlushesMax = 8;
   static constexpr uint64_t kSlotsMax = kIoRequestsMax - kFlushesMax;
 
-  // A queue of this thread, made again when another thread runs the store.
-  absl::StatusOr<IoQueue*> Queue();
+  // A queue of this thread for the disk's files, made again when another thread runs the store.
+  absl::StatusOr<IoQueue*> Queue(Disk* disk);
 
   DramBlock memory;
   uint64_t slot_bytes = 0;  // of the largest chunk state

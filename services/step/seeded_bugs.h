@@ -27,6 +27,8 @@ enum class SeededBug {
   kRecoveryPresumesCommit,      // a restarted server takes what is prepared for decided
   kDecisionAfterNextPrepared,   // prepared(N + 1) may be durable before decision(N)
   kSkipAdvancesStepCounts,      // t counts steps that updated nothing
+  kSnapshotForgetsPrepared,     // a log that begins with a snapshot does not know what was prepared
+  kSnapshotForgetsStepCounts,   // ... or how many updates each tensor had
 };
 
 #ifdef BALLAST_SEEDED_BUGS

@@ -56,7 +56,9 @@ INSTANTIATE_TEST_SUITE_P(Server, SeededBugTest,
                                          Planted{"OpenKeepsPrepared", SeededBug::kOpenKeepsPrepared},
                                          Planted{"RecoveryPresumesCommit", SeededBug::kRecoveryPresumesCommit},
                                          Planted{"DecisionAfterNextPrepared", SeededBug::kDecisionAfterNextPrepared},
-                                         Planted{"SkipAdvancesStepCounts", SeededBug::kSkipAdvancesStepCounts}),
+                                         Planted{"SkipAdvancesStepCounts", SeededBug::kSkipAdvancesStepCounts},
+                                         Planted{"SnapshotForgetsPrepared", SeededBug::kSnapshotForgetsPrepared},
+                                         Planted{"SnapshotForgetsStepCounts", SeededBug::kSnapshotForgetsStepCounts}),
                          [](const auto& planted) { return planted.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(

@@ -48,6 +48,8 @@ void SimServer::Apply(const v1::PreparedRecord& prepared, const v1::Decision& de
     return oracle_->Broken(absl::StrCat("server ", index_, " applied step ", decision.step(), " after ", applied_));
   }
   applied_ = decision.step();
+  // After a restart: the chunks were flushed beyond what the log now tells of this step, and it is not applied again.
+  if (applied_ <= flushed_) return places_.clear();
   std::vector<Consumed> consumed;
   for (const model::Slice& slice : plan_->slices()) {
     if (plan_->server_of(slice.chunk) != static_cast<uint32_t>(index_)) continue;
@@ -135,6 +137,24 @@ void SimServer::Handle(const Request& request, std::vector<Response>* answers) {
   const int64_t before = committed();
   if (!Evaluate(request, answers) && waiting_.size() < kWaitingMax) waiting_.push_back(request);
   if (committed() != before) CheckStepCounts();
+  MaybeSnapshot();
+}
+
+void SimServer::MaybeSnapshot() {
+  if (!random_->Percent(2)) return;
+  log_.push_back(services::SnapshotRecord{machine_->Snapshot()});
+  // Chunks are flushed in the background, some steps behind.
+  if (random_->Percent(50)) flushed_ = std::max(flushed_, applied_ - static_cast<int64_t>(random_->Below(3)));
+}
+
+void SimServer::CutAtSnapshot() {
+  size_t start = 0;
+  for (size_t i = 0; i < log_.size(); ++i) {
+    const auto* slice = std::get_if<services::SliceRecord>(&log_[i]);
+    if (slice != nullptr && slice->header.step() > flushed_) break;
+    if (std::holds_alternative<services::SnapshotRecord>(log_[i]) && random_->Percent(70)) start = i;
+  }
+  log_.erase(log_.begin(), log_.begin() + static_cast<ptrdiff_t>(start));
 }
 
 void SimServer::FinishPush(std::vector<Response>* answers) {
@@ -162,6 +182,7 @@ void SimServer::Crash() {
   for (size_t i = kept; i < log_.size(); ++i)
     decisions_lost_ += std::holds_alternative<services::DecisionRecord>(log_[i]);
   log_ = std::move(survivors);
+  CutAtSnapshot();
   machine_.reset();
   receiving_.clear();
   waiting_.clear();
@@ -191,6 +212,7 @@ void SimServer::Restart() {
     if (const absl::Status status = machine_->Replay(record); !status.ok()) {
       return oracle_->Broken(absl::StrCat("server ", index_, " cannot recover: ", status.ToString()));
     }
+    if (std::holds_alternative<services::SnapshotRecord>(record)) applied_ = std::max(applied_, machine_->committed());
   }
   CheckStepCounts();
 }

@@ -60,6 +60,10 @@ class SimServer : private services::StepHost {
   void Fill(const v1::PushRequest& header);
   std::optional<uint32_t> Find(v1::SliceKind kind, const model::Slice& slice) const;
   bool CutBeforeDurable(const services::StepRecord& record, size_t kept) const;
+  // Sometimes: the log goes on in a segment of its own, which begins with a snapshot.
+  void MaybeSnapshot();
+  // Drops what lies before a snapshot if the chunks that were flushed make up for it.
+  void CutAtSnapshot();
   void CheckStepCounts();
 
   const int index_;
@@ -68,6 +72,7 @@ class SimServer : private services::StepHost {
   Oracle* const oracle_;
   std::unique_ptr<services::StepMachine> machine_;
   std::vector<services::StepRecord> log_;
+  int64_t flushed_ = -1;  // all chunks hold this step durably
   uint64_t synced_ = 0;
   uint64_t sync_wanted_ = 0;
   int64_t applied_ = -1;  // in this life of the process
