@@ -1,0 +1,241 @@
+// A state server with durable jobs that ends and starts again: what it had is there, bit for bit, whatever tier it was
+// in.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/tests/services/trainer_group.h"
+
+namespace ballast::services {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+constexpr v1::Content kContents[] = {v1::CONTENT_MASTER, v1::CONTENT_MOMENT1, v1::CONTENT_MOMENT2, v1::CONTENT_WORKING};
+
+float Initial(uint32_t tensor, uint64_t element) {
+  return static_cast<float>(tensor + 1) + 1e-3f * static_cast<float>(element % 1000);
+}
+
+// Gradients of a step: exact in bf16, different everywhere.
+Fill GradientOf(int64_t step) {
+  return [step](uint32_t tensor, uint64_t element) {
+    return static_cast<float>(static_cast<int>((element * 7 + tensor * 3 + static_cast<uint64_t>(step) * 5) % 61) -
+                              30) /
+           64.0f;
+  };
+}
+
+v1::JobSpec Spec(v1::Durability durability) {
+  v1::JobSpec spec = MakeSpec("job", SmallModel());
+  spec.set_durability(durability);
+  return spec;
+}
+
+// The same steps on a server that nobody disturbs.
+class Reference {
+ public:
+  Reference() : server_("reference"), group_({server_.get()}, Spec(v1::DURABILITY_NONE), 1) {
+    EXPECT_EQ(group_.Start(), absl::OkStatus());
+    EXPECT_EQ(group_.Initialise(Initial), absl::OkStatus());
+  }
+  void Step(int64_t step) {
+    EXPECT_EQ(group_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(step)), absl::OkStatus());
+    EXPECT_TRUE(group_.Finish(UpdateHeader(Tensors())).ok());
+  }
+  void ExpectSame(TrainerGroup& other, int64_t version) {
+    for (uint32_t tensor = 0; tensor < Tensors(); ++tensor) {
+      for (const v1::Content content : kContents) {
+        const auto mine = group_.Read(tensor, content, version), theirs = other.Read(tensor, content, version);
+        ASSERT_TRUE(mine.ok()) << mine.status();
+        ASSERT_TRUE(theirs.ok()) << theirs.status();
+        ASSERT_EQ(*mine, *theirs) << "tensor " << tensor << ", content " << content << ", version " << version;
+      }
+    }
+  }
+  static uint32_t Tensors() { return static_cast<uint32_t>(SmallModel().size()); }
+
+ private:
+  TestServer server_;
+  TrainerGroup group_;
+};
+
+absl::Status PushStep(TrainerGroup& group, int64_t step) {
+  return group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Reference::Tensors()), GradientOf(step));
+}
+
+struct Budget {
+  const char* name;
+  storage::TierBytes bytes;
+};
+
+class RecoveryTest : public ::testing::TestWithParam<Budget> {
+ protected:
+  RecoveryTest() : server_("s", GetParam().bytes) {}
+  // The group that follows whoever was there.
+  std::unique_ptr<TrainerGroup> NewGroup() {
+    auto group = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server_.get()}, Spec(v1::DURABILITY_STEP), 1,
+                                                ++epochs_);
+    EXPECT_EQ(group->Start(), absl::OkStatus());
+    return group;
+  }
+  TestServer server_;
+  uint64_t epochs_ = 0;
+};
+
+// More steps than the log takes, so that it wraps, chunks are flushed and segments recycled.
+TEST_P(RecoveryTest, RestartsBetweenStepsChangeNoBit) {
+  Reference reference;
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  const uint64_t log_bytes = std::filesystem::file_size(server_.directory() + "/log-job");
+  for (int64_t step = 1; step <= 40; ++step) {
+    if (step % 7 == 0 || step == 1) {
+      group.reset();
+      server_.Restart();
+      group = NewGroup();
+      ASSERT_EQ(group->step(), step) << "the step in flight";
+    }
+    ASSERT_EQ(PushStep(*group, step), absl::OkStatus());
+    ASSERT_TRUE(group->Finish(UpdateHeader(Reference::Tensors())).ok());
+    reference.Step(step);
+  }
+  server_.Restart();
+  group = NewGroup();
+  reference.ExpectSame(*group, 40);
+  EXPECT_EQ(std::filesystem::file_size(server_.directory() + "/log-job"), log_bytes) << "the log grew";
+  const v1::GetServerStatusResponse status = server_->Status();
+  EXPECT_EQ(status.tiers(2).state_bytes() > 0, std::string(GetParam().name) == "Mixed");
+  EXPECT_GT(status.tiers(1).state_bytes(), 0u);
+}
+
+TEST_P(RecoveryTest, WhatWasPreparedIsFinishedByTheNextGroup) {
+  Reference reference;
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  ASSERT_EQ(PushStep(*group, 1), absl::OkStatus());
+  ASSERT_TRUE(group->SealAll(UpdateHeader(Reference::Tensors())).ok());
+  group.reset();
+  server_.Restart();
+  group = NewGroup();
+  EXPECT_EQ(group->step(), 2);
+  reference.Step(1);
+  reference.ExpectSame(*group, 1);
+}
+
+TEST_P(RecoveryTest, AStepThatWasNotPreparedIsVoid) {
+  Reference reference;
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  ASSERT_EQ(PushStep(*group, 77), absl::OkStatus());
+  group.reset();
+  server_.Restart();
+  group = NewGroup();
+  EXPECT_EQ(group->step(), 1);
+  reference.ExpectSame(*group, 0);
+  ASSERT_EQ(PushStep(*group, 1), absl::OkStatus());
+  ASSERT_TRUE(group->Finish(UpdateHeader(Reference::Tensors())).ok());
+  reference.Step(1);
+  reference.ExpectSame(*group, 1);
+}
+
+TEST_P(RecoveryTest, ASkippedStepIsSkippedAgain) {
+  Reference reference;
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  const Fill infinite = [](uint32_t, uint64_t) { return std::numeric_limits<float>::infinity(); };
+  ASSERT_EQ(group->PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Reference::Tensors()), infinite), absl::OkStatus());
+  const auto decision = group->Finish(UpdateHeader(Reference::Tensors()));
+  ASSERT_TRUE(decision.ok() && decision->verdict().skip());
+  group.reset();
+  server_.Restart();
+  group = NewGroup();
+  EXPECT_EQ(server_->Status().jobs(0).skipped_steps(), 1u);
+  const auto master = group->Read(0, v1::CONTENT_MASTER, 1);
+  ASSERT_TRUE(master.ok()) << master.status();
+  EXPECT_EQ((*master)[1], Initial(0, 1));
+}
+
+TEST_P(RecoveryTest, ADroppedJobLeavesNothingOnTheDisk) {
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  v1::DropJobRequest request;
+  request.set_job("job");
+  *request.mutable_epoch() = group->epoch();
+  Answer<v1::DropJobResponse> dropped;
+  server_->DropJob(request, dropped.reply());
+  ASSERT_EQ(dropped.Wait().status(), absl::OkStatus());
+  EXPECT_FALSE(std::filesystem::exists(server_.directory() + "/log-job"));
+  const v1::GetServerStatusResponse status = server_->Status();
+  for (const v1::TierStatus& tier : status.tiers()) EXPECT_EQ(tier.used_bytes(), 0u) << tier.tier();
+  server_.Restart();
+  EXPECT_EQ(server_->Status().jobs_size(), 0);
+  EXPECT_EQ(std::filesystem::file_size(server_.directory() + "/nvme.tier"), 0u);
+}
+
+TEST_P(RecoveryTest, ALogThatIsGoneIsNotTakenForANewJob) {
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  ASSERT_EQ(PushStep(*group, 1), absl::OkStatus());
+  ASSERT_TRUE(group->Finish(UpdateHeader(Reference::Tensors())).ok());
+  const auto read = group->Read(0, v1::CONTENT_MASTER, 1);  // the step was applied, and the catalog heard of it
+  ASSERT_TRUE(read.ok()) << read.status();
+  group.reset();
+  server_->Stop();
+  std::filesystem::remove(server_.directory() + "/log-job");
+  server_.Restart();
+  TrainerGroup next({server_.get()}, Spec(v1::DURABILITY_STEP), 1, 9);
+  const absl::Status status = next.Start();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no gradient log"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Tiers, RecoveryTest,
+                         ::testing::Values(Budget{"Dram", {0, 64 * kMiB, 128 * kMiB}},
+                                           // SmallModel's working copies, slices and staging, and one chunk's state.
+                                           Budget{"Mixed", {0, 5 * kMiB, 128 * kMiB}}),
+                         [](const auto& budget) { return budget.param.name; });
+
+TEST(DurableJob, NeedsAnNvmeBudgetAndSaysHowMuch) {
+  TestServer server("s", {0, 64 * kMiB, 0});
+  TrainerGroup group({server.get()}, Spec(v1::DURABILITY_STEP), 1);
+  const absl::Status status = group.Start();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("nvme is short of "));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("the gradient log"));
+  EXPECT_FALSE(std::filesystem::exists(server.directory() + "/log-job"));
+  EXPECT_EQ(server->Status().tiers(1).used_bytes(), 0u);
+}
+
+TEST(DurableJob, TensorsThatWereAddedLaterComeBackToo) {
+  TestServer server("s", {0, 64 * kMiB, 128 * kMiB});
+  v1::JobSpec spec = Spec(v1::DURABILITY_STEP);
+  TrainerGroup first({server.get()}, spec, 1, 1);
+  ASSERT_EQ(first.Start(), absl::OkStatus());
+  ASSERT_EQ(first.Initialise(Initial), absl::OkStatus());
+  Append({{"late", "late", 70000, 0}}, 0, &spec);
+  TrainerGroup second({server.get()}, spec, 1, 2);
+  ASSERT_EQ(second.Start(), absl::OkStatus());
+  const uint32_t late = Reference::Tensors();
+  v1::StepHeader values = ValuesHeader(late + 1);
+  const std::string presence = model::MakeBitmap(late + 1, std::vector<uint32_t>{late});
+  values.set_value_presence(presence);
+  ASSERT_EQ(second.PushAll(v1::SLICE_KIND_VALUE, presence, Initial), absl::OkStatus());
+  ASSERT_TRUE(second.Finish(values).ok());
+  server.Restart();
+  TrainerGroup third({server.get()}, spec, 1, 3);
+  ASSERT_EQ(third.Start(), absl::OkStatus());
+  const auto read = third.Read(late, v1::CONTENT_MASTER, 1);
+  ASSERT_TRUE(read.ok()) << read.status();
+  ASSERT_EQ(read->size(), 70000u);
+  for (uint64_t i = 0; i < read->size(); ++i) ASSERT_EQ((*read)[i], Initial(late, i));
+}
+
+}  // namespace
+}  // namespace ballast::services
