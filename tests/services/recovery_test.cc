@@ -199,7 +199,7 @@ TEST_P(RecoveryTest, ALogThatIsGoneIsNotTakenForANewJob) {
 INSTANTIATE_TEST_SUITE_P(Tiers, RecoveryTest,
                          ::testing::Values(Budget{"Dram", {0, 64 * kMiB, 128 * kMiB}},
                                            // SmallModel's working copies, slices and staging, and one chunk's state.
-                                           Budget{"Mixed", {0, 5 * kMiB, 128 * kMiB}}),
+                                           Budget{"Mixed", {0, 3'700'000, 128 * kMiB}}),
                          [](const auto& budget) { return budget.param.name; });
 
 TEST(DurableJob, NeedsAnNvmeBudgetAndSaysHowMuch) {
