@@ -23,11 +23,25 @@ void ReadZeros(uint64_t count, ChunkReader::Sink sink) {
 }  // namespace
 
 ArrayDigests DigestState(const StoredChunk& chunk, const std::byte* state) {
+  return DigestState(chunk, state, nullptr, [] {});
+}
+
+ArrayDigests DigestState(const StoredChunk& chunk, const std::byte* state, kernels::ThreadPool* compute,
+                         absl::FunctionRef<void()> poll) {
   ArrayDigests digests = {};
-  for (int i = 0; i < chunk.layout.array_count(); ++i) {
+  const auto digest = [&](uint64_t i) {
     const auto array = static_cast<StateArray>(i);
-    digests[static_cast<size_t>(i)] = kernels::Crc32c(
+    digests[i] = kernels::Crc32c(
         {state + chunk.layout.ArrayAt(array, chunk.elements), chunk.layout.ArrayBytes(array, chunk.elements)});
+  };
+  const auto count = static_cast<uint64_t>(chunk.layout.array_count());
+  if (compute != nullptr) {
+    compute->ParallelFor(count, digest, poll);
+    return digests;
+  }
+  for (uint64_t i = 0; i < count; ++i) {
+    digest(i);
+    poll();
   }
   return digests;
 }

@@ -7,6 +7,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "ballast/kernels/thread_pool.h"
 #include "ballast/storage/stored_chunk.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/tier/tiers.h"
@@ -14,6 +15,9 @@
 namespace ballast::storage {
 
 ArrayDigests DigestState(const StoredChunk& chunk, const std::byte* state);
+// The same, its arrays shared with the pool's threads if there is one; `poll` is called between arrays.
+ArrayDigests DigestState(const StoredChunk& chunk, const std::byte* state, kernels::ThreadPool* compute,
+                         absl::FunctionRef<void()> poll);
 
 // DATA_LOSS (CHECKSUM): names the chunk, the array, the file and the offset.
 absl::Status ChecksumError(const BlockFile& file, uint64_t chunk, StateArray array, uint64_t offset, uint32_t expected,

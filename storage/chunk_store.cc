@@ -504,7 +504,7 @@ absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::Functi
     absl::MutexLock lock(&impl.mutex);
     ++impl.runs;
   }
-  UpdatePipeline pipeline(chunks, &impl.staging, queue, impl.tiers);
+  UpdatePipeline pipeline(chunks, &impl.staging, queue, impl.tiers, impl.compute);
   absl::Status status;
   for (size_t i = 0; i < updates.size() && status.ok(); ++i) {
     status = impl.Apply(i, updates[i], *chunks[i], pipeline);
@@ -548,7 +548,7 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
       ApplyInMemory(update, chunk.View(state), chunk.working, pipeline, compute);
     }
     if (tier == TierKind::kNvme) {
-      chunk.digests = DigestState(chunk, state);
+      chunk.digests = DigestState(chunk, state, compute, [&pipeline] { pipeline.Poll(); });
       chunk.staged = state;
     }
     chunk.dirty = versions.has_value() && !stores;

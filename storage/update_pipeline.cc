@@ -33,8 +33,8 @@ absl::StatusOr<IoQueue*> PipelineStaging::Queue(Disk* disk) {
 }
 
 UpdatePipeline::UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue,
-                               Tiers* tiers)
-    : chunks_(chunks), queue_(queue), tiers_(tiers) {
+                               Tiers* tiers, kernels::ThreadPool* compute)
+    : chunks_(chunks), queue_(queue), tiers_(tiers), compute_(compute) {
   if (queue == nullptr) return;
   const uint64_t slot_bytes = std::max(staging->slot_bytes, uint64_t{1});  // no slots where no state lives on NVMe
   const uint64_t count = std::min(staging->memory.bytes().size() / slot_bytes, PipelineStaging::kSlotsMax);
@@ -202,11 +202,11 @@ void UpdatePipeline::FreeStored(bool may_wait) {
   }
 }
 
-absl::Status UpdatePipeline::Verify(const Slot& slot) const {
+absl::Status UpdatePipeline::Verify(const Slot& slot) {
   const StoredChunk& chunk = *chunks_[slot.update];
   absl::ReaderMutexLock lock(&chunk.mutex);
   if (chunk.updated_in == 0) return absl::OkStatus();
-  const ArrayDigests found = DigestState(chunk, slot.data);
+  const ArrayDigests found = DigestState(chunk, slot.data, compute_, [this] { Poll(); });
   for (size_t i = 0; i < kStateArraysMax; ++i) {
     if (found[i] == chunk.digests[i]) continue;
     const auto array = static_cast<StateArray>(i);

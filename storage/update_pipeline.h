@@ -12,6 +12,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "ballast/kernels/thread_pool.h"
 #include "ballast/storage/io/io_queue.h"
 #include "ballast/storage/stored_chunk.h"
 #include "ballast/storage/tier/tiers.h"
@@ -39,7 +40,8 @@ struct PipelineStaging {
 class UpdatePipeline {
  public:
   // `chunks`: one per update, in order; only those on NVMe are moved. Borrows all.
-  UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue, Tiers* tiers);
+  UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue, Tiers* tiers,
+                 kernels::ThreadPool* compute);
 
   // The state of update i, in memory and verified. Before the kernel.
   absl::StatusOr<std::byte*> Load(size_t i);
@@ -80,11 +82,12 @@ class UpdatePipeline {
   void Complete(const IoCompletion& completion);
   // `may_wait`: for readers of the chunk. Not while another chunk's lock is held.
   void FreeStored(bool may_wait);
-  absl::Status Verify(const Slot& slot) const;
+  absl::Status Verify(const Slot& slot);
 
   const absl::Span<StoredChunk* const> chunks_;
   IoQueue* const queue_;
   Tiers* const tiers_;
+  kernels::ThreadPool* const compute_;
   std::vector<Source> sources_;  // by update
   std::vector<Slot> slots_;
   uint64_t flushing_ = 0;
