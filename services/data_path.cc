@@ -174,7 +174,11 @@ void Job::Receive(const v1::PushRequest& header, absl::Span<const std::byte> pay
       received = model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                               "the gradient log is full until chunks are flushed; send the same slice again");
     }
-    if (received.ok()) received = MakeJournalRoom(1, Journal::kSliceBodyBytesMax, payload.size());
+    // The slice may be the last that a sealed step waits for: its prepared record comes with it.
+    if (received.ok()) {
+      received =
+          MakeJournalRoom(2, 2 * Journal::kSliceBodyBytesMax + sealed_bytes_max_ + norm_bytes_max_, payload.size());
+    }
     arrived_ = {chunk.get(), &receipt, payload.size()};
     const absl::Status status = machine_->EndPush(header, received);
     arrived_ = {};

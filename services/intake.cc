@@ -197,6 +197,8 @@ v1::ChunkNorm Intake::Norm(absl::string_view gradient_presence) {
   out.set_chunk(chunk_);
   for (size_t i = 0; i < segments_.size(); ++i) {
     if (!model::HasBit(gradient_presence, segments_[i].tensor)) continue;
+    // After a restart: a chunk that was ahead of the log has no gradient for a step that it already holds.
+    if (!norms_[i].has_value() && gradient_ == nullptr) continue;
     if (!norms_[i].has_value()) norms_[i] = NormOf(gradient().data(), segments_[i].in_chunk);
     v1::SegmentNorm* segment = out.add_segments();
     segment->set_tensor(segments_[i].tensor);

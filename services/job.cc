@@ -1,5 +1,6 @@
 #include "ballast/services/job.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -74,7 +75,9 @@ void Job::LockedOnStage(absl::FunctionRef<void(Replies*)> body) {
 void Job::Settle(Replies* replies) {
   for (;;) {
     // A durable job whose journal is gone is stopping: nothing more is said to be durable.
-    const uint64_t journalled = journal_ != nullptr ? journal_->log().durable_lsn() : durable_ ? 0 : ~uint64_t{0};
+    const uint64_t journalled = journal_ != nullptr ? std::max(journal_->log().durable_lsn(), before_journal_lsn_)
+                                : durable_          ? 0
+                                                    : ~uint64_t{0};
     if (const std::optional<uint64_t> lsn = log_.TakeSynced(journalled)) {
       machine_->Synced(*lsn);
       moved_ = true;
@@ -182,6 +185,8 @@ void Job::Opened(const model::EpochPlan& plan) {
     }
     by_index_[indices[i]] = chunks_[i];
   }
+  // Slices of older epochs are void, the log need not keep them.
+  if (journal_ != nullptr) journal_->log().Release(machine_->committed());
   norm_bytes_max_ = 0;
   step_bytes_ = 0;
   for (const auto& chunk : chunks_) {
@@ -302,6 +307,7 @@ void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::Se
                                           " decided steps wait for the update stage, which is all that "
                                           "may; send the same seal again"));
     }
+    sealed_bytes_max_ = std::max<uint64_t>(sealed_bytes_max_, request.ByteSizeLong());
     if (refusal.ok()) refusal = MakeJournalRoom(1, request.ByteSizeLong() + norm_bytes_max_ + kSmallRecordBytesMax);
     Outcome<v1::SealResponse> outcome = refusal.ok() ? machine_->Seal(request) : Outcome<v1::SealResponse>(refusal);
     if (!outcome.ok()) {

@@ -102,7 +102,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Refuses all that waits and all that comes with `status`, finishes the update at work, drops those behind it.
   // Blocks.
   void Stop(const absl::Status& status);
-  // After Stop, for a job that is dropped: deletes its log; and, once the catalog has forgotten them, frees its
+  // Deletes the log of a job that is dropped, or that no Open was accepted for. Not while a request may append.
+  // After Stop, for a job that is dropped: the former; and, once the catalog has forgotten them, frees its
   // extents.
   absl::Status RemoveJournal();
   void Discard();
@@ -218,14 +219,16 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Durability `step`.
   bool durable_ ABSL_GUARDED_BY(mu_) = false;
   std::shared_ptr<Journal> journal_ ABSL_GUARDED_BY(mu_);
+  uint64_t before_journal_lsn_ ABSL_GUARDED_BY(mu_) = 0;  // promises up to here came before it: the catalog has them
   struct Arrived {
     HeldChunk* chunk = nullptr;
     const Intake::Receipt* receipt = nullptr;
     uint64_t bytes = 0;
   };
-  Arrived arrived_ ABSL_GUARDED_BY(mu_);              // the slice whose record the machine may append
-  uint64_t norm_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;  // of a prepared record's norms
-  uint64_t step_bytes_ ABSL_GUARDED_BY(mu_) = 0;      // that a step's gradients take in the journal
+  Arrived arrived_ ABSL_GUARDED_BY(mu_);                // the slice whose record the machine may append
+  uint64_t norm_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;    // of a prepared record's norms
+  uint64_t sealed_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;  // of what ranks sealed
+  uint64_t step_bytes_ ABSL_GUARDED_BY(mu_) = 0;        // that a step's gradients take in the journal
   bool waits_for_cut_ ABSL_GUARDED_BY(mu_) = false;
   bool flush_posted_ ABSL_GUARDED_BY(mu_) = false;
   std::shared_ptr<StepWork> replayed_ ABSL_GUARDED_BY(mu_);  // what Apply asked for while recovering

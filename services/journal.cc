@@ -109,7 +109,7 @@ absl::Status Journal::MakeRoom(uint64_t records, uint64_t record_bytes, uint64_t
   };
   storage::LogRecord record = snapshot();
   if (storage::RecordCostMax(record.body.size(), 0) + storage::RecordCostMax(bytes, payload_bytes) >
-      log_->segment_bytes() - storage::kSegmentHeadBytes) {
+      log_->record_bytes_max()) {
     return short_of(absl::StrCat("records of ", bytes + payload_bytes, " bytes beside a snapshot of ",
                                  record.body.size(), ": drop the job and make it with larger chunks"));
   }

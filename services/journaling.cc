@@ -35,7 +35,8 @@ absl::Status Job::EnsureJournal(const JournalSize& size) {
                                                                     .segment_bytes = size.segment_bytes,
                                                                     .segment_count = size.segment_count});
     status = log.status();
-    if (log.ok()) StartJournal(*std::move(log));
+    if (status.ok()) status = around_.catalog->Put(absl::StrCat(CatalogPrefix(name_), kCatalogLog), "");
+    if (status.ok()) StartJournal(*std::move(log));
   }
   if (!status.ok()) {
     around_.tiers->Return(storage::TierKind::kNvme, missing);
@@ -51,6 +52,7 @@ void Job::StartJournal(std::unique_ptr<storage::GradientLog> log) {
   around_.foundation->Pump(&journal->log(), [this] { JournalProgressed(); });
   absl::MutexLock lock(&mu_);
   journal_ = std::move(journal);
+  before_journal_lsn_ = log_.last_lsn();
   durable_ = true;
   log_.KeptElsewhere(0);
 }
@@ -196,12 +198,18 @@ absl::Status RemoveLog(storage::Tiers& tiers, const std::string& job) {
 }
 
 absl::Status Job::RemoveJournal() {
+  std::shared_ptr<Journal> journal;
   {
     absl::MutexLock lock(&mu_);
-    if (!durable_) return absl::OkStatus();
+    journal.swap(journal_);
+    durable_ = false;
+    log_.KeptHere();
   }
+  if (journal != nullptr) around_.foundation->StopPumping(&journal->log());
+  journal.reset();
   around_.tiers->Return(storage::TierKind::kNvme, std::exchange(journal_bytes_, 0));
-  return RemoveLog(*around_.tiers, name_);
+  BALLAST_RETURN_IF_ERROR(RemoveLog(*around_.tiers, name_));
+  return around_.catalog->ErasePrefix(absl::StrCat(CatalogPrefix(name_), kCatalogLog));
 }
 
 void Job::Discard() {

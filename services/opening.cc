@@ -190,7 +190,11 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
   bool aside = false;                                          // a dry run that may not touch what the job has
   {
     absl::MutexLock lock(&mu_);
-    const bool other = store_ != nullptr && !(store_->layout().optimizer() == optimizer);
+    const bool misfit =
+        journal_ != nullptr && chunks_.empty() &&
+        journal_->log().segment_bytes() != JournalSizeOf(wanted.spec, optimizer, wanted.all_elements).segment_bytes;
+    const bool other = store_ != nullptr && (!(store_->layout().optimizer() == optimizer) ||
+                                             store_->durable() != wanted.durable() || misfit);
     if (other && !chunks_.empty()) {
       return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec,
                           absl::StrCat("job '", name_, "' has state for ", model::Show(store_->layout().optimizer()),
@@ -218,7 +222,12 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     }
   }
   old_spares.clear();
-  old_store.reset();
+  if (old_store != nullptr) {
+    // Nothing of it was ever recorded.
+    old_store->Discard();
+    old_store.reset();
+    BALLAST_RETURN_IF_ERROR(RemoveJournal());
+  }
   std::vector<std::shared_ptr<HeldChunk>> taken(elements.size());
   std::vector<storage::ChunkToAdd> missing;
   for (size_t i = 0; i < elements.size(); ++i) {

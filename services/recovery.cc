@@ -44,7 +44,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
   storage::ScannedLog scanned;
   auto log = storage::GradientLog::Recover(around_.tiers->disk(), journal_path(), &scanned);
   const absl::Time began = absl::Now();
-  if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.committed < 0) {
+  if (absl::IsNotFound(log.status()) && entry.chunks.empty() && !entry.has_log) {
     // The log was still being made: no step was ever prepared.
     if (entry.promised.has_value()) return Replay(PromiseRecord{*entry.promised});
     return absl::OkStatus();
@@ -54,6 +54,11 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
   if (scanned.name != name_) {
     return model::Error(absl::StatusCode::kDataLoss, model::kIo,
                         absl::StrCat(journal_path(), " is the log of job '", scanned.name, "', not of '", name_, "'"));
+  }
+  // No log is made with fewer segments: this one lost its end. All that is needed of it was read, so the rest may be
+  // made anew; without it a restart finds no segment to take, and slices would wait for ever.
+  if (scanned.segment_count < Journal::kSegmentsMin) {
+    BALLAST_RETURN_IF_ERROR((*log)->Extend(Journal::kSegmentsMin - scanned.segment_count));
   }
   const uint64_t file_bytes = (*log)->file_bytes();
   BALLAST_RETURN_IF_ERROR(around_.tiers->Take(storage::TierKind::kNvme, file_bytes, "the gradient log"));
@@ -74,6 +79,10 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(scanned.records[i]));
     if (const auto* slice = std::get_if<SliceRecord>(&record)) {
       keep[segment] = std::max(keep[segment], slice->header.step());
+    }
+    // Slices of older epochs are void.
+    if (const auto* open = std::get_if<OpenRecord>(&record)) {
+      for (size_t j = 0; j <= segment; ++j) keep[j] = std::min(keep[j], open->open.base());
     }
     BALLAST_RETURN_IF_ERROR(ReplayRecord(record, scanned.records[i].payload, &replaying));
   }
@@ -102,6 +111,21 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     store = store_;
   }
   StartJournal(*std::move(log));
+  // A step that is never decided keeps its segments, and each restart takes one more.
+  {
+    std::shared_ptr<Journal> journal;
+    {
+      absl::MutexLock lock(&mu_);
+      journal = journal_;
+    }
+    if (journal->log().free_segments() == 0) {
+      const uint64_t bytes = journal->log().segment_bytes();
+      BALLAST_RETURN_IF_ERROR(
+          around_.tiers->Take(storage::TierKind::kNvme, bytes, "another segment of the gradient log"));
+      journal_bytes_ += bytes;
+      BALLAST_RETURN_IF_ERROR(journal->log().Extend(1));
+    }
+  }
   // A restart takes a segment. Where few are left, what came before goes to the chunks, so that restarts in a row
   // cannot fill the log.
   bool few = false;

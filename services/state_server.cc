@@ -15,6 +15,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/synchronization/mutex.h"
@@ -72,6 +73,15 @@ absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std:
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
                         absl::StrCat("data directory '", directory, "' belongs to server '", *stored,
                                      "', server_id says '", wanted, "'; use that name, or another directory"));
+  }
+  // Without the catalog nobody knows what the disk holds: to go on would free it.
+  std::error_code error;
+  for (const auto& file : std::filesystem::directory_iterator(directory, error)) {
+    if (!absl::StartsWith(file.path().filename().string(), "log-")) continue;
+    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                        absl::StrCat("data directory '", directory, "' holds ", file.path().filename().string(),
+                                     " of a durable job, and its catalog is new: it was lost. Run `ballastctl verify "
+                                     "--rebuild`, or move the logs away if the jobs are not wanted"));
   }
   const std::string id = wanted.empty() ? MakeServerId() : wanted;
   BALLAST_RETURN_IF_ERROR(catalog->Put(kServerIdKey, id));
@@ -216,7 +226,8 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
       continue;
     }
     const std::shared_ptr<Job> job = MakeJob(name);
-    const bool durable = entry.open.has_value() && entry.open->spec().durability() == v1::DURABILITY_STEP;
+    const bool durable = entry.has_log || !entry.chunks.empty() ||
+                         (entry.open.has_value() && entry.open->spec().durability() == v1::DURABILITY_STEP);
     absl::Status status;
     if (durable) {
       status = job->Recover(entry);
@@ -268,6 +279,10 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::st
   BALLAST_RETURN_IF_ERROR(CheckJobName(name));
   if (auto found = Find(name); found.ok() || model::ReasonOf(found.status()) != model::kUnknownJob) return found;
   absl::MutexLock lock(&mu);
+  if (stopped) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                        absl::StrCat("server '", server_id, "' is stopping"));
+  }
   if (const auto raced = jobs.find(name); raced != jobs.end()) return raced->second.job;
   if (jobs.size() >= kJobsMax) {
     return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,

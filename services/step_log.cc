@@ -37,6 +37,8 @@ absl::StatusOr<CatalogEntry> ReadCatalogEntry(const storage::Catalog& catalog, a
   entry.had_state = mark.has_value();
   BALLAST_ASSIGN_OR_RETURN(const auto committed, catalog.Get(prefix + kCommitted));
   if (committed.has_value() && !absl::SimpleAtoi(*committed, &entry.committed)) return Unreadable(job, kCommitted);
+  BALLAST_ASSIGN_OR_RETURN(const auto log, catalog.Get(prefix + kCatalogLog));
+  entry.has_log = log.has_value();
   BALLAST_ASSIGN_OR_RETURN(const auto chunks, catalog.List(absl::StrCat(prefix, kCatalogChunk)));
   for (const auto& [key, value] : chunks) {
     if (!entry.chunks.emplace_back().Decode(value)) return Unreadable(job, key);
@@ -62,6 +64,8 @@ uint64_t StepLog::Append(const StepRecord& record) {
   }
   return lsn;
 }
+
+void StepLog::KeptHere() { marked_ = false; }
 
 void StepLog::KeptElsewhere(uint64_t next_lsn) {
   marked_ = true;

@@ -23,11 +23,13 @@ struct CatalogEntry {
   // Some step was prepared here: after a restart its state is lost.
   bool had_state = false;
   int64_t committed = -1;                     // as last written: may lag
+  bool has_log = false;                       // its gradient log was made: without it, state is lost
   std::vector<storage::DurableChunk> chunks;  // of a job with durability `step`
 };
 
 // Keys of a job in the catalog: "job/<name>/<what>"; a durable chunk's: what is kCatalogChunk and its id.
 inline constexpr char kCatalogChunk[] = "chunk-";
+inline constexpr char kCatalogLog[] = "log";
 std::string CatalogPrefix(absl::string_view job);
 absl::StatusOr<CatalogEntry> ReadCatalogEntry(const storage::Catalog& catalog, absl::string_view job);
 // Not synced: the value is only shown.
@@ -41,7 +43,9 @@ class StepLog {
   uint64_t Append(const StepRecord& record);
   // The job's records are kept elsewhere as well: no mark. `next_lsn`: what the next record gets, if that is higher.
   void KeptElsewhere(uint64_t next_lsn);
+  void KeptHere();  // not any more
   void Sync(uint64_t lsn);
+  uint64_t last_lsn() const { return next_lsn_ - 1; }
 
   // A record that a requested sync waits for, oldest first: to be written with Write, then Written.
   struct Durable {

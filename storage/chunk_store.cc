@@ -169,8 +169,9 @@ struct ChunkStore::Impl {
   absl::Status Restore(StoredChunk& chunk, const DurableChunk& durable);
   absl::Status CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state) const;
   // Durable: room for one more version of the chunk.
-  absl::Status MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline);
-  absl::Status StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, bool has_fresh_extent)
+  absl::StatusOr<NvmeExtent> MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline);
+  // `fresh`: empty if the chunk's extent is fresh already.
+  absl::Status StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
   absl::StatusOr<std::vector<StoredChunk*>> CheckUpdates(absl::Span<const ChunkUpdate> updates) const;
   absl::Status Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk, UpdatePipeline& pipeline);
@@ -210,6 +211,8 @@ ChunkStore::Impl::~Impl() {
   for (StoredChunk& chunk : chunks) {
     absl::MutexLock chunk_lock(&chunk.mutex);
     chunk.extent.Leave();
+    // After a failed run the newest version that is recorded may be in a pin's copy.
+    for (PinnedCopy& copy : chunk.copies) copy.extent.Leave();
   }
 }
 
@@ -441,6 +444,8 @@ absl::Status ChunkStore::Impl::Restore(StoredChunk& chunk, const DurableChunk& d
   return absl::OkStatus();
 }
 
+bool ChunkStore::durable() const { return impl_->versions.has_value(); }
+
 bool ChunkStore::dirty(uint64_t chunk) const {
   const absl::StatusOr<StoredChunk*> found = impl_->Find(chunk);
   return found.ok() && (*found)->dirty;
@@ -512,7 +517,12 @@ absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::Functi
   }
   const absl::Status drained = pipeline.Drain();
   if (status.ok()) status = drained;
-  if (status.ok() && impl.versions.has_value()) status = impl.versions->Harden();
+  // Also of what was done before an error: a pin that is dropped next must not free what is not recorded yet.
+  if (drained.ok() && impl.versions.has_value()) {
+    const absl::Status hardened = impl.versions->Harden();
+    if (!hardened.ok()) impl.failed = hardened;
+    if (status.ok()) status = hardened;
+  }
   // A pin that found no room can be dropped; what a device did wrong cannot be undone.
   if (!drained.ok() || (!status.ok() && status.code() != absl::StatusCode::kResourceExhausted)) impl.failed = status;
   return status;
@@ -530,18 +540,22 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
     absl::ReaderMutexLock lock(&mutex);
     run = runs;
   }
+  const bool changes = !update.values.empty() || !update.segments.empty();
   std::optional<CopyOnWrite> copy;
-  if (IsPinned(chunk)) {
+  if (changes && IsPinned(chunk)) {
     BALLAST_ASSIGN_OR_RETURN(
         copy, CopyOnWrite::Prepare(tiers, &reader, chunk, run, tier == TierKind::kNvme ? state : nullptr));
   }
   const bool stores = tier == TierKind::kNvme || (update.flush && versions.has_value());
-  if (stores && versions.has_value()) BALLAST_RETURN_IF_ERROR(MakeRoom(chunk, pipeline));
+  NvmeExtent fresh;
+  // All that can be short is taken before the chunk changes, or the update would be tried again on top of itself.
+  if (stores && versions.has_value() && !(copy.has_value() && copy->takes_extent())) {
+    BALLAST_ASSIGN_OR_RETURN(fresh, MakeRoom(chunk, pipeline));
+  }
   {
     absl::MutexLock lock(&chunk.mutex);
-    const bool fresh_extent = copy.has_value() && copy->takes_extent();
     if (copy.has_value()) (*std::move(copy)).Install(chunk);
-    chunk.updated_in = run;
+    if (changes) chunk.updated_in = run;
     if (tier == TierKind::kHbm) {
       BALLAST_RETURN_IF_ERROR(ApplyOnDevice(update, chunk));
     } else {
@@ -553,7 +567,8 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
     }
     chunk.dirty = versions.has_value() && !stores;
     if (stores && versions.has_value()) {
-      BALLAST_RETURN_IF_ERROR(StartVersion(chunk, state, update.version, fresh_extent));
+      failed = StartVersion(chunk, state, update.version, std::move(fresh));
+      BALLAST_RETURN_IF_ERROR(failed);
     }
   }
   CountUpdate(update, chunk);
@@ -561,24 +576,22 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
   return tier == TierKind::kNvme ? pipeline.Store(i) : pipeline.Flush(i);
 }
 
-absl::Status ChunkStore::Impl::MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline) {
-  if (versions->HasRoom(chunk.state_bytes())) return absl::OkStatus();
-  BALLAST_RETURN_IF_ERROR(pipeline.DrainStores());
-  BALLAST_RETURN_IF_ERROR(versions->Harden());
-  if (versions->HasRoom(chunk.state_bytes())) return absl::OkStatus();
+absl::StatusOr<NvmeExtent> ChunkStore::Impl::MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline) {
+  if (chunk.placement.state == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(reader.Prepare());
+  if (!versions->HasRoom(chunk.state_bytes())) {
+    BALLAST_RETURN_IF_ERROR(pipeline.DrainStores());
+    BALLAST_RETURN_IF_ERROR(versions->Harden());
+  }
+  if (versions->HasRoom(chunk.state_bytes())) return versions->Take(chunk.state_bytes());
   return model::Error(absl::StatusCode::kInternal, model::kBudget,
                       absl::StrCat("no room for a new version of chunk ", chunk.id, " of ", chunk.state_bytes(),
                                    " bytes although all older ones are free"));
 }
 
 // Gives the chunk a new extent and labels its state for it.
-absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state, int64_t version,
-                                            bool has_fresh_extent) {
+absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh) {
   NvmeExtent old;
-  if (!has_fresh_extent) {
-    BALLAST_ASSIGN_OR_RETURN(NvmeExtent fresh, versions->Take(chunk.state_bytes()));
-    old = std::exchange(chunk.extent, std::move(fresh));
-  }
+  if (fresh.bytes() > 0) old = std::exchange(chunk.extent, std::move(fresh));
   DurableChunk entry{.id = chunk.id,
                      .version = version,
                      .offset = chunk.extent.offset(),
@@ -587,11 +600,18 @@ absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state
                      .digests = {}};
   const uint64_t label_at = layout.LabelAt(chunk.elements);
   if (chunk.placement.state == TierKind::kHbm) {
-    BALLAST_RETURN_IF_ERROR(reader.Prepare());
-    BALLAST_ASSIGN_OR_RETURN(entry.digests, reader.Spill(chunk, chunk.extent));
-    alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
-    EncodeLabel(entry, layout, versions->job(), absl::MakeSpan(label));
-    BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Write(entry.offset + label_at, label));
+    absl::StatusOr<ArrayDigests> spilled = reader.Spill(chunk, chunk.extent);
+    absl::Status written = spilled.status();
+    if (spilled.ok()) {
+      entry.digests = *spilled;
+      alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
+      EncodeLabel(entry, layout, versions->job(), absl::MakeSpan(label));
+      written = tiers->nvme()->file().Write(entry.offset + label_at, label);
+    }
+    if (!written.ok()) {
+      old.Leave();  // it is the version that a restart will look for
+      return written;
+    }
   } else {
     entry.digests = chunk.placement.state == TierKind::kNvme ? chunk.digests : DigestState(chunk, state);
     EncodeLabel(entry, layout, versions->job(), {state + label_at, StateLayout::kLabelBytes});

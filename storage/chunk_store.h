@@ -78,6 +78,7 @@ class ChunkStore {
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;
   const StateLayout& layout() const;
+  bool durable() const;
   // Of a durable store, on the thread that runs it: is chunk's state newer than its extent, and at which version is
   // that?
   bool dirty(uint64_t chunk) const;

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Installs, builds and runs every test.
-# Usage: tests/run.sh [default|asan|tsan|exhaustive] [ctest arguments...]
+# Usage: tests/run.sh [default|asan|tsan|exhaustive|soak] [ctest arguments...]
 #   default  optimised, warnings are errors, GPU code compiled where nvcc is found
 #   asan     AddressSanitizer and UndefinedBehaviorSanitizer; a tenth of the seeds
 #   tsan     ThreadSanitizer; a tenth of the seeds
+#   soak        only what takes hours: simulations, crash and corruption tests with a hundred times the seeds
 #   exhaustive  only what takes many minutes: all 2^32 floats through every conversion
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,6 +18,10 @@ case "$mode" in
     preset=dev
     set -- -C exhaustive -L exhaustive -V "$@"
     ;;
+  soak)
+    preset=dev
+    set -- -C soak -L soak -V "$@"
+    ;;
   asan)
     preset=asan
     export ASAN_OPTIONS=detect_stack_use_after_return=1:strict_string_checks=1:check_initialization_order=1:strict_init_order=1:detect_odr_violation=2:detect_leaks=1
@@ -27,7 +32,7 @@ case "$mode" in
     export TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:second_deadlock_stack=1
     configure+=("-DBALLAST_TSAN_OBJECTS=$PWD/build/tsan-abseil")
     ;;
-  *) echo "usage: tests/run.sh [default|asan|tsan|exhaustive] [ctest arguments...], got '$mode'" >&2; exit 2 ;;
+  *) echo "usage: tests/run.sh [default|asan|tsan|exhaustive|soak] [ctest arguments...], got '$mode'" >&2; exit 2 ;;
 esac
 
 deploy/packages.sh test

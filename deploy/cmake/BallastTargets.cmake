@@ -57,3 +57,11 @@ function(ballast_test name)
   set_tests_properties(${name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${ARG_TIMEOUT} LABELS "${labels}"
     ENVIRONMENT "${ARG_ENVIRONMENT}")
 endfunction()
+
+# The same test with a hundred times the seeds, for `tests/run.sh soak` alone: hours.
+function(ballast_soak name)
+  cmake_parse_arguments(ARG "" "" "ARGS;ENVIRONMENT" ${ARGN})
+  add_test(NAME soak_${name} COMMAND ${name} ${ARG_ARGS} CONFIGURATIONS soak)
+  set_tests_properties(soak_${name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 172800 LABELS soak
+    ENVIRONMENT "${ARG_ENVIRONMENT}")
+endfunction()

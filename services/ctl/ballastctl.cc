@@ -2,9 +2,15 @@
 //
 //   ballastctl status [--json] --servers host:port,...
 //   ballastctl drop --job NAME --servers host:port,...
+//   ballastctl verify --data-directory DIR [--json] [--rebuild]
+//   ballastctl iotune [--directory DIR] [--json] [--seconds N] [--out FILE]
 //
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
-// apart). drop: 0 no server has the job any more; 1 some server did not drop it. Both: 2 usage.
+// apart). drop: 0 no server has the job any more; 1 some server did not drop it. verify: 0 clean; 1 damage found; 3 a
+// server has the directory. iotune: 0 measured, its profile written; 1 not. All: 2 usage.
+#include <spdlog/sinks/stdout_color_sinks.h>
+#include <spdlog/spdlog.h>
+
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <string>
@@ -14,6 +20,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "ballast/services/ctl/cluster.h"
+#include "ballast/services/ctl/iotune_command.h"
+#include "ballast/services/ctl/verify_command.h"
 
 namespace ballast::services {
 namespace {
@@ -55,6 +63,20 @@ int Main(int argc, char** argv) {
   status->add_flag("--json", json, "machine-readable");
   CLI::App* drop = app.add_subcommand("drop", "forget a job on all servers and free what it held; its state is gone");
   drop->add_option("--job", job, "name of the job")->required();
+  VerifyCommand scrub;
+  CLI::App* verify = app.add_subcommand("verify",
+                                        "check the data directory of a server that is down; exit 0 clean, "
+                                        "1 damage found, 2 usage, 3 a server has it");
+  verify->add_option("--data-directory", scrub.directory, "as the server's data_directory")->required();
+  verify->add_flag("--json", scrub.json, "machine-readable");
+  verify->add_flag("--rebuild", scrub.rebuild, "make the catalog's job entries anew from extents and logs");
+  IotuneCommand tune;
+  CLI::App* iotune =
+      app.add_subcommand("iotune", "measure memory, disk and GPU link of this machine and write a profile");
+  iotune->add_option("--directory", tune.directory, "on the disk to be measured")->check(CLI::ExistingDirectory);
+  iotune->add_option("--out", tune.out, "the profile; else ballast-profile.yaml in the directory");
+  iotune->add_option("--seconds", tune.seconds, "to measure for, about")->check(CLI::PositiveNumber);
+  iotune->add_flag("--json", tune.json, "machine-readable");
   for (CLI::App* command : {status, drop}) {
     command->add_option("--servers", servers, "host:port of every server, separated by commas")
         ->required()
@@ -70,6 +92,9 @@ int Main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? kHealthy : kUsage;
   }
+  spdlog::set_default_logger(spdlog::stderr_color_mt("ballastctl"));  // standard output is the answer's
+  if (verify->parsed()) return RunVerify(scrub);
+  if (iotune->parsed()) return RunIotune(tune);
   const absl::Duration timeout = absl::Seconds(timeout_s);
   return status->parsed() ? Status(servers, json, timeout) : Drop(servers, job, timeout);
 }

@@ -14,6 +14,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/ctl/show.h"
 #include "ballast/services/rpc/status_codec.h"
 #include "ballast/v1/admin_service.grpc.pb.h"
 
@@ -28,57 +29,7 @@ void SetDeadline(grpc::ClientContext* context, absl::Duration timeout) {
   context->set_deadline(absl::ToChronoTime(absl::Now() + timeout));
 }
 
-std::string ShowBytes(uint64_t bytes) {
-  if (bytes >= uint64_t{1} << 30) return absl::StrFormat("%.2f GiB", static_cast<double>(bytes) / (1 << 30));
-  if (bytes >= uint64_t{1} << 20) return absl::StrFormat("%.1f MiB", static_cast<double>(bytes) / (1 << 20));
-  if (bytes >= uint64_t{1} << 10) return absl::StrFormat("%.1f KiB", static_cast<double>(bytes) / (1 << 10));
-  return absl::StrCat(bytes, " B");
-}
-
-// Columns as wide as their widest cell.
-class Table {
- public:
-  explicit Table(std::vector<std::string> header) { rows_.push_back(std::move(header)); }
-  void Add(std::vector<std::string> row) { rows_.push_back(std::move(row)); }
-  std::string Show() const {
-    std::vector<size_t> widths(rows_[0].size(), 0);
-    for (const auto& row : rows_) {
-      for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-    }
-    std::string out;
-    for (const auto& row : rows_) {
-      std::string line;
-      for (size_t i = 0; i < row.size(); ++i) absl::StrAppend(&line, "  ", absl::StrFormat("%-*s", widths[i], row[i]));
-      line.erase(line.find_last_not_of(' ') + 1);
-      absl::StrAppend(&out, line, "\n");
-    }
-    return out;
-  }
-
- private:
-  std::vector<std::vector<std::string>> rows_;
-};
-
 std::string Versions(int64_t min, int64_t max) { return min == max ? absl::StrCat(min) : absl::StrCat(min, "..", max); }
-
-std::string Quote(const std::string& text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      absl::StrAppend(&out, "\\", std::string(1, c));
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      absl::StrAppend(&out, absl::StrFormat("\\u%04x", c));
-    } else {
-      out.push_back(c);
-    }
-  }
-  return out + "\"";
-}
-
-std::string QuoteAll(const std::vector<std::string>& texts) {
-  return absl::StrCat("[", absl::StrJoin(texts, ",", [](std::string* out, const std::string& t) { *out += Quote(t); }),
-                      "]");
-}
 
 void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::string, JobView>* jobs) {
   const auto [entry, fresh] = jobs->try_emplace(job.name());

@@ -1,10 +1,13 @@
 #include "ballast/storage/log/gradient_log.h"
 
+#include <spdlog/spdlog.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <random>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
@@ -183,15 +186,21 @@ bool GradientLog::Roll() {
   if (free == segments_.end()) return false;
   *free = {++last_incarnation_, -1, false};
   current_ = static_cast<uint64_t>(free - segments_.begin());
-  room_ = segment_bytes_ - kSegmentHeadBytes;
-  if (cut_wants_sync_) room_ -= 2 * kLogBlock;  // its batch comes after what is queued
+  room_ = record_bytes_max();
+  has_cut_room_ = !cut_wants_sync_;  // the batch of a cut that waits comes after what is queued
   queued_.push_back({{}, last_incarnation_, current_, OldestIncarnation()});
   return true;
 }
 
 void GradientLog::Append(LogRecord record) {
+  const uint64_t cost = RecordCostMax(record.body.size(), record.payload.size());
   absl::MutexLock lock(&mutex_);
-  room_ -= RecordCostMax(record.body.size(), record.payload.size());
+  if (cost > room_) {
+    spdlog::critical("a record of {} bytes for {} bytes of room: it would be written over another segment", cost,
+                     room_);
+    std::abort();
+  }
+  room_ -= cost;
   segments_[current_].keep_for = std::max(segments_[current_].keep_for, record.keep_for);
   queued_.push_back({std::move(record), 0, current_, 0});
 }
@@ -209,6 +218,11 @@ uint64_t GradientLog::durable_lsn() const {
 absl::Status GradientLog::status() const {
   absl::MutexLock lock(&mutex_);
   return failed_;
+}
+
+void GradientLog::Release(int64_t step) {
+  absl::MutexLock lock(&mutex_);
+  for (Segment& segment : segments_) segment.keep_for = std::min(segment.keep_for, step);
 }
 
 void GradientLog::Keep(uint64_t incarnation, int64_t step) {
@@ -245,10 +259,13 @@ bool GradientLog::CutSegments() {
 }
 
 void GradientLog::WantCutSync() {
-  // Room for an empty batch that tells of it; without, the next segment's head will.
-  if (cut_wants_sync_ || room_ < 2 * kLogBlock) return;
+  // Each segment keeps room for one empty batch that tells of a cut; a further one takes of what is left.
+  if (cut_wants_sync_) return;
+  if (!std::exchange(has_cut_room_, false)) {
+    if (room_ < 2 * kLogBlock) return;
+    room_ -= 2 * kLogBlock;
+  }
   cut_wants_sync_ = true;
-  room_ -= 2 * kLogBlock;
 }
 
 uint64_t GradientLog::free_bytes() const { return free_segments() * (segment_bytes_ - kSegmentHeadBytes); }

@@ -70,10 +70,12 @@ class GradientLog {
 
   // Does a record fit into the current segment?
   bool HasRoom(uint64_t body_bytes, uint64_t payload_bytes) const;
+  // What a segment takes of records, as RecordCostMax counts them.
+  uint64_t record_bytes_max() const { return segment_bytes_ - kSegmentHeadBytes - 2 * kLogBlock; }
   // Goes on with the next free segment. The caller's next record must hold all that an older one held and that is still
   // needed, payloads excepted. False if none is free.
   bool Roll();
-  // REQUIRES: HasRoom of it.
+  // REQUIRES: HasRoom of it; aborts else, for it would overwrite another segment.
   void Append(LogRecord record);
   void Sync(uint64_t lsn);
   // All up to it is durable.
@@ -84,6 +86,8 @@ class GradientLog {
   // Payloads kept for transactions up to `step` are not needed any more. Segments of which that is true, and older than
   // one whose first record is durable, become free at the next sync, which Cut asks for if a segment waits for it.
   void Cut(int64_t step);
+  // What was appended so far is not needed for transactions beyond `step`, whatever its keep_for: it is void.
+  void Release(int64_t step);
   // After Recover: the highest transaction whose replay needs payloads of the segment; until told, all of it is kept.
   void Keep(uint64_t incarnation, int64_t step);
   // That Roll may still take; and the bytes of records in them.
@@ -158,6 +162,7 @@ class GradientLog {
   uint64_t requested_lsn_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t durable_lsn_ ABSL_GUARDED_BY(mutex_) = 0;
   bool cut_wants_sync_ ABSL_GUARDED_BY(mutex_) = false;
+  bool has_cut_room_ ABSL_GUARDED_BY(mutex_) = false;  // the current segment's batch for a cut is not taken
   absl::Status failed_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
 

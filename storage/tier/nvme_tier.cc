@@ -20,13 +20,13 @@ NvmeExtent& NvmeExtent::operator=(NvmeExtent&& other) noexcept {
 }
 
 void NvmeExtent::Release() {
-  if (tier_ != nullptr) tier_->Free(offset_, lease_.bytes());
+  if (tier_ != nullptr) tier_->Free(offset_, lease_.bytes(), NvmeTier::Blocks::kGivenBack);
   tier_ = nullptr;
   lease_ = BudgetLease();
 }
 
 BudgetLease NvmeExtent::TakeLease() {
-  if (tier_ != nullptr) tier_->Free(offset_, lease_.bytes());
+  if (tier_ != nullptr) tier_->Free(offset_, lease_.bytes(), NvmeTier::Blocks::kKept);
   tier_ = nullptr;
   return std::move(lease_);
 }
@@ -94,7 +94,7 @@ absl::StatusOr<NvmeExtent> NvmeTier::AllocateFrom(BudgetLease lease, absl::strin
   absl::MutexLock lock(&mutex_);
   const uint64_t offset = Place(bytes);
   if (absl::Status reserved = file_->Reserve(offset, bytes); !reserved.ok()) {
-    FreeLocked(offset, bytes);
+    FreeLocked(offset, bytes, Blocks::kGivenBack);
     return model::Annotate(reserved, absl::StrCat("nvme, for ", what));
   }
   return NvmeExtent(this, offset, std::move(lease));
@@ -118,12 +118,12 @@ uint64_t NvmeTier::Place(uint64_t bytes) {
   return offset;
 }
 
-void NvmeTier::Free(uint64_t offset, uint64_t bytes) {
+void NvmeTier::Free(uint64_t offset, uint64_t bytes, Blocks blocks) {
   absl::MutexLock lock(&mutex_);
-  FreeLocked(offset, bytes);
+  FreeLocked(offset, bytes, blocks);
 }
 
-void NvmeTier::FreeLocked(uint64_t offset, uint64_t bytes) {
+void NvmeTier::FreeLocked(uint64_t offset, uint64_t bytes, Blocks blocks) {
   auto [extent, inserted] = free_.emplace(offset, bytes);
   if (const auto next = std::next(extent); next != free_.end() && offset + bytes == next->first) {
     extent->second += next->second;
@@ -136,7 +136,7 @@ void NvmeTier::FreeLocked(uint64_t offset, uint64_t bytes) {
       extent = before;
     }
   }
-  if (extent->first + extent->second != end_) return;
+  if (blocks == Blocks::kKept || extent->first + extent->second != end_) return;
   // Nothing lies behind it: the disk gets it back. A failure costs space only.
   end_ = extent->first;
   free_.erase(extent);

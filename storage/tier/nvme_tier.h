@@ -30,7 +30,7 @@ class NvmeExtent {
   ~NvmeExtent() { Release(); }
   uint64_t offset() const { return offset_; }
   uint64_t bytes() const { return lease_.bytes(); }
-  // Frees the extent but keeps its share of the budget.
+  // Frees the extent but keeps its share of the budget, and its blocks on the disk for who comes with that share.
   BudgetLease TakeLease();
   // Gives the share of the budget back and lets the content be, for the next run of the server.
   void Leave();
@@ -66,8 +66,9 @@ class NvmeTier {
   NvmeTier(std::unique_ptr<BlockFile> file, Ledger* ledger) : file_(std::move(file)), ledger_(ledger) {}
   absl::Status Keep(std::vector<ExtentPlace> kept);
   uint64_t Place(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Free(uint64_t offset, uint64_t bytes);
-  void FreeLocked(uint64_t offset, uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  enum class Blocks { kGivenBack, kKept };
+  void Free(uint64_t offset, uint64_t bytes, Blocks blocks);
+  void FreeLocked(uint64_t offset, uint64_t bytes, Blocks blocks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::unique_ptr<BlockFile> file_;
   Ledger* const ledger_;

@@ -29,8 +29,10 @@ struct Tiers::Impl {
 };
 
 absl::StatusOr<std::unique_ptr<Tiers>> Tiers::Open(const TiersOptions& options) {
-  BALLAST_RETURN_IF_ERROR(
-      CheckProcessor(kernels::CpuProcessor(), absl::StrCat("the CPU (", kernels::ActiveIsa(), ")")));
+  // Once: a process does not change its processor.
+  static const absl::Status checked =
+      CheckProcessor(kernels::CpuProcessor(), absl::StrCat("the CPU (", kernels::ActiveIsa(), ")"));
+  BALLAST_RETURN_IF_ERROR(checked);
   auto impl = std::make_unique<Impl>(options);
   if (options.budget.nvme == 0 && !options.kept.empty()) {
     return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,

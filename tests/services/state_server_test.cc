@@ -262,7 +262,8 @@ TEST(StateServer, RefusesEveryKForNow) {
   const absl::Status status = group.Start();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(model::ReasonOf(status), model::kUnsupported);
-  EXPECT_TRUE(Contains(status, "DURABILITY_EVERY_K") && Contains(status, "accepts DURABILITY_NONE and DURABILITY_STEP")) << status;
+  EXPECT_TRUE(Contains(status, "DURABILITY_EVERY_K") && Contains(status, "accepts DURABILITY_NONE and DURABILITY_STEP"))
+      << status;
 }
 
 TEST(StateServer, RefusesToFenceAnExistingJobThatShouldBeNew) {

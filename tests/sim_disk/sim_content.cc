@@ -173,12 +173,15 @@ void SimContent::Damage(uint64_t offset, absl::Span<const std::byte> mask) {
 }
 
 std::vector<SimBlockPtr> SimBlocks(absl::Span<const std::byte> bytes) {
-  std::vector<SimBlockPtr> blocks;
-  blocks.reserve(bytes.size() / kIoAlignment);
-  for (; !bytes.empty(); bytes.remove_prefix(kIoAlignment)) {
-    auto block = std::make_shared<SimBlock>();
-    std::memcpy(block->data(), bytes.data(), kIoAlignment);
-    blocks.push_back(std::move(block));
+  static constexpr SimBlock kZeros = {};
+  std::vector<SimBlockPtr> blocks(bytes.size() / kIoAlignment);
+  for (SimBlockPtr& block : blocks) {
+    if (std::memcmp(bytes.data(), kZeros.data(), kIoAlignment) != 0) {
+      auto content = std::make_shared<SimBlock>();
+      std::memcpy(content->data(), bytes.data(), kIoAlignment);
+      block = std::move(content);
+    }
+    bytes.remove_prefix(kIoAlignment);
   }
   return blocks;
 }

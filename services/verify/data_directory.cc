@@ -1,0 +1,170 @@
+#include "ballast/services/verify/data_directory.h"
+
+#include <algorithm>
+#include <filesystem>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/io/disk.h"
+
+namespace ballast::services {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kLogPrefix[] = "log-";
+constexpr char kRebuildAdvice[] = "run `ballastctl verify --rebuild`";
+
+bool Exists(const std::string& path) {
+  std::error_code ignored;
+  return fs::exists(path, ignored);
+}
+
+bool HasFiles(const std::string& directory) {
+  std::error_code error;
+  return fs::directory_iterator(directory, error) != fs::directory_iterator() && !error;
+}
+
+// Takes in one entry of a job; false if it cannot be read.
+bool ReadInto(const std::string& what, const std::string& value, CatalogEntry* entry) {
+  if (what == "promise") {
+    if (v1::Epoch epoch; epoch.ParseFromString(value)) entry->promised = epoch;
+    return entry->promised.has_value();
+  }
+  if (what == "open") {
+    if (v1::OpenRequest open; open.ParseFromString(value)) entry->open = open;
+    return entry->open.has_value();
+  }
+  if (what == "had_state") return entry->had_state = true;
+  if (what == "committed") return absl::SimpleAtoi(value, &entry->committed);
+  absl::string_view id_text = what;
+  if (!absl::ConsumePrefix(&id_text, kCatalogChunk)) return true;  // a later version's: a server lets it be
+  storage::DurableChunk chunk;
+  uint64_t id = 0;
+  if (!chunk.Decode(value) || !absl::SimpleAtoi(id_text, &id) || id != chunk.id) return false;
+  entry->chunks.push_back(chunk);
+  return true;
+}
+
+}  // namespace
+
+Harm ScrubReport::worst() const {
+  Harm worst = Harm::kNone;
+  for (const Finding& finding : findings) worst = std::max(worst, finding.harm);
+  return worst;
+}
+
+absl::StatusOr<std::unique_ptr<DataDirectory>> DataDirectory::Open(const std::string& path) {
+  std::unique_ptr<DataDirectory> directory(new DataDirectory(path));
+  std::error_code ignored;
+  const bool known = Exists(directory->CatalogPath()) || Exists(directory->TierPath()) ||
+                     Exists(absl::StrCat(path, "/LOCK.ballast")) || !directory->LogNames().empty();
+  if (!fs::is_directory(path, ignored) || !known) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                        absl::StrCat("'", path, "' is no state server's data directory: it holds neither catalog/ nor ",
+                                     "nvme.tier nor ", kLogPrefix, "*; give what the server's data_directory says"));
+  }
+  BALLAST_RETURN_IF_ERROR(directory->OpenCatalog());
+  return directory;
+}
+
+absl::Status DataDirectory::OpenCatalog() {
+  begins_anew_ = !Exists(CatalogPath() + "/CURRENT");
+  // RocksDB would begin an empty catalog where its CURRENT is missing.
+  if (!HasFiles(CatalogPath())) {
+    catalog_error_ = absl::NotFoundError(absl::StrCat("there is no catalog in ", CatalogPath()));
+  } else if (begins_anew_) {
+    catalog_error_ = absl::DataLossError(
+        absl::StrCat(CatalogPath(), "/CURRENT is missing: a server would take the catalog for an empty one"));
+  } else {
+    auto catalog = storage::Catalog::Open(path_);
+    if (catalog.ok()) {
+      catalog_ = *std::move(catalog);
+      return absl::OkStatus();
+    }
+    if (absl::IsFailedPrecondition(catalog.status())) return catalog.status();
+    catalog_error_ = catalog.status();
+  }
+  BALLAST_ASSIGN_OR_RETURN(storage::FileLock lock,
+                           storage::FileLock::Take(path_ + "/LOCK.ballast", absl::StrCat("data directory ", path_)));
+  lock_.emplace(std::move(lock));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> DataDirectory::BeginCatalog() {
+  std::string aside;
+  if (HasFiles(CatalogPath())) {
+    for (int i = 1; aside.empty(); ++i) {
+      const std::string path = absl::StrCat(path_, "/catalog.damaged-", i);
+      if (!Exists(path)) aside = path;
+    }
+    std::error_code error;
+    fs::rename(CatalogPath(), aside, error);
+    if (error) return storage::IoError(error.value(), "rename", CatalogPath(), 0, 0);
+  }
+  lock_.reset();  // the catalog takes it
+  auto catalog = storage::Catalog::Open(path_);
+  if (catalog.ok()) {
+    catalog_ = *std::move(catalog);
+    catalog_error_ = absl::OkStatus();
+    return aside;
+  }
+  std::error_code ignored;
+  if (!aside.empty() && !absl::IsFailedPrecondition(catalog.status())) {
+    fs::remove_all(CatalogPath(), ignored);
+    fs::rename(aside, CatalogPath(), ignored);
+  }
+  return catalog.status();
+}
+
+absl::StatusOr<std::map<std::string, CatalogJob>> DataDirectory::ReadJobs(std::vector<Finding>* findings) const {
+  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog_->List("job/"));
+  std::map<std::string, CatalogJob> jobs;
+  for (const auto& [key, value] : stored) {
+    const std::vector<std::string> parts = absl::StrSplit(key, '/');
+    if (parts.size() != 3) continue;
+    if (ReadInto(parts[2], value, &jobs[parts[1]].entry)) continue;
+    findings->push_back({.harm = Harm::kServerRefused,
+                         .job = parts[1],
+                         .what = absl::StrCat("the catalog's entry '", parts[2], "' cannot be read"),
+                         .file = CatalogPath(),
+                         .offset = 0,
+                         .expected = "what an earlier run wrote",
+                         .found = absl::StrCat(value.size(), " bytes that are none"),
+                         .advice = kRebuildAdvice});
+  }
+  return jobs;
+}
+
+absl::StatusOr<std::string> DataDirectory::server_id() const {
+  if (catalog_ == nullptr) return absl::NotFoundError("no catalog");
+  BALLAST_ASSIGN_OR_RETURN(const auto id, catalog_->Get("server_id"));
+  if (!id.has_value()) return absl::NotFoundError("the catalog has no 'server_id'");
+  return *id;
+}
+
+std::vector<std::string> DataDirectory::LogNames() const {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (fs::directory_iterator at(path_, error), end; !error && at != end; at.increment(error)) {
+    const std::string file = at->path().filename().string();
+    absl::string_view name = file;
+    if (absl::ConsumePrefix(&name, kLogPrefix)) names.emplace_back(name);
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+std::string DataDirectory::CatalogPath() const { return path_ + "/catalog"; }
+std::string DataDirectory::LogPath(const std::string& job) const { return absl::StrCat(path_, "/", kLogPrefix, job); }
+std::string DataDirectory::TierPath() const { return path_ + "/nvme.tier"; }
+
+absl::StatusOr<std::unique_ptr<storage::BlockFile>> DataDirectory::OpenFile(const std::string& path) const {
+  if (!Exists(path)) return std::unique_ptr<storage::BlockFile>();
+  return storage::SystemDisk()->Open(path, storage::Disk::Mode::kShared);
+}
+
+}  // namespace ballast::services

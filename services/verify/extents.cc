@@ -1,0 +1,184 @@
+#include "ballast/services/verify/extents.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/layout.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/io/arena.h"
+
+namespace ballast::services {
+namespace {
+
+using storage::StateArray;
+using storage::StateLayout;
+
+constexpr uint64_t kPieceBytes = uint64_t{4} << 20;
+constexpr char kRebuildAdvice[] = "run `ballastctl verify --rebuild`, which looks for an older version in the file";
+
+std::string Hex(uint32_t digest) { return absl::StrFormat("CRC32C %08x", digest); }
+
+std::string NameOf(const NamedExtent& extent) {
+  return absl::StrCat("chunk ", extent.chunk.id, " at version ", extent.chunk.version);
+}
+
+const char* NameOf(StateArray array) {
+  static constexpr const char* kNames[] = {"master", "moment 1", "moment 2", "moment 3"};
+  return kNames[static_cast<int>(array)];
+}
+
+absl::StatusOr<uint32_t> DigestOf(const storage::BlockFile& file, uint64_t offset, uint64_t bytes,
+                                  absl::Span<std::byte> buffer) {
+  uint32_t digest = 0;
+  for (uint64_t at = 0; at < bytes; at += buffer.size()) {
+    const absl::Span<std::byte> piece = buffer.subspan(0, std::min<uint64_t>(buffer.size(), bytes - at));
+    BALLAST_RETURN_IF_ERROR(file.Read(offset + at, piece));
+    digest = kernels::Crc32c(piece, digest);
+  }
+  return digest;
+}
+
+std::string Show(const storage::DurableChunk& chunk) {
+  return absl::StrCat("chunk ", chunk.id, " at version ", chunk.version, " with ", chunk.elements,
+                      " elements at offset ", chunk.offset);
+}
+
+// Why the label is not the one that the catalog speaks of; empty if it is.
+std::string LabelFault(absl::Span<const std::byte> block, const NamedExtent& extent) {
+  storage::DurableChunk chunk;
+  std::string job;
+  uint64_t layout_bits = 0;
+  if (!storage::DecodeLabel(block, &chunk, &job, &layout_bits)) return "no label, or a damaged one";
+  if (job != extent.job) return absl::StrCat("the label of job '", job, "'");
+  if (layout_bits != storage::LayoutBits(extent.layout)) return "the label of another optimizer's or dtype's state";
+  if (chunk.Encode() == extent.chunk.Encode()) return "";
+  if (Show(chunk) == Show(extent.chunk)) return "the label of that version with other digests";
+  return absl::StrCat("the label of ", Show(chunk));
+}
+
+void CheckLabel(const storage::BlockFile& file, const NamedExtent& extent, absl::Span<std::byte> block,
+                ScrubReport* report) {
+  const uint64_t at = extent.chunk.offset + extent.layout.LabelAt(extent.chunk.elements);
+  const absl::Status read = file.Read(at, block);
+  const std::string fault = read.ok() ? LabelFault(block, extent) : std::string(read.message());
+  if (fault.empty()) return;
+  report->findings.push_back({.harm = Harm::kJobRefused,
+                              .job = extent.job,
+                              .what = absl::StrCat("the label of ", NameOf(extent)),
+                              .file = file.path(),
+                              .offset = at,
+                              .expected = absl::StrCat("the label of ", Show(extent.chunk)),
+                              .found = fault,
+                              .advice = kRebuildAdvice});
+}
+
+}  // namespace
+
+void CheckPlaces(const std::vector<NamedExtent>& extents, const std::string& path, uint64_t file_bytes,
+                 ScrubReport* report) {
+  std::vector<const NamedExtent*> sorted;
+  for (const NamedExtent& extent : extents) sorted.push_back(&extent);
+  std::sort(sorted.begin(), sorted.end(),
+            [](const auto* a, const auto* b) { return a->chunk.offset < b->chunk.offset; });
+  uint64_t end = 0;
+  const NamedExtent* before = nullptr;
+  for (const NamedExtent* extent : sorted) {
+    const auto [id, version, offset, bytes, elements, digests] = extent->chunk;
+    std::string fault;
+    if (bytes == 0 || (offset | bytes) % storage::kIoAlignment != 0) {
+      fault = absl::StrCat("offset ", offset, " and ", bytes, " bytes");
+    } else if (offset > file_bytes || bytes > file_bytes - offset) {
+      fault = absl::StrCat("an extent up to ", offset + bytes, " in a file of ", file_bytes, " bytes");
+    } else if (offset < end) {
+      fault = absl::StrCat("an overlap with ", NameOf(*before), " of job '", before->job, "', which ends at ", end);
+    }
+    if (!fault.empty()) {
+      report->findings.push_back(
+          {.harm = Harm::kServerRefused,
+           .job = extent->job,
+           .what = absl::StrCat("the place of ", NameOf(*extent), " by the catalog"),
+           .file = path,
+           .offset = offset,
+           .expected = absl::StrCat("multiples of 4096 within the file and behind other extents"),
+           .found = fault,
+           .advice = kRebuildAdvice});
+      continue;
+    }
+    end = offset + bytes;
+    before = extent;
+  }
+}
+
+void CheckExtent(const storage::BlockFile& file, const NamedExtent& extent, Progress* progress, ScrubReport* report) {
+  auto arena = storage::Arena::Map(kPieceBytes, /*pin=*/false);
+  if (!arena.ok()) return;
+  CheckLabel(file, extent, arena->bytes().subspan(0, StateLayout::kLabelBytes), report);
+  for (int i = 0; i < extent.layout.array_count(); ++i) {
+    const auto array = static_cast<StateArray>(i);
+    const uint64_t at = extent.chunk.offset + extent.layout.ArrayAt(array, extent.chunk.elements);
+    const uint32_t expected = extent.chunk.digests[static_cast<size_t>(i)];
+    const auto found = DigestOf(file, at, extent.layout.ArrayBytes(array, extent.chunk.elements), arena->bytes());
+    if (found.ok() && *found == expected) continue;
+    report->findings.push_back({.harm = Harm::kJobRefused,
+                                .job = extent.job,
+                                .what = absl::StrCat("the ", NameOf(array), " array of ", NameOf(extent)),
+                                .file = file.path(),
+                                .offset = at,
+                                .expected = Hex(expected),
+                                .found = found.ok() ? Hex(*found) : std::string(found.status().message()),
+                                .advice = kRebuildAdvice});
+  }
+  ++report->counts.extents;
+  report->counts.extent_bytes += extent.chunk.bytes;
+  progress->At("extents", report->counts.extent_bytes, report->counts.extent_bytes);
+}
+
+absl::StatusOr<bool> DigestsHold(const storage::BlockFile& file, const StateLayout& layout,
+                                 const storage::DurableChunk& chunk) {
+  BALLAST_ASSIGN_OR_RETURN(storage::Arena arena, storage::Arena::Map(kPieceBytes, /*pin=*/false));
+  for (int i = 0; i < layout.array_count(); ++i) {
+    const auto array = static_cast<StateArray>(i);
+    BALLAST_ASSIGN_OR_RETURN(const uint32_t digest, DigestOf(file, chunk.offset + layout.ArrayAt(array, chunk.elements),
+                                                             layout.ArrayBytes(array, chunk.elements), arena.bytes()));
+    if (digest != chunk.digests[static_cast<size_t>(i)]) return false;
+  }
+  return true;
+}
+
+absl::StatusOr<std::map<std::string, std::vector<FoundLabel>>> FindLabels(
+    const storage::BlockFile& file, const std::map<std::string, StateLayout>& layouts, Progress* progress,
+    uint64_t* unreadable) {
+  std::map<std::string, std::vector<FoundLabel>> labels;
+  BALLAST_ASSIGN_OR_RETURN(storage::Arena arena, storage::Arena::Map(kPieceBytes, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t file_bytes, file.Size());
+  const uint64_t end = file_bytes / StateLayout::kLabelBytes * StateLayout::kLabelBytes;
+  const auto look = [&](uint64_t offset, absl::Span<const std::byte> block) {
+    FoundLabel label;
+    std::string job;
+    if (!storage::DecodeLabel(block, &label.chunk, &job, &label.layout_bits)) return;
+    const auto layout = layouts.find(job);
+    if (layout == layouts.end() || label.layout_bits != storage::LayoutBits(layout->second)) return;
+    const storage::DurableChunk& chunk = label.chunk;
+    if (chunk.elements > model::kChunkElementsMax || chunk.bytes != layout->second.StateBytes(chunk.elements)) return;
+    if (chunk.offset + layout->second.LabelAt(chunk.elements) != offset) return;
+    labels[job].push_back(label);
+  };
+  for (uint64_t at = 0; at < end; at += kPieceBytes) {
+    const absl::Span<std::byte> piece = arena.bytes().subspan(0, std::min(kPieceBytes, end - at));
+    const bool whole = file.Read(at, piece).ok();
+    for (uint64_t block = 0; block < piece.size(); block += StateLayout::kLabelBytes) {
+      const absl::Span<std::byte> bytes = piece.subspan(block, StateLayout::kLabelBytes);
+      if (!whole && !file.Read(at + block, bytes).ok()) {
+        ++*unreadable;
+        continue;
+      }
+      look(at + block, bytes);
+    }
+    progress->At("looking for labels", at, end);
+  }
+  return labels;
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,311 @@
+#include "ballast/services/verify/log_history.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/journal.h"
+#include "ballast/storage/io/arena.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr char kGiveUp[] =
+    "the job's state on this server cannot be rebuilt: restore from a pinned version or another copy, or drop the job";
+
+// Follows a log as Job::Recover does.
+class Replayer : public StepHost {
+ public:
+  Replayer(const ReadLog& log, const std::string& server_id, const std::map<uint64_t, int64_t>& versions,
+           const std::string& path, std::vector<Finding>* findings)
+      : log_(log),
+        durable_(versions),
+        path_(path),
+        findings_(findings),
+        server_id_(server_id),
+        machine_(server_id, this) {}
+
+  LogReplay Run();
+
+  uint64_t Append(const StepRecord&) override { return ++lsn_; }
+  void Sync(uint64_t) override {}
+  v1::ChunkNorm Norm(uint64_t, absl::string_view) override { return {}; }
+  void Opened(const model::EpochPlan&) override {}
+  void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
+
+ private:
+  struct Slice {
+    size_t payload = 0;  // index into the result's
+    const v1::PushRequest* header = nullptr;
+    uint32_t slice = 0;  // of the plan
+  };
+
+  absl::Status Take(const StepRecord& record, const storage::PayloadPlace& payload);
+  absl::Status TakeSlice(const v1::PushRequest& header, const storage::PayloadPlace& payload);
+  void TakePlan();
+  void CheckBeginning(const v1::LogSnapshot& snapshot);
+  void CheckEnd();
+  // Slices of `attempt` for chunks that do not have the step yet are needed.
+  void Need(uint64_t attempt, int64_t step);
+  void CheckCovered(const v1::PreparedRecord& prepared);
+  void Find(Harm harm, std::string what, std::string expected, std::string found, uint64_t offset = 0) {
+    findings_->push_back({harm, log_.job, std::move(what), path_, offset, std::move(expected), std::move(found),
+                          harm == Harm::kNone ? "nothing" : kGiveUp});
+  }
+
+  const ReadLog& log_;
+  const std::map<uint64_t, int64_t>& durable_;
+  const std::string path_;
+  std::vector<Finding>* const findings_;
+  const std::string server_id_;
+  uint64_t lsn_ = 0;
+  StepMachine machine_;
+  bool seen_plan_ = false;
+  std::map<uint64_t, int64_t> versions_;  // of this server's chunks
+  std::vector<Slice> slices_;             // of the step that is not decided yet
+  LogReplay out_;
+};
+
+LogReplay Replayer::Run() {
+  for (size_t i = 0; i < log_.records.size(); ++i) {
+    const absl::Status status = Take(log_.records[i], log_.scanned.records[i].payload);
+    if (status.ok()) continue;
+    Find(Harm::kJobRefused, absl::StrCat("record ", log_.scanned.records[i].lsn, " cannot be replayed"),
+         "a record that follows from those before it", std::string(status.message()));
+    return out_;
+  }
+  CheckEnd();
+  return std::move(out_);
+}
+
+absl::Status Replayer::Take(const StepRecord& record, const storage::PayloadPlace& payload) {
+  if (const auto* slice = std::get_if<SliceRecord>(&record)) {
+    BALLAST_RETURN_IF_ERROR(machine_.Replay(record));
+    return TakeSlice(slice->header, payload);
+  }
+  if (const auto* decision = std::get_if<DecisionRecord>(&record)) {
+    Need(decision->decision.attempt(), decision->decision.step());
+    BALLAST_RETURN_IF_ERROR(machine_.Replay(record));
+    slices_.clear();
+    return absl::OkStatus();
+  }
+  BALLAST_RETURN_IF_ERROR(machine_.Replay(record));
+  if (std::holds_alternative<OpenRecord>(record)) slices_.clear();
+  const bool first = !seen_plan_;
+  TakePlan();
+  if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) {
+    if (first) CheckBeginning(snapshot->snapshot);
+  }
+  return absl::OkStatus();
+}
+
+void Replayer::TakePlan() {
+  if (machine_.plan() == nullptr) return;
+  seen_plan_ = true;
+  const model::EpochPlan& plan = *machine_.plan();
+  const absl::StatusOr<uint32_t> member = plan.FindMember(server_id_);
+  if (!member.ok()) return;  // the machine has refused it
+  for (const model::Chunk& chunk : plan.layout().chunks()) {
+    if (plan.server_of(chunk.index) != *member || versions_.contains(chunk.index)) continue;
+    const auto durable = durable_.find(chunk.index);
+    versions_[chunk.index] = durable == durable_.end() ? -1 : durable->second;
+  }
+}
+
+absl::Status Replayer::TakeSlice(const v1::PushRequest& header, const storage::PayloadPlace& payload) {
+  const model::EpochPlan& plan = *machine_.plan();
+  const auto slice = plan.FindSlice(header.rank(), header.unit(), {header.begin(), header.end()});
+  if (!slice.has_value() || !versions_.contains(plan.slices()[*slice].chunk)) {
+    return absl::DataLossError(absl::StrCat("a slice of step ", header.step(), " of elements ", header.begin(), " to ",
+                                            header.end(), " of unit ", header.unit(), ", which are not this server's"));
+  }
+  slices_.push_back({out_.payloads.size(), &header, *slice});
+  out_.payloads.push_back({payload, header.step(), plan.slices()[*slice].chunk, false});
+  return absl::OkStatus();
+}
+
+void Replayer::Need(uint64_t attempt, int64_t step) {
+  for (const Slice& slice : slices_) {
+    LogReplay::Payload& payload = out_.payloads[slice.payload];
+    if (slice.header->attempt() == attempt && payload.step == step && versions_.at(payload.chunk) < step) {
+      payload.needed = true;
+    }
+  }
+}
+
+void Replayer::CheckCovered(const v1::PreparedRecord& prepared) {
+  const model::EpochPlan& plan = *machine_.plan();
+  std::set<std::pair<uint32_t, int>> held;
+  for (const Slice& slice : slices_) {
+    if (slice.header->attempt() == prepared.attempt()) held.emplace(slice.slice, slice.header->kind());
+  }
+  for (const auto& [chunk, version] : versions_) {
+    if (version >= prepared.step()) continue;
+    for (const uint32_t index : plan.slices_of_chunk(chunk)) {
+      const model::Slice& slice = plan.slices()[index];
+      for (const auto kind : {v1::SLICE_KIND_GRADIENT, v1::SLICE_KIND_VALUE}) {
+        const bool gradient = kind == v1::SLICE_KIND_GRADIENT;
+        const std::string& presence =
+            gradient ? prepared.header().gradient_presence() : prepared.header().value_presence();
+        if (!plan.Touches(slice, presence) || held.contains({index, kind})) continue;
+        Find(
+            Harm::kUnnoticed,
+            absl::StrCat("a slice of step ", prepared.step(), " that chunk ", chunk, " at version ", version, " needs"),
+            absl::StrCat(gradient ? "gradient" : "values", " of elements ", slice.range.begin, " to ", slice.range.end,
+                         " of unit ", slice.unit),
+            "none in the log");
+        return;  // one tells of all
+      }
+    }
+  }
+}
+
+void Replayer::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) {
+  if (!decision.verdict().skip()) CheckCovered(prepared);
+  for (auto& [chunk, version] : versions_) version = std::max(version, decision.step());
+}
+
+// A log that was cut holds nothing before `first`; recovery takes it that chunks with older versions did not change up
+// to then. What the snapshot tells of tensors may prove that they did.
+void Replayer::CheckBeginning(const v1::LogSnapshot& snapshot) {
+  out_.first = snapshot.committed();
+  if (machine_.plan() == nullptr) return;
+  std::vector<int64_t> registered;  // by tensor
+  for (const v1::Registration& batch : snapshot.open().spec().registrations()) {
+    registered.resize(registered.size() + static_cast<size_t>(batch.tensors_size()), batch.version());
+  }
+  for (auto& [index, version] : versions_) {
+    const int64_t durable = std::exchange(version, std::max(version, out_.first));
+    if (durable >= out_.first) continue;
+    bool& untouched = out_.older_than_log[index] = true;
+    for (const model::Segment& segment : machine_.plan()->layout().chunks()[index].segments) {
+      const int64_t created = registered[segment.tensor] + 1;
+      const uint64_t updates = machine_.tensor_steps()[segment.tensor];
+      const bool misses_values = created <= out_.first && durable < created;
+      // Transaction 0 is of values: version v has had at most v updates.
+      untouched = untouched && updates == 0;
+      const bool misses_updates = updates > static_cast<uint64_t>(std::max<int64_t>(durable, 0));
+      if (!misses_values && !misses_updates) continue;
+      Find(Harm::kUnnoticed,
+           durable < 0 ? absl::StrCat("chunk ", index, " has no durable version and the log does not reach back to 0")
+                       : absl::StrCat("the log does not reach back to version ", durable, " of chunk ", index),
+           absl::StrCat("a log from step ", durable + 1, " on"),
+           absl::StrCat("a log from step ", out_.first + 1, " on"));
+      break;
+    }
+  }
+}
+
+void Replayer::CheckEnd() {
+  const v1::GetJobResponse end = machine_.Describe();
+  out_.committed = end.committed();
+  out_.prepared = end.has_prepared();
+  std::set<uint64_t> attempts;
+  for (const Slice& slice : slices_) attempts.insert(slice.header->attempt());
+  for (const uint64_t attempt : attempts) Need(attempt, out_.committed + 1);
+  if (end.has_prepared()) CheckCovered(end.prepared());
+  for (const auto& [chunk, version] : durable_) {
+    if (!versions_.contains(chunk)) {
+      Find(Harm::kJobRefused, absl::StrCat("the catalog's chunk ", chunk, " is none of this server's by the log"),
+           "a chunk that an Open in the log gives to this server", absl::StrCat("version ", version));
+    } else if (version > out_.committed + (out_.prepared ? 1 : 0)) {
+      Find(Harm::kUnnoticed, absl::StrCat("chunk ", chunk, " is newer than its job's log"),
+           absl::StrCat("at most version ", out_.committed), absl::StrCat("version ", version));
+    }
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<ReadLog> ReadJobLog(const storage::BlockFile& file, const std::string& job) {
+  ReadLog log;
+  log.job = job;
+  BALLAST_ASSIGN_OR_RETURN(log.scanned, storage::ScanLog(file));
+  if (log.scanned.name != job) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                        absl::StrCat(file.path(), " is the log of job '", log.scanned.name, "', not of '", job, "'"));
+  }
+  for (const storage::ReadRecord& record : log.scanned.records) {
+    BALLAST_ASSIGN_OR_RETURN(StepRecord decoded, DecodeRecord(record));
+    log.records.push_back(std::move(decoded));
+    const StepRecord& last = log.records.back();
+    if (const auto* promise = std::get_if<PromiseRecord>(&last)) log.promised = promise->epoch;
+    if (const auto* open = std::get_if<OpenRecord>(&last)) log.open = open->open;
+    if (const auto* snapshot = std::get_if<SnapshotRecord>(&last)) {
+      if (snapshot->snapshot.has_promised()) log.promised = snapshot->snapshot.promised();
+      if (snapshot->snapshot.has_open()) log.open = snapshot->snapshot.open();
+    }
+  }
+  return log;
+}
+
+std::set<uint64_t> ChunksInLog(const ReadLog& log) {
+  std::set<uint64_t> chunks;
+  if (!log.open.has_value()) return chunks;
+  const auto plan = model::EpochPlan::Make(*log.open);
+  if (!plan.ok()) return chunks;
+  for (const StepRecord& record : log.records) {
+    const auto* slice = std::get_if<SliceRecord>(&record);
+    if (slice == nullptr) continue;
+    // Pieces, not slices: an older epoch may have been cut otherwise.
+    const auto pieces = plan->layout().Cut(slice->header.unit(), {slice->header.begin(), slice->header.end()});
+    if (!pieces.ok()) continue;
+    for (const model::Layout::Piece& piece : *pieces) chunks.insert(piece.chunk);
+  }
+  return chunks;
+}
+
+absl::StatusOr<std::string> FindOwner(const v1::OpenRequest& open, const std::set<uint64_t>& chunks) {
+  BALLAST_ASSIGN_OR_RETURN(const model::EpochPlan plan, model::EpochPlan::Make(open));
+  std::vector<std::string> fitting;
+  for (int member = 0; member < open.members_size(); ++member) {
+    const bool all = std::all_of(chunks.begin(), chunks.end(), [&](uint64_t chunk) {
+      return chunk < plan.layout().chunks().size() && plan.server_of(chunk) == static_cast<uint32_t>(member);
+    });
+    if (all) fitting.push_back(open.members(member).server_id());
+  }
+  if (fitting.size() == 1) return fitting[0];
+  return absl::NotFoundError(absl::StrCat(fitting.size(), " of the ", open.members_size(), " members of job '",
+                                          open.spec().name(), "' may be this server, by the chunks that are here"));
+}
+
+LogReplay Replay(const ReadLog& log, const std::string& server_id, const std::map<uint64_t, int64_t>& versions,
+                 const std::string& path, std::vector<Finding>* findings) {
+  return Replayer(log, server_id, versions, path, findings).Run();
+}
+
+void CheckPayloads(const storage::BlockFile& file, const std::string& job, const LogReplay& replay, Progress* progress,
+                   ScrubReport* report) {
+  uint64_t total = 0, done = 0, largest = storage::kIoAlignment;
+  for (const LogReplay::Payload& payload : replay.payloads) {
+    if (!payload.needed) continue;
+    total += payload.place.bytes;
+    largest = std::max(largest, storage::AlignUp(payload.place.bytes));
+  }
+  auto buffer = storage::Arena::Map(largest, /*pin=*/false);
+  for (const LogReplay::Payload& payload : replay.payloads) {
+    if (!payload.needed) {
+      ++report->counts.payloads_not_needed;
+      continue;
+    }
+    const absl::Status read =
+        buffer.ok() ? storage::ReadPayload(file, payload.place, buffer->bytes().subspan(0, payload.place.bytes))
+                    : buffer.status();
+    ++report->counts.payloads_needed;
+    report->counts.payload_bytes += payload.place.bytes;
+    progress->At(absl::StrCat("payloads of ", file.path()), done += payload.place.bytes, total);
+    if (read.ok()) continue;
+    report->findings.push_back(
+        {.harm = Harm::kJobRefused,
+         .job = job,
+         .what = absl::StrCat("the slice of step ", payload.step, " for chunk ", payload.chunk, ", which is needed"),
+         .file = file.path(),
+         .offset = payload.place.offset,
+         .expected = absl::StrCat(payload.place.bytes, " bytes of the CRC32C in the record"),
+         .found = std::string(read.message()),
+         .advice = kGiveUp});
+  }
+}
+
+}  // namespace ballast::services

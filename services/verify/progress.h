@@ -1,0 +1,30 @@
+// Lines about work that takes long.
+#pragma once
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/services/verify/finding.h"
+
+namespace ballast::services {
+
+// Threads: one.
+class Progress {
+ public:
+  explicit Progress(SayProgress say) : say_(std::move(say)) {}
+
+  // `what` has come `done` bytes far, of `total`.
+  void At(absl::string_view what, uint64_t done, uint64_t total) {
+    const absl::Time now = absl::Now();
+    if (say_ == nullptr || now - said_ < absl::Seconds(2)) return;
+    said_ = now;
+    say_(absl::StrCat(what, ": ", done >> 20, " of ", total >> 20, " MiB"));
+  }
+
+ private:
+  const SayProgress say_;
+  absl::Time said_ = absl::Now();
+};
+
+}  // namespace ballast::services

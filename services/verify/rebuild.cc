@@ -1,0 +1,300 @@
+// The catalog's job entries from what lies in the files. Labels say which state is whose; the log says up to where a
+// state may be, and what must follow on it. Where the two leave room for doubt, nothing is written.
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/services/verify/verify.h"
+
+namespace ballast::services {
+namespace {
+
+// A job whose entries are to be made anew.
+struct Candidate {
+  ReadLog log;
+  CatalogEntry old;  // what the catalog could tell
+  storage::StateLayout layout;
+  std::vector<FoundLabel> labels;
+  std::map<uint64_t, storage::DurableChunk> chosen;  // by chunk id
+  int64_t committed = -1;
+};
+
+class Rebuilding {
+ public:
+  Rebuilding(DataDirectory* directory, const SayProgress& say, RebuildResult* result)
+      : directory_(directory), say_(say), progress_(say), result_(*result) {}
+  absl::Status Run();
+
+ private:
+  absl::Status ReadCandidates();
+  absl::Status ReadLabels();
+  void SettleServerId();
+  void Choose(const std::string& name, Candidate* candidate);
+  absl::StatusOr<bool> Newest(const std::string& name, const std::vector<FoundLabel>& labels, int64_t version_max,
+                              std::optional<storage::DurableChunk>* newest);
+  void CheckFit(const std::string& name, Candidate* candidate);
+  void CheckPlacesOfAll();
+  absl::Status Write();
+  void Refuse(const std::string& job, absl::string_view why) {
+    result_.refused.push_back(absl::StrCat("job '", job, "': ", why));
+  }
+
+  DataDirectory* const directory_;
+  const SayProgress& say_;
+  Progress progress_;
+  RebuildResult& result_;
+  std::map<std::string, CatalogJob> known_;  // jobs of the catalog
+  std::map<std::string, Candidate> candidates_;
+  std::unique_ptr<storage::BlockFile> tier_;
+  std::string server_id_;
+  bool new_server_id_ = false;
+};
+
+absl::Status Rebuilding::Run() {
+  BALLAST_ASSIGN_OR_RETURN(result_.before, Verify(directory_, say_));
+  result_.after = result_.before;
+  if (result_.before.worst() <= Harm::kRepaired) {
+    result_.done.push_back("nothing to rebuild: a server recovers from what is there");
+    return absl::OkStatus();
+  }
+  BALLAST_RETURN_IF_ERROR(ReadCandidates());
+  BALLAST_RETURN_IF_ERROR(ReadLabels());
+  if (!candidates_.empty()) SettleServerId();
+  for (auto& [name, candidate] : candidates_) Choose(name, &candidate);
+  if (result_.refused.empty()) CheckPlacesOfAll();
+  if (candidates_.empty() && directory_->catalog() != nullptr && result_.refused.empty()) {
+    result_.refused.push_back("no job whose entries made anew would help: see the findings");
+  }
+  if (!result_.refused.empty()) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(Write());
+  result_.written = true;
+  BALLAST_ASSIGN_OR_RETURN(result_.after, Verify(directory_, say_));
+  return absl::OkStatus();
+}
+
+// Jobs with a log that the scrub does not like. What else the catalog knows stays as it is.
+absl::Status Rebuilding::ReadCandidates() {
+  std::vector<Finding> ignored;
+  if (directory_->catalog() != nullptr) {
+    BALLAST_ASSIGN_OR_RETURN(known_, directory_->ReadJobs(&ignored));
+  }
+  std::set<std::string> bad;
+  for (const Finding& finding : result_.before.findings) {
+    if (finding.harm > Harm::kRepaired) bad.insert(finding.job);
+  }
+  const bool all = bad.contains("");
+  for (const std::string& name : directory_->LogNames()) {
+    if (!all && !bad.contains(name)) continue;
+    BALLAST_ASSIGN_OR_RETURN(const auto file, directory_->OpenFile(directory_->LogPath(name)));
+    auto log = ReadJobLog(*file, name);
+    if (absl::IsNotFound(log.status())) continue;  // its creation was not finished
+    if (!log.ok()) {
+      Refuse(name, absl::StrCat("its log cannot be read: ", log.status().message(),
+                                ". To give the job up, move the log elsewhere and run again"));
+      continue;
+    }
+    if (!log->open.has_value()) continue;  // never opened
+    const auto optimizer = model::OptimizerOf(log->open->spec());
+    if (!optimizer.ok()) {
+      Refuse(name, optimizer.status().message());
+      continue;
+    }
+    Candidate& candidate = candidates_[name];
+    candidate.log = *std::move(log);
+    candidate.layout = storage::StateLayout(*optimizer);
+    if (const auto known = known_.find(name); known != known_.end()) candidate.old = known->second.entry;
+  }
+  for (const auto& [name, job] : known_) {
+    if (bad.contains(name) && !candidates_.contains(name)) {
+      Refuse(name, "it has no log to be rebuilt from; drop it with `ballastctl drop` once the server runs");
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Rebuilding::ReadLabels() {
+  BALLAST_ASSIGN_OR_RETURN(tier_, directory_->OpenFile(directory_->TierPath()));
+  if (tier_ == nullptr || candidates_.empty()) return absl::OkStatus();
+  std::map<std::string, storage::StateLayout> layouts;
+  for (const auto& [name, candidate] : candidates_) layouts[name] = candidate.layout;
+  uint64_t unreadable = 0;
+  BALLAST_ASSIGN_OR_RETURN(auto labels, FindLabels(*tier_, layouts, &progress_, &unreadable));
+  for (auto& [name, found] : labels) candidates_[name].labels = std::move(found);
+  if (unreadable > 0) result_.done.push_back(absl::StrCat(unreadable, " blocks of nvme.tier cannot be read"));
+  return absl::OkStatus();
+}
+
+void Rebuilding::SettleServerId() {
+  if (const auto id = directory_->server_id(); id.ok()) {
+    server_id_ = *id;
+    return;
+  }
+  new_server_id_ = true;
+  for (const auto& [name, candidate] : candidates_) {
+    std::set<uint64_t> chunks = ChunksInLog(candidate.log);
+    for (const FoundLabel& label : candidate.labels) chunks.insert(label.chunk.id);
+    const auto owner = FindOwner(*candidate.log.open, chunks);
+    if (!owner.ok()) continue;
+    if (server_id_.empty()) server_id_ = *owner;
+    if (server_id_ != *owner) {
+      Refuse(name, absl::StrCat("it belongs to server '", *owner, "', others here to '", server_id_, "'"));
+    }
+  }
+  if (server_id_.empty()) Refuse(candidates_.begin()->first, "nothing tells which of its members this server is");
+}
+
+// The highest version of one chunk whose digests hold. False if labels contradict each other.
+absl::StatusOr<bool> Rebuilding::Newest(const std::string& name, const std::vector<FoundLabel>& labels,
+                                        int64_t version_max, std::optional<storage::DurableChunk>* newest) {
+  for (const FoundLabel& label : labels) {  // by version, the highest first
+    const storage::DurableChunk& chunk = label.chunk;
+    if (chunk.version > version_max) {
+      Refuse(name, absl::StrCat("chunk ", chunk.id, " has a label of version ", chunk.version, " at offset ",
+                                chunk.offset, ", and its log ends at step ", version_max,
+                                ": the log is an older copy, or the label is of an earlier job of this name"));
+      return false;
+    }
+    if (newest->has_value()) {
+      // An equal version with other bits is another history's.
+      if (chunk.version < (*newest)->version) return true;
+      if (chunk.digests == (*newest)->digests) continue;
+    }
+    BALLAST_ASSIGN_OR_RETURN(const bool whole, DigestsHold(*tier_, candidates_.at(name).layout, chunk));
+    if (!whole) continue;
+    if (newest->has_value()) {
+      Refuse(name, absl::StrCat("two extents, at offsets ", (*newest)->offset, " and ", chunk.offset,
+                                ", both hold chunk ", chunk.id, " at version ", chunk.version, " with different bits"));
+      return false;
+    }
+    *newest = chunk;
+  }
+  return true;
+}
+
+void Rebuilding::Choose(const std::string& name, Candidate* candidate) {
+  if (server_id_.empty()) return;
+  std::vector<Finding> faults;
+  const LogReplay bare = Replay(candidate->log, server_id_, {}, "", &faults);
+  for (const Finding& fault : faults) {
+    // Gaps are for the versions that are chosen.
+    if (fault.harm == Harm::kJobRefused) return Refuse(name, absl::StrCat("its log: ", fault.what, ": ", fault.found));
+  }
+  candidate->committed = bare.committed;
+  const int64_t version_max = bare.committed + (bare.prepared ? 1 : 0);
+  std::map<uint64_t, std::vector<FoundLabel>> by_chunk;
+  for (const FoundLabel& label : candidate->labels) by_chunk[label.chunk.id].push_back(label);
+  for (auto& [id, labels] : by_chunk) {
+    // What the catalog names comes first among equals.
+    const auto named = [&, chunk = id](const FoundLabel& label) {
+      return std::any_of(candidate->old.chunks.begin(), candidate->old.chunks.end(),
+                         [&](const auto& old) { return old.id == chunk && old.Encode() == label.chunk.Encode(); });
+    };
+    std::stable_sort(labels.begin(), labels.end(), [&](const FoundLabel& a, const FoundLabel& b) {
+      if (a.chunk.version != b.chunk.version) return a.chunk.version > b.chunk.version;
+      return named(a) && !named(b);
+    });
+    std::optional<storage::DurableChunk> newest;
+    const auto clear = Newest(name, labels, version_max, &newest);
+    if (!clear.ok()) return Refuse(name, clear.status().message());
+    if (!*clear) return;
+    if (newest.has_value()) candidate->chosen[id] = *newest;
+  }
+  CheckFit(name, candidate);
+}
+
+// Do the log and the versions that were chosen make one history?
+void Rebuilding::CheckFit(const std::string& name, Candidate* candidate) {
+  std::map<uint64_t, int64_t> versions;
+  for (const auto& [id, chunk] : candidate->chosen) versions[id] = chunk.version;
+  ScrubReport fit;
+  const std::string path = directory_->LogPath(name);
+  const LogReplay replay = Replay(candidate->log, server_id_, versions, path, &fit.findings);
+  const auto file = directory_->OpenFile(path);
+  if (!file.ok() || *file == nullptr) return Refuse(name, "its log is gone");
+  CheckPayloads(**file, name, replay, &progress_, &fit);
+  for (const Finding& finding : fit.findings) {
+    if (finding.harm <= Harm::kRepaired) continue;
+    Refuse(name, absl::StrCat("log and extents do not fit together: ", finding.what, "; expected ", finding.expected,
+                              ", found ", finding.found));
+  }
+  // Older than the log's beginning, a state is whole only if nothing changed it since: the catalog recorded it as the
+  // newest, or no update ever came.
+  for (const auto& [id, never_updated] : replay.older_than_log) {
+    const auto chosen = candidate->chosen.find(id);
+    const int64_t version = chosen == candidate->chosen.end() ? -1 : chosen->second.version;
+    const auto& old = candidate->old.chunks;
+    const auto recorded =
+        std::find_if(old.begin(), old.end(), [id = id](const storage::DurableChunk& chunk) { return chunk.id == id; });
+    const int64_t recorded_version = recorded == old.end() ? -1 : recorded->version;
+    if (recorded_version == version && version >= 0) continue;
+    if (recorded == old.end() && never_updated) continue;
+    Refuse(name, absl::StrCat("the newest whole state of chunk ", id, " is of version ", version,
+                              ", the log begins at step ", replay.first + 1, ", and ",
+                              recorded == old.end() ? "nothing tells whether steps between them changed it"
+                                                    : absl::StrCat("the catalog knew version ", recorded_version)));
+  }
+}
+
+void Rebuilding::CheckPlacesOfAll() {
+  std::vector<NamedExtent> extents;
+  for (const auto& [name, candidate] : candidates_) {
+    for (const auto& [id, chunk] : candidate.chosen) extents.push_back({name, candidate.layout, chunk});
+  }
+  for (const auto& [name, job] : known_) {
+    if (candidates_.contains(name)) continue;
+    for (const storage::DurableChunk& chunk : job.entry.chunks) extents.push_back({name, {}, chunk});
+  }
+  uint64_t file_bytes = 0;
+  if (tier_ != nullptr) file_bytes = tier_->Size().value_or(0);
+  ScrubReport places;
+  CheckPlaces(extents, directory_->TierPath(), file_bytes, &places);
+  for (const Finding& finding : places.findings) Refuse(finding.job, absl::StrCat(finding.what, ": ", finding.found));
+}
+
+absl::Status Rebuilding::Write() {
+  if (directory_->catalog() == nullptr) {
+    BALLAST_ASSIGN_OR_RETURN(const std::string aside, directory_->BeginCatalog());
+    result_.done.push_back(aside.empty() ? "began a new catalog"
+                                         : absl::StrCat("moved the catalog to ", aside, " and began a new one"));
+    result_.done.push_back("what the old catalog knew of jobs without durability is not known any more");
+  }
+  std::vector<std::pair<std::string, std::string>> pairs;
+  if (new_server_id_ && !server_id_.empty()) {
+    pairs.emplace_back("server_id", server_id_);
+    result_.done.push_back(absl::StrCat("set server_id to '", server_id_, "'"));
+  }
+  for (const auto& [name, candidate] : candidates_) {
+    const std::string prefix = CatalogPrefix(name);
+    v1::Epoch promised = candidate.log.promised.value_or(candidate.log.open->epoch());
+    if (candidate.old.promised.has_value() && model::Compare(*candidate.old.promised, promised) > 0) {
+      promised = *candidate.old.promised;
+    }
+    pairs.emplace_back(prefix + "promise", promised.SerializeAsString());
+    pairs.emplace_back(prefix + "open", candidate.log.open->SerializeAsString());
+    pairs.emplace_back(prefix + "committed", absl::StrCat(candidate.committed));
+    for (const auto& [id, chunk] : candidate.chosen) {
+      pairs.emplace_back(absl::StrCat(prefix, kCatalogChunk, id), chunk.Encode());
+    }
+    result_.done.push_back(absl::StrCat("job '", name, "': entries made anew, up to step ", candidate.committed, ", ",
+                                        candidate.chosen.size(), " chunks"));
+  }
+  for (const auto& [name, candidate] : candidates_) {
+    BALLAST_RETURN_IF_ERROR(directory_->catalog()->ErasePrefix(CatalogPrefix(name)));
+  }
+  return directory_->catalog()->PutAll(pairs);
+}
+
+}  // namespace
+
+absl::StatusOr<RebuildResult> Rebuild(const std::string& directory, const SayProgress& say) {
+  RebuildResult result;
+  BALLAST_ASSIGN_OR_RETURN(const auto opened, DataDirectory::Open(directory));
+  BALLAST_RETURN_IF_ERROR(Rebuilding(opened.get(), say, &result).Run());
+  return result;
+}
+
+}  // namespace ballast::services

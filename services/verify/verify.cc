@@ -1,0 +1,220 @@
+#include "ballast/services/verify/verify.h"
+
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/services/journal.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr char kRebuildAdvice[] = "run `ballastctl verify --rebuild`";
+constexpr char kLogAdvice[] =
+    "check the disk; restore the job from a pinned version, or drop it with `ballastctl drop`";
+
+class Scrub {
+ public:
+  Scrub(DataDirectory* directory, const SayProgress& say) : directory_(directory), progress_(say) {
+    report_.directory = directory->path();
+  }
+  absl::StatusOr<ScrubReport> Run();
+
+ private:
+  void CheckJob(const std::string& name, const CatalogJob& job);
+  void CheckLog(const std::string& name, const CatalogJob& job);
+  void CompareWithLog(const std::string& name, const CatalogEntry& entry, const ReadLog& log, int64_t committed);
+  void CheckChunks(const std::string& name, const CatalogEntry& entry);
+  void CheckOrphan(const std::string& name);
+  void CheckExtents();
+  Finding& Add(Harm harm, const std::string& job, std::string what, std::string file, std::string expected,
+               std::string found, std::string advice) {
+    return report_.findings.emplace_back(Finding{harm, job, std::move(what), std::move(file), 0, std::move(expected),
+                                                 std::move(found), std::move(advice)});
+  }
+
+  DataDirectory* const directory_;
+  Progress progress_;
+  std::string server_id_;
+  std::vector<NamedExtent> extents_;
+  ScrubReport report_;
+};
+
+absl::StatusOr<ScrubReport> Scrub::Run() {
+  std::map<std::string, CatalogJob> jobs;
+  const std::string catalog_path = directory_->path() + "/catalog";
+  if (directory_->catalog() == nullptr) {
+    // Logs and extents cannot be judged without it; a rebuild judges them.
+    const absl::Status& error = directory_->catalog_error();
+    if (absl::IsNotFound(error) && directory_->LogNames().empty()) return std::move(report_);  // never used
+    Add(directory_->begins_anew() ? Harm::kUnnoticed : Harm::kServerRefused, "", "the catalog cannot be opened",
+        catalog_path, "a catalog", std::string(error.message()), kRebuildAdvice);
+    return std::move(report_);
+  } else {
+    BALLAST_ASSIGN_OR_RETURN(jobs, directory_->ReadJobs(&report_.findings));
+    const auto id = directory_->server_id();
+    if (id.ok()) server_id_ = *id;
+  }
+  for (const auto& [name, job] : jobs) CheckJob(name, job);
+  for (const std::string& name : directory_->LogNames()) {
+    const auto job = jobs.find(name);
+    if (job == jobs.end() || !job->second.durable()) CheckOrphan(name);
+  }
+  CheckExtents();
+  return std::move(report_);
+}
+
+void Scrub::CheckJob(const std::string& name, const CatalogJob& job) {
+  ++report_.counts.jobs;
+  if (!job.durable()) {
+    if (job.entry.chunks.empty()) return;
+    Add(Harm::kUnnoticed, name, "the catalog has chunks of a job without its Open", directory_->path() + "/catalog",
+        "an entry 'open'", absl::StrCat(job.entry.chunks.size(), " chunks and no Open: the job would seem to be empty"),
+        kRebuildAdvice);
+    return;
+  }
+  ++report_.counts.durable_jobs;
+  CheckChunks(name, job.entry);
+  CheckLog(name, job);
+}
+
+void Scrub::CheckChunks(const std::string& name, const CatalogEntry& entry) {
+  const auto optimizer = model::OptimizerOf(entry.open->spec());
+  const auto plan = model::EpochPlan::Make(*entry.open);
+  if (!optimizer.ok() || !plan.ok()) {
+    Add(Harm::kJobRefused, name, "the Open in the catalog", directory_->path() + "/catalog", "a job of this version",
+        std::string((optimizer.ok() ? plan.status() : optimizer.status()).message()), kRebuildAdvice);
+    return;
+  }
+  const storage::StateLayout layout(*optimizer);
+  for (const storage::DurableChunk& chunk : entry.chunks) {
+    const auto& chunks = plan->layout().chunks();
+    // The catalog's Open may lag behind the log's, whose chunks go on from these.
+    const bool known = chunk.id < chunks.size();
+    const uint64_t elements = known ? chunks[chunk.id].range.size() : chunk.elements;
+    if (chunk.elements != elements || elements > model::kChunkElementsMax || chunk.version < 0 ||
+        chunk.bytes != layout.StateBytes(elements)) {
+      Add(Harm::kJobRefused, name, absl::StrCat("the catalog's entry of chunk ", chunk.id),
+          directory_->path() + "/catalog",
+          absl::StrCat(elements, " elements in ", layout.StateBytes(elements), " bytes, version 0 or higher"),
+          absl::StrCat(chunk.elements, " elements in ", chunk.bytes, " bytes, version ", chunk.version),
+          kRebuildAdvice);
+      continue;
+    }
+    extents_.push_back({name, layout, chunk});
+  }
+}
+
+void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
+  const std::string path = directory_->LogPath(name);
+  const CatalogEntry& entry = job.entry;
+  const auto refuse = [&](const absl::Status& status) {
+    Add(Harm::kJobRefused, name, "the log cannot be read", path, "the log of the job", std::string(status.message()),
+        kLogAdvice);
+  };
+  const auto file = directory_->OpenFile(path);
+  if (!file.ok()) return refuse(file.status());
+  absl::StatusOr<ReadLog> log = absl::NotFoundError(absl::StrCat("there is no ", path));
+  if (*file != nullptr) log = ReadJobLog(**file, name);
+  // It was still being made: no step was ever prepared.
+  if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.committed < 0) return;
+  if (!log.ok()) return refuse(log.status());
+  report_.counts.log_records += log->records.size();
+  report_.counts.torn_batches += log->scanned.torn_batches;
+  if (log->scanned.repaired_blocks > 0) {
+    Add(Harm::kRepaired, name, absl::StrCat(log->scanned.repaired_blocks, " blocks of the log are damaged"), path,
+        "both copies of small records whole", "one of the two",
+        "nothing for now, they are read from their copies; check the disk");
+  }
+  std::string id = server_id_;
+  if (id.empty()) {
+    std::set<uint64_t> chunks = ChunksInLog(*log);
+    for (const storage::DurableChunk& chunk : entry.chunks) chunks.insert(chunk.id);
+    const auto owner = FindOwner(log->open.value_or(*entry.open), chunks);
+    Add(Harm::kJobRefused, name, "the catalog has no 'server_id'", directory_->path() + "/catalog",
+        owner.ok() ? *owner : "one of the job's members", "none: a server would take a new one", kRebuildAdvice);
+    if (!owner.ok()) return;
+    id = *owner;
+  }
+  std::map<uint64_t, int64_t> versions;
+  for (const storage::DurableChunk& chunk : entry.chunks) versions[chunk.id] = chunk.version;
+  const LogReplay replay = Replay(*log, id, versions, path, &report_.findings);
+  CompareWithLog(name, entry, *log, replay.committed);
+  CheckPayloads(**file, name, replay, &progress_, &report_);
+}
+
+void Scrub::CompareWithLog(const std::string& name, const CatalogEntry& entry, const ReadLog& log, int64_t committed) {
+  const std::string file = directory_->path() + "/catalog";
+  // A promise is answered, and an Open of it may come, once both have it.
+  if (log.open.has_value() && (!entry.promised.has_value() || model::Compare(log.open->epoch(), *entry.promised) > 0)) {
+    Add(entry.promised.has_value() ? Harm::kUnnoticed : Harm::kRepaired, name, "the catalog's promise is too old", file,
+        absl::StrCat("epoch ", log.open->epoch().counter(), " or later, which the log opens"),
+        entry.promised.has_value() ? absl::StrCat("epoch ", entry.promised->counter()) : "none", kRebuildAdvice);
+  }
+  if (log.open.has_value() && log.open->spec().durability() != v1::DURABILITY_STEP) {
+    Add(Harm::kJobRefused, name, "the log opens a job of another durability", log.job, "DURABILITY_STEP",
+        v1::Durability_Name(log.open->spec().durability()), kLogAdvice);
+  }
+  if (entry.committed > committed + 1) {
+    Add(Harm::kUnnoticed, name, "the log ends before the step that the catalog knows as applied",
+        directory_->LogPath(name), absl::StrCat("step ", entry.committed), absl::StrCat("step ", committed),
+        "was the log replaced by an older copy? Bring the newer one back, or drop the job");
+  }
+}
+
+void Scrub::CheckOrphan(const std::string& name) {
+  const std::string path = directory_->LogPath(name);
+  const auto file = directory_->OpenFile(path);
+  if (!file.ok() || *file == nullptr) return;
+  const auto log = ReadJobLog(**file, name);
+  // Still being made, or nothing was ever prepared: an Open makes it anew.
+  if (absl::IsNotFound(log.status())) return;
+  int64_t committed = -1;
+  bool prepared = false;
+  if (log.ok()) {
+    for (const StepRecord& record : log->records) {
+      prepared = prepared || std::holds_alternative<PreparedStepRecord>(record);
+      if (const auto* decision = std::get_if<DecisionRecord>(&record)) committed = decision->decision.step();
+      if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) committed = snapshot->snapshot.committed();
+    }
+    if (committed < 0 && !prepared) return;
+  }
+  Add(Harm::kUnnoticed, name, "the catalog does not know the job of this log", path, "an entry 'open' in the catalog",
+      log.ok() ? absl::StrCat("a log up to step ", committed) : std::string(log.status().message()),
+      absl::StrCat(kRebuildAdvice, "; or remove the file, if the job is to be forgotten"));
+}
+
+void Scrub::CheckExtents() {
+  if (extents_.empty()) return;
+  const std::string path = directory_->TierPath();
+  const auto file = directory_->OpenFile(path);
+  uint64_t file_bytes = 0;
+  if (file.ok() && *file != nullptr) {
+    const auto size = (*file)->Size();
+    if (size.ok()) file_bytes = *size;
+  }
+  CheckPlaces(extents_, path, file_bytes, &report_);
+  for (const NamedExtent& extent : extents_) {
+    const storage::DurableChunk& chunk = extent.chunk;
+    if ((chunk.offset | chunk.bytes) % storage::kIoAlignment != 0 || chunk.offset > file_bytes ||
+        chunk.bytes > file_bytes - chunk.offset) {
+      continue;  // said already
+    }
+    CheckExtent(**file, extent, &progress_, &report_);
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<ScrubReport> Verify(DataDirectory* directory, const SayProgress& say) {
+  return Scrub(directory, say).Run();
+}
+
+absl::StatusOr<ScrubReport> Verify(const std::string& directory, const SayProgress& say) {
+  BALLAST_ASSIGN_OR_RETURN(const auto opened, DataDirectory::Open(directory));
+  return Verify(opened.get(), say);
+}
+
+}  // namespace ballast::services

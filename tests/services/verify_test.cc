@@ -1,0 +1,254 @@
+// `ballastctl verify` on directories that a server really wrote: clean ones, and ones with a seeded damage each.
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "ballast/tests/services/daemon.h"
+#include "ballast/tests/services/verify_fixture.h"
+
+namespace ballast::services {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+TEST_F(VerifyTest, FindsNothingInACleanDirectory) {
+  Train(20);
+  const ScrubReport report = Scrub();
+  EXPECT_THAT(report.findings, IsEmpty()) << report.findings[0].what << " " << report.findings[0].found;
+  EXPECT_EQ(report.counts.durable_jobs, 1u);
+  EXPECT_GT(report.counts.extents, 0u);
+  EXPECT_GT(report.counts.payloads_needed, 0u);
+  ExpectRecovered();
+}
+
+TEST_F(VerifyTest, FindsNothingAfterACrash) {
+  StartServer();
+  ASSERT_EQ(group_->Initialise(Values), absl::OkStatus());
+  Continue(9);
+  for (uint32_t slice = 0; slice < 3; ++slice) {  // of a step that nobody finishes
+    ASSERT_EQ(group_->PushSlice(slice, v1::SLICE_KIND_GRADIENT, Gradients(group_->step())), absl::OkStatus());
+  }
+  std::this_thread::sleep_for(
+      std::chrono::milliseconds(200));  // the server is idle then: a copy is what a crash leaves
+  ScratchDirectory crashed;
+  fs::copy(directory_.path(), crashed.path(), fs::copy_options::recursive);
+  StopServer();
+  const auto report = Verify(crashed.path(), nullptr);
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_THAT(report->findings, IsEmpty());
+}
+
+TEST_F(VerifyTest, RebuildsALostCatalog) {
+  Train(20);
+  fs::remove_all(directory_ / "catalog");
+  ExpectFound(Harm::kUnnoticed, "the catalog cannot be opened");
+  server_id_.clear();  // the rebuilt catalog knows it
+  ExpectRebuilt();
+}
+
+TEST_F(VerifyTest, RebuildsBeforeTheFirstFlushAndAfterManyRestarts) {
+  Train(1);
+  fs::remove_all(directory_ / "catalog");
+  ExpectRebuilt();
+  for (int i = 0; i < 6; ++i) {
+    StartServer();
+    Continue(7);
+    StopServer();
+    EXPECT_THAT(Scrub().findings, IsEmpty());
+  }
+  fs::remove_all(directory_ / "catalog");
+  ExpectRebuilt();
+}
+
+TEST_F(VerifyTest, MovesADamagedCatalogAside) {
+  Train(12);
+  for (const auto& entry : fs::directory_iterator(directory_ / "catalog")) {
+    if (entry.path().filename().string().starts_with("MANIFEST")) {
+      std::ofstream(entry.path(), std::ios::trunc) << "not what RocksDB wrote";
+    }
+  }
+  ExpectFound(Harm::kServerRefused, "the catalog cannot be opened");
+  ExpectRebuilt();
+  EXPECT_TRUE(fs::exists(directory_ / "catalog.damaged-1/CURRENT"));
+}
+
+TEST_F(VerifyTest, FindsThatCurrentIsMissing) {
+  Train(12);
+  fs::remove(directory_ / "catalog/CURRENT");
+  ExpectFound(Harm::kUnnoticed, "CURRENT is missing");
+  ExpectRebuilt();
+}
+
+TEST_F(VerifyTest, FindsADamagedArrayAndLabel) {
+  Train(20);
+  const storage::DurableChunk chunk = Chunks()[2];
+  const storage::StateLayout layout;
+  Flip("nvme.tier", chunk.offset + layout.ArrayAt(storage::StateArray::kMoment1, chunk.elements) + 77);
+  ExpectFound(Harm::kJobRefused, absl::StrCat("the moment 1 array of chunk 2 at version ", chunk.version));
+  // Its older versions are behind what the log begins with.
+  ExpectNotRebuilt("job 'job': ");
+  EXPECT_EQ(Chunks()[2].Encode(), chunk.Encode());
+  Flip("nvme.tier", chunk.offset + layout.LabelAt(chunk.elements) + 9);
+  ExpectFound(Harm::kJobRefused, absl::StrCat("the label of chunk 2 at version ", chunk.version));
+}
+
+TEST_F(VerifyTest, FindsATierThatWasCutOff) {
+  Train(20);
+  uint64_t last = 0;
+  for (const storage::DurableChunk& chunk : Chunks()) last = std::max(last, chunk.offset);
+  fs::resize_file(directory_ / "nvme.tier", last + 4096);
+  ExpectFound(Harm::kServerRefused, "the place of chunk");
+  fs::remove(directory_ / "nvme.tier");
+  ExpectFound(Harm::kServerRefused, "in a file of 0 bytes");
+}
+
+TEST_F(VerifyTest, FindsAndRebuildsWrongCatalogEntries) {
+  Train(20);
+  const std::vector<storage::DurableChunk> chunks = Chunks();
+  ASSERT_EQ(chunks.size(), 5u);
+
+  storage::DurableChunk moved = chunks[1];
+  moved.offset = chunks[3].offset;
+  Put("job/job/chunk-1", moved.Encode());
+  ExpectFound(Harm::kServerRefused, "an overlap with chunk");
+  ExpectFound(Harm::kServerRefused, "no label, or a damaged one");
+  ExpectRebuilt();
+
+  Put("job/job/chunk-1", "rubbish");
+  ExpectFound(Harm::kServerRefused, "'chunk-1' cannot be read");
+  ExpectRebuilt();
+
+  Erase("job/job/chunk-1");
+  ExpectFound(Harm::kUnnoticed, "chunk 1 has no durable version");
+  ExpectRebuilt();
+
+  Erase("job/job/open");
+  ExpectFound(Harm::kUnnoticed, "chunks of a job without its Open");
+  ExpectRebuilt();
+
+  Erase("job/");
+  ExpectFound(Harm::kUnnoticed, "the catalog does not know the job of this log");
+  ExpectRebuilt();
+
+  Erase("server_id");
+  ExpectFound(Harm::kJobRefused, "no 'server_id'");
+  ExpectRebuilt();
+}
+
+TEST_F(VerifyTest, FindsAStaleEntryOfAChunk) {
+  Train(20);
+  const std::string before = Chunks()[4].Encode();
+  StartServer();
+  Continue(20);
+  StopServer();
+  Put("job/job/chunk-4", before);
+  const ScrubReport report = Scrub();
+  EXPECT_GE(report.worst(), Harm::kJobRefused);
+  ExpectRebuilt();
+}
+
+TEST_F(VerifyTest, FindsAChunkThatIsNewerThanTheLog) {
+  Train(6);
+  fs::copy(directory_ / "log-job", directory_ / "kept");
+  StartServer();
+  Continue(20);
+  StopServer();
+  fs::rename(directory_ / "kept", directory_ / "log-job");
+  ExpectFound(Harm::kUnnoticed, "is newer than its job's log");
+  ExpectFound(Harm::kUnnoticed, "the log ends before the step that the catalog knows as applied");
+  ExpectNotRebuilt("the log is an older copy");
+}
+
+TEST_F(VerifyTest, FindsADamagedPayloadThatIsNeeded) {
+  Train(20);
+  for (const LogReplay::Payload& payload : Payloads().payloads) {
+    if (!payload.needed) continue;
+    Flip("log-job", payload.place.offset + payload.place.bytes / 2);
+    ExpectFound(Harm::kJobRefused, absl::StrCat("the slice of step ", payload.step, " for chunk ", payload.chunk));
+    ExpectNotRebuilt("which is needed");
+    return;
+  }
+  ADD_FAILURE() << "no payload is needed";
+}
+
+TEST_F(VerifyTest, PassesADamagedPayloadThatIsNotNeeded) {
+  Train(20);
+  uint64_t damaged = 0;
+  for (const LogReplay::Payload& payload : Payloads().payloads) {
+    if (payload.needed) continue;
+    Flip("log-job", payload.place.offset);
+    ++damaged;
+  }
+  ASSERT_GT(damaged, 0u);
+  EXPECT_EQ(Scrub().counts.payloads_not_needed, damaged);
+  EXPECT_THAT(Scrub().findings, IsEmpty());
+  ExpectRecovered();
+}
+
+TEST_F(VerifyTest, FindsSmallRecordsOfTheLog) {
+  Train(20);
+  const uint64_t batch = NewestDurableBatch();
+  Flip("log-job", batch + 200);
+  ExpectFound(Harm::kRepaired, "1 blocks of the log are damaged");
+  Flip("log-job", batch + 4096 + 200);
+  ExpectFound(Harm::kJobRefused, "the log cannot be read");
+  ExpectNotRebuilt("its log cannot be read");
+}
+
+TEST_F(VerifyTest, FindsThatALogIsMissing) {
+  Train(20);
+  fs::remove(directory_ / "log-job");
+  ExpectFound(Harm::kJobRefused, "there is no ");
+  ExpectNotRebuilt("it has no log to be rebuilt from");
+}
+
+TEST_F(VerifyTest, LeavesJobsWithoutDurabilityAlone) {
+  spec_.set_durability(v1::DURABILITY_NONE);
+  Train(3);
+  EXPECT_THAT(Scrub().findings, IsEmpty());
+  const RebuildResult result = Remake();
+  EXPECT_FALSE(result.written);
+  EXPECT_THAT(result.refused, IsEmpty());
+}
+
+TEST_F(VerifyTest, IsACommandWithExitCodes) {
+  const auto run = [&](const std::vector<std::string>& extra) {
+    std::vector<std::string> command = {CtlPath(), "verify", "--data-directory", directory_.path()};
+    command.insert(command.end(), extra.begin(), extra.end());
+    return RunProcess(command);
+  };
+  EXPECT_EQ(RunProcess({CtlPath(), "verify"}).code, 2);
+  const Finished nothing = run({});
+  EXPECT_EQ(nothing.code, 2);
+  EXPECT_THAT(nothing.err, HasSubstr("is no state server's data directory"));
+  EXPECT_FALSE(fs::exists(directory_ / "LOCK.ballast"));
+  Train(12);
+  const Finished clean = run({});
+  EXPECT_EQ(clean.code, 0) << clean.out << clean.err;
+  EXPECT_THAT(clean.out, HasSubstr("CLEAN: "));
+  EXPECT_THAT(run({"--json"}).out, HasSubstr("{\"verdict\":\"clean\",\"recovery\":\"succeeds\""));
+
+  StartServer();
+  const Finished running = run({});
+  EXPECT_EQ(running.code, 3);
+  EXPECT_THAT(running.err, HasSubstr("in use"));
+  EXPECT_EQ(run({"--rebuild"}).code, 3);
+  StopServer();
+
+  Erase("job/");
+  const Finished damaged = run({});
+  EXPECT_EQ(damaged.code, 1);
+  EXPECT_THAT(damaged.out, HasSubstr("unnoticed: job 'job': the catalog does not know the job of this log"));
+  EXPECT_THAT(run({"--json"}).out, HasSubstr("\"recovery\":\"unnoticed\""));
+  const Finished rebuilt = run({"--rebuild"});
+  EXPECT_EQ(rebuilt.code, 0);
+  EXPECT_THAT(rebuilt.out, HasSubstr("rebuild: job 'job': entries made anew, up to step 12"));
+  EXPECT_EQ(run({}).code, 0);
+}
+
+}  // namespace
+}  // namespace ballast::services

@@ -1,0 +1,190 @@
+#include "ballast/tests/sim_server/machine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/tests/sim_server/bits.h"
+
+namespace ballast::sim {
+namespace {
+
+// For value slices of small tensors beside gradients; less than any chunk's state, so that none is placed there.
+constexpr uint64_t kSlackBytes = 12 << 10;
+// The least that works: a read buffer and one chunk's state.
+constexpr uint64_t kReadBufferBytes = uint64_t{1} << 20;
+constexpr uint64_t kNvmeBytes = uint64_t{256} << 20;
+
+}  // namespace
+
+Machine::Machine(int index, uint64_t seed, std::string directory)
+    : index_(index), directory_(std::move(directory)), disk_(Mix(seed, index, 1)), catalog_(Mix(seed, index, 2)) {}
+
+Machine::~Machine() { End(); }
+
+storage::TierBytes Machine::Budget(Random* random) const {
+  const model::EpochPlan& plan = PlanOf(1);
+  const storage::StateLayout layout(*model::OptimizerOf(plan.open().spec()));
+  uint64_t fixed = 0, state = 0;
+  std::vector<uint64_t> states;
+  for (const model::Chunk& chunk : plan.layout().chunks()) {
+    if (plan.server_of(chunk.index) != static_cast<uint32_t>(index_)) continue;
+    const uint64_t n = chunk.range.size();
+    states.push_back(layout.StateBytes(n));
+    fixed += layout.WorkingBytes(n) + 4 * n;
+    state += layout.StateBytes(n);
+  }
+  storage::TierBytes budget{0, 0, kNvmeBytes};
+  if (random->Percent(30)) {
+    budget.dram = 2 * (fixed + state) + (uint64_t{8} << 20);
+    return budget;
+  }
+  const uint64_t staging = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
+  const uint64_t in_dram = random->Below(states.size() + 1);
+  for (uint64_t i = 0; i < in_dram; ++i) fixed += states[i];
+  budget.dram = fixed + staging + kSlackBytes;
+  return budget;
+}
+
+absl::Status Machine::Start(Random* random) {
+  const storage::StateLayout layout(*model::OptimizerOf(PlanOf(1).open().spec()));
+  services::StateServerOptions options;
+  options.data_directory = directory_;
+  options.budget = Budget(random);
+  options.server_id = ServerName(index_);
+  options.read_threads = 2;
+  options.staging_bytes = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
+  foundation_ = std::make_unique<SimFoundation>(&disk_, &catalog_);
+  options.foundation = foundation_.get();
+  alive_ = std::make_shared<bool>(true);
+  auto started = services::StateServer::Start(options);
+  if (!started.ok()) {
+    End();
+    return started.status();
+  }
+  server_ = *std::move(started);
+  return absl::OkStatus();
+}
+
+void Machine::End() {
+  if (alive_ != nullptr) *alive_ = false;
+  if (foundation_ != nullptr) foundation_->Die();
+  catalog_.Close();
+  server_.reset();
+  foundation_.reset();
+  answers_.clear();
+}
+
+void Machine::Stop() {
+  server_->Stop();
+  server_.reset();
+  foundation_.reset();
+  catalog_.Close();
+  alive_.reset();
+}
+
+void Machine::Kill() { End(); }
+
+void Machine::PowerCut() {
+  if (!disk_.off()) {
+    disk_.CrashAfter(1);
+    (void)disk_.Remove("/nothing");
+  }
+  catalog_.Crash();
+  End();
+  disk_.Crash();
+}
+
+void Machine::PowerCutAtCatalogWrite(uint64_t writes) {
+  catalog_.CrashAfter(writes, [this] {
+    disk_.CrashAfter(1);
+    (void)disk_.Remove("/nothing");
+  });
+}
+
+std::vector<Response> Machine::TakeAnswers() { return std::exchange(answers_, {}); }
+
+template <typename Body>
+services::Reply<Body> Machine::ReplyTo(const Request& request) {
+  return [this, request, alive = alive_](absl::StatusOr<Body> result) {
+    if (!*alive || disk_.off()) return;
+    Response response{request, result.status(), {}};
+    if (result.ok()) response.body = std::make_shared<const Body>(*std::move(result));
+    answers_.push_back(std::move(response));
+  };
+}
+
+void Machine::Handle(const Request& request, bool damage, Random* random) {
+  const absl::Time never = absl::InfiniteFuture();
+  if (const auto* fence = std::get_if<std::shared_ptr<const v1::FenceRequest>>(&request.body)) {
+    return server_->Fence(**fence, never, ReplyTo<v1::FenceResponse>(request));
+  }
+  if (const auto* open = std::get_if<std::shared_ptr<const v1::OpenRequest>>(&request.body)) {
+    return server_->Open(**open, never, ReplyTo<v1::OpenResponse>(request));
+  }
+  if (const auto* norm = std::get_if<std::shared_ptr<const v1::NormRequest>>(&request.body)) {
+    return server_->Norm(**norm, ReplyTo<v1::NormResponse>(request));
+  }
+  if (const auto* seal = std::get_if<std::shared_ptr<const v1::SealRequest>>(&request.body)) {
+    return server_->Seal(**seal, never, ReplyTo<v1::SealResponse>(request));
+  }
+  if (const auto* commit = std::get_if<std::shared_ptr<const v1::CommitRequest>>(&request.body)) {
+    return server_->Commit(**commit, ReplyTo<v1::CommitResponse>(request));
+  }
+  const auto& push = *std::get<std::shared_ptr<const v1::PushRequest>>(request.body);
+  // A copy of its own, gone with the reply: whoever looks at it later is caught by a sanitizer.
+  auto payload = std::make_shared<std::vector<std::byte>>(*PayloadOf(push.crc32c()));
+  if (damage) (*payload)[random->Below(payload->size())] ^= std::byte{1} << random->Below(8);
+  server_->Push(
+      push, *payload, never,
+      [payload, reply = ReplyTo<v1::PushResponse>(request)](absl::StatusOr<v1::PushResponse> response) mutable {
+        payload->clear();
+        payload->shrink_to_fit();
+        reply(std::move(response));
+      });
+}
+
+absl::StatusOr<v1::GetJobResponse> Machine::Describe() {
+  v1::GetJobRequest request;
+  request.set_job(kJob);
+  absl::StatusOr<v1::GetJobResponse> answer = absl::UnknownError("GetJob did not answer at once");
+  server_->GetJob(request, [&](absl::StatusOr<v1::GetJobResponse> response) { answer = std::move(response); });
+  if (answer.ok() && !answer->exists()) answer->set_committed(-1);
+  return answer;
+}
+
+absl::Status Machine::Cause() {
+  v1::NormRequest request;
+  request.set_job(kJob);
+  absl::Status cause;
+  server_->Norm(request, [&](const absl::StatusOr<v1::NormResponse>& response) { cause = response.status(); });
+  return cause;
+}
+
+void Machine::Pull(const v1::PullRequest& request, PullReply reply) {
+  auto bits = std::make_shared<std::vector<std::byte>>();
+  const auto allocate = [bits](uint64_t bytes) {
+    bits->resize(bytes);
+    return absl::MakeSpan(*bits);
+  };
+  server_->Pull(request, absl::InfiniteFuture(), allocate,
+                [this, bits, alive = alive_, reply = std::move(reply)](absl::StatusOr<uint32_t> crc) {
+                  if (!*alive || disk_.off()) return;
+                  if (!crc.ok()) return reply(crc.status());
+                  if (*crc != kernels::Crc32c(*bits)) return reply(absl::UnknownError("a pull's CRC32C is wrong"));
+                  reply(std::move(*bits));
+                });
+}
+
+absl::StatusOr<std::vector<std::byte>> Machine::PullNow(const v1::PullRequest& request, Random* random) {
+  auto answer = std::make_shared<std::optional<absl::StatusOr<std::vector<std::byte>>>>();
+  Pull(request, [answer](absl::StatusOr<std::vector<std::byte>> bits) { *answer = std::move(bits); });
+  while (!answer->has_value() && RunTask(random)) {
+  }
+  if (answer->has_value()) return **std::move(answer);
+  return absl::DeadlineExceededError("no answer to a pull although nothing is left to do");
+}
+
+}  // namespace ballast::sim

@@ -1,0 +1,133 @@
+#include "ballast/tests/sim_server/reference.h"
+
+#include <bit>
+#include <cstring>
+
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/optimizer.h"
+#include "ballast/tests/sim_server/bits.h"
+
+namespace ballast::sim {
+
+Reference::Reference() : optimizer_(*model::OptimizerOf(OpenTemplate(1).spec())) {
+  const model::Layout& layout = PlanOf(1).layout();
+  tensor_steps_.assign(layout.tensors().size(), 0);
+  for (const model::Chunk& chunk : layout.chunks()) {
+    const uint64_t n = chunk.range.size();
+    Chunk& added = chunks_.emplace_back();
+    added.master.resize(n);
+    for (int i = 0; i < kernels::MomentCount(optimizer_); ++i) {
+      added.moments.emplace_back(kernels::MomentBytes(optimizer_.moments, n));
+      added.scales.emplace_back(kernels::MomentScaleBytes(optimizer_.moments, n) / sizeof(float));
+    }
+  }
+}
+
+void Reference::Decided(const v1::Decision& decision, const GroupIntent& author) {
+  if (decision.step() <= last_step_) return;
+  last_step_ = decision.step();
+  const bool skip = decision.verdict().skip();
+  const v1::StepHeader header = author.Header(decision.step(), 0);
+  for (uint32_t tensor = 0; tensor < tensor_steps_.size() && !skip; ++tensor) {
+    if (model::HasBit(header.gradient_presence(), tensor)) ++tensor_steps_[tensor];
+  }
+  for (const model::Chunk& layout : PlanOf(author.world_size).layout().chunks()) {
+    Chunk* const chunk = &chunks_[layout.index];
+    bool changed = decision.step() == 0;
+    if (!skip) {
+      if (ApplyValues(decision, author, header, layout, chunk)) changed = true;
+      if (Update(decision, author, header, layout, chunk)) changed = true;
+    }
+    if (changed) Take(decision.step(), chunk);
+  }
+}
+
+bool Reference::ApplyValues(const v1::Decision& decision, const GroupIntent& author, const v1::StepHeader& header,
+                            const model::Chunk& layout, Chunk* chunk) const {
+  const model::EpochPlan& plan = PlanOf(author.world_size);
+  bool changed = false;
+  for (const uint32_t index : plan.slices_of_chunk(layout.index)) {
+    const model::Slice& slice = plan.slices()[index];
+    if (!plan.Touches(slice, header.value_presence())) continue;
+    const Payload payload =
+        PayloadOf(author.Digest(decision.step(), decision.attempt(), v1::SLICE_KIND_VALUE, slice, 0));
+    const model::Range in_chunk{slice.range.begin - layout.range.begin, slice.range.end - layout.range.begin};
+    for (const model::Segment& segment : layout.segments) {
+      const model::Range part = model::Intersect(segment.in_chunk, in_chunk);
+      if (part.size() == 0 || !model::HasBit(header.value_presence(), segment.tensor)) continue;
+      std::memcpy(chunk->master.data() + part.begin, payload->data() + (part.begin - in_chunk.begin) * sizeof(float),
+                  part.size() * sizeof(float));
+      changed = true;
+    }
+  }
+  return changed;
+}
+
+bool Reference::Update(const v1::Decision& decision, const GroupIntent& author, const v1::StepHeader& header,
+                       const model::Chunk& layout, Chunk* chunk) const {
+  const model::EpochPlan& plan = PlanOf(author.world_size);
+  std::vector<std::byte> gradient;
+  for (const model::Segment& segment : layout.segments) {
+    if (!model::HasBit(header.gradient_presence(), segment.tensor)) continue;
+    if (gradient.empty()) {
+      gradient.resize(2 * layout.range.size());
+      for (const uint32_t index : plan.slices_of_chunk(layout.index)) {
+        const model::Slice& slice = plan.slices()[index];
+        const Payload payload =
+            PayloadOf(author.Digest(decision.step(), decision.attempt(), v1::SLICE_KIND_GRADIENT, slice, 0));
+        std::memcpy(gradient.data() + 2 * (slice.range.begin - layout.range.begin), payload->data(), payload->size());
+      }
+    }
+    const uint64_t at = segment.in_chunk.begin;
+    std::vector<std::byte> working(2 * segment.in_chunk.size());
+    kernels::UpdateSpan span{.n = segment.in_chunk.size(),
+                             .gradient = gradient.data() + 2 * at,
+                             .master = chunk->master.data() + at,
+                             .moments = {},
+                             .working = working.data()};
+    for (size_t k = 0; k < chunk->moments.size(); ++k) {
+      span.moments[k] = {chunk->moments[k].data() + kernels::MomentBytes(optimizer_.moments, at),
+                         chunk->scales[k].data() + at / kernels::kMomentBlock};
+    }
+    const auto group = static_cast<int>(segment.group);
+    kernels::Update(
+        optimizer_,
+        kernels::MakeCoefficients(optimizer_, model::HyperOf(header.groups(group)), tensor_steps_[segment.tensor],
+                                  std::bit_cast<float>(decision.verdict().factor_bits())),
+        {.seed = plan.open().spec().seed(),
+         .unit = layout.unit,
+         .step = static_cast<uint64_t>(decision.step()),
+         .first_element = layout.range.begin + at},
+        span);
+  }
+  return !gradient.empty();
+}
+
+void Reference::Take(int64_t step, Chunk* chunk) const {
+  const uint64_t n = chunk->master.size();
+  const auto bytes = [](const std::vector<float>& values) {
+    const auto* begin = reinterpret_cast<const std::byte*>(values.data());
+    return std::vector<std::byte>(begin, begin + values.size() * sizeof(float));
+  };
+  Snapshot& snapshot = chunk->versions[step];
+  snapshot[v1::CONTENT_MASTER] = bytes(chunk->master);
+  snapshot[v1::CONTENT_WORKING].resize(2 * n);
+  kernels::FromF32(chunk->master, kernels::Dtype::kBf16, snapshot[v1::CONTENT_WORKING].data());
+  for (size_t k = 0; k < chunk->moments.size(); ++k) {
+    std::vector<float> values(n);
+    kernels::ReadMoment(optimizer_, static_cast<int>(k), {chunk->moments[k].data(), chunk->scales[k].data()},
+                        absl::MakeSpan(values));
+    snapshot[v1::CONTENT_MOMENT1 + static_cast<int>(k)] = bytes(values);
+  }
+  // Nobody looks further back than a few steps.
+  while (chunk->versions.size() > 4) chunk->versions.erase(chunk->versions.begin());
+}
+
+absl::Span<const std::byte> Reference::Bits(int64_t version, uint64_t chunk, v1::Content content) const {
+  const auto& versions = chunks_[chunk].versions;
+  auto after = versions.upper_bound(version);
+  if (after == versions.begin()) return {};
+  return std::prev(after)->second.at(content);
+}
+
+}  // namespace ballast::sim

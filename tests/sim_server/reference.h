@@ -1,0 +1,50 @@
+// What the job's state must be after each decided step: the authors' payloads through the kernels, on plain vectors.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "ballast/kernels/optimizer.h"
+#include "ballast/tests/sim/intent.h"
+
+namespace ballast::sim {
+
+class Reference {
+ public:
+  Reference();
+
+  // The oracle has found that step to be decided so, by what `author` pushed. Steps come in order; one that came before
+  // is ignored.
+  void Decided(const v1::Decision& decision, const GroupIntent& author);
+  int64_t last_step() const { return last_step_; }
+
+  // A whole chunk after `version`, 0 .. last_step(), as Pull delivers it.
+  absl::Span<const std::byte> Bits(int64_t version, uint64_t chunk, v1::Content content) const;
+  const std::vector<uint64_t>& tensor_steps() const { return tensor_steps_; }
+  int contents() const { return 2 + kernels::MomentCount(optimizer_); }
+
+ private:
+  using Snapshot = std::map<int, std::vector<std::byte>>;  // by content
+  struct Chunk {
+    std::vector<float> master;
+    std::vector<std::vector<std::byte>> moments;
+    std::vector<std::vector<float>> scales;
+    std::map<int64_t, Snapshot> versions;  // those that changed it
+  };
+  void Take(int64_t step, Chunk* chunk) const;
+  bool ApplyValues(const v1::Decision& decision, const GroupIntent& author, const v1::StepHeader& header,
+                   const model::Chunk& layout, Chunk* chunk) const;
+  bool Update(const v1::Decision& decision, const GroupIntent& author, const v1::StepHeader& header,
+              const model::Chunk& layout, Chunk* chunk) const;
+
+  kernels::OptimizerSpec optimizer_;
+  std::vector<Chunk> chunks_;
+  std::vector<uint64_t> tensor_steps_;
+  int64_t last_step_ = -1;
+};
+
+}  // namespace ballast::sim

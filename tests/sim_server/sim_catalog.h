@@ -1,0 +1,53 @@
+// A catalog in memory: what is synced survives a crash, of the rest a prefix does.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ballast/storage/catalog/catalog.h"
+#include "ballast/tests/sim/random.h"
+
+namespace ballast::sim {
+
+// The medium, which outlives the servers that open it. Threads: one.
+class SimCatalog {
+ public:
+  explicit SimCatalog(uint64_t seed) : random_(seed) {}
+
+  // One at a time; a handle is dead once the next is opened, or after Close or Crash.
+  std::unique_ptr<storage::Catalog> Open();
+  void Close() { ++life_; }
+  // The machine loses power.
+  void Crash();
+  // The n-th write from now on, from 1, finds the machine without power: `lose` is called, and the write is done or
+  // not. 0: never.
+  void CrashAfter(uint64_t writes, std::function<void()> lose);
+  // The n-th write from now on fails, and nothing is done; as do all later ones of this handle.
+  void FailAfter(uint64_t writes) { writes_to_failure_ = writes; }
+
+ private:
+  class Handle;
+  using Pairs = std::vector<std::pair<std::string, std::string>>;
+
+  absl::Status Write(uint64_t life, const Pairs& pairs, storage::Catalog::Sync sync);
+  absl::Status Erase(uint64_t life, const std::string& prefix);
+  absl::Status Begin(uint64_t life);
+  void Flush() { durable_ = newest_, unsynced_.clear(); }
+
+  Random random_;
+  std::map<std::string, std::string> durable_;
+  std::map<std::string, std::string> newest_;
+  Pairs unsynced_;
+  uint64_t life_ = 0;
+  uint64_t failed_life_ = 0;  // the handle whose writes fail from now on
+  uint64_t writes_to_crash_ = 0;
+  uint64_t writes_to_failure_ = 0;
+  std::function<void()> lose_;
+};
+
+}  // namespace ballast::sim
