@@ -188,6 +188,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // What an earlier run left of the chunk, once.
   std::optional<storage::DurableChunk> TakeDurable(uint64_t id);
   absl::Status AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr<HeldChunk>>* added);
+  absl::Status ExtendForRestart();
   absl::Status ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replaying* replaying);
   absl::Status ReplayOpen(const v1::OpenRequest& open, const StepRecord& record);
   absl::Status LoadSlices(uint64_t attempt, int64_t step, Replaying* replaying);

@@ -40,8 +40,6 @@ class Journal {
   static constexpr uint64_t kSliceBodyBytesMax = 512;
   // Segments that slices leave to the other records and to restarts, each of which takes one.
   static constexpr uint64_t kSegmentsReserved = 4;
-  // Of any log: SizeJournal's with the least to hold.
-  static constexpr uint64_t kSegmentsMin = kSegmentsReserved + 1;
   static constexpr uint64_t kStepsKept = 8;
 
   explicit Journal(std::unique_ptr<storage::GradientLog> log) : log_(std::move(log)) {}

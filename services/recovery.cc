@@ -55,11 +55,6 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     return model::Error(absl::StatusCode::kDataLoss, model::kIo,
                         absl::StrCat(journal_path(), " is the log of job '", scanned.name, "', not of '", name_, "'"));
   }
-  // No log is made with fewer segments: this one lost its end. All that is needed of it was read, so the rest may be
-  // made anew; without it a restart finds no segment to take, and slices would wait for ever.
-  if (scanned.segment_count < Journal::kSegmentsMin) {
-    BALLAST_RETURN_IF_ERROR((*log)->Extend(Journal::kSegmentsMin - scanned.segment_count));
-  }
   const uint64_t file_bytes = (*log)->file_bytes();
   BALLAST_RETURN_IF_ERROR(around_.tiers->Take(storage::TierKind::kNvme, file_bytes, "the gradient log"));
   journal_bytes_ = file_bytes;
@@ -111,21 +106,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     store = store_;
   }
   StartJournal(*std::move(log));
-  // A step that is never decided keeps its segments, and each restart takes one more.
-  {
-    std::shared_ptr<Journal> journal;
-    {
-      absl::MutexLock lock(&mu_);
-      journal = journal_;
-    }
-    if (journal->log().free_segments() == 0) {
-      const uint64_t bytes = journal->log().segment_bytes();
-      BALLAST_RETURN_IF_ERROR(
-          around_.tiers->Take(storage::TierKind::kNvme, bytes, "another segment of the gradient log"));
-      journal_bytes_ += bytes;
-      BALLAST_RETURN_IF_ERROR(journal->log().Extend(1));
-    }
-  }
+  BALLAST_RETURN_IF_ERROR(ExtendForRestart());
   // A restart takes a segment. Where few are left, what came before goes to the chunks, so that restarts in a row
   // cannot fill the log.
   bool few = false;
@@ -143,6 +124,32 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
                    : "");
   absl::MutexLock lock(&mu_);
   return failure_;
+}
+
+// A step that is not decided keeps its segments however often the server restarts, and each restart takes one more:
+// slices must find room again, or the step would never be decided.
+absl::Status Job::ExtendForRestart() {
+  std::shared_ptr<Journal> journal;
+  {
+    absl::MutexLock lock(&mu_);
+    journal = journal_;
+  }
+  constexpr uint64_t kWanted = Journal::kSegmentsReserved + 2;  // for this restart, and for slices
+  const uint64_t free = journal->log().free_segments();
+  if (free >= kWanted) return absl::OkStatus();
+  const uint64_t bytes = (kWanted - free) * journal->log().segment_bytes();
+  if (absl::Status taken = around_.tiers->Take(storage::TierKind::kNvme, bytes, "segments of the gradient log");
+      !taken.ok()) {
+    spdlog::warn("job '{}': its gradient log stays short after restarts in a row: {}", name_,
+                 std::string(taken.message()));
+    return absl::OkStatus();
+  }
+  if (const absl::Status extended = journal->log().Extend(kWanted - free); !extended.ok()) {
+    around_.tiers->Return(storage::TierKind::kNvme, bytes);
+    return extended;
+  }
+  journal_bytes_ += bytes;
+  return absl::OkStatus();
 }
 
 absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replaying* replaying) {

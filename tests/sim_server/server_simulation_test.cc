@@ -91,7 +91,7 @@ TEST(ServerSimulation, IoErrors) {
 TEST(ServerSimulation, FullDisks) {
   const ServerTally sum = Search(Faults::kFullDisk, Tenth());
   if (seeds >= 200) {
-    EXPECT_GT(sum.jobs_failed, Tenth() / 20);
+    EXPECT_GT(sum.jobs_failed, Tenth() / 50);
   }
 }
 
