@@ -90,11 +90,7 @@ void Job::Settle(Replies* replies) {
           if (written.ok()) {
             log_.Written(record.lsn);
           } else {
-            // One failed write ends all of the server's.
-            Fail(written,
-                 "The server's catalog takes no more writes: look after the data directory's disk (is it full?), then "
-                 "restart the server",
-                 later);
+            Fail(written, kCatalogRemedy, later);
           }
         });
       });

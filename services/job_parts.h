@@ -18,6 +18,11 @@ struct Job::Opening {
   std::vector<std::shared_ptr<HeldChunk>> chunks;  // of the new plan, registration order
 };
 
+// One failed write ends all of the server's.
+inline constexpr char kCatalogRemedy[] =
+    "The server's catalog takes no more writes: look after the data directory's disk (is it full?), then restart the "
+    "server";
+
 // One decided step, as the update stage needs it.
 struct Job::StepWork {
   int64_t step = 0;

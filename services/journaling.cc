@@ -35,7 +35,15 @@ absl::Status Job::EnsureJournal(const JournalSize& size) {
                                                                     .segment_bytes = size.segment_bytes,
                                                                     .segment_count = size.segment_count});
     status = log.status();
-    if (status.ok()) status = around_.catalog->Put(absl::StrCat(CatalogPrefix(name_), kCatalogLog), "");
+    if (status.ok()) {
+      status = around_.catalog->Put(absl::StrCat(CatalogPrefix(name_), kCatalogLog), "");
+      if (!status.ok()) {
+        LockedOnStage([&](Replies* replies) {
+          mu_.AssertHeld();
+          Fail(status, kCatalogRemedy, replies);
+        });
+      }
+    }
     if (status.ok()) StartJournal(*std::move(log));
   }
   if (!status.ok()) {
