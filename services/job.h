@@ -80,7 +80,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // After a restart, before any other call: what the catalog kept of the job.
   absl::Status Replay(const PromiseRecord& promise);
   // As Replay, of a job with durability `step`: brings its chunks and its step machine back to where they were. Blocks,
-  // and says how far it is. DATA_LOSS if something that was durable cannot be read: nothing is changed then, nor freed.
+  // and says how far it is. DATA_LOSS if something that was durable cannot be read: what was replayed
+  // until then may have been flushed to newer versions, nothing else is changed, and the log stays.
   absl::Status Recover(const CatalogEntry& entry);
 
   // As StateServer's.
