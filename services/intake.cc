@@ -178,6 +178,19 @@ bool Intake::Complete(const model::Segment& segment, uint64_t attempt) const {
   });
 }
 
+bool Intake::Holds(const v1::StepHeader& header, uint64_t attempt) const {
+  for (const model::Segment& segment : segments_) {
+    const bool gradient = model::HasBit(header.gradient_presence(), segment.tensor);
+    const bool value = model::HasBit(header.value_presence(), segment.tensor);
+    for (const Slot& slot : slots_) {
+      if (model::Intersect(segment.in_chunk, slot.range).size() == 0) continue;
+      if (gradient && slot.gradient_attempt != attempt) return false;
+      if (value && slot.value_attempt != attempt) return false;
+    }
+  }
+  return true;
+}
+
 kernels::NormResult Intake::NormOf(const std::byte* gradient, model::Range range) const {
   return kernels::SquaredNorm(dtype_, gradient + range.begin * element_bytes(), range.size());
 }

@@ -113,6 +113,8 @@ class Intake {
   void ComputeNorms(const Receipt& receipt, std::vector<Completed>* completed) const;
   void StoreNorms(const Receipt& receipt, const std::vector<Completed>& completed);
 
+  // Are all slices held, in exactly this attempt, that such a step needs of the chunk?
+  bool Holds(const v1::StepHeader& header, uint64_t attempt) const;
   // Norms of the segments of present tensors; cached, or computed now.
   v1::ChunkNorm Norm(absl::string_view gradient_presence);
 

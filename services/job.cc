@@ -13,9 +13,8 @@ namespace {
 
 // Decided steps that may wait for the update stage. More than one only when steps touch few of this server's chunks.
 constexpr int kUpdatesQueuedMax = 8;
-// Of records in the journal: a promise, or the fixed part of a prepared step; a decision with all ranks' blobs.
+// Of records in the journal: a promise, or the fixed part of a prepared step.
 constexpr uint64_t kSmallRecordBytesMax = 4096;
-constexpr uint64_t kDecisionBytesMax = uint64_t{128} << 10;
 // Each pin may cost a copy of the whole job.
 constexpr size_t kPinsMax = 16;
 
@@ -186,8 +185,7 @@ void Job::Opened(const model::EpochPlan& plan) {
   norm_bytes_max_ = 0;
   step_bytes_ = 0;
   for (const auto& chunk : chunks_) {
-    constexpr uint64_t kChunkNormBytesMax = 32, kSegmentNormBytesMax = 24;  // as protobuf encodes them
-    norm_bytes_max_ += kChunkNormBytesMax + kSegmentNormBytesMax * chunk->layout.segments.size();
+    norm_bytes_max_ += NormBytesMax(chunk->layout);
     step_bytes_ += storage::RecordCostMax(Journal::kSliceBodyBytesMax,
                                           chunk->elements * store_->layout().gradient_element_bytes());
   }
@@ -272,7 +270,7 @@ Outcome<v1::OpenResponse> Job::TryOpen(const v1::OpenRequest& request) {
   BALLAST_RETURN_IF_ERROR(opening_->status);
   if (request.dry_run()) return v1::OpenResponse();
   // The job's first Open only now has a journal.
-  BALLAST_RETURN_IF_ERROR(MakeJournalRoom(2, request.ByteSizeLong() + kDecisionBytesMax));
+  BALLAST_RETURN_IF_ERROR(MakeJournalRoom(2, request.ByteSizeLong() + Journal::kDecisionBytesMax));
   return machine_->Open(request);
 }
 
@@ -340,7 +338,7 @@ void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> rep
       request.ByteSizeLong(),
       [this, request]() -> Outcome<v1::CommitResponse> {
         mu_.AssertHeld();
-        BALLAST_RETURN_IF_ERROR(MakeJournalRoom(1, request.ByteSizeLong() + kDecisionBytesMax));
+        BALLAST_RETURN_IF_ERROR(MakeJournalRoom(1, request.ByteSizeLong() + Journal::kDecisionBytesMax));
         BALLAST_ASSIGN_OR_RETURN(v1::CommitResponse response, machine_->Commit(request));
         return response;
       },

@@ -61,6 +61,7 @@ struct HeldChunk {
   const uint64_t elements;
   model::Chunk layout;
   std::optional<int64_t> version;  // none before its first Open
+  int64_t changed = -1;            // the last transaction that changed it; -1: none
   int64_t first_version = 0;       // that of its registration: there is none before
   bool next_started = false;       // the update to version + 1 is at work: reads of `version` may see it
   int updates_pending = 0;         // decided and not yet done: the intake's gradient is theirs
@@ -172,8 +173,6 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void JournalProgressed();
 
   // On the job's thread.
-  // Makes or extends the journal for these chunks. RESOURCE_EXHAUSTED.
-  absl::Status EnsureJournal(const JournalSize& size);
   std::string journal_path() const;
   // Chunks whose state should go to the disk with this step, so that the log does not run full.
   void MarkFlushes(storage::ChunkStore* store, StepWork* work, std::vector<uint64_t>* others);
@@ -183,6 +182,10 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void PrepareOpen(const v1::OpenRequest& request);
   absl::Status TakeChunks(const v1::OpenRequest& request, std::vector<std::shared_ptr<HeldChunk>>* chunks);
   struct NewChunks;
+  // Makes or extends the journal for these chunks. RESOURCE_EXHAUSTED.
+  absl::Status EnsureJournal(const NewChunks& wanted);
+  // `segment_bytes`: of the journal that there is; 0 if there is none.
+  static JournalSize JournalSizeOf(const NewChunks& wanted, uint64_t segment_bytes);
   std::shared_ptr<storage::ChunkStore> MakeStore(const NewChunks& wanted) const;
   storage::PlanRequest PlanOf(const NewChunks& wanted, const storage::ChunkStore& store,
                               const std::vector<storage::ChunkToAdd>& missing, const storage::TierBytes& returned);
@@ -192,6 +195,11 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   absl::Status ExtendForRestart();
   absl::Status ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replaying* replaying);
   absl::Status ReplayOpen(const v1::OpenRequest& open, const StepRecord& record);
+  // After the first snapshot: a chunk whose durable version misses a change that came before it. DATA_LOSS.
+  absl::Status CheckChanged(const v1::LogSnapshot& snapshot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Some of what the step changes here, and that replay needs, is not held. DATA_LOSS (DIVERGED).
+  absl::Status CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord& prepared) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status LoadSlices(uint64_t attempt, int64_t step, Replaying* replaying);
   void RunStep(StepWork* work);
   void NoteCommitted(int64_t step);

@@ -31,6 +31,7 @@ struct Job::StepWork {
   std::vector<std::shared_ptr<HeldChunk>> untouched;  // get the version and nothing else
   // Per update, what its value spans borrow from.
   std::vector<std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>> values;
+  absl::Status incomplete;  // of a replay: some slice was not in the log
 };
 
 // Chunks that an Open adds.
@@ -40,6 +41,7 @@ struct Job::NewChunks {
   std::vector<uint64_t> ids;           // in the layout
   std::vector<uint64_t> elements;      // same order
   std::vector<uint64_t> all_elements;  // of the chunks that there are already, too
+  uint64_t snapshot_bytes = 0;         // SnapshotBytesMax, once they are there
   bool dry_run = false;
   bool durable() const { return spec.durability() == v1::DURABILITY_STEP; }
 };

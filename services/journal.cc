@@ -76,10 +76,56 @@ absl::StatusOr<StepRecord> DecodeRecord(const storage::ReadRecord& record) {
 
 uint64_t JournalSize::bytes() const { return storage::kLogFirstSegment + segment_count * segment_bytes; }
 
-JournalSize SizeJournal(uint64_t chunk_elements, absl::Span<const uint64_t> elements, uint64_t gradient_bytes) {
+void EncodeChanged(absl::Span<const int64_t> changed, v1::LogSnapshot* snapshot) {
+  for (size_t i = 0; i < changed.size(); ++i) {
+    if (i == 0 || changed[i] != changed[i - 1]) {
+      snapshot->add_changed()->set_age(static_cast<uint64_t>(snapshot->committed() - changed[i]));
+    }
+    v1::ChangedRun& run = *snapshot->mutable_changed(snapshot->changed_size() - 1);
+    run.set_chunks(run.chunks() + 1);
+  }
+}
+
+absl::StatusOr<std::vector<int64_t>> DecodeChanged(const v1::LogSnapshot& snapshot, uint64_t chunks) {
+  std::vector<int64_t> changed;
+  const auto committed = static_cast<uint64_t>(snapshot.committed());
+  bool fits = snapshot.committed() >= -1;
+  for (const v1::ChangedRun& run : snapshot.changed()) {
+    fits = fits && run.chunks() <= chunks - changed.size() && run.age() <= committed + 1;
+    if (fits) changed.insert(changed.end(), run.chunks(), static_cast<int64_t>(committed - run.age()));
+  }
+  if (fits && changed.size() == chunks) return changed;
+  return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                      absl::StrCat("the snapshot of step ", snapshot.committed(), " at the log's beginning tells of ",
+                                   changed.size(), " chunks as they were then, and its Open gives ", chunks,
+                                   " to this server; is it another server's log?"));
+}
+
+uint64_t NormBytesMax(const model::Chunk& chunk) {
+  constexpr uint64_t kChunkBytesMax = 32, kSegmentBytesMax = 24;  // as protobuf encodes them
+  return kChunkBytesMax + kSegmentBytesMax * chunk.segments.size();
+}
+
+uint64_t SnapshotBytesMax(const model::EpochPlan& plan, absl::Span<const uint64_t> chunks) {
+  constexpr uint64_t kFixedBytes = 4096, kTensorBytesMax = 16, kRunBytesMax = 24, kGroupBytesMax = 96;
+  const uint64_t tensors = plan.layout().tensors().size(), groups = plan.open().spec().group_count();
+  // The last decision, and the step that is prepared: its header, blobs and norms.
+  uint64_t bytes = kFixedBytes + plan.open().ByteSizeLong() + 2 * Journal::kDecisionBytesMax +
+                   kTensorBytesMax * tensors + kGroupBytesMax * groups;
+  for (const uint64_t id : chunks) bytes += kRunBytesMax + NormBytesMax(plan.layout().chunks()[id]);
+  return bytes;
+}
+
+JournalSize SizeJournal(const JournalNeeds& needs) {
   JournalSize size;
-  const uint64_t slice_bytes = chunk_elements * sizeof(float);
-  size.segment_bytes = std::max(kSegmentBytesMin, storage::AlignUp(8 * slice_bytes));
+  const uint64_t slice_bytes = needs.chunk_elements * sizeof(float), gradient_bytes = needs.gradient_bytes;
+  const absl::Span<const uint64_t> elements = needs.elements;
+  size.segment_bytes = needs.segment_bytes;
+  if (size.segment_bytes == 0) {
+    // Records are there twice, and beside the snapshot lies a prepared record that may be as large.
+    size.segment_bytes = std::max({kSegmentBytesMin, storage::AlignUp(8 * slice_bytes),
+                                   storage::AlignUp(2 * 4 * needs.snapshot_bytes + slice_bytes)});
+  }
   uint64_t gradients = 0, values = 0;
   for (const uint64_t n : elements) {
     gradients += storage::RecordCostMax(Journal::kSliceBodyBytesMax, n * gradient_bytes);
@@ -95,6 +141,16 @@ JournalSize SizeJournal(uint64_t chunk_elements, absl::Span<const uint64_t> elem
 bool Journal::HasRoomForSlice(uint64_t payload_bytes) const {
   if (log_->HasRoom(kSliceBodyBytesMax, payload_bytes)) return true;
   return log_->free_segments() >= kSegmentsReserved;
+}
+
+absl::Status Journal::CheckFits(uint64_t snapshot_bytes, uint64_t slice_bytes) const {
+  const uint64_t needed =
+      storage::RecordCostMax(snapshot_bytes, 0) + storage::RecordCostMax(snapshot_bytes, slice_bytes);
+  if (needed <= log_->record_bytes_max()) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                      absl::StrCat("the gradient log ", log_->file().path(), " was made with segments of ",
+                                   log_->segment_bytes(), " bytes, and the job's records have grown to ", needed,
+                                   ": drop the job and make it with larger chunks, or fewer tensors and ranks"));
 }
 
 absl::Status Journal::MakeRoom(uint64_t records, uint64_t record_bytes, uint64_t payload_bytes,

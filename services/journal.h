@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
@@ -23,15 +24,32 @@ storage::LogRecord EncodeRecord(const StepRecord& record);
 // DATA_LOSS (CHECKSUM): no record of this version.
 absl::StatusOr<StepRecord> DecodeRecord(const storage::ReadRecord& record);
 
-// How large a log a job needs on this server.
+// `changed`: the last transaction that changed each chunk, registration order; -1: none did. Into `snapshot`, whose
+// `committed` is set.
+void EncodeChanged(absl::Span<const int64_t> changed, v1::LogSnapshot* snapshot);
+// Of a server that has `chunks`. DATA_LOSS (DIVERGED): the snapshot is of another number of them, or of times to come.
+absl::StatusOr<std::vector<int64_t>> DecodeChanged(const v1::LogSnapshot& snapshot, uint64_t chunks);
+
+// What the log of a job must hold on this server.
+struct JournalNeeds {
+  uint64_t chunk_elements = 0;
+  absl::Span<const uint64_t> elements;  // of each of the job's chunks here
+  uint64_t gradient_bytes = 0;          // per element
+  uint64_t snapshot_bytes = 0;          // SnapshotBytesMax
+  uint64_t segment_bytes = 0;           // of the log that there is; 0: to be chosen
+};
 struct JournalSize {
   uint64_t segment_bytes = 0;
   uint64_t segment_count = 0;
   uint64_t bytes() const;
 };
-// `elements`: of each of the job's chunks here. Holds kStepsKept steps of gradients, so that chunk flushes spread over
-// as many.
-JournalSize SizeJournal(uint64_t chunk_elements, absl::Span<const uint64_t> elements, uint64_t gradient_bytes);
+// Holds kStepsKept steps of gradients, so that chunk flushes spread over as many. A segment that is chosen takes twice
+// the snapshot and the prepared record of a step, so that a job may grow.
+JournalSize SizeJournal(const JournalNeeds& needs);
+// Of a snapshot of the job that `plan` opens, on a server that has these chunks of it (ids).
+uint64_t SnapshotBytesMax(const model::EpochPlan& plan, absl::Span<const uint64_t> chunks);
+// Of the norms in a prepared record.
+uint64_t NormBytesMax(const model::Chunk& chunk);
 
 // Threads: the job's lock, except where said.
 class Journal {
@@ -41,12 +59,16 @@ class Journal {
   // Segments that slices leave to the other records and to restarts, each of which takes one.
   static constexpr uint64_t kSegmentsReserved = 4;
   static constexpr uint64_t kStepsKept = 8;
+  // Of a decision with all ranks' blobs.
+  static constexpr uint64_t kDecisionBytesMax = uint64_t{128} << 10;
 
   explicit Journal(std::unique_ptr<storage::GradientLog> log) : log_(std::move(log)) {}
   storage::GradientLog& log() { return *log_; }
 
   // May a slice of `payload_bytes` be taken now? False: the log is full until chunks are flushed and it is cut.
   bool HasRoomForSlice(uint64_t payload_bytes) const;
+  // RESOURCE_EXHAUSTED (BUDGET): segments are too small for snapshots of that size and the records beside them.
+  absl::Status CheckFits(uint64_t snapshot_bytes, uint64_t slice_bytes) const;
   // Makes sure that the next records fit, `record_bytes` of bodies and `payload_bytes` of payloads in at most
   // `records` records: begins a new segment if need be, with what `snapshot` returns: the machine's, encoded, its lsn
   // taken.

@@ -12,13 +12,14 @@ namespace ballast::services {
 
 std::string Job::journal_path() const { return absl::StrCat(around_.tiers->directory(), "/log-", name_); }
 
-absl::Status Job::EnsureJournal(const JournalSize& size) {
+absl::Status Job::EnsureJournal(const NewChunks& wanted) {
   std::shared_ptr<Journal> journal;
   {
     absl::MutexLock lock(&mu_);
     if (recovering_) return absl::OkStatus();  // it is being read
     journal = journal_;
   }
+  const JournalSize size = JournalSizeOf(wanted, journal == nullptr ? 0 : journal->log().segment_bytes());
   const uint64_t bytes = journal == nullptr ? 0 : journal->log().file_bytes();
   if (bytes >= size.bytes()) return absl::OkStatus();
   const uint64_t missing = size.bytes() - bytes;
@@ -81,7 +82,10 @@ absl::Status Job::MakeJournalRoom(uint64_t records, uint64_t bytes, uint64_t pay
   if (journal_ == nullptr) return absl::OkStatus();
   return journal_->MakeRoom(records, bytes, payload_bytes, [this] {
     mu_.AssertHeld();
-    const SnapshotRecord record{machine_->Snapshot()};
+    SnapshotRecord record{machine_->Snapshot()};
+    std::vector<int64_t> changed;
+    for (const auto& chunk : chunks_) changed.push_back(chunk->changed);
+    EncodeChanged(changed, &record.snapshot);
     storage::LogRecord snapshot = EncodeRecord(record);
     snapshot.lsn = log_.Append(record);
     return snapshot;

@@ -56,12 +56,15 @@ storage::TierBytes TakenBy(const storage::ChunkStore& store, const std::vector<s
   return taken;
 }
 
-JournalSize JournalSizeOf(const v1::JobSpec& spec, const kernels::OptimizerSpec& optimizer,
-                          const std::vector<uint64_t>& elements) {
-  return SizeJournal(spec.chunk_elements(), elements, kernels::ElementBytes(optimizer.gradient));
-}
-
 }  // namespace
+
+JournalSize Job::JournalSizeOf(const NewChunks& wanted, uint64_t segment_bytes) {
+  return SizeJournal({.chunk_elements = wanted.spec.chunk_elements(),
+                      .elements = wanted.all_elements,
+                      .gradient_bytes = kernels::ElementBytes(wanted.optimizer.gradient),
+                      .snapshot_bytes = wanted.snapshot_bytes,
+                      .segment_bytes = segment_bytes});
+}
 
 std::vector<uint64_t> ChunksOf(const model::EpochPlan& plan, absl::string_view server_id) {
   std::vector<uint64_t> mine;
@@ -110,11 +113,15 @@ absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::sh
     const model::Chunk& chunk = plan.layout().chunks()[index];
     return held.layout.index == index && held.layout.unit == chunk.unit && held.layout.range == chunk.range;
   };
+  const uint64_t snapshot_bytes = SnapshotBytesMax(plan, mine);
   bool continues = true;
   {
     absl::MutexLock lock(&mu_);
     BALLAST_RETURN_IF_ERROR(Refusal());
     *chunks = chunks_;
+    if (journal_ != nullptr && !chunks_.empty()) {
+      BALLAST_RETURN_IF_ERROR(journal_->CheckFits(snapshot_bytes, request.spec().chunk_elements() * sizeof(float)));
+    }
     for (size_t i = 0; continues && i < chunks->size(); ++i)
       continues = i < mine.size() && fits(*(*chunks)[i], mine[i]);
   }
@@ -130,6 +137,7 @@ absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::sh
                    .ids = {},
                    .elements = {},
                    .all_elements = {},
+                   .snapshot_bytes = snapshot_bytes,
                    .dry_run = request.dry_run()};
   for (size_t i = 0; i < mine.size(); ++i) {
     const uint64_t elements = plan.layout().chunks()[mine[i]].range.size();
@@ -171,7 +179,12 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
     if (chunk.durable.has_value()) plan.free.nvme += chunk.durable->bytes;
   }
   if (!wanted.durable()) return plan;
-  const JournalSize size = JournalSizeOf(wanted.spec, wanted.optimizer, wanted.all_elements);
+  uint64_t segment_bytes = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    if (journal_ != nullptr) segment_bytes = journal_->log().segment_bytes();
+  }
+  const JournalSize size = JournalSizeOf(wanted, segment_bytes);
   plan.durable = true;
   plan.nvme_fixed_bytes =
       store.spare_bytes_missing(plan.elements) + (size.bytes() - std::min(size.bytes(), journal_bytes_));
@@ -190,9 +203,8 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
   bool aside = false;                                          // a dry run that may not touch what the job has
   {
     absl::MutexLock lock(&mu_);
-    const bool misfit =
-        journal_ != nullptr && chunks_.empty() &&
-        journal_->log().segment_bytes() != JournalSizeOf(wanted.spec, optimizer, wanted.all_elements).segment_bytes;
+    const bool misfit = journal_ != nullptr && chunks_.empty() &&
+                        journal_->log().segment_bytes() != JournalSizeOf(wanted, 0).segment_bytes;
     const bool other = store_ != nullptr && (!(store_->layout().optimizer() == optimizer) ||
                                              store_->durable() != wanted.durable() || misfit);
     if (other && !chunks_.empty()) {
@@ -251,8 +263,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     const uint64_t provisional_bytes = total * provisional_per_element;
     const absl::StatusOr<storage::Plan> plan = storage::MakePlan(PlanOf(wanted, *store, missing, freed));
     status = plan.status();
-    if (status.ok() && !dry_run && wanted.durable())
-      status = EnsureJournal(JournalSizeOf(wanted.spec, wanted.optimizer, wanted.all_elements));
+    if (status.ok() && !dry_run && wanted.durable()) status = EnsureJournal(wanted);
     if (status.ok() && !dry_run) status = memory->Reserve(provisional_bytes);
     if (status.ok() && !dry_run) {
       status = store->Add(missing, *plan);
@@ -265,7 +276,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     }
     absl::MutexLock lock(&mu_);
     if (!aside) spares_ = std::move(spares);
-    if (status.ok()) return status;
+    if (!absl::IsResourceExhausted(status)) return status;
     return model::Annotate(status, absl::StrCat("job '", name_, "' does not fit on server '", around_.server_id, "'"));
   }
   for (size_t i = 0; i < elements.size(); ++i) {

@@ -91,6 +91,12 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     committed = machine_->committed();
   }
   for (const uint64_t attempt : attempts) BALLAST_RETURN_IF_ERROR(LoadSlices(attempt, committed + 1, &replaying));
+  {
+    absl::MutexLock lock(&mu_);
+    if (const v1::GetJobResponse job = machine_->Describe(); job.has_prepared()) {
+      for (const auto& chunk : chunks_) BALLAST_RETURN_IF_ERROR(CheckHeld(*chunk, job.prepared()));
+    }
+  }
   if (!durable_chunks_.empty()) {
     return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
                         absl::StrCat("the catalog knows ", durable_chunks_.size(), " chunks of job '", name_,
@@ -168,8 +174,9 @@ absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadP
       return machine_->Replay(record);
     }
     BALLAST_RETURN_IF_ERROR(ReplayOpen(snapshot->snapshot.open(), record));
-    // What the log was cut of is in the chunks.
     absl::MutexLock lock(&mu_);
+    BALLAST_RETURN_IF_ERROR(CheckChanged(snapshot->snapshot));
+    // What the log was cut of is in the chunks.
     for (const auto& chunk : chunks_) chunk->version = std::max(*chunk->version, snapshot->snapshot.committed());
     return absl::OkStatus();
   }
@@ -188,6 +195,7 @@ absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadP
     absl::MutexLock lock(&mu_);
     BALLAST_RETURN_IF_ERROR(machine_->Replay(record));
     work = std::exchange(replayed_, nullptr);
+    BALLAST_RETURN_IF_ERROR(work->incomplete);
     store = store_;
     for (const auto& chunk : work->untouched) chunk->version = step;
   }
@@ -209,6 +217,33 @@ absl::Status Job::ReplayOpen(const v1::OpenRequest& open, const StepRecord& reco
   const absl::Status status = machine_->Replay(record);
   opening_.reset();
   return status;
+}
+
+absl::Status Job::CheckChanged(const v1::LogSnapshot& snapshot) {
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<int64_t> changed, DecodeChanged(snapshot, chunks_.size()));
+  for (size_t i = 0; i < chunks_.size(); ++i) {
+    HeldChunk& chunk = *chunks_[i];
+    chunk.changed = changed[i];
+    const int64_t durable = store_->durable_version(chunk.store_index);
+    if (durable >= changed[i]) continue;
+    return model::Error(
+        absl::StatusCode::kDataLoss, model::kStateLost,
+        absl::StrCat("the catalog ", durable < 0 ? "names no state" : absl::StrCat("names version ", durable),
+                     " of chunk ", chunk.id, " of job '", name_, "', which step ", changed[i], " changed, and the log ",
+                     journal_path(), " begins behind step ", snapshot.committed(),
+                     ": the catalog's entry is lost or an older copy. Run `ballastctl verify --rebuild`"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Job::CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord& prepared) const {
+  if (*chunk.version >= prepared.step() || chunk.intake.Holds(prepared.header(), prepared.attempt())) {
+    return absl::OkStatus();
+  }
+  return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                      absl::StrCat("chunk ", chunk.id, " of job '", name_, "' is at version ", *chunk.version,
+                                   ", and the log ", journal_path(), " does not hold all slices that step ",
+                                   prepared.step(), " applies to it. Run `ballastctl verify --rebuild`"));
 }
 
 absl::Status Job::LoadSlices(uint64_t attempt, int64_t step, Replaying* replaying) {

@@ -1,6 +1,7 @@
 // The job's thread of class Job: decided steps become updates of chunks, in order; pins lie between them.
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <bit>
 #include <map>
 #include <utility>
@@ -38,6 +39,14 @@ class StepCoefficients {
   std::map<std::pair<uint32_t, uint64_t>, kernels::Coefficients> cache_;
 };
 
+// Does a transaction that is not skipped change the chunk?
+bool Changes(const v1::StepHeader& header, const model::Chunk& chunk) {
+  return std::any_of(chunk.segments.begin(), chunk.segments.end(), [&](const model::Segment& segment) {
+    return model::HasBit(header.value_presence(), segment.tensor) ||
+           (header.kind() == v1::STEP_KIND_UPDATE && model::HasBit(header.gradient_presence(), segment.tensor));
+  });
+}
+
 }  // namespace
 
 void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) {
@@ -51,11 +60,14 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
   auto work = std::make_shared<StepWork>();
   work->step = decision.step();
   for (const std::shared_ptr<HeldChunk>& chunk : chunks_) {
+    const bool changes = !skip && Changes(header, chunk->layout);
+    if (changes) chunk->changed = decision.step();
     if (*chunk->version >= decision.step()) {
       // After a restart: its state on the disk was ahead of the log that is replayed.
       chunk->intake.Clear();
       continue;
     }
+    if (recovering_ && changes && work->incomplete.ok()) work->incomplete = CheckHeld(*chunk, prepared);
     storage::ChunkUpdate change;
     change.chunk = chunk->store_index;
     change.version = decision.step();

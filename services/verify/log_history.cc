@@ -26,6 +26,8 @@ class Replayer : public StepHost {
         server_id_(server_id),
         machine_(server_id, this) {}
 
+  // Chunks' states are not judged.
+  void LeaveChunks() { judges_chunks_ = false; }
   LogReplay Run();
 
   uint64_t Append(const StepRecord&) override { return ++lsn_; }
@@ -62,6 +64,7 @@ class Replayer : public StepHost {
   uint64_t lsn_ = 0;
   StepMachine machine_;
   bool seen_plan_ = false;
+  bool judges_chunks_ = true;
   std::map<uint64_t, int64_t> versions_;  // of this server's chunks
   std::vector<Slice> slices_;             // of the step that is not decided yet
   LogReplay out_;
@@ -135,6 +138,7 @@ void Replayer::Need(uint64_t attempt, int64_t step) {
 }
 
 void Replayer::CheckCovered(const v1::PreparedRecord& prepared) {
+  if (!judges_chunks_) return;
   const model::EpochPlan& plan = *machine_.plan();
   std::set<std::pair<uint32_t, int>> held;
   for (const Slice& slice : slices_) {
@@ -150,7 +154,7 @@ void Replayer::CheckCovered(const v1::PreparedRecord& prepared) {
             gradient ? prepared.header().gradient_presence() : prepared.header().value_presence();
         if (!plan.Touches(slice, presence) || held.contains({index, kind})) continue;
         Find(
-            Harm::kUnnoticed,
+            Harm::kJobRefused,
             absl::StrCat("a slice of step ", prepared.step(), " that chunk ", chunk, " at version ", version, " needs"),
             absl::StrCat(gradient ? "gradient" : "values", " of elements ", slice.range.begin, " to ", slice.range.end,
                          " of unit ", slice.unit),
@@ -166,34 +170,25 @@ void Replayer::Apply(const v1::PreparedRecord& prepared, const v1::Decision& dec
   for (auto& [chunk, version] : versions_) version = std::max(version, decision.step());
 }
 
-// A log that was cut holds nothing before `first`; recovery takes it that chunks with older versions did not change up
-// to then. What the snapshot tells of tensors may prove that they did.
+// A log that was cut holds nothing of steps up to `first`: what they changed must be in the chunks' states.
 void Replayer::CheckBeginning(const v1::LogSnapshot& snapshot) {
   out_.first = snapshot.committed();
   if (machine_.plan() == nullptr) return;
-  std::vector<int64_t> registered;  // by tensor
-  for (const v1::Registration& batch : snapshot.open().spec().registrations()) {
-    registered.resize(registered.size() + static_cast<size_t>(batch.tensors_size()), batch.version());
+  const auto changed = DecodeChanged(snapshot, versions_.size());
+  if (!changed.ok()) {
+    Find(Harm::kJobRefused, "the log's beginning is not that of the chunks of this server",
+         absl::StrCat(versions_.size(), " chunks"), std::string(changed.status().message()));
+    return;
   }
+  auto last_change = changed->begin();
   for (auto& [index, version] : versions_) {
-    const int64_t durable = std::exchange(version, std::max(version, out_.first));
-    if (durable >= out_.first) continue;
-    bool& untouched = out_.older_than_log[index] = true;
-    for (const model::Segment& segment : machine_.plan()->layout().chunks()[index].segments) {
-      const int64_t created = registered[segment.tensor] + 1;
-      const uint64_t updates = machine_.tensor_steps()[segment.tensor];
-      const bool misses_values = created <= out_.first && durable < created;
-      // Transaction 0 is of values: version v has had at most v updates.
-      untouched = untouched && updates == 0;
-      const bool misses_updates = updates > static_cast<uint64_t>(std::max<int64_t>(durable, 0));
-      if (!misses_values && !misses_updates) continue;
-      Find(Harm::kUnnoticed,
-           durable < 0 ? absl::StrCat("chunk ", index, " has no durable version and the log does not reach back to 0")
-                       : absl::StrCat("the log does not reach back to version ", durable, " of chunk ", index),
-           absl::StrCat("a log from step ", durable + 1, " on"),
-           absl::StrCat("a log from step ", out_.first + 1, " on"));
-      break;
-    }
+    const int64_t durable = std::exchange(version, std::max(version, out_.first)), needed = *last_change++;
+    if (durable >= needed || !judges_chunks_) continue;
+    Find(Harm::kJobRefused,
+         durable < 0 ? absl::StrCat("chunk ", index, " has no durable version and the log does not reach back to 0")
+                     : absl::StrCat("the log does not reach back to version ", durable, " of chunk ", index),
+         absl::StrCat("version ", needed, " or newer, or a log from step ", durable + 1, " on"),
+         absl::StrCat("a log from step ", out_.first + 1, " on"));
   }
 }
 
@@ -273,6 +268,13 @@ absl::StatusOr<std::string> FindOwner(const v1::OpenRequest& open, const std::se
 LogReplay Replay(const ReadLog& log, const std::string& server_id, const std::map<uint64_t, int64_t>& versions,
                  const std::string& path, std::vector<Finding>* findings) {
   return Replayer(log, server_id, versions, path, findings).Run();
+}
+
+LogReplay ReplayAlone(const ReadLog& log, const std::string& server_id, std::vector<Finding>* findings) {
+  const std::map<uint64_t, int64_t> none;
+  Replayer replayer(log, server_id, none, "", findings);
+  replayer.LeaveChunks();
+  return replayer.Run();
 }
 
 void CheckPayloads(const storage::BlockFile& file, const std::string& job, const LogReplay& replay, Progress* progress,

@@ -49,14 +49,13 @@ struct LogReplay {
     bool needed = false;
   };
   std::vector<Payload> payloads;
-  // Chunks whose durable version is older than `first`. True: no update has ever changed them. False: only who recorded
-  // their versions knows that none of them is missing.
-  std::map<uint64_t, bool> older_than_log;
 };
 // Replays onto chunks with these durable versions (by id). Findings: records that are missing or do not fit together,
 // chunks whose state and the log have a gap between them, steps whose slices are not there.
 LogReplay Replay(const ReadLog& log, const std::string& server_id, const std::map<uint64_t, int64_t>& versions,
                  const std::string& path, std::vector<Finding>* findings);
+// The log alone, whatever the chunks' states may be: findings are of records that do not fit together.
+LogReplay ReplayAlone(const ReadLog& log, const std::string& server_id, std::vector<Finding>* findings);
 
 // Reads every payload that is needed.
 void CheckPayloads(const storage::BlockFile& file, const std::string& job, const LogReplay& replay, Progress* progress,

@@ -178,9 +178,8 @@ absl::StatusOr<bool> Rebuilding::Newest(const std::string& name, const std::vect
 void Rebuilding::Choose(const std::string& name, Candidate* candidate) {
   if (server_id_.empty()) return;
   std::vector<Finding> faults;
-  const LogReplay bare = Replay(candidate->log, server_id_, {}, "", &faults);
+  const LogReplay bare = ReplayAlone(candidate->log, server_id_, &faults);
   for (const Finding& fault : faults) {
-    // Gaps are for the versions that are chosen.
     if (fault.harm == Harm::kJobRefused) return Refuse(name, absl::StrCat("its log: ", fault.what, ": ", fault.found));
   }
   candidate->committed = bare.committed;
@@ -220,22 +219,6 @@ void Rebuilding::CheckFit(const std::string& name, Candidate* candidate) {
     if (finding.harm <= Harm::kRepaired) continue;
     Refuse(name, absl::StrCat("log and extents do not fit together: ", finding.what, "; expected ", finding.expected,
                               ", found ", finding.found));
-  }
-  // Older than the log's beginning, a state is whole only if nothing changed it since: the catalog recorded it as the
-  // newest, or no update ever came.
-  for (const auto& [id, never_updated] : replay.older_than_log) {
-    const auto chosen = candidate->chosen.find(id);
-    const int64_t version = chosen == candidate->chosen.end() ? -1 : chosen->second.version;
-    const auto& old = candidate->old.chunks;
-    const auto recorded =
-        std::find_if(old.begin(), old.end(), [id = id](const storage::DurableChunk& chunk) { return chunk.id == id; });
-    const int64_t recorded_version = recorded == old.end() ? -1 : recorded->version;
-    if (recorded_version == version && version >= 0) continue;
-    if (recorded == old.end() && never_updated) continue;
-    Refuse(name, absl::StrCat("the newest whole state of chunk ", id, " is of version ", version,
-                              ", the log begins at step ", replay.first + 1, ", and ",
-                              recorded == old.end() ? "nothing tells whether steps between them changed it"
-                                                    : absl::StrCat("the catalog knew version ", recorded_version)));
   }
 }
 

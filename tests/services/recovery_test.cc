@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/catalog/catalog.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::services {
@@ -194,6 +195,72 @@ TEST_P(RecoveryTest, ALogThatIsGoneIsNotTakenForANewJob) {
   const absl::Status status = next.Start();
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("no gradient log"));
+}
+
+// What the catalog lost, or has of an older time, is in a log that was not cut, and nowhere else.
+TEST_P(RecoveryTest, CatalogEntriesThatAreLostOrOlderThanTheLogAreRefused) {
+  namespace fs = std::filesystem;
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  const auto run = [&](int64_t steps) {
+    for (int64_t i = 0; i < steps; ++i) {
+      ASSERT_EQ(PushStep(*group, group->step()), absl::OkStatus());
+      ASSERT_TRUE(group->Finish(UpdateHeader(Reference::Tensors())).ok());
+    }
+  };
+  using Pairs = std::vector<std::pair<std::string, std::string>>;
+  const auto entries = [&] {
+    auto catalog = storage::Catalog::Open(server_.directory());
+    EXPECT_TRUE(catalog.ok()) << catalog.status();
+    return *(*catalog)->List("job/job/chunk-");
+  };
+  const auto set = [&](const Pairs& pairs) {
+    auto catalog = storage::Catalog::Open(server_.directory());
+    ASSERT_TRUE(catalog.ok()) << catalog.status();
+    ASSERT_EQ((*catalog)->ErasePrefix("job/job/chunk-"), absl::OkStatus());
+    ASSERT_EQ((*catalog)->PutAll(pairs), absl::OkStatus());
+  };
+  const auto end = [&] {
+    group.reset();
+    server_.End();
+  };
+  const auto expect_refused = [&](const std::string& what) {
+    server_.Restart();
+    TrainerGroup next({server_.get()}, Spec(v1::DURABILITY_STEP), 1, 1000);
+    const absl::Status status = next.Start();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(what));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("ballastctl verify --rebuild"));
+    server_.End();
+  };
+  const std::string tier = server_.directory() + "/nvme.tier", old_tier = server_.directory() + "/kept.tier",
+                    new_tier = server_.directory() + "/newest.tier";
+  run(10);
+  end();
+  const Pairs old_entries = entries();
+  fs::copy(tier, old_tier);
+  server_.Restart();
+  group = NewGroup();
+  run(30);
+  end();
+  const Pairs new_entries = entries();
+  ASSERT_EQ(new_entries.size(), old_entries.size());
+  fs::copy(tier, new_tier);
+
+  Pairs without = new_entries;
+  without.erase(without.begin());
+  set(without);
+  expect_refused("names no state of chunk");
+  // As it was some time ago, state and all: every label and digest is right.
+  fs::copy(old_tier, tier, fs::copy_options::overwrite_existing);
+  set(old_entries);
+  expect_refused("names version ");
+  // Nothing was changed by the refusals.
+  fs::copy(new_tier, tier, fs::copy_options::overwrite_existing);
+  set(new_entries);
+  server_.Restart();
+  group = NewGroup();
+  EXPECT_EQ(group->step(), 41);
 }
 
 INSTANTIATE_TEST_SUITE_P(Tiers, RecoveryTest,

@@ -304,8 +304,10 @@ TestServer::TestServer(const std::string& id, storage::TierBytes budget) {
   Restart();
 }
 
+void TestServer::End() { server_.reset(); }
+
 void TestServer::Restart() {
-  server_.reset();
+  End();
   auto started = StateServer::Start(options_);
   EXPECT_TRUE(started.ok()) << started.status();
   if (started.ok()) server_ = *std::move(started);

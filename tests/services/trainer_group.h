@@ -94,7 +94,8 @@ class TestServer {
   StateServer* get() { return server_.get(); }
   StateServer* operator->() { return server_.get(); }
   const std::string& directory() const { return directory_.path(); }
-  // Ends it and starts it again on the same directory.
+  void End();
+  // Ends it, if it runs, and starts it again on the same directory.
   void Restart();
   StateServerOptions& options() { return options_; }
 

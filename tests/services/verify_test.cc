@@ -123,7 +123,7 @@ TEST_F(VerifyTest, FindsAndRebuildsWrongCatalogEntries) {
   ExpectRebuilt();
 
   Erase("job/job/chunk-1");
-  ExpectFound(Harm::kUnnoticed, "chunk 1 has no durable version");
+  ExpectFound(Harm::kJobRefused, "chunk 1 has no durable version");
   ExpectRebuilt();
 
   Erase("job/job/open");
