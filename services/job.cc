@@ -268,7 +268,7 @@ Outcome<v1::OpenResponse> Job::TryOpen(const v1::OpenRequest& request) {
   }
   if (!opening_->done || opening_->request != bytes) return std::nullopt;
   BALLAST_RETURN_IF_ERROR(opening_->status);
-  if (request.dry_run()) return v1::OpenResponse();
+  if (request.dry_run()) return opening_->answer;
   // The job's first Open only now has a journal.
   BALLAST_RETURN_IF_ERROR(MakeJournalRoom(2, request.ByteSizeLong() + Journal::kDecisionBytesMax));
   return machine_->Open(request);

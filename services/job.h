@@ -47,6 +47,7 @@ struct JobSurroundings {
   ServerCounters* counters = nullptr;
   // Held while a job compares its plan with what is free and takes it.
   absl::Mutex* planning = nullptr;
+  const storage::MachineProfile* machine = nullptr;  // null: plans predict no times
   WaitingBounds waiting;
 };
 
@@ -189,6 +190,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   std::shared_ptr<storage::ChunkStore> MakeStore(const NewChunks& wanted) const;
   storage::PlanRequest PlanOf(const NewChunks& wanted, const storage::ChunkStore& store,
                               const std::vector<storage::ChunkToAdd>& missing, const storage::TierBytes& returned);
+  // Logs it, or keeps it for the dry run's answer.
+  void NotePlan(const storage::Plan& plan, bool dry_run);
   // What an earlier run left of the chunk, once.
   std::optional<storage::DurableChunk> TakeDurable(uint64_t id);
   absl::Status AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr<HeldChunk>>* added);
@@ -220,7 +223,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   std::unique_ptr<Opening> opening_ ABSL_GUARDED_BY(mu_);
 
   std::shared_ptr<const model::EpochPlan> plan_ ABSL_GUARDED_BY(mu_);
-  std::shared_ptr<storage::ChunkStore> store_ ABSL_GUARDED_BY(mu_);  // made by the job's thread
+  std::shared_ptr<storage::ChunkStore> store_ ABSL_GUARDED_BY(mu_);         // made by the job's thread
+  std::optional<storage::StepPrediction> prediction_ ABSL_GUARDED_BY(mu_);  // by the newest plan
   std::shared_ptr<ProvisionalMemory> memory_ ABSL_GUARDED_BY(mu_);
   std::vector<std::shared_ptr<HeldChunk>> chunks_ ABSL_GUARDED_BY(mu_);  // in registration order
   std::vector<std::shared_ptr<HeldChunk>> spares_ ABSL_GUARDED_BY(mu_);  // taken for an Open that was then refused
@@ -244,6 +248,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   std::shared_ptr<StepWork> replayed_ ABSL_GUARDED_BY(mu_);  // what Apply asked for while recovering
   bool recovering_ ABSL_GUARDED_BY(mu_) = false;
   uint64_t journal_bytes_ = 0;                                // of the NVMe budget; of the job's thread
+  v1::OpenResponse planned_;                                  // of a dry run; of the job's thread
   int64_t applied_ = -1;                                      // the last step run; of the job's thread
   std::map<uint64_t, storage::DurableChunk> durable_chunks_;  // not yet taken back; of the recovering thread
 

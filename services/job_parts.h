@@ -14,6 +14,7 @@ struct Job::Opening {
   std::string request;  // serialised: another Open of the same epoch waits
   bool done = false;
   absl::Status status;
+  v1::OpenResponse answer;  // to a dry run
   bool adopted = false;
   std::vector<std::shared_ptr<HeldChunk>> chunks;  // of the new plan, registration order
 };
@@ -45,6 +46,8 @@ struct Job::NewChunks {
   bool dry_run = false;
   bool durable() const { return spec.durability() == v1::DURABILITY_STEP; }
 };
+
+v1::StepPrediction PredictionMessage(const storage::StepPrediction& prediction);
 
 // Indices of the chunks that the plan gives to `server_id`.
 std::vector<uint64_t> ChunksOf(const model::EpochPlan& plan, absl::string_view server_id);

@@ -6,6 +6,21 @@
 
 namespace ballast::services {
 
+v1::StepPrediction PredictionMessage(const storage::StepPrediction& prediction) {
+  v1::StepPrediction message;
+  message.set_total_seconds(prediction.total);
+  message.set_compute_seconds(prediction.compute);
+  message.set_disk_seconds(prediction.disk);
+  message.set_disk_read_seconds(prediction.disk_read);
+  message.set_disk_write_seconds(prediction.disk_write);
+  message.set_log_write_seconds(prediction.log_write);
+  message.set_disk_idle_seconds(prediction.disk_idle);
+  message.set_sync_seconds(prediction.sync);
+  message.set_gpu_link_seconds(prediction.gpu_link);
+  for (const std::string& what : prediction.unmeasured) message.add_unmeasured(what);
+  return message;
+}
+
 v1::JobStatus Job::Status() const {
   std::shared_ptr<storage::ChunkStore> store;
   v1::JobStatus status;
@@ -29,6 +44,7 @@ v1::JobStatus Job::Status() const {
     }
     status.set_skipped_steps(machine_->skipped_steps());
     if (!failure_.ok()) status.set_failure(std::string(failure_.message()));
+    if (prediction_.has_value()) *status.mutable_prediction() = PredictionMessage(*prediction_);
     store = store_;
   }
   const auto residency = store != nullptr ? store->residency() : storage::ChunkStore::Residency{};

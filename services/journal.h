@@ -61,6 +61,9 @@ class Journal {
   static constexpr uint64_t kStepsKept = 8;
   // Of a decision with all ranks' blobs.
   static constexpr uint64_t kDecisionBytesMax = uint64_t{128} << 10;
+  // Of state in memory, the share that goes to the disk with each step once that is steady: when every chunk goes every
+  // f steps, f of the log's steps are taken, and one of (kStepsKept - f) - 1 chunks goes; so f = (kStepsKept - 1) / 2.
+  static constexpr double kFlushedShare = 2.0 / (kStepsKept - 1);
 
   explicit Journal(std::unique_ptr<storage::GradientLog> log) : log_(std::move(log)) {}
   storage::GradientLog& log() { return *log_; }

@@ -1,5 +1,7 @@
 // How class Job takes space for the chunks of an Open, before the epoch's promise is used: an Open that does not fit
 // leaves everything as it was.
+#include <spdlog/spdlog.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -83,6 +85,7 @@ void Job::PrepareOpen(const v1::OpenRequest& request) {
     mu_.AssertHeld();
     opening_->done = true;
     opening_->status = status;
+    if (request.dry_run()) opening_->answer = std::move(planned_);
     opening_->chunks = std::move(chunks);
     waiting_.Wake(&machine_queue_, replies);  // the machine takes the Open now, or refuses it
     if (!opening_->adopted) {
@@ -172,7 +175,12 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
                             .elements = {},
                             .layout = store.layout(),
                             .provisional_bytes_per_element = ProvisionalBytesPerElement(wanted.optimizer),
-                            .staging_bytes = store.staging_bytes_missing()};
+                            .staging_bytes = store.staging_bytes_missing(),
+                            .placed = store.placed(),
+                            .shape = {.machine = around_.machine,
+                                      .threads = around_.compute->threads(),
+                                      .staging_bytes = store.slot_memory_bytes(),
+                                      .flushed_share = Journal::kFlushedShare}};
   for (const storage::ChunkToAdd& chunk : missing) {
     plan.elements.push_back(chunk.elements);
     // The extent that an earlier run left is taken already.
@@ -189,6 +197,18 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
   plan.nvme_fixed_bytes =
       store.spare_bytes_missing(plan.elements) + (size.bytes() - std::min(size.bytes(), journal_bytes_));
   return plan;
+}
+
+void Job::NotePlan(const storage::Plan& plan, bool dry_run) {
+  const std::string text = plan.Explain();
+  if (dry_run) {
+    planned_.set_plan(text);
+    if (plan.prediction.has_value()) *planned_.mutable_prediction() = PredictionMessage(*plan.prediction);
+    return;
+  }
+  spdlog::info("job '{}': {}", name_, text);
+  absl::MutexLock lock(&mu_);
+  prediction_ = plan.prediction;
 }
 
 absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr<HeldChunk>>* chunks) {
@@ -256,6 +276,8 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
   }
   absl::Status status = absl::OkStatus();
   uint64_t next = store->chunk_count();
+  planned_.Clear();
+  if (missing.empty()) planned_.set_plan("All of the job's chunks have their places here already.");
   if (!missing.empty()) {
     absl::MutexLock planning(around_.planning);
     uint64_t total = 0;
@@ -263,6 +285,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     const uint64_t provisional_bytes = total * provisional_per_element;
     const absl::StatusOr<storage::Plan> plan = storage::MakePlan(PlanOf(wanted, *store, missing, freed));
     status = plan.status();
+    if (status.ok()) NotePlan(*plan, dry_run);
     if (status.ok() && !dry_run && wanted.durable()) status = EnsureJournal(wanted);
     if (status.ok() && !dry_run) status = memory->Reserve(provisional_bytes);
     if (status.ok() && !dry_run) {

@@ -25,6 +25,7 @@
 #include "ballast/services/foundation.h"
 #include "ballast/services/job.h"
 #include "ballast/storage/catalog/catalog.h"
+#include "ballast/storage/machine/profile_file.h"
 
 namespace ballast::services {
 namespace {
@@ -58,6 +59,23 @@ absl::Status CheckDirectory(const std::string& directory) {
                       absl::StrCat("data directory '", directory,
                                    "' is not writable: ", error ? error.message() : std::string(std::strerror(errno)),
                                    "; give another, or write permission to this user"));
+}
+
+// None if the data directory has none and no other was named.
+absl::StatusOr<std::optional<storage::MachineProfile>> ReadMachineProfile(const StateServerOptions& options) {
+  std::string path = options.machine_profile;
+  if (path.empty()) {
+    path = absl::StrCat(options.data_directory, "/", kMachineProfile);
+    std::error_code error;
+    if (!std::filesystem::exists(path, error)) {
+      spdlog::info("no machine profile: plans predict no times; `ballastctl iotune --directory {}` measures one",
+                   options.data_directory);
+      return std::nullopt;
+    }
+  }
+  BALLAST_ASSIGN_OR_RETURN(const storage::MachineProfile profile, storage::ReadProfile(path));
+  spdlog::info("plans predict from the machine profile {}", path);
+  return profile;
 }
 
 std::string MakeServerId() {
@@ -137,6 +155,7 @@ struct StateServer::Impl {
   ServerCounters counters;
   std::unique_ptr<storage::Catalog> catalog;
   std::unique_ptr<storage::Tiers> tiers;
+  std::optional<storage::MachineProfile> machine;
   absl::Mutex planning;
   kernels::ThreadPool compute;
   const std::unique_ptr<Executor> executor;
@@ -152,6 +171,7 @@ struct StateServer::Impl {
 absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServerOptions& options) {
   auto impl = std::make_unique<Impl>(options);
   BALLAST_RETURN_IF_ERROR(CheckDirectory(options.data_directory));
+  BALLAST_ASSIGN_OR_RETURN(impl->machine, ReadMachineProfile(options));
   // The catalog's lock guards the whole directory, so it comes first.
   BALLAST_ASSIGN_OR_RETURN(impl->catalog, impl->foundation->OpenCatalog(options.data_directory));
   BALLAST_ASSIGN_OR_RETURN(impl->server_id,
@@ -249,7 +269,7 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
 
 std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
   return Job::Make(name, {server_id, catalog.get(), tiers.get(), foundation, &compute, executor.get(), &deadlines,
-                          &counters, &planning,
+                          &counters, &planning, machine.has_value() ? &*machine : nullptr,
                           WaitingBounds{&counters.waiting_requests, options.waiting_requests_max,
                                         &counters.waiting_request_bytes, options.waiting_request_bytes_max}});
 }

@@ -19,6 +19,8 @@ namespace ballast::services {
 
 class Foundation;
 
+inline constexpr char kMachineProfile[] = "ballast-profile.yaml";
+
 struct StateServerOptions {
   std::string data_directory;
   storage::TierBytes budget;
@@ -27,6 +29,9 @@ struct StateServerOptions {
   int compute_threads = 1;  // that work on one update, its job's own included; ballastd's default is all processors
   int read_threads = 1;     // for blocking reads and answers to requests that waited
   uint64_t staging_bytes = uint64_t{48} << 20;
+  // What `ballastctl iotune` wrote, for predictions of a step's time; empty: kMachineProfile in the data directory, if
+  // it is there.
+  std::string machine_profile;
   // Pulls, pushes, seals that may wait at a time, and the bytes of these messages without payloads; more are BUSY.
   uint64_t waiting_requests_max = 65536;
   uint64_t waiting_request_bytes_max = uint64_t{64} << 20;
@@ -43,8 +48,8 @@ struct ServerCounters;
 // A call with a deadline replies DEADLINE_EXCEEDED by itself when it passes; what it waited for is not undone.
 class StateServer {
  public:
-  // Errors: INVALID_ARGUMENT (BAD_CONFIG), INTERNAL (IO) unwritable data directory, FAILED_PRECONDITION naming the
-  // process that has the data directory.
+  // Errors: INVALID_ARGUMENT (BAD_CONFIG), also for a machine profile that cannot be read; INTERNAL (IO) unwritable
+  // data directory, FAILED_PRECONDITION naming the process that has the data directory.
   static absl::StatusOr<std::unique_ptr<StateServer>> Start(const StateServerOptions& options);
   ~StateServer();  // as Stop
 

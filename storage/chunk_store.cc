@@ -467,6 +467,18 @@ uint64_t ChunkStore::chunk_count() const {
   return impl_->chunks.size();
 }
 
+std::vector<PlacedChunk> ChunkStore::placed() const {
+  std::vector<PlacedChunk> placed;
+  absl::ReaderMutexLock lock(&impl_->mutex);
+  for (const StoredChunk& chunk : impl_->chunks) placed.push_back({chunk.elements, chunk.placement});
+  return placed;
+}
+
+uint64_t ChunkStore::slot_memory_bytes() const {
+  const uint64_t staging = impl_->tiers->staging_bytes();
+  return staging - std::min(staging, ChunkReader::kStagingBytes);
+}
+
 const StateLayout& ChunkStore::layout() const { return impl_->layout; }
 
 uint64_t ChunkStore::staging_bytes_missing() const {

@@ -77,6 +77,7 @@ class ChunkStore {
   absl::Status Add(absl::Span<const ChunkToAdd> chunks, const Plan& plan);
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;
+  std::vector<PlacedChunk> placed() const;
   const StateLayout& layout() const;
   bool durable() const;
   // Of a durable store, on the thread that runs it: is chunk's state newer than its extent, and at which version is
@@ -87,6 +88,8 @@ class ChunkStore {
   uint64_t spare_bytes_missing(absl::Span<const uint64_t> elements) const;
   // DRAM that a plan for further chunks must count as staging: 0 once it is taken.
   uint64_t staging_bytes_missing() const;
+  // Of the staging memory, what holds states on their way.
+  uint64_t slot_memory_bytes() const;
 
   // Applies `updates` in order; `done(i)` is called as soon as update i is visible to reads (state may still be on its
   // way to its tier). Loads, kernels and stores of different chunks overlap. Returns when all is stored, and recorded

@@ -95,6 +95,12 @@ const std::vector<Key>& Keys() {
        [](const std::string& text, Config* c) { return SetThreads(text, &c->server.read_threads); }},
       {{"staging", "bytes, such as 512MiB", "48MiB", "DRAM buffers through which NVMe state moves, once per job"},
        Bytes([](Config* c) { return &c->server.staging_bytes; })},
+      {{"machine_profile", "a path", "ballast-profile.yaml in the data directory, if it is there",
+        "what `ballastctl iotune` measured, from which a plan predicts the time of a step"},
+       [](const std::string& text, Config* c) {
+         c->server.machine_profile = text;
+         return !text.empty();
+       }},
       {{"log_level", "trace, debug, info, warn, error or off", "info", "what is logged, to standard error"},
        [](const std::string& text, Config* c) {
          static const std::set<std::string> kLevels = {"trace", "debug", "info", "warn", "error", "off"};

@@ -114,6 +114,28 @@ ClusterView Judge(std::vector<ServerView> servers) {
   return cluster;
 }
 
+namespace {
+
+// What the servers' plans expect of a step. Empty where no server has a machine profile.
+std::string ShowPlans(const ClusterView& cluster) {
+  Table plans({"SERVER", "JOB", "STEP SHOULD TAKE", "COMPUTE", "DISK", "SYNC", "GPU LINK", "NOT COUNTED"});
+  bool any = false;
+  for (const ServerView& server : cluster.servers) {
+    for (const v1::JobStatus& job : server.status.jobs()) {
+      if (!job.has_prediction()) continue;
+      any = true;
+      const v1::StepPrediction& p = job.prediction();
+      const auto seconds = [](double s) { return absl::StrFormat("%.4f s", s); };
+      plans.Add({server.address, job.name(), seconds(p.total_seconds()), seconds(p.compute_seconds()),
+                 seconds(p.disk_seconds()), seconds(p.sync_seconds()), seconds(p.gpu_link_seconds()),
+                 p.unmeasured().empty() ? "-" : absl::StrJoin(p.unmeasured(), ", ")});
+    }
+  }
+  return any ? absl::StrCat("\nPlans\n", plans.Show()) : "";
+}
+
+}  // namespace
+
 std::string ShowText(const ClusterView& cluster) {
   std::string out;
   if (cluster.problems.empty()) {
@@ -144,7 +166,7 @@ std::string ShowText(const ClusterView& cluster) {
               job.pinned_versions.empty() ? "-" : absl::StrJoin(job.pinned_versions, ",")});
   }
   return absl::StrCat(out, "\nServers\n", servers.Show(), "\nJobs\n", cluster.jobs.empty() ? "  none\n" : jobs.Show(),
-                      "\nTiers\n", tiers.Show());
+                      "\nTiers\n", tiers.Show(), ShowPlans(cluster));
 }
 
 std::string ShowJson(const ClusterView& cluster) {

@@ -4,15 +4,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "ballast/services/ctl/machine_measure.h"
 #include "ballast/services/ctl/show.h"
+#include "ballast/storage/machine/machine_measure.h"
+#include "ballast/storage/machine/profile_file.h"
 
 namespace ballast::services {
 namespace {
 
-std::string ShowText(const Measured& measured) {
+std::string ShowText(const storage::Measured& measured) {
   Table table({"WHAT", "HOW", "GB/S"});
-  for (const Measurement& row : measured.rows) {
+  for (const storage::Measurement& row : measured.rows) {
     table.Add({row.what, row.how, absl::StrFormat("%.2f", static_cast<double>(row.bytes_per_s) / 1e9)});
   }
   std::string out = table.Show();
@@ -22,12 +23,12 @@ std::string ShowText(const Measured& measured) {
   return out;
 }
 
-std::string ShowJson(const Measured& measured, const std::string& path) {
+std::string ShowJson(const storage::Measured& measured, const std::string& path) {
   std::string profile, rows;
-  for (const ProfileKey& key : ProfileKeys()) {
+  for (const storage::ProfileKey& key : storage::ProfileKeys()) {
     absl::StrAppend(&profile, profile.empty() ? "" : ",", "\"", key.name, "\":", measured.profile.*key.field);
   }
-  for (const Measurement& row : measured.rows) {
+  for (const storage::Measurement& row : measured.rows) {
     absl::StrAppend(&rows, rows.empty() ? "" : ",", "{\"what\":", Quote(row.what), ",\"how\":", Quote(row.how),
                     ",\"bytes_per_s\":", row.bytes_per_s, "}");
   }
@@ -44,11 +45,12 @@ int Fail(const absl::Status& status) {
 
 int RunIotune(const IotuneCommand& command) {
   const std::string path = command.out.empty() ? absl::StrCat(command.directory, "/ballast-profile.yaml") : command.out;
-  const auto measured = Measure({.directory = command.directory,
-                                 .duration = absl::Seconds(command.seconds),
-                                 .say = [](const std::string& line) { std::fprintf(stderr, "%s\n", line.c_str()); }});
+  const auto measured = storage::Measure(
+      {.directory = command.directory, .duration = absl::Seconds(command.seconds), .say = [](const std::string& line) {
+         std::fprintf(stderr, "%s\n", line.c_str());
+       }});
   if (!measured.ok()) return Fail(measured.status());
-  if (const absl::Status written = WriteProfile(measured->profile, path); !written.ok()) return Fail(written);
+  if (const absl::Status written = storage::WriteProfile(measured->profile, path); !written.ok()) return Fail(written);
   std::fputs((command.json ? ShowJson(*measured, path) : ShowText(*measured)).c_str(), stdout);
   if (!command.json) std::printf("  written to %s\n", path.c_str());
   return 0;

@@ -93,7 +93,23 @@ void AddJobs(const v1::GetServerStatusResponse& status, std::vector<MetricFamily
     skipped.Add(labels, static_cast<double>(job.skipped_steps()));
     failed.Add(labels, job.state_lost() || !job.failure().empty() ? 1 : 0);
   }
-  for (FamilyBuilder* family : {&committed, &oldest, &skipped, &failed}) out->push_back(family->Take());
+  FamilyBuilder predicted("ballast_job_predicted_step_seconds",
+                          "What the plan expects of a step: in total, and of each resource; none without a machine "
+                          "profile.",
+                          MetricType::Gauge);
+  for (const v1::JobStatus& job : status.jobs()) {
+    if (!job.has_prediction()) continue;
+    const v1::StepPrediction& p = job.prediction();
+    const std::pair<const char*, double> parts[] = {{"total", p.total_seconds()},
+                                                    {"compute", p.compute_seconds()},
+                                                    {"disk", p.disk_seconds()},
+                                                    {"sync", p.sync_seconds()},
+                                                    {"gpu_link", p.gpu_link_seconds()}};
+    for (const auto& [resource, seconds] : parts) {
+      predicted.Add({{"job", job.name()}, {"resource", resource}}, seconds);
+    }
+  }
+  for (FamilyBuilder* family : {&committed, &oldest, &skipped, &failed, &predicted}) out->push_back(family->Take());
 }
 
 void AddCalls(const ServerCounters& counters, std::vector<MetricFamily>* out) {

@@ -44,7 +44,15 @@ absl::StatusOr<Plan> CheckNvme(const PlanRequest& request, Plan plan, std::vecto
                                  request.durable ? "durable state, room for its next versions and the gradient log"
                                                  : "state that finds no room in dram"));
   }
-  if (shortages.empty()) return plan;
+  if (shortages.empty()) {
+    if (request.shape.machine == nullptr) return plan;
+    std::vector<PlacedChunk> chunks = request.placed;
+    for (size_t i = 0; i < plan.chunks.size(); ++i) chunks.push_back({request.elements[i], plan.chunks[i]});
+    StepShape shape = request.shape;
+    shape.durable = request.durable;
+    plan.prediction = PredictStep(shape, request.layout, chunks);
+    return plan;
+  }
   return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget, absl::StrJoin(shortages, ". "));
 }
 
@@ -81,6 +89,7 @@ std::string Plan::Explain() const {
   } else {
     absl::StrAppend(&text, "All of it fits there, and no faster tier has room.");
   }
+  if (prediction.has_value()) absl::StrAppend(&text, " ", prediction->Explain());
   return text;
 }
 

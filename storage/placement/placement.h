@@ -1,39 +1,27 @@
-// Which chunk's state and working copy live in which tier: a pure function of budgets and sizes, testable without I/O.
+// Which chunk's state and working copy live in which tier, and how long a step will take: a pure function of budgets,
+// sizes and measured bandwidths, testable without I/O.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ballast/storage/placement/state_layout.h"
+#include "ballast/storage/placement/step_prediction.h"
+#include "ballast/storage/placement/tier_kind.h"
 
 namespace ballast::storage {
-
-enum class TierKind { kHbm = 0, kDram = 1, kNvme = 2 };
-inline constexpr int kTierKinds = 3;
-const char* TierName(TierKind tier);  // "hbm", "dram", "nvme"
-
-struct TierBytes {
-  uint64_t hbm = 0;
-  uint64_t dram = 0;
-  uint64_t nvme = 0;
-  uint64_t& operator[](TierKind tier) { return tier == TierKind::kHbm ? hbm : tier == TierKind::kDram ? dram : nvme; }
-  uint64_t operator[](TierKind tier) const { return const_cast<TierBytes&>(*this)[tier]; }
-};
-
-struct ChunkPlacement {
-  TierKind state = TierKind::kDram;
-  TierKind working = TierKind::kDram;  // HBM or DRAM
-};
 
 struct Plan {
   std::vector<ChunkPlacement> chunks;
   TierBytes state;  // as taken in each tier, alignment included
   TierBytes working;
-  uint64_t durable_bytes = 0;  // on NVMe, of state that lives in memory
-  // One paragraph for people: what went where, and why.
+  uint64_t durable_bytes = 0;                // on NVMe, of state that lives in memory
+  std::optional<StepPrediction> prediction;  // of a step of all the job's chunks here; none without a profile
+  // One paragraph for people: what went where, and why, and how long a step will take.
   std::string Explain() const;
 };
 
@@ -49,6 +37,9 @@ struct PlanRequest {
   // new versions, its log.
   bool durable = false;
   uint64_t nvme_fixed_bytes = 0;
+  // For the prediction: chunks of the job that have their places already, and how the server runs a step.
+  std::vector<PlacedChunk> placed;
+  StepShape shape;
 };
 
 // State fills HBM, then DRAM, then NVMe; within a tier in the given order. Working copies go with HBM-resident state if

@@ -35,7 +35,7 @@ struct RowGroup {
   const char* name;
   MeasureRows* measure;
 };
-constexpr RowGroup kGroups[] = {{"stream", MeasureStreams}, {"step", MeasureSteps}};
+constexpr RowGroup kGroups[] = {{"stream", MeasureStreams}, {"step", MeasureSteps}, {"plan", MeasurePlans}};
 
 int Main(int argc, char** argv) {
   StorageBenchOptions options;

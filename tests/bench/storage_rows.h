@@ -36,7 +36,7 @@ struct Row {
 // Groups of rows. `directory`: empty, on the disk to measure. What is added to `rows` after an error does not count.
 using MeasureRows = absl::Status(const StorageBenchOptions& options, const std::string& directory,
                                  std::vector<Row>* rows);
-MeasureRows MeasureStreams, MeasureSteps;
+MeasureRows MeasureStreams, MeasureSteps, MeasurePlans;
 
 using Work = std::function<absl::Status()>;
 

@@ -1,4 +1,4 @@
-#include "ballast/services/ctl/machine_measure.h"
+#include "ballast/storage/machine/machine_measure.h"
 
 #include <algorithm>
 #include <array>
@@ -11,18 +11,17 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/arena.h"
 #include "ballast/storage/io/disk.h"
+#include "ballast/storage/machine/memory_step.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/tier/ledger.h"
 
-namespace ballast::services {
+namespace ballast::storage {
 namespace {
-
-using storage::IoRequest;
 
 constexpr uint64_t kBlockBytes = uint64_t{1} << 20;
 constexpr uint64_t kFileBytesMin = uint64_t{16} << 20;
 constexpr uint64_t kDepths[] = {2, 4, 8};
-constexpr int kMeasurements = 16;  // among which the duration is divided
+constexpr int kMeasurements = 26;  // among which the duration is divided
 constexpr int kRounds = 3;         // of a measurement
 constexpr size_t kAppendsMin = 100;
 
@@ -68,8 +67,10 @@ class Measuring {
   absl::Status Dram();
   absl::Status MeasureDram(uint64_t threads, bool copy, uint64_t* speed);
   uint64_t DramSpeed(uint64_t threads, bool copy);
+  absl::Status Updates();
+  absl::Status Digests();
   absl::Status OpenFile();
-  absl::Status Disk();
+  absl::Status Streams();
   absl::StatusOr<uint64_t> DiskSpeed(const char* what, uint64_t depth);
   absl::Status Append();
   void Gpu();
@@ -81,16 +82,18 @@ class Measuring {
   const MeasureOptions& options_;
   const absl::Duration slice_;
   Measured out_;
-  storage::Arena memory_;
-  std::unique_ptr<storage::BlockFile> file_;
+  Arena memory_;
+  std::unique_ptr<BlockFile> file_;
   uint64_t file_bytes_ = 0;
 };
 
 absl::StatusOr<Measured> Measuring::Run() {
-  BALLAST_ASSIGN_OR_RETURN(memory_, storage::Arena::Map(options_.memory_bytes, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(memory_, Arena::Map(options_.memory_bytes, /*pin=*/false));
   BALLAST_RETURN_IF_ERROR(OpenFile());  // first: what is wrong with the directory is said at once
   BALLAST_RETURN_IF_ERROR(Dram());
-  BALLAST_RETURN_IF_ERROR(Disk());
+  BALLAST_RETURN_IF_ERROR(Updates());
+  BALLAST_RETURN_IF_ERROR(Digests());
+  BALLAST_RETURN_IF_ERROR(Streams());
   BALLAST_RETURN_IF_ERROR(Append());
   Gpu();
   return std::move(out_);
@@ -140,10 +143,59 @@ absl::Status Measuring::Dram() {
   return absl::OkStatus();
 }
 
+// The optimizer itself, as a store runs it: no copy has its mix of reads, writes and arithmetic.
+absl::Status Measuring::Updates() {
+  MachineProfile& p = out_.profile;
+  struct Kind {
+    const char* name;
+    kernels::MomentFormat moments;
+    uint64_t* one;
+    uint64_t* all;
+  };
+  const Kind kinds[] = {
+      {"f32", kernels::MomentFormat::kF32, &p.update_f32_1_thread_elements_per_s,
+       &p.update_f32_all_threads_elements_per_s},
+      {"bf16", kernels::MomentFormat::kBf16, &p.update_bf16_1_thread_elements_per_s,
+       &p.update_bf16_all_threads_elements_per_s},
+      {"i8", kernels::MomentFormat::kI8, &p.update_i8_1_thread_elements_per_s, &p.update_i8_all_threads_elements_per_s},
+      {"f8", kernels::MomentFormat::kF8, &p.update_f8_1_thread_elements_per_s, &p.update_f8_all_threads_elements_per_s},
+  };
+  for (const Kind& kind : kinds) {
+    BALLAST_ASSIGN_OR_RETURN(const auto step, MemoryStep::Make(options_.directory, kind.moments));
+    for (const bool all : {false, true}) {
+      const std::string what = absl::StrCat("AdamW, ", kind.name, " moments");
+      const std::string how = absl::StrCat(all ? p.threads : 1, " thread(s)");
+      Say(absl::StrCat(what, " with ", how));
+      BALLAST_ASSIGN_OR_RETURN(const uint64_t speed, MedianSpeed([&] {
+                                 return step->ElementsPerSecond(all ? static_cast<int>(p.threads) : 1, slice_);
+                               }));
+      *(all ? kind.all : kind.one) = speed;
+      const double bytes = static_cast<double>(speed) * step->bytes_per_element();
+      out_.rows.push_back({what, how, static_cast<uint64_t>(bytes)});
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Measuring::Digests() {
+  MachineProfile& p = out_.profile;
+  for (const bool all : {false, true}) {
+    const int threads = all ? static_cast<int>(p.threads) : 1;
+    const std::string how = absl::StrCat(threads, " thread(s)");
+    Say(absl::StrCat("CRC32C of state with ", how));
+    BALLAST_ASSIGN_OR_RETURN(const uint64_t speed, MedianSpeed([&]() -> absl::StatusOr<uint64_t> {
+                               return DigestBytesPerSecond(memory_.bytes(), threads, slice_);
+                             }));
+    (all ? p.digest_all_threads_bytes_per_s : p.digest_1_thread_bytes_per_s) = speed;
+    out_.rows.push_back({"CRC32C of state", how, speed});
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Measuring::OpenFile() {
   std::error_code error;
   const auto space = std::filesystem::space(options_.directory, error);
-  if (error) return storage::IoError(error.value(), "look", options_.directory, 0, 0);
+  if (error) return IoError(error.value(), "look", options_.directory, 0, 0);
   file_bytes_ = std::min<uint64_t>(options_.file_bytes, space.available / 2) / kBlockBytes * kBlockBytes;
   if (file_bytes_ < kFileBytesMin) {
     return model::Error(absl::StatusCode::kResourceExhausted, model::kIo,
@@ -151,8 +203,8 @@ absl::Status Measuring::OpenFile() {
                                      2 * kFileBytesMin, " are needed to measure its disk"));
   }
   const std::string path = absl::StrCat(options_.directory, "/ballast-iotune.tmp");
-  BALLAST_ASSIGN_OR_RETURN(file_, storage::SystemDisk()->Open(path, storage::Disk::Mode::kEmptied));
-  BALLAST_RETURN_IF_ERROR(storage::SystemDisk()->Remove(path));
+  BALLAST_ASSIGN_OR_RETURN(file_, SystemDisk()->Open(path, Disk::Mode::kEmptied));
+  BALLAST_RETURN_IF_ERROR(SystemDisk()->Remove(path));
   out_.profile.disk_direct = file_->buffered_because().empty();
   if (!file_->buffered_because().empty()) {
     out_.notes.push_back(absl::StrCat("the disk was measured through the page cache: ", file_->buffered_because()));
@@ -163,7 +215,7 @@ absl::Status Measuring::OpenFile() {
 // Of "read", "write" or "mixed": half of the requests in flight write then.
 absl::StatusOr<uint64_t> Measuring::DiskSpeed(const char* what, uint64_t depth) {
   const bool mixed = std::strcmp(what, "mixed") == 0, write = std::strcmp(what, "write") == 0;
-  BALLAST_ASSIGN_OR_RETURN(const auto queue, storage::SystemDisk()->MakeQueue({.registered = memory_.bytes()}));
+  BALLAST_ASSIGN_OR_RETURN(const auto queue, SystemDisk()->MakeQueue({.registered = memory_.bytes()}));
   // Reads and writes each go through the file from its start, the writes of a mix from its middle.
   uint64_t next[2] = {0, mixed ? file_bytes_ / 2 / kBlockBytes * kBlockBytes : 0};
   const auto submit = [&](uint64_t slot) {
@@ -180,12 +232,12 @@ absl::StatusOr<uint64_t> Measuring::DiskSpeed(const char* what, uint64_t depth) 
   const absl::Time begin = absl::Now(), end = begin + slice_;
   for (uint64_t slot = 0; slot < depth; ++slot) BALLAST_RETURN_IF_ERROR(submit(slot));
   uint64_t bytes = 0;
-  std::vector<storage::IoCompletion> completions;
+  std::vector<IoCompletion> completions;
   while (queue->in_flight() > 0) {
     completions.clear();
     queue->Reap(/*wait=*/true, &completions);
     const bool more = absl::Now() < end;
-    for (const storage::IoCompletion& completion : completions) {
+    for (const IoCompletion& completion : completions) {
       BALLAST_RETURN_IF_ERROR(completion.status);
       bytes += kBlockBytes;
       if (more) BALLAST_RETURN_IF_ERROR(submit(completion.tag));
@@ -194,7 +246,7 @@ absl::StatusOr<uint64_t> Measuring::DiskSpeed(const char* what, uint64_t depth) 
   return PerSecond(bytes, absl::Now() - begin);
 }
 
-absl::Status Measuring::Disk() {
+absl::Status Measuring::Streams() {
   Say(absl::StrCat("nothing yet: writing ", file_bytes_ >> 20, " MiB once, since first writes are slower"));
   BALLAST_RETURN_IF_ERROR(file_->Reserve(0, file_bytes_));
   for (uint64_t at = 0; at < file_bytes_; at += kBlockBytes) {
@@ -230,10 +282,10 @@ absl::Status Measuring::Append() {
   const absl::Time end = absl::Now() + kRounds * slice_;
   for (uint64_t at = 0; absl::Now() < end || times_us.size() < kAppendsMin;) {
     const absl::Time began = absl::Now();
-    BALLAST_RETURN_IF_ERROR(file_->Write(at, memory_.bytes().subspan(0, storage::kIoAlignment)));
+    BALLAST_RETURN_IF_ERROR(file_->Write(at, memory_.bytes().subspan(0, kIoAlignment)));
     BALLAST_RETURN_IF_ERROR(file_->Sync());
     times_us.push_back(absl::ToInt64Microseconds(absl::Now() - began));
-    at = at + storage::kIoAlignment == file_bytes_ ? 0 : at + storage::kIoAlignment;
+    at = at + kIoAlignment == file_bytes_ ? 0 : at + kIoAlignment;
   }
   std::sort(times_us.begin(), times_us.end());
   out_.profile.disk_append_p50_us = static_cast<uint64_t>(times_us[times_us.size() / 2]);
@@ -250,10 +302,10 @@ void Measuring::Gpu() {
 absl::Status Measuring::GpuLink() {
   constexpr uint64_t kBytes = uint64_t{64} << 20;
   constexpr uint64_t kScratchBytes = uint64_t{8} << 20;  // the tier's own
-  storage::Ledger ledger({.hbm = kBytes + kScratchBytes, .dram = 0, .nvme = 0});
-  BALLAST_ASSIGN_OR_RETURN(const auto tier, storage::OpenHbmTier(/*device=*/0, &ledger));
-  BALLAST_ASSIGN_OR_RETURN(const storage::HbmBlock block, tier->Allocate(kBytes, "iotune"));
-  BALLAST_ASSIGN_OR_RETURN(const storage::Arena host, storage::Arena::Map(kBytes, /*pin=*/true));
+  Ledger ledger({.hbm = kBytes + kScratchBytes, .dram = 0, .nvme = 0});
+  BALLAST_ASSIGN_OR_RETURN(const auto tier, OpenHbmTier(/*device=*/0, &ledger));
+  BALLAST_ASSIGN_OR_RETURN(const HbmBlock block, tier->Allocate(kBytes, "iotune"));
+  BALLAST_ASSIGN_OR_RETURN(const Arena host, Arena::Map(kBytes, /*pin=*/true));
   for (const bool in : {true, false}) {
     uint64_t bytes = 0;
     const absl::Time begin = absl::Now(), end = begin + kRounds * slice_;
@@ -273,4 +325,4 @@ absl::Status Measuring::GpuLink() {
 
 absl::StatusOr<Measured> Measure(const MeasureOptions& options) { return Measuring(options).Run(); }
 
-}  // namespace ballast::services
+}  // namespace ballast::storage

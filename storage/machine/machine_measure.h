@@ -7,9 +7,9 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "ballast/services/ctl/machine_profile.h"
+#include "ballast/storage/placement/machine_profile.h"
 
-namespace ballast::services {
+namespace ballast::storage {
 
 struct MeasureOptions {
   std::string directory;                             // on the disk to be measured
@@ -36,4 +36,4 @@ struct Measured {
 // INTERNAL or RESOURCE_EXHAUSTED (IO) if the directory cannot take it.
 absl::StatusOr<Measured> Measure(const MeasureOptions& options);
 
-}  // namespace ballast::services
+}  // namespace ballast::storage

@@ -1,4 +1,4 @@
-#include "ballast/services/ctl/machine_profile.h"
+#include "ballast/storage/machine/profile_file.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -15,7 +15,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/block_file.h"
 
-namespace ballast::services {
+namespace ballast::storage {
 namespace {
 
 absl::Status Bad(absl::string_view message) {
@@ -37,6 +37,16 @@ const std::vector<ProfileKey>& ProfileKeys() {
       BALLAST_KEY(dram_read_all_threads_bytes_per_s),
       BALLAST_KEY(dram_copy_1_thread_bytes_per_s),
       BALLAST_KEY(dram_copy_all_threads_bytes_per_s),
+      BALLAST_KEY(update_f32_1_thread_elements_per_s),
+      BALLAST_KEY(update_f32_all_threads_elements_per_s),
+      BALLAST_KEY(update_bf16_1_thread_elements_per_s),
+      BALLAST_KEY(update_bf16_all_threads_elements_per_s),
+      BALLAST_KEY(update_i8_1_thread_elements_per_s),
+      BALLAST_KEY(update_i8_all_threads_elements_per_s),
+      BALLAST_KEY(update_f8_1_thread_elements_per_s),
+      BALLAST_KEY(update_f8_all_threads_elements_per_s),
+      BALLAST_KEY(digest_1_thread_bytes_per_s),
+      BALLAST_KEY(digest_all_threads_bytes_per_s),
       BALLAST_KEY(disk_read_bytes_per_s),
       BALLAST_KEY(disk_read_depth),
       BALLAST_KEY(disk_write_bytes_per_s),
@@ -110,7 +120,7 @@ absl::Status WriteProfile(const MachineProfile& profile, const std::string& path
       const int error = errno;
       std::error_code ignored;
       std::filesystem::remove(fresh, ignored);
-      return storage::IoError(error, "write", fresh, 0, 0);
+      return IoError(error, "write", fresh, 0, 0);
     }
   }
   std::error_code error;
@@ -118,7 +128,7 @@ absl::Status WriteProfile(const MachineProfile& profile, const std::string& path
   if (!error) return absl::OkStatus();
   std::error_code ignored;
   std::filesystem::remove(fresh, ignored);
-  return storage::IoError(error.value(), "rename", path, 0, 0);
+  return IoError(error.value(), "rename", path, 0, 0);
 }
 
-}  // namespace ballast::services
+}  // namespace ballast::storage

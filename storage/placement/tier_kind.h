@@ -1,0 +1,30 @@
+// The tiers that chunks live in.
+#pragma once
+
+#include <cstdint>
+
+namespace ballast::storage {
+
+enum class TierKind { kHbm = 0, kDram = 1, kNvme = 2 };
+inline constexpr int kTierKinds = 3;
+const char* TierName(TierKind tier);  // "hbm", "dram", "nvme"
+
+struct TierBytes {
+  uint64_t hbm = 0;
+  uint64_t dram = 0;
+  uint64_t nvme = 0;
+  uint64_t& operator[](TierKind tier) { return tier == TierKind::kHbm ? hbm : tier == TierKind::kDram ? dram : nvme; }
+  uint64_t operator[](TierKind tier) const { return const_cast<TierBytes&>(*this)[tier]; }
+};
+
+struct ChunkPlacement {
+  TierKind state = TierKind::kDram;
+  TierKind working = TierKind::kDram;  // HBM or DRAM
+};
+
+struct PlacedChunk {
+  uint64_t elements = 0;
+  ChunkPlacement placement;
+};
+
+}  // namespace ballast::storage

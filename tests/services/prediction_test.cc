@@ -1,0 +1,97 @@
+// A server with a machine profile predicts what its plans cost; without one it plans and says nothing of time.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/machine/profile_file.h"
+#include "ballast/tests/services/trainer_group.h"
+
+namespace ballast::services {
+namespace {
+
+using ::testing::DoubleNear;
+using ::testing::HasSubstr;
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+// Every element takes a microsecond.
+storage::MachineProfile Slow() {
+  storage::MachineProfile profile;
+  profile.threads = 1;
+  profile.update_f32_1_thread_elements_per_s = 1'000'000;
+  profile.update_f32_all_threads_elements_per_s = 1'000'000;
+  return profile;
+}
+
+TEST(Prediction, OfTheProfileInTheDataDirectory) {
+  TestServer server("s");
+  ASSERT_EQ(storage::WriteProfile(Slow(), server.directory() + "/" + kMachineProfile), absl::OkStatus());
+  server.Restart();
+  TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  const v1::JobStatus job = server->Status().jobs(0);
+  ASSERT_TRUE(job.has_prediction());
+  // Tensors start at multiples of 256 elements.
+  EXPECT_THAT(job.prediction().total_seconds(), DoubleNear(0.2107, 1e-3));
+  EXPECT_EQ(job.prediction().disk_seconds(), 0);
+}
+
+TEST(Prediction, OfTheProfileThatIsNamed) {
+  TestServer server("s");
+  server.options().machine_profile = server.directory() + "/elsewhere.yaml";
+  ASSERT_EQ(storage::WriteProfile(Slow(), server.options().machine_profile), absl::OkStatus());
+  server.Restart();
+  TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  EXPECT_TRUE(server->Status().jobs(0).has_prediction());
+}
+
+TEST(Prediction, NoneWithoutAProfile) {
+  TestServer server("s");
+  TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  EXPECT_FALSE(server->Status().jobs(0).has_prediction());
+}
+
+TEST(Prediction, ABrokenProfileIsRefused) {
+  TestServer server("s");
+  StateServerOptions options = server.options();
+  options.data_directory = server.directory() + "/other";
+  options.machine_profile = server.directory() + "/none.yaml";
+  const absl::Status absent = StateServer::Start(options).status();
+  EXPECT_EQ(model::ReasonOf(absent), model::kBadConfig);
+  EXPECT_THAT(std::string(absent.message()), HasSubstr("none.yaml: cannot be read"));
+  options.machine_profile = server.directory() + "/broken.yaml";
+  std::ofstream(options.machine_profile) << "threads: many\n";
+  EXPECT_THAT(std::string(StateServer::Start(options).status().message()),
+              HasSubstr("broken.yaml:1: threads: expected a whole number; came 'many'"));
+  // The default one as well.
+  options.machine_profile.clear();
+  std::ofstream(options.data_directory + "/" + kMachineProfile) << "threads: many\n";
+  EXPECT_EQ(model::ReasonOf(StateServer::Start(options).status()), model::kBadConfig);
+}
+
+TEST(Prediction, ADryRunShowsThePlan) {
+  TestServer server("s", {.dram = 3 * kMiB, .nvme = 64 * kMiB});
+  ASSERT_EQ(storage::WriteProfile(Slow(), server.directory() + "/" + kMachineProfile), absl::OkStatus());
+  server.Restart();
+  TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 1);
+  std::vector<v1::GetJobResponse> answers;
+  ASSERT_EQ(group.Fence(&answers), absl::OkStatus());
+  v1::OpenRequest open = group.open_request(-1, std::nullopt);
+  open.set_dry_run(true);
+  Answer<v1::OpenResponse> answer;
+  server->Open(open, absl::InfiniteFuture(), answer.reply());
+  const absl::StatusOr<v1::OpenResponse> response = answer.Wait();
+  ASSERT_TRUE(response.ok()) << response.status();
+  EXPECT_THAT(response->plan(), HasSubstr("nvme holds the state of"));
+  EXPECT_THAT(response->plan(), HasSubstr("A step should take 0.211 s on this server"));
+  EXPECT_THAT(response->plan(), HasSubstr("Not counted, since the profile has no figure: digests"));
+  EXPECT_GT(response->prediction().unmeasured_size(), 0);
+  EXPECT_EQ(server->Status().tiers(1).used_bytes(), 0u) << "a dry run takes nothing";
+}
+
+}  // namespace
+}  // namespace ballast::services
