@@ -7,6 +7,8 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
+#include "ballast/storage/io/failpoint.h"
+#include "ballast/storage/io/seeded_bugs.h"
 
 namespace ballast::services {
 namespace {
@@ -77,8 +79,10 @@ void Job::Settle(Replies* replies) {
     const uint64_t journalled = journal_ != nullptr ? std::max(journal_->log().durable_lsn(), before_journal_lsn_)
                                 : durable_          ? 0
                                                     : ~uint64_t{0};
-    if (const std::optional<uint64_t> lsn = log_.TakeSynced(journalled)) {
+    const bool acked_unsynced = Seeded(storage::StorageBug::kAckedUnsynced);
+    if (const std::optional<uint64_t> lsn = log_.TakeSynced(acked_unsynced ? ~uint64_t{0} : journalled)) {
       machine_->Synced(*lsn);
+      storage::Pass("journal/durable");
       moved_ = true;
     }
     if (const std::optional<StepLog::Durable> record = log_.NextToWrite()) {
@@ -181,7 +185,8 @@ void Job::Opened(const model::EpochPlan& plan) {
     by_index_[indices[i]] = chunks_[i];
   }
   // Slices of older epochs are void, the log need not keep them.
-  if (journal_ != nullptr) journal_->log().Release(machine_->committed());
+  const int64_t released = Seeded(storage::StorageBug::kReleasedTooMuch) ? -1 : machine_->committed();
+  if (journal_ != nullptr) journal_->log().Release(released);
   norm_bytes_max_ = 0;
   step_bytes_ = 0;
   for (const auto& chunk : chunks_) {

@@ -7,6 +7,8 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
+#include "ballast/storage/io/failpoint.h"
+#include "ballast/storage/io/seeded_bugs.h"
 
 namespace ballast::services {
 
@@ -45,6 +47,7 @@ absl::Status Job::EnsureJournal(const NewChunks& wanted) {
         });
       }
     }
+    storage::Pass("create/catalogued");
     if (status.ok()) StartJournal(*std::move(log));
   }
   if (!status.ok()) {
@@ -115,6 +118,11 @@ void Job::Journalise(const StepRecord& record, uint64_t lsn) {
     }
   }
   journal_->Append(std::move(out));
+  if (std::holds_alternative<PromiseRecord>(record)) storage::Pass("fence/promise");
+  if (std::holds_alternative<OpenRecord>(record)) storage::Pass("fence/open");
+  if (std::holds_alternative<SliceRecord>(record)) storage::Pass("journal/slice");
+  if (std::holds_alternative<PreparedStepRecord>(record)) storage::Pass("journal/prepared");
+  if (std::holds_alternative<DecisionRecord>(record)) storage::Pass("journal/decision");
 }
 
 bool Job::TakesSlice(uint64_t payload_bytes) {
@@ -176,6 +184,7 @@ void Job::CutJournal(const storage::ChunkStore& store, int64_t version) {
   applied_ = version;
   int64_t cut = version;
   for (uint64_t chunk = 0; chunk < store.chunk_count(); ++chunk) {
+    if (Seeded(storage::StorageBug::kCutAtCommit)) break;
     if (store.dirty(chunk)) cut = std::min(cut, store.durable_version(chunk));
   }
   absl::MutexLock lock(&mu_);
@@ -221,6 +230,7 @@ absl::Status Job::RemoveJournal() {
   journal.reset();
   around_.tiers->Return(storage::TierKind::kNvme, std::exchange(journal_bytes_, 0));
   BALLAST_RETURN_IF_ERROR(RemoveLog(*around_.tiers, name_));
+  storage::Pass("drop/log_removed");
   return around_.catalog->ErasePrefix(absl::StrCat(CatalogPrefix(name_), kCatalogLog));
 }
 

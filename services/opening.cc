@@ -9,6 +9,7 @@
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
+#include "ballast/storage/io/failpoint.h"
 #include "ballast/storage/placement/placement.h"
 
 namespace ballast::services {
@@ -81,6 +82,7 @@ std::vector<uint64_t> ChunksOf(const model::EpochPlan& plan, absl::string_view s
 void Job::PrepareOpen(const v1::OpenRequest& request) {
   std::vector<std::shared_ptr<HeldChunk>> chunks;
   const absl::Status status = TakeChunks(request, &chunks);
+  storage::Pass("fence/space_taken");
   LockedOnStage([&](Replies* replies) {
     mu_.AssertHeld();
     opening_->done = true;

@@ -10,6 +10,8 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
+#include "ballast/storage/io/failpoint.h"
+#include "ballast/storage/io/seeded_bugs.h"
 #include "ballast/storage/log/log_reader.h"
 
 namespace ballast::services {
@@ -81,7 +83,8 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     }
     BALLAST_RETURN_IF_ERROR(ReplayRecord(record, scanned.records[i].payload, &replaying));
   }
-  for (size_t i = 0; i < keep.size(); ++i) (*log)->Keep(scanned.live[i].incarnation, keep[i]);
+  const bool forgotten = Seeded(storage::StorageBug::kSegmentsForgotten);
+  for (size_t i = 0; i < keep.size(); ++i) (*log)->Keep(scanned.live[i].incarnation, forgotten ? -1 : keep[i]);
   // What was pushed for the step in flight; without its bytes the machine would count slices that are not there.
   int64_t committed = -1;
   std::set<uint64_t> attempts;
@@ -90,6 +93,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     absl::MutexLock lock(&mu_);
     committed = machine_->committed();
   }
+  if (Seeded(storage::StorageBug::kUndecidedForgotten)) attempts.clear();
   for (const uint64_t attempt : attempts) BALLAST_RETURN_IF_ERROR(LoadSlices(attempt, committed + 1, &replaying));
   {
     absl::MutexLock lock(&mu_);
@@ -105,6 +109,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
   }
   if (entry.promised.has_value()) BALLAST_RETURN_IF_ERROR(Replay(PromiseRecord{*entry.promised}));
   applied_ = committed;
+  storage::Pass("recovery/replayed");
   std::shared_ptr<storage::ChunkStore> store;
   {
     absl::MutexLock lock(&mu_);
@@ -121,6 +126,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     BALLAST_RETURN_IF_ERROR(MakeJournalRoom(1, 0));
     few = journal_->log().free_segments() < Journal::kSegmentsReserved;
   }
+  storage::Pass("recovery/rolled");
   if (store != nullptr && few) FlushAll();
   spdlog::info("job '{}': recovered step {} in {:.2f} s: {} chunks, {} steps and {} MiB of slices replayed{}", name_,
                committed, absl::ToDoubleSeconds(absl::Now() - began), entry.chunks.size(), replaying.steps,
@@ -160,7 +166,7 @@ absl::Status Job::ExtendForRestart() {
 
 absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replaying* replaying) {
   if (const auto* open = std::get_if<OpenRecord>(&record)) {
-    replaying->slices.clear();
+    if (!Seeded(storage::StorageBug::kOldEpochReplayed)) replaying->slices.clear();
     return ReplayOpen(open->open, record);
   }
   if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) {
@@ -188,6 +194,7 @@ absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadP
   }
   const int64_t step = decision->decision.step();
   BALLAST_RETURN_IF_ERROR(LoadSlices(decision->decision.attempt(), step, replaying));
+  storage::Pass("recovery/slices_loaded");
   replaying->slices.clear();
   std::shared_ptr<StepWork> work;
   std::shared_ptr<storage::ChunkStore> store;
@@ -205,7 +212,9 @@ absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadP
     spdlog::info("job '{}': recovering, at step {}, {} MiB of slices replayed", name_, step,
                  replaying->payload_bytes >> 20);
   }
-  return RunUpdates(store.get(), work.get());
+  const absl::Status status = RunUpdates(store.get(), work.get());
+  storage::Pass("recovery/step_replayed");
+  return status;
 }
 
 absl::Status Job::ReplayOpen(const v1::OpenRequest& open, const StepRecord& record) {
@@ -216,6 +225,7 @@ absl::Status Job::ReplayOpen(const v1::OpenRequest& open, const StepRecord& reco
   opening_->chunks = std::move(chunks);
   const absl::Status status = machine_->Replay(record);
   opening_.reset();
+  storage::Pass("recovery/opened");
   return status;
 }
 
@@ -260,7 +270,7 @@ absl::Status Job::LoadSlices(uint64_t attempt, int64_t step, Replaying* replayin
                             absl::StrCat("the log of job '", name_, "' holds a slice of step ", step,
                                          " that its epoch's tiling does not give to this server"));
       }
-      if (*chunk->version >= step) continue;
+      if (*chunk->version >= step && !Seeded(storage::StorageBug::kReplayedTwice)) continue;
       receipt = chunk->intake.BeginReceive(index, slice.header.kind(), attempt);
     }
     BALLAST_RETURN_IF_ERROR(receipt.status());

@@ -25,6 +25,7 @@
 #include "ballast/services/foundation.h"
 #include "ballast/services/job.h"
 #include "ballast/storage/catalog/catalog.h"
+#include "ballast/storage/io/failpoint.h"
 #include "ballast/storage/machine/profile_file.h"
 
 namespace ballast::services {
@@ -444,10 +445,13 @@ void StateServer::Impl::Drop(const v1::DropJobRequest& request, const Reply<v1::
     entry->job->Stop(model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
                                   absl::StrCat("job '", request.job(), "' was dropped from server '", server_id, "'")));
   }
+  storage::Pass("drop/stopped");
   // The log first: what is interrupted then is a job without one, which is lost and can be dropped again. The extents
   // last, when nothing speaks of them any more.
   absl::Status erased = entry->job != nullptr ? entry->job->RemoveJournal() : RemoveLog(*tiers, request.job());
+  storage::Pass("drop/log_forgotten");
   if (erased.ok()) erased = catalog->ErasePrefix(CatalogPrefix(request.job()));
+  storage::Pass("drop/job_forgotten");
   if (erased.ok() && entry->job != nullptr) entry->job->Discard();
   entry->job.reset();
   {

@@ -5,6 +5,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/io/failpoint.h"
+#include "ballast/storage/io/seeded_bugs.h"
 
 namespace ballast::services {
 namespace {
@@ -81,7 +83,12 @@ std::optional<StepLog::Durable> StepLog::NextToWrite() {
 }
 
 absl::Status StepLog::Write(storage::Catalog* catalog, const Durable& record) {
-  return catalog->Put(record.key, record.value);
+  storage::Pass("fence/catalog_put");
+  using Sync = storage::Catalog::Sync;
+  const absl::Status status = catalog->Put(
+      record.key, record.value, Seeded(storage::StorageBug::kPromiseUnsynced) ? Sync::kUnsynced : Sync::kSynced);
+  storage::Pass("fence/catalog_done");
+  return status;
 }
 
 void StepLog::Written(uint64_t lsn) {
@@ -92,7 +99,8 @@ void StepLog::Written(uint64_t lsn) {
 std::optional<uint64_t> StepLog::TakeSynced(uint64_t elsewhere) {
   // A log is durable as a prefix: a later record never overtakes one that is still being written.
   uint64_t durable = std::min(requested_lsn_, elsewhere);
-  if (!unwritten_.empty()) durable = std::min(durable, unwritten_.front().lsn - 1);
+  if (!unwritten_.empty() && !Seeded(storage::StorageBug::kPromiseNotAwaited))
+    durable = std::min(durable, unwritten_.front().lsn - 1);
   if (durable <= reported_lsn_) return std::nullopt;
   reported_lsn_ = durable;
   return durable;

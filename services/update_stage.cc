@@ -12,6 +12,8 @@
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
+#include "ballast/storage/io/failpoint.h"
+#include "ballast/storage/io/seeded_bugs.h"
 
 namespace ballast::services {
 
@@ -62,7 +64,7 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
   for (const std::shared_ptr<HeldChunk>& chunk : chunks_) {
     const bool changes = !skip && Changes(header, chunk->layout);
     if (changes) chunk->changed = decision.step();
-    if (*chunk->version >= decision.step()) {
+    if (*chunk->version >= decision.step() && !Seeded(storage::StorageBug::kReplayedTwice)) {
       // After a restart: its state on the disk was ahead of the log that is replayed.
       chunk->intake.Clear();
       continue;
@@ -123,8 +125,11 @@ void Job::RunStep(StepWork* work) {
   std::vector<uint64_t> others;
   MarkFlushes(store.get(), work, &others);
   absl::Status status = RunUpdates(store.get(), work);
+  storage::Pass("step/updated");
   if (status.ok()) status = Flush(store.get(), others, work->step);
+  storage::Pass("step/flushed");
   if (status.ok()) CutJournal(*store, work->step);
+  storage::Pass("step/cut");
   around_.counters->update.Observe(absl::Now() - began);
   if (status.ok()) NoteCommitted(work->step);
   LockedOnStage([&](Replies* replies) {

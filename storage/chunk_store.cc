@@ -10,6 +10,8 @@
 #include "absl/synchronization/mutex.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/chunk_reader.h"
+#include "ballast/storage/io/failpoint.h"
+#include "ballast/storage/io/seeded_bugs.h"
 #include "ballast/storage/pinned_copy.h"
 #include "ballast/storage/stored_chunk.h"
 #include "ballast/storage/tier/hbm_tier.h"
@@ -401,7 +403,7 @@ absl::Status ChunkStore::Impl::CheckRestored(const StoredChunk& chunk, const Dur
   }
   const ArrayDigests digests = DigestState(chunk, state);
   for (size_t i = 0; i < kStateArraysMax; ++i) {
-    if (digests[i] == durable.digests[i]) continue;
+    if (digests[i] == durable.digests[i] || Seeded(StorageBug::kRestoreDigestUnchecked)) continue;
     const auto array = static_cast<StateArray>(i);
     return ChecksumError(file, chunk.id, array, durable.offset + layout.ArrayAt(array, chunk.elements),
                          durable.digests[i], digests[i]);
@@ -441,6 +443,7 @@ absl::Status ChunkStore::Impl::Restore(StoredChunk& chunk, const DurableChunk& d
   chunk.updated_in = 1;
   chunk.digests = durable.digests;
   chunk.durable_version = durable.version;
+  Pass("recovery/chunk_restored");
   return absl::OkStatus();
 }
 
@@ -561,8 +564,10 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
   const bool stores = tier == TierKind::kNvme || (update.flush && versions.has_value());
   NvmeExtent fresh;
   // All that can be short is taken before the chunk changes, or the update would be tried again on top of itself.
-  if (stores && versions.has_value() && !(copy.has_value() && copy->takes_extent())) {
+  if (stores && versions.has_value() && !(copy.has_value() && copy->takes_extent()) &&
+      !(Seeded(StorageBug::kOverwrittenInPlace) && chunk.durable_version >= 0)) {
     BALLAST_ASSIGN_OR_RETURN(fresh, MakeRoom(chunk, pipeline));
+    Pass("extent/taken");
   }
   {
     absl::MutexLock lock(&chunk.mutex);
@@ -577,7 +582,8 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
       chunk.digests = DigestState(chunk, state, compute, [&pipeline] { pipeline.Poll(); });
       chunk.staged = state;
     }
-    chunk.dirty = versions.has_value() && !stores;
+    Pass("chunk/updated");
+    chunk.dirty = versions.has_value() && !stores && !Seeded(StorageBug::kFlushedChunkStaysClean);
     if (stores && versions.has_value()) {
       failed = StartVersion(chunk, state, update.version, std::move(fresh));
       BALLAST_RETURN_IF_ERROR(failed);
@@ -605,7 +611,7 @@ absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state
   NvmeExtent old;
   if (fresh.bytes() > 0) old = std::exchange(chunk.extent, std::move(fresh));
   DurableChunk entry{.id = chunk.id,
-                     .version = version,
+                     .version = version + (Seeded(StorageBug::kVersionAhead) ? 1 : 0),
                      .offset = chunk.extent.offset(),
                      .bytes = chunk.state_bytes(),
                      .elements = chunk.elements,
@@ -627,6 +633,7 @@ absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state
   } else {
     entry.digests = chunk.placement.state == TierKind::kNvme ? chunk.digests : DigestState(chunk, state);
     EncodeLabel(entry, layout, versions->job(), {state + label_at, StateLayout::kLabelBytes});
+    Pass("extent/labelled");
   }
   chunk.durable_version = version;
   versions->Written(entry, std::move(old));

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "ballast/kernels/kernels.h"
+#include "ballast/storage/io/seeded_bugs.h"
 
 namespace ballast::storage {
 namespace {
@@ -55,6 +56,7 @@ void EncodeLabel(const DurableChunk& chunk, const StateLayout& layout, absl::str
                  absl::Span<std::byte> block) {
   Label label;
   label.chunk = chunk;
+  if (Seeded(StorageBug::kLabelWithoutVersion)) label.chunk.version = 0;
   label.layout_bits = LayoutBits(layout);
   std::memcpy(label.job, job.data(), std::min(job.size(), sizeof(label.job)));
   std::memset(block.data(), 0, block.size());

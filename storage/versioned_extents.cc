@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/io/failpoint.h"
+#include "ballast/storage/io/seeded_bugs.h"
 
 namespace ballast::storage {
 
@@ -27,17 +29,24 @@ absl::StatusOr<NvmeExtent> VersionedExtents::Take(uint64_t bytes) {
 
 void VersionedExtents::Written(const DurableChunk& chunk, NvmeExtent old) {
   written_.push_back(chunk);
+  if (Seeded(StorageBug::kOldFreedBeforeRecord) && old.bytes() > 0) return room_.Join(old.TakeLease());
   if (old.bytes() > 0) old_.push_back(std::move(old));
 }
 
 absl::Status VersionedExtents::Harden() {
   if (written_.empty() || !failed_.ok()) return failed_;
-  failed_ = nvme_->file().Sync();
+  Pass("extent/sync");
+  if (!Seeded(StorageBug::kExtentSyncDropped)) failed_ = nvme_->file().Sync();
+  if (Seeded(StorageBug::kFailedExtentSyncIgnored)) failed_ = absl::OkStatus();
+  Pass("extent/synced");
   if (failed_.ok()) failed_ = options_.record(written_);
+  Pass("extent/recorded");
+  if (Seeded(StorageBug::kFailedRecordIgnored)) failed_ = absl::OkStatus();
   if (!failed_.ok()) return failed_;
   for (NvmeExtent& extent : old_) room_.Join(extent.TakeLease());
   old_.clear();
   written_.clear();
+  Pass("extent/freed");
   return absl::OkStatus();
 }
 

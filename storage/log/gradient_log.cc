@@ -12,6 +12,8 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/arena.h"
+#include "ballast/storage/io/failpoint.h"
+#include "ballast/storage/io/seeded_bugs.h"
 
 namespace ballast::storage {
 namespace {
@@ -53,7 +55,7 @@ GradientLog::GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t s
     : disk_(disk),
       file_(std::move(file)),
       segment_bytes_(segment_bytes),
-      salt_(std::random_device()()),
+      salt_(Seeded(StorageBug::kSaltConstant) ? 0 : std::random_device()()),
       segments_(std::move(segments)),
       head_memory_(AlignedBytes(3 * kLogBlock)) {
   current_ = segments_.size();
@@ -71,12 +73,14 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, con
   std::unique_ptr<GradientLog> log(new GradientLog(disk, std::move(file), options.segment_bytes, {}));
   const auto fill = [&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(log->Extend(options.segment_count));
+    Pass("create/reserved");
     // Marks from the start: one that has none, and no segments, was damaged.
     const auto blocks = AlignedBytes(2 * kLogBlock);
     EncodeHead(LogMark{}, {blocks.get(), kLogBlock});
     EncodeHead(LogMark{}, {blocks.get() + kLogBlock, kLogBlock});
     BALLAST_RETURN_IF_ERROR(log->file_->Write(2 * kLogBlock, {blocks.get(), 2 * kLogBlock}));
-    BALLAST_RETURN_IF_ERROR(log->file_->Sync());
+    if (!Seeded(StorageBug::kHeadBeforeContent)) BALLAST_RETURN_IF_ERROR(log->file_->Sync());
+    Pass("create/headless");
     // Its head last: a file without one never was a log.
     FileHead head;
     head.segment_bytes = options.segment_bytes;
@@ -84,11 +88,12 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, con
     EncodeHead(head, {blocks.get(), kLogBlock});
     EncodeHead(head, {blocks.get() + kLogBlock, kLogBlock});
     BALLAST_RETURN_IF_ERROR(log->file_->Write(0, {blocks.get(), 2 * kLogBlock}));
+    Pass("create/head");
     return log->file_->Sync();
   };
   if (const absl::Status status = fill(); !status.ok()) {
     log.reset();
-    (void)disk->Remove(options.path);
+    if (!Seeded(StorageBug::kFailedCreationLeft)) (void)disk->Remove(options.path);
     return status;
   }
   return log;
@@ -98,8 +103,10 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Recover(Disk* disk, co
                                                                   ScannedLog* scanned) {
   BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(path, Disk::Mode::kKept));
   BALLAST_ASSIGN_OR_RETURN(*scanned, ScanLog(*file));
+  Pass("recovery/scanned");
   // What was read may have been written and never synced: from here on it counts as durable.
-  BALLAST_RETURN_IF_ERROR(file->Sync());
+  if (!Seeded(StorageBug::kReopenSyncDropped)) BALLAST_RETURN_IF_ERROR(file->Sync());
+  Pass("recovery/synced");
   std::vector<Segment> segments(scanned->segment_count);
   for (const ScannedLog::Segment& live : scanned->live) {
     segments[live.index] = {live.incarnation, std::numeric_limits<int64_t>::max(), false};
@@ -107,6 +114,8 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Recover(Disk* disk, co
   std::unique_ptr<GradientLog> log(new GradientLog(disk, std::move(file), scanned->segment_bytes, std::move(segments)));
   absl::MutexLock lock(&log->mutex_);
   log->last_incarnation_ = scanned->last_incarnation;
+  if (Seeded(StorageBug::kIncarnationReused) && !scanned->live.empty())
+    log->last_incarnation_ = scanned->live.back().incarnation;
   if (!scanned->live.empty()) {
     log->held_incarnation_ = log->previous_incarnation_ = scanned->live.back().incarnation;
   }
@@ -136,7 +145,7 @@ absl::Status GradientLog::WriteZeros(uint64_t first_segment, uint64_t count) {
   for (uint64_t at = begin; at < end; at += kZeroBytes) {
     BALLAST_RETURN_IF_ERROR(file_->Write(at, zeros.bytes().subspan(0, std::min(kZeroBytes, end - at))));
   }
-  return file_->Sync();
+  return absl::OkStatus();
 }
 
 absl::Status GradientLog::Extend(uint64_t segment_count) {
@@ -145,7 +154,9 @@ absl::Status GradientLog::Extend(uint64_t segment_count) {
     absl::MutexLock lock(&mutex_);
     first = segments_.size();
   }
-  if (const absl::Status status = WriteZeros(first, segment_count); !status.ok()) {
+  absl::Status status = WriteZeros(first, segment_count);
+  if (status.ok()) status = SyncExtension();
+  if (!status.ok()) {
     if (first > 0) (void)file_->Truncate(kLogFirstSegment + first * segment_bytes_);
     return status;
   }
@@ -154,6 +165,19 @@ absl::Status GradientLog::Extend(uint64_t segment_count) {
   segments_.resize(first + segment_count);
   if (none) current_ = segments_.size();
   return absl::OkStatus();
+}
+
+// What a failed sync drops may be batches, and it is told to one caller only: the pump's own sync would say OK.
+absl::Status GradientLog::SyncExtension() {
+  {
+    absl::MutexLock lock(&mutex_);
+    extending_ = true;
+  }
+  const absl::Status status = file_->Sync();
+  if (!status.ok() && !Seeded(StorageBug::kExtensionSyncForgiven)) Fail(status);
+  absl::MutexLock lock(&mutex_);
+  extending_ = false;
+  return status;
 }
 
 void GradientLog::Start(std::function<void()> progress) {
@@ -203,6 +227,7 @@ void GradientLog::Append(LogRecord record) {
   room_ -= cost;
   segments_[current_].keep_for = std::max(segments_[current_].keep_for, record.keep_for);
   queued_.push_back({std::move(record), 0, current_, 0});
+  Pass("log/appended");
 }
 
 void GradientLog::Sync(uint64_t lsn) {
@@ -250,11 +275,14 @@ bool GradientLog::CutSegments() {
   // cut may survive a crash that those before it do not, so what stands in for the segment must be durable already.
   for (bool cut = false;; cut = true) {
     const uint64_t oldest = OldestIncarnation();
-    if (oldest >= held_incarnation_ || current_ == segments_.size()) return cut;
+    const uint64_t held = Seeded(StorageBug::kCutBeforeSnapshot) ? last_incarnation_ : held_incarnation_;
+    if (oldest >= held || current_ == segments_.size()) return cut;
     const auto segment =
         std::find_if(segments_.begin(), segments_.end(), [&](const Segment& s) { return s.incarnation == oldest; });
-    if (segment->keep_for > cut_step_) return cut;
+    if (segment->keep_for > cut_step_ + (Seeded(StorageBug::kCutOneStepEarly) ? 1 : 0)) return cut;
     segment->cut = true;
+    Pass("log/cut");
+    if (Seeded(StorageBug::kFreedBeforeCutDurable)) *segment = {};
   }
 }
 
@@ -368,6 +396,7 @@ void GradientLog::BeginSegment(const Item& item) {
   EncodeHead(head, blocks.subspan(kLogBlock));
   ++heads_outstanding_;
   Submit(kHeadTag, IoRequest::Kind::kWrite, begin, blocks);
+  Pass("log/head");
 }
 
 void GradientLog::WriteBatch(std::vector<Item> items) {
@@ -432,6 +461,7 @@ void GradientLog::WriteBatch(std::vector<Item> items) {
     to += AlignUp(record.payload.size());
   }
   write_at_ = to;
+  Pass("log/submitted");
 }
 
 void GradientLog::Submit(uint64_t tag, IoRequest::Kind kind, uint64_t offset, absl::Span<std::byte> buffer) {
@@ -451,7 +481,8 @@ void GradientLog::CompleteRefused() {
 
 void GradientLog::MaybeSync() {
   CompleteRefused();
-  if (syncing_ || heads_outstanding_ > 0 || !status().ok()) return;
+  const bool head_written = heads_outstanding_ == 0 || Seeded(StorageBug::kSyncBeforeHead);
+  if (syncing_ || !head_written || !status().ok()) return;
   uint64_t complete_batch = synced_batch_, complete_lsn = 0;
   for (const Batch& batch : batches_) {
     if (batch.outstanding > 0) break;
@@ -467,19 +498,24 @@ void GradientLog::MaybeSync() {
   if (!wanted) return;
   syncing_ = true;
   sync_covers_batch_ = complete_batch;
+  Pass("log/sync");
+  if (Seeded(StorageBug::kSyncDropped)) return CompleteSync(absl::OkStatus());
+  if (Seeded(StorageBug::kMarkBeforeSync)) synced_batch_ = complete_batch, WriteMark();
   Submit(kSyncTag, IoRequest::Kind::kSync, 0, {});
 }
 
 void GradientLog::Complete(const IoCompletion& completion) {
   if (completion.tag == kMarkTag) {
     mark_outstanding_ = false;  // a mark that failed only lags
+    Pass("log/marked");
     if (marked_batch_ < synced_batch_) WriteMark();
     return;
   }
   if (completion.tag == kSyncTag) return CompleteSync(completion.status);
-  if (!completion.status.ok()) Fail(completion.status);
+  if (!completion.status.ok() && !Seeded(StorageBug::kFailedWriteIgnored)) Fail(completion.status);
   if (completion.tag == kHeadTag) {
     --heads_outstanding_;
+    Pass("log/head_written");
     return;
   }
   const auto batch =
@@ -490,11 +526,18 @@ void GradientLog::Complete(const IoCompletion& completion) {
   }
   batch->records.clear();
   batch->memory.reset();
+  Pass("log/written");
 }
 
 void GradientLog::CompleteSync(const absl::Status& status) {
   syncing_ = false;
-  if (!status.ok()) return Fail(status);
+  Pass("log/synced");
+  if (!status.ok() && Seeded(StorageBug::kFailedSyncRetried)) return;
+  if (!status.ok() && !Seeded(StorageBug::kFailedSyncIgnored)) return Fail(status);
+  {
+    absl::MutexLock lock(&mutex_);
+    if (extending_ || !failed_.ok()) return;  // an extension's sync may have failed: then this one is void
+  }
   synced_batch_ = sync_covers_batch_;
   uint64_t durable = 0, held = 0, oldest = 0;
   while (!batches_.empty() && batches_.front().number <= synced_batch_) {
@@ -504,11 +547,14 @@ void GradientLog::CompleteSync(const absl::Status& status) {
     synced_incarnation_ = batches_.front().incarnation;
     batches_.pop_front();
   }
+  if (Seeded(StorageBug::kSyncBeforeWritten) && !batches_.empty()) durable = batches_.back().last_lsn;
   {
     absl::MutexLock lock(&mutex_);
     durable_lsn_ = std::max(durable_lsn_, durable);
     for (Segment& segment : segments_) {
-      if (segment.cut && segment.incarnation < oldest) segment = {};
+      if (!segment.cut || segment.incarnation >= oldest) continue;
+      segment = {};
+      Pass("log/freed");
     }
     held_incarnation_ = std::max(held_incarnation_, held);
     if (cut_waits_ && CutSegments()) {

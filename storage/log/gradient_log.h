@@ -93,7 +93,8 @@ class GradientLog {
   // That Roll may still take; and the bytes of records in them.
   uint64_t free_segments() const;
   uint64_t free_bytes() const;
-  // Adds segments. Blocks. RESOURCE_EXHAUSTED (IO) if the disk is full: then nothing was added.
+  // Adds segments. Blocks. RESOURCE_EXHAUSTED (IO) if the disk is full: then nothing was added. A sync that fails fails
+  // the log: nobody knows what else it was to make durable.
   absl::Status Extend(uint64_t segment_count);
 
   // One round; with `wait`, not before something completed, unless nothing is in flight. True if anything is queued or
@@ -124,6 +125,7 @@ class GradientLog {
 
   GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t segment_bytes, std::vector<Segment> segments);
   void WantCutSync() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status SyncExtension();
   absl::Status WriteZeros(uint64_t first_segment, uint64_t count);
   uint64_t OldestIncarnation() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // True if a segment was cut.
@@ -164,6 +166,7 @@ class GradientLog {
   bool cut_wants_sync_ ABSL_GUARDED_BY(mutex_) = false;
   bool has_cut_room_ ABSL_GUARDED_BY(mutex_) = false;  // the current segment's batch for a cut is not taken
   absl::Status failed_ ABSL_GUARDED_BY(mutex_);
+  bool extending_ ABSL_GUARDED_BY(mutex_) = false;  // its sync is under way
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
 
   // The pumping thread's own.

@@ -10,6 +10,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/arena.h"
+#include "ballast/storage/io/seeded_bugs.h"
 
 namespace ballast::storage {
 namespace {
@@ -219,10 +220,10 @@ absl::Status Scan::Chain() {
     const size_t first_record = log_.records.size();
     const uint64_t first_batch = expected;
     for (auto& [number, batch] : segment.batches) {
-      if (number >= segment.end_batch) break;
+      if (number >= segment.end_batch && !Seeded(StorageBug::kSegmentEndIgnored)) break;
       bool next = !ended && number == expected;
       // What was durable is read when it is needed; what may be torn is looked at now.
-      if (next && number > log_.synced_batch) {
+      if (next && number > log_.synced_batch && !Seeded(StorageBug::kTornPayloadAccepted)) {
         BALLAST_ASSIGN_OR_RETURN(next, PayloadsWhole(batch));
       }
       if (!next) {
@@ -239,7 +240,7 @@ absl::Status Scan::Chain() {
     log_.live.push_back({segment.index, incarnation, first_record});
     previous = incarnation;
   }
-  if (log_.last_batch >= log_.synced_batch) return absl::OkStatus();
+  if (log_.last_batch >= log_.synced_batch || Seeded(StorageBug::kRottenTakenForTorn)) return absl::OkStatus();
   return Rotten(file_, absl::StrFormat("batch %d cannot be read, and all up to %d were durable", log_.last_batch + 1,
                                        log_.synced_batch));
 }
@@ -267,7 +268,7 @@ absl::StatusOr<ScannedLog> Scan::Run() {
   }
   BALLAST_RETURN_IF_ERROR(ReadNeeded());
   BALLAST_RETURN_IF_ERROR(Chain());
-  if (oldest_kept_ < oldest_ && !log_.live.empty()) {
+  if (oldest_kept_ < oldest_ && !log_.live.empty() && !Seeded(StorageBug::kVoidCutBelieved)) {
     // A void batch told of a cut that never was durable. It will be overwritten, so nothing may be freed by its word.
     oldest_ = oldest_kept_;
     BALLAST_RETURN_IF_ERROR(ReadNeeded());
@@ -294,7 +295,7 @@ absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl:
     std::memcpy(to.data(), block.bytes().data(), place.bytes);
   }
   const uint32_t found = kernels::Crc32c(to);
-  if (found == place.crc32c) return absl::OkStatus();
+  if (found == place.crc32c || Seeded(StorageBug::kRottenPayloadServed)) return absl::OkStatus();
   return Rotten(file, absl::StrFormat("the %d bytes at offset %d have CRC32C %08x, expected %08x", place.bytes,
                                       place.offset, found, place.crc32c));
 }

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/disk.h"
+#include "ballast/storage/io/seeded_bugs.h"
 
 namespace ballast::storage {
 
@@ -68,6 +69,7 @@ absl::Status NvmeTier::Keep(std::vector<ExtentPlace> kept) {
     if (place.offset > end_) free_.emplace(end_, place.offset - end_);
     end_ = place.offset + place.bytes;
     kept_.emplace(place.offset, NvmeExtent(this, place.offset, std::move(lease)));
+    if (Seeded(StorageBug::kKeptExtentsGivenAgain)) free_.emplace(place.offset, place.bytes);
   }
   return file_->Truncate(end_);
 }

@@ -8,12 +8,12 @@
 #include <cstring>
 
 #include "absl/strings/numbers.h"
-#include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/sim_disk/sim_disk.h"
+#include "ballast/tests/storage/log/crash_run.h"
 #include "ballast/tests/storage/log/log_caller.h"
 #include "gtest/gtest.h"
 
@@ -24,132 +24,11 @@ uint64_t seeds = 2000;
 uint64_t first_seed = 1;
 
 constexpr char kPath[] = "log";
-constexpr int kLivesPerSeed = 6;
-
-struct Tally {
-  uint64_t records = 0, durable = 0, lost = 0, recovered_beyond_durable = 0;
-  uint64_t rolls = 0, cuts = 0, extends = 0, no_room = 0;
-  uint64_t crashes_by_operation = 0, crashes_in_recovery = 0, torn_batches = 0, live_segments = 0;
-};
-
-class CrashRun {
- public:
-  CrashRun(uint64_t seed, Tally* tally) : random_(seed), disk_(seed), caller_(seed), tally_(*tally) {}
-
-  // Empty, or what was broken.
-  std::string Run() {
-    segment_bytes_ = (16 + random_.Below(48)) * kLogBlock;
-    auto log = GradientLog::Create(
-        &disk_, {.path = kPath, .job = "job", .segment_bytes = segment_bytes_, .segment_count = 3 + random_.Below(4)});
-    if (!log.ok()) return log.status().ToString();
-    caller_.Use(*std::move(log));
-    for (int life = 0; life < kLivesPerSeed; ++life) {
-      Live();
-      Crash();
-      if (const std::string violation = Recover(); !violation.empty())
-        return absl::StrCat("life ", life, ": ", violation);
-    }
-    return "";
-  }
-
- private:
-  RecordShape RandomShape() {
-    RecordShape shape;
-    shape.body_bytes = 1 + (random_.Percent(90) ? random_.Below(300) : random_.Below(3 * kLogBlock));
-    if (random_.Percent(60)) {
-      shape.payload_bytes = 1 + random_.Below(5 * kLogBlock);
-      if (random_.Percent(30)) shape.payload_bytes = AlignUp(shape.payload_bytes);
-      shape.keep_for = step_;
-    }
-    shape.aligned = random_.Percent(70);
-    return shape;
-  }
-
-  void Append() {
-    if (caller_.Append(RandomShape())) {
-      ++tally_.records;
-      return;
-    }
-    ++tally_.no_room;
-    if (random_.Percent(5) || stuck_) {
-      stuck_ = !caller_.log().Extend(1).ok();
-      ++tally_.extends;
-    }
-  }
-
-  void NoteDurable() { durable_lsn_ = std::max(durable_lsn_, caller_.log().durable_lsn()); }
-
-  void Live() {
-    if (random_.Percent(60)) disk_.CrashAfter(1 + random_.Below(150));
-    for (uint64_t i = 10 + random_.Below(200); i > 0 && !disk_.off(); --i) {
-      const uint64_t choice = random_.Below(100);
-      if (choice < 50) {
-        Append();
-      } else if (choice < 60) {
-        ++step_;
-      } else if (choice < 70) {
-        caller_.log().Sync(caller_.last_lsn());
-      } else if (choice < 78) {
-        ++tally_.cuts;
-        caller_.Cut(step_ - 1 - static_cast<int64_t>(random_.Below(4)));
-      } else if (choice < 96) {
-        caller_.log().Pump(random_.Percent(50));
-      } else if (choice < 98) {
-        if (caller_.Roll()) ++tally_.rolls;
-      } else {
-        (void)caller_.SyncAll();
-      }
-      NoteDurable();
-    }
-  }
-
-  void Crash() {
-    if (disk_.off()) ++tally_.crashes_by_operation;
-    disk_.Crash();
-    caller_.Drop();
-  }
-
-  std::string Recover() {
-    if (random_.Percent(15)) {
-      disk_.CrashAfter(1 + random_.Below(12));
-      ScannedLog ignored;
-      (void)GradientLog::Recover(&disk_, kPath, &ignored);
-      if (disk_.off()) ++tally_.crashes_in_recovery;
-      disk_.Crash();
-    }
-    ScannedLog scanned;
-    auto log = GradientLog::Recover(&disk_, kPath, &scanned);
-    if (!log.ok()) return log.status().ToString();
-    if (const absl::Status status = caller_.Check(scanned, (*log)->file(), durable_lsn_); !status.ok()) {
-      return std::string(status.message());
-    }
-    tally_.torn_batches += scanned.torn_batches;
-    tally_.live_segments += scanned.live.size();
-    tally_.durable += durable_lsn_;
-    const uint64_t before = caller_.last_lsn();
-    caller_.Resume(scanned, *std::move(log));
-    tally_.lost += before - caller_.last_lsn();
-    tally_.recovered_beyond_durable += caller_.last_lsn() - durable_lsn_;
-    durable_lsn_ = caller_.last_lsn();  // Recover synced it
-    if (caller_.log().durable_lsn() != durable_lsn_) return "durable_lsn after the recovery is not the last record's";
-    stuck_ = caller_.log().free_bytes() == 0;
-    return "";
-  }
-
-  sim::Random random_;
-  SimDisk disk_;
-  LogCaller caller_;
-  Tally& tally_;
-  uint64_t segment_bytes_ = 0;
-  uint64_t durable_lsn_ = 0;
-  int64_t step_ = 1;
-  bool stuck_ = false;
-};
 
 TEST(LogCrash, WhatWasDurableIsThere) {
-  Tally sum;
+  CrashTally sum;
   for (uint64_t seed = first_seed; seed < first_seed + seeds; ++seed) {
-    ASSERT_EQ(CrashRun(seed, &sum).Run(), "") << "replay with --seeds 1 --seed " << seed;
+    ASSERT_EQ(RunLives(seed, &sum), "") << "replay with --seeds 1 --seed " << seed;
   }
   const auto print = [](const char* what, uint64_t count) {
     std::printf("%s %llu, ", what, static_cast<unsigned long long>(count));
@@ -164,6 +43,10 @@ TEST(LogCrash, WhatWasDurableIsThere) {
   print("no room", sum.no_room);
   print("crashes in an operation", sum.crashes_by_operation);
   print("in a recovery", sum.crashes_in_recovery);
+  print("processes killed", sum.kills);
+  print("lives with an error", sum.errors);
+  print("rotten bits", sum.rotten_bits);
+  print("of them refused", sum.refused);
   print("torn batches", sum.torn_batches);
   print("live segments", sum.live_segments);
   std::printf("\n");
@@ -221,6 +104,14 @@ TEST_F(LogFaultTest, AFailedSync) {
   EXPECT_EQ(disk_.suffered(SimFault::kEio), 1);
 }
 
+// What it dropped may be batches, of which the next sync says OK.
+TEST_F(LogFaultTest, AFailedSyncOfAnExtension) {
+  ASSERT_TRUE(caller_.Append({.payload_bytes = 5000, .keep_for = 1}));
+  disk_.FailNext(SimOperation::kSync, 1, SimFault::kEio);
+  EXPECT_EQ(caller_.log().Extend(1).code(), absl::StatusCode::kInternal);
+  ExpectFailedForGood();
+}
+
 TEST_F(LogFaultTest, AThreadGivesPayloadsBackAfterAnError) {
   absl::Notification failed;
   disk_.FailNext(SimOperation::kSync, 1, SimFault::kEio);
@@ -264,38 +155,15 @@ TEST(LogCrash, ALostSyncMakesNothingUp) {
 
 TEST(LogCrash, ACrashInCreateLeavesAnEmptyLogOrNone) {
   bool created = false;
-  for (uint64_t operation = 1; !created; ++operation) {
-    for (uint64_t seed = 1; seed <= 50; ++seed) {
-      SimDisk disk(seed);
-      disk.CrashAfter(operation);
-      created =
-          GradientLog::Create(&disk, {.path = kPath, .job = "job", .segment_bytes = 32 * kLogBlock, .segment_count = 3})
-              .ok();
-      disk.Crash();
-      ScannedLog scanned;
-      const absl::Status status = GradientLog::Recover(&disk, kPath, &scanned).status();
-      if (status.ok()) {
-        EXPECT_TRUE(scanned.records.empty());
-      } else {
-        EXPECT_TRUE(!created && absl::IsNotFound(status))
-            << "operation " << operation << ", seed " << seed << ": " << status;
-      }
-    }
+  for (uint64_t n = 1; !created; ++n) {
+    for (uint64_t seed = 1; seed <= 50; ++seed) EXPECT_EQ(CrashInCreation(seed, n, &created), "") << "seed " << seed;
   }
 }
 
 TEST(LogCrash, AFailedCreateLeavesNothing) {
   for (const SimOperation operation : {SimOperation::kWrite, SimOperation::kSync, SimOperation::kReserve}) {
-    for (uint64_t k = 1;; ++k) {
-      SimDisk disk(k);
-      disk.FailNext(operation, k, SimFault::kEnospc);
-      const absl::Status status =
-          GradientLog::Create(&disk, {.path = kPath, .job = "job", .segment_bytes = 32 * kLogBlock, .segment_count = 3})
-              .status();
-      if (status.ok()) break;
-      EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
-      EXPECT_TRUE(disk.List().empty());
-    }
+    bool created = false;
+    for (uint64_t n = 1; !created; ++n) EXPECT_EQ(ErrorInCreation(operation, n, &created), "");
   }
 }
 

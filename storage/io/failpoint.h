@@ -1,0 +1,73 @@
+// Moments at which a test kills the process: names, and the call that stands at each.
+//
+// Only libraries of the test build are compiled with BALLAST_SEEDED_BUGS; there the environment variable FAILPOINT,
+// "name:n", ends the process with SIGKILL at the n-th passing. Everywhere else the calls are empty.
+#pragma once
+
+#include "absl/strings/string_view.h"
+
+#ifdef BALLAST_SEEDED_BUGS
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#endif
+
+namespace ballast::storage {
+
+// "create/", "fence/", "recovery/", "drop/": passed when a job's log is made, when a group of trainers begins, when a
+// server starts, when a job is dropped. The others: in every run.
+inline constexpr absl::string_view kFailpoints[] = {
+    // storage/log
+    "create/reserved", "create/headless", "create/head", "log/appended", "log/submitted", "log/written", "log/sync",
+    "log/synced", "log/marked", "log/head", "log/head_written", "log/cut", "log/freed", "recovery/scanned",
+    "recovery/synced",
+    // chunks
+    "extent/taken", "chunk/updated", "extent/labelled", "extent/written", "extent/sync", "extent/synced",
+    "extent/recorded", "extent/freed", "recovery/chunk_restored",
+    // services
+    "create/catalogued", "fence/space_taken", "fence/catalog_put", "fence/catalog_done", "fence/promise", "fence/open",
+    "journal/slice", "journal/prepared", "journal/decision", "journal/rolled", "journal/durable", "step/updated",
+    "step/flushed", "step/cut", "recovery/opened", "recovery/slices_loaded", "recovery/step_replayed",
+    "recovery/replayed", "recovery/rolled", "drop/stopped", "drop/log_removed", "drop/log_forgotten",
+    "drop/job_forgotten"};
+
+// One of the names above; another one does not compile.
+class Failpoint {
+ public:
+  consteval Failpoint(const char* name) : name_(name) {  // NOLINT: so that a call reads as its name
+    for (const absl::string_view known : kFailpoints) {
+      if (known == name_) return;
+    }
+    throw "not one of kFailpoints";
+  }
+  constexpr absl::string_view name() const { return name_; }
+
+ private:
+  absl::string_view name_;
+};
+
+#ifdef BALLAST_SEEDED_BUGS
+// Threads: any.
+inline void Pass(Failpoint point) {
+  static const char* const armed = std::getenv("FAILPOINT");
+  if (armed == nullptr || !absl::StartsWith(armed, absl::StrCat(point.name(), ":"))) return;
+  static const uint64_t wanted = [] {
+    uint64_t n = 0;
+    const absl::string_view text = armed;
+    return absl::SimpleAtoi(text.substr(text.find(':') + 1), &n) ? n : 0;
+  }();
+  static std::atomic<uint64_t> passed{0};
+  if (++passed == wanted) kill(getpid(), SIGKILL);
+}
+#else
+constexpr void Pass(Failpoint) {}
+#endif
+
+}  // namespace ballast::storage

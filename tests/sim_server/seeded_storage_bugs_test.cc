@@ -1,0 +1,158 @@
+// The simulations are worth as much as the bugs that they notice: each of these, planted alone, must break a promise
+// within a bounded number of seeds of the harness that is named beside it.
+//
+//   seeded_storage_bugs_test [--gtest_filter=*/BUG]
+//
+// Prints bug, harness, seed and what was broken. A search begins at the seed of its row, so that it is short while
+// schedules stay what they are, and goes on from there.
+#include <spdlog/spdlog.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <initializer_list>
+#include <string>
+
+#include "ballast/storage/io/seeded_bugs.h"
+#include "ballast/tests/scratch_directory.h"
+#include "ballast/tests/sim_server/server_schedule.h"
+#include "ballast/tests/storage/log/crash_run.h"
+#include "ballast/tests/storage/store_crash_run.h"
+#include "gtest/gtest.h"
+
+namespace ballast::sim {
+namespace {
+
+using storage::StorageBug;
+
+enum class Harness { kLogLives, kLogCreation, kStoreLives, kCrashes, kIoErrors, kFullDisk, kRot };
+constexpr const char* kHarnessNames[] = {
+    "log_crash_test: lives",           "log_crash_test: creation",           "store_crash_test",
+    "server_simulation_test: crashes", "server_simulation_test: I/O errors", "server_simulation_test: full disks",
+    "server_simulation_test: rot"};
+constexpr uint64_t kStorageSeedsMax = 2000;
+constexpr uint64_t kServerSeedsMax = 400;
+
+struct Planted {
+  const char* name;
+  StorageBug bug;
+  Harness harness;
+  uint64_t first_seed = 1;
+};
+
+constexpr Planted kPlanted[] = {
+    {"SyncDropped", StorageBug::kSyncDropped, Harness::kLogLives},
+    {"SyncBeforeWritten", StorageBug::kSyncBeforeWritten, Harness::kLogLives},
+    {"SyncBeforeHead", StorageBug::kSyncBeforeHead, Harness::kLogLives, 7},
+    {"FailedSyncIgnored", StorageBug::kFailedSyncIgnored, Harness::kLogLives},
+    {"FailedSyncRetried", StorageBug::kFailedSyncRetried, Harness::kLogLives, 12},
+    {"ExtensionSyncForgiven", StorageBug::kExtensionSyncForgiven, Harness::kLogLives, 42},
+    {"FailedWriteIgnored", StorageBug::kFailedWriteIgnored, Harness::kLogLives, 15},
+    {"MarkBeforeSync", StorageBug::kMarkBeforeSync, Harness::kLogLives, 3},
+    {"IncarnationReused", StorageBug::kIncarnationReused, Harness::kLogLives},
+    {"CutOneStepEarly", StorageBug::kCutOneStepEarly, Harness::kLogLives},
+    {"CutBeforeSnapshot", StorageBug::kCutBeforeSnapshot, Harness::kLogLives},
+    {"FreedBeforeCutDurable", StorageBug::kFreedBeforeCutDurable, Harness::kLogLives},
+    {"ReleasedTooMuch", StorageBug::kReleasedTooMuch, Harness::kCrashes},
+    {"ReopenSyncDropped", StorageBug::kReopenSyncDropped, Harness::kLogLives, 15},
+    {"HeadBeforeContent", StorageBug::kHeadBeforeContent, Harness::kLogCreation, 7},
+    {"FailedCreationLeft", StorageBug::kFailedCreationLeft, Harness::kLogCreation},
+    {"BatchDigestUnchecked", StorageBug::kBatchDigestUnchecked, Harness::kLogLives},
+    {"TornPayloadAccepted", StorageBug::kTornPayloadAccepted, Harness::kLogLives},
+    {"RottenTakenForTorn", StorageBug::kRottenTakenForTorn, Harness::kLogLives},
+    {"RottenPayloadServed", StorageBug::kRottenPayloadServed, Harness::kLogLives, 3},
+    {"PayloadLeaseDropped", StorageBug::kPayloadLeaseDropped, Harness::kCrashes, 20},
+    {"ExtentSyncDropped", StorageBug::kExtentSyncDropped, Harness::kStoreLives},
+    {"FailedExtentSyncIgnored", StorageBug::kFailedExtentSyncIgnored, Harness::kStoreLives, 12},
+    {"FailedExtentWriteIgnored", StorageBug::kFailedExtentWriteIgnored, Harness::kStoreLives, 7},
+    {"FailedRecordIgnored", StorageBug::kFailedRecordIgnored, Harness::kStoreLives},
+    {"OldFreedBeforeRecord", StorageBug::kOldFreedBeforeRecord, Harness::kStoreLives},
+    {"OverwrittenInPlace", StorageBug::kOverwrittenInPlace, Harness::kStoreLives},
+    {"LabelWithoutVersion", StorageBug::kLabelWithoutVersion, Harness::kStoreLives},
+    {"RestoreDigestUnchecked", StorageBug::kRestoreDigestUnchecked, Harness::kStoreLives},
+    {"LoadDigestUnchecked", StorageBug::kLoadDigestUnchecked, Harness::kStoreLives},
+    {"KeptExtentsGivenAgain", StorageBug::kKeptExtentsGivenAgain, Harness::kStoreLives},
+    {"FlushedChunkStaysClean", StorageBug::kFlushedChunkStaysClean, Harness::kCrashes},
+    {"AckedUnsynced", StorageBug::kAckedUnsynced, Harness::kCrashes, 240},
+    {"PromiseUnsynced", StorageBug::kPromiseUnsynced, Harness::kCrashes, 4},
+    {"PromiseNotAwaited", StorageBug::kPromiseNotAwaited, Harness::kCrashes, 12},
+    {"CutAtCommit", StorageBug::kCutAtCommit, Harness::kCrashes},
+    {"VersionAhead", StorageBug::kVersionAhead, Harness::kCrashes},
+    {"ReplayedTwice", StorageBug::kReplayedTwice, Harness::kCrashes, 3},
+    {"OldEpochReplayed", StorageBug::kOldEpochReplayed, Harness::kCrashes, 9},
+    {"UndecidedForgotten", StorageBug::kUndecidedForgotten, Harness::kCrashes},
+    {"SegmentsForgotten", StorageBug::kSegmentsForgotten, Harness::kCrashes}};
+
+std::string RunCreation(uint64_t seed) {
+  using storage::SimOperation;
+  const SimOperation failing[] = {SimOperation::kWrite, SimOperation::kSync, SimOperation::kReserve};
+  bool created = false;
+  std::string violation;
+  for (uint64_t n = 1; !created && violation.empty(); ++n) violation = storage::CrashInCreation(seed, n, &created);
+  created = false;
+  for (uint64_t n = 1; !created && violation.empty(); ++n) {
+    violation = storage::ErrorInCreation(failing[seed % std::size(failing)], n, &created);
+  }
+  return violation;
+}
+
+// What the harness found wrong in one seed, if anything.
+std::string RunSeed(Harness harness, uint64_t seed, const std::string& directory) {
+  switch (harness) {
+    case Harness::kLogLives: {
+      storage::CrashTally tally;
+      return storage::RunLives(seed, &tally);
+    }
+    case Harness::kLogCreation:
+      return RunCreation(seed);
+    case Harness::kStoreLives: {
+      storage::StoreCrashTally tally;
+      return storage::RunStoreLives(seed, directory, &tally);
+    }
+    case Harness::kCrashes:
+    case Harness::kIoErrors:
+    case Harness::kFullDisk:
+    case Harness::kRot:
+      break;
+  }
+  const Faults faults = harness == Harness::kCrashes    ? Faults::kCrashes
+                        : harness == Harness::kIoErrors ? Faults::kIoErrors
+                        : harness == Harness::kFullDisk ? Faults::kFullDisk
+                                                        : Faults::kRot;
+  return RunServerSchedule({.seed = seed, .faults = faults, .directory = directory}).violation;
+}
+
+class SeededStorageBugTest : public testing::TestWithParam<Planted> {
+ protected:
+  ~SeededStorageBugTest() override { storage::seeded_bug = StorageBug::kNone; }
+  const ScratchDirectory directory_;
+};
+
+TEST_P(SeededStorageBugTest, IsCaught) {
+  const Planted& planted = GetParam();
+  const char* const harness = kHarnessNames[static_cast<size_t>(planted.harness)];
+  const uint64_t seeds = planted.harness < Harness::kCrashes ? kStorageSeedsMax : kServerSeedsMax;
+  storage::seeded_bug = planted.bug;
+  for (uint64_t seed = planted.first_seed; seed < planted.first_seed + seeds; ++seed) {
+    const std::string violation = RunSeed(planted.harness, seed, directory_.path());
+    if (violation.empty()) continue;
+    std::printf("  %s, %s, seed %llu: %s\n", planted.name, harness, static_cast<unsigned long long>(seed),
+                violation.c_str());
+    storage::seeded_bug = StorageBug::kNone;
+    EXPECT_EQ(RunSeed(planted.harness, seed, directory_.path()), "")
+        << "seed " << seed << " finds this without the bug";
+    return;
+  }
+  FAIL() << planted.name << " broke no promise in " << seeds << " seeds of " << harness;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, SeededStorageBugTest, testing::ValuesIn(kPlanted),
+                         [](const auto& planted) { return planted.param.name; });
+
+}  // namespace
+}  // namespace ballast::sim
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  spdlog::set_level(std::getenv("SIM_LOG") != nullptr ? spdlog::level::debug : spdlog::level::off);
+  return RUN_ALL_TESTS();
+}
