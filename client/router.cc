@@ -106,6 +106,7 @@ void Router::Pull(uint32_t server, v1::PullRequest request, absl::Span<std::byte
   auto op = std::make_shared<Operation>();
   op->server = server;
   op->what = absl::StrCat("Pull of version ", request.version());
+  op->awaits_commit = true;
   op->deadline = deadline;
   op->bytes = std::max<uint64_t>(1, to.size());
   op->send = [transport = servers_[server].get(), request = std::move(request), to](absl::Time try_deadline,
@@ -179,7 +180,7 @@ void Router::Send(const OperationPtr& op) {
 
 Router::Next Router::Classify(const Operation& op, const absl::Status& status) const {
   if (status.ok() || stopping_ || absl::Now() >= op.deadline) return Next::kDone;
-  if (IsRetryable(status)) return Next::kRetry;
+  if (IsRetryable(status)) return op.awaits_commit && commit_ != nullptr ? Next::kSendCommit : Next::kRetry;
   if (!absl::IsFailedPrecondition(status)) return Next::kDone;
   const std::string reason = model::ReasonOf(status);
   if (reason == model::kNotOpen && open_ != nullptr) return Next::kSendOpen;
@@ -205,7 +206,7 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
       const absl::Duration delay = Backoff(*op);
       auto task = [this, op, next] { Repair(op, next); };
       // The first repair goes out at once, later ones after a pause.
-      const bool at_once = next != Next::kRetry && op->tries == 1;
+      const bool at_once = !IsRetryable(op->last) && op->tries == 1;
       timers_.emplace(absl::Now() + (at_once ? absl::ZeroDuration() : delay), std::move(task));
     }
   }
@@ -224,7 +225,8 @@ void Router::Repair(const OperationPtr& op, Next how) {
   }
   if (stopping) return Finish(op, absl::CancelledError("the session ended"));
   const auto then = [this, op](const absl::Status& repaired) {
-    if (!repaired.ok() && !IsRetryable(repaired)) return Finish(op, repaired);
+    // Of a Commit that nobody asked for the call's own answer says more.
+    if (!repaired.ok() && !IsRetryable(repaired) && !IsRetryable(op->last)) return Finish(op, repaired);
     bool cancelled = false;
     {
       absl::MutexLock lock(&mutex_);

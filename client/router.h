@@ -2,8 +2,8 @@
 //
 // A call is sent, and sent again with jittered backoff while the server is UNAVAILABLE or a single try runs out of
 // time, until its deadline. NOT_OPEN is answered by sending the epoch's Open and asking again, BEHIND by sending the
-// last Commit: so a server that lost an unsynced answer heals without anybody above noticing. Every other answer is
-// final.
+// last Commit, which also goes before each further try of a pull: the server it waits for may have been restarted and
+// have lost what was not synced. So it heals without anybody above noticing. Every other answer is final.
 //
 // Bounds: pushes and pulls in flight hold at most `inflight_bytes_max` bytes (one larger call may go alone), the rest
 // wait in order of arrival.
@@ -118,6 +118,7 @@ class Router {
     std::string what;
     absl::Time deadline;
     uint64_t bytes = 0;  // in flight; 0: needs no admission
+    bool awaits_commit = false;
     std::function<void(absl::Time try_deadline, Answer)> send;
     Answer done;
     absl::Time started = absl::InfiniteFuture();

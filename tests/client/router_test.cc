@@ -64,8 +64,15 @@ class ScriptedTransport final : public Transport {
   void Seal(const v1::SealRequest&, absl::Time, Callback<v1::SealResponse>) override { std::abort(); }
   void Pin(const v1::PinRequest&, absl::Time, Callback<v1::PinResponse>) override { std::abort(); }
   void Unpin(const v1::UnpinRequest&, absl::Time, Callback<v1::UnpinResponse>) override { std::abort(); }
-  void Pull(const v1::PullRequest&, absl::Span<std::byte>, absl::Time, std::function<void(absl::Status)>) override {
-    std::abort();
+  // Waits for the Commit as a server does that lost it: to the try's end.
+  void Pull(const v1::PullRequest&, absl::Span<std::byte>, absl::Time,
+            std::function<void(absl::Status)> done) override {
+    absl::Status answer;
+    {
+      absl::MutexLock lock(&mutex);
+      if (commits == 0) answer = absl::DeadlineExceededError("waits for its version");
+    }
+    done(answer);
   }
 
   // Answers the oldest held call; waits until there is one.
@@ -159,6 +166,18 @@ TEST(Router, NotOpenSendsOpenAndBehindSendsCommit) {
   rig.server->script = {not_open, behind, absl::OkStatus()};
   EXPECT_EQ(rig.Ask(absl::Seconds(20)), absl::OkStatus());
   EXPECT_EQ(rig.server->opens, 1);
+  EXPECT_EQ(rig.server->commits, 1);
+}
+
+TEST(Router, APullIsTriedAgainBehindTheCommit) {
+  Rig rig;
+  rig.router->SetCommit(std::make_shared<v1::CommitRequest>());
+  Tally tally;
+  tally.Start();
+  std::byte to[4];
+  rig.router->Pull(0, {}, absl::MakeSpan(to), absl::Now() + absl::Seconds(20),
+                   [&](absl::Status s) { tally.Finish(s); });
+  EXPECT_EQ(tally.Wait(), absl::OkStatus());
   EXPECT_EQ(rig.server->commits, 1);
 }
 
