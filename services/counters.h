@@ -26,11 +26,13 @@ enum class Call {
   kPin,
   kUnpin,
   kGetServerStatus,
-  kDropJob
+  kDropJob,
+  kSetBudget
 };
-inline constexpr int kCalls = 12;
+inline constexpr int kCalls = 13;
 inline constexpr std::array<const char*, kCalls> kCallNames = {
-    "GetJob", "Fence", "Open", "Push", "Norm", "Seal", "Commit", "Pull", "Pin", "Unpin", "GetServerStatus", "DropJob"};
+    "GetJob", "Fence", "Open", "Push", "Norm", "Seal", "Commit", "Pull", "Pin", "Unpin", "GetServerStatus", "DropJob",
+    "SetBudget"};
 
 // Threads: any.
 class DurationHistogram {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -31,6 +32,7 @@
 #include "ballast/services/waiting.h"
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/storage/chunk_store.h"
+#include "ballast/storage/placement/rebalance.h"
 #include "ballast/storage/tier/tiers.h"
 
 namespace ballast::services {
@@ -100,6 +102,10 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void Pull(const v1::PullRequest& request, absl::Time deadline, StateServer::Allocate allocate, Reply<uint32_t> reply);
 
   v1::JobStatus Status() const;
+  // For new budgets, while the planning lock is held: what the job holds that may move; none if nothing.
+  std::optional<storage::JobHolding> Holding() const;
+  // Its chunks go where `target` wants them, between steps; what an earlier call wanted counts no more.
+  void MoveTo(const storage::JobTarget& target, v1::JobMoves* answer);
   v1::Epoch promised() const;
 
   // Refuses all that waits and all that comes with `status`, finishes the update at work, drops those behind it.
@@ -116,6 +122,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   struct Opening;
   struct PullPlan;
   struct Replaying;
+  struct Moves;
 
   Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire);
 
@@ -207,6 +214,12 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void RunStep(StepWork* work);
   void NoteCommitted(int64_t step);
   absl::Status RunUpdates(storage::ChunkStore* store, StepWork* work);
+  storage::StepShape ShapeOf(const storage::ChunkStore& store) const;
+  // Lets the job's thread go on with moves, if there are any.
+  void ResumeMoves() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void MoveSome();
+  absl::Status MoveBatch(const std::shared_ptr<Moves>& moves, std::deque<uint64_t>* chunks, storage::TierKind to);
+  void EndBatch(const std::shared_ptr<Moves>& moves, bool progress, const absl::Status& status);
   // False if there is none.
   bool GiveUpOldestPin(storage::ChunkStore* store, const absl::Status& cause);
   void RunPin(int64_t version, uint64_t pin);
@@ -260,6 +273,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   };
   std::map<int64_t, PinState> pins_ ABSL_GUARDED_BY(mu_);
   uint64_t last_pin_ ABSL_GUARDED_BY(mu_) = 0;
+
+  std::shared_ptr<Moves> moves_ ABSL_GUARDED_BY(mu_);  // null: every chunk is where it should be
+  uint64_t chunks_moved_ ABSL_GUARDED_BY(mu_) = 0;
 
   // Something happened that a request in machine_queue_ may have waited for. Not set by slices: a seal that waits for
   // the last of thousands must not be evaluated for each.

@@ -1,10 +1,12 @@
 // What the files of class Job share.
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "ballast/services/job.h"
 
 namespace ballast::services {
@@ -45,6 +47,16 @@ struct Job::NewChunks {
   uint64_t snapshot_bytes = 0;         // SnapshotBytesMax, once they are there
   bool dry_run = false;
   bool durable() const { return spec.durability() == v1::DURABILITY_STEP; }
+};
+
+// Chunks that are not where new budgets want them; of the job's lock.
+struct Job::Moves {
+  std::shared_ptr<storage::ChunkStore> store;
+  std::deque<uint64_t> down, up;  // to NVMe, to DRAM; the store's indices
+  bool posted = false;            // a batch is queued
+  bool said_stalled = false;
+  uint64_t moved = 0;
+  absl::Time began = absl::Now();
 };
 
 v1::StepPrediction PredictionMessage(const storage::StepPrediction& prediction);

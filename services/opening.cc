@@ -179,10 +179,7 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
                             .provisional_bytes_per_element = ProvisionalBytesPerElement(wanted.optimizer),
                             .staging_bytes = store.staging_bytes_missing(),
                             .placed = store.placed(),
-                            .shape = {.machine = around_.machine,
-                                      .threads = around_.compute->threads(),
-                                      .staging_bytes = store.slot_memory_bytes(),
-                                      .flushed_share = Journal::kFlushedShare}};
+                            .shape = ShapeOf(store)};
   for (const storage::ChunkToAdd& chunk : missing) {
     plan.elements.push_back(chunk.elements);
     // The extent that an earlier run left is taken already.
@@ -199,6 +196,14 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
   plan.nvme_fixed_bytes =
       store.spare_bytes_missing(plan.elements) + (size.bytes() - std::min(size.bytes(), journal_bytes_));
   return plan;
+}
+
+storage::StepShape Job::ShapeOf(const storage::ChunkStore& store) const {
+  return {.machine = around_.machine,
+          .threads = around_.compute->threads(),
+          .staging_bytes = store.slot_memory_bytes(),
+          .durable = store.durable(),
+          .flushed_share = Journal::kFlushedShare};
 }
 
 void Job::NotePlan(const storage::Plan& plan, bool dry_run) {
@@ -238,6 +243,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     if (other && !dry_run) {
       // Made for an Open that was refused.
       old_store = std::exchange(store_, nullptr);
+      moves_ = nullptr;
       old_spares.swap(spares_);
     }
     if (other && dry_run) freed = TakenBy(*store_, spares_);

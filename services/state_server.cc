@@ -21,6 +21,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/budgets.h"
 #include "ballast/services/counters.h"
 #include "ballast/services/foundation.h"
 #include "ballast/services/job.h"
@@ -160,7 +161,7 @@ struct StateServer::Impl {
   absl::Mutex planning;
   kernels::ThreadPool compute;
   const std::unique_ptr<Executor> executor;
-  const std::unique_ptr<Executor> dropping;  // a drop waits for the update at work, which nobody else may
+  const std::unique_ptr<Executor> dropping;  // a drop waits for the update at work, new budgets for an Open
   Deadlines deadlines;
 
   mutable absl::Mutex mu;
@@ -408,6 +409,27 @@ void StateServer::Pull(const v1::PullRequest& request, absl::Time deadline, Allo
 void StateServer::DropJob(const v1::DropJobRequest& request, Reply<v1::DropJobResponse> reply) {
   reply = impl_->Counted(Call::kDropJob, std::move(reply));
   impl_->dropping->Post([impl = impl_.get(), request, reply = std::move(reply)] { impl->Drop(request, reply); });
+}
+
+void StateServer::SetBudget(const v1::SetBudgetRequest& request, Reply<v1::SetBudgetResponse> reply) {
+  reply = impl_->Counted(Call::kSetBudget, std::move(reply));
+  // Behind drops: no job goes away meanwhile.
+  impl_->dropping->Post([impl = impl_.get(), request, reply = std::move(reply)] {
+    std::map<std::string, std::shared_ptr<Job>> by_name;  // in an order that does not depend on hashes
+    {
+      absl::MutexLock lock(&impl->mu);
+      for (const auto& [name, entry] : impl->jobs) {
+        if (entry.job != nullptr) by_name[name] = entry.job;
+      }
+    }
+    std::vector<std::shared_ptr<Job>> jobs;
+    for (const auto& [name, job] : by_name) jobs.push_back(job);
+    absl::StatusOr<v1::SetBudgetResponse> response = ChangeBudgets(request, jobs, impl->tiers.get(), &impl->planning);
+    if (response.ok()) {
+      for (auto& tier : impl->TierStatuses({})) *response->add_tiers() = std::move(tier);
+    }
+    reply(std::move(response));
+  });
 }
 
 absl::StatusOr<StateServer::Impl::Entry> StateServer::Impl::TakeForDrop(const v1::DropJobRequest& request) {

@@ -76,6 +76,9 @@ class StateServer {
   // Status, as a call of an operator: counted.
   void GetServerStatus(Reply<v1::GetServerStatusResponse>);
   void DropJob(const v1::DropJobRequest&, Reply<v1::DropJobResponse>);
+  // New budgets until the server ends; chunks of its jobs follow between steps. RESOURCE_EXHAUSTED (BUDGET) with
+  // numbers if they are below what cannot move: then nothing has changed.
+  void SetBudget(const v1::SetBudgetRequest&, Reply<v1::SetBudgetResponse>);
 
   const std::string& server_id() const;
   const ServerCounters& counters() const;

@@ -136,6 +136,7 @@ void Job::RunStep(StepWork* work) {
     mu_.AssertHeld();
     --updates_queued_;
     moved_ = true;
+    ResumeMoves();  // that found no room before this step
     if (!status.ok()) {
       Fail(model::Annotate(status, absl::StrCat("step ", work->step, " could not be applied to its chunks")),
            durable_ ? "Other jobs go on; look after the disk and restart the server, which recovers the job"

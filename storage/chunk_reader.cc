@@ -56,10 +56,11 @@ absl::Status ChecksumError(const BlockFile& file, uint64_t chunk, StateArray arr
           chunk, kArrayNames[static_cast<int>(array)], file.path(), offset, found, expected));
 }
 
-absl::Status ChunkReader::Prepare() {
+absl::Status ChunkReader::Prepare(DramTier::Limit limit) {
   absl::MutexLock lock(&mutex_);
   if (!staging_.bytes().empty()) return absl::OkStatus();
-  BALLAST_ASSIGN_OR_RETURN(staging_, tiers_->dram()->Allocate(kStagingBytes, "the buffer for reads of nvme state"));
+  BALLAST_ASSIGN_OR_RETURN(staging_,
+                           tiers_->dram()->Allocate(kStagingBytes, "the buffer for reads of nvme state", limit));
   return absl::OkStatus();
 }
 

@@ -34,7 +34,7 @@ class ChunkReader {
   explicit ChunkReader(Tiers* tiers) : tiers_(tiers) {}
 
   // Takes the buffer for NVMe, once. RESOURCE_EXHAUSTED (BUDGET).
-  absl::Status Prepare();
+  absl::Status Prepare(DramTier::Limit limit = DramTier::Limit::kBudget);
 
   // Bytes [begin, begin + count) of an array, within UsedBytes.
   absl::Status Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink)

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/chunk_move.h"
 #include "ballast/storage/chunk_reader.h"
 #include "ballast/storage/io/failpoint.h"
 #include "ballast/storage/io/seeded_bugs.h"
@@ -165,7 +166,9 @@ struct ChunkStore::Impl {
 
   absl::StatusOr<StoredChunk*> Find(uint64_t chunk) const;
   absl::Status CheckPlan(absl::Span<const ChunkToAdd> added, const Plan& plan) const;
-  absl::Status TakeStaging(absl::Span<const ChunkToAdd> added, const Plan& plan);
+  // So that states of this size can be moved; 0: none need be.
+  absl::Status TakeStaging(uint64_t state_bytes, DramTier::Limit limit);
+  absl::Status MoveState(StoredChunk& chunk, TierKind to);
   absl::StatusOr<std::vector<NvmeExtent>> TakeExtents(absl::Span<const ChunkToAdd> added, const Plan& plan);
   // A state that an earlier run left, into the tier where the chunk lives now.
   absl::Status Restore(StoredChunk& chunk, const DurableChunk& durable);
@@ -189,7 +192,7 @@ struct ChunkStore::Impl {
   const StateLayout layout;
   ChunkReader reader;
   // Destroyed in reverse: chunks (which return extents) before the memory they point into.
-  std::vector<DramBlock> dram;
+  std::deque<DramBlock> dram;  // addresses stay
   std::vector<HbmBlock> hbm;
   PipelineStaging staging;
   std::optional<VersionedExtents> versions;  // of a durable store
@@ -197,7 +200,8 @@ struct ChunkStore::Impl {
   absl::Status failed;  // of the thread that runs: what a disk did wrong is never tried again
 
   mutable absl::Mutex mutex;
-  std::deque<StoredChunk> chunks ABSL_GUARDED_BY(mutex);  // addresses stay
+  std::deque<StoredChunk> chunks ABSL_GUARDED_BY(mutex);   // addresses stay
+  std::vector<PlacedChunk> placed ABSL_GUARDED_BY(mutex);  // as the chunks are, without their locks
   uint64_t runs ABSL_GUARDED_BY(mutex) = 0;
   Residency residency ABSL_GUARDED_BY(mutex);
   struct PinPoint {
@@ -258,12 +262,8 @@ absl::Status ChunkStore::Impl::CheckPlan(absl::Span<const ChunkToAdd> added, con
 }
 
 // The pipeline's slots and the readers' buffer are taken together, so that together they are staging_bytes().
-absl::Status ChunkStore::Impl::TakeStaging(absl::Span<const ChunkToAdd> added, const Plan& plan) {
-  uint64_t slot_bytes = staging.slot_bytes;
-  for (size_t i = 0; i < added.size(); ++i) {
-    if (plan.chunks[i].state == TierKind::kNvme)
-      slot_bytes = std::max(slot_bytes, layout.StateBytes(added[i].elements));
-  }
+absl::Status ChunkStore::Impl::TakeStaging(uint64_t state_bytes, DramTier::Limit limit) {
+  const uint64_t slot_bytes = std::max(staging.slot_bytes, state_bytes);
   if (slot_bytes == 0) return absl::OkStatus();
   if (tiers->staging_bytes() < slot_bytes + ChunkReader::kStagingBytes) {
     return Bad(model::kBadConfig,
@@ -271,11 +271,12 @@ absl::Status ChunkStore::Impl::TakeStaging(absl::Span<const ChunkToAdd> added, c
                             "buffer need ", slot_bytes + ChunkReader::kStagingBytes,
                             ", and three times that lets reads, kernels and writes overlap"));
   }
-  BALLAST_RETURN_IF_ERROR(reader.Prepare());
+  BALLAST_RETURN_IF_ERROR(reader.Prepare(limit));
   if (staging.memory.bytes().empty()) {
-    BALLAST_ASSIGN_OR_RETURN(
-        staging.memory,
-        tiers->dram()->Allocate(tiers->staging_bytes() - ChunkReader::kStagingBytes, "buffers for moving nvme state"));
+    BALLAST_ASSIGN_OR_RETURN(DramBlock memory,
+                             tiers->dram()->Allocate(tiers->staging_bytes() - ChunkReader::kStagingBytes,
+                                                     "buffers for moving nvme state", limit));
+    staging.Take(std::move(memory));
   }
   staging.slot_bytes = slot_bytes;
   return absl::OkStatus();
@@ -344,7 +345,11 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
     BALLAST_ASSIGN_OR_RETURN(hbm, impl.tiers->hbm()->Allocate(bytes, "chunk state and working copies"));
   }
   BALLAST_ASSIGN_OR_RETURN(std::vector<NvmeExtent> extents, impl.TakeExtents(added, plan));
-  if (const absl::Status status = impl.TakeStaging(added, plan); !status.ok()) {
+  uint64_t moving = 0;  // the largest state that goes to NVMe
+  for (size_t i = 0; i < added.size(); ++i) {
+    if (plan.chunks[i].state == TierKind::kNvme) moving = std::max(moving, impl.layout.StateBytes(added[i].elements));
+  }
+  if (const absl::Status status = impl.TakeStaging(moving, DramTier::Limit::kBudget); !status.ok()) {
     LeaveKept(added, extents);
     return status;
   }
@@ -353,10 +358,13 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
   std::vector<StoredChunk*> fresh;
   {
     absl::MutexLock lock(&impl.mutex);
+    impl.dram.push_back(std::move(dram));
+    impl.hbm.push_back(std::move(hbm));
     for (size_t i = 0; i < added.size(); ++i) {
       const ChunkPlacement placement = plan.chunks[i];
       StoredChunk& chunk =
           impl.chunks.emplace_back(&impl.layout, impl.chunks.size(), added[i].elements, placement, added[i].id);
+      impl.placed.push_back({added[i].elements, placement});
       fresh.push_back(&chunk);
       absl::MutexLock chunk_lock(&chunk.mutex);
       chunk.extent = std::move(extents[i]);
@@ -364,11 +372,10 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
         std::byte*& at = next[static_cast<int>(placement.state)];
         chunk.state = std::exchange(at, at + chunk.state_bytes());
       }
+      chunk.shared = &impl.dram.back();
       std::byte*& at = next[static_cast<int>(placement.working)];
       chunk.working = std::exchange(at, at + impl.layout.WorkingBytes(added[i].elements));
     }
-    impl.dram.push_back(std::move(dram));
-    impl.hbm.push_back(std::move(hbm));
     for (const TierKind tier : {TierKind::kHbm, TierKind::kDram, TierKind::kNvme}) {
       impl.residency.state[tier] += state_bytes[tier];
       impl.residency.working[tier] += working_bytes[tier];
@@ -471,10 +478,8 @@ uint64_t ChunkStore::chunk_count() const {
 }
 
 std::vector<PlacedChunk> ChunkStore::placed() const {
-  std::vector<PlacedChunk> placed;
   absl::ReaderMutexLock lock(&impl_->mutex);
-  for (const StoredChunk& chunk : impl_->chunks) placed.push_back({chunk.elements, chunk.placement});
-  return placed;
+  return impl_->placed;
 }
 
 uint64_t ChunkStore::slot_memory_bytes() const {
@@ -491,6 +496,54 @@ uint64_t ChunkStore::staging_bytes_missing() const {
 ChunkStore::Residency ChunkStore::residency() const {
   absl::ReaderMutexLock lock(&impl_->mutex);
   return impl_->residency;
+}
+
+absl::Status ChunkStore::Move(uint64_t index, TierKind to) {
+  Impl& impl = *impl_;
+  BALLAST_RETURN_IF_ERROR(impl.failed);
+  BALLAST_ASSIGN_OR_RETURN(StoredChunk * chunk, impl.Find(index));
+  const TierKind from = chunk->placement.state;
+  if (from == to) return absl::OkStatus();
+  const bool pinned = impl.tiers->hbm() != nullptr;
+  if (from == TierKind::kHbm || to == TierKind::kHbm || impl.tiers->nvme() == nullptr || pinned) {
+    return Bad(model::kBadRequest,
+               absl::StrCat("chunk ", index, " cannot move from ", TierName(from), " to ", TierName(to),
+                            ": state moves between dram and nvme, where memory is not pinned for a GPU"));
+  }
+  BALLAST_RETURN_IF_ERROR(impl.MoveState(*chunk, to));
+  absl::MutexLock lock(&impl.mutex);
+  impl.placed[index].placement.state = to;
+  impl.residency.state[from] -= chunk->state_bytes();
+  impl.residency.state[to] += chunk->state_bytes();
+  return absl::OkStatus();
+}
+
+absl::Status ChunkStore::Impl::MoveState(StoredChunk& chunk, TierKind to) {
+  if (to == TierKind::kDram) return MoveToDram(tiers, chunk, /*keep_extent=*/versions.has_value());
+  BALLAST_RETURN_IF_ERROR(TakeStaging(chunk.state_bytes(), DramTier::Limit::kBeyond));
+  NvmeExtent extent;
+  if (!versions.has_value()) {
+    BALLAST_ASSIGN_OR_RETURN(extent, tiers->nvme()->Allocate(chunk.state_bytes(), "chunk state that moves down"));
+    return MoveToNvme(tiers, chunk, std::move(extent));
+  }
+  if (chunk.dirty) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
+                        absl::StrCat("chunk ", chunk.index, " has changed since it was flushed: flush it first"));
+  }
+  bool has_extent = false;
+  {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    has_extent = chunk.extent.bytes() > 0;
+  }
+  if (!has_extent) {
+    // Never updated, so never flushed: its place is part of the room.
+    if (!versions->HasRoom(chunk.state_bytes())) {
+      return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                          absl::StrCat("no room for the extent of chunk ", chunk.id, " until versions are hardened"));
+    }
+    BALLAST_ASSIGN_OR_RETURN(extent, versions->Take(chunk.state_bytes()));
+  }
+  return MoveToNvme(tiers, chunk, std::move(extent));
 }
 
 absl::StatusOr<std::vector<StoredChunk*>> ChunkStore::Impl::CheckUpdates(absl::Span<const ChunkUpdate> updates) const {
@@ -631,7 +684,8 @@ absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state
       return written;
     }
   } else {
-    entry.digests = chunk.placement.state == TierKind::kNvme ? chunk.digests : DigestState(chunk, state);
+    if (chunk.placement.state != TierKind::kNvme) chunk.digests = DigestState(chunk, state);
+    entry.digests = chunk.digests;
     EncodeLabel(entry, layout, versions->job(), {state + label_at, StateLayout::kLabelBytes});
     Pass("extent/labelled");
   }

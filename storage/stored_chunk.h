@@ -33,9 +33,13 @@ struct StoredChunk {
   const StateLayout& layout;  // the store's
   const uint64_t index;
   const uint64_t elements;
-  const ChunkPlacement placement;
+  // Of the thread that runs the store, which changes `state` under the lock: others read that under it. `working`
+  // stays.
+  ChunkPlacement placement;
   const uint64_t id;             // in its job's layout
   std::byte* state = nullptr;    // host or device memory; null on NVMe
+  DramBlock* shared = nullptr;   // what `state` lies in while `own` is empty and it is in DRAM
+  DramBlock own;                 // of a state that moved up
   std::byte* working = nullptr;  // host or device memory
 
   uint64_t state_bytes() const { return layout.StateBytes(elements); }

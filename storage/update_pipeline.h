@@ -27,6 +27,11 @@ struct PipelineStaging {
 
   // A queue of this thread for the disk's files, made again when another thread runs the store.
   absl::StatusOr<IoQueue*> Queue(Disk* disk);
+  // REQUIRES: there is none yet. A queue that was made before it had the memory is made again.
+  void Take(DramBlock block) {
+    queue_.reset();
+    memory = std::move(block);
+  }
 
   DramBlock memory;
   uint64_t slot_bytes = 0;  // of the largest chunk state

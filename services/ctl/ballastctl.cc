@@ -2,23 +2,28 @@
 //
 //   ballastctl status [--json] --servers host:port,...
 //   ballastctl drop --job NAME --servers host:port,...
+//   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
 //   ballastctl verify --data-directory DIR [--json] [--rebuild]
 //   ballastctl iotune [--directory DIR] [--json] [--seconds N] [--out FILE]
 //
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
-// apart). drop: 0 no server has the job any more; 1 some server did not drop it. verify: 0 clean; 1 damage found; 3 a
-// server has the directory. iotune: 0 measured, its profile written; 1 not. All: 2 usage.
+// apart). drop: 0 no server has the job any more; 1 some server did not drop it. budget: 0 all servers have the new
+// budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its
+// profile written; 1 not. All: 2 usage.
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "ballast/services/config/config.h"
+#include "ballast/services/ctl/budget_command.h"
 #include "ballast/services/ctl/cluster.h"
 #include "ballast/services/ctl/iotune_command.h"
 #include "ballast/services/ctl/verify_command.h"
@@ -63,6 +68,22 @@ int Main(int argc, char** argv) {
   status->add_flag("--json", json, "machine-readable");
   CLI::App* drop = app.add_subcommand("drop", "forget a job on all servers and free what it held; its state is gone");
   drop->add_option("--job", job, "name of the job")->required();
+  BudgetCommand budgets;
+  CLI::App* budget =
+      app.add_subcommand("budget", "new budgets until the servers restart; chunks move between their tiers meanwhile");
+  const auto add_bytes = [budget](const char* name, std::optional<uint64_t>* to, const char* what) {
+    budget->add_option_function<std::string>(
+        name,
+        [name, to](const std::string& text) {
+          const auto bytes = ParseBytes(text);
+          if (!bytes.ok()) throw CLI::ValidationError(name, std::string(bytes.status().message()));
+          *to = *bytes;
+        },
+        what);
+  };
+  add_bytes("--hbm", &budgets.hbm_bytes, "bytes, such as 512MiB");
+  add_bytes("--dram", &budgets.dram_bytes, "bytes, such as 512MiB");
+  add_bytes("--nvme", &budgets.nvme_bytes, "bytes, such as 512MiB");
   VerifyCommand scrub;
   CLI::App* verify = app.add_subcommand("verify",
                                         "check the data directory of a server that is down; exit 0 clean, "
@@ -77,7 +98,7 @@ int Main(int argc, char** argv) {
   iotune->add_option("--out", tune.out, "the profile; else ballast-profile.yaml in the directory");
   iotune->add_option("--seconds", tune.seconds, "to measure for, about")->check(CLI::PositiveNumber);
   iotune->add_flag("--json", tune.json, "machine-readable");
-  for (CLI::App* command : {status, drop}) {
+  for (CLI::App* command : {status, drop, budget}) {
     command->add_option("--servers", servers, "host:port of every server, separated by commas")
         ->required()
         ->delimiter(',')
@@ -96,6 +117,11 @@ int Main(int argc, char** argv) {
   if (verify->parsed()) return RunVerify(scrub);
   if (iotune->parsed()) return RunIotune(tune);
   const absl::Duration timeout = absl::Seconds(timeout_s);
+  if (budget->parsed()) {
+    budgets.servers = servers;
+    budgets.timeout = timeout;
+    return RunBudget(budgets);
+  }
   return status->parsed() ? Status(servers, json, timeout) : Drop(servers, job, timeout);
 }
 

@@ -39,6 +39,7 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
   view.world_size = std::max(view.world_size, job.world_size());
   view.parameters = std::max(view.parameters, job.parameters());
   view.chunks += job.chunks();
+  view.chunks_moving += job.chunks_moving();
   view.skipped_steps = std::max(view.skipped_steps, job.skipped_steps());
   view.member_ids.insert(job.member_ids().begin(), job.member_ids().end());
   view.pinned_versions.insert(job.pinned_versions().begin(), job.pinned_versions().end());
@@ -158,11 +159,12 @@ std::string ShowText(const ClusterView& cluster) {
                  ShowBytes(tier.state_bytes()), ShowBytes(tier.working_bytes())});
     }
   }
-  Table jobs({"JOB", "VERSION", "OLDEST CHUNK", "SKIPPED", "RANKS", "PARAMETERS", "CHUNKS", "SERVERS", "PINS"});
+  Table jobs(
+      {"JOB", "VERSION", "OLDEST CHUNK", "SKIPPED", "RANKS", "PARAMETERS", "CHUNKS", "MOVING", "SERVERS", "PINS"});
   for (const JobView& job : cluster.jobs) {
     jobs.Add({job.name, Versions(job.committed_min, job.committed_max), absl::StrCat(job.oldest_chunk_version),
               absl::StrCat(job.skipped_steps), absl::StrCat(job.world_size), absl::StrCat(job.parameters),
-              absl::StrCat(job.chunks), absl::StrCat(job.servers.size()),
+              absl::StrCat(job.chunks), absl::StrCat(job.chunks_moving), absl::StrCat(job.servers.size()),
               job.pinned_versions.empty() ? "-" : absl::StrJoin(job.pinned_versions, ",")});
   }
   return absl::StrCat(out, "\nServers\n", servers.Show(), "\nJobs\n", cluster.jobs.empty() ? "  none\n" : jobs.Show(),
@@ -214,6 +216,15 @@ absl::Status DropJob(const std::string& address, const std::string& job, absl::D
   SetDeadline(&drop, timeout);
   v1::DropJobResponse response;
   return FromGrpc(stub->DropJob(&drop, request, &response));
+}
+
+absl::StatusOr<v1::SetBudgetResponse> SetBudget(const std::string& address, const v1::SetBudgetRequest& request,
+                                                absl::Duration timeout) {
+  grpc::ClientContext context;
+  SetDeadline(&context, timeout);
+  v1::SetBudgetResponse response;
+  BALLAST_RETURN_IF_ERROR(FromGrpc(Connect(address)->SetBudget(&context, request, &response)));
+  return response;
 }
 
 }  // namespace ballast::services

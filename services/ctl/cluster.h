@@ -31,6 +31,7 @@ struct JobView {
   uint32_t world_size = 0;
   uint64_t parameters = 0;
   uint64_t chunks = 0;
+  uint64_t chunks_moving = 0;
   std::vector<std::string> servers;
   std::set<std::string> member_ids;
   std::set<int64_t> pinned_versions;
@@ -52,5 +53,8 @@ std::string ShowJson(const ClusterView& cluster);
 
 // Drops `job` on a server, at the epoch that the server reports. NOT_FOUND if the server has no such job.
 absl::Status DropJob(const std::string& address, const std::string& job, absl::Duration timeout);
+
+absl::StatusOr<v1::SetBudgetResponse> SetBudget(const std::string& address, const v1::SetBudgetRequest& request,
+                                                absl::Duration timeout);
 
 }  // namespace ballast::services

@@ -86,8 +86,14 @@ void AddJobs(const v1::GetServerStatusResponse& status, std::vector<MetricFamily
                         MetricType::Counter);
   FamilyBuilder failed("ballast_job_failed", "1 if the job takes no steps on this server: failed, or state lost.",
                        MetricType::Gauge);
+  FamilyBuilder moving("ballast_job_moving_chunks", "Chunks that are not yet where new budgets want them.",
+                       MetricType::Gauge);
+  FamilyBuilder moved("ballast_job_moved_chunks_total", "Chunks that moved between tiers because budgets changed.",
+                      MetricType::Counter);
   for (const v1::JobStatus& job : status.jobs()) {
     const Labels labels = {{"job", job.name()}};
+    moving.Add(labels, static_cast<double>(job.chunks_moving()));
+    moved.Add(labels, static_cast<double>(job.chunks_moved()));
     committed.Add(labels, static_cast<double>(job.committed()));
     oldest.Add(labels, static_cast<double>(job.oldest_chunk_version()));
     skipped.Add(labels, static_cast<double>(job.skipped_steps()));
@@ -109,7 +115,8 @@ void AddJobs(const v1::GetServerStatusResponse& status, std::vector<MetricFamily
       predicted.Add({{"job", job.name()}, {"resource", resource}}, seconds);
     }
   }
-  for (FamilyBuilder* family : {&committed, &oldest, &skipped, &failed, &predicted}) out->push_back(family->Take());
+  for (FamilyBuilder* family : {&committed, &oldest, &skipped, &failed, &moving, &moved, &predicted})
+    out->push_back(family->Take());
 }
 
 void AddCalls(const ServerCounters& counters, std::vector<MetricFamily>* out) {

@@ -24,4 +24,15 @@ grpc::ServerUnaryReactor* AdminServiceImpl::DropJob(grpc::CallbackServerContext*
   return reactor;
 }
 
+grpc::ServerUnaryReactor* AdminServiceImpl::SetBudget(grpc::CallbackServerContext* context,
+                                                      const v1::SetBudgetRequest* request,
+                                                      v1::SetBudgetResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  state_->SetBudget(KnownFields(request), [reactor, response](absl::StatusOr<v1::SetBudgetResponse> answer) {
+    if (answer.ok()) *response = *std::move(answer);
+    reactor->Finish(ToGrpc(answer.status()));
+  });
+  return reactor;
+}
+
 }  // namespace ballast::services

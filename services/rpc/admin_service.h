@@ -15,6 +15,8 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
                                             v1::GetServerStatusResponse*) override;
   grpc::ServerUnaryReactor* DropJob(grpc::CallbackServerContext*, const v1::DropJobRequest*,
                                     v1::DropJobResponse*) override;
+  grpc::ServerUnaryReactor* SetBudget(grpc::CallbackServerContext*, const v1::SetBudgetRequest*,
+                                      v1::SetBudgetResponse*) override;
 
  private:
   StateServer* const state_;

@@ -57,6 +57,9 @@ Arena& Arena::operator=(Arena&& other) noexcept {
   return *this;
 }
 
+// The addresses stay mapped: cutting the mapping would cost the process one of its few mappings a hole.
+void Arena::Discard(absl::Span<std::byte> part) { (void)madvise(part.data(), part.size(), MADV_DONTNEED); }
+
 Arena::~Arena() { Release(); }
 
 void Arena::Release() {

@@ -22,6 +22,8 @@ class Arena {
   ~Arena();
 
   absl::Span<std::byte> bytes() const { return bytes_; }
+  // Gives the system the memory of a part back, which must not be used any more. REQUIRES: aligned to 4096, not pinned.
+  void Discard(absl::Span<std::byte> part);
   bool pinned() const { return pinned_; }
 
  private:

@@ -14,6 +14,12 @@ class DramBlock {
   DramBlock() = default;
   DramBlock(BudgetLease lease, Arena arena) : lease_(std::move(lease)), arena_(std::move(arena)) {}
   absl::Span<std::byte> bytes() const { return arena_.bytes(); }
+  // Returns the budget and the memory of a part, which must not be used any more. REQUIRES: aligned to 4096; memory
+  // that is not pinned.
+  void GiveBack(absl::Span<std::byte> part) {
+    arena_.Discard(part);
+    lease_.Split(part.size());
+  }
 
  private:
   BudgetLease lease_;  // returned after the memory is gone
@@ -25,7 +31,9 @@ class DramTier {
  public:
   DramTier(Ledger* ledger, bool pin) : ledger_(ledger), pin_(pin) {}
   // `bytes` rounded up to 4096. RESOURCE_EXHAUSTED (BUDGET).
-  absl::StatusOr<DramBlock> Allocate(uint64_t bytes, absl::string_view what);
+  // kBeyond: also if the budget was lowered and what is above it has not moved yet: for what such moves need.
+  enum class Limit { kBudget, kBeyond };
+  absl::StatusOr<DramBlock> Allocate(uint64_t bytes, absl::string_view what, Limit limit = Limit::kBudget);
 
  private:
   Ledger* const ledger_;

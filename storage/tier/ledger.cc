@@ -1,5 +1,6 @@
 #include "ballast/storage/tier/ledger.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 
@@ -24,6 +25,16 @@ void BudgetLease::Release() {
   bytes_ = 0;
 }
 
+TierBytes Ledger::budget() const {
+  absl::MutexLock lock(&mutex_);
+  return budget_;
+}
+
+void Ledger::SetBudget(const TierBytes& budget) {
+  absl::MutexLock lock(&mutex_);
+  budget_ = budget;
+}
+
 TierBytes Ledger::used() const {
   absl::MutexLock lock(&mutex_);
   return used_;
@@ -31,7 +42,7 @@ TierBytes Ledger::used() const {
 
 absl::Status Ledger::Take(TierKind tier, uint64_t bytes, absl::string_view what) {
   absl::MutexLock lock(&mutex_);
-  const uint64_t free = budget_[tier] - used_[tier];
+  const uint64_t free = budget_[tier] - std::min(budget_[tier], used_[tier]);
   if (bytes > free) {
     const char* name = TierName(tier);
     return model::Error(
@@ -51,6 +62,12 @@ void Ledger::Return(TierKind tier, uint64_t bytes) {
     std::abort();
   }
   used_[tier] -= bytes;
+}
+
+BudgetLease Ledger::LeaseBeyond(TierKind tier, uint64_t bytes) {
+  absl::MutexLock lock(&mutex_);
+  used_[tier] += bytes;
+  return BudgetLease(this, tier, bytes);
 }
 
 absl::StatusOr<BudgetLease> Ledger::Lease(TierKind tier, uint64_t bytes, absl::string_view what) {

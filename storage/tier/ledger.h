@@ -51,19 +51,23 @@ class BudgetLease {
 class Ledger {
  public:
   explicit Ledger(const TierBytes& budget) : budget_(budget) {}
-  const TierBytes& budget() const { return budget_; }
+  TierBytes budget() const;
+  // What is taken beyond it stays until it is returned; nothing is given out meanwhile.
+  void SetBudget(const TierBytes& budget);
   TierBytes used() const;
   // RESOURCE_EXHAUSTED (BUDGET): `what` needs that many bytes, so many are missing.
   absl::Status Take(TierKind tier, uint64_t bytes, absl::string_view what);
   void Return(TierKind tier, uint64_t bytes);
+  // Whatever the budget is.
+  BudgetLease LeaseBeyond(TierKind tier, uint64_t bytes);
   absl::StatusOr<BudgetLease> Lease(TierKind tier, uint64_t bytes, absl::string_view what);
 
   void CountTraffic(TierKind tier, uint64_t read, uint64_t written);
   TierTraffic traffic() const;
 
  private:
-  const TierBytes budget_;
   mutable absl::Mutex mutex_;
+  TierBytes budget_ ABSL_GUARDED_BY(mutex_);
   TierBytes used_ ABSL_GUARDED_BY(mutex_);
   std::atomic<uint64_t> read_[kTierKinds] = {};
   std::atomic<uint64_t> written_[kTierKinds] = {};

@@ -60,6 +60,23 @@ Tiers::Tiers(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Tiers::~Tiers() = default;
 
 TierBytes Tiers::budget() const { return impl_->ledger.budget(); }
+absl::Status Tiers::SetBudget(const TierBytes& budget) {
+  if (impl_->hbm != nullptr) {
+    return model::Error(
+        absl::StatusCode::kUnimplemented, model::kUnsupported,
+        "this server has an hbm budget, so its CPU memory is pinned for the GPU as a whole and cannot be "
+        "given back in parts: restart it with the new budgets");
+  }
+  for (const TierKind tier : {TierKind::kHbm, TierKind::kNvme}) {
+    if (impl_->options.budget[tier] > 0 || budget[tier] == 0) continue;
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                        absl::StrCat("this server was started without a ", TierName(tier),
+                                     " budget and has no such tier: restart it with one"));
+  }
+  impl_->ledger.SetBudget(budget);
+  return absl::OkStatus();
+}
+
 TierBytes Tiers::used() const { return impl_->ledger.used(); }
 TierTraffic Tiers::traffic() const { return impl_->ledger.traffic(); }
 

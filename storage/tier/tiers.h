@@ -46,6 +46,9 @@ class Tiers {
   ~Tiers();
 
   TierBytes budget() const;
+  // What is taken beyond the new one stays until it is returned. INVALID_ARGUMENT (BAD_CONFIG) for a tier that was not
+  // opened, UNIMPLEMENTED (UNSUPPORTED) where CPU memory is pinned; then nothing has changed.
+  absl::Status SetBudget(const TierBytes& budget);
   TierBytes used() const;
   TierTraffic traffic() const;
   // Takes or returns budget without allocating: for memory that others hold (provisional slices).

@@ -60,6 +60,25 @@ TEST_F(Ballastctl, ShowsAHealthyClusterVerdictFirst) {
   EXPECT_THAT(status.out, HasSubstr("64.0 MiB"));
 }
 
+TEST_F(Ballastctl, ChangesBudgets) {
+  const auto budget = [&](const std::vector<std::string>& options) {
+    std::vector<std::string> command = {CtlPath(), "budget", "--servers", servers_};
+    command.insert(command.end(), options.begin(), options.end());
+    return RunProcess(command);
+  };
+  const Finished raised = budget({"--dram", "96MiB"});
+  EXPECT_EQ(raised.code, 0) << raised.out << raised.err;
+  EXPECT_THAT(raised.out, HasSubstr("budgets changed until the server restarts"));
+  EXPECT_THAT(raised.out, HasSubstr("job 'job': 0 chunks move to nvme, 0 to dram. Of "));
+  EXPECT_THAT(Status().out, HasSubstr("96.0 MiB"));
+  // Both refuse: what is fixed does not fit.
+  const Finished refused = budget({"--dram", "1KiB"});
+  EXPECT_EQ(refused.code, 1);
+  EXPECT_THAT(refused.out, HasSubstr("a dram budget of 1024 bytes is short of"));
+  EXPECT_THAT(Status().out, HasSubstr("96.0 MiB"));
+  EXPECT_EQ(budget({"--dram", "many"}).code, 2);
+}
+
 TEST_F(Ballastctl, SpeaksJson) {
   const Finished status = Status({"--json"});
   EXPECT_EQ(status.code, 0) << status.err;

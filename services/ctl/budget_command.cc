@@ -1,0 +1,32 @@
+#include "ballast/services/ctl/budget_command.h"
+
+#include <cstdio>
+
+#include "ballast/services/ctl/cluster.h"
+
+namespace ballast::services {
+
+int RunBudget(const BudgetCommand& command) {
+  v1::SetBudgetRequest request;
+  if (command.hbm_bytes.has_value()) request.set_hbm_bytes(*command.hbm_bytes);
+  if (command.dram_bytes.has_value()) request.set_dram_bytes(*command.dram_bytes);
+  if (command.nvme_bytes.has_value()) request.set_nvme_bytes(*command.nvme_bytes);
+  int code = 0;
+  for (const std::string& server : command.servers) {
+    const auto answer = SetBudget(server, request, command.timeout);
+    if (!answer.ok()) {
+      std::printf("%s: %s\n", server.c_str(), std::string(answer.status().message()).c_str());
+      code = 1;
+      continue;
+    }
+    std::printf("%s: budgets changed until the server restarts\n", server.c_str());
+    for (const v1::JobMoves& job : answer->jobs()) {
+      std::printf("  job '%s': %llu chunks move to nvme, %llu to dram. %s\n", job.job().c_str(),
+                  static_cast<unsigned long long>(job.chunks_to_nvme()),
+                  static_cast<unsigned long long>(job.chunks_to_dram()), job.plan().c_str());
+    }
+  }
+  return code;
+}
+
+}  // namespace ballast::services

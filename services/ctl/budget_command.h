@@ -1,0 +1,21 @@
+// `ballastctl budget`: new budgets for servers that run.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+
+namespace ballast::services {
+
+struct BudgetCommand {
+  std::vector<std::string> servers;
+  std::optional<uint64_t> hbm_bytes, dram_bytes, nvme_bytes;  // unset: as it is
+  absl::Duration timeout = absl::Seconds(5);
+};
+// Exit code: 0 all servers have them; 1 some server refused or did not answer.
+int RunBudget(const BudgetCommand& command);
+
+}  // namespace ballast::services

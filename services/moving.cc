@@ -1,0 +1,145 @@
+// The job's thread of class Job: chunks go where new budgets want them, between steps. The thread's queue is first in,
+// first out, and a batch puts the next one behind what is queued: so a step waits for one batch at most.
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/job_parts.h"
+
+namespace ballast::services {
+namespace {
+
+// In each direction, of one batch: of 12 MiB chunks as much as a disk moves in some tens of milliseconds.
+constexpr int kMovesAtOnce = 4;
+
+}  // namespace
+
+std::optional<storage::JobHolding> Job::Holding() const {
+  std::shared_ptr<storage::ChunkStore> store;
+  storage::JobHolding holding;
+  {
+    absl::MutexLock lock(&mu_);
+    // What a job holds that takes no steps any more cannot be moved.
+    if (store_ == nullptr || !Refusal().ok()) return std::nullopt;
+    store = store_;
+  }
+  holding.name = name_;
+  holding.chunks = store->placed();
+  holding.layout = store->layout();
+  holding.durable = store->durable();
+  holding.staging_bytes_missing = store->staging_bytes_missing();
+  holding.shape = ShapeOf(*store);
+  return holding;
+}
+
+void Job::MoveTo(const storage::JobTarget& target, v1::JobMoves* answer) {
+  absl::MutexLock lock(&mu_);
+  // An Open of another spec may have thrown the chunks away; it takes none before the planning lock is free.
+  if (store_ == nullptr || store_->chunk_count() != target.state.size()) return;
+  auto moves = std::make_shared<Moves>();
+  moves->store = store_;
+  const std::vector<storage::PlacedChunk> placed = store_->placed();
+  for (uint64_t i = 0; i < target.state.size(); ++i) {
+    if (placed[i].placement.state == target.state[i]) continue;
+    (target.state[i] == storage::TierKind::kNvme ? moves->down : moves->up).push_back(i);
+  }
+  answer->set_chunks_to_nvme(moves->down.size());
+  answer->set_chunks_to_dram(moves->up.size());
+  prediction_ = target.plan.prediction;
+  moves_ = nullptr;  // where an earlier change wanted them counts no more
+  if (moves->down.empty() && moves->up.empty()) return;
+  spdlog::info("job '{}': {} chunks move to nvme, {} to dram. {}", name_, moves->down.size(), moves->up.size(),
+               target.plan.Explain());
+  moves_ = std::move(moves);
+  ResumeMoves();
+}
+
+void Job::ResumeMoves() {
+  if (moves_ == nullptr || std::exchange(moves_->posted, true)) return;
+  stage_->Post([this] { MoveSome(); });
+}
+
+void Job::MoveSome() {
+  std::shared_ptr<Moves> moves;
+  std::vector<uint64_t> down;
+  {
+    absl::MutexLock lock(&mu_);
+    if (moves_ == nullptr) return;
+    moves_->posted = false;
+    if (!Refusal().ok() || moves_->store != store_) {
+      moves_ = nullptr;
+      return;
+    }
+    moves = moves_;
+    down.assign(moves->down.begin(), moves->down.begin() + std::min<size_t>(moves->down.size(), kMovesAtOnce));
+  }
+  // Durable state goes down by being flushed; then the memory is dropped.
+  std::erase_if(down, [&](uint64_t chunk) { return !moves->store->dirty(chunk); });
+  if (const absl::Status flushed = Flush(moves->store.get(), down, applied_); !flushed.ok()) {
+    LockedOnStage([&](Replies* replies) {
+      mu_.AssertHeld();
+      moves_ = nullptr;
+      Fail(model::Annotate(flushed, "chunks that move to nvme could not be flushed"),
+           "Look after the disk, then restart the server, which recovers the job", replies);
+    });
+    return;
+  }
+  if (!down.empty()) CutJournal(*moves->store, applied_);
+  const uint64_t before = moves->moved;
+  absl::Status status = MoveBatch(moves, &moves->down, storage::TierKind::kNvme);
+  const absl::Status up = MoveBatch(moves, &moves->up, storage::TierKind::kDram);
+  if (status.ok() || (absl::IsResourceExhausted(status) && !up.ok())) status = up;
+  EndBatch(moves, moves->moved > before, status);
+}
+
+// Until one finds no room or fails.
+absl::Status Job::MoveBatch(const std::shared_ptr<Moves>& moves, std::deque<uint64_t>* chunks, storage::TierKind to) {
+  for (int i = 0; i < kMovesAtOnce; ++i) {
+    // Nobody plans meanwhile with what the chunk is about to take or give back.
+    absl::MutexLock planning(around_.planning);
+    uint64_t chunk = 0;
+    {
+      absl::MutexLock lock(&mu_);
+      if (moves_ != moves || chunks->empty()) return absl::OkStatus();
+      chunk = chunks->front();
+    }
+    // Durable chunks of this batch have been flushed; one that was not is the next batch's.
+    if (to == storage::TierKind::kNvme && moves->store->dirty(chunk)) return absl::OkStatus();
+    BALLAST_RETURN_IF_ERROR(moves->store->Move(chunk, to));
+    absl::MutexLock lock(&mu_);
+    chunks->pop_front();
+    ++moves->moved;
+    ++chunks_moved_;
+  }
+  return absl::OkStatus();
+}
+
+void Job::EndBatch(const std::shared_ptr<Moves>& moves, bool progress, const absl::Status& status) {
+  absl::MutexLock lock(&mu_);
+  if (moves_ != moves) return;
+  const uint64_t left = moves->down.size() + moves->up.size();
+  if (!status.ok() && !absl::IsResourceExhausted(status)) {
+    // The chunk is where it was, and so are the others: training goes on.
+    spdlog::error("job '{}': {} chunks stay where they are, not where the budgets want them: {}", name_, left,
+                  std::string(status.message()));
+    moves_ = nullptr;
+    return;
+  }
+  if (left == 0) {
+    spdlog::info("job '{}': moved {} chunks in {:.1f} s", name_, moves->moved,
+                 absl::ToDoubleSeconds(absl::Now() - moves->began));
+    moves_ = nullptr;
+    return;
+  }
+  if (progress) return ResumeMoves();
+  // Room may come with the next step, when other jobs' chunks or pinned copies have gone.
+  if (!std::exchange(moves->said_stalled, true)) {
+    spdlog::warn("job '{}': {} chunks wait for room before they move: {}", name_, left, std::string(status.message()));
+  }
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,35 @@
+// What new budgets mean for the jobs of a server: a pure function, like the plan that each of them gets anew.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/storage/placement/placement.h"
+
+namespace ballast::storage {
+
+// A job as it lies on the server now.
+struct JobHolding {
+  std::string name;
+  std::vector<PlacedChunk> chunks;  // in the order of the update
+  StateLayout layout;
+  bool durable = false;
+  uint64_t staging_bytes_missing = 0;  // that it will take once a chunk of it goes to NVMe
+  StepShape shape;
+};
+
+struct JobTarget {
+  Plan plan;                    // of the chunks that may move: those whose state is not in HBM
+  std::vector<TierKind> state;  // of all chunks
+};
+
+// State moves between DRAM and NVMe; all else that is `used` stays where it is, chunks in HBM too. What DRAM is left
+// for state is shared by the jobs in proportion to theirs, each in a plan of its own. One target per job, same order.
+// RESOURCE_EXHAUSTED (BUDGET) with the bytes that are missing in which tier.
+absl::StatusOr<std::vector<JobTarget>> PlanBudgets(const TierBytes& budget, const TierBytes& used,
+                                                   absl::Span<const JobHolding> jobs);
+
+}  // namespace ballast::storage
