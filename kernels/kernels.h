@@ -56,6 +56,8 @@ void Dequantize(QuantFormat format, const std::byte* quantized, const float* sca
 
 // CRC32C (Castagnoli, RFC 3720), `seed` from an earlier call to continue; 0 to start.
 uint32_t Crc32c(absl::Span<const std::byte> bytes, uint32_t seed = 0);
+// Of two spans one behind the other, from each one's own (with seed 0) and the size of the second.
+uint32_t Crc32cConcat(uint32_t first, uint32_t second, uint64_t second_bytes);
 // Of what it copies, in one read of `from`; to[from.size()].
 uint32_t CopyCrc32c(absl::Span<const std::byte> from, std::byte* to, uint32_t seed = 0);
 

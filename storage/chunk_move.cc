@@ -4,6 +4,7 @@
 
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/chunk_reader.h"
+#include "ballast/storage/state_update.h"
 
 namespace ballast::storage {
 
@@ -18,7 +19,7 @@ absl::Status MoveToNvme(Tiers* tiers, StoredChunk& chunk, NvmeExtent extent) {
   ArrayDigests digests = {};
   if (moves_bytes) {
     // Nobody but this thread changes the state.
-    digests = DigestState(chunk, chunk.state);
+    digests = DigestState(chunk.View(chunk.state), {nullptr, [] {}});
     BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Write(extent.offset(), {chunk.state, bytes}));
     tiers->CountTraffic(TierKind::kDram, bytes, 0);
     tiers->CountTraffic(TierKind::kNvme, 0, bytes);
@@ -54,13 +55,8 @@ absl::Status MoveToDram(Tiers* tiers, StoredChunk& chunk, bool keep_extent) {
     BALLAST_RETURN_IF_ERROR(file.Read(offset, own.bytes()));
     tiers->CountTraffic(TierKind::kNvme, bytes, 0);
     tiers->CountTraffic(TierKind::kDram, 0, bytes);
-    const ArrayDigests found = DigestState(chunk, own.bytes().data());
-    for (size_t i = 0; i < kStateArraysMax; ++i) {
-      if (found[i] == expected[i]) continue;
-      const auto array = static_cast<StateArray>(i);
-      return ChecksumError(file, chunk.index, array, offset + chunk.layout.ArrayAt(array, chunk.elements), expected[i],
-                           found[i]);
-    }
+    const ArrayDigests found = DigestState(chunk.View(own.bytes().data()), {nullptr, [] {}});
+    BALLAST_RETURN_IF_ERROR(CompareDigests(file, chunk, offset, expected, found));
   }
   NvmeExtent old;
   absl::MutexLock lock(&chunk.mutex);

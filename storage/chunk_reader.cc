@@ -22,30 +22,6 @@ void ReadZeros(uint64_t count, ChunkReader::Sink sink) {
 
 }  // namespace
 
-ArrayDigests DigestState(const StoredChunk& chunk, const std::byte* state) {
-  return DigestState(chunk, state, nullptr, [] {});
-}
-
-ArrayDigests DigestState(const StoredChunk& chunk, const std::byte* state, kernels::ThreadPool* compute,
-                         absl::FunctionRef<void()> poll) {
-  ArrayDigests digests = {};
-  const auto digest = [&](uint64_t i) {
-    const auto array = static_cast<StateArray>(i);
-    digests[i] = kernels::Crc32c(
-        {state + chunk.layout.ArrayAt(array, chunk.elements), chunk.layout.ArrayBytes(array, chunk.elements)});
-  };
-  const auto count = static_cast<uint64_t>(chunk.layout.array_count());
-  if (compute != nullptr) {
-    compute->ParallelFor(count, digest, poll);
-    return digests;
-  }
-  for (uint64_t i = 0; i < count; ++i) {
-    digest(i);
-    poll();
-  }
-  return digests;
-}
-
 absl::Status ChecksumError(const BlockFile& file, uint64_t chunk, StateArray array, uint64_t offset, uint32_t expected,
                            uint32_t found) {
   return model::Error(
@@ -54,6 +30,17 @@ absl::Status ChecksumError(const BlockFile& file, uint64_t chunk, StateArray arr
           "chunk %d: %s in %s at offset %d has CRC32C %08x, expected %08x: the disk did not return what was "
           "written; nothing of it is used. Check the disk, then start the job from its newest copy",
           chunk, kArrayNames[static_cast<int>(array)], file.path(), offset, found, expected));
+}
+
+absl::Status CompareDigests(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
+                            const ArrayDigests& expected, const ArrayDigests& found) {
+  for (size_t i = 0; i < kStateArraysMax; ++i) {
+    if (found[i] == expected[i]) continue;
+    const auto array = static_cast<StateArray>(i);
+    return ChecksumError(file, chunk.index, array, state_at + chunk.layout.ArrayAt(array, chunk.elements), expected[i],
+                         found[i]);
+  }
+  return absl::OkStatus();
 }
 
 absl::Status ChunkReader::Prepare(DramTier::Limit limit) {

@@ -14,14 +14,13 @@
 
 namespace ballast::storage {
 
-ArrayDigests DigestState(const StoredChunk& chunk, const std::byte* state);
-// The same, its arrays shared with the pool's threads if there is one; `poll` is called between arrays.
-ArrayDigests DigestState(const StoredChunk& chunk, const std::byte* state, kernels::ThreadPool* compute,
-                         absl::FunctionRef<void()> poll);
-
 // DATA_LOSS (CHECKSUM): names the chunk, the array, the file and the offset.
 absl::Status ChecksumError(const BlockFile& file, uint64_t chunk, StateArray array, uint64_t offset, uint32_t expected,
                            uint32_t found);
+
+// OK, or the first difference. `state_at`: of the state, in the file.
+absl::Status CompareDigests(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
+                            const ArrayDigests& expected, const ArrayDigests& found);
 
 // Threads: any. Reads from disk take turns: they share one small buffer.
 class ChunkReader {

@@ -14,6 +14,7 @@
 #include "ballast/storage/io/failpoint.h"
 #include "ballast/storage/io/seeded_bugs.h"
 #include "ballast/storage/pinned_copy.h"
+#include "ballast/storage/state_update.h"
 #include "ballast/storage/stored_chunk.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/update_pipeline.h"
@@ -21,10 +22,6 @@
 
 namespace ballast::storage {
 namespace {
-
-// What one thread takes at a time. After each of its pieces the job's thread looks after the disk: at memory speed
-// every 50 microseconds, else it idles behind a long kernel.
-constexpr uint64_t kPieceElements = uint64_t{1} << 16;
 
 absl::Status Bad(const char* reason, absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
@@ -55,58 +52,6 @@ absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
                                                " bytes, expected ", gradient_bytes));
   }
   return absl::OkStatus();
-}
-
-// What the optimizer works on from element `at` of the chunk on; the gradient is in the host's memory.
-kernels::UpdateSpan SpanOf(const ChunkUpdate& update, const StateView& state, std::byte* working, uint64_t at,
-                           uint64_t n) {
-  kernels::UpdateSpan span{.n = n,
-                           .gradient = update.gradient.data() + at * state.layout->gradient_element_bytes(),
-                           .master = state.master() + at,
-                           .moments = {},
-                           .working = working};
-  for (int k = 0; k + 1 < state.layout->array_count(); ++k) {
-    span.moments[static_cast<size_t>(k)] = state.moment(k, at);
-  }
-  return span;
-}
-
-kernels::RandomKey RandomAt(const ChunkUpdate& update, uint64_t at) {
-  kernels::RandomKey random = update.random;
-  random.first_element += at;
-  return random;
-}
-
-// Values, then the optimizer, on state in the host's memory.
-void ApplyInMemory(const ChunkUpdate& update, const StateView& state, std::byte* working, UpdatePipeline& pipeline,
-                   kernels::ThreadPool* compute) {
-  const kernels::OptimizerSpec& optimizer = state.layout->optimizer();
-  const uint64_t width = state.layout->working_element_bytes();
-  for (const ChunkUpdate::Values& values : update.values) {
-    std::copy(values.values.begin(), values.values.end(), state.master() + values.begin);
-    kernels::FromF32(values.values, optimizer.working, working + values.begin * width);
-  }
-  struct Piece {
-    const ChunkUpdate::SegmentUpdate* segment;
-    uint64_t begin, end;
-  };
-  std::vector<Piece> pieces;
-  for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
-    for (uint64_t at = segment.begin; at < segment.end; at += kPieceElements) {
-      pieces.push_back({&segment, at, std::min(at + kPieceElements, segment.end)});
-    }
-  }
-  const auto apply = [&](uint64_t i) {
-    const auto [segment, at, end] = pieces[i];
-    kernels::Update(optimizer, segment->coefficients, RandomAt(update, at),
-                    SpanOf(update, state, working + at * width, at, end - at));
-  };
-  const auto poll = [&pipeline] { pipeline.Poll(); };
-  if (compute != nullptr) return compute->ParallelFor(pieces.size(), apply, poll);
-  for (uint64_t i = 0; i < pieces.size(); ++i) {
-    apply(i);
-    poll();
-  }
 }
 
 // `bytes` as whole elements.
@@ -408,14 +353,9 @@ absl::Status ChunkStore::Impl::CheckRestored(const StoredChunk& chunk, const Dur
                                      ", where the catalog says: its label is damaged or another's. Run `ballastctl "
                                      "verify`"));
   }
-  const ArrayDigests digests = DigestState(chunk, state);
-  for (size_t i = 0; i < kStateArraysMax; ++i) {
-    if (digests[i] == durable.digests[i] || Seeded(StorageBug::kRestoreDigestUnchecked)) continue;
-    const auto array = static_cast<StateArray>(i);
-    return ChecksumError(file, chunk.id, array, durable.offset + layout.ArrayAt(array, chunk.elements),
-                         durable.digests[i], digests[i]);
-  }
-  return absl::OkStatus();
+  if (Seeded(StorageBug::kRestoreDigestUnchecked)) return absl::OkStatus();
+  const ArrayDigests digests = DigestState({&layout, const_cast<std::byte*>(state), chunk.elements}, {compute, [] {}});
+  return CompareDigests(file, chunk, durable.offset, durable.digests, digests);
 }
 
 absl::Status ChunkStore::Impl::Restore(StoredChunk& chunk, const DurableChunk& durable) {
@@ -577,7 +517,7 @@ absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::Functi
     absl::MutexLock lock(&impl.mutex);
     ++impl.runs;
   }
-  UpdatePipeline pipeline(chunks, &impl.staging, queue, impl.tiers, impl.compute);
+  UpdatePipeline pipeline(chunks, &impl.staging, queue, impl.tiers);
   absl::Status status;
   for (size_t i = 0; i < updates.size() && status.ok(); ++i) {
     status = impl.Apply(i, updates[i], *chunks[i], pipeline);
@@ -599,9 +539,15 @@ absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::Functi
 absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk,
                                      UpdatePipeline& pipeline) {
   const TierKind tier = chunk.placement.state;
+  const auto poll = [&pipeline] { pipeline.Poll(); };
+  const Compute with{.pool = compute, .poll = poll};
   std::byte* state = chunk.state;
+  // What came from the disk is compared with its digests while it is updated: before, it would be read twice.
+  bool verified = tier != TierKind::kNvme;
   if (tier == TierKind::kNvme) {
     BALLAST_ASSIGN_OR_RETURN(state, pipeline.Load(i));
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    verified = chunk.updated_in == 0 || Seeded(StorageBug::kLoadDigestUnchecked);
   }
   uint64_t run = 0;
   {
@@ -611,6 +557,12 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
   const bool changes = !update.values.empty() || !update.segments.empty();
   std::optional<CopyOnWrite> copy;
   if (changes && IsPinned(chunk)) {
+    if (!std::exchange(verified, true)) {
+      const ArrayDigests found = DigestState(chunk.View(state), with);
+      absl::ReaderMutexLock lock(&chunk.mutex);
+      BALLAST_RETURN_IF_ERROR(
+          CompareDigests(tiers->nvme()->file(), chunk, chunk.extent.offset(), chunk.digests, found));
+    }
     BALLAST_ASSIGN_OR_RETURN(
         copy, CopyOnWrite::Prepare(tiers, &reader, chunk, run, tier == TierKind::kNvme ? state : nullptr));
   }
@@ -624,18 +576,22 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
   }
   {
     absl::MutexLock lock(&chunk.mutex);
+    const ArrayDigests expected = chunk.digests;
+    const uint64_t read_from = chunk.extent.offset();
     if (copy.has_value()) (*std::move(copy)).Install(chunk);
     if (changes) chunk.updated_in = run;
     if (tier == TierKind::kHbm) {
       BALLAST_RETURN_IF_ERROR(ApplyOnDevice(update, chunk));
     } else {
-      ApplyInMemory(update, chunk.View(state), chunk.working, pipeline, compute);
-    }
-    if (tier == TierKind::kNvme) {
-      chunk.digests = DigestState(chunk, state, compute, [&pipeline] { pipeline.Poll(); });
-      chunk.staged = state;
+      UpdateDigests digests{.of_old = !verified, .of_new = stores};
+      UpdateState(update, chunk.View(state), chunk.working, with, &digests);
+      if (!verified) {
+        BALLAST_RETURN_IF_ERROR(CompareDigests(tiers->nvme()->file(), chunk, read_from, expected, digests.old_state));
+      }
+      if (stores) chunk.digests = digests.new_state;
     }
     Pass("chunk/updated");
+    if (tier == TierKind::kNvme) chunk.staged = state;
     chunk.dirty = versions.has_value() && !stores && !Seeded(StorageBug::kFlushedChunkStaysClean);
     if (stores && versions.has_value()) {
       failed = StartVersion(chunk, state, update.version, std::move(fresh));
@@ -684,7 +640,6 @@ absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state
       return written;
     }
   } else {
-    if (chunk.placement.state != TierKind::kNvme) chunk.digests = DigestState(chunk, state);
     entry.digests = chunk.digests;
     EncodeLabel(entry, layout, versions->job(), {state + label_at, StateLayout::kLabelBytes});
     Pass("extent/labelled");

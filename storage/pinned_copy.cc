@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/state_update.h"
 
 namespace ballast::storage {
 namespace {
@@ -45,7 +46,7 @@ absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const St
     return absl::OkStatus();
   }
   const uint64_t bytes = chunk.state_bytes();
-  copy_.digests = DigestState(chunk, chunk.state);
+  copy_.digests = DigestState(chunk.View(chunk.state), {nullptr, [] {}});
   tiers->CountTraffic(TierKind::kDram, bytes, 0);
   tiers->CountTraffic(TierKind::kNvme, 0, bytes);
   return tiers->nvme()->file().Write(copy_.extent.offset(), {chunk.state, bytes});

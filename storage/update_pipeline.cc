@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/chunk_reader.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/io/failpoint.h"
 #include "ballast/storage/io/seeded_bugs.h"
@@ -15,6 +14,8 @@ namespace ballast::storage {
 namespace {
 
 constexpr uint64_t kFlushTag = ~uint64_t{0};
+// Enough for any disk to be busy. More at once would all arrive late, the one that the kernel waits for too.
+constexpr uint64_t kLoadingBytesMax = uint64_t{24} << 20;
 
 // The system gives a dead thread's id to the next one, which an io_uring of the dead one would still refuse.
 uint64_t ThisThread() {
@@ -35,8 +36,8 @@ absl::StatusOr<IoQueue*> PipelineStaging::Queue(Disk* disk) {
 }
 
 UpdatePipeline::UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue,
-                               Tiers* tiers, kernels::ThreadPool* compute)
-    : chunks_(chunks), queue_(queue), tiers_(tiers), compute_(compute) {
+                               Tiers* tiers)
+    : chunks_(chunks), queue_(queue), tiers_(tiers) {
   if (queue == nullptr) return;
   const uint64_t slot_bytes = std::max(staging->slot_bytes, uint64_t{1});  // no slots where no state lives on NVMe
   const uint64_t count = std::min(staging->memory.bytes().size() / slot_bytes, PipelineStaging::kSlotsMax);
@@ -71,7 +72,6 @@ absl::StatusOr<std::byte*> UpdatePipeline::Load(size_t i) {
     slot = Find(i);
   }
   BALLAST_RETURN_IF_ERROR(slot->status);
-  BALLAST_RETURN_IF_ERROR(Verify(*slot));
   return slot->data;
 }
 
@@ -107,6 +107,7 @@ absl::Status UpdatePipeline::Drain() {
 void UpdatePipeline::LoadAhead() {
   for (Slot& slot : slots_) {
     if (slot.phase != Phase::kFree) continue;
+    if (loading_bytes_ >= kLoadingBytesMax) return;
     while (next_load_ < chunks_.size() && chunks_[next_load_]->placement.state != TierKind::kNvme) ++next_load_;
     if (next_load_ == chunks_.size()) return;
     slot.update = next_load_++;
@@ -123,7 +124,9 @@ absl::Status UpdatePipeline::StartLoad(Slot& slot) {
     return absl::OkStatus();
   }
   slot.phase = Phase::kLoading;
-  return Submit(slot, IoRequest::Kind::kRead, source.offset);
+  BALLAST_RETURN_IF_ERROR(Submit(slot, IoRequest::Kind::kRead, source.offset));
+  loading_bytes_ += chunks_[slot.update]->state_bytes();
+  return absl::OkStatus();
 }
 
 absl::Status UpdatePipeline::Flush(size_t i) {
@@ -184,6 +187,7 @@ void UpdatePipeline::Complete(const IoCompletion& completion) {
   if (slot.phase == Phase::kLoading) {
     slot.status = completion.status;
     slot.phase = Phase::kLoaded;
+    loading_bytes_ -= chunks_[slot.update]->state_bytes();
   } else if (stored) {
     slot.phase = Phase::kStored;
     Pass("extent/written");
@@ -205,21 +209,6 @@ void UpdatePipeline::FreeStored(bool may_wait) {
     chunk.mutex.Unlock();
     slot.phase = Phase::kFree;
   }
-}
-
-absl::Status UpdatePipeline::Verify(const Slot& slot) {
-  const StoredChunk& chunk = *chunks_[slot.update];
-  absl::ReaderMutexLock lock(&chunk.mutex);
-  if (chunk.updated_in == 0 || Seeded(StorageBug::kLoadDigestUnchecked)) return absl::OkStatus();
-  const ArrayDigests found = DigestState(chunk, slot.data, compute_, [this] { Poll(); });
-  for (size_t i = 0; i < kStateArraysMax; ++i) {
-    if (found[i] == chunk.digests[i]) continue;
-    const auto array = static_cast<StateArray>(i);
-    return ChecksumError(tiers_->nvme()->file(), chunk.index, array,
-                         chunk.extent.offset() + chunk.layout.ArrayAt(array, chunk.elements), chunk.digests[i],
-                         found[i]);
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace ballast::storage

@@ -12,7 +12,6 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "ballast/kernels/thread_pool.h"
 #include "ballast/storage/io/io_queue.h"
 #include "ballast/storage/stored_chunk.h"
 #include "ballast/storage/tier/tiers.h"
@@ -45,10 +44,9 @@ struct PipelineStaging {
 class UpdatePipeline {
  public:
   // `chunks`: one per update, in order; only those on NVMe are moved. Borrows all.
-  UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue, Tiers* tiers,
-                 kernels::ThreadPool* compute);
+  UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue, Tiers* tiers);
 
-  // The state of update i, in memory and verified. Before the kernel.
+  // The state of update i, in memory as the disk returned it: not compared with its digests. Before the kernel.
   absl::StatusOr<std::byte*> Load(size_t i);
   // Starts writing the state of update i back. The chunk's `staged` must point to it by then.
   absl::Status Store(size_t i);
@@ -87,15 +85,14 @@ class UpdatePipeline {
   void Complete(const IoCompletion& completion);
   // `may_wait`: for readers of the chunk. Not while another chunk's lock is held.
   void FreeStored(bool may_wait);
-  absl::Status Verify(const Slot& slot);
 
   const absl::Span<StoredChunk* const> chunks_;
   IoQueue* const queue_;
   Tiers* const tiers_;
-  kernels::ThreadPool* const compute_;
   std::vector<Source> sources_;  // by update
   std::vector<Slot> slots_;
   uint64_t flushing_ = 0;
+  uint64_t loading_bytes_ = 0;
   size_t next_load_ = 0;  // updates before it have been loaded, or need not be
   absl::Status failed_;   // the first store that failed
   std::vector<IoCompletion> completions_;

@@ -4,6 +4,7 @@
 #include <spdlog/spdlog.h>
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdlib>
@@ -60,17 +61,16 @@ class UringQueue : public IoQueue {
   absl::Status Submit(const IoRequest& request) override {
     BALLAST_RETURN_IF_ERROR(table_.Add(request));
     Fill();
-    Enter(/*wait=*/false);
+    SubmitQueued();
     return absl::OkStatus();
   }
 
   void Reap(bool wait, std::vector<IoCompletion>* completions) override {
     if (table_.in_flight() > 0 && !table_.finished()) {
-      Enter(/*wait=*/false);
-      io_uring_get_events(&ring_);
+      if (!wait) Enter(/*pieces=*/0);
       Collect();
       while (wait && !table_.finished() && table_.in_flight() > 0) {
-        Enter(/*wait=*/true);
+        Enter(WaitPieces());
         Collect();
       }
     }
@@ -118,8 +118,19 @@ class UringQueue : public IoQueue {
     io_uring_sqe_set_data64(sqe, index);
   }
 
-  void Enter(bool wait) {
-    const int result = wait ? io_uring_submit_and_wait(&ring_, 1) : io_uring_submit(&ring_);
+  // Of those with the kernel, how many one sleep waits for: waking for each costs CPU time, and the others keep the
+  // device busy meanwhile.
+  unsigned WaitPieces() const { return kIoDepth - free_.size() >= 8 ? 2 : 1; }
+
+  void SubmitQueued() { Check(io_uring_submit(&ring_)); }
+
+  // Gives the kernel what is queued, lets it complete what is done, and waits for so many pieces.
+  void Enter(unsigned pieces) {
+    Check(pieces > 0 ? static_cast<int>(io_uring_submit_and_wait(&ring_, pieces))
+                     : io_uring_submit_and_get_events(&ring_));
+  }
+
+  void Check(int result) {
     // What was not taken stays queued for the next call.
     if (result >= 0 || result == -EINTR || result == -EAGAIN || result == -EBUSY) return;
     spdlog::critical("io_uring_enter: {}: the ring was used against its contract", std::strerror(-result));
@@ -141,7 +152,7 @@ class UringQueue : public IoQueue {
       free_.push_back(index);
     }
     Fill();
-    if (io_uring_sq_ready(&ring_) > 0) Enter(/*wait=*/false);
+    if (io_uring_sq_ready(&ring_) > 0) SubmitQueued();
   }
 
   io_uring ring_ = {};

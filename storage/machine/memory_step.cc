@@ -6,8 +6,7 @@
 #include "absl/time/clock.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/chunk_reader.h"
-#include "ballast/storage/stored_chunk.h"
+#include "ballast/storage/state_update.h"
 
 namespace ballast::storage {
 namespace {
@@ -84,14 +83,14 @@ absl::StatusOr<uint64_t> MemoryStep::ElementsPerSecond(int threads, absl::Durati
 uint64_t DigestBytesPerSecond(absl::Span<const std::byte> memory, int threads, absl::Duration duration) {
   constexpr uint64_t kElements = uint64_t{1} << 20;
   const StateLayout layout;
-  const StoredChunk chunk(&layout, 0, kElements, {}, 0);
-  const uint64_t state_bytes = chunk.state_bytes();
+  const uint64_t state_bytes = layout.StateBytes(kElements);
   kernels::ThreadPool pool(threads);
   uint64_t bytes = 0, at = 0;
   const absl::Time begin = absl::Now(), end = begin + duration;
   do {
     if (at + state_bytes > memory.size()) at = 0;
-    volatile uint32_t keep = DigestState(chunk, memory.data() + at, &pool, [] {})[0];
+    const StateView state = {&layout, const_cast<std::byte*>(memory.data()) + at, kElements};
+    volatile uint32_t keep = DigestState(state, {.pool = &pool, .poll = [] {}})[0];
     static_cast<void>(keep);
     at += state_bytes;
     bytes += state_bytes;

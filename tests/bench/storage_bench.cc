@@ -4,15 +4,16 @@
 //   stream/read, stream/write  our queue against fio: same file, blocks, depth and kind of pages
 //   step/nvme           ChunkStore::Run over state on NVMe (AdamW, bf16 gradients and working copies, fp32 moments)
 //                       against max(its reads and writes alone, its compute alone)
-//   step/nvme_balanced  the same when compute takes as long as the I/O: chunks whose state is in DRAM are updated in
-//   the
+//   step/nvme_balanced  the same when compute takes as long as the I/O: chunks whose state is in DRAM are updated in the
 //                       same run, spread evenly between those on NVMe, as many as it takes
 //   step/nvme_8bit      parameters per second with 8-bit moments against those with fp32 moments
 //
 // "I/O alone" reads every extent into a staging slot and writes it back from there, through a queue, slots and a window
-// as the step's, without a kernel. "Compute alone" is as many updates of chunks in DRAM, of which there are as many as
-// staging has slots. Checksums of state count as the step's own overhead; `with_checksums` is the ratio if they are
-// counted as compute. All variants of a round run one after another, in an order that rotates; ratios are medians.
+// as the step's, without a kernel. "Compute alone" is what the step computes, on as many states in memory as staging has
+// slots: updates, with the digests of each state before and after; `without_digests` is the ratio if these count as the
+// step's own overhead. `side_by_side` is what two threads reach that do the one and the other at once and share nothing:
+// less than 1 where the machine's disk needs its processors or its memory. All variants of a round run one after
+// another, in an order that rotates; ratios are medians.
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 

@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "ballast/kernels/kernels.h"
@@ -11,6 +13,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/chunk_store.h"
 #include "ballast/storage/io/arena.h"
+#include "ballast/storage/state_update.h"
 #include "ballast/storage/tier/nvme_tier.h"
 #include "ballast/storage/tier/tiers.h"
 #include "ballast/tests/bench/storage_rows.h"
@@ -47,6 +50,53 @@ class Gradients {
   storage::Arena memory_;
 };
 
+constexpr kernels::Hyper kHyper = {
+    .learning_rate = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .epsilon = 1e-8, .weight_decay = 0.01};
+
+storage::ChunkUpdate WholeChunk(const kernels::OptimizerSpec& spec, uint64_t chunk, uint64_t step,
+                                absl::Span<const std::byte> gradient) {
+  return {.chunk = chunk,
+          .values = {},
+          .segments = {{.begin = 0, .end = kChunk, .coefficients = MakeCoefficients(spec, kHyper, step, 1)}},
+          .gradient = gradient,
+          .random = {.seed = 1, .unit = static_cast<uint32_t>(chunk), .step = step}};
+}
+
+// What a step computes, on states that stay in memory: as many as a store has staging slots, in turn.
+class ComputeAlone {
+ public:
+  static absl::StatusOr<ComputeAlone> Make(uint64_t slots, kernels::ThreadPool* pool, const Gradients* gradients) {
+    ComputeAlone alone(slots, pool, gradients);
+    BALLAST_ASSIGN_OR_RETURN(alone.states_, storage::Arena::Map(slots * alone.layout_.StateBytes(kChunk), false));
+    BALLAST_ASSIGN_OR_RETURN(alone.working_, storage::Arena::Map(slots * alone.layout_.WorkingBytes(kChunk), false));
+    return alone;
+  }
+  // `digests`: of the state before and after each, as for what comes from a disk and goes back.
+  absl::Status Run(uint64_t updates, bool digests) {
+    ++step_;
+    for (uint64_t i = 0; i < updates; ++i) {
+      const uint64_t slot = i % slots_;
+      const storage::StateView state = {&layout_, states_.bytes().data() + slot * layout_.StateBytes(kChunk), kChunk};
+      storage::UpdateDigests wanted = {.of_old = digests, .of_new = digests};
+      UpdateState(WholeChunk(layout_.optimizer(), i, step_, gradients_->Of(i)), state,
+                  working_.bytes().data() + slot * layout_.WorkingBytes(kChunk), {.pool = pool_, .poll = [] {}},
+                  &wanted);
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  ComputeAlone(uint64_t slots, kernels::ThreadPool* pool, const Gradients* gradients)
+      : slots_(slots), pool_(pool), gradients_(gradients) {}
+
+  storage::StateLayout layout_;  // AdamW with fp32 moments
+  uint64_t slots_;
+  kernels::ThreadPool* pool_;
+  const Gradients* gradients_;
+  storage::Arena states_, working_;
+  uint64_t step_ = 0;
+};
+
 // A store of full chunks, stepped by AdamW.
 class Job {
  public:
@@ -62,23 +112,12 @@ class Job {
   uint64_t chunks() const { return store_.chunk_count(); }
 
   absl::Status Step(absl::Span<const uint64_t> chunks) {
-    const kernels::Coefficients coefficients = MakeCoefficients(spec_, kHyper, ++step_, 1);
+    ++step_;
     std::vector<storage::ChunkUpdate> updates;
     for (const uint64_t chunk : chunks) {
-      updates.push_back({.chunk = chunk,
-                         .values = {},
-                         .segments = {{.begin = 0, .end = kChunk, .coefficients = coefficients}},
-                         .gradient = gradients_->Of(updates.size()),
-                         .random = {.seed = 1, .unit = static_cast<uint32_t>(chunk), .step = step_}});
+      updates.push_back(WholeChunk(spec_, chunk, step_, gradients_->Of(updates.size())));
     }
     return store_.Run(updates, [](size_t) {});
-  }
-  // `updates` updates, of all chunks in turn.
-  absl::Status StepInTurn(uint64_t updates) {
-    for (uint64_t at = 0; at < updates; at += chunks()) {
-      BALLAST_RETURN_IF_ERROR(Step(Range(0, std::min(chunks(), updates - at))));
-    }
-    return absl::OkStatus();
   }
   static std::vector<uint64_t> Range(uint64_t begin, uint64_t end) {
     std::vector<uint64_t> range(end - begin);
@@ -87,8 +126,6 @@ class Job {
   }
 
  private:
-  static constexpr kernels::Hyper kHyper = {
-      .learning_rate = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .epsilon = 1e-8, .weight_decay = 0.01};
   const kernels::OptimizerSpec spec_;
   storage::ChunkStore store_;
   const Gradients* const gradients_;
@@ -133,27 +170,44 @@ absl::StatusOr<Balance> FindBalance(const StorageBenchOptions& options, Job& job
   return balance;
 }
 
-// The row of a step against what bounds it.
-Row BoundedRow(const char* name, uint64_t chunks, uint64_t chunk_bytes, const std::vector<double>& step,
-               const std::vector<double>& io, const std::vector<double>& compute,
-               const std::vector<double>& checksums) {
-  std::vector<double> ratios, with_checksums;
-  for (size_t i = 0; i < step.size(); ++i) {
-    ratios.push_back(std::max(io[i], compute[i]) / step[i]);
-    with_checksums.push_back(std::max(io[i], compute[i] + checksums[i]) / step[i]);
+// Seconds of a step and of what bounds it, an entry per round.
+struct BoundedStep {
+  std::vector<double> step, io, compute, bare_compute, side_by_side;
+
+  static BoundedStep From(std::vector<std::vector<double>> times) {
+    return {std::move(times[0]), std::move(times[1]), std::move(times[2]), std::move(times[3]), std::move(times[4])};
+  }
+};
+
+Row BoundedRow(const char* name, uint64_t chunks, uint64_t chunk_bytes, const BoundedStep& seconds) {
+  std::vector<double> ratios, bare, side_by_side;
+  for (size_t i = 0; i < seconds.step.size(); ++i) {
+    const double bound = std::max(seconds.io[i], seconds.compute[i]);
+    ratios.push_back(bound / seconds.step[i]);
+    bare.push_back(std::max(seconds.io[i], seconds.bare_compute[i]) / seconds.step[i]);
+    side_by_side.push_back(bound / seconds.side_by_side[i]);
   }
   const double moved = 2 * static_cast<double>(chunks * chunk_bytes);
   return {.name = name,
           .bytes_per_element = 2 * static_cast<double>(chunk_bytes) / kChunk,
-          .gb_per_s = moved / Median(step) / 1e9,
+          .gb_per_s = moved / Median(seconds.step) / 1e9,
           .reference = "max(I/O alone, compute alone)",
           .ratio = Median(ratios),
           .bar = 1 / 1.1,
-          .more = {{"seconds", Median(step)},
-                   {"io_seconds", Median(io)},
-                   {"compute_seconds", Median(compute)},
-                   {"checksum_seconds", Median(checksums)},
-                   {"with_checksums", Median(with_checksums)}}};
+          .more = {{"seconds", Median(seconds.step)},
+                   {"io_seconds", Median(seconds.io)},
+                   {"compute_seconds", Median(seconds.compute)},
+                   {"side_by_side", Median(side_by_side)},
+                   {"without_digests", Median(bare)}}};
+}
+
+// Runs both at once, on two threads that share nothing.
+absl::Status AtOnce(const Work& io, const Work& compute) {
+  absl::Status computed;
+  std::thread other([&] { computed = compute(); });
+  const absl::Status moved = io();
+  other.join();
+  return moved.ok() ? computed : moved;
 }
 
 }  // namespace
@@ -166,7 +220,6 @@ absl::Status MeasureSteps(const StorageBenchOptions& options, const std::string&
   BALLAST_ASSIGN_OR_RETURN(const Gradients gradients, Gradients::Make());
   kernels::ThreadPool pool(options.threads);
   Job f32(tiers.get(), MomentFormat::kF32, &pool, &gradients), f8(tiers.get(), MomentFormat::kF8, &pool, &gradients);
-  Job in_dram(tiers.get(), MomentFormat::kF32, &pool, &gradients);
   const uint64_t n = std::max<uint64_t>(options.bytes / f32.chunk_bytes(), 1);
   std::fprintf(stderr, "storage_bench: %lu chunks of 2^20 parameters, I/O by %s\n", n, tiers->io_backend().c_str());
   BALLAST_RETURN_IF_ERROR(f32.Add(n, TierKind::kNvme));
@@ -176,25 +229,25 @@ absl::Status MeasureSteps(const StorageBenchOptions& options, const std::string&
   BALLAST_RETURN_IF_ERROR(f8.Add(n, TierKind::kNvme));
   BALLAST_ASSIGN_OR_RETURN(IoAlone alone,
                            IoAlone::Make(options.staging_bytes, &tiers->nvme()->file(), f32.chunk_bytes()));
-  BALLAST_RETURN_IF_ERROR(in_dram.Add(alone.slots(), TierKind::kDram));
+  BALLAST_ASSIGN_OR_RETURN(ComputeAlone computing, ComputeAlone::Make(alone.slots(), &pool, &gradients));
 
-  const Work io = [&] { return alone.Run(n); }, compute = [&] { return in_dram.StepInTurn(n); };
-  const Work checksums = [&] {
-    alone.Checksums(n);
-    return absl::OkStatus();
-  };
+  const Work io = [&] { return alone.Run(n); };
+  const Work compute = [&] { return computing.Run(n, /*digests=*/true); };
+  const Work bare_compute = [&] { return computing.Run(n, /*digests=*/false); };
   const std::vector<uint64_t> all = Job::Range(0, n);
   // The first steps write extents that were never written, and the second read them for the first time.
   for (int i = 0; i < 2; ++i) BALLAST_RETURN_IF_ERROR(f32.Step(all));
   for (int i = 0; i < 2; ++i) BALLAST_RETURN_IF_ERROR(f8.Step(all));
-  BALLAST_ASSIGN_OR_RETURN(
-      const auto times,
-      Measure("steps", {io, compute, [&] { return f32.Step(all); }, [&] { return f8.Step(all); }, checksums},
-              options.rounds));
-  rows->push_back(BoundedRow("step/nvme", n, f32.chunk_bytes(), times[2], times[0], times[1], times[4]));
+  BALLAST_ASSIGN_OR_RETURN(const auto times,
+                           Measure("steps",
+                                   {[&] { return f32.Step(all); }, io, compute, bare_compute,
+                                    [&] { return AtOnce(io, compute); }, [&] { return f8.Step(all); }},
+                                   options.rounds));
+  const BoundedStep bounded = BoundedStep::From(times);
+  rows->push_back(BoundedRow("step/nvme", n, f32.chunk_bytes(), bounded));
   std::vector<double> ratios;
-  for (size_t i = 0; i < times[2].size(); ++i) ratios.push_back(times[2][i] / times[3][i]);
-  const double f8_bytes = static_cast<double>(f8.chunk_bytes()), f8_seconds = Median(times[3]);
+  for (size_t i = 0; i < times[0].size(); ++i) ratios.push_back(times[0][i] / times[5][i]);
+  const double f8_bytes = static_cast<double>(f8.chunk_bytes()), f8_seconds = Median(times[5]);
   const Row f8_row = {
       .name = "step/nvme_8bit",
       .bytes_per_element = 2 * f8_bytes / kChunk,
@@ -204,22 +257,21 @@ absl::Status MeasureSteps(const StorageBenchOptions& options, const std::string&
       .bar = 1.6,
       .more = {{"seconds", f8_seconds}, {"parameters_per_s", static_cast<double>(n * kChunk) / f8_seconds}}};
 
-  BALLAST_ASSIGN_OR_RETURN(const Balance balance, FindBalance(options, f32, n, Median(times[0]), Median(times[1])));
+  BALLAST_ASSIGN_OR_RETURN(const Balance balance,
+                           FindBalance(options, f32, n, Median(bounded.io), Median(bounded.compute)));
   const std::vector<uint64_t> mixed = balance.Order(n), added = Job::Range(n, n + balance.dram);
-  const Work mixed_compute = [&] {
-    BALLAST_RETURN_IF_ERROR(in_dram.StepInTurn(balance.nvme));
+  const auto mixed_compute = [&](bool digests) {
+    BALLAST_RETURN_IF_ERROR(computing.Run(balance.nvme, digests));
     return f32.Step(added);
   };
+  const Work mixed_io = [&] { return alone.Run(balance.nvme); };
+  const Work with_digests = [&] { return mixed_compute(/*digests=*/true); };
   BALLAST_ASSIGN_OR_RETURN(const auto mixed_times, Measure("balanced steps",
-                                                           {[&] { return alone.Run(balance.nvme); }, mixed_compute,
-                                                            [&] { return f32.Step(mixed); },
-                                                            [&] {
-                                                              alone.Checksums(balance.nvme);
-                                                              return absl::OkStatus();
-                                                            }},
+                                                           {[&] { return f32.Step(mixed); }, mixed_io, with_digests,
+                                                            [&] { return mixed_compute(/*digests=*/false); },
+                                                            [&] { return AtOnce(mixed_io, with_digests); }},
                                                            options.rounds));
-  rows->push_back(BoundedRow("step/nvme_balanced", balance.nvme, f32.chunk_bytes(), mixed_times[2], mixed_times[0],
-                             mixed_times[1], mixed_times[3]));
+  rows->push_back(BoundedRow("step/nvme_balanced", balance.nvme, f32.chunk_bytes(), BoundedStep::From(mixed_times)));
   rows->push_back(f8_row);
   return absl::OkStatus();
 }

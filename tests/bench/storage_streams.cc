@@ -12,7 +12,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/chunk_reader.h"
 #include "ballast/storage/io/disk.h"
@@ -221,13 +220,6 @@ absl::Status IoAlone::Run(uint64_t chunks) {
     }
   }
   return absl::OkStatus();
-}
-
-void IoAlone::Checksums(uint64_t chunks) const {
-  for (uint64_t i = 0; i < 2 * chunks; ++i) {
-    volatile uint32_t keep = kernels::Crc32c(memory_.bytes().subspan(i % slots_ * chunk_bytes_, chunk_bytes_));
-    static_cast<void>(keep);
-  }
 }
 
 }  // namespace ballast::bench

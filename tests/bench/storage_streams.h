@@ -85,8 +85,6 @@ class IoAlone {
   uint64_t slots() const { return slots_; }
   // Over the first `chunks` extents, whose content stays.
   absl::Status Run(uint64_t chunks);
-  // The checksums of a step over as many chunks: of each state when it was read, and before it is written.
-  void Checksums(uint64_t chunks) const;
 
  private:
   IoAlone(const storage::BlockFile* file, uint64_t chunk_bytes) : file_(file), chunk_bytes_(chunk_bytes) {}

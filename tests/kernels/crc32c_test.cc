@@ -40,6 +40,23 @@ TEST(Crc32c, ContinuesFromASeed) {
   }
 }
 
+TEST(Crc32cConcat, IsTheChecksumOfBoth) {
+  std::string s;
+  for (int i = 0; i < 100000; ++i) s.push_back(static_cast<char>(i * 2654435761u >> 24));
+  const uint32_t expected = Crc32c(Bytes(s));
+  for (const size_t cut : {0u, 1u, 7u, 64u, 4096u, 65535u, 99999u, 100000u}) {
+    const uint32_t first = Crc32c(Bytes(s.substr(0, cut))), second = Crc32c(Bytes(s.substr(cut)));
+    EXPECT_EQ(Crc32cConcat(first, second, s.size() - cut), expected) << cut;
+  }
+  // A size whose highest bits count: zeros do not need to be there to be counted, 2^40 of them twice are 2^41.
+  const uint64_t half = uint64_t{1} << 40;
+  const uint32_t zeros = Crc32cConcat(0, 0, half);
+  EXPECT_EQ(zeros, 0u);
+  const uint32_t once = Crc32cConcat(expected, 0, half);
+  EXPECT_EQ(Crc32cConcat(once, 0, half), Crc32cConcat(expected, 0, 2 * half));
+  EXPECT_NE(once, expected);
+}
+
 TEST(CopyCrc32c, CopiesAndContinues) {
   std::mt19937_64 random(6);
   for (const size_t n : {0, 1, 8191, 8192, 8193, 100'003}) {
