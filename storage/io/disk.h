@@ -14,8 +14,8 @@ namespace ballast::storage {
 class Disk {
  public:
   enum class Mode {
-    kEmptied,  // created if missing, locked against other openers, emptied. FAILED_PRECONDITION (BUSY) if another has
-               // it
+    kEmptied,  // created if missing, locked against other openers, emptied. A lock that another has is waited for, for
+               // 5 s on the system's disk, as a process that was killed may still have it: FAILED_PRECONDITION (BUSY)
     kKept,     // as kEmptied, but what it holds stays
     kShared,   // must exist: INTERNAL (IO) else; not locked, its content is left alone
   };

@@ -1,31 +1,65 @@
 #include "ballast/storage/io/file_lock.h"
 
 #include <fcntl.h>
+#include <spdlog/spdlog.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/block_file.h"
 
 namespace ballast::storage {
 
-absl::Status LockDescriptor(int fd, const std::string& path) {
+namespace {
+
+constexpr absl::Duration kLockPoll = absl::Milliseconds(5);  // F_OFD_SETLKW has no deadline
+constexpr absl::Duration kSilentWait = absl::Seconds(1);
+
+// 0, or the errno.
+int TryLock(int fd) {
   struct flock whole = {};
   whole.l_type = F_WRLCK;
   whole.l_whence = SEEK_SET;
-  if (fcntl(fd, F_OFD_SETLK, &whole) == 0) return absl::OkStatus();
-  if (errno != EAGAIN && errno != EACCES) return IoError(errno, "lock", path, 0, 0);
-  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBusy, absl::StrCat(path, " is in use"));
+  return fcntl(fd, F_OFD_SETLK, &whole) == 0 ? 0 : errno;
+}
+
+}  // namespace
+
+absl::Status LockDescriptor(int fd, const std::string& path, absl::Duration wait_max) {
+  const auto began = std::chrono::steady_clock::now();
+  bool said = false;
+  int error = 0;
+  while ((error = TryLock(fd)) != 0) {
+    if (error != EAGAIN && error != EACCES) return IoError(error, "lock", path, 0, 0);
+    const absl::Duration waited = absl::FromChrono(std::chrono::steady_clock::now() - began);
+    if (waited >= wait_max) break;
+    if (waited >= kSilentWait && !said) {
+      spdlog::warn("{} is locked: waiting for at most {} until the transfers of a process that died are over", path,
+                   absl::FormatDuration(wait_max));
+      said = true;
+    }
+    absl::SleepFor(std::min(kLockPoll, wait_max - waited));
+  }
+  if (error == 0) return absl::OkStatus();
+  const std::string waited =
+      wait_max > absl::ZeroDuration()
+          ? absl::StrCat(": its lock was not free within ", absl::FormatDuration(wait_max),
+                         ", in which transfers of a process that died would have ended; see who has it open")
+          : "";
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBusy, absl::StrCat(path, " is in use", waited));
 }
 
 absl::StatusOr<FileLock> FileLock::Take(const std::string& path, const std::string& what) {
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
   if (fd < 0) return IoError(errno, "open", path, 0, 0);
   FileLock lock(fd);
-  if (const absl::Status locked = LockDescriptor(fd, path); !locked.ok()) {
+  if (const absl::Status locked = LockDescriptor(fd, path, absl::ZeroDuration()); !locked.ok()) {
     if (locked.code() != absl::StatusCode::kFailedPrecondition) return locked;
     char holder[32] = {};
     const ssize_t length = pread(fd, holder, sizeof(holder) - 1, 0);

@@ -10,6 +10,7 @@
 #include <filesystem>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/io/disk.h"
@@ -124,6 +125,10 @@ absl::Status SyncDirectory(const std::string& path) {
   return result == 0 ? absl::OkStatus() : IoError(error, "sync", path, 0, 0);
 }
 
+// Who opens a server's file has its data directory, so nobody who lives has the file. What a process had sent to the
+// disk when it died is over in milliseconds; seconds are a disk that is busy for all.
+constexpr absl::Duration kLockWait = absl::Seconds(5);
+
 class SystemDiskImpl : public Disk {
  public:
   absl::StatusOr<std::unique_ptr<BlockFile>> Open(const std::string& path, Mode mode) override {
@@ -131,7 +136,7 @@ class SystemDiskImpl : public Disk {
     if (fd < 0) return IoError(errno, "open", path, 0, 0);
     auto file = std::make_unique<SystemFile>(fd, path);
     if (mode != Mode::kShared) {
-      BALLAST_RETURN_IF_ERROR(LockDescriptor(fd, path));
+      BALLAST_RETURN_IF_ERROR(LockDescriptor(fd, path, kLockWait));
       BALLAST_RETURN_IF_ERROR(SyncDirectory(DirectoryOf(path)));
     }
     if (mode == Mode::kEmptied) BALLAST_RETURN_IF_ERROR(file->Truncate(0));

@@ -1,4 +1,10 @@
+#include <fcntl.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
 
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/arena.h"
@@ -21,6 +27,50 @@ TEST(BlockFileTest, ExclusiveMeansOneOpener) {
   EXPECT_EQ(second.status().code(), absl::StatusCode::kFailedPrecondition);
   first->reset();
   EXPECT_TRUE(SystemDisk()->Open(directory / "f", Disk::Mode::kEmptied).ok());
+}
+
+// A process that lets its lock go when it is told to, not before.
+TEST(BlockFileTest, LockOfADyingProcessIsWaitedFor) {
+  ScratchDirectory directory;
+  const std::string path = directory / "f";
+  int locked[2], released[2];
+  ASSERT_EQ(pipe(locked), 0);
+  ASSERT_EQ(pipe(released), 0);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+    const char answer = LockDescriptor(fd, path, absl::ZeroDuration()).ok() ? 'y' : 'n';
+    if (write(locked[1], &answer, 1) != 1) _exit(2);
+    usleep(300'000);  // the opener comes meanwhile; if it is late, it has nothing to wait for
+    const char over = 'o';
+    if (write(released[1], &over, 1) != 1) _exit(2);
+    _exit(0);
+  }
+  char answer = 0;
+  ASSERT_EQ(read(locked[0], &answer, 1), 1);
+  ASSERT_EQ(answer, 'y');
+  const auto file = SystemDisk()->Open(path, Disk::Mode::kKept);
+  EXPECT_TRUE(file.ok()) << file.status();
+  ASSERT_EQ(fcntl(released[0], F_SETFL, O_NONBLOCK), 0);
+  EXPECT_EQ(read(released[0], &answer, 1), 1) << "opened beside the one that had it";
+  ASSERT_EQ(waitpid(child, nullptr, 0), child);
+  for (const int fd : {locked[0], locked[1], released[0], released[1]}) close(fd);
+}
+
+TEST(BlockFileTest, LockThatIsKeptIsAnErrorThatSaysHowLongItWaited) {
+  ScratchDirectory directory;
+  auto first = SystemDisk()->Open(directory / "f", Disk::Mode::kEmptied);
+  ASSERT_TRUE(first.ok()) << first.status();
+  const int fd = open((directory / "f").c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_GE(fd, 0);
+  const absl::Status status = LockDescriptor(fd, directory / "f", absl::Milliseconds(20));
+  EXPECT_EQ(model::ReasonOf(status), model::kBusy);
+  EXPECT_THAT(status.ToString(), HasSubstr("/f is in use: its lock was not free within 20ms"));
+  first->reset();
+  EXPECT_TRUE(LockDescriptor(fd, directory / "f", absl::ZeroDuration()).ok());
+  close(fd);
 }
 
 TEST(BlockFileTest, ReserveTakesDiskSpaceAndDiscardGivesItBack) {
