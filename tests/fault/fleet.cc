@@ -45,9 +45,11 @@ std::string Fleet::ServerConfig(int i) const {
                       "\n  nvme: 256MiB\n");
 }
 
-void Fleet::StartServer(int i) {
+void Fleet::StartServer(int i) { ASSERT_TRUE(TryStartServer(i)) << "server " << i << " does not start"; }
+
+bool Fleet::TryStartServer(int i) {
   servers_[i] = std::make_unique<services::Daemon>(ServerDirectory(i), ServerConfig(i));
-  ASSERT_TRUE(servers_[i]->ready()) << "server " << i << " does not start";
+  return servers_[i]->ready();
 }
 
 void Fleet::KillServer(int i) { servers_[i]->End(SIGKILL); }
@@ -93,6 +95,10 @@ void Fleet::StartRanks() {
 }
 
 void Fleet::KillRank(int rank) { ranks_[rank]->Signal(SIGKILL); }
+
+bool Fleet::ranks_ended() const {
+  return std::any_of(std::begin(ranks_), std::end(ranks_), [](const auto& rank) { return rank->ended(); });
+}
 
 std::vector<services::Finished> Fleet::EndRanks() {
   std::vector<services::Finished> finished;

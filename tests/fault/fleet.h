@@ -28,6 +28,9 @@ class Fleet {
 
   // On its data directory, at its address if it had one; waits until it serves.
   void StartServer(int i);
+  // As StartServer, of one that may die on the way: does it serve?
+  bool TryStartServer(int i);
+  bool server_ended(int i) const { return servers_[i]->ended(); }
   void KillServer(int i);
   // Starts a server and kills it `after_ms` later, wherever its recovery is then.
   void StartAndKillServer(int i, int after_ms);
@@ -36,6 +39,8 @@ class Fleet {
   bool ranks_started() const { return ranks_[0] != nullptr; }
   // SIGKILL; its output is lost for nobody: EndRanks reads it.
   void KillRank(int rank);
+  // Any of them, which ends the others.
+  bool ranks_ended() const;
   // Waits for all of them; what each left behind.
   std::vector<services::Finished> EndRanks();
 

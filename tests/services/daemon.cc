@@ -32,6 +32,13 @@ pid_t Spawn(const std::vector<std::string>& command, posix_spawn_file_actions_t*
   return pid;
 }
 
+// Leaves it to be waited for.
+bool HasEnded(pid_t pid) {
+  if (pid < 0) return true;
+  siginfo_t info = {};
+  return ::waitid(P_PID, static_cast<id_t>(pid), &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid == pid;
+}
+
 int CodeOf(int status) { return WIFEXITED(status) ? WEXITSTATUS(status) : -1; }
 
 std::string FieldOf(const std::string& line, const std::string& name) {
@@ -84,6 +91,8 @@ void Process::Signal(int signal) {
   if (running()) ::kill(pid_, signal);
 }
 
+bool Process::ended() const { return HasEnded(pid_); }
+
 Finished Process::Wait() {
   int status = -1;
   ::waitpid(pid_, &status, 0);
@@ -112,6 +121,8 @@ Daemon::Daemon(const std::string& directory, const std::string& config) {
 }
 
 Daemon::~Daemon() { End(SIGKILL); }
+
+bool Daemon::ended() const { return HasEnded(pid_); }
 
 int Daemon::End(int signal) {
   if (pid_ < 0) return -1;

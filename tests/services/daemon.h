@@ -23,6 +23,8 @@ class Process {
   Process& operator=(const Process&) = delete;
   bool running() const { return pid_ > 0; }
   void Signal(int signal);
+  // It ended, by itself or not.
+  bool ended() const;
   // Waits for the end. Once.
   Finished Wait();
 
@@ -41,6 +43,7 @@ class Daemon {
   Daemon(const std::string& directory, const std::string& config);
   ~Daemon();
   bool ready() const { return !listen_.empty(); }
+  bool ended() const;
   const std::string& ready_line() const { return line_; }
   const std::string& listen() const { return listen_; }
   const std::string& metrics() const { return metrics_; }

@@ -1,0 +1,248 @@
+// A state server that dies at each named failpoint (storage/io/failpoint.h), at its first passing, its second and so
+// on: what it does once it is back must give the bits of a run that nobody disturbed, and no step that was acknowledged
+// is lost.
+//
+//   failpoint_test [--point NAME] [--passings N]
+//
+// One of two servers is armed; it is started again armed for the next point, so its recovery is that of every point. A
+// failpoint that a whole run does not reach is a failure.
+#include "ballast/storage/io/failpoint.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "ballast/tests/fault/fleet.h"
+
+namespace ballast {
+namespace {
+
+uint64_t passings = 2;
+std::string only;  // empty: all
+
+constexpr int kArmed = 0;      // which server
+constexpr int kSteps = 60;     // seven segments of the log
+constexpr int kSomeSteps = 3;  // so that there is state to recover or to drop
+// Holds a chunk's state or two beside working copies and gradients: some state lives on NVMe, some is flushed.
+const FleetOptions kOptions = {.dram = "4500KiB", .staging = "2MiB", .steps = kSteps};
+
+// When it is passed.
+enum Kind { kRun, kFence, kRecovery, kDrop, kCreate };
+
+Kind KindOf(absl::string_view point) {
+  if (absl::StartsWith(point, "fence/")) return kFence;
+  if (absl::StartsWith(point, "recovery/")) return kRecovery;
+  if (absl::StartsWith(point, "drop/")) return kDrop;
+  return absl::StartsWith(point, "create/") ? kCreate : kRun;
+}
+
+void SleepBriefly() { std::this_thread::sleep_for(std::chrono::milliseconds(2)); }
+
+class FailpointTest : public ::testing::Test {
+ protected:
+  // Kills the armed server if it runs, and starts it; is it still there when it should serve?
+  bool Start(absl::string_view point, uint64_t passing);
+  void StartUnarmed();
+  // Each: true if the server died where it should.
+  bool DiesInRecovery(absl::string_view point);
+  bool DiesInDrop(absl::string_view point);
+  bool DiesInCreation(absl::string_view point);
+  bool DiesInFence(absl::string_view point, uint64_t passing);
+  bool DiesInRun(absl::string_view point, uint64_t passing);
+
+  bool DiesWhileRanksRun();
+  void EnsureRanks();
+  void WaitForSteps();
+  // Of the ranks, when they have ended: by themselves, or killed.
+  void TakeAcknowledged(const services::Finished& rank);
+  void FinishRun();
+  void KillRanks();
+  void Round(uint64_t passing, Kind kind, int* died);
+
+  Fleet fleet_{kOptions};
+  const std::string reference_ = fleet_.ReferenceDigest();
+  int acknowledged_ = -1;
+  int runs_ = 0;
+};
+
+bool FailpointTest::Start(absl::string_view point, uint64_t passing) {
+  fleet_.KillServer(kArmed);
+  setenv("FAILPOINT", absl::StrCat(point, ":", passing).c_str(), /*overwrite=*/1);
+  const bool serves = fleet_.TryStartServer(kArmed);
+  unsetenv("FAILPOINT");
+  return serves;
+}
+
+void FailpointTest::StartUnarmed() {
+  fleet_.KillServer(kArmed);
+  fleet_.StartServer(kArmed);
+}
+
+void FailpointTest::TakeAcknowledged(const services::Finished& rank) {
+  if (const int continued = Fleet::ContinuedAfterIn(rank.out); continued >= 0) {
+    EXPECT_GE(continued, acknowledged_) << "a step that a trainer was told is done was forgotten";
+  }
+  acknowledged_ = std::max(acknowledged_, Fleet::LastStepIn(rank.out));
+}
+
+// To its end, wherever it is; then the job is dropped.
+void FailpointTest::FinishRun() {
+  const auto finished = fleet_.EndRanks();
+  TakeAcknowledged(finished[0]);
+  ASSERT_EQ(finished[0].code, 0) << finished[0].err;
+  ASSERT_EQ(finished[1].code, 0) << finished[1].err;
+  ASSERT_EQ(Fleet::DigestIn(finished[0].out), reference_);
+  ASSERT_EQ(fleet_.Drop(), 0);
+  acknowledged_ = -1;
+  ++runs_;
+}
+
+void FailpointTest::KillRanks() {
+  if (!fleet_.ranks_started()) return;
+  for (int rank = 0; rank < Fleet::kRanks; ++rank) fleet_.KillRank(rank);
+  TakeAcknowledged(fleet_.EndRanks()[0]);
+}
+
+void FailpointTest::EnsureRanks() {
+  if (fleet_.ranks_started() && fleet_.ranks_ended()) FinishRun();
+  if (!HasFatalFailure() && !fleet_.ranks_started()) fleet_.StartRanks();
+}
+
+void FailpointTest::WaitForSteps() {
+  EnsureRanks();
+  while (!HasFatalFailure() && fleet_.AskStatus().committed_min < kSomeSteps) {
+    if (fleet_.server_ended(kArmed)) StartUnarmed();  // died too early at the point before
+    EnsureRanks();
+  }
+}
+
+bool FailpointTest::DiesWhileRanksRun() {
+  while (!fleet_.server_ended(kArmed) && !fleet_.ranks_ended()) SleepBriefly();
+  return fleet_.server_ended(kArmed);
+}
+
+bool FailpointTest::DiesInRecovery(absl::string_view point) {
+  WaitForSteps();
+  return !HasFatalFailure() && !Start(point, 1);
+}
+
+bool FailpointTest::DiesInDrop(absl::string_view point) {
+  WaitForSteps();
+  KillRanks();
+  if (HasFatalFailure() || !Start(point, 1)) return false;
+  (void)fleet_.Drop();
+  if (!fleet_.server_ended(kArmed)) return false;
+  StartUnarmed();
+  // Half dropped, it can be dropped again; the next run begins from nothing.
+  EXPECT_EQ(fleet_.Drop(), 0);
+  acknowledged_ = -1;
+  return true;
+}
+
+bool FailpointTest::DiesInCreation(absl::string_view point) {
+  KillRanks();
+  if (fleet_.Drop() != 0 || !Start(point, 1)) return false;
+  acknowledged_ = -1;
+  fleet_.StartRanks();
+  return DiesWhileRanksRun();
+}
+
+bool FailpointTest::DiesInFence(absl::string_view point, uint64_t passing) {
+  WaitForSteps();
+  if (HasFatalFailure()) return false;
+  if (!Start(point, passing)) return true;
+  // Two more than it takes: one may find its run at its end, and the next a job that is not there yet.
+  for (uint64_t group = 0; group < passing + 2; ++group) {
+    KillRanks();
+    fleet_.StartRanks();
+    const int before = fleet_.AskStatus().committed_min;
+    while (!fleet_.server_ended(kArmed) && !fleet_.ranks_ended() && fleet_.AskStatus().committed_min <= before + 1) {
+    }
+    if (fleet_.server_ended(kArmed)) return true;
+    EnsureRanks();
+    if (HasFatalFailure()) return false;
+  }
+  return false;
+}
+
+bool FailpointTest::DiesInRun(absl::string_view point, uint64_t passing) {
+  EnsureRanks();
+  if (HasFatalFailure()) return false;
+  if (!Start(point, passing)) return true;  // recovery passes it too
+  if (DiesWhileRanksRun()) return true;
+  // The run was too far gone. Now a whole one.
+  EnsureRanks();
+  return !HasFatalFailure() && DiesWhileRanksRun();
+}
+
+void FailpointTest::Round(uint64_t passing, Kind kind, int* died) {
+  for (const absl::string_view point : storage::kFailpoints) {
+    if (KindOf(point) != kind || (!only.empty() && point != only)) continue;
+    SCOPED_TRACE(absl::StrCat(point, ":", passing));
+    bool reached = false;
+    switch (kind) {
+      case kRun:
+        reached = DiesInRun(point, passing);
+        break;
+      case kFence:
+        reached = DiesInFence(point, passing);
+        break;
+      case kRecovery:
+        reached = DiesInRecovery(point);
+        break;
+      case kDrop:
+        reached = DiesInDrop(point);
+        break;
+      case kCreate:
+        reached = DiesInCreation(point);
+        break;
+    }
+    ASSERT_FALSE(HasFailure());
+    ASSERT_TRUE(reached) << point << " was not passed " << passing << " times in a whole run";
+    ++*died;
+    if (kind != kCreate) continue;
+    // Whatever was half made, the run that it began must come to the same end.
+    StartUnarmed();
+    FinishRun();
+    ASSERT_FALSE(HasFailure());
+  }
+}
+
+TEST_F(FailpointTest, ADeathAtEachChangesNothing) {
+  int died = 0;
+  for (uint64_t passing = 1; passing <= passings; ++passing) {
+    for (const Kind kind : {kRun, kFence, kRecovery, kDrop, kCreate}) {
+      Round(passing, kind, &died);
+      ASSERT_FALSE(HasFailure());
+    }
+  }
+  StartUnarmed();
+  EnsureRanks();
+  FinishRun();
+  std::printf("%zu failpoints, %d deaths, %d runs compared\n", std::size(storage::kFailpoints), died, runs_);
+}
+
+}  // namespace
+}  // namespace ballast
+
+int main(int argc, char** argv) {
+  ::testing::InitGoogleTest(&argc, argv);
+  for (int i = 1; i + 1 < argc; i += 2) {
+    if (std::strcmp(argv[i], "--point") == 0) {
+      ballast::only = argv[i + 1];
+    } else if (std::strcmp(argv[i], "--passings") != 0 || !absl::SimpleAtoi(argv[i + 1], &ballast::passings)) {
+      std::fprintf(stderr, "usage: failpoint_test [--point NAME] [--passings N]\n");
+      return 2;
+    }
+  }
+  return RUN_ALL_TESTS();
+}
