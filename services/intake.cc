@@ -12,6 +12,7 @@
 namespace ballast::services {
 namespace {
 constexpr std::align_val_t kAlign{storage::kIoAlignment};
+constexpr uint64_t kPagesBytesMin = uint64_t{2} << 20;  // one huge page
 }  // namespace
 
 ProvisionalMemory::~ProvisionalMemory() { tiers_->Return(storage::TierKind::kDram, reserved_bytes_ + extra_bytes_); }
@@ -51,18 +52,31 @@ void ProvisionalMemory::Release(uint64_t bytes) {
   }
 }
 
-ProvisionalMemory::Buffer::Buffer(std::shared_ptr<ProvisionalMemory> memory, uint64_t bytes)
-    : memory_(std::move(memory)), bytes_(bytes), data_(static_cast<std::byte*>(::operator new(bytes, kAlign))) {}
+ProvisionalMemory::Buffer::Buffer(std::shared_ptr<ProvisionalMemory> memory, uint64_t bytes, storage::Arena pages)
+    : memory_(std::move(memory)),
+      bytes_(bytes),
+      pages_(std::move(pages)),
+      data_(pages_.bytes().empty() ? static_cast<std::byte*>(::operator new(bytes, kAlign)) : pages_.bytes().data()) {}
 
 ProvisionalMemory::Buffer::~Buffer() {
-  ::operator delete(data_, kAlign);
+  if (pages_.bytes().empty()) ::operator delete(data_, kAlign);
+  pages_ = storage::Arena();
   memory_->Release(bytes_);
 }
 
 absl::StatusOr<std::shared_ptr<ProvisionalMemory::Buffer>> ProvisionalMemory::Allocate(
     const std::shared_ptr<ProvisionalMemory>& memory, uint64_t bytes) {
   BALLAST_RETURN_IF_ERROR(memory->Acquire(bytes));
-  return std::make_shared<Buffer>(memory, bytes);
+  storage::Arena pages;
+  if (bytes >= kPagesBytesMin) {
+    absl::StatusOr<storage::Arena> mapped = storage::Arena::Map(bytes, /*pin=*/false);
+    if (!mapped.ok()) {
+      memory->Release(bytes);
+      return mapped.status();
+    }
+    pages = *std::move(mapped);
+  }
+  return std::make_shared<Buffer>(memory, bytes, std::move(pages));
 }
 
 void Intake::Reset(const model::Chunk& chunk, const model::EpochPlan& plan) {

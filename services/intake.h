@@ -18,6 +18,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/storage/chunk_store.h"
+#include "ballast/storage/io/arena.h"
 #include "ballast/storage/tier/tiers.h"
 
 namespace ballast::services {
@@ -34,11 +35,12 @@ class ProvisionalMemory {
   absl::Status Reserve(uint64_t bytes);
   void Unreserve(uint64_t bytes);
 
-  // Aligned to 4096 bytes, so that the log can write it from where it is; uninitialised. Returns its bytes when
-  // destroyed.
+  // Aligned to 4096 bytes, so that the log can write it from where it is, and in huge pages where it is large, which
+  // makes that cheap; uninitialised. Returns its bytes when destroyed.
   class Buffer {
    public:
-    Buffer(std::shared_ptr<ProvisionalMemory> memory, uint64_t bytes);
+    // `pages`: empty, or as large.
+    Buffer(std::shared_ptr<ProvisionalMemory> memory, uint64_t bytes, storage::Arena pages);
     ~Buffer();
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
@@ -48,6 +50,7 @@ class ProvisionalMemory {
    private:
     std::shared_ptr<ProvisionalMemory> memory_;
     uint64_t bytes_;
+    storage::Arena pages_;
     std::byte* data_;
   };
   static absl::StatusOr<std::shared_ptr<Buffer>> Allocate(const std::shared_ptr<ProvisionalMemory>& memory,

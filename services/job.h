@@ -211,6 +211,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   absl::Status CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord& prepared) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status LoadSlices(uint64_t attempt, int64_t step, Replaying* replaying);
+  struct SliceLoad;
+  absl::Status ReadSlices(std::vector<SliceLoad>* loads, Replaying* replaying);
   void RunStep(StepWork* work);
   void NoteCommitted(int64_t step);
   absl::Status RunUpdates(storage::ChunkStore* store, StepWork* work);

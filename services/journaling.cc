@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/flush_pace.h"
 #include "ballast/services/job_parts.h"
 #include "ballast/storage/io/failpoint.h"
 #include "ballast/storage/io/seeded_bugs.h"
@@ -139,10 +140,9 @@ void Job::MarkFlushes(storage::ChunkStore* store, StepWork* work, std::vector<ui
     if (journal_ == nullptr) return;
     steps_free = journal_->StepsFree(step_bytes_);
   }
-  // Of the chunks that will have changed, as many as keeps pace with the log: all of them before it is full, the ones
-  // that hold up its cut first.
+  // Of the chunks that will have changed: those that hold up the log's cut first.
   struct Candidate {
-    int64_t durable_version = -1;
+    int64_t needed_from = -1;
     uint64_t chunk = 0;
     storage::ChunkUpdate* update = nullptr;
   };
@@ -150,15 +150,21 @@ void Job::MarkFlushes(storage::ChunkStore* store, StepWork* work, std::vector<ui
   std::vector<bool> seen(store->chunk_count());
   for (storage::ChunkUpdate& update : work->updates) {
     seen[update.chunk] = true;
-    candidates.push_back({store->durable_version(update.chunk), update.chunk, &update});
+    const int64_t from = store->dirty(update.chunk) ? store->needed_from(update.chunk) : work->step - 1;
+    candidates.push_back({from, update.chunk, &update});
   }
   for (uint64_t chunk = 0; chunk < seen.size(); ++chunk) {
-    if (!seen[chunk] && store->dirty(chunk)) candidates.push_back({store->durable_version(chunk), chunk, nullptr});
+    if (!seen[chunk] && store->dirty(chunk)) candidates.push_back({store->needed_from(chunk), chunk, nullptr});
   }
-  const uint64_t wanted = steps_free <= 1 ? candidates.size() : (candidates.size() + steps_free - 2) / (steps_free - 1);
-  std::stable_sort(candidates.begin(), candidates.end(),
-                   [](const Candidate& a, const Candidate& b) { return a.durable_version < b.durable_version; });
-  candidates.resize(std::min<size_t>(candidates.size(), wanted));
+  // Equals by multiples of the golden ratio, whose first ones lie evenly among the chunks, however many they are:
+  // writes to the disk then go on beside the whole update.
+  const auto place = [](uint64_t chunk) { return static_cast<uint32_t>(chunk * 2654435769u); };
+  std::sort(candidates.begin(), candidates.end(), [&](const Candidate& a, const Candidate& b) {
+    return std::pair(a.needed_from, place(a.chunk)) < std::pair(b.needed_from, place(b.chunk));
+  });
+  std::vector<int64_t> needed_from;
+  for (const Candidate& candidate : candidates) needed_from.push_back(candidate.needed_from);
+  candidates.resize(FlushesDue(needed_from, steps_free));
   for (const Candidate& candidate : candidates) {
     if (candidate.update != nullptr) {
       candidate.update->flush = true;
@@ -185,7 +191,7 @@ void Job::CutJournal(const storage::ChunkStore& store, int64_t version) {
   int64_t cut = version;
   for (uint64_t chunk = 0; chunk < store.chunk_count(); ++chunk) {
     if (Seeded(storage::StorageBug::kCutAtCommit)) break;
-    if (store.dirty(chunk)) cut = std::min(cut, store.durable_version(chunk));
+    if (store.dirty(chunk)) cut = std::min(cut, store.needed_from(chunk));
   }
   absl::MutexLock lock(&mu_);
   if (journal_ != nullptr) journal_->log().Cut(cut);

@@ -30,6 +30,14 @@ struct Job::Replaying {
   absl::Time said = absl::Now();
 };
 
+// A slice on its way from the log to its chunk.
+struct Job::SliceLoad {
+  std::shared_ptr<HeldChunk> chunk;
+  Intake::Receipt receipt;
+  storage::PayloadPlace payload;
+  absl::Status status;
+};
+
 namespace {
 
 constexpr absl::Duration kProgressEvery = absl::Seconds(2);
@@ -257,37 +265,59 @@ absl::Status Job::CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord& pr
 }
 
 absl::Status Job::LoadSlices(uint64_t attempt, int64_t step, Replaying* replaying) {
+  std::vector<SliceLoad> loads;
   for (const Replaying::Slice& slice : replaying->slices) {
     if (slice.header.attempt() != attempt || slice.header.step() != step) continue;
     uint32_t index = 0;
-    std::shared_ptr<HeldChunk> chunk;
-    absl::StatusOr<Intake::Receipt> receipt;
+    SliceLoad load;
+    load.payload = slice.payload;
+    bool busy = false;
     {
       absl::MutexLock lock(&mu_);
-      chunk = FindSliceChunk(slice.header, &index);
-      if (chunk == nullptr) {
+      load.chunk = FindSliceChunk(slice.header, &index);
+      if (load.chunk == nullptr) {
         return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
                             absl::StrCat("the log of job '", name_, "' holds a slice of step ", step,
                                          " that its epoch's tiling does not give to this server"));
       }
-      if (*chunk->version >= step && !Seeded(storage::StorageBug::kReplayedTwice)) continue;
-      receipt = chunk->intake.BeginReceive(index, slice.header.kind(), attempt);
+      if (*load.chunk->version >= step && !Seeded(storage::StorageBug::kReplayedTwice)) continue;
+      const uint64_t start = load.chunk->layout.range.begin;
+      busy = load.chunk->intake.Busy({slice.header.begin() - start, slice.header.end() - start});
     }
-    BALLAST_RETURN_IF_ERROR(receipt.status());
-    const uint64_t elements = receipt->range.size();
-    const bool value = slice.header.kind() == v1::SLICE_KIND_VALUE;
-    const uint64_t bytes = elements * (value ? sizeof(float) : store_->layout().gradient_element_bytes());
-    absl::Status read = slice.payload.bytes == bytes
-                            ? storage::ReadPayload(*replaying->file, slice.payload, {receipt->to, bytes})
-                            : model::Error(absl::StatusCode::kDataLoss, model::kBadLength,
-                                           absl::StrCat("a slice in the log of job '", name_, "' has ",
-                                                        slice.payload.bytes, " bytes, expected ", bytes));
-    replaying->payload_bytes += bytes;
-    absl::MutexLock lock(&mu_);
-    chunk->intake.EndRestore(*receipt);
-    BALLAST_RETURN_IF_ERROR(read);
+    // Values and gradients of the same elements, one after the other.
+    if (busy) BALLAST_RETURN_IF_ERROR(ReadSlices(&loads, replaying));
+    {
+      absl::MutexLock lock(&mu_);
+      BALLAST_ASSIGN_OR_RETURN(load.receipt, load.chunk->intake.BeginReceive(index, slice.header.kind(), attempt));
+    }
+    loads.push_back(std::move(load));
   }
-  return absl::OkStatus();
+  return ReadSlices(&loads, replaying);
+}
+
+absl::Status Job::ReadSlices(std::vector<SliceLoad>* loads, Replaying* replaying) {
+  const uint64_t gradient_bytes = loads->empty() ? 0 : store_->layout().gradient_element_bytes();
+  const auto read = [&](uint64_t i) {
+    SliceLoad& load = (*loads)[i];
+    const bool value = load.receipt.kind == v1::SLICE_KIND_VALUE;
+    const uint64_t bytes = load.receipt.range.size() * (value ? sizeof(float) : gradient_bytes);
+    load.status = load.payload.bytes == bytes
+                      ? storage::ReadPayload(*replaying->file, load.payload, {load.receipt.to, bytes})
+                      : model::Error(absl::StatusCode::kDataLoss, model::kBadLength,
+                                     absl::StrCat("a slice in the log of job '", name_, "' has ", load.payload.bytes,
+                                                  " bytes, expected ", bytes));
+  };
+  // Several at a time: one is checked while others are on their way from the disk.
+  around_.compute->ParallelFor(loads->size(), read);
+  absl::Status status;
+  absl::MutexLock lock(&mu_);
+  for (const SliceLoad& load : *loads) {
+    load.chunk->intake.EndRestore(load.receipt);
+    replaying->payload_bytes += load.payload.bytes;
+    status.Update(load.status);
+  }
+  loads->clear();
+  return status;
 }
 
 }  // namespace ballast::services

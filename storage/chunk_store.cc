@@ -115,8 +115,9 @@ struct ChunkStore::Impl {
   absl::Status TakeStaging(uint64_t state_bytes, DramTier::Limit limit);
   absl::Status MoveState(StoredChunk& chunk, TierKind to);
   absl::StatusOr<std::vector<NvmeExtent>> TakeExtents(absl::Span<const ChunkToAdd> added, const Plan& plan);
-  // A state that an earlier run left, into the tier where the chunk lives now.
-  absl::Status Restore(StoredChunk& chunk, const DurableChunk& durable);
+  // States that an earlier run left, into the tiers where the chunks live now; `staging`: of one on NVMe, room for it.
+  absl::Status RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks);
+  absl::Status Restore(StoredChunk& chunk, const DurableChunk& durable, std::byte* staging);
   absl::Status CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state) const;
   // Durable: room for one more version of the chunk.
   absl::StatusOr<NvmeExtent> MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline);
@@ -327,14 +328,46 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
     }
     impl.runs = std::max(impl.runs, uint64_t{1});
   }
+  impl.failed = impl.RestoreAll(added, fresh);  // on an error the chunks are there, and nobody may use them
+  return impl.failed;
+}
+
+absl::Status ChunkStore::Impl::RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks) {
+  struct Restored {
+    StoredChunk* chunk;
+    const DurableChunk* durable;
+    std::byte* staging = nullptr;
+    absl::Status status;
+  };
+  // Several at a time: one is checked while others are on their way from the disk. Those that are not to stay in DRAM
+  // have the staging slots to go through, or one by one memory of their own.
+  std::vector<Restored> restored;
+  const uint64_t slots = staging.slot_bytes == 0 ? 0 : staging.memory.bytes().size() / staging.slot_bytes;
+  uint64_t staged = 0;
+  const auto restore = [&] {
+    const auto one = [&](uint64_t i) {
+      restored[i].status = Restore(*restored[i].chunk, *restored[i].durable, restored[i].staging);
+    };
+    if (compute != nullptr) {
+      compute->ParallelFor(restored.size(), one);
+    } else {
+      for (uint64_t i = 0; i < restored.size(); ++i) one(i);
+    }
+    absl::Status status;
+    for (const Restored& r : restored) status.Update(r.status);
+    restored.clear();
+    staged = 0;
+    return status;
+  };
   for (size_t i = 0; i < added.size(); ++i) {
     if (!added[i].durable.has_value()) continue;
-    if (absl::Status status = impl.Restore(*fresh[i], *added[i].durable); !status.ok()) {
-      impl.failed = status;  // the chunks are there, and nobody may use them
-      return status;
-    }
+    const TierKind tier = chunks[i]->placement.state;
+    restored.push_back({chunks[i], &*added[i].durable});
+    if (tier == TierKind::kNvme)
+      restored.back().staging = staging.memory.bytes().data() + staged++ * staging.slot_bytes;
+    if (tier == TierKind::kHbm || staged == std::max<uint64_t>(slots, 1)) BALLAST_RETURN_IF_ERROR(restore());
   }
-  return absl::OkStatus();
+  return restore();
 }
 
 absl::Status ChunkStore::Impl::CheckRestored(const StoredChunk& chunk, const DurableChunk& durable,
@@ -354,11 +387,11 @@ absl::Status ChunkStore::Impl::CheckRestored(const StoredChunk& chunk, const Dur
                                      "verify`"));
   }
   if (Seeded(StorageBug::kRestoreDigestUnchecked)) return absl::OkStatus();
-  const ArrayDigests digests = DigestState({&layout, const_cast<std::byte*>(state), chunk.elements}, {compute, [] {}});
+  const ArrayDigests digests = DigestState({&layout, const_cast<std::byte*>(state), chunk.elements}, {nullptr, [] {}});
   return CompareDigests(file, chunk, durable.offset, durable.digests, digests);
 }
 
-absl::Status ChunkStore::Impl::Restore(StoredChunk& chunk, const DurableChunk& durable) {
+absl::Status ChunkStore::Impl::Restore(StoredChunk& chunk, const DurableChunk& durable, std::byte* staging) {
   const uint64_t bytes = chunk.state_bytes();
   if (durable.elements != chunk.elements || durable.bytes != bytes || durable.id != chunk.id) {
     return model::Error(absl::StatusCode::kDataLoss, model::kIo,
@@ -368,7 +401,7 @@ absl::Status ChunkStore::Impl::Restore(StoredChunk& chunk, const DurableChunk& d
   Arena bounce;
   std::byte* state = chunk.state;
   if (chunk.placement.state == TierKind::kNvme) {
-    state = staging.memory.bytes().data();
+    state = staging;
   } else if (chunk.placement.state == TierKind::kHbm) {
     BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(bytes, /*pin=*/false));
     state = bounce.bytes().data();
@@ -404,6 +437,11 @@ bool ChunkStore::dirty(uint64_t chunk) const {
 int64_t ChunkStore::durable_version(uint64_t chunk) const {
   const absl::StatusOr<StoredChunk*> found = impl_->Find(chunk);
   return found.ok() ? (*found)->durable_version : -1;
+}
+
+int64_t ChunkStore::needed_from(uint64_t chunk) const {
+  const absl::StatusOr<StoredChunk*> found = impl_->Find(chunk);
+  return found.ok() ? (*found)->needed_from : -1;
 }
 
 uint64_t ChunkStore::spare_bytes_missing(absl::Span<const uint64_t> elements) const {
@@ -592,6 +630,7 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
     }
     Pass("chunk/updated");
     if (tier == TierKind::kNvme) chunk.staged = state;
+    if (!chunk.dirty) chunk.needed_from = update.version - 1;
     chunk.dirty = versions.has_value() && !stores && !Seeded(StorageBug::kFlushedChunkStaysClean);
     if (stores && versions.has_value()) {
       failed = StartVersion(chunk, state, update.version, std::move(fresh));

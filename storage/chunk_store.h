@@ -84,6 +84,9 @@ class ChunkStore {
   // that?
   bool dirty(uint64_t chunk) const;
   int64_t durable_version(uint64_t chunk) const;
+  // Of a dirty chunk: the version that its extent stands for until its next update, so what came later makes it again.
+  // At least durable_version.
+  int64_t needed_from(uint64_t chunk) const;
   // NVMe budget that a plan for these further chunks must count besides their own: room for new versions.
   uint64_t spare_bytes_missing(absl::Span<const uint64_t> elements) const;
   // DRAM that a plan for further chunks must count as staging: 0 once it is taken.

@@ -56,6 +56,7 @@ struct StoredChunk {
 
   // Of a durable store; of the thread that runs it.
   bool dirty = false;            // updated since it was last written to its extent
+  int64_t needed_from = -1;      // if dirty: the version before the first of these updates
   int64_t durable_version = -1;  // of the extent
 };
 
