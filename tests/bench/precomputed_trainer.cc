@@ -5,6 +5,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,6 +33,7 @@ struct Flags {
   int rank = 0;
   int world_size = 2;
   std::string rendezvous;
+  v1::Durability durability = v1::DURABILITY_NONE;
   int steps = 20;
   ModelShape shape{.layers = 8, .width = 512, .heads = 8};
 };
@@ -131,7 +133,7 @@ absl::Status Run(const Flags& flags) {
         FileRendezvous::Join({.directory = flags.rendezvous, .rank = flags.rank, .world_size = flags.world_size}));
     BALLAST_ASSIGN_OR_RETURN(collective, MakeGloo(rendezvous.get(), flags.rank, flags.world_size, GlooOptions()));
     SessionOptions options;
-    options.durability = v1::DURABILITY_NONE;
+    options.durability = flags.durability;
     options.job = "precomputed";
     options.group_count = kGroupCount;
     BALLAST_ASSIGN_OR_RETURN(auto session,
@@ -166,6 +168,9 @@ int Main(int argc, char** argv) {
   app.add_option("--rank", flags.rank);
   app.add_option("--world-size", flags.world_size);
   app.add_option("--rendezvous", flags.rendezvous);
+  app.add_option("--durability", flags.durability)
+      ->transform(CLI::CheckedTransformer(
+          std::map<std::string, v1::Durability>{{"none", v1::DURABILITY_NONE}, {"step", v1::DURABILITY_STEP}}));
   app.add_option("--steps", flags.steps);
   app.add_option("--layers", flags.shape.layers);
   app.add_option("--width", flags.shape.width);

@@ -7,13 +7,18 @@
 //   step/nvme_balanced  the same when compute takes as long as the I/O: chunks whose state is in DRAM are updated in the
 //                       same run, spread evenly between those on NVMe, as many as it takes
 //   step/nvme_8bit      parameters per second with 8-bit moments against those with fp32 moments
+//   step/log            a step of a job with durability `step` on a state server, its state in DRAM, against
+//                       max(the log's bytes written and synced alone, the same step with durability `none`)
+//   recovery            a server that starts where another was killed, against one sequential read of what it must read
 //
 // "I/O alone" reads every extent into a staging slot and writes it back from there, through a queue, slots and a window
 // as the step's, without a kernel. "Compute alone" is what the step computes, on as many states in memory as staging has
 // slots: updates, with the digests of each state before and after; `without_digests` is the ratio if these count as the
 // step's own overhead. `side_by_side` is what two threads reach that do the one and the other at once and share nothing:
-// less than 1 where the machine's disk needs its processors or its memory. All variants of a round run one after
-// another, in an order that rotates; ratios are medians.
+// less than 1 where the machine's disk needs its processors or its memory. A server's job is pushed at in steady state:
+// pushes of step N + 1 overlap the update of N, and so many chunks go to the disk with each step that the log can be cut
+// and never fills. These writes are no part of "the log alone": `with_flushes` is the ratio if they are. All variants of
+// a round run one after another, in an order that rotates; ratios are medians.
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -36,7 +41,11 @@ struct RowGroup {
   const char* name;
   MeasureRows* measure;
 };
-constexpr RowGroup kGroups[] = {{"stream", MeasureStreams}, {"step", MeasureSteps}, {"plan", MeasurePlans}};
+constexpr RowGroup kGroups[] = {{"stream", MeasureStreams},
+                                {"step", MeasureSteps},
+                                {"plan", MeasurePlans},
+                                {"log", MeasureLog},
+                                {"recovery", MeasureRecovery}};
 
 int Main(int argc, char** argv) {
   StorageBenchOptions options;
@@ -62,10 +71,21 @@ int Main(int argc, char** argv) {
   app.add_option("--depth", options.stream.depth, "Of a stream's transfers, in flight")
       ->capture_default_str()
       ->check(CLI::Range(1u, storage::kIoRequestsMax));
+  app.add_option("--server-chunks", options.server_chunks,
+                 "Of 2^20 parameters, of the job on a state server (rows log and recovery)")
+      ->capture_default_str()
+      ->check(CLI::Range(8, 4096));
+  std::string until_killed;
+  app.add_option("--train-until-killed", until_killed)->group("");
   CLI11_PARSE(app, argc, argv);
   spdlog::set_default_logger(
       std::make_shared<spdlog::logger>("storage_bench", std::make_shared<spdlog::sinks::stderr_sink_mt>()));
   spdlog::set_level(spdlog::level::warn);
+  if (!until_killed.empty()) {
+    const absl::Status status = TrainUntilKilled(options, until_killed);
+    std::fprintf(stderr, "storage_bench: %s\n", std::string(status.message()).c_str());
+    return 1;
+  }
   setenv("TMPDIR", options.directory.c_str(), /*overwrite=*/1);  // where a ScratchDirectory lies
   const ScratchDirectory directory;
   std::vector<Row> rows;

@@ -22,6 +22,7 @@ struct StorageBenchOptions {
   uint64_t bytes = uint64_t{2} << 30;
   uint64_t staging_bytes = storage::TiersOptions().staging_bytes;
   uint64_t dram_bytes = uint64_t{4} << 30;
+  uint64_t server_chunks = 192;  // of the job on a state server, 2^20 parameters each
   StreamShape stream;
 };
 
@@ -36,7 +37,9 @@ struct Row {
 // Groups of rows. `directory`: empty, on the disk to measure. What is added to `rows` after an error does not count.
 using MeasureRows = absl::Status(const StorageBenchOptions& options, const std::string& directory,
                                  std::vector<Row>* rows);
-MeasureRows MeasureStreams, MeasureSteps, MeasurePlans;
+MeasureRows MeasureStreams, MeasureSteps, MeasurePlans, MeasureLog, MeasureRecovery;
+// What MeasureRecovery kills: prints "ready" and its process once there is something to recover in `directory`.
+absl::Status TrainUntilKilled(const StorageBenchOptions& options, const std::string& directory);
 
 using Work = std::function<absl::Status()>;
 
