@@ -18,7 +18,7 @@
 // less than 1 where the machine's disk needs its processors or its memory. A server's job is pushed at in steady state:
 // pushes of step N + 1 overlap the update of N, and so many chunks go to the disk with each step that the log can be cut
 // and never fills. These writes are no part of "the log alone": `with_flushes` is the ratio if they are. All variants of
-// a round run one after another, in an order that rotates; ratios are medians.
+// a round run one after another, those without a server in an order that rotates; ratios are medians.
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
