@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -27,6 +28,16 @@ struct Job::Replaying {
   std::vector<Slice> slices;
   uint64_t steps = 0;
   uint64_t payload_bytes = 0;
+  // The updates of the last decided step, if slices of the next one are read meanwhile.
+  std::thread updates;
+  bool updating = false;  // guarded by the job's lock
+  absl::Status updated;
+
+  ~Replaying() { (void)FinishUpdates(); }
+  absl::Status FinishUpdates() {
+    if (updates.joinable()) updates.join();
+    return updated;
+  }
   absl::Time said = absl::Now();
 };
 
@@ -41,6 +52,8 @@ struct Job::SliceLoad {
 namespace {
 
 constexpr absl::Duration kProgressEvery = absl::Seconds(2);
+// Slices that are read together: of chunks that the last step's update is through with, while it goes on.
+constexpr size_t kLoadsMax = 16;
 
 absl::Status LogMissing(const std::string& name, size_t chunks, const absl::Status& cause) {
   return model::Error(absl::StatusCode::kDataLoss, model::kStateLost,
@@ -103,6 +116,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
   }
   if (Seeded(storage::StorageBug::kUndecidedForgotten)) attempts.clear();
   for (const uint64_t attempt : attempts) BALLAST_RETURN_IF_ERROR(LoadSlices(attempt, committed + 1, &replaying));
+  BALLAST_RETURN_IF_ERROR(replaying.FinishUpdates());
   {
     absl::MutexLock lock(&mu_);
     if (const v1::GetJobResponse job = machine_->Describe(); job.has_prepared()) {
@@ -173,6 +187,10 @@ absl::Status Job::ExtendForRestart() {
 }
 
 absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replaying* replaying) {
+  // What is pushed and prepared for the next step leaves the chunks alone; anything else finds the last one applied.
+  const bool waits = std::holds_alternative<OpenRecord>(record) || std::holds_alternative<SnapshotRecord>(record) ||
+                     std::holds_alternative<PromiseRecord>(record);
+  if (waits) BALLAST_RETURN_IF_ERROR(replaying->FinishUpdates());
   if (const auto* open = std::get_if<OpenRecord>(&record)) {
     if (!Seeded(storage::StorageBug::kOldEpochReplayed)) replaying->slices.clear();
     return ReplayOpen(open->open, record);
@@ -204,6 +222,7 @@ absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadP
   BALLAST_RETURN_IF_ERROR(LoadSlices(decision->decision.attempt(), step, replaying));
   storage::Pass("recovery/slices_loaded");
   replaying->slices.clear();
+  BALLAST_RETURN_IF_ERROR(replaying->FinishUpdates());
   std::shared_ptr<StepWork> work;
   std::shared_ptr<storage::ChunkStore> store;
   {
@@ -220,9 +239,22 @@ absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadP
     spdlog::info("job '{}': recovering, at step {}, {} MiB of slices replayed", name_, step,
                  replaying->payload_bytes >> 20);
   }
-  const absl::Status status = RunUpdates(store.get(), work.get());
-  storage::Pass("recovery/step_replayed");
-  return status;
+  const auto update = [this, store, work] {
+    const absl::Status status = RunUpdates(store.get(), work.get());
+    storage::Pass("recovery/step_replayed");
+    return status;
+  };
+  if (around_.compute->threads() == 1) return update();
+  {
+    absl::MutexLock lock(&mu_);
+    replaying->updating = true;
+  }
+  replaying->updates = std::thread([this, update, replaying] {
+    replaying->updated = update();
+    absl::MutexLock lock(&mu_);
+    replaying->updating = false;
+  });
+  return absl::OkStatus();
 }
 
 absl::Status Job::ReplayOpen(const v1::OpenRequest& open, const StepRecord& record) {
@@ -285,9 +317,14 @@ absl::Status Job::LoadSlices(uint64_t attempt, int64_t step, Replaying* replayin
       busy = load.chunk->intake.Busy({slice.header.begin() - start, slice.header.end() - start});
     }
     // Values and gradients of the same elements, one after the other.
-    if (busy) BALLAST_RETURN_IF_ERROR(ReadSlices(&loads, replaying));
+    if (busy || loads.size() == kLoadsMax) BALLAST_RETURN_IF_ERROR(ReadSlices(&loads, replaying));
     {
       absl::MutexLock lock(&mu_);
+      const auto free = [&] {
+        mu_.AssertHeld();
+        return load.chunk->updates_pending == 0 || !replaying->updating;
+      };
+      mu_.Await(absl::Condition(&free));
       BALLAST_ASSIGN_OR_RETURN(load.receipt, load.chunk->intake.BeginReceive(index, slice.header.kind(), attempt));
     }
     loads.push_back(std::move(load));

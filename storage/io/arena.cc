@@ -3,9 +3,12 @@
 #include <spdlog/spdlog.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
@@ -15,6 +18,25 @@
 namespace ballast::storage {
 namespace {
 constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
+// Of memory that one thread touches, and threads.
+constexpr uint64_t kTouchBytesMin = uint64_t{128} << 20;
+constexpr uint64_t kTouchThreadsMax = 8;
+
+// The kernel clears a page when it is touched first: much memory on several threads, which clear faster than one.
+void Touch(std::byte* first, uint64_t bytes) {
+  const uint64_t processors = std::max(1u, std::thread::hardware_concurrency());
+  const uint64_t threads = std::clamp<uint64_t>(bytes / kTouchBytesMin, 1, std::min(processors, kTouchThreadsMax));
+  const uint64_t part_bytes = (bytes / threads + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+  const auto touch = [=](uint64_t part) {
+    volatile std::byte* const touched = first;
+    const uint64_t end = std::min(bytes, (part + 1) * part_bytes);
+    for (uint64_t at = part * part_bytes; at < end; at += kIoAlignment) touched[at] = std::byte{0};
+  };
+  std::vector<std::thread> others;
+  for (uint64_t part = 1; part < threads; ++part) others.emplace_back(touch, part);
+  touch(0);
+  for (std::thread& other : others) other.join();
+}
 }  // namespace
 
 absl::StatusOr<Arena> Arena::Map(uint64_t bytes, bool pin) {
@@ -35,8 +57,7 @@ absl::StatusOr<Arena> Arena::Map(uint64_t bytes, bool pin) {
   munmap(first + skip + bytes, mapped - skip - bytes);
   arena.bytes_ = {first + skip, bytes};
   (void)madvise(first + skip, bytes, MADV_HUGEPAGE);
-  volatile std::byte* touched = first + skip;
-  for (uint64_t at = 0; at < bytes; at += kIoAlignment) touched[at] = std::byte{0};
+  Touch(first + skip, bytes);
   if (pin) {
     const absl::Status pinned = PinMemory(arena.bytes_);
     arena.pinned_ = pinned.ok();

@@ -78,7 +78,11 @@ struct Budget {
 
 class RecoveryTest : public ::testing::TestWithParam<Budget> {
  protected:
-  RecoveryTest() : server_("s", GetParam().bytes) {}
+  // Several threads: slices are read beside updates.
+  RecoveryTest() : server_("s", GetParam().bytes) {
+    server_.options().compute_threads = 3;
+    server_.Restart();
+  }
   // The group that follows whoever was there.
   std::unique_ptr<TrainerGroup> NewGroup() {
     auto group = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server_.get()}, Spec(v1::DURABILITY_STEP), 1,
