@@ -26,8 +26,8 @@
 namespace ballast::bench {
 namespace {
 
-// Those of a log that is about to be cut for the first time.
-constexpr int kStepsBeforeKill = 9;
+// Until flushes have settled to what the log's size asks for.
+constexpr int kStepsBeforeKill = 24;
 
 // What a restart on a directory has to read: the newest durable version of each chunk, and of the log all slices that
 // are newer than their chunk's.
