@@ -75,10 +75,11 @@ void Job::Push(const v1::PushRequest& header, absl::Span<const std::byte> payloa
     if (parked_bytes.fetch_add(payload.size()) + payload.size() > kWaitingPushBytesMax) {
       parked_bytes.fetch_sub(payload.size());
       replies->push_back([reply] {
-        reply(model::Error(absl::StatusCode::kUnavailable, model::kBusy,
-                           absl::StrCat(kWaitingPushBytesMax,
-                                        " bytes of slices wait for updates at this server, which is all "
-                                        "that may; send the same slice again")));
+        reply(
+            model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                         absl::StrCat(kWaitingPushBytesMax,
+                                      " bytes of slices wait for updates or room in logs at this server, which is all "
+                                      "that may; send the same slice again")));
       });
       return;
     }
@@ -89,11 +90,15 @@ void Job::Push(const v1::PushRequest& header, absl::Span<const std::byte> payloa
       mu_.AssertHeld();
       return TryPush(header, payload, guarded, later);
     };
-    waiter.expire = [guarded](Replies* later) {
-      later->push_back([guarded] {
-        guarded(
-            model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy,
-                         "the deadline passed while the slice's chunk was being updated; send the same slice again"));
+    waiter.expire = [this, guarded, bytes = payload.size()](Replies* later) {
+      mu_.AssertHeld();
+      const bool full = journal_ != nullptr && !journal_->HasRoomForSlice(bytes);
+      later->push_back([guarded, full] {
+        guarded(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy,
+                             absl::StrCat("the deadline passed while ",
+                                          full ? "the gradient log was full: chunks are flushed so that it can be cut"
+                                               : "the slice's chunk was being updated",
+                                          "; send the same slice again")));
       });
     };
     waiter.refuse = [guarded](const absl::Status& status, Replies* later) {
@@ -129,6 +134,9 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
   uint32_t slice = 0;
   const std::shared_ptr<HeldChunk> chunk = FindSliceChunk(header, &slice);
   if (chunk != nullptr && header.step() == machine_->committed() + 1) {
+    // Who is refused, or has it here already, does not wait first.
+    const absl::StatusOr<StepMachine::Admission> checked = machine_->CheckPush(header);
+    if (!checked.ok() || *checked == StepMachine::Admission::kHeld) return answer(checked.status());
     const uint64_t start = chunk->layout.range.begin;
     if (chunk->updates_pending > 0 || chunk->intake.Busy({header.begin() - start, header.end() - start})) return false;
     if (!TakesSlice(payload.size())) return false;

@@ -1,6 +1,7 @@
 #include "ballast/services/job.h"
 
 #include <algorithm>
+#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -26,6 +27,11 @@ absl::Status DeadlinePassed(const std::string& what) {
                                    "; nothing was undone: send the same request again"));
 }
 
+uint64_t NewLife() {
+  std::random_device random;
+  return uint64_t{random()} << 32 | random();
+}
+
 }  // namespace
 
 std::shared_ptr<Job> Job::Make(const std::string& name, const JobSurroundings& surroundings) {
@@ -43,6 +49,7 @@ Job::Job(const std::string& name, const JobSurroundings& surroundings, std::func
       around_(surroundings),
       log_(name),
       machine_(new StepMachine(surroundings.server_id, this)),
+      life_(NewLife()),
       waiting_(surroundings.deadlines, surroundings.waiting, std::move(expire)),
       stage_(surroundings.foundation->MakeExecutor(1)) {}
 

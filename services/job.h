@@ -20,6 +20,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/kernels/thread_pool.h"
+#include "ballast/services/catalog_entry.h"
 #include "ballast/services/counters.h"
 #include "ballast/services/deadlines.h"
 #include "ballast/services/executor.h"
@@ -116,6 +117,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // extents.
   absl::Status RemoveJournal();
   void Discard();
+  // After Stop: of the NVMe budget, that its log holds until that is removed.
+  uint64_t journal_bytes() const { return journal_bytes_; }
 
  private:
   struct StepWork;
@@ -202,6 +205,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // What an earlier run left of the chunk, once.
   std::optional<storage::DurableChunk> TakeDurable(uint64_t id);
   absl::Status AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr<HeldChunk>>* added);
+  // Takes on the life that the log is of. DATA_LOSS (DIVERGED) if the catalog speaks of another.
+  absl::Status CheckLife(const CatalogEntry& entry, uint64_t life);
   absl::Status ExtendForRestart();
   absl::Status ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replaying* replaying);
   absl::Status ReplayOpen(const v1::OpenRequest& open, const StepRecord& record);
@@ -210,9 +215,12 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Some of what the step changes here, and that replay needs, is not held. DATA_LOSS (DIVERGED).
   absl::Status CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord& prepared) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::Status LoadSlices(uint64_t attempt, int64_t step, Replaying* replaying);
+  enum class LostSlice { kRefused, kPushedAgain };
+  // `lost`: what becomes of a slice whose bytes cannot be read.
+  absl::Status LoadSlices(uint64_t attempt, int64_t step, LostSlice lost, Replaying* replaying);
   struct SliceLoad;
-  absl::Status ReadSlices(std::vector<SliceLoad>* loads, Replaying* replaying);
+  absl::Status BeginLoad(uint32_t slice, SliceLoad* load, Replaying* replaying);
+  absl::Status ReadSlices(LostSlice lost, std::vector<SliceLoad>* loads, Replaying* replaying);
   void RunStep(StepWork* work);
   void NoteCommitted(int64_t step);
   absl::Status RunUpdates(storage::ChunkStore* store, StepWork* work);
@@ -262,6 +270,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   bool flush_posted_ ABSL_GUARDED_BY(mu_) = false;
   std::shared_ptr<StepWork> replayed_ ABSL_GUARDED_BY(mu_);  // what Apply asked for while recovering
   bool recovering_ ABSL_GUARDED_BY(mu_) = false;
+  uint64_t life_ = 0;                                         // of the job's thread
   uint64_t journal_bytes_ = 0;                                // of the NVMe budget; of the job's thread
   v1::OpenResponse planned_;                                  // of a dry run; of the job's thread
   int64_t applied_ = -1;                                      // the last step run; of the job's thread

@@ -36,11 +36,13 @@ absl::Status Job::EnsureJournal(const NewChunks& wanted) {
                  size.bytes() >> 20);
     auto log = storage::GradientLog::Create(around_.tiers->disk(), {.path = journal_path(),
                                                                     .job = name_,
+                                                                    .life = life_,
                                                                     .segment_bytes = size.segment_bytes,
                                                                     .segment_count = size.segment_count});
     status = log.status();
     if (status.ok()) {
-      status = around_.catalog->Put(absl::StrCat(CatalogPrefix(name_), kCatalogLog), "");
+      const auto [key, value] = LogPair(name_, life_);
+      status = around_.catalog->Put(key, value);
       if (!status.ok()) {
         LockedOnStage([&](Replies* replies) {
           mu_.AssertHeld();

@@ -157,15 +157,12 @@ absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::sh
 std::shared_ptr<storage::ChunkStore> Job::MakeStore(const NewChunks& wanted) const {
   std::optional<storage::DurableOptions> durable;
   if (wanted.durable()) {
-    const auto record = [catalog = around_.catalog,
-                         prefix = CatalogPrefix(name_)](absl::Span<const storage::DurableChunk> chunks) {
-      std::vector<std::pair<std::string, std::string>> entries;
-      for (const storage::DurableChunk& chunk : chunks) {
-        entries.emplace_back(absl::StrCat(prefix, kCatalogChunk, chunk.id), chunk.Encode());
-      }
+    const auto record = [catalog = around_.catalog, job = name_](absl::Span<const storage::DurableChunk> chunks) {
+      std::vector<CatalogPair> entries;
+      for (const storage::DurableChunk& chunk : chunks) entries.push_back(ChunkPair(job, chunk));
       return catalog->PutAll(entries);
     };
-    durable = storage::DurableOptions{.job = name_, .record = record};
+    durable = storage::DurableOptions{.job = name_, .life = life_, .record = record};
   }
   return std::make_shared<storage::ChunkStore>(around_.tiers, wanted.optimizer, around_.compute, std::move(durable));
 }
@@ -315,7 +312,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
       taken[i] = std::make_shared<HeldChunk>(memory, next++, wanted.ids[i], elements[i], optimizer.gradient);
       const auto restored = std::find_if(missing.begin(), missing.end(),
                                          [&](const auto& m) { return m.id == wanted.ids[i] && m.durable.has_value(); });
-      if (restored != missing.end()) taken[i]->version = taken[i]->first_version = restored->durable->version;
+      if (restored != missing.end()) taken[i]->version = restored->durable->version;
     }
     chunks->push_back(taken[i]);
   }

@@ -11,49 +11,16 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
+#include "ballast/services/replaying.h"
 #include "ballast/storage/io/failpoint.h"
 #include "ballast/storage/io/seeded_bugs.h"
 #include "ballast/storage/log/log_reader.h"
 
 namespace ballast::services {
 
-// Where the replay of a log is.
-struct Job::Replaying {
-  struct Slice {
-    v1::PushRequest header;
-    storage::PayloadPlace payload;
-  };
-  const storage::BlockFile* file = nullptr;
-  // Of the step that is not decided yet, in the epoch that is open.
-  std::vector<Slice> slices;
-  uint64_t steps = 0;
-  uint64_t payload_bytes = 0;
-  // The updates of the last decided step, if slices of the next one are read meanwhile.
-  std::thread updates;
-  bool updating = false;  // guarded by the job's lock
-  absl::Status updated;
-
-  ~Replaying() { (void)FinishUpdates(); }
-  absl::Status FinishUpdates() {
-    if (updates.joinable()) updates.join();
-    return updated;
-  }
-  absl::Time said = absl::Now();
-};
-
-// A slice on its way from the log to its chunk.
-struct Job::SliceLoad {
-  std::shared_ptr<HeldChunk> chunk;
-  Intake::Receipt receipt;
-  storage::PayloadPlace payload;
-  absl::Status status;
-};
-
 namespace {
 
 constexpr absl::Duration kProgressEvery = absl::Seconds(2);
-// Slices that are read together: of chunks that the last step's update is through with, while it goes on.
-constexpr size_t kLoadsMax = 16;
 
 absl::Status LogMissing(const std::string& name, size_t chunks, const absl::Status& cause) {
   return model::Error(absl::StatusCode::kDataLoss, model::kStateLost,
@@ -63,11 +30,28 @@ absl::Status LogMissing(const std::string& name, size_t chunks, const absl::Stat
 
 }  // namespace
 
+// A name may have stood for several jobs, one after the other. What their lives left must not be mixed.
+absl::Status Job::CheckLife(const CatalogEntry& entry, uint64_t life) {
+  const auto refuse = [&](absl::string_view what, uint64_t other) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                        absl::StrCat(journal_path(), " is of life ", ShowLife(life), " of job '", name_, "', and ",
+                                     what, " of life ", ShowLife(other),
+                                     ": one of the two is a copy from before the job was dropped and made again. Bring "
+                                     "back what belongs together; `ballastctl verify` lists it"));
+  };
+  if (entry.life.value_or(life) != life) return refuse("the catalog's entry", *entry.life);
+  for (const storage::DurableChunk& chunk : entry.chunks) {
+    if (chunk.life != life) return refuse(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life);
+  }
+  life_ = life;
+  return absl::OkStatus();
+}
+
 absl::Status Job::Recover(const CatalogEntry& entry) {
   storage::ScannedLog scanned;
   auto log = storage::GradientLog::Recover(around_.tiers->disk(), journal_path(), &scanned);
   const absl::Time began = absl::Now();
-  if (absl::IsNotFound(log.status()) && entry.chunks.empty() && !entry.has_log) {
+  if (absl::IsNotFound(log.status()) && entry.chunks.empty() && !entry.life.has_value()) {
     // The log was still being made: no step was ever prepared.
     if (entry.promised.has_value()) return Replay(PromiseRecord{*entry.promised});
     return absl::OkStatus();
@@ -78,6 +62,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     return model::Error(absl::StatusCode::kDataLoss, model::kIo,
                         absl::StrCat(journal_path(), " is the log of job '", scanned.name, "', not of '", name_, "'"));
   }
+  BALLAST_RETURN_IF_ERROR(CheckLife(entry, scanned.life));
   const uint64_t file_bytes = (*log)->file_bytes();
   BALLAST_RETURN_IF_ERROR(around_.tiers->Take(storage::TierKind::kNvme, file_bytes, "the gradient log"));
   journal_bytes_ = file_bytes;
@@ -108,20 +93,26 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
   for (size_t i = 0; i < keep.size(); ++i) (*log)->Keep(scanned.live[i].incarnation, forgotten ? -1 : keep[i]);
   // What was pushed for the step in flight; without its bytes the machine would count slices that are not there.
   int64_t committed = -1;
+  std::optional<v1::PreparedRecord> prepared;
   std::set<uint64_t> attempts;
   for (const Replaying::Slice& slice : replaying.slices) attempts.insert(slice.header.attempt());
   {
     absl::MutexLock lock(&mu_);
     committed = machine_->committed();
+    if (v1::GetJobResponse job = machine_->Describe(); job.has_prepared())
+      prepared = std::move(*job.mutable_prepared());
   }
   if (Seeded(storage::StorageBug::kUndecidedForgotten)) attempts.clear();
-  for (const uint64_t attempt : attempts) BALLAST_RETURN_IF_ERROR(LoadSlices(attempt, committed + 1, &replaying));
+  for (const uint64_t attempt : attempts) {
+    // Who has not heard that all servers prepared the step keeps its gradients, and is told what is missing.
+    const bool needed = prepared.has_value() && prepared->attempt() == attempt;
+    BALLAST_RETURN_IF_ERROR(
+        LoadSlices(attempt, committed + 1, needed ? LostSlice::kRefused : LostSlice::kPushedAgain, &replaying));
+  }
   BALLAST_RETURN_IF_ERROR(replaying.FinishUpdates());
-  {
+  if (prepared.has_value()) {
     absl::MutexLock lock(&mu_);
-    if (const v1::GetJobResponse job = machine_->Describe(); job.has_prepared()) {
-      for (const auto& chunk : chunks_) BALLAST_RETURN_IF_ERROR(CheckHeld(*chunk, job.prepared()));
-    }
+    for (const auto& chunk : chunks_) BALLAST_RETURN_IF_ERROR(CheckHeld(*chunk, *prepared));
   }
   if (!durable_chunks_.empty()) {
     return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
@@ -129,7 +120,10 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
                                      "' that its log does not register, the first is ", durable_chunks_.begin()->first,
                                      "; run `ballastctl verify`"));
   }
-  if (entry.promised.has_value()) BALLAST_RETURN_IF_ERROR(Replay(PromiseRecord{*entry.promised}));
+  // The log may have the newer promise: each is written on its own.
+  if (entry.promised.has_value() && model::Compare(*entry.promised, promised()) > 0) {
+    BALLAST_RETURN_IF_ERROR(Replay(PromiseRecord{*entry.promised}));
+  }
   applied_ = committed;
   storage::Pass("recovery/replayed");
   std::shared_ptr<storage::ChunkStore> store;
@@ -219,7 +213,7 @@ absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadP
     return machine_->Replay(record);
   }
   const int64_t step = decision->decision.step();
-  BALLAST_RETURN_IF_ERROR(LoadSlices(decision->decision.attempt(), step, replaying));
+  BALLAST_RETURN_IF_ERROR(LoadSlices(decision->decision.attempt(), step, LostSlice::kRefused, replaying));
   storage::Pass("recovery/slices_loaded");
   replaying->slices.clear();
   BALLAST_RETURN_IF_ERROR(replaying->FinishUpdates());
@@ -294,67 +288,6 @@ absl::Status Job::CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord& pr
                       absl::StrCat("chunk ", chunk.id, " of job '", name_, "' is at version ", *chunk.version,
                                    ", and the log ", journal_path(), " does not hold all slices that step ",
                                    prepared.step(), " applies to it. Run `ballastctl verify --rebuild`"));
-}
-
-absl::Status Job::LoadSlices(uint64_t attempt, int64_t step, Replaying* replaying) {
-  std::vector<SliceLoad> loads;
-  for (const Replaying::Slice& slice : replaying->slices) {
-    if (slice.header.attempt() != attempt || slice.header.step() != step) continue;
-    uint32_t index = 0;
-    SliceLoad load;
-    load.payload = slice.payload;
-    bool busy = false;
-    {
-      absl::MutexLock lock(&mu_);
-      load.chunk = FindSliceChunk(slice.header, &index);
-      if (load.chunk == nullptr) {
-        return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
-                            absl::StrCat("the log of job '", name_, "' holds a slice of step ", step,
-                                         " that its epoch's tiling does not give to this server"));
-      }
-      if (*load.chunk->version >= step && !Seeded(storage::StorageBug::kReplayedTwice)) continue;
-      const uint64_t start = load.chunk->layout.range.begin;
-      busy = load.chunk->intake.Busy({slice.header.begin() - start, slice.header.end() - start});
-    }
-    // Values and gradients of the same elements, one after the other.
-    if (busy || loads.size() == kLoadsMax) BALLAST_RETURN_IF_ERROR(ReadSlices(&loads, replaying));
-    {
-      absl::MutexLock lock(&mu_);
-      const auto free = [&] {
-        mu_.AssertHeld();
-        return load.chunk->updates_pending == 0 || !replaying->updating;
-      };
-      mu_.Await(absl::Condition(&free));
-      BALLAST_ASSIGN_OR_RETURN(load.receipt, load.chunk->intake.BeginReceive(index, slice.header.kind(), attempt));
-    }
-    loads.push_back(std::move(load));
-  }
-  return ReadSlices(&loads, replaying);
-}
-
-absl::Status Job::ReadSlices(std::vector<SliceLoad>* loads, Replaying* replaying) {
-  const uint64_t gradient_bytes = loads->empty() ? 0 : store_->layout().gradient_element_bytes();
-  const auto read = [&](uint64_t i) {
-    SliceLoad& load = (*loads)[i];
-    const bool value = load.receipt.kind == v1::SLICE_KIND_VALUE;
-    const uint64_t bytes = load.receipt.range.size() * (value ? sizeof(float) : gradient_bytes);
-    load.status = load.payload.bytes == bytes
-                      ? storage::ReadPayload(*replaying->file, load.payload, {load.receipt.to, bytes})
-                      : model::Error(absl::StatusCode::kDataLoss, model::kBadLength,
-                                     absl::StrCat("a slice in the log of job '", name_, "' has ", load.payload.bytes,
-                                                  " bytes, expected ", bytes));
-  };
-  // Several at a time: one is checked while others are on their way from the disk.
-  around_.compute->ParallelFor(loads->size(), read);
-  absl::Status status;
-  absl::MutexLock lock(&mu_);
-  for (const SliceLoad& load : *loads) {
-    load.chunk->intake.EndRestore(load.receipt);
-    replaying->payload_bytes += load.payload.bytes;
-    status.Update(load.status);
-  }
-  loads->clear();
-  return status;
 }
 
 }  // namespace ballast::services

@@ -28,12 +28,12 @@
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/storage/io/failpoint.h"
 #include "ballast/storage/machine/profile_file.h"
+#include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::services {
 namespace {
 
 constexpr char kVersion[] = "0.1.0";
-constexpr char kServerIdKey[] = "server_id";
 // Each job has a thread; a fence of an unknown name makes a job.
 constexpr size_t kJobsMax = 256;
 constexpr size_t kJobNameBytesMax = 128;
@@ -87,7 +87,7 @@ std::string MakeServerId() {
 
 absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std::string& wanted,
                                            const std::string& directory) {
-  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->Get(kServerIdKey));
+  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->Get(kCatalogServerId));
   if (stored.has_value()) {
     if (wanted.empty() || wanted == *stored) return *stored;
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
@@ -104,7 +104,7 @@ absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std:
                                      "--rebuild`, or move the logs away if the jobs are not wanted"));
   }
   const std::string id = wanted.empty() ? MakeServerId() : wanted;
-  BALLAST_RETURN_IF_ERROR(catalog->Put(kServerIdKey, id));
+  BALLAST_RETURN_IF_ERROR(catalog->Put(kCatalogServerId, id));
   return id;
 }
 
@@ -118,16 +118,20 @@ struct StateServer::Impl {
         executor(foundation->MakeExecutor(std::max(1, options.read_threads))),
         dropping(foundation->MakeExecutor(1)) {}
 
-  // What a name stands for: a job, or the memory of one whose state a restart lost.
+  // What a name stands for: a job, or the memory of one that a restart did not bring back: because its state is lost,
+  // or for want of something that another start may find. Only the former is said of GetJob.
   struct Entry {
     std::shared_ptr<Job> job;
     std::optional<v1::GetJobResponse> lost;
-    absl::Status cause;  // of the loss
+    absl::Status cause;      // of the loss
+    uint64_t log_bytes = 0;  // of the NVMe budget, that its log holds
   };
 
   absl::StatusOr<std::map<std::string, CatalogEntry>> ReadJobs() const;
   absl::Status LoadJobs(const std::map<std::string, CatalogEntry>& stored);
-  void Lose(const std::string& name, const CatalogEntry& stored, const absl::Status& cause);
+  void Lose(const std::string& name, const CatalogEntry& stored, const absl::Status& cause, uint64_t log_bytes = 0);
+  // Gives back what a lost job has on the disk, once the catalog has forgotten it.
+  void FreeLost(const Entry& entry, const std::vector<storage::DurableChunk>& chunks);
   std::shared_ptr<Job> MakeJob(const std::string& name);
   absl::Status LostToDurabilityNone(const std::string& name) const;
   absl::StatusOr<std::shared_ptr<Job>> Find(const std::string& name) const;
@@ -218,7 +222,7 @@ void StateServer::Stop() {
 }
 
 absl::StatusOr<std::map<std::string, CatalogEntry>> StateServer::Impl::ReadJobs() const {
-  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->List("job/"));
+  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->List(kCatalogJobs));
   std::map<std::string, CatalogEntry> jobs;
   for (const auto& [key, value] : stored) {
     const std::vector<std::string> parts = absl::StrSplit(key, '/');
@@ -228,30 +232,37 @@ absl::StatusOr<std::map<std::string, CatalogEntry>> StateServer::Impl::ReadJobs(
   return jobs;
 }
 
-void StateServer::Impl::Lose(const std::string& name, const CatalogEntry& stored, const absl::Status& cause) {
+void StateServer::Impl::Lose(const std::string& name, const CatalogEntry& stored, const absl::Status& cause,
+                             uint64_t log_bytes) {
   absl::MutexLock lock(&mu);
   Entry& entry = jobs[name];
   entry.cause = cause;
+  entry.log_bytes = log_bytes;
   v1::GetJobResponse& lost = entry.lost.emplace();
   lost.set_server_id(server_id);
   lost.set_exists(true);
-  lost.set_state_lost(true);
+  lost.set_state_lost(absl::IsDataLoss(cause));
   lost.set_committed(stored.committed);
   if (stored.promised.has_value()) *lost.mutable_promised() = *stored.promised;
   if (stored.open.has_value()) *lost.mutable_open() = *stored.open;
 }
 
 absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntry>& stored) {
+  bool whole = true;
   for (const auto& [name, entry] : stored) {
     if (entry.had_state) {
       Lose(name, entry, LostToDurabilityNone(name));
       continue;
     }
     const std::shared_ptr<Job> job = MakeJob(name);
-    const bool durable = entry.has_log || !entry.chunks.empty() ||
-                         (entry.open.has_value() && entry.open->spec().durability() == v1::DURABILITY_STEP);
     absl::Status status;
-    if (durable) {
+    if (!entry.unreadable.empty()) {
+      status = model::Error(
+          absl::StatusCode::kDataLoss, model::kIo,
+          absl::StrCat(
+              "the catalog's '", entry.unreadable.front(), "' of job '", name, "' in ", options.data_directory,
+              "/catalog cannot be read; expected what an earlier run wrote. Run `ballastctl verify --rebuild`"));
+    } else if (entry.durable()) {
       status = job->Recover(entry);
     } else if (entry.promised.has_value()) {
       status = job->Replay(PromiseRecord{*entry.promised});
@@ -264,9 +275,10 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
     // The server's other jobs are well; this one is refused, with the reason, and what it has on the disk stays.
     spdlog::error("job '{}' cannot be recovered: {}", name, std::string(status.message()));
     job->Stop(status);
-    Lose(name, entry, status);
+    Lose(name, entry, status, job->journal_bytes());
+    whole = false;
   }
-  return absl::OkStatus();
+  return whole && tiers->nvme() != nullptr ? tiers->nvme()->Trim() : absl::OkStatus();
 }
 
 std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
@@ -328,7 +340,7 @@ void StateServer::GetJob(const v1::GetJobRequest& request, Reply<v1::GetJobRespo
     const auto entry = impl_->jobs.find(request.job());
     if (entry == impl_->jobs.end()) {
       answer.emplace().set_server_id(impl_->server_id);
-    } else if (entry->second.lost.has_value()) {
+    } else if (entry->second.lost.has_value() && entry->second.lost->state_lost()) {
       answer = *entry->second.lost;
     }
   }
@@ -460,6 +472,14 @@ absl::StatusOr<StateServer::Impl::Entry> StateServer::Impl::TakeForDrop(const v1
   return entry;
 }
 
+void StateServer::Impl::FreeLost(const Entry& entry, const std::vector<storage::DurableChunk>& chunks) {
+  tiers->Return(storage::TierKind::kNvme, entry.log_bytes);
+  for (const storage::DurableChunk& chunk : chunks) {
+    // Freed as it goes; disputed places stay until the next start.
+    if (tiers->nvme() != nullptr) (void)tiers->nvme()->TakeKept(chunk.offset);
+  }
+}
+
 void StateServer::Impl::Drop(const v1::DropJobRequest& request, const Reply<v1::DropJobResponse>& reply) {
   absl::StatusOr<Entry> entry = TakeForDrop(request);
   if (!entry.ok()) return reply(entry.status());
@@ -470,11 +490,16 @@ void StateServer::Impl::Drop(const v1::DropJobRequest& request, const Reply<v1::
   storage::Pass("drop/stopped");
   // The log first: what is interrupted then is a job without one, which is lost and can be dropped again. The extents
   // last, when nothing speaks of them any more.
+  std::vector<storage::DurableChunk> left;
+  if (entry->job == nullptr) {
+    if (const auto stored = ReadCatalogEntry(*catalog, request.job()); stored.ok()) left = stored->chunks;
+  }
   absl::Status erased = entry->job != nullptr ? entry->job->RemoveJournal() : RemoveLog(*tiers, request.job());
   storage::Pass("drop/log_forgotten");
   if (erased.ok()) erased = catalog->ErasePrefix(CatalogPrefix(request.job()));
   storage::Pass("drop/job_forgotten");
   if (erased.ok() && entry->job != nullptr) entry->job->Discard();
+  if (erased.ok() && entry->job == nullptr) FreeLost(*entry, left);
   entry->job.reset();
   {
     absl::MutexLock lock(&mu);
@@ -517,7 +542,8 @@ v1::GetServerStatusResponse StateServer::Status() const {
     }
     v1::JobStatus& lost = jobs.emplace_back();
     lost.set_name(name);
-    lost.set_state_lost(true);
+    lost.set_state_lost(entry.lost->state_lost());
+    lost.set_failure(std::string(entry.cause.message()));
     lost.set_committed(entry.lost->committed());
     lost.set_oldest_chunk_version(-1);
     *lost.mutable_epoch() = entry.lost->promised();

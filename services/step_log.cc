@@ -2,67 +2,24 @@
 
 #include <algorithm>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/services/catalog_entry.h"
 #include "ballast/storage/io/failpoint.h"
 #include "ballast/storage/io/seeded_bugs.h"
 
 namespace ballast::services {
-namespace {
-
-constexpr char kPromise[] = "promise";
-constexpr char kOpen[] = "open";
-constexpr char kMark[] = "had_state";
-constexpr char kCommitted[] = "committed";
-
-absl::Status Unreadable(absl::string_view job, absl::string_view what) {
-  return model::Error(
-      absl::StatusCode::kDataLoss, model::kIo,
-      absl::StrCat("the catalog's '", what, "' of job '", job,
-                   "' cannot be read; expected what an earlier run wrote. The data directory is damaged: "
-                   "start with an empty one"));
-}
-
-}  // namespace
-
-std::string CatalogPrefix(absl::string_view job) { return absl::StrCat("job/", job, "/"); }
-
-absl::StatusOr<CatalogEntry> ReadCatalogEntry(const storage::Catalog& catalog, absl::string_view job) {
-  CatalogEntry entry;
-  const std::string prefix = CatalogPrefix(job);
-  BALLAST_ASSIGN_OR_RETURN(const auto promise, catalog.Get(prefix + kPromise));
-  if (promise.has_value() && !entry.promised.emplace().ParseFromString(*promise)) return Unreadable(job, kPromise);
-  BALLAST_ASSIGN_OR_RETURN(const auto open, catalog.Get(prefix + kOpen));
-  if (open.has_value() && !entry.open.emplace().ParseFromString(*open)) return Unreadable(job, kOpen);
-  BALLAST_ASSIGN_OR_RETURN(const auto mark, catalog.Get(prefix + kMark));
-  entry.had_state = mark.has_value();
-  BALLAST_ASSIGN_OR_RETURN(const auto committed, catalog.Get(prefix + kCommitted));
-  if (committed.has_value() && !absl::SimpleAtoi(*committed, &entry.committed)) return Unreadable(job, kCommitted);
-  BALLAST_ASSIGN_OR_RETURN(const auto log, catalog.Get(prefix + kCatalogLog));
-  entry.has_log = log.has_value();
-  BALLAST_ASSIGN_OR_RETURN(const auto chunks, catalog.List(absl::StrCat(prefix, kCatalogChunk)));
-  for (const auto& [key, value] : chunks) {
-    if (!entry.chunks.emplace_back().Decode(value)) return Unreadable(job, key);
-  }
-  return entry;
-}
-
-absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed) {
-  return catalog->Put(CatalogPrefix(job) + kCommitted, absl::StrCat(committed), storage::Catalog::Sync::kUnsynced);
-}
 
 uint64_t StepLog::Append(const StepRecord& record) {
   const uint64_t lsn = next_lsn_++;
   const std::string prefix = CatalogPrefix(job_);
   if (const auto* promise = std::get_if<PromiseRecord>(&record)) {
-    unwritten_.push_back({lsn, prefix + kPromise, promise->epoch.SerializeAsString()});
+    unwritten_.push_back({lsn, prefix + kCatalogPromise, promise->epoch.SerializeAsString()});
   } else if (const auto* open = std::get_if<OpenRecord>(&record)) {
-    unwritten_.push_back({lsn, prefix + kOpen, open->open.SerializeAsString()});
+    unwritten_.push_back({lsn, prefix + kCatalogOpen, open->open.SerializeAsString()});
     Sync(lsn);  // nobody waits for it, but operators read it after a restart
   } else if (std::holds_alternative<PreparedStepRecord>(record) && !marked_) {
     marked_ = true;
-    unwritten_.push_back({lsn, prefix + kMark, ""});
+    unwritten_.push_back({lsn, prefix + kCatalogHadState, ""});
   }
   return lsn;
 }

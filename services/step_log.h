@@ -7,33 +7,12 @@
 #include <deque>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "absl/status/statusor.h"
 #include "ballast/services/step/step_machine.h"
 #include "ballast/storage/catalog/catalog.h"
-#include "ballast/storage/extent_label.h"
 
 namespace ballast::services {
-
-// What the catalog knows of a job.
-struct CatalogEntry {
-  std::optional<v1::Epoch> promised;
-  std::optional<v1::OpenRequest> open;
-  // Some step was prepared here: after a restart its state is lost.
-  bool had_state = false;
-  int64_t committed = -1;                     // as last written: may lag
-  bool has_log = false;                       // its gradient log was made: without it, state is lost
-  std::vector<storage::DurableChunk> chunks;  // of a job with durability `step`
-};
-
-// Keys of a job in the catalog: "job/<name>/<what>"; a durable chunk's: what is kCatalogChunk and its id.
-inline constexpr char kCatalogChunk[] = "chunk-";
-inline constexpr char kCatalogLog[] = "log";
-std::string CatalogPrefix(absl::string_view job);
-absl::StatusOr<CatalogEntry> ReadCatalogEntry(const storage::Catalog& catalog, absl::string_view job);
-// Not synced: the value is only shown.
-absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed);
 
 // Threads: the caller's lock; Write blocks and is called without it.
 class StepLog {

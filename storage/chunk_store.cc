@@ -162,7 +162,8 @@ ChunkStore::Impl::~Impl() {
   absl::MutexLock lock(&mutex);
   for (StoredChunk& chunk : chunks) {
     absl::MutexLock chunk_lock(&chunk.mutex);
-    chunk.extent.Leave();
+    // One that never held a version is nobody's.
+    if (chunk.durable_version >= 0) chunk.extent.Leave();
     // After a failed run the newest version that is recorded may be in a pin's copy.
     for (PinnedCopy& copy : chunk.copies) copy.extent.Leave();
   }
@@ -658,7 +659,8 @@ absl::StatusOr<NvmeExtent> ChunkStore::Impl::MakeRoom(const StoredChunk& chunk, 
 absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh) {
   NvmeExtent old;
   if (fresh.bytes() > 0) old = std::exchange(chunk.extent, std::move(fresh));
-  DurableChunk entry{.id = chunk.id,
+  DurableChunk entry{.life = versions->life(),
+                     .id = chunk.id,
                      .version = version + (Seeded(StorageBug::kVersionAhead) ? 1 : 0),
                      .offset = chunk.extent.offset(),
                      .bytes = chunk.state_bytes(),

@@ -48,7 +48,8 @@ struct ChunkUpdate {
 // and recorded, the extent of the version before is free. So at every moment each chunk has one whole version that
 // `record` was told of.
 struct DurableOptions {
-  std::string job;  // for the labels
+  std::string job;    // for the labels
+  uint64_t life = 0;  // of it, too
   // Keeps the entries for a restart, all or none of them, durably. Blocks. On the thread that runs the store.
   std::function<absl::Status(absl::Span<const DurableChunk>)> record;
 };

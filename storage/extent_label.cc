@@ -10,7 +10,7 @@ namespace ballast::storage {
 namespace {
 
 constexpr uint64_t kMagic = 0x4c424c5f'54534c42;
-constexpr uint32_t kFormat = 1;
+constexpr uint32_t kFormat = 2;
 
 // Little-endian, as it lies on disk.
 struct Label {
@@ -22,7 +22,7 @@ struct Label {
   char job[128] = {};
 };
 static_assert(sizeof(Label) <= StateLayout::kLabelBytes);
-static_assert(sizeof(DurableChunk) == 5 * 8 + sizeof(ArrayDigests));  // no padding, whose bits nobody sets
+static_assert(sizeof(DurableChunk) == 6 * 8 + sizeof(ArrayDigests));  // no padding, whose bits nobody sets
 
 uint32_t DigestOf(absl::Span<const std::byte> block) {
   std::array<std::byte, StateLayout::kLabelBytes> copy;

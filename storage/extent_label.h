@@ -17,6 +17,7 @@ using ArrayDigests = std::array<uint32_t, kStateArraysMax>;
 
 // A chunk's state on disk: all that finding, reading and checking it takes.
 struct DurableChunk {
+  uint64_t life = 0;     // of the job: tells it from others that had its name
   uint64_t id = 0;       // in its job's layout
   int64_t version = -1;  // transactions 0..version are applied
   uint64_t offset = 0;   // of the extent, in the NVMe tier's file

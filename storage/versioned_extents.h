@@ -21,6 +21,7 @@ class VersionedExtents {
   ~VersionedExtents();
 
   const std::string& job() const { return options_.job; }
+  uint64_t life() const { return options_.life; }
   // Versions that may be written before some must be hardened.
   static constexpr uint64_t kSparesMax = 16;
   // NVMe budget that is missing for chunks of these sizes besides their own.

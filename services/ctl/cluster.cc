@@ -48,10 +48,10 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
   view.oldest_chunk_version =
       fresh ? job.oldest_chunk_version() : std::min(view.oldest_chunk_version, job.oldest_chunk_version());
   if (job.state_lost()) {
-    view.problems.push_back(absl::StrCat("job '", job.name(), "' lost its state on ", server.address,
-                                         ": drop it with `ballastctl drop` and start again"));
-  }
-  if (!job.failure().empty()) {
+    view.problems.push_back(
+        absl::StrCat("job '", job.name(), "' lost its state on ", server.address, ": ",
+                     job.failure().empty() ? "drop it with `ballastctl drop` and start again" : job.failure()));
+  } else if (!job.failure().empty()) {
     view.problems.push_back(absl::StrCat("job '", job.name(), "' failed on ", server.address, ": ", job.failure()));
   }
 }

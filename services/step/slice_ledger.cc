@@ -110,6 +110,12 @@ void SliceLedger::Hold(v1::SliceKind kind, uint32_t place, uint64_t attempt, uin
   entries(kind)[place] = Entry{true, attempt, crc32c};
 }
 
+void SliceLedger::Lose(v1::SliceKind kind, uint32_t place, uint64_t attempt) {
+  Entry& entry = entries(kind)[place];
+  if (entry.attempt == attempt) entry = Entry{};
+  Forget();
+}
+
 bool SliceLedger::TakePlace(const v1::PushRequest& header) {
   if (Seeded(SeededBug::kPlaceShared)) return true;
   const model::Range range{header.begin(), header.end()};

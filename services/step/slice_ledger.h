@@ -33,6 +33,8 @@ class SliceLedger {
   // Digest of the slice that is held, whatever its attempt.
   std::optional<uint32_t> Held(v1::SliceKind kind, uint32_t place) const;
   void Hold(v1::SliceKind kind, uint32_t place, uint64_t attempt, uint32_t crc32c);
+  // What was held of that attempt is not any more.
+  void Lose(v1::SliceKind kind, uint32_t place, uint64_t attempt);
 
   // A place takes one writer at a time, over steps, attempts and epochs: bytes of an overtaken push may still be
   // coming. Bound: one per place.

@@ -153,8 +153,8 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request) {
   return v1::OpenResponse();
 }
 
-absl::StatusOr<StepMachine::Admission> StepMachine::BeginPush(const v1::PushRequest& header) {
-  Impl& m = *impl_;
+absl::StatusOr<StepMachine::Admission> StepMachine::CheckPush(const v1::PushRequest& header) const {
+  const Impl& m = *impl_;
   BALLAST_RETURN_IF_ERROR(m.CheckPush(header));
   BALLAST_ASSIGN_OR_RETURN(const uint32_t place, m.slices.FindPlace(header));
   const std::optional<uint32_t> held = m.slices.Held(header.kind(), place);
@@ -173,6 +173,13 @@ absl::StatusOr<StepMachine::Admission> StepMachine::BeginPush(const v1::PushRequ
                                      header.step(), " with different bytes (crc32c ", *held, ", then ", header.crc32c(),
                                      "); sum contributions in the client and push once, or Drop()"));
   }
+  return Admission::kReceive;
+}
+
+absl::StatusOr<StepMachine::Admission> StepMachine::BeginPush(const v1::PushRequest& header) {
+  Impl& m = *impl_;
+  BALLAST_ASSIGN_OR_RETURN(const Admission admission, CheckPush(header));
+  if (admission == Admission::kHeld) return admission;
   if (!m.slices.TakePlace(header)) {
     return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                         absl::StrCat("another push of [", header.begin(), ", ", header.end(), ") of unit ",

@@ -77,6 +77,9 @@ class StepMachine {
   // Recovery: records that were durable, in order, before any other call. Decisions replayed here call host->Apply
   // again. DATA_LOSS (DIVERGED) if records are missing.
   absl::Status Replay(const StepRecord& record);
+  // After the last record, of a slice of the step that is not decided: its bytes are lost, so it is not held, and its
+  // rank is asked for it again. Not for slices that the prepared step stands on.
+  void Lose(const v1::PushRequest& header);
   // What a log may begin with from here on, for replays to come. Not from within a call of StepHost.
   v1::LogSnapshot Snapshot() const;
 
@@ -88,6 +91,8 @@ class StepMachine {
   //   kHeld: this very slice is there already, answer OK;  kReceive: copy the bytes, then call EndPush.
   // From BeginPush to EndPush the slice's place belongs to that push: another push of it is UNAVAILABLE (BUSY).
   enum class Admission { kHeld, kReceive };
+  // BeginPush's answer, without taking the place: who must wait for room asks first whether it would be refused.
+  absl::StatusOr<Admission> CheckPush(const v1::PushRequest& header) const;
   absl::StatusOr<Admission> BeginPush(const v1::PushRequest& header);
   // `received`: whether all bytes came and match their digest. On OK, what a fence or a newer attempt overtook is
   // refused here.

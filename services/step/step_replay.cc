@@ -57,6 +57,11 @@ absl::Status StepMachine::Impl::ReplaySnapshot(const v1::LogSnapshot& snapshot) 
   return absl::OkStatus();
 }
 
+void StepMachine::Lose(const v1::PushRequest& header) {
+  const absl::StatusOr<uint32_t> place = impl_->slices.FindPlace(header);
+  if (place.ok()) impl_->slices.Lose(header.kind(), *place, header.attempt());
+}
+
 v1::LogSnapshot StepMachine::Snapshot() const {
   const Impl& m = *impl_;
   v1::LogSnapshot snapshot;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
@@ -28,27 +27,6 @@ bool HasFiles(const std::string& directory) {
   return fs::directory_iterator(directory, error) != fs::directory_iterator() && !error;
 }
 
-// Takes in one entry of a job; false if it cannot be read.
-bool ReadInto(const std::string& what, const std::string& value, CatalogEntry* entry) {
-  if (what == "promise") {
-    if (v1::Epoch epoch; epoch.ParseFromString(value)) entry->promised = epoch;
-    return entry->promised.has_value();
-  }
-  if (what == "open") {
-    if (v1::OpenRequest open; open.ParseFromString(value)) entry->open = open;
-    return entry->open.has_value();
-  }
-  if (what == "had_state") return entry->had_state = true;
-  if (what == "committed") return absl::SimpleAtoi(value, &entry->committed);
-  absl::string_view id_text = what;
-  if (!absl::ConsumePrefix(&id_text, kCatalogChunk)) return true;  // a later version's: a server lets it be
-  storage::DurableChunk chunk;
-  uint64_t id = 0;
-  if (!chunk.Decode(value) || !absl::SimpleAtoi(id_text, &id) || id != chunk.id) return false;
-  entry->chunks.push_back(chunk);
-  return true;
-}
-
 }  // namespace
 
 Harm ScrubReport::worst() const {
@@ -57,7 +35,8 @@ Harm ScrubReport::worst() const {
   return worst;
 }
 
-absl::StatusOr<std::unique_ptr<DataDirectory>> DataDirectory::Open(const std::string& path) {
+absl::StatusOr<std::unique_ptr<DataDirectory>> DataDirectory::Open(const std::string& path,
+                                                                   storage::Catalog::Access access) {
   std::unique_ptr<DataDirectory> directory(new DataDirectory(path));
   std::error_code ignored;
   const bool known = Exists(directory->CatalogPath()) || Exists(directory->TierPath()) ||
@@ -67,11 +46,11 @@ absl::StatusOr<std::unique_ptr<DataDirectory>> DataDirectory::Open(const std::st
                         absl::StrCat("'", path, "' is no state server's data directory: it holds neither catalog/ nor ",
                                      "nvme.tier nor ", kLogPrefix, "*; give what the server's data_directory says"));
   }
-  BALLAST_RETURN_IF_ERROR(directory->OpenCatalog());
+  BALLAST_RETURN_IF_ERROR(directory->OpenCatalog(access));
   return directory;
 }
 
-absl::Status DataDirectory::OpenCatalog() {
+absl::Status DataDirectory::OpenCatalog(storage::Catalog::Access access) {
   begins_anew_ = !Exists(CatalogPath() + "/CURRENT");
   // RocksDB would begin an empty catalog where its CURRENT is missing.
   if (!HasFiles(CatalogPath())) {
@@ -80,7 +59,7 @@ absl::Status DataDirectory::OpenCatalog() {
     catalog_error_ = absl::DataLossError(
         absl::StrCat(CatalogPath(), "/CURRENT is missing: a server would take the catalog for an empty one"));
   } else {
-    auto catalog = storage::Catalog::Open(path_);
+    auto catalog = storage::Catalog::Open(path_, access);
     if (catalog.ok()) {
       catalog_ = *std::move(catalog);
       return absl::OkStatus();
@@ -121,13 +100,16 @@ absl::StatusOr<std::string> DataDirectory::BeginCatalog() {
 }
 
 absl::StatusOr<std::map<std::string, CatalogJob>> DataDirectory::ReadJobs(std::vector<Finding>* findings) const {
-  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog_->List("job/"));
+  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog_->List(kCatalogJobs));
   std::map<std::string, CatalogJob> jobs;
   for (const auto& [key, value] : stored) {
     const std::vector<std::string> parts = absl::StrSplit(key, '/');
     if (parts.size() != 3) continue;
-    if (ReadInto(parts[2], value, &jobs[parts[1]].entry)) continue;
-    findings->push_back({.harm = Harm::kServerRefused,
+    CatalogEntry& entry = jobs[parts[1]].entry;
+    const size_t unreadable = entry.unreadable.size();
+    AddToEntry(parts[2], value, &entry);
+    if (entry.unreadable.size() == unreadable) continue;
+    findings->push_back({.harm = Harm::kJobRefused,
                          .job = parts[1],
                          .what = absl::StrCat("the catalog's entry '", parts[2], "' cannot be read"),
                          .file = CatalogPath(),
@@ -141,7 +123,7 @@ absl::StatusOr<std::map<std::string, CatalogJob>> DataDirectory::ReadJobs(std::v
 
 absl::StatusOr<std::string> DataDirectory::server_id() const {
   if (catalog_ == nullptr) return absl::NotFoundError("no catalog");
-  BALLAST_ASSIGN_OR_RETURN(const auto id, catalog_->Get("server_id"));
+  BALLAST_ASSIGN_OR_RETURN(const auto id, catalog_->Get(kCatalogServerId));
   if (!id.has_value()) return absl::NotFoundError("the catalog has no 'server_id'");
   return *id;
 }

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "ballast/services/step_log.h"
+#include "ballast/services/catalog_entry.h"
 #include "ballast/services/verify/finding.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/io/file_lock.h"
@@ -26,7 +26,8 @@ class DataDirectory {
  public:
   // FAILED_PRECONDITION (BUSY): a server has it; INVALID_ARGUMENT (BAD_REQUEST): it is no data directory. A catalog
   // that is missing or cannot be opened is no error: catalog() is null then.
-  static absl::StatusOr<std::unique_ptr<DataDirectory>> Open(const std::string& path);
+  static absl::StatusOr<std::unique_ptr<DataDirectory>> Open(
+      const std::string& path, storage::Catalog::Access access = storage::Catalog::Access::kReadOnly);
 
   const std::string& path() const { return path_; }
   storage::Catalog* catalog() { return catalog_.get(); }
@@ -50,7 +51,7 @@ class DataDirectory {
 
  private:
   explicit DataDirectory(std::string path) : path_(std::move(path)) {}
-  absl::Status OpenCatalog();
+  absl::Status OpenCatalog(storage::Catalog::Access access);
   std::string CatalogPath() const;
 
   const std::string path_;

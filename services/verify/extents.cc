@@ -7,6 +7,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/layout.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/catalog_entry.h"
 #include "ballast/storage/io/arena.h"
 
 namespace ballast::services {
@@ -52,6 +53,9 @@ std::string LabelFault(absl::Span<const std::byte> block, const NamedExtent& ext
   uint64_t layout_bits = 0;
   if (!storage::DecodeLabel(block, &chunk, &job, &layout_bits)) return "no label, or a damaged one";
   if (job != extent.job) return absl::StrCat("the label of job '", job, "'");
+  if (chunk.life != extent.chunk.life) {
+    return absl::StrCat("the label of life ", ShowLife(chunk.life), " of the job, which was dropped and made again");
+  }
   if (layout_bits != storage::LayoutBits(extent.layout)) return "the label of another optimizer's or dtype's state";
   if (chunk.Encode() == extent.chunk.Encode()) return "";
   if (Show(chunk) == Show(extent.chunk)) return "the label of that version with other digests";
@@ -85,7 +89,7 @@ void CheckPlaces(const std::vector<NamedExtent>& extents, const std::string& pat
   uint64_t end = 0;
   const NamedExtent* before = nullptr;
   for (const NamedExtent* extent : sorted) {
-    const auto [id, version, offset, bytes, elements, digests] = extent->chunk;
+    const uint64_t offset = extent->chunk.offset, bytes = extent->chunk.bytes;
     std::string fault;
     if (bytes == 0 || (offset | bytes) % storage::kIoAlignment != 0) {
       fault = absl::StrCat("offset ", offset, " and ", bytes, " bytes");
@@ -96,7 +100,7 @@ void CheckPlaces(const std::vector<NamedExtent>& extents, const std::string& pat
     }
     if (!fault.empty()) {
       report->findings.push_back(
-          {.harm = Harm::kServerRefused,
+          {.harm = Harm::kJobRefused,
            .job = extent->job,
            .what = absl::StrCat("the place of ", NameOf(*extent), " by the catalog"),
            .file = path,
@@ -147,10 +151,9 @@ absl::StatusOr<bool> DigestsHold(const storage::BlockFile& file, const StateLayo
   return true;
 }
 
-absl::StatusOr<std::map<std::string, std::vector<FoundLabel>>> FindLabels(
-    const storage::BlockFile& file, const std::map<std::string, StateLayout>& layouts, Progress* progress,
-    uint64_t* unreadable) {
-  std::map<std::string, std::vector<FoundLabel>> labels;
+absl::StatusOr<FoundLabels> FindLabels(const storage::BlockFile& file,
+                                       const std::map<std::string, WantedLabels>& wanted, Progress* progress) {
+  FoundLabels found;
   BALLAST_ASSIGN_OR_RETURN(storage::Arena arena, storage::Arena::Map(kPieceBytes, /*pin=*/false));
   BALLAST_ASSIGN_OR_RETURN(const uint64_t file_bytes, file.Size());
   const uint64_t end = file_bytes / StateLayout::kLabelBytes * StateLayout::kLabelBytes;
@@ -158,12 +161,18 @@ absl::StatusOr<std::map<std::string, std::vector<FoundLabel>>> FindLabels(
     FoundLabel label;
     std::string job;
     if (!storage::DecodeLabel(block, &label.chunk, &job, &label.layout_bits)) return;
-    const auto layout = layouts.find(job);
-    if (layout == layouts.end() || label.layout_bits != storage::LayoutBits(layout->second)) return;
+    const auto of = wanted.find(job);
+    if (of == wanted.end()) return;
+    if (label.chunk.life != of->second.life) {
+      ++found.of_other_lives;
+      return;
+    }
+    const StateLayout& layout = of->second.layout;
+    if (label.layout_bits != storage::LayoutBits(layout)) return;
     const storage::DurableChunk& chunk = label.chunk;
-    if (chunk.elements > model::kChunkElementsMax || chunk.bytes != layout->second.StateBytes(chunk.elements)) return;
-    if (chunk.offset + layout->second.LabelAt(chunk.elements) != offset) return;
-    labels[job].push_back(label);
+    if (chunk.elements > model::kChunkElementsMax || chunk.bytes != layout.StateBytes(chunk.elements)) return;
+    if (chunk.offset + layout.LabelAt(chunk.elements) != offset) return;
+    found.of_jobs[job].push_back(label);
   };
   for (uint64_t at = 0; at < end; at += kPieceBytes) {
     const absl::Span<std::byte> piece = arena.bytes().subspan(0, std::min(kPieceBytes, end - at));
@@ -171,14 +180,14 @@ absl::StatusOr<std::map<std::string, std::vector<FoundLabel>>> FindLabels(
     for (uint64_t block = 0; block < piece.size(); block += StateLayout::kLabelBytes) {
       const absl::Span<std::byte> bytes = piece.subspan(block, StateLayout::kLabelBytes);
       if (!whole && !file.Read(at + block, bytes).ok()) {
-        ++*unreadable;
+        ++found.unreadable_blocks;
         continue;
       }
       look(at + block, bytes);
     }
     progress->At("looking for labels", at, end);
   }
-  return labels;
+  return found;
 }
 
 }  // namespace ballast::services

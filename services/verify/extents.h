@@ -20,7 +20,7 @@ struct NamedExtent {
   storage::DurableChunk chunk;
 };
 
-// Extents that overlap, leave the file or lie at places that no extent has; on these a server would not start.
+// Extents that overlap, leave the file or lie at places that no extent has; their jobs are refused.
 // `file_bytes`: 0 where there is no file.
 void CheckPlaces(const std::vector<NamedExtent>& extents, const std::string& path, uint64_t file_bytes,
                  ScrubReport* report);
@@ -37,10 +37,18 @@ struct FoundLabel {
   storage::DurableChunk chunk;
   uint64_t layout_bits = 0;
 };
-// All labels in the file, by job: for each, whether or not the catalog knows of it. `layouts`: of the jobs that are
-// wanted. Blocks that cannot be read are passed over, and counted in `unreadable`.
-absl::StatusOr<std::map<std::string, std::vector<FoundLabel>>> FindLabels(
-    const storage::BlockFile& file, const std::map<std::string, storage::StateLayout>& layouts, Progress* progress,
-    uint64_t* unreadable);
+struct FoundLabels {
+  std::map<std::string, std::vector<FoundLabel>> of_jobs;
+  uint64_t of_other_lives = 0;     // of these names: what jobs left that were dropped since
+  uint64_t unreadable_blocks = 0;  // passed over
+};
+// A job whose labels are wanted.
+struct WantedLabels {
+  storage::StateLayout layout;
+  uint64_t life = 0;
+};
+// All labels of these jobs in the file, whether or not the catalog knows of them.
+absl::StatusOr<FoundLabels> FindLabels(const storage::BlockFile& file,
+                                       const std::map<std::string, WantedLabels>& wanted, Progress* progress);
 
 }  // namespace ballast::services

@@ -129,12 +129,14 @@ absl::Status Replayer::TakeSlice(const v1::PushRequest& header, const storage::P
 }
 
 void Replayer::Need(uint64_t attempt, int64_t step) {
+  std::map<std::pair<uint32_t, int>, size_t> newest;  // one whose bytes were lost was pushed again
   for (const Slice& slice : slices_) {
-    LogReplay::Payload& payload = out_.payloads[slice.payload];
+    const LogReplay::Payload& payload = out_.payloads[slice.payload];
     if (slice.header->attempt() == attempt && payload.step == step && versions_.at(payload.chunk) < step) {
-      payload.needed = true;
+      newest[{slice.slice, slice.header->kind()}] = slice.payload;
     }
   }
+  for (const auto& [slice, payload] : newest) out_.payloads[payload].needed = true;
 }
 
 void Replayer::CheckCovered(const v1::PreparedRecord& prepared) {
@@ -196,9 +198,8 @@ void Replayer::CheckEnd() {
   const v1::GetJobResponse end = machine_.Describe();
   out_.committed = end.committed();
   out_.prepared = end.has_prepared();
-  std::set<uint64_t> attempts;
-  for (const Slice& slice : slices_) attempts.insert(slice.header->attempt());
-  for (const uint64_t attempt : attempts) Need(attempt, out_.committed + 1);
+  // Others than the prepared attempt's are pushed again where they cannot be read.
+  if (end.has_prepared()) Need(end.prepared().attempt(), out_.committed + 1);
   if (end.has_prepared()) CheckCovered(end.prepared());
   for (const auto& [chunk, version] : durable_) {
     if (!versions_.contains(chunk)) {

@@ -119,12 +119,17 @@ absl::Status Rebuilding::ReadCandidates() {
 absl::Status Rebuilding::ReadLabels() {
   BALLAST_ASSIGN_OR_RETURN(tier_, directory_->OpenFile(directory_->TierPath()));
   if (tier_ == nullptr || candidates_.empty()) return absl::OkStatus();
-  std::map<std::string, storage::StateLayout> layouts;
-  for (const auto& [name, candidate] : candidates_) layouts[name] = candidate.layout;
-  uint64_t unreadable = 0;
-  BALLAST_ASSIGN_OR_RETURN(auto labels, FindLabels(*tier_, layouts, &progress_, &unreadable));
-  for (auto& [name, found] : labels) candidates_[name].labels = std::move(found);
-  if (unreadable > 0) result_.done.push_back(absl::StrCat(unreadable, " blocks of nvme.tier cannot be read"));
+  std::map<std::string, WantedLabels> wanted;
+  for (const auto& [name, candidate] : candidates_) wanted[name] = {candidate.layout, candidate.log.scanned.life};
+  BALLAST_ASSIGN_OR_RETURN(FoundLabels found, FindLabels(*tier_, wanted, &progress_));
+  for (auto& [name, labels] : found.of_jobs) candidates_[name].labels = std::move(labels);
+  if (found.unreadable_blocks > 0) {
+    result_.done.push_back(absl::StrCat(found.unreadable_blocks, " blocks of nvme.tier cannot be read"));
+  }
+  if (found.of_other_lives > 0) {
+    result_.done.push_back(absl::StrCat("passed over ", found.of_other_lives,
+                                        " labels of jobs of these names that were dropped, or of other copies"));
+  }
   return absl::OkStatus();
 }
 
@@ -153,9 +158,9 @@ absl::StatusOr<bool> Rebuilding::Newest(const std::string& name, const std::vect
   for (const FoundLabel& label : labels) {  // by version, the highest first
     const storage::DurableChunk& chunk = label.chunk;
     if (chunk.version > version_max) {
-      Refuse(name, absl::StrCat("chunk ", chunk.id, " has a label of version ", chunk.version, " at offset ",
-                                chunk.offset, ", and its log ends at step ", version_max,
-                                ": the log is an older copy, or the label is of an earlier job of this name"));
+      Refuse(name,
+             absl::StrCat("chunk ", chunk.id, " has a label of version ", chunk.version, " at offset ", chunk.offset,
+                          ", and its log ends at step ", version_max, ": the log is an older copy"));
       return false;
     }
     if (newest->has_value()) {
@@ -177,6 +182,18 @@ absl::StatusOr<bool> Rebuilding::Newest(const std::string& name, const std::vect
 
 void Rebuilding::Choose(const std::string& name, Candidate* candidate) {
   if (server_id_.empty()) return;
+  // Which of the two is the job that is wanted, nobody can tell from here.
+  const uint64_t life = candidate->log.scanned.life;
+  const auto check_life = [&](absl::string_view what, uint64_t other) {
+    if (other == life) return true;
+    Refuse(name, absl::StrCat("its log is of life ", ShowLife(life), ", ", what, " of life ", ShowLife(other),
+                              ": the job was dropped and made again, and one of the two is an older copy"));
+    return false;
+  };
+  if (candidate->old.life.has_value() && !check_life("the catalog's 'log'", *candidate->old.life)) return;
+  for (const storage::DurableChunk& chunk : candidate->old.chunks) {
+    if (!check_life(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life)) return;
+  }
   std::vector<Finding> faults;
   const LogReplay bare = ReplayAlone(candidate->log, server_id_, &faults);
   for (const Finding& fault : faults) {
@@ -247,7 +264,7 @@ absl::Status Rebuilding::Write() {
   }
   std::vector<std::pair<std::string, std::string>> pairs;
   if (new_server_id_ && !server_id_.empty()) {
-    pairs.emplace_back("server_id", server_id_);
+    pairs.emplace_back(kCatalogServerId, server_id_);
     result_.done.push_back(absl::StrCat("set server_id to '", server_id_, "'"));
   }
   for (const auto& [name, candidate] : candidates_) {
@@ -256,12 +273,11 @@ absl::Status Rebuilding::Write() {
     if (candidate.old.promised.has_value() && model::Compare(*candidate.old.promised, promised) > 0) {
       promised = *candidate.old.promised;
     }
-    pairs.emplace_back(prefix + "promise", promised.SerializeAsString());
-    pairs.emplace_back(prefix + "open", candidate.log.open->SerializeAsString());
-    pairs.emplace_back(prefix + "committed", absl::StrCat(candidate.committed));
-    for (const auto& [id, chunk] : candidate.chosen) {
-      pairs.emplace_back(absl::StrCat(prefix, kCatalogChunk, id), chunk.Encode());
-    }
+    pairs.emplace_back(prefix + kCatalogPromise, promised.SerializeAsString());
+    pairs.emplace_back(prefix + kCatalogOpen, candidate.log.open->SerializeAsString());
+    pairs.emplace_back(prefix + kCatalogCommitted, absl::StrCat(candidate.committed));
+    pairs.push_back(LogPair(name, candidate.log.scanned.life));
+    for (const auto& [id, chunk] : candidate.chosen) pairs.push_back(ChunkPair(name, chunk));
     result_.done.push_back(absl::StrCat("job '", name, "': entries made anew, up to step ", candidate.committed, ", ",
                                         candidate.chosen.size(), " chunks"));
   }
@@ -275,7 +291,7 @@ absl::Status Rebuilding::Write() {
 
 absl::StatusOr<RebuildResult> Rebuild(const std::string& directory, const SayProgress& say) {
   RebuildResult result;
-  BALLAST_ASSIGN_OR_RETURN(const auto opened, DataDirectory::Open(directory));
+  BALLAST_ASSIGN_OR_RETURN(const auto opened, DataDirectory::Open(directory, storage::Catalog::Access::kReadWrite));
   BALLAST_RETURN_IF_ERROR(Rebuilding(opened.get(), say, &result).Run());
   return result;
 }

@@ -157,6 +157,16 @@ void Scrub::CompareWithLog(const std::string& name, const CatalogEntry& entry, c
     Add(Harm::kJobRefused, name, "the log opens a job of another durability", log.job, "DURABILITY_STEP",
         v1::Durability_Name(log.open->spec().durability()), kLogAdvice);
   }
+  const auto check_life = [&](absl::string_view what, uint64_t life) {
+    if (life == log.scanned.life) return;
+    Add(Harm::kJobRefused, name, absl::StrCat(what, " is of another life of the job than its log"), file,
+        ShowLife(log.scanned.life), ShowLife(life),
+        "the job was dropped and made again, and one of the two is an older copy: bring back what belongs together");
+  };
+  if (entry.life.has_value()) check_life("the catalog's 'log'", *entry.life);
+  for (const storage::DurableChunk& chunk : entry.chunks) {
+    check_life(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life);
+  }
   if (entry.committed > committed + 1) {
     Add(Harm::kUnnoticed, name, "the log ends before the step that the catalog knows as applied",
         directory_->LogPath(name), absl::StrCat("step ", entry.committed), absl::StrCat("step ", committed),

@@ -14,7 +14,7 @@
 
 namespace ballast::services {
 
-// Reads the whole of it, and changes nothing but what opening a RocksDB changes. Errors: DataDirectory::Open's.
+// Reads the whole of it, and changes nothing. Errors: DataDirectory::Open's.
 absl::StatusOr<ScrubReport> Verify(const std::string& directory, const SayProgress& say);
 // The same of one that is open already.
 absl::StatusOr<ScrubReport> Verify(DataDirectory* directory, const SayProgress& say);

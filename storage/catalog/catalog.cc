@@ -31,10 +31,11 @@ absl::Status CatalogError(const rocksdb::Status& status, absl::string_view what,
   if (status.ok()) return absl::OkStatus();
   const std::string message = absl::StrCat("catalog ", path, ": ", what, ": ", status.ToString());
   if (!status.IsCorruption()) return model::Error(absl::StatusCode::kInternal, model::kIo, message);
-  return model::Error(absl::StatusCode::kDataLoss, model::kIo,
-                      absl::StrCat(message,
-                                   "; the data directory is damaged: check its disk, move it away, start with an empty "
-                                   "one, and drop this server's jobs on the others with `ballastctl drop`"));
+  return model::Error(
+      absl::StatusCode::kDataLoss, model::kIo,
+      absl::StrCat(message,
+                   "; it is damaged: check its disk, then run `ballastctl verify --rebuild`, which makes "
+                   "the entries of durable jobs anew"));
 }
 
 // RocksDB's own log file is a second thing to fill a disk, and Debian's build of it asserts that it could be written.
@@ -76,7 +77,7 @@ rocksdb::Options CatalogOptions() {
 class RocksCatalog : public Catalog {
  public:
   RocksCatalog(FileLock l, std::string p) : lock_(std::move(l)), path_(std::move(p)) {}
-  absl::Status Open();
+  absl::Status Open(Access access);
   absl::Status Put(absl::string_view key, absl::string_view value, Sync sync) override;
   absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) override;
   absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const override;
@@ -101,9 +102,13 @@ class RocksCatalog : public Catalog {
   absl::Status failed_ ABSL_GUARDED_BY(mutex_);
 };
 
-absl::Status RocksCatalog::Open() {
+absl::Status RocksCatalog::Open(Access access) {
   rocksdb::DB* db = nullptr;
-  BALLAST_RETURN_IF_ERROR(CatalogError(rocksdb::DB::Open(CatalogOptions(), path_, &db), "open", path_));
+  rocksdb::Options options = CatalogOptions();
+  options.create_if_missing = access == Access::kReadWrite;
+  const rocksdb::Status opened = access == Access::kReadWrite ? rocksdb::DB::Open(options, path_, &db)
+                                                              : rocksdb::DB::OpenForReadOnly(options, path_, &db);
+  BALLAST_RETURN_IF_ERROR(CatalogError(opened, "open", path_));
   db_.reset(db);
   return absl::OkStatus();
 }
@@ -151,14 +156,14 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> RocksCatalog::L
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Catalog>> Catalog::Open(const std::string& directory) {
+absl::StatusOr<std::unique_ptr<Catalog>> Catalog::Open(const std::string& directory, Access access) {
   std::error_code error;
-  std::filesystem::create_directories(directory + "/catalog", error);
+  if (access == Access::kReadWrite) std::filesystem::create_directories(directory + "/catalog", error);
   if (error) return IoError(error.value(), "creation", directory, 0, 0);
   BALLAST_ASSIGN_OR_RETURN(FileLock lock, FileLock::Take(absl::StrCat(directory, "/LOCK.ballast"),
                                                          absl::StrCat("data directory ", directory)));
   auto catalog = std::make_unique<RocksCatalog>(std::move(lock), absl::StrCat(directory, "/catalog"));
-  BALLAST_RETURN_IF_ERROR(catalog->Open());
+  BALLAST_RETURN_IF_ERROR(catalog->Open(access));
   return std::unique_ptr<Catalog>(std::move(catalog));
 }
 

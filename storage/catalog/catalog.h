@@ -18,7 +18,10 @@ class Catalog {
  public:
   // In RocksDB. Creates `directory` if needed. FAILED_PRECONDITION naming the holder if another process has it open;
   // DATA_LOSS (IO) if what is there is damaged; INTERNAL (IO) else.
-  static absl::StatusOr<std::unique_ptr<Catalog>> Open(const std::string& directory);
+  // kReadOnly: the database's files stay as they are, and every write fails; so does opening what is not there.
+  enum class Access { kReadWrite, kReadOnly };
+  static absl::StatusOr<std::unique_ptr<Catalog>> Open(const std::string& directory,
+                                                       Access access = Access::kReadWrite);
   virtual ~Catalog() = default;
 
   enum class Sync { kSynced, kUnsynced };

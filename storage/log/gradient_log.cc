@@ -84,6 +84,7 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, con
     // Its head last: a file without one never was a log.
     FileHead head;
     head.segment_bytes = options.segment_bytes;
+    head.life = options.life;
     std::memcpy(head.name, options.job.data(), options.job.size());
     EncodeHead(head, {blocks.get(), kLogBlock});
     EncodeHead(head, {blocks.get() + kLogBlock, kLogBlock});

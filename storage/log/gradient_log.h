@@ -45,6 +45,7 @@ class GradientLog {
   struct Options {
     std::string path;
     std::string job;
+    uint64_t life = 0;                            // of the job: one that is dropped and made again has another
     uint64_t segment_bytes = uint64_t{32} << 20;  // multiple of 4096; the largest record must fit
     uint64_t segment_count = 4;                   // at least 3
   };

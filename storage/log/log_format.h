@@ -29,7 +29,7 @@
 
 namespace ballast::storage {
 
-inline constexpr uint32_t kLogFormat = 1;
+inline constexpr uint32_t kLogFormat = 2;
 inline constexpr uint64_t kLogBlock = kIoAlignment;
 inline constexpr uint64_t kLogFirstSegment = 4 * kLogBlock;
 inline constexpr uint64_t kSegmentHeadBytes = 2 * kLogBlock;
@@ -41,6 +41,7 @@ struct FileHead {
   uint32_t digest = 0;
   uint32_t format = kLogFormat;
   uint64_t segment_bytes = 0;
+  uint64_t life = 0;    // of the job: tells it from others that had its name
   char name[128] = {};  // of the job; zero-terminated unless full
 };
 

@@ -97,6 +97,7 @@ absl::Status Scan::ReadFileHead() {
     }
     if (copy == 1) ++log_.repaired_blocks;
     log_.name.assign(head.name, strnlen(head.name, sizeof(head.name)));
+    log_.life = head.life;
     log_.segment_bytes = head.segment_bytes;
     if (log_.segment_bytes < kSegmentHeadBytes || log_.segment_bytes % kLogBlock != 0) break;
     if (bytes < kLogFirstSegment) break;

@@ -14,7 +14,8 @@
 namespace ballast::storage {
 
 struct ScannedLog {
-  std::string name;  // of the job
+  std::string name;   // of the job
+  uint64_t life = 0;  // of it
   uint64_t segment_bytes = 0;
   uint64_t segment_count = 0;
   // In order, from the oldest segment that is needed to the last durable record, and perhaps some that were written but

@@ -33,19 +33,26 @@ BudgetLease NvmeExtent::TakeLease() {
 }
 
 void NvmeExtent::Leave() {
-  tier_ = nullptr;
-  lease_ = BudgetLease();
+  if (NvmeTier* const tier = tier_; tier != nullptr) tier->KeepAgain(std::move(*this));
 }
 
 NvmeTier::~NvmeTier() {
-  absl::MutexLock lock(&mutex_);
-  for (auto& [offset, extent] : kept_) extent.Leave();
+  std::map<uint64_t, NvmeExtent> kept;
+  std::vector<NvmeExtent> disputed;
+  {
+    absl::MutexLock lock(&mutex_);
+    kept.swap(kept_);
+    disputed.swap(disputed_);
+  }
+  // Their leases end here, their blocks stay.
+  for (auto& [offset, extent] : kept) extent.TakeLease();
+  for (NvmeExtent& extent : disputed) extent.TakeLease();
 }
 
 absl::StatusOr<std::unique_ptr<NvmeTier>> NvmeTier::Open(const std::string& directory, Ledger* ledger, Disk* disk,
                                                          absl::Span<const ExtentPlace> kept) {
   const std::string path = absl::StrCat(directory, "/nvme.tier");
-  BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(path, kept.empty() ? Disk::Mode::kEmptied : Disk::Mode::kKept));
+  BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(path, Disk::Mode::kKept));
   std::unique_ptr<NvmeTier> tier(new NvmeTier(std::move(file), ledger));
   BALLAST_RETURN_IF_ERROR(tier->Keep({kept.begin(), kept.end()}));
   return tier;
@@ -55,22 +62,43 @@ absl::Status NvmeTier::Keep(std::vector<ExtentPlace> kept) {
   std::sort(kept.begin(), kept.end(), [](const auto& a, const auto& b) { return a.offset < b.offset; });
   BALLAST_ASSIGN_OR_RETURN(const uint64_t file_bytes, file_->Size());
   absl::MutexLock lock(&mutex_);
-  for (const ExtentPlace& place : kept) {
-    if (place.offset < end_ || place.bytes == 0 || (place.offset | place.bytes) % kIoAlignment != 0 ||
-        place.offset > file_bytes || place.bytes > file_bytes - place.offset) {
-      return model::Error(
-          absl::StatusCode::kDataLoss, model::kIo,
-          absl::StrCat("the catalog says that state lies in ", place.bytes, " bytes at offset ", place.offset, " of ",
-                       file_->path(), ", which has ", file_bytes, " bytes, and the extent before ends at ", end_,
-                       ": run `ballastctl verify --rebuild`"));
+  for (size_t i = 0; i < kept.size();) {
+    const ExtentPlace& place = kept[i++];
+    if (place.bytes == 0 || (place.offset | place.bytes) % kIoAlignment != 0 || place.offset > file_bytes ||
+        place.bytes > file_bytes - place.offset) {
+      continue;  // TakeKept says so
+    }
+    // Of places that overlap one at least is wrong, and nobody knows here which: all of it stays as it is.
+    uint64_t end = place.offset + place.bytes;
+    bool alone = true;
+    for (; i < kept.size() && kept[i].offset < end; ++i) {
+      alone = false;
+      const uint64_t other_end = kept[i].offset + std::min(kept[i].bytes, file_bytes - kept[i].offset);
+      end = std::max(end, AlignUp(other_end));
     }
     BALLAST_ASSIGN_OR_RETURN(BudgetLease lease,
-                             ledger_->Lease(TierKind::kNvme, place.bytes, "state that an earlier run left"));
+                             ledger_->Lease(TierKind::kNvme, end - place.offset, "state that an earlier run left"));
     if (place.offset > end_) free_.emplace(end_, place.offset - end_);
-    end_ = place.offset + place.bytes;
-    kept_.emplace(place.offset, NvmeExtent(this, place.offset, std::move(lease)));
+    end_ = end;
+    NvmeExtent extent(this, place.offset, std::move(lease));
+    if (alone) {
+      kept_.emplace(place.offset, std::move(extent));
+    } else {
+      disputed_.push_back(std::move(extent));
+    }
     if (Seeded(StorageBug::kKeptExtentsGivenAgain)) free_.emplace(place.offset, place.bytes);
   }
+  return absl::OkStatus();
+}
+
+void NvmeTier::KeepAgain(NvmeExtent extent) {
+  absl::MutexLock lock(&mutex_);
+  const uint64_t offset = extent.offset();
+  kept_.emplace(offset, std::move(extent));
+}
+
+absl::Status NvmeTier::Trim() {
+  absl::MutexLock lock(&mutex_);
   return file_->Truncate(end_);
 }
 
@@ -78,8 +106,10 @@ absl::StatusOr<NvmeExtent> NvmeTier::TakeKept(uint64_t offset) {
   absl::MutexLock lock(&mutex_);
   const auto found = kept_.find(offset);
   if (found == kept_.end()) {
-    return model::Error(absl::StatusCode::kNotFound, model::kIo,
-                        absl::StrCat("no extent at offset ", offset, " of ", file_->path(), " was kept"));
+    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                        absl::StrCat("the catalog says that state lies at offset ", offset, " of ", file_->path(),
+                                     ": that is outside of it, no place for an extent, or another entry says the same "
+                                     "of these bytes. Run `ballastctl verify --rebuild`"));
   }
   NvmeExtent extent = std::move(found->second);
   kept_.erase(found);

@@ -32,7 +32,7 @@ class NvmeExtent {
   uint64_t bytes() const { return lease_.bytes(); }
   // Frees the extent but keeps its share of the budget, and its blocks on the disk for who comes with that share.
   BudgetLease TakeLease();
-  // Gives the share of the budget back and lets the content be, for the next run of the server.
+  // Lets the content be, for the next run of the server, and the tier have the extent, as one that it kept.
   void Leave();
 
  private:
@@ -48,11 +48,14 @@ class NvmeTier {
   ~NvmeTier();  // what was kept and not taken stays on the disk
   // Creates `directory`/nvme.tier. INTERNAL (IO) if that cannot be written; FAILED_PRECONDITION (BUSY) if another
   // server has it.
-  // `kept`: extents whose content must stay, which TakeKept hands out. DATA_LOSS (IO) if they overlap or lie outside
-  // the file; RESOURCE_EXHAUSTED (BUDGET) if the budget no longer holds them.
+  // `kept`: extents whose content must stay, which TakeKept hands out, except those that overlap others or lie outside
+  // the file: their bytes stay. RESOURCE_EXHAUSTED (BUDGET) if the budget no longer holds them.
   static absl::StatusOr<std::unique_ptr<NvmeTier>> Open(const std::string& directory, Ledger* ledger, Disk* disk,
                                                         absl::Span<const ExtentPlace> kept);
-  // NOT_FOUND unless it was kept, and not taken since.
+  // Gives back to the disk what lies behind the last extent. Not before all that is wanted was found: what nobody named
+  // may lie there.
+  absl::Status Trim();
+  // DATA_LOSS (IO) unless it was kept, and not taken since.
   absl::StatusOr<NvmeExtent> TakeKept(uint64_t offset);
 
   // `bytes` rounded up to 4096. RESOURCE_EXHAUSTED: (BUDGET), or (IO) if the disk itself is full.
@@ -66,6 +69,7 @@ class NvmeTier {
   NvmeTier(std::unique_ptr<BlockFile> file, Ledger* ledger) : file_(std::move(file)), ledger_(ledger) {}
   absl::Status Keep(std::vector<ExtentPlace> kept);
   uint64_t Place(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void KeepAgain(NvmeExtent extent);
   enum class Blocks { kGivenBack, kKept };
   void Free(uint64_t offset, uint64_t bytes, Blocks blocks);
   void FreeLocked(uint64_t offset, uint64_t bytes, Blocks blocks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -76,6 +80,7 @@ class NvmeTier {
   std::map<uint64_t, uint64_t> free_ ABSL_GUARDED_BY(mutex_);  // offset -> bytes, neighbours joined
   uint64_t end_ ABSL_GUARDED_BY(mutex_) = 0;                   // of the last extent
   std::map<uint64_t, NvmeExtent> kept_ ABSL_GUARDED_BY(mutex_);
+  std::vector<NvmeExtent> disputed_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace ballast::storage

@@ -5,11 +5,16 @@
 
 #include <cmath>
 #include <filesystem>
+#include <fstream>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/journal.h"
 #include "ballast/storage/catalog/catalog.h"
+#include "ballast/storage/io/disk.h"
+#include "ballast/storage/log/log_reader.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::services {
@@ -265,6 +270,164 @@ TEST_P(RecoveryTest, CatalogEntriesThatAreLostOrOlderThanTheLogAreRefused) {
   server_.Restart();
   group = NewGroup();
   EXPECT_EQ(group->step(), 41);
+}
+
+TEST_P(RecoveryTest, AJobThatDoesNotFitAnyMoreIsNotCalledLost) {
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  group.reset();
+  const storage::TierBytes budget = server_.options().budget;
+  server_.options().budget.dram = kMiB;
+  server_.Restart();
+  const v1::JobStatus job = server_->Status().jobs(0);
+  EXPECT_FALSE(job.state_lost());
+  EXPECT_THAT(job.failure(), HasSubstr("dram is short of "));
+  TrainerGroup refused({server_.get()}, Spec(v1::DURABILITY_STEP), 1, 1000);
+  EXPECT_EQ(refused.Start().code(), absl::StatusCode::kResourceExhausted);
+  Answer<v1::GetJobResponse> asked;
+  v1::GetJobRequest request;
+  request.set_job("job");
+  server_->GetJob(request, asked.reply());
+  EXPECT_EQ(asked.Wait().status().code(), absl::StatusCode::kResourceExhausted);
+  server_.options().budget = budget;
+  server_.Restart();
+  EXPECT_EQ(NewGroup()->step(), 1);
+}
+
+TEST_P(RecoveryTest, ALostJobThatIsDroppedGivesItsDiskBack) {
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  for (int64_t step = 1; step <= 30; ++step) {
+    ASSERT_EQ(PushStep(*group, step), absl::OkStatus());
+    ASSERT_TRUE(group->Finish(UpdateHeader(Reference::Tensors())).ok());
+  }
+  v1::DropJobRequest request;
+  request.set_job("job");
+  *request.mutable_epoch() = group->epoch();
+  group.reset();
+  server_.End();
+  {
+    auto catalog = storage::Catalog::Open(server_.directory());
+    ASSERT_TRUE(catalog.ok()) << catalog.status();
+    ASSERT_EQ((*catalog)->ErasePrefix("job/job/chunk-0"), absl::OkStatus());
+  }
+  server_.Restart();
+  ASSERT_TRUE(server_->Status().jobs(0).state_lost());
+  EXPECT_GT(server_->Status().tiers(2).used_bytes(), 0u);
+  Answer<v1::DropJobResponse> dropped;
+  server_->DropJob(request, dropped.reply());
+  ASSERT_EQ(dropped.Wait().status(), absl::OkStatus());
+  const v1::GetServerStatusResponse status = server_->Status();
+  for (const v1::TierStatus& tier : status.tiers()) EXPECT_EQ(tier.used_bytes(), 0u) << tier.tier();
+  EXPECT_EQ(NewGroup()->Initialise(Initial), absl::OkStatus());
+}
+
+// Slices of the step that the log of a running server holds by now.
+size_t SlicesLogged(int64_t step, const std::string& path) {
+  auto file = storage::SystemDisk()->Open(path, storage::Disk::Mode::kShared);
+  if (!file.ok()) return 0;
+  const auto scanned = storage::ScanLog(**file);
+  if (!scanned.ok()) return 0;  // amid a write
+  size_t count = 0;
+  for (const storage::ReadRecord& read : scanned->records) {
+    const auto record = DecodeRecord(read);
+    const auto* slice = record.ok() ? std::get_if<SliceRecord>(&*record) : nullptr;
+    count += slice != nullptr && slice->header.step() == step;
+  }
+  return count;
+}
+
+// A bit of the last slice of the step; a second time makes it whole again.
+void RotLastSliceOf(int64_t step, const std::string& path) {
+  auto file = storage::SystemDisk()->Open(path, storage::Disk::Mode::kShared);
+  ASSERT_TRUE(file.ok()) << file.status();
+  const auto scanned = storage::ScanLog(**file);
+  ASSERT_TRUE(scanned.ok()) << scanned.status();
+  uint64_t place = 0;
+  for (const storage::ReadRecord& read : scanned->records) {
+    const auto record = DecodeRecord(read);
+    ASSERT_TRUE(record.ok()) << record.status();
+    const auto* slice = std::get_if<SliceRecord>(&*record);
+    if (slice != nullptr && slice->header.step() == step) place = read.payload.offset + 100;
+  }
+  ASSERT_GT(place, 0u) << "no slice of step " << step;
+  std::fstream stream(path, std::ios::in | std::ios::out | std::ios::binary);
+  stream.seekg(static_cast<std::streamoff>(place));
+  const int byte = stream.get();
+  stream.seekp(static_cast<std::streamoff>(place));
+  stream.put(static_cast<char>(byte ^ 0x10));
+  ASSERT_TRUE(stream.good());
+}
+
+TEST_P(RecoveryTest, ARottenSliceIsPushedAgainUnlessItsStepIsPrepared) {
+  Reference reference;
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  group = NewGroup();
+  ASSERT_EQ(PushStep(*group, 1), absl::OkStatus());
+  const std::string log = server_.directory() + "/log-job";
+  while (SlicesLogged(1, log) < group->plan().slices().size()) absl::SleepFor(absl::Milliseconds(5));
+  group.reset();
+  server_.End();
+  RotLastSliceOf(1, log);
+  server_.Restart();
+  Answer<v1::GetJobResponse> asked;
+  v1::GetJobRequest request;
+  request.set_job("job");
+  server_->GetJob(request, asked.reply());
+  const auto job = asked.Wait();
+  ASSERT_TRUE(job.ok()) << job.status();
+  ASSERT_EQ(job->committed(), 0);
+  // The group that kept its gradients.
+  TrainerGroup same({server_.get()}, Spec(v1::DURABILITY_STEP), 1, epochs_);
+  ASSERT_EQ(same.Open(0, job->decision()), absl::OkStatus());
+  ASSERT_EQ(PushStep(same, 1), absl::OkStatus());
+  ASSERT_TRUE(same.SealAll(UpdateHeader(Reference::Tensors())).ok());
+  server_.End();
+  RotLastSliceOf(1, log);
+  server_.Restart();
+  TrainerGroup refused({server_.get()}, Spec(v1::DURABILITY_STEP), 1, 1000);
+  EXPECT_EQ(refused.Start().code(), absl::StatusCode::kDataLoss);
+  server_.End();
+  RotLastSliceOf(1, log);  // the same bit: whole again
+  server_.Restart();
+  group = NewGroup();
+  EXPECT_EQ(group->step(), 2);
+  reference.Step(1);
+  reference.ExpectSame(*group, 1);
+}
+
+// A log and a catalog that are whole, each of another job that had this name.
+TEST_P(RecoveryTest, TheLogOfAJobThatWasDroppedIsNotTakenForItsSuccessors) {
+  namespace fs = std::filesystem;
+  const std::string log = server_.directory() + "/log-job", kept = server_.directory() + "/kept";
+  const std::string first = server_.directory() + "/first";
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  v1::DropJobRequest request;
+  request.set_job("job");
+  *request.mutable_epoch() = group->epoch();
+  server_.End();
+  fs::copy(log, first);
+  server_.Restart();
+  Answer<v1::DropJobResponse> dropped;
+  server_->DropJob(request, dropped.reply());
+  ASSERT_EQ(dropped.Wait().status(), absl::OkStatus());
+  group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  group.reset();
+  server_.End();
+  fs::rename(log, kept);
+  fs::copy(first, log);
+  server_.Restart();
+  TrainerGroup next({server_.get()}, Spec(v1::DURABILITY_STEP), 1, 1000);
+  const absl::Status status = next.Start();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("is of life "));
+  server_.End();
+  fs::rename(kept, log);
+  server_.Restart();
+  EXPECT_EQ(NewGroup()->step(), 1);
 }
 
 INSTANTIATE_TEST_SUITE_P(Tiers, RecoveryTest,

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "ballast/services/catalog_entry.h"
 #include "ballast/tests/scratch_directory.h"
 
 namespace ballast::services {

@@ -63,6 +63,18 @@ class VerifyTest : public ::testing::Test {
     step_after_ = group_->step();
     content_ = Content();
   }
+  // The job is dropped, and one of its name made that takes `steps` steps.
+  void DropAndTrain(int steps) {
+    StartServer();
+    v1::DropJobRequest request;
+    request.set_job("job");
+    *request.mutable_epoch() = group_->epoch();
+    Answer<v1::DropJobResponse> dropped;
+    server_->DropJob(request, dropped.reply());
+    ASSERT_EQ(dropped.Wait().status(), absl::OkStatus());
+    StopServer();
+    Train(steps);
+  }
   void StopServer() {
     group_.reset();
     server_.reset();
@@ -77,6 +89,24 @@ class VerifyTest : public ::testing::Test {
       }
     }
     return content;
+  }
+  // The server starts, and refuses the job.
+  void ExpectRefusedAtStart(const std::string& why) {
+    StateServerOptions options;
+    options.data_directory = directory_.path();
+    options.budget = {0, uint64_t{64} << 20, uint64_t{512} << 20};
+    options.server_id = server_id_;
+    options.staging_bytes = uint64_t{4} << 20;
+    auto started = StateServer::Start(options);
+    ASSERT_TRUE(started.ok()) << started.status();
+    TrainerGroup group({started->get()}, spec_, 2, 1000);
+    const absl::Status status = group.Start();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+    EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr(why));
+    const v1::GetServerStatusResponse report = (*started)->Status();
+    ASSERT_EQ(report.jobs_size(), 1);
+    EXPECT_TRUE(report.jobs(0).state_lost());
+    EXPECT_THAT(report.jobs(0).failure(), ::testing::HasSubstr(why));
   }
   // The job recovers with the bits that it had.
   void ExpectRecovered() {

@@ -25,6 +25,22 @@ TEST_F(VerifyTest, FindsNothingInACleanDirectory) {
   ExpectRecovered();
 }
 
+TEST_F(VerifyTest, WritesNothing) {
+  Train(8);
+  const auto list = [&] {
+    std::map<std::string, std::pair<uint64_t, fs::file_time_type>> files;
+    for (const auto& entry : fs::recursive_directory_iterator(directory_.path())) {
+      if (entry.is_regular_file() && entry.path().filename() != "LOCK.ballast") {
+        files[entry.path()] = {entry.file_size(), entry.last_write_time()};
+      }
+    }
+    return files;
+  };
+  const auto before = list();
+  EXPECT_THAT(Scrub().findings, IsEmpty());
+  EXPECT_TRUE(list() == before);
+}
+
 TEST_F(VerifyTest, FindsNothingAfterACrash) {
   StartServer();
   ASSERT_EQ(group_->Initialise(Values), absl::OkStatus());
@@ -101,9 +117,11 @@ TEST_F(VerifyTest, FindsATierThatWasCutOff) {
   uint64_t last = 0;
   for (const storage::DurableChunk& chunk : Chunks()) last = std::max(last, chunk.offset);
   fs::resize_file(directory_ / "nvme.tier", last + 4096);
-  ExpectFound(Harm::kServerRefused, "the place of chunk");
+  ExpectFound(Harm::kJobRefused, "the place of chunk");
+  ExpectRefusedAtStart(directory_ / "nvme.tier");
   fs::remove(directory_ / "nvme.tier");
-  ExpectFound(Harm::kServerRefused, "in a file of 0 bytes");
+  ExpectFound(Harm::kJobRefused, "in a file of 0 bytes");
+  ExpectRefusedAtStart(directory_ / "nvme.tier");
 }
 
 TEST_F(VerifyTest, FindsAndRebuildsWrongCatalogEntries) {
@@ -114,12 +132,14 @@ TEST_F(VerifyTest, FindsAndRebuildsWrongCatalogEntries) {
   storage::DurableChunk moved = chunks[1];
   moved.offset = chunks[3].offset;
   Put("job/job/chunk-1", moved.Encode());
-  ExpectFound(Harm::kServerRefused, "an overlap with chunk");
-  ExpectFound(Harm::kServerRefused, "no label, or a damaged one");
+  ExpectFound(Harm::kJobRefused, "an overlap with chunk");
+  ExpectFound(Harm::kJobRefused, "no label, or a damaged one");
+  ExpectRefusedAtStart("another entry says the same");
   ExpectRebuilt();
 
   Put("job/job/chunk-1", "rubbish");
-  ExpectFound(Harm::kServerRefused, "'chunk-1' cannot be read");
+  ExpectFound(Harm::kJobRefused, "'chunk-1' cannot be read");
+  ExpectRefusedAtStart("the catalog's 'chunk-1' of job 'job'");
   ExpectRebuilt();
 
   Erase("job/job/chunk-1");
@@ -161,6 +181,35 @@ TEST_F(VerifyTest, FindsAChunkThatIsNewerThanTheLog) {
   ExpectFound(Harm::kUnnoticed, "is newer than its job's log");
   ExpectFound(Harm::kUnnoticed, "the log ends before the step that the catalog knows as applied");
   ExpectNotRebuilt("the log is an older copy");
+}
+
+TEST_F(VerifyTest, RefusesToMixTwoLivesOfAName) {
+  Train(20);
+  const std::vector<storage::DurableChunk> before = Chunks();
+  fs::copy(directory_ / "log-job", directory_ / "kept");
+  DropAndTrain(20);
+  fs::copy(directory_ / "log-job", directory_ / "newest");
+
+  fs::copy(directory_ / "kept", directory_ / "log-job", fs::copy_options::overwrite_existing);
+  ExpectFound(Harm::kJobRefused, "the catalog's 'log' is of another life of the job than its log");
+  ExpectNotRebuilt("one of the two is an older copy");
+  fs::copy(directory_ / "newest", directory_ / "log-job", fs::copy_options::overwrite_existing);
+  EXPECT_THAT(Scrub().findings, IsEmpty());
+
+  const std::vector<storage::DurableChunk> after = Chunks();
+  Put("job/job/chunk-1", before[1].Encode());
+  ExpectFound(Harm::kJobRefused, "the catalog's chunk 1 is of another life of the job than its log");
+  ExpectNotRebuilt("one of the two is an older copy");
+  Put("job/job/chunk-1", after[1].Encode());
+  ExpectRecovered();
+}
+
+// The labels of the job that was dropped are of versions that the log of its successor does not reach.
+TEST_F(VerifyTest, RebuildsAJobWhoseNameHadAnotherBefore) {
+  Train(30);
+  DropAndTrain(12);
+  fs::remove_all(directory_ / "catalog");
+  ExpectRebuilt();
 }
 
 TEST_F(VerifyTest, FindsADamagedPayloadThatIsNeeded) {

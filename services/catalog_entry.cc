@@ -1,0 +1,85 @@
+#include "ballast/services/catalog_entry.h"
+
+#include <algorithm>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+
+template <typename Message>
+bool Parse(absl::string_view value, std::optional<Message>* to) {
+  Message message;
+  if (!message.ParseFromArray(value.data(), static_cast<int>(value.size()))) return false;
+  *to = std::move(message);
+  return true;
+}
+
+bool ParseChunk(absl::string_view id_text, absl::string_view value, CatalogEntry* entry) {
+  storage::DurableChunk chunk;
+  uint64_t id = 0;
+  if (!chunk.Decode(value) || !absl::SimpleAtoi(id_text, &id) || id != chunk.id) return false;
+  entry->chunks.push_back(chunk);
+  return true;
+}
+
+}  // namespace
+
+std::string CatalogPrefix(absl::string_view job) { return absl::StrCat(kCatalogJobs, job, "/"); }
+
+bool CatalogEntry::durable() const {
+  return life.has_value() || !chunks.empty() ||
+         (open.has_value() && open->spec().durability() == v1::DURABILITY_STEP) ||
+         // What cannot be read may have been a durable job's.
+         std::any_of(unreadable.begin(), unreadable.end(), [](const std::string& what) {
+           return what == kCatalogOpen || what == kCatalogLog || what.starts_with(kCatalogChunk);
+         });
+}
+
+void AddToEntry(absl::string_view what, absl::string_view value, CatalogEntry* entry) {
+  bool read = true;
+  if (what == kCatalogPromise) {
+    read = Parse(value, &entry->promised);
+  } else if (what == kCatalogOpen) {
+    read = Parse(value, &entry->open);
+  } else if (what == kCatalogHadState) {
+    entry->had_state = true;
+  } else if (what == kCatalogCommitted) {
+    read = absl::SimpleAtoi(value, &entry->committed);
+  } else if (what == kCatalogLog) {
+    uint64_t life = 0;
+    read = value.size() == ShowLife(0).size() && absl::SimpleHexAtoi(value, &life);
+    if (read) entry->life = life;
+  } else if (absl::string_view id = what; absl::ConsumePrefix(&id, kCatalogChunk)) {
+    read = ParseChunk(id, value, entry);
+  }
+  if (!read) entry->unreadable.emplace_back(what);
+}
+
+absl::StatusOr<CatalogEntry> ReadCatalogEntry(const storage::Catalog& catalog, absl::string_view job) {
+  CatalogEntry entry;
+  const std::string prefix = CatalogPrefix(job);
+  BALLAST_ASSIGN_OR_RETURN(const auto pairs, catalog.List(prefix));
+  for (const auto& [key, value] : pairs) AddToEntry(absl::string_view(key).substr(prefix.size()), value, &entry);
+  return entry;
+}
+
+CatalogPair LogPair(absl::string_view job, uint64_t life) {
+  return {absl::StrCat(CatalogPrefix(job), kCatalogLog), ShowLife(life)};
+}
+
+CatalogPair ChunkPair(absl::string_view job, const storage::DurableChunk& chunk) {
+  return {absl::StrCat(CatalogPrefix(job), kCatalogChunk, chunk.id), chunk.Encode()};
+}
+
+absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed) {
+  return catalog->Put(CatalogPrefix(job) + kCatalogCommitted, absl::StrCat(committed),
+                      storage::Catalog::Sync::kUnsynced);
+}
+
+std::string ShowLife(uint64_t life) { return absl::StrCat(absl::Hex(life, absl::kZeroPad16)); }
+
+}  // namespace ballast::services

@@ -1,0 +1,58 @@
+// What the catalog keeps of a job, and under which keys: "job/<name>/<what>".
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "ballast/storage/catalog/catalog.h"
+#include "ballast/storage/extent_label.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::services {
+
+// Of the server itself.
+inline constexpr char kCatalogServerId[] = "server_id";
+// All jobs' keys begin so.
+inline constexpr char kCatalogJobs[] = "job/";
+// Of a job: what comes behind CatalogPrefix. A durable chunk's is kCatalogChunk and its id.
+inline constexpr char kCatalogPromise[] = "promise";
+inline constexpr char kCatalogOpen[] = "open";
+inline constexpr char kCatalogHadState[] = "had_state";
+inline constexpr char kCatalogCommitted[] = "committed";
+inline constexpr char kCatalogLog[] = "log";
+inline constexpr char kCatalogChunk[] = "chunk-";
+std::string CatalogPrefix(absl::string_view job);
+
+struct CatalogEntry {
+  std::optional<v1::Epoch> promised;
+  std::optional<v1::OpenRequest> open;
+  // Some step was prepared here, of a job without durability: after a restart its state is lost.
+  bool had_state = false;
+  int64_t committed = -1;  // as last written: may lag
+  // Its gradient log was made, in this life of the name: without that log, state is lost.
+  std::optional<uint64_t> life;
+  std::vector<storage::DurableChunk> chunks;  // of a job with durability `step`
+  // What comes behind the prefix, of entries that are none.
+  std::vector<std::string> unreadable;
+
+  bool durable() const;
+};
+
+// Takes in one pair; what cannot be read goes to `unreadable`, what is unknown is a later version's and let be.
+void AddToEntry(absl::string_view what, absl::string_view value, CatalogEntry* entry);
+absl::StatusOr<CatalogEntry> ReadCatalogEntry(const storage::Catalog& catalog, absl::string_view job);
+
+using CatalogPair = std::pair<std::string, std::string>;
+CatalogPair LogPair(absl::string_view job, uint64_t life);
+CatalogPair ChunkPair(absl::string_view job, const storage::DurableChunk& chunk);
+// Not synced: the value is only shown.
+absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed);
+// A life, as messages and the catalog spell it.
+std::string ShowLife(uint64_t life);
+
+}  // namespace ballast::services
