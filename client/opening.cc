@@ -272,9 +272,11 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
                                                        const std::vector<TensorSpec>& added, absl::Duration timeout) {
   const absl::Time deadline = absl::Now() + timeout;
   v1::OpenRequest open = current;
-  v1::Registration* registration = open.mutable_spec()->add_registrations();
-  registration->set_version(version);
-  for (const TensorSpec& tensor : added) *registration->add_tensors() = ToProto(tensor);
+  if (!added.empty()) {
+    v1::Registration* registration = open.mutable_spec()->add_registrations();
+    registration->set_version(version);
+    for (const TensorSpec& tensor : added) *registration->add_tensors() = ToProto(tensor);
+  }
   // Before the fence: a bad tensor, or one without room, must not cost the group its epoch.
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
   *open.mutable_tiling() = MakeTiling(layout);
@@ -287,10 +289,11 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
   absl::Status moved = MoveEpoch(&open, version, deadline);
   if (moved.ok()) return open;
   // From the fence on the old epoch is over, whatever went wrong: the code says so.
-  return model::Error(absl::StatusCode::kAborted, model::ReasonOf(moved),
-                      absl::StrCat("registering tensors was cut short, and this group's epoch is over: exit and start "
-                                   "again with resume=auto. ",
-                                   moved.message()));
+  return model::Error(
+      absl::StatusCode::kAborted, model::ReasonOf(moved),
+      absl::StrCat("the move to a new epoch was cut short, and this group's epoch is over: exit and start "
+                   "again with resume=auto. ",
+                   moved.message()));
 }
 
 absl::Status Opening::MoveEpoch(v1::OpenRequest* open, int64_t version, absl::Time deadline) {

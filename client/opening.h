@@ -31,8 +31,8 @@ class Opening {
   // the router's servers are in the order of the members, and it knows the Open.
   absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Open(const SessionOptions& options, const v1::JobSpec& spec);
 
-  // COLLECTIVE. A new epoch of an open job, with `added` tensors registered at its version. ABORTED: the old epoch is
-  // over all the same; any other error leaves it as it was.
+  // COLLECTIVE. A new epoch of an open job, with `added` tensors, perhaps none, registered at its version. ABORTED: the
+  // old epoch is over all the same; any other error leaves it as it was.
   absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Extend(const v1::OpenRequest& current, int64_t version,
                                                                 const std::vector<TensorSpec>& added,
                                                                 absl::Duration timeout);

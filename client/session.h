@@ -66,7 +66,7 @@ struct SessionOptions {
   // Optimizer, dtypes of gradients and working parameters, format of the moments: a property of the job, so that
   // another one is refused on resume (BAD_SPEC). The default: AdamW, bf16, bf16, fp32.
   kernels::OptimizerSpec optimizer;
-  uint64_t seed = 0;           // of the stochastic rounding of bf16 moments; only for a new job, which keeps it
+  uint64_t seed = 0;  // of the stochastic rounding of bf16 moments; only for a new job, which keeps it
   // What a decided step survives; only for a new job, which keeps it. `step`: servers write every gradient to a log on
   // their disks before they prepare a step, so that servers and trainers may be killed at any moment; it needs an NVMe
   // budget for the log and for the state. `none`: a server that ends takes the job's state with it.
@@ -181,7 +181,8 @@ class Session {
   // Some tensors have no values yet (a new job's, or registered and not initialised before a restart): Initialise comes
   // before the next step.
   bool needs_values() const;
-  // After a resume: the blobs sealed with version(), by rank of the group that sealed it.
+  // After a resume or a Restore: the blobs sealed with the version that was found or restored, by rank of the group
+  // that sealed it.
   const std::vector<std::string>& resumed_blobs() const;
   int rank() const;
   int world_size() const;
@@ -248,6 +249,18 @@ class Session {
   // Any one rank. Pin keeps version() readable, by all ranks, while training goes on; Unpin gives its space back.
   absl::Status Pin();
   absl::Status Unpin(int64_t version);
+  // Any one rank; of a job with durability `step`. PinDurably keeps version() on the disks of all servers until
+  // UnpinDurably, whatever dies: for Restore; Read needs Pin. Training waits while what is not on the disks at this
+  // version is written. BUDGET, with what is short: no server keeps it.
+  absl::Status PinDurably();
+  absl::Status UnpinDurably(int64_t version);
+  // Versions that all servers have pinned durably, ascending.
+  absl::StatusOr<std::vector<int64_t>> DurablePins();
+  // COLLECTIVE, between steps, nothing pushed or written. The next transaction: all state and step counts become those
+  // of a version that is pinned durably, and resumed_blobs() its blobs. version() goes up by one, as with any
+  // transaction: no number ever names two states. VERSION_GONE, before anything is touched: a server does not have it;
+  // BAD_SPEC: tensors were registered since. ABORTED: this group's epoch is over, its version stands or was restored.
+  absl::StatusOr<StepReport> Restore(int64_t version);
   // A whole tensor at `version`: the current one, or a pinned one. Working values are widened to fp32.
   absl::Status Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to);
   // Optimizer step count t of a tensor at `version`: the current one, or one that this rank pinned.

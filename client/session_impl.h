@@ -54,6 +54,10 @@ struct Session::Impl {
   // COLLECTIVE. One transaction.
   absl::StatusOr<StepReport> Transact(const std::string& what, absl::Status mine, v1::StepHeader header,
                                       const std::string& blob, const Values::Source& source);
+  // COLLECTIVE. The rest of it, from the seal on. `blob`: this rank's of `agreed`.
+  absl::StatusOr<StepReport> Conduct(const Agreement& agreed, const std::string& blob, const Values::Source& source);
+  // What all servers keep of a durably pinned version. Asked by this rank alone.
+  absl::StatusOr<v1::PinResponse> AskPin(int64_t pinned);
   absl::StatusOr<v1::Decision> SealAgreed(const Agreement& agreed, absl::Time deadline, const Values::Source& source);
   // What all servers answer, this rank alone asking.
   absl::StatusOr<v1::NormResponse> AskNorms(const std::string& presence);

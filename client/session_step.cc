@@ -144,8 +144,15 @@ absl::StatusOr<StepReport> Session::Impl::Transact(const std::string& what, absl
   const absl::Time start = absl::Now();
   auto agreed = Settle(what, std::move(mine), std::move(header), blob, &source);
   if (!agreed.ok()) return Conclude(agreed.status());
+  auto report = Conduct(*agreed, blob, source);
+  seal_seconds += SecondsSince(start);
+  return report;
+}
+
+absl::StatusOr<StepReport> Session::Impl::Conduct(const Agreement& agreed, const std::string& blob,
+                                                  const Values::Source& source) {
   // Counted from here: how long ranks wait for each other is the collective's to bound.
-  auto decision = SealAgreed(*agreed, seat.Deadline(), source);
+  auto decision = SealAgreed(agreed, seat.Deadline(), source);
   (void)values.Wait();
   if (!decision.ok()) {
     // Sealed is sealed: others may yet decide it, so this group can neither go on nor take it back.
@@ -167,8 +174,7 @@ absl::StatusOr<StepReport> Session::Impl::Transact(const std::string& what, absl
   report.skipped = decision->verdict().skip();
   report.norm = decision->verdict().norm();
   // A skipped step applied nothing: what the user wrote goes with the next.
-  if (!report.skipped) values.Forget(agreed->header.value_presence());
-  seal_seconds += SecondsSince(start);
+  if (!report.skipped) values.Forget(agreed.header.value_presence());
   return report;
 }
 

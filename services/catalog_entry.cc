@@ -1,9 +1,12 @@
 #include "ballast/services/catalog_entry.h"
 
 #include <algorithm>
+#include <set>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
 #include "ballast/proto/model/status.h"
 
@@ -26,17 +29,44 @@ bool ParseChunk(absl::string_view id_text, absl::string_view value, CatalogEntry
   return true;
 }
 
+bool ParsePin(absl::string_view what, absl::string_view value, CatalogEntry* entry) {
+  v1::PinnedVersion pin;
+  if (!pin.ParseFromArray(value.data(), static_cast<int>(value.size()))) return false;
+  if (pin.version() < 0 || what != CatalogPin(pin.version())) return false;
+  for (const std::string& bytes : pin.chunks()) {
+    if (storage::DurableChunk chunk; !chunk.Decode(bytes)) return false;
+  }
+  entry->pins.push_back(std::move(pin));
+  return true;
+}
+
 }  // namespace
 
 std::string CatalogPrefix(absl::string_view job) { return absl::StrCat(kCatalogJobs, job, "/"); }
 
+std::string CatalogPin(int64_t version) { return absl::StrFormat("%s%020d", kCatalogPin, version); }
+
 bool CatalogEntry::durable() const {
-  return life.has_value() || !chunks.empty() ||
+  return life.has_value() || !chunks.empty() || !pins.empty() ||
          (open.has_value() && open->spec().durability() == v1::DURABILITY_STEP) ||
          // What cannot be read may have been a durable job's.
          std::any_of(unreadable.begin(), unreadable.end(), [](const std::string& what) {
-           return what == kCatalogOpen || what == kCatalogLog || what.starts_with(kCatalogChunk);
+           return what == kCatalogOpen || what == kCatalogLog || what.starts_with(kCatalogChunk) ||
+                  what.starts_with(kCatalogPin);
          });
+}
+
+std::vector<storage::DurableChunk> CatalogEntry::ChunksAndPinned() const {
+  std::vector<storage::DurableChunk> all = chunks;
+  // Of another size at the same place is not the same extent: the two are in dispute.
+  std::set<std::pair<uint64_t, uint64_t>> known;
+  for (const storage::DurableChunk& chunk : chunks) known.emplace(chunk.offset, chunk.bytes);
+  for (const v1::PinnedVersion& pin : pins) {
+    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
+      if (known.emplace(chunk.offset, chunk.bytes).second) all.push_back(chunk);
+    }
+  }
+  return all;
 }
 
 void AddToEntry(absl::string_view what, absl::string_view value, CatalogEntry* entry) {
@@ -55,6 +85,8 @@ void AddToEntry(absl::string_view what, absl::string_view value, CatalogEntry* e
     if (read) entry->life = life;
   } else if (absl::string_view id = what; absl::ConsumePrefix(&id, kCatalogChunk)) {
     read = ParseChunk(id, value, entry);
+  } else if (absl::StartsWith(what, kCatalogPin)) {
+    read = ParsePin(what, value, entry);
   }
   if (!read) entry->unreadable.emplace_back(what);
 }
@@ -73,6 +105,16 @@ CatalogPair LogPair(absl::string_view job, uint64_t life) {
 
 CatalogPair ChunkPair(absl::string_view job, const storage::DurableChunk& chunk) {
   return {absl::StrCat(CatalogPrefix(job), kCatalogChunk, chunk.id), chunk.Encode()};
+}
+
+CatalogPair PinPair(absl::string_view job, const v1::PinnedVersion& pin) {
+  return {absl::StrCat(CatalogPrefix(job), CatalogPin(pin.version())), pin.SerializeAsString()};
+}
+
+std::vector<storage::DurableChunk> PinnedChunks(const v1::PinnedVersion& pin) {
+  std::vector<storage::DurableChunk> chunks;
+  for (const std::string& bytes : pin.chunks()) chunks.emplace_back().Decode(bytes);
+  return chunks;
 }
 
 absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed) {

@@ -11,6 +11,7 @@
 #include "absl/strings/string_view.h"
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/storage/extent_label.h"
+#include "ballast/v1/log.pb.h"
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::services {
@@ -19,13 +20,16 @@ namespace ballast::services {
 inline constexpr char kCatalogServerId[] = "server_id";
 // All jobs' keys begin so.
 inline constexpr char kCatalogJobs[] = "job/";
-// Of a job: what comes behind CatalogPrefix. A durable chunk's is kCatalogChunk and its id.
+// Of a job: what comes behind CatalogPrefix. A durable chunk's is kCatalogChunk and its id, a durable pin's CatalogPin.
 inline constexpr char kCatalogPromise[] = "promise";
 inline constexpr char kCatalogOpen[] = "open";
 inline constexpr char kCatalogHadState[] = "had_state";
 inline constexpr char kCatalogCommitted[] = "committed";
 inline constexpr char kCatalogLog[] = "log";
 inline constexpr char kCatalogChunk[] = "chunk-";
+inline constexpr char kCatalogPin[] = "pin-";
+// A pin is one entry, so that a crash leaves all of it or nothing. No version's is the beginning of another's.
+std::string CatalogPin(int64_t version);
 std::string CatalogPrefix(absl::string_view job);
 
 struct CatalogEntry {
@@ -37,10 +41,13 @@ struct CatalogEntry {
   // Its gradient log was made, in this life of the name: without that log, state is lost.
   std::optional<uint64_t> life;
   std::vector<storage::DurableChunk> chunks;  // of a job with durability `step`
+  std::vector<v1::PinnedVersion> pins;        // durable ones, ascending; their chunks can be decoded
   // What comes behind the prefix, of entries that are none.
   std::vector<std::string> unreadable;
 
   bool durable() const;
+  // Of every extent that an entry names once: a pin may keep what is still its chunk's newest state.
+  std::vector<storage::DurableChunk> ChunksAndPinned() const;
 };
 
 // Takes in one pair; what cannot be read goes to `unreadable`, what is unknown is a later version's and let be.
@@ -50,6 +57,9 @@ absl::StatusOr<CatalogEntry> ReadCatalogEntry(const storage::Catalog& catalog, a
 using CatalogPair = std::pair<std::string, std::string>;
 CatalogPair LogPair(absl::string_view job, uint64_t life);
 CatalogPair ChunkPair(absl::string_view job, const storage::DurableChunk& chunk);
+CatalogPair PinPair(absl::string_view job, const v1::PinnedVersion& pin);
+// Of a pin that an entry holds.
+std::vector<storage::DurableChunk> PinnedChunks(const v1::PinnedVersion& pin);
 // Not synced: the value is only shown.
 absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed);
 // A life, as messages and the catalog spell it.

@@ -18,8 +18,6 @@ namespace {
 constexpr int kUpdatesQueuedMax = 8;
 // Of records in the journal: a promise, or the fixed part of a prepared step.
 constexpr uint64_t kSmallRecordBytesMax = 4096;
-// Each pin may cost a copy of the whole job.
-constexpr size_t kPinsMax = 16;
 
 absl::Status DeadlinePassed(const std::string& what) {
   return model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy,
@@ -314,7 +312,20 @@ void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::Se
                                           "may; send the same seal again"));
     }
     sealed_bytes_max_ = std::max<uint64_t>(sealed_bytes_max_, request.ByteSizeLong());
-    if (refusal.ok()) refusal = MakeJournalRoom(1, request.ByteSizeLong() + norm_bytes_max_ + kSmallRecordBytesMax);
+    constexpr uint64_t kStepCountBytesMax = 10;  // of a restore's, as protobuf encodes it
+    const uint64_t step_counts = machine_->tensor_steps().size() * kStepCountBytesMax;
+    if (refusal.ok()) {
+      refusal = MakeJournalRoom(1, request.ByteSizeLong() + norm_bytes_max_ + step_counts + kSmallRecordBytesMax);
+    }
+    if (refusal.ok() && request.header().kind() == v1::STEP_KIND_RESTORE) {
+      const absl::StatusOr<bool> checked = CheckedPin(request);
+      refusal = checked.status();
+      if (checked.ok() && !*checked) {
+        if (request.wait_ms() > 0) return false;
+        refusal = model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                               "the pinned version is being read; send the same seal again");
+      }
+    }
     Outcome<v1::SealResponse> outcome = refusal.ok() ? machine_->Seal(request) : Outcome<v1::SealResponse>(refusal);
     if (!outcome.ok()) {
       moved_ = true;  // plans that differ end the seals of all ranks
@@ -357,63 +368,10 @@ void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> rep
       absl::InfiniteFuture(), "", std::move(reply));
 }
 
-void Job::Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
-  Ask<v1::PinResponse>(
-      request.ByteSizeLong(),
-      [this, version = request.version(), pin = std::make_shared<uint64_t>(0)] {
-        mu_.AssertHeld();
-        return TryPin(version, pin.get());
-      },
-      deadline, absl::StrCat("version ", request.version(), " of all chunks"), std::move(reply));
-}
-
-Outcome<v1::PinResponse> Job::TryPin(int64_t version, uint64_t* waiting_for) {
-  const auto pin = pins_.find(version);
-  if (*waiting_for != 0 && (pin == pins_.end() || pin->second.id != *waiting_for)) {
-    return model::Error(absl::StatusCode::kNotFound, model::kBadRequest,
-                        absl::StrCat("version ", version, " was unpinned meanwhile; pin it again if it is needed"));
-  }
-  if (pin != pins_.end()) {
-    *waiting_for = pin->second.id;
-    if (!pin->second.ready) return std::nullopt;
-    BALLAST_RETURN_IF_ERROR(pin->second.status);
-    v1::PinResponse response;
-    for (const uint64_t t : pin->second.tensor_steps) response.add_tensor_steps(t);
-    return response;
-  }
-  const int64_t committed = machine_->committed();
-  if (version != committed || version < 0) {
-    return model::Error(absl::StatusCode::kFailedPrecondition,
-                        version > committed ? model::kBehind : model::kVersionGone,
-                        absl::StrCat("only the last decided step can be pinned: server '", around_.server_id,
-                                     "' is at ", committed, ", asked for ", version));
-  }
-  if (pins_.size() >= kPinsMax) {
-    return model::Error(
-        absl::StatusCode::kResourceExhausted, model::kBudget,
-        absl::StrCat("job '", name_, "' holds ", pins_.size(), " pins, which is all that it may; unpin version ",
-                     pins_.begin()->first, " or another first"));
-  }
-  PinState& begun = pins_[version];
-  begun.id = ++last_pin_;
-  begun.tensor_steps.assign(machine_->tensor_steps().begin(), machine_->tensor_steps().end());
-  *waiting_for = begun.id;
-  stage_->Post([this, version, id = begun.id] { RunPin(version, id); });
-  return std::nullopt;
-}
-
-void Job::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
-  Ask<v1::UnpinResponse>(
-      request.ByteSizeLong(),
-      [this, version = request.version()]() -> Outcome<v1::UnpinResponse> {
-        mu_.AssertHeld();
-        if (pins_.erase(version) > 0) {
-          stage_->Post([this, version] { RunUnpin(version); });
-          moved_ = true;  // the pin's own request may still wait
-        }
-        return v1::UnpinResponse();
-      },
-      absl::InfiniteFuture(), "", std::move(reply));
-}
+// Of pins.cc and durable_pins.cc.
+template void Job::Ask(uint64_t, std::function<Outcome<v1::PinResponse>()>, absl::Time, const std::string&,
+                       Reply<v1::PinResponse>);
+template void Job::Ask(uint64_t, std::function<Outcome<v1::UnpinResponse>()>, absl::Time, const std::string&,
+                       Reply<v1::UnpinResponse>);
 
 }  // namespace ballast::services

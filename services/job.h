@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -155,6 +156,19 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   Outcome<v1::OpenResponse> TryOpen(const v1::OpenRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // `waiting_for`: which pin the request waits for, 0 before it began or found one.
   Outcome<v1::PinResponse> TryPin(int64_t version, uint64_t* waiting_for) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Durable pins (durable_pins.cc). `waiting_for`: the pinning that the request waits for, null before.
+  struct Pinning {
+    bool done = false;
+    absl::Status status;
+  };
+  // Before a restore may be prepared: all that the pin keeps is read once in each epoch. False: that takes a while yet.
+  absl::StatusOr<bool> CheckedPin(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void RunPinCheck(int64_t version);
+  void PinDurably(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply);
+  void UnpinDurably(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply);
+  Outcome<v1::PinResponse> TryPinDurably(int64_t version, std::shared_ptr<Pinning>* waiting_for)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  Outcome<v1::UnpinResponse> TryUnpinDurably(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   bool TryPush(const v1::PushRequest& header, absl::Span<const std::byte> payload, const Reply<v1::PushResponse>& reply,
                Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -234,6 +248,10 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   bool GiveUpOldestPin(storage::ChunkStore* store, const absl::Status& cause);
   void RunPin(int64_t version, uint64_t pin);
   void RunUnpin(int64_t version);
+  void RunPinDurably(const v1::PinnedVersion& pin, const std::shared_ptr<Pinning>& pinning);
+  void RunUnpinDurably(int64_t version);
+  // In recovery: chunks that an Open just brought are what older pins keep states of.
+  absl::Status TakeBackPins(absl::Span<const std::shared_ptr<HeldChunk>> chunks);
 
   const std::string name_;
   const JobSurroundings around_;
@@ -275,6 +293,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   v1::OpenResponse planned_;                                  // of a dry run; of the job's thread
   int64_t applied_ = -1;                                      // the last step run; of the job's thread
   std::map<uint64_t, storage::DurableChunk> durable_chunks_;  // not yet taken back; of the recovering thread
+  // By chunk: versions that are pinned and where; the same.
+  std::map<uint64_t, std::vector<std::pair<int64_t, storage::DurableChunk>>> pinned_chunks_;
 
   struct PinState {
     uint64_t id = 0;  // from 1: tells it from one of the same version that was unpinned
@@ -284,6 +304,17 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   };
   std::map<int64_t, PinState> pins_ ABSL_GUARDED_BY(mu_);
   uint64_t last_pin_ ABSL_GUARDED_BY(mu_) = 0;
+  // Durable pins on their way, and those on their way out; the machine knows those that are there.
+  std::map<int64_t, std::shared_ptr<Pinning>> pinning_ ABSL_GUARDED_BY(mu_);
+  std::set<int64_t> unpinning_ ABSL_GUARDED_BY(mu_);
+  // The newest reading of a pin whose restore was sealed.
+  struct PinCheck {
+    int64_t version = -1;
+    v1::Epoch epoch;
+    bool done = false;
+    absl::Status status;
+  };
+  PinCheck pin_check_ ABSL_GUARDED_BY(mu_);
 
   std::shared_ptr<Moves> moves_ ABSL_GUARDED_BY(mu_);  // null: every chunk is where it should be
   uint64_t chunks_moved_ ABSL_GUARDED_BY(mu_) = 0;

@@ -108,7 +108,7 @@ uint64_t NormBytesMax(const model::Chunk& chunk) {
 }
 
 uint64_t SnapshotBytesMax(const model::EpochPlan& plan, absl::Span<const uint64_t> chunks) {
-  constexpr uint64_t kFixedBytes = 4096, kTensorBytesMax = 16, kRunBytesMax = 24, kGroupBytesMax = 96;
+  constexpr uint64_t kFixedBytes = 4096, kTensorBytesMax = 26, kRunBytesMax = 24, kGroupBytesMax = 96;
   const uint64_t tensors = plan.layout().tensors().size(), groups = plan.open().spec().group_count();
   // The last decision, and the step that is prepared: its header, blobs and norms.
   uint64_t bytes = kFixedBytes + plan.open().ByteSizeLong() + 2 * Journal::kDecisionBytesMax +

@@ -120,6 +120,11 @@ void Job::Journalise(const StepRecord& record, uint64_t lsn) {
       out.written = [buffer = receipt.buffer] {};  // value slices have a buffer each
     }
   }
+  // No slice of a restore keeps its step in the log until the chunks are flushed.
+  if (const auto* prepared = std::get_if<PreparedStepRecord>(&record);
+      prepared != nullptr && prepared->prepared.header().kind() == v1::STEP_KIND_RESTORE) {
+    out.keep_for = prepared->prepared.step();
+  }
   journal_->Append(std::move(out));
   if (std::holds_alternative<PromiseRecord>(record)) storage::Pass("fence/promise");
   if (std::holds_alternative<OpenRecord>(record)) storage::Pass("fence/open");

@@ -43,6 +43,11 @@ absl::Status Job::CheckLife(const CatalogEntry& entry, uint64_t life) {
   for (const storage::DurableChunk& chunk : entry.chunks) {
     if (chunk.life != life) return refuse(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life);
   }
+  for (const v1::PinnedVersion& pin : entry.pins) {
+    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
+      if (chunk.life != life) return refuse(absl::StrCat("the catalog's pin of version ", pin.version()), chunk.life);
+    }
+  }
   life_ = life;
   return absl::OkStatus();
 }
@@ -51,7 +56,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
   storage::ScannedLog scanned;
   auto log = storage::GradientLog::Recover(around_.tiers->disk(), journal_path(), &scanned);
   const absl::Time began = absl::Now();
-  if (absl::IsNotFound(log.status()) && entry.chunks.empty() && !entry.life.has_value()) {
+  if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.pins.empty() && !entry.life.has_value()) {
     // The log was still being made: no step was ever prepared.
     if (entry.promised.has_value()) return Replay(PromiseRecord{*entry.promised});
     return absl::OkStatus();
@@ -67,8 +72,14 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
   BALLAST_RETURN_IF_ERROR(around_.tiers->Take(storage::TierKind::kNvme, file_bytes, "the gradient log"));
   journal_bytes_ = file_bytes;
   for (const storage::DurableChunk& chunk : entry.chunks) durable_chunks_[chunk.id] = chunk;
+  for (const v1::PinnedVersion& pin : entry.pins) {
+    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
+      pinned_chunks_[chunk.id].emplace_back(pin.version(), chunk);
+    }
+  }
   {
     absl::MutexLock lock(&mu_);
+    for (const v1::PinnedVersion& pin : entry.pins) machine_->Pinned(pin);
     recovering_ = true;
     durable_ = true;
     log_.KeptElsewhere(scanned.records.empty() ? 1 : scanned.records.back().lsn + 1);
@@ -82,6 +93,11 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(scanned.records[i]));
     if (const auto* slice = std::get_if<SliceRecord>(&record)) {
       keep[segment] = std::max(keep[segment], slice->header.step());
+    }
+    // A restore has no slices: its prepared record is what a replay needs.
+    if (const auto* prepared = std::get_if<PreparedStepRecord>(&record);
+        prepared != nullptr && prepared->prepared.header().kind() == v1::STEP_KIND_RESTORE) {
+      keep[segment] = std::max(keep[segment], prepared->prepared.step());
     }
     // Slices of older epochs are void.
     if (const auto* open = std::get_if<OpenRecord>(&record)) {
@@ -114,11 +130,13 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     absl::MutexLock lock(&mu_);
     for (const auto& chunk : chunks_) BALLAST_RETURN_IF_ERROR(CheckHeld(*chunk, *prepared));
   }
-  if (!durable_chunks_.empty()) {
-    return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
-                        absl::StrCat("the catalog knows ", durable_chunks_.size(), " chunks of job '", name_,
-                                     "' that its log does not register, the first is ", durable_chunks_.begin()->first,
-                                     "; run `ballastctl verify`"));
+  if (!durable_chunks_.empty() || !pinned_chunks_.empty()) {
+    const uint64_t first = durable_chunks_.empty() ? pinned_chunks_.begin()->first : durable_chunks_.begin()->first;
+    return model::Error(
+        absl::StatusCode::kDataLoss, model::kDiverged,
+        absl::StrCat("the catalog knows ", durable_chunks_.size(), " chunks of job '", name_, "' and ",
+                     pinned_chunks_.size(), " that are pinned, which its log does not register, the first is ", first,
+                     "; run `ballastctl verify`"));
   }
   // The log may have the newer promise: each is written on its own.
   if (entry.promised.has_value() && model::Compare(*entry.promised, promised()) > 0) {
@@ -254,6 +272,7 @@ absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadP
 absl::Status Job::ReplayOpen(const v1::OpenRequest& open, const StepRecord& record) {
   std::vector<std::shared_ptr<HeldChunk>> chunks;
   BALLAST_RETURN_IF_ERROR(TakeChunks(open, &chunks));
+  BALLAST_RETURN_IF_ERROR(TakeBackPins(chunks));
   absl::MutexLock lock(&mu_);
   opening_ = std::make_unique<Opening>();
   opening_->chunks = std::move(chunks);

@@ -190,7 +190,9 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   tiers.disk = impl->foundation->disk();
   BALLAST_ASSIGN_OR_RETURN(const auto stored, impl->ReadJobs());
   for (const auto& [name, entry] : stored) {
-    for (const storage::DurableChunk& chunk : entry.chunks) tiers.kept.push_back({chunk.offset, chunk.bytes});
+    for (const storage::DurableChunk& chunk : entry.ChunksAndPinned()) {
+      tiers.kept.push_back({chunk.offset, chunk.bytes});
+    }
   }
   BALLAST_ASSIGN_OR_RETURN(impl->tiers, storage::Tiers::Open(tiers));
   BALLAST_RETURN_IF_ERROR(impl->LoadJobs(stored));
@@ -492,7 +494,9 @@ void StateServer::Impl::Drop(const v1::DropJobRequest& request, const Reply<v1::
   // last, when nothing speaks of them any more.
   std::vector<storage::DurableChunk> left;
   if (entry->job == nullptr) {
-    if (const auto stored = ReadCatalogEntry(*catalog, request.job()); stored.ok()) left = stored->chunks;
+    if (const auto stored = ReadCatalogEntry(*catalog, request.job()); stored.ok()) {
+      left = stored->ChunksAndPinned();
+    }
   }
   absl::Status erased = entry->job != nullptr ? entry->job->RemoveJournal() : RemoveLog(*tiers, request.job());
   storage::Pass("drop/log_forgotten");

@@ -43,6 +43,7 @@ class StepCoefficients {
 
 // Does a transaction that is not skipped change the chunk?
 bool Changes(const v1::StepHeader& header, const model::Chunk& chunk) {
+  if (header.kind() == v1::STEP_KIND_RESTORE) return true;
   return std::any_of(chunk.segments.begin(), chunk.segments.end(), [&](const model::Segment& segment) {
     return model::HasBit(header.value_presence(), segment.tensor) ||
            (header.kind() == v1::STEP_KIND_UPDATE && model::HasBit(header.gradient_presence(), segment.tensor));
@@ -86,7 +87,13 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
     }
     if (!change.segments.empty()) change.gradient = chunk->intake.gradient();
     chunk->intake.Clear();
-    if (change.values.empty() && change.segments.empty()) {
+    if (header.kind() == v1::STEP_KIND_RESTORE) {
+      change.restored = header.restored_version();
+      // Replayed from the log, a restore needs its pin, which may be gone by then: afterwards no chunk needs the
+      // replay.
+      change.flush = true;
+    }
+    if (change.values.empty() && change.segments.empty() && !change.restored.has_value()) {
       work->untouched.push_back(chunk);
     } else {
       ++chunk->updates_pending;
@@ -193,36 +200,6 @@ bool Job::GiveUpOldestPin(storage::ChunkStore* store, const absl::Status& cause)
   if (version < 0) return false;
   store->Unpin(version);
   return true;
-}
-
-void Job::RunPin(int64_t version, uint64_t id) {
-  std::shared_ptr<storage::ChunkStore> store;
-  {
-    absl::MutexLock lock(&mu_);
-    if (!Refusal().ok()) return;
-    store = store_;
-  }
-  const absl::Status status = store == nullptr ? absl::OkStatus() : store->Pin(version);
-  LockedOnStage([&](Replies* replies) {
-    mu_.AssertHeld();
-    const auto pin = pins_.find(version);
-    if (pin == pins_.end() || pin->second.id != id) return;
-    pin->second.status = status;
-    pin->second.ready = true;
-    moved_ = true;
-    if (status.ok()) return;
-    waiting_.Wake(&machine_queue_, replies);
-    pins_.erase(version);
-  });
-}
-
-void Job::RunUnpin(int64_t version) {
-  std::shared_ptr<storage::ChunkStore> store;
-  {
-    absl::MutexLock lock(&mu_);
-    store = store_;
-  }
-  if (store != nullptr) store->Unpin(version);
 }
 
 }  // namespace ballast::services

@@ -2,7 +2,8 @@
 //
 // At every moment the chunk has one valid state: the new place is filled, and checked where it was read, before the
 // chunk points to it, under its lock; then the old place is given back. Of a durable store the extent is the durable
-// version all the time: down, memory is dropped once the extent holds the same version; up, the extent stays.
+// version all the time: down, memory is dropped once the extent holds the same version; up, the extent stays. So what a
+// durable pin keeps is never a move's to free.
 #pragma once
 
 #include "absl/status/status.h"

@@ -11,6 +11,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/chunk_move.h"
 #include "ballast/storage/chunk_reader.h"
+#include "ballast/storage/durable_pins.h"
 #include "ballast/storage/io/failpoint.h"
 #include "ballast/storage/io/seeded_bugs.h"
 #include "ballast/storage/pinned_copy.h"
@@ -105,7 +106,9 @@ absl::Status ReadAsF32(const StoredChunk& chunk, StateArray array, uint64_t begi
 struct ChunkStore::Impl {
   Impl(Tiers* t, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* c, std::optional<DurableOptions> d)
       : tiers(t), compute(c), layout(optimizer), reader(t) {
-    if (d.has_value()) versions.emplace(t->nvme(), *std::move(d));
+    if (!d.has_value()) return;
+    versions.emplace(t->nvme(), *std::move(d));
+    durable_pins.emplace(t->nvme());
   }
   ~Impl();
 
@@ -118,6 +121,9 @@ struct ChunkStore::Impl {
   // States that an earlier run left, into the tiers where the chunks live now; `staging`: of one on NVMe, room for it.
   absl::Status RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks);
   absl::Status Restore(StoredChunk& chunk, const DurableChunk& durable, std::byte* staging);
+  // The same, of any extent: into `state`, in host memory, or into the chunk's if that is on a device; and the working
+  // copy from it.
+  absl::Status ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state) const;
   absl::Status CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state) const;
   // Durable: room for one more version of the chunk.
   absl::StatusOr<NvmeExtent> MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline);
@@ -142,6 +148,7 @@ struct ChunkStore::Impl {
   std::vector<HbmBlock> hbm;
   PipelineStaging staging;
   std::optional<VersionedExtents> versions;  // of a durable store
+  std::optional<DurablePins> durable_pins;   // of the same
   bool discarded = false;
   absl::Status failed;  // of the thread that runs: what a disk did wrong is never tried again
 
@@ -159,11 +166,12 @@ struct ChunkStore::Impl {
 
 ChunkStore::Impl::~Impl() {
   if (!versions.has_value() || discarded) return;
+  durable_pins->Leave();
   absl::MutexLock lock(&mutex);
   for (StoredChunk& chunk : chunks) {
     absl::MutexLock chunk_lock(&chunk.mutex);
     // One that never held a version is nobody's.
-    if (chunk.durable_version >= 0) chunk.extent.Leave();
+    if (chunk.newest.version >= 0) chunk.extent.Leave();
     // After a failed run the newest version that is recorded may be in a pin's copy.
     for (PinnedCopy& copy : chunk.copies) copy.extent.Leave();
   }
@@ -399,11 +407,21 @@ absl::Status ChunkStore::Impl::Restore(StoredChunk& chunk, const DurableChunk& d
                         absl::StrCat("the catalog's entry of chunk ", durable.id, " with ", durable.elements,
                                      " elements is for another chunk than ", chunk.id, " with ", chunk.elements));
   }
+  const bool on_disk = chunk.placement.state == TierKind::kNvme;
+  BALLAST_RETURN_IF_ERROR(ReadDurable(chunk, durable, on_disk ? staging : chunk.state));
+  absl::MutexLock lock(&chunk.mutex);
+  chunk.updated_in = 1;
+  chunk.digests = durable.digests;
+  chunk.newest = durable;
+  Pass("recovery/chunk_restored");
+  return absl::OkStatus();
+}
+
+absl::Status ChunkStore::Impl::ReadDurable(const StoredChunk& chunk, const DurableChunk& durable,
+                                           std::byte* state) const {
+  const uint64_t bytes = chunk.state_bytes();
   Arena bounce;
-  std::byte* state = chunk.state;
-  if (chunk.placement.state == TierKind::kNvme) {
-    state = staging;
-  } else if (chunk.placement.state == TierKind::kHbm) {
+  if (chunk.placement.state == TierKind::kHbm) {
     BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(bytes, /*pin=*/false));
     state = bounce.bytes().data();
   }
@@ -420,11 +438,6 @@ absl::Status ChunkStore::Impl::Restore(StoredChunk& chunk, const DurableChunk& d
   } else {
     kernels::FromF32({chunk.View(state).master(), chunk.elements}, working, chunk.working);
   }
-  absl::MutexLock lock(&chunk.mutex);
-  chunk.updated_in = 1;
-  chunk.digests = durable.digests;
-  chunk.durable_version = durable.version;
-  Pass("recovery/chunk_restored");
   return absl::OkStatus();
 }
 
@@ -437,7 +450,7 @@ bool ChunkStore::dirty(uint64_t chunk) const {
 
 int64_t ChunkStore::durable_version(uint64_t chunk) const {
   const absl::StatusOr<StoredChunk*> found = impl_->Find(chunk);
-  return found.ok() ? (*found)->durable_version : -1;
+  return found.ok() ? (*found)->newest.version : -1;
 }
 
 int64_t ChunkStore::needed_from(uint64_t chunk) const {
@@ -533,6 +546,11 @@ absl::StatusOr<std::vector<StoredChunk*>> ChunkStore::Impl::CheckUpdates(absl::S
     BALLAST_ASSIGN_OR_RETURN(StoredChunk * chunk, Find(update.chunk));
     BALLAST_RETURN_IF_ERROR(CheckUpdate(*chunk, update));
     if (seen.size() <= update.chunk) seen.resize(update.chunk + 1);
+    if (update.restored.has_value() &&
+        (!durable_pins.has_value() || durable_pins->Find(*update.restored, update.chunk) == nullptr)) {
+      return model::Error(absl::StatusCode::kDataLoss, model::kVersionGone,
+                          absl::StrCat("version ", *update.restored, " of chunk ", chunk->id, " is not pinned here"));
+    }
     if (seen[update.chunk]) return Bad(model::kBadRequest, absl::StrCat("chunk ", update.chunk, " twice in one run"));
     seen[update.chunk] = true;
     targets.push_back(chunk);
@@ -593,7 +611,7 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
     absl::ReaderMutexLock lock(&mutex);
     run = runs;
   }
-  const bool changes = !update.values.empty() || !update.segments.empty();
+  const bool changes = !update.values.empty() || !update.segments.empty() || update.restored.has_value();
   std::optional<CopyOnWrite> copy;
   if (changes && IsPinned(chunk)) {
     if (!std::exchange(verified, true)) {
@@ -602,14 +620,15 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
       BALLAST_RETURN_IF_ERROR(
           CompareDigests(tiers->nvme()->file(), chunk, chunk.extent.offset(), chunk.digests, found));
     }
+    const bool kept = durable_pins.has_value() && durable_pins->KeepsNewest(chunk.index);
     BALLAST_ASSIGN_OR_RETURN(
-        copy, CopyOnWrite::Prepare(tiers, &reader, chunk, run, tier == TierKind::kNvme ? state : nullptr));
+        copy, CopyOnWrite::Prepare(tiers, &reader, chunk, run, tier == TierKind::kNvme ? state : nullptr, kept));
   }
   const bool stores = tier == TierKind::kNvme || (update.flush && versions.has_value());
   NvmeExtent fresh;
   // All that can be short is taken before the chunk changes, or the update would be tried again on top of itself.
   if (stores && versions.has_value() && !(copy.has_value() && copy->takes_extent()) &&
-      !(Seeded(StorageBug::kOverwrittenInPlace) && chunk.durable_version >= 0)) {
+      !(Seeded(StorageBug::kOverwrittenInPlace) && chunk.newest.version >= 0)) {
     BALLAST_ASSIGN_OR_RETURN(fresh, MakeRoom(chunk, pipeline));
     Pass("extent/taken");
   }
@@ -619,7 +638,13 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
     const uint64_t read_from = chunk.extent.offset();
     if (copy.has_value()) (*std::move(copy)).Install(chunk);
     if (changes) chunk.updated_in = run;
-    if (tier == TierKind::kHbm) {
+    if (update.restored.has_value()) {
+      // What cannot be read leaves a chunk that is neither: nobody may use it.
+      const DurableChunk& pinned = *durable_pins->Find(*update.restored, chunk.index);
+      failed = ReadDurable(chunk, pinned, state);
+      BALLAST_RETURN_IF_ERROR(failed);
+      if (stores) chunk.digests = pinned.digests;
+    } else if (tier == TierKind::kHbm) {
       BALLAST_RETURN_IF_ERROR(ApplyOnDevice(update, chunk));
     } else {
       UpdateDigests digests{.of_old = !verified, .of_new = stores};
@@ -685,7 +710,8 @@ absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state
     EncodeLabel(entry, layout, versions->job(), {state + label_at, StateLayout::kLabelBytes});
     Pass("extent/labelled");
   }
-  chunk.durable_version = version;
+  chunk.newest = entry;
+  if (old.bytes() > 0) versions->AddRoom(durable_pins->TakeOver(chunk.index, &old), 0);
   versions->Written(entry, std::move(old));
   return absl::OkStatus();
 }
@@ -770,6 +796,77 @@ void ChunkStore::Unpin(int64_t pin) {
     chunk->copies.erase(std::remove_if(chunk->copies.begin(), chunk->copies.end(), unused), chunk->copies.end());
   }
 }
+
+absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version) {
+  Impl& impl = *impl_;
+  BALLAST_RETURN_IF_ERROR(impl.failed);
+  std::vector<StoredChunk*> chunks;
+  {
+    absl::MutexLock lock(&impl.mutex);
+    for (StoredChunk& chunk : impl.chunks) {
+      // One that was never updated has no state yet, and perhaps no place in the job.
+      if (chunk.dirty || chunk.newest.version >= 0) chunks.push_back(&chunk);
+    }
+  }
+  uint64_t bytes = 0;
+  std::vector<ChunkUpdate> flushes;
+  for (const StoredChunk* chunk : chunks) {
+    const bool there = !chunk->dirty;
+    if (!there || !impl.durable_pins->KeepsNewest(chunk->index)) bytes += chunk->state_bytes();
+    if (there) continue;
+    ChunkUpdate& flush = flushes.emplace_back();
+    flush.chunk = chunk->index;
+    flush.version = version;
+    flush.flush = true;
+  }
+  BALLAST_ASSIGN_OR_RETURN(BudgetLease reserve, impl.durable_pins->Reserve(bytes));
+  if (!flushes.empty()) {
+    absl::Status flushed = Run(flushes, [](size_t) {});
+    // Space was reserved: whatever is short now is no reason to refuse a pin and go on.
+    if (absl::IsResourceExhausted(flushed)) {
+      flushed = model::Error(absl::StatusCode::kInternal, model::kBudget, flushed.message());
+    }
+    BALLAST_RETURN_IF_ERROR(flushed);
+  }
+  std::vector<DurableChunk> kept;
+  for (const StoredChunk* chunk : chunks) {
+    impl.durable_pins->Keep(version, chunk->index, chunk->newest, &reserve);
+    kept.push_back(chunk->newest);
+  }
+  return kept;
+}
+
+absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const DurableChunk& kept) {
+  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, impl_->Find(index));
+  DurablePins& pins = *impl_->durable_pins;
+  if (chunk->newest.version < 0 || chunk->newest.offset != kept.offset) return pins.TakeBack(version, index, kept);
+  BudgetLease reserve;
+  if (!pins.KeepsNewest(index)) {
+    BALLAST_ASSIGN_OR_RETURN(reserve, pins.Reserve(kept.bytes));
+  }
+  pins.Keep(version, index, kept, &reserve);
+  return absl::OkStatus();
+}
+
+absl::Status ChunkStore::VerifyPin(int64_t version) const {
+  const Impl& impl = *impl_;
+  Arena memory;
+  for (const uint64_t index : impl.durable_pins->ChunksOf(version)) {
+    BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, impl.Find(index));
+    const DurableChunk& kept = *impl.durable_pins->Find(version, index);
+    const uint64_t bytes = chunk->state_bytes();
+    if (memory.bytes().size() < bytes) {
+      BALLAST_ASSIGN_OR_RETURN(memory, Arena::Map(bytes, /*pin=*/false));
+    }
+    std::byte* const state = memory.bytes().data();
+    BALLAST_RETURN_IF_ERROR(impl.tiers->nvme()->file().Read(kept.offset, {state, bytes}));
+    impl.tiers->CountTraffic(TierKind::kNvme, bytes, 0);
+    BALLAST_RETURN_IF_ERROR(impl.CheckRestored(*chunk, kept, state));
+  }
+  return absl::OkStatus();
+}
+
+void ChunkStore::UnpinDurably(int64_t version) { impl_->durable_pins->Drop(version); }
 
 bool ChunkStore::Impl::IsPinned(const StoredChunk& chunk) const {
   uint64_t updated_in = 0;

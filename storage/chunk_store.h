@@ -42,6 +42,8 @@ struct ChunkUpdate {
   // in memory. State that lives on NVMe does so in any case.
   int64_t version = -1;
   bool flush = false;
+  // Of a durable store: the state that this durable pin keeps takes the place of the chunk's; nothing else is done.
+  std::optional<int64_t> restored;
 };
 
 // A store whose chunks outlive the process. Every version of a chunk goes to a free extent; when it is there, synced
@@ -60,7 +62,7 @@ struct ChunkToAdd {
   std::optional<DurableChunk> durable;  // as an earlier run left it, in an extent that the NVMe tier kept
 };
 
-// Threads: Run, Add, Pin and Unpin from one thread at a time; reads from any thread, at any time. A read sees a chunk
+// Threads: Run, Add, pins and unpins from one thread at a time; reads from any thread, at any time. A read sees a chunk
 // before or after an update, never amid it; who needs an exact version orders reads himself (services/job does).
 class ChunkStore {
  public:
@@ -123,6 +125,19 @@ class ChunkStore {
   absl::Status ReadPinnedState(int64_t pin, uint64_t chunk, StateArray array, uint64_t begin,
                                absl::Span<float> to) const;
   void Unpin(int64_t pin);
+
+  // Of a durable store: keeps the state that all chunks with one have now, `version`, on the disk until UnpinDurably,
+  // beyond the store's end. Writes what is not there yet. Returns what a restart needs for TakeBackPin; the pin is
+  // durable once the caller has recorded that. RESOURCE_EXHAUSTED (BUDGET, IO): it does not fit; nothing was done.
+  // Else: a device failed, as in Run.
+  absl::StatusOr<std::vector<DurableChunk>> PinDurably(int64_t version);
+  // After Add, before any Run: a pin of an earlier run of the server keeps this state of the chunk.
+  // RESOURCE_EXHAUSTED (BUDGET); DATA_LOSS (IO) if the NVMe tier did not keep it.
+  absl::Status TakeBackPin(int64_t version, uint64_t chunk, const DurableChunk& kept);
+  // Reads all that the pin keeps: DATA_LOSS (CHECKSUM) if some of it is not what was written. Blocks. Not beside Run.
+  absl::Status VerifyPin(int64_t version) const;
+  // The pin must not be recorded any more. Frees what nothing else has.
+  void UnpinDurably(int64_t version);
 
   // Bytes of state / of working copies in each tier.
   struct Residency {

@@ -11,7 +11,7 @@ constexpr char kWhat[] = "a pinned copy of a chunk's state";
 }  // namespace
 
 absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk,
-                                                 uint64_t run, const std::byte* loaded) {
+                                                 uint64_t run, const std::byte* loaded, bool extent_is_kept) {
   CopyOnWrite copy;
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
@@ -25,13 +25,13 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
   // Without room for the read buffer an extent could not be read back.
   if (tiers->nvme() != nullptr && reader->Prepare().ok()) {
     absl::StatusOr<NvmeExtent> extent = tiers->nvme()->Allocate(chunk.state_bytes(), kWhat);
-    if (extent.ok() && chunk.placement.state == TierKind::kNvme) {
+    if (extent.ok() && chunk.placement.state == TierKind::kNvme && !extent_is_kept) {
       copy.fresh_ = *std::move(extent);
       return copy;
     }
     if (extent.ok()) {
       copy.copy_.extent = *std::move(extent);
-      BALLAST_RETURN_IF_ERROR(copy.FillExtent(tiers, reader, chunk));
+      BALLAST_RETURN_IF_ERROR(copy.FillExtent(tiers, reader, chunk, loaded));
       return copy;
     }
     if (extent.status().code() != absl::StatusCode::kResourceExhausted) return extent.status();
@@ -40,16 +40,18 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
   return copy;
 }
 
-absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk) {
+absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk,
+                                     const std::byte* loaded) {
   if (chunk.placement.state == TierKind::kHbm) {
     BALLAST_ASSIGN_OR_RETURN(copy_.digests, reader->Spill(chunk, copy_.extent));
     return absl::OkStatus();
   }
   const uint64_t bytes = chunk.state_bytes();
-  copy_.digests = DigestState(chunk.View(chunk.state), {nullptr, [] {}});
+  const std::byte* const state = loaded != nullptr ? loaded : chunk.state;
+  copy_.digests = DigestState(chunk.View(const_cast<std::byte*>(state)), {nullptr, [] {}});
   tiers->CountTraffic(TierKind::kDram, bytes, 0);
   tiers->CountTraffic(TierKind::kNvme, 0, bytes);
-  return tiers->nvme()->file().Write(copy_.extent.offset(), {chunk.state, bytes});
+  return tiers->nvme()->file().Write(copy_.extent.offset(), {state, bytes});
 }
 
 absl::Status CopyOnWrite::FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded) {

@@ -16,16 +16,18 @@ namespace ballast::storage {
 class CopyOnWrite {
  public:
   // `run`: the one that is about to update the chunk. `loaded`: the chunk's state in memory if its tier is NVMe.
-  // Goes to free NVMe space, else to DRAM. RESOURCE_EXHAUSTED (BUDGET) if neither has room.
+  // `extent_is_kept`: by a durable pin, so that this one may not inherit it. Goes to free NVMe space, else to DRAM.
+  // RESOURCE_EXHAUSTED (BUDGET) if neither has room.
   static absl::StatusOr<CopyOnWrite> Prepare(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk, uint64_t run,
-                                             const std::byte* loaded) ABSL_LOCKS_EXCLUDED(chunk.mutex);
+                                             const std::byte* loaded, bool extent_is_kept)
+      ABSL_LOCKS_EXCLUDED(chunk.mutex);
   // Does the copy take the chunk's extent, and leave it a fresh one?
   bool takes_extent() const { return fresh_.has_value(); }
   void Install(StoredChunk& chunk) && ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
 
  private:
   CopyOnWrite() = default;
-  absl::Status FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk);
+  absl::Status FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk, const std::byte* loaded);
   absl::Status FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded);
 
   PinnedCopy copy_;

@@ -55,9 +55,9 @@ struct StoredChunk {
   std::vector<PinnedCopy> copies ABSL_GUARDED_BY(mutex);
 
   // Of a durable store; of the thread that runs it.
-  bool dirty = false;            // updated since it was last written to its extent
-  int64_t needed_from = -1;      // if dirty: the version before the first of these updates
-  int64_t durable_version = -1;  // of the extent
+  bool dirty = false;        // updated since it was last written to its extent
+  int64_t needed_from = -1;  // if dirty: the version before the first of these updates
+  DurableChunk newest;       // what the extent holds; version -1: nothing yet
 };
 
 }  // namespace ballast::storage

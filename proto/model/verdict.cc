@@ -149,6 +149,8 @@ std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, cons
   hash.Add(absl::string_view(header.value_presence()));
   hash.Add(static_cast<uint64_t>(blobs.size()));
   for (const std::string& blob : blobs) hash.Add(absl::string_view(blob));
+  // The kind, above, tells whether this follows.
+  if (header.kind() == v1::STEP_KIND_RESTORE) hash.Add(static_cast<uint64_t>(header.restored_version()));
   return hash.Finish();
 }
 
@@ -165,14 +167,23 @@ std::vector<uint32_t> TensorsWithoutValues(const EpochPlan& plan, int64_t versio
 
 absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header,
                          absl::Span<const std::string> blobs) {
-  if (header.kind() != v1::STEP_KIND_UPDATE && header.kind() != v1::STEP_KIND_VALUES) {
-    return BadHeader(absl::StrCat("step kind must be UPDATE or VALUES, got ", static_cast<int>(header.kind())));
+  const bool restore = header.kind() == v1::STEP_KIND_RESTORE;
+  if (header.kind() != v1::STEP_KIND_UPDATE && header.kind() != v1::STEP_KIND_VALUES && !restore) {
+    return BadHeader(
+        absl::StrCat("step kind must be UPDATE, VALUES or RESTORE, got ", static_cast<int>(header.kind())));
   }
   BALLAST_RETURN_IF_ERROR(CheckPresence(plan, header.gradient_presence(), "gradient_presence"));
   BALLAST_RETURN_IF_ERROR(CheckPresence(plan, header.value_presence(), "value_presence"));
   const auto any = [](absl::string_view bitmap) {
     return std::any_of(bitmap.begin(), bitmap.end(), [](char c) { return c != 0; });
   };
+  if (restore && (any(header.gradient_presence()) || any(header.value_presence()))) {
+    return BadHeader("a RESTORE step has no slices: both presences must be empty");
+  }
+  if (restore && (header.restored_version() < 0 || header.restored_version() >= step)) {
+    return BadHeader(
+        absl::StrCat("step ", step, " can restore versions 0 to ", step - 1, ", got ", header.restored_version()));
+  }
   if (header.kind() == v1::STEP_KIND_VALUES && (any(header.gradient_presence()) || !any(header.value_presence()))) {
     return BadHeader("a VALUES step needs at least one tensor in value_presence and none in gradient_presence");
   }
@@ -196,7 +207,8 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
                                     step - 1, " and has no values yet: step ", step, " must give them"));
     }
   }
-  if (blobs.size() != plan.world_size()) {
+  // A restore seals the blobs of the group that sealed the version, which may have been of another size.
+  if (blobs.size() != plan.world_size() && !restore) {
     return BadHeader(absl::StrCat("expected one blob per rank (", plan.world_size(), "), got ", blobs.size()));
   }
   size_t bytes = 0;

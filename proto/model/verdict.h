@@ -30,7 +30,7 @@ absl::Status CheckPresence(const EpochPlan& plan, absl::string_view bitmap, absl
 // INVALID_ARGUMENT if header and blobs do not fit the plan and `step`: group count, bitmaps, hyper-parameters or a
 // scale that are not finite (the scale also in fp32), negative max_norm, blobs over 64 KiB in all or not one per rank,
 // a VALUES step without values, tensors without values (registered at version step - 1) that this step does not give
-// any.
+// any, a RESTORE of a version that is not older than `step`, or one with slices; its blobs are the restored version's.
 absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header,
                          absl::Span<const std::string> blobs);
 

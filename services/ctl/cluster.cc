@@ -43,6 +43,7 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
   view.skipped_steps = std::max(view.skipped_steps, job.skipped_steps());
   view.member_ids.insert(job.member_ids().begin(), job.member_ids().end());
   view.pinned_versions.insert(job.pinned_versions().begin(), job.pinned_versions().end());
+  view.durable_versions.insert(job.durable_versions().begin(), job.durable_versions().end());
   view.committed_min = fresh ? job.committed() : std::min(view.committed_min, job.committed());
   view.committed_max = fresh ? job.committed() : std::max(view.committed_max, job.committed());
   view.oldest_chunk_version =
@@ -159,13 +160,14 @@ std::string ShowText(const ClusterView& cluster) {
                  ShowBytes(tier.state_bytes()), ShowBytes(tier.working_bytes())});
     }
   }
-  Table jobs(
-      {"JOB", "VERSION", "OLDEST CHUNK", "SKIPPED", "RANKS", "PARAMETERS", "CHUNKS", "MOVING", "SERVERS", "PINS"});
+  Table jobs({"JOB", "VERSION", "OLDEST CHUNK", "SKIPPED", "RANKS", "PARAMETERS", "CHUNKS", "MOVING", "SERVERS", "PINS",
+              "DURABLE PINS"});
   for (const JobView& job : cluster.jobs) {
     jobs.Add({job.name, Versions(job.committed_min, job.committed_max), absl::StrCat(job.oldest_chunk_version),
               absl::StrCat(job.skipped_steps), absl::StrCat(job.world_size), absl::StrCat(job.parameters),
               absl::StrCat(job.chunks), absl::StrCat(job.chunks_moving), absl::StrCat(job.servers.size()),
-              job.pinned_versions.empty() ? "-" : absl::StrJoin(job.pinned_versions, ",")});
+              job.pinned_versions.empty() ? "-" : absl::StrJoin(job.pinned_versions, ","),
+              job.durable_versions.empty() ? "-" : absl::StrJoin(job.durable_versions, ",")});
   }
   return absl::StrCat(out, "\nServers\n", servers.Show(), "\nJobs\n", cluster.jobs.empty() ? "  none\n" : jobs.Show(),
                       "\nTiers\n", tiers.Show(), ShowPlans(cluster));
@@ -189,12 +191,14 @@ std::string ShowJson(const ClusterView& cluster) {
   }
   std::vector<std::string> jobs;
   for (const JobView& job : cluster.jobs) {
-    jobs.push_back(absl::StrFormat(
-        "{\"name\":%s,\"committed_min\":%d,\"committed_max\":%d,\"oldest_chunk_version\":%d,"
-        "\"skipped_steps\":%d,\"world_size\":%d,\"parameters\":%d,\"chunks\":%d,\"servers\":%s,\"pinned_versions\":[%s]"
-        "}",
-        Quote(job.name), job.committed_min, job.committed_max, job.oldest_chunk_version, job.skipped_steps,
-        job.world_size, job.parameters, job.chunks, QuoteAll(job.servers), absl::StrJoin(job.pinned_versions, ",")));
+    jobs.push_back(
+        absl::StrFormat("{\"name\":%s,\"committed_min\":%d,\"committed_max\":%d,\"oldest_chunk_version\":%d,"
+                        "\"skipped_steps\":%d,\"world_size\":%d,\"parameters\":%d,\"chunks\":%d,\"servers\":%s,"
+                        "\"pinned_versions\":[%s],\"durable_versions\":[%s]"
+                        "}",
+                        Quote(job.name), job.committed_min, job.committed_max, job.oldest_chunk_version,
+                        job.skipped_steps, job.world_size, job.parameters, job.chunks, QuoteAll(job.servers),
+                        absl::StrJoin(job.pinned_versions, ","), absl::StrJoin(job.durable_versions, ",")));
   }
   return absl::StrCat("{\"verdict\":", cluster.problems.empty() ? "\"healthy\"" : "\"degraded\"",
                       ",\"problems\":", QuoteAll(cluster.problems), ",\"servers\":[", absl::StrJoin(servers, ","),

@@ -35,6 +35,7 @@ struct JobView {
   std::vector<std::string> servers;
   std::set<std::string> member_ids;
   std::set<int64_t> pinned_versions;
+  std::set<int64_t> durable_versions;
   std::vector<std::string> problems;
 };
 

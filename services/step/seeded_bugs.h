@@ -29,6 +29,9 @@ enum class SeededBug {
   kSkipAdvancesStepCounts,      // t counts steps that updated nothing
   kSnapshotForgetsPrepared,     // a log that begins with a snapshot does not know what was prepared
   kSnapshotForgetsStepCounts,   // ... or how many updates each tensor had
+  kRestoreWithoutPin,           // a restore is prepared by a server that does not hold the version
+  kRestoreKeepsStepCounts,      // a restore brings state back, and not how many updates it had
+  kUnpinWhileRestoring,         // a version is given up while its restore is prepared
 };
 
 #ifdef BALLAST_SEEDED_BUGS

@@ -79,6 +79,7 @@ v1::GetJobResponse StepMachine::Describe() const {
   *job.mutable_promised() = m.promised;
   if (m.plan != nullptr) *job.mutable_open() = m.plan->open();
   job.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
+  for (const auto& [version, pin] : m.pins) job.add_pinned_versions(version);
   return job;
 }
 
@@ -251,6 +252,7 @@ Outcome<v1::SealResponse> StepMachine::Seal(const v1::SealRequest& request) {
                        " with another plan than server '", m.id, "' has prepared (attempt ", m.prepared->attempt(),
                        "); exit and restart the group with resume=auto"));
     }
+    BALLAST_RETURN_IF_ERROR(m.CheckRestore(request.header(), request.blobs()));
     BALLAST_RETURN_IF_ERROR(m.seals.Seal(request));
     m.RaiseAttempt(request.rank(), request.attempt());
     m.TryPrepare();
@@ -288,6 +290,43 @@ absl::StatusOr<v1::CommitResponse> StepMachine::Commit(const v1::CommitRequest& 
   m.Decide(theirs, /*log=*/true);
   response.set_committed(m.committed);
   return response;
+}
+
+v1::PinnedVersion StepMachine::DescribeVersion() const {
+  const Impl& m = *impl_;
+  v1::PinnedVersion pin;
+  pin.set_version(m.committed);
+  *pin.mutable_decision() = *m.decision;
+  pin.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
+  // Tensors that were registered at this very version get their values with the next.
+  for (const v1::Registration& registration : m.plan->open().spec().registrations()) {
+    if (registration.version() < m.committed) pin.set_registration_count(pin.registration_count() + 1);
+  }
+  return pin;
+}
+
+void StepMachine::Pinned(v1::PinnedVersion pin) {
+  pin.clear_chunks();
+  const int64_t version = pin.version();
+  impl_->pins.insert_or_assign(version, std::move(pin));
+}
+
+absl::Status StepMachine::Unpin(int64_t version) {
+  Impl& m = *impl_;
+  const bool restoring = m.prepared.has_value() && m.prepared->header().kind() == v1::STEP_KIND_RESTORE &&
+                         m.prepared->header().restored_version() == version;
+  if (restoring && !Seeded(SeededBug::kUnpinWhileRestoring)) {
+    return Precondition(model::kBusy,
+                        absl::StrCat("server '", m.id, "' has prepared a restore of version ", version, " as step ",
+                                     m.prepared->step(), "; unpin it once that is decided or the job is fenced"));
+  }
+  m.pins.erase(version);
+  return absl::OkStatus();
+}
+
+const v1::PinnedVersion* StepMachine::FindPin(int64_t version) const {
+  const auto pin = impl_->pins.find(version);
+  return pin == impl_->pins.end() ? nullptr : &pin->second;
 }
 
 void StepMachine::Synced(uint64_t lsn) { impl_->synced = std::max(impl_->synced, lsn); }

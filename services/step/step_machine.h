@@ -107,6 +107,16 @@ class StepMachine {
   // The log is durable up to `lsn`.
   void Synced(uint64_t lsn);
 
+  // What a pin of `committed` keeps, chunks excepted. REQUIRES: committed >= 0.
+  v1::PinnedVersion DescribeVersion() const;
+  // `pin` is durable on this server, chunks and all: it may be restored from here on. In recovery: before the first
+  // Replay.
+  void Pinned(v1::PinnedVersion pin);
+  // Before a pin is taken off the disk. FAILED_PRECONDITION (BUSY): a prepared restore needs it, and may be decided.
+  absl::Status Unpin(int64_t version);
+  // Null if it is not pinned.
+  const v1::PinnedVersion* FindPin(int64_t version) const;
+
   int64_t committed() const;
   uint64_t skipped_steps() const;
   // Optimizer step count t per tensor, registration order.

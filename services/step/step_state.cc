@@ -1,5 +1,7 @@
 #include "ballast/services/step/step_state.h"
 
+#include <algorithm>
+
 namespace ballast::services {
 
 absl::Status StepMachine::Impl::CheckEpoch(const v1::Epoch& epoch) const {
@@ -77,6 +79,8 @@ void StepMachine::Impl::TryPrepare() {
   const v1::StepHeader& header = sealed.header();
   if (!slices.Covered(v1::SLICE_KIND_GRADIENT, header.gradient_presence(), sealed.attempt())) return;
   if (!slices.Covered(v1::SLICE_KIND_VALUE, header.value_presence(), sealed.attempt())) return;
+  // Its pin may have gone since it was sealed.
+  if (!CheckRestore(header, sealed.blobs()).ok()) return;
 
   v1::PreparedRecord& record = prepared.emplace();
   record.set_step(committed + 1);
@@ -87,6 +91,10 @@ void StepMachine::Impl::TryPrepare() {
   *record.mutable_blobs() = sealed.blobs();
   for (const uint64_t chunk : slices.Chunks(header.gradient_presence())) {
     *record.add_norms() = host->Norm(chunk, header.gradient_presence());
+  }
+  if (const auto pin = pins.find(header.restored_version());
+      header.kind() == v1::STEP_KIND_RESTORE && pin != pins.end()) {
+    *record.mutable_restored_tensor_steps() = pin->second.tensor_steps();
   }
   prepared_lsn = Append(PreparedStepRecord{record});
   // The log is durable as a prefix, so this covers the slices and the decision before it too.
@@ -114,6 +122,10 @@ void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
       if (model::HasBit(record.header().gradient_presence(), tensor)) ++tensor_steps[tensor];
     }
   }
+  if (record.header().kind() == v1::STEP_KIND_RESTORE && !Seeded(SeededBug::kRestoreKeepsStepCounts)) {
+    tensor_steps.assign(record.restored_tensor_steps().begin(), record.restored_tensor_steps().end());
+    tensor_steps.resize(plan->layout().tensors().size(), 0);
+  }
   host->Apply(record, *decision);
   slices.NextStep();
   seals.NextStep();
@@ -139,6 +151,33 @@ absl::Status StepMachine::Impl::CheckBase(const v1::OpenRequest& request) const 
       absl::StrCat("server '", id, "' is at step ", committed, " with ",
                    prepared.has_value() ? ShowKey(*prepared) : "nothing", " prepared and cannot start from ",
                    request.base() >= 0 ? ShowKey(theirs) : "an empty job", "; was its data directory replaced?"));
+}
+
+absl::Status StepMachine::Impl::CheckRestore(const v1::StepHeader& header,
+                                             const google::protobuf::RepeatedPtrField<std::string>& blobs) const {
+  if (header.kind() != v1::STEP_KIND_RESTORE) return absl::OkStatus();
+  const int64_t version = header.restored_version();
+  if (committed != plan->open().base()) {
+    return BadRequest(absl::StrCat("a restore is the first transaction of an epoch: this one began at version ",
+                                   plan->open().base(), " and is at ", committed, "; fence a new one"));
+  }
+  const auto pin = pins.find(version);
+  if (pin == pins.end()) {
+    if (Seeded(SeededBug::kRestoreWithoutPin)) return absl::OkStatus();
+    return Precondition(model::kVersionGone, absl::StrCat("server '", id, "' has no durable pin of version ", version,
+                                                          "; GetJob tells which it has"));
+  }
+  const auto& sealed = pin->second.decision().blobs();
+  if (!std::equal(blobs.begin(), blobs.end(), sealed.begin(), sealed.end())) {
+    return BadRequest(absl::StrCat("a restore of version ", version, " must seal that version's ", sealed.size(),
+                                   " blob(s); the pin has them"));
+  }
+  const int registrations = plan->open().spec().registrations_size();
+  if (static_cast<int>(pin->second.registration_count()) == registrations) return absl::OkStatus();
+  return Precondition(model::kBadSpec,
+                      absl::StrCat("version ", version, " was pinned with ", pin->second.registration_count(),
+                                   " registration(s) of tensors, the job has ", registrations,
+                                   " now: tensors that were registered since have no state at that version"));
 }
 
 void StepMachine::Impl::Adopt(model::EpochPlan next, uint32_t member) {

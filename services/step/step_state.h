@@ -1,6 +1,7 @@
 // What a step machine remembers, and the checks and transitions that its verbs share. Private to services/step.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -62,6 +63,9 @@ struct StepMachine::Impl {
   // Takes the own prepared record's step for decided: rule 8.
   void Decide(const v1::Decision& decision, bool log);
   absl::Status CheckBase(const v1::OpenRequest& request) const;
+  // Rule 13: whether a restore may be sealed, and prepared, here. OK of other kinds.
+  absl::Status CheckRestore(const v1::StepHeader& header,
+                            const google::protobuf::RepeatedPtrField<std::string>& blobs) const;
   void Adopt(model::EpochPlan next, uint32_t member);
   v1::SealResponse Pending() const;
 
@@ -86,6 +90,7 @@ struct StepMachine::Impl {
   SealLedger seals;    // of `committed` + 1
   std::vector<uint64_t> tensor_steps;
   uint64_t skipped = 0;
+  std::map<int64_t, v1::PinnedVersion> pins;  // durable here
 
   // Only seeded bugs set these.
   std::optional<v1::Decision> unlogged_decision;

@@ -1,6 +1,8 @@
 #include "ballast/services/verify/extents.h"
 
 #include <algorithm>
+#include <set>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -22,7 +24,15 @@ constexpr char kRebuildAdvice[] = "run `ballastctl verify --rebuild`, which look
 std::string Hex(uint32_t digest) { return absl::StrFormat("CRC32C %08x", digest); }
 
 std::string NameOf(const NamedExtent& extent) {
-  return absl::StrCat("chunk ", extent.chunk.id, " at version ", extent.chunk.version);
+  return absl::StrCat("chunk ", extent.chunk.id, " at version ", extent.chunk.version,
+                      extent.pin.has_value() ? absl::StrCat(", which the pin of version ", *extent.pin, " keeps") : "");
+}
+
+// A server reads what a pin keeps when that version is restored, and then refuses it.
+Harm HarmOf(const NamedExtent& extent) { return extent.pin.has_value() ? Harm::kNone : Harm::kJobRefused; }
+std::string AdviceOf(const NamedExtent& extent) {
+  return extent.pin.has_value() ? absl::StrCat("unpin version ", *extent.pin, ": it cannot be restored")
+                                : kRebuildAdvice;
 }
 
 const char* NameOf(StateArray array) {
@@ -68,17 +78,31 @@ void CheckLabel(const storage::BlockFile& file, const NamedExtent& extent, absl:
   const absl::Status read = file.Read(at, block);
   const std::string fault = read.ok() ? LabelFault(block, extent) : std::string(read.message());
   if (fault.empty()) return;
-  report->findings.push_back({.harm = Harm::kJobRefused,
+  report->findings.push_back({.harm = HarmOf(extent),
                               .job = extent.job,
                               .what = absl::StrCat("the label of ", NameOf(extent)),
                               .file = file.path(),
                               .offset = at,
                               .expected = absl::StrCat("the label of ", Show(extent.chunk)),
                               .found = fault,
-                              .advice = kRebuildAdvice});
+                              .advice = AdviceOf(extent)});
 }
 
 }  // namespace
+
+std::vector<NamedExtent> PinnedExtents(const std::string& job, const StateLayout& layout,
+                                       const std::vector<storage::DurableChunk>& chunks,
+                                       const std::vector<v1::PinnedVersion>& pins) {
+  std::set<std::pair<uint64_t, uint64_t>> known;  // of another size it is not the same extent
+  for (const storage::DurableChunk& chunk : chunks) known.emplace(chunk.offset, chunk.bytes);
+  std::vector<NamedExtent> extents;
+  for (const v1::PinnedVersion& pin : pins) {
+    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
+      if (known.emplace(chunk.offset, chunk.bytes).second) extents.push_back({job, layout, chunk, pin.version()});
+    }
+  }
+  return extents;
+}
 
 void CheckPlaces(const std::vector<NamedExtent>& extents, const std::string& path, uint64_t file_bytes,
                  ScrubReport* report) {
@@ -125,14 +149,14 @@ void CheckExtent(const storage::BlockFile& file, const NamedExtent& extent, Prog
     const uint32_t expected = extent.chunk.digests[static_cast<size_t>(i)];
     const auto found = DigestOf(file, at, extent.layout.ArrayBytes(array, extent.chunk.elements), arena->bytes());
     if (found.ok() && *found == expected) continue;
-    report->findings.push_back({.harm = Harm::kJobRefused,
+    report->findings.push_back({.harm = HarmOf(extent),
                                 .job = extent.job,
                                 .what = absl::StrCat("the ", NameOf(array), " array of ", NameOf(extent)),
                                 .file = file.path(),
                                 .offset = at,
                                 .expected = Hex(expected),
                                 .found = found.ok() ? Hex(*found) : std::string(found.status().message()),
-                                .advice = kRebuildAdvice});
+                                .advice = AdviceOf(extent)});
   }
   ++report->counts.extents;
   report->counts.extent_bytes += extent.chunk.bytes;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "ballast/services/verify/progress.h"
 #include "ballast/storage/extent_label.h"
 #include "ballast/storage/io/block_file.h"
+#include "ballast/v1/log.pb.h"
 
 namespace ballast::services {
 
@@ -18,7 +20,12 @@ struct NamedExtent {
   std::string job;
   storage::StateLayout layout;
   storage::DurableChunk chunk;
+  std::optional<int64_t> pin = std::nullopt;  // it is only what this durable pin keeps, not the newest state
 };
+// What the catalog says of pins whose extents are not those of `chunks` or of a pin before.
+std::vector<NamedExtent> PinnedExtents(const std::string& job, const storage::StateLayout& layout,
+                                       const std::vector<storage::DurableChunk>& chunks,
+                                       const std::vector<v1::PinnedVersion>& pins);
 
 // Extents that overlap, leave the file or lie at places that no extent has; their jobs are refused.
 // `file_bytes`: 0 where there is no file.

@@ -194,6 +194,11 @@ void Rebuilding::Choose(const std::string& name, Candidate* candidate) {
   for (const storage::DurableChunk& chunk : candidate->old.chunks) {
     if (!check_life(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life)) return;
   }
+  for (const v1::PinnedVersion& pin : candidate->old.pins) {
+    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
+      if (!check_life(absl::StrCat("the catalog's pin of version ", pin.version()), chunk.life)) return;
+    }
+  }
   std::vector<Finding> faults;
   const LogReplay bare = ReplayAlone(candidate->log, server_id_, &faults);
   for (const Finding& fault : faults) {
@@ -242,11 +247,21 @@ void Rebuilding::CheckFit(const std::string& name, Candidate* candidate) {
 void Rebuilding::CheckPlacesOfAll() {
   std::vector<NamedExtent> extents;
   for (const auto& [name, candidate] : candidates_) {
-    for (const auto& [id, chunk] : candidate.chosen) extents.push_back({name, candidate.layout, chunk});
+    std::vector<storage::DurableChunk> chosen;
+    for (const auto& [id, chunk] : candidate.chosen) {
+      extents.push_back({name, candidate.layout, chunk});
+      chosen.push_back(chunk);
+    }
+    for (NamedExtent& pinned : PinnedExtents(name, candidate.layout, chosen, candidate.old.pins)) {
+      extents.push_back(std::move(pinned));
+    }
   }
   for (const auto& [name, job] : known_) {
     if (candidates_.contains(name)) continue;
     for (const storage::DurableChunk& chunk : job.entry.chunks) extents.push_back({name, {}, chunk});
+    for (NamedExtent& pinned : PinnedExtents(name, {}, job.entry.chunks, job.entry.pins)) {
+      extents.push_back(std::move(pinned));
+    }
   }
   uint64_t file_bytes = 0;
   if (tier_ != nullptr) file_bytes = tier_->Size().value_or(0);
@@ -260,7 +275,8 @@ absl::Status Rebuilding::Write() {
     BALLAST_ASSIGN_OR_RETURN(const std::string aside, directory_->BeginCatalog());
     result_.done.push_back(aside.empty() ? "began a new catalog"
                                          : absl::StrCat("moved the catalog to ", aside, " and began a new one"));
-    result_.done.push_back("what the old catalog knew of jobs without durability is not known any more");
+    result_.done.push_back(
+        "what the old catalog knew of durable pins and of jobs without durability is not known any more");
   }
   std::vector<std::pair<std::string, std::string>> pairs;
   if (new_server_id_ && !server_id_.empty()) {
@@ -278,6 +294,7 @@ absl::Status Rebuilding::Write() {
     pairs.emplace_back(prefix + kCatalogCommitted, absl::StrCat(candidate.committed));
     pairs.push_back(LogPair(name, candidate.log.scanned.life));
     for (const auto& [id, chunk] : candidate.chosen) pairs.push_back(ChunkPair(name, chunk));
+    for (const v1::PinnedVersion& pin : candidate.old.pins) pairs.push_back(PinPair(name, pin));
     result_.done.push_back(absl::StrCat("job '", name, "': entries made anew, up to step ", candidate.committed, ", ",
                                         candidate.chosen.size(), " chunks"));
   }

@@ -105,6 +105,17 @@ void Scrub::CheckChunks(const std::string& name, const CatalogEntry& entry) {
     }
     extents_.push_back({name, layout, chunk});
   }
+  for (NamedExtent& pinned : PinnedExtents(name, layout, entry.chunks, entry.pins)) {
+    const storage::DurableChunk& chunk = pinned.chunk;
+    if (chunk.elements <= model::kChunkElementsMax && chunk.bytes == layout.StateBytes(chunk.elements)) {
+      extents_.push_back(std::move(pinned));
+      continue;
+    }
+    Add(Harm::kNone, name, absl::StrCat("the catalog's entry of version ", *pinned.pin, ", which is pinned"),
+        directory_->path() + "/catalog",
+        absl::StrCat("chunk ", chunk.id, " in ", layout.StateBytes(chunk.elements), " bytes"),
+        absl::StrCat(chunk.bytes, " bytes"), absl::StrCat("unpin version ", *pinned.pin, ": it cannot be restored"));
+  }
 }
 
 void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
@@ -119,7 +130,7 @@ void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
   absl::StatusOr<ReadLog> log = absl::NotFoundError(absl::StrCat("there is no ", path));
   if (*file != nullptr) log = ReadJobLog(**file, name);
   // It was still being made: no step was ever prepared.
-  if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.committed < 0) return;
+  if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.pins.empty() && entry.committed < 0) return;
   if (!log.ok()) return refuse(log.status());
   report_.counts.log_records += log->records.size();
   report_.counts.torn_batches += log->scanned.torn_batches;
@@ -166,6 +177,11 @@ void Scrub::CompareWithLog(const std::string& name, const CatalogEntry& entry, c
   if (entry.life.has_value()) check_life("the catalog's 'log'", *entry.life);
   for (const storage::DurableChunk& chunk : entry.chunks) {
     check_life(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life);
+  }
+  for (const v1::PinnedVersion& pin : entry.pins) {
+    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
+      check_life(absl::StrCat("chunk ", chunk.id, " of the catalog's pin of version ", pin.version()), chunk.life);
+    }
   }
   if (entry.committed > committed + 1) {
     Add(Harm::kUnnoticed, name, "the log ends before the step that the catalog knows as applied",

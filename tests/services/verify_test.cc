@@ -112,6 +112,46 @@ TEST_F(VerifyTest, FindsADamagedArrayAndLabel) {
   ExpectFound(Harm::kJobRefused, absl::StrCat("the label of chunk 2 at version ", chunk.version));
 }
 
+TEST_F(VerifyTest, KnowsDurablePins) {
+  StartServer();
+  ASSERT_EQ(group_->Initialise(Values), absl::OkStatus());
+  Continue(3);
+  v1::PinRequest pin;
+  pin.set_job("job");
+  pin.set_version(3);
+  pin.set_durable(true);
+  Answer<v1::PinResponse> pinned;
+  server_->Pin(pin, absl::InfiniteFuture(), pinned.reply());
+  ASSERT_TRUE(pinned.Wait().ok());
+  Continue(20);
+  StopServer();
+  ScrubReport report = Scrub();
+  EXPECT_THAT(report.findings, IsEmpty());
+  EXPECT_GT(report.counts.extents, Chunks().size());
+  // A catalog's entry that is gone is made anew, and the pin stays.
+  Erase("job/job/chunk-2");
+  const RebuildResult rebuilt = Remake();
+  EXPECT_TRUE(rebuilt.written);
+  EXPECT_EQ(Scrub().counts.extents, report.counts.extents);
+  ExpectRecovered();
+
+  StartServer();
+  EXPECT_THAT(server_->Status().jobs(0).durable_versions(), ::testing::ElementsAre(3));
+  StopServer();
+  // Where a pin alone keeps it, damage refuses nobody but its restore.
+  auto opened = DataDirectory::Open(directory_.path());
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  std::vector<Finding> findings;
+  const CatalogEntry entry = (*opened)->ReadJobs(&findings)->at("job").entry;
+  opened->reset();
+  ASSERT_EQ(entry.pins.size(), 1u);
+  const auto kept = PinnedExtents("job", {}, entry.chunks, entry.pins);
+  ASSERT_FALSE(kept.empty());
+  Flip("nvme.tier", kept[0].chunk.offset + 77);
+  ExpectFound(Harm::kNone, "which the pin of version 3 keeps");
+  ASSERT_EQ(Scrub().findings.size(), 1u);
+}
+
 TEST_F(VerifyTest, FindsATierThatWasCutOff) {
   Train(20);
   uint64_t last = 0;

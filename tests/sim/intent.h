@@ -32,6 +32,10 @@ struct GroupIntent {
   bool salted = false;
   // Rank 1 passes another gradient scale than rank 0 from this step on; -1: never.
   int64_t mismatch_from = -1;
+  // Step `restore_at`, the first of its epoch, restores this version, which was sealed with these blobs; -1: none does.
+  int64_t restore_at = -1;
+  int64_t restored = -1;
+  std::vector<std::string> restored_blobs;
 
   // The attempt that is sealed; those before it are dropped.
   uint64_t FinalAttempt(int64_t step) const;

@@ -13,11 +13,11 @@ namespace ballast::sim {
 template <typename... T>
 using Bodies = std::variant<std::shared_ptr<const T>...>;
 
-using RequestBody =
-    Bodies<v1::FenceRequest, v1::OpenRequest, v1::PushRequest, v1::NormRequest, v1::SealRequest, v1::CommitRequest>;
+using RequestBody = Bodies<v1::FenceRequest, v1::OpenRequest, v1::PushRequest, v1::NormRequest, v1::SealRequest,
+                           v1::CommitRequest, v1::PinRequest, v1::UnpinRequest>;
 // As many entries as RequestBody; the pointer is null where the status is not OK.
 using ResponseBody = Bodies<v1::FenceResponse, v1::OpenResponse, v1::PushResponse, v1::NormResponse, v1::SealResponse,
-                            v1::CommitResponse>;
+                            v1::CommitResponse, v1::PinResponse, v1::UnpinResponse>;
 
 struct Request {
   uint32_t group = 0;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/tests/sim/random.h"
 
 namespace ballast::sim {
 namespace {
@@ -21,6 +22,15 @@ bool Same(const v1::Decision& a, const v1::Decision& b) {
 }
 
 }  // namespace
+
+uint64_t Evolve(uint64_t state, int64_t step) { return Mix(state, static_cast<uint64_t>(step)); }
+
+bool Changes(const model::EpochPlan& plan, int server, const v1::StepHeader& header) {
+  return std::any_of(plan.slices().begin(), plan.slices().end(), [&](const model::Slice& slice) {
+    return plan.server_of(slice.chunk) == static_cast<uint32_t>(server) &&
+           (plan.Touches(slice, header.gradient_presence()) || plan.Touches(slice, header.value_presence()));
+  });
+}
 
 void Oracle::Broken(const std::string& what) {
   if (violation_.empty()) violation_ = what;
@@ -49,7 +59,8 @@ bool Oracle::Explains(const Author& author, const v1::Decision& decision) const 
 }
 
 void Oracle::Settle(const v1::Decision& decision, const std::string& who) {
-  Step step{decision, {}, {}};
+  Step step;
+  step.decision = decision;
   for (const GroupIntent* group : groups_) {
     for (uint32_t lives = 0; lives < lives_ * lives_; ++lives) {
       const Author author{group, {lives % lives_, lives / lives_}};
@@ -66,7 +77,23 @@ void Oracle::Settle(const v1::Decision& decision, const std::string& who) {
   for (uint32_t tensor = 0; tensor < step.tensor_steps.size() && !decision.verdict().skip(); ++tensor) {
     if (model::HasBit(header.gradient_presence(), tensor)) ++step.tensor_steps[tensor];
   }
+  const Step before = steps_.empty() ? Step() : steps_.back();
+  for (int server = 0; server < kServers; ++server) {
+    const bool changes =
+        !decision.verdict().skip() && Changes(PlanOf(step.authors.front().group->world_size), server, header);
+    step.states[server] = changes ? Evolve(before.states[server], decision.step()) : before.states[server];
+  }
+  if (header.kind() == v1::STEP_KIND_RESTORE) {
+    const Step& restored = steps_[static_cast<size_t>(header.restored_version())];
+    step.tensor_steps = restored.tensor_steps;
+    std::copy(restored.states, restored.states + kServers, step.states);
+  }
   steps_.push_back(std::move(step));
+}
+
+void Oracle::CheckState(int server, int64_t step, uint64_t state) {
+  if (!violation_.empty() || step > last_decided() || steps_[static_cast<size_t>(step)].states[server] == state) return;
+  Broken(absl::StrCat("server ", server, " has other state at step ", step, " than that step's transactions make"));
 }
 
 void Oracle::Decided(const v1::Decision& decision, const std::string& who) {

@@ -5,7 +5,8 @@
 //  - what a server applies is, for every range, exactly the bits that this group pushed in the sealed attempt, once;
 //  - an acknowledged step is never undone: every later group starts from it or from a newer one;
 //  - committed of two servers is never more than one apart;
-//  - step counts advance with updates only.
+//  - step counts advance with updates only;
+//  - a restore brings back state, step counts and blobs of the version that it names, wherever it is applied.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +26,11 @@ struct Consumed {
   std::optional<uint32_t> digest;
 };
 
+// Stands for the bits of a server's chunks: `state` after a step that changes some of them.
+uint64_t Evolve(uint64_t state, int64_t step);
+// Does a transaction that is not skipped change any of the server's chunks, restores aside?
+bool Changes(const model::EpochPlan& plan, int server, const v1::StepHeader& header);
+
 class Oracle {
  public:
   // `lives`: how many lives a rank may have within an epoch; 1 but for a seeded bug.
@@ -41,6 +47,9 @@ class Oracle {
   void StartedFrom(int64_t base, const v1::Epoch& epoch, const std::string& who);
   void Applied(int server, const v1::Decision& decision, absl::Span<const Consumed> consumed);
   void CheckTensorSteps(int server, int64_t committed, absl::Span<const uint64_t> tensor_steps);
+  // What a server's chunks are after `step`, as Evolve makes it of what it applied.
+  void CheckState(int server, int64_t step, uint64_t state);
+  const v1::Decision& decision(int64_t step) const { return steps_[static_cast<size_t>(step)].decision; }
   void CheckApart(absl::Span<const int64_t> committed);
   void Broken(const std::string& what);
 
@@ -58,6 +67,7 @@ class Oracle {
     v1::Decision decision;
     std::vector<Author> authors;
     std::vector<uint64_t> tensor_steps;
+    uint64_t states[kServers] = {};
   };
 
   void Settle(const v1::Decision& decision, const std::string& who);

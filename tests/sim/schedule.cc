@@ -30,8 +30,7 @@ class Schedule {
         calm_(uint64_t{1} << random_.Below(4)),
         oracle_(options.bug == ClientBug::kRestartsInEpoch ? 2 : 1) {
     for (int i = 0; i < kServers; ++i) {
-      servers_.push_back(
-          std::make_unique<SimServer>(i, options.bug == ClientBug::kLogCutAtOwnCommit, &random_, &oracle_));
+      servers_.push_back(std::make_unique<SimServer>(i, options.bug, &random_, &oracle_));
     }
   }
 
@@ -138,6 +137,7 @@ class Schedule {
     if (!server.up()) return;
     std::vector<Response> answers;
     if (server.syncing()) server.FinishSync(&answers);
+    if (server.pinning() && random_.Percent(12)) server.FinishPin(&answers);
     if (server.receiving() && random_.Percent(50)) server.FinishPush(&answers);
     Send(std::move(answers));
   }

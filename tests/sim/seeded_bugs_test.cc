@@ -58,7 +58,10 @@ INSTANTIATE_TEST_SUITE_P(Server, SeededBugTest,
                                          Planted{"DecisionAfterNextPrepared", SeededBug::kDecisionAfterNextPrepared},
                                          Planted{"SkipAdvancesStepCounts", SeededBug::kSkipAdvancesStepCounts},
                                          Planted{"SnapshotForgetsPrepared", SeededBug::kSnapshotForgetsPrepared},
-                                         Planted{"SnapshotForgetsStepCounts", SeededBug::kSnapshotForgetsStepCounts}),
+                                         Planted{"SnapshotForgetsStepCounts", SeededBug::kSnapshotForgetsStepCounts},
+                                         Planted{"RestoreWithoutPin", SeededBug::kRestoreWithoutPin},
+                                         Planted{"RestoreKeepsStepCounts", SeededBug::kRestoreKeepsStepCounts},
+                                         Planted{"UnpinWhileRestoring", SeededBug::kUnpinWhileRestoring}),
                          [](const auto& planted) { return planted.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(
@@ -71,7 +74,9 @@ INSTANTIATE_TEST_SUITE_P(
                     Planted{"RestartsInEpoch", SeededBug::kNone, ClientBug::kRestartsInEpoch},
                     Planted{"ForgetsCommit", SeededBug::kNone, ClientBug::kForgetsCommit},
                     Planted{"FreesGradientsEarly", SeededBug::kNone, ClientBug::kFreesGradientsEarly},
-                    Planted{"LogCutAtOwnCommit", SeededBug::kNone, ClientBug::kLogCutAtOwnCommit}),
+                    Planted{"LogCutAtOwnCommit", SeededBug::kNone, ClientBug::kLogCutAtOwnCommit},
+                    Planted{"PinBeforeDurable", SeededBug::kNone, ClientBug::kPinBeforeDurable},
+                    Planted{"UnpinBeforeFlush", SeededBug::kNone, ClientBug::kUnpinBeforeFlush}),
     [](const auto& planted) { return planted.param.name; });
 
 TEST(SeededBugs, NoneIsActiveByDefault) {

@@ -22,6 +22,9 @@ void Tally::Add(const Tally& other) {
   mismatches += other.mismatches;
   stale += other.stale;
   norms += other.norms;
+  pins += other.pins;
+  restores += other.restores;
+  gone += other.gone;
 }
 
 SimGroup::SimGroup(GroupIntent intent, Surroundings around)
@@ -128,6 +131,7 @@ void SimGroup::Tick(uint32_t r, bool timeout, std::vector<Request>* requests) {
       requests->push_back(Make(r, server, rank.commit));
     }
   }
+  if (r == 0) TickPins(requests);
   TickPushes(r, requests);
   TickSeals(r, requests);
 }
@@ -191,6 +195,7 @@ void SimGroup::AskNorms(uint32_t r, std::vector<Request>* requests) {
 void SimGroup::TickSeals(uint32_t r, std::vector<Request>* requests) {
   Rank& rank = ranks_[r];
   if (rank.attempt < intent_.FinalAttempt(rank.step)) return;
+  if (!rank.sealing && r == 0 && pin_ >= 0) return;
   if (!rank.sealing) {
     // A seal may overtake the pushes of its rank.
     const bool all_pushed =
@@ -239,6 +244,7 @@ void SimGroup::Resolve() {
   around_.oracle->StartedFrom(resolution->base, intent_.epoch, Name(0));
   if (resolution->decision.has_value()) around_.oracle->Decided(*resolution->decision, Name(0));
 
+  MaybeRestore(resolution->base, answers);
   auto open = std::make_shared<v1::OpenRequest>(OpenTemplate(intent_.world_size));
   *open->mutable_epoch() = intent_.epoch;
   open->set_base(resolution->base);
@@ -258,7 +264,13 @@ void SimGroup::Decide(uint32_t r, const v1::Decision& decision) {
   rank.commit = std::move(commit);
   const bool eager = around_.random->Percent(70);
   for (Sent& sent : rank.commits) sent = eager ? Sent::kNo : Sent::kDone;
+  if (decision.step() == intent_.restore_at) ++around_.tally->restores;
   StartStep(&rank, rank.step + 1);
+  if (r == 0 && around_.random->Percent(40)) {
+    pin_ = decision.step();
+    pin_patience_ = 60;
+    std::fill(pinned_on_, pinned_on_ + kServers, false);
+  }
 }
 
 void SimGroup::OnSeal(uint32_t r, int server, const v1::SealResponse& response) {
@@ -336,6 +348,11 @@ void SimGroup::OnError(uint32_t r, const Response& response) {
     return;
   }
   if (reason == model::kIncomplete) return;
+  if (reason == model::kVersionGone && rank.step == intent_.restore_at) {
+    rank.dead = true;
+    ++around_.tally->gone;
+    return;
+  }
   if (reason == model::kNotOpen && open_ != nullptr) {
     rank.opens[server] = Sent::kNo;
     if (sent != nullptr) *sent = Sent::kNo;
@@ -374,6 +391,8 @@ void SimGroup::Receive(const Response& response) {
   Rank& rank = ranks_[request.rank];
   if (rank.dead || request.life != rank.life) return;
   const size_t kind = request.body.index();
+  if (kind == 6) return OnPin(response);
+  if (kind == 7) return;
   const bool of_try = rank.step == request.step && rank.attempt == request.attempt;
   // An answer to something older says nothing about now, but that a newer group is there.
   if (model::ReasonOf(response.status) == model::kStaleEpoch) {

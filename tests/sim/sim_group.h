@@ -13,7 +13,7 @@
 
 namespace ballast::sim {
 
-// Wrong readings of the rules on the client's side (and one of the log's).
+// Wrong readings of the rules on the client's side (and some of the log's and the disk's).
 enum class ClientBug {
   kNone,
   kEpochWithoutNonce,     // two groups may share an epoch
@@ -25,6 +25,8 @@ enum class ClientBug {
   kForgetsCommit,         // BEHIND is not answered with the commit
   kFreesGradientsEarly,   // gradients are gone after the first `prepared`
   kLogCutAtOwnCommit,     // the log forgets a step's records before its decision is durable
+  kPinBeforeDurable,      // a server counts a version as pinned that a crash may still take
+  kUnpinBeforeFlush,      // a version is taken off the disk while chunks still have to be made from it
 };
 
 // What happened in a schedule, or in many.
@@ -42,6 +44,9 @@ struct Tally {
   uint64_t mismatches = 0;
   uint64_t stale = 0;  // ranks that learnt that they were fenced
   uint64_t norms = 0;  // answered
+  uint64_t pins = 0;   // of one server each
+  uint64_t restores = 0;
+  uint64_t gone = 0;  // ranks that wanted to restore what some server does not have
 
   void Add(const Tally& other);
 };
@@ -98,6 +103,10 @@ class SimGroup {
   void StartAttempt(uint32_t r, uint64_t attempt);
   void TickFence(std::vector<Request>* requests);
   void TickPushes(uint32_t r, std::vector<Request>* requests);
+  void TickPins(std::vector<Request>* requests);
+  void OnPin(const Response& response);
+  // Sometimes the group begins with a restore of what it heard to be pinned.
+  void MaybeRestore(int64_t base, const std::vector<v1::GetJobResponse>& answers);
   void TickSeals(uint32_t r, std::vector<Request>* requests);
   void AskNorms(uint32_t r, std::vector<Request>* requests);
   void Resolve();
@@ -111,13 +120,17 @@ class SimGroup {
   Request Make(uint32_t r, int server, RequestBody body) const;
   std::string Name(uint32_t r) const;
 
-  const GroupIntent intent_;
+  GroupIntent intent_;
   const Surroundings around_;
   const model::EpochPlan& plan_;
   Sent fences_[kServers] = {};
   std::optional<v1::GetJobResponse> answers_[kServers];
   std::shared_ptr<const v1::OpenRequest> open_;  // set once the fence is resolved
   std::vector<Rank> ranks_;
+  // Rank 0 pins this version, and seals no further step meanwhile; -1: none.
+  int64_t pin_ = -1;
+  int pin_patience_ = 0;
+  bool pinned_on_[kServers] = {};
 };
 
 }  // namespace ballast::sim

@@ -1,6 +1,7 @@
 #include "ballast/tests/sim/sim_server.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -28,8 +29,8 @@ bool AnswerIfReady(const Request& request, services::Outcome<T> outcome, std::ve
 
 }  // namespace
 
-SimServer::SimServer(int index, bool cut_at_commit, Random* random, Oracle* oracle)
-    : index_(index), cut_at_commit_(cut_at_commit), random_(random), oracle_(oracle) {
+SimServer::SimServer(int index, ClientBug bug, Random* random, Oracle* oracle)
+    : index_(index), bug_(bug), random_(random), oracle_(oracle) {
   Restart();
 }
 
@@ -50,6 +51,12 @@ void SimServer::Apply(const v1::PreparedRecord& prepared, const v1::Decision& de
   applied_ = decision.step();
   // After a restart: the chunks were flushed beyond what the log now tells of this step, and it is not applied again.
   if (applied_ <= flushed_) return places_.clear();
+  if (prepared.header().kind() == v1::STEP_KIND_RESTORE) {
+    ApplyRestore(prepared);
+  } else if (!decision.verdict().skip() && Changes(*plan_, index_, prepared.header())) {
+    state_ = Evolve(state_, applied_);
+  }
+  states_[applied_] = state_;
   std::vector<Consumed> consumed;
   for (const model::Slice& slice : plan_->slices()) {
     if (plan_->server_of(slice.chunk) != static_cast<uint32_t>(index_)) continue;
@@ -61,8 +68,68 @@ void SimServer::Apply(const v1::PreparedRecord& prepared, const v1::Decision& de
     }
   }
   oracle_->Applied(index_, decision, consumed);
+  oracle_->CheckState(index_, applied_, state_);
   // A place that is not filled again holds nothing of the next step.
   places_.clear();
+}
+
+void SimServer::ApplyRestore(const v1::PreparedRecord& prepared) {
+  const int64_t version = prepared.header().restored_version();
+  const auto pin = pins_.find(version);
+  if (pin == pins_.end()) {
+    return oracle_->Broken(absl::StrCat("server ", index_, " is to restore version ", version, ", which it has not"));
+  }
+  state_ = pin->second.state;
+  // The chunks are flushed with it; a crash may come before, those of the step before may be flushed already.
+  if (random_->Percent(50)) {
+    restore_ = applied_;
+    if (random_->Percent(50)) Flush(applied_ - 1);
+    return;
+  }
+  states_[applied_] = state_;
+  Flush(applied_);
+}
+
+void SimServer::Flush(int64_t step) {
+  const auto state = states_.find(step);
+  if (step <= flushed_ || state == states_.end()) return;
+  flushed_ = step;
+  flushed_state_ = state->second;
+}
+
+services::Outcome<v1::PinResponse> SimServer::Pin(const v1::PinRequest& request) {
+  if (pins_.contains(request.version())) return v1::PinResponse();
+  if (pinning_.has_value()) return std::nullopt;
+  const int64_t committed = machine_->committed();
+  if (request.version() != committed) {
+    const char* const reason = request.version() > committed ? model::kBehind : model::kVersionGone;
+    return model::Error(absl::StatusCode::kFailedPrecondition, reason, "not the last decided step");
+  }
+  pinning_ = DurablePin{machine_->DescribeVersion(), state_};
+  if (bug_ == ClientBug::kPinBeforeDurable) machine_->Pinned(pinning_->version);
+  return std::nullopt;
+}
+
+absl::StatusOr<v1::UnpinResponse> SimServer::Unpin(const v1::UnpinRequest& request) {
+  if (!pins_.contains(request.version())) return v1::UnpinResponse();
+  BALLAST_RETURN_IF_ERROR(machine_->Unpin(request.version()));
+  // What was decided before goes to the chunks before the version goes.
+  if (bug_ != ClientBug::kUnpinBeforeFlush) Flush(applied_);
+  pins_.erase(request.version());
+  return v1::UnpinResponse();
+}
+
+void SimServer::FinishPin(std::vector<Response>* answers) {
+  const DurablePin pin = *std::exchange(pinning_, std::nullopt);
+  pins_[pin.version.version()] = pin;
+  machine_->Pinned(pin.version);
+  Retry(answers);
+}
+
+void SimServer::Retry(std::vector<Response>* answers) {
+  for (Request& request : std::exchange(waiting_, {})) {
+    if (!Evaluate(request, answers)) waiting_.push_back(std::move(request));
+  }
 }
 
 void SimServer::Clear(const v1::PushRequest& header) {
@@ -118,6 +185,13 @@ bool SimServer::Evaluate(const Request& request, std::vector<Response>* answers)
   if (const auto* seal = std::get_if<std::shared_ptr<const v1::SealRequest>>(&request.body)) {
     return AnswerIfReady(request, machine_->Seal(**seal), answers);
   }
+  if (const auto* pin = std::get_if<std::shared_ptr<const v1::PinRequest>>(&request.body)) {
+    return AnswerIfReady(request, Pin(**pin), answers);
+  }
+  if (const auto* unpin = std::get_if<std::shared_ptr<const v1::UnpinRequest>>(&request.body)) {
+    Answer(request, Unpin(**unpin), answers);
+    return true;
+  }
   if (const auto* norm = std::get_if<std::shared_ptr<const v1::NormRequest>>(&request.body)) {
     Answer(request, machine_->Norm(**norm), answers);
   } else if (const auto* commit = std::get_if<std::shared_ptr<const v1::CommitRequest>>(&request.body)) {
@@ -141,17 +215,32 @@ void SimServer::Handle(const Request& request, std::vector<Response>* answers) {
 }
 
 void SimServer::MaybeSnapshot() {
-  if (!random_->Percent(2)) return;
+  if (!random_->Percent(restore_ > flushed_ ? 20 : 2)) return;
   log_.push_back(services::SnapshotRecord{machine_->Snapshot()});
   // Chunks are flushed in the background, some steps behind.
-  if (random_->Percent(50)) flushed_ = std::max(flushed_, applied_ - static_cast<int64_t>(random_->Below(3)));
+  if (random_->Percent(50)) Flush(applied_ - static_cast<int64_t>(random_->Below(3)));
+}
+
+// The step whose replay needs the record, -1 if none does.
+int64_t SimServer::NeededFor(const services::StepRecord& record) const {
+  if (const auto* slice = std::get_if<services::SliceRecord>(&record)) return slice->header.step();
+  // A restore has no slices.
+  const auto* prepared = std::get_if<services::PreparedStepRecord>(&record);
+  const bool restore = prepared != nullptr && prepared->prepared.header().kind() == v1::STEP_KIND_RESTORE;
+  return restore ? prepared->prepared.step() : -1;
 }
 
 void SimServer::CutAtSnapshot() {
+  // What a later epoch began before is void.
+  std::vector<int64_t> base(log_.size() + 1, std::numeric_limits<int64_t>::max());  // the lowest from here on
+  for (size_t i = log_.size(); i-- > 0;) {
+    const auto* open = std::get_if<services::OpenRecord>(&log_[i]);
+    base[i] = open == nullptr ? base[i + 1] : std::min(base[i + 1], open->open.base());
+  }
   size_t start = 0;
   for (size_t i = 0; i < log_.size(); ++i) {
-    const auto* slice = std::get_if<services::SliceRecord>(&log_[i]);
-    if (slice != nullptr && slice->header.step() > flushed_) break;
+    const int64_t step = NeededFor(log_[i]);
+    if (step > flushed_ && step <= base[i + 1]) break;
     if (std::holds_alternative<services::SnapshotRecord>(log_[i]) && random_->Percent(70)) start = i;
   }
   log_.erase(log_.begin(), log_.begin() + static_cast<ptrdiff_t>(start));
@@ -168,9 +257,7 @@ void SimServer::FinishSync(std::vector<Response>* answers) {
   synced_ += 1 + random_->Below(sync_wanted_ - synced_);
   if (random_->Percent(70)) synced_ = sync_wanted_;
   machine_->Synced(synced_);
-  for (Request& request : std::exchange(waiting_, {})) {
-    if (!Evaluate(request, answers)) waiting_.push_back(std::move(request));
-  }
+  Retry(answers);
 }
 
 void SimServer::Crash() {
@@ -183,6 +270,9 @@ void SimServer::Crash() {
     decisions_lost_ += std::holds_alternative<services::DecisionRecord>(log_[i]);
   log_ = std::move(survivors);
   CutAtSnapshot();
+  // Its one entry may be there although nobody heard of it.
+  if (pinning_.has_value() && random_->Percent(30)) pins_[pinning_->version.version()] = *pinning_;
+  pinning_.reset();
   machine_.reset();
   receiving_.clear();
   waiting_.clear();
@@ -191,7 +281,7 @@ void SimServer::Crash() {
 }
 
 bool SimServer::CutBeforeDurable(const services::StepRecord& record, size_t kept) const {
-  if (!cut_at_commit_) return false;
+  if (bug_ != ClientBug::kLogCutAtOwnCommit) return false;
   int64_t step = -1;
   if (const auto* slice = std::get_if<services::SliceRecord>(&record)) step = slice->header.step();
   if (const auto* prepared = std::get_if<services::PreparedStepRecord>(&record)) step = prepared->prepared.step();
@@ -207,12 +297,20 @@ void SimServer::Restart() {
   machine_ = std::make_unique<services::StepMachine>(ServerName(index_), host);
   synced_ = sync_wanted_ = log_.size();
   machine_->Synced(synced_);
+  restore_ = -1;
+  state_ = flushed_state_;
+  states_ = {{flushed_, flushed_state_}};
+  for (const auto& [version, pin] : pins_) machine_->Pinned(pin.version);
   for (const services::StepRecord& record : log_) {
     if (const auto* slice = std::get_if<services::SliceRecord>(&record)) Fill(slice->header);
     if (const absl::Status status = machine_->Replay(record); !status.ok()) {
       return oracle_->Broken(absl::StrCat("server ", index_, " cannot recover: ", status.ToString()));
     }
-    if (std::holds_alternative<services::SnapshotRecord>(record)) applied_ = std::max(applied_, machine_->committed());
+    if (std::holds_alternative<services::SnapshotRecord>(record) && applied_ < machine_->committed()) {
+      applied_ = machine_->committed();
+      if (applied_ > flushed_) states_[applied_] = state_;
+      if (applied_ > flushed_) oracle_->CheckState(index_, applied_, state_);
+    }
   }
   CheckStepCounts();
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -11,14 +12,14 @@
 #include "ballast/tests/sim/message.h"
 #include "ballast/tests/sim/oracle.h"
 #include "ballast/tests/sim/random.h"
+#include "ballast/tests/sim/sim_group.h"
 
 namespace ballast::sim {
 
 class SimServer : private services::StepHost {
  public:
-  // Borrows all. `cut_at_commit`: a seeded bug, the log forgets what a decision consumed before that decision is
-  // durable.
-  SimServer(int index, bool cut_at_commit, Random* random, Oracle* oracle);
+  // Borrows all. `bug`: of the log or the disk, if it is one of theirs.
+  SimServer(int index, ClientBug bug, Random* random, Oracle* oracle);
 
   bool up() const { return machine_ != nullptr; }
   int64_t committed() const { return machine_->committed(); }
@@ -31,6 +32,9 @@ class SimServer : private services::StepHost {
   void FinishPush(std::vector<Response>* answers);
   // Some more of the log is durable.
   void FinishSync(std::vector<Response>* answers);
+  // A version that was to be pinned is on the disk.
+  void FinishPin(std::vector<Response>* answers);
+  bool pinning() const { return pinning_.has_value(); }
   bool syncing() const { return sync_wanted_ > synced_; }
   bool receiving() const { return !receiving_.empty(); }
 
@@ -52,6 +56,17 @@ class SimServer : private services::StepHost {
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
   void Opened(const model::EpochPlan& plan) override { plan_ = &plan; }
 
+  // A version on the disk, and what the chunks are in it.
+  struct DurablePin {
+    v1::PinnedVersion version;
+    uint64_t state = 0;
+  };
+  services::Outcome<v1::PinResponse> Pin(const v1::PinRequest& request);
+  absl::StatusOr<v1::UnpinResponse> Unpin(const v1::UnpinRequest& request);
+  void Retry(std::vector<Response>* answers);
+  void ApplyRestore(const v1::PreparedRecord& prepared);
+  void Flush(int64_t step);
+
   // False: it has to wait.
   bool Evaluate(const Request& request, std::vector<Response>* answers);
   void Push(const Request& request, std::vector<Response>* answers);
@@ -62,17 +77,24 @@ class SimServer : private services::StepHost {
   bool CutBeforeDurable(const services::StepRecord& record, size_t kept) const;
   // Sometimes: the log goes on in a segment of its own, which begins with a snapshot.
   void MaybeSnapshot();
+  int64_t NeededFor(const services::StepRecord& record) const;
   // Drops what lies before a snapshot if the chunks that were flushed make up for it.
   void CutAtSnapshot();
   void CheckStepCounts();
 
   const int index_;
-  const bool cut_at_commit_;
+  const ClientBug bug_;
   Random* const random_;
   Oracle* const oracle_;
   std::unique_ptr<services::StepMachine> machine_;
   std::vector<services::StepRecord> log_;
   int64_t flushed_ = -1;  // all chunks hold this step durably
+  uint64_t flushed_state_ = 0;
+  int64_t restore_ = -1;                // the newest that was applied without a flush
+  std::map<int64_t, DurablePin> pins_;  // durable
+  std::optional<DurablePin> pinning_;
+  std::map<int64_t, uint64_t> states_;  // of the chunks, by step, in this life of the process
+  uint64_t state_ = 0;                  // after applied_
   uint64_t synced_ = 0;
   uint64_t sync_wanted_ = 0;
   int64_t applied_ = -1;  // in this life of the process

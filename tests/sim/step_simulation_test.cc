@@ -28,21 +28,24 @@ TEST(StepSimulation, EveryScheduleKeepsThePromises) {
       "%llu schedules: %llu steps (%llu skipped), %llu groups (%llu resized), %llu server crashes (%llu decisions "
       "lost), "
       "%llu ranks lost, %llu fenced, %llu steps finished by the next group, %llu abandoned, %llu drops, %llu norms, "
-      "%llu plan mismatches\n",
+      "%llu plan mismatches, %llu pins, %llu restores, %llu of what was gone\n",
       static_cast<unsigned long long>(schedules), static_cast<unsigned long long>(sum.steps),
       static_cast<unsigned long long>(sum.skipped), static_cast<unsigned long long>(sum.groups),
       static_cast<unsigned long long>(sum.resized), static_cast<unsigned long long>(sum.crashes),
       static_cast<unsigned long long>(sum.decisions_lost), static_cast<unsigned long long>(sum.ranks_lost),
       static_cast<unsigned long long>(sum.stale), static_cast<unsigned long long>(sum.finished_for_others),
       static_cast<unsigned long long>(sum.abandoned), static_cast<unsigned long long>(sum.drops),
-      static_cast<unsigned long long>(sum.norms), static_cast<unsigned long long>(sum.mismatches));
+      static_cast<unsigned long long>(sum.norms), static_cast<unsigned long long>(sum.mismatches),
+      static_cast<unsigned long long>(sum.pins), static_cast<unsigned long long>(sum.restores),
+      static_cast<unsigned long long>(sum.gone));
   if (schedules < 1000) return;
   // A search that never gets into trouble shows nothing.
   EXPECT_GT(sum.steps, 3 * schedules);
   EXPECT_GT(sum.groups, 2 * schedules);
   EXPECT_GT(sum.crashes, schedules);
-  for (const uint64_t count : {sum.skipped, sum.resized, sum.decisions_lost, sum.ranks_lost, sum.stale,
-                               sum.finished_for_others, sum.abandoned, sum.drops, sum.norms, sum.mismatches}) {
+  for (const uint64_t count :
+       {sum.skipped, sum.resized, sum.decisions_lost, sum.ranks_lost, sum.stale, sum.finished_for_others, sum.abandoned,
+        sum.drops, sum.norms, sum.mismatches, sum.pins, sum.restores}) {
     EXPECT_GT(count, schedules / 100);
   }
 }

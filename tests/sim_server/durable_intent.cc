@@ -125,7 +125,13 @@ v1::StepHeader GroupIntent::Header(int64_t step, uint32_t rank) const {
     gradients = static_cast<char>(1 + chance / 8 % static_cast<uint64_t>(all));
     if (chance / 64 % 4 == 0) values = edited;
   }
-  header.set_kind(gradients == 0 ? v1::STEP_KIND_VALUES : v1::STEP_KIND_UPDATE);
+  if (step == restore_at) {
+    header.set_kind(v1::STEP_KIND_RESTORE);
+    header.set_restored_version(restored);
+    gradients = values = 0;
+  } else {
+    header.set_kind(gradients == 0 ? v1::STEP_KIND_VALUES : v1::STEP_KIND_UPDATE);
+  }
   header.set_gradient_presence(std::string(1, gradients));
   header.set_value_presence(std::string(1, values));
   if (gradients != 0) {
@@ -142,6 +148,7 @@ v1::StepHeader GroupIntent::Header(int64_t step, uint32_t rank) const {
 }
 
 std::vector<std::string> GroupIntent::Blobs(int64_t step) const {
+  if (step == restore_at) return restored_blobs;
   std::vector<std::string> blobs;
   for (uint32_t rank = 0; rank < world_size; ++rank) {
     blobs.push_back(absl::StrCat(salted ? group + 1 : 0, "/", step, "/", rank));

@@ -133,6 +133,12 @@ void Machine::Handle(const Request& request, bool damage, Random* random) {
   if (const auto* commit = std::get_if<std::shared_ptr<const v1::CommitRequest>>(&request.body)) {
     return server_->Commit(**commit, ReplyTo<v1::CommitResponse>(request));
   }
+  if (const auto* pin = std::get_if<std::shared_ptr<const v1::PinRequest>>(&request.body)) {
+    return server_->Pin(**pin, never, ReplyTo<v1::PinResponse>(request));
+  }
+  if (const auto* unpin = std::get_if<std::shared_ptr<const v1::UnpinRequest>>(&request.body)) {
+    return server_->Unpin(**unpin, ReplyTo<v1::UnpinResponse>(request));
+  }
   const auto& push = *std::get<std::shared_ptr<const v1::PushRequest>>(request.body);
   // A copy of its own, gone with the reply: whoever looks at it later is caught by a sanitizer.
   auto payload = std::make_shared<std::vector<std::byte>>(*PayloadOf(push.crc32c()));

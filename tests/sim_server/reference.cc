@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstring>
+#include <iterator>
 
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/optimizer.h"
@@ -31,15 +32,26 @@ void Reference::Decided(const v1::Decision& decision, const GroupIntent& author)
   for (uint32_t tensor = 0; tensor < tensor_steps_.size() && !skip; ++tensor) {
     if (model::HasBit(header.gradient_presence(), tensor)) ++tensor_steps_[tensor];
   }
+  const bool restores = header.kind() == v1::STEP_KIND_RESTORE;
+  if (restores) tensor_steps_ = tensor_steps_at_.at(header.restored_version());
+  tensor_steps_at_[decision.step()] = tensor_steps_;
   for (const model::Chunk& layout : PlanOf(author.world_size).layout().chunks()) {
     Chunk* const chunk = &chunks_[layout.index];
-    bool changed = decision.step() == 0;
+    bool changed = decision.step() == 0 || restores;
+    if (restores) Restore(header.restored_version(), chunk);
     if (!skip) {
       if (ApplyValues(decision, author, header, layout, chunk)) changed = true;
       if (Update(decision, author, header, layout, chunk)) changed = true;
     }
     if (changed) Take(decision.step(), chunk);
   }
+}
+
+void Reference::Restore(int64_t version, Chunk* chunk) {
+  const Chunk::State& state = std::prev(chunk->states.upper_bound(version))->second;
+  chunk->master = state.master;
+  chunk->moments = state.moments;
+  chunk->scales = state.scales;
 }
 
 bool Reference::ApplyValues(const v1::Decision& decision, const GroupIntent& author, const v1::StepHeader& header,
@@ -119,6 +131,7 @@ void Reference::Take(int64_t step, Chunk* chunk) const {
                         absl::MakeSpan(values));
     snapshot[v1::CONTENT_MOMENT1 + static_cast<int>(k)] = bytes(values);
   }
+  chunk->states[step] = {chunk->master, chunk->moments, chunk->scales};
   // Nobody looks further back than a few steps.
   while (chunk->versions.size() > 4) chunk->versions.erase(chunk->versions.begin());
 }

@@ -34,7 +34,14 @@ class Reference {
     std::vector<std::vector<std::byte>> moments;
     std::vector<std::vector<float>> scales;
     std::map<int64_t, Snapshot> versions;  // those that changed it
+    struct State {
+      std::vector<float> master;
+      std::vector<std::vector<std::byte>> moments;
+      std::vector<std::vector<float>> scales;
+    };
+    std::map<int64_t, State> states;  // the same, as the optimizer keeps them
   };
+  static void Restore(int64_t version, Chunk* chunk);
   void Take(int64_t step, Chunk* chunk) const;
   bool ApplyValues(const v1::Decision& decision, const GroupIntent& author, const v1::StepHeader& header,
                    const model::Chunk& layout, Chunk* chunk) const;
@@ -44,6 +51,7 @@ class Reference {
   kernels::OptimizerSpec optimizer_;
   std::vector<Chunk> chunks_;
   std::vector<uint64_t> tensor_steps_;
+  std::map<int64_t, std::vector<uint64_t>> tensor_steps_at_;
   int64_t last_step_ = -1;
 };
 

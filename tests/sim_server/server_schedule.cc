@@ -57,7 +57,9 @@ class Schedule {
       if (!Fault()) Event();
     }
     Heal();
-    const int64_t goal = oracle_.last_decided() + (random_.Percent(kLongPercent) ? kLongSteps : 2);
+    // One more group comes then, to find what the others pinned.
+    bool another = random_.Percent(50);
+    int64_t goal = oracle_.last_decided() + (random_.Percent(kLongPercent) ? kLongSteps : 2);
     int since = 0;
     for (int64_t last = oracle_.last_decided(); oracle_.last_decided() < goal && GoesOn(); ++since) {
       if (oracle_.last_decided() > last) since = 0, last = oracle_.last_decided();
@@ -68,6 +70,9 @@ class Schedule {
       if (!SomeGroupIsWhole()) Launch();
       RestartAiling();
       Event();
+      if (oracle_.last_decided() < goal || !std::exchange(another, false)) continue;
+      Launch();
+      goal += 2;
     }
     if (GoesOn()) CheckAtTheEnd();
     tally_.group.steps = static_cast<uint64_t>(oracle_.last_decided() + 1);

@@ -35,6 +35,9 @@ void Print(uint64_t schedules, const ServerTally& sum) {
   say(sum.group.abandoned, "abandoned");
   say(sum.group.drops, "drops");
   say(sum.group.norms, "norms");
+  say(sum.group.pins, "durable pins of a server");
+  say(sum.group.restores, "restores");
+  say(sum.group.gone, "of what was gone");
   say(sum.power_cuts, "power cuts");
   say(sum.cuts_in_operations, "of them amid something");
   say(sum.cuts_in_recovery, "amid a recovery");
@@ -76,7 +79,8 @@ TEST(ServerSimulation, Crashes) {
   EXPECT_GT(sum.recoveries, 4 * seeds);
   for (const uint64_t count :
        {sum.group.skipped, sum.group.ranks_lost, sum.group.finished_for_others, sum.group.abandoned, sum.group.drops,
-        sum.group.norms, sum.cuts_in_operations, sum.cuts_in_recovery, sum.kills, sum.stops, sum.pulls_checked}) {
+        sum.group.norms, sum.group.pins, sum.group.restores, sum.cuts_in_operations, sum.cuts_in_recovery, sum.kills,
+        sum.stops, sum.pulls_checked}) {
     EXPECT_GT(count, seeds / 50);
   }
 }

@@ -1,0 +1,204 @@
+// Durable pins of class Job: versions that stay on the disk until they are unpinned, so that they can be restored.
+//
+// Order of a pin: the disk's space is taken; the chunks that are not on the disk at this version are written; one entry
+// of the catalog says where all of them are. A crash before that entry leaves no pin, and what was written is free;
+// after it, the pin. Before a restore is prepared, all of its pin is read. Order of an unpin: the machine prepares no
+// restore of the version any more; the entry goes; the extents are free.
+#include <spdlog/spdlog.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/services/job_parts.h"
+
+namespace ballast::services {
+namespace {
+
+// What a fence's answer carries of them, and the catalog's entries, stay small.
+constexpr size_t kDurablePinsMax = 16;
+
+v1::PinResponse ResponseOf(const v1::PinnedVersion& pin) {
+  v1::PinResponse response;
+  *response.mutable_tensor_steps() = pin.tensor_steps();
+  *response.mutable_blobs() = pin.decision().blobs();
+  return response;
+}
+
+}  // namespace
+
+void Job::PinDurably(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
+  Ask<v1::PinResponse>(
+      request.ByteSizeLong(),
+      [this, version = request.version(), pinning = std::make_shared<std::shared_ptr<Pinning>>()] {
+        mu_.AssertHeld();
+        return TryPinDurably(version, pinning.get());
+      },
+      deadline, absl::StrCat("version ", request.version(), " to be on the disk"), std::move(reply));
+}
+
+Outcome<v1::PinResponse> Job::TryPinDurably(int64_t version, std::shared_ptr<Pinning>* waiting_for) {
+  if (*waiting_for != nullptr && !(*waiting_for)->done) return std::nullopt;
+  if (*waiting_for != nullptr) BALLAST_RETURN_IF_ERROR((*waiting_for)->status);
+  if (unpinning_.contains(version)) return std::nullopt;
+  if (const v1::PinnedVersion* pin = machine_->FindPin(version)) return ResponseOf(*pin);
+  if (const auto begun = pinning_.find(version); begun != pinning_.end()) {
+    *waiting_for = begun->second;
+    return std::nullopt;
+  }
+  const int64_t committed = machine_->committed();
+  if (version != committed || version < 0) {
+    return model::Error(absl::StatusCode::kFailedPrecondition,
+                        version > committed ? model::kBehind : model::kVersionGone,
+                        absl::StrCat("only the last decided step can be pinned: server '", around_.server_id,
+                                     "' is at ", committed, ", asked for ", version));
+  }
+  if (!durable_) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kUnsupported,
+                        absl::StrCat("job '", name_, "' keeps nothing on the disk (durability none); a durable pin ",
+                                     "needs a job of another durability"));
+  }
+  if (machine_->Describe().pinned_versions_size() + static_cast<int>(pinning_.size()) >= int{kDurablePinsMax}) {
+    return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                        absl::StrCat("job '", name_, "' holds ", kDurablePinsMax,
+                                     " durable pins, which is all that it may; unpin one first"));
+  }
+  const auto begun = std::make_shared<Pinning>();
+  pinning_[version] = begun;
+  *waiting_for = begun;
+  // Behind the update to this version, and before the next.
+  stage_->Post([this, pin = machine_->DescribeVersion(), begun] { RunPinDurably(pin, begun); });
+  return std::nullopt;
+}
+
+void Job::RunPinDurably(const v1::PinnedVersion& described, const std::shared_ptr<Pinning>& pinning) {
+  v1::PinnedVersion pin = described;
+  std::shared_ptr<storage::ChunkStore> store;
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mu_);
+    status = Refusal();
+    store = store_;
+  }
+  bool harmless = true;  // the job can go on after an error
+  std::string remedy = "Look after the disk, then restart the server, which recovers the job";
+  if (status.ok()) {
+    auto kept = store->PinDurably(pin.version());
+    status = model::Annotate(kept.status(), absl::StrCat("version ", pin.version(), " of job '", name_,
+                                                         "' cannot be pinned on server '", around_.server_id, "'"));
+    harmless = kept.ok() || absl::IsResourceExhausted(status);
+    if (kept.ok()) {
+      CutJournal(*store, applied_);
+      for (const storage::DurableChunk& chunk : *kept) pin.add_chunks(chunk.Encode());
+      // After an error nobody knows whether the entry is there: the extents stay.
+      const auto [key, value] = PinPair(name_, pin);
+      status = around_.catalog->Put(key, value);
+      harmless = status.ok();
+      remedy = kCatalogRemedy;
+    }
+  }
+  LockedOnStage([&](Replies* replies) {
+    mu_.AssertHeld();
+    if (status.ok()) machine_->Pinned(pin);
+    pinning->done = true;
+    pinning->status = status;
+    pinning_.erase(pin.version());
+    moved_ = true;
+    if (!harmless) Fail(status, remedy, replies);
+  });
+}
+
+void Job::UnpinDurably(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
+  Ask<v1::UnpinResponse>(
+      request.ByteSizeLong(),
+      [this, version = request.version()] {
+        mu_.AssertHeld();
+        return TryUnpinDurably(version);
+      },
+      absl::InfiniteFuture(), "", std::move(reply));
+}
+
+Outcome<v1::UnpinResponse> Job::TryUnpinDurably(int64_t version) {
+  if (pinning_.contains(version) || unpinning_.contains(version)) return std::nullopt;
+  if (machine_->FindPin(version) == nullptr) return v1::UnpinResponse();
+  BALLAST_RETURN_IF_ERROR(machine_->Unpin(version));
+  unpinning_.insert(version);
+  // Behind a decided restore of it.
+  stage_->Post([this, version] { RunUnpinDurably(version); });
+  return std::nullopt;
+}
+
+void Job::RunUnpinDurably(int64_t version) {
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!Refusal().ok()) return;
+    store = store_;
+  }
+  const absl::Status erased = around_.catalog->ErasePrefix(CatalogPrefix(name_) + CatalogPin(version));
+  if (erased.ok()) store->UnpinDurably(version);
+  LockedOnStage([&](Replies* replies) {
+    mu_.AssertHeld();
+    unpinning_.erase(version);
+    moved_ = true;
+    if (!erased.ok()) Fail(erased, kCatalogRemedy, replies);
+  });
+}
+
+// A version that cannot be read is refused while the job still has its state, not when that is to be overwritten.
+absl::StatusOr<bool> Job::CheckedPin(const v1::SealRequest& request) {
+  const int64_t version = request.header().restored_version();
+  const model::EpochPlan* plan = machine_->plan();
+  // Whatever the machine refuses, or has prepared, needs no reading.
+  const bool of_epoch = plan != nullptr && model::Compare(plan->open().epoch(), request.epoch()) == 0;
+  if (!of_epoch || machine_->FindPin(version) == nullptr || machine_->Describe().has_prepared() ||
+      request.step() != machine_->committed() + 1) {
+    return true;
+  }
+  if (pin_check_.version != version || model::Compare(pin_check_.epoch, request.epoch()) != 0) {
+    pin_check_ = {version, request.epoch(), false, absl::OkStatus()};
+    stage_->Post([this, version] { RunPinCheck(version); });
+  }
+  if (!pin_check_.done) return false;
+  BALLAST_RETURN_IF_ERROR(pin_check_.status);
+  return true;
+}
+
+void Job::RunPinCheck(int64_t version) {
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!Refusal().ok()) return;
+    store = store_;
+  }
+  const absl::Status status = store->VerifyPin(version);
+  LockedOnStage([&](Replies*) {
+    mu_.AssertHeld();
+    if (pin_check_.version != version) return;
+    pin_check_.done = true;
+    pin_check_.status = model::Annotate(
+        status, absl::StrCat("server '", around_.server_id, "' cannot restore version ", version, " of job '", name_,
+                             "', which goes on from where it is; restore another version, and unpin this one"));
+    moved_ = true;
+  });
+}
+
+absl::Status Job::TakeBackPins(absl::Span<const std::shared_ptr<HeldChunk>> chunks) {
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    absl::MutexLock lock(&mu_);
+    store = store_;
+  }
+  for (const auto& chunk : chunks) {
+    const auto pinned = pinned_chunks_.find(chunk->id);
+    if (pinned == pinned_chunks_.end()) continue;
+    for (const auto& [version, kept] : pinned->second) {
+      BALLAST_RETURN_IF_ERROR(store->TakeBackPin(version, chunk->store_index, kept));
+    }
+    pinned_chunks_.erase(pinned);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,60 @@
+// Versions of a durable store's chunks that stay on the disk until they are unpinned.
+//
+// Nothing is copied: a pin keeps the extents that hold its version. As long as a chunk's newest extent is such a one,
+// the chunk owns it; when the chunk gets another, the pin takes it over and gives the budget for it, which it reserved
+// when it was made, in return.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "ballast/storage/extent_label.h"
+#include "ballast/storage/tier/ledger.h"
+#include "ballast/storage/tier/nvme_tier.h"
+
+namespace ballast::storage {
+
+// Threads: the one that runs the store. `chunk`: the store's own index.
+class DurablePins {
+ public:
+  explicit DurablePins(NvmeTier* nvme) : nvme_(nvme) {}
+
+  // Budget, and blocks on the disk, that keeping `bytes` takes. RESOURCE_EXHAUSTED: (BUDGET), or (IO) if the disk is
+  // full.
+  absl::StatusOr<BudgetLease> Reserve(uint64_t bytes) const;
+  // Does some pin keep the chunk's newest extent already?
+  bool KeepsNewest(uint64_t chunk) const;
+
+  // `entry`: the chunk's newest extent. Takes the extent's bytes out of `reserve`, unless KeepsNewest.
+  void Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, BudgetLease* reserve);
+  // After a restart: `entry` is not the chunk's newest extent; the NVMe tier kept it. DATA_LOSS (IO) if it did not.
+  absl::Status TakeBack(int64_t pin, uint64_t chunk, const DurableChunk& entry);
+  // The chunks that the pin keeps, ascending.
+  std::vector<uint64_t> ChunksOf(int64_t pin) const;
+  // Null if the pin does not keep the chunk.
+  const DurableChunk* Find(int64_t pin, uint64_t chunk) const;
+
+  // The chunk has a new extent, `old` is the one before. If pins keep it they take it over, and the budget for another
+  // is returned in its stead; `old` is empty then.
+  BudgetLease TakeOver(uint64_t chunk, NvmeExtent* old);
+  // Frees what no other pin and no chunk has.
+  void Drop(int64_t pin) { pins_.erase(pin); }
+  // Before the end of a store whose pins outlive it.
+  void Leave();
+
+ private:
+  struct Kept {
+    DurableChunk entry;
+    BudgetLease reserve;  // until the extent is taken over
+    NvmeExtent extent;    // from then on
+  };
+
+  NvmeTier* const nvme_;
+  std::map<int64_t, std::map<uint64_t, std::shared_ptr<Kept>>> pins_;  // by pin and chunk
+  std::map<uint64_t, std::weak_ptr<Kept>> newest_;                     // whose extent is still its chunk's
+};
+
+}  // namespace ballast::storage

@@ -1,0 +1,105 @@
+// Restores of pinned versions: what is refused, what comes back, and what a restart needs (rule 13).
+#include <algorithm>
+
+#include "ballast/services/step/step_machine.h"
+#include "ballast/tests/step/step_fixture.h"
+
+namespace ballast::services {
+namespace {
+
+using absl::StatusCode;
+using ::testing::ElementsAre;
+
+class StepRestoreTest : public StepMachineTest {
+ protected:
+  // Version 1 is pinned, version 2 decided, and epoch 2 open.
+  StepRestoreTest() {
+    Start(1);
+    RunStep(0, Values());
+    RunStep(1, Update("\x01"));
+    pin_ = machine_->DescribeVersion();
+    pin_.mutable_decision()->set_blobs(0, "where version 1 stopped");
+    RunStep(2, Update("\x03"));
+    machine_->Pinned(pin_);
+    Start(2);
+  }
+  v1::StepHeader Restore(int64_t version) const {
+    v1::StepHeader header;
+    header.set_kind(v1::STEP_KIND_RESTORE);
+    header.set_gradient_scale(1);
+    header.set_gradient_presence(std::string(1, '\0'));
+    header.set_value_presence(std::string(1, '\0'));
+    header.set_restored_version(version);
+    return header;
+  }
+  v1::SealRequest Seal(uint32_t rank, int64_t step, const v1::StepHeader& header) const {
+    v1::SealRequest seal = MakeSeal(rank, step, 0, header);
+    *seal.mutable_blobs() = pin_.decision().blobs();
+    const std::vector<std::string> blobs(seal.blobs().begin(), seal.blobs().end());
+    seal.set_plan_hash(model::PlanHash(*machine_->plan(), step, 0, header, blobs));
+    return seal;
+  }
+  std::vector<uint64_t> StepCounts() const {
+    return {machine_->tensor_steps().begin(), machine_->tensor_steps().end()};
+  }
+  v1::PinnedVersion pin_;
+};
+
+TEST_F(StepRestoreTest, BringsBackStepCountsAndBlobs) {
+  EXPECT_THAT(machine_->Describe().pinned_versions(), ElementsAre(1));
+  ASSERT_THAT(StepCounts(), ElementsAre(2, 1));
+  ASSERT_TRUE(machine_->Seal(Seal(0, 3, Restore(1))).ok());
+  ASSERT_TRUE(machine_->Seal(Seal(1, 3, Restore(1))).ok());
+  SyncAll();
+  const auto sealed = machine_->Seal(Seal(0, 3, Restore(1)));
+  ASSERT_TRUE(sealed.ok() && sealed->has_value() && (*sealed)->has_prepared());
+  EXPECT_THAT(machine_->Unpin(1), Fails(StatusCode::kFailedPrecondition, model::kBusy, "prepared a restore"));
+  ASSERT_TRUE(Commit(DecisionOf((*sealed)->prepared())).ok());
+  EXPECT_EQ(machine_->committed(), 3);
+  EXPECT_THAT(StepCounts(), ElementsAre(1, 0));
+  const v1::Decision decision = machine_->Describe().decision();
+  EXPECT_TRUE(std::equal(decision.blobs().begin(), decision.blobs().end(), pin_.decision().blobs().begin(),
+                         pin_.decision().blobs().end()));
+  EXPECT_FALSE(decision.verdict().skip());
+  EXPECT_EQ(host_.applied.back().first.header().restored_version(), 1);
+  EXPECT_EQ(machine_->Unpin(1), absl::OkStatus());
+  // Replayed without the pin, too.
+  Restart(host_.log.size());
+  EXPECT_EQ(machine_->committed(), 3);
+  EXPECT_THAT(StepCounts(), ElementsAre(1, 0));
+}
+
+TEST_F(StepRestoreTest, IsRefusedWhereItMakesNoSense) {
+  EXPECT_THAT(machine_->Seal(Seal(0, 3, Restore(0))).status(),
+              Fails(StatusCode::kFailedPrecondition, model::kVersionGone, "no durable pin of version 0"));
+  EXPECT_THAT(machine_->Seal(Seal(0, 3, Restore(3))).status(),
+              Fails(StatusCode::kFailedPrecondition, model::kVersionGone, "no durable pin of version 3"));
+  EXPECT_THAT(machine_->Seal(MakeSeal(0, 3, 0, Restore(1))).status(),
+              Fails(StatusCode::kInvalidArgument, model::kBadRequest, "must seal that version's"));
+  v1::StepHeader with_slices = Restore(1);
+  with_slices.set_gradient_presence("\x01");
+  EXPECT_THAT(machine_->Seal(Seal(0, 3, with_slices)).status(),
+              Fails(StatusCode::kInvalidArgument, model::kBadRequest, "has no slices"));
+  RunStep(3, Update("\x03"));
+  EXPECT_THAT(machine_->Seal(Seal(0, 4, Restore(1))).status(),
+              Fails(StatusCode::kInvalidArgument, model::kBadRequest, "first transaction of an epoch"));
+}
+
+TEST_F(StepRestoreTest, WaitsForNobodyOnceThePinIsGone) {
+  ASSERT_TRUE(machine_->Seal(Seal(0, 3, Restore(1))).ok());
+  ASSERT_EQ(machine_->Unpin(1), absl::OkStatus());
+  EXPECT_THAT(machine_->Seal(Seal(1, 3, Restore(1))).status(),
+              Fails(StatusCode::kFailedPrecondition, model::kVersionGone, "no durable pin of version 1"));
+  EXPECT_FALSE(machine_->Describe().has_prepared());
+}
+
+TEST_F(StepRestoreTest, TensorsRegisteredSinceHaveNoStateToGoBackTo) {
+  v1::PinnedVersion older = pin_;
+  older.set_registration_count(pin_.registration_count() - 1);
+  machine_->Pinned(older);
+  EXPECT_THAT(machine_->Seal(Seal(0, 3, Restore(1))).status(),
+              Fails(StatusCode::kFailedPrecondition, model::kBadSpec, "registered since"));
+}
+
+}  // namespace
+}  // namespace ballast::services
