@@ -193,4 +193,15 @@ absl::StatusOr<std::vector<std::byte>> Machine::PullNow(const v1::PullRequest& r
   return absl::DeadlineExceededError("no answer to a pull although nothing is left to do");
 }
 
+void Machine::ChangeBudget(Random* random, std::function<void(uint64_t)> moves) {
+  v1::SetBudgetRequest request;
+  request.set_dram_bytes(Budget(random).dram);
+  server_->SetBudget(request, [alive = alive_, moves = std::move(moves)](absl::StatusOr<v1::SetBudgetResponse> answer) {
+    if (!*alive || !answer.ok()) return;
+    uint64_t count = 0;
+    for (const v1::JobMoves& job : answer->jobs()) count += job.chunks_to_nvme() + job.chunks_to_dram();
+    moves(count);
+  });
+}
+
 }  // namespace ballast::sim

@@ -50,6 +50,8 @@ class Machine {
   // A whole chunk, or part of it. `bits` arrives when `reply` is called.
   using PullReply = std::function<void(absl::StatusOr<std::vector<std::byte>>)>;
   void Pull(const v1::PullRequest& request, PullReply reply);
+  // Another of the DRAM budgets that hold its chunks; they move later. `moves`: how many, once that is known.
+  void ChangeBudget(Random* random, std::function<void(uint64_t)> moves);
   // Runs tasks until it is there: DEADLINE_EXCEEDED if that never happens.
   absl::StatusOr<std::vector<std::byte>> PullNow(const v1::PullRequest& request, Random* random);
 

@@ -242,8 +242,11 @@ class Schedule {
       if (!machine.RunTask(&random_)) machine.PumpOne(&random_);
     } else if (chance < 97) {
       machine.PumpOne(&random_);
-    } else {
+    } else if (chance < 99) {
       checker_->PullSomething(static_cast<int>(which), &machine);
+    } else {
+      ++tally_.budget_changes;
+      machine.ChangeBudget(&random_, [this](uint64_t moves) { tally_.moves_begun += moves; });
     }
     After(which);
     if (const absl::Status wrong = checker_->TakeError();
@@ -378,6 +381,8 @@ void ServerTally::Add(const ServerTally& other) {
   chunks_checked += other.chunks_checked;
   chunks_ahead += other.chunks_ahead;
   pulls_checked += other.pulls_checked;
+  budget_changes += other.budget_changes;
+  moves_begun += other.moves_begun;
   jobs_failed += other.jobs_failed;
   short_of_memory += other.short_of_memory;
   rotten_bits += other.rotten_bits;

@@ -32,6 +32,8 @@ struct ServerTally {
   uint64_t chunks_checked = 0;
   uint64_t chunks_ahead = 0;  // contents, of a version that the server had forgotten to be decided
   uint64_t pulls_checked = 0;
+  uint64_t budget_changes = 0;
+  uint64_t moves_begun = 0;  // of chunks between tiers
   uint64_t jobs_failed = 0;  // refused all after an error of the disk
   uint64_t short_of_memory = 0;
   uint64_t rotten_bits = 0;

@@ -47,6 +47,8 @@ void Print(uint64_t schedules, const ServerTally& sum) {
   say(sum.chunks_checked, "chunks compared");
   say(sum.chunks_ahead, "contents ahead of the log");
   say(sum.pulls_checked, "pulls compared");
+  say(sum.budget_changes, "budgets changed");
+  say(sum.moves_begun, "moves begun");
   say(sum.jobs_failed, "jobs failed");
   say(sum.short_of_memory, "pushes short of memory");
   say(sum.rotten_bits, "rotten bits");
@@ -80,7 +82,7 @@ TEST(ServerSimulation, Crashes) {
   for (const uint64_t count :
        {sum.group.skipped, sum.group.ranks_lost, sum.group.finished_for_others, sum.group.abandoned, sum.group.drops,
         sum.group.norms, sum.group.pins, sum.group.restores, sum.cuts_in_operations, sum.cuts_in_recovery, sum.kills,
-        sum.stops, sum.pulls_checked}) {
+        sum.stops, sum.pulls_checked, sum.budget_changes, sum.moves_begun}) {
     EXPECT_GT(count, seeds / 50);
   }
 }
