@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/catalog_entry.h"
 #include "ballast/services/journal.h"
 #include "ballast/services/step_log.h"
 #include "ballast/storage/catalog/catalog.h"
