@@ -323,6 +323,8 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
       fresh.push_back(&chunk);
       absl::MutexLock chunk_lock(&chunk.mutex);
       chunk.extent = std::move(extents[i]);
+      // Even if it turns out unreadable: it stays on the disk.
+      if (added[i].durable.has_value()) chunk.newest = *added[i].durable;
       if (placement.state != TierKind::kNvme) {
         std::byte*& at = next[static_cast<int>(placement.state)];
         chunk.state = std::exchange(at, at + chunk.state_bytes());
@@ -412,7 +414,6 @@ absl::Status ChunkStore::Impl::Restore(StoredChunk& chunk, const DurableChunk& d
   absl::MutexLock lock(&chunk.mutex);
   chunk.updated_in = 1;
   chunk.digests = durable.digests;
-  chunk.newest = durable;
   Pass("recovery/chunk_restored");
   return absl::OkStatus();
 }
