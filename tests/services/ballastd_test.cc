@@ -80,7 +80,8 @@ TEST(Ballastd, HasAnExitCodeForEachThingInItsWay) {
   std::ofstream(directory.path() + "/damaged/catalog/CURRENT") << "nonsense";
   const Finished damaged = RunDaemon(directory.path(), free + directory.path() + "/damaged" + rest);
   EXPECT_EQ(damaged.code, 7) << damaged.err;
-  EXPECT_NE(damaged.err.find("the data directory is damaged: check its disk, move it away"), std::string::npos)
+  EXPECT_NE(damaged.err.find("it is damaged: check its disk, then run `ballastctl verify --rebuild`"),
+            std::string::npos)
       << damaged.err;
 
   const Finished no_file = RunProcess({DaemonPath(), "--config", directory.path()});
