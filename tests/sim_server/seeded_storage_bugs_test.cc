@@ -52,7 +52,7 @@ constexpr Planted kPlanted[] = {
     {"CutOneStepEarly", StorageBug::kCutOneStepEarly, Harness::kLogLives},
     {"CutBeforeSnapshot", StorageBug::kCutBeforeSnapshot, Harness::kLogLives},
     {"FreedBeforeCutDurable", StorageBug::kFreedBeforeCutDurable, Harness::kLogLives},
-    {"ReleasedTooMuch", StorageBug::kReleasedTooMuch, Harness::kCrashes},
+    {"ReleasedTooMuch", StorageBug::kReleasedTooMuch, Harness::kCrashes, 63},
     {"ReopenSyncDropped", StorageBug::kReopenSyncDropped, Harness::kLogLives, 15},
     {"HeadBeforeContent", StorageBug::kHeadBeforeContent, Harness::kLogCreation, 7},
     {"FailedCreationLeft", StorageBug::kFailedCreationLeft, Harness::kLogCreation},
@@ -60,7 +60,7 @@ constexpr Planted kPlanted[] = {
     {"TornPayloadAccepted", StorageBug::kTornPayloadAccepted, Harness::kLogLives},
     {"RottenTakenForTorn", StorageBug::kRottenTakenForTorn, Harness::kLogLives},
     {"RottenPayloadServed", StorageBug::kRottenPayloadServed, Harness::kLogLives, 3},
-    {"PayloadLeaseDropped", StorageBug::kPayloadLeaseDropped, Harness::kCrashes, 20},
+    {"PayloadLeaseDropped", StorageBug::kPayloadLeaseDropped, Harness::kCrashes, 110},
     {"ExtentSyncDropped", StorageBug::kExtentSyncDropped, Harness::kStoreLives},
     {"FailedExtentSyncIgnored", StorageBug::kFailedExtentSyncIgnored, Harness::kStoreLives, 12},
     {"FailedExtentWriteIgnored", StorageBug::kFailedExtentWriteIgnored, Harness::kStoreLives, 7},
@@ -68,19 +68,19 @@ constexpr Planted kPlanted[] = {
     {"OldFreedBeforeRecord", StorageBug::kOldFreedBeforeRecord, Harness::kStoreLives},
     {"OverwrittenInPlace", StorageBug::kOverwrittenInPlace, Harness::kStoreLives},
     {"LabelWithoutVersion", StorageBug::kLabelWithoutVersion, Harness::kStoreLives},
-    {"RestoreDigestUnchecked", StorageBug::kRestoreDigestUnchecked, Harness::kStoreLives},
-    {"LoadDigestUnchecked", StorageBug::kLoadDigestUnchecked, Harness::kStoreLives},
+    {"RestoreDigestUnchecked", StorageBug::kRestoreDigestUnchecked, Harness::kStoreLives, 16},
+    {"LoadDigestUnchecked", StorageBug::kLoadDigestUnchecked, Harness::kStoreLives, 273},
     {"KeptExtentsGivenAgain", StorageBug::kKeptExtentsGivenAgain, Harness::kStoreLives},
     {"FlushedChunkStaysClean", StorageBug::kFlushedChunkStaysClean, Harness::kCrashes},
-    {"AckedUnsynced", StorageBug::kAckedUnsynced, Harness::kCrashes, 240},
+    {"AckedUnsynced", StorageBug::kAckedUnsynced, Harness::kCrashes, 272},
     {"PromiseUnsynced", StorageBug::kPromiseUnsynced, Harness::kCrashes, 4},
     {"PromiseNotAwaited", StorageBug::kPromiseNotAwaited, Harness::kCrashes, 12},
-    {"CutAtCommit", StorageBug::kCutAtCommit, Harness::kCrashes},
+    {"CutAtCommit", StorageBug::kCutAtCommit, Harness::kCrashes, 84},
     {"VersionAhead", StorageBug::kVersionAhead, Harness::kCrashes},
     {"ReplayedTwice", StorageBug::kReplayedTwice, Harness::kCrashes, 3},
     {"OldEpochReplayed", StorageBug::kOldEpochReplayed, Harness::kCrashes, 9},
     {"UndecidedForgotten", StorageBug::kUndecidedForgotten, Harness::kCrashes},
-    {"SegmentsForgotten", StorageBug::kSegmentsForgotten, Harness::kCrashes}};
+    {"SegmentsForgotten", StorageBug::kSegmentsForgotten, Harness::kCrashes, 84}};
 
 std::string RunCreation(uint64_t seed) {
   using storage::SimOperation;

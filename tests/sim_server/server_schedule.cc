@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -24,6 +25,7 @@ constexpr size_t kGroupsMax = 8;
 constexpr uint64_t kLongPercent = 2;
 constexpr int64_t kLongSteps = 40;
 constexpr uint64_t kLargePercent = 12;
+constexpr uint64_t kCutAfterPreparedPercent = 4;
 
 // Of RequestBody's alternatives.
 constexpr size_t kOpen = 1, kPush = 2, kCommit = 5;
@@ -168,10 +170,13 @@ class Schedule {
   // After anything that a server did: its answers, and whether the power failed on the way.
   void After(size_t which) {
     Machine& machine = *machines_[which];
-    Send(machine.TakeAnswers());
-    if (!machine.off()) return;
-    ++tally_.cuts_in_operations;
-    PowerCut(which);
+    const bool said_prepared = Send(machine.TakeAnswers());
+    if (machine.off()) {
+      ++tally_.cuts_in_operations;
+      return PowerCut(which);
+    }
+    // The worst moment for what was said too early.
+    if (said_prepared && !healed_ && random_.Percent(kCutAfterPreparedPercent)) PowerCut(which);
   }
 
   void Start(size_t which) {
@@ -290,12 +295,17 @@ class Schedule {
     if (request.body.index() == kOpen || request.body.index() == kCommit) CheckApart();
   }
 
-  void Send(std::vector<Response> answers) {
+  // True if one of them says that a step is prepared.
+  bool Send(std::vector<Response> answers) {
+    bool prepared = false;
     for (Response& answer : answers) {
       if (IsLost(answer)) continue;
       checker_->Answered(answer);
+      const auto* sealed = std::get_if<std::shared_ptr<const v1::SealResponse>>(&answer.body);
+      prepared = prepared || (sealed != nullptr && *sealed != nullptr && (*sealed)->has_prepared());
       Fly({false, std::move(answer)});
     }
+    return prepared;
   }
 
   // Errors that a real client answers with patience, or a person with a restart.
