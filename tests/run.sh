@@ -2,8 +2,8 @@
 # Installs, builds and runs every test.
 # Usage: tests/run.sh [default|asan|tsan|exhaustive|soak] [ctest arguments...]
 #   default  optimised, warnings are errors, GPU code compiled where nvcc is found
-#   asan     AddressSanitizer and UndefinedBehaviorSanitizer; a tenth of the seeds
-#   tsan     ThreadSanitizer; a tenth of the seeds
+#   asan     AddressSanitizer and UndefinedBehaviorSanitizer; a tenth of the seeds, no benches, no seeded bugs, no failpoints
+#   tsan     ThreadSanitizer; the same
 #   soak        only what takes hours: simulations, crash and corruption tests with a hundred times the seeds
 #   exhaustive  only what takes many minutes: all 2^32 floats through every conversion
 set -euo pipefail
