@@ -300,6 +300,13 @@ absl::Status Job::CheckChanged(const v1::LogSnapshot& snapshot) {
 }
 
 absl::Status Job::CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord& prepared) const {
+  const int64_t restored = prepared.header().restored_version();
+  if (*chunk.version < prepared.step() && prepared.header().kind() == v1::STEP_KIND_RESTORE &&
+      machine_->FindPin(restored) == nullptr) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                        absl::StrCat("version ", restored, ", which step ", prepared.step(),
+                                     " restores, is not pinned any more in the catalog of job '", name_, "'"));
+  }
   if (*chunk.version >= prepared.step() || chunk.intake.Holds(prepared.header(), prepared.attempt())) {
     return absl::OkStatus();
   }

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/catalog_entry.h"
 #include "ballast/services/journal.h"
 #include "ballast/storage/io/arena.h"
 
@@ -17,10 +18,10 @@ constexpr char kGiveUp[] =
 // Follows a log as Job::Recover does.
 class Replayer : public StepHost {
  public:
-  Replayer(const ReadLog& log, const std::string& server_id, const std::map<uint64_t, int64_t>& versions,
-           const std::string& path, std::vector<Finding>* findings)
+  Replayer(const ReadLog& log, const std::string& server_id, const DurableStates& durable, const std::string& path,
+           std::vector<Finding>* findings)
       : log_(log),
-        durable_(versions),
+        durable_(durable),
         path_(path),
         findings_(findings),
         server_id_(server_id),
@@ -51,13 +52,14 @@ class Replayer : public StepHost {
   // Slices of `attempt` for chunks that do not have the step yet are needed.
   void Need(uint64_t attempt, int64_t step);
   void CheckCovered(const v1::PreparedRecord& prepared);
+  void CheckRestorable(const v1::PreparedRecord& prepared);
   void Find(Harm harm, std::string what, std::string expected, std::string found, uint64_t offset = 0) {
     findings_->push_back({harm, log_.job, std::move(what), path_, offset, std::move(expected), std::move(found),
                           harm == Harm::kNone ? "nothing" : kGiveUp});
   }
 
   const ReadLog& log_;
-  const std::map<uint64_t, int64_t>& durable_;
+  const DurableStates& durable_;
   const std::string path_;
   std::vector<Finding>* const findings_;
   const std::string server_id_;
@@ -111,8 +113,8 @@ void Replayer::TakePlan() {
   if (!member.ok()) return;  // the machine has refused it
   for (const model::Chunk& chunk : plan.layout().chunks()) {
     if (plan.server_of(chunk.index) != *member || versions_.contains(chunk.index)) continue;
-    const auto durable = durable_.find(chunk.index);
-    versions_[chunk.index] = durable == durable_.end() ? -1 : durable->second;
+    const auto durable = durable_.versions.find(chunk.index);
+    versions_[chunk.index] = durable == durable_.versions.end() ? -1 : durable->second;
   }
 }
 
@@ -141,6 +143,7 @@ void Replayer::Need(uint64_t attempt, int64_t step) {
 
 void Replayer::CheckCovered(const v1::PreparedRecord& prepared) {
   if (!judges_chunks_) return;
+  if (prepared.header().kind() == v1::STEP_KIND_RESTORE) return CheckRestorable(prepared);
   const model::EpochPlan& plan = *machine_.plan();
   std::set<std::pair<uint32_t, int>> held;
   for (const Slice& slice : slices_) {
@@ -164,6 +167,17 @@ void Replayer::CheckCovered(const v1::PreparedRecord& prepared) {
         return;  // one tells of all
       }
     }
+  }
+}
+
+void Replayer::CheckRestorable(const v1::PreparedRecord& prepared) {
+  const int64_t pin = prepared.header().restored_version();
+  for (const auto& [chunk, version] : versions_) {
+    if (version >= prepared.step() || durable_.pinned.contains({pin, chunk})) continue;
+    Find(Harm::kJobRefused,
+         absl::StrCat("the pin that step ", prepared.step(), " restores chunk ", chunk, " at version ", version, " to"),
+         absl::StrCat("version ", pin, " of the chunk, pinned"), "none in the catalog");
+    return;  // one tells of all
   }
 }
 
@@ -201,7 +215,7 @@ void Replayer::CheckEnd() {
   // Others than the prepared attempt's are pushed again where they cannot be read.
   if (end.has_prepared()) Need(end.prepared().attempt(), out_.committed + 1);
   if (end.has_prepared()) CheckCovered(end.prepared());
-  for (const auto& [chunk, version] : durable_) {
+  for (const auto& [chunk, version] : durable_.versions) {
     if (!versions_.contains(chunk)) {
       Find(Harm::kJobRefused, absl::StrCat("the catalog's chunk ", chunk, " is none of this server's by the log"),
            "a chunk that an Open in the log gives to this server", absl::StrCat("version ", version));
@@ -266,13 +280,19 @@ absl::StatusOr<std::string> FindOwner(const v1::OpenRequest& open, const std::se
                                           open.spec().name(), "' may be this server, by the chunks that are here"));
 }
 
-LogReplay Replay(const ReadLog& log, const std::string& server_id, const std::map<uint64_t, int64_t>& versions,
+void DurableStates::Pin(const std::vector<v1::PinnedVersion>& pins) {
+  for (const v1::PinnedVersion& pin : pins) {
+    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) pinned.emplace(pin.version(), chunk.id);
+  }
+}
+
+LogReplay Replay(const ReadLog& log, const std::string& server_id, const DurableStates& durable,
                  const std::string& path, std::vector<Finding>* findings) {
-  return Replayer(log, server_id, versions, path, findings).Run();
+  return Replayer(log, server_id, durable, path, findings).Run();
 }
 
 LogReplay ReplayAlone(const ReadLog& log, const std::string& server_id, std::vector<Finding>* findings) {
-  const std::map<uint64_t, int64_t> none;
+  const DurableStates none;
   Replayer replayer(log, server_id, none, "", findings);
   replayer.LeaveChunks();
   return replayer.Run();

@@ -7,6 +7,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -50,9 +51,16 @@ struct LogReplay {
   };
   std::vector<Payload> payloads;
 };
-// Replays onto chunks with these durable versions (by id). Findings: records that are missing or do not fit together,
-// chunks whose state and the log have a gap between them, steps whose slices are not there.
-LogReplay Replay(const ReadLog& log, const std::string& server_id, const std::map<uint64_t, int64_t>& versions,
+// What the disk holds of a job's chunks, by their ids.
+struct DurableStates {
+  std::map<uint64_t, int64_t> versions;
+  std::set<std::pair<int64_t, uint64_t>> pinned;  // version and chunk
+
+  void Pin(const std::vector<v1::PinnedVersion>& pins);
+};
+// Replays onto these states. Findings: records that are missing or do not fit together, chunks whose state and the log
+// have a gap between them, steps whose slices are not there, restores whose pinned version is not.
+LogReplay Replay(const ReadLog& log, const std::string& server_id, const DurableStates& durable,
                  const std::string& path, std::vector<Finding>* findings);
 // The log alone, whatever the chunks' states may be: findings are of records that do not fit together.
 LogReplay ReplayAlone(const ReadLog& log, const std::string& server_id, std::vector<Finding>* findings);

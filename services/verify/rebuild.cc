@@ -229,11 +229,12 @@ void Rebuilding::Choose(const std::string& name, Candidate* candidate) {
 
 // Do the log and the versions that were chosen make one history?
 void Rebuilding::CheckFit(const std::string& name, Candidate* candidate) {
-  std::map<uint64_t, int64_t> versions;
-  for (const auto& [id, chunk] : candidate->chosen) versions[id] = chunk.version;
+  DurableStates durable;
+  for (const auto& [id, chunk] : candidate->chosen) durable.versions[id] = chunk.version;
+  durable.Pin(candidate->old.pins);
   ScrubReport fit;
   const std::string path = directory_->LogPath(name);
-  const LogReplay replay = Replay(candidate->log, server_id_, versions, path, &fit.findings);
+  const LogReplay replay = Replay(candidate->log, server_id_, durable, path, &fit.findings);
   const auto file = directory_->OpenFile(path);
   if (!file.ok() || *file == nullptr) return Refuse(name, "its log is gone");
   CheckPayloads(**file, name, replay, &progress_, &fit);

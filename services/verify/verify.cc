@@ -149,9 +149,10 @@ void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
     if (!owner.ok()) return;
     id = *owner;
   }
-  std::map<uint64_t, int64_t> versions;
-  for (const storage::DurableChunk& chunk : entry.chunks) versions[chunk.id] = chunk.version;
-  const LogReplay replay = Replay(*log, id, versions, path, &report_.findings);
+  DurableStates durable;
+  for (const storage::DurableChunk& chunk : entry.chunks) durable.versions[chunk.id] = chunk.version;
+  durable.Pin(entry.pins);
+  const LogReplay replay = Replay(*log, id, durable, path, &report_.findings);
   CompareWithLog(name, entry, *log, replay.committed);
   CheckPayloads(**file, name, replay, &progress_, &report_);
 }

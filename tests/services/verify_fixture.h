@@ -63,6 +63,15 @@ class VerifyTest : public ::testing::Test {
     step_after_ = group_->step();
     content_ = Content();
   }
+  void PinDurably(int64_t version) {
+    v1::PinRequest pin;
+    pin.set_job("job");
+    pin.set_version(version);
+    pin.set_durable(true);
+    Answer<v1::PinResponse> pinned;
+    server_->Pin(pin, absl::InfiniteFuture(), pinned.reply());
+    ASSERT_EQ(pinned.Wait().status(), absl::OkStatus());
+  }
   // The job is dropped, and one of its name made that takes `steps` steps.
   void DropAndTrain(int steps) {
     StartServer();
@@ -162,10 +171,10 @@ class VerifyTest : public ::testing::Test {
     EXPECT_TRUE(file.ok()) << file.status();
     auto log = ReadJobLog(**file, "job");
     EXPECT_TRUE(log.ok()) << log.status();
-    std::map<uint64_t, int64_t> versions;
-    for (const storage::DurableChunk& chunk : Chunks()) versions[chunk.id] = chunk.version;
+    DurableStates durable;
+    for (const storage::DurableChunk& chunk : Chunks()) durable.versions[chunk.id] = chunk.version;
     std::vector<Finding> findings;
-    return Replay(*log, "one", versions, "", &findings);
+    return Replay(*log, "one", durable, "", &findings);
   }
   uint64_t NewestDurableBatch() {
     auto file = storage::SystemDisk()->Open(directory_ / "log-job", storage::Disk::Mode::kShared);

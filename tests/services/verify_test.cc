@@ -116,13 +116,7 @@ TEST_F(VerifyTest, KnowsDurablePins) {
   StartServer();
   ASSERT_EQ(group_->Initialise(Values), absl::OkStatus());
   Continue(3);
-  v1::PinRequest pin;
-  pin.set_job("job");
-  pin.set_version(3);
-  pin.set_durable(true);
-  Answer<v1::PinResponse> pinned;
-  server_->Pin(pin, absl::InfiniteFuture(), pinned.reply());
-  ASSERT_TRUE(pinned.Wait().ok());
+  PinDurably(3);
   Continue(20);
   StopServer();
   ScrubReport report = Scrub();
@@ -150,6 +144,27 @@ TEST_F(VerifyTest, KnowsDurablePins) {
   Flip("nvme.tier", kept[0].chunk.offset + 77);
   ExpectFound(Harm::kNone, "which the pin of version 3 keeps");
   ASSERT_EQ(Scrub().findings.size(), 1u);
+}
+
+TEST_F(VerifyTest, FindsThatARestoreHasNoPin) {
+  StartServer();
+  ASSERT_EQ(group_->Initialise(Values), absl::OkStatus());
+  Continue(3);
+  PinDurably(3);
+  Continue(2);
+  StopServer();
+  StartServer();
+  v1::StepHeader restore;
+  restore.set_kind(v1::STEP_KIND_RESTORE);
+  restore.set_restored_version(3);
+  restore.set_gradient_presence(std::string(1, 0));
+  restore.set_value_presence(std::string(1, 0));
+  ASSERT_EQ(group_->SealAll(restore).status(), absl::OkStatus());
+  StopServer();
+  EXPECT_THAT(Scrub().findings, IsEmpty());
+  Erase("job/job/pin-");
+  ExpectFound(Harm::kJobRefused, "the pin that step 6 restores chunk 0");
+  ExpectRefusedAtStart("version 3, which step 6 restores, is not pinned");
 }
 
 TEST_F(VerifyTest, FindsATierThatWasCutOff) {
