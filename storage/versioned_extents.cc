@@ -36,7 +36,7 @@ void VersionedExtents::Written(const DurableChunk& chunk, NvmeExtent old) {
 absl::Status VersionedExtents::Harden() {
   if (written_.empty() || !failed_.ok()) return failed_;
   Pass("extent/sync");
-  if (!Seeded(StorageBug::kExtentSyncDropped)) failed_ = nvme_->file().Sync();
+  if (!Seeded(StorageBug::kExtentSyncDropped)) failed_ = nvme_->Sync();
   if (Seeded(StorageBug::kFailedExtentSyncIgnored)) failed_ = absl::OkStatus();
   Pass("extent/synced");
   if (failed_.ok()) failed_ = options_.record(written_);

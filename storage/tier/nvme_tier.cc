@@ -102,6 +102,13 @@ absl::Status NvmeTier::Trim() {
   return file_->Truncate(end_);
 }
 
+absl::Status NvmeTier::Sync() {
+  // One at a time: of two, the one that is told nothing could not know what the other was told.
+  absl::MutexLock lock(&sync_mutex_);
+  if (sync_failed_.ok()) sync_failed_ = file_->Sync();
+  return sync_failed_;
+}
+
 absl::StatusOr<NvmeExtent> NvmeTier::TakeKept(uint64_t offset) {
   absl::MutexLock lock(&mutex_);
   const auto found = kept_.find(offset);

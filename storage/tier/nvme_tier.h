@@ -63,6 +63,9 @@ class NvmeTier {
   // As Allocate, from a share of the budget that the caller has; all of it becomes the extent's.
   absl::StatusOr<NvmeExtent> AllocateFrom(BudgetLease lease, absl::string_view what);
   const BlockFile& file() const { return *file_; }
+  // fdatasync for one of the jobs that share the file. The system tells of a lost write once, so after an error every
+  // later call, whoever's, gets that error: what it wrote may be what was lost.
+  absl::Status Sync();
 
  private:
   friend class NvmeExtent;
@@ -76,6 +79,8 @@ class NvmeTier {
 
   const std::unique_ptr<BlockFile> file_;
   Ledger* const ledger_;
+  absl::Mutex sync_mutex_;
+  absl::Status sync_failed_ ABSL_GUARDED_BY(sync_mutex_);
   absl::Mutex mutex_;
   std::map<uint64_t, uint64_t> free_ ABSL_GUARDED_BY(mutex_);  // offset -> bytes, neighbours joined
   uint64_t end_ ABSL_GUARDED_BY(mutex_) = 0;                   // of the last extent

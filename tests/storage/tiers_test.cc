@@ -10,6 +10,7 @@
 #include "ballast/storage/tier/nvme_tier.h"
 #include "ballast/storage/tier/processor_check.h"
 #include "ballast/tests/scratch_directory.h"
+#include "ballast/tests/sim_disk/sim_disk.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -51,6 +52,20 @@ TEST_F(TiersTest, BlocksReturnTheirBudget) {
     EXPECT_FALSE(tiers->dram()->Allocate(2 * kPage, "test").ok());
   }
   EXPECT_EQ(tiers->used().dram, 0);
+}
+
+TEST_F(TiersTest, NoJobIsToldThatItIsDurableAfterASyncOfAnotherFailed) {
+  SimDisk disk(1);
+  auto tiers = Tiers::Open({.budget = {.nvme = 4 * kPage}, .directory = directory_.path(), .disk = &disk});
+  ASSERT_TRUE(tiers.ok()) << tiers.status();
+  NvmeTier* const nvme = (*tiers)->nvme();
+  ASSERT_EQ(nvme->Sync(), absl::OkStatus());
+  disk.FailNext(SimOperation::kSync, 1, SimFault::kEio);
+  const absl::Status first = nvme->Sync();
+  EXPECT_EQ(first.code(), absl::StatusCode::kInternal) << first;
+  const uint64_t syncs = disk.operations(SimOperation::kSync);
+  EXPECT_EQ(nvme->Sync(), first);
+  EXPECT_EQ(disk.operations(SimOperation::kSync), syncs);
 }
 
 TEST_F(TiersTest, NoBudgetNoDevice) {
