@@ -1,4 +1,7 @@
 // Recovery: the records that were durable, in order, bring the machine back to where it was (rules 8 and 13).
+#include <string>
+#include <vector>
+
 #include "ballast/services/step/step_state.h"
 
 namespace ballast::services {
@@ -26,6 +29,25 @@ absl::Status StepMachine::Impl::ReplaySlice(const v1::PushRequest& header) {
   return absl::OkStatus();
 }
 
+absl::Status StepMachine::Impl::ReplayPrepared(const v1::PreparedRecord& record) {
+  if (record.step() != committed + 1) {
+    return Diverged(absl::StrCat("the log of server '", id, "' prepares ", ShowKey(record), " after step ", committed,
+                                 "; records are missing"));
+  }
+  // What is applied indexes the plan by it.
+  const std::vector<std::string> blobs(record.blobs().begin(), record.blobs().end());
+  const absl::Status fits = model::CheckHeader(*plan, record.step(), record.header(), blobs);
+  if (!fits.ok() ||
+      record.plan_hash() != model::PlanHash(*plan, record.step(), record.attempt(), record.header(), blobs)) {
+    return Diverged(absl::StrCat(
+        "the log of server '", id, "' prepares ", ShowKey(record),
+        ", which does not fit the epoch that it opens: ", fits.ok() ? "its plan hash is another" : fits.message()));
+  }
+  prepared = record;
+  prepared_lsn = 0;
+  return absl::OkStatus();
+}
+
 absl::Status StepMachine::Impl::ReplayDecision(const v1::Decision& replayed) {
   if (!prepared.has_value() || !SameKey(*prepared, replayed)) {
     return Diverged(absl::StrCat("the log of server '", id, "' decides ", ShowKey(replayed),
@@ -50,7 +72,11 @@ absl::Status StepMachine::Impl::ReplaySnapshot(const v1::LogSnapshot& snapshot) 
   }
   committed = snapshot.committed();
   if (snapshot.has_decision()) decision = snapshot.decision();
-  if (snapshot.has_prepared()) prepared = snapshot.prepared();
+  if (snapshot.has_prepared()) {
+    if (plan == nullptr)
+      return Diverged(absl::StrCat("a snapshot in the log of server '", id, "' prepares without an Open"));
+    BALLAST_RETURN_IF_ERROR(ReplayPrepared(snapshot.prepared()));
+  }
   tensor_steps.assign(snapshot.tensor_steps().begin(), snapshot.tensor_steps().end());
   if (plan != nullptr) tensor_steps.resize(plan->layout().tensors().size(), 0);
   skipped = snapshot.skipped_steps();
@@ -89,15 +115,7 @@ absl::Status StepMachine::Replay(const StepRecord& record) {
   if (const auto* open = std::get_if<OpenRecord>(&record)) return m.ReplayOpen(open->open);
   if (m.plan == nullptr) return Diverged(absl::StrCat("the log of server '", m.id, "' holds a step before any Open"));
   if (const auto* slice = std::get_if<SliceRecord>(&record)) return m.ReplaySlice(slice->header);
-  if (const auto* prepared = std::get_if<PreparedStepRecord>(&record)) {
-    if (prepared->prepared.step() != m.committed + 1) {
-      return Diverged(absl::StrCat("the log of server '", m.id, "' prepares ", ShowKey(prepared->prepared),
-                                   " after step ", m.committed, "; records are missing"));
-    }
-    m.prepared = prepared->prepared;
-    m.prepared_lsn = 0;
-    return absl::OkStatus();
-  }
+  if (const auto* prepared = std::get_if<PreparedStepRecord>(&record)) return m.ReplayPrepared(prepared->prepared);
   return m.ReplayDecision(std::get<DecisionRecord>(record).decision);
 }
 

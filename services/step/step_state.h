@@ -72,6 +72,7 @@ struct StepMachine::Impl {
   absl::Status ReplaySnapshot(const v1::LogSnapshot& snapshot);
   absl::Status ReplayOpen(const v1::OpenRequest& open);
   absl::Status ReplaySlice(const v1::PushRequest& header);
+  absl::Status ReplayPrepared(const v1::PreparedRecord& record);
   absl::Status ReplayDecision(const v1::Decision& replayed);
 
   const std::string id;

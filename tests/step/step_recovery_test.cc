@@ -85,5 +85,32 @@ TEST_F(StepMachineTest, ALogWithAGapIsDataLoss) {
   EXPECT_THAT(status, Fails(StatusCode::kDataLoss, model::kDiverged, "without having prepared it"));
 }
 
+TEST_F(StepMachineTest, APreparedRecordThatDoesNotFitItsEpochIsDataLoss) {
+  Start(1);
+  RunStep(0, Values());
+  for (const bool snapshot : {false, true}) {
+    for (const bool header : {false, true}) {
+      StepMachine other("a", &host_);
+      absl::Status status;
+      for (StepRecord record : host_.log) {
+        auto* found = std::get_if<PreparedStepRecord>(&record);
+        if (found == nullptr) {
+          status.Update(other.Replay(record));
+          continue;
+        }
+        if (header) found->prepared.mutable_header()->set_value_presence("much too long");
+        if (!header) found->prepared.set_plan_hash("another");
+        v1::LogSnapshot before = other.Snapshot();
+        *before.mutable_prepared() = found->prepared;
+        StepMachine fresh("a", &host_);
+        status = snapshot ? fresh.Replay(SnapshotRecord{before}) : other.Replay(record);
+        break;
+      }
+      EXPECT_THAT(status, Fails(StatusCode::kDataLoss, model::kDiverged,
+                                header ? "value_presence must have" : "its plan hash is another"));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ballast::services
