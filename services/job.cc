@@ -192,6 +192,7 @@ void Job::Opened(const model::EpochPlan& plan) {
   // Slices of older epochs are void, the log need not keep them.
   const int64_t released = Seeded(storage::StorageBug::kReleasedTooMuch) ? -1 : machine_->committed();
   if (journal_ != nullptr) journal_->log().Release(released);
+  logged_attempt_ = {-1, 0};
   norm_bytes_max_ = 0;
   step_bytes_ = 0;
   for (const auto& chunk : chunks_) {

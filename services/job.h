@@ -14,6 +14,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -188,6 +189,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
 
   // What the machine appends goes to the journal too.
   void Journalise(const StepRecord& record, uint64_t lsn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void NoteAttempt(int64_t step, uint64_t attempt) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Before a request that may append so much besides a slice; OK without a journal.
   absl::Status MakeJournalRoom(uint64_t records, uint64_t bytes, uint64_t payload_bytes = 0)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -280,10 +282,11 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
     const Intake::Receipt* receipt = nullptr;
     uint64_t bytes = 0;
   };
-  Arrived arrived_ ABSL_GUARDED_BY(mu_);                // the slice whose record the machine may append
-  uint64_t norm_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;    // of a prepared record's norms
-  uint64_t sealed_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;  // of what ranks sealed
-  uint64_t step_bytes_ ABSL_GUARDED_BY(mu_) = 0;        // that a step's gradients take in the journal
+  Arrived arrived_ ABSL_GUARDED_BY(mu_);  // the slice whose record the machine may append
+  std::pair<int64_t, uint64_t> logged_attempt_ ABSL_GUARDED_BY(mu_) = {-1, 0};  // the highest: step and attempt
+  uint64_t norm_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;                            // of a prepared record's norms
+  uint64_t sealed_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;                          // of what ranks sealed
+  uint64_t step_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // that a step's gradients take in the journal
   bool waits_for_cut_ ABSL_GUARDED_BY(mu_) = false;
   bool flush_posted_ ABSL_GUARDED_BY(mu_) = false;
   std::shared_ptr<StepWork> replayed_ ABSL_GUARDED_BY(mu_);  // what Apply asked for while recovering

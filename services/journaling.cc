@@ -98,10 +98,20 @@ absl::Status Job::MakeJournalRoom(uint64_t records, uint64_t bytes, uint64_t pay
   });
 }
 
+// Once a rank has pushed a higher attempt, no lower one can be prepared: its own slices are replaced. Drops in a row
+// would fill the log with them.
+void Job::NoteAttempt(int64_t step, uint64_t attempt) {
+  const std::pair<int64_t, uint64_t> arrived(step, attempt);
+  if (arrived <= logged_attempt_) return;
+  if (step == logged_attempt_.first) journal_->log().Release(machine_->committed());
+  logged_attempt_ = arrived;
+}
+
 void Job::Journalise(const StepRecord& record, uint64_t lsn) {
   storage::LogRecord out = EncodeRecord(record);
   out.lsn = lsn;
   if (const auto* slice = std::get_if<SliceRecord>(&record)) {
+    NoteAttempt(slice->header.step(), slice->header.attempt());
     const Intake::Receipt& receipt = *arrived_.receipt;
     out.payload = {receipt.to, arrived_.bytes};
     out.payload_crc32c = slice->header.crc32c();

@@ -139,6 +139,28 @@ TEST_P(RecoveryTest, WhatWasPreparedIsFinishedByTheNextGroup) {
   reference.ExpectSame(*group, 1);
 }
 
+// As many as the log could never hold together.
+TEST_P(RecoveryTest, DropsInARowDoNotFillTheLog) {
+  Reference reference;
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  const uint64_t log_bytes = std::filesystem::file_size(server_.directory() + "/log-job");
+  uint64_t step_bytes = 0;
+  for (const auto& tensor : SmallModel()) step_bytes += tensor.elements * 2;
+  for (uint64_t attempt = 0; attempt * step_bytes < 2 * log_bytes; ++attempt) {
+    group->set_attempt(attempt);
+    ASSERT_EQ(PushStep(*group, 1000 + static_cast<int64_t>(attempt)), absl::OkStatus());
+  }
+  EXPECT_EQ(std::filesystem::file_size(server_.directory() + "/log-job"), log_bytes) << "the log grew";
+  group.reset();
+  server_.Restart();
+  group = NewGroup();
+  ASSERT_EQ(PushStep(*group, 1), absl::OkStatus());
+  ASSERT_TRUE(group->Finish(UpdateHeader(Reference::Tensors())).ok());
+  reference.Step(1);
+  reference.ExpectSame(*group, 1);
+}
+
 TEST_P(RecoveryTest, AStepThatWasNotPreparedIsVoid) {
   Reference reference;
   auto group = NewGroup();
