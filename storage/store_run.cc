@@ -1,0 +1,252 @@
+// How class ChunkStore applies a step's updates.
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/storage/io/failpoint.h"
+#include "ballast/storage/io/seeded_bugs.h"
+#include "ballast/storage/state_update.h"
+#include "ballast/storage/store_parts.h"
+
+namespace ballast::storage {
+namespace {
+
+// Segments start at whole blocks of moments, whose scales and random bits have one owner.
+absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
+  for (const ChunkUpdate::Values& values : update.values) {
+    BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, values.begin, values.values.size()));
+  }
+  for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
+    const uint64_t count = segment.end < segment.begin ? ~uint64_t{0} : segment.end - segment.begin;
+    BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, segment.begin, count));
+    if (segment.begin % kernels::kMomentBlock != 0) {
+      return Bad(model::kBadRange, absl::StrCat("segment at element ", segment.begin, " of chunk ", chunk.index,
+                                                ": expected a multiple of ", kernels::kMomentBlock));
+    }
+  }
+  const uint64_t gradient_bytes = chunk.elements * chunk.layout.gradient_element_bytes();
+  if (!update.segments.empty() && update.gradient.size() != gradient_bytes) {
+    return Bad(model::kBadLength, absl::StrCat("gradient of chunk ", chunk.index, " has ", update.gradient.size(),
+                                               " bytes, expected ", gradient_bytes));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<StoredChunk*>> ChunkStore::Impl::CheckUpdates(absl::Span<const ChunkUpdate> updates) const {
+  std::vector<StoredChunk*> targets;
+  targets.reserve(updates.size());
+  std::vector<bool> seen;
+  for (const ChunkUpdate& update : updates) {
+    BALLAST_ASSIGN_OR_RETURN(StoredChunk * chunk, Find(update.chunk));
+    BALLAST_RETURN_IF_ERROR(CheckUpdate(*chunk, update));
+    if (seen.size() <= update.chunk) seen.resize(update.chunk + 1);
+    if (update.restored.has_value() &&
+        (!durable_pins.has_value() || durable_pins->Find(*update.restored, update.chunk) == nullptr)) {
+      return model::Error(absl::StatusCode::kDataLoss, model::kVersionGone,
+                          absl::StrCat("version ", *update.restored, " of chunk ", chunk->id, " is not pinned here"));
+    }
+    if (seen[update.chunk]) return Bad(model::kBadRequest, absl::StrCat("chunk ", update.chunk, " twice in one run"));
+    seen[update.chunk] = true;
+    targets.push_back(chunk);
+  }
+  return targets;
+}
+
+absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done) {
+  Impl& impl = *impl_;
+  BALLAST_RETURN_IF_ERROR(impl.failed);
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<StoredChunk*> chunks, impl.CheckUpdates(updates));
+  IoQueue* queue = nullptr;
+  const auto moves = [](const StoredChunk* c, const ChunkUpdate& u) {
+    return c->placement.state == TierKind::kNvme || u.flush;
+  };
+  if (!std::equal(chunks.begin(), chunks.end(), updates.begin(),
+                  [&](auto* c, const ChunkUpdate& u) { return !moves(c, u); })) {
+    BALLAST_ASSIGN_OR_RETURN(queue, impl.staging.Queue(impl.tiers->disk()));
+  }
+  {
+    absl::MutexLock lock(&impl.mutex);
+    ++impl.runs;
+  }
+  UpdatePipeline pipeline(chunks, &impl.staging, queue, impl.tiers);
+  absl::Status status;
+  for (size_t i = 0; i < updates.size() && status.ok(); ++i) {
+    status = impl.Apply(i, updates[i], *chunks[i], pipeline);
+    if (status.ok()) done(i);
+  }
+  const absl::Status drained = pipeline.Drain();
+  if (status.ok()) status = drained;
+  // Also of what was done before an error: a pin that is dropped next must not free what is not recorded yet.
+  if (drained.ok() && impl.versions.has_value()) {
+    const absl::Status hardened = impl.versions->Harden();
+    if (!hardened.ok()) impl.failed = hardened;
+    if (status.ok()) status = hardened;
+  }
+  // A pin that found no room can be dropped; what a device did wrong cannot be undone.
+  if (!drained.ok() || (!status.ok() && status.code() != absl::StatusCode::kResourceExhausted)) impl.failed = status;
+  return status;
+}
+
+absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk,
+                                     UpdatePipeline& pipeline) {
+  const TierKind tier = chunk.placement.state;
+  const auto poll = [&pipeline] { pipeline.Poll(); };
+  const Compute with{.pool = compute, .poll = poll};
+  std::byte* state = chunk.state;
+  // What came from the disk is compared with its digests while it is updated: before, it would be read twice.
+  bool verified = tier != TierKind::kNvme;
+  if (tier == TierKind::kNvme) {
+    BALLAST_ASSIGN_OR_RETURN(state, pipeline.Load(i));
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    verified = chunk.updated_in == 0 || Seeded(StorageBug::kLoadDigestUnchecked);
+  }
+  uint64_t run = 0;
+  {
+    absl::ReaderMutexLock lock(&mutex);
+    run = runs;
+  }
+  const bool changes = !update.values.empty() || !update.segments.empty() || update.restored.has_value();
+  std::optional<CopyOnWrite> copy;
+  if (changes && IsPinned(chunk)) {
+    if (!std::exchange(verified, true)) {
+      const ArrayDigests found = DigestState(chunk.View(state), with);
+      absl::ReaderMutexLock lock(&chunk.mutex);
+      BALLAST_RETURN_IF_ERROR(
+          CompareDigests(tiers->nvme()->file(), chunk, chunk.extent.offset(), chunk.digests, found));
+    }
+    const bool kept = durable_pins.has_value() && durable_pins->KeepsNewest(chunk.index);
+    BALLAST_ASSIGN_OR_RETURN(
+        copy, CopyOnWrite::Prepare(tiers, &reader, chunk, run, tier == TierKind::kNvme ? state : nullptr, kept));
+  }
+  const bool stores = tier == TierKind::kNvme || (update.flush && versions.has_value());
+  NvmeExtent fresh;
+  // All that can be short is taken before the chunk changes, or the update would be tried again on top of itself.
+  if (stores && versions.has_value() && !(copy.has_value() && copy->takes_extent()) &&
+      !(Seeded(StorageBug::kOverwrittenInPlace) && chunk.newest.version >= 0)) {
+    BALLAST_ASSIGN_OR_RETURN(fresh, MakeRoom(chunk, pipeline));
+    Pass("extent/taken");
+  }
+  {
+    absl::MutexLock lock(&chunk.mutex);
+    const ArrayDigests expected = chunk.digests;
+    const uint64_t read_from = chunk.extent.offset();
+    if (copy.has_value()) (*std::move(copy)).Install(chunk);
+    if (changes) chunk.updated_in = run;
+    if (update.restored.has_value()) {
+      // What cannot be read leaves a chunk that is neither: nobody may use it.
+      const DurableChunk& pinned = *durable_pins->Find(*update.restored, chunk.index);
+      failed = ReadDurable(chunk, pinned, state);
+      BALLAST_RETURN_IF_ERROR(failed);
+      if (stores) chunk.digests = pinned.digests;
+    } else if (tier == TierKind::kHbm) {
+      BALLAST_RETURN_IF_ERROR(ApplyOnDevice(update, chunk));
+    } else {
+      UpdateDigests digests{.of_old = !verified, .of_new = stores};
+      UpdateState(update, chunk.View(state), chunk.working, with, &digests);
+      if (!verified) {
+        BALLAST_RETURN_IF_ERROR(CompareDigests(tiers->nvme()->file(), chunk, read_from, expected, digests.old_state));
+      }
+      if (stores) chunk.digests = digests.new_state;
+    }
+    Pass("chunk/updated");
+    if (tier == TierKind::kNvme) chunk.staged = state;
+    if (!chunk.dirty) chunk.needed_from = update.version - 1;
+    chunk.dirty = versions.has_value() && !stores && !Seeded(StorageBug::kFlushedChunkStaysClean);
+    if (stores && versions.has_value()) {
+      failed = StartVersion(chunk, state, update.version, std::move(fresh));
+      BALLAST_RETURN_IF_ERROR(failed);
+    }
+  }
+  CountUpdate(update, chunk);
+  if (!stores || tier == TierKind::kHbm) return absl::OkStatus();
+  return tier == TierKind::kNvme ? pipeline.Store(i) : pipeline.Flush(i);
+}
+
+absl::StatusOr<NvmeExtent> ChunkStore::Impl::MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline) {
+  if (chunk.placement.state == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(reader.Prepare());
+  if (!versions->HasRoom(chunk.state_bytes())) {
+    BALLAST_RETURN_IF_ERROR(pipeline.DrainStores());
+    BALLAST_RETURN_IF_ERROR(versions->Harden());
+  }
+  if (versions->HasRoom(chunk.state_bytes())) return versions->Take(chunk.state_bytes());
+  return model::Error(absl::StatusCode::kInternal, model::kBudget,
+                      absl::StrCat("no room for a new version of chunk ", chunk.id, " of ", chunk.state_bytes(),
+                                   " bytes although all older ones are free"));
+}
+
+// Gives the chunk a new extent and labels its state for it.
+absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh) {
+  NvmeExtent old;
+  if (fresh.bytes() > 0) old = std::exchange(chunk.extent, std::move(fresh));
+  DurableChunk entry{.life = versions->life(),
+                     .id = chunk.id,
+                     .version = version + (Seeded(StorageBug::kVersionAhead) ? 1 : 0),
+                     .offset = chunk.extent.offset(),
+                     .bytes = chunk.state_bytes(),
+                     .elements = chunk.elements,
+                     .digests = {}};
+  const uint64_t label_at = layout.LabelAt(chunk.elements);
+  if (chunk.placement.state == TierKind::kHbm) {
+    absl::StatusOr<ArrayDigests> spilled = reader.Spill(chunk, chunk.extent);
+    absl::Status written = spilled.status();
+    if (spilled.ok()) {
+      entry.digests = *spilled;
+      alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
+      EncodeLabel(entry, layout, versions->job(), absl::MakeSpan(label));
+      written = tiers->nvme()->file().Write(entry.offset + label_at, label);
+    }
+    if (!written.ok()) {
+      old.Leave();  // it is the version that a restart will look for
+      return written;
+    }
+  } else {
+    entry.digests = chunk.digests;
+    EncodeLabel(entry, layout, versions->job(), {state + label_at, StateLayout::kLabelBytes});
+    Pass("extent/labelled");
+  }
+  chunk.newest = entry;
+  if (old.bytes() > 0) versions->AddRoom(durable_pins->TakeOver(chunk.index, &old), 0);
+  versions->Written(entry, std::move(old));
+  return absl::OkStatus();
+}
+
+absl::Status ChunkStore::Impl::ApplyOnDevice(const ChunkUpdate& update, StoredChunk& chunk) {
+  const StateView state = chunk.View(chunk.state);
+  const kernels::OptimizerSpec& optimizer = layout.optimizer();
+  const bool on_device = chunk.placement.working == TierKind::kHbm;
+  const auto working = [&](uint64_t at) {
+    std::byte* const to = chunk.working + at * layout.working_element_bytes();
+    return on_device ? HbmWorking{.device = to} : HbmWorking{.host = to};
+  };
+  for (const ChunkUpdate::Values& values : update.values) {
+    const auto* from = reinterpret_cast<const std::byte*>(values.values.data());
+    auto* to = reinterpret_cast<std::byte*>(state.master() + values.begin);
+    BALLAST_RETURN_IF_ERROR(tiers->hbm()->CopyIn({from, values.values.size() * sizeof(float)}, to));
+  }
+  // The whole chunk: values may begin anywhere, the device kernel may not.
+  if (!update.values.empty()) {
+    BALLAST_RETURN_IF_ERROR(tiers->hbm()->Round(state.master(), chunk.elements, optimizer.working, working(0)));
+  }
+  for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
+    const uint64_t at = segment.begin;
+    BALLAST_RETURN_IF_ERROR(tiers->hbm()->Update(optimizer, segment.coefficients, RandomAt(update, at),
+                                                 SpanOf(update, state, nullptr, at, segment.end - at), working(at)));
+  }
+  return absl::OkStatus();
+}
+
+void ChunkStore::Impl::CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) const {
+  uint64_t elements = 0;
+  for (const ChunkUpdate::SegmentUpdate& segment : update.segments) elements += segment.end - segment.begin;
+  // NVMe state passes through DRAM; its way to the disk is counted by the pipeline.
+  const TierKind memory = chunk.placement.state == TierKind::kHbm ? TierKind::kHbm : TierKind::kDram;
+  const uint64_t state_bytes = elements * layout.StateBytes(chunk.elements) / chunk.elements;
+  tiers->CountTraffic(memory, state_bytes, state_bytes);
+  tiers->CountTraffic(chunk.placement.working, 0, elements * layout.working_element_bytes());
+}
+
+}  // namespace ballast::storage
