@@ -38,8 +38,11 @@ enum Exit {
 constexpr absl::Duration kGrace = absl::Seconds(5);
 
 // glibc trims its heap around gRPC's read buffers, which costs more than the transfer itself; measured, only the three
-// together help, and one without the others is worse than none.
+// together help, and one without the others is worse than none. What is not trimmed stays with its arena, and each has
+// its own peak: of as many as glibc would make, in a server that moves large messages, they were 280 MiB after 10 steps
+// and growing; of two 94, at the same speed.
 void TuneMalloc() {
+  mallopt(M_ARENA_MAX, 2);
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TOP_PAD, 64 << 20);
