@@ -97,7 +97,8 @@ void Job::Push(const v1::PushRequest& header, absl::Span<const std::byte> payloa
         guarded(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy,
                              absl::StrCat("the deadline passed while ",
                                           full ? "the gradient log was full: chunks are flushed so that it can be cut"
-                                               : "the slice's chunk was being updated",
+                                               : "the slice's chunk was being updated, or slices before it were on "
+                                                 "their way to the gradient log",
                                           "; send the same slice again")));
       });
     };
@@ -139,7 +140,7 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
     if (!checked.ok() || *checked == StepMachine::Admission::kHeld) return answer(checked.status());
     const uint64_t start = chunk->layout.range.begin;
     if (chunk->updates_pending > 0 || chunk->intake.Busy({header.begin() - start, header.end() - start})) return false;
-    if (!TakesSlice(payload.size())) return false;
+    if (!TakesSlice(payload.size()) || !TakesBuffer(chunk, slice, header.kind())) return false;
   }
   const absl::StatusOr<StepMachine::Admission> admission = machine_->BeginPush(header);
   if (!admission.ok()) return answer(admission.status());
@@ -157,14 +158,14 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
     receipt = chunk->intake.BeginReceive(slice, header.kind(), header.attempt());
   }
   if (!receipt.ok()) return answer(machine_->EndPush(header, receipt.status()));
-  replies->push_back([self = shared_from_this(), header, payload, chunk, receipt = *std::move(receipt), reply] {
-    self->Receive(header, payload, chunk, receipt, reply);
-  });
+  if (receipt->logged) ++buffers_returning_;
+  replies->push_back([self = shared_from_this(), header, payload, chunk, receipt = *std::move(receipt),
+                      reply]() mutable { self->Receive(header, payload, chunk, std::move(receipt), reply); });
   return true;
 }
 
 void Job::Receive(const v1::PushRequest& header, absl::Span<const std::byte> payload,
-                  const std::shared_ptr<HeldChunk>& chunk, const Intake::Receipt& receipt,
+                  const std::shared_ptr<HeldChunk>& chunk, Intake::Receipt receipt,
                   const Reply<v1::PushResponse>& reply) {
   absl::Status received = CopyChecked(payload, receipt.to, header.crc32c());
   if (received.ok()) received = Intake::CheckFinite(receipt, header.unit(), header.begin());
@@ -189,7 +190,13 @@ void Job::Receive(const v1::PushRequest& header, absl::Span<const std::byte> pay
     }
     arrived_ = {chunk.get(), &receipt, payload.size()};
     const absl::Status status = machine_->EndPush(header, received);
-    arrived_ = {};
+    const bool logged = std::exchange(arrived_, {}).logged;
+    if (receipt.logged && !logged) {
+      chunk->intake.Void(receipt);
+      receipt.buffer.reset();
+      BufferReturned(replies);
+    }
+    receipt.buffer.reset();  // the record of a logged slice has it now
     replies->push_back([reply, status] {
       if (status.ok()) {
         reply(v1::PushResponse());

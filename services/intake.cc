@@ -27,13 +27,38 @@ absl::Status ProvisionalMemory::Reserve(uint64_t bytes) {
 void ProvisionalMemory::Unreserve(uint64_t bytes) {
   absl::MutexLock lock(&mu_);
   reserved_bytes_ -= bytes;
+  kept_.clear();
+  kept_bytes_ = 0;
   tiers_->Return(storage::TierKind::kDram, bytes);
 }
 
-absl::Status ProvisionalMemory::Acquire(uint64_t bytes) {
+uint64_t ProvisionalMemory::reserved_bytes() const {
+  absl::MutexLock lock(&mu_);
+  return reserved_bytes_;
+}
+
+bool ProvisionalMemory::Fits(uint64_t bytes) const {
+  absl::MutexLock lock(&mu_);
+  return used_bytes_ + bytes <= reserved_bytes_;
+}
+
+absl::Status ProvisionalMemory::Acquire(uint64_t bytes, storage::Arena* kept) {
+  std::vector<storage::Arena> unfit;  // goes without the lock
   absl::MutexLock lock(&mu_);
   const uint64_t held = reserved_bytes_ + extra_bytes_;
   const uint64_t needed = used_bytes_ + bytes;
+  const auto fits = std::find_if(kept_.begin(), kept_.end(),
+                                 [&](const storage::Arena& pages) { return pages.bytes().size() == bytes; });
+  if (fits != kept_.end()) {
+    *kept = std::move(*fits);
+    kept_.erase(fits);
+    kept_bytes_ -= bytes;
+  }
+  while (!kept_.empty() && needed + kept_bytes_ > reserved_bytes_) {
+    kept_bytes_ -= kept_.back().bytes().size();
+    unfit.push_back(std::move(kept_.back()));
+    kept_.pop_back();
+  }
   if (needed > held) {
     BALLAST_RETURN_IF_ERROR(tiers_->Take(storage::TierKind::kDram, needed - held, "value slices beside gradients"));
     extra_bytes_ += needed - held;
@@ -42,9 +67,16 @@ absl::Status ProvisionalMemory::Acquire(uint64_t bytes) {
   return absl::OkStatus();
 }
 
-void ProvisionalMemory::Release(uint64_t bytes) {
+void ProvisionalMemory::Release(uint64_t bytes, storage::Arena pages) {
+  storage::Arena unfit;  // goes without the lock
   absl::MutexLock lock(&mu_);
   used_bytes_ -= bytes;
+  if (pages.bytes().size() == bytes && used_bytes_ + kept_bytes_ + bytes <= reserved_bytes_) {
+    kept_bytes_ += bytes;
+    kept_.push_back(std::move(pages));
+  } else {
+    unfit = std::move(pages);
+  }
   const uint64_t needed_extra = used_bytes_ > reserved_bytes_ ? used_bytes_ - reserved_bytes_ : 0;
   if (needed_extra < extra_bytes_) {
     tiers_->Return(storage::TierKind::kDram, extra_bytes_ - needed_extra);
@@ -60,18 +92,17 @@ ProvisionalMemory::Buffer::Buffer(std::shared_ptr<ProvisionalMemory> memory, uin
 
 ProvisionalMemory::Buffer::~Buffer() {
   if (pages_.bytes().empty()) ::operator delete(data_, kAlign);
-  pages_ = storage::Arena();
-  memory_->Release(bytes_);
+  memory_->Release(bytes_, std::move(pages_));
 }
 
 absl::StatusOr<std::shared_ptr<ProvisionalMemory::Buffer>> ProvisionalMemory::Allocate(
     const std::shared_ptr<ProvisionalMemory>& memory, uint64_t bytes) {
-  BALLAST_RETURN_IF_ERROR(memory->Acquire(bytes));
   storage::Arena pages;
-  if (bytes >= kPagesBytesMin) {
+  BALLAST_RETURN_IF_ERROR(memory->Acquire(bytes, &pages));
+  if (bytes >= kPagesBytesMin && pages.bytes().empty()) {
     absl::StatusOr<storage::Arena> mapped = storage::Arena::Map(bytes, /*pin=*/false);
     if (!mapped.ok()) {
-      memory->Release(bytes);
+      memory->Release(bytes, {});
       return mapped.status();
     }
     pages = *std::move(mapped);
@@ -87,25 +118,39 @@ void Intake::Reset(const model::Chunk& chunk, const model::EpochPlan& plan) {
   slots_.clear();
   for (const uint32_t index : plan.slices_of_chunk(chunk.index)) {
     const model::Range range = plan.slices()[index].range;
-    slots_.push_back({index, {range.begin - chunk.range.begin, range.end - chunk.range.begin}, {}, {}, nullptr});
+    slots_.push_back({index, {range.begin - chunk.range.begin, range.end - chunk.range.begin}, {}, {}});
   }
+  // An update that is still at work keeps it.
+  if (Logs(v1::SLICE_KIND_GRADIENT)) gradient_.reset();
 }
 
 void Intake::Clear() {
   ++generation_;
   norms_.assign(segments_.size(), std::nullopt);
   for (Slot& slot : slots_) {
-    slot.gradient_attempt.reset();
-    slot.value_attempt.reset();
-    slot.values.reset();
+    slot.gradient = {};
+    slot.value = {};
   }
 }
 
 void Intake::ReleaseIdle() {
   const bool idle =
       receiving_.empty() && norming_ == 0 &&
-      std::none_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.gradient_attempt.has_value(); });
+      std::none_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.gradient.attempt.has_value(); });
   if (idle) gradient_.reset();
+}
+
+bool Intake::Logs(v1::SliceKind kind) const { return logged_ && (kind == v1::SLICE_KIND_VALUE || HasOneSlice()); }
+
+std::vector<Intake::Slot>::const_iterator Intake::FindSlot(uint32_t slice) const {
+  return std::find_if(slots_.begin(), slots_.end(), [&](const Slot& slot) { return slot.slice == slice; });
+}
+
+uint64_t Intake::BufferBytes(uint32_t slice, v1::SliceKind kind) const {
+  const uint64_t elements = FindSlot(slice)->range.size();
+  if (kind == v1::SLICE_KIND_VALUE) return elements * sizeof(float);
+  if (Logs(kind)) return elements * element_bytes();
+  return gradient_ == nullptr ? elements_ * element_bytes() : 0;
 }
 
 bool Intake::Busy(model::Range range) const {
@@ -117,23 +162,35 @@ bool Intake::Busy(model::Range range) const {
 }
 
 absl::StatusOr<Intake::Receipt> Intake::BeginReceive(uint32_t slice, v1::SliceKind kind, uint64_t attempt) {
-  const auto slot = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.slice == slice; });
-  Receipt receipt{
-      static_cast<size_t>(slot - slots_.begin()), slot->range, kind, attempt, generation_, nullptr, nullptr};
+  Receipt receipt;
+  receipt.slice = static_cast<size_t>(FindSlot(slice) - slots_.begin());
+  Slot* const slot = &slots_[receipt.slice];
+  receipt.range = slot->range;
+  receipt.kind = kind;
+  receipt.attempt = attempt;
+  receipt.generation = generation_;
+  receipt.logged = Logs(kind);
+  Held& held = slot->held(kind);
+  held.attempt.reset();
+  held.buffer.reset();
+  if (!Seeded(storage::StorageBug::kOldPlaceReadBack)) held.place.reset();
+  const uint64_t bytes = BufferBytes(slice, kind);
   if (kind == v1::SLICE_KIND_GRADIENT) {
-    if (gradient_ == nullptr) {
-      BALLAST_ASSIGN_OR_RETURN(gradient_, ProvisionalMemory::Allocate(memory_, elements_ * element_bytes()));
-    }
-    receipt.buffer = gradient_;
-    receipt.to = gradient_->data() + slot->range.begin * element_bytes();
-    slot->gradient_attempt.reset();
     for (size_t i = 0; i < segments_.size(); ++i) {
       if (model::Intersect(segments_[i].in_chunk, slot->range).size() > 0) norms_[i].reset();
     }
+    if (receipt.logged) {
+      BALLAST_ASSIGN_OR_RETURN(receipt.buffer, ProvisionalMemory::Allocate(memory_, bytes));
+      receipt.buffer_begin = slot->range.begin;
+    } else {
+      if (gradient_ == nullptr) {
+        BALLAST_ASSIGN_OR_RETURN(gradient_, ProvisionalMemory::Allocate(memory_, bytes));
+      }
+      receipt.buffer = gradient_;
+    }
+    receipt.to = receipt.buffer->data() + (slot->range.begin - receipt.buffer_begin) * element_bytes();
   } else {
-    slot->value_attempt.reset();
-    slot->values.reset();
-    BALLAST_ASSIGN_OR_RETURN(receipt.buffer, ProvisionalMemory::Allocate(memory_, slot->range.size() * sizeof(float)));
+    BALLAST_ASSIGN_OR_RETURN(receipt.buffer, ProvisionalMemory::Allocate(memory_, bytes));
     receipt.to = receipt.buffer->data();
     for (const model::Segment& segment : segments_) {
       const model::Range part = model::Intersect(segment.in_chunk, slot->range);
@@ -148,31 +205,63 @@ std::vector<Intake::Completed> Intake::EndReceive(const Receipt& receipt, bool o
   receiving_.erase(std::find(receiving_.begin(), receiving_.end(), receipt.range));
   if (!ok || receipt.generation != generation_) return {};
   Hold(receipt);
-  if (receipt.kind == v1::SLICE_KIND_VALUE) return {};
-  const Slot& slot = slots_[receipt.slice];
-  std::vector<Completed> completed;
-  for (size_t i = 0; i < segments_.size(); ++i) {
-    if (model::Intersect(segments_[i].in_chunk, slot.range).size() > 0 && Complete(segments_[i], receipt.attempt)) {
-      completed.push_back({i, segments_[i].in_chunk, {}});
-    }
-  }
+  std::vector<Completed> completed = CompletedBy(receipt);
   if (!completed.empty()) ++norming_;
   return completed;
 }
 
-void Intake::EndRestore(const Receipt& receipt) {
+std::vector<Intake::Completed> Intake::CompletedBy(const Receipt& receipt) const {
+  std::vector<Completed> completed;
+  if (receipt.kind == v1::SLICE_KIND_VALUE) return completed;
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    const bool touched = model::Intersect(segments_[i].in_chunk, receipt.range).size() > 0;
+    if (touched && Complete(segments_[i], receipt.attempt)) completed.push_back({i, segments_[i].in_chunk, {}});
+  }
+  return completed;
+}
+
+void Intake::EndRestore(const Receipt& receipt, const storage::PayloadPlace& place) {
   receiving_.erase(std::find(receiving_.begin(), receiving_.end(), receipt.range));
   Hold(receipt);
+  if (!receipt.logged) return;
+  std::vector<Completed> completed = CompletedBy(receipt);
+  ComputeNorms(receipt, &completed);
+  for (const Completed& one : completed) norms_[one.segment] = one.norm;
+  Held& held = slots_[receipt.slice].held(receipt.kind);
+  held.place = place;
+  held.buffer.reset();
 }
 
 void Intake::Hold(const Receipt& receipt) {
-  Slot& slot = slots_[receipt.slice];
-  if (receipt.kind == v1::SLICE_KIND_VALUE) {
-    slot.value_attempt = receipt.attempt;
-    slot.values = receipt.buffer;
-  } else {
-    slot.gradient_attempt = receipt.attempt;
+  Held& held = slots_[receipt.slice].held(receipt.kind);
+  held.attempt = receipt.attempt;
+  if (receipt.kind == v1::SLICE_KIND_VALUE || receipt.logged) held.buffer = receipt.buffer;
+}
+
+void Intake::Void(const Receipt& receipt) {
+  if (receipt.generation != generation_) return;
+  Held& held = slots_[receipt.slice].held(receipt.kind);
+  if (held.attempt == receipt.attempt) held = {};
+}
+
+void Intake::BeginLogging(const Receipt& receipt) {
+  if (receipt.kind == v1::SLICE_KIND_GRADIENT) logging_.push_back(receipt.range);
+}
+
+void Intake::Written(const Receipt& receipt, const storage::PayloadPlace* place) {
+  if (receipt.kind == v1::SLICE_KIND_GRADIENT) {
+    logging_.erase(std::find(logging_.begin(), logging_.end(), receipt.range));
   }
+  if (!receipt.logged || place == nullptr || receipt.generation != generation_) return;
+  Held& held = slots_[receipt.slice].held(receipt.kind);
+  if (held.buffer != receipt.buffer) return;
+  if (!Seeded(storage::StorageBug::kOldPlaceReadBack) || !held.place.has_value()) held.place = *place;
+  held.buffer.reset();
+}
+
+void Intake::HoldPlace(uint32_t slice, v1::SliceKind kind, uint64_t attempt, const storage::PayloadPlace& place) {
+  Held& held = slots_[static_cast<size_t>(FindSlot(slice) - slots_.begin())].held(kind);
+  held = {.attempt = attempt, .buffer = nullptr, .place = place};
 }
 
 absl::Status Intake::CheckFinite(const Receipt& receipt, uint32_t unit, uint64_t begin) {
@@ -190,7 +279,7 @@ absl::Status Intake::CheckFinite(const Receipt& receipt, uint32_t unit, uint64_t
 
 bool Intake::Complete(const model::Segment& segment, uint64_t attempt) const {
   return std::all_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
-    return model::Intersect(segment.in_chunk, slot.range).size() == 0 || slot.gradient_attempt == attempt;
+    return model::Intersect(segment.in_chunk, slot.range).size() == 0 || slot.gradient.attempt == attempt;
   });
 }
 
@@ -200,19 +289,19 @@ bool Intake::Holds(const v1::StepHeader& header, uint64_t attempt) const {
     const bool value = model::HasBit(header.value_presence(), segment.tensor);
     for (const Slot& slot : slots_) {
       if (model::Intersect(segment.in_chunk, slot.range).size() == 0) continue;
-      if (gradient && slot.gradient_attempt != attempt) return false;
-      if (value && slot.value_attempt != attempt) return false;
+      if (gradient && slot.gradient.attempt != attempt) return false;
+      if (value && slot.value.attempt != attempt) return false;
     }
   }
   return true;
 }
 
-kernels::NormResult Intake::NormOf(const std::byte* gradient, model::Range range) const {
-  return kernels::SquaredNorm(dtype_, gradient + range.begin * element_bytes(), range.size());
+kernels::NormResult Intake::NormOf(const std::byte* gradient, uint64_t begin, model::Range range) const {
+  return kernels::SquaredNorm(dtype_, gradient + (range.begin - begin) * element_bytes(), range.size());
 }
 
 void Intake::ComputeNorms(const Receipt& receipt, std::vector<Completed>* completed) const {
-  for (Completed& one : *completed) one.norm = NormOf(receipt.buffer->data(), one.range);
+  for (Completed& one : *completed) one.norm = NormOf(receipt.buffer->data(), receipt.buffer_begin, one.range);
 }
 
 void Intake::StoreNorms(const Receipt& receipt, const std::vector<Completed>& completed) {
@@ -228,7 +317,7 @@ v1::ChunkNorm Intake::Norm(absl::string_view gradient_presence) {
     if (!model::HasBit(gradient_presence, segments_[i].tensor)) continue;
     // After a restart: a chunk that was ahead of the log has no gradient for a step that it already holds.
     if (!norms_[i].has_value() && gradient_ == nullptr) continue;
-    if (!norms_[i].has_value()) norms_[i] = NormOf(gradient().data(), segments_[i].in_chunk);
+    if (!norms_[i].has_value()) norms_[i] = NormOf(gradient_->data(), 0, segments_[i].in_chunk);
     v1::SegmentNorm* segment = out.add_segments();
     segment->set_tensor(segments_[i].tensor);
     if (norms_[i]->finite) {
@@ -240,28 +329,42 @@ v1::ChunkNorm Intake::Norm(absl::string_view gradient_presence) {
   return out;
 }
 
-std::vector<storage::ChunkUpdate::Values> Intake::Values(
-    absl::string_view presence, uint64_t attempt, std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>* keep) const {
-  std::vector<storage::ChunkUpdate::Values> out;
+void Intake::TakeValues(absl::string_view presence, uint64_t attempt, storage::ChunkUpdate* update,
+                        Buffers* keep) const {
   for (const Slot& slot : slots_) {
-    if (slot.value_attempt != attempt) continue;
-    const auto* values = reinterpret_cast<const float*>(slot.values->data());
-    bool used = false;
+    if (slot.value.attempt != attempt) continue;
+    storage::ChunkUpdate::LoggedValues logged{.place = {}, .begin = slot.range.begin, .parts = {}};
     for (const model::Segment& segment : segments_) {
-      if (!model::HasBit(presence, segment.tensor)) continue;
       const model::Range part = model::Intersect(segment.in_chunk, slot.range);
-      if (part.size() == 0) continue;
-      out.push_back({part.begin, absl::MakeConstSpan(values + (part.begin - slot.range.begin), part.size())});
-      used = true;
+      if (model::HasBit(presence, segment.tensor) && part.size() > 0) logged.parts.push_back({part.begin, part.end});
     }
-    if (used) keep->push_back(slot.values);
+    if (logged.parts.empty()) continue;
+    if (slot.value.place.has_value()) {
+      logged.place = *slot.value.place;
+      update->logged_values.push_back(std::move(logged));
+      continue;
+    }
+    const auto* values = reinterpret_cast<const float*>(slot.value.buffer->data());
+    for (const auto& [begin, end] : logged.parts) {
+      update->values.push_back({begin, absl::MakeConstSpan(values + (begin - slot.range.begin), end - begin)});
+    }
+    keep->push_back(slot.value.buffer);
   }
-  return out;
 }
 
-absl::Span<const std::byte> Intake::gradient() const {
-  if (gradient_ == nullptr) return {};
-  return {gradient_->data(), elements_ * element_bytes()};
+void Intake::TakeGradient(storage::ChunkUpdate* update, Buffers* keep) const {
+  const Held* const held = HasOneSlice() ? &slots_[0].gradient : nullptr;
+  if (held != nullptr && held->place.has_value()) {
+    update->logged_gradient = held->place;
+    update->gradient_begin = slots_[0].range.begin;
+  } else if (held != nullptr && held->buffer != nullptr) {
+    update->gradient = {held->buffer->data(), slots_[0].range.size() * element_bytes()};
+    update->gradient_begin = slots_[0].range.begin;
+    keep->push_back(held->buffer);
+  } else if (gradient_ != nullptr) {
+    update->gradient = {gradient_->data(), elements_ * element_bytes()};
+    keep->push_back(gradient_);
+  }
 }
 
 }  // namespace ballast::services

@@ -1,5 +1,7 @@
 // What has been pushed to one chunk for the step in flight: the gradient at its place in one buffer, value slices, and
-// the norms of the segments that are complete.
+// the norms of the segments that are complete. Of a *logged* chunk: a slice's bytes are here only until the gradient
+// log has them, then their place in it; but a gradient that several ranks have parts of stays, since norms need all
+// parts.
 //
 // Bytes are copied and norms computed outside the job's lock. Until both are done, nobody else may touch the same
 // elements: Busy() tells whom to make wait.
@@ -24,7 +26,7 @@
 namespace ballast::services {
 
 // DRAM for slices of one job. What its epoch reserved is there for sure; more is taken from the tier while needed.
-// Threads: any.
+// Large buffers that come back are kept for the next, within what is reserved. Threads: any.
 class ProvisionalMemory {
  public:
   // Borrows `tiers`. The destructor returns what is reserved.
@@ -34,6 +36,9 @@ class ProvisionalMemory {
   // RESOURCE_EXHAUSTED (BUDGET).
   absl::Status Reserve(uint64_t bytes);
   void Unreserve(uint64_t bytes);
+  uint64_t reserved_bytes() const;
+  // Is so much of it free?
+  bool Fits(uint64_t bytes) const;
 
   // Aligned to 4096 bytes, so that the log can write it from where it is, and in huge pages where it is large, which
   // makes that cheap; uninitialised. Returns its bytes when destroyed.
@@ -57,21 +62,24 @@ class ProvisionalMemory {
                                                           uint64_t bytes);
 
  private:
-  absl::Status Acquire(uint64_t bytes);
-  void Release(uint64_t bytes);
+  // `kept`: pages of as many bytes, if there are some.
+  absl::Status Acquire(uint64_t bytes, storage::Arena* kept);
+  void Release(uint64_t bytes, storage::Arena pages);
 
   storage::Tiers* const tiers_;
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   uint64_t reserved_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t used_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t extra_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // taken beyond the reservation
+  std::vector<storage::Arena> kept_ ABSL_GUARDED_BY(mu_);
+  uint64_t kept_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // with the used ones no more than is reserved
 };
 
 // Threads: the job's lock, except where said.
 class Intake {
  public:
-  Intake(std::shared_ptr<ProvisionalMemory> memory, uint64_t elements, kernels::Dtype gradient)
-      : memory_(std::move(memory)), elements_(elements), dtype_(gradient) {}
+  Intake(std::shared_ptr<ProvisionalMemory> memory, uint64_t elements, kernels::Dtype gradient, bool logged)
+      : memory_(std::move(memory)), elements_(elements), dtype_(gradient), logged_(logged) {}
 
   // A new epoch: everything held is void; these are the chunk's segments and slices from now on.
   void Reset(const model::Chunk& chunk, const model::EpochPlan& plan);
@@ -80,11 +88,13 @@ class Intake {
   // Gives back the gradient's memory if no slice is in it. REQUIRES: no update uses it.
   void ReleaseIdle();
 
+  // Do slices of this kind leave their memory once the log has them?
+  bool Logs(v1::SliceKind kind) const;
+  // Memory that BeginReceive of a slice will take.
+  uint64_t BufferBytes(uint32_t slice, v1::SliceKind kind) const;
+
   // Some of [range) (in the chunk) is being copied, or written to the log, or norms are being computed.
   bool Busy(model::Range range) const;
-  // From Begin to End the elements of a gradient slice must not change: the log writes them from where they are.
-  void BeginLogging(model::Range range) { logging_.push_back(range); }
-  void EndLogging(model::Range range) { logging_.erase(std::find(logging_.begin(), logging_.end(), range)); }
 
   // One copy in progress. `generation` tells whether an epoch or step went by meanwhile.
   struct Receipt {
@@ -93,7 +103,9 @@ class Intake {
     v1::SliceKind kind = v1::SLICE_KIND_GRADIENT;
     uint64_t attempt = 0;
     uint64_t generation = 0;
+    bool logged = false;  // it leaves the buffer once the log has it
     std::shared_ptr<ProvisionalMemory::Buffer> buffer;
+    uint64_t buffer_begin = 0;  // of a gradient: the element of the chunk that the buffer begins with
     std::byte* to = nullptr;
     // Of a value slice, from its start: what belongs to tensors. Padding may hold anything.
     std::vector<model::Range> tensors;
@@ -107,8 +119,19 @@ class Intake {
   };
   // Returns the segments that this slice completed: if any, ComputeNorms, then StoreNorms.
   std::vector<Completed> EndReceive(const Receipt& receipt, bool ok);
-  // As EndReceive of what a log held: norms wait until somebody asks for them.
-  void EndRestore(const Receipt& receipt);
+  // As EndReceive of what a log held: norms wait until somebody asks for them, but not those of a logged gradient.
+  void EndRestore(const Receipt& receipt, const storage::PayloadPlace& place);
+  // What EndReceive held was refused after all.
+  void Void(const Receipt& receipt);
+  // Until Written the elements of a gradient slice must not change: the log writes them from where they are.
+  void BeginLogging(const Receipt& receipt);
+  // `place`: where the log has the slice; null if it never will.
+  void Written(const Receipt& receipt, const storage::PayloadPlace* place);
+  // Of a decided step that is replayed: the slice is in the log, whole or not. REQUIRES: a value slice of a logged
+  // chunk, or HasOneSlice.
+  void HoldPlace(uint32_t slice, v1::SliceKind kind, uint64_t attempt, const storage::PayloadPlace& place);
+  bool HasOneSlice() const { return slots_.size() == 1; }
+
   // Outside the lock, between the two. INVALID_ARGUMENT (BAD_REQUEST) if an element of a value slice is not finite: it
   // would be in the state for ever, where an infinite gradient only skips a step. `begin`: of the slice, in its unit.
   static absl::Status CheckFinite(const Receipt& receipt, uint32_t unit, uint64_t begin);
@@ -121,28 +144,38 @@ class Intake {
   // Norms of the segments of present tensors; cached, or computed now.
   v1::ChunkNorm Norm(absl::string_view gradient_presence);
 
-  // Value slices of `attempt`, cut to the tensors of `presence`; `keep` is what the spans borrow from.
-  std::vector<storage::ChunkUpdate::Values> Values(absl::string_view presence, uint64_t attempt,
-                                                   std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>* keep) const;
-  // In the job's gradient dtype; empty before the first gradient.
-  absl::Span<const std::byte> gradient() const;
+  using Buffers = std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>;
+  // Puts value slices of `attempt`, cut to the tensors of `presence`, into `update`; `keep`: what its spans borrow
+  // from.
+  void TakeValues(absl::string_view presence, uint64_t attempt, storage::ChunkUpdate* update, Buffers* keep) const;
+  // The same of the gradient.
+  void TakeGradient(storage::ChunkUpdate* update, Buffers* keep) const;
 
  private:
+  struct Held {
+    std::optional<uint64_t> attempt;
+    std::shared_ptr<ProvisionalMemory::Buffer> buffer;  // its own, if it has one
+    std::optional<storage::PayloadPlace> place;         // in the log, in the buffer's stead
+  };
   struct Slot {
     uint32_t slice = 0;  // index into the plan's slices
     model::Range range;  // in the chunk
-    std::optional<uint64_t> gradient_attempt;
-    std::optional<uint64_t> value_attempt;
-    std::shared_ptr<ProvisionalMemory::Buffer> values;
+    Held gradient;
+    Held value;
+    Held& held(v1::SliceKind kind) { return kind == v1::SLICE_KIND_VALUE ? value : gradient; }
   };
+  std::vector<Slot>::const_iterator FindSlot(uint32_t slice) const;
   void Hold(const Receipt& receipt);
+  std::vector<Completed> CompletedBy(const Receipt& receipt) const;
   bool Complete(const model::Segment& segment, uint64_t attempt) const;
-  kernels::NormResult NormOf(const std::byte* gradient, model::Range range) const;
+  // `gradient`: its element `begin` of the chunk and those behind.
+  kernels::NormResult NormOf(const std::byte* gradient, uint64_t begin, model::Range range) const;
   uint64_t element_bytes() const { return kernels::ElementBytes(dtype_); }
 
   const std::shared_ptr<ProvisionalMemory> memory_;
   const uint64_t elements_;
   const kernels::Dtype dtype_;
+  const bool logged_;
   uint64_t generation_ = 0;
   uint64_t chunk_ = 0;
   std::vector<model::Segment> segments_;

@@ -189,6 +189,12 @@ void Job::Opened(const model::EpochPlan& plan) {
     }
     by_index_[indices[i]] = chunks_[i];
   }
+  uint64_t elements = 0, read_back = 0;
+  for (const auto& chunk : chunks_) {
+    elements += chunk->elements;
+    if (chunk->intake.Logs(v1::SLICE_KIND_GRADIENT)) read_back += chunk->elements;
+  }
+  read_back_share_ = elements == 0 ? 0 : static_cast<double>(read_back) / static_cast<double>(elements);
   // Slices of older epochs are void, the log need not keep them.
   const int64_t released = Seeded(storage::StorageBug::kReleasedTooMuch) ? -1 : machine_->committed();
   if (journal_ != nullptr) journal_->log().Release(released);

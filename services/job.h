@@ -59,12 +59,17 @@ struct JobSurroundings {
 // A chunk of the job that lives on this server. Guarded by the job's lock.
 struct HeldChunk {
   HeldChunk(std::shared_ptr<ProvisionalMemory> memory, uint64_t store_index, uint64_t id, uint64_t elements,
-            kernels::Dtype gradient)
-      : store_index(store_index), id(id), elements(elements), intake(std::move(memory), elements, gradient) {}
+            kernels::Dtype gradient, bool logged)
+      : store_index(store_index),
+        id(id),
+        elements(elements),
+        logged(logged),
+        intake(std::move(memory), elements, gradient, logged) {}
 
   const uint64_t store_index;
   const uint64_t id;  // index in the layout that it was taken for
   const uint64_t elements;
+  const bool logged;  // its slices are read back from the log, as far as they can be
   model::Chunk layout;
   std::optional<int64_t> version;  // none before its first Open
   int64_t changed = -1;            // the last transaction that changed it; -1: none
@@ -174,8 +179,13 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   bool TryPush(const v1::PushRequest& header, absl::Span<const std::byte> payload, const Reply<v1::PushResponse>& reply,
                Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Receive(const v1::PushRequest& header, absl::Span<const std::byte> payload,
-               const std::shared_ptr<HeldChunk>& chunk, const Intake::Receipt& receipt,
-               const Reply<v1::PushResponse>& reply) ABSL_LOCKS_EXCLUDED(mu_);
+               const std::shared_ptr<HeldChunk>& chunk, Intake::Receipt receipt, const Reply<v1::PushResponse>& reply)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // False: the chunk's pushes are woken when slices on their way to the log have given back memory for this one.
+  bool TakesBuffer(const std::shared_ptr<HeldChunk>& chunk, uint32_t slice, v1::SliceKind kind)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The memory of a logged slice came back.
+  void BufferReturned(Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void WakePushes(HeldChunk* chunk, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::shared_ptr<HeldChunk> FindSliceChunk(const v1::PushRequest& header, uint32_t* slice) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -214,6 +224,16 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // `segment_bytes`: of the journal that there is; 0 if there is none.
   static JournalSize JournalSizeOf(const NewChunks& wanted, uint64_t segment_bytes);
   std::shared_ptr<storage::ChunkStore> MakeStore(const NewChunks& wanted) const;
+  // Memory of chunks whose slices are read back from the log (reading_back.cc). Of `buffer_bytes` for their slices,
+  // what updates read into; the rest is for pushes.
+  absl::Status TakeReadBack(const NewChunks& wanted, uint64_t buffer_bytes) ABSL_LOCKS_EXCLUDED(mu_);
+  // What this epoch's tiling needs besides: gradients of chunks that its ranks share. Moves state to NVMe if there is
+  // no room. RESOURCE_EXHAUSTED (BUDGET).
+  absl::Status TakeSharedGradients(const model::EpochPlan& plan, absl::Span<const std::shared_ptr<HeldChunk>> chunks)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<bool> MoveOneDown(storage::ChunkStore* store);
+  // Before updates run: memory for what they have in the log.
+  absl::Status PrepareReadBack(StepWork* work) ABSL_LOCKS_EXCLUDED(mu_);
   storage::PlanRequest PlanOf(const NewChunks& wanted, const storage::ChunkStore& store,
                               const std::vector<storage::ChunkToAdd>& missing, const storage::TierBytes& returned);
   // Logs it, or keeps it for the dry run's answer.
@@ -231,16 +251,18 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Some of what the step changes here, and that replay needs, is not held. DATA_LOSS (DIVERGED).
   absl::Status CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord& prepared) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  enum class LostSlice { kRefused, kPushedAgain };
-  // `lost`: what becomes of a slice whose bytes cannot be read.
-  absl::Status LoadSlices(uint64_t attempt, int64_t step, LostSlice lost, Replaying* replaying);
+  // Slices in the log, of a step that is decided: the update reads them where it can / prepared: whoever lacks the
+  // bytes of one is refused / neither: what cannot be read is pushed again.
+  enum class SliceUse { kDecided, kPrepared, kPushed };
+  absl::Status LoadSlices(uint64_t attempt, int64_t step, SliceUse use, Replaying* replaying);
   struct SliceLoad;
-  absl::Status BeginLoad(uint32_t slice, SliceLoad* load, Replaying* replaying);
-  absl::Status ReadSlices(LostSlice lost, std::vector<SliceLoad>* loads, Replaying* replaying);
+  absl::Status FindLoad(int64_t step, SliceLoad* load) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status BeginLoad(SliceLoad* load, Replaying* replaying);
+  absl::Status ReadSlices(SliceUse use, std::vector<SliceLoad>* loads, Replaying* replaying);
   void RunStep(StepWork* work);
   void NoteCommitted(int64_t step);
-  absl::Status RunUpdates(storage::ChunkStore* store, StepWork* work);
-  storage::StepShape ShapeOf(const storage::ChunkStore& store) const;
+  absl::Status RunUpdates(storage::ChunkStore* store, StepWork* work, const storage::BlockFile* log);
+  storage::StepShape ShapeOf(const storage::ChunkStore& store) const ABSL_LOCKS_EXCLUDED(mu_);
   // Lets the job's thread go on with moves, if there are any.
   void ResumeMoves() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void MoveSome();
@@ -269,7 +291,12 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   std::shared_ptr<storage::ChunkStore> store_ ABSL_GUARDED_BY(mu_);         // made by the job's thread
   std::optional<storage::StepPrediction> prediction_ ABSL_GUARDED_BY(mu_);  // by the newest plan
   std::shared_ptr<ProvisionalMemory> memory_ ABSL_GUARDED_BY(mu_);
-  std::vector<std::shared_ptr<HeldChunk>> chunks_ ABSL_GUARDED_BY(mu_);  // in registration order
+  // Of memory_, if some chunk is logged: where updates read slices back.
+  std::shared_ptr<ProvisionalMemory::Buffer> read_back_ ABSL_GUARDED_BY(mu_);
+  double read_back_share_ ABSL_GUARDED_BY(mu_) = 0;      // of the gradients, what is read back in this epoch
+  uint64_t buffers_returning_ ABSL_GUARDED_BY(mu_) = 0;  // of logged slices that the log does not have yet
+  std::deque<std::shared_ptr<HeldChunk>> short_of_buffers_ ABSL_GUARDED_BY(mu_);  // their pushes wait for those
+  std::vector<std::shared_ptr<HeldChunk>> chunks_ ABSL_GUARDED_BY(mu_);           // in registration order
   std::vector<std::shared_ptr<HeldChunk>> spares_ ABSL_GUARDED_BY(mu_);  // taken for an Open that was then refused
   absl::flat_hash_map<uint64_t, std::shared_ptr<HeldChunk>> by_index_ ABSL_GUARDED_BY(mu_);
 
@@ -281,6 +308,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
     HeldChunk* chunk = nullptr;
     const Intake::Receipt* receipt = nullptr;
     uint64_t bytes = 0;
+    bool logged = false;  // it was appended
   };
   Arrived arrived_ ABSL_GUARDED_BY(mu_);  // the slice whose record the machine may append
   std::pair<int64_t, uint64_t> logged_attempt_ ABSL_GUARDED_BY(mu_) = {-1, 0};  // the highest: step and attempt

@@ -32,8 +32,9 @@ struct Job::StepWork {
   std::vector<storage::ChunkUpdate> updates;
   std::vector<std::shared_ptr<HeldChunk>> touched;    // of updates, same order
   std::vector<std::shared_ptr<HeldChunk>> untouched;  // get the version and nothing else
-  // Per update, what its value spans borrow from.
-  std::vector<std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>> values;
+  std::vector<Intake::Buffers> buffers;               // per update, what its spans borrow from
+  // For what updates have in the log; null if that is nothing.
+  std::shared_ptr<ProvisionalMemory::Buffer> read_back;
   absl::Status incomplete;  // of a replay: some slice was not in the log
 };
 
@@ -44,8 +45,13 @@ struct Job::NewChunks {
   std::vector<uint64_t> ids;           // in the layout
   std::vector<uint64_t> elements;      // same order
   std::vector<uint64_t> all_elements;  // of the chunks that there are already, too
+  uint64_t shared_elements = 0;        // of `elements`, in chunks of more than one slice
   uint64_t snapshot_bytes = 0;         // SnapshotBytesMax, once they are there
   bool dry_run = false;
+  // What slices take of memory if they are read back from the log.
+  storage::PlanRequest::ReadBack read_back() const;
+  // And if they stay in memory.
+  uint64_t slice_bytes_per_element() const;
   bool durable() const { return spec.durability() == v1::DURABILITY_STEP; }
 };
 

@@ -112,23 +112,22 @@ void Job::Journalise(const StepRecord& record, uint64_t lsn) {
   out.lsn = lsn;
   if (const auto* slice = std::get_if<SliceRecord>(&record)) {
     NoteAttempt(slice->header.step(), slice->header.attempt());
+    arrived_.logged = true;
     const Intake::Receipt& receipt = *arrived_.receipt;
     out.payload = {receipt.to, arrived_.bytes};
     out.payload_crc32c = slice->header.crc32c();
     out.keep_for = slice->header.step();
-    if (receipt.kind == v1::SLICE_KIND_GRADIENT) {
-      const std::shared_ptr<HeldChunk> chunk = by_index_.at(arrived_.chunk->layout.index);
-      chunk->intake.BeginLogging(receipt.range);
-      out.written = [this, chunk, range = receipt.range, buffer = receipt.buffer] {
-        LockedOnStage([&](Replies* replies) {
-          mu_.AssertHeld();
-          chunk->intake.EndLogging(range);
-          WakePushes(chunk.get(), replies);
-        });
-      };
-    } else {
-      out.written = [buffer = receipt.buffer] {};  // value slices have a buffer each
-    }
+    const std::shared_ptr<HeldChunk> chunk = by_index_.at(arrived_.chunk->layout.index);
+    chunk->intake.BeginLogging(receipt);
+    out.written = [this, chunk, receipt = receipt](const storage::PayloadPlace* place) mutable {
+      LockedOnStage([&](Replies* replies) {
+        mu_.AssertHeld();
+        chunk->intake.Written(receipt, place);
+        receipt.buffer.reset();
+        if (receipt.logged) BufferReturned(replies);
+        WakePushes(chunk.get(), replies);
+      });
+    };
   }
   // No slice of a restore keeps its step in the log until the chunks are flushed.
   if (const auto* prepared = std::get_if<PreparedStepRecord>(&record);

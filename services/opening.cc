@@ -15,11 +15,6 @@
 namespace ballast::services {
 namespace {
 
-// Of a chunk: its gradient and 2 bytes beside it; a transaction of values alone, 4 bytes, fits in any case.
-uint64_t ProvisionalBytesPerElement(const kernels::OptimizerSpec& optimizer) {
-  return std::max<uint64_t>(sizeof(float), kernels::ElementBytes(optimizer.gradient) + 2);
-}
-
 absl::Status Unsupported(absl::string_view message) {
   return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported, message);
 }
@@ -45,17 +40,15 @@ storage::TierBytes Free(const storage::Tiers& tiers, const storage::TierBytes& r
   return free;
 }
 
-// What a store that nobody uses yet, and its chunks' reservations, hold.
-storage::TierBytes TakenBy(const storage::ChunkStore& store, const std::vector<std::shared_ptr<HeldChunk>>& chunks) {
+// What a store that nobody uses yet, and the memory for its slices, hold.
+storage::TierBytes TakenBy(const storage::ChunkStore& store, const ProvisionalMemory& memory) {
   storage::TierBytes taken;
   const storage::ChunkStore::Residency residency = store.residency();
   for (int i = 0; i < storage::kTierKinds; ++i) {
     const auto kind = static_cast<storage::TierKind>(i);
     taken[kind] = residency.state[kind] + residency.working[kind];
   }
-  for (const auto& chunk : chunks) {
-    taken.dram += chunk->elements * ProvisionalBytesPerElement(store.layout().optimizer());
-  }
+  taken.dram += memory.reserved_bytes();
   return taken;
 }
 
@@ -150,8 +143,12 @@ absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::sh
     if (i < chunks->size()) continue;
     wanted.ids.push_back(mine[i]);
     wanted.elements.push_back(elements);
+    if (plan.slices_of_chunk(mine[i]).size() > 1) wanted.shared_elements += elements;
   }
-  return AddChunks(wanted, chunks);
+  BALLAST_RETURN_IF_ERROR(AddChunks(wanted, chunks));
+  if (wanted.dry_run) return absl::OkStatus();
+  return model::Annotate(TakeSharedGradients(plan, *chunks),
+                         absl::StrCat("job '", name_, "' does not fit on server '", around_.server_id, "'"));
 }
 
 std::shared_ptr<storage::ChunkStore> Job::MakeStore(const NewChunks& wanted) const {
@@ -173,7 +170,7 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
   storage::PlanRequest plan{.free = Free(*around_.tiers, returned),
                             .elements = {},
                             .layout = store.layout(),
-                            .provisional_bytes_per_element = ProvisionalBytesPerElement(wanted.optimizer),
+                            .provisional_bytes_per_element = wanted.slice_bytes_per_element(),
                             .staging_bytes = store.staging_bytes_missing(),
                             .placed = store.placed(),
                             .shape = ShapeOf(store)};
@@ -184,9 +181,11 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
   }
   if (!wanted.durable()) return plan;
   uint64_t segment_bytes = 0;
+  plan.read_back = wanted.read_back();
   {
     absl::MutexLock lock(&mu_);
     if (journal_ != nullptr) segment_bytes = journal_->log().segment_bytes();
+    if (read_back_ != nullptr) plan.read_back->buffer_bytes_min = plan.read_back->buffer_bytes_max = 0;
   }
   const JournalSize size = JournalSizeOf(wanted, segment_bytes);
   plan.durable = true;
@@ -196,11 +195,13 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
 }
 
 storage::StepShape Job::ShapeOf(const storage::ChunkStore& store) const {
+  absl::MutexLock lock(&mu_);
   return {.machine = around_.machine,
           .threads = around_.compute->threads(),
           .staging_bytes = store.slot_memory_bytes(),
           .durable = store.durable(),
-          .flushed_share = Journal::kFlushedShare};
+          .flushed_share = Journal::kFlushedShare,
+          .read_back_share = read_back_share_};
 }
 
 void Job::NotePlan(const storage::Plan& plan, bool dry_run) {
@@ -219,7 +220,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
   const kernels::OptimizerSpec& optimizer = wanted.optimizer;
   const std::vector<uint64_t>& elements = wanted.elements;
   const bool dry_run = wanted.dry_run;
-  const uint64_t provisional_per_element = ProvisionalBytesPerElement(optimizer);
+  bool logged = false;  // the slices of the new chunks
   std::shared_ptr<storage::ChunkStore> store, old_store;
   std::shared_ptr<ProvisionalMemory> memory;
   std::vector<std::shared_ptr<HeldChunk>> spares, old_spares;  // what is old goes without the lock
@@ -243,7 +244,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
       moves_ = nullptr;
       old_spares.swap(spares_);
     }
-    if (other && dry_run) freed = TakenBy(*store_, spares_);
+    if (other && dry_run) freed = TakenBy(*store_, *memory_);
     aside = dry_run && (other || store_ == nullptr);
     if (store_ == nullptr || other) {
       store = MakeStore(wanted);
@@ -255,6 +256,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     }
     if (!dry_run) {
       store_ = store;
+      if (memory_ != memory) read_back_ = nullptr;
       memory_ = memory;
     }
   }
@@ -285,17 +287,22 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
   if (missing.empty()) planned_.set_plan("All of the job's chunks have their places here already.");
   if (!missing.empty()) {
     absl::MutexLock planning(around_.planning);
-    uint64_t total = 0;
-    for (const storage::ChunkToAdd& chunk : missing) total += chunk.elements;
-    const uint64_t provisional_bytes = total * provisional_per_element;
-    const absl::StatusOr<storage::Plan> plan = storage::MakePlan(PlanOf(wanted, *store, missing, freed));
+    const storage::PlanRequest request = PlanOf(wanted, *store, missing, freed);
+    const absl::StatusOr<storage::Plan> plan = storage::MakePlan(request);
     status = plan.status();
     if (status.ok()) NotePlan(*plan, dry_run);
     if (status.ok() && !dry_run && wanted.durable()) status = EnsureJournal(wanted);
-    if (status.ok() && !dry_run) status = memory->Reserve(provisional_bytes);
+    if (status.ok() && !dry_run) status = memory->Reserve(plan->slice_bytes);
     if (status.ok() && !dry_run) {
-      status = store->Add(missing, *plan);
-      if (!status.ok()) memory->Unreserve(provisional_bytes);
+      logged = plan->reads_back;
+      const bool first = request.read_back.has_value() && request.read_back->buffer_bytes_min > 0;
+      if (logged) status = TakeReadBack(wanted, plan->slice_bytes - request.read_back->shared_bytes);
+      if (status.ok()) status = store->Add(missing, *plan);
+      if (!status.ok()) {
+        absl::MutexLock lock(&mu_);
+        if (first) read_back_ = nullptr;
+        memory->Unreserve(plan->slice_bytes);
+      }
     }
   }
   if (!status.ok() || dry_run) {
@@ -309,7 +316,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
   }
   for (size_t i = 0; i < elements.size(); ++i) {
     if (taken[i] == nullptr) {
-      taken[i] = std::make_shared<HeldChunk>(memory, next++, wanted.ids[i], elements[i], optimizer.gradient);
+      taken[i] = std::make_shared<HeldChunk>(memory, next++, wanted.ids[i], elements[i], optimizer.gradient, logged);
       const auto restored = std::find_if(missing.begin(), missing.end(),
                                          [&](const auto& m) { return m.id == wanted.ids[i] && m.durable.has_value(); });
       if (restored != missing.end()) taken[i]->version = restored->durable->version;

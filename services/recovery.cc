@@ -123,7 +123,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     // Who has not heard that all servers prepared the step keeps its gradients, and is told what is missing.
     const bool needed = prepared.has_value() && prepared->attempt() == attempt;
     BALLAST_RETURN_IF_ERROR(
-        LoadSlices(attempt, committed + 1, needed ? LostSlice::kRefused : LostSlice::kPushedAgain, &replaying));
+        LoadSlices(attempt, committed + 1, needed ? SliceUse::kPrepared : SliceUse::kPushed, &replaying));
   }
   BALLAST_RETURN_IF_ERROR(replaying.FinishUpdates());
   if (prepared.has_value()) {
@@ -231,7 +231,7 @@ absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadP
     return machine_->Replay(record);
   }
   const int64_t step = decision->decision.step();
-  BALLAST_RETURN_IF_ERROR(LoadSlices(decision->decision.attempt(), step, LostSlice::kRefused, replaying));
+  BALLAST_RETURN_IF_ERROR(LoadSlices(decision->decision.attempt(), step, SliceUse::kDecided, replaying));
   storage::Pass("recovery/slices_loaded");
   replaying->slices.clear();
   BALLAST_RETURN_IF_ERROR(replaying->FinishUpdates());
@@ -245,14 +245,16 @@ absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadP
     store = store_;
     for (const auto& chunk : work->untouched) chunk->version = step;
   }
+  BALLAST_RETURN_IF_ERROR(PrepareReadBack(work.get()));
+  applied_ = step;
   ++replaying->steps;
   if (absl::Now() - replaying->said > kProgressEvery) {
     replaying->said = absl::Now();
     spdlog::info("job '{}': recovering, at step {}, {} MiB of slices replayed", name_, step,
                  replaying->payload_bytes >> 20);
   }
-  const auto update = [this, store, work] {
-    const absl::Status status = RunUpdates(store.get(), work.get());
+  const auto update = [this, store, work, log = replaying->file] {
+    const absl::Status status = RunUpdates(store.get(), work.get(), log);
     storage::Pass("recovery/step_replayed");
     return status;
   };

@@ -1,4 +1,5 @@
-// How class Job reads slices of a step back from its log into the chunks' intakes, at recovery.
+// How class Job finds slices of a step in its log at recovery: where they are is enough for an update of a decided
+// step; else, and what chunks have parts of, they are read into the chunks' intakes.
 #include <spdlog/spdlog.h>
 
 #include <map>
@@ -23,13 +24,37 @@ constexpr size_t kLoadsMax = 16;
 // A slice on its way from the log to its chunk.
 struct Job::SliceLoad {
   const v1::PushRequest* header = nullptr;  // of the log's record
-  std::shared_ptr<HeldChunk> chunk;
-  Intake::Receipt receipt;
   storage::PayloadPlace payload;
+  std::shared_ptr<HeldChunk> chunk;  // null if none needs it
+  uint32_t slice = 0;                // index into the plan's
+  model::Range range;                // in the chunk
+  Intake::Receipt receipt;
   absl::Status status;
 };
 
-absl::Status Job::LoadSlices(uint64_t attempt, int64_t step, LostSlice lost, Replaying* replaying) {
+absl::Status Job::FindLoad(int64_t step, SliceLoad* load) const {
+  const v1::PushRequest& header = *load->header;
+  load->chunk = FindSliceChunk(header, &load->slice);
+  if (load->chunk == nullptr) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                        absl::StrCat("the log of job '", name_, "' holds a slice of step ", step,
+                                     " that its epoch's tiling does not give to this server"));
+  }
+  const uint64_t start = load->chunk->layout.range.begin;
+  load->range = {header.begin() - start, header.end() - start};
+  if (*load->chunk->version >= step && !Seeded(storage::StorageBug::kReplayedTwice)) {
+    load->chunk = nullptr;
+    return absl::OkStatus();
+  }
+  const bool value = header.kind() == v1::SLICE_KIND_VALUE;
+  const uint64_t bytes = load->range.size() * (value ? sizeof(float) : store_->layout().gradient_element_bytes());
+  if (load->payload.bytes == bytes) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kDataLoss, model::kBadLength,
+      absl::StrCat("a slice in the log of job '", name_, "' has ", load->payload.bytes, " bytes, expected ", bytes));
+}
+
+absl::Status Job::LoadSlices(uint64_t attempt, int64_t step, SliceUse use, Replaying* replaying) {
   using Place = std::tuple<int, uint32_t, uint64_t>;
   const auto place = [](const v1::PushRequest& slice) { return Place(slice.kind(), slice.unit(), slice.begin()); };
   // One whose bytes were lost before was pushed again: the last record counts.
@@ -41,33 +66,35 @@ absl::Status Job::LoadSlices(uint64_t attempt, int64_t step, LostSlice lost, Rep
   for (const Replaying::Slice& slice : replaying->slices) {
     if (slice.header.attempt() != attempt || slice.header.step() != step) continue;
     if (newest[place(slice.header)] != &slice) continue;
-    uint32_t index = 0;
     SliceLoad load;
     load.header = &slice.header;
     load.payload = slice.payload;
-    bool busy = false;
+    bool waits = false;
     {
       absl::MutexLock lock(&mu_);
-      load.chunk = FindSliceChunk(slice.header, &index);
-      if (load.chunk == nullptr) {
-        return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
-                            absl::StrCat("the log of job '", name_, "' holds a slice of step ", step,
-                                         " that its epoch's tiling does not give to this server"));
+      BALLAST_RETURN_IF_ERROR(FindLoad(step, &load));
+      if (load.chunk == nullptr) continue;
+      Intake& intake = load.chunk->intake;
+      const v1::SliceKind kind = slice.header.kind();
+      if (use == SliceUse::kDecided &&
+          (intake.Logs(kind) || (kind == v1::SLICE_KIND_GRADIENT && intake.HasOneSlice()))) {
+        intake.HoldPlace(load.slice, kind, attempt, load.payload);
+        replaying->payload_bytes += load.payload.bytes;
+        continue;
       }
-      if (*load.chunk->version >= step && !Seeded(storage::StorageBug::kReplayedTwice)) continue;
-      const uint64_t start = load.chunk->layout.range.begin;
-      busy = load.chunk->intake.Busy({slice.header.begin() - start, slice.header.end() - start});
+      // Values and gradients of the same elements one after the other, and logged slices in the memory that there is.
+      waits = intake.Busy(load.range) || !memory_->Fits(intake.BufferBytes(load.slice, kind));
     }
-    // Values and gradients of the same elements, one after the other.
-    if (busy || loads.size() == kLoadsMax) BALLAST_RETURN_IF_ERROR(ReadSlices(lost, &loads, replaying));
-    BALLAST_RETURN_IF_ERROR(BeginLoad(index, &load, replaying));
+    if (waits || loads.size() == kLoadsMax) BALLAST_RETURN_IF_ERROR(ReadSlices(use, &loads, replaying));
+    BALLAST_RETURN_IF_ERROR(BeginLoad(&load, replaying));
     loads.push_back(std::move(load));
   }
-  return ReadSlices(lost, &loads, replaying);
+  return ReadSlices(use, &loads, replaying);
 }
 
-absl::Status Job::BeginLoad(uint32_t slice, SliceLoad* load, Replaying* replaying) {
+absl::Status Job::BeginLoad(SliceLoad* load, Replaying* replaying) {
   Intake& intake = load->chunk->intake;
+  const v1::PushRequest& header = *load->header;
   absl::StatusOr<Intake::Receipt> receipt;
   {
     absl::MutexLock lock(&mu_);
@@ -76,31 +103,24 @@ absl::Status Job::BeginLoad(uint32_t slice, SliceLoad* load, Replaying* replayin
       return load->chunk->updates_pending == 0 || !replaying->updating;
     };
     mu_.Await(absl::Condition(&free));
-    receipt = intake.BeginReceive(slice, load->header->kind(), load->header->attempt());
+    receipt = intake.BeginReceive(load->slice, header.kind(), header.attempt());
   }
   if (absl::IsResourceExhausted(receipt.status())) {
     // As for a push, buffers that no slice is in make room, once the last step's update is through with its own.
     BALLAST_RETURN_IF_ERROR(replaying->FinishUpdates());
     absl::MutexLock lock(&mu_);
     for (const auto& other : chunks_) other->intake.ReleaseIdle();
-    receipt = intake.BeginReceive(slice, load->header->kind(), load->header->attempt());
+    receipt = intake.BeginReceive(load->slice, header.kind(), header.attempt());
   }
   BALLAST_RETURN_IF_ERROR(receipt.status());
   load->receipt = *std::move(receipt);
   return absl::OkStatus();
 }
 
-absl::Status Job::ReadSlices(LostSlice lost, std::vector<SliceLoad>* loads, Replaying* replaying) {
-  const uint64_t gradient_bytes = loads->empty() ? 0 : store_->layout().gradient_element_bytes();
+absl::Status Job::ReadSlices(SliceUse use, std::vector<SliceLoad>* loads, Replaying* replaying) {
   const auto read = [&](uint64_t i) {
     SliceLoad& load = (*loads)[i];
-    const bool value = load.receipt.kind == v1::SLICE_KIND_VALUE;
-    const uint64_t bytes = load.receipt.range.size() * (value ? sizeof(float) : gradient_bytes);
-    load.status = load.payload.bytes == bytes
-                      ? storage::ReadPayload(*replaying->file, load.payload, {load.receipt.to, bytes})
-                      : model::Error(absl::StatusCode::kDataLoss, model::kBadLength,
-                                     absl::StrCat("a slice in the log of job '", name_, "' has ", load.payload.bytes,
-                                                  " bytes, expected ", bytes));
+    load.status = storage::ReadPayload(*replaying->file, load.payload, {load.receipt.to, load.payload.bytes});
   };
   // Several at a time: one is checked while others are on their way from the disk.
   around_.compute->ParallelFor(loads->size(), read);
@@ -109,11 +129,11 @@ absl::Status Job::ReadSlices(LostSlice lost, std::vector<SliceLoad>* loads, Repl
   for (const SliceLoad& load : *loads) {
     replaying->payload_bytes += load.payload.bytes;
     if (load.status.ok()) {
-      load.chunk->intake.EndRestore(load.receipt);
+      load.chunk->intake.EndRestore(load.receipt, load.payload);
       continue;
     }
     load.chunk->intake.EndReceive(load.receipt, /*ok=*/false);
-    if (lost == LostSlice::kRefused || !absl::IsDataLoss(load.status)) {
+    if (use != SliceUse::kPushed || !absl::IsDataLoss(load.status)) {
       status.Update(load.status);
       continue;
     }

@@ -78,14 +78,14 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
                      .unit = chunk->layout.unit,
                      .step = static_cast<uint64_t>(decision.step()),
                      .first_element = chunk->layout.range.begin};
-    std::vector<std::shared_ptr<ProvisionalMemory::Buffer>> values;
-    if (!skip) change.values = chunk->intake.Values(header.value_presence(), prepared.attempt(), &values);
+    Intake::Buffers buffers;
+    if (!skip) chunk->intake.TakeValues(header.value_presence(), prepared.attempt(), &change, &buffers);
     for (const model::Segment& segment : chunk->layout.segments) {
       if (!update || !model::HasBit(header.gradient_presence(), segment.tensor)) continue;
       change.segments.push_back({segment.in_chunk.begin, segment.in_chunk.end,
                                  coefficients.Get(segment.group, tensor_steps[segment.tensor])});
     }
-    if (!change.segments.empty()) change.gradient = chunk->intake.gradient();
+    if (!change.segments.empty()) chunk->intake.TakeGradient(&change, &buffers);
     chunk->intake.Clear();
     if (header.kind() == v1::STEP_KIND_RESTORE) {
       change.restored = header.restored_version();
@@ -93,13 +93,14 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
       // replay.
       change.flush = true;
     }
-    if (change.values.empty() && change.segments.empty() && !change.restored.has_value()) {
+    const bool values = !change.values.empty() || !change.logged_values.empty();
+    if (!values && change.segments.empty() && !change.restored.has_value()) {
       work->untouched.push_back(chunk);
     } else {
       ++chunk->updates_pending;
       work->touched.push_back(chunk);
       work->updates.push_back(std::move(change));
-      work->values.push_back(std::move(values));
+      work->buffers.push_back(std::move(buffers));
     }
   }
   if (recovering_) {
@@ -115,12 +116,14 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
 
 void Job::RunStep(StepWork* work) {
   std::shared_ptr<storage::ChunkStore> store;
+  const storage::BlockFile* log = nullptr;  // stays until the job's thread has ended
   bool refused = false;
   LockedOnStage([&](Replies* replies) {
     mu_.AssertHeld();
     refused = !Refusal().ok();
     if (refused) return;
     store = store_;
+    if (journal_ != nullptr) log = &journal_->log().file();
     for (const auto& chunk : work->touched) chunk->next_started = true;
     for (const auto& chunk : work->untouched) {
       chunk->version = work->step;
@@ -131,7 +134,8 @@ void Job::RunStep(StepWork* work) {
   const absl::Time began = absl::Now();
   std::vector<uint64_t> others;
   MarkFlushes(store.get(), work, &others);
-  absl::Status status = RunUpdates(store.get(), work);
+  absl::Status status = PrepareReadBack(work);
+  if (status.ok()) status = RunUpdates(store.get(), work, log);
   storage::Pass("step/updated");
   if (status.ok()) status = Flush(store.get(), others, work->step);
   storage::Pass("step/flushed");
@@ -160,12 +164,14 @@ void Job::NoteCommitted(int64_t step) {
                 step, std::string(written.message()));
 }
 
-absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work) {
+absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work, const storage::BlockFile* log) {
+  storage::ReadBack read_back{.log = log, .memory = {}};
+  if (work->read_back != nullptr) read_back.memory = {work->read_back->data(), work->read_back->bytes()};
   size_t finished = 0;
   const auto done = [&](size_t) {
     const size_t i = finished++;
     // Before the next step's slices of this chunk: what was reserved holds either.
-    work->values[i].clear();
+    work->buffers[i].clear();
     LockedOnStage([&](Replies* replies) {
       mu_.AssertHeld();
       HeldChunk& chunk = *work->touched[i];
@@ -178,7 +184,7 @@ absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work) {
   };
   for (;;) {
     if (finished == work->updates.size()) return absl::OkStatus();
-    const absl::Status status = store->Run(absl::MakeConstSpan(work->updates).subspan(finished), done);
+    const absl::Status status = store->Run(absl::MakeConstSpan(work->updates).subspan(finished), done, read_back);
     // Out of space for a pinned copy, the chunk and those behind it are untouched: the pin yields, not the training.
     if (!absl::IsResourceExhausted(status) || !GiveUpOldestPin(store, status)) return status;
   }

@@ -16,6 +16,7 @@
 #include "ballast/kernels/optimizer.h"
 #include "ballast/kernels/thread_pool.h"
 #include "ballast/storage/extent_label.h"
+#include "ballast/storage/log/log_format.h"
 #include "ballast/storage/placement/placement.h"
 #include "ballast/storage/tier/tiers.h"
 
@@ -28,6 +29,16 @@ struct ChunkUpdate {
     uint64_t begin = 0;  // elements from the chunk's start
     absl::Span<const float> values;
   };
+  // A slice of values whose bytes are in the gradient log.
+  struct LoggedValues {
+    PayloadPlace place;
+    uint64_t begin = 0;  // of the slice, elements from the chunk's start
+    struct Part {
+      uint64_t begin = 0;  // of the chunk
+      uint64_t end = 0;
+    };
+    std::vector<Part> parts;  // what the update takes of it
+  };
   struct SegmentUpdate {
     uint64_t begin = 0;
     uint64_t end = 0;
@@ -36,8 +47,13 @@ struct ChunkUpdate {
   uint64_t chunk = 0;  // the store's own index, from Add
   std::vector<Values> values;
   std::vector<SegmentUpdate> segments;
-  absl::Span<const std::byte> gradient;  // the whole chunk, in the optimizer's gradient dtype; empty if no segment
-  kernels::RandomKey random;             // first_element: the chunk's, in its unit
+  std::vector<LoggedValues> logged_values;  // as `values`, of other elements
+  // In the optimizer's gradient dtype: all elements that segments touch, from `gradient_begin` on; empty if there is
+  // no segment. Or where the gradient log has these bytes.
+  absl::Span<const std::byte> gradient;
+  std::optional<PayloadPlace> logged_gradient;
+  uint64_t gradient_begin = 0;
+  kernels::RandomKey random;  // first_element: the chunk's, in its unit
   // Of a durable store: what the chunk's state is after this update, and whether it goes to the disk although it lives
   // in memory. State that lives on NVMe does so in any case.
   int64_t version = -1;
@@ -54,6 +70,14 @@ struct DurableOptions {
   uint64_t life = 0;  // of it, too
   // Keeps the entries for a restart, all or none of them, durably. Blocks. On the thread that runs the store.
   std::function<absl::Status(absl::Span<const DurableChunk>)> record;
+};
+
+// Where a run reads back what its updates only have places of.
+struct ReadBack {
+  const BlockFile* log = nullptr;
+  // Aligned to 4096. As many gradients are on their way as it holds, at most LogReads::kReadsMax, beside the values of
+  // one chunk as fp32.
+  absl::Span<std::byte> memory;
 };
 
 struct ChunkToAdd {
@@ -108,8 +132,10 @@ class ChunkStore {
   // Applies `updates` in order; `done(i)` is called as soon as update i is visible to reads (state may still be on its
   // way to its tier). Loads, kernels and stores of different chunks overlap. Returns when all is stored, and recorded
   // where the store is durable. On an error the chunks not yet announced by `done` may hold anything: the caller must
-  // stop serving the job.
-  absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done);
+  // stop serving the job. A slice that is not in the log as it was written is DATA_LOSS (CHECKSUM), before its chunk
+  // changes.
+  absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
+                   const ReadBack& read_back = {});
 
   // Elements from `begin` on, as many as `to` holds: of the working copy in its dtype / of a state array as fp32.
   // INVALID_ARGUMENT outside the chunk, and for a moment that the optimizer does not have; DATA_LOSS (CHECKSUM) if what

@@ -91,6 +91,8 @@ ArrayDigests Fold(const StateView& state, absl::Span<const PieceDigest> pieces) 
   return digests;
 }
 
+constexpr uint64_t kPieceBytes = uint64_t{256} << 10;
+
 uint64_t PieceCount(const StateView& state) { return (state.elements + kPieceElements - 1) / kPieceElements; }
 
 void ForPieces(uint64_t count, const Compute& compute, absl::FunctionRef<void(uint64_t)> piece) {
@@ -127,11 +129,12 @@ class Segments {
 
 kernels::UpdateSpan SpanOf(const ChunkUpdate& update, const StateView& state, std::byte* working, uint64_t at,
                            uint64_t n) {
-  kernels::UpdateSpan span{.n = n,
-                           .gradient = update.gradient.data() + at * state.layout->gradient_element_bytes(),
-                           .master = state.master() + at,
-                           .moments = {},
-                           .working = working};
+  kernels::UpdateSpan span{
+      .n = n,
+      .gradient = update.gradient.data() + (at - update.gradient_begin) * state.layout->gradient_element_bytes(),
+      .master = state.master() + at,
+      .moments = {},
+      .working = working};
   for (int k = 0; k + 1 < state.layout->array_count(); ++k) {
     span.moments[static_cast<size_t>(k)] = state.moment(k, at);
   }
@@ -151,6 +154,17 @@ ArrayDigests DigestState(const StateView& state, const Compute& compute) {
     DigestBlock(state, at, std::min(at + kPieceElements, state.elements), &pieces[i]);
   });
   return Fold(state, pieces);
+}
+
+uint32_t DigestBytes(absl::Span<const std::byte> bytes, const Compute& compute) {
+  std::vector<uint32_t> pieces((bytes.size() + kPieceBytes - 1) / kPieceBytes);
+  ForPieces(pieces.size(), compute,
+            [&](uint64_t i) { pieces[i] = kernels::Crc32c(bytes.subspan(i * kPieceBytes, kPieceBytes)); });
+  uint32_t digest = 0;
+  for (uint64_t i = 0; i < pieces.size(); ++i) {
+    digest = kernels::Crc32cConcat(digest, pieces[i], std::min(kPieceBytes, bytes.size() - i * kPieceBytes));
+  }
+  return digest;
 }
 
 void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* working, const Compute& compute,

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "absl/functional/function_ref.h"
+#include "absl/types/span.h"
 #include "ballast/kernels/thread_pool.h"
 #include "ballast/storage/chunk_store.h"
 #include "ballast/storage/extent_label.h"
@@ -22,6 +23,9 @@ struct Compute {
 
 // CRC32C of each array, with its padding.
 ArrayDigests DigestState(const StateView& state, const Compute& compute);
+
+// CRC32C of bytes that lie apart from any state.
+uint32_t DigestBytes(absl::Span<const std::byte> bytes, const Compute& compute);
 
 struct UpdateDigests {
   // Which are wanted.

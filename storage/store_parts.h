@@ -60,6 +60,10 @@ struct ChunkStore::Impl {
   absl::Status StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
   absl::StatusOr<std::vector<StoredChunk*>> CheckUpdates(absl::Span<const ChunkUpdate> updates) const;
+  // `update` with what it has in the log, read and compared: its gradient is where `reads` has it, its values are in
+  // their memory.
+  absl::StatusOr<ChunkUpdate> FetchLogged(size_t i, const ChunkUpdate& update, UpdatePipeline& pipeline,
+                                          LogReads& reads) const;
   absl::Status Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk, UpdatePipeline& pipeline);
   absl::Status ApplyOnDevice(const ChunkUpdate& update, StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
   void CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) const;

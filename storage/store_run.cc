@@ -7,11 +7,27 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/storage/io/failpoint.h"
 #include "ballast/storage/io/seeded_bugs.h"
+#include "ballast/storage/log/log_reader.h"
+#include "ballast/storage/log_reads.h"
 #include "ballast/storage/state_update.h"
 #include "ballast/storage/store_parts.h"
 
 namespace ballast::storage {
 namespace {
+
+// All that segments touch is there.
+absl::Status CheckGradient(const StoredChunk& chunk, const ChunkUpdate& update) {
+  const uint64_t width = chunk.layout.gradient_element_bytes();
+  const uint64_t bytes = update.logged_gradient.has_value() ? update.logged_gradient->bytes : update.gradient.size();
+  const uint64_t begin = update.gradient_begin, end = begin + bytes / width;
+  const bool covers = std::all_of(update.segments.begin(), update.segments.end(), [&](const auto& segment) {
+    return segment.begin == segment.end || (begin <= segment.begin && segment.end <= end);
+  });
+  if (covers && bytes % width == 0 && end <= chunk.elements) return absl::OkStatus();
+  return Bad(model::kBadLength,
+             absl::StrCat("gradient of chunk ", chunk.index, " has ", bytes, " bytes, expected elements of ", width,
+                          " bytes for all segments, from element ", begin, " of ", chunk.elements, " on"));
+}
 
 // Segments start at whole blocks of moments, whose scales and random bits have one owner.
 absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
@@ -26,12 +42,16 @@ absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
                                                 ": expected a multiple of ", kernels::kMomentBlock));
     }
   }
-  const uint64_t gradient_bytes = chunk.elements * chunk.layout.gradient_element_bytes();
-  if (!update.segments.empty() && update.gradient.size() != gradient_bytes) {
-    return Bad(model::kBadLength, absl::StrCat("gradient of chunk ", chunk.index, " has ", update.gradient.size(),
-                                               " bytes, expected ", gradient_bytes));
+  for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
+    const uint64_t count = values.place.bytes / sizeof(float);
+    BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, values.begin, count));
+    for (const auto& [begin, end] : values.parts) {
+      if (values.begin <= begin && begin <= end && end <= values.begin + count) continue;
+      return Bad(model::kBadRange, absl::StrCat("elements [", begin, ", ", end, ") of chunk ", chunk.index,
+                                                " are not in the slice of ", count, " from ", values.begin, " on"));
+    }
   }
-  return absl::OkStatus();
+  return CheckGradient(chunk, update);
 }
 
 }  // namespace
@@ -56,13 +76,45 @@ absl::StatusOr<std::vector<StoredChunk*>> ChunkStore::Impl::CheckUpdates(absl::S
   return targets;
 }
 
-absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done) {
+absl::StatusOr<ChunkUpdate> ChunkStore::Impl::FetchLogged(size_t i, const ChunkUpdate& update, UpdatePipeline& pipeline,
+                                                          LogReads& reads) const {
+  ChunkUpdate fetched = update;
+  for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
+    const absl::Span<std::byte> to = reads.values_memory().subspan(values.begin * sizeof(float), values.place.bytes);
+    const absl::Status read = ReadPayload(reads.log(), values.place, to);
+    if (!read.ok() && !(absl::IsDataLoss(read) && Seeded(StorageBug::kReadBackUnchecked))) return read;
+    tiers->CountTraffic(TierKind::kNvme, values.place.bytes, 0);
+    const auto* elements = reinterpret_cast<const float*>(reads.values_memory().data());
+    for (const auto& [begin, end] : values.parts) {
+      fetched.values.push_back({begin, absl::MakeConstSpan(elements + begin, end - begin)});
+    }
+  }
+  if (update.logged_gradient.has_value()) {
+    BALLAST_ASSIGN_OR_RETURN(fetched.gradient, pipeline.LoadGradient(i));
+    const auto poll = [&pipeline] { pipeline.Poll(); };
+    const uint32_t digest = DigestBytes(fetched.gradient, {.pool = compute, .poll = poll});
+    if (!Seeded(StorageBug::kReadBackUnchecked)) {
+      BALLAST_RETURN_IF_ERROR(ComparePayload(reads.log(), *update.logged_gradient, digest));
+    }
+  }
+  return fetched;
+}
+
+absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
+                             const ReadBack& read_back) {
   Impl& impl = *impl_;
   BALLAST_RETURN_IF_ERROR(impl.failed);
   BALLAST_ASSIGN_OR_RETURN(const std::vector<StoredChunk*> chunks, impl.CheckUpdates(updates));
+  std::vector<uint64_t> elements;
+  for (const StoredChunk* chunk : chunks) elements.push_back(chunk->elements);
+  const LogReads::Sizes sizes = LogReads::SizesOf(updates, elements);
+  if (sizes.bytes_min() > 0 && (read_back.log == nullptr || read_back.memory.size() < sizes.bytes_min())) {
+    return Bad(model::kBadRequest, absl::StrCat("updates that are in the log, with ", read_back.memory.size(),
+                                                " bytes to read them into, expected ", sizes.bytes_min()));
+  }
   IoQueue* queue = nullptr;
   const auto moves = [](const StoredChunk* c, const ChunkUpdate& u) {
-    return c->placement.state == TierKind::kNvme || u.flush;
+    return c->placement.state == TierKind::kNvme || u.flush || u.logged_gradient.has_value();
   };
   if (!std::equal(chunks.begin(), chunks.end(), updates.begin(),
                   [&](auto* c, const ChunkUpdate& u) { return !moves(c, u); })) {
@@ -72,10 +124,18 @@ absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::Functi
     absl::MutexLock lock(&impl.mutex);
     ++impl.runs;
   }
-  UpdatePipeline pipeline(chunks, &impl.staging, queue, impl.tiers);
+  LogReads reads(updates, sizes, read_back, queue, impl.tiers);
+  UpdatePipeline pipeline(chunks, &impl.staging, queue, impl.tiers, &reads);
   absl::Status status;
   for (size_t i = 0; i < updates.size() && status.ok(); ++i) {
-    status = impl.Apply(i, updates[i], *chunks[i], pipeline);
+    const ChunkUpdate& update = updates[i];
+    if (update.logged_values.empty() && !update.logged_gradient.has_value()) {
+      status = impl.Apply(i, update, *chunks[i], pipeline);
+    } else {
+      const absl::StatusOr<ChunkUpdate> fetched = impl.FetchLogged(i, update, pipeline, reads);
+      status = fetched.ok() ? impl.Apply(i, *fetched, *chunks[i], pipeline) : fetched.status();
+      if (status.ok() && update.logged_gradient.has_value()) reads.Release(i);
+    }
     if (status.ok()) done(i);
   }
   const absl::Status drained = pipeline.Drain();

@@ -36,8 +36,8 @@ absl::StatusOr<IoQueue*> PipelineStaging::Queue(Disk* disk) {
 }
 
 UpdatePipeline::UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue,
-                               Tiers* tiers)
-    : chunks_(chunks), queue_(queue), tiers_(tiers) {
+                               Tiers* tiers, LogReads* reads)
+    : chunks_(chunks), queue_(queue), tiers_(tiers), reads_(reads) {
   if (queue == nullptr) return;
   const uint64_t slot_bytes = std::max(staging->slot_bytes, uint64_t{1});  // no slots where no state lives on NVMe
   const uint64_t count = std::min(staging->memory.bytes().size() / slot_bytes, PipelineStaging::kSlotsMax);
@@ -75,6 +75,17 @@ absl::StatusOr<std::byte*> UpdatePipeline::Load(size_t i) {
   return slot->data;
 }
 
+absl::StatusOr<absl::Span<const std::byte>> UpdatePipeline::LoadGradient(size_t i) {
+  LoadAhead();
+  while (!reads_->Arrived(i)) {
+    if (!failed_.ok()) return failed_;
+    Reap(/*wait=*/true);
+    FreeStored(/*may_wait=*/true);
+    LoadAhead();
+  }
+  return reads_->Bytes(i);
+}
+
 absl::Status UpdatePipeline::Store(size_t i) {
   BALLAST_RETURN_IF_ERROR(failed_);
   Slot& slot = *Find(i);
@@ -99,12 +110,14 @@ void UpdatePipeline::Poll() {
 absl::Status UpdatePipeline::Drain() {
   if (queue_ == nullptr) return absl::OkStatus();
   next_load_ = chunks_.size();
+  if (reads_ != nullptr) reads_->End();
   while (queue_->in_flight() > 0) Reap(/*wait=*/true);
   FreeStored(/*may_wait=*/true);
   return failed_;
 }
 
 void UpdatePipeline::LoadAhead() {
+  if (reads_ != nullptr) reads_->Start();
   for (Slot& slot : slots_) {
     if (slot.phase != Phase::kFree) continue;
     if (loading_bytes_ >= kLoadingBytesMax) return;
@@ -183,6 +196,7 @@ void UpdatePipeline::Complete(const IoCompletion& completion) {
     Pass("extent/written");
     return;
   }
+  if ((completion.tag & LogReads::kTag) != 0 && reads_ != nullptr) return reads_->Complete(completion);
   Slot& slot = slots_[completion.tag];
   if (slot.phase == Phase::kLoading) {
     slot.status = completion.status;

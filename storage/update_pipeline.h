@@ -1,5 +1,5 @@
 // Moves NVMe state past the kernels of one run: the next chunks are read ahead while one is computed and earlier ones
-// are written back.
+// are written back. What updates only have places of is read ahead beside it (log_reads.h).
 //
 // Slot life: free -> loading -> loaded -> (kernel) -> storing -> stored -> free. Loads start in the order of the
 // updates, so the slot that the kernel waits for is always among the oldest. A slot whose store is complete is freed
@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ballast/storage/io/io_queue.h"
+#include "ballast/storage/log_reads.h"
 #include "ballast/storage/stored_chunk.h"
 #include "ballast/storage/tier/tiers.h"
 
@@ -22,7 +23,7 @@ namespace ballast::storage {
 struct PipelineStaging {
   // Bound on slots: each has at most one request in flight.
   static constexpr uint64_t kFlushesMax = 8;
-  static constexpr uint64_t kSlotsMax = kIoRequestsMax - kFlushesMax;
+  static constexpr uint64_t kSlotsMax = kIoRequestsMax - kFlushesMax - LogReads::kReadsMax;
 
   // A queue of this thread for the disk's files, made again when another thread runs the store.
   absl::StatusOr<IoQueue*> Queue(Disk* disk);
@@ -43,11 +44,15 @@ struct PipelineStaging {
 // Threads: one.
 class UpdatePipeline {
  public:
-  // `chunks`: one per update, in order; only those on NVMe are moved. Borrows all.
-  UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue, Tiers* tiers);
+  // `chunks`: one per update, in order; only those on NVMe are moved. Borrows all; `reads`: null if nothing is.
+  UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue, Tiers* tiers,
+                 LogReads* reads);
 
   // The state of update i, in memory as the disk returned it: not compared with its digests. Before the kernel.
   absl::StatusOr<std::byte*> Load(size_t i);
+  // The gradient of update i, from the log, not compared with its digest; valid until the caller releases it from the
+  // reads. REQUIRES: the update has its place.
+  absl::StatusOr<absl::Span<const std::byte>> LoadGradient(size_t i);
   // Starts writing the state of update i back. The chunk's `staged` must point to it by then.
   absl::Status Store(size_t i);
   // Starts writing state that lives in memory to the chunk's extent. It must not change before Drain; waits while
@@ -89,6 +94,7 @@ class UpdatePipeline {
   const absl::Span<StoredChunk* const> chunks_;
   IoQueue* const queue_;
   Tiers* const tiers_;
+  LogReads* const reads_;
   std::vector<Source> sources_;  // by update
   std::vector<Slot> slots_;
   uint64_t flushing_ = 0;

@@ -47,6 +47,7 @@ enum class StorageBug {
   kLoadDigestUnchecked,       // ... or into an update
   kKeptExtentsGivenAgain,     // recovered chunks' extents are free
   kFlushedChunkStaysClean,    // changed state counts as flushed
+  kReadBackUnchecked,         // a slice that is not what was logged is applied
 
   // The server.
   kAckedUnsynced,       // answers leave before the journal is durable
@@ -57,6 +58,7 @@ enum class StorageBug {
   kReplayedTwice,       // steps are replayed on chunks that have them
   kOldEpochReplayed,    // slices of an older epoch are replayed
   kUndecidedForgotten,  // slices of the step in flight are counted as there, and are not
+  kOldPlaceReadBack,    // a slice that is pushed again is read back where it was first
   kSegmentsForgotten,   // what segments are needed for is forgotten at a restart
 };
 

@@ -448,6 +448,7 @@ void GradientLog::WriteBatch(std::vector<Item> items) {
   uint64_t to = write_at_ + 2 * meta_bytes;
   std::byte* copy = meta + 2 * meta_bytes;
   for (const LogRecord& record : batch.records) {
+    batch.payload_offsets.push_back(to);
     const uint64_t direct = DirectBytes(record), rest = record.payload.size() - direct;
     if (direct > 0) {
       Submit(batch.number, IoRequest::Kind::kWrite, to, {const_cast<std::byte*>(record.payload.data()), direct});
@@ -513,7 +514,8 @@ void GradientLog::Complete(const IoCompletion& completion) {
     return;
   }
   if (completion.tag == kSyncTag) return CompleteSync(completion.status);
-  if (!completion.status.ok() && !Seeded(StorageBug::kFailedWriteIgnored)) Fail(completion.status);
+  const bool failed = !completion.status.ok() && !Seeded(StorageBug::kFailedWriteIgnored);
+  if (failed) Fail(completion.status);
   if (completion.tag == kHeadTag) {
     --heads_outstanding_;
     Pass("log/head_written");
@@ -521,9 +523,12 @@ void GradientLog::Complete(const IoCompletion& completion) {
   }
   const auto batch =
       std::find_if(batches_.begin(), batches_.end(), [&](const Batch& b) { return b.number == completion.tag; });
+  batch->failed = batch->failed || failed;
   if (--batch->outstanding > 0) return;
-  for (LogRecord& record : batch->records) {
-    if (record.written) record.written();
+  for (size_t i = 0; i < batch->records.size(); ++i) {
+    const LogRecord& record = batch->records[i];
+    const PayloadPlace place{batch->payload_offsets[i], record.payload.size(), record.payload_crc32c};
+    if (record.written) record.written(batch->failed ? nullptr : &place);
   }
   batch->records.clear();
   batch->memory.reset();
@@ -595,7 +600,7 @@ void GradientLog::DropQueued() {
     dropped.swap(queued_);
   }
   for (Item& item : dropped) {
-    if (item.record.written) item.record.written();
+    if (item.record.written) item.record.written(nullptr);
   }
 }
 

@@ -36,8 +36,10 @@ struct LogRecord {
   // Borrowed until `written` was called; must not change until then.
   absl::Span<const std::byte> payload;
   uint32_t payload_crc32c = 0;
-  std::function<void()> written;  // the payload is on the disk, or never will be; on the pumping thread, no lock held
-  int64_t keep_for = -1;          // transaction whose replay needs the payload: Cut beyond it frees it
+  // The payload is on the disk, at `place`, or never will be: null. On the pumping thread, no lock held. Not durable by
+  // itself; readable there until Cut frees it.
+  std::function<void(const PayloadPlace* place)> written;
+  int64_t keep_for = -1;  // transaction whose replay needs the payload: Cut beyond it frees it
 };
 
 class GradientLog {
@@ -120,8 +122,10 @@ class GradientLog {
     uint64_t incarnation = 0;
     uint64_t oldest_incarnation = 0;
     std::vector<LogRecord> records;
+    std::vector<uint64_t> payload_offsets;                                 // of `records`, in the file
     std::unique_ptr<std::byte, void (*)(void*)> memory{nullptr, nullptr};  // metas and copied payloads
     uint64_t outstanding = 0;
+    bool failed = false;  // some write of it
   };
 
   GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t segment_bytes, std::vector<Segment> segments);

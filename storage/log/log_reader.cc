@@ -286,6 +286,12 @@ absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file) {
   return Scan(file, std::move(buffer)).Run();
 }
 
+absl::Status ComparePayload(const BlockFile& file, const PayloadPlace& place, uint32_t crc32c) {
+  if (crc32c == place.crc32c) return absl::OkStatus();
+  return Rotten(file, absl::StrFormat("the %d bytes at offset %d have CRC32C %08x, expected %08x", place.bytes,
+                                      place.offset, crc32c, place.crc32c));
+}
+
 absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl::Span<std::byte> to) {
   const bool direct = (reinterpret_cast<uintptr_t>(to.data()) | place.bytes) % kIoAlignment == 0;
   if (direct) {
@@ -295,10 +301,8 @@ absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl:
     BALLAST_RETURN_IF_ERROR(file.Read(place.offset, block.bytes()));
     std::memcpy(to.data(), block.bytes().data(), place.bytes);
   }
-  const uint32_t found = kernels::Crc32c(to);
-  if (found == place.crc32c || Seeded(StorageBug::kRottenPayloadServed)) return absl::OkStatus();
-  return Rotten(file, absl::StrFormat("the %d bytes at offset %d have CRC32C %08x, expected %08x", place.bytes,
-                                      place.offset, found, place.crc32c));
+  if (Seeded(StorageBug::kRottenPayloadServed)) return absl::OkStatus();
+  return ComparePayload(file, place, kernels::Crc32c(to));
 }
 
 }  // namespace ballast::storage

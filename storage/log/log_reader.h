@@ -38,6 +38,8 @@ struct ScannedLog {
 // the file holds no log, not even a damaged one: its creation was not finished.
 absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file);
 
+// Is this what was written there? DATA_LOSS (CHECKSUM). `crc32c`: of what was read.
+absl::Status ComparePayload(const BlockFile& file, const PayloadPlace& place, uint32_t crc32c);
 // Reads a payload into `to` (its exact bytes). DATA_LOSS (CHECKSUM). Blocks; any thread.
 absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl::Span<std::byte> to);
 

@@ -35,6 +35,16 @@ void FillHbm(const PlanRequest& request, Plan& plan) {
   }
 }
 
+// Slices with the least of memory.
+void ReadBack(const PlanRequest& request, uint64_t elements, Plan* plan) {
+  const uint64_t shared = request.read_back->shared_bytes;
+  const uint64_t least = shared + request.read_back->buffer_bytes_min;
+  if (least >= plan->slice_bytes) return;
+  plan->reads_back = true;
+  plan->slice_bytes = least;
+  plan->read_back_bytes = elements * request.layout.gradient_element_bytes() - shared;
+}
+
 // The last check: what NVMe must hold. Both tiers are named where both are short.
 absl::StatusOr<Plan> CheckNvme(const PlanRequest& request, Plan plan, std::vector<std::string> shortages) {
   if (request.durable) plan.durable_bytes = plan.state.hbm + plan.state.dram;
@@ -50,6 +60,11 @@ absl::StatusOr<Plan> CheckNvme(const PlanRequest& request, Plan plan, std::vecto
     for (size_t i = 0; i < plan.chunks.size(); ++i) chunks.push_back({request.elements[i], plan.chunks[i]});
     StepShape shape = request.shape;
     shape.durable = request.durable;
+    if (plan.reads_back) {
+      const uint64_t elements = std::accumulate(request.elements.begin(), request.elements.end(), uint64_t{0});
+      shape.read_back_share = static_cast<double>(plan.read_back_bytes) /
+                              static_cast<double>(elements * request.layout.gradient_element_bytes());
+    }
     plan.prediction = PredictStep(shape, request.layout, chunks);
     return plan;
   }
@@ -89,6 +104,11 @@ std::string Plan::Explain() const {
   } else {
     absl::StrAppend(&text, "All of it fits there, and no faster tier has room.");
   }
+  if (reads_back) {
+    absl::StrAppend(&text, " The slices of a step do not fit beside them: they have ", slice_bytes,
+                    " bytes of dram until they are in the gradient log, and ", read_back_bytes,
+                    " bytes are read back from it in each step.");
+  }
   if (prediction.has_value()) absl::StrAppend(&text, " ", prediction->Explain());
   return text;
 }
@@ -105,7 +125,8 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
     if (plan.chunks[i].state != TierKind::kHbm) state_left += request.layout.StateBytes(request.elements[i]);
   }
   const uint64_t elements = std::accumulate(request.elements.begin(), request.elements.end(), uint64_t{0});
-  const uint64_t fixed = plan.working.dram + request.provisional_bytes_per_element * elements;
+  plan.slice_bytes = request.provisional_bytes_per_element * elements;
+  const uint64_t fixed = plan.working.dram + plan.slice_bytes;
   if (fixed + state_left <= request.free.dram) {
     plan.state.dram = state_left;  // the placements' default
     return CheckNvme(request, std::move(plan), {});
@@ -119,8 +140,21 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
   }
 
   // Any number may be configured: a sum that overflowed would look like room.
-  const uint64_t fixed_staged = fixed + std::min(request.staging_bytes, std::numeric_limits<uint64_t>::max() - fixed);
+  const auto staged = [&](uint64_t bytes) {
+    return bytes + std::min(request.staging_bytes, std::numeric_limits<uint64_t>::max() - bytes);
+  };
+  uint64_t fixed_staged = staged(fixed);
+  if (fixed_staged > request.free.dram && request.read_back.has_value()) {
+    ReadBack(request, elements, &plan);
+    fixed_staged = staged(plan.working.dram + plan.slice_bytes);
+  }
   uint64_t room = request.free.dram - std::min(request.free.dram, fixed_staged);
+  if (plan.reads_back) {
+    // Buffers before state: without a few of them in flight each step would wait for the log slice by slice.
+    const uint64_t more = std::min(room, request.read_back->buffer_bytes_max - request.read_back->buffer_bytes_min);
+    plan.slice_bytes += more;
+    room -= more;
+  }
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     if (plan.chunks[i].state == TierKind::kHbm) continue;
     const uint64_t state = request.layout.StateBytes(request.elements[i]);
@@ -133,6 +167,9 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
   if (const uint64_t missing = Short(fixed_staged, request.free.dram); missing > 0) {
     shortages.push_back(Shortage("dram", missing, fixed_staged, request.free.dram,
                                  "working copies, slices in flight and buffers for moving nvme state"));
+    if (!request.durable) {
+      absl::StrAppend(&shortages.back(), ", or give the job durability step, whose slices are read back from its log");
+    }
   }
   return CheckNvme(request, std::move(plan), std::move(shortages));
 }

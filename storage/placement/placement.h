@@ -20,6 +20,9 @@ struct Plan {
   TierBytes state;  // as taken in each tier, alignment included
   TierBytes working;
   uint64_t durable_bytes = 0;                // on NVMe, of state that lives in memory
+  uint64_t slice_bytes = 0;                  // of DRAM, for slices of the step in flight
+  bool reads_back = false;                   // these do not hold all of a step: the rest comes back from the log
+  uint64_t read_back_bytes = 0;              // if so, in each step
   std::optional<StepPrediction> prediction;  // of a step of all the job's chunks here; none without a profile
   // One paragraph for people: what went where, and why, and how long a step will take.
   std::string Explain() const;
@@ -31,6 +34,15 @@ struct PlanRequest {
   StateLayout layout;
   // DRAM that the job needs besides chunks: slices of the step in flight.
   uint64_t provisional_bytes_per_element = 4;
+  // If these do not fit, a durable job has its slices in memory only until they are in its log, and reads them back for
+  // the update. What it needs of DRAM then:
+  struct ReadBack {
+    uint64_t shared_bytes = 0;  // gradients of chunks that several ranks have parts of, which stay until the update
+    // Buffers for slices that come and slices that are read back.
+    uint64_t buffer_bytes_min = 0;
+    uint64_t buffer_bytes_max = 0;
+  };
+  std::optional<ReadBack> read_back;
   // DRAM for moving NVMe state, taken once if any chunk goes there.
   uint64_t staging_bytes = 0;
   // Every chunk's state has its place on NVMe too, wherever it lives; and what the job needs there besides: room for
@@ -43,8 +55,8 @@ struct PlanRequest {
 };
 
 // State fills HBM, then DRAM, then NVMe; within a tier in the given order. Working copies go with HBM-resident state if
-// they fit there, else to DRAM; provisional slices to DRAM. RESOURCE_EXHAUSTED (BUDGET) says how many bytes are missing
-// in which tier, and which budget to raise.
+// they fit there, else to DRAM; provisional slices to DRAM, or as few of them as `read_back` allows. RESOURCE_EXHAUSTED
+// (BUDGET) says how many bytes are missing in which tier, and which budget to raise.
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request);
 
 }  // namespace ballast::storage

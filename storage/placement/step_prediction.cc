@@ -88,6 +88,8 @@ StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
     const auto elements = static_cast<double>(chunk.elements);
     const auto state = static_cast<double>(layout_.StateBytes(chunk.elements));
     logged += shape_.durable ? elements * gradient_bytes : 0;
+    const double read_back = elements * gradient_bytes * shape_.read_back_share;
+    read += read_back;
     if (chunk.placement.state == TierKind::kNvme) {
       if (read <= 0) front = out_.compute;
       slot = std::max(slot, state);
@@ -107,14 +109,14 @@ StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
       if (chunk.placement.working != TierKind::kHbm) out += elements * working_bytes;
       Seconds(elements, 0, "the optimizer on the GPU");
     }
-    out_.compute += Seconds(digested, digest_speed, "digests");
+    out_.compute += Seconds(digested + read_back, digest_speed, "digests");
   }
   out_.disk_read = Seconds(read, static_cast<double>(m.disk_read_bytes_per_s), "reads of the disk");
   const auto write_speed = static_cast<double>(m.disk_write_bytes_per_s);
   out_.disk_write = Seconds(written + flushed, write_speed, "writes of the disk");
   out_.log_write = Seconds(logged, write_speed, "writes of the disk");
   out_.disk = DiskSeconds(read, written + flushed + logged);
-  if (read > 0) {
+  if (slot > 0) {
     // What the disk may do meanwhile: fill the staging buffers, write the log and flushes.
     const double ahead = std::min(read, static_cast<double>(shape_.staging_bytes / static_cast<uint64_t>(slot)) * slot);
     const double meanwhile = Seconds(ahead, static_cast<double>(m.disk_read_bytes_per_s), "reads of the disk") +

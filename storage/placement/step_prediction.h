@@ -26,12 +26,14 @@ struct StepShape {
   bool durable = false;                     // gradients go to the log, new versions to free extents
   // Durable: of state that lives in memory, the share that goes to the disk with each step so that the log can be cut.
   double flushed_share = 0;
+  // Of gradients, the share that does not stay in memory and is read back from the log.
+  double read_back_share = 0;
 };
 
 // Seconds of one step.
 struct StepPrediction {
   double compute = 0;     // kernels, and the digests of state that moves
-  double disk_read = 0;   // each if it had the disk for itself
+  double disk_read = 0;   // each if it had the disk for itself; of state and of slices that are read back
   double disk_write = 0;  // of state
   double log_write = 0;
   double disk = 0;       // all three

@@ -43,7 +43,7 @@ v1::OpenRequest MakeTemplate(uint32_t world_size, v1::MomentFormat moments, bool
     tensor->add_shape(elements);
   };
   // Unit a's last chunk is shared by two tensors.
-  add("a.weight", "a", (large ? 9 : 1) * model::kChunkElementsMin + 256);
+  add("a.weight", "a", (large ? 12 : 1) * model::kChunkElementsMin + 256);
   add("a.bias", "a", 300);
   add("b.weight", "b", 700);
   add("c.weight", "c", 3000);

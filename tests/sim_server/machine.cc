@@ -27,21 +27,30 @@ Machine::~Machine() { End(); }
 storage::TierBytes Machine::Budget(Random* random) const {
   const model::EpochPlan& plan = PlanOf(1);
   const storage::StateLayout layout(*model::OptimizerOf(plan.open().spec()));
-  uint64_t fixed = 0, state = 0;
+  uint64_t working = 0, slices = 0, shared = 0, state = 0;
   std::vector<uint64_t> states;
   for (const model::Chunk& chunk : plan.layout().chunks()) {
     if (plan.server_of(chunk.index) != static_cast<uint32_t>(index_)) continue;
     const uint64_t n = chunk.range.size();
     states.push_back(layout.StateBytes(n));
-    fixed += layout.WorkingBytes(n) + 4 * n;
+    working += layout.WorkingBytes(n);
+    slices += 4 * n;
+    if (PlanOf(2).slices_of_chunk(chunk.index).size() > 1) shared += 2 * n;
     state += layout.StateBytes(n);
   }
+  uint64_t fixed = working + slices;
   storage::TierBytes budget{0, 0, kNvmeBytes};
   if (random->Percent(30)) {
     budget.dram = 2 * (fixed + state) + (uint64_t{8} << 20);
     return budget;
   }
   const uint64_t staging = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
+  // Two slices of values and one gradient: the least that slices need which are read back from the log.
+  const uint64_t read_back = 10 * model::kChunkElementsMin + shared;
+  if (read_back + kSlackBytes < slices && random->Percent(80)) {
+    budget.dram = working + read_back + random->Below(slices - read_back - kSlackBytes) + staging;
+    return budget;
+  }
   const uint64_t in_dram = random->Below(states.size() + 1);
   for (uint64_t i = 0; i < in_dram; ++i) fixed += states[i];
   budget.dram = fixed + staging + kSlackBytes;

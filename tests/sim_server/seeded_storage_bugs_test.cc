@@ -72,6 +72,8 @@ constexpr Planted kPlanted[] = {
     {"LoadDigestUnchecked", StorageBug::kLoadDigestUnchecked, Harness::kStoreLives, 273},
     {"KeptExtentsGivenAgain", StorageBug::kKeptExtentsGivenAgain, Harness::kStoreLives},
     {"FlushedChunkStaysClean", StorageBug::kFlushedChunkStaysClean, Harness::kCrashes},
+    {"ReadBackUnchecked", StorageBug::kReadBackUnchecked, Harness::kStoreLives, 71},
+    {"OldPlaceReadBack", StorageBug::kOldPlaceReadBack, Harness::kCrashes, 184},
     {"AckedUnsynced", StorageBug::kAckedUnsynced, Harness::kCrashes, 272},
     {"PromiseUnsynced", StorageBug::kPromiseUnsynced, Harness::kCrashes, 4},
     {"PromiseNotAwaited", StorageBug::kPromiseNotAwaited, Harness::kCrashes, 12},

@@ -113,6 +113,54 @@ INSTANTIATE_TEST_SUITE_P(
         Shortfall{"NoRoomForStaging", {.dram = kFixed + 5, .nvme = 4 * kState}, TierKind::kDram, (1 << 20) - 5}),
     [](const auto& info) { return info.param.name; });
 
+// All four chunks' slices take 1 MiB, more than these and one chunk's state.
+constexpr uint64_t kBuffersMin = 50'000, kBuffersMax = 100'000, kShared = 2 * kChunk;
+constexpr uint64_t kReadBackFixed = 4 * kWorking + (1 << 20) + kShared + kBuffersMin;
+
+PlanRequest ReadBackIfNeeded(uint64_t dram) {
+  PlanRequest request = FourChunks({.dram = dram, .nvme = 8 * kState});
+  request.durable = true;
+  request.read_back = {.shared_bytes = kShared, .buffer_bytes_min = kBuffersMin, .buffer_bytes_max = kBuffersMax};
+  return request;
+}
+
+TEST(PlacementTest, SlicesThatFitAreNotReadBack) {
+  const absl::StatusOr<Plan> plan = MakePlan(ReadBackIfNeeded(kFixed + (1 << 20)));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_FALSE(plan->reads_back);
+  EXPECT_EQ(plan->slice_bytes, 4 * 4 * kChunk);
+  EXPECT_EQ(plan->read_back_bytes, 0u);
+}
+
+TEST(PlacementTest, SlicesThatDoNotFitAreReadBack) {
+  const absl::StatusOr<Plan> plan = MakePlan(ReadBackIfNeeded(kReadBackFixed + 50'000));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_TRUE(plan->reads_back);
+  EXPECT_EQ(plan->slice_bytes, kShared + kBuffersMin + 50'000) << "buffers take what is left";
+  EXPECT_EQ(plan->read_back_bytes, 4 * 2 * kChunk - kShared);
+  EXPECT_EQ(Tiers(*plan), "nvme/dram nvme/dram nvme/dram nvme/dram");
+  EXPECT_THAT(plan->Explain(), HasSubstr(absl::StrCat(plan->read_back_bytes, " bytes are read back from it")));
+}
+
+TEST(PlacementTest, BuffersForSlicesGrowBeforeStateGetsDram) {
+  const uint64_t more = kBuffersMax - kBuffersMin;
+  ASSERT_LT(kReadBackFixed + more + kState, kFixed + (1 << 20));
+  const absl::StatusOr<Plan> plan = MakePlan(ReadBackIfNeeded(kReadBackFixed + more + kState));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->slice_bytes, kShared + kBuffersMax);
+  EXPECT_EQ(Tiers(*plan), "dram/dram nvme/dram nvme/dram nvme/dram");
+  const absl::StatusOr<Plan> less = MakePlan(ReadBackIfNeeded(kReadBackFixed + more + kState - 1));
+  ASSERT_TRUE(less.ok()) << less.status();
+  EXPECT_EQ(Tiers(*less), "nvme/dram nvme/dram nvme/dram nvme/dram");
+}
+
+TEST(PlacementTest, WhatReadingBackLacksIsExact) {
+  const absl::Status status = MakePlan(ReadBackIfNeeded(kReadBackFixed - 7)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_THAT(status.ToString(), HasSubstr("raise the dram budget by at least 7 bytes"));
+  EXPECT_TRUE(MakePlan(ReadBackIfNeeded(kReadBackFixed)).ok());
+}
+
 TEST(PlacementTest, BothShortagesAreNamed) {
   const absl::Status status = MakePlan(FourChunks({.dram = kFixed, .nvme = kState})).status();
   EXPECT_THAT(status.ToString(), HasSubstr(absl::StrCat("dram is short of ", 1 << 20, " bytes")));

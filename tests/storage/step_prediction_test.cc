@@ -62,6 +62,20 @@ TEST(StepPredictionTest, ThreadsAddUntilMemoryGivesNoMore) {
   EXPECT_THAT(total(64), DoubleNear(0.1, 1e-6));
 }
 
+TEST(StepPredictionTest, SlicesThatAreReadBackAreReadAndDigested) {
+  const MachineProfile machine = Machine();
+  StepShape shape = Shape(&machine);
+  shape.durable = true;
+  const StepPrediction before = PredictStep(shape, StateLayout(), Chunks(100, 0));
+  shape.read_back_share = 0.5;
+  const StepPrediction p = PredictStep(shape, StateLayout(), Chunks(100, 0));
+  const double read_back = 0.5 * 100 * 2 * kChunk;
+  EXPECT_EQ(before.disk_read, 0);
+  EXPECT_THAT(p.disk_read, DoubleNear(read_back / (250 * kState), 1e-6));
+  EXPECT_THAT(p.compute - before.compute, DoubleNear(read_back / (4000 * kState), 1e-6));
+  EXPECT_THAT(p.disk_idle, DoubleNear(0, 1e-6));
+}
+
 TEST(StepPredictionTest, OnNvmeTheDiskMovesStateTwice) {
   const MachineProfile machine = Machine();
   const StepPrediction p = PredictStep(Shape(&machine), StateLayout(), Chunks(0, 100));

@@ -1,5 +1,6 @@
 #include "ballast/tests/storage/store_crash_run.h"
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -8,7 +9,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/status.h"
 #include "ballast/storage/chunk_store.h"
+#include "ballast/storage/io/arena.h"
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/sim_disk/sim_disk.h"
 
@@ -25,7 +28,7 @@ const std::vector<uint64_t>& Elements() {
 class StoreRun {
  public:
   StoreRun(uint64_t seed, const std::string& directory, StoreCrashTally* tally)
-      : random_(seed), disk_(seed), directory_(directory), tally_(*tally) {}
+      : random_(seed), disk_(seed), directory_(directory), tally_(*tally), logs_(seed % 6 == 5) {}
 
   // Empty, or what was broken.
   std::string Run() {
@@ -92,7 +95,31 @@ class StoreRun {
       now_[id] = values == history_.end() ? Values(Elements()[id]) : values->second;
       tally_.restored += version >= 0 ? 1 : 0;
     }
+    if (logs_) {
+      BALLAST_ASSIGN_OR_RETURN(log_, disk_.Open(directory_ + "/log", Disk::Mode::kEmptied));
+      log_end_ = 0;
+    }
     return store_->Add(added, plan);
+  }
+
+  // In some seeds some values are read back from a log, which may rot too.
+  absl::Status MoveToLog(ChunkUpdate* update) {
+    const ChunkUpdate::Values values = update->values[0];
+    const absl::Span<const std::byte> bytes(reinterpret_cast<const std::byte*>(values.values.data()),
+                                            values.values.size() * sizeof(float));
+    BALLAST_ASSIGN_OR_RETURN(Arena blocks, Arena::Map(AlignUp(bytes.size()), /*pin=*/false));
+    std::copy(bytes.begin(), bytes.end(), blocks.bytes().begin());
+    BALLAST_RETURN_IF_ERROR(log_->Write(log_end_, blocks.bytes()));
+    const PayloadPlace place{log_end_, bytes.size(), kernels::Crc32c(bytes)};
+    log_end_ += blocks.bytes().size();
+    update->values.clear();
+    update->logged_values = {{.place = place, .begin = 0, .parts = {{0, values.values.size()}}}};
+    if (!rots_ || rotten_ || !random_.Percent(10)) return absl::OkStatus();
+    BALLAST_RETURN_IF_ERROR(log_->Sync());  // what lies on the disk rots
+    disk_.FlipBit(directory_ + "/log", (place.offset + random_.Below(bytes.size())) * 8 + random_.Below(8));
+    rotten_ = true;
+    ++tally_.rotten_bits;
+    return absl::OkStatus();
   }
 
   // All or none of them, unless the machine dies on the way.
@@ -133,8 +160,10 @@ class StoreRun {
       update.values = {{0, absl::MakeConstSpan(values).first(ends[updates.size() - 1])}};
       update.version = version_;
       update.flush = random_.Percent(50);
+      if (logs_ && random_.Percent(60)) BALLAST_RETURN_IF_ERROR(MoveToLog(&update));
     }
-    const absl::Status status = store_->Run(updates, [](size_t) {});
+    BALLAST_ASSIGN_OR_RETURN(const Arena memory, Arena::Map(AlignUp(4 * Elements().back()), /*pin=*/false));
+    const absl::Status status = store_->Run(updates, [](size_t) {}, {.log = log_.get(), .memory = memory.bytes()});
     if (!status.ok()) return status;
     for (size_t i = 0; i < updates.size(); ++i) {
       const uint64_t id = updates[i].chunk;
@@ -180,6 +209,7 @@ class StoreRun {
     disk_.CrashAfter(0);
     store_.reset();
     tiers_.reset();
+    log_.reset();
     ++(kill ? tally_.kills : tally_.power_cuts);
   }
 
@@ -199,8 +229,11 @@ class StoreRun {
   const std::string directory_;
   StoreCrashTally& tally_;
   const bool rots_ = random_.Percent(30);
+  const bool logs_;
   std::unique_ptr<Tiers> tiers_;
   std::unique_ptr<ChunkStore> store_;
+  std::unique_ptr<BlockFile> log_;
+  uint64_t log_end_ = 0;
   std::vector<bool> on_nvme_;
   std::map<uint64_t, DurableChunk> catalog_;
   std::map<std::pair<uint64_t, int64_t>, Values> history_;  // what each version of a chunk is, should it be recorded

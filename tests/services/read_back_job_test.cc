@@ -1,0 +1,244 @@
+// Jobs whose slices do not fit into the DRAM budget: they are read back from the gradient log, and no bit differs.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/tests/services/trainer_group.h"
+
+namespace ballast::services {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr v1::Content kContents[] = {v1::CONTENT_MASTER, v1::CONTENT_MOMENT1, v1::CONTENT_MOMENT2, v1::CONTENT_WORKING};
+
+// 24 whole chunks and two short ones: 3.2 MB of working copies, 6.3 MB of slices if all stay, 1.8 MB of staging.
+std::vector<TestTensor> Model() {
+  return {{"a", "u0", 20 << 16, 0}, {"b", "u1", (4 << 16) - 512, 0}, {"norm", "u1", 300, 1}, {"c", "u2", 700, 1}};
+}
+// With so much next to no slice stays in memory; with so much some chunks' state does, and slices still do not.
+constexpr uint64_t kTight = 6'200'000, kRoomForState = 11'000'000;
+constexpr uint64_t kNvme = uint64_t{512} << 20;
+
+float Initial(uint32_t tensor, uint64_t element) {
+  return static_cast<float>(tensor + 1) + 1e-3f * static_cast<float>(element % 1000);
+}
+
+Fill GradientOf(int64_t step) {
+  return [step](uint32_t tensor, uint64_t element) {
+    return static_cast<float>(static_cast<int>((element * 7 + tensor * 3 + static_cast<uint64_t>(step) * 5) % 61) -
+                              30) /
+           64.0f;
+  };
+}
+
+uint32_t Tensors() { return static_cast<uint32_t>(Model().size()); }
+
+v1::JobSpec Spec(v1::Durability durability) {
+  v1::JobSpec spec = MakeSpec("job", Model());
+  spec.set_durability(durability);
+  return spec;
+}
+
+// All slices at once, so that most of them wait for memory; the last first, as they come from a backward pass.
+absl::Status PushAtOnce(TrainerGroup& group, v1::SliceKind kind, const std::string& presence, const Fill& fill) {
+  std::vector<Answer<v1::PushResponse>> answers;
+  for (auto i = static_cast<uint32_t>(group.plan().slices().size()); i-- > 0;) {
+    if (!group.plan().Touches(group.plan().slices()[i], presence)) continue;
+    answers.push_back(group.BeginPushSlice(i, kind, fill));
+  }
+  absl::Status status;
+  for (auto& answer : answers) status.Update(answer.Wait().status());
+  return status;
+}
+
+absl::Status Step(TrainerGroup& group, int64_t step) {
+  BALLAST_RETURN_IF_ERROR(PushAtOnce(group, v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(step)));
+  return group.Finish(UpdateHeader(Tensors())).status();
+}
+
+class ReadBackJobTest : public ::testing::Test {
+ protected:
+  ReadBackJobTest()
+      : reference_server_("r", {.dram = uint64_t{256} << 20}),
+        reference_({reference_server_.get()}, Spec(v1::DURABILITY_NONE), 1) {
+    EXPECT_EQ(reference_.Start(), absl::OkStatus());
+    EXPECT_EQ(reference_.Initialise(Initial), absl::OkStatus());
+  }
+  static std::unique_ptr<TrainerGroup> NewGroup(TestServer& server, uint32_t world_size, uint64_t epoch) {
+    auto group = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server.get()}, Spec(v1::DURABILITY_STEP),
+                                                world_size, epoch);
+    EXPECT_EQ(group->Start(), absl::OkStatus());
+    return group;
+  }
+  void StepBoth(TrainerGroup& group, int64_t step) {
+    ASSERT_EQ(Step(group, step), absl::OkStatus()) << step;
+    ASSERT_EQ(Step(reference_, step), absl::OkStatus()) << step;
+  }
+  void ExpectSame(TrainerGroup& group, int64_t version) {
+    for (uint32_t tensor = 0; tensor < Tensors(); ++tensor) {
+      for (const v1::Content content : kContents) {
+        const auto mine = reference_.Read(tensor, content, version), theirs = group.Read(tensor, content, version);
+        ASSERT_TRUE(mine.ok()) << mine.status();
+        ASSERT_TRUE(theirs.ok()) << theirs.status();
+        ASSERT_EQ(*mine, *theirs) << "tensor " << tensor << ", content " << content << ", version " << version;
+      }
+    }
+  }
+  TestServer reference_server_;
+  TrainerGroup reference_;
+};
+
+TEST_F(ReadBackJobTest, ChangesNoBitWithinTheBudget) {
+  TestServer server("s", {.dram = kTight, .nvme = kNvme});
+  auto group = NewGroup(server, 1, 1);
+  ASSERT_EQ(PushAtOnce(*group, v1::SLICE_KIND_VALUE, AllTensors(Tensors()), Initial), absl::OkStatus());
+  ASSERT_TRUE(group->Finish(ValuesHeader(Tensors())).ok());
+  for (int64_t step = 1; step <= 24; ++step) {  // the log goes round
+    const uint64_t read = server->traffic().read.nvme;
+    if (step % 4 == 0) {
+      // What an older attempt brought is not what is applied.
+      ASSERT_EQ(PushAtOnce(*group, v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(100 + step)),
+                absl::OkStatus());
+      group->set_attempt(1);
+    }
+    StepBoth(*group, step);
+    EXPECT_LE(server->Status().tiers(1).used_bytes(), kTight) << step;
+    if (step % 8 != 0) continue;
+    ExpectSame(*group, step);
+    constexpr uint64_t kElements = 24 << 16;
+    EXPECT_GT(server->traffic().read.nvme - read, kElements * (12 + 2)) << "states and gradients come from the disk";
+  }
+  EXPECT_EQ(server->Status().jobs(0).tiers(1).state_bytes(), 0u);
+}
+
+TEST_F(ReadBackJobTest, EditsBesideGradients) {
+  TestServer server("s", {.dram = kTight, .nvme = kNvme});
+  auto group = NewGroup(server, 3, 1);
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  for (int64_t step = 1; step <= 4; ++step) {
+    v1::StepHeader header = UpdateHeader(Tensors());
+    header.set_value_presence(std::string(1, step % 2 == 0 ? '\1' : '\6'));
+    for (TrainerGroup* each : {group.get(), &reference_}) {
+      ASSERT_EQ(PushAtOnce(*each, v1::SLICE_KIND_VALUE, header.value_presence(), GradientOf(50 + step)),
+                absl::OkStatus());
+      ASSERT_EQ(PushAtOnce(*each, v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(step)), absl::OkStatus());
+      ASSERT_TRUE(each->Finish(header).ok());
+    }
+    ExpectSame(*group, step);
+  }
+}
+
+TEST_F(ReadBackJobTest, RestartsFindWhatOnlyTheLogHas) {
+  TestServer server("s", {.dram = kTight, .nvme = kNvme});
+  uint64_t epoch = 0;
+  auto group = NewGroup(server, 1, ++epoch);
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  for (int64_t step = 1; step <= 12; ++step) {
+    ASSERT_EQ(PushAtOnce(*group, v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(step)), absl::OkStatus());
+    ASSERT_EQ(Step(reference_, step), absl::OkStatus());
+    if (step % 3 == 1) server.Restart();  // pushed, not prepared: the slices are there again
+    if (step % 3 == 1) {
+      group = NewGroup(server, 1, ++epoch);
+      ASSERT_EQ(Step(*group, step), absl::OkStatus()) << "an epoch of its own needs slices of its own";
+    } else if (step % 3 == 2) {
+      ASSERT_TRUE(group->SealAll(UpdateHeader(Tensors())).ok());
+      server.Restart();  // prepared: the next group finds it so, and it is decided by what the log has
+      group = NewGroup(server, 1, ++epoch);
+      ASSERT_EQ(group->step(), step + 1);
+    } else {
+      ASSERT_TRUE(group->Finish(UpdateHeader(Tensors())).ok());
+    }
+    ExpectSame(*group, step);
+  }
+  // With room for all of it the same log is replayed.
+  server.options().budget.dram = uint64_t{256} << 20;
+  server.Restart();
+  group = NewGroup(server, 1, ++epoch);
+  ExpectSame(*group, 12);
+}
+
+// Norms of what was pushed before a restart, when nothing is prepared yet.
+TEST_F(ReadBackJobTest, NormsOutliveARestart) {
+  TestServer server("s", {.dram = kTight, .nvme = kNvme});
+  auto group = NewGroup(server, 1, 1);
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  ASSERT_EQ(PushAtOnce(*group, v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(1)), absl::OkStatus());
+  server.Restart();
+  // The same epoch goes on.
+  v1::NormRequest request;
+  request.set_job("job");
+  *request.mutable_epoch() = group->epoch();
+  request.set_step(1);
+  request.set_gradient_presence(AllTensors(Tensors()));
+  Answer<v1::NormResponse> answer;
+  server->Norm(request, answer.reply());
+  const absl::StatusOr<v1::NormResponse> norms = answer.Wait();
+  ASSERT_TRUE(norms.ok()) << norms.status();
+
+  ASSERT_EQ(PushAtOnce(reference_, v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(1)), absl::OkStatus());
+  *request.mutable_epoch() = reference_.epoch();
+  Answer<v1::NormResponse> expected;
+  reference_server_->Norm(request, expected.reply());
+  const absl::StatusOr<v1::NormResponse> in_memory = expected.Wait();
+  ASSERT_TRUE(in_memory.ok()) << in_memory.status();
+  ASSERT_GT(in_memory->norms_size(), 0);
+  ASSERT_EQ(norms->norms_size(), in_memory->norms_size());
+  for (int i = 0; i < norms->norms_size(); ++i) {
+    EXPECT_EQ(norms->norms(i).SerializeAsString(), in_memory->norms(i).SerializeAsString()) << i;
+  }
+}
+
+// Chunks that ranks share stay in memory, for which chunks in DRAM make room.
+TEST_F(ReadBackJobTest, MoreRanksMoveStateDown) {
+  TestServer server("s", {.dram = kRoomForState, .nvme = kNvme});
+  uint64_t epoch = 0;
+  const auto state = [&] { return server->Status().jobs(0).tiers(1).state_bytes(); };
+  auto group = NewGroup(server, 1, ++epoch);
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  StepBoth(*group, 1);
+  const uint64_t before = state();
+  ASSERT_GT(before, 0u);
+  group = NewGroup(server, 19, ++epoch);
+  EXPECT_LT(state(), before);
+  EXPECT_GT(state(), 0u);
+  for (int64_t step = 2; step <= 4; ++step) StepBoth(*group, step);
+  EXPECT_LE(server->Status().tiers(1).used_bytes(), kRoomForState);
+  ExpectSame(*group, 4);
+  // The log holds both tilings.
+  server.Restart();
+  group = NewGroup(server, 19, ++epoch);
+  ExpectSame(*group, 4);
+  group = NewGroup(server, 1, ++epoch);
+  for (int64_t step = 5; step <= 6; ++step) StepBoth(*group, step);
+  ExpectSame(*group, 6);
+}
+
+TEST(ReadBackPlan, SaysWhatIsReadBack) {
+  TestServer server("s", {.dram = kTight, .nvme = kNvme});
+  TrainerGroup group({server.get()}, Spec(v1::DURABILITY_STEP), 1);
+  std::vector<v1::GetJobResponse> jobs;
+  ASSERT_EQ(group.Fence(&jobs), absl::OkStatus());
+  v1::OpenRequest request = group.open_request(-1, std::nullopt);
+  request.set_dry_run(true);
+  Answer<v1::OpenResponse> answer;
+  server->Open(request, absl::InfiniteFuture(), answer.reply());
+  const absl::StatusOr<v1::OpenResponse> response = answer.Wait();
+  ASSERT_TRUE(response.ok()) << response.status();
+  EXPECT_THAT(response->plan(), HasSubstr("bytes are read back from it in each step"));
+  EXPECT_EQ(server->Status().tiers(1).used_bytes(), 0u) << "a dry run took something";
+}
+
+TEST(ReadBackPlan, WithoutALogItIsRefusedWithTheFix) {
+  TestServer server("s", {.dram = kTight, .nvme = kNvme});
+  TrainerGroup group({server.get()}, Spec(v1::DURABILITY_NONE), 1);
+  const absl::Status status = group.Start();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_THAT(status.ToString(), HasSubstr("raise the dram budget by at least"));
+  EXPECT_THAT(status.ToString(), HasSubstr("or give the job durability step"));
+}
+
+}  // namespace
+}  // namespace ballast::services
