@@ -132,11 +132,37 @@ absl::StatusOr<NvmeExtent> NvmeTier::AllocateFrom(BudgetLease lease, absl::strin
   const uint64_t bytes = lease.bytes();
   absl::MutexLock lock(&mutex_);
   const uint64_t offset = Place(bytes);
-  if (absl::Status reserved = file_->Reserve(offset, bytes); !reserved.ok()) {
+  if (absl::Status reserved = Reserve(offset, bytes); !reserved.ok()) {
     FreeLocked(offset, bytes, Blocks::kGivenBack);
     return model::Annotate(reserved, absl::StrCat("nvme, for ", what));
   }
   return NvmeExtent(this, offset, std::move(lease));
+}
+
+absl::Status NvmeTier::Reserve(uint64_t offset, uint64_t bytes) {
+  uint64_t begin = offset, end = offset + bytes;
+  // Not again what is reserved: the file system would wait for all transfers of the file that are in flight.
+  auto next = reserved_.upper_bound(offset);
+  if (next != reserved_.begin() && std::prev(next)->second >= begin) {
+    --next;
+    if (next->second >= end) return absl::OkStatus();
+    begin = next->first;
+  }
+  BALLAST_RETURN_IF_ERROR(file_->Reserve(offset, bytes));
+  for (; next != reserved_.end() && next->first <= end; next = reserved_.erase(next)) end = std::max(end, next->second);
+  reserved_[begin] = end;
+  return absl::OkStatus();
+}
+
+void NvmeTier::NoteUnreserved(uint64_t offset, uint64_t end) {
+  auto next = reserved_.upper_bound(offset);
+  if (next != reserved_.begin() && std::prev(next)->second > offset) --next;
+  while (next != reserved_.end() && next->first < end) {
+    const auto [begin, until] = *next;
+    next = reserved_.erase(next);
+    if (begin < offset) reserved_[begin] = offset;
+    if (until > end) reserved_[end] = until;
+  }
 }
 
 uint64_t NvmeTier::Place(uint64_t bytes) {
@@ -150,7 +176,10 @@ uint64_t NvmeTier::Place(uint64_t bytes) {
   // Fragments too small for this extent: the file grows past the budget, so what they occupy on disk is given back
   // first.
   if (end_ + bytes > ledger_->budget().nvme) {
-    for (const auto& [offset, free_bytes] : free_) file_->Discard(offset, free_bytes);
+    for (const auto& [offset, free_bytes] : free_) {
+      NoteUnreserved(offset, offset + free_bytes);
+      file_->Discard(offset, free_bytes);
+    }
   }
   const uint64_t offset = end_;
   end_ += bytes;
@@ -179,6 +208,7 @@ void NvmeTier::FreeLocked(uint64_t offset, uint64_t bytes, Blocks blocks) {
   // Nothing lies behind it: the disk gets it back. A failure costs space only.
   end_ = extent->first;
   free_.erase(extent);
+  NoteUnreserved(end_, ~uint64_t{0});
   (void)file_->Truncate(end_);
 }
 

@@ -76,6 +76,9 @@ class NvmeTier {
   enum class Blocks { kGivenBack, kKept };
   void Free(uint64_t offset, uint64_t bytes, Blocks blocks);
   void FreeLocked(uint64_t offset, uint64_t bytes, Blocks blocks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Makes sure that the disk has blocks for it.
+  absl::Status Reserve(uint64_t offset, uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void NoteUnreserved(uint64_t offset, uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::unique_ptr<BlockFile> file_;
   Ledger* const ledger_;
@@ -84,6 +87,8 @@ class NvmeTier {
   absl::Mutex mutex_;
   std::map<uint64_t, uint64_t> free_ ABSL_GUARDED_BY(mutex_);  // offset -> bytes, neighbours joined
   uint64_t end_ ABSL_GUARDED_BY(mutex_) = 0;                   // of the last extent
+  // Of what the disk has blocks for; offset -> end, neighbours joined.
+  std::map<uint64_t, uint64_t> reserved_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, NvmeExtent> kept_ ABSL_GUARDED_BY(mutex_);
   std::vector<NvmeExtent> disputed_ ABSL_GUARDED_BY(mutex_);
 };

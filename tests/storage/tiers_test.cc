@@ -106,6 +106,33 @@ TEST_F(TiersTest, FragmentsNeverRefuseWhatTheBudgetAllows) {
   EXPECT_LE(info.st_blocks * 512, 4 * kPage);
 }
 
+TEST_F(TiersTest, BlocksOfTheDiskAreReservedOnceAndAgainWhereItHasThemBack) {
+  SimDisk disk(1);
+  auto tiers = *Tiers::Open({.budget = {.nvme = 4 * kPage}, .directory = directory_.path(), .disk = &disk});
+  NvmeTier& nvme = *tiers->nvme();
+  const auto reservations = [&] { return disk.operations(SimOperation::kReserve); };
+  BudgetLease lease = nvme.Allocate(4 * kPage, "room")->TakeLease();
+  EXPECT_EQ(reservations(), 1);
+  std::vector<NvmeExtent> extents;
+  for (int i = 0; i < 4; ++i) extents.push_back(*nvme.AllocateFrom(lease.Split(kPage), "a version"));
+  extents[1].TakeLease();
+  extents[1] = *nvme.Allocate(kPage, "another");
+  EXPECT_EQ(reservations(), 1);
+  // Fragments that another extent does not fit into go back to the disk, and so does the file's end.
+  extents[0] = NvmeExtent();
+  extents[2] = NvmeExtent();
+  NvmeExtent large = *nvme.Allocate(2 * kPage, "large");
+  EXPECT_EQ(reservations(), 2);
+  large = NvmeExtent();
+  extents[0] = *nvme.Allocate(kPage, "in the first gap");
+  EXPECT_EQ(reservations(), 3);
+  extents[2] = *nvme.Allocate(kPage, "in the other");
+  EXPECT_EQ(reservations(), 4);
+  extents[3] = NvmeExtent();
+  extents[3] = *nvme.Allocate(kPage, "at the end");
+  EXPECT_EQ(reservations(), 5);
+}
+
 TEST_F(TiersTest, AllReturnedEmptiesTheFile) {
   auto tiers = Open({.nvme = 4 * kPage});
   { NvmeExtent a = *tiers->nvme()->Allocate(4 * kPage, "a"); }
