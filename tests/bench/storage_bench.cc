@@ -17,8 +17,9 @@
 // step's own overhead. `side_by_side` is what two threads reach that do the one and the other at once and share nothing:
 // less than 1 where the machine's disk needs its processors or its memory. A server's job is pushed at in steady state:
 // pushes of step N + 1 overlap the update of N, and so many chunks go to the disk with each step that the log can be cut
-// and never fills. These writes are no part of "the log alone": `with_flushes` is the ratio if they are. All variants of
-// a round run one after another, those without a server in an order that rotates; ratios are medians.
+// and never fills. These writes are no part of "the log alone": `with_flushes` is the ratio if they are. `side_by_side`
+// is here what the step without the log reaches while another thread writes and syncs the log's bytes. All variants of a
+// round run one after another, those without a server in an order that rotates; ratios are medians.
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 

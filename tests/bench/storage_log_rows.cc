@@ -1,9 +1,12 @@
 // The row of the gradient log: see storage_bench.cc.
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -32,10 +35,21 @@ absl::StatusOr<uint64_t> BytesWritten() {
   return absl::UnavailableError("/proc/self/io does not say what was written");
 }
 
+// Of all threads of this process, and of the kernel for them.
+double CpuSeconds() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec);
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
 // One round of steps, from the decision of a step to that of the kStepsPerRound-th behind it: as many updates, each
 // overlapped by the pushes of the next step.
 struct Round {
   double seconds = 0;        // per step
+  double cpu_seconds = 0;    // per step
   double flushed_bytes = 0;  // per step: chunks, so that the log can be cut
   double written_bytes = 0;  // per step: flushed and log
 };
@@ -44,16 +58,38 @@ absl::StatusOr<Round> RunRound(ServerJob* job) {
   BALLAST_RETURN_IF_ERROR(job->Step());
   BALLAST_ASSIGN_OR_RETURN(const uint64_t written, BytesWritten());
   const uint64_t flushed = job->server().traffic().written.nvme;
+  const double cpu = CpuSeconds();
   BALLAST_ASSIGN_OR_RETURN(const double seconds, Seconds([&] {
                              for (int i = 0; i < kStepsPerRound; ++i) BALLAST_RETURN_IF_ERROR(job->Step());
                              return absl::OkStatus();
                            }));
-  Round round = {.seconds = seconds / kStepsPerRound};
+  Round round = {.seconds = seconds / kStepsPerRound, .cpu_seconds = (CpuSeconds() - cpu) / kStepsPerRound};
   BALLAST_ASSIGN_OR_RETURN(const uint64_t written_now, BytesWritten());
   round.written_bytes = static_cast<double>(written_now - written) / kStepsPerRound;
   round.flushed_bytes = static_cast<double>(job->server().traffic().written.nvme - flushed) / kStepsPerRound;
   BALLAST_RETURN_IF_ERROR(job->Settle());
   return round;
+}
+
+// As a round of steps of a job without a log, and as many times `log_bytes` written and synced by a thread that shares
+// nothing with it: what the machine gives to a log that costs nothing but its disk. Seconds per step, until both ended.
+absl::StatusOr<double> SideBySide(ServerJob* without, DiskAlone* alone, const storage::BlockFile& file,
+                                  uint64_t log_bytes) {
+  BALLAST_RETURN_IF_ERROR(without->Step());
+  BALLAST_ASSIGN_OR_RETURN(const double seconds, Seconds([&] {
+                             absl::Status stepped, written;
+                             std::thread trainer([&] {
+                               for (int i = 0; i < kStepsPerRound; ++i) stepped.Update(without->Step());
+                             });
+                             for (int i = 0; i < kStepsPerRound; ++i) {
+                               written.Update(alone->WriteAndSync(file, log_bytes));
+                             }
+                             trainer.join();
+                             stepped.Update(written);
+                             return stepped;
+                           }));
+  BALLAST_RETURN_IF_ERROR(without->Settle());
+  return seconds / kStepsPerRound;
 }
 
 uint64_t WholeBlocks(double bytes) { return storage::AlignUp(static_cast<uint64_t>(bytes)); }
@@ -79,7 +115,8 @@ absl::Status MeasureLog(const StorageBenchOptions& options, const std::string& d
   BALLAST_ASSIGN_OR_RETURN(const auto file,
                            storage::SystemDisk()->Open(directory + "/alone", storage::Disk::Mode::kEmptied));
 
-  std::vector<double> step, none, log_alone, disk_alone, ratios, with_flushes, log_bytes, flushed_bytes;
+  std::vector<double> step, none, log_alone, disk_alone, ratios, with_flushes, side_by_side, log_bytes, flushed_bytes;
+  std::vector<double> step_cpu, none_cpu;
   for (int i = 0; i <= options.rounds; ++i) {
     std::fprintf(stderr, "\rstorage_bench: log, round %d of %d", i, options.rounds);
     BALLAST_ASSIGN_OR_RETURN(const Round reference, RunRound(without.get()));
@@ -91,7 +128,11 @@ absl::Status MeasureLog(const StorageBenchOptions& options, const std::string& d
     };
     BALLAST_ASSIGN_OR_RETURN(const double log_seconds, write(logged));
     BALLAST_ASSIGN_OR_RETURN(const double disk_seconds, write(round.written_bytes));
+    BALLAST_ASSIGN_OR_RETURN(const double side_seconds, SideBySide(without.get(), &alone, *file, WholeBlocks(logged)));
     if (i == 0) continue;
+    side_by_side.push_back(std::max(log_seconds, reference.seconds) / side_seconds);
+    step_cpu.push_back(round.cpu_seconds);
+    none_cpu.push_back(reference.cpu_seconds);
     step.push_back(round.seconds);
     none.push_back(reference.seconds);
     log_alone.push_back(log_seconds);
@@ -115,7 +156,10 @@ absl::Status MeasureLog(const StorageBenchOptions& options, const std::string& d
                             {"log_and_flushes_alone_seconds", Median(disk_alone)},
                             {"log_bytes_per_step", Median(log_bytes)},
                             {"flushed_bytes_per_step", Median(flushed_bytes)},
-                            {"with_flushes", Median(with_flushes)}}});
+                            {"cpu_seconds", Median(step_cpu)},
+                            {"without_log_cpu_seconds", Median(none_cpu)},
+                            {"with_flushes", Median(with_flushes)},
+                            {"side_by_side", Median(side_by_side)}}});
   return absl::OkStatus();
 }
 
