@@ -58,12 +58,12 @@ bool CatalogEntry::durable() const {
 
 std::vector<storage::DurableChunk> CatalogEntry::ChunksAndPinned() const {
   std::vector<storage::DurableChunk> all = chunks;
-  // Of another size at the same place is not the same extent: the two are in dispute.
-  std::set<std::pair<uint64_t, uint64_t>> known;
-  for (const storage::DurableChunk& chunk : chunks) known.emplace(chunk.offset, chunk.bytes);
+  // Another entry for the same place is not the same extent: the two are in dispute.
+  std::set<std::string> known;
+  for (const storage::DurableChunk& chunk : chunks) known.insert(chunk.Encode());
   for (const v1::PinnedVersion& pin : pins) {
     for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
-      if (known.emplace(chunk.offset, chunk.bytes).second) all.push_back(chunk);
+      if (known.insert(chunk.Encode()).second) all.push_back(chunk);
     }
   }
   return all;

@@ -141,6 +141,7 @@ void Job::RunUnpinDurably(int64_t version) {
   LockedOnStage([&](Replies* replies) {
     mu_.AssertHeld();
     unpinning_.erase(version);
+    pin_checks_.erase(version);
     moved_ = true;
     if (!erased.ok()) Fail(erased, kCatalogRemedy, replies);
   });
@@ -156,12 +157,18 @@ absl::StatusOr<bool> Job::CheckedPin(const v1::SealRequest& request) {
       request.step() != machine_->committed() + 1) {
     return true;
   }
-  if (pin_check_.version != version || model::Compare(pin_check_.epoch, request.epoch()) != 0) {
-    pin_check_ = {version, request.epoch(), false, absl::OkStatus()};
+  const auto [found, fresh] = pin_checks_.try_emplace(version);
+  PinCheck& check = found->second;
+  if (fresh || (check.done && model::Compare(check.epoch, request.epoch()) != 0)) {
+    check = PinCheck();
     stage_->Post([this, version] { RunPinCheck(version); });
   }
-  if (!pin_check_.done) return false;
-  BALLAST_RETURN_IF_ERROR(pin_check_.status);
+  // A reading that outlasts its epoch is the next one's.
+  if (!check.done) {
+    check.epoch = request.epoch();
+    return false;
+  }
+  BALLAST_RETURN_IF_ERROR(check.status);
   return true;
 }
 
@@ -175,9 +182,10 @@ void Job::RunPinCheck(int64_t version) {
   const absl::Status status = store->VerifyPin(version);
   LockedOnStage([&](Replies*) {
     mu_.AssertHeld();
-    if (pin_check_.version != version) return;
-    pin_check_.done = true;
-    pin_check_.status = model::Annotate(
+    const auto check = pin_checks_.find(version);
+    if (check == pin_checks_.end()) return;
+    check->second.done = true;
+    check->second.status = model::Annotate(
         status, absl::StrCat("server '", around_.server_id, "' cannot restore version ", version, " of job '", name_,
                              "', which goes on from where it is; restore another version, and unpin this one"));
     moved_ = true;

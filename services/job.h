@@ -221,6 +221,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   struct NewChunks;
   // Makes or extends the journal for these chunks. RESOURCE_EXHAUSTED.
   absl::Status EnsureJournal(const NewChunks& wanted);
+  absl::Status EnsureJournalWithoutChunks(const NewChunks& wanted);
   // `segment_bytes`: of the journal that there is; 0 if there is none.
   static JournalSize JournalSizeOf(const NewChunks& wanted, uint64_t segment_bytes);
   std::shared_ptr<storage::ChunkStore> MakeStore(const NewChunks& wanted) const;
@@ -338,14 +339,13 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Durable pins on their way, and those on their way out; the machine knows those that are there.
   std::map<int64_t, std::shared_ptr<Pinning>> pinning_ ABSL_GUARDED_BY(mu_);
   std::set<int64_t> unpinning_ ABSL_GUARDED_BY(mu_);
-  // The newest reading of a pin whose restore was sealed.
+  // By version, the newest reading of a pin whose restore was sealed.
   struct PinCheck {
-    int64_t version = -1;
-    v1::Epoch epoch;
+    v1::Epoch epoch;  // that it counts for
     bool done = false;
     absl::Status status;
   };
-  PinCheck pin_check_ ABSL_GUARDED_BY(mu_);
+  std::map<int64_t, PinCheck> pin_checks_ ABSL_GUARDED_BY(mu_);
 
   std::shared_ptr<Moves> moves_ ABSL_GUARDED_BY(mu_);  // null: every chunk is where it should be
   uint64_t chunks_moved_ ABSL_GUARDED_BY(mu_) = 0;

@@ -216,6 +216,16 @@ void Job::NotePlan(const storage::Plan& plan, bool dry_run) {
   prediction_ = plan.prediction;
 }
 
+// A server that holds none of the job's chunks keeps promises and decisions all the same.
+absl::Status Job::EnsureJournalWithoutChunks(const NewChunks& wanted) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (journal_ != nullptr) return absl::OkStatus();
+  }
+  absl::MutexLock planning(around_.planning);
+  return EnsureJournal(wanted);
+}
+
 absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr<HeldChunk>>* chunks) {
   const kernels::OptimizerSpec& optimizer = wanted.optimizer;
   const std::vector<uint64_t>& elements = wanted.elements;
@@ -305,6 +315,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
       }
     }
   }
+  if (missing.empty() && !dry_run && wanted.durable()) status = EnsureJournalWithoutChunks(wanted);
   if (!status.ok() || dry_run) {
     for (const auto& chunk : taken) {
       if (chunk != nullptr) spares.push_back(chunk);

@@ -43,7 +43,6 @@ class StepCoefficients {
 
 // Does a transaction that is not skipped change the chunk?
 bool Changes(const v1::StepHeader& header, const model::Chunk& chunk) {
-  if (header.kind() == v1::STEP_KIND_RESTORE) return true;
   return std::any_of(chunk.segments.begin(), chunk.segments.end(), [&](const model::Segment& segment) {
     return model::HasBit(header.value_presence(), segment.tensor) ||
            (header.kind() == v1::STEP_KIND_UPDATE && model::HasBit(header.gradient_presence(), segment.tensor));
@@ -63,7 +62,9 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
   auto work = std::make_shared<StepWork>();
   work->step = decision.step();
   for (const std::shared_ptr<HeldChunk>& chunk : chunks_) {
-    const bool changes = !skip && Changes(header, chunk->layout);
+    // A restore leaves alone what never had a state: no pin has it.
+    const bool restore = header.kind() == v1::STEP_KIND_RESTORE && chunk->changed >= 0;
+    const bool changes = !skip && (restore || Changes(header, chunk->layout));
     if (changes) chunk->changed = decision.step();
     if (*chunk->version >= decision.step() && !Seeded(storage::StorageBug::kReplayedTwice)) {
       // After a restart: its state on the disk was ahead of the log that is replayed.
@@ -87,7 +88,7 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
     }
     if (!change.segments.empty()) chunk->intake.TakeGradient(&change, &buffers);
     chunk->intake.Clear();
-    if (header.kind() == v1::STEP_KIND_RESTORE) {
+    if (restore) {
       change.restored = header.restored_version();
       // Replayed from the log, a restore needs its pin, which may be gone by then: afterwards no chunk needs the
       // replay.

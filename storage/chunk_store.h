@@ -160,7 +160,8 @@ class ChunkStore {
   // After Add, before any Run: a pin of an earlier run of the server keeps this state of the chunk.
   // RESOURCE_EXHAUSTED (BUDGET); DATA_LOSS (IO) if the NVMe tier did not keep it.
   absl::Status TakeBackPin(int64_t version, uint64_t chunk, const DurableChunk& kept);
-  // Reads all that the pin keeps: DATA_LOSS (CHECKSUM) if some of it is not what was written. Blocks. Not beside Run.
+  // Reads all that the pin keeps: DATA_LOSS (CHECKSUM) if some of it is not what was written. FAILED_PRECONDITION
+  // (VERSION_GONE) if a chunk has got its first state since. Blocks. Not beside Run.
   absl::Status VerifyPin(int64_t version) const;
   // The pin must not be recorded any more. Frees what nothing else has.
   void UnpinDurably(int64_t version);

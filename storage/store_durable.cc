@@ -119,8 +119,7 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
   {
     absl::MutexLock lock(&impl.mutex);
     for (StoredChunk& chunk : impl.chunks) {
-      // One that was never updated has no state yet, and perhaps no place in the job.
-      if (chunk.dirty || chunk.newest.version >= 0) chunks.push_back(&chunk);
+      if (chunk.has_state()) chunks.push_back(&chunk);
     }
   }
   uint64_t bytes = 0;
@@ -165,6 +164,14 @@ absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const Dura
 
 absl::Status ChunkStore::VerifyPin(int64_t version) const {
   const Impl& impl = *impl_;
+  {
+    absl::ReaderMutexLock lock(&impl.mutex);
+    for (const StoredChunk& chunk : impl.chunks) {
+      if (!chunk.has_state() || impl.durable_pins->Find(version, chunk.index) != nullptr) continue;
+      return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                          absl::StrCat("chunk ", chunk.id, " had no state yet at version ", version));
+    }
+  }
   Arena memory;
   for (const uint64_t index : impl.durable_pins->ChunksOf(version)) {
     BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, impl.Find(index));

@@ -58,6 +58,8 @@ struct StoredChunk {
   bool dirty = false;        // updated since it was last written to its extent
   int64_t needed_from = -1;  // if dirty: the version before the first of these updates
   DurableChunk newest;       // what the extent holds; version -1: nothing yet
+  // One that was never updated has none, and perhaps no place in the job.
+  bool has_state() const { return dirty || newest.version >= 0; }
 };
 
 }  // namespace ballast::storage

@@ -64,6 +64,10 @@ absl::Status StepMachine::Impl::ReplaySnapshot(const v1::LogSnapshot& snapshot) 
     return Diverged(absl::StrCat("a snapshot in the log of server '", id, "' is of step ", snapshot.committed(),
                                  ", the records before it lead to step ", committed, "; records are missing"));
   }
+  if (snapshot.committed() >= 0 && (!snapshot.has_open() || !snapshot.has_decision())) {
+    return Diverged(absl::StrCat("a snapshot in the log of server '", id, "' is of step ", snapshot.committed(),
+                                 " without its ", snapshot.has_open() ? "decision" : "Open"));
+  }
   promised = snapshot.promised();
   if (snapshot.has_open()) {
     BALLAST_ASSIGN_OR_RETURN(model::EpochPlan opened, model::EpochPlan::Make(snapshot.open()));

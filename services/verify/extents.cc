@@ -93,12 +93,12 @@ void CheckLabel(const storage::BlockFile& file, const NamedExtent& extent, absl:
 std::vector<NamedExtent> PinnedExtents(const std::string& job, const StateLayout& layout,
                                        const std::vector<storage::DurableChunk>& chunks,
                                        const std::vector<v1::PinnedVersion>& pins) {
-  std::set<std::pair<uint64_t, uint64_t>> known;  // of another size it is not the same extent
-  for (const storage::DurableChunk& chunk : chunks) known.emplace(chunk.offset, chunk.bytes);
+  std::set<std::string> known;  // another entry for the same place is in dispute
+  for (const storage::DurableChunk& chunk : chunks) known.insert(chunk.Encode());
   std::vector<NamedExtent> extents;
   for (const v1::PinnedVersion& pin : pins) {
     for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
-      if (known.emplace(chunk.offset, chunk.bytes).second) extents.push_back({job, layout, chunk, pin.version()});
+      if (known.insert(chunk.Encode()).second) extents.push_back({job, layout, chunk, pin.version()});
     }
   }
   return extents;

@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/catalog_entry.h"
 #include "ballast/services/journal.h"
 #include "ballast/storage/io/arena.h"
 
@@ -173,10 +172,10 @@ void Replayer::CheckCovered(const v1::PreparedRecord& prepared) {
 void Replayer::CheckRestorable(const v1::PreparedRecord& prepared) {
   const int64_t pin = prepared.header().restored_version();
   for (const auto& [chunk, version] : versions_) {
-    if (version >= prepared.step() || durable_.pinned.contains({pin, chunk})) continue;
+    if (version >= prepared.step() || durable_.pinned.contains(pin)) continue;
     Find(Harm::kJobRefused,
          absl::StrCat("the pin that step ", prepared.step(), " restores chunk ", chunk, " at version ", version, " to"),
-         absl::StrCat("version ", pin, " of the chunk, pinned"), "none in the catalog");
+         absl::StrCat("version ", pin, ", pinned"), "none in the catalog");
     return;  // one tells of all
   }
 }
@@ -278,12 +277,6 @@ absl::StatusOr<std::string> FindOwner(const v1::OpenRequest& open, const std::se
   if (fitting.size() == 1) return fitting[0];
   return absl::NotFoundError(absl::StrCat(fitting.size(), " of the ", open.members_size(), " members of job '",
                                           open.spec().name(), "' may be this server, by the chunks that are here"));
-}
-
-void DurableStates::Pin(const std::vector<v1::PinnedVersion>& pins) {
-  for (const v1::PinnedVersion& pin : pins) {
-    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) pinned.emplace(pin.version(), chunk.id);
-  }
 }
 
 LogReplay Replay(const ReadLog& log, const std::string& server_id, const DurableStates& durable,

@@ -54,9 +54,7 @@ struct LogReplay {
 // What the disk holds of a job's chunks, by their ids.
 struct DurableStates {
   std::map<uint64_t, int64_t> versions;
-  std::set<std::pair<int64_t, uint64_t>> pinned;  // version and chunk
-
-  void Pin(const std::vector<v1::PinnedVersion>& pins);
+  std::set<int64_t> pinned;  // the catalog has a pin whole or not at all
 };
 // Replays onto these states. Findings: records that are missing or do not fit together, chunks whose state and the log
 // have a gap between them, steps whose slices are not there, restores whose pinned version is not.

@@ -4,6 +4,7 @@
 #include <set>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
@@ -36,6 +37,7 @@ class Rebuilding {
   void Choose(const std::string& name, Candidate* candidate);
   absl::StatusOr<bool> Newest(const std::string& name, const std::vector<FoundLabel>& labels, int64_t version_max,
                               std::optional<storage::DurableChunk>* newest);
+  void DropStalePins(const std::string& name, Candidate* candidate);
   void CheckFit(const std::string& name, Candidate* candidate);
   void CheckPlacesOfAll();
   absl::Status Write();
@@ -224,14 +226,40 @@ void Rebuilding::Choose(const std::string& name, Candidate* candidate) {
     if (!*clear) return;
     if (newest.has_value()) candidate->chosen[id] = *newest;
   }
+  DropStalePins(name, candidate);
   CheckFit(name, candidate);
+}
+
+// A pin in an older copy of the catalog may have been unpinned since, and its extents be others' now.
+void Rebuilding::DropStalePins(const std::string& name, Candidate* candidate) {
+  std::set<std::string> labelled;
+  for (const FoundLabel& label : candidate->labels) labelled.insert(label.chunk.Encode());
+  const auto holds = [&](const storage::DurableChunk& chunk) {
+    return labelled.contains(chunk.Encode()) &&
+           std::none_of(candidate->chosen.begin(), candidate->chosen.end(), [&](const auto& entry) {
+             const storage::DurableChunk& chosen = entry.second;
+             return chosen.offset < chunk.offset + chunk.bytes && chunk.offset < chosen.offset + chosen.bytes &&
+                    chosen.Encode() != chunk.Encode();
+           });
+  };
+  std::erase_if(candidate->old.pins, [&](const v1::PinnedVersion& pin) {
+    const std::vector<storage::DurableChunk> chunks = PinnedChunks(pin);
+    if (std::all_of(chunks.begin(), chunks.end(), holds)) return false;
+    result_.done.push_back(absl::StrCat("job '", name, "': forgot the pin of version ", pin.version(),
+                                        ", whose states are not on the disk any more"));
+    return true;
+  });
+  for (const std::string& what : candidate->old.unreadable) {
+    if (!absl::StartsWith(what, kCatalogPin)) continue;
+    result_.done.push_back(absl::StrCat("job '", name, "': forgot '", what, "', which cannot be read"));
+  }
 }
 
 // Do the log and the versions that were chosen make one history?
 void Rebuilding::CheckFit(const std::string& name, Candidate* candidate) {
   DurableStates durable;
   for (const auto& [id, chunk] : candidate->chosen) durable.versions[id] = chunk.version;
-  durable.Pin(candidate->old.pins);
+  for (const v1::PinnedVersion& pin : candidate->old.pins) durable.pinned.insert(pin.version());
   ScrubReport fit;
   const std::string path = directory_->LogPath(name);
   const LogReplay replay = Replay(candidate->log, server_id_, durable, path, &fit.findings);

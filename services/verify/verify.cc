@@ -151,7 +151,7 @@ void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
   }
   DurableStates durable;
   for (const storage::DurableChunk& chunk : entry.chunks) durable.versions[chunk.id] = chunk.version;
-  durable.Pin(entry.pins);
+  for (const v1::PinnedVersion& pin : entry.pins) durable.pinned.insert(pin.version());
   const LogReplay replay = Replay(*log, id, durable, path, &report_.findings);
   CompareWithLog(name, entry, *log, replay.committed);
   CheckPayloads(**file, name, replay, &progress_, &report_);

@@ -146,6 +146,44 @@ TEST_F(VerifyTest, KnowsDurablePins) {
   ASSERT_EQ(Scrub().findings.size(), 1u);
 }
 
+// Of an older copy of the catalog, whose pin was unpinned since: its extents are others' now. With chunks of one size
+// they are others' entirely.
+TEST_F(VerifyTest, ForgetsAPinWhoseStatesAreGone) {
+  for (const bool uniform : {false, true}) {
+    if (uniform) {
+      fs::remove_all(directory_.path());
+      fs::create_directory(directory_.path());
+      spec_ = MakeSpec(
+          "job", {{"a", "u0", 131072, 0}, {"b", "u1", 131072, 1}, {"c", "u2", 131072, 0}, {"d", "u3", 131072, 1}});
+      spec_.set_durability(v1::DURABILITY_STEP);
+    }
+    StartServer();
+    ASSERT_EQ(group_->Initialise(Values), absl::OkStatus());
+    Continue(3);
+    PinDurably(3);
+    Continue(12);
+    StopServer();
+    fs::copy(directory_ / "catalog", directory_ / "old", fs::copy_options::recursive);
+    StartServer();
+    v1::UnpinRequest unpin;
+    unpin.set_job("job");
+    unpin.set_version(3);
+    unpin.set_durable(true);
+    Answer<v1::UnpinResponse> unpinned;
+    server_->Unpin(unpin, unpinned.reply());
+    ASSERT_EQ(unpinned.Wait().status(), absl::OkStatus());
+    Continue(40);
+    StopServer();
+    fs::remove_all(directory_ / "catalog");
+    fs::rename(directory_ / "old", directory_ / "catalog");
+    const RebuildResult rebuilt = Remake();
+    EXPECT_TRUE(rebuilt.written);
+    EXPECT_THAT(rebuilt.done, ::testing::Contains(HasSubstr("forgot the pin of version 3")));
+    EXPECT_THAT(Scrub().findings, IsEmpty());
+    ExpectRecovered();
+  }
+}
+
 TEST_F(VerifyTest, FindsThatARestoreHasNoPin) {
   StartServer();
   ASSERT_EQ(group_->Initialise(Values), absl::OkStatus());

@@ -1,0 +1,153 @@
+// Durable jobs in shapes that few have: a server without chunks, tensors that never had a state, pins that lack one.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "ballast/proto/model/status.h"
+#include "ballast/tests/services/trainer_group.h"
+
+namespace ballast::services {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr storage::TierBytes kBudget{0, uint64_t{64} << 20, uint64_t{256} << 20};
+
+float Initial(uint32_t tensor, uint64_t element) {
+  return static_cast<float>(tensor + 1) + 1e-3f * static_cast<float>(element % 1000);
+}
+
+v1::StepHeader RestoreOf(int64_t version) {
+  v1::StepHeader header;
+  header.set_kind(v1::STEP_KIND_RESTORE);
+  header.set_restored_version(version);
+  header.set_gradient_presence(std::string(1, 0));
+  header.set_value_presence(std::string(1, 0));
+  return header;
+}
+
+class DurableJobTest : public ::testing::Test {
+ protected:
+  DurableJobTest() : server_("s", kBudget), spec_(MakeSpec("job", SmallModel())) {
+    spec_.set_durability(v1::DURABILITY_STEP);
+  }
+  void NextGroup() {
+    group_ = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server_.get()}, spec_, 2, ++epoch_);
+    ASSERT_EQ(group_->Start(), absl::OkStatus());
+  }
+  void Step() {
+    const auto count = static_cast<uint32_t>(SmallModel().size());
+    ASSERT_EQ(group_->PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(count), Initial), absl::OkStatus());
+    ASSERT_EQ(group_->Finish(UpdateHeader(count)).status(), absl::OkStatus());
+  }
+  absl::Status PinDurably(int64_t version) {
+    v1::PinRequest pin;
+    pin.set_job("job");
+    pin.set_version(version);
+    pin.set_durable(true);
+    Answer<v1::PinResponse> pinned;
+    server_->Pin(pin, absl::InfiniteFuture(), pinned.reply());
+    return pinned.Wait().status();
+  }
+  TestServer server_;
+  v1::JobSpec spec_;
+  std::unique_ptr<TrainerGroup> group_;
+  uint64_t epoch_ = 0;
+};
+
+TEST_F(DurableJobTest, AServerWithoutAChunkComesBackToo) {
+  TestServer other("t", kBudget);
+  v1::JobSpec spec = MakeSpec("job", {{"w", "u", 1000, 0}});
+  spec.set_group_count(1);
+  spec.set_durability(v1::DURABILITY_STEP);
+  for (uint64_t epoch = 1; epoch <= 3; ++epoch) {
+    TrainerGroup group({server_.get(), other.get()}, spec, 1, epoch);
+    ASSERT_EQ(group.Start(), absl::OkStatus());
+    ASSERT_EQ(group.step(), epoch == 1 ? 0 : 1);
+    if (epoch == 1) {
+      ASSERT_EQ(group.Initialise(Initial), absl::OkStatus());
+    }
+    server_.Restart();
+    other.Restart();
+  }
+  for (TestServer* server : {&server_, &other}) {
+    EXPECT_EQ((*server)->Status().jobs(0).committed(), 0);
+    EXPECT_FALSE((*server)->Status().jobs(0).state_lost());
+  }
+}
+
+// A tensor that was registered and replaced before it got values has chunks, and no state in them.
+TEST_F(DurableJobTest, ARestoreLeavesAloneWhatNeverHadAState) {
+  NextGroup();
+  ASSERT_EQ(group_->Initialise(Initial), absl::OkStatus());
+  for (const uint64_t elements : {140000, 200000}) {
+    group_.reset();
+    Append({{"head", "u9", elements, 0}}, 0, &spec_);
+    NextGroup();
+  }
+  v1::StepHeader values = ValuesHeader(6);
+  const std::string head(1, static_cast<char>(1 << 5));
+  values.set_value_presence(head);
+  values.set_gradient_presence(std::string(1, 0));
+  ASSERT_EQ(group_->PushAll(v1::SLICE_KIND_VALUE, head, Initial), absl::OkStatus());
+  ASSERT_EQ(group_->Finish(values).status(), absl::OkStatus());
+  ASSERT_EQ(PinDurably(1), absl::OkStatus());
+  NextGroup();
+  ASSERT_EQ(group_->Finish(RestoreOf(1)).status(), absl::OkStatus());
+  const auto before = group_->Read(5, v1::CONTENT_MASTER, 2);
+  ASSERT_TRUE(before.ok()) << before.status();
+  group_.reset();
+  server_.Restart();
+  NextGroup();
+  EXPECT_EQ(group_->step(), 3);
+  const auto after = group_->Read(5, v1::CONTENT_MASTER, 2);
+  ASSERT_TRUE(after.ok()) << after.status();
+  EXPECT_EQ(*before, *after);
+}
+
+TEST_F(DurableJobTest, APinFromBeforeTheFirstValuesIsNotRestored) {
+  NextGroup();
+  const auto count = static_cast<uint32_t>(SmallModel().size());
+  v1::StepHeader skipped = UpdateHeader(count);
+  skipped.set_value_presence(AllTensors(count));
+  ASSERT_EQ(group_->PushAll(v1::SLICE_KIND_VALUE, AllTensors(count), Initial), absl::OkStatus());
+  const auto infinite = [](uint32_t, uint64_t) { return std::numeric_limits<float>::infinity(); };
+  ASSERT_EQ(group_->PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(count), infinite), absl::OkStatus());
+  ASSERT_EQ(group_->Finish(skipped).status(), absl::OkStatus());
+  ASSERT_EQ(PinDurably(0), absl::OkStatus());
+  Step();
+  NextGroup();
+  const absl::Status refused = group_->SealAll(RestoreOf(0)).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+  EXPECT_EQ(model::ReasonOf(refused), model::kVersionGone);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("had no state yet at version 0"));
+  NextGroup();
+  Step();
+}
+
+TEST_F(DurableJobTest, RanksThatRestoreDifferentVersionsAreToldSoAfterOneReadingOfEach) {
+  NextGroup();
+  ASSERT_EQ(group_->Initialise(Initial), absl::OkStatus());
+  ASSERT_EQ(PinDurably(0), absl::OkStatus());
+  Step();
+  ASSERT_EQ(PinDurably(1), absl::OkStatus());
+  Step();
+  NextGroup();
+  const uint64_t read = server_->traffic().read.nvme;
+  std::vector<Answer<v1::SealResponse>> answers(2);
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    v1::SealRequest seal = group_->SealOf(rank, RestoreOf(rank), 10000);
+    server_->Seal(seal, absl::Now() + absl::Seconds(20), answers[rank].reply());
+  }
+  int mismatches = 0;
+  for (Answer<v1::SealResponse>& answer : answers) {
+    mismatches += model::ReasonOf(answer.Wait().status()) == model::kPlanMismatch;
+  }
+  EXPECT_GT(mismatches, 0);
+  const uint64_t state_bytes = server_->Status().tiers(1).state_bytes();
+  EXPECT_LE(server_->traffic().read.nvme - read, 3 * state_bytes);
+}
+
+}  // namespace
+}  // namespace ballast::services
