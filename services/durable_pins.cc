@@ -136,7 +136,9 @@ void Job::RunUnpinDurably(int64_t version) {
     if (!Refusal().ok()) return;
     store = store_;
   }
-  const absl::Status erased = around_.catalog->ErasePrefix(CatalogPrefix(name_) + CatalogPin(version));
+  // A restore of it may have stored chunks that are not recorded yet: until they are, its replay needs the pin.
+  absl::Status erased = store->Harden();
+  if (erased.ok()) erased = around_.catalog->ErasePrefix(CatalogPrefix(name_) + CatalogPin(version));
   if (erased.ok()) store->UnpinDurably(version);
   LockedOnStage([&](Replies* replies) {
     mu_.AssertHeld();

@@ -214,6 +214,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Chunks whose state should go to the disk with this step, so that the log does not run full.
   void MarkFlushes(storage::ChunkStore* store, StepWork* work, std::vector<uint64_t>* others);
   absl::Status Flush(storage::ChunkStore* store, absl::Span<const uint64_t> chunks, int64_t version);
+  // What was flushed is recorded at the latest when the log has no more room than for the next step.
+  absl::Status HardenForCut(storage::ChunkStore* store);
   void CutJournal(const storage::ChunkStore& store, int64_t version);
   void FlushAll();
   void PrepareOpen(const v1::OpenRequest& request);

@@ -58,12 +58,12 @@ class Journal {
   static constexpr uint64_t kSliceBodyBytesMax = 512;
   // Segments that slices leave to the other records and to restarts, each of which takes one.
   static constexpr uint64_t kSegmentsReserved = 4;
-  static constexpr uint64_t kStepsKept = 8;
+  static constexpr uint64_t kStepsKept = 16;
   // Of a decision with all ranks' blobs.
   static constexpr uint64_t kDecisionBytesMax = uint64_t{128} << 10;
-  // Of state in memory, the share that goes to the disk with each step once that is steady: when every chunk goes every
-  // f steps, f of the log's steps are taken, and one of (kStepsKept - f) - 1 chunks goes; so f = (kStepsKept - 1) / 2.
-  static constexpr double kFlushedShare = 2.0 / (kStepsKept - 1);
+  // Of state in memory, the share that goes to the disk with each step once that is steady: the log is in use nearly
+  // whole, but for the next step's room and for what waits to be recorded.
+  static constexpr double kFlushedShare = 1.0 / (kStepsKept - 2);
 
   explicit Journal(std::unique_ptr<storage::GradientLog> log) : log_(std::move(log)) {}
   storage::GradientLog& log() { return *log_; }

@@ -202,12 +202,20 @@ absl::Status Job::Flush(storage::ChunkStore* store, absl::Span<const uint64_t> c
   return store->Run(updates, [](size_t) {});
 }
 
+absl::Status Job::HardenForCut(storage::ChunkStore* store) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (journal_ == nullptr || journal_->StepsFree(step_bytes_) > 1) return absl::OkStatus();
+  }
+  return store->Harden();
+}
+
 void Job::CutJournal(const storage::ChunkStore& store, int64_t version) {
   applied_ = version;
   int64_t cut = version;
   for (uint64_t chunk = 0; chunk < store.chunk_count(); ++chunk) {
     if (Seeded(storage::StorageBug::kCutAtCommit)) break;
-    if (store.dirty(chunk)) cut = std::min(cut, store.needed_from(chunk));
+    cut = std::min(cut, store.recoverable_from(chunk).value_or(version));
   }
   absl::MutexLock lock(&mu_);
   if (journal_ != nullptr) journal_->log().Cut(cut);
@@ -224,7 +232,8 @@ void Job::FlushAll() {
   for (uint64_t chunk = 0; chunk < store->chunk_count(); ++chunk) {
     if (store->dirty(chunk)) dirty.push_back(chunk);
   }
-  const absl::Status status = Flush(store.get(), dirty, applied_);
+  absl::Status status = Flush(store.get(), dirty, applied_);
+  if (status.ok()) status = store->Harden();
   if (status.ok()) CutJournal(*store, applied_);
   LockedOnStage([&](Replies* replies) {
     mu_.AssertHeld();

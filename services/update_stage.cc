@@ -139,6 +139,7 @@ void Job::RunStep(StepWork* work) {
   if (status.ok()) status = RunUpdates(store.get(), work, log);
   storage::Pass("step/updated");
   if (status.ok()) status = Flush(store.get(), others, work->step);
+  if (status.ok()) status = HardenForCut(store.get());
   storage::Pass("step/flushed");
   if (status.ok()) CutJournal(*store, work->step);
   storage::Pass("step/cut");

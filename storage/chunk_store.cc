@@ -215,6 +215,13 @@ int64_t ChunkStore::needed_from(uint64_t chunk) const {
   return found.ok() ? (*found)->needed_from : -1;
 }
 
+std::optional<int64_t> ChunkStore::recoverable_from(uint64_t chunk) const {
+  const absl::StatusOr<StoredChunk*> found = impl_->Find(chunk);
+  if (!found.ok()) return std::nullopt;
+  if ((*found)->unrecorded_from.has_value()) return (*found)->unrecorded_from;
+  return (*found)->dirty ? std::optional((*found)->needed_from) : std::nullopt;
+}
+
 uint64_t ChunkStore::spare_bytes_missing(absl::Span<const uint64_t> elements) const {
   if (!impl_->versions.has_value() || elements.empty()) return 0;
   const uint64_t largest = *std::max_element(elements.begin(), elements.end());
@@ -286,6 +293,7 @@ absl::Status ChunkStore::Impl::MoveState(StoredChunk& chunk, TierKind to) {
   }
   if (!has_extent) {
     // Never updated, so never flushed: its place is part of the room.
+    if (!versions->HasRoom(chunk.state_bytes())) BALLAST_RETURN_IF_ERROR(Harden());
     if (!versions->HasRoom(chunk.state_bytes())) {
       return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
                           absl::StrCat("no room for the extent of chunk ", chunk.id, " until versions are hardened"));

@@ -114,6 +114,12 @@ class ChunkStore {
   // Of a dirty chunk: the version that its extent stands for until its next update, so what came later makes it again.
   // At least durable_version.
   int64_t needed_from(uint64_t chunk) const;
+  // The version from which on the log is needed to make the chunk's state again after a crash: that of its recorded
+  // extent, or a later one up to which nothing changed it. None: the recorded extent holds its state.
+  std::optional<int64_t> recoverable_from(uint64_t chunk) const;
+  // Of a durable store, between runs: makes durable and records what runs stored and left for later. Blocks. Errors as
+  // Run's: afterwards nothing works any more.
+  absl::Status Harden();
   // NVMe budget that a plan for these further chunks must count besides their own: room for new versions.
   uint64_t spare_bytes_missing(absl::Span<const uint64_t> elements) const;
   // DRAM that a plan for further chunks must count as staging: 0 once it is taken.
@@ -130,10 +136,10 @@ class ChunkStore {
   absl::Status Move(uint64_t chunk, TierKind to);
 
   // Applies `updates` in order; `done(i)` is called as soon as update i is visible to reads (state may still be on its
-  // way to its tier). Loads, kernels and stores of different chunks overlap. Returns when all is stored, and recorded
-  // where the store is durable. On an error the chunks not yet announced by `done` may hold anything: the caller must
-  // stop serving the job. A slice that is not in the log as it was written is DATA_LOSS (CHECKSUM), before its chunk
-  // changes.
+  // way to its tier). Loads, kernels and stores of different chunks overlap. Returns when all is stored; in a durable
+  // store it is recorded by then, at the end of one of the next runs, or by Harden (recoverable_from tells). On an
+  // error the chunks not yet announced by `done` may hold anything: the caller must stop serving the job. A slice that
+  // is not in the log as it was written is DATA_LOSS (CHECKSUM), before its chunk changes.
   absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
                    const ReadBack& read_back = {});
 

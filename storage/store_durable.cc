@@ -112,6 +112,18 @@ absl::Status ChunkStore::Impl::ReadDurable(const StoredChunk& chunk, const Durab
   return absl::OkStatus();
 }
 
+absl::Status ChunkStore::Harden() { return impl_->Harden(); }
+
+absl::Status ChunkStore::Impl::Harden() {
+  BALLAST_RETURN_IF_ERROR(failed);
+  if (!versions.has_value()) return absl::OkStatus();
+  failed = versions->Harden();
+  BALLAST_RETURN_IF_ERROR(failed);
+  for (StoredChunk* const chunk : unrecorded) chunk->unrecorded_from.reset();
+  unrecorded.clear();
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version) {
   Impl& impl = *impl_;
   BALLAST_RETURN_IF_ERROR(impl.failed);
@@ -142,6 +154,7 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
     }
     BALLAST_RETURN_IF_ERROR(flushed);
   }
+  BALLAST_RETURN_IF_ERROR(Harden());
   std::vector<DurableChunk> kept;
   for (const StoredChunk* chunk : chunks) {
     impl.durable_pins->Keep(version, chunk->index, chunk->newest, &reserve);
@@ -188,6 +201,9 @@ absl::Status ChunkStore::VerifyPin(int64_t version) const {
   return absl::OkStatus();
 }
 
-void ChunkStore::UnpinDurably(int64_t version) { impl_->durable_pins->Drop(version); }
+void ChunkStore::UnpinDurably(int64_t version) {
+  // As in Unpin.
+  if (Harden().ok()) impl_->durable_pins->Drop(version);
+}
 
 }  // namespace ballast::storage

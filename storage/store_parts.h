@@ -54,6 +54,7 @@ struct ChunkStore::Impl {
   // copy from it.
   absl::Status ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state) const;
   absl::Status CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state) const;
+  absl::Status Harden();
   // Durable: room for one more version of the chunk.
   absl::StatusOr<NvmeExtent> MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline);
   // `fresh`: empty if the chunk's extent is fresh already.
@@ -83,7 +84,8 @@ struct ChunkStore::Impl {
   std::optional<VersionedExtents> versions;  // of a durable store
   std::optional<DurablePins> durable_pins;   // of the same
   bool discarded = false;
-  absl::Status failed;  // of the thread that runs: what a disk did wrong is never tried again
+  std::vector<StoredChunk*> unrecorded;  // those with versions that are not recorded yet
+  absl::Status failed;                   // of the thread that runs: what a disk did wrong is never tried again
 
   mutable absl::Mutex mutex;
   std::deque<StoredChunk> chunks ABSL_GUARDED_BY(mutex);   // addresses stay

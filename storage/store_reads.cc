@@ -81,6 +81,8 @@ absl::Status ChunkStore::Pin(int64_t pin) {
 }
 
 void ChunkStore::Unpin(int64_t pin) {
+  // A copy's extent may be what the chunk's record names. After an error all stays until the store's end.
+  if (!Harden().ok()) return;
   std::vector<uint64_t> kept;
   std::vector<StoredChunk*> chunks;
   {

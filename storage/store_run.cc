@@ -141,9 +141,8 @@ absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::Functi
   const absl::Status drained = pipeline.Drain();
   if (status.ok()) status = drained;
   // Also of what was done before an error: a pin that is dropped next must not free what is not recorded yet.
-  if (drained.ok() && impl.versions.has_value()) {
-    const absl::Status hardened = impl.versions->Harden();
-    if (!hardened.ok()) impl.failed = hardened;
+  if (drained.ok() && impl.versions.has_value() && (impl.versions->EndRun() || !status.ok())) {
+    const absl::Status hardened = impl.Harden();
     if (status.ok()) status = hardened;
   }
   // A pin that found no room can be dropped; what a device did wrong cannot be undone.
@@ -217,6 +216,9 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
     if (!chunk.dirty) chunk.needed_from = update.version - 1;
     chunk.dirty = versions.has_value() && !stores && !Seeded(StorageBug::kFlushedChunkStaysClean);
     if (stores && versions.has_value()) {
+      if (!std::exchange(chunk.unrecorded_from, chunk.unrecorded_from.value_or(chunk.needed_from)).has_value()) {
+        unrecorded.push_back(&chunk);
+      }
       failed = StartVersion(chunk, state, update.version, std::move(fresh));
       BALLAST_RETURN_IF_ERROR(failed);
     }
@@ -230,7 +232,7 @@ absl::StatusOr<NvmeExtent> ChunkStore::Impl::MakeRoom(const StoredChunk& chunk, 
   if (chunk.placement.state == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(reader.Prepare());
   if (!versions->HasRoom(chunk.state_bytes())) {
     BALLAST_RETURN_IF_ERROR(pipeline.DrainStores());
-    BALLAST_RETURN_IF_ERROR(versions->Harden());
+    BALLAST_RETURN_IF_ERROR(Harden());
   }
   if (versions->HasRoom(chunk.state_bytes())) return versions->Take(chunk.state_bytes());
   return model::Error(absl::StatusCode::kInternal, model::kBudget,

@@ -58,6 +58,8 @@ struct StoredChunk {
   bool dirty = false;        // updated since it was last written to its extent
   int64_t needed_from = -1;  // if dirty: the version before the first of these updates
   DurableChunk newest;       // what the extent holds; version -1: nothing yet
+  // What `needed_from` was before versions that are not recorded yet: a crash would leave the one before them.
+  std::optional<int64_t> unrecorded_from;
   // One that was never updated has none, and perhaps no place in the job.
   bool has_state() const { return dirty || newest.version >= 0; }
 };

@@ -1,6 +1,7 @@
 #include "ballast/storage/versioned_extents.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/failpoint.h"
@@ -14,7 +15,7 @@ VersionedExtents::~VersionedExtents() {
 }
 
 uint64_t VersionedExtents::SpareBytesMissing(uint64_t chunks, uint64_t largest_bytes) const {
-  const uint64_t wanted = std::min(chunks, kSparesMax) * largest_bytes;
+  const uint64_t wanted = Spares(chunks) * largest_bytes;
   return wanted - std::min(wanted, spare_bytes_);
 }
 
@@ -29,8 +30,15 @@ absl::StatusOr<NvmeExtent> VersionedExtents::Take(uint64_t bytes) {
 
 void VersionedExtents::Written(const DurableChunk& chunk, NvmeExtent old) {
   written_.push_back(chunk);
+  written_bytes_ += chunk.bytes;
   if (Seeded(StorageBug::kOldFreedBeforeRecord) && old.bytes() > 0) return room_.Join(old.TakeLease());
   if (old.bytes() > 0) old_.push_back(std::move(old));
+}
+
+bool VersionedExtents::EndRun() {
+  if (written_.empty()) return false;
+  const uint64_t run_bytes = written_bytes_ - std::exchange(before_run_, written_bytes_);
+  return ++runs_ == kRunsMax || written_bytes_ + run_bytes > spare_bytes_;
 }
 
 absl::Status VersionedExtents::Harden() {
@@ -46,6 +54,8 @@ absl::Status VersionedExtents::Harden() {
   for (NvmeExtent& extent : old_) room_.Join(extent.TakeLease());
   old_.clear();
   written_.clear();
+  written_bytes_ = before_run_ = 0;
+  runs_ = 0;
   Pass("extent/freed");
   return absl::OkStatus();
 }

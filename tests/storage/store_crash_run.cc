@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -81,6 +82,7 @@ class StoreRun {
     std::vector<ChunkToAdd> added;
     Plan plan;
     on_nvme_.clear();
+    stored_.clear();
     for (uint64_t id = 0; id < Elements().size(); ++id) {
       ChunkToAdd& chunk = added.emplace_back(ChunkToAdd{.elements = Elements()[id], .id = id, .durable = {}});
       const auto found = catalog_.find(id);
@@ -91,6 +93,7 @@ class StoreRun {
       if (version < kept_[id])
         return absl::AbortedError(
             absl::StrCat("chunk ", id, " is at version ", version, ", and ", kept_[id], " was said to be kept"));
+      applied_[id] = {version};
       const auto values = history_.find({id, version});
       now_[id] = values == history_.end() ? Values(Elements()[id]) : values->second;
       tally_.restored += version >= 0 ? 1 : 0;
@@ -168,9 +171,29 @@ class StoreRun {
     for (size_t i = 0; i < updates.size(); ++i) {
       const uint64_t id = updates[i].chunk;
       now_[id] = std::move(changed[i].second);
-      if (updates[i].flush || on_nvme_[id]) kept_[id] = version_;
+      applied_[id].insert(version_);
+      stored_[id] = updates[i].flush || on_nvme_[id];
     }
+    NoteKept();
+    if (!random_.Percent(15)) return absl::OkStatus();
+    const absl::Status hardened = store_->Harden();
+    if (!hardened.ok()) return hardened;
+    for (const auto& [id, stored] : stored_) {
+      if (stored && store_->recoverable_from(id).has_value()) {
+        return absl::AbortedError(absl::StrCat("chunk ", id, " is not kept although the store was hardened"));
+      }
+    }
+    NoteKept();
     return absl::OkStatus();
+  }
+
+  // What the store says that a crash leaves: the last version up to where a log would be needed.
+  void NoteKept() {
+    for (uint64_t id = 0; id < Elements().size(); ++id) {
+      const int64_t until = store_->recoverable_from(id).value_or(version_);
+      const auto behind = applied_[id].upper_bound(until);
+      if (behind != applied_[id].begin()) kept_[id] = std::max(kept_[id], *std::prev(behind));
+    }
   }
 
   std::string CheckAll(const char* what) {
@@ -238,7 +261,9 @@ class StoreRun {
   std::map<uint64_t, DurableChunk> catalog_;
   std::map<std::pair<uint64_t, int64_t>, Values> history_;  // what each version of a chunk is, should it be recorded
   std::map<uint64_t, Values> now_;
-  std::map<uint64_t, int64_t> kept_{{0, -1}, {1, -1}, {2, -1}, {3, -1}, {4, -1}};  // by id, as a run said
+  std::map<uint64_t, std::set<int64_t>> applied_;  // by id: versions that it had in this life
+  std::map<uint64_t, bool> stored_;                // by id: since it was changed last
+  std::map<uint64_t, int64_t> kept_{{0, -1}, {1, -1}, {2, -1}, {3, -1}, {4, -1}};  // by id, as the store said
   int64_t version_ = -1;
   uint64_t errors_ = 0;
   bool failed_ = false;  // the catalog, in this life

@@ -12,7 +12,7 @@ struct StoreCrashTally {
 
 // Lives of updates and flushes, with failing operations, records that fail or that a power cut ends, and bits that rot
 // while the store runs or rests; after each, every chunk must be what it was at the version that is recorded, which is
-// not older than the last that a run said was kept. Empty, or what was broken.
+// not older than the last that the store said a crash would leave. Empty, or what was broken.
 std::string RunStoreLives(uint64_t seed, const std::string& directory, StoreCrashTally* tally);
 
 }  // namespace ballast::storage
