@@ -305,16 +305,19 @@ TEST_F(VerifyTest, RebuildsAJobWhoseNameHadAnotherBefore) {
   ExpectRebuilt();
 }
 
-TEST_F(VerifyTest, FindsADamagedPayloadThatIsNeeded) {
+// All of them: of one chunk a newer version may be on the disk that the catalog does not name yet, and a rebuild finds
+// it.
+TEST_F(VerifyTest, FindsDamagedPayloadsThatAreNeeded) {
   Train(20);
+  std::string what;
   for (const LogReplay::Payload& payload : Payloads().payloads) {
     if (!payload.needed) continue;
     Flip("log-job", payload.place.offset + payload.place.bytes / 2);
-    ExpectFound(Harm::kJobRefused, absl::StrCat("the slice of step ", payload.step, " for chunk ", payload.chunk));
-    ExpectNotRebuilt("which is needed");
-    return;
+    what = absl::StrCat("the slice of step ", payload.step, " for chunk ", payload.chunk);
   }
-  ADD_FAILURE() << "no payload is needed";
+  ASSERT_FALSE(what.empty()) << "no payload is needed";
+  ExpectFound(Harm::kJobRefused, what);
+  ExpectNotRebuilt("which is needed");
 }
 
 TEST_F(VerifyTest, PassesADamagedPayloadThatIsNotNeeded) {
