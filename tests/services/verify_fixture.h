@@ -34,13 +34,16 @@ class VerifyTest : public ::testing::Test {
  protected:
   VerifyTest() { spec_.set_durability(v1::DURABILITY_STEP); }
 
-  void StartServer() {
+  StateServerOptions Options() const {
     StateServerOptions options;
     options.data_directory = directory_.path();
     options.budget = {0, uint64_t{64} << 20, uint64_t{512} << 20};
     options.server_id = server_id_;
     options.staging_bytes = uint64_t{4} << 20;
-    auto started = StateServer::Start(options);
+    return options;
+  }
+  void StartServer() {
+    auto started = StateServer::Start(Options());
     ASSERT_TRUE(started.ok()) << started.status();
     server_ = *std::move(started);
     group_ = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server_.get()}, spec_, 2, ++epoch_);
@@ -101,12 +104,7 @@ class VerifyTest : public ::testing::Test {
   }
   // The server starts, and refuses the job.
   void ExpectRefusedAtStart(const std::string& why) {
-    StateServerOptions options;
-    options.data_directory = directory_.path();
-    options.budget = {0, uint64_t{64} << 20, uint64_t{512} << 20};
-    options.server_id = server_id_;
-    options.staging_bytes = uint64_t{4} << 20;
-    auto started = StateServer::Start(options);
+    auto started = StateServer::Start(Options());
     ASSERT_TRUE(started.ok()) << started.status();
     TrainerGroup group({started->get()}, spec_, 2, 1000);
     const absl::Status status = group.Start();
