@@ -388,6 +388,7 @@ TEST_P(RecoveryTest, ARottenSliceIsPushedAgainUnlessItsStepIsPrepared) {
   group = NewGroup();
   ASSERT_EQ(PushStep(*group, 1), absl::OkStatus());
   const std::string log = server_.directory() + "/log-job";
+  // A push is answered before its bytes are in the log, and nothing tells when they are: the file does.
   while (SlicesLogged(1, log) < group->plan().slices().size()) absl::SleepFor(absl::Milliseconds(5));
   group.reset();
   server_.End();
