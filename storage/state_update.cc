@@ -167,6 +167,14 @@ uint32_t DigestBytes(absl::Span<const std::byte> bytes, const Compute& compute) 
   return digest;
 }
 
+void RoundMaster(const StateView& state, std::byte* working, const Compute& compute) {
+  const uint64_t width = state.layout->working_element_bytes();
+  ForPieces(PieceCount(state), compute, [&](uint64_t i) {
+    const uint64_t at = i * kPieceElements, n = std::min(kPieceElements, state.elements - at);
+    kernels::FromF32({state.master() + at, n}, state.layout->optimizer().working, working + at * width);
+  });
+}
+
 void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* working, const Compute& compute,
                  UpdateDigests* digests) {
   const kernels::OptimizerSpec& optimizer = state.layout->optimizer();

@@ -27,6 +27,9 @@ ArrayDigests DigestState(const StateView& state, const Compute& compute);
 // CRC32C of bytes that lie apart from any state.
 uint32_t DigestBytes(absl::Span<const std::byte> bytes, const Compute& compute);
 
+// Makes the whole chunk's working copy from its master.
+void RoundMaster(const StateView& state, std::byte* working, const Compute& compute);
+
 struct UpdateDigests {
   // Which are wanted.
   bool of_old = false;

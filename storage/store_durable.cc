@@ -4,55 +4,67 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/kernels/kernels.h"
 #include "ballast/storage/io/arena.h"
 #include "ballast/storage/io/failpoint.h"
 #include "ballast/storage/io/seeded_bugs.h"
+#include "ballast/storage/reads_ahead.h"
 #include "ballast/storage/state_update.h"
 #include "ballast/storage/store_parts.h"
 
 namespace ballast::storage {
+namespace {
+
+// States that are on their way through memory of their own: one is looked at, others come from the disk.
+constexpr uint64_t kBounceSlots = 3;
+
+absl::Status CheckFits(const StoredChunk& chunk, const DurableChunk& durable) {
+  if (durable.elements == chunk.elements && durable.bytes == chunk.state_bytes() && durable.id == chunk.id) {
+    return absl::OkStatus();
+  }
+  return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                      absl::StrCat("the catalog's entry of chunk ", durable.id, " with ", durable.elements,
+                                   " elements is for another chunk than ", chunk.id, " with ", chunk.elements));
+}
+
+}  // namespace
 
 absl::Status ChunkStore::Impl::RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks) {
-  struct Restored {
-    StoredChunk* chunk;
-    const DurableChunk* durable;
-    std::byte* staging = nullptr;
-    absl::Status status;
-  };
-  // Several at a time: one is checked while others are on their way from the disk. Those that are not to stay in DRAM
-  // have the staging slots to go through, or one by one memory of their own.
-  std::vector<Restored> restored;
-  const uint64_t slots = staging.slot_bytes == 0 ? 0 : staging.memory.bytes().size() / staging.slot_bytes;
-  uint64_t staged = 0;
-  const auto restore = [&] {
-    const auto one = [&](uint64_t i) {
-      restored[i].status = Restore(*restored[i].chunk, *restored[i].durable, restored[i].staging);
-    };
-    if (compute != nullptr) {
-      compute->ParallelFor(restored.size(), one);
-    } else {
-      for (uint64_t i = 0; i < restored.size(); ++i) one(i);
-    }
-    absl::Status status;
-    for (const Restored& r : restored) status.Update(r.status);
-    restored.clear();
-    staged = 0;
-    return status;
-  };
+  std::vector<ReadAhead> reads;
+  std::vector<size_t> restored;  // of `added`
+  uint64_t device_bytes = 0;     // the largest state that passes through memory of its own
   for (size_t i = 0; i < added.size(); ++i) {
     if (!added[i].durable.has_value()) continue;
-    const TierKind tier = chunks[i]->placement.state;
-    restored.push_back({chunks[i], &*added[i].durable});
-    if (tier == TierKind::kNvme)
-      restored.back().staging = staging.memory.bytes().data() + staged++ * staging.slot_bytes;
-    if (tier == TierKind::kHbm || staged == std::max<uint64_t>(slots, 1)) BALLAST_RETURN_IF_ERROR(restore());
+    const DurableChunk& durable = *added[i].durable;
+    const StoredChunk& chunk = *chunks[i];
+    BALLAST_RETURN_IF_ERROR(CheckFits(chunk, durable));
+    const TierKind tier = chunk.placement.state;
+    if (tier == TierKind::kHbm) device_bytes = std::max(device_bytes, durable.bytes);
+    reads.push_back({durable.offset, durable.bytes, tier == TierKind::kDram ? chunk.state : nullptr});
+    restored.push_back(i);
   }
-  return restore();
+  if (reads.empty()) return absl::OkStatus();
+  ReadSlots slots = {staging.memory.bytes(), staging.slot_bytes};
+  Arena bounce;
+  if (device_bytes > slots.slot_bytes) {
+    BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(kBounceSlots * device_bytes, /*pin=*/false));
+    slots = {bounce.bytes(), device_bytes};
+  }
+  BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, staging.Queue(tiers->disk()));
+  const auto take = [&](size_t i, std::byte* state, absl::FunctionRef<void()> poll) {
+    StoredChunk& chunk = *chunks[restored[i]];
+    const DurableChunk& durable = *added[restored[i]].durable;
+    BALLAST_RETURN_IF_ERROR(TakeRead(chunk, durable, state, {.pool = compute, .poll = poll}));
+    absl::MutexLock lock(&chunk.mutex);
+    chunk.updated_in = 1;
+    chunk.digests = durable.digests;
+    Pass("recovery/chunk_restored");
+    return absl::OkStatus();
+  };
+  return ForEachRead(queue, tiers->nvme()->file(), reads, slots, take);
 }
 
 absl::Status ChunkStore::Impl::CheckRestored(const StoredChunk& chunk, const DurableChunk& durable,
-                                             const std::byte* state) const {
+                                             const std::byte* state, const Compute& with) const {
   const BlockFile& file = tiers->nvme()->file();
   DurableChunk found;
   std::string job;
@@ -68,47 +80,34 @@ absl::Status ChunkStore::Impl::CheckRestored(const StoredChunk& chunk, const Dur
                                      "verify`"));
   }
   if (Seeded(StorageBug::kRestoreDigestUnchecked)) return absl::OkStatus();
-  const ArrayDigests digests = DigestState({&layout, const_cast<std::byte*>(state), chunk.elements}, {nullptr, [] {}});
+  const ArrayDigests digests = DigestState({&layout, const_cast<std::byte*>(state), chunk.elements}, with);
   return CompareDigests(file, chunk, durable.offset, durable.digests, digests);
 }
 
-absl::Status ChunkStore::Impl::Restore(StoredChunk& chunk, const DurableChunk& durable, std::byte* staging) {
-  const uint64_t bytes = chunk.state_bytes();
-  if (durable.elements != chunk.elements || durable.bytes != bytes || durable.id != chunk.id) {
-    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
-                        absl::StrCat("the catalog's entry of chunk ", durable.id, " with ", durable.elements,
-                                     " elements is for another chunk than ", chunk.id, " with ", chunk.elements));
-  }
-  const bool on_disk = chunk.placement.state == TierKind::kNvme;
-  BALLAST_RETURN_IF_ERROR(ReadDurable(chunk, durable, on_disk ? staging : chunk.state));
-  absl::MutexLock lock(&chunk.mutex);
-  chunk.updated_in = 1;
-  chunk.digests = durable.digests;
-  Pass("recovery/chunk_restored");
-  return absl::OkStatus();
-}
-
-absl::Status ChunkStore::Impl::ReadDurable(const StoredChunk& chunk, const DurableChunk& durable,
-                                           std::byte* state) const {
-  const uint64_t bytes = chunk.state_bytes();
+absl::Status ChunkStore::Impl::ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
+                                           const Compute& with) const {
   Arena bounce;
   if (chunk.placement.state == TierKind::kHbm) {
-    BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(bytes, /*pin=*/false));
+    BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(durable.bytes, /*pin=*/false));
     state = bounce.bytes().data();
   }
-  BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Read(durable.offset, {state, bytes}));
+  BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Read(durable.offset, {state, durable.bytes}));
+  return TakeRead(chunk, durable, state, with);
+}
+
+absl::Status ChunkStore::Impl::TakeRead(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
+                                        const Compute& with) const {
+  const uint64_t bytes = chunk.state_bytes();
   tiers->CountTraffic(TierKind::kNvme, bytes, 0);
-  BALLAST_RETURN_IF_ERROR(CheckRestored(chunk, durable, state));
+  BALLAST_RETURN_IF_ERROR(CheckRestored(chunk, durable, state, with));
   const kernels::Dtype working = layout.optimizer().working;
   if (chunk.placement.state == TierKind::kHbm) {
     BALLAST_RETURN_IF_ERROR(tiers->hbm()->CopyIn({state, bytes}, chunk.state));
     const bool on_device = chunk.placement.working == TierKind::kHbm;
-    BALLAST_RETURN_IF_ERROR(
-        tiers->hbm()->Round(chunk.View(chunk.state).master(), chunk.elements, working,
-                            on_device ? HbmWorking{.device = chunk.working} : HbmWorking{.host = chunk.working}));
-  } else {
-    kernels::FromF32({chunk.View(state).master(), chunk.elements}, working, chunk.working);
+    return tiers->hbm()->Round(chunk.View(chunk.state).master(), chunk.elements, working,
+                               on_device ? HbmWorking{.device = chunk.working} : HbmWorking{.host = chunk.working});
   }
+  RoundMaster(chunk.View(state), chunk.working, with);
   return absl::OkStatus();
 }
 
@@ -175,8 +174,8 @@ absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const Dura
   return absl::OkStatus();
 }
 
-absl::Status ChunkStore::VerifyPin(int64_t version) const {
-  const Impl& impl = *impl_;
+absl::Status ChunkStore::VerifyPin(int64_t version) {
+  Impl& impl = *impl_;
   {
     absl::ReaderMutexLock lock(&impl.mutex);
     for (const StoredChunk& chunk : impl.chunks) {
@@ -185,20 +184,26 @@ absl::Status ChunkStore::VerifyPin(int64_t version) const {
                           absl::StrCat("chunk ", chunk.id, " had no state yet at version ", version));
     }
   }
-  Arena memory;
+  std::vector<ReadAhead> reads;
+  std::vector<const StoredChunk*> chunks;
+  uint64_t largest = 0;
   for (const uint64_t index : impl.durable_pins->ChunksOf(version)) {
     BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, impl.Find(index));
     const DurableChunk& kept = *impl.durable_pins->Find(version, index);
-    const uint64_t bytes = chunk->state_bytes();
-    if (memory.bytes().size() < bytes) {
-      BALLAST_ASSIGN_OR_RETURN(memory, Arena::Map(bytes, /*pin=*/false));
-    }
-    std::byte* const state = memory.bytes().data();
-    BALLAST_RETURN_IF_ERROR(impl.tiers->nvme()->file().Read(kept.offset, {state, bytes}));
-    impl.tiers->CountTraffic(TierKind::kNvme, bytes, 0);
-    BALLAST_RETURN_IF_ERROR(impl.CheckRestored(*chunk, kept, state));
+    BALLAST_RETURN_IF_ERROR(CheckFits(*chunk, kept));
+    reads.push_back({.offset = kept.offset, .bytes = kept.bytes});
+    chunks.push_back(chunk);
+    largest = std::max(largest, kept.bytes);
   }
-  return absl::OkStatus();
+  if (reads.empty()) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(const Arena memory, Arena::Map(kBounceSlots * largest, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, impl.staging.Queue(impl.tiers->disk()));
+  const auto check = [&](size_t i, std::byte* state, absl::FunctionRef<void()> poll) {
+    impl.tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
+    const DurableChunk& kept = *impl.durable_pins->Find(version, chunks[i]->index);
+    return impl.CheckRestored(*chunks[i], kept, state, {.pool = impl.compute, .poll = poll});
+  };
+  return ForEachRead(queue, impl.tiers->nvme()->file(), reads, {memory.bytes(), largest}, check);
 }
 
 void ChunkStore::UnpinDurably(int64_t version) {

@@ -15,6 +15,7 @@
 #include "ballast/storage/chunk_store.h"
 #include "ballast/storage/durable_pins.h"
 #include "ballast/storage/pinned_copy.h"
+#include "ballast/storage/state_update.h"
 #include "ballast/storage/stored_chunk.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/update_pipeline.h"
@@ -47,13 +48,17 @@ struct ChunkStore::Impl {
   absl::Status TakeStaging(uint64_t state_bytes, DramTier::Limit limit);
   absl::Status MoveState(StoredChunk& chunk, TierKind to);
   absl::StatusOr<std::vector<NvmeExtent>> TakeExtents(absl::Span<const ChunkToAdd> added, const Plan& plan);
-  // States that an earlier run left, into the tiers where the chunks live now; `staging`: of one on NVMe, room for it.
+  // States that an earlier run left, into the tiers where the chunks live now.
   absl::Status RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks);
-  absl::Status Restore(StoredChunk& chunk, const DurableChunk& durable, std::byte* staging);
   // The same, of any extent: into `state`, in host memory, or into the chunk's if that is on a device; and the working
   // copy from it.
-  absl::Status ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state) const;
-  absl::Status CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state) const;
+  absl::Status ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
+                           const Compute& with) const;
+  // The rest of it, once `state` was read.
+  absl::Status TakeRead(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
+                        const Compute& with) const;
+  absl::Status CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state,
+                             const Compute& with) const;
   absl::Status Harden();
   // Durable: room for one more version of the chunk.
   absl::StatusOr<NvmeExtent> MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline);

@@ -198,7 +198,7 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
     if (update.restored.has_value()) {
       // What cannot be read leaves a chunk that is neither: nobody may use it.
       const DurableChunk& pinned = *durable_pins->Find(*update.restored, chunk.index);
-      failed = ReadDurable(chunk, pinned, state);
+      failed = ReadDurable(chunk, pinned, state, with);
       BALLAST_RETURN_IF_ERROR(failed);
       if (stores) chunk.digests = pinned.digests;
     } else if (tier == TierKind::kHbm) {

@@ -46,7 +46,7 @@ struct IoCompletion {
 class IoQueue {
  public:
   virtual ~IoQueue() = default;
-  // Starts a transfer. INVALID_ARGUMENT (BAD_REQUEST) for misalignment; UNAVAILABLE (BUSY) when kIoRequestsMax are in
+  // Starts a transfer, at the latest within the next Reap. INVALID_ARGUMENT (BAD_REQUEST) for misalignment; UNAVAILABLE (BUSY) when kIoRequestsMax are in
   // flight: reap first. Short transfers, EAGAIN and EINTR are resubmitted, at most kIoRetriesMax times a piece.
   virtual absl::Status Submit(const IoRequest& request) = 0;
   // Appends what has finished, in any order. `wait`: not before there is one, unless nothing is in flight.
