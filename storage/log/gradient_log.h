@@ -42,6 +42,10 @@ struct LogRecord {
   int64_t keep_for = -1;  // transaction whose replay needs the payload: Cut beyond it frees it
 };
 
+// Zeroed, aligned to kLogBlock.
+using LogMemory = std::unique_ptr<std::byte, void (*)(void*)>;
+LogMemory MakeLogMemory(uint64_t bytes);
+
 class GradientLog {
  public:
   struct Options {
@@ -122,8 +126,8 @@ class GradientLog {
     uint64_t incarnation = 0;
     uint64_t oldest_incarnation = 0;
     std::vector<LogRecord> records;
-    std::vector<uint64_t> payload_offsets;                                 // of `records`, in the file
-    std::unique_ptr<std::byte, void (*)(void*)> memory{nullptr, nullptr};  // metas and copied payloads
+    std::vector<uint64_t> payload_offsets;  // of `records`, in the file
+    LogMemory memory{nullptr, nullptr};     // metas and copied payloads
     uint64_t outstanding = 0;
     bool failed = false;  // some write of it
   };
@@ -192,7 +196,7 @@ class GradientLog {
   bool syncing_ = false;
   uint64_t sync_covers_batch_ = 0;
   std::vector<IoCompletion> completions_;
-  std::unique_ptr<std::byte, void (*)(void*)> head_memory_;
+  LogMemory head_memory_;
   std::function<void()> progress_;
   std::thread thread_;
 };
