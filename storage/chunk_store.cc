@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/storage/chunk_move.h"
+#include "ballast/storage/io/seeded_bugs.h"
 #include "ballast/storage/store_parts.h"
 
 namespace ballast::storage {
@@ -218,7 +219,9 @@ int64_t ChunkStore::needed_from(uint64_t chunk) const {
 std::optional<int64_t> ChunkStore::recoverable_from(uint64_t chunk) const {
   const absl::StatusOr<StoredChunk*> found = impl_->Find(chunk);
   if (!found.ok()) return std::nullopt;
-  if ((*found)->unrecorded_from.has_value()) return (*found)->unrecorded_from;
+  if ((*found)->unrecorded_from.has_value() && !Seeded(StorageBug::kUnrecordedCountsAsKept)) {
+    return (*found)->unrecorded_from;
+  }
   return (*found)->dirty ? std::optional((*found)->needed_from) : std::nullopt;
 }
 

@@ -47,6 +47,7 @@ enum class StorageBug {
   kLoadDigestUnchecked,       // ... or into an update
   kKeptExtentsGivenAgain,     // recovered chunks' extents are free
   kFlushedChunkStaysClean,    // changed state counts as flushed
+  kUnrecordedCountsAsKept,    // the log is cut at versions that no restart would find, since they are not recorded yet
   kReadBackUnchecked,         // a slice that is not what was logged is applied
 
   // The server.

@@ -72,6 +72,7 @@ constexpr Planted kPlanted[] = {
     {"LoadDigestUnchecked", StorageBug::kLoadDigestUnchecked, Harness::kStoreLives, 273},
     {"KeptExtentsGivenAgain", StorageBug::kKeptExtentsGivenAgain, Harness::kStoreLives},
     {"FlushedChunkStaysClean", StorageBug::kFlushedChunkStaysClean, Harness::kCrashes},
+    {"UnrecordedCountsAsKept", StorageBug::kUnrecordedCountsAsKept, Harness::kCrashes, 441},
     {"ReadBackUnchecked", StorageBug::kReadBackUnchecked, Harness::kStoreLives, 71},
     {"OldPlaceReadBack", StorageBug::kOldPlaceReadBack, Harness::kCrashes, 184},
     {"AckedUnsynced", StorageBug::kAckedUnsynced, Harness::kCrashes, 272},
