@@ -193,6 +193,12 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
     for (const storage::DurableChunk& chunk : entry.ChunksAndPinned()) {
       tiers.kept.push_back({chunk.offset, chunk.bytes});
     }
+    if (!entry.durable() || entry.unreadable.empty()) continue;
+    tiers.unnamed_stays = true;
+    spdlog::warn(
+        "job '{}' has entries in the catalog that cannot be read: until they can, nothing in nvme.tier is "
+        "taken for free, and what other jobs need comes behind its end",
+        name);
   }
   BALLAST_ASSIGN_OR_RETURN(impl->tiers, storage::Tiers::Open(tiers));
   BALLAST_RETURN_IF_ERROR(impl->LoadJobs(stored));

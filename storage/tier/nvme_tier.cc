@@ -49,16 +49,15 @@ NvmeTier::~NvmeTier() {
   for (NvmeExtent& extent : disputed) extent.TakeLease();
 }
 
-absl::StatusOr<std::unique_ptr<NvmeTier>> NvmeTier::Open(const std::string& directory, Ledger* ledger, Disk* disk,
-                                                         absl::Span<const ExtentPlace> kept) {
-  const std::string path = absl::StrCat(directory, "/nvme.tier");
+absl::StatusOr<std::unique_ptr<NvmeTier>> NvmeTier::Open(const TiersOptions& options, Ledger* ledger, Disk* disk) {
+  const std::string path = absl::StrCat(options.directory, "/nvme.tier");
   BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(path, Disk::Mode::kKept));
   std::unique_ptr<NvmeTier> tier(new NvmeTier(std::move(file), ledger));
-  BALLAST_RETURN_IF_ERROR(tier->Keep({kept.begin(), kept.end()}));
+  BALLAST_RETURN_IF_ERROR(tier->Keep(options.kept, options.unnamed_stays));
   return tier;
 }
 
-absl::Status NvmeTier::Keep(std::vector<ExtentPlace> kept) {
+absl::Status NvmeTier::Keep(std::vector<ExtentPlace> kept, bool unnamed_stays) {
   std::sort(kept.begin(), kept.end(), [](const auto& a, const auto& b) { return a.offset < b.offset; });
   BALLAST_ASSIGN_OR_RETURN(const uint64_t file_bytes, file_->Size());
   absl::MutexLock lock(&mutex_);
@@ -78,7 +77,7 @@ absl::Status NvmeTier::Keep(std::vector<ExtentPlace> kept) {
     }
     BALLAST_ASSIGN_OR_RETURN(BudgetLease lease,
                              ledger_->Lease(TierKind::kNvme, end - place.offset, "state that an earlier run left"));
-    if (place.offset > end_) free_.emplace(end_, place.offset - end_);
+    if (place.offset > end_ && !unnamed_stays) free_.emplace(end_, place.offset - end_);
     end_ = end;
     NvmeExtent extent(this, place.offset, std::move(lease));
     if (alone) {
@@ -88,6 +87,7 @@ absl::Status NvmeTier::Keep(std::vector<ExtentPlace> kept) {
     }
     if (Seeded(StorageBug::kKeptExtentsGivenAgain)) free_.emplace(place.offset, place.bytes);
   }
+  if (unnamed_stays) end_ = std::max(end_, AlignUp(file_bytes));
   return absl::OkStatus();
 }
 

@@ -11,7 +11,6 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/types/span.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/tier/ledger.h"
 
@@ -48,10 +47,9 @@ class NvmeTier {
   ~NvmeTier();  // what was kept and not taken stays on the disk
   // Creates `directory`/nvme.tier. INTERNAL (IO) if that cannot be written; FAILED_PRECONDITION (BUSY) if another
   // server has it.
-  // `kept`: extents whose content must stay, which TakeKept hands out, except those that overlap others or lie outside
-  // the file: their bytes stay. RESOURCE_EXHAUSTED (BUDGET) if the budget no longer holds them.
-  static absl::StatusOr<std::unique_ptr<NvmeTier>> Open(const std::string& directory, Ledger* ledger, Disk* disk,
-                                                        absl::Span<const ExtentPlace> kept);
+  // `options.kept`: extents whose content must stay, which TakeKept hands out, except those that overlap others or lie
+  // outside the file: their bytes stay. RESOURCE_EXHAUSTED (BUDGET) if the budget no longer holds them.
+  static absl::StatusOr<std::unique_ptr<NvmeTier>> Open(const TiersOptions& options, Ledger* ledger, Disk* disk);
   // Gives back to the disk what lies behind the last extent. Not before all that is wanted was found: what nobody named
   // may lie there.
   absl::Status Trim();
@@ -70,7 +68,7 @@ class NvmeTier {
  private:
   friend class NvmeExtent;
   NvmeTier(std::unique_ptr<BlockFile> file, Ledger* ledger) : file_(std::move(file)), ledger_(ledger) {}
-  absl::Status Keep(std::vector<ExtentPlace> kept);
+  absl::Status Keep(std::vector<ExtentPlace> kept, bool unnamed_stays);
   uint64_t Place(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void KeepAgain(NvmeExtent extent);
   enum class Blocks { kGivenBack, kKept };

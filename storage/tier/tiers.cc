@@ -44,7 +44,7 @@ absl::StatusOr<std::unique_ptr<Tiers>> Tiers::Open(const TiersOptions& options) 
   if (error) return IoError(error.value(), "creation", options.directory, 0, 0);
   if (access(options.directory.c_str(), W_OK | X_OK) != 0) return IoError(errno, "access", options.directory, 0, 0);
   if (options.budget.nvme > 0) {
-    BALLAST_ASSIGN_OR_RETURN(impl->nvme, NvmeTier::Open(options.directory, &impl->ledger, impl->disk(), options.kept));
+    BALLAST_ASSIGN_OR_RETURN(impl->nvme, NvmeTier::Open(options, &impl->ledger, impl->disk()));
     spdlog::info("nvme tier: {}, I/O by {}", impl->nvme->file().path(), IoBackendProbe());
     if (const std::string& why = impl->nvme->file().buffered_because(); !why.empty()) {
       spdlog::warn("nvme tier goes through the page cache: {}", why);

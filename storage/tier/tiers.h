@@ -29,6 +29,10 @@ struct TiersOptions {
   int hbm_device = 0;
   Disk* disk = nullptr;           // null: the system's
   std::vector<ExtentPlace> kept;  // of the NVMe file: what durable jobs left there
+  // Nor is what lies between `kept` and before the file's end free: some of it may be a job's whose entries cannot be
+  // read, and which a rebuild finds by its labels. New extents lie behind the end. Such space is of no budget, since
+  // nobody knows whether anything is there.
+  bool unnamed_stays = false;
 };
 
 // Plain counters, for metrics: totals since start.

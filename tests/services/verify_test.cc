@@ -246,6 +246,32 @@ TEST_F(VerifyTest, FindsAndRebuildsWrongCatalogEntries) {
   Erase("job/");
   ExpectFound(Harm::kUnnoticed, "the catalog does not know the job of this log");
   ExpectRebuilt();
+// Where an entry cannot be read nobody knows what it named: others leave all of the file to a rebuild.
+TEST_F(VerifyTest, RebuildsAJobAfterOthersWentOn) {
+  Train(20);
+  const uint64_t file_bytes = fs::file_size(directory_ / "nvme.tier");
+  Put("job/job/chunk-1", "rubbish");
+  Put("job/job/chunk-3", "rubbish");
+  for (int start = 0; start < 2; ++start) {
+    auto server = StateServer::Start(Options());
+    ASSERT_TRUE(server.ok()) << server.status();
+    v1::JobSpec spec = MakeSpec("other", SmallModel());
+    spec.set_durability(v1::DURABILITY_STEP);
+    TrainerGroup other({server->get()}, spec, 2, 100 + start);
+    ASSERT_EQ(other.Start(), absl::OkStatus());
+    if (start == 0) {
+      ASSERT_EQ(other.Initialise(Values), absl::OkStatus());
+    }
+    for (int i = 0; i < 20; ++i) {
+      ASSERT_EQ(other.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(kTensors), Gradients(other.step())),
+                absl::OkStatus());
+      ASSERT_EQ(other.Finish(UpdateHeader(kTensors)).status(), absl::OkStatus());
+    }
+  }
+  EXPECT_GT(fs::file_size(directory_ / "nvme.tier"), file_bytes);
+  ExpectRebuilt();
+}
+
 
   Erase("server_id");
   ExpectFound(Harm::kJobRefused, "no 'server_id'");

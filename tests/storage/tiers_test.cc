@@ -141,6 +141,41 @@ TEST_F(TiersTest, AllReturnedEmptiesTheFile) {
   EXPECT_EQ(info.st_size, 0);
 }
 
+// What nobody named may be somebody's: it goes neither to others nor back to the disk, whoever comes and goes.
+TEST_F(TiersTest, WhatNobodyNamedStaysWhereThatIsSaid) {
+  std::string content;
+  for (const char page : {'a', 'b', 'c', 'd'}) content.append(kPage, page);
+  std::ofstream(directory_ / "nvme.tier") << content << "torn";
+  const auto file = [&] {
+    std::ifstream in(directory_ / "nvme.tier", std::ios::binary);
+    return std::string(std::istreambuf_iterator<char>(in), {});
+  };
+  const TiersOptions options{
+      .budget = {.nvme = 2 * kPage}, .directory = directory_.path(), .kept = {{kPage, kPage}}, .unnamed_stays = true};
+  {
+    auto tiers = *Tiers::Open(options);
+    NvmeTier& nvme = *tiers->nvme();
+    EXPECT_EQ(tiers->used().nvme, kPage);
+    NvmeExtent fresh = *nvme.Allocate(kPage, "a version");
+    EXPECT_EQ(fresh.offset(), 5 * kPage);  // behind the block that the file ends in
+    fresh = NvmeExtent();
+    EXPECT_EQ(file().substr(0, content.size()), content);
+    // What was named and is not wanted any more is free like anything else.
+    *nvme.TakeKept(kPage);
+    fresh = *nvme.Allocate(kPage, "in its place");
+    EXPECT_EQ(fresh.offset(), kPage);
+    EXPECT_EQ((*nvme.Allocate(kPage, "another")).offset(), 5 * kPage);
+    fresh.Leave();
+    EXPECT_EQ(nvme.Trim(), absl::OkStatus());
+  }
+  EXPECT_EQ(file().substr(2 * kPage, 2 * kPage), content.substr(2 * kPage));
+  // All is known again: the rest is free.
+  TiersOptions known = options;
+  known.unnamed_stays = false;
+  auto tiers = *Tiers::Open(known);
+  EXPECT_EQ((*tiers->nvme()->Allocate(kPage, "a version")).offset(), 0);
+}
+
 TEST_F(TiersTest, DiskSmallerThanTheBudget) {
   auto tiers = Open({.nvme = uint64_t{1} << 50});
   const absl::Status status = tiers->nvme()->Allocate(uint64_t{1} << 49, "state").status();
