@@ -312,8 +312,9 @@ absl::Status Rebuilding::Write() {
     pairs.emplace_back(kCatalogServerId, server_id_);
     result_.done.push_back(absl::StrCat("set server_id to '", server_id_, "'"));
   }
+  std::vector<std::string> prefixes;
   for (const auto& [name, candidate] : candidates_) {
-    const std::string prefix = CatalogPrefix(name);
+    const std::string& prefix = prefixes.emplace_back(CatalogPrefix(name));
     v1::Epoch promised = candidate.log.promised.value_or(candidate.log.open->epoch());
     if (candidate.old.promised.has_value() && model::Compare(*candidate.old.promised, promised) > 0) {
       promised = *candidate.old.promised;
@@ -327,10 +328,8 @@ absl::Status Rebuilding::Write() {
     result_.done.push_back(absl::StrCat("job '", name, "': entries made anew, up to step ", candidate.committed, ", ",
                                         candidate.chosen.size(), " chunks"));
   }
-  for (const auto& [name, candidate] : candidates_) {
-    BALLAST_RETURN_IF_ERROR(directory_->catalog()->ErasePrefix(CatalogPrefix(name)));
-  }
-  return directory_->catalog()->PutAll(pairs);
+  // At once: pins are nowhere else.
+  return directory_->catalog()->Replace(prefixes, pairs);
 }
 
 }  // namespace

@@ -28,8 +28,8 @@ struct RebuildResult {
 };
 // Makes the catalog's entries of durable jobs anew, from the labels in nvme.tier and the logs, where Verify finds that
 // they do not do as they are. Either all such jobs fit together or nothing is written. Deletes no log and no extent; a
-// catalog that cannot be opened is moved aside. Errors: as Verify's, and those of writing a catalog. Cut off while it
-// writes, it is to be run again.
+// catalog that cannot be opened is moved aside. Errors: as Verify's, and those of writing a catalog. Entries are
+// written at once: cut off, it has written all or none, and may be run again.
 absl::StatusOr<RebuildResult> Rebuild(const std::string& directory, const SayProgress& say);
 
 }  // namespace ballast::services

@@ -82,9 +82,13 @@ class RocksCatalog : public Catalog {
   absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) override;
   absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const override;
   absl::Status ErasePrefix(absl::string_view prefix) override;
+  absl::Status Replace(absl::Span<const std::string> prefixes,
+                       absl::Span<const std::pair<std::string, std::string>> pairs) override;
   absl::StatusOr<std::vector<std::pair<std::string, std::string>>> List(absl::string_view prefix) const override;
 
  private:
+  absl::Status AddPuts(absl::Span<const std::pair<std::string, std::string>> pairs, rocksdb::WriteBatch* batch) const;
+  absl::Status AddErase(absl::string_view prefix, rocksdb::WriteBatch* batch) const;
   // After a failed write the disk's content is unknown: the same error from then on, until somebody looks.
   absl::Status Write(rocksdb::WriteBatch& batch, absl::string_view what, Sync sync = Sync::kSynced) {
     absl::MutexLock guard(&mutex_);
@@ -121,10 +125,38 @@ absl::Status RocksCatalog::Put(absl::string_view key, absl::string_view value, S
 
 absl::Status RocksCatalog::PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) {
   rocksdb::WriteBatch batch;
-  for (const auto& [key, value] : pairs) {
-    BALLAST_RETURN_IF_ERROR(CatalogError(batch.Put(key, value), "put", path_));
-  }
+  BALLAST_RETURN_IF_ERROR(AddPuts(pairs, &batch));
   return Write(batch, absl::StrCat("put of ", pairs.size(), " entries"));
+}
+
+absl::Status RocksCatalog::ErasePrefix(absl::string_view prefix) {
+  rocksdb::WriteBatch batch;
+  BALLAST_RETURN_IF_ERROR(AddErase(prefix, &batch));
+  return Write(batch, absl::StrCat("erase of '", prefix, "'"));
+}
+
+absl::Status RocksCatalog::Replace(absl::Span<const std::string> prefixes,
+                                   absl::Span<const std::pair<std::string, std::string>> pairs) {
+  rocksdb::WriteBatch batch;
+  for (const std::string& prefix : prefixes) BALLAST_RETURN_IF_ERROR(AddErase(prefix, &batch));
+  BALLAST_RETURN_IF_ERROR(AddPuts(pairs, &batch));
+  return Write(batch, absl::StrCat("replacement by ", pairs.size(), " entries"));
+}
+
+absl::Status RocksCatalog::AddPuts(absl::Span<const std::pair<std::string, std::string>> pairs,
+                                   rocksdb::WriteBatch* batch) const {
+  for (const auto& [key, value] : pairs) {
+    BALLAST_RETURN_IF_ERROR(CatalogError(batch->Put(key, value), "put", path_));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RocksCatalog::AddErase(absl::string_view prefix, rocksdb::WriteBatch* batch) const {
+  BALLAST_ASSIGN_OR_RETURN(const auto pairs, List(prefix));
+  for (const auto& [key, value] : pairs) {
+    BALLAST_RETURN_IF_ERROR(CatalogError(batch->Delete(key), "erase", path_));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::optional<std::string>> RocksCatalog::Get(absl::string_view key) const {
@@ -133,15 +165,6 @@ absl::StatusOr<std::optional<std::string>> RocksCatalog::Get(absl::string_view k
   if (status.IsNotFound()) return std::optional<std::string>();
   BALLAST_RETURN_IF_ERROR(CatalogError(status, absl::StrCat("get of '", key, "'"), path_));
   return std::optional<std::string>(std::move(value));
-}
-
-absl::Status RocksCatalog::ErasePrefix(absl::string_view prefix) {
-  BALLAST_ASSIGN_OR_RETURN(const auto pairs, List(prefix));
-  rocksdb::WriteBatch batch;
-  for (const auto& [key, value] : pairs) {
-    BALLAST_RETURN_IF_ERROR(CatalogError(batch.Delete(key), "erase", path_));
-  }
-  return Write(batch, absl::StrCat("erase of '", prefix, "'"));
 }
 
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> RocksCatalog::List(absl::string_view prefix) const {

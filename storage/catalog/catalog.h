@@ -12,8 +12,8 @@
 
 namespace ballast::storage {
 
-// Threads: any. Durability: Put, PutAll and ErasePrefix are synced on OK, unless kUnsynced is said: the system writes
-// such a value when it likes, or with the next synced one.
+// Threads: any. Durability: writes are synced on OK, unless kUnsynced is said: the system writes such a value when it
+// likes, or with the next synced one.
 class Catalog {
  public:
   // In RocksDB. Creates `directory` if needed. FAILED_PRECONDITION naming the holder if another process has it open;
@@ -31,6 +31,9 @@ class Catalog {
   virtual absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) = 0;
   virtual absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const = 0;
   virtual absl::Status ErasePrefix(absl::string_view prefix) = 0;
+  // What is under these prefixes goes and the pairs come: all of it or nothing.
+  virtual absl::Status Replace(absl::Span<const std::string> prefixes,
+                               absl::Span<const std::pair<std::string, std::string>> pairs) = 0;
   // Key-value pairs under `prefix`, by key.
   virtual absl::StatusOr<std::vector<std::pair<std::string, std::string>>> List(absl::string_view prefix) const = 0;
 };

@@ -380,6 +380,38 @@ TEST_F(VerifyTest, FindsThatALogIsMissing) {
 TEST_F(VerifyTest, LeavesJobsWithoutDurabilityAlone) {
   spec_.set_durability(v1::DURABILITY_NONE);
   Train(3);
+// A rebuild whose disk is full at any byte of what it writes: the pins are nowhere but in the catalog.
+TEST_F(VerifyTest, ARebuildThatIsCutOffKeepsThePins) {
+  StartServer();
+  ASSERT_EQ(group_->Initialise(Values), absl::OkStatus());
+  Continue(3);
+  PinDurably(3);
+  Continue(20);
+  StopServer();
+  Erase("job/job/chunk-2");
+  fs::copy(directory_ / "catalog", directory_ / "before", fs::copy_options::recursive);
+  int cut_off = 0;
+  bool written = false;
+  for (int limit = 512; !written && limit < 100000; limit += 512) {
+    fs::remove_all(directory_ / "catalog");
+    fs::copy(directory_ / "before", directory_ / "catalog", fs::copy_options::recursive);
+    const Finished rebuilt = RunProcess({"/usr/bin/prlimit", "--core=0", absl::StrCat("--fsize=", limit), CtlPath(),
+                                         "verify", "--rebuild", "--data-directory", directory_.path()});
+    auto opened = DataDirectory::Open(directory_.path());
+    ASSERT_TRUE(opened.ok()) << opened.status();
+    std::vector<Finding> findings;
+    const CatalogEntry entry = (*opened)->ReadJobs(&findings)->at("job").entry;
+    ASSERT_EQ(entry.pins.size(), 1u) << limit << " bytes: " << rebuilt.err;
+    written = rebuilt.code == 0;
+    if (!written) ++cut_off;
+    EXPECT_EQ(entry.chunks.size(), written ? 5u : 4u);
+  }
+  EXPECT_TRUE(written);
+  EXPECT_GT(cut_off, 2);
+  fs::remove_all(directory_ / "before");
+  ExpectRecovered();
+}
+
   EXPECT_THAT(Scrub().findings, IsEmpty());
   const RebuildResult result = Remake();
   EXPECT_FALSE(result.written);

@@ -47,6 +47,17 @@ TEST(CatalogTest, ErasePrefixLeavesTheRest) {
   EXPECT_THAT(*catalog->List(""), ElementsAre(Pair("job/ab", "x"), Pair("job/b/1", "x")));
 }
 
+TEST(CatalogTest, ReplaceTakesPrefixesAwayAndPutsPairs) {
+  ScratchDirectory directory;
+  {
+    auto catalog = *Catalog::Open(directory.path());
+    for (const char* key : {"job/a/1", "job/a/2", "job/ab", "job/b/1"}) ASSERT_TRUE(catalog->Put(key, "x").ok());
+    ASSERT_TRUE(catalog->Replace({"job/a/", "job/b/"}, {{"job/a/2", "y"}, {"other", "z"}}).ok());
+  }
+  EXPECT_THAT(*(*Catalog::Open(directory.path()))->List(""),
+              ElementsAre(Pair("job/a/2", "y"), Pair("job/ab", "x"), Pair("other", "z")));
+}
+
 TEST(CatalogTest, SecondOpeningInThisProcessIsRefused) {
   ScratchDirectory directory;
   auto first = *Catalog::Open(directory.path());
