@@ -133,7 +133,8 @@ absl::Status Job::ReadSlices(SliceUse use, std::vector<SliceLoad>* loads, Replay
       continue;
     }
     load.chunk->intake.EndReceive(load.receipt, /*ok=*/false);
-    if (use != SliceUse::kPushed || !absl::IsDataLoss(load.status)) {
+    // Whatever keeps its bytes from being read, its rank has them.
+    if (use != SliceUse::kPushed) {
       status.Update(load.status);
       continue;
     }

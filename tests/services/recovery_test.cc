@@ -15,6 +15,7 @@
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/log/log_reader.h"
+#include "ballast/tests/services/logged_slices.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::services {
@@ -344,35 +345,11 @@ TEST_P(RecoveryTest, ALostJobThatIsDroppedGivesItsDiskBack) {
   EXPECT_EQ(NewGroup()->Initialise(Initial), absl::OkStatus());
 }
 
-// Slices of the step that the log of a running server holds by now.
-size_t SlicesLogged(int64_t step, const std::string& path) {
-  auto file = storage::SystemDisk()->Open(path, storage::Disk::Mode::kShared);
-  if (!file.ok()) return 0;
-  const auto scanned = storage::ScanLog(**file);
-  if (!scanned.ok()) return 0;  // amid a write
-  size_t count = 0;
-  for (const storage::ReadRecord& read : scanned->records) {
-    const auto record = DecodeRecord(read);
-    const auto* slice = record.ok() ? std::get_if<SliceRecord>(&*record) : nullptr;
-    count += slice != nullptr && slice->header.step() == step;
-  }
-  return count;
-}
-
 // A bit of the last slice of the step; a second time makes it whole again.
 void RotLastSliceOf(int64_t step, const std::string& path) {
-  auto file = storage::SystemDisk()->Open(path, storage::Disk::Mode::kShared);
-  ASSERT_TRUE(file.ok()) << file.status();
-  const auto scanned = storage::ScanLog(**file);
-  ASSERT_TRUE(scanned.ok()) << scanned.status();
-  uint64_t place = 0;
-  for (const storage::ReadRecord& read : scanned->records) {
-    const auto record = DecodeRecord(read);
-    ASSERT_TRUE(record.ok()) << record.status();
-    const auto* slice = std::get_if<SliceRecord>(&*record);
-    if (slice != nullptr && slice->header.step() == step) place = read.payload.offset + 100;
-  }
-  ASSERT_GT(place, 0u) << "no slice of step " << step;
+  const std::vector<storage::PayloadPlace> slices = LoggedSlices(step, path);
+  ASSERT_FALSE(slices.empty()) << "no slice of step " << step;
+  const uint64_t place = slices.back().offset + 100;
   std::fstream stream(path, std::ios::in | std::ios::out | std::ios::binary);
   stream.seekg(static_cast<std::streamoff>(place));
   const int byte = stream.get();
@@ -389,7 +366,7 @@ TEST_P(RecoveryTest, ARottenSliceIsPushedAgainUnlessItsStepIsPrepared) {
   ASSERT_EQ(PushStep(*group, 1), absl::OkStatus());
   const std::string log = server_.directory() + "/log-job";
   // A push is answered before its bytes are in the log, and nothing tells when they are: the file does.
-  while (SlicesLogged(1, log) < group->plan().slices().size()) absl::SleepFor(absl::Milliseconds(5));
+  while (LoggedSlices(1, log).size() < group->plan().slices().size()) absl::SleepFor(absl::Milliseconds(5));
   group.reset();
   server_.End();
   RotLastSliceOf(1, log);

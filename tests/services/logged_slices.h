@@ -1,0 +1,28 @@
+// Where a job's log has the slices of a step.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "ballast/services/journal.h"
+#include "ballast/storage/io/disk.h"
+#include "ballast/storage/log/log_reader.h"
+
+namespace ballast::services {
+
+// Of a server that may be running: none if it is amid a write.
+inline std::vector<storage::PayloadPlace> LoggedSlices(int64_t step, const std::string& path) {
+  std::vector<storage::PayloadPlace> places;
+  auto file = storage::SystemDisk()->Open(path, storage::Disk::Mode::kShared);
+  if (!file.ok()) return places;
+  const auto scanned = storage::ScanLog(**file);
+  if (!scanned.ok()) return places;
+  for (const storage::ReadRecord& read : scanned->records) {
+    const auto record = DecodeRecord(read);
+    const auto* slice = record.ok() ? std::get_if<SliceRecord>(&*record) : nullptr;
+    if (slice != nullptr && slice->header.step() == step) places.push_back(read.payload);
+  }
+  return places;
+}
+
+}  // namespace ballast::services
