@@ -95,6 +95,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // and says how far it is. DATA_LOSS if something that was durable cannot be read: what was replayed
   // until then may have been flushed to newer versions, nothing else is changed, and the log stays.
   absl::Status Recover(const CatalogEntry& entry);
+  // After Recover, once all jobs of the server have what they had: makes room in the log for what comes, also by budget
+  // that is free then. Blocks.
+  absl::Status EndRecovery();
 
   // As StateServer's.
   void GetJob(Reply<v1::GetJobResponse> reply);

@@ -144,13 +144,28 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
   }
   applied_ = committed;
   storage::Pass("recovery/replayed");
-  std::shared_ptr<storage::ChunkStore> store;
   {
     absl::MutexLock lock(&mu_);
     recovering_ = false;
-    store = store_;
   }
   StartJournal(*std::move(log));
+  spdlog::info("job '{}': recovered step {} in {:.2f} s: {} chunks, {} steps and {} MiB of slices replayed{}", name_,
+               committed, absl::ToDoubleSeconds(absl::Now() - began), entry.chunks.size(), replaying.steps,
+               replaying.payload_bytes >> 20,
+               scanned.repaired_blocks > 0
+                   ? absl::StrCat(", ", scanned.repaired_blocks, " damaged blocks of the log read from their copies")
+                   : "");
+  absl::MutexLock lock(&mu_);
+  return failure_;
+}
+
+absl::Status Job::EndRecovery() {
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    absl::MutexLock lock(&mu_);
+    if (journal_ == nullptr) return absl::OkStatus();
+    store = store_;
+  }
   BALLAST_RETURN_IF_ERROR(ExtendForRestart());
   // A restart takes a segment. Where few are left, what came before goes to the chunks, so that restarts in a row
   // cannot fill the log.
@@ -162,12 +177,6 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
   }
   storage::Pass("recovery/rolled");
   if (store != nullptr && few) FlushAll();
-  spdlog::info("job '{}': recovered step {} in {:.2f} s: {} chunks, {} steps and {} MiB of slices replayed{}", name_,
-               committed, absl::ToDoubleSeconds(absl::Now() - began), entry.chunks.size(), replaying.steps,
-               replaying.payload_bytes >> 20,
-               scanned.repaired_blocks > 0
-                   ? absl::StrCat(", ", scanned.repaired_blocks, " damaged blocks of the log read from their copies")
-                   : "");
   absl::MutexLock lock(&mu_);
   return failure_;
 }

@@ -257,6 +257,14 @@ void StateServer::Impl::Lose(const std::string& name, const CatalogEntry& stored
 
 absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntry>& stored) {
   bool whole = true;
+  std::map<std::string, std::shared_ptr<Job>> recovered;
+  const auto refuse = [&](const std::string& name, Job& job, const absl::Status& status) {
+    // The server's other jobs are well; this one is refused, with the reason, and what it has on the disk stays.
+    spdlog::error("job '{}' cannot be recovered: {}", name, std::string(status.message()));
+    job.Stop(status);
+    Lose(name, stored.at(name), status, job.journal_bytes());
+    whole = false;
+  };
   for (const auto& [name, entry] : stored) {
     if (entry.had_state) {
       Lose(name, entry, LostToDurabilityNone(name));
@@ -276,15 +284,19 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
       status = job->Replay(PromiseRecord{*entry.promised});
     }
     if (status.ok()) {
-      absl::MutexLock lock(&mu);
-      jobs[name].job = job;
+      recovered[name] = job;
+    } else {
+      refuse(name, *job, status);
+    }
+  }
+  // Now that all have what is theirs: more for one must not be what another comes back with.
+  for (const auto& [name, job] : recovered) {
+    if (const absl::Status status = job->EndRecovery(); !status.ok()) {
+      refuse(name, *job, status);
       continue;
     }
-    // The server's other jobs are well; this one is refused, with the reason, and what it has on the disk stays.
-    spdlog::error("job '{}' cannot be recovered: {}", name, std::string(status.message()));
-    job->Stop(status);
-    Lose(name, entry, status, job->journal_bytes());
-    whole = false;
+    absl::MutexLock lock(&mu);
+    jobs[name].job = job;
   }
   return whole && tiers->nvme() != nullptr ? tiers->nvme()->Trim() : absl::OkStatus();
 }

@@ -37,7 +37,10 @@ ChunkStore::ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, ke
                        std::optional<DurableOptions> durable)
     : impl_(std::make_unique<Impl>(tiers, optimizer, compute, std::move(durable))) {}
 ChunkStore::~ChunkStore() = default;
-void ChunkStore::Discard() { impl_->discarded = true; }
+void ChunkStore::Discard() {
+  impl_->discarded = true;
+  if (impl_->versions.has_value()) impl_->versions->Discard();
+}
 
 absl::StatusOr<StoredChunk*> ChunkStore::Impl::Find(uint64_t chunk) const {
   absl::ReaderMutexLock lock(&mutex);

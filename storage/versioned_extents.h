@@ -21,6 +21,8 @@ class VersionedExtents {
  public:
   VersionedExtents(NvmeTier* nvme, DurableOptions options) : nvme_(nvme), options_(std::move(options)) {}
   ~VersionedExtents();
+  // Of a store that is not wanted any more, before the destructor: nobody will look for what its old extents hold.
+  void Discard() { old_.clear(); }
 
   const std::string& job() const { return options_.job; }
   uint64_t life() const { return options_.life; }

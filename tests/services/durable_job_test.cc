@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <limits>
 
 #include "ballast/proto/model/status.h"
@@ -101,6 +102,42 @@ TEST_F(DurableJobTest, ARestoreLeavesAloneWhatNeverHadAState) {
   server_.Restart();
   NextGroup();
   EXPECT_EQ(group_->step(), 3);
+// The first job's log wants more at each restart, where the budget is what both have.
+TEST_F(DurableJobTest, RestartsInARowTakeNothingThatAnotherJobComesBackWith) {
+  v1::JobSpec other = MakeSpec("other", SmallModel());
+  other.set_durability(v1::DURABILITY_STEP);
+  {
+    NextGroup();
+    ASSERT_EQ(group_->Initialise(Initial), absl::OkStatus());
+    TrainerGroup second({server_.get()}, other, 1);
+    ASSERT_EQ(second.Start(), absl::OkStatus());
+    ASSERT_EQ(second.Initialise(Initial), absl::OkStatus());
+    NextGroup();
+  }
+  v1::GetJobRequest request;
+  request.set_job("job");
+  const std::string log = server_.directory() + "/log-job";
+  const uint64_t log_bytes = std::filesystem::file_size(log);
+  server_.options().budget.nvme = server_->Status().tiers(2).used_bytes();
+  for (uint32_t slice = 0; slice < group_->plan().slices().size(); ++slice) {
+    server_.Restart();
+    const v1::GetServerStatusResponse status = server_->Status();
+    for (const v1::JobStatus& job : status.jobs()) EXPECT_EQ(job.failure(), "") << job.name();
+    Answer<v1::GetJobResponse> asked;
+    server_->GetJob(request, asked.reply());
+    const auto job = asked.Wait();
+    ASSERT_TRUE(job.ok()) << job.status();
+    group_ = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server_.get()}, spec_, 2, epoch_);
+    ASSERT_EQ(group_->Open(0, job->decision()), absl::OkStatus());
+    ASSERT_EQ(group_->PushSlice(slice, v1::SLICE_KIND_GRADIENT, Initial), absl::OkStatus());
+  }
+  EXPECT_EQ(std::filesystem::file_size(log), log_bytes);
+  // What is free goes to it.
+  server_.options().budget = kBudget;
+  server_.Restart();
+  EXPECT_GT(std::filesystem::file_size(log), log_bytes);
+}
+
   const auto after = group_->Read(5, v1::CONTENT_MASTER, 2);
   ASSERT_TRUE(after.ok()) << after.status();
   EXPECT_EQ(*before, *after);

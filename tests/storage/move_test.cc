@@ -162,6 +162,30 @@ struct DurableStore {
   std::unique_ptr<ChunkStore> store;
 };
 
+// Also the extents whose successors are not recorded yet.
+TEST(DurableStoreTest, WhatIsDiscardedGivesAllOfItsDiskBack) {
+  constexpr uint64_t kElements = 65536;
+  DurableStore d;
+  Plan plan;
+  plan.chunks = {{.state = TierKind::kDram}, {.state = TierKind::kDram}};
+  ASSERT_EQ(d.store->Add({{.elements = kElements, .id = 0}, {.elements = kElements, .id = 1}}, plan), absl::OkStatus());
+  for (int64_t version = 0; version < 2; ++version) {
+    StepUpdates step(7);
+    step.AddValues(0, kElements);
+    std::vector<ChunkUpdate> updates(step.updates().begin(), step.updates().end());
+    updates[0].version = version;
+    updates[0].flush = true;
+    ASSERT_EQ(d.store->Run(updates, [](size_t) {}), absl::OkStatus());
+    if (version == 0) {
+      ASSERT_EQ(d.store->Harden(), absl::OkStatus());
+    }
+  }
+  ASSERT_EQ(d.recorded[0].version, 0);
+  d.store->Discard();
+  d.store.reset();
+  EXPECT_EQ(d.tiers->used().nvme, 0u);
+}
+
 TEST(DurableMoveTest, TheExtentIsTheDurableVersionAllTheTime) {
   constexpr uint64_t kElements = 65536;
   DurableStore d;
