@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/tests/services/trainer_group.h"
+#include "ballast/tests/services/training_bits.h"
 
 namespace ballast::services {
 namespace {
@@ -16,21 +17,8 @@ namespace {
 using ::testing::HasSubstr;
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
-constexpr v1::Content kContents[] = {v1::CONTENT_MASTER, v1::CONTENT_MOMENT1, v1::CONTENT_MOMENT2, v1::CONTENT_WORKING};
 // SmallModel has 2.4 MiB of state, and takes 3 MiB besides if some of it is on NVMe: room for all, for some, for none.
 constexpr uint64_t kDram[] = {16 * kMiB, 7 * kMiB / 2, 3 * kMiB};
-
-float Initial(uint32_t tensor, uint64_t element) {
-  return static_cast<float>(tensor + 1) + 1e-3f * static_cast<float>(element % 1000);
-}
-
-Fill GradientOf(int64_t step) {
-  return [step](uint32_t tensor, uint64_t element) {
-    return static_cast<float>(static_cast<int>((element * 7 + tensor * 3 + static_cast<uint64_t>(step) * 5) % 61) -
-                              30) /
-           64.0f;
-  };
-}
 
 v1::JobSpec Spec(v1::Durability durability) {
   v1::JobSpec spec = MakeSpec("job", SmallModel());
@@ -77,16 +65,7 @@ class BudgetsTest : public ::testing::TestWithParam<v1::Durability> {
     EXPECT_EQ(group->Start(), absl::OkStatus());
     return group;
   }
-  void ExpectSame(TrainerGroup& group, int64_t version) {
-    for (uint32_t tensor = 0; tensor < Tensors(); ++tensor) {
-      for (const v1::Content content : kContents) {
-        const auto mine = undisturbed_.Read(tensor, content, version), theirs = group.Read(tensor, content, version);
-        ASSERT_TRUE(mine.ok()) << mine.status();
-        ASSERT_TRUE(theirs.ok()) << theirs.status();
-        ASSERT_EQ(*mine, *theirs) << "tensor " << tensor << ", content " << content << ", version " << version;
-      }
-    }
-  }
+  void ExpectSame(TrainerGroup& group, int64_t version) { services::ExpectSame(undisturbed_, group, version); }
   TestServer server_;
   TestServer undisturbed_server_;
   TrainerGroup undisturbed_;

@@ -7,6 +7,7 @@
 
 #include "ballast/proto/model/status.h"
 #include "ballast/tests/services/trainer_group.h"
+#include "ballast/tests/services/training_bits.h"
 
 namespace ballast::services {
 namespace {
@@ -14,10 +15,6 @@ namespace {
 using ::testing::HasSubstr;
 
 constexpr storage::TierBytes kBudget{0, uint64_t{64} << 20, uint64_t{256} << 20};
-
-float Initial(uint32_t tensor, uint64_t element) {
-  return static_cast<float>(tensor + 1) + 1e-3f * static_cast<float>(element % 1000);
-}
 
 v1::StepHeader RestoreOf(int64_t version) {
   v1::StepHeader header;

@@ -6,13 +6,12 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/tests/services/trainer_group.h"
+#include "ballast/tests/services/training_bits.h"
 
 namespace ballast::services {
 namespace {
 
 using ::testing::HasSubstr;
-
-constexpr v1::Content kContents[] = {v1::CONTENT_MASTER, v1::CONTENT_MOMENT1, v1::CONTENT_MOMENT2, v1::CONTENT_WORKING};
 
 // 24 whole chunks and two short ones: 3.2 MB of working copies, 6.3 MB of slices if all stay, 1.8 MB of staging.
 std::vector<TestTensor> Model() {
@@ -21,18 +20,6 @@ std::vector<TestTensor> Model() {
 // With so much next to no slice stays in memory; with so much some chunks' state does, and slices still do not.
 constexpr uint64_t kTight = 6'200'000, kRoomForState = 11'000'000;
 constexpr uint64_t kNvme = uint64_t{512} << 20;
-
-float Initial(uint32_t tensor, uint64_t element) {
-  return static_cast<float>(tensor + 1) + 1e-3f * static_cast<float>(element % 1000);
-}
-
-Fill GradientOf(int64_t step) {
-  return [step](uint32_t tensor, uint64_t element) {
-    return static_cast<float>(static_cast<int>((element * 7 + tensor * 3 + static_cast<uint64_t>(step) * 5) % 61) -
-                              30) /
-           64.0f;
-  };
-}
 
 uint32_t Tensors() { return static_cast<uint32_t>(Model().size()); }
 
@@ -77,16 +64,7 @@ class ReadBackJobTest : public ::testing::Test {
     ASSERT_EQ(Step(group, step), absl::OkStatus()) << step;
     ASSERT_EQ(Step(reference_, step), absl::OkStatus()) << step;
   }
-  void ExpectSame(TrainerGroup& group, int64_t version) {
-    for (uint32_t tensor = 0; tensor < Tensors(); ++tensor) {
-      for (const v1::Content content : kContents) {
-        const auto mine = reference_.Read(tensor, content, version), theirs = group.Read(tensor, content, version);
-        ASSERT_TRUE(mine.ok()) << mine.status();
-        ASSERT_TRUE(theirs.ok()) << theirs.status();
-        ASSERT_EQ(*mine, *theirs) << "tensor " << tensor << ", content " << content << ", version " << version;
-      }
-    }
-  }
+  void ExpectSame(TrainerGroup& group, int64_t version) { services::ExpectSame(reference_, group, version); }
   TestServer reference_server_;
   TrainerGroup reference_;
 };

@@ -17,6 +17,7 @@
 #include "ballast/storage/log/log_reader.h"
 #include "ballast/tests/services/logged_slices.h"
 #include "ballast/tests/services/trainer_group.h"
+#include "ballast/tests/services/training_bits.h"
 
 namespace ballast::services {
 namespace {
@@ -24,20 +25,6 @@ namespace {
 using ::testing::HasSubstr;
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
-constexpr v1::Content kContents[] = {v1::CONTENT_MASTER, v1::CONTENT_MOMENT1, v1::CONTENT_MOMENT2, v1::CONTENT_WORKING};
-
-float Initial(uint32_t tensor, uint64_t element) {
-  return static_cast<float>(tensor + 1) + 1e-3f * static_cast<float>(element % 1000);
-}
-
-// Gradients of a step: exact in bf16, different everywhere.
-Fill GradientOf(int64_t step) {
-  return [step](uint32_t tensor, uint64_t element) {
-    return static_cast<float>(static_cast<int>((element * 7 + tensor * 3 + static_cast<uint64_t>(step) * 5) % 61) -
-                              30) /
-           64.0f;
-  };
-}
 
 v1::JobSpec Spec(v1::Durability durability) {
   v1::JobSpec spec = MakeSpec("job", SmallModel());
@@ -56,16 +43,7 @@ class Reference {
     EXPECT_EQ(group_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(step)), absl::OkStatus());
     EXPECT_TRUE(group_.Finish(UpdateHeader(Tensors())).ok());
   }
-  void ExpectSame(TrainerGroup& other, int64_t version) {
-    for (uint32_t tensor = 0; tensor < Tensors(); ++tensor) {
-      for (const v1::Content content : kContents) {
-        const auto mine = group_.Read(tensor, content, version), theirs = other.Read(tensor, content, version);
-        ASSERT_TRUE(mine.ok()) << mine.status();
-        ASSERT_TRUE(theirs.ok()) << theirs.status();
-        ASSERT_EQ(*mine, *theirs) << "tensor " << tensor << ", content " << content << ", version " << version;
-      }
-    }
-  }
+  void ExpectSame(TrainerGroup& other, int64_t version) { services::ExpectSame(group_, other, version); }
   static uint32_t Tensors() { return static_cast<uint32_t>(SmallModel().size()); }
 
  private:
