@@ -1,6 +1,7 @@
 #include "ballast/client/opening.h"
 
 #include <algorithm>
+#include <map>
 #include <random>
 
 #include "absl/container/flat_hash_map.h"
@@ -164,6 +165,20 @@ absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
                               "), which this session does not name; pass all of the job's tensors"));
 }
 
+absl::StatusOr<std::vector<PinnedOn>> AskPins(Router* router, const std::string& job, absl::Time deadline) {
+  v1::GetJobRequest ask;
+  ask.set_job(job);
+  BALLAST_ASSIGN_OR_RETURN(const auto answers, (router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
+                                                   &Transport::GetJob, "GetJob", ask, deadline)));
+  std::map<int64_t, uint32_t> servers;
+  for (const v1::GetJobResponse& answer : answers) {
+    for (const int64_t version : answer.durable_versions()) ++servers[version];
+  }
+  std::vector<PinnedOn> pins;
+  for (const auto& [version, count] : servers) pins.push_back({version, count});
+  return pins;
+}
+
 absl::StatusOr<std::vector<v1::GetJobResponse>> Opening::Fence(const std::string& job, const v1::Epoch& epoch,
                                                                bool expect_empty, absl::Time deadline) {
   v1::FenceRequest request;
@@ -265,7 +280,26 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   // All servers or none: a job that one server has opened and another has no room for could not be changed any more.
   BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
   BALLAST_RETURN_IF_ERROR(SendOpen(open, deadline));
+  // What an older group was still pinning is there by now, or refused for its epoch; what remains may wait.
+  (void)DropPartialPins(open, deadline);
   return open;
+}
+
+absl::Status Opening::DropPartialPins(const v1::OpenRequest& open, absl::Time deadline) {
+  if (open.spec().durability() == v1::DURABILITY_NONE) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<PinnedOn> pins, AskPins(router_, open.spec().name(), deadline));
+  for (const PinnedOn& pin : pins) {
+    if (pin.servers == router_->server_count()) continue;
+    v1::UnpinRequest request;
+    request.set_job(open.spec().name());
+    request.set_version(pin.version);
+    request.set_durable(true);
+    *request.mutable_epoch() = open.epoch();
+    const std::string what = absl::StrCat("Unpin of version ", pin.version, ", which only some servers have");
+    BALLAST_RETURN_IF_ERROR(
+        (router_->CallAll<v1::UnpinRequest, v1::UnpinResponse>(&Transport::Unpin, what, request, deadline)).status());
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& current, int64_t version,

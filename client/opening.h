@@ -22,6 +22,14 @@ v1::TensorSpec ToProto(const TensorSpec& tensor);
 // what differs.
 absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job);
 
+// A version, and how many of the servers have it pinned durably.
+struct PinnedOn {
+  int64_t version = 0;
+  uint32_t servers = 0;
+};
+// Ascending.
+absl::StatusOr<std::vector<PinnedOn>> AskPins(Router* router, const std::string& job, absl::Time deadline);
+
 class Opening {
  public:
   // Borrows both.
@@ -46,6 +54,8 @@ class Opening {
   // Whether all servers would find space for it. Changes nothing.
   absl::Status TryOpen(v1::OpenRequest open, absl::Time deadline);
   absl::Status SendOpen(const v1::OpenRequest& open, absl::Time deadline);
+  // Durable pins that not all servers have cannot be restored: whoever made them died amid it. Nobody else pins yet.
+  absl::Status DropPartialPins(const v1::OpenRequest& open, absl::Time deadline);
   // Fence and Open of `open`, which must start at `version`.
   absl::Status MoveEpoch(v1::OpenRequest* open, int64_t version, absl::Time deadline);
   // Puts the router's servers into the order of `open`'s members.

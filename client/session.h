@@ -72,7 +72,8 @@ struct SessionOptions {
   // budget for the log and for the state. `none`: a server that ends takes the job's state with it.
   v1::Durability durability = v1::DURABILITY_STEP;
   Split split = Split::kEven;  // the same on all ranks
-  // How long servers may take for a call, or for a step once all ranks have come, their updates included. How long
+  // How long servers may take for a call, or for a step once all ranks have come, their updates included; so it bounds
+  // PinDurably and Restore, which write, and read, all state. How long
   // ranks wait for each other is the collective's timeout.
   absl::Duration step_timeout = absl::Seconds(120);
   // How long Open waits for servers that are down. The collective's timeout must be longer: other ranks wait meanwhile.
@@ -251,15 +252,17 @@ class Session {
   absl::Status Unpin(int64_t version);
   // Any one rank; of a job with durability `step`. PinDurably keeps version() on the disks of all servers until
   // UnpinDurably, whatever dies: for Restore; Read needs Pin. Training waits while what is not on the disks at this
-  // version is written. BUDGET, with what is short: no server keeps it.
+  // version is written; step_timeout bounds that. BUDGET, with what is short: no server keeps it. After any other error
+  // some servers may: call it again before the next step, or the next group's Open gives up what not all have.
   absl::Status PinDurably();
   absl::Status UnpinDurably(int64_t version);
   // Versions that all servers have pinned durably, ascending.
   absl::StatusOr<std::vector<int64_t>> DurablePins();
   // COLLECTIVE, between steps, nothing pushed or written. The next transaction: all state and step counts become those
   // of a version that is pinned durably, and resumed_blobs() its blobs. version() goes up by one, as with any
-  // transaction: no number ever names two states. VERSION_GONE, before anything is touched: a server does not have it;
-  // BAD_SPEC: tensors were registered since. ABORTED: this group's epoch is over, its version stands or was restored.
+  // transaction: no number ever names two states. Servers read the pin and write all state; step_timeout bounds that.
+  // Before anything is touched: VERSION_GONE, a server does not have it; BAD_SPEC, tensors got their first values
+  // since. ABORTED: this group's epoch is over, its version stands or was restored.
   absl::StatusOr<StepReport> Restore(int64_t version);
   // A whole tensor at `version`: the current one, or a pinned one. Working values are widened to fp32.
   absl::Status Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to);

@@ -16,6 +16,18 @@ absl::Status Precondition(absl::string_view message) {
   return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, message);
 }
 
+// A version has no state of tensors that got their values later, and a job forgets none.
+absl::Status CheckRegistrations(const v1::JobSpec& spec, const v1::PinResponse& pin, int64_t version) {
+  const auto had = static_cast<int>(pin.registration_count());
+  if (had >= spec.registrations_size()) return absl::OkStatus();
+  const auto& since = spec.registrations(had).tensors();
+  return model::Error(
+      absl::StatusCode::kFailedPrecondition, model::kBadSpec,
+      absl::StrCat("version ", version, " was pinned before tensor '", since.empty() ? "" : since.at(0).name(),
+                   "' had values, and has no state of it: of this job only versions can be restored that are pinned ",
+                   "after Initialise has given values to all tensors"));
+}
+
 }  // namespace
 
 absl::Status Session::PinDurably() {
@@ -24,6 +36,7 @@ absl::Status Session::PinDurably() {
   request.set_job(impl_->seat.job);
   request.set_version(version());
   request.set_durable(true);
+  *request.mutable_epoch() = impl_->open->epoch();
   const auto answers = impl_->router->CallAll<v1::PinRequest, v1::PinResponse>(
       &Transport::Pin, absl::StrCat("Durable pin of version ", version()), request, impl_->seat.Deadline());
   if (answers.ok()) return absl::OkStatus();
@@ -38,6 +51,7 @@ absl::Status Session::UnpinDurably(int64_t version) {
   request.set_job(impl_->seat.job);
   request.set_version(version);
   request.set_durable(true);
+  *request.mutable_epoch() = impl_->open->epoch();
   const auto answers = impl_->router->CallAll<v1::UnpinRequest, v1::UnpinResponse>(
       &Transport::Unpin, absl::StrCat("Unpin of version ", version), request, impl_->seat.Deadline());
   return impl_->Conclude(answers.status());
@@ -45,15 +59,11 @@ absl::Status Session::UnpinDurably(int64_t version) {
 
 absl::StatusOr<std::vector<int64_t>> Session::DurablePins() {
   BALLAST_RETURN_IF_ERROR(impl_->Usable());
-  v1::GetJobRequest ask;
-  ask.set_job(impl_->seat.job);
-  BALLAST_ASSIGN_OR_RETURN(const auto answers, (impl_->router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
-                                                   &Transport::GetJob, "GetJob", ask, impl_->seat.Deadline())));
-  const auto& first = answers.front().pinned_versions();
-  std::vector<int64_t> common(first.begin(), first.end());
-  for (const v1::GetJobResponse& answer : answers) {
-    const auto& theirs = answer.pinned_versions();
-    std::erase_if(common, [&](int64_t version) { return !std::binary_search(theirs.begin(), theirs.end(), version); });
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<PinnedOn> pins,
+                           AskPins(impl_->router.get(), impl_->seat.job, impl_->seat.Deadline()));
+  std::vector<int64_t> common;
+  for (const PinnedOn& pin : pins) {
+    if (pin.servers == impl_->router->server_count()) common.push_back(pin.version);
   }
   return common;
 }
@@ -63,6 +73,7 @@ absl::StatusOr<v1::PinResponse> Session::Impl::AskPin(int64_t pinned) {
   request.set_job(seat.job);
   request.set_version(pinned);
   request.set_durable(true);
+  *request.mutable_epoch() = open->epoch();
   BALLAST_ASSIGN_OR_RETURN(auto answers,
                            (router->CallAll<v1::PinRequest, v1::PinResponse>(
                                &Transport::Pin, absl::StrCat("Pin of version ", pinned), request, seat.Deadline())));
@@ -82,7 +93,7 @@ absl::StatusOr<StepReport> Session::Restore(int64_t version) {
                         absl::StrCat("ranks restore different versions: ", absl::StrJoin(wanted, ", ")));
   }
   (void)impl.transaction.AwaitCommits(impl.seat.Deadline());
-  // Before the fence: a version that is not there must not cost the group its epoch.
+  // Before the fence: a version that is not there, or cannot be restored, must not cost the group its epoch.
   v1::PinResponse pin;
   if (rank() == 0) {
     const auto pins = DurablePins();
@@ -97,6 +108,7 @@ absl::StatusOr<StepReport> Session::Restore(int64_t version) {
       mine = asked.status();
       if (asked.ok()) pin = *std::move(asked);
     }
+    if (mine.ok()) mine = CheckRegistrations(impl.open->spec(), pin, version);
   }
   auto shared = impl.group.Agree("Restore", mine, pin.SerializeAsString());
   if (!shared.ok()) return impl.Conclude(shared.status());

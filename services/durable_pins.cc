@@ -19,21 +19,29 @@ namespace {
 // What a fence's answer carries of them, and the catalog's entries, stay small.
 constexpr size_t kDurablePinsMax = 16;
 
+absl::Status WithoutEpoch() {
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                      "a durable pin is made and given up by the group that has the job: name its epoch");
+}
+
 v1::PinResponse ResponseOf(const v1::PinnedVersion& pin) {
   v1::PinResponse response;
   *response.mutable_tensor_steps() = pin.tensor_steps();
   *response.mutable_blobs() = pin.decision().blobs();
+  response.set_registration_count(pin.registration_count());
   return response;
 }
 
 }  // namespace
 
 void Job::PinDurably(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
+  if (!request.has_epoch()) return reply(WithoutEpoch());
   Ask<v1::PinResponse>(
       request.ByteSizeLong(),
-      [this, version = request.version(), pinning = std::make_shared<std::shared_ptr<Pinning>>()] {
+      [this, request, pinning = std::make_shared<std::shared_ptr<Pinning>>()]() -> Outcome<v1::PinResponse> {
         mu_.AssertHeld();
-        return TryPinDurably(version, pinning.get());
+        BALLAST_RETURN_IF_ERROR(machine_->CheckEpoch(request.epoch()));
+        return TryPinDurably(request.version(), pinning.get());
       },
       deadline, absl::StrCat("version ", request.version(), " to be on the disk"), std::move(reply));
 }
@@ -59,10 +67,12 @@ Outcome<v1::PinResponse> Job::TryPinDurably(int64_t version, std::shared_ptr<Pin
                         absl::StrCat("job '", name_, "' keeps nothing on the disk (durability none); a durable pin ",
                                      "needs a job of another durability"));
   }
-  if (machine_->Describe().pinned_versions_size() + static_cast<int>(pinning_.size()) >= int{kDurablePinsMax}) {
-    return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
-                        absl::StrCat("job '", name_, "' holds ", kDurablePinsMax,
-                                     " durable pins, which is all that it may; unpin one first"));
+  if (machine_->Describe().durable_versions_size() + static_cast<int>(pinning_.size()) >= int{kDurablePinsMax}) {
+    return model::Error(
+        absl::StatusCode::kResourceExhausted, model::kBudget,
+        absl::StrCat(
+            "job '", name_, "' holds ", kDurablePinsMax,
+            " durable pins, which is all that it may; give one up first: UnpinDurably, or `ballastctl unpin`"));
   }
   const auto begun = std::make_shared<Pinning>();
   pinning_[version] = begun;
@@ -110,11 +120,14 @@ void Job::RunPinDurably(const v1::PinnedVersion& described, const std::shared_pt
 }
 
 void Job::UnpinDurably(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
+  if (!request.has_epoch()) return reply(WithoutEpoch());
   Ask<v1::UnpinResponse>(
       request.ByteSizeLong(),
-      [this, version = request.version()] {
+      [this, request]() -> Outcome<v1::UnpinResponse> {
         mu_.AssertHeld();
-        return TryUnpinDurably(version);
+        // Not the open one: an operator makes room for an Open.
+        BALLAST_RETURN_IF_ERROR(machine_->CheckPromised(request.epoch()));
+        return TryUnpinDurably(request.version());
       },
       absl::InfiniteFuture(), "", std::move(reply));
 }
@@ -189,7 +202,8 @@ void Job::RunPinCheck(int64_t version) {
     check->second.done = true;
     check->second.status = model::Annotate(
         status, absl::StrCat("server '", around_.server_id, "' cannot restore version ", version, " of job '", name_,
-                             "', which goes on from where it is; restore another version, and unpin this one"));
+                             "', which goes on from where it is; restore another version, and give this one up with "
+                             "`ballastctl unpin`"));
     moved_ = true;
   });
 }

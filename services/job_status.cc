@@ -42,7 +42,7 @@ v1::JobStatus Job::Status() const {
     for (const auto& [version, pin] : pins_) {
       if (pin.ready && pin.status.ok()) status.add_pinned_versions(version);
     }
-    for (const int64_t version : job.pinned_versions()) status.add_durable_versions(version);
+    for (const int64_t version : job.durable_versions()) status.add_durable_versions(version);
     status.set_skipped_steps(machine_->skipped_steps());
     if (!failure_.ok()) status.set_failure(std::string(failure_.message()));
     status.set_chunks_moving(moves_ != nullptr ? moves_->down.size() + moves_->up.size() : 0);

@@ -2,14 +2,15 @@
 //
 //   ballastctl status [--json] --servers host:port,...
 //   ballastctl drop --job NAME --servers host:port,...
+//   ballastctl unpin --job NAME --version N --servers host:port,...
 //   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
 //   ballastctl verify --data-directory DIR [--json] [--rebuild]
 //   ballastctl iotune [--directory DIR] [--json] [--seconds N] [--out FILE]
 //
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
-// apart). drop: 0 no server has the job any more; 1 some server did not drop it. budget: 0 all servers have the new
-// budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its
-// profile written; 1 not. All: 2 usage.
+// apart). drop: 0 no server has the job any more; 1 some server did not drop it. unpin: the same of a pin. budget: 0
+// all servers have the new budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory.
+// iotune: 0 measured, its profile written; 1 not. All: 2 usage.
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -55,6 +56,21 @@ int Drop(const std::vector<std::string>& servers, const std::string& job, absl::
   return code;
 }
 
+int Unpin(const std::vector<std::string>& servers, const std::string& job, int64_t version, absl::Duration timeout) {
+  int code = kHealthy;
+  for (const std::string& server : servers) {
+    const absl::Status status = UnpinVersion(server, job, version, timeout);
+    if (status.ok()) {
+      std::printf("%s: unpinned version %lld of job '%s'\n", server.c_str(), static_cast<long long>(version),
+                  job.c_str());
+      continue;
+    }
+    std::printf("%s: %s\n", server.c_str(), std::string(status.message()).c_str());
+    if (status.code() != absl::StatusCode::kNotFound) code = kDegraded;
+  }
+  return code;
+}
+
 int Main(int argc, char** argv) {
   CLI::App app{"Looks at and tends Ballast state servers.", "ballastctl"};
   app.require_subcommand(1);
@@ -68,6 +84,10 @@ int Main(int argc, char** argv) {
   status->add_flag("--json", json, "machine-readable");
   CLI::App* drop = app.add_subcommand("drop", "forget a job on all servers and free what it held; its state is gone");
   drop->add_option("--job", job, "name of the job")->required();
+  CLI::App* unpin = app.add_subcommand("unpin", "give up a durable pin on all servers; it cannot be restored then");
+  int64_t version = -1;
+  unpin->add_option("--job", job, "name of the job")->required();
+  unpin->add_option("--version", version, "as `status` shows it")->required()->check(CLI::NonNegativeNumber);
   BudgetCommand budgets;
   CLI::App* budget =
       app.add_subcommand("budget", "new budgets until the servers restart; chunks move between their tiers meanwhile");
@@ -98,7 +118,7 @@ int Main(int argc, char** argv) {
   iotune->add_option("--out", tune.out, "the profile; else ballast-profile.yaml in the directory");
   iotune->add_option("--seconds", tune.seconds, "to measure for, about")->check(CLI::PositiveNumber);
   iotune->add_flag("--json", tune.json, "machine-readable");
-  for (CLI::App* command : {status, drop, budget}) {
+  for (CLI::App* command : {status, drop, unpin, budget}) {
     command->add_option("--servers", servers, "host:port of every server, separated by commas")
         ->required()
         ->delimiter(',')
@@ -117,6 +137,7 @@ int Main(int argc, char** argv) {
   if (verify->parsed()) return RunVerify(scrub);
   if (iotune->parsed()) return RunIotune(tune);
   const absl::Duration timeout = absl::Seconds(timeout_s);
+  if (unpin->parsed()) return Unpin(servers, job, version, timeout);
   if (budget->parsed()) {
     budgets.servers = servers;
     budgets.timeout = timeout;

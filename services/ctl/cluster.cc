@@ -17,6 +17,7 @@
 #include "ballast/services/ctl/show.h"
 #include "ballast/services/rpc/status_codec.h"
 #include "ballast/v1/admin_service.grpc.pb.h"
+#include "ballast/v1/state_service.grpc.pb.h"
 
 namespace ballast::services {
 namespace {
@@ -205,21 +206,50 @@ std::string ShowJson(const ClusterView& cluster) {
                       "],\"jobs\":[", absl::StrJoin(jobs, ","), "]}\n");
 }
 
-absl::Status DropJob(const std::string& address, const std::string& job, absl::Duration timeout) {
-  const auto stub = Connect(address);
-  grpc::ClientContext look;
-  SetDeadline(&look, timeout);
+namespace {
+
+// Empty if the server has no such job.
+absl::StatusOr<v1::JobStatus> LookAtJob(const std::string& address, const std::string& job, absl::Duration timeout) {
+  grpc::ClientContext context;
+  SetDeadline(&context, timeout);
   v1::GetServerStatusResponse status;
-  BALLAST_RETURN_IF_ERROR(FromGrpc(stub->GetServerStatus(&look, v1::GetServerStatusRequest(), &status)));
+  BALLAST_RETURN_IF_ERROR(FromGrpc(Connect(address)->GetServerStatus(&context, v1::GetServerStatusRequest(), &status)));
+  for (const v1::JobStatus& known : status.jobs()) {
+    if (known.name() == job) return known;
+  }
+  return v1::JobStatus();
+}
+
+}  // namespace
+
+absl::Status DropJob(const std::string& address, const std::string& job, absl::Duration timeout) {
+  BALLAST_ASSIGN_OR_RETURN(const v1::JobStatus known, LookAtJob(address, job, timeout));
   v1::DropJobRequest request;
   request.set_job(job);
-  for (const v1::JobStatus& known : status.jobs()) {
-    if (known.name() == job) *request.mutable_epoch() = known.epoch();
-  }
-  grpc::ClientContext drop;
-  SetDeadline(&drop, timeout);
+  *request.mutable_epoch() = known.epoch();
+  grpc::ClientContext context;
+  SetDeadline(&context, timeout);
   v1::DropJobResponse response;
-  return FromGrpc(stub->DropJob(&drop, request, &response));
+  return FromGrpc(Connect(address)->DropJob(&context, request, &response));
+}
+
+absl::Status UnpinVersion(const std::string& address, const std::string& job, int64_t version, absl::Duration timeout) {
+  BALLAST_ASSIGN_OR_RETURN(const v1::JobStatus known, LookAtJob(address, job, timeout));
+  // Of a job that was refused at start nobody knows which it has: the server says why.
+  const auto& pins = known.durable_versions();
+  if (known.failure().empty() && std::find(pins.begin(), pins.end(), version) == pins.end()) {
+    return absl::NotFoundError(absl::StrCat("no durable pin of version ", version, " of job '", job, "'"));
+  }
+  v1::UnpinRequest request;
+  request.set_job(job);
+  request.set_version(version);
+  request.set_durable(true);
+  *request.mutable_epoch() = known.epoch();
+  grpc::ClientContext context;
+  SetDeadline(&context, timeout);
+  v1::UnpinResponse response;
+  const auto stub = v1::StateService::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
+  return FromGrpc(stub->Unpin(&context, request, &response));
 }
 
 absl::StatusOr<v1::SetBudgetResponse> SetBudget(const std::string& address, const v1::SetBudgetRequest& request,

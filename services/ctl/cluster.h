@@ -55,6 +55,9 @@ std::string ShowJson(const ClusterView& cluster);
 // Drops `job` on a server, at the epoch that the server reports. NOT_FOUND if the server has no such job.
 absl::Status DropJob(const std::string& address, const std::string& job, absl::Duration timeout);
 
+// Gives up a durable pin on a server, at the epoch that the server reports. NOT_FOUND if it has no such pin.
+absl::Status UnpinVersion(const std::string& address, const std::string& job, int64_t version, absl::Duration timeout);
+
 absl::StatusOr<v1::SetBudgetResponse> SetBudget(const std::string& address, const v1::SetBudgetRequest& request,
                                                 absl::Duration timeout);
 

@@ -79,7 +79,7 @@ v1::GetJobResponse StepMachine::Describe() const {
   *job.mutable_promised() = m.promised;
   if (m.plan != nullptr) *job.mutable_open() = m.plan->open();
   job.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
-  for (const auto& [version, pin] : m.pins) job.add_pinned_versions(version);
+  for (const auto& [version, pin] : m.pins) job.add_durable_versions(version);
   return job;
 }
 
@@ -291,6 +291,9 @@ absl::StatusOr<v1::CommitResponse> StepMachine::Commit(const v1::CommitRequest& 
   response.set_committed(m.committed);
   return response;
 }
+
+absl::Status StepMachine::CheckPromised(const v1::Epoch& epoch) const { return impl_->CheckPromised(epoch); }
+absl::Status StepMachine::CheckEpoch(const v1::Epoch& epoch) const { return impl_->CheckEpoch(epoch); }
 
 v1::PinnedVersion StepMachine::DescribeVersion() const {
   const Impl& m = *impl_;

@@ -107,6 +107,11 @@ class StepMachine {
   // The log is durable up to `lsn`.
   void Synced(uint64_t lsn);
 
+  // For what is no part of a step. FAILED_PRECONDITION: STALE_EPOCH, or NOT_OPEN if it was not promised here / is not
+  // open.
+  absl::Status CheckPromised(const v1::Epoch& epoch) const;
+  absl::Status CheckEpoch(const v1::Epoch& epoch) const;
+
   // What a pin of `committed` keeps, chunks excepted. REQUIRES: committed >= 0.
   v1::PinnedVersion DescribeVersion() const;
   // `pin` is durable on this server, chunks and all: it may be restored from here on. In recovery: before the first

@@ -4,7 +4,7 @@
 
 namespace ballast::services {
 
-absl::Status StepMachine::Impl::CheckEpoch(const v1::Epoch& epoch) const {
+absl::Status StepMachine::Impl::CheckPromised(const v1::Epoch& epoch) const {
   const auto order = model::Compare(epoch, promised);
   if (order < 0) {
     return Precondition(
@@ -12,11 +12,18 @@ absl::Status StepMachine::Impl::CheckEpoch(const v1::Epoch& epoch) const {
         absl::StrCat("epoch ", Show(epoch), " is over: a newer trainer group fenced the job with epoch ",
                      Show(promised), "; exit and restart the group with resume=auto"));
   }
-  if (order > 0 || plan == nullptr || model::Compare(plan->open().epoch(), promised) != 0) {
-    return Precondition(model::kNotOpen, absl::StrCat("epoch ", Show(epoch), " is not open on server '", id,
-                                                      "', which promised epoch ", Show(promised), "; send Open again"));
-  }
-  return absl::OkStatus();
+  return order > 0 ? NotOpen(epoch) : absl::OkStatus();
+}
+
+absl::Status StepMachine::Impl::CheckEpoch(const v1::Epoch& epoch) const {
+  BALLAST_RETURN_IF_ERROR(CheckPromised(epoch));
+  const bool open = plan != nullptr && model::Compare(plan->open().epoch(), promised) == 0;
+  return open ? absl::OkStatus() : NotOpen(epoch);
+}
+
+absl::Status StepMachine::Impl::NotOpen(const v1::Epoch& epoch) const {
+  return Precondition(model::kNotOpen, absl::StrCat("epoch ", Show(epoch), " is not open on server '", id,
+                                                    "', which promised epoch ", Show(promised), "; send Open again"));
 }
 
 absl::Status StepMachine::Impl::CheckStep(int64_t step) const {

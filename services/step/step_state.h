@@ -45,7 +45,9 @@ inline absl::Status Diverged(absl::string_view message) {
 struct StepMachine::Impl {
   Impl(std::string server_id, StepHost* step_host) : id(std::move(server_id)), host(step_host) {}
 
+  absl::Status CheckPromised(const v1::Epoch& epoch) const;
   absl::Status CheckEpoch(const v1::Epoch& epoch) const;
+  absl::Status NotOpen(const v1::Epoch& epoch) const;
   absl::Status CheckStep(int64_t step) const;
   absl::Status CheckAttempt(uint32_t rank, uint64_t attempt) const;
   absl::Status CheckRank(uint32_t rank) const;

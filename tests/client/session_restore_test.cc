@@ -12,6 +12,7 @@
 #include "ballast/services/state_server.h"
 #include "ballast/tests/client/session_fixture.h"
 #include "ballast/tests/scratch_directory.h"
+#include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::client {
 namespace {
@@ -47,6 +48,10 @@ class Servers {
     return transports;
   }
   v1::GetServerStatusResponse Status(int i) const { return servers_[i].state->Status(); }
+  // As a rank whose other calls are lost, at the epoch that is open.
+  absl::Status PinDurably(int i, int64_t version) const {
+    return services::PinDurably(servers_[i].state.get(), "test", Status(i).jobs(0).epoch(), version);
+  }
   // Without the logs, which a restart may extend.
   uint64_t NvmeUsed() const {
     uint64_t used = 0;
@@ -206,6 +211,48 @@ TEST_P(SessionRestoreTest, UnpinnedSpaceComesBack) {
   servers_.Restart();
   EXPECT_EQ(servers_.NvmeUsed(), used);
   EXPECT_EQ(servers_.Status(0).jobs(0).durable_versions_size(), 0);
+}
+
+// It cannot be restored, and keeps its space on some servers.
+TEST_P(SessionRestoreTest, APinThatOnlySomeServersHaveEndsWithTheNextGroup) {
+  ASSERT_EQ(RunRanks(2,
+                     [&](Session& session) -> absl::Status {
+                       BALLAST_RETURN_IF_ERROR(InitialiseAll(session));
+                       BALLAST_RETURN_IF_ERROR(Train(session, 1, 1));
+                       if (session.rank() == 0) BALLAST_RETURN_IF_ERROR(session.PinDurably());
+                       return Train(session, 2, 2);
+                     }),
+            absl::OkStatus());
+  ASSERT_EQ(servers_.PinDurably(1, 2), absl::OkStatus());
+  ASSERT_EQ(servers_.Status(1).jobs(0).durable_versions_size(), 2);
+  ASSERT_EQ(RunRanks(2, [&](Session& session) { return ExpectIsStep(session, 2); }), absl::OkStatus());
+  for (int i = 0; i < kServers; ++i) {
+    EXPECT_THAT(servers_.Status(i).jobs(0).durable_versions(), ::testing::ElementsAre(1));
+  }
+}
+
+// What was registered since has no state in the version. The group is told before anything is touched, and goes on.
+TEST_P(SessionRestoreTest, AVersionFromBeforeARegistrationIsRefusedAndTheGroupGoesOn) {
+  ASSERT_EQ(RunRanks(2,
+                     [&](Session& session) -> absl::Status {
+                       BALLAST_RETURN_IF_ERROR(InitialiseAll(session));
+                       BALLAST_RETURN_IF_ERROR(Train(session, 1, 1));
+                       if (session.rank() == 0) BALLAST_RETURN_IF_ERROR(session.PinDurably());
+                       const TensorSpec late{.name = "late", .unit = "late", .shape = {1000}};
+                       BALLAST_RETURN_IF_ERROR(session.Register({late}));
+                       for (int i = 0; i < 2; ++i) {
+                         BALLAST_RETURN_IF_ERROR(Expect(session.needs_values() == (i == 0), "values"));
+                         BALLAST_RETURN_IF_ERROR(ExpectError(session.Restore(1).status(), model::kBadSpec,
+                                                             "before tensor 'late' had values"));
+                         if (i == 0) BALLAST_RETURN_IF_ERROR(InitialiseAll(session));
+                       }
+                       // What is pinned now can be restored.
+                       const int64_t whole = session.version();
+                       if (session.rank() == 0) BALLAST_RETURN_IF_ERROR(session.PinDurably());
+                       BALLAST_RETURN_IF_ERROR(Train(session, 2, 2));
+                       return session.Restore(whole).status();
+                     }),
+            absl::OkStatus());
 }
 
 INSTANTIATE_TEST_SUITE_P(Tiers, SessionRestoreTest,

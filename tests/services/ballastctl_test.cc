@@ -3,6 +3,7 @@
 #include <google/protobuf/util/json_util.h>
 #include <gtest/gtest.h>
 
+#include "absl/strings/str_cat.h"
 #include "ballast/services/ctl/cluster.h"
 #include "ballast/tests/services/daemon.h"
 #include "ballast/tests/services/rpc_fixture.h"
@@ -153,6 +154,29 @@ TEST_F(Ballastctl, ShowsPins) {
   ASSERT_EQ(job.at("pinned_versions").list_value().values_size(), 1);
   EXPECT_EQ(job.at("pinned_versions").list_value().values(0).number_value(), 0);
   EXPECT_THAT(Status().out, HasSubstr("PINS"));
+}
+
+TEST_F(Ballastctl, UnpinsWhatOneServerOnlyHasPinned) {
+  TestServer durable("durable", {0, uint64_t{64} << 20, uint64_t{256} << 20});
+  auto rpc = RpcServer::Start({}, durable.get());
+  ASSERT_TRUE(rpc.ok()) << rpc.status();
+  v1::JobSpec spec = MakeSpec("kept", SmallModel());
+  spec.set_durability(v1::DURABILITY_STEP);
+  TrainerGroup group({durable.get()}, spec, 1, 7);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  ASSERT_EQ(PinDurably(durable.get(), "kept", group.epoch(), 0), absl::OkStatus());
+  const auto unpin = [&](const std::string& version) {
+    return RunProcess({CtlPath(), "unpin", "--job", "kept", "--version", version, "--servers",
+                       absl::StrCat(rpcs_[0]->address(), ",", (*rpc)->address())});
+  };
+  const Finished done = unpin("0");
+  EXPECT_EQ(done.code, 0) << done.out << done.err;
+  EXPECT_THAT(done.out, HasSubstr(rpcs_[0]->address() + ": no durable pin of version 0"));
+  EXPECT_THAT(done.out, HasSubstr((*rpc)->address() + ": unpinned version 0 of job 'kept'"));
+  EXPECT_EQ(durable->Status().jobs(0).durable_versions_size(), 0);
+  EXPECT_EQ(unpin("0").code, 0);
+  EXPECT_EQ(unpin("x").code, 2);
 }
 
 TEST_F(Ballastctl, ExitsWithTwoOnUsage) {

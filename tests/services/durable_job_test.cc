@@ -39,14 +39,12 @@ class DurableJobTest : public ::testing::Test {
     ASSERT_EQ(group_->PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(count), Initial), absl::OkStatus());
     ASSERT_EQ(group_->Finish(UpdateHeader(count)).status(), absl::OkStatus());
   }
-  absl::Status PinDurably(int64_t version) {
-    v1::PinRequest pin;
-    pin.set_job("job");
-    pin.set_version(version);
-    pin.set_durable(true);
-    Answer<v1::PinResponse> pinned;
-    server_->Pin(pin, absl::InfiniteFuture(), pinned.reply());
-    return pinned.Wait().status();
+  absl::Status PinDurably(int64_t version) { return PinDurably(group_->epoch(), version); }
+  absl::Status PinDurably(const std::optional<v1::Epoch>& epoch, int64_t version) {
+    return services::PinDurably(server_.get(), "job", epoch, version);
+  }
+  absl::Status UnpinDurably(const std::optional<v1::Epoch>& epoch, int64_t version) {
+    return services::UnpinDurably(server_.get(), "job", epoch, version);
   }
   TestServer server_;
   v1::JobSpec spec_;
@@ -99,6 +97,11 @@ TEST_F(DurableJobTest, ARestoreLeavesAloneWhatNeverHadAState) {
   server_.Restart();
   NextGroup();
   EXPECT_EQ(group_->step(), 3);
+  const auto after = group_->Read(5, v1::CONTENT_MASTER, 2);
+  ASSERT_TRUE(after.ok()) << after.status();
+  EXPECT_EQ(*before, *after);
+}
+
 // The first job's log wants more at each restart, where the budget is what both have.
 TEST_F(DurableJobTest, RestartsInARowTakeNothingThatAnotherJobComesBackWith) {
   v1::JobSpec other = MakeSpec("other", SmallModel());
@@ -135,11 +138,6 @@ TEST_F(DurableJobTest, RestartsInARowTakeNothingThatAnotherJobComesBackWith) {
   EXPECT_GT(std::filesystem::file_size(log), log_bytes);
 }
 
-  const auto after = group_->Read(5, v1::CONTENT_MASTER, 2);
-  ASSERT_TRUE(after.ok()) << after.status();
-  EXPECT_EQ(*before, *after);
-}
-
 TEST_F(DurableJobTest, APinFromBeforeTheFirstValuesIsNotRestored) {
   NextGroup();
   const auto count = static_cast<uint32_t>(SmallModel().size());
@@ -158,6 +156,28 @@ TEST_F(DurableJobTest, APinFromBeforeTheFirstValuesIsNotRestored) {
   EXPECT_THAT(std::string(refused.message()), HasSubstr("had no state yet at version 0"));
   NextGroup();
   Step();
+}
+
+// Of a group that was fenced and does not know it.
+TEST_F(DurableJobTest, AZombieNeitherPinsNorUnpins) {
+  NextGroup();
+  ASSERT_EQ(group_->Initialise(Initial), absl::OkStatus());
+  Step();
+  ASSERT_EQ(PinDurably(1), absl::OkStatus());
+  const v1::Epoch zombie = group_->epoch();
+  group_ = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server_.get()}, spec_, 2, ++epoch_);
+  std::vector<v1::GetJobResponse> answers;
+  ASSERT_EQ(group_->Fence(&answers), absl::OkStatus());
+  // Between fence and Open the promise decides: an operator may have to make room for the Open.
+  EXPECT_EQ(model::ReasonOf(UnpinDurably(zombie, 1)), model::kStaleEpoch);
+  EXPECT_EQ(model::ReasonOf(PinDurably(group_->epoch(), 1)), model::kNotOpen);
+  ASSERT_EQ(group_->Open(1, answers[0].decision()), absl::OkStatus());
+  EXPECT_EQ(model::ReasonOf(PinDurably(zombie, 1)), model::kStaleEpoch);
+  EXPECT_EQ(model::ReasonOf(UnpinDurably(zombie, 1)), model::kStaleEpoch);
+  EXPECT_EQ(model::ReasonOf(UnpinDurably(std::nullopt, 1)), model::kBadRequest);
+  EXPECT_THAT(server_->Status().jobs(0).durable_versions(), ::testing::ElementsAre(1));
+  EXPECT_EQ(UnpinDurably(group_->epoch(), 1), absl::OkStatus());
+  EXPECT_THAT(server_->Status().jobs(0).durable_versions(), ::testing::IsEmpty());
 }
 
 TEST_F(DurableJobTest, RanksThatRestoreDifferentVersionsAreToldSoAfterOneReadingOfEach) {

@@ -295,6 +295,34 @@ absl::StatusOr<std::vector<float>> TrainerGroup::Read(uint32_t tensor, v1::Conte
   return out;
 }
 
+namespace {
+
+template <typename Request>
+Request DurablePin(const std::string& job, const std::optional<v1::Epoch>& epoch, int64_t version) {
+  Request request;
+  request.set_job(job);
+  request.set_version(version);
+  request.set_durable(true);
+  if (epoch.has_value()) *request.mutable_epoch() = *epoch;
+  return request;
+}
+
+}  // namespace
+
+absl::Status PinDurably(StateServer* server, const std::string& job, const std::optional<v1::Epoch>& epoch,
+                        int64_t version) {
+  Answer<v1::PinResponse> pinned;
+  server->Pin(DurablePin<v1::PinRequest>(job, epoch, version), absl::InfiniteFuture(), pinned.reply());
+  return pinned.Wait().status();
+}
+
+absl::Status UnpinDurably(StateServer* server, const std::string& job, const std::optional<v1::Epoch>& epoch,
+                          int64_t version) {
+  Answer<v1::UnpinResponse> unpinned;
+  server->Unpin(DurablePin<v1::UnpinRequest>(job, epoch, version), unpinned.reply());
+  return unpinned.Wait().status();
+}
+
 TestServer::TestServer(const std::string& id, storage::TierBytes budget) {
   options_.data_directory = directory_.path();
   options_.budget = budget;

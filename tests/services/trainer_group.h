@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -86,6 +87,12 @@ class TrainerGroup {
   // Payloads of pushes whose answers a test still awaits.
   std::vector<std::unique_ptr<std::string>> payloads_;
 };
+
+// Of one server, at an epoch; none: the request names none.
+absl::Status PinDurably(StateServer* server, const std::string& job, const std::optional<v1::Epoch>& epoch,
+                        int64_t version);
+absl::Status UnpinDurably(StateServer* server, const std::string& job, const std::optional<v1::Epoch>& epoch,
+                          int64_t version);
 
 // A server over a scratch directory that goes with it.
 class TestServer {

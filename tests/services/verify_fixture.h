@@ -67,13 +67,7 @@ class VerifyTest : public ::testing::Test {
     content_ = Content();
   }
   void PinDurably(int64_t version) {
-    v1::PinRequest pin;
-    pin.set_job("job");
-    pin.set_version(version);
-    pin.set_durable(true);
-    Answer<v1::PinResponse> pinned;
-    server_->Pin(pin, absl::InfiniteFuture(), pinned.reply());
-    ASSERT_EQ(pinned.Wait().status(), absl::OkStatus());
+    ASSERT_EQ(services::PinDurably(server_.get(), "job", group_->epoch(), version), absl::OkStatus());
   }
   // The job is dropped, and one of its name made that takes `steps` steps.
   void DropAndTrain(int steps) {

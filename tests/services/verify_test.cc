@@ -165,13 +165,7 @@ TEST_F(VerifyTest, ForgetsAPinWhoseStatesAreGone) {
     StopServer();
     fs::copy(directory_ / "catalog", directory_ / "old", fs::copy_options::recursive);
     StartServer();
-    v1::UnpinRequest unpin;
-    unpin.set_job("job");
-    unpin.set_version(3);
-    unpin.set_durable(true);
-    Answer<v1::UnpinResponse> unpinned;
-    server_->Unpin(unpin, unpinned.reply());
-    ASSERT_EQ(unpinned.Wait().status(), absl::OkStatus());
+    ASSERT_EQ(UnpinDurably(server_.get(), "job", group_->epoch(), 3), absl::OkStatus());
     Continue(40);
     StopServer();
     fs::remove_all(directory_ / "catalog");
@@ -246,6 +240,12 @@ TEST_F(VerifyTest, FindsAndRebuildsWrongCatalogEntries) {
   Erase("job/");
   ExpectFound(Harm::kUnnoticed, "the catalog does not know the job of this log");
   ExpectRebuilt();
+
+  Erase("server_id");
+  ExpectFound(Harm::kJobRefused, "no 'server_id'");
+  ExpectRebuilt();
+}
+
 // Where an entry cannot be read nobody knows what it named: others leave all of the file to a rebuild.
 TEST_F(VerifyTest, RebuildsAJobAfterOthersWentOn) {
   Train(20);
@@ -269,12 +269,6 @@ TEST_F(VerifyTest, RebuildsAJobAfterOthersWentOn) {
     }
   }
   EXPECT_GT(fs::file_size(directory_ / "nvme.tier"), file_bytes);
-  ExpectRebuilt();
-}
-
-
-  Erase("server_id");
-  ExpectFound(Harm::kJobRefused, "no 'server_id'");
   ExpectRebuilt();
 }
 
@@ -380,6 +374,12 @@ TEST_F(VerifyTest, FindsThatALogIsMissing) {
 TEST_F(VerifyTest, LeavesJobsWithoutDurabilityAlone) {
   spec_.set_durability(v1::DURABILITY_NONE);
   Train(3);
+  EXPECT_THAT(Scrub().findings, IsEmpty());
+  const RebuildResult result = Remake();
+  EXPECT_FALSE(result.written);
+  EXPECT_THAT(result.refused, IsEmpty());
+}
+
 // A rebuild whose disk is full at any byte of what it writes: the pins are nowhere but in the catalog.
 TEST_F(VerifyTest, ARebuildThatIsCutOffKeepsThePins) {
   StartServer();
@@ -410,12 +410,6 @@ TEST_F(VerifyTest, ARebuildThatIsCutOffKeepsThePins) {
   EXPECT_GT(cut_off, 2);
   fs::remove_all(directory_ / "before");
   ExpectRecovered();
-}
-
-  EXPECT_THAT(Scrub().findings, IsEmpty());
-  const RebuildResult result = Remake();
-  EXPECT_FALSE(result.written);
-  EXPECT_THAT(result.refused, IsEmpty());
 }
 
 TEST_F(VerifyTest, IsACommandWithExitCodes) {

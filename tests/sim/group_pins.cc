@@ -17,6 +17,7 @@ void SimGroup::TickPins(std::vector<Request>* requests) {
     pin->set_job(kJob);
     pin->set_version(pin_);
     pin->set_durable(true);
+    *pin->mutable_epoch() = intent_.epoch;
     requests->push_back(Make(0, server, std::shared_ptr<const v1::PinRequest>(std::move(pin))));
   }
   const bool restored = ranks_[0].step == intent_.restore_at + 1;
@@ -28,6 +29,7 @@ void SimGroup::TickPins(std::vector<Request>* requests) {
                          ? intent_.restored
                          : static_cast<int64_t>(around_.random->Below(static_cast<uint64_t>(ranks_[0].step))));
   unpin->set_durable(true);
+  *unpin->mutable_epoch() = intent_.epoch;
   for (int server = 0; server < kServers; ++server) {
     requests->push_back(Make(0, server, std::shared_ptr<const v1::UnpinRequest>(unpin)));
   }
@@ -47,7 +49,7 @@ void SimGroup::OnPin(const Response& response) {
 void SimGroup::MaybeRestore(int64_t base, const std::vector<v1::GetJobResponse>& answers) {
   std::map<int64_t, size_t> pinned;  // version -> on how many servers
   for (const v1::GetJobResponse& answer : answers) {
-    for (const int64_t version : answer.pinned_versions()) ++pinned[version];
+    for (const int64_t version : answer.durable_versions()) ++pinned[version];
   }
   // A mistaken group asks for what not all have.
   if (!around_.random->Percent(10)) std::erase_if(pinned, [](const auto& pin) { return pin.second < kServers; });

@@ -98,6 +98,7 @@ void SimServer::Flush(int64_t step) {
 }
 
 services::Outcome<v1::PinResponse> SimServer::Pin(const v1::PinRequest& request) {
+  BALLAST_RETURN_IF_ERROR(machine_->CheckEpoch(request.epoch()));
   if (pins_.contains(request.version())) return v1::PinResponse();
   if (pinning_.has_value()) return std::nullopt;
   const int64_t committed = machine_->committed();
@@ -111,6 +112,7 @@ services::Outcome<v1::PinResponse> SimServer::Pin(const v1::PinRequest& request)
 }
 
 absl::StatusOr<v1::UnpinResponse> SimServer::Unpin(const v1::UnpinRequest& request) {
+  BALLAST_RETURN_IF_ERROR(machine_->CheckPromised(request.epoch()));
   if (!pins_.contains(request.version())) return v1::UnpinResponse();
   BALLAST_RETURN_IF_ERROR(machine_->Unpin(request.version()));
   // What was decided before goes to the chunks before the version goes.

@@ -46,7 +46,7 @@ class StepRestoreTest : public StepMachineTest {
 };
 
 TEST_F(StepRestoreTest, BringsBackStepCountsAndBlobs) {
-  EXPECT_THAT(machine_->Describe().pinned_versions(), ElementsAre(1));
+  EXPECT_THAT(machine_->Describe().durable_versions(), ElementsAre(1));
   ASSERT_THAT(StepCounts(), ElementsAre(2, 1));
   ASSERT_TRUE(machine_->Seal(Seal(0, 3, Restore(1))).ok());
   ASSERT_TRUE(machine_->Seal(Seal(1, 3, Restore(1))).ok());
