@@ -194,7 +194,11 @@ void Job::RunPinCheck(int64_t version) {
     if (!Refusal().ok()) return;
     store = store_;
   }
-  const absl::Status status = store->VerifyPin(version);
+  // Who stops the job does not wait for all of it.
+  const absl::Status status = store->VerifyPin(version, [this] {
+    absl::MutexLock lock(&mu_);
+    return Refusal();
+  });
   LockedOnStage([&](Replies*) {
     mu_.AssertHeld();
     const auto check = pin_checks_.find(version);

@@ -168,7 +168,8 @@ class ChunkStore {
   absl::Status TakeBackPin(int64_t version, uint64_t chunk, const DurableChunk& kept);
   // Reads all that the pin keeps: DATA_LOSS (CHECKSUM) if some of it is not what was written. FAILED_PRECONDITION
   // (VERSION_GONE) if a chunk has got its first state since. Blocks. Not beside Run.
-  absl::Status VerifyPin(int64_t version);
+  // `refusal`: asked before each chunk; what it returns unless OK ends the reading.
+  absl::Status VerifyPin(int64_t version, absl::FunctionRef<absl::Status()> refusal);
   // The pin must not be recorded any more. Frees what nothing else has.
   void UnpinDurably(int64_t version);
 

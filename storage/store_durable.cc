@@ -174,7 +174,7 @@ absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const Dura
   return absl::OkStatus();
 }
 
-absl::Status ChunkStore::VerifyPin(int64_t version) {
+absl::Status ChunkStore::VerifyPin(int64_t version, absl::FunctionRef<absl::Status()> refusal) {
   Impl& impl = *impl_;
   {
     absl::ReaderMutexLock lock(&impl.mutex);
@@ -199,6 +199,7 @@ absl::Status ChunkStore::VerifyPin(int64_t version) {
   BALLAST_ASSIGN_OR_RETURN(const Arena memory, Arena::Map(kBounceSlots * largest, /*pin=*/false));
   BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, impl.staging.Queue(impl.tiers->disk()));
   const auto check = [&](size_t i, std::byte* state, absl::FunctionRef<void()> poll) {
+    BALLAST_RETURN_IF_ERROR(refusal());
     impl.tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
     const DurableChunk& kept = *impl.durable_pins->Find(version, chunks[i]->index);
     return impl.CheckRestored(*chunks[i], kept, state, {.pool = impl.compute, .poll = poll});

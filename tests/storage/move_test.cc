@@ -186,6 +186,39 @@ TEST(DurableStoreTest, WhatIsDiscardedGivesAllOfItsDiskBack) {
   EXPECT_EQ(d.tiers->used().nvme, 0u);
 }
 
+// No further than whoever asks for it wants.
+TEST(DurableStoreTest, APinIsReadUntilSomebodyObjects) {
+  constexpr uint64_t kElements = 65536, kChunks = 24;
+  DurableStore d;
+  Plan plan;
+  plan.chunks.assign(kChunks, {.state = TierKind::kDram});
+  std::vector<ChunkToAdd> added;
+  StepUpdates step(7);
+  for (uint64_t i = 0; i < kChunks; ++i) {
+    added.push_back({.elements = kElements, .id = i});
+    step.AddValues(i, kElements);
+  }
+  ASSERT_EQ(d.store->Add(added, plan), absl::OkStatus());
+  std::vector<ChunkUpdate> updates(step.updates().begin(), step.updates().end());
+  for (ChunkUpdate& update : updates) update.version = 0;
+  ASSERT_EQ(d.store->Run(updates, [](size_t) {}), absl::OkStatus());
+  const auto kept = d.store->PinDurably(0);
+  ASSERT_TRUE(kept.ok()) << kept.status();
+  uint64_t asked = 0;
+  const auto go_on = [&] {
+    ++asked;
+    return absl::OkStatus();
+  };
+  EXPECT_EQ(d.store->VerifyPin(0, go_on), absl::OkStatus());
+  EXPECT_EQ(asked, kChunks);
+  const uint64_t read = d.tiers->traffic().read.nvme;
+  asked = 0;
+  const absl::Status stopped = absl::UnavailableError("stopping");
+  EXPECT_EQ(d.store->VerifyPin(0, [&] { return ++asked > 5 ? stopped : absl::OkStatus(); }), stopped);
+  EXPECT_EQ(asked, 6u);
+  EXPECT_EQ(d.tiers->traffic().read.nvme - read, 5 * StateLayout().StateBytes(kElements));
+}
+
 TEST(DurableMoveTest, TheExtentIsTheDurableVersionAllTheTime) {
   constexpr uint64_t kElements = 65536;
   DurableStore d;
