@@ -31,7 +31,7 @@ std::string NameOf(const NamedExtent& extent) {
 // A server reads what a pin keeps when that version is restored, and then refuses it.
 Harm HarmOf(const NamedExtent& extent) { return extent.pin.has_value() ? Harm::kNone : Harm::kJobRefused; }
 std::string AdviceOf(const NamedExtent& extent) {
-  return extent.pin.has_value() ? absl::StrCat("unpin version ", *extent.pin, ": it cannot be restored")
+  return extent.pin.has_value() ? absl::StrCat("`ballastctl unpin --version ", *extent.pin, "`: it cannot be restored")
                                 : kRebuildAdvice;
 }
 

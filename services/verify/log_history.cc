@@ -12,7 +12,9 @@ namespace ballast::services {
 namespace {
 
 constexpr char kGiveUp[] =
-    "the job's state on this server cannot be rebuilt: restore from a pinned version or another copy, or drop the job";
+    "the job's state on this server cannot be rebuilt, and while it is refused no pinned version be restored: bring "
+    "the "
+    "file back from a copy of this very state, or drop the job with `ballastctl drop`";
 
 // Follows a log as Job::Recover does.
 class Replayer : public StepHost {

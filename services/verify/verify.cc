@@ -13,7 +13,8 @@ namespace {
 
 constexpr char kRebuildAdvice[] = "run `ballastctl verify --rebuild`";
 constexpr char kLogAdvice[] =
-    "check the disk; restore the job from a pinned version, or drop it with `ballastctl drop`";
+    "check the disk: what it still gives may be copied, all of the data directory, to another one and started from "
+    "there. A server that refuses the job restores none of its versions: else drop it with `ballastctl drop`";
 
 class Scrub {
  public:
@@ -114,7 +115,8 @@ void Scrub::CheckChunks(const std::string& name, const CatalogEntry& entry) {
     Add(Harm::kNone, name, absl::StrCat("the catalog's entry of version ", *pinned.pin, ", which is pinned"),
         directory_->path() + "/catalog",
         absl::StrCat("chunk ", chunk.id, " in ", layout.StateBytes(chunk.elements), " bytes"),
-        absl::StrCat(chunk.bytes, " bytes"), absl::StrCat("unpin version ", *pinned.pin, ": it cannot be restored"));
+        absl::StrCat(chunk.bytes, " bytes"),
+        absl::StrCat("`ballastctl unpin --version ", *pinned.pin, "`: it cannot be restored"));
   }
 }
 

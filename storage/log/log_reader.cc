@@ -21,8 +21,8 @@ absl::Status Rotten(const BlockFile& file, absl::string_view what) {
   return model::Error(
       absl::StatusCode::kDataLoss, model::kChecksum,
       absl::StrCat("gradient log ", file.path(), ": ", what,
-                   "; it was durable and can no longer be read, and nothing is made up for it. Check the disk; restore "
-                   "the job from a pinned version or drop it"));
+                   "; it was durable and can no longer be read, and nothing is made up for it. Check the disk; bring "
+                   "the file back from a copy of this very state, or drop the job"));
 }
 
 class Scan {
