@@ -123,6 +123,7 @@ v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec
   model::SetOptimizer(options.optimizer, &spec);
   spec.set_seed(options.seed);
   spec.set_durability(options.durability);
+  spec.set_pin_interval(options.pin_interval);
   spec.set_group_count(options.group_count);
   v1::Registration* registration = spec.add_registrations();
   registration->set_version(-1);
@@ -258,6 +259,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
 
   open.set_base(resolution.base);
   if (resolution.decision.has_value()) *open.mutable_base_decision() = *resolution.decision;
+  if (resolution.restores.has_value()) open.set_restores(*resolution.restores);
   std::vector<std::string> server_ids;
   for (const v1::GetJobResponse& answer : *fenced) server_ids.push_back(answer.server_id());
   const v1::OpenRequest* const newest = NewestOpen(*fenced);
@@ -315,6 +317,7 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
   *open.mutable_tiling() = MakeTiling(layout);
   open.set_base(version);
+  open.clear_restores();
   BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
 
   v1::GetJobResponse held;
@@ -333,6 +336,10 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
 absl::Status Opening::MoveEpoch(v1::OpenRequest* open, int64_t version, absl::Time deadline) {
   BALLAST_ASSIGN_OR_RETURN(const auto fenced, Fence(open->spec().name(), open->epoch(), false, deadline));
   BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(fenced));
+  if (resolution.restores.has_value()) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kStateLost,
+                        "a server was restarted and lost its state since its newest pin (durability every-K)");
+  }
   if (resolution.base != version) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
                         absl::StrCat("the job is at version ", resolution.base, ", this group at ", version,

@@ -127,7 +127,10 @@ UnitLease Session::Impl::Lease(Session* session, uint32_t unit, std::unique_ptr<
 
 absl::Status Session::Impl::Conclude(absl::Status status) {
   const std::string reason = model::ReasonOf(status);
-  if (reason == model::kStaleEpoch || reason == model::kRankMissing || absl::IsDataLoss(status)) finished = status;
+  if (reason == model::kStaleEpoch || reason == model::kRankMissing || reason == model::kStateLost ||
+      absl::IsDataLoss(status)) {
+    finished = status;
+  }
   return status;
 }
 
@@ -169,6 +172,7 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Open(const SessionOptions& opt
     const auto rank = static_cast<size_t>(impl->group.rank());
     if (rank < impl->resumed_blobs.size()) impl->sealed_blob = impl->resumed_blobs[rank];
   }
+  if (open->has_restores()) BALLAST_RETURN_IF_ERROR(impl->GoBack(open->restores()));
   return std::unique_ptr<Session>(new Session(std::move(impl)));
 }
 
@@ -191,6 +195,7 @@ Session::~Session() {
 int64_t Session::version() const { return impl_->seat.version; }
 bool Session::needs_values() const { return !impl_->without_values.empty(); }
 const std::vector<std::string>& Session::resumed_blobs() const { return impl_->resumed_blobs; }
+int64_t Session::restored_version() const { return impl_->restored_version; }
 int Session::rank() const { return impl_->group.rank(); }
 int Session::world_size() const { return impl_->group.world_size(); }
 const kernels::OptimizerSpec& Session::optimizer() const { return impl_->seat.optimizer; }

@@ -69,8 +69,12 @@ struct SessionOptions {
   uint64_t seed = 0;  // of the stochastic rounding of bf16 moments; only for a new job, which keeps it
   // What a decided step survives; only for a new job, which keeps it. `step`: servers write every gradient to a log on
   // their disks before they prepare a step, so that servers and trainers may be killed at any moment; it needs an NVMe
-  // budget for the log and for the state. `none`: a server that ends takes the job's state with it.
+  // budget for the log and for the state. `every-K`: servers pin every `pin_interval`-th version on their disks
+  // instead; when a server ends without having been asked to, the next group that opens the job gets the newest version
+  // that all have (restored_version); needs an NVMe budget for that version twice besides the state, and all tensors
+  // named when the job is created. `none`: a server that ends takes the job's state with it.
   v1::Durability durability = v1::DURABILITY_STEP;
+  uint64_t pin_interval = 0;   // every-K's K, at least 1; 0 with any other
   Split split = Split::kEven;  // the same on all ranks
   // How long servers may take for a call, or for a step once all ranks have come, their updates included; so it bounds
   // PinDurably and Restore, which write, and read, all state. How long
@@ -185,6 +189,9 @@ class Session {
   // After a resume or a Restore: the blobs sealed with the version that was found or restored, by rank of the group
   // that sealed it.
   const std::vector<std::string>& resumed_blobs() const;
+  // Of a job with durability every-K, if Open found that servers had lost what came after it: the version whose state,
+  // step counts and blobs the session got; version() is the number of the transaction that brought them back. -1 else.
+  int64_t restored_version() const;
   int rank() const;
   int world_size() const;
   // The job's.
@@ -250,13 +257,14 @@ class Session {
   // Any one rank. Pin keeps version() readable, by all ranks, while training goes on; Unpin gives its space back.
   absl::Status Pin();
   absl::Status Unpin(int64_t version);
-  // Any one rank; of a job with durability `step`. PinDurably keeps version() on the disks of all servers until
+  // Any one rank; of a job with durability `step` or `every-K`. PinDurably keeps version() on the disks of all servers until
   // UnpinDurably, whatever dies: for Restore; Read needs Pin. Training waits while what is not on the disks at this
   // version is written; step_timeout bounds that. BUDGET, with what is short: no server keeps it. After any other error
   // some servers may: call it again before the next step, or the next group's Open gives up what not all have.
   absl::Status PinDurably();
   absl::Status UnpinDurably(int64_t version);
-  // Versions that all servers have pinned durably, ascending.
+  // Versions that all servers have pinned durably, ascending; those that servers pinned by themselves may go with any
+  // step.
   absl::StatusOr<std::vector<int64_t>> DurablePins();
   // COLLECTIVE, between steps, nothing pushed or written. The next transaction: all state and step counts become those
   // of a version that is pinned durably, and resumed_blobs() its blobs. version() goes up by one, as with any

@@ -58,6 +58,10 @@ struct Session::Impl {
   absl::StatusOr<StepReport> Conduct(const Agreement& agreed, const std::string& blob, const Values::Source& source);
   // What all servers keep of a durably pinned version. Asked by this rank alone.
   absl::StatusOr<v1::PinResponse> AskPin(int64_t pinned);
+  // COLLECTIVE. The transaction that brings a version back, the first of its epoch.
+  absl::StatusOr<StepReport> BringBack(int64_t pinned, const v1::PinResponse& pin);
+  // COLLECTIVE. After an Open that found state lost.
+  absl::Status GoBack(int64_t pinned);
   absl::StatusOr<v1::Decision> SealAgreed(const Agreement& agreed, absl::Time deadline, const Values::Source& source);
   // What all servers answer, this rank alone asking.
   absl::StatusOr<v1::NormResponse> AskNorms(const std::string& presence);
@@ -76,6 +80,7 @@ struct Session::Impl {
   std::shared_ptr<const v1::OpenRequest> open;
   std::vector<uint32_t> without_values;  // tensors
   std::vector<std::string> resumed_blobs;
+  int64_t restored_version = -1;
   std::string sealed_blob;  // this rank's last one: transactions that bring none of their own seal it again
   std::map<int64_t, std::vector<uint64_t>> pinned_steps;  // step counts by tensor, of versions that this rank pinned
   absl::Status finished;

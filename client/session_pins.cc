@@ -74,10 +74,50 @@ absl::StatusOr<v1::PinResponse> Session::Impl::AskPin(int64_t pinned) {
   request.set_version(pinned);
   request.set_durable(true);
   *request.mutable_epoch() = open->epoch();
+  request.set_only_tell(true);
   BALLAST_ASSIGN_OR_RETURN(auto answers,
                            (router->CallAll<v1::PinRequest, v1::PinResponse>(
                                &Transport::Pin, absl::StrCat("Pin of version ", pinned), request, seat.Deadline())));
   return std::move(answers.front());
+}
+
+absl::StatusOr<StepReport> Session::Impl::BringBack(int64_t pinned, const v1::PinResponse& pin) {
+  const std::string nothing =
+      model::MakeBitmap(static_cast<uint32_t>(seat.units->layout().tensors().size()), std::vector<uint32_t>());
+  Agreement agreed;
+  agreed.header.set_kind(v1::STEP_KIND_RESTORE);
+  agreed.header.set_gradient_scale(1);
+  agreed.header.set_gradient_presence(nothing);
+  agreed.header.set_value_presence(nothing);
+  agreed.header.set_restored_version(pinned);
+  agreed.blobs.assign(pin.blobs().begin(), pin.blobs().end());
+  const auto rank = static_cast<size_t>(seat.rank());
+  BALLAST_ASSIGN_OR_RETURN(
+      const StepReport report,
+      Conduct(agreed, rank < agreed.blobs.size() ? agreed.blobs[rank] : std::string(), Values::Source()));
+  resumed_blobs = std::move(agreed.blobs);
+  return report;
+}
+
+absl::Status Session::Impl::GoBack(int64_t pinned) {
+  v1::PinResponse pin;
+  absl::Status mine;
+  if (seat.rank() == 0) {
+    auto asked = AskPin(pinned);
+    mine = asked.status();
+    if (asked.ok()) pin = *std::move(asked);
+  }
+  BALLAST_ASSIGN_OR_RETURN(const auto shared, group.Agree("Restore", mine, pin.SerializeAsString()));
+  if (!pin.ParseFromString(shared[0])) {
+    return model::Error(absl::StatusCode::kInternal, model::kBadRequest, "rank 0 sent no pin");
+  }
+  BALLAST_ASSIGN_OR_RETURN(const StepReport report, BringBack(pinned, pin));
+  restored_version = pinned;
+  if (options.progress != nullptr && seat.rank() == 0) {
+    options.progress(absl::StrCat("a server had lost its state: job '", seat.job, "' goes on from that of version ",
+                                  pinned, " as version ", report.version));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<StepReport> Session::Restore(int64_t version) {
@@ -121,22 +161,7 @@ absl::StatusOr<StepReport> Session::Restore(int64_t version) {
   if (absl::IsAborted(open.status())) impl.finished = open.status();
   if (!open.ok()) return impl.Conclude(open.status());
   BALLAST_RETURN_IF_ERROR(impl.Adopt(*open));
-
-  const std::string nothing =
-      model::MakeBitmap(static_cast<uint32_t>(impl.seat.units->layout().tensors().size()), std::vector<uint32_t>());
-  Impl::Agreement agreed;
-  agreed.header.set_kind(v1::STEP_KIND_RESTORE);
-  agreed.header.set_gradient_scale(1);
-  agreed.header.set_gradient_presence(nothing);
-  agreed.header.set_value_presence(nothing);
-  agreed.header.set_restored_version(version);
-  agreed.blobs.assign(pin.blobs().begin(), pin.blobs().end());
-  const size_t seat = static_cast<size_t>(rank());
-  BALLAST_ASSIGN_OR_RETURN(
-      const StepReport report,
-      impl.Conduct(agreed, seat < agreed.blobs.size() ? agreed.blobs[seat] : std::string(), Values::Source()));
-  impl.resumed_blobs = std::move(agreed.blobs);
-  return report;
+  return impl.BringBack(version, pin);
 }
 
 }  // namespace ballast::client

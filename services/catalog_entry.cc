@@ -46,7 +46,10 @@ std::string CatalogPrefix(absl::string_view job) { return absl::StrCat(kCatalogJ
 
 std::string CatalogPin(int64_t version) { return absl::StrFormat("%s%020d", kCatalogPin, version); }
 
+bool CatalogEntry::every_k() const { return open.has_value() && open->spec().durability() == v1::DURABILITY_EVERY_K; }
+
 bool CatalogEntry::durable() const {
+  if (every_k()) return false;
   return life.has_value() || !chunks.empty() || !pins.empty() ||
          (open.has_value() && open->spec().durability() == v1::DURABILITY_STEP) ||
          // What cannot be read may have been a durable job's.

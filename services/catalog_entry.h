@@ -35,7 +35,8 @@ std::string CatalogPrefix(absl::string_view job);
 struct CatalogEntry {
   std::optional<v1::Epoch> promised;
   std::optional<v1::OpenRequest> open;
-  // Some step was prepared here, of a job without durability: after a restart its state is lost.
+  // Some step was prepared here, of a job without a log: after a restart its state is lost, or what came since its
+  // pins.
   bool had_state = false;
   int64_t committed = -1;  // as last written: may lag
   // Its gradient log was made, in this life of the name: without that log, state is lost.
@@ -45,7 +46,10 @@ struct CatalogEntry {
   // What comes behind the prefix, of entries that are none.
   std::vector<std::string> unreadable;
 
+  // It has a gradient log.
   bool durable() const;
+  // What is left of its state is in pins.
+  bool every_k() const;
   // Of every extent that an entry names once: a pin may keep what is still its chunk's newest state.
   std::vector<storage::DurableChunk> ChunksAndPinned() const;
 };

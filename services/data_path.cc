@@ -276,6 +276,7 @@ absl::StatusOr<Job::Copy> Job::Locate(const HeldChunk& chunk, int64_t version) c
   const int64_t current = *chunk.version;
   if (version > current) return Copy::kNotYet;
   if (version < chunk.first_version) {
+    BALLAST_RETURN_IF_ERROR(machine_->StateStatus());
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
                         absl::StrCat("chunk ", chunk.layout.index, " of unit ", chunk.layout.unit,
                                      " was registered at version ", chunk.first_version, " and has no version ",

@@ -41,45 +41,61 @@ void Job::PinDurably(const v1::PinRequest& request, absl::Time deadline, Reply<v
       [this, request, pinning = std::make_shared<std::shared_ptr<Pinning>>()]() -> Outcome<v1::PinResponse> {
         mu_.AssertHeld();
         BALLAST_RETURN_IF_ERROR(machine_->CheckEpoch(request.epoch()));
-        return TryPinDurably(request.version(), pinning.get());
+        return TryPinDurably(request, pinning.get());
       },
       deadline, absl::StrCat("version ", request.version(), " to be on the disk"), std::move(reply));
 }
 
-Outcome<v1::PinResponse> Job::TryPinDurably(int64_t version, std::shared_ptr<Pinning>* waiting_for) {
+Outcome<v1::PinResponse> Job::TryPinDurably(const v1::PinRequest& request, std::shared_ptr<Pinning>* waiting_for) {
+  const int64_t version = request.version();
   if (*waiting_for != nullptr && !(*waiting_for)->done) return std::nullopt;
   if (*waiting_for != nullptr) BALLAST_RETURN_IF_ERROR((*waiting_for)->status);
   if (unpinning_.contains(version)) return std::nullopt;
-  if (const v1::PinnedVersion* pin = machine_->FindPin(version)) return ResponseOf(*pin);
+  const v1::PinnedVersion* const pin = machine_->FindPin(version);
+  if (pin != nullptr && (request.only_tell() || pin->requested() || !pin->automatic())) return ResponseOf(*pin);
   if (const auto begun = pinning_.find(version); begun != pinning_.end()) {
     *waiting_for = begun->second;
     return std::nullopt;
   }
+  if (pin != nullptr) {
+    *waiting_for = BeginAdoption(version);
+    return std::nullopt;
+  }
+  BALLAST_RETURN_IF_ERROR(machine_->StateStatus());
   const int64_t committed = machine_->committed();
-  if (version != committed || version < 0) {
-    return model::Error(absl::StatusCode::kFailedPrecondition,
-                        version > committed ? model::kBehind : model::kVersionGone,
+  if (version != committed || version < 0 || request.only_tell()) {
+    const bool behind = version > committed && !request.only_tell();
+    return model::Error(absl::StatusCode::kFailedPrecondition, behind ? model::kBehind : model::kVersionGone,
                         absl::StrCat("only the last decided step can be pinned: server '", around_.server_id,
                                      "' is at ", committed, ", asked for ", version));
   }
-  if (!durable_) {
+  if (store_ == nullptr || !store_->durable()) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kUnsupported,
                         absl::StrCat("job '", name_, "' keeps nothing on the disk (durability none); a durable pin ",
                                      "needs a job of another durability"));
   }
-  if (machine_->Describe().durable_versions_size() + static_cast<int>(pinning_.size()) >= int{kDurablePinsMax}) {
+  const v1::GetJobResponse job = machine_->Describe();
+  const int asked_for = job.durable_versions_size() - job.automatic_versions_size() + static_cast<int>(pinning_.size());
+  if (asked_for >= int{kDurablePinsMax}) {
     return model::Error(
         absl::StatusCode::kResourceExhausted, model::kBudget,
         absl::StrCat(
             "job '", name_, "' holds ", kDurablePinsMax,
             " durable pins, which is all that it may; give one up first: UnpinDurably, or `ballastctl unpin`"));
   }
-  const auto begun = std::make_shared<Pinning>();
-  pinning_[version] = begun;
-  *waiting_for = begun;
-  // Behind the update to this version, and before the next.
-  stage_->Post([this, pin = machine_->DescribeVersion(), begun] { RunPinDurably(pin, begun); });
+  *waiting_for = BeginPin(/*automatic=*/false);
   return std::nullopt;
+}
+
+std::shared_ptr<Job::Pinning> Job::BeginPin(bool automatic) {
+  const auto begun = std::make_shared<Pinning>();
+  v1::PinnedVersion pin = machine_->DescribeVersion();
+  pin.set_automatic(automatic);
+  pin.set_requested(!automatic);
+  pinning_[pin.version()] = begun;
+  // Behind the update to this version, and before the next.
+  stage_->Post([this, pin = std::move(pin), begun] { RunPinDurably(pin, begun); });
+  return begun;
 }
 
 void Job::RunPinDurably(const v1::PinnedVersion& described, const std::shared_ptr<Pinning>& pinning) {
@@ -94,10 +110,11 @@ void Job::RunPinDurably(const v1::PinnedVersion& described, const std::shared_pt
   bool harmless = true;  // the job can go on after an error
   std::string remedy = "Look after the disk, then restart the server, which recovers the job";
   if (status.ok()) {
-    auto kept = store->PinDurably(pin.version());
+    auto kept = store->PinDurably(pin.version(), pin.automatic());
     status = model::Annotate(kept.status(), absl::StrCat("version ", pin.version(), " of job '", name_,
                                                          "' cannot be pinned on server '", around_.server_id, "'"));
-    harmless = kept.ok() || absl::IsResourceExhausted(status);
+    // Without its own pin the server would never prepare another step.
+    harmless = kept.ok() || (absl::IsResourceExhausted(status) && !pin.automatic());
     if (kept.ok()) {
       CutJournal(*store, applied_);
       for (const storage::DurableChunk& chunk : *kept) pin.add_chunks(chunk.Encode());
@@ -136,6 +153,10 @@ Outcome<v1::UnpinResponse> Job::TryUnpinDurably(int64_t version) {
   if (pinning_.contains(version) || unpinning_.contains(version)) return std::nullopt;
   if (machine_->FindPin(version) == nullptr) return v1::UnpinResponse();
   BALLAST_RETURN_IF_ERROR(machine_->Unpin(version));
+  if (const v1::PinnedVersion* const pin = machine_->FindPin(version)) {
+    PinChanged(*pin);  // it is still wanted, as an automatic one
+    return v1::UnpinResponse();
+  }
   unpinning_.insert(version);
   // Behind a decided restore of it.
   stage_->Post([this, version] { RunUnpinDurably(version); });
@@ -210,23 +231,6 @@ void Job::RunPinCheck(int64_t version) {
                              "`ballastctl unpin`"));
     moved_ = true;
   });
-}
-
-absl::Status Job::TakeBackPins(absl::Span<const std::shared_ptr<HeldChunk>> chunks) {
-  std::shared_ptr<storage::ChunkStore> store;
-  {
-    absl::MutexLock lock(&mu_);
-    store = store_;
-  }
-  for (const auto& chunk : chunks) {
-    const auto pinned = pinned_chunks_.find(chunk->id);
-    if (pinned == pinned_chunks_.end()) continue;
-    for (const auto& [version, kept] : pinned->second) {
-      BALLAST_RETURN_IF_ERROR(store->TakeBackPin(version, chunk->store_index, kept));
-    }
-    pinned_chunks_.erase(pinned);
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace ballast::services

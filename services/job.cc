@@ -187,6 +187,11 @@ void Job::Opened(const model::EpochPlan& plan) {
       chunk.version = plan.open().base();
       chunk.first_version = plan.open().base();
     }
+    if (machine_->state_lost()) {
+      // What it holds is no version that anybody may see.
+      chunk.version = machine_->committed();
+      chunk.first_version = machine_->committed() + 1;
+    }
     by_index_[indices[i]] = chunks_[i];
   }
   uint64_t elements = 0, read_back = 0;

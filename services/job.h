@@ -98,6 +98,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // After Recover, once all jobs of the server have what they had: makes room in the log for what comes, also by budget
   // that is free then. Blocks.
   absl::Status EndRecovery();
+  // As Replay, of a job with durability every-K that had state: takes back its pins, and knows no more than these
+  // (every_k.cc). DATA_LOSS if the catalog does not do for that; RESOURCE_EXHAUSTED.
+  absl::Status ComeBack(const CatalogEntry& entry);
 
   // As StateServer's.
   void GetJob(Reply<v1::GetJobResponse> reply);
@@ -145,6 +148,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) override;
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
   void Opened(const model::EpochPlan& plan) override;
+  void PinChanged(const v1::PinnedVersion& pin) override;
 
   // Runs `body` under the lock, then Settle, then the replies: here, or (for the job's thread) on the executor.
   void Locked(absl::FunctionRef<void(Replies*)> body) ABSL_LOCKS_EXCLUDED(mu_);
@@ -175,8 +179,12 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void RunPinCheck(int64_t version);
   void PinDurably(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply);
   void UnpinDurably(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply);
-  Outcome<v1::PinResponse> TryPinDurably(int64_t version, std::shared_ptr<Pinning>* waiting_for)
+  Outcome<v1::PinResponse> TryPinDurably(const v1::PinRequest& request, std::shared_ptr<Pinning>* waiting_for)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Posts the pin of the machine's version.
+  std::shared_ptr<Pinning> BeginPin(bool automatic) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Who asks for an automatic pin takes space of his own for it.
+  std::shared_ptr<Pinning> BeginAdoption(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   Outcome<v1::UnpinResponse> TryUnpinDurably(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   bool TryPush(const v1::PushRequest& header, absl::Span<const std::byte> payload, const Reply<v1::PushResponse>& reply,
@@ -280,6 +288,12 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void RunUnpin(int64_t version);
   void RunPinDurably(const v1::PinnedVersion& pin, const std::shared_ptr<Pinning>& pinning);
   void RunUnpinDurably(int64_t version);
+  void RunAdoption(int64_t version, const std::shared_ptr<Pinning>& pinning);
+  // Who wants the pin, into its entry of the catalog.
+  absl::Status RewritePin(int64_t version, bool automatic, bool requested);
+  // Of NVMe budget, what automatic pins of a chunk that is added need besides what they have on the disk.
+  uint64_t AsideBytes(uint64_t id, uint64_t state_bytes) const;
+  void RememberPins(absl::Span<const v1::PinnedVersion> pins);
   // In recovery: chunks that an Open just brought are what older pins keep states of.
   absl::Status TakeBackPins(absl::Span<const std::shared_ptr<HeldChunk>> chunks);
 
@@ -330,8 +344,12 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   v1::OpenResponse planned_;                                  // of a dry run; of the job's thread
   int64_t applied_ = -1;                                      // the last step run; of the job's thread
   std::map<uint64_t, storage::DurableChunk> durable_chunks_;  // not yet taken back; of the recovering thread
-  // By chunk: versions that are pinned and where; the same.
-  std::map<uint64_t, std::vector<std::pair<int64_t, storage::DurableChunk>>> pinned_chunks_;
+  struct PinnedChunk {
+    int64_t version = -1;
+    storage::DurableChunk kept;
+    bool automatic = false;  // and nobody asked for it
+  };
+  std::map<uint64_t, std::vector<PinnedChunk>> pinned_chunks_;  // by chunk, not yet taken back; the same
 
   struct PinState {
     uint64_t id = 0;  // from 1: tells it from one of the same version that was unpinned

@@ -52,7 +52,9 @@ struct Job::NewChunks {
   storage::PlanRequest::ReadBack read_back() const;
   // And if they stay in memory.
   uint64_t slice_bytes_per_element() const;
-  bool durable() const { return spec.durability() == v1::DURABILITY_STEP; }
+  bool logged() const { return spec.durability() == v1::DURABILITY_STEP; }
+  // Something of it is on the disk for the time after a restart.
+  bool durable() const { return logged() || spec.durability() == v1::DURABILITY_EVERY_K; }
 };
 
 // Chunks that are not where new budgets want them; of the job's lock.

@@ -43,6 +43,16 @@ v1::JobStatus Job::Status() const {
       if (pin.ready && pin.status.ok()) status.add_pinned_versions(version);
     }
     for (const int64_t version : job.durable_versions()) status.add_durable_versions(version);
+    status.set_durability(job.open().spec().durability());
+    status.set_pin_interval(job.open().spec().pin_interval());
+    *status.mutable_automatic_versions() = job.automatic_versions();
+    if (job.state_lost()) {
+      // What is left of it.
+      const int64_t newest = job.durable_versions().empty() ? -1 : *job.durable_versions().rbegin();
+      status.set_state_lost(true);
+      status.set_committed(newest);
+      status.set_oldest_chunk_version(newest);
+    }
     status.set_skipped_steps(machine_->skipped_steps());
     if (!failure_.ok()) status.set_failure(std::string(failure_.message()));
     status.set_chunks_moving(moves_ != nullptr ? moves_->down.size() + moves_->up.size() : 0);

@@ -20,9 +20,11 @@ absl::Status Unsupported(absl::string_view message) {
 }
 
 absl::Status CheckSupported(const v1::JobSpec& spec) {
-  if (spec.durability() != v1::DURABILITY_NONE && spec.durability() != v1::DURABILITY_STEP) {
+  const bool known = spec.durability() == v1::DURABILITY_NONE || spec.durability() == v1::DURABILITY_STEP ||
+                     spec.durability() == v1::DURABILITY_EVERY_K;
+  if (!known) {
     return Unsupported(absl::StrCat("durability ", v1::Durability_Name(spec.durability()),
-                                    " is not there yet: this version accepts DURABILITY_NONE and DURABILITY_STEP"));
+                                    ": this version accepts DURABILITY_NONE, DURABILITY_STEP and DURABILITY_EVERY_K"));
   }
   return absl::OkStatus();
 }
@@ -153,7 +155,9 @@ absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::sh
 
 std::shared_ptr<storage::ChunkStore> Job::MakeStore(const NewChunks& wanted) const {
   std::optional<storage::DurableOptions> durable;
-  if (wanted.durable()) {
+  if (wanted.durable() && !wanted.logged())
+    durable = storage::DurableOptions{.job = name_, .life = life_, .record = {}};
+  if (wanted.logged()) {
     const auto record = [catalog = around_.catalog, job = name_](absl::Span<const storage::DurableChunk> chunks) {
       std::vector<CatalogPair> entries;
       for (const storage::DurableChunk& chunk : chunks) entries.push_back(ChunkPair(job, chunk));
@@ -178,8 +182,16 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
     plan.elements.push_back(chunk.elements);
     // The extent that an earlier run left is taken already.
     if (chunk.durable.has_value()) plan.free.nvme += chunk.durable->bytes;
+    plan.nvme_fixed_bytes += chunk.aside_bytes;
   }
   if (!wanted.durable()) return plan;
+  plan.durable = true;
+  plan.nvme_fixed_bytes += store.spare_bytes_missing(plan.elements);
+  plan.shape.logged = wanted.logged();
+  if (!wanted.logged()) {
+    plan.shape.flushed_share = 1.0 / static_cast<double>(wanted.spec.pin_interval());
+    return plan;
+  }
   uint64_t segment_bytes = 0;
   plan.read_back = wanted.read_back();
   {
@@ -188,19 +200,19 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
     if (read_back_ != nullptr) plan.read_back->buffer_bytes_min = plan.read_back->buffer_bytes_max = 0;
   }
   const JournalSize size = JournalSizeOf(wanted, segment_bytes);
-  plan.durable = true;
-  plan.nvme_fixed_bytes =
-      store.spare_bytes_missing(plan.elements) + (size.bytes() - std::min(size.bytes(), journal_bytes_));
+  plan.nvme_fixed_bytes += size.bytes() - std::min(size.bytes(), journal_bytes_);
   return plan;
 }
 
 storage::StepShape Job::ShapeOf(const storage::ChunkStore& store) const {
   absl::MutexLock lock(&mu_);
+  const uint64_t interval = plan_ == nullptr ? 0 : plan_->open().spec().pin_interval();
   return {.machine = around_.machine,
           .threads = around_.compute->threads(),
           .staging_bytes = store.slot_memory_bytes(),
           .durable = store.durable(),
-          .flushed_share = Journal::kFlushedShare,
+          .logged = interval == 0,
+          .flushed_share = interval == 0 ? Journal::kFlushedShare : 1.0 / static_cast<double>(interval),
           .read_back_share = read_back_share_};
 }
 
@@ -286,6 +298,9 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     });
     if (spare == spares.end()) {
       missing.push_back({.elements = elements[i], .id = wanted.ids[i], .durable = TakeDurable(wanted.ids[i])});
+      if (wanted.durable() && !wanted.logged()) {
+        missing.back().aside_bytes = AsideBytes(wanted.ids[i], store->layout().StateBytes(elements[i]));
+      }
     } else {
       taken[i] = *spare;
       spares.erase(spare);
@@ -301,7 +316,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     const absl::StatusOr<storage::Plan> plan = storage::MakePlan(request);
     status = plan.status();
     if (status.ok()) NotePlan(*plan, dry_run);
-    if (status.ok() && !dry_run && wanted.durable()) status = EnsureJournal(wanted);
+    if (status.ok() && !dry_run && wanted.logged()) status = EnsureJournal(wanted);
     if (status.ok() && !dry_run) status = memory->Reserve(plan->slice_bytes);
     if (status.ok() && !dry_run) {
       logged = plan->reads_back;
@@ -315,7 +330,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
       }
     }
   }
-  if (missing.empty() && !dry_run && wanted.durable()) status = EnsureJournalWithoutChunks(wanted);
+  if (missing.empty() && !dry_run && wanted.logged()) status = EnsureJournalWithoutChunks(wanted);
   if (!status.ok() || dry_run) {
     for (const auto& chunk : taken) {
       if (chunk != nullptr) spares.push_back(chunk);

@@ -39,6 +39,7 @@ Outcome<v1::PinResponse> Job::TryPin(int64_t version, uint64_t* waiting_for) {
     for (const uint64_t t : pin->second.tensor_steps) response.add_tensor_steps(t);
     return response;
   }
+  BALLAST_RETURN_IF_ERROR(machine_->StateStatus());
   const int64_t committed = machine_->committed();
   if (version != committed || version < 0) {
     return model::Error(absl::StatusCode::kFailedPrecondition,

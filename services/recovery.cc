@@ -72,11 +72,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
   BALLAST_RETURN_IF_ERROR(around_.tiers->Take(storage::TierKind::kNvme, file_bytes, "the gradient log"));
   journal_bytes_ = file_bytes;
   for (const storage::DurableChunk& chunk : entry.chunks) durable_chunks_[chunk.id] = chunk;
-  for (const v1::PinnedVersion& pin : entry.pins) {
-    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
-      pinned_chunks_[chunk.id].emplace_back(pin.version(), chunk);
-    }
-  }
+  RememberPins(entry.pins);
   {
     absl::MutexLock lock(&mu_);
     for (const v1::PinnedVersion& pin : entry.pins) machine_->Pinned(pin);

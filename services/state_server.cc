@@ -266,7 +266,10 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
     whole = false;
   };
   for (const auto& [name, entry] : stored) {
-    if (entry.had_state) {
+    const bool nothing_left =
+        !entry.every_k() && entry.pins.empty() &&
+        std::find(entry.unreadable.begin(), entry.unreadable.end(), kCatalogOpen) == entry.unreadable.end();
+    if (entry.had_state && nothing_left) {
       Lose(name, entry, LostToDurabilityNone(name));
       continue;
     }
@@ -278,6 +281,8 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
           absl::StrCat(
               "the catalog's '", entry.unreadable.front(), "' of job '", name, "' in ", options.data_directory,
               "/catalog cannot be read; expected what an earlier run wrote. Run `ballastctl verify --rebuild`"));
+    } else if (entry.every_k() && entry.had_state) {
+      status = job->ComeBack(entry);
     } else if (entry.durable()) {
       status = job->Recover(entry);
     } else if (entry.promised.has_value()) {

@@ -92,7 +92,7 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
       change.restored = header.restored_version();
       // Replayed from the log, a restore needs its pin, which may be gone by then: afterwards no chunk needs the
       // replay.
-      change.flush = true;
+      change.flush = durable_;
     }
     const bool values = !change.values.empty() || !change.logged_values.empty();
     if (!values && change.segments.empty() && !change.restored.has_value()) {
@@ -113,6 +113,7 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
   if (last_decision_ != absl::InfinitePast()) around_.counters->step.Observe(now - last_decision_);
   last_decision_ = now;
   stage_->Post([this, work] { RunStep(work.get()); });
+  if (machine_->due_pin() == decision.step()) (void)BeginPin(/*automatic=*/true);
 }
 
 void Job::RunStep(StepWork* work) {
@@ -152,8 +153,9 @@ void Job::RunStep(StepWork* work) {
     ResumeMoves();  // that found no room before this step
     if (!status.ok()) {
       Fail(model::Annotate(status, absl::StrCat("step ", work->step, " could not be applied to its chunks")),
-           durable_ ? "Other jobs go on; look after the disk and restart the server, which recovers the job"
-                    : "Other jobs go on; drop this one with `ballastctl drop` and start it again",
+           durable_ || machine_->plan()->open().spec().pin_interval() > 0
+               ? "Other jobs go on; look after the disk and restart the server, which recovers the job"
+               : "Other jobs go on; drop this one with `ballastctl drop` and start it again",
            replies);
     }
   });

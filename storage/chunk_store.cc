@@ -101,10 +101,11 @@ absl::Status ChunkStore::Impl::TakeStaging(uint64_t state_bytes, DramTier::Limit
 absl::StatusOr<std::vector<NvmeExtent>> ChunkStore::Impl::TakeExtents(absl::Span<const ChunkToAdd> added,
                                                                       const Plan& plan) {
   std::vector<NvmeExtent> extents(added.size());
-  uint64_t room = 0, largest = 0;
+  uint64_t room = 0, largest = 0, aside = 0;
   for (size_t i = 0; i < added.size(); ++i) {
     const uint64_t bytes = layout.StateBytes(added[i].elements);
     largest = std::max(largest, bytes);
+    aside += added[i].aside_bytes;
     if (added[i].durable.has_value()) continue;
     if (plan.chunks[i].state == TierKind::kNvme) {
       BALLAST_ASSIGN_OR_RETURN(extents[i], tiers->nvme()->Allocate(bytes, "chunk state"));
@@ -119,10 +120,13 @@ absl::StatusOr<std::vector<NvmeExtent>> ChunkStore::Impl::TakeExtents(absl::Span
     count += chunks.size();
   }
   const uint64_t spare = versions->SpareBytesMissing(count, largest);
-  if (room + spare > 0) {
+  if (room + spare + aside > 0) {
     // As an extent first: a disk that is full refuses the job now, not a step later.
-    BALLAST_ASSIGN_OR_RETURN(NvmeExtent reserved, tiers->nvme()->Allocate(room + spare, "durable versions of chunks"));
-    versions->AddRoom(reserved.TakeLease(), spare);
+    BALLAST_ASSIGN_OR_RETURN(NvmeExtent reserved,
+                             tiers->nvme()->Allocate(room + spare + aside, "durable versions of chunks"));
+    BudgetLease lease = reserved.TakeLease();
+    durable_pins->SetAside(lease.Split(aside));
+    versions->AddRoom(std::move(lease), spare);
   }
   for (size_t i = 0; i < added.size(); ++i) {
     if (!added[i].durable.has_value()) continue;

@@ -68,7 +68,9 @@ struct ChunkUpdate {
 struct DurableOptions {
   std::string job;    // for the labels
   uint64_t life = 0;  // of it, too
-  // Keeps the entries for a restart, all or none of them, durably. Blocks. On the thread that runs the store.
+  // Keeps the entries for a restart, all or none of them, durably. Blocks. On the thread that runs the store. Empty:
+  // nobody looks for them after a restart, pins aside, so what a new version replaces is free as soon as that is
+  // written.
   std::function<absl::Status(absl::Span<const DurableChunk>)> record;
 };
 
@@ -84,6 +86,7 @@ struct ChunkToAdd {
   uint64_t elements = 0;
   uint64_t id = 0;                      // durable: in the job's layout
   std::optional<DurableChunk> durable;  // as an earlier run left it, in an extent that the NVMe tier kept
+  uint64_t aside_bytes = 0;             // durable: of NVMe budget, for automatic pins of it
 };
 
 // Threads: Run, Add, pins and unpins from one thread at a time; reads from any thread, at any time. A read sees a chunk
@@ -162,10 +165,14 @@ class ChunkStore {
   // beyond the store's end. Writes what is not there yet. Returns what a restart needs for TakeBackPin; the pin is
   // durable once the caller has recorded that. RESOURCE_EXHAUSTED (BUDGET, IO): it does not fit; nothing was done.
   // Else: a device failed, as in Run.
-  absl::StatusOr<std::vector<DurableChunk>> PinDurably(int64_t version);
+  // `automatic`: from the budget that was set aside for such pins, and back to it.
+  absl::StatusOr<std::vector<DurableChunk>> PinDurably(int64_t version, bool automatic = false);
+  // An automatic pin is wanted by somebody else too, who takes budget of his own for it. RESOURCE_EXHAUSTED (BUDGET,
+  // IO): nothing was done.
+  absl::Status AdoptPin(int64_t version);
   // After Add, before any Run: a pin of an earlier run of the server keeps this state of the chunk.
   // RESOURCE_EXHAUSTED (BUDGET); DATA_LOSS (IO) if the NVMe tier did not keep it.
-  absl::Status TakeBackPin(int64_t version, uint64_t chunk, const DurableChunk& kept);
+  absl::Status TakeBackPin(int64_t version, uint64_t chunk, const DurableChunk& kept, bool automatic = false);
   // Reads all that the pin keeps: DATA_LOSS (CHECKSUM) if some of it is not what was written. FAILED_PRECONDITION
   // (VERSION_GONE) if a chunk has got its first state since. Blocks. Not beside Run.
   // `refusal`: asked before each chunk; what it returns unless OK ends the reading.

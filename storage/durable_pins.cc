@@ -1,15 +1,21 @@
 #include "ballast/storage/durable_pins.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace ballast::storage {
 
-absl::StatusOr<BudgetLease> DurablePins::Reserve(uint64_t bytes) const {
-  if (bytes == 0) return BudgetLease();
-  // As an extent first: a disk that is full refuses the pin, not a step after it.
-  absl::StatusOr<NvmeExtent> reserved = nvme_->Allocate(bytes, "a durable pin of all chunks' state");
-  if (!reserved.ok()) return reserved.status();
-  return reserved->TakeLease();
+absl::StatusOr<BudgetLease> DurablePins::Reserve(uint64_t bytes, bool automatic) {
+  const uint64_t there = automatic ? std::min(bytes, aside_.bytes()) : 0;
+  BudgetLease lease;
+  if (bytes > there) {
+    // As an extent first: a disk that is full refuses the pin, not a step after it.
+    absl::StatusOr<NvmeExtent> reserved = nvme_->Allocate(bytes - there, "a durable pin of all chunks' state");
+    if (!reserved.ok()) return reserved.status();
+    lease = reserved->TakeLease();
+  }
+  if (there > 0) lease.Join(aside_.Split(there));
+  return lease;
 }
 
 bool DurablePins::KeepsNewest(uint64_t chunk) const {
@@ -17,22 +23,49 @@ bool DurablePins::KeepsNewest(uint64_t chunk) const {
   return found != newest_.end() && !found->second.expired();
 }
 
-void DurablePins::Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, BudgetLease* reserve) {
+bool DurablePins::NeedsBytes(uint64_t chunk, bool automatic) const {
+  const auto found = newest_.find(chunk);
+  const std::shared_ptr<Kept> kept = found == newest_.end() ? nullptr : found->second.lock();
+  return kept == nullptr || (kept->aside && !automatic);
+}
+
+uint64_t DurablePins::AsideBytes(int64_t pin) const {
+  uint64_t bytes = 0;
+  if (const auto found = pins_.find(pin); found != pins_.end()) {
+    for (const auto& [chunk, kept] : found->second) bytes += kept->aside ? kept->entry.bytes : 0;
+  }
+  return bytes;
+}
+
+void DurablePins::Pay(Kept* kept, BudgetLease* reserve) {
+  if (!std::exchange(kept->aside, false)) return;
+  aside_.Join(reserve->Split(kept->entry.bytes));
+}
+
+void DurablePins::Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, BudgetLease* reserve, bool automatic) {
   std::shared_ptr<Kept> kept = newest_[chunk].lock();
   if (kept == nullptr) {
     kept = std::make_shared<Kept>();
     kept->entry = entry;
     kept->reserve = reserve->Split(entry.bytes);
+    kept->aside = automatic;
     newest_[chunk] = kept;
+  } else if (!automatic) {
+    Pay(kept.get(), reserve);
   }
   pins_[pin][chunk] = std::move(kept);
 }
 
-absl::Status DurablePins::TakeBack(int64_t pin, uint64_t chunk, const DurableChunk& entry) {
+void DurablePins::Adopt(int64_t pin, BudgetLease reserve) {
+  for (auto& [chunk, kept] : pins_[pin]) Pay(kept.get(), &reserve);
+}
+
+absl::Status DurablePins::TakeBack(int64_t pin, uint64_t chunk, const DurableChunk& entry, bool automatic) {
   // Two pins between which the chunk did not change share its extent.
   for (const auto& [other, chunks] : pins_) {
     const auto found = chunks.find(chunk);
     if (found == chunks.end() || found->second->entry.offset != entry.offset) continue;
+    found->second->aside = found->second->aside && automatic;
     pins_[pin][chunk] = found->second;
     return absl::OkStatus();
   }
@@ -41,8 +74,20 @@ absl::Status DurablePins::TakeBack(int64_t pin, uint64_t chunk, const DurableChu
   auto kept = std::make_shared<Kept>();
   kept->entry = entry;
   kept->extent = *std::move(extent);
+  kept->aside = automatic;
   pins_[pin][chunk] = std::move(kept);
   return absl::OkStatus();
+}
+
+void DurablePins::Drop(int64_t pin) {
+  const auto found = pins_.find(pin);
+  if (found == pins_.end()) return;
+  for (auto& [chunk, kept] : found->second) {
+    if (kept.use_count() > 1 || !kept->aside) continue;
+    aside_.Join(std::move(kept->reserve));
+    if (kept->extent.bytes() > 0) aside_.Join(kept->extent.TakeLease());
+  }
+  pins_.erase(found);
 }
 
 std::vector<uint64_t> DurablePins::ChunksOf(int64_t pin) const {

@@ -22,16 +22,25 @@ class DurablePins {
  public:
   explicit DurablePins(NvmeTier* nvme) : nvme_(nvme) {}
 
-  // Budget, and blocks on the disk, that keeping `bytes` takes. RESOURCE_EXHAUSTED: (BUDGET), or (IO) if the disk is
-  // full.
-  absl::StatusOr<BudgetLease> Reserve(uint64_t bytes) const;
+  // Budget that only automatic pins use, and that comes back when they are dropped: they are never short of it.
+  void SetAside(BudgetLease lease) { aside_.Join(std::move(lease)); }
+  // Budget, and blocks on the disk, that keeping `bytes` takes; of an automatic pin first what was set aside.
+  // RESOURCE_EXHAUSTED: (BUDGET), or (IO) if the disk is full.
+  absl::StatusOr<BudgetLease> Reserve(uint64_t bytes, bool automatic = false);
   // Does some pin keep the chunk's newest extent already?
   bool KeepsNewest(uint64_t chunk) const;
+  // Would one more pin of the chunk's newest extent have to bring its bytes? Yes if none keeps it, or only automatic
+  // ones, and this is another.
+  bool NeedsBytes(uint64_t chunk, bool automatic) const;
+  // Bytes that pin `pin` has from what was set aside.
+  uint64_t AsideBytes(int64_t pin) const;
 
-  // `entry`: the chunk's newest extent. Takes the extent's bytes out of `reserve`, unless KeepsNewest.
-  void Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, BudgetLease* reserve);
+  // `entry`: the chunk's newest extent. Takes the extent's bytes out of `reserve` if NeedsBytes.
+  void Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, BudgetLease* reserve, bool automatic = false);
+  // All that `pin` has from what was set aside is paid from `reserve` instead. REQUIRES: AsideBytes of it.
+  void Adopt(int64_t pin, BudgetLease reserve);
   // After a restart: `entry` is not the chunk's newest extent; the NVMe tier kept it. DATA_LOSS (IO) if it did not.
-  absl::Status TakeBack(int64_t pin, uint64_t chunk, const DurableChunk& entry);
+  absl::Status TakeBack(int64_t pin, uint64_t chunk, const DurableChunk& entry, bool automatic = false);
   // The chunks that the pin keeps, ascending.
   std::vector<uint64_t> ChunksOf(int64_t pin) const;
   // Null if the pin does not keep the chunk.
@@ -41,7 +50,7 @@ class DurablePins {
   // is returned in its stead; `old` is empty then.
   BudgetLease TakeOver(uint64_t chunk, NvmeExtent* old);
   // Frees what no other pin and no chunk has.
-  void Drop(int64_t pin) { pins_.erase(pin); }
+  void Drop(int64_t pin);
   // Before the end of a store whose pins outlive it.
   void Leave();
 
@@ -50,9 +59,12 @@ class DurablePins {
     DurableChunk entry;
     BudgetLease reserve;  // until the extent is taken over
     NvmeExtent extent;    // from then on
+    bool aside = false;   // its budget is of what was set aside
   };
+  void Pay(Kept* kept, BudgetLease* reserve);
 
   NvmeTier* const nvme_;
+  BudgetLease aside_;
   std::map<int64_t, std::map<uint64_t, std::shared_ptr<Kept>>> pins_;  // by pin and chunk
   std::map<uint64_t, std::weak_ptr<Kept>> newest_;                     // whose extent is still its chunk's
 };

@@ -123,7 +123,7 @@ absl::Status ChunkStore::Impl::Harden() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version) {
+absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version, bool automatic) {
   Impl& impl = *impl_;
   BALLAST_RETURN_IF_ERROR(impl.failed);
   std::vector<StoredChunk*> chunks;
@@ -137,14 +137,14 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
   std::vector<ChunkUpdate> flushes;
   for (const StoredChunk* chunk : chunks) {
     const bool there = !chunk->dirty;
-    if (!there || !impl.durable_pins->KeepsNewest(chunk->index)) bytes += chunk->state_bytes();
+    if (!there || impl.durable_pins->NeedsBytes(chunk->index, automatic)) bytes += chunk->state_bytes();
     if (there) continue;
     ChunkUpdate& flush = flushes.emplace_back();
     flush.chunk = chunk->index;
     flush.version = version;
     flush.flush = true;
   }
-  BALLAST_ASSIGN_OR_RETURN(BudgetLease reserve, impl.durable_pins->Reserve(bytes));
+  BALLAST_ASSIGN_OR_RETURN(BudgetLease reserve, impl.durable_pins->Reserve(bytes, automatic));
   if (!flushes.empty()) {
     absl::Status flushed = Run(flushes, [](size_t) {});
     // Space was reserved: whatever is short now is no reason to refuse a pin and go on.
@@ -154,18 +154,32 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
     BALLAST_RETURN_IF_ERROR(flushed);
   }
   BALLAST_RETURN_IF_ERROR(Harden());
+  if (!impl.versions->records() && !chunks.empty()) {
+    Pass("extent/sync");
+    if (!Seeded(StorageBug::kExtentSyncDropped)) impl.failed = impl.tiers->nvme()->Sync();
+    BALLAST_RETURN_IF_ERROR(impl.failed);
+  }
   std::vector<DurableChunk> kept;
   for (const StoredChunk* chunk : chunks) {
-    impl.durable_pins->Keep(version, chunk->index, chunk->newest, &reserve);
+    impl.durable_pins->Keep(version, chunk->index, chunk->newest, &reserve, automatic);
     kept.push_back(chunk->newest);
   }
   return kept;
 }
 
-absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const DurableChunk& kept) {
+absl::Status ChunkStore::AdoptPin(int64_t version) {
+  DurablePins& pins = *impl_->durable_pins;
+  BALLAST_ASSIGN_OR_RETURN(BudgetLease reserve, pins.Reserve(pins.AsideBytes(version)));
+  pins.Adopt(version, std::move(reserve));
+  return absl::OkStatus();
+}
+
+absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const DurableChunk& kept, bool automatic) {
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, impl_->Find(index));
   DurablePins& pins = *impl_->durable_pins;
-  if (chunk->newest.version < 0 || chunk->newest.offset != kept.offset) return pins.TakeBack(version, index, kept);
+  if (chunk->newest.version < 0 || chunk->newest.offset != kept.offset) {
+    return pins.TakeBack(version, index, kept, automatic);
+  }
   BudgetLease reserve;
   if (!pins.KeepsNewest(index)) {
     BALLAST_ASSIGN_OR_RETURN(reserve, pins.Reserve(kept.bytes));

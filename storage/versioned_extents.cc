@@ -37,12 +37,12 @@ void VersionedExtents::Written(const DurableChunk& chunk, NvmeExtent old) {
 
 bool VersionedExtents::EndRun() {
   if (written_.empty()) return false;
+  if (!records()) return true;
   const uint64_t run_bytes = written_bytes_ - std::exchange(before_run_, written_bytes_);
   return ++runs_ == kRunsMax || written_bytes_ + run_bytes > spare_bytes_;
 }
 
-absl::Status VersionedExtents::Harden() {
-  if (written_.empty() || !failed_.ok()) return failed_;
+absl::Status VersionedExtents::Record() {
   Pass("extent/sync");
   if (!Seeded(StorageBug::kExtentSyncDropped)) failed_ = nvme_->Sync();
   if (Seeded(StorageBug::kFailedExtentSyncIgnored)) failed_ = absl::OkStatus();
@@ -50,7 +50,12 @@ absl::Status VersionedExtents::Harden() {
   if (failed_.ok()) failed_ = options_.record(written_);
   Pass("extent/recorded");
   if (Seeded(StorageBug::kFailedRecordIgnored)) failed_ = absl::OkStatus();
-  if (!failed_.ok()) return failed_;
+  return failed_;
+}
+
+absl::Status VersionedExtents::Harden() {
+  if (written_.empty() || !failed_.ok()) return failed_;
+  if (records()) BALLAST_RETURN_IF_ERROR(Record());
   for (NvmeExtent& extent : old_) room_.Join(extent.TakeLease());
   old_.clear();
   written_.clear();

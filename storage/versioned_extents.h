@@ -45,10 +45,14 @@ class VersionedExtents {
   void Written(const DurableChunk& chunk, NvmeExtent old);
   // A run has ended: must it be hardened before the next? Yes if that might run out of room, or after kRunsMax.
   bool EndRun();
-  // Makes all that was written durable. REQUIRES: no write is in flight. After an error it never tries again.
+  // Makes all that was written durable; or, where nothing is recorded, only frees what it replaced. REQUIRES: no write
+  // is in flight. After an error it never tries again.
   absl::Status Harden();
+  bool records() const { return options_.record != nullptr; }
 
  private:
+  absl::Status Record();
+
   NvmeTier* const nvme_;
   const DurableOptions options_;
   BudgetLease room_;

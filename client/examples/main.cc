@@ -52,6 +52,7 @@ struct Flags {
   uint64_t chunk_elements = uint64_t{1} << 18;
   kernels::OptimizerSpec optimizer;
   std::string durability = "step";
+  uint64_t pin_interval = 0;
   std::vector<std::string> text = {kDefaultTextPath};
   uint64_t stop_at = 0;
   std::string json;
@@ -76,9 +77,11 @@ void AddJobFlags(CLI::App& app, Flags& flags) {
       ->capture_default_str()
       ->check(CLI::IsMember({"never", "auto", "must"}));
   app.add_option("--durability", flags.durability,
-                 "What a decided step survives: servers and trainers that are killed (step), or only trainers (none)")
+                 "What a decided step survives: servers and trainers that are killed (step), only trainers (none), or "
+                 "that, and servers go back to the last of every --pin-interval steps (every-K)")
       ->capture_default_str()
-      ->check(CLI::IsMember({"none", "step"}));
+      ->check(CLI::IsMember({"none", "step", "every-K"}));
+  app.add_option("--pin-interval", flags.pin_interval, "The K of --durability every-K, in steps");
   app.add_option("--timeout", flags.timeout_s, "Seconds that a step or a missing rank is waited for")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
@@ -181,6 +184,10 @@ absl::Status CheckFlags(const Flags& flags) {
   if (flags.world_size > 1 && flags.rendezvous.empty()) {
     return BadFlag("--rendezvous DIR is needed for more than one rank: a directory that all of them see");
   }
+  if ((flags.durability == "every-K") != (flags.pin_interval > 0)) {
+    return BadFlag(absl::StrCat("--durability every-K and --pin-interval K (at least 1) go together, got --durability ",
+                                flags.durability, " and --pin-interval ", flags.pin_interval));
+  }
   if (const std::string why = kernels::Unsupported(flags.optimizer); !why.empty()) return BadFlag(why);
   return CheckShape(flags.trainer.shape);
 }
@@ -218,7 +225,10 @@ SessionOptions MakeSessionOptions(const Flags& flags) {
   options.group_count = kGroupCount;
   options.chunk_elements = flags.chunk_elements;
   options.optimizer = flags.optimizer;
-  options.durability = flags.durability == "step" ? v1::DURABILITY_STEP : v1::DURABILITY_NONE;
+  options.durability = flags.durability == "step"   ? v1::DURABILITY_STEP
+                       : flags.durability == "none" ? v1::DURABILITY_NONE
+                                                    : v1::DURABILITY_EVERY_K;
+  options.pin_interval = flags.pin_interval;
   options.seed = flags.trainer.seed;
   options.step_timeout = absl::Seconds(flags.timeout_s);
   options.open_timeout = std::min(options.open_timeout, options.step_timeout);
@@ -288,8 +298,12 @@ absl::StatusOr<int> RunOnServers(const Flags& flags, const Corpus& corpus) {
   BALLAST_ASSIGN_OR_RETURN(const auto trainer,
                            Trainer::Create(flags.trainer, &corpus, source.get(), seat.collective.get()));
   if (resumed > 0) {
-    for (const std::string& blob : blobs) BALLAST_RETURN_IF_ERROR(trainer->CheckBlob(blob, resumed));
-    if (flags.rank == 0) absl::PrintF("job '%s' continues after step %d\n", flags.job, resumed);
+    const int64_t step = blobs.empty() ? 0 : Trainer::StepOf(blobs[0]);
+    source->SetAhead(resumed - step);
+    for (const std::string& blob : blobs) {
+      if (step > 0) BALLAST_RETURN_IF_ERROR(trainer->CheckBlob(blob, step));
+    }
+    if (flags.rank == 0) absl::PrintF("job '%s' continues after step %d\n", flags.job, step);
   }
   return Train(flags, corpus, *source, *trainer);
 }

@@ -20,7 +20,9 @@ class ServerSource : public ParameterSource {
   static absl::StatusOr<std::unique_ptr<ServerSource>> Create(std::unique_ptr<Session> session, const ModelShape& shape,
                                                               uint64_t seed);
 
-  int64_t version() const override { return session_->version(); }
+  // The model's training steps. The session's version is ahead of them where the job went back to an older state.
+  int64_t version() const override { return session_->version() - ahead_; }
+  void SetAhead(int64_t ahead) { ahead_ = ahead; }
   uint64_t unit_elements(uint32_t unit) const override { return session_->unit_elements(units_[unit]); }
   absl::StatusOr<uint64_t> Locate(const std::string& tensor) const override;
   std::vector<Ranges> OwnedRanges(uint32_t unit) const override;
@@ -36,6 +38,7 @@ class ServerSource : public ParameterSource {
   explicit ServerSource(std::unique_ptr<Session> session) : session_(std::move(session)) {}
 
   std::unique_ptr<Session> session_;
+  int64_t ahead_ = 0;
   std::vector<uint32_t> units_;  // the session's index of each of the model's units
   std::vector<bf16> rounded_;
 };

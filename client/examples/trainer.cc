@@ -8,7 +8,9 @@
 #include <thread>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 
@@ -329,6 +331,12 @@ std::string Trainer::MakeBlob(int64_t step) const {
   return absl::StrCat("bytes_lm 1 step=", step, " seed=", options_.seed,
                       " text=", absl::Hex(corpus_digest_, absl::kZeroPad8), " micro_batches=", options_.micro_batches,
                       " sequences=", shape.sequences, " context=", shape.context);
+}
+
+int64_t Trainer::StepOf(absl::string_view blob) {
+  int64_t step = 0;
+  if (!absl::ConsumePrefix(&blob, "bytes_lm 1 step=")) return 0;
+  return absl::SimpleAtoi(blob.substr(0, blob.find(' ')), &step) ? step : 0;
 }
 
 absl::Status Trainer::CheckBlob(const std::string& blob, int64_t version) const {

@@ -71,6 +71,8 @@ class Trainer {
   // What goes with each step's seal: the sampler's state. OK if `blob` is that of a run which this one may continue.
   std::string MakeBlob(int64_t step) const;
   absl::Status CheckBlob(const std::string& blob, int64_t version) const;
+  // The step that a blob was sealed with; 0 if it is none's: no step was trained yet.
+  static int64_t StepOf(absl::string_view blob);
 
  private:
   Trainer(const TrainerOptions& options, const Corpus* corpus, ParameterSource* source, Collective* collective);

@@ -12,6 +12,7 @@ namespace {
 // Bounds on what a client may make a server lay out: far above any real model, far below what overflows.
 constexpr uint64_t kUnitElementsMax = uint64_t{1} << 42;
 constexpr int kTensorsMax = 1 << 20;
+constexpr uint64_t kPinIntervalMax = uint64_t{1} << 32;
 // About 100 bytes of memory each, on every client and server; 2^40 parameters at the largest chunk size.
 constexpr uint64_t kChunksMax = uint64_t{1} << 20;
 constexpr size_t kNameBytesMax = 512;
@@ -43,6 +44,12 @@ absl::Status CheckSpec(const v1::JobSpec& spec) {
     return BadSpec(absl::StrCat("the job's name must have 1 to ", kNameBytesMax, " bytes, got ", spec.name().size()));
   }
   if (spec.group_count() == 0) return BadSpec("group_count must be at least 1, got 0");
+  const bool every_k = spec.durability() == v1::DURABILITY_EVERY_K;
+  if (every_k ? spec.pin_interval() < 1 || spec.pin_interval() > kPinIntervalMax : spec.pin_interval() != 0) {
+    return BadSpec(absl::StrCat("pin_interval is the K of durability every-K, from 1 to ", kPinIntervalMax,
+                                ", and 0 with any other durability; got ", spec.pin_interval(), " with ",
+                                v1::Durability_Name(spec.durability())));
+  }
   int64_t tensors = 0;
   for (const auto& registration : spec.registrations()) tensors += registration.tensors_size();
   if (tensors == 0) return BadSpec("the job has no tensors; register at least one");

@@ -38,15 +38,15 @@ inline constexpr char kBadConfig[] = "BAD_CONFIG";            // INVALID_ARGUMEN
 inline constexpr char kIncomplete[] = "INCOMPLETE";           // FAILED_PRECONDITION: norm asked before all slices came
 inline constexpr char kVersionGone[] = "VERSION_GONE";        // FAILED_PRECONDITION: the chunk is past that version
 inline constexpr char kChecksum[] = "CHECKSUM";               // DATA_LOSS in a tier; UNAVAILABLE on the wire
-inline constexpr char kStateLost[] = "STATE_LOST";            // DATA_LOSS
-inline constexpr char kDiverged[] = "DIVERGED";               // DATA_LOSS: servers disagree about a decided step
-inline constexpr char kBudget[] = "BUDGET";             // RESOURCE_EXHAUSTED: says how many bytes are short, and where
-inline constexpr char kBusy[] = "BUSY";                 // UNAVAILABLE: send the same request again
+inline constexpr char kStateLost[] = "STATE_LOST";  // DATA_LOSS; FAILED_PRECONDITION: the next group gets what is left
+inline constexpr char kDiverged[] = "DIVERGED";     // DATA_LOSS: servers disagree about a decided step
+inline constexpr char kBudget[] = "BUDGET";         // RESOURCE_EXHAUSTED: says how many bytes are short, and where
+inline constexpr char kBusy[] = "BUSY";             // UNAVAILABLE: send the same request again
 inline constexpr char kServerDown[] = "SERVER_DOWN";    // UNAVAILABLE
 inline constexpr char kRankMissing[] = "RANK_MISSING";  // DEADLINE_EXCEEDED: names the rank
 inline constexpr char kRankTaken[] = "RANK_TAKEN";      // ALREADY_EXISTS
 inline constexpr char kIo[] = "IO";                     // INTERNAL or DATA_LOSS
-inline constexpr char kWrongBits[] = "WRONG_BITS";     // INTERNAL: a processor failed the self-test of the kernels
+inline constexpr char kWrongBits[] = "WRONG_BITS";      // INTERNAL: a processor failed the self-test of the kernels
 inline constexpr char kUnsupported[] = "UNSUPPORTED";   // UNIMPLEMENTED
 
 // Builds a status with `reason` attached. `message` says what was expected, what came, and the fix.

@@ -285,15 +285,68 @@ absl::StatusOr<v1::Decision> Decide(absl::Span<const v1::PreparedRecord> records
   return decision;
 }
 
+namespace {
+
+absl::Status StateLost(const v1::GetJobResponse& answer) {
+  if (answer.open().spec().durability() != v1::DURABILITY_EVERY_K) {
+    return Error(
+        absl::StatusCode::kDataLoss, kStateLost,
+        absl::StrCat("server '", answer.server_id(), "' was restarted and lost its part of the job's state at step ",
+                     answer.committed(), " (durability none); drop the job with `ballastctl drop` and start it again"));
+  }
+  return Error(
+      absl::StatusCode::kDataLoss, kStateLost,
+      absl::StrCat("server '", answer.server_id(), "' was restarted and lost its part of the job's state since ",
+                   "its newest pin (durability every-K), and there is no version that all servers have "
+                   "pinned: either the job had not reached its first, or a server's data directory was "
+                   "replaced. Drop the job with `ballastctl drop` and start it again"));
+}
+
+// The newest version that all have and that was not pinned only because somebody asked for it: it may be of a past that
+// a restore gave up.
+std::optional<int64_t> NewestCommonPin(absl::Span<const v1::GetJobResponse> answers) {
+  std::optional<int64_t> newest;
+  for (const v1::GetJobResponse& answer : answers) {
+    for (const int64_t version : answer.automatic_versions()) {
+      const bool common = std::all_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& other) {
+        return std::binary_search(other.durable_versions().begin(), other.durable_versions().end(), version);
+      });
+      if (common && version > newest.value_or(-1)) newest = version;
+    }
+  }
+  return newest;
+}
+
+// `lost`: of one that lost its state.
+absl::StatusOr<Resolution> ResolveLost(absl::Span<const v1::GetJobResponse> answers, const v1::GetJobResponse& lost) {
+  const std::optional<int64_t> pin = NewestCommonPin(answers);
+  if (!pin.has_value()) return StateLost(lost);
+  // A step is decided once all have prepared it, and each says how far it can have got: so nothing beyond the least of
+  // these was, and the numbers from there on are free.
+  Resolution resolution{.base = std::numeric_limits<int64_t>::max(), .decision = std::nullopt, .restores = pin};
+  const v1::GetJobResponse* least = nullptr;
+  for (const v1::GetJobResponse& answer : answers) {
+    const int64_t last = answer.committed() + (answer.has_prepared() ? 1 : 0);
+    if (last >= resolution.base) continue;
+    resolution.base = last;
+    least = &answer;
+  }
+  for (const v1::GetJobResponse& answer : answers) {
+    if (answer.state_lost() || answer.committed() <= resolution.base) continue;
+    return Error(absl::StatusCode::kDataLoss, kDiverged,
+                 absl::StrCat("server '", answer.server_id(), "' is at step ", answer.committed(), ", and server '",
+                              least->server_id(), "' cannot have prepared any after ", resolution.base,
+                              ": was its data directory replaced?"));
+  }
+  return resolution;
+}
+
+}  // namespace
+
 absl::StatusOr<Resolution> Resolve(absl::Span<const v1::GetJobResponse> answers) {
   int64_t highest = -1;
   for (const v1::GetJobResponse& answer : answers) {
-    if (answer.state_lost()) {
-      return Error(absl::StatusCode::kDataLoss, kStateLost,
-                   absl::StrCat("server '", answer.server_id(),
-                                "' was restarted and lost its part of the job's state at step ", answer.committed(),
-                                " (durability none); drop the job with `ballastctl drop` and start it again"));
-    }
+    if (answer.state_lost()) return ResolveLost(answers, answer);
     highest = std::max(highest, answer.committed());
   }
   const v1::GetJobResponse* at_highest = nullptr;

@@ -49,13 +49,16 @@ v1::Verdict MakeVerdict(const v1::StepHeader& header, double squared_norm, bool 
 // agree on (epoch, step, attempt, plan hash).
 absl::StatusOr<v1::Decision> Decide(absl::Span<const v1::PreparedRecord> records);
 
-// Rule 10: what a fence's answers from *all* servers imply.
+// Rules 10 and 14: what a fence's answers from *all* servers imply.
 struct Resolution {
   int64_t base = -1;
-  // Empty when base = -1. To be sent to every server as Open's base_decision.
+  // Empty when base = -1, and with `restores`. To be sent to every server as Open's base_decision.
   std::optional<v1::Decision> decision;
+  // Some server lost its state: step base + 1 must bring back this version on all of them.
+  std::optional<int64_t> restores;
 };
-// DATA_LOSS (STATE_LOST names the server; DIVERGED when servers are more than one step apart or decided differently).
+// DATA_LOSS (STATE_LOST names the server whose state is lost, and no version is there to go back to; DIVERGED when
+// servers are more than one step apart or decided differently).
 absl::StatusOr<Resolution> Resolve(absl::Span<const v1::GetJobResponse> answers);
 
 }  // namespace ballast::model

@@ -84,8 +84,8 @@ const std::vector<Key>& Keys() {
         "back from the log (durability `step`)"},
        Bytes([](Config* c) { return &c->server.budget.dram; })},
       {{"budget.nvme", "bytes, such as 512MiB", "0",
-        "disk in the data directory: state that finds no room above; for durable jobs the gradient log and a durable "
-        "copy of all state too"},
+        "disk in the data directory: state that finds no room above; for durable jobs a durable copy of all "
+        "state too, and the gradient log (durability `step`) or two pinned copies (`every-K`)"},
        Bytes([](Config* c) { return &c->server.budget.nvme; })},
       {{"compute_threads", "an integer from 1 to 64", "the machine's processors",
         "threads that work on one update, its job's own included; all jobs share the others"},

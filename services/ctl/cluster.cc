@@ -30,6 +30,29 @@ void SetDeadline(grpc::ClientContext* context, absl::Duration timeout) {
   context->set_deadline(absl::ToChronoTime(absl::Now() + timeout));
 }
 
+std::string ShowDurability(const v1::JobStatus& job) {
+  switch (job.durability()) {
+    case v1::DURABILITY_NONE:
+      return "none";
+    case v1::DURABILITY_STEP:
+      return "step";
+    case v1::DURABILITY_EVERY_K:
+      return absl::StrCat("every-", job.pin_interval());
+    default:
+      return "-";  // not opened yet, or not there any more
+  }
+}
+
+// Of one that lost its state on a server.
+std::string LossOf(const std::string& address, const v1::JobStatus& job) {
+  if (job.durability() == v1::DURABILITY_EVERY_K && job.failure().empty()) {
+    return absl::StrCat("job '", job.name(), "' lost what came after version ", job.committed(), " on ", address,
+                        ": start its trainers again with resume=auto, which goes back to what all servers have");
+  }
+  return absl::StrCat("job '", job.name(), "' lost its state on ", address, ": ",
+                      job.failure().empty() ? "drop it with `ballastctl drop` and start again" : job.failure());
+}
+
 std::string Versions(int64_t min, int64_t max) { return min == max ? absl::StrCat(min) : absl::StrCat(min, "..", max); }
 
 void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::string, JobView>* jobs) {
@@ -49,10 +72,10 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
   view.committed_max = fresh ? job.committed() : std::max(view.committed_max, job.committed());
   view.oldest_chunk_version =
       fresh ? job.oldest_chunk_version() : std::min(view.oldest_chunk_version, job.oldest_chunk_version());
+  if (view.durability.empty() || view.durability == "-") view.durability = ShowDurability(job);
+  view.state_lost = view.state_lost || job.state_lost();
   if (job.state_lost()) {
-    view.problems.push_back(
-        absl::StrCat("job '", job.name(), "' lost its state on ", server.address, ": ",
-                     job.failure().empty() ? "drop it with `ballastctl drop` and start again" : job.failure()));
+    view.problems.push_back(LossOf(server.address, job));
   } else if (!job.failure().empty()) {
     view.problems.push_back(absl::StrCat("job '", job.name(), "' failed on ", server.address, ": ", job.failure()));
   }
@@ -106,7 +129,7 @@ ClusterView Judge(std::vector<ServerView> servers) {
   }
   for (auto& [name, job] : jobs) {
     AddMissing(servers, &job);
-    if (job.committed_max - job.committed_min > 1) {
+    if (job.committed_max - job.committed_min > 1 && !job.state_lost) {
       job.problems.push_back(absl::StrCat("job '", name, "' is at versions ", job.committed_min, " to ",
                                           job.committed_max, " on its servers, expected at most one apart"));
     }
@@ -161,12 +184,13 @@ std::string ShowText(const ClusterView& cluster) {
                  ShowBytes(tier.state_bytes()), ShowBytes(tier.working_bytes())});
     }
   }
-  Table jobs({"JOB", "VERSION", "OLDEST CHUNK", "SKIPPED", "RANKS", "PARAMETERS", "CHUNKS", "MOVING", "SERVERS", "PINS",
-              "DURABLE PINS"});
+  Table jobs({"JOB", "DURABILITY", "VERSION", "OLDEST CHUNK", "SKIPPED", "RANKS", "PARAMETERS", "CHUNKS", "MOVING",
+              "SERVERS", "PINS", "DURABLE PINS"});
   for (const JobView& job : cluster.jobs) {
-    jobs.Add({job.name, Versions(job.committed_min, job.committed_max), absl::StrCat(job.oldest_chunk_version),
-              absl::StrCat(job.skipped_steps), absl::StrCat(job.world_size), absl::StrCat(job.parameters),
-              absl::StrCat(job.chunks), absl::StrCat(job.chunks_moving), absl::StrCat(job.servers.size()),
+    jobs.Add({job.name, job.durability, Versions(job.committed_min, job.committed_max),
+              absl::StrCat(job.oldest_chunk_version), absl::StrCat(job.skipped_steps), absl::StrCat(job.world_size),
+              absl::StrCat(job.parameters), absl::StrCat(job.chunks), absl::StrCat(job.chunks_moving),
+              absl::StrCat(job.servers.size()),
               job.pinned_versions.empty() ? "-" : absl::StrJoin(job.pinned_versions, ","),
               job.durable_versions.empty() ? "-" : absl::StrJoin(job.durable_versions, ",")});
   }
@@ -192,14 +216,14 @@ std::string ShowJson(const ClusterView& cluster) {
   }
   std::vector<std::string> jobs;
   for (const JobView& job : cluster.jobs) {
-    jobs.push_back(
-        absl::StrFormat("{\"name\":%s,\"committed_min\":%d,\"committed_max\":%d,\"oldest_chunk_version\":%d,"
-                        "\"skipped_steps\":%d,\"world_size\":%d,\"parameters\":%d,\"chunks\":%d,\"servers\":%s,"
-                        "\"pinned_versions\":[%s],\"durable_versions\":[%s]"
-                        "}",
-                        Quote(job.name), job.committed_min, job.committed_max, job.oldest_chunk_version,
-                        job.skipped_steps, job.world_size, job.parameters, job.chunks, QuoteAll(job.servers),
-                        absl::StrJoin(job.pinned_versions, ","), absl::StrJoin(job.durable_versions, ",")));
+    jobs.push_back(absl::StrFormat(
+        "{\"name\":%s,\"durability\":%s,\"committed_min\":%d,\"committed_max\":%d,\"oldest_chunk_version\":%d,"
+        "\"skipped_steps\":%d,\"world_size\":%d,\"parameters\":%d,\"chunks\":%d,\"servers\":%s,"
+        "\"pinned_versions\":[%s],\"durable_versions\":[%s]"
+        "}",
+        Quote(job.name), Quote(job.durability), job.committed_min, job.committed_max, job.oldest_chunk_version,
+        job.skipped_steps, job.world_size, job.parameters, job.chunks, QuoteAll(job.servers),
+        absl::StrJoin(job.pinned_versions, ","), absl::StrJoin(job.durable_versions, ",")));
   }
   return absl::StrCat("{\"verdict\":", cluster.problems.empty() ? "\"healthy\"" : "\"degraded\"",
                       ",\"problems\":", QuoteAll(cluster.problems), ",\"servers\":[", absl::StrJoin(servers, ","),

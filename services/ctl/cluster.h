@@ -36,6 +36,8 @@ struct JobView {
   std::set<std::string> member_ids;
   std::set<int64_t> pinned_versions;
   std::set<int64_t> durable_versions;
+  std::string durability;   // none, step, every-K
+  bool state_lost = false;  // on some server
   std::vector<std::string> problems;
 };
 

@@ -32,6 +32,11 @@ enum class SeededBug {
   kRestoreWithoutPin,           // a restore is prepared by a server that does not hold the version
   kRestoreKeepsStepCounts,      // a restore brings state back, and not how many updates it had
   kUnpinWhileRestoring,         // a version is given up while its restore is prepared
+  kPinNotAwaited,               // every-K: steps go on before the server's own pin is durable
+  kPinDroppedByTheNext,         // every-K: the own next pin lets the one before go
+  kLossNotTold,                 // every-K: a server that lost its state goes on as if it had not
+  kUpdateOfLostState,           // every-K: an epoch that must begin with a restore begins with something else
+  kRestoreKeepsPins,            // every-K: pins of what a restore gave up stay
 };
 
 #ifdef BALLAST_SEEDED_BUGS

@@ -43,6 +43,13 @@ absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest&
 
 // What comes after the first `known` registrations is new: it counts from the version that this epoch starts at.
 absl::Status CheckRegistered(const v1::OpenRequest& open, int known) {
+  if (known > 0 && open.base() >= 0 && open.spec().registrations_size() > known &&
+      open.spec().durability() == v1::DURABILITY_EVERY_K) {
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        absl::StrCat("job '", open.spec().name(),
+                                     "' has durability every-K, and tensors cannot be added to it: its pins would have "
+                                     "no state of them to go back to; name all tensors when the job is created"));
+  }
   for (int i = known; i < open.spec().registrations_size(); ++i) {
     if (open.spec().registrations(i).version() == open.base()) continue;
     return model::Error(
@@ -79,7 +86,11 @@ v1::GetJobResponse StepMachine::Describe() const {
   *job.mutable_promised() = m.promised;
   if (m.plan != nullptr) *job.mutable_open() = m.plan->open();
   job.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
-  for (const auto& [version, pin] : m.pins) job.add_durable_versions(version);
+  for (const auto& [version, pin] : m.pins) {
+    job.add_durable_versions(version);
+    if (pin.automatic()) job.add_automatic_versions(version);
+  }
+  job.set_state_lost(m.state != Impl::State::kKnown && !Seeded(SeededBug::kLossNotTold));
   return job;
 }
 
@@ -133,7 +144,9 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request) {
                                    "' (its promise is ", Show(m.promised), "); send Fence first"));
   }
   if (!m.Durable(m.promise_lsn)) return std::nullopt;
-  if (m.plan != nullptr && model::Compare(m.plan->open().epoch(), request.epoch()) == 0) {
+  const bool was_open = m.plan != nullptr && model::Compare(m.plan->open().epoch(), request.epoch()) == 0;
+  if (was_open && m.state == Impl::State::kLost) return m.StateLost();
+  if (was_open) {
     if (m.plan->open().base() != request.base()) {
       return BadRequest(absl::StrCat("epoch ", Show(request.epoch()), " is open from step ", m.plan->open().base(),
                                      ", not from ", request.base(), "; an epoch has one base"));
@@ -147,8 +160,15 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request) {
   BALLAST_RETURN_IF_ERROR(CheckRegistered(request, m.plan == nullptr ? 0 : m.plan->open().spec().registrations_size()));
   BALLAST_ASSIGN_OR_RETURN(model::EpochPlan next, model::EpochPlan::Make(request));
   BALLAST_ASSIGN_OR_RETURN(const uint32_t member, next.FindMember(m.id));
-  BALLAST_RETURN_IF_ERROR(m.CheckBase(request));
-  if (request.base() == m.committed + 1) m.Decide(request.base_decision(), /*log=*/true);
+  BALLAST_RETURN_IF_ERROR(request.has_restores() ? m.CheckStartsAnew(request) : m.CheckBase(request));
+  if (request.has_restores()) {
+    m.committed = request.base();
+    m.decision.reset();
+    m.due_pin.reset();
+    m.state = Impl::State::kToRestore;
+  } else if (request.base() == m.committed + 1) {
+    m.Decide(request.base_decision(), /*log=*/true);
+  }
   m.Append(OpenRecord{request});
   m.Adopt(std::move(next), member);
   return v1::OpenResponse();
@@ -272,6 +292,7 @@ absl::StatusOr<v1::CommitResponse> StepMachine::Commit(const v1::CommitRequest& 
   if (Seeded(SeededBug::kCommitAppliesAgain) && theirs.step() == m.committed) {
     m.host->Apply(v1::PreparedRecord(), theirs);
   }
+  if (m.state == Impl::State::kLost) return m.StateLost();
   if (theirs.step() <= m.committed) {
     if (m.decision.has_value() && theirs.step() == m.committed && !SameKey(*m.decision, theirs)) {
       return Diverged(absl::StrCat("server '", m.id, "' decided ", ShowKey(*m.decision), ", the commit speaks of ",
@@ -309,9 +330,12 @@ v1::PinnedVersion StepMachine::DescribeVersion() const {
 }
 
 void StepMachine::Pinned(v1::PinnedVersion pin) {
+  Impl& m = *impl_;
   pin.clear_chunks();
   const int64_t version = pin.version();
-  impl_->pins.insert_or_assign(version, std::move(pin));
+  const bool automatic = pin.automatic();
+  m.pins.insert_or_assign(version, std::move(pin));
+  if (automatic && Seeded(SeededBug::kPinDroppedByTheNext)) m.KeepOneAutomatic(version);
 }
 
 absl::Status StepMachine::Unpin(int64_t version) {
@@ -323,7 +347,11 @@ absl::Status StepMachine::Unpin(int64_t version) {
                         absl::StrCat("server '", m.id, "' has prepared a restore of version ", version, " as step ",
                                      m.prepared->step(), "; unpin it once that is decided or the job is fenced"));
   }
-  m.pins.erase(version);
+  const auto pin = m.pins.find(version);
+  if (pin == m.pins.end()) return absl::OkStatus();
+  if (m.state != Impl::State::kKnown) return m.StateLost();
+  pin->second.set_requested(false);
+  if (!pin->second.automatic()) m.pins.erase(pin);
   return absl::OkStatus();
 }
 
@@ -331,6 +359,24 @@ const v1::PinnedVersion* StepMachine::FindPin(int64_t version) const {
   const auto pin = impl_->pins.find(version);
   return pin == impl_->pins.end() ? nullptr : &pin->second;
 }
+
+absl::Status StepMachine::LoseState(const v1::OpenRequest& open) {
+  Impl& m = *impl_;
+  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan known, model::EpochPlan::Make(open));
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t member, known.FindMember(m.id));
+  // The epoch's versions up to the next due one were prepared without any further pin, and so was the next due one.
+  int64_t from = open.base();
+  if (!m.pins.empty()) from = std::max(from, m.pins.rbegin()->first);
+  const auto interval = static_cast<int64_t>(open.spec().pin_interval());
+  m.committed = from < 0 ? 0 : (from / interval + 1) * interval;
+  m.state = Impl::State::kLost;
+  m.Adopt(std::move(known), member);
+  return absl::OkStatus();
+}
+
+bool StepMachine::state_lost() const { return impl_->state != Impl::State::kKnown; }
+absl::Status StepMachine::StateStatus() const { return state_lost() ? impl_->StateLost() : absl::OkStatus(); }
+std::optional<int64_t> StepMachine::due_pin() const { return impl_->due_pin; }
 
 void StepMachine::Synced(uint64_t lsn) { impl_->synced = std::max(impl_->synced, lsn); }
 

@@ -60,8 +60,11 @@ class StepHost {
   virtual v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) = 0;
   // Step `prepared.step` is decided: apply it to the chunks. Called once per step, in order.
   virtual void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) = 0;
-  // A new epoch is open: provisional slices of older ones are void, chunks of a longer spec may have to be added.
+  // A new epoch is open: provisional slices of older ones are void, chunks of a longer spec may have to be added. With
+  // OpenRequest::restores, what the chunks hold counts for nothing until that restore is applied.
   virtual void Opened(const model::EpochPlan& plan) = 0;
+  // Who wants a durable pin has changed: it is to be kept so. If nobody does it goes, and will not be asked for again.
+  virtual void PinChanged(const v1::PinnedVersion& pin) = 0;
 };
 
 // nullopt: not yet; evaluate the same request again after the state changed.
@@ -117,10 +120,22 @@ class StepMachine {
   // `pin` is durable on this server, chunks and all: it may be restored from here on. In recovery: before the first
   // Replay.
   void Pinned(v1::PinnedVersion pin);
-  // Before a pin is taken off the disk. FAILED_PRECONDITION (BUSY): a prepared restore needs it, and may be decided.
+  // Nobody asks for the version any more. If the server itself does not want it either (FindPin is null then), it may
+  // be taken off the disk. FAILED_PRECONDITION: (BUSY) a prepared restore needs it, and may be decided; (STATE_LOST)
+  // the state is lost, and this may be what it is restored from.
   absl::Status Unpin(int64_t version);
   // Null if it is not pinned.
   const v1::PinnedVersion* FindPin(int64_t version) const;
+
+  // Durability every-K (rule 14). After Pinned and the replay of a promise, instead of any other record: the server was
+  // restarted, and had prepared steps in the epoch of `open`, or in one that followed it.
+  absl::Status LoseState(const v1::OpenRequest& open);
+  bool state_lost() const;
+  // OK, or why nothing may be read or pinned.
+  absl::Status StateStatus() const;
+  // The newest version that the server pins by itself: no later step is prepared before it is Pinned. From within
+  // StepHost::Apply: is it that step?
+  std::optional<int64_t> due_pin() const;
 
   int64_t committed() const;
   uint64_t skipped_steps() const;

@@ -6,6 +6,10 @@ namespace ballast::services {
 
 absl::Status StepMachine::Impl::CheckPromised(const v1::Epoch& epoch) const {
   const auto order = model::Compare(epoch, promised);
+  // The epoch that is known was that of the state: nobody may go on in it.
+  if (order == 0 && state == State::kLost && plan != nullptr && model::Compare(plan->open().epoch(), epoch) == 0) {
+    return StateLost();
+  }
   if (order < 0) {
     return Precondition(
         model::kStaleEpoch,
@@ -88,6 +92,8 @@ void StepMachine::Impl::TryPrepare() {
   if (!slices.Covered(v1::SLICE_KIND_VALUE, header.value_presence(), sealed.attempt())) return;
   // Its pin may have gone since it was sealed.
   if (!CheckRestore(header, sealed.blobs()).ok()) return;
+  // What follows from it: when a later step is decided all servers have the pin, and older ones may go.
+  if (due_pin.has_value() && !pins.contains(*due_pin) && !Seeded(SeededBug::kPinNotAwaited)) return;
 
   v1::PreparedRecord& record = prepared.emplace();
   record.set_step(committed + 1);
@@ -133,12 +139,65 @@ void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
     tensor_steps.assign(record.restored_tensor_steps().begin(), record.restored_tensor_steps().end());
     tensor_steps.resize(plan->layout().tensors().size(), 0);
   }
+  if (pin_interval() > 0) ReleasePins(record.header());
   host->Apply(record, *decision);
   slices.NextStep();
   seals.NextStep();
 }
 
+// All servers prepared this step, so all have what was due before it. A restore leaves what it restored: newer pins are
+// of what was given up with it, older ones nobody will need.
+void StepMachine::Impl::ReleasePins(const v1::StepHeader& header) {
+  std::optional<int64_t> kept;
+  if (header.kind() == v1::STEP_KIND_RESTORE) {
+    state = State::kKnown;
+    due_pin.reset();  // it goes with what was given up; all have what is restored
+    if (!Seeded(SeededBug::kRestoreKeepsPins)) kept = header.restored_version();
+  }
+  for (const auto& [version, pin] : pins) {
+    if (header.kind() != v1::STEP_KIND_RESTORE && pin.automatic()) kept = version;
+  }
+  if (kept.has_value()) KeepOneAutomatic(*kept);
+  if (committed % static_cast<int64_t>(pin_interval()) == 0) due_pin = committed;
+}
+
+void StepMachine::Impl::KeepOneAutomatic(int64_t kept) {
+  for (auto next = pins.begin(); next != pins.end();) {
+    const auto it = next++;
+    v1::PinnedVersion& pin = it->second;
+    const bool automatic = it->first == kept;
+    if (pin.automatic() == automatic) continue;
+    pin.set_automatic(automatic);
+    const v1::PinnedVersion changed = pin;
+    if (!automatic && !pin.requested()) pins.erase(it);
+    host->PinChanged(changed);
+  }
+}
+
+absl::Status StepMachine::Impl::StateLost() const {
+  const std::string held =
+      pins.empty() ? "and has no pin of it" : absl::StrCat("and has it up to version ", pins.rbegin()->first);
+  return Precondition(model::kStateLost,
+                      absl::StrCat("server '", id, "' was restarted or follows one that was, ", held,
+                                   "; exit and restart the group with resume=auto, which restores the newest version "
+                                   "that all servers have"));
+}
+
+absl::Status StepMachine::Impl::CheckStartsAnew(const v1::OpenRequest& request) const {
+  if (request.spec().durability() != v1::DURABILITY_EVERY_K || request.has_base_decision()) {
+    return BadRequest("only a job with durability every-K begins with a restore, and without the base's decision");
+  }
+  if (state != State::kLost && request.base() < committed) {
+    return Diverged(absl::StrCat("server '", id, "' is at step ", committed, " and cannot restore version ",
+                                 request.restores(), " as step ", request.base() + 1));
+  }
+  if (pins.contains(request.restores())) return absl::OkStatus();
+  return Precondition(model::kVersionGone, absl::StrCat("server '", id, "' has no durable pin of version ",
+                                                        request.restores(), "; GetJob tells which it has"));
+}
+
 absl::Status StepMachine::Impl::CheckBase(const v1::OpenRequest& request) const {
+  if (state != State::kKnown && !Seeded(SeededBug::kLossNotTold)) return StateLost();
   const v1::Decision& theirs = request.base_decision();
   if (request.has_base_decision() != (request.base() >= 0) ||
       (request.has_base_decision() && theirs.step() != request.base())) {
@@ -162,8 +221,16 @@ absl::Status StepMachine::Impl::CheckBase(const v1::OpenRequest& request) const 
 
 absl::Status StepMachine::Impl::CheckRestore(const v1::StepHeader& header,
                                              const google::protobuf::RepeatedPtrField<std::string>& blobs) const {
-  if (header.kind() != v1::STEP_KIND_RESTORE) return absl::OkStatus();
   const int64_t version = header.restored_version();
+  const bool restore = header.kind() == v1::STEP_KIND_RESTORE;
+  if (state == State::kToRestore && (!restore || version != plan->open().restores()) &&
+      !Seeded(SeededBug::kUpdateOfLostState)) {
+    return Precondition(model::kStateLost, absl::StrCat("the state of server '", id,
+                                                        "' is lost: the first transaction of this epoch "
+                                                        "must restore version ",
+                                                        plan->open().restores()));
+  }
+  if (!restore) return absl::OkStatus();
   if (committed != plan->open().base()) {
     return BadRequest(absl::StrCat("a restore is the first transaction of an epoch: this one began at version ",
                                    plan->open().base(), " and is at ", committed, "; fence a new one"));

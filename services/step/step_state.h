@@ -68,6 +68,13 @@ struct StepMachine::Impl {
   // Rule 13: whether a restore may be sealed, and prepared, here. OK of other kinds.
   absl::Status CheckRestore(const v1::StepHeader& header,
                             const google::protobuf::RepeatedPtrField<std::string>& blobs) const;
+  // Rule 14: whether the group may begin anew from the base that it found.
+  absl::Status CheckStartsAnew(const v1::OpenRequest& request) const;
+  absl::Status StateLost() const;
+  // After a decision: automatic pins that nobody will go back to go, or lose that mark.
+  void ReleasePins(const v1::StepHeader& header);
+  void KeepOneAutomatic(int64_t kept);
+  uint64_t pin_interval() const { return plan->open().spec().pin_interval(); }
   void Adopt(model::EpochPlan next, uint32_t member);
   v1::SealResponse Pending() const;
 
@@ -94,6 +101,11 @@ struct StepMachine::Impl {
   std::vector<uint64_t> tensor_steps;
   uint64_t skipped = 0;
   std::map<int64_t, v1::PinnedVersion> pins;  // durable here
+  // kLost: since a restart; `committed` is the last step that may have been prepared, and the epoch that is known is
+  // over. kToRestore: an epoch is open, whose first transaction is the only one that is prepared.
+  enum class State { kKnown, kLost, kToRestore };
+  State state = State::kKnown;
+  std::optional<int64_t> due_pin;
 
   // Only seeded bugs set these.
   std::optional<v1::Decision> unlogged_decision;

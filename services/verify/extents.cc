@@ -29,8 +29,14 @@ std::string NameOf(const NamedExtent& extent) {
 }
 
 // A server reads what a pin keeps when that version is restored, and then refuses it.
-Harm HarmOf(const NamedExtent& extent) { return extent.pin.has_value() ? Harm::kNone : Harm::kJobRefused; }
+Harm HarmOf(const NamedExtent& extent) {
+  return extent.pin.has_value() && !extent.automatic ? Harm::kNone : Harm::kJobRefused;
+}
 std::string AdviceOf(const NamedExtent& extent) {
+  if (extent.automatic) {
+    return "the job cannot go back to that version, which servers do after a restart (durability every-K): drop "
+           "it with `ballastctl drop` and start it again";
+  }
   return extent.pin.has_value() ? absl::StrCat("`ballastctl unpin --version ", *extent.pin, "`: it cannot be restored")
                                 : kRebuildAdvice;
 }
@@ -98,7 +104,7 @@ std::vector<NamedExtent> PinnedExtents(const std::string& job, const StateLayout
   std::vector<NamedExtent> extents;
   for (const v1::PinnedVersion& pin : pins) {
     for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
-      if (known.insert(chunk.Encode()).second) extents.push_back({job, layout, chunk, pin.version()});
+      if (known.insert(chunk.Encode()).second) extents.push_back({job, layout, chunk, pin.version(), pin.automatic()});
     }
   }
   return extents;

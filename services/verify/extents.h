@@ -21,6 +21,7 @@ struct NamedExtent {
   storage::StateLayout layout;
   storage::DurableChunk chunk;
   std::optional<int64_t> pin = std::nullopt;  // it is only what this durable pin keeps, not the newest state
+  bool automatic = false;                     // and its job may have to go back to it
 };
 // What the catalog says of pins whose extents are not those of `chunks` or of a pin before.
 std::vector<NamedExtent> PinnedExtents(const std::string& job, const storage::StateLayout& layout,

@@ -112,7 +112,10 @@ absl::Status Rebuilding::ReadCandidates() {
   }
   for (const auto& [name, job] : known_) {
     if (bad.contains(name) && !candidates_.contains(name)) {
-      Refuse(name, "it has no log to be rebuilt from; drop it with `ballastctl drop` once the server runs");
+      Refuse(name, job.entry.every_k()
+                       ? "its durability is every-K, and what the catalog says of its pins is nowhere "
+                         "else; drop it with `ballastctl drop` once the server runs"
+                       : "it has no log to be rebuilt from; drop it with `ballastctl drop` once the server runs");
     }
   }
   return absl::OkStatus();
@@ -305,7 +308,7 @@ absl::Status Rebuilding::Write() {
     result_.done.push_back(aside.empty() ? "began a new catalog"
                                          : absl::StrCat("moved the catalog to ", aside, " and began a new one"));
     result_.done.push_back(
-        "what the old catalog knew of durable pins and of jobs without durability is not known any more");
+        "what the old catalog knew of durable pins and of jobs with durability none or every-K is not known any more");
   }
   std::vector<std::pair<std::string, std::string>> pairs;
   if (new_server_id_ && !server_id_.empty()) {

@@ -69,6 +69,11 @@ absl::StatusOr<ScrubReport> Scrub::Run() {
 
 void Scrub::CheckJob(const std::string& name, const CatalogJob& job) {
   ++report_.counts.jobs;
+  if (job.entry.every_k()) {
+    // No log: what is not pinned is unknown after a restart, whatever the disk holds.
+    ++report_.counts.durable_jobs;
+    return CheckChunks(name, job.entry);
+  }
   if (!job.durable()) {
     if (job.entry.chunks.empty()) return;
     Add(Harm::kUnnoticed, name, "the catalog has chunks of a job without its Open", directory_->path() + "/catalog",

@@ -87,7 +87,7 @@ StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
   for (const PlacedChunk& chunk : chunks) {
     const auto elements = static_cast<double>(chunk.elements);
     const auto state = static_cast<double>(layout_.StateBytes(chunk.elements));
-    logged += shape_.durable ? elements * gradient_bytes : 0;
+    logged += shape_.durable && shape_.logged ? elements * gradient_bytes : 0;
     const double read_back = elements * gradient_bytes * shape_.read_back_share;
     read += read_back;
     if (chunk.placement.state == TierKind::kNvme) {
@@ -123,7 +123,7 @@ StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
                              Seconds(flushed + logged, write_speed, "writes of the disk");
     out_.disk_idle = std::max(0.0, front - meanwhile);
   }
-  if (shape_.durable) out_.sync = kSyncsPerStep * 1e-6 * static_cast<double>(m.disk_append_p50_us);
+  if (shape_.durable && shape_.logged) out_.sync = kSyncsPerStep * 1e-6 * static_cast<double>(m.disk_append_p50_us);
   out_.gpu_link = Seconds(in, static_cast<double>(m.gpu_in_bytes_per_s), "the GPU's link") +
                   Seconds(out, static_cast<double>(m.gpu_out_bytes_per_s), "the GPU's link");
   out_.total = std::max(out_.compute + out_.gpu_link, out_.disk_idle + out_.disk) + out_.sync;

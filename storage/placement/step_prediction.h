@@ -23,8 +23,10 @@ struct StepShape {
   const MachineProfile* machine = nullptr;  // borrowed; null: nothing is predicted
   int threads = 1;                          // that compute
   uint64_t staging_bytes = 0;               // of buffers for NVMe state on its way
-  bool durable = false;                     // gradients go to the log, new versions to free extents
-  // Durable: of state that lives in memory, the share that goes to the disk with each step so that the log can be cut.
+  bool durable = false;                     // new versions go to free extents
+  bool logged = true;                       // durable: gradients go to the log
+  // Durable: of state that lives in memory, the share that goes to the disk with each step so that the log can be cut,
+  // or for pins.
   double flushed_share = 0;
   // Of gradients, the share that does not stay in memory and is read back from the log.
   double read_back_share = 0;

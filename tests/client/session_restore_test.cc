@@ -3,104 +3,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <deque>
-#include <filesystem>
-
-#include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/embedded/embedded_transport.h"
-#include "ballast/services/state_server.h"
-#include "ballast/tests/client/session_fixture.h"
-#include "ballast/tests/scratch_directory.h"
+#include "ballast/tests/client/durable_servers.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::client {
 namespace {
-
-constexpr uint64_t kMiB = uint64_t{1} << 20;
-constexpr int kServers = 2;
-
-struct Budget {
-  const char* name;
-  storage::TierBytes bytes;
-};
-
-// Servers "s0", "s1" with disks, which can be started again.
-class Servers {
- public:
-  explicit Servers(const storage::TierBytes& budget) : budget_(budget), servers_(kServers) { Restart(); }
-  void Restart() {
-    for (int i = 0; i < kServers; ++i) {
-      servers_[i].state.reset();
-      services::StateServerOptions options;
-      options.data_directory = servers_[i].directory.path();
-      options.server_id = absl::StrCat("s", i);
-      options.budget = budget_;
-      options.staging_bytes = 4 * kMiB;
-      auto state = services::StateServer::Start(options);
-      ASSERT_TRUE(state.ok()) << state.status();
-      servers_[i].state = *std::move(state);
-    }
-  }
-  std::vector<std::unique_ptr<Transport>> Connect() const {
-    std::vector<std::unique_ptr<Transport>> transports;
-    for (const Server& server : servers_) transports.push_back(services::MakeEmbeddedTransport(server.state.get()));
-    return transports;
-  }
-  v1::GetServerStatusResponse Status(int i) const { return servers_[i].state->Status(); }
-  // As a rank whose other calls are lost, at the epoch that is open.
-  absl::Status PinDurably(int i, int64_t version) const {
-    return services::PinDurably(servers_[i].state.get(), "test", Status(i).jobs(0).epoch(), version);
-  }
-  // Without the logs, which a restart may extend.
-  uint64_t NvmeUsed() const {
-    uint64_t used = 0;
-    for (int i = 0; i < kServers; ++i) {
-      used += Status(i).tiers(2).used_bytes();
-      used -= std::filesystem::file_size(servers_[i].directory.path() + "/log-test");
-    }
-    return used;
-  }
-
- private:
-  struct Server {
-    ScratchDirectory directory;
-    std::unique_ptr<services::StateServer> state;
-  };
-  const storage::TierBytes budget_;
-  std::deque<Server> servers_;
-};
-
-SessionOptions DurableOptions() {
-  SessionOptions options = TestOptions();
-  options.durability = v1::DURABILITY_STEP;
-  options.resume = Resume::kAuto;
-  return options;
-}
-
-std::string Blob(int rank, int64_t step) { return absl::StrCat("cursor of rank ", rank, " at ", step); }
-
-// Steps `first` to `last` of the reference's training, whatever the session's version numbers are.
-absl::Status Train(Session& session, int64_t first, int64_t last) {
-  for (int64_t step = first; step <= last; ++step) {
-    StepOptions options = TestStep();
-    options.blob = Blob(session.rank(), step);
-    BALLAST_RETURN_IF_ERROR(TrainStep(session, step, options).status());
-  }
-  return absl::OkStatus();
-}
-
-Reference ReferenceAt(int64_t step) {
-  Reference reference(TestTensors());
-  for (int64_t s = 1; s <= step; ++s) reference.Step(s, TestStep());
-  return reference;
-}
-
-absl::Status ExpectIsStep(Session& session, int64_t step) {
-  BALLAST_RETURN_IF_ERROR(ReferenceAt(step).Compare(session, session.version()));
-  BALLAST_ASSIGN_OR_RETURN(const uint64_t t, session.TensorSteps("layer.up", session.version()));
-  return Expect(static_cast<int64_t>(t) == step, absl::StrCat("t is ", t, ", expected ", step));
-}
 
 class SessionRestoreTest : public ::testing::TestWithParam<Budget> {
  protected:

@@ -254,18 +254,6 @@ TEST(StateServer, KeepsThePromiseOfAJobThatHadNoStateYet) {
   EXPECT_EQ(same.Initialise(Ones), absl::OkStatus());
 }
 
-TEST(StateServer, RefusesEveryKForNow) {
-  TestServer server("s");
-  v1::JobSpec spec = MakeSpec("job", SmallModel());
-  spec.set_durability(v1::DURABILITY_EVERY_K);
-  TrainerGroup group({server.get()}, spec, 1);
-  const absl::Status status = group.Start();
-  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
-  EXPECT_EQ(model::ReasonOf(status), model::kUnsupported);
-  EXPECT_TRUE(Contains(status, "DURABILITY_EVERY_K") && Contains(status, "accepts DURABILITY_NONE and DURABILITY_STEP"))
-      << status;
-}
-
 TEST(StateServer, RefusesToFenceAnExistingJobThatShouldBeNew) {
   TestServer server("s");
   TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 1);

@@ -87,6 +87,7 @@ absl::Status TrainerGroup::Start() {
   std::vector<v1::GetJobResponse> answers;
   BALLAST_RETURN_IF_ERROR(Fence(&answers));
   BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(answers));
+  restores_ = resolution.restores;
   return Open(resolution.base, resolution.decision);
 }
 
@@ -108,6 +109,7 @@ v1::OpenRequest TrainerGroup::open_request(int64_t base, const std::optional<v1:
   *request.mutable_epoch() = epoch_;
   request.set_base(base);
   if (decision.has_value()) *request.mutable_base_decision() = *decision;
+  if (restores_.has_value()) request.set_restores(*restores_);
   *request.mutable_spec() = spec_;
   const absl::StatusOr<model::Layout> layout = model::Layout::Make(spec_);
   if (layout.ok()) *request.mutable_tiling() = model::EvenTiling(*layout, world_size_);

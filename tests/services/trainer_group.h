@@ -73,6 +73,8 @@ class TrainerGroup {
   StateServer* server_of(uint64_t chunk) const { return servers_[plan_->server_of(chunk)]; }
   const v1::Epoch& epoch() const { return epoch_; }
   int64_t step() const { return step_; }
+  // Start found lost state, and this is the version that step() has to bring back.
+  std::optional<int64_t> restores() const { return restores_; }
   void set_attempt(uint64_t attempt) { attempt_ = attempt; }
   v1::JobSpec& spec() { return spec_; }
 
@@ -82,6 +84,7 @@ class TrainerGroup {
   const uint32_t world_size_;
   v1::Epoch epoch_;
   int64_t step_ = 0;  // the one in flight
+  std::optional<int64_t> restores_;
   uint64_t attempt_ = 0;
   std::unique_ptr<model::EpochPlan> plan_;
   // Payloads of pushes whose answers a test still awaits.

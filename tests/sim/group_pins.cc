@@ -56,9 +56,13 @@ void SimGroup::MaybeRestore(int64_t base, const std::vector<v1::GetJobResponse>&
   if (pinned.empty() || !around_.random->Percent(80)) return;
   auto pin = pinned.begin();
   std::advance(pin, static_cast<ptrdiff_t>(around_.random->Below(pinned.size())));
-  const auto& blobs = around_.oracle->decision(pin->first).blobs();
+  WillRestore(base, pin->first);
+}
+
+void SimGroup::WillRestore(int64_t base, int64_t version) {
+  const auto& blobs = around_.oracle->decision(version).blobs();
   intent_.restore_at = base + 1;
-  intent_.restored = pin->first;
+  intent_.restored = version;
   intent_.restored_blobs.assign(blobs.begin(), blobs.end());
 }
 

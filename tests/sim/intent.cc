@@ -1,5 +1,7 @@
 #include "ballast/tests/sim/intent.h"
 
+#include <map>
+
 #include "absl/strings/str_cat.h"
 #include "ballast/tests/sim/random.h"
 
@@ -8,7 +10,12 @@ namespace {
 
 constexpr uint64_t kChunkElements = 65536;
 
-v1::OpenRequest MakeTemplate(uint32_t world_size) {
+struct World {
+  std::vector<v1::OpenRequest> templates;  // by world size - 1
+  std::vector<model::EpochPlan> plans;
+};
+
+v1::OpenRequest MakeTemplate(uint32_t world_size, uint64_t pin_interval) {
   v1::OpenRequest open;
   v1::JobSpec* spec = open.mutable_spec();
   spec->set_name(kJob);
@@ -16,7 +23,9 @@ v1::OpenRequest MakeTemplate(uint32_t world_size) {
   spec->set_optimizer(v1::OPTIMIZER_ADAMW);
   spec->set_gradient_dtype(v1::DTYPE_BF16);
   spec->set_working_dtype(v1::DTYPE_BF16);
-  spec->set_durability(v1::DURABILITY_NONE);
+  // To the step machine all but every-K are the same: what is kept is the log's matter.
+  spec->set_durability(pin_interval > 0 ? v1::DURABILITY_EVERY_K : v1::DURABILITY_NONE);
+  spec->set_pin_interval(pin_interval);
   spec->set_group_count(1);
   v1::Registration* batch = spec->add_registrations();
   batch->set_version(-1);
@@ -39,20 +48,28 @@ v1::OpenRequest MakeTemplate(uint32_t world_size) {
   return open;
 }
 
+World*& TheWorld() {
+  static World* world = nullptr;
+  return world;
+}
+
 }  // namespace
+
+void BeginWorld(uint64_t pin_interval) {
+  static auto* const worlds = new std::map<uint64_t, World>;
+  World& world = (*worlds)[pin_interval];
+  for (uint32_t world_size = 1; world.plans.size() < kWorldSizeMax; ++world_size) {
+    world.templates.push_back(MakeTemplate(world_size, pin_interval));
+    world.plans.push_back(*model::EpochPlan::Make(world.templates.back()));
+  }
+  TheWorld() = &world;
+}
 
 std::string ServerName(int server) { return std::string(1, static_cast<char>('x' + server)); }
 
-const v1::OpenRequest& OpenTemplate(uint32_t world_size) {
-  static const auto* const templates = new std::vector<v1::OpenRequest>{MakeTemplate(1), MakeTemplate(2)};
-  return (*templates)[world_size - 1];
-}
-
-const model::EpochPlan& PlanOf(uint32_t world_size) {
-  static const auto* const plans = new std::vector<model::EpochPlan>{*model::EpochPlan::Make(OpenTemplate(1)),
-                                                                     *model::EpochPlan::Make(OpenTemplate(2))};
-  return (*plans)[world_size - 1];
-}
+const v1::OpenRequest& OpenTemplate(uint32_t world_size) { return TheWorld()->templates[world_size - 1]; }
+const model::EpochPlan& PlanOf(uint32_t world_size) { return TheWorld()->plans[world_size - 1]; }
+uint64_t PinInterval() { return OpenTemplate(1).spec().pin_interval(); }
 
 uint64_t GroupIntent::FinalAttempt(int64_t step) const {
   const uint64_t chance = Mix(seed, group, step, 1) % 10;

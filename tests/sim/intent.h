@@ -16,6 +16,10 @@ inline constexpr int kServers = 3;
 inline constexpr uint32_t kWorldSizeMax = 2;
 inline constexpr char kJob[] = "sim";
 
+// Before each schedule: the K of the job's durability; 0: its servers lose nothing that was synced.
+void BeginWorld(uint64_t pin_interval);
+// The same, of the job that there is.
+uint64_t PinInterval();
 std::string ServerName(int server);
 // An epoch's Open, without epoch and base.
 const v1::OpenRequest& OpenTemplate(uint32_t world_size);

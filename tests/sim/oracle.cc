@@ -1,6 +1,7 @@
 #include "ballast/tests/sim/oracle.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/tests/sim/random.h"
@@ -71,38 +72,55 @@ void Oracle::Settle(const v1::Decision& decision, const std::string& who) {
     return Broken(absl::StrCat(who, " takes for decided what no group pushed and sealed: ", Show(decision)));
   }
   step.tensor_steps.assign(PlanOf(1).layout().tensors().size(), 0);
-  if (!steps_.empty()) step.tensor_steps = steps_.back().tensor_steps;
+  const auto older = steps_.lower_bound(decision.step());
+  const Step before = older == steps_.begin() ? Step() : std::prev(older)->second;
+  const bool newest = older == steps_.end();
+  if (older != steps_.begin()) step.tensor_steps = before.tensor_steps;
   const v1::StepHeader header = step.authors.front().group->Header(decision.step(), 0);
   if (decision.verdict().skip()) ++skipped_;
   for (uint32_t tensor = 0; tensor < step.tensor_steps.size() && !decision.verdict().skip(); ++tensor) {
     if (model::HasBit(header.gradient_presence(), tensor)) ++step.tensor_steps[tensor];
   }
-  const Step before = steps_.empty() ? Step() : steps_.back();
   for (int server = 0; server < kServers; ++server) {
     const bool changes =
         !decision.verdict().skip() && Changes(PlanOf(step.authors.front().group->world_size), server, header);
     step.states[server] = changes ? Evolve(before.states[server], decision.step()) : before.states[server];
   }
-  if (header.kind() == v1::STEP_KIND_RESTORE) {
-    const Step& restored = steps_[static_cast<size_t>(header.restored_version())];
+  const bool restore = header.kind() == v1::STEP_KIND_RESTORE;
+  if ((older == steps_.begin() ? -1 : std::prev(older)->first) != decision.step() - 1 && !restore) {
+    return Broken(absl::StrCat(who, " decides ", Show(decision), " after step ", last_decided()));
+  }
+  if (const auto interval = static_cast<int64_t>(PinInterval()); interval > 0 && newest) {
+    // Nobody waits for a restore's pin to become the one that is gone back to.
+    floor_ = restore ? std::min(floor_, header.restored_version()) : due_;
+    if (restore) due_ = header.restored_version();
+    if (decision.step() % interval == 0) due_ = decision.step();
+  }
+  if (restore) {
+    const Step& restored = steps_.at(header.restored_version());
     step.tensor_steps = restored.tensor_steps;
     std::copy(restored.states, restored.states + kServers, step.states);
   }
-  steps_.push_back(std::move(step));
+  steps_[decision.step()] = std::move(step);
 }
 
 void Oracle::CheckState(int server, int64_t step, uint64_t state) {
-  if (!violation_.empty() || step > last_decided() || steps_[static_cast<size_t>(step)].states[server] == state) return;
+  const auto found = steps_.find(step);
+  if (!violation_.empty() || found == steps_.end() || found->second.states[server] == state) return;
   Broken(absl::StrCat("server ", server, " has other state at step ", step, " than that step's transactions make"));
 }
 
 void Oracle::Decided(const v1::Decision& decision, const std::string& who) {
-  if (decision.step() < 0 || decision.step() > last_decided() + 1) {
+  const bool known = steps_.contains(decision.step());
+  // Who comes late may find that a step had been decided which nobody knew of when others began behind it.
+  const auto newer = steps_.upper_bound(decision.step());
+  const bool late = newer == steps_.end() || model::Compare(newer->second.decision.epoch(), decision.epoch()) > 0;
+  if (decision.step() < 0 || (!known && !late)) {
     return Broken(absl::StrCat(who, " decides ", Show(decision), " after step ", last_decided()));
   }
-  if (decision.step() == last_decided() + 1) Settle(decision, who);
+  if (!known) Settle(decision, who);
   if (!violation_.empty()) return;
-  const Step& step = steps_[decision.step()];
+  const Step& step = steps_.at(decision.step());
   if (!Same(step.decision, decision)) {
     return Broken(absl::StrCat("two verdicts: ", Show(step.decision), "; ", who, " has ", Show(decision)));
   }
@@ -120,14 +138,20 @@ void Oracle::Acknowledged(const v1::Decision& decision, const std::string& who) 
 void Oracle::StartedFrom(int64_t base, const v1::Epoch& epoch, const std::string& who) {
   if (base >= acknowledged_) return;
   // What a newer group decided need not be known to one that it fenced: that one is refused wherever it opens.
-  if (model::Compare(steps_[base + 1].decision.epoch(), epoch) > 0) return;
+  if (model::Compare(steps_.upper_bound(base)->second.decision.epoch(), epoch) > 0) return;
   Broken(absl::StrCat(who, " starts from step ", base, " although step ", acknowledged_, " was acknowledged"));
+}
+
+void Oracle::StartsAnew(int64_t restored, const v1::Epoch& epoch, const std::string& who) {
+  if (restored >= floor_ && steps_.contains(restored)) return;
+  if (!steps_.empty() && model::Compare(steps_.rbegin()->second.decision.epoch(), epoch) > 0) return;
+  Broken(absl::StrCat(who, " goes back to version ", restored, " although all servers have pinned ", floor_));
 }
 
 void Oracle::Applied(int server, const v1::Decision& decision, absl::Span<const Consumed> consumed) {
   Decided(decision, absl::StrCat("server ", server));
   if (!violation_.empty()) return;
-  Step& step = steps_[decision.step()];
+  Step& step = steps_.at(decision.step());
   const auto pushed_it_all = [&](const Author& author) {
     return std::all_of(consumed.begin(), consumed.end(), [&](const Consumed& c) {
       return c.digest ==
@@ -142,8 +166,9 @@ void Oracle::Applied(int server, const v1::Decision& decision, absl::Span<const 
 }
 
 void Oracle::CheckTensorSteps(int server, int64_t committed, absl::Span<const uint64_t> tensor_steps) {
-  if (committed < 0 || committed > last_decided()) return;
-  const auto& expected = steps_[committed].tensor_steps;
+  const auto step = steps_.find(committed);
+  if (step == steps_.end()) return;
+  const auto& expected = step->second.tensor_steps;
   if (!std::equal(expected.begin(), expected.end(), tensor_steps.begin(), tensor_steps.end())) {
     Broken(absl::StrCat("server ", server, " counts other optimizer steps after step ", committed,
                         " than there were updates"));

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -45,16 +46,19 @@ class Oracle {
   void Acknowledged(const v1::Decision& decision, const std::string& who);
   // The group of this epoch starts from here.
   void StartedFrom(int64_t base, const v1::Epoch& epoch, const std::string& who);
+  // Besides, of one that found state lost: it will restore this version.
+  void StartsAnew(int64_t restored, const v1::Epoch& epoch, const std::string& who);
   void Applied(int server, const v1::Decision& decision, absl::Span<const Consumed> consumed);
   void CheckTensorSteps(int server, int64_t committed, absl::Span<const uint64_t> tensor_steps);
   // What a server's chunks are after `step`, as Evolve makes it of what it applied.
   void CheckState(int server, int64_t step, uint64_t state);
-  const v1::Decision& decision(int64_t step) const { return steps_[static_cast<size_t>(step)].decision; }
+  const v1::Decision& decision(int64_t step) const { return steps_.at(step).decision; }
   void CheckApart(absl::Span<const int64_t> committed);
   void Broken(const std::string& what);
 
   const std::string& violation() const { return violation_; }
-  int64_t last_decided() const { return static_cast<int64_t>(steps_.size()) - 1; }
+  int64_t last_decided() const { return steps_.empty() ? -1 : steps_.rbegin()->first; }
+  uint64_t decided() const { return steps_.size(); }
   uint64_t skipped() const { return skipped_; }
 
  private:
@@ -75,7 +79,10 @@ class Oracle {
 
   const uint32_t lives_;
   std::vector<const GroupIntent*> groups_;
-  std::vector<Step> steps_;  // by N
+  std::map<int64_t, Step> steps_;  // by N; a group that found state lost may begin behind numbers that stay free
+  // Every-K: all servers have pinned this version, and the newest that they pin next.
+  int64_t floor_ = -1;
+  int64_t due_ = -1;
   int64_t acknowledged_ = -1;
   uint64_t skipped_ = 0;
   std::string violation_;

@@ -12,6 +12,7 @@ namespace ballast::sim {
 namespace {
 
 constexpr int kFaultyEvents = 400;
+constexpr int kFaultyEventsEveryK = 900;  // until a restore is followed by pins, and these by a loss
 // Ten times what the slowest fault-free ending needs.
 constexpr int kHealedEvents = 6000;
 constexpr size_t kInFlightMax = 96;
@@ -29,6 +30,7 @@ class Schedule {
         random_(options.seed),
         calm_(uint64_t{1} << random_.Below(4)),
         oracle_(options.bug == ClientBug::kRestartsInEpoch ? 2 : 1) {
+    BeginWorld(options.every_k ? 1 + random_.Below(3) : 0);
     for (int i = 0; i < kServers; ++i) {
       servers_.push_back(std::make_unique<SimServer>(i, options.bug, &random_, &oracle_));
     }
@@ -36,12 +38,13 @@ class Schedule {
 
   ScheduleResult Run() {
     Launch();
-    for (int i = 0; i < kFaultyEvents && Fine(); ++i) {
+    const int events = options_.every_k ? kFaultyEventsEveryK : kFaultyEvents;
+    for (int i = 0; i < events && GoesOn(); ++i) {
       if (!Fault()) Event();
     }
     Heal();
-    const int64_t goal = oracle_.last_decided() + 2;
-    for (int i = 0; oracle_.last_decided() < goal && Fine(); ++i) {
+    const uint64_t goal = oracle_.decided() + 2;
+    for (int i = 0; oracle_.decided() < goal && GoesOn(); ++i) {
       if (i == kHealedEvents) {
         oracle_.Broken(absl::StrCat("no progress: step ", oracle_.last_decided() + 1, " is not decided ", kHealedEvents,
                                     " events after the last fault"));
@@ -49,14 +52,18 @@ class Schedule {
       if (!SomeGroupIsWhole()) Launch();
       Event();
     }
-    for (const auto& server : servers_) tally_.decisions_lost += server->decisions_lost();
-    tally_.steps = static_cast<uint64_t>(oracle_.last_decided() + 1);
+    for (const auto& server : servers_) {
+      tally_.decisions_lost += server->decisions_lost();
+      tally_.states_lost += server->states_lost();
+    }
+    tally_.steps = oracle_.decided();
     tally_.skipped = oracle_.skipped();
     return {oracle_.violation(), tally_};
   }
 
  private:
   bool Fine() const { return oracle_.violation().empty(); }
+  bool GoesOn() const { return Fine() && tally_.dead == 0; }
   bool SomeGroupIsWhole() const {
     return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->all_alive(); });
   }
@@ -90,6 +97,8 @@ class Schedule {
     if (chance < 12) {
       SimServer& server = *servers_[random_.Below(kServers)];
       if (!server.up()) return false;
+      // Mostly not before there is something to go back to.
+      if (options_.every_k && oracle_.decided() < 2 && !random_.Percent(5)) return false;
       ++tally_.crashes;
       server.Crash();
     } else if (chance < 20) {
@@ -191,7 +200,7 @@ class Schedule {
   void CheckApart() {
     std::vector<int64_t> committed;
     for (const auto& server : servers_) {
-      if (server->up()) committed.push_back(server->committed());
+      if (server->up() && !server->state_lost()) committed.push_back(server->committed());
     }
     oracle_.CheckApart(committed);
   }

@@ -17,6 +17,8 @@ struct ScheduleResult {
 struct ScheduleOptions {
   uint64_t seed = 1;
   ClientBug bug = ClientBug::kNone;
+  // Durability every-K with a K of 1 to 3: a crash takes all but promises, Opens and pins.
+  bool every_k = false;
   // See SimGroup::Surroundings.
   bool leave_on_error = false;
 };

@@ -19,6 +19,7 @@ struct Planted {
   const char* name;
   SeededBug server = SeededBug::kNone;
   ClientBug client = ClientBug::kNone;
+  bool every_k = false;
 };
 
 class SeededBugTest : public testing::TestWithParam<Planted> {
@@ -29,7 +30,8 @@ class SeededBugTest : public testing::TestWithParam<Planted> {
 TEST_P(SeededBugTest, IsCaught) {
   services::seeded_bug = GetParam().server;
   for (uint64_t seed = 1; seed <= kSchedulesMax; ++seed) {
-    const ScheduleResult result = RunSchedule({.seed = seed, .bug = GetParam().client, .leave_on_error = true});
+    const ScheduleResult result =
+        RunSchedule({.seed = seed, .bug = GetParam().client, .every_k = GetParam().every_k, .leave_on_error = true});
     if (result.violation.empty()) continue;
     std::printf("  caught in schedule %llu: %s\n", static_cast<unsigned long long>(seed), result.violation.c_str());
     return;
@@ -79,9 +81,20 @@ INSTANTIATE_TEST_SUITE_P(
                     Planted{"UnpinBeforeFlush", SeededBug::kNone, ClientBug::kUnpinBeforeFlush}),
     [](const auto& planted) { return planted.param.name; });
 
+INSTANTIATE_TEST_SUITE_P(
+    EveryK, SeededBugTest,
+    testing::Values(Planted{"PinNotAwaited", SeededBug::kPinNotAwaited, ClientBug::kNone, true},
+                    Planted{"PinDroppedByTheNext", SeededBug::kPinDroppedByTheNext, ClientBug::kNone, true},
+                    Planted{"LossNotTold", SeededBug::kLossNotTold, ClientBug::kNone, true},
+                    Planted{"UpdateOfLostState", SeededBug::kUpdateOfLostState, ClientBug::kRestoreForgotten, true},
+                    Planted{"RestoreKeepsPins", SeededBug::kRestoreKeepsPins, ClientBug::kNone, true},
+                    Planted{"NumbersUsedAgain", SeededBug::kNone, ClientBug::kNumbersUsedAgain, true}),
+    [](const auto& planted) { return planted.param.name; });
+
 TEST(SeededBugs, NoneIsActiveByDefault) {
-  for (uint64_t seed = 1; seed <= 500; ++seed) {
-    ASSERT_EQ(RunSchedule({.seed = seed, .leave_on_error = true}).violation, "") << "seed " << seed;
+  for (uint64_t seed = 1; seed <= 1000; ++seed) {
+    ASSERT_EQ(RunSchedule({.seed = seed, .every_k = seed % 2 == 0, .leave_on_error = true}).violation, "")
+        << "seed " << seed;
   }
 }
 

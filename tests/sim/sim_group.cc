@@ -25,6 +25,10 @@ void Tally::Add(const Tally& other) {
   pins += other.pins;
   restores += other.restores;
   gone += other.gone;
+  states_lost += other.states_lost;
+  went_back += other.went_back;
+  numbers_left += other.numbers_left;
+  dead += other.dead;
 }
 
 SimGroup::SimGroup(GroupIntent intent, Surroundings around)
@@ -232,9 +236,10 @@ void SimGroup::Resolve() {
       *answer.mutable_prepared()->mutable_epoch() = answers[0].prepared().epoch();
     }
   }
-  const auto resolution = model::Resolve(answers);
-  if (!resolution.ok()) {
-    return around_.oracle->Broken(absl::StrCat(Name(0), " cannot resolve: ", resolution.status().ToString()));
+  auto resolution = model::Resolve(answers);
+  if (!resolution.ok()) return NotResolved(resolution.status());
+  if (resolution->restores.has_value() && around_.bug == ClientBug::kNumbersUsedAgain) {
+    resolution->base = *resolution->restores;
   }
   const bool finished = std::all_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& answer) {
     return answer.committed() < resolution->base;
@@ -244,12 +249,30 @@ void SimGroup::Resolve() {
   around_.oracle->StartedFrom(resolution->base, intent_.epoch, Name(0));
   if (resolution->decision.has_value()) around_.oracle->Decided(*resolution->decision, Name(0));
 
-  MaybeRestore(resolution->base, answers);
+  if (resolution->restores.has_value()) {
+    ++around_.tally->went_back;
+    around_.tally->numbers_left += resolution->base > around_.oracle->last_decided();
+    around_.oracle->StartsAnew(*resolution->restores, intent_.epoch, Name(0));
+    if (!around_.oracle->violation().empty()) return;
+    if (around_.bug != ClientBug::kRestoreForgotten) WillRestore(resolution->base, *resolution->restores);
+  } else {
+    MaybeRestore(resolution->base, answers);
+  }
   auto open = std::make_shared<v1::OpenRequest>(OpenTemplate(intent_.world_size));
   *open->mutable_epoch() = intent_.epoch;
   open->set_base(resolution->base);
   if (resolution->decision.has_value()) *open->mutable_base_decision() = *resolution->decision;
+  if (resolution->restores.has_value()) open->set_restores(*resolution->restores);
   open_ = std::move(open);
+}
+
+void SimGroup::NotResolved(const absl::Status& status) {
+  // Before its first pin a job has nothing to go back to; its first step behind that needs the pin.
+  if (model::ReasonOf(status) == model::kStateLost && PinInterval() > 0 && around_.oracle->last_decided() <= 0) {
+    ++around_.tally->dead;
+    return;
+  }
+  around_.oracle->Broken(absl::StrCat(Name(0), " cannot resolve: ", status.ToString()));
 }
 
 void SimGroup::Decide(uint32_t r, const v1::Decision& decision) {
@@ -348,6 +371,11 @@ void SimGroup::OnError(uint32_t r, const Response& response) {
     return;
   }
   if (reason == model::kIncomplete) return;
+  if (reason == model::kStateLost && PinInterval() > 0 && around_.bug != ClientBug::kRestoreForgotten) {
+    rank.dead = true;
+    ++around_.tally->stale;
+    return;
+  }
   if (reason == model::kVersionGone && rank.step == intent_.restore_at) {
     rank.dead = true;
     ++around_.tally->gone;

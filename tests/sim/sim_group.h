@@ -27,6 +27,8 @@ enum class ClientBug {
   kLogCutAtOwnCommit,     // the log forgets a step's records before its decision is durable
   kPinBeforeDurable,      // a server counts a version as pinned that a crash may still take
   kUnpinBeforeFlush,      // a version is taken off the disk while chunks still have to be made from it
+  kNumbersUsedAgain,      // every-K: who goes back to a version counts on from it
+  kRestoreForgotten,      // every-K: who goes back to a version does not restore it
 };
 
 // What happened in a schedule, or in many.
@@ -47,6 +49,11 @@ struct Tally {
   uint64_t pins = 0;   // of one server each
   uint64_t restores = 0;
   uint64_t gone = 0;  // ranks that wanted to restore what some server does not have
+  // Every-K.
+  uint64_t states_lost = 0;   // by servers that had one
+  uint64_t went_back = 0;     // groups that found state lost
+  uint64_t numbers_left = 0;  // and began behind steps that nobody knows to have been decided
+  uint64_t dead = 0;          // schedules whose job lost its state before its first pin
 
   void Add(const Tally& other);
 };
@@ -107,6 +114,8 @@ class SimGroup {
   void OnPin(const Response& response);
   // Sometimes the group begins with a restore of what it heard to be pinned.
   void MaybeRestore(int64_t base, const std::vector<v1::GetJobResponse>& answers);
+  void WillRestore(int64_t base, int64_t version);
+  void NotResolved(const absl::Status& status);
   void TickSeals(uint32_t r, std::vector<Request>* requests);
   void AskNorms(uint32_t r, std::vector<Request>* requests);
   void Resolve();

@@ -12,6 +12,7 @@ namespace {
 
 // Ranks retransmit, so a server may forget who waits; this bounds its memory.
 constexpr size_t kWaitingMax = 32;
+constexpr uint64_t kUnknownState = 0xdeadbeef;
 
 template <typename T>
 void Answer(const Request& request, absl::StatusOr<T> result, std::vector<Response>* answers) {
@@ -69,6 +70,10 @@ void SimServer::Apply(const v1::PreparedRecord& prepared, const v1::Decision& de
   }
   oracle_->Applied(index_, decision, consumed);
   oracle_->CheckState(index_, applied_, state_);
+  if (machine_->due_pin() == applied_) {
+    pinning_.push_back({.version = machine_->DescribeVersion(), .state = state_});
+    pinning_.back().version.set_automatic(true);
+  }
   // A place that is not filled again holds nothing of the next step.
   places_.clear();
 }
@@ -80,6 +85,7 @@ void SimServer::ApplyRestore(const v1::PreparedRecord& prepared) {
     return oracle_->Broken(absl::StrCat("server ", index_, " is to restore version ", version, ", which it has not"));
   }
   state_ = pin->second.state;
+  if (PinInterval() > 0) return;
   // The chunks are flushed with it; a crash may come before, those of the step before may be flushed already.
   if (random_->Percent(50)) {
     restore_ = applied_;
@@ -92,22 +98,32 @@ void SimServer::ApplyRestore(const v1::PreparedRecord& prepared) {
 
 void SimServer::Flush(int64_t step) {
   const auto state = states_.find(step);
-  if (step <= flushed_ || state == states_.end()) return;
+  if (step <= flushed_ || state == states_.end() || PinInterval() > 0) return;
   flushed_ = step;
   flushed_state_ = state->second;
 }
 
 services::Outcome<v1::PinResponse> SimServer::Pin(const v1::PinRequest& request) {
   BALLAST_RETURN_IF_ERROR(machine_->CheckEpoch(request.epoch()));
-  if (pins_.contains(request.version())) return v1::PinResponse();
-  if (pinning_.has_value()) return std::nullopt;
+  if (machine_->FindPin(request.version()) != nullptr) {
+    const auto pin = pins_.find(request.version());
+    if (pin == pins_.end()) return std::nullopt;
+    pin->second.version.set_requested(true);
+    v1::PinnedVersion told = *machine_->FindPin(request.version());
+    told.set_requested(true);
+    machine_->Pinned(std::move(told));
+    return v1::PinResponse();
+  }
+  if (!pinning_.empty()) return std::nullopt;
+  BALLAST_RETURN_IF_ERROR(machine_->StateStatus());
   const int64_t committed = machine_->committed();
   if (request.version() != committed) {
     const char* const reason = request.version() > committed ? model::kBehind : model::kVersionGone;
     return model::Error(absl::StatusCode::kFailedPrecondition, reason, "not the last decided step");
   }
-  pinning_ = DurablePin{machine_->DescribeVersion(), state_};
-  if (bug_ == ClientBug::kPinBeforeDurable) machine_->Pinned(pinning_->version);
+  pinning_.push_back({.version = machine_->DescribeVersion(), .state = state_});
+  pinning_.back().version.set_requested(true);
+  if (bug_ == ClientBug::kPinBeforeDurable) machine_->Pinned(pinning_.back().version);
   return std::nullopt;
 }
 
@@ -117,14 +133,27 @@ absl::StatusOr<v1::UnpinResponse> SimServer::Unpin(const v1::UnpinRequest& reque
   BALLAST_RETURN_IF_ERROR(machine_->Unpin(request.version()));
   // What was decided before goes to the chunks before the version goes.
   if (bug_ != ClientBug::kUnpinBeforeFlush) Flush(applied_);
-  pins_.erase(request.version());
+  pins_.at(request.version()).version.set_requested(false);
+  if (machine_->FindPin(request.version()) == nullptr) pins_.erase(request.version());
   return v1::UnpinResponse();
 }
 
+void SimServer::PutPin(const DurablePin& pin) {
+  const int64_t version = pin.version.version();
+  if (!pin.changes) {
+    pins_[version] = pin;
+  } else if (!pin.version.automatic() && !pin.version.requested()) {
+    pins_.erase(version);
+  } else if (const auto kept = pins_.find(version); kept != pins_.end()) {
+    kept->second.version.set_automatic(pin.version.automatic());
+  }
+}
+
 void SimServer::FinishPin(std::vector<Response>* answers) {
-  const DurablePin pin = *std::exchange(pinning_, std::nullopt);
-  pins_[pin.version.version()] = pin;
-  machine_->Pinned(pin.version);
+  const DurablePin pin = pinning_.front();
+  pinning_.pop_front();
+  PutPin(pin);
+  if (!pin.changes) machine_->Pinned(pin.version);
   Retry(answers);
 }
 
@@ -205,6 +234,7 @@ bool SimServer::Evaluate(const Request& request, std::vector<Response>* answers)
 }
 
 void SimServer::CheckStepCounts() {
+  if (machine_->state_lost()) return;
   const v1::GetJobResponse job = machine_->Describe();
   oracle_->CheckTensorSteps(index_, job.committed(), {job.tensor_steps().data(), size_t(job.tensor_steps_size())});
 }
@@ -217,6 +247,7 @@ void SimServer::Handle(const Request& request, std::vector<Response>* answers) {
 }
 
 void SimServer::MaybeSnapshot() {
+  if (PinInterval() > 0) return;
   if (!random_->Percent(restore_ > flushed_ ? 20 : 2)) return;
   log_.push_back(services::SnapshotRecord{machine_->Snapshot()});
   // Chunks are flushed in the background, some steps behind.
@@ -271,15 +302,35 @@ void SimServer::Crash() {
   for (size_t i = kept; i < log_.size(); ++i)
     decisions_lost_ += std::holds_alternative<services::DecisionRecord>(log_[i]);
   log_ = std::move(survivors);
-  CutAtSnapshot();
+  if (PinInterval() > 0) {
+    KeepInCatalog(log_.size());
+  } else {
+    CutAtSnapshot();
+  }
   // Its one entry may be there although nobody heard of it.
-  if (pinning_.has_value() && random_->Percent(30)) pins_[pinning_->version.version()] = *pinning_;
-  pinning_.reset();
+  if (!pinning_.empty() && random_->Percent(30)) PutPin(pinning_.front());
+  pinning_.clear();
   machine_.reset();
   receiving_.clear();
   waiting_.clear();
   places_.clear();
   plan_ = nullptr;
+}
+
+void SimServer::KeepInCatalog(size_t kept) {
+  for (size_t i = 0; i < kept; ++i) {
+    if (const auto* promise = std::get_if<services::PromiseRecord>(&log_[i])) promised_ = promise->epoch;
+    if (const auto* open = std::get_if<services::OpenRecord>(&log_[i])) open_ = open->open;
+    had_state_ = had_state_ || std::holds_alternative<services::PreparedStepRecord>(log_[i]);
+  }
+  log_.clear();
+}
+
+void SimServer::Opened(const model::EpochPlan& plan) {
+  plan_ = &plan;
+  if (!plan.open().has_restores()) return;
+  applied_ = plan.open().base();
+  state_ = kUnknownState;
 }
 
 bool SimServer::CutBeforeDurable(const services::StepRecord& record, size_t kept) const {
@@ -303,6 +354,12 @@ void SimServer::Restart() {
   state_ = flushed_state_;
   states_ = {{flushed_, flushed_state_}};
   for (const auto& [version, pin] : pins_) machine_->Pinned(pin.version);
+  if (promised_.counter() > 0) (void)machine_->Replay(services::PromiseRecord{promised_});
+  if (had_state_) {
+    state_ = kUnknownState;
+    ++states_lost_;
+    if (const absl::Status lost = machine_->LoseState(*open_); !lost.ok()) oracle_->Broken(lost.ToString());
+  }
   for (const services::StepRecord& record : log_) {
     if (const auto* slice = std::get_if<services::SliceRecord>(&record)) Fill(slice->header);
     if (const absl::Status status = machine_->Replay(record); !status.ok()) {

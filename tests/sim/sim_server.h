@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -24,7 +25,9 @@ class SimServer : private services::StepHost {
   bool up() const { return machine_ != nullptr; }
   int64_t committed() const { return machine_->committed(); }
   v1::Epoch promised() const { return machine_->Describe().promised(); }
+  bool state_lost() const { return machine_->state_lost(); }
   uint64_t decisions_lost() const { return decisions_lost_; }
+  uint64_t states_lost() const { return states_lost_; }
 
   // REQUIRES: up. Answers, now or out of a later call, are added to `answers`; none to what a crash forgets.
   void Handle(const Request& request, std::vector<Response>* answers);
@@ -32,9 +35,9 @@ class SimServer : private services::StepHost {
   void FinishPush(std::vector<Response>* answers);
   // Some more of the log is durable.
   void FinishSync(std::vector<Response>* answers);
-  // A version that was to be pinned is on the disk.
+  // A version that was to be pinned is on the disk, or one that nobody wants is off it.
   void FinishPin(std::vector<Response>* answers);
-  bool pinning() const { return pinning_.has_value(); }
+  bool pinning() const { return !pinning_.empty(); }
   bool syncing() const { return sync_wanted_ > synced_; }
   bool receiving() const { return !receiving_.empty(); }
 
@@ -54,18 +57,23 @@ class SimServer : private services::StepHost {
   void Sync(uint64_t lsn) override { sync_wanted_ = std::max(sync_wanted_, lsn); }
   v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) override;
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
-  void Opened(const model::EpochPlan& plan) override { plan_ = &plan; }
+  void Opened(const model::EpochPlan& plan) override;
+  void PinChanged(const v1::PinnedVersion& pin) override { pinning_.push_back({.version = pin, .changes = true}); }
 
   // A version on the disk, and what the chunks are in it.
   struct DurablePin {
     v1::PinnedVersion version;
     uint64_t state = 0;
+    bool changes = false;  // only who wants it
   };
+  void PutPin(const DurablePin& pin);
   services::Outcome<v1::PinResponse> Pin(const v1::PinRequest& request);
   absl::StatusOr<v1::UnpinResponse> Unpin(const v1::UnpinRequest& request);
   void Retry(std::vector<Response>* answers);
   void ApplyRestore(const v1::PreparedRecord& prepared);
   void Flush(int64_t step);
+  // Every-K: what a crash leaves of the first `kept` records.
+  void KeepInCatalog(size_t kept);
 
   // False: it has to wait.
   bool Evaluate(const Request& request, std::vector<Response>* answers);
@@ -92,7 +100,12 @@ class SimServer : private services::StepHost {
   uint64_t flushed_state_ = 0;
   int64_t restore_ = -1;                // the newest that was applied without a flush
   std::map<int64_t, DurablePin> pins_;  // durable
-  std::optional<DurablePin> pinning_;
+  std::deque<DurablePin> pinning_;      // in the order in which they become durable
+  // Every-K: durable.
+  v1::Epoch promised_;
+  std::optional<v1::OpenRequest> open_;
+  bool had_state_ = false;
+  uint64_t states_lost_ = 0;
   std::map<int64_t, uint64_t> states_;  // of the chunks, by step, in this life of the process
   uint64_t state_ = 0;                  // after applied_
   uint64_t synced_ = 0;

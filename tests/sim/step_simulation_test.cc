@@ -50,13 +50,39 @@ TEST(StepSimulation, EveryScheduleKeepsThePromises) {
   }
 }
 
+// Servers that lose what was decided since their pins.
+TEST(StepSimulation, EveryK) {
+  Tally sum;
+  for (uint64_t seed = first_seed; seed < first_seed + schedules; ++seed) {
+    const ScheduleResult result = RunSchedule({.seed = seed, .every_k = true});
+    ASSERT_EQ(result.violation, "") << "replay with --schedules 1 --seed " << seed;
+    sum.Add(result.tally);
+  }
+  std::printf(
+      "%llu schedules: %llu steps, %llu server crashes, %llu states lost, %llu groups went back (%llu of them behind "
+      "numbers that stay free), %llu restores, %llu pins asked for, %llu jobs lost before their first pin\n",
+      static_cast<unsigned long long>(schedules), static_cast<unsigned long long>(sum.steps),
+      static_cast<unsigned long long>(sum.crashes), static_cast<unsigned long long>(sum.states_lost),
+      static_cast<unsigned long long>(sum.went_back), static_cast<unsigned long long>(sum.numbers_left),
+      static_cast<unsigned long long>(sum.restores), static_cast<unsigned long long>(sum.pins),
+      static_cast<unsigned long long>(sum.dead));
+  if (schedules < 1000) return;
+  EXPECT_GT(sum.steps, 2 * schedules);
+  EXPECT_GT(sum.states_lost, schedules / 2);
+  for (const uint64_t count : {sum.went_back, sum.numbers_left, sum.restores, sum.pins}) {
+    EXPECT_GT(count, schedules / 100);
+  }
+}
+
 TEST(StepSimulation, ASeedIsASchedule) {
-  const ScheduleResult a = RunSchedule({.seed = first_seed});
-  const ScheduleResult b = RunSchedule({.seed = first_seed});
-  EXPECT_EQ(a.violation, b.violation);
-  EXPECT_EQ(a.tally.steps, b.tally.steps);
-  EXPECT_EQ(a.tally.norms, b.tally.norms);
-  EXPECT_EQ(a.tally.groups, b.tally.groups);
+  for (const bool every_k : {false, true}) {
+    const ScheduleResult a = RunSchedule({.seed = first_seed, .every_k = every_k});
+    const ScheduleResult b = RunSchedule({.seed = first_seed, .every_k = every_k});
+    EXPECT_EQ(a.violation, b.violation);
+    EXPECT_EQ(a.tally.steps, b.tally.steps);
+    EXPECT_EQ(a.tally.norms, b.tally.norms);
+    EXPECT_EQ(a.tally.groups, b.tally.groups);
+  }
 }
 
 }  // namespace

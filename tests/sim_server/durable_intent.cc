@@ -100,6 +100,7 @@ Payload PayloadOf(uint32_t digest) {
   return found == TheWorld().payloads.end() ? nullptr : found->second;
 }
 
+uint64_t PinInterval() { return OpenTemplate(1).spec().pin_interval(); }
 std::string ServerName(int server) { return std::string(1, static_cast<char>('x' + server)); }
 const v1::OpenRequest& OpenTemplate(uint32_t world_size) { return TheWorld().templates[world_size - 1]; }
 const model::EpochPlan& PlanOf(uint32_t world_size) { return TheWorld().plans[world_size - 1]; }

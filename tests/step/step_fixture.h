@@ -27,12 +27,14 @@ class RecordingHost : public StepHost {
     applied.emplace_back(prepared, decision);
   }
   void Opened(const model::EpochPlan& plan) override { ++opened; }
+  void PinChanged(const v1::PinnedVersion& pin) override { pins_changed.push_back(pin); }
 
   std::vector<StepRecord> log;
   uint64_t sync_wanted = 0;
   bool overflow = false;
   std::vector<std::pair<v1::PreparedRecord, v1::Decision>> applied;
   int opened = 0;
+  std::vector<v1::PinnedVersion> pins_changed;
 };
 
 v1::Epoch MakeEpoch(uint64_t counter, uint64_t nonce = 7);

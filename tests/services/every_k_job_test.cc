@@ -1,0 +1,184 @@
+// Jobs with durability every-K at the servers' interface: what is pinned and let go, what a restart knows, and what is
+// refused until the state is restored.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "ballast/proto/model/status.h"
+#include "ballast/tests/services/trainer_group.h"
+
+namespace ballast::services {
+namespace {
+
+using absl::StatusCode;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr storage::TierBytes kBudget{0, uint64_t{64} << 20, uint64_t{256} << 20};
+
+float Initial(uint32_t tensor, uint64_t element) {
+  return static_cast<float>(tensor + 1) + 1e-3f * static_cast<float>(element % 1000);
+}
+
+class EveryKJobTest : public ::testing::Test {
+ protected:
+  EveryKJobTest() : a_("a", kBudget), b_("b", kBudget), spec_(MakeSpec("job", SmallModel())) {
+    spec_.set_durability(v1::DURABILITY_EVERY_K);
+    spec_.set_pin_interval(2);
+  }
+  absl::Status NextGroup() {
+    group_ = std::make_unique<TrainerGroup>(std::vector<StateServer*>{a_.get(), b_.get()}, spec_, 1, ++epoch_);
+    return group_->Start();
+  }
+  absl::Status Step() {
+    BALLAST_RETURN_IF_ERROR(group_->PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(count_), Initial));
+    return group_->Finish(UpdateHeader(count_)).status();
+  }
+  void Begin(int steps) {
+    ASSERT_EQ(NextGroup(), absl::OkStatus());
+    ASSERT_EQ(group_->Initialise(Initial), absl::OkStatus());
+    for (int i = 0; i < steps; ++i) ASSERT_EQ(Step(), absl::OkStatus());
+  }
+  static v1::StepHeader RestoreOf(int64_t version) {
+    v1::StepHeader header;
+    header.set_kind(v1::STEP_KIND_RESTORE);
+    header.set_restored_version(version);
+    header.set_gradient_presence(std::string(1, 0));
+    header.set_value_presence(std::string(1, 0));
+    return header;
+  }
+  v1::GetJobResponse Job(TestServer& server) {
+    v1::GetJobRequest request;
+    request.set_job("job");
+    Answer<v1::GetJobResponse> answer;
+    server->GetJob(request, answer.reply());
+    return answer.Wait().value_or(v1::GetJobResponse());
+  }
+  absl::Status Pin(TestServer& server, int64_t version, bool durable) {
+    v1::PinRequest pin;
+    pin.set_job("job");
+    pin.set_version(version);
+    pin.set_durable(durable);
+    *pin.mutable_epoch() = group_->epoch();
+    Answer<v1::PinResponse> pinned;
+    server->Pin(pin, absl::InfiniteFuture(), pinned.reply());
+    return pinned.Wait().status();
+  }
+  absl::Status Unpin(TestServer& server, int64_t version) {
+    return UnpinDurably(server.get(), "job", group_->epoch(), version);
+  }
+  static void ExpectRefused(const absl::Status& status, const char* reason, const std::string& text) {
+    EXPECT_EQ(model::ReasonOf(status), reason) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(text));
+  }
+
+  TestServer a_, b_;
+  v1::JobSpec spec_;
+  const uint32_t count_ = static_cast<uint32_t>(SmallModel().size());
+  std::unique_ptr<TrainerGroup> group_;
+  uint64_t epoch_ = 0;
+};
+
+TEST_F(EveryKJobTest, AStepBehindAPinLetsTheOneBeforeGo) {
+  Begin(2);
+  // Step 3 says that all have version 2.
+  EXPECT_EQ(Job(a_).durable_versions(0), 0);
+  ASSERT_EQ(Step(), absl::OkStatus());
+  EXPECT_THAT(Job(a_).durable_versions(), ElementsAre(2));
+  EXPECT_THAT(Job(a_).automatic_versions(), ElementsAre(2));
+  const v1::JobStatus status = a_->Status().jobs(0);
+  EXPECT_EQ(status.durability(), v1::DURABILITY_EVERY_K);
+  EXPECT_EQ(status.pin_interval(), 2u);
+}
+
+TEST_F(EveryKJobTest, ARestartedServerRefusesAllButARestore) {
+  Begin(3);
+  const absl::StatusOr<std::vector<float>> at_two = [&] {
+    // What version 2 was, from a twin that nobody restarts.
+    TestServer twin("t", kBudget), other("u", kBudget);
+    TrainerGroup group({twin.get(), other.get()}, spec_, 1);
+    EXPECT_EQ(group.Start(), absl::OkStatus());
+    EXPECT_EQ(group.Initialise(Initial), absl::OkStatus());
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(count_), Initial), absl::OkStatus());
+      EXPECT_EQ(group.Finish(UpdateHeader(count_)).status(), absl::OkStatus());
+    }
+    return group.Read(0, v1::CONTENT_MOMENT2, 2);
+  }();
+  ASSERT_TRUE(at_two.ok()) << at_two.status();
+  a_.Restart();
+  const v1::GetJobResponse job = Job(a_);
+  EXPECT_TRUE(job.state_lost());
+  EXPECT_THAT(job.automatic_versions(), ElementsAre(2));
+  EXPECT_EQ(job.committed(), 4);  // the next one that is due: no later step can have been prepared
+  EXPECT_TRUE(a_->Status().jobs(0).state_lost());
+  EXPECT_EQ(a_->Status().jobs(0).committed(), 2);
+  // The group that is at work, and its requests.
+  group_ = std::make_unique<TrainerGroup>(std::vector<StateServer*>{a_.get(), b_.get()}, spec_, 1, epoch_);
+  ExpectRefused(group_->Open(3, std::nullopt), model::kStateLost, "resume=auto");
+  ExpectRefused(Step(), model::kStateLost, "exit and restart the group with resume=auto");
+  ExpectRefused(Pin(a_, 4, true), model::kStateLost, "up to version 2");
+  ExpectRefused(Pin(a_, 4, false), model::kStateLost, "up to version 2");
+  ExpectRefused(Unpin(a_, 2), model::kStateLost, "up to version 2");
+
+  ASSERT_EQ(NextGroup(), absl::OkStatus());
+  EXPECT_EQ(group_->restores(), 2);
+  EXPECT_EQ(group_->step(), 4);
+  for (TestServer* server : {&a_, &b_}) EXPECT_TRUE(Job(*server).state_lost());
+  ExpectRefused(group_->SealAll(UpdateHeader(count_)).status(), model::kStateLost, "must restore version 2");
+  EXPECT_EQ(model::ReasonOf(group_->Read(0, v1::CONTENT_WORKING, 3).status()), model::kStateLost);
+  ASSERT_EQ(NextGroup(), absl::OkStatus());
+  ASSERT_EQ(group_->Finish(RestoreOf(2)).status(), absl::OkStatus());
+  EXPECT_FALSE(Job(a_).state_lost());
+  const auto restored = group_->Read(0, v1::CONTENT_MOMENT2, 4);
+  ASSERT_TRUE(restored.ok()) << restored.status();
+  EXPECT_EQ(*restored, *at_two);
+  EXPECT_EQ(Step(), absl::OkStatus());
+}
+
+TEST_F(EveryKJobTest, WithoutACommonPinTheJobIsLost) {
+  ASSERT_EQ(NextGroup(), absl::OkStatus());
+  ASSERT_EQ(group_->PushAll(v1::SLICE_KIND_VALUE, AllTensors(count_), Initial), absl::OkStatus());
+  ASSERT_EQ(group_->SealAll(ValuesHeader(count_)).status(), absl::OkStatus());  // prepared, and nowhere decided
+  b_.Restart();
+  EXPECT_TRUE(Job(b_).state_lost());
+  EXPECT_THAT(Job(b_).durable_versions(), IsEmpty());
+  const absl::Status lost = NextGroup();
+  EXPECT_EQ(lost.code(), StatusCode::kDataLoss);
+  ExpectRefused(lost, model::kStateLost, "there is no version that all servers have pinned");
+}
+
+TEST_F(EveryKJobTest, WhatNeverPreparedAStepLostNothing) {
+  ASSERT_EQ(NextGroup(), absl::OkStatus());
+  a_.Restart();
+  EXPECT_FALSE(Job(a_).state_lost());
+  Begin(1);
+}
+
+TEST_F(EveryKJobTest, ADroppedJobLeavesNoSpaceTaken) {
+  const uint64_t before = a_->Status().tiers(2).used_bytes();
+  Begin(3);
+  a_.Restart();
+  for (TestServer* server : {&a_, &b_}) {
+    EXPECT_GT((*server)->Status().tiers(2).used_bytes(), before);
+    v1::DropJobRequest drop;
+    drop.set_job("job");
+    *drop.mutable_epoch() = Job(*server).promised();
+    Answer<v1::DropJobResponse> dropped;
+    (*server)->DropJob(drop, dropped.reply());
+    ASSERT_EQ(dropped.Wait().status(), absl::OkStatus());
+    EXPECT_EQ((*server)->Status().tiers(2).used_bytes(), before);
+    server->Restart();
+    EXPECT_EQ((*server)->Status().jobs_size(), 0);
+  }
+}
+
+TEST_F(EveryKJobTest, ASpecWithoutKIsRefused) {
+  spec_.set_pin_interval(0);
+  const absl::Status status = NextGroup();
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  ExpectRefused(status, model::kBadSpec, "pin_interval");
+}
+
+}  // namespace
+}  // namespace ballast::services
