@@ -333,6 +333,14 @@ void StepMachine::Pinned(v1::PinnedVersion pin) {
   Impl& m = *impl_;
   pin.clear_chunks();
   const int64_t version = pin.version();
+  if (version < m.restored_as && pin.automatic()) {
+    // Begun before a restore was decided, which gave this version up with what came after the restored one.
+    pin.set_automatic(false);
+    const v1::PinnedVersion changed = pin;
+    if (pin.requested()) m.pins.insert_or_assign(version, std::move(pin));
+    m.host->PinChanged(changed);
+    return;
+  }
   const bool automatic = pin.automatic();
   m.pins.insert_or_assign(version, std::move(pin));
   if (automatic && Seeded(SeededBug::kPinDroppedByTheNext)) m.KeepOneAutomatic(version);

@@ -152,7 +152,10 @@ void StepMachine::Impl::ReleasePins(const v1::StepHeader& header) {
   if (header.kind() == v1::STEP_KIND_RESTORE) {
     state = State::kKnown;
     due_pin.reset();  // it goes with what was given up; all have what is restored
-    if (!Seeded(SeededBug::kRestoreKeepsPins)) kept = header.restored_version();
+    if (!Seeded(SeededBug::kRestoreKeepsPins)) {
+      kept = header.restored_version();
+      restored_as = committed;
+    }
   }
   for (const auto& [version, pin] : pins) {
     if (header.kind() != v1::STEP_KIND_RESTORE && pin.automatic()) kept = version;

@@ -106,6 +106,7 @@ struct StepMachine::Impl {
   enum class State { kKnown, kLost, kToRestore };
   State state = State::kKnown;
   std::optional<int64_t> due_pin;
+  int64_t restored_as = -1;  // every-K: the last restore that was decided since this process began
 
   // Only seeded bugs set these.
   std::optional<v1::Decision> unlogged_decision;
