@@ -268,7 +268,8 @@ class Session {
   absl::StatusOr<std::vector<int64_t>> DurablePins();
   // COLLECTIVE, between steps, nothing pushed or written. The next transaction: all state and step counts become those
   // of a version that is pinned durably, and resumed_blobs() its blobs. version() goes up by one, as with any
-  // transaction: no number ever names two states. Servers read the pin and write all state; step_timeout bounds that.
+  // transaction: no number ever names two states. With durability every-K that is lost again, as any other step, until
+  // servers pin a version behind it: pin what must stay. Servers read the pin and write all state; step_timeout bounds that.
   // Before anything is touched: VERSION_GONE, a server does not have it; BAD_SPEC, tensors got their first values
   // since. ABORTED: this group's epoch is over, its version stands or was restored.
   absl::StatusOr<StepReport> Restore(int64_t version);

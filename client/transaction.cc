@@ -71,8 +71,12 @@ absl::Status Transaction::Late(uint32_t server, int64_t step, const v1::SealResp
         absl::StrCat(context, pending.missing_count(), " slice(s) have not come, the first is [", first.begin(), ", ",
                      first.end(), ") of unit ", first.unit(), " from rank ", first.rank()));
   }
-  return model::Error(absl::StatusCode::kDeadlineExceeded, model::kServerDown,
-                      absl::StrCat(context, "its log does not finish; look at the server"));
+  return model::Error(
+      absl::StatusCode::kDeadlineExceeded, model::kServerDown,
+      absl::StrCat(
+          context,
+          "its disk does not finish (the log, or with durability every-K a pin); look at the server, or give a "
+          "longer step_timeout"));
 }
 
 absl::StatusOr<v1::Decision> Transaction::SealAndDecide(const v1::SealRequest& request, absl::Time deadline,

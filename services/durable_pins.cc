@@ -57,13 +57,9 @@ Outcome<v1::PinResponse> Job::TryPinDurably(const v1::PinRequest& request, std::
     *waiting_for = begun->second;
     return std::nullopt;
   }
-  if (pin != nullptr) {
-    *waiting_for = BeginAdoption(version);
-    return std::nullopt;
-  }
   BALLAST_RETURN_IF_ERROR(machine_->StateStatus());
   const int64_t committed = machine_->committed();
-  if (version != committed || version < 0 || request.only_tell()) {
+  if (pin == nullptr && (version != committed || version < 0 || request.only_tell())) {
     const bool behind = version > committed && !request.only_tell();
     return model::Error(absl::StatusCode::kFailedPrecondition, behind ? model::kBehind : model::kVersionGone,
                         absl::StrCat("only the last decided step can be pinned: server '", around_.server_id,
@@ -75,7 +71,13 @@ Outcome<v1::PinResponse> Job::TryPinDurably(const v1::PinRequest& request, std::
                                      "needs a job of another durability"));
   }
   const v1::GetJobResponse job = machine_->Describe();
-  const int asked_for = job.durable_versions_size() - job.automatic_versions_size() + static_cast<int>(pinning_.size());
+  const auto asked_for = static_cast<int>(pinning_.size()) +
+                         static_cast<int>(std::count_if(job.durable_versions().begin(), job.durable_versions().end(),
+                                                        [this](int64_t pinned) {
+                                                          mu_.AssertHeld();
+                                                          const v1::PinnedVersion& there = *machine_->FindPin(pinned);
+                                                          return there.requested() || !there.automatic();
+                                                        }));
   if (asked_for >= int{kDurablePinsMax}) {
     return model::Error(
         absl::StatusCode::kResourceExhausted, model::kBudget,
@@ -83,7 +85,7 @@ Outcome<v1::PinResponse> Job::TryPinDurably(const v1::PinRequest& request, std::
             "job '", name_, "' holds ", kDurablePinsMax,
             " durable pins, which is all that it may; give one up first: UnpinDurably, or `ballastctl unpin`"));
   }
-  *waiting_for = BeginPin(/*automatic=*/false);
+  *waiting_for = pin != nullptr ? BeginAdoption(version) : BeginPin(/*automatic=*/false);
   return std::nullopt;
 }
 
@@ -210,10 +212,12 @@ absl::StatusOr<bool> Job::CheckedPin(const v1::SealRequest& request) {
 
 void Job::RunPinCheck(int64_t version) {
   std::shared_ptr<storage::ChunkStore> store;
+  bool lost = false;
   {
     absl::MutexLock lock(&mu_);
     if (!Refusal().ok()) return;
     store = store_;
+    lost = machine_->state_lost();
   }
   // Who stops the job does not wait for all of it.
   const absl::Status status = store->VerifyPin(version, [this] {
@@ -226,9 +230,11 @@ void Job::RunPinCheck(int64_t version) {
     if (check == pin_checks_.end()) return;
     check->second.done = true;
     check->second.status = model::Annotate(
-        status, absl::StrCat("server '", around_.server_id, "' cannot restore version ", version, " of job '", name_,
-                             "', which goes on from where it is; restore another version, and give this one up with "
-                             "`ballastctl unpin`"));
+        status,
+        absl::StrCat("server '", around_.server_id, "' cannot restore version ", version, " of job '", name_,
+                     lost ? "', and has no other state of it; look after the disk and try again, or drop the job"
+                          : "', which goes on from where it is; restore another version, and give this one up "
+                            "with `ballastctl unpin`"));
     moved_ = true;
   });
 }

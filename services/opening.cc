@@ -248,13 +248,18 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
   std::vector<std::shared_ptr<HeldChunk>> spares, old_spares;  // what is old goes without the lock
   storage::TierBytes freed;                                    // by a real Open that replaced the store, in a dry run
   bool aside = false;                                          // a dry run that may not touch what the job has
+  bool unlogged = false;                                       // there is a log, and none is wanted
   {
     absl::MutexLock lock(&mu_);
-    const bool misfit = journal_ != nullptr && chunks_.empty() &&
-                        journal_->log().segment_bytes() != JournalSizeOf(wanted, 0).segment_bytes;
-    const bool other = store_ != nullptr && (!(store_->layout().optimizer() == optimizer) ||
-                                             store_->durable() != wanted.durable() || misfit);
-    if (other && !chunks_.empty()) {
+    // An Open that was refused may have left a store and a log for what it wanted.
+    const bool adopted = plan_ != nullptr || !chunks_.empty();
+    const bool misfit =
+        journal_ != nullptr && !adopted && journal_->log().segment_bytes() != JournalSizeOf(wanted, 0).segment_bytes;
+    const bool other =
+        store_ != nullptr && (!(store_->layout().optimizer() == optimizer) || store_->durable() != wanted.durable() ||
+                              store_->records() != wanted.logged() || misfit);
+    unlogged = !dry_run && !adopted && journal_ != nullptr && !wanted.logged();
+    if (other && adopted) {
       return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec,
                           absl::StrCat("job '", name_, "' has state for ", model::Show(store_->layout().optimizer()),
                                        " on server '", around_.server_id, "', and this Open is for ",
@@ -287,8 +292,9 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     // Nothing of it was ever recorded.
     old_store->Discard();
     old_store.reset();
-    BALLAST_RETURN_IF_ERROR(RemoveJournal());
+    unlogged = true;
   }
+  if (unlogged) BALLAST_RETURN_IF_ERROR(RemoveJournal());
   std::vector<std::shared_ptr<HeldChunk>> taken(elements.size());
   std::vector<storage::ChunkToAdd> missing;
   for (size_t i = 0; i < elements.size(); ++i) {

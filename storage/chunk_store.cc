@@ -208,6 +208,8 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
 
 bool ChunkStore::durable() const { return impl_->versions.has_value(); }
 
+bool ChunkStore::records() const { return impl_->versions.has_value() && impl_->versions->records(); }
+
 bool ChunkStore::dirty(uint64_t chunk) const {
   const absl::StatusOr<StoredChunk*> found = impl_->Find(chunk);
   return found.ok() && (*found)->dirty;

@@ -110,6 +110,8 @@ class ChunkStore {
   std::vector<PlacedChunk> placed() const;
   const StateLayout& layout() const;
   bool durable() const;
+  // Durable, and its versions are recorded for a restart.
+  bool records() const;
   // Of a durable store, on the thread that runs it: is chunk's state newer than its extent, and at which version is
   // that?
   bool dirty(uint64_t chunk) const;

@@ -300,8 +300,9 @@ absl::StatusOr<int> RunOnServers(const Flags& flags, const Corpus& corpus) {
   if (resumed > 0) {
     const int64_t step = blobs.empty() ? 0 : Trainer::StepOf(blobs[0]);
     source->SetAhead(resumed - step);
+    // The first values of a job have none.
     for (const std::string& blob : blobs) {
-      if (step > 0) BALLAST_RETURN_IF_ERROR(trainer->CheckBlob(blob, step));
+      if (!blob.empty()) BALLAST_RETURN_IF_ERROR(trainer->CheckBlob(blob, step));
     }
     if (flags.rank == 0) absl::PrintF("job '%s' continues after step %d\n", flags.job, step);
   }

@@ -303,18 +303,23 @@ absl::Status StateLost(const v1::GetJobResponse& answer) {
 }
 
 // The newest version that all have and that was not pinned only because somebody asked for it: it may be of a past that
-// a restore gave up.
+// a restore gave up. Where there is none, what somebody asked for is better than nothing.
 std::optional<int64_t> NewestCommonPin(absl::Span<const v1::GetJobResponse> answers) {
-  std::optional<int64_t> newest;
+  std::optional<int64_t> newest, asked_for;
+  const auto common = [&](int64_t version) {
+    return std::all_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& other) {
+      return std::binary_search(other.durable_versions().begin(), other.durable_versions().end(), version);
+    });
+  };
   for (const v1::GetJobResponse& answer : answers) {
     for (const int64_t version : answer.automatic_versions()) {
-      const bool common = std::all_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& other) {
-        return std::binary_search(other.durable_versions().begin(), other.durable_versions().end(), version);
-      });
-      if (common && version > newest.value_or(-1)) newest = version;
+      if (common(version)) newest = std::max(newest.value_or(version), version);
+    }
+    for (const int64_t version : answer.durable_versions()) {
+      if (common(version)) asked_for = std::max(asked_for.value_or(version), version);
     }
   }
-  return newest;
+  return newest.has_value() ? newest : asked_for;
 }
 
 // `lost`: of one that lost its state.

@@ -165,14 +165,19 @@ void StepMachine::Impl::ReleasePins(const v1::StepHeader& header) {
 }
 
 void StepMachine::Impl::KeepOneAutomatic(int64_t kept) {
+  // First: a crash between two of these must not leave none.
+  if (const auto it = pins.find(kept); it != pins.end() && !it->second.automatic()) {
+    it->second.set_automatic(true);
+    const v1::PinnedVersion changed = it->second;
+    host->PinChanged(changed);
+  }
   for (auto next = pins.begin(); next != pins.end();) {
     const auto it = next++;
     v1::PinnedVersion& pin = it->second;
-    const bool automatic = it->first == kept;
-    if (pin.automatic() == automatic) continue;
-    pin.set_automatic(automatic);
+    if (it->first == kept || !pin.automatic()) continue;
+    pin.set_automatic(false);
     const v1::PinnedVersion changed = pin;
-    if (!automatic && !pin.requested()) pins.erase(it);
+    if (!pin.requested()) pins.erase(it);
     host->PinChanged(changed);
   }
 }
@@ -189,6 +194,13 @@ absl::Status StepMachine::Impl::StateLost() const {
 absl::Status StepMachine::Impl::CheckStartsAnew(const v1::OpenRequest& request) const {
   if (request.spec().durability() != v1::DURABILITY_EVERY_K || request.has_base_decision()) {
     return BadRequest("only a job with durability every-K begins with a restore, and without the base's decision");
+  }
+  // The base is the least of what servers said that they can have prepared, of which this one's is one.
+  const int64_t base_max = committed + (prepared.has_value() ? 1 : 0);
+  if (request.restores() < 0 || request.base() < request.restores() || request.base() > base_max) {
+    return BadRequest(absl::StrCat("Open from base ", request.base(), " that restores version ", request.restores(),
+                                   ": expected a base from that version to ", base_max,
+                                   ", which is the last step that server '", id, "' can have prepared"));
   }
   if (state != State::kLost && request.base() < committed) {
     return Diverged(absl::StrCat("server '", id, "' is at step ", committed, " and cannot restore version ",

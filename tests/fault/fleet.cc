@@ -90,6 +90,7 @@ void Fleet::StartRanks() {
           std::string("--world-size"), absl::StrCat(kRanks)}) {
       command.push_back(word);
     }
+    command.insert(command.end(), options_.flags.begin(), options_.flags.end());
     ranks_[rank] = std::make_unique<services::Process>(command);
   }
 }

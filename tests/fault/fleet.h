@@ -15,6 +15,7 @@ struct FleetOptions {
   std::string dram;     // of each server, as the configuration spells it
   std::string staging;  // its part for NVMe state
   int steps = 0;
+  std::vector<std::string> flags = {};  // further ones of the trainers on the servers
 };
 
 // Threads: one. Failures of what cannot be gone on without are GoogleTest's.

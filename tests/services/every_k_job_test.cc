@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "ballast/proto/model/status.h"
 #include "ballast/tests/services/trainer_group.h"
 
@@ -10,6 +12,7 @@ namespace ballast::services {
 namespace {
 
 using absl::StatusCode;
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -171,6 +174,77 @@ TEST_F(EveryKJobTest, ADroppedJobLeavesNoSpaceTaken) {
     server->Restart();
     EXPECT_EQ((*server)->Status().jobs_size(), 0);
   }
+}
+
+// A log beside such a job, or a store that records nothing below one with a log, would lose it at the next restart.
+TEST_F(EveryKJobTest, ARefusedOpenOfAnotherDurabilityLeavesNothing) {
+  for (const bool every_k_first : {false, true}) {
+    SCOPED_TRACE(every_k_first);
+    TestServer a("a", kBudget), b("b", kBudget);
+    const std::vector<StateServer*> servers = {a.get(), b.get()};
+    v1::JobSpec refused = spec_, made = spec_;
+    v1::JobSpec& logged = every_k_first ? made : refused;
+    logged.set_durability(v1::DURABILITY_STEP);
+    logged.set_pin_interval(0);
+    refused.mutable_registrations(0)->set_version(5);  // of a job that these servers do not have
+    TrainerGroup before(servers, refused, 1, 1);
+    std::vector<v1::GetJobResponse> answers;
+    ASSERT_EQ(before.Fence(&answers), absl::OkStatus());
+    v1::Decision unknown;
+    unknown.set_step(5);
+    ExpectRefused(before.Open(5, unknown), model::kDiverged, "cannot start from");
+
+    group_ = std::make_unique<TrainerGroup>(servers, made, 1, 2);
+    ASSERT_EQ(group_->Start(), absl::OkStatus());
+    ASSERT_EQ(group_->Initialise(Initial), absl::OkStatus());
+    for (int i = 0; i < 3; ++i) ASSERT_EQ(Step(), absl::OkStatus());
+    a.Restart();
+    const v1::GetJobResponse job = Job(a);
+    EXPECT_EQ(job.state_lost(), !every_k_first);
+    if (every_k_first) {
+      EXPECT_EQ(job.committed() + job.has_prepared(), 3);
+    } else {
+      EXPECT_THAT(job.automatic_versions(), Contains(2));  // the one before may not have gone yet
+    }
+    group_ = std::make_unique<TrainerGroup>(std::vector<StateServer*>{a.get(), b.get()}, made, 1, 3);
+    ASSERT_EQ(group_->Start(), absl::OkStatus());
+    if (!every_k_first) {
+      ASSERT_EQ(group_->Finish(RestoreOf(2)).status(), absl::OkStatus());
+    }
+    EXPECT_EQ(Step(), absl::OkStatus());
+    group_.reset();
+  }
+}
+
+TEST_F(EveryKJobTest, ABaseThatThisServerCannotHavePreparedIsRefused) {
+  Begin(3);
+  a_.Restart();
+  TrainerGroup group({a_.get(), b_.get()}, spec_, 1, ++epoch_);
+  std::vector<v1::GetJobResponse> answers;
+  ASSERT_EQ(group.Fence(&answers), absl::OkStatus());
+  for (const int64_t base : {int64_t{-1}, int64_t{1}, int64_t{5}, std::numeric_limits<int64_t>::max()}) {
+    SCOPED_TRACE(base);
+    v1::OpenRequest open = group.open_request(base, std::nullopt);
+    open.set_restores(2);
+    Answer<v1::OpenResponse> answer;
+    a_->Open(open, absl::InfiniteFuture(), answer.reply());
+    EXPECT_FALSE(answer.Wait().ok());
+  }
+  a_.Restart();
+  EXPECT_EQ(Job(a_).committed(), 4);
+  EXPECT_EQ(NextGroup(), absl::OkStatus());
+}
+
+TEST_F(EveryKJobTest, PinsThatWereAskedForAreBoundedAlsoWhereTheServerHasThemAnyway) {
+  spec_.set_pin_interval(1);
+  Begin(0);
+  for (int i = 0; i < 16; ++i) {
+    for (TestServer* server : {&a_, &b_}) ASSERT_EQ(Pin(*server, i, true), absl::OkStatus());
+    ASSERT_EQ(Step(), absl::OkStatus());
+  }
+  ExpectRefused(Pin(a_, 16, true), model::kBudget, "give one up first");
+  ASSERT_EQ(Unpin(a_, 3), absl::OkStatus());
+  EXPECT_EQ(Pin(a_, 16, true), absl::OkStatus());
 }
 
 TEST_F(EveryKJobTest, ASpecWithoutKIsRefused) {

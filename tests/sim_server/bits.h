@@ -19,9 +19,9 @@ using Payload = std::shared_ptr<const std::vector<std::byte>>;
 inline constexpr uint64_t kEditedElementsMax = 1024;
 
 // From now on jobs keep their moments so, and no payload is known. `large`: several whole chunks a server, so that logs
-// have segments to spare, chunks stay dirty over restarts, and cuts matter. REQUIRES: no plan of an earlier world is in
-// use.
-void BeginWorld(v1::MomentFormat moments, bool large);
+// have segments to spare, chunks stay dirty over restarts, and cuts matter. `pin_interval`: the K of durability every-K;
+// 0: durability `step`. REQUIRES: no plan of an earlier world is in use.
+void BeginWorld(v1::MomentFormat moments, bool large, uint64_t pin_interval);
 // Of a slice whose digest somebody computed in this world; null else.
 Payload PayloadOf(uint32_t digest);
 

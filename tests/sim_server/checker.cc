@@ -15,9 +15,12 @@ absl::Status Wrong(const std::string& message) { return absl::AbortedError(messa
 }  // namespace
 
 void Checker::Note(const v1::Decision& decision) {
-  if (decision.step() != reference_.last_step() + 1) return;
+  if (decision.step() <= reference_.last_step()) return;
   for (const GroupIntent* group : groups_) {
     if (model::Compare(group->epoch, decision.epoch()) != 0) continue;
+    // A restore may begin behind numbers that stay free.
+    const bool restore = group->Header(decision.step(), 0).kind() == v1::STEP_KIND_RESTORE;
+    if (decision.step() != reference_.last_step() + 1 && !restore) return;
     reference_.Decided(decision, *group);
     decided_[decision.step()] = decision;
     return;
@@ -46,6 +49,7 @@ absl::Status Checker::CheckRecord(int server, const v1::GetJobResponse& job) con
   if (model::Compare(job.promised(), promised_[server]) < 0) {
     return Wrong(absl::StrCat("forgot its promise of epoch ", promised_[server].counter()));
   }
+  if (job.state_lost()) return absl::OkStatus();  // what it had is checked when it is restored
   const int64_t committed = job.committed();
   const int64_t decided = oracle_->last_decided();
   if (committed > decided) return Wrong(absl::StrCat("is at step ", committed, ", and only ", decided, " is decided"));
@@ -88,7 +92,7 @@ absl::Status Checker::Compare(const v1::PullRequest& request, uint64_t chunk, ab
 absl::Status Checker::CheckServer(int server, Machine* machine) {
   BALLAST_ASSIGN_OR_RETURN(const v1::GetJobResponse job, machine->Describe());
   BALLAST_RETURN_IF_ERROR(CheckRecord(server, job));
-  if (job.committed() < 0 || !job.has_open()) return absl::OkStatus();
+  if (job.committed() < 0 || !job.has_open() || job.state_lost()) return absl::OkStatus();
   for (const model::Chunk& chunk : PlanOf(1).layout().chunks()) {
     if (PlanOf(1).server_of(chunk.index) != static_cast<uint32_t>(server)) continue;
     for (int content = v1::CONTENT_WORKING; content < v1::CONTENT_WORKING + reference_.contents(); ++content) {
@@ -135,7 +139,7 @@ void Checker::PullSomething(int server, Machine* machine) {
   request.set_end(request.begin() + 1 + random_->Below(std::min<uint64_t>(5000, chunk.range.size() - begin)));
   machine->Pull(request, [this, request, chunk = chunk.index](absl::StatusOr<std::vector<std::byte>> bits) {
     const std::string reason = model::ReasonOf(bits.status());
-    if (reason == model::kVersionGone || reason == model::kServerDown) return;
+    if (reason == model::kVersionGone || reason == model::kServerDown || reason == model::kStateLost) return;
     if (bits.ok()) ++tally_->pulls_checked;
     const absl::Status status = bits.ok() ? Compare(request, chunk, *bits) : bits.status();
     if (error_.ok()) error_ = status;

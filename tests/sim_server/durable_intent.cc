@@ -1,4 +1,4 @@
-// tests/sim/intent.h for a job with durability `step` whose slices have bits.
+// tests/sim/intent.h for a job with durability `step` or every-K whose slices have bits.
 #include <cstring>
 #include <limits>
 #include <map>
@@ -22,7 +22,7 @@ struct World {
   std::map<std::vector<uint64_t>, uint32_t> digests;
 };
 
-v1::OpenRequest MakeTemplate(uint32_t world_size, v1::MomentFormat moments, bool large) {
+v1::OpenRequest MakeTemplate(uint32_t world_size, v1::MomentFormat moments, bool large, uint64_t pin_interval) {
   v1::OpenRequest open;
   v1::JobSpec* spec = open.mutable_spec();
   spec->set_name(kJob);
@@ -32,7 +32,8 @@ v1::OpenRequest MakeTemplate(uint32_t world_size, v1::MomentFormat moments, bool
   spec->set_working_dtype(v1::DTYPE_BF16);
   spec->set_moment_format(moments);
   spec->set_seed(99);
-  spec->set_durability(v1::DURABILITY_STEP);
+  spec->set_durability(pin_interval > 0 ? v1::DURABILITY_EVERY_K : v1::DURABILITY_STEP);
+  spec->set_pin_interval(pin_interval);
   spec->set_group_count(1);
   v1::Registration* batch = spec->add_registrations();
   batch->set_version(-1);
@@ -84,11 +85,12 @@ Payload MakePayload(uint64_t seed, v1::SliceKind kind, uint64_t elements) {
 
 }  // namespace
 
-void BeginWorld(v1::MomentFormat moments, bool large) {
+void BeginWorld(v1::MomentFormat moments, bool large, uint64_t pin_interval) {
   World& world = TheWorld();
-  if (world.templates.empty() || world.large != large || world.templates[0].spec().moment_format() != moments) {
+  if (world.templates.empty() || world.large != large || world.templates[0].spec().moment_format() != moments ||
+      world.templates[0].spec().pin_interval() != pin_interval) {
     world.large = large;
-    world.templates = {MakeTemplate(1, moments, large), MakeTemplate(2, moments, large)};
+    world.templates = {MakeTemplate(1, moments, large, pin_interval), MakeTemplate(2, moments, large, pin_interval)};
     world.plans = {*model::EpochPlan::Make(world.templates[0]), *model::EpochPlan::Make(world.templates[1])};
   }
   world.payloads.clear();

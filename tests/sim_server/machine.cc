@@ -47,7 +47,8 @@ storage::TierBytes Machine::Budget(Random* random) const {
   const uint64_t staging = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
   // Two slices of values and one gradient: the least that slices need which are read back from the log.
   const uint64_t read_back = 10 * model::kChunkElementsMin + shared;
-  if (read_back + kSlackBytes < slices && random->Percent(80)) {
+  // Without a log nothing is read back.
+  if (read_back + kSlackBytes < slices && PinInterval() == 0 && random->Percent(80)) {
     budget.dram = working + read_back + random->Below(slices - read_back - kSlackBytes) + staging;
     return budget;
   }

@@ -23,7 +23,7 @@ constexpr size_t kInFlightMax = 96;
 constexpr size_t kGroupsMax = 8;
 // Some schedules go on for so many steps that logs roll and are cut.
 constexpr uint64_t kLongPercent = 2;
-constexpr int64_t kLongSteps = 40;
+constexpr uint64_t kLongSteps = 40;
 constexpr uint64_t kLargePercent = 12;
 constexpr uint64_t kCutAfterPreparedPercent = 4;
 
@@ -39,12 +39,13 @@ class Schedule {
  public:
   explicit Schedule(const ServerScheduleOptions& options)
       : options_(options),
-        random_(Mix(options.seed, static_cast<uint64_t>(options.faults))),
+        random_(Mix(options.seed, static_cast<uint64_t>(options.faults) + (options.every_k ? 16 : 0))),
         calm_(uint64_t{1} << random_.Below(4)),
         oracle_(1) {
     const v1::MomentFormat formats[] = {v1::MOMENT_FORMAT_F32, v1::MOMENT_FORMAT_BF16, v1::MOMENT_FORMAT_I8};
     const v1::MomentFormat format = formats[random_.Below(3)];
-    BeginWorld(format, random_.Percent(kLargePercent));
+    const bool large = random_.Percent(kLargePercent);
+    BeginWorld(format, large, options.every_k ? 1 + random_.Below(4) : 0);
     checker_ = std::make_unique<Checker>(&oracle_, &random_, &tally_);
     for (int i = 0; i < kServers; ++i) {
       machines_.push_back(std::make_unique<Machine>(i, random_.Next(), options.directory));
@@ -61,10 +62,10 @@ class Schedule {
     Heal();
     // One more group comes then, to find what the others pinned.
     bool another = random_.Percent(50);
-    int64_t goal = oracle_.last_decided() + (random_.Percent(kLongPercent) ? kLongSteps : 2);
+    uint64_t goal = oracle_.decided() + (random_.Percent(kLongPercent) ? kLongSteps : 2);
     int since = 0;
-    for (int64_t last = oracle_.last_decided(); oracle_.last_decided() < goal && GoesOn(); ++since) {
-      if (oracle_.last_decided() > last) since = 0, last = oracle_.last_decided();
+    for (uint64_t last = oracle_.decided(); oracle_.decided() < goal && GoesOn(); ++since) {
+      if (oracle_.decided() > last) since = 0, last = oracle_.decided();
       if (since == kHealedEvents) {
         oracle_.Broken(absl::StrCat("no progress: step ", oracle_.last_decided() + 1, " is not decided ", kHealedEvents,
                                     " events after the last fault"));
@@ -72,19 +73,19 @@ class Schedule {
       if (!SomeGroupIsWhole()) Launch();
       RestartAiling();
       Event();
-      if (oracle_.last_decided() < goal || !std::exchange(another, false)) continue;
+      if (oracle_.decided() < goal || !std::exchange(another, false)) continue;
       Launch();
       goal += 2;
     }
     if (GoesOn()) CheckAtTheEnd();
-    tally_.group.steps = static_cast<uint64_t>(oracle_.last_decided() + 1);
+    tally_.group.steps = oracle_.decided();
     tally_.group.skipped = oracle_.skipped();
     if (refused_) ++tally_.refused;
     return {oracle_.violation(), tally_, trace_};
   }
 
  private:
-  bool GoesOn() const { return oracle_.violation().empty() && !refused_; }
+  bool GoesOn() const { return oracle_.violation().empty() && !refused_ && tally_.group.dead == 0; }
   bool SomeGroupIsWhole() const {
     return std::any_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->all_alive(); });
   }
@@ -120,6 +121,8 @@ class Schedule {
     const uint64_t chance = random_.Below(1000 * calm_);
     const auto which = static_cast<size_t>(random_.Below(kServers));
     Machine& machine = *machines_[which];
+    // Mostly not before there is something to go back to.
+    if (options_.every_k && chance < 26 && oracle_.decided() < 2 && !random_.Percent(5)) return false;
     if (chance < 8) {
       if (!machine.up()) return false;
       PowerCut(which);
@@ -176,7 +179,8 @@ class Schedule {
       return PowerCut(which);
     }
     // The worst moment for what was said too early.
-    if (said_prepared && !healed_ && random_.Percent(kCutAfterPreparedPercent)) PowerCut(which);
+    const bool too_early = options_.every_k && oracle_.decided() < 2;
+    if (said_prepared && !healed_ && !too_early && random_.Percent(kCutAfterPreparedPercent)) PowerCut(which);
   }
 
   void Start(size_t which) {
@@ -191,7 +195,8 @@ class Schedule {
     if (disk_faults_[which].Explains(status, &refused_)) return;
     if (!status.ok()) return oracle_.Broken(absl::StrCat("server ", which, " does not start: ", status.ToString()));
     const auto job = machine.Describe();
-    if (job.ok() && job->state_lost()) {
+    if (job.ok() && job->state_lost()) ++tally_.states_lost;
+    if (job.ok() && job->state_lost() && !options_.every_k) {
       // Why, it tells who asks for the job.
       const absl::Status cause = machine.Cause();
       if (disk_faults_[which].Explains(cause, &refused_)) return machine.Kill();
@@ -335,7 +340,7 @@ class Schedule {
     std::vector<int64_t> committed;
     for (const auto& machine : machines_) {
       if (!machine->up()) continue;
-      if (const auto job = machine->Describe(); job.ok()) committed.push_back(job->committed());
+      if (const auto job = machine->Describe(); job.ok() && !job->state_lost()) committed.push_back(job->committed());
     }
     oracle_.CheckApart(committed);
   }
@@ -397,6 +402,7 @@ void ServerTally::Add(const ServerTally& other) {
   short_of_memory += other.short_of_memory;
   rotten_bits += other.rotten_bits;
   refused += other.refused;
+  states_lost += other.states_lost;
 }
 
 ServerScheduleResult RunServerSchedule(const ServerScheduleOptions& options) { return Schedule(options).Run(); }

@@ -37,7 +37,8 @@ struct ServerTally {
   uint64_t jobs_failed = 0;  // refused all after an error of the disk
   uint64_t short_of_memory = 0;
   uint64_t rotten_bits = 0;
-  uint64_t refused = 0;  // schedules that ended with DATA_LOSS after rot
+  uint64_t refused = 0;      // schedules that ended with DATA_LOSS after rot
+  uint64_t states_lost = 0;  // every-K: by servers that had one
 
   void Add(const ServerTally& other);
 };
@@ -51,6 +52,8 @@ struct ServerScheduleResult {
 struct ServerScheduleOptions {
   uint64_t seed = 1;
   Faults faults = Faults::kCrashes;
+  // Durability every-K with a K of 1 to 4: a server's end takes all but promises, Opens and pins.
+  bool every_k = false;
   std::string directory;  // that exists
 };
 

@@ -1,4 +1,4 @@
-// Searches whole state servers with durability `step` with seeded random schedules.
+// Searches whole state servers with durability `step`, and with every-K, with seeded random schedules.
 //
 //   server_simulation_test [--seeds N] [--seed S]
 //
@@ -53,15 +53,19 @@ void Print(uint64_t schedules, const ServerTally& sum) {
   say(sum.short_of_memory, "pushes short of memory");
   say(sum.rotten_bits, "rotten bits");
   say(sum.refused, "refused for good");
+  say(sum.states_lost, "states lost");
+  say(sum.group.went_back, "groups that went back");
+  say(sum.group.numbers_left, "of them behind free numbers");
+  say(sum.group.dead, "jobs lost before their first pin");
   std::printf("\n");
 }
 
-ServerTally Search(Faults faults, uint64_t count) {
+ServerTally Search(Faults faults, uint64_t count, bool every_k = false) {
   const ScratchDirectory directory;
   ServerTally sum;
   for (uint64_t seed = first_seed; seed < first_seed + count; ++seed) {
     const ServerScheduleResult result =
-        RunServerSchedule({.seed = seed, .faults = faults, .directory = directory.path()});
+        RunServerSchedule({.seed = seed, .faults = faults, .every_k = every_k, .directory = directory.path()});
     if (count == 1) std::printf("trace %016llx\n", static_cast<unsigned long long>(result.trace));
     sum.Add(result.tally);
     EXPECT_EQ(result.violation, "") << "replay with --seeds 1 --seed " << seed;
@@ -107,6 +111,18 @@ TEST(ServerSimulation, Rot) {
     EXPECT_GT(sum.rotten_bits, Tenth() / 4);
   }
 }
+
+TEST(ServerSimulation, EveryK) {
+  const uint64_t count = (seeds + 1) / 2;
+  const ServerTally sum = Search(Faults::kCrashes, count, /*every_k=*/true);
+  if (count < 100 || HasFailure()) return;
+  for (const uint64_t times : {sum.states_lost, sum.group.went_back, sum.group.numbers_left, sum.group.restores,
+                               sum.group.pins, sum.cuts_in_operations, sum.pulls_checked}) {
+    EXPECT_GT(times, count / 50);
+  }
+}
+
+TEST(ServerSimulation, EveryKWithIoErrors) { Search(Faults::kIoErrors, Tenth(), /*every_k=*/true); }
 
 TEST(ServerSimulation, ASeedIsASchedule) {
   const ScratchDirectory directory;
