@@ -56,6 +56,11 @@ class Schedule {
   ServerScheduleResult Run() {
     for (size_t i = 0; i < kServers; ++i) Start(i);
     Launch();
+    // Before there is something to go back to, a server that loses its state ends the job.
+    for (int i = 0; options_.every_k && oracle_.decided() < 2 && i < kHealedEvents && GoesOn(); ++i) {
+      if (!SomeGroupIsWhole()) Launch();
+      Event();
+    }
     for (int i = 0; i < kFaultyEvents && GoesOn(); ++i) {
       if (!Fault()) Event();
     }

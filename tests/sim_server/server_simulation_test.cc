@@ -113,7 +113,7 @@ TEST(ServerSimulation, Rot) {
 }
 
 TEST(ServerSimulation, EveryK) {
-  const uint64_t count = (seeds + 1) / 2;
+  const uint64_t count = (seeds + 3) / 4;
   const ServerTally sum = Search(Faults::kCrashes, count, /*every_k=*/true);
   if (count < 100 || HasFailure()) return;
   for (const uint64_t times : {sum.states_lost, sum.group.went_back, sum.group.numbers_left, sum.group.restores,
