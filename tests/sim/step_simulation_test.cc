@@ -70,8 +70,8 @@ TEST(StepSimulation, EveryK) {
   if (count < 1000) return;
   EXPECT_GT(sum.steps, 2 * count);
   EXPECT_GT(sum.states_lost, count / 2);
-  for (const uint64_t count : {sum.went_back, sum.numbers_left, sum.restores, sum.pins}) {
-    EXPECT_GT(count, count / 100);
+  for (const uint64_t times : {sum.went_back, sum.numbers_left, sum.restores, sum.pins}) {
+    EXPECT_GT(times, count / 100);
   }
 }
 
