@@ -27,7 +27,8 @@ if(BALLAST_WERROR)
   target_compile_options(ballast_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
 endif()
 if(BALLAST_SANITIZE STREQUAL "address")
-  target_compile_options(ballast_flags INTERFACE -fsanitize=address,undefined -fno-omit-frame-pointer)
+  # Without null (a fault by itself) and alignment (every access pays): a third of the compile time.
+  target_compile_options(ballast_flags INTERFACE -fsanitize=address,undefined -fno-sanitize=null,alignment -fno-omit-frame-pointer)
   target_link_options(ballast_flags INTERFACE -fsanitize=address,undefined)
 elseif(BALLAST_SANITIZE STREQUAL "thread")
   # Where __SANITIZE_THREAD__ is defined, protobuf's map fields get a member that Debian's libprotobuf does not know of: messages
