@@ -154,10 +154,15 @@ void Job::UnpinDurably(const v1::UnpinRequest& request, Reply<v1::UnpinResponse>
 Outcome<v1::UnpinResponse> Job::TryUnpinDurably(int64_t version) {
   if (pinning_.contains(version) || unpinning_.contains(version)) return std::nullopt;
   if (machine_->FindPin(version) == nullptr) return v1::UnpinResponse();
-  BALLAST_RETURN_IF_ERROR(machine_->Unpin(version));
+  const auto check = pin_checks_.find(version);
+  const bool unreadable =
+      check != pin_checks_.end() && check->second.done && absl::IsDataLoss(check->second.status);
+  BALLAST_RETURN_IF_ERROR(machine_->Unpin(version, unreadable));
   if (const v1::PinnedVersion* const pin = machine_->FindPin(version)) {
-    PinChanged(*pin);  // it is still wanted, as an automatic one
-    return v1::UnpinResponse();
+    PinChanged(*pin);
+    v1::UnpinResponse response;
+    response.set_stays_automatic(true);
+    return response;
   }
   unpinning_.insert(version);
   // Behind a decided restore of it.
@@ -232,7 +237,8 @@ void Job::RunPinCheck(int64_t version) {
     check->second.status = model::Annotate(
         status,
         absl::StrCat("server '", around_.server_id, "' cannot restore version ", version, " of job '", name_,
-                     lost ? "', and has no other state of it; look after the disk and try again, or drop the job"
+                     lost ? "', and has lost what came since; look after the disk and try again, or give the version up "
+                            "with `ballastctl unpin` and go back to an older one that all servers have"
                           : "', which goes on from where it is; restore another version, and give this one up "
                             "with `ballastctl unpin`"));
     moved_ = true;

@@ -193,7 +193,7 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
     for (const storage::DurableChunk& chunk : entry.ChunksAndPinned()) {
       tiers.kept.push_back({chunk.offset, chunk.bytes});
     }
-    if (!entry.durable() || entry.unreadable.empty()) continue;
+    if (entry.unreadable.empty() || !(entry.durable() || entry.every_k())) continue;
     tiers.unnamed_stays = true;
     spdlog::warn(
         "job '{}' has entries in the catalog that cannot be read: until they can, nothing in nvme.tier is "
@@ -276,11 +276,13 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
     const std::shared_ptr<Job> job = MakeJob(name);
     absl::Status status;
     if (!entry.unreadable.empty()) {
-      status = model::Error(
-          absl::StatusCode::kDataLoss, model::kIo,
-          absl::StrCat(
-              "the catalog's '", entry.unreadable.front(), "' of job '", name, "' in ", options.data_directory,
-              "/catalog cannot be read; expected what an earlier run wrote. Run `ballastctl verify --rebuild`"));
+      // Where pins are all that there is, nothing else tells what they were.
+      const absl::string_view remedy = entry.every_k() ? "Put a copy of the catalog back, or drop the job"
+                                                       : "Run `ballastctl verify --rebuild`";
+      status = model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                            absl::StrCat("the catalog's '", entry.unreadable.front(), "' of job '", name, "' in ",
+                                         options.data_directory,
+                                         "/catalog cannot be read; expected what an earlier run wrote. ", remedy));
     } else if (entry.every_k() && entry.had_state) {
       status = job->ComeBack(entry);
     } else if (entry.durable()) {

@@ -162,15 +162,13 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
   if (const uint64_t bytes = state_bytes.hbm + working_bytes.hbm; bytes > 0) {
     BALLAST_ASSIGN_OR_RETURN(hbm, impl.tiers->hbm()->Allocate(bytes, "chunk state and working copies"));
   }
-  BALLAST_ASSIGN_OR_RETURN(std::vector<NvmeExtent> extents, impl.TakeExtents(added, plan));
   uint64_t moving = 0;  // the largest state that goes to NVMe
   for (size_t i = 0; i < added.size(); ++i) {
     if (plan.chunks[i].state == TierKind::kNvme) moving = std::max(moving, impl.layout.StateBytes(added[i].elements));
   }
-  if (const absl::Status status = impl.TakeStaging(moving, DramTier::Limit::kBudget); !status.ok()) {
-    LeaveKept(added, extents);
-    return status;
-  }
+  BALLAST_RETURN_IF_ERROR(impl.TakeStaging(moving, DramTier::Limit::kBudget));
+  // Last: the room for new versions that it takes is the store's from there on.
+  BALLAST_ASSIGN_OR_RETURN(std::vector<NvmeExtent> extents, impl.TakeExtents(added, plan));
 
   std::byte* next[] = {hbm.data(), dram.bytes().data()};  // by TierKind
   std::vector<StoredChunk*> fresh;

@@ -11,7 +11,7 @@ install(FILES ${headers} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/proto/m
 foreach(header float_formats kernels optimizer self_test thread_pool)
   install(FILES ${PROJECT_SOURCE_DIR}/kernels/${header}.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/kernels)
 endforeach()
-install(FILES ${PROJECT_SOURCE_DIR}/client/session.h ${PROJECT_SOURCE_DIR}/client/transport.h
+install(FILES ${PROJECT_SOURCE_DIR}/client/session.h ${PROJECT_SOURCE_DIR}/client/tensors.h ${PROJECT_SOURCE_DIR}/client/transport.h
   ${PROJECT_SOURCE_DIR}/client/grpc_transport.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/client)
 foreach(header collective file_rendezvous gloo_collective gradient_tree loopback_collective rank_lock rendezvous)
   install(FILES ${PROJECT_SOURCE_DIR}/client/collective/${header}.h

@@ -1,4 +1,5 @@
 option(BALLAST_TESTS "Build the tests" ON)
+option(BALLAST_PYTHON "Build the Python package's module; needs nanobind in the Python that is found" OFF)
 option(BALLAST_WERROR "Warnings are errors" OFF)
 # AUTO: when nvcc is found. ON: fail without it. OFF: without a trace.
 set(BALLAST_CUDA AUTO CACHE STRING "GPU tiers, kernels and NCCL: AUTO, ON or OFF")

@@ -59,14 +59,15 @@ int Drop(const std::vector<std::string>& servers, const std::string& job, absl::
 int Unpin(const std::vector<std::string>& servers, const std::string& job, int64_t version, absl::Duration timeout) {
   int code = kHealthy;
   for (const std::string& server : servers) {
-    const absl::Status status = UnpinVersion(server, job, version, timeout);
-    if (status.ok()) {
-      std::printf("%s: unpinned version %lld of job '%s'\n", server.c_str(), static_cast<long long>(version),
-                  job.c_str());
+    const absl::StatusOr<v1::UnpinResponse> answer = UnpinVersion(server, job, version, timeout);
+    if (answer.ok()) {
+      std::printf("%s: unpinned version %lld of job '%s'%s\n", server.c_str(), static_cast<long long>(version),
+                  job.c_str(),
+                  answer->stays_automatic() ? ", which the server keeps for itself until it has a later one" : "");
       continue;
     }
-    std::printf("%s: %s\n", server.c_str(), std::string(status.message()).c_str());
-    if (status.code() != absl::StatusCode::kNotFound) code = kDegraded;
+    std::printf("%s: %s\n", server.c_str(), std::string(answer.status().message()).c_str());
+    if (answer.status().code() != absl::StatusCode::kNotFound) code = kDegraded;
   }
   return code;
 }

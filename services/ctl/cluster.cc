@@ -257,7 +257,8 @@ absl::Status DropJob(const std::string& address, const std::string& job, absl::D
   return FromGrpc(Connect(address)->DropJob(&context, request, &response));
 }
 
-absl::Status UnpinVersion(const std::string& address, const std::string& job, int64_t version, absl::Duration timeout) {
+absl::StatusOr<v1::UnpinResponse> UnpinVersion(const std::string& address, const std::string& job, int64_t version,
+                                               absl::Duration timeout) {
   BALLAST_ASSIGN_OR_RETURN(const v1::JobStatus known, LookAtJob(address, job, timeout));
   // Of a job that was refused at start nobody knows which it has: the server says why.
   const auto& pins = known.durable_versions();
@@ -273,7 +274,8 @@ absl::Status UnpinVersion(const std::string& address, const std::string& job, in
   SetDeadline(&context, timeout);
   v1::UnpinResponse response;
   const auto stub = v1::StateService::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
-  return FromGrpc(stub->Unpin(&context, request, &response));
+  BALLAST_RETURN_IF_ERROR(FromGrpc(stub->Unpin(&context, request, &response)));
+  return response;
 }
 
 absl::StatusOr<v1::SetBudgetResponse> SetBudget(const std::string& address, const v1::SetBudgetRequest& request,

@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/v1/admin_service.pb.h"
+#include "ballast/v1/state_service.pb.h"
 
 namespace ballast::services {
 
@@ -58,7 +59,7 @@ std::string ShowJson(const ClusterView& cluster);
 absl::Status DropJob(const std::string& address, const std::string& job, absl::Duration timeout);
 
 // Gives up a durable pin on a server, at the epoch that the server reports. NOT_FOUND if it has no such pin.
-absl::Status UnpinVersion(const std::string& address, const std::string& job, int64_t version, absl::Duration timeout);
+absl::StatusOr<v1::UnpinResponse> UnpinVersion(const std::string& address, const std::string& job, int64_t version, absl::Duration timeout);
 
 absl::StatusOr<v1::SetBudgetResponse> SetBudget(const std::string& address, const v1::SetBudgetRequest& request,
                                                 absl::Duration timeout);

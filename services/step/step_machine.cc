@@ -346,7 +346,7 @@ void StepMachine::Pinned(v1::PinnedVersion pin) {
   if (automatic && Seeded(SeededBug::kPinDroppedByTheNext)) m.KeepOneAutomatic(version);
 }
 
-absl::Status StepMachine::Unpin(int64_t version) {
+absl::Status StepMachine::Unpin(int64_t version, bool unreadable) {
   Impl& m = *impl_;
   const bool restoring = m.prepared.has_value() && m.prepared->header().kind() == v1::STEP_KIND_RESTORE &&
                          m.prepared->header().restored_version() == version;
@@ -357,9 +357,9 @@ absl::Status StepMachine::Unpin(int64_t version) {
   }
   const auto pin = m.pins.find(version);
   if (pin == m.pins.end()) return absl::OkStatus();
-  if (m.state != Impl::State::kKnown) return m.StateLost();
+  if (m.state != Impl::State::kKnown && !unreadable) return m.StateLost();
   pin->second.set_requested(false);
-  if (!pin->second.automatic()) m.pins.erase(pin);
+  if (!pin->second.automatic() || unreadable) m.pins.erase(pin);
   return absl::OkStatus();
 }
 

@@ -3,9 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <limits>
 
 #include "ballast/proto/model/status.h"
+#include "ballast/services/catalog_entry.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::services {
@@ -245,6 +247,40 @@ TEST_F(EveryKJobTest, PinsThatWereAskedForAreBoundedAlsoWhereTheServerHasThemAny
   ExpectRefused(Pin(a_, 16, true), model::kBudget, "give one up first");
   ASSERT_EQ(Unpin(a_, 3), absl::OkStatus());
   EXPECT_EQ(Pin(a_, 16, true), absl::OkStatus());
+}
+
+// A version that rotted on one server: given up there, the group goes back to an older one.
+TEST_F(EveryKJobTest, AnUnreadablePinIsGivenUpWhileTheStateIsLost) {
+  Begin(0);
+  for (TestServer* server : {&a_, &b_}) ASSERT_EQ(Pin(*server, 0, true), absl::OkStatus());
+  for (int i = 0; i < 3; ++i) ASSERT_EQ(Step(), absl::OkStatus());
+  EXPECT_EQ(Unpin(a_, 2), absl::OkStatus());  // a word: the server keeps it
+  EXPECT_THAT(Job(a_).durable_versions(), ElementsAre(0, 2));
+  a_.End();
+  {
+    const auto catalog = storage::Catalog::Open(a_.directory());
+    ASSERT_TRUE(catalog.ok()) << catalog.status();
+    const auto entry = ReadCatalogEntry(**catalog, "job");
+    ASSERT_TRUE(entry.ok() && entry->pins.size() == 2);
+    std::fstream tier(a_.directory() + "/nvme.tier", std::ios::in | std::ios::out | std::ios::binary);
+    for (const storage::DurableChunk& chunk : PinnedChunks(entry->pins[1])) {
+      tier.seekp(static_cast<std::streamoff>(chunk.offset));
+      tier.write("rot", 3);
+    }
+  }
+  a_.Restart();
+  ASSERT_EQ(NextGroup(), absl::OkStatus());
+  ASSERT_EQ(group_->restores(), 2);
+  const absl::Status rotten = group_->SealAll(RestoreOf(2)).status();
+  EXPECT_EQ(rotten.code(), StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(rotten.message()), HasSubstr("give the version up"));
+  EXPECT_EQ(Unpin(a_, 2), absl::OkStatus());
+  EXPECT_THAT(Job(a_).durable_versions(), ElementsAre(0));
+  a_.Restart();
+  ASSERT_EQ(NextGroup(), absl::OkStatus());
+  EXPECT_EQ(group_->restores(), 0);
+  ASSERT_EQ(group_->Finish(RestoreOf(0)).status(), absl::OkStatus());
+  EXPECT_EQ(Step(), absl::OkStatus());
 }
 
 TEST_F(EveryKJobTest, ASpecWithoutKIsRefused) {

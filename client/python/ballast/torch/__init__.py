@@ -1,0 +1,5 @@
+"""PyTorch optimizers whose state lives on Ballast's state servers, or in one inside this process."""
+
+from ballast.torch.optimizers import SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion
+
+__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Lion']

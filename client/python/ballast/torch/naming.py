@@ -1,0 +1,63 @@
+"""Names of parameters and the units that they are kept in."""
+
+import torch
+
+# Without names: units of about so many elements, in the order of the groups.
+_UNIT_ELEMENTS = 1 << 24
+
+
+def split_named(params):
+    """`params` as torch.optim takes them, without names; and the names by group and position (None: no name)."""
+    groups, names = [], []
+    params = [params] if isinstance(params, dict) else list(params)
+    if params and not isinstance(params[0], dict):
+        params = [{'params': params}]
+    for group in params:
+        members = group['params']
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        mine = list(group.get('param_names') or [])
+        if members and isinstance(members[0], tuple):
+            mine = [name for name, _ in members]
+            members = [parameter for _, parameter in members]
+        if not mine:
+            mine = [None] * len(members)
+        if len(mine) != len(members):
+            raise ValueError(f'{len(mine)} param_names for {len(members)} parameters')
+        groups.append({**{k: v for k, v in group.items() if k != 'param_names'}, 'params': members})
+        names.append(mine)
+    return groups, names
+
+
+def positional_name(group, index, shape):
+    """The key of a parameter without a name: it must come at the same place with the same shape on every run."""
+    return f'group{group}.{index}[{"x".join(str(n) for n in shape)}]'
+
+
+def unit_of(name):
+    """The block that a parameter belongs to: its name up to the first number, else its first component.
+
+    >>> unit_of('transformer.h.3.attn.weight')
+    'transformer.h.3'
+    >>> unit_of('lm_head.weight')
+    'lm_head'
+    """
+    parts = name.split('.')
+    for i, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return '.'.join(parts[: i + 1])
+    return parts[0]
+
+
+class UnitsBySize:
+    """Units of parameters without names: runs of neighbours."""
+
+    def __init__(self):
+        self._unit = 0
+        self._elements = 0
+
+    def next(self, elements):
+        if self._elements and self._elements + elements > _UNIT_ELEMENTS:
+            self._unit += 1
+            self._elements = 0
+        self._elements += elements
+        return f'unit{self._unit}'

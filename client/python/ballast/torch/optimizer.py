@@ -1,0 +1,290 @@
+"""The torch.optim.Optimizer behind all of ballast.torch's.
+
+Parameters stay in the trainer; master weights and moments are on state servers. Only step() orders a step: gradients
+and param_groups are read then. It returns when every parameter holds the new version.
+"""
+
+import os
+import warnings
+
+import torch
+
+from ballast import _native, embedded
+from ballast.errors import Error
+from ballast.torch.naming import UnitsBySize, positional_name, split_named, unit_of
+
+_DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
+# Steps in a row that may be skipped for an Inf or NaN before step() raises.
+_SKIPS_MAX = 50
+
+
+class _Member:
+    """A parameter that is registered: its place in the job, and what Ballast last wrote to it."""
+
+    def __init__(self, name, group, position, parameter):
+        self.name, self.group, self.position = name, group, position
+        self.version, self.address = None, None
+        self.noted(parameter)
+
+    def noted(self, parameter):
+        self.version, self.address = parameter._version, parameter.data_ptr()
+
+    def edited(self, parameter):
+        return (self.version, self.address) != (parameter._version, parameter.data_ptr())
+
+
+class Optimizer(torch.optim.Optimizer):
+    """See the package's README for the arguments that all optimizers share.
+
+    Attributes after a step: grad_norm (global norm of the gradients as they were taken), last_step_skipped.
+    """
+
+    def __init__(self, params, defaults, *, kind, moments='f32', servers=None, dram=None, nvme=None, directory=None,
+                 threads=None, name='default', resume='never', durability=None, pin_interval=0,
+                 chunk_elements=1 << 20, seed=0, step_timeout=120.0, open_timeout=30.0):
+        if servers is None:
+            servers = os.environ.get('BALLAST_SERVERS')
+        if isinstance(servers, str):
+            servers = [server.strip() for server in servers.split(',') if server.strip()]
+        self._servers = list(servers or [])
+        local = {'dram': dram, 'nvme': nvme, 'directory': directory, 'threads': threads}
+        if self._servers and any(value is not None for value in local.values()):
+            given = ', '.join(key for key, value in local.items() if value is not None)
+            raise Error(f'servers and {given}: budgets and directories of state servers are their own; '
+                        'give one or the other', 'BAD_CONFIG')
+        self._local = local
+        self._kind, self._moments = kind, moments
+        if durability is None:
+            durability = 'step' if self._servers or directory is not None else 'none'
+        options = _native.OpenOptions()
+        options.job, options.resume, options.durability = name, resume, durability
+        options.pin_interval, options.chunk_elements, options.seed = pin_interval, chunk_elements, seed
+        options.servers = self._servers
+        options.step_timeout, options.open_timeout = float(step_timeout), float(open_timeout)
+        self._options = options
+        self._session = None
+        self._pid = os.getpid()
+        self._members = []
+        self._names = []
+        self._units = {}
+        self._skips = 0
+        self.last_step_skipped = False
+        self.grad_norm = None
+        groups, names = split_named(params)
+        self._names = names
+        super().__init__(groups, defaults)
+
+    # What a job fixes for its life: an optimizer's own part of the spec, from its first group.
+    def _spec(self, group):
+        return {}
+
+    # _native.GroupHyper from a param_group.
+    def _hyper(self, group):
+        raise NotImplementedError
+
+    def add_param_group(self, param_group):
+        groups, names = split_named([param_group])
+        # Within __init__ the names are all there.
+        if len(self._names) <= len(self.param_groups):
+            self._names.extend(names)
+        super().add_param_group(groups[0])
+
+    def attach(self, model):
+        """Names of parameters, and units (a block each), from `model`; before the first step. Returns self."""
+        if self._session is not None:
+            raise Error('attach(model) comes before the first step: the job has its names', 'BAD_REQUEST')
+        known = {parameter: name for name, parameter in model.named_parameters()}
+        for group, names in zip(self.param_groups, self._names):
+            for i, parameter in enumerate(group['params']):
+                if parameter in known:
+                    names[i] = known[parameter]
+        return self
+
+    # --- the session
+
+    def _placed(self):
+        for g, group in enumerate(self.param_groups):
+            for i, parameter in enumerate(group['params']):
+                yield g, i, parameter
+
+    def _new_tensors(self):
+        """Parameters that want gradients and are not in the job yet, as (member, parameter, _native.Tensor)."""
+        there = {(member.group, member.position) for member in self._members}
+        by_size = UnitsBySize()
+        found = []
+        for g, i, parameter in self._placed():
+            name = self._names[g][i]
+            unit = unit_of(name) if name is not None else by_size.next(parameter.numel())
+            if (g, i) in there or not parameter.requires_grad:
+                continue
+            self._check_parameter(name or f'{i} of group {g}', parameter)
+            shape = list(parameter.shape) or [1]
+            if name is None:
+                name = positional_name(g, i, parameter.shape)
+            found.append((_Member(name, g, i, parameter), parameter, _native.Tensor(name, unit, shape, g)))
+        return found
+
+    @staticmethod
+    def _check_parameter(name, parameter):
+        if parameter.dtype not in _DTYPES:
+            what = 'complex parameters are' if parameter.is_complex() else f'{parameter.dtype} is'
+            raise Error(f"parameter '{name}': {what} not supported; expected float32, bfloat16 or float16",
+                        'BAD_DTYPE')
+        if parameter.device.type != 'cpu':
+            raise Error(f"parameter '{name}' is on {parameter.device}; only the CPU is supported so far", 'UNSUPPORTED')
+
+    def _parameter(self, member):
+        return self.param_groups[member.group]['params'][member.position]
+
+    def _open(self):
+        if os.getpid() != self._pid:
+            raise Error('this process was forked from the one that made the optimizer; make it after the fork',
+                        'UNSUPPORTED')
+        if self._session is not None:
+            return self._session
+        fresh = self._new_tensors()
+        if not fresh:
+            raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')
+        spec = _native.Optimizer()
+        spec.kind, spec.moments = self._kind, self._moments
+        for key, value in self._spec(self.param_groups[0]).items():
+            setattr(spec, key, value)
+        dtypes = {parameter.dtype for _, parameter, _ in fresh}
+        spec.gradient = spec.working = _DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
+        self._options.optimizer = spec
+        self._options.group_count = len(self.param_groups)
+        server = None if self._servers else embedded.server(**self._local).server
+        self._session = _native.Session.open(self._options, [tensor for _, _, tensor in fresh], server, None)
+        self._members = [member for member, _, _ in fresh]
+        if self._session.needs_values:
+            with _Memory(self) as memory:
+                self._session.initialise(memory.parameters)
+        else:
+            self._pull()
+        return self._session
+
+    def _pull(self):
+        with _Memory(self, writes=True) as memory:
+            self._session.pull(memory.parameters)
+        self._wrote()
+
+    def _wrote(self):
+        for member in self._members:
+            parameter = self._parameter(member)
+            torch.autograd.graph.increment_version(parameter)
+            member.noted(parameter)
+
+    # --- edits by the user
+
+    def sync_from_params(self):
+        """Takes over what was written to parameters through `.data`, which their version counters do not tell."""
+        self._open()
+        for member in self._members:
+            self._take_edit(member)
+
+    @torch.no_grad()
+    def _take_edit(self, member):
+        parameter = self._parameter(member).detach()
+        master = torch.empty(parameter.numel(), dtype=torch.float32)
+        self._session.read(member.name, 'master', master)
+        values = parameter.reshape(-1)
+        kept = master.to(values.dtype) == values
+        if not bool(kept.all()):
+            self._session.write(member.name, torch.where(kept, master, values.float()))
+        member.noted(self._parameter(member))
+
+    # --- a step
+
+    def _gradient(self, member, parameter):
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        if gradient.layout != torch.strided:
+            raise Error(f"parameter '{member.name}' has a sparse gradient; expected a dense one: make its layer with "
+                        'sparse=False', 'UNSUPPORTED')
+        if gradient.dtype not in _DTYPES:
+            raise Error(f"parameter '{member.name}' has a gradient of {gradient.dtype}; expected float32, bfloat16 or "
+                        'float16', 'BAD_DTYPE')
+        return gradient.detach().contiguous()
+
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self):
+        session = self._open()
+        self._register_new()
+        gradients = [self._gradient(member, self._parameter(member)) for member in self._members]
+        if all(gradient is None for gradient in gradients):
+            return  # as torch's: nothing has a gradient
+        for member in self._members:
+            if member.edited(self._parameter(member)):
+                self._take_edit(member)
+        groups = [self._hyper(group) for group in self.param_groups]
+        with _Memory(self, writes=True) as memory:
+            report = session.step(gradients, memory.parameters, groups)
+        self.grad_norm = report.norm
+        self.last_step_skipped = report.skipped
+        if report.skipped:
+            self._warn_skipped(gradients)
+        else:
+            self._skips = 0
+            self._wrote()
+
+    def _register_new(self):
+        fresh = self._new_tensors()
+        if not fresh:
+            return
+        if len(self.param_groups) > self._options.group_count:
+            raise Error(f'the job has {self._options.group_count} parameter groups and cannot get more; add groups '
+                        'before the first step', 'BAD_SPEC')
+        self._session.register([tensor for _, _, tensor in fresh])
+        self._members.extend(member for member, _, _ in fresh)
+        with _Memory(self) as memory:
+            self._session.initialise(memory.parameters)
+
+    def _warn_skipped(self, gradients):
+        names = [member.name for member, gradient in zip(self._members, gradients)
+                 if gradient is not None and not bool(torch.isfinite(gradient).all())]
+        self._skips += 1
+        what = f"the gradient of '{names[0]}'" if names else 'a gradient'
+        text = f'{what} is not finite: the step was skipped, nothing was updated ({self._skips} in a row)'
+        if self._skips >= _SKIPS_MAX:
+            raise Error(f'{text}; lower the learning rate or look at the data', 'BAD_REQUEST')
+        warnings.warn(text, stacklevel=4)
+
+    def close(self):
+        """Ends the session. The job stays on its servers; of a durable one nothing is lost."""
+        if self._session is not None and os.getpid() == self._pid:
+            self._session.close()
+        self._session = None
+        self._members = []
+
+
+class _Memory:
+    """Parameters as contiguous tensors: themselves, or copies which go back at the end where they are written."""
+
+    def __init__(self, optimizer, writes=False):
+        self._writes = writes
+        self._copies = []
+        self.parameters = []
+        for member in optimizer._members:
+            parameter = optimizer._parameter(member).detach()
+            if not parameter.is_contiguous():
+                copy = parameter.contiguous()
+                self._copies.append((parameter, copy))
+                parameter = copy
+            self.parameters.append(parameter)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, trace):
+        if self._writes and kind is None:
+            for parameter, copy in self._copies:
+                parameter.copy_(copy)

@@ -1,0 +1,212 @@
+// Python's view of a session and of an embedded state server. Everything blocking releases the interpreter's lock;
+// tensors come as DLPack and are borrowed for one call.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "ballast/client/python/native/python_session.h"
+#include "ballast/client/python/native/status_error.h"
+#include "ballast/kernels/self_test.h"
+
+namespace ballast::python {
+namespace {
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+// The exception's class lives in Python, where `except` finds it: ballast.errors.Error(message, reason, code).
+void Translate(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const StatusError& error) {
+    const nb::object type = nb::module_::import_("ballast.errors").attr("Error");
+    const nb::object value = type(error.what(), error.reason(), error.code());
+    PyErr_SetObject(type.ptr(), value.ptr());
+  }
+}
+
+using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+kernels::Dtype DtypeOf(const nb::dlpack::dtype& dtype) {
+  if (dtype == nb::dtype<float>()) return kernels::Dtype::kF32;
+  constexpr auto kFloat = static_cast<uint8_t>(nb::dlpack::dtype_code::Float);
+  constexpr auto kBfloat = static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat);
+  if (dtype.lanes == 1 && dtype.bits == 16 && dtype.code == kBfloat) return kernels::Dtype::kBf16;
+  if (dtype.lanes == 1 && dtype.bits == 16 && dtype.code == kFloat) return kernels::Dtype::kF16;
+  throw nb::type_error("a tensor has a dtype that is none of float32, bfloat16 and float16");
+}
+
+// Of tensors in the session's order. `gradients`: None where there is none; may be empty.
+std::vector<client::TensorMemory> MemoryOf(const PythonSession& session,
+                                           const std::vector<std::optional<Array>>& gradients,
+                                           const std::vector<Array>& parameters) {
+  session.CheckCount(parameters.size());
+  if (!gradients.empty()) session.CheckCount(gradients.size());
+  std::vector<client::TensorMemory> memory(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    session.CheckElements(i, parameters[i].size());
+    memory[i].parameter = static_cast<std::byte*>(parameters[i].data());
+    memory[i].parameter_dtype = DtypeOf(parameters[i].dtype());
+    if (gradients.empty() || !gradients[i].has_value()) continue;
+    session.CheckElements(i, gradients[i]->size());
+    memory[i].gradient = static_cast<const std::byte*>(gradients[i]->data());
+    memory[i].gradient_dtype = DtypeOf(gradients[i]->dtype());
+  }
+  return memory;
+}
+
+using F32Array = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
+
+void BindServer(nb::module_& m) {
+  nb::class_<PythonServer>(m, "Server")
+      .def(nb::init<const std::string&, uint64_t, uint64_t, uint64_t, int>(), "directory"_a, "dram"_a, "nvme"_a,
+           "staging"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("stop", &PythonServer::Stop, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("tiers", &PythonServer::Tiers);
+}
+
+void BindOptions(nb::module_& m) {
+  nb::class_<client::GroupHyper>(m, "GroupHyper")
+      .def(nb::init<>())
+      .def_rw("learning_rate", &client::GroupHyper::learning_rate)
+      .def_rw("beta1", &client::GroupHyper::beta1)
+      .def_rw("beta2", &client::GroupHyper::beta2)
+      .def_rw("epsilon", &client::GroupHyper::epsilon)
+      .def_rw("weight_decay", &client::GroupHyper::weight_decay)
+      .def_rw("dampening", &client::GroupHyper::dampening)
+      .def_rw("learning_rate_decay", &client::GroupHyper::learning_rate_decay)
+      .def_rw("initial_accumulator", &client::GroupHyper::initial_accumulator)
+      .def_rw("maximize", &client::GroupHyper::maximize);
+  nb::class_<Optimizer>(m, "Optimizer")
+      .def(nb::init<>())
+      .def_rw("kind", &Optimizer::kind)
+      .def_rw("amsgrad", &Optimizer::amsgrad)
+      .def_rw("momentum", &Optimizer::momentum)
+      .def_rw("nesterov", &Optimizer::nesterov)
+      .def_rw("moments", &Optimizer::moments)
+      .def_rw("gradient", &Optimizer::gradient)
+      .def_rw("working", &Optimizer::working);
+  nb::class_<OpenOptions>(m, "OpenOptions")
+      .def(nb::init<>())
+      .def_rw("job", &OpenOptions::job)
+      .def_rw("resume", &OpenOptions::resume)
+      .def_rw("durability", &OpenOptions::durability)
+      .def_rw("pin_interval", &OpenOptions::pin_interval)
+      .def_rw("optimizer", &OpenOptions::optimizer)
+      .def_rw("group_count", &OpenOptions::group_count)
+      .def_rw("chunk_elements", &OpenOptions::chunk_elements)
+      .def_rw("seed", &OpenOptions::seed)
+      .def_rw("rows", &OpenOptions::rows)
+      .def_rw("servers", &OpenOptions::servers)
+      .def_rw("rank", &OpenOptions::rank)
+      .def_rw("world_size", &OpenOptions::world_size)
+      .def_rw("host", &OpenOptions::host)
+      .def_rw("step_timeout", &OpenOptions::step_timeout)
+      .def_rw("open_timeout", &OpenOptions::open_timeout)
+      .def_rw("progress", &OpenOptions::progress);
+  nb::class_<Tensor>(m, "Tensor")
+      .def(nb::init<std::string, std::string, std::vector<uint64_t>, uint32_t>(), "name"_a, "unit"_a, "shape"_a,
+           "group"_a)
+      .def_rw("name", &Tensor::name)
+      .def_rw("unit", &Tensor::unit)
+      .def_rw("shape", &Tensor::shape)
+      .def_rw("group", &Tensor::group);
+  nb::class_<Report>(m, "Report")
+      .def_ro("version", &Report::version)
+      .def_ro("skipped", &Report::skipped)
+      .def_ro("norm", &Report::norm)
+      .def_ro("push_seconds", &Report::push_seconds)
+      .def_ro("seal_seconds", &Report::seal_seconds)
+      .def_ro("pull_seconds", &Report::pull_seconds);
+}
+
+void BindSession(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<PythonSession>(m, "Session")
+      .def_static(
+          "open",
+          [](const OpenOptions& options, const std::vector<Tensor>& tensors, PythonServer* server, nb::object store) {
+            PythonStore shared(std::move(store));
+            const nb::gil_scoped_release release;
+            return PythonSession::Open(options, tensors, server, &shared);
+          },
+          "options"_a, "tensors"_a, "server"_a.none(), "store"_a.none())
+      .def_prop_ro("version", &PythonSession::version)
+      .def_prop_ro("needs_values", &PythonSession::needs_values)
+      .def_prop_ro("restored_version", &PythonSession::restored_version)
+      .def_prop_ro("blobs",
+                   [](const PythonSession& session) {
+                     nb::list blobs;
+                     for (const std::string& blob : session.blobs()) blobs.append(nb::bytes(blob.data(), blob.size()));
+                     return blobs;
+                   })
+      .def("local_elements", &PythonSession::local_elements, "index"_a)
+      .def(
+          "initialise",
+          [](PythonSession& session, const std::vector<Array>& parameters) {
+            const auto memory = MemoryOf(session, {}, parameters);
+            const nb::gil_scoped_release release;
+            session.Initialise(memory);
+          },
+          "parameters"_a)
+      .def(
+          "step",
+          [](PythonSession& session, const std::vector<std::optional<Array>>& gradients,
+             const std::vector<Array>& parameters, const std::vector<client::GroupHyper>& groups, double scale,
+             double max_norm, const nb::bytes& blob) {
+            const auto memory = MemoryOf(session, gradients, parameters);
+            const client::StepOptions options{.groups = groups,
+                                              .gradient_scale = scale,
+                                              .max_norm = max_norm,
+                                              .blob = std::string(blob.c_str(), blob.size())};
+            const nb::gil_scoped_release release;
+            return session.Step(memory, options);
+          },
+          "gradients"_a, "parameters"_a, "groups"_a, "gradient_scale"_a = 1.0, "max_norm"_a = 0.0, "blob"_a = nb::bytes())
+      .def(
+          "pull",
+          [](PythonSession& session, const std::vector<Array>& parameters) {
+            const auto memory = MemoryOf(session, {}, parameters);
+            const nb::gil_scoped_release release;
+            session.Pull(memory);
+          },
+          "parameters"_a)
+      .def(
+          "write",
+          [](PythonSession& session, const std::string& tensor, const F32Array& values) {
+            const absl::Span<const float> span(values.data(), values.size());
+            const nb::gil_scoped_release release;
+            session.Write(tensor, span);
+          },
+          "tensor"_a, "values"_a)
+      .def("commit_values", &PythonSession::CommitValues, Release())
+      .def(
+          "read",
+          [](PythonSession& session, const std::string& tensor, const std::string& content, const F32Array& to) {
+            const absl::Span<float> span(to.data(), to.size());
+            const nb::gil_scoped_release release;
+            session.Read(tensor, content, span);
+          },
+          "tensor"_a, "content"_a, "to"_a)
+      .def("tensor_steps", &PythonSession::TensorSteps, "tensor"_a, Release())
+      .def("register", &PythonSession::Register, "tensors"_a, Release())
+      .def("pin", &PythonSession::Pin, Release())
+      .def("unpin", &PythonSession::Unpin, "version"_a, Release())
+      .def("pins", &PythonSession::Pins, Release())
+      .def("restore", &PythonSession::Restore, "version"_a, Release())
+      .def("close", &PythonSession::Close, Release());
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::register_exception_translator(Translate);
+  BindServer(m);
+  BindOptions(m);
+  BindSession(m);
+}
+
+}  // namespace ballast::python

@@ -1,0 +1,284 @@
+#include "ballast/client/python/native/python_session.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "ballast/client/collective/gloo_collective.h"
+#include "ballast/client/collective/loopback_collective.h"
+#include "ballast/client/grpc_transport.h"
+#include "ballast/client/python/native/status_error.h"
+#include "ballast/services/embedded/embedded_transport.h"
+
+namespace ballast::python {
+namespace {
+
+namespace nb = nanobind;
+using client::Session;
+
+// The entry of `table` with that name; else BAD_CONFIG, naming all.
+template <typename Value, size_t n>
+Value Named(const char* what, const std::string& name, const std::array<std::pair<const char*, Value>, n>& table) {
+  std::vector<std::string> names;
+  for (const auto& [known, value] : table) {
+    if (name == known) return value;
+    names.emplace_back(known);
+  }
+  throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                                 absl::StrCat(what, " '", name, "': expected one of ", absl::StrJoin(names, ", "))));
+}
+
+kernels::Dtype DtypeNamed(const std::string& name) {
+  using kernels::Dtype;
+  return Named("dtype", name,
+               std::array<std::pair<const char*, Dtype>, 3>{
+                   {{"f32", Dtype::kF32}, {"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}}});
+}
+
+kernels::OptimizerSpec SpecOf(const Optimizer& optimizer) {
+  using kernels::MomentFormat;
+  using kernels::OptimizerKind;
+  return {.kind = Named("optimizer", optimizer.kind,
+                        std::array<std::pair<const char*, OptimizerKind>, 5>{{{"adamw", OptimizerKind::kAdamw},
+                                                                             {"adam", OptimizerKind::kAdam},
+                                                                             {"sgd", OptimizerKind::kSgd},
+                                                                             {"adagrad", OptimizerKind::kAdagrad},
+                                                                             {"lion", OptimizerKind::kLion}}}),
+          .amsgrad = optimizer.amsgrad,
+          .momentum = optimizer.momentum,
+          .nesterov = optimizer.nesterov,
+          .moments = Named("moments", optimizer.moments,
+                           std::array<std::pair<const char*, MomentFormat>, 4>{{{"f32", MomentFormat::kF32},
+                                                                               {"bf16", MomentFormat::kBf16},
+                                                                               {"i8", MomentFormat::kI8},
+                                                                               {"f8", MomentFormat::kF8}}}),
+          .gradient = DtypeNamed(optimizer.gradient),
+          .working = DtypeNamed(optimizer.working)};
+}
+
+client::SessionOptions OptionsOf(const OpenOptions& options) {
+  using client::Resume;
+  client::SessionOptions session;
+  session.job = options.job;
+  session.resume = Named("resume", options.resume,
+                         std::array<std::pair<const char*, Resume>, 3>{
+                             {{"never", Resume::kNever}, {"auto", Resume::kAuto}, {"must", Resume::kMust}}});
+  session.group_count = options.group_count;
+  session.chunk_elements = options.chunk_elements;
+  session.optimizer = SpecOf(options.optimizer);
+  session.seed = options.seed;
+  session.durability = Named("durability", options.durability,
+                             std::array<std::pair<const char*, v1::Durability>, 3>{{{"step", v1::DURABILITY_STEP},
+                                                                                   {"every-K", v1::DURABILITY_EVERY_K},
+                                                                                   {"none", v1::DURABILITY_NONE}}});
+  session.pin_interval = options.pin_interval;
+  session.split = options.rows ? client::Split::kRows : client::Split::kEven;
+  session.step_timeout = absl::Seconds(options.step_timeout);
+  session.open_timeout = absl::Seconds(options.open_timeout);
+  if (options.progress) {
+    session.progress = [](const std::string& line) { std::fprintf(stderr, "ballast: %s\n", line.c_str()); };
+  }
+  return session;
+}
+
+std::vector<client::TensorSpec> SpecsOf(const std::vector<Tensor>& tensors) {
+  std::vector<client::TensorSpec> specs;
+  for (const Tensor& tensor : tensors) {
+    client::TensorSpec& spec = specs.emplace_back();
+    spec.name = tensor.name;
+    spec.unit = tensor.unit;
+    spec.shape = tensor.shape;
+    spec.group = tensor.group;
+  }
+  return specs;
+}
+
+// Seconds since the last call.
+class Stopwatch {
+ public:
+  double Lap() {
+    const auto now = std::chrono::steady_clock::now();
+    return std::chrono::duration<double>(now - std::exchange(last_, now)).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, uint64_t staging, int threads) {
+  std::error_code error;
+  std::filesystem::create_directories(directory, error);
+  if (error) {
+    throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                                   absl::StrCat("directory '", directory, "' cannot be made: ", error.message())));
+  }
+  services::StateServerOptions options;
+  options.data_directory = directory;
+  options.budget.dram = dram;
+  options.budget.nvme = nvme;
+  options.staging_bytes = staging;
+  options.compute_threads = threads;
+  options.read_threads = threads;
+  server_ = Take(services::StateServer::Start(options));
+}
+
+std::vector<std::pair<uint64_t, uint64_t>> PythonServer::Tiers() const {
+  const v1::GetServerStatusResponse status = server_->Status();
+  std::vector<std::pair<uint64_t, uint64_t>> tiers;
+  for (const v1::TierStatus& tier : status.tiers()) {
+    if (tier.tier() != "hbm") tiers.emplace_back(tier.capacity_bytes(), tier.used_bytes());
+  }
+  return tiers;
+}
+
+absl::Status PythonStore::Set(absl::string_view key, absl::string_view value) {
+  const nb::gil_scoped_acquire lock;
+  try {
+    store_.attr("set")(nb::str(key.data(), key.size()), nb::bytes(value.data(), value.size()));
+    return absl::OkStatus();
+  } catch (nb::python_error& error) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kRankMissing,
+                        absl::StrCat("the store of the process group: ", error.what()));
+  }
+}
+
+absl::StatusOr<std::string> PythonStore::Get(absl::string_view key, absl::Time deadline) {
+  const nb::gil_scoped_acquire lock;
+  try {
+    const double seconds = std::max(0.001, absl::ToDoubleSeconds(deadline - absl::Now()));
+    const auto value = nb::cast<nb::bytes>(store_.attr("get")(nb::str(key.data(), key.size()), seconds));
+    return std::string(value.c_str(), value.size());
+  } catch (nb::python_error& error) {
+    return model::Error(absl::StatusCode::kDeadlineExceeded, model::kRankMissing,
+                        absl::StrCat("no rank told '", key, "' to the process group's store: ", error.what()));
+  } catch (const nb::cast_error&) {
+    return model::Error(absl::StatusCode::kInternal, model::kRankMissing, "the store's get gave something else than bytes");
+  }
+}
+
+std::unique_ptr<PythonSession> PythonSession::Open(const OpenOptions& options, const std::vector<Tensor>& tensors,
+                                                   PythonServer* server, client::Rendezvous* store) {
+  std::unique_ptr<PythonSession> session(new PythonSession);
+  if (options.world_size > 1) {
+    client::GlooOptions gloo;
+    gloo.host = options.host;
+    // Other ranks wait in an exchange while rank 0 waits for servers.
+    gloo.timeout = absl::Seconds(std::max(options.step_timeout, 2 * options.open_timeout));
+    session->collective_ = Take(client::MakeGloo(store, options.rank, options.world_size, gloo));
+  } else {
+    session->collective_ = std::move(client::MakeLoopbackGroup(1).front());
+  }
+  std::vector<std::unique_ptr<client::Transport>> transports;
+  for (const std::string& address : options.servers) transports.push_back(client::MakeGrpcTransport(address));
+  if (server != nullptr) {
+    session->server_ = server->server();
+    transports.push_back(services::MakeEmbeddedTransport(session->server_.get()));
+  }
+  session->session_ =
+      Take(Session::Open(OptionsOf(options), SpecsOf(tensors), std::move(transports), session->collective_.get()));
+  for (const Tensor& tensor : tensors) session->names_.push_back(tensor.name);
+  session->rows_ = options.rows;
+  session->MakeTensors();
+  return session;
+}
+
+void PythonSession::MakeTensors() {
+  tensors_ = std::make_unique<client::Tensors>(Take(
+      client::Tensors::Make(session_.get(), names_, rows_ ? client::Local::kRows : client::Local::kWhole)));
+}
+
+void PythonSession::CheckCount(size_t count) const {
+  if (session_ == nullptr) {
+    throw StatusError(
+        model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, "the session was closed"));
+  }
+  if (count == names_.size()) return;
+  throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
+                                 absl::StrCat("expected ", names_.size(), " tensors, got ", count)));
+}
+
+void PythonSession::CheckElements(size_t index, uint64_t elements) const {
+  if (elements == tensors_->local_elements(index)) return;
+  throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
+                                 absl::StrCat("tensor '", names_[index], "': expected ",
+                                              tensors_->local_elements(index), " local elements, got ", elements)));
+}
+
+void PythonSession::Initialise(absl::Span<const client::TensorMemory> memory) { Check(tensors_->Initialise(memory)); }
+
+Report PythonSession::Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options) {
+  Report report;
+  Stopwatch watch;
+  if (const absl::Status pushed = tensors_->Push(memory); !pushed.ok()) {
+    (void)session_->Drop();
+    throw StatusError(pushed);
+  }
+  report.push_seconds = watch.Lap();
+  const client::StepReport stepped = Take(session_->Step(options));
+  report.version = stepped.version;
+  report.skipped = stepped.skipped;
+  report.norm = stepped.norm;
+  report.seal_seconds = watch.Lap();
+  if (!stepped.skipped) Check(tensors_->Pull(memory));
+  report.pull_seconds = watch.Lap();
+  return report;
+}
+
+void PythonSession::Pull(absl::Span<const client::TensorMemory> memory) { Check(tensors_->Pull(memory)); }
+
+void PythonSession::Write(const std::string& tensor, absl::Span<const float> values) {
+  Check(session_->Write(tensor, values));
+}
+
+Report PythonSession::CommitValues() {
+  const client::StepReport stepped = Take(session_->CommitValues());
+  return {.version = stepped.version, .skipped = stepped.skipped};
+}
+
+void PythonSession::Register(const std::vector<Tensor>& tensors) {
+  Check(session_->Register(SpecsOf(tensors)));
+  for (const Tensor& tensor : tensors) {
+    if (std::find(names_.begin(), names_.end(), tensor.name) == names_.end()) names_.push_back(tensor.name);
+  }
+  MakeTensors();
+}
+
+Report PythonSession::Restore(int64_t version) {
+  const client::StepReport stepped = Take(session_->Restore(version));
+  return {.version = stepped.version, .skipped = stepped.skipped};
+}
+
+void PythonSession::Read(const std::string& tensor, const std::string& content, absl::Span<float> to) {
+  using client::Content;
+  const Content what = Named("content", content,
+                             std::array<std::pair<const char*, Content>, 5>{{{"working", Content::kWorking},
+                                                                            {"master", Content::kMaster},
+                                                                            {"moment1", Content::kMoment1},
+                                                                            {"moment2", Content::kMoment2},
+                                                                            {"moment3", Content::kMoment3}}});
+  Check(session_->Read(tensor, what, session_->version(), to));
+}
+
+uint64_t PythonSession::TensorSteps(const std::string& tensor) {
+  return Take(session_->TensorSteps(tensor, session_->version()));
+}
+
+void PythonSession::Pin() { Check(session_->PinDurably()); }
+void PythonSession::Unpin(int64_t version) { Check(session_->UnpinDurably(version)); }
+std::vector<int64_t> PythonSession::Pins() { return Take(session_->DurablePins()); }
+
+void PythonSession::Close() {
+  tensors_.reset();
+  session_.reset();
+  collective_.reset();
+  server_.reset();
+}
+
+}  // namespace ballast::python

@@ -1,0 +1,138 @@
+// What the Python module holds: a state server of this process, and one rank's session with its tensors. Methods block,
+// throw StatusError, and need no interpreter but where said.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ballast/client/collective/collective.h"
+#include "ballast/client/collective/rendezvous.h"
+#include "ballast/client/session.h"
+#include "ballast/client/tensors.h"
+#include "ballast/services/state_server.h"
+
+namespace ballast::python {
+
+// `directory` is created; budgets in bytes. `threads`: that compute an update.
+class PythonServer {
+ public:
+  PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, uint64_t staging, int threads);
+  void Stop() { server_->Stop(); }
+  const std::shared_ptr<services::StateServer>& server() const { return server_; }
+  // (budget, used) in bytes: of DRAM, of NVMe.
+  std::vector<std::pair<uint64_t, uint64_t>> Tiers() const;
+
+ private:
+  std::shared_ptr<services::StateServer> server_;  // sessions share it
+};
+
+// torch.distributed's store, or anything with set(key, bytes) and get(key, seconds) -> bytes. Takes the interpreter's
+// lock for each call.
+class PythonStore : public client::Rendezvous {
+ public:
+  // With the lock, as the destructor.
+  explicit PythonStore(nanobind::object store) : store_(std::move(store)) {}
+  absl::Status Set(absl::string_view key, absl::string_view value) override;
+  absl::StatusOr<std::string> Get(absl::string_view key, absl::Time deadline) override;
+
+ private:
+  nanobind::object store_;
+};
+
+// Strings as Python spells them: see OpenOptions.
+struct Optimizer {
+  std::string kind = "adamw";  // adamw, adam, sgd, adagrad, lion
+  bool amsgrad = false;
+  bool momentum = false;
+  bool nesterov = false;
+  std::string moments = "f32";  // f32, bf16, i8, f8
+  std::string gradient = "f32", working = "f32";  // f32, bf16, f16
+};
+
+struct OpenOptions {
+  std::string job;
+  std::string resume = "never";     // never, auto, must
+  std::string durability = "none";  // step, every-K, none
+  uint64_t pin_interval = 0;
+  Optimizer optimizer;
+  uint32_t group_count = 1;
+  uint64_t chunk_elements = uint64_t{1} << 20;
+  uint64_t seed = 0;
+  bool rows = false;                 // ranks have rows of tensors (FSDP2), not whole ones
+  std::vector<std::string> servers;  // "host:port"; empty: the embedded one
+  int rank = 0;
+  int world_size = 1;
+  std::string host = "127.0.0.1";  // where this rank listens for the others
+  double step_timeout = 120;       // seconds
+  double open_timeout = 30;
+  bool progress = true;  // lines on stderr when something takes long
+};
+
+struct Tensor {
+  Tensor(std::string tensor_name, std::string tensor_unit, std::vector<uint64_t> tensor_shape, uint32_t tensor_group)
+      : name(std::move(tensor_name)), unit(std::move(tensor_unit)), shape(std::move(tensor_shape)), group(tensor_group) {}
+  std::string name;
+  std::string unit;
+  std::vector<uint64_t> shape;
+  uint32_t group;
+};
+
+struct Report {
+  int64_t version = -1;
+  bool skipped = false;
+  double norm = 0;
+  double push_seconds = 0;  // gradients taken
+  double seal_seconds = 0;  // until the step is decided
+  double pull_seconds = 0;  // until parameters hold the version
+};
+
+class PythonSession {
+ public:
+  // COLLECTIVE. `server`: null with OpenOptions::servers. `store`: used only by several ranks.
+  static std::unique_ptr<PythonSession> Open(const OpenOptions& options, const std::vector<Tensor>& tensors,
+                                             PythonServer* server, client::Rendezvous* store);
+
+  int64_t version() const { return session_->version(); }
+  bool needs_values() const { return session_->needs_values(); }
+  int64_t restored_version() const { return session_->restored_version(); }
+  const std::vector<std::string>& blobs() const { return session_->resumed_blobs(); }
+  uint64_t local_elements(size_t index) const { return tensors_->local_elements(index); }
+  // INVALID_ARGUMENT (BAD_LENGTH).
+  void CheckCount(size_t count) const;
+  void CheckElements(size_t index, uint64_t elements) const;
+
+  // COLLECTIVE, all of these.
+  void Initialise(absl::Span<const client::TensorMemory> memory);
+  Report Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options);
+  void Pull(absl::Span<const client::TensorMemory> memory);
+  void Write(const std::string& tensor, absl::Span<const float> values);
+  Report CommitValues();
+  void Register(const std::vector<Tensor>& tensors);
+  Report Restore(int64_t version);
+
+  // Any rank. `content`: working, master, moment1, moment2, moment3.
+  void Read(const std::string& tensor, const std::string& content, absl::Span<float> to);
+  uint64_t TensorSteps(const std::string& tensor);
+  void Pin();
+  void Unpin(int64_t version);
+  std::vector<int64_t> Pins();
+  // Ends the session; further calls throw.
+  void Close();
+
+ private:
+  PythonSession() = default;
+  void MakeTensors();
+
+  std::shared_ptr<services::StateServer> server_;  // outlives the session
+  std::unique_ptr<client::Collective> collective_;
+  std::unique_ptr<client::Session> session_;
+  std::unique_ptr<client::Tensors> tensors_;
+  std::vector<std::string> names_;
+  bool rows_ = false;
+};
+
+}  // namespace ballast::python

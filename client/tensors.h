@@ -1,0 +1,81 @@
+// A model's tensors that stay in the trainer: gradients are read from, and updated parameters written to, its own
+// memory, tensor by tensor (use (b) of session.h).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/client/session.h"
+#include "ballast/kernels/float_formats.h"
+
+namespace ballast::client {
+
+// What this rank has of each tensor.
+enum class Local {
+  kWhole,  // all of it: one rank, or ranks whose reduced gradients are equal (DDP). With Split::kEven or kRows
+  kRows,   // its rows, as torch.chunk along dimension 0 gives them (FSDP2's Shard(0)). With Split::kRows
+};
+
+// One tensor's local elements, end to end in row-major order. Dtypes: kF32, kBf16, kF16; where they are not the job's,
+// elements are rounded to nearest even, or widened.
+struct TensorMemory {
+  const std::byte* gradient = nullptr;  // null: no gradient in this step
+  kernels::Dtype gradient_dtype = kernels::Dtype::kF32;
+  std::byte* parameter = nullptr;  // null only for a rank without a row of it
+  kernels::Dtype parameter_dtype = kernels::Dtype::kF32;
+};
+
+// Spans of TensorMemory hold an entry per tensor, in the order of `names`; the memory is borrowed until return. Threads:
+// the session's.
+class Tensors {
+ public:
+  // Borrows `session`. `names`: each of the job's live tensors once. NOT_FOUND (UNKNOWN_TENSOR); INVALID_ARGUMENT
+  // (BAD_SPEC) for one that is missing or comes twice.
+  static absl::StatusOr<Tensors> Make(Session* session, const std::vector<std::string>& names, Local local);
+
+  // Elements of tensor `index` that this rank has.
+  uint64_t local_elements(size_t index) const { return local_elements_[index]; }
+
+  // COLLECTIVE. Session::Initialise with the parameters' values.
+  absl::Status Initialise(absl::Span<const TensorMemory> memory);
+  // Session::Push of every unit that has a gradient. What was pushed of a step that then fails is dropped by the
+  // session's Drop.
+  absl::Status Push(absl::Span<const TensorMemory> memory);
+  // COLLECTIVE. Parameters at the session's version, waiting for their updates. DDP's ranks gather what others own.
+  absl::Status Pull(absl::Span<const TensorMemory> memory);
+
+ private:
+  // A run of a tensor's elements within the rank's owned ranges of its unit, or within the whole unit.
+  struct Run {
+    size_t tensor = 0;   // index into names
+    uint64_t local = 0;  // first element, of the local ones
+    uint64_t at = 0;     // first element, of the owned ranges laid end to end or of the unit
+    uint64_t count = 0;
+  };
+  struct Unit {
+    uint32_t index = 0;  // the session's
+    uint64_t elements = 0;
+    std::vector<size_t> tensors;
+    std::vector<Run> owned;
+    std::vector<Run> whole;
+  };
+
+  explicit Tensors(Session* session, Local local) : session_(session), local_(local) {}
+  absl::Status PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory);
+  void Scatter(const std::vector<Run>& runs, absl::Span<const std::byte> from,
+               absl::Span<const TensorMemory> memory) const;
+
+  Session* session_;
+  Local local_;
+  std::vector<std::string> names_;
+  std::vector<uint64_t> local_elements_;
+  std::vector<Unit> units_;
+  std::vector<std::byte> buffer_;  // of one unit
+  std::vector<float> wide_;        // for conversions
+};
+
+}  // namespace ballast::client

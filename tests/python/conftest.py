@@ -1,0 +1,35 @@
+"""Every test gets a job of its own on the process's embedded server."""
+import itertools
+import os
+
+import pytest
+import torch
+
+import ballast.torch as bt
+
+_jobs = itertools.count()
+
+
+@pytest.fixture
+def job():
+    """Keyword arguments of an optimizer that shares nothing with other tests."""
+    return {'name': f'job{next(_jobs)}', 'dram': '256MiB', 'threads': 2}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(1)
+    os.environ.pop('BALLAST_SERVERS', None)
+
+
+# Ours and torch's, by name: constructors that take parameters and torch's arguments.
+PAIRS = {
+    'adamw': (bt.AdamW, torch.optim.AdamW, {'lr': 1e-2, 'weight_decay': 0.1}),
+    'adamw_amsgrad': (bt.AdamW, torch.optim.AdamW, {'lr': 1e-2, 'amsgrad': True}),
+    'adamw_maximize': (bt.AdamW, torch.optim.AdamW, {'lr': 1e-3, 'maximize': True}),
+    'adam': (bt.Adam, torch.optim.Adam, {'lr': 1e-2, 'weight_decay': 0.01}),
+    'sgd': (bt.SGD, torch.optim.SGD, {'lr': 1e-2, 'weight_decay': 0.01}),
+    'sgd_momentum': (bt.SGD, torch.optim.SGD, {'lr': 1e-2, 'momentum': 0.9, 'dampening': 0.1}),
+    'sgd_nesterov': (bt.SGD, torch.optim.SGD, {'lr': 1e-2, 'momentum': 0.9, 'nesterov': True}),
+    'adagrad': (bt.Adagrad, torch.optim.Adagrad, {'lr': 1e-2, 'lr_decay': 0.01, 'initial_accumulator_value': 0.1}),
+}

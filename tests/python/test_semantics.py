@@ -1,0 +1,304 @@
+"""What a loop does around step() means what it means in torch."""
+import copy
+import warnings
+
+import pytest
+import torch
+from scripts import assert_close, batches, both, loss_of, mlp, train
+from torch import nn
+
+import ballast
+import ballast.torch as bt
+
+
+def pair(job, **arguments):
+    arguments = {'lr': 1e-2, **arguments}
+    return (lambda p: bt.AdamW(p, **arguments, **job)), (lambda p: torch.optim.AdamW(p, **arguments))
+
+
+SCHEDULERS = {
+    'lambda': lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda i: 0.9**i),
+    'one_cycle': lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1e-2, total_steps=50),
+    'cosine': lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=20),
+}
+
+
+@pytest.mark.parametrize('scheduler', SCHEDULERS)
+def test_schedulers(scheduler, job):
+    def script(model, make):
+        optimizer = make(model.parameters())
+        schedule = SCHEDULERS[scheduler](optimizer)
+        return train(model, optimizer, after_step=lambda i: schedule.step())
+    assert_close(*both(script, *pair(job)))
+
+
+def test_reduce_on_plateau(job):
+    def script(model, make):
+        optimizer = make(model.parameters())
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+        rates = []
+
+        def after(i):
+            schedule.step(1.0)
+            rates.append(optimizer.param_groups[0]['lr'])
+        return train(model, optimizer, steps=20, after_step=after) + rates
+    assert_close(*both(script, *pair(job)))
+
+
+def test_clip_grad_norm(job):
+    def script(model, make):
+        optimizer = make(model.parameters())
+        return train(model, optimizer,
+                     after_backward=lambda i: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    assert_close(*both(script, *pair(job)))
+
+
+def test_grad_scaler_with_an_inf(job):
+    def script(model, make):
+        optimizer = make(model.parameters())
+        scaler = torch.amp.GradScaler('cpu', init_scale=1024.0, growth_interval=10)
+        losses = []
+        for i, batch in enumerate(batches(30)):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            scaler.scale(loss).backward()
+            if i == 11:
+                next(model.parameters()).grad.view(-1)[0] = float('inf')
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        return losses + [scaler.get_scale()]
+    assert_close(*both(script, *pair(job)))
+
+
+def test_accumulation(job):
+    def script(model, make):
+        optimizer = make(model.parameters())
+        losses = []
+        for i, batch in enumerate(batches(40)):
+            loss = loss_of(model, batch) / 4
+            loss.backward()
+            if i % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+    assert_close(*both(script, *pair(job)))
+
+
+def test_groups_with_rates_of_their_own(job):
+    def script(model, make):
+        return train(model, make([{'params': model[0].parameters(), 'lr': 1e-3, 'weight_decay': 0.0},
+                                  {'params': [*model[2].parameters(), *model[3].parameters()], 'betas': (0.8, 0.9)}]))
+    assert_close(*both(script, *pair(job)))
+
+
+def test_tensor_lr_and_edits_of_groups(job):
+    def script(model, make):
+        optimizer = make(model.parameters())
+        optimizer.param_groups[0]['lr'] = torch.tensor(1e-2)
+
+        def after(i):
+            optimizer.param_groups[0]['lr'] = torch.tensor(1e-2 / (i + 2))
+        return train(model, optimizer, after_step=after)
+    assert_close(*both(script, *pair(job)))
+
+
+def test_add_param_group_before_and_unfreezing_in_mid_run(job):
+    def script(model, make):
+        model[0].weight.requires_grad_(False)
+        optimizer = make(model[0].parameters())
+        optimizer.add_param_group({'params': [*model[2].parameters(), *model[3].parameters()], 'lr': 1e-3})
+
+        def after(i):
+            if i == 20:
+                model[0].weight.requires_grad_(True)
+        return train(model, optimizer, after_step=after)
+    assert_close(*both(script, *pair(job)))
+
+
+def test_closure(job):
+    def script(model, make):
+        optimizer = make(model.parameters())
+        losses = []
+        for batch in batches(20):
+            def closure(batch=batch):
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()
+                return loss
+            losses.append(optimizer.step(closure).item())
+        return losses
+    assert_close(*both(script, *pair(job)))
+
+
+def test_gradients_that_are_none(job):
+    """A tensor without a gradient is left alone, its step count and decay included."""
+    def script(model, make):
+        optimizer = make(model.parameters())
+
+        def after(i):
+            if i % 3 == 1:
+                model[0].weight.grad = None
+            if i % 7 == 2:
+                optimizer.zero_grad()
+        return train(model, optimizer, after_backward=after)
+    assert_close(*both(script, *pair(job)))
+
+
+def test_edits_of_gradients(job):
+    def script(model, make):
+        optimizer = make(model.parameters())
+
+        def after(i):
+            model[0].weight.grad *= 0.5
+            model[3].weight.grad = model[3].weight.grad.t().contiguous().t()
+        return train(model, optimizer, after_backward=after)
+    assert_close(*both(script, *pair(job)))
+
+
+def test_clamped_parameters_stay_clamped(job):
+    def script(model, make):
+        optimizer = make(model.parameters())
+
+        def after(i):
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.05, 0.05)
+        return train(model, optimizer, after_step=after)
+    assert_close(*both(script, *pair(job)))
+
+
+def test_ema_swap(job):
+    def script(model, make):
+        optimizer = make(model.parameters())
+        average = torch.optim.swa_utils.AveragedModel(model)
+
+        def after(i):
+            average.update_parameters(model)
+            if i == 25:  # goes on from the average
+                model.load_state_dict(average.module.state_dict())
+        return train(model, optimizer, after_step=after)
+    assert_close(*both(script, *pair(job)))
+
+
+def test_model_state_loaded_after_construction(job):
+    other = mlp().state_dict()
+
+    def script(model, make):
+        optimizer = make(model.parameters())
+        train(model, optimizer, steps=3)
+        model.load_state_dict(copy.deepcopy(other))
+        return train(model, optimizer)
+    assert_close(*both(script, *pair(job)))
+
+
+def test_edits_through_data_need_a_word(job):
+    def script(model, make):
+        optimizer = make(model.parameters())
+
+        def after(i):
+            if i == 5:
+                model[0].weight.data.mul_(0.5)
+                getattr(optimizer, 'sync_from_params', lambda: None)()
+        return train(model, optimizer, after_step=after)
+    assert_close(*both(script, *pair(job)))
+
+
+def test_an_edit_of_bf16_keeps_the_master_bits_of_what_was_not_edited(job):
+    model = mlp().bfloat16()
+    optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, **job)
+    train(model, optimizer, steps=3)
+    before = torch.empty(model[0].weight.numel())
+    optimizer._session.read('0.weight', 'master', before)
+    with torch.no_grad():
+        model[0].weight[0, 0] = 3.0
+    optimizer.sync_from_params()
+    optimizer._session.commit_values()
+    after = torch.empty_like(before)
+    optimizer._session.read('0.weight', 'master', after)
+    assert after[0] == 3.0
+    assert torch.equal(after[1:], before[1:])
+
+
+def test_overflow_skips_and_says_where(job):
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, **job)
+    train(model, optimizer, steps=2)
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model, next(batches(1))).backward()
+    model[3].bias.grad[1] = float('nan')
+    with pytest.warns(UserWarning, match="gradient of '3.bias' is not finite: the step was skipped"):
+        optimizer.step()
+    assert optimizer.last_step_skipped
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    train(model, optimizer, steps=1)
+    assert not optimizer.last_step_skipped
+
+
+def test_nothing_happens_without_gradients(job):
+    model = mlp()
+    optimizer = bt.AdamW(model.parameters(), **job)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_grad_norm_is_of_the_gradients_as_taken(job):
+    model = mlp()
+    optimizer = bt.AdamW(model.parameters(), **job)
+    loss_of(model, next(batches(1))).backward()
+    expected = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    optimizer.step()
+    assert optimizer.grad_norm == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_versions_of_parameters_move(job):
+    """As with torch's own: autograd must see that a parameter changed between forward and backward."""
+    model = mlp()
+    optimizer = bt.AdamW(model.parameters(), **job)
+    train(model, optimizer, steps=1)
+    x, y = next(batches(1))
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        loss.backward()
+
+
+@pytest.mark.parametrize('flag', ['differentiable', 'capturable'])
+def test_refused_flags(flag, job):
+    with pytest.raises(ballast.Error, match=flag):
+        bt.AdamW(mlp().parameters(), **{flag: True}, **job)
+
+
+def test_refused_tensors(job):
+    with pytest.raises(ballast.Error, match='complex'):
+        optimizer = bt.AdamW([nn.Parameter(torch.zeros(3, dtype=torch.complex64))], **job)
+        optimizer._open()
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer = bt.AdamW(embedding.named_parameters(), **job)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ballast.Error, match="'weight' has a sparse gradient"):
+        optimizer.step()
+
+
+def test_an_existing_job_is_an_error_that_names_the_three(job):
+    model = mlp()
+    first = bt.AdamW(model.parameters(), **job)
+    train(model, first, steps=1)
+    with pytest.raises(ballast.Error, match='never.*auto.*must') as raised:
+        train(model, bt.AdamW(model.parameters(), **job), steps=1)
+    assert raised.value.reason == 'JOB_EXISTS'
+
+
+def test_no_warnings_in_a_plain_run(job):
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        model = mlp()
+        optimizer = bt.AdamW(model.parameters(), **job)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        train(model, optimizer, steps=3, after_step=lambda i: schedule.step())
