@@ -143,11 +143,11 @@ absl::Status Tensors::Pull(absl::Span<const TensorMemory> memory) {
     const uint64_t owned = session_->owned_elements(unit.index);
     buffer_.resize(owned * ElementBytes(dtype));
     if (dtype == Dtype::kF32) {
-      BALLAST_RETURN_IF_ERROR(session_->PullOwned(
-          unit.index, absl::MakeSpan(reinterpret_cast<float*>(buffer_.data()), owned)));
+      BALLAST_RETURN_IF_ERROR(
+          session_->PullOwned(unit.index, absl::MakeSpan(reinterpret_cast<float*>(buffer_.data()), owned)));
     } else {
-      BALLAST_RETURN_IF_ERROR(session_->PullOwned(
-          unit.index, absl::MakeSpan(reinterpret_cast<bf16*>(buffer_.data()), owned)));
+      BALLAST_RETURN_IF_ERROR(
+          session_->PullOwned(unit.index, absl::MakeSpan(reinterpret_cast<bf16*>(buffer_.data()), owned)));
     }
     Scatter(unit.owned, buffer_, memory);
   }

@@ -29,8 +29,8 @@ struct TensorMemory {
   kernels::Dtype parameter_dtype = kernels::Dtype::kF32;
 };
 
-// Spans of TensorMemory hold an entry per tensor, in the order of `names`; the memory is borrowed until return. Threads:
-// the session's.
+// Spans of TensorMemory hold an entry per tensor, in the order of `names`; the memory is borrowed until return.
+// Threads: the session's.
 class Tensors {
  public:
   // Borrows `session`. `names`: each of the job's live tensors once. NOT_FOUND (UNKNOWN_TENSOR); INVALID_ARGUMENT

@@ -155,8 +155,7 @@ Outcome<v1::UnpinResponse> Job::TryUnpinDurably(int64_t version) {
   if (pinning_.contains(version) || unpinning_.contains(version)) return std::nullopt;
   if (machine_->FindPin(version) == nullptr) return v1::UnpinResponse();
   const auto check = pin_checks_.find(version);
-  const bool unreadable =
-      check != pin_checks_.end() && check->second.done && absl::IsDataLoss(check->second.status);
+  const bool unreadable = check != pin_checks_.end() && check->second.done && absl::IsDataLoss(check->second.status);
   BALLAST_RETURN_IF_ERROR(machine_->Unpin(version, unreadable));
   if (const v1::PinnedVersion* const pin = machine_->FindPin(version)) {
     PinChanged(*pin);
@@ -235,12 +234,12 @@ void Job::RunPinCheck(int64_t version) {
     if (check == pin_checks_.end()) return;
     check->second.done = true;
     check->second.status = model::Annotate(
-        status,
-        absl::StrCat("server '", around_.server_id, "' cannot restore version ", version, " of job '", name_,
-                     lost ? "', and has lost what came since; look after the disk and try again, or give the version up "
-                            "with `ballastctl unpin` and go back to an older one that all servers have"
-                          : "', which goes on from where it is; restore another version, and give this one up "
-                            "with `ballastctl unpin`"));
+        status, absl::StrCat(
+                    "server '", around_.server_id, "' cannot restore version ", version, " of job '", name_,
+                    lost ? "', and has lost what came since; look after the disk and try again, or give the version up "
+                           "with `ballastctl unpin` and go back to an older one that all servers have"
+                         : "', which goes on from where it is; restore another version, and give this one up "
+                           "with `ballastctl unpin`"));
     moved_ = true;
   });
 }

@@ -277,12 +277,12 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
     absl::Status status;
     if (!entry.unreadable.empty()) {
       // Where pins are all that there is, nothing else tells what they were.
-      const absl::string_view remedy = entry.every_k() ? "Put a copy of the catalog back, or drop the job"
-                                                       : "Run `ballastctl verify --rebuild`";
-      status = model::Error(absl::StatusCode::kDataLoss, model::kIo,
-                            absl::StrCat("the catalog's '", entry.unreadable.front(), "' of job '", name, "' in ",
-                                         options.data_directory,
-                                         "/catalog cannot be read; expected what an earlier run wrote. ", remedy));
+      const absl::string_view remedy =
+          entry.every_k() ? "Put a copy of the catalog back, or drop the job" : "Run `ballastctl verify --rebuild`";
+      status = model::Error(
+          absl::StatusCode::kDataLoss, model::kIo,
+          absl::StrCat("the catalog's '", entry.unreadable.front(), "' of job '", name, "' in ", options.data_directory,
+                       "/catalog cannot be read; expected what an earlier run wrote. ", remedy));
     } else if (entry.every_k() && entry.had_state) {
       status = job->ComeBack(entry);
     } else if (entry.durable()) {

@@ -38,6 +38,13 @@ esac
 deploy/packages.sh test
 [[ "$mode" == tsan ]] && tests/tools/tsan_objects.sh build/tsan-abseil
 mkdir -p build
+if [[ "$preset" == dev ]]; then
+  if tests/python/venv.sh "$PWD/build/venv"; then
+    configure+=(-DBALLAST_PYTHON=ON "-DPython_EXECUTABLE=$PWD/build/venv/bin/python")
+  else
+    echo "python: no environment with torch; the Python package is not tested"
+  fi
+fi
 cmake --preset "$preset" "${configure[@]}" >"build/$preset-configure.log" 2>&1 || { cat "build/$preset-configure.log" >&2; exit 1; }
 grep -h '^-- Ballast:' "build/$preset-configure.log" || true
 cmake --build --preset "$preset" -j "$(nproc)"

@@ -59,7 +59,8 @@ std::string ShowJson(const ClusterView& cluster);
 absl::Status DropJob(const std::string& address, const std::string& job, absl::Duration timeout);
 
 // Gives up a durable pin on a server, at the epoch that the server reports. NOT_FOUND if it has no such pin.
-absl::StatusOr<v1::UnpinResponse> UnpinVersion(const std::string& address, const std::string& job, int64_t version, absl::Duration timeout);
+absl::StatusOr<v1::UnpinResponse> UnpinVersion(const std::string& address, const std::string& job, int64_t version,
+                                               absl::Duration timeout);
 
 absl::StatusOr<v1::SetBudgetResponse> SetBudget(const std::string& address, const v1::SetBudgetRequest& request,
                                                 absl::Duration timeout);

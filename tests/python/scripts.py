@@ -17,7 +17,8 @@ def batches(count, seed=7):
 
 
 def loss_of(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+    dtype = next(model.parameters()).dtype
+    return nn.functional.cross_entropy(model(batch[0].to(dtype)).float(), batch[1])
 
 
 def train(model, optimizer, steps=50, after_backward=None, after_step=None):

@@ -43,6 +43,7 @@ def _free_memory():
 class _Embedded:
     def __init__(self, directory, dram, nvme, threads):
         self.pid = os.getpid()
+        self.stopped = False
         self.asked = (directory, dram, nvme, threads)
         self.temporary = directory is None
         self.directory = tempfile.mkdtemp(prefix='ballast-') if self.temporary else os.path.abspath(directory)
@@ -59,9 +60,15 @@ class _Embedded:
             self._remove()
             raise
 
+    def drop(self, job):
+        """The job, if it is there, and all that it has; a server that has stopped keeps it."""
+        if not self.stopped:
+            self.server.drop(job)
+
     def stop(self):
         if os.getpid() != self.pid:
             return
+        self.stopped = True
         self.server.stop()
         self._remove()
 

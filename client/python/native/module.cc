@@ -5,7 +5,10 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
 
 #include "ballast/client/python/native/python_session.h"
 #include "ballast/client/python/native/status_error.h"
@@ -65,6 +68,7 @@ void BindServer(nb::module_& m) {
       .def(nb::init<const std::string&, uint64_t, uint64_t, uint64_t, int>(), "directory"_a, "dram"_a, "nvme"_a,
            "staging"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &PythonServer::Stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("drop", &PythonServer::Drop, "job"_a, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("tiers", &PythonServer::Tiers);
 }
 
@@ -165,7 +169,8 @@ void BindSession(nb::module_& m) {
             const nb::gil_scoped_release release;
             return session.Step(memory, options);
           },
-          "gradients"_a, "parameters"_a, "groups"_a, "gradient_scale"_a = 1.0, "max_norm"_a = 0.0, "blob"_a = nb::bytes())
+          "gradients"_a, "parameters"_a, "groups"_a, "gradient_scale"_a = 1.0, "max_norm"_a = 0.0,
+          "blob"_a = nb::bytes("", 0))
       .def(
           "pull",
           [](PythonSession& session, const std::vector<Array>& parameters) {
@@ -202,7 +207,13 @@ void BindSession(nb::module_& m) {
 
 }  // namespace
 
+// An embedded server speaks on stderr, of what needs a look alone: stdout is the script's. Levels: spdlog's names.
+void SetLogLevel(const std::string& level) { spdlog::set_level(spdlog::level::from_str(level)); }
+
 NB_MODULE(_native, m) {
+  spdlog::set_default_logger(spdlog::stderr_logger_mt("ballast"));
+  spdlog::set_level(spdlog::level::warn);
+  m.def("set_log_level", &SetLogLevel, "level"_a);
   nb::register_exception_translator(Translate);
   BindServer(m);
   BindOptions(m);

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
+#include <future>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -45,18 +46,18 @@ kernels::OptimizerSpec SpecOf(const Optimizer& optimizer) {
   using kernels::OptimizerKind;
   return {.kind = Named("optimizer", optimizer.kind,
                         std::array<std::pair<const char*, OptimizerKind>, 5>{{{"adamw", OptimizerKind::kAdamw},
-                                                                             {"adam", OptimizerKind::kAdam},
-                                                                             {"sgd", OptimizerKind::kSgd},
-                                                                             {"adagrad", OptimizerKind::kAdagrad},
-                                                                             {"lion", OptimizerKind::kLion}}}),
+                                                                              {"adam", OptimizerKind::kAdam},
+                                                                              {"sgd", OptimizerKind::kSgd},
+                                                                              {"adagrad", OptimizerKind::kAdagrad},
+                                                                              {"lion", OptimizerKind::kLion}}}),
           .amsgrad = optimizer.amsgrad,
           .momentum = optimizer.momentum,
           .nesterov = optimizer.nesterov,
           .moments = Named("moments", optimizer.moments,
                            std::array<std::pair<const char*, MomentFormat>, 4>{{{"f32", MomentFormat::kF32},
-                                                                               {"bf16", MomentFormat::kBf16},
-                                                                               {"i8", MomentFormat::kI8},
-                                                                               {"f8", MomentFormat::kF8}}}),
+                                                                                {"bf16", MomentFormat::kBf16},
+                                                                                {"i8", MomentFormat::kI8},
+                                                                                {"f8", MomentFormat::kF8}}}),
           .gradient = DtypeNamed(optimizer.gradient),
           .working = DtypeNamed(optimizer.working)};
 }
@@ -72,10 +73,10 @@ client::SessionOptions OptionsOf(const OpenOptions& options) {
   session.chunk_elements = options.chunk_elements;
   session.optimizer = SpecOf(options.optimizer);
   session.seed = options.seed;
-  session.durability = Named("durability", options.durability,
-                             std::array<std::pair<const char*, v1::Durability>, 3>{{{"step", v1::DURABILITY_STEP},
-                                                                                   {"every-K", v1::DURABILITY_EVERY_K},
-                                                                                   {"none", v1::DURABILITY_NONE}}});
+  session.durability =
+      Named("durability", options.durability,
+            std::array<std::pair<const char*, v1::Durability>, 3>{
+                {{"step", v1::DURABILITY_STEP}, {"every-K", v1::DURABILITY_EVERY_K}, {"none", v1::DURABILITY_NONE}}});
   session.pin_interval = options.pin_interval;
   session.split = options.rows ? client::Split::kRows : client::Split::kEven;
   session.step_timeout = absl::Seconds(options.step_timeout);
@@ -96,6 +97,14 @@ std::vector<client::TensorSpec> SpecsOf(const std::vector<Tensor>& tensors) {
     spec.group = tensor.group;
   }
   return specs;
+}
+
+// What `call` is answered; it gets the reply to call.
+template <typename Response, typename Call>
+Response Await(const Call& call) {
+  std::promise<absl::StatusOr<Response>> answered;
+  call([&](absl::StatusOr<Response> answer) { answered.set_value(std::move(answer)); });
+  return Take(answered.get_future().get());
 }
 
 // Seconds since the last call.
@@ -129,6 +138,17 @@ PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t
   server_ = Take(services::StateServer::Start(options));
 }
 
+void PythonServer::Drop(const std::string& job) {
+  v1::GetJobRequest ask;
+  ask.set_job(job);
+  const v1::GetJobResponse known = Await<v1::GetJobResponse>([&](auto reply) { server_->GetJob(ask, reply); });
+  if (!known.exists()) return;
+  v1::DropJobRequest drop;
+  drop.set_job(job);
+  *drop.mutable_epoch() = known.promised();
+  (void)Await<v1::DropJobResponse>([&](auto reply) { server_->DropJob(drop, reply); });
+}
+
 std::vector<std::pair<uint64_t, uint64_t>> PythonServer::Tiers() const {
   const v1::GetServerStatusResponse status = server_->Status();
   std::vector<std::pair<uint64_t, uint64_t>> tiers;
@@ -159,7 +179,8 @@ absl::StatusOr<std::string> PythonStore::Get(absl::string_view key, absl::Time d
     return model::Error(absl::StatusCode::kDeadlineExceeded, model::kRankMissing,
                         absl::StrCat("no rank told '", key, "' to the process group's store: ", error.what()));
   } catch (const nb::cast_error&) {
-    return model::Error(absl::StatusCode::kInternal, model::kRankMissing, "the store's get gave something else than bytes");
+    return model::Error(absl::StatusCode::kInternal, model::kRankMissing,
+                        "the store's get gave something else than bytes");
   }
 }
 
@@ -190,8 +211,8 @@ std::unique_ptr<PythonSession> PythonSession::Open(const OpenOptions& options, c
 }
 
 void PythonSession::MakeTensors() {
-  tensors_ = std::make_unique<client::Tensors>(Take(
-      client::Tensors::Make(session_.get(), names_, rows_ ? client::Local::kRows : client::Local::kWhole)));
+  tensors_ = std::make_unique<client::Tensors>(
+      Take(client::Tensors::Make(session_.get(), names_, rows_ ? client::Local::kRows : client::Local::kWhole)));
 }
 
 void PythonSession::CheckCount(size_t count) const {
@@ -259,10 +280,10 @@ void PythonSession::Read(const std::string& tensor, const std::string& content, 
   using client::Content;
   const Content what = Named("content", content,
                              std::array<std::pair<const char*, Content>, 5>{{{"working", Content::kWorking},
-                                                                            {"master", Content::kMaster},
-                                                                            {"moment1", Content::kMoment1},
-                                                                            {"moment2", Content::kMoment2},
-                                                                            {"moment3", Content::kMoment3}}});
+                                                                             {"master", Content::kMaster},
+                                                                             {"moment1", Content::kMoment1},
+                                                                             {"moment2", Content::kMoment2},
+                                                                             {"moment3", Content::kMoment3}}});
   Check(session_->Read(tensor, what, session_->version(), to));
 }
 

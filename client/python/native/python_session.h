@@ -22,6 +22,8 @@ class PythonServer {
  public:
   PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, uint64_t staging, int threads);
   void Stop() { server_->Stop(); }
+  // The job, if it is there, and all that it has. Nobody may have a session with it.
+  void Drop(const std::string& job);
   const std::shared_ptr<services::StateServer>& server() const { return server_; }
   // (budget, used) in bytes: of DRAM, of NVMe.
   std::vector<std::pair<uint64_t, uint64_t>> Tiers() const;
@@ -49,7 +51,7 @@ struct Optimizer {
   bool amsgrad = false;
   bool momentum = false;
   bool nesterov = false;
-  std::string moments = "f32";  // f32, bf16, i8, f8
+  std::string moments = "f32";                    // f32, bf16, i8, f8
   std::string gradient = "f32", working = "f32";  // f32, bf16, f16
 };
 
@@ -74,7 +76,10 @@ struct OpenOptions {
 
 struct Tensor {
   Tensor(std::string tensor_name, std::string tensor_unit, std::vector<uint64_t> tensor_shape, uint32_t tensor_group)
-      : name(std::move(tensor_name)), unit(std::move(tensor_unit)), shape(std::move(tensor_shape)), group(tensor_group) {}
+      : name(std::move(tensor_name)),
+        unit(std::move(tensor_unit)),
+        shape(std::move(tensor_shape)),
+        group(tensor_group) {}
   std::string name;
   std::string unit;
   std::vector<uint64_t> shape;

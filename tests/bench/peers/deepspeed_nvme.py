@@ -22,15 +22,14 @@ import importlib.util
 import json
 import mmap
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 
-CHUNK = 1 << 20
-HYPER = {'lr': 1e-5, 'betas': (0.9, 0.999), 'eps': 1e-8, 'weight_decay': 0.01}
+from workers import CHUNK, HYPER, Trainer, Worker, check_same_work, make_model, median, status_bytes
+
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), '..', '..', '..'))
 
 
@@ -58,70 +57,6 @@ def parse():
         found = sorted(glob.glob(os.path.join(ROOT, 'build', '*', 'bin', 'nvme_step_peer')), key=os.path.getmtime)
         args.peer = found[-1] if found else None
     return args
-
-
-def median(values):
-    values = sorted(values)
-    return values[len(values) // 2]
-
-
-def status_bytes(field):
-    return int(re.search(field + r':\s+(\d+) kB', open('/proc/self/status').read()).group(1)) * 1024
-
-
-# ---- what both trainers share
-
-
-def make_model(args):
-    import torch
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(1)
-    layers = [torch.nn.Linear(args.hidden, args.hidden, bias=False, dtype=torch.bfloat16) for _ in range(args.layers)]
-    for layer in layers:  # keeps the size of activations, and so of gradients
-        torch.nn.init.normal_(layer.weight, std=args.hidden ** -0.5)
-    return torch.nn.Sequential(*layers)
-
-
-class Trainer:
-    """Answers requests of the main process, one line of JSON each."""
-
-    def __init__(self, args):
-        self.args, self.batch = args, 0
-
-    def loss(self):
-        import torch
-        self.batch += 1
-        row = torch.randn(1, self.args.hidden, generator=torch.Generator().manual_seed(self.batch))
-        return self.forward(row.to(torch.bfloat16)).float().square().sum()
-
-    def serve(self):
-        # What libraries print goes to stderr.
-        answers = os.fdopen(os.dup(1), 'w')
-        os.dup2(2, 1)
-        self.start()
-        print('"ready"', file=answers, flush=True)
-        for line in sys.stdin:
-            request = line.strip()
-            if request == 'step':
-                answer = self.step()
-            elif request == 'reset_peak':
-                answer = self.reset_peak()
-            elif request == 'resident':
-                answer = self.resident()
-            else:
-                answer = self.save(request.split(' ', 1)[1])
-            print(json.dumps(answer), file=answers, flush=True)
-        self.stop()
-
-    def reset_peak(self):
-        with open('/proc/self/clear_refs', 'w', encoding='ascii') as out:
-            out.write('5')
-
-    def resident(self):
-        return {'bytes': status_bytes('VmHWM')}
-
-    def stop(self):
-        pass
 
 
 class DeepSpeed(Trainer):
@@ -249,52 +184,9 @@ WORKERS = {'deepspeed': DeepSpeed, 'ballast': Ballast}
 # ---- the main process
 
 
-class Worker:
-    def __init__(self, name, args, directory):
-        flags = [f'--{flag.replace("_", "-")}={value}' for flag, value in vars(args).items()
-                 if value is not None and flag not in ('json', 'rounds', 'directory', 'worker', 'parameters')]
-        # Of one process: DeepSpeed wants its rendezvous by environment. ninja is beside this interpreter in a venv.
-        environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads), DS_ACCELERATOR='cpu', RANK='0', LOCAL_RANK='0',
-                           WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='0',
-                           PATH=os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH'])
-        self.name = name
-        self.log = os.path.join(directory, name + '.log')
-        with open(self.log, 'w', encoding='utf-8') as log:
-            self.process = subprocess.Popen(
-                [sys.executable, os.path.abspath(__file__), '--worker', name, '--directory', directory, *flags],
-                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-        self.answer()
-
-    def answer(self):
-        line = self.process.stdout.readline()
-        if not line:
-            self.process.wait()
-            tail = ''.join(open(self.log, encoding='utf-8', errors='replace').readlines()[-15:])
-            raise ChildProcessError(f'{self.name} ended with {self.process.returncode}:\n{tail}')
-        return json.loads(line)
-
-    def ask(self, request):
-        self.process.stdin.write(request + '\n')
-        self.process.stdin.flush()
-        return self.answer()
-
-    def stop(self):
-        self.process.stdin.close()
-        self.process.wait()
-
-
-def check_same_work(start, theirs, ours):
-    """Ends the run unless both moved the first layer's weights alike."""
-    moved = (theirs.float() - start.float()).abs().mean().item()
-    apart = (theirs.float() - ours.float()).abs().mean().item()
-    print(f'first layer: moved by {moved:.3g} on average, {apart:.3g} apart')
-    if not apart < 0.1 * moved:
-        sys.exit('DeepSpeed and ballast trained different parameters: the comparison is void')
-
-
 def measure(args, directory):
     import torch
-    workers = {name: Worker(name, args, directory) for name in WORKERS}
+    workers = {name: Worker(__file__, name, args, directory) for name in WORKERS}
     files = {name: os.path.join(directory, name + '.pt') for name in (*WORKERS, 'start')}
     workers['ballast'].ask(f'save {files["start"]}')
     seconds = {name: [] for name in WORKERS}
@@ -314,7 +206,7 @@ def measure(args, directory):
     for name, worker in workers.items():
         worker.ask(f'save {files[name]}')
         worker.stop()
-    check_same_work(*(torch.load(files[name]) for name in ('start', 'deepspeed', 'ballast')))
+    check_same_work(torch.load(files['start']), {name: torch.load(files[name]) for name in WORKERS})
     rows = []
     for name, theirs, ours in (('step/f32', ('f32',), ('f32',)), ('step/8bit', ('f32',), ('f8',)),
                                ('backward+step/f32', ('backward', 'f32'), ('backward', 'f32'))):

@@ -5,17 +5,30 @@ and param_groups are read then. It returns when every parameter holds the new ve
 """
 
 import os
+import struct
 import warnings
+import weakref
+from typing import NamedTuple
 
 import torch
 
 from ballast import _native, embedded
 from ballast.errors import Error
+from ballast.torch import state
 from ballast.torch.naming import UnitsBySize, positional_name, split_named, unit_of
 
 _DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
 # Steps in a row that may be skipped for an Inf or NaN before step() raises.
 _SKIPS_MAX = 50
+
+
+# In front of the user's blob: how many steps the loop has made.
+_BLOB = struct.Struct('<Q')
+
+
+class Resumed(NamedTuple):
+    step: int  # calls of step() so far, skipped ones included
+    blob: bytes  # what the last of them kept
 
 
 class _Member:
@@ -68,11 +81,22 @@ class Optimizer(torch.optim.Optimizer):
         self._names = []
         self._units = {}
         self._skips = 0
+        self._steps = 0
+        self._blob = b''
+        self._finish = None
         self.last_step_skipped = False
         self.grad_norm = None
         groups, names = split_named(params)
         self._names = names
         super().__init__(groups, defaults)
+
+    @property
+    def state(self):
+        return state.State(self)
+
+    @state.setter
+    def state(self, value):
+        """torch's constructor makes one; ours is on the servers."""
 
     # What a job fixes for its life: an optimizer's own part of the spec, from its first group.
     def _spec(self, group):
@@ -153,15 +177,34 @@ class Optimizer(torch.optim.Optimizer):
         spec.gradient = spec.working = _DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
         self._options.optimizer = spec
         self._options.group_count = len(self.param_groups)
-        server = None if self._servers else embedded.server(**self._local).server
-        self._session = _native.Session.open(self._options, [tensor for _, _, tensor in fresh], server, None)
+        local = None if self._servers else embedded.server(**self._local)
+        self._session = _native.Session.open(self._options, [tensor for _, _, tensor in fresh],
+                                             None if local is None else local.server, None)
+        # Of an embedded server's job that is not durable nothing is left to be used: its memory is wanted back.
+        drop = self._options.job if local is not None and self._options.durability == 'none' else None
+        self._finish = weakref.finalize(self, _finish, self._session, local, drop, self._pid)
         self._members = [member for member, _, _ in fresh]
+        if self._session.blobs and self._session.blobs[0]:
+            blob = self._session.blobs[0]
+            self._steps, self._blob = _BLOB.unpack_from(blob)[0], blob[_BLOB.size:]
         if self._session.needs_values:
             with _Memory(self) as memory:
                 self._session.initialise(memory.parameters)
         else:
             self._pull()
         return self._session
+
+    def resume(self):
+        """Opens the job, if no step did; what it has done so far: Resumed(step=0, blob=b'') of a new one."""
+        self._open()
+        return Resumed(self._steps, self._blob)
+
+    def _read_state(self, parameter):
+        session = self._open()
+        for member in self._members:
+            if self._parameter(member) is parameter:
+                return state.read(session, member, parameter, state.moment_names(self._kind, self._options.optimizer))
+        return {}  # it never wanted a gradient
 
     def _pull(self):
         with _Memory(self, writes=True) as memory:
@@ -207,16 +250,18 @@ class Optimizer(torch.optim.Optimizer):
                         'float16', 'BAD_DTYPE')
         return gradient.detach().contiguous()
 
-    def step(self, closure=None):
+    def step(self, closure=None, *, blob=b''):
+        """torch's step. blob: of the caller, at most 60000 bytes (a data cursor, random states), kept with the step:
+        resume() gives the last one back."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._step()
+            self._step(blob)
         return loss
 
-    def _step(self):
+    def _step(self, blob):
         session = self._open()
         self._register_new()
         gradients = [self._gradient(member, self._parameter(member)) for member in self._members]
@@ -227,7 +272,8 @@ class Optimizer(torch.optim.Optimizer):
                 self._take_edit(member)
         groups = [self._hyper(group) for group in self.param_groups]
         with _Memory(self, writes=True) as memory:
-            report = session.step(gradients, memory.parameters, groups)
+            report = session.step(gradients, memory.parameters, groups, blob=_BLOB.pack(self._steps + 1) + blob)
+        self._steps, self._blob = self._steps + 1, blob
         self.grad_norm = report.norm
         self.last_step_skipped = report.skipped
         if report.skipped:
@@ -259,11 +305,19 @@ class Optimizer(torch.optim.Optimizer):
         warnings.warn(text, stacklevel=4)
 
     def close(self):
-        """Ends the session. The job stays on its servers; of a durable one nothing is lost."""
-        if self._session is not None and os.getpid() == self._pid:
-            self._session.close()
-        self._session = None
+        """Ends the session. A durable job stays on its servers; another's memory on the embedded one is given back."""
+        if self._finish is not None:
+            self._finish()
+        self._session = self._finish = None
         self._members = []
+
+
+def _finish(session, local, drop, pid):
+    if os.getpid() != pid:
+        return
+    session.close()
+    if drop is not None:
+        local.drop(drop)
 
 
 class _Memory:

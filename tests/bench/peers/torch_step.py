@@ -1,0 +1,242 @@
+#!/usr/bin/env python3
+"""The optimizer phase of a PyTorch training step, ours against what users have today, in one run on one machine.
+
+Usage: torch_step.py [--json FILE] [--directory DIR] [--rounds N] [--threads N] [--only dram|nvme] ...
+  --directory DIR   on the disk to measure; takes about 36 bytes per parameter, gone afterwards
+  --rounds N        measured steps of each (default 9)
+  --dram SIZE       our budget where state is on NVMe (default 512MiB)
+  --layers, --hidden  the model (default 16 linear layers of 4096 x 4096, bf16, one row per batch)
+
+All train the same model on the same inputs with AdamW and gradient clipping (norm 1), on the CPU, each in a process of its own; they take turns.
+A step is backward, and the optimizer phase: clipping and the update, until all parameters hold the new version.
+  ballast     ballast.torch.AdamW, embedded, durability none: state in DRAM, or on NVMe
+  deepspeed   ZeRO-Offload (stage 2, optimizer on the CPU), or ZeRO-Infinity (stage 3, optimizer on NVMe, tuned as in deepspeed_nvme.py)
+  torch       torch.optim.AdamW(fused=True) over fp32 masters, with copies of bf16 gradients and parameters
+
+Rows, ratio = the peer's seconds / ours in the optimizer phase, the median over rounds (above 1 we are faster): dram/deepspeed,
+dram/torch, nvme/deepspeed; beside each the same of backward and optimizer phase together. dram/ballast_step and nvme/ballast_step: our own
+seconds with durability step against those without.
+"""
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+
+from workers import HYPER, Trainer, Worker, check_same_work, make_model, median
+
+MAX_NORM = 1.0
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--json')
+    parser.add_argument('--directory', default='.')
+    parser.add_argument('--rounds', type=int, default=9)
+    parser.add_argument('--threads', type=int, default=os.cpu_count())
+    parser.add_argument('--dram', default='512MiB')
+    parser.add_argument('--only', choices=GROUPS)
+    parser.add_argument('--layers', type=int, default=16)
+    parser.add_argument('--hidden', type=int, default=4096)
+    parser.add_argument('--worker', choices=WORKERS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.parameters = args.layers * args.hidden ** 2
+    return args
+
+
+class Step(Trainer):
+    """A plain loop; subclasses say what the optimizer phase is."""
+
+    def start(self):
+        self.forward = make_model(self.args)
+        self.make_optimizer()
+
+    def step(self):
+        loss = self.loss()
+        start = time.perf_counter()
+        loss.backward()
+        middle = time.perf_counter()
+        self.update()
+        end = time.perf_counter()
+        self.forward.zero_grad(set_to_none=True)
+        return {'backward': middle - start, 'optimizer': end - middle, 'loss': loss.item()}
+
+    def save(self, path):
+        import torch
+        torch.save(self.forward[0].weight.detach().clone(), path)
+
+
+class Ballast(Step):
+    tier, durability = 'dram', 'none'
+
+    def make_optimizer(self):
+        import ballast.torch
+        args = self.args
+        budgets = {'directory': os.path.join(args.directory, type(self).__name__), 'threads': args.threads}
+        if self.tier == 'nvme':
+            budgets['dram'] = args.dram
+        elif self.durability == 'none':
+            budgets['nvme'] = 0
+        self.optimizer = ballast.torch.AdamW(self.forward.parameters(), durability=self.durability, **budgets, **HYPER)
+
+    def update(self):
+        import torch
+        torch.nn.utils.clip_grad_norm_(self.forward.parameters(), MAX_NORM)
+        self.optimizer.step()
+
+    def stop(self):
+        self.optimizer.close()
+
+
+class BallastStep(Ballast):
+    durability = 'step'
+
+
+class BallastNvme(Ballast):
+    tier = 'nvme'
+
+
+class BallastNvmeStep(Ballast):
+    tier, durability = 'nvme', 'step'
+
+
+class Torch(Step):
+    def make_optimizer(self):
+        import torch
+        self.masters = [p.detach().float().requires_grad_() for p in self.forward.parameters()]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        self.optimizer = torch.optim.AdamW(self.masters, fused=True, **HYPER)
+
+    def update(self):
+        import torch
+        parameters = list(self.forward.parameters())
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, parameters):
+                master.grad.copy_(parameter.grad)
+            self.optimizer.step()
+            for master, parameter in zip(self.masters, parameters):
+                parameter.copy_(master)
+
+
+class DeepSpeed(Step):
+    def zero(self):
+        return {'stage': 2, 'offload_optimizer': {'device': 'cpu'}}
+
+    def start(self):
+        import deepspeed
+        config = {'train_micro_batch_size_per_gpu': 1, 'bf16': {'enabled': True}, 'gradient_clipping': MAX_NORM,
+                  'optimizer': {'type': 'AdamW', 'params': HYPER}, 'zero_optimization': self.zero(),
+                  'aio': {'block_size': 1 << 20, 'queue_depth': 32, 'intra_op_parallelism': 2, 'single_submit': False,
+                          'overlap_events': True}}
+        model = make_model(self.args)
+        self.forward, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        self.first = model[0].weight
+
+    def step(self):
+        loss = self.loss()
+        start = time.perf_counter()
+        self.forward.backward(loss)
+        middle = time.perf_counter()
+        self.forward.step()
+        return {'backward': middle - start, 'optimizer': time.perf_counter() - middle, 'loss': loss.item()}
+
+    def save(self, path):
+        import deepspeed
+        import torch
+        with deepspeed.zero.GatheredParameters([self.first], enabled=self.zero()['stage'] == 3):
+            torch.save(self.first.detach().clone(), path)
+
+
+class DeepSpeedNvme(DeepSpeed):
+    def zero(self):
+        return {'stage': 3, 'sub_group_size': self.args.hidden ** 2,
+                'offload_optimizer': {'device': 'nvme', 'nvme_path': os.path.join(self.args.directory, 'deepspeed'),
+                                      'buffer_count': 12, 'pipeline_read': True, 'pipeline_write': True}}
+
+
+WORKERS = {'ballast_dram': Ballast, 'ballast_dram_step': BallastStep, 'ballast_nvme': BallastNvme,
+           'ballast_nvme_step': BallastNvmeStep, 'torch': Torch, 'deepspeed_dram': DeepSpeed, 'deepspeed_nvme': DeepSpeedNvme}
+# Those that are there at a time, and take turns: all at once would not fit into memory.
+GROUPS = {'dram': ('ballast_dram', 'torch', 'deepspeed_dram'), 'nvme': ('ballast_nvme', 'deepspeed_nvme')}
+DURABLE = {'dram': ('ballast_dram', 'ballast_dram_step'), 'nvme': ('ballast_nvme', 'ballast_nvme_step')}
+
+
+def seconds_of(names, args, directory):
+    """By name: the measured steps."""
+    import torch
+    workers = {name: Worker(__file__, name, args, directory) for name in names}
+    files = {name: os.path.join(directory, name + '.pt') for name in (*names, 'start')}
+    workers[names[0]].ask(f'save {files["start"]}')
+    taken = {name: [] for name in names}
+    warm_up = 2  # memory is touched, operators are built, extents written for the first time
+    for number in range(-warm_up, args.rounds):
+        for name in (list(names) if number % 2 == 0 else reversed(names)):
+            answer = workers[name].ask('step')
+            if number >= 0:
+                taken[name].append(answer)
+        print(f'\r{", ".join(names)}: round {number + 1} of {args.rounds}', end='', file=sys.stderr)
+    print(file=sys.stderr)
+    for name, worker in workers.items():
+        worker.ask(f'save {files[name]}')
+        worker.stop()
+    check_same_work(torch.load(files['start']), {name: torch.load(files[name]) for name in names})
+    for name in names:
+        shutil.rmtree(os.path.join(directory, WORKERS[name].__name__), ignore_errors=True)
+    return taken
+
+
+def row_of(name, peer, ours, parameters):
+    phase = [taken['optimizer'] for taken in peer], [taken['optimizer'] for taken in ours]
+    whole = [taken['optimizer'] + taken['backward'] for taken in peer], [taken['optimizer'] + taken['backward'] for taken in ours]
+    return {'name': name, 'ratio': median([a / b for a, b in zip(*phase)]),
+            'backward_and_optimizer_ratio': median([a / b for a, b in zip(*whole)]),
+            'seconds': median(phase[0]), 'ballast_seconds': median(phase[1]),
+            'gparam_per_s': parameters / median(phase[0]) / 1e9, 'ballast_gparam_per_s': parameters / median(phase[1]) / 1e9}
+
+
+def measure(args, directory):
+    rows = []
+    for tier, names in GROUPS.items():
+        if args.only not in (None, tier):
+            continue
+        taken = seconds_of(names, args, directory)
+        for name in names[1:]:
+            rows.append(row_of(f'{tier}/{name.split("_")[0]}', taken[name], taken[names[0]], args.parameters))
+        plain, durable = DURABLE[tier]
+        taken = seconds_of(DURABLE[tier], args, directory)
+        rows.append(row_of(f'{tier}/ballast_step', taken[durable], taken[plain], args.parameters))
+    return rows
+
+
+def main():
+    args = parse()
+    if args.worker:
+        return WORKERS[args.worker](args).serve()
+    for module in ('torch', 'deepspeed', 'ballast'):
+        if importlib.util.find_spec(module) is None:
+            print(f'skipped: {module} is not installed (pip install torch==2.13.0 numpy; pip install ./client/python; '
+                  'DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8; apt-get install libaio-dev)')
+            return 0
+    directory = tempfile.mkdtemp(prefix='torch_step.', dir=args.directory)
+    try:
+        rows = measure(args, directory)
+    finally:
+        shutil.rmtree(directory)
+    print(f'optimizer phase over {args.parameters} parameters; ratio above 1: ours is faster')
+    print(f'{"row":20} {"seconds":>8} {"ours":>8} {"ratio":>6} {"with backward":>13}')
+    for row in rows:
+        print(f'{row["name"]:20} {row["seconds"]:8.4f} {row["ballast_seconds"]:8.4f} {row["ratio"]:6.2f} '
+              f'{row["backward_and_optimizer_ratio"]:13.2f}')
+    if args.json:
+        with open(args.json, 'w', encoding='utf-8') as file:
+            json.dump({'rows': rows}, file, indent=1)
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

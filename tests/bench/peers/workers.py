@@ -1,0 +1,119 @@
+"""Trainers that a benchmark compares: each in a process of its own, asked for one step at a time."""
+import json
+import os
+import re
+import subprocess
+import sys
+
+CHUNK = 1 << 20
+HYPER = {'lr': 1e-5, 'betas': (0.9, 0.999), 'eps': 1e-8, 'weight_decay': 0.01}
+
+
+def median(values):
+    values = sorted(values)
+    return values[len(values) // 2]
+
+
+def status_bytes(field):
+    return int(re.search(field + r':\s+(\d+) kB', open('/proc/self/status').read()).group(1)) * 1024
+
+
+def make_model(args):
+    import torch
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(args.hidden, args.hidden, bias=False, dtype=torch.bfloat16) for _ in range(args.layers)]
+    for layer in layers:  # keeps the size of activations, and so of gradients
+        torch.nn.init.normal_(layer.weight, std=args.hidden ** -0.5)
+    return torch.nn.Sequential(*layers)
+
+
+class Trainer:
+    """Answers requests of the main process, one line of JSON each."""
+
+    def __init__(self, args):
+        self.args, self.batch = args, 0
+
+    def loss(self):
+        import torch
+        self.batch += 1
+        row = torch.randn(1, self.args.hidden, generator=torch.Generator().manual_seed(self.batch))
+        return self.forward(row.to(torch.bfloat16)).float().square().sum()
+
+    def serve(self):
+        # What libraries print goes to stderr.
+        answers = os.fdopen(os.dup(1), 'w')
+        os.dup2(2, 1)
+        self.start()
+        print('"ready"', file=answers, flush=True)
+        for line in sys.stdin:
+            request = line.strip()
+            if request == 'step':
+                answer = self.step()
+            elif request == 'reset_peak':
+                answer = self.reset_peak()
+            elif request == 'resident':
+                answer = self.resident()
+            else:
+                answer = self.save(request.split(' ', 1)[1])
+            print(json.dumps(answer), file=answers, flush=True)
+        self.stop()
+
+    def reset_peak(self):
+        with open('/proc/self/clear_refs', 'w', encoding='ascii') as out:
+            out.write('5')
+
+    def resident(self):
+        return {'bytes': status_bytes('VmHWM')}
+
+    def stop(self):
+        pass
+
+
+
+class Worker:
+    """A trainer in a process of its own: `script` run again with --worker NAME. Its stderr goes to a file."""
+
+    def __init__(self, script, name, args, directory):
+        flags = [f'--{flag.replace("_", "-")}={value}' for flag, value in vars(args).items()
+                 if value is not None and flag not in ('json', 'rounds', 'directory', 'worker', 'parameters')]
+        # Of one process: DeepSpeed wants its rendezvous by environment. ninja is beside this interpreter in a venv.
+        environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads), DS_ACCELERATOR='cpu', RANK='0', LOCAL_RANK='0',
+                           WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='0',
+                           PATH=os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH'])
+        self.name = name
+        self.log = os.path.join(directory, name + '.log')
+        with open(self.log, 'w', encoding='utf-8') as log:
+            self.process = subprocess.Popen(
+                [sys.executable, os.path.abspath(script), '--worker', name, '--directory', directory, *flags],
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        self.answer()
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            tail = ''.join(open(self.log, encoding='utf-8', errors='replace').readlines()[-15:])
+            raise ChildProcessError(f'{self.name} ended with {self.process.returncode}:\n{tail}')
+        return json.loads(line)
+
+    def ask(self, request):
+        self.process.stdin.write(request + '\n')
+        self.process.stdin.flush()
+        return self.answer()
+
+    def stop(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+
+def check_same_work(start, results):
+    """Ends the run unless all moved the first layer's weights alike. `results`: by name."""
+    names = list(results)
+    moved = (results[names[0]].float() - start.float()).abs().mean().item()
+    for name in names[1:]:
+        apart = (results[names[0]].float() - results[name].float()).abs().mean().item()
+        print(f'first layer: moved by {moved:.3g} on average; {names[0]} and {name} {apart:.3g} apart')
+        if not apart < 0.1 * moved:
+            sys.exit(f'{names[0]} and {name} trained different parameters: the comparison is void')

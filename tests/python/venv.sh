@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# A virtual environment with what the Python package is built and tested with; does nothing where it is there.
+# Usage: tests/python/venv.sh DIR
+# Ends with 1, and a word, where it cannot be made (no pip, no package index).
+set -euo pipefail
+cd "$(dirname "$0")"
+
+dir="$1"
+wanted=requirements.txt
+if [[ -f "$dir/complete" ]] && cmp -s "$wanted" "$dir/complete"; then
+  exit 0
+fi
+echo "python: making $dir"
+python3 -m venv "$dir"
+"$dir/bin/pip" install --quiet --disable-pip-version-check -r "$wanted"
+cp "$wanted" "$dir/complete"

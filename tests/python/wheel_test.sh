@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Builds the wheel, installs it into a clean virtual environment beside torch, and runs there what its README prints.
+# Usage: tests/python/wheel_test.sh PYTHON FOLDER
+# PYTHON: has pip, nanobind and scikit-build-core. FOLDER: for the wheel and the environment; made anew.
+set -euo pipefail
+root="$(cd "$(dirname "$0")/../.." && pwd)"
+python="$1" folder="$2"
+
+rm -rf "$folder"
+mkdir -p "$folder"
+# With the flags of the preset dev, so that ccache has most of it already.
+"$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$folder" \
+  -C cmake.build-type=RelWithDebInfo -C "cmake.define.CMAKE_CXX_FLAGS_RELWITHDEBINFO=-O2 -g1 -DNDEBUG" \
+  -C cmake.define.BALLAST_CUDA=OFF -C "build-dir=$folder/build" "$root/client/python"
+wheel=("$folder"/ballast-*.whl)
+echo "wheel: $(basename "${wheel[0]}"), $(stat -c %s "${wheel[0]}") bytes"
+
+"$python" -m venv "$folder/venv"
+"$folder/venv/bin/pip" install --quiet --disable-pip-version-check "$(grep '^torch==' "$root/tests/python/requirements.txt")" numpy "${wheel[0]}"
+cd "$folder"  # nothing of the source tree is importable from here
+"$folder/venv/bin/python" "$root/tests/python/run_readme.py" "$root/client/python/README.md" "$folder/readme"
+"$folder/venv/bin/python" - <<'EOF'
+import pathlib
+import subprocess
+
+import ballast
+
+daemon = pathlib.Path(ballast.__file__).parent / 'bin' / 'ballastd'
+subprocess.run([daemon, '--help'], check=True, stdout=subprocess.DEVNULL)
+EOF
+rm -rf "$folder/venv" "$folder/build"
