@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -93,6 +94,8 @@ int Main(int argc, char** argv) {
   CLI::App app{"Ballast state server: holds chunks of training jobs and runs their optimizer.", "ballastd"};
   std::string path;
   app.add_option("--config", path, "YAML file; flags override BALLAST_* variables, which override the file");
+  pid_t parent = 0;
+  app.add_option("--end-with", parent, "end, as by SIGTERM, when the parent process ends, whose id this is");
   std::map<std::string, std::string> flag_texts;
   for (const ConfigKey& key : ConfigKeys()) {
     app.add_option("--" + key.name, flag_texts[key.name],
@@ -102,6 +105,10 @@ int Main(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? kOk : kBadUsage;
+  }
+  if (parent != 0) {
+    prctl(PR_SET_PDEATHSIG, SIGTERM);
+    if (getppid() != parent) return Complain(absl::CancelledError("the parent process has ended already"), kFailed);
   }
   ConfigValues flags;
   for (const auto& [name, text] : flag_texts) {

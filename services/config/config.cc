@@ -26,6 +26,8 @@ constexpr int kThreadsMax = 64;
 // A buffer for reads, and one for the state of a chunk of the smallest kind.
 constexpr uint64_t kStagingBytesMin = uint64_t{2} << 20;
 constexpr char kEnvironmentPrefix[] = "BALLAST_";
+// Trainers read it, and may share an environment with a server.
+constexpr char kClientVariable[] = "BALLAST_SERVERS";
 
 absl::Status Bad(absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig, message);
@@ -226,6 +228,7 @@ absl::StatusOr<ConfigValues> ParseEnvironment(const std::vector<std::string>& en
     if (!absl::StartsWith(variable, kEnvironmentPrefix)) continue;
     const size_t equals = variable.find('=');
     const std::string name = variable.substr(0, equals);
+    if (name == kClientVariable) continue;
     bool known = false;
     for (const Key& key : Keys()) {
       if (EnvironmentName(key.doc) != name) continue;

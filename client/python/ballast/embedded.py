@@ -40,6 +40,16 @@ def _free_memory():
     raise Error("/proc/meminfo does not say MemAvailable; give a budget: dram='...'", 'BAD_CONFIG')
 
 
+def budgets(directory, dram, nvme):
+    """Bytes of (dram, nvme). None: 0.8 of what is free there; no NVMe without a directory to stay."""
+    dram, nvme = parse_bytes('dram', dram), parse_bytes('nvme', nvme)
+    if dram is None:
+        dram = int(_DEFAULT_SHARE * _free_memory())
+    if nvme is None:
+        nvme = 0 if directory is None else int(_DEFAULT_SHARE * shutil.disk_usage(directory).free)
+    return dram, nvme
+
+
 class _Embedded:
     def __init__(self, directory, dram, nvme, threads):
         self.pid = os.getpid()
@@ -49,10 +59,7 @@ class _Embedded:
         self.directory = tempfile.mkdtemp(prefix='ballast-') if self.temporary else os.path.abspath(directory)
         if not self.temporary:
             os.makedirs(self.directory, exist_ok=True)
-        if dram is None:
-            dram = int(_DEFAULT_SHARE * _free_memory())
-        if nvme is None:
-            nvme = 0 if self.temporary else int(_DEFAULT_SHARE * shutil.disk_usage(self.directory).free)
+        dram, nvme = budgets(None if self.temporary else self.directory, dram, nvme)
         staging = _STAGING_BYTES if nvme > 0 else 0
         try:
             self.server = _native.Server(self.directory, dram, nvme, staging, threads or os.cpu_count() or 1)

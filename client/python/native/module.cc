@@ -198,6 +198,20 @@ void BindSession(nb::module_& m) {
           "tensor"_a, "content"_a, "to"_a)
       .def("tensor_steps", &PythonSession::TensorSteps, "tensor"_a, Release())
       .def("register", &PythonSession::Register, "tensors"_a, Release())
+      .def(
+          "exchange",
+          [](PythonSession& session, const nb::bytes& mine) {
+            std::vector<std::string> all;
+            {
+              const std::string bytes(mine.c_str(), mine.size());
+              const nb::gil_scoped_release release;
+              all = session.Exchange(bytes);
+            }
+            nb::list answers;
+            for (const std::string& one : all) answers.append(nb::bytes(one.data(), one.size()));
+            return answers;
+          },
+          "mine"_a)
       .def("pin", &PythonSession::Pin, Release())
       .def("unpin", &PythonSession::Unpin, "version"_a, Release())
       .def("pins", &PythonSession::Pins, Release())

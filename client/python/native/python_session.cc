@@ -291,6 +291,8 @@ uint64_t PythonSession::TensorSteps(const std::string& tensor) {
   return Take(session_->TensorSteps(tensor, session_->version()));
 }
 
+std::vector<std::string> PythonSession::Exchange(const std::string& mine) { return Take(collective_->Exchange(mine)); }
+
 void PythonSession::Pin() { Check(session_->PinDurably()); }
 void PythonSession::Unpin(int64_t version) { Check(session_->UnpinDurably(version)); }
 std::vector<int64_t> PythonSession::Pins() { return Take(session_->DurablePins()); }

@@ -119,6 +119,9 @@ class PythonSession {
   void Register(const std::vector<Tensor>& tensors);
   Report Restore(int64_t version);
 
+  // Every rank's bytes, in rank order; at most 1 MiB a rank.
+  std::vector<std::string> Exchange(const std::string& mine);
+
   // Any rank. `content`: working, master, moment1, moment2, moment3.
   void Read(const std::string& tensor, const std::string& content, absl::Span<float> to);
   uint64_t TensorSteps(const std::string& tensor);

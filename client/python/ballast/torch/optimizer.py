@@ -12,9 +12,14 @@ from typing import NamedTuple
 
 import torch
 
+try:
+    from torch.distributed.tensor import DTensor, Shard
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import DTensor, Shard
+
 from ballast import _native, embedded
 from ballast.errors import Error
-from ballast.torch import state
+from ballast.torch import ranks, state
 from ballast.torch.naming import UnitsBySize, positional_name, split_named, unit_of
 
 _DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
@@ -31,19 +36,30 @@ class Resumed(NamedTuple):
     blob: bytes  # what the last of them kept
 
 
+def _local(tensor):
+    """The memory of a tensor on this rank."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 class _Member:
     """A parameter that is registered: its place in the job, and what Ballast last wrote to it."""
 
     def __init__(self, name, group, position, parameter):
         self.name, self.group, self.position = name, group, position
-        self.version, self.address = None, None
+        self.mark = None
         self.noted(parameter)
 
+    @staticmethod
+    def _mark(parameter):
+        # An operation on a DTensor moves its own counter and not that of its local tensor.
+        local = _local(parameter)
+        return parameter._version, local._version, local.data_ptr()
+
     def noted(self, parameter):
-        self.version, self.address = parameter._version, parameter.data_ptr()
+        self.mark = self._mark(parameter)
 
     def edited(self, parameter):
-        return (self.version, self.address) != (parameter._version, parameter.data_ptr())
+        return self.mark != self._mark(parameter)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -84,6 +100,7 @@ class Optimizer(torch.optim.Optimizer):
         self._steps = 0
         self._blob = b''
         self._finish = None
+        self._daemon = None
         self.last_step_skipped = False
         self.grad_norm = None
         groups, names = split_named(params)
@@ -154,6 +171,9 @@ class Optimizer(torch.optim.Optimizer):
             what = 'complex parameters are' if parameter.is_complex() else f'{parameter.dtype} is'
             raise Error(f"parameter '{name}': {what} not supported; expected float32, bfloat16 or float16",
                         'BAD_DTYPE')
+        if isinstance(parameter, DTensor) and tuple(parameter.placements) != (Shard(0),):
+            raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected (Shard(0),), as "
+                        'fully_shard makes it over a mesh of one dimension', 'UNSUPPORTED')
         if parameter.device.type != 'cpu':
             raise Error(f"parameter '{name}' is on {parameter.device}; only the CPU is supported so far", 'UNSUPPORTED')
 
@@ -177,15 +197,26 @@ class Optimizer(torch.optim.Optimizer):
         spec.gradient = spec.working = _DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
         self._options.optimizer = spec
         self._options.group_count = len(self.param_groups)
-        local = None if self._servers else embedded.server(**self._local)
+        local, store = None, None
+        self._options.rank, self._options.world_size = ranks.rank(), ranks.world_size()
+        if ranks.active():
+            store = ranks.Store()
+            self._options.host = ranks.own_address()
+            self._options.rows = any(isinstance(parameter, DTensor) for _, parameter, _ in fresh)
+            if not self._servers:
+                address, self._daemon = ranks.start_private_server(store, self._local, self._options.open_timeout)
+                self._options.servers = [address]
+        elif not self._servers:
+            local = embedded.server(**self._local)
         self._session = _native.Session.open(self._options, [tensor for _, _, tensor in fresh],
-                                             None if local is None else local.server, None)
+                                             None if local is None else local.server, store)
         # Of an embedded server's job that is not durable nothing is left to be used: its memory is wanted back.
         drop = self._options.job if local is not None and self._options.durability == 'none' else None
-        self._finish = weakref.finalize(self, _finish, self._session, local, drop, self._pid)
+        self._finish = weakref.finalize(self, _finish, self._session, local, drop, self._daemon, self._pid)
         self._members = [member for member, _, _ in fresh]
-        if self._session.blobs and self._session.blobs[0]:
-            blob = self._session.blobs[0]
+        mine = self._session.blobs[self._options.rank:self._options.rank + 1] or self._session.blobs[:1]
+        if mine and mine[0]:
+            blob = mine[0]
             self._steps, self._blob = _BLOB.unpack_from(blob)[0], blob[_BLOB.size:]
         if self._session.needs_values:
             with _Memory(self) as memory:
@@ -214,7 +245,7 @@ class Optimizer(torch.optim.Optimizer):
     def _wrote(self):
         for member in self._members:
             parameter = self._parameter(member)
-            torch.autograd.graph.increment_version(parameter)
+            torch.autograd.graph.increment_version(_local(parameter))
             member.noted(parameter)
 
     # --- edits by the user
@@ -230,9 +261,10 @@ class Optimizer(torch.optim.Optimizer):
         parameter = self._parameter(member).detach()
         master = torch.empty(parameter.numel(), dtype=torch.float32)
         self._session.read(member.name, 'master', master)
-        values = parameter.reshape(-1)
+        values = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).reshape(-1)
         kept = master.to(values.dtype) == values
-        if not bool(kept.all()):
+        # All ranks write, or none: their parameters are the same, but one of them may have been moved.
+        if self._options.world_size > 1 or not bool(kept.all()):
             self._session.write(member.name, torch.where(kept, master, values.float()))
         member.noted(self._parameter(member))
 
@@ -248,7 +280,7 @@ class Optimizer(torch.optim.Optimizer):
         if gradient.dtype not in _DTYPES:
             raise Error(f"parameter '{member.name}' has a gradient of {gradient.dtype}; expected float32, bfloat16 or "
                         'float16', 'BAD_DTYPE')
-        return gradient.detach().contiguous()
+        return _local(gradient).detach().contiguous()
 
     def step(self, closure=None, *, blob=b''):
         """torch's step. blob: of the caller, at most 60000 bytes (a data cursor, random states), kept with the step:
@@ -265,10 +297,14 @@ class Optimizer(torch.optim.Optimizer):
         session = self._open()
         self._register_new()
         gradients = [self._gradient(member, self._parameter(member)) for member in self._members]
-        if all(gradient is None for gradient in gradients):
+        edited = [member.edited(self._parameter(member)) for member in self._members]
+        present = [gradient is not None for gradient in gradients]
+        if self._options.world_size > 1:
+            edited, present = self._agree(edited, present)
+        if not any(present):
             return  # as torch's: nothing has a gradient
-        for member in self._members:
-            if member.edited(self._parameter(member)):
+        for member, changed in zip(self._members, edited):
+            if changed:
                 self._take_edit(member)
         groups = [self._hyper(group) for group in self.param_groups]
         with _Memory(self, writes=True) as memory:
@@ -281,6 +317,13 @@ class Optimizer(torch.optim.Optimizer):
         else:
             self._skips = 0
             self._wrote()
+
+    def _agree(self, *flags):
+        """What any rank says of each member."""
+        mine = bytes(bit for each in flags for bit in each)
+        said = [sum(bits) > 0 for bits in zip(*self._session.exchange(mine))]
+        count = len(self._members)
+        return [said[i * count:(i + 1) * count] for i in range(len(flags))]
 
     def _register_new(self):
         fresh = self._new_tensors()
@@ -308,16 +351,18 @@ class Optimizer(torch.optim.Optimizer):
         """Ends the session. A durable job stays on its servers; another's memory on the embedded one is given back."""
         if self._finish is not None:
             self._finish()
-        self._session = self._finish = None
+        self._session = self._finish = self._daemon = None
         self._members = []
 
 
-def _finish(session, local, drop, pid):
+def _finish(session, local, drop, daemon, pid):
     if os.getpid() != pid:
         return
     session.close()
     if drop is not None:
         local.drop(drop)
+    if daemon is not None:
+        daemon.stop()
 
 
 class _Memory:
@@ -328,7 +373,7 @@ class _Memory:
         self._copies = []
         self.parameters = []
         for member in optimizer._members:
-            parameter = optimizer._parameter(member).detach()
+            parameter = _local(optimizer._parameter(member)).detach()
             if not parameter.is_contiguous():
                 copy = parameter.contiguous()
                 self._copies.append((parameter, copy))

@@ -1,0 +1,63 @@
+"""A private ballastd, for several ranks of one host that name no servers: local rank 0 starts and ends it."""
+
+import atexit
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+
+from ballast import embedded
+from ballast.errors import Error
+
+_END_SECONDS = 20
+
+
+def _binary():
+    beside = pathlib.Path(__file__).parent / 'bin' / 'ballastd'
+    found = beside if beside.is_file() else os.environ.get('BALLASTD') or shutil.which('ballastd')
+    if not found:
+        raise Error(f'ballastd is neither at {beside} nor on PATH; install the package again, or name servers',
+                    'BAD_CONFIG')
+    return str(found)
+
+
+class Daemon:
+    """Ends with this process, however that ends. address: 'host:port'."""
+
+    def __init__(self, directory, dram, nvme, threads):
+        self.pid = os.getpid()
+        self.temporary = directory is None
+        self.directory = tempfile.mkdtemp(prefix='ballast-') if self.temporary else os.path.abspath(directory)
+        os.makedirs(self.directory, exist_ok=True)
+        dram, nvme = embedded.budgets(None if self.temporary else self.directory, dram, nvme)
+        command = [_binary(), '--end-with', str(self.pid), '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0',
+                   '--data_directory', self.directory, '--budget.dram', str(dram), '--budget.nvme', str(nvme),
+                   '--log_level', 'warn']
+        if threads:
+            command += ['--compute_threads', str(threads)]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith('BALLAST_')}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+        atexit.register(self.stop)
+        ready = re.search(r'ready listen=(\S+)', self.process.stdout.readline())
+        if ready is None:
+            code = self.process.wait()
+            self.stop()
+            raise Error(f'ballastd ended with exit code {code} before it was ready; it said why above', 'SERVER_DOWN')
+        self.address = ready[1]
+
+    def stop(self):
+        if os.getpid() != self.pid:
+            return
+        atexit.unregister(self.stop)
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.process.stdout.close()
+        if self.temporary:
+            shutil.rmtree(self.directory, ignore_errors=True)

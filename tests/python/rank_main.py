@@ -1,0 +1,140 @@
+"""One rank of a test: rank_main.py SCRIPT FOLDER, with RANK, WORLD_SIZE and the rest of torch's variables. Writes what the
+script returned to FOLDER/SCRIPT-RANK.pt."""
+import copy
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from scripts import batches, loss_of, mlp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ballast.torch as bt
+
+ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1}
+
+
+def ours(parameters):
+    budgets = {} if os.environ.get('BALLAST_SERVERS') else {'dram': '128MiB', 'threads': 2}
+    return bt.AdamW(parameters, **ARGUMENTS, **budgets)
+
+
+def theirs(parameters):
+    return torch.optim.AdamW(parameters, **ARGUMENTS)
+
+
+def own_batches(count):
+    """Of all ranks' batches, this rank's."""
+    for i, batch in enumerate(batches(count * dist.get_world_size())):
+        if i % dist.get_world_size() == dist.get_rank():
+            yield batch
+
+
+def train(model, optimizer, steps=30, before_step=None):
+    losses = []
+    for i, batch in enumerate(own_batches(steps)):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        if before_step:
+            before_step(i)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+def full(model):
+    return [p.full_tensor() if hasattr(p, 'full_tensor') else p.detach().clone() for p in model.parameters()]
+
+
+def run_both(wrap, script):
+    torch.manual_seed(3)
+    base = mlp()
+    results = []
+    for make in (theirs, ours):
+        model = wrap(copy.deepcopy(base))
+        optimizer = make(model.named_parameters() if make is ours else model.parameters())
+        results.append((script(model, optimizer), full(model)))
+        if make is ours:
+            optimizer.close()
+    return results
+
+
+def ddp():
+    return run_both(DistributedDataParallel, train)
+
+
+def ddp_no_sync():
+    def script(model, optimizer):
+        losses = []
+        for i, batch in enumerate(own_batches(24)):
+            if i % 3 < 2:
+                with model.no_sync():
+                    loss_of(model, batch).backward()
+                continue
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return torch.tensor(losses)
+    return run_both(DistributedDataParallel, script)
+
+
+def ddp_edit():
+    def script(model, optimizer):
+        def halve(i):
+            if i == 7:
+                with torch.no_grad():
+                    next(model.parameters()).mul_(0.5)
+        return train(model, optimizer, before_step=halve)
+    return run_both(DistributedDataParallel, script)
+
+
+def none_on_one_rank():
+    """Without DDP: each rank has the same gradients, but one of them forgot a tensor; the others' count."""
+    torch.manual_seed(3)
+    model = mlp()
+    optimizer = ours(model.named_parameters())
+    for batch in batches(3):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        if dist.get_rank() == 1:
+            model[3].bias.grad = None
+        optimizer.step()
+    steps = optimizer.state[model[3].bias]['step']
+    optimizer.close()
+    return full(model), steps
+
+
+def fsdp2():
+    def wrap(model):
+        for layer in (model[0], model[3]):
+            fully_shard(layer)
+        return fully_shard(model)
+    return run_both(wrap, train)
+
+
+def fsdp2_edit():
+    def wrap(model):
+        return fully_shard(model)
+
+    def script(model, optimizer):
+        def halve(i):
+            if i == 7:
+                with torch.no_grad():
+                    next(model.parameters()).mul_(0.5)
+        return train(model, optimizer, before_step=halve)
+    return run_both(wrap, script)
+
+
+if __name__ == '__main__':
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo')
+    result = globals()[sys.argv[1]]()
+    torch.save(result, f'{sys.argv[2]}/{sys.argv[1]}-{dist.get_rank()}.pt')
+    dist.barrier()
+    dist.destroy_process_group()
