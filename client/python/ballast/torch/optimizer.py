@@ -19,7 +19,7 @@ except ImportError:  # torch 2.4
 
 from ballast import _native, embedded
 from ballast.errors import Error
-from ballast.torch import ranks, state
+from ballast.torch import checkpoint, ranks, state
 from ballast.torch.naming import UnitsBySize, positional_name, split_named, unit_of
 
 _DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
@@ -69,7 +69,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params, defaults, *, kind, moments='f32', servers=None, dram=None, nvme=None, directory=None,
-                 threads=None, name='default', resume='never', durability=None, pin_interval=0,
+                 threads=None, name='default', resume='never', durability=None, pin_interval=0, checkpoints=2,
                  chunk_elements=1 << 20, seed=0, step_timeout=120.0, open_timeout=30.0):
         if servers is None:
             servers = os.environ.get('BALLAST_SERVERS')
@@ -91,6 +91,9 @@ class Optimizer(torch.optim.Optimizer):
         options.servers = self._servers
         options.step_timeout, options.open_timeout = float(step_timeout), float(open_timeout)
         self._options = options
+        if checkpoints < 1:
+            raise Error(f'checkpoints={checkpoints}: expected at least 1', 'BAD_CONFIG')
+        self._checkpoints = checkpoints
         self._session = None
         self._pid = os.getpid()
         self._members = []
@@ -214,16 +217,22 @@ class Optimizer(torch.optim.Optimizer):
         drop = self._options.job if local is not None and self._options.durability == 'none' else None
         self._finish = weakref.finalize(self, _finish, self._session, local, drop, self._daemon, self._pid)
         self._members = [member for member, _, _ in fresh]
-        mine = self._session.blobs[self._options.rank:self._options.rank + 1] or self._session.blobs[:1]
-        if mine and mine[0]:
-            blob = mine[0]
-            self._steps, self._blob = _BLOB.unpack_from(blob)[0], blob[_BLOB.size:]
+        self._take_blob()
         if self._session.needs_values:
             with _Memory(self) as memory:
                 self._session.initialise(memory.parameters)
         else:
             self._pull()
         return self._session
+
+    def _take_blob(self):
+        """Of the version that was found or restored: this rank's, or rank 0's if there were fewer."""
+        blobs = self._session.blobs
+        mine = blobs[self._options.rank:self._options.rank + 1] or blobs[:1]
+        if mine and mine[0]:
+            self._steps, self._blob = _BLOB.unpack_from(mine[0])[0], mine[0][_BLOB.size:]
+        else:
+            self._steps, self._blob = 0, b''
 
     def resume(self):
         """Opens the job, if no step did; what it has done so far: Resumed(step=0, blob=b'') of a new one."""
@@ -267,6 +276,48 @@ class Optimizer(torch.optim.Optimizer):
         if self._options.world_size > 1 or not bool(kept.all()):
             self._session.write(member.name, torch.where(kept, master, values.float()))
         member.noted(self._parameter(member))
+
+    # --- checkpoints
+
+    def state_dict(self):
+        """Of a durable job: its name and this version, which the servers keep until `checkpoints` later state_dicts were
+        made. Any one rank may ask, or all. Of a job with durability none: full_state_dict()."""
+        if self._options.durability == 'none':
+            return self.full_state_dict()
+        session = self._open()
+        return checkpoint.pinned(self, session, self._options.job, self._steps, self._checkpoints)
+
+    def full_state_dict(self):
+        """torch.optim's format, with the moments themselves: any one rank may ask."""
+        return checkpoint.full(self)
+
+    def load_state_dict(self, state_dict):
+        """Takes the job, parameters included, back to the version that state_dict() named; all ranks."""
+        checkpoint.check_groups(self, state_dict)
+        named = checkpoint.named(state_dict)
+        if named is None:
+            checkpoint.refuse_foreign(state_dict)
+        else:
+            job, version = named
+            if job != self._options.job:
+                raise Error(f"the state_dict is of job '{job}', this optimizer of '{self._options.job}'; give it name="
+                            f"'{job}'", 'BAD_SPEC')
+            if self._session is None:
+                self._options.resume = 'must'  # who loads a state wants the job that has it
+            self.rollback(version)
+        checkpoint.load_groups(self, state_dict)
+
+    def versions(self):
+        """What rollback() can go back to: versions that all servers keep."""
+        return self._open().pins()
+
+    def rollback(self, version):
+        """Parameters, moments, step counts and blob become those of a version that state_dict() named; all ranks."""
+        session = self._open()
+        if session.version != version:
+            session.restore(version)
+            self._take_blob()
+        self._pull()
 
     # --- a step
 

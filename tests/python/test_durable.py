@@ -1,0 +1,228 @@
+"""Durable jobs: killed and restarted processes, state dicts, going back. Each in processes of its own."""
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+HERE = pathlib.Path(__file__).parent
+
+HEAD = f'''
+import os, signal, sys
+import torch
+sys.path.insert(0, {str(HERE)!r})
+from scripts import batches, loss_of, mlp
+import ballast, ballast.torch as bt
+torch.manual_seed(5)
+def make(model, **more):
+    arguments = dict(lr=1e-2, directory='state', dram='128MiB', nvme='1GiB', threads=2)
+    return bt.AdamW(model.named_parameters(), **{{**arguments, **more}})
+'''
+
+
+def run(folder, body, expect=0, **variables):
+    script = folder / 'script.py'
+    script.write_text(HEAD + textwrap.dedent(body), encoding='utf-8')
+    done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+                          env={**os.environ, **variables})
+    assert done.returncode == expect, f'{done.returncode}\n{done.stdout}\n{done.stderr}'
+    return done
+
+
+LOOP = '''
+model = mlp()
+optimizer = make(model, resume='auto', durability=os.environ['DURABILITY'], pin_interval=int(os.environ['PIN_INTERVAL']))
+start, blob = optimizer.resume()
+cursor = int(blob or b'0')
+assert cursor == start, (cursor, start)
+data = list(batches(30))
+for i in range(start, 30):
+    optimizer.zero_grad()
+    loss = loss_of(model, data[i])
+    loss.backward()
+    optimizer.step(blob=str(i + 1).encode())
+    with open('losses.txt', 'a') as out:
+        print(i, loss.item().hex(), file=out, flush=True)
+    if i in (9, 17) and not os.path.exists(f'killed{i}') and 'KILL' in os.environ:
+        open(f'killed{i}', 'w').close()
+        os.kill(os.getpid(), signal.SIGKILL)
+torch.save(model.state_dict(), 'model.pt')
+'''
+
+
+def last_losses(folder):
+    """By step: the last that was printed, since a step may be made again."""
+    return dict(line.split() for line in (folder / 'losses.txt').read_text().splitlines())
+
+
+@pytest.mark.parametrize('durability,interval', [('step', '0'), ('every-K', '4')])
+def test_a_killed_trainer_goes_on_with_the_same_bits(durability, interval, tmp_path):
+    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+    whole.mkdir()
+    killed.mkdir()
+    variables = {'DURABILITY': durability, 'PIN_INTERVAL': interval}
+    run(whole, LOOP, **variables)
+    for _ in range(2):
+        run(killed, LOOP, expect=-9, KILL='1', **variables)
+    run(killed, LOOP, KILL='1', **variables)
+    assert last_losses(killed) == last_losses(whole)
+    steps_made = len((killed / 'losses.txt').read_text().splitlines())
+    assert steps_made == 30 if durability == 'step' else 30 <= steps_made <= 38
+    expected = torch.load(whole / 'model.pt')
+    for name, value in torch.load(killed / 'model.pt').items():
+        assert torch.equal(value, expected[name]), name
+
+
+CHECKPOINT = '''
+model = mlp()
+optimizer = make(model)
+data = list(batches(30))
+def train(begin, end):
+    for i in range(begin, end):
+        optimizer.zero_grad()
+        loss_of(model, data[i]).backward()
+        optimizer.step()
+train(0, 10)
+optimizer.param_groups[0]['lr'] = 5e-3
+saved = {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}
+torch.save(saved, 'checkpoint.pt')
+assert sum(value.numel() for value in saved['optimizer']['ballast'].values()) < 100
+train(10, 20)
+torch.save(model.state_dict(), 'expected.pt')
+'''
+
+RESUME = '''
+model = mlp()
+optimizer = make(model)
+saved = torch.load('checkpoint.pt', weights_only=True)
+model.load_state_dict(saved['model'])
+optimizer.load_state_dict(saved['optimizer'])
+assert optimizer.param_groups[0]['lr'] == 5e-3
+assert optimizer.resume().step == 10
+for batch in list(batches(30))[10:20]:
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    optimizer.step()
+for name, value in torch.load('expected.pt').items():
+    assert torch.equal(value, model.state_dict()[name]), name
+'''
+
+
+def test_a_state_dict_takes_the_job_back(tmp_path):
+    run(tmp_path, CHECKPOINT)
+    run(tmp_path, RESUME)
+    run(tmp_path, RESUME)  # again: the version is still there
+
+
+def test_a_state_dict_of_another_job_or_version_is_refused(tmp_path):
+    run(tmp_path, CHECKPOINT)
+    run(tmp_path, '''
+        saved = torch.load('checkpoint.pt', weights_only=True)['optimizer']
+        for name, change, reason in (('other', {}, 'BAD_SPEC'), ('default', {'version': torch.tensor(3)}, 'VERSION_GONE')):
+            optimizer = make(mlp(), name=name)
+            try:
+                optimizer.load_state_dict({**saved, 'ballast': {**saved['ballast'], **change}})
+            except ballast.Error as error:
+                assert error.reason == reason, error
+            else:
+                raise AssertionError(name)
+            optimizer.close()
+        ''')
+
+
+def test_going_back_within_a_run(tmp_path):
+    run(tmp_path, '''
+        model = mlp()
+        optimizer = make(model, checkpoints=2)
+        data = list(batches(9))
+        def train(begin, end):
+            for i in range(begin, end):
+                optimizer.zero_grad()
+                loss_of(model, data[i]).backward()
+                optimizer.step(blob=b'%d' % i)
+        named = []
+        for i in range(3):
+            train(3 * i, 3 * i + 3)
+            named.append(optimizer.state_dict())
+            bits = {name: value.clone() for name, value in model.state_dict().items()} if i == 1 else bits if i else None
+        assert optimizer.versions() == [6, 9], optimizer.versions()
+        optimizer.rollback(6)
+        assert optimizer.resume() == (6, b'5'), optimizer.resume()
+        for name, value in bits.items():
+            assert torch.equal(value, model.state_dict()[name]), name
+        train(6, 9)
+        ''')
+
+
+def test_a_wrong_tensor_on_resume_is_named(tmp_path):
+    run(tmp_path, CHECKPOINT)
+    run(tmp_path, '''
+        try:
+            make(torch.nn.Sequential(torch.nn.Linear(16, 8)), resume='auto').resume()
+        except ballast.Error as error:
+            assert error.reason == 'BAD_SPEC' and '0.weight' in str(error), error
+        else:
+            raise AssertionError('accepted')
+        ''')
+
+
+def test_a_missing_job_under_must(tmp_path):
+    run(tmp_path, '''
+        try:
+            make(mlp(), resume='must').resume()
+        except ballast.Error as error:
+            assert error.reason == 'JOB_MISSING', error
+        else:
+            raise AssertionError('accepted')
+        ''')
+
+
+def test_a_directory_in_use_names_its_process(tmp_path):
+    run(tmp_path, '''
+        optimizer = make(mlp(), resume='auto')
+        optimizer.resume()
+        child = os.popen(f"{sys.executable} -c 'import torch, ballast.torch as bt; "
+                         "bt.AdamW([torch.nn.Parameter(torch.zeros(4))], directory=\\"state\\").resume()' 2>&1").read()
+        assert str(os.getpid()) in child and 'state' in child, child
+        ''')
+
+
+def test_forked_workers_of_a_data_loader(tmp_path):
+    run(tmp_path, '''
+        model = mlp()
+        optimizer = make(model)
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(4, (64,))),
+                                           batch_size=8, num_workers=2)
+        for epoch in range(2):
+            for batch in data:
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+        child = os.fork()
+        if child == 0:
+            try:
+                optimizer.step()
+            except ballast.Error as error:
+                os._exit(7 if 'fork' in str(error) else 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        optimizer.zero_grad()
+        loss_of(model, next(batches(1))).backward()
+        optimizer.step()
+        ''')
+
+
+def test_ctrl_c_leaves_no_lock_behind(tmp_path):
+    run(tmp_path, '''
+        model = mlp()
+        optimizer = make(model)
+        for i, batch in enumerate(batches(5)):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            if i == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+        ''', expect=-2)
+    run(tmp_path, 'assert make(mlp(), resume="must").resume().step == 4')
