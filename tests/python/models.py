@@ -2,7 +2,7 @@
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 VOCABULARY = 64
 

@@ -4,29 +4,21 @@ Parameters stay in the trainer; master weights and moments are on state servers.
 and param_groups are read then. It returns when every parameter holds the new version.
 """
 
-import os
 import struct
 import warnings
-import weakref
 from typing import NamedTuple
 
 import torch
 
-try:
-    from torch.distributed.tensor import DTensor, Shard
-except ImportError:  # torch 2.4
-    from torch.distributed._tensor import DTensor, Shard
-
-from ballast import _native, embedded
+from ballast import _native
 from ballast.errors import Error
-from ballast.torch import checkpoint, ranks, state
+from ballast.torch import checkpoint, state
+from ballast.torch.connection import Connection
+from ballast.torch.members import DTYPES, Member, Memory, check_parameter, is_sharded, local, whole
 from ballast.torch.naming import UnitsBySize, positional_name, split_named, unit_of
 
-_DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
 # Steps in a row that may be skipped for an Inf or NaN before step() raises.
 _SKIPS_MAX = 50
-
-
 # In front of the user's blob: how many steps the loop has made.
 _BLOB = struct.Struct('<Q')
 
@@ -34,32 +26,6 @@ _BLOB = struct.Struct('<Q')
 class Resumed(NamedTuple):
     step: int  # calls of step() so far, skipped ones included
     blob: bytes  # what the last of them kept
-
-
-def _local(tensor):
-    """The memory of a tensor on this rank."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-class _Member:
-    """A parameter that is registered: its place in the job, and what Ballast last wrote to it."""
-
-    def __init__(self, name, group, position, parameter):
-        self.name, self.group, self.position = name, group, position
-        self.mark = None
-        self.noted(parameter)
-
-    @staticmethod
-    def _mark(parameter):
-        # An operation on a DTensor moves its own counter and not that of its local tensor.
-        local = _local(parameter)
-        return parameter._version, local._version, local.data_ptr()
-
-    def noted(self, parameter):
-        self.mark = self._mark(parameter)
-
-    def edited(self, parameter):
-        return self.mark != self._mark(parameter)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -71,39 +37,22 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, params, defaults, *, kind, moments='f32', servers=None, dram=None, nvme=None, directory=None,
                  threads=None, name='default', resume='never', durability=None, pin_interval=0, checkpoints=2,
                  chunk_elements=1 << 20, seed=0, step_timeout=120.0, open_timeout=30.0):
-        if servers is None:
-            servers = os.environ.get('BALLAST_SERVERS')
-        if isinstance(servers, str):
-            servers = [server.strip() for server in servers.split(',') if server.strip()]
-        self._servers = list(servers or [])
-        local = {'dram': dram, 'nvme': nvme, 'directory': directory, 'threads': threads}
-        if self._servers and any(value is not None for value in local.values()):
-            given = ', '.join(key for key, value in local.items() if value is not None)
-            raise Error(f'servers and {given}: budgets and directories of state servers are their own; '
-                        'give one or the other', 'BAD_CONFIG')
-        self._local = local
-        self._kind, self._moments = kind, moments
-        if durability is None:
-            durability = 'step' if self._servers or directory is not None else 'none'
-        options = _native.OpenOptions()
-        options.job, options.resume, options.durability = name, resume, durability
-        options.pin_interval, options.chunk_elements, options.seed = pin_interval, chunk_elements, seed
-        options.servers = self._servers
+        self._connection = Connection(servers, {'dram': dram, 'nvme': nvme, 'directory': directory, 'threads': threads})
+        options = self._options = _native.OpenOptions()
+        options.job, options.resume, options.pin_interval = name, resume, pin_interval
+        options.durability = durability or self._connection.default_durability
+        options.chunk_elements, options.seed = chunk_elements, seed
         options.step_timeout, options.open_timeout = float(step_timeout), float(open_timeout)
-        self._options = options
+        self._kind, self._moments = kind, moments
         if checkpoints < 1:
             raise Error(f'checkpoints={checkpoints}: expected at least 1', 'BAD_CONFIG')
         self._checkpoints = checkpoints
         self._session = None
-        self._pid = os.getpid()
         self._members = []
         self._names = []
-        self._units = {}
         self._skips = 0
         self._steps = 0
         self._blob = b''
-        self._finish = None
-        self._daemon = None
         self.last_step_skipped = False
         self.grad_norm = None
         groups, names = split_named(params)
@@ -161,32 +110,18 @@ class Optimizer(torch.optim.Optimizer):
             unit = unit_of(name) if name is not None else by_size.next(parameter.numel())
             if (g, i) in there or not parameter.requires_grad:
                 continue
-            self._check_parameter(name or f'{i} of group {g}', parameter)
+            check_parameter(name or f'{i} of group {g}', parameter)
             shape = list(parameter.shape) or [1]
             if name is None:
                 name = positional_name(g, i, parameter.shape)
-            found.append((_Member(name, g, i, parameter), parameter, _native.Tensor(name, unit, shape, g)))
+            found.append((Member(name, g, i, parameter), parameter, _native.Tensor(name, unit, shape, g)))
         return found
-
-    @staticmethod
-    def _check_parameter(name, parameter):
-        if parameter.dtype not in _DTYPES:
-            what = 'complex parameters are' if parameter.is_complex() else f'{parameter.dtype} is'
-            raise Error(f"parameter '{name}': {what} not supported; expected float32, bfloat16 or float16",
-                        'BAD_DTYPE')
-        if isinstance(parameter, DTensor) and tuple(parameter.placements) != (Shard(0),):
-            raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected (Shard(0),), as "
-                        'fully_shard makes it over a mesh of one dimension', 'UNSUPPORTED')
-        if parameter.device.type != 'cpu':
-            raise Error(f"parameter '{name}' is on {parameter.device}; only the CPU is supported so far", 'UNSUPPORTED')
 
     def _parameter(self, member):
         return self.param_groups[member.group]['params'][member.position]
 
     def _open(self):
-        if os.getpid() != self._pid:
-            raise Error('this process was forked from the one that made the optimizer; make it after the fork',
-                        'UNSUPPORTED')
+        self._connection.check_process()
         if self._session is not None:
             return self._session
         fresh = self._new_tensors()
@@ -197,29 +132,15 @@ class Optimizer(torch.optim.Optimizer):
         for key, value in self._spec(self.param_groups[0]).items():
             setattr(spec, key, value)
         dtypes = {parameter.dtype for _, parameter, _ in fresh}
-        spec.gradient = spec.working = _DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
+        spec.gradient = spec.working = DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
         self._options.optimizer = spec
         self._options.group_count = len(self.param_groups)
-        local, store = None, None
-        self._options.rank, self._options.world_size = ranks.rank(), ranks.world_size()
-        if ranks.active():
-            store = ranks.Store()
-            self._options.host = ranks.own_address()
-            self._options.rows = any(isinstance(parameter, DTensor) for _, parameter, _ in fresh)
-            if not self._servers:
-                address, self._daemon = ranks.start_private_server(store, self._local, self._options.open_timeout)
-                self._options.servers = [address]
-        elif not self._servers:
-            local = embedded.server(**self._local)
-        self._session = _native.Session.open(self._options, [tensor for _, _, tensor in fresh],
-                                             None if local is None else local.server, store)
-        # Of an embedded server's job that is not durable nothing is left to be used: its memory is wanted back.
-        drop = self._options.job if local is not None and self._options.durability == 'none' else None
-        self._finish = weakref.finalize(self, _finish, self._session, local, drop, self._daemon, self._pid)
+        self._options.rows = any(is_sharded(parameter) for _, parameter, _ in fresh)
+        self._session = self._connection.open(self._options, [tensor for _, _, tensor in fresh])
         self._members = [member for member, _, _ in fresh]
         self._take_blob()
         if self._session.needs_values:
-            with _Memory(self) as memory:
+            with Memory(self) as memory:
                 self._session.initialise(memory.parameters)
         else:
             self._pull()
@@ -247,14 +168,14 @@ class Optimizer(torch.optim.Optimizer):
         return {}  # it never wanted a gradient
 
     def _pull(self):
-        with _Memory(self, writes=True) as memory:
+        with Memory(self, writes=True) as memory:
             self._session.pull(memory.parameters)
         self._wrote()
 
     def _wrote(self):
         for member in self._members:
             parameter = self._parameter(member)
-            torch.autograd.graph.increment_version(_local(parameter))
+            torch.autograd.graph.increment_version(local(parameter))
             member.noted(parameter)
 
     # --- edits by the user
@@ -270,7 +191,7 @@ class Optimizer(torch.optim.Optimizer):
         parameter = self._parameter(member).detach()
         master = torch.empty(parameter.numel(), dtype=torch.float32)
         self._session.read(member.name, 'master', master)
-        values = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).reshape(-1)
+        values = whole(parameter).reshape(-1)
         kept = master.to(values.dtype) == values
         # All ranks write, or none: their parameters are the same, but one of them may have been moved.
         if self._options.world_size > 1 or not bool(kept.all()):
@@ -328,10 +249,10 @@ class Optimizer(torch.optim.Optimizer):
         if gradient.layout != torch.strided:
             raise Error(f"parameter '{member.name}' has a sparse gradient; expected a dense one: make its layer with "
                         'sparse=False', 'UNSUPPORTED')
-        if gradient.dtype not in _DTYPES:
+        if gradient.dtype not in DTYPES:
             raise Error(f"parameter '{member.name}' has a gradient of {gradient.dtype}; expected float32, bfloat16 or "
                         'float16', 'BAD_DTYPE')
-        return _local(gradient).detach().contiguous()
+        return local(gradient).detach().contiguous()
 
     def step(self, closure=None, *, blob=b''):
         """torch's step. blob: of the caller, at most 60000 bytes (a data cursor, random states), kept with the step:
@@ -358,7 +279,7 @@ class Optimizer(torch.optim.Optimizer):
             if changed:
                 self._take_edit(member)
         groups = [self._hyper(group) for group in self.param_groups]
-        with _Memory(self, writes=True) as memory:
+        with Memory(self, writes=True) as memory:
             report = session.step(gradients, memory.parameters, groups, blob=_BLOB.pack(self._steps + 1) + blob)
         self._steps, self._blob = self._steps + 1, blob
         self.grad_norm = report.norm
@@ -385,7 +306,7 @@ class Optimizer(torch.optim.Optimizer):
                         'before the first step', 'BAD_SPEC')
         self._session.register([tensor for _, _, tensor in fresh])
         self._members.extend(member for member, _, _ in fresh)
-        with _Memory(self) as memory:
+        with Memory(self) as memory:
             self._session.initialise(memory.parameters)
 
     def _warn_skipped(self, gradients):
@@ -400,41 +321,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def close(self):
         """Ends the session. A durable job stays on its servers; another's memory on the embedded one is given back."""
-        if self._finish is not None:
-            self._finish()
-        self._session = self._finish = self._daemon = None
+        self._connection.close()
+        self._session = None
         self._members = []
-
-
-def _finish(session, local, drop, daemon, pid):
-    if os.getpid() != pid:
-        return
-    session.close()
-    if drop is not None:
-        local.drop(drop)
-    if daemon is not None:
-        daemon.stop()
-
-
-class _Memory:
-    """Parameters as contiguous tensors: themselves, or copies which go back at the end where they are written."""
-
-    def __init__(self, optimizer, writes=False):
-        self._writes = writes
-        self._copies = []
-        self.parameters = []
-        for member in optimizer._members:
-            parameter = _local(optimizer._parameter(member)).detach()
-            if not parameter.is_contiguous():
-                copy = parameter.contiguous()
-                self._copies.append((parameter, copy))
-                parameter = copy
-            self.parameters.append(parameter)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, value, trace):
-        if self._writes and kind is None:
-            for parameter, copy in self._copies:
-                parameter.copy_(copy)

@@ -1,0 +1,73 @@
+"""How an optimizer reaches its servers: named ones, a private one of several ranks, or one inside this process."""
+
+import os
+import weakref
+
+from ballast import _native, embedded
+from ballast.errors import Error
+from ballast.torch import ranks
+
+
+class Connection:
+    """`servers`: a list, 'host:port,...', or None for BALLAST_SERVERS. `budgets`: arguments of embedded.server()."""
+
+    def __init__(self, servers, budgets):
+        if servers is None:
+            servers = os.environ.get('BALLAST_SERVERS')
+        if isinstance(servers, str):
+            servers = [server.strip() for server in servers.split(',') if server.strip()]
+        self._servers = list(servers or [])
+        given = [key for key, value in budgets.items() if value is not None]
+        if self._servers and given:
+            raise Error(f'servers and {", ".join(given)}: budgets and directories of state servers are their own; '
+                        'give one or the other', 'BAD_CONFIG')
+        self._budgets = budgets
+        self._pid = os.getpid()
+        self._finish = None
+
+    @property
+    def default_durability(self):
+        return 'step' if self._servers or self._budgets['directory'] is not None else 'none'
+
+    def check_process(self):
+        if os.getpid() != self._pid:
+            raise Error('this process was forked from the one that made the optimizer; make it after the fork',
+                        'UNSUPPORTED')
+
+    def open(self, options, tensors):
+        """The session; all ranks. Starts a server where none is named."""
+        local = daemon = store = None
+        options.rank, options.world_size, options.servers = ranks.rank(), ranks.world_size(), self._servers
+        if ranks.active():
+            store = ranks.Store()
+            options.host = ranks.own_address()
+            if not self._servers:
+                address, daemon = ranks.start_private_server(store, self._budgets, options.open_timeout)
+                options.servers = [address]
+        elif not self._servers:
+            local = embedded.server(**self._budgets)
+        try:
+            session = _native.Session.open(options, tensors, None if local is None else local.server, store)
+        except BaseException:
+            if daemon is not None:
+                daemon.stop()
+            raise
+        # Of an embedded server's job that is not durable nothing is left to be used: its memory is wanted back.
+        drop = options.job if local is not None and options.durability == 'none' else None
+        self._finish = weakref.finalize(self, _finish, session, local, drop, daemon, self._pid)
+        return session
+
+    def close(self):
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+def _finish(session, local, drop, daemon, pid):
+    if os.getpid() != pid:
+        return
+    session.close()
+    if drop is not None:
+        local.drop(drop)
+    if daemon is not None:
+        daemon.stop()

@@ -1,0 +1,83 @@
+"""Parameters that are registered with a job, and their memory on this rank."""
+
+import torch
+
+try:
+    from torch.distributed.tensor import DTensor, Shard
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import DTensor, Shard
+
+from ballast.errors import Error
+
+DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
+
+
+def is_sharded(tensor):
+    return isinstance(tensor, DTensor)
+
+
+def whole(tensor):
+    """All elements, on every rank; COLLECTIVE for a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor):
+    """The memory of a tensor on this rank."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class Member:
+    """A parameter that is registered: its place in the job, and what Ballast last wrote to it."""
+
+    def __init__(self, name, group, position, parameter):
+        self.name, self.group, self.position = name, group, position
+        self.mark = None
+        self.noted(parameter)
+
+    @staticmethod
+    def _mark(parameter):
+        # An operation on a DTensor moves its own counter and not that of its local tensor.
+        memory = local(parameter)
+        return parameter._version, memory._version, memory.data_ptr()
+
+    def noted(self, parameter):
+        self.mark = self._mark(parameter)
+
+    def edited(self, parameter):
+        return self.mark != self._mark(parameter)
+
+
+def check_parameter(name, parameter):
+    if parameter.dtype not in DTYPES:
+        what = 'complex parameters are' if parameter.is_complex() else f'{parameter.dtype} is'
+        raise Error(f"parameter '{name}': {what} not supported; expected float32, bfloat16 or float16",
+                    'BAD_DTYPE')
+    if isinstance(parameter, DTensor) and tuple(parameter.placements) != (Shard(0),):
+        raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected (Shard(0),), as "
+                    'fully_shard makes it over a mesh of one dimension', 'UNSUPPORTED')
+    if parameter.device.type != 'cpu':
+        raise Error(f"parameter '{name}' is on {parameter.device}; only the CPU is supported so far", 'UNSUPPORTED')
+
+
+class Memory:
+    """Parameters as contiguous tensors: themselves, or copies which go back at the end where they are written."""
+
+    def __init__(self, optimizer, writes=False):
+        self._writes = writes
+        self._copies = []
+        self.parameters = []
+        for member in optimizer._members:
+            parameter = local(optimizer._parameter(member)).detach()
+            if not parameter.is_contiguous():
+                copy = parameter.contiguous()
+                self._copies.append((parameter, copy))
+                parameter = copy
+            self.parameters.append(parameter)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, trace):
+        if self._writes and kind is None:
+            for parameter, copy in self._copies:
+                parameter.copy_(copy)
