@@ -1,5 +1,6 @@
 """PyTorch optimizers whose state lives on Ballast's state servers, or in one inside this process."""
 
 from ballast.torch.optimizers import SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion
+from ballast.torch.scaler import LossScaler
 
-__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Lion']
+__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Lion', 'LossScaler']

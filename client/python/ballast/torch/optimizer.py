@@ -4,6 +4,7 @@ Parameters stay in the trainer; master weights and moments are on state servers.
 and param_groups are read then. It returns when every parameter holds the new version.
 """
 
+import contextlib
 import struct
 import warnings
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params, defaults, *, kind, moments='f32', servers=None, dram=None, nvme=None, directory=None,
                  threads=None, name='default', resume='never', durability=None, pin_interval=0, checkpoints=2,
-                 chunk_elements=1 << 20, seed=0, step_timeout=120.0, open_timeout=30.0):
+                 max_norm=0.0, chunk_elements=1 << 20, seed=0, step_timeout=120.0, open_timeout=30.0):
         self._connection = Connection(servers, {'dram': dram, 'nvme': nvme, 'directory': directory, 'threads': threads})
         options = self._options = _native.OpenOptions()
         options.job, options.resume, options.pin_interval = name, resume, pin_interval
@@ -47,6 +48,8 @@ class Optimizer(torch.optim.Optimizer):
         if checkpoints < 1:
             raise Error(f'checkpoints={checkpoints}: expected at least 1', 'BAD_CONFIG')
         self._checkpoints = checkpoints
+        self._max_norm, self._gradient_scale = float(max_norm), None
+        self._seconds = {'push': 0.0, 'seal': 0.0, 'pull': 0.0}
         self._session = None
         self._members = []
         self._names = []
@@ -254,6 +257,20 @@ class Optimizer(torch.optim.Optimizer):
                         'float16', 'BAD_DTYPE')
         return local(gradient).detach().contiguous()
 
+    @contextlib.contextmanager
+    def gradient_scale(self, scale):
+        """Within it, step() multiplies gradients by `scale`, and skips without a word where one is not finite."""
+        self._gradient_scale = scale
+        try:
+            yield
+        finally:
+            self._gradient_scale = None
+
+    def stats(self):
+        """Where step() spent its seconds so far: taking gradients (push), until the step was decided (seal), until parameters held the
+        new version, its update included (pull)."""
+        return {'steps': self._steps, **{f'{key}_seconds': value for key, value in self._seconds.items()}}
+
     def step(self, closure=None, *, blob=b''):
         """torch's step. blob: of the caller, at most 60000 bytes (a data cursor, random states), kept with the step:
         resume() gives the last one back."""
@@ -280,12 +297,17 @@ class Optimizer(torch.optim.Optimizer):
                 self._take_edit(member)
         groups = [self._hyper(group) for group in self.param_groups]
         with Memory(self, writes=True) as memory:
-            report = session.step(gradients, memory.parameters, groups, blob=_BLOB.pack(self._steps + 1) + blob)
+            scale = 1.0 if self._gradient_scale is None else self._gradient_scale
+            report = session.step(gradients, memory.parameters, groups, scale, self._max_norm,
+                                  blob=_BLOB.pack(self._steps + 1) + blob)
         self._steps, self._blob = self._steps + 1, blob
+        for key in self._seconds:
+            self._seconds[key] += getattr(report, f'{key}_seconds')
         self.grad_norm = report.norm
         self.last_step_skipped = report.skipped
         if report.skipped:
-            self._warn_skipped(gradients)
+            if self._gradient_scale is None:
+                self._warn_skipped(gradients)
         else:
             self._skips = 0
             self._wrote()
