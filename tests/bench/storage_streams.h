@@ -19,7 +19,7 @@ double Median(std::vector<double> values);
 struct StreamShape {
   uint64_t bytes = 0;  // of the file; a multiple of block_bytes
   uint64_t block_bytes = storage::kIoPieceBytesMax;
-  uint32_t depth = 8;
+  uint32_t depth = 32;  // a step over NVMe keeps more pieces than these with the kernel
 };
 
 struct StreamSpeed {
