@@ -98,14 +98,16 @@ absl::Status ChunkStore::Impl::TakeStaging(uint64_t state_bytes, DramTier::Limit
 
 // Extents of NVMe state and of what an earlier run left; of a durable store also the budget for the others' first, and
 // for new versions of all.
-absl::StatusOr<std::vector<NvmeExtent>> ChunkStore::Impl::TakeExtents(absl::Span<const ChunkToAdd> added,
-                                                                      const Plan& plan) {
-  std::vector<NvmeExtent> extents(added.size());
-  uint64_t room = 0, largest = 0, aside = 0;
+absl::StatusOr<ChunkStore::Impl::NvmeSpace> ChunkStore::Impl::TakeNvme(absl::Span<const ChunkToAdd> added,
+                                                                       const Plan& plan) {
+  NvmeSpace space;
+  std::vector<NvmeExtent>& extents = space.extents;
+  extents.resize(added.size());
+  uint64_t room = 0, largest = 0;
   for (size_t i = 0; i < added.size(); ++i) {
     const uint64_t bytes = layout.StateBytes(added[i].elements);
     largest = std::max(largest, bytes);
-    aside += added[i].aside_bytes;
+    space.aside_bytes += added[i].aside_bytes;
     if (added[i].durable.has_value()) continue;
     if (plan.chunks[i].state == TierKind::kNvme) {
       BALLAST_ASSIGN_OR_RETURN(extents[i], tiers->nvme()->Allocate(bytes, "chunk state"));
@@ -113,20 +115,17 @@ absl::StatusOr<std::vector<NvmeExtent>> ChunkStore::Impl::TakeExtents(absl::Span
       room += bytes;
     }
   }
-  if (!versions.has_value()) return extents;
+  if (!versions.has_value()) return space;
   uint64_t count = added.size();
   {
     absl::ReaderMutexLock lock(&mutex);
     count += chunks.size();
   }
-  const uint64_t spare = versions->SpareBytesMissing(count, largest);
-  if (room + spare + aside > 0) {
+  space.spare_bytes = versions->SpareBytesMissing(count, largest);
+  if (const uint64_t bytes = room + space.spare_bytes + space.aside_bytes; bytes > 0) {
     // As an extent first: a disk that is full refuses the job now, not a step later.
-    BALLAST_ASSIGN_OR_RETURN(NvmeExtent reserved,
-                             tiers->nvme()->Allocate(room + spare + aside, "durable versions of chunks"));
-    BudgetLease lease = reserved.TakeLease();
-    durable_pins->SetAside(lease.Split(aside));
-    versions->AddRoom(std::move(lease), spare);
+    BALLAST_ASSIGN_OR_RETURN(NvmeExtent reserved, tiers->nvme()->Allocate(bytes, "durable versions of chunks"));
+    space.room = reserved.TakeLease();
   }
   for (size_t i = 0; i < added.size(); ++i) {
     if (!added[i].durable.has_value()) continue;
@@ -137,7 +136,7 @@ absl::StatusOr<std::vector<NvmeExtent>> ChunkStore::Impl::TakeExtents(absl::Span
     }
     extents[i] = *std::move(kept);
   }
-  return extents;
+  return space;
 }
 
 absl::Status ChunkStore::Add(absl::Span<const uint64_t> elements, const Plan& plan) {
@@ -166,9 +165,15 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
   for (size_t i = 0; i < added.size(); ++i) {
     if (plan.chunks[i].state == TierKind::kNvme) moving = std::max(moving, impl.layout.StateBytes(added[i].elements));
   }
-  BALLAST_RETURN_IF_ERROR(impl.TakeStaging(moving, DramTier::Limit::kBudget));
-  // Last: the room for new versions that it takes is the store's from there on.
-  BALLAST_ASSIGN_OR_RETURN(std::vector<NvmeExtent> extents, impl.TakeExtents(added, plan));
+  BALLAST_ASSIGN_OR_RETURN(Impl::NvmeSpace space, impl.TakeNvme(added, plan));
+  if (const absl::Status status = impl.TakeStaging(moving, DramTier::Limit::kBudget); !status.ok()) {
+    LeaveKept(added, space.extents);
+    return status;
+  }
+  if (space.room.bytes() > 0) {
+    impl.durable_pins->SetAside(space.room.Split(space.aside_bytes));
+    impl.versions->AddRoom(std::move(space.room), space.spare_bytes);
+  }
 
   std::byte* next[] = {hbm.data(), dram.bytes().data()};  // by TierKind
   std::vector<StoredChunk*> fresh;
@@ -183,7 +188,7 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
       impl.placed.push_back({added[i].elements, placement});
       fresh.push_back(&chunk);
       absl::MutexLock chunk_lock(&chunk.mutex);
-      chunk.extent = std::move(extents[i]);
+      chunk.extent = std::move(space.extents[i]);
       // Even if it turns out unreadable: it stays on the disk.
       if (added[i].durable.has_value()) chunk.newest = *added[i].durable;
       if (placement.state != TierKind::kNvme) {

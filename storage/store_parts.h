@@ -47,7 +47,14 @@ struct ChunkStore::Impl {
   // So that states of this size can be moved; 0: none need be.
   absl::Status TakeStaging(uint64_t state_bytes, DramTier::Limit limit);
   absl::Status MoveState(StoredChunk& chunk, TierKind to);
-  absl::StatusOr<std::vector<NvmeExtent>> TakeExtents(absl::Span<const ChunkToAdd> added, const Plan& plan);
+  // What chunks that are added take on NVMe; goes back unless the store takes it over.
+  struct NvmeSpace {
+    std::vector<NvmeExtent> extents;  // an entry per chunk
+    BudgetLease room;                 // of a durable store: for new versions, and aside for automatic pins
+    uint64_t spare_bytes = 0;
+    uint64_t aside_bytes = 0;
+  };
+  absl::StatusOr<NvmeSpace> TakeNvme(absl::Span<const ChunkToAdd> added, const Plan& plan);
   // States that an earlier run left, into the tiers where the chunks live now.
   absl::Status RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks);
   // The same, of any extent: into `state`, in host memory, or into the chunk's if that is on a device; and the working

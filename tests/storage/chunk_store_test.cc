@@ -216,6 +216,15 @@ TEST(ChunkStoreSpaceTest, StagingTooSmallForOneChunk) {
   EXPECT_EQ(s.tiers->used().dram, 0);
 }
 
+TEST(ChunkStoreSpaceTest, ARefusedAddOfADurableStoreGivesItsRoomBack) {
+  StoreOnTiers s({.dram = 8 * kMiB, .nvme = 8 * kMiB}, 0);
+  ChunkStore durable(s.tiers.get(), kernels::OptimizerSpec(), nullptr,
+                     DurableOptions{.job = "job", .life = 1, .record = [](auto) { return absl::OkStatus(); }});
+  EXPECT_FALSE(durable.Add(Sizes(), s.PlanOf({TierKind::kNvme})).ok());
+  EXPECT_EQ(s.tiers->used().nvme, 0);
+  durable.Discard();
+}
+
 TEST(ChunkStoreSpaceTest, PlanForATierThatIsNotThere) {
   StoreOnTiers s({.dram = 8 * kMiB}, 2);
   EXPECT_EQ(s.store->Add(Sizes(), s.PlanOf({TierKind::kNvme})).code(), absl::StatusCode::kInvalidArgument);
