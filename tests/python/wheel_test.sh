@@ -6,12 +6,12 @@ set -euo pipefail
 root="$(cd "$(dirname "$0")/../.." && pwd)"
 python="$1" folder="$2"
 
-rm -rf "$folder"
+rm -rf "$folder" "$root/build/wheel-test"
 mkdir -p "$folder"
-# With the flags of the preset dev, so that ccache has most of it already.
+# With the flags of the preset dev and a build folder as deep as its, so that ccache has most of it already.
 "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$folder" \
   -C cmake.build-type=RelWithDebInfo -C "cmake.define.CMAKE_CXX_FLAGS_RELWITHDEBINFO=-O2 -g1 -DNDEBUG" \
-  -C cmake.define.BALLAST_CUDA=OFF -C "build-dir=$folder/build" "$root/client/python"
+  -C cmake.define.BALLAST_CUDA=OFF -C "build-dir=$root/build/wheel-test" "$root/client/python"
 wheel=("$folder"/ballast-*.whl)
 echo "wheel: $(basename "${wheel[0]}"), $(stat -c %s "${wheel[0]}") bytes"
 
@@ -28,4 +28,4 @@ import ballast
 daemon = pathlib.Path(ballast.__file__).parent / 'bin' / 'ballastd'
 subprocess.run([daemon, '--help'], check=True, stdout=subprocess.DEVNULL)
 EOF
-rm -rf "$folder/venv" "$folder/build"
+rm -rf "$folder/venv" "$root/build/wheel-test"
