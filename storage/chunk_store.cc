@@ -33,9 +33,9 @@ ChunkStore::Impl::~Impl() {
   }
 }
 
-ChunkStore::ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* compute,
+ChunkStore::ChunkStore(Tiers* tiers, const StateLayout& layout, kernels::ThreadPool* compute,
                        std::optional<DurableOptions> durable)
-    : impl_(std::make_unique<Impl>(tiers, optimizer, compute, std::move(durable))) {}
+    : impl_(std::make_unique<Impl>(tiers, layout, compute, std::move(durable))) {}
 ChunkStore::~ChunkStore() = default;
 void ChunkStore::Discard() {
   impl_->discarded = true;
@@ -61,6 +61,9 @@ absl::Status ChunkStore::Impl::CheckPlan(absl::Span<const ChunkToAdd> added, con
     const auto [state, working] = plan.chunks[i];
     const uint64_t elements = added[i].elements;
     if (elements == 0) return Bad(model::kBadRequest, absl::StrCat("chunk ", i, " is empty"));
+    if (!layout.working_copies() && state == TierKind::kHbm) {
+      return Bad(model::kBadConfig, "state in hbm needs working copies, and this store keeps none");
+    }
     if (working == TierKind::kNvme || (working == TierKind::kHbm && state != TierKind::kHbm)) {
       return Bad(model::kBadRequest, absl::StrCat("working copy of chunk ", i, " cannot be in ", TierName(working),
                                                   " with its state in ", TierName(state)));
@@ -196,6 +199,7 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
         chunk.state = std::exchange(at, at + chunk.state_bytes());
       }
       chunk.shared = &impl.dram.back();
+      if (!impl.layout.working_copies()) continue;
       std::byte*& at = next[static_cast<int>(placement.working)];
       chunk.working = std::exchange(at, at + impl.layout.WorkingBytes(added[i].elements));
     }

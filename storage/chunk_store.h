@@ -24,10 +24,13 @@ namespace ballast::storage {
 
 // What one step does to one chunk, in this order: values overwrite the master, segments are updated by the optimizer,
 // the working copy is rounded from the master. Spans are borrowed until Run returns.
+// `working`, of a store without working copies: where the trainer has the working parameters that these elements
+// become, from the first on, in the optimizer's working dtype; null: nowhere. Borrowed until the update is `done`.
 struct ChunkUpdate {
   struct Values {
     uint64_t begin = 0;  // elements from the chunk's start
     absl::Span<const float> values;
+    std::byte* working = nullptr;
   };
   // A slice of values whose bytes are in the gradient log.
   struct LoggedValues {
@@ -36,6 +39,7 @@ struct ChunkUpdate {
     struct Part {
       uint64_t begin = 0;  // of the chunk
       uint64_t end = 0;
+      std::byte* working = nullptr;
     };
     std::vector<Part> parts;  // what the update takes of it
   };
@@ -43,13 +47,15 @@ struct ChunkUpdate {
     uint64_t begin = 0;
     uint64_t end = 0;
     kernels::Coefficients coefficients;
+    const std::byte* gradient = nullptr;  // of its own, in the trainer's memory; null: in the chunk's. As `working`
+    std::byte* working = nullptr;
   };
   uint64_t chunk = 0;  // the store's own index, from Add
   std::vector<Values> values;
   std::vector<SegmentUpdate> segments;
   std::vector<LoggedValues> logged_values;  // as `values`, of other elements
-  // In the optimizer's gradient dtype: all elements that segments touch, from `gradient_begin` on; empty if there is
-  // no segment. Or where the gradient log has these bytes.
+  // In the optimizer's gradient dtype: all elements that segments without a gradient of their own touch, from
+  // `gradient_begin` on; empty if there is none. Or where the gradient log has these bytes.
   absl::Span<const std::byte> gradient;
   std::optional<PayloadPlace> logged_gradient;
   uint64_t gradient_begin = 0;
@@ -94,9 +100,13 @@ struct ChunkToAdd {
 class ChunkStore {
  public:
   // Borrows `tiers` and `compute`, which must outlive it; without the latter Run computes on its caller's thread alone.
-  // Space is taken by Add, returned by the destructor. REQUIRES: kernels::Unsupported(optimizer) is empty.
-  ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* compute = nullptr,
+  // Space is taken by Add, returned by the destructor. REQUIRES: kernels::Unsupported(layout.optimizer()) is empty.
+  // Without working copies no state can be in HBM.
+  ChunkStore(Tiers* tiers, const StateLayout& layout, kernels::ThreadPool* compute = nullptr,
              std::optional<DurableOptions> durable = std::nullopt);
+  ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* compute = nullptr,
+             std::optional<DurableOptions> durable = std::nullopt)
+      : ChunkStore(tiers, StateLayout(optimizer), compute, std::move(durable)) {}
   ~ChunkStore();  // what is durable stays on the disk
   // Of a durable store that is not wanted any more, before the destructor: its extents are freed.
   void Discard();
@@ -148,7 +158,8 @@ class ChunkStore {
   absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
                    const ReadBack& read_back = {});
 
-  // Elements from `begin` on, as many as `to` holds: of the working copy in its dtype / of a state array as fp32.
+  // Elements from `begin` on, as many as `to` holds: of the working copy in its dtype (of a store without: the rounded
+  // master, read from where the state is) / of a state array as fp32.
   // INVALID_ARGUMENT outside the chunk, and for a moment that the optimizer does not have; DATA_LOSS (CHECKSUM) if what
   // the tier returned is not what was written.
   absl::Status ReadWorking(uint64_t chunk, uint64_t begin, absl::Span<std::byte> to) const;

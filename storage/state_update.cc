@@ -103,6 +103,13 @@ void ForPieces(uint64_t count, const Compute& compute, absl::FunctionRef<void(ui
   }
 }
 
+// Kernels always write working parameters; those that nobody wants stay in the cache.
+template <typename Function>
+[[gnu::noinline]] void WithoutWorking(Function run) {
+  alignas(64) std::byte unwanted[kBlockElements * sizeof(float)];
+  run(unwanted);
+}
+
 // The update's segments, by their place in the chunk: a block asks for those that it meets.
 class Segments {
  public:
@@ -127,14 +134,16 @@ class Segments {
 
 }  // namespace
 
-kernels::UpdateSpan SpanOf(const ChunkUpdate& update, const StateView& state, std::byte* working, uint64_t at,
-                           uint64_t n) {
-  kernels::UpdateSpan span{
-      .n = n,
-      .gradient = update.gradient.data() + (at - update.gradient_begin) * state.layout->gradient_element_bytes(),
-      .master = state.master() + at,
-      .moments = {},
-      .working = working};
+kernels::UpdateSpan SpanOf(const ChunkUpdate& update, const ChunkUpdate::SegmentUpdate& segment, const StateView& state,
+                           std::byte* working, uint64_t at, uint64_t n) {
+  const bool own = segment.gradient != nullptr;
+  const std::byte* const gradient = own ? segment.gradient : update.gradient.data();
+  const uint64_t first = own ? segment.begin : update.gradient_begin;
+  kernels::UpdateSpan span{.n = n,
+                           .gradient = gradient + (at - first) * state.layout->gradient_element_bytes(),
+                           .master = state.master() + at,
+                           .moments = {},
+                           .working = working};
   for (int k = 0; k + 1 < state.layout->array_count(); ++k) {
     span.moments[static_cast<size_t>(k)] = state.moment(k, at);
   }
@@ -190,7 +199,9 @@ void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* w
   }
   for (const ChunkUpdate::Values& values : update.values) {
     std::copy(values.values.begin(), values.values.end(), state.master() + values.begin);
-    kernels::FromF32(values.values, optimizer.working, working + values.begin * width);
+    std::byte* const to = values.working != nullptr ? values.working : working;
+    if (to == nullptr) continue;
+    kernels::FromF32(values.values, optimizer.working, to + (values.working != nullptr ? 0 : values.begin * width));
   }
   const Segments segments(update);
   std::vector<PieceDigest> old_pieces(of_old ? PieceCount(state) : 0);
@@ -201,8 +212,12 @@ void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* w
       const uint64_t end = std::min(at + kBlockElements, piece_end);
       if (of_old) DigestBlock(state, at, end, &old_pieces[i]);
       segments.Meet(at, end, [&](const ChunkUpdate::SegmentUpdate& segment, uint64_t from, uint64_t to) {
-        kernels::Update(optimizer, segment.coefficients, RandomAt(update, from),
-                        SpanOf(update, state, working + from * width, from, to - from));
+        const auto run = [&](std::byte* target) {
+          kernels::Update(optimizer, segment.coefficients, RandomAt(update, from),
+                          SpanOf(update, segment, state, target, from, to - from));
+        };
+        if (segment.working != nullptr) return run(segment.working + (from - segment.begin) * width);
+        working != nullptr ? run(working + from * width) : WithoutWorking(run);
       });
       if (digests->of_new) DigestBlock(state, at, end, &new_pieces[i]);
     }

@@ -38,14 +38,14 @@ struct UpdateDigests {
   ArrayDigests new_state = {};
 };
 
-// Changes state and working copy (its whole chunk's) as `update` says. REQUIRES: `update` is valid for the chunk, its
-// segments begin at multiples of kernels::kMomentBlock.
+// Changes state and working copy (its whole chunk's; null if there is none) as `update` says. REQUIRES: `update` is
+// valid for the chunk, its segments begin at multiples of kernels::kMomentBlock.
 void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* working, const Compute& compute,
                  UpdateDigests* digests);
 
-// What the optimizer works on from element `at` of the chunk on; the gradient is in the host's memory.
-kernels::UpdateSpan SpanOf(const ChunkUpdate& update, const StateView& state, std::byte* working, uint64_t at,
-                           uint64_t n);
+// What the optimizer works on from element `at` of the chunk on, in `segment`; the gradient is in the host's memory.
+kernels::UpdateSpan SpanOf(const ChunkUpdate& update, const ChunkUpdate::SegmentUpdate& segment, const StateView& state,
+                           std::byte* working, uint64_t at, uint64_t n);
 // The update's key for elements from `at` of the chunk on.
 kernels::RandomKey RandomAt(const ChunkUpdate& update, uint64_t at);
 

@@ -107,7 +107,7 @@ absl::Status ChunkStore::Impl::TakeRead(const StoredChunk& chunk, const DurableC
     return tiers->hbm()->Round(chunk.View(chunk.state).master(), chunk.elements, working,
                                on_device ? HbmWorking{.device = chunk.working} : HbmWorking{.host = chunk.working});
   }
-  RoundMaster(chunk.View(state), chunk.working, with);
+  if (chunk.working != nullptr) RoundMaster(chunk.View(state), chunk.working, with);
   return absl::OkStatus();
 }
 

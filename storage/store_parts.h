@@ -34,8 +34,8 @@ inline absl::Status CheckRange(uint64_t chunk, uint64_t elements, uint64_t begin
 }
 
 struct ChunkStore::Impl {
-  Impl(Tiers* t, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* c, std::optional<DurableOptions> d)
-      : tiers(t), compute(c), layout(optimizer), reader(t) {
+  Impl(Tiers* t, const StateLayout& l, kernels::ThreadPool* c, std::optional<DurableOptions> d)
+      : tiers(t), compute(c), layout(l), reader(t) {
     if (!d.has_value()) return;
     versions.emplace(t->nvme(), *std::move(d));
     durable_pins.emplace(t->nvme());

@@ -17,6 +17,14 @@ absl::StatusOr<uint64_t> ElementsOf(uint64_t bytes, uint64_t width) {
   return Bad(model::kBadLength, absl::StrCat("room for ", bytes, " bytes, expected whole elements of ", width));
 }
 
+// Takes bytes of the master, to round them to `to`.
+auto RoundInto(kernels::Dtype dtype, std::byte* to) {
+  return [dtype, to](uint64_t at, absl::Span<const std::byte> bytes) {
+    const absl::Span<const float> master(reinterpret_cast<const float*>(bytes.data()), bytes.size() / sizeof(float));
+    kernels::FromF32(master, dtype, to + at / sizeof(float) * kernels::ElementBytes(dtype));
+  };
+}
+
 using RawRead = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, ChunkReader::Sink sink)>;
 
 // Elements of an array as fp32, from its bytes. A coded moment is read whole, into memory of its own.
@@ -57,6 +65,11 @@ absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<
   const uint64_t width = impl_->layout.working_element_bytes();
   BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
+  if (!impl_->layout.working_copies()) {
+    absl::ReaderMutexLock lock(&chunk->mutex);
+    return impl_->reader.Read(*chunk, StateArray::kMaster, begin * sizeof(float), count * sizeof(float),
+                              RoundInto(impl_->layout.optimizer().working, to.data()));
+  }
   impl_->tiers->CountTraffic(chunk->placement.working, to.size(), 0);
   absl::ReaderMutexLock lock(&chunk->mutex);
   const std::byte* const from = chunk->working + begin * width;
@@ -151,12 +164,7 @@ absl::Status ChunkStore::ReadPinnedWorking(int64_t pin, uint64_t index, uint64_t
   BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
   return impl_->ReadPinned(pin, *chunk, StateArray::kMaster, begin * sizeof(float), count * sizeof(float),
-                           [&](uint64_t at, absl::Span<const std::byte> bytes) {
-                             const absl::Span<const float> master(reinterpret_cast<const float*>(bytes.data()),
-                                                                  bytes.size() / sizeof(float));
-                             kernels::FromF32(master, impl_->layout.optimizer().working,
-                                              to.data() + at / sizeof(float) * width);
-                           });
+                           RoundInto(impl_->layout.optimizer().working, to.data()));
 }
 
 }  // namespace ballast::storage

@@ -15,18 +15,31 @@
 namespace ballast::storage {
 namespace {
 
-// All that segments touch is there.
+// All that segments touch is there, and there is one place for what they become.
 absl::Status CheckGradient(const StoredChunk& chunk, const ChunkUpdate& update) {
   const uint64_t width = chunk.layout.gradient_element_bytes();
   const uint64_t bytes = update.logged_gradient.has_value() ? update.logged_gradient->bytes : update.gradient.size();
   const uint64_t begin = update.gradient_begin, end = begin + bytes / width;
   const bool covers = std::all_of(update.segments.begin(), update.segments.end(), [&](const auto& segment) {
-    return segment.begin == segment.end || (begin <= segment.begin && segment.end <= end);
+    return segment.begin == segment.end || segment.gradient != nullptr ||
+           (begin <= segment.begin && segment.end <= end);
   });
   if (covers && bytes % width == 0 && end <= chunk.elements) return absl::OkStatus();
   return Bad(model::kBadLength,
              absl::StrCat("gradient of chunk ", chunk.index, " has ", bytes, " bytes, expected elements of ", width,
                           " bytes for all segments, from element ", begin, " of ", chunk.elements, " on"));
+}
+
+absl::Status CheckWorking(const StoredChunk& chunk, const ChunkUpdate& update) {
+  const auto lent = [](const auto& part) { return part.working != nullptr; };
+  const bool any = std::any_of(update.segments.begin(), update.segments.end(), lent) ||
+                   std::any_of(update.values.begin(), update.values.end(), lent) ||
+                   std::any_of(update.logged_values.begin(), update.logged_values.end(), [&](const auto& values) {
+                     return std::any_of(values.parts.begin(), values.parts.end(), lent);
+                   });
+  if (!any || chunk.working == nullptr) return absl::OkStatus();
+  return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk.index, " has a working copy of its own, and an update ",
+                                              "names the trainer's"));
 }
 
 // Segments start at whole blocks of moments, whose scales and random bits have one owner.
@@ -45,12 +58,13 @@ absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
   for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
     const uint64_t count = values.place.bytes / sizeof(float);
     BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, values.begin, count));
-    for (const auto& [begin, end] : values.parts) {
+    for (const auto& [begin, end, working] : values.parts) {
       if (values.begin <= begin && begin <= end && end <= values.begin + count) continue;
       return Bad(model::kBadRange, absl::StrCat("elements [", begin, ", ", end, ") of chunk ", chunk.index,
                                                 " are not in the slice of ", count, " from ", values.begin, " on"));
     }
   }
+  BALLAST_RETURN_IF_ERROR(CheckWorking(chunk, update));
   return CheckGradient(chunk, update);
 }
 
@@ -85,8 +99,8 @@ absl::StatusOr<ChunkUpdate> ChunkStore::Impl::FetchLogged(size_t i, const ChunkU
     if (!read.ok() && !(absl::IsDataLoss(read) && Seeded(StorageBug::kReadBackUnchecked))) return read;
     tiers->CountTraffic(TierKind::kNvme, values.place.bytes, 0);
     const auto* elements = reinterpret_cast<const float*>(reads.values_memory().data());
-    for (const auto& [begin, end] : values.parts) {
-      fetched.values.push_back({begin, absl::MakeConstSpan(elements + begin, end - begin)});
+    for (const auto& [begin, end, working] : values.parts) {
+      fetched.values.push_back({begin, absl::MakeConstSpan(elements + begin, end - begin), working});
     }
   }
   if (update.logged_gradient.has_value()) {
@@ -296,7 +310,8 @@ absl::Status ChunkStore::Impl::ApplyOnDevice(const ChunkUpdate& update, StoredCh
   for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
     const uint64_t at = segment.begin;
     BALLAST_RETURN_IF_ERROR(tiers->hbm()->Update(optimizer, segment.coefficients, RandomAt(update, at),
-                                                 SpanOf(update, state, nullptr, at, segment.end - at), working(at)));
+                                                 SpanOf(update, segment, state, nullptr, at, segment.end - at),
+                                                 working(at)));
   }
   return absl::OkStatus();
 }

@@ -40,7 +40,7 @@ struct StoredChunk {
   std::byte* state = nullptr;    // host or device memory; null on NVMe
   DramBlock* shared = nullptr;   // what `state` lies in while `own` is empty and it is in DRAM
   DramBlock own;                 // of a state that moved up
-  std::byte* working = nullptr;  // host or device memory
+  std::byte* working = nullptr;  // host or device memory; null if the store keeps none
 
   uint64_t state_bytes() const { return layout.StateBytes(elements); }
   StateView View(std::byte* base) const { return {&layout, base, elements}; }

@@ -18,8 +18,10 @@ std::string Shortage(const char* tier, uint64_t missing, uint64_t needed, uint64
                       " are free; raise the ", tier, " budget by at least ", missing, " bytes");
 }
 
-// HBM takes the first chunks that fit, with their working copies where these fit too.
+// HBM takes the first chunks that fit, with their working copies where these fit too. Without any a trainer lends
+// memory of the host's, which no kernel there writes.
 void FillHbm(const PlanRequest& request, Plan& plan) {
+  if (!request.layout.working_copies()) return;
   uint64_t room = request.free.hbm;
   for (size_t i = 0; i < request.elements.size(); ++i) {
     const uint64_t state = request.layout.StateBytes(request.elements[i]);

@@ -13,12 +13,13 @@ namespace ballast::storage {
 enum class StateArray { kMaster = 0, kMoment1 = 1, kMoment2 = 2, kMoment3 = 3 };
 inline constexpr int kStateArraysMax = 1 + kernels::kMomentsMax;
 
-// Of the chunks of one job: a pure function of its optimizer.
+// Of the chunks of one job: a pure function of its optimizer, and of whether its store keeps working copies. Without
+// them the trainer's own parameters are the only ones: updates write them where they are lent, reads round the master.
 class StateLayout {
  public:
   StateLayout() : StateLayout(kernels::OptimizerSpec()) {}
-  explicit StateLayout(const kernels::OptimizerSpec& optimizer)
-      : optimizer_(optimizer), array_count_(1 + kernels::MomentCount(optimizer)) {}
+  explicit StateLayout(const kernels::OptimizerSpec& optimizer, bool working_copies = true)
+      : optimizer_(optimizer), array_count_(1 + kernels::MomentCount(optimizer)), working_copies_(working_copies) {}
 
   const kernels::OptimizerSpec& optimizer() const { return optimizer_; }
   int array_count() const { return array_count_; }
@@ -44,7 +45,10 @@ class StateLayout {
 
   // What a chunk takes in a tier: of its state with the label, and of its working copy.
   uint64_t StateBytes(uint64_t elements) const { return LabelAt(elements) + kLabelBytes; }
-  uint64_t WorkingBytes(uint64_t elements) const { return Pad(elements * working_element_bytes()); }
+  uint64_t WorkingBytes(uint64_t elements) const {
+    return working_copies_ ? Pad(elements * working_element_bytes()) : 0;
+  }
+  bool working_copies() const { return working_copies_; }
 
   static constexpr uint64_t kLabelBytes = 4096;
 
@@ -58,6 +62,7 @@ class StateLayout {
 
   kernels::OptimizerSpec optimizer_;
   int array_count_;
+  bool working_copies_;
 };
 
 // A chunk's state at `base`, in the host's memory or the GPU's.
