@@ -64,6 +64,7 @@ absl::Status Gradients::Push(uint32_t unit, absl::Span<const std::byte> gradient
   if (mine.state != State::kNone) {
     const char* const came = mine.state == State::kZeroes   ? "was counted as zeros by Norm() or Step() already"
                              : mine.state == State::kPushed ? "was pushed already in this step"
+                             : mine.state == State::kLent   ? "was lent in this step"
                                                             : "is being accumulated";
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
                         absl::StrCat("unit '", seat_->units->layout().units()[unit].name, "' ", came,
@@ -151,7 +152,7 @@ absl::Status Gradients::Cover(const std::string& presence) {
     const bool needed = std::any_of(view.slices.begin(), view.slices.end(), [&](const OwnedSlice& owned) {
       return seat_->units->plan().Touches(owned.slice, presence);
     });
-    if (!needed) continue;
+    if (!needed || mine.state == State::kLent) continue;
     if (mine.state == State::kNone) {
       mine.values.assign(view.owned_elements * seat_->gradient_bytes(), std::byte{0});
       mine.state = State::kZeroes;
@@ -160,6 +161,23 @@ absl::Status Gradients::Cover(const std::string& presence) {
     SendTouched(unit, presence);
   }
   return pushes_->Wait();
+}
+
+absl::Status Gradients::CheckLend() const {
+  if (empty()) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
+                      "gradients were given already in this step, and are lent for all tensors or for none; Drop() "
+                      "starts over");
+}
+
+void Gradients::Lend(const std::string& presence) {
+  touched_ = true;
+  presence_ = presence;
+  for (uint32_t unit = 0; unit < units_.size(); ++unit) {
+    for (const uint32_t tensor : seat_->units->layout().units()[unit].tensors) {
+      if (model::HasBit(presence, tensor)) units_[unit].state = State::kLent;
+    }
+  }
 }
 
 void Gradients::Resend(const OwnedSlice& owned) {

@@ -31,6 +31,9 @@ class Gradients {
   absl::Status Flush();
   // Pushes zeros for slices that touch a tensor of `presence` and were not pushed, and waits for them.
   absl::Status Cover(const std::string& presence);
+  // Tensors of `presence` have gradients that the servers read where they are. BAD_REQUEST if anything was pushed.
+  absl::Status CheckLend() const;
+  void Lend(const std::string& presence);
   // Sends a slice again that a server misses.
   void Resend(const OwnedSlice& owned);
   // Waits for pushes under way and forgets everything.
@@ -42,7 +45,7 @@ class Gradients {
   uint64_t pushed_bytes() const { return pushed_bytes_; }
 
  private:
-  enum class State { kNone, kAccumulating, kPushed, kZeroes };
+  enum class State { kNone, kAccumulating, kPushed, kZeroes, kLent };
   struct UnitGradient {
     State state = State::kNone;
     std::vector<std::byte> values;

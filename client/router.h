@@ -66,6 +66,8 @@ class Router {
 
   uint32_t server_count() const { return static_cast<uint32_t>(servers_.size()); }
   std::string name(uint32_t server) const { return servers_[server]->name(); }
+  // For calls that are not retried: those to a server in this process.
+  Transport* transport(uint32_t server) const { return servers_[server].get(); }
   // Server i becomes what was server order[i]. REQUIRES: nothing under way.
   void Reorder(absl::Span<const uint32_t> order);
 

@@ -84,11 +84,14 @@ Session::Impl::Impl(const SessionOptions& session_options, std::vector<std::uniq
 // The router goes first: it cancels what is under way, so that nothing else waits for servers.
 Session::Impl::~Impl() {
   if (finished.ok()) (void)transaction.AwaitCommits(absl::Now() + std::min(kFarewell, options.step_timeout));
+  EndLoan();
   router.reset();
 }
 
+bool Session::Impl::forked() const { return ForkCount() != forks; }
+
 absl::Status Session::Impl::Usable() const {
-  if (ForkCount() != forks) {
+  if (forked()) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kUnsupported,
                         "this process was forked from the one that opened the session; open a session after the fork");
   }
@@ -189,7 +192,7 @@ Session::Session(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Session::~Session() {
   // Threads and connections belong to the parent: the child can only leave them alone.
-  if (ForkCount() != impl_->forks) (void)impl_.release();
+  if (impl_->forked()) (void)impl_.release();
 }
 
 int64_t Session::version() const { return impl_->seat.version; }
@@ -207,6 +210,14 @@ absl::StatusOr<uint32_t> Session::FindUnit(absl::string_view name) const {
 
 uint64_t Session::unit_elements(uint32_t unit) const {
   return unit < unit_count() ? impl_->seat.units->unit(unit).elements : 0;
+}
+
+uint32_t Session::tensor_count() const {
+  return static_cast<uint32_t>(impl_->seat.units->layout().tensors().size());
+}
+
+absl::StatusOr<uint32_t> Session::TensorIndex(absl::string_view tensor) const {
+  return impl_->seat.units->layout().FindTensor(tensor);
 }
 
 absl::StatusOr<Session::Location> Session::Locate(absl::string_view tensor) const {

@@ -238,10 +238,28 @@ class Session {
   // dtype and pushed once by the next collective call on the step (Norm, TensorNorm, Step).
   absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent = {});
 
+  // (c) With one rank and one server in this process that keeps no working copies: nothing is copied. The step reads
+  // gradients from, and writes parameters to, the trainer's memory, which must stay, gradients unchanged, until
+  // AwaitApplied or Drop has returned, or the session is gone.
+  bool takes_loans() const;
+  bool takes_gradients() const;  // and these, too: Lend says when not
+  // Index of a tensor among those that Lend takes.
+  absl::StatusOr<uint32_t> TensorIndex(absl::string_view tensor) const;
+  uint32_t tensor_count() const;
+  // In Push's stead, before Step: an entry per TensorIndex. Gradients of all tensors that have one, or none: with
+  // durability `step` they go to a log, so they are pushed (UNSUPPORTED). Parameters of a tensor that is not updated
+  // stay as they are.
+  absl::Status Lend(std::vector<model::LentTensor> tensors);
+  // Has Write given the tensor values that no step has taken yet?
+  bool written(uint32_t tensor) const;
+  // After Step. Blocks until lent parameters are at version(), then ends the loan, whatever it returns: after an error
+  // some may be, or be amid their update. FAILED_PRECONDITION before Step: the loan goes on.
+  absl::Status AwaitApplied();
+
   // COLLECTIVE. Norm of all that was pushed (unscaled) / of one tensor.
   absl::StatusOr<double> Norm();
   absl::StatusOr<double> TensorNorm(absl::string_view tensor);
-  // COLLECTIVE. Forgets all pushes since the last step.
+  // COLLECTIVE. Forgets all pushes since the last step; ends a loan.
   absl::Status Drop();
   // COLLECTIVE. Seals and decides. Tensors that no rank pushed are left alone; where only some ranks did, the others
   // count zeros. On OK the step is decided: it will be applied on all servers whatever dies next (as far as the job's

@@ -23,6 +23,11 @@ struct Session::Impl {
   Impl(const SessionOptions& options, std::vector<std::unique_ptr<Transport>> servers, Collective* collective);
   ~Impl();
 
+  // A loan is the parent's after a fork.
+  bool forked() const;
+  void EndLoan() {
+    if (!forked()) loan.reset();
+  }
   // OK, or why no call is possible: forked, finished.
   absl::Status Usable() const;
   // Usable, the job is initialised and `unit` exists.
@@ -83,6 +88,7 @@ struct Session::Impl {
   int64_t restored_version = -1;
   std::string sealed_blob;  // this rank's last one: transactions that bring none of their own seal it again
   std::map<int64_t, std::vector<uint64_t>> pinned_steps;  // step counts by tensor, of versions that this rank pinned
+  std::unique_ptr<model::Loan> loan;  // of the step in the making, or of the last one
   absl::Status finished;
   double push_seconds = 0;
   double seal_seconds = 0;

@@ -296,6 +296,7 @@ absl::StatusOr<double> Session::TensorNorm(absl::string_view tensor) {
 }
 
 absl::Status Session::Drop() {
+  impl_->EndLoan();
   BALLAST_RETURN_IF_ERROR(impl_->Usable());
   impl_->gradients.Forget();
   ++impl_->seat.attempt;

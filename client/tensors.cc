@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 
@@ -40,10 +42,13 @@ absl::StatusOr<Tensors> Tensors::Make(Session* session, const std::vector<std::s
   Tensors tensors(session, local);
   tensors.names_ = names;
   tensors.local_elements_.resize(names.size());
+  tensors.converted_.resize(names.size());
   std::map<uint32_t, std::vector<std::pair<Session::Location, size_t>>> by_unit;
   for (size_t i = 0; i < names.size(); ++i) {
     BALLAST_ASSIGN_OR_RETURN(const Session::Location at, session->Locate(names[i]));
     by_unit[at.unit].emplace_back(at, i);
+    BALLAST_ASSIGN_OR_RETURN(const uint32_t index, session->TensorIndex(names[i]));
+    tensors.indices_.push_back(index);
   }
   for (auto& [index, located] : by_unit) {
     std::sort(located.begin(), located.end(),
@@ -98,6 +103,72 @@ absl::Status Tensors::Initialise(absl::Span<const TensorMemory> memory) {
                 reinterpret_cast<std::byte*>(values.data()), Dtype::kF32, values.size(), &wide_);
       });
   return missing.ok() ? initialised : missing;
+}
+
+absl::StatusOr<TensorsReport> Tensors::Step(absl::Span<const TensorMemory> memory, const StepOptions& options) {
+  absl::Time last = absl::Now();
+  const auto lap = [&last] {
+    const absl::Time now = absl::Now();
+    return absl::ToDoubleSeconds(now - std::exchange(last, now));
+  };
+  const bool lends = session_->takes_loans();
+  TensorsReport report;
+  if (const absl::Status given = Give(memory); !given.ok()) {
+    (void)session_->Drop();
+    return given;
+  }
+  report.push_seconds = lap();
+  auto stepped = session_->Step(options);
+  if (!stepped.ok()) {
+    if (lends) (void)session_->Drop();  // the memory is the caller's again
+    return stepped.status();
+  }
+  report.step = *stepped;
+  report.seal_seconds = lap();
+  if (lends) {
+    BALLAST_RETURN_IF_ERROR(TakeBack(memory, stepped->skipped));
+  } else if (!stepped->skipped) {
+    BALLAST_RETURN_IF_ERROR(Pull(memory));
+  }
+  report.pull_seconds = lap();
+  return report;
+}
+
+absl::Status Tensors::Give(absl::Span<const TensorMemory> memory) {
+  if (!session_->takes_loans()) return Push(memory);
+  const Dtype gradient = session_->optimizer().gradient, working = session_->optimizer().working;
+  const bool gradients = session_->takes_gradients();
+  if (!gradients) BALLAST_RETURN_IF_ERROR(Push(memory));
+  std::vector<model::LentTensor> lent(session_->tensor_count());
+  for (size_t i = 0; i < names_.size(); ++i) {
+    const TensorMemory& from = memory[i];
+    model::LentTensor& to = lent[indices_[i]];
+    Converted& own = converted_[i];
+    if (gradients) to.gradient = from.gradient;
+    if (to.gradient != nullptr && from.gradient_dtype != gradient) {
+      own.gradient.resize(local_elements_[i] * ElementBytes(gradient));
+      Convert(from.gradient, from.gradient_dtype, own.gradient.data(), gradient, local_elements_[i], &wide_);
+      to.gradient = own.gradient.data();
+    }
+    to.working = from.parameter;
+    own.lent = false;
+    if (from.parameter_dtype == working) continue;
+    // What is not updated is not written either, and stays as it is in the trainer.
+    own.lent = from.gradient != nullptr || session_->written(indices_[i]);
+    if (own.lent) own.parameter.resize(local_elements_[i] * ElementBytes(working));
+    to.working = own.lent ? own.parameter.data() : nullptr;
+  }
+  return session_->Lend(std::move(lent));
+}
+
+absl::Status Tensors::TakeBack(absl::Span<const TensorMemory> memory, bool skipped) {
+  BALLAST_RETURN_IF_ERROR(session_->AwaitApplied());
+  for (size_t i = 0; i < names_.size(); ++i) {
+    if (!converted_[i].lent || skipped) continue;
+    Convert(converted_[i].parameter.data(), session_->optimizer().working, memory[i].parameter,
+            memory[i].parameter_dtype, local_elements_[i], &wide_);
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Tensors::Push(absl::Span<const TensorMemory> memory) {

@@ -1,5 +1,5 @@
 // A model's tensors that stay in the trainer: gradients are read from, and updated parameters written to, its own
-// memory, tensor by tensor (use (b) of session.h).
+// memory, tensor by tensor (use (b) of session.h, or (c) where it can).
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,16 @@ struct TensorMemory {
   kernels::Dtype parameter_dtype = kernels::Dtype::kF32;
 };
 
+struct TensorsReport {
+  StepReport step;
+  // Gradients given / until the step was decided / until parameters had it.
+  double push_seconds = 0;
+  double seal_seconds = 0;
+  double pull_seconds = 0;
+};
+
 // Spans of TensorMemory hold an entry per tensor, in the order of `names`; the memory is borrowed until return.
+// Where the session takes loans nothing is copied but what has another dtype than the job's, by way of memory kept here.
 // Threads: the session's.
 class Tensors {
  public:
@@ -42,9 +51,9 @@ class Tensors {
 
   // COLLECTIVE. Session::Initialise with the parameters' values.
   absl::Status Initialise(absl::Span<const TensorMemory> memory);
-  // Session::Push of every unit that has a gradient. What was pushed of a step that then fails is dropped by the
-  // session's Drop.
-  absl::Status Push(absl::Span<const TensorMemory> memory);
+  // COLLECTIVE. Session::Step with the gradients that there are; unless it is skipped, parameters become the new
+  // version's. After an error of one rank alone the session's Drop takes back what was pushed.
+  absl::StatusOr<TensorsReport> Step(absl::Span<const TensorMemory> memory, const StepOptions& options);
   // COLLECTIVE. Parameters at the session's version, waiting for their updates. DDP's ranks gather what others own.
   absl::Status Pull(absl::Span<const TensorMemory> memory);
 
@@ -65,6 +74,11 @@ class Tensors {
   };
 
   explicit Tensors(Session* session, Local local) : session_(session), local_(local) {}
+  // Gives the session the step's gradients, and where parameters go if it takes that.
+  absl::Status Give(absl::Span<const TensorMemory> memory);
+  // Takes back what was lent, of a step that is decided.
+  absl::Status TakeBack(absl::Span<const TensorMemory> memory, bool skipped);
+  absl::Status Push(absl::Span<const TensorMemory> memory);
   absl::Status PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory);
   void Scatter(const std::vector<Run>& runs, absl::Span<const std::byte> from,
                absl::Span<const TensorMemory> memory) const;
@@ -74,6 +88,14 @@ class Tensors {
   std::vector<std::string> names_;
   std::vector<uint64_t> local_elements_;
   std::vector<Unit> units_;
+  // Of a tensor that is lent from memory of this kind, because its own has another dtype.
+  struct Converted {
+    std::vector<std::byte> gradient;
+    std::vector<std::byte> parameter;
+    bool lent = false;  // `parameter` in this step
+  };
+  std::vector<uint32_t> indices_;  // by tensor, the session's
+  std::vector<Converted> converted_;
   std::vector<std::byte> buffer_;  // of one unit
   std::vector<float> wide_;        // for conversions
 };

@@ -9,6 +9,8 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "ballast/proto/model/lent_memory.h"
+#include "ballast/proto/model/status.h"
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::client {
@@ -42,6 +44,23 @@ class Transport {
   // CRC32C if they came over a wire; on an error `to` may hold anything.
   virtual void Pull(const v1::PullRequest&, absl::Span<std::byte> to, absl::Time deadline,
                     std::function<void(absl::Status)>) = 0;
+
+  // Lent memory, in place of pushes and pulls. Only a server in this process takes it (StateServer::Lend), and none
+  // that keeps working copies. The loan must end before the transport does.
+  virtual bool TakesLoans() const { return false; }
+  // Blocks while norms are computed.
+  virtual absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest&) { return NoLoans(); }
+  // Calls back when all of the server's chunks show `version`.
+  virtual void AwaitApplied(const std::string& /*job*/, int64_t /*version*/, absl::Time /*deadline*/,
+                            std::function<void(absl::Status)> done) {
+    done(NoLoans());
+  }
+
+ private:
+  absl::Status NoLoans() const {
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        "server " + name() + " does not use the trainer's memory");
+  }
 };
 
 }  // namespace ballast::client

@@ -317,7 +317,7 @@ void Job::Pull(const v1::PullRequest& request, absl::Time deadline, StateServer:
           self->Read(plan, copy, allocate, reply);
         };
         // Working copies lie in memory; anything else may have to wait for a disk.
-        if (plan.working() && *copy == Copy::kCurrent) {
+        if (plan.working() && plan.store->layout().working_copies() && *copy == Copy::kCurrent) {
           out->push_back(std::move(read));
         } else {
           out->push_back(

@@ -173,6 +173,7 @@ absl::StatusOr<Intake::Receipt> Intake::BeginReceive(uint32_t slice, v1::SliceKi
   Held& held = slot->held(kind);
   held.attempt.reset();
   held.buffer.reset();
+  held.lent = false;
   if (!Seeded(storage::StorageBug::kOldPlaceReadBack)) held.place.reset();
   const uint64_t bytes = BufferBytes(slice, kind);
   if (kind == v1::SLICE_KIND_GRADIENT) {
@@ -261,7 +262,7 @@ void Intake::Written(const Receipt& receipt, const storage::PayloadPlace* place)
 
 void Intake::HoldPlace(uint32_t slice, v1::SliceKind kind, uint64_t attempt, const storage::PayloadPlace& place) {
   Held& held = slots_[static_cast<size_t>(FindSlot(slice) - slots_.begin())].held(kind);
-  held = {.attempt = attempt, .buffer = nullptr, .place = place};
+  held = {.attempt = attempt, .buffer = nullptr, .place = place, .lent = false};
 }
 
 absl::Status Intake::CheckFinite(const Receipt& receipt, uint32_t unit, uint64_t begin) {
@@ -345,8 +346,9 @@ void Intake::TakeValues(absl::string_view presence, uint64_t attempt, storage::C
       continue;
     }
     const auto* values = reinterpret_cast<const float*>(slot.value.buffer->data());
-    for (const auto& [begin, end] : logged.parts) {
-      update->values.push_back({begin, absl::MakeConstSpan(values + (begin - slot.range.begin), end - begin)});
+    for (const storage::ChunkUpdate::LoggedValues::Part& part : logged.parts) {
+      update->values.push_back(
+          {part.begin, absl::MakeConstSpan(values + (part.begin - slot.range.begin), part.end - part.begin)});
     }
     keep->push_back(slot.value.buffer);
   }

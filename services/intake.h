@@ -14,6 +14,7 @@
 #include <optional>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
@@ -132,6 +133,16 @@ class Intake {
   void HoldPlace(uint32_t slice, v1::SliceKind kind, uint64_t attempt, const storage::PayloadPlace& place);
   bool HasOneSlice() const { return slots_.size() == 1; }
 
+  // Slices that the trainer lends (lending.cc): held, but the bytes are nowhere here, and the caller computes the norms.
+  void HoldLent(uint32_t slice, uint64_t attempt);
+  // Until then those count 0. `generation`: when the slices were held; later ones have nothing to do with it.
+  void StoreLentNorm(size_t segment, uint64_t generation, const kernels::NormResult& norm);
+  uint64_t generation() const { return generation_; }
+  bool lent() const;
+  // The trainer takes its memory back: they are not held any more / or copied from it, segment by segment, null: none.
+  void VoidLent();
+  absl::Status CopyLent(absl::FunctionRef<const std::byte*(const model::Segment&)> gradient);
+
   // Outside the lock, between the two. INVALID_ARGUMENT (BAD_REQUEST) if an element of a value slice is not finite: it
   // would be in the state for ever, where an infinite gradient only skips a step. `begin`: of the slice, in its unit.
   static absl::Status CheckFinite(const Receipt& receipt, uint32_t unit, uint64_t begin);
@@ -156,6 +167,7 @@ class Intake {
     std::optional<uint64_t> attempt;
     std::shared_ptr<ProvisionalMemory::Buffer> buffer;  // its own, if it has one
     std::optional<storage::PayloadPlace> place;         // in the log, in the buffer's stead
+    bool lent = false;                                  // of a gradient: in the trainer's memory, in any buffer's stead
   };
   struct Slot {
     uint32_t slice = 0;  // index into the plan's slices

@@ -177,6 +177,7 @@ void Job::Opened(const model::EpochPlan& plan) {
   plan_ = std::make_shared<const model::EpochPlan>(plan);
   chunks_ = opening_->chunks;
   opening_->adopted = true;
+  lent_ = nullptr;
   by_index_.clear();
   const std::vector<uint64_t> indices = ChunksOf(plan, around_.server_id);
   for (size_t i = 0; i < chunks_.size(); ++i) {
@@ -378,6 +379,20 @@ void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> rep
         return response;
       },
       absl::InfiniteFuture(), "", std::move(reply));
+}
+
+void Job::AwaitApplied(int64_t version, absl::Time deadline, Reply<v1::CommitResponse> reply) {
+  Ask<v1::CommitResponse>(
+      0,
+      [this, version]() -> Outcome<v1::CommitResponse> {
+        mu_.AssertHeld();
+        const bool idle = machine_->committed() >= version && updates_queued_ == 0;
+        if (updated_ < version && !idle) return std::nullopt;
+        v1::CommitResponse response;
+        response.set_committed(machine_->committed());
+        return response;
+      },
+      deadline, absl::StrCat("version ", version, " to be applied"), std::move(reply));
 }
 
 // Of pins.cc and durable_pins.cc.

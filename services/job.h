@@ -29,6 +29,7 @@
 #include "ballast/services/foundation.h"
 #include "ballast/services/intake.h"
 #include "ballast/services/journal.h"
+#include "ballast/services/lent_memory.h"
 #include "ballast/services/state_server.h"
 #include "ballast/services/step/step_machine.h"
 #include "ballast/services/step_log.h"
@@ -53,6 +54,7 @@ struct JobSurroundings {
   // Held while a job compares its plan with what is free and takes it.
   absl::Mutex* planning = nullptr;
   const storage::MachineProfile* machine = nullptr;  // null: plans predict no times
+  bool working_copies = true;
   WaitingBounds waiting;
 };
 
@@ -114,6 +116,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
             Reply<v1::PushResponse> reply);
   void Pull(const v1::PullRequest& request, absl::Time deadline, StateServer::Allocate allocate, Reply<uint32_t> reply);
+  absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request);
+  void AwaitApplied(int64_t version, absl::Time deadline, Reply<v1::CommitResponse> reply);
 
   v1::JobStatus Status() const;
   // For new budgets, while the planning lock is held: what the job holds that may move; none if nothing.
@@ -200,6 +204,18 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void WakePushes(HeldChunk* chunk, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::shared_ptr<HeldChunk> FindSliceChunk(const v1::PushRequest& header, uint32_t* slice) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  // Lent memory (lending.cc).
+  friend class JobLoan;
+  struct LentSlices;
+  absl::Status CheckLoan(const model::LoanRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status BeginLend(LentSlices* slices) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void ComputeLentNorms(kernels::Dtype dtype, LentSlices* slices);
+  absl::Status EndLend(const LentSlices& slices) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void EndLoan(const std::shared_ptr<LentMemory>& lent) ABSL_LOCKS_EXCLUDED(mu_);
+  // What is lent for this step, which is decided.
+  std::shared_ptr<LentMemory> TakeLent(const v1::PreparedRecord& prepared) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void TakeBackGradients(const LentMemory& lent, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   absl::StatusOr<PullPlan> PlanPull(const v1::PullRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   enum class Copy { kCurrent, kPinned, kNotYet };
@@ -369,6 +385,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
     absl::Status status;
   };
   std::map<int64_t, PinCheck> pin_checks_ ABSL_GUARDED_BY(mu_);
+
+  std::shared_ptr<LentMemory> lent_ ABSL_GUARDED_BY(mu_);  // for the step in flight; null: nothing
+  int64_t updated_ ABSL_GUARDED_BY(mu_) = -1;              // the last step that all chunks show
 
   std::shared_ptr<Moves> moves_ ABSL_GUARDED_BY(mu_);  // null: every chunk is where it should be
   uint64_t chunks_moved_ ABSL_GUARDED_BY(mu_) = 0;

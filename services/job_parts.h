@@ -35,6 +35,7 @@ struct Job::StepWork {
   std::vector<Intake::Buffers> buffers;               // per update, what its spans borrow from
   // For what updates have in the log; null if that is nothing.
   std::shared_ptr<ProvisionalMemory::Buffer> read_back;
+  std::shared_ptr<void> lent;  // while updates may touch a trainer's memory
   absl::Status incomplete;  // of a replay: some slice was not in the log
 };
 

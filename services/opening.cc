@@ -165,7 +165,8 @@ std::shared_ptr<storage::ChunkStore> Job::MakeStore(const NewChunks& wanted) con
     };
     durable = storage::DurableOptions{.job = name_, .life = life_, .record = record};
   }
-  return std::make_shared<storage::ChunkStore>(around_.tiers, wanted.optimizer, around_.compute, std::move(durable));
+  const storage::StateLayout layout(wanted.optimizer, around_.working_copies);
+  return std::make_shared<storage::ChunkStore>(around_.tiers, layout, around_.compute, std::move(durable));
 }
 
 // What a plan must know of chunks that are missing from the store.

@@ -310,7 +310,7 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
 
 std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
   return Job::Make(name, {server_id, catalog.get(), tiers.get(), foundation, &compute, executor.get(), &deadlines,
-                          &counters, &planning, machine.has_value() ? &*machine : nullptr,
+                          &counters, &planning, machine.has_value() ? &*machine : nullptr, options.working_copies,
                           WaitingBounds{&counters.waiting_requests, options.waiting_requests_max,
                                         &counters.waiting_request_bytes, options.waiting_request_bytes_max}});
 }
@@ -437,6 +437,20 @@ void StateServer::Push(const v1::PushRequest& header, absl::Span<const std::byte
   if (!job.ok()) return reply(job.status());
   (*job)->Push(header, payload, deadline, std::move(reply));
 }
+
+absl::StatusOr<std::unique_ptr<model::Loan>> StateServer::Lend(const model::LoanRequest& request) {
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, impl_->Find(request.job));
+  return job->Lend(request);
+}
+
+void StateServer::AwaitApplied(const std::string& job, int64_t version, absl::Time deadline,
+                               Reply<v1::CommitResponse> reply) {
+  const auto found = impl_->Find(job);
+  if (!found.ok()) return reply(found.status());
+  (*found)->AwaitApplied(version, deadline, std::move(reply));
+}
+
+bool StateServer::takes_loans() const { return !impl_->options.working_copies; }
 
 void StateServer::Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply) {
   reply = impl_->Counted(Call::kPull, std::move(reply));

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "ballast/proto/model/lent_memory.h"
 #include "ballast/storage/placement/placement.h"
 #include "ballast/storage/tier/tiers.h"
 #include "ballast/v1/admin_service.pb.h"
@@ -29,6 +30,9 @@ struct StateServerOptions {
   int compute_threads = 1;  // that work on one update, its job's own included; ballastd's default is all processors
   int read_threads = 1;     // for blocking reads and answers to requests that waited
   uint64_t staging_bytes = uint64_t{48} << 20;
+  // False, of a server in its trainer's process: the trainer's parameters are the only working parameters, which updates
+  // write where they are lent; pulls round the master. Nothing on the disk depends on it.
+  bool working_copies = true;
   // What `ballastctl iotune` wrote, for predictions of a step's time; empty: kMachineProfile in the data directory, if
   // it is there.
   std::string machine_profile;
@@ -71,6 +75,15 @@ class StateServer {
   // carries their CRC32C. `allocate` is called at most once, and not at all on most errors.
   using Allocate = std::function<absl::Span<std::byte>(uint64_t bytes)>;
   void Pull(const v1::PullRequest&, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply);
+
+  // Of a server in the trainer's process, without working copies: the step's gradients and working parameters stay in
+  // the trainer's memory. Gradients that are lent count as pushed by rank 0, the only one. Blocks while norms are
+  // computed. FAILED_PRECONDITION as of a push, or if memory is lent already; UNIMPLEMENTED (UNSUPPORTED) where the
+  // server has working copies or is not the only one, and for gradients with durability `step`.
+  absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request);
+  // Replies when all of the job's chunks show `version`, their state perhaps still on its way to the disk.
+  void AwaitApplied(const std::string& job, int64_t version, absl::Time deadline, Reply<v1::CommitResponse> reply);
+  bool takes_loans() const;
 
   v1::GetServerStatusResponse Status() const;
   // Status, as a call of an operator: counted.

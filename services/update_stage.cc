@@ -49,7 +49,29 @@ bool Changes(const v1::StepHeader& header, const model::Chunk& chunk) {
   });
 }
 
+// Where values become working parameters.
+void LendTo(const LentMemory& lent, const model::Chunk& chunk, storage::ChunkUpdate* update) {
+  const auto lend = [&](auto& part) {
+    const auto segment = std::find_if(chunk.segments.begin(), chunk.segments.end(),
+                                      [&](const model::Segment& s) { return part.begin < s.in_chunk.end; });
+    part.working = lent.Working(chunk, segment->tensor, part.begin);
+  };
+  for (storage::ChunkUpdate::Values& values : update->values) lend(values);
+  for (storage::ChunkUpdate::LoggedValues& values : update->logged_values) {
+    for (auto& part : values.parts) lend(part);
+  }
+}
+
 }  // namespace
+
+std::shared_ptr<LentMemory> Job::TakeLent(const v1::PreparedRecord& prepared) {
+  if (lent_ == nullptr || lent_->request().step != prepared.step() ||
+      model::Compare(lent_->request().epoch, prepared.epoch()) != 0) {
+    return nullptr;
+  }
+  lent_->applied = true;
+  return lent_;
+}
 
 void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) {
   mu_.AssertHeld();
@@ -61,6 +83,8 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
                                 std::bit_cast<float>(decision.verdict().factor_bits()));
   auto work = std::make_shared<StepWork>();
   work->step = decision.step();
+  const std::shared_ptr<LentMemory> lent = TakeLent(prepared);
+  if (lent != nullptr) work->lent = lent->Use();
   for (const std::shared_ptr<HeldChunk>& chunk : chunks_) {
     // A restore leaves alone what never had a state: no pin has it.
     const bool restore = header.kind() == v1::STEP_KIND_RESTORE && chunk->changed >= 0;
@@ -81,12 +105,18 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
                      .first_element = chunk->layout.range.begin};
     Intake::Buffers buffers;
     if (!skip) chunk->intake.TakeValues(header.value_presence(), prepared.attempt(), &change, &buffers);
+    if (lent != nullptr) LendTo(*lent, chunk->layout, &change);
+    const bool lends = lent != nullptr && chunk->intake.lent();
     for (const model::Segment& segment : chunk->layout.segments) {
       if (!update || !model::HasBit(header.gradient_presence(), segment.tensor)) continue;
       change.segments.push_back({segment.in_chunk.begin, segment.in_chunk.end,
                                  coefficients.Get(segment.group, tensor_steps[segment.tensor])});
+      if (lent == nullptr) continue;
+      const uint64_t at = segment.in_chunk.begin;
+      if (lends) change.segments.back().gradient = lent->Gradient(chunk->layout, segment.tensor, at);
+      change.segments.back().working = lent->Working(chunk->layout, segment.tensor, at);
     }
-    if (!change.segments.empty()) chunk->intake.TakeGradient(&change, &buffers);
+    if (!change.segments.empty() && !lends) chunk->intake.TakeGradient(&change, &buffers);
     chunk->intake.Clear();
     if (restore) {
       change.restored = header.restored_version();
@@ -176,8 +206,14 @@ absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work, const s
     const size_t i = finished++;
     // Before the next step's slices of this chunk: what was reserved holds either.
     work->buffers[i].clear();
+    const bool last = finished == work->updates.size();
+    if (last) work->lent = nullptr;
     LockedOnStage([&](Replies* replies) {
       mu_.AssertHeld();
+      if (last) {
+        updated_ = work->step;
+        moved_ = true;
+      }
       HeldChunk& chunk = *work->touched[i];
       chunk.version = work->step;
       chunk.next_started = false;

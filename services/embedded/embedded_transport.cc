@@ -77,6 +77,18 @@ class EmbeddedTransport final : public client::Transport {
     server_->Push(header, payload, deadline, Counted(std::move(done)));
   }
 
+  bool TakesLoans() const override { return server_->takes_loans(); }
+  absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request) override {
+    return server_->Lend(request);
+  }
+  void AwaitApplied(const std::string& job, int64_t version, absl::Time deadline,
+                    std::function<void(absl::Status)> done) override {
+    server_->AwaitApplied(job, version, deadline,
+                          Counted<v1::CommitResponse>([done = std::move(done)](const absl::StatusOr<v1::CommitResponse>& r) {
+                            done(r.status());
+                          }));
+  }
+
   void Pull(const v1::PullRequest& request, absl::Span<std::byte> to, absl::Time deadline,
             std::function<void(absl::Status)> done) override {
     auto target = std::make_shared<PullTarget>();

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <future>
@@ -107,18 +106,6 @@ Response Await(const Call& call) {
   return Take(answered.get_future().get());
 }
 
-// Seconds since the last call.
-class Stopwatch {
- public:
-  double Lap() {
-    const auto now = std::chrono::steady_clock::now();
-    return std::chrono::duration<double>(now - std::exchange(last_, now)).count();
-  }
-
- private:
-  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
-};
-
 }  // namespace
 
 PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, uint64_t staging, int threads) {
@@ -135,6 +122,7 @@ PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t
   options.staging_bytes = staging;
   options.compute_threads = threads;
   options.read_threads = threads;
+  options.working_copies = false;  // the trainer's parameters are
   server_ = Take(services::StateServer::Start(options));
 }
 
@@ -235,21 +223,13 @@ void PythonSession::CheckElements(size_t index, uint64_t elements) const {
 void PythonSession::Initialise(absl::Span<const client::TensorMemory> memory) { Check(tensors_->Initialise(memory)); }
 
 Report PythonSession::Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options) {
-  Report report;
-  Stopwatch watch;
-  if (const absl::Status pushed = tensors_->Push(memory); !pushed.ok()) {
-    (void)session_->Drop();
-    throw StatusError(pushed);
-  }
-  report.push_seconds = watch.Lap();
-  const client::StepReport stepped = Take(session_->Step(options));
-  report.version = stepped.version;
-  report.skipped = stepped.skipped;
-  report.norm = stepped.norm;
-  report.seal_seconds = watch.Lap();
-  if (!stepped.skipped) Check(tensors_->Pull(memory));
-  report.pull_seconds = watch.Lap();
-  return report;
+  const client::TensorsReport stepped = Take(tensors_->Step(memory, options));
+  return {.version = stepped.step.version,
+          .skipped = stepped.step.skipped,
+          .norm = stepped.step.norm,
+          .push_seconds = stepped.push_seconds,
+          .seal_seconds = stepped.seal_seconds,
+          .pull_seconds = stepped.pull_seconds};
 }
 
 void PythonSession::Pull(absl::Span<const client::TensorMemory> memory) { Check(tensors_->Pull(memory)); }

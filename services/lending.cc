@@ -1,0 +1,280 @@
+// How class Job works in a trainer's memory. Slices that are lent are held like others, but without bytes: norms are
+// computed here, from where the trainer has its gradients, and the update reads them there.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/job_parts.h"
+#include "ballast/services/lent_memory.h"
+
+namespace ballast::services {
+namespace {
+
+// Norms of small segments are computed together: what one thread takes at a time is worth waking it.
+constexpr uint64_t kNormElementsMin = uint64_t{1} << 16;
+
+absl::Status Unsupported(absl::string_view message) {
+  return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported, message);
+}
+
+v1::PushRequest HeaderOf(const model::LoanRequest& request, const model::Slice& slice) {
+  v1::PushRequest header;
+  header.set_job(request.job);
+  *header.mutable_epoch() = request.epoch;
+  header.set_step(request.step);
+  header.set_attempt(request.attempt);
+  header.set_rank(slice.rank);
+  header.set_kind(v1::SLICE_KIND_GRADIENT);
+  header.set_unit(slice.unit);
+  header.set_begin(slice.range.begin);
+  header.set_end(slice.range.end);
+  return header;
+}
+
+}  // namespace
+
+LentMemory::LentMemory(model::LoanRequest request, const model::EpochPlan& plan,
+                       const kernels::OptimizerSpec& optimizer)
+    : request_(std::move(request)),
+      gradient_bytes_(kernels::ElementBytes(optimizer.gradient)),
+      working_bytes_(kernels::ElementBytes(optimizer.working)) {
+  std::vector<uint32_t> present;
+  for (uint32_t tensor = 0; tensor < request_.tensors.size(); ++tensor) {
+    begins_.push_back(plan.layout().tensors()[tensor].range.begin);
+    if (request_.tensors[tensor].gradient != nullptr) present.push_back(tensor);
+  }
+  presence_ = model::MakeBitmap(static_cast<uint32_t>(request_.tensors.size()), present);
+}
+
+const std::byte* LentMemory::Gradient(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const {
+  const std::byte* const begin = request_.tensors[tensor].gradient;
+  return begin == nullptr ? nullptr : begin + (chunk.range.begin + at - begins_[tensor]) * gradient_bytes_;
+}
+
+std::byte* LentMemory::Working(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const {
+  std::byte* const begin = request_.tensors[tensor].working;
+  return begin == nullptr ? nullptr : begin + (chunk.range.begin + at - begins_[tensor]) * working_bytes_;
+}
+
+std::shared_ptr<void> LentMemory::Use() {
+  absl::MutexLock lock(&mutex_);
+  ++uses_;
+  return {nullptr, [self = shared_from_this()](void*) {
+            absl::MutexLock end(&self->mutex_);
+            --self->uses_;
+          }};
+}
+
+void LentMemory::AwaitUnused() {
+  absl::MutexLock lock(&mutex_);
+  mutex_.Await(absl::Condition(
+      +[](int* uses) { return *uses == 0; }, &uses_));
+}
+
+void Intake::HoldLent(uint32_t slice, uint64_t attempt) {
+  Slot& slot = slots_[static_cast<size_t>(FindSlot(slice) - slots_.begin())];
+  slot.gradient = {.attempt = attempt, .buffer = nullptr, .place = std::nullopt, .lent = true};
+  for (size_t i = 0; i < segments_.size(); ++i) {
+    // Of a tensor without a gradient, as if zeros had been pushed for it.
+    if (model::Intersect(segments_[i].in_chunk, slot.range).size() > 0) norms_[i] = kernels::NormResult{0, true};
+  }
+}
+
+void Intake::StoreLentNorm(size_t segment, uint64_t generation, const kernels::NormResult& norm) {
+  if (generation == generation_) norms_[segment] = norm;
+}
+
+bool Intake::lent() const {
+  return std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.gradient.lent; });
+}
+
+void Intake::VoidLent() {
+  for (Slot& slot : slots_) {
+    if (slot.gradient.lent) slot.gradient = {};
+  }
+}
+
+absl::Status Intake::CopyLent(absl::FunctionRef<const std::byte*(const model::Segment&)> gradient) {
+  if (gradient_ == nullptr) {
+    BALLAST_ASSIGN_OR_RETURN(gradient_, ProvisionalMemory::Allocate(memory_, elements_ * element_bytes()));
+  }
+  for (const model::Segment& segment : segments_) {
+    std::byte* const to = gradient_->data() + segment.in_chunk.begin * element_bytes();
+    const std::byte* const from = gradient(segment);
+    if (from != nullptr) std::memcpy(to, from, segment.in_chunk.size() * element_bytes());
+  }
+  for (Slot& slot : slots_) slot.gradient.lent = false;
+  return absl::OkStatus();
+}
+
+// The memory's end is told to the job, if there still is one; its updates are waited for in any case.
+class JobLoan final : public model::Loan {
+ public:
+  JobLoan(std::weak_ptr<Job> job, std::shared_ptr<LentMemory> lent) : job_(std::move(job)), lent_(std::move(lent)) {}
+  ~JobLoan() override {
+    if (const std::shared_ptr<Job> job = job_.lock()) job->EndLoan(lent_);
+    lent_->AwaitUnused();
+  }
+
+ private:
+  const std::weak_ptr<Job> job_;
+  const std::shared_ptr<LentMemory> lent_;
+};
+
+// A lent slice on its way to be held, and what is to be computed of it.
+struct Job::LentSlices {
+  std::vector<v1::PushRequest> headers;
+  struct Segment {
+    std::shared_ptr<HeldChunk> chunk;
+    uint64_t generation = 0;
+    size_t index = 0;
+    const std::byte* gradient = nullptr;
+    uint64_t elements = 0;
+    kernels::NormResult norm;
+  };
+  std::vector<Segment> segments;
+};
+
+absl::StatusOr<std::unique_ptr<model::Loan>> Job::Lend(const model::LoanRequest& request) {
+  absl::Status status;
+  std::unique_ptr<model::Loan> loan;
+  LentSlices slices;
+  kernels::Dtype dtype = kernels::Dtype::kF32;
+  Locked([&](Replies*) {
+    mu_.AssertHeld();
+    status = CheckLoan(request);
+    if (!status.ok()) return;
+    dtype = store_->layout().optimizer().gradient;
+    lent_ = std::make_shared<LentMemory>(request, *plan_, store_->layout().optimizer());
+    loan = std::make_unique<JobLoan>(weak_from_this(), lent_);
+    status = BeginLend(&slices);
+  });
+  BALLAST_RETURN_IF_ERROR(status);
+  ComputeLentNorms(dtype, &slices);
+  Locked([&](Replies*) {
+    mu_.AssertHeld();
+    status = EndLend(slices);
+  });
+  BALLAST_RETURN_IF_ERROR(status);
+  return loan;
+}
+
+absl::Status Job::CheckLoan(const model::LoanRequest& request) const {
+  BALLAST_RETURN_IF_ERROR(Refusal());
+  BALLAST_RETURN_IF_ERROR(machine_->CheckEpoch(request.epoch));
+  if (store_->layout().working_copies()) return Unsupported("this server keeps working copies, and takes no loans");
+  if (plan_->world_size() != 1 || chunks_.size() != plan_->layout().chunks().size()) {
+    return Unsupported("memory is lent by the one rank of a job to its one server");
+  }
+  if (lent_ != nullptr && !lent_->applied) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
+                        absl::StrCat("memory is lent for step ", lent_->request().step, " already; end that loan"));
+  }
+  const size_t tensors = plan_->layout().tensors().size();
+  if (request.tensors.size() != tensors) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
+                        absl::StrCat("the job has ", tensors, " tensors, ", request.tensors.size(), " were lent"));
+  }
+  const bool gradients = std::any_of(request.tensors.begin(), request.tensors.end(),
+                                     [](const model::LentTensor& tensor) { return tensor.gradient != nullptr; });
+  if (durable_ && gradients) return Unsupported("with durability step gradients go to the log: they are pushed");
+  return absl::OkStatus();
+}
+
+absl::Status Job::BeginLend(LentSlices* slices) {
+  const model::LoanRequest& request = lent_->request();
+  absl::Status status;
+  for (const model::Slice& slice : plan_->slices()) {
+    if (!plan_->Touches(slice, lent_->presence())) continue;
+    v1::PushRequest header = HeaderOf(request, slice);
+    const absl::StatusOr<StepMachine::Admission> admission = machine_->BeginPush(header);
+    status = admission.status();
+    if (!status.ok()) break;
+    if (*admission == StepMachine::Admission::kHeld) continue;
+    slices->headers.push_back(std::move(header));
+  }
+  if (!status.ok()) {
+    for (const v1::PushRequest& header : slices->headers) (void)machine_->EndPush(header, status);
+    return status;
+  }
+  std::vector<HeldChunk*> chunks;
+  for (const v1::PushRequest& header : slices->headers) {
+    uint32_t slice = 0;
+    const std::shared_ptr<HeldChunk> chunk = FindSliceChunk(header, &slice);
+    chunk->intake.HoldLent(slice, request.attempt);
+    if (!chunks.empty() && chunks.back() == chunk.get()) continue;
+    chunks.push_back(chunk.get());
+    for (size_t i = 0; i < chunk->layout.segments.size(); ++i) {
+      const model::Segment& segment = chunk->layout.segments[i];
+      const std::byte* const gradient = lent_->Gradient(chunk->layout, segment.tensor, segment.in_chunk.begin);
+      if (gradient == nullptr) continue;
+      slices->segments.push_back({chunk, chunk->intake.generation(), i, gradient, segment.in_chunk.size(), {}});
+    }
+  }
+  return absl::OkStatus();
+}
+
+void Job::ComputeLentNorms(kernels::Dtype dtype, LentSlices* slices) {
+  std::vector<size_t> ends;  // of what one thread takes at a time
+  uint64_t elements = 0;
+  for (size_t i = 0; i < slices->segments.size(); ++i) {
+    elements += slices->segments[i].elements;
+    if (elements < kNormElementsMin && i + 1 < slices->segments.size()) continue;
+    ends.push_back(i + 1);
+    elements = 0;
+  }
+  around_.compute->ParallelFor(ends.size(), [&](uint64_t piece) {
+    for (size_t i = piece == 0 ? 0 : ends[piece - 1]; i < ends[piece]; ++i) {
+      LentSlices::Segment& segment = slices->segments[i];
+      segment.norm = kernels::SquaredNorm(dtype, segment.gradient, segment.elements);
+    }
+  });
+}
+
+absl::Status Job::EndLend(const LentSlices& slices) {
+  for (const LentSlices::Segment& segment : slices.segments) {
+    segment.chunk->intake.StoreLentNorm(segment.index, segment.generation, segment.norm);
+  }
+  absl::Status status;
+  for (const v1::PushRequest& header : slices.headers) {
+    status.Update(machine_->EndPush(header, absl::OkStatus()));
+  }
+  return status;
+}
+
+void Job::EndLoan(const std::shared_ptr<LentMemory>& lent) {
+  Locked([&](Replies* replies) {
+    mu_.AssertHeld();
+    if (lent_ != lent) return;
+    if (!lent->applied) TakeBackGradients(*lent, replies);
+    lent_ = nullptr;
+  });
+}
+
+void Job::TakeBackGradients(const LentMemory& lent, Replies* replies) {
+  // Prepared, the step may be decided by whoever fences next.
+  const bool prepared = machine_->Snapshot().has_prepared();
+  absl::Status copied;
+  for (const model::Slice& slice : plan_->slices()) {
+    if (!prepared && plan_->Touches(slice, lent.presence())) machine_->Lose(HeaderOf(lent.request(), slice));
+  }
+  for (const std::shared_ptr<HeldChunk>& chunk : chunks_) {
+    if (!chunk->intake.lent()) continue;
+    if (!prepared) {
+      chunk->intake.VoidLent();
+      continue;
+    }
+    copied.Update(chunk->intake.CopyLent([&](const model::Segment& segment) {
+      return lent.Gradient(chunk->layout, segment.tensor, segment.in_chunk.begin);
+    }));
+  }
+  if (!copied.ok()) {
+    Fail(model::Annotate(copied, "gradients of a prepared step could not be kept when their trainer took them back"),
+         "Raise the dram budget, and start the job again", replies);
+  }
+}
+
+}  // namespace ballast::services

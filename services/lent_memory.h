@@ -1,0 +1,47 @@
+// What a trainer in this process lends to one step of a job: gradients that are read, and working parameters that are
+// written, where they are. lending.cc is how class Job uses it.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "ballast/kernels/optimizer.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/lent_memory.h"
+
+namespace ballast::services {
+
+// Threads: any; what is marked is the job's lock's.
+class LentMemory : public std::enable_shared_from_this<LentMemory> {
+ public:
+  // REQUIRES: an entry per tensor of the plan's layout.
+  LentMemory(model::LoanRequest request, const model::EpochPlan& plan, const kernels::OptimizerSpec& optimizer);
+
+  const model::LoanRequest& request() const { return request_; }
+  // Tensors whose gradients are lent.
+  const std::string& presence() const { return presence_; }
+
+  // Where the trainer has what belongs to element `at` of the chunk, in a segment of `tensor`; null if it is not lent.
+  const std::byte* Gradient(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const;
+  std::byte* Working(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const;
+
+  // While what it returns lives somebody may touch the memory.
+  std::shared_ptr<void> Use();
+  void AwaitUnused();
+
+  // Of the job's lock: the step is decided, and its updates use the memory if they need it.
+  bool applied = false;
+
+ private:
+  const model::LoanRequest request_;
+  const uint64_t gradient_bytes_, working_bytes_;  // an element
+  std::vector<uint64_t> begins_;                   // by tensor: its first element in its unit
+  std::string presence_;
+  absl::Mutex mutex_;
+  int uses_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace ballast::services
