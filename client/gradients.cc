@@ -87,12 +87,12 @@ absl::Status Gradients::Accumulate(uint32_t unit, absl::Span<const float> gradie
   BALLAST_RETURN_IF_ERROR(Check(unit, gradient.size()));
   BALLAST_ASSIGN_OR_RETURN(const auto missing, AbsentTensors(unit, absent));
   UnitGradient& mine = units_[unit];
-  if (mine.state == State::kPushed || mine.state == State::kZeroes) {
-    return model::Error(
-        absl::StatusCode::kFailedPrecondition, model::kBadRequest,
-        absl::StrCat("unit '", seat_->units->layout().units()[unit].name,
-                     "' was pushed already in this step; Accumulate comes before Norm() and Step(), and "
-                     "Drop() starts over"));
+  if (mine.state != State::kNone && mine.state != State::kAccumulating) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
+                        absl::StrCat("unit '", seat_->units->layout().units()[unit].name, "' was ",
+                                     mine.state == State::kLent ? "lent" : "pushed",
+                                     " already in this step; Accumulate comes before Norm() and Step(), and "
+                                     "Drop() starts over"));
   }
   // The first contribution is copied, not added to zero: 0 + -0 would change its sign.
   const bool first = mine.state == State::kNone;

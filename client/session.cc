@@ -212,9 +212,7 @@ uint64_t Session::unit_elements(uint32_t unit) const {
   return unit < unit_count() ? impl_->seat.units->unit(unit).elements : 0;
 }
 
-uint32_t Session::tensor_count() const {
-  return static_cast<uint32_t>(impl_->seat.units->layout().tensors().size());
-}
+uint32_t Session::tensor_count() const { return static_cast<uint32_t>(impl_->seat.units->layout().tensors().size()); }
 
 absl::StatusOr<uint32_t> Session::TensorIndex(absl::string_view tensor) const {
   return impl_->seat.units->layout().FindTensor(tensor);

@@ -275,10 +275,10 @@ class Session {
   // Any one rank. Pin keeps version() readable, by all ranks, while training goes on; Unpin gives its space back.
   absl::Status Pin();
   absl::Status Unpin(int64_t version);
-  // Any one rank; of a job with durability `step` or `every-K`. PinDurably keeps version() on the disks of all servers until
-  // UnpinDurably, whatever dies: for Restore; Read needs Pin. Training waits while what is not on the disks at this
-  // version is written; step_timeout bounds that. BUDGET, with what is short: no server keeps it. After any other error
-  // some servers may: call it again before the next step, or the next group's Open gives up what not all have.
+  // Any one rank; of a job with durability `step` or `every-K`. PinDurably keeps version() on the disks of all servers
+  // until UnpinDurably, whatever dies: for Restore; Read needs Pin. Training waits while what is not on the disks at
+  // this version is written; step_timeout bounds that. BUDGET, with what is short: no server keeps it. After any other
+  // error some servers may: call it again before the next step, or the next group's Open gives up what not all have.
   absl::Status PinDurably();
   absl::Status UnpinDurably(int64_t version);
   // Versions that all servers have pinned durably, ascending; those that servers pinned by themselves may go with any
@@ -287,8 +287,8 @@ class Session {
   // COLLECTIVE, between steps, nothing pushed or written. The next transaction: all state and step counts become those
   // of a version that is pinned durably, and resumed_blobs() its blobs. version() goes up by one, as with any
   // transaction: no number ever names two states. With durability every-K that is lost again, as any other step, until
-  // servers pin a version behind it: pin what must stay. Servers read the pin and write all state; step_timeout bounds that.
-  // Before anything is touched: VERSION_GONE, a server does not have it; BAD_SPEC, tensors got their first values
+  // servers pin a version behind it: pin what must stay. Servers read the pin and write all state; step_timeout bounds
+  // that. Before anything is touched: VERSION_GONE, a server does not have it; BAD_SPEC, tensors got their first values
   // since. ABORTED: this group's epoch is over, its version stands or was restored.
   absl::StatusOr<StepReport> Restore(int64_t version);
   // A whole tensor at `version`: the current one, or a pinned one. Working values are widened to fp32.

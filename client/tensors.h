@@ -38,8 +38,8 @@ struct TensorsReport {
 };
 
 // Spans of TensorMemory hold an entry per tensor, in the order of `names`; the memory is borrowed until return.
-// Where the session takes loans nothing is copied but what has another dtype than the job's, by way of memory kept here.
-// Threads: the session's.
+// Where the session takes loans nothing is copied but what has another dtype than the job's, by way of memory kept
+// here. Threads: the session's.
 class Tensors {
  public:
   // Borrows `session`. `names`: each of the job's live tensors once. NOT_FOUND (UNKNOWN_TENSOR); INVALID_ARGUMENT

@@ -133,7 +133,8 @@ class Intake {
   void HoldPlace(uint32_t slice, v1::SliceKind kind, uint64_t attempt, const storage::PayloadPlace& place);
   bool HasOneSlice() const { return slots_.size() == 1; }
 
-  // Slices that the trainer lends (lending.cc): held, but the bytes are nowhere here, and the caller computes the norms.
+  // Slices that the trainer lends (lending.cc): held, but the bytes are nowhere here, and the caller computes the
+  // norms.
   void HoldLent(uint32_t slice, uint64_t attempt);
   // Until then those count 0. `generation`: when the slices were held; later ones have nothing to do with it.
   void StoreLentNorm(size_t segment, uint64_t generation, const kernels::NormResult& norm);

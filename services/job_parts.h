@@ -36,7 +36,7 @@ struct Job::StepWork {
   // For what updates have in the log; null if that is nothing.
   std::shared_ptr<ProvisionalMemory::Buffer> read_back;
   std::shared_ptr<void> lent;  // while updates may touch a trainer's memory
-  absl::Status incomplete;  // of a replay: some slice was not in the log
+  absl::Status incomplete;     // of a replay: some slice was not in the log
 };
 
 // Chunks that an Open adds.

@@ -30,8 +30,8 @@ struct StateServerOptions {
   int compute_threads = 1;  // that work on one update, its job's own included; ballastd's default is all processors
   int read_threads = 1;     // for blocking reads and answers to requests that waited
   uint64_t staging_bytes = uint64_t{48} << 20;
-  // False, of a server in its trainer's process: the trainer's parameters are the only working parameters, which updates
-  // write where they are lent; pulls round the master. Nothing on the disk depends on it.
+  // False, of a server in its trainer's process: the trainer's parameters are the only working parameters, which
+  // updates write where they are lent; pulls round the master. Nothing on the disk depends on it.
   bool working_copies = true;
   // What `ballastctl iotune` wrote, for predictions of a step's time; empty: kMachineProfile in the data directory, if
   // it is there.

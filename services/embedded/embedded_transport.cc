@@ -83,10 +83,10 @@ class EmbeddedTransport final : public client::Transport {
   }
   void AwaitApplied(const std::string& job, int64_t version, absl::Time deadline,
                     std::function<void(absl::Status)> done) override {
-    server_->AwaitApplied(job, version, deadline,
-                          Counted<v1::CommitResponse>([done = std::move(done)](const absl::StatusOr<v1::CommitResponse>& r) {
-                            done(r.status());
-                          }));
+    server_->AwaitApplied(
+        job, version, deadline,
+        Counted<v1::CommitResponse>(
+            [done = std::move(done)](const absl::StatusOr<v1::CommitResponse>& r) { done(r.status()); }));
   }
 
   void Pull(const v1::PullRequest& request, absl::Span<std::byte> to, absl::Time deadline,

@@ -1,0 +1,261 @@
+// Tensors over a server in this process, which works in the trainer's memory, and over one that has copies of
+// everything: the same bits in parameters and state, whatever is absent, skipped, clipped, dropped or written.
+#include "ballast/client/tensors.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+
+#include "ballast/client/collective/loopback_collective.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/embedded/embedded_transport.h"
+#include "ballast/tests/client/session_fixture.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace ballast::client {
+namespace {
+
+using kernels::Dtype;
+using ::testing::HasSubstr;
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+// "wide" spans chunks, the others share one; sizes with padding behind them.
+std::vector<TensorSpec> Specs() {
+  return {{.name = "wide", .unit = "a", .shape = {3, 50001}},
+          {.name = "bias", .unit = "a", .shape = {77}},
+          {.name = "scale", .unit = "a", .shape = {1}, .group = 1},
+          {.name = "table", .unit = "b", .shape = {1000, 33}, .group = 1},
+          {.name = "frozen", .unit = "b", .shape = {300}}};
+}
+
+struct Shape {
+  const char* name;
+  v1::Durability durability = v1::DURABILITY_NONE;
+  uint64_t dram_bytes = 64 * kMiB;
+  Dtype gradient = Dtype::kBf16, working = Dtype::kBf16;            // the job's
+  Dtype odd_gradient = Dtype::kBf16, odd_parameter = Dtype::kBf16;  // of "bias" and "table" in the trainer
+};
+
+// One trainer and its server.
+class Trainer {
+ public:
+  Trainer(const Shape& shape, bool lends) : shape_(shape) {
+    services::StateServerOptions options;
+    options.data_directory = directory_.path();
+    options.budget = {.dram = shape.dram_bytes, .nvme = 256 * kMiB};
+    options.staging_bytes = 6 * kMiB;
+    options.compute_threads = 2;
+    options.working_copies = !lends;
+    auto server = services::StateServer::Start(options);
+    EXPECT_TRUE(server.ok()) << server.status();
+    server_ = *std::move(server);
+    for (const TensorSpec& spec : Specs()) {
+      const bool odd = spec.name == "bias" || spec.name == "table";
+      Own& own = own_.emplace_back();
+      own.elements = spec.shape.size() == 1 ? spec.shape[0] : spec.shape[0] * spec.shape[1];
+      own.gradient_dtype = odd ? shape.odd_gradient : shape.gradient;
+      own.parameter_dtype = odd ? shape.odd_parameter : shape.working;
+      own.gradient.resize(own.elements * kernels::ElementBytes(own.gradient_dtype));
+      own.parameter.resize(own.elements * kernels::ElementBytes(own.parameter_dtype));
+      names_.push_back(spec.name);
+      Fill(own.parameter_dtype, own.elements, 1 + names_.size(), 0.5f, own.parameter.data());
+    }
+    Open(Resume::kNever);
+    const absl::Status initialised = tensors_->Initialise(Memory({}));
+    EXPECT_TRUE(initialised.ok()) << initialised;
+  }
+  ~Trainer() { Close(); }
+
+  void Open(Resume resume) {
+    collective_ = std::move(MakeLoopbackGroup(1).front());
+    SessionOptions options = TestOptions();
+    options.job = "tensors";
+    options.resume = resume;
+    options.group_count = 2;
+    options.chunk_elements = kChunk;
+    options.durability = shape_.durability;
+    options.pin_interval = shape_.durability == v1::DURABILITY_EVERY_K ? 2 : 0;
+    options.optimizer.gradient = shape_.gradient;
+    options.optimizer.working = shape_.working;
+    std::vector<std::unique_ptr<Transport>> transports;
+    transports.push_back(services::MakeEmbeddedTransport(server_.get()));
+    auto session = Session::Open(options, Specs(), std::move(transports), collective_.get());
+    ASSERT_TRUE(session.ok()) << session.status();
+    session_ = *std::move(session);
+    tensors_ = std::make_unique<Tensors>(*Tensors::Make(session_.get(), names_, Local::kWhole));
+  }
+  void Close() {
+    tensors_.reset();
+    session_.reset();
+  }
+
+  // New gradients, but of `absent`; `inf`: one is infinite.
+  std::vector<TensorMemory> Gradients(int64_t step, const std::vector<std::string>& absent = {}, bool inf = false) {
+    for (size_t i = 0; i < own_.size(); ++i) {
+      Own& own = own_[i];
+      Fill(own.gradient_dtype, own.elements, 100 * static_cast<uint64_t>(step) + i, 0.25f, own.gradient.data());
+      if (!inf || i != 0) continue;
+      const float infinite = std::numeric_limits<float>::infinity();
+      const uint64_t at = 70001 * kernels::ElementBytes(own.gradient_dtype);
+      kernels::FromF32({&infinite, 1}, own.gradient_dtype, own.gradient.data() + at);
+    }
+    return Memory(absent);
+  }
+  absl::StatusOr<TensorsReport> Step(absl::Span<const TensorMemory> memory, double max_norm = 0) {
+    StepOptions options = TestStep();
+    options.max_norm = max_norm;
+    return tensors_->Step(memory, options);
+  }
+  std::vector<TensorMemory> Memory(const std::vector<std::string>& absent) {
+    std::vector<TensorMemory> memory;
+    for (size_t i = 0; i < own_.size(); ++i) {
+      const bool without = std::find(absent.begin(), absent.end(), names_[i]) != absent.end();
+      memory.push_back({.gradient = without ? nullptr : own_[i].gradient.data(),
+                        .gradient_dtype = own_[i].gradient_dtype,
+                        .parameter = own_[i].parameter.data(),
+                        .parameter_dtype = own_[i].parameter_dtype});
+    }
+    return memory;
+  }
+  Session& session() { return *session_; }
+  Tensors& tensors() { return *tensors_; }
+  std::vector<std::byte>& parameter(size_t i) { return own_[i].parameter; }
+
+  // Parameters, all state and step counts.
+  std::vector<std::string> Everything() {
+    std::vector<std::string> all;
+    for (size_t i = 0; i < own_.size(); ++i) {
+      const Own& own = own_[i];
+      all.emplace_back(reinterpret_cast<const char*>(own.parameter.data()), own.parameter.size());
+      for (const Content content : {Content::kWorking, Content::kMaster, Content::kMoment1, Content::kMoment2}) {
+        std::vector<float> values(own.elements);
+        const absl::Status read = session_->Read(names_[i], content, session_->version(), absl::MakeSpan(values));
+        EXPECT_TRUE(read.ok()) << read;
+        all.emplace_back(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float));
+      }
+      all.push_back(std::to_string(session_->TensorSteps(names_[i], session_->version()).value_or(999)));
+    }
+    return all;
+  }
+
+ private:
+  struct Own {
+    uint64_t elements = 0;
+    Dtype gradient_dtype = Dtype::kF32, parameter_dtype = Dtype::kF32;
+    std::vector<std::byte> gradient, parameter;
+  };
+  static void Fill(Dtype dtype, uint64_t elements, uint64_t seed, float scale, std::byte* to) {
+    std::mt19937 random(static_cast<uint32_t>(seed));
+    std::vector<float> values(elements);
+    for (float& value : values) value = scale * static_cast<float>(static_cast<int32_t>(random())) * 0x1p-31f;
+    kernels::FromF32(values, dtype, to);
+  }
+
+  const Shape shape_;
+  ScratchDirectory directory_;
+  std::unique_ptr<services::StateServer> server_;
+  std::unique_ptr<Collective> collective_;
+  std::unique_ptr<Session> session_;
+  std::unique_ptr<Tensors> tensors_;
+  std::vector<std::string> names_;
+  std::vector<Own> own_;
+};
+
+class TensorsTest : public ::testing::TestWithParam<Shape> {
+ protected:
+  void ExpectSame() {
+    const std::vector<std::string> a = lender_.Everything(), b = copier_.Everything();
+    ASSERT_EQ(a.size(), b.size());
+    for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i] == b[i]) << "entry " << i;
+  }
+  void StepBoth(int64_t step, const std::vector<std::string>& absent = {}, double max_norm = 0, bool inf = false) {
+    const auto lent = lender_.Step(lender_.Gradients(step, absent, inf), max_norm);
+    const auto copied = copier_.Step(copier_.Gradients(step, absent, inf), max_norm);
+    ASSERT_TRUE(lent.ok()) << lent.status();
+    ASSERT_TRUE(copied.ok()) << copied.status();
+    EXPECT_EQ(lent->step.version, copied->step.version);
+    EXPECT_EQ(lent->step.skipped, inf);
+    EXPECT_EQ(copied->step.skipped, inf);
+    EXPECT_EQ(lent->step.norm, copied->step.norm);  // the same bits
+    EXPECT_TRUE(inf || lent->step.norm > 0);
+    ExpectSame();
+  }
+
+  Trainer lender_{GetParam(), true};
+  Trainer copier_{GetParam(), false};
+};
+
+TEST_P(TensorsTest, BitsOfTheCopyingPath) {
+  EXPECT_TRUE(lender_.session().takes_loans());
+  EXPECT_FALSE(copier_.session().takes_loans());
+  StepBoth(1);
+  StepBoth(2, {"frozen"}, /*max_norm=*/0.5);
+  StepBoth(3, {"frozen", "wide"});  // some chunks have nothing
+  StepBoth(4, {}, /*max_norm=*/0, /*inf=*/true);
+  StepBoth(5, {"table", "frozen"});  // a whole unit
+  StepBoth(6);
+  const uint64_t pushed = lender_.session().stats().pushed_bytes;
+  EXPECT_EQ(pushed == 0, GetParam().durability != v1::DURABILITY_STEP);
+  EXPECT_GT(copier_.session().stats().pulled_bytes, lender_.session().stats().pulled_bytes);
+}
+
+// What the user wrote goes with the step, with and without a gradient of the same tensor.
+TEST_P(TensorsTest, WrittenValues) {
+  StepBoth(1);
+  for (Trainer* trainer : {&lender_, &copier_}) {
+    for (const auto& [name, elements] : {std::pair{"wide", 150003}, std::pair{"table", 33000}}) {
+      std::vector<float> values(static_cast<size_t>(elements));
+      for (size_t i = 0; i < values.size(); ++i) values[i] = 0.001f * static_cast<float>(i % 999) + 0.3f;
+      ASSERT_TRUE(trainer->session().Write(name, values).ok());
+    }
+  }
+  StepBoth(2, {"table"}, 0, /*inf=*/true);  // they wait for a step that counts
+  StepBoth(3, {"wide"});
+  StepBoth(4);
+}
+
+TEST_P(TensorsTest, ASessionThatFollowsPullsWhatIsThere) {
+  StepBoth(1);
+  StepBoth(2, {"frozen"});
+  for (Trainer* trainer : {&lender_, &copier_}) {
+    trainer->Close();
+    for (size_t i = 0; i < 5; ++i) std::fill(trainer->parameter(i).begin(), trainer->parameter(i).end(), std::byte{7});
+    trainer->Open(Resume::kMust);
+    ASSERT_TRUE(trainer->tensors().Pull(trainer->Memory({})).ok());
+  }
+  ExpectSame();
+  StepBoth(3);
+}
+
+TEST_P(TensorsTest, DroppedLoansCountForNothing) {
+  if (!lender_.session().takes_gradients()) GTEST_SKIP() << "gradients are not lent";
+  std::vector<model::LentTensor> lent(lender_.session().tensor_count());
+  const std::vector<TensorMemory> memory = lender_.Gradients(77);
+  for (size_t i = 0; i < lent.size(); ++i) lent[i] = {memory[i].gradient, nullptr};
+  ASSERT_TRUE(lender_.session().Lend(lent).ok());
+  EXPECT_THAT(lender_.session().Lend(lent).ToString(), HasSubstr("already"));
+  EXPECT_THAT(lender_.session().AwaitApplied().ToString(), HasSubstr("Step or Drop comes before"));
+  const std::vector<float> gradient(lender_.session().owned_elements(1));
+  EXPECT_THAT(lender_.session().Accumulate(1, gradient).ToString(), HasSubstr("lent"));
+  ASSERT_TRUE(lender_.session().Norm().ok());
+  ASSERT_TRUE(lender_.session().Drop().ok());
+  StepBoth(1);
+}
+
+constexpr Dtype kF32 = Dtype::kF32, kBf16 = Dtype::kBf16;
+INSTANTIATE_TEST_SUITE_P(Shapes, TensorsTest,
+                         ::testing::Values(Shape{"Dram"},
+                                           Shape{"F32", v1::DURABILITY_NONE, 64 * kMiB, kF32, kF32, kF32, kF32},
+                                           Shape{"OddDtypes", v1::DURABILITY_NONE, 64 * kMiB, kBf16, kBf16, kF32, kF32},
+                                           Shape{"Nvme", v1::DURABILITY_NONE, 8 * kMiB},
+                                           Shape{"EveryK", v1::DURABILITY_EVERY_K, 64 * kMiB},
+                                           Shape{"EveryKNvme", v1::DURABILITY_EVERY_K, 8 * kMiB},
+                                           Shape{"Step", v1::DURABILITY_STEP, 64 * kMiB, kBf16, kBf16, kBf16, kF32}),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace ballast::client

@@ -1,0 +1,176 @@
+// Loans that end at every point of a step: what the server may still need it copies, and nothing else touches the
+// trainer's memory after that.
+#include <cstring>
+
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/tests/services/trainer_group.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace ballast::services {
+namespace {
+
+using ::testing::HasSubstr;
+
+float ValueOf(uint32_t tensor, uint64_t element) {
+  return 0.01f * static_cast<float>(tensor + 1) + static_cast<float>(element % 97) * 0x1p-10f;
+}
+float GradientOf(uint32_t tensor, uint64_t element) {
+  return static_cast<float>(element % 31) * 0x1p-8f - 0.03f * static_cast<float>(tensor);
+}
+
+struct Lender : TestServer {
+  Lender() : TestServer("s") {
+    options().working_copies = false;
+    Restart();
+  }
+};
+
+class LendingTest : public ::testing::Test {
+ protected:
+  LendingTest() {
+    for (TrainerGroup* group : {&group_, &copier_group_}) {
+      EXPECT_TRUE(group->Start().ok());
+      EXPECT_TRUE(group->Initialise(ValueOf).ok());
+    }
+    tensors_ = static_cast<uint32_t>(group_.plan().layout().tensors().size());
+    gradients_.resize(tensors_);
+    parameters_.resize(tensors_);
+    for (uint32_t i = 0; i < tensors_; ++i) {
+      const uint64_t n = group_.plan().layout().tensors()[i].range.size();
+      for (uint64_t e = 0; e < n; ++e) gradients_[i].push_back(kernels::ToBf16(GradientOf(i, e)));
+      parameters_[i].assign(n, kUntouched);
+    }
+  }
+
+  model::LoanRequest Request(uint64_t attempt = 0) {
+    model::LoanRequest request{.job = "job", .epoch = group_.epoch(), .step = group_.step(), .attempt = attempt};
+    for (uint32_t i = 0; i < tensors_; ++i) {
+      request.tensors.push_back({reinterpret_cast<const std::byte*>(gradients_[i].data()),
+                                 reinterpret_cast<std::byte*>(parameters_[i].data())});
+    }
+    return request;
+  }
+  // As if the trainer freed it.
+  void Spoil() {
+    for (auto& gradient : gradients_) std::fill(gradient.begin(), gradient.end(), kernels::bf16{0x7f80});
+  }
+  bool Untouched() const {
+    return std::all_of(parameters_.begin(), parameters_.end(), [](const auto& parameter) {
+      return std::all_of(parameter.begin(), parameter.end(), [](kernels::bf16 p) { return p == kUntouched; });
+    });
+  }
+  // The lender's state is that of a server with copies, after a step of these gradients.
+  void ExpectStepped() {
+    ASSERT_TRUE(copier_group_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(tensors_), GradientOf).ok());
+    ASSERT_TRUE(copier_group_.Finish(UpdateHeader(tensors_)).ok());
+    for (uint32_t i = 0; i < tensors_; ++i) {
+      for (const v1::Content content : {v1::CONTENT_WORKING, v1::CONTENT_MASTER, v1::CONTENT_MOMENT2}) {
+        const auto expected = copier_group_.Read(i, content, copier_group_.step() - 1);
+        const auto found = group_.Read(i, content, group_.step() - 1);
+        ASSERT_TRUE(found.ok()) << found.status();
+        EXPECT_EQ(*found, *expected) << "tensor " << i << " content " << content;
+      }
+    }
+  }
+
+  static constexpr kernels::bf16 kUntouched = 0x1234;
+  Lender lender_;
+  TestServer copier_{"s"};
+  TrainerGroup group_{{lender_.get()}, MakeSpec("job", SmallModel()), 1};
+  TrainerGroup copier_group_{{copier_.get()}, MakeSpec("job", SmallModel()), 1};
+  uint32_t tensors_ = 0;
+  std::vector<std::vector<kernels::bf16>> gradients_, parameters_;
+};
+
+TEST_F(LendingTest, AppliedBeforeTheLoanEnds) {
+  auto loan = lender_->Lend(Request());
+  ASSERT_TRUE(loan.ok()) << loan.status();
+  ASSERT_TRUE(group_.Finish(UpdateHeader(tensors_)).ok());
+  // Without waiting for the version: the loan's end waits for the update.
+  loan->reset();
+  Spoil();
+  for (uint32_t i = 0; i < tensors_; ++i) {
+    const auto working = group_.Read(i, v1::CONTENT_WORKING, group_.step() - 1);
+    std::vector<float> mine(parameters_[i].size());
+    kernels::F32FromBf16(parameters_[i], absl::MakeSpan(mine));
+    EXPECT_EQ(*working, mine) << "tensor " << i;
+  }
+  ExpectStepped();
+}
+
+// Prepared and not decided: whoever fences next may decide it, from copies.
+TEST_F(LendingTest, EndsBetweenPreparedAndDecided) {
+  auto loan = lender_->Lend(Request());
+  ASSERT_TRUE(loan.ok()) << loan.status();
+  const auto records = group_.SealAll(UpdateHeader(tensors_));
+  ASSERT_TRUE(records.ok()) << records.status();
+  loan->reset();
+  Spoil();
+  ASSERT_TRUE(group_.Commit(*model::Decide(*records)).ok());
+  ExpectStepped();
+  EXPECT_TRUE(Untouched());
+}
+
+TEST_F(LendingTest, EndsBeforeTheSeal) {
+  auto loan = lender_->Lend(Request());
+  ASSERT_TRUE(loan.ok()) << loan.status();
+  loan->reset();
+  Answer<v1::SealResponse> answer;
+  lender_->Seal(group_.SealOf(0, UpdateHeader(tensors_), /*wait_ms=*/0), absl::InfiniteFuture(), answer.reply());
+  const auto sealed = answer.Wait();
+  ASSERT_TRUE(sealed.ok()) << sealed.status();
+  EXPECT_EQ(sealed->pending().missing_count(), group_.plan().slices().size());
+  EXPECT_TRUE(Untouched());
+}
+
+TEST_F(LendingTest, LentAgainAfterItsEnd) {
+  auto first = lender_->Lend(Request());
+  ASSERT_TRUE(first.ok());
+  EXPECT_THAT(lender_->Lend(Request()).status().ToString(), HasSubstr("already"));
+  first->reset();
+  auto second = lender_->Lend(Request(/*attempt=*/1));
+  ASSERT_TRUE(second.ok()) << second.status();
+  group_.set_attempt(1);
+  ASSERT_TRUE(group_.Finish(UpdateHeader(tensors_)).ok());
+  second->reset();
+  ExpectStepped();
+}
+
+// A group that fences has nothing to do with what an older one lent.
+TEST_F(LendingTest, FencedLoan) {
+  auto loan = lender_->Lend(Request());
+  ASSERT_TRUE(loan.ok());
+  TrainerGroup next({lender_.get()}, MakeSpec("job", SmallModel()), 1, /*epoch_counter=*/2);
+  ASSERT_TRUE(next.Start().ok());
+  EXPECT_EQ(model::ReasonOf(lender_->Lend(Request()).status()), model::kStaleEpoch);
+  ASSERT_TRUE(next.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(tensors_), GradientOf).ok());
+  ASSERT_TRUE(next.Finish(UpdateHeader(tensors_)).ok());
+  loan->reset();
+  EXPECT_TRUE(Untouched());
+}
+
+TEST_F(LendingTest, EndsAfterTheServer) {
+  auto loan = lender_->Lend(Request());
+  ASSERT_TRUE(loan.ok());
+  ASSERT_TRUE(group_.Finish(UpdateHeader(tensors_)).ok());
+  lender_->Stop();
+  loan->reset();
+  Spoil();
+}
+
+TEST_F(LendingTest, RefusedWhereThereAreCopies) {
+  model::LoanRequest request = Request();
+  request.epoch = copier_group_.epoch();
+  EXPECT_EQ(model::ReasonOf(copier_->Lend(request).status()), model::kUnsupported);
+  request = Request();
+  request.tensors.pop_back();
+  EXPECT_EQ(model::ReasonOf(lender_->Lend(request).status()), model::kBadLength);
+  request = Request();
+  request.step += 1;
+  EXPECT_EQ(model::ReasonOf(lender_->Lend(request).status()), model::kBehind);
+}
+
+}  // namespace
+}  // namespace ballast::services
