@@ -161,6 +161,10 @@ void Job::RunStep(StepWork* work) {
       chunk->version = work->step;
       waiting_.Wake(&chunk->pulls, replies);
     }
+    if (!work->updates.empty()) return;
+    work->lent = nullptr;
+    updated_ = work->step;
+    moved_ = true;
   });
   if (refused) return;
   const absl::Time began = absl::Now();
@@ -168,6 +172,7 @@ void Job::RunStep(StepWork* work) {
   MarkFlushes(store.get(), work, &others);
   absl::Status status = PrepareReadBack(work);
   if (status.ok()) status = RunUpdates(store.get(), work, log);
+  work->lent = nullptr;  // also after an error: a trainer has its memory back before anything else blocks
   storage::Pass("step/updated");
   if (status.ok()) status = Flush(store.get(), others, work->step);
   if (status.ok()) status = HardenForCut(store.get());
