@@ -136,7 +136,7 @@ def test_a_state_dict_of_another_job_or_version_is_refused(tmp_path):
 def test_going_back_within_a_run(tmp_path):
     run(tmp_path, '''
         model = mlp()
-        optimizer = make(model, checkpoints=2)
+        optimizer = make(model, checkpoints=1)
         data = list(batches(9))
         def train(begin, end):
             for i in range(begin, end):
@@ -226,3 +226,80 @@ def test_ctrl_c_leaves_no_lock_behind(tmp_path):
                 os.kill(os.getpid(), signal.SIGINT)
         ''', expect=-2)
     run(tmp_path, 'assert make(mlp(), resume="must").resume().step == 4')
+
+
+SAVING = '''
+model = mlp()
+optimizer = make(model, checkpoints=1)
+if os.path.exists('saved.pt'):
+    optimizer.load_state_dict(torch.load('saved.pt', weights_only=True))
+for batch in batches(5):
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    optimizer.step()
+state = optimizer.state_dict()
+if os.path.exists('saved.pt'):
+    os.kill(os.getpid(), signal.SIGKILL)  # before it is saved
+torch.save(state, 'saved.pt')
+'''
+
+
+def test_a_saved_state_dict_survives_processes_that_die_before_they_save(tmp_path):
+    run(tmp_path, SAVING)
+    for _ in range(4):
+        run(tmp_path, SAVING, expect=-9)
+    run(tmp_path, '''
+        optimizer = make(mlp())
+        optimizer.load_state_dict(torch.load('saved.pt', weights_only=True))
+        assert optimizer.resume().step == 5
+        ''')
+
+
+def test_an_edit_after_the_last_step_is_in_the_state_dict(tmp_path):
+    run(tmp_path, '''
+        model = mlp()
+        optimizer = make(model)
+        def train(count):
+            for batch in batches(count):
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+        train(3)
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.05, 0.05)
+        state = optimizer.state_dict()
+        train(2)
+        optimizer.load_state_dict(state)
+        assert model[0].weight.abs().max() <= 0.05
+        ''')
+
+
+def test_closing_while_another_thread_steps(tmp_path):
+    run(tmp_path, '''
+        import threading, time
+        model = mlp()
+        optimizer = make(model)
+        loss_of(model, next(batches(1))).backward()
+        raised = []
+        def work():
+            try:
+                for _ in range(2000):
+                    optimizer.step()
+            except ballast.Error as error:
+                raised.append(str(error))
+        thread = threading.Thread(target=work)
+        thread.start()
+        time.sleep(0.3)
+        optimizer.close()
+        thread.join()
+        assert raised and 'closed' in raised[0], raised
+        ''')
+
+
+def test_the_same_line_finds_room_again_on_a_disk_that_is_nearly_full(tmp_path):
+    from ballast import embedded
+    (tmp_path / 'jobs').mkdir()
+    before = embedded.budgets(tmp_path / 'jobs', 1, None)[1]
+    with open(tmp_path / 'jobs' / 'nvme.tier', 'wb') as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 30)
+    assert abs(embedded.budgets(tmp_path / 'jobs', 1, None)[1] - before) < 1 << 28

@@ -340,3 +340,62 @@ def test_loss_scaler_of_fp16_gradients(job):
         torch.testing.assert_close(p.float(), master.half().float(), rtol=2e-3, atol=2e-4)
     with pytest.raises(ballast.Error, match='max_norm'):
         scaler.unscale_(ours)
+
+
+def test_parameters_are_known_by_themselves_not_by_their_place(job):
+    """Reordered between steps, they keep their moments."""
+    def script(model, make):
+        optimizer = make(model.parameters())
+
+        def after(i):
+            if i == 5:
+                optimizer.param_groups[0]['params'].reverse()
+        return train(model, optimizer, steps=15, after_step=after)
+    assert_close(*both(script, *pair(job)))
+
+
+def test_what_a_job_cannot_change_is_refused(job):
+    model = mlp()
+    optimizer = bt.AdamW(model.parameters(), **job)
+    train(model, optimizer, steps=1)
+    with pytest.raises(ballast.Error, match='before the first step'):
+        optimizer.add_param_group({'params': [nn.Parameter(torch.zeros(3))]})
+    optimizer.param_groups[0]['amsgrad'] = True
+    with pytest.raises(ballast.Error, match='group 0 has amsgrad=True'):
+        train(model, optimizer, steps=1)
+    optimizer.param_groups[0]['amsgrad'] = False
+    train(model, optimizer, steps=1)
+    with pytest.raises(ballast.Error, match='one for all groups'):
+        bt.SGD([{'params': [nn.Parameter(torch.zeros(3))], 'nesterov': True, 'momentum': 0.9},
+                {'params': [nn.Parameter(torch.zeros(3))], 'momentum': 0.9}], **{**job, 'name': job['name'] + 'b'})._open()
+
+
+def test_a_refused_step_leaves_the_next_one_alone(job):
+    model = mlp()
+    optimizer = bt.AdamW(model.parameters(), **job)
+    train(model, optimizer, steps=1)
+    optimizer.param_groups[0]['lr'] = float('nan')
+    with pytest.raises(ballast.Error):
+        train(model, optimizer, steps=1)
+    optimizer.param_groups[0]['lr'] = 1e-3
+    train(model, optimizer, steps=1)
+    assert optimizer.stats()['steps'] == 2
+
+
+def test_a_closed_optimizer_says_so(job):
+    model = mlp()
+    optimizer = bt.AdamW(model.parameters(), **job)
+    train(model, optimizer, steps=1)
+    optimizer.close()
+    with pytest.raises(ballast.Error, match='closed'):
+        train(model, optimizer, steps=1)
+
+
+def test_the_older_of_two_optimizers_takes_nothing_with_it(job):
+    model = mlp()
+    first = bt.AdamW(model.parameters(), **job)
+    train(model, first, steps=1)
+    second = bt.AdamW(model.parameters(), resume='auto', **job)
+    train(model, second, steps=1)
+    first.close()
+    train(model, second, steps=1)

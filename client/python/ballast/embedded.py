@@ -46,14 +46,28 @@ def budgets(directory, dram, nvme):
     if dram is None:
         dram = int(_DEFAULT_SHARE * _free_memory())
     if nvme is None:
-        nvme = 0 if directory is None else int(_DEFAULT_SHARE * shutil.disk_usage(directory).free)
+        # What its jobs hold already is theirs: the same line must find room for them again.
+        nvme = 0 if directory is None else int(_DEFAULT_SHARE * (shutil.disk_usage(directory).free + _held(directory)))
     return dram, nvme
+
+
+def _held(directory):
+    """Bytes of the disk that files below `directory` take."""
+    held = 0
+    for path, _, names in os.walk(directory):
+        for name in names:
+            try:
+                held += os.lstat(os.path.join(path, name)).st_blocks * 512
+            except FileNotFoundError:
+                pass  # gone meanwhile
+    return held
 
 
 class _Embedded:
     def __init__(self, directory, dram, nvme, threads):
         self.pid = os.getpid()
         self.stopped = False
+        self._owners = {}
         self.asked = (directory, dram, nvme, threads)
         self.temporary = directory is None
         self.directory = tempfile.mkdtemp(prefix='ballast-') if self.temporary else os.path.abspath(directory)
@@ -67,9 +81,15 @@ class _Embedded:
             self._remove()
             raise
 
-    def drop(self, job):
-        """The job, if it is there, and all that it has; a server that has stopped keeps it."""
-        if not self.stopped:
+    def own(self, job):
+        """Who opened the job last: a token for drop()."""
+        self._owners[job] = object()
+        return self._owners[job]
+
+    def drop(self, job, owner):
+        """The job and all that it has, unless somebody else opened it since; a server that has stopped keeps it."""
+        if not self.stopped and self._owners.get(job) is owner:
+            del self._owners[job]
             self.server.drop(job)
 
     def stop(self):
@@ -92,6 +112,10 @@ def server(directory=None, dram=None, nvme=None, threads=None):
     """
     global _running
     dram, nvme = parse_bytes('dram', dram), parse_bytes('nvme', nvme)
+    if directory is not None:
+        if not os.fspath(directory):
+            raise Error("directory='': expected a folder, such as 'state'", 'BAD_CONFIG')
+        directory = os.path.abspath(directory)
     asked = (directory, dram, nvme, threads)
     with _lock:
         if _running is not None and _running.pid != os.getpid():
@@ -113,6 +137,11 @@ def stop():
     """Ends the process's server, after its sessions; what is durable stays in its directory."""
     global _running
     with _lock:
-        if _running is not None:
+        if _running is not None and _running.pid == os.getpid():
             _running.stop()
             _running = None
+
+
+def directory():
+    """Where the process's server keeps what stays; None: there is none yet, or its directory goes with the process."""
+    return None if _running is None or _running.temporary else _running.directory

@@ -38,7 +38,8 @@ class Daemon:
         if threads:
             command += ['--compute_threads', str(threads)]
         environment = {key: value for key, value in os.environ.items() if not key.startswith('BALLAST_')}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True,
+                                        start_new_session=True)  # Ctrl-C is for the ranks, which end it
         atexit.register(self.stop)
         ready = re.search(r'ready listen=(\S+)', self.process.stdout.readline())
         if ready is None:

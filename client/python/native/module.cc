@@ -25,9 +25,13 @@ void Translate(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
   } catch (const StatusError& error) {
-    const nb::object type = nb::module_::import_("ballast.errors").attr("Error");
-    const nb::object value = type(error.what(), error.reason(), error.code());
-    PyErr_SetObject(type.ptr(), value.ptr());
+    try {
+      const nb::object type = nb::module_::import_("ballast.errors").attr("Error");
+      const nb::object value = type(error.what(), error.reason(), error.code());
+      PyErr_SetObject(type.ptr(), value.ptr());
+    } catch (nb::python_error& interrupt) {  // Ctrl-C while we were away
+      interrupt.restore();
+    }
   }
 }
 
@@ -46,15 +50,17 @@ kernels::Dtype DtypeOf(const nb::dlpack::dtype& dtype) {
 std::vector<client::TensorMemory> MemoryOf(const PythonSession& session,
                                            const std::vector<std::optional<Array>>& gradients,
                                            const std::vector<Array>& parameters) {
-  session.CheckCount(parameters.size());
-  if (!gradients.empty()) session.CheckCount(gradients.size());
+  std::vector<uint64_t> elements(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) elements[i] = parameters[i].size();
+  session.CheckElements(elements);
+  if (!gradients.empty() && gradients.size() != parameters.size())
+    throw nb::value_error("gradients: an entry per parameter");
   std::vector<client::TensorMemory> memory(parameters.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
-    session.CheckElements(i, parameters[i].size());
     memory[i].parameter = static_cast<std::byte*>(parameters[i].data());
     memory[i].parameter_dtype = DtypeOf(parameters[i].dtype());
     if (gradients.empty() || !gradients[i].has_value()) continue;
-    session.CheckElements(i, gradients[i]->size());
+    if (gradients[i]->size() != elements[i]) throw nb::value_error("a gradient has another size than its parameter");
     memory[i].gradient = static_cast<const std::byte*>(gradients[i]->data());
     memory[i].gradient_dtype = DtypeOf(gradients[i]->dtype());
   }
@@ -147,7 +153,6 @@ void BindSession(nb::module_& m) {
                      for (const std::string& blob : session.blobs()) blobs.append(nb::bytes(blob.data(), blob.size()));
                      return blobs;
                    })
-      .def("local_elements", &PythonSession::local_elements, "index"_a)
       .def(
           "initialise",
           [](PythonSession& session, const std::vector<Array>& parameters) {

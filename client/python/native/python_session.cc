@@ -108,7 +108,8 @@ Response Await(const Call& call) {
 
 }  // namespace
 
-PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, uint64_t staging, int threads) {
+PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, uint64_t staging, int threads)
+    : pid_(getpid()) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
   if (error) {
@@ -124,6 +125,16 @@ PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t
   options.read_threads = threads;
   options.working_copies = false;  // the trainer's parameters are
   server_ = Take(services::StateServer::Start(options));
+}
+
+// A forked child has none of the parent's threads: what belongs to them is left alone.
+template <typename T>
+void LeaveToParent(std::shared_ptr<T>* shared) {
+  new std::shared_ptr<T>(std::move(*shared));
+}
+
+PythonServer::~PythonServer() {
+  if (getpid() != pid_) LeaveToParent(&server_);
 }
 
 void PythonServer::Drop(const std::string& job) {
@@ -203,48 +214,64 @@ void PythonSession::MakeTensors() {
       Take(client::Tensors::Make(session_.get(), names_, rows_ ? client::Local::kRows : client::Local::kWhole)));
 }
 
-void PythonSession::CheckCount(size_t count) const {
-  if (session_ == nullptr) {
-    throw StatusError(
-        model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, "the session was closed"));
+PythonSession::Using::Using(const PythonSession* of) : lock_(of->mutex_), session_(of->session_.get()) {
+  if (session_ != nullptr) return;
+  throw StatusError(model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, "the session was closed"));
+}
+
+void PythonSession::CheckElements(absl::Span<const uint64_t> elements) const {
+  const Using session = Use();
+  const auto refuse = [](const std::string& what) {
+    throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength, what));
+  };
+  if (elements.size() != names_.size()) {
+    refuse(absl::StrCat("expected ", names_.size(), " tensors, got ", elements.size()));
   }
-  if (count == names_.size()) return;
-  throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
-                                 absl::StrCat("expected ", names_.size(), " tensors, got ", count)));
+  for (size_t i = 0; i < elements.size(); ++i) {
+    if (elements[i] == tensors_->local_elements(i)) continue;
+    refuse(absl::StrCat("tensor '", names_[i], "': expected ", tensors_->local_elements(i),
+                        " local elements, as it was registered with, got ", elements[i]));
+  }
 }
 
-void PythonSession::CheckElements(size_t index, uint64_t elements) const {
-  if (elements == tensors_->local_elements(index)) return;
-  throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
-                                 absl::StrCat("tensor '", names_[index], "': expected ",
-                                              tensors_->local_elements(index), " local elements, got ", elements)));
+void PythonSession::Initialise(absl::Span<const client::TensorMemory> memory) {
+  const Using session = Use();
+  Check(tensors_->Initialise(memory));
 }
-
-void PythonSession::Initialise(absl::Span<const client::TensorMemory> memory) { Check(tensors_->Initialise(memory)); }
 
 Report PythonSession::Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options) {
-  const client::TensorsReport stepped = Take(tensors_->Step(memory, options));
-  return {.version = stepped.step.version,
-          .skipped = stepped.step.skipped,
-          .norm = stepped.step.norm,
-          .push_seconds = stepped.push_seconds,
-          .seal_seconds = stepped.seal_seconds,
-          .pull_seconds = stepped.pull_seconds};
+  const Using session = Use();
+  const absl::StatusOr<client::TensorsReport> stepped = tensors_->Step(memory, options);
+  if (!stepped.ok()) {
+    // Of several ranks the others may not have failed, and would not be there.
+    if (session_->world_size() == 1) (void)session_->Drop();
+    throw StatusError(stepped.status());
+  }
+  return {.version = stepped->step.version,
+          .skipped = stepped->step.skipped,
+          .norm = stepped->step.norm,
+          .push_seconds = stepped->push_seconds,
+          .seal_seconds = stepped->seal_seconds,
+          .pull_seconds = stepped->pull_seconds};
 }
 
-void PythonSession::Pull(absl::Span<const client::TensorMemory> memory) { Check(tensors_->Pull(memory)); }
+void PythonSession::Pull(absl::Span<const client::TensorMemory> memory) {
+  const Using session = Use();
+  Check(tensors_->Pull(memory));
+}
 
 void PythonSession::Write(const std::string& tensor, absl::Span<const float> values) {
-  Check(session_->Write(tensor, values));
+  Check(Use()->Write(tensor, values));
 }
 
 Report PythonSession::CommitValues() {
-  const client::StepReport stepped = Take(session_->CommitValues());
+  const client::StepReport stepped = Take(Use()->CommitValues());
   return {.version = stepped.version, .skipped = stepped.skipped};
 }
 
 void PythonSession::Register(const std::vector<Tensor>& tensors) {
-  Check(session_->Register(SpecsOf(tensors)));
+  const Using session = Use();
+  Check(session->Register(SpecsOf(tensors)));
   for (const Tensor& tensor : tensors) {
     if (std::find(names_.begin(), names_.end(), tensor.name) == names_.end()) names_.push_back(tensor.name);
   }
@@ -252,7 +279,7 @@ void PythonSession::Register(const std::vector<Tensor>& tensors) {
 }
 
 Report PythonSession::Restore(int64_t version) {
-  const client::StepReport stepped = Take(session_->Restore(version));
+  const client::StepReport stepped = Take(Use()->Restore(version));
   return {.version = stepped.version, .skipped = stepped.skipped};
 }
 
@@ -264,20 +291,35 @@ void PythonSession::Read(const std::string& tensor, const std::string& content, 
                                                                              {"moment1", Content::kMoment1},
                                                                              {"moment2", Content::kMoment2},
                                                                              {"moment3", Content::kMoment3}}});
-  Check(session_->Read(tensor, what, session_->version(), to));
+  const Using session = Use();
+  Check(session->Read(tensor, what, session->version(), to));
 }
 
 uint64_t PythonSession::TensorSteps(const std::string& tensor) {
-  return Take(session_->TensorSteps(tensor, session_->version()));
+  const Using session = Use();
+  return Take(session->TensorSteps(tensor, session->version()));
 }
 
-std::vector<std::string> PythonSession::Exchange(const std::string& mine) { return Take(collective_->Exchange(mine)); }
+std::vector<std::string> PythonSession::Exchange(const std::string& mine) {
+  const Using session = Use();
+  return Take(collective_->Exchange(mine));
+}
 
-void PythonSession::Pin() { Check(session_->PinDurably()); }
-void PythonSession::Unpin(int64_t version) { Check(session_->UnpinDurably(version)); }
-std::vector<int64_t> PythonSession::Pins() { return Take(session_->DurablePins()); }
+void PythonSession::Pin() { Check(Use()->PinDurably()); }
+void PythonSession::Unpin(int64_t version) { Check(Use()->UnpinDurably(version)); }
+std::vector<int64_t> PythonSession::Pins() { return Take(Use()->DurablePins()); }
+
+PythonSession::~PythonSession() {
+  if (getpid() == pid_) return;
+  (void)tensors_.release();
+  (void)session_.release();
+  (void)collective_.release();
+  LeaveToParent(&server_);
+}
 
 void PythonSession::Close() {
+  if (getpid() != pid_) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
   tensors_.reset();
   session_.reset();
   collective_.reset();

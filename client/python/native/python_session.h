@@ -1,10 +1,12 @@
 // What the Python module holds: a state server of this process, and one rank's session with its tensors. Methods block,
-// throw StatusError, and need no interpreter but where said.
+// throw StatusError, and need no interpreter but where said. Threads: any; calls on one session take turns.
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <unistd.h>
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,6 +23,7 @@ namespace ballast::python {
 class PythonServer {
  public:
   PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, uint64_t staging, int threads);
+  ~PythonServer();
   void Stop() { server_->Stop(); }
   // The job, if it is there, and all that it has. Nobody may have a session with it.
   void Drop(const std::string& job);
@@ -30,6 +33,7 @@ class PythonServer {
 
  private:
   std::shared_ptr<services::StateServer> server_;  // sessions share it
+  const pid_t pid_;
 };
 
 // torch.distributed's store, or anything with set(key, bytes) and get(key, seconds) -> bytes. Takes the interpreter's
@@ -101,14 +105,12 @@ class PythonSession {
   static std::unique_ptr<PythonSession> Open(const OpenOptions& options, const std::vector<Tensor>& tensors,
                                              PythonServer* server, client::Rendezvous* store);
 
-  int64_t version() const { return session_->version(); }
-  bool needs_values() const { return session_->needs_values(); }
-  int64_t restored_version() const { return session_->restored_version(); }
-  const std::vector<std::string>& blobs() const { return session_->resumed_blobs(); }
-  uint64_t local_elements(size_t index) const { return tensors_->local_elements(index); }
-  // INVALID_ARGUMENT (BAD_LENGTH).
-  void CheckCount(size_t count) const;
-  void CheckElements(size_t index, uint64_t elements) const;
+  int64_t version() const { return Use()->version(); }
+  bool needs_values() const { return Use()->needs_values(); }
+  int64_t restored_version() const { return Use()->restored_version(); }
+  std::vector<std::string> blobs() const { return Use()->resumed_blobs(); }
+  // Are these the session's tensors? INVALID_ARGUMENT (BAD_LENGTH), naming one that has other than `elements[i]` here.
+  void CheckElements(absl::Span<const uint64_t> elements) const;
 
   // COLLECTIVE, all of these.
   void Initialise(absl::Span<const client::TensorMemory> memory);
@@ -130,10 +132,26 @@ class PythonSession {
   std::vector<int64_t> Pins();
   // Ends the session; further calls throw.
   void Close();
+  ~PythonSession();
 
  private:
+  // The session, for one call; others wait, whatever thread they are on. FAILED_PRECONDITION (BAD_REQUEST): closed.
+  class Using {
+   public:
+    explicit Using(const PythonSession* of);
+    client::Session* operator->() const { return session_; }
+
+   private:
+    std::unique_lock<std::mutex> lock_;
+    client::Session* session_;
+  };
+  Using Use() const { return Using(this); }
+
   PythonSession() = default;
   void MakeTensors();
+
+  const pid_t pid_ = getpid();
+  mutable std::mutex mutex_;
 
   std::shared_ptr<services::StateServer> server_;  // outlives the session
   std::unique_ptr<client::Collective> collective_;

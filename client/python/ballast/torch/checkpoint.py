@@ -18,18 +18,26 @@ def indices(optimizer):
     return parameters, {id(parameter): i for i, parameter in enumerate(parameters)}
 
 
-def naming(job, version, steps):
-    """Small and plain, so that torch.load(weights_only=True) takes it."""
-    return {'job': torch.tensor(list(job.encode()), dtype=torch.uint8), 'version': torch.tensor(version),
-            'steps': torch.tensor(steps)}
+def naming(optimizer, job, version, steps):
+    """Small and plain, so that torch.load(weights_only=True) takes it. version None: the job was not open."""
+    _, index_of = indices(optimizer)
+    entry = {'job': torch.tensor(list(job.encode()), dtype=torch.uint8), 'steps': torch.tensor(steps)}
+    if version is not None:
+        entry['version'] = torch.tensor(version)
+    return {'state': {}, 'param_groups': pack(optimizer, index_of), _KEY: entry}
+
+
+def unopened(optimizer, job):
+    return naming(optimizer, job, None, 0)
 
 
 def named(state_dict):
-    """(job, version) of a state_dict that names a version; None of one in torch's format."""
+    """(job, version or None) of a state_dict that names a job; None of one in torch's format."""
     entry = state_dict.get(_KEY)
     if entry is None:
         return None
-    return bytes(entry['job'].tolist()).decode(), int(entry['version'])
+    version = entry.get('version')
+    return bytes(entry['job'].tolist()).decode(), None if version is None else int(version)
 
 
 def full(optimizer):
@@ -43,14 +51,46 @@ def full(optimizer):
     return {'state': state, 'param_groups': pack(optimizer, index_of)}
 
 
-def pinned(optimizer, session, job, steps, keep):
-    """Names the session's version, which stays until `keep` later ones are named."""
-    version = session.version
-    session.pin()
-    for old in session.pins()[:-keep]:
-        session.unpin(old)
-    _, index_of = indices(optimizer)
-    return {'state': {}, 'param_groups': pack(optimizer, index_of), _KEY: naming(job, version, steps)}
+class Kept:
+    """Which versions the servers keep for state_dicts.
+
+    Nobody tells whether a state_dict was ever saved: its process may have died on the way. Only one that a later one followed
+    counts as saved, and one that was loaded. So versions go when `count` saved ones newer than they are there, whoever made them;
+    if servers run out of room before that, the oldest go first, but none that is known to be saved."""
+
+    def __init__(self, count):
+        self._count = count
+        self._made = []  # by this process, ascending; all but the last are saved
+        self._loaded = None
+
+    def loaded(self, version):
+        self._loaded = version
+
+    def keep(self, session):
+        """The session's version, from now on."""
+        version = session.version
+        if self._made and self._made[-1] == version:
+            return
+        while True:
+            try:
+                session.pin()
+                break
+            except Error as error:
+                if error.reason != 'BUDGET' or not self._give_up_oldest(session):
+                    raise
+        self._made.append(version)
+        if len(self._made) > self._count:
+            self._made = self._made[-self._count - 1:]
+            for old in session.pins():
+                if old < self._made[0]:
+                    session.unpin(old)
+
+    def _give_up_oldest(self, session):
+        for old in session.pins():
+            if old not in self._made[-self._count:] and old != self._loaded:
+                session.unpin(old)
+                return True
+        return False
 
 
 def check_groups(optimizer, state_dict):

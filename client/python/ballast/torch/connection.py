@@ -27,7 +27,8 @@ class Connection:
 
     @property
     def default_durability(self):
-        return 'step' if self._servers or self._budgets['directory'] is not None else 'none'
+        stays = self._budgets['directory'] is not None or (not ranks.active() and embedded.directory() is not None)
+        return 'step' if self._servers or stays else 'none'
 
     def check_process(self):
         if os.getpid() != self._pid:
@@ -53,7 +54,7 @@ class Connection:
                 daemon.stop()
             raise
         # Of an embedded server's job that is not durable nothing is left to be used: its memory is wanted back.
-        drop = options.job if local is not None and options.durability == 'none' else None
+        drop = (options.job, local.own(options.job)) if local is not None and options.durability == 'none' else None
         self._finish = weakref.finalize(self, _finish, session, local, drop, daemon, self._pid)
         return session
 
@@ -68,6 +69,6 @@ def _finish(session, local, drop, daemon, pid):
         return
     session.close()
     if drop is not None:
-        local.drop(drop)
+        local.drop(*drop)
     if daemon is not None:
         daemon.stop()

@@ -29,8 +29,8 @@ def local(tensor):
 class Member:
     """A parameter that is registered: its place in the job, and what Ballast last wrote to it."""
 
-    def __init__(self, name, group, position, parameter):
-        self.name, self.group, self.position = name, group, position
+    def __init__(self, name, group, parameter):
+        self.name, self.group, self.parameter = name, group, parameter
         self.mark = None
         self.noted(parameter)
 
@@ -67,7 +67,7 @@ class Memory:
         self._copies = []
         self.parameters = []
         for member in optimizer._members:
-            parameter = local(optimizer._parameter(member)).detach()
+            parameter = local(member.parameter).detach()
             if not parameter.is_contiguous():
                 copy = parameter.contiguous()
                 self._copies.append((parameter, copy))

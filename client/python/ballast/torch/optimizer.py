@@ -41,16 +41,17 @@ class Optimizer(torch.optim.Optimizer):
         self._connection = Connection(servers, {'dram': dram, 'nvme': nvme, 'directory': directory, 'threads': threads})
         options = self._options = _native.OpenOptions()
         options.job, options.resume, options.pin_interval = name, resume, pin_interval
-        options.durability = durability or self._connection.default_durability
+        self._durability = durability
         options.chunk_elements, options.seed = chunk_elements, seed
         options.step_timeout, options.open_timeout = float(step_timeout), float(open_timeout)
         self._kind, self._moments = kind, moments
         if checkpoints < 1:
             raise Error(f'checkpoints={checkpoints}: expected at least 1', 'BAD_CONFIG')
-        self._checkpoints = checkpoints
+        self._kept = checkpoint.Kept(checkpoints)
         self._max_norm, self._gradient_scale = float(max_norm), None
         self._seconds = {'push': 0.0, 'seal': 0.0, 'pull': 0.0}
         self._session = None
+        self._closed = False
         self._members = []
         self._names = []
         self._skips = 0
@@ -74,16 +75,27 @@ class Optimizer(torch.optim.Optimizer):
     def _spec(self, group):
         return {}
 
+    def _check_spec(self):
+        """Refuses a group that wants what its job was not made for."""
+        for g, group in enumerate(self.param_groups):
+            for key, value in self._spec(group).items():
+                if value != getattr(self._options.optimizer, key):
+                    raise Error(f'group {g} has {key}={value!r}, and the job was made with {key}='
+                                f'{getattr(self._options.optimizer, key)!r}: it is one for all groups and for good', 'BAD_SPEC')
+
     # _native.GroupHyper from a param_group.
     def _hyper(self, group):
         raise NotImplementedError
 
     def add_param_group(self, param_group):
+        if getattr(self, '_session', None) is not None:
+            raise Error('add_param_group comes before the first step: a job keeps its groups; parameters that are to be trained '
+                        'later can be in a group from the start, frozen', 'BAD_SPEC')
         groups, names = split_named([param_group])
-        # Within __init__ the names are all there.
-        if len(self._names) <= len(self.param_groups):
-            self._names.extend(names)
         super().add_param_group(groups[0])
+        # Within __init__ the names are all there.
+        if len(self._names) < len(self.param_groups):
+            self._names.extend(names)
 
     def attach(self, model):
         """Names of parameters, and units (a block each), from `model`; before the first step. Returns self."""
@@ -105,39 +117,52 @@ class Optimizer(torch.optim.Optimizer):
 
     def _new_tensors(self):
         """Parameters that want gradients and are not in the job yet, as (member, parameter, _native.Tensor)."""
-        there = {(member.group, member.position) for member in self._members}
+        there = {id(member.parameter): member for member in self._members}
+        names = {member.name for member in self._members}
         by_size = UnitsBySize()
         found = []
         for g, i, parameter in self._placed():
-            name = self._names[g][i]
+            name = self._names[g][i] if i < len(self._names[g]) else None
             unit = unit_of(name) if name is not None else by_size.next(parameter.numel())
-            if (g, i) in there or not parameter.requires_grad:
-                continue
-            check_parameter(name or f'{i} of group {g}', parameter)
-            shape = list(parameter.shape) or [1]
             if name is None:
                 name = positional_name(g, i, parameter.shape)
-            found.append((Member(name, g, i, parameter), parameter, _native.Tensor(name, unit, shape, g)))
+            known = there.get(id(parameter))
+            if known is not None and known.group != g:
+                raise Error(f"parameter '{known.name}' has moved from group {known.group} to {g}: a job's tensors stay in "
+                            'their groups', 'BAD_SPEC')
+            if known is not None or not parameter.requires_grad:
+                continue
+            check_parameter(name, parameter)
+            if name in names:
+                raise Error(f"there are two parameters '{name}', or one took the place of another after the first step; give "
+                            'parameters of several models names of their own, and make a new optimizer for new parameters',
+                            'BAD_SPEC')
+            names.add(name)
+            shape = list(parameter.shape) or [1]
+            found.append((Member(name, g, parameter), parameter, _native.Tensor(name, unit, shape, g)))
         return found
-
-    def _parameter(self, member):
-        return self.param_groups[member.group]['params'][member.position]
 
     def _open(self):
         self._connection.check_process()
         if self._session is not None:
             return self._session
+        if self._closed:
+            raise Error('the optimizer was closed; make a new one', 'BAD_REQUEST')
         fresh = self._new_tensors()
         if not fresh:
             raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')
         spec = _native.Optimizer()
         spec.kind, spec.moments = self._kind, self._moments
-        for key, value in self._spec(self.param_groups[0]).items():
-            setattr(spec, key, value)
-        dtypes = {parameter.dtype for _, parameter, _ in fresh}
+        for group in self.param_groups:
+            for key, value in self._spec(group).items():
+                setattr(spec, key, value or getattr(spec, key))
+        # Frozen ones too: they may want gradients later.
+        dtypes = {parameter.dtype for _, _, parameter in self._placed()}
         spec.gradient = spec.working = DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
         self._options.optimizer = spec
+        self._check_spec()
         self._options.group_count = len(self.param_groups)
+        self._options.durability = self._durability or self._connection.default_durability
         self._options.rows = any(is_sharded(parameter) for _, parameter, _ in fresh)
         self._session = self._connection.open(self._options, [tensor for _, _, tensor in fresh])
         self._members = [member for member, _, _ in fresh]
@@ -166,7 +191,7 @@ class Optimizer(torch.optim.Optimizer):
     def _read_state(self, parameter):
         session = self._open()
         for member in self._members:
-            if self._parameter(member) is parameter:
+            if member.parameter is parameter:
                 return state.read(session, member, parameter, state.moment_names(self._kind, self._options.optimizer))
         return {}  # it never wanted a gradient
 
@@ -177,7 +202,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _wrote(self):
         for member in self._members:
-            parameter = self._parameter(member)
+            parameter = member.parameter
             torch.autograd.graph.increment_version(local(parameter))
             member.noted(parameter)
 
@@ -191,7 +216,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take_edit(self, member):
-        parameter = self._parameter(member).detach()
+        parameter = member.parameter.detach()
         master = torch.empty(parameter.numel(), dtype=torch.float32)
         self._session.read(member.name, 'master', master)
         values = whole(parameter).reshape(-1)
@@ -199,17 +224,29 @@ class Optimizer(torch.optim.Optimizer):
         # All ranks write, or none: their parameters are the same, but one of them may have been moved.
         if self._options.world_size > 1 or not bool(kept.all()):
             self._session.write(member.name, torch.where(kept, master, values.float()))
-        member.noted(self._parameter(member))
+        member.noted(member.parameter)
 
     # --- checkpoints
 
     def state_dict(self):
-        """Of a durable job: its name and this version, which the servers keep until `checkpoints` later state_dicts were
-        made. Any one rank may ask, or all. Of a job with durability none: full_state_dict()."""
+        """Of a durable job: its name and this version, which the servers keep (see Kept). Any one rank may ask, or all. Before
+        the job is open it names none. Of a job with durability none: full_state_dict()."""
+        if self._session is None:
+            return checkpoint.unopened(self, self._options.job)
         if self._options.durability == 'none':
             return self.full_state_dict()
-        session = self._open()
-        return checkpoint.pinned(self, session, self._options.job, self._steps, self._checkpoints)
+        if self._options.world_size == 1:
+            self._settle_edits()
+        self._kept.keep(self._session)
+        return checkpoint.naming(self, self._options.job, self._session.version, self._steps)
+
+    def _settle_edits(self):
+        """What was written to parameters since the step belongs to the version that is kept."""
+        edited = [member for member in self._members if member.edited(member.parameter)]
+        for member in edited:
+            self._take_edit(member)
+        if edited:
+            self._session.commit_values()
 
     def full_state_dict(self):
         """torch.optim's format, with the moments themselves: any one rank may ask."""
@@ -223,6 +260,8 @@ class Optimizer(torch.optim.Optimizer):
             checkpoint.refuse_foreign(state_dict)
         else:
             job, version = named
+            if version is None:
+                return checkpoint.load_groups(self, state_dict)  # of an optimizer that was not open
             if job != self._options.job:
                 raise Error(f"the state_dict is of job '{job}', this optimizer of '{self._options.job}'; give it name="
                             f"'{job}'", 'BAD_SPEC')
@@ -241,6 +280,7 @@ class Optimizer(torch.optim.Optimizer):
         if session.version != version:
             session.restore(version)
             self._take_blob()
+        self._kept.loaded(version)
         self._pull()
 
     # --- a step
@@ -283,10 +323,13 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, blob):
+        self.last_step_skipped = False
         session = self._open()
         self._register_new()
-        gradients = [self._gradient(member, self._parameter(member)) for member in self._members]
-        edited = [member.edited(self._parameter(member)) for member in self._members]
+        there = {id(parameter) for _, _, parameter in self._placed()}
+        gradients = [self._gradient(member, member.parameter) if id(member.parameter) in there else None
+                     for member in self._members]
+        edited = [member.edited(member.parameter) for member in self._members]
         present = [gradient is not None for gradient in gradients]
         if self._options.world_size > 1:
             edited, present = self._agree(edited, present)
@@ -295,22 +338,27 @@ class Optimizer(torch.optim.Optimizer):
         for member, changed in zip(self._members, edited):
             if changed:
                 self._take_edit(member)
+        self._check_spec()
         groups = [self._hyper(group) for group in self.param_groups]
-        with Memory(self, writes=True) as memory:
-            scale = 1.0 if self._gradient_scale is None else self._gradient_scale
-            report = session.step(gradients, memory.parameters, groups, scale, self._max_norm,
-                                  blob=_BLOB.pack(self._steps + 1) + blob)
-        self._steps, self._blob = self._steps + 1, blob
+        scale = 1.0 if self._gradient_scale is None else self._gradient_scale
+        before = session.version
+        try:
+            with Memory(self, writes=True) as memory:
+                report = session.step(gradients, memory.parameters, groups, scale, self._max_norm,
+                                      blob=_BLOB.pack(self._steps + 1) + blob)
+        finally:
+            # Also where Ctrl-C came after it was decided: the job has made that step.
+            if session.version > before:
+                self._steps, self._blob = self._steps + 1, blob
+                self._wrote()
         for key in self._seconds:
             self._seconds[key] += getattr(report, f'{key}_seconds')
         self.grad_norm = report.norm
         self.last_step_skipped = report.skipped
-        if report.skipped:
-            if self._gradient_scale is None:
-                self._warn_skipped(gradients)
-        else:
+        if not report.skipped:
             self._skips = 0
-            self._wrote()
+        elif self._gradient_scale is None:
+            self._warn_skipped(gradients)
 
     def _agree(self, *flags):
         """What any rank says of each member."""
@@ -323,9 +371,11 @@ class Optimizer(torch.optim.Optimizer):
         fresh = self._new_tensors()
         if not fresh:
             return
-        if len(self.param_groups) > self._options.group_count:
-            raise Error(f'the job has {self._options.group_count} parameter groups and cannot get more; add groups '
-                        'before the first step', 'BAD_SPEC')
+        working = self._options.optimizer.working
+        for member, parameter, _ in fresh:
+            if working not in ('f32', DTYPES[parameter.dtype]):
+                raise Error(f"parameter '{member.name}' is {parameter.dtype}, the job's are {working}: it would be rounded; give all "
+                            'parameters to the optimizer before the first step', 'BAD_DTYPE')
         self._session.register([tensor for _, _, tensor in fresh])
         self._members.extend(member for member, _, _ in fresh)
         with Memory(self) as memory:
@@ -336,13 +386,14 @@ class Optimizer(torch.optim.Optimizer):
                  if gradient is not None and not bool(torch.isfinite(gradient).all())]
         self._skips += 1
         what = f"the gradient of '{names[0]}'" if names else 'a gradient'
-        text = f'{what} is not finite: the step was skipped, nothing was updated ({self._skips} in a row)'
+        text = f'{what} is not finite: the step was skipped, nothing was updated (step {self._steps}, {self._skips} in a row)'
         if self._skips >= _SKIPS_MAX:
             raise Error(f'{text}; lower the learning rate or look at the data', 'BAD_REQUEST')
         warnings.warn(text, stacklevel=4)
 
     def close(self):
         """Ends the session. A durable job stays on its servers; another's memory on the embedded one is given back."""
+        self._closed = True
         self._connection.close()
         self._session = None
         self._members = []

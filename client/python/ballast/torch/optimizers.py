@@ -90,8 +90,7 @@ class SGD(Optimizer):
         super().__init__(params, defaults, kind='sgd', **ballast)
 
     def _spec(self, group):
-        momentum = any(float(each['momentum']) != 0 for each in self.param_groups)
-        return {'momentum': momentum, 'nesterov': bool(group['nesterov'])}
+        return {'momentum': float(group['momentum']) != 0, 'nesterov': bool(group['nesterov'])}
 
     def _hyper(self, group):
         hyper = _native.GroupHyper()
