@@ -280,6 +280,7 @@ def test_closing_while_another_thread_steps(tmp_path):
         model = mlp()
         optimizer = make(model)
         loss_of(model, next(batches(1))).backward()
+        optimizer.step()
         raised = []
         def work():
             try:
