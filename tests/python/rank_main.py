@@ -84,14 +84,16 @@ def ddp_no_sync():
     return run_both(DistributedDataParallel, script)
 
 
+def train_with_an_edit(model, optimizer):
+    def halve(i):
+        if i == 7:
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.5)
+    return train(model, optimizer, before_step=halve)
+
+
 def ddp_edit():
-    def script(model, optimizer):
-        def halve(i):
-            if i == 7:
-                with torch.no_grad():
-                    next(model.parameters()).mul_(0.5)
-        return train(model, optimizer, before_step=halve)
-    return run_both(DistributedDataParallel, script)
+    return run_both(DistributedDataParallel, train_with_an_edit)
 
 
 def none_on_one_rank():
@@ -121,14 +123,7 @@ def fsdp2():
 def fsdp2_edit():
     def wrap(model):
         return fully_shard(model)
-
-    def script(model, optimizer):
-        def halve(i):
-            if i == 7:
-                with torch.no_grad():
-                    next(model.parameters()).mul_(0.5)
-        return train(model, optimizer, before_step=halve)
-    return run_both(wrap, script)
+    return run_both(wrap, train_with_an_edit)
 
 
 if __name__ == '__main__':

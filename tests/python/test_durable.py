@@ -290,7 +290,8 @@ def test_closing_while_another_thread_steps(tmp_path):
                 raised.append(str(error))
         thread = threading.Thread(target=work)
         thread.start()
-        time.sleep(0.3)
+        while thread.is_alive() and optimizer.stats()['steps'] < 5:
+            time.sleep(0.001)
         optimizer.close()
         thread.join()
         assert raised and 'closed' in raised[0], raised
