@@ -80,11 +80,10 @@ class Ballast(Step):
             budgets['dram'] = args.dram
         elif self.durability == 'none':
             budgets['nvme'] = 0
-        self.optimizer = ballast.torch.AdamW(self.forward.parameters(), durability=self.durability, **budgets, **HYPER)
+        self.optimizer = ballast.torch.AdamW(self.forward.parameters(), durability=self.durability, max_norm=MAX_NORM, **budgets,
+                                             **HYPER)
 
     def update(self):
-        import torch
-        torch.nn.utils.clip_grad_norm_(self.forward.parameters(), MAX_NORM)
         self.optimizer.step()
 
     def stop(self):
