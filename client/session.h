@@ -239,17 +239,19 @@ class Session {
   absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent = {});
 
   // (c) With one rank and one server in this process that keeps no working copies: nothing is copied. The step reads
-  // gradients from, and writes parameters to, the trainer's memory, which must stay, gradients unchanged, until
-  // AwaitApplied or Drop has returned, or the session is gone.
+  // gradients and initial values from, and writes parameters to, the trainer's memory, which must stay, gradients and
+  // values unchanged, until AwaitApplied or Drop has returned, or the session is gone.
   bool takes_loans() const;
-  bool takes_gradients() const;  // and these, too: Lend says when not
+  bool takes_gradients() const;  // and these and values, too: Lend says when not
   // Index of a tensor among those that Lend takes.
   absl::StatusOr<uint32_t> TensorIndex(absl::string_view tensor) const;
   uint32_t tensor_count() const;
   // In Push's stead, before Step: an entry per TensorIndex. Gradients of all tensors that have one, or none: with
   // durability `step` they go to a log, so they are pushed (UNSUPPORTED). Parameters of a tensor that is not updated
-  // stay as they are.
+  // stay as they are. What was written is lent with them: nothing may be written until the loan's end.
+  // Before Initialise: values of all tensors that need them, in the place of `fill`, which is not called.
   absl::Status Lend(std::vector<model::LentTensor> tensors);
+  bool needs_values(uint32_t tensor) const;
   // Has Write given the tensor values that no step has taken yet?
   bool written(uint32_t tensor) const;
   // After Step. Blocks until lent parameters are at version(), then ends the loan, whatever it returns: after an error

@@ -26,8 +26,16 @@ struct Session::Impl {
   // A loan is the parent's after a fork.
   bool forked() const;
   void EndLoan() {
-    if (!forked()) loan.reset();
+    if (forked()) return;
+    loan.reset();
+    values.EndLoan();
   }
+  // One rank, and one server in this process that takes loans / of values and gradients, too.
+  bool takes_loans() const;
+  bool lends_values() const;
+  // With what was written, if that can be lent.
+  absl::Status Lend(std::vector<model::LentTensor> tensors);
+  absl::Status AwaitApplied();
   // OK, or why no call is possible: forked, finished.
   absl::Status Usable() const;
   // Usable, the job is initialised and `unit` exists.

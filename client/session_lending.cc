@@ -1,4 +1,5 @@
 // How a session lends the trainer's memory to a server in its process.
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -15,61 +16,94 @@ absl::Status Precondition(absl::string_view message) {
 
 }  // namespace
 
-bool Session::takes_loans() const {
-  return world_size() == 1 && impl_->router->server_count() == 1 && impl_->router->transport(0)->TakesLoans();
+bool Session::Impl::takes_loans() const {
+  return group.world_size() == 1 && router->server_count() == 1 && router->transport(0)->TakesLoans();
 }
+
+bool Session::Impl::lends_values() const { return takes_loans() && open->spec().durability() != v1::DURABILITY_STEP; }
+
+bool Session::takes_loans() const { return impl_->takes_loans(); }
 
 absl::Status Session::Lend(std::vector<model::LentTensor> tensors) {
   Impl& impl = *impl_;
-  BALLAST_RETURN_IF_ERROR(impl.CheckReadable(0));
+  BALLAST_RETURN_IF_ERROR(impl.Usable());
   if (impl.loan != nullptr) return Precondition("memory is lent already; AwaitApplied or Drop ends that loan");
   if (tensors.size() != tensor_count()) {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
                         absl::StrCat("expected ", tensor_count(), " tensors, ", tensors.size(), " were lent"));
   }
-  std::vector<uint32_t> present;
+  std::vector<uint32_t> gradients, values;
   for (uint32_t tensor = 0; tensor < tensors.size(); ++tensor) {
-    if (tensors[tensor].gradient == nullptr) continue;
-    if (!impl.seat.units->layout().live(tensor)) return Precondition("a tensor that was replaced has no gradient");
-    present.push_back(tensor);
+    if (tensors[tensor].gradient != nullptr) gradients.push_back(tensor);
+    if (tensors[tensor].value != nullptr) values.push_back(tensor);
   }
-  if (!present.empty()) BALLAST_RETURN_IF_ERROR(impl.gradients.CheckLend());
+  if (values.empty()) BALLAST_RETURN_IF_ERROR(impl.CheckReadable(0));
+  if (!values.empty() && values != impl.without_values) {
+    return Precondition("values are lent before Initialise, of every tensor that has none, and Write takes others");
+  }
+  if (!gradients.empty()) {
+    BALLAST_RETURN_IF_ERROR(impl.gradients.CheckLend());
+    for (const uint32_t tensor : gradients) {
+      if (!impl.seat.units->layout().live(tensor)) return Precondition("a tensor that was replaced has no gradient");
+    }
+  }
   const absl::Time start = absl::Now();
-  // The server must be at version(): what it is lent is for the step that follows.
-  if (!impl.transaction.AwaitCommits(impl.seat.Deadline())) {
-    return model::Error(absl::StatusCode::kDeadlineExceeded, model::kBehind,
-                        absl::StrCat("the server did not take the commit of step ", impl.seat.version));
-  }
-  model::LoanRequest request{.job = impl.seat.job,
-                             .epoch = impl.seat.epoch(),
-                             .step = impl.seat.version + 1,
-                             .attempt = impl.seat.attempt,
-                             .tensors = std::move(tensors)};
-  auto loan = impl.router->transport(0)->Lend(request);
-  if (!loan.ok()) return impl.Conclude(loan.status());
-  impl.loan = *std::move(loan);
-  if (!present.empty()) impl.gradients.Lend(model::MakeBitmap(tensor_count(), present));
+  BALLAST_RETURN_IF_ERROR(impl.Lend(std::move(tensors)));
+  if (!gradients.empty()) impl.gradients.Lend(model::MakeBitmap(tensor_count(), gradients));
   impl.push_seconds += absl::ToDoubleSeconds(absl::Now() - start);
   return absl::OkStatus();
 }
 
+absl::Status Session::Impl::Lend(std::vector<model::LentTensor> tensors) {
+  // The server must be at version(): what it is lent is for the step that follows.
+  if (!transaction.AwaitCommits(seat.Deadline())) {
+    return model::Error(absl::StatusCode::kDeadlineExceeded, model::kBehind,
+                        absl::StrCat("the server did not take the commit of step ", seat.version));
+  }
+  if (lends_values()) {
+    for (const auto& [tensor, written] : values.Lend()) {
+      tensors[tensor].value = reinterpret_cast<const std::byte*>(written);
+      tensors[tensor].value_dtype = kernels::Dtype::kF32;
+    }
+  }
+  model::LoanRequest request{.job = seat.job,
+                             .epoch = seat.epoch(),
+                             .step = seat.version + 1,
+                             .attempt = seat.attempt,
+                             .tensors = std::move(tensors)};
+  auto lent = router->transport(0)->Lend(request);
+  if (!lent.ok()) {
+    values.EndLoan();
+    return Conclude(lent.status());
+  }
+  loan = *std::move(lent);
+  return absl::OkStatus();
+}
+
 absl::Status Session::AwaitApplied() {
-  Impl& impl = *impl_;
-  absl::Status applied = impl.Usable();
-  if (applied.ok() && !impl.gradients.empty()) return Precondition("gradients were given; Step or Drop comes before");
+  if (impl_->Usable().ok() && !impl_->gradients.empty()) {
+    return Precondition("gradients were given; Step or Drop comes before");
+  }
+  return impl_->AwaitApplied();
+}
+
+absl::Status Session::Impl::AwaitApplied() {
+  absl::Status applied = Usable();
   if (applied.ok()) {
     auto tally = std::make_shared<Tally>();
     tally->Start();
-    impl.router->transport(0)->AwaitApplied(impl.seat.job, impl.seat.version, impl.seat.Deadline(),
-                                            [tally](const absl::Status& status) { tally->Finish(status); });
+    router->transport(0)->AwaitApplied(seat.job, seat.version, seat.Deadline(),
+                                       [tally](const absl::Status& status) { tally->Finish(status); });
     applied = tally->Wait();
   }
-  impl.EndLoan();
-  return impl.Conclude(applied);
+  EndLoan();
+  return Conclude(applied);
 }
 
-bool Session::takes_gradients() const {
-  return takes_loans() && impl_->open->spec().durability() != v1::DURABILITY_STEP;
+bool Session::takes_gradients() const { return impl_->lends_values(); }
+
+bool Session::needs_values(uint32_t tensor) const {
+  return std::binary_search(impl_->without_values.begin(), impl_->without_values.end(), tensor);
 }
 
 bool Session::written(uint32_t tensor) const { return model::HasBit(impl_->values.presence(), tensor); }

@@ -344,6 +344,7 @@ absl::Status Session::Write(absl::string_view tensor, absl::Span<const float> va
                         absl::StrCat("element ", i, " of the values for tensor '", tensor, "' is ", values[i],
                                      "; master weights must be finite"));
   }
+  if (impl_->values.lent()) return Precondition("values are lent; Step and AwaitApplied, or Drop, come before Write");
   impl_->values.Write(index, values);
   return absl::OkStatus();
 }
@@ -358,8 +359,14 @@ absl::StatusOr<StepReport> Session::CommitValues() {
   header.set_kind(v1::STEP_KIND_VALUES);
   header.set_gradient_scale(1);
   header.set_value_presence(impl_->values.presence());
-  return impl_->Transact("CommitValues", std::move(mine), std::move(header), impl_->sealed_blob,
-                         impl_->values.written());
+  const bool lends = mine.ok() && impl_->lends_values();
+  if (lends && impl_->loan != nullptr) mine = Precondition("memory is lent for a step; Step or Drop comes first");
+  if (lends && mine.ok()) mine = impl_->Lend(std::vector<model::LentTensor>(tensor_count()));
+  auto report =
+      impl_->Transact("CommitValues", std::move(mine), std::move(header), impl_->sealed_blob, impl_->values.written());
+  if (!lends) return report;
+  const absl::Status applied = report.ok() ? impl_->AwaitApplied() : Drop();
+  return report.ok() && !applied.ok() ? applied : report;
 }
 
 absl::Status Session::Register(const std::vector<TensorSpec>& tensors) {

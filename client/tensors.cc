@@ -86,6 +86,33 @@ absl::StatusOr<Tensors> Tensors::Make(Session* session, const std::vector<std::s
 }
 
 absl::Status Tensors::Initialise(absl::Span<const TensorMemory> memory) {
+  return session_->takes_gradients() ? LendValues(memory) : PushValues(memory);
+}
+
+absl::Status Tensors::LendValues(absl::Span<const TensorMemory> memory) {
+  static constexpr std::byte kNoElements{};
+  std::vector<model::LentTensor> lent(session_->tensor_count());
+  std::vector<std::vector<std::byte>> converted;
+  for (size_t i = 0; i < names_.size(); ++i) {
+    if (!session_->needs_values(indices_[i])) continue;
+    model::LentTensor& to = lent[indices_[i]];
+    to.value = local_elements_[i] == 0 ? &kNoElements : memory[i].parameter;
+    to.value_dtype = memory[i].parameter_dtype;
+    if (to.value_dtype == Dtype::kF32 || to.value_dtype == session_->optimizer().working) continue;
+    std::vector<std::byte>& wide = converted.emplace_back(local_elements_[i] * sizeof(float));
+    Convert(to.value, to.value_dtype, wide.data(), Dtype::kF32, local_elements_[i], &wide_);
+    to.value = wide.data();
+    to.value_dtype = Dtype::kF32;
+  }
+  absl::Status status = session_->Lend(std::move(lent));
+  if (status.ok()) {
+    status = session_->Initialise([](absl::string_view, uint64_t, absl::Span<float>) {});
+    status.Update(status.ok() ? session_->AwaitApplied() : session_->Drop());
+  }
+  return status;
+}
+
+absl::Status Tensors::PushValues(absl::Span<const TensorMemory> memory) {
   std::map<absl::string_view, size_t> index;
   for (size_t i = 0; i < names_.size(); ++i) index[names_[i]] = i;
   absl::Status missing;

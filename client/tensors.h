@@ -49,7 +49,7 @@ class Tensors {
   // Elements of tensor `index` that this rank has.
   uint64_t local_elements(size_t index) const { return local_elements_[index]; }
 
-  // COLLECTIVE. Session::Initialise with the parameters' values.
+  // COLLECTIVE. Session::Initialise with the parameters' values; unchanged until it returns.
   absl::Status Initialise(absl::Span<const TensorMemory> memory);
   // COLLECTIVE. Session::Step with the gradients that there are; unless it is skipped, parameters become the new
   // version's. After an error of one rank alone the session's Drop takes back what was pushed.
@@ -74,6 +74,8 @@ class Tensors {
   };
 
   explicit Tensors(Session* session, Local local) : session_(session), local_(local) {}
+  absl::Status LendValues(absl::Span<const TensorMemory> memory);
+  absl::Status PushValues(absl::Span<const TensorMemory> memory);
   // Gives the session the step's gradients, and where parameters go if it takes that.
   absl::Status Give(absl::Span<const TensorMemory> memory);
   // Takes back what was lent, of a step that is decided.

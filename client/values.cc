@@ -44,8 +44,25 @@ void Values::Write(uint32_t tensor, absl::Span<const float> values) {
 
 void Values::Forget(const std::string& presence) {
   for (auto it = written_.begin(); it != written_.end();) {
-    it = model::HasBit(presence, it->first) ? written_.erase(it) : std::next(it);
+    const auto next = std::next(it);
+    if (model::HasBit(presence, it->first)) {
+      auto gone = written_.extract(it);
+      if (lent_) forgotten_.insert(std::move(gone));
+    }
+    it = next;
   }
+}
+
+std::map<uint32_t, const float*> Values::Lend() {
+  lent_ = true;
+  std::map<uint32_t, const float*> all;
+  for (const auto& [tensor, values] : written_) all[tensor] = values.data();
+  return all;
+}
+
+void Values::EndLoan() {
+  lent_ = false;
+  forgotten_.clear();
 }
 
 std::string Values::presence() const {
@@ -95,6 +112,7 @@ void Values::Resend(const OwnedSlice& owned, const std::string& presence, const 
 }
 
 absl::Status Values::Push(const std::string& presence, const Source& source) {
+  if (lent_) return absl::OkStatus();
   for (uint32_t unit = 0; unit < seat_->units->unit_count(); ++unit) {
     for (const OwnedSlice& owned : seat_->units->unit(unit).slices) {
       if (seat_->units->plan().Touches(owned.slice, presence)) Resend(owned, presence, source);

@@ -30,12 +30,19 @@ class Values {
   bool empty() const { return written_.empty(); }
   // Bitmap of written tensors.
   std::string presence() const;
-  // Forgets what was written for the tensors of `presence`.
+  // Forgets what was written for the tensors of `presence`; what of it is lent stays where it is until EndLoan.
   void Forget(const std::string& presence);
   // What Write was given.
   Source written() const;
 
+  // All values of the next transaction are lent: until EndLoan nothing is pushed, and nothing may be written. What was
+  // written, by tensor, whole. REQUIRES: one rank.
+  std::map<uint32_t, const float*> Lend();
+  void EndLoan();
+  bool lent() const { return lent_; }
+
   // Pushes this rank's slices that touch a tensor of `presence`, with values drawn from `source`; waits for them.
+  // Nothing to do if they are lent.
   absl::Status Push(const std::string& presence, const Source& source);
   // One of them, again; does not wait.
   void Resend(const OwnedSlice& owned, const std::string& presence, const Source& source);
@@ -57,6 +64,8 @@ class Values {
   std::shared_ptr<Buffers> buffers_;
   // By tensor: the owned segments' values, in segment order.
   std::map<uint32_t, std::vector<float>> written_;
+  std::map<uint32_t, std::vector<float>> forgotten_;  // that are lent yet
+  bool lent_ = false;
 };
 
 }  // namespace ballast::client

@@ -333,7 +333,7 @@ v1::ChunkNorm Intake::Norm(absl::string_view gradient_presence) {
 void Intake::TakeValues(absl::string_view presence, uint64_t attempt, storage::ChunkUpdate* update,
                         Buffers* keep) const {
   for (const Slot& slot : slots_) {
-    if (slot.value.attempt != attempt) continue;
+    if (slot.value.attempt != attempt || slot.value.lent) continue;
     storage::ChunkUpdate::LoggedValues logged{.place = {}, .begin = slot.range.begin, .parts = {}};
     for (const model::Segment& segment : segments_) {
       const model::Range part = model::Intersect(segment.in_chunk, slot.range);

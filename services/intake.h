@@ -14,12 +14,12 @@
 #include <optional>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/epoch_plan.h"
+#include "ballast/services/lent_memory.h"
 #include "ballast/storage/chunk_store.h"
 #include "ballast/storage/io/arena.h"
 #include "ballast/storage/tier/tiers.h"
@@ -134,15 +134,15 @@ class Intake {
   bool HasOneSlice() const { return slots_.size() == 1; }
 
   // Slices that the trainer lends (lending.cc): held, but the bytes are nowhere here, and the caller computes the
-  // norms.
-  void HoldLent(uint32_t slice, uint64_t attempt);
+  // norms, or checks the values.
+  void HoldLent(uint32_t slice, v1::SliceKind kind, uint64_t attempt);
   // Until then those count 0. `generation`: when the slices were held; later ones have nothing to do with it.
   void StoreLentNorm(size_t segment, uint64_t generation, const kernels::NormResult& norm);
   uint64_t generation() const { return generation_; }
-  bool lent() const;
-  // The trainer takes its memory back: they are not held any more / or copied from it, segment by segment, null: none.
+  bool lent(v1::SliceKind kind) const;
+  // The trainer takes its memory back: they are not held any more / or copied from it.
   void VoidLent();
-  absl::Status CopyLent(absl::FunctionRef<const std::byte*(const model::Segment&)> gradient);
+  absl::Status CopyLent(const model::Chunk& chunk, const LentMemory& lent);
 
   // Outside the lock, between the two. INVALID_ARGUMENT (BAD_REQUEST) if an element of a value slice is not finite: it
   // would be in the state for ever, where an infinite gradient only skips a step. `begin`: of the slice, in its unit.
@@ -157,8 +157,8 @@ class Intake {
   v1::ChunkNorm Norm(absl::string_view gradient_presence);
 
   using Buffers = std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>;
-  // Puts value slices of `attempt`, cut to the tensors of `presence`, into `update`; `keep`: what its spans borrow
-  // from.
+  // Puts value slices of `attempt`, cut to the tensors of `presence`, into `update`, but for those that are lent;
+  // `keep`: what its spans borrow from.
   void TakeValues(absl::string_view presence, uint64_t attempt, storage::ChunkUpdate* update, Buffers* keep) const;
   // The same of the gradient.
   void TakeGradient(storage::ChunkUpdate* update, Buffers* keep) const;
@@ -168,7 +168,7 @@ class Intake {
     std::optional<uint64_t> attempt;
     std::shared_ptr<ProvisionalMemory::Buffer> buffer;  // its own, if it has one
     std::optional<storage::PayloadPlace> place;         // in the log, in the buffer's stead
-    bool lent = false;                                  // of a gradient: in the trainer's memory, in any buffer's stead
+    bool lent = false;                                  // in the trainer's memory, in any buffer's stead
   };
   struct Slot {
     uint32_t slice = 0;  // index into the plan's slices
@@ -176,6 +176,7 @@ class Intake {
     Held gradient;
     Held value;
     Held& held(v1::SliceKind kind) { return kind == v1::SLICE_KIND_VALUE ? value : gradient; }
+    const Held& held(v1::SliceKind kind) const { return kind == v1::SLICE_KIND_VALUE ? value : gradient; }
   };
   std::vector<Slot>::const_iterator FindSlot(uint32_t slice) const;
   void Hold(const Receipt& receipt);

@@ -210,12 +210,12 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   struct LentSlices;
   absl::Status CheckLoan(const model::LoanRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status BeginLend(LentSlices* slices) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void ComputeLentNorms(kernels::Dtype dtype, LentSlices* slices);
+  void ComputeLentNorms(LentSlices* slices);
   absl::Status EndLend(const LentSlices& slices) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void EndLoan(const std::shared_ptr<LentMemory>& lent) ABSL_LOCKS_EXCLUDED(mu_);
   // What is lent for this step, which is decided.
   std::shared_ptr<LentMemory> TakeLent(const v1::PreparedRecord& prepared) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void TakeBackGradients(const LentMemory& lent, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void TakeBackLent(const LentMemory& lent, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   absl::StatusOr<PullPlan> PlanPull(const v1::PullRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   enum class Copy { kCurrent, kPinned, kNotYet };
@@ -254,6 +254,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // `segment_bytes`: of the journal that there is; 0 if there is none.
   static JournalSize JournalSizeOf(const NewChunks& wanted, uint64_t segment_bytes);
   std::shared_ptr<storage::ChunkStore> MakeStore(const NewChunks& wanted) const;
+  // What slices take of memory that is not read back from the log: nothing where they are lent.
+  uint64_t SliceBytesPerElement(const NewChunks& wanted) const;
   // Memory of chunks whose slices are read back from the log (reading_back.cc). Of `buffer_bytes` for their slices,
   // what updates read into; the rest is for pushes.
   absl::Status TakeReadBack(const NewChunks& wanted, uint64_t buffer_bytes) ABSL_LOCKS_EXCLUDED(mu_);

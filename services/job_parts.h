@@ -51,8 +51,6 @@ struct Job::NewChunks {
   bool dry_run = false;
   // What slices take of memory if they are read back from the log.
   storage::PlanRequest::ReadBack read_back() const;
-  // And if they stay in memory.
-  uint64_t slice_bytes_per_element() const;
   bool logged() const { return spec.durability() == v1::DURABILITY_STEP; }
   // Something of it is on the disk for the time after a restart.
   bool durable() const { return logged() || spec.durability() == v1::DURABILITY_EVERY_K; }

@@ -1,5 +1,5 @@
 // How class Job works in a trainer's memory. Slices that are lent are held like others, but without bytes: norms are
-// computed here, from where the trainer has its gradients, and the update reads them there.
+// computed, and values checked, here, where the trainer has them, and the update reads them there.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -20,14 +20,16 @@ absl::Status Unsupported(absl::string_view message) {
   return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported, message);
 }
 
-v1::PushRequest HeaderOf(const model::LoanRequest& request, const model::Slice& slice) {
+constexpr v1::SliceKind kKinds[] = {v1::SLICE_KIND_GRADIENT, v1::SLICE_KIND_VALUE};
+
+v1::PushRequest HeaderOf(const model::LoanRequest& request, v1::SliceKind kind, const model::Slice& slice) {
   v1::PushRequest header;
   header.set_job(request.job);
   *header.mutable_epoch() = request.epoch;
   header.set_step(request.step);
   header.set_attempt(request.attempt);
   header.set_rank(slice.rank);
-  header.set_kind(v1::SLICE_KIND_GRADIENT);
+  header.set_kind(kind);
   header.set_unit(slice.unit);
   header.set_begin(slice.range.begin);
   header.set_end(slice.range.end);
@@ -41,12 +43,15 @@ LentMemory::LentMemory(model::LoanRequest request, const model::EpochPlan& plan,
     : request_(std::move(request)),
       gradient_bytes_(kernels::ElementBytes(optimizer.gradient)),
       working_bytes_(kernels::ElementBytes(optimizer.working)) {
-  std::vector<uint32_t> present;
+  std::vector<uint32_t> gradients, values;
   for (uint32_t tensor = 0; tensor < request_.tensors.size(); ++tensor) {
     begins_.push_back(plan.layout().tensors()[tensor].range.begin);
-    if (request_.tensors[tensor].gradient != nullptr) present.push_back(tensor);
+    if (request_.tensors[tensor].gradient != nullptr) gradients.push_back(tensor);
+    if (request_.tensors[tensor].value != nullptr) values.push_back(tensor);
   }
-  presence_ = model::MakeBitmap(static_cast<uint32_t>(request_.tensors.size()), present);
+  const auto count = static_cast<uint32_t>(request_.tensors.size());
+  gradient_presence_ = model::MakeBitmap(count, gradients);
+  value_presence_ = model::MakeBitmap(count, values);
 }
 
 const std::byte* LentMemory::Gradient(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const {
@@ -57,6 +62,12 @@ const std::byte* LentMemory::Gradient(const model::Chunk& chunk, uint32_t tensor
 std::byte* LentMemory::Working(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const {
   std::byte* const begin = request_.tensors[tensor].working;
   return begin == nullptr ? nullptr : begin + (chunk.range.begin + at - begins_[tensor]) * working_bytes_;
+}
+
+const std::byte* LentMemory::Value(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const {
+  const std::byte* const begin = request_.tensors[tensor].value;
+  const uint64_t width = kernels::ElementBytes(value_dtype(tensor));
+  return begin == nullptr ? nullptr : begin + (chunk.range.begin + at - begins_[tensor]) * width;
 }
 
 std::shared_ptr<void> LentMemory::Use() {
@@ -74,9 +85,10 @@ void LentMemory::AwaitUnused() {
       +[](int* uses) { return *uses == 0; }, &uses_));
 }
 
-void Intake::HoldLent(uint32_t slice, uint64_t attempt) {
+void Intake::HoldLent(uint32_t slice, v1::SliceKind kind, uint64_t attempt) {
   Slot& slot = slots_[static_cast<size_t>(FindSlot(slice) - slots_.begin())];
-  slot.gradient = {.attempt = attempt, .buffer = nullptr, .place = std::nullopt, .lent = true};
+  slot.held(kind) = {.attempt = attempt, .buffer = nullptr, .place = std::nullopt, .lent = true};
+  if (kind == v1::SLICE_KIND_VALUE) return;
   for (size_t i = 0; i < segments_.size(); ++i) {
     // Of a tensor without a gradient, as if zeros had been pushed for it.
     if (model::Intersect(segments_[i].in_chunk, slot.range).size() > 0) norms_[i] = kernels::NormResult{0, true};
@@ -87,26 +99,44 @@ void Intake::StoreLentNorm(size_t segment, uint64_t generation, const kernels::N
   if (generation == generation_) norms_[segment] = norm;
 }
 
-bool Intake::lent() const {
-  return std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.gradient.lent; });
+bool Intake::lent(v1::SliceKind kind) const {
+  return std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) { return slot.held(kind).lent; });
 }
 
 void Intake::VoidLent() {
   for (Slot& slot : slots_) {
-    if (slot.gradient.lent) slot.gradient = {};
+    for (const v1::SliceKind kind : kKinds) {
+      if (slot.held(kind).lent) slot.held(kind) = {};
+    }
   }
 }
 
-absl::Status Intake::CopyLent(absl::FunctionRef<const std::byte*(const model::Segment&)> gradient) {
-  if (gradient_ == nullptr) {
-    BALLAST_ASSIGN_OR_RETURN(gradient_, ProvisionalMemory::Allocate(memory_, elements_ * element_bytes()));
+absl::Status Intake::CopyLent(const model::Chunk& chunk, const LentMemory& lent) {
+  if (this->lent(v1::SLICE_KIND_GRADIENT)) {
+    if (gradient_ == nullptr) {
+      BALLAST_ASSIGN_OR_RETURN(gradient_, ProvisionalMemory::Allocate(memory_, elements_ * element_bytes()));
+    }
+    for (const model::Segment& segment : segments_) {
+      std::byte* const to = gradient_->data() + segment.in_chunk.begin * element_bytes();
+      const std::byte* const from = lent.Gradient(chunk, segment.tensor, segment.in_chunk.begin);
+      if (from != nullptr) std::memcpy(to, from, segment.in_chunk.size() * element_bytes());
+    }
+    for (Slot& slot : slots_) slot.gradient.lent = false;
   }
-  for (const model::Segment& segment : segments_) {
-    std::byte* const to = gradient_->data() + segment.in_chunk.begin * element_bytes();
-    const std::byte* const from = gradient(segment);
-    if (from != nullptr) std::memcpy(to, from, segment.in_chunk.size() * element_bytes());
+  for (Slot& slot : slots_) {
+    if (!slot.value.lent) continue;
+    BALLAST_ASSIGN_OR_RETURN(slot.value.buffer,
+                             ProvisionalMemory::Allocate(memory_, slot.range.size() * sizeof(float)));
+    auto* const values = reinterpret_cast<float*>(slot.value.buffer->data());
+    for (const model::Segment& segment : segments_) {
+      const model::Range part = model::Intersect(segment.in_chunk, slot.range);
+      const std::byte* const from = part.size() > 0 ? lent.Value(chunk, segment.tensor, part.begin) : nullptr;
+      if (from == nullptr) continue;
+      kernels::ToF32(lent.value_dtype(segment.tensor), from,
+                     absl::MakeSpan(values + (part.begin - slot.range.begin), part.size()));
+    }
+    slot.value.lent = false;
   }
-  for (Slot& slot : slots_) slot.gradient.lent = false;
   return absl::OkStatus();
 }
 
@@ -131,7 +161,9 @@ struct Job::LentSlices {
     std::shared_ptr<HeldChunk> chunk;
     uint64_t generation = 0;
     size_t index = 0;
-    const std::byte* gradient = nullptr;
+    v1::SliceKind kind = v1::SLICE_KIND_GRADIENT;
+    kernels::Dtype dtype = kernels::Dtype::kF32;
+    const std::byte* lent = nullptr;
     uint64_t elements = 0;
     kernels::NormResult norm;
   };
@@ -142,18 +174,16 @@ absl::StatusOr<std::unique_ptr<model::Loan>> Job::Lend(const model::LoanRequest&
   absl::Status status;
   std::unique_ptr<model::Loan> loan;
   LentSlices slices;
-  kernels::Dtype dtype = kernels::Dtype::kF32;
   Locked([&](Replies*) {
     mu_.AssertHeld();
     status = CheckLoan(request);
     if (!status.ok()) return;
-    dtype = store_->layout().optimizer().gradient;
     lent_ = std::make_shared<LentMemory>(request, *plan_, store_->layout().optimizer());
     loan = std::make_unique<JobLoan>(weak_from_this(), lent_);
     status = BeginLend(&slices);
   });
   BALLAST_RETURN_IF_ERROR(status);
-  ComputeLentNorms(dtype, &slices);
+  ComputeLentNorms(&slices);
   Locked([&](Replies*) {
     mu_.AssertHeld();
     status = EndLend(slices);
@@ -178,46 +208,63 @@ absl::Status Job::CheckLoan(const model::LoanRequest& request) const {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
                         absl::StrCat("the job has ", tensors, " tensors, ", request.tensors.size(), " were lent"));
   }
-  const bool gradients = std::any_of(request.tensors.begin(), request.tensors.end(),
-                                     [](const model::LentTensor& tensor) { return tensor.gradient != nullptr; });
-  if (durable_ && gradients) return Unsupported("with durability step gradients go to the log: they are pushed");
+  for (const model::LentTensor& tensor : request.tensors) {
+    if (durable_ && (tensor.gradient != nullptr || tensor.value != nullptr)) {
+      return Unsupported("with durability step gradients and values go to the log: they are pushed");
+    }
+    const kernels::Dtype working = store_->layout().optimizer().working;
+    if (tensor.value != nullptr && tensor.value_dtype != kernels::Dtype::kF32 && tensor.value_dtype != working) {
+      return model::Error(absl::StatusCode::kInvalidArgument, model::kBadDtype,
+                          "lent values are neither fp32 nor of the job's working dtype");
+    }
+  }
   return absl::OkStatus();
 }
 
 absl::Status Job::BeginLend(LentSlices* slices) {
   const model::LoanRequest& request = lent_->request();
   absl::Status status;
-  for (const model::Slice& slice : plan_->slices()) {
-    if (!plan_->Touches(slice, lent_->presence())) continue;
-    v1::PushRequest header = HeaderOf(request, slice);
-    const absl::StatusOr<StepMachine::Admission> admission = machine_->BeginPush(header);
-    status = admission.status();
-    if (!status.ok()) break;
-    if (*admission == StepMachine::Admission::kHeld) continue;
-    slices->headers.push_back(std::move(header));
+  for (const v1::SliceKind kind : kKinds) {
+    for (const model::Slice& slice : plan_->slices()) {
+      if (!status.ok() || !plan_->Touches(slice, lent_->presence(kind))) continue;
+      v1::PushRequest header = HeaderOf(request, kind, slice);
+      const absl::StatusOr<StepMachine::Admission> admission = machine_->BeginPush(header);
+      status = admission.status();
+      if (!status.ok() || *admission == StepMachine::Admission::kHeld) continue;
+      slices->headers.push_back(std::move(header));
+    }
   }
   if (!status.ok()) {
     for (const v1::PushRequest& header : slices->headers) (void)machine_->EndPush(header, status);
     return status;
   }
-  std::vector<HeldChunk*> chunks;
+  // One rank has one slice of a chunk, and its segments whole.
   for (const v1::PushRequest& header : slices->headers) {
     uint32_t slice = 0;
     const std::shared_ptr<HeldChunk> chunk = FindSliceChunk(header, &slice);
-    chunk->intake.HoldLent(slice, request.attempt);
-    if (!chunks.empty() && chunks.back() == chunk.get()) continue;
-    chunks.push_back(chunk.get());
+    chunk->intake.HoldLent(slice, header.kind(), request.attempt);
     for (size_t i = 0; i < chunk->layout.segments.size(); ++i) {
       const model::Segment& segment = chunk->layout.segments[i];
-      const std::byte* const gradient = lent_->Gradient(chunk->layout, segment.tensor, segment.in_chunk.begin);
-      if (gradient == nullptr) continue;
-      slices->segments.push_back({chunk, chunk->intake.generation(), i, gradient, segment.in_chunk.size(), {}});
+      const uint64_t at = segment.in_chunk.begin;
+      const bool value = header.kind() == v1::SLICE_KIND_VALUE;
+      const std::byte* const lent =
+          value ? lent_->Value(chunk->layout, segment.tensor, at) : lent_->Gradient(chunk->layout, segment.tensor, at);
+      if (lent == nullptr) continue;
+      slices->segments.push_back(
+          {.chunk = chunk,
+           .generation = chunk->intake.generation(),
+           .index = i,
+           .kind = header.kind(),
+           .dtype = value ? lent_->value_dtype(segment.tensor) : store_->layout().optimizer().gradient,
+           .lent = lent,
+           .elements = segment.in_chunk.size(),
+           .norm = {}});
     }
   }
   return absl::OkStatus();
 }
 
-void Job::ComputeLentNorms(kernels::Dtype dtype, LentSlices* slices) {
+void Job::ComputeLentNorms(LentSlices* slices) {
   std::vector<size_t> ends;  // of what one thread takes at a time
   uint64_t elements = 0;
   for (size_t i = 0; i < slices->segments.size(); ++i) {
@@ -229,16 +276,23 @@ void Job::ComputeLentNorms(kernels::Dtype dtype, LentSlices* slices) {
   around_.compute->ParallelFor(ends.size(), [&](uint64_t piece) {
     for (size_t i = piece == 0 ? 0 : ends[piece - 1]; i < ends[piece]; ++i) {
       LentSlices::Segment& segment = slices->segments[i];
-      segment.norm = kernels::SquaredNorm(dtype, segment.gradient, segment.elements);
+      segment.norm = kernels::SquaredNorm(segment.dtype, segment.lent, segment.elements);
     }
   });
 }
 
 absl::Status Job::EndLend(const LentSlices& slices) {
-  for (const LentSlices::Segment& segment : slices.segments) {
-    segment.chunk->intake.StoreLentNorm(segment.index, segment.generation, segment.norm);
-  }
   absl::Status status;
+  for (const LentSlices::Segment& segment : slices.segments) {
+    if (segment.kind == v1::SLICE_KIND_GRADIENT) {
+      segment.chunk->intake.StoreLentNorm(segment.index, segment.generation, segment.norm);
+    } else if (!segment.norm.finite) {
+      const uint32_t tensor = segment.chunk->layout.segments[segment.index].tensor;
+      status.Update(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                                 absl::StrCat("a value for tensor '", plan_->layout().tensors()[tensor].name,
+                                              "' is not finite; initial values and edits must be")));
+    }
+  }
   for (const v1::PushRequest& header : slices.headers) {
     status.Update(machine_->EndPush(header, absl::OkStatus()));
   }
@@ -249,30 +303,30 @@ void Job::EndLoan(const std::shared_ptr<LentMemory>& lent) {
   Locked([&](Replies* replies) {
     mu_.AssertHeld();
     if (lent_ != lent) return;
-    if (!lent->applied) TakeBackGradients(*lent, replies);
+    if (!lent->applied) TakeBackLent(*lent, replies);
     lent_ = nullptr;
   });
 }
 
-void Job::TakeBackGradients(const LentMemory& lent, Replies* replies) {
+void Job::TakeBackLent(const LentMemory& lent, Replies* replies) {
   // Prepared, the step may be decided by whoever fences next.
   const bool prepared = machine_->Snapshot().has_prepared();
   absl::Status copied;
   for (const model::Slice& slice : plan_->slices()) {
-    if (!prepared && plan_->Touches(slice, lent.presence())) machine_->Lose(HeaderOf(lent.request(), slice));
+    for (const v1::SliceKind kind : kKinds) {
+      if (!prepared && plan_->Touches(slice, lent.presence(kind)))
+        machine_->Lose(HeaderOf(lent.request(), kind, slice));
+    }
   }
   for (const std::shared_ptr<HeldChunk>& chunk : chunks_) {
-    if (!chunk->intake.lent()) continue;
-    if (!prepared) {
+    if (prepared) {
+      copied.Update(chunk->intake.CopyLent(chunk->layout, lent));
+    } else {
       chunk->intake.VoidLent();
-      continue;
     }
-    copied.Update(chunk->intake.CopyLent([&](const model::Segment& segment) {
-      return lent.Gradient(chunk->layout, segment.tensor, segment.in_chunk.begin);
-    }));
   }
   if (!copied.ok()) {
-    Fail(model::Annotate(copied, "gradients of a prepared step could not be kept when their trainer took them back"),
+    Fail(model::Annotate(copied, "what a prepared step was lent could not be kept when its trainer took it back"),
          "Raise the dram budget, and start the job again", replies);
   }
 }

@@ -21,12 +21,16 @@ class LentMemory : public std::enable_shared_from_this<LentMemory> {
   LentMemory(model::LoanRequest request, const model::EpochPlan& plan, const kernels::OptimizerSpec& optimizer);
 
   const model::LoanRequest& request() const { return request_; }
-  // Tensors whose gradients are lent.
-  const std::string& presence() const { return presence_; }
+  // Tensors whose gradients / values are lent.
+  const std::string& presence(v1::SliceKind kind) const {
+    return kind == v1::SLICE_KIND_VALUE ? value_presence_ : gradient_presence_;
+  }
 
   // Where the trainer has what belongs to element `at` of the chunk, in a segment of `tensor`; null if it is not lent.
   const std::byte* Gradient(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const;
   std::byte* Working(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const;
+  const std::byte* Value(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const;
+  kernels::Dtype value_dtype(uint32_t tensor) const { return request_.tensors[tensor].value_dtype; }
 
   // While what it returns lives somebody may touch the memory.
   std::shared_ptr<void> Use();
@@ -39,7 +43,7 @@ class LentMemory : public std::enable_shared_from_this<LentMemory> {
   const model::LoanRequest request_;
   const uint64_t gradient_bytes_, working_bytes_;  // an element
   std::vector<uint64_t> begins_;                   // by tensor: its first element in its unit
-  std::string presence_;
+  std::string gradient_presence_, value_presence_;
   absl::Mutex mutex_;
   int uses_ ABSL_GUARDED_BY(mutex_) = 0;
 };

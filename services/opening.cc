@@ -175,7 +175,7 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
   storage::PlanRequest plan{.free = Free(*around_.tiers, returned),
                             .elements = {},
                             .layout = store.layout(),
-                            .provisional_bytes_per_element = wanted.slice_bytes_per_element(),
+                            .provisional_bytes_per_element = SliceBytesPerElement(wanted),
                             .staging_bytes = store.staging_bytes_missing(),
                             .placed = store.placed(),
                             .shape = ShapeOf(store)};

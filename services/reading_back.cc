@@ -39,7 +39,9 @@ LargestSlices LargestOf(const v1::JobSpec& spec, const kernels::OptimizerSpec& o
 
 }  // namespace
 
-uint64_t Job::NewChunks::slice_bytes_per_element() const { return BytesPerElement(optimizer); }
+uint64_t Job::SliceBytesPerElement(const NewChunks& wanted) const {
+  return around_.working_copies || wanted.logged() ? BytesPerElement(wanted.optimizer) : 0;
+}
 
 storage::PlanRequest::ReadBack Job::NewChunks::read_back() const {
   const LargestSlices largest = LargestOf(spec, optimizer);

@@ -49,6 +49,23 @@ bool Changes(const v1::StepHeader& header, const model::Chunk& chunk) {
   });
 }
 
+// Values that the trainer lends.
+void TakeLentValues(const LentMemory& lent, const model::Chunk& chunk, const std::string& presence, uint64_t width,
+                    storage::ChunkUpdate* update) {
+  for (const model::Segment& segment : chunk.segments) {
+    const uint64_t at = segment.in_chunk.begin, count = segment.in_chunk.size();
+    const std::byte* const from = lent.Value(chunk, segment.tensor, at);
+    if (from == nullptr || !model::HasBit(presence, segment.tensor)) continue;
+    storage::ChunkUpdate::Values& values = update->values.emplace_back();
+    values.begin = at;
+    if (lent.value_dtype(segment.tensor) == kernels::Dtype::kF32) {
+      values.values = {reinterpret_cast<const float*>(from), count};
+    } else {
+      values.narrow = {from, count * width};
+    }
+  }
+}
+
 // Where values become working parameters.
 void LendTo(const LentMemory& lent, const model::Chunk& chunk, storage::ChunkUpdate* update) {
   const auto lend = [&](auto& part) {
@@ -105,8 +122,11 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
                      .first_element = chunk->layout.range.begin};
     Intake::Buffers buffers;
     if (!skip) chunk->intake.TakeValues(header.value_presence(), prepared.attempt(), &change, &buffers);
+    if (lent != nullptr && !skip && chunk->intake.lent(v1::SLICE_KIND_VALUE)) {
+      TakeLentValues(*lent, chunk->layout, header.value_presence(), store_->layout().working_element_bytes(), &change);
+    }
     if (lent != nullptr) LendTo(*lent, chunk->layout, &change);
-    const bool lends = lent != nullptr && chunk->intake.lent();
+    const bool lends = lent != nullptr && chunk->intake.lent(v1::SLICE_KIND_GRADIENT);
     for (const model::Segment& segment : chunk->layout.segments) {
       if (!update || !model::HasBit(header.gradient_presence(), segment.tensor)) continue;
       change.segments.push_back({segment.in_chunk.begin, segment.in_chunk.end,

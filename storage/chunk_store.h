@@ -31,6 +31,10 @@ struct ChunkUpdate {
     uint64_t begin = 0;  // elements from the chunk's start
     absl::Span<const float> values;
     std::byte* working = nullptr;
+    // In the stead of `values`: in the working dtype, which they are widened from.
+    absl::Span<const std::byte> narrow = {};
+    // `width`: bytes of a working parameter.
+    uint64_t count(uint64_t width) const { return narrow.empty() ? values.size() : narrow.size() / width; }
   };
   // A slice of values whose bytes are in the gradient log.
   struct LoggedValues {

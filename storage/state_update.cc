@@ -198,10 +198,15 @@ void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* w
     }
   }
   for (const ChunkUpdate::Values& values : update.values) {
-    std::copy(values.values.begin(), values.values.end(), state.master() + values.begin);
+    const absl::Span<float> master(state.master() + values.begin, values.count(width));
+    if (values.narrow.empty()) {
+      std::copy(values.values.begin(), values.values.end(), master.begin());
+    } else {
+      kernels::ToF32(optimizer.working, values.narrow.data(), master);
+    }
     std::byte* const to = values.working != nullptr ? values.working : working;
-    if (to == nullptr) continue;
-    kernels::FromF32(values.values, optimizer.working, to + (values.working != nullptr ? 0 : values.begin * width));
+    if (to == nullptr || to == values.narrow.data()) continue;
+    kernels::FromF32(master, optimizer.working, to + (values.working != nullptr ? 0 : values.begin * width));
   }
   const Segments segments(update);
   std::vector<PieceDigest> old_pieces(of_old ? PieceCount(state) : 0);

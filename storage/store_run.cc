@@ -32,7 +32,9 @@ absl::Status CheckGradient(const StoredChunk& chunk, const ChunkUpdate& update) 
 
 absl::Status CheckWorking(const StoredChunk& chunk, const ChunkUpdate& update) {
   const auto lent = [](const auto& part) { return part.working != nullptr; };
-  const bool any = std::any_of(update.segments.begin(), update.segments.end(), lent) ||
+  const bool narrow = std::any_of(update.values.begin(), update.values.end(),
+                                  [](const ChunkUpdate::Values& values) { return !values.narrow.empty(); });
+  const bool any = narrow || std::any_of(update.segments.begin(), update.segments.end(), lent) ||
                    std::any_of(update.values.begin(), update.values.end(), lent) ||
                    std::any_of(update.logged_values.begin(), update.logged_values.end(), [&](const auto& values) {
                      return std::any_of(values.parts.begin(), values.parts.end(), lent);
@@ -45,7 +47,8 @@ absl::Status CheckWorking(const StoredChunk& chunk, const ChunkUpdate& update) {
 // Segments start at whole blocks of moments, whose scales and random bits have one owner.
 absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
   for (const ChunkUpdate::Values& values : update.values) {
-    BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, values.begin, values.values.size()));
+    const uint64_t count = values.count(chunk.layout.working_element_bytes());
+    BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, values.begin, count));
   }
   for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
     const uint64_t count = segment.end < segment.begin ? ~uint64_t{0} : segment.end - segment.begin;

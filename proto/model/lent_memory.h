@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "ballast/kernels/float_formats.h"
 #include "ballast/v1/types.pb.h"
 
 namespace ballast::model {
@@ -14,6 +15,9 @@ namespace ballast::model {
 struct LentTensor {
   const std::byte* gradient = nullptr;  // in the job's gradient dtype; null: not lent in this step
   std::byte* working = nullptr;         // in the job's working dtype; null: not lent
+  // New values, in fp32, or in the working dtype, which they are widened from; null: none are lent.
+  const std::byte* value = nullptr;
+  kernels::Dtype value_dtype = kernels::Dtype::kF32;
 };
 
 // For one step. `tensors`: an entry per tensor of the job's layout, in its order.
@@ -25,9 +29,9 @@ struct LoanRequest {
   std::vector<LentTensor> tensors;
 };
 
-// While it lives the server may read lent gradients and write lent working parameters. Its end blocks until nothing
-// touches them any more: an update at work is waited for; a step that may still be decided gets copies of its gradients
-// and writes no lent parameters; of any other step the gradients are not held any more.
+// While it lives the server may read lent gradients and values, and write lent working parameters. Its end blocks until
+// nothing touches them any more: an update at work is waited for; a step that may still be decided gets copies of its
+// gradients and values and writes no lent parameters; of any other step they are not held any more.
 class Loan {
  public:
   virtual ~Loan() = default;

@@ -46,7 +46,8 @@ class Trainer {
   Trainer(const Shape& shape, bool lends) : shape_(shape) {
     services::StateServerOptions options;
     options.data_directory = directory_.path();
-    options.budget = {.dram = shape.dram_bytes, .nvme = 256 * kMiB};
+    // Copies need room for slices, too.
+    options.budget = {.dram = shape.dram_bytes + (lends ? 0 : 8 * kMiB), .nvme = 256 * kMiB};
     options.staging_bytes = 6 * kMiB;
     options.compute_threads = 2;
     options.working_copies = !lends;
@@ -218,6 +219,22 @@ TEST_P(TensorsTest, WrittenValues) {
   StepBoth(4);
 }
 
+TEST_P(TensorsTest, ValuesAlone) {
+  StepBoth(1);
+  for (Trainer* trainer : {&lender_, &copier_}) {
+    const std::vector<float> values(150003, 0.7f), scale{3.0f};
+    ASSERT_TRUE(trainer->session().Write("wide", values).ok());
+    ASSERT_TRUE(trainer->session().Write("scale", scale).ok());
+    const auto committed = trainer->session().CommitValues();
+    ASSERT_TRUE(committed.ok()) << committed.status();
+    EXPECT_EQ(committed->version, 2);
+    std::vector<float> master(1);
+    ASSERT_TRUE(trainer->session().Read("scale", Content::kMaster, 2, absl::MakeSpan(master)).ok());
+    EXPECT_EQ(master[0], 3.0f);
+  }
+  StepBoth(2, {"frozen"});
+}
+
 TEST_P(TensorsTest, ASessionThatFollowsPullsWhatIsThere) {
   StepBoth(1);
   StepBoth(2, {"frozen"});
@@ -235,9 +252,11 @@ TEST_P(TensorsTest, DroppedLoansCountForNothing) {
   if (!lender_.session().takes_gradients()) GTEST_SKIP() << "gradients are not lent";
   std::vector<model::LentTensor> lent(lender_.session().tensor_count());
   const std::vector<TensorMemory> memory = lender_.Gradients(77);
-  for (size_t i = 0; i < lent.size(); ++i) lent[i] = {memory[i].gradient, nullptr};
+  for (size_t i = 0; i < lent.size(); ++i) lent[i] = {.gradient = memory[i].gradient};
   ASSERT_TRUE(lender_.session().Lend(lent).ok());
   EXPECT_THAT(lender_.session().Lend(lent).ToString(), HasSubstr("already"));
+  const std::vector<float> values(150003);
+  EXPECT_THAT(lender_.session().Write("wide", values).ToString(), HasSubstr("values are lent"));
   EXPECT_THAT(lender_.session().AwaitApplied().ToString(), HasSubstr("Step or Drop comes before"));
   const std::vector<float> gradient(lender_.session().owned_elements(1));
   EXPECT_THAT(lender_.session().Accumulate(1, gradient).ToString(), HasSubstr("lent"));
@@ -252,6 +271,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, TensorsTest,
                                            Shape{"F32", v1::DURABILITY_NONE, 64 * kMiB, kF32, kF32, kF32, kF32},
                                            Shape{"OddDtypes", v1::DURABILITY_NONE, 64 * kMiB, kBf16, kBf16, kF32, kF32},
                                            Shape{"Nvme", v1::DURABILITY_NONE, 8 * kMiB},
+                                           Shape{"NvmeNoRoomForSlices", v1::DURABILITY_NONE, 6 * kMiB + 128 * 1024},
                                            Shape{"EveryK", v1::DURABILITY_EVERY_K, 64 * kMiB},
                                            Shape{"EveryKNvme", v1::DURABILITY_EVERY_K, 8 * kMiB},
                                            Shape{"Step", v1::DURABILITY_STEP, 64 * kMiB, kBf16, kBf16, kBf16, kF32}),

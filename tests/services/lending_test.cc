@@ -47,8 +47,8 @@ class LendingTest : public ::testing::Test {
   model::LoanRequest Request(uint64_t attempt = 0) {
     model::LoanRequest request{.job = "job", .epoch = group_.epoch(), .step = group_.step(), .attempt = attempt};
     for (uint32_t i = 0; i < tensors_; ++i) {
-      request.tensors.push_back({reinterpret_cast<const std::byte*>(gradients_[i].data()),
-                                 reinterpret_cast<std::byte*>(parameters_[i].data())});
+      request.tensors.push_back({.gradient = reinterpret_cast<const std::byte*>(gradients_[i].data()),
+                                 .working = reinterpret_cast<std::byte*>(parameters_[i].data())});
     }
     return request;
   }
@@ -111,6 +111,56 @@ TEST_F(LendingTest, EndsBetweenPreparedAndDecided) {
   ASSERT_TRUE(group_.Commit(*model::Decide(*records)).ok());
   ExpectStepped();
   EXPECT_TRUE(Untouched());
+}
+
+// The same of values: in fp32 of one tensor, in the working dtype of the others.
+TEST_F(LendingTest, ValuesEndBetweenPreparedAndDecided) {
+  const auto edit = [](uint32_t tensor, uint64_t element) { return tensor == 1 ? 0.1f : 0.5f * (element % 3); };
+  std::vector<float> wide(group_.plan().layout().tensors()[1].range.size());
+  for (size_t e = 0; e < wide.size(); ++e) wide[e] = edit(1, e);
+  for (uint32_t i = 0; i < tensors_; ++i) {
+    for (size_t e = 0; e < gradients_[i].size(); ++e) gradients_[i][e] = kernels::ToBf16(edit(i, e));
+  }
+  model::LoanRequest request = Request();
+  for (model::LentTensor& tensor : request.tensors) {
+    tensor = {.value = tensor.gradient, .value_dtype = kernels::Dtype::kBf16};
+  }
+  request.tensors[1] = {.value = reinterpret_cast<const std::byte*>(wide.data())};
+  v1::StepHeader header;
+  header.set_kind(v1::STEP_KIND_VALUES);
+  header.set_gradient_scale(1);
+  header.set_value_presence(AllTensors(tensors_));
+  header.set_gradient_presence(std::string(header.value_presence().size(), 0));
+  auto loan = lender_->Lend(request);
+  ASSERT_TRUE(loan.ok()) << loan.status();
+  const auto records = group_.SealAll(header);
+  ASSERT_TRUE(records.ok()) << records.status();
+  loan->reset();
+  Spoil();
+  std::fill(wide.begin(), wide.end(), -1.0f);
+  ASSERT_TRUE(group_.Commit(*model::Decide(*records)).ok());
+  for (uint32_t i = 0; i < tensors_; ++i) {
+    const auto master = group_.Read(i, v1::CONTENT_MASTER, group_.step() - 1);
+    ASSERT_TRUE(master.ok()) << master.status();
+    for (size_t e = 0; e < master->size(); ++e) ASSERT_EQ((*master)[e], edit(i, e)) << "tensor " << i << " at " << e;
+  }
+}
+
+TEST_F(LendingTest, ValuesThatAreNotFinite) {
+  std::vector<float> wide(group_.plan().layout().tensors()[1].range.size());
+  wide.back() = std::numeric_limits<float>::infinity();
+  model::LoanRequest request = Request();
+  for (model::LentTensor& tensor : request.tensors) tensor = {};
+  request.tensors[1].value = reinterpret_cast<const std::byte*>(wide.data());
+  const auto loan = lender_->Lend(request);
+  EXPECT_EQ(model::ReasonOf(loan.status()), model::kBadRequest);
+  EXPECT_THAT(loan.status().ToString(), HasSubstr(group_.plan().layout().tensors()[1].name));
+  request.tensors[1].value_dtype = kernels::Dtype::kF16;
+  EXPECT_EQ(model::ReasonOf(lender_->Lend(request).status()), model::kBadDtype);
+  request.tensors[1].value_dtype = kernels::Dtype::kF32;
+  request.attempt = 1;
+  wide.back() = 1;
+  EXPECT_TRUE(lender_->Lend(request).ok());  // nothing stays behind
 }
 
 TEST_F(LendingTest, EndsBeforeTheSeal) {
