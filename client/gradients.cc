@@ -55,21 +55,25 @@ void Gradients::Mark(uint32_t unit, absl::Span<const uint32_t> absent) {
   }
 }
 
+absl::Status Gradients::CheckNone(uint32_t unit) const {
+  const State state = units_[unit].state;
+  if (state == State::kNone) return absl::OkStatus();
+  const char* const came = state == State::kZeroes         ? "was counted as zeros by Norm() or Step() already"
+                           : state == State::kLent         ? "was lent in this step"
+                           : state == State::kAccumulating ? "is being accumulated"
+                                                           : "was pushed already in this step";
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
+                      absl::StrCat("unit '", seat_->units->layout().units()[unit].name, "' ", came,
+                                   "; several contributions go through Accumulate, and Drop() starts over"));
+}
+
 absl::Status Gradients::Push(uint32_t unit, absl::Span<const std::byte> gradient,
                              absl::Span<const std::string> absent) {
   const uint64_t width = seat_->gradient_bytes();
   BALLAST_RETURN_IF_ERROR(Check(unit, gradient.size() / width));
   BALLAST_ASSIGN_OR_RETURN(const auto missing, AbsentTensors(unit, absent));
+  BALLAST_RETURN_IF_ERROR(CheckNone(unit));
   UnitGradient& mine = units_[unit];
-  if (mine.state != State::kNone) {
-    const char* const came = mine.state == State::kZeroes   ? "was counted as zeros by Norm() or Step() already"
-                             : mine.state == State::kPushed ? "was pushed already in this step"
-                             : mine.state == State::kLent   ? "was lent in this step"
-                                                            : "is being accumulated";
-    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
-                        absl::StrCat("unit '", seat_->units->layout().units()[unit].name, "' ", came,
-                                     "; several contributions go through Accumulate, and Drop() starts over"));
-  }
   mine.values.assign(gradient.begin(), gradient.end());
   for (const OwnedSegment& segment : seat_->units->unit(unit).segments) {
     if (!Contains(missing, segment.tensor)) continue;
@@ -80,6 +84,41 @@ absl::Status Gradients::Push(uint32_t unit, absl::Span<const std::byte> gradient
   SendTouched(unit, presence_);
   seat_->router->AwaitAdmission();
   return absl::OkStatus();
+}
+
+absl::Status Gradients::PushBorrowed(uint32_t unit, std::vector<GradientRun> runs,
+                                     absl::Span<const std::string> absent) {
+  BALLAST_RETURN_IF_ERROR(seat_->units->CheckUnit(unit));
+  BALLAST_ASSIGN_OR_RETURN(const auto missing, AbsentTensors(unit, absent));
+  BALLAST_RETURN_IF_ERROR(CheckNone(unit));
+  uint64_t end = 0;
+  const uint64_t width = seat_->gradient_bytes(), owned = seat_->units->unit(unit).owned_elements;
+  for (const GradientRun& run : runs) {
+    if (run.begin < end || run.elements.size() % width != 0 || run.begin > owned ||
+        run.elements.size() / width > owned - run.begin) {
+      return model::Error(
+          absl::StatusCode::kInvalidArgument, model::kBadRange,
+          absl::StrCat("runs of a gradient: expected ascending ones of ", width, "-byte elements within ", owned,
+                       ", got ", run.elements.size(), " bytes from element ", run.begin, " on, behind ", end));
+    }
+    end = run.begin + run.elements.size() / width;
+  }
+  UnitGradient& mine = units_[unit];
+  mine.runs = std::move(runs);
+  mine.state = State::kBorrowed;
+  Mark(unit, missing);
+  SendTouched(unit, presence_);
+  seat_->router->AwaitAdmission();
+  return absl::OkStatus();
+}
+
+void Gradients::ReturnBorrowed() {
+  (void)pushes_->Wait();
+  for (UnitGradient& mine : units_) {
+    if (mine.state != State::kBorrowed) continue;
+    mine.state = State::kReturned;
+    mine.runs.clear();
+  }
 }
 
 absl::Status Gradients::Accumulate(uint32_t unit, absl::Span<const float> gradient,
@@ -113,13 +152,34 @@ absl::Status Gradients::Accumulate(uint32_t unit, absl::Span<const float> gradie
 }
 
 void Gradients::SendSlice(UnitGradient& gradient, const OwnedSlice& owned) {
-  const uint64_t width = seat_->gradient_bytes();
-  const auto bytes =
-      absl::MakeConstSpan(gradient.values.data() + owned.offset * width, owned.slice.range.size() * width);
+  const uint64_t width = seat_->gradient_bytes(), count = owned.slice.range.size();
+  absl::Span<const std::byte> bytes;
+  std::shared_ptr<std::vector<std::byte>> gathered;
+  if (gradient.state != State::kBorrowed) {
+    bytes = absl::MakeConstSpan(gradient.values).subspan(owned.offset * width, count * width);
+  } else {
+    // The first run that ends behind the slice's beginning.
+    auto run =
+        std::lower_bound(gradient.runs.begin(), gradient.runs.end(), owned.offset + 1,
+                         [&](const GradientRun& r, uint64_t at) { return r.begin + r.elements.size() / width < at; });
+    const uint64_t end = owned.offset + count;
+    if (run != gradient.runs.end() && run->begin <= owned.offset && end <= run->begin + run->elements.size() / width) {
+      bytes = run->elements.subspan((owned.offset - run->begin) * width, count * width);
+    } else {
+      gathered = std::make_shared<std::vector<std::byte>>(count * width);
+      for (; run != gradient.runs.end() && run->begin < end; ++run) {
+        const uint64_t from = std::max(run->begin, owned.offset);
+        const uint64_t to = std::min(run->begin + run->elements.size() / width, end);
+        std::memcpy(gathered->data() + (from - owned.offset) * width,
+                    run->elements.data() + (from - run->begin) * width, (to - from) * width);
+      }
+      bytes = *gathered;
+    }
+  }
   pushed_bytes_ += bytes.size();
   pushes_->Start();
   seat_->PushSlice(v1::SLICE_KIND_GRADIENT, owned, bytes,
-                   [tally = pushes_](const absl::Status& status) { tally->Finish(status); });
+                   [tally = pushes_, gathered](const absl::Status& status) { tally->Finish(status); });
 }
 
 void Gradients::SendTouched(uint32_t unit, const std::string& presence) {
@@ -182,13 +242,16 @@ void Gradients::Lend(const std::string& presence) {
 
 void Gradients::Resend(const OwnedSlice& owned) {
   UnitGradient& mine = units_[owned.slice.unit];
-  if (mine.state == State::kPushed || mine.state == State::kZeroes) SendSlice(mine, owned);
+  if (mine.state == State::kPushed || mine.state == State::kBorrowed || mine.state == State::kZeroes) {
+    SendSlice(mine, owned);
+  }
 }
 
 void Gradients::Forget() {
   (void)pushes_->Wait();
   for (UnitGradient& mine : units_) {
     mine.state = State::kNone;
+    mine.runs.clear();
     std::fill(mine.sent.begin(), mine.sent.end(), false);
   }
   std::fill(presence_.begin(), presence_.end(), '\0');

@@ -1,8 +1,9 @@
-// The gradients that this rank has pushed for the step in the making. They stay here until every server is prepared, so
-// that whatever a server lost can be sent again.
+// The gradients that this rank has pushed for the step in the making. They stay here, or where the caller has them,
+// until every server is prepared, so that whatever a server lost can be sent again.
 //
 // Memory: the gradient dtype's for every element that this rank owns of a unit it pushed, and 4 bytes for units that
-// accumulate; allocated at a unit's first push and kept. Threads: one.
+// accumulate; allocated at a unit's first push and kept. Of borrowed ones, slices that lie in several runs until
+// servers have them. Threads: one.
 #pragma once
 
 #include <memory>
@@ -12,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "ballast/client/seat.h"
+#include "ballast/client/session.h"
 
 namespace ballast::client {
 
@@ -26,6 +28,9 @@ class Gradients {
 
   // In the job's gradient dtype.
   absl::Status Push(uint32_t unit, absl::Span<const std::byte> gradient, absl::Span<const std::string> absent);
+  absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent);
+  // What was borrowed is the caller's again, and cannot be sent any more. Waits for pushes.
+  void ReturnBorrowed();
   absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent);
   // Pushes what was accumulated, and waits until the servers have all that was pushed.
   absl::Status Flush();
@@ -45,15 +50,17 @@ class Gradients {
   uint64_t pushed_bytes() const { return pushed_bytes_; }
 
  private:
-  enum class State { kNone, kAccumulating, kPushed, kZeroes, kLent };
+  enum class State { kNone, kAccumulating, kPushed, kBorrowed, kReturned, kZeroes, kLent };
   struct UnitGradient {
     State state = State::kNone;
     std::vector<std::byte> values;
+    std::vector<GradientRun> runs;  // in the stead of `values` if they are borrowed
     std::vector<float> sum;
     std::vector<bool> sent;  // by slice
   };
 
   absl::Status Check(uint32_t unit, size_t size) const;
+  absl::Status CheckNone(uint32_t unit) const;
   absl::StatusOr<std::vector<uint32_t>> AbsentTensors(uint32_t unit, absl::Span<const std::string> names) const;
   void Mark(uint32_t unit, absl::Span<const uint32_t> absent);
   void SendSlice(UnitGradient& gradient, const OwnedSlice& owned);

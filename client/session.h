@@ -139,6 +139,12 @@ struct UnitRange {
   uint64_t end = 0;
 };
 
+// Some elements of this rank's part of a unit's gradient.
+struct GradientRun {
+  uint64_t begin = 0;  // in its owned ranges, laid end to end
+  absl::Span<const std::byte> elements;
+};
+
 class Session;
 
 // All of a unit's working parameters, gathered. Frees its buffer when dropped. Valid until the session ends.
@@ -234,6 +240,11 @@ class Session {
   // gradient dtype; BAD_DTYPE if it is as wide as the other overload's.
   absl::Status Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent = {});
   absl::Status Push(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent = {});
+  // The same in runs, ascending; what lies in none is zero. They are not copied: they must stay until Step or Drop has
+  // returned OK, or ReturnGradients.
+  absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent = {});
+  // After a Step that failed: what was borrowed is the caller's again, and Drop comes before another Step.
+  void ReturnGradients();
   // One of several contributions to the unit's gradient: summed here in fp32, in call order, rounded to the gradient
   // dtype and pushed once by the next collective call on the step (Norm, TensorNorm, Step).
   absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent = {});

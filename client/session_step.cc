@@ -213,6 +213,18 @@ absl::Status Session::Push(uint32_t unit, absl::Span<const float> gradient, absl
   return impl_->Push(unit, Bytes(gradient), sizeof(float), absent);
 }
 
+absl::Status Session::PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent) {
+  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(unit));
+  const absl::Time start = absl::Now();
+  const absl::Status status = impl_->gradients.PushBorrowed(unit, std::move(runs), absent);
+  impl_->push_seconds += SecondsSince(start);
+  return status;
+}
+
+void Session::ReturnGradients() {
+  if (!impl_->forked()) impl_->gradients.ReturnBorrowed();
+}
+
 absl::Status Session::Accumulate(uint32_t unit, absl::Span<const float> gradient,
                                  absl::Span<const std::string> absent) {
   BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(unit));

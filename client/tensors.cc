@@ -141,12 +141,14 @@ absl::StatusOr<TensorsReport> Tensors::Step(absl::Span<const TensorMemory> memor
   const bool lends = session_->takes_loans();
   TensorsReport report;
   if (const absl::Status given = Give(memory); !given.ok()) {
+    session_->ReturnGradients();
     (void)session_->Drop();
     return given;
   }
   report.push_seconds = lap();
   auto stepped = session_->Step(options);
   if (!stepped.ok()) {
+    session_->ReturnGradients();
     if (lends) (void)session_->Drop();  // the memory is the caller's again
     return stepped.status();
   }
@@ -211,6 +213,17 @@ absl::Status Tensors::PushUnit(const Unit& unit, absl::Span<const TensorMemory> 
   if (absent.size() == unit.tensors.size()) return absl::OkStatus();
   const Dtype dtype = session_->optimizer().gradient;
   const uint64_t width = ElementBytes(dtype), owned = session_->owned_elements(unit.index);
+  const bool converts = std::any_of(unit.tensors.begin(), unit.tensors.end(), [&](size_t tensor) {
+    return memory[tensor].gradient != nullptr && memory[tensor].gradient_dtype != dtype;
+  });
+  if (!converts) {
+    std::vector<GradientRun> runs;
+    for (const Run& run : unit.owned) {
+      const std::byte* const gradient = memory[run.tensor].gradient;
+      if (gradient != nullptr) runs.push_back({run.at, {gradient + run.local * width, run.count * width}});
+    }
+    return session_->PushBorrowed(unit.index, std::move(runs), absent);
+  }
   buffer_.resize(owned * width);
   for (const Run& run : unit.owned) {
     const TensorMemory& tensor = memory[run.tensor];

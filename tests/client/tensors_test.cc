@@ -265,6 +265,35 @@ TEST_P(TensorsTest, DroppedLoansCountForNothing) {
   StepBoth(1);
 }
 
+// Of a step that failed nothing is read any more, and nothing is sent again.
+TEST_P(TensorsTest, GradientsOfAFailedStepAreReturned) {
+  StepBoth(1);
+  StepOptions wrong = TestStep();
+  wrong.groups.pop_back();
+  std::vector<TensorMemory> memory = copier_.Gradients(2);
+  EXPECT_FALSE(copier_.tensors().Step(memory, wrong).ok());
+  (void)copier_.Gradients(3);
+  EXPECT_THAT(copier_.Step(memory).status().ToString(), HasSubstr("Drop() starts over"));
+  ASSERT_TRUE(copier_.session().Drop().ok());
+  StepBoth(4);
+}
+
+TEST_P(TensorsTest, RunsOfGradients) {
+  Session& session = copier_.session();
+  const uint32_t unit = *session.FindUnit("a");
+  const uint64_t owned = session.owned_elements(unit), width = kernels::ElementBytes(session.optimizer().gradient);
+  std::vector<std::byte> bytes(owned * width);
+  const absl::Span<const std::byte> all = bytes;
+  for (const auto& [begin, count] : {std::pair{owned - 5, uint64_t{6}}, std::pair{owned + 1, uint64_t{0}}}) {
+    EXPECT_EQ(model::ReasonOf(session.PushBorrowed(unit, {{begin, all.subspan(0, count * width)}})), model::kBadRange);
+  }
+  EXPECT_FALSE(session.PushBorrowed(unit, {{0, all.subspan(0, width + 1)}}).ok());
+  EXPECT_FALSE(session.PushBorrowed(unit, {{0, all.subspan(0, 2 * width)}, {1, all.subspan(0, width)}}).ok());
+  EXPECT_TRUE(session.PushBorrowed(unit, {}).ok());
+  EXPECT_EQ(*session.Norm(), 0);
+  ASSERT_TRUE(session.Drop().ok());
+}
+
 constexpr Dtype kF32 = Dtype::kF32, kBf16 = Dtype::kBf16;
 INSTANTIATE_TEST_SUITE_P(Shapes, TensorsTest,
                          ::testing::Values(Shape{"Dram"},
