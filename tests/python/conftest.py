@@ -1,11 +1,14 @@
 """Every test gets a job of its own on the process's embedded server."""
 import itertools
 import os
+import re
+import subprocess
 
 import pytest
 import torch
 
 import ballast.torch as bt
+from ballast import embedded_daemon
 
 _jobs = itertools.count()
 
@@ -20,6 +23,24 @@ def job():
 def seeded():
     torch.manual_seed(1)
     os.environ.pop('BALLAST_SERVERS', None)
+
+
+@pytest.fixture(scope='session')
+def two_servers(tmp_path_factory):
+    """Addresses. Jobs of all tests share them: give each a name."""
+    folder = tmp_path_factory.mktemp('servers')
+    servers, addresses = [], []
+    for i in range(2):
+        servers.append(subprocess.Popen(
+            [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
+             '127.0.0.1:0', '--data_directory', str(folder / f'server{i}'), '--budget.dram', '128MiB', '--budget.nvme', '8GiB',
+             '--log_level', 'warn'], stdout=subprocess.PIPE, text=True))
+        addresses.append(re.search(r'listen=(\S+)', servers[-1].stdout.readline())[1])
+    yield ','.join(addresses)
+    for server in servers:
+        server.terminate()
+        server.wait()
+        server.stdout.close()
 
 
 # Ours and torch's, by name: constructors that take parameters and torch's arguments.

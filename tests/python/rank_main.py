@@ -18,7 +18,7 @@ ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1}
 
 def ours(parameters):
     budgets = {} if os.environ.get('BALLAST_SERVERS') else {'dram': '128MiB', 'threads': 2}
-    return bt.AdamW(parameters, **ARGUMENTS, **budgets)
+    return bt.AdamW(parameters, **ARGUMENTS, **budgets, name=sys.argv[1])
 
 
 def theirs(parameters):
@@ -124,6 +124,36 @@ def fsdp2_edit():
     def wrap(model):
         return fully_shard(model)
     return run_both(wrap, train_with_an_edit)
+
+
+def run_models(wrap_name, wrap):
+    """(torch's losses, ours) of models.MODELS, two of them in bf16 too, by name and dtype."""
+    import models
+
+    def own(name, i):
+        return models.batch(name, i * dist.get_world_size() + dist.get_rank())
+    losses = {}
+    for dtype, names in ((torch.float32, models.MODELS), (torch.bfloat16, ['gpt2', 'lora_gpt2'])):
+        for name in names:
+            torch.manual_seed(3)
+            job = f'{wrap_name}-{name}-{dtype}'
+            losses[name, dtype] = models.compare(name, dtype, wrap=wrap, batches=own, ours=lambda parameters, job=job: bt.AdamW(
+                parameters, **models.ARGUMENTS, name=job))
+    return losses
+
+
+def models_ddp():
+    return run_models('ddp', DistributedDataParallel)
+
+
+def models_fsdp2():
+    def wrap(model):
+        for name, module in model.named_modules():
+            block = name.rsplit('.', 1)[-1].isdigit() and sum(part.isdigit() for part in name.split('.')) == 1
+            if block and any(True for _ in module.parameters()):
+                fully_shard(module)
+        return fully_shard(model)
+    return run_models('fsdp2', wrap)
 
 
 if __name__ == '__main__':

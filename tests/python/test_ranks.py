@@ -1,15 +1,12 @@
 """Two ranks, each a process: DDP and FSDP2 against torch's optimizer, over a private state server and over two named ones."""
 import os
 import pathlib
-import re
 import socket
 import subprocess
 import sys
 
 import pytest
 import torch
-
-from ballast import embedded_daemon
 
 HERE = pathlib.Path(__file__).parent
 WORLD = 2
@@ -36,22 +33,6 @@ def run_ranks(script, folder, servers=None, expect=0):
     return [torch.load(folder / f'{script}-{rank}.pt') for rank in range(WORLD)], logs
 
 
-@pytest.fixture
-def two_servers(tmp_path):
-    servers, addresses = [], []
-    for i in range(2):
-        servers.append(subprocess.Popen(
-            [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
-             '127.0.0.1:0', '--data_directory', str(tmp_path / f'server{i}'), '--budget.dram', '128MiB', '--budget.nvme', '2GiB',
-             '--log_level', 'warn'], stdout=subprocess.PIPE, text=True))
-        addresses.append(re.search(r'listen=(\S+)', servers[-1].stdout.readline())[1])
-    yield ','.join(addresses)
-    for server in servers:
-        server.terminate()
-        server.wait()
-        server.stdout.close()
-
-
 def check(results):
     for (their_losses, their_parameters), (our_losses, our_parameters) in results:
         torch.testing.assert_close(our_losses, their_losses, rtol=1e-4, atol=1e-5)
@@ -69,6 +50,19 @@ def test_two_ranks_over_a_private_server(script, tmp_path):
 def test_two_ranks_over_two_servers(script, tmp_path, two_servers):
     results, _ = run_ranks(script, tmp_path, servers=two_servers)
     check(results)
+
+
+@pytest.mark.parametrize('wrap', ['ddp', 'fsdp2'])
+def test_models_on_two_ranks_over_two_servers(wrap, tmp_path, two_servers):
+    """models.MODELS, all in one pair of processes."""
+    pytest.importorskip('transformers')
+    pytest.importorskip('peft')
+    import models
+    ranks, _ = run_ranks(f'models_{wrap}', tmp_path, servers=two_servers)
+    assert {name for name, _ in ranks[0]} == set(models.MODELS)
+    for rank in ranks:
+        for (name, dtype), losses in rank.items():
+            models.check(dtype, *losses)
 
 
 def test_a_gradient_that_one_rank_has_not(tmp_path):
