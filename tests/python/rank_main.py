@@ -85,11 +85,16 @@ def ddp_no_sync():
 
 
 def train_with_an_edit(model, optimizer):
-    def halve(i):
+    """And with a parameter whose group comes later."""
+    late = optimizer.param_groups[0]['params'].pop()
+
+    def before_step(i):
         if i == 7:
             with torch.no_grad():
                 next(model.parameters()).mul_(0.5)
-    return train(model, optimizer, before_step=halve)
+        if i == 12:
+            optimizer.add_param_group({'params': [late], 'lr': 1e-3})
+    return train(model, optimizer, before_step=before_step)
 
 
 def ddp_edit():

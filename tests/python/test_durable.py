@@ -305,3 +305,48 @@ def test_the_same_line_finds_room_again_on_a_disk_that_is_nearly_full(tmp_path):
     with open(tmp_path / 'jobs' / 'nvme.tier', 'wb') as file:
         os.posix_fallocate(file.fileno(), 0, 1 << 30)
     assert abs(embedded.budgets(tmp_path / 'jobs', 1, None)[1] - before) < 1 << 28
+
+
+GROWING = '''
+def named(model, layer):
+    return [(name, p) for name, p in model.named_parameters() if name.startswith(layer)]
+def grow(model, optimizer, i):
+    if i == 5:
+        optimizer.add_param_group({'params': named(model, '2'), 'lr': 1e-3})
+    if i == 10:
+        model[0].weight.requires_grad_(True)
+def make_growing(model, **more):
+    model[0].weight.requires_grad_(False)
+    return bt.AdamW([{'params': [(name, p) for name, p in model.named_parameters() if name[0] != '2']}], lr=1e-2,
+                    directory='state', dram='128MiB', nvme='1GiB', threads=2, **more)
+def loop(model, optimizer, begin, end):
+    for i, batch in list(enumerate(batches(end)))[begin:]:
+        grow(model, optimizer, i)
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+'''
+
+
+@pytest.mark.parametrize('frozen', [True, False])
+def test_a_job_that_grew_is_resumed(frozen, tmp_path):
+    """By a script that has all groups from the start; with the tensor that was unfrozen later frozen again, or not."""
+    run(tmp_path, GROWING + '''
+model = mlp()
+loop(model, make_growing(model, name='whole'), 0, 25)
+torch.save(model.state_dict(), 'expected.pt')
+torch.manual_seed(5)
+model = mlp()
+loop(model, make_growing(model), 0, 15)
+''')
+    run(tmp_path, GROWING + f'''
+model = mlp()
+optimizer = make_growing(model, resume='must')
+optimizer.add_param_group({{'params': named(model, '2'), 'lr': 1e-3}})
+model[0].weight.requires_grad_(not {frozen})
+assert optimizer.resume().step == 15
+model[0].weight.requires_grad_(True)
+loop(model, optimizer, 15, 25)
+for name, value in torch.load('expected.pt').items():
+    assert torch.equal(value, model.state_dict()[name]), name
+''')

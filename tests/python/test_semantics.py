@@ -119,6 +119,31 @@ def test_add_param_group_before_and_unfreezing_in_mid_run(job):
     assert_close(*both(script, *pair(job)))
 
 
+def test_add_param_group_in_mid_run(job):
+    def script(model, make):
+        optimizer = make(model[0].parameters())
+
+        def after(i):
+            if i == 10:
+                optimizer.add_param_group({'params': [*model[2].parameters()], 'lr': 1e-3})
+            if i == 20:
+                optimizer.add_param_group({'params': [*model[3].parameters()], 'betas': (0.8, 0.9)})
+        return train(model, optimizer, after_step=after)
+    assert_close(*both(script, *pair(job)))
+
+
+def test_a_job_has_room_for_sixteen_groups(job):
+    ours, _ = pair(job)
+    model = mlp()
+    optimizer = ours(model[0].parameters())
+    train(model, optimizer, steps=1)
+    for _ in range(15):
+        optimizer.add_param_group({'params': [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ballast.Error, match='room for 16 parameter groups'):
+        optimizer.add_param_group({'params': [nn.Parameter(torch.zeros(3))]})
+    train(model, optimizer, steps=1)
+
+
 def test_closure(job):
     def script(model, make):
         optimizer = make(model.parameters())
@@ -358,8 +383,9 @@ def test_what_a_job_cannot_change_is_refused(job):
     model = mlp()
     optimizer = bt.AdamW(model.parameters(), **job)
     train(model, optimizer, steps=1)
-    with pytest.raises(ballast.Error, match='before the first step'):
-        optimizer.add_param_group({'params': [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ballast.Error, match='group 1 has amsgrad=True'):
+        optimizer.add_param_group({'params': [nn.Parameter(torch.zeros(3))], 'amsgrad': True})
+    assert len(optimizer.param_groups) == 1
     optimizer.param_groups[0]['amsgrad'] = True
     with pytest.raises(ballast.Error, match='group 0 has amsgrad=True'):
         train(model, optimizer, steps=1)

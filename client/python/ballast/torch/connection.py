@@ -1,11 +1,16 @@
 """How an optimizer reaches its servers: named ones, a private one of several ranks, or one inside this process."""
 
 import os
+import re
 import weakref
 
 from ballast import _native, embedded
 from ballast.errors import Error
 from ballast.torch import ranks
+
+
+# What Open says of a job that has tensors which were unfrozen after its first step.
+_MISSING = re.compile(r"the job has tensor '(.*?)' \(.*which this session does not name", re.S)
 
 
 class Connection:
@@ -35,8 +40,9 @@ class Connection:
             raise Error('this process was forked from the one that made the optimizer; make it after the fork',
                         'UNSUPPORTED')
 
-    def open(self, options, tensors):
-        """The session; all ranks. Starts a server where none is named."""
+    def open(self, options, tensors, with_missing):
+        """The session; all ranks. Starts a server where none is named. `with_missing(name)`: more tensors, for a job that has one
+        of that name; None if there is none."""
         local = daemon = store = None
         options.rank, options.world_size, options.servers = ranks.rank(), ranks.world_size(), self._servers
         if ranks.active():
@@ -48,7 +54,16 @@ class Connection:
         elif not self._servers:
             local = embedded.server(**self._budgets)
         try:
-            session = _native.Session.open(options, tensors, None if local is None else local.server, store)
+            while True:
+                try:
+                    session = _native.Session.open(options, tensors, None if local is None else local.server, store)
+                    break
+                except Error as error:
+                    missing = _MISSING.search(str(error))
+                    tensors = with_missing(missing[1]) if missing else None
+                    if tensors is None:
+                        raise
+                    store = None if store is None else ranks.Store()
         except BaseException:
             if daemon is not None:
                 daemon.stop()

@@ -20,6 +20,8 @@ from ballast.torch.naming import UnitsBySize, positional_name, split_named, unit
 
 # Steps in a row that may be skipped for an Inf or NaN before step() raises.
 _SKIPS_MAX = 50
+# A job's parameter groups are counted when it is made, so it is made with room for more: a multiple of so many.
+_GROUPS = 16
 # In front of the user's blob: how many steps the loop has made.
 _BLOB = struct.Struct('<Q')
 
@@ -88,11 +90,18 @@ class Optimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group):
-        if getattr(self, '_session', None) is not None:
-            raise Error('add_param_group comes before the first step: a job keeps its groups; parameters that are to be trained '
-                        'later can be in a group from the start, frozen', 'BAD_SPEC')
+        """torch's. Of an open job the parameters register at the next step."""
+        if self._session is not None and len(self.param_groups) == self._options.group_count:
+            raise Error(f'the job has room for {self._options.group_count} parameter groups, and has them all: make a new job, with '
+                        'all groups from the start', 'BAD_SPEC')
         groups, names = split_named([param_group])
         super().add_param_group(groups[0])
+        if self._session is not None:
+            try:
+                self._check_spec()
+            except Error:
+                self.param_groups.pop()
+                raise
         # Within __init__ the names are all there.
         if len(self._names) < len(self.param_groups):
             self._names.extend(names)
@@ -115,8 +124,9 @@ class Optimizer(torch.optim.Optimizer):
             for i, parameter in enumerate(group['params']):
                 yield g, i, parameter
 
-    def _new_tensors(self):
-        """Parameters that want gradients and are not in the job yet, as (member, parameter, _native.Tensor)."""
+    def _new_tensors(self, trained=()):
+        """Parameters that want gradients, or have a name of `trained`, and are not in the job yet, as (member, parameter,
+        _native.Tensor)."""
         there = {id(member.parameter): member for member in self._members}
         names = {member.name for member in self._members}
         by_size = UnitsBySize()
@@ -130,7 +140,7 @@ class Optimizer(torch.optim.Optimizer):
             if known is not None and known.group != g:
                 raise Error(f"parameter '{known.name}' has moved from group {known.group} to {g}: a job's tensors stay in "
                             'their groups', 'BAD_SPEC')
-            if known is not None or not parameter.requires_grad:
+            if known is not None or not (parameter.requires_grad or name in trained):
                 continue
             check_parameter(name, parameter)
             if name in names:
@@ -161,10 +171,18 @@ class Optimizer(torch.optim.Optimizer):
         spec.gradient = spec.working = DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
         self._options.optimizer = spec
         self._check_spec()
-        self._options.group_count = len(self.param_groups)
+        self._options.group_count = -(-len(self.param_groups) // _GROUPS) * _GROUPS
         self._options.durability = self._durability or self._connection.default_durability
         self._options.rows = any(is_sharded(parameter) for _, parameter, _ in fresh)
-        self._session = self._connection.open(self._options, [tensor for _, _, tensor in fresh])
+        trained = set()  # by the job, and frozen here
+
+        def with_missing(name):
+            nonlocal fresh
+            trained.add(name)
+            before, fresh = len(fresh), self._new_tensors(trained)
+            return [tensor for _, _, tensor in fresh] if len(fresh) > before else None
+
+        self._session = self._connection.open(self._options, [tensor for _, _, tensor in fresh], with_missing)
         self._members = [member for member, _, _ in fresh]
         self._take_blob()
         if self._session.needs_values:
@@ -340,6 +358,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._take_edit(member)
         self._check_spec()
         groups = [self._hyper(group) for group in self.param_groups]
+        groups += groups[:1] * (self._options.group_count - len(groups))
         scale = 1.0 if self._gradient_scale is None else self._gradient_scale
         before = session.version
         try:
