@@ -269,7 +269,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   storage::PlanRequest PlanOf(const NewChunks& wanted, const storage::ChunkStore& store,
                               const std::vector<storage::ChunkToAdd>& missing, const storage::TierBytes& returned);
   // Logs it, or keeps it for the dry run's answer.
-  void NotePlan(const storage::Plan& plan, bool dry_run);
+  void NotePlan(const storage::Plan& plan, const storage::PlanRequest& request, bool dry_run);
   // What an earlier run left of the chunk, once.
   std::optional<storage::DurableChunk> TakeDurable(uint64_t id);
   absl::Status AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr<HeldChunk>>* added);

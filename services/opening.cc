@@ -217,10 +217,22 @@ storage::StepShape Job::ShapeOf(const storage::ChunkStore& store) const {
           .read_back_share = read_back_share_};
 }
 
-void Job::NotePlan(const storage::Plan& plan, bool dry_run) {
+void Job::NotePlan(const storage::Plan& plan, const storage::PlanRequest& request, bool dry_run) {
   const std::string text = plan.Explain();
   if (dry_run) {
     planned_.set_plan(text);
+    for (int i = 0; i < storage::kTierKinds; ++i) {
+      const auto kind = static_cast<storage::TierKind>(i);
+      v1::PlannedTier* tier = planned_.add_tiers();
+      tier->set_tier(storage::TierName(kind));
+      tier->set_state_bytes(plan.state[kind] + (kind == storage::TierKind::kNvme ? plan.durable_bytes : 0));
+      tier->set_working_bytes(plan.working[kind]);
+      if (kind == storage::TierKind::kDram) {
+        tier->set_other_bytes(plan.slice_bytes + (plan.state.nvme > 0 ? request.staging_bytes : 0));
+      } else if (kind == storage::TierKind::kNvme && request.durable) {
+        tier->set_other_bytes(request.nvme_fixed_bytes);
+      }
+    }
     if (plan.prediction.has_value()) *planned_.mutable_prediction() = PredictionMessage(*plan.prediction);
     return;
   }
@@ -322,7 +334,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     const storage::PlanRequest request = PlanOf(wanted, *store, missing, freed);
     const absl::StatusOr<storage::Plan> plan = storage::MakePlan(request);
     status = plan.status();
-    if (status.ok()) NotePlan(*plan, dry_run);
+    if (status.ok()) NotePlan(*plan, request, dry_run);
     if (status.ok() && !dry_run && wanted.logged()) status = EnsureJournal(wanted);
     if (status.ok() && !dry_run) status = memory->Reserve(plan->slice_bytes);
     if (status.ok() && !dry_run) {

@@ -6,11 +6,12 @@
 //   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
 //   ballastctl verify --data-directory DIR [--json] [--rebuild]
 //   ballastctl iotune [--directory DIR] [--json] [--seconds N] [--out FILE]
+//   ballastctl plan --params N --dram BYTES [--nvme BYTES] [--ranks N] [--server-count N] ...
 //
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
 // apart). drop: 0 no server has the job any more; 1 some server did not drop it. unpin: the same of a pin. budget: 0
 // all servers have the new budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory.
-// iotune: 0 measured, its profile written; 1 not. All: 2 usage.
+// iotune: 0 measured, its profile written; 1 not. plan: 0 the job fits; 1 it does not. All: 2 usage.
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -27,6 +28,7 @@
 #include "ballast/services/ctl/budget_command.h"
 #include "ballast/services/ctl/cluster.h"
 #include "ballast/services/ctl/iotune_command.h"
+#include "ballast/services/ctl/plan_command.h"
 #include "ballast/services/ctl/verify_command.h"
 
 namespace ballast::services {
@@ -72,6 +74,43 @@ int Unpin(const std::vector<std::string>& servers, const std::string& job, int64
   return code;
 }
 
+template <typename Bytes>
+CLI::Option* AddBytes(CLI::App* command, const char* name, Bytes* to) {
+  const auto parse = [name, to](const std::string& text) {
+    const auto bytes = ParseBytes(text);
+    if (!bytes.ok()) throw CLI::ValidationError(name, std::string(bytes.status().message()));
+    *to = *bytes;
+  };
+  return command->add_option_function<std::string>(name, parse, "bytes, such as 512MiB");
+}
+
+CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
+  CLI::App* plan = app.add_subcommand(
+      "plan", "what a job would take of servers and trainers, and how long its steps would be; exit 0 it fits, 1 not");
+  plan->add_option("--params", to->parameters, "parameters of the model, such as 268435456, 7B or 1.5e9")->required();
+  plan->add_option("--units", to->units, "layers, of equal size")->capture_default_str()->check(CLI::Range(1, 1 << 20));
+  plan->add_option("--ranks", to->ranks, "trainers")->capture_default_str()->check(CLI::Range(1, 1 << 16));
+  plan->add_option("--server-count", to->servers, "state servers, alike")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 12));
+  AddBytes(plan, "--hbm", &to->budget.hbm);
+  AddBytes(plan, "--dram", &to->budget.dram)->required();
+  AddBytes(plan, "--nvme", &to->budget.nvme);
+  plan->add_option("--optimizer", to->optimizer, "adamw, adam, sgd, adagrad or lion")->capture_default_str();
+  plan->add_option("--moments", to->moments, "f32, bf16, i8 or f8")->capture_default_str();
+  plan->add_option("--gradient-dtype", to->gradient, "bf16, f16 or f32")->capture_default_str();
+  plan->add_option("--working-dtype", to->working, "bf16, f16 or f32")->capture_default_str();
+  plan->add_option("--durability", to->durability, "step, every-K or none")->capture_default_str();
+  plan->add_option("--pin-interval", to->pin_interval, "the K of every-K, in steps");
+  plan->add_option("--threads", to->threads, "that compute on each server")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 64));
+  plan->add_option("--profile", to->machine_profile,
+                   "as `iotune` wrote it; else ballast-profile.yaml here, if it is there");
+  plan->add_flag("--json", to->json, "machine-readable");
+  return plan;
+}
+
 int Main(int argc, char** argv) {
   CLI::App app{"Looks at and tends Ballast state servers.", "ballastctl"};
   app.require_subcommand(1);
@@ -92,19 +131,11 @@ int Main(int argc, char** argv) {
   BudgetCommand budgets;
   CLI::App* budget =
       app.add_subcommand("budget", "new budgets until the servers restart; chunks move between their tiers meanwhile");
-  const auto add_bytes = [budget](const char* name, std::optional<uint64_t>* to, const char* what) {
-    budget->add_option_function<std::string>(
-        name,
-        [name, to](const std::string& text) {
-          const auto bytes = ParseBytes(text);
-          if (!bytes.ok()) throw CLI::ValidationError(name, std::string(bytes.status().message()));
-          *to = *bytes;
-        },
-        what);
-  };
-  add_bytes("--hbm", &budgets.hbm_bytes, "bytes, such as 512MiB");
-  add_bytes("--dram", &budgets.dram_bytes, "bytes, such as 512MiB");
-  add_bytes("--nvme", &budgets.nvme_bytes, "bytes, such as 512MiB");
+  AddBytes(budget, "--hbm", &budgets.hbm_bytes);
+  AddBytes(budget, "--dram", &budgets.dram_bytes);
+  AddBytes(budget, "--nvme", &budgets.nvme_bytes);
+  PlanCommand planned;
+  CLI::App* plan = AddPlan(app, &planned);
   VerifyCommand scrub;
   CLI::App* verify = app.add_subcommand("verify",
                                         "check the data directory of a server that is down; exit 0 clean, "
@@ -137,6 +168,7 @@ int Main(int argc, char** argv) {
   spdlog::set_default_logger(spdlog::stderr_color_mt("ballastctl"));  // standard output is the answer's
   if (verify->parsed()) return RunVerify(scrub);
   if (iotune->parsed()) return RunIotune(tune);
+  if (plan->parsed()) return RunPlan(planned);
   const absl::Duration timeout = absl::Seconds(timeout_s);
   if (unpin->parsed()) return Unpin(servers, job, version, timeout);
   if (budget->parsed()) {

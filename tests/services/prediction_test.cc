@@ -91,6 +91,18 @@ TEST(Prediction, ADryRunShowsThePlan) {
   EXPECT_THAT(response->plan(), HasSubstr("Not counted, since the profile has no figure: digests"));
   EXPECT_GT(response->prediction().unmeasured_size(), 0);
   EXPECT_EQ(server->Status().tiers(1).used_bytes(), 0u) << "a dry run takes nothing";
+  // What it would take is what it takes.
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  const v1::GetServerStatusResponse status = server->Status();
+  ASSERT_EQ(response->tiers_size(), 3);
+  for (int i = 1; i < 3; ++i) {
+    const v1::PlannedTier& planned = response->tiers(i);
+    EXPECT_EQ(planned.tier(), status.tiers(i).tier());
+    EXPECT_EQ(planned.state_bytes(), status.tiers(i).state_bytes()) << planned.tier();
+    EXPECT_EQ(planned.working_bytes(), status.tiers(i).working_bytes()) << planned.tier();
+    EXPECT_EQ(planned.state_bytes() + planned.working_bytes() + planned.other_bytes(), status.tiers(i).used_bytes())
+        << planned.tier();
+  }
 }
 
 }  // namespace

@@ -78,6 +78,18 @@ void BindServer(nb::module_& m) {
       .def_prop_ro("tiers", &PythonServer::Tiers);
 }
 
+void BindEstimate(nb::module_& m) {
+  nb::class_<EstimateReport>(m, "EstimateReport")
+      .def_ro("fits", &EstimateReport::fits)
+      .def_ro("text", &EstimateReport::text)
+      .def_ro("step_seconds", &EstimateReport::step_seconds)
+      .def_ro("tiers", &EstimateReport::tiers)
+      .def_ro("rank_bytes", &EstimateReport::rank_bytes)
+      .def_ro("rank_bytes_sharded", &EstimateReport::rank_bytes_sharded);
+  m.def("estimate", &EstimateFor, "tensors"_a, "options"_a, "dram"_a, "nvme"_a, "threads"_a, "servers"_a, "profile"_a,
+        nb::call_guard<nb::gil_scoped_release>());
+}
+
 void BindOptions(nb::module_& m) {
   nb::class_<client::GroupHyper>(m, "GroupHyper")
       .def(nb::init<>())
@@ -236,6 +248,7 @@ NB_MODULE(_native, m) {
   nb::register_exception_translator(Translate);
   BindServer(m);
   BindOptions(m);
+  BindEstimate(m);
   BindSession(m);
 }
 

@@ -13,7 +13,10 @@
 #include "ballast/client/collective/loopback_collective.h"
 #include "ballast/client/grpc_transport.h"
 #include "ballast/client/python/native/status_error.h"
+#include "ballast/proto/model/names.h"
+#include "ballast/proto/model/optimizer.h"
 #include "ballast/services/embedded/embedded_transport.h"
+#include "ballast/services/estimate.h"
 
 namespace ballast::python {
 namespace {
@@ -33,32 +36,14 @@ Value Named(const char* what, const std::string& name, const std::array<std::pai
                                  absl::StrCat(what, " '", name, "': expected one of ", absl::StrJoin(names, ", "))));
 }
 
-kernels::Dtype DtypeNamed(const std::string& name) {
-  using kernels::Dtype;
-  return Named("dtype", name,
-               std::array<std::pair<const char*, Dtype>, 3>{
-                   {{"f32", Dtype::kF32}, {"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}}});
-}
-
 kernels::OptimizerSpec SpecOf(const Optimizer& optimizer) {
-  using kernels::MomentFormat;
-  using kernels::OptimizerKind;
-  return {.kind = Named("optimizer", optimizer.kind,
-                        std::array<std::pair<const char*, OptimizerKind>, 5>{{{"adamw", OptimizerKind::kAdamw},
-                                                                              {"adam", OptimizerKind::kAdam},
-                                                                              {"sgd", OptimizerKind::kSgd},
-                                                                              {"adagrad", OptimizerKind::kAdagrad},
-                                                                              {"lion", OptimizerKind::kLion}}}),
+  return {.kind = Take(model::OptimizerNamed(optimizer.kind)),
           .amsgrad = optimizer.amsgrad,
           .momentum = optimizer.momentum,
           .nesterov = optimizer.nesterov,
-          .moments = Named("moments", optimizer.moments,
-                           std::array<std::pair<const char*, MomentFormat>, 4>{{{"f32", MomentFormat::kF32},
-                                                                                {"bf16", MomentFormat::kBf16},
-                                                                                {"i8", MomentFormat::kI8},
-                                                                                {"f8", MomentFormat::kF8}}}),
-          .gradient = DtypeNamed(optimizer.gradient),
-          .working = DtypeNamed(optimizer.working)};
+          .moments = Take(model::MomentsNamed(optimizer.moments)),
+          .gradient = Take(model::DtypeNamed(optimizer.gradient)),
+          .working = Take(model::DtypeNamed(optimizer.working))};
 }
 
 client::SessionOptions OptionsOf(const OpenOptions& options) {
@@ -72,10 +57,7 @@ client::SessionOptions OptionsOf(const OpenOptions& options) {
   session.chunk_elements = options.chunk_elements;
   session.optimizer = SpecOf(options.optimizer);
   session.seed = options.seed;
-  session.durability =
-      Named("durability", options.durability,
-            std::array<std::pair<const char*, v1::Durability>, 3>{
-                {{"step", v1::DURABILITY_STEP}, {"every-K", v1::DURABILITY_EVERY_K}, {"none", v1::DURABILITY_NONE}}});
+  session.durability = Take(model::DurabilityNamed(options.durability));
   session.pin_interval = options.pin_interval;
   session.split = options.rows ? client::Split::kRows : client::Split::kEven;
   session.step_timeout = absl::Seconds(options.step_timeout);
@@ -125,6 +107,44 @@ PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t
   options.read_threads = threads;
   options.working_copies = false;  // the trainer's parameters are
   server_ = Take(services::StateServer::Start(options));
+}
+
+EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions& options, uint64_t dram, uint64_t nvme,
+                           int threads, uint32_t servers, const std::string& profile) {
+  services::EstimateRequest request;
+  request.ranks = static_cast<uint32_t>(options.world_size);
+  request.servers = std::max<uint32_t>(servers, 1);
+  request.server.budget = {.hbm = 0, .dram = dram, .nvme = nvme};
+  request.server.compute_threads = threads;
+  request.server.machine_profile = profile;
+  request.server.working_copies = servers > 0;
+  v1::JobSpec& spec = request.spec;
+  spec.set_name("estimate");
+  spec.set_chunk_elements(options.chunk_elements);
+  spec.set_durability(Take(model::DurabilityNamed(options.durability)));
+  spec.set_pin_interval(options.pin_interval);
+  spec.set_group_count(options.group_count);
+  model::SetOptimizer(SpecOf(options.optimizer), &spec);
+  v1::Registration* registration = spec.add_registrations();
+  registration->set_version(-1);
+  for (const Tensor& tensor : tensors) {
+    v1::TensorSpec* to = registration->add_tensors();
+    to->set_name(tensor.name);
+    to->set_unit(tensor.unit);
+    for (const uint64_t extent : tensor.shape) to->add_shape(extent);
+    to->set_group(tensor.group);
+  }
+  const services::Estimate estimate = Take(services::EstimateJob(request));
+  EstimateReport report{.fits = estimate.fits.ok(),
+                        .text = estimate.Explain(request),
+                        .step_seconds = estimate.server.prediction().total_seconds(),
+                        .tiers = {},
+                        .rank_bytes = estimate.whole.all(),
+                        .rank_bytes_sharded = estimate.sharded.all()};
+  for (const v1::PlannedTier& tier : estimate.server.tiers()) {
+    report.tiers.emplace_back(tier.tier(), tier.state_bytes() + tier.working_bytes() + tier.other_bytes());
+  }
+  return report;
 }
 
 // A forked child has none of the parent's threads: what belongs to them is left alone.

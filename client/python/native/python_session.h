@@ -59,6 +59,15 @@ struct Optimizer {
   std::string gradient = "f32", working = "f32";  // f32, bf16, f16
 };
 
+// What such a job would take: see services/estimate.h.
+struct EstimateReport {
+  bool fits = false;
+  std::string text;                                     // for people
+  double step_seconds = 0;                              // 0: not known
+  std::vector<std::pair<std::string, uint64_t>> tiers;  // bytes that the fullest server would take
+  uint64_t rank_bytes = 0, rank_bytes_sharded = 0;      // parameters and gradients of a trainer
+};
+
 struct OpenOptions {
   std::string job;
   std::string resume = "never";     // never, auto, must
@@ -160,5 +169,9 @@ class PythonSession {
   std::vector<std::string> names_;
   bool rows_ = false;
 };
+
+// `servers`: 0 for an embedded one. Budgets of each, in bytes; `profile`: of `ballastctl iotune`, empty for none.
+EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions& options, uint64_t dram, uint64_t nvme,
+                           int threads, uint32_t servers, const std::string& profile);
 
 }  // namespace ballast::python

@@ -1,0 +1,53 @@
+"""What a job would take of machines, before there is one."""
+
+import os
+
+import torch
+
+from ballast import _native, embedded
+from ballast.torch.members import DTYPES, check_parameter
+from ballast.torch.naming import UnitsBySize, positional_name, split_named, unit_of
+
+_PROFILE = 'ballast-profile.yaml'
+
+
+def _tensors(params):
+    """_native.Tensors of a model or of what an optimizer takes, the number of groups, and the job's dtype."""
+    if isinstance(params, torch.nn.Module):
+        params = list(params.named_parameters())
+    groups, names = split_named(params)
+    by_size, tensors, dtypes = UnitsBySize(), [], set()
+    for g, group in enumerate(groups):
+        for i, parameter in enumerate(group['params']):
+            name = names[g][i]
+            unit = unit_of(name) if name is not None else by_size.next(parameter.numel())
+            name = name if name is not None else positional_name(g, i, parameter.shape)
+            if not parameter.requires_grad:
+                continue
+            check_parameter(name, parameter)
+            dtypes.add(parameter.dtype)
+            tensors.append(_native.Tensor(name, unit, list(parameter.shape) or [1], g))
+    return tensors, len(groups), DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
+
+
+def estimate(params, *, optimizer='adamw', moments='f32', ranks=1, servers=0, dram=None, nvme=None, directory=None,
+             threads=None, durability=None, pin_interval=0, chunk_elements=1 << 20, profile=None):
+    """Bytes per tier and rank, what binds, and the time of a step, of a model's job. Nothing is started or taken.
+
+    params: a model, or what an optimizer takes. servers: how many state servers, alike; 0 for the one inside the trainer.
+    dram, nvme, threads: each server's, as an optimizer's arguments. profile: what `ballastctl iotune` wrote; else
+    ballast-profile.yaml in the directory, if it is there: without one no time is told.
+    Returns an object with fits, text (for people), step_seconds (0: not known), tiers [(name, bytes of the fullest
+    server)], rank_bytes and rank_bytes_sharded (a trainer's parameters and gradients, whole or sharded).
+    """
+    options = _native.OpenOptions()
+    tensors, options.group_count, dtype = _tensors(params)
+    options.world_size, options.chunk_elements, options.pin_interval = ranks, chunk_elements, pin_interval
+    spec = _native.Optimizer()
+    spec.kind, spec.moments, spec.gradient, spec.working = optimizer, moments, dtype, dtype
+    options.optimizer = spec
+    options.durability = durability or ('step' if directory is not None or servers > 0 else 'none')
+    dram, nvme = embedded.budgets(directory, dram, nvme)
+    if profile is None and directory is not None and os.path.exists(os.path.join(directory, _PROFILE)):
+        profile = os.path.join(directory, _PROFILE)
+    return _native.estimate(tensors, options, dram, nvme, threads or os.cpu_count() or 1, servers, profile or '')

@@ -1,0 +1,48 @@
+// What a job would take of servers and trainers, and how long its steps would be: the plan of a state server that is
+// asked by an Open which takes nothing.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "ballast/services/state_server.h"
+
+namespace ballast::services {
+
+struct EstimateRequest {
+  v1::JobSpec spec;           // with its tensors
+  uint32_t ranks = 1;         // trainers
+  uint32_t servers = 1;       // alike, of equal weights
+  StateServerOptions server;  // each of them; its data_directory is not used
+};
+
+// Bytes of a trainer.
+struct TrainerBytes {
+  uint64_t parameters = 0;
+  uint64_t gradients = 0;
+  uint64_t optimizer = 0;
+  uint64_t all() const { return parameters + gradients + optimizer; }
+};
+
+struct Estimate {
+  uint64_t parameters = 0;
+  uint64_t server_parameters = 0;   // of the server with most
+  uint64_t largest_unit_bytes = 0;  // its working parameters, which a rank with sharded parameters gathers
+  // That server's answer, if the job fits; else `fits` says what is short, and what to change.
+  absl::Status fits;
+  v1::OpenResponse server;
+  // With state on servers: parameters whole in each rank (DDP), and sharded (FSDP2).
+  TrainerBytes whole, sharded;
+  // Without Ballast: by ZeRO stage 0 to 3, Rajbhandari et al. 2020, section 3 (with this job's dtypes and moments).
+  TrainerBytes zero[4];
+
+  // For people: a table and a paragraph.
+  std::string Explain(const EstimateRequest& request) const;
+};
+
+// Starts a state server in a directory of its own, which is gone afterwards. INVALID_ARGUMENT for a spec that no server
+// would take; errors of that server's start.
+absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request);
+
+}  // namespace ballast::services

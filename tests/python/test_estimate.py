@@ -1,0 +1,36 @@
+"""ballast.estimate: what a model's job would take."""
+import pytest
+import torch
+
+import ballast
+
+
+@pytest.fixture
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512, bias=False)).to(torch.bfloat16)
+
+
+def test_bytes_of_an_embedded_server_and_of_a_rank(model):
+    parameters = sum(p.numel() for p in model.parameters())
+    told = ballast.estimate(model, dram='64MiB', ranks=2)
+    assert told.fits and f'{parameters} parameters' in told.text
+    dram = dict(told.tiers)['dram']
+    assert 12 * parameters <= dram <= 12 * parameters + (1 << 20)  # no working copies, and no room for slices
+    assert told.rank_bytes == 4 * parameters
+    assert told.step_seconds == 0  # no machine profile
+
+
+def test_servers_have_working_copies(model):
+    parameters = sum(p.numel() for p in model.parameters())
+    told = ballast.estimate(model.parameters(), dram='64MiB', servers=1, durability='none')
+    assert dict(told.tiers)['dram'] >= (12 + 2 + 4) * parameters
+
+
+def test_what_is_short(model):
+    told = ballast.estimate(model, dram='1MiB')
+    assert not told.fits and 'nvme budget' in told.text
+    with pytest.raises(ballast.Error, match='expected one of f32, bf16, i8, f8'):
+        ballast.estimate(model, dram='64MiB', moments='z')
+    frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(ballast.Error):
+        ballast.estimate(frozen, dram='64MiB')
