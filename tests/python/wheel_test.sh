@@ -11,7 +11,7 @@ mkdir -p "$folder"
 # With the flags of the preset dev and a build folder as deep as its, so that ccache has most of it already.
 "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$folder" \
   -C cmake.build-type=RelWithDebInfo -C "cmake.define.CMAKE_CXX_FLAGS_RELWITHDEBINFO=-O2 -g1 -DNDEBUG" \
-  -C cmake.define.BALLAST_CUDA=OFF -C "build-dir=$root/build/wheel-test" "$root/client/python"
+  -C cmake.define.BALLAST_WERROR=ON -C cmake.define.BALLAST_CUDA=OFF -C "build-dir=$root/build/wheel-test" "$root/client/python"
 wheel=("$folder"/ballast-*.whl)
 echo "wheel: $(basename "${wheel[0]}"), $(stat -c %s "${wheel[0]}") bytes"
 
