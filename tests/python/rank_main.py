@@ -101,6 +101,28 @@ def ddp_edit():
     return run_both(DistributedDataParallel, train_with_an_edit)
 
 
+def sparse_on_one_rank():
+    """What each rank was told, and the losses of the steps after it."""
+    torch.manual_seed(3)
+    model = mlp()
+    optimizer = ours(model.named_parameters())
+    told = ''
+    for i, batch in enumerate(batches(3)):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        if i == 1:
+            if dist.get_rank() == 1:
+                model[3].bias.grad = model[3].bias.grad.to_sparse()
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                told = str(error)
+            continue
+        optimizer.step()
+    optimizer.close()
+    return told, full(model)
+
+
 def none_on_one_rank():
     """Without DDP: each rank has the same gradients, but one of them forgot a tensor; the others' count."""
     torch.manual_seed(3)

@@ -69,3 +69,10 @@ def test_a_gradient_that_one_rank_has_not(tmp_path):
     (mine, steps), (other, _) = run_ranks('none_on_one_rank', tmp_path)[0]
     torch.testing.assert_close(mine, other, rtol=0, atol=0)
     assert steps == 3
+
+
+def test_an_error_on_one_rank_is_told_on_all(tmp_path):
+    (there, mine), (here, other) = run_ranks('sparse_on_one_rank', tmp_path)[0]
+    assert here.startswith("parameter '3.bias' has a sparse gradient")
+    assert there == 'rank 1: ' + here
+    torch.testing.assert_close(mine, other, rtol=0, atol=0)

@@ -59,6 +59,20 @@ def check_parameter(name, parameter):
         raise Error(f"parameter '{name}' is on {parameter.device}; only the CPU is supported so far", 'UNSUPPORTED')
 
 
+def gradient_of(member):
+    """The memory of a member's gradient on this rank, None if it has none."""
+    gradient = member.parameter.grad
+    if gradient is None:
+        return None
+    if gradient.layout != torch.strided:
+        raise Error(f"parameter '{member.name}' has a sparse gradient; expected a dense one: make its layer with "
+                    'sparse=False', 'UNSUPPORTED')
+    if gradient.dtype not in DTYPES:
+        raise Error(f"parameter '{member.name}' has a gradient of {gradient.dtype}; expected float32, bfloat16 or "
+                    'float16', 'BAD_DTYPE')
+    return local(gradient).detach().contiguous()
+
+
 class Memory:
     """Parameters as contiguous tensors: themselves, or copies which go back at the end where they are written."""
 

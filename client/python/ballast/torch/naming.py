@@ -6,6 +6,18 @@ import torch
 _UNIT_ELEMENTS = 1 << 24
 
 
+def unwrapped(name):
+    """Without what DistributedDataParallel, torch.compile and checkpoint_wrapper put into names: a job is the same with and without.
+
+    >>> unwrapped('module._orig_mod.layers.0._checkpoint_wrapped_module.weight')
+    'layers.0.weight'
+    """
+    parts = [part for part in name.split('.') if part not in ('_orig_mod', '_checkpoint_wrapped_module')]
+    while len(parts) > 1 and parts[0] == 'module':
+        parts.pop(0)
+    return '.'.join(parts)
+
+
 def split_named(params):
     """`params` as torch.optim takes them, without names; and the names by group and position (None: no name)."""
     groups, names = [], []
@@ -23,6 +35,7 @@ def split_named(params):
             mine = [None] * len(members)
         if len(mine) != len(members):
             raise ValueError(f'{len(mine)} param_names for {len(members)} parameters')
+        mine = [name if name is None else unwrapped(name) for name in mine]
         groups.append({**{k: v for k, v in group.items() if k != 'param_names'}, 'params': members})
         names.append(mine)
     return groups, names

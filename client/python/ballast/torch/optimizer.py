@@ -13,10 +13,12 @@ import torch
 
 from ballast import _native
 from ballast.errors import Error
-from ballast.torch import checkpoint, state
+from ballast.torch import arguments, checkpoint, hooks, state
+from ballast.torch.agreement import Collected, agree
 from ballast.torch.connection import Connection
-from ballast.torch.members import DTYPES, Member, Memory, check_parameter, is_sharded, local, whole
-from ballast.torch.naming import UnitsBySize, positional_name, split_named, unit_of
+from ballast.torch.members import DTYPES, Memory, gradient_of, is_sharded, local, whole
+from ballast.torch.naming import split_named, unwrapped
+from ballast.torch.registration import new_tensors, placed
 
 # Steps in a row that may be skipped for an Inf or NaN before step() raises.
 _SKIPS_MAX = 50
@@ -40,6 +42,9 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, params, defaults, *, kind, moments='f32', servers=None, dram=None, nvme=None, directory=None,
                  threads=None, name='default', resume='never', durability=None, pin_interval=0, checkpoints=2,
                  max_norm=0.0, chunk_elements=1 << 20, seed=0, step_timeout=120.0, open_timeout=30.0):
+        arguments.check(name=name, resume=resume, durability=durability, pin_interval=pin_interval, checkpoints=checkpoints,
+                        moments=moments, max_norm=max_norm, chunk_elements=chunk_elements, seed=seed, threads=threads, dram=dram,
+                        nvme=nvme, step_timeout=step_timeout, open_timeout=open_timeout)
         self._connection = Connection(servers, {'dram': dram, 'nvme': nvme, 'directory': directory, 'threads': threads})
         options = self._options = _native.OpenOptions()
         options.job, options.resume, options.pin_interval = name, resume, pin_interval
@@ -47,14 +52,13 @@ class Optimizer(torch.optim.Optimizer):
         options.chunk_elements, options.seed = chunk_elements, seed
         options.step_timeout, options.open_timeout = float(step_timeout), float(open_timeout)
         self._kind, self._moments = kind, moments
-        if checkpoints < 1:
-            raise Error(f'checkpoints={checkpoints}: expected at least 1', 'BAD_CONFIG')
         self._kept = checkpoint.Kept(checkpoints)
         self._max_norm, self._gradient_scale = float(max_norm), None
         self._seconds = {'push': 0.0, 'seal': 0.0, 'pull': 0.0}
         self._session = None
         self._closed = False
         self._members = []
+        self._by_parameter = {}
         self._names = []
         self._skips = 0
         self._steps = 0
@@ -95,6 +99,8 @@ class Optimizer(torch.optim.Optimizer):
             raise Error(f'the job has room for {self._options.group_count} parameter groups, and has them all: make a new job, with '
                         'all groups from the start', 'BAD_SPEC')
         groups, names = split_named([param_group])
+        if len({id(parameter) for parameter in groups[0]['params']}) < len(groups[0]['params']):
+            raise ValueError('some parameters appear more than once in a parameter group')
         super().add_param_group(groups[0])
         if self._session is not None:
             try:
@@ -110,7 +116,7 @@ class Optimizer(torch.optim.Optimizer):
         """Names of parameters, and units (a block each), from `model`; before the first step. Returns self."""
         if self._session is not None:
             raise Error('attach(model) comes before the first step: the job has its names', 'BAD_REQUEST')
-        known = {parameter: name for name, parameter in model.named_parameters()}
+        known = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
         for group, names in zip(self.param_groups, self._names):
             for i, parameter in enumerate(group['params']):
                 if parameter in known:
@@ -119,46 +125,13 @@ class Optimizer(torch.optim.Optimizer):
 
     # --- the session
 
-    def _placed(self):
-        for g, group in enumerate(self.param_groups):
-            for i, parameter in enumerate(group['params']):
-                yield g, i, parameter
-
-    def _new_tensors(self, trained=()):
-        """Parameters that want gradients, or have a name of `trained`, and are not in the job yet, as (member, parameter,
-        _native.Tensor)."""
-        there = {id(member.parameter): member for member in self._members}
-        names = {member.name for member in self._members}
-        by_size = UnitsBySize()
-        found = []
-        for g, i, parameter in self._placed():
-            name = self._names[g][i] if i < len(self._names[g]) else None
-            unit = unit_of(name) if name is not None else by_size.next(parameter.numel())
-            if name is None:
-                name = positional_name(g, i, parameter.shape)
-            known = there.get(id(parameter))
-            if known is not None and known.group != g:
-                raise Error(f"parameter '{known.name}' has moved from group {known.group} to {g}: a job's tensors stay in "
-                            'their groups', 'BAD_SPEC')
-            if known is not None or not (parameter.requires_grad or name in trained):
-                continue
-            check_parameter(name, parameter)
-            if name in names:
-                raise Error(f"there are two parameters '{name}', or one took the place of another after the first step; give "
-                            'parameters of several models names of their own, and make a new optimizer for new parameters',
-                            'BAD_SPEC')
-            names.add(name)
-            shape = list(parameter.shape) or [1]
-            found.append((Member(name, g, parameter), parameter, _native.Tensor(name, unit, shape, g)))
-        return found
-
     def _open(self):
         self._connection.check_process()
         if self._session is not None:
             return self._session
         if self._closed:
             raise Error('the optimizer was closed; make a new one', 'BAD_REQUEST')
-        fresh = self._new_tensors()
+        fresh = new_tensors(self)
         if not fresh:
             raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')
         spec = _native.Optimizer()
@@ -167,7 +140,7 @@ class Optimizer(torch.optim.Optimizer):
             for key, value in self._spec(group).items():
                 setattr(spec, key, value or getattr(spec, key))
         # Frozen ones too: they may want gradients later.
-        dtypes = {parameter.dtype for _, _, parameter in self._placed()}
+        dtypes = {parameter.dtype for _, _, parameter in placed(self)}
         spec.gradient = spec.working = DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
         self._options.optimizer = spec
         self._check_spec()
@@ -179,7 +152,7 @@ class Optimizer(torch.optim.Optimizer):
         def with_missing(name):
             nonlocal fresh
             trained.add(name)
-            before, fresh = len(fresh), self._new_tensors(trained)
+            before, fresh = len(fresh), new_tensors(self, trained)
             return [tensor for _, _, tensor in fresh] if len(fresh) > before else None
 
         self._session = self._connection.open(self._options, [tensor for _, _, tensor in fresh], with_missing)
@@ -208,10 +181,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def _read_state(self, parameter):
         session = self._open()
-        for member in self._members:
-            if member.parameter is parameter:
-                return state.read(session, member, parameter, state.moment_names(self._kind, self._options.optimizer))
-        return {}  # it never wanted a gradient
+        if len(self._by_parameter) < len(self._members):
+            self._by_parameter = {id(member.parameter): member for member in self._members}
+        member = self._by_parameter.get(id(parameter))
+        if member is None:
+            return {}  # it never wanted a gradient
+        return state.read(session, member, parameter, state.moment_names(self._kind, self._options.optimizer))
 
     def _pull(self):
         with Memory(self, writes=True) as memory:
@@ -246,6 +221,11 @@ class Optimizer(torch.optim.Optimizer):
 
     # --- checkpoints
 
+    def __reduce_ex__(self, protocol):
+        raise Error('an optimizer whose state is on servers cannot be copied or pickled; copy or save its state_dict(), or '
+                    'full_state_dict() with the moments, or make a second optimizer with a name of its own', 'UNSUPPORTED')
+
+    @hooks.around_state_dict
     def state_dict(self):
         """Of a durable job: its name and this version, which the servers keep (see Kept). Any one rank may ask, or all. Before
         the job is open it names none. Of a job with durability none: full_state_dict()."""
@@ -270,6 +250,7 @@ class Optimizer(torch.optim.Optimizer):
         """torch.optim's format, with the moments themselves: any one rank may ask."""
         return checkpoint.full(self)
 
+    @hooks.around_load_state_dict
     def load_state_dict(self, state_dict):
         """Takes the job, parameters included, back to the version that state_dict() named; all ranks."""
         checkpoint.check_groups(self, state_dict)
@@ -303,18 +284,6 @@ class Optimizer(torch.optim.Optimizer):
 
     # --- a step
 
-    def _gradient(self, member, parameter):
-        gradient = parameter.grad
-        if gradient is None:
-            return None
-        if gradient.layout != torch.strided:
-            raise Error(f"parameter '{member.name}' has a sparse gradient; expected a dense one: make its layer with "
-                        'sparse=False', 'UNSUPPORTED')
-        if gradient.dtype not in DTYPES:
-            raise Error(f"parameter '{member.name}' has a gradient of {gradient.dtype}; expected float32, bfloat16 or "
-                        'float16', 'BAD_DTYPE')
-        return local(gradient).detach().contiguous()
-
     @contextlib.contextmanager
     def gradient_scale(self, scale):
         """Within it, step() multiplies gradients by `scale`, and skips without a word where one is not finite."""
@@ -343,27 +312,22 @@ class Optimizer(torch.optim.Optimizer):
     def _step(self, blob):
         self.last_step_skipped = False
         session = self._open()
-        self._register_new()
-        there = {id(parameter) for _, _, parameter in self._placed()}
-        gradients = [self._gradient(member, member.parameter) if id(member.parameter) in there else None
-                     for member in self._members]
-        edited = [member.edited(member.parameter) for member in self._members]
-        present = [gradient is not None for gradient in gradients]
         if self._options.world_size > 1:
-            edited, present = self._agree(edited, present)
+            collected, edited, present = agree(session.exchange, self._collect)
+        else:
+            collected = self._collect()
+            edited, present = collected.edited, collected.present
+        self._register(collected.fresh)
         if not any(present):
             return  # as torch's: nothing has a gradient
         for member, changed in zip(self._members, edited):
             if changed:
                 self._take_edit(member)
-        self._check_spec()
-        groups = [self._hyper(group) for group in self.param_groups]
-        groups += groups[:1] * (self._options.group_count - len(groups))
         scale = 1.0 if self._gradient_scale is None else self._gradient_scale
         before = session.version
         try:
             with Memory(self, writes=True) as memory:
-                report = session.step(gradients, memory.parameters, groups, scale, self._max_norm,
+                report = session.step(collected.gradients, memory.parameters, collected.groups, scale, self._max_norm,
                                       blob=_BLOB.pack(self._steps + 1) + blob)
         finally:
             # Also where Ctrl-C came after it was decided: the job has made that step.
@@ -377,24 +341,27 @@ class Optimizer(torch.optim.Optimizer):
         if not report.skipped:
             self._skips = 0
         elif self._gradient_scale is None:
-            self._warn_skipped(gradients)
+            self._warn_skipped(collected.gradients)
 
-    def _agree(self, *flags):
-        """What any rank says of each member."""
-        mine = bytes(bit for each in flags for bit in each)
-        said = [sum(bits) > 0 for bits in zip(*self._session.exchange(mine))]
-        count = len(self._members)
-        return [said[i * count:(i + 1) * count] for i in range(len(flags))]
-
-    def _register_new(self):
-        fresh = self._new_tensors()
-        if not fresh:
-            return
+    def _collect(self):
+        fresh = new_tensors(self)
         working = self._options.optimizer.working
         for member, parameter, _ in fresh:
             if working not in ('f32', DTYPES[parameter.dtype]):
                 raise Error(f"parameter '{member.name}' is {parameter.dtype}, the job's are {working}: it would be rounded; give all "
                             'parameters to the optimizer before the first step', 'BAD_DTYPE')
+        members = self._members + [member for member, _, _ in fresh]
+        there = {id(parameter) for _, _, parameter in placed(self)}
+        gradients = [gradient_of(member) if id(member.parameter) in there else None for member in members]
+        edited = [member.edited(member.parameter) for member in members]
+        self._check_spec()
+        groups = [self._hyper(group) for group in self.param_groups]
+        groups += groups[:1] * (self._options.group_count - len(groups))
+        return Collected(fresh, members, gradients, edited, groups)
+
+    def _register(self, fresh):
+        if not fresh:
+            return
         self._session.register([tensor for _, _, tensor in fresh])
         self._members.extend(member for member, _, _ in fresh)
         with Memory(self) as memory:
@@ -415,4 +382,4 @@ class Optimizer(torch.optim.Optimizer):
         self._closed = True
         self._connection.close()
         self._session = None
-        self._members = []
+        self._members, self._by_parameter = [], {}

@@ -14,9 +14,17 @@ def _refuse(optimizer, **flags):
 
 def _check(optimizer, **values):
     for name, (value, low, below) in values.items():
-        if value < low or (below is not None and value >= below):
-            expected = f'at least {low}' + (f' and below {below}' if below is not None else '')
+        if not low <= value < (float('inf') if below is None else below):
+            expected = f'at least {low} and ' + ('finite' if below is None else f'below {below}')
             raise ValueError(f'{optimizer}: {name}={value}, expected {expected}')
+
+
+def _betas(optimizer, betas):
+    try:
+        beta1, beta2 = (float(beta) for beta in betas)
+    except (TypeError, ValueError):
+        raise ValueError(f'{optimizer}: betas={betas!r}, expected two numbers') from None
+    return {'beta1': (beta1, 0, 1), 'beta2': (beta2, 0, 1)}
 
 
 def _adam_hyper(group):
@@ -34,8 +42,8 @@ class _AdamLike(Optimizer):
                  differentiable, fused, ballast):
         name = type(self).__name__
         _refuse(name, differentiable=differentiable, capturable=capturable)
-        _check(name, lr=(float(lr), 0, None), beta1=(float(betas[0]), 0, 1), beta2=(float(betas[1]), 0, 1),
-               eps=(float(eps), 0, None), weight_decay=(float(weight_decay), 0, None))
+        _check(name, lr=(float(lr), 0, None), eps=(float(eps), 0, None), weight_decay=(float(weight_decay), 0, None),
+               **_betas(name, betas))
         defaults = {'lr': lr, 'betas': betas, 'eps': eps, 'weight_decay': weight_decay, 'amsgrad': amsgrad,
                     'maximize': maximize, 'foreach': foreach, 'capturable': capturable,
                     'differentiable': differentiable, 'fused': fused}
@@ -131,8 +139,7 @@ class Lion(Optimizer):
     """Lion (Chen et al. 2023, algorithm 2), with its paper's defaults."""
 
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, *, maximize=False, **ballast):
-        _check('Lion', lr=(float(lr), 0, None), beta1=(float(betas[0]), 0, 1), beta2=(float(betas[1]), 0, 1),
-               weight_decay=(float(weight_decay), 0, None))
+        _check('Lion', lr=(float(lr), 0, None), weight_decay=(float(weight_decay), 0, None), **_betas('Lion', betas))
         defaults = {'lr': lr, 'betas': betas, 'weight_decay': weight_decay, 'maximize': maximize}
         super().__init__(params, defaults, kind='lion', **ballast)
 

@@ -45,9 +45,10 @@ class State(Mapping):
         return any(parameter is each for each in self._parameters())
 
     def __getitem__(self, parameter):
-        if parameter not in self:
+        entry = self._optimizer._read_state(parameter)
+        if not entry and parameter not in self:  # a look through all, so it comes last
             raise KeyError('this parameter is in none of the param_groups')
-        return self._optimizer._read_state(parameter)
+        return entry
 
     def get(self, parameter, default=None):
         return self[parameter] if parameter in self else default

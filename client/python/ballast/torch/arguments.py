@@ -1,0 +1,59 @@
+"""What an optimizer's constructor is given of Ballast's own arguments, checked before anything happens."""
+
+from ballast import embedded
+from ballast.errors import Error
+
+_CHOICES = {
+    'resume': ('never', 'auto', 'must'),
+    'durability': (None, 'step', 'every-K', 'none'),
+    'moments': ('f32', 'bf16', 'i8', 'f8'),
+}
+_CHUNK_ELEMENTS = 1 << 16, 1 << 20
+_NAME_BYTES_MAX = 512
+_PIN_INTERVAL_MAX = 1 << 32
+
+
+def _refuse(name, value, expected):
+    raise Error(f'{name}={value!r}: expected {expected}', 'BAD_CONFIG')
+
+
+def _integer(value):
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(name, value, expected, fits):
+    try:
+        if fits(float(value)):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    return _refuse(name, value, expected)
+
+
+def check(*, name, durability, pin_interval, checkpoints, chunk_elements, seed, threads, dram, nvme, **rest):
+    """`rest`: resume and moments, max_norm and the time-outs."""
+    for key in ('resume', 'moments'):
+        if rest[key] not in _CHOICES[key]:
+            _refuse(key, rest[key], 'one of ' + ', '.join(map(repr, _CHOICES[key])))
+    if durability not in _CHOICES['durability']:
+        _refuse('durability', durability, "one of 'step', 'every-K', 'none', or None to choose")
+    if not isinstance(name, str) or not 0 < len(name.encode()) <= _NAME_BYTES_MAX:
+        _refuse('name', name, f'1 to {_NAME_BYTES_MAX} bytes')
+    if not _integer(pin_interval) or not (
+            1 <= pin_interval <= _PIN_INTERVAL_MAX if durability == 'every-K' else pin_interval == 0):
+        _refuse('pin_interval', pin_interval, f"the K of durability='every-K', from 1 to 2^32, and 0 with any other; "
+                                              f'durability is {durability!r}')
+    if not _integer(checkpoints) or checkpoints < 1:
+        _refuse('checkpoints', checkpoints, 'at least 1')
+    low, high = _CHUNK_ELEMENTS
+    if not _integer(chunk_elements) or not low <= chunk_elements <= high or chunk_elements & (chunk_elements - 1):
+        _refuse('chunk_elements', chunk_elements, f'a power of two from {low} to {high}')
+    if not _integer(seed) or not 0 <= seed < 1 << 64:
+        _refuse('seed', seed, 'an integer from 0 to 2^64 - 1')
+    if threads is not None and (not _integer(threads) or threads < 1):
+        _refuse('threads', threads, 'at least 1, or None for all processors')
+    embedded.parse_bytes('dram', dram)
+    embedded.parse_bytes('nvme', nvme)
+    _number('max_norm', rest['max_norm'], 'a number >= 0; 0 does not clip', lambda value: 0 <= value < float('inf'))
+    for key in ('step_timeout', 'open_timeout'):
+        _number(key, rest[key], 'seconds, more than 0', lambda value: 0 < value < float('inf'))

@@ -1,0 +1,30 @@
+"""torch.optim.Optimizer's hooks around state dicts, for methods of ours that do not call torch's. (Those around step() torch puts
+there itself.)"""
+
+import functools
+
+
+def around_state_dict(state_dict):
+    @functools.wraps(state_dict)
+    def wrapped(optimizer):
+        for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+            hook(optimizer)
+        result = state_dict(optimizer)
+        for hook in optimizer._optimizer_state_dict_post_hooks.values():
+            changed = hook(optimizer, result)
+            result = result if changed is None else changed
+        return result
+    return wrapped
+
+
+def around_load_state_dict(load_state_dict):
+    @functools.wraps(load_state_dict)
+    def wrapped(optimizer, state_dict):
+        state_dict = state_dict.copy()
+        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(optimizer, state_dict)
+            state_dict = state_dict if changed is None else changed
+        load_state_dict(optimizer, state_dict)
+        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            hook(optimizer)
+    return wrapped

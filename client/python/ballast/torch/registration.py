@@ -1,0 +1,44 @@
+"""Which parameters of an optimizer register with its job, and as what."""
+
+from ballast import _native
+from ballast.errors import Error
+from ballast.torch.members import Member, check_parameter
+from ballast.torch.naming import UnitsBySize, positional_name, unit_of
+
+
+def placed(optimizer):
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group['params']):
+            yield g, i, parameter
+
+
+def new_tensors(optimizer, trained=()):
+    """Parameters that have a gradient or want one, or have a name of `trained`, and are not in the job yet: (member, parameter,
+    _native.Tensor)."""
+    there = {id(member.parameter): member for member in optimizer._members}
+    names = {member.name for member in optimizer._members}
+    by_size = UnitsBySize()
+    found = []
+    for g, i, parameter in placed(optimizer):
+        name = optimizer._names[g][i] if i < len(optimizer._names[g]) else None
+        unit = unit_of(name) if name is not None else by_size.next(parameter.numel())
+        if name is None:
+            name = positional_name(g, i, parameter.shape)
+        known = there.get(id(parameter))
+        if known is not None and known.group != g:
+            raise Error(f"parameter '{known.name}' has moved from group {known.group} to {g}: a job's tensors stay in "
+                        'their groups', 'BAD_SPEC')
+        # torch updates what has a gradient, frozen or not.
+        if known is not None or not (parameter.requires_grad or parameter.grad is not None or name in trained):
+            continue
+        if parameter.numel() == 0:
+            continue  # nothing to train; servers have no empty tensors
+        check_parameter(name, parameter)
+        if name in names:
+            raise Error(f"there are two parameters '{name}', or one took the place of another after the first step; give "
+                        'parameters of several models names of their own, and make a new optimizer for new parameters',
+                        'BAD_SPEC')
+        names.add(name)
+        shape = list(parameter.shape) or [1]
+        found.append((Member(name, g, parameter), parameter, _native.Tensor(name, unit, shape, g)))
+    return found

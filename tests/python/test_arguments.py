@@ -1,0 +1,175 @@
+"""What is refused, and when; hooks, copies, and other things that torch's class promises."""
+import copy
+import pickle
+
+import pytest
+import torch
+from scripts import assert_close, batches, both, loss_of, mlp, train
+from torch import nn
+
+import ballast
+import ballast.torch as bt
+from ballast.torch.state import State
+
+WRONG = {
+    'dram': 'lots', 'nvme': -1, 'resume': 'x', 'durability': 'y', 'moments': 'z', 'pin_interval': 3, 'checkpoints': 0, 'name': '',
+    'max_norm': -1.0, 'chunk_elements': 1000, 'seed': -1, 'threads': 0, 'step_timeout': 0, 'open_timeout': 'soon',
+}
+
+
+@pytest.mark.parametrize('argument', WRONG)
+def test_a_wrong_argument_is_refused_at_once(argument):
+    with pytest.raises(ballast.Error, match=f'^{argument}={WRONG[argument]!r}: expected ') as raised:
+        bt.AdamW(mlp().parameters(), **{argument: WRONG[argument]})
+    assert raised.value.reason == 'BAD_CONFIG'
+
+
+def test_every_k_needs_its_k():
+    with pytest.raises(ballast.Error, match='pin_interval=0: expected the K'):
+        bt.AdamW(mlp().parameters(), durability='every-K')
+
+
+@pytest.mark.parametrize('wrong', [{'lr': -1.0}, {'lr': float('nan')}, {'betas': (0.9, 1.0)}, {'betas': (0.9,)}, {'eps': -1e-8},
+                                   {'weight_decay': float('inf')}])
+def test_a_wrong_hyper_parameter_is_a_value_error_as_in_torch(wrong):
+    with pytest.raises(ValueError, match='expected'):
+        bt.AdamW(mlp().parameters(), **wrong)
+
+
+def test_a_parameter_twice():
+    model = mlp()
+    with pytest.raises(ValueError, match='more than once'):
+        bt.AdamW([*model.parameters(), model[0].weight])
+    with pytest.raises(ValueError, match='more than one parameter group'):
+        bt.AdamW([{'params': model.parameters()}, {'params': [model[0].weight]}])
+
+
+def test_a_wrapped_model_is_the_same_job(job):
+    class Wrapped(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.module = model
+    model = mlp()
+    names = [name for name, _ in model.named_parameters()]
+    wrapped = Wrapped(torch.compile(model))
+    assert [name for name, _ in wrapped.named_parameters()] == [f'module._orig_mod.{name}' for name in names]
+    for optimizer in (bt.AdamW(wrapped.named_parameters(), **job),
+                      bt.AdamW(wrapped.parameters(), **{**job, 'name': job['name'] + 'b'}).attach(wrapped)):
+        train(model, optimizer, steps=1)
+        assert [member.name for member in optimizer._members] == names
+
+
+def test_a_frozen_parameter_with_a_gradient_is_updated_as_in_torch(job):
+    def script(model, make):
+        model[0].weight.requires_grad_(False)
+        optimizer = make(model.parameters())
+
+        def after(i):
+            model[0].weight.grad = torch.full_like(model[0].weight, 0.01 * i)
+        return train(model, optimizer, steps=10, after_backward=after)
+    assert_close(*both(script, lambda p: bt.AdamW(p, lr=1e-2, **job), lambda p: torch.optim.AdamW(p, lr=1e-2)))
+
+
+def test_an_empty_parameter_is_left_alone(job):
+    def script(model, make):
+        empty = nn.Parameter(torch.zeros(0, 4))
+        empty.grad = torch.zeros(0, 4)
+        return train(model, make([empty, *model.parameters()]), steps=5)
+    assert_close(*both(script, lambda p: bt.AdamW(p, lr=1e-2, **job), lambda p: torch.optim.AdamW(p, lr=1e-2)))
+
+
+def test_hooks(job):
+    """All of torch.optim.Optimizer's, in the same order as around its own."""
+    def calls_of(model, make):
+        optimizer = make(model.parameters())
+        calls = []
+        optimizer.register_step_pre_hook(lambda *_: calls.append('before step'))
+        optimizer.register_step_post_hook(lambda *_: calls.append('after step'))
+        optimizer.register_state_dict_pre_hook(lambda _: calls.append('before state_dict'))
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, 'mine': 7})
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append(state.pop('mine')))
+        optimizer.register_load_state_dict_post_hook(lambda _: calls.append('loaded'))
+        state = optimizer.state_dict()  # before the first step: ours could not load moments else
+        optimizer.load_state_dict(state)
+        assert state['mine'] == 7
+        train(model, optimizer, steps=1)
+        return calls
+    expected, came, _, _ = both(calls_of, lambda p: bt.AdamW(p, **job), torch.optim.AdamW)
+    assert came == expected
+    assert len(came) == 5
+
+
+def test_a_profiler_shows_the_step(job):
+    model = mlp()
+    optimizer = bt.AdamW(model.parameters(), **job)
+    with torch.profiler.profile() as profile:
+        train(model, optimizer, steps=1)
+    assert 'Optimizer.step#AdamW.step' in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize('take', [copy.deepcopy, copy.copy, pickle.dumps])
+def test_an_optimizer_is_not_copied(take, job):
+    model = mlp()
+    optimizer = bt.AdamW(model.parameters(), **job)
+    for steps in (0, 1):
+        train(model, optimizer, steps=steps)
+        with pytest.raises(ballast.Error, match='cannot be copied or pickled.*full_state_dict'):
+            take(optimizer)
+
+
+def test_a_full_state_dict_does_not_look_for_each_tensor_among_all(job, monkeypatch):
+    parameters = [nn.Parameter(torch.randn(3)) for _ in range(40)]
+    optimizer = bt.AdamW(parameters, **job)
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    optimizer.step()
+    looks = []
+    all_parameters = State._parameters
+    monkeypatch.setattr(State, '_parameters', lambda state: looks.append(1) or all_parameters(state))
+    assert len(optimizer.full_state_dict()['state']) == 40
+    assert len(looks) <= 1
+
+
+def test_the_fiftieth_skip_in_a_row_raises(job):
+    model = mlp()
+    optimizer = bt.AdamW(model.parameters(), **job)
+    train(model, optimizer, steps=1)
+
+    def skip(count):
+        loss_of(model, next(batches(1))).backward()
+        model[3].bias.grad[0] = float('nan')
+        for _ in range(count):
+            with pytest.warns(UserWarning, match="'3.bias' is not finite|'group0.5"):
+                optimizer.step()
+        optimizer.zero_grad()
+    skip(49)
+    train(model, optimizer, steps=1)  # one that is none: it counts from the start
+    skip(49)
+    model[3].bias.grad = torch.full((4,), float('inf'))
+    with pytest.raises(ballast.Error, match='50 in a row.*lower the learning rate'):
+        optimizer.step()
+
+
+def test_data_that_is_another_tensor_is_an_edit(job):
+    """`p.data = other` moves no version counter; the address tells."""
+    def script(model, make):
+        optimizer = make(model.parameters())
+
+        def after(i):
+            if i == 5:
+                model[0].weight.data = model[0].weight.detach() * 0.5
+        return train(model, optimizer, steps=10, after_step=after)
+    assert_close(*both(script, lambda p: bt.AdamW(p, lr=1e-2, **job), lambda p: torch.optim.AdamW(p, lr=1e-2)))
+
+
+def test_parameters_that_are_not_contiguous(job):
+    def make_model():
+        model = mlp()
+        for layer in (model[0], model[3]):
+            layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+        assert not model[0].weight.is_contiguous()
+        return model
+    results = both(lambda model, make: train(model, make(model.parameters()), steps=10), lambda p: bt.AdamW(p, lr=1e-2, **job),
+                   lambda p: torch.optim.AdamW(p, lr=1e-2), make_model)
+    assert_close(*results)
+    assert not results[3][0].weight.is_contiguous()
