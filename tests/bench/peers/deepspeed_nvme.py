@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 
-from workers import CHUNK, HYPER, Trainer, Worker, check_same_work, make_model, median, status_bytes
+from workers import CHUNK, HYPER, DeepSpeed, Trainer, Worker, check_same_work, make_model, median, status_bytes
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), '..', '..', '..'))
 
@@ -43,11 +43,6 @@ def parse():
     parser.add_argument('--peer')
     parser.add_argument('--layers', type=int, default=16)
     parser.add_argument('--hidden', type=int, default=4096)
-    parser.add_argument('--aio-block', type=int, default=1 << 20)
-    parser.add_argument('--aio-depth', type=int, default=32)
-    parser.add_argument('--aio-threads', type=int, default=2)
-    parser.add_argument('--buffer-count', type=int, default=12)
-    parser.add_argument('--sub-group', type=int, help="DeepSpeed's sub_group_size (default: one layer)")
     parser.add_argument('--worker', choices=WORKERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.parameters = args.layers * args.hidden ** 2
@@ -59,38 +54,11 @@ def parse():
     return args
 
 
-class DeepSpeed(Trainer):
-    def start(self):
-        import deepspeed
-        args = self.args
-        config = {
-            'train_micro_batch_size_per_gpu': 1,
-            'bf16': {'enabled': True},
-            'optimizer': {'type': 'AdamW', 'params': HYPER},
-            'zero_optimization': {
-                'stage': 3,
-                'sub_group_size': args.sub_group or args.hidden ** 2,
-                'offload_optimizer': {'device': 'nvme', 'nvme_path': os.path.join(args.directory, 'deepspeed'),
-                                      'buffer_count': args.buffer_count, 'pipeline_read': True, 'pipeline_write': True}},
-            'aio': {'block_size': args.aio_block, 'queue_depth': args.aio_depth,
-                    'intra_op_parallelism': args.aio_threads, 'single_submit': False, 'overlap_events': True}}
-        model = make_model(args)
-        self.forward, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        self.first = model[0].weight
-
+class DeepSpeedF32(DeepSpeed):
     def step(self):
-        loss = self.loss()
-        start = time.perf_counter()
-        self.forward.backward(loss)
-        middle = time.perf_counter()
-        self.forward.step()
-        return {'backward': middle - start, 'f32': time.perf_counter() - middle, 'loss': loss.item()}
-
-    def save(self, path):
-        import deepspeed
-        import torch
-        with deepspeed.zero.GatheredParameters([self.first]):
-            torch.save(self.first.detach().clone(), path)
+        taken = super().step()
+        taken['f32'] = taken.pop('optimizer')
+        return taken
 
 
 class Shared:
@@ -178,7 +146,7 @@ class Ballast(Trainer):
             peer.stop()
 
 
-WORKERS = {'deepspeed': DeepSpeed, 'ballast': Ballast}
+WORKERS = {'deepspeed': DeepSpeedF32, 'ballast': Ballast}
 
 
 # ---- the main process

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 
-from workers import HYPER, Trainer, Worker, check_same_work, make_model, median
+from workers import HYPER, DeepSpeed, Trainer, Worker, check_same_work, make_model, median
 
 MAX_NORM = 1.0
 
@@ -122,44 +122,19 @@ class Torch(Step):
                 parameter.copy_(master)
 
 
-class DeepSpeed(Step):
+class DeepSpeedOffload(DeepSpeed):
+    clipping = MAX_NORM
+
     def zero(self):
         return {'stage': 2, 'offload_optimizer': {'device': 'cpu'}}
 
-    def start(self):
-        import deepspeed
-        config = {'train_micro_batch_size_per_gpu': 1, 'bf16': {'enabled': True}, 'gradient_clipping': MAX_NORM,
-                  'optimizer': {'type': 'AdamW', 'params': HYPER}, 'zero_optimization': self.zero(),
-                  'aio': {'block_size': 1 << 20, 'queue_depth': 32, 'intra_op_parallelism': 2, 'single_submit': False,
-                          'overlap_events': True}}
-        model = make_model(self.args)
-        self.forward, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        self.first = model[0].weight
-
-    def step(self):
-        loss = self.loss()
-        start = time.perf_counter()
-        self.forward.backward(loss)
-        middle = time.perf_counter()
-        self.forward.step()
-        return {'backward': middle - start, 'optimizer': time.perf_counter() - middle, 'loss': loss.item()}
-
-    def save(self, path):
-        import deepspeed
-        import torch
-        with deepspeed.zero.GatheredParameters([self.first], enabled=self.zero()['stage'] == 3):
-            torch.save(self.first.detach().clone(), path)
-
 
 class DeepSpeedNvme(DeepSpeed):
-    def zero(self):
-        return {'stage': 3, 'sub_group_size': self.args.hidden ** 2,
-                'offload_optimizer': {'device': 'nvme', 'nvme_path': os.path.join(self.args.directory, 'deepspeed'),
-                                      'buffer_count': 12, 'pipeline_read': True, 'pipeline_write': True}}
+    clipping = MAX_NORM
 
 
 WORKERS = {'ballast_dram': Ballast, 'ballast_dram_step': BallastStep, 'ballast_nvme': BallastNvme,
-           'ballast_nvme_step': BallastNvmeStep, 'torch': Torch, 'deepspeed_dram': DeepSpeed, 'deepspeed_nvme': DeepSpeedNvme}
+           'ballast_nvme_step': BallastNvmeStep, 'torch': Torch, 'deepspeed_dram': DeepSpeedOffload, 'deepspeed_nvme': DeepSpeedNvme}
 # Those that are there at a time, and take turns: all at once would not fit into memory.
 GROUPS = {'dram': ('ballast_dram', 'torch', 'deepspeed_dram'), 'nvme': ('ballast_nvme', 'deepspeed_nvme')}
 DURABLE = {'dram': ('ballast_dram', 'ballast_dram_step'), 'nvme': ('ballast_nvme', 'ballast_nvme_step')}

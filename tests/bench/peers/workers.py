@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 CHUNK = 1 << 20
 HYPER = {'lr': 1e-5, 'betas': (0.9, 0.999), 'eps': 1e-8, 'weight_decay': 0.01}
@@ -70,6 +71,39 @@ class Trainer:
         pass
 
 
+class DeepSpeed(Trainer):
+    """ZeRO-Infinity: stage 3, optimizer state on NVMe, a sub-group per layer, pipelined, tuned aio."""
+    clipping = 0.0
+
+    def zero(self):
+        return {'stage': 3, 'sub_group_size': self.args.hidden ** 2,
+                'offload_optimizer': {'device': 'nvme', 'nvme_path': os.path.join(self.args.directory, 'deepspeed'),
+                                      'buffer_count': 12, 'pipeline_read': True, 'pipeline_write': True}}
+
+    def start(self):
+        import deepspeed
+        config = {'train_micro_batch_size_per_gpu': 1, 'bf16': {'enabled': True}, 'gradient_clipping': self.clipping,
+                  'optimizer': {'type': 'AdamW', 'params': HYPER}, 'zero_optimization': self.zero(),
+                  'aio': {'block_size': 1 << 20, 'queue_depth': 32, 'intra_op_parallelism': 2, 'single_submit': False,
+                          'overlap_events': True}}
+        model = make_model(self.args)
+        self.forward, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        self.first = model[0].weight
+
+    def step(self):
+        loss = self.loss()
+        start = time.perf_counter()
+        self.forward.backward(loss)
+        middle = time.perf_counter()
+        self.forward.step()
+        return {'backward': middle - start, 'optimizer': time.perf_counter() - middle, 'loss': loss.item()}
+
+    def save(self, path):
+        import deepspeed
+        import torch
+        with deepspeed.zero.GatheredParameters([self.first], enabled=self.zero()['stage'] == 3):
+            torch.save(self.first.detach().clone(), path)
+
 
 class Worker:
     """A trainer in a process of its own: `script` run again with --worker NAME. Its stderr goes to a file."""
@@ -105,7 +139,6 @@ class Worker:
     def stop(self):
         self.process.stdin.close()
         self.process.wait()
-
 
 
 def check_same_work(start, results):
