@@ -129,4 +129,11 @@ void Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& k
 // a multiple of kMomentBlock elements of its chunk, like the span of its updates. A block with Inf or NaN reads as NaN.
 void ReadMoment(const OptimizerSpec& spec, int index, const MomentSpan& moment, absl::Span<float> to);
 
+// The reverse, with the rounding of an update; what was read has its codes again, in kI8 and kF8 its scales to a last
+// bit. `from` are finite, a second moment's at least 0. `moment` begins at a
+// multiple of kMomentBlock elements of its chunk, `key` is of its first; what lies behind `from` in the last block is
+// nobody's.
+void WriteMoment(const OptimizerSpec& spec, int index, const RandomKey& key, absl::Span<const float> from,
+                 const MomentSpan& moment);
+
 }  // namespace ballast::kernels

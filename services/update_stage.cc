@@ -125,7 +125,8 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
     if (lent != nullptr && !skip && chunk->intake.lent(v1::SLICE_KIND_VALUE)) {
       TakeLentValues(*lent, chunk->layout, header.value_presence(), store_->layout().working_element_bytes(), &change);
     }
-    if (lent != nullptr) LendTo(*lent, chunk->layout, &change);
+    change.values_of = static_cast<storage::StateArray>(header.value_array());
+    if (lent != nullptr && header.value_array() == 0) LendTo(*lent, chunk->layout, &change);
     const bool lends = lent != nullptr && chunk->intake.lent(v1::SLICE_KIND_GRADIENT);
     for (const model::Segment& segment : chunk->layout.segments) {
       if (!update || !model::HasBit(header.gradient_presence(), segment.tensor)) continue;

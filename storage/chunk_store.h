@@ -23,7 +23,9 @@
 namespace ballast::storage {
 
 // What one step does to one chunk, in this order: values overwrite the master, segments are updated by the optimizer,
-// the working copy is rounded from the master. Spans are borrowed until Run returns.
+// the working copy is rounded from the master. Or values overwrite a moment, and nothing else is done: then they are of
+// whole segments, in one part or several, so each begins at a multiple of kernels::kMomentBlock and has its blocks
+// alone. Spans are borrowed until Run returns.
 // `working`, of a store without working copies: where the trainer has the working parameters that these elements
 // become, from the first on, in the optimizer's working dtype; null: nowhere. Borrowed until the update is `done`.
 struct ChunkUpdate {
@@ -54,7 +56,8 @@ struct ChunkUpdate {
     const std::byte* gradient = nullptr;  // of its own, in the trainer's memory; null: in the chunk's. As `working`
     std::byte* working = nullptr;
   };
-  uint64_t chunk = 0;  // the store's own index, from Add
+  uint64_t chunk = 0;                          // the store's own index, from Add
+  StateArray values_of = StateArray::kMaster;  // of a moment: no segments, nothing lent
   std::vector<Values> values;
   std::vector<SegmentUpdate> segments;
   std::vector<LoggedValues> logged_values;  // as `values`, of other elements

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "ballast/kernels/kernels.h"
+#include "ballast/storage/moment_values.h"
 
 namespace ballast::storage {
 namespace {
@@ -197,7 +198,9 @@ void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* w
       return;
     }
   }
+  if (update.values_of != StateArray::kMaster) WriteMoments(update, state);
   for (const ChunkUpdate::Values& values : update.values) {
+    if (update.values_of != StateArray::kMaster) break;
     const absl::Span<float> master(state.master() + values.begin, values.count(width));
     if (values.narrow.empty()) {
       std::copy(values.values.begin(), values.values.end(), master.begin());

@@ -9,6 +9,7 @@
 #include "ballast/storage/io/seeded_bugs.h"
 #include "ballast/storage/log/log_reader.h"
 #include "ballast/storage/log_reads.h"
+#include "ballast/storage/moment_values.h"
 #include "ballast/storage/state_update.h"
 #include "ballast/storage/store_parts.h"
 
@@ -44,6 +45,41 @@ absl::Status CheckWorking(const StoredChunk& chunk, const ChunkUpdate& update) {
                                               "names the trainer's"));
 }
 
+// Values of a moment are of whole segments. Those in the log may come in any order.
+absl::Status CheckMomentValues(const StoredChunk& chunk, const ChunkUpdate& update) {
+  if (update.values_of == StateArray::kMaster) return absl::OkStatus();
+  if (static_cast<int>(update.values_of) >= chunk.layout.array_count()) {
+    return Bad(model::kBadRequest,
+               absl::StrCat("values of moment ", static_cast<int>(update.values_of), " of chunk ", chunk.index,
+                            "; the job's optimizer keeps ", chunk.layout.array_count() - 1));
+  }
+  if (!update.segments.empty()) {
+    return Bad(model::kBadRequest,
+               absl::StrCat("chunk ", chunk.index, " is given moments and gradients in one update"));
+  }
+  std::vector<std::pair<uint64_t, uint64_t>> parts;
+  for (const ChunkUpdate::Values& values : update.values) {
+    if (!values.narrow.empty() || values.working != nullptr) {
+      return Bad(model::kBadRequest, absl::StrCat("moments of chunk ", chunk.index, " are fp32, and no parameters"));
+    }
+    parts.emplace_back(values.begin, values.begin + values.values.size());
+  }
+  for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
+    for (const ChunkUpdate::LoggedValues::Part& part : values.parts) parts.emplace_back(part.begin, part.end);
+  }
+  std::sort(parts.begin(), parts.end());
+  uint64_t end = 0;
+  for (const auto& [from, to] : parts) {
+    if (from < end || (from > end && from % kernels::kMomentBlock != 0)) {
+      return Bad(model::kBadRange,
+                 absl::StrCat("moments from element ", from, " of chunk ", chunk.index, " on: expected a multiple of ",
+                              kernels::kMomentBlock, ", or the end of others, ", end));
+    }
+    end = to;
+  }
+  return absl::OkStatus();
+}
+
 // Segments start at whole blocks of moments, whose scales and random bits have one owner.
 absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
   for (const ChunkUpdate::Values& values : update.values) {
@@ -67,6 +103,7 @@ absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
                                                 " are not in the slice of ", count, " from ", values.begin, " on"));
     }
   }
+  BALLAST_RETURN_IF_ERROR(CheckMomentValues(chunk, update));
   BALLAST_RETURN_IF_ERROR(CheckWorking(chunk, update));
   return CheckGradient(chunk, update);
 }
@@ -301,6 +338,13 @@ absl::Status ChunkStore::Impl::ApplyOnDevice(const ChunkUpdate& update, StoredCh
     std::byte* const to = chunk.working + at * layout.working_element_bytes();
     return on_device ? HbmWorking{.device = to} : HbmWorking{.host = to};
   };
+  if (update.values_of != StateArray::kMaster) {
+    return ForMomentPieces(update, state, [this](const MomentPiece& piece) {
+      BALLAST_RETURN_IF_ERROR(tiers->hbm()->CopyIn(piece.values, piece.to.values));
+      if (piece.scales.empty()) return absl::OkStatus();
+      return tiers->hbm()->CopyIn(piece.scales, reinterpret_cast<std::byte*>(piece.to.scales));
+    });
+  }
   for (const ChunkUpdate::Values& values : update.values) {
     const auto* from = reinterpret_cast<const std::byte*>(values.values.data());
     auto* to = reinterpret_cast<std::byte*>(state.master() + values.begin);

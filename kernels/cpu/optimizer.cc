@@ -5,6 +5,7 @@
 #include "ballast/kernels/optimizer.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 
@@ -331,6 +332,57 @@ void ReadMomentLoop(const OptimizerSpec& spec, int index, const MomentSpan& mome
   }
 }
 
+// ---- moments in
+
+template <bool kFirst>
+void WriteBlock(MomentFormat format, const RandomKey& key, const MomentBlock& m) {
+  switch (format) {
+    case MomentFormat::kF32:
+      std::memcpy(m.values, m.wide, kBlock * sizeof(float));
+      return;
+    case MomentFormat::kBf16:
+      return StoreStochastic(m, key);
+    case MomentFormat::kI8:
+      return StoreCodes<Codec<MomentFormat::kI8, kFirst>>(m);
+    case MomentFormat::kF8:
+      return StoreCodes<Codec<MomentFormat::kF8, kFirst>>(m);
+  }
+}
+
+// What a block's scale is made from: its largest magnitude. The signed dynamic map has 1 and no -1, so a block that was
+// read with a negative largest value is given back its scale, and its codes.
+uint32_t LargestBits(MomentFormat format, bool first, const float* wide) {
+  U largest = L::SetU(0);
+  for (size_t i = 0; i < kBlock; i += L::kWidth) largest = L::MaxU(largest, Magnitude<L>(L::Bits(L::Load(wide + i))));
+  const uint32_t bits = L::MaxOfLanes(largest);
+  if (format != MomentFormat::kI8 || !first) return bits;
+  const float magnitude = std::bit_cast<float>(bits);
+  if (std::find(wide, wide + kBlock, -magnitude) == wide + kBlock || magnitude == 0) return bits;
+  constexpr float kMostNegative = 255 * kSignedMap.value_factor[7] + kSignedMap.value_offset[7];
+  return std::bit_cast<uint32_t>(magnitude / kMostNegative);
+}
+
+void WriteMomentLoop(const OptimizerSpec& spec, int index, const RandomKey& key, absl::Span<const float> from,
+                     const MomentSpan& moment) {
+  const bool first = !IsSecondMoment(RuleOf(spec), index), scaled = MomentScaleBytes(spec.moments, 1) != 0;
+  const bool roots = spec.moments == MomentFormat::kF8 && !first;
+  for (uint64_t begin = 0; begin < from.size(); begin += kBlock) {
+    const uint64_t n = std::min<uint64_t>(kBlock, from.size() - begin);
+    HWY_ALIGN float wide[kBlock] = {};
+    HWY_ALIGN std::byte values[kBlock * sizeof(float)];
+    std::memcpy(wide, from.data() + begin, n * sizeof(float));
+    for (size_t i = 0; roots && i < kBlock; i += L::kWidth) L::Store(L::Sqrt(L::Load(wide + i)), wide + i);
+    const MomentBlock block{.values = values,
+                            .scale = scaled ? moment.scales + begin / kBlock : nullptr,
+                            .element = key.first_element + begin,
+                            .number = static_cast<uint32_t>(index),
+                            .wide = wide,
+                            .largest_bits = LargestBits(spec.moments, first, wide)};
+    first ? WriteBlock<true>(spec.moments, key, block) : WriteBlock<false>(spec.moments, key, block);
+    std::memcpy(moment.values + MomentBytes(spec.moments, begin), values, MomentBytes(spec.moments, n));
+  }
+}
+
 }  // namespace ballast::kernels::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -338,6 +390,7 @@ HWY_AFTER_NAMESPACE();
 namespace ballast::kernels {
 HWY_EXPORT(UpdateLoop);
 HWY_EXPORT(ReadMomentLoop);
+HWY_EXPORT(WriteMomentLoop);
 
 void Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span) {
   if (!Unsupported(spec).empty()) std::abort();  // a caller's bug, which would write beyond the arrays
@@ -347,6 +400,12 @@ void Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& k
 void ReadMoment(const OptimizerSpec& spec, int index, const MomentSpan& moment, absl::Span<float> to) {
   if (index < 0 || index >= MomentCount(spec)) std::abort();  // a caller's bug
   HWY_DYNAMIC_DISPATCH(ReadMomentLoop)(spec, index, moment, to);
+}
+
+void WriteMoment(const OptimizerSpec& spec, int index, const RandomKey& key, absl::Span<const float> from,
+                 const MomentSpan& moment) {
+  if (index < 0 || index >= MomentCount(spec)) std::abort();  // a caller's bug
+  HWY_DYNAMIC_DISPATCH(WriteMomentLoop)(spec, index, key, from, moment);
 }
 
 }  // namespace ballast::kernels

@@ -9,6 +9,8 @@
 #include <memory>
 
 #include "absl/container/flat_hash_map.h"
+#include "ballast/kernels/optimizer.h"
+#include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::model {
@@ -151,6 +153,11 @@ std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, cons
   for (const std::string& blob : blobs) hash.Add(absl::string_view(blob));
   // The kind, above, tells whether this follows.
   if (header.kind() == v1::STEP_KIND_RESTORE) hash.Add(static_cast<uint64_t>(header.restored_version()));
+  if (header.kind() == v1::STEP_KIND_VALUES) {
+    hash.Add(uint64_t{header.value_array()});
+    hash.Add(static_cast<uint64_t>(header.value_tensor_steps_size()));
+    for (const uint64_t steps : header.value_tensor_steps()) hash.Add(steps);
+  }
   return hash.Finish();
 }
 
@@ -164,6 +171,29 @@ std::vector<uint32_t> TensorsWithoutValues(const EpochPlan& plan, int64_t versio
   }
   return tensors;
 }
+
+namespace {
+
+// What value slices are: of which array, and the step counts that come with them.
+absl::Status CheckValues(const EpochPlan& plan, const v1::StepHeader& header) {
+  if (header.value_array() == 0 && header.value_tensor_steps().empty()) return absl::OkStatus();
+  if (header.kind() != v1::STEP_KIND_VALUES) {
+    return BadHeader("moments and step counts are written by VALUES steps only");
+  }
+  BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec optimizer, OptimizerOf(plan.open().spec()));
+  const auto moments = static_cast<uint32_t>(kernels::MomentCount(optimizer));
+  if (header.value_array() > moments) {
+    return BadHeader(absl::StrCat("value_array is ", header.value_array(), "; the job's optimizer (", Show(optimizer),
+                                  ") keeps ", moments, " moment(s)"));
+  }
+  const size_t tensors = plan.layout().tensors().size();
+  const auto counts = static_cast<size_t>(header.value_tensor_steps_size());
+  if (counts == 0 || counts == tensors) return absl::OkStatus();
+  return BadHeader(
+      absl::StrCat("value_tensor_steps must have an entry for each of ", tensors, " tensors or none, got ", counts));
+}
+
+}  // namespace
 
 absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header,
                          absl::Span<const std::string> blobs) {
@@ -187,6 +217,7 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
   if (header.kind() == v1::STEP_KIND_VALUES && (any(header.gradient_presence()) || !any(header.value_presence()))) {
     return BadHeader("a VALUES step needs at least one tensor in value_presence and none in gradient_presence");
   }
+  BALLAST_RETURN_IF_ERROR(CheckValues(plan, header));
   if (header.kind() == v1::STEP_KIND_UPDATE) {
     const int expected = static_cast<int>(plan.open().spec().group_count());
     if (header.groups_size() != expected) {
@@ -202,9 +233,9 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
     }
   }
   for (const uint32_t tensor : TensorsWithoutValues(plan, step - 1)) {
-    if (!HasBit(header.value_presence(), tensor)) {
+    if (!HasBit(header.value_presence(), tensor) || header.value_array() != 0) {
       return BadHeader(absl::StrCat("tensor '", plan.layout().tensors()[tensor].name, "' was registered at version ",
-                                    step - 1, " and has no values yet: step ", step, " must give them"));
+                                    step - 1, " and has no values yet: step ", step, " must give its master weights"));
     }
   }
   // A restore seals the blobs of the group that sealed the version, which may have been of another size.

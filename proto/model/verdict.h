@@ -29,8 +29,9 @@ absl::Status CheckPresence(const EpochPlan& plan, absl::string_view bitmap, absl
 
 // INVALID_ARGUMENT if header and blobs do not fit the plan and `step`: group count, bitmaps, hyper-parameters or a
 // scale that are not finite (the scale also in fp32), negative max_norm, blobs over 64 KiB in all or not one per rank,
-// a VALUES step without values, tensors without values (registered at version step - 1) that this step does not give
-// any, a RESTORE of a version that is not older than `step`, or one with slices; its blobs are the restored version's.
+// a VALUES step without values or of a moment that the optimizer does not have, tensors without values (registered at
+// version step - 1) whose masters this step does not give, step counts for other than all tensors, a RESTORE of a
+// version that is not older than `step`, or one with slices; its blobs are the restored version's.
 absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header,
                          absl::Span<const std::string> blobs);
 

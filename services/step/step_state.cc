@@ -130,19 +130,30 @@ void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
   committed = decision->step();
   const bool skip = decision->verdict().skip();
   if (skip) ++skipped;
-  if (record.header().kind() == v1::STEP_KIND_UPDATE && (!skip || Seeded(SeededBug::kSkipAdvancesStepCounts))) {
-    for (uint32_t tensor = 0; tensor < tensor_steps.size(); ++tensor) {
-      if (model::HasBit(record.header().gradient_presence(), tensor)) ++tensor_steps[tensor];
-    }
-  }
-  if (record.header().kind() == v1::STEP_KIND_RESTORE && !Seeded(SeededBug::kRestoreKeepsStepCounts)) {
-    tensor_steps.assign(record.restored_tensor_steps().begin(), record.restored_tensor_steps().end());
-    tensor_steps.resize(plan->layout().tensors().size(), 0);
-  }
+  CountSteps(record, skip);
   if (pin_interval() > 0) ReleasePins(record.header());
   host->Apply(record, *decision);
   slices.NextStep();
   seals.NextStep();
+}
+
+void StepMachine::Impl::CountSteps(const v1::PreparedRecord& record, bool skip) {
+  const v1::StepHeader& header = record.header();
+  if (header.kind() == v1::STEP_KIND_UPDATE && (!skip || Seeded(SeededBug::kSkipAdvancesStepCounts))) {
+    for (uint32_t tensor = 0; tensor < tensor_steps.size(); ++tensor) {
+      if (model::HasBit(header.gradient_presence(), tensor)) ++tensor_steps[tensor];
+    }
+  }
+  if (header.kind() == v1::STEP_KIND_RESTORE && !Seeded(SeededBug::kRestoreKeepsStepCounts)) {
+    tensor_steps.assign(record.restored_tensor_steps().begin(), record.restored_tensor_steps().end());
+    tensor_steps.resize(plan->layout().tensors().size(), 0);
+  }
+  if (header.kind() == v1::STEP_KIND_VALUES && !header.value_tensor_steps().empty()) {
+    for (uint32_t tensor = 0; tensor < tensor_steps.size(); ++tensor) {
+      if (!model::HasBit(header.value_presence(), tensor)) continue;
+      tensor_steps[tensor] = header.value_tensor_steps(static_cast<int>(tensor));
+    }
+  }
 }
 
 // All servers prepared this step, so all have what was due before it. A restore leaves what it restored: newer pins are

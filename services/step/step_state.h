@@ -64,6 +64,8 @@ struct StepMachine::Impl {
   void TryPrepare();
   // Takes the own prepared record's step for decided: rule 8.
   void Decide(const v1::Decision& decision, bool log);
+  // What a decided step makes of the tensors' step counts.
+  void CountSteps(const v1::PreparedRecord& record, bool skip);
   absl::Status CheckBase(const v1::OpenRequest& request) const;
   // Rule 13: whether a restore may be sealed, and prepared, here. OK of other kinds.
   absl::Status CheckRestore(const v1::StepHeader& header,

@@ -158,5 +158,83 @@ TEST(Bf16Moments, MeanOverStepsIsTheValue) {
   EXPECT_NEAR(sum / (kSteps * kElements), x, 5 * deviation);
 }
 
+// A moment that is written has the bits of one that an update made: Lion with take2 = 1 makes m = g, Adagrad v = g * g.
+TEST(WriteMoment, IsWhatAnUpdateStores) {
+  constexpr uint64_t kElements = 5 * kMomentBlock + 77;
+  std::mt19937 random(3);
+  std::vector<float> g(kElements), v(kElements);
+  for (uint64_t i = 0; i < kElements; ++i) {
+    g[i] =
+        std::ldexp(static_cast<float>(static_cast<int32_t>(random())) * 0x1p-31f, static_cast<int>(random() % 12) - 8);
+    v[i] = g[i] * g[i];
+  }
+  for (uint64_t i = 3; i < kElements; i += kMomentBlock) g[i] = 9, v[i] = 81;  // of each block the largest
+  std::fill_n(g.begin() + kMomentBlock, kMomentBlock, 0.0f);                   // a block without a scale
+  std::fill_n(v.begin() + kMomentBlock, kMomentBlock, 0.0f);
+  for (const MomentFormat format : {MomentFormat::kF32, MomentFormat::kBf16, MomentFormat::kI8, MomentFormat::kF8}) {
+    for (const OptimizerKind kind : {OptimizerKind::kLion, OptimizerKind::kAdagrad}) {
+      const OptimizerSpec spec{.kind = kind, .moments = format, .gradient = Dtype::kF32, .working = Dtype::kF32};
+      const RandomKey key{.seed = 5, .unit = 2, .step = 9, .first_element = 4 * kMomentBlock};
+      std::vector<float> master(kElements), working(kElements), scales[2];
+      std::vector<std::byte> values[2];
+      for (int k = 0; k < 2; ++k) {
+        values[k].resize(MomentBytes(format, kElements));
+        scales[k].assign(kElements / kMomentBlock + 1, 0);
+      }
+      UpdateSpan span{.n = kElements,
+                      .gradient = reinterpret_cast<const std::byte*>(g.data()),
+                      .master = master.data(),
+                      .moments = {},
+                      .working = reinterpret_cast<std::byte*>(working.data())};
+      span.moments[0] = {values[0].data(), scales[0].data()};
+      Coefficients take;
+      take.take2 = 1, take.eps = 1;
+      Update(spec, take, key, span);
+      const std::vector<float>& from = kind == OptimizerKind::kLion ? g : v;
+      WriteMoment(spec, 0, key, from, {values[1].data(), scales[1].data()});
+      EXPECT_EQ(values[0], values[1]) << static_cast<int>(format) << " " << static_cast<int>(kind);
+      EXPECT_EQ(scales[0], scales[1]) << static_cast<int>(format) << " " << static_cast<int>(kind);
+    }
+  }
+}
+
+// What was read can be written again: the same codes, whatever sign a block's largest value has.
+TEST(WriteMoment, TakesBackWhatWasRead) {
+  constexpr uint64_t kElements = 40 * kMomentBlock + 77;
+  std::mt19937 random(4);
+  std::vector<float> g(kElements), first(kElements);
+  for (float& x : g)
+    x = std::ldexp(static_cast<float>(static_cast<int32_t>(random())), static_cast<int>(random() % 12));
+  for (const MomentFormat format : {MomentFormat::kF32, MomentFormat::kBf16, MomentFormat::kI8, MomentFormat::kF8}) {
+    for (const OptimizerKind kind : {OptimizerKind::kLion, OptimizerKind::kAdagrad}) {
+      const OptimizerSpec spec{.kind = kind, .moments = format, .gradient = Dtype::kF32, .working = Dtype::kF32};
+      std::vector<float> from = g;
+      for (float& x : from) x = kind == OptimizerKind::kLion ? x : std::fabs(x);
+      std::vector<float> master(kElements), working(kElements), scales(kElements / kMomentBlock + 1);
+      std::vector<std::byte> codes(MomentBytes(format, kElements));
+      const MomentSpan moment{codes.data(), scales.data()};
+      if (kind == OptimizerKind::kLion) {  // coded by an update, whose scale is the largest magnitude's
+        UpdateSpan span{.n = kElements,
+                        .gradient = reinterpret_cast<const std::byte*>(from.data()),
+                        .master = master.data(),
+                        .moments = {},
+                        .working = reinterpret_cast<std::byte*>(working.data())};
+        span.moments[0] = moment;
+        Coefficients take;
+        take.take2 = 1, take.eps = 1;
+        Update(spec, take, {.seed = 5}, span);
+      } else {
+        WriteMoment(spec, 0, {.seed = 5}, from, moment);
+      }
+      const std::vector<std::byte> coded = codes;
+      const std::vector<float> scaled = scales;
+      ReadMoment(spec, 0, moment, absl::MakeSpan(first));
+      WriteMoment(spec, 0, {.seed = 1}, first, moment);
+      EXPECT_EQ(codes, coded) << static_cast<int>(format) << " " << static_cast<int>(kind);
+      for (size_t i = 0; i < scales.size(); ++i) EXPECT_NEAR(scales[i], scaled[i], 3e-7f * scaled[i]) << i;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ballast::kernels

@@ -8,6 +8,7 @@
 #include <limits>
 #include <set>
 
+#include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::model {
@@ -127,6 +128,7 @@ class HeaderTest : public ::testing::Test {
     open.mutable_spec()->set_name("job");
     open.mutable_spec()->set_chunk_elements(1 << 16);
     open.mutable_spec()->set_group_count(1);
+    SetOptimizer({}, open.mutable_spec());
     v1::Registration* registration = open.mutable_spec()->add_registrations();
     registration->set_version(-1);
     v1::TensorSpec* tensor = registration->add_tensors();
@@ -188,6 +190,45 @@ TEST_F(HeaderTest, EveryFieldMovesThePlanHash) {
     EXPECT_TRUE(hashes.insert(PlanHash(plan_, 3, 0, changed, blobs_)).second) << group.field(i)->name();
   }
   EXPECT_EQ(hashes.size(), 10u);
+}
+
+TEST_F(HeaderTest, WhatValuesAreMovesThePlanHash) {
+  header_.set_kind(v1::STEP_KIND_VALUES);
+  std::set<std::string> hashes;
+  for (const uint32_t array : {0, 1, 2}) {
+    for (const std::vector<uint64_t>& steps : {std::vector<uint64_t>{}, {0}, {7}}) {
+      header_.set_value_array(array);
+      header_.mutable_value_tensor_steps()->Assign(steps.begin(), steps.end());
+      EXPECT_TRUE(hashes.insert(PlanHash(plan_, 3, 0, header_, blobs_)).second) << array << " " << steps.size();
+    }
+  }
+}
+
+TEST_F(HeaderTest, MomentsAndStepCountsAreOfValuesAlone) {
+  const auto refused = [&](int64_t step, const std::string& words) {
+    const absl::Status status = CheckHeader(plan_, step, header_, blobs_);
+    EXPECT_EQ(ReasonOf(status), kBadRequest) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(words));
+  };
+  header_.set_value_array(1);
+  refused(1, "VALUES steps only");
+  header_.set_value_array(0);
+  header_.add_value_tensor_steps(3);
+  refused(1, "VALUES steps only");
+  header_.set_kind(v1::STEP_KIND_VALUES);
+  header_.set_gradient_presence(MakeBitmap(1, {}));
+  header_.set_value_presence(MakeBitmap(1, {0}));
+  for (const uint32_t array : {0, 1, 2}) {
+    header_.set_value_array(array);
+    EXPECT_TRUE(CheckHeader(plan_, 1, header_, blobs_).ok()) << array;
+  }
+  refused(0, "must give its master weights");  // no moments before
+  header_.set_value_array(3);
+  refused(1, "keeps 2 moment(s)");
+  header_.set_value_array(0);
+  EXPECT_TRUE(CheckHeader(plan_, 0, header_, blobs_).ok());
+  header_.add_value_tensor_steps(3);
+  refused(1, "each of 1 tensors or none, got 2");
 }
 
 TEST_F(HeaderTest, ChecksSayWhatWasExpected) {

@@ -203,5 +203,59 @@ TEST_F(DurableJobTest, RanksThatRestoreDifferentVersionsAreToldSoAfterOneReading
   EXPECT_LE(server_->traffic().read.nvme - read, 3 * state_bytes);
 }
 
+// Moments and step counts that were written come back from the log, and go with a pin like all state.
+TEST_F(DurableJobTest, WrittenMomentsSurviveARestart) {
+  NextGroup();
+  ASSERT_EQ(group_->Initialise(Initial), absl::OkStatus());
+  Step();
+  const auto count = static_cast<uint32_t>(SmallModel().size());
+  const auto moment = [](uint32_t tensor, uint64_t element) {
+    return 1.0f + static_cast<float>(tensor) + static_cast<float>(element % 977) / 1024;
+  };
+  v1::StepHeader header = ValuesHeader(count);
+  const std::string presence(1, static_cast<char>(0b0110));
+  header.set_value_presence(presence);
+  header.set_gradient_presence(std::string(1, 0));
+  header.set_value_array(2);
+  for (uint32_t tensor = 0; tensor < count; ++tensor) header.add_value_tensor_steps(100 + tensor);
+  const auto expect = [&](absl::string_view when) {
+    const int64_t version = group_->step() - 1;
+    Answer<v1::GetJobResponse> asked;
+    v1::GetJobRequest request;
+    request.set_job("job");
+    server_->GetJob(request, asked.reply());
+    const auto job = asked.Wait();
+    ASSERT_TRUE(job.ok()) << when;
+    for (uint32_t tensor = 0; tensor < count; ++tensor) {
+      const bool written = model::HasBit(presence, tensor);
+      EXPECT_EQ(job->tensor_steps(static_cast<int>(tensor)), written ? 100 + tensor : 1) << when;
+      const auto found = group_->Read(tensor, v1::CONTENT_MOMENT2, version);
+      ASSERT_TRUE(found.ok()) << when << ": " << found.status();
+      for (uint64_t i = 0; i < found->size(); ++i) {
+        ASSERT_EQ((*found)[i] == moment(tensor, i), written) << when << ": " << tensor << " " << i;
+      }
+    }
+  };
+  const auto master = group_->Read(1, v1::CONTENT_MASTER, 1);
+  const auto first = group_->Read(1, v1::CONTENT_MOMENT1, 1);
+  const auto working = group_->Read(1, v1::CONTENT_WORKING, 1);
+  ASSERT_EQ(group_->PushAll(v1::SLICE_KIND_VALUE, presence, moment), absl::OkStatus());
+  ASSERT_EQ(group_->Finish(header).status(), absl::OkStatus());
+  expect("written");
+  EXPECT_EQ(*group_->Read(1, v1::CONTENT_MASTER, 2), *master);
+  EXPECT_EQ(*group_->Read(1, v1::CONTENT_MOMENT1, 2), *first);
+  EXPECT_EQ(*group_->Read(1, v1::CONTENT_WORKING, 2), *working);
+  group_.reset();
+  server_.Restart();
+  NextGroup();
+  ASSERT_EQ(group_->step(), 3);
+  expect("after a restart");
+  ASSERT_EQ(PinDurably(2), absl::OkStatus());
+  Step();
+  NextGroup();
+  ASSERT_EQ(group_->Finish(RestoreOf(2)).status(), absl::OkStatus());
+  expect("restored");
+}
+
 }  // namespace
 }  // namespace ballast::services

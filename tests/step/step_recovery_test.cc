@@ -113,4 +113,33 @@ TEST_F(StepMachineTest, APreparedRecordThatDoesNotFitItsEpochIsDataLoss) {
 }
 
 }  // namespace
+// Step counts that came with values: of the tensors that these are of, once the transaction is decided, and whatever is
+// replayed, pinned or begins with a snapshot.
+TEST_F(StepMachineTest, StepCountsComeWithValues) {
+  Start(1);
+  RunStep(0, Values());
+  RunStep(1, Update("\x03"));
+  v1::StepHeader moments = Values();
+  moments.set_value_presence("\x02");
+  moments.set_value_array(2);
+  moments.add_value_tensor_steps(70);
+  moments.add_value_tensor_steps(80);
+  PrepareStep(2, 0, moments);
+  const auto counts = [this] {
+    return std::vector<uint64_t>(machine_->tensor_steps().begin(), machine_->tensor_steps().end());
+  };
+  EXPECT_EQ(counts(), (std::vector<uint64_t>{1, 1}));
+  SyncAll();
+  const auto sealed = machine_->Seal(MakeSeal(0, 2, 0, moments));
+  ASSERT_TRUE(sealed.ok() && sealed->has_value() && (*sealed)->has_prepared());
+  ASSERT_TRUE(Commit(DecisionOf((*sealed)->prepared())).ok());
+  EXPECT_EQ(counts(), (std::vector<uint64_t>{1, 80}));
+  EXPECT_EQ(host_.applied.back().first.header().value_array(), 2u);
+  RunStep(3, Update("\x03"));
+  EXPECT_EQ(counts(), (std::vector<uint64_t>{2, 81}));
+  EXPECT_EQ(machine_->DescribeVersion().tensor_steps(1), 81u);
+  Restart(host_.log.size());
+  EXPECT_EQ(counts(), (std::vector<uint64_t>{2, 81}));
+}
+
 }  // namespace ballast::services

@@ -32,6 +32,11 @@ constexpr TierBytes kBudget = {.dram = uint64_t{128} << 20, .nvme = uint64_t{64}
 constexpr ChunkPlacement kPlacements[] = {{TierKind::kNvme}, {TierKind::kDram}};
 #endif
 
+// Segments whose moments are written, in parts that meet amid a block and come in no order.
+constexpr std::pair<uint64_t, uint64_t> kWritten[] = {{256, 3 * 256 + 7}, {4 * 256, 200000}, {200192, kElements - 9}};
+constexpr std::pair<uint64_t, uint64_t> kWrittenParts[] = {
+    {70001, 200000}, {256, 3 * 256 + 7}, {4 * 256, 2001}, {200192, kElements - 9}, {2001, 70001}};
+
 // One chunk on plain arrays.
 struct Plain {
   explicit Plain(const OptimizerSpec& s) : spec(s), master(kElements), working(kElements * ElementBytes(s.working)) {
@@ -42,6 +47,7 @@ struct Plain {
   }
 
   void Apply(const ChunkUpdate& update) {
+    if (update.values_of != StateArray::kMaster) return WriteMoment(update);
     for (const auto& part : update.values)
       std::copy(part.values.begin(), part.values.end(), master.begin() + part.begin);
     for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
@@ -59,6 +65,20 @@ struct Plain {
       Update(spec, segment.coefficients, key, span);
     }
     kernels::FromF32(master, spec.working, working.data());
+  }
+
+  // Segment by segment, each from its parts.
+  void WriteMoment(const ChunkUpdate& update) {
+    const auto k = static_cast<size_t>(update.values_of) - 1;
+    std::vector<float> all(kElements);
+    for (const auto& part : update.values) std::copy(part.values.begin(), part.values.end(), all.begin() + part.begin);
+    for (const auto& [begin, end] : kWritten) {
+      kernels::RandomKey key = update.random;
+      key.first_element += begin;
+      kernels::WriteMoment(
+          spec, static_cast<int>(k), key, absl::MakeConstSpan(all).subspan(begin, end - begin),
+          {values[k].data() + MomentBytes(spec.moments, begin), scales[k].data() + begin / kernels::kMomentBlock});
+    }
   }
 
   std::vector<float> Array(StateArray array) const {
@@ -117,6 +137,28 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
     for (const ChunkUpdate& update : updates) plain_[update.chunk].Apply(update);
   }
 
+  // Of every chunk one moment, of all segments but some.
+  void RunMoments(StateArray moment, uint64_t step) {
+    const bool second = GetParam().kind == OptimizerKind::kAdagrad || moment != StateArray::kMoment1;
+    std::vector<std::vector<float>> floats(kChunks, std::vector<float>(kElements));
+    std::vector<ChunkUpdate> updates(kChunks);
+    for (uint64_t i = 0; i < kChunks; ++i) {
+      for (float& x : floats[i]) {
+        x = static_cast<float>(static_cast<int32_t>(random_())) * 0x1p-31f;
+        if (second) x *= x;
+      }
+      updates[i].chunk = i;
+      updates[i].random = {.seed = 7, .unit = 3, .step = step, .first_element = i * (uint64_t{1} << 18)};
+      updates[i].values_of = moment;
+      for (const auto& [begin, end] : kWrittenParts) {
+        updates[i].values.push_back({begin, absl::MakeConstSpan(floats[i]).subspan(begin, end - begin)});
+      }
+    }
+    const absl::Status run = store_->Run(updates, [](size_t) {});
+    ASSERT_TRUE(run.ok()) << run;
+    for (const ChunkUpdate& update : updates) plain_[update.chunk].Apply(update);
+  }
+
   void ExpectHolds(const std::vector<Plain>& expected, bool pinned) {
     for (uint64_t chunk = 0; chunk < kChunks; ++chunk) {
       std::vector<std::byte> working(expected[chunk].working.size());
@@ -162,6 +204,45 @@ TEST_P(FormatsTest, EqualsDirectKernelCalls) {
   for (uint64_t step = 3; step < 5; ++step) Run(step);
   ExpectHolds(plain_, false);
   ExpectHolds(pinned, true);
+}
+
+TEST_P(FormatsTest, MomentsAreWrittenAndGoOn) {
+  for (uint64_t step = 0; step < 3; ++step) Run(step);
+  ASSERT_TRUE(store_->Pin(9).ok());
+  const std::vector<Plain> pinned = plain_;
+  for (int i = 1; i < layout_.array_count(); ++i) {
+    RunMoments(static_cast<StateArray>(i), 2 + static_cast<uint64_t>(i));
+    ExpectHolds(plain_, false);  // working copies and all
+  }
+  Run(6);
+  ExpectHolds(plain_, false);
+  ExpectHolds(pinned, true);
+}
+
+TEST_P(FormatsTest, MomentsThatDoNotFitAreRefused) {
+  const std::vector<float> values(600);
+  ChunkUpdate update;
+  update.values_of = static_cast<StateArray>(layout_.array_count());
+  update.values = {{0, values}};
+  const auto refused = [&](absl::string_view words) {
+    const absl::Status status = store_->Run({update}, [](size_t) {});
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr(words));
+  };
+  refused("keeps");
+  if (layout_.array_count() == 1) return;
+  update.values_of = StateArray::kMoment1;
+  update.values = {{0, values}, {700, values}};
+  refused("from element 700");
+  update.values = {{512, values}, {256, values}};  // they overlap
+  refused("from element 512");
+  update.values = {{0, values}};
+  update.segments = {{0, 256, {}}};
+  refused("in one update");
+  update.segments.clear();
+  std::vector<std::byte> parameters(600 * sizeof(float));
+  update.values[0].working = parameters.data();
+  refused("no parameters");
 }
 
 TEST_P(FormatsTest, AMomentThatIsNotThereIsRefused) {
