@@ -133,6 +133,15 @@ struct SessionStats {
 // buffer; Adagrad v; Lion m.
 enum class Content { kWorking, kMaster, kMoment1, kMoment2, kMoment3 };
 
+// Of one tensor, what CommitState writes.
+struct TensorState {
+  std::string tensor;
+  // From element `first` of the tensor on: at least what this rank owns of it. Borrowed until return.
+  absl::Span<const float> values;
+  uint64_t first = 0;
+  uint64_t steps = 0;  // updates that the tensor counts as having had
+};
+
 // Elements [begin, end) of a unit's flat space.
 struct UnitRange {
   uint64_t begin = 0;
@@ -284,6 +293,12 @@ class Session {
   absl::Status Write(absl::string_view tensor, absl::Span<const float> values);
   // COLLECTIVE. A transaction of written values alone. Like Initialise it seals the blobs of the last step again.
   absl::StatusOr<StepReport> CommitValues();
+  // COLLECTIVE, between steps, nothing pushed or written. A transaction of its own: of these tensors (and step counts;
+  // the same on all ranks) the masters, with the working parameters that they round to, or a moment become the values
+  // given, which are finite, and at least 0 where they are second moments. What else there is of them stays. `blob`: as
+  // Step's. State from elsewhere comes in so, array by array: all blobs but the last should tell that it is not there
+  // in whole.
+  absl::StatusOr<StepReport> CommitState(Content array, absl::Span<const TensorState> tensors, const std::string& blob);
 
   // Any one rank. Pin keeps version() readable, by all ranks, while training goes on; Unpin gives its space back.
   absl::Status Pin();

@@ -32,6 +32,12 @@ std::string DifferenceOf(const v1::SealRequest& other, const v1::SealRequest& fi
     return absl::StrCat("has dropped ", other.attempt(), " time(s) against ", first.attempt());
   }
   if (other.header().value_presence() != first.header().value_presence()) return "has written other tensors";
+  if (other.header().value_array() != first.header().value_array()) return "writes another array";
+  const auto& steps = first.header().value_tensor_steps();
+  if (!std::equal(steps.begin(), steps.end(), other.header().value_tensor_steps().begin(),
+                  other.header().value_tensor_steps().end())) {
+    return "writes other step counts";
+  }
   const int groups = std::min(other.header().groups_size(), first.header().groups_size());
   for (int i = 0; i < groups; ++i) {
     if (other.header().groups(i).SerializeAsString() != first.header().groups(i).SerializeAsString()) {

@@ -42,6 +42,7 @@ absl::StatusOr<Tensors> Tensors::Make(Session* session, const std::vector<std::s
   Tensors tensors(session, local);
   tensors.names_ = names;
   tensors.local_elements_.resize(names.size());
+  tensors.local_begins_.resize(names.size());
   tensors.converted_.resize(names.size());
   std::map<uint32_t, std::vector<std::pair<Session::Location, size_t>>> by_unit;
   for (size_t i = 0; i < names.size(); ++i) {
@@ -76,7 +77,10 @@ absl::StatusOr<Tensors> Tensors::Make(Session* session, const std::vector<std::s
         if (begin < end) {
           const uint64_t first = local == Local::kWhole ? begin - at.begin : tensors.local_elements_[tensor];
           unit.owned.push_back({tensor, first, before + begin - range.begin, end - begin});
-          if (local == Local::kRows) tensors.local_elements_[tensor] += end - begin;
+          if (local == Local::kRows) {
+            if (first == 0) tensors.local_begins_[tensor] = begin - at.begin;
+            tensors.local_elements_[tensor] += end - begin;
+          }
         }
         before += range.end - range.begin;
       }
@@ -124,8 +128,7 @@ absl::Status Tensors::PushValues(absl::Span<const TensorMemory> memory) {
           return;
         }
         const TensorMemory& tensor = memory[found->second];
-        // Of rows, the part that is owned begins where the local elements do.
-        const uint64_t skipped = local_ == Local::kWhole ? first : 0;
+        const uint64_t skipped = first - local_begins_[found->second];
         Convert(tensor.parameter + skipped * ElementBytes(tensor.parameter_dtype), tensor.parameter_dtype,
                 reinterpret_cast<std::byte*>(values.data()), Dtype::kF32, values.size(), &wide_);
       });

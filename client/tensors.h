@@ -54,6 +54,10 @@ class Tensors {
   // COLLECTIVE. Session::Step with the gradients that there are; unless it is skipped, parameters become the new
   // version's. After an error of one rank alone the session's Drop takes back what was pushed.
   absl::StatusOr<TensorsReport> Step(absl::Span<const TensorMemory> memory, const StepOptions& options);
+  // COLLECTIVE. Session::CommitState: of the tensors `which` (indices into names), local fp32 elements of each.
+  absl::StatusOr<StepReport> CommitState(Content array, absl::Span<const size_t> which,
+                                         absl::Span<const float* const> values, absl::Span<const uint64_t> steps,
+                                         const std::string& blob);
   // COLLECTIVE. Parameters at the session's version, waiting for their updates. DDP's ranks gather what others own.
   absl::Status Pull(absl::Span<const TensorMemory> memory);
 
@@ -89,6 +93,7 @@ class Tensors {
   Local local_;
   std::vector<std::string> names_;
   std::vector<uint64_t> local_elements_;
+  std::vector<uint64_t> local_begins_;  // of the local elements' first, in its tensor
   std::vector<Unit> units_;
   // Of a tensor that is lent from memory of this kind, because its own has another dtype.
   struct Converted {

@@ -235,6 +235,52 @@ TEST_P(TensorsTest, ValuesAlone) {
   StepBoth(2, {"frozen"});
 }
 
+// Arrays from elsewhere: lent or pushed, whatever they are of, and nothing else is touched by them.
+TEST_P(TensorsTest, StateIsWritten) {
+  StepBoth(1);
+  const std::vector<size_t> which = {0, 2, 3};  // "wide", "scale", "table"
+  const std::vector<uint64_t> elements = {150003, 1, 33000}, steps = {11, 12, 13};
+  std::vector<std::vector<float>> values;
+  for (const uint64_t n : elements) {
+    for (std::vector<float>& x = values.emplace_back(n); float& one : x) {
+      one = 0.001f * static_cast<float>((&one - x.data()) % 1009) + 0.25f;
+    }
+  }
+  const std::vector<const float*> from = {values[0].data(), values[1].data(), values[2].data()};
+  for (const Content array : {Content::kMoment2, Content::kMaster, Content::kMoment1}) {
+    for (Trainer* trainer : {&lender_, &copier_}) {
+      const std::vector<std::string> before = trainer->Everything();
+      const auto committed = trainer->tensors().CommitState(array, which, from, steps, "blob");
+      ASSERT_TRUE(committed.ok()) << committed.status();
+      const std::vector<std::string> after = trainer->Everything();
+      for (size_t i = 0; i < 5; ++i) {
+        const auto written = std::find(which.begin(), which.end(), i);
+        const auto k = static_cast<size_t>(written - which.begin());
+        // Of each tensor: the trainer's parameter, then the server's parameter, master and moments, then the step
+        // count.
+        for (size_t part = 0; part < 6; ++part) {
+          const size_t at = 6 * i + part;
+          const bool touched = written != which.end() && (part == static_cast<size_t>(array) + 1 || part == 5 ||
+                                                          (part == 1 && array == Content::kMaster));
+          if (!touched) {
+            EXPECT_TRUE(before[at] == after[at]) << i << " " << part;
+          } else if (part == static_cast<size_t>(array) + 1) {
+            const std::string expected(reinterpret_cast<const char*>(from[k]), elements[k] * sizeof(float));
+            EXPECT_TRUE(after[at] == expected) << i << " " << part;
+          } else if (part == 5) {
+            EXPECT_EQ(after[at], std::to_string(steps[k]));
+          }
+        }
+      }
+    }
+  }
+  StepBoth(2, {"frozen"});
+  const auto pending = std::vector<float>(1);
+  ASSERT_TRUE(lender_.session().Write("scale", pending).ok());
+  EXPECT_THAT(lender_.tensors().CommitState(Content::kMoment1, which, from, steps, "").status().ToString(),
+              HasSubstr("values were written"));
+}
+
 TEST_P(TensorsTest, ASessionThatFollowsPullsWhatIsThere) {
   StepBoth(1);
   StepBoth(2, {"frozen"});

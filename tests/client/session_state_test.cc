@@ -1,0 +1,158 @@
+// State that goes from one job into another, by ranks that own parts of it: both train on with the same bits.
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <map>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/client/tensors.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/tests/client/session_fixture.h"
+
+namespace ballast::client {
+namespace {
+
+constexpr Content kArrays[] = {Content::kMoment1, Content::kMaster, Content::kMoment2};
+
+using Whole = std::map<std::string, std::vector<float>>;
+
+uint64_t ElementsOf(const TensorSpec& tensor) {
+  uint64_t elements = 1;
+  for (const uint64_t n : tensor.shape) elements *= n;
+  return elements;
+}
+
+absl::StatusOr<Whole> ReadAll(Session& session, Content array) {
+  Whole all;
+  for (const TensorSpec& tensor : TestTensors()) {
+    std::vector<float>& values = all[tensor.name];
+    values.resize(ElementsOf(tensor));
+    BALLAST_RETURN_IF_ERROR(session.Read(tensor.name, array, session.version(), absl::MakeSpan(values)));
+  }
+  return all;
+}
+
+// What this rank owns of each tensor, and no more.
+absl::StatusOr<std::vector<TensorState>> OwnedOf(const Session& session, const Whole& whole, uint64_t steps) {
+  std::vector<TensorState> states;
+  for (const auto& [name, values] : whole) {
+    BALLAST_ASSIGN_OR_RETURN(const Session::Location at, session.Locate(name));
+    uint64_t begin = values.size(), end = 0;
+    for (const UnitRange& range : session.owned(at.unit)) {
+      const uint64_t from = std::max(range.begin, at.begin), to = std::min(range.end, at.end);
+      if (from >= to) continue;
+      begin = std::min(begin, from - at.begin);
+      end = std::max(end, to - at.begin);
+    }
+    begin = std::min(begin, end);
+    states.push_back({name, absl::MakeConstSpan(values).subspan(begin, end - begin), begin, steps});
+  }
+  return states;
+}
+
+absl::Status Follow(Collective* collective, const SessionFixture& servers, Split split) {
+  SessionOptions options = TestOptions();
+  options.split = split;
+  BALLAST_ASSIGN_OR_RETURN(auto first, servers.Open(collective, options, TestTensors()));
+  BALLAST_RETURN_IF_ERROR(InitialiseAll(*first));
+  for (int64_t step = 1; step <= 3; ++step) BALLAST_RETURN_IF_ERROR(TrainStep(*first, step).status());
+  options.job = "other";
+  BALLAST_ASSIGN_OR_RETURN(auto second, servers.Open(collective, options, TestTensors()));
+  BALLAST_RETURN_IF_ERROR(second->Initialise([](absl::string_view, uint64_t, absl::Span<float> values) {
+    for (float& value : values) value = 7;
+  }));
+  for (const Content array : kArrays) {
+    BALLAST_ASSIGN_OR_RETURN(const Whole whole, ReadAll(*first, array));
+    BALLAST_ASSIGN_OR_RETURN(const std::vector<TensorState> owned, OwnedOf(*second, whole, 3));
+    BALLAST_RETURN_IF_ERROR(second->CommitState(array, owned, "cursor").status());
+  }
+  BALLAST_RETURN_IF_ERROR(Expect(second->version() == 3, "a transaction per array"));
+  for (int64_t step = 4; step <= 5; ++step) {
+    BALLAST_RETURN_IF_ERROR(TrainStep(*first, step).status());
+    BALLAST_RETURN_IF_ERROR(TrainStep(*second, step).status());
+  }
+  for (const Content array : {Content::kWorking, Content::kMaster, Content::kMoment1, Content::kMoment2}) {
+    BALLAST_ASSIGN_OR_RETURN(const Whole expected, ReadAll(*first, array));
+    BALLAST_ASSIGN_OR_RETURN(const Whole found, ReadAll(*second, array));
+    BALLAST_RETURN_IF_ERROR(Expect(expected == found, "the same bits"));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t steps, second->TensorSteps("layer.up", second->version()));
+  return Expect(steps == 5, "step counts");
+}
+
+TEST(SessionState, ArraysThatRanksOwnPartsOf) {
+  for (const Split split : {Split::kEven, Split::kRows}) {
+    for (const int ranks : {1, 3}) {
+      SessionFixture servers(2);
+      const absl::Status ran =
+          SessionFixture::RunRanks(ranks, [&](Collective* collective) { return Follow(collective, servers, split); });
+      EXPECT_TRUE(ran.ok()) << ran << " with " << ranks << " rank(s)";
+    }
+  }
+}
+
+absl::Status Refusals(Session& session, int rank) {
+  const std::vector<float> values(70000, 1.0f);
+  const std::vector<TensorState> whole = {{"layer.up", values, 0, 5}};
+  const auto commit = [&](const std::vector<TensorState>& states, Content array = Content::kMoment1) {
+    return session.CommitState(array, states, "").status();
+  };
+  BALLAST_RETURN_IF_ERROR(ExpectError(commit(whole), model::kBadRequest, "Initialise comes first"));
+  BALLAST_RETURN_IF_ERROR(InitialiseAll(session));
+  BALLAST_RETURN_IF_ERROR(ExpectError(commit({}), model::kBadRequest, "no tensors"));
+  BALLAST_RETURN_IF_ERROR(ExpectError(commit(whole, Content::kWorking), model::kBadRequest, "write those"));
+  BALLAST_RETURN_IF_ERROR(ExpectError(commit(whole, Content::kMoment3), model::kBadRequest, "keeps 2 moment(s)"));
+  BALLAST_RETURN_IF_ERROR(ExpectError(commit({whole[0], whole[0]}), model::kBadRequest, "twice"));
+  std::vector<TensorState> other = whole;
+  other[0].values = absl::MakeConstSpan(values).subspan(0, 100);
+  BALLAST_RETURN_IF_ERROR(ExpectError(commit(other), model::kBadLength, "70000 elements"));
+  std::vector<float> infinite = values;
+  infinite[69999] = std::numeric_limits<float>::infinity();
+  other[0].values = infinite;
+  BALLAST_RETURN_IF_ERROR(ExpectError(commit(other), model::kBadRequest, "element 69999"));
+  other = whole;
+  other[0].steps = 5 + static_cast<uint64_t>(rank);
+  BALLAST_RETURN_IF_ERROR(ExpectError(commit(other), model::kPlanMismatch, "other step counts"));
+  const Content array = rank == 0 ? Content::kMoment1 : Content::kMoment2;
+  BALLAST_RETURN_IF_ERROR(ExpectError(commit(whole, array), model::kPlanMismatch, "another array"));
+  // And the session goes on.
+  BALLAST_RETURN_IF_ERROR(commit(whole));
+  return TrainStep(session, 1).status();
+}
+
+TEST(SessionState, RefusalsChangeNothing) {
+  SessionFixture servers(2);
+  const absl::Status ran = SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+    BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, TestOptions(), TestTensors()));
+    return Refusals(*session, collective->rank());
+  });
+  EXPECT_TRUE(ran.ok()) << ran;
+}
+
+// Rows of a tensor that several chunks share are initial values in their places.
+TEST(SessionState, InitialValuesOfRowsOverSeveralChunks) {
+  SessionFixture servers(1);
+  const std::vector<TensorSpec> specs = {{.name = "w", .unit = "u", .shape = {400, 1000}}};
+  const absl::Status ran = SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+    SessionOptions options = TestOptions();
+    options.split = Split::kRows;
+    options.optimizer.working = kernels::Dtype::kF32;
+    BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, options, specs));
+    BALLAST_ASSIGN_OR_RETURN(Tensors tensors, Tensors::Make(session.get(), {"w"}, Local::kRows));
+    std::vector<float> rows(200 * 1000);
+    const size_t first = static_cast<size_t>(collective->rank()) * rows.size();
+    for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(first + i);
+    const TensorMemory memory{.parameter = reinterpret_cast<std::byte*>(rows.data())};
+    BALLAST_RETURN_IF_ERROR(tensors.Initialise({memory}));
+    std::vector<float> whole(400 * 1000);
+    BALLAST_RETURN_IF_ERROR(session->Read("w", Content::kMaster, 0, absl::MakeSpan(whole)));
+    for (size_t i = 0; i < whole.size(); ++i) {
+      BALLAST_RETURN_IF_ERROR(Expect(whole[i] == static_cast<float>(i), absl::StrCat("element ", i)));
+    }
+    return absl::OkStatus();
+  });
+  EXPECT_TRUE(ran.ok()) << ran;
+}
+
+}  // namespace
+}  // namespace ballast::client
