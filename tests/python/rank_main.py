@@ -124,15 +124,17 @@ def sparse_on_one_rank():
 
 
 def none_on_one_rank():
-    """Without DDP: each rank has the same gradients, but one of them forgot a tensor; the others' count."""
+    """Without DDP: each rank has the same gradients, but one of them forgot a tensor, and once all; the others' count."""
     torch.manual_seed(3)
     model = mlp()
     optimizer = ours(model.named_parameters())
-    for batch in batches(3):
+    for i, batch in enumerate(batches(3)):
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         if dist.get_rank() == 1:
             model[3].bias.grad = None
+            if i == 1:
+                optimizer.zero_grad()
         optimizer.step()
     steps = optimizer.state[model[3].bias]['step']
     optimizer.close()

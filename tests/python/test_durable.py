@@ -350,3 +350,41 @@ loop(model, optimizer, 15, 25)
 for name, value in torch.load('expected.pt').items():
     assert torch.equal(value, model.state_dict()[name]), name
 ''')
+
+
+@pytest.mark.parametrize('daemon', [False, True])
+def test_temporary_directories_of_killed_processes_go(daemon, tmp_path):
+    start = f'''
+from ballast import embedded, embedded_daemon, temporary
+def start():
+    if {daemon}:
+        return embedded_daemon.Daemon(None, '64MiB', None, 1)
+    return embedded.server(dram='64MiB', threads=1)
+server = start()
+'''
+    temporary = tmp_path / 'temporary'
+    temporary.mkdir()
+    (temporary / 'ballast-of-somebody').mkdir()
+
+    def left():
+        return {path.name for path in temporary.iterdir()} - {'ballast-of-somebody'}
+    run(tmp_path, start + 'os.kill(os.getpid(), signal.SIGKILL)', expect=-9, TMPDIR=str(temporary))
+    stale = left()
+    assert len(stale) == 1
+    run(tmp_path, start + f'''
+assert not os.path.exists({str(temporary)!r} + '/{stale.pop()}')
+mine = server.directory
+# Another process, a child, and this one again: while its process lives, a directory stays.
+import subprocess
+code = 'from ballast import temporary; temporary.remove(temporary.make())'
+subprocess.run([sys.executable, '-c', code], check=True)
+temporary.remove(temporary.make())
+subprocess.run([sys.executable, '-c', code], check=True)
+child = os.fork()
+if child == 0:
+    temporary.remove(temporary.make())
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert os.path.isdir(mine)
+''', TMPDIR=str(temporary))
+    assert not left() and (temporary / 'ballast-of-somebody').is_dir()

@@ -3,8 +3,10 @@ import pytest
 import torch
 from conftest import PAIRS
 from scripts import assert_close, both, mlp, train
+from torch import nn
 
 import ballast.torch as bt
+from ballast import embedded
 
 
 @pytest.mark.parametrize('pair', PAIRS)
@@ -51,6 +53,34 @@ def test_bf16_model_keeps_fp32_masters(job):
     expected = train(twin, Nothing(), after_backward=script)
     came = train(model, bt.AdamW([{'params': list(model.parameters())}], lr=1e-2, **job))
     torch.testing.assert_close(torch.tensor(came), torch.tensor(expected), rtol=5e-3, atol=5e-3)
+
+
+def test_8bit_moments_are_near_to_fp32_ones_and_small(job):
+    """After the same 20 gradients. Dynamic quantization (Dettmers et al. 2022) keeps a value to about 1/14 of itself, or, if it is
+    tiny beside its block of 256, to a small part of the block's largest; the first update cannot differ by more than rounding."""
+    shape = (1024, 1024)
+    start = torch.randn(shape)
+    moments, used, masters = {}, {}, {}
+    for name, make in (('fp32', bt.AdamW), ('8bit', bt.AdamW8bit)):
+        before = embedded.server().server.tiers[0][1] if embedded._running else 0
+        parameter = nn.Parameter(start.clone())
+        optimizer = make([parameter], lr=1e-3, **{**job, 'name': f'{job["name"]}-{name}'})
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(20):
+            parameter.grad = torch.randn(shape, generator=generator) + 0.2
+            optimizer.step()
+        moments[name], masters[name] = optimizer.state[parameter], parameter.detach()
+        used[name] = embedded.server().server.tiers[0][1] - before
+        optimizer.close()
+    bytes_saved = used['fp32'] - used['8bit']
+    assert bytes_saved == pytest.approx(6 * start.numel(), rel=0.1)  # 8 bytes a parameter against 2
+    for moment in ('exp_avg', 'exp_avg_sq'):
+        exact, coarse = moments['fp32'][moment], moments['8bit'][moment]
+        assert not torch.equal(exact, coarse)
+        largest = exact.abs().view(-1, 256).amax(1, keepdim=True)
+        error = (exact - coarse).abs().view(-1, 256) / largest
+        assert error.mean() < 0.02 and error.max() < 0.1, (moment, error.mean(), error.max())
+    assert (masters['fp32'] - masters['8bit']).abs().mean() < 0.1 * (masters['fp32'] - start).abs().mean()
 
 
 def test_8bit_moments_train(job):

@@ -4,10 +4,9 @@ import atexit
 import os
 import re
 import shutil
-import tempfile
 import threading
 
-from ballast import _native
+from ballast import _native, temporary
 from ballast.errors import Error
 
 _UNITS = {'': 1, 'b': 1, 'k': 10**3, 'm': 10**6, 'g': 10**9, 't': 10**12}
@@ -70,7 +69,7 @@ class _Embedded:
         self._owners = {}
         self.asked = (directory, dram, nvme, threads)
         self.temporary = directory is None
-        self.directory = tempfile.mkdtemp(prefix='ballast-') if self.temporary else os.path.abspath(directory)
+        self.directory = temporary.make() if self.temporary else os.path.abspath(directory)
         if not self.temporary:
             os.makedirs(self.directory, exist_ok=True)
         dram, nvme = budgets(None if self.temporary else self.directory, dram, nvme)
@@ -101,7 +100,7 @@ class _Embedded:
 
     def _remove(self):
         if self.temporary:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            temporary.remove(self.directory)
 
 
 def server(directory=None, dram=None, nvme=None, threads=None):

@@ -6,9 +6,8 @@ import pathlib
 import re
 import shutil
 import subprocess
-import tempfile
 
-from ballast import embedded
+from ballast import embedded, temporary
 from ballast.errors import Error
 
 _END_SECONDS = 20
@@ -29,7 +28,7 @@ class Daemon:
     def __init__(self, directory, dram, nvme, threads):
         self.pid = os.getpid()
         self.temporary = directory is None
-        self.directory = tempfile.mkdtemp(prefix='ballast-') if self.temporary else os.path.abspath(directory)
+        self.directory = temporary.make() if self.temporary else os.path.abspath(directory)
         os.makedirs(self.directory, exist_ok=True)
         dram, nvme = embedded.budgets(None if self.temporary else self.directory, dram, nvme)
         command = [_binary(), '--end-with', str(self.pid), '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0',
@@ -61,4 +60,4 @@ class Daemon:
                 self.process.wait()
         self.process.stdout.close()
         if self.temporary:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            temporary.remove(self.directory)

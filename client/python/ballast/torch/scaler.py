@@ -8,8 +8,8 @@ from ballast.errors import Error
 class LossScaler:
     """Scales losses so that small fp16 gradients do not vanish, and looks for the largest scale that does not overflow.
 
-    The update multiplies by 1 / scale in fp32 and checks for Inf and NaN, so gradients are never unscaled in fp16. To clip, give
-    the optimizer max_norm=: torch's clip_grad_norm_ would see scaled gradients."""
+    The update multiplies by 1 / scale in fp32 and checks for Inf and NaN, so fp16 gradients are never unscaled in place. To clip
+    them, give the optimizer max_norm=; gradients of other types may be unscaled and clipped as with GradScaler."""
 
     def __init__(self, init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=True):
         if growth_factor <= 1 or not 0 < backoff_factor < 1:
@@ -18,13 +18,32 @@ class LossScaler:
         self._scale, self._growth_tracker = float(init_scale), 0
         self._growth_factor, self._backoff_factor, self._growth_interval = growth_factor, backoff_factor, growth_interval
         self._enabled = enabled
-        self._overflowed = None  # whether the step since the last update() was skipped; None: there was none
+        # Since the last update(): optimizers with unscaled gradients; those that stepped, and whether the step was skipped.
+        self._unscaled, self._stepped = set(), {}
 
     def is_enabled(self):
         return self._enabled
 
     def get_scale(self):
         return self._scale if self._enabled else 1.0
+
+    def get_growth_factor(self):
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor):
+        self._growth_factor = new_factor
+
+    def get_backoff_factor(self):
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor):
+        self._backoff_factor = new_factor
+
+    def get_growth_interval(self):
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval):
+        self._growth_interval = new_interval
 
     def scale(self, outputs):
         if not self._enabled:
@@ -33,17 +52,34 @@ class LossScaler:
             return outputs * self._scale
         return type(outputs)(self.scale(output) for output in outputs)
 
+    @torch.no_grad()
     def unscale_(self, optimizer):
-        raise Error('LossScaler does not unscale gradients in place: in fp16 small ones would vanish. To clip, make the optimizer '
-                    'with max_norm=..., and leave unscale_ and clip_grad_norm_ out', 'UNSUPPORTED')
+        """Takes the scale out of gradients, before clip_grad_norm_ or a look at them; not of fp16 ones, as GradScaler."""
+        if not self._enabled:
+            return
+        if id(optimizer) in self._unscaled:
+            raise RuntimeError('unscale_() has already been called on this optimizer since the last update().')
+        if id(optimizer) in self._stepped:
+            raise RuntimeError('unscale_() is being called after step().')
+        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group['params'] if parameter.grad is not None]
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise Error('LossScaler does not unscale fp16 gradients in place: small ones would vanish. To clip, make the optimizer '
+                        'with max_norm=..., and leave unscale_ and clip_grad_norm_ out', 'UNSUPPORTED')
+        for gradient in gradients:
+            gradient.mul_(1.0 / self._scale)
+        self._unscaled.add(id(optimizer))
 
     def step(self, optimizer, *args, **kwargs):
         """optimizer.step(), skipped if a gradient overflowed."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        with optimizer.gradient_scale(1.0 / self._scale):
+        if 'closure' in kwargs or (args and args[0] is not None):
+            raise RuntimeError('Closure use is not currently supported if LossScaler is enabled.')
+        if id(optimizer) in self._stepped:
+            raise RuntimeError('step() has already been called since the last update().')
+        with optimizer.gradient_scale(1.0 if id(optimizer) in self._unscaled else 1.0 / self._scale):
             result = optimizer.step(*args, **kwargs)
-        self._overflowed = bool(self._overflowed) or optimizer.last_step_skipped
+        self._stepped[id(optimizer)] = optimizer.last_step_skipped
         return result
 
     def update(self, new_scale=None):
@@ -51,9 +87,9 @@ class LossScaler:
             return
         if new_scale is not None:
             self._scale = float(new_scale)
-        elif self._overflowed is None:
+        elif not self._stepped:
             raise RuntimeError('LossScaler.update() comes after step()')
-        elif self._overflowed:
+        elif any(self._stepped.values()):
             self._scale *= self._backoff_factor
             self._growth_tracker = 0
         else:
@@ -61,13 +97,19 @@ class LossScaler:
             if self._growth_tracker == self._growth_interval:
                 self._scale *= self._growth_factor
                 self._growth_tracker = 0
-        self._overflowed = None
+        self._unscaled, self._stepped = set(), {}
 
     def state_dict(self):
+        if not self._enabled:
+            return {}
         return {'scale': self._scale, 'growth_factor': self._growth_factor, 'backoff_factor': self._backoff_factor,
                 'growth_interval': self._growth_interval, '_growth_tracker': self._growth_tracker}
 
     def load_state_dict(self, state_dict):
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise RuntimeError('The source state dict is empty, possibly because it was saved from a disabled instance of LossScaler.')
         self._scale, self._growth_tracker = float(state_dict['scale']), int(state_dict['_growth_tracker'])
         self._growth_factor, self._backoff_factor = state_dict['growth_factor'], state_dict['backoff_factor']
         self._growth_interval = state_dict['growth_interval']

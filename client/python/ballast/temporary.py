@@ -1,0 +1,52 @@
+"""Directories that go with their process, also one that is killed: then with the next that makes one."""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import shutil
+import tempfile
+
+_PREFIX = 'ballast-'
+# Locked while the owner lives. A lock of fcntl's is the process's own: a forked child has none of it, and it goes when its owner
+# closes any descriptor of the file, so the owner must not look into its own.
+_LOCK = 'owner.lock'
+_mine = {}  # path -> (process, descriptor of its lock)
+
+
+def _lock(path):
+    """A descriptor, locked; OSError if another process has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_stale():
+    for folder in pathlib.Path(tempfile.gettempdir()).glob(f'{_PREFIX}*'):
+        if str(folder) in _mine:
+            continue
+        with contextlib.suppress(OSError):  # somebody's else, or gone meanwhile
+            descriptor = _lock(folder / _LOCK)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(descriptor)
+
+
+def make():
+    """A new directory's path; those of processes that were killed go."""
+    _remove_stale()
+    path = tempfile.mkdtemp(prefix=_PREFIX)
+    os.close(os.open(os.path.join(path, _LOCK), os.O_WRONLY | os.O_CREAT, 0o600))
+    _mine[path] = os.getpid(), _lock(os.path.join(path, _LOCK))
+    return path
+
+
+def remove(path):
+    """Of make(), once; a forked child leaves it alone."""
+    owner, descriptor = _mine.pop(path, (None, None))
+    if owner == os.getpid():
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
