@@ -185,6 +185,64 @@ def models_fsdp2():
     return run_models('fsdp2', wrap)
 
 
+def sharded(model):
+    return fully_shard(model)
+
+
+def run_and_load(wrap, whole):
+    """Ten steps of torch's optimizer, and five of ours that follow on its first five."""
+    torch.manual_seed(3)
+    base = mlp()
+    data = list(own_batches(10))
+
+    def go_on(model, optimizer, mine):
+        losses = []
+        for batch in mine:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return torch.tensor(losses)
+
+    twin, model = wrap(copy.deepcopy(base)), wrap(copy.deepcopy(base))
+    optimizer = theirs(twin.parameters())
+    go_on(twin, optimizer, data[:5])
+    state = copy.deepcopy(optimizer.state_dict())
+    if whole:
+        for entry in state['state'].values():
+            entry.update({key: value.full_tensor() for key, value in entry.items() if hasattr(value, 'full_tensor')})
+    model.load_state_dict(copy.deepcopy(twin.state_dict()))
+    mine = ours(model.named_parameters())
+    mine.load_state_dict(state)
+    results = [(go_on(twin, optimizer, data[5:]), full(twin)), (go_on(model, mine, data[5:]), full(model))]
+    # And from job to job, into one that has made steps: the same bits.
+    saved = mine.full_state_dict()
+    third = wrap(copy.deepcopy(base))
+    follower = bt.AdamW(third.named_parameters(), **ARGUMENTS, name=f'follower-{sys.argv[1]}',
+                        **({} if os.environ.get('BALLAST_SERVERS') else {'dram': '128MiB', 'threads': 2}))
+    go_on(third, follower, data[:1])
+    third.load_state_dict(copy.deepcopy(model.state_dict()))
+    follower.load_state_dict(saved)
+    assert torch.equal(go_on(third, follower, data[:2]), go_on(model, mine, data[:2]))
+    assert all(torch.equal(a, b) for a, b in zip(full(third), full(model)))
+    mine.close()
+    follower.close()
+    return results
+
+
+def ddp_load():
+    return run_and_load(DistributedDataParallel, whole=False)
+
+
+def fsdp2_load():
+    return run_and_load(sharded, whole=False)
+
+
+def fsdp2_load_whole():
+    return run_and_load(sharded, whole=True)
+
+
 if __name__ == '__main__':
     torch.set_num_threads(1)
     dist.init_process_group('gloo')

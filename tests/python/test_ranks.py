@@ -46,6 +46,12 @@ def test_two_ranks_over_a_private_server(script, tmp_path):
     assert 'error' not in logs.lower(), logs
 
 
+@pytest.mark.parametrize('script', ['ddp_load', 'fsdp2_load', 'fsdp2_load_whole'])
+def test_two_ranks_load_a_state_of_torchs(script, tmp_path, two_servers):
+    results, _ = run_ranks(script, tmp_path, servers=two_servers)
+    check(results)
+
+
 @pytest.mark.parametrize('script', ['ddp', 'fsdp2'])
 def test_two_ranks_over_two_servers(script, tmp_path, two_servers):
     results, _ = run_ranks(script, tmp_path, servers=two_servers)

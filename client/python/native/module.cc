@@ -206,6 +206,21 @@ void BindSession(nb::module_& m) {
           "tensor"_a, "values"_a)
       .def("commit_values", &PythonSession::CommitValues, Release())
       .def(
+          "commit_state",
+          [](PythonSession& session, const std::string& array, const std::vector<std::string>& tensors,
+             const std::vector<F32Array>& values, const std::vector<uint64_t>& steps, const nb::bytes& blob) {
+            if (tensors.size() != values.size() || tensors.size() != steps.size())
+              throw nb::value_error("values and steps: an entry per tensor");
+            std::vector<PythonSession::State> states(tensors.size());
+            for (size_t i = 0; i < tensors.size(); ++i) {
+              states[i] = {tensors[i], {values[i].data(), values[i].size()}, steps[i]};
+            }
+            const std::string sealed(blob.c_str(), blob.size());
+            const nb::gil_scoped_release release;
+            return session.CommitState(array, states, sealed);
+          },
+          "array"_a, "tensors"_a, "values"_a, "steps"_a, "blob"_a)
+      .def(
           "read",
           [](PythonSession& session, const std::string& tensor, const std::string& content, const F32Array& to) {
             const absl::Span<float> span(to.data(), to.size());

@@ -46,6 +46,16 @@ kernels::OptimizerSpec SpecOf(const Optimizer& optimizer) {
           .working = Take(model::DtypeNamed(optimizer.working))};
 }
 
+client::Content ContentNamed(const std::string& name) {
+  using client::Content;
+  return Named("content", name,
+               std::array<std::pair<const char*, Content>, 5>{{{"working", Content::kWorking},
+                                                               {"master", Content::kMaster},
+                                                               {"moment1", Content::kMoment1},
+                                                               {"moment2", Content::kMoment2},
+                                                               {"moment3", Content::kMoment3}}});
+}
+
 client::SessionOptions OptionsOf(const OpenOptions& options) {
   using client::Resume;
   client::SessionOptions session;
@@ -289,6 +299,27 @@ Report PythonSession::CommitValues() {
   return {.version = stepped.version, .skipped = stepped.skipped};
 }
 
+Report PythonSession::CommitState(const std::string& array, absl::Span<const State> states, const std::string& blob) {
+  const Using session = Use();
+  std::vector<size_t> which;
+  std::vector<const float*> values;
+  std::vector<uint64_t> steps;
+  for (const State& state : states) {
+    const auto found = std::find(names_.begin(), names_.end(), state.tensor);
+    const auto index = static_cast<size_t>(found - names_.begin());
+    if (found == names_.end() || state.values.size() != tensors_->local_elements(index)) {
+      throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
+                                     absl::StrCat("tensor '", state.tensor, "' has not ", state.values.size(),
+                                                  " local elements, or is none of the session's")));
+    }
+    which.push_back(index);
+    values.push_back(state.values.data());
+    steps.push_back(state.steps);
+  }
+  const client::StepReport stepped = Take(tensors_->CommitState(ContentNamed(array), which, values, steps, blob));
+  return {.version = stepped.version, .skipped = stepped.skipped};
+}
+
 void PythonSession::Register(const std::vector<Tensor>& tensors) {
   const Using session = Use();
   Check(session->Register(SpecsOf(tensors)));
@@ -304,13 +335,7 @@ Report PythonSession::Restore(int64_t version) {
 }
 
 void PythonSession::Read(const std::string& tensor, const std::string& content, absl::Span<float> to) {
-  using client::Content;
-  const Content what = Named("content", content,
-                             std::array<std::pair<const char*, Content>, 5>{{{"working", Content::kWorking},
-                                                                             {"master", Content::kMaster},
-                                                                             {"moment1", Content::kMoment1},
-                                                                             {"moment2", Content::kMoment2},
-                                                                             {"moment3", Content::kMoment3}}});
+  const client::Content what = ContentNamed(content);
   const Using session = Use();
   Check(session->Read(tensor, what, session->version(), to));
 }

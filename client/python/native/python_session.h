@@ -127,6 +127,13 @@ class PythonSession {
   void Pull(absl::Span<const client::TensorMemory> memory);
   void Write(const std::string& tensor, absl::Span<const float> values);
   Report CommitValues();
+  // `array`: master, moment1, moment2, moment3; of some tensors, each its local elements.
+  struct State {
+    std::string tensor;
+    absl::Span<const float> values;
+    uint64_t steps = 0;
+  };
+  Report CommitState(const std::string& array, absl::Span<const State> states, const std::string& blob);
   void Register(const std::vector<Tensor>& tensors);
   Report Restore(int64_t version);
 

@@ -48,6 +48,9 @@ def full(optimizer):
         entry = optimizer.state[parameter]
         if entry and entry['step'] > 0:
             state[i] = entry
+            if parameter.dtype != torch.float32:
+                # torch's optimizers pass over it; without it a 16-bit parameter would go on from its rounded value.
+                entry['master'] = optimizer._read_master(parameter)
     return {'state': state, 'param_groups': pack(optimizer, index_of)}
 
 
@@ -107,9 +110,3 @@ def check_groups(optimizer, state_dict):
 def load_groups(optimizer, state_dict):
     for group, saved in zip(optimizer.param_groups, state_dict['param_groups']):
         group.update({key: value for key, value in saved.items() if key not in ('params', 'param_names')})
-
-
-def refuse_foreign(state_dict):
-    if state_dict.get('state'):
-        raise Error('this state_dict is in torch.optim\'s format, and loading moments is not supported yet; expected one that '
-                    'ballast.torch made of a durable job (directory=... or servers)', 'UNSUPPORTED')

@@ -13,7 +13,7 @@ import torch
 
 from ballast import _native
 from ballast.errors import Error
-from ballast.torch import arguments, checkpoint, hooks, state
+from ballast.torch import arguments, checkpoint, hooks, job_spec, loading, state
 from ballast.torch.agreement import Collected, agree
 from ballast.torch.connection import Connection
 from ballast.torch.members import DTYPES, Memory, gradient_of, is_sharded, local, whole
@@ -63,6 +63,8 @@ class Optimizer(torch.optim.Optimizer):
         self._skips = 0
         self._steps = 0
         self._blob = b''
+        self._partly = False  # the job's state is what a load that did not end left
+        self._unpulled = False  # the job was open before; parameters are not its own yet
         self.last_step_skipped = False
         self.grad_norm = None
         groups, names = split_named(params)
@@ -81,14 +83,6 @@ class Optimizer(torch.optim.Optimizer):
     def _spec(self, group):
         return {}
 
-    def _check_spec(self):
-        """Refuses a group that wants what its job was not made for."""
-        for g, group in enumerate(self.param_groups):
-            for key, value in self._spec(group).items():
-                if value != getattr(self._options.optimizer, key):
-                    raise Error(f'group {g} has {key}={value!r}, and the job was made with {key}='
-                                f'{getattr(self._options.optimizer, key)!r}: it is one for all groups and for good', 'BAD_SPEC')
-
     # _native.GroupHyper from a param_group.
     def _hyper(self, group):
         raise NotImplementedError
@@ -104,7 +98,7 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(groups[0])
         if self._session is not None:
             try:
-                self._check_spec()
+                job_spec.check(self, self._options.optimizer)
             except Error:
                 self.param_groups.pop()
                 raise
@@ -125,73 +119,80 @@ class Optimizer(torch.optim.Optimizer):
 
     # --- the session
 
-    def _open(self):
+    def _open(self, partly=False, trained=()):
+        """partly: also a job whose state is not whole, and without its parameters. trained: as new_tensors'."""
         self._connection.check_process()
-        if self._session is not None:
-            return self._session
+        if self._session is None:
+            self._start(set(trained))
+        if not partly and self._partly:
+            loading.refuse_partly(self._options.job)
+        if not partly and self._unpulled:
+            self._pull()
+        return self._session
+
+    def _start(self, trained):
         if self._closed:
             raise Error('the optimizer was closed; make a new one', 'BAD_REQUEST')
-        fresh = new_tensors(self)
+        fresh = new_tensors(self, trained)
         if not fresh:
             raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')
-        spec = _native.Optimizer()
-        spec.kind, spec.moments = self._kind, self._moments
-        for group in self.param_groups:
-            for key, value in self._spec(group).items():
-                setattr(spec, key, value or getattr(spec, key))
-        # Frozen ones too: they may want gradients later.
-        dtypes = {parameter.dtype for _, _, parameter in placed(self)}
-        spec.gradient = spec.working = DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
-        self._options.optimizer = spec
-        self._check_spec()
+        self._options.optimizer = job_spec.of(self)
+        job_spec.check(self, self._options.optimizer)
         self._options.group_count = -(-len(self.param_groups) // _GROUPS) * _GROUPS
         self._options.durability = self._durability or self._connection.default_durability
         self._options.rows = any(is_sharded(parameter) for _, parameter, _ in fresh)
-        trained = set()  # by the job, and frozen here
 
         def with_missing(name):
             nonlocal fresh
-            trained.add(name)
+            trained.add(name)  # by the job, and frozen here
             before, fresh = len(fresh), new_tensors(self, trained)
             return [tensor for _, _, tensor in fresh] if len(fresh) > before else None
 
         self._session = self._connection.open(self._options, [tensor for _, _, tensor in fresh], with_missing)
         self._members = [member for member, _, _ in fresh]
         self._take_blob()
+        self._unpulled = not self._session.needs_values
         if self._session.needs_values:
             with Memory(self) as memory:
                 self._session.initialise(memory.parameters)
-        else:
-            self._pull()
-        return self._session
+
+    @staticmethod
+    def _pack_blob(steps, blob=b''):
+        return _BLOB.pack(steps) + blob
 
     def _take_blob(self):
         """Of the version that was found or restored: this rank's, or rank 0's if there were fewer."""
         blobs = self._session.blobs
-        mine = blobs[self._options.rank:self._options.rank + 1] or blobs[:1]
-        if mine and mine[0]:
-            self._steps, self._blob = _BLOB.unpack_from(mine[0])[0], mine[0][_BLOB.size:]
-        else:
-            self._steps, self._blob = 0, b''
+        mine = (blobs[self._options.rank:self._options.rank + 1] or blobs[:1] or [b''])[0] or _BLOB.pack(0)
+        self._steps, self._blob = _BLOB.unpack_from(mine)[0], mine[_BLOB.size:]
+        self._partly = self._steps == loading.UNDER_WAY
 
     def resume(self):
         """Opens the job, if no step did; what it has done so far: Resumed(step=0, blob=b'') of a new one."""
         self._open()
         return Resumed(self._steps, self._blob)
 
-    def _read_state(self, parameter):
-        session = self._open()
+    def _member(self, parameter):
         if len(self._by_parameter) < len(self._members):
             self._by_parameter = {id(member.parameter): member for member in self._members}
-        member = self._by_parameter.get(id(parameter))
+        return self._by_parameter.get(id(parameter))
+
+    def _read_state(self, parameter):
+        session, member = self._open(), self._member(parameter)
         if member is None:
             return {}  # it never wanted a gradient
         return state.read(session, member, parameter, state.moment_names(self._kind, self._options.optimizer))
+
+    def _read_master(self, parameter):
+        master = torch.empty(parameter.shape, dtype=torch.float32)
+        self._open().read(self._member(parameter).name, 'master', master)
+        return master
 
     def _pull(self):
         with Memory(self, writes=True) as memory:
             self._session.pull(memory.parameters)
         self._wrote()
+        self._unpulled = False
 
     def _wrote(self):
         for member in self._members:
@@ -231,6 +232,7 @@ class Optimizer(torch.optim.Optimizer):
         the job is open it names none. Of a job with durability none: full_state_dict()."""
         if self._session is None:
             return checkpoint.unopened(self, self._options.job)
+        self._open()
         if self._options.durability == 'none':
             return self.full_state_dict()
         if self._options.world_size == 1:
@@ -252,33 +254,36 @@ class Optimizer(torch.optim.Optimizer):
 
     @hooks.around_load_state_dict
     def load_state_dict(self, state_dict):
-        """Takes the job, parameters included, back to the version that state_dict() named; all ranks."""
+        """Takes the job, parameters included, back to the version that state_dict() named. Or makes moments, step counts and
+        param_groups of a state in torch.optim's format the job's: parameters stay what they are. All ranks."""
         checkpoint.check_groups(self, state_dict)
         named = checkpoint.named(state_dict)
         if named is None:
-            checkpoint.refuse_foreign(state_dict)
-        else:
-            job, version = named
-            if version is None:
-                return checkpoint.load_groups(self, state_dict)  # of an optimizer that was not open
-            if job != self._options.job:
-                raise Error(f"the state_dict is of job '{job}', this optimizer of '{self._options.job}'; give it name="
-                            f"'{job}'", 'BAD_SPEC')
-            if self._session is None:
-                self._options.resume = 'must'  # who loads a state wants the job that has it
-            self.rollback(version)
+            return loading.load(self, state_dict)
+        job, version = named
+        if version is None:
+            return checkpoint.load_groups(self, state_dict)  # of an optimizer that was not open
+        if job != self._options.job:
+            raise Error(f"the state_dict is of job '{job}', this optimizer of '{self._options.job}'; give it name="
+                        f"'{job}'", 'BAD_SPEC')
+        if self._session is None:
+            self._options.resume = 'must'  # who loads a state wants the job that has it
+        self.rollback(version)
         checkpoint.load_groups(self, state_dict)
 
     def versions(self):
         """What rollback() can go back to: versions that all servers keep."""
-        return self._open().pins()
+        session = self._open(partly=True)
+        return session.pins() if self._partly else self._open().pins()
 
     def rollback(self, version):
         """Parameters, moments, step counts and blob become those of a version that state_dict() named; all ranks."""
-        session = self._open()
+        session = self._open(partly=True)
         if session.version != version:
             session.restore(version)
             self._take_blob()
+        if self._partly:
+            loading.refuse_partly(self._options.job)
         self._kept.loaded(version)
         self._pull()
 
@@ -328,7 +333,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             with Memory(self, writes=True) as memory:
                 report = session.step(collected.gradients, memory.parameters, collected.groups, scale, self._max_norm,
-                                      blob=_BLOB.pack(self._steps + 1) + blob)
+                                      blob=self._pack_blob(self._steps + 1, blob))
         finally:
             # Also where Ctrl-C came after it was decided: the job has made that step.
             if session.version > before:
@@ -343,18 +348,23 @@ class Optimizer(torch.optim.Optimizer):
         elif self._gradient_scale is None:
             self._warn_skipped(collected.gradients)
 
-    def _collect(self):
-        fresh = new_tensors(self)
+    def _new_tensors(self, trained=()):
+        """Of the open job."""
+        fresh = new_tensors(self, trained)
         working = self._options.optimizer.working
         for member, parameter, _ in fresh:
             if working not in ('f32', DTYPES[parameter.dtype]):
                 raise Error(f"parameter '{member.name}' is {parameter.dtype}, the job's are {working}: it would be rounded; give all "
                             'parameters to the optimizer before the first step', 'BAD_DTYPE')
+        return fresh
+
+    def _collect(self):
+        fresh = self._new_tensors()
         members = self._members + [member for member, _, _ in fresh]
         there = {id(parameter) for _, _, parameter in placed(self)}
         gradients = [gradient_of(member) if id(member.parameter) in there else None for member in members]
         edited = [member.edited(member.parameter) for member in members]
-        self._check_spec()
+        job_spec.check(self, self._options.optimizer)
         groups = [self._hyper(group) for group in self.param_groups]
         groups += groups[:1] * (self._options.group_count - len(groups))
         return Collected(fresh, members, gradients, edited, groups)

@@ -12,6 +12,11 @@ def placed(optimizer):
             yield g, i, parameter
 
 
+def name_of(optimizer, g, i, parameter):
+    name = optimizer._names[g][i] if i < len(optimizer._names[g]) else None
+    return positional_name(g, i, parameter.shape) if name is None else name
+
+
 def new_tensors(optimizer, trained=()):
     """Parameters that have a gradient or want one, or have a name of `trained`, and are not in the job yet: (member, parameter,
     _native.Tensor)."""
@@ -22,8 +27,7 @@ def new_tensors(optimizer, trained=()):
     for g, i, parameter in placed(optimizer):
         name = optimizer._names[g][i] if i < len(optimizer._names[g]) else None
         unit = unit_of(name) if name is not None else by_size.next(parameter.numel())
-        if name is None:
-            name = positional_name(g, i, parameter.shape)
+        name = name_of(optimizer, g, i, parameter)
         known = there.get(id(parameter))
         if known is not None and known.group != g:
             raise Error(f"parameter '{known.name}' has moved from group {known.group} to {g}: a job's tensors stay in "
