@@ -1,6 +1,7 @@
 """PyTorch optimizers whose state lives on Ballast's state servers, or in one inside this process."""
 
+from ballast.torch.export import export_state, import_state
 from ballast.torch.optimizers import SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion
 from ballast.torch.scaler import LossScaler
 
-__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Lion', 'LossScaler']
+__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Lion', 'LossScaler', 'export_state', 'import_state']

@@ -1,0 +1,192 @@
+"""State as safetensors files that carry digests: out of a job, and into one.
+
+A folder has shards, state-00001.safetensors and on, and state.safetensors.index.json, which is written last and says what
+belongs to it: without it the others are nothing. Tensors are named after their parameter and what they are, as
+'h.0.attn.weight.exp_avg', all in fp32.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+
+import torch
+
+from ballast.errors import Error
+from ballast.torch.registration import name_of, placed
+
+INDEX = 'state.safetensors.index.json'
+_FORMAT = 'ballast-state-1'
+_SHARD_BYTES = 1 << 30
+_QUIET_SECONDS = 2.0
+
+
+class _Progress:
+    """A line on stderr every few seconds of what takes longer."""
+
+    def __init__(self, what, total):
+        self._what, self._total, self._done, self._said = what, total, 0, time.monotonic()
+
+    def add(self, count):
+        self._done += count
+        now = time.monotonic()
+        if now - self._said > _QUIET_SECONDS:
+            self._said = now
+            print(f'ballast: {self._what}: {self._done >> 20} of {self._total >> 20} MiB', file=sys.stderr)
+
+
+def _digest(tensor):
+    return hashlib.sha256(memoryview(tensor.contiguous().numpy()).cast('B') if tensor.numel() else b'').hexdigest()
+
+
+def _safetensors():
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise Error('safetensors is not installed: pip install safetensors numpy', 'UNSUPPORTED') from error
+    return safetensors
+
+
+def _plain(value):
+    """A hyper-parameter as JSON has it."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    return value
+
+
+def _sync(path):
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _Shards:
+    """Files of about 1 GiB, written as they fill."""
+
+    def __init__(self, folder):
+        self._save = _safetensors().torch.save_file
+        self._folder, self._held, self._bytes, self.files, self.digests = folder, {}, 0, {}, {}
+        self._count = 0
+
+    def add(self, name, tensor):
+        self._held[name] = tensor
+        self.digests[name] = _digest(tensor)
+        self._bytes += 4 * tensor.numel()
+        if self._bytes >= _SHARD_BYTES:
+            self.flush()
+
+    def flush(self):
+        if not self._held:
+            return
+        self._count += 1
+        name = f'state-{self._count:05}.safetensors'
+        path = os.path.join(self._folder, name)
+        self._save(self._held, path)
+        _sync(path)
+        self.files.update({tensor: name for tensor in self._held})
+        self._held, self._bytes = {}, 0
+
+
+def export_state(optimizer, folder):
+    """Moments, step counts, masters and param_groups of `optimizer` into an empty or new `folder`; any one rank, no step
+    meanwhile. One shard is in memory at a time."""
+    os.makedirs(folder, exist_ok=True)
+    if os.listdir(folder):
+        raise Error(f"'{folder}' is not empty; give a folder of its own to an export", 'BAD_CONFIG')
+    optimizer._open()
+    shards, steps = _Shards(folder), {}
+    named = [(name_of(optimizer, g, i, parameter), parameter) for g, i, parameter in placed(optimizer)]
+    # Masters and two moments, mostly.
+    progress = _Progress('exporting state', sum(12 * parameter.numel() for _, parameter in named))
+    for name, parameter in named:
+        entry = dict(optimizer.state[parameter])
+        steps[name] = int(entry.pop('step', 0))
+        if steps[name] == 0:
+            continue
+        entry['master'] = optimizer._read_master(parameter)
+        for key, tensor in entry.items():
+            shards.add(f'{name}.{key}', tensor)
+            progress.add(4 * tensor.numel())
+    shards.flush()
+    groups = [{key: _plain(value) for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
+    names = iter([name for name, _ in named])
+    for group, of in zip(groups, optimizer.param_groups):
+        group['params'] = [next(names) for _ in of['params']]
+    index = {'metadata': {'format': _FORMAT, 'optimizer': optimizer._kind, 'param_groups': groups, 'steps': steps},
+             'weight_map': shards.files, 'sha256': shards.digests}
+    temporary = os.path.join(folder, INDEX + '.tmp')
+    with open(temporary, 'w', encoding='utf-8') as file:
+        json.dump(index, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, os.path.join(folder, INDEX))
+    _sync(folder)
+
+
+def _read_index(folder):
+    path = os.path.join(folder, INDEX)
+    try:
+        with open(path, encoding='utf-8') as file:
+            index = json.load(file)
+        metadata = index['metadata']
+        if metadata['format'] != _FORMAT:
+            raise Error(f"'{path}' is of format {metadata['format']!r}; expected {_FORMAT!r}", 'BAD_CONFIG')
+        return metadata, index['weight_map'], index['sha256']
+    except FileNotFoundError as error:
+        raise Error(f"'{path}' is not there: no export, or one that did not end", 'BAD_CONFIG') from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise Error(f"'{path}' cannot be read: {error!r}", 'BAD_CONFIG') from error
+
+
+def _read_tensors(folder, files, digests):
+    """By name; each compared with its digest."""
+    safe_open = _safetensors().safe_open
+    tensors, by_file = {}, {}
+    for name, file in files.items():
+        if os.path.basename(file) != file:
+            raise Error(f"the index names '{file}', which is not in the folder itself", 'BAD_CONFIG')
+        by_file.setdefault(file, []).append(name)
+    total = sum(os.path.getsize(os.path.join(folder, file)) for file in by_file if os.path.exists(os.path.join(folder, file)))
+    progress = _Progress('importing state', total)
+    for file, names in sorted(by_file.items()):
+        try:
+            with safe_open(os.path.join(folder, file), framework='pt') as shard:
+                for name in names:
+                    tensors[name] = shard.get_tensor(name)
+                    progress.add(4 * tensors[name].numel())
+        except Exception as error:  # safetensors has its own, and OSError
+            raise Error(f"'{os.path.join(folder, file)}' cannot be read: {error}; take another copy of the export",
+                        'CHECKSUM') from error
+        for name in names:
+            if tensors[name].dtype != torch.float32 or _digest(tensors[name]) != digests.get(name):
+                raise Error(f"tensor '{name}' in '{os.path.join(folder, file)}' is not what was exported (SHA-256); take another "
+                            'copy of the export', 'CHECKSUM')
+    return tensors
+
+
+def import_state(optimizer, folder):
+    """What export_state wrote, into `optimizer`, as load_state_dict() does; all ranks. Nothing is changed before all of it was
+    read and compared with its digests; it is in memory meanwhile."""
+    metadata, files, digests = _read_index(folder)
+    if metadata['optimizer'] != optimizer._kind:
+        raise Error(f"the export is of {metadata['optimizer']}, this optimizer is {optimizer._kind}", 'BAD_SPEC')
+    tensors = _read_tensors(folder, files, digests)
+    saved, numbers = {'state': {}, 'param_groups': []}, {}
+    for group in metadata['param_groups']:
+        for name in group['params']:
+            numbers[name] = len(numbers)
+        saved['param_groups'].append({**group, 'params': [numbers[name] for name in group['params']]})
+    mine = [name_of(optimizer, g, i, parameter) for g, i, parameter in placed(optimizer)]
+    if sorted(mine) != sorted(numbers):
+        apart = sorted(set(mine) ^ set(numbers))
+        raise Error(f"the export has other parameters: '{apart[0] if apart else mine[0]}' is not in both", 'BAD_SPEC')
+    for name, steps in metadata['steps'].items():
+        if steps > 0:
+            saved['state'][numbers[name]] = {'step': torch.tensor(float(steps))}
+    for tensor, value in tensors.items():
+        name, _, key = tensor.rpartition('.')
+        saved['state'][numbers[name]][key] = value
+    optimizer.load_state_dict(saved)
