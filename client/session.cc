@@ -147,6 +147,7 @@ absl::Status Session::Impl::Adopt(const std::shared_ptr<const v1::OpenRequest>& 
   gradients.Resize();
   without_values = model::TensorsWithoutValues(seat.units->plan(), seat.version);
   norm_cache = {};
+  steps_cache = {};
   if (open->has_base_decision()) {
     // A server that restarts may need this decision again before it can go on.
     auto commit = std::make_shared<v1::CommitRequest>();
@@ -329,6 +330,8 @@ absl::StatusOr<uint64_t> Session::TensorSteps(absl::string_view tensor, int64_t 
         absl::StrCat("step counts of tensor '", tensor, "' at version ", version, " are not known: this ",
                      "session is at version ", this->version(), " and did not pin ", version));
   }
+  auto& known = impl_->steps_cache;
+  if (known.version == version && index < known.steps.size()) return known.steps[index];
   // Step counts are the servers'; they are at version() once they took its commit.
   (void)impl_->transaction.AwaitCommits(impl_->seat.Deadline());
   v1::GetJobRequest ask;
@@ -337,7 +340,9 @@ absl::StatusOr<uint64_t> Session::TensorSteps(absl::string_view tensor, int64_t 
                                                    &Transport::GetJob, "GetJob", ask, impl_->seat.Deadline())));
   for (const v1::GetJobResponse& answer : answers) {
     if (answer.committed() != version || static_cast<int>(index) >= answer.tensor_steps_size()) continue;
-    return answer.tensor_steps(static_cast<int>(index));
+    known.version = version;
+    known.steps.assign(answer.tensor_steps().begin(), answer.tensor_steps().end());
+    return known.steps[index];
   }
   return model::Error(absl::StatusCode::kUnavailable, model::kBehind,
                       absl::StrCat("no server is at version ", version, " yet; ask again"));

@@ -96,7 +96,12 @@ struct Session::Impl {
   int64_t restored_version = -1;
   std::string sealed_blob;  // this rank's last one: transactions that bring none of their own seal it again
   std::map<int64_t, std::vector<uint64_t>> pinned_steps;  // step counts by tensor, of versions that this rank pinned
-  std::unique_ptr<model::Loan> loan;                      // of the step in the making, or of the last one
+  // What servers last told of step counts by tensor; all tensors' come in one answer, and may be asked for one by one.
+  struct {
+    int64_t version = -2;
+    std::vector<uint64_t> steps;
+  } steps_cache;
+  std::unique_ptr<model::Loan> loan;  // of the step in the making, or of the last one
   absl::Status finished;
   double push_seconds = 0;
   double seal_seconds = 0;

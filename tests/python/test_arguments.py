@@ -130,6 +130,23 @@ def test_a_full_state_dict_does_not_look_for_each_tensor_among_all(job, monkeypa
     assert len(looks) <= 1
 
 
+def test_step_counts_follow_steps_and_new_tensors(job):
+    """They are asked for once a version."""
+    a, b, c = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    optimizer = bt.AdamW([a, b], **job)
+
+    def step(*parameters):
+        optimizer.zero_grad()
+        for parameter in parameters:
+            parameter.grad = torch.ones(3)
+        optimizer.step()
+        return [int(optimizer.state[parameter]['step']) for parameter in (a, b)]
+    assert [step(a), step(a, b), step(b)] == [[1, 0], [2, 1], [2, 2]]
+    optimizer.add_param_group({'params': [c]})
+    assert step(a, c) == [3, 2]
+    assert int(optimizer.state[c]['step']) == 1
+
+
 def test_the_fiftieth_skip_in_a_row_raises(job):
     model = mlp()
     optimizer = bt.AdamW(model.parameters(), **job)

@@ -388,3 +388,24 @@ assert os.waitpid(child, 0)[1] == 0
 assert os.path.isdir(mine)
 ''', TMPDIR=str(temporary))
     assert not left() and (temporary / 'ballast-of-somebody').is_dir()
+
+
+def test_a_job_of_every_k_does_not_grow_and_goes_on(tmp_path):
+    run(tmp_path, '''
+        model, late = mlp(), torch.nn.Parameter(torch.ones(4))
+        optimizer = make(model, durability='every-K', pin_interval=2)
+        def step():
+            loss_of(model, next(batches(1))).backward()
+            optimizer.step()
+        step()
+        optimizer.add_param_group({'params': [late]})
+        try:
+            step()
+        except ballast.Error as error:
+            assert 'every-K' in str(error) and 'group1.0' in str(error), error
+        else:
+            raise AssertionError('accepted')
+        optimizer.param_groups.pop()
+        step()
+        assert optimizer.stats()['steps'] == 2
+        ''')

@@ -352,6 +352,9 @@ class Optimizer(torch.optim.Optimizer):
         """Of the open job."""
         fresh = new_tensors(self, trained)
         working = self._options.optimizer.working
+        if fresh and self._options.durability == 'every-K':
+            raise Error(f"parameter '{fresh[0][0].name}' came after the first step, and a job with durability='every-K' has all of its "
+                        'tensors from the start: its kept versions would have no state of it', 'UNSUPPORTED')
         for member, parameter, _ in fresh:
             if working not in ('f32', DTYPES[parameter.dtype]):
                 raise Error(f"parameter '{member.name}' is {parameter.dtype}, the job's are {working}: it would be rounded; give all "
