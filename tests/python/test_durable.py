@@ -180,6 +180,24 @@ def test_a_missing_job_under_must(tmp_path):
         ''')
 
 
+def test_after_a_budget_that_was_too_small_another_may_be_given(tmp_path):
+    run(tmp_path, '''
+        try:
+            make(mlp(), dram='4KiB', nvme=0, durability='none').resume()
+        except ballast.Error as error:
+            assert error.reason == 'BUDGET', error
+        else:
+            raise AssertionError('accepted')
+        assert make(mlp()).resume().step == 0
+        try:
+            make(mlp(), name='second', dram='96MiB').resume()  # in use now
+        except ballast.Error as error:
+            assert error.reason == 'BAD_CONFIG', error
+        else:
+            raise AssertionError('accepted')
+        ''')
+
+
 def test_a_directory_in_use_names_its_process(tmp_path):
     run(tmp_path, '''
         optimizer = make(mlp(), resume='auto')

@@ -66,6 +66,8 @@ class _Embedded:
     def __init__(self, directory, dram, nvme, threads):
         self.pid = os.getpid()
         self.stopped = False
+        self.opening = 0  # optimizers that are about to have a job on it
+        self.used = False  # one had
         self._owners = {}
         self.asked = (directory, dram, nvme, threads)
         self.temporary = directory is None

@@ -53,6 +53,7 @@ class Connection:
                 options.servers = [address]
         elif not self._servers:
             local = embedded.server(**self._budgets)
+            local.opening += 1
         try:
             while True:
                 try:
@@ -67,7 +68,14 @@ class Connection:
         except BaseException:
             if daemon is not None:
                 daemon.stop()
+            if local is not None and not local.used and local.opening == 1:
+                embedded.stop()  # its budgets may be what was wrong: the next attempt may ask for others
             raise
+        finally:
+            if local is not None:
+                local.opening -= 1
+        if local is not None:
+            local.used = True
         # Of an embedded server's job that is not durable nothing is left to be used: its memory is wanted back.
         drop = (options.job, local.own(options.job)) if local is not None and options.durability == 'none' else None
         self._finish = weakref.finalize(self, _finish, session, local, drop, daemon, self._pid)
