@@ -60,6 +60,7 @@ absl::Status Gradients::CheckNone(uint32_t unit) const {
   if (state == State::kNone) return absl::OkStatus();
   const char* const came = state == State::kZeroes         ? "was counted as zeros by Norm() or Step() already"
                            : state == State::kLent         ? "was lent in this step"
+                           : state == State::kReturned     ? "was returned after a step that failed"
                            : state == State::kAccumulating ? "is being accumulated"
                                                            : "was pushed already in this step";
   return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
@@ -112,10 +113,10 @@ absl::Status Gradients::PushBorrowed(uint32_t unit, std::vector<GradientRun> run
   return absl::OkStatus();
 }
 
-void Gradients::ReturnBorrowed() {
+void Gradients::Return() {
   (void)pushes_->Wait();
   for (UnitGradient& mine : units_) {
-    if (mine.state != State::kBorrowed) continue;
+    if (mine.state != State::kBorrowed && mine.state != State::kPushed) continue;
     mine.state = State::kReturned;
     mine.runs.clear();
   }
@@ -194,6 +195,12 @@ void Gradients::SendTouched(uint32_t unit, const std::string& presence) {
 }
 
 absl::Status Gradients::Flush() {
+  for (const UnitGradient& mine : units_) {
+    if (mine.state == State::kReturned) {
+      return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
+                          "gradients of a step that failed were returned; Drop() comes before another step");
+    }
+  }
   for (uint32_t unit = 0; unit < units_.size(); ++unit) {
     UnitGradient& mine = units_[unit];
     if (mine.state != State::kAccumulating) continue;

@@ -29,8 +29,9 @@ class Gradients {
   // In the job's gradient dtype.
   absl::Status Push(uint32_t unit, absl::Span<const std::byte> gradient, absl::Span<const std::string> absent);
   absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent);
-  // What was borrowed is the caller's again, and cannot be sent any more. Waits for pushes.
-  void ReturnBorrowed();
+  // What was pushed counts no more, and what was borrowed is the caller's again: Forget comes before anything else.
+  // Waits for pushes.
+  void Return();
   absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent);
   // Pushes what was accumulated, and waits until the servers have all that was pushed.
   absl::Status Flush();

@@ -249,8 +249,8 @@ class Session {
   // gradient dtype; BAD_DTYPE if it is as wide as the other overload's.
   absl::Status Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent = {});
   absl::Status Push(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent = {});
-  // The same in runs, ascending; what lies in none is zero. They are not copied: they must stay until Step or Drop has
-  // returned OK, or ReturnGradients.
+  // The same in runs, ascending; what lies in none is zero, and none lies in an absent tensor. They are not copied:
+  // they must stay until Step or Drop has returned OK, or ReturnGradients, or the session is gone.
   absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent = {});
   // After a Step that failed: what was borrowed is the caller's again, and Drop comes before another Step.
   void ReturnGradients();

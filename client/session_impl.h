@@ -27,6 +27,8 @@ struct Session::Impl {
   bool forked() const;
   void EndLoan() {
     if (forked()) return;
+    // Decided, the step is to be applied from what is lent, and not from copies.
+    if (loan != nullptr) (void)transaction.AwaitCommits(seat.Deadline());
     loan.reset();
     values.EndLoan();
   }

@@ -38,8 +38,12 @@ absl::Status Session::Lend(std::vector<model::LentTensor> tensors) {
     if (tensors[tensor].value != nullptr) values.push_back(tensor);
   }
   if (values.empty()) BALLAST_RETURN_IF_ERROR(impl.CheckReadable(0));
-  if (!values.empty() && values != impl.without_values) {
-    return Precondition("values are lent before Initialise, of every tensor that has none, and Write takes others");
+  if (values != impl.without_values) {
+    const uint32_t first = impl.without_values.empty() ? values[0] : impl.without_values[0];
+    return Precondition(
+        absl::StrCat("values are lent of all tensors that have none yet, and of no others (Write takes "
+                     "those); see tensor '",
+                     impl.seat.units->layout().tensors()[first].name, "'"));
   }
   if (!gradients.empty()) {
     BALLAST_RETURN_IF_ERROR(impl.gradients.CheckLend());
@@ -62,6 +66,7 @@ absl::Status Session::Impl::Lend(std::vector<model::LentTensor> tensors) {
   }
   if (lends_values()) {
     for (const auto& [tensor, written] : values.Lend()) {
+      if (tensors[tensor].value != nullptr) continue;
       tensors[tensor].value = reinterpret_cast<const std::byte*>(written);
       tensors[tensor].value_dtype = kernels::Dtype::kF32;
     }

@@ -228,7 +228,7 @@ absl::Status Session::PushBorrowed(uint32_t unit, std::vector<GradientRun> runs,
 }
 
 void Session::ReturnGradients() {
-  if (!impl_->forked()) impl_->gradients.ReturnBorrowed();
+  if (!impl_->forked()) impl_->gradients.Return();
 }
 
 absl::Status Session::Accumulate(uint32_t unit, absl::Span<const float> gradient,
@@ -377,9 +377,11 @@ absl::StatusOr<StepReport> Session::CommitValues() {
   header.set_kind(v1::STEP_KIND_VALUES);
   header.set_gradient_scale(1);
   header.set_value_presence(impl_->values.presence());
+  if (mine.ok() && impl_->lends_values() && impl_->loan != nullptr) {
+    mine = Precondition("memory is lent for a step; Step or Drop comes first");
+  }
   const bool lends = mine.ok() && impl_->lends_values();
-  if (lends && impl_->loan != nullptr) mine = Precondition("memory is lent for a step; Step or Drop comes first");
-  if (lends && mine.ok()) mine = impl_->Lend(std::vector<model::LentTensor>(tensor_count()));
+  if (lends) mine = impl_->Lend(std::vector<model::LentTensor>(tensor_count()));
   auto report =
       impl_->Transact("CommitValues", std::move(mine), std::move(header), impl_->sealed_blob, impl_->values.written());
   if (!lends) return report;

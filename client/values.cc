@@ -88,6 +88,7 @@ Values::Source Values::written() const {
 }
 
 void Values::Resend(const OwnedSlice& owned, const std::string& presence, const Source& source) {
+  if (lent_) return;
   std::vector<float> buffer = buffers_->Take();
   const model::Range range = owned.slice.range;
   buffer.assign(range.size(), 0.0f);

@@ -44,7 +44,7 @@ class Values {
   // Pushes this rank's slices that touch a tensor of `presence`, with values drawn from `source`; waits for them.
   // Nothing to do if they are lent.
   absl::Status Push(const std::string& presence, const Source& source);
-  // One of them, again; does not wait.
+  // One of them, again, unless they are lent; does not wait.
   void Resend(const OwnedSlice& owned, const std::string& presence, const Source& source);
   absl::Status Wait() { return buffers_->tally.Wait(); }
   void ReleaseBuffers();
@@ -64,8 +64,8 @@ class Values {
   std::shared_ptr<Buffers> buffers_;
   // By tensor: the owned segments' values, in segment order.
   std::map<uint32_t, std::vector<float>> written_;
-  std::map<uint32_t, std::vector<float>> forgotten_;  // that are lent yet
-  bool lent_ = false;
+  std::map<uint32_t, std::vector<float>> forgotten_;  // kept until the loan's end: a server may read them yet
+  bool lent_ = false;                                 // there is a loan, with whatever was written: push nothing
 };
 
 }  // namespace ballast::client

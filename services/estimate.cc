@@ -40,6 +40,10 @@ class TemporaryDirectory {
   std::string path_;
 };
 
+constexpr uint32_t kRanksMax = 1 << 16;
+constexpr uint32_t kServersMax = 1 << 12;
+constexpr uint64_t kRangesMax = 1 << 22;
+
 template <typename Response, typename Call>
 absl::StatusOr<Response> Await(const Call& call) {
   std::promise<absl::StatusOr<Response>> answered;
@@ -88,6 +92,16 @@ absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request) {
     return model::Error(
         absl::StatusCode::kInvalidArgument, model::kBadConfig,
         absl::StrCat("expected at least one rank and one server, came ", request.ranks, " and ", request.servers));
+  }
+  uint64_t tensors = 0;
+  for (const v1::Registration& registration : request.spec.registrations()) {
+    tensors += static_cast<uint64_t>(registration.tensors_size());
+  }
+  if (request.ranks > kRanksMax || request.servers > kServersMax || request.ranks * tensors > kRangesMax) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                        absl::StrCat("expected at most ", kRanksMax, " ranks, ", kServersMax, " servers and ",
+                                     kRangesMax, " parts of tensors, came ", request.ranks, ", ", request.servers,
+                                     " and ", request.ranks * tensors));
   }
   v1::OpenRequest open;
   open.mutable_epoch()->set_counter(1);

@@ -86,7 +86,7 @@ class Intake {
   void Reset(const model::Chunk& chunk, const model::EpochPlan& plan);
   // The step is decided: its slices belong to the update now.
   void Clear();
-  // Gives back the gradient's memory if no slice is in it. REQUIRES: no update uses it.
+  // Gives back the gradient's memory if no slice is in it; an update that has it keeps it until its end.
   void ReleaseIdle();
 
   // Do slices of this kind leave their memory once the log has them?

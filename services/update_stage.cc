@@ -139,6 +139,7 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
     }
     if (!change.segments.empty() && !lends) chunk->intake.TakeGradient(&change, &buffers);
     chunk->intake.Clear();
+    if (!around_.working_copies && !durable_) chunk->intake.ReleaseIdle();  // nothing is reserved for it
     if (restore) {
       change.restored = header.restored_version();
       // Replayed from the log, a restore needs its pin, which may be gone by then: afterwards no chunk needs the

@@ -15,7 +15,7 @@
 namespace ballast::services {
 namespace {
 
-constexpr uint64_t kParametersMax = uint64_t{1} << 42;  // 4 million chunks
+constexpr uint64_t kParametersMax = uint64_t{1} << 40;  // a million chunks
 
 std::string Json(const Estimate& estimate) {
   std::string tiers, zero;
@@ -77,14 +77,17 @@ std::optional<uint64_t> ParseCount(const std::string& text) {
   double value = 0;
   if (!absl::SimpleAtod(number, &value) || !std::isfinite(value)) return std::nullopt;
   value *= unit;
-  if (value < 1 || value > static_cast<double>(kParametersMax) || value != std::floor(value)) return std::nullopt;
-  return static_cast<uint64_t>(value);
+  const double whole = std::round(value);  // 8.03 x 1e9 is not
+  if (whole < 1 || whole > static_cast<double>(kParametersMax) || std::abs(value - whole) > 1e-9 * value) {
+    return std::nullopt;
+  }
+  return static_cast<uint64_t>(whole);
 }
 
 int RunPlan(const PlanCommand& command) {
   const std::optional<uint64_t> parameters = ParseCount(command.parameters);
   if (!parameters.has_value()) {
-    std::fprintf(stderr, "--params %s: expected a whole number from 1 to 2^42, such as 268435456, 7B or 1.5e9\n",
+    std::fprintf(stderr, "--params %s: expected a whole number from 1 to 2^40, such as 268435456, 7B or 1.5e9\n",
                  command.parameters.c_str());
     return 2;
   }

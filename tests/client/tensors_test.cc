@@ -309,6 +309,15 @@ TEST_P(TensorsTest, DroppedLoansCountForNothing) {
   ASSERT_TRUE(lender_.session().Norm().ok());
   ASSERT_TRUE(lender_.session().Drop().ok());
   StepBoth(1);
+  // What is written while parameters are lent for a step is not committed behind its back; the loan goes on.
+  ASSERT_TRUE(lender_.session().Write("wide", values).ok());
+  for (model::LentTensor& tensor : lent) tensor = {};
+  ASSERT_TRUE(lender_.session().Lend(lent).ok());
+  EXPECT_THAT(lender_.session().CommitValues().status().ToString(), HasSubstr("memory is lent for a step"));
+  EXPECT_THAT(lender_.session().Lend(lent).ToString(), HasSubstr("already"));
+  ASSERT_TRUE(lender_.session().Drop().ok());
+  for (model::LentTensor& tensor : lent) tensor.value = reinterpret_cast<const std::byte*>(values.data());
+  EXPECT_THAT(lender_.session().Lend(lent).ToString(), HasSubstr("of no others"));
 }
 
 // Of a step that failed nothing is read any more, and nothing is sent again.
@@ -318,7 +327,11 @@ TEST_P(TensorsTest, GradientsOfAFailedStepAreReturned) {
   wrong.groups.pop_back();
   std::vector<TensorMemory> memory = copier_.Gradients(2);
   EXPECT_FALSE(copier_.tensors().Step(memory, wrong).ok());
-  (void)copier_.Gradients(3);
+  EXPECT_THAT(copier_.tensors()
+                  .Step(copier_.Memory({"wide", "bias", "scale", "table", "frozen"}), TestStep())
+                  .status()
+                  .ToString(),
+              HasSubstr("were returned"));
   EXPECT_THAT(copier_.Step(memory).status().ToString(), HasSubstr("Drop() starts over"));
   ASSERT_TRUE(copier_.session().Drop().ok());
   StepBoth(4);

@@ -70,14 +70,18 @@ TEST(Estimate, SaysWhatIsShort) {
   EXPECT_THAT(EstimateJob(request)->Explain(request), HasSubstr("It does not fit"));
   request.server.budget.nvme = 1024 * kMiB;
   EXPECT_TRUE(EstimateJob(request)->fits.ok()) << EstimateJob(request)->fits;
-  request.ranks = 0;
-  EXPECT_EQ(model::ReasonOf(EstimateJob(request).status()), model::kBadConfig);
+  for (const uint32_t ranks : {0u, ~0u}) {
+    request.ranks = ranks;
+    EXPECT_EQ(model::ReasonOf(EstimateJob(request).status()), model::kBadConfig);
+  }
 }
 
 TEST(PlanCommand, Counts) {
   EXPECT_EQ(ParseCount("268435456"), 268435456u);
   EXPECT_EQ(ParseCount("7B"), 7'000'000'000u);
   EXPECT_EQ(ParseCount("1.5e9"), 1'500'000'000u);
+  EXPECT_EQ(ParseCount("8.03B"), 8'030'000'000u);
+  EXPECT_EQ(ParseCount("1.07K"), 1070u);
   for (const char* bad : {"", "B", "0", "-1", "0.5", "nan", "inf", "1e30", "7 apples"}) {
     EXPECT_EQ(ParseCount(bad), std::nullopt) << bad;
   }

@@ -158,9 +158,10 @@ TEST_F(LendingTest, ValuesThatAreNotFinite) {
   request.tensors[1].value_dtype = kernels::Dtype::kF16;
   EXPECT_EQ(model::ReasonOf(lender_->Lend(request).status()), model::kBadDtype);
   request.tensors[1].value_dtype = kernels::Dtype::kF32;
-  request.attempt = 1;
-  wide.back() = 1;
-  EXPECT_TRUE(lender_->Lend(request).ok());  // nothing stays behind
+  // Nothing stays behind: the same slices are missing as before.
+  Answer<v1::SealResponse> answer;
+  lender_->Seal(group_.SealOf(0, UpdateHeader(tensors_), /*wait_ms=*/0), absl::InfiniteFuture(), answer.reply());
+  EXPECT_EQ(answer.Wait()->pending().missing_count(), group_.plan().slices().size());
 }
 
 TEST_F(LendingTest, EndsBeforeTheSeal) {

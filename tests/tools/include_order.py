@@ -21,7 +21,7 @@ ALLOWED = {
     'services/step': ['services/step', 'proto/model', 'ballast/v1'],
     'services/embedded': ['services', 'client/transport.h', 'proto/model', 'ballast/v1'],
     'services': ['services', 'storage', 'kernels', 'proto/model', 'ballast/v1'],
-    'client/python': ['client', 'services/embedded', 'services/state_server.h', 'kernels', 'proto/model', 'ballast/v1'],
+    'client/python': ['client', 'services/embedded', 'services/estimate.h', 'services/state_server.h', 'kernels', 'proto/model', 'ballast/v1'],
     'client': ['client', 'kernels', 'proto/model', 'ballast/v1'],
 }
 

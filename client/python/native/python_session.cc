@@ -122,12 +122,13 @@ PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t
 EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions& options, uint64_t dram, uint64_t nvme,
                            int threads, uint32_t servers, const std::string& profile) {
   services::EstimateRequest request;
-  request.ranks = static_cast<uint32_t>(options.world_size);
+  request.ranks = static_cast<uint32_t>(std::max(options.world_size, 0));
   request.servers = std::max<uint32_t>(servers, 1);
   request.server.budget = {.hbm = 0, .dram = dram, .nvme = nvme};
   request.server.compute_threads = threads;
   request.server.machine_profile = profile;
-  request.server.working_copies = servers > 0;
+  // Of several ranks a private ballastd is the server, which keeps working copies.
+  request.server.working_copies = servers > 0 || options.world_size > 1;
   v1::JobSpec& spec = request.spec;
   spec.set_name("estimate");
   spec.set_chunk_elements(options.chunk_elements);

@@ -5,6 +5,7 @@ import os
 import torch
 
 from ballast import _native, embedded
+from ballast.errors import Error
 from ballast.torch.members import DTYPES, check_parameter
 from ballast.torch.naming import UnitsBySize, positional_name, split_named, unit_of
 
@@ -22,29 +23,36 @@ def _tensors(params):
             name = names[g][i]
             unit = unit_of(name) if name is not None else by_size.next(parameter.numel())
             name = name if name is not None else positional_name(g, i, parameter.shape)
+            if parameter.dtype not in DTYPES:
+                check_parameter(name, parameter)  # refuses it; a device does not matter here: 'meta' is as good
+            dtypes.add(parameter.dtype)  # also of frozen ones: they may want gradients later
             if not parameter.requires_grad:
                 continue
-            check_parameter(name, parameter)
-            dtypes.add(parameter.dtype)
             tensors.append(_native.Tensor(name, unit, list(parameter.shape) or [1], g))
     return tensors, len(groups), DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
 
 
 def estimate(params, *, optimizer='adamw', moments='f32', ranks=1, servers=0, dram=None, nvme=None, directory=None,
-             threads=None, durability=None, pin_interval=0, chunk_elements=1 << 20, profile=None):
-    """Bytes per tier and rank, what binds, and the time of a step, of a model's job. Nothing is started or taken.
+             threads=None, durability=None, pin_interval=0, chunk_elements=1 << 20, profile=None, amsgrad=False,
+             momentum=False):
+    """Bytes per tier and rank, what binds, and the time of a step, of a model's job. A server that has no job is asked, in a
+    temporary directory; nothing is taken.
 
-    params: a model, or what an optimizer takes. servers: how many state servers, alike; 0 for the one inside the trainer.
+    params: a model, also on the device 'meta', or what an optimizer takes. servers: how many state servers, alike; 0 for the one
+    inside the trainer, or of several ranks beside them. momentum: SGD keeps a buffer.
     dram, nvme, threads: each server's, as an optimizer's arguments. profile: what `ballastctl iotune` wrote; else
     ballast-profile.yaml in the directory, if it is there: without one no time is told.
     Returns an object with fits, text (for people), step_seconds (0: not known), tiers [(name, bytes of the fullest
     server)], rank_bytes and rank_bytes_sharded (a trainer's parameters and gradients, whole or sharded).
     """
+    if servers > 0 and dram is None:
+        raise Error("servers=...: expected their budgets, such as dram='64GiB'", 'BAD_CONFIG')
     options = _native.OpenOptions()
     tensors, options.group_count, dtype = _tensors(params)
     options.world_size, options.chunk_elements, options.pin_interval = ranks, chunk_elements, pin_interval
     spec = _native.Optimizer()
     spec.kind, spec.moments, spec.gradient, spec.working = optimizer, moments, dtype, dtype
+    spec.amsgrad, spec.momentum = amsgrad, momentum
     options.optimizer = spec
     options.durability = durability or ('step' if directory is not None or servers > 0 else 'none')
     dram, nvme = embedded.budgets(directory, dram, nvme)
