@@ -1,7 +1,6 @@
 // The session's transactions: what ranks agree on, seal and decide.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -12,11 +11,6 @@
 
 namespace ballast::client {
 namespace {
-
-template <typename T>
-absl::Span<const std::byte> Bytes(absl::Span<const T> values) {
-  return {reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(T)};
-}
 
 double SecondsSince(absl::Time start) { return absl::ToDoubleSeconds(absl::Now() - start); }
 
@@ -199,118 +193,6 @@ absl::Status Session::Initialise(
     fill(layout.tensors()[tensor].name, first, to);
   };
   return impl_->Transact("Initialise", std::move(mine), std::move(header), impl_->sealed_blob, source).status();
-}
-
-absl::Status Session::Impl::Push(uint32_t unit, absl::Span<const std::byte> gradient, uint64_t element_bytes,
-                                 absl::Span<const std::string> absent) {
-  BALLAST_RETURN_IF_ERROR(CheckReadable(unit));
-  BALLAST_RETURN_IF_ERROR(CheckElement("gradients", seat.optimizer.gradient, element_bytes));
-  const absl::Time start = absl::Now();
-  const absl::Status status = gradients.Push(unit, gradient, absent);
-  push_seconds += SecondsSince(start);
-  return status;
-}
-
-absl::Status Session::Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent) {
-  return impl_->Push(unit, Bytes(gradient), sizeof(bf16), absent);
-}
-
-absl::Status Session::Push(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent) {
-  return impl_->Push(unit, Bytes(gradient), sizeof(float), absent);
-}
-
-absl::Status Session::PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent) {
-  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(unit));
-  const absl::Time start = absl::Now();
-  const absl::Status status = impl_->gradients.PushBorrowed(unit, std::move(runs), absent);
-  impl_->push_seconds += SecondsSince(start);
-  return status;
-}
-
-void Session::ReturnGradients() {
-  if (!impl_->forked()) impl_->gradients.Return();
-}
-
-absl::Status Session::Accumulate(uint32_t unit, absl::Span<const float> gradient,
-                                 absl::Span<const std::string> absent) {
-  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(unit));
-  const absl::Time start = absl::Now();
-  const absl::Status status = impl_->gradients.Accumulate(unit, gradient, absent);
-  impl_->push_seconds += SecondsSince(start);
-  return status;
-}
-
-absl::StatusOr<v1::NormResponse> Session::Impl::AskNorms(const std::string& presence) {
-  v1::NormRequest request;
-  request.set_job(seat.job);
-  *request.mutable_epoch() = seat.epoch();
-  request.set_step(seat.version + 1);
-  request.set_attempt(seat.attempt);
-  request.set_gradient_presence(presence);
-  BALLAST_ASSIGN_OR_RETURN(
-      auto answers, (router->CallAll<v1::NormRequest, v1::NormResponse>(
-                        &Transport::Norm, absl::StrCat("Norm of step ", request.step()), request, seat.Deadline())));
-  v1::NormResponse all;
-  for (v1::NormResponse& answer : answers) {
-    for (v1::ChunkNorm& norm : *answer.mutable_norms()) *all.add_norms() = std::move(norm);
-  }
-  return all;
-}
-
-absl::StatusOr<const std::vector<v1::ChunkNorm>*> Session::Impl::Norms(const std::string& what, absl::Status mine) {
-  v1::StepHeader header;
-  header.set_kind(v1::STEP_KIND_UPDATE);
-  auto agreed = Settle(what, std::move(mine), std::move(header), "", nullptr);
-  if (!agreed.ok()) return Conclude(agreed.status());
-  const std::string& presence = agreed->header.gradient_presence();
-  if (norm_cache.version == seat.version && norm_cache.attempt == seat.attempt && norm_cache.presence == presence) {
-    return &norm_cache.norms;
-  }
-  // Rank 0 asks for all: were each to ask for itself, a faster rank could drop what a slower one still asks about.
-  v1::NormResponse all;
-  absl::Status asked;
-  if (seat.rank() == 0 && AnyBit(presence)) {
-    auto answer = AskNorms(presence);
-    asked = answer.status();
-    if (answer.ok()) all = *std::move(answer);
-  }
-  auto shared = group.Agree(what, asked, all.SerializeAsString());
-  if (!shared.ok()) return Conclude(shared.status());
-  if (!all.ParseFromString((*shared)[0])) {
-    return model::Error(absl::StatusCode::kInternal, model::kBadRequest, "rank 0 sent no norms");
-  }
-  norm_cache = {seat.version, seat.attempt, presence, {all.norms().begin(), all.norms().end()}};
-  std::sort(norm_cache.norms.begin(), norm_cache.norms.end(),
-            [](const v1::ChunkNorm& a, const v1::ChunkNorm& b) { return a.chunk() < b.chunk(); });
-  return &norm_cache.norms;
-}
-
-absl::StatusOr<double> Session::Norm() {
-  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
-  BALLAST_ASSIGN_OR_RETURN(const auto* norms, impl_->Norms("Norm", absl::OkStatus()));
-  std::vector<const v1::ChunkNorm*> list;
-  for (const v1::ChunkNorm& norm : *norms) {
-    if (norm.overflow()) return std::numeric_limits<double>::infinity();
-    list.push_back(&norm);
-  }
-  BALLAST_ASSIGN_OR_RETURN(const double squared, model::GlobalSquaredNorm(list));
-  return std::sqrt(squared);
-}
-
-absl::StatusOr<double> Session::TensorNorm(absl::string_view tensor) {
-  BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
-  const auto index = impl_->seat.units->layout().FindTensor(tensor);
-  BALLAST_ASSIGN_OR_RETURN(const auto* norms,
-                           impl_->Norms(absl::StrCat("TensorNorm of '", tensor, "'"), index.status()));
-  double squared = 0;
-  for (const v1::ChunkNorm& norm : *norms) {
-    for (const v1::SegmentNorm& segment : norm.segments()) {
-      if (segment.tensor() != *index) continue;
-      if (norm.overflow()) return std::numeric_limits<double>::infinity();
-      squared += segment.squared_norm();
-    }
-  }
-  return std::sqrt(squared);
 }
 
 absl::Status Session::Drop() {
