@@ -1,0 +1,89 @@
+// What the files of class StateServer share. Internal to state_server*.cc.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/counters.h"
+#include "ballast/services/foundation.h"
+#include "ballast/services/job.h"
+#include "ballast/services/state_server.h"
+#include "ballast/storage/catalog/catalog.h"
+
+namespace ballast::services {
+
+struct StateServer::Impl {
+  explicit Impl(const StateServerOptions& options)
+      : options(options),
+        foundation(options.foundation != nullptr ? options.foundation : SystemFoundation()),
+        compute(std::max(1, options.compute_threads)),
+        executor(foundation->MakeExecutor(std::max(1, options.read_threads))),
+        dropping(foundation->MakeExecutor(1)) {}
+
+  // What a name stands for: a job, or the memory of one that a restart did not bring back: because its state is lost,
+  // or for want of something that another start may find. Only the former is said of GetJob.
+  struct Entry {
+    std::shared_ptr<Job> job;
+    std::optional<v1::GetJobResponse> lost;
+    absl::Status cause;      // of the loss
+    uint64_t log_bytes = 0;  // of the NVMe budget, that its log holds
+  };
+
+  absl::StatusOr<std::map<std::string, CatalogEntry>> ReadJobs() const;
+  absl::Status LoadJobs(const std::map<std::string, CatalogEntry>& stored);
+  void Lose(const std::string& name, const CatalogEntry& stored, const absl::Status& cause, uint64_t log_bytes = 0);
+  // Gives back what a lost job has on the disk, once the catalog has forgotten it.
+  void FreeLost(const Entry& entry, const std::vector<storage::DurableChunk>& chunks);
+  std::shared_ptr<Job> MakeJob(const std::string& name);
+  absl::Status LostToDurabilityNone(const std::string& name) const;
+  absl::StatusOr<std::shared_ptr<Job>> Find(const std::string& name) const;
+  absl::StatusOr<std::shared_ptr<Job>> FindOrMake(const std::string& name);
+  // Checks the request and takes its job out of `jobs`.
+  absl::StatusOr<Entry> TakeForDrop(const v1::DropJobRequest& request);
+  void Drop(const v1::DropJobRequest& request, const Reply<v1::DropJobResponse>& reply);
+  std::vector<v1::TierStatus> TierStatuses(const std::vector<v1::JobStatus>& jobs) const;
+
+  // `reply`, its latency and its error counted.
+  template <typename Response>
+  Reply<Response> Counted(Call call, Reply<Response> reply) {
+    return [this, call, began = absl::Now(), reply = std::move(reply)](absl::StatusOr<Response> response) {
+      counters.calls[static_cast<size_t>(call)].Observe(absl::Now() - began);
+      if (!response.ok()) {
+        const std::string reason = model::ReasonOf(response.status());
+        counters.errors.Add(call, reason.empty() ? absl::StatusCodeToString(response.status().code()) : reason);
+      }
+      reply(std::move(response));
+    };
+  }
+
+  const StateServerOptions options;
+  Foundation* const foundation;
+  const absl::Time started = absl::Now();
+  std::string server_id;
+  ServerCounters counters;
+  std::unique_ptr<storage::Catalog> catalog;
+  std::unique_ptr<storage::Tiers> tiers;
+  std::optional<storage::MachineProfile> machine;
+  absl::Mutex planning;
+  kernels::ThreadPool compute;
+  const std::unique_ptr<Executor> executor;
+  const std::unique_ptr<Executor> dropping;  // a drop waits for the update at work, new budgets for an Open
+  Deadlines deadlines;
+
+  mutable absl::Mutex mu;
+  bool stopped ABSL_GUARDED_BY(mu) = false;
+  absl::flat_hash_map<std::string, Entry> jobs ABSL_GUARDED_BY(mu);
+  std::set<std::string> dropping_names ABSL_GUARDED_BY(mu);
+};
+
+}  // namespace ballast::services

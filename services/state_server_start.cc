@@ -1,0 +1,193 @@
+// How a state server starts: its directory, its name, and the jobs that the catalog knows.
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <random>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "ballast/services/state_server_parts.h"
+#include "ballast/storage/io/failpoint.h"
+#include "ballast/storage/machine/profile_file.h"
+#include "ballast/storage/tier/nvme_tier.h"
+
+namespace ballast::services {
+namespace {
+
+absl::Status CheckDirectory(const std::string& directory) {
+  if (directory.empty()) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                        "data_directory is empty; expected a directory that this server alone uses");
+  }
+  std::error_code error;
+  std::filesystem::create_directories(directory, error);
+  const bool writable = !error && ::access(directory.c_str(), W_OK | X_OK) == 0;
+  if (writable) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kInternal, model::kIo,
+                      absl::StrCat("data directory '", directory,
+                                   "' is not writable: ", error ? error.message() : std::string(std::strerror(errno)),
+                                   "; give another, or write permission to this user"));
+}
+
+// None if the data directory has none and no other was named.
+absl::StatusOr<std::optional<storage::MachineProfile>> ReadMachineProfile(const StateServerOptions& options) {
+  std::string path = options.machine_profile;
+  if (path.empty()) {
+    path = absl::StrCat(options.data_directory, "/", kMachineProfile);
+    std::error_code error;
+    if (!std::filesystem::exists(path, error)) {
+      spdlog::info("no machine profile: plans predict no times; `ballastctl iotune --directory {}` measures one",
+                   options.data_directory);
+      return std::nullopt;
+    }
+  }
+  BALLAST_ASSIGN_OR_RETURN(const storage::MachineProfile profile, storage::ReadProfile(path));
+  spdlog::info("plans predict from the machine profile {}", path);
+  return profile;
+}
+
+std::string MakeServerId() {
+  std::random_device random;
+  return absl::StrCat("server-", absl::Hex(random(), absl::kZeroPad8), absl::Hex(random(), absl::kZeroPad8));
+}
+
+absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std::string& wanted,
+                                           const std::string& directory) {
+  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->Get(kCatalogServerId));
+  if (stored.has_value()) {
+    if (wanted.empty() || wanted == *stored) return *stored;
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                        absl::StrCat("data directory '", directory, "' belongs to server '", *stored,
+                                     "', server_id says '", wanted, "'; use that name, or another directory"));
+  }
+  // Without the catalog nobody knows what the disk holds: to go on would free it.
+  std::error_code error;
+  for (const auto& file : std::filesystem::directory_iterator(directory, error)) {
+    if (!absl::StartsWith(file.path().filename().string(), "log-")) continue;
+    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                        absl::StrCat("data directory '", directory, "' holds ", file.path().filename().string(),
+                                     " of a durable job, and its catalog is new: it was lost. Run `ballastctl verify "
+                                     "--rebuild`, or move the logs away if the jobs are not wanted"));
+  }
+  const std::string id = wanted.empty() ? MakeServerId() : wanted;
+  BALLAST_RETURN_IF_ERROR(catalog->Put(kCatalogServerId, id));
+  return id;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServerOptions& options) {
+  auto impl = std::make_unique<Impl>(options);
+  BALLAST_RETURN_IF_ERROR(CheckDirectory(options.data_directory));
+  BALLAST_ASSIGN_OR_RETURN(impl->machine, ReadMachineProfile(options));
+  // The catalog's lock guards the whole directory, so it comes first.
+  BALLAST_ASSIGN_OR_RETURN(impl->catalog, impl->foundation->OpenCatalog(options.data_directory));
+  BALLAST_ASSIGN_OR_RETURN(impl->server_id,
+                           SettleServerId(impl->catalog.get(), options.server_id, options.data_directory));
+  storage::TiersOptions tiers;
+  tiers.budget = options.budget;
+  tiers.directory = options.data_directory;
+  tiers.staging_bytes = options.staging_bytes;
+  tiers.hbm_device = options.hbm_device;
+  tiers.disk = impl->foundation->disk();
+  BALLAST_ASSIGN_OR_RETURN(const auto stored, impl->ReadJobs());
+  for (const auto& [name, entry] : stored) {
+    for (const storage::DurableChunk& chunk : entry.ChunksAndPinned()) {
+      tiers.kept.push_back({chunk.offset, chunk.bytes});
+    }
+    if (entry.unreadable.empty() || !(entry.durable() || entry.every_k())) continue;
+    tiers.unnamed_stays = true;
+    spdlog::warn(
+        "job '{}' has entries in the catalog that cannot be read: until they can, nothing in nvme.tier is "
+        "taken for free, and what other jobs need comes behind its end",
+        name);
+  }
+  BALLAST_ASSIGN_OR_RETURN(impl->tiers, storage::Tiers::Open(tiers));
+  BALLAST_RETURN_IF_ERROR(impl->LoadJobs(stored));
+  return std::unique_ptr<StateServer>(new StateServer(std::move(impl)));
+}
+
+absl::StatusOr<std::map<std::string, CatalogEntry>> StateServer::Impl::ReadJobs() const {
+  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->List(kCatalogJobs));
+  std::map<std::string, CatalogEntry> jobs;
+  for (const auto& [key, value] : stored) {
+    const std::vector<std::string> parts = absl::StrSplit(key, '/');
+    if (parts.size() != 3 || jobs.contains(parts[1])) continue;
+    BALLAST_ASSIGN_OR_RETURN(jobs[parts[1]], ReadCatalogEntry(*catalog, parts[1]));
+  }
+  return jobs;
+}
+
+void StateServer::Impl::Lose(const std::string& name, const CatalogEntry& stored, const absl::Status& cause,
+                             uint64_t log_bytes) {
+  absl::MutexLock lock(&mu);
+  Entry& entry = jobs[name];
+  entry.cause = cause;
+  entry.log_bytes = log_bytes;
+  v1::GetJobResponse& lost = entry.lost.emplace();
+  lost.set_server_id(server_id);
+  lost.set_exists(true);
+  lost.set_state_lost(absl::IsDataLoss(cause));
+  lost.set_committed(stored.committed);
+  if (stored.promised.has_value()) *lost.mutable_promised() = *stored.promised;
+  if (stored.open.has_value()) *lost.mutable_open() = *stored.open;
+}
+
+absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntry>& stored) {
+  bool whole = true;
+  std::map<std::string, std::shared_ptr<Job>> recovered;
+  const auto refuse = [&](const std::string& name, Job& job, const absl::Status& status) {
+    // The server's other jobs are well; this one is refused, with the reason, and what it has on the disk stays.
+    spdlog::error("job '{}' cannot be recovered: {}", name, std::string(status.message()));
+    job.Stop(status);
+    Lose(name, stored.at(name), status, job.journal_bytes());
+    whole = false;
+  };
+  for (const auto& [name, entry] : stored) {
+    const bool nothing_left =
+        !entry.every_k() && entry.pins.empty() &&
+        std::find(entry.unreadable.begin(), entry.unreadable.end(), kCatalogOpen) == entry.unreadable.end();
+    if (entry.had_state && nothing_left) {
+      Lose(name, entry, LostToDurabilityNone(name));
+      continue;
+    }
+    const std::shared_ptr<Job> job = MakeJob(name);
+    absl::Status status;
+    if (!entry.unreadable.empty()) {
+      // Where pins are all that there is, nothing else tells what they were.
+      const absl::string_view remedy =
+          entry.every_k() ? "Put a copy of the catalog back, or drop the job" : "Run `ballastctl verify --rebuild`";
+      status = model::Error(
+          absl::StatusCode::kDataLoss, model::kIo,
+          absl::StrCat("the catalog's '", entry.unreadable.front(), "' of job '", name, "' in ", options.data_directory,
+                       "/catalog cannot be read; expected what an earlier run wrote. ", remedy));
+    } else if (entry.every_k() && entry.had_state) {
+      status = job->ComeBack(entry);
+    } else if (entry.durable()) {
+      status = job->Recover(entry);
+    } else if (entry.promised.has_value()) {
+      status = job->Replay(PromiseRecord{*entry.promised});
+    }
+    if (status.ok()) {
+      recovered[name] = job;
+    } else {
+      refuse(name, *job, status);
+    }
+  }
+  // Now that all have what is theirs: more for one must not be what another comes back with.
+  for (const auto& [name, job] : recovered) {
+    if (const absl::Status status = job->EndRecovery(); !status.ok()) {
+      refuse(name, *job, status);
+      continue;
+    }
+    absl::MutexLock lock(&mu);
+    jobs[name].job = job;
+  }
+  return whole && tiers->nvme() != nullptr ? tiers->nvme()->Trim() : absl::OkStatus();
+}
+
+}  // namespace ballast::services
