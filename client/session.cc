@@ -32,10 +32,6 @@ uint64_t ForkCount() {
   return fork_count.load();
 }
 
-absl::Status Precondition(absl::string_view message) {
-  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, message);
-}
-
 v1::Content ToProto(Content content) {
   switch (content) {
     case Content::kWorking:

@@ -16,8 +16,13 @@
 #include "ballast/client/session.h"
 #include "ballast/client/transaction.h"
 #include "ballast/client/values.h"
+#include "ballast/proto/model/status.h"
 
 namespace ballast::client {
+
+inline absl::Status Precondition(absl::string_view message) {
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, message);
+}
 
 struct Session::Impl {
   Impl(const SessionOptions& options, std::vector<std::unique_ptr<Transport>> servers, Collective* collective);

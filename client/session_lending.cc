@@ -8,13 +8,6 @@
 #include "ballast/proto/model/status.h"
 
 namespace ballast::client {
-namespace {
-
-absl::Status Precondition(absl::string_view message) {
-  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, message);
-}
-
-}  // namespace
 
 bool Session::Impl::takes_loans() const {
   return group.world_size() == 1 && router->server_count() == 1 && router->transport(0)->TakesLoans();

@@ -12,10 +12,6 @@
 namespace ballast::client {
 namespace {
 
-absl::Status Precondition(absl::string_view message) {
-  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, message);
-}
-
 // A version has no state of tensors that got their values later, and a job forgets none.
 absl::Status CheckRegistrations(const v1::JobSpec& spec, const v1::PinResponse& pin, int64_t version) {
   const auto had = static_cast<int>(pin.registration_count());

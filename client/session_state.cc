@@ -14,10 +14,6 @@ namespace {
 
 using StateByTensor = std::map<uint32_t, const TensorState*>;
 
-absl::Status Precondition(absl::string_view message) {
-  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, message);
-}
-
 absl::Status Bad(absl::string_view reason, absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
 }

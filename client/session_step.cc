@@ -14,10 +14,6 @@ namespace {
 
 double SecondsSince(absl::Time start) { return absl::ToDoubleSeconds(absl::Now() - start); }
 
-absl::Status Precondition(absl::string_view message) {
-  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, message);
-}
-
 // An offer is a seal in the making: `job` names the call, the header's presence and the one blob are the rank's own.
 std::string DifferenceOf(const v1::SealRequest& other, const v1::SealRequest& first) {
   if (other.job() != first.job()) return absl::StrCat("called ", other.job(), " against ", first.job());

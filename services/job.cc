@@ -226,7 +226,7 @@ void Job::Ask(uint64_t bytes, std::function<Outcome<Response>()> evaluate, absl:
     Outcome<Response> outcome = refusal.ok() ? evaluate() : Outcome<Response>(refusal);
     if (outcome.ok() && !outcome->has_value()) return false;
     if (outcome.ok()) {
-      replies->push_back([reply, response = std::move(**outcome)] { reply(response); });
+      replies->push_back([reply, response = std::move(**outcome)]() mutable { reply(std::move(response)); });
     } else {
       replies->push_back([reply, status = outcome.status()] { reply(status); });
     }

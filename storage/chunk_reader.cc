@@ -10,13 +10,13 @@
 namespace ballast::storage {
 namespace {
 
-constexpr uint64_t kBlockBytes = 16384;
+constexpr uint64_t kReadPieceBytes = 16384;
 constexpr const char* kArrayNames[kStateArraysMax] = {"master", "moment1", "moment2", "moment3"};
 
 void ReadZeros(uint64_t count, ChunkReader::Sink sink) {
-  static constexpr std::byte kZeros[kBlockBytes] = {};
-  for (uint64_t at = 0; at < count; at += kBlockBytes) {
-    sink(at, absl::MakeConstSpan(kZeros, std::min(kBlockBytes, count - at)));
+  static constexpr std::byte kZeros[kReadPieceBytes] = {};
+  for (uint64_t at = 0; at < count; at += kReadPieceBytes) {
+    sink(at, absl::MakeConstSpan(kZeros, std::min(kReadPieceBytes, count - at)));
   }
 }
 
@@ -111,9 +111,9 @@ absl::Status ChunkReader::ReadExtent(const StoredChunk& chunk, const NvmeExtent&
 }
 
 absl::Status ChunkReader::ReadDevice(const std::byte* from, uint64_t count, Sink sink) {
-  alignas(float) std::byte block[kBlockBytes];
-  for (uint64_t at = 0; at < count; at += kBlockBytes) {
-    const auto piece = absl::MakeSpan(block, std::min(kBlockBytes, count - at));
+  alignas(float) std::byte block[kReadPieceBytes];
+  for (uint64_t at = 0; at < count; at += kReadPieceBytes) {
+    const auto piece = absl::MakeSpan(block, std::min(kReadPieceBytes, count - at));
     BALLAST_RETURN_IF_ERROR(tiers_->hbm()->CopyOut(from + at, piece));
     sink(at, piece);
   }

@@ -29,7 +29,7 @@ function(ballast_seeded_library name)
   list(REMOVE_DUPLICATES deps)
   ballast_library(${name} SRCS ${sources} DEPS ${deps})
   target_compile_definitions(ballast_${name} PUBLIC BALLAST_SEEDED_BUGS)
-  set_target_properties(ballast_${name} PROPERTIES EXCLUDE_FROM_ALL ON)
+  set_target_properties(ballast_${name} PROPERTIES EXCLUDE_FROM_ALL ON UNITY_BUILD ON)
 endfunction()
 
 # ballast_grpc_glue(<target> [source...]): these sources (or all of the target) instantiate gRPC's templates. Under ThreadSanitizer they
@@ -76,7 +76,8 @@ function(ballast_test name)
   file(RELATIVE_PATH folder ${PROJECT_SOURCE_DIR}/tests ${CMAKE_CURRENT_SOURCE_DIR})
   string(REGEX REPLACE "/.*" "" folder ${folder})
   set(labels ${folder} ${ARG_LABELS})
-  set_tests_properties(${name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${ARG_TIMEOUT} LABELS "${labels}"
+  # Those that may take long start first.
+  set_tests_properties(${name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${ARG_TIMEOUT} COST ${ARG_TIMEOUT} LABELS "${labels}"
     ENVIRONMENT "${ARG_ENVIRONMENT}")
 endfunction()
 

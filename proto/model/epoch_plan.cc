@@ -57,7 +57,9 @@ absl::Status CheckMembers(const v1::OpenRequest& open) {
   return absl::OkStatus();
 }
 
-std::string Show(const v1::RankRange& r) { return absl::StrCat("[", r.begin(), ", ", r.end(), ") of rank ", r.rank()); }
+std::string ShowRange(const v1::RankRange& r) {
+  return absl::StrCat("[", r.begin(), ", ", r.end(), ") of rank ", r.rank());
+}
 
 // Ranges of one unit, sorted: inside the unit, disjoint, and together over every element of every live tensor.
 absl::Status CheckUnitTiling(const Layout& layout, uint32_t unit, std::vector<const v1::RankRange*>& ranges) {
@@ -65,12 +67,13 @@ absl::Status CheckUnitTiling(const Layout& layout, uint32_t unit, std::vector<co
   std::sort(ranges.begin(), ranges.end(), [](const auto* a, const auto* b) { return a->begin() < b->begin(); });
   for (size_t i = 0; i < ranges.size(); ++i) {
     if (ranges[i]->begin() >= ranges[i]->end() || ranges[i]->end() > u.elements) {
-      return BadOpen(kBadRange, absl::StrCat("range ", Show(*ranges[i]), " must be non-empty and lie in unit '", u.name,
-                                             "', which has ", u.elements, " elements"));
+      return BadOpen(kBadRange, absl::StrCat("range ", ShowRange(*ranges[i]), " must be non-empty and lie in unit '",
+                                             u.name, "', which has ", u.elements, " elements"));
     }
     if (i > 0 && ranges[i]->begin() < ranges[i - 1]->end()) {
-      return BadOpen(kOverlap, absl::StrCat("in unit '", u.name, "' range ", Show(*ranges[i - 1]), " overlaps range ",
-                                            Show(*ranges[i]), "; every element belongs to one rank"));
+      return BadOpen(kOverlap,
+                     absl::StrCat("in unit '", u.name, "' range ", ShowRange(*ranges[i - 1]), " overlaps range ",
+                                  ShowRange(*ranges[i]), "; every element belongs to one rank"));
     }
   }
   for (const uint32_t index : u.tensors) {
@@ -99,10 +102,10 @@ absl::Status CheckTiling(const Layout& layout, const v1::Tiling& tiling) {
   for (const v1::RankRange& r : tiling.ranges()) {
     if (r.unit() >= by_unit.size()) {
       return BadOpen(kBadRange,
-                     absl::StrCat("range ", Show(r), " names unit ", r.unit(), "; the job has ", by_unit.size()));
+                     absl::StrCat("range ", ShowRange(r), " names unit ", r.unit(), "; the job has ", by_unit.size()));
     }
     if (r.rank() >= tiling.world_size()) {
-      return BadOpen(kBadRange, absl::StrCat("range ", Show(r), " of unit '", layout.units()[r.unit()].name,
+      return BadOpen(kBadRange, absl::StrCat("range ", ShowRange(r), " of unit '", layout.units()[r.unit()].name,
                                              "' names a rank beyond world size ", tiling.world_size()));
     }
     by_unit[r.unit()].push_back(&r);

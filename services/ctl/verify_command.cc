@@ -65,7 +65,7 @@ std::string ShowFindingJson(const Finding& finding) {
                       ",\"found\":", Quote(finding.found), ",\"advice\":", Quote(finding.advice), "}");
 }
 
-int Fail(const absl::Status& status) {
+int ExitCodeOf(const absl::Status& status) {
   std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());
   if (absl::IsFailedPrecondition(status)) {
     std::fprintf(stderr, "a directory is verified while no server runs on it: stop that one first\n");
@@ -111,12 +111,12 @@ int RunVerify(const VerifyCommand& command) {
   const SayProgress say = [](const std::string& line) { std::fprintf(stderr, "%s\n", line.c_str()); };
   if (!command.rebuild) {
     const auto report = Verify(command.directory, say);
-    if (!report.ok()) return Fail(report.status());
+    if (!report.ok()) return ExitCodeOf(report.status());
     std::fputs((command.json ? ShowJson(*report, nullptr) : ShowText(*report)).c_str(), stdout);
     return report->findings.empty() ? kClean : kDamaged;
   }
   const auto rebuilt = Rebuild(command.directory, say);
-  if (!rebuilt.ok()) return Fail(rebuilt.status());
+  if (!rebuilt.ok()) return ExitCodeOf(rebuilt.status());
   if (command.json) {
     std::fputs(ShowJson(rebuilt->after, &*rebuilt).c_str(), stdout);
   } else {

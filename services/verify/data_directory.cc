@@ -15,8 +15,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr char kLogPrefix[] = "log-";
-constexpr char kRebuildAdvice[] = "run `ballastctl verify --rebuild`";
-
 bool Exists(const std::string& path) {
   std::error_code ignored;
   return fs::exists(path, ignored);

@@ -19,7 +19,8 @@ using storage::StateArray;
 using storage::StateLayout;
 
 constexpr uint64_t kPieceBytes = uint64_t{4} << 20;
-constexpr char kRebuildAdvice[] = "run `ballastctl verify --rebuild`, which looks for an older version in the file";
+constexpr char kOlderVersionAdvice[] =
+    "run `ballastctl verify --rebuild`, which looks for an older version in the file";
 
 std::string Hex(uint32_t digest) { return absl::StrFormat("CRC32C %08x", digest); }
 
@@ -38,7 +39,7 @@ std::string AdviceOf(const NamedExtent& extent) {
            "it with `ballastctl drop` and start it again";
   }
   return extent.pin.has_value() ? absl::StrCat("`ballastctl unpin --version ", *extent.pin, "`: it cannot be restored")
-                                : kRebuildAdvice;
+                                : kOlderVersionAdvice;
 }
 
 const char* NameOf(StateArray array) {
@@ -137,7 +138,7 @@ void CheckPlaces(const std::vector<NamedExtent>& extents, const std::string& pat
            .offset = offset,
            .expected = absl::StrCat("multiples of 4096 within the file and behind other extents"),
            .found = fault,
-           .advice = kRebuildAdvice});
+           .advice = kOlderVersionAdvice});
       continue;
     }
     end = offset + bytes;

@@ -17,6 +17,8 @@ enum class Harm {
   kServerRefused,  // a server would not start, and so do no harm
 };
 
+inline constexpr char kRebuildAdvice[] = "run `ballastctl verify --rebuild`";
+
 struct Finding {
   Harm harm = Harm::kNone;
   std::string job;  // empty: of no one job

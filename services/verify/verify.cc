@@ -11,7 +11,6 @@
 namespace ballast::services {
 namespace {
 
-constexpr char kRebuildAdvice[] = "run `ballastctl verify --rebuild`";
 constexpr char kLogAdvice[] =
     "check the disk: what it still gives may be copied, all of the data directory, to another one and started from "
     "there. A server that refuses the job restores none of its versions: else drop it with `ballastctl drop`";

@@ -25,10 +25,6 @@ constexpr int kMeasurements = 26;  // among which the duration is divided
 constexpr int kRounds = 3;         // of a measurement
 constexpr size_t kAppendsMin = 100;
 
-uint64_t PerSecond(uint64_t bytes, absl::Duration time) {
-  return static_cast<uint64_t>(static_cast<double>(bytes) / std::max(absl::ToDoubleSeconds(time), 1e-9));
-}
-
 // Of 16 bytes: every processor's, and two loads a cycle outrun any DRAM.
 using Words = uint64_t __attribute__((vector_size(16)));
 

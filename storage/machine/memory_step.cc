@@ -9,13 +9,10 @@
 #include "ballast/storage/state_update.h"
 
 namespace ballast::storage {
-namespace {
 
 uint64_t PerSecond(uint64_t count, absl::Duration time) {
   return static_cast<uint64_t>(static_cast<double>(count) / std::max(absl::ToDoubleSeconds(time), 1e-9));
 }
-
-}  // namespace
 
 absl::StatusOr<std::unique_ptr<MemoryStep>> MemoryStep::Make(const std::string& directory,
                                                              kernels::MomentFormat moments) {

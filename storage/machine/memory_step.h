@@ -16,6 +16,8 @@
 
 namespace ballast::storage {
 
+uint64_t PerSecond(uint64_t count, absl::Duration time);
+
 // AdamW with these moments over chunks in DRAM, more than a cache holds. Threads: one.
 class MemoryStep {
  public:

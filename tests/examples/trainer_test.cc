@@ -19,7 +19,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-constexpr uint64_t kChunk = uint64_t{1} << 16;
+constexpr uint64_t kChunkElements = uint64_t{1} << 16;
 
 // Awkward on purpose: tensors that leave padding behind them, a context that fills no vector.
 TrainerOptions SmallOptions() {
@@ -50,7 +50,7 @@ void ExpectEqual(const Outcome& a, const Outcome& b) {
 
 Outcome TrainAlone(const TrainerOptions& options, int steps) {
   const Corpus corpus(RepetitiveText());
-  const auto source = LocalSource::Create(options.shape, options.seed, kChunk);
+  const auto source = LocalSource::Create(options.shape, options.seed, kChunkElements);
   const auto group = MakeLoopbackGroup(1);
   const auto trainer = Trainer::Create(options, &corpus, source->get(), group[0].get());
   EXPECT_TRUE(trainer.ok()) << trainer.status();
@@ -70,7 +70,7 @@ Outcome TrainAlone(const TrainerOptions& options, int steps) {
 class SharedState {
  public:
   SharedState(const TrainerOptions& options, int world_size)
-      : source_(*LocalSource::Create(options.shape, options.seed, kChunk)), world_size_(world_size) {
+      : source_(*LocalSource::Create(options.shape, options.seed, kChunkElements)), world_size_(world_size) {
     for (int unit = 0; unit <= options.shape.layers; ++unit) gradients_.emplace_back(source_->unit_elements(unit));
   }
 
@@ -211,7 +211,7 @@ TEST(TrainerTest, ASignalIsReportedWithTheStep) {
   TrainerOptions options = SmallOptions();
   std::atomic<int> signal{0};
   options.stop_signal = &signal;
-  const auto source = LocalSource::Create(options.shape, 1, kChunk);
+  const auto source = LocalSource::Create(options.shape, 1, kChunkElements);
   const auto group = MakeLoopbackGroup(1);
   const auto trainer = Trainer::Create(options, &corpus, source->get(), group[0].get());
   EXPECT_EQ((*trainer)->Step()->stop_signal, 0);
@@ -222,7 +222,7 @@ TEST(TrainerTest, ASignalIsReportedWithTheStep) {
 TEST(TrainerTest, AnotherRunsBlobIsRefused) {
   const Corpus corpus(RepetitiveText());
   TrainerOptions options = SmallOptions();
-  const auto source = LocalSource::Create(options.shape, 1, kChunk);
+  const auto source = LocalSource::Create(options.shape, 1, kChunkElements);
   const auto group = MakeLoopbackGroup(1);
   const auto trainer = Trainer::Create(options, &corpus, source->get(), group[0].get());
   const std::string blob = (*trainer)->MakeBlob(7);
@@ -236,7 +236,7 @@ TEST(TrainerTest, AnotherRunsBlobIsRefused) {
 TEST(TrainerTest, BadOptionsAreNamed) {
   const Corpus corpus("short text");
   TrainerOptions options = SmallOptions();
-  const auto source = LocalSource::Create(options.shape, 1, kChunk);
+  const auto source = LocalSource::Create(options.shape, 1, kChunkElements);
   const auto group = MakeLoopbackGroup(1);
   EXPECT_THAT(Trainer::Create(options, &corpus, source->get(), group[0].get()).status().message(),
               HasSubstr("the text has 10 bytes, a sequence needs 21"));

@@ -34,7 +34,6 @@ namespace {
 uint64_t damages = 500;
 uint64_t first_seed = 1;
 
-constexpr uint64_t kBlock = 4096;
 constexpr uint64_t kSector = 512;
 constexpr char kTier[] = "nvme.tier";
 const std::string kLog = absl::StrCat("log-", kImageJob);

@@ -98,8 +98,11 @@ void EveryKKillTest::Loop() {
   }
   // Else they are told that their server forgot their steps, and end by themselves.
   const auto finished = fleet_.EndRanks();
+  // A slow start resumes only after this loop's server came back.
+  const bool server_ended = chance >= 20;
+  servers_ended_ = servers_ended_ || server_ended;
   Take(finished);
-  servers_ended_ = servers_ended_ || chance >= 20;
+  servers_ended_ = servers_ended_ || server_ended;
 }
 
 void EveryKKillTest::Run() {

@@ -22,7 +22,6 @@ namespace {
 using services::StateServer;
 using services::TrainerGroup;
 
-constexpr uint64_t kMiB = uint64_t{1} << 20;
 // The log of ImageModel on one server, its NVMe state with room for new versions, and the catalog.
 constexpr uint64_t kDiskBytes = 80 * kMiB;
 constexpr uint64_t kLogBytesMax = 48 * kMiB;

@@ -30,8 +30,6 @@ using services::Answer;
 using services::StateServer;
 using services::TrainerGroup;
 
-constexpr uint64_t kMiB = uint64_t{1} << 20;
-constexpr uint64_t kBlock = 4096;
 constexpr v1::Content kContents[] = {v1::CONTENT_WORKING, v1::CONTENT_MASTER, v1::CONTENT_MOMENT1, v1::CONTENT_MOMENT2};
 
 absl::Status Train(const std::string& directory, InFlight in_flight) {

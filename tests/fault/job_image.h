@@ -13,6 +13,8 @@
 
 namespace ballast {
 
+inline constexpr uint64_t kMiB = uint64_t{1} << 20;
+inline constexpr uint64_t kBlock = 4096;  // of direct I/O
 inline constexpr int kImageServers = 2;
 inline constexpr int kImageSteps = 45;  // the log's ring goes round
 inline constexpr char kImageJob[] = "job";

@@ -20,17 +20,24 @@ inline std::vector<int64_t> InstructionSets() {
   return targets;
 }
 
-class InstructionSetTest : public testing::TestWithParam<int64_t> {
- protected:
-  void SetUp() override {
-    hwy::SetSupportedTargetsForTest(GetParam());
-    hwy::GetChosenTarget().Update(GetParam());
-    ASSERT_STREQ(ActiveIsa(), hwy::TargetName(GetParam()));
+// For as long as it lives, kernels run on this one.
+class UseInstructionSet {
+ public:
+  explicit UseInstructionSet(int64_t target) {
+    hwy::SetSupportedTargetsForTest(target);
+    hwy::GetChosenTarget().Update(target);
+    EXPECT_STREQ(ActiveIsa(), hwy::TargetName(target));
   }
-  void TearDown() override {
+  ~UseInstructionSet() {
     hwy::SetSupportedTargetsForTest(0);
     hwy::GetChosenTarget().DeInit();
   }
+  UseInstructionSet(const UseInstructionSet&) = delete;
+};
+
+class InstructionSetTest : public testing::TestWithParam<int64_t> {
+ protected:
+  const UseInstructionSet use_{GetParam()};
 };
 
 inline std::string InstructionSetName(const testing::TestParamInfo<int64_t>& info) {

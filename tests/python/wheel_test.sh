@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Builds the wheel, installs it into a clean virtual environment beside torch, and runs there what its README prints.
-# Usage: tests/python/wheel_test.sh PYTHON FOLDER
-# PYTHON: has pip, nanobind and scikit-build-core. FOLDER: for the wheel and the environment; made anew.
+# Usage: tests/python/wheel_test.sh PYTHON FOLDER COMPILER
+# PYTHON: has pip, nanobind and scikit-build-core. FOLDER: for the wheel and the environment; made anew. COMPILER: of C++.
 set -euo pipefail
 root="$(cd "$(dirname "$0")/../.." && pwd)"
-python="$1" folder="$2"
+python="$1" folder="$2" compiler="$3"
 
 rm -rf "$folder" "$root/build/wheel-test"
 mkdir -p "$folder"
-# With the flags of the preset dev and a build folder as deep as its, so that ccache has most of it already.
-"$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$folder" \
+# With the compiler (by the same name) and the flags of the preset dev and a build folder as deep as its, so that ccache has most of
+# it already.
+CXX="$compiler" "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$folder" \
   -C cmake.build-type=RelWithDebInfo -C "cmake.define.CMAKE_CXX_FLAGS_RELWITHDEBINFO=-O2 -g1 -DNDEBUG" \
   -C cmake.define.BALLAST_WERROR=ON -C cmake.define.BALLAST_CUDA=OFF -C "build-dir=$root/build/wheel-test" "$root/client/python"
 wheel=("$folder"/ballast-*.whl)

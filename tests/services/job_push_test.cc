@@ -11,8 +11,6 @@
 namespace ballast::services {
 namespace {
 
-float Ones(uint32_t, uint64_t) { return 1.0f; }
-
 // Threads made meanwhile have little stack.
 class SmallStacks {
  public:

@@ -7,8 +7,6 @@
 namespace ballast::services {
 namespace {
 
-float Ones(uint32_t, uint64_t) { return 1.0f; }
-
 class JobSeal : public ::testing::Test {
  protected:
   void SetUp() override {

@@ -11,8 +11,6 @@
 namespace ballast::services {
 namespace {
 
-float Ones(uint32_t, uint64_t) { return 1.0f; }
-
 std::string Flatten(const grpc::ByteBuffer& buffer) {
   grpc::Slice slice;
   if (!buffer.DumpToSingleSlice(&slice).ok()) return "";

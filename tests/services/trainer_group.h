@@ -36,6 +36,7 @@ std::string AllTensors(uint32_t tensors);
 
 // Value of an element of a tensor.
 using Fill = std::function<float(uint32_t tensor, uint64_t element)>;
+inline float Ones(uint32_t, uint64_t) { return 1.0f; }
 
 class TrainerGroup {
  public:

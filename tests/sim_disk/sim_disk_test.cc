@@ -16,8 +16,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-constexpr uint64_t kBlock = kIoAlignment;
-
 class SimDiskTest : public ::testing::Test {
  protected:
   std::vector<IoCompletion> ReapAll() {
@@ -42,16 +40,16 @@ class SimDiskTest : public ::testing::Test {
 TEST_F(SimDiskTest, WhatIsWrittenIsReadBack) {
   Blocks written(769, 7);  // more than kIoPieceBytesMax
   Blocks read(769);
-  ASSERT_TRUE(Only({IoRequest::Kind::kWrite, file_.get(), kBlock, written.span(), 7}).ok());
-  ASSERT_TRUE(Only({IoRequest::Kind::kRead, file_.get(), kBlock, read.span(), 8}).ok());
+  ASSERT_TRUE(Only({IoRequest::Kind::kWrite, file_.get(), kIoAlignment, written.span(), 7}).ok());
+  ASSERT_TRUE(Only({IoRequest::Kind::kRead, file_.get(), kIoAlignment, read.span(), 8}).ok());
   EXPECT_TRUE(read.AllAre(7));
   read.Fill(0);
-  ASSERT_TRUE(file_->Read(kBlock, read.span()).ok());
+  ASSERT_TRUE(file_->Read(kIoAlignment, read.span()).ok());
   EXPECT_TRUE(read.AllAre(7));
-  ASSERT_TRUE(file_->Read(0, read.Part(0, kBlock)).ok());
+  ASSERT_TRUE(file_->Read(0, read.Part(0, kIoAlignment)).ok());
   EXPECT_EQ(read.at(0), 0) << "a hole";
-  EXPECT_EQ(*file_->Size(), 770 * kBlock);
-  EXPECT_EQ(disk_.used_bytes(), 769 * kBlock);
+  EXPECT_EQ(*file_->Size(), 770 * kIoAlignment);
+  EXPECT_EQ(disk_.used_bytes(), 769 * kIoAlignment);
   EXPECT_EQ(file_->fd(), -1);
   EXPECT_EQ(file_->buffered_because(), "");
 }
@@ -66,9 +64,11 @@ TEST_F(SimDiskTest, SyncCompletesAndTakesNoBuffer) {
 TEST_F(SimDiskTest, ManyInFlightCompleteOnceEachInAnyOrder) {
   Blocks blocks(kIoRequestsMax);
   for (uint64_t i = 0; i < kIoRequestsMax; ++i) {
-    blocks.span()[i * kBlock] = static_cast<std::byte>(i);
-    ASSERT_TRUE(
-        queue_->Submit({IoRequest::Kind::kWrite, file_.get(), i * kBlock, blocks.Part(i * kBlock, kBlock), i}).ok());
+    blocks.span()[i * kIoAlignment] = static_cast<std::byte>(i);
+    ASSERT_TRUE(queue_
+                    ->Submit({IoRequest::Kind::kWrite, file_.get(), i * kIoAlignment,
+                              blocks.Part(i * kIoAlignment, kIoAlignment), i})
+                    .ok());
   }
   std::vector<uint64_t> tags;
   for (const IoCompletion& completion : ReapAll()) {
@@ -145,11 +145,11 @@ TEST_F(SimDiskTest, AnotherDisksFileIsRefused) {
 
 TEST_F(SimDiskTest, ReadPastTheEndIsDataLoss) {
   Blocks blocks(2);
-  ASSERT_TRUE(file_->Write(0, blocks.Part(0, kBlock)).ok());
+  ASSERT_TRUE(file_->Write(0, blocks.Part(0, kIoAlignment)).ok());
   const absl::Status status = Only({IoRequest::Kind::kRead, file_.get(), 0, blocks.span(), 2});
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(model::ReasonOf(status), model::kIo);
-  EXPECT_EQ(file_->Read(kBlock, blocks.Part(0, kBlock)).code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(file_->Read(kIoAlignment, blocks.Part(0, kIoAlignment)).code(), absl::StatusCode::kDataLoss);
 }
 
 TEST_F(SimDiskTest, OneOpenerAndOthersThatShare) {
@@ -161,7 +161,7 @@ TEST_F(SimDiskTest, OneOpenerAndOthersThatShare) {
   ASSERT_TRUE(file_->Write(0, block.span()).ok());
   file_.reset();
   file_ = *disk_.Open("f", Disk::Mode::kKept);
-  EXPECT_EQ(*file_->Size(), kBlock);
+  EXPECT_EQ(*file_->Size(), kIoAlignment);
   file_.reset();
   file_ = *disk_.Open("f", Disk::Mode::kEmptied);
   EXPECT_EQ(*file_->Size(), 0);
@@ -185,47 +185,47 @@ TEST_F(SimDiskTest, RemovedIsGoneButForItsOpeners) {
 TEST_F(SimDiskTest, TruncateCutsAndExtendsWithZeros) {
   Blocks blocks(3, 9);
   ASSERT_TRUE(file_->Write(0, blocks.span()).ok());
-  ASSERT_TRUE(file_->Truncate(kBlock + 100).ok());
-  ASSERT_TRUE(file_->Truncate(3 * kBlock).ok());
+  ASSERT_TRUE(file_->Truncate(kIoAlignment + 100).ok());
+  ASSERT_TRUE(file_->Truncate(3 * kIoAlignment).ok());
   ASSERT_TRUE(file_->Sync().ok());  // of the write before
   ASSERT_TRUE(file_->Read(0, blocks.span()).ok());
-  EXPECT_EQ(blocks.at(kBlock + 99), 9);
-  EXPECT_EQ(blocks.at(kBlock + 100), 0);
-  EXPECT_EQ(blocks.at(2 * kBlock), 0);
+  EXPECT_EQ(blocks.at(kIoAlignment + 99), 9);
+  EXPECT_EQ(blocks.at(kIoAlignment + 100), 0);
+  EXPECT_EQ(blocks.at(2 * kIoAlignment), 0);
   EXPECT_EQ(disk_.DurableContent("f"), std::vector<std::byte>(blocks.span().begin(), blocks.span().end()));
 }
 
 TEST_F(SimDiskTest, CapacityBoundsWritesAndReservations) {
-  disk_.set_capacity_bytes(4 * kBlock);
+  disk_.set_capacity_bytes(4 * kIoAlignment);
   Blocks blocks(3, 1);
-  ASSERT_TRUE(file_->Reserve(0, 2 * kBlock).ok());
-  EXPECT_EQ(disk_.used_bytes(), 2 * kBlock);
+  ASSERT_TRUE(file_->Reserve(0, 2 * kIoAlignment).ok());
+  EXPECT_EQ(disk_.used_bytes(), 2 * kIoAlignment);
   const absl::Status reserved = file_->Reserve(0, uint64_t{1} << 50);
   EXPECT_EQ(reserved.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(model::ReasonOf(reserved), model::kIo);
-  EXPECT_TRUE(file_->Write(0, blocks.Part(0, 2 * kBlock)).ok()) << "reserved";
+  EXPECT_TRUE(file_->Write(0, blocks.Part(0, 2 * kIoAlignment)).ok()) << "reserved";
   EXPECT_TRUE(file_->Write(0, blocks.span()).ok());
   const auto other = *disk_.Open("g", Disk::Mode::kEmptied);
   const absl::Status written = other->Write(0, blocks.span());
   EXPECT_EQ(written.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(written.ToString(), HasSubstr("No space left on device"));
-  EXPECT_EQ(*other->Size(), kBlock) << "the block that fits is there";
+  EXPECT_EQ(*other->Size(), kIoAlignment) << "the block that fits is there";
   EXPECT_TRUE(file_->Write(0, blocks.span()).ok()) << "no new space";
-  file_->Discard(0, 2 * kBlock);
-  EXPECT_EQ(disk_.used_bytes(), 2 * kBlock);
+  file_->Discard(0, 2 * kIoAlignment);
+  EXPECT_EQ(disk_.used_bytes(), 2 * kIoAlignment);
   EXPECT_TRUE(other->Write(0, blocks.span()).ok());
   ASSERT_TRUE(disk_.Remove("g").ok());
-  EXPECT_EQ(disk_.used_bytes(), kBlock);
+  EXPECT_EQ(disk_.used_bytes(), kIoAlignment);
 }
 
 TEST_F(SimDiskTest, DiscardedReadsAsZero) {
   Blocks blocks(2, 4);
   ASSERT_TRUE(file_->Write(0, blocks.span()).ok());
-  file_->Discard(0, kBlock);
+  file_->Discard(0, kIoAlignment);
   ASSERT_TRUE(file_->Sync().ok());
   ASSERT_TRUE(file_->Read(0, blocks.span()).ok());
   EXPECT_EQ(blocks.at(0), 0);
-  EXPECT_EQ(blocks.at(kBlock), 4);
+  EXPECT_EQ(blocks.at(kIoAlignment), 4);
   EXPECT_EQ(disk_.DurableContent("f")[0], std::byte{0});
 }
 
@@ -236,7 +236,7 @@ TEST_F(SimDiskTest, ManyThreadsMayUseIt) {
       const auto queue = *disk_.MakeQueue({});
       Blocks block(1, static_cast<uint8_t>(t + 1));
       for (uint64_t i = 0; i < 200; ++i) {
-        EXPECT_TRUE(queue->Submit({IoRequest::Kind::kWrite, file_.get(), t * kBlock, block.span(), i}).ok());
+        EXPECT_TRUE(queue->Submit({IoRequest::Kind::kWrite, file_.get(), t * kIoAlignment, block.span(), i}).ok());
         std::vector<IoCompletion> completions;
         queue->Reap(/*wait=*/true, &completions);
         EXPECT_EQ(completions.size(), 1);
@@ -245,7 +245,8 @@ TEST_F(SimDiskTest, ManyThreadsMayUseIt) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  for (uint64_t t = 0; t < 4; ++t) EXPECT_EQ(disk_.DurableContent("f")[t * kBlock], static_cast<std::byte>(t + 1));
+  for (uint64_t t = 0; t < 4; ++t)
+    EXPECT_EQ(disk_.DurableContent("f")[t * kIoAlignment], static_cast<std::byte>(t + 1));
 }
 
 }  // namespace

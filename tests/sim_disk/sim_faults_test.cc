@@ -15,8 +15,6 @@
 namespace ballast::storage {
 namespace {
 
-constexpr uint64_t kBlock = kIoAlignment;
-
 // Bits in which two contents differ.
 int Differing(absl::Span<const std::byte> a, absl::Span<const std::byte> b) {
   EXPECT_EQ(a.size(), b.size());
@@ -34,7 +32,7 @@ class SimFaultsTest : public ::testing::Test {
   }
 
   std::vector<std::byte> Newest() {
-    Blocks all(*file_->Size() / kBlock);
+    Blocks all(*file_->Size() / kIoAlignment);
     EXPECT_TRUE(file_->Read(0, all.span()).ok());
     return {all.span().begin(), all.span().end()};
   }
@@ -60,12 +58,12 @@ TEST_F(SimFaultsTest, EioOfEveryKind) {
   }
   for (const absl::Status& status :
        {disk_.Open("g", Disk::Mode::kEmptied).status(), disk_.Remove("f"), file_->Read(0, ones_.span()),
-        file_->Write(0, twos_.span()), file_->Sync(), file_->Reserve(0, kBlock), file_->Truncate(0)}) {
+        file_->Write(0, twos_.span()), file_->Sync(), file_->Reserve(0, kIoAlignment), file_->Truncate(0)}) {
     EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
     EXPECT_EQ(model::ReasonOf(status), model::kIo);
   }
   EXPECT_THAT(disk_.List(), ::testing::ElementsAre("f"));
-  EXPECT_EQ(*file_->Size(), 4 * kBlock);
+  EXPECT_EQ(*file_->Size(), 4 * kIoAlignment);
 }
 
 TEST_F(SimFaultsTest, FailedWriteMayBeThereInPart) {
@@ -76,7 +74,7 @@ TEST_F(SimFaultsTest, FailedWriteMayBeThereInPart) {
     ASSERT_FALSE(file_->Write(0, twos_.span()).ok());
     const std::vector<std::byte> newest = Newest();
     const auto changed = std::count(newest.begin(), newest.end(), std::byte{2});
-    (changed == 0 ? none : changed == 4 * kBlock ? all : some) = true;
+    (changed == 0 ? none : changed == 4 * kIoAlignment ? all : some) = true;
   }
   EXPECT_TRUE(none && some && all);
 }
@@ -85,7 +83,7 @@ TEST_F(SimFaultsTest, Enospc) {
   disk_.FailNext(SimOperation::kWrite, 1, SimFault::kEnospc);
   disk_.FailNext(SimOperation::kReserve, 1, SimFault::kEnospc);
   EXPECT_EQ(file_->Write(0, twos_.span()).code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(file_->Reserve(0, kBlock).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(file_->Reserve(0, kIoAlignment).code(), absl::StatusCode::kResourceExhausted);
 }
 
 TEST_F(SimFaultsTest, ShortIsOnlyCounted) {
@@ -108,12 +106,12 @@ TEST_F(SimFaultsTest, MisdirectedWriteLandsOnOtherBlocksOfTheFile) {
   for (int i = 0; i < 100; ++i) {
     ASSERT_TRUE(file_->Write(0, ones_.span()).ok());
     disk_.FailNext(SimOperation::kWrite, 1, SimFault::kMisdirected);
-    ASSERT_TRUE(file_->Write(kBlock, twos_.Part(0, kBlock)).ok());
+    ASSERT_TRUE(file_->Write(kIoAlignment, twos_.Part(0, kIoAlignment)).ok());
     const std::vector<std::byte> newest = Newest();
-    ASSERT_EQ(newest.size(), 4 * kBlock);
+    ASSERT_EQ(newest.size(), 4 * kIoAlignment);
     const auto first = std::find(newest.begin(), newest.end(), std::byte{2});
-    ASSERT_EQ(std::count(newest.begin(), newest.end(), std::byte{2}), kBlock);
-    places.insert((first - newest.begin()) / kBlock);
+    ASSERT_EQ(std::count(newest.begin(), newest.end(), std::byte{2}), kIoAlignment);
+    places.insert((first - newest.begin()) / kIoAlignment);
   }
   EXPECT_THAT(places, ::testing::ElementsAre(0, 2, 3));
 }
@@ -127,17 +125,17 @@ TEST_F(SimFaultsTest, BitFlipIsInOneReadOnly) {
 TEST_F(SimFaultsTest, RotStays) {
   disk_.FailNext(SimOperation::kRead, 1, SimFault::kRot);
   Blocks read(1);
-  ASSERT_TRUE(file_->Read(2 * kBlock, read.span()).ok());
-  EXPECT_EQ(Differing(read.span(), ones_.Part(0, kBlock)), 1) << "in the range of the read";
+  ASSERT_TRUE(file_->Read(2 * kIoAlignment, read.span()).ok());
+  EXPECT_EQ(Differing(read.span(), ones_.Part(0, kIoAlignment)), 1) << "in the range of the read";
   EXPECT_EQ(Differing(Newest(), ones_.span()), 1);
   EXPECT_EQ(Differing(disk_.DurableContent("f"), ones_.span()), 1);
 }
 
 TEST_F(SimFaultsTest, LostWriteSaysOk) {
   disk_.FailNext(SimOperation::kWrite, 1, SimFault::kLostWrite);
-  ASSERT_TRUE(file_->Write(2 * kBlock, twos_.span()).ok());
+  ASSERT_TRUE(file_->Write(2 * kIoAlignment, twos_.span()).ok());
   ASSERT_TRUE(file_->Sync().ok());
-  EXPECT_EQ(*file_->Size(), 6 * kBlock);
+  EXPECT_EQ(*file_->Size(), 6 * kIoAlignment);
   const std::vector<std::byte> durable = disk_.DurableContent("f");
   EXPECT_EQ(std::count(durable.begin(), durable.end(), std::byte{2}), 0);
 }
@@ -189,24 +187,24 @@ TEST_F(SimFaultsTest, FaultsReachRequestsOfAQueue) {
 }
 
 TEST_F(SimFaultsTest, DamageAtRest) {
-  disk_.FlipBit("f", 8 * kBlock + 1);
-  EXPECT_EQ(Newest()[kBlock], std::byte{3});
-  disk_.Corrupt("f", kBlock - 10, 20);
+  disk_.FlipBit("f", 8 * kIoAlignment + 1);
+  EXPECT_EQ(Newest()[kIoAlignment], std::byte{3});
+  disk_.Corrupt("f", kIoAlignment - 10, 20);
   const std::vector<std::byte> newest = Newest();
-  EXPECT_NE(newest[kBlock], std::byte{3});
+  EXPECT_NE(newest[kIoAlignment], std::byte{3});
   for (uint64_t i = 0; i < newest.size(); ++i) {
-    if (i == kBlock) continue;  // damaged twice
-    EXPECT_EQ(newest[i] != std::byte{1}, i >= kBlock - 10 && i < kBlock + 10) << i;
+    if (i == kIoAlignment) continue;  // damaged twice
+    EXPECT_EQ(newest[i] != std::byte{1}, i >= kIoAlignment - 10 && i < kIoAlignment + 10) << i;
   }
 }
 
 TEST_F(SimFaultsTest, ContentIsSetAndCutAtRest) {
   disk_.SetContent("copy", disk_.DurableContent("f"));
   EXPECT_THAT(disk_.List(), ::testing::ElementsAre("copy", "f"));
-  disk_.TruncateTo("copy", kBlock + 1);
-  EXPECT_EQ(disk_.DurableContent("copy"), std::vector<std::byte>(kBlock + 1, std::byte{1}));
+  disk_.TruncateTo("copy", kIoAlignment + 1);
+  EXPECT_EQ(disk_.DurableContent("copy"), std::vector<std::byte>(kIoAlignment + 1, std::byte{1}));
   disk_.Corrupt("copy", 0, 1 << 20);
-  EXPECT_EQ(disk_.DurableContent("copy").size(), kBlock + 1);
+  EXPECT_EQ(disk_.DurableContent("copy").size(), kIoAlignment + 1);
   EXPECT_TRUE(disk_.DurableContent("missing").empty());
 }
 

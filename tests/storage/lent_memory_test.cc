@@ -12,7 +12,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-struct Shape {
+struct LentShape {
   const char* name;
   std::vector<TierKind> tiers;  // of the chunks, in turn
 };
@@ -43,7 +43,7 @@ struct Trainer {
   std::vector<std::vector<kernels::bf16>> parameters;
 };
 
-class LentMemoryTest : public ::testing::TestWithParam<Shape> {
+class LentMemoryTest : public ::testing::TestWithParam<LentShape> {
  protected:
   void SetUp() override {
     s_.store = std::make_unique<ChunkStore>(s_.tiers.get(), StateLayout({}, /*working_copies=*/false));
@@ -122,8 +122,8 @@ TEST_P(LentMemoryTest, PartsAndPinsAreRoundedMasters) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Tiers, LentMemoryTest,
-                         ::testing::Values(Shape{"Dram", {TierKind::kDram}}, Shape{"Nvme", {TierKind::kNvme}},
-                                           Shape{"Both", {TierKind::kDram, TierKind::kNvme}}),
+                         ::testing::Values(LentShape{"Dram", {TierKind::kDram}}, LentShape{"Nvme", {TierKind::kNvme}},
+                                           LentShape{"Both", {TierKind::kDram, TierKind::kNvme}}),
                          [](const auto& info) { return info.param.name; });
 
 TEST(LentMemory, AChunkWithAWorkingCopyTakesNoOther) {

@@ -12,13 +12,13 @@ namespace {
 
 using ::testing::HasSubstr;
 
-struct Shape {
+struct PinShape {
   const char* name;
   std::vector<TierKind> tiers;
   TierBytes budget;
 };
 
-class PinTest : public ::testing::TestWithParam<Shape> {
+class PinTest : public ::testing::TestWithParam<PinShape> {
  protected:
   void SetUp() override { ASSERT_TRUE(s_.store->Add(Sizes(), s_.PlanOf(GetParam().tiers)).ok()); }
 
@@ -120,11 +120,11 @@ TEST_P(PinTest, ReadsOfAPinBesideRuns) {
 
 INSTANTIATE_TEST_SUITE_P(
     Shapes, PinTest,
-    ::testing::Values(Shape{"DramCopiesOnDram", {TierKind::kDram}, {.dram = 32 * kMiB}},
-                      Shape{"DramCopiesOnNvme", {TierKind::kDram}, {.dram = 9 * kMiB, .nvme = 32 * kMiB}},
-                      Shape{"NvmeCopiesOnNvme", {TierKind::kNvme}, {.dram = 8 * kMiB, .nvme = 32 * kMiB}},
-                      Shape{"NvmeCopiesOnDram", {TierKind::kNvme}, {.dram = 32 * kMiB, .nvme = 5414912}},
-                      Shape{"Mixed", {TierKind::kNvme, TierKind::kDram}, {.dram = 32 * kMiB, .nvme = 8 * kMiB}}),
+    ::testing::Values(PinShape{"DramCopiesOnDram", {TierKind::kDram}, {.dram = 32 * kMiB}},
+                      PinShape{"DramCopiesOnNvme", {TierKind::kDram}, {.dram = 9 * kMiB, .nvme = 32 * kMiB}},
+                      PinShape{"NvmeCopiesOnNvme", {TierKind::kNvme}, {.dram = 8 * kMiB, .nvme = 32 * kMiB}},
+                      PinShape{"NvmeCopiesOnDram", {TierKind::kNvme}, {.dram = 32 * kMiB, .nvme = 5414912}},
+                      PinShape{"Mixed", {TierKind::kNvme, TierKind::kDram}, {.dram = 32 * kMiB, .nvme = 8 * kMiB}}),
     [](const auto& info) { return info.param.name; });
 
 TEST(PinSpaceTest, NoRoomForACopyFailsBeforeTheChunkChanges) {

@@ -23,13 +23,13 @@ using ::testing::HasSubstr;
 constexpr uint64_t kGradientBytes = 2 * 65536;
 constexpr uint64_t kValueBytes = 4 * 65536;
 
-struct Shape {
+struct ReadShape {
   const char* name;
   std::vector<TierKind> tiers;
   uint64_t reads;  // gradients that there is memory for
 };
 
-class ReadBackTest : public ::testing::TestWithParam<Shape> {
+class ReadBackTest : public ::testing::TestWithParam<ReadShape> {
  protected:
   ReadBackTest()
       : memory_(*Arena::Map(kValueBytes + GetParam().reads * kGradientBytes, /*pin=*/false)),
@@ -197,10 +197,10 @@ TEST_P(ReadBackTest, TooLittleMemoryIsRefusedBeforeAnythingChanges) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, ReadBackTest,
-                         ::testing::Values(Shape{"DramOneRead", {TierKind::kDram}, 1},
-                                           Shape{"NvmeOneRead", {TierKind::kNvme}, 1},
-                                           Shape{"MixedReads", {TierKind::kDram, TierKind::kNvme}, 5},
-                                           Shape{"NvmeMoreThanNeeded", {TierKind::kNvme}, 20}),
+                         ::testing::Values(ReadShape{"DramOneRead", {TierKind::kDram}, 1},
+                                           ReadShape{"NvmeOneRead", {TierKind::kNvme}, 1},
+                                           ReadShape{"MixedReads", {TierKind::kDram, TierKind::kNvme}, 5},
+                                           ReadShape{"NvmeMoreThanNeeded", {TierKind::kNvme}, 20}),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

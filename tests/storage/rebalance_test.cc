@@ -11,15 +11,15 @@ namespace {
 
 using ::testing::HasSubstr;
 
-constexpr uint64_t kChunk = uint64_t{1} << 16;
-constexpr uint64_t kState = 3 * 4 * kChunk + StateLayout::kLabelBytes;
-constexpr uint64_t kStaging = 3 * kState;
+constexpr uint64_t kEqualChunk = uint64_t{1} << 16;
+constexpr uint64_t kEqualState = 3 * 4 * kEqualChunk + StateLayout::kLabelBytes;
+constexpr uint64_t kStaging = 3 * kEqualState;
 constexpr uint64_t kOther = 12345;  // what else DRAM and NVMe hold
 
 JobHolding Job(const std::string& name, uint64_t dram, uint64_t nvme, bool durable = false) {
   JobHolding job{.name = name, .durable = durable, .staging_bytes_missing = nvme > 0 ? 0 : kStaging};
-  job.chunks.resize(dram, {kChunk, {.state = TierKind::kDram}});
-  job.chunks.resize(dram + nvme, {kChunk, {.state = TierKind::kNvme}});
+  job.chunks.resize(dram, {kEqualChunk, {.state = TierKind::kDram}});
+  job.chunks.resize(dram + nvme, {kEqualChunk, {.state = TierKind::kNvme}});
   return job;
 }
 
@@ -30,30 +30,30 @@ std::string Letters(const JobTarget& target) {
 }
 
 TierBytes Used(uint64_t dram_chunks, uint64_t nvme_chunks) {
-  return {.dram = kOther + dram_chunks * kState, .nvme = kOther + nvme_chunks * kState};
+  return {.dram = kOther + dram_chunks * kEqualState, .nvme = kOther + nvme_chunks * kEqualState};
 }
 
 TEST(RebalanceTest, LessDramSendsTheLastChunksDown) {
-  const TierBytes budget{.dram = kOther + kStaging + kState, .nvme = kOther + 4 * kState};
+  const TierBytes budget{.dram = kOther + kStaging + kEqualState, .nvme = kOther + 4 * kEqualState};
   const auto targets = PlanBudgets(budget, Used(5, 0), {Job("a", 5, 0)});
   ASSERT_TRUE(targets.ok()) << targets.status();
   EXPECT_EQ(Letters((*targets)[0]), "dnnnn");
   // Buffers for moving are needed only if something has to go.
-  const auto all = PlanBudgets({.dram = kOther + 5 * kState, .nvme = kOther}, Used(5, 0), {Job("a", 5, 0)});
+  const auto all = PlanBudgets({.dram = kOther + 5 * kEqualState, .nvme = kOther}, Used(5, 0), {Job("a", 5, 0)});
   EXPECT_EQ(Letters((*all)[0]), "ddddd");
 }
 
 TEST(RebalanceTest, MoreDramBringsThemBack) {
   const auto letters = [&](uint64_t dram) {
-    return Letters((*PlanBudgets({.dram = dram, .nvme = kOther + 5 * kState}, Used(1, 4), {Job("a", 1, 4)}))[0]);
+    return Letters((*PlanBudgets({.dram = dram, .nvme = kOther + 5 * kEqualState}, Used(1, 4), {Job("a", 1, 4)}))[0]);
   };
-  EXPECT_EQ(letters(kOther + 5 * kState), "ddddd");
-  EXPECT_EQ(letters(kOther + 5 * kState - 1), "ddddn");
+  EXPECT_EQ(letters(kOther + 5 * kEqualState), "ddddd");
+  EXPECT_EQ(letters(kOther + 5 * kEqualState - 1), "ddddn");
   EXPECT_EQ(letters(kOther), "nnnnn") << "state alone moves, and all of it may";
 }
 
 TEST(RebalanceTest, JobsShareInProportion) {
-  const TierBytes budget{.dram = kOther + 6 * kState, .nvme = kOther + 12 * kState};
+  const TierBytes budget{.dram = kOther + 6 * kEqualState, .nvme = kOther + 12 * kEqualState};
   const auto targets = PlanBudgets(budget, Used(2, 10), {Job("a", 1, 3), Job("b", 1, 7)});
   ASSERT_TRUE(targets.ok()) << targets.status();
   EXPECT_EQ(Letters((*targets)[0]), "ddnn");
@@ -61,7 +61,7 @@ TEST(RebalanceTest, JobsShareInProportion) {
 }
 
 TEST(RebalanceTest, WhatASharesChunksLeaveIsTheNextJobs) {
-  const TierBytes budget{.dram = kOther + 3 * kState, .nvme = kOther + 4 * kState};
+  const TierBytes budget{.dram = kOther + 3 * kEqualState, .nvme = kOther + 4 * kEqualState};
   const auto targets = PlanBudgets(budget, Used(0, 4), {Job("a", 0, 2), Job("b", 0, 2)});
   ASSERT_TRUE(targets.ok()) << targets.status();
   EXPECT_EQ(Letters((*targets)[0]) + Letters((*targets)[1]), "dndd");
@@ -74,14 +74,14 @@ TEST(RebalanceTest, RefusesWhatIsFixedWithTheMissingBytes) {
     EXPECT_EQ(model::ReasonOf(status), model::kBudget);
     return std::string(status.message());
   };
-  const uint64_t plenty = kOther + 100 * kState;
+  const uint64_t plenty = kOther + 100 * kEqualState;
   EXPECT_THAT(message({.dram = kOther - 5, .nvme = plenty}, Used(1, 1), Job("a", 1, 1)),
               HasSubstr("a dram budget of 12340 bytes is short of 5 bytes"));
   EXPECT_THAT(message({.dram = kOther + kStaging - 7, .nvme = plenty}, Used(5, 0), Job("a", 5, 0)),
               HasSubstr("short of 7 bytes"));
   EXPECT_THAT(message({.dram = plenty, .nvme = kOther - 1}, Used(0, 2), Job("a", 0, 2)),
               HasSubstr("a nvme budget of 12344 bytes is short of 1 bytes"));
-  EXPECT_THAT(message({.dram = kOther + kState, .nvme = kOther + kState - 3}, Used(0, 2), Job("a", 0, 2)),
+  EXPECT_THAT(message({.dram = kOther + kEqualState, .nvme = kOther + kEqualState - 3}, Used(0, 2), Job("a", 0, 2)),
               HasSubstr("nvme is short of 3 bytes"));
   EXPECT_THAT(message({.hbm = 1, .dram = plenty, .nvme = plenty}, {.hbm = 2}, Job("a", 0, 0)),
               HasSubstr("a hbm budget of 1 bytes is short of 1 bytes"));
@@ -90,7 +90,7 @@ TEST(RebalanceTest, RefusesWhatIsFixedWithTheMissingBytes) {
 TEST(RebalanceTest, DurableStateHasItsPlaceOnNvmeInAnyCase) {
   const TierBytes used = Used(5, 20);  // versions and log
   const auto targets =
-      PlanBudgets({.dram = kOther + kStaging + kState, .nvme = used.nvme}, used, {Job("a", 5, 0, /*durable=*/true)});
+      PlanBudgets({.dram = kOther + kStaging + kEqualState, .nvme = used.nvme}, used, {Job("a", 5, 0, /*durable=*/true)});
   ASSERT_TRUE(targets.ok()) << targets.status();
   EXPECT_EQ(Letters((*targets)[0]), "dnnnn");
   EXPECT_EQ(PlanBudgets({.dram = used.dram, .nvme = used.nvme - 1}, used, {Job("a", 5, 0, true)}).status().code(),
@@ -99,9 +99,9 @@ TEST(RebalanceTest, DurableStateHasItsPlaceOnNvmeInAnyCase) {
 
 TEST(RebalanceTest, ChunksInHbmStay) {
   JobHolding job = Job("a", 1, 1);
-  job.chunks.insert(job.chunks.begin(), {kChunk, {.state = TierKind::kHbm, .working = TierKind::kHbm}});
-  const auto targets = PlanBudgets({.hbm = 10, .dram = kOther, .nvme = kOther + 2 * kState},
-                                   {10, kOther + kState, kOther + kState}, {job});
+  job.chunks.insert(job.chunks.begin(), {kEqualChunk, {.state = TierKind::kHbm, .working = TierKind::kHbm}});
+  const auto targets = PlanBudgets({.hbm = 10, .dram = kOther, .nvme = kOther + 2 * kEqualState},
+                                   {10, kOther + kEqualState, kOther + kEqualState}, {job});
   ASSERT_TRUE(targets.ok()) << targets.status();
   EXPECT_EQ(Letters((*targets)[0]), "hnn");
 }

@@ -12,34 +12,34 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-constexpr uint64_t kChunk = uint64_t{1} << 20;
-constexpr double kState = 3.0 * 4 * kChunk + StateLayout::kLabelBytes;
+constexpr uint64_t kElements = uint64_t{1} << 20;
+constexpr double kStateBytes = 3.0 * 4 * kElements + StateLayout::kLabelBytes;
 
 // Round figures: a chunk in DRAM takes 1 ms, and its state 10 ms to be read and written.
 MachineProfile Machine() {
   MachineProfile m;
   m.threads = 4;
-  m.update_f32_1_thread_elements_per_s = 500 * kChunk;
-  m.update_f32_all_threads_elements_per_s = 1000 * kChunk;
-  m.update_f8_1_thread_elements_per_s = 250 * kChunk;
-  m.update_f8_all_threads_elements_per_s = 800 * kChunk;
-  m.digest_1_thread_bytes_per_s = static_cast<uint64_t>(1000 * kState);
-  m.digest_all_threads_bytes_per_s = static_cast<uint64_t>(4000 * kState);
-  m.disk_read_bytes_per_s = static_cast<uint64_t>(250 * kState);
-  m.disk_write_bytes_per_s = static_cast<uint64_t>(500 * kState);
-  m.disk_mixed_bytes_per_s = static_cast<uint64_t>(200 * kState);
+  m.update_f32_1_thread_elements_per_s = 500 * kElements;
+  m.update_f32_all_threads_elements_per_s = 1000 * kElements;
+  m.update_f8_1_thread_elements_per_s = 250 * kElements;
+  m.update_f8_all_threads_elements_per_s = 800 * kElements;
+  m.digest_1_thread_bytes_per_s = static_cast<uint64_t>(1000 * kStateBytes);
+  m.digest_all_threads_bytes_per_s = static_cast<uint64_t>(4000 * kStateBytes);
+  m.disk_read_bytes_per_s = static_cast<uint64_t>(250 * kStateBytes);
+  m.disk_write_bytes_per_s = static_cast<uint64_t>(500 * kStateBytes);
+  m.disk_mixed_bytes_per_s = static_cast<uint64_t>(200 * kStateBytes);
   m.disk_append_p50_us = 100;
   return m;
 }
 
 std::vector<PlacedChunk> Chunks(uint64_t dram, uint64_t nvme) {
-  std::vector<PlacedChunk> chunks(dram, {kChunk, {.state = TierKind::kDram}});
-  chunks.resize(dram + nvme, {kChunk, {.state = TierKind::kNvme}});
+  std::vector<PlacedChunk> chunks(dram, {kElements, {.state = TierKind::kDram}});
+  chunks.resize(dram + nvme, {kElements, {.state = TierKind::kNvme}});
   return chunks;
 }
 
 StepShape Shape(const MachineProfile* machine, int threads = 4) {
-  return {.machine = machine, .threads = threads, .staging_bytes = static_cast<uint64_t>(4 * kState)};
+  return {.machine = machine, .threads = threads, .staging_bytes = static_cast<uint64_t>(4 * kStateBytes)};
 }
 
 TEST(StepPredictionTest, InDramComputeIsAll) {
@@ -69,10 +69,10 @@ TEST(StepPredictionTest, SlicesThatAreReadBackAreReadAndDigested) {
   const StepPrediction before = PredictStep(shape, StateLayout(), Chunks(100, 0));
   shape.read_back_share = 0.5;
   const StepPrediction p = PredictStep(shape, StateLayout(), Chunks(100, 0));
-  const double read_back = 0.5 * 100 * 2 * kChunk;
+  const double read_back = 0.5 * 100 * 2 * kElements;
   EXPECT_EQ(before.disk_read, 0);
-  EXPECT_THAT(p.disk_read, DoubleNear(read_back / (250 * kState), 1e-6));
-  EXPECT_THAT(p.compute - before.compute, DoubleNear(read_back / (4000 * kState), 1e-6));
+  EXPECT_THAT(p.disk_read, DoubleNear(read_back / (250 * kStateBytes), 1e-6));
+  EXPECT_THAT(p.compute - before.compute, DoubleNear(read_back / (4000 * kStateBytes), 1e-6));
   EXPECT_THAT(p.disk_idle, DoubleNear(0, 1e-6));
 }
 
@@ -106,7 +106,7 @@ TEST(StepPredictionTest, DurabilityWritesTheLogFlushesAndSyncs) {
   shape.durable = true;
   shape.flushed_share = 0.25;
   const StepPrediction p = PredictStep(shape, StateLayout(), Chunks(100, 0));
-  EXPECT_THAT(p.log_write, DoubleNear(2.0 * kChunk * 100 / (500 * kState), 1e-6));
+  EXPECT_THAT(p.log_write, DoubleNear(2.0 * kElements * 100 / (500 * kStateBytes), 1e-6));
   EXPECT_THAT(p.disk_write, DoubleNear(25 / 500.0, 1e-6));
   EXPECT_THAT(p.disk, DoubleNear(p.log_write + p.disk_write, 1e-6));  // nothing is read
   EXPECT_THAT(p.sync, DoubleNear(3e-4, 1e-9));
@@ -126,7 +126,7 @@ TEST(StepPredictionTest, AnotherOptimizerMovesItsBytesAtTheSameRate) {
 TEST(StepPredictionTest, WhatIsNotMeasuredIsSaid) {
   const MachineProfile nothing{.threads = 4};
   std::vector<PlacedChunk> chunks = Chunks(1, 0);
-  chunks.push_back({kChunk, {.state = TierKind::kHbm, .working = TierKind::kDram}});
+  chunks.push_back({kElements, {.state = TierKind::kHbm, .working = TierKind::kDram}});
   const StepPrediction p = PredictStep(Shape(&nothing), StateLayout(), chunks);
   EXPECT_EQ(p.total, 0);
   EXPECT_THAT(p.unmeasured, ElementsAre("the optimizer", "the optimizer on the GPU", "the GPU's link"));
@@ -135,7 +135,7 @@ TEST(StepPredictionTest, WhatIsNotMeasuredIsSaid) {
 
 TEST(StepPredictionTest, APlanPredictsForAllOfTheJob) {
   const MachineProfile machine = Machine();
-  PlanRequest request{.free = {.dram = uint64_t{1} << 40}, .elements = {kChunk, kChunk}};
+  PlanRequest request{.free = {.dram = uint64_t{1} << 40}, .elements = {kElements, kElements}};
   EXPECT_FALSE(MakePlan(request)->prediction.has_value());
   request.shape = Shape(&machine);
   request.placed = Chunks(2, 0);

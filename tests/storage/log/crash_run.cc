@@ -11,7 +11,7 @@
 namespace ballast::storage {
 namespace {
 
-constexpr char kPath[] = "log";
+constexpr char kLogFile[] = "log";
 constexpr int kLivesPerSeed = 6;
 
 class CrashRun {
@@ -22,7 +22,8 @@ class CrashRun {
   std::string Run() {
     segment_bytes_ = (16 + random_.Below(48)) * kLogBlock;
     auto log = GradientLog::Create(
-        &disk_, {.path = kPath, .job = "job", .segment_bytes = segment_bytes_, .segment_count = 3 + random_.Below(4)});
+        &disk_,
+        {.path = kLogFile, .job = "job", .segment_bytes = segment_bytes_, .segment_count = 3 + random_.Below(4)});
     if (!log.ok()) return log.status().ToString();
     caller_.Use(*std::move(log));
     for (int life = 0; life < kLivesPerSeed; ++life) {
@@ -114,12 +115,12 @@ class CrashRun {
     if (random_.Percent(15)) {
       disk_.CrashAfter(1 + random_.Below(12));
       ScannedLog ignored;
-      (void)GradientLog::Recover(&disk_, kPath, &ignored);
+      (void)GradientLog::Recover(&disk_, kLogFile, &ignored);
       if (disk_.off()) ++tally_.crashes_in_recovery;
       disk_.Crash();
     }
     ScannedLog scanned;
-    auto log = GradientLog::Recover(&disk_, kPath, &scanned);
+    auto log = GradientLog::Recover(&disk_, kLogFile, &scanned);
     if (!log.ok()) return log.status().ToString();
     if (const absl::Status status = caller_.Check(scanned, (*log)->file(), durable_lsn_); !status.ok()) {
       return std::string(status.message());
@@ -143,7 +144,7 @@ class CrashRun {
     disk_.Crash();
     caller_.Drop();
     {
-      auto file = disk_.Open(kPath, Disk::Mode::kShared);
+      auto file = disk_.Open(kLogFile, Disk::Mode::kShared);
       if (!file.ok()) return file.status().ToString();
       const auto scanned = ScanLog(**file);
       if (!scanned.ok()) return scanned.status().ToString();
@@ -152,20 +153,20 @@ class CrashRun {
       }
       if (scanned->last_batch != scanned->synced_batch) return "";
     }
-    const std::vector<std::byte> content = disk_.DurableContent(kPath);
+    const std::vector<std::byte> content = disk_.DurableContent(kLogFile);
     std::vector<uint64_t> written;
     for (uint64_t at = 0; at < content.size(); ++at) {
       if (content[at] != std::byte{0}) written.push_back(at);
     }
     const uint64_t at = written[random_.Below(written.size())];
     if (random_.Percent(50)) {
-      disk_.FlipBit(kPath, at * 8 + random_.Below(8));
+      disk_.FlipBit(kLogFile, at * 8 + random_.Below(8));
     } else {
-      disk_.Corrupt(kPath, at / kLogBlock * kLogBlock, 3 * kLogBlock);  // whatever has two copies loses both
+      disk_.Corrupt(kLogFile, at / kLogBlock * kLogBlock, 3 * kLogBlock);  // whatever has two copies loses both
     }
     ++tally_.rotten_bits;
     ScannedLog scanned;
-    auto log = GradientLog::Recover(&disk_, kPath, &scanned);
+    auto log = GradientLog::Recover(&disk_, kLogFile, &scanned);
     const absl::Status status = log.ok() ? caller_.Check(scanned, (*log)->file(), durable_lsn_) : log.status();
     if (absl::IsDataLoss(status)) ++tally_.refused;
     return status.ok() || absl::IsDataLoss(status) ? "" : absl::StrCat("after rot: ", status.message());
@@ -183,7 +184,8 @@ class CrashRun {
 };
 
 absl::Status CreateOn(SimDisk* disk) {
-  return GradientLog::Create(disk, {.path = kPath, .job = "job", .segment_bytes = 32 * kLogBlock, .segment_count = 3})
+  return GradientLog::Create(disk,
+                             {.path = kLogFile, .job = "job", .segment_bytes = 32 * kLogBlock, .segment_count = 3})
       .status();
 }
 
@@ -197,7 +199,7 @@ std::string CrashInCreation(uint64_t seed, uint64_t n, bool* created) {
   *created = CreateOn(&disk).ok();
   disk.Crash();
   ScannedLog scanned;
-  const absl::Status status = GradientLog::Recover(&disk, kPath, &scanned).status();
+  const absl::Status status = GradientLog::Recover(&disk, kLogFile, &scanned).status();
   if (status.ok() && scanned.records.empty()) return "";
   if (absl::IsNotFound(status) && !*created) return "";
   return absl::StrCat("operation ", n, ": ", status.ok() ? "records that nobody wrote" : status.ToString());
