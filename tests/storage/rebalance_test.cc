@@ -89,8 +89,8 @@ TEST(RebalanceTest, RefusesWhatIsFixedWithTheMissingBytes) {
 
 TEST(RebalanceTest, DurableStateHasItsPlaceOnNvmeInAnyCase) {
   const TierBytes used = Used(5, 20);  // versions and log
-  const auto targets =
-      PlanBudgets({.dram = kOther + kStaging + kEqualState, .nvme = used.nvme}, used, {Job("a", 5, 0, /*durable=*/true)});
+  const auto targets = PlanBudgets({.dram = kOther + kStaging + kEqualState, .nvme = used.nvme}, used,
+                                   {Job("a", 5, 0, /*durable=*/true)});
   ASSERT_TRUE(targets.ok()) << targets.status();
   EXPECT_EQ(Letters((*targets)[0]), "dnnnn");
   EXPECT_EQ(PlanBudgets({.dram = used.dram, .nvme = used.nvme - 1}, used, {Job("a", 5, 0, true)}).status().code(),
