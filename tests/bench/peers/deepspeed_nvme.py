@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 
-from workers import CHUNK, HYPER, DeepSpeed, Trainer, Worker, check_same_work, make_model, median, status_bytes
+from workers import CHUNK, HYPER, DeepSpeed, Trainer, make_model, median, status_bytes, take_turns
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), '..', '..', '..'))
 
@@ -153,28 +153,7 @@ WORKERS = {'deepspeed': DeepSpeedF32, 'ballast': Ballast}
 
 
 def measure(args, directory):
-    import torch
-    workers = {name: Worker(__file__, name, args, directory) for name in WORKERS}
-    files = {name: os.path.join(directory, name + '.pt') for name in (*WORKERS, 'start')}
-    workers['ballast'].ask(f'save {files["start"]}')
-    seconds = {name: [] for name in WORKERS}
-    # The first steps touch memory, build operators and write extents for the first time.
-    warm_up = 2
-    for number in range(-warm_up, args.rounds):
-        if number == 0:
-            for worker in workers.values():
-                worker.ask('reset_peak')
-        for name in (list(WORKERS) if number % 2 == 0 else reversed(WORKERS)):
-            taken = workers[name].ask('step')
-            if number >= 0:
-                seconds[name].append(taken)
-        print(f'\rround {number + 1} of {args.rounds}', end='', file=sys.stderr)
-    print(file=sys.stderr)
-    resident = {name: worker.ask('resident') for name, worker in workers.items()}
-    for name, worker in workers.items():
-        worker.ask(f'save {files[name]}')
-        worker.stop()
-    check_same_work(torch.load(files['start']), {name: torch.load(files[name]) for name in WORKERS})
+    seconds, resident = take_turns(__file__, tuple(WORKERS), args, directory)
     rows = []
     for name, theirs, ours in (('step/f32', ('f32',), ('f32',)), ('step/8bit', ('f32',), ('f8',)),
                                ('backward+step/f32', ('backward', 'f32'), ('backward', 'f32'))):

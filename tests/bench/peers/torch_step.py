@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 
-from workers import HYPER, DeepSpeed, Trainer, Worker, check_same_work, make_model, median
+from workers import HYPER, DeepSpeed, Trainer, make_model, median, take_turns
 
 MAX_NORM = 1.0
 
@@ -140,36 +140,24 @@ GROUPS = {'dram': ('ballast_dram', 'torch', 'deepspeed_dram'), 'nvme': ('ballast
 DURABLE = {'dram': ('ballast_dram', 'ballast_dram_step'), 'nvme': ('ballast_nvme', 'ballast_nvme_step')}
 
 
-def seconds_of(names, args, directory):
-    """By name: the measured steps."""
-    import torch
-    workers = {name: Worker(__file__, name, args, directory) for name in names}
-    files = {name: os.path.join(directory, name + '.pt') for name in (*names, 'start')}
-    workers[names[0]].ask(f'save {files["start"]}')
-    taken = {name: [] for name in names}
-    warm_up = 2  # memory is touched, operators are built, extents written for the first time
-    for number in range(-warm_up, args.rounds):
-        for name in (list(names) if number % 2 == 0 else reversed(names)):
-            answer = workers[name].ask('step')
-            if number >= 0:
-                taken[name].append(answer)
-        print(f'\r{", ".join(names)}: round {number + 1} of {args.rounds}', end='', file=sys.stderr)
-    print(file=sys.stderr)
-    for name, worker in workers.items():
-        worker.ask(f'save {files[name]}')
-        worker.stop()
-    check_same_work(torch.load(files['start']), {name: torch.load(files[name]) for name in names})
+def side_by_side(names, args, directory):
+    """By name: the measured steps; the resident peak in bytes."""
+    taken, resident = take_turns(__file__, names, args, directory)
     for name in names:
         shutil.rmtree(os.path.join(directory, WORKERS[name].__name__), ignore_errors=True)
-    return taken
+    return taken, {name: peak['bytes'] for name, peak in resident.items()}
 
 
-def row_of(name, peer, ours, parameters):
+def row_of(row, peer, ours, measured, parameters):
+    taken, resident = measured
+    peer_bytes, ballast_bytes = resident[peer], resident[ours]
+    peer, ours = taken[peer], taken[ours]
     phase = [taken['optimizer'] for taken in peer], [taken['optimizer'] for taken in ours]
     whole = [taken['optimizer'] + taken['backward'] for taken in peer], [taken['optimizer'] + taken['backward'] for taken in ours]
-    return {'name': name, 'ratio': median([a / b for a, b in zip(*phase)]),
+    return {'name': row, 'ratio': median([a / b for a, b in zip(*phase)]),
             'backward_and_optimizer_ratio': median([a / b for a, b in zip(*whole)]),
             'seconds': median(phase[0]), 'ballast_seconds': median(phase[1]),
+            'resident_bytes': peer_bytes, 'ballast_resident_bytes': ballast_bytes,
             'gparam_per_s': parameters / median(phase[0]) / 1e9, 'ballast_gparam_per_s': parameters / median(phase[1]) / 1e9}
 
 
@@ -178,12 +166,11 @@ def measure(args, directory):
     for tier, names in GROUPS.items():
         if args.only not in (None, tier):
             continue
-        taken = seconds_of(names, args, directory)
+        measured = side_by_side(names, args, directory)
         for name in names[1:]:
-            rows.append(row_of(f'{tier}/{name.split("_")[0]}', taken[name], taken[names[0]], args.parameters))
+            rows.append(row_of(f'{tier}/{name.split("_")[0]}', name, names[0], measured, args.parameters))
         plain, durable = DURABLE[tier]
-        taken = seconds_of(DURABLE[tier], args, directory)
-        rows.append(row_of(f'{tier}/ballast_step', taken[durable], taken[plain], args.parameters))
+        rows.append(row_of(f'{tier}/ballast_step', durable, plain, side_by_side(DURABLE[tier], args, directory), args.parameters))
     return rows
 
 
@@ -202,10 +189,12 @@ def main():
     finally:
         shutil.rmtree(directory)
     print(f'optimizer phase over {args.parameters} parameters; ratio above 1: ours is faster')
-    print(f'{"row":20} {"seconds":>8} {"ours":>8} {"ratio":>6} {"with backward":>13}')
+    print(f'{"row":20} {"seconds":>8} {"ours":>8} {"ratio":>6} {"with backward":>13} {"MiB resident":>12} {"ours":>6}')
     for row in rows:
         print(f'{row["name"]:20} {row["seconds"]:8.4f} {row["ballast_seconds"]:8.4f} {row["ratio"]:6.2f} '
-              f'{row["backward_and_optimizer_ratio"]:13.2f}')
+              f'{row["backward_and_optimizer_ratio"]:13.2f} {row["resident_bytes"] >> 20:12} {row["ballast_resident_bytes"] >> 20:6}')
+        if row['name'] == 'nvme/deepspeed' and row['ballast_resident_bytes'] > row['resident_bytes']:
+            print('ours took more DRAM than DeepSpeed: lower --dram for a fair comparison')
     if args.json:
         with open(args.json, 'w', encoding='utf-8') as file:
             json.dump({'rows': rows}, file, indent=1)

@@ -141,6 +141,33 @@ class Worker:
         self.process.wait()
 
 
+def take_turns(script, names, args, directory):
+    """Starts these trainers and steps them in turns, then checks that they did the same. By name: the answers of the measured
+    steps; the peak of what was resident meanwhile, in bytes."""
+    import torch
+    workers = {name: Worker(script, name, args, directory) for name in names}
+    files = {name: os.path.join(directory, name + '.pt') for name in (*names, 'start')}
+    workers[names[0]].ask(f'save {files["start"]}')
+    taken = {name: [] for name in names}
+    warm_up = 2  # memory is touched, operators are built, extents written for the first time
+    for number in range(-warm_up, args.rounds):
+        if number == 0:
+            for worker in workers.values():
+                worker.ask('reset_peak')
+        for name in (list(names) if number % 2 == 0 else reversed(names)):
+            answer = workers[name].ask('step')
+            if number >= 0:
+                taken[name].append(answer)
+        print(f'\r{", ".join(names)}: round {number + 1} of {args.rounds}', end='', file=sys.stderr)
+    print(file=sys.stderr)
+    resident = {name: worker.ask('resident') for name, worker in workers.items()}
+    for name, worker in workers.items():
+        worker.ask(f'save {files[name]}')
+        worker.stop()
+    check_same_work(torch.load(files['start']), {name: torch.load(files[name]) for name in names})
+    return taken, resident
+
+
 def check_same_work(start, results):
     """Ends the run unless all moved the first layer's weights alike. `results`: by name."""
     names = list(results)
