@@ -317,12 +317,12 @@ def test_closing_while_another_thread_steps(tmp_path):
 
 
 def test_the_same_line_finds_room_again_on_a_disk_that_is_nearly_full(tmp_path):
-    from ballast import embedded
+    from ballast import place
     (tmp_path / 'jobs').mkdir()
-    before = embedded.budgets(tmp_path / 'jobs', 1, None)[1]
+    before = place.budgets(tmp_path / 'jobs', 1, None)[1]
     with open(tmp_path / 'jobs' / 'nvme.tier', 'wb') as file:
         os.posix_fallocate(file.fileno(), 0, 1 << 30)
-    assert abs(embedded.budgets(tmp_path / 'jobs', 1, None)[1] - before) < 1 << 28
+    assert abs(place.budgets(tmp_path / 'jobs', 1, None)[1] - before) < 1 << 28
 
 
 GROWING = '''
@@ -391,7 +391,7 @@ server = start()
     assert len(stale) == 1
     run(tmp_path, start + f'''
 assert not os.path.exists({str(temporary)!r} + '/{stale.pop()}')
-mine = server.directory
+mine = server.place.directory
 # Another process, a child, and this one again: while its process lives, a directory stays.
 import subprocess
 code = 'from ballast import temporary; temporary.remove(temporary.make())'

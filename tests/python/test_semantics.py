@@ -231,6 +231,20 @@ def test_edits_through_data_need_a_word(job):
     assert_close(*both(script, *pair(job)))
 
 
+def test_debug_finds_edits_through_data(job):
+    def script(model, make):
+        optimizer = make(model.parameters())
+
+        def after(i):
+            if i == 5:
+                model[0].weight.data.mul_(0.5)
+        return train(model, optimizer, after_step=after)
+    ours, theirs = pair({**job, 'debug': True})
+    with pytest.warns(UserWarning, match='was written through .data') as warned:
+        assert_close(*both(script, ours, theirs))
+    assert len(warned) == 1
+
+
 def test_an_edit_of_bf16_keeps_the_master_bits_of_what_was_not_edited(job):
     model = mlp().bfloat16()
     optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, **job)

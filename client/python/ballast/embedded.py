@@ -2,64 +2,13 @@
 
 import atexit
 import os
-import re
-import shutil
 import threading
 
-from ballast import _native, temporary
+from ballast import _native, place, temporary
 from ballast.errors import Error
-
-_UNITS = {'': 1, 'b': 1, 'k': 10**3, 'm': 10**6, 'g': 10**9, 't': 10**12}
-# Without budgets: the part of what is free now that an embedded server may take.
-_DEFAULT_SHARE = 0.8
-_STAGING_BYTES = 48 << 20
 
 _lock = threading.Lock()
 _running = None
-
-
-def parse_bytes(what, value):
-    """Bytes of an int or of a string such as '512MiB' or '2GB'; None stays None."""
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*', str(value).lower())
-    if match is None or (match[3] and not match[2]):
-        raise Error(f"{what}={value!r}: expected bytes, such as 536870912, '512MiB' or '2GB'", 'BAD_CONFIG')
-    unit = _UNITS[match[2]]
-    if match[3]:
-        unit = 1024 ** 'bkmgt'.index(match[2])
-    return int(float(match[1]) * unit)
-
-
-def _free_memory():
-    with open('/proc/meminfo') as lines:
-        for line in lines:
-            if line.startswith('MemAvailable:'):
-                return int(line.split()[1]) * 1024
-    raise Error("/proc/meminfo does not say MemAvailable; give a budget: dram='...'", 'BAD_CONFIG')
-
-
-def budgets(directory, dram, nvme):
-    """Bytes of (dram, nvme). None: 0.8 of what is free there; no NVMe without a directory to stay."""
-    dram, nvme = parse_bytes('dram', dram), parse_bytes('nvme', nvme)
-    if dram is None:
-        dram = int(_DEFAULT_SHARE * _free_memory())
-    if nvme is None:
-        # What its jobs hold already is theirs: the same line must find room for them again.
-        nvme = 0 if directory is None else int(_DEFAULT_SHARE * (shutil.disk_usage(directory).free + _held(directory)))
-    return dram, nvme
-
-
-def _held(directory):
-    """Bytes of the disk that files below `directory` take."""
-    held = 0
-    for path, _, names in os.walk(directory):
-        for name in names:
-            try:
-                held += os.lstat(os.path.join(path, name)).st_blocks * 512
-            except FileNotFoundError:
-                pass  # gone meanwhile
-    return held
 
 
 class _Embedded:
@@ -70,14 +19,10 @@ class _Embedded:
         self.used = False  # one had
         self._owners = {}
         self.asked = (directory, dram, nvme, threads)
-        self.temporary = directory is None
-        self.directory = temporary.make() if self.temporary else os.path.abspath(directory)
-        if not self.temporary:
-            os.makedirs(self.directory, exist_ok=True)
-        dram, nvme = budgets(None if self.temporary else self.directory, dram, nvme)
-        staging = _STAGING_BYTES if nvme > 0 else 0
+        self.place = place.make(directory, dram, nvme)
         try:
-            self.server = _native.Server(self.directory, dram, nvme, staging, threads or os.cpu_count() or 1)
+            self.server = _native.Server(self.place.directory, self.place.dram, self.place.nvme, self.place.staging,
+                                         threads or os.cpu_count() or 1)
         except BaseException:
             self._remove()
             raise
@@ -101,8 +46,8 @@ class _Embedded:
         self._remove()
 
     def _remove(self):
-        if self.temporary:
-            temporary.remove(self.directory)
+        if self.place.is_temporary:
+            temporary.remove(self.place.directory)
 
 
 def server(directory=None, dram=None, nvme=None, threads=None):
@@ -112,7 +57,7 @@ def server(directory=None, dram=None, nvme=None, threads=None):
     bytes; None: 0.8 of the memory that is available, and of the disk that is free (nothing in a temporary directory).
     """
     global _running
-    dram, nvme = parse_bytes('dram', dram), parse_bytes('nvme', nvme)
+    dram, nvme = place.parse_bytes('dram', dram), place.parse_bytes('nvme', nvme)
     if directory is not None:
         if not os.fspath(directory):
             raise Error("directory='': expected a folder, such as 'state'", 'BAD_CONFIG')
@@ -145,4 +90,4 @@ def stop():
 
 def directory():
     """Where the process's server keeps what stays; None: there is none yet, or its directory goes with the process."""
-    return None if _running is None or _running.temporary else _running.directory
+    return None if _running is None or _running.place.is_temporary else _running.place.directory

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 
-from ballast import embedded, temporary
+from ballast import place, temporary
 from ballast.errors import Error
 
 _END_SECONDS = 20
@@ -27,13 +27,13 @@ class Daemon:
 
     def __init__(self, directory, dram, nvme, threads):
         self.pid = os.getpid()
-        self.temporary = directory is None
-        self.directory = temporary.make() if self.temporary else os.path.abspath(directory)
-        os.makedirs(self.directory, exist_ok=True)
-        dram, nvme = embedded.budgets(None if self.temporary else self.directory, dram, nvme)
+        self.place = place.make(directory, dram, nvme)
         command = [_binary(), '--end-with', str(self.pid), '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0',
-                   '--data_directory', self.directory, '--budget.dram', str(dram), '--budget.nvme', str(nvme),
+                   '--data_directory', self.place.directory, '--budget.dram', str(self.place.dram), '--budget.nvme',
+                   str(self.place.nvme),
                    '--log_level', 'warn']
+        if self.place.staging:
+            command += ['--staging', str(self.place.staging)]
         if threads:
             command += ['--compute_threads', str(threads)]
         environment = {key: value for key, value in os.environ.items() if not key.startswith('BALLAST_')}
@@ -59,5 +59,5 @@ class Daemon:
                 self.process.kill()
                 self.process.wait()
         self.process.stdout.close()
-        if self.temporary:
-            temporary.remove(self.directory)
+        if self.place.is_temporary:
+            temporary.remove(self.place.directory)

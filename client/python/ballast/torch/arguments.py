@@ -1,6 +1,6 @@
 """What an optimizer's constructor is given of Ballast's own arguments, checked before anything happens."""
 
-from ballast import embedded
+from ballast import place
 from ballast.errors import Error
 
 _CHOICES = {
@@ -52,8 +52,8 @@ def check(*, name, durability, pin_interval, checkpoints, chunk_elements, seed, 
         _refuse('seed', seed, 'an integer from 0 to 2^64 - 1')
     if threads is not None and (not _integer(threads) or threads < 1):
         _refuse('threads', threads, 'at least 1, or None for all processors')
-    embedded.parse_bytes('dram', dram)
-    embedded.parse_bytes('nvme', nvme)
+    place.parse_bytes('dram', dram)
+    place.parse_bytes('nvme', nvme)
     _number('max_norm', rest['max_norm'], 'a number >= 0; 0 does not clip', lambda value: 0 <= value < float('inf'))
     for key in ('step_timeout', 'open_timeout'):
         _number(key, rest[key], 'seconds, more than 0', lambda value: 0 < value < float('inf'))

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from ballast import _native, embedded
+from ballast import _native, place
 from ballast.errors import Error
 from ballast.torch.members import DTYPES, check_parameter
 from ballast.torch.naming import UnitsBySize, positional_name, split_named, unit_of
@@ -55,7 +55,7 @@ def estimate(params, *, optimizer='adamw', moments='f32', ranks=1, servers=0, dr
     spec.amsgrad, spec.momentum = amsgrad, momentum
     options.optimizer = spec
     options.durability = durability or ('step' if directory is not None or servers > 0 else 'none')
-    dram, nvme = embedded.budgets(directory, dram, nvme)
+    dram, nvme = place.budgets(directory, dram, nvme)
     if profile is None and directory is not None and os.path.exists(os.path.join(directory, _PROFILE)):
         profile = os.path.join(directory, _PROFILE)
     return _native.estimate(tensors, options, dram, nvme, threads or os.cpu_count() or 1, servers, profile or '')

@@ -1,5 +1,8 @@
 """Parameters that are registered with a job, and their memory on this rank."""
 
+import warnings
+import zlib
+
 import torch
 
 try:
@@ -26,12 +29,19 @@ def local(tensor):
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-class Member:
-    """A parameter that is registered: its place in the job, and what Ballast last wrote to it."""
+def _digest(tensor):
+    """CRC-32 of this rank's elements."""
+    return zlib.crc32(local(tensor).detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
-    def __init__(self, name, group, parameter):
+
+class Member:
+    """A parameter that is registered: its place in the job, and what Ballast last wrote to it. debug: with a digest, which sees
+    what version counters do not."""
+
+    def __init__(self, name, group, parameter, debug=False):
         self.name, self.group, self.parameter = name, group, parameter
-        self.mark = None
+        self.mark = self.digest = None
+        self.debug = debug
         self.noted(parameter)
 
     @staticmethod
@@ -42,9 +52,17 @@ class Member:
 
     def noted(self, parameter):
         self.mark = self._mark(parameter)
+        if self.debug:
+            self.digest = _digest(parameter)
 
     def edited(self, parameter):
-        return self.mark != self._mark(parameter)
+        if self.mark != self._mark(parameter):
+            return True
+        if not self.debug or self.digest == _digest(parameter):
+            return False
+        warnings.warn(f"parameter '{self.name}' was written through .data, which its version counter does not tell: taken over, as by "
+                      'sync_from_params(); without debug it would be lost', stacklevel=2)
+        return True
 
 
 def check_parameter(name, parameter):

@@ -5,6 +5,7 @@ and param_groups are read then. It returns when every parameter holds the new ve
 """
 
 import contextlib
+import os
 import struct
 import warnings
 from typing import NamedTuple
@@ -41,7 +42,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params, defaults, *, kind, moments='f32', servers=None, dram=None, nvme=None, directory=None,
                  threads=None, name='default', resume='never', durability=None, pin_interval=0, checkpoints=2,
-                 max_norm=0.0, chunk_elements=1 << 20, seed=0, step_timeout=120.0, open_timeout=30.0):
+                 max_norm=0.0, chunk_elements=1 << 20, seed=0, step_timeout=120.0, open_timeout=30.0, debug=None):
         arguments.check(name=name, resume=resume, durability=durability, pin_interval=pin_interval, checkpoints=checkpoints,
                         moments=moments, max_norm=max_norm, chunk_elements=chunk_elements, seed=seed, threads=threads, dram=dram,
                         nvme=nvme, step_timeout=step_timeout, open_timeout=open_timeout)
@@ -52,6 +53,7 @@ class Optimizer(torch.optim.Optimizer):
         options.chunk_elements, options.seed = chunk_elements, seed
         options.step_timeout, options.open_timeout = float(step_timeout), float(open_timeout)
         self._kind, self._moments = kind, moments
+        self._debug = os.environ.get('BALLAST_DEBUG') == '1' if debug is None else bool(debug)
         self._kept = checkpoint.Kept(checkpoints)
         self._max_norm, self._gradient_scale = float(max_norm), None
         self._seconds = {'push': 0.0, 'seal': 0.0, 'pull': 0.0}

@@ -44,5 +44,5 @@ def new_tensors(optimizer, trained=()):
                         'BAD_SPEC')
         names.add(name)
         shape = list(parameter.shape) or [1]
-        found.append((Member(name, g, parameter), parameter, _native.Tensor(name, unit, shape, g)))
+        found.append((Member(name, g, parameter, optimizer._debug), parameter, _native.Tensor(name, unit, shape, g)))
     return found
