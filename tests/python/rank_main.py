@@ -243,6 +243,29 @@ def fsdp2_load_whole():
     return run_and_load(sharded, whole=True)
 
 
+def rotten_on_one_rank():
+    """What each rank was told of a state that one of them cannot load, and the parameters after loading the sound one."""
+    torch.manual_seed(3)
+    model = mlp()
+    other = theirs(model.parameters())
+    loss_of(model, next(batches(1))).backward()
+    other.step()
+    optimizer = ours(model.named_parameters())
+    state = other.state_dict()
+    rotten = copy.deepcopy(state)
+    if dist.get_rank() == 1:
+        rotten['state'][0]['exp_avg'][0, 0] = float('nan')
+    told = ''
+    try:
+        optimizer.load_state_dict(rotten)
+    except RuntimeError as error:
+        told = str(error)
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    optimizer.close()
+    return told, full(model)
+
+
 if __name__ == '__main__':
     torch.set_num_threads(1)
     dist.init_process_group('gloo')

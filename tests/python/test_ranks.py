@@ -77,8 +77,10 @@ def test_a_gradient_that_one_rank_has_not(tmp_path):
     assert steps == 3
 
 
-def test_an_error_on_one_rank_is_told_on_all(tmp_path):
-    (there, mine), (here, other) = run_ranks('sparse_on_one_rank', tmp_path)[0]
-    assert here.startswith("parameter '3.bias' has a sparse gradient")
+@pytest.mark.parametrize('script, what', [('sparse_on_one_rank', "parameter '3.bias' has a sparse gradient"),
+                                          ('rotten_on_one_rank', "'exp_avg' of parameter '0.weight' has an Inf or a NaN")])
+def test_an_error_on_one_rank_is_told_on_all(script, what, tmp_path):
+    (there, mine), (here, other) = run_ranks(script, tmp_path)[0]
+    assert here.startswith(what)
     assert there == 'rank 1: ' + here
     torch.testing.assert_close(mine, other, rtol=0, atol=0)

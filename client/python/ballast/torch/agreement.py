@@ -34,6 +34,27 @@ def _describe(error):
     return _WRONG + json.dumps({'text': text[:_TEXT_MAX], 'reason': reason}).encode()
 
 
+def _hear(said, wrong):
+    """Raises what was wrong here, else on the first rank where something was."""
+    if wrong is not None:
+        raise wrong
+    for rank, each in enumerate(said):
+        if each.startswith(_WRONG):
+            there = json.loads(each[1:])
+            raise Error(f"rank {rank}: {there['text']}", there['reason'])
+
+
+def together(exchange, act):
+    """act() on every rank; an error on one is an error on all."""
+    result = wrong = None
+    try:
+        result = act()
+    except Exception as error:  # pylint: disable=broad-except
+        wrong = error
+    _hear(exchange(_FINE if wrong is None else _describe(wrong)), wrong)
+    return result
+
+
 def agree(exchange, collect):
     """collect() on every rank, and what any of them says of each member: (collected, edited, present). An error on one is an
     error on all, which would wait for it else. `exchange`: all ranks' bytes for mine."""
@@ -43,12 +64,8 @@ def agree(exchange, collect):
     except Exception as error:  # pylint: disable=broad-except
         wrong, mine = error, _describe(error)
     said = exchange(mine)
-    if wrong is not None:
-        raise wrong
+    _hear(said, wrong)
     for rank, each in enumerate(said):
-        if each.startswith(_WRONG):
-            there = json.loads(each[1:])
-            raise Error(f"rank {rank}: {there['text']}", there['reason'])
         if each[:33] != mine[:33]:
             raise Error(f'rank {rank} registers other parameters than this one; expected the same on all: what has a gradient, or '
                         'wants one', 'BAD_SPEC')

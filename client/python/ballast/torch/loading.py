@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ballast.errors import Error
-from ballast.torch import checkpoint, job_spec
+from ballast.torch import checkpoint, job_spec, ranks
+from ballast.torch.agreement import together
 from ballast.torch.members import is_sharded, local
 from ballast.torch.registration import name_of, placed
 from ballast.torch.state import MOMENTS, moment_names
@@ -38,7 +39,13 @@ def load(optimizer, state_dict):
     try:
         if not state_dict.get('state') and optimizer._session is None:
             return  # of an optimizer that had made no step
-        _bring_in(optimizer, _read(optimizer, state_dict))
+        if ranks.active():  # a rank looks at its own shards: what is wrong with them the others do not see
+            def say(mine):
+                return ranks.exchange(mine, optimizer._options.step_timeout)
+            entries = together(say, lambda: _read(optimizer, state_dict))
+        else:
+            entries = _read(optimizer, state_dict)
+        _bring_in(optimizer, entries)
     except BaseException:
         for group, old in zip(optimizer.param_groups, before):
             group.clear()
