@@ -53,6 +53,9 @@ function(ballast_add_executable name)
     set_source_files_properties(${first} PROPERTIES COMPILE_OPTIONS -fsanitize=thread)
   endif()
   add_executable(${name} ${first} ${ARGN})
+  if(first)
+    set_target_properties(${name} PROPERTIES UNITY_BUILD OFF)  # it would put its batches first
+  endif()
 endfunction()
 
 function(ballast_executable name)
