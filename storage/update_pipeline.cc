@@ -143,7 +143,6 @@ absl::Status UpdatePipeline::StartLoad(Slot& slot) {
 }
 
 absl::Status UpdatePipeline::Flush(size_t i) {
-  while (flushing_ == PipelineStaging::kFlushesMax) Reap(/*wait=*/true);
   BALLAST_RETURN_IF_ERROR(failed_);
   StoredChunk& chunk = *chunks_[i];
   uint64_t offset = 0;
@@ -151,20 +150,28 @@ absl::Status UpdatePipeline::Flush(size_t i) {
     absl::ReaderMutexLock lock(&chunk.mutex);
     offset = chunk.extent.offset();
   }
-  const absl::Status status = Transfer(IoRequest::Kind::kWrite, offset, {chunk.state, chunk.state_bytes()}, kFlushTag);
-  if (status.ok()) {
-    ++flushing_;
-  } else {
-    failed_ = status;
-  }
-  return status;
+  to_flush_.push_back({offset, {chunk.state, chunk.state_bytes()}});
+  SendFlush();
+  return failed_;
+}
+
+void UpdatePipeline::SendFlush() {
+  if (!failed_.ok() || flushing_ || to_flush_.empty()) return;
+  auto& [offset, bytes] = to_flush_.front();
+  const absl::Span<std::byte> part = bytes.subspan(0, PipelineStaging::kFlushBytesMax);
+  failed_ = Transfer(IoRequest::Kind::kWrite, offset, part, kFlushTag);
+  if (!failed_.ok()) return;
+  flushing_ = true;
+  offset += part.size();
+  bytes.remove_prefix(part.size());
+  if (bytes.empty()) to_flush_.pop_front();
 }
 
 absl::Status UpdatePipeline::DrainStores() {
   const auto storing = [this] {
     return std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.phase == Phase::kStoring; });
   };
-  while (failed_.ok() && (flushing_ > 0 || storing())) Reap(/*wait=*/true);
+  while (failed_.ok() && (flushing_ || !to_flush_.empty() || storing())) Reap(/*wait=*/true);
   return failed_;
 }
 
@@ -186,12 +193,13 @@ void UpdatePipeline::Reap(bool wait) {
   completions_.clear();
   queue_->Reap(wait, &completions_);
   for (const IoCompletion& completion : completions_) Complete(completion);
+  SendFlush();
 }
 
 void UpdatePipeline::Complete(const IoCompletion& completion) {
   const bool stored = completion.status.ok() || Seeded(StorageBug::kFailedExtentWriteIgnored);
   if (completion.tag == kFlushTag) {
-    --flushing_;
+    flushing_ = false;
     if (failed_.ok() && !stored) failed_ = completion.status;
     Pass("extent/written");
     return;

@@ -6,7 +6,9 @@
 // once the chunk's readers have been sent back to the disk.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -21,9 +23,10 @@ namespace ballast::storage {
 
 // The memory and the queue that a store's runs share.
 struct PipelineStaging {
-  // Bound on slots: each has at most one request in flight.
-  static constexpr uint64_t kFlushesMax = 8;
-  static constexpr uint64_t kSlotsMax = kIoRequestsMax - kFlushesMax - LogReads::kReadsMax;
+  // Of flushes, in flight: a step waits for its gradient log, which must not queue up behind whole chunks.
+  static constexpr uint64_t kFlushBytesMax = uint64_t{4} << 20;
+  // Bound on slots: each has at most one request in flight; and one is a flush's.
+  static constexpr uint64_t kSlotsMax = kIoRequestsMax - 1 - LogReads::kReadsMax;
 
   // A queue of this thread for the disk's files, made again when another thread runs the store.
   absl::StatusOr<IoQueue*> Queue(Disk* disk);
@@ -55,8 +58,8 @@ class UpdatePipeline {
   absl::StatusOr<absl::Span<const std::byte>> LoadGradient(size_t i);
   // Starts writing the state of update i back. The chunk's `staged` must point to it by then.
   absl::Status Store(size_t i);
-  // Starts writing state that lives in memory to the chunk's extent. It must not change before Drain; waits while
-  // kFlushesMax are in flight.
+  // Writes state that lives in memory to the chunk's extent, behind what was to be flushed before. It must not change
+  // before Drain.
   absl::Status Flush(size_t i);
   // Waits until all that Store and Flush began is on its way no more. The first that failed, if any.
   absl::Status DrainStores();
@@ -88,6 +91,7 @@ class UpdatePipeline {
   absl::Status Transfer(IoRequest::Kind kind, uint64_t offset, absl::Span<std::byte> buffer, uint64_t tag);
   void Reap(bool wait);
   void Complete(const IoCompletion& completion);
+  void SendFlush();
   // `may_wait`: for readers of the chunk. Not while another chunk's lock is held.
   void FreeStored(bool may_wait);
 
@@ -97,7 +101,12 @@ class UpdatePipeline {
   LogReads* const reads_;
   std::vector<Source> sources_;  // by update
   std::vector<Slot> slots_;
-  uint64_t flushing_ = 0;
+  struct Unsent {
+    uint64_t offset = 0;
+    absl::Span<std::byte> bytes;
+  };
+  std::deque<Unsent> to_flush_;
+  bool flushing_ = false;  // a part of one is in flight
   uint64_t loading_bytes_ = 0;
   size_t next_load_ = 0;  // updates before it have been loaded, or need not be
   absl::Status failed_;   // the first store that failed
