@@ -274,6 +274,8 @@ class Session {
   bool needs_values(uint32_t tensor) const;
   // Has Write given the tensor values that no step has taken yet?
   bool written(uint32_t tensor) const;
+  // After Step, before AwaitApplied. Blocks until the unit's lent parameters are at version(); the loan goes on.
+  absl::Status AwaitUnit(uint32_t unit);
   // After Step. Blocks until lent parameters are at version(), then ends the loan, whatever it returns: after an error
   // some may be, or be amid their update. FAILED_PRECONDITION before Step: the loan goes on.
   absl::Status AwaitApplied();

@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,6 +44,7 @@ struct Session::Impl {
   // With what was written, if that can be lent.
   absl::Status Lend(std::vector<model::LentTensor> tensors);
   absl::Status AwaitApplied();
+  absl::Status Await(std::optional<uint32_t> unit);  // until all lent parameters, or the unit's, are at seat.version
   // OK, or why no call is possible: forked, finished.
   absl::Status Usable() const;
   // Usable, the job is initialised and `unit` exists.

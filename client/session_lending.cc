@@ -85,15 +85,25 @@ absl::Status Session::AwaitApplied() {
   return impl_->AwaitApplied();
 }
 
+absl::Status Session::AwaitUnit(uint32_t unit) {
+  Impl& impl = *impl_;
+  BALLAST_RETURN_IF_ERROR(impl.Usable());
+  if (impl.loan == nullptr || !impl.gradients.empty())
+    return Precondition("a unit is awaited after Step, and before AwaitApplied");
+  return impl.Conclude(impl.Await(unit));
+}
+
+absl::Status Session::Impl::Await(std::optional<uint32_t> unit) {
+  auto tally = std::make_shared<Tally>();
+  tally->Start();
+  router->transport(0)->AwaitApplied(seat.job, seat.version, unit, seat.Deadline(),
+                                     [tally](const absl::Status& status) { tally->Finish(status); });
+  return tally->Wait();
+}
+
 absl::Status Session::Impl::AwaitApplied() {
   absl::Status applied = Usable();
-  if (applied.ok()) {
-    auto tally = std::make_shared<Tally>();
-    tally->Start();
-    router->transport(0)->AwaitApplied(seat.job, seat.version, seat.Deadline(),
-                                       [tally](const absl::Status& status) { tally->Finish(status); });
-    applied = tally->Wait();
-  }
+  if (applied.ok()) applied = Await(std::nullopt);
   EndLoan();
   return Conclude(applied);
 }

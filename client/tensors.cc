@@ -135,7 +135,8 @@ absl::Status Tensors::PushValues(absl::Span<const TensorMemory> memory) {
   return missing.ok() ? initialised : missing;
 }
 
-absl::StatusOr<TensorsReport> Tensors::Step(absl::Span<const TensorMemory> memory, const StepOptions& options) {
+absl::StatusOr<TensorsReport> Tensors::Step(absl::Span<const TensorMemory> memory, const StepOptions& options,
+                                            const Ready& ready) {
   absl::Time last = absl::Now();
   const auto lap = [&last] {
     const absl::Time now = absl::Now();
@@ -158,9 +159,9 @@ absl::StatusOr<TensorsReport> Tensors::Step(absl::Span<const TensorMemory> memor
   report.step = *stepped;
   report.seal_seconds = lap();
   if (lends) {
-    BALLAST_RETURN_IF_ERROR(TakeBack(memory, stepped->skipped));
+    BALLAST_RETURN_IF_ERROR(TakeBack(memory, stepped->skipped, ready));
   } else if (!stepped->skipped) {
-    BALLAST_RETURN_IF_ERROR(Pull(memory));
+    BALLAST_RETURN_IF_ERROR(Pull(memory, ready));
   }
   report.pull_seconds = lap();
   return report;
@@ -193,14 +194,27 @@ absl::Status Tensors::Give(absl::Span<const TensorMemory> memory) {
   return session_->Lend(std::move(lent));
 }
 
-absl::Status Tensors::TakeBack(absl::Span<const TensorMemory> memory, bool skipped) {
-  BALLAST_RETURN_IF_ERROR(session_->AwaitApplied());
-  for (size_t i = 0; i < names_.size(); ++i) {
-    if (!converted_[i].lent || skipped) continue;
+absl::Status Tensors::TakeBack(absl::Span<const TensorMemory> memory, bool skipped, const Ready& ready) {
+  absl::Status status;
+  for (const Unit& unit : units_) {
+    if (!ready || skipped) break;
+    status = session_->AwaitUnit(unit.index);
+    if (!status.ok()) break;
+    Widen(unit, memory);
+    ready(unit.tensors);
+  }
+  status.Update(session_->AwaitApplied());  // ends the loan, after an error too
+  if (ready || skipped || !status.ok()) return status;
+  for (const Unit& unit : units_) Widen(unit, memory);
+  return absl::OkStatus();
+}
+
+void Tensors::Widen(const Unit& unit, absl::Span<const TensorMemory> memory) {
+  for (const size_t i : unit.tensors) {
+    if (!converted_[i].lent) continue;
     Convert(converted_[i].parameter.data(), session_->optimizer().working, memory[i].parameter,
             memory[i].parameter_dtype, local_elements_[i], &wide_);
   }
-  return absl::OkStatus();
 }
 
 absl::Status Tensors::Push(absl::Span<const TensorMemory> memory) {
@@ -245,13 +259,14 @@ absl::Status Tensors::PushUnit(const Unit& unit, absl::Span<const TensorMemory> 
   return session_->Push(unit.index, absl::MakeConstSpan(reinterpret_cast<const bf16*>(buffer_.data()), owned), absent);
 }
 
-absl::Status Tensors::Pull(absl::Span<const TensorMemory> memory) {
+absl::Status Tensors::Pull(absl::Span<const TensorMemory> memory, const Ready& ready) {
   for (const Unit& unit : units_) session_->Prefetch(unit.index);
   const Dtype dtype = session_->optimizer().working;
   for (const Unit& unit : units_) {
     if (local_ == Local::kWhole) {
       BALLAST_ASSIGN_OR_RETURN(const UnitLease lease, session_->Acquire(unit.index));
       Scatter(unit.whole, lease.bytes(), memory);
+      if (ready) ready(unit.tensors);
       continue;
     }
     const uint64_t owned = session_->owned_elements(unit.index);
@@ -264,6 +279,7 @@ absl::Status Tensors::Pull(absl::Span<const TensorMemory> memory) {
           session_->PullOwned(unit.index, absl::MakeSpan(reinterpret_cast<bf16*>(buffer_.data()), owned)));
     }
     Scatter(unit.owned, buffer_, memory);
+    if (ready) ready(unit.tensors);
   }
   return absl::OkStatus();
 }

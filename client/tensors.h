@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -53,13 +54,17 @@ class Tensors {
   absl::Status Initialise(absl::Span<const TensorMemory> memory);
   // COLLECTIVE. Session::Step with the gradients that there are; unless it is skipped, parameters become the new
   // version's. After an error of one rank alone the session's Drop takes back what was pushed.
-  absl::StatusOr<TensorsReport> Step(absl::Span<const TensorMemory> memory, const StepOptions& options);
+  // `ready`: called, where parameters become new ones, as soon as those of a unit are, with their indices, which it
+  // borrows; the unit's gradients are not read any more then. May be empty.
+  using Ready = std::function<void(absl::Span<const size_t>)>;
+  absl::StatusOr<TensorsReport> Step(absl::Span<const TensorMemory> memory, const StepOptions& options,
+                                     const Ready& ready = {});
   // COLLECTIVE. Session::CommitState: of the tensors `which` (indices into names), local fp32 elements of each.
   absl::StatusOr<StepReport> CommitState(Content array, absl::Span<const size_t> which,
                                          absl::Span<const float* const> values, absl::Span<const uint64_t> steps,
                                          const std::string& blob);
   // COLLECTIVE. Parameters at the session's version, waiting for their updates. DDP's ranks gather what others own.
-  absl::Status Pull(absl::Span<const TensorMemory> memory);
+  absl::Status Pull(absl::Span<const TensorMemory> memory, const Ready& ready = {});
 
  private:
   // A run of a tensor's elements within the rank's owned ranges of its unit, or within the whole unit.
@@ -83,7 +88,9 @@ class Tensors {
   // Gives the session the step's gradients, and where parameters go if it takes that.
   absl::Status Give(absl::Span<const TensorMemory> memory);
   // Takes back what was lent, of a step that is decided.
-  absl::Status TakeBack(absl::Span<const TensorMemory> memory, bool skipped);
+  absl::Status TakeBack(absl::Span<const TensorMemory> memory, bool skipped, const Ready& ready);
+  // Parameters that were lent in the job's dtype, to the trainer's own.
+  void Widen(const Unit& unit, absl::Span<const TensorMemory> memory);
   absl::Status Push(absl::Span<const TensorMemory> memory);
   absl::Status PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory);
   void Scatter(const std::vector<Run>& runs, absl::Span<const std::byte> from,

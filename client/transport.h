@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -50,9 +51,9 @@ class Transport {
   virtual bool TakesLoans() const { return false; }
   // Blocks while norms are computed.
   virtual absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest&) { return NoLoans(); }
-  // Calls back when all of the server's chunks show `version`.
-  virtual void AwaitApplied(const std::string& /*job*/, int64_t /*version*/, absl::Time /*deadline*/,
-                            std::function<void(absl::Status)> done) {
+  // Calls back when all of the server's chunks, or those of `unit`, show `version`.
+  virtual void AwaitApplied(const std::string& /*job*/, int64_t /*version*/, std::optional<uint32_t> /*unit*/,
+                            absl::Time /*deadline*/, std::function<void(absl::Status)> done) {
     done(NoLoans());
   }
 

@@ -381,13 +381,15 @@ void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> rep
       absl::InfiniteFuture(), "", std::move(reply));
 }
 
-void Job::AwaitApplied(int64_t version, absl::Time deadline, Reply<v1::CommitResponse> reply) {
+void Job::AwaitApplied(int64_t version, std::optional<uint32_t> unit, absl::Time deadline,
+                       Reply<v1::CommitResponse> reply) {
   Ask<v1::CommitResponse>(
       0,
-      [this, version]() -> Outcome<v1::CommitResponse> {
+      [this, version, unit]() -> Outcome<v1::CommitResponse> {
         mu_.AssertHeld();
-        const bool idle = machine_->committed() >= version && updates_queued_ == 0;
-        if (updated_ < version && !idle) return std::nullopt;
+        const bool all = updated_ >= version || (machine_->committed() >= version && updates_queued_ == 0);
+        const auto shows = [&](const auto& chunk) { return chunk->layout.unit != *unit || *chunk->version >= version; };
+        if (!all && !(unit.has_value() && std::all_of(chunks_.begin(), chunks_.end(), shows))) return std::nullopt;
         v1::CommitResponse response;
         response.set_committed(machine_->committed());
         return response;

@@ -117,7 +117,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
             Reply<v1::PushResponse> reply);
   void Pull(const v1::PullRequest& request, absl::Time deadline, StateServer::Allocate allocate, Reply<uint32_t> reply);
   absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request);
-  void AwaitApplied(int64_t version, absl::Time deadline, Reply<v1::CommitResponse> reply);
+  void AwaitApplied(int64_t version, std::optional<uint32_t> unit, absl::Time deadline,
+                    Reply<v1::CommitResponse> reply);
 
   v1::JobStatus Status() const;
   // For new budgets, while the planning lock is held: what the job holds that may move; none if nothing.

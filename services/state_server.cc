@@ -183,11 +183,11 @@ absl::StatusOr<std::unique_ptr<model::Loan>> StateServer::Lend(const model::Loan
   return job->Lend(request);
 }
 
-void StateServer::AwaitApplied(const std::string& job, int64_t version, absl::Time deadline,
-                               Reply<v1::CommitResponse> reply) {
+void StateServer::AwaitApplied(const std::string& job, int64_t version, std::optional<uint32_t> unit,
+                               absl::Time deadline, Reply<v1::CommitResponse> reply) {
   const auto found = impl_->Find(job);
   if (!found.ok()) return reply(found.status());
-  (*found)->AwaitApplied(version, deadline, std::move(reply));
+  (*found)->AwaitApplied(version, unit, deadline, std::move(reply));
 }
 
 bool StateServer::takes_loans() const { return !impl_->options.working_copies; }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -81,8 +82,10 @@ class StateServer {
   // computed. FAILED_PRECONDITION as of a push, or if memory is lent already; UNIMPLEMENTED (UNSUPPORTED) where the
   // server has working copies or is not the only one, and for gradients with durability `step`.
   absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request);
-  // Replies when all of the job's chunks show `version`, their state perhaps still on its way to the disk.
-  void AwaitApplied(const std::string& job, int64_t version, absl::Time deadline, Reply<v1::CommitResponse> reply);
+  // Replies when all of the job's chunks, or those of `unit`, show `version`, their state perhaps still on its way to
+  // the disk.
+  void AwaitApplied(const std::string& job, int64_t version, std::optional<uint32_t> unit, absl::Time deadline,
+                    Reply<v1::CommitResponse> reply);
   bool takes_loans() const;
 
   v1::GetServerStatusResponse Status() const;

@@ -242,6 +242,8 @@ absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work, const s
         moved_ = true;
       }
       HeldChunk& chunk = *work->touched[i];
+      if (!last && work->touched[i + 1]->layout.unit != chunk.layout.unit)
+        moved_ = true;  // somebody may wait for a unit
       chunk.version = work->step;
       chunk.next_started = false;
       --chunk.updates_pending;

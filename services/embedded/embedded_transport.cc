@@ -81,10 +81,10 @@ class EmbeddedTransport final : public client::Transport {
   absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request) override {
     return server_->Lend(request);
   }
-  void AwaitApplied(const std::string& job, int64_t version, absl::Time deadline,
+  void AwaitApplied(const std::string& job, int64_t version, std::optional<uint32_t> unit, absl::Time deadline,
                     std::function<void(absl::Status)> done) override {
     server_->AwaitApplied(
-        job, version, deadline,
+        job, version, unit, deadline,
         Counted<v1::CommitResponse>(
             [done = std::move(done)](const absl::StatusOr<v1::CommitResponse>& r) { done(r.status()); }));
   }

@@ -145,6 +145,18 @@ void BindOptions(nb::module_& m) {
       .def_ro("pull_seconds", &Report::pull_seconds);
 }
 
+// Calls `ready` with a list of indices.
+void Tell(const nb::object& ready, absl::Span<const size_t> tensors) {
+  const nb::gil_scoped_acquire lock;
+  try {
+    nb::list indices;
+    for (const size_t tensor : tensors) indices.append(tensor);
+    ready(indices);
+  } catch (nb::python_error& error) {
+    error.discard_as_unraisable("ballast: a step's ready");
+  }
+}
+
 void BindSession(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<PythonSession>(m, "Session")
@@ -177,17 +189,19 @@ void BindSession(nb::module_& m) {
           "step",
           [](PythonSession& session, const std::vector<std::optional<Array>>& gradients,
              const std::vector<Array>& parameters, const std::vector<client::GroupHyper>& groups, double scale,
-             double max_norm, const nb::bytes& blob) {
+             double max_norm, const nb::bytes& blob, const nb::object& ready) {
             const auto memory = MemoryOf(session, gradients, parameters);
+            client::Tensors::Ready tell;
+            if (!ready.is_none()) tell = [&](absl::Span<const size_t> tensors) { Tell(ready, tensors); };
             const client::StepOptions options{.groups = groups,
                                               .gradient_scale = scale,
                                               .max_norm = max_norm,
                                               .blob = std::string(blob.c_str(), blob.size())};
             const nb::gil_scoped_release release;
-            return session.Step(memory, options);
+            return session.Step(memory, options, tell);
           },
           "gradients"_a, "parameters"_a, "groups"_a, "gradient_scale"_a = 1.0, "max_norm"_a = 0.0,
-          "blob"_a = nb::bytes("", 0))
+          "blob"_a = nb::bytes("", 0), "ready"_a = nb::none())
       .def(
           "pull",
           [](PythonSession& session, const std::vector<Array>& parameters) {

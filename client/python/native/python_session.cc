@@ -270,9 +270,10 @@ void PythonSession::Initialise(absl::Span<const client::TensorMemory> memory) {
   Check(tensors_->Initialise(memory));
 }
 
-Report PythonSession::Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options) {
+Report PythonSession::Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options,
+                           const client::Tensors::Ready& ready) {
   const Using session = Use();
-  const absl::StatusOr<client::TensorsReport> stepped = tensors_->Step(memory, options);
+  const absl::StatusOr<client::TensorsReport> stepped = tensors_->Step(memory, options, ready);
   if (!stepped.ok()) {
     // Of several ranks the others may not have failed, and would not be there.
     if (session_->world_size() == 1) (void)session_->Drop();

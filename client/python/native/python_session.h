@@ -123,7 +123,8 @@ class PythonSession {
 
   // COLLECTIVE, all of these.
   void Initialise(absl::Span<const client::TensorMemory> memory);
-  Report Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options);
+  Report Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options,
+              const client::Tensors::Ready& ready);
   void Pull(absl::Span<const client::TensorMemory> memory);
   void Write(const std::string& tensor, absl::Span<const float> values);
   Report CommitValues();

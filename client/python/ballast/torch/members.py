@@ -92,24 +92,13 @@ def gradient_of(member):
 
 
 class Memory:
-    """Parameters as contiguous tensors: themselves, or copies which go back at the end where they are written."""
+    """Parameters as contiguous tensors: themselves, or copies, from which write_back() brings what was written."""
 
-    def __init__(self, optimizer, writes=False):
-        self._writes = writes
-        self._copies = []
-        self.parameters = []
-        for member in optimizer._members:
-            parameter = local(member.parameter).detach()
-            if not parameter.is_contiguous():
-                copy = parameter.contiguous()
-                self._copies.append((parameter, copy))
-                parameter = copy
-            self.parameters.append(parameter)
+    def __init__(self, members):
+        self._members = members
+        self.parameters = [local(member.parameter).detach().contiguous() for member in members]
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, value, trace):
-        if self._writes and kind is None:
-            for parameter, copy in self._copies:
-                parameter.copy_(copy)
+    def write_back(self, i):
+        parameter = local(self._members[i].parameter).detach()
+        if not parameter.is_contiguous():
+            parameter.copy_(self.parameters[i])

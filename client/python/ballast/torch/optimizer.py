@@ -1,7 +1,7 @@
 """The torch.optim.Optimizer behind all of ballast.torch's.
 
 Parameters stay in the trainer; master weights and moments are on state servers. Only step() orders a step: gradients
-and param_groups are read then. It returns when every parameter holds the new version.
+and param_groups are read then. It returns when every parameter holds the new version, but with overlap (stepping.py).
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from ballast.torch.connection import Connection
 from ballast.torch.members import DTYPES, Memory, gradient_of, is_sharded, local, whole
 from ballast.torch.naming import split_named, unwrapped
 from ballast.torch.registration import new_tensors, placed
+from ballast.torch.stepping import Overlap, Step
 
 # Steps in a row that may be skipped for an Inf or NaN before step() raises.
 _SKIPS_MAX = 50
@@ -37,12 +38,13 @@ class Resumed(NamedTuple):
 class Optimizer(torch.optim.Optimizer):
     """See the package's README for the arguments that all optimizers share.
 
-    Attributes after a step: grad_norm (global norm of the gradients as they were taken), last_step_skipped.
+    Attributes after a step, for which they wait: grad_norm (global norm of the gradients as they were taken), last_step_skipped.
     """
 
     def __init__(self, params, defaults, *, kind, moments='f32', servers=None, dram=None, nvme=None, directory=None,
                  threads=None, name='default', resume='never', durability=None, pin_interval=0, checkpoints=2,
-                 max_norm=0.0, chunk_elements=1 << 20, seed=0, step_timeout=120.0, open_timeout=30.0, debug=None):
+                 max_norm=0.0, chunk_elements=1 << 20, seed=0, step_timeout=120.0, open_timeout=30.0, debug=None,
+                 overlap=None):
         arguments.check(name=name, resume=resume, durability=durability, pin_interval=pin_interval, checkpoints=checkpoints,
                         moments=moments, max_norm=max_norm, chunk_elements=chunk_elements, seed=seed, threads=threads, dram=dram,
                         nvme=nvme, step_timeout=step_timeout, open_timeout=open_timeout)
@@ -67,11 +69,14 @@ class Optimizer(torch.optim.Optimizer):
         self._blob = b''
         self._partly = False  # the job's state is what a load that did not end left
         self._unpulled = False  # the job was open before; parameters are not its own yet
-        self.last_step_skipped = False
-        self.grad_norm = None
+        self._last_step_skipped = False
+        self._grad_norm = None
+        self._overlap = None if overlap is None else Overlap(overlap)
         groups, names = split_named(params)
         self._names = names
         super().__init__(groups, defaults)
+        if overlap is not None:
+            self.attach(overlap)
 
     @property
     def state(self):
@@ -124,6 +129,7 @@ class Optimizer(torch.optim.Optimizer):
     def _open(self, partly=False, trained=()):
         """partly: also a job whose state is not whole, and without its parameters. trained: as new_tensors'."""
         self._connection.check_process()
+        self.wait()
         if self._session is None:
             self._start(set(trained))
         if not partly and self._partly:
@@ -155,8 +161,7 @@ class Optimizer(torch.optim.Optimizer):
         self._take_blob()
         self._unpulled = not self._session.needs_values
         if self._session.needs_values:
-            with Memory(self) as memory:
-                self._session.initialise(memory.parameters)
+            self._session.initialise(Memory(self._members).parameters)
 
     @staticmethod
     def _pack_blob(steps, blob=b''):
@@ -191,16 +196,17 @@ class Optimizer(torch.optim.Optimizer):
         return master
 
     def _pull(self):
-        with Memory(self, writes=True) as memory:
-            self._session.pull(memory.parameters)
-        self._wrote()
+        memory = Memory(self._members)
+        self._session.pull(memory.parameters)
+        for i, member in enumerate(self._members):
+            memory.write_back(i)
+            self._wrote(member)
         self._unpulled = False
 
-    def _wrote(self):
-        for member in self._members:
-            parameter = member.parameter
-            torch.autograd.graph.increment_version(local(parameter))
-            member.noted(parameter)
+    @staticmethod
+    def _wrote(member):
+        torch.autograd.graph.increment_version(local(member.parameter))
+        member.noted(member.parameter)
 
     # --- edits by the user
 
@@ -303,7 +309,28 @@ class Optimizer(torch.optim.Optimizer):
     def stats(self):
         """Where step() spent its seconds so far: taking gradients (push), until the step was decided (seal), until parameters held the
         new version, its update included (pull)."""
+        self.wait()
         return {'steps': self._steps, **{f'{key}_seconds': value for key, value in self._seconds.items()}}
+
+    @property
+    def grad_norm(self):
+        self.wait()
+        return self._grad_norm
+
+    @property
+    def last_step_skipped(self):
+        self.wait()
+        return self._last_step_skipped
+
+    def wait(self):
+        """With overlap: returns when the last step has ended and every parameter holds its version. Raises what it raised."""
+        if self._overlap is not None:
+            self._overlap.wait()
+
+    def zero_grad(self, set_to_none=True):
+        if not set_to_none:
+            self.wait()  # the step reads them
+        super().zero_grad(set_to_none)
 
     def step(self, closure=None, *, blob=b''):
         """torch's step. blob: of the caller, at most 60000 bytes (a data cursor, random states), kept with the step:
@@ -317,8 +344,10 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, blob):
-        self.last_step_skipped = False
         session = self._open()
+        self._last_step_skipped = False
+        if self._overlap is not None:
+            self._overlap.check(self)
         if self._options.world_size > 1:
             collected, edited, present = agree(session.exchange, self._collect)
         else:
@@ -330,25 +359,23 @@ class Optimizer(torch.optim.Optimizer):
         for member, changed in zip(self._members, edited):
             if changed:
                 self._take_edit(member)
-        scale = 1.0 if self._gradient_scale is None else self._gradient_scale
-        before = session.version
+        step = Step(self, collected, self._gradient_scale, blob)
+        if self._overlap is not None:
+            return self._overlap.start(step, self._members, collected.gradients)
         try:
-            with Memory(self, writes=True) as memory:
-                report = session.step(collected.gradients, memory.parameters, collected.groups, scale, self._max_norm,
-                                      blob=self._pack_blob(self._steps + 1, blob))
+            step.run()
         finally:
-            # Also where Ctrl-C came after it was decided: the job has made that step.
-            if session.version > before:
-                self._steps, self._blob = self._steps + 1, blob
-                self._wrote()
+            step.end()
+
+    def _took(self, report, gradients, scaled):
         for key in self._seconds:
             self._seconds[key] += getattr(report, f'{key}_seconds')
-        self.grad_norm = report.norm
-        self.last_step_skipped = report.skipped
+        self._grad_norm = report.norm
+        self._last_step_skipped = report.skipped
         if not report.skipped:
             self._skips = 0
-        elif self._gradient_scale is None:
-            self._warn_skipped(collected.gradients)
+        elif not scaled:
+            self._warn_skipped(gradients)
 
     def _new_tensors(self, trained=()):
         """Of the open job."""
@@ -379,8 +406,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         self._session.register([tensor for _, _, tensor in fresh])
         self._members.extend(member for member, _, _ in fresh)
-        with Memory(self) as memory:
-            self._session.initialise(memory.parameters)
+        self._session.initialise(Memory(self._members).parameters)
 
     def _warn_skipped(self, gradients):
         names = [member.name for member, gradient in zip(self._members, gradients)
@@ -395,6 +421,9 @@ class Optimizer(torch.optim.Optimizer):
     def close(self):
         """Ends the session. A durable job stays on its servers; another's memory on the embedded one is given back."""
         self._closed = True
-        self._connection.close()
-        self._session = None
-        self._members, self._by_parameter = [], {}
+        try:
+            self.wait()
+        finally:
+            self._connection.close()
+            self._session = None
+            self._members, self._by_parameter = [], {}

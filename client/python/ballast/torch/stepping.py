@@ -1,0 +1,180 @@
+"""One call of step(), from gradients to parameters; and the same beside the training loop."""
+
+import atexit
+import concurrent.futures
+import threading
+import weakref
+
+import torch
+
+from ballast.errors import Error
+from ballast.torch.members import Memory, is_sharded, local
+from ballast.torch.naming import unit_of
+from ballast.torch.registration import placed
+
+
+class Step:
+    """run() may be on any thread. land() and end() are the training loop's, since they touch parameters as autograd sees them."""
+
+    def __init__(self, optimizer, collected, scale, blob):
+        self._optimizer, self._collected, self._scale, self._blob = optimizer, collected, scale, blob
+        self._before = optimizer._session.version
+        self._memory = Memory(optimizer._members)
+        self._landed = set()
+        self._report = None
+
+    def run(self, ready=None):
+        """ready(indices): parameters of some members hold the new version, and their gradients are not read any more."""
+        optimizer, collected = self._optimizer, self._collected
+        self._report = optimizer._session.step(
+            collected.gradients, self._memory.parameters, collected.groups, 1.0 if self._scale is None else self._scale, optimizer._max_norm,
+            blob=optimizer._pack_blob(optimizer._steps + 1, self._blob), ready=ready)
+
+    def land(self, indices):
+        """Parameters of these members, by index, hold the new version."""
+        for i in indices - self._landed:
+            self._memory.write_back(i)
+            self._optimizer._wrote(self._optimizer._members[i])
+        self._landed |= indices
+
+    def end(self):
+        """After run(), whatever it raised."""
+        optimizer = self._optimizer
+        # Also where an error came after it was decided: the job has made that step.
+        if optimizer._session.version > self._before:
+            optimizer._steps, optimizer._blob = optimizer._steps + 1, self._blob
+            self.land(set(range(len(optimizer._members))))
+        if self._report is not None:
+            optimizer._took(self._report, self._collected.gradients, scaled=self._scale is not None)
+
+
+class Overlap:
+    """Steps on a thread of their own, while the training loop goes on: forward passes of `model` and its state_dict wait for the
+    parameters that they read. Threads: the training loop's, but _ready."""
+
+    def __init__(self, model):
+        if not isinstance(model, torch.nn.Module):
+            raise Error(f'overlap={type(model).__name__}: expected the model whose forward passes wait for parameters', 'BAD_CONFIG')
+        self._model = model
+        self._pool = None
+        self._step = self._future = None
+        self._changed = threading.Condition()
+        self._ready_members = set()  # of the step under way, by index
+        self._gradients = []
+        self._needs, self._needs_of = {}, []
+        self._hooked = weakref.WeakSet()
+
+    def check(self, optimizer):
+        """Refuses what hooks of modules do not see. Before start()."""
+        for name, module in self._model.named_modules():
+            if hasattr(module, '_orig_mod') or getattr(module, '_compiled_call_impl', None) is not None:
+                raise Error(f"overlap: module '{name}' is compiled, and runs without the hooks that wait for parameters; leave overlap "
+                            'or compile out', 'UNSUPPORTED')
+            if module not in self._hooked:
+                module.register_forward_pre_hook(_Hook(self, forward=True), prepend=True)
+                module.register_state_dict_pre_hook(_Hook(self, forward=False))
+                self._hooked.add(module)
+        seen = {id(parameter) for parameter in self._model.parameters()}
+        for g, i, parameter in placed(optimizer):
+            if is_sharded(parameter):
+                raise Error('overlap: parameters are DTensors, which fully_shard gathers before any hook of ours; leave overlap out',
+                            'UNSUPPORTED')
+            if id(parameter) not in seen:
+                raise Error(f'overlap: parameter {i} of group {g} is not one of the model: nothing would wait for it', 'BAD_CONFIG')
+
+    def start(self, step, members, gradients):
+        """What wait() has been called before."""
+        if self._needs_of != members:
+            self._needs, self._needs_of = _needs(self._model, members), list(members)
+        if self._pool is None:
+            self._pool = concurrent.futures.ThreadPoolExecutor(1, 'ballast-step')
+            atexit.register(_end_of_process, weakref.ref(self))
+        self._gradients = [None if gradient is None else (gradient, gradient._version) for gradient in gradients]
+        self._ready_members = set()
+        self._step = step
+        self._future = self._pool.submit(step.run, self._ready)
+        self._future.add_done_callback(lambda _: self._ready(()))
+
+    def _ready(self, indices):
+        with self._changed:
+            self._ready_members.update(indices)
+            self._changed.notify_all()
+
+    def before_forward(self, module):
+        if self._step is None:
+            return
+        needed = self._needs.get(module, set())
+        with self._changed:
+            self._changed.wait_for(lambda: self._future.done() or needed <= self._ready_members)
+        if needed <= self._ready_members:
+            self._land(needed)
+        else:
+            self.wait()
+
+    def _land(self, indices):
+        self._step.land(indices)
+        for i in indices:
+            gradient, self._gradients[i] = self._gradients[i], None
+            if gradient is not None and gradient[0]._version != gradient[1]:
+                raise Error(f"the gradient of parameter '{self._needs_of[i].name}' was changed while the step read it, which may have "
+                            'spoiled the update: with overlap, set gradients to None (zero_grad() does), or call wait() first',
+                            'BAD_REQUEST')
+
+    def wait(self):
+        """Until the step under way has ended. Raises what it raised."""
+        if self._step is None:
+            return
+        concurrent.futures.wait([self._future])  # Ctrl-C ends the waiting, and not the step
+        step, future, ready = self._step, self._future, self._ready_members
+        try:
+            self._land(set(ready))
+        finally:
+            self._step = self._future = None
+            step.end()
+        future.result()
+
+
+class _Hook:
+    """A copy of the model has a hook that does nothing."""
+
+    def __init__(self, overlap=None, forward=True):
+        self._overlap, self._forward = None if overlap is None else weakref.ref(overlap), forward
+
+    def __call__(self, module, *_):
+        overlap = None if self._overlap is None else self._overlap()
+        if overlap is not None:
+            overlap.before_forward(module) if self._forward else overlap.wait()
+
+    def __deepcopy__(self, memo):
+        return _Hook()
+
+    def __reduce__(self):
+        return _Hook, ()
+
+
+def _end_of_process(overlap):
+    if overlap() is not None:
+        overlap().wait()
+
+
+def _needs(model, members):
+    """Of each module, the members that its forward may read, by index: all of a unit's, for a module within the unit; else its own
+    parameters, and those of children that have no forward."""
+    index = {id(member.parameter): i for i, member in enumerate(members)}
+    units = {}
+    for i, member in enumerate(members):
+        units.setdefault(unit_of(member.name), set()).add(i)
+
+    def own(module):
+        found = {index[id(parameter)] for parameter in module.parameters(recurse=False) if id(parameter) in index}
+        for child in module.children():
+            if type(child).forward is torch.nn.Module.forward:
+                found |= own(child)
+        return found
+
+    needs = {}
+    for module in model.modules():
+        everything = {index[id(parameter)] for parameter in module.parameters() if id(parameter) in index}
+        within = {unit_of(members[i].name) for i in everything}
+        needs[module] = set(units[within.pop()]) if len(within) == 1 else own(module)
+    return needs
