@@ -111,13 +111,13 @@ class OverMasters:
 
 
 def compare(name, dtype, ours, wrap=lambda model: model, batches=batch):
-    """Losses of 50 steps: (torch's, ours). `ours`: an optimizer of named parameters. `wrap`: as DistributedDataParallel."""
+    """Losses of 50 steps: (torch's, ours). `ours`: the model's optimizer. `wrap`: as DistributedDataParallel."""
     model = MODELS[name]().to(dtype)
     twin = wrap(copy.deepcopy(model))
     model = wrap(model)
     theirs = OverMasters(twin) if dtype == torch.bfloat16 else torch.optim.AdamW(twin.parameters(), **ARGUMENTS)
     expected = train(name, twin, theirs, batches=batches)
-    optimizer = ours(model.named_parameters())
+    optimizer = ours(model)
     came = train(name, model, optimizer, batches=batches)
     optimizer.close()
     return torch.tensor(expected), torch.tensor(came)

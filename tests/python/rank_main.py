@@ -16,9 +16,9 @@ import ballast.torch as bt
 ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1}
 
 
-def ours(parameters):
+def ours(parameters, **more):
     budgets = {} if os.environ.get('BALLAST_SERVERS') else {'dram': '128MiB', 'threads': 2}
-    return bt.AdamW(parameters, **ARGUMENTS, **budgets, name=sys.argv[1])
+    return bt.AdamW(parameters, **ARGUMENTS, **budgets, **more, name=sys.argv[1])
 
 
 def theirs(parameters):
@@ -65,6 +65,18 @@ def run_both(wrap, script):
 
 def ddp():
     return run_both(DistributedDataParallel, train)
+
+
+def ddp_overlap():
+    def script(model, optimizer):
+        if isinstance(optimizer, bt.AdamW):
+            optimizer.close()
+            optimizer = ours(model.named_parameters(), overlap=model)
+        losses = train(model, optimizer)
+        if isinstance(optimizer, bt.AdamW):
+            optimizer.close()
+        return losses
+    return run_both(DistributedDataParallel, script)
 
 
 def ddp_no_sync():
@@ -166,8 +178,8 @@ def run_models(wrap_name, wrap):
         for name in names:
             torch.manual_seed(3)
             job = f'{wrap_name}-{name}-{dtype}'
-            losses[name, dtype] = models.compare(name, dtype, wrap=wrap, batches=own, ours=lambda parameters, job=job: bt.AdamW(
-                parameters, **models.ARGUMENTS, name=job))
+            losses[name, dtype] = models.compare(name, dtype, wrap=wrap, batches=own, ours=lambda model, job=job: bt.AdamW(
+                model.named_parameters(), **models.ARGUMENTS, name=job))
     return losses
 
 

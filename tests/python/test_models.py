@@ -14,14 +14,14 @@ from ballast.torch.registration import new_tensors  # noqa: E402
 @pytest.mark.parametrize('name', MODELS)
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_same_losses(name, dtype, job):
-    check(dtype, *compare(name, dtype, lambda parameters: bt.AdamW(parameters, **ARGUMENTS, **job)))
+    check(dtype, *compare(name, dtype, lambda model: bt.AdamW(model.named_parameters(), **ARGUMENTS, **job)))
 
 
 @pytest.mark.parametrize('name', MODELS)
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_same_losses_over_two_servers(name, dtype, two_servers):
-    check(dtype, *compare(name, dtype, lambda parameters: bt.AdamW(parameters, **ARGUMENTS, servers=two_servers,
-                                                                   name=f'{name}-{dtype}')))
+    check(dtype, *compare(name, dtype, lambda model: bt.AdamW(model.named_parameters(), **ARGUMENTS, servers=two_servers,
+                                                              name=f'{name}-{dtype}')))
 
 
 def test_units_are_blocks(job):

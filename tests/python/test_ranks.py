@@ -39,7 +39,7 @@ def check(results):
         torch.testing.assert_close(our_parameters, their_parameters, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('script', ['ddp', 'ddp_no_sync', 'ddp_edit', 'fsdp2', 'fsdp2_edit'])
+@pytest.mark.parametrize('script', ['ddp', 'ddp_no_sync', 'ddp_edit', 'ddp_overlap', 'fsdp2', 'fsdp2_edit'])
 def test_two_ranks_over_a_private_server(script, tmp_path):
     results, logs = run_ranks(script, tmp_path)
     check(results)
