@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -111,9 +112,9 @@ constexpr uint8_t kPayloadTag =
 constexpr uint8_t kCrcTag = 1 << 3 | 5;  // PullResponse.crc32c: fixed32, field 1
 
 // A push under way. The payload is sent from where it lies, so the call ends when gRPC has called back *and* let go of
-// the slice, whichever comes last.
+// the slice, whichever comes last. Of a call whose connection broke amid it the context may hold the slice.
 struct PushCall {
-  grpc::ClientContext context;
+  std::optional<grpc::ClientContext> context = std::make_optional<grpc::ClientContext>();
   grpc::ByteBuffer request;
   grpc::ByteBuffer response;
   CallSet* calls = nullptr;
@@ -121,10 +122,17 @@ struct PushCall {
   grpc::Status status;
   std::atomic<int> holders{2};
 
+  void CalledBack(grpc::Status ended) {
+    calls->Erase(&*context);
+    context.reset();
+    request.Clear();  // after a failed send gRPC leaves the slice with us
+    status = std::move(ended);
+    Release();
+  }
+
   void Release() {
     if (holders.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     CallSet* const set = calls;
-    set->Erase(&context);
     const absl::Status result = FromGrpc(status);
     if (result.ok()) {
       done(v1::PushResponse());
@@ -256,14 +264,10 @@ class GrpcTransport final : public Transport {
     auto* call = new PushCall;
     call->calls = &calls_;
     call->done = std::move(done);
-    Begin(&call->context, deadline);
     call->request = EncodePush(header, payload, call);
-    data_.UnaryCall(&call->context, kPushMethod, grpc::StubOptions(), &call->request, &call->response,
-                    [call](grpc::Status status) {
-                      call->status = std::move(status);
-                      call->request.Clear();  // after a failed send gRPC leaves the slice with us
-                      call->Release();
-                    });
+    Begin(&*call->context, deadline);
+    data_.UnaryCall(&*call->context, kPushMethod, grpc::StubOptions(), &call->request, &call->response,
+                    [call](grpc::Status status) { call->CalledBack(std::move(status)); });
   }
 
   void Pull(const v1::PullRequest& request, absl::Span<std::byte> to, absl::Time deadline,

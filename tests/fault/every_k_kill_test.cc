@@ -83,9 +83,11 @@ void EveryKKillTest::Loop() {
   SleepMs(random_.Below(kDelayMsMax));
   const uint64_t chance = random_.Below(100);
   const int one = static_cast<int>(random_.Below(Fleet::kServers));
-  const bool ranks_too = chance < 50;
+  const bool ranks_too = chance < 50, server_ends = chance >= 20;
   if (ranks_too) fleet_.KillRank(static_cast<int>(random_.Below(Fleet::kRanks)));
-  if (chance >= 20) {
+  // A trainer that is still starting resumes after the server's end.
+  const bool resumed = Fleet::ContinuedAfterIn(fleet_.RankOutputSoFar(0)) >= 0;
+  if (server_ends) {
     const int count = chance < 65 ? 1 : 2;
     for (int i = 0; i < count; ++i) fleet_.KillServer(i == 0 ? one : 1 - one);
     for (int i = 0; i < count; ++i) ASSERT_NO_FATAL_FAILURE(fleet_.StartServer(i == 0 ? one : 1 - one));
@@ -98,11 +100,9 @@ void EveryKKillTest::Loop() {
   }
   // Else they are told that their server forgot their steps, and end by themselves.
   const auto finished = fleet_.EndRanks();
-  // A slow start resumes only after this loop's server came back.
-  const bool server_ended = chance >= 20;
-  servers_ended_ = servers_ended_ || server_ended;
+  servers_ended_ = servers_ended_ || (server_ends && !resumed);
   Take(finished);
-  servers_ended_ = servers_ended_ || server_ended;
+  servers_ended_ = servers_ended_ || server_ends;
 }
 
 void EveryKKillTest::Run() {

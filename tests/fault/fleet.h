@@ -37,6 +37,7 @@ class Fleet {
   void StartAndKillServer(int i, int after_ms);
 
   void StartRanks();
+  std::string RankOutputSoFar(int rank) const { return ranks_[rank]->OutputSoFar(); }
   bool ranks_started() const { return ranks_[0] != nullptr; }
   // SIGKILL; its output is lost for nobody: EndRanks reads it.
   void KillRank(int rank);

@@ -3,6 +3,7 @@ script returned to FOLDER/SCRIPT-RANK.pt."""
 import copy
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -255,27 +256,74 @@ def fsdp2_load_whole():
     return run_and_load(sharded, whole=True)
 
 
+def with_nan(state):
+    state['state'][0]['exp_avg'][0, 0] = float('nan')
+
+
+def with_fewer(state):
+    state['param_groups'][0]['params'].pop()
+
+
+def with_none(state):
+    state['state'] = {}
+
+
+def with_other_steps(state):
+    for entry in state['state'].values():
+        entry['step'] += 1
+
+
+FAULTS = with_nan, with_fewer, with_none, with_other_steps
+
+
 def rotten_on_one_rank():
-    """What each rank was told of a state that one of them cannot load, and the parameters after loading the sound one."""
+    """What each rank was told of states that one of them cannot load, before the job is open and after; how far what came of the
+    sound one is from it; and the parameters."""
     torch.manual_seed(3)
     model = mlp()
     other = theirs(model.parameters())
     loss_of(model, next(batches(1))).backward()
     other.step()
-    optimizer = ours(model.named_parameters())
-    state = other.state_dict()
-    rotten = copy.deepcopy(state)
-    if dist.get_rank() == 1:
-        rotten['state'][0]['exp_avg'][0, 0] = float('nan')
+    optimizer = ours(model.named_parameters(), step_timeout=60.0)
+    state, told, off = other.state_dict(), [], 0.0
+    for _ in ('not open', 'open'):
+        for fault in FAULTS:
+            rotten = copy.deepcopy(state)
+            if dist.get_rank() == 1:
+                fault(rotten)
+            try:
+                optimizer.load_state_dict(rotten)
+                told.append('')
+            except (RuntimeError, ValueError) as error:
+                told.append(str(error))
+        optimizer.load_state_dict(state)
+        loaded = optimizer.full_state_dict()['state']
+        off = max([off] + [(loaded[i][key] - entry[key]).abs().max().item() for i, entry in state['state'].items() for key in entry])
+        optimizer.step()
+    optimizer.close()
+    return told, off, full(model)
+
+
+def late_to_a_load():
+    """Rank 1 comes when rank 0 has given up: what each was told, and of the next load."""
+    torch.manual_seed(3)
+    model = mlp()
+    other = theirs(model.parameters())
+    loss_of(model, next(batches(1))).backward()
+    other.step()
+    optimizer = ours(model.named_parameters(), step_timeout=2.0)
     told = ''
+    if dist.get_rank() == 1:
+        time.sleep(4)
     try:
-        optimizer.load_state_dict(rotten)
+        optimizer.load_state_dict(other.state_dict())
     except RuntimeError as error:
         told = str(error)
-    optimizer.load_state_dict(state)
-    optimizer.step()
+    dist.barrier()
+    optimizer.load_state_dict(other.state_dict())
+    steps = optimizer.state[model[0].weight]['step'].item()
     optimizer.close()
-    return told, full(model)
+    return told, steps
 
 
 if __name__ == '__main__':

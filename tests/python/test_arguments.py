@@ -14,6 +14,7 @@ from ballast.torch.state import State
 WRONG = {
     'dram': 'lots', 'nvme': -1, 'resume': 'x', 'durability': 'y', 'moments': 'z', 'pin_interval': 3, 'checkpoints': 0, 'name': '',
     'max_norm': -1.0, 'chunk_elements': 1000, 'seed': -1, 'threads': 0, 'step_timeout': 0, 'open_timeout': 'soon',
+    'debug': '0',
 }
 
 
@@ -22,6 +23,13 @@ def test_a_wrong_argument_is_refused_at_once(argument):
     with pytest.raises(ballast.Error, match=f'^{argument}={WRONG[argument]!r}: expected ') as raised:
         bt.AdamW(mlp().parameters(), **{argument: WRONG[argument]})
     assert raised.value.reason == 'BAD_CONFIG'
+
+
+@pytest.mark.parametrize('said', ['true', '1 ', ''])
+def test_a_wrong_variable_is_refused(said, monkeypatch):
+    monkeypatch.setenv('BALLAST_DEBUG', said)
+    with pytest.raises(ballast.Error, match=f'^BALLAST_DEBUG={said!r}: expected 0 or 1'):
+        bt.AdamW(mlp().parameters())
 
 
 def test_every_k_needs_its_k():

@@ -9,10 +9,12 @@ from ballast.errors import Error
 
 
 def refused(*, match, directory=None, dram=None, nvme=None):
-    before = set(os.listdir('/tmp'))
-    with pytest.raises(Error, match=match):
+    made = []
+    make = place.temporary.make
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Error, match=match):
+        patch.setattr(place.temporary, 'make', lambda: made.append(make()) or made[-1])
         place.make(directory, dram, nvme)
-    assert {name for name in set(os.listdir('/tmp')) - before if name.startswith('ballast-')} == set(), 'no directory stays'
+    assert not any(os.path.exists(each) for each in made), 'no directory stays'
 
 
 def test_a_directory_that_cannot_be_one_is_refused(tmp_path):
@@ -27,11 +29,18 @@ def test_budgets_that_the_machine_has_not_are_refused(tmp_path):
     refused(nvme='900TiB', match='nvme: .* were asked for')
 
 
-def test_what_jobs_hold_there_is_not_asked_for_twice(tmp_path):
-    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    with open(tmp_path / 'nvme.tier', 'wb') as file:
-        os.posix_fallocate(file.fileno(), 0, 1 << 30)
-    assert place.make(tmp_path, '64MiB', free - (1 << 28)).nvme == free - (1 << 28)
+def test_what_jobs_hold_there_is_not_asked_for_twice(tmp_path, monkeypatch):
+    """And nothing else there counts as theirs. A job that goes on may need no more than it has: beyond that is warned of."""
+    for name in ('nvme.tier', 'log-job', 'dataset.bin'):
+        with open(tmp_path / name, 'wb') as file:
+            os.posix_fallocate(file.fileno(), 0, 64 << 20)
+    monkeypatch.setattr(place.shutil, 'disk_usage', lambda _: type('Usage', (), {'free': 1 << 30}))
+    asked = (1 << 30) + (128 << 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert place.make(tmp_path, '256MiB', asked).nvme == asked
+    with pytest.warns(UserWarning, match='nvme: .* were asked for, the disk of .* has 1 GiB free, and jobs there hold 0.125 GiB'):
+        place.make(tmp_path, '256MiB', asked + (32 << 20))
 
 
 @pytest.mark.skipif(not os.path.ismount('/dev/shm'), reason='needs a file system in memory')
@@ -47,18 +56,39 @@ def test_more_memory_than_is_free_is_warned_of(monkeypatch):
     place.temporary.remove(made.directory)
 
 
-def test_a_container_has_what_its_limit_leaves(monkeypatch):
-    numbers = {'/sys/fs/cgroup/memory.max': 8 << 30, '/sys/fs/cgroup/memory.current': 3 << 30}
-    monkeypatch.setattr(place, '_number_in', numbers.get)
-    monkeypatch.setattr(place, '_memory', lambda: {'MemTotal': 64 << 30, 'MemAvailable': 60 << 30})
+@pytest.mark.parametrize('lines, limited, names', [
+    ('0::/slurm/job_7/step_0\n', 'slurm/job_7', ('memory.max', 'memory.current', 'inactive_file')),
+    ('0::/\n', '', ('memory.max', 'memory.current', 'inactive_file')),
+    ('4:memory:/docker/0123\n3:cpu,cpuacct:/\n', 'memory', ('memory.limit_in_bytes', 'memory.usage_in_bytes', 'total_inactive_file'))])
+def test_a_cgroup_has_what_its_limit_leaves(lines, limited, names, tmp_path, monkeypatch):
+    """Its own or one above; within a container, whose path is not there, the root. Page cache is free."""
+    folder = tmp_path / 'cgroup' / limited
+    folder.mkdir(parents=True)
+    (tmp_path / 'self').write_text(lines)
+    for name, value in zip(names, (8 << 30, 7 << 30)):
+        (folder / name).write_text(f'{value}\n')
+    (folder / 'memory.stat').write_text(f'anon 12\n{names[2]} {4 << 30}\n')
+    cgroups = place._cgroups
+    monkeypatch.setattr(place, '_cgroups', lambda: cgroups(str(tmp_path / 'self'), str(tmp_path / 'cgroup')))
+    monkeypatch.setattr(place, '_memory', lambda: {'MemTotal': 64 << 30, 'MemFree': 1 << 30, 'MemAvailable': 60 << 30})
     assert place._limits() == (8 << 30, 5 << 30)
     assert place.budgets(None, None, None) == (4 << 30, 0)
 
 
-def test_staging_is_a_part_of_the_budget(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        assert place.make(tmp_path, '64MiB', 0).staging == 0
-        assert place.make(tmp_path, '128MiB', '1MiB').staging == 48 << 20
-        assert place.make(tmp_path, '256MiB', '1MiB').staging == 64 << 20
-        assert place.make(tmp_path, '1GiB', '1MiB').staging == 96 << 20
+def test_staging_is_a_part_of_the_budget():
+    mib = 1 << 20
+    assert [place.staging(dram * mib, mib) // mib for dram in (128, 256, 1024)] == [48, 64, 96]
+    assert place.staging(1 << 30, 0) == 0
+
+
+def test_a_budget_that_staging_would_use_up_is_refused(tmp_path):
+    refused(directory=tmp_path, dram='16MiB', nvme='1MiB', match='dram: 0.0156 GiB, and state on its way to and from nvme takes 0.0469 GiB')
+    refused(directory=tmp_path, dram=0, nvme='1MiB', match='dram: 0 GiB, and state on its way')
+
+
+def test_the_kind_of_a_file_system(tmp_path):
+    device = os.stat(tmp_path).st_dev
+    mounts = tmp_path / 'mountinfo'
+    mounts.write_text(f'1 2 0:999 / /a\\040b rw - tmpfs  rw\n1 2 {os.major(device)}:{os.minor(device)} / / rw shared:1 - ext4 /dev/x rw\n')
+    assert place._file_system(tmp_path, mounts) == 'ext4'
+    assert place._file_system(tmp_path, tmp_path / 'none') == ''

@@ -77,10 +77,30 @@ def test_a_gradient_that_one_rank_has_not(tmp_path):
     assert steps == 3
 
 
-@pytest.mark.parametrize('script, what', [('sparse_on_one_rank', "parameter '3.bias' has a sparse gradient"),
-                                          ('rotten_on_one_rank', "'exp_avg' of parameter '0.weight' has an Inf or a NaN")])
-def test_an_error_on_one_rank_is_told_on_all(script, what, tmp_path):
-    (there, mine), (here, other) = run_ranks(script, tmp_path)[0]
-    assert here.startswith(what)
+def test_an_error_on_one_rank_is_told_on_all(tmp_path):
+    (there, mine), (here, other) = run_ranks('sparse_on_one_rank', tmp_path)[0]
+    assert here.startswith("parameter '3.bias' has a sparse gradient")
     assert there == 'rank 1: ' + here
     torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+def test_a_state_that_one_rank_cannot_load_is_refused_on_all(tmp_path):
+    (there, off, mine), (here, off_other, other) = run_ranks('rotten_on_one_rank', tmp_path)[0]
+    expected = ["'exp_avg' of parameter '0.weight' has an Inf or a NaN", "loaded state dict contains a parameter group that doesn't match",
+                'rank 0 has the state of 6 parameters after 1 steps, this one the state of 0 parameters',
+                'rank 0 has the state of 6 parameters after 1 steps, this one the state of 6 parameters after 2 steps'] * 2
+    expected[6] = expected[3].replace('after 2', 'after 0')
+    for what, mine_told, other_told in zip(expected, there, here):
+        assert other_told.startswith(what)
+        assert what in mine_told or mine_told.startswith('rank 1 has the state of')
+    assert len(there) == len(here) == len(expected)
+    assert off == off_other == 0
+    torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+def test_a_rank_that_comes_late_to_a_load(tmp_path):
+    ranks, _ = run_ranks('late_to_a_load', tmp_path)
+    for told, steps in ranks:
+        assert told == ("load_state_dict of job 'late_to_a_load': rank 0 waited 2 s (step_timeout) for rank 1; expected all ranks to come to "
+                        'it, the same number of times [RANK_MISSING]')
+        assert steps == 1

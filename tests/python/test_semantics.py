@@ -240,9 +240,10 @@ def test_debug_finds_edits_through_data(job):
                 model[0].weight.data.mul_(0.5)
         return train(model, optimizer, after_step=after)
     ours, theirs = pair({**job, 'debug': True})
-    with pytest.warns(UserWarning, match='was written through .data') as warned:
+    with pytest.warns(UserWarning, match='was written through .data.*taken over at step 6') as warned:
         assert_close(*both(script, ours, theirs))
     assert len(warned) == 1
+    assert warned[0].filename.endswith('scripts.py'), 'the line of the script'
 
 
 def test_an_edit_of_bf16_keeps_the_master_bits_of_what_was_not_edited(job):

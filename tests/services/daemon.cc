@@ -93,6 +93,8 @@ void Process::Signal(int signal) {
 
 bool Process::ended() const { return HasEnded(pid_); }
 
+std::string Process::OutputSoFar() const { return Slurp(out_); }
+
 Finished Process::Wait() {
   int status = -1;
   ::waitpid(pid_, &status, 0);

@@ -25,6 +25,8 @@ class Process {
   void Signal(int signal);
   // It ended, by itself or not.
   bool ended() const;
+  // What it has written and flushed to stdout.
+  std::string OutputSoFar() const;
   // Waits for the end. Once.
   Finished Wait();
 

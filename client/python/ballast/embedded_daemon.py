@@ -27,8 +27,9 @@ class Daemon:
 
     def __init__(self, directory, dram, nvme, threads):
         self.pid = os.getpid()
+        binary = _binary()
         self.place = place.make(directory, dram, nvme)
-        command = [_binary(), '--end-with', str(self.pid), '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0',
+        command = [binary, '--end-with', str(self.pid), '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0',
                    '--data_directory', self.place.directory, '--budget.dram', str(self.place.dram), '--budget.nvme',
                    str(self.place.nvme),
                    '--log_level', 'warn']

@@ -1,5 +1,11 @@
 """What Ballast raises."""
 
+import os
+import sys
+import warnings
+
+_HERE = os.path.dirname(__file__) + os.sep
+
 
 class Error(RuntimeError):
     """A refusal or failure, with what was expected, what came, and the fix.
@@ -12,3 +18,11 @@ class Error(RuntimeError):
         super().__init__(f'{message} [{reason}]' if reason else message)
         self.reason = reason
         self.code = code
+
+
+def warn(text):
+    """A UserWarning at the line of the script that led here: neither this package's nor torch's."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename.startswith(_HERE) or f'{os.sep}torch{os.sep}' in frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

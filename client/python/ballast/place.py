@@ -3,22 +3,22 @@ before anything starts."""
 
 import os
 import re
-import resource
 import shutil
 import tempfile
-import warnings
 from typing import NamedTuple
 
 from ballast import temporary
-from ballast.errors import Error
+from ballast.errors import Error, warn
 
 _UNITS = {'': 1, 'b': 1, 'k': 10**3, 'm': 10**6, 'g': 10**9, 't': 10**12}
 # Without budgets: the part of what is free now that a server may take.
 _DEFAULT_SHARE = 0.8
-# For state on its way between NVMe and the update: eight chunks of 2^20 elements with fp32 moments, or of a small budget a
-# quarter, and what four need. Measured, 268M parameters with 1.5 GiB of DRAM: a step takes 2.3 s with 48 MiB, 1.9 with 96, 2.2
-# with 144.
+# For state on its way between NVMe and the update, a part of dram: a quarter, at least what four chunks of 2^20 elements with fp32
+# moments need, at most what eight do. Measured, 268M parameters with 1.5 GiB of DRAM: a step takes 2.3 s with 48 MiB, 1.9 with 96,
+# 2.2 with 144.
 _STAGING_BYTES = 48 << 20, 96 << 20
+# What a state server keeps in its directory, beside its catalog of some MiB.
+_TIER, _LOGS = 'nvme.tier', 'log-'
 
 
 class Place(NamedTuple):
@@ -26,7 +26,7 @@ class Place(NamedTuple):
     is_temporary: bool  # goes with the process
     dram: int  # bytes, as the others
     nvme: int
-    staging: int  # of dram
+    staging: int  # of dram, once for each job with state in NVMe
 
 
 def parse_bytes(what, value):
@@ -61,27 +61,51 @@ def _memory(path='/proc/meminfo'):
         return {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(':') for line in lines)}
 
 
+def _cgroups(proc='/proc/self/cgroup', root='/sys/fs/cgroup'):
+    """(folder, names of limit, use, and what of that is page cache) of the memory cgroups that this process is in, and of those above
+    them. Within a container the path is the host's, and only the root is there."""
+    try:
+        with open(proc, encoding='utf-8') as lines:
+            groups = [line.rstrip('\n').split(':', 2) for line in lines]
+    except OSError:
+        groups = []
+    versions = {'': (root, ('memory.max', 'memory.current', 'inactive_file')),
+                'memory': (f'{root}/memory', ('memory.limit_in_bytes', 'memory.usage_in_bytes', 'total_inactive_file'))}
+    for top, names in versions.values():
+        yield top, *names
+    for _, controllers, path in groups:
+        for controller in controllers.split(','):
+            top, names = versions.get(controller, (None, None))
+            while top is not None and path.strip('/'):
+                yield top + path, *names
+                path = os.path.dirname(path)
+
+
 def _limits():
-    """(all, free) bytes of memory that this process can come to: the machine's, or its container's, whose root is seen from within."""
+    """(all, free) bytes of memory that this process can come to: the machine's, or its cgroups'. Page cache counts as free."""
     memory = _memory()
-    most, free = memory['MemTotal'], memory['MemAvailable']
-    for limit, used in (('memory.max', 'memory.current'), ('memory/memory.limit_in_bytes', 'memory/memory.usage_in_bytes')):
-        limit, used = _number_in(f'/sys/fs/cgroup/{limit}'), _number_in(f'/sys/fs/cgroup/{used}')
-        if limit is not None and used is not None and limit < most:
-            most, free = limit, min(free, max(limit - used, 0))
+    most = memory['MemTotal']
+    free = memory.get('MemAvailable', memory['MemFree'])
+    for folder, limit, used, cache in _cgroups():
+        limit, used = _number_in(f'{folder}/{limit}'), _number_in(f'{folder}/{used}')
+        if limit is not None and used is not None:
+            most, free = min(most, limit), min(free, max(limit - used + _cache_in(f'{folder}/memory.stat', cache), 0))
     return most, free
 
 
+def _cache_in(path, name):
+    try:
+        with open(path, encoding='ascii') as lines:
+            return next((int(value) for key, value in map(str.split, lines) if key == name), 0)
+    except (OSError, ValueError):
+        return 0
+
+
 def _held(directory):
-    """Bytes of the disk that files below `directory` take."""
-    held = 0
-    for path, _, names in os.walk(directory):
-        for name in names:
-            try:
-                held += os.lstat(os.path.join(path, name)).st_blocks * 512
-            except FileNotFoundError:
-                pass  # gone meanwhile
-    return held
+    """Bytes of the disk that jobs of a server there take."""
+    with os.scandir(directory) as entries:
+        return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries
+                   if entry.name == _TIER or entry.name.startswith(_LOGS))
 
 
 def _make_directory(directory):
@@ -94,19 +118,23 @@ def _make_directory(directory):
                     'BAD_CONFIG') from None
 
 
-def _file_system(directory):
-    """The kind of the one that `directory` is on."""
-    path, kind = '', ''
-    with open('/proc/self/mounts', encoding='utf-8', errors='replace') as mounts:
-        for _, mounted, this, *_ in map(str.split, mounts):
-            inside = os.path.commonpath((os.path.realpath(directory), mounted)) == mounted
-            if inside and len(mounted) >= len(path):
-                path, kind = mounted, this
-    return kind
+def _file_system(directory, mounts='/proc/self/mountinfo'):
+    """The kind of the one that `directory` is on; '' if nobody tells. proc_pid_mountinfo(5)."""
+    device = os.stat(directory).st_dev
+    number = f'{os.major(device)}:{os.minor(device)}'
+    try:
+        with open(mounts, encoding='utf-8', errors='replace') as lines:
+            for line in lines:
+                mount, _, system = line.partition(' - ')
+                if mount.split(' ')[2:3] == [number]:
+                    return system.split(' ')[0]
+    except OSError:
+        pass
+    return ''
 
 
 def budgets(directory, dram, nvme):
-    """Bytes of (dram, nvme), unchecked. None: 0.8 of what is free there; no NVMe without a directory to stay."""
+    """Bytes of (dram, nvme), not compared with the machine: an estimate may be for another one. None: 0.8 of what is free there; no NVMe without a directory to stay."""
     dram, nvme = parse_bytes('dram', dram), parse_bytes('nvme', nvme)
     if dram is None:
         dram = int(_DEFAULT_SHARE * _limits()[1])
@@ -122,23 +150,26 @@ def _check_dram(asked):
         raise Error(f'dram: {_gib(asked)} were asked for, there are {_gib(most)} of memory here: lower dram, or give nvme and a directory',
                     'BAD_CONFIG')
     if asked > free:
-        warnings.warn(f'dram: {_gib(asked)} were asked for, {_gib(free)} of memory are available now', stacklevel=2)
-    lockable = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if os.geteuid() != 0 and 0 <= lockable < asked and _memory()['SwapTotal'] > 0:
-        warnings.warn(f'dram: {_gib(asked)} were asked for, {_gib(lockable)} can be locked and the machine swaps: state may be swapped '
-                      'out; raise the limit (ulimit -l)', stacklevel=2)
+        warn(f'dram: {_gib(asked)} were asked for, {_gib(free)} of memory are available now')
 
 
 def _check_nvme(directory, asked):
     free, held = shutil.disk_usage(directory).free, _held(directory)
     if asked > free + held:
-        raise Error(f'nvme: {_gib(asked)} were asked for, the disk of {directory} has {_gib(free)} free'
-                    + (f', and jobs there hold {_gib(held)}' if held else '') + ': lower nvme, or give a directory on another disk',
-                    'BAD_CONFIG')
+        there = f'nvme: {_gib(asked)} were asked for, the disk of {directory} has {_gib(free)} free'
+        if held == 0:
+            raise Error(f'{there}: lower nvme, or give a directory on another disk', 'BAD_CONFIG')
+        # Jobs that are there may need no more than they have.
+        warn(f'{there}, and jobs there hold {_gib(held)}')
     kind = _file_system(directory)
-    if asked > 0 and kind in ('tmpfs', 'ramfs'):
-        warnings.warn(f'directory={directory!r} is in memory ({kind}): what nvme holds takes DRAM, and nothing there outlives the machine',
-                      stacklevel=2)
+    if kind in ('tmpfs', 'ramfs'):
+        warn(f'directory={directory!r} is in memory ({kind}): what nvme holds takes DRAM, and nothing there outlives the machine')
+
+
+def staging(dram, nvme):
+    """Bytes of dram for state on its way to and from NVMe."""
+    low, high = _STAGING_BYTES
+    return max(low, min(high, dram // 4)) if nvme > 0 else 0
 
 
 def make(directory, dram, nvme):
@@ -151,12 +182,15 @@ def make(directory, dram, nvme):
             _make_directory(directory)
         if dram is not None:
             _check_dram(parse_bytes('dram', dram))
-        if nvme is not None:
+        if nvme is not None and parse_bytes('nvme', nvme) > 0:
             _check_nvme(directory, parse_bytes('nvme', nvme))
         dram, nvme = budgets(None if is_temporary else directory, dram, nvme)
+        moving = staging(dram, nvme)
+        if nvme > 0 and moving >= dram:
+            raise Error(f'dram: {_gib(dram)}, and state on its way to and from nvme takes {_gib(moving)} of it alone: expected more, or '
+                        'nvme=0', 'BAD_CONFIG')
     except BaseException:
         if is_temporary:
             temporary.remove(directory)
         raise
-    low, high = _STAGING_BYTES
-    return Place(directory, is_temporary, dram, nvme, max(low, min(high, dram // 4)) if nvme > 0 else 0)
+    return Place(directory, is_temporary, dram, nvme, moving)

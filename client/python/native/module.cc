@@ -86,7 +86,8 @@ void BindEstimate(nb::module_& m) {
       .def_ro("tiers", &EstimateReport::tiers)
       .def_ro("rank_bytes", &EstimateReport::rank_bytes)
       .def_ro("rank_bytes_sharded", &EstimateReport::rank_bytes_sharded);
-  m.def("estimate", &EstimateFor, "tensors"_a, "options"_a, "dram"_a, "nvme"_a, "threads"_a, "servers"_a, "profile"_a,
+  m.def("estimate", &EstimateFor, "tensors"_a, "options"_a, "dram"_a, "nvme"_a, "staging"_a, "threads"_a, "servers"_a,
+        "profile"_a,
         nb::call_guard<nb::gil_scoped_release>());
 }
 

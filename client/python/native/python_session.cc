@@ -120,11 +120,12 @@ PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t
 }
 
 EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions& options, uint64_t dram, uint64_t nvme,
-                           int threads, uint32_t servers, const std::string& profile) {
+                           uint64_t staging, int threads, uint32_t servers, const std::string& profile) {
   services::EstimateRequest request;
   request.ranks = static_cast<uint32_t>(std::max(options.world_size, 0));
   request.servers = std::max<uint32_t>(servers, 1);
   request.server.budget = {.hbm = 0, .dram = dram, .nvme = nvme};
+  if (staging > 0) request.server.staging_bytes = staging;
   request.server.compute_threads = threads;
   request.server.machine_profile = profile;
   // Of several ranks a private ballastd is the server, which keeps working copies.

@@ -178,8 +178,8 @@ class PythonSession {
   bool rows_ = false;
 };
 
-// `servers`: 0 for an embedded one. Budgets of each, in bytes; `profile`: of `ballastctl iotune`, empty for none.
+// `servers`: 0 for an embedded one. Budgets of each, in bytes; `staging`: 0 for a server's default; `profile`: of `ballastctl iotune`, empty for none.
 EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions& options, uint64_t dram, uint64_t nvme,
-                           int threads, uint32_t servers, const std::string& profile);
+                           uint64_t staging, int threads, uint32_t servers, const std::string& profile);
 
 }  // namespace ballast::python

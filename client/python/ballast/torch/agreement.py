@@ -34,7 +34,7 @@ def _describe(error):
     return _WRONG + json.dumps({'text': text[:_TEXT_MAX], 'reason': reason}).encode()
 
 
-def _hear(said, wrong):
+def _raise_wrong(said, wrong):
     """Raises what was wrong here, else on the first rank where something was."""
     if wrong is not None:
         raise wrong
@@ -44,14 +44,19 @@ def _hear(said, wrong):
             raise Error(f"rank {rank}: {there['text']}", there['reason'])
 
 
-def together(exchange, act):
-    """act() on every rank; an error on one is an error on all."""
+def together(exchange, act, alike):
+    """act() on every rank; an error on one is an error on all, and so are results of which alike(result), a text, is not the same."""
     result = wrong = None
     try:
         result = act()
+        mine = _FINE + alike(result).encode()
     except Exception as error:  # pylint: disable=broad-except
-        wrong = error
-    _hear(exchange(_FINE if wrong is None else _describe(wrong)), wrong)
+        wrong, mine = error, _describe(error)
+    said = exchange(mine)
+    _raise_wrong(said, wrong)
+    for rank, each in enumerate(said):
+        if each != mine:
+            raise Error(f'rank {rank} has {each[1:].decode()}, this one {mine[1:].decode()}; expected the same on all', 'BAD_SPEC')
     return result
 
 
@@ -64,7 +69,7 @@ def agree(exchange, collect):
     except Exception as error:  # pylint: disable=broad-except
         wrong, mine = error, _describe(error)
     said = exchange(mine)
-    _hear(said, wrong)
+    _raise_wrong(said, wrong)
     for rank, each in enumerate(said):
         if each[:33] != mine[:33]:
             raise Error(f'rank {rank} registers other parameters than this one; expected the same on all: what has a gradient, or '

@@ -1,5 +1,7 @@
 """What an optimizer's constructor is given of Ballast's own arguments, checked before anything happens."""
 
+import os
+
 from ballast import place
 from ballast.errors import Error
 
@@ -28,6 +30,18 @@ def _number(name, value, expected, fits):
     except (TypeError, ValueError):
         pass
     return _refuse(name, value, expected)
+
+
+def flag(name, value, variable):
+    """True or False; None: what the environment's variable says, 0 or 1."""
+    if value is None:
+        said = os.environ.get(variable, '0')
+        if said not in ('0', '1'):
+            _refuse(variable, said, '0 or 1')
+        return said == '1'
+    if not isinstance(value, bool):
+        _refuse(name, value, f'True, False, or None for {variable}')
+    return value
 
 
 def check(*, name, durability, pin_interval, checkpoints, chunk_elements, seed, threads, dram, nvme, **rest):

@@ -40,6 +40,12 @@ def named(state_dict):
     return bytes(entry['job'].tolist()).decode(), None if version is None else int(version)
 
 
+def check_job(named, mine):
+    job, version = named
+    if version is not None and job != mine:
+        raise Error(f"the state_dict is of job '{job}', this optimizer of '{mine}'; give it name='{job}'", 'BAD_SPEC')
+
+
 def full(optimizer):
     """In torch's format, whole: what torch.optim's optimizer of the same name would give."""
     parameters, index_of = indices(optimizer)

@@ -33,24 +33,49 @@ def refuse_partly(job):
 
 
 def load(optimizer, state_dict):
-    """All ranks, with the same state. What does not fit is refused before anything is changed."""
+    """All ranks, with the same state. What does not fit is refused, on all of them, before anything is changed."""
     before = [dict(group) for group in optimizer.param_groups]
-    checkpoint.load_groups(optimizer, state_dict)
-    try:
+
+    def look():
+        checkpoint.check_groups(optimizer, state_dict)
+        named = checkpoint.named(state_dict)
+        if named is not None:
+            checkpoint.check_job(named, optimizer._options.job)
+            return named, None
+        checkpoint.load_groups(optimizer, state_dict)
         if not state_dict.get('state') and optimizer._session is None:
-            return  # of an optimizer that had made no step
+            return None, {}  # of an optimizer that had made no step
+        return None, _read(optimizer, state_dict)
+
+    def alike(seen):
+        named, entries = seen
+        if named is not None:
+            return f'a state_dict of version {named[1]}'
+        steps = {entry.steps for entry in entries.values()}
+        return f'the state of {len(entries)} parameters' + (f' after {max(steps)} steps' if steps else '')
+
+    try:
         if ranks.active():  # a rank looks at its own shards: what is wrong with them the others do not see
             def say(mine):
-                return ranks.exchange(mine, optimizer._options.step_timeout)
-            entries = together(say, lambda: _read(optimizer, state_dict))
+                return ranks.exchange(f"load_state_dict of job '{optimizer._options.job}'", mine, optimizer._options.step_timeout)
+            named, entries = together(say, look, alike)
         else:
-            entries = _read(optimizer, state_dict)
-        _bring_in(optimizer, entries)
+            named, entries = look()
+        if entries:
+            _bring_in(optimizer, entries)
     except BaseException:
         for group, old in zip(optimizer.param_groups, before):
             group.clear()
             group.update(old)
         raise
+    if named is None:
+        return
+    _, version = named
+    if version is not None:  # else of an optimizer that was not open
+        if optimizer._session is None:
+            optimizer._options.resume = 'must'  # who loads a state wants the job that has it
+        optimizer.rollback(version)
+    checkpoint.load_groups(optimizer, state_dict)
 
 
 # --- what was saved

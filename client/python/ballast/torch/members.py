@@ -1,6 +1,5 @@
 """Parameters that are registered with a job, and their memory on this rank."""
 
-import warnings
 import zlib
 
 import torch
@@ -35,8 +34,8 @@ def _digest(tensor):
 
 
 class Member:
-    """A parameter that is registered: its place in the job, and what Ballast last wrote to it. debug: with a digest, which sees
-    what version counters do not."""
+    """A parameter that is registered: its place in the job, and what Ballast last wrote to it: version counters (mark), and with
+    debug a digest, which tells of writes that they do not."""
 
     def __init__(self, name, group, parameter, debug=False):
         self.name, self.group, self.parameter = name, group, parameter
@@ -56,13 +55,11 @@ class Member:
             self.digest = _digest(parameter)
 
     def edited(self, parameter):
-        if self.mark != self._mark(parameter):
-            return True
-        if not self.debug or self.digest == _digest(parameter):
-            return False
-        warnings.warn(f"parameter '{self.name}' was written through .data, which its version counter does not tell: taken over, as by "
-                      'sync_from_params(); without debug it would be lost', stacklevel=2)
-        return True
+        return self.mark != self._mark(parameter) or self.edited_unseen(parameter)
+
+    def edited_unseen(self, parameter):
+        """Only its digest tells."""
+        return self.debug and self.mark == self._mark(parameter) and self.digest != _digest(parameter)
 
 
 def check_parameter(name, parameter):

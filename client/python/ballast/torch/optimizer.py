@@ -5,15 +5,13 @@ and param_groups are read then. It returns when every parameter holds the new ve
 """
 
 import contextlib
-import os
 import struct
-import warnings
 from typing import NamedTuple
 
 import torch
 
 from ballast import _native
-from ballast.errors import Error
+from ballast.errors import Error, warn
 from ballast.torch import arguments, checkpoint, hooks, job_spec, loading, state
 from ballast.torch.agreement import Collected, agree
 from ballast.torch.connection import Connection
@@ -55,7 +53,7 @@ class Optimizer(torch.optim.Optimizer):
         options.chunk_elements, options.seed = chunk_elements, seed
         options.step_timeout, options.open_timeout = float(step_timeout), float(open_timeout)
         self._kind, self._moments = kind, moments
-        self._debug = os.environ.get('BALLAST_DEBUG') == '1' if debug is None else bool(debug)
+        self._debug = arguments.flag('debug', debug, 'BALLAST_DEBUG')
         self._kept = checkpoint.Kept(checkpoints)
         self._max_norm, self._gradient_scale = float(max_norm), None
         self._seconds = {'push': 0.0, 'seal': 0.0, 'pull': 0.0}
@@ -218,6 +216,9 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take_edit(self, member):
+        if member.edited_unseen(member.parameter):
+            warn(f"parameter '{member.name}' was written through .data, which its version counter does not tell: taken over at step "
+                 f'{self._steps}, as by sync_from_params(); without debug it would be lost')
         parameter = member.parameter.detach()
         master = torch.empty(parameter.numel(), dtype=torch.float32)
         self._session.read(member.name, 'master', master)
@@ -264,20 +265,7 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Takes the job, parameters included, back to the version that state_dict() named. Or makes moments, step counts and
         param_groups of a state in torch.optim's format the job's: parameters stay what they are. All ranks."""
-        checkpoint.check_groups(self, state_dict)
-        named = checkpoint.named(state_dict)
-        if named is None:
-            return loading.load(self, state_dict)
-        job, version = named
-        if version is None:
-            return checkpoint.load_groups(self, state_dict)  # of an optimizer that was not open
-        if job != self._options.job:
-            raise Error(f"the state_dict is of job '{job}', this optimizer of '{self._options.job}'; give it name="
-                        f"'{job}'", 'BAD_SPEC')
-        if self._session is None:
-            self._options.resume = 'must'  # who loads a state wants the job that has it
-        self.rollback(version)
-        checkpoint.load_groups(self, state_dict)
+        loading.load(self, state_dict)
 
     def versions(self):
         """What rollback() can go back to: versions that all servers keep."""
@@ -416,7 +404,7 @@ class Optimizer(torch.optim.Optimizer):
         text = f'{what} is not finite: the step was skipped, nothing was updated (step {self._steps}, {self._skips} in a row)'
         if self._skips >= _SKIPS_MAX:
             raise Error(f'{text}; lower the learning rate or look at the data', 'BAD_REQUEST')
-        warnings.warn(text, stacklevel=4)
+        warn(text)
 
     def close(self):
         """Ends the session. A durable job stays on its servers; another's memory on the embedded one is given back."""

@@ -1,0 +1,96 @@
+// A transport ends its calls, whatever becomes of the connection: a server that is killed amid a push.
+#include "ballast/client/grpc_transport.h"
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+
+namespace ballast::client {
+namespace {
+
+// Takes one HTTP/2 connection after the other, reads so many bytes from each, in which it grants no window beyond the
+// first, and then ends it as a killed process does.
+class DyingServer {
+ public:
+  explicit DyingServer(uint64_t reads) : reads_(reads) {
+    listener_ = ::socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address = {};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(::bind(listener_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    EXPECT_EQ(::listen(listener_, 8), 0);
+    socklen_t size = sizeof(address);
+    EXPECT_EQ(::getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &size), 0);
+    address_ = absl::StrCat("127.0.0.1:", ntohs(address.sin_port));
+    thread_ = std::thread([this] { Serve(); });
+  }
+  ~DyingServer() {
+    ::shutdown(listener_, SHUT_RDWR);
+    thread_.join();
+    ::close(listener_);
+  }
+  const std::string& address() const { return address_; }
+
+ private:
+  void Serve() {
+    for (;;) {
+      const int connection = ::accept(listener_, nullptr, nullptr);
+      if (connection < 0) return;
+      const unsigned char settings[] = {0, 0, 0, 4, 0, 0, 0, 0, 0};  // an empty frame: HTTP/2's defaults
+      EXPECT_EQ(::send(connection, settings, sizeof(settings), MSG_NOSIGNAL), sizeof(settings));
+      std::vector<char> buffer(4096);
+      for (uint64_t left = reads_; left > 0;) {
+        const ssize_t got = ::recv(connection, buffer.data(), std::min<uint64_t>(left, buffer.size()), 0);
+        if (got <= 0) break;
+        left -= static_cast<uint64_t>(got);
+      }
+      const linger at_once = {.l_onoff = 1, .l_linger = 0};
+      ::setsockopt(connection, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+      ::close(connection);
+    }
+  }
+
+  const uint64_t reads_;
+  int listener_ = -1;
+  std::string address_;
+  std::thread thread_;
+};
+
+TEST(GrpcTransportTest, APushEndsWithItsConnection) {
+  const std::vector<std::byte> payload(1 << 20);
+  // Before and amid the call's headers, amid the first window of 65535 bytes, and where it is used up.
+  for (const uint64_t reads : {1, 24, 100, 300, 500, 1000, 5000, 20000, 60000, 65000, 65600, 65700, 65900}) {
+    DyingServer server(reads);
+    const std::unique_ptr<Transport> transport = MakeGrpcTransport(server.address());
+    for (int i = 0; i < 20; ++i) {
+      auto ended = std::make_shared<std::promise<absl::Status>>();
+      v1::PushRequest header;
+      header.set_job("job");
+      transport->Push(header, payload, absl::Now() + absl::Seconds(5),
+                      [ended](const absl::StatusOr<v1::PushResponse>& r) { ended->set_value(r.status()); });
+      std::future<absl::Status> status = ended->get_future();
+      if (status.wait_for(std::chrono::seconds(60)) != std::future_status::ready) {
+        std::fprintf(stderr, "a push did not end; its server read %lu bytes\n", reads);
+        std::abort();  // the transport would wait for it
+      }
+      EXPECT_FALSE(status.get().ok());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ballast::client
