@@ -11,8 +11,8 @@
 namespace ballast::storage {
 namespace {
 
-constexpr uint64_t kGathered = uint64_t{1} << 12;
-static_assert(kGathered % kernels::kMomentBlock == 0);
+constexpr uint64_t kGatheredElements = uint64_t{1} << 12;
+static_assert(kGatheredElements % kernels::kMomentBlock == 0);
 
 }  // namespace
 
@@ -25,9 +25,9 @@ absl::Status ForMomentPieces(const ChunkUpdate& update, const StateView& state,
     if (!values.values.empty()) parts.push_back(&values);
   }
   std::sort(parts.begin(), parts.end(), [](auto* a, auto* b) { return a->begin < b->begin; });
-  alignas(64) float gathered[kGathered];
-  alignas(64) std::byte coded[kGathered * sizeof(float)];
-  float scales[kGathered / kernels::kMomentBlock];
+  alignas(64) float gathered[kGatheredElements];
+  alignas(64) std::byte coded[kGatheredElements * sizeof(float)];
+  float scales[kGatheredElements / kernels::kMomentBlock];
   uint64_t begin = 0, count = 0;  // of what is gathered
   const auto flush = [&] {
     if (count == 0) return absl::OkStatus();
@@ -42,9 +42,9 @@ absl::Status ForMomentPieces(const ChunkUpdate& update, const StateView& state,
   for (const ChunkUpdate::Values* part : parts) {
     if (part->begin != begin + count) BALLAST_RETURN_IF_ERROR(flush());
     for (absl::Span<const float> rest = part->values; !rest.empty();) {
-      if (count == kGathered) BALLAST_RETURN_IF_ERROR(flush());
+      if (count == kGatheredElements) BALLAST_RETURN_IF_ERROR(flush());
       if (count == 0) begin = part->begin + (part->values.size() - rest.size());
-      const uint64_t taken = std::min<uint64_t>(rest.size(), kGathered - count);
+      const uint64_t taken = std::min<uint64_t>(rest.size(), kGatheredElements - count);
       std::copy_n(rest.begin(), taken, gathered + count);
       count += taken;
       rest.remove_prefix(taken);

@@ -46,7 +46,7 @@ function(ballast_grpc_glue target)
   endif()
 endfunction()
 
-# The sources of an executable, behind what ThreadSanitizer wants first.
+# The sources of an executable. Under ThreadSanitizer tsan_shared_ptr.cc (which says why) is linked in front of them.
 function(ballast_add_executable name)
   if(BALLAST_SANITIZE STREQUAL "thread")
     set(first ${PROJECT_SOURCE_DIR}/tests/tools/tsan_shared_ptr.cc)
@@ -54,7 +54,7 @@ function(ballast_add_executable name)
   endif()
   add_executable(${name} ${first} ${ARGN})
   if(first)
-    set_target_properties(${name} PROPERTIES UNITY_BUILD OFF)  # it would put its batches first
+    set_target_properties(${name} PROPERTIES UNITY_BUILD OFF)  # unity puts batches of sources in front of the others
   endif()
 endfunction()
 

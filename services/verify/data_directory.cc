@@ -15,6 +15,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr char kLogPrefix[] = "log-";
+
 bool Exists(const std::string& path) {
   std::error_code ignored;
   return fs::exists(path, ignored);

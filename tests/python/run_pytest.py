@@ -9,4 +9,5 @@ if missing:
 
 import pytest  # noqa: E402
 
-sys.exit(pytest.main(['-p', 'no:cacheprovider', *sys.argv[1:]]))
+# Directories of tests hold gigabytes: those of failed ones are enough to keep.
+sys.exit(pytest.main(['-p', 'no:cacheprovider', '-o', 'tmp_path_retention_policy=failed', *sys.argv[1:]]))

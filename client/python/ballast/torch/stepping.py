@@ -8,7 +8,7 @@ import weakref
 import torch
 
 from ballast.errors import Error
-from ballast.torch.members import Memory, is_sharded, local
+from ballast.torch.members import Memory, is_sharded
 from ballast.torch.naming import unit_of
 from ballast.torch.registration import placed
 
