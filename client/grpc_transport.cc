@@ -91,9 +91,13 @@ class CallSet {
     absl::MutexLock lock(&mutex_);
     --running_;
   }
-  void CancelAndWait() {
+  void Cancel() {
     absl::MutexLock lock(&mutex_);
     for (grpc::ClientContext* context : contexts_) context->TryCancel();
+  }
+  void CancelAndWait() {
+    Cancel();
+    absl::MutexLock lock(&mutex_);
     mutex_.Await(absl::Condition(
         +[](int* running) { return *running == 0; }, &running_));
   }
@@ -233,6 +237,7 @@ class GrpcTransport final : public Transport {
   ~GrpcTransport() override { calls_.CancelAndWait(); }
 
   std::string name() const override { return address_; }
+  void Cancel() override { calls_.Cancel(); }
 
   void GetJob(const v1::GetJobRequest& request, absl::Time deadline, Callback<v1::GetJobResponse> done) override {
     Unary(&Async::GetJob, request, deadline, std::move(done));

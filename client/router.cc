@@ -53,6 +53,12 @@ Router::Router(std::vector<std::unique_ptr<Transport>> servers, RouterOptions op
     : servers_(std::move(servers)), options_(std::move(options)), thread_([this] { Run(); }) {}
 
 Router::~Router() {
+  Stop();
+  thread_.join();
+  servers_.clear();  // waits for calls under way, whose answers are final now
+}
+
+void Router::Stop() {
   std::deque<OperationPtr> waiting;
   std::multimap<absl::Time, std::function<void()>> timers;
   {
@@ -65,8 +71,6 @@ Router::~Router() {
   }
   for (const OperationPtr& op : waiting) Finish(op, absl::CancelledError("the session ended"));
   for (auto& [time, task] : timers) task();  // with stopping_ set, each finishes its operation
-  thread_.join();
-  servers_.clear();  // waits for calls under way, whose answers are final now
 }
 
 void Router::Reorder(absl::Span<const uint32_t> order) {
@@ -328,9 +332,24 @@ void Router::Run() {
     for (const auto& task : due) task();
     if (pump) Pump();
     if (!line.empty()) options_.progress(line);
+    if (watching && options_.interrupted && options_.interrupted()) {
+      Stop();
+      CancelActive();
+    }
     mutex_.Lock();
   }
   mutex_.Unlock();
+}
+
+// Again and again: a call may be on its way to its transport.
+void Router::CancelActive() {
+  for (bool left = true; left;) {
+    for (const std::unique_ptr<Transport>& server : servers_) server->Cancel();
+    absl::MutexLock lock(&mutex_);
+    left = !mutex_.AwaitWithTimeout(absl::Condition(
+                                        +[](std::list<OperationPtr>* active) { return active->empty(); }, &active_),
+                                    absl::Milliseconds(100));
+  }
 }
 
 Router::Watch::Watch(Router* router, std::string what) : router_(router) {

@@ -53,6 +53,9 @@ struct RouterOptions {
   // Shows a line when a wait exceeds two seconds, at most one every two seconds. Called on the router's thread or the
   // caller's; may be empty.
   std::function<void(const std::string&)> progress;
+  // Asked twice a second on the router's thread while something is waited for: true ends the session, and whatever
+  // waits gets CANCELLED. May be empty.
+  std::function<bool()> interrupted;
   // Of a single try: a server that accepts calls but never answers is asked again after this.
   absl::Duration try_timeout = absl::Seconds(20);
 };
@@ -140,6 +143,8 @@ class Router {
   void Finish(const OperationPtr& op, absl::Status status);
   absl::Status Explain(const Operation& op, const absl::Status& status) const;
   void Repair(const OperationPtr& op, Next how);
+  void Stop();  // waiting and later operations get CANCELLED, those at a server whatever it answers
+  void CancelActive();
   void Pump();
   bool CanAdmit() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::string LongestWait(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -64,9 +64,10 @@ Session::Impl::Impl(const SessionOptions& session_options, std::vector<std::uniq
                     Collective* collective)
     : options(session_options),
       forks(ForkCount()),
-      router(std::make_unique<Router>(
-          std::move(servers),
-          RouterOptions{.inflight_bytes_max = options.inflight_bytes_max, .progress = options.progress})),
+      router(
+          std::make_unique<Router>(std::move(servers), RouterOptions{.inflight_bytes_max = options.inflight_bytes_max,
+                                                                     .progress = options.progress,
+                                                                     .interrupted = options.interrupted})),
       group(collective, router.get()),
       gradients(&seat),
       values(&seat),

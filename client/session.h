@@ -86,6 +86,9 @@ struct SessionOptions {
   uint64_t inflight_bytes_max = uint64_t{64} << 20;
   // Called with a line to show when a wait exceeds two seconds: what is waited for. May be empty.
   std::function<void(const std::string&)> progress;
+  // Asked twice a second, on another thread, while servers are waited for: true ends the session, and the call that
+  // waits, or Open, returns CANCELLED. What it was about may have happened. May be empty.
+  std::function<bool()> interrupted;
 };
 
 // Hyper-parameters of a parameter group for one step, with torch.optim's meaning and AdamW's defaults.

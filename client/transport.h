@@ -46,6 +46,9 @@ class Transport {
   virtual void Pull(const v1::PullRequest&, absl::Span<std::byte> to, absl::Time deadline,
                     std::function<void(absl::Status)>) = 0;
 
+  // Calls that are under way end soon, with CANCELLED. Only of what waits for another process.
+  virtual void Cancel() {}
+
   // Lent memory, in place of pushes and pulls. Only a server in this process takes it (StateServer::Lend), and none
   // that keeps working copies. The loan must end before the transport does.
   virtual bool TakesLoans() const { return false; }

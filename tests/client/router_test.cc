@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <thread>
 
 #include "absl/synchronization/notification.h"
@@ -73,6 +74,15 @@ class ScriptedTransport final : public Transport {
       if (commits == 0) answer = absl::DeadlineExceededError("waits for its version");
     }
     done(answer);
+  }
+
+  void Cancel() override {
+    std::vector<std::function<void(absl::Status)>> all;
+    {
+      absl::MutexLock lock(&mutex);
+      all.swap(held);
+    }
+    for (const auto& answer : all) answer(absl::CancelledError("by the caller"));
   }
 
   // Answers the oldest held call; waits until there is one.
@@ -229,6 +239,27 @@ TEST(Router, LongWaitsAreShown) {
   EXPECT_THAT(line, HasSubstr("waiting for server scripted: GetJob of job 'x'"));
   rig.server->Release(absl::OkStatus());
   caller.join();
+}
+
+TEST(Router, AnInterruptEndsCallsAtTheServerAndThoseToBeTriedAgain) {
+  for (const bool held : {true, false}) {
+    std::atomic<bool> interrupted{false};
+    Rig rig({.interrupted = [&] { return interrupted.load(); }});
+    rig.server->hold = held;
+    rig.server->script = {Down()};
+    rig.server->repeat_last = true;
+    absl::Status status;
+    std::thread caller([&] { status = rig.Ask(absl::Hours(1)); });
+    {
+      absl::MutexLock lock(&rig.server->mutex);
+      rig.server->mutex.Await(absl::Condition(
+          +[](int* calls) { return *calls > 0; }, &rig.server->calls));
+    }
+    interrupted = true;
+    caller.join();
+    EXPECT_TRUE(absl::IsCancelled(status)) << status;
+    EXPECT_TRUE(absl::IsCancelled(rig.Ask(absl::Hours(1)))) << "the session has ended";
+  }
 }
 
 TEST(Router, DestructorCancelsWhatWaits) {

@@ -23,10 +23,10 @@ def make(model, **more):
 '''
 
 
-def run(folder, body, expect=0, **variables):
+def run(folder, body, expect=0, seconds=300, **variables):
     script = folder / 'script.py'
     script.write_text(HEAD + textwrap.dedent(body), encoding='utf-8')
-    done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+    done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=seconds, check=False,
                           env={**os.environ, **variables})
     assert done.returncode == expect, f'{done.returncode}\n{done.stdout}\n{done.stderr}'
     return done
@@ -427,3 +427,67 @@ def test_a_job_of_every_k_does_not_grow_and_goes_on(tmp_path):
         step()
         assert optimizer.stats()['steps'] == 2
         ''')
+
+
+STOPPED = '''
+import atexit, subprocess, threading
+import ballast.embedded_daemon
+server = subprocess.Popen([ballast.embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0',
+                           '--metrics_listen', '127.0.0.1:0', '--data_directory', 'server', '--budget.dram', '64MiB', '--log_level', 'warn'],
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+atexit.register(server.kill)
+address = server.stdout.readline().split('listen=')[1].split()[0]
+def interrupt():
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+model = mlp()
+def make(**more):
+    return bt.AdamW(model.parameters(), servers=address, durability='none', step_timeout=3000, open_timeout=3000, **more)
+def step():
+    loss_of(model, next(batches(1))).backward()
+    optimizer.step()
+'''
+
+
+@pytest.mark.parametrize('what', ['open', 'step', 'overlapped step'])
+def test_ctrl_c_ends_the_wait_for_a_server_that_does_not_answer(what, tmp_path):
+    """And then the process, at once: nothing waits any more."""
+    body = {'open': '''
+optimizer = make()
+server.send_signal(signal.SIGSTOP)
+interrupt()
+step()
+''', 'step': '''
+optimizer = make()
+step()
+server.send_signal(signal.SIGSTOP)
+interrupt()
+step()
+''', 'overlapped step': '''
+optimizer = make(overlap=model)
+step()
+optimizer.wait()
+server.send_signal(signal.SIGSTOP)
+interrupt()
+step()
+optimizer.wait()
+'''}[what]
+    done = run(tmp_path, STOPPED + body, expect=-2, seconds=60)
+    assert 'KeyboardInterrupt' in done.stderr
+
+
+def test_ctrl_c_amid_a_step_that_ends_leaves_the_session_as_it_is(tmp_path):
+    run(tmp_path, STOPPED + '''
+optimizer = make()
+step()
+server.send_signal(signal.SIGSTOP)
+interrupt()
+threading.Timer(2, server.send_signal, (signal.SIGCONT,)).start()
+try:
+    step()
+except KeyboardInterrupt:
+    interrupted = True
+assert interrupted
+assert optimizer.resume().step == 2
+step()
+assert optimizer.resume().step == 3
+''', seconds=60)

@@ -87,8 +87,7 @@ void BindEstimate(nb::module_& m) {
       .def_ro("rank_bytes", &EstimateReport::rank_bytes)
       .def_ro("rank_bytes_sharded", &EstimateReport::rank_bytes_sharded);
   m.def("estimate", &EstimateFor, "tensors"_a, "options"_a, "dram"_a, "nvme"_a, "staging"_a, "threads"_a, "servers"_a,
-        "profile"_a,
-        nb::call_guard<nb::gil_scoped_release>());
+        "profile"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 void BindOptions(nb::module_& m) {
@@ -158,6 +157,13 @@ void Tell(const nb::object& ready, absl::Span<const size_t> tensors) {
   }
 }
 
+template <typename Result, typename... Arguments>
+auto Watched(Result (PythonSession::*method)(Arguments...)) {
+  return [method](PythonSession& session, Arguments... arguments) -> Result {
+    return session.interrupt().Watch([&] { return (session.*method)(arguments...); });
+  };
+}
+
 void BindSession(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<PythonSession>(m, "Session")
@@ -165,8 +171,9 @@ void BindSession(nb::module_& m) {
           "open",
           [](const OpenOptions& options, const std::vector<Tensor>& tensors, PythonServer* server, nb::object store) {
             PythonStore shared(std::move(store));
+            const Interrupt interrupt;
             const nb::gil_scoped_release release;
-            return PythonSession::Open(options, tensors, server, &shared);
+            return interrupt.Watch([&] { return PythonSession::Open(options, tensors, server, &shared, interrupt); });
           },
           "options"_a, "tensors"_a, "server"_a.none(), "store"_a.none())
       .def_prop_ro("version", &PythonSession::version)
@@ -183,7 +190,7 @@ void BindSession(nb::module_& m) {
           [](PythonSession& session, const std::vector<Array>& parameters) {
             const auto memory = MemoryOf(session, {}, parameters);
             const nb::gil_scoped_release release;
-            session.Initialise(memory);
+            session.interrupt().Watch([&] { return session.Initialise(memory); });
           },
           "parameters"_a)
       .def(
@@ -199,7 +206,7 @@ void BindSession(nb::module_& m) {
                                               .max_norm = max_norm,
                                               .blob = std::string(blob.c_str(), blob.size())};
             const nb::gil_scoped_release release;
-            return session.Step(memory, options, tell);
+            return session.interrupt().Watch([&] { return session.Step(memory, options, tell); });
           },
           "gradients"_a, "parameters"_a, "groups"_a, "gradient_scale"_a = 1.0, "max_norm"_a = 0.0,
           "blob"_a = nb::bytes("", 0), "ready"_a = nb::none())
@@ -208,7 +215,7 @@ void BindSession(nb::module_& m) {
           [](PythonSession& session, const std::vector<Array>& parameters) {
             const auto memory = MemoryOf(session, {}, parameters);
             const nb::gil_scoped_release release;
-            session.Pull(memory);
+            session.interrupt().Watch([&] { return session.Pull(memory); });
           },
           "parameters"_a)
       .def(
@@ -216,10 +223,10 @@ void BindSession(nb::module_& m) {
           [](PythonSession& session, const std::string& tensor, const F32Array& values) {
             const absl::Span<const float> span(values.data(), values.size());
             const nb::gil_scoped_release release;
-            session.Write(tensor, span);
+            session.interrupt().Watch([&] { return session.Write(tensor, span); });
           },
           "tensor"_a, "values"_a)
-      .def("commit_values", &PythonSession::CommitValues, Release())
+      .def("commit_values", Watched(&PythonSession::CommitValues), Release())
       .def(
           "commit_state",
           [](PythonSession& session, const std::string& array, const std::vector<std::string>& tensors,
@@ -232,7 +239,7 @@ void BindSession(nb::module_& m) {
             }
             const std::string sealed(blob.c_str(), blob.size());
             const nb::gil_scoped_release release;
-            return session.CommitState(array, states, sealed);
+            return session.interrupt().Watch([&] { return session.CommitState(array, states, sealed); });
           },
           "array"_a, "tensors"_a, "values"_a, "steps"_a, "blob"_a)
       .def(
@@ -240,11 +247,11 @@ void BindSession(nb::module_& m) {
           [](PythonSession& session, const std::string& tensor, const std::string& content, const F32Array& to) {
             const absl::Span<float> span(to.data(), to.size());
             const nb::gil_scoped_release release;
-            session.Read(tensor, content, span);
+            session.interrupt().Watch([&] { return session.Read(tensor, content, span); });
           },
           "tensor"_a, "content"_a, "to"_a)
-      .def("tensor_steps", &PythonSession::TensorSteps, "tensor"_a, Release())
-      .def("register", &PythonSession::Register, "tensors"_a, Release())
+      .def("tensor_steps", Watched(&PythonSession::TensorSteps), "tensor"_a, Release())
+      .def("register", Watched(&PythonSession::Register), "tensors"_a, Release())
       .def(
           "exchange",
           [](PythonSession& session, const nb::bytes& mine) {
@@ -259,10 +266,12 @@ void BindSession(nb::module_& m) {
             return answers;
           },
           "mine"_a)
-      .def("pin", &PythonSession::Pin, Release())
-      .def("unpin", &PythonSession::Unpin, "version"_a, Release())
-      .def("pins", &PythonSession::Pins, Release())
-      .def("restore", &PythonSession::Restore, "version"_a, Release())
+      .def("pin", Watched(&PythonSession::Pin), Release())
+      .def("unpin", Watched(&PythonSession::Unpin), "version"_a, Release())
+      .def("pins", Watched(&PythonSession::Pins), Release())
+      .def("restore", Watched(&PythonSession::Restore), "version"_a, Release())
+      // Ends what another thread waits for, and the session.
+      .def("interrupt", [](const PythonSession& session) { session.interrupt().Raise(); })
       .def("close", &PythonSession::Close, Release());
 }
 

@@ -216,8 +216,9 @@ absl::StatusOr<std::string> PythonStore::Get(absl::string_view key, absl::Time d
 }
 
 std::unique_ptr<PythonSession> PythonSession::Open(const OpenOptions& options, const std::vector<Tensor>& tensors,
-                                                   PythonServer* server, client::Rendezvous* store) {
-  std::unique_ptr<PythonSession> session(new PythonSession);
+                                                   PythonServer* server, client::Rendezvous* store,
+                                                   const Interrupt& interrupt) {
+  std::unique_ptr<PythonSession> session(new PythonSession(interrupt));
   if (options.world_size > 1) {
     client::GlooOptions gloo;
     gloo.host = options.host;
@@ -233,8 +234,10 @@ std::unique_ptr<PythonSession> PythonSession::Open(const OpenOptions& options, c
     session->server_ = server->server();
     transports.push_back(services::MakeEmbeddedTransport(session->server_.get()));
   }
+  client::SessionOptions session_options = OptionsOf(options);
+  session_options.interrupted = interrupt.raised();
   session->session_ =
-      Take(Session::Open(OptionsOf(options), SpecsOf(tensors), std::move(transports), session->collective_.get()));
+      Take(Session::Open(session_options, SpecsOf(tensors), std::move(transports), session->collective_.get()));
   for (const Tensor& tensor : tensors) session->names_.push_back(tensor.name);
   session->rows_ = options.rows;
   session->MakeTensors();

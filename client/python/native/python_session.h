@@ -5,8 +5,13 @@
 #include <nanobind/nanobind.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -108,11 +113,52 @@ struct Report {
   double pull_seconds = 0;  // until parameters hold the version
 };
 
+// Ctrl-C, seen while a call waits for servers. Threads: any.
+class Interrupt {
+ public:
+  // Runs `call` on a thread of its own, and returns what it does, or throws what it throws. If a signal's handler
+  // raises meanwhile (this is the main thread), the call has two seconds to end by itself; then whatever it waits for
+  // does, and the session with it. Either way the handler's exception is thrown. Without the interpreter's lock.
+  template <typename Call>
+  auto Watch(const Call& call) const;
+  // As if it had been seen: whatever waits ends, and the session with it.
+  void Raise() const { raised_->store(true); }
+  std::function<bool()> raised() const {
+    return [raised = raised_] { return raised->load(); };
+  }
+
+ private:
+  std::shared_ptr<std::atomic<bool>> raised_ = std::make_shared<std::atomic<bool>>(false);
+};
+
+template <typename Call>
+auto Interrupt::Watch(const Call& call) const {
+  constexpr auto kAsk = std::chrono::milliseconds(100);
+  constexpr auto kGrace = std::chrono::seconds(2);
+  auto result = std::async(std::launch::async, call);
+  while (result.wait_for(kAsk) != std::future_status::ready) {
+    std::optional<nanobind::python_error> error;
+    {
+      const nanobind::gil_scoped_acquire lock;
+      if (PyErr_CheckSignals() != 0) error.emplace();
+    }
+    if (!error.has_value()) continue;
+    if (result.wait_for(kGrace) != std::future_status::ready) {
+      Raise();
+      result.wait();
+    }
+    throw *std::move(error);
+  }
+  return result.get();
+}
+
 class PythonSession {
  public:
   // COLLECTIVE. `server`: null with OpenOptions::servers. `store`: used only by several ranks.
   static std::unique_ptr<PythonSession> Open(const OpenOptions& options, const std::vector<Tensor>& tensors,
-                                             PythonServer* server, client::Rendezvous* store);
+                                             PythonServer* server, client::Rendezvous* store,
+                                             const Interrupt& interrupt);
+  const Interrupt& interrupt() const { return interrupt_; }
 
   int64_t version() const { return Use()->version(); }
   bool needs_values() const { return Use()->needs_values(); }
@@ -164,8 +210,10 @@ class PythonSession {
   };
   Using Use() const { return Using(this); }
 
-  PythonSession() = default;
+  explicit PythonSession(const Interrupt& interrupt) : interrupt_(interrupt) {}
   void MakeTensors();
+
+  const Interrupt interrupt_;
 
   const pid_t pid_ = getpid();
   mutable std::mutex mutex_;
@@ -178,7 +226,8 @@ class PythonSession {
   bool rows_ = false;
 };
 
-// `servers`: 0 for an embedded one. Budgets of each, in bytes; `staging`: 0 for a server's default; `profile`: of `ballastctl iotune`, empty for none.
+// `servers`: 0 for an embedded one. Budgets of each, in bytes; `staging`: 0 for a server's default; `profile`: of
+// `ballastctl iotune`, empty for none.
 EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions& options, uint64_t dram, uint64_t nvme,
                            uint64_t staging, int threads, uint32_t servers, const std::string& profile);
 

@@ -13,6 +13,9 @@ from ballast.torch.naming import unit_of
 from ballast.torch.registration import placed
 
 
+_GRACE_SECONDS = 2.0
+
+
 class Step:
     """run() may be on any thread. land() and end() are the training loop's, since they touch parameters as autograd sees them."""
 
@@ -29,6 +32,9 @@ class Step:
         self._report = optimizer._session.step(
             collected.gradients, self._memory.parameters, collected.groups, 1.0 if self._scale is None else self._scale, optimizer._max_norm,
             blob=optimizer._pack_blob(optimizer._steps + 1, self._blob), ready=ready)
+
+    def interrupt(self):
+        self._optimizer._session.interrupt()
 
     def land(self, indices):
         """Parameters of these members, by index, hold the new version."""
@@ -104,12 +110,23 @@ class Overlap:
         if self._step is None:
             return
         needed = self._needs.get(module, set())
-        with self._changed:
-            self._changed.wait_for(lambda: self._future.done() or needed <= self._ready_members)
+        self._await(lambda: needed <= self._ready_members)
         if needed <= self._ready_members:
             self._land(needed)
         else:
             self.wait()
+
+    def _await(self, enough):
+        """Until the step has ended, or that. As a call of the session does, Ctrl-C leaves it two seconds, then ends the session."""
+        def over():
+            return self._future.done() or enough()
+        with self._changed:
+            try:
+                self._changed.wait_for(over)
+            except BaseException:
+                if not self._changed.wait_for(over, _GRACE_SECONDS):
+                    self._step.interrupt()
+                raise
 
     def _land(self, indices):
         self._step.land(indices)
@@ -124,7 +141,7 @@ class Overlap:
         """Until the step under way has ended. Raises what it raised."""
         if self._step is None:
             return
-        concurrent.futures.wait([self._future])  # Ctrl-C ends the waiting, and not the step
+        self._await(lambda: False)
         step, future, ready = self._step, self._future, self._ready_members
         try:
             self._land(set(ready))
