@@ -17,8 +17,8 @@ def batches(count, seed=7):
 
 
 def loss_of(model, batch):
-    dtype = next(model.parameters()).dtype
-    return nn.functional.cross_entropy(model(batch[0].to(dtype)).float(), batch[1])
+    like = next(model.parameters())
+    return nn.functional.cross_entropy(model(batch[0].to(like.device, like.dtype)).float(), batch[1].to(like.device))
 
 
 def train(model, optimizer, steps=50, after_backward=None, after_step=None):

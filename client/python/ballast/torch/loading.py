@@ -8,7 +8,7 @@ import torch
 from ballast.errors import Error
 from ballast.torch import checkpoint, job_spec, ranks
 from ballast.torch.agreement import together
-from ballast.torch.members import is_sharded, local
+from ballast.torch.members import is_sharded, local, on_host
 from ballast.torch.registration import name_of, placed
 from ballast.torch.state import MOMENTS, moment_names
 
@@ -170,7 +170,7 @@ def _moment(member, entry, name):
 
 def _master(session, member, entry, fresh):
     """The parameter's values, but where the master that there is rounds to them: then that."""
-    values = local(member.parameter).detach()
+    values = on_host(member.parameter)
     if entry.master is not None:
         known = _own(entry.master, member.parameter)
     elif fresh:

@@ -10,6 +10,7 @@ except ImportError:  # torch 2.4
     from torch.distributed._tensor import DTensor, Shard
 
 from ballast.errors import Error
+from ballast.torch.host_memory import is_elsewhere
 
 DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
 
@@ -28,9 +29,14 @@ def local(tensor):
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def on_host(tensor):
+    """This rank's elements, contiguous, in the host's memory: a copy where they are not that."""
+    return local(tensor).detach().cpu().contiguous()
+
+
 def _digest(tensor):
     """CRC-32 of this rank's elements."""
-    return zlib.crc32(local(tensor).detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(on_host(tensor).reshape(-1).view(torch.uint8).numpy())
 
 
 class Member:
@@ -70,8 +76,8 @@ def check_parameter(name, parameter):
     if isinstance(parameter, DTensor) and tuple(parameter.placements) != (Shard(0),):
         raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected (Shard(0),), as "
                     'fully_shard makes it over a mesh of one dimension', 'UNSUPPORTED')
-    if parameter.device.type != 'cpu':
-        raise Error(f"parameter '{name}' is on {parameter.device}; only the CPU is supported so far", 'UNSUPPORTED')
+    if parameter.device.type not in ('cpu', 'cuda'):
+        raise Error(f"parameter '{name}' is on {parameter.device}; expected the CPU, or a GPU that torch calls cuda", 'UNSUPPORTED')
 
 
 def gradient_of(member):
@@ -89,13 +95,38 @@ def gradient_of(member):
 
 
 class Memory:
-    """Parameters as contiguous tensors: themselves, or copies, from which write_back() brings what was written."""
+    """Members' parameters and gradients as contiguous tensors in the host's memory: their own, or copies on their way. write_back()
+    brings to a parameter what was written."""
 
-    def __init__(self, members):
-        self._members = members
-        self.parameters = [local(member.parameter).detach().contiguous() for member in members]
+    def __init__(self, members, host, gradients=None):
+        """host: the optimizer's HostMemory. gradients: of gradient_of(), an entry per member; none of them without."""
+        self._members, self._host = members, host
+        self.parameters, self.gradients = [], []
+        for member, gradient in zip(members, gradients or [None] * len(members)):
+            # With a gradient it will be written, and else it is read.
+            self.parameters.append(self._here(member, 'parameter', local(member.parameter).detach(), read=gradient is None))
+            self.gradients.append(None if gradient is None else self._here(member, 'gradient', gradient, read=True))
+        self._copied = host.enqueued()
+
+    def _here(self, member, what, tensor, read):
+        if not is_elsewhere(tensor):
+            return tensor.contiguous()
+        place = self._host.place((member.name, what), tensor)
+        if read:
+            self._host.copy(place, tensor)
+        return place
+
+    def wait(self):
+        """Until copies are there. Any thread."""
+        for event in self._copied:
+            event.synchronize()
+        return self
+
+    @property
+    def is_copied(self):
+        return any(is_elsewhere(local(member.parameter)) for member in self._members)
 
     def write_back(self, i):
         parameter = local(self._members[i].parameter).detach()
-        if not parameter.is_contiguous():
-            parameter.copy_(self.parameters[i])
+        if is_elsewhere(parameter) or not parameter.is_contiguous():
+            self._host.copy(parameter, self.parameters[i])

@@ -15,6 +15,7 @@ from ballast.errors import Error, warn
 from ballast.torch import arguments, checkpoint, hooks, job_spec, loading, state
 from ballast.torch.agreement import Collected, agree
 from ballast.torch.connection import Connection
+from ballast.torch.host_memory import HostMemory
 from ballast.torch.members import DTYPES, Memory, gradient_of, is_sharded, local, whole
 from ballast.torch.naming import split_named, unwrapped
 from ballast.torch.registration import new_tensors, placed
@@ -61,6 +62,7 @@ class Optimizer(torch.optim.Optimizer):
         self._closed = False
         self._members = []
         self._by_parameter = {}
+        self._host = HostMemory()
         self._names = []
         self._skips = 0
         self._steps = 0
@@ -159,7 +161,7 @@ class Optimizer(torch.optim.Optimizer):
         self._take_blob()
         self._unpulled = not self._session.needs_values
         if self._session.needs_values:
-            self._session.initialise(Memory(self._members).parameters)
+            self._session.initialise(Memory(self._members, self._host).wait().parameters)
 
     @staticmethod
     def _pack_blob(steps, blob=b''):
@@ -194,7 +196,7 @@ class Optimizer(torch.optim.Optimizer):
         return master
 
     def _pull(self):
-        memory = Memory(self._members)
+        memory = Memory(self._members, self._host).wait()
         self._session.pull(memory.parameters)
         for i, member in enumerate(self._members):
             memory.write_back(i)
@@ -222,7 +224,7 @@ class Optimizer(torch.optim.Optimizer):
         parameter = member.parameter.detach()
         master = torch.empty(parameter.numel(), dtype=torch.float32)
         self._session.read(member.name, 'master', master)
-        values = whole(parameter).reshape(-1)
+        values = whole(parameter).cpu().reshape(-1)
         kept = master.to(values.dtype) == values
         # All ranks write, or none: their parameters are the same, but one of them may have been moved.
         if self._options.world_size > 1 or not bool(kept.all()):
@@ -394,7 +396,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         self._session.register([tensor for _, _, tensor in fresh])
         self._members.extend(member for member, _, _ in fresh)
-        self._session.initialise(Memory(self._members).parameters)
+        self._session.initialise(Memory(self._members, self._host).wait().parameters)
 
     def _warn_skipped(self, gradients):
         names = [member.name for member, gradient in zip(self._members, gradients)
@@ -414,4 +416,4 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             self._connection.close()
             self._session = None
-            self._members, self._by_parameter = [], {}
+            self._members, self._by_parameter, self._host = [], {}, HostMemory()

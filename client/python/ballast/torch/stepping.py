@@ -22,16 +22,23 @@ class Step:
     def __init__(self, optimizer, collected, scale, blob):
         self._optimizer, self._collected, self._scale, self._blob = optimizer, collected, scale, blob
         self._before = optimizer._session.version
-        self._memory = Memory(optimizer._members)
+        self._memory = Memory(optimizer._members, optimizer._host, collected.gradients)
         self._landed = set()
         self._report = None
 
     def run(self, ready=None):
         """ready(indices): parameters of some members hold the new version, and their gradients are not read any more."""
-        optimizer, collected = self._optimizer, self._collected
+        optimizer, collected, memory = self._optimizer, self._collected, self._memory.wait()
+        if ready is None and memory.is_copied:
+            ready = self._land_early
         self._report = optimizer._session.step(
-            collected.gradients, self._memory.parameters, collected.groups, 1.0 if self._scale is None else self._scale, optimizer._max_norm,
+            memory.gradients, memory.parameters, collected.groups, 1.0 if self._scale is None else self._scale, optimizer._max_norm,
             blob=optimizer._pack_blob(optimizer._steps + 1, self._blob), ready=ready)
+
+    # While the loop waits in run(): a unit's parameters are on their way to the GPU as the next ones are updated.
+    def _land_early(self, indices):
+        with self._optimizer._host.on_streams():
+            self.land(set(indices))
 
     def interrupt(self):
         self._optimizer._session.interrupt()
