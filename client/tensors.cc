@@ -218,8 +218,24 @@ void Tensors::Widen(const Unit& unit, absl::Span<const TensorMemory> memory) {
 }
 
 absl::Status Tensors::Push(absl::Span<const TensorMemory> memory) {
-  for (const Unit& unit : units_) BALLAST_RETURN_IF_ERROR(PushUnit(unit, memory));
+  absl::Status status;
+  for (Unit& unit : units_) {
+    if (!std::exchange(unit.pushed, false) && status.ok()) status = PushUnit(unit, memory);
+  }
+  return status;
+}
+
+absl::Status Tensors::PushEarly(size_t unit, absl::Span<const TensorMemory> gradients) {
+  std::vector<TensorMemory> memory(names_.size());
+  for (size_t i = 0; i < gradients.size(); ++i) memory[units_[unit].tensors[i]] = gradients[i];
+  BALLAST_RETURN_IF_ERROR(PushUnit(units_[unit], memory));
+  units_[unit].pushed = true;
   return absl::OkStatus();
+}
+
+absl::Status Tensors::Drop() {
+  for (Unit& unit : units_) unit.pushed = false;
+  return session_->Drop();
 }
 
 absl::Status Tensors::PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory) {

@@ -59,6 +59,16 @@ class Tensors {
   using Ready = std::function<void(absl::Span<const size_t>)>;
   absl::StatusOr<TensorsReport> Step(absl::Span<const TensorMemory> memory, const StepOptions& options,
                                      const Ready& ready = {});
+  // Whether PushEarly has anything to do: gradients that are lent (takes_gradients) are not pushed.
+  bool pushes_gradients() const { return !session_->takes_gradients(); }
+  // Units of the session, by the indices of their tensors.
+  size_t unit_count() const { return units_.size(); }
+  const std::vector<size_t>& TensorsOf(size_t unit) const { return units_[unit].tensors; }
+  // What Step would push of this unit, ahead of it; Step passes the unit over. `gradients`: an entry per TensorsOf(unit),
+  // whose parameters are not looked at; the memory stays, unchanged, until Step or Drop has returned OK.
+  absl::Status PushEarly(size_t unit, absl::Span<const TensorMemory> gradients);
+  // COLLECTIVE. Session::Drop, of what was pushed early.
+  absl::Status Drop();
   // COLLECTIVE. Session::CommitState: of the tensors `which` (indices into names), local fp32 elements of each.
   absl::StatusOr<StepReport> CommitState(Content array, absl::Span<const size_t> which,
                                          absl::Span<const float* const> values, absl::Span<const uint64_t> steps,
@@ -77,6 +87,7 @@ class Tensors {
   struct Unit {
     uint32_t index = 0;  // the session's
     uint64_t elements = 0;
+    bool pushed = false;  // early, in this attempt
     std::vector<size_t> tensors;
     std::vector<Run> owned;
     std::vector<Run> whole;

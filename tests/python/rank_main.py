@@ -162,6 +162,15 @@ def fsdp2():
     return run_both(wrap, train)
 
 
+def early():
+    optimizer = ours(DistributedDataParallel(mlp()).named_parameters(), push_early=True)
+    try:
+        optimizer.resume()
+    except bt.optimizer.Error as error:
+        return str(error)
+    return 'accepted'
+
+
 def fsdp2_edit():
     def wrap(model):
         return fully_shard(model)

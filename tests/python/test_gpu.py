@@ -34,7 +34,7 @@ def test_trains_as_without_copies(device, dtype, overlap, over_servers, job, two
     more = {'servers': two_servers} if over_servers else {}
     if over_servers:
         job = {'name': job['name']}
-    mine = of(model, job, overlap=model if overlap else None, **more)
+    mine = of(model, job, overlap=model if overlap else None, push_early=over_servers, **more)
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(members, 'is_elsewhere', host_memory.is_elsewhere)
         theirs = of(twin, {**job, 'name': job['name'] + '-twin'}, **more)

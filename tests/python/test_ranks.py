@@ -46,6 +46,11 @@ def test_two_ranks_over_a_private_server(script, tmp_path):
     assert 'error' not in logs.lower(), logs
 
 
+def test_gradients_do_not_go_early(tmp_path):
+    for told in run_ranks('early', tmp_path)[0]:
+        assert told.startswith('push_early is for one rank: DistributedDataParallel reduces gradients after')
+
+
 @pytest.mark.parametrize('script', ['ddp_load', 'fsdp2_load', 'fsdp2_load_whole'])
 def test_two_ranks_load_a_state_of_torchs(script, tmp_path, two_servers):
     results, _ = run_ranks(script, tmp_path, servers=two_servers)

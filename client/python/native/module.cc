@@ -210,6 +210,23 @@ void BindSession(nb::module_& m) {
           },
           "gradients"_a, "parameters"_a, "groups"_a, "gradient_scale"_a = 1.0, "max_norm"_a = 0.0,
           "blob"_a = nb::bytes("", 0), "ready"_a = nb::none())
+      .def_prop_ro("pushes_gradients", &PythonSession::pushes_gradients)
+      .def_prop_ro("units", &PythonSession::Units)
+      .def(
+          "push_early",
+          [](PythonSession& session, size_t unit, const std::vector<Array>& gradients) {
+            std::vector<client::TensorMemory> memory(gradients.size());
+            std::vector<uint64_t> elements(gradients.size());
+            for (size_t i = 0; i < gradients.size(); ++i) {
+              memory[i].gradient = static_cast<const std::byte*>(gradients[i].data());
+              memory[i].gradient_dtype = DtypeOf(gradients[i].dtype());
+              elements[i] = gradients[i].size();
+            }
+            const nb::gil_scoped_release release;
+            session.PushEarly(unit, memory, elements);
+          },
+          "unit"_a, "gradients"_a)
+      .def("drop", Watched(&PythonSession::Drop), Release())
       .def(
           "pull",
           [](PythonSession& session, const std::vector<Array>& parameters) {

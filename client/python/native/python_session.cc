@@ -291,6 +291,37 @@ Report PythonSession::Step(absl::Span<const client::TensorMemory> memory, const 
           .pull_seconds = stepped->pull_seconds};
 }
 
+bool PythonSession::pushes_gradients() const {
+  const Using session = Use();
+  return tensors_->pushes_gradients();
+}
+
+std::vector<std::vector<size_t>> PythonSession::Units() const {
+  const Using session = Use();
+  std::vector<std::vector<size_t>> units;
+  for (size_t unit = 0; unit < tensors_->unit_count(); ++unit) units.push_back(tensors_->TensorsOf(unit));
+  return units;
+}
+
+void PythonSession::PushEarly(size_t unit, absl::Span<const client::TensorMemory> gradients,
+                              absl::Span<const uint64_t> elements) {
+  const Using session = Use();
+  bool fits = unit < tensors_->unit_count() && elements.size() == tensors_->TensorsOf(unit).size();
+  for (size_t i = 0; fits && i < elements.size(); ++i) {
+    fits = elements[i] == tensors_->local_elements(tensors_->TensorsOf(unit)[i]);
+  }
+  if (!fits) {
+    throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
+                                   "expected a unit of the session, and a gradient of each of its tensors"));
+  }
+  Check(tensors_->PushEarly(unit, gradients));
+}
+
+void PythonSession::Drop() {
+  const Using session = Use();
+  Check(tensors_->Drop());
+}
+
 void PythonSession::Pull(absl::Span<const client::TensorMemory> memory) {
   const Using session = Use();
   Check(tensors_->Pull(memory));

@@ -171,6 +171,12 @@ class PythonSession {
   void Initialise(absl::Span<const client::TensorMemory> memory);
   Report Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options,
               const client::Tensors::Ready& ready);
+  // client/tensors.h; no rank waits for another. `unit`: index into Units().
+  bool pushes_gradients() const;
+  std::vector<std::vector<size_t>> Units() const;
+  // `elements`: of each gradient.
+  void PushEarly(size_t unit, absl::Span<const client::TensorMemory> gradients, absl::Span<const uint64_t> elements);
+  void Drop();
   void Pull(absl::Span<const client::TensorMemory> memory);
   void Write(const std::string& tensor, absl::Span<const float> values);
   Report CommitValues();

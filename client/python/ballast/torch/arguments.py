@@ -32,15 +32,15 @@ def _number(name, value, expected, fits):
     return _refuse(name, value, expected)
 
 
-def flag(name, value, variable):
+def flag(name, value, variable=None):
     """True or False; None: what the environment's variable says, 0 or 1."""
-    if value is None:
+    if value is None and variable is not None:
         said = os.environ.get(variable, '0')
         if said not in ('0', '1'):
             _refuse(variable, said, '0 or 1')
         return said == '1'
     if not isinstance(value, bool):
-        _refuse(name, value, f'True, False, or None for {variable}')
+        _refuse(name, value, f'True, False, or None for {variable}' if variable else 'True or False')
     return value
 
 

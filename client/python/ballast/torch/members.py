@@ -34,9 +34,16 @@ def on_host(tensor):
     return local(tensor).detach().cpu().contiguous()
 
 
-def _digest(tensor):
+def digest_of(tensor):
     """CRC-32 of this rank's elements."""
     return zlib.crc32(on_host(tensor).reshape(-1).view(torch.uint8).numpy())
+
+
+def mark_of(tensor):
+    """Another one after any operation that writes to the tensor, but by way of .data."""
+    # An operation on a DTensor moves its own counter and not that of its local tensor.
+    memory = local(tensor)
+    return tensor._version, memory._version, memory.data_ptr()
 
 
 class Member:
@@ -49,23 +56,17 @@ class Member:
         self.debug = debug
         self.noted(parameter)
 
-    @staticmethod
-    def _mark(parameter):
-        # An operation on a DTensor moves its own counter and not that of its local tensor.
-        memory = local(parameter)
-        return parameter._version, memory._version, memory.data_ptr()
-
     def noted(self, parameter):
-        self.mark = self._mark(parameter)
+        self.mark = mark_of(parameter)
         if self.debug:
-            self.digest = _digest(parameter)
+            self.digest = digest_of(parameter)
 
     def edited(self, parameter):
-        return self.mark != self._mark(parameter) or self.edited_unseen(parameter)
+        return self.mark != mark_of(parameter) or self.edited_unseen(parameter)
 
     def edited_unseen(self, parameter):
         """Only its digest tells."""
-        return self.debug and self.mark == self._mark(parameter) and self.digest != _digest(parameter)
+        return self.debug and self.mark == mark_of(parameter) and self.digest != digest_of(parameter)
 
 
 def check_parameter(name, parameter):
@@ -94,27 +95,31 @@ def gradient_of(member):
     return local(gradient).detach().contiguous()
 
 
+def in_host(host, member, what, tensor, read=True):
+    """A contiguous tensor in the host's memory: itself, or its place in `host` (a HostMemory), to which it is on its way if `read`."""
+    if not is_elsewhere(tensor):
+        return tensor.contiguous()
+    place = host.place((member.name, what), tensor)
+    if read:
+        host.copy(place, tensor)
+    return place
+
+
 class Memory:
     """Members' parameters and gradients as contiguous tensors in the host's memory: their own, or copies on their way. write_back()
     brings to a parameter what was written."""
 
-    def __init__(self, members, host, gradients=None):
-        """host: the optimizer's HostMemory. gradients: of gradient_of(), an entry per member; none of them without."""
+    def __init__(self, members, host, gradients=None, there=frozenset()):
+        """host: the optimizer's HostMemory. gradients: of gradient_of(), an entry per member; none of them without. there: members,
+        by index, whose gradients have been brought to it before."""
         self._members, self._host = members, host
         self.parameters, self.gradients = [], []
-        for member, gradient in zip(members, gradients or [None] * len(members)):
+        for i, (member, gradient) in enumerate(zip(members, gradients or [None] * len(members))):
             # With a gradient it will be written, and else it is read.
-            self.parameters.append(self._here(member, 'parameter', local(member.parameter).detach(), read=gradient is None))
-            self.gradients.append(None if gradient is None else self._here(member, 'gradient', gradient, read=True))
+            parameter = local(member.parameter).detach()
+            self.parameters.append(in_host(host, member, 'parameter', parameter, read=gradient is None))
+            self.gradients.append(None if gradient is None else in_host(host, member, 'gradient', gradient, read=i not in there))
         self._copied = host.enqueued()
-
-    def _here(self, member, what, tensor, read):
-        if not is_elsewhere(tensor):
-            return tensor.contiguous()
-        place = self._host.place((member.name, what), tensor)
-        if read:
-            self._host.copy(place, tensor)
-        return place
 
     def wait(self):
         """Until copies are there. Any thread."""

@@ -12,9 +12,10 @@ import torch
 
 from ballast import _native
 from ballast.errors import Error, warn
-from ballast.torch import arguments, checkpoint, hooks, job_spec, loading, state
+from ballast.torch import arguments, checkpoint, hooks, job_spec, loading, ranks, state
 from ballast.torch.agreement import Collected, agree
 from ballast.torch.connection import Connection
+from ballast.torch.early import Early
 from ballast.torch.host_memory import HostMemory
 from ballast.torch.members import DTYPES, Memory, gradient_of, is_sharded, local, whole
 from ballast.torch.naming import split_named, unwrapped
@@ -43,7 +44,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, params, defaults, *, kind, moments='f32', servers=None, dram=None, nvme=None, directory=None,
                  threads=None, name='default', resume='never', durability=None, pin_interval=0, checkpoints=2,
                  max_norm=0.0, chunk_elements=1 << 20, seed=0, step_timeout=120.0, open_timeout=30.0, debug=None,
-                 overlap=None):
+                 overlap=None, push_early=False):
         arguments.check(name=name, resume=resume, durability=durability, pin_interval=pin_interval, checkpoints=checkpoints,
                         moments=moments, max_norm=max_norm, chunk_elements=chunk_elements, seed=seed, threads=threads, dram=dram,
                         nvme=nvme, step_timeout=step_timeout, open_timeout=open_timeout)
@@ -72,6 +73,7 @@ class Optimizer(torch.optim.Optimizer):
         self._last_step_skipped = False
         self._grad_norm = None
         self._overlap = None if overlap is None else Overlap(overlap)
+        self._early = Early(self._debug) if arguments.flag('push_early', push_early) else None
         groups, names = split_named(params)
         self._names = names
         super().__init__(groups, defaults)
@@ -126,21 +128,26 @@ class Optimizer(torch.optim.Optimizer):
 
     # --- the session
 
-    def _open(self, partly=False, trained=()):
-        """partly: also a job whose state is not whole, and without its parameters. trained: as new_tensors'."""
+    def _open(self, partly=False, trained=(), for_step=False):
+        """partly: also a job whose state is not whole, and without its parameters. trained: as new_tensors'. Gradients that were
+        pushed early go back, but for_step."""
         self._connection.check_process()
+        if self._closed:
+            raise Error('the optimizer was closed; make a new one', 'BAD_REQUEST')
         self.wait()
         if self._session is None:
             self._start(set(trained))
         if not partly and self._partly:
             loading.refuse_partly(self._options.job)
+        if self._early is not None:
+            if not for_step:
+                self._early.withdraw()
+            self._early.follow(self._session, self._members, self._host)
         if not partly and self._unpulled:
             self._pull()
         return self._session
 
     def _start(self, trained):
-        if self._closed:
-            raise Error('the optimizer was closed; make a new one', 'BAD_REQUEST')
         fresh = new_tensors(self, trained)
         if not fresh:
             raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')
@@ -149,6 +156,9 @@ class Optimizer(torch.optim.Optimizer):
         self._options.group_count = -(-len(self.param_groups) // _GROUPS) * _GROUPS
         self._options.durability = self._durability or self._connection.default_durability
         self._options.rows = any(is_sharded(parameter) for _, parameter, _ in fresh)
+        if self._early is not None and ranks.active():
+            raise Error('push_early is for one rank: DistributedDataParallel reduces gradients after backward has made them, and what '
+                        'clip_grad_norm_ does to the DTensors of fully_shard moves no version counter; leave push_early out', 'UNSUPPORTED')
 
         def with_missing(name):
             nonlocal fresh
@@ -320,6 +330,8 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none=True):
         if not set_to_none:
             self.wait()  # the step reads them
+        if self._early is not None:
+            self._early.discard()
         super().zero_grad(set_to_none)
 
     def step(self, closure=None, *, blob=b''):
@@ -334,7 +346,7 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, blob):
-        session = self._open()
+        session = self._open(for_step=True)
         self._last_step_skipped = False
         if self._overlap is not None:
             self._overlap.check(self)
@@ -343,8 +355,12 @@ class Optimizer(torch.optim.Optimizer):
         else:
             collected = self._collect()
             edited, present = collected.edited, collected.present
+        if self._early is not None and (collected.fresh or not self._early.stands()):
+            self._early.withdraw()
         self._register(collected.fresh)
         if not any(present):
+            if self._early is not None:
+                self._early.take()
             return  # as torch's: nothing has a gradient
         for member, changed in zip(self._members, edited):
             if changed:
@@ -412,8 +428,9 @@ class Optimizer(torch.optim.Optimizer):
         """Ends the session. A durable job stays on its servers; another's memory on the embedded one is given back."""
         self._closed = True
         try:
+            if self._early is not None:
+                self._early.close()
             self.wait()
         finally:
-            self._connection.close()
-            self._session = None
+            self._connection.close()  # a thread amid a step finds the session closed
             self._members, self._by_parameter, self._host = [], {}, HostMemory()

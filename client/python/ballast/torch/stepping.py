@@ -21,42 +21,46 @@ class Step:
 
     def __init__(self, optimizer, collected, scale, blob):
         self._optimizer, self._collected, self._scale, self._blob = optimizer, collected, scale, blob
-        self._before = optimizer._session.version
-        self._memory = Memory(optimizer._members, optimizer._host, collected.gradients)
+        # The optimizer's are others when another thread closes it, or registers more.
+        self._session, self._members = optimizer._session, optimizer._members
+        self._before = self._session.version
+        early = optimizer._early
+        self._memory = Memory(self._members, optimizer._host, collected.gradients, early.there if early is not None else frozenset())
         self._landed = set()
         self._report = None
+        self._sent = early.take() if early is not None else None
 
     def run(self, ready=None):
         """ready(indices): parameters of some members hold the new version, and their gradients are not read any more."""
         optimizer, collected, memory = self._optimizer, self._collected, self._memory.wait()
         if ready is None and memory.is_copied:
-            ready = self._land_early
-        self._report = optimizer._session.step(
+            ready = self._land_unit
+        self._report = self._session.step(
             memory.gradients, memory.parameters, collected.groups, 1.0 if self._scale is None else self._scale, optimizer._max_norm,
             blob=optimizer._pack_blob(optimizer._steps + 1, self._blob), ready=ready)
 
     # While the loop waits in run(): a unit's parameters are on their way to the GPU as the next ones are updated.
-    def _land_early(self, indices):
+    def _land_unit(self, indices):
         with self._optimizer._host.on_streams():
             self.land(set(indices))
 
     def interrupt(self):
-        self._optimizer._session.interrupt()
+        self._session.interrupt()
 
     def land(self, indices):
         """Parameters of these members, by index, hold the new version."""
         for i in indices - self._landed:
             self._memory.write_back(i)
-            self._optimizer._wrote(self._optimizer._members[i])
+            self._optimizer._wrote(self._members[i])
         self._landed |= indices
 
     def end(self):
         """After run(), whatever it raised."""
         optimizer = self._optimizer
         # Also where an error came after it was decided: the job has made that step.
-        if optimizer._session.version > self._before:
+        if self._session.version > self._before:
             optimizer._steps, optimizer._blob = optimizer._steps + 1, self._blob
-            self.land(set(range(len(optimizer._members))))
+            self.land(set(range(len(self._members))))
         if self._report is not None:
             optimizer._took(self._report, self._collected.gradients, scaled=self._scale is not None)
 

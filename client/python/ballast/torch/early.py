@@ -1,0 +1,163 @@
+"""push_early: a unit's gradients go to the servers as soon as backward has made them; step() takes what went."""
+
+import concurrent.futures
+import contextlib
+import weakref
+from typing import Any, NamedTuple
+
+from ballast.errors import Error, warn
+from ballast.torch.members import digest_of, gradient_of, in_host, mark_of
+
+_GRACE_SECONDS = 2.0
+
+
+class _Sent(NamedTuple):
+    """A unit's gradients: nothing of them may change until the step is over."""
+    gradients: list  # as autograd left them, in the order of the unit's tensors
+    marks: list
+    memory: list  # the host's, which is being read
+    future: Any
+
+
+def _mark(gradient, debug):
+    return mark_of(gradient), digest_of(gradient) if debug else None
+
+
+class Early:
+    """Threads: the training loop's, and autograd's while it waits for backward."""
+
+    def __init__(self, debug):
+        self._debug = debug
+        self._session = self._host = self._pool = None
+        self._members, self._units, self._unit_of = [], [], {}
+        self._hooks = {}  # by member
+        self._fired = []  # by member: gradients accumulated since the last step
+        self._usual = []  # as many as the last step had
+        self._sent = {}  # by unit
+        self._spoilt = False  # what went does not stand: all goes in the step, and nothing before it
+        self._warned = False
+
+    def follow(self, session, members, host):
+        """Of what the job has now."""
+        if not session.pushes_gradients:
+            return  # they are read where they are
+        self._session, self._host = session, host
+        if len(members) > len(self._members):
+            self._members, self._units = list(members), session.units
+            self._unit_of = {i: unit for unit, tensors in enumerate(self._units) for i in tensors}
+            self._fired = [0] * len(members)
+            self._usual += [1] * (len(members) - len(self._usual))
+        for i, member in enumerate(members):
+            if i not in self._hooks and member.parameter.requires_grad:
+                self._hooks[i] = member.parameter.register_post_accumulate_grad_hook(_Hook(self, i))
+
+    def accumulated(self, i):
+        self._fired[i] += 1
+        unit = self._unit_of[i]
+        if unit in self._sent:
+            self._spoilt = True  # there was more to come
+        if not self._spoilt and all(self._fired[j] >= self._usual[j] for j in self._units[unit]):
+            self._send(unit)
+
+    def _send(self, unit):
+        members = [self._members[i] for i in self._units[unit]]
+        try:
+            there = [gradient_of(member) for member in members]
+        except Error:
+            return  # the step refuses it
+        if any(gradient is None for gradient in there):
+            return
+        memory = [in_host(self._host, member, 'gradient', gradient) for member, gradient in zip(members, there)]
+        gradients = [member.parameter.grad for member in members]
+        if self._pool is None:
+            self._pool = concurrent.futures.ThreadPoolExecutor(1, 'ballast-push')
+        future = self._pool.submit(_push, self._session, unit, memory, self._host.enqueued())
+        self._sent[unit] = _Sent(gradients, [_mark(gradient, self._debug) for gradient in gradients], memory, future)
+
+    def stands(self):
+        """At a step: whether what went is what the step is to take. Waits for what is on its way."""
+        for unit, sent in self._sent.items():
+            if self._spoilt:
+                break
+            try:
+                self._await(sent.future)
+            except Error:
+                self._spoilt = True  # the step sends it again, and tells what is wrong if it still is
+            for i, gradient, mark in zip(self._units[unit], sent.gradients, sent.marks):
+                member = self._members[i]
+                if member.parameter.grad is not gradient or _mark(gradient, self._debug) != mark:
+                    self._spoilt = True
+                    self._warn(member.name)
+        return not self._spoilt
+
+    def _warn(self, name):
+        if not self._warned:
+            warn(f"push_early: the gradient of parameter '{name}' was changed after backward had made it, so all went twice; leave push_early "
+                 'out, or clip by max_norm= and scale by LossScaler, which change none')
+        self._warned = True
+
+    def _await(self, future):
+        """As a call of the session: Ctrl-C leaves it two seconds, then ends the session."""
+        try:
+            future.result()
+        except KeyboardInterrupt:
+            if not concurrent.futures.wait([future], _GRACE_SECONDS).done:
+                self._session.interrupt()
+            raise
+
+    def withdraw(self):
+        """Nothing goes before the next step, and servers forget what went."""
+        if not self._sent:
+            return
+        self._spoilt = True
+        for sent in self._sent.values():
+            with contextlib.suppress(Error):
+                self._await(sent.future)
+        self._session.drop()
+        self._sent = {}
+
+    def discard(self):
+        """No step will take what went: the next gradients are others."""
+        self.withdraw()
+        self._begin()
+
+    @property
+    def there(self):
+        """Members whose gradients went, by index."""
+        return frozenset(i for unit in self._sent for i in self._units[unit])
+
+    def take(self):
+        """The step begins: what has to stay until it is over."""
+        self._usual = [fired or usual for fired, usual in zip(self._fired, self._usual)]
+        sent = self._sent
+        self._begin()
+        return sent
+
+    def _begin(self):
+        self._sent = {}
+        self._fired = [0] * len(self._members)
+        self._spoilt = False
+
+    def close(self):
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._begin()
+
+
+def _push(session, unit, memory, copied):
+    for event in copied:
+        event.synchronize()
+    session.push_early(unit, memory)
+
+
+class _Hook:
+    def __init__(self, early, i):
+        self._early, self._i = weakref.ref(early), i
+
+    def __call__(self, parameter):
+        early = self._early()
+        if early is not None:
+            early.accumulated(self._i)

@@ -1,0 +1,283 @@
+"""push_early: gradients that go to the servers during backward change nothing but when they go."""
+import copy
+import os
+import re
+import subprocess
+
+import pytest
+import torch
+from scripts import batches, loss_of, mlp
+from test_durable import run
+from torch import nn
+
+import ballast
+import ballast.torch as bt
+from ballast import embedded_daemon
+
+
+class Watched:
+    """A session that counts what is pushed early, and what is dropped."""
+
+    def __init__(self, session):
+        self._session, self.pushed, self.dropped = session, 0, 0
+
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+
+    def push_early(self, unit, gradients):
+        self.pushed += 1
+        return self._session.push_early(unit, gradients)
+
+    def drop(self):
+        self.dropped += 1
+        return self._session.drop()
+
+
+def pair(model, job, servers, **more):
+    """(model, optimizer) with push_early, its session watched; and the same without."""
+    twin = copy.deepcopy(model)
+    made = [bt.AdamW(each.named_parameters(), lr=1e-2, servers=servers, name=f'{job["name"]}-{early}', push_early=early, **more)
+            for each, early in ((model, True), (twin, False))]
+    for optimizer in made:
+        optimizer.resume()
+    made[0]._session = made[0]._early._session = Watched(made[0]._session)
+    return (model, made[0]), (twin, made[1])
+
+
+def same(a, b):
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(a.parameters(), b.parameters()))
+
+
+def backward(model, batch):
+    loss_of(model, batch).backward()
+
+
+UNITS = 3  # of an mlp
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('overlap', [False, True])
+def test_to_the_last_bit_as_without(dtype, overlap, job, two_servers):
+    def make(model, name, early):
+        return bt.AdamW(model.named_parameters(), lr=1e-2, servers=two_servers, name=name, push_early=early, max_norm=0.5,
+                        overlap=model if overlap else None)
+    model = mlp().to(dtype)
+    twin = copy.deepcopy(model)
+    mine, theirs = make(model, job['name'], True), make(twin, job['name'] + '-twin', False)
+    mine.resume()
+    mine._session = mine._early._session = Watched(mine._session)
+    for batch in batches(20):
+        for each, optimizer in ((model, mine), (twin, theirs)):
+            optimizer.zero_grad()
+            backward(each, batch)
+            optimizer.step()
+    mine.wait()
+    theirs.wait()
+    assert same(model, twin)
+    assert mine.grad_norm == theirs.grad_norm
+    assert mine._session.pushed == 20 * UNITS
+    assert mine._session.dropped == 0
+
+
+@pytest.mark.filterwarnings('error')
+def test_accumulation_goes_with_the_last(job, two_servers):
+    """How often gradients come, the step before has shown."""
+    (model, mine), (twin, theirs) = pair(mlp(), job, two_servers)
+    for i, batch in enumerate(batches(15)):
+        for each, optimizer in ((model, mine), (twin, theirs)):
+            backward(each, batch)
+            if i % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert same(model, twin)
+    assert mine._session.dropped == 1
+    assert mine._session.pushed == 5 * UNITS  # the first time too soon
+    for count in (1, 3, 2):  # and then another count of batches
+        for each, optimizer in ((model, mine), (twin, theirs)):
+            for batch in batches(count):
+                backward(each, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(model, twin)
+
+
+def test_zero_grad_takes_it_back(job, two_servers):
+    (model, mine), (twin, theirs) = pair(mlp(), job, two_servers)
+    for i, batch in enumerate(batches(9)):
+        for each, optimizer in ((model, mine), (twin, theirs)):
+            backward(each, batch)
+            if i % 3 == 1:
+                optimizer.zero_grad(set_to_none=i == 1)
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(model, twin)
+    assert mine._session.dropped == 3
+    assert mine._session.pushed == 9 * UNITS
+
+
+def test_gradients_that_are_changed_go_again(job, two_servers):
+    (model, mine), (twin, theirs) = pair(mlp(), job, two_servers)
+    with pytest.warns(UserWarning, match=r"push_early: the gradient of parameter '\d.\w+' was changed after backward") as told:
+        for batch in batches(6):
+            for each, optimizer in ((model, mine), (twin, theirs)):
+                optimizer.zero_grad()
+                backward(each, batch)
+                nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+                optimizer.step()
+    assert len(told) == 1
+    assert same(model, twin)
+    assert mine._session.dropped == 6
+
+
+def test_a_gradient_that_is_replaced_or_taken_away(job, two_servers):
+    (model, mine), (twin, theirs) = pair(mlp(), job, two_servers)
+    with pytest.warns(UserWarning, match='was changed'):
+        for i, batch in enumerate(batches(6)):
+            for each, optimizer in ((model, mine), (twin, theirs)):
+                optimizer.zero_grad()
+                backward(each, batch)
+                each[0].weight.grad = None if i % 2 else torch.ones_like(each[0].weight)
+                optimizer.step()
+    assert same(model, twin)
+
+
+def test_a_gradient_changed_through_data_is_found_in_debug(job, two_servers):
+    (model, mine), (twin, theirs) = pair(mlp(), job, two_servers, debug=True)
+    with pytest.warns(UserWarning, match="the gradient of parameter '0.weight' was changed"):
+        for batch in batches(3):
+            for each, optimizer in ((model, mine), (twin, theirs)):
+                optimizer.zero_grad()
+                backward(each, batch)
+                each[0].weight.grad.data.mul_(2)
+                optimizer.step()
+    assert same(model, twin)
+
+
+def test_what_else_is_asked_of_the_job_takes_it_back(job, two_servers):
+    (model, mine), (twin, theirs) = pair(mlp(), job, two_servers)
+    looks = [lambda each, optimizer: optimizer.state_dict(),
+             lambda each, optimizer: optimizer.state[each[0].weight]['exp_avg'].sum(),
+             lambda each, optimizer: optimizer.full_state_dict(),
+             lambda each, optimizer: optimizer.rollback(optimizer.versions()[-1])]
+    for batch, look in zip(batches(4), looks):
+        for each, optimizer in ((model, mine), (twin, theirs)):
+            optimizer.zero_grad()
+            backward(each, batch)
+            look(each, optimizer)
+            optimizer.step()
+    assert same(model, twin)
+    assert mine._session.dropped == 4
+    for each, optimizer in ((model, mine), (twin, theirs)):  # and an edit, and parameters that come later
+        optimizer.zero_grad()
+        backward(each, next(batches(1)))
+        with torch.no_grad():
+            each[0].weight.mul_(0.5)
+        more = nn.Parameter(torch.ones(5))
+        more.grad = torch.ones(5)
+        optimizer.add_param_group({'params': [('more', more)]})
+        optimizer.step()
+        assert more[0] < 1
+    assert same(model, twin)
+
+
+def test_a_unit_without_gradients(job, two_servers):
+    """Of some of its parameters, or of all, in some steps."""
+    (model, mine), (twin, theirs) = pair(mlp(), job, two_servers)
+    for i, batch in enumerate(batches(8)):
+        for each, optimizer in ((model, mine), (twin, theirs)):
+            optimizer.zero_grad()
+            for parameter in each[0].parameters():
+                parameter.requires_grad_(i % 2 == 0)
+            each[2].bias.requires_grad_(i % 3 == 0)
+            backward(each, batch)
+            optimizer.step()
+    assert same(model, twin)
+    assert 8 < mine._session.pushed < 24
+
+
+def test_a_step_that_is_refused_can_be_made_again(job, two_servers):
+    (model, mine), (twin, theirs) = pair(mlp(), job, two_servers)
+    for i, batch in enumerate(batches(4)):
+        for each, optimizer in ((model, mine), (twin, theirs)):
+            optimizer.zero_grad()
+            backward(each, batch)
+            if i % 2:
+                optimizer.param_groups[0]['lr'] = float('nan')
+                with pytest.raises((ballast.Error, ValueError)):
+                    optimizer.step()
+                optimizer.param_groups[0]['lr'] = 1e-2
+                if i == 3:  # other gradients by then
+                    optimizer.zero_grad()
+                    backward(each, next(batches(1, seed=9)))
+            optimizer.step()
+    assert same(model, twin)
+
+
+def test_a_skipped_step(job, two_servers):
+    (model, mine), (twin, theirs) = pair(mlp(), job, two_servers)
+    for i, batch in enumerate(batches(6)):
+        for each, optimizer in ((model, mine), (twin, theirs)):
+            optimizer.zero_grad()
+            (loss_of(each, batch) * (float('inf') if i == 3 else 1)).backward()
+            if i == 3:
+                with pytest.warns(UserWarning, match='not finite'):
+                    optimizer.step()
+            else:
+                optimizer.step()
+    assert same(model, twin)
+
+
+def test_over_a_server_that_is_killed_between_backward_and_step(job, tmp_path):
+    """It has lost what went early, or has it in its log: the step comes out the same."""
+    def start(address='127.0.0.1:0'):
+        server = subprocess.Popen(
+            [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', address, '--metrics_listen', '127.0.0.1:0',
+             '--data_directory', str(tmp_path), '--budget.dram', '128MiB', '--budget.nvme', '4GiB', '--log_level', 'error'],
+            stdout=subprocess.PIPE, text=True)
+        return server, re.search(r'listen=(\S+)', server.stdout.readline())[1]
+    server, address = start()
+    (model, mine), (twin, theirs) = pair(mlp(), job, address)
+    for i, batch in enumerate(batches(6)):
+        for each, optimizer in ((model, mine), (twin, theirs)):
+            optimizer.zero_grad()
+            backward(each, batch)
+            if i in (2, 4) and each is model:
+                assert mine._early.stands()  # it is all there
+                server.kill()
+                server.wait()
+                server.stdout.close()
+                server, _ = start(address)
+            optimizer.step()
+    assert same(model, twin)
+    mine.close()
+    theirs.close()
+    server.terminate()
+    server.wait()
+    server.stdout.close()
+
+
+def test_embedded(tmp_path):
+    """Of a durable job gradients go to the log during backward; else they are read where they are."""
+    run(tmp_path, '''
+    import copy
+    def train(model, **more):
+        optimizer = make(model, **more)
+        for batch in batches(10):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+        assert optimizer._session.pushes_gradients == (more['durability'] == 'step')
+        assert (optimizer._early is None) or bool(optimizer._early._hooks) == optimizer._session.pushes_gradients
+        return list(model.parameters())
+    model = mlp()
+    plain = train(copy.deepcopy(model), name='plain', durability='none')
+    for durability in ('step', 'none'):
+        early = train(copy.deepcopy(model), name=f'early-{durability}', durability=durability, push_early=True)
+        assert all(torch.equal(a, b) for a, b in zip(early, plain)), durability
+    ''')
+
+
+def test_refused_arguments():
+    with pytest.raises(ballast.Error, match="push_early='yes': expected True"):
+        bt.AdamW(mlp().parameters(), push_early='yes')
