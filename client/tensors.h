@@ -64,8 +64,9 @@ class Tensors {
   // Units of the session, by the indices of their tensors.
   size_t unit_count() const { return units_.size(); }
   const std::vector<size_t>& TensorsOf(size_t unit) const { return units_[unit].tensors; }
-  // What Step would push of this unit, ahead of it; Step passes the unit over. `gradients`: an entry per TensorsOf(unit),
-  // whose parameters are not looked at; the memory stays, unchanged, until Step or Drop has returned OK.
+  // What Step would push of this unit, ahead of it; Step passes the unit over. `gradients`: an entry per
+  // TensorsOf(unit), whose parameters are not looked at; the memory stays, unchanged, until Step or Drop has returned
+  // OK.
   absl::Status PushEarly(size_t unit, absl::Span<const TensorMemory> gradients);
   // COLLECTIVE. Session::Drop, of what was pushed early.
   absl::Status Drop();

@@ -15,7 +15,7 @@ A step is backward, and the optimizer phase: clipping and the update, until all 
 
 Rows, ratio = the peer's seconds / ours in the optimizer phase, the median over rounds (above 1 we are faster): dram/deepspeed,
 dram/torch, nvme/deepspeed; beside each the same of backward and optimizer phase together. dram/ballast_step and nvme/ballast_step: our own
-seconds with durability step against those without.
+seconds with durability step against those without; dram/ballast_early and nvme/ballast_early: with push_early as well.
 """
 import argparse
 import importlib.util
@@ -70,7 +70,7 @@ class Step(Trainer):
 
 
 class Ballast(Step):
-    tier, durability = 'dram', 'none'
+    tier, durability, push_early = 'dram', 'none', False
 
     def make_optimizer(self):
         import ballast.torch
@@ -80,8 +80,8 @@ class Ballast(Step):
             budgets['dram'] = args.dram
         elif self.durability == 'none':
             budgets['nvme'] = 0
-        self.optimizer = ballast.torch.AdamW(self.forward.parameters(), durability=self.durability, max_norm=MAX_NORM, **budgets,
-                                             **HYPER)
+        self.optimizer = ballast.torch.AdamW(self.forward.parameters(), durability=self.durability, max_norm=MAX_NORM,
+                                             push_early=self.push_early, **budgets, **HYPER)
 
     def update(self):
         self.optimizer.step()
@@ -100,6 +100,14 @@ class BallastNvme(Ballast):
 
 class BallastNvmeStep(Ballast):
     tier, durability = 'nvme', 'step'
+
+
+class BallastEarly(BallastStep):
+    push_early = True
+
+
+class BallastNvmeEarly(BallastNvmeStep):
+    push_early = True
 
 
 class Torch(Step):
@@ -133,11 +141,12 @@ class DeepSpeedNvme(DeepSpeed):
     clipping = MAX_NORM
 
 
-WORKERS = {'ballast_dram': Ballast, 'ballast_dram_step': BallastStep, 'ballast_nvme': BallastNvme,
-           'ballast_nvme_step': BallastNvmeStep, 'torch': Torch, 'deepspeed_dram': DeepSpeedOffload, 'deepspeed_nvme': DeepSpeedNvme}
+WORKERS = {'ballast_dram': Ballast, 'ballast_dram_step': BallastStep, 'ballast_dram_early': BallastEarly, 'ballast_nvme': BallastNvme,
+           'ballast_nvme_step': BallastNvmeStep, 'ballast_nvme_early': BallastNvmeEarly, 'torch': Torch, 'deepspeed_dram': DeepSpeedOffload, 'deepspeed_nvme': DeepSpeedNvme}
 # Those that are there at a time, and take turns: all at once would not fit into memory.
 GROUPS = {'dram': ('ballast_dram', 'torch', 'deepspeed_dram'), 'nvme': ('ballast_nvme', 'deepspeed_nvme')}
-DURABLE = {'dram': ('ballast_dram', 'ballast_dram_step'), 'nvme': ('ballast_nvme', 'ballast_nvme_step')}
+DURABLE = {'dram': ('ballast_dram', 'ballast_dram_step', 'ballast_dram_early'),
+           'nvme': ('ballast_nvme', 'ballast_nvme_step', 'ballast_nvme_early')}
 
 
 def side_by_side(names, args, directory):
@@ -169,8 +178,10 @@ def measure(args, directory):
         measured = side_by_side(names, args, directory)
         for name in names[1:]:
             rows.append(row_of(f'{tier}/{name.split("_")[0]}', name, names[0], measured, args.parameters))
-        plain, durable = DURABLE[tier]
-        rows.append(row_of(f'{tier}/ballast_step', durable, plain, side_by_side(DURABLE[tier], args, directory), args.parameters))
+        measured = side_by_side(DURABLE[tier], args, directory)
+        plain, *durable = DURABLE[tier]
+        for name in durable:
+            rows.append(row_of(f'{tier}/ballast_{name.split("_")[2]}', name, plain, measured, args.parameters))
     return rows
 
 
