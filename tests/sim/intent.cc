@@ -100,6 +100,7 @@ v1::StepHeader GroupIntent::Header(int64_t step, uint32_t rank) const {
     return header;
   }
   header.set_kind(gradients == 0 ? v1::STEP_KIND_VALUES : v1::STEP_KIND_UPDATE);
+  if (gradients == 0 && step > 0) ChooseArray(chance, tensors, &header);
   header.set_gradient_presence(std::string(1, gradients));
   header.set_value_presence(std::string(1, values));
   if (gradients != 0) {

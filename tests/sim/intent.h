@@ -9,6 +9,7 @@
 #include "absl/functional/function_ref.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/verdict.h"
+#include "ballast/tests/sim/random.h"
 
 namespace ballast::sim {
 
@@ -50,6 +51,13 @@ struct GroupIntent {
   // The digest stands for the bits. `life`: how often the rank was restarted within its epoch (a seeded bug).
   uint32_t Digest(int64_t step, uint64_t attempt, v1::SliceKind kind, const model::Slice& slice, uint32_t life) const;
 };
+
+// Of a transaction of values: which array they are of, and step counts that may come with them; by bits of `chance`.
+inline void ChooseArray(uint64_t chance, uint32_t tensors, v1::StepHeader* header) {
+  header->set_value_array(static_cast<uint32_t>(chance / 2048 % 3));
+  if (chance / 8192 % 2 == 0) return;
+  for (uint32_t tensor = 0; tensor < tensors; ++tensor) header->add_value_tensor_steps(Mix(chance, tensor) % 50);
+}
 
 // A chunk's norm as a function of the digests that its slices have; one in 64 digests stands for values with an Inf.
 v1::ChunkNorm NormOf(const model::EpochPlan& plan, uint64_t chunk, absl::string_view presence,

@@ -80,6 +80,9 @@ void Oracle::Settle(const v1::Decision& decision, const std::string& who) {
   if (decision.verdict().skip()) ++skipped_;
   for (uint32_t tensor = 0; tensor < step.tensor_steps.size() && !decision.verdict().skip(); ++tensor) {
     if (model::HasBit(header.gradient_presence(), tensor)) ++step.tensor_steps[tensor];
+    if (header.value_tensor_steps_size() > 0 && model::HasBit(header.value_presence(), tensor)) {
+      step.tensor_steps[tensor] = header.value_tensor_steps(static_cast<int>(tensor));
+    }
   }
   for (int server = 0; server < kServers; ++server) {
     const bool changes =

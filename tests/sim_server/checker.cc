@@ -22,6 +22,7 @@ void Checker::Note(const v1::Decision& decision) {
     const bool restore = group->Header(decision.step(), 0).kind() == v1::STEP_KIND_RESTORE;
     if (decision.step() != reference_.last_step() + 1 && !restore) return;
     reference_.Decided(decision, *group);
+    tally_->moments_written = reference_.moments_written();
     decided_[decision.step()] = decision;
     return;
   }

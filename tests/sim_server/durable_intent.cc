@@ -1,4 +1,5 @@
 // tests/sim/intent.h for a job with durability `step` or every-K whose slices have bits.
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -68,13 +69,16 @@ World& TheWorld() {
 float Uniform(uint32_t bits) { return static_cast<float>(static_cast<int32_t>(bits)) * 0x1p-31f; }
 
 // Padding is filled too: servers must not look at it.
-Payload MakePayload(uint64_t seed, v1::SliceKind kind, uint64_t elements) {
+Payload MakePayload(uint64_t seed, v1::SliceKind kind, uint64_t elements, bool magnitudes) {
   Random random(seed);
   std::vector<float> values(elements);
   for (uint64_t i = 0; i < elements; i += 2) {
     const uint64_t bits = random.Next();
     values[i] = Uniform(static_cast<uint32_t>(bits));
     if (i + 1 < elements) values[i + 1] = Uniform(static_cast<uint32_t>(bits >> 32));
+  }
+  if (magnitudes) {
+    for (float& value : values) value = std::fabs(value);
   }
   const bool value = kind == v1::SLICE_KIND_VALUE;
   if (!value && random.Below(64) == 5) values[random.Below(elements)] = std::numeric_limits<float>::infinity();
@@ -134,6 +138,7 @@ v1::StepHeader GroupIntent::Header(int64_t step, uint32_t rank) const {
     gradients = values = 0;
   } else {
     header.set_kind(gradients == 0 ? v1::STEP_KIND_VALUES : v1::STEP_KIND_UPDATE);
+    if (gradients == 0 && step > 0) ChooseArray(chance, tensors, &header);
   }
   header.set_gradient_presence(std::string(1, gradients));
   header.set_value_presence(std::string(1, values));
@@ -171,7 +176,8 @@ uint32_t GroupIntent::Digest(int64_t step, uint64_t attempt, v1::SliceKind kind,
   const auto found = world.digests.find(key);
   if (found != world.digests.end()) return found->second;
   const uint64_t place = slice.unit + 10 * static_cast<uint64_t>(kind) + 100 * slice.range.begin;
-  const Payload payload = MakePayload(Mix(seed, group, step, attempt, place), kind, slice.range.size());
+  const bool second_moment = kind == v1::SLICE_KIND_VALUE && Header(step, 0).value_array() == 2;
+  const Payload payload = MakePayload(Mix(seed, group, step, attempt, place), kind, slice.range.size(), second_moment);
   const uint32_t digest = kernels::Crc32c(*payload);
   world.payloads[digest] = payload;
   world.digests[key] = digest;

@@ -1,5 +1,6 @@
 #include "ballast/tests/sim_server/reference.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <iterator>
@@ -9,6 +10,17 @@
 #include "ballast/tests/sim_server/bits.h"
 
 namespace ballast::sim {
+namespace {
+
+// Of the rounding of what is written at element `at` of a chunk.
+kernels::RandomKey Key(const model::EpochPlan& plan, const model::Chunk& layout, int64_t step, uint64_t at) {
+  return {.seed = plan.open().spec().seed(),
+          .unit = layout.unit,
+          .step = static_cast<uint64_t>(step),
+          .first_element = layout.range.begin + at};
+}
+
+}  // namespace
 
 Reference::Reference() : optimizer_(*model::OptimizerOf(OpenTemplate(1).spec())) {
   const model::Layout& layout = PlanOf(1).layout();
@@ -31,7 +43,11 @@ void Reference::Decided(const v1::Decision& decision, const GroupIntent& author)
   const v1::StepHeader header = author.Header(decision.step(), 0);
   for (uint32_t tensor = 0; tensor < tensor_steps_.size() && !skip; ++tensor) {
     if (model::HasBit(header.gradient_presence(), tensor)) ++tensor_steps_[tensor];
+    if (header.value_tensor_steps_size() > 0 && model::HasBit(header.value_presence(), tensor)) {
+      tensor_steps_[tensor] = header.value_tensor_steps(static_cast<int>(tensor));
+    }
   }
+  if (header.value_array() != 0) ++moments_written_;
   const bool restores = header.kind() == v1::STEP_KIND_RESTORE;
   if (restores) tensor_steps_ = tensor_steps_at_.at(header.restored_version());
   tensor_steps_at_[decision.step()] = tensor_steps_;
@@ -57,22 +73,34 @@ void Reference::Restore(int64_t version, Chunk* chunk) {
 bool Reference::ApplyValues(const v1::Decision& decision, const GroupIntent& author, const v1::StepHeader& header,
                             const model::Chunk& layout, Chunk* chunk) const {
   const model::EpochPlan& plan = PlanOf(author.world_size);
-  bool changed = false;
+  std::vector<float> given(layout.range.size());
   for (const uint32_t index : plan.slices_of_chunk(layout.index)) {
     const model::Slice& slice = plan.slices()[index];
     if (!plan.Touches(slice, header.value_presence())) continue;
     const Payload payload =
         PayloadOf(author.Digest(decision.step(), decision.attempt(), v1::SLICE_KIND_VALUE, slice, 0));
-    const model::Range in_chunk{slice.range.begin - layout.range.begin, slice.range.end - layout.range.begin};
-    for (const model::Segment& segment : layout.segments) {
-      const model::Range part = model::Intersect(segment.in_chunk, in_chunk);
-      if (part.size() == 0 || !model::HasBit(header.value_presence(), segment.tensor)) continue;
-      std::memcpy(chunk->master.data() + part.begin, payload->data() + (part.begin - in_chunk.begin) * sizeof(float),
-                  part.size() * sizeof(float));
-      changed = true;
+    std::memcpy(given.data() + (slice.range.begin - layout.range.begin), payload->data(), payload->size());
+  }
+  bool changed = false;
+  for (const model::Segment& segment : layout.segments) {
+    if (!model::HasBit(header.value_presence(), segment.tensor)) continue;
+    const uint64_t at = segment.in_chunk.begin;
+    const auto values = absl::MakeConstSpan(given).subspan(at, segment.in_chunk.size());
+    if (header.value_array() == 0) {
+      std::copy(values.begin(), values.end(), chunk->master.begin() + static_cast<ptrdiff_t>(at));
+    } else {
+      const size_t k = header.value_array() - 1;
+      kernels::WriteMoment(optimizer_, static_cast<int>(k), Key(plan, layout, decision.step(), at), values,
+                           Moment(k, at, chunk));
     }
+    changed = true;
   }
   return changed;
+}
+
+kernels::MomentSpan Reference::Moment(size_t k, uint64_t at, Chunk* chunk) const {
+  return {chunk->moments[k].data() + kernels::MomentBytes(optimizer_.moments, at),
+          chunk->scales[k].data() + at / kernels::kMomentBlock};
 }
 
 bool Reference::Update(const v1::Decision& decision, const GroupIntent& author, const v1::StepHeader& header,
@@ -97,20 +125,13 @@ bool Reference::Update(const v1::Decision& decision, const GroupIntent& author, 
                              .master = chunk->master.data() + at,
                              .moments = {},
                              .working = working.data()};
-    for (size_t k = 0; k < chunk->moments.size(); ++k) {
-      span.moments[k] = {chunk->moments[k].data() + kernels::MomentBytes(optimizer_.moments, at),
-                         chunk->scales[k].data() + at / kernels::kMomentBlock};
-    }
+    for (size_t k = 0; k < chunk->moments.size(); ++k) span.moments[k] = Moment(k, at, chunk);
     const auto group = static_cast<int>(segment.group);
     kernels::Update(
         optimizer_,
         kernels::MakeCoefficients(optimizer_, model::HyperOf(header.groups(group)), tensor_steps_[segment.tensor],
                                   std::bit_cast<float>(decision.verdict().factor_bits())),
-        {.seed = plan.open().spec().seed(),
-         .unit = layout.unit,
-         .step = static_cast<uint64_t>(decision.step()),
-         .first_element = layout.range.begin + at},
-        span);
+        Key(plan, layout, decision.step(), at), span);
   }
   return !gradient.empty();
 }

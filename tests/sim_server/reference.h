@@ -25,6 +25,7 @@ class Reference {
   // A whole chunk after `version`, 0 .. last_step(), as Pull delivers it.
   absl::Span<const std::byte> Bits(int64_t version, uint64_t chunk, v1::Content content) const;
   const std::vector<uint64_t>& tensor_steps() const { return tensor_steps_; }
+  uint64_t moments_written() const { return moments_written_; }  // transactions
   int contents() const { return 2 + kernels::MomentCount(optimizer_); }
 
  private:
@@ -48,11 +49,14 @@ class Reference {
   bool Update(const v1::Decision& decision, const GroupIntent& author, const v1::StepHeader& header,
               const model::Chunk& layout, Chunk* chunk) const;
 
+  kernels::MomentSpan Moment(size_t k, uint64_t at, Chunk* chunk) const;
+
   kernels::OptimizerSpec optimizer_;
   std::vector<Chunk> chunks_;
   std::vector<uint64_t> tensor_steps_;
   std::map<int64_t, std::vector<uint64_t>> tensor_steps_at_;
   int64_t last_step_ = -1;
+  uint64_t moments_written_ = 0;
 };
 
 }  // namespace ballast::sim

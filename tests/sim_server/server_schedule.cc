@@ -394,6 +394,7 @@ class Schedule {
 
 void ServerTally::Add(const ServerTally& other) {
   group.Add(other.group);
+  moments_written += other.moments_written;
   power_cuts += other.power_cuts;
   cuts_in_operations += other.cuts_in_operations;
   cuts_in_recovery += other.cuts_in_recovery;

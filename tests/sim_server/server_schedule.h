@@ -23,6 +23,7 @@ enum class Faults {
 
 struct ServerTally {
   Tally group;
+  uint64_t moments_written = 0;  // transactions of values of moments
   uint64_t power_cuts = 0;
   uint64_t cuts_in_operations = 0;  // of them amid something
   uint64_t cuts_in_recovery = 0;

@@ -38,6 +38,7 @@ void Print(uint64_t schedules, const ServerTally& sum) {
   say(sum.group.pins, "durable pins of a server");
   say(sum.group.restores, "restores");
   say(sum.group.gone, "of what was gone");
+  say(sum.moments_written, "steps that write moments");
   say(sum.power_cuts, "power cuts");
   say(sum.cuts_in_operations, "of them amid something");
   say(sum.cuts_in_recovery, "amid a recovery");
@@ -86,7 +87,7 @@ TEST(ServerSimulation, Crashes) {
   for (const uint64_t count :
        {sum.group.skipped, sum.group.ranks_lost, sum.group.finished_for_others, sum.group.abandoned, sum.group.drops,
         sum.group.norms, sum.group.pins, sum.group.restores, sum.cuts_in_operations, sum.cuts_in_recovery, sum.kills,
-        sum.stops, sum.pulls_checked, sum.budget_changes, sum.moves_begun}) {
+        sum.stops, sum.pulls_checked, sum.budget_changes, sum.moves_begun, sum.moments_written}) {
     EXPECT_GT(count, seeds / 50);
   }
 }
