@@ -370,6 +370,45 @@ for name, value in torch.load('expected.pt').items():
 ''')
 
 
+def test_a_job_of_a_smaller_model_is_resumed(tmp_path):
+    """What the job has not got begins with the next step, as if it had come amid training; a model that has less is refused."""
+    run(tmp_path, GROWING + '''
+model = mlp()
+loop(model, make_growing(model, name='whole'), 0, 15)
+torch.save(model.state_dict(), 'expected.pt')
+torch.manual_seed(5)
+model = mlp()
+loop(model, make_growing(model), 0, 5)
+''')
+    told = run(tmp_path, GROWING + '''
+model = mlp()
+model[0].weight.requires_grad_(False)
+def groups():
+    return [{'params': [(name, p) for name, p in model.named_parameters() if (name[0] == '2') == own], 'lr': lr}
+            for own, lr in ((False, 1e-2), (True, 1e-3))]
+optimizer = bt.AdamW(groups(), directory='state', dram='128MiB', nvme='1GiB', threads=2, resume='must')
+assert optimizer.resume().step == 5
+assert optimizer.state[model[2].weight] == {} and optimizer.state[model[3].weight]['step'] == 5
+def grow(model, optimizer, i):
+    if i == 10:
+        model[0].weight.requires_grad_(True)
+loop(model, optimizer, 5, 15)
+for name, value in torch.load('expected.pt').items():
+    assert torch.equal(value, model.state_dict()[name]), name
+''')
+    assert "job 'default' has no state of 2 parameters, '2.bias' among them: they begin anew" in told.stderr
+    run(tmp_path, GROWING + '''
+model = mlp()
+try:
+    bt.AdamW([(name + 'x' * (name[0] == '2'), p) for name, p in model.named_parameters()], directory='state', dram='128MiB',
+             nvme='1GiB', threads=2, resume='must').resume()
+except ballast.Error as error:
+    assert error.reason == 'BAD_SPEC' and 'which this session does not name' in str(error), error
+else:
+    raise AssertionError
+''')
+
+
 @pytest.mark.parametrize('daemon', [False, True])
 def test_temporary_directories_of_killed_processes_go(daemon, tmp_path):
     start = f'''

@@ -9,8 +9,9 @@ from ballast.errors import Error
 from ballast.torch import ranks
 
 
-# What Open says of a job that has tensors which were unfrozen after its first step.
+# What Open says of a job that has a tensor which is frozen here, and of one that has not got a tensor yet.
 _MISSING = re.compile(r"the job has tensor '(.*?)' \(.*which this session does not name", re.S)
+_UNKNOWN = re.compile(r"tensor '(.*?)' is not in the job; open with", re.S)
 
 
 class Connection:
@@ -40,9 +41,9 @@ class Connection:
             raise Error('this process was forked from the one that made the optimizer; make it after the fork',
                         'UNSUPPORTED')
 
-    def open(self, options, tensors, with_missing):
-        """The session; all ranks. Starts a server where none is named. `with_missing(name)`: more tensors, for a job that has one
-        of that name; None if there is none."""
+    def open(self, options, tensors, with_missing, without):
+        """The session; all ranks. Starts a server where none is named. The tensors for a job that has one of another name, which
+        with_missing(name) adds, or has not got one, which without(name) leaves out; None if there are none such."""
         local = daemon = store = None
         options.rank, options.world_size, options.servers = ranks.rank(), ranks.world_size(), self._servers
         if ranks.active():
@@ -60,8 +61,8 @@ class Connection:
                     session = _native.Session.open(options, tensors, None if local is None else local.server, store)
                     break
                 except Error as error:
-                    missing = _MISSING.search(str(error))
-                    tensors = with_missing(missing[1]) if missing else None
+                    missing, unknown = _MISSING.search(str(error)), _UNKNOWN.search(str(error))
+                    tensors = with_missing(missing[1]) if missing else without(unknown[1]) if unknown else None
                     if tensors is None:
                         raise
                     store = None if store is None else ranks.Store()

@@ -160,14 +160,26 @@ class Optimizer(torch.optim.Optimizer):
             raise Error('push_early is for one rank: DistributedDataParallel reduces gradients after backward has made them, and what '
                         'clip_grad_norm_ does to the DTensors of fully_shard moves no version counter; leave push_early out', 'UNSUPPORTED')
 
+        later = set()  # the names of those that the job has not got
+
+        def tensors():
+            return [tensor for member, _, tensor in fresh if member.name not in later]
+
         def with_missing(name):
             nonlocal fresh
             trained.add(name)  # by the job, and frozen here
             before, fresh = len(fresh), new_tensors(self, trained)
-            return [tensor for _, _, tensor in fresh] if len(fresh) > before else None
+            return tensors() if len(fresh) > before else None
 
-        self._session = self._connection.open(self._options, [tensor for _, _, tensor in fresh], with_missing)
-        self._members = [member for member, _, _ in fresh]
+        def without(name):
+            later.add(name)
+            return tensors() or None
+
+        self._session = self._connection.open(self._options, tensors(), with_missing, without)
+        self._members = [member for member, _, _ in fresh if member.name not in later]
+        if later:
+            warn(f"job '{self._options.job}' has no state of {len(later)} parameters, '{sorted(later)[0]}' among them: they begin anew with "
+                 'the next step')
         self._take_blob()
         self._unpulled = not self._session.needs_values
         if self._session.needs_values:
