@@ -41,9 +41,8 @@ class Connection:
             raise Error('this process was forked from the one that made the optimizer; make it after the fork',
                         'UNSUPPORTED')
 
-    def open(self, options, tensors, with_missing, without):
-        """The session; all ranks. Starts a server where none is named. The tensors for a job that has one of another name, which
-        with_missing(name) adds, or has not got one, which without(name) leaves out; None if there are none such."""
+    def open(self, options, fit):
+        """The session; all ranks. Starts a server where none is named. `fit`: a registration.Fit, of the tensors that the job has."""
         local = daemon = store = None
         options.rank, options.world_size, options.servers = ranks.rank(), ranks.world_size(), self._servers
         if ranks.active():
@@ -58,12 +57,11 @@ class Connection:
         try:
             while True:
                 try:
-                    session = _native.Session.open(options, tensors, None if local is None else local.server, store)
+                    session = _native.Session.open(options, fit.tensors, None if local is None else local.server, store)
                     break
                 except Error as error:
                     missing, unknown = _MISSING.search(str(error)), _UNKNOWN.search(str(error))
-                    tensors = with_missing(missing[1]) if missing else without(unknown[1]) if unknown else None
-                    if tensors is None:
+                    if not (missing and fit.add(missing[1]) or unknown and fit.leave_out(unknown[1])):
                         raise
                     store = None if store is None else ranks.Store()
         except BaseException:

@@ -19,7 +19,7 @@ from ballast.torch.early import Early
 from ballast.torch.host_memory import HostMemory
 from ballast.torch.members import DTYPES, Memory, gradient_of, is_sharded, local, whole
 from ballast.torch.naming import split_named, unwrapped
-from ballast.torch.registration import new_tensors, placed
+from ballast.torch.registration import Fit, new_tensors, placed
 from ballast.torch.stepping import Overlap, Step
 
 # Steps in a row that may be skipped for an Inf or NaN before step() raises.
@@ -136,7 +136,7 @@ class Optimizer(torch.optim.Optimizer):
             raise Error('the optimizer was closed; make a new one', 'BAD_REQUEST')
         self.wait()
         if self._session is None:
-            self._start(set(trained))
+            self._start(trained)
         if not partly and self._partly:
             loading.refuse_partly(self._options.job)
         if self._early is not None:
@@ -148,38 +148,22 @@ class Optimizer(torch.optim.Optimizer):
         return self._session
 
     def _start(self, trained):
-        fresh = new_tensors(self, trained)
-        if not fresh:
+        fit = Fit(self, trained)
+        if not fit.members:
             raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')
         self._options.optimizer = job_spec.of(self)
         job_spec.check(self, self._options.optimizer)
         self._options.group_count = -(-len(self.param_groups) // _GROUPS) * _GROUPS
         self._options.durability = self._durability or self._connection.default_durability
-        self._options.rows = any(is_sharded(parameter) for _, parameter, _ in fresh)
+        self._options.rows = any(is_sharded(member.parameter) for member in fit.members)
         if self._early is not None and ranks.active():
             raise Error('push_early is for one rank: DistributedDataParallel reduces gradients after backward has made them, and what '
                         'clip_grad_norm_ does to the DTensors of fully_shard moves no version counter; leave push_early out', 'UNSUPPORTED')
-
-        later = set()  # the names of those that the job has not got
-
-        def tensors():
-            return [tensor for member, _, tensor in fresh if member.name not in later]
-
-        def with_missing(name):
-            nonlocal fresh
-            trained.add(name)  # by the job, and frozen here
-            before, fresh = len(fresh), new_tensors(self, trained)
-            return tensors() if len(fresh) > before else None
-
-        def without(name):
-            later.add(name)
-            return tensors() or None
-
-        self._session = self._connection.open(self._options, tensors(), with_missing, without)
-        self._members = [member for member, _, _ in fresh if member.name not in later]
-        if later:
-            warn(f"job '{self._options.job}' has no state of {len(later)} parameters, '{sorted(later)[0]}' among them: they begin anew with "
-                 'the next step')
+        self._session = self._connection.open(self._options, fit)
+        self._members = fit.members
+        if fit.unknown:
+            warn(f"job '{self._options.job}' has no state of {len(fit.unknown)} parameters, '{fit.unknown[0]}' among them: they begin anew "
+                 'with the next step')
         self._take_blob()
         self._unpulled = not self._session.needs_values
         if self._session.needs_values:

@@ -46,3 +46,36 @@ def new_tensors(optimizer, trained=()):
         shape = list(parameter.shape) or [1]
         found.append((Member(name, g, parameter, optimizer._debug), parameter, _native.Tensor(name, unit, shape, g)))
     return found
+
+
+class Fit:
+    """Which tensors a session names when it opens its job: those that want gradients here, and as the job turns out to have others,
+    those, and without those that it has not got."""
+
+    def __init__(self, optimizer, trained):
+        self._optimizer, self._trained, self._unknown = optimizer, set(trained), set()
+        self._found = new_tensors(optimizer, self._trained)
+
+    @property
+    def members(self):
+        return [member for member, _, _ in self._found if member.name not in self._unknown]
+
+    @property
+    def tensors(self):
+        return [tensor for member, _, tensor in self._found if member.name not in self._unknown]
+
+    @property
+    def unknown(self):
+        """Names, sorted: they may register with the next step."""
+        return sorted(self._unknown)
+
+    def add(self, name):
+        """The job has it, and it is frozen here. False: there is none of that name."""
+        self._trained.add(name)
+        before, self._found = len(self._found), new_tensors(self._optimizer, self._trained)
+        return len(self._found) > before
+
+    def leave_out(self, name):
+        """The job has not got it. False: then nothing would be left."""
+        self._unknown.add(name)
+        return bool(self.tensors)
