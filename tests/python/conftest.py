@@ -25,9 +25,9 @@ def seeded():
     os.environ.pop('BALLAST_SERVERS', None)
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='module')
 def two_servers(tmp_path_factory):
-    """Addresses. Jobs of all tests share them: give each a name."""
+    """Addresses. Jobs of a module's tests share them, and stay: give each a name."""
     folder = tmp_path_factory.mktemp('servers')
     servers, addresses = [], []
     for i in range(2):
