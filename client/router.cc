@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::client {
@@ -97,7 +98,9 @@ void Router::Push(uint32_t server, v1::PushRequest header, absl::Span<const std:
   op->deadline = deadline;
   op->bytes = std::max<uint64_t>(1, payload.size());
   op->send = [transport = servers_[server].get(), header = std::move(header), payload](absl::Time try_deadline,
-                                                                                       Answer answer) {
+                                                                                       Answer answer) mutable {
+    // Of each try: borrowed memory may have been changed by one that will drop it, and must not keep that waiting.
+    header.set_crc32c(kernels::Crc32c(payload));
     transport->Push(header, payload, try_deadline,
                     [answer = std::move(answer)](absl::StatusOr<v1::PushResponse> r) { answer(r.status()); });
   };

@@ -1,7 +1,5 @@
 #include "ballast/client/seat.h"
 
-#include "ballast/kernels/kernels.h"
-
 namespace ballast::client {
 
 void Seat::PushSlice(v1::SliceKind kind, const OwnedSlice& owned, absl::Span<const std::byte> payload,
@@ -16,7 +14,6 @@ void Seat::PushSlice(v1::SliceKind kind, const OwnedSlice& owned, absl::Span<con
   header.set_unit(owned.slice.unit);
   header.set_begin(owned.slice.range.begin);
   header.set_end(owned.slice.range.end);
-  header.set_crc32c(kernels::Crc32c(payload));
   router->Push(owned.server, std::move(header), payload, Deadline(), std::move(done));
 }
 

@@ -8,6 +8,7 @@
 
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::client {
@@ -47,9 +48,10 @@ class ScriptedTransport final : public Transport {
     ++commits;
     done(v1::CommitResponse());
   }
-  void Push(const v1::PushRequest&, absl::Span<const std::byte> payload, absl::Time,
+  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time,
             Callback<v1::PushResponse> done) override {
     absl::MutexLock lock(&mutex);
+    digests_right = digests_right && header.crc32c() == kernels::Crc32c(payload);
     pushed_now += payload.size();
     pushed_max = std::max(pushed_max, pushed_now);
     held.push_back([this, done, n = payload.size()](const absl::Status& status) {
@@ -114,6 +116,7 @@ class ScriptedTransport final : public Transport {
   std::vector<std::function<void(absl::Status)>> held;
   int calls = 0, opens = 0, commits = 0;
   uint64_t pushed_now = 0, pushed_max = 0;
+  bool digests_right = true;  // of all pushes
 };
 
 struct Rig {
@@ -209,6 +212,24 @@ TEST(Router, BytesInFlightAreBounded) {
   EXPECT_EQ(tally.Wait(), absl::OkStatus());
   waiter.join();
   EXPECT_EQ(rig.server->pushed_max, 800u);
+}
+
+// Who changes borrowed memory drops what was pushed; until then it must not be refused again and again.
+TEST(Router, EachTryOfAPushHasTheDigestOfWhatItSends) {
+  Rig rig;
+  std::vector<std::byte> payload(100);
+  absl::Status got;
+  absl::Notification done;
+  rig.router->Push(0, {}, payload, absl::Now() + absl::Seconds(10), [&](absl::Status status) {
+    got = std::move(status);
+    done.Notify();
+  });
+  payload[7] = std::byte{1};
+  rig.server->Release(model::Error(absl::StatusCode::kUnavailable, model::kChecksum, "other bytes than pushed"));
+  rig.server->Release(absl::OkStatus());
+  done.WaitForNotification();
+  EXPECT_TRUE(got.ok()) << got;
+  EXPECT_TRUE(rig.server->digests_right);
 }
 
 TEST(Router, OneCallLargerThanTheBoundGoesAlone) {

@@ -12,6 +12,7 @@ HERE = pathlib.Path(__file__).parent
 
 HEAD = f'''
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where whoever runs the tests ignores it
 import torch
 sys.path.insert(0, {str(HERE)!r})
 from scripts import batches, loss_of, mlp

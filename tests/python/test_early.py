@@ -154,6 +154,45 @@ def test_a_gradient_changed_through_data_is_found_in_debug(job, two_servers):
     assert same(model, twin)
 
 
+def test_grad_scaler_goes_again(job, two_servers):
+    """unscale_ moves no version counter."""
+    (model, mine), (twin, theirs) = pair(mlp(), job, two_servers)
+    with pytest.warns(UserWarning, match='was changed'):
+        for each, optimizer in ((model, mine), (twin, theirs)):
+            scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)
+            for batch in batches(4):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(each, batch)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    assert same(model, twin)
+
+
+def test_a_step_that_does_not_begin_takes_nothing(job, two_servers):
+    """Its gradients are not there for the next one."""
+    (model, mine), (twin, theirs) = pair(mlp(), job, two_servers)
+    for each, optimizer in ((model, mine), (twin, theirs)):
+        backward(each, next(batches(1)))
+        with pytest.raises(TypeError):
+            optimizer.step(blob='text')
+        for parameter in each.parameters():
+            parameter.grad.zero_()
+        optimizer.step()
+    assert same(model, twin)
+    assert mine.grad_norm == 0
+
+
+def test_a_parameter_that_left_its_group_stays(job, two_servers):
+    (model, mine), (twin, theirs) = pair(mlp(), job, two_servers)
+    for each, optimizer in ((model, mine), (twin, theirs)):
+        backward(each, next(batches(1)))
+        optimizer.param_groups[0]['params'].pop()  # 3.bias
+        before = each[3].bias.detach().clone()
+        optimizer.step()
+        assert torch.equal(each[3].bias, before)
+    assert same(model, twin)
+
+
 def test_what_else_is_asked_of_the_job_takes_it_back(job, two_servers):
     (model, mine), (twin, theirs) = pair(mlp(), job, two_servers)
     looks = [lambda each, optimizer: optimizer.state_dict(),
@@ -243,7 +282,7 @@ def test_over_a_server_that_is_killed_between_backward_and_step(job, tmp_path):
             optimizer.zero_grad()
             backward(each, batch)
             if i in (2, 4) and each is model:
-                assert mine._early.stands()  # it is all there
+                assert mine._early.stands([parameter.grad for parameter in model.parameters()])  # it is all there
                 server.kill()
                 server.wait()
                 server.stdout.close()

@@ -1,6 +1,7 @@
 """Parameters and gradients that servers reach by way of the host's memory. Where there is no GPU the same code runs on the CPU,
 with copies that nobody would need there, and without streams."""
 import copy
+import threading
 
 import pytest
 import torch
@@ -173,6 +174,40 @@ def test_a_skipped_step_changes_nothing(device, job):
         optimizer.step()
     assert optimizer.last_step_skipped
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before))
+
+
+def test_an_edit_outlives_a_skipped_step(device, job):
+    model = mlp().to(device)
+    optimizer = of(model, job)
+    train(model, optimizer, steps=2)
+    with torch.no_grad():
+        model[0].weight.fill_(0.25)
+    model[0].weight.grad[0, 0] = float('inf')
+    with pytest.warns(UserWarning, match='not finite'):
+        optimizer.step()
+    assert bool((model[0].weight == 0.25).all())
+    model[0].weight.grad.zero_()
+    optimizer.step()
+    assert (model[0].weight - 0.25).abs().max() < 0.05
+
+
+def test_another_thread_may_look_amid_a_step(device, job, two_servers):
+    """Who holds the session may want the interpreter's lock, and the other way round."""
+    model = mlp().to(device)
+    optimizer = of(model, {'name': job['name']}, servers=two_servers)
+    train(model, optimizer, steps=1)
+    done = threading.Event()
+
+    def look():
+        while not done.is_set():
+            assert optimizer._session.version >= 0
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    train(model, optimizer, steps=30)
+    done.set()
+    looking.join(30)
+    assert not looking.is_alive()
 
 
 def test_a_transposed_parameter(device, job):

@@ -52,7 +52,10 @@ std::vector<client::TensorMemory> MemoryOf(const PythonSession& session,
                                            const std::vector<Array>& parameters) {
   std::vector<uint64_t> elements(parameters.size());
   for (size_t i = 0; i < parameters.size(); ++i) elements[i] = parameters[i].size();
-  session.CheckElements(elements);
+  {
+    const nb::gil_scoped_release release;
+    session.CheckElements(elements);
+  }
   if (!gradients.empty() && gradients.size() != parameters.size())
     throw nb::value_error("gradients: an entry per parameter");
   std::vector<client::TensorMemory> memory(parameters.size());
@@ -176,13 +179,19 @@ void BindSession(nb::module_& m) {
             return interrupt.Watch([&] { return PythonSession::Open(options, tensors, server, &shared, interrupt); });
           },
           "options"_a, "tensors"_a, "server"_a.none(), "store"_a.none())
-      .def_prop_ro("version", &PythonSession::version)
-      .def_prop_ro("needs_values", &PythonSession::needs_values)
-      .def_prop_ro("restored_version", &PythonSession::restored_version)
+      // Whoever holds the session may want the interpreter's lock.
+      .def_prop_ro("version", &PythonSession::version, Release())
+      .def_prop_ro("needs_values", &PythonSession::needs_values, Release())
+      .def_prop_ro("restored_version", &PythonSession::restored_version, Release())
       .def_prop_ro("blobs",
                    [](const PythonSession& session) {
+                     std::vector<std::string> all;
+                     {
+                       const nb::gil_scoped_release release;
+                       all = session.blobs();
+                     }
                      nb::list blobs;
-                     for (const std::string& blob : session.blobs()) blobs.append(nb::bytes(blob.data(), blob.size()));
+                     for (const std::string& blob : all) blobs.append(nb::bytes(blob.data(), blob.size()));
                      return blobs;
                    })
       .def(
@@ -210,8 +219,8 @@ void BindSession(nb::module_& m) {
           },
           "gradients"_a, "parameters"_a, "groups"_a, "gradient_scale"_a = 1.0, "max_norm"_a = 0.0,
           "blob"_a = nb::bytes("", 0), "ready"_a = nb::none())
-      .def_prop_ro("pushes_gradients", &PythonSession::pushes_gradients)
-      .def_prop_ro("units", &PythonSession::Units)
+      .def_prop_ro("pushes_gradients", &PythonSession::pushes_gradients, Release())
+      .def_prop_ro("units", &PythonSession::Units, Release())
       .def(
           "push_early",
           [](PythonSession& session, size_t unit, const std::vector<Array>& gradients) {

@@ -2,11 +2,14 @@
 
 import concurrent.futures
 import contextlib
+import threading
 import weakref
 from typing import Any, NamedTuple
 
+import torch
+
 from ballast.errors import Error, warn
-from ballast.torch.members import digest_of, gradient_of, in_host, mark_of
+from ballast.torch.members import digest_of, gradient_of, in_host, is_elsewhere, local, mark_of
 
 _GRACE_SECONDS = 2.0
 
@@ -19,16 +22,27 @@ class _Sent(NamedTuple):
     future: Any
 
 
-def _mark(gradient, debug):
-    return mark_of(gradient), digest_of(gradient) if debug else None
+class _Mark:
+    """What shows that a gradient is as it was. GradScaler's unscale_ moves no version counter, so its norm is part of it."""
+
+    def __init__(self, gradient, debug):
+        self._mark = mark_of(gradient)
+        self._norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).view(torch.int32)  # NaN is NaN
+        self._digest = digest_of(gradient) if debug else None
+
+    def is_same(self, other):
+        return self._mark == other._mark and self._digest == other._digest and torch.equal(self._norm, other._norm)
 
 
 class Early:
     """Threads: the training loop's, and autograd's while it waits for backward."""
 
-    def __init__(self, debug):
-        self._debug = debug
+    def __init__(self, debug, is_busy):
+        """is_busy(): a step is under way beside the loop."""
+        self._debug, self._is_busy = debug, is_busy
+        self._lock = threading.Lock()  # autograd has a thread per GPU
         self._session = self._host = self._pool = None
+        self._pushes = False
         self._members, self._units, self._unit_of = [], [], {}
         self._hooks = {}  # by member
         self._fired = []  # by member: gradients accumulated since the last step
@@ -39,9 +53,11 @@ class Early:
 
     def follow(self, session, members, host):
         """Of what the job has now."""
-        if not session.pushes_gradients:
+        if session is not self._session:
+            self._session, self._host = session, host
+            self._pushes = session.pushes_gradients
+        if not self._pushes:
             return  # they are read where they are
-        self._session, self._host = session, host
         if len(members) > len(self._members):
             self._members, self._units = list(members), session.units
             self._unit_of = {i: unit for unit, tensors in enumerate(self._units) for i in tensors}
@@ -52,6 +68,10 @@ class Early:
                 self._hooks[i] = member.parameter.register_post_accumulate_grad_hook(_Hook(self, i))
 
     def accumulated(self, i):
+        with self._lock, torch.no_grad():
+            self._accumulated(i)
+
+    def _accumulated(self, i):
         self._fired[i] += 1
         unit = self._unit_of[i]
         if unit in self._sent:
@@ -67,15 +87,17 @@ class Early:
             return  # the step refuses it
         if any(gradient is None for gradient in there):
             return
+        if self._is_busy() and any(is_elsewhere(gradient) for gradient in there):
+            return  # the step under way may read their places in the host's memory
         memory = [in_host(self._host, member, 'gradient', gradient) for member, gradient in zip(members, there)]
         gradients = [member.parameter.grad for member in members]
         if self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(1, 'ballast-push')
         future = self._pool.submit(_push, self._session, unit, memory, self._host.enqueued())
-        self._sent[unit] = _Sent(gradients, [_mark(gradient, self._debug) for gradient in gradients], memory, future)
+        self._sent[unit] = _Sent(gradients, [_Mark(local(gradient), self._debug) for gradient in gradients], memory, future)
 
-    def stands(self):
-        """At a step: whether what went is what the step is to take. Waits for what is on its way."""
+    def stands(self, taken):
+        """At a step that takes these gradients, by member: whether what went is what it is to take. Waits for what is on its way."""
         for unit, sent in self._sent.items():
             if self._spoilt:
                 break
@@ -85,7 +107,9 @@ class Early:
                 self._spoilt = True  # the step sends it again, and tells what is wrong if it still is
             for i, gradient, mark in zip(self._units[unit], sent.gradients, sent.marks):
                 member = self._members[i]
-                if member.parameter.grad is not gradient or _mark(gradient, self._debug) != mark:
+                if taken[i] is None:
+                    self._spoilt = True  # it is in no group any more
+                elif member.parameter.grad is not gradient or not _Mark(local(gradient), self._debug).is_same(mark):
                     self._spoilt = True
                     self._warn(member.name)
         return not self._spoilt

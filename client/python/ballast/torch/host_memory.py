@@ -47,11 +47,18 @@ class HostMemory:
 
     def enqueued(self):
         """Events behind all copies so far: who waits for them may use the host's side."""
-        return [stream.record_event() for stream in self._streams]
+        return [stream.record_event() for stream in list(self._streams)]
 
-    def on_streams(self):
-        """A context: its copies are enqueued where those so far were, whatever thread it is on."""
-        stack = contextlib.ExitStack()
-        for stream in self._streams:
-            stack.enter_context(torch.cuda.stream(stream))
-        return stack
+
+def current_streams(tensors):
+    """Of the devices that they are on."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    return [torch.cuda.current_stream(device) for device in devices]
+
+
+def on_streams(streams):
+    """A context in which copies are enqueued there, whatever thread it is on."""
+    stack = contextlib.ExitStack()
+    for stream in streams:
+        stack.enter_context(torch.cuda.stream(stream))
+    return stack

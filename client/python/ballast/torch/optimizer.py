@@ -73,7 +73,7 @@ class Optimizer(torch.optim.Optimizer):
         self._last_step_skipped = False
         self._grad_norm = None
         self._overlap = None if overlap is None else Overlap(overlap)
-        self._early = Early(self._debug) if arguments.flag('push_early', push_early) else None
+        self._early = Early(self._debug, self._is_under_way) if arguments.flag('push_early', push_early) else None
         groups, names = split_named(params)
         self._names = names
         super().__init__(groups, defaults)
@@ -318,6 +318,9 @@ class Optimizer(torch.optim.Optimizer):
         self.wait()
         return self._last_step_skipped
 
+    def _is_under_way(self):
+        return self._overlap is not None and self._overlap.is_under_way
+
     def wait(self):
         """With overlap: returns when the last step has ended and every parameter holds its version. Raises what it raised."""
         if self._overlap is not None:
@@ -351,7 +354,7 @@ class Optimizer(torch.optim.Optimizer):
         else:
             collected = self._collect()
             edited, present = collected.edited, collected.present
-        if self._early is not None and (collected.fresh or not self._early.stands()):
+        if self._early is not None and (collected.fresh or not self._early.stands(collected.gradients)):
             self._early.withdraw()
         self._register(collected.fresh)
         if not any(present):

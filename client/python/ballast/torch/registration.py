@@ -76,6 +76,6 @@ class Fit:
         return len(self._found) > before
 
     def leave_out(self, name):
-        """The job has not got it. False: then nothing would be left."""
+        """The job has not got it. False: then nothing would be left; or it could not register later, see _new_tensors()."""
         self._unknown.add(name)
-        return bool(self.tensors)
+        return bool(self.tensors) and self._optimizer._options.durability != 'every-K'

@@ -2,13 +2,15 @@
 
 import atexit
 import concurrent.futures
+import contextlib
 import threading
 import weakref
 
 import torch
 
 from ballast.errors import Error
-from ballast.torch.members import Memory, is_sharded
+from ballast.torch.host_memory import current_streams, on_streams
+from ballast.torch.members import Memory, is_sharded, local
 from ballast.torch.naming import unit_of
 from ballast.torch.registration import placed
 
@@ -26,22 +28,34 @@ class Step:
         self._before = self._session.version
         early = optimizer._early
         self._memory = Memory(self._members, optimizer._host, collected.gradients, early.there if early is not None else frozenset())
+        self._streams = current_streams(local(member.parameter) for member in self._members)
         self._landed = set()
         self._report = None
         self._sent = early.take() if early is not None else None
 
     def run(self, ready=None):
         """ready(indices): parameters of some members hold the new version, and their gradients are not read any more."""
-        optimizer, collected, memory = self._optimizer, self._collected, self._memory.wait()
-        if ready is None and memory.is_copied:
-            ready = self._land_unit
-        self._report = self._session.step(
-            memory.gradients, memory.parameters, collected.groups, 1.0 if self._scale is None else self._scale, optimizer._max_norm,
-            blob=optimizer._pack_blob(optimizer._steps + 1, self._blob), ready=ready)
+        optimizer, collected = self._optimizer, self._collected
+        try:
+            memory = self._memory.wait()
+            if ready is None and memory.is_copied:
+                ready = self._land_unit
+            self._report = self._session.step(
+                memory.gradients, memory.parameters, collected.groups, 1.0 if self._scale is None else self._scale, optimizer._max_norm,
+                blob=optimizer._pack_blob(optimizer._steps + 1, self._blob), ready=ready)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self):
+        """Of a step that was not made: no later one takes what was pushed early for it."""
+        if self._sent:
+            with contextlib.suppress(Error):  # the session is over, and has let go of them
+                self._session.drop()
 
     # While the loop waits in run(): a unit's parameters are on their way to the GPU as the next ones are updated.
     def _land_unit(self, indices):
-        with self._optimizer._host.on_streams():
+        with on_streams(self._streams):
             self.land(set(indices))
 
     def interrupt(self):
@@ -60,7 +74,10 @@ class Step:
         # Also where an error came after it was decided: the job has made that step.
         if self._session.version > self._before:
             optimizer._steps, optimizer._blob = optimizer._steps + 1, self._blob
-            self.land(set(range(len(self._members))))
+            if self._report is None:
+                optimizer._unpulled = True  # parameters may be of either version
+            elif not self._report.skipped:
+                self.land(set(range(len(self._members))))
         if self._report is not None:
             optimizer._took(self._report, self._collected.gradients, scaled=self._scale is not None)
 
@@ -108,9 +125,17 @@ class Overlap:
             atexit.register(_end_of_process, weakref.ref(self))
         self._gradients = [None if gradient is None else (gradient, gradient._version) for gradient in gradients]
         self._ready_members = set()
+        try:
+            self._future = self._pool.submit(step.run, self._ready)
+        except BaseException:
+            step.give_up()
+            raise
         self._step = step
-        self._future = self._pool.submit(step.run, self._ready)
         self._future.add_done_callback(lambda _: self._ready(()))
+
+    @property
+    def is_under_way(self):
+        return self._step is not None
 
     def _ready(self, indices):
         with self._changed:
@@ -156,6 +181,8 @@ class Overlap:
         step, future, ready = self._step, self._future, self._ready_members
         try:
             self._land(set(ready))
+        except Error as error:
+            raise future.exception() or error  # the step's own comes first
         finally:
             self._step = self._future = None
             step.end()
