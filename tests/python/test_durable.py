@@ -410,6 +410,33 @@ else:
 ''')
 
 
+def test_a_job_of_every_k_takes_on_no_more(tmp_path):
+    """Its kept versions would have no state of it."""
+    small = """
+def small(model):
+    return [(name, p) for name, p in model.named_parameters() if name[0] != '2']
+keep = dict(lr=1e-2, directory='state', dram='128MiB', nvme='1GiB', threads=2, durability='every-K', pin_interval=2)
+"""
+    run(tmp_path, small + """
+model = mlp()
+optimizer = bt.AdamW(small(model), **keep)
+for batch in batches(4):
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    optimizer.step()
+""")
+    run(tmp_path, small + """
+try:
+    bt.AdamW(mlp().named_parameters(), resume='must', **keep).resume()
+except ballast.Error as error:
+    assert error.reason == 'BAD_SPEC' and "tensor '2." in str(error) and 'is not in the job' in str(error), error
+else:
+    raise AssertionError
+model = mlp()
+assert bt.AdamW(small(model), resume='must', **keep).resume().step in (2, 4)  # the last pin may not have been there yet
+""")
+
+
 @pytest.mark.parametrize('daemon', [False, True])
 def test_temporary_directories_of_killed_processes_go(daemon, tmp_path):
     start = f'''
