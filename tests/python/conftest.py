@@ -2,6 +2,7 @@
 import itertools
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -25,22 +26,20 @@ def seeded():
     os.environ.pop('BALLAST_SERVERS', None)
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture
 def two_servers(tmp_path_factory):
-    """Addresses. Jobs of a module's tests share them, and stay: give each a name."""
+    """Addresses. What they keep goes with them: a small job's gradient log alone takes 200 MiB of disk."""
     folder = tmp_path_factory.mktemp('servers')
-    servers, addresses = [], []
-    for i in range(2):
-        servers.append(subprocess.Popen(
-            [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
-             '127.0.0.1:0', '--data_directory', str(folder / f'server{i}'), '--budget.dram', '128MiB', '--budget.nvme', '8GiB',
-             '--log_level', 'warn'], stdout=subprocess.PIPE, text=True))
-        addresses.append(re.search(r'listen=(\S+)', servers[-1].stdout.readline())[1])
-    yield ','.join(addresses)
+    servers = [subprocess.Popen(
+        [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
+         '127.0.0.1:0', '--data_directory', str(folder / f'server{i}'), '--budget.dram', '128MiB', '--budget.nvme', '8GiB',
+         '--log_level', 'warn'], stdout=subprocess.PIPE, text=True) for i in range(2)]
+    yield ','.join(re.search(r'listen=(\S+)', server.stdout.readline())[1] for server in servers)
     for server in servers:
         server.terminate()
         server.wait()
         server.stdout.close()
+    shutil.rmtree(folder)
 
 
 # Ours and torch's, by name: constructors that take parameters and torch's arguments.
