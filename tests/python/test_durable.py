@@ -228,6 +228,15 @@ def test_forked_workers_of_a_data_loader(tmp_path):
                 os._exit(7 if 'fork' in str(error) else 1)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        # One that ends in the ordinary way waits for no thread of the parent's.
+        out, into = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.dup2(into, 1)
+            print('said', end='')
+            sys.exit(5)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+        assert os.read(out, 9) == b'said'
         optimizer.zero_grad()
         loss_of(model, next(batches(1))).backward()
         optimizer.step()

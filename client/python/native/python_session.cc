@@ -1,8 +1,12 @@
 #include "ballast/client/python/native/python_session.h"
 
+#include <pthread.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <future>
 
@@ -98,10 +102,30 @@ Response Await(const Call& call) {
   return Take(answered.get_future().get());
 }
 
+// A forked child has none of the parent's threads: what belongs to them is left alone.
+template <typename T>
+void LeaveToParent(std::shared_ptr<T>* shared) {
+  new std::shared_ptr<T>(std::move(*shared));
+}
+
+// So it is of libraries, some of whose static destructors wait for threads: a forked child's exit() leaves them out.
+void LetForkedChildrenExit() {
+  static const int once = pthread_atfork(nullptr, nullptr, [] {
+    on_exit(
+        [](int status, void*) {
+          std::fflush(nullptr);
+          _exit(status);
+        },
+        nullptr);
+  });
+  (void)once;
+}
+
 }  // namespace
 
 PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, uint64_t staging, int threads)
     : pid_(getpid()) {
+  LetForkedChildrenExit();
   std::error_code error;
   std::filesystem::create_directories(directory, error);
   if (error) {
@@ -159,12 +183,6 @@ EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions
   return report;
 }
 
-// A forked child has none of the parent's threads: what belongs to them is left alone.
-template <typename T>
-void LeaveToParent(std::shared_ptr<T>* shared) {
-  new std::shared_ptr<T>(std::move(*shared));
-}
-
 PythonServer::~PythonServer() {
   if (getpid() != pid_) LeaveToParent(&server_);
 }
@@ -218,6 +236,7 @@ absl::StatusOr<std::string> PythonStore::Get(absl::string_view key, absl::Time d
 std::unique_ptr<PythonSession> PythonSession::Open(const OpenOptions& options, const std::vector<Tensor>& tensors,
                                                    PythonServer* server, client::Rendezvous* store,
                                                    const Interrupt& interrupt) {
+  LetForkedChildrenExit();
   std::unique_ptr<PythonSession> session(new PythonSession(interrupt));
   if (options.world_size > 1) {
     client::GlooOptions gloo;
