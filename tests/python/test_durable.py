@@ -209,6 +209,31 @@ def test_a_directory_in_use_names_its_process(tmp_path):
         ''')
 
 
+def test_threads_that_open_at_once_share_a_server(tmp_path):
+    run(tmp_path, '''
+        import threading
+        from ballast import embedded
+        together, ended = threading.Barrier(4), []
+        def first_step(i):
+            model = mlp() if i else torch.nn.Linear(1 << 14, 1 << 12)  # which has no room
+            optimizer = make(model, name=f'job{i}', resume='never')
+            together.wait()
+            try:
+                optimizer.resume()
+            except ballast.Error as error:
+                ended.append((i, error.reason))
+            else:
+                ended.append((i, None))
+        threads = [threading.Thread(target=first_step, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(ended) == [(0, 'BUDGET'), (1, None), (2, None), (3, None)], ended
+        assert embedded.directory() == os.path.abspath('state')
+        ''')
+
+
 def test_forked_workers_of_a_data_loader(tmp_path):
     run(tmp_path, '''
         model = mlp()

@@ -1,6 +1,7 @@
 """The state server inside this process: one, shared by all of its optimizers."""
 
 import atexit
+import contextlib
 import os
 import threading
 
@@ -56,6 +57,28 @@ def server(directory=None, dram=None, nvme=None, threads=None):
     directory: what jobs leave on the disk; None: a temporary one that goes with the process. dram, nvme: budgets in
     bytes; None: 0.8 of the memory that is available, and of the disk that is free (nothing in a temporary directory).
     """
+    with _lock:
+        return _start(directory, dram, nvme, threads)
+
+
+@contextlib.contextmanager
+def opening(**budgets):
+    """server(), for the one who is about to have a job on it. When that fails and nobody has one, the server ends: its
+    budgets may be what was wrong, and the next attempt may ask for others."""
+    with _lock:
+        running = _start(**budgets)
+        running.opening += 1
+    try:
+        yield running
+        running.used = True
+    finally:
+        with _lock:
+            running.opening -= 1
+            if not running.used and not running.opening:
+                _stop()
+
+
+def _start(directory, dram, nvme, threads):
     global _running
     dram, nvme = place.parse_bytes('dram', dram), place.parse_bytes('nvme', nvme)
     if directory is not None:
@@ -63,29 +86,32 @@ def server(directory=None, dram=None, nvme=None, threads=None):
             raise Error("directory='': expected a folder, such as 'state'", 'BAD_CONFIG')
         directory = os.path.abspath(directory)
     asked = (directory, dram, nvme, threads)
-    with _lock:
-        if _running is not None and _running.pid != os.getpid():
+    if _running is not None and _running.pid != os.getpid():
+        raise Error(
+            'this process was forked from one that has an embedded state server, whose threads are not here; '
+            'make the optimizer after the fork, or start worker processes with spawn', 'UNSUPPORTED')
+    if _running is None:
+        _running = _Embedded(*asked)
+        atexit.register(stop)
+    for name, mine, there in zip(('directory', 'dram', 'nvme', 'threads'), asked, _running.asked):
+        if mine is not None and mine != there:
             raise Error(
-                'this process was forked from one that has an embedded state server, whose threads are not here; '
-                'make the optimizer after the fork, or start worker processes with spawn', 'UNSUPPORTED')
-        if _running is None:
-            _running = _Embedded(*asked)
-            atexit.register(stop)
-        for name, mine, there in zip(('directory', 'dram', 'nvme', 'threads'), asked, _running.asked):
-            if mine is not None and mine != there:
-                raise Error(
-                    f'{name}={mine!r}: this process already has an embedded state server with {name}={there!r}, and '
-                    f'optimizers of one process share it; leave {name} out here', 'BAD_CONFIG')
-        return _running
+                f'{name}={mine!r}: this process already has an embedded state server with {name}={there!r}, and '
+                f'optimizers of one process share it; leave {name} out here', 'BAD_CONFIG')
+    return _running
 
 
 def stop():
     """Ends the process's server, after its sessions; what is durable stays in its directory."""
-    global _running
     with _lock:
-        if _running is not None and _running.pid == os.getpid():
-            _running.stop()
-            _running = None
+        _stop()
+
+
+def _stop():
+    global _running
+    if _running is not None and _running.pid == os.getpid():
+        _running.stop()
+        _running = None
 
 
 def directory():

@@ -1,5 +1,6 @@
 """How an optimizer reaches its servers: named ones, a private one of several ranks, or one inside this process."""
 
+import contextlib
 import os
 import re
 import weakref
@@ -43,7 +44,8 @@ class Connection:
 
     def open(self, options, fit):
         """The session; all ranks. Starts a server where none is named. `fit`: a registration.Fit, of the tensors that the job has."""
-        local = daemon = store = None
+        daemon = store = None
+        embed = contextlib.nullcontext()
         options.rank, options.world_size, options.servers = ranks.rank(), ranks.world_size(), self._servers
         if ranks.active():
             store = ranks.Store()
@@ -52,33 +54,29 @@ class Connection:
                 address, daemon = ranks.start_private_server(store, self._budgets, options.open_timeout)
                 options.servers = [address]
         elif not self._servers:
-            local = embedded.server(**self._budgets)
-            local.opening += 1
-        try:
-            while True:
-                try:
-                    session = _native.Session.open(options, fit.tensors, None if local is None else local.server, store)
-                    break
-                except Error as error:
-                    missing, unknown = _MISSING.search(str(error)), _UNKNOWN.search(str(error))
-                    if not (missing and fit.add(missing[1]) or unknown and fit.leave_out(unknown[1])):
-                        raise
-                    store = None if store is None else ranks.Store()
-        except BaseException:
-            if daemon is not None:
-                daemon.stop()
-            if local is not None and not local.used and local.opening == 1:
-                embedded.stop()  # its budgets may be what was wrong: the next attempt may ask for others
-            raise
-        finally:
-            if local is not None:
-                local.opening -= 1
-        if local is not None:
-            local.used = True
+            embed = embedded.opening(**self._budgets)
+        with embed as local:
+            try:
+                session = self._open_session(options, fit, local, store)
+            except BaseException:
+                if daemon is not None:
+                    daemon.stop()
+                raise
         # Of an embedded server's job that is not durable nothing is left to be used: its memory is wanted back.
         drop = (options.job, local.own(options.job)) if local is not None and options.durability == 'none' else None
         self._finish = weakref.finalize(self, _finish, session, local, drop, daemon, self._pid)
         return session
+
+    @staticmethod
+    def _open_session(options, fit, local, store):
+        while True:
+            try:
+                return _native.Session.open(options, fit.tensors, None if local is None else local.server, store)
+            except Error as error:
+                missing, unknown = _MISSING.search(str(error)), _UNKNOWN.search(str(error))
+                if not (missing and fit.add(missing[1]) or unknown and fit.leave_out(unknown[1])):
+                    raise
+                store = None if store is None else ranks.Store()
 
     def close(self):
         if self._finish is not None:
