@@ -22,7 +22,7 @@
 namespace ballast::services {
 namespace {
 
-constexpr int kThreadsMax = 64;
+constexpr int kThreadsMax = 1024;
 // A buffer for reads, and one for the state of a chunk of the smallest kind.
 constexpr uint64_t kStagingBytesMin = uint64_t{2} << 20;
 constexpr char kEnvironmentPrefix[] = "BALLAST_";
@@ -89,10 +89,10 @@ const std::vector<Key>& Keys() {
         "disk in the data directory: state that finds no room above; for durable jobs a durable copy of all "
         "state too, and the gradient log (durability `step`) or two pinned copies (`every-K`)"},
        Bytes([](Config* c) { return &c->server.budget.nvme; })},
-      {{"compute_threads", "an integer from 1 to 64", "the machine's processors",
+      {{"compute_threads", "an integer from 1 to 1024", "the machine's processors",
         "threads that work on one update, its job's own included; all jobs share the others"},
        [](const std::string& text, Config* c) { return SetThreads(text, &c->server.compute_threads); }},
-      {{"read_threads", "an integer from 1 to 64", "1",
+      {{"read_threads", "an integer from 1 to 1024", "1",
         "threads for blocking reads and for answers to requests that waited"},
        [](const std::string& text, Config* c) { return SetThreads(text, &c->server.read_threads); }},
       {{"staging", "bytes, such as 512MiB", "48MiB", "DRAM buffers through which NVMe state moves, once per job"},

@@ -73,7 +73,7 @@ TEST(Config, RefusesBadValuesWithWhatCame) {
   ExpectBad("budget: {dram: 12 parrots}\n", "s.yaml:1: budget.dram: expected bytes, such as 512MiB; came '12 parrots'");
   ExpectBad("\n\nlisten: localhost\n", "s.yaml:3: listen: expected host:port, port 0 for a free one; came 'localhost'");
   ExpectBad("listen: localhost:70000\n", "came 'localhost:70000'");
-  ExpectBad("compute_threads: 0\n", "compute_threads: expected an integer from 1 to 64; came '0'");
+  ExpectBad("compute_threads: 0\n", "compute_threads: expected an integer from 1 to 1024; came '0'");
   ExpectBad("log_level: loud\n", "expected trace, debug, info, warn, error or off; came 'loud'");
   ExpectBad("server_id: a b\n", "came 'a b'");
   const absl::Status variable = FromText(kGood, {{"staging", {"-1", "BALLAST_STAGING"}}}).status();

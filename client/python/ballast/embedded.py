@@ -23,7 +23,7 @@ class _Embedded:
         self.place = place.make(directory, dram, nvme)
         try:
             self.server = _native.Server(self.place.directory, self.place.dram, self.place.nvme, self.place.staging,
-                                         threads or os.cpu_count() or 1)
+                                         threads or len(os.sched_getaffinity(0)))
         except BaseException:
             self._remove()
             raise
