@@ -67,19 +67,33 @@ absl::StatusOr<Arena> Arena::Map(uint64_t bytes, bool pin) {
 }
 
 Arena::Arena(Arena&& other) noexcept
-    : bytes_(std::exchange(other.bytes_, {})), pinned_(std::exchange(other.pinned_, false)) {}
+    : bytes_(std::exchange(other.bytes_, {})),
+      pinned_(std::exchange(other.pinned_, false)),
+      locked_(std::exchange(other.locked_, false)) {}
 
 Arena& Arena::operator=(Arena&& other) noexcept {
   if (this != &other) {
     Release();
     bytes_ = std::exchange(other.bytes_, {});
     pinned_ = std::exchange(other.pinned_, false);
+    locked_ = std::exchange(other.locked_, false);
   }
   return *this;
 }
 
+bool Arena::Lock() {
+  locked_ = locked_ || mlock(bytes_.data(), bytes_.size()) == 0;
+  return locked_;
+}
+
 // The addresses stay mapped: cutting the mapping would cost the process one of its few mappings a hole.
-void Arena::Discard(absl::Span<std::byte> part) { (void)madvise(part.data(), part.size(), MADV_DONTNEED); }
+void Arena::Discard(absl::Span<std::byte> part) {
+  if (locked_) {
+    if (madvise(part.data(), part.size(), MADV_DONTNEED_LOCKED) == 0) return;
+    (void)munlock(part.data(), part.size());  // before Linux 5.18
+  }
+  (void)madvise(part.data(), part.size(), MADV_DONTNEED);
+}
 
 Arena::~Arena() { Release(); }
 

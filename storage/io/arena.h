@@ -22,6 +22,8 @@ class Arena {
   ~Arena();
 
   absl::Span<std::byte> bytes() const { return bytes_; }
+  // Asks the system not to swap the memory out. False: a limit (ulimit -l) forbids it; the memory is used all the same.
+  bool Lock();
   // Gives the system the memory of a part back, which must not be used any more. REQUIRES: aligned to 4096, not pinned.
   void Discard(absl::Span<std::byte> part);
   bool pinned() const { return pinned_; }
@@ -30,6 +32,7 @@ class Arena {
   void Release();
   absl::Span<std::byte> bytes_;
   bool pinned_ = false;
+  bool locked_ = false;
 };
 
 }  // namespace ballast::storage

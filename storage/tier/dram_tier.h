@@ -1,4 +1,5 @@
-// CPU memory: arenas that are touched when they are allocated, and pinned when the server has a GPU.
+// CPU memory: arenas that are touched when they are allocated, pinned when the server has a GPU, and else locked against
+// swapping where the limit of locked memory allows that.
 #pragma once
 
 #include "absl/status/statusor.h"

@@ -4,6 +4,7 @@
 
 #include <fstream>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/tier/dram_tier.h"
@@ -52,6 +53,31 @@ TEST_F(TiersTest, BlocksReturnTheirBudget) {
     EXPECT_FALSE(tiers->dram()->Allocate(2 * kPage, "test").ok());
   }
   EXPECT_EQ(tiers->used().dram, 0);
+}
+
+// "VmLck" or "RssAnon" of this process, in bytes.
+int64_t MemoryOf(absl::string_view kind) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (absl::StartsWith(line, absl::StrCat(kind, ":"))) return std::stoll(line.substr(kind.size() + 1)) << 10;
+  }
+  ADD_FAILURE() << "/proc/self/status has no " << kind;
+  return 0;
+}
+
+TEST_F(TiersTest, LockedBlocksGiveMemoryBack) {
+  constexpr int64_t kBytes = int64_t{64} << 20;
+  const int64_t locked = MemoryOf("VmLck");
+  auto tiers = Open({.dram = kBytes});
+  DramBlock block = *tiers->dram()->Allocate(kBytes, "test");
+  if (MemoryOf("VmLck") == locked) GTEST_SKIP() << "the limit of locked memory (ulimit -l) forbids 64 MiB";
+  EXPECT_EQ(MemoryOf("VmLck"), locked + kBytes);
+  const int64_t resident = MemoryOf("RssAnon");
+  block.GiveBack(block.bytes().first(kBytes / 2));
+  EXPECT_EQ(tiers->used().dram, kBytes / 2);
+  EXPECT_LT(MemoryOf("RssAnon"), resident - kBytes / 4);
+  block = DramBlock();
+  EXPECT_EQ(MemoryOf("VmLck"), locked);
 }
 
 TEST_F(TiersTest, NoJobIsToldThatItIsDurableAfterASyncOfAnotherFailed) {
