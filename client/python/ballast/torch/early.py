@@ -22,16 +22,25 @@ class _Sent(NamedTuple):
     future: Any
 
 
+def _sum_of(gradient):
+    """One number of all elements' bits, as a tensor beside them: of their words where they come in words, which is fifty times as fast."""
+    elements = gradient.detach().reshape(-1)
+    size = elements.element_size()
+    if elements.numel() * size % 8 == 0 and elements.storage_offset() * size % 8 == 0:
+        return elements.view(torch.int64).sum()
+    return torch.linalg.vector_norm(elements, dtype=torch.float32).view(torch.int32)  # so that NaN is NaN
+
+
 class _Mark:
-    """What shows that a gradient is as it was. GradScaler's unscale_ moves no version counter, so its norm is part of it."""
+    """What shows that a gradient is as it was. GradScaler's unscale_ moves no version counter, so a sum is part of it."""
 
     def __init__(self, gradient, debug):
         self._mark = mark_of(gradient)
-        self._norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).view(torch.int32)  # NaN is NaN
+        self._sum = _sum_of(gradient)
         self._digest = digest_of(gradient) if debug else None
 
     def is_same(self, other):
-        return self._mark == other._mark and self._digest == other._digest and torch.equal(self._norm, other._norm)
+        return self._mark == other._mark and self._digest == other._digest and torch.equal(self._sum, other._sum)
 
 
 class Early:
