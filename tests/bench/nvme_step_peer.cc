@@ -1,11 +1,11 @@
 // An optimizer whose state is on NVMe, for peers/deepspeed_nvme.py: it maps the trainer's gradients and parameters
 // (bf16, chunk after chunk), and steps on request. Usage: nvme_step_peer --directory DIR --chunks N --gradients FILE
-// --parameters FILE [--moments f32|f8] [--staging SIZE] [--threads N]
+// --parameters FILE [--moments f32|f8] [--dram SIZE] [--staging SIZE] [--threads N]
 //
-// stdout says "ready" once the state is on NVMe, masters being the parameters found; then it answers each line of stdin
-// in one line of JSON. "step": the gradients' norms, AdamW over all chunks, and every updated chunk copied
-// into the trainer's parameters. "reset_peak": the peak resident set counts from now on. "resident": nothing but the
-// answer.
+// stdout says "ready" once the state is there, on NVMe but for what --dram holds of it, masters being the parameters
+// found; then it answers each line of stdin in one line of JSON. "step": the gradients' norms, AdamW over all chunks,
+// and every updated chunk copied into the trainer's parameters. "reset_peak": the peak resident set counts from now
+// on. "resident": nothing but the answer.
 #include <fcntl.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -41,6 +42,7 @@ struct Options {
   std::string directory, gradients, parameters;
   uint64_t chunks = 0;
   kernels::MomentFormat moments = kernels::MomentFormat::kF32;
+  uint64_t dram_bytes = 0;  // for state, beside staging and working copies
   uint64_t staging_bytes = storage::TiersOptions().staging_bytes;
   int threads = 2;
   kernels::Hyper hyper = {.learning_rate = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .epsilon = 1e-8, .weight_decay = 0.01};
@@ -78,14 +80,17 @@ class Peer {
     BALLAST_ASSIGN_OR_RETURN(peer->gradients_, MapShared(options.gradients, n * kChunkBytes));
     BALLAST_ASSIGN_OR_RETURN(peer->parameters_, MapShared(options.parameters, n * kChunkBytes));
     const uint64_t state_bytes = storage::StateLayout(peer->spec_).StateBytes(kChunk);
+    const uint64_t in_dram = std::min(options.dram_bytes / state_bytes, n);
     BALLAST_ASSIGN_OR_RETURN(
-        peer->tiers_, storage::Tiers::Open({.budget = {.dram = n * kChunkBytes + options.staging_bytes + state_bytes,
-                                                       .nvme = n * state_bytes},
-                                            .directory = options.directory,
-                                            .staging_bytes = options.staging_bytes}));
+        peer->tiers_,
+        storage::Tiers::Open({.budget = {.dram = n * kChunkBytes + options.staging_bytes + (in_dram + 1) * state_bytes,
+                                         .nvme = n * state_bytes},
+                              .directory = options.directory,
+                              .staging_bytes = options.staging_bytes}));
     peer->store_ = std::make_unique<storage::ChunkStore>(peer->tiers_.get(), peer->spec_, &peer->pool_);
     storage::Plan plan;
     plan.chunks.resize(n, {.state = storage::TierKind::kNvme, .working = storage::TierKind::kDram});
+    for (uint64_t i = 0; i < in_dram; ++i) plan.chunks[i * n / in_dram].state = storage::TierKind::kDram;
     BALLAST_RETURN_IF_ERROR(peer->store_->Add(std::vector<uint64_t>(n, kChunk), plan));
     BALLAST_RETURN_IF_ERROR(peer->TakeMasters());
     return peer;
@@ -179,6 +184,7 @@ int Main(int argc, char** argv) {
   const std::map<std::string, kernels::MomentFormat> formats = {{"f32", kernels::MomentFormat::kF32},
                                                                 {"f8", kernels::MomentFormat::kF8}};
   app.add_option("--moments", options.moments, "f32 or f8")->transform(CLI::CheckedTransformer(formats));
+  app.add_option("--dram", options.dram_bytes, "For state")->transform(CLI::AsSizeValue(false));
   app.add_option("--staging", options.staging_bytes, "Of the store")->transform(CLI::AsSizeValue(false));
   app.add_option("--learning-rate", options.hyper.learning_rate, "Of AdamW");
   app.add_option("--threads", options.threads, "That compute")->check(CLI::Range(1, 1024));
