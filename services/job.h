@@ -164,6 +164,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Why the job takes no requests: stopped, or failed. OK if it does.
   absl::Status Refusal() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Fail(const absl::Status& cause, absl::string_view remedy, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What to do after an error of the disk.
+  absl::string_view Remedy() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   v1::GetJobResponse Describe() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // A request of `bytes` that the machine may let wait. `what`: for the deadline's message.
@@ -233,12 +235,14 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // False: the log is full, and chunks are being flushed so that it can be cut.
   bool TakesSlice(uint64_t payload_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void StartJournal(std::unique_ptr<storage::GradientLog> log) ABSL_LOCKS_EXCLUDED(mu_);
+  // `durable`: of durability `step`, not a spill.
+  void StartJournal(std::unique_ptr<storage::GradientLog> log, bool durable) ABSL_LOCKS_EXCLUDED(mu_);
   // On the journal's thread: something became durable, or failed.
   void JournalProgressed();
 
   // On the job's thread.
   std::string journal_path() const;
+  std::string spill_path() const;  // named while it is made
   // Chunks whose state should go to the disk with this step, so that the log does not run full.
   void MarkFlushes(storage::ChunkStore* store, StepWork* work, std::vector<uint64_t>* others);
   absl::Status Flush(storage::ChunkStore* store, absl::Span<const uint64_t> chunks, int64_t version);
@@ -249,7 +253,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void PrepareOpen(const v1::OpenRequest& request);
   absl::Status TakeChunks(const v1::OpenRequest& request, std::vector<std::shared_ptr<HeldChunk>>* chunks);
   struct NewChunks;
-  // Makes or extends the journal for these chunks. RESOURCE_EXHAUSTED.
+  // Makes or extends the log, or the spill, for these chunks. RESOURCE_EXHAUSTED.
   absl::Status EnsureJournal(const NewChunks& wanted);
   absl::Status EnsureJournalWithoutChunks(const NewChunks& wanted);
   // `segment_bytes`: of the journal that there is; 0 if there is none.
@@ -339,10 +343,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   std::vector<std::shared_ptr<HeldChunk>> spares_ ABSL_GUARDED_BY(mu_);  // taken for an Open that was then refused
   absl::flat_hash_map<uint64_t, std::shared_ptr<HeldChunk>> by_index_ ABSL_GUARDED_BY(mu_);
 
-  // Durability `step`.
-  bool durable_ ABSL_GUARDED_BY(mu_) = false;
-  std::shared_ptr<Journal> journal_ ABSL_GUARDED_BY(mu_);
-  uint64_t before_journal_lsn_ ABSL_GUARDED_BY(mu_) = 0;  // promises up to here came before it: the catalog has them
+  bool durable_ ABSL_GUARDED_BY(mu_) = false;              // durability `step`
+  std::shared_ptr<Journal> journal_ ABSL_GUARDED_BY(mu_);  // null: neither a log nor a spill
+  uint64_t before_journal_lsn_ ABSL_GUARDED_BY(mu_) = 0;   // promises up to here came before it: the catalog has them
   struct Arrived {
     HeldChunk* chunk = nullptr;
     const Intake::Receipt* receipt = nullptr;

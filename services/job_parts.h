@@ -52,6 +52,8 @@ struct Job::NewChunks {
   // What slices take of memory if they are read back from the log.
   storage::PlanRequest::ReadBack read_back() const;
   bool logged() const { return spec.durability() == v1::DURABILITY_STEP; }
+  // If that has no log anyway: a spill of so many steps.
+  uint64_t log_steps() const { return logged() ? Journal::kStepsKept : Journal::kStepsSpilt; }
   // Something of it is on the disk for the time after a restart.
   bool durable() const { return logged() || spec.durability() == v1::DURABILITY_EVERY_K; }
 };

@@ -134,7 +134,7 @@ JournalSize SizeJournal(const JournalNeeds& needs) {
   }
   // A segment ends when the next slice does not fit, so up to an eighth of it stays empty.
   const uint64_t used_bytes = size.segment_bytes / 8 * 7;
-  const uint64_t bytes = values + Journal::kStepsKept * gradients;
+  const uint64_t bytes = values + needs.steps * gradients;
   size.segment_count = (bytes + used_bytes - 1) / used_bytes + Journal::kSegmentsReserved + 1;
   return size;
 }

@@ -1,5 +1,6 @@
 // The gradient log of a job with durability `step`: what the step machine appends becomes records of
-// storage/log, each segment begins with a snapshot of the machine, and slices wait while the log is full.
+// storage/log, each segment begins with a snapshot of the machine, and slices wait while the log is full. A job of
+// another durability whose slices do not fit into memory has a transient one, a *spill*, that outlives nobody.
 #pragma once
 
 #include <cstdint>
@@ -37,14 +38,14 @@ struct JournalNeeds {
   uint64_t gradient_bytes = 0;          // per element
   uint64_t snapshot_bytes = 0;          // SnapshotBytesMax
   uint64_t segment_bytes = 0;           // of the log that there is; 0: to be chosen
+  uint64_t steps = 0;                   // of gradients, besides a transaction of values
 };
 struct JournalSize {
   uint64_t segment_bytes = 0;
   uint64_t segment_count = 0;
   uint64_t bytes() const;
 };
-// Holds kStepsKept steps of gradients, so that chunk flushes spread over as many. A segment that is chosen takes twice
-// the snapshot and the prepared record of a step, so that a job may grow.
+// A segment that is chosen takes twice the snapshot and the prepared record of a step, so that a job may grow.
 JournalSize SizeJournal(const JournalNeeds& needs);
 // Of a snapshot of the job that `plan` opens, on a server that has these chunks of it (ids).
 uint64_t SnapshotBytesMax(const model::EpochPlan& plan, absl::Span<const uint64_t> chunks);
@@ -58,7 +59,10 @@ class Journal {
   static constexpr uint64_t kSliceBodyBytesMax = 512;
   // Segments that slices leave to the other records and to restarts, each of which takes one.
   static constexpr uint64_t kSegmentsReserved = 4;
+  // Steps of gradients that a log holds: chunk flushes spread over as many. And a spill: the step that is applied and
+  // two attempts at the next.
   static constexpr uint64_t kStepsKept = 16;
+  static constexpr uint64_t kStepsSpilt = 3;
   // Of a decision with all ranks' blobs.
   static constexpr uint64_t kDecisionBytesMax = uint64_t{128} << 10;
   // Of state in memory, the share that goes to the disk with each step once that is steady: the log is in use nearly

@@ -14,6 +14,7 @@
 namespace ballast::services {
 
 std::string Job::journal_path() const { return absl::StrCat(around_.tiers->directory(), "/log-", name_); }
+std::string Job::spill_path() const { return absl::StrCat(around_.tiers->directory(), "/spill-", name_); }
 
 absl::Status Job::EnsureJournal(const NewChunks& wanted) {
   std::shared_ptr<Journal> journal;
@@ -32,15 +33,19 @@ absl::Status Job::EnsureJournal(const NewChunks& wanted) {
     const uint64_t segments = missing / journal->log().segment_bytes();
     status = journal->log().Extend(segments);
   } else {
-    spdlog::info("job '{}': writing a gradient log of {} MiB once, so that it never has to wait for space", name_,
-                 size.bytes() >> 20);
-    auto log = storage::GradientLog::Create(around_.tiers->disk(), {.path = journal_path(),
-                                                                    .job = name_,
-                                                                    .life = life_,
-                                                                    .segment_bytes = size.segment_bytes,
-                                                                    .segment_count = size.segment_count});
+    if (wanted.logged()) {
+      spdlog::info("job '{}': writing a gradient log of {} MiB once, so that it never has to wait for space", name_,
+                   size.bytes() >> 20);
+    }
+    auto log =
+        storage::GradientLog::Create(around_.tiers->disk(), {.path = wanted.logged() ? journal_path() : spill_path(),
+                                                             .job = name_,
+                                                             .life = life_,
+                                                             .segment_bytes = size.segment_bytes,
+                                                             .segment_count = size.segment_count,
+                                                             .transient = !wanted.logged()});
     status = log.status();
-    if (status.ok()) {
+    if (status.ok() && wanted.logged()) {
       const auto [key, value] = LogPair(name_, life_);
       status = around_.catalog->Put(key, value);
       if (!status.ok()) {
@@ -51,7 +56,7 @@ absl::Status Job::EnsureJournal(const NewChunks& wanted) {
       }
     }
     storage::Pass("create/catalogued");
-    if (status.ok()) StartJournal(*std::move(log));
+    if (status.ok()) StartJournal(*std::move(log), wanted.logged());
   }
   if (!status.ok()) {
     around_.tiers->Return(storage::TierKind::kNvme, missing);
@@ -61,13 +66,14 @@ absl::Status Job::EnsureJournal(const NewChunks& wanted) {
   return absl::OkStatus();
 }
 
-void Job::StartJournal(std::unique_ptr<storage::GradientLog> log) {
+void Job::StartJournal(std::unique_ptr<storage::GradientLog> log, bool durable) {
   auto journal = std::make_shared<Journal>(std::move(log));
   // The journal ends with Stop, which comes before the job's end: so its thread may borrow the job.
   around_.foundation->Pump(&journal->log(), [this] { JournalProgressed(); });
   absl::MutexLock lock(&mu_);
   journal_ = std::move(journal);
   before_journal_lsn_ = log_.last_lsn();
+  if (!durable) return;
   durable_ = true;
   log_.KeptElsewhere(0);
 }
@@ -77,7 +83,7 @@ void Job::JournalProgressed() {
     mu_.AssertHeld();
     if (journal_ == nullptr) return;
     if (const absl::Status status = journal_->log().status(); !status.ok()) {
-      Fail(status, "Look after the disk, then restart the server, which recovers the job", replies);
+      Fail(status, Remedy(), replies);
     }
     if (!std::exchange(waits_for_cut_, false)) return;
     for (const auto& chunk : chunks_) WakePushes(chunk.get(), replies);
@@ -153,7 +159,7 @@ void Job::MarkFlushes(storage::ChunkStore* store, StepWork* work, std::vector<ui
   uint64_t steps_free = 0;
   {
     absl::MutexLock lock(&mu_);
-    if (journal_ == nullptr) return;
+    if (journal_ == nullptr || !durable_) return;
     steps_free = journal_->StepsFree(step_bytes_);
   }
   // Of the chunks that will have changed: those that hold up the log's cut first.
@@ -205,7 +211,7 @@ absl::Status Job::Flush(storage::ChunkStore* store, absl::Span<const uint64_t> c
 absl::Status Job::HardenForCut(storage::ChunkStore* store) {
   {
     absl::MutexLock lock(&mu_);
-    if (journal_ == nullptr || journal_->StepsFree(step_bytes_) > 1) return absl::OkStatus();
+    if (journal_ == nullptr || !durable_ || journal_->StepsFree(step_bytes_) > 1) return absl::OkStatus();
   }
   return store->Harden();
 }
@@ -213,7 +219,7 @@ absl::Status Job::HardenForCut(storage::ChunkStore* store) {
 void Job::CutJournal(const storage::ChunkStore& store, int64_t version) {
   applied_ = version;
   int64_t cut = version;
-  for (uint64_t chunk = 0; chunk < store.chunk_count(); ++chunk) {
+  for (uint64_t chunk = 0; store.records() && chunk < store.chunk_count(); ++chunk) {
     if (Seeded(storage::StorageBug::kCutAtCommit)) break;
     cut = std::min(cut, store.recoverable_from(chunk).value_or(version));
   }
@@ -229,7 +235,7 @@ void Job::FlushAll() {
     store = store_;
   }
   std::vector<uint64_t> dirty;
-  for (uint64_t chunk = 0; chunk < store->chunk_count(); ++chunk) {
+  for (uint64_t chunk = 0; store->records() && chunk < store->chunk_count(); ++chunk) {
     if (store->dirty(chunk)) dirty.push_back(chunk);
   }
   absl::Status status = Flush(store.get(), dirty, applied_);
@@ -239,8 +245,8 @@ void Job::FlushAll() {
     mu_.AssertHeld();
     flush_posted_ = false;
     if (!status.ok()) {
-      Fail(model::Annotate(status, "chunks could not be flushed so that the gradient log can be cut"),
-           "Look after the disk, then restart the server, which recovers the job", replies);
+      Fail(model::Annotate(status, "chunks could not be flushed so that the gradient log can be cut"), Remedy(),
+           replies);
     }
   });
 }

@@ -83,8 +83,7 @@ void Job::MoveSome() {
     LockedOnStage([&](Replies* replies) {
       mu_.AssertHeld();
       moves_ = nullptr;
-      Fail(model::Annotate(flushed, "chunks that move to nvme could not be flushed"),
-           "Look after the disk, then restart the server, which recovers the job", replies);
+      Fail(model::Annotate(flushed, "chunks that move to nvme could not be flushed"), Remedy(), replies);
     });
     return;
   }

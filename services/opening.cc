@@ -61,7 +61,8 @@ JournalSize Job::JournalSizeOf(const NewChunks& wanted, uint64_t segment_bytes) 
                       .elements = wanted.all_elements,
                       .gradient_bytes = kernels::ElementBytes(wanted.optimizer.gradient),
                       .snapshot_bytes = wanted.snapshot_bytes,
-                      .segment_bytes = segment_bytes});
+                      .segment_bytes = segment_bytes,
+                      .steps = wanted.log_steps()});
 }
 
 std::vector<uint64_t> ChunksOf(const model::EpochPlan& plan, absl::string_view server_id) {
@@ -185,23 +186,27 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
     if (chunk.durable.has_value()) plan.free.nvme += chunk.durable->bytes;
     plan.nvme_fixed_bytes += chunk.aside_bytes;
   }
+  uint64_t segment_bytes = 0;
+  if (plan.provisional_bytes_per_element > 0) plan.read_back = wanted.read_back();
+  {
+    absl::MutexLock lock(&mu_);
+    if (journal_ != nullptr) segment_bytes = journal_->log().segment_bytes();
+    if (read_back_ != nullptr && plan.read_back.has_value()) {
+      plan.read_back->buffer_bytes_min = plan.read_back->buffer_bytes_max = 0;
+    }
+  }
+  const uint64_t log_bytes = JournalSizeOf(wanted, segment_bytes).bytes();
+  const uint64_t log_bytes_missing = log_bytes - std::min(log_bytes, journal_bytes_);
+  if (wanted.logged()) {
+    plan.nvme_fixed_bytes += log_bytes_missing;
+  } else if (plan.read_back.has_value()) {
+    plan.read_back->spill_bytes = log_bytes_missing;
+  }
   if (!wanted.durable()) return plan;
   plan.durable = true;
   plan.nvme_fixed_bytes += store.spare_bytes_missing(plan.elements);
   plan.shape.logged = wanted.logged();
-  if (!wanted.logged()) {
-    plan.shape.flushed_share = 1.0 / static_cast<double>(wanted.spec.pin_interval());
-    return plan;
-  }
-  uint64_t segment_bytes = 0;
-  plan.read_back = wanted.read_back();
-  {
-    absl::MutexLock lock(&mu_);
-    if (journal_ != nullptr) segment_bytes = journal_->log().segment_bytes();
-    if (read_back_ != nullptr) plan.read_back->buffer_bytes_min = plan.read_back->buffer_bytes_max = 0;
-  }
-  const JournalSize size = JournalSizeOf(wanted, segment_bytes);
-  plan.nvme_fixed_bytes += size.bytes() - std::min(size.bytes(), journal_bytes_);
+  if (!wanted.logged()) plan.shape.flushed_share = 1.0 / static_cast<double>(wanted.spec.pin_interval());
   return plan;
 }
 
@@ -229,8 +234,8 @@ void Job::NotePlan(const storage::Plan& plan, const storage::PlanRequest& reques
       tier->set_working_bytes(plan.working[kind]);
       if (kind == storage::TierKind::kDram) {
         tier->set_other_bytes(plan.slice_bytes + (plan.state.nvme > 0 ? request.staging_bytes : 0));
-      } else if (kind == storage::TierKind::kNvme && request.durable) {
-        tier->set_other_bytes(request.nvme_fixed_bytes);
+      } else if (kind == storage::TierKind::kNvme) {
+        tier->set_other_bytes(request.nvme_fixed_bytes + plan.spill_bytes);
       }
     }
     if (plan.prediction.has_value()) *planned_.mutable_prediction() = PredictionMessage(*plan.prediction);
@@ -271,7 +276,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     const bool other =
         store_ != nullptr && (!(store_->layout().optimizer() == optimizer) || store_->durable() != wanted.durable() ||
                               store_->records() != wanted.logged() || misfit);
-    unlogged = !dry_run && !adopted && journal_ != nullptr && !wanted.logged();
+    unlogged = !dry_run && !adopted && durable_ && !wanted.logged();
     if (other && adopted) {
       return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec,
                           absl::StrCat("job '", name_, "' has state for ", model::Show(store_->layout().optimizer()),
@@ -335,7 +340,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     const absl::StatusOr<storage::Plan> plan = storage::MakePlan(request);
     status = plan.status();
     if (status.ok()) NotePlan(*plan, request, dry_run);
-    if (status.ok() && !dry_run && wanted.logged()) status = EnsureJournal(wanted);
+    if (status.ok() && !dry_run && (wanted.logged() || plan->reads_back)) status = EnsureJournal(wanted);
     if (status.ok() && !dry_run) status = memory->Reserve(plan->slice_bytes);
     if (status.ok() && !dry_run) {
       logged = plan->reads_back;

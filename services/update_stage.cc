@@ -209,10 +209,7 @@ void Job::RunStep(StepWork* work) {
     moved_ = true;
     ResumeMoves();  // that found no room before this step
     if (!status.ok()) {
-      Fail(model::Annotate(status, absl::StrCat("step ", work->step, " could not be applied to its chunks")),
-           durable_ || machine_->plan()->open().spec().pin_interval() > 0
-               ? "Other jobs go on; look after the disk and restart the server, which recovers the job"
-               : "Other jobs go on; drop this one with `ballastctl drop` and start it again",
+      Fail(model::Annotate(status, absl::StrCat("step ", work->step, " could not be applied to its chunks")), Remedy(),
            replies);
     }
   });

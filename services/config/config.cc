@@ -83,7 +83,7 @@ const std::vector<Key>& Keys() {
        Bytes([](Config* c) { return &c->server.budget.hbm; })},
       {{"budget.dram", "bytes, such as 512MiB", "none, must be given",
         "CPU memory for state, working copies and slices of the step in flight; what of the last does not fit is read "
-        "back from the log (durability `step`)"},
+        "back from the disk"},
        Bytes([](Config* c) { return &c->server.budget.dram; })},
       {{"budget.nvme", "bytes, such as 512MiB", "0",
         "disk in the data directory: state that finds no room above; for durable jobs a durable copy of all "

@@ -82,17 +82,21 @@ Arena& Arena::operator=(Arena&& other) noexcept {
 }
 
 bool Arena::Lock() {
-  locked_ = locked_ || mlock(bytes_.data(), bytes_.size()) == 0;
+  if (locked_ || bytes_.empty()) return true;
+  locked_ = mlock(bytes_.data(), bytes_.size()) == 0;
+  if (!locked_) (void)munlock(bytes_.data(), bytes_.size());  // some of it may be
   return locked_;
 }
 
-// The addresses stay mapped: cutting the mapping would cost the process one of its few mappings a hole.
+// The addresses stay mapped: cutting the mapping would cost the process one of its few mappings a hole. Those of locked
+// memory go on counting against the limit.
 void Arena::Discard(absl::Span<std::byte> part) {
   if (locked_) {
     if (madvise(part.data(), part.size(), MADV_DONTNEED_LOCKED) == 0) return;
     (void)munlock(part.data(), part.size());  // before Linux 5.18
   }
-  (void)madvise(part.data(), part.size(), MADV_DONTNEED);
+  if (madvise(part.data(), part.size(), MADV_DONTNEED) == 0) return;
+  spdlog::warn("{} bytes that are not used any more stay with the process: {}", part.size(), std::strerror(errno));
 }
 
 Arena::~Arena() { Release(); }

@@ -29,10 +29,11 @@ LogMemory MakeLogMemory(uint64_t bytes) {
 }
 
 GradientLog::GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t segment_bytes,
-                         std::vector<Segment> segments)
+                         std::vector<Segment> segments, bool transient)
     : disk_(disk),
       file_(std::move(file)),
       segment_bytes_(segment_bytes),
+      transient_(transient),
       salt_(Seeded(StorageBug::kSaltConstant) ? 0 : std::random_device()()),
       segments_(std::move(segments)),
       head_memory_(MakeLogMemory(3 * kLogBlock)) {
@@ -48,7 +49,9 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, con
                                      kLogBlock, ", for a name of at most ", sizeof(FileHead::name), " bytes"));
   }
   BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(options.path, Disk::Mode::kEmptied));
-  std::unique_ptr<GradientLog> log(new GradientLog(disk, std::move(file), options.segment_bytes, {}));
+  if (options.transient) BALLAST_RETURN_IF_ERROR(disk->Remove(options.path));  // the file ends with whoever has it open
+  std::unique_ptr<GradientLog> log(
+      new GradientLog(disk, std::move(file), options.segment_bytes, {}, options.transient));
   const auto fill = [&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(log->Extend(options.segment_count));
     Pass("create/reserved");
@@ -57,7 +60,7 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, con
     EncodeHead(LogMark{}, {blocks.get(), kLogBlock});
     EncodeHead(LogMark{}, {blocks.get() + kLogBlock, kLogBlock});
     BALLAST_RETURN_IF_ERROR(log->file_->Write(2 * kLogBlock, {blocks.get(), 2 * kLogBlock}));
-    if (!Seeded(StorageBug::kHeadBeforeContent)) BALLAST_RETURN_IF_ERROR(log->file_->Sync());
+    if (!Seeded(StorageBug::kHeadBeforeContent)) BALLAST_RETURN_IF_ERROR(log->SyncFile());
     Pass("create/headless");
     // Its head last: a file without one never was a log.
     FileHead head;
@@ -68,7 +71,7 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, con
     EncodeHead(head, {blocks.get() + kLogBlock, kLogBlock});
     BALLAST_RETURN_IF_ERROR(log->file_->Write(0, {blocks.get(), 2 * kLogBlock}));
     Pass("create/head");
-    return log->file_->Sync();
+    return log->SyncFile();
   };
   if (const absl::Status status = fill(); !status.ok()) {
     log.reset();
@@ -90,7 +93,8 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Recover(Disk* disk, co
   for (const ScannedLog::Segment& live : scanned->live) {
     segments[live.index] = {live.incarnation, std::numeric_limits<int64_t>::max(), false};
   }
-  std::unique_ptr<GradientLog> log(new GradientLog(disk, std::move(file), scanned->segment_bytes, std::move(segments)));
+  std::unique_ptr<GradientLog> log(
+      new GradientLog(disk, std::move(file), scanned->segment_bytes, std::move(segments), /*transient=*/false));
   absl::MutexLock lock(&log->mutex_);
   log->last_incarnation_ = scanned->last_incarnation;
   if (Seeded(StorageBug::kIncarnationReused) && !scanned->live.empty())
@@ -120,6 +124,7 @@ absl::Status GradientLog::WriteZeros(uint64_t first_segment, uint64_t count) {
   const uint64_t begin = first_segment == 0 ? 0 : kLogFirstSegment + first_segment * segment_bytes_;
   const uint64_t end = kLogFirstSegment + (first_segment + count) * segment_bytes_;
   BALLAST_RETURN_IF_ERROR(file_->Reserve(begin, end - begin));
+  if (transient_) return absl::OkStatus();
   BALLAST_ASSIGN_OR_RETURN(const Arena zeros, Arena::Map(kZeroBytes, /*pin=*/false));
   for (uint64_t at = begin; at < end; at += kZeroBytes) {
     BALLAST_RETURN_IF_ERROR(file_->Write(at, zeros.bytes().subspan(0, std::min(kZeroBytes, end - at))));
@@ -146,13 +151,15 @@ absl::Status GradientLog::Extend(uint64_t segment_count) {
   return absl::OkStatus();
 }
 
+absl::Status GradientLog::SyncFile() const { return transient_ ? absl::OkStatus() : file_->Sync(); }
+
 // What a failed sync drops may be batches, and it is told to one caller only: the pump's own sync would say OK.
 absl::Status GradientLog::SyncExtension() {
   {
     absl::MutexLock lock(&mutex_);
     extending_ = true;
   }
-  const absl::Status status = file_->Sync();
+  const absl::Status status = SyncFile();
   if (!status.ok() && !Seeded(StorageBug::kExtensionSyncForgiven)) Fail(status);
   absl::MutexLock lock(&mutex_);
   extending_ = false;

@@ -2,7 +2,8 @@
 // log_format.h for what lies where.
 //
 // Segments of equal size are written in full once, when the file is made, and used in a ring: a first write into a
-// fresh extent of a file system costs two to three times a rewrite. Append only queues. Pump encodes what is queued
+// fresh extent of a file system costs two to three times a rewrite. A *transient* log, of slices that need not outlive
+// the process, has no name and is never synced. Append only queues. Pump encodes what is queued
 // into batches, submits them and a sync where one is wanted, and looks at completions: on a thread of the log's own
 // (Start), or wherever a test calls it.
 //
@@ -54,6 +55,7 @@ class GradientLog {
     uint64_t life = 0;                            // of the job: one that is dropped and made again has another
     uint64_t segment_bytes = uint64_t{32} << 20;  // multiple of 4096; the largest record must fit
     uint64_t segment_count = 4;                   // at least 3
+    bool transient = false;
   };
   // Makes the file anew, every byte of it written and synced. Blocks: that is a disk's worth of writing. On an error
   // nothing is left of it. RESOURCE_EXHAUSTED (IO) if the disk is full.
@@ -132,7 +134,9 @@ class GradientLog {
     bool failed = false;  // some write of it
   };
 
-  GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t segment_bytes, std::vector<Segment> segments);
+  GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t segment_bytes, std::vector<Segment> segments,
+              bool transient);
+  absl::Status SyncFile() const;
   void WantCutSync() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status SyncExtension();
   absl::Status WriteZeros(uint64_t first_segment, uint64_t count);
@@ -158,6 +162,7 @@ class GradientLog {
   Disk* const disk_;
   const std::unique_ptr<BlockFile> file_;
   const uint64_t segment_bytes_;
+  const bool transient_;
   const uint32_t salt_;  // of this opening
 
   mutable absl::Mutex mutex_;

@@ -44,17 +44,19 @@ void ReadBack(const PlanRequest& request, uint64_t elements, Plan* plan) {
   if (least >= plan->slice_bytes) return;
   plan->reads_back = true;
   plan->slice_bytes = least;
+  plan->spill_bytes = request.read_back->spill_bytes;
   plan->read_back_bytes = elements * request.layout.gradient_element_bytes() - shared;
 }
 
 // The last check: what NVMe must hold. Both tiers are named where both are short.
 absl::StatusOr<Plan> CheckNvme(const PlanRequest& request, Plan plan, std::vector<std::string> shortages) {
   if (request.durable) plan.durable_bytes = plan.state.hbm + plan.state.dram;
-  const uint64_t needed = plan.state.nvme + plan.durable_bytes + request.nvme_fixed_bytes;
+  const uint64_t needed = plan.state.nvme + plan.durable_bytes + request.nvme_fixed_bytes + plan.spill_bytes;
   if (const uint64_t missing = Short(needed, request.free.nvme); missing > 0) {
     shortages.push_back(Shortage("nvme", missing, needed, request.free.nvme,
-                                 request.durable ? "durable state, room for its next versions and the gradient log"
-                                                 : "state that finds no room in dram"));
+                                 request.durable   ? "durable state, room for its next versions and the gradient log"
+                                 : plan.reads_back ? "what finds no room in dram, state and slices in flight,"
+                                                   : "state that finds no room in dram"));
   }
   if (shortages.empty()) {
     if (request.shape.machine == nullptr) return plan;
@@ -108,7 +110,7 @@ std::string Plan::Explain() const {
   }
   if (reads_back) {
     absl::StrAppend(&text, " The slices of a step do not fit beside them: they have ", slice_bytes,
-                    " bytes of dram until they are in the gradient log, and ", read_back_bytes,
+                    " bytes of dram until they are on the disk, and ", read_back_bytes,
                     " bytes are read back from it in each step.");
   }
   if (prediction.has_value()) absl::StrAppend(&text, " ", prediction->Explain());
@@ -169,9 +171,6 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
   if (const uint64_t missing = Short(fixed_staged, request.free.dram); missing > 0) {
     shortages.push_back(Shortage("dram", missing, fixed_staged, request.free.dram,
                                  "working copies, slices in flight and buffers for moving nvme state"));
-    if (!request.durable) {
-      absl::StrAppend(&shortages.back(), ", or give the job durability step, whose slices are read back from its log");
-    }
   }
   return CheckNvme(request, std::move(plan), std::move(shortages));
 }

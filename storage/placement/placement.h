@@ -21,8 +21,9 @@ struct Plan {
   TierBytes working;
   uint64_t durable_bytes = 0;                // on NVMe, of state that lives in memory
   uint64_t slice_bytes = 0;                  // of DRAM, for slices of the step in flight
-  bool reads_back = false;                   // these do not hold all of a step: the rest comes back from the log
+  bool reads_back = false;                   // these do not hold all of a step: the rest comes back from the disk
   uint64_t read_back_bytes = 0;              // if so, in each step
+  uint64_t spill_bytes = 0;                  // and of NVMe, where there is no log anyway
   std::optional<StepPrediction> prediction;  // of a step of all the job's chunks here; none without a profile
   // One paragraph for people: what went where, and why, and how long a step will take.
   std::string Explain() const;
@@ -34,13 +35,15 @@ struct PlanRequest {
   StateLayout layout;
   // DRAM that the job needs besides chunks: slices of the step in flight.
   uint64_t provisional_bytes_per_element = 4;
-  // If these do not fit, a durable job has its slices in memory only until they are in its log, and reads them back for
-  // the update. What it needs of DRAM then:
+  // If these do not fit, slices are in memory only until they are in the job's log, or in a spill, and are read back
+  // for the update. What that needs of DRAM:
   struct ReadBack {
     uint64_t shared_bytes = 0;  // gradients of chunks that several ranks have parts of, which stay until the update
     // Buffers for slices that come and slices that are read back.
     uint64_t buffer_bytes_min = 0;
     uint64_t buffer_bytes_max = 0;
+    // And of NVMe, if there is no log anyway.
+    uint64_t spill_bytes = 0;
   };
   std::optional<ReadBack> read_back;
   // DRAM for moving NVMe state, taken once if any chunk goes there.

@@ -13,7 +13,7 @@ from ballast.torch.state import State
 
 WRONG = {
     'dram': 'lots', 'nvme': -1, 'resume': 'x', 'durability': 'y', 'moments': 'z', 'pin_interval': 3, 'checkpoints': 0, 'name': '',
-    'max_norm': -1.0, 'chunk_elements': 1000, 'seed': -1, 'threads': 0, 'step_timeout': 0, 'open_timeout': 'soon',
+    'max_norm': -1.0, 'chunk_elements': 1000, 'seed': -1, 'threads': 1025, 'step_timeout': 0, 'open_timeout': 'soon',
     'debug': '0',
 }
 

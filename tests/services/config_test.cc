@@ -18,7 +18,7 @@ data_directory: /var/lib/ballast
 budget:
   dram: 512MiB
   nvme: 2 GiB
-compute_threads: 2
+compute_threads: 1024
 read_threads: 3
 )";
 
@@ -44,7 +44,7 @@ TEST(Config, ReadsAFile) {
   EXPECT_EQ(config->server.budget.dram, uint64_t{512} << 20);
   EXPECT_EQ(config->server.budget.nvme, uint64_t{2} << 30);
   EXPECT_EQ(config->server.budget.hbm, 0u);
-  EXPECT_EQ(config->server.compute_threads, 2);
+  EXPECT_EQ(config->server.compute_threads, 1024);
   EXPECT_EQ(config->server.read_threads, 3);
   EXPECT_EQ(config->log_level, "info");
 }
@@ -74,6 +74,7 @@ TEST(Config, RefusesBadValuesWithWhatCame) {
   ExpectBad("\n\nlisten: localhost\n", "s.yaml:3: listen: expected host:port, port 0 for a free one; came 'localhost'");
   ExpectBad("listen: localhost:70000\n", "came 'localhost:70000'");
   ExpectBad("compute_threads: 0\n", "compute_threads: expected an integer from 1 to 1024; came '0'");
+  ExpectBad("compute_threads: 1025\n", "compute_threads: expected an integer from 1 to 1024; came '1025'");
   ExpectBad("log_level: loud\n", "expected trace, debug, info, warn, error or off; came 'loud'");
   ExpectBad("server_id: a b\n", "came 'a b'");
   const absl::Status variable = FromText(kGood, {{"staging", {"-1", "BALLAST_STAGING"}}}).status();

@@ -1,6 +1,9 @@
-// Jobs whose slices do not fit into the DRAM budget: they are read back from the gradient log, and no bit differs.
+// Jobs whose slices do not fit into the DRAM budget: they are read back from the gradient log, or from a spill, and no
+// bit differs.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <filesystem>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -19,6 +22,8 @@ std::vector<TestTensor> Model() {
 }
 // With so much next to no slice stays in memory; with so much some chunks' state does, and slices still do not.
 constexpr uint64_t kTight = 6'200'000, kRoomForState = 11'000'000;
+// As tight, where u1 and u2 have their state in memory already.
+constexpr uint64_t kTightOnceGrown = 10'200'000;
 constexpr uint64_t kNvme = uint64_t{512} << 20;
 
 uint32_t Tensors() { return static_cast<uint32_t>(Model().size()); }
@@ -26,6 +31,7 @@ uint32_t Tensors() { return static_cast<uint32_t>(Model().size()); }
 v1::JobSpec Spec(v1::Durability durability) {
   v1::JobSpec spec = MakeSpec("job", Model());
   spec.set_durability(durability);
+  if (durability == v1::DURABILITY_EVERY_K) spec.set_pin_interval(5);
   return spec;
 }
 
@@ -54,9 +60,10 @@ class ReadBackJobTest : public ::testing::Test {
     EXPECT_EQ(reference_.Start(), absl::OkStatus());
     EXPECT_EQ(reference_.Initialise(Initial), absl::OkStatus());
   }
-  static std::unique_ptr<TrainerGroup> NewGroup(TestServer& server, uint32_t world_size, uint64_t epoch) {
-    auto group = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server.get()}, Spec(v1::DURABILITY_STEP),
-                                                world_size, epoch);
+  static std::unique_ptr<TrainerGroup> NewGroup(TestServer& server, uint32_t world_size, uint64_t epoch,
+                                                v1::Durability durability = v1::DURABILITY_STEP) {
+    auto group =
+        std::make_unique<TrainerGroup>(std::vector<StateServer*>{server.get()}, Spec(durability), world_size, epoch);
     EXPECT_EQ(group->Start(), absl::OkStatus());
     return group;
   }
@@ -69,9 +76,14 @@ class ReadBackJobTest : public ::testing::Test {
   TrainerGroup reference_;
 };
 
-TEST_F(ReadBackJobTest, ChangesNoBitWithinTheBudget) {
+class ReadBackDurabilityTest : public ReadBackJobTest, public ::testing::WithParamInterface<v1::Durability> {};
+INSTANTIATE_TEST_SUITE_P(All, ReadBackDurabilityTest,
+                         ::testing::Values(v1::DURABILITY_STEP, v1::DURABILITY_EVERY_K, v1::DURABILITY_NONE),
+                         [](const auto& info) { return v1::Durability_Name(info.param); });
+
+TEST_P(ReadBackDurabilityTest, ChangesNoBitWithinTheBudget) {
   TestServer server("s", {.dram = kTight, .nvme = kNvme});
-  auto group = NewGroup(server, 1, 1);
+  auto group = NewGroup(server, 1, 1, GetParam());
   ASSERT_EQ(PushAtOnce(*group, v1::SLICE_KIND_VALUE, AllTensors(Tensors()), Initial), absl::OkStatus());
   ASSERT_TRUE(group->Finish(ValuesHeader(Tensors())).ok());
   for (int64_t step = 1; step <= 24; ++step) {  // the log goes round
@@ -92,9 +104,9 @@ TEST_F(ReadBackJobTest, ChangesNoBitWithinTheBudget) {
   EXPECT_EQ(server->Status().jobs(0).tiers(1).state_bytes(), 0u);
 }
 
-TEST_F(ReadBackJobTest, EditsBesideGradients) {
+TEST_P(ReadBackDurabilityTest, EditsBesideGradients) {
   TestServer server("s", {.dram = kTight, .nvme = kNvme});
-  auto group = NewGroup(server, 3, 1);
+  auto group = NewGroup(server, 3, 1, GetParam());
   ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
   for (int64_t step = 1; step <= 4; ++step) {
     v1::StepHeader header = UpdateHeader(Tensors());
@@ -209,13 +221,60 @@ TEST(ReadBackPlan, SaysWhatIsReadBack) {
   EXPECT_EQ(server->Status().tiers(1).used_bytes(), 0u) << "a dry run took something";
 }
 
-TEST(ReadBackPlan, WithoutALogItIsRefusedWithTheFix) {
+// A spill: of a job that no other run will know.
+TEST_F(ReadBackJobTest, WithoutALogNothingIsLeft) {
   TestServer server("s", {.dram = kTight, .nvme = kNvme});
-  TrainerGroup group({server.get()}, Spec(v1::DURABILITY_NONE), 1);
-  const absl::Status status = group.Start();
-  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
-  EXPECT_THAT(status.ToString(), HasSubstr("raise the dram budget by at least"));
-  EXPECT_THAT(status.ToString(), HasSubstr("or give the job durability step"));
+  const auto files = [&] {
+    std::set<std::string> names;
+    for (const auto& file : std::filesystem::directory_iterator(server.directory())) {
+      names.insert(file.path().filename().string());
+    }
+    return names;
+  };
+  const std::set<std::string> before = files();
+  auto group = NewGroup(server, 1, 1, v1::DURABILITY_NONE);
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  StepBoth(*group, 1);
+  ExpectSame(*group, 1);
+  const uint64_t state = server->Status().jobs(0).tiers(2).state_bytes();
+  EXPECT_GT(server->Status().tiers(2).used_bytes(), state) << "the spill is of the budget";
+  EXPECT_EQ(files(), before) << "it has a name";
+  server.Restart();
+  EXPECT_EQ(server->Status().tiers(2).used_bytes(), 0u);
+  TrainerGroup again({server.get()}, Spec(v1::DURABILITY_NONE), 1, 2);
+  EXPECT_TRUE(absl::IsDataLoss(again.Start())) << "its state was of the process";
+}
+
+TEST(SpillTest, AJobMayGrowIntoOne) {
+  TestServer tight("s", {.dram = kTightOnceGrown, .nvme = kNvme}), ample("r", {.dram = uint64_t{256} << 20});
+  const std::vector<TestTensor> all = Model();
+  const auto train = [&](TestServer& server) {
+    v1::JobSpec spec = MakeSpec("job", {all.begin() + 1, all.end()});
+    auto group = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server.get()}, spec, 1, 1);
+    EXPECT_EQ(group->Start(), absl::OkStatus());
+    EXPECT_EQ(group->Initialise(Initial), absl::OkStatus());
+    const auto step = [&](uint32_t tensors) {
+      EXPECT_EQ(PushAtOnce(*group, v1::SLICE_KIND_GRADIENT, AllTensors(tensors), GradientOf(group->step())),
+                absl::OkStatus());
+      EXPECT_EQ(group->Finish(UpdateHeader(tensors)).status(), absl::OkStatus());
+    };
+    step(3);
+    const bool spilt = server->Status().tiers(2).used_bytes() > 0;
+    EXPECT_FALSE(spilt);
+    Append({all[0]}, 1, &spec);
+    group = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server.get()}, spec, 1, 2);
+    EXPECT_EQ(group->Start(), absl::OkStatus());
+    v1::StepHeader values = ValuesHeader(4);
+    values.set_value_presence(model::MakeBitmap(4, {3}));
+    EXPECT_EQ(PushAtOnce(*group, v1::SLICE_KIND_VALUE, values.value_presence(), Initial), absl::OkStatus());
+    EXPECT_EQ(group->Finish(values).status(), absl::OkStatus());
+    for (int i = 0; i < 12; ++i) step(4);
+    return group;
+  };
+  const auto spills = train(tight), reference = train(ample);
+  EXPECT_GT(tight->Status().tiers(2).used_bytes(), tight->Status().jobs(0).tiers(2).state_bytes());
+  EXPECT_EQ(spills->step(), 15);
+  services::ExpectSame(*reference, *spills, 14);
 }
 
 }  // namespace

@@ -45,10 +45,9 @@ storage::TierBytes Machine::Budget(Random* random) const {
     return budget;
   }
   const uint64_t staging = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
-  // Two slices of values and one gradient: the least that slices need which are read back from the log.
+  // Two slices of values and one gradient: the least that slices need which are read back.
   const uint64_t read_back = 10 * model::kChunkElementsMin + shared;
-  // Without a log nothing is read back.
-  if (read_back + kSlackBytes < slices && PinInterval() == 0 && random->Percent(80)) {
+  if (read_back + kSlackBytes < slices && random->Percent(80)) {
     budget.dram = working + read_back + random->Below(slices - read_back - kSlackBytes) + staging;
     return budget;
   }

@@ -161,6 +161,24 @@ TEST(PlacementTest, WhatReadingBackLacksIsExact) {
   EXPECT_TRUE(MakePlan(ReadBackIfNeeded(kReadBackFixed)).ok());
 }
 
+TEST(PlacementTest, ASpillIsTakenIfSlicesAreReadBack) {
+  PlanRequest request = ReadBackIfNeeded(kFixed + (1 << 20));
+  request.durable = false;
+  request.free.nvme = 4 * kState + 99;
+  request.read_back->spill_bytes = 100;
+  absl::StatusOr<Plan> plan = MakePlan(request);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->spill_bytes, 0u);
+  request.free.dram = kReadBackFixed;
+  plan = MakePlan(request);
+  EXPECT_THAT(plan.status().ToString(), HasSubstr("raise the nvme budget by at least 1 bytes"));
+  EXPECT_THAT(plan.status().ToString(), HasSubstr("state and slices in flight"));
+  ++request.free.nvme;
+  plan = MakePlan(request);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->spill_bytes, 100u);
+}
+
 TEST(PlacementTest, BothShortagesAreNamed) {
   const absl::Status status = MakePlan(FourChunks({.dram = kFixed, .nvme = kState})).status();
   EXPECT_THAT(status.ToString(), HasSubstr(absl::StrCat("dram is short of ", 1 << 20, " bytes")));

@@ -74,6 +74,11 @@ TEST(StepPredictionTest, SlicesThatAreReadBackAreReadAndDigested) {
   EXPECT_THAT(p.disk_read, DoubleNear(read_back / (250 * kStateBytes), 1e-6));
   EXPECT_THAT(p.compute - before.compute, DoubleNear(read_back / (4000 * kStateBytes), 1e-6));
   EXPECT_THAT(p.disk_idle, DoubleNear(0, 1e-6));
+  shape.durable = false;
+  const StepPrediction spilt = PredictStep(shape, StateLayout(), Chunks(100, 0));
+  EXPECT_EQ(spilt.disk_read, p.disk_read);
+  EXPECT_EQ(spilt.log_write, p.log_write);
+  EXPECT_EQ(spilt.sync, 0);
 }
 
 TEST(StepPredictionTest, OnNvmeTheDiskMovesStateTwice) {

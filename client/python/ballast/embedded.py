@@ -23,7 +23,7 @@ class _Embedded:
         self.place = place.make(directory, dram, nvme)
         try:
             self.server = _native.Server(self.place.directory, self.place.dram, self.place.nvme, self.place.staging,
-                                         threads or len(os.sched_getaffinity(0)))
+                                         threads or place.processors())
         except BaseException:
             self._remove()
             raise
@@ -74,7 +74,7 @@ def opening(**budgets):
     finally:
         with _lock:
             running.opening -= 1
-            if not running.used and not running.opening:
+            if running is _running and not running.used and not running.opening:
                 _stop()
 
 
@@ -116,4 +116,13 @@ def _stop():
 
 def directory():
     """Where the process's server keeps what stays; None: there is none yet, or its directory goes with the process."""
-    return None if _running is None or _running.place.is_temporary else _running.place.directory
+    running = _running
+    return None if running is None or running.place.is_temporary else running.place.directory
+
+
+def _renew_lock():
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # another thread may have held it

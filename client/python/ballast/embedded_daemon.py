@@ -35,8 +35,7 @@ class Daemon:
                    '--log_level', 'warn']
         if self.place.staging:
             command += ['--staging', str(self.place.staging)]
-        if threads:
-            command += ['--compute_threads', str(threads)]
+        command += ['--compute_threads', str(threads or place.processors())]
         environment = {key: value for key, value in os.environ.items() if not key.startswith('BALLAST_')}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True,
                                         start_new_session=True)  # Ctrl-C is for the ranks, which end it

@@ -21,6 +21,15 @@ _STAGING_BYTES = 48 << 20, 96 << 20
 _TIER, _LOGS = 'nvme.tier', 'log-'
 
 
+# As ballastd's.
+THREADS_MAX = 1024
+
+
+def processors():
+    """That this process may use, as far as a server can."""
+    return min(len(os.sched_getaffinity(os.getpid())), THREADS_MAX)
+
+
 class Place(NamedTuple):
     directory: str
     is_temporary: bool  # goes with the process

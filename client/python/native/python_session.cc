@@ -108,7 +108,9 @@ void LeaveToParent(std::shared_ptr<T>* shared) {
   new std::shared_ptr<T>(std::move(*shared));
 }
 
-// So it is of libraries, some of whose static destructors wait for threads: a forked child's exit() leaves them out.
+// So it is of libraries, some of whose static destructors wait for threads: a forked child's exit() leaves them out,
+// and with them whatever was registered for the end of the process before the fork. on_exit is behind a lock of the C
+// library's: a thread that registers something in the instant of the fork hangs the child.
 void LetForkedChildrenExit() {
   static const int once = pthread_atfork(nullptr, nullptr, [] {
     on_exit(

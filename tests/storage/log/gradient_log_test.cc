@@ -264,6 +264,26 @@ TEST_F(GradientLogTest, AThreadPumps) {
   Reopen();
 }
 
+TEST_F(GradientLogTest, ATransientLogHasNoName) {
+  GradientLog::Options options = Options();
+  options.transient = true;
+  auto log = GradientLog::Create(SystemDisk(), options);
+  ASSERT_TRUE(log.ok()) << log.status();
+  EXPECT_FALSE(std::filesystem::exists(path_));
+  caller_.Use(*std::move(log));
+  EXPECT_EQ(caller_.log().free_bytes(), AllFree());
+  for (int64_t step = 0; step < 200; ++step) {  // many rounds of the ring
+    ASSERT_TRUE(caller_.Append({.body_bytes = 20, .payload_bytes = 3 * kLogBlock + 7, .keep_for = step})) << step;
+    while (caller_.log().Pump(/*wait=*/true)) {
+    }
+    caller_.Cut(step - 1);
+  }
+  ASSERT_TRUE(caller_.log().Extend(2).ok());
+  ASSERT_TRUE(caller_.SyncAll().ok());
+  caller_.Drop();
+  EXPECT_TRUE(std::filesystem::is_empty(directory_.path()));
+}
+
 TEST_F(GradientLogTest, AThreadIsStoppedWithWorkLeft) {
   Create();
   caller_.log().Start([] {});

@@ -127,6 +127,22 @@ TEST_F(LogFaultTest, AThreadGivesPayloadsBackAfterAnError) {
   caller_.Drop();
 }
 
+TEST_F(LogFaultTest, ATransientLogIsNeverSynced) {
+  GradientLog::Options options = options_;
+  options.path += "-transient";
+  options.transient = true;
+  disk_.FailNext(SimOperation::kSync, 1, SimFault::kEio);
+  auto log = GradientLog::Create(&disk_, options);
+  ASSERT_TRUE(log.ok()) << log.status();
+  LogCaller caller(1);
+  caller.Use(*std::move(log));
+  ASSERT_TRUE(caller.Append({.payload_bytes = 5000, .keep_for = 1}));
+  EXPECT_TRUE(caller.SyncAll().ok());
+  EXPECT_EQ(caller.log().durable_lsn(), caller.last_lsn()) << "written is all that it promises";
+  EXPECT_EQ(disk_.suffered(SimFault::kEio), 0);
+  caller.Drop();
+}
+
 // A disk that lies about a sync loses what it lied about, but nothing is made up.
 TEST(LogCrash, ALostSyncMakesNothingUp) {
   uint64_t fewer = 0, refused = 0;

@@ -13,7 +13,6 @@ _CHOICES = {
 _CHUNK_ELEMENTS = 1 << 16, 1 << 20
 _NAME_BYTES_MAX = 512
 _PIN_INTERVAL_MAX = 1 << 32
-_THREADS_MAX = 1024
 
 
 def _refuse(name, value, expected):
@@ -65,8 +64,8 @@ def check(*, name, durability, pin_interval, checkpoints, chunk_elements, seed, 
         _refuse('chunk_elements', chunk_elements, f'a power of two from {low} to {high}')
     if not _integer(seed) or not 0 <= seed < 1 << 64:
         _refuse('seed', seed, 'an integer from 0 to 2^64 - 1')
-    if threads is not None and (not _integer(threads) or not 1 <= threads <= _THREADS_MAX):
-        _refuse('threads', threads, f'1 to {_THREADS_MAX}, or None for all processors')
+    if threads is not None and (not _integer(threads) or not 1 <= threads <= place.THREADS_MAX):
+        _refuse('threads', threads, f'1 to {place.THREADS_MAX}, or None for all processors')
     place.parse_bytes('dram', dram)
     place.parse_bytes('nvme', nvme)
     _number('max_norm', rest['max_norm'], 'a number >= 0; 0 does not clip', lambda value: 0 <= value < float('inf'))

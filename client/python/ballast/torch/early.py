@@ -26,7 +26,7 @@ def _sum_of(gradient):
     """One number of all elements' bits, as a tensor beside them: of their words where they come in words, which is fifty times as fast."""
     elements = gradient.detach().reshape(-1)
     size = elements.element_size()
-    if elements.numel() * size % 8 == 0 and elements.storage_offset() * size % 8 == 0:
+    if elements.is_contiguous() and elements.numel() * size % 8 == 0 and elements.storage_offset() * size % 8 == 0:
         return elements.view(torch.int64).sum()
     return torch.linalg.vector_norm(elements, dtype=torch.float32).view(torch.int32)  # so that NaN is NaN
 

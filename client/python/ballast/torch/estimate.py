@@ -60,4 +60,4 @@ def estimate(params, *, optimizer='adamw', moments='f32', ranks=1, servers=0, dr
         profile = os.path.join(directory, _PROFILE)
     # A state server that is started by hand has its own default.
     staging = place.staging(dram, nvme) if servers == 0 else 0
-    return _native.estimate(tensors, options, dram, nvme, staging, threads or len(os.sched_getaffinity(0)), servers, profile or '')
+    return _native.estimate(tensors, options, dram, nvme, staging, threads or place.processors(), servers, profile or '')
