@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/block_file.h"
+#include "ballast/storage/io/memory_nodes.h"
 #include "ballast/storage/io/pinning.h"
 
 namespace ballast::storage {
@@ -57,6 +58,8 @@ absl::StatusOr<Arena> Arena::Map(uint64_t bytes, bool pin) {
   munmap(first + skip + bytes, mapped - skip - bytes);
   arena.bytes_ = {first + skip, bytes};
   (void)madvise(first + skip, bytes, MADV_HUGEPAGE);
+  const std::vector<int> nodes = MemoryNodes();
+  if (nodes.size() > 1) (void)Interleave(arena.bytes_, nodes);
   Touch(first + skip, bytes);
   if (pin) {
     const absl::Status pinned = PinMemory(arena.bytes_);

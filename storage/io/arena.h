@@ -9,8 +9,8 @@
 
 namespace ballast::storage {
 
-// Zeroed, starts at a 2 MiB boundary, in huge pages where the kernel grants them; exactly the bytes asked for (rounded
-// to 4096) become resident. Owns the mapping.
+// Zeroed, starts at a 2 MiB boundary, in huge pages where the kernel grants them, on all NUMA nodes in turn; exactly
+// the bytes asked for (rounded to 4096) become resident. Owns the mapping.
 class Arena {
  public:
   // `pin`: page-locked for the GPU as well; where that is refused the memory is used pageable, and a line is logged.

@@ -1,0 +1,44 @@
+#include "ballast/storage/io/memory_nodes.h"
+
+#include <linux/mempolicy.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+
+namespace ballast::storage {
+namespace {
+
+// What a kernel is built for at most (CONFIG_NODES_SHIFT).
+constexpr size_t kNodesMax = 1024;
+constexpr size_t kWordBits = sizeof(unsigned long) * CHAR_BIT;
+
+struct NodeMask {
+  unsigned long words[kNodesMax / kWordBits] = {};
+  bool Has(size_t node) const { return (words[node / kWordBits] >> node % kWordBits & 1) != 0; }
+  void Add(size_t node) { words[node / kWordBits] |= 1ul << node % kWordBits; }
+};
+
+}  // namespace
+
+// The two system calls, not libnuma: a wheel would have to bring that along.
+std::vector<int> MemoryNodes() {
+  int policy = MPOL_DEFAULT;
+  NodeMask mask;
+  if (syscall(SYS_get_mempolicy, &policy, nullptr, 0, nullptr, 0) != 0 || policy != MPOL_DEFAULT) return {};
+  if (syscall(SYS_get_mempolicy, nullptr, mask.words, kNodesMax, nullptr, MPOL_F_MEMS_ALLOWED) != 0) return {};
+  std::vector<int> nodes;
+  for (size_t node = 0; node < kNodesMax; ++node) {
+    if (mask.Has(node)) nodes.push_back(static_cast<int>(node));
+  }
+  return nodes;
+}
+
+bool Interleave(absl::Span<std::byte> bytes, absl::Span<const int> nodes) {
+  NodeMask mask;
+  for (const int node : nodes) mask.Add(static_cast<size_t>(node));
+  // The kernel takes one off the number of bits.
+  return syscall(SYS_mbind, bytes.data(), bytes.size(), MPOL_INTERLEAVE, mask.words, kNodesMax + 1, 0) == 0;
+}
+
+}  // namespace ballast::storage
