@@ -140,7 +140,8 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
     if (!checked.ok() || *checked == StepMachine::Admission::kHeld) return answer(checked.status());
     const uint64_t start = chunk->layout.range.begin;
     if (chunk->updates_pending > 0 || chunk->intake.Busy({header.begin() - start, header.end() - start})) return false;
-    if (!TakesSlice(payload.size()) || !TakesBuffer(chunk, slice, header.kind())) return false;
+    if (!TakesSlice(payload.size(), chunk->intake.Logs(header.kind())) || !TakesBuffer(chunk, slice, header.kind()))
+      return false;
   }
   const absl::StatusOr<StepMachine::Admission> admission = machine_->BeginPush(header);
   if (!admission.ok()) return answer(admission.status());
@@ -179,14 +180,16 @@ void Job::Receive(const v1::PushRequest& header, absl::Span<const std::byte> pay
     mu_.AssertHeld();
     if (!completed.empty()) chunk->intake.StoreNorms(receipt, completed);
     // Others may have taken the room since this push began.
-    if (received.ok() && !TakesSlice(payload.size())) {
+    if (received.ok() && !TakesSlice(payload.size(), receipt.logged)) {
       received = model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                               "the gradient log is full until chunks are flushed; send the same slice again");
     }
     // The slice may be the last that a sealed step waits for: its prepared record comes with it.
-    if (received.ok()) {
+    if (received.ok() && durable_) {
       received =
           MakeJournalRoom(2, 2 * Journal::kSliceBodyBytesMax + sealed_bytes_max_ + norm_bytes_max_, payload.size());
+    } else if (received.ok() && receipt.logged) {
+      received = MakeJournalRoom(1, Journal::kSliceBodyBytesMax, payload.size());
     }
     arrived_ = {chunk.get(), &receipt, payload.size()};
     const absl::Status status = machine_->EndPush(header, received);

@@ -81,9 +81,9 @@ void Job::LockedOnStage(absl::FunctionRef<void(Replies*)> body) {
 void Job::Settle(Replies* replies) {
   for (;;) {
     // A durable job whose journal is gone is stopping: nothing more is said to be durable.
-    const uint64_t journalled = journal_ != nullptr ? std::max(journal_->log().durable_lsn(), before_journal_lsn_)
-                                : durable_          ? 0
-                                                    : ~uint64_t{0};
+    const uint64_t journalled = !durable_             ? ~uint64_t{0}
+                                : journal_ != nullptr ? std::max(journal_->log().durable_lsn(), before_journal_lsn_)
+                                                      : 0;
     const bool acked_unsynced = Seeded(storage::StorageBug::kAckedUnsynced);
     if (const std::optional<uint64_t> lsn = log_.TakeSynced(acked_unsynced ? ~uint64_t{0} : journalled)) {
       machine_->Synced(*lsn);
@@ -141,11 +141,15 @@ void Job::Stop(const absl::Status& status) {
   Run(std::move(replies));
   stage_->Join();
   std::shared_ptr<Journal> journal;  // ends without the lock: its thread takes it
+  bool spilt = false;
   {
     absl::MutexLock lock(&mu_);
     journal.swap(journal_);
+    spilt = journal != nullptr && !durable_;
   }
   if (journal != nullptr) around_.foundation->StopPumping(&journal->log());
+  journal.reset();
+  if (spilt) around_.tiers->Return(storage::TierKind::kNvme, std::exchange(journal_bytes_, 0));
 }
 
 v1::GetJobResponse Job::Describe() const {
@@ -170,7 +174,7 @@ uint64_t Job::Append(const StepRecord& record) {
 void Job::Sync(uint64_t lsn) {
   mu_.AssertHeld();
   log_.Sync(lsn);
-  if (journal_ != nullptr) journal_->log().Sync(lsn);
+  if (journal_ != nullptr && durable_) journal_->log().Sync(lsn);
 }
 
 v1::ChunkNorm Job::Norm(uint64_t chunk, absl::string_view gradient_presence) {

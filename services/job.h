@@ -88,6 +88,8 @@ absl::Status RemoveLog(storage::Tiers& tiers, const std::string& job);
 
 class Job : public std::enable_shared_from_this<Job>, private StepHost {
  public:
+  // Of files that are there while a spill is made.
+  static constexpr char kSpillPrefix[] = "spill-";
   static std::shared_ptr<Job> Make(const std::string& name, const JobSurroundings& surroundings);
   ~Job() override;
 
@@ -233,8 +235,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Before a request that may append so much besides a slice; OK without a journal.
   absl::Status MakeJournalRoom(uint64_t records, uint64_t bytes, uint64_t payload_bytes = 0)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // False: the log is full, and chunks are being flushed so that it can be cut.
-  bool TakesSlice(uint64_t payload_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // False: the log is full, and chunks are being flushed so that it can be cut. `logged`: the slice leaves memory.
+  bool TakesSlice(uint64_t payload_bytes, bool logged) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // `durable`: of durability `step`, not a spill.
   void StartJournal(std::unique_ptr<storage::GradientLog> log, bool durable) ABSL_LOCKS_EXCLUDED(mu_);
   // On the journal's thread: something became durable, or failed.
@@ -242,7 +244,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
 
   // On the job's thread.
   std::string journal_path() const;
-  std::string spill_path() const;  // named while it is made
+  std::string spill_path() const;
   // Chunks whose state should go to the disk with this step, so that the log does not run full.
   void MarkFlushes(storage::ChunkStore* store, StepWork* work, std::vector<uint64_t>* others);
   absl::Status Flush(storage::ChunkStore* store, absl::Span<const uint64_t> chunks, int64_t version);
@@ -256,6 +258,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Makes or extends the log, or the spill, for these chunks. RESOURCE_EXHAUSTED.
   absl::Status EnsureJournal(const NewChunks& wanted);
   absl::Status EnsureJournalWithoutChunks(const NewChunks& wanted);
+  absl::Status EnsureSpill(const model::EpochPlan& plan, absl::Span<const std::shared_ptr<HeldChunk>> chunks,
+                           NewChunks wanted);
   // `segment_bytes`: of the journal that there is; 0 if there is none.
   static JournalSize JournalSizeOf(const NewChunks& wanted, uint64_t segment_bytes);
   std::shared_ptr<storage::ChunkStore> MakeStore(const NewChunks& wanted) const;

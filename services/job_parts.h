@@ -46,14 +46,15 @@ struct Job::NewChunks {
   std::vector<uint64_t> ids;           // in the layout
   std::vector<uint64_t> elements;      // same order
   std::vector<uint64_t> all_elements;  // of the chunks that there are already, too
-  uint64_t shared_elements = 0;        // of `elements`, in chunks of more than one slice
-  uint64_t snapshot_bytes = 0;         // SnapshotBytesMax, once they are there
+  // Elements of slices that will be read back, or may; to be known where there is no log.
+  std::vector<uint64_t> spilt_slices;
+  void AddSpilt(const model::EpochPlan& plan, uint64_t chunk);
+  uint64_t shared_elements = 0;  // of `elements`, in chunks of more than one slice
+  uint64_t snapshot_bytes = 0;   // SnapshotBytesMax, once they are there
   bool dry_run = false;
   // What slices take of memory if they are read back from the log.
   storage::PlanRequest::ReadBack read_back() const;
   bool logged() const { return spec.durability() == v1::DURABILITY_STEP; }
-  // If that has no log anyway: a spill of so many steps.
-  uint64_t log_steps() const { return logged() ? Journal::kStepsKept : Journal::kStepsSpilt; }
   // Something of it is on the disk for the time after a restart.
   bool durable() const { return logged() || spec.durability() == v1::DURABILITY_EVERY_K; }
 };

@@ -135,13 +135,13 @@ JournalSize SizeJournal(const JournalNeeds& needs) {
   // A segment ends when the next slice does not fit, so up to an eighth of it stays empty.
   const uint64_t used_bytes = size.segment_bytes / 8 * 7;
   const uint64_t bytes = values + needs.steps * gradients;
-  size.segment_count = (bytes + used_bytes - 1) / used_bytes + Journal::kSegmentsReserved + 1;
+  size.segment_count = (bytes + used_bytes - 1) / used_bytes + needs.segments_reserved + 1;
   return size;
 }
 
 bool Journal::HasRoomForSlice(uint64_t payload_bytes) const {
   if (log_->HasRoom(kSliceBodyBytesMax, payload_bytes)) return true;
-  return log_->free_segments() >= kSegmentsReserved;
+  return log_->free_segments() >= segments_reserved_;
 }
 
 absl::Status Journal::CheckFits(uint64_t snapshot_bytes, uint64_t slice_bytes) const {
@@ -178,8 +178,8 @@ absl::Status Journal::MakeRoom(uint64_t records, uint64_t record_bytes, uint64_t
 
 uint64_t Journal::StepsFree(uint64_t step_bytes) const {
   const uint64_t free = log_->free_segments();
-  if (free <= kSegmentsReserved) return 0;
-  return (free - kSegmentsReserved) * log_->segment_bytes() / std::max<uint64_t>(1, step_bytes);
+  if (free <= segments_reserved_) return 0;
+  return (free - segments_reserved_) * log_->segment_bytes() / std::max<uint64_t>(1, step_bytes);
 }
 
 }  // namespace ballast::services

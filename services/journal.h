@@ -1,6 +1,7 @@
 // The gradient log of a job with durability `step`: what the step machine appends becomes records of
 // storage/log, each segment begins with a snapshot of the machine, and slices wait while the log is full. A job of
-// another durability whose slices do not fit into memory has a transient one, a *spill*, that outlives nobody.
+// another durability whose slices do not fit into memory has a transient one, a *spill*, that outlives nobody and holds
+// nothing but slices.
 #pragma once
 
 #include <cstdint>
@@ -31,14 +32,15 @@ void EncodeChanged(absl::Span<const int64_t> changed, v1::LogSnapshot* snapshot)
 // Of a server that has `chunks`. DATA_LOSS (DIVERGED): the snapshot is of another number of them, or of times to come.
 absl::StatusOr<std::vector<int64_t>> DecodeChanged(const v1::LogSnapshot& snapshot, uint64_t chunks);
 
-// What the log of a job must hold on this server.
+// What the log of a job must hold on this server, or its spill.
 struct JournalNeeds {
   uint64_t chunk_elements = 0;
-  absl::Span<const uint64_t> elements;  // of each of the job's chunks here
+  absl::Span<const uint64_t> elements;  // of each slice of the job here, or of each chunk if there are few more slices
   uint64_t gradient_bytes = 0;          // per element
-  uint64_t snapshot_bytes = 0;          // SnapshotBytesMax
+  uint64_t snapshot_bytes = 0;          // SnapshotBytesMax; 0 of a spill
   uint64_t segment_bytes = 0;           // of the log that there is; 0: to be chosen
   uint64_t steps = 0;                   // of gradients, besides a transaction of values
+  uint64_t segments_reserved = 0;       // for what is no slice
 };
 struct JournalSize {
   uint64_t segment_bytes = 0;
@@ -57,8 +59,9 @@ class Journal {
  public:
   // Of a slice's header as a record's body.
   static constexpr uint64_t kSliceBodyBytesMax = 512;
-  // Segments that slices leave to the other records and to restarts, each of which takes one.
+  // Segments that slices leave to the other records and to restarts, each of which takes one. A spill has neither.
   static constexpr uint64_t kSegmentsReserved = 4;
+  static constexpr uint64_t kSpillSegmentsReserved = 1;
   // Steps of gradients that a log holds: chunk flushes spread over as many. And a spill: the step that is applied and
   // two attempts at the next.
   static constexpr uint64_t kStepsKept = 16;
@@ -69,7 +72,8 @@ class Journal {
   // whole, but for the next step's room and for what waits to be recorded.
   static constexpr double kFlushedShare = 1.0 / (kStepsKept - 2);
 
-  explicit Journal(std::unique_ptr<storage::GradientLog> log) : log_(std::move(log)) {}
+  Journal(std::unique_ptr<storage::GradientLog> log, uint64_t segments_reserved)
+      : segments_reserved_(segments_reserved), log_(std::move(log)) {}
   storage::GradientLog& log() { return *log_; }
 
   // May a slice of `payload_bytes` be taken now? False: the log is full until chunks are flushed and it is cut.
@@ -88,6 +92,7 @@ class Journal {
   uint64_t StepsFree(uint64_t step_bytes) const;
 
  private:
+  const uint64_t segments_reserved_;
   const std::unique_ptr<storage::GradientLog> log_;
 };
 

@@ -14,7 +14,7 @@
 namespace ballast::services {
 
 std::string Job::journal_path() const { return absl::StrCat(around_.tiers->directory(), "/log-", name_); }
-std::string Job::spill_path() const { return absl::StrCat(around_.tiers->directory(), "/spill-", name_); }
+std::string Job::spill_path() const { return absl::StrCat(around_.tiers->directory(), "/", kSpillPrefix, name_); }
 
 absl::Status Job::EnsureJournal(const NewChunks& wanted) {
   std::shared_ptr<Journal> journal;
@@ -35,6 +35,9 @@ absl::Status Job::EnsureJournal(const NewChunks& wanted) {
   } else {
     if (wanted.logged()) {
       spdlog::info("job '{}': writing a gradient log of {} MiB once, so that it never has to wait for space", name_,
+                   size.bytes() >> 20);
+    } else {
+      spdlog::info("job '{}': reserving {} MiB of disk for slices that do not fit into memory", name_,
                    size.bytes() >> 20);
     }
     auto log =
@@ -67,13 +70,14 @@ absl::Status Job::EnsureJournal(const NewChunks& wanted) {
 }
 
 void Job::StartJournal(std::unique_ptr<storage::GradientLog> log, bool durable) {
-  auto journal = std::make_shared<Journal>(std::move(log));
+  auto journal =
+      std::make_shared<Journal>(std::move(log), durable ? Journal::kSegmentsReserved : Journal::kSpillSegmentsReserved);
   // The journal ends with Stop, which comes before the job's end: so its thread may borrow the job.
   around_.foundation->Pump(&journal->log(), [this] { JournalProgressed(); });
   absl::MutexLock lock(&mu_);
   journal_ = std::move(journal);
-  before_journal_lsn_ = log_.last_lsn();
   if (!durable) return;
+  before_journal_lsn_ = log_.last_lsn();
   durable_ = true;
   log_.KeptElsewhere(0);
 }
@@ -91,13 +95,16 @@ void Job::JournalProgressed() {
 }
 
 absl::Status Job::MakeJournalRoom(uint64_t records, uint64_t bytes, uint64_t payload_bytes) {
-  if (journal_ == nullptr) return absl::OkStatus();
+  if (journal_ == nullptr || (!durable_ && payload_bytes == 0)) return absl::OkStatus();
   return journal_->MakeRoom(records, bytes, payload_bytes, [this] {
     mu_.AssertHeld();
-    SnapshotRecord record{machine_->Snapshot()};
-    std::vector<int64_t> changed;
-    for (const auto& chunk : chunks_) changed.push_back(chunk->changed);
-    EncodeChanged(changed, &record.snapshot);
+    SnapshotRecord record;
+    if (durable_) {
+      record.snapshot = machine_->Snapshot();
+      std::vector<int64_t> changed;
+      for (const auto& chunk : chunks_) changed.push_back(chunk->changed);
+      EncodeChanged(changed, &record.snapshot);
+    }
     storage::LogRecord snapshot = EncodeRecord(record);
     snapshot.lsn = log_.Append(record);
     return snapshot;
@@ -114,9 +121,11 @@ void Job::NoteAttempt(int64_t step, uint64_t attempt) {
 }
 
 void Job::Journalise(const StepRecord& record, uint64_t lsn) {
+  const auto* slice = std::get_if<SliceRecord>(&record);
+  if (!durable_ && (slice == nullptr || !arrived_.receipt->logged)) return;
   storage::LogRecord out = EncodeRecord(record);
   out.lsn = lsn;
-  if (const auto* slice = std::get_if<SliceRecord>(&record)) {
+  if (slice != nullptr) {
     NoteAttempt(slice->header.step(), slice->header.attempt());
     arrived_.logged = true;
     const Intake::Receipt& receipt = *arrived_.receipt;
@@ -148,8 +157,8 @@ void Job::Journalise(const StepRecord& record, uint64_t lsn) {
   if (std::holds_alternative<DecisionRecord>(record)) storage::Pass("journal/decision");
 }
 
-bool Job::TakesSlice(uint64_t payload_bytes) {
-  if (journal_ == nullptr || journal_->HasRoomForSlice(payload_bytes)) return true;
+bool Job::TakesSlice(uint64_t payload_bytes, bool logged) {
+  if (journal_ == nullptr || !(durable_ || logged) || journal_->HasRoomForSlice(payload_bytes)) return true;
   waits_for_cut_ = true;
   if (!std::exchange(flush_posted_, true)) stage_->Post([this] { FlushAll(); });
   return false;

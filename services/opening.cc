@@ -57,12 +57,14 @@ storage::TierBytes TakenBy(const storage::ChunkStore& store, const ProvisionalMe
 }  // namespace
 
 JournalSize Job::JournalSizeOf(const NewChunks& wanted, uint64_t segment_bytes) {
+  const bool logged = wanted.logged();
   return SizeJournal({.chunk_elements = wanted.spec.chunk_elements(),
-                      .elements = wanted.all_elements,
+                      .elements = logged ? wanted.all_elements : wanted.spilt_slices,
                       .gradient_bytes = kernels::ElementBytes(wanted.optimizer.gradient),
-                      .snapshot_bytes = wanted.snapshot_bytes,
+                      .snapshot_bytes = logged ? wanted.snapshot_bytes : 0,
                       .segment_bytes = segment_bytes,
-                      .steps = wanted.log_steps()});
+                      .steps = logged ? Journal::kStepsKept : Journal::kStepsSpilt,
+                      .segments_reserved = logged ? Journal::kSegmentsReserved : Journal::kSpillSegmentsReserved});
 }
 
 std::vector<uint64_t> ChunksOf(const model::EpochPlan& plan, absl::string_view server_id) {
@@ -120,7 +122,7 @@ absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::sh
     absl::MutexLock lock(&mu_);
     BALLAST_RETURN_IF_ERROR(Refusal());
     *chunks = chunks_;
-    if (journal_ != nullptr && !chunks_.empty()) {
+    if (journal_ != nullptr && durable_ && !chunks_.empty()) {
       BALLAST_RETURN_IF_ERROR(journal_->CheckFits(snapshot_bytes, request.spec().chunk_elements() * sizeof(float)));
     }
     for (size_t i = 0; continues && i < chunks->size(); ++i)
@@ -138,11 +140,13 @@ absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::sh
                    .ids = {},
                    .elements = {},
                    .all_elements = {},
+                   .spilt_slices = {},
                    .snapshot_bytes = snapshot_bytes,
                    .dry_run = request.dry_run()};
   for (size_t i = 0; i < mine.size(); ++i) {
     const uint64_t elements = plan.layout().chunks()[mine[i]].range.size();
     wanted.all_elements.push_back(elements);
+    if (i >= chunks->size() || (*chunks)[i]->logged) wanted.AddSpilt(plan, mine[i]);
     if (i < chunks->size()) continue;
     wanted.ids.push_back(mine[i]);
     wanted.elements.push_back(elements);
@@ -150,8 +154,13 @@ absl::Status Job::TakeChunks(const v1::OpenRequest& request, std::vector<std::sh
   }
   BALLAST_RETURN_IF_ERROR(AddChunks(wanted, chunks));
   if (wanted.dry_run) return absl::OkStatus();
-  return model::Annotate(TakeSharedGradients(plan, *chunks),
-                         absl::StrCat("job '", name_, "' does not fit on server '", around_.server_id, "'"));
+  absl::Status status = EnsureSpill(plan, *chunks, std::move(wanted));
+  if (status.ok()) status = TakeSharedGradients(plan, *chunks);
+  return model::Annotate(status, absl::StrCat("job '", name_, "' does not fit on server '", around_.server_id, "'"));
+}
+
+void Job::NewChunks::AddSpilt(const model::EpochPlan& plan, uint64_t chunk) {
+  for (const uint32_t slice : plan.slices_of_chunk(chunk)) spilt_slices.push_back(plan.slices()[slice].range.size());
 }
 
 std::shared_ptr<storage::ChunkStore> Job::MakeStore(const NewChunks& wanted) const {
@@ -256,6 +265,20 @@ absl::Status Job::EnsureJournalWithoutChunks(const NewChunks& wanted) {
   return EnsureJournal(wanted);
 }
 
+// For the slices as this epoch cuts them.
+absl::Status Job::EnsureSpill(const model::EpochPlan& plan, absl::Span<const std::shared_ptr<HeldChunk>> chunks,
+                              NewChunks wanted) {
+  if (wanted.logged()) return absl::OkStatus();
+  const std::vector<uint64_t> mine = ChunksOf(plan, around_.server_id);
+  wanted.spilt_slices.clear();
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    if (chunks[i]->logged) wanted.AddSpilt(plan, mine[i]);
+  }
+  if (wanted.spilt_slices.empty()) return absl::OkStatus();
+  absl::MutexLock planning(around_.planning);
+  return EnsureJournal(wanted);
+}
+
 absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr<HeldChunk>>* chunks) {
   const kernels::OptimizerSpec& optimizer = wanted.optimizer;
   const std::vector<uint64_t>& elements = wanted.elements;
@@ -340,7 +363,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     const absl::StatusOr<storage::Plan> plan = storage::MakePlan(request);
     status = plan.status();
     if (status.ok()) NotePlan(*plan, request, dry_run);
-    if (status.ok() && !dry_run && (wanted.logged() || plan->reads_back)) status = EnsureJournal(wanted);
+    if (status.ok() && !dry_run && wanted.logged()) status = EnsureJournal(wanted);
     if (status.ok() && !dry_run) status = memory->Reserve(plan->slice_bytes);
     if (status.ok() && !dry_run) {
       logged = plan->reads_back;

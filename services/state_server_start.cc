@@ -78,6 +78,16 @@ absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std:
   return id;
 }
 
+// What a server that died at the wrong moment left of them: else they have no names.
+absl::Status RemoveSpills(const std::string& directory, storage::Disk* disk) {
+  std::error_code error;
+  for (const auto& file : std::filesystem::directory_iterator(directory, error)) {
+    if (!absl::StartsWith(file.path().filename().string(), Job::kSpillPrefix)) continue;
+    BALLAST_RETURN_IF_ERROR(disk->Remove(file.path().string()));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServerOptions& options) {
@@ -86,6 +96,7 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   BALLAST_ASSIGN_OR_RETURN(impl->machine, ReadMachineProfile(options));
   // The catalog's lock guards the whole directory, so it comes first.
   BALLAST_ASSIGN_OR_RETURN(impl->catalog, impl->foundation->OpenCatalog(options.data_directory));
+  BALLAST_RETURN_IF_ERROR(RemoveSpills(options.data_directory, impl->foundation->disk()));
   BALLAST_ASSIGN_OR_RETURN(impl->server_id,
                            SettleServerId(impl->catalog.get(), options.server_id, options.data_directory));
   storage::TiersOptions tiers;

@@ -58,7 +58,7 @@ absl::StatusOr<Arena> Arena::Map(uint64_t bytes, bool pin) {
   munmap(first + skip + bytes, mapped - skip - bytes);
   arena.bytes_ = {first + skip, bytes};
   (void)madvise(first + skip, bytes, MADV_HUGEPAGE);
-  const std::vector<int> nodes = MemoryNodes();
+  static const std::vector<int> nodes = MemoryNodes();
   if (nodes.size() > 1) (void)Interleave(arena.bytes_, nodes);
   Touch(first + skip, bytes);
   if (pin) {

@@ -1,10 +1,15 @@
 #include "ballast/storage/io/memory_nodes.h"
 
 #include <linux/mempolicy.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <climits>
+#include <filesystem>
+#include <string>
+
+#include "absl/strings/str_cat.h"
 
 namespace ballast::storage {
 namespace {
@@ -19,6 +24,18 @@ struct NodeMask {
   void Add(size_t node) { words[node / kWordBits] |= 1ul << node % kWordBits; }
 };
 
+// `node` is a folder of each of its processors.
+bool HasProcessorOf(size_t node, const cpu_set_t& processors) {
+  for (int processor = 0; processor < CPU_SETSIZE; ++processor) {
+    if (!CPU_ISSET(processor, &processors)) continue;
+    std::error_code error;
+    if (std::filesystem::exists(absl::StrCat("/sys/devices/system/node/node", node, "/cpu", processor), error)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 // The two system calls, not libnuma: a wheel would have to bring that along.
@@ -27,9 +44,11 @@ std::vector<int> MemoryNodes() {
   NodeMask mask;
   if (syscall(SYS_get_mempolicy, &policy, nullptr, 0, nullptr, 0) != 0 || policy != MPOL_DEFAULT) return {};
   if (syscall(SYS_get_mempolicy, nullptr, mask.words, kNodesMax, nullptr, MPOL_F_MEMS_ALLOWED) != 0) return {};
+  cpu_set_t processors;
+  if (sched_getaffinity(getpid(), sizeof(processors), &processors) != 0) return {};
   std::vector<int> nodes;
   for (size_t node = 0; node < kNodesMax; ++node) {
-    if (mask.Has(node)) nodes.push_back(static_cast<int>(node));
+    if (mask.Has(node) && HasProcessorOf(node, processors)) nodes.push_back(static_cast<int>(node));
   }
   return nodes;
 }

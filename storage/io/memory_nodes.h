@@ -9,8 +9,8 @@
 
 namespace ballast::storage {
 
-// Those that this process's memory may lie on. One, or none, where the system does not tell or somebody chose a policy
-// for the process (`numactl`): then that holds.
+// Those that this process's memory may lie on and that have processors which it may use: others hold a GPU's memory, or
+// slower one. None where the system does not tell, or somebody chose a policy for the process (`numactl`): that holds.
 std::vector<int> MemoryNodes();
 
 // Pages that are touched from now on lie on `nodes` in turn. REQUIRES: aligned to pages. False: the system forbids it.

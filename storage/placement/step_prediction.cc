@@ -87,9 +87,8 @@ StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
   for (const PlacedChunk& chunk : chunks) {
     const auto elements = static_cast<double>(chunk.elements);
     const auto state = static_cast<double>(layout_.StateBytes(chunk.elements));
-    const bool log = (shape_.durable && shape_.logged) || shape_.read_back_share > 0;
-    logged += log ? elements * gradient_bytes : 0;
     const double read_back = elements * gradient_bytes * shape_.read_back_share;
+    logged += shape_.durable && shape_.logged ? elements * gradient_bytes : read_back;
     read += read_back;
     if (chunk.placement.state == TierKind::kNvme) {
       if (read <= 0) front = out_.compute;

@@ -28,8 +28,8 @@ struct StepShape {
   // Durable: of state that lives in memory, the share that goes to the disk with each step so that the log can be cut,
   // or for pins.
   double flushed_share = 0;
-  // Of gradients, the share that does not stay in memory and is read back from the log, or from a spill: then all are
-  // written there.
+  // Of gradients, the share that does not stay in memory and is read back from the log, or from a spill that it was
+  // written to.
   double read_back_share = 0;
 };
 

@@ -79,6 +79,18 @@ def test_to_the_last_bit_as_without(dtype, overlap, job, two_servers):
     assert mine._session.dropped == 0
 
 
+def test_gradients_whose_elements_lie_apart(job, two_servers):
+    (model, optimizer), (twin, plain) = pair(mlp(), job, two_servers)
+    for each in (model, twin):
+        for parameter in each.parameters():
+            parameter.grad = torch.zeros(*parameter.shape, 2)[..., 0]  # backward adds to it
+    for each, made in ((model, optimizer), (twin, plain)):
+        backward(each, next(iter(batches(1))))
+        made.step()
+    assert any(not parameter.grad.is_contiguous() for parameter in model.parameters())
+    assert same(model, twin)
+
+
 @pytest.mark.filterwarnings('error')
 def test_accumulation_goes_with_the_last(job, two_servers):
     """How often gradients come, the step before has shown."""

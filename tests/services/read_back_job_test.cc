@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <fstream>
+#include <set>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -243,6 +245,76 @@ TEST_F(ReadBackJobTest, WithoutALogNothingIsLeft) {
   EXPECT_EQ(server->Status().tiers(2).used_bytes(), 0u);
   TrainerGroup again({server.get()}, Spec(v1::DURABILITY_NONE), 1, 2);
   EXPECT_TRUE(absl::IsDataLoss(again.Start())) << "its state was of the process";
+}
+
+// Each slice takes 12 KiB of the spill at least.
+TEST(SpillTest, MoreRanksExtendIt) {
+  TestServer tight("s", {.dram = kRoomForState, .nvme = kNvme}), ample("r", {.dram = uint64_t{256} << 20});
+  const auto train = [&](TestServer& server, uint64_t* used) {
+    auto group =
+        std::make_unique<TrainerGroup>(std::vector<StateServer*>{server.get()}, Spec(v1::DURABILITY_NONE), 1, 1);
+    EXPECT_EQ(group->Start(), absl::OkStatus());
+    EXPECT_EQ(group->Initialise(Initial), absl::OkStatus());
+    *used = server->Status().tiers(2).used_bytes();
+    group = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server.get()}, Spec(v1::DURABILITY_NONE), 400, 2);
+    EXPECT_EQ(group->Start(), absl::OkStatus());
+    for (int64_t step = 1; step <= 3; ++step) {
+      // Values come from every rank, in slices of their own.
+      v1::StepHeader header = UpdateHeader(Tensors());
+      header.set_value_presence(AllTensors(Tensors()));
+      EXPECT_EQ(PushAtOnce(*group, v1::SLICE_KIND_VALUE, header.value_presence(), GradientOf(50 + step)),
+                absl::OkStatus());
+      EXPECT_EQ(PushAtOnce(*group, v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(step)), absl::OkStatus());
+      EXPECT_EQ(group->Finish(header).status(), absl::OkStatus());
+    }
+    return group;
+  };
+  uint64_t before = 0, nothing = 0;
+  const auto spills = train(tight, &before), reference = train(ample, &nothing);
+  EXPECT_GT(tight->Status().tiers(2).used_bytes(), before);
+  EXPECT_EQ(nothing, 0u);
+  services::ExpectSame(*reference, *spills, 3);
+}
+
+// What fits beside a spill that an earlier Open needed has nothing to do with it.
+TEST(SpillTest, LaterChunksMayStayInMemory) {
+  TestServer server("s", {.dram = kTight, .nvme = kNvme}), ample("r", {.dram = uint64_t{256} << 20});
+  const auto train = [&](TestServer& of) {
+    v1::JobSpec spec = Spec(v1::DURABILITY_NONE);
+    auto group = std::make_unique<TrainerGroup>(std::vector<StateServer*>{of.get()}, spec, 1, 1);
+    EXPECT_EQ(group->Start(), absl::OkStatus());
+    EXPECT_EQ(group->Initialise(Initial), absl::OkStatus());
+    if (&of == &server) {
+      v1::SetBudgetRequest request;
+      request.set_dram_bytes(uint64_t{256} << 20);
+      Answer<v1::SetBudgetResponse> answer;
+      of->SetBudget(request, answer.reply());
+      EXPECT_EQ(answer.Wait().status(), absl::OkStatus());
+    }
+    Append({{"later", "u3", 120 << 16, 0}}, 0, &spec);
+    group = std::make_unique<TrainerGroup>(std::vector<StateServer*>{of.get()}, spec, 1, 2);
+    EXPECT_EQ(group->Start(), absl::OkStatus());
+    v1::StepHeader values = ValuesHeader(Tensors() + 1);
+    values.set_value_presence(model::MakeBitmap(Tensors() + 1, {Tensors()}));
+    EXPECT_EQ(group->PushAll(v1::SLICE_KIND_VALUE, values.value_presence(), Initial), absl::OkStatus());
+    EXPECT_EQ(group->Finish(values).status(), absl::OkStatus());
+    for (int64_t step = 2; step <= 3; ++step) {
+      EXPECT_EQ(group->PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Tensors() + 1), GradientOf(step)), absl::OkStatus());
+      EXPECT_EQ(group->Finish(UpdateHeader(Tensors() + 1)).status(), absl::OkStatus());
+    }
+    return group;
+  };
+  const auto mixed = train(server), reference = train(ample);
+  services::ExpectSame(*reference, *mixed, 3);
+}
+
+TEST_F(ReadBackJobTest, ASpillThatACrashLeftIsRemoved) {
+  TestServer server("s", {.dram = kTight, .nvme = kNvme});
+  server.End();
+  const std::string left = server.directory() + "/spill-job";
+  std::ofstream(left) << "slices";
+  server.Restart();
+  EXPECT_FALSE(std::filesystem::exists(left));
 }
 
 TEST(SpillTest, AJobMayGrowIntoOne) {
