@@ -35,6 +35,14 @@ case "$mode" in
   *) echo "usage: tests/run.sh [default|asan|tsan|exhaustive|soak] [ctest arguments...], got '$mode'" >&2; exit 2 ;;
 esac
 
+# What a build and its tests were seen to take; a full disk shows as failures of whatever writes next.
+space() { # DIR GIB
+  local free=$(($(df --output=avail -k "$1" | tail -1) >> 20))
+  ((free >= $2)) || echo "tests: $1 has $free GiB free, $2 are needed: tests may fail for want of space" >&2
+}
+space . 6
+space "${TMPDIR:-/tmp}" 4
+
 deploy/packages.sh test
 [[ "$mode" == tsan ]] && tests/tools/tsan_objects.sh build/tsan-abseil
 mkdir -p build
