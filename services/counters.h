@@ -31,15 +31,16 @@ enum class Call {
 };
 inline constexpr int kCalls = 13;
 inline constexpr std::array<const char*, kCalls> kCallNames = {
-    "GetJob", "Fence",           "Open",    "Push",     "Norm", "Seal", "Commit", "Pull", "Pin",
-    "Unpin",  "GetServerStatus", "DropJob", "SetBudget"};
+    "GetJob", "Fence", "Open", "Push", "Norm", "Seal", "Commit", "Pull", "Pin", "Unpin", "GetServerStatus", "DropJob",
+    "SetBudget"};
 
 // Threads: any.
 class DurationHistogram {
  public:
   // Three per decade from 100 us to 100 s: a step of a small model and a stuck disk both fall inside.
-  static constexpr std::array<double, 19> kBoundsSeconds = {
-      0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100};
+  static constexpr std::array<double, 19> kBoundsSeconds = {0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01,
+                                                            0.025,  0.05,    0.1,    0.25,  0.5,    1,     2.5,
+                                                            5,      10,      25,     50,    100};
 
   void Observe(absl::Duration duration) {
     const double seconds = absl::ToDoubleSeconds(duration);

@@ -2,10 +2,12 @@
 // log_format.h for what lies where.
 //
 // Segments of equal size are written in full once, when the file is made, and used in a ring: a first write into a
-// fresh extent of a file system costs two to three times a rewrite. A *transient* log, of slices that need not outlive
-// the process, has no name and is never synced. Append only queues. Pump encodes what is queued
+// fresh extent of a file system costs two to three times a rewrite. Append only queues. Pump encodes what is queued
 // into batches, submits them and a sync where one is wanted, and looks at completions: on a thread of the log's own
 // (Start), or wherever a test calls it.
+//
+// A *transient* log need not outlive the process: it has no name, is reserved and not written when it is made, and is
+// never synced: what is written counts as durable.
 //
 // Bounds: segments; 64 requests in flight of at most 16 payloads a batch; queued records are the caller's (each holds
 // the lease of its payload).

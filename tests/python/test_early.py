@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 import torch
+from own_process import run
 from scripts import batches, loss_of, mlp
-from test_durable import run
 from torch import nn
 
 import ballast

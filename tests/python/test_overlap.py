@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
+from own_process import run
 from scripts import assert_close, batches, both, loss_of, mlp, train
-from test_durable import run
 from torch import nn
 
 import ballast

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 from conftest import PAIRS
+from own_process import run
 from scripts import batches, loss_of, mlp
-from test_durable import run
 
 import ballast
 import ballast.torch as bt

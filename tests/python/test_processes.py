@@ -1,0 +1,240 @@
+"""What optimizers are to the processes they are in: directories, locks, threads, forks, Ctrl-C."""
+import os
+
+import pytest
+from own_process import run
+
+
+def test_after_a_budget_that_was_too_small_another_may_be_given(tmp_path):
+    run(tmp_path, '''
+        try:
+            make(mlp(), dram='4KiB', nvme=0, durability='none').resume()
+        except ballast.Error as error:
+            assert error.reason == 'BUDGET', error
+        else:
+            raise AssertionError('accepted')
+        assert make(mlp()).resume().step == 0
+        try:
+            make(mlp(), name='second', dram='96MiB').resume()  # in use now
+        except ballast.Error as error:
+            assert error.reason == 'BAD_CONFIG', error
+        else:
+            raise AssertionError('accepted')
+        ''')
+
+
+def test_a_directory_in_use_names_its_process(tmp_path):
+    run(tmp_path, '''
+        optimizer = make(mlp(), resume='auto')
+        optimizer.resume()
+        child = os.popen(f"{sys.executable} -c 'import torch, ballast.torch as bt; "
+                         "bt.AdamW([torch.nn.Parameter(torch.zeros(4))], directory=\\"state\\").resume()' 2>&1").read()
+        assert str(os.getpid()) in child and 'state' in child, child
+        ''')
+
+
+def test_threads_that_open_at_once_share_a_server(tmp_path):
+    run(tmp_path, '''
+        import threading
+        from ballast import embedded
+        together, ended = threading.Barrier(4), []
+        def first_step(i):
+            model = mlp() if i else torch.nn.Linear(1 << 14, 1 << 12)  # which has no room
+            optimizer = make(model, name=f'job{i}', resume='never')
+            together.wait()
+            try:
+                optimizer.resume()
+            except ballast.Error as error:
+                ended.append((i, error.reason))
+            else:
+                ended.append((i, None))
+        threads = [threading.Thread(target=first_step, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(ended) == [(0, 'BUDGET'), (1, None), (2, None), (3, None)], ended
+        assert embedded.directory() == os.path.abspath('state')
+        ''')
+
+
+def test_forked_workers_of_a_data_loader(tmp_path):
+    run(tmp_path, '''
+        model = mlp()
+        optimizer = make(model)
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(4, (64,))),
+                                           batch_size=8, num_workers=2)
+        for epoch in range(2):
+            for batch in data:
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+        child = os.fork()
+        if child == 0:
+            try:
+                optimizer.step()
+            except ballast.Error as error:
+                os._exit(7 if 'fork' in str(error) else 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        # One that ends in the ordinary way waits for no thread of the parent's.
+        out, into = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.dup2(into, 1)
+            print('said', end='')
+            sys.exit(5)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+        assert os.read(out, 9) == b'said'
+        optimizer.zero_grad()
+        loss_of(model, next(batches(1))).backward()
+        optimizer.step()
+        ''')
+
+
+def test_ctrl_c_leaves_no_lock_behind(tmp_path):
+    run(tmp_path, '''
+        model = mlp()
+        optimizer = make(model)
+        for i, batch in enumerate(batches(5)):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            if i == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+        ''', expect=-2)
+    run(tmp_path, 'assert make(mlp(), resume="must").resume().step == 4')
+
+
+def test_closing_while_another_thread_steps(tmp_path):
+    run(tmp_path, '''
+        import threading, time
+        model = mlp()
+        optimizer = make(model)
+        loss_of(model, next(batches(1))).backward()
+        optimizer.step()
+        raised = []
+        def work():
+            try:
+                for _ in range(2000):
+                    optimizer.step()
+            except ballast.Error as error:
+                raised.append(str(error))
+        thread = threading.Thread(target=work)
+        thread.start()
+        while thread.is_alive() and optimizer.stats()['steps'] < 5:
+            time.sleep(0.001)
+        optimizer.close()
+        thread.join()
+        assert raised and 'closed' in raised[0], raised
+        ''')
+
+
+def test_the_same_line_finds_room_again_on_a_disk_that_is_nearly_full(tmp_path):
+    from ballast import place
+    (tmp_path / 'jobs').mkdir()
+    before = place.budgets(tmp_path / 'jobs', 1, None)[1]
+    with open(tmp_path / 'jobs' / 'nvme.tier', 'wb') as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 30)
+    assert abs(place.budgets(tmp_path / 'jobs', 1, None)[1] - before) < 1 << 28
+
+
+@pytest.mark.parametrize('daemon', [False, True])
+def test_temporary_directories_of_killed_processes_go(daemon, tmp_path):
+    start = f'''
+from ballast import embedded, embedded_daemon, temporary
+def start():
+    if {daemon}:
+        return embedded_daemon.Daemon(None, '64MiB', None, 1)
+    return embedded.server(dram='64MiB', threads=1)
+server = start()
+'''
+    temporary = tmp_path / 'temporary'
+    temporary.mkdir()
+    (temporary / 'ballast-of-somebody').mkdir()
+
+    def left():
+        return {path.name for path in temporary.iterdir()} - {'ballast-of-somebody'}
+    run(tmp_path, start + 'os.kill(os.getpid(), signal.SIGKILL)', expect=-9, TMPDIR=str(temporary))
+    stale = left()
+    assert len(stale) == 1
+    run(tmp_path, start + f'''
+assert not os.path.exists({str(temporary)!r} + '/{stale.pop()}')
+mine = server.place.directory
+# Another process, a child, and this one again: while its process lives, a directory stays.
+import subprocess
+code = 'from ballast import temporary; temporary.remove(temporary.make())'
+subprocess.run([sys.executable, '-c', code], check=True)
+temporary.remove(temporary.make())
+subprocess.run([sys.executable, '-c', code], check=True)
+child = os.fork()
+if child == 0:
+    temporary.remove(temporary.make())
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert os.path.isdir(mine)
+''', TMPDIR=str(temporary))
+    assert not left() and (temporary / 'ballast-of-somebody').is_dir()
+
+
+STOPPED = '''
+import atexit, subprocess, threading
+import ballast.embedded_daemon
+server = subprocess.Popen([ballast.embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0',
+                           '--metrics_listen', '127.0.0.1:0', '--data_directory', 'server', '--budget.dram', '64MiB', '--log_level', 'warn'],
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+atexit.register(server.kill)
+address = server.stdout.readline().split('listen=')[1].split()[0]
+def interrupt():
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+model = mlp()
+def make(**more):
+    return bt.AdamW(model.parameters(), servers=address, durability='none', step_timeout=3000, open_timeout=3000, **more)
+def step():
+    loss_of(model, next(batches(1))).backward()
+    optimizer.step()
+'''
+
+
+@pytest.mark.parametrize('what', ['open', 'step', 'overlapped step'])
+def test_ctrl_c_ends_the_wait_for_a_server_that_does_not_answer(what, tmp_path):
+    """And then the process, at once: nothing waits any more."""
+    body = {'open': '''
+optimizer = make()
+server.send_signal(signal.SIGSTOP)
+interrupt()
+step()
+''', 'step': '''
+optimizer = make()
+step()
+server.send_signal(signal.SIGSTOP)
+interrupt()
+step()
+''', 'overlapped step': '''
+optimizer = make(overlap=model)
+step()
+optimizer.wait()
+server.send_signal(signal.SIGSTOP)
+interrupt()
+step()
+optimizer.wait()
+'''}[what]
+    done = run(tmp_path, STOPPED + body, expect=-2, seconds=60)
+    assert 'KeyboardInterrupt' in done.stderr
+
+
+def test_ctrl_c_amid_a_step_that_ends_leaves_the_session_as_it_is(tmp_path):
+    run(tmp_path, STOPPED + '''
+optimizer = make()
+step()
+server.send_signal(signal.SIGSTOP)
+interrupt()
+threading.Timer(2, server.send_signal, (signal.SIGCONT,)).start()
+try:
+    step()
+except KeyboardInterrupt:
+    interrupted = True
+assert interrupted
+assert optimizer.resume().step == 2
+step()
+assert optimizer.resume().step == 3
+''', seconds=60)
