@@ -28,9 +28,9 @@ struct StateServerOptions {
   storage::TierBytes budget;
   std::string server_id;  // empty: made at first start, kept in the data directory
   int hbm_device = 0;
-  int compute_threads = 1;  // that work on one update, its job's own included; ballastd's default is all processors
-  int read_threads = 1;     // for blocking reads and answers to requests that waited
-  uint64_t staging_bytes = uint64_t{48} << 20;
+  int compute_threads = 1;     // that work on one update, its job's own included; ballastd's default is all processors
+  int read_threads = 1;        // for blocking reads and answers to requests that waited
+  uint64_t staging_bytes = 0;  // 0: StagingBytes
   // False, of a server in its trainer's process: the trainer's parameters are the only working parameters, which
   // updates write where they are lent; pulls round the master. Nothing on the disk depends on it.
   bool working_copies = true;
@@ -42,6 +42,9 @@ struct StateServerOptions {
   uint64_t waiting_request_bytes_max = uint64_t{64} << 20;
   Foundation* foundation = nullptr;  // null: this machine
 };
+
+// What a server with these options takes of its DRAM budget as staging, once per job with state on NVMe. Bytes.
+uint64_t StagingBytes(const StateServerOptions& options);
 
 template <typename Response>
 using Reply = std::function<void(absl::StatusOr<Response>)>;

@@ -90,6 +90,10 @@ absl::Status RemoveSpills(const std::string& directory, storage::Disk* disk) {
 
 }  // namespace
 
+uint64_t StagingBytes(const StateServerOptions& options) {
+  return options.staging_bytes > 0 ? options.staging_bytes : storage::DefaultStagingBytes(options.budget.dram);
+}
+
 absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServerOptions& options) {
   auto impl = std::make_unique<Impl>(options);
   BALLAST_RETURN_IF_ERROR(CheckDirectory(options.data_directory));
@@ -102,7 +106,7 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   storage::TiersOptions tiers;
   tiers.budget = options.budget;
   tiers.directory = options.data_directory;
-  tiers.staging_bytes = options.staging_bytes;
+  tiers.staging_bytes = StagingBytes(options);
   tiers.hbm_device = options.hbm_device;
   tiers.disk = impl->foundation->disk();
   BALLAST_ASSIGN_OR_RETURN(const auto stored, impl->ReadJobs());

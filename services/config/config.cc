@@ -95,7 +95,8 @@ const std::vector<Key>& Keys() {
       {{"read_threads", "an integer from 1 to 1024", "1",
         "threads for blocking reads and for answers to requests that waited"},
        [](const std::string& text, Config* c) { return SetThreads(text, &c->server.read_threads); }},
-      {{"staging", "bytes, such as 512MiB", "48MiB", "DRAM buffers through which NVMe state moves, once per job"},
+      {{"staging", "bytes, such as 512MiB", "a quarter of budget.dram, 52MiB to 100MiB",
+        "DRAM buffers through which NVMe state moves, once per job"},
        Bytes([](Config* c) { return &c->server.staging_bytes; })},
       {{"machine_profile", "a path", "ballast-profile.yaml in the data directory, if it is there",
         "what `ballastctl iotune` measured, from which a plan predicts the time of a step"},
@@ -150,7 +151,7 @@ absl::Status Collect(const YAML::Node& map, const std::string& prefix, const std
   return absl::OkStatus();
 }
 
-// `origin`: what gave the value.
+// `origin`: what gave the value; empty: the default.
 absl::StatusOr<Config> CheckStaging(const Config& config, const std::string& origin) {
   const uint64_t staging = config.server.staging_bytes, dram = config.server.budget.dram;
   const bool fits = staging >= kStagingBytesMin && staging <= dram;
@@ -269,7 +270,9 @@ absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& 
   }
   if (config.server.budget.dram == 0)
     return Bad("budget.dram is 0; slices of the step in flight need DRAM in any case");
-  return CheckStaging(config, where.count("staging") > 0 ? where["staging"] + ": " : "");
+  if (where.count("staging") > 0) return CheckStaging(config, where["staging"] + ": ");
+  config.server.staging_bytes = StagingBytes(config.server);
+  return CheckStaging(config, "");
 }
 
 }  // namespace ballast::services

@@ -3,6 +3,7 @@
 #include <spdlog/spdlog.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
 
@@ -18,9 +19,20 @@
 
 namespace ballast::storage {
 
+// Measured, 268M parameters with 1.5 GiB of DRAM: a step takes 2.3 s with 48 MiB, which hold three chunks, 1.9 with 96,
+// 2.2 with 144.
+uint64_t DefaultStagingBytes(uint64_t dram_bytes) {
+  return std::clamp(dram_bytes / 4, uint64_t{52} << 20, uint64_t{100} << 20);
+}
+
 struct Tiers::Impl {
-  explicit Impl(const TiersOptions& o) : options(o), ledger(o.budget), dram(&ledger, /*pin=*/o.budget.hbm > 0) {}
+  explicit Impl(const TiersOptions& o)
+      : options(o),
+        staging_bytes(o.staging_bytes > 0 ? o.staging_bytes : DefaultStagingBytes(o.budget.dram)),
+        ledger(o.budget),
+        dram(&ledger, /*pin=*/o.budget.hbm > 0) {}
   const TiersOptions options;
+  const uint64_t staging_bytes;
   Ledger ledger;
   DramTier dram;
   std::unique_ptr<NvmeTier> nvme;
@@ -91,7 +103,7 @@ void Tiers::CountTraffic(TierKind tier, uint64_t read, uint64_t written) {
 }
 
 std::string Tiers::io_backend() const { return IoBackendProbe(); }
-uint64_t Tiers::staging_bytes() const { return impl_->options.staging_bytes; }
+uint64_t Tiers::staging_bytes() const { return impl_->staging_bytes; }
 Disk* Tiers::disk() { return impl_->disk(); }
 const std::string& Tiers::directory() const { return impl_->options.directory; }
 DramTier* Tiers::dram() { return &impl_->dram; }

@@ -22,10 +22,14 @@ struct ExtentPlace {
   uint64_t bytes = 0;
 };
 
+// For state on its way to and from NVMe, of so much DRAM: a quarter; but at least four chunks of 2^20 elements with
+// fp32 moments, their labels and the readers' buffer, with some room (52 MiB), and at most eight (100 MiB).
+uint64_t DefaultStagingBytes(uint64_t dram_bytes);
+
 struct TiersOptions {
   TierBytes budget;
-  std::string directory;  // holds the NVMe tier's file
-  uint64_t staging_bytes = uint64_t{48} << 20;
+  std::string directory;       // holds the NVMe tier's file
+  uint64_t staging_bytes = 0;  // 0: DefaultStagingBytes(budget.dram)
   int hbm_device = 0;
   Disk* disk = nullptr;           // null: the system's
   std::vector<ExtentPlace> kept;  // of the NVMe file: what durable jobs left there

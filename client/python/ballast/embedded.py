@@ -22,8 +22,7 @@ class _Embedded:
         self.asked = (directory, dram, nvme, threads)
         self.place = place.make(directory, dram, nvme)
         try:
-            self.server = _native.Server(self.place.directory, self.place.dram, self.place.nvme, self.place.staging,
-                                         threads or place.processors())
+            self.server = _native.Server(self.place.directory, self.place.dram, self.place.nvme, threads or place.processors())
         except BaseException:
             self._remove()
             raise

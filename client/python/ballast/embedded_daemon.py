@@ -31,11 +31,7 @@ class Daemon:
         self.place = place.make(directory, dram, nvme)
         command = [binary, '--end-with', str(self.pid), '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0',
                    '--data_directory', self.place.directory, '--budget.dram', str(self.place.dram), '--budget.nvme',
-                   str(self.place.nvme),
-                   '--log_level', 'warn']
-        if self.place.staging:
-            command += ['--staging', str(self.place.staging)]
-        command += ['--compute_threads', str(threads or place.processors())]
+                   str(self.place.nvme), '--log_level', 'warn', '--compute_threads', str(threads or place.processors())]
         environment = {key: value for key, value in os.environ.items() if not key.startswith('BALLAST_')}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True,
                                         start_new_session=True)  # Ctrl-C is for the ranks, which end it

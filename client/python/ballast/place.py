@@ -7,16 +7,12 @@ import shutil
 import tempfile
 from typing import NamedTuple
 
-from ballast import temporary
+from ballast import _native, temporary
 from ballast.errors import Error, warn
 
 _UNITS = {'': 1, 'b': 1, 'k': 10**3, 'm': 10**6, 'g': 10**9, 't': 10**12}
 # Without budgets: the part of what is free now that a server may take.
 _DEFAULT_SHARE = 0.8
-# For state on its way between NVMe and the update, a part of dram: a quarter, at least what four chunks of 2^20 elements with fp32
-# moments need, at most what eight do. Measured, 268M parameters with 1.5 GiB of DRAM: a step takes 2.3 s with 48 MiB, 1.9 with 96,
-# 2.2 with 144.
-_STAGING_BYTES = 48 << 20, 96 << 20
 # What a state server keeps in its directory, beside its catalog of some MiB.
 _TIER, _LOGS = 'nvme.tier', 'log-'
 
@@ -35,7 +31,6 @@ class Place(NamedTuple):
     is_temporary: bool  # goes with the process
     dram: int  # bytes, as the others
     nvme: int
-    staging: int  # of dram, once for each job with state in NVMe
 
 
 def parse_bytes(what, value):
@@ -175,12 +170,6 @@ def _check_nvme(directory, asked):
         warn(f'directory={directory!r} is in memory ({kind}): what nvme holds takes DRAM, and nothing there outlives the machine')
 
 
-def staging(dram, nvme):
-    """Bytes of dram for state on its way to and from NVMe."""
-    low, high = _STAGING_BYTES
-    return max(low, min(high, dram // 4)) if nvme > 0 else 0
-
-
 def make(directory, dram, nvme):
     """directory: None for a temporary one. dram, nvme: as budgets(). BAD_CONFIG where the machine has not what was asked for; warns
     where it may not."""
@@ -194,7 +183,7 @@ def make(directory, dram, nvme):
         if nvme is not None and parse_bytes('nvme', nvme) > 0:
             _check_nvme(directory, parse_bytes('nvme', nvme))
         dram, nvme = budgets(None if is_temporary else directory, dram, nvme)
-        moving = staging(dram, nvme)
+        moving = _native.staging(dram)
         if nvme > 0 and moving >= dram:
             raise Error(f'dram: {_gib(dram)}, and state on its way to and from nvme takes {_gib(moving)} of it alone: expected more, or '
                         'nvme=0', 'BAD_CONFIG')
@@ -202,4 +191,4 @@ def make(directory, dram, nvme):
         if is_temporary:
             temporary.remove(directory)
         raise
-    return Place(directory, is_temporary, dram, nvme, moving)
+    return Place(directory, is_temporary, dram, nvme)

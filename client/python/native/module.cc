@@ -74,8 +74,8 @@ using F32Array = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 
 void BindServer(nb::module_& m) {
   nb::class_<PythonServer>(m, "Server")
-      .def(nb::init<const std::string&, uint64_t, uint64_t, uint64_t, int>(), "directory"_a, "dram"_a, "nvme"_a,
-           "staging"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(nb::init<const std::string&, uint64_t, uint64_t, int>(), "directory"_a, "dram"_a, "nvme"_a, "threads"_a,
+           nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &PythonServer::Stop, nb::call_guard<nb::gil_scoped_release>())
       .def("drop", &PythonServer::Drop, "job"_a, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("tiers", &PythonServer::Tiers);
@@ -89,8 +89,9 @@ void BindEstimate(nb::module_& m) {
       .def_ro("tiers", &EstimateReport::tiers)
       .def_ro("rank_bytes", &EstimateReport::rank_bytes)
       .def_ro("rank_bytes_sharded", &EstimateReport::rank_bytes_sharded);
-  m.def("estimate", &EstimateFor, "tensors"_a, "options"_a, "dram"_a, "nvme"_a, "staging"_a, "threads"_a, "servers"_a,
-        "profile"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def("staging", &StagingBytes, "dram"_a);
+  m.def("estimate", &EstimateFor, "tensors"_a, "options"_a, "dram"_a, "nvme"_a, "threads"_a, "servers"_a, "profile"_a,
+        nb::call_guard<nb::gil_scoped_release>());
 }
 
 void BindOptions(nb::module_& m) {

@@ -125,8 +125,7 @@ void LetForkedChildrenExit() {
 
 }  // namespace
 
-PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, uint64_t staging, int threads)
-    : pid_(getpid()) {
+PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, int threads) : pid_(getpid()) {
   LetForkedChildrenExit();
   std::error_code error;
   std::filesystem::create_directories(directory, error);
@@ -138,20 +137,24 @@ PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t
   options.data_directory = directory;
   options.budget.dram = dram;
   options.budget.nvme = nvme;
-  options.staging_bytes = staging;
   options.compute_threads = threads;
   options.read_threads = threads;
   options.working_copies = false;  // the trainer's parameters are
   server_ = Take(services::StateServer::Start(options));
 }
 
+uint64_t StagingBytes(uint64_t dram) {
+  services::StateServerOptions options;
+  options.budget.dram = dram;
+  return services::StagingBytes(options);
+}
+
 EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions& options, uint64_t dram, uint64_t nvme,
-                           uint64_t staging, int threads, uint32_t servers, const std::string& profile) {
+                           int threads, uint32_t servers, const std::string& profile) {
   services::EstimateRequest request;
   request.ranks = static_cast<uint32_t>(std::max(options.world_size, 0));
   request.servers = std::max<uint32_t>(servers, 1);
   request.server.budget = {.hbm = 0, .dram = dram, .nvme = nvme};
-  if (staging > 0) request.server.staging_bytes = staging;
   request.server.compute_threads = threads;
   request.server.machine_profile = profile;
   // Of several ranks a private ballastd is the server, which keeps working copies.

@@ -27,7 +27,7 @@ namespace ballast::python {
 // `directory` is created; budgets in bytes. `threads`: that compute an update.
 class PythonServer {
  public:
-  PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, uint64_t staging, int threads);
+  PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, int threads);
   ~PythonServer();
   void Stop() { server_->Stop(); }
   // The job, if it is there, and all that it has. Nobody may have a session with it.
@@ -232,9 +232,11 @@ class PythonSession {
   bool rows_ = false;
 };
 
-// `servers`: 0 for an embedded one. Budgets of each, in bytes; `staging`: 0 for a server's default; `profile`: of
-// `ballastctl iotune`, empty for none.
+// Of a server with so much DRAM, what is for state on its way to and from NVMe. Bytes.
+uint64_t StagingBytes(uint64_t dram);
+
+// `servers`: 0 for an embedded one. Budgets of each, in bytes; `profile`: of `ballastctl iotune`, empty for none.
 EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions& options, uint64_t dram, uint64_t nvme,
-                           uint64_t staging, int threads, uint32_t servers, const std::string& profile);
+                           int threads, uint32_t servers, const std::string& profile);
 
 }  // namespace ballast::python

@@ -58,6 +58,4 @@ def estimate(params, *, optimizer='adamw', moments='f32', ranks=1, servers=0, dr
     dram, nvme = place.budgets(directory, dram, nvme)
     if profile is None and directory is not None and os.path.exists(os.path.join(directory, _PROFILE)):
         profile = os.path.join(directory, _PROFILE)
-    # A state server that is started by hand has its own default.
-    staging = place.staging(dram, nvme) if servers == 0 else 0
-    return _native.estimate(tensors, options, dram, nvme, staging, threads or place.processors(), servers, profile or '')
+    return _native.estimate(tensors, options, dram, nvme, threads or place.processors(), servers, profile or '')
