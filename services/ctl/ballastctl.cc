@@ -96,7 +96,10 @@ CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
   AddBytes(plan, "--hbm", &to->budget.hbm);
   AddBytes(plan, "--dram", &to->budget.dram)->required();
   AddBytes(plan, "--nvme", &to->budget.nvme);
+  AddBytes(plan, "--staging", &to->staging_bytes);
   plan->add_option("--optimizer", to->optimizer, "adamw, adam, sgd, adagrad or lion")->capture_default_str();
+  plan->add_flag("--amsgrad", to->amsgrad, "of adamw and adam: one moment more");
+  plan->add_flag("--momentum", to->momentum, "of sgd: it keeps a buffer");
   plan->add_option("--moments", to->moments, "f32, bf16, i8 or f8")->capture_default_str();
   plan->add_option("--gradient-dtype", to->gradient, "bf16, f16 or f32")->capture_default_str();
   plan->add_option("--working-dtype", to->working, "bf16, f16 or f32")->capture_default_str();
@@ -168,7 +171,10 @@ int Main(int argc, char** argv) {
   spdlog::set_default_logger(spdlog::stderr_color_mt("ballastctl"));  // standard output is the answer's
   if (verify->parsed()) return RunVerify(scrub);
   if (iotune->parsed()) return RunIotune(tune);
-  if (plan->parsed()) return RunPlan(planned);
+  if (plan->parsed()) {
+    spdlog::set_level(spdlog::level::warn);  // the server that it asks is nobody's
+    return RunPlan(planned);
+  }
   const absl::Duration timeout = absl::Seconds(timeout_s);
   if (unpin->parsed()) return Unpin(servers, job, version, timeout);
   if (budget->parsed()) {

@@ -44,6 +44,8 @@ absl::StatusOr<v1::JobSpec> SpecOf(const PlanCommand& command, uint64_t paramete
   BALLAST_ASSIGN_OR_RETURN(optimizer.gradient, model::DtypeNamed(command.gradient));
   BALLAST_ASSIGN_OR_RETURN(optimizer.working, model::DtypeNamed(command.working));
   BALLAST_ASSIGN_OR_RETURN(const v1::Durability durability, model::DurabilityNamed(command.durability));
+  optimizer.amsgrad = command.amsgrad;
+  optimizer.momentum = command.momentum;
   model::SetOptimizer(optimizer, &spec);
   spec.set_name("plan");
   spec.set_chunk_elements(uint64_t{1} << 20);
@@ -95,6 +97,7 @@ int RunPlan(const PlanCommand& command) {
   request.ranks = command.ranks;
   request.servers = command.servers;
   request.server.budget = command.budget;
+  request.server.staging_bytes = command.staging_bytes;
   request.server.compute_threads = command.threads;
   request.server.machine_profile = command.machine_profile;
   if (command.machine_profile.empty() && std::filesystem::exists(kMachineProfile)) {

@@ -16,7 +16,9 @@ struct PlanCommand {
   storage::TierBytes budget;  // of each server
   // By name, as proto/model/names.h has them.
   std::string optimizer = "adamw", moments = "f32", gradient = "bf16", working = "bf16", durability = "step";
+  bool amsgrad = false, momentum = false;
   uint64_t pin_interval = 0;
+  uint64_t staging_bytes = 0;   // 0: a server's default
   std::string machine_profile;  // empty: ballast-profile.yaml here, if it is there
   int threads = 1;
   bool json = false;

@@ -103,6 +103,17 @@ TEST(PlanCommand, AnswersForPeopleAndMachines) {
   const Finished short_of = with({"--json"});  // durability step, and no nvme
   EXPECT_EQ(short_of.code, 1);
   EXPECT_THAT(short_of.out, HasSubstr("\"fits\":false"));
+  const Finished more = with({"--durability", "none", "--amsgrad"});  // 16 bytes of state
+  EXPECT_EQ(more.code, 1) << more.out;
+  EXPECT_THAT(more.out, HasSubstr("short of"));
+  EXPECT_EQ(more.err, "");
+  const auto staged = [&](const char* bytes) {
+    return with({"--durability", "none", "--amsgrad", "--nvme", "1TiB", "--staging", bytes, "--json"});
+  };
+  EXPECT_EQ(staged("1GiB").code, 0) << staged("1GiB").err;
+  EXPECT_NE(staged("1GiB").out, staged("2GiB").out);
+  EXPECT_EQ(with({"--durability", "none", "--optimizer", "sgd", "--momentum"}).code, 0);
+  EXPECT_THAT(with({"--optimizer", "sgd", "--amsgrad"}).err, HasSubstr("amsgrad is AdamW's and Adam's"));
   const Finished wrong = with({"--moments", "i9"});
   EXPECT_EQ(wrong.code, 2);
   EXPECT_THAT(wrong.err, HasSubstr("expected one of f32, bf16, i8, f8"));
