@@ -1,7 +1,7 @@
 // Switches that break one rule of storage or of recovery each, for the test that the simulations notice.
 //
 // Only libraries of the test build are compiled with BALLAST_SEEDED_BUGS; everywhere else Seeded() is constexpr false
-// and the branches vanish. (*): a hole, not caught yet. Those of the step transaction: services/step/seeded_bugs.h.
+// and the branches vanish. Those of the step transaction: services/step/seeded_bugs.h.
 #pragma once
 
 namespace ballast::storage {
@@ -18,7 +18,7 @@ enum class StorageBug {
   kExtensionSyncForgiven,  // ... or, of new segments, leaves the log going on
   kFailedWriteIgnored,     // EIO of a write is success
   kMarkBeforeSync,         // the mark names a batch before the sync that makes it durable
-  kSaltConstant,           // an opening's segments cannot be told from those that a crash made void (*)
+  kSaltConstant,           // an opening's segments cannot be told from those that a crash made void
   kIncarnationReused,      // an opening counts on from the newest live segment, not from the newest ever seen
   kCutOneStepEarly,        // segments are cut although the step that needs them may be replayed
   kCutBeforeSnapshot,      // segments are cut before the snapshot that stands in for them is durable
@@ -31,8 +31,8 @@ enum class StorageBug {
   kTornPayloadAccepted,    // ... or one whose payloads are
   kRottenTakenForTorn,     // a batch that was durable and cannot be read is the end of the log
   kRottenPayloadServed,    // a payload that is not what was written is replayed
-  kVoidCutBelieved,        // a batch that never was durable cuts the log (*)
-  kSegmentEndIgnored,      // what an earlier opening left behind a segment's end is read (*)
+  kVoidCutBelieved,        // a batch that never was durable cuts the log
+  kSegmentEndIgnored,      // what an earlier opening left behind a segment's end is read
   kPayloadLeaseDropped,    // a slice's memory may be written to before the log has it
 
   // Extents of chunks.

@@ -24,11 +24,26 @@ namespace {
 
 using storage::StorageBug;
 
-enum class Harness { kLogLives, kLogCreation, kStoreLives, kCrashes, kIoErrors, kFullDisk, kRot };
-constexpr const char* kHarnessNames[] = {
-    "log_crash_test: lives",           "log_crash_test: creation",           "store_crash_test",
-    "server_simulation_test: crashes", "server_simulation_test: I/O errors", "server_simulation_test: full disks",
-    "server_simulation_test: rot"};
+enum class Harness {
+  kLogLives,
+  kLogVoid,
+  kLogVoidCut,
+  kLogCreation,
+  kStoreLives,
+  kCrashes,
+  kIoErrors,
+  kFullDisk,
+  kRot
+};
+constexpr const char* kHarnessNames[] = {"log_crash_test: lives",
+                                         "log_crash_test: void batches",
+                                         "log_crash_test: a void cut",
+                                         "log_crash_test: creation",
+                                         "store_crash_test",
+                                         "server_simulation_test: crashes",
+                                         "server_simulation_test: I/O errors",
+                                         "server_simulation_test: full disks",
+                                         "server_simulation_test: rot"};
 constexpr uint64_t kStorageSeedsMax = 2000;
 constexpr uint64_t kServerSeedsMax = 400;
 
@@ -48,6 +63,9 @@ constexpr Planted kPlanted[] = {
     {"ExtensionSyncForgiven", StorageBug::kExtensionSyncForgiven, Harness::kLogLives, 42},
     {"FailedWriteIgnored", StorageBug::kFailedWriteIgnored, Harness::kLogLives, 15},
     {"MarkBeforeSync", StorageBug::kMarkBeforeSync, Harness::kLogLives, 3},
+    {"SaltConstant", StorageBug::kSaltConstant, Harness::kLogVoid},
+    {"VoidCutBelieved", StorageBug::kVoidCutBelieved, Harness::kLogVoidCut},
+    {"SegmentEndIgnored", StorageBug::kSegmentEndIgnored, Harness::kLogVoid},
     {"IncarnationReused", StorageBug::kIncarnationReused, Harness::kLogLives},
     {"CutOneStepEarly", StorageBug::kCutOneStepEarly, Harness::kLogLives},
     {"CutBeforeSnapshot", StorageBug::kCutBeforeSnapshot, Harness::kLogLives},
@@ -105,6 +123,10 @@ std::string RunSeed(Harness harness, uint64_t seed, const std::string& directory
       storage::CrashTally tally;
       return storage::RunLives(seed, &tally);
     }
+    case Harness::kLogVoid:
+      return storage::RunVoidBatches(seed);
+    case Harness::kLogVoidCut:
+      return storage::RunVoidCut(seed);
     case Harness::kLogCreation:
       return RunCreation(seed);
     case Harness::kStoreLives: {

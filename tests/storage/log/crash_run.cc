@@ -1,6 +1,7 @@
 #include "ballast/tests/storage/log/crash_run.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,19 @@ namespace {
 
 constexpr char kLogFile[] = "log";
 constexpr int kLivesPerSeed = 6;
+
+// What a power cut may leave of two contents of the log's file with nothing synced between them: the new one's blocks
+// that `kept` says, by segment and block within it, and else the old one's.
+std::vector<std::byte> Mix(absl::Span<const std::byte> before, absl::Span<const std::byte> after,
+                           uint64_t segment_bytes, const std::function<bool(uint64_t, uint64_t)>& kept) {
+  std::vector<std::byte> mixed(before.begin(), before.end());
+  for (uint64_t at = kLogFirstSegment; at < mixed.size(); at += kLogBlock) {
+    const uint64_t in_segments = at - kLogFirstSegment;
+    if (!kept(in_segments / segment_bytes, in_segments % segment_bytes / kLogBlock)) continue;
+    std::copy_n(after.begin() + static_cast<ptrdiff_t>(at), kLogBlock, mixed.begin() + static_cast<ptrdiff_t>(at));
+  }
+  return mixed;
+}
 
 class CrashRun {
  public:
@@ -183,6 +197,17 @@ class CrashRun {
   bool stuck_ = false;
 };
 
+// Empty, or what a recovery found wrong.
+std::string RecoverAndGoOn(SimDisk* disk, LogCaller* caller, uint64_t durable_lsn) {
+  ScannedLog scanned;
+  auto log = GradientLog::Recover(disk, kLogFile, &scanned);
+  if (!log.ok()) return log.status().ToString();
+  const absl::Status status = caller->Check(scanned, (*log)->file(), durable_lsn);
+  if (!status.ok()) return std::string(status.message());
+  caller->Resume(scanned, *std::move(log));
+  return "";
+}
+
 absl::Status CreateOn(SimDisk* disk) {
   return GradientLog::Create(disk,
                              {.path = kLogFile, .job = "job", .segment_bytes = 32 * kLogBlock, .segment_count = 3})
@@ -192,6 +217,83 @@ absl::Status CreateOn(SimDisk* disk) {
 }  // namespace
 
 std::string RunLives(uint64_t seed, CrashTally* tally) { return CrashRun(seed, tally).Run(); }
+
+std::string RunVoidBatches(uint64_t seed) {
+  sim::Random random(seed);
+  SimDisk disk(seed);
+  LogCaller caller(seed);
+  const auto recover = [&](uint64_t durable_lsn) { return RecoverAndGoOn(&disk, &caller, durable_lsn); };
+  // Of one size, so that batches of both lives lie at the same places.
+  const RecordShape shape = {.body_bytes = 100, .payload_bytes = 5000, .keep_for = 1};
+  constexpr int kVoid = 3;
+  if (const absl::Status created = CreateOn(&disk); !created.ok()) return created.ToString();
+  if (const std::string violation = recover(0); !violation.empty()) return violation;
+  if (!caller.Append(shape) || !caller.SyncAll().ok()) return "no first record";
+  const uint64_t durable_lsn = caller.last_lsn();
+  if (random.Percent(50) && !caller.Roll()) return "no second segment";
+  for (int i = 0; i < kVoid; ++i) {
+    if (!caller.Append(shape)) return "no room";
+    caller.PumpAll();
+  }
+  disk.Crash();
+  caller.Drop();
+  if (const std::string violation = recover(durable_lsn); !violation.empty()) return violation;
+  for (int i = 1 + static_cast<int>(random.Below(kVoid)); i > 0; --i) {
+    if (!caller.Append(shape) || !caller.SyncAll().ok()) return "no record in the second life";
+  }
+  caller.Drop();
+  disk.FlipBit(kLogFile, (kLogFirstSegment + kSegmentHeadBytes) * 8 + random.Below(8 * sizeof(BatchHead)));
+  return recover(caller.last_lsn());
+}
+
+std::string RunVoidCut(uint64_t seed) {
+  constexpr uint64_t kSegmentBytes = 32 * kLogBlock, kSegments = 4;
+  constexpr uint64_t kHeadBlocks = 2, kBatchBlocks = 2;  // of a batch without payloads
+  SimDisk disk(seed);
+  LogCaller caller(seed);
+  auto log = GradientLog::Create(
+      &disk, {.path = kLogFile, .job = "job", .segment_bytes = kSegmentBytes, .segment_count = kSegments});
+  if (!log.ok()) return log.status().ToString();
+  caller.Use(*std::move(log));
+  for (uint64_t i = 0; i + 1 < kSegments; ++i) {
+    if (!caller.Roll()) return "no segment";
+    caller.AppendHere(kOtherRecord, {.body_bytes = 9, .keep_for = static_cast<int64_t>(i)});
+    if (!caller.SyncAll().ok()) return "not durable";
+  }
+  const uint64_t durable_lsn = caller.last_lsn();
+  // The file is `content` when the machine starts again.
+  const auto lose_power = [&](const std::vector<std::byte>& content) {
+    disk.Crash();
+    caller.Drop();
+    disk.SetContent(kLogFile, content);
+  };
+  const auto recover = [&] { return RecoverAndGoOn(&disk, &caller, durable_lsn); };
+
+  // Of the last segment the first batch is lost; its head is kept, and the batch which tells that the first segment is
+  // cut.
+  std::vector<std::byte> before = disk.DurableContent(kLogFile);
+  if (!caller.Roll()) return "no last segment";
+  caller.PumpAll();
+  caller.Cut(0);
+  if (!caller.SyncAll().ok()) return "not written";
+  lose_power(Mix(before, disk.DurableContent(kLogFile), kSegmentBytes, [](uint64_t segment, uint64_t block) {
+    return segment + 1 == kSegments && (block < kHeadBlocks || block >= kHeadBlocks + kBatchBlocks);
+  }));
+  if (const std::string violation = recover(); !violation.empty()) return absl::StrCat("second life: ", violation);
+
+  // As many segments as the log thinks free, of two batches each; no head is kept.
+  before = disk.DurableContent(kLogFile);
+  while (caller.Roll()) {
+    caller.PumpAll();
+    caller.AppendHere(kOtherRecord, {.body_bytes = 9});
+    caller.PumpAll();
+  }
+  if (!caller.SyncAll().ok()) return "not written";
+  lose_power(Mix(before, disk.DurableContent(kLogFile), kSegmentBytes,
+                 [](uint64_t, uint64_t block) { return block >= kHeadBlocks; }));
+  const std::string violation = recover();
+  return violation.empty() ? "" : absl::StrCat("third life: ", violation);
+}
 
 std::string CrashInCreation(uint64_t seed, uint64_t n, bool* created) {
   SimDisk disk(seed);

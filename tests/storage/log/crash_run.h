@@ -19,6 +19,15 @@ struct CrashTally {
 // Empty, or what was broken.
 std::string RunLives(uint64_t seed, CrashTally* tally);
 
+// Two lives: the first leaves batches that a power cut made void, within its segment or in one without a head; the
+// second writes as many and as large ones where they would go on, and is killed. Then the first copy of a meta before
+// them rots, which the second repairs. Empty, or what was broken.
+std::string RunVoidBatches(uint64_t seed);
+
+// Three lives: a power cut voids a batch that tells of a cut; the second life writes where the cut segment and that
+// batch lie, and a power cut takes the heads of its segments. Empty, or what was broken.
+std::string RunVoidCut(uint64_t seed);
+
 // The making of a log ends with a power cut at its n-th operation / with an error of its n-th operation of that kind.
 // Empty, or what was broken. `created`: it was over before.
 std::string CrashInCreation(uint64_t seed, uint64_t n, bool* created);

@@ -169,6 +169,14 @@ TEST(LogCrash, ALostSyncMakesNothingUp) {
               static_cast<unsigned long long>(refused));
 }
 
+TEST(LogCrash, WhatACrashMadeVoidStaysVoid) {
+  for (uint64_t seed = first_seed; seed < first_seed + seeds; ++seed) {
+    ASSERT_EQ(RunVoidBatches(seed), "") << "replay with --seeds 1 --seed " << seed;
+  }
+}
+
+TEST(LogCrash, ACutThatACrashMadeVoidFreesNothing) { EXPECT_EQ(RunVoidCut(first_seed), ""); }
+
 TEST(LogCrash, ACrashInCreateLeavesAnEmptyLogOrNone) {
   bool created = false;
   for (uint64_t n = 1; !created; ++n) {
