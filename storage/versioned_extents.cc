@@ -25,7 +25,7 @@ void VersionedExtents::AddRoom(BudgetLease lease, uint64_t spare_bytes) {
 }
 
 absl::StatusOr<NvmeExtent> VersionedExtents::Take(uint64_t bytes) {
-  return nvme_->AllocateFrom(room_.Split(bytes), "a chunk's new version");
+  return nvme_->AllocateFrom(&room_, bytes, "a chunk's new version");
 }
 
 void VersionedExtents::Written(const DurableChunk& chunk, NvmeExtent old) {

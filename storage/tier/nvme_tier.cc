@@ -125,18 +125,17 @@ absl::StatusOr<NvmeExtent> NvmeTier::TakeKept(uint64_t offset) {
 
 absl::StatusOr<NvmeExtent> NvmeTier::Allocate(uint64_t bytes, absl::string_view what) {
   BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kNvme, AlignUp(bytes), what));
-  return AllocateFrom(std::move(lease), what);
+  return AllocateFrom(&lease, lease.bytes(), what);
 }
 
-absl::StatusOr<NvmeExtent> NvmeTier::AllocateFrom(BudgetLease lease, absl::string_view what) {
-  const uint64_t bytes = lease.bytes();
+absl::StatusOr<NvmeExtent> NvmeTier::AllocateFrom(BudgetLease* room, uint64_t bytes, absl::string_view what) {
   absl::MutexLock lock(&mutex_);
   const uint64_t offset = Place(bytes);
   if (absl::Status reserved = Reserve(offset, bytes); !reserved.ok()) {
     FreeLocked(offset, bytes, Blocks::kGivenBack);
     return model::Annotate(reserved, absl::StrCat("nvme, for ", what));
   }
-  return NvmeExtent(this, offset, std::move(lease));
+  return NvmeExtent(this, offset, room->Split(bytes));
 }
 
 absl::Status NvmeTier::Reserve(uint64_t offset, uint64_t bytes) {

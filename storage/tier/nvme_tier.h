@@ -58,8 +58,8 @@ class NvmeTier {
 
   // `bytes` rounded up to 4096. RESOURCE_EXHAUSTED: (BUDGET), or (IO) if the disk itself is full.
   absl::StatusOr<NvmeExtent> Allocate(uint64_t bytes, absl::string_view what);
-  // As Allocate, from a share of the budget that the caller has; all of it becomes the extent's.
-  absl::StatusOr<NvmeExtent> AllocateFrom(BudgetLease lease, absl::string_view what);
+  // As Allocate, of a share of the budget that the caller has, which `bytes` leave; after an error it has them still.
+  absl::StatusOr<NvmeExtent> AllocateFrom(BudgetLease* room, uint64_t bytes, absl::string_view what);
   const BlockFile& file() const { return *file_; }
   // fdatasync for one of the jobs that share the file. The system tells of a lost write once, so after an error every
   // later call, whoever's, gets that error: what it wrote may be what was lost.

@@ -33,6 +33,17 @@ class TiersTest : public ::testing::Test {
   ScratchDirectory directory_;
 };
 
+TEST_F(TiersTest, StagingIsAPartOfTheBudgetUnlessItIsTold) {
+  constexpr uint64_t kMiB = uint64_t{1} << 20;
+  EXPECT_EQ(DefaultStagingBytes(0), 52 * kMiB);
+  EXPECT_EQ(DefaultStagingBytes(256 * kMiB), 64 * kMiB);
+  EXPECT_EQ(DefaultStagingBytes(~uint64_t{0}), 100 * kMiB);
+  TiersOptions options{.budget = {.dram = 256 * kMiB}, .directory = directory_.path()};
+  EXPECT_EQ((*Tiers::Open(options))->staging_bytes(), 64 * kMiB);
+  options.staging_bytes = kMiB;
+  EXPECT_EQ((*Tiers::Open(options))->staging_bytes(), kMiB);
+}
+
 TEST_F(TiersTest, TakeAndReturnKeepTheBudget) {
   auto tiers = Open({.dram = 1000});
   EXPECT_TRUE(tiers->Take(TierKind::kDram, 600, "slices").ok());
@@ -144,7 +155,8 @@ TEST_F(TiersTest, BlocksOfTheDiskAreReservedOnceAndAgainWhereItHasThemBack) {
   BudgetLease lease = nvme.Allocate(4 * kPage, "room")->TakeLease();
   EXPECT_EQ(reservations(), 1);
   std::vector<NvmeExtent> extents;
-  for (int i = 0; i < 4; ++i) extents.push_back(*nvme.AllocateFrom(lease.Split(kPage), "a version"));
+  for (int i = 0; i < 4; ++i) extents.push_back(*nvme.AllocateFrom(&lease, kPage, "a version"));
+  EXPECT_EQ(lease.bytes(), 0);
   extents[1].TakeLease();
   extents[1] = *nvme.Allocate(kPage, "another");
   EXPECT_EQ(reservations(), 1);
@@ -161,6 +173,20 @@ TEST_F(TiersTest, BlocksOfTheDiskAreReservedOnceAndAgainWhereItHasThemBack) {
   extents[3] = NvmeExtent();
   extents[3] = *nvme.Allocate(kPage, "at the end");
   EXPECT_EQ(reservations(), 5);
+}
+
+TEST_F(TiersTest, AFullDiskLeavesTheCallerHisShareOfTheBudget) {
+  SimDisk disk(1);
+  auto tiers = *Tiers::Open({.budget = {.nvme = 4 * kPage}, .directory = directory_.path(), .disk = &disk});
+  NvmeTier& nvme = *tiers->nvme();
+  BudgetLease room = nvme.Allocate(2 * kPage, "room")->TakeLease();
+  const NvmeExtent there = *nvme.Allocate(2 * kPage, "what lies in its place");
+  disk.FailNext(SimOperation::kReserve, 1, SimFault::kEnospc);
+  const absl::Status status = nvme.AllocateFrom(&room, kPage, "a version").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_EQ(room.bytes(), 2 * kPage);
+  EXPECT_TRUE(nvme.AllocateFrom(&room, 2 * kPage, "a version").ok());
+  EXPECT_EQ(room.bytes(), 0);
 }
 
 TEST_F(TiersTest, AllReturnedEmptiesTheFile) {
