@@ -43,7 +43,7 @@ struct Options {
   uint64_t chunks = 0;
   kernels::MomentFormat moments = kernels::MomentFormat::kF32;
   uint64_t dram_bytes = 0;  // for state, beside staging and working copies
-  uint64_t staging_bytes = storage::TiersOptions().staging_bytes;
+  uint64_t staging_bytes = storage::DefaultStagingBytes(~uint64_t{0});
   int threads = 2;
   kernels::Hyper hyper = {.learning_rate = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .epsilon = 1e-8, .weight_decay = 0.01};
 };

@@ -62,7 +62,7 @@ int Main(int argc, char** argv) {
   const CLI::AsSizeValue size(/*kb_is_1000=*/false);
   app.add_option("--bytes", options.bytes, "Of the streams' file, and of the step's state with fp32 moments (2 GiB)")
       ->transform(size);
-  app.add_option("--staging", options.staging_bytes, "Of a store, as `staging` of a server (48 MiB)")->transform(size);
+  app.add_option("--staging", options.staging_bytes, "Of a store, as `staging` of a server (100 MiB)")->transform(size);
   app.add_option("--dram", options.dram_bytes, "At most, for the chunks that balance compute and I/O (4 GiB)")
       ->transform(size);
   app.add_option("--threads", options.threads, "That compute a step")

@@ -20,7 +20,7 @@ struct StorageBenchOptions {
   int rounds = 9;
   int threads = static_cast<int>(std::thread::hardware_concurrency());
   uint64_t bytes = uint64_t{2} << 30;
-  uint64_t staging_bytes = storage::TiersOptions().staging_bytes;
+  uint64_t staging_bytes = storage::DefaultStagingBytes(~uint64_t{0});
   uint64_t dram_bytes = uint64_t{4} << 30;
   uint64_t server_chunks = 192;  // of the job on a state server, 2^20 parameters each
   StreamShape stream;
