@@ -92,7 +92,8 @@ void Job::Push(const v1::PushRequest& header, absl::Span<const std::byte> payloa
     };
     waiter.expire = [this, guarded, bytes = payload.size()](Replies* later) {
       mu_.AssertHeld();
-      const bool full = journal_ != nullptr && !journal_->HasRoomForSlice(bytes);
+      const auto [records, record_bytes] = NeedsOfSlice();
+      const bool full = journal_ != nullptr && !journal_->HasRoomForSlice(records, record_bytes, bytes);
       later->push_back([guarded, full] {
         guarded(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy,
                              absl::StrCat("the deadline passed while ",
@@ -138,6 +139,7 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
     // Who is refused, or has it here already, does not wait first.
     const absl::StatusOr<StepMachine::Admission> checked = machine_->CheckPush(header);
     if (!checked.ok() || *checked == StepMachine::Admission::kHeld) return answer(checked.status());
+    if (IsSuperseded(header)) return answer(absl::OkStatus());
     const uint64_t start = chunk->layout.range.begin;
     if (chunk->updates_pending > 0 || chunk->intake.Busy({header.begin() - start, header.end() - start})) return false;
     if (!TakesSlice(payload.size(), chunk->intake.Logs(header.kind())) || !TakesBuffer(chunk, slice, header.kind()))
@@ -184,12 +186,9 @@ void Job::Receive(const v1::PushRequest& header, absl::Span<const std::byte> pay
       received = model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                               "the gradient log is full until chunks are flushed; send the same slice again");
     }
-    // The slice may be the last that a sealed step waits for: its prepared record comes with it.
-    if (received.ok() && durable_) {
-      received =
-          MakeJournalRoom(2, 2 * Journal::kSliceBodyBytesMax + sealed_bytes_max_ + norm_bytes_max_, payload.size());
-    } else if (received.ok() && receipt.logged) {
-      received = MakeJournalRoom(1, Journal::kSliceBodyBytesMax, payload.size());
+    if (received.ok() && (durable_ || receipt.logged)) {
+      const auto [records, record_bytes] = NeedsOfSlice();
+      received = MakeJournalRoom(records, record_bytes, payload.size());
     }
     arrived_ = {chunk.get(), &receipt, payload.size()};
     const absl::Status status = machine_->EndPush(header, received);

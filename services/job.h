@@ -232,9 +232,18 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // What the machine appends goes to the journal too.
   void Journalise(const StepRecord& record, uint64_t lsn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void NoteAttempt(int64_t step, uint64_t attempt) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Is the slice of an attempt that cannot be prepared any more? Then a log keeps none of it: its rank will drop it
+  // too.
+  bool IsSuperseded(const v1::PushRequest& header) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Before a request that may append so much besides a slice; OK without a journal.
   absl::Status MakeJournalRoom(uint64_t records, uint64_t bytes, uint64_t payload_bytes = 0)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What a slice may bring to the journal besides its payload.
+  struct RecordNeeds {
+    uint64_t records = 0;
+    uint64_t bytes = 0;
+  };
+  RecordNeeds NeedsOfSlice() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // False: the log is full, and chunks are being flushed so that it can be cut. `logged`: the slice leaves memory.
   bool TakesSlice(uint64_t payload_bytes, bool logged) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // `durable`: of durability `step`, not a spill.

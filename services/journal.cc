@@ -139,9 +139,17 @@ JournalSize SizeJournal(const JournalNeeds& needs) {
   return size;
 }
 
-bool Journal::HasRoomForSlice(uint64_t payload_bytes) const {
-  if (log_->HasRoom(kSliceBodyBytesMax, payload_bytes)) return true;
-  return log_->free_segments() >= segments_reserved_;
+// As the body of one record: each may become a batch of its own, its metas and padding come on top.
+static uint64_t BodyBytesMax(uint64_t records, uint64_t record_bytes) {
+  return record_bytes + (records - 1) * 2 * storage::kLogBlock;
+}
+
+bool Journal::HasRoom(uint64_t records, uint64_t record_bytes, uint64_t payload_bytes) const {
+  return log_->HasRoom(BodyBytesMax(records, record_bytes), payload_bytes);
+}
+
+bool Journal::HasRoomForSlice(uint64_t records, uint64_t record_bytes, uint64_t payload_bytes) const {
+  return HasRoom(records, record_bytes, payload_bytes) || log_->free_segments() >= segments_reserved_;
 }
 
 absl::Status Journal::CheckFits(uint64_t snapshot_bytes, uint64_t slice_bytes) const {
@@ -156,9 +164,8 @@ absl::Status Journal::CheckFits(uint64_t snapshot_bytes, uint64_t slice_bytes) c
 
 absl::Status Journal::MakeRoom(uint64_t records, uint64_t record_bytes, uint64_t payload_bytes,
                                absl::FunctionRef<storage::LogRecord()> snapshot) {
-  // Each record may become a batch of its own: its metas and padding come on top.
-  const uint64_t bytes = record_bytes + (records - 1) * 2 * storage::kLogBlock;
-  if (log_->HasRoom(bytes, payload_bytes)) return absl::OkStatus();
+  if (HasRoom(records, record_bytes, payload_bytes)) return absl::OkStatus();
+  const uint64_t bytes = BodyBytesMax(records, record_bytes);
   const auto short_of = [&](absl::string_view what) {
     return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
                         absl::StrCat("the gradient log ", log_->file().path(), " of ", log_->file_bytes(),

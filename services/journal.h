@@ -76,8 +76,9 @@ class Journal {
       : segments_reserved_(segments_reserved), log_(std::move(log)) {}
   storage::GradientLog& log() { return *log_; }
 
-  // May a slice of `payload_bytes` be taken now? False: the log is full until chunks are flushed and it is cut.
-  bool HasRoomForSlice(uint64_t payload_bytes) const;
+  // May a slice of `payload_bytes` be taken now, and the records that may come with it? False: the log is full until
+  // chunks are flushed and it is cut. True: MakeRoom for as much leaves the reserve.
+  bool HasRoomForSlice(uint64_t records, uint64_t record_bytes, uint64_t payload_bytes) const;
   // RESOURCE_EXHAUSTED (BUDGET): segments are too small for snapshots of that size and the records beside them.
   absl::Status CheckFits(uint64_t snapshot_bytes, uint64_t slice_bytes) const;
   // Makes sure that the next records fit, `record_bytes` of bodies and `payload_bytes` of payloads in at most
@@ -92,6 +93,9 @@ class Journal {
   uint64_t StepsFree(uint64_t step_bytes) const;
 
  private:
+  // Of the segment in use.
+  bool HasRoom(uint64_t records, uint64_t record_bytes, uint64_t payload_bytes) const;
+
   const uint64_t segments_reserved_;
   const std::unique_ptr<storage::GradientLog> log_;
 };

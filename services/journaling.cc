@@ -120,6 +120,10 @@ void Job::NoteAttempt(int64_t step, uint64_t attempt) {
   logged_attempt_ = arrived;
 }
 
+bool Job::IsSuperseded(const v1::PushRequest& header) const {
+  return journal_ != nullptr && header.step() == logged_attempt_.first && header.attempt() < logged_attempt_.second;
+}
+
 void Job::Journalise(const StepRecord& record, uint64_t lsn) {
   const auto* slice = std::get_if<SliceRecord>(&record);
   if (!durable_ && (slice == nullptr || !arrived_.receipt->logged)) return;
@@ -157,8 +161,16 @@ void Job::Journalise(const StepRecord& record, uint64_t lsn) {
   if (std::holds_alternative<DecisionRecord>(record)) storage::Pass("journal/decision");
 }
 
+Job::RecordNeeds Job::NeedsOfSlice() const {
+  if (!durable_) return {1, Journal::kSliceBodyBytesMax};
+  // The slice may be the last that a sealed step waits for: its prepared record comes with it.
+  return {2, 2 * Journal::kSliceBodyBytesMax + sealed_bytes_max_ + norm_bytes_max_};
+}
+
 bool Job::TakesSlice(uint64_t payload_bytes, bool logged) {
-  if (journal_ == nullptr || !(durable_ || logged) || journal_->HasRoomForSlice(payload_bytes)) return true;
+  if (journal_ == nullptr || !(durable_ || logged)) return true;
+  const auto [records, record_bytes] = NeedsOfSlice();
+  if (journal_->HasRoomForSlice(records, record_bytes, payload_bytes)) return true;
   waits_for_cut_ = true;
   if (!std::exchange(flush_posted_, true)) stage_->Post([this] { FlushAll(); });
   return false;

@@ -121,6 +121,11 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     BALLAST_RETURN_IF_ERROR(
         LoadSlices(attempt, committed + 1, needed ? SliceUse::kPrepared : SliceUse::kPushed, &replaying));
   }
+  if (!attempts.empty()) {
+    // Or the next attempt that is lower, and one like it, would have the log release what it holds of this one.
+    absl::MutexLock lock(&mu_);
+    logged_attempt_ = {committed + 1, *attempts.rbegin()};
+  }
   BALLAST_RETURN_IF_ERROR(replaying.FinishUpdates());
   if (prepared.has_value()) {
     absl::MutexLock lock(&mu_);

@@ -76,6 +76,19 @@ void StateServer::Impl::FreeLost(const Entry& entry, const std::vector<storage::
   }
 }
 
+void StateServer::Impl::KeepForDrop(const std::string& name, const Entry& entry, const v1::Epoch& promised,
+                                    const absl::Status& cause) {
+  if (entry.job != nullptr) {
+    const auto stored = ReadCatalogEntry(*catalog, name);
+    Lose(name, stored.ok() ? *stored : CatalogEntry(), cause);
+  }
+  absl::MutexLock lock(&mu);
+  Entry& kept = jobs[name];
+  if (entry.job == nullptr) kept = entry;
+  kept.cause = cause;
+  *kept.lost->mutable_promised() = promised;
+}
+
 void StateServer::Impl::Drop(const v1::DropJobRequest& request, const Reply<v1::DropJobResponse>& reply) {
   absl::StatusOr<Entry> entry = TakeForDrop(request);
   if (!entry.ok()) return reply(entry.status());
@@ -86,6 +99,7 @@ void StateServer::Impl::Drop(const v1::DropJobRequest& request, const Reply<v1::
   storage::Pass("drop/stopped");
   // The log first: what is interrupted then is a job without one, which is lost and can be dropped again. The extents
   // last, when nothing speaks of them any more.
+  const v1::Epoch promised = entry->job != nullptr ? entry->job->promised() : entry->lost->promised();
   std::vector<storage::DurableChunk> left;
   if (entry->job == nullptr) {
     if (const auto stored = ReadCatalogEntry(*catalog, request.job()); stored.ok()) {
@@ -98,6 +112,10 @@ void StateServer::Impl::Drop(const v1::DropJobRequest& request, const Reply<v1::
   storage::Pass("drop/job_forgotten");
   if (erased.ok() && entry->job != nullptr) entry->job->Discard();
   if (erased.ok() && entry->job == nullptr) FreeLost(*entry, left);
+  if (!erased.ok()) {
+    erased = model::Annotate(erased, absl::StrCat("job '", request.job(), "' was dropped in part; drop it again"));
+    KeepForDrop(request.job(), *entry, promised, erased);
+  }
   entry->job.reset();
   {
     absl::MutexLock lock(&mu);

@@ -42,6 +42,8 @@ struct StateServer::Impl {
   absl::StatusOr<std::map<std::string, CatalogEntry>> ReadJobs() const;
   absl::Status LoadJobs(const std::map<std::string, CatalogEntry>& stored);
   void Lose(const std::string& name, const CatalogEntry& stored, const absl::Status& cause, uint64_t log_bytes = 0);
+  // A drop has failed midway: what the catalog has of the job would become another's of that name.
+  void KeepForDrop(const std::string& name, const Entry& entry, const v1::Epoch& promised, const absl::Status& cause);
   // Gives back what a lost job has on the disk, once the catalog has forgotten it.
   void FreeLost(const Entry& entry, const std::vector<storage::DurableChunk>& chunks);
   std::shared_ptr<Job> MakeJob(const std::string& name);

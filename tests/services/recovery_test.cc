@@ -190,6 +190,35 @@ TEST_P(RecoveryTest, ADroppedJobLeavesNothingOnTheDisk) {
   EXPECT_EQ(std::filesystem::file_size(server_.directory() + "/nvme.tier"), 0u);
 }
 
+// Or a new job of that name would have the old one's chunks and pins in its catalog.
+TEST_P(RecoveryTest, ADropThatFailedMidwayLeavesAJobToBeDroppedAgain) {
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  const std::string log = server_.directory() + "/log-job";
+  std::filesystem::remove(log);
+  std::filesystem::create_directories(log + "/not a file");
+  v1::DropJobRequest request;
+  request.set_job("job");
+  *request.mutable_epoch() = group->epoch();
+  const auto drop = [&] {
+    Answer<v1::DropJobResponse> dropped;
+    server_->DropJob(request, dropped.reply());
+    return dropped.Wait().status();
+  };
+  const absl::Status failed = drop();
+  EXPECT_FALSE(failed.ok());
+  EXPECT_THAT(std::string(failed.message()), HasSubstr("drop it again"));
+  EXPECT_EQ(TrainerGroup({server_.get()}, Spec(v1::DURABILITY_STEP), 1, 9).Start(), failed);
+  ASSERT_EQ(server_->Status().jobs_size(), 1);
+  EXPECT_EQ(server_->Status().jobs(0).failure(), failed.message());
+  std::filesystem::remove_all(log);
+  EXPECT_EQ(drop(), absl::OkStatus());
+  server_.Restart();  // until then, what was flushed and not recorded yet is held for nobody
+  const v1::GetServerStatusResponse status = server_->Status();
+  for (const v1::TierStatus& tier : status.tiers()) EXPECT_EQ(tier.used_bytes(), 0u) << tier.tier();
+  EXPECT_EQ(NewGroup()->Initialise(Initial), absl::OkStatus());
+}
+
 TEST_P(RecoveryTest, ALogThatIsGoneIsNotTakenForANewJob) {
   auto group = NewGroup();
   ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());

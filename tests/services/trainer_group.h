@@ -77,10 +77,12 @@ class TrainerGroup {
   // Start found lost state, and this is the version that step() has to bring back.
   std::optional<int64_t> restores() const { return restores_; }
   void set_attempt(uint64_t attempt) { attempt_ = attempt; }
+  // A server that was restarted: the group goes on at its epoch.
+  void set_server(size_t i, StateServer* server) { servers_[i] = server; }
   v1::JobSpec& spec() { return spec_; }
 
  private:
-  const std::vector<StateServer*> servers_;
+  std::vector<StateServer*> servers_;
   v1::JobSpec spec_;
   const uint32_t world_size_;
   v1::Epoch epoch_;
