@@ -153,6 +153,8 @@ absl::Status Gradients::Accumulate(uint32_t unit, absl::Span<const float> gradie
 }
 
 void Gradients::SendSlice(UnitGradient& gradient, const OwnedSlice& owned) {
+  // Flush tells all ranks of the error; each slice more would wait for the same server as long again.
+  if (pushes_->failed()) return;
   const uint64_t width = seat_->gradient_bytes(), count = owned.slice.range.size();
   absl::Span<const std::byte> bytes;
   std::shared_ptr<std::vector<std::byte>> gathered;
@@ -251,6 +253,14 @@ void Gradients::Resend(const OwnedSlice& owned) {
   UnitGradient& mine = units_[owned.slice.unit];
   if (mine.state == State::kPushed || mine.state == State::kBorrowed || mine.state == State::kZeroes) {
     SendSlice(mine, owned);
+  }
+}
+
+void Gradients::ResendAll(const std::string& presence) {
+  for (uint32_t unit = 0; unit < units_.size(); ++unit) {
+    for (const OwnedSlice& owned : seat_->units->unit(unit).slices) {
+      if (seat_->units->plan().Touches(owned.slice, presence)) Resend(owned);
+    }
   }
 }
 

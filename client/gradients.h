@@ -42,9 +42,13 @@ class Gradients {
   void Lend(const std::string& presence);
   // Sends a slice again that a server misses.
   void Resend(const OwnedSlice& owned);
+  // All that touch a tensor of `presence`; Flush waits for them.
+  void ResendAll(const std::string& presence);
   // Waits for pushes under way and forgets everything.
   void Forget();
 
+  // Nothing is on its way.
+  bool idle() const { return pushes_->idle(); }
   bool empty() const { return !touched_; }
   // Tensors of which some contribution was given here.
   const std::string& presence() const { return presence_; }

@@ -83,12 +83,13 @@ class CallSet {
   }
   // Erased contexts may still be inside their callback: Leave() is its end. It comes after the context is deleted, for
   // a context holds its channel, and a channel whose last holder is a callback's thread makes that thread join itself.
+  // With a lock of its own: TryCancel may end other calls on this thread.
   void Enter() {
-    absl::MutexLock lock(&mutex_);
+    absl::MutexLock lock(&running_mutex_);
     ++running_;
   }
   void Leave() {
-    absl::MutexLock lock(&mutex_);
+    absl::MutexLock lock(&running_mutex_);
     --running_;
   }
   void Cancel() {
@@ -97,15 +98,16 @@ class CallSet {
   }
   void CancelAndWait() {
     Cancel();
-    absl::MutexLock lock(&mutex_);
-    mutex_.Await(absl::Condition(
+    absl::MutexLock lock(&running_mutex_);
+    running_mutex_.Await(absl::Condition(
         +[](int* running) { return *running == 0; }, &running_));
   }
 
  private:
   absl::Mutex mutex_;
   absl::flat_hash_set<grpc::ClientContext*> contexts_ ABSL_GUARDED_BY(mutex_);
-  int running_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Mutex running_mutex_;
+  int running_ ABSL_GUARDED_BY(running_mutex_) = 0;
 };
 
 constexpr char kPushMethod[] = "/ballast.v1.StateService/Push";
@@ -323,17 +325,16 @@ class GrpcTransport final : public Transport {
     call->request = request;
     call->done = std::move(done);
     Begin(&call->context, deadline);
-    (control_->async()->*method)(&call->context, &call->request, &call->response,
-                                 [this, call](grpc::Status status) {
-                                   calls_.Erase(&call->context);
-                                   if (status.ok()) {
-                                     call->done(std::move(call->response));
-                                   } else {
-                                     call->done(FromGrpc(status));
-                                   }
-                                   delete call;
-                                   calls_.Leave();
-                                 });
+    (control_->async()->*method)(&call->context, &call->request, &call->response, [this, call](grpc::Status status) {
+      calls_.Erase(&call->context);
+      if (status.ok()) {
+        call->done(std::move(call->response));
+      } else {
+        call->done(FromGrpc(status));
+      }
+      delete call;
+      calls_.Leave();
+    });
   }
 
   const std::string address_;

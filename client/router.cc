@@ -50,6 +50,11 @@ bool Tally::idle() const {
   return under_way_ == 0;
 }
 
+bool Tally::failed() const {
+  absl::MutexLock lock(&mutex_);
+  return !error_.ok();
+}
+
 Router::Router(std::vector<std::unique_ptr<Transport>> servers, RouterOptions options)
     : servers_(std::move(servers)), options_(std::move(options)), thread_([this] { Run(); }) {}
 
@@ -75,6 +80,7 @@ void Router::Stop() {
 }
 
 void Router::Reorder(absl::Span<const uint32_t> order) {
+  absl::MutexLock lock(&mutex_);
   std::vector<std::unique_ptr<Transport>> reordered;
   for (const uint32_t from : order) reordered.push_back(std::move(servers_[from]));
   servers_ = std::move(reordered);
@@ -346,8 +352,13 @@ void Router::Run() {
 
 // Again and again: a call may be on its way to its transport.
 void Router::CancelActive() {
+  std::vector<Transport*> servers;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (const std::unique_ptr<Transport>& server : servers_) servers.push_back(server.get());
+  }
   for (bool left = true; left;) {
-    for (const std::unique_ptr<Transport>& server : servers_) server->Cancel();
+    for (Transport* const server : servers) server->Cancel();
     absl::MutexLock lock(&mutex_);
     left = !mutex_.AwaitWithTimeout(absl::Condition(
                                         +[](std::list<OperationPtr>* active) { return active->empty(); }, &active_),

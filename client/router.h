@@ -41,6 +41,8 @@ class Tally {
   // Like Wait, but gives up at `deadline`; true if nothing is under way.
   bool WaitUntil(absl::Time deadline);
   bool idle() const;
+  // Something has failed since the last Wait.
+  bool failed() const;
 
  private:
   mutable absl::Mutex mutex_;

@@ -330,16 +330,19 @@ absl::StatusOr<uint64_t> Session::TensorSteps(absl::string_view tensor, int64_t 
   auto& known = impl_->steps_cache;
   if (known.version == version && index < known.steps.size()) return known.steps[index];
   // Step counts are the servers'; they are at version() once they took its commit.
-  (void)impl_->transaction.AwaitCommits(impl_->seat.Deadline());
-  v1::GetJobRequest ask;
-  ask.set_job(impl_->seat.job);
-  BALLAST_ASSIGN_OR_RETURN(const auto answers, (impl_->router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
-                                                   &Transport::GetJob, "GetJob", ask, impl_->seat.Deadline())));
-  for (const v1::GetJobResponse& answer : answers) {
-    if (answer.committed() != version || static_cast<int>(index) >= answer.tensor_steps_size()) continue;
-    known.version = version;
-    known.steps.assign(answer.tensor_steps().begin(), answer.tensor_steps().end());
-    return known.steps[index];
+  for (const bool again : {false, true}) {
+    if (again) impl_->transaction.CommitAgain();
+    (void)impl_->transaction.AwaitCommits(impl_->seat.Deadline());
+    v1::GetJobRequest ask;
+    ask.set_job(impl_->seat.job);
+    BALLAST_ASSIGN_OR_RETURN(const auto answers, (impl_->router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
+                                                     &Transport::GetJob, "GetJob", ask, impl_->seat.Deadline())));
+    for (const v1::GetJobResponse& answer : answers) {
+      if (answer.committed() != version || static_cast<int>(index) >= answer.tensor_steps_size()) continue;
+      known.version = version;
+      known.steps.assign(answer.tensor_steps().begin(), answer.tensor_steps().end());
+      return known.steps[index];
+    }
   }
   return model::Error(absl::StatusCode::kUnavailable, model::kBehind,
                       absl::StrCat("no server is at version ", version, " yet; ask again"));

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/client/session_impl.h"
@@ -11,6 +12,10 @@
 
 namespace ballast::client {
 namespace {
+
+// What rank 0 tells the others: norms follow, or all send their gradients again first.
+constexpr char kNorms[] = "n", kResend[] = "r";
+constexpr int kNormTriesMax = 4;
 
 template <typename T>
 absl::Span<const std::byte> Bytes(absl::Span<const T> values) {
@@ -76,25 +81,34 @@ absl::StatusOr<v1::NormResponse> Session::Impl::AskNorms(const std::string& pres
 }
 
 absl::StatusOr<const std::vector<v1::ChunkNorm>*> Session::Impl::Norms(const std::string& what, absl::Status mine) {
-  v1::StepHeader header;
-  header.set_kind(v1::STEP_KIND_UPDATE);
-  auto agreed = Settle(what, std::move(mine), std::move(header), "", nullptr);
-  if (!agreed.ok()) return Conclude(agreed.status());
-  const std::string& presence = agreed->header.gradient_presence();
-  if (norm_cache.version == seat.version && norm_cache.attempt == seat.attempt && norm_cache.presence == presence) {
-    return &norm_cache.norms;
+  std::string presence, answered;
+  for (int tries = 1; answered.empty(); ++tries) {
+    v1::StepHeader header;
+    header.set_kind(v1::STEP_KIND_UPDATE);
+    auto agreed = Settle(what, std::exchange(mine, absl::OkStatus()), std::move(header), "", nullptr);
+    if (!agreed.ok()) return Conclude(agreed.status());
+    presence = agreed->header.gradient_presence();
+    if (norm_cache.version == seat.version && norm_cache.attempt == seat.attempt && norm_cache.presence == presence) {
+      return &norm_cache.norms;
+    }
+    // Rank 0 asks for all: were each to ask for itself, a faster rank could drop what a slower one still asks about.
+    absl::StatusOr<v1::NormResponse> answer = v1::NormResponse();
+    if (seat.rank() == 0 && std::any_of(presence.begin(), presence.end(), [](char c) { return c != 0; })) {
+      answer = AskNorms(presence);
+    }
+    // A server that was restarted has lost slices that its log did not hold yet.
+    const bool lost = model::ReasonOf(answer.status()) == model::kIncomplete && tries < kNormTriesMax;
+    auto shared = group.Agree(what, lost ? absl::OkStatus() : answer.status(),
+                              lost || !answer.ok() ? kResend : absl::StrCat(kNorms, answer->SerializeAsString()));
+    if (!shared.ok()) return Conclude(shared.status());
+    if ((*shared)[0] == kResend) {
+      gradients.ResendAll(presence);
+    } else {
+      answered = (*shared)[0];
+    }
   }
-  // Rank 0 asks for all: were each to ask for itself, a faster rank could drop what a slower one still asks about.
   v1::NormResponse all;
-  absl::Status asked;
-  if (seat.rank() == 0 && std::any_of(presence.begin(), presence.end(), [](char c) { return c != 0; })) {
-    auto answer = AskNorms(presence);
-    asked = answer.status();
-    if (answer.ok()) all = *std::move(answer);
-  }
-  auto shared = group.Agree(what, asked, all.SerializeAsString());
-  if (!shared.ok()) return Conclude(shared.status());
-  if (!all.ParseFromString((*shared)[0])) {
+  if (!absl::StartsWith(answered, kNorms) || !all.ParseFromString(answered.substr(1))) {
     return model::Error(absl::StatusCode::kInternal, model::kBadRequest, "rank 0 sent no norms");
   }
   norm_cache = {seat.version, seat.attempt, presence, {all.norms().begin(), all.norms().end()}};

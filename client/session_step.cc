@@ -122,14 +122,12 @@ absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, 
   seal.set_plan_hash(model::PlanHash(seat.units->plan(), seal.step(), seat.attempt, agreed.header, agreed.blobs));
   *seal.mutable_header() = agreed.header;
   for (const std::string& blob : agreed.blobs) seal.add_blobs(blob);
-  const auto resend = [&](v1::SliceKind kind, const OwnedSlice& owned) {
-    const bool value = kind == v1::SLICE_KIND_VALUE;
-    const std::string& presence = value ? agreed.header.value_presence() : agreed.header.gradient_presence();
-    if (!seat.units->plan().Touches(owned.slice, presence)) return;
-    if (value) {
-      values.Resend(owned, presence, source);
-    } else {
-      gradients.Resend(owned);
+  const auto resend = [&](absl::Span<const OwnedSlice* const> missing) {
+    if (!gradients.idle() || !values.idle()) return;  // they may be on their way already: servers ask every second
+    const std::string& written = agreed.header.value_presence();
+    for (const OwnedSlice* owned : missing) {
+      if (seat.units->plan().Touches(owned->slice, written)) values.Resend(*owned, written, source);
+      if (seat.units->plan().Touches(owned->slice, agreed.header.gradient_presence())) gradients.Resend(*owned);
     }
   };
   return transaction.SealAndDecide(seal, deadline, resend);

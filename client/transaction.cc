@@ -46,13 +46,17 @@ void Transaction::Send(uint32_t server, const std::shared_ptr<const v1::SealRequ
 }
 
 void Transaction::SendMissing(const v1::SealResponse::Pending& pending, uint32_t server, const Resend& resend) const {
+  std::vector<const OwnedSlice*> mine;
   for (const v1::RankRange& missing : pending.missing()) {
     if (missing.rank() != seat_->rank()) continue;
     const OwnedSlice* owned = seat_->units->Find(missing.unit(), {missing.begin(), missing.end()});
     if (owned == nullptr || owned->server != server) continue;
-    resend(v1::SLICE_KIND_VALUE, *owned);
-    resend(v1::SLICE_KIND_GRADIENT, *owned);
+    mine.push_back(owned);
   }
+  // Its gradient and its value may both be missing.
+  std::sort(mine.begin(), mine.end());
+  mine.erase(std::unique(mine.begin(), mine.end()), mine.end());
+  if (!mine.empty()) resend(mine);
 }
 
 absl::Status Transaction::Late(uint32_t server, int64_t step, const v1::SealResponse::Pending& pending) const {
@@ -122,7 +126,12 @@ absl::StatusOr<v1::Decision> Transaction::SealAndDecide(const v1::SealRequest& r
   return model::Decide(records);
 }
 
+void Transaction::CommitAgain() {
+  if (decision_.has_value()) Commit(v1::Decision(*decision_));
+}
+
 void Transaction::Commit(const v1::Decision& decision) {
+  decision_ = decision;
   auto request = std::make_shared<v1::CommitRequest>();
   request->set_job(seat_->job);
   *request->mutable_decision() = decision;

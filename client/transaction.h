@@ -1,13 +1,15 @@
-// The end of a step: seal on every server, decide from all prepared records, spread the decision (services/step/README.md,
-// rules 5-8).
+// The end of a step: seal on every server, decide from all prepared records, spread the decision
+// (services/step/README.md, rules 5-8).
 #pragma once
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "ballast/client/seat.h"
 
 namespace ballast::client {
@@ -15,7 +17,7 @@ namespace ballast::client {
 class Transaction {
  public:
   // Sends a slice of this rank again that a server misses.
-  using Resend = std::function<void(v1::SliceKind, const OwnedSlice&)>;
+  using Resend = std::function<void(absl::Span<const OwnedSlice* const>)>;
 
   // Borrows `seat`.
   explicit Transaction(const Seat* seat) : seat_(seat), commits_(std::make_shared<Tally>()) {}
@@ -27,6 +29,8 @@ class Transaction {
 
   // Tells all servers; does not wait. The router keeps the decision for servers that turn out to be behind.
   void Commit(const v1::Decision& decision);
+  // The same again: a server that was restarted may have forgotten it. Nothing before the first.
+  void CommitAgain();
   // Whether all servers took the last Commit before `deadline`.
   bool AwaitCommits(absl::Time deadline) { return commits_->WaitUntil(deadline); }
 
@@ -40,6 +44,7 @@ class Transaction {
 
   const Seat* seat_;
   std::shared_ptr<Tally> commits_;
+  std::optional<v1::Decision> decision_;  // the last
 };
 
 }  // namespace ballast::client

@@ -89,7 +89,14 @@ Values::Source Values::written() const {
 
 void Values::Resend(const OwnedSlice& owned, const std::string& presence, const Source& source) {
   if (lent_) return;
-  std::vector<float> buffer = buffers_->Take();
+  // Shared, so that the bytes stay where they are while the vector's owner is a copyable callback; and given back
+  // however this ends: `source` is a caller's.
+  std::shared_ptr<std::vector<float>> held(new std::vector<float>(buffers_->Take()),
+                                           [buffers = buffers_](std::vector<float>* taken) {
+                                             buffers->Return(std::move(*taken));
+                                             delete taken;
+                                           });
+  std::vector<float>& buffer = *held;
   const model::Range range = owned.slice.range;
   buffer.assign(range.size(), 0.0f);
   const model::Chunk& chunk = seat_->units->layout().chunks()[owned.slice.chunk];
@@ -101,13 +108,11 @@ void Values::Resend(const OwnedSlice& owned, const std::string& presence, const 
     const uint64_t first = part.begin - seat_->units->layout().tensors()[segment.tensor].range.begin;
     source(segment.tensor, first, absl::MakeSpan(buffer).subspan(part.begin - range.begin, part.size()));
   }
-  // Shared, so that the bytes stay where they are while the vector's owner is a copyable callback.
-  auto held = std::make_shared<std::vector<float>>(std::move(buffer));
   const auto bytes =
       absl::MakeConstSpan(reinterpret_cast<const std::byte*>(held->data()), held->size() * sizeof(float));
   buffers_->tally.Start();
-  seat_->PushSlice(v1::SLICE_KIND_VALUE, owned, bytes, [buffers = buffers_, held](const absl::Status& status) {
-    buffers->Return(std::move(*held));
+  seat_->PushSlice(v1::SLICE_KIND_VALUE, owned, bytes, [buffers = buffers_, held](const absl::Status& status) mutable {
+    held.reset();
     buffers->tally.Finish(status);
   });
 }
@@ -116,6 +121,7 @@ absl::Status Values::Push(const std::string& presence, const Source& source) {
   if (lent_) return absl::OkStatus();
   for (uint32_t unit = 0; unit < seat_->units->unit_count(); ++unit) {
     for (const OwnedSlice& owned : seat_->units->unit(unit).slices) {
+      if (buffers_->tally.failed()) break;  // the others would wait for the same server as long again
       if (seat_->units->plan().Touches(owned.slice, presence)) Resend(owned, presence, source);
     }
   }

@@ -46,6 +46,7 @@ class Values {
   absl::Status Push(const std::string& presence, const Source& source);
   // One of them, again, unless they are lent; does not wait.
   void Resend(const OwnedSlice& owned, const std::string& presence, const Source& source);
+  bool idle() const { return buffers_->tally.idle(); }
   absl::Status Wait() { return buffers_->tally.Wait(); }
   void ReleaseBuffers();
 

@@ -9,7 +9,9 @@ namespace ballast::services {
 namespace {
 
 // An answer that lists more than a person reads would only cost bytes.
-constexpr int kMissingListedMax = 16;
+// Whoever asks sends its own again, and only tells of others'.
+constexpr int kMissingListedMax = 4096;
+constexpr int kMissingOfOthersListedMax = 16;
 
 std::string Show(uint64_t begin, uint64_t end) { return absl::StrCat("[", begin, ", ", end, ")"); }
 
@@ -155,12 +157,13 @@ bool SliceLedger::Covered(v1::SliceKind kind, absl::string_view presence, uint64
   return requirement.next == requirement.places.size();
 }
 
-void SliceLedger::AddMissing(v1::SliceKind kind, absl::string_view presence, uint64_t attempt,
+void SliceLedger::AddMissing(v1::SliceKind kind, absl::string_view presence, uint64_t attempt, uint32_t asker,
                              v1::SealResponse::Pending* pending) const {
   for (uint32_t place = 0; place < own_.size(); ++place) {
     if (Covers(entries(kind)[place], attempt) || !plan_->Touches(slice(place), presence)) continue;
     pending->set_missing_count(pending->missing_count() + 1);
-    if (pending->missing_size() >= kMissingListedMax) continue;
+    const bool own = slice(place).rank == asker;
+    if (pending->missing_size() >= (own ? kMissingListedMax : kMissingOfOthersListedMax)) continue;
     v1::RankRange* range = pending->add_missing();
     range->set_rank(slice(place).rank);
     range->set_unit(slice(place).unit);

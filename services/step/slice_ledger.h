@@ -43,8 +43,8 @@ class SliceLedger {
 
   // Has every slice of this server that touches a tensor of the bitmap come in exactly this attempt?
   bool Covered(v1::SliceKind kind, absl::string_view presence, uint64_t attempt);
-  // Adds what Covered misses to `pending`, up to its bound on ranges.
-  void AddMissing(v1::SliceKind kind, absl::string_view presence, uint64_t attempt,
+  // Adds what Covered misses to `pending`, up to its bounds on ranges: of rank `asker`, and of others.
+  void AddMissing(v1::SliceKind kind, absl::string_view presence, uint64_t attempt, uint32_t asker,
                   v1::SealResponse::Pending* pending) const;
   // This server's chunks that hold a part of a tensor of the bitmap, in registration order.
   std::vector<uint64_t> Chunks(absl::string_view presence) const;
