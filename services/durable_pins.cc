@@ -93,6 +93,7 @@ std::shared_ptr<Job::Pinning> Job::BeginPin(bool automatic) {
   const auto begun = std::make_shared<Pinning>();
   v1::PinnedVersion pin = machine_->DescribeVersion();
   pin.set_automatic(automatic);
+  if (automatic) pin.set_automatic_since(pin.version());
   pin.set_requested(!automatic);
   pinning_[pin.version()] = begun;
   // Behind the update to this version, and before the next.
@@ -155,7 +156,9 @@ Outcome<v1::UnpinResponse> Job::TryUnpinDurably(int64_t version) {
   if (pinning_.contains(version) || unpinning_.contains(version)) return std::nullopt;
   if (machine_->FindPin(version) == nullptr) return v1::UnpinResponse();
   const auto check = pin_checks_.find(version);
-  const bool unreadable = check != pin_checks_.end() && check->second.done && absl::IsDataLoss(check->second.status);
+  const bool unreadable =
+      check != pin_checks_.end() && check->second.done &&
+      (absl::IsDataLoss(check->second.status) || model::ReasonOf(check->second.status) == model::kIo);
   BALLAST_RETURN_IF_ERROR(machine_->Unpin(version, unreadable));
   if (const v1::PinnedVersion* const pin = machine_->FindPin(version)) {
     PinChanged(*pin);

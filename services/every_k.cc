@@ -49,6 +49,9 @@ absl::Status Job::TakeBackPins(absl::Span<const std::shared_ptr<HeldChunk>> chun
   {
     absl::MutexLock lock(&mu_);
     store = store_;
+    if (store == nullptr) return absl::OkStatus();  // none of the chunks is this server's
+    const v1::GetJobResponse job = machine_->Describe();
+    for (const int64_t version : job.durable_versions()) store->ExpectPin(version);
   }
   for (const auto& chunk : chunks) {
     const auto pinned = pinned_chunks_.find(chunk->id);
@@ -63,7 +66,12 @@ absl::Status Job::TakeBackPins(absl::Span<const std::shared_ptr<HeldChunk>> chun
 
 absl::Status Job::ComeBack(const CatalogEntry& entry) {
   RememberPins(entry.pins);
-  if (!entry.pins.empty() && entry.pins.back().chunks_size() > 0) life_ = PinnedChunks(entry.pins.back()).front().life;
+  for (const v1::PinnedVersion& pin : entry.pins) {
+    if (pin.chunks_size() == 0) continue;
+    const std::string whose = absl::StrCat("the catalog's pin of version ", pin.version());
+    BALLAST_RETURN_IF_ERROR(CheckLife(entry, PinnedChunks(pin).front().life, whose));
+    break;
+  }
   std::set<uint64_t> pinned;
   for (const auto& [id, chunks] : pinned_chunks_) pinned.insert(id);
   std::vector<std::shared_ptr<HeldChunk>> chunks;
@@ -122,7 +130,8 @@ void Job::RunAdoption(int64_t version, const std::shared_ptr<Pinning>& pinning) 
   }
   if (status.ok()) status = store->AdoptPin(version);
   if (status.ok()) {
-    status = RewritePin(version, pin->automatic(), /*requested=*/true);
+    pin->set_requested(true);
+    status = RewritePin(*pin);
     harmless = status.ok();
   }
   LockedOnStage([&](Replies* replies) {
@@ -144,17 +153,23 @@ void Job::RunAdoption(int64_t version, const std::shared_ptr<Pinning>& pinning) 
   });
 }
 
-absl::Status Job::RewritePin(int64_t version, bool automatic, bool requested) {
-  const std::string key = CatalogPrefix(name_) + CatalogPin(version);
+absl::Status Job::RewritePin(const v1::PinnedVersion& wanted) {
+  const std::string key = CatalogPrefix(name_) + CatalogPin(wanted.version());
   BALLAST_ASSIGN_OR_RETURN(const std::optional<std::string> stored, around_.catalog->Get(key));
   v1::PinnedVersion pin;
   if (!stored.has_value() || !pin.ParseFromString(*stored)) {
     return model::Error(absl::StatusCode::kDataLoss, model::kIo,
                         absl::StrCat("the catalog's '", key, "' cannot be read any more"));
   }
-  pin.set_automatic(automatic);
-  pin.set_requested(requested);
+  pin.set_automatic(wanted.automatic());
+  pin.set_automatic_since(wanted.automatic_since());
+  pin.set_requested(wanted.requested());
   return around_.catalog->Put(key, pin.SerializeAsString());
+}
+
+void Job::PinDue(int64_t) {
+  mu_.AssertHeld();
+  (void)BeginPin(/*automatic=*/true);
 }
 
 void Job::PinChanged(const v1::PinnedVersion& pin) {
@@ -165,12 +180,12 @@ void Job::PinChanged(const v1::PinnedVersion& pin) {
     stage_->Post([this, version] { RunUnpinDurably(version); });
     return;
   }
-  stage_->Post([this, version, automatic = pin.automatic(), requested = pin.requested()] {
+  stage_->Post([this, pin] {
     {
       absl::MutexLock lock(&mu_);
       if (!Refusal().ok()) return;
     }
-    const absl::Status status = RewritePin(version, automatic, requested);
+    const absl::Status status = RewritePin(pin);
     if (status.ok()) return;
     LockedOnStage([&](Replies* replies) {
       mu_.AssertHeld();

@@ -357,17 +357,17 @@ void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::Se
     }
     const bool pending = !outcome->has_value() || (*outcome)->has_pending();
     if (pending && request.wait_ms() > 0) return false;
-    v1::SealResponse response = outcome->has_value() ? std::move(**outcome) : machine_->Pending();
+    v1::SealResponse response = outcome->has_value() ? std::move(**outcome) : machine_->Pending(request.rank());
     if (response.has_prepared()) around_.counters->seal_wait.Observe(absl::Now() - began);
     replies->push_back([reply, response = std::move(response)] { reply(response); });
     return true;
   };
-  waiter.expire = [this, reply, deadline, patience](Replies* replies) {
+  waiter.expire = [this, reply, deadline, patience, rank = request.rank()](Replies* replies) {
     mu_.AssertHeld();
     if (deadline < patience) {
       replies->push_back([reply] { reply(DeadlinePassed("the step to be prepared")); });
     } else {
-      replies->push_back([reply, response = machine_->Pending()] { reply(response); });
+      replies->push_back([reply, response = machine_->Pending(rank)] { reply(response); });
     }
   };
   waiter.refuse = [reply](const absl::Status& status, Replies* replies) {

@@ -165,7 +165,6 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
   if (last_decision_ != absl::InfinitePast()) around_.counters->step.Observe(now - last_decision_);
   last_decision_ = now;
   stage_->Post([this, work] { RunStep(work.get()); });
-  if (machine_->due_pin() == decision.step()) (void)BeginPin(/*automatic=*/true);
 }
 
 void Job::RunStep(StepWork* work) {

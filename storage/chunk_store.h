@@ -71,7 +71,8 @@ struct ChunkUpdate {
   // in memory. State that lives on NVMe does so in any case.
   int64_t version = -1;
   bool flush = false;
-  // Of a durable store: the state that this durable pin keeps takes the place of the chunk's; nothing else is done.
+  // Of a durable store: the state that this durable pin keeps takes the place of the chunk's, or zero if the chunk had
+  // none when the pin was made; nothing else is done.
   std::optional<int64_t> restored;
 };
 
@@ -190,11 +191,13 @@ class ChunkStore {
   // An automatic pin is wanted by somebody else too, who takes budget of his own for it. RESOURCE_EXHAUSTED (BUDGET,
   // IO): nothing was done.
   absl::Status AdoptPin(int64_t version);
-  // After Add, before any Run: a pin of an earlier run of the server keeps this state of the chunk.
+  // After a restart: there is such a pin of an earlier run of the server, though it may keep no chunk.
+  void ExpectPin(int64_t version);
+  // After Add, before any Run: such a pin keeps this state of the chunk.
   // RESOURCE_EXHAUSTED (BUDGET); DATA_LOSS (IO) if the NVMe tier did not keep it.
   absl::Status TakeBackPin(int64_t version, uint64_t chunk, const DurableChunk& kept, bool automatic = false);
   // Reads all that the pin keeps: DATA_LOSS (CHECKSUM) if some of it is not what was written. FAILED_PRECONDITION
-  // (VERSION_GONE) if a chunk has got its first state since. Blocks. Not beside Run.
+  // (VERSION_GONE) if there is no such pin. Blocks. Not beside Run.
   // `refusal`: asked before each chunk; what it returns unless OK ends the reading.
   absl::Status VerifyPin(int64_t version, absl::FunctionRef<absl::Status()> refusal);
   // The pin must not be recorded any more. Frees what nothing else has.

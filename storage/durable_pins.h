@@ -35,6 +35,9 @@ class DurablePins {
   // Bytes that pin `pin` has from what was set aside.
   uint64_t AsideBytes(int64_t pin) const;
 
+  // There is such a pin, though it may keep nothing.
+  void Expect(int64_t pin) { pins_.try_emplace(pin); }
+  bool Has(int64_t pin) const { return pins_.contains(pin); }
   // `entry`: the chunk's newest extent. Takes the extent's bytes out of `reserve` if NeedsBytes.
   void Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, BudgetLease* reserve, bool automatic = false);
   // All that `pin` has from what was set aside is paid from `reserve` instead. REQUIRES: AsideBytes of it.

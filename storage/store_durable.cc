@@ -1,5 +1,6 @@
 // What class ChunkStore keeps on the disk beyond its own life: states that an earlier run left, and durable pins.
 #include <algorithm>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -97,9 +98,23 @@ absl::Status ChunkStore::Impl::ReadDurable(const StoredChunk& chunk, const Durab
 
 absl::Status ChunkStore::Impl::TakeRead(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
                                         const Compute& with) const {
-  const uint64_t bytes = chunk.state_bytes();
-  tiers->CountTraffic(TierKind::kNvme, bytes, 0);
+  tiers->CountTraffic(TierKind::kNvme, chunk.state_bytes(), 0);
   BALLAST_RETURN_IF_ERROR(CheckRestored(chunk, durable, state, with));
+  return TakeState(chunk, state, with);
+}
+
+absl::Status ChunkStore::Impl::Clear(const StoredChunk& chunk, std::byte* state, const Compute& with) const {
+  Arena bounce;
+  if (chunk.placement.state == TierKind::kHbm) {
+    BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(chunk.state_bytes(), /*pin=*/false));
+    state = bounce.bytes().data();
+  }
+  std::memset(state, 0, chunk.state_bytes());
+  return TakeState(chunk, state, with);
+}
+
+absl::Status ChunkStore::Impl::TakeState(const StoredChunk& chunk, std::byte* state, const Compute& with) const {
+  const uint64_t bytes = chunk.state_bytes();
   const kernels::Dtype working = layout.optimizer().working;
   if (chunk.placement.state == TierKind::kHbm) {
     BALLAST_RETURN_IF_ERROR(tiers->hbm()->CopyIn({state, bytes}, chunk.state));
@@ -160,6 +175,7 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
     BALLAST_RETURN_IF_ERROR(impl.failed);
   }
   std::vector<DurableChunk> kept;
+  impl.durable_pins->Expect(version);
   for (const StoredChunk* chunk : chunks) {
     impl.durable_pins->Keep(version, chunk->index, chunk->newest, &reserve, automatic);
     kept.push_back(chunk->newest);
@@ -173,6 +189,8 @@ absl::Status ChunkStore::AdoptPin(int64_t version) {
   pins.Adopt(version, std::move(reserve));
   return absl::OkStatus();
 }
+
+void ChunkStore::ExpectPin(int64_t version) { impl_->durable_pins->Expect(version); }
 
 absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const DurableChunk& kept, bool automatic) {
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, impl_->Find(index));
@@ -190,13 +208,9 @@ absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const Dura
 
 absl::Status ChunkStore::VerifyPin(int64_t version, absl::FunctionRef<absl::Status()> refusal) {
   Impl& impl = *impl_;
-  {
-    absl::ReaderMutexLock lock(&impl.mutex);
-    for (const StoredChunk& chunk : impl.chunks) {
-      if (!chunk.has_state() || impl.durable_pins->Find(version, chunk.index) != nullptr) continue;
-      return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
-                          absl::StrCat("chunk ", chunk.id, " had no state yet at version ", version));
-    }
+  if (!impl.durable_pins->Has(version)) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                        absl::StrCat("version ", version, " is not pinned here"));
   }
   std::vector<ReadAhead> reads;
   std::vector<const StoredChunk*> chunks;

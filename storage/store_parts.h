@@ -61,7 +61,11 @@ struct ChunkStore::Impl {
   // copy from it.
   absl::Status ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
                            const Compute& with) const;
-  // The rest of it, once `state` was read.
+  // As ReadDurable, of a chunk that was never updated.
+  absl::Status Clear(const StoredChunk& chunk, std::byte* state, const Compute& with) const;
+  // `state`, in host memory, to where the chunk's is; and the working copy from it.
+  absl::Status TakeState(const StoredChunk& chunk, std::byte* state, const Compute& with) const;
+  // The rest of ReadDurable, once `state` was read.
   absl::Status TakeRead(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
                         const Compute& with) const;
   absl::Status CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state,

@@ -118,8 +118,7 @@ absl::StatusOr<std::vector<StoredChunk*>> ChunkStore::Impl::CheckUpdates(absl::S
     BALLAST_ASSIGN_OR_RETURN(StoredChunk * chunk, Find(update.chunk));
     BALLAST_RETURN_IF_ERROR(CheckUpdate(*chunk, update));
     if (seen.size() <= update.chunk) seen.resize(update.chunk + 1);
-    if (update.restored.has_value() &&
-        (!durable_pins.has_value() || durable_pins->Find(*update.restored, update.chunk) == nullptr)) {
+    if (update.restored.has_value() && (!durable_pins.has_value() || !durable_pins->Has(*update.restored))) {
       return model::Error(absl::StatusCode::kDataLoss, model::kVersionGone,
                           absl::StrCat("version ", *update.restored, " of chunk ", chunk->id, " is not pinned here"));
     }
@@ -251,10 +250,14 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
     if (changes) chunk.updated_in = run;
     if (update.restored.has_value()) {
       // What cannot be read leaves a chunk that is neither: nobody may use it.
-      const DurableChunk& pinned = *durable_pins->Find(*update.restored, chunk.index);
-      failed = ReadDurable(chunk, pinned, state, with);
+      const DurableChunk* const pinned = durable_pins->Find(*update.restored, chunk.index);
+      failed = pinned != nullptr ? ReadDurable(chunk, *pinned, state, with) : Clear(chunk, state, with);
       BALLAST_RETURN_IF_ERROR(failed);
-      if (stores) chunk.digests = pinned.digests;
+      if (stores && pinned != nullptr) {
+        chunk.digests = pinned->digests;
+      } else if (stores && tier != TierKind::kHbm) {
+        chunk.digests = DigestState(chunk.View(state), with);
+      }
     } else if (tier == TierKind::kHbm) {
       BALLAST_RETURN_IF_ERROR(ApplyOnDevice(update, chunk));
     } else {

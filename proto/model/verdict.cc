@@ -333,24 +333,29 @@ absl::Status StateLost(const v1::GetJobResponse& answer) {
                    "replaced. Drop the job with `ballastctl drop` and start it again"));
 }
 
-// The newest version that all have and that was not pinned only because somebody asked for it: it may be of a past that
-// a restore gave up. Where there is none, what somebody asked for is better than nothing.
+// Of the versions that all have: the one that a server has been keeping by itself since the last transaction, which
+// need not be the highest: a restore gives up what came behind the version that it brings back, and a server that has
+// not heard of its decision still keeps that. What is pinned only because somebody asked for it may be of such a past;
+// where there is nothing else, it is better than nothing.
 std::optional<int64_t> NewestCommonPin(absl::Span<const v1::GetJobResponse> answers) {
-  std::optional<int64_t> newest, asked_for;
+  std::optional<std::pair<int64_t, int64_t>> newest;  // since, version
+  std::optional<int64_t> asked_for;
   const auto common = [&](int64_t version) {
     return std::all_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& other) {
       return std::binary_search(other.durable_versions().begin(), other.durable_versions().end(), version);
     });
   };
   for (const v1::GetJobResponse& answer : answers) {
-    for (const int64_t version : answer.automatic_versions()) {
-      if (common(version)) newest = std::max(newest.value_or(version), version);
+    for (int i = 0; i < answer.automatic_versions_size(); ++i) {
+      const int64_t version = answer.automatic_versions(i);
+      const std::pair since(i < answer.automatic_since_size() ? answer.automatic_since(i) : version, version);
+      if (common(version)) newest = std::max(newest.value_or(since), since);
     }
     for (const int64_t version : answer.durable_versions()) {
       if (common(version)) asked_for = std::max(asked_for.value_or(version), version);
     }
   }
-  return newest.has_value() ? newest : asked_for;
+  return newest.has_value() ? newest->second : asked_for;
 }
 
 // `lost`: of one that lost its state.

@@ -88,7 +88,9 @@ v1::GetJobResponse StepMachine::Describe() const {
   job.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
   for (const auto& [version, pin] : m.pins) {
     job.add_durable_versions(version);
-    if (pin.automatic()) job.add_automatic_versions(version);
+    if (!pin.automatic()) continue;
+    job.add_automatic_versions(version);
+    job.add_automatic_since(pin.automatic_since());
   }
   job.set_state_lost(m.state != Impl::State::kKnown && !Seeded(SeededBug::kLossNotTold));
   return job;
@@ -277,13 +279,13 @@ Outcome<v1::SealResponse> StepMachine::Seal(const v1::SealRequest& request) {
     m.RaiseAttempt(request.rank(), request.attempt());
     m.TryPrepare();
   }
-  if (!m.prepared.has_value()) return m.Pending();
+  if (!m.prepared.has_value()) return m.Pending(request.rank());
   if (!m.Durable(m.prepared_lsn) && !Seeded(SeededBug::kPreparedAnsweredUnsynced)) return std::nullopt;
   *response.mutable_prepared() = *m.prepared;
   return response;
 }
 
-v1::SealResponse StepMachine::Pending() const { return impl_->Pending(); }
+v1::SealResponse StepMachine::Pending(uint32_t asker) const { return impl_->Pending(asker); }
 
 absl::StatusOr<v1::CommitResponse> StepMachine::Commit(const v1::CommitRequest& request) {
   Impl& m = *impl_;
@@ -343,7 +345,7 @@ void StepMachine::Pinned(v1::PinnedVersion pin) {
   }
   const bool automatic = pin.automatic();
   m.pins.insert_or_assign(version, std::move(pin));
-  if (automatic && Seeded(SeededBug::kPinDroppedByTheNext)) m.KeepOneAutomatic(version);
+  if (automatic && Seeded(SeededBug::kPinDroppedByTheNext)) m.KeepOneAutomatic(version, version);
 }
 
 absl::Status StepMachine::Unpin(int64_t version, bool unreadable) {
@@ -384,7 +386,6 @@ absl::Status StepMachine::LoseState(const v1::OpenRequest& open) {
 
 bool StepMachine::state_lost() const { return impl_->state != Impl::State::kKnown; }
 absl::Status StepMachine::StateStatus() const { return state_lost() ? impl_->StateLost() : absl::OkStatus(); }
-std::optional<int64_t> StepMachine::due_pin() const { return impl_->due_pin; }
 
 void StepMachine::Synced(uint64_t lsn) { impl_->synced = std::max(impl_->synced, lsn); }
 

@@ -63,6 +63,9 @@ class StepHost {
   // A new epoch is open: provisional slices of older ones are void, chunks of a longer spec may have to be added. With
   // OpenRequest::restores, what the chunks hold counts for nothing until that restore is applied.
   virtual void Opened(const model::EpochPlan& plan) = 0;
+  // Version `version`, which Apply has just been told of, is to be pinned (DURABILITY_EVERY_K). After PinChanged of
+  // those that it makes needless.
+  virtual void PinDue(int64_t version) = 0;
   // Who wants a durable pin has changed: it is to be kept so. If nobody does it goes, and will not be asked for again.
   virtual void PinChanged(const v1::PinnedVersion& pin) = 0;
 };
@@ -104,7 +107,7 @@ class StepMachine {
   absl::StatusOr<v1::NormResponse> Norm(const v1::NormRequest& request);
   Outcome<v1::SealResponse> Seal(const v1::SealRequest& request);
   // What Seal would answer now if it may not wait: kPending with what is missing.
-  v1::SealResponse Pending() const;
+  v1::SealResponse Pending(uint32_t asker) const;
   absl::StatusOr<v1::CommitResponse> Commit(const v1::CommitRequest& request);
 
   // The log is durable up to `lsn`.
@@ -133,10 +136,6 @@ class StepMachine {
   bool state_lost() const;
   // OK, or why nothing may be read or pinned.
   absl::Status StateStatus() const;
-  // The newest version that the server pins by itself: no later step is prepared before it is Pinned. From within
-  // StepHost::Apply: is it that step?
-  std::optional<int64_t> due_pin() const;
-
   int64_t committed() const;
   uint64_t skipped_steps() const;
   // Optimizer step count t per tensor, registration order.

@@ -131,8 +131,9 @@ void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
   const bool skip = decision->verdict().skip();
   if (skip) ++skipped;
   CountSteps(record, skip);
-  if (pin_interval() > 0) ReleasePins(record.header());
   host->Apply(record, *decision);
+  // Then: until a restore is applied, nothing that could be restored in its stead goes.
+  if (pin_interval() > 0) ReleasePins(record.header());
   slices.NextStep();
   seals.NextStep();
 }
@@ -171,14 +172,22 @@ void StepMachine::Impl::ReleasePins(const v1::StepHeader& header) {
   for (const auto& [version, pin] : pins) {
     if (header.kind() != v1::STEP_KIND_RESTORE && pin.automatic()) kept = version;
   }
-  if (kept.has_value()) KeepOneAutomatic(*kept);
-  if (committed % static_cast<int64_t>(pin_interval()) == 0) due_pin = committed;
+  if (kept.has_value()) {
+    const auto pin = pins.find(*kept);
+    const bool restored = header.kind() == v1::STEP_KIND_RESTORE;
+    KeepOneAutomatic(*kept, restored || pin == pins.end() ? committed : pin->second.automatic_since());
+  }
+  if (committed % static_cast<int64_t>(pin_interval()) != 0) return;
+  due_pin = committed;
+  host->PinDue(committed);
 }
 
-void StepMachine::Impl::KeepOneAutomatic(int64_t kept) {
+void StepMachine::Impl::KeepOneAutomatic(int64_t kept, int64_t since) {
   // First: a crash between two of these must not leave none.
-  if (const auto it = pins.find(kept); it != pins.end() && !it->second.automatic()) {
+  if (const auto it = pins.find(kept);
+      it != pins.end() && (!it->second.automatic() || it->second.automatic_since() != since)) {
     it->second.set_automatic(true);
+    it->second.set_automatic_since(since);
     const v1::PinnedVersion changed = it->second;
     host->PinChanged(changed);
   }
@@ -290,15 +299,15 @@ void StepMachine::Impl::Adopt(model::EpochPlan next, uint32_t member) {
   host->Opened(*plan);
 }
 
-v1::SealResponse StepMachine::Impl::Pending() const {
+v1::SealResponse StepMachine::Impl::Pending(uint32_t asker) const {
   v1::SealResponse response;
   v1::SealResponse::Pending* pending = response.mutable_pending();
   if (plan == nullptr) return response;
   for (const uint32_t rank : seals.UnsealedRanks()) pending->add_unsealed_ranks(rank);
   if (seals.any()) {
     const v1::SealRequest& sealed = seals.sealed();
-    slices.AddMissing(v1::SLICE_KIND_GRADIENT, sealed.header().gradient_presence(), sealed.attempt(), pending);
-    slices.AddMissing(v1::SLICE_KIND_VALUE, sealed.header().value_presence(), sealed.attempt(), pending);
+    slices.AddMissing(v1::SLICE_KIND_GRADIENT, sealed.header().gradient_presence(), sealed.attempt(), asker, pending);
+    slices.AddMissing(v1::SLICE_KIND_VALUE, sealed.header().value_presence(), sealed.attempt(), asker, pending);
   }
   return response;
 }

@@ -75,10 +75,11 @@ struct StepMachine::Impl {
   absl::Status StateLost() const;
   // After a decision: automatic pins that nobody will go back to go, or lose that mark.
   void ReleasePins(const v1::StepHeader& header);
-  void KeepOneAutomatic(int64_t kept);
+  // `since`: the transaction since which it is what the job goes on from.
+  void KeepOneAutomatic(int64_t kept, int64_t since);
   uint64_t pin_interval() const { return plan->open().spec().pin_interval(); }
   void Adopt(model::EpochPlan next, uint32_t member);
-  v1::SealResponse Pending() const;
+  v1::SealResponse Pending(uint32_t asker) const;
 
   absl::Status ReplaySnapshot(const v1::LogSnapshot& snapshot);
   absl::Status ReplayOpen(const v1::OpenRequest& open);

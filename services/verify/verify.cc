@@ -28,6 +28,7 @@ class Scrub {
   void CompareWithLog(const std::string& name, const CatalogEntry& entry, const ReadLog& log, int64_t committed);
   void CheckChunks(const std::string& name, const CatalogEntry& entry);
   void CheckOrphan(const std::string& name);
+  void CheckLives(const std::string& name, const CatalogEntry& entry, uint64_t expected, absl::string_view whose);
   void CheckExtents();
   Finding& Add(Harm harm, const std::string& job, std::string what, std::string file, std::string expected,
                std::string found, std::string advice) {
@@ -71,6 +72,12 @@ void Scrub::CheckJob(const std::string& name, const CatalogJob& job) {
   if (job.entry.every_k()) {
     // No log: what is not pinned is unknown after a restart, whatever the disk holds.
     ++report_.counts.durable_jobs;
+    for (const v1::PinnedVersion& pin : job.entry.pins) {
+      if (pin.chunks_size() == 0) continue;
+      const std::string whose = absl::StrCat("the catalog's pin of version ", pin.version());
+      CheckLives(name, job.entry, PinnedChunks(pin).front().life, whose);
+      break;
+    }
     return CheckChunks(name, job.entry);
   }
   if (!job.durable()) {
@@ -175,25 +182,31 @@ void Scrub::CompareWithLog(const std::string& name, const CatalogEntry& entry, c
     Add(Harm::kJobRefused, name, "the log opens a job of another durability", log.job, "DURABILITY_STEP",
         v1::Durability_Name(log.open->spec().durability()), kLogAdvice);
   }
-  const auto check_life = [&](absl::string_view what, uint64_t life) {
-    if (life == log.scanned.life) return;
-    Add(Harm::kJobRefused, name, absl::StrCat(what, " is of another life of the job than its log"), file,
-        ShowLife(log.scanned.life), ShowLife(life),
-        "the job was dropped and made again, and one of the two is an older copy: bring back what belongs together");
-  };
-  if (entry.life.has_value()) check_life("the catalog's 'log'", *entry.life);
-  for (const storage::DurableChunk& chunk : entry.chunks) {
-    check_life(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life);
-  }
-  for (const v1::PinnedVersion& pin : entry.pins) {
-    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
-      check_life(absl::StrCat("chunk ", chunk.id, " of the catalog's pin of version ", pin.version()), chunk.life);
-    }
-  }
+  CheckLives(name, entry, log.scanned.life, "its log");
   if (entry.committed > committed + 1) {
     Add(Harm::kUnnoticed, name, "the log ends before the step that the catalog knows as applied",
         directory_->LogPath(name), absl::StrCat("step ", entry.committed), absl::StrCat("step ", committed),
         "was the log replaced by an older copy? Bring the newer one back, or drop the job");
+  }
+}
+
+// All of a job's must be of the life that `whose` has.
+void Scrub::CheckLives(const std::string& name, const CatalogEntry& entry, uint64_t expected, absl::string_view whose) {
+  const std::string file = directory_->path() + "/catalog";
+  const auto check = [&](absl::string_view what, uint64_t life) {
+    if (life == expected) return;
+    Add(Harm::kJobRefused, name, absl::StrCat(what, " is of another life of the job than ", whose), file,
+        ShowLife(expected), ShowLife(life),
+        "the job was dropped and made again, and one of the two is an older copy: bring back what belongs together");
+  };
+  if (entry.life.has_value()) check("the catalog's 'log'", *entry.life);
+  for (const storage::DurableChunk& chunk : entry.chunks) {
+    check(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life);
+  }
+  for (const v1::PinnedVersion& pin : entry.pins) {
+    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
+      check(absl::StrCat("chunk ", chunk.id, " of the catalog's pin of version ", pin.version()), chunk.life);
+    }
   }
 }
 

@@ -6,8 +6,11 @@
 #include <fstream>
 #include <limits>
 
+#include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
 #include "ballast/services/catalog_entry.h"
+#include "ballast/services/verify/verify.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::services {
@@ -68,6 +71,16 @@ class EveryKJobTest : public ::testing::Test {
     Answer<v1::PinResponse> pinned;
     server->Pin(pin, absl::InfiniteFuture(), pinned.reply());
     return pinned.Wait().status();
+  }
+  // The other server does not hear of it.
+  static absl::Status CommitOn(TestServer& server, absl::Span<const v1::PreparedRecord> prepared) {
+    BALLAST_ASSIGN_OR_RETURN(const v1::Decision decision, model::Decide(prepared));
+    v1::CommitRequest commit;
+    commit.set_job("job");
+    *commit.mutable_decision() = decision;
+    Answer<v1::CommitResponse> committed;
+    server->Commit(commit, committed.reply());
+    return committed.Wait().status();
   }
   absl::Status Unpin(TestServer& server, int64_t version) {
     return UnpinDurably(server.get(), "job", group_->epoch(), version);
@@ -139,6 +152,105 @@ TEST_F(EveryKJobTest, ARestartedServerRefusesAllButARestore) {
   ASSERT_TRUE(restored.ok()) << restored.status();
   EXPECT_EQ(*restored, *at_two);
   EXPECT_EQ(Step(), absl::OkStatus());
+}
+
+// One server has a newer pin than the other, and in it chunks whose first values came in between.
+TEST_F(EveryKJobTest, AChunkThatTheRestoredPinLacksIsZeroAgain) {
+  ASSERT_EQ(NextGroup(), absl::OkStatus());
+  const std::string first(1, 1), others(1, static_cast<char>(AllTensors(count_)[0] & ~1));
+  const auto values = [&](const std::string& presence) {
+    v1::StepHeader header = ValuesHeader(count_);
+    header.set_value_presence(presence);
+    EXPECT_EQ(group_->PushAll(v1::SLICE_KIND_VALUE, presence, Initial), absl::OkStatus());
+    return group_->Finish(header).status();
+  };
+  // Skipped, so nothing has a state yet.
+  v1::StepHeader skipped = UpdateHeader(count_);
+  skipped.set_value_presence(AllTensors(count_));
+  const auto infinite = [](uint32_t, uint64_t) { return std::numeric_limits<float>::infinity(); };
+  ASSERT_EQ(group_->PushAll(v1::SLICE_KIND_VALUE, AllTensors(count_), Initial), absl::OkStatus());
+  ASSERT_EQ(group_->PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(count_), infinite), absl::OkStatus());
+  ASSERT_EQ(group_->Finish(skipped).status(), absl::OkStatus());
+  for (int i = 0; i < 2; ++i) ASSERT_EQ(values(first), absl::OkStatus());  // the pin of version 2
+  for (TestServer* server : {&a_, &b_}) {
+    while (Job(*server).automatic_versions().empty()) absl::SleepFor(absl::Milliseconds(1));
+  }
+  ASSERT_EQ(values(others), absl::OkStatus());
+  ASSERT_EQ(group_->PushAll(v1::SLICE_KIND_VALUE, first, Initial), absl::OkStatus());
+  v1::StepHeader header = ValuesHeader(count_);
+  header.set_value_presence(first);
+  const auto prepared = group_->SealAll(header);
+  ASSERT_TRUE(prepared.ok()) << prepared.status();
+  // Version 4 is decided on one server only, which pins it.
+  ASSERT_EQ(CommitOn(a_, *prepared), absl::OkStatus());
+  while (Job(a_).automatic_versions_size() < 2) absl::SleepFor(absl::Milliseconds(1));
+  a_.Restart();
+  b_.Restart();
+  ASSERT_EQ(NextGroup(), absl::OkStatus());
+  ASSERT_EQ(group_->restores(), 2);
+  ASSERT_EQ(group_->Finish(RestoreOf(2)).status(), absl::OkStatus());
+  for (uint32_t tensor = 0; tensor < count_; ++tensor) {
+    const auto read = group_->Read(tensor, v1::CONTENT_MASTER, group_->step() - 1);
+    ASSERT_TRUE(read.ok()) << read.status();
+    for (uint64_t i = 0; i < read->size(); ++i) ASSERT_EQ((*read)[i], tensor == 0 ? Initial(0, i) : 0.0f);
+  }
+  EXPECT_EQ(Step(), absl::OkStatus());
+}
+
+// Who wants a pin is as old as the transaction that made it so.
+TEST_F(EveryKJobTest, ADecidedRestoreIsNotUndoneForWhatItGaveUp) {
+  Begin(2);
+  const auto wait_for = [&](TestServer& server, int64_t version) {
+    while (Job(server).automatic_versions_size() != 1 || Job(server).automatic_versions(0) != version) {
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+  };
+  for (const int64_t version : {2, 4}) {
+    for (TestServer* server : {&a_, &b_}) ASSERT_EQ(Pin(*server, version, true), absl::OkStatus());
+    for (int i = 0; i < (version == 2 ? 2 : 1); ++i) ASSERT_EQ(Step(), absl::OkStatus());
+  }
+  for (TestServer* server : {&a_, &b_}) wait_for(*server, 4);
+  ASSERT_EQ(NextGroup(), absl::OkStatus());
+  const auto prepared = group_->SealAll(RestoreOf(2));
+  ASSERT_TRUE(prepared.ok()) << prepared.status();
+  ASSERT_EQ(CommitOn(a_, *prepared), absl::OkStatus());
+  wait_for(a_, 2);
+  b_.Restart();
+  EXPECT_THAT(Job(b_).automatic_versions(), ElementsAre(4));
+  ASSERT_EQ(NextGroup(), absl::OkStatus());
+  EXPECT_EQ(group_->restores(), 2);
+  // Also when the other comes back from what it wrote down.
+  a_.Restart();
+  ASSERT_EQ(NextGroup(), absl::OkStatus());
+  EXPECT_EQ(group_->restores(), 2);
+  ASSERT_EQ(group_->Finish(RestoreOf(2)).status(), absl::OkStatus());
+  EXPECT_EQ(Step(), absl::OkStatus());
+}
+
+TEST_F(EveryKJobTest, PinsOfTwoLivesAreRefusedAndVerifySaysSo) {
+  Begin(0);
+  for (TestServer* server : {&a_, &b_}) ASSERT_EQ(Pin(*server, 0, true), absl::OkStatus());
+  for (int i = 0; i < 3; ++i) ASSERT_EQ(Step(), absl::OkStatus());
+  a_.End();
+  {
+    const auto catalog = storage::Catalog::Open(a_.directory());
+    ASSERT_TRUE(catalog.ok()) << catalog.status();
+    auto entry = ReadCatalogEntry(**catalog, "job");
+    ASSERT_TRUE(entry.ok() && entry->pins.size() == 2);
+    std::vector<storage::DurableChunk> chunks = PinnedChunks(entry->pins[0]);
+    ++chunks[0].life;
+    entry->pins[0].set_chunks(0, chunks[0].Encode());
+    const auto [key, value] = PinPair("job", entry->pins[0]);
+    ASSERT_EQ((*catalog)->Put(key, value), absl::OkStatus());
+  }
+  const auto report = Verify(a_.directory(), nullptr);
+  ASSERT_TRUE(report.ok()) << report.status();
+  std::string found;
+  for (const Finding& finding : report->findings) absl::StrAppend(&found, finding.what, "\n");
+  EXPECT_THAT(found, HasSubstr("another life"));
+  a_.Restart();
+  const v1::JobStatus status = a_->Status().jobs(0);
+  EXPECT_THAT(status.failure(), HasSubstr("of life"));
 }
 
 TEST_F(EveryKJobTest, WithoutACommonPinTheJobIsLost) {

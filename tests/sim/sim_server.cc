@@ -70,12 +70,14 @@ void SimServer::Apply(const v1::PreparedRecord& prepared, const v1::Decision& de
   }
   oracle_->Applied(index_, decision, consumed);
   oracle_->CheckState(index_, applied_, state_);
-  if (machine_->due_pin() == applied_) {
-    pinning_.push_back({.version = machine_->DescribeVersion(), .state = state_});
-    pinning_.back().version.set_automatic(true);
-  }
   // A place that is not filled again holds nothing of the next step.
   places_.clear();
+}
+
+void SimServer::PinDue(int64_t version) {
+  pinning_.push_back({.version = machine_->DescribeVersion(), .state = state_});
+  pinning_.back().version.set_automatic(true);
+  pinning_.back().version.set_automatic_since(version);
 }
 
 void SimServer::ApplyRestore(const v1::PreparedRecord& prepared) {
@@ -146,6 +148,7 @@ void SimServer::PutPin(const DurablePin& pin) {
     pins_.erase(version);
   } else if (const auto kept = pins_.find(version); kept != pins_.end()) {
     kept->second.version.set_automatic(pin.version.automatic());
+    kept->second.version.set_automatic_since(pin.version.automatic_since());
   }
 }
 

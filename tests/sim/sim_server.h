@@ -58,6 +58,7 @@ class SimServer : private services::StepHost {
   v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) override;
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
   void Opened(const model::EpochPlan& plan) override;
+  void PinDue(int64_t version) override;
   void PinChanged(const v1::PinnedVersion& pin) override { pinning_.push_back({.version = pin, .changes = true}); }
 
   // A version on the disk, and what the chunks are in it.

@@ -27,6 +27,7 @@ class RecordingHost : public StepHost {
     applied.emplace_back(prepared, decision);
   }
   void Opened(const model::EpochPlan& plan) override { ++opened; }
+  void PinDue(int64_t version) override { pins_due.push_back(version); }
   void PinChanged(const v1::PinnedVersion& pin) override { pins_changed.push_back(pin); }
 
   std::vector<StepRecord> log;
@@ -34,6 +35,7 @@ class RecordingHost : public StepHost {
   bool overflow = false;
   std::vector<std::pair<v1::PreparedRecord, v1::Decision>> applied;
   int opened = 0;
+  std::vector<int64_t> pins_due;
   std::vector<v1::PinnedVersion> pins_changed;
 };
 

@@ -171,7 +171,7 @@ TEST_F(StepMachineTest, ASealMayComeBeforeTheSlices) {
   ASSERT_TRUE((*machine_->Seal(MakeSeal(1, 0, 0, Values())))->has_pending());
   PushAll(1, 0, 0, Values());
   ASSERT_TRUE((*machine_->Seal(MakeSeal(0, 0, 0, Values())))->has_pending());
-  EXPECT_EQ(machine_->Pending().pending().missing_count(), 2u);
+  EXPECT_EQ(machine_->Pending(0).pending().missing_count(), 2u);
   PushAll(0, 0, 0, Values());
   SyncAll();
   EXPECT_TRUE((*machine_->Seal(MakeSeal(0, 0, 0, Values())))->has_prepared());
