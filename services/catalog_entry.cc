@@ -82,6 +82,8 @@ void AddToEntry(absl::string_view what, absl::string_view value, CatalogEntry* e
     entry->had_state = true;
   } else if (what == kCatalogCommitted) {
     read = absl::SimpleAtoi(value, &entry->committed);
+  } else if (what == kCatalogDram) {
+    if (!absl::SimpleAtoi(value, &entry->least_dram)) entry->least_dram = 0;
   } else if (what == kCatalogLog) {
     uint64_t life = 0;
     read = value.size() == ShowLife(0).size() && absl::SimpleHexAtoi(value, &life);
@@ -123,6 +125,10 @@ std::vector<storage::DurableChunk> PinnedChunks(const v1::PinnedVersion& pin) {
 absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed) {
   return catalog->Put(CatalogPrefix(job) + kCatalogCommitted, absl::StrCat(committed),
                       storage::Catalog::Sync::kUnsynced);
+}
+
+absl::Status WriteLeastDram(storage::Catalog* catalog, absl::string_view job, uint64_t bytes) {
+  return catalog->Put(CatalogPrefix(job) + kCatalogDram, absl::StrCat(bytes), storage::Catalog::Sync::kUnsynced);
 }
 
 std::string ShowLife(uint64_t life) { return absl::StrCat(absl::Hex(life, absl::kZeroPad16)); }

@@ -25,6 +25,7 @@ inline constexpr char kCatalogPromise[] = "promise";
 inline constexpr char kCatalogOpen[] = "open";
 inline constexpr char kCatalogHadState[] = "had_state";
 inline constexpr char kCatalogCommitted[] = "committed";
+inline constexpr char kCatalogDram[] = "dram";
 inline constexpr char kCatalogLog[] = "log";
 inline constexpr char kCatalogChunk[] = "chunk-";
 inline constexpr char kCatalogPin[] = "pin-";
@@ -39,6 +40,8 @@ struct CatalogEntry {
   // pins.
   bool had_state = false;
   int64_t committed = -1;  // as last written: may lag
+  // Bytes of DRAM that it cannot do without: what jobs that come back before it must leave. As last written, too.
+  uint64_t least_dram = 0;
   // Its gradient log was made, in this life of the name: without that log, state is lost.
   std::optional<uint64_t> life;
   std::vector<storage::DurableChunk> chunks;  // of a job with durability `step`
@@ -66,6 +69,8 @@ CatalogPair PinPair(absl::string_view job, const v1::PinnedVersion& pin);
 std::vector<storage::DurableChunk> PinnedChunks(const v1::PinnedVersion& pin);
 // Not synced: the value is only shown.
 absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed);
+// The same.
+absl::Status WriteLeastDram(storage::Catalog* catalog, absl::string_view job, uint64_t bytes);
 // A life, as messages and the catalog spell it.
 std::string ShowLife(uint64_t life);
 

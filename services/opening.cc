@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/catalog_entry.h"
 #include "ballast/services/job_parts.h"
 #include "ballast/storage/io/failpoint.h"
 #include "ballast/storage/placement/placement.h"
@@ -279,6 +280,15 @@ absl::Status Job::EnsureSpill(const model::EpochPlan& plan, absl::Span<const std
   return EnsureJournal(wanted);
 }
 
+void Job::NoteLeastDram(uint64_t more) {
+  least_dram_ += more;
+  if (const absl::Status written = WriteLeastDram(around_.catalog, name_, least_dram_); !written.ok()) {
+    spdlog::error(
+        "job '{}' goes on, but jobs that come back before it after a restart may leave it too little DRAM: {}", name_,
+        std::string(written.message()));
+  }
+}
+
 absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr<HeldChunk>>* chunks) {
   const kernels::OptimizerSpec& optimizer = wanted.optimizer;
   const std::vector<uint64_t>& elements = wanted.elements;
@@ -331,6 +341,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
   old_spares.clear();
   if (old_store != nullptr) {
     // Nothing of it was ever recorded.
+    least_dram_ = 0;
     old_store->Discard();
     old_store.reset();
     unlogged = true;
@@ -375,6 +386,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
         if (first) read_back_ = nullptr;
         memory->Unreserve(plan->slice_bytes);
       }
+      if (status.ok() && wanted.durable()) NoteLeastDram(storage::LeastDram(request));
     }
   }
   if (missing.empty() && !dry_run && wanted.logged()) status = EnsureJournalWithoutChunks(wanted);

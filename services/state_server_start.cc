@@ -162,7 +162,15 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
     Lose(name, stored.at(name), status, job.journal_bytes());
     whole = false;
   };
+  // What is faster for one must not be what another cannot do without.
+  std::map<std::string, uint64_t> kept;
   for (const auto& [name, entry] : stored) {
+    if (tiers->Take(storage::TierKind::kDram, entry.least_dram, absl::StrCat("job '", name, "'")).ok()) {
+      kept[name] = entry.least_dram;
+    }
+  }
+  for (const auto& [name, entry] : stored) {
+    tiers->Return(storage::TierKind::kDram, kept[name]);
     const bool nothing_left =
         !entry.every_k() && entry.pins.empty() &&
         std::find(entry.unreadable.begin(), entry.unreadable.end(), kCatalogOpen) == entry.unreadable.end();

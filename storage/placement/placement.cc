@@ -37,14 +37,35 @@ void FillHbm(const PlanRequest& request, Plan& plan) {
   }
 }
 
+// All in the fastest tier that has room: what HBM takes, then what is left to the host. Sets working copies and slices.
+uint64_t FillMemory(const PlanRequest& request, Plan* plan) {
+  plan->chunks.resize(request.elements.size());
+  FillHbm(request, *plan);
+  uint64_t state_left = 0, elements = 0;
+  for (size_t i = 0; i < plan->chunks.size(); ++i) {
+    if (plan->chunks[i].working == TierKind::kDram)
+      plan->working.dram += request.layout.WorkingBytes(request.elements[i]);
+    if (plan->chunks[i].state != TierKind::kHbm) state_left += request.layout.StateBytes(request.elements[i]);
+    elements += request.elements[i];
+  }
+  plan->slice_bytes = request.provisional_bytes_per_element * elements;
+  return state_left;
+}
+
+// Any number may be configured: a sum that overflowed would look like room.
+uint64_t Staged(const PlanRequest& request, uint64_t bytes) {
+  return bytes + std::min(request.staging_bytes, std::numeric_limits<uint64_t>::max() - bytes);
+}
+
 // Slices with the least of memory.
-void ReadBack(const PlanRequest& request, uint64_t elements, Plan* plan) {
+void ReadBack(const PlanRequest& request, Plan* plan) {
   const uint64_t shared = request.read_back->shared_bytes;
   const uint64_t least = shared + request.read_back->buffer_bytes_min;
   if (least >= plan->slice_bytes) return;
   plan->reads_back = true;
   plan->slice_bytes = least;
   plan->spill_bytes = request.read_back->spill_bytes;
+  const uint64_t elements = std::accumulate(request.elements.begin(), request.elements.end(), uint64_t{0});
   plan->read_back_bytes = elements * request.layout.gradient_element_bytes() - shared;
 }
 
@@ -119,17 +140,7 @@ std::string Plan::Explain() const {
 
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
   Plan plan;
-  plan.chunks.resize(request.elements.size());
-  FillHbm(request, plan);
-
-  uint64_t state_left = 0;  // not in HBM
-  for (size_t i = 0; i < plan.chunks.size(); ++i) {
-    if (plan.chunks[i].working == TierKind::kDram)
-      plan.working.dram += request.layout.WorkingBytes(request.elements[i]);
-    if (plan.chunks[i].state != TierKind::kHbm) state_left += request.layout.StateBytes(request.elements[i]);
-  }
-  const uint64_t elements = std::accumulate(request.elements.begin(), request.elements.end(), uint64_t{0});
-  plan.slice_bytes = request.provisional_bytes_per_element * elements;
+  const uint64_t state_left = FillMemory(request, &plan);
   const uint64_t fixed = plan.working.dram + plan.slice_bytes;
   if (fixed + state_left <= request.free.dram) {
     plan.state.dram = state_left;  // the placements' default
@@ -143,14 +154,10 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
                                      ", or give an nvme budget"));
   }
 
-  // Any number may be configured: a sum that overflowed would look like room.
-  const auto staged = [&](uint64_t bytes) {
-    return bytes + std::min(request.staging_bytes, std::numeric_limits<uint64_t>::max() - bytes);
-  };
-  uint64_t fixed_staged = staged(fixed);
+  uint64_t fixed_staged = Staged(request, fixed);
   if (fixed_staged > request.free.dram && request.read_back.has_value()) {
-    ReadBack(request, elements, &plan);
-    fixed_staged = staged(plan.working.dram + plan.slice_bytes);
+    ReadBack(request, &plan);
+    fixed_staged = Staged(request, plan.working.dram + plan.slice_bytes);
   }
   uint64_t room = request.free.dram - std::min(request.free.dram, fixed_staged);
   if (plan.reads_back) {
@@ -173,6 +180,14 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
                                  "working copies, slices in flight and buffers for moving nvme state"));
   }
   return CheckNvme(request, std::move(plan), std::move(shortages));
+}
+
+uint64_t LeastDram(const PlanRequest& request) {
+  Plan plan;
+  const uint64_t state_left = FillMemory(request, &plan);
+  const uint64_t all = plan.working.dram + plan.slice_bytes + state_left;
+  if (request.read_back.has_value()) ReadBack(request, &plan);
+  return std::min(all, Staged(request, plan.working.dram + plan.slice_bytes));
 }
 
 }  // namespace ballast::storage

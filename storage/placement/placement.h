@@ -62,4 +62,7 @@ struct PlanRequest {
 // (BUDGET) says how many bytes are missing in which tier, and which budget to raise.
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request);
 
+// Bytes of DRAM without which no plan of these chunks can be, as far as NVMe takes the rest.
+uint64_t LeastDram(const PlanRequest& request);
+
 }  // namespace ballast::storage

@@ -64,6 +64,27 @@ TEST(PlacementTest, StagingBeyondAllNumbersIsNoRoom) {
   EXPECT_THAT(status.ToString(), HasSubstr("dram is short of"));
 }
 
+TEST(PlacementTest, LeastDramIsJustEnough) {
+  const uint64_t nvme = uint64_t{1} << 40;
+  PlanRequest request = FourChunks({.nvme = nvme});
+  std::vector<uint64_t> least;
+  for (const bool reads_back : {false, true}) {
+    for (const uint64_t staging : {uint64_t{1} << 20, uint64_t{1} << 30}) {
+      request.staging_bytes = staging;
+      if (reads_back) request.read_back = {.shared_bytes = 4096, .buffer_bytes_min = 8192, .buffer_bytes_max = 65536};
+      least.push_back(LeastDram(request));
+      request.free.dram = least.back();
+      EXPECT_TRUE(MakePlan(request).ok());
+      request.free.dram = least.back() - 1;
+      EXPECT_FALSE(MakePlan(request).ok());
+    }
+  }
+  // Where staging is more than all of the job, all of it is the least.
+  const uint64_t all = 4 * (kState + kWorking + 4 * kChunk);
+  EXPECT_THAT(least, ::testing::ElementsAre((uint64_t{1} << 20) + 4 * (kWorking + 4 * kChunk), all,
+                                            (uint64_t{1} << 20) + 4 * kWorking + 4096 + 8192, all));
+}
+
 TEST(PlacementTest, HbmTakesWorkingCopiesWithItsState) {
   const absl::StatusOr<Plan> plan = MakePlan(FourChunks({.hbm = 2 * kState + kWorking, .dram = uint64_t{1} << 30}));
   ASSERT_TRUE(plan.ok()) << plan.status();
