@@ -155,6 +155,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) override;
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
   void Opened(const model::EpochPlan& plan) override;
+  void PinDue(int64_t version) override;
   void PinChanged(const v1::PinnedVersion& pin) override;
 
   // Runs `body` under the lock, then Settle, then the replies: here, or (for the job's thread) on the executor.
@@ -243,6 +244,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
     uint64_t records = 0;
     uint64_t bytes = 0;
   };
+  // All chunks to the disk, so that the log can be cut; once at a time.
+  void PostFlush() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   RecordNeeds NeedsOfSlice() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // False: the log is full, and chunks are being flushed so that it can be cut. `logged`: the slice leaves memory.
   bool TakesSlice(uint64_t payload_bytes, bool logged) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -290,9 +293,11 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void NotePlan(const storage::Plan& plan, const storage::PlanRequest& request, bool dry_run);
   // What an earlier run left of the chunk, once.
   std::optional<storage::DurableChunk> TakeDurable(uint64_t id);
+  // Of chunks that were added; on the job's thread.
+  void NoteLeastDram(uint64_t more);
   absl::Status AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr<HeldChunk>>* added);
-  // Takes on the life that the log is of. DATA_LOSS (DIVERGED) if the catalog speaks of another.
-  absl::Status CheckLife(const CatalogEntry& entry, uint64_t life);
+  // Takes on `life`, which `whose` has. DATA_LOSS (DIVERGED) if the catalog speaks of another.
+  absl::Status CheckLife(const CatalogEntry& entry, uint64_t life, absl::string_view whose);
   absl::Status ExtendForRestart();
   absl::Status ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replaying* replaying);
   absl::Status ReplayOpen(const v1::OpenRequest& open, const StepRecord& record);
@@ -326,7 +331,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void RunUnpinDurably(int64_t version);
   void RunAdoption(int64_t version, const std::shared_ptr<Pinning>& pinning);
   // Who wants the pin, into its entry of the catalog.
-  absl::Status RewritePin(int64_t version, bool automatic, bool requested);
+  absl::Status RewritePin(const v1::PinnedVersion& wanted);
   // Of NVMe budget, what automatic pins of a chunk that is added need besides what they have on the disk.
   uint64_t AsideBytes(uint64_t id, uint64_t state_bytes) const;
   void RememberPins(absl::Span<const v1::PinnedVersion> pins);
@@ -377,6 +382,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   uint64_t life_ = 0;                                         // of the job's thread
   uint64_t journal_bytes_ = 0;                                // of the NVMe budget; of the job's thread
   v1::OpenResponse planned_;                                  // of a dry run; of the job's thread
+  uint64_t least_dram_ = 0;                                   // as in the catalog's entry; of the job's thread
   int64_t applied_ = -1;                                      // the last step run; of the job's thread
   std::map<uint64_t, storage::DurableChunk> durable_chunks_;  // not yet taken back; of the recovering thread
   struct PinnedChunk {

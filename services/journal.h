@@ -89,6 +89,8 @@ class Journal {
                         absl::FunctionRef<storage::LogRecord()> snapshot);
   void Append(storage::LogRecord record) { log_->Append(std::move(record)); }
 
+  // Something has taken of the reserve.
+  bool IsShort() const { return log_->free_segments() + 1 < segments_reserved_; }
   // Steps that the free part of the log still takes, of those that need `step_bytes` each.
   uint64_t StepsFree(uint64_t step_bytes) const;
 

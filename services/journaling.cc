@@ -96,8 +96,10 @@ void Job::JournalProgressed() {
 
 absl::Status Job::MakeJournalRoom(uint64_t records, uint64_t bytes, uint64_t payload_bytes) {
   if (journal_ == nullptr || (!durable_ && payload_bytes == 0)) return absl::OkStatus();
-  return journal_->MakeRoom(records, bytes, payload_bytes, [this] {
+  bool rolls = false;
+  const absl::Status made = journal_->MakeRoom(records, bytes, payload_bytes, [&] {
     mu_.AssertHeld();
+    rolls = true;
     SnapshotRecord record;
     if (durable_) {
       record.snapshot = machine_->Snapshot();
@@ -109,6 +111,13 @@ absl::Status Job::MakeJournalRoom(uint64_t records, uint64_t bytes, uint64_t pay
     snapshot.lsn = log_.Append(record);
     return snapshot;
   });
+  // Slices leave the reserve: fences and Opens without a step between them would use it up.
+  if (rolls && durable_ && store_ != nullptr && journal_->IsShort()) PostFlush();
+  return made;
+}
+
+void Job::PostFlush() {
+  if (!std::exchange(flush_posted_, true)) stage_->Post([this] { FlushAll(); });
 }
 
 // Once a rank has pushed a higher attempt, no lower one can be prepared: its own slices are replaced. Drops in a row
@@ -172,7 +181,7 @@ bool Job::TakesSlice(uint64_t payload_bytes, bool logged) {
   const auto [records, record_bytes] = NeedsOfSlice();
   if (journal_->HasRoomForSlice(records, record_bytes, payload_bytes)) return true;
   waits_for_cut_ = true;
-  if (!std::exchange(flush_posted_, true)) stage_->Post([this] { FlushAll(); });
+  PostFlush();
   return false;
 }
 
@@ -245,7 +254,13 @@ void Job::CutJournal(const storage::ChunkStore& store, int64_t version) {
     cut = std::min(cut, store.recoverable_from(chunk).value_or(version));
   }
   absl::MutexLock lock(&mu_);
-  if (journal_ != nullptr) journal_->log().Cut(cut);
+  if (journal_ == nullptr) return;
+  journal_->log().Cut(cut);
+  if (!journal_->log().cut_lacks_room()) return;
+  // Slices may wait for what the cut makes free, and nothing else may begin another segment.
+  if (const absl::Status made = MakeJournalRoom(1, 2 * storage::kLogBlock, 1); !made.ok()) {
+    spdlog::warn("job '{}': a cut of its gradient log waits: {}", name_, std::string(made.message()));
+  }
 }
 
 void Job::FlushAll() {

@@ -31,11 +31,11 @@ absl::Status LogMissing(const std::string& name, size_t chunks, const absl::Stat
 }  // namespace
 
 // A name may have stood for several jobs, one after the other. What their lives left must not be mixed.
-absl::Status Job::CheckLife(const CatalogEntry& entry, uint64_t life) {
+absl::Status Job::CheckLife(const CatalogEntry& entry, uint64_t life, absl::string_view whose) {
   const auto refuse = [&](absl::string_view what, uint64_t other) {
     return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
-                        absl::StrCat(journal_path(), " is of life ", ShowLife(life), " of job '", name_, "', and ",
-                                     what, " of life ", ShowLife(other),
+                        absl::StrCat(whose, " is of life ", ShowLife(life), " of job '", name_, "', and ", what,
+                                     " of life ", ShowLife(other),
                                      ": one of the two is a copy from before the job was dropped and made again. Bring "
                                      "back what belongs together; `ballastctl verify` lists it"));
   };
@@ -67,7 +67,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     return model::Error(absl::StatusCode::kDataLoss, model::kIo,
                         absl::StrCat(journal_path(), " is the log of job '", scanned.name, "', not of '", name_, "'"));
   }
-  BALLAST_RETURN_IF_ERROR(CheckLife(entry, scanned.life));
+  BALLAST_RETURN_IF_ERROR(CheckLife(entry, scanned.life, journal_path()));
   const uint64_t file_bytes = (*log)->file_bytes();
   BALLAST_RETURN_IF_ERROR(around_.tiers->Take(storage::TierKind::kNvme, file_bytes, "the gradient log"));
   journal_bytes_ = file_bytes;
@@ -193,14 +193,19 @@ absl::Status Job::ExtendForRestart() {
   constexpr uint64_t kWanted = Journal::kSegmentsReserved + 2;  // for this restart, and for slices
   const uint64_t free = journal->log().free_segments();
   if (free >= kWanted) return absl::OkStatus();
-  const uint64_t bytes = (kWanted - free) * journal->log().segment_bytes();
+  uint64_t more = kWanted - free;
+  uint64_t bytes = more * journal->log().segment_bytes();
   if (absl::Status taken = around_.tiers->Take(storage::TierKind::kNvme, bytes, "segments of the gradient log");
       !taken.ok()) {
     spdlog::warn("job '{}': its gradient log stays short after restarts in a row: {}", name_,
                  std::string(taken.message()));
-    return absl::OkStatus();
+    if (free > 0) return absl::OkStatus();
+    // Without this one the job would be refused at every start.
+    more = 1;
+    bytes = journal->log().segment_bytes();
+    around_.tiers->TakeBeyond(storage::TierKind::kNvme, bytes);
   }
-  if (const absl::Status extended = journal->log().Extend(kWanted - free); !extended.ok()) {
+  if (const absl::Status extended = journal->log().Extend(more); !extended.ok()) {
     around_.tiers->Return(storage::TierKind::kNvme, bytes);
     return extended;
   }

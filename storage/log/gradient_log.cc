@@ -197,6 +197,7 @@ bool GradientLog::Roll() {
   *free = {++last_incarnation_, -1, false};
   current_ = static_cast<uint64_t>(free - segments_.begin());
   room_ = record_bytes_max();
+  if (std::exchange(cut_lacks_room_, false)) cut_wants_sync_ = true;
   has_cut_room_ = !cut_wants_sync_;  // the batch of a cut that waits comes after what is queued
   queued_.push_back({{}, last_incarnation_, current_, OldestIncarnation()});
   return true;
@@ -276,10 +277,16 @@ void GradientLog::WantCutSync() {
   // Each segment keeps room for one empty batch that tells of a cut; a further one takes of what is left.
   if (cut_wants_sync_) return;
   if (!std::exchange(has_cut_room_, false)) {
-    if (room_ < 2 * kLogBlock) return;
+    cut_lacks_room_ = room_ < 2 * kLogBlock;
+    if (cut_lacks_room_) return;
     room_ -= 2 * kLogBlock;
   }
   cut_wants_sync_ = true;
+}
+
+bool GradientLog::cut_lacks_room() const {
+  absl::MutexLock lock(&mutex_);
+  return cut_lacks_room_;
 }
 
 uint64_t GradientLog::free_bytes() const { return free_segments() * (segment_bytes_ - kSegmentHeadBytes); }

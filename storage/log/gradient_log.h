@@ -97,6 +97,8 @@ class GradientLog {
   // Payloads kept for transactions up to `step` are not needed any more. Segments of which that is true, and older than
   // one whose first record is durable, become free at the next sync, which Cut asks for if a segment waits for it.
   void Cut(int64_t step);
+  // The segment in use has no room to tell of a cut: only Roll makes anything free.
+  bool cut_lacks_room() const;
   // What was appended so far is not needed for transactions beyond `step`, whatever its keep_for: it is void.
   void Release(int64_t step);
   // After Recover: the highest transaction whose replay needs payloads of the segment; until told, all of it is kept.
@@ -180,6 +182,7 @@ class GradientLog {
   uint64_t requested_lsn_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t durable_lsn_ ABSL_GUARDED_BY(mutex_) = 0;
   bool cut_wants_sync_ ABSL_GUARDED_BY(mutex_) = false;
+  bool cut_lacks_room_ ABSL_GUARDED_BY(mutex_) = false;
   bool has_cut_room_ ABSL_GUARDED_BY(mutex_) = false;  // the current segment's batch for a cut is not taken
   absl::Status failed_ ABSL_GUARDED_BY(mutex_);
   bool extending_ ABSL_GUARDED_BY(mutex_) = false;  // its sync is under way

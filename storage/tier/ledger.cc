@@ -64,9 +64,13 @@ void Ledger::Return(TierKind tier, uint64_t bytes) {
   used_[tier] -= bytes;
 }
 
-BudgetLease Ledger::LeaseBeyond(TierKind tier, uint64_t bytes) {
+void Ledger::TakeBeyond(TierKind tier, uint64_t bytes) {
   absl::MutexLock lock(&mutex_);
   used_[tier] += bytes;
+}
+
+BudgetLease Ledger::LeaseBeyond(TierKind tier, uint64_t bytes) {
+  TakeBeyond(tier, bytes);
   return BudgetLease(this, tier, bytes);
 }
 

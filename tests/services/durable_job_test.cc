@@ -138,7 +138,45 @@ TEST_F(DurableJobTest, RestartsInARowTakeNothingThatAnotherJobComesBackWith) {
   EXPECT_GT(std::filesystem::file_size(log), log_bytes);
 }
 
-TEST_F(DurableJobTest, APinFromBeforeTheFirstValuesIsNotRestored) {
+// They come back in the order of their names, each with as much DRAM as it can use.
+TEST_F(DurableJobTest, JobsLeaveEachOtherTheMemoryThatTheyCameFrom) {
+  server_.options().budget.dram = uint64_t{24} << 20;
+  server_.options().budget.nvme = uint64_t{512} << 20;
+  server_.options().staging_bytes = uint64_t{4} << 20;
+  for (const v1::Durability durability : {v1::DURABILITY_STEP, v1::DURABILITY_EVERY_K}) {
+    server_.Restart();
+    v1::JobSpec first = MakeSpec("z", SmallModel());
+    v1::JobSpec second = MakeSpec("a", {{"large", "u", uint64_t{2} << 20, 0}});
+    second.set_group_count(1);
+    for (v1::JobSpec* spec : {&first, &second}) {
+      spec->set_durability(durability);
+      if (durability == v1::DURABILITY_EVERY_K) spec->set_pin_interval(1);
+      TrainerGroup group({server_.get()}, *spec, 1);
+      ASSERT_EQ(group.Start(), absl::OkStatus());
+      ASSERT_EQ(group.Initialise(Initial), absl::OkStatus());
+    }
+    for (int i = 0; i < 2; ++i) {
+      server_.Restart();
+      const v1::GetServerStatusResponse status = server_->Status();
+      ASSERT_EQ(status.jobs_size(), 2);
+      for (const v1::JobStatus& job : status.jobs()) EXPECT_EQ(job.failure(), "") << job.name();
+      EXPECT_GT(status.tiers(1).state_bytes(), 0u);
+      EXPECT_GT(status.tiers(2).state_bytes(), 0u);
+    }
+    const v1::GetServerStatusResponse status = server_->Status();
+    for (const v1::JobStatus& job : status.jobs()) {
+      v1::DropJobRequest drop;
+      drop.set_job(job.name());
+      *drop.mutable_epoch() = job.epoch();
+      Answer<v1::DropJobResponse> dropped;
+      server_->DropJob(drop, dropped.reply());
+      ASSERT_EQ(dropped.Wait().status(), absl::OkStatus());
+    }
+  }
+}
+
+// Chunks that the pin does not have had no state when it was made.
+TEST_F(DurableJobTest, APinFromBeforeTheFirstValuesBringsBackZeros) {
   NextGroup();
   const auto count = static_cast<uint32_t>(SmallModel().size());
   v1::StepHeader skipped = UpdateHeader(count);
@@ -150,11 +188,19 @@ TEST_F(DurableJobTest, APinFromBeforeTheFirstValuesIsNotRestored) {
   ASSERT_EQ(PinDurably(0), absl::OkStatus());
   Step();
   NextGroup();
-  const absl::Status refused = group_->SealAll(RestoreOf(0)).status();
-  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
-  EXPECT_EQ(model::ReasonOf(refused), model::kVersionGone);
-  EXPECT_THAT(std::string(refused.message()), HasSubstr("had no state yet at version 0"));
+  ASSERT_EQ(group_->Finish(RestoreOf(0)).status(), absl::OkStatus());
+  const auto expect_zeros = [&] {
+    for (const v1::Content content : {v1::CONTENT_MASTER, v1::CONTENT_MOMENT2, v1::CONTENT_WORKING}) {
+      const auto read = group_->Read(0, content, 2);
+      ASSERT_TRUE(read.ok()) << read.status();
+      EXPECT_THAT(*read, ::testing::Each(0.0f));
+    }
+  };
+  expect_zeros();
+  // Neither what the pin lacks nor the restore is anywhere but in the log and in the catalog.
+  server_.Restart();
   NextGroup();
+  expect_zeros();
   Step();
 }
 

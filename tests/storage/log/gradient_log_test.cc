@@ -168,6 +168,30 @@ TEST_F(GradientLogTest, AllButTheLastSegmentIsFreeAgainWhenCut) {
   EXPECT_EQ(scanned_.live.size(), 1);
 }
 
+// A full segment has room for one cut's batch.
+TEST_F(GradientLogTest, ACutThatFindsNoRoomIsToldInTheNextSegment) {
+  Create();
+  for (int64_t step = 1; step <= 2; ++step) {
+    ASSERT_TRUE(caller_.Roll());
+    ASSERT_TRUE(caller_.Append({.payload_bytes = kLogBlock, .keep_for = step}));
+  }
+  ASSERT_TRUE(caller_.Roll());
+  ASSERT_TRUE(caller_.SyncAll().ok());
+  caller_.Cut(1);
+  caller_.PumpAll();
+  EXPECT_FALSE(caller_.log().cut_lacks_room());
+  while (caller_.log().HasRoom(1, 0)) caller_.AppendHere(kOtherRecord, {.body_bytes = 1});
+  ASSERT_TRUE(caller_.SyncAll().ok());
+  EXPECT_EQ(caller_.log().free_segments(), 2);
+  caller_.Cut(2);
+  EXPECT_TRUE(caller_.log().cut_lacks_room());
+  ASSERT_TRUE(caller_.Roll());
+  EXPECT_FALSE(caller_.log().cut_lacks_room());
+  caller_.PumpAll();
+  EXPECT_EQ(caller_.log().free_segments(), 2) << "without a sync that somebody else asks for";
+  Reopen();
+}
+
 TEST_F(GradientLogTest, ACutWaitsForTheSnapshotThatStandsIn) {
   Create();
   ASSERT_TRUE(caller_.Roll());
