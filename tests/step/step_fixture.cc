@@ -38,7 +38,8 @@ v1::OpenRequest StepMachineTest::MakeOpen(uint64_t counter, int64_t base, uint32
   spec->set_optimizer(v1::OPTIMIZER_ADAMW);
   spec->set_gradient_dtype(v1::DTYPE_BF16);
   spec->set_working_dtype(v1::DTYPE_BF16);
-  spec->set_durability(v1::DURABILITY_NONE);
+  spec->set_durability(every_k_ > 0 ? v1::DURABILITY_EVERY_K : v1::DURABILITY_NONE);
+  spec->set_pin_interval(every_k_);
   spec->set_group_count(1);
   v1::Registration* batch = spec->add_registrations();
   batch->set_version(-1);

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
@@ -25,18 +26,20 @@ class RecordingHost : public StepHost {
   v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) override;
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override {
     applied.emplace_back(prepared, decision);
+    calls.push_back("apply");
   }
   void Opened(const model::EpochPlan& plan) override { ++opened; }
-  void PinDue(int64_t version) override { pins_due.push_back(version); }
-  void PinChanged(const v1::PinnedVersion& pin) override { pins_changed.push_back(pin); }
+  void PinDue(int64_t version) override { calls.push_back(absl::StrCat("due ", version)); }
+  void PinChanged(const v1::PinnedVersion& pin) override {
+    calls.push_back(absl::StrCat(pin.automatic() || pin.requested() ? "keep " : "drop ", pin.version()));
+  }
 
   std::vector<StepRecord> log;
   uint64_t sync_wanted = 0;
   bool overflow = false;
   std::vector<std::pair<v1::PreparedRecord, v1::Decision>> applied;
   int opened = 0;
-  std::vector<int64_t> pins_due;
-  std::vector<v1::PinnedVersion> pins_changed;
+  std::vector<std::string> calls;  // of what follows a decision, in order
 };
 
 v1::Epoch MakeEpoch(uint64_t counter, uint64_t nonce = 7);
@@ -68,6 +71,7 @@ class StepMachineTest : public testing::Test {
   // The machine as it comes back when the first `records` records were durable.
   void Restart(size_t records);
 
+  uint64_t every_k_ = 0;  // 0: durability none
   std::vector<std::string> servers_ = {"a"};
   RecordingHost host_;
   std::unique_ptr<StepMachine> machine_;

@@ -10,6 +10,41 @@ namespace {
 using absl::StatusCode;
 using ::testing::ElementsAre;
 
+// Durability every-K, K = 1.
+class StepEveryKTest : public StepMachineTest {
+ protected:
+  StepEveryKTest() { every_k_ = 1; }
+  // The host has pinned the version that the last step made due.
+  void PinLast() {
+    v1::PinnedVersion pin = machine_->DescribeVersion();
+    pin.set_automatic(true);
+    pin.set_automatic_since(pin.version());
+    machine_->Pinned(pin);
+    host_.calls.clear();
+  }
+};
+
+// A step that cannot be applied must leave what could be restored.
+TEST_F(StepEveryKTest, NothingIsLetGoBeforeTheStepIsApplied) {
+  Start(1);
+  for (int64_t step = 0; step < 3; ++step) {
+    RunStep(step, step == 0 ? Values() : Update());
+    if (step < 2) PinLast();
+  }
+  EXPECT_THAT(host_.calls, ElementsAre("apply", "drop 0", "due 2"));
+  PinLast();
+  Start(2);
+  v1::StepHeader restore = Update(std::string(1, '\0'));
+  restore.clear_groups();
+  restore.set_kind(v1::STEP_KIND_RESTORE);
+  restore.set_restored_version(1);
+  RunStep(3, restore);
+  EXPECT_THAT(host_.calls, ElementsAre("apply", "keep 1", "drop 2", "due 3"));
+  const v1::GetJobResponse job = machine_->Describe();
+  EXPECT_THAT(job.automatic_versions(), ElementsAre(1));
+  EXPECT_THAT(job.automatic_since(), ElementsAre(3)) << "the restore that made it what the job goes on from";
+}
+
 class StepRestoreTest : public StepMachineTest {
  protected:
   // Version 1 is pinned, version 2 decided, and epoch 2 open.
