@@ -197,15 +197,18 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
     plan.nvme_fixed_bytes += chunk.aside_bytes;
   }
   uint64_t segment_bytes = 0;
+  bool recovering = false;
   if (plan.provisional_bytes_per_element > 0) plan.read_back = wanted.read_back();
   {
     absl::MutexLock lock(&mu_);
+    recovering = recovering_;
     if (journal_ != nullptr) segment_bytes = journal_->log().segment_bytes();
     if (read_back_ != nullptr && plan.read_back.has_value()) {
       plan.read_back->buffer_bytes_min = plan.read_back->buffer_bytes_max = 0;
     }
   }
-  const uint64_t log_bytes = JournalSizeOf(wanted, segment_bytes).bytes();
+  // The log that is being read is as large as it is.
+  const uint64_t log_bytes = recovering ? journal_bytes_ : JournalSizeOf(wanted, segment_bytes).bytes();
   const uint64_t log_bytes_missing = log_bytes - std::min(log_bytes, journal_bytes_);
   if (wanted.logged()) {
     plan.nvme_fixed_bytes += log_bytes_missing;
@@ -346,7 +349,11 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     old_store.reset();
     unlogged = true;
   }
-  if (unlogged) BALLAST_RETURN_IF_ERROR(RemoveJournal());
+  if (unlogged) {
+    // First that there must be one: a crash behind it leaves a log that the next Open makes anew.
+    BALLAST_RETURN_IF_ERROR(around_.catalog->ErasePrefix(absl::StrCat(CatalogPrefix(name_), kCatalogLog)));
+    BALLAST_RETURN_IF_ERROR(RemoveJournal());
+  }
   std::vector<std::shared_ptr<HeldChunk>> taken(elements.size());
   std::vector<storage::ChunkToAdd> missing;
   for (size_t i = 0; i < elements.size(); ++i) {

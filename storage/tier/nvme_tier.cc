@@ -172,9 +172,11 @@ uint64_t NvmeTier::Place(uint64_t bytes) {
     if (free_bytes > bytes) free_.emplace(offset + bytes, free_bytes - bytes);
     return offset;
   }
-  // Fragments too small for this extent: the file grows past the budget, so what they occupy on disk is given back
-  // first.
-  if (end_ + bytes > ledger_->budget().nvme) {
+  // Fragments too small for this extent: the file grows. Where what they occupy on disk would go beyond the budget,
+  // beside what is taken, this extent included, it is given back first.
+  uint64_t fragments = 0;
+  for (const auto& [offset, free_bytes] : free_) fragments += free_bytes;
+  if (ledger_->used().nvme + fragments > ledger_->budget().nvme) {
     for (const auto& [offset, free_bytes] : free_) {
       NoteUnreserved(offset, offset + free_bytes);
       file_->Discard(offset, free_bytes);

@@ -138,6 +138,19 @@ TEST_F(DurableJobTest, RestartsInARowTakeNothingThatAnotherJobComesBackWith) {
   EXPECT_GT(std::filesystem::file_size(log), log_bytes);
 }
 
+// Whose group dies between its Open and its first step, again and again.
+TEST_F(DurableJobTest, OpensWithoutStepsDoNotFillTheLog) {
+  NextGroup();
+  ASSERT_EQ(group_->Initialise(Initial), absl::OkStatus());
+  Step();
+  const uint64_t log_bytes = std::filesystem::file_size(server_.directory() + "/log-job");
+  // Each appends a promise and an Open, of a block and the block of its metas each, twice.
+  const uint64_t opens = log_bytes / (4 * 4096);
+  for (uint64_t i = 0; i < opens && !HasFatalFailure(); ++i) NextGroup();
+  Step();
+  EXPECT_EQ(group_->step(), 3);
+}
+
 // They come back in the order of their names, each with as much DRAM as it can use.
 TEST_F(DurableJobTest, JobsLeaveEachOtherTheMemoryThatTheyCameFrom) {
   server_.options().budget.dram = uint64_t{24} << 20;

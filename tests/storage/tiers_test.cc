@@ -134,7 +134,8 @@ TEST_F(TiersTest, ExtentsAreReusedAndJoined) {
 }
 
 TEST_F(TiersTest, FragmentsNeverRefuseWhatTheBudgetAllows) {
-  auto tiers = Open({.nvme = 4 * kPage});
+  auto tiers = Open({.nvme = 6 * kPage});
+  ASSERT_TRUE(tiers->Take(TierKind::kNvme, 2 * kPage, "a log").ok());
   NvmeTier& nvme = *tiers->nvme();
   std::vector<NvmeExtent> extents;
   for (int i = 0; i < 4; ++i) extents.push_back(*nvme.Allocate(kPage, "x"));
