@@ -179,6 +179,43 @@ def test_a_saved_state_dict_survives_processes_that_die_before_they_save(tmp_pat
         ''')
 
 
+def test_an_edit_that_a_skipped_step_left_is_in_state_dicts_and_in_nobodys_way(tmp_path):
+    run(tmp_path, '''
+        import warnings
+        model = mlp()
+        optimizer = make(model, checkpoints=3)
+        def train(count):
+            for batch in batches(count):
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+        def clamp_and_skip(bound):
+            with torch.no_grad():
+                model[0].weight.clamp_(-bound, bound)
+            optimizer.zero_grad()
+            loss_of(model, next(batches(1))).backward()
+            model[3].bias.grad[1] = float('nan')
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore')
+                optimizer.step()
+            assert optimizer.last_step_skipped
+        train(3)
+        first, weight = optimizer.state_dict(), model[0].weight.detach().clone()
+        clamp_and_skip(0.05)
+        second = optimizer.state_dict()
+        train(2)
+        optimizer.load_state_dict(second)
+        assert model[0].weight.abs().max() <= 0.05
+        clamp_and_skip(0.01)
+        optimizer.load_state_dict(first)
+        assert torch.equal(model[0].weight, weight)
+        clamp_and_skip(0.02)
+        optimizer.load_state_dict(optimizer.full_state_dict())
+        train(1)
+        assert model[0].weight.abs().max() <= 0.02 + 1.1e-2, 'the rate, and a little'
+        ''')
+
+
 def test_an_edit_after_the_last_step_is_in_the_state_dict(tmp_path):
     run(tmp_path, '''
         model = mlp()

@@ -1,6 +1,7 @@
 """overlap=model: a step beside the training loop changes nothing but when things happen."""
 import copy
 import pickle
+import signal
 import threading
 
 import pytest
@@ -132,6 +133,30 @@ def test_a_block_runs_while_later_ones_are_on_their_way(job):
     model[0].register_forward_hook(lambda *_: session.units.set())
     model(torch.zeros(1, 16))
     assert session.in_time
+    assert same(model, expected)
+
+
+@pytest.mark.parametrize('use', ['forward', 'wait'])
+def test_a_signals_handler_waits_in_the_stead_of_who_waited(use, job):
+    model = mlp()
+    optimizer, session = gated(model, job)
+    backward(model)
+    expected = plain_copy(model, job)
+    waited = []
+
+    def handler(*_):
+        session.go.set()
+        optimizer.wait()
+        waited.append(True)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        session.go.clear()
+        optimizer.step()
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        optimizer.wait() if use == 'wait' else model(torch.zeros(1, 16))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert waited and session.in_time
     assert same(model, expected)
 
 

@@ -33,6 +33,23 @@ def test_a_directory_in_use_names_its_process(tmp_path):
         ''')
 
 
+def test_a_private_daemon_outlives_the_thread_that_started_it(tmp_path):
+    run(tmp_path, '''
+        import subprocess, threading
+        from ballast import embedded_daemon
+        daemons = []
+        thread = threading.Thread(target=lambda: daemons.append(embedded_daemon.Daemon(None, '64MiB', None, 1)))
+        thread.start()
+        thread.join()
+        try:
+            daemons[0].process.wait(5)
+        except subprocess.TimeoutExpired:
+            daemons[0].stop()
+        else:
+            raise AssertionError(f'it ended with {daemons[0].process.returncode}')
+        ''')
+
+
 def test_threads_that_open_at_once_share_a_server(tmp_path):
     run(tmp_path, '''
         import threading

@@ -208,6 +208,50 @@ def test_ema_swap(job):
     assert_close(*both(script, *pair(job)))
 
 
+def skip(model, optimizer):
+    optimizer.zero_grad()
+    loss_of(model, next(batches(1))).backward()
+    model[3].bias.grad[1] = float('nan')
+    with pytest.warns(UserWarning, match='is not finite'):
+        optimizer.step()
+    assert optimizer.last_step_skipped
+
+
+def test_an_edit_is_taken_back_before_a_step_took_it(job):
+    def script(model, make):
+        optimizer = make(model.parameters())
+        losses = train(model, optimizer, steps=2)
+        if isinstance(optimizer, bt.AdamW):  # torch's does not skip
+            weight = model[0].weight.detach()
+            kept = weight.clone()
+            weight.mul_(3)
+            skip(model, optimizer)
+            weight.copy_(kept)
+            losses += train(model, optimizer, steps=1)
+            kept = weight.clone()
+            for values in (kept * 2, kept):
+                model[0].weight.data.copy_(values)
+                optimizer.sync_from_params()
+        else:
+            losses += train(model, optimizer, steps=1)
+        return losses + train(model, optimizer, steps=3)
+    assert_close(*both(script, *pair(job)))
+
+
+def test_an_edit_that_a_skipped_step_left_is_in_nobodys_way(job):
+    def script(model, make):
+        model[2].weight.requires_grad_(False)
+        optimizer = make(model.parameters())
+        losses = train(model, optimizer, steps=2)
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        if isinstance(optimizer, bt.AdamW):
+            skip(model, optimizer)
+        model[2].weight.requires_grad_(True)
+        return losses + train(model, optimizer, steps=3)
+    assert_close(*both(script, *pair(job)))
+
+
 def test_model_state_loaded_after_construction(job):
     other = mlp().state_dict()
 
@@ -307,6 +351,18 @@ def test_versions_of_parameters_move(job):
     optimizer.step()
     with pytest.raises(RuntimeError, match='modified by an inplace operation'):
         loss.backward()
+
+
+def test_versions_of_parameters_without_gradients_stay(job):
+    model = mlp()
+    optimizer = bt.AdamW(model.parameters(), **job)
+    train(model, optimizer, steps=1)
+    loss_of(model, next(batches(1))).backward()
+    model[0].weight.grad = None
+    before = [parameter._version for parameter in model.parameters()]
+    optimizer.step()
+    moved = [parameter._version - version for parameter, version in zip(model.parameters(), before)]
+    assert moved == [0] + [1] * (len(before) - 1)
 
 
 @pytest.mark.parametrize('flag', ['differentiable', 'capturable'])

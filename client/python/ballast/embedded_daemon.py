@@ -1,11 +1,13 @@
 """A private ballastd, for several ranks of one host that name no servers: local rank 0 starts and ends it."""
 
 import atexit
+import concurrent.futures
 import os
 import pathlib
 import re
 import shutil
 import subprocess
+import threading
 
 from ballast import place, temporary
 from ballast.errors import Error
@@ -22,6 +24,22 @@ def _binary():
     return str(found)
 
 
+def _on_lasting_thread(start):
+    """What start() returns, from a thread that lasts as long as this process: Linux tells a child (--end-with) that its parent has
+    ended when the thread that started it has."""
+    started = concurrent.futures.Future()
+
+    def run():
+        try:
+            started.set_result(start())
+        except BaseException as error:
+            started.set_exception(error)
+        else:
+            threading.Event().wait()
+    threading.Thread(target=run, name='ballastd-parent', daemon=True).start()
+    return started.result()
+
+
 class Daemon:
     """Ends with this process, however that ends. address: 'host:port'."""
 
@@ -33,8 +51,8 @@ class Daemon:
                    '--data_directory', self.place.directory, '--budget.dram', str(self.place.dram), '--budget.nvme',
                    str(self.place.nvme), '--log_level', 'warn', '--compute_threads', str(threads or place.processors())]
         environment = {key: value for key, value in os.environ.items() if not key.startswith('BALLAST_')}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True,
-                                        start_new_session=True)  # Ctrl-C is for the ranks, which end it
+        self.process = _on_lasting_thread(lambda: subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True,
+                                                                   start_new_session=True))  # Ctrl-C is for the ranks, which end it
         atexit.register(self.stop)
         ready = re.search(r'ready listen=(\S+)', self.process.stdout.readline())
         if ready is None:

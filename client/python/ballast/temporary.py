@@ -38,9 +38,13 @@ def _remove_stale():
 def make():
     """A new directory's path; those of processes that were killed go."""
     _remove_stale()
-    path = tempfile.mkdtemp(prefix=_PREFIX)
-    os.close(os.open(os.path.join(path, _LOCK), os.O_WRONLY | os.O_CREAT, 0o600))
-    _mine[path] = os.getpid(), _lock(os.path.join(path, _LOCK))
+    # Under a name that nobody looks for, until it is locked.
+    made = tempfile.mkdtemp(prefix='.' + _PREFIX)
+    os.close(os.open(os.path.join(made, _LOCK), os.O_WRONLY | os.O_CREAT, 0o600))
+    descriptor = _lock(os.path.join(made, _LOCK))
+    path = os.path.join(os.path.dirname(made), os.path.basename(made)[1:])
+    os.rename(made, path)
+    _mine[path] = os.getpid(), descriptor
     return path
 
 

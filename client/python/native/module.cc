@@ -183,6 +183,7 @@ void BindSession(nb::module_& m) {
       // Whoever holds the session may want the interpreter's lock.
       .def_prop_ro("version", &PythonSession::version, Release())
       .def_prop_ro("needs_values", &PythonSession::needs_values, Release())
+      .def_prop_ro("written", &PythonSession::written, Release())
       .def_prop_ro("restored_version", &PythonSession::restored_version, Release())
       .def_prop_ro("blobs",
                    [](const PythonSession& session) {

@@ -278,6 +278,16 @@ PythonSession::Using::Using(const PythonSession* of) : lock_(of->mutex_), sessio
   throw StatusError(model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, "the session was closed"));
 }
 
+std::vector<std::string> PythonSession::written() const {
+  const Using session = Use();
+  std::vector<std::string> names;
+  for (const std::string& name : names_) {
+    const absl::StatusOr<uint32_t> index = session->TensorIndex(name);
+    if (index.ok() && session->written(*index)) names.push_back(name);
+  }
+  return names;
+}
+
 void PythonSession::CheckElements(absl::Span<const uint64_t> elements) const {
   const Using session = Use();
   const auto refuse = [](const std::string& what) {

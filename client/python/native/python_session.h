@@ -162,6 +162,8 @@ class PythonSession {
 
   int64_t version() const { return Use()->version(); }
   bool needs_values() const { return Use()->needs_values(); }
+  // Tensors with values that were written and no transaction has taken yet.
+  std::vector<std::string> written() const;
   int64_t restored_version() const { return Use()->restored_version(); }
   std::vector<std::string> blobs() const { return Use()->resumed_blobs(); }
   // Are these the session's tensors? INVALID_ARGUMENT (BAD_LENGTH), naming one that has other than `elements[i]` here.

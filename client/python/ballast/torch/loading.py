@@ -211,6 +211,7 @@ def _bring_in(optimizer, entries):
     trained = {name_of(optimizer, g, i, parameter) for g, i, parameter in placed(optimizer) if entries[id(parameter)].steps > 0}
     session = optimizer._open(partly=True, trained=trained)
     optimizer._register(optimizer._new_tensors(trained))
+    optimizer._commit_written()
     fresh = not was_open and not optimizer._unpulled  # the masters are the parameters
     members = [member for member in optimizer._members if id(member.parameter) in entries]
     of = {id(member): entries[id(member.parameter)] for member in members}

@@ -232,8 +232,9 @@ class Optimizer(torch.optim.Optimizer):
         self._session.read(member.name, 'master', master)
         values = whole(parameter).cpu().reshape(-1)
         kept = master.to(values.dtype) == values
-        # All ranks write, or none: their parameters are the same, but one of them may have been moved.
-        if self._options.world_size > 1 or not bool(kept.all()):
+        # All ranks write, or none: their parameters are the same, but one of them may have been moved. Where they hold the master's
+        # values once more, another edit may have been written that no step has taken.
+        if self._options.world_size > 1 or member.name in self._session.written or not bool(kept.all()):
             self._session.write(member.name, torch.where(kept, master, values.float()))
         member.noted(member.parameter)
 
@@ -259,10 +260,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def _settle_edits(self):
         """What was written to parameters since the step belongs to the version that is kept."""
-        edited = [member for member in self._members if member.edited(member.parameter)]
-        for member in edited:
-            self._take_edit(member)
-        if edited:
+        for member in self._members:
+            if member.edited(member.parameter):
+                self._take_edit(member)
+        self._commit_written()
+
+    def _commit_written(self):
+        """Edits that no step has taken, for it was skipped, say. On all ranks, which have written the same."""
+        if self._session.written:
             self._session.commit_values()
 
     def full_state_dict(self):
@@ -284,6 +289,7 @@ class Optimizer(torch.optim.Optimizer):
         """Parameters, moments, step counts and blob become those of a version that state_dict() named; all ranks."""
         session = self._open(partly=True)
         if session.version != version:
+            self._commit_written()
             session.restore(version)
             self._take_blob()
         if self._partly:
@@ -364,7 +370,9 @@ class Optimizer(torch.optim.Optimizer):
         for member, changed in zip(self._members, edited):
             if changed:
                 self._take_edit(member)
-        step = Step(self, collected, self._gradient_scale, blob)
+        written = self._session.written
+        changes = {i for i, member in enumerate(self._members) if present[i] or member.name in written}
+        step = Step(self, collected, changes, self._gradient_scale, blob)
         if self._overlap is not None:
             return self._overlap.start(step, self._members, collected.gradients)
         try:
@@ -409,6 +417,7 @@ class Optimizer(torch.optim.Optimizer):
     def _register(self, fresh):
         if not fresh:
             return
+        self._commit_written()
         self._session.register([tensor for _, _, tensor in fresh])
         self._members.extend(member for member, _, _ in fresh)
         self._session.initialise(Memory(self._members, self._host).wait().parameters)

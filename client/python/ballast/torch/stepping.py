@@ -21,8 +21,9 @@ _GRACE_SECONDS = 2.0
 class Step:
     """run() may be on any thread. land() and end() are the training loop's, since they touch parameters as autograd sees them."""
 
-    def __init__(self, optimizer, collected, scale, blob):
-        self._optimizer, self._collected, self._scale, self._blob = optimizer, collected, scale, blob
+    def __init__(self, optimizer, collected, changes, scale, blob):
+        """changes: members, by index, whose parameters it may change. Those of others are left alone."""
+        self._optimizer, self._collected, self._changes, self._scale, self._blob = optimizer, collected, changes, scale, blob
         # The optimizer's are others when another thread closes it, or registers more.
         self._session, self._members = optimizer._session, optimizer._members
         self._before = self._session.version
@@ -63,7 +64,7 @@ class Step:
 
     def land(self, indices):
         """Parameters of these members, by index, hold the new version."""
-        for i in indices - self._landed:
+        for i in (indices & self._changes) - self._landed:
             self._memory.write_back(i)
             self._optimizer._wrote(self._members[i])
         self._landed |= indices
@@ -147,6 +148,8 @@ class Overlap:
             return
         needed = self._needs.get(module, set())
         self._await(lambda: needed <= self._ready_members)
+        if self._step is None:
+            return  # a signal's handler has waited
         if needed <= self._ready_members:
             self._land(needed)
         else:
@@ -154,8 +157,9 @@ class Overlap:
 
     def _await(self, enough):
         """Until the step has ended, or that. As a call of the session does, Ctrl-C leaves it two seconds, then ends the session."""
+        future = self._future
         def over():
-            return self._future.done() or enough()
+            return future.done() or enough()
         with self._changed:
             try:
                 self._changed.wait_for(over)
@@ -177,8 +181,10 @@ class Overlap:
         """Until the step under way has ended. Raises what it raised."""
         if self._step is None:
             return
-        self._await(lambda: False)
         step, future, ready = self._step, self._future, self._ready_members
+        self._await(lambda: False)
+        if self._step is not step:
+            return  # a signal's handler has waited
         try:
             self._land(set(ready))
         except Error as error:
