@@ -173,12 +173,14 @@ absl::Status Job::EndRecovery() {
   bool few = false;
   {
     absl::MutexLock lock(&mu_);
+    flush_posted_ = true;  // the store has one user at a time: for now this thread
     BALLAST_RETURN_IF_ERROR(MakeJournalRoom(1, 0));
     few = journal_->log().free_segments() < Journal::kSegmentsReserved;
   }
   storage::Pass("recovery/rolled");
   if (store != nullptr && few) FlushAll();
   absl::MutexLock lock(&mu_);
+  flush_posted_ = false;
   return failure_;
 }
 
@@ -193,19 +195,15 @@ absl::Status Job::ExtendForRestart() {
   constexpr uint64_t kWanted = Journal::kSegmentsReserved + 2;  // for this restart, and for slices
   const uint64_t free = journal->log().free_segments();
   if (free >= kWanted) return absl::OkStatus();
-  uint64_t more = kWanted - free;
-  uint64_t bytes = more * journal->log().segment_bytes();
+  const uint64_t bytes = (kWanted - free) * journal->log().segment_bytes();
   if (absl::Status taken = around_.tiers->Take(storage::TierKind::kNvme, bytes, "segments of the gradient log");
       !taken.ok()) {
+    if (free == 0) return taken;  // nothing more can be written
     spdlog::warn("job '{}': its gradient log stays short after restarts in a row: {}", name_,
                  std::string(taken.message()));
-    if (free > 0) return absl::OkStatus();
-    // Without this one the job would be refused at every start.
-    more = 1;
-    bytes = journal->log().segment_bytes();
-    around_.tiers->TakeBeyond(storage::TierKind::kNvme, bytes);
+    return absl::OkStatus();
   }
-  if (const absl::Status extended = journal->log().Extend(more); !extended.ok()) {
+  if (const absl::Status extended = journal->log().Extend(kWanted - free); !extended.ok()) {
     around_.tiers->Return(storage::TierKind::kNvme, bytes);
     return extended;
   }

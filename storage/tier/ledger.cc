@@ -64,13 +64,9 @@ void Ledger::Return(TierKind tier, uint64_t bytes) {
   used_[tier] -= bytes;
 }
 
-void Ledger::TakeBeyond(TierKind tier, uint64_t bytes) {
+BudgetLease Ledger::LeaseBeyond(TierKind tier, uint64_t bytes) {
   absl::MutexLock lock(&mutex_);
   used_[tier] += bytes;
-}
-
-BudgetLease Ledger::LeaseBeyond(TierKind tier, uint64_t bytes) {
-  TakeBeyond(tier, bytes);
   return BudgetLease(this, tier, bytes);
 }
 

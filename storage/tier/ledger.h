@@ -59,7 +59,6 @@ class Ledger {
   absl::Status Take(TierKind tier, uint64_t bytes, absl::string_view what);
   void Return(TierKind tier, uint64_t bytes);
   // Whatever the budget is.
-  void TakeBeyond(TierKind tier, uint64_t bytes);
   BudgetLease LeaseBeyond(TierKind tier, uint64_t bytes);
   absl::StatusOr<BudgetLease> Lease(TierKind tier, uint64_t bytes, absl::string_view what);
 

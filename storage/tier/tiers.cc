@@ -96,8 +96,6 @@ absl::Status Tiers::Take(TierKind tier, uint64_t bytes, const std::string& what)
   return impl_->ledger.Take(tier, bytes, what);
 }
 
-void Tiers::TakeBeyond(TierKind tier, uint64_t bytes) { impl_->ledger.TakeBeyond(tier, bytes); }
-
 void Tiers::Return(TierKind tier, uint64_t bytes) { impl_->ledger.Return(tier, bytes); }
 
 void Tiers::CountTraffic(TierKind tier, uint64_t read, uint64_t written) {

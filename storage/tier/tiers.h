@@ -61,8 +61,6 @@ class Tiers {
   TierTraffic traffic() const;
   // Takes or returns budget without allocating: for memory that others hold (provisional slices).
   absl::Status Take(TierKind tier, uint64_t bytes, const std::string& what);
-  // Whatever the budget is.
-  void TakeBeyond(TierKind tier, uint64_t bytes);
   void Return(TierKind tier, uint64_t bytes);
   // Adds to traffic(): who moves a tier's bytes reports them.
   void CountTraffic(TierKind tier, uint64_t read, uint64_t written);
