@@ -28,7 +28,7 @@ absl::StatusOr<v1::SetBudgetResponse> ChangeBudgets(const v1::SetBudgetRequest& 
     movable.push_back(job);
     holdings.push_back(*std::move(holding));
   }
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<storage::JobTarget> targets,
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<storage::Plan> plans,
                            storage::PlanBudgets(budget, tiers->used(), holdings));
   BALLAST_RETURN_IF_ERROR(tiers->SetBudget(budget));
   spdlog::info("budgets are now hbm {}, dram {}, nvme {} bytes", budget.hbm, budget.dram, budget.nvme);
@@ -36,11 +36,9 @@ absl::StatusOr<v1::SetBudgetResponse> ChangeBudgets(const v1::SetBudgetRequest& 
   for (size_t i = 0; i < movable.size(); ++i) {
     v1::JobMoves* moves = response.add_jobs();
     moves->set_job(holdings[i].name);
-    movable[i]->MoveTo(targets[i], moves);
-    moves->set_plan(targets[i].plan.Explain());
-    if (targets[i].plan.prediction.has_value()) {
-      *moves->mutable_prediction() = PredictionMessage(*targets[i].plan.prediction);
-    }
+    movable[i]->MoveTo(plans[i], moves);
+    moves->set_plan(plans[i].Explain());
+    if (plans[i].prediction.has_value()) *moves->mutable_prediction() = PredictionMessage(*plans[i].prediction);
   }
   return response;
 }

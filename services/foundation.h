@@ -11,6 +11,7 @@
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/log/gradient_log.h"
+#include "ballast/storage/tier/tiers.h"
 
 namespace ballast::services {
 
@@ -19,6 +20,8 @@ class Foundation {
  public:
   virtual ~Foundation() = default;
   virtual storage::Disk* disk() = 0;
+  // Null: storage::OpenHbmTier.
+  virtual storage::HbmOpener hbm() { return nullptr; }
   virtual absl::StatusOr<std::unique_ptr<storage::Catalog>> OpenCatalog(const std::string& directory) = 0;
   virtual std::unique_ptr<Executor> MakeExecutor(int threads) = 0;
   // From now on until its end `log` is pumped; `progress` as GradientLog::Start's.

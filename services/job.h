@@ -126,7 +126,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // For new budgets, while the planning lock is held: what the job holds that may move; none if nothing.
   std::optional<storage::JobHolding> Holding() const;
   // Its chunks go where `target` wants them, between steps; what an earlier call wanted counts no more.
-  void MoveTo(const storage::JobTarget& target, v1::JobMoves* answer);
+  void MoveTo(const storage::Plan& plan, v1::JobMoves* answer);
   v1::Epoch promised() const;
 
   // Refuses all that waits and all that comes with `status`, finishes the update at work, drops those behind it.
@@ -321,7 +321,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Lets the job's thread go on with moves, if there are any.
   void ResumeMoves() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void MoveSome();
-  absl::Status MoveBatch(const std::shared_ptr<Moves>& moves, std::deque<uint64_t>* chunks, storage::TierKind to);
+  absl::Status MoveBatch(const std::shared_ptr<Moves>& moves, storage::TierKind to);
   void EndBatch(const std::shared_ptr<Moves>& moves, bool progress, const absl::Status& status);
   // False if there is none.
   bool GiveUpOldestPin(storage::ChunkStore* store, const absl::Status& cause);

@@ -1,6 +1,7 @@
 // What the files of class Job share.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <memory>
 #include <string>
@@ -62,8 +63,11 @@ struct Job::NewChunks {
 // Chunks that are not where new budgets want them; of the job's lock.
 struct Job::Moves {
   std::shared_ptr<storage::ChunkStore> store;
-  std::deque<uint64_t> down, up;  // to NVMe, to DRAM; the store's indices
-  bool posted = false;            // a batch is queued
+  // By TierKind, where to; the store's indices.
+  std::array<std::deque<uint64_t>, storage::kTierKinds> to;
+  std::deque<uint64_t>& To(storage::TierKind tier) { return to[static_cast<size_t>(tier)]; }
+  uint64_t left() const { return to[0].size() + to[1].size() + to[2].size(); }
+  bool posted = false;  // a batch is queued
   bool said_stalled = false;
   uint64_t moved = 0;
   absl::Time began = absl::Now();

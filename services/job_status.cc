@@ -55,7 +55,7 @@ v1::JobStatus Job::Status() const {
     }
     status.set_skipped_steps(machine_->skipped_steps());
     if (!failure_.ok()) status.set_failure(std::string(failure_.message()));
-    status.set_chunks_moving(moves_ != nullptr ? moves_->down.size() + moves_->up.size() : 0);
+    status.set_chunks_moving(moves_ != nullptr ? moves_->left() : 0);
     status.set_chunks_moved(chunks_moved_);
     if (prediction_.has_value()) *status.mutable_prediction() = PredictionMessage(*prediction_);
     store = store_;

@@ -11,9 +11,12 @@
 #include "ballast/services/job_parts.h"
 
 namespace ballast::services {
+
+using storage::TierKind;
+
 namespace {
 
-// In each direction, of one batch: of 12 MiB chunks as much as a disk moves in some tens of milliseconds.
+// To each tier, of one batch: of 12 MiB chunks as much as a disk moves in some tens of milliseconds.
 constexpr int kMovesAtOnce = 4;
 
 }  // namespace
@@ -36,24 +39,29 @@ std::optional<storage::JobHolding> Job::Holding() const {
   return holding;
 }
 
-void Job::MoveTo(const storage::JobTarget& target, v1::JobMoves* answer) {
+void Job::MoveTo(const storage::Plan& plan, v1::JobMoves* answer) {
   absl::MutexLock lock(&mu_);
   // An Open of another spec may have thrown the chunks away; it takes none before the planning lock is free.
-  if (store_ == nullptr || store_->chunk_count() != target.state.size()) return;
+  if (store_ == nullptr || store_->chunk_count() != plan.chunks.size()) return;
   auto moves = std::make_shared<Moves>();
   moves->store = store_;
   const std::vector<storage::PlacedChunk> placed = store_->placed();
-  for (uint64_t i = 0; i < target.state.size(); ++i) {
-    if (placed[i].placement.state == target.state[i]) continue;
-    (target.state[i] == storage::TierKind::kNvme ? moves->down : moves->up).push_back(i);
+  // Those in DRAM first: what leaves HBM may need their room.
+  for (const TierKind from : {TierKind::kDram, TierKind::kHbm, TierKind::kNvme}) {
+    for (uint64_t i = 0; i < placed.size(); ++i) {
+      const TierKind to = plan.chunks[i].state;
+      if (placed[i].placement.state == from && to != from) moves->To(to).push_back(i);
+    }
   }
-  answer->set_chunks_to_nvme(moves->down.size());
-  answer->set_chunks_to_dram(moves->up.size());
-  prediction_ = target.plan.prediction;
+  const uint64_t down = moves->To(TierKind::kNvme).size(), up = moves->To(TierKind::kHbm).size();
+  const uint64_t dram = moves->To(TierKind::kDram).size();
+  answer->set_chunks_to_nvme(down);
+  answer->set_chunks_to_dram(dram);
+  answer->set_chunks_to_hbm(up);
+  prediction_ = plan.prediction;
   moves_ = nullptr;  // where an earlier change wanted them counts no more
-  if (moves->down.empty() && moves->up.empty()) return;
-  spdlog::info("job '{}': {} chunks move to nvme, {} to dram. {}", name_, moves->down.size(), moves->up.size(),
-               target.plan.Explain());
+  if (moves->left() == 0) return;
+  spdlog::info("job '{}': {} chunks move to nvme, {} to dram, {} to hbm. {}", name_, down, dram, up, plan.Explain());
   moves_ = std::move(moves);
   ResumeMoves();
 }
@@ -75,7 +83,8 @@ void Job::MoveSome() {
       return;
     }
     moves = moves_;
-    down.assign(moves->down.begin(), moves->down.begin() + std::min<size_t>(moves->down.size(), kMovesAtOnce));
+    const std::deque<uint64_t>& all = moves->To(TierKind::kNvme);
+    down.assign(all.begin(), all.begin() + std::min<std::ptrdiff_t>(std::ssize(all), kMovesAtOnce));
   }
   // Durable state goes down by being flushed; then the memory is dropped.
   std::erase_if(down, [&](uint64_t chunk) { return !moves->store->dirty(chunk); });
@@ -89,14 +98,18 @@ void Job::MoveSome() {
   }
   if (!down.empty()) CutJournal(*moves->store, applied_);
   const uint64_t before = moves->moved;
-  absl::Status status = MoveBatch(moves, &moves->down, storage::TierKind::kNvme);
-  const absl::Status up = MoveBatch(moves, &moves->up, storage::TierKind::kDram);
-  if (status.ok() || (absl::IsResourceExhausted(status) && !up.ok())) status = up;
+  absl::Status status;  // of those that did not go, an error that room does not heal
+  // What goes down makes room for what comes up.
+  for (const TierKind to : {TierKind::kNvme, TierKind::kDram, TierKind::kHbm}) {
+    const absl::Status moved = MoveBatch(moves, to);
+    if (status.ok() || (absl::IsResourceExhausted(status) && !moved.ok())) status = moved;
+  }
   EndBatch(moves, moves->moved > before, status);
 }
 
 // Until one finds no room or fails.
-absl::Status Job::MoveBatch(const std::shared_ptr<Moves>& moves, std::deque<uint64_t>* chunks, storage::TierKind to) {
+absl::Status Job::MoveBatch(const std::shared_ptr<Moves>& moves, TierKind to) {
+  std::deque<uint64_t>* const chunks = &moves->To(to);
   for (int i = 0; i < kMovesAtOnce; ++i) {
     // Nobody plans meanwhile with what the chunk is about to take or give back.
     absl::MutexLock planning(around_.planning);
@@ -107,7 +120,7 @@ absl::Status Job::MoveBatch(const std::shared_ptr<Moves>& moves, std::deque<uint
       chunk = chunks->front();
     }
     // Durable chunks of this batch have been flushed; one that was not is the next batch's.
-    if (to == storage::TierKind::kNvme && moves->store->dirty(chunk)) return absl::OkStatus();
+    if (to == TierKind::kNvme && moves->store->dirty(chunk)) return absl::OkStatus();
     BALLAST_RETURN_IF_ERROR(moves->store->Move(chunk, to));
     absl::MutexLock lock(&mu_);
     chunks->pop_front();
@@ -120,7 +133,7 @@ absl::Status Job::MoveBatch(const std::shared_ptr<Moves>& moves, std::deque<uint
 void Job::EndBatch(const std::shared_ptr<Moves>& moves, bool progress, const absl::Status& status) {
   absl::MutexLock lock(&mu_);
   if (moves_ != moves) return;
-  const uint64_t left = moves->down.size() + moves->up.size();
+  const uint64_t left = moves->left();
   if (!status.ok() && !absl::IsResourceExhausted(status)) {
     // The chunk is where it was, and so are the others: training goes on.
     spdlog::error("job '{}': {} chunks stay where they are, not where the budgets want them: {}", name_, left,

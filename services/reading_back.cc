@@ -108,8 +108,7 @@ absl::StatusOr<bool> Job::MoveOneDown(storage::ChunkStore* store) {
   const auto last = std::find_if(placed.rbegin(), placed.rend(), [](const storage::PlacedChunk& chunk) {
     return chunk.placement.state == storage::TierKind::kDram;
   });
-  // Beside a GPU the host's memory is pinned, and nothing moves out of it.
-  if (last == placed.rend() || around_.tiers->hbm() != nullptr) return false;
+  if (last == placed.rend()) return false;
   const auto chunk = static_cast<uint64_t>(placed.rend() - last) - 1;
   if (store->dirty(chunk)) BALLAST_RETURN_IF_ERROR(Flush(store, {&chunk, 1}, applied_));
   BALLAST_RETURN_IF_ERROR(store->Move(chunk, storage::TierKind::kNvme));

@@ -109,6 +109,7 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   tiers.staging_bytes = StagingBytes(options);
   tiers.hbm_device = options.hbm_device;
   tiers.disk = impl->foundation->disk();
+  tiers.open_hbm = impl->foundation->hbm();
   BALLAST_ASSIGN_OR_RETURN(const auto stored, impl->ReadJobs());
   for (const auto& [name, entry] : stored) {
     for (const storage::DurableChunk& chunk : entry.ChunksAndPinned()) {

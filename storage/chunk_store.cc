@@ -61,21 +61,26 @@ absl::Status ChunkStore::Impl::CheckPlan(absl::Span<const ChunkToAdd> added, con
     const auto [state, working] = plan.chunks[i];
     const uint64_t elements = added[i].elements;
     if (elements == 0) return Bad(model::kBadRequest, absl::StrCat("chunk ", i, " is empty"));
-    if (!layout.working_copies() && state == TierKind::kHbm) {
-      return Bad(model::kBadConfig, "state in hbm needs working copies, and this store keeps none");
-    }
     if (working == TierKind::kNvme || (working == TierKind::kHbm && state != TierKind::kHbm)) {
       return Bad(model::kBadRequest, absl::StrCat("working copy of chunk ", i, " cannot be in ", TierName(working),
                                                   " with its state in ", TierName(state)));
     }
-    const bool there =
-        state == TierKind::kHbm ? tiers->hbm() != nullptr : state != TierKind::kNvme || tiers->nvme() != nullptr;
-    if (!there) return Bad(model::kBadConfig, absl::StrCat("this server has no ", TierName(state), " tier"));
-    if (state == TierKind::kHbm && elements > kHbmSpanElementsMax) {
-      return Bad(model::kBadRequest, absl::StrCat("chunk of ", elements, " elements, hbm takes ", kHbmSpanElementsMax));
-    }
+    BALLAST_RETURN_IF_ERROR(CheckTier(i, elements, state));
   }
   return absl::OkStatus();
+}
+
+absl::Status ChunkStore::Impl::CheckTier(uint64_t chunk, uint64_t elements, TierKind state) const {
+  const bool there =
+      state == TierKind::kHbm ? tiers->hbm() != nullptr : state != TierKind::kNvme || tiers->nvme() != nullptr;
+  if (!there) return Bad(model::kBadConfig, absl::StrCat("this server has no ", TierName(state), " tier"));
+  if (state != TierKind::kHbm) return absl::OkStatus();
+  if (!layout.working_copies()) {
+    return Bad(model::kBadConfig, "state in hbm needs working copies, and this store keeps none");
+  }
+  if (elements <= kHbmSpanElementsMax) return absl::OkStatus();
+  return Bad(model::kBadRequest,
+             absl::StrCat("chunk ", chunk, " of ", elements, " elements, hbm takes ", kHbmSpanElementsMax));
 }
 
 // The pipeline's slots and the readers' buffer are taken together, so that together they are staging_bytes().
@@ -142,6 +147,20 @@ absl::StatusOr<ChunkStore::Impl::NvmeSpace> ChunkStore::Impl::TakeNvme(absl::Spa
   return space;
 }
 
+absl::StatusOr<ChunkMemory> ChunkStore::Impl::OwnMemory(uint64_t elements, const ChunkPlacement& placement) {
+  constexpr char kWhat[] = "chunk state and working copies";
+  ChunkMemory own;
+  if (placement.state == TierKind::kHbm) {
+    BALLAST_ASSIGN_OR_RETURN(own.hbm, tiers->hbm()->Allocate(layout.StateBytes(elements), kWhat));
+  } else if (placement.state == TierKind::kDram) {
+    BALLAST_ASSIGN_OR_RETURN(own.dram, tiers->dram()->Allocate(layout.StateBytes(elements), kWhat));
+  }
+  if (placement.working == TierKind::kHbm) {
+    BALLAST_ASSIGN_OR_RETURN(own.hbm_working, tiers->hbm()->Allocate(layout.WorkingBytes(elements), kWhat));
+  }
+  return own;
+}
+
 absl::Status ChunkStore::Add(absl::Span<const uint64_t> elements, const Plan& plan) {
   std::vector<ChunkToAdd> added(elements.size());
   for (size_t i = 0; i < elements.size(); ++i) added[i].elements = elements[i];
@@ -156,13 +175,14 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
     state_bytes[plan.chunks[i].state] += impl.layout.StateBytes(added[i].elements);
     working_bytes[plan.chunks[i].working] += impl.layout.WorkingBytes(added[i].elements);
   }
+  const bool shares = impl.tiers->hbm() == nullptr;  // DRAM that states lie in
   DramBlock dram;
-  HbmBlock hbm;
-  if (const uint64_t bytes = state_bytes.dram + working_bytes.dram; bytes > 0) {
+  if (const uint64_t bytes = (shares ? state_bytes.dram : 0) + working_bytes.dram; bytes > 0) {
     BALLAST_ASSIGN_OR_RETURN(dram, impl.tiers->dram()->Allocate(bytes, "chunk state and working copies"));
   }
-  if (const uint64_t bytes = state_bytes.hbm + working_bytes.hbm; bytes > 0) {
-    BALLAST_ASSIGN_OR_RETURN(hbm, impl.tiers->hbm()->Allocate(bytes, "chunk state and working copies"));
+  std::vector<ChunkMemory> own(added.size());
+  for (size_t i = 0; i < added.size() && !shares; ++i) {
+    BALLAST_ASSIGN_OR_RETURN(own[i], impl.OwnMemory(added[i].elements, plan.chunks[i]));
   }
   uint64_t moving = 0;  // the largest state that goes to NVMe
   for (size_t i = 0; i < added.size(); ++i) {
@@ -178,12 +198,11 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
     impl.versions->AddRoom(std::move(space.room), space.spare_bytes);
   }
 
-  std::byte* next[] = {hbm.data(), dram.bytes().data()};  // by TierKind
+  std::byte* next = dram.bytes().data();
   std::vector<StoredChunk*> fresh;
   {
     absl::MutexLock lock(&impl.mutex);
     impl.dram.push_back(std::move(dram));
-    impl.hbm.push_back(std::move(hbm));
     for (size_t i = 0; i < added.size(); ++i) {
       const ChunkPlacement placement = plan.chunks[i];
       StoredChunk& chunk =
@@ -194,14 +213,13 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
       chunk.extent = std::move(space.extents[i]);
       // Even if it turns out unreadable: it stays on the disk.
       if (added[i].durable.has_value()) chunk.newest = *added[i].durable;
-      if (placement.state != TierKind::kNvme) {
-        std::byte*& at = next[static_cast<int>(placement.state)];
-        chunk.state = std::exchange(at, at + chunk.state_bytes());
-      }
+      chunk.own = std::move(own[i]);
       chunk.shared = &impl.dram.back();
-      if (!impl.layout.working_copies()) continue;
-      std::byte*& at = next[static_cast<int>(placement.working)];
-      chunk.working = std::exchange(at, at + impl.layout.WorkingBytes(added[i].elements));
+      chunk.state = placement.state == TierKind::kHbm ? chunk.own.hbm.data() : chunk.own.dram.bytes().data();
+      if (placement.state == TierKind::kDram && shares) chunk.state = std::exchange(next, next + chunk.state_bytes());
+      chunk.working = chunk.own.hbm_working.data();
+      if (placement.working == TierKind::kHbm || !impl.layout.working_copies()) continue;
+      chunk.working = std::exchange(next, next + impl.layout.WorkingBytes(added[i].elements));
     }
     for (const TierKind tier : {TierKind::kHbm, TierKind::kDram, TierKind::kNvme}) {
       impl.residency.state[tier] += state_bytes[tier];
@@ -277,49 +295,48 @@ absl::Status ChunkStore::Move(uint64_t index, TierKind to) {
   Impl& impl = *impl_;
   BALLAST_RETURN_IF_ERROR(impl.failed);
   BALLAST_ASSIGN_OR_RETURN(StoredChunk * chunk, impl.Find(index));
-  const TierKind from = chunk->placement.state;
-  if (from == to) return absl::OkStatus();
-  const bool pinned = impl.tiers->hbm() != nullptr;
-  if (from == TierKind::kHbm || to == TierKind::kHbm || impl.tiers->nvme() == nullptr || pinned) {
-    return Bad(model::kBadRequest,
-               absl::StrCat("chunk ", index, " cannot move from ", TierName(from), " to ", TierName(to),
-                            ": state moves between dram and nvme, where memory is not pinned for a GPU"));
-  }
-  BALLAST_RETURN_IF_ERROR(impl.MoveState(*chunk, to));
+  const ChunkPlacement from = chunk->placement;
+  if (from.state == to) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(impl.CheckTier(index, chunk->elements, to));
+  BALLAST_RETURN_IF_ERROR(impl.Move(*chunk, to));
   absl::MutexLock lock(&impl.mutex);
-  impl.placed[index].placement.state = to;
-  impl.residency.state[from] -= chunk->state_bytes();
+  impl.placed[index].placement = chunk->placement;
+  impl.residency.state[from.state] -= chunk->state_bytes();
   impl.residency.state[to] += chunk->state_bytes();
+  const uint64_t working_bytes = impl.layout.WorkingBytes(chunk->elements);
+  impl.residency.working[from.working] -= working_bytes;
+  impl.residency.working[chunk->placement.working] += working_bytes;
   return absl::OkStatus();
 }
 
-absl::Status ChunkStore::Impl::MoveState(StoredChunk& chunk, TierKind to) {
-  if (to == TierKind::kDram) return MoveToDram(tiers, chunk, /*keep_extent=*/versions.has_value());
-  BALLAST_RETURN_IF_ERROR(TakeStaging(chunk.state_bytes(), DramTier::Limit::kBeyond));
-  NvmeExtent extent;
-  if (!versions.has_value()) {
-    BALLAST_ASSIGN_OR_RETURN(extent, tiers->nvme()->Allocate(chunk.state_bytes(), "chunk state that moves down"));
-    return MoveToNvme(tiers, chunk, std::move(extent));
+absl::Status ChunkStore::Impl::Move(StoredChunk& chunk, TierKind to) {
+  const uint64_t bytes = chunk.state_bytes();
+  StateMove move{.to = to, .extent = {}, .keep_extent = versions.has_value(), .buffer = {}};
+  if (to == TierKind::kNvme) {
+    BALLAST_RETURN_IF_ERROR(TakeStaging(bytes, DramTier::Limit::kBeyond));
+    BALLAST_ASSIGN_OR_RETURN(move.extent, ExtentToMoveTo(chunk));
+  } else if (chunk.placement.state == TierKind::kNvme) {
+    move.buffer = staging.memory.bytes();
   }
+  return MoveState(tiers, &reader, chunk, std::move(move));
+}
+
+absl::StatusOr<NvmeExtent> ChunkStore::Impl::ExtentToMoveTo(const StoredChunk& chunk) {
+  const uint64_t bytes = chunk.state_bytes();
+  if (!versions.has_value()) return tiers->nvme()->Allocate(bytes, "chunk state that moves to nvme");
   if (chunk.dirty) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
                         absl::StrCat("chunk ", chunk.index, " has changed since it was flushed: flush it first"));
   }
-  bool has_extent = false;
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
-    has_extent = chunk.extent.bytes() > 0;
+    if (chunk.extent.bytes() > 0) return NvmeExtent();  // which holds its state
   }
-  if (!has_extent) {
-    // Never updated, so never flushed: its place is part of the room.
-    if (!versions->HasRoom(chunk.state_bytes())) BALLAST_RETURN_IF_ERROR(Harden());
-    if (!versions->HasRoom(chunk.state_bytes())) {
-      return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
-                          absl::StrCat("no room for the extent of chunk ", chunk.id, " until versions are hardened"));
-    }
-    BALLAST_ASSIGN_OR_RETURN(extent, versions->Take(chunk.state_bytes()));
-  }
-  return MoveToNvme(tiers, chunk, std::move(extent));
+  // Never updated, so never flushed: its place is part of the room.
+  if (!versions->HasRoom(bytes)) BALLAST_RETURN_IF_ERROR(Harden());
+  if (versions->HasRoom(bytes)) return versions->Take(bytes);
+  return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                      absl::StrCat("no room for the extent of chunk ", chunk.id, " until versions are hardened"));
 }
 
 }  // namespace ballast::storage

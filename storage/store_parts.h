@@ -46,7 +46,13 @@ struct ChunkStore::Impl {
   absl::Status CheckPlan(absl::Span<const ChunkToAdd> added, const Plan& plan) const;
   // So that states of this size can be moved; 0: none need be.
   absl::Status TakeStaging(uint64_t state_bytes, DramTier::Limit limit);
-  absl::Status MoveState(StoredChunk& chunk, TierKind to);
+  // Whether a chunk's state may be there.
+  absl::Status CheckTier(uint64_t chunk, uint64_t elements, TierKind state) const;
+  // Of a chunk to be added beside a GPU.
+  absl::StatusOr<ChunkMemory> OwnMemory(uint64_t elements, const ChunkPlacement& placement);
+  absl::Status Move(StoredChunk& chunk, TierKind to);
+  // For a state that is not on NVMe; empty if the chunk has it there already.
+  absl::StatusOr<NvmeExtent> ExtentToMoveTo(const StoredChunk& chunk);
   // What chunks that are added take on NVMe; goes back unless the store takes it over.
   struct NvmeSpace {
     std::vector<NvmeExtent> extents;  // an entry per chunk
@@ -95,7 +101,6 @@ struct ChunkStore::Impl {
   ChunkReader reader;
   // Destroyed in reverse: chunks (which return extents) before the memory they point into.
   std::deque<DramBlock> dram;  // addresses stay
-  std::vector<HbmBlock> hbm;
   PipelineStaging staging;
   std::optional<VersionedExtents> versions;  // of a durable store
   std::optional<DurablePins> durable_pins;   // of the same

@@ -70,8 +70,8 @@ absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<
     return impl_->reader.Read(*chunk, StateArray::kMaster, begin * sizeof(float), count * sizeof(float),
                               RoundInto(impl_->layout.optimizer().working, to.data()));
   }
-  impl_->tiers->CountTraffic(chunk->placement.working, to.size(), 0);
   absl::ReaderMutexLock lock(&chunk->mutex);
+  impl_->tiers->CountTraffic(chunk->placement.working, to.size(), 0);
   const std::byte* const from = chunk->working + begin * width;
   if (chunk->placement.working == TierKind::kHbm) return impl_->tiers->hbm()->CopyOut(from, to);
   std::copy_n(from, to.size(), to.data());

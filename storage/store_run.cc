@@ -313,7 +313,7 @@ absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state
     absl::StatusOr<ArrayDigests> spilled = reader.Spill(chunk, chunk.extent);
     absl::Status written = spilled.status();
     if (spilled.ok()) {
-      entry.digests = *spilled;
+      entry.digests = chunk.digests = *spilled;
       alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
       EncodeLabel(entry, layout, versions->job(), absl::MakeSpan(label));
       written = tiers->nvme()->file().Write(entry.offset + label_at, label);

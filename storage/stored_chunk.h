@@ -12,6 +12,7 @@
 #include "ballast/storage/extent_label.h"
 #include "ballast/storage/placement/placement.h"
 #include "ballast/storage/tier/dram_tier.h"
+#include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::storage {
@@ -26,6 +27,15 @@ struct PinnedCopy {
   ArrayDigests digests = {};  // of the extent
 };
 
+// Of one chunk alone, in HBM or DRAM: of a state that moved up, and of all states beside a GPU, where nothing is shared,
+// since pinned and device memory cannot be given back in parts; of a working copy in HBM, and of one that came from there.
+struct ChunkMemory {
+  HbmBlock hbm;
+  DramBlock dram;
+  HbmBlock hbm_working;
+  DramBlock dram_working;
+};
+
 struct StoredChunk {
   StoredChunk(const StateLayout* l, uint64_t i, uint64_t n, ChunkPlacement p, uint64_t d)
       : layout(*l), index(i), elements(n), placement(p), id(d) {}
@@ -33,13 +43,12 @@ struct StoredChunk {
   const StateLayout& layout;  // the store's
   const uint64_t index;
   const uint64_t elements;
-  // Of the thread that runs the store, which changes `state` under the lock: others read that under it. `working`
-  // stays.
+  // Of the thread that runs the store, which changes it under the lock: others read it under that.
   ChunkPlacement placement;
   const uint64_t id;             // in its job's layout
   std::byte* state = nullptr;    // host or device memory; null on NVMe
-  DramBlock* shared = nullptr;   // what `state` lies in while `own` is empty and it is in DRAM
-  DramBlock own;                 // of a state that moved up
+  DramBlock* shared = nullptr;   // what `state` lies in while it is in DRAM and `own` is empty
+  ChunkMemory own;
   std::byte* working = nullptr;  // host or device memory; null if the store keeps none
 
   uint64_t state_bytes() const { return layout.StateBytes(elements); }

@@ -14,30 +14,51 @@ absl::Status Short(TierKind tier, uint64_t budget, uint64_t fixed, const char* w
                                    " bytes: ", what, " take ", fixed, " and do not move"));
 }
 
-bool Moves(const PlacedChunk& chunk) { return chunk.placement.state != TierKind::kHbm; }
-
-struct StateBytes {
-  uint64_t all = 0;  // that may move
-  uint64_t working = 0;
-  TierBytes now;
+// A job's state, with HBM given out.
+struct JobState {
+  std::vector<bool> in_hbm;  // of its chunks
+  uint64_t hbm = 0;          // of those, with the working copies that stay there
+  uint64_t host = 0;         // of the others
+  uint64_t host_working = 0;
+  uint64_t leaving = 0;  // working copies that go from HBM to DRAM
+  TierBytes now;         // what of all of it may move, as it lies
 };
 
-StateBytes StateOf(const JobHolding& job) {
-  StateBytes state;
+bool WorkingInHbm(const PlacedChunk& chunk) { return chunk.placement.working == TierKind::kHbm; }
+
+uint64_t AllState(const JobHolding& job) {
+  uint64_t bytes = 0;
+  for (const PlacedChunk& chunk : job.chunks) bytes += job.layout.StateBytes(chunk.elements);
+  return bytes;
+}
+
+// The first chunks that fit are in HBM: the next forward wants them first.
+JobState GiveHbm(const JobHolding& job, uint64_t room) {
+  JobState state;
   for (const PlacedChunk& chunk : job.chunks) {
-    if (!Moves(chunk)) continue;
     const uint64_t bytes = job.layout.StateBytes(chunk.elements);
-    state.all += bytes;
-    state.working += job.layout.WorkingBytes(chunk.elements);
+    const uint64_t working = job.layout.WorkingBytes(chunk.elements);
+    const uint64_t there = bytes + (WorkingInHbm(chunk) ? working : 0);
     state.now[chunk.placement.state] += bytes;
+    if (WorkingInHbm(chunk)) state.now.hbm += working;
+    const bool fits = job.layout.working_copies() && there <= room;
+    state.in_hbm.push_back(fits);
+    if (fits) {
+      room -= there;
+      state.hbm += there;
+      continue;
+    }
+    state.host += bytes;
+    state.host_working += working;
+    if (WorkingInHbm(chunk)) state.leaving += working;
   }
   return state;
 }
 
-// Of a job with so much DRAM for state and so much NVMe.
-absl::StatusOr<JobTarget> PlanJob(const JobHolding& job, const StateBytes& state, uint64_t dram, uint64_t nvme) {
+// Of a job with so much DRAM for the state that HBM leaves, and so much NVMe.
+absl::StatusOr<Plan> PlanJob(const JobHolding& job, const JobState& state, uint64_t dram, uint64_t nvme) {
   // Working copies, which MakePlan counts, are taken already.
-  PlanRequest request{.free = {.dram = dram + job.staging_bytes_missing + state.working, .nvme = nvme},
+  PlanRequest request{.free = {.dram = dram + job.staging_bytes_missing + state.host_working, .nvme = nvme},
                       .elements = {},
                       .layout = job.layout,
                       .provisional_bytes_per_element = 0,
@@ -45,38 +66,64 @@ absl::StatusOr<JobTarget> PlanJob(const JobHolding& job, const StateBytes& state
                       .durable = job.durable,
                       .placed = {},
                       .shape = job.shape};
-  for (const PlacedChunk& chunk : job.chunks) {
-    if (Moves(chunk)) {
-      request.elements.push_back(chunk.elements);
+  for (size_t i = 0; i < job.chunks.size(); ++i) {
+    if (state.in_hbm[i]) {
+      request.placed.push_back({job.chunks[i].elements, {TierKind::kHbm, job.chunks[i].placement.working}});
     } else {
-      request.placed.push_back(chunk);
+      request.elements.push_back(job.chunks[i].elements);
     }
   }
-  absl::StatusOr<Plan> plan = MakePlan(request);
-  if (!plan.ok()) return model::Annotate(plan.status(), absl::StrCat("job '", job.name, "'"));
-  JobTarget target{.plan = *std::move(plan), .state = {}};
+  absl::StatusOr<Plan> host = MakePlan(request);
+  if (!host.ok()) return model::Annotate(host.status(), absl::StrCat("job '", job.name, "'"));
+  Plan plan = *host;
+  plan.chunks.clear();
   size_t next = 0;
-  for (const PlacedChunk& chunk : job.chunks) {
-    target.state.push_back(Moves(chunk) ? target.plan.chunks[next++].state : TierKind::kHbm);
+  for (size_t i = 0; i < job.chunks.size(); ++i) {
+    if (!state.in_hbm[i]) {
+      plan.chunks.push_back(host->chunks[next++]);
+      continue;
+    }
+    plan.chunks.push_back({TierKind::kHbm, job.chunks[i].placement.working});
+    plan.state.hbm += job.layout.StateBytes(job.chunks[i].elements);
+    plan.working[job.chunks[i].placement.working] += job.layout.WorkingBytes(job.chunks[i].elements);
   }
-  return target;
+  return plan;
+}
+
+// `bytes` in proportion to `part` of `whole`.
+uint64_t Share(uint64_t bytes, uint64_t part, uint64_t whole) {
+  return static_cast<uint64_t>(static_cast<unsigned __int128>(bytes) * part / std::max(whole, uint64_t{1}));
 }
 
 }  // namespace
 
-absl::StatusOr<std::vector<JobTarget>> PlanBudgets(const TierBytes& budget, const TierBytes& used,
-                                                   absl::Span<const JobHolding> jobs) {
-  if (budget.hbm < used.hbm) return Short(TierKind::kHbm, budget.hbm, used.hbm, "chunks in hbm and its scratch memory");
+absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const TierBytes& used,
+                                              absl::Span<const JobHolding> jobs) {
   TierBytes fixed = used;
-  uint64_t all = 0, staging = 0;
-  std::vector<StateBytes> states;
+  uint64_t all = 0;
   for (const JobHolding& job : jobs) {
-    const StateBytes& state = states.emplace_back(StateOf(job));
-    all += state.all;
-    staging += job.staging_bytes_missing;
-    fixed.dram -= std::min(fixed.dram, state.now.dram);
-    // Durable state has its place on NVMe wherever it lives.
-    if (!job.durable) fixed.nvme -= std::min(fixed.nvme, state.now.nvme);
+    all += AllState(job);
+    const TierBytes now = GiveHbm(job, 0).now;
+    for (const TierKind tier : {TierKind::kHbm, TierKind::kDram, TierKind::kNvme}) {
+      // Durable state has its place on NVMe wherever it lives.
+      if (tier != TierKind::kNvme || !job.durable) fixed[tier] -= std::min(fixed[tier], now[tier]);
+    }
+  }
+  if (budget.hbm < fixed.hbm) return Short(TierKind::kHbm, budget.hbm, fixed.hbm, "the tier's scratch memory");
+  std::vector<JobState> states;
+  uint64_t before = 0, taken = 0;  // state of the jobs before, and what these have of the tier
+  for (const JobHolding& job : jobs) {
+    before += AllState(job);
+    // What one job's chunks leave of its share is the next one's.
+    taken += states.emplace_back(GiveHbm(job, Share(budget.hbm - fixed.hbm, before, all) - taken)).hbm;
+    fixed.dram += states.back().leaving;
+  }
+
+  all = 0;
+  uint64_t staging = 0;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    all += states[i].host;
+    if (states[i].host > 0) staging += jobs[i].staging_bytes_missing;
   }
   const char* const kDramHolds = "working copies, slices in flight, buffers and pinned copies";
   if (budget.dram < fixed.dram) return Short(TierKind::kDram, budget.dram, fixed.dram, kDramHolds);
@@ -90,20 +137,18 @@ absl::StatusOr<std::vector<JobTarget>> PlanBudgets(const TierBytes& budget, cons
                  "working copies, slices in flight, pinned copies and buffers for moving nvme state");
   }
   if (!fits) dram -= staging;
-  std::vector<JobTarget> targets;
-  uint64_t before = 0, taken = 0;  // state of the jobs before, and DRAM of these
+  std::vector<Plan> plans;
+  before = taken = 0;
   for (size_t i = 0; i < jobs.size(); ++i) {
-    before += states[i].all;
-    // What one job's chunks leave of its share is the next one's.
-    const auto share =
-        static_cast<uint64_t>(static_cast<unsigned __int128>(dram) * before / std::max(all, uint64_t{1}));
-    BALLAST_ASSIGN_OR_RETURN(JobTarget target, PlanJob(jobs[i], states[i], fits ? states[i].all : share - taken,
-                                                       jobs[i].durable ? states[i].all : nvme));
-    taken += target.plan.state.dram;
-    if (!jobs[i].durable) nvme -= target.plan.state.nvme;
-    targets.push_back(std::move(target));
+    before += states[i].host;
+    const uint64_t share = fits ? states[i].host : Share(dram, before, all) - taken;
+    BALLAST_ASSIGN_OR_RETURN(Plan plan,
+                             PlanJob(jobs[i], states[i], share, jobs[i].durable ? AllState(jobs[i]) : nvme));
+    taken += plan.state.dram;
+    if (!jobs[i].durable) nvme -= plan.state.nvme;
+    plans.push_back(std::move(plan));
   }
-  return targets;
+  return plans;
 }
 
 }  // namespace ballast::storage

@@ -21,15 +21,10 @@ struct JobHolding {
   StepShape shape;
 };
 
-struct JobTarget {
-  Plan plan;                    // of the chunks that may move: those whose state is not in HBM
-  std::vector<TierKind> state;  // of all chunks
-};
-
-// State moves between DRAM and NVMe; all else that is `used` stays where it is, chunks in HBM too. What DRAM is left
-// for state is shared by the jobs in proportion to theirs, each in a plan of its own. One target per job, same order.
-// RESOURCE_EXHAUSTED (BUDGET) with the bytes that are missing in which tier.
-absl::StatusOr<std::vector<JobTarget>> PlanBudgets(const TierBytes& budget, const TierBytes& used,
-                                                   absl::Span<const JobHolding> jobs);
+// State moves between the tiers, and a working copy leaves HBM with it; all else that is `used` stays where it is. What
+// HBM and DRAM are left for state is shared by the jobs in proportion to theirs, each in a plan of its own, of all its
+// chunks. One plan per job, same order. RESOURCE_EXHAUSTED (BUDGET) with the bytes that are missing in which tier.
+absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const TierBytes& used,
+                                              absl::Span<const JobHolding> jobs);
 
 }  // namespace ballast::storage

@@ -61,8 +61,9 @@ class HbmTier {
 
 // Of the scratch memory for a gradient and a working copy: the largest chunk.
 inline constexpr uint64_t kHbmSpanElementsMax = uint64_t{1} << 20;
+inline constexpr uint64_t kHbmScratchBytes = 2 * kHbmSpanElementsMax * sizeof(float);  // the widest dtype
 
-// Takes 8 MiB of the budget for scratch memory. INVALID_ARGUMENT (BAD_CONFIG) if this build or this machine has no such
+// Takes kHbmScratchBytes of the budget. INVALID_ARGUMENT (BAD_CONFIG) if this build or this machine has no such
 // GPU; RESOURCE_EXHAUSTED (BUDGET).
 absl::StatusOr<std::unique_ptr<HbmTier>> OpenHbmTier(int device, Ledger* ledger);
 

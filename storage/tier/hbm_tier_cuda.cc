@@ -17,6 +17,8 @@ absl::Status CudaStatus(cudaError_t error, absl::string_view what) {
                       absl::StrCat("hbm: ", what, ": ", cudaGetErrorString(error)));
 }
 
+// Blocks come from the device's memory pool: cudaMalloc rounds each up to 2 MiB. The pool gives the device back what is
+// free when the stream is waited for.
 class CudaHbmTier : public HbmTier {
  public:
   CudaHbmTier(int device, Ledger* ledger) : device_(device), ledger_(ledger) {}
@@ -31,10 +33,9 @@ class CudaHbmTier : public HbmTier {
     absl::MutexLock lock(&mutex_);
     BALLAST_RETURN_IF_ERROR(UseDevice());
     BALLAST_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream"));
-    const uint64_t each = kHbmSpanElementsMax * sizeof(float);  // the widest dtype
-    BALLAST_ASSIGN_OR_RETURN(scratch_, AllocateLocked(2 * each, "scratch memory of the hbm tier"));
+    BALLAST_ASSIGN_OR_RETURN(scratch_, AllocateLocked(kHbmScratchBytes, "scratch memory of the hbm tier"));
     gradient_ = scratch_.data();
-    working_ = scratch_.data() + each;
+    working_ = scratch_.data() + kHbmScratchBytes / 2;
     absl::Status tested;
     const absl::Status checked = CheckProcessor(kernels::cuda::DeviceProcessor(&tested), absl::StrCat("GPU ", device_));
     if (!tested.ok())
@@ -91,7 +92,7 @@ class CudaHbmTier : public HbmTier {
  private:
   void Free(std::byte* data) override {
     (void)cudaSetDevice(device_);
-    (void)cudaFree(data);
+    (void)cudaFreeAsync(data, stream_);
   }
 
   // The current device belongs to the thread.
@@ -108,7 +109,7 @@ class CudaHbmTier : public HbmTier {
     BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kHbm, bytes, what));
     BALLAST_RETURN_IF_ERROR(UseDevice());
     void* data = nullptr;
-    if (const cudaError_t error = cudaMalloc(&data, bytes); error != cudaSuccess) {
+    if (const cudaError_t error = cudaMallocAsync(&data, bytes, stream_); error != cudaSuccess) {
       (void)cudaGetLastError();
       return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
                           absl::StrCat("the GPU refused ", bytes, " bytes for ", what, ": ", cudaGetErrorString(error),
@@ -136,7 +137,7 @@ class CudaHbmTier : public HbmTier {
   const int device_;
   Ledger* const ledger_;
   absl::Mutex mutex_;
-  cudaStream_t stream_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  cudaStream_t stream_ = nullptr;  // set once
   HbmBlock scratch_;
   std::byte* gradient_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::byte* working_ ABSL_GUARDED_BY(mutex_) = nullptr;

@@ -63,7 +63,8 @@ absl::StatusOr<std::unique_ptr<Tiers>> Tiers::Open(const TiersOptions& options) 
     }
   }
   if (options.budget.hbm > 0) {
-    BALLAST_ASSIGN_OR_RETURN(impl->hbm, OpenHbmTier(options.hbm_device, &impl->ledger));
+    const HbmOpener open = options.open_hbm ? options.open_hbm : OpenHbmTier;
+    BALLAST_ASSIGN_OR_RETURN(impl->hbm, open(options.hbm_device, &impl->ledger));
   }
   return std::unique_ptr<Tiers>(new Tiers(std::move(impl)));
 }
@@ -73,12 +74,6 @@ Tiers::~Tiers() = default;
 
 TierBytes Tiers::budget() const { return impl_->ledger.budget(); }
 absl::Status Tiers::SetBudget(const TierBytes& budget) {
-  if (impl_->hbm != nullptr) {
-    return model::Error(
-        absl::StatusCode::kUnimplemented, model::kUnsupported,
-        "this server has an hbm budget, so its CPU memory is pinned for the GPU as a whole and cannot be "
-        "given back in parts: restart it with the new budgets");
-  }
   for (const TierKind tier : {TierKind::kHbm, TierKind::kNvme}) {
     if (impl_->options.budget[tier] > 0 || budget[tier] == 0) continue;
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,

@@ -1,6 +1,7 @@
 // The memory of one server: its budgets, what is taken of them, and the devices behind them.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,6 +16,10 @@ class NvmeTier;
 class HbmTier;
 
 class Disk;
+class Ledger;
+
+// Opens the HBM tier on a device, with a budget of the ledger. Errors: OpenHbmTier's.
+using HbmOpener = std::function<absl::StatusOr<std::unique_ptr<HbmTier>>(int device, Ledger* ledger)>;
 
 // A part of the NVMe tier's file.
 struct ExtentPlace {
@@ -31,6 +36,7 @@ struct TiersOptions {
   std::string directory;       // holds the NVMe tier's file
   uint64_t staging_bytes = 0;  // 0: DefaultStagingBytes(budget.dram)
   int hbm_device = 0;
+  HbmOpener open_hbm;             // null: OpenHbmTier
   Disk* disk = nullptr;           // null: the system's
   std::vector<ExtentPlace> kept;  // of the NVMe file: what durable jobs left there
   // Nor is what lies between `kept` and before the file's end free: some of it may be a job's whose entries cannot be
@@ -55,7 +61,7 @@ class Tiers {
 
   TierBytes budget() const;
   // What is taken beyond the new one stays until it is returned. INVALID_ARGUMENT (BAD_CONFIG) for a tier that was not
-  // opened, UNIMPLEMENTED (UNSUPPORTED) where CPU memory is pinned; then nothing has changed.
+  // opened; then nothing has changed.
   absl::Status SetBudget(const TierBytes& budget);
   TierBytes used() const;
   TierTraffic traffic() const;

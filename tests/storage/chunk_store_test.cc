@@ -32,7 +32,7 @@ class ChunkStoreTest : public ::testing::TestWithParam<Shape> {
     for (size_t i = 0; i < Sizes().size(); ++i) EXPECT_TRUE(Holds(*s_.store, i, s_.reference[i])) << "chunk " << i;
   }
 
-  StoreOnTiers s_{{.dram = 16 * kMiB, .nvme = 16 * kMiB}, GetParam().slots};
+  StoreOnTiers s_{{.hbm = 24 * kMiB, .dram = 16 * kMiB, .nvme = 16 * kMiB}, GetParam().slots};
 };
 
 TEST_P(ChunkStoreTest, StartsAtZero) { ExpectReference(); }
@@ -154,9 +154,10 @@ TEST_P(ChunkStoreTest, SpaceIsTakenAndReturned) {
   const TierBytes used = s_.tiers->used();
   uint64_t state = 0, working = 0;
   for (const uint64_t n : Sizes()) state += StateLayout().StateBytes(n), working += StateLayout().WorkingBytes(n);
-  EXPECT_EQ(residency.state.dram + residency.state.nvme, state);
+  EXPECT_EQ(residency.state.hbm + residency.state.dram + residency.state.nvme, state);
   EXPECT_EQ(residency.working.dram, working);
   EXPECT_EQ(used.nvme, residency.state.nvme);
+  EXPECT_EQ(used.hbm, residency.state.hbm + kHbmScratchBytes);
   const uint64_t staging = residency.state.nvme > 0 ? s_.tiers->staging_bytes() : 0;
   EXPECT_EQ(used.dram, residency.state.dram + working + staging);
   s_.store.reset();
@@ -194,7 +195,9 @@ INSTANTIATE_TEST_SUITE_P(Shapes, ChunkStoreTest,
                          ::testing::Values(Shape{"AllDram", {TierKind::kDram}, 3},
                                            Shape{"AllNvme", {TierKind::kNvme}, 3},
                                            Shape{"AllNvmeOneSlot", {TierKind::kNvme}, 1},
-                                           Shape{"Mixed", {TierKind::kDram, TierKind::kNvme, TierKind::kNvme}, 2}),
+                                           Shape{"Mixed", {TierKind::kDram, TierKind::kNvme, TierKind::kNvme}, 2},
+                                           Shape{"AllHbm", {TierKind::kHbm}, 2},
+                                           Shape{"AllTiers", {TierKind::kHbm, TierKind::kNvme, TierKind::kDram}, 2}),
                          [](const auto& info) { return info.param.name; });
 
 TEST(ChunkStoreSpaceTest, AddBeyondTheBudgetAddsNothing) {

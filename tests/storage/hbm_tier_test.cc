@@ -1,10 +1,5 @@
-// State in GPU memory: the bits of the CPU's kernels. Skips, with exit code 77, where no GPU is.
+// State in GPU memory: the bits of the CPU's kernels.
 #include "ballast/storage/tier/hbm_tier.h"
-
-#include <cuda_runtime_api.h>
-
-#include <cstdio>
-#include <cstdlib>
 
 #include "ballast/tests/storage/store_on_tiers.h"
 #include "gtest/gtest.h"
@@ -14,15 +9,6 @@ namespace {
 
 class HbmTierTest : public ::testing::Test {
  protected:
-  static void SetUpTestSuite() {
-    int devices = 0;
-    const cudaError_t error = cudaGetDeviceCount(&devices);
-    if (error == cudaSuccess && devices > 0) return;
-    std::printf("SKIPPED: no GPU (%s)\n", cudaGetErrorString(error));
-    std::fflush(stdout);
-    std::_Exit(77);
-  }
-
   void Train(const std::vector<TierKind>& kinds, TierKind working) {
     StoreOnTiers s({.hbm = 64 * kMiB, .dram = 16 * kMiB, .nvme = 16 * kMiB}, 2);
     Plan plan = s.PlanOf(kinds);
@@ -52,11 +38,12 @@ TEST_F(HbmTierTest, AllThreeTiers) { Train({TierKind::kHbm, TierKind::kDram, Tie
 
 TEST_F(HbmTierTest, BudgetIsKept) {
   ScratchDirectory directory;
-  auto tiers = *Tiers::Open({.budget = {.hbm = 16 * kMiB}, .directory = directory.path()});
-  EXPECT_EQ(tiers->used().hbm, 8 * kMiB);  // scratch memory
+  auto tiers = *Tiers::Open(
+      {.budget = {.hbm = 8 * kMiB + kHbmScratchBytes}, .directory = directory.path(), .open_hbm = TestHbm()});
+  EXPECT_EQ(tiers->used().hbm, kHbmScratchBytes);
   EXPECT_EQ(tiers->hbm()->Allocate(9 * kMiB, "test").status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_TRUE(tiers->hbm()->Allocate(8 * kMiB, "test").ok());
-  EXPECT_EQ(tiers->used().hbm, 8 * kMiB);
+  EXPECT_EQ(tiers->used().hbm, kHbmScratchBytes);
 }
 
 }  // namespace

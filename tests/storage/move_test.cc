@@ -14,8 +14,10 @@ namespace {
 using ::testing::HasSubstr;
 
 constexpr TierBytes kPlenty = {.dram = 64 * kMiB, .nvme = 64 * kMiB};
+constexpr TierBytes kPlentyWithGpu = {.hbm = 64 * kMiB, .dram = 64 * kMiB, .nvme = 64 * kMiB};
 
-class MoveTest : public ::testing::Test {
+// With a GPU no two chunks share memory.
+class MoveTest : public ::testing::TestWithParam<TierBytes> {
  protected:
   void Add(const std::vector<TierKind>& tiers) { ASSERT_TRUE(s_.store->Add(Sizes(), s_.PlanOf(tiers)).ok()); }
   void MoveAll(TierKind to) {
@@ -29,10 +31,12 @@ class MoveTest : public ::testing::Test {
     for (const uint64_t n : Sizes()) bytes += StateLayout().StateBytes(n);
     return bytes;
   }
-  StoreOnTiers s_{kPlenty, 2};
+  StoreOnTiers s_{GetParam(), 2};
 };
+INSTANTIATE_TEST_SUITE_P(Budgets, MoveTest, ::testing::Values(kPlenty, kPlentyWithGpu),
+                         [](const auto& info) { return info.param.hbm > 0 ? "Gpu" : "NoGpu"; });
 
-TEST_F(MoveTest, DownAndUpBetweenStepsChangesNoBit) {
+TEST_P(MoveTest, DownAndUpBetweenStepsChangesNoBit) {
   Add({TierKind::kDram});
   ASSERT_TRUE(s_.RunValues(1).ok());
   const uint64_t dram_before = s_.tiers->used().dram;
@@ -57,7 +61,7 @@ TEST_F(MoveTest, DownAndUpBetweenStepsChangesNoBit) {
   ExpectHolds();
 }
 
-TEST_F(MoveTest, StateThatWasNeverUpdatedIsZeroWhereverItMoves) {
+TEST_P(MoveTest, StateThatWasNeverUpdatedIsZeroWhereverItMoves) {
   Add({TierKind::kDram, TierKind::kNvme});
   for (size_t i = 0; i < Sizes().size(); ++i) {
     ASSERT_EQ(s_.store->Move(i, i % 2 == 0 ? TierKind::kNvme : TierKind::kDram), absl::OkStatus());
@@ -67,7 +71,7 @@ TEST_F(MoveTest, StateThatWasNeverUpdatedIsZeroWhereverItMoves) {
   ExpectHolds();
 }
 
-TEST_F(MoveTest, PinsKeepTheirVersions) {
+TEST_P(MoveTest, PinsKeepTheirVersions) {
   Add({TierKind::kDram, TierKind::kNvme});
   ASSERT_TRUE(s_.RunValues(1).ok());
   ASSERT_TRUE(s_.store->Pin(1).ok());
@@ -82,7 +86,7 @@ TEST_F(MoveTest, PinsKeepTheirVersions) {
   ExpectHolds();
 }
 
-TEST_F(MoveTest, ReadsGoOnBesideMoves) {
+TEST_P(MoveTest, ReadsGoOnBesideMoves) {
   Add({TierKind::kDram});
   ASSERT_TRUE(s_.RunValues(1).ok());
   std::atomic<bool> stop = false;
@@ -103,7 +107,7 @@ TEST_F(MoveTest, ReadsGoOnBesideMoves) {
   reader.join();
 }
 
-TEST_F(MoveTest, WithoutRoomNothingChanges) {
+TEST_P(MoveTest, WithoutRoomNothingChanges) {
   Add({TierKind::kNvme});
   ASSERT_TRUE(s_.RunValues(1).ok());
   ASSERT_EQ(s_.tiers->SetBudget({.dram = s_.tiers->used().dram + 1000, .nvme = kPlenty.nvme}), absl::OkStatus());
@@ -115,7 +119,7 @@ TEST_F(MoveTest, WithoutRoomNothingChanges) {
   ASSERT_TRUE(s_.RunSegments(1).ok());
 }
 
-TEST_F(MoveTest, DownWorksBeyondALoweredBudget) {
+TEST_P(MoveTest, DownWorksBeyondALoweredBudget) {
   Add({TierKind::kDram});
   ASSERT_TRUE(s_.RunValues(1).ok());
   // Below what is taken: nothing more is given out, but what moves down finds its staging.
@@ -126,7 +130,7 @@ TEST_F(MoveTest, DownWorksBeyondALoweredBudget) {
   ExpectHolds();
 }
 
-TEST_F(MoveTest, RottenStateStaysWhereItIs) {
+TEST_P(MoveTest, RottenStateStaysWhereItIs) {
   Add({TierKind::kNvme});
   ASSERT_TRUE(s_.RunValues(1).ok());
   alignas(kIoAlignment) std::byte block[kIoAlignment] = {};

@@ -88,7 +88,7 @@ class ReadBackTest : public ::testing::TestWithParam<ReadShape> {
     close(fd);
   }
 
-  StoreOnTiers s_{{.dram = 16 * kMiB, .nvme = 16 * kMiB}, 3};
+  StoreOnTiers s_{{.hbm = 24 * kMiB, .dram = 16 * kMiB, .nvme = 16 * kMiB}, 3};
   Arena memory_;
   std::unique_ptr<BlockFile> log_;
   uint64_t end_ = 0;
@@ -200,7 +200,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, ReadBackTest,
                          ::testing::Values(ReadShape{"DramOneRead", {TierKind::kDram}, 1},
                                            ReadShape{"NvmeOneRead", {TierKind::kNvme}, 1},
                                            ReadShape{"MixedReads", {TierKind::kDram, TierKind::kNvme}, 5},
-                                           ReadShape{"NvmeMoreThanNeeded", {TierKind::kNvme}, 20}),
+                                           ReadShape{"NvmeMoreThanNeeded", {TierKind::kNvme}, 20},
+                                           ReadShape{"HbmReads", {TierKind::kHbm, TierKind::kNvme}, 5}),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

@@ -23,9 +23,9 @@ JobHolding Job(const std::string& name, uint64_t dram, uint64_t nvme, bool durab
   return job;
 }
 
-std::string Letters(const JobTarget& target) {
+std::string Letters(const Plan& plan) {
   std::string letters;
-  for (const TierKind tier : target.state) letters += TierName(tier)[0];
+  for (const ChunkPlacement& chunk : plan.chunks) letters += TierName(chunk.state)[0];
   return letters;
 }
 
@@ -83,8 +83,6 @@ TEST(RebalanceTest, RefusesWhatIsFixedWithTheMissingBytes) {
               HasSubstr("a nvme budget of 12344 bytes is short of 1 bytes"));
   EXPECT_THAT(message({.dram = kOther + kEqualState, .nvme = kOther + kEqualState - 3}, Used(0, 2), Job("a", 0, 2)),
               HasSubstr("nvme is short of 3 bytes"));
-  EXPECT_THAT(message({.hbm = 1, .dram = plenty, .nvme = plenty}, {.hbm = 2}, Job("a", 0, 0)),
-              HasSubstr("a hbm budget of 1 bytes is short of 1 bytes"));
 }
 
 TEST(RebalanceTest, DurableStateHasItsPlaceOnNvmeInAnyCase) {
@@ -97,13 +95,69 @@ TEST(RebalanceTest, DurableStateHasItsPlaceOnNvmeInAnyCase) {
             absl::StatusCode::kResourceExhausted);
 }
 
-TEST(RebalanceTest, ChunksInHbmStay) {
-  JobHolding job = Job("a", 1, 1);
-  job.chunks.insert(job.chunks.begin(), {kEqualChunk, {.state = TierKind::kHbm, .working = TierKind::kHbm}});
-  const auto targets = PlanBudgets({.hbm = 10, .dram = kOther, .nvme = kOther + 2 * kEqualState},
-                                   {10, kOther + kEqualState, kOther + kEqualState}, {job});
-  ASSERT_TRUE(targets.ok()) << targets.status();
-  EXPECT_EQ(Letters((*targets)[0]), "hnn");
+constexpr uint64_t kEqualWorking = 2 * kEqualChunk;
+constexpr uint64_t kScratch = 777;
+
+// One whose first chunks are in HBM, with or without their working copies.
+JobHolding HbmJob(const std::string& name, uint64_t hbm, uint64_t dram, uint64_t nvme, TierKind working) {
+  JobHolding job = Job(name, dram, nvme);
+  job.chunks.insert(job.chunks.begin(), hbm, {kEqualChunk, {.state = TierKind::kHbm, .working = working}});
+  return job;
+}
+
+TEST(RebalanceTest, LessHbmSendsTheLastChunksDown) {
+  const TierBytes used{kScratch + 3 * kEqualState, kOther + kEqualState, kOther + kEqualState};
+  const JobHolding job = HbmJob("a", 3, 1, 1, TierKind::kDram);
+  const auto letters = [&](uint64_t hbm, uint64_t dram) {
+    const auto plans = PlanBudgets({hbm, dram, kOther + 5 * kEqualState}, used, {job});
+    return plans.ok() ? Letters((*plans)[0]) : std::string(plans.status().message());
+  };
+  EXPECT_EQ(letters(used.hbm, used.dram), "hhhdn") << "what stays stays";
+  EXPECT_EQ(letters(used.hbm - 1, used.dram), "hhdnn");
+  EXPECT_EQ(letters(kScratch + kEqualState, kOther + 3 * kEqualState), "hdddn");
+  EXPECT_EQ(letters(kScratch, kOther), "nnnnn");
+  EXPECT_EQ(letters(kScratch + 5 * kEqualState, kOther), "hhhhh");
+  EXPECT_THAT(letters(kScratch - 1, used.dram), HasSubstr("a hbm budget of 776 bytes is short of 1 bytes"));
+}
+
+TEST(RebalanceTest, AWorkingCopyLeavesHbmWithItsState) {
+  const uint64_t each = kEqualState + kEqualWorking;
+  const TierBytes used{kScratch + 2 * each, kOther, kOther};
+  JobHolding job = HbmJob("a", 2, 0, 0, TierKind::kHbm);
+  job.staging_bytes_missing = 1000;
+  const auto plan = [&](uint64_t hbm, uint64_t dram) {
+    return PlanBudgets({hbm, dram, kOther + 2 * kEqualState}, used, {job});
+  };
+  const auto less = plan(kScratch + 2 * each - 1, kOther + kEqualWorking + kEqualState);
+  ASSERT_TRUE(less.ok()) << less.status();
+  EXPECT_EQ(Letters((*less)[0]), "hd");
+  EXPECT_EQ((*less)[0].working.hbm, kEqualWorking);
+  EXPECT_EQ((*less)[0].working.dram, kEqualWorking);
+  EXPECT_EQ((*less)[0].state.hbm, kEqualState);
+  // Working copies and buffers come before state.
+  const auto none = plan(kScratch, kOther + 2 * kEqualWorking + 1000);
+  ASSERT_TRUE(none.ok()) << none.status();
+  EXPECT_EQ(Letters((*none)[0]), "nn");
+  EXPECT_THAT(std::string(plan(kScratch, kOther + 2 * kEqualWorking + 1000 - 1).status().message()),
+              HasSubstr("short of 1 bytes"));
+}
+
+TEST(RebalanceTest, JobsShareHbmInProportion) {
+  const TierBytes used{kScratch + 3 * kEqualState, kOther, kOther + 9 * kEqualState};
+  const auto plans = PlanBudgets({kScratch + 6 * kEqualState, kOther, used.nvme}, used,
+                                 {HbmJob("a", 3, 0, 1, TierKind::kDram), HbmJob("b", 0, 0, 8, TierKind::kDram)});
+  ASSERT_TRUE(plans.ok()) << plans.status();
+  EXPECT_EQ(Letters((*plans)[0]), "hhnn");
+  EXPECT_EQ(Letters((*plans)[1]), "hhhhnnnn");
+}
+
+// A trainer's memory takes the working copies, and no kernel on a GPU writes it.
+TEST(RebalanceTest, WithoutWorkingCopiesNothingGoesToHbm) {
+  JobHolding job = Job("a", 2, 0);
+  job.layout = StateLayout(kernels::OptimizerSpec(), /*working_copies=*/false);
+  const auto plans = PlanBudgets({.hbm = 10 * kEqualState, .dram = Used(2, 0).dram, .nvme = kOther}, Used(2, 0), {job});
+  ASSERT_TRUE(plans.ok()) << plans.status();
+  EXPECT_EQ(Letters((*plans)[0]), "dd");
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "ballast/storage/chunk_store.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/storage/reference_chunks.h"
+#include "ballast/tests/storage/test_hbm.h"
 
 namespace ballast::storage {
 
@@ -21,7 +22,10 @@ struct StoreOnTiers {
   static uint64_t StagingBytes(uint64_t slots) { return kMiB + slots * StateLayout().StateBytes(65536); }
 
   StoreOnTiers(TierBytes budget, uint64_t slots) {
-    tiers = *Tiers::Open({.budget = budget, .directory = directory.path(), .staging_bytes = StagingBytes(slots)});
+    tiers = *Tiers::Open({.budget = budget,
+                          .directory = directory.path(),
+                          .staging_bytes = StagingBytes(slots),
+                          .open_hbm = TestHbm()});
     store = std::make_unique<ChunkStore>(tiers.get(), kernels::OptimizerSpec());
     for (const uint64_t n : Sizes()) reference.emplace_back(n);
   }
