@@ -35,6 +35,7 @@ std::optional<storage::JobHolding> Job::Holding() const {
   holding.layout = store->layout();
   holding.durable = store->durable();
   holding.staging_bytes_missing = store->staging_bytes_missing();
+  holding.flush_buffer_bytes_missing = store->flush_buffer_bytes_missing();
   holding.shape = ShapeOf(*store);
   return holding;
 }

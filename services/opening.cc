@@ -188,6 +188,7 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
                             .layout = store.layout(),
                             .provisional_bytes_per_element = SliceBytesPerElement(wanted),
                             .staging_bytes = store.staging_bytes_missing(),
+                            .flush_buffer_bytes = store.flush_buffer_bytes_missing(),
                             .placed = store.placed(),
                             .shape = ShapeOf(store)};
   for (const storage::ChunkToAdd& chunk : missing) {

@@ -34,6 +34,10 @@ class ChunkReader {
 
   // Takes the buffer for NVMe, once. RESOURCE_EXHAUSTED (BUDGET).
   absl::Status Prepare(DramTier::Limit limit = DramTier::Limit::kBudget);
+  bool prepared() const {
+    absl::MutexLock lock(&mutex_);
+    return !staging_.bytes().empty();
+  }
 
   // Bytes [begin, begin + count) of an array, within UsedBytes.
   absl::Status Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink)
@@ -49,7 +53,7 @@ class ChunkReader {
   absl::Status ReadDevice(const std::byte* from, uint64_t count, Sink sink);
 
   Tiers* const tiers_;
-  absl::Mutex mutex_;
+  mutable absl::Mutex mutex_;
   DramBlock staging_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -188,6 +188,7 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
   for (size_t i = 0; i < added.size(); ++i) {
     if (plan.chunks[i].state == TierKind::kNvme) moving = std::max(moving, impl.layout.StateBytes(added[i].elements));
   }
+  if (impl.versions.has_value() && state_bytes.hbm > 0) BALLAST_RETURN_IF_ERROR(impl.reader.Prepare());
   BALLAST_ASSIGN_OR_RETURN(Impl::NvmeSpace space, impl.TakeNvme(added, plan));
   if (const absl::Status status = impl.TakeStaging(moving, DramTier::Limit::kBudget); !status.ok()) {
     LeaveKept(added, space.extents);
@@ -283,7 +284,13 @@ uint64_t ChunkStore::slot_memory_bytes() const {
 const StateLayout& ChunkStore::layout() const { return impl_->layout; }
 
 uint64_t ChunkStore::staging_bytes_missing() const {
-  return impl_->staging.memory.bytes().empty() ? impl_->tiers->staging_bytes() : 0;
+  if (!impl_->staging.memory.bytes().empty()) return 0;
+  const uint64_t staging = impl_->tiers->staging_bytes();
+  return impl_->reader.prepared() ? staging - std::min(staging, ChunkReader::kStagingBytes) : staging;
+}
+
+uint64_t ChunkStore::flush_buffer_bytes_missing() const {
+  return impl_->reader.prepared() ? 0 : std::min(impl_->tiers->staging_bytes(), ChunkReader::kStagingBytes);
 }
 
 ChunkStore::Residency ChunkStore::residency() const {
@@ -318,6 +325,7 @@ absl::Status ChunkStore::Impl::Move(StoredChunk& chunk, TierKind to) {
   } else if (chunk.placement.state == TierKind::kNvme) {
     move.buffer = staging.memory.bytes();
   }
+  if (to == TierKind::kHbm && versions.has_value()) BALLAST_RETURN_IF_ERROR(reader.Prepare());
   return MoveState(tiers, &reader, chunk, std::move(move));
 }
 

@@ -147,6 +147,8 @@ class ChunkStore {
   uint64_t spare_bytes_missing(absl::Span<const uint64_t> elements) const;
   // DRAM that a plan for further chunks must count as staging: 0 once it is taken.
   uint64_t staging_bytes_missing() const;
+  // Of these, what durable state in HBM is flushed through: needed also where nothing is on NVMe.
+  uint64_t flush_buffer_bytes_missing() const;
   // Of the staging memory, what holds states on their way.
   uint64_t slot_memory_bytes() const;
 

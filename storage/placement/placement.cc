@@ -52,8 +52,15 @@ uint64_t FillMemory(const PlanRequest& request, Plan* plan) {
   return state_left;
 }
 
-// Any number may be configured: a sum that overflowed would look like room.
-uint64_t Staged(const PlanRequest& request, uint64_t bytes) {
+// What the host's memory holds before any state.
+uint64_t Fixed(const PlanRequest& request, const Plan& plan) {
+  const bool flushes = request.durable && plan.state.hbm > 0;
+  return plan.working.dram + plan.slice_bytes + (flushes ? request.flush_buffer_bytes : 0);
+}
+
+// The same, with state on NVMe. Any number may be configured: a sum that overflowed would look like room.
+uint64_t Staged(const PlanRequest& request, const Plan& plan) {
+  const uint64_t bytes = plan.working.dram + plan.slice_bytes;
   return bytes + std::min(request.staging_bytes, std::numeric_limits<uint64_t>::max() - bytes);
 }
 
@@ -141,7 +148,7 @@ std::string Plan::Explain() const {
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
   Plan plan;
   const uint64_t state_left = FillMemory(request, &plan);
-  const uint64_t fixed = plan.working.dram + plan.slice_bytes;
+  const uint64_t fixed = Fixed(request, plan);
   if (fixed + state_left <= request.free.dram) {
     plan.state.dram = state_left;  // the placements' default
     return CheckNvme(request, std::move(plan), {});
@@ -154,10 +161,10 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
                                      ", or give an nvme budget"));
   }
 
-  uint64_t fixed_staged = Staged(request, fixed);
+  uint64_t fixed_staged = Staged(request, plan);
   if (fixed_staged > request.free.dram && request.read_back.has_value()) {
     ReadBack(request, &plan);
-    fixed_staged = Staged(request, plan.working.dram + plan.slice_bytes);
+    fixed_staged = Staged(request, plan);
   }
   uint64_t room = request.free.dram - std::min(request.free.dram, fixed_staged);
   if (plan.reads_back) {
@@ -185,9 +192,9 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
 uint64_t LeastDram(const PlanRequest& request) {
   Plan plan;
   const uint64_t state_left = FillMemory(request, &plan);
-  const uint64_t all = plan.working.dram + plan.slice_bytes + state_left;
+  const uint64_t all = Fixed(request, plan) + state_left;
   if (request.read_back.has_value()) ReadBack(request, &plan);
-  return std::min(all, Staged(request, plan.working.dram + plan.slice_bytes));
+  return std::min(all, Staged(request, plan));
 }
 
 }  // namespace ballast::storage

@@ -48,6 +48,8 @@ struct PlanRequest {
   std::optional<ReadBack> read_back;
   // DRAM for moving NVMe state, taken once if any chunk goes there.
   uint64_t staging_bytes = 0;
+  // Of it, what durable state in HBM is flushed through, taken if any chunk goes there.
+  uint64_t flush_buffer_bytes = 0;
   // Every chunk's state has its place on NVMe too, wherever it lives; and what the job needs there besides: room for
   // new versions, its log.
   bool durable = false;

@@ -55,6 +55,10 @@ JobState GiveHbm(const JobHolding& job, uint64_t room) {
   return state;
 }
 
+uint64_t FlushBuffer(const JobHolding& job, const JobState& state) {
+  return job.durable && state.hbm > 0 ? job.flush_buffer_bytes_missing : 0;
+}
+
 // Of a job with so much DRAM for the state that HBM leaves, and so much NVMe.
 absl::StatusOr<Plan> PlanJob(const JobHolding& job, const JobState& state, uint64_t dram, uint64_t nvme) {
   // Working copies, which MakePlan counts, are taken already.
@@ -116,14 +120,14 @@ absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const Tie
     before += AllState(job);
     // What one job's chunks leave of its share is the next one's.
     taken += states.emplace_back(GiveHbm(job, Share(budget.hbm - fixed.hbm, before, all) - taken)).hbm;
-    fixed.dram += states.back().leaving;
+    fixed.dram += states.back().leaving + FlushBuffer(job, states.back());
   }
 
   all = 0;
   uint64_t staging = 0;
   for (size_t i = 0; i < jobs.size(); ++i) {
     all += states[i].host;
-    if (states[i].host > 0) staging += jobs[i].staging_bytes_missing;
+    if (states[i].host > 0) staging += jobs[i].staging_bytes_missing - FlushBuffer(jobs[i], states[i]);
   }
   const char* const kDramHolds = "working copies, slices in flight, buffers and pinned copies";
   if (budget.dram < fixed.dram) return Short(TierKind::kDram, budget.dram, fixed.dram, kDramHolds);

@@ -17,7 +17,8 @@ struct JobHolding {
   std::vector<PlacedChunk> chunks;  // in the order of the update
   StateLayout layout;
   bool durable = false;
-  uint64_t staging_bytes_missing = 0;  // that it will take once a chunk of it goes to NVMe
+  uint64_t staging_bytes_missing = 0;       // that it will take once a chunk of it goes to NVMe
+  uint64_t flush_buffer_bytes_missing = 0;  // of these, once a chunk of it goes to HBM, if it is durable
   StepShape shape;
 };
 

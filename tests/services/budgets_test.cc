@@ -3,13 +3,16 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <optional>
 #include <random>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/foundation.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"
+#include "ballast/tests/storage/test_hbm.h"
 
 namespace ballast::services {
 namespace {
@@ -33,10 +36,12 @@ absl::Status Step(TrainerGroup& group, int64_t step) {
   return group.Finish(UpdateHeader(Tensors())).status();
 }
 
-absl::StatusOr<v1::SetBudgetResponse> SetDram(StateServer* server, uint64_t bytes) {
+absl::StatusOr<v1::SetBudgetResponse> SetDram(StateServer* server, uint64_t bytes,
+                                              std::optional<uint64_t> hbm_bytes = std::nullopt) {
   Answer<v1::SetBudgetResponse> answer;
   v1::SetBudgetRequest request;
   request.set_dram_bytes(bytes);
+  if (hbm_bytes.has_value()) request.set_hbm_bytes(*hbm_bytes);
   server->SetBudget(request, answer.reply());
   return answer.Wait();
 }
@@ -159,6 +164,95 @@ TEST_P(DurableBudgetsTest, RestartsAmidMovesLoseNothing) {
     group = NewGroup();
     ExpectSame(*group, step);
   }
+}
+
+// This machine, with HBM that the host plays.
+class HbmFoundation : public Foundation {
+ public:
+  storage::HbmOpener hbm() override { return storage::TestHbm(); }
+  storage::Disk* disk() override { return SystemFoundation()->disk(); }
+  absl::StatusOr<std::unique_ptr<storage::Catalog>> OpenCatalog(const std::string& directory) override {
+    return SystemFoundation()->OpenCatalog(directory);
+  }
+  std::unique_ptr<Executor> MakeExecutor(int threads) override { return SystemFoundation()->MakeExecutor(threads); }
+  void Pump(storage::GradientLog* log, std::function<void()> progress) override {
+    SystemFoundation()->Pump(log, std::move(progress));
+  }
+  void StopPumping(storage::GradientLog* log) override { SystemFoundation()->StopPumping(log); }
+};
+
+// SmallModel's state and working copies, some of it, nothing.
+constexpr uint64_t kHbm[] = {storage::kHbmScratchBytes + 4 * kMiB, storage::kHbmScratchBytes + 3 * kMiB / 2,
+                             storage::kHbmScratchBytes};
+
+class HbmBudgetsTest : public BudgetsTest {
+ protected:
+  HbmBudgetsTest() {
+    server_.options().foundation = &foundation_;
+    server_.options().budget.hbm = kHbm[0];
+    server_.Restart();
+  }
+  ~HbmBudgetsTest() override { server_.End(); }
+  HbmFoundation foundation_;
+};
+INSTANTIATE_TEST_SUITE_P(Durabilities, HbmBudgetsTest, ::testing::Values(v1::DURABILITY_NONE, v1::DURABILITY_STEP),
+                         [](const auto& info) { return v1::Durability_Name(info.param); });
+
+TEST_P(HbmBudgetsTest, StateGoesThroughAllTiersAndBack) {
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  const auto state = [&](int tier) { return JobOf(server_.get()).tiers(tier).state_bytes(); };
+  const uint64_t all = state(0);
+  ASSERT_GT(all, 0u);
+  const auto step = [&](int64_t number) {
+    ASSERT_EQ(Step(*group, number), absl::OkStatus());
+    ASSERT_EQ(Step(undisturbed_, number), absl::OkStatus());
+  };
+  step(1);
+  const auto down = SetDram(server_.get(), kDram[2], kHbm[2]);
+  ASSERT_TRUE(down.ok()) << down.status();
+  EXPECT_GT(down->jobs(0).chunks_to_nvme(), 0u);
+  AwaitMoves(server_.get());
+  EXPECT_EQ(state(0), 0u);
+  EXPECT_EQ(server_->Status().tiers(0).used_bytes(), storage::kHbmScratchBytes);
+  EXPECT_LE(server_->Status().tiers(1).used_bytes(), kDram[2]);
+  step(2);
+  ASSERT_TRUE(SetDram(server_.get(), kDram[0]).ok());
+  AwaitMoves(server_.get());
+  EXPECT_EQ(state(1), all);
+  step(3);
+  const auto up = SetDram(server_.get(), kDram[0], kHbm[0]);
+  ASSERT_TRUE(up.ok()) << up.status();
+  EXPECT_GT(up->jobs(0).chunks_to_hbm(), 0u);
+  AwaitMoves(server_.get());
+  EXPECT_EQ(state(0), all);
+  step(4);
+  ExpectSame(*group, 4);
+}
+
+TEST_P(HbmBudgetsTest, ChangesAndRestartsChangeNoBit) {
+  const uint32_t seed = 20261124;
+  SCOPED_TRACE(absl::StrCat("seed ", seed));
+  std::mt19937 random(seed);
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  for (int64_t step = 1; step <= 32; ++step) {
+    if (random() % 2 == 0) {
+      const auto changed = SetDram(server_.get(), kDram[random() % 3], kHbm[random() % 3]);
+      ASSERT_TRUE(changed.ok()) << changed.status();
+    }
+    ASSERT_EQ(Step(*group, step), absl::OkStatus());
+    ASSERT_EQ(Step(undisturbed_, step), absl::OkStatus());
+    if (step % 8 != 0) continue;
+    if (GetParam() == v1::DURABILITY_STEP) {
+      group.reset();
+      server_.Restart();
+      group = NewGroup();
+    }
+    ExpectSame(*group, step);
+  }
+  AwaitMoves(server_.get());
+  ExpectSame(*group, 32);
 }
 
 }  // namespace

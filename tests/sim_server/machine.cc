@@ -24,7 +24,7 @@ Machine::Machine(int index, uint64_t seed, std::string directory)
 
 Machine::~Machine() { End(); }
 
-storage::TierBytes Machine::Budget(Random* random) const {
+storage::TierBytes Machine::Budget(Random* random, bool hbm) const {
   const model::EpochPlan& plan = PlanOf(1);
   const storage::StateLayout layout(*model::OptimizerOf(plan.open().spec()));
   uint64_t working = 0, slices = 0, shared = 0, state = 0;
@@ -40,6 +40,9 @@ storage::TierBytes Machine::Budget(Random* random) const {
   }
   uint64_t fixed = working + slices;
   storage::TierBytes budget{0, 0, kNvmeBytes};
+  if (hbm) {
+    budget.hbm = storage::kHbmScratchBytes + random->Below(state + working + 1);
+  }
   if (random->Percent(30)) {
     budget.dram = 2 * (fixed + state) + (uint64_t{8} << 20);
     return budget;
@@ -61,7 +64,8 @@ absl::Status Machine::Start(Random* random) {
   const storage::StateLayout layout(*model::OptimizerOf(PlanOf(1).open().spec()));
   services::StateServerOptions options;
   options.data_directory = directory_;
-  options.budget = Budget(random);
+  options.budget = Budget(random, /*hbm=*/random->Percent(30));
+  has_hbm_ = options.budget.hbm > 0;
   options.server_id = ServerName(index_);
   options.read_threads = 2;
   options.staging_bytes = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
@@ -204,7 +208,9 @@ absl::StatusOr<std::vector<std::byte>> Machine::PullNow(const v1::PullRequest& r
 
 void Machine::ChangeBudget(Random* random, std::function<void(uint64_t)> moves) {
   v1::SetBudgetRequest request;
-  request.set_dram_bytes(Budget(random).dram);
+  const storage::TierBytes budget = Budget(random, has_hbm_);
+  request.set_hbm_bytes(budget.hbm);
+  request.set_dram_bytes(budget.dram);
   server_->SetBudget(request, [alive = alive_, moves = std::move(moves)](absl::StatusOr<v1::SetBudgetResponse> answer) {
     if (!*alive || !answer.ok()) return;
     uint64_t count = 0;

@@ -58,7 +58,7 @@ class Machine {
  private:
   template <typename Response>
   services::Reply<Response> ReplyTo(const Request& request);
-  storage::TierBytes Budget(Random* random) const;
+  storage::TierBytes Budget(Random* random, bool hbm) const;
   void End();
 
   const int index_;
@@ -66,6 +66,7 @@ class Machine {
   storage::SimDisk disk_;
   SimCatalog catalog_;
   std::unique_ptr<SimFoundation> foundation_;
+  bool has_hbm_ = false;
   std::shared_ptr<bool> alive_;  // of this life: answers of an earlier one are lost
   std::unique_ptr<services::StateServer> server_;
   std::vector<Response> answers_;

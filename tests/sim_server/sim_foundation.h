@@ -13,6 +13,7 @@
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/sim_disk/sim_disk.h"
 #include "ballast/tests/sim_server/sim_catalog.h"
+#include "ballast/tests/storage/test_hbm.h"
 
 namespace ballast::sim {
 
@@ -22,6 +23,7 @@ class SimFoundation : public services::Foundation {
   SimFoundation(storage::SimDisk* disk, SimCatalog* catalog) : disk_(disk), catalog_(catalog) {}
 
   storage::Disk* disk() override { return disk_; }
+  storage::HbmOpener hbm() override { return storage::TestHbm(); }
   absl::StatusOr<std::unique_ptr<storage::Catalog>> OpenCatalog(const std::string&) override {
     return catalog_->Open();
   }
