@@ -155,10 +155,10 @@ class ChunkStore {
   // Moves a chunk's state to another tier, between two runs; its content, version and pins stay. On the thread that
   // runs the store; blocks for one transfer of the state. At every moment the chunk has one valid state, which reads
   // find. A working copy that is in HBM leaves it with the state. Of a durable store: to NVMe, the chunk must not be
-  // dirty (Run flushes it first), and the extent that it has is where it lives; from there, its extent stays the durable
-  // version. May take staging beyond a lowered budget.
-  // RESOURCE_EXHAUSTED (BUDGET), FAILED_PRECONDITION if dirty, INVALID_ARGUMENT where the tier is not there or takes no
-  // such chunk, DATA_LOSS (CHECKSUM), INTERNAL (IO): then nothing has changed.
+  // dirty (Run flushes it first), and the extent that it has is where it lives; from there, its extent stays the
+  // durable version. May take staging beyond a lowered budget. RESOURCE_EXHAUSTED (BUDGET), FAILED_PRECONDITION if
+  // dirty, INVALID_ARGUMENT where the tier is not there or takes no such chunk, DATA_LOSS (CHECKSUM), INTERNAL (IO):
+  // then nothing has changed.
   absl::Status Move(uint64_t chunk, TierKind to);
 
   // Applies `updates` in order; `done(i)` is called as soon as update i is visible to reads (state may still be on its

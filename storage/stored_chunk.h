@@ -27,8 +27,9 @@ struct PinnedCopy {
   ArrayDigests digests = {};  // of the extent
 };
 
-// Of one chunk alone, in HBM or DRAM: of a state that moved up, and of all states beside a GPU, where nothing is shared,
-// since pinned and device memory cannot be given back in parts; of a working copy in HBM, and of one that came from there.
+// Of one chunk alone, in HBM or DRAM: of a state that moved up, and of all states beside a GPU, where nothing is
+// shared, since pinned and device memory cannot be given back in parts; of a working copy in HBM, and of one that came
+// from there.
 struct ChunkMemory {
   HbmBlock hbm;
   DramBlock dram;
@@ -45,9 +46,9 @@ struct StoredChunk {
   const uint64_t elements;
   // Of the thread that runs the store, which changes it under the lock: others read it under that.
   ChunkPlacement placement;
-  const uint64_t id;             // in its job's layout
-  std::byte* state = nullptr;    // host or device memory; null on NVMe
-  DramBlock* shared = nullptr;   // what `state` lies in while it is in DRAM and `own` is empty
+  const uint64_t id;            // in its job's layout
+  std::byte* state = nullptr;   // host or device memory; null on NVMe
+  DramBlock* shared = nullptr;  // what `state` lies in while it is in DRAM and `own` is empty
   ChunkMemory own;
   std::byte* working = nullptr;  // host or device memory; null if the store keeps none
 

@@ -92,6 +92,8 @@ class NcclCollective : public PairwiseCollective {
     const ncclResult_t result = ncclGroupEnd();
     BALLAST_RETURN_IF_ERROR(queued);
     BALLAST_RETURN_IF_ERROR(Finish(result, deadline, "a transfer"));
+    // Before the copies: one to pageable memory may wait for the stream itself, and for a missing peer for ever.
+    BALLAST_RETURN_IF_ERROR(WaitForStream(deadline));
     for (int r = 0; r < world_size(); ++r) {
       if (from[r].empty()) continue;
       BALLAST_RETURN_IF_ERROR(

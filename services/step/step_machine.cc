@@ -335,7 +335,7 @@ void StepMachine::Pinned(v1::PinnedVersion pin) {
   Impl& m = *impl_;
   pin.clear_chunks();
   const int64_t version = pin.version();
-  if (version < m.restored_as && pin.automatic()) {
+  if (pin.automatic() && pin.automatic_since() < m.restored_as) {
     // Begun before a restore was decided, which gave this version up with what came after the restored one.
     pin.set_automatic(false);
     const v1::PinnedVersion changed = pin;

@@ -131,6 +131,10 @@ void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
   const bool skip = decision->verdict().skip();
   if (skip) ++skipped;
   CountSteps(record, skip);
+  // Before it is applied, which takes a while: a crash meanwhile must not go back to what the restore gives up.
+  if (record.header().kind() == v1::STEP_KIND_RESTORE && pin_interval() > 0 && !Seeded(SeededBug::kRestoreKeepsPins)) {
+    MakeAutomatic(record.header().restored_version(), committed);
+  }
   host->Apply(record, *decision);
   // Then: until a restore is applied, nothing that could be restored in its stead goes.
   if (pin_interval() > 0) ReleasePins(record.header());
@@ -182,15 +186,17 @@ void StepMachine::Impl::ReleasePins(const v1::StepHeader& header) {
   host->PinDue(committed);
 }
 
+void StepMachine::Impl::MakeAutomatic(int64_t version, int64_t since) {
+  const auto it = pins.find(version);
+  if (it == pins.end() || (it->second.automatic() && it->second.automatic_since() == since)) return;
+  it->second.set_automatic(true);
+  it->second.set_automatic_since(since);
+  const v1::PinnedVersion changed = it->second;
+  host->PinChanged(changed);
+}
+
 void StepMachine::Impl::KeepOneAutomatic(int64_t kept, int64_t since) {
-  // First: a crash between two of these must not leave none.
-  if (const auto it = pins.find(kept);
-      it != pins.end() && (!it->second.automatic() || it->second.automatic_since() != since)) {
-    it->second.set_automatic(true);
-    it->second.set_automatic_since(since);
-    const v1::PinnedVersion changed = it->second;
-    host->PinChanged(changed);
-  }
+  MakeAutomatic(kept, since);  // first: a crash between two of these must not leave none
   for (auto next = pins.begin(); next != pins.end();) {
     const auto it = next++;
     v1::PinnedVersion& pin = it->second;

@@ -75,7 +75,9 @@ struct StepMachine::Impl {
   absl::Status StateLost() const;
   // After a decision: automatic pins that nobody will go back to go, or lose that mark.
   void ReleasePins(const v1::StepHeader& header);
-  // `since`: the transaction since which it is what the job goes on from.
+  // `since`: the transaction that made it what the job goes on from.
+  void MakeAutomatic(int64_t version, int64_t since);
+  // The others lose the mark.
   void KeepOneAutomatic(int64_t kept, int64_t since);
   uint64_t pin_interval() const { return plan->open().spec().pin_interval(); }
   void Adopt(model::EpochPlan next, uint32_t member);

@@ -146,8 +146,7 @@ absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const Tie
   for (size_t i = 0; i < jobs.size(); ++i) {
     before += states[i].host;
     const uint64_t share = fits ? states[i].host : Share(dram, before, all) - taken;
-    BALLAST_ASSIGN_OR_RETURN(Plan plan,
-                             PlanJob(jobs[i], states[i], share, jobs[i].durable ? AllState(jobs[i]) : nvme));
+    BALLAST_ASSIGN_OR_RETURN(Plan plan, PlanJob(jobs[i], states[i], share, jobs[i].durable ? AllState(jobs[i]) : nvme));
     taken += plan.state.dram;
     if (!jobs[i].durable) nvme -= plan.state.nvme;
     plans.push_back(std::move(plan));

@@ -214,7 +214,8 @@ void Machine::ChangeBudget(Random* random, std::function<void(uint64_t)> moves) 
   server_->SetBudget(request, [alive = alive_, moves = std::move(moves)](absl::StatusOr<v1::SetBudgetResponse> answer) {
     if (!*alive || !answer.ok()) return;
     uint64_t count = 0;
-    for (const v1::JobMoves& job : answer->jobs()) count += job.chunks_to_nvme() + job.chunks_to_dram() + job.chunks_to_hbm();
+    for (const v1::JobMoves& job : answer->jobs())
+      count += job.chunks_to_nvme() + job.chunks_to_dram() + job.chunks_to_hbm();
     moves(count);
   });
 }

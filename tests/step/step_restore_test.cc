@@ -39,7 +39,7 @@ TEST_F(StepEveryKTest, NothingIsLetGoBeforeTheStepIsApplied) {
   restore.set_kind(v1::STEP_KIND_RESTORE);
   restore.set_restored_version(1);
   RunStep(3, restore);
-  EXPECT_THAT(host_.calls, ElementsAre("apply", "keep 1", "drop 2", "due 3"));
+  EXPECT_THAT(host_.calls, ElementsAre("keep 1", "apply", "drop 2", "due 3"));
   const v1::GetJobResponse job = machine_->Describe();
   EXPECT_THAT(job.automatic_versions(), ElementsAre(1));
   EXPECT_THAT(job.automatic_since(), ElementsAre(3)) << "the restore that made it what the job goes on from";

@@ -25,12 +25,9 @@ using kernels::OptimizerSpec;
 constexpr uint64_t kElements = 4 * 65536 - 3 * 256;
 constexpr uint64_t kChunks = 4;
 
-constexpr TierBytes kBudget = {
-    .hbm = uint64_t{128} << 20, .dram = uint64_t{128} << 20, .nvme = uint64_t{64} << 20};
-constexpr ChunkPlacement kPlacements[] = {{TierKind::kNvme},
-                                          {TierKind::kDram},
-                                          {TierKind::kHbm, TierKind::kHbm},
-                                          {TierKind::kHbm, TierKind::kDram}};
+constexpr TierBytes kBudget = {.hbm = uint64_t{128} << 20, .dram = uint64_t{128} << 20, .nvme = uint64_t{64} << 20};
+constexpr ChunkPlacement kPlacements[] = {
+    {TierKind::kNvme}, {TierKind::kDram}, {TierKind::kHbm, TierKind::kHbm}, {TierKind::kHbm, TierKind::kDram}};
 
 // Segments whose moments are written, in parts that meet amid a block and come in no order.
 constexpr std::pair<uint64_t, uint64_t> kWritten[] = {{256, 3 * 256 + 7}, {4 * 256, 200000}, {200192, kElements - 9}};
@@ -101,10 +98,8 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
  protected:
   FormatsTest() : layout_(GetParam()), plain_(kChunks, Plain(GetParam())) {
     const uint64_t staging = (uint64_t{1} << 20) + 2 * layout_.StateBytes(kElements);
-    tiers_ = *Tiers::Open({.budget = kBudget,
-                           .directory = directory_.path(),
-                           .staging_bytes = staging,
-                           .open_hbm = TestHbm()});
+    tiers_ = *Tiers::Open(
+        {.budget = kBudget, .directory = directory_.path(), .staging_bytes = staging, .open_hbm = TestHbm()});
     store_ = std::make_unique<ChunkStore>(tiers_.get(), GetParam(), &compute_);
     Plan plan;
     for (uint64_t i = 0; i < kChunks; ++i) plan.chunks.push_back(kPlacements[i % std::size(kPlacements)]);

@@ -183,8 +183,7 @@ TEST(DurableHbmMoveTest, WhatWasRecordedComesBackIntoAnyTier) {
       const uint64_t chunk = random() % kChunks;
       const TierKind to = kKinds[random() % 3];
       const bool refused = to == TierKind::kNvme && store.dirty(chunk);
-      EXPECT_EQ(store.Move(chunk, to).code(),
-                refused ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kOk);
+      EXPECT_EQ(store.Move(chunk, to).code(), refused ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kOk);
       for (uint64_t i = 0; i < kChunks; ++i) ASSERT_TRUE(Holds(store, i, reference[i])) << "life " << life << " " << i;
     }
     EXPECT_EQ(tiers->used().nvme, nvme) << "moves of durable state take and free nothing there";

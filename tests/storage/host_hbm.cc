@@ -24,7 +24,8 @@ class HostHbm : public HbmTier {
   ~HostHbm() override { scratch_ = BudgetLease(); }
 
   absl::Status Init() {
-    BALLAST_ASSIGN_OR_RETURN(scratch_, ledger_->Lease(TierKind::kHbm, kHbmScratchBytes, "scratch memory of the hbm tier"));
+    BALLAST_ASSIGN_OR_RETURN(scratch_,
+                             ledger_->Lease(TierKind::kHbm, kHbmScratchBytes, "scratch memory of the hbm tier"));
     return absl::OkStatus();
   }
 

@@ -125,9 +125,8 @@ INSTANTIATE_TEST_SUITE_P(
                       PinShape{"NvmeCopiesOnNvme", {TierKind::kNvme}, {.dram = 8 * kMiB, .nvme = 32 * kMiB}},
                       PinShape{"NvmeCopiesOnDram", {TierKind::kNvme}, {.dram = 32 * kMiB, .nvme = 5414912}},
                       PinShape{"HbmCopiesOnDram", {TierKind::kHbm}, {.hbm = 24 * kMiB, .dram = 32 * kMiB}},
-                      PinShape{"HbmCopiesOnNvme",
-                               {TierKind::kHbm},
-                               {.hbm = 24 * kMiB, .dram = 5 * kMiB, .nvme = 32 * kMiB}},
+                      PinShape{
+                          "HbmCopiesOnNvme", {TierKind::kHbm}, {.hbm = 24 * kMiB, .dram = 5 * kMiB, .nvme = 32 * kMiB}},
                       PinShape{"Mixed", {TierKind::kNvme, TierKind::kDram}, {.dram = 32 * kMiB, .nvme = 8 * kMiB}}),
     [](const auto& info) { return info.param.name; });
 

@@ -22,10 +22,8 @@ struct StoreOnTiers {
   static uint64_t StagingBytes(uint64_t slots) { return kMiB + slots * StateLayout().StateBytes(65536); }
 
   StoreOnTiers(TierBytes budget, uint64_t slots) {
-    tiers = *Tiers::Open({.budget = budget,
-                          .directory = directory.path(),
-                          .staging_bytes = StagingBytes(slots),
-                          .open_hbm = TestHbm()});
+    tiers = *Tiers::Open(
+        {.budget = budget, .directory = directory.path(), .staging_bytes = StagingBytes(slots), .open_hbm = TestHbm()});
     store = std::make_unique<ChunkStore>(tiers.get(), kernels::OptimizerSpec());
     for (const uint64_t n : Sizes()) reference.emplace_back(n);
   }

@@ -43,8 +43,8 @@ def make():
     os.close(os.open(os.path.join(made, _LOCK), os.O_WRONLY | os.O_CREAT, 0o600))
     descriptor = _lock(os.path.join(made, _LOCK))
     path = os.path.join(os.path.dirname(made), os.path.basename(made)[1:])
+    _mine[path] = os.getpid(), descriptor  # first: a lock is the process's, another thread would get it too
     os.rename(made, path)
-    _mine[path] = os.getpid(), descriptor
     return path
 
 

@@ -288,7 +288,7 @@ class Optimizer(torch.optim.Optimizer):
     def rollback(self, version):
         """Parameters, moments, step counts and blob become those of a version that state_dict() named; all ranks."""
         session = self._open(partly=True)
-        if session.version != version:
+        if session.version != version or session.written:
             self._commit_written()
             session.restore(version)
             self._take_blob()
