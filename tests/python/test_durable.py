@@ -105,6 +105,35 @@ def test_a_state_dict_of_another_job_or_version_is_refused(tmp_path):
         ''')
 
 
+def test_going_back_to_the_current_version_gives_up_edits_that_no_step_has_taken(tmp_path):
+    run(tmp_path, '''
+        model = mlp()
+        optimizer = make(model, checkpoints=1)
+        data = list(batches(5))
+        def train(begin, end):
+            for i in range(begin, end):
+                optimizer.zero_grad()
+                loss_of(model, data[i]).backward()
+                optimizer.step()
+        train(0, 3)
+        named = optimizer.state_dict()
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        optimizer.sync_from_params()
+        optimizer.load_state_dict(named)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, kept[name]), name
+        train(3, 4)
+        trained = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer.load_state_dict(named)
+        train(3, 4)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, trained[name]), name
+        optimizer.close()
+    ''')
+
+
 def test_going_back_within_a_run(tmp_path):
     run(tmp_path, '''
         model = mlp()
