@@ -70,7 +70,7 @@ TEST_F(Ballastctl, ChangesBudgets) {
   const Finished raised = budget({"--dram", "96MiB"});
   EXPECT_EQ(raised.code, 0) << raised.out << raised.err;
   EXPECT_THAT(raised.out, HasSubstr("budgets changed until the server restarts"));
-  EXPECT_THAT(raised.out, HasSubstr("job 'job': 0 chunks move to nvme, 0 to dram. Of "));
+  EXPECT_THAT(raised.out, HasSubstr("job 'job': 0 chunks move to nvme, 0 to dram, 0 to hbm. Of "));
   EXPECT_THAT(Status().out, HasSubstr("96.0 MiB"));
   // Both refuse: what is fixed does not fit.
   const Finished refused = budget({"--dram", "1KiB"});
