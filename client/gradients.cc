@@ -261,6 +261,7 @@ void Gradients::ResendAll(const std::string& presence) {
     for (const OwnedSlice& owned : seat_->units->unit(unit).slices) {
       if (seat_->units->plan().Touches(owned.slice, presence)) Resend(owned);
     }
+    seat_->router->AwaitAdmission();
   }
 }
 

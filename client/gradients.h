@@ -42,8 +42,10 @@ class Gradients {
   void Lend(const std::string& presence);
   // Sends a slice again that a server misses.
   void Resend(const OwnedSlice& owned);
-  // All that touch a tensor of `presence`; Flush waits for them.
+  // All that touch a tensor of `presence`, within what may be in flight; Flush waits for them.
   void ResendAll(const std::string& presence);
+  // For pushes under way; the first error since the last wait, of Flush and Cover too.
+  absl::Status Wait() { return pushes_->Wait(); }
   // Waits for pushes under way and forgets everything.
   void Forget();
 

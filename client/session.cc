@@ -212,6 +212,15 @@ uint64_t Session::unit_elements(uint32_t unit) const {
 
 uint32_t Session::tensor_count() const { return static_cast<uint32_t>(impl_->seat.units->layout().tensors().size()); }
 
+std::vector<std::string> Session::tensor_names() const {
+  const model::Layout& layout = impl_->seat.units->layout();
+  std::vector<std::string> names;
+  for (uint32_t i = 0; i < layout.tensors().size(); ++i) {
+    if (layout.live(i)) names.push_back(layout.tensors()[i].name);
+  }
+  return names;
+}
+
 absl::StatusOr<uint32_t> Session::TensorIndex(absl::string_view tensor) const {
   return impl_->seat.units->layout().FindTensor(tensor);
 }

@@ -269,6 +269,8 @@ class Session {
   // Index of a tensor among those that Lend takes.
   absl::StatusOr<uint32_t> TensorIndex(absl::string_view tensor) const;
   uint32_t tensor_count() const;
+  // Of the job's live tensors, in the order of registration.
+  std::vector<std::string> tensor_names() const;
   // In Push's stead, before Step: an entry per TensorIndex. Gradients of all tensors that have one, or none: with
   // durability `step` they go to a log, so they are pushed (UNSUPPORTED). Parameters of a tensor that is not updated
   // stay as they are. What was written is lent with them: nothing may be written until the loan's end.
@@ -292,6 +294,8 @@ class Session {
   // count zeros. On OK the step is decided: it will be applied on all servers whatever dies next (as far as the job's
   // durability keeps servers' memory).
   absl::StatusOr<StepReport> Step(const StepOptions& options);
+  // COLLECTIVE, in Step's stead where this rank cannot take part: no rank's Step is made, and all get `why`, an error.
+  absl::Status RefuseStep(const absl::Status& why);
 
   // COLLECTIVE. New master values for a whole tensor (every rank passes all of them), applied by the next Step before
   // its gradients, or by CommitValues.

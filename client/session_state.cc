@@ -32,21 +32,25 @@ absl::Status CheckCovers(const Seat& seat, uint32_t tensor, const TensorState& s
                                              state.first, " to ", end, " were given, and this rank owns others"));
 }
 
-absl::Status CheckFinite(const TensorState& state) {
-  const auto bad = std::find_if(state.values.begin(), state.values.end(), [](float x) { return !std::isfinite(x); });
+absl::Status CheckValues(const TensorState& state, bool squares) {
+  const auto bad = std::find_if(state.values.begin(), state.values.end(),
+                                [squares](float x) { return !std::isfinite(x) || (squares && x < 0); });
   if (bad == state.values.end()) return absl::OkStatus();
   return Bad(model::kBadRequest,
              absl::StrCat("element ", state.first + static_cast<uint64_t>(bad - state.values.begin()),
-                          " of the values for tensor '", state.tensor, "' is ", *bad, "; they must be finite"));
+                          " of the values for tensor '", state.tensor, "' is ", *bad, "; they must be finite",
+                          squares ? ", and those of a second moment at least 0" : ""));
 }
 
-absl::StatusOr<StateByTensor> ByTensor(const Seat& seat, absl::Span<const TensorState> tensors) {
+absl::StatusOr<StateByTensor> ByTensor(const Seat& seat, Content array, absl::Span<const TensorState> tensors) {
+  const int moment = static_cast<int>(array) - static_cast<int>(Content::kMoment1);
+  const bool squares = moment >= 0 && kernels::IsSecondMoment(seat.optimizer, moment);
   if (tensors.empty()) return Precondition("no tensors to write");
   StateByTensor states;
   for (const TensorState& state : tensors) {
     BALLAST_ASSIGN_OR_RETURN(const uint32_t index, seat.units->layout().FindTensor(state.tensor));
     BALLAST_RETURN_IF_ERROR(CheckCovers(seat, index, state));
-    BALLAST_RETURN_IF_ERROR(CheckFinite(state));
+    BALLAST_RETURN_IF_ERROR(CheckValues(state, squares));
     if (!states.emplace(index, &state).second) {
       return Bad(model::kBadRequest, absl::StrCat("tensor '", state.tensor, "' is given twice"));
     }
@@ -93,7 +97,7 @@ absl::StatusOr<StepReport> Session::CommitState(Content array, absl::Span<const 
   if (array == Content::kWorking) mine = Precondition("working parameters follow from the masters: write those");
   StateByTensor states;
   if (mine.ok()) {
-    auto found = ByTensor(impl.seat, tensors);
+    auto found = ByTensor(impl.seat, array, tensors);
     mine = found.status();
     if (found.ok()) states = *std::move(found);
   }

@@ -86,7 +86,12 @@ absl::StatusOr<Session::Impl::Agreement> Session::Impl::Settle(const std::string
       return model::Error(absl::StatusCode::kInternal, model::kBadRequest, absl::StrCat("rank ", r, " sent no offer"));
     }
   }
-  BALLAST_RETURN_IF_ERROR(CheckSameOffers(offers));
+  if (const absl::Status same = CheckSameOffers(offers); !same.ok()) {
+    // Who dropped less often does so now, or no step would ever be agreed on; servers ask again for what they have of
+    // an older attempt.
+    for (const v1::SealRequest& other : offers) seat.attempt = std::max(seat.attempt, other.attempt());
+    return same;
+  }
 
   Agreement agreed{offers[0].header(), {}};
   std::string& presence = *agreed.header.mutable_gradient_presence();
@@ -102,12 +107,16 @@ absl::StatusOr<Session::Impl::Agreement> Session::Impl::Settle(const std::string
     BALLAST_RETURN_IF_ERROR(model::CheckHeader(seat.units->plan(), seat.version + 1, agreed.header, agreed.blobs));
   }
   // Everyone can tell whether anyone still has something to push; only then must all hear how it went.
-  bool more = source != nullptr && AnyBit(agreed.header.value_presence());
+  const bool writes = source != nullptr && AnyBit(agreed.header.value_presence());
+  bool more = writes;
   for (const v1::SealRequest& other : offers) more = more || other.header().gradient_presence() != presence;
   if (!more) return agreed;
   mine = gradients.Cover(presence);
   if (mine.ok() && source != nullptr) mine = values.Push(agreed.header.value_presence(), *source);
-  BALLAST_RETURN_IF_ERROR(group.Agree(what, mine));
+  const absl::Status pushed = group.Agree(what, mine);
+  // Servers may have some of these values, and would refuse others in the same attempt.
+  if (!pushed.ok() && writes) ++seat.attempt;
+  BALLAST_RETURN_IF_ERROR(pushed);
   return agreed;
 }
 
@@ -122,15 +131,21 @@ absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, 
   seal.set_plan_hash(model::PlanHash(seat.units->plan(), seal.step(), seat.attempt, agreed.header, agreed.blobs));
   *seal.mutable_header() = agreed.header;
   for (const std::string& blob : agreed.blobs) seal.add_blobs(blob);
+  absl::Status refused;  // what servers last had against a slice that was sent again
   const auto resend = [&](absl::Span<const OwnedSlice* const> missing) {
     if (!gradients.idle() || !values.idle()) return;  // they may be on their way already: servers ask every second
+    for (const absl::Status& sent : {gradients.Wait(), values.Wait()}) {
+      if (!sent.ok()) refused = sent;
+    }
     const std::string& written = agreed.header.value_presence();
     for (const OwnedSlice* owned : missing) {
       if (seat.units->plan().Touches(owned->slice, written)) values.Resend(*owned, written, source);
       if (seat.units->plan().Touches(owned->slice, agreed.header.gradient_presence())) gradients.Resend(*owned);
     }
   };
-  return transaction.SealAndDecide(seal, deadline, resend);
+  auto decision = transaction.SealAndDecide(seal, deadline, resend);
+  if (decision.ok() || refused.ok()) return decision;
+  return model::Annotate(decision.status(), absl::StrCat("after a slice was refused (", refused.message(), ")"));
 }
 
 absl::StatusOr<StepReport> Session::Impl::Transact(const std::string& what, absl::Status mine, v1::StepHeader header,
@@ -222,6 +237,11 @@ absl::StatusOr<StepReport> Session::Step(const StepOptions& options) {
   header.set_max_norm(options.max_norm);
   header.set_value_presence(impl_->values.presence());
   return impl_->Transact("Step", std::move(mine), std::move(header), options.blob, impl_->values.written());
+}
+
+absl::Status Session::RefuseStep(const absl::Status& why) {
+  BALLAST_RETURN_IF_ERROR(impl_->Usable());
+  return impl_->Conclude(impl_->group.Agree("Step", why));
 }
 
 absl::Status Session::Write(absl::string_view tensor, absl::Span<const float> values) {

@@ -44,12 +44,18 @@ absl::StatusOr<Tensors> Tensors::Make(Session* session, const std::vector<std::s
   tensors.local_elements_.resize(names.size());
   tensors.local_begins_.resize(names.size());
   tensors.converted_.resize(names.size());
+  tensors.tensor_count_ = session->tensor_count();
   std::map<uint32_t, std::vector<std::pair<Session::Location, size_t>>> by_unit;
   for (size_t i = 0; i < names.size(); ++i) {
     BALLAST_ASSIGN_OR_RETURN(const Session::Location at, session->Locate(names[i]));
     by_unit[at.unit].emplace_back(at, i);
     BALLAST_ASSIGN_OR_RETURN(const uint32_t index, session->TensorIndex(names[i]));
     tensors.indices_.push_back(index);
+  }
+  for (const std::string& name : session->tensor_names()) {
+    BALLAST_ASSIGN_OR_RETURN(const uint32_t index, session->TensorIndex(name));
+    if (std::find(tensors.indices_.begin(), tensors.indices_.end(), index) != tensors.indices_.end()) continue;
+    return BadSpec(absl::StrCat("tensor '", name, "' of the job is not among the ", names.size(), " that were named"));
   }
   for (auto& [index, located] : by_unit) {
     std::sort(located.begin(), located.end(),
@@ -90,6 +96,7 @@ absl::StatusOr<Tensors> Tensors::Make(Session* session, const std::vector<std::s
 }
 
 absl::Status Tensors::Initialise(absl::Span<const TensorMemory> memory) {
+  BALLAST_RETURN_IF_ERROR(CheckCurrent());
   return session_->takes_gradients() ? LendValues(memory) : PushValues(memory);
 }
 
@@ -117,22 +124,21 @@ absl::Status Tensors::LendValues(absl::Span<const TensorMemory> memory) {
 }
 
 absl::Status Tensors::PushValues(absl::Span<const TensorMemory> memory) {
-  std::map<absl::string_view, size_t> index;
-  for (size_t i = 0; i < names_.size(); ++i) index[names_[i]] = i;
-  absl::Status missing;
-  const absl::Status initialised =
-      session_->Initialise([&](absl::string_view name, uint64_t first, absl::Span<float> values) {
-        const auto found = index.find(name);
-        if (found == index.end()) {
-          missing.Update(BadSpec(absl::StrCat("tensor '", name, "' of the job has no values in this trainer")));
-          return;
-        }
-        const TensorMemory& tensor = memory[found->second];
-        const uint64_t skipped = first - local_begins_[found->second];
-        Convert(tensor.parameter + skipped * ElementBytes(tensor.parameter_dtype), tensor.parameter_dtype,
-                reinterpret_cast<std::byte*>(values.data()), Dtype::kF32, values.size(), &wide_);
-      });
-  return missing.ok() ? initialised : missing;
+  std::map<uint32_t, size_t> by_index;
+  for (size_t i = 0; i < names_.size(); ++i) by_index[indices_[i]] = i;
+  return session_->Initialise([&](absl::string_view name, uint64_t first, absl::Span<float> values) {
+    const size_t i = by_index.at(*session_->TensorIndex(name));
+    const TensorMemory& tensor = memory[i];
+    const uint64_t skipped = first - local_begins_[i];
+    Convert(tensor.parameter + skipped * ElementBytes(tensor.parameter_dtype), tensor.parameter_dtype,
+            reinterpret_cast<std::byte*>(values.data()), Dtype::kF32, values.size(), &wide_);
+  });
+}
+
+absl::Status Tensors::CheckCurrent() const {
+  if (session_->tensor_count() == tensor_count_) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
+                      "tensors were registered since these were made; Make them again, with all");
 }
 
 absl::StatusOr<TensorsReport> Tensors::Step(absl::Span<const TensorMemory> memory, const StepOptions& options,
@@ -144,16 +150,13 @@ absl::StatusOr<TensorsReport> Tensors::Step(absl::Span<const TensorMemory> memor
   };
   const bool lends = session_->takes_loans();
   TensorsReport report;
-  if (const absl::Status given = Give(memory); !given.ok()) {
-    session_->ReturnGradients();
-    (void)session_->Drop();
-    return given;
-  }
+  const absl::Status given = Give(memory);
   report.push_seconds = lap();
-  auto stepped = session_->Step(options);
+  const absl::StatusOr<StepReport> stepped =
+      given.ok() ? session_->Step(options) : absl::StatusOr<StepReport>(session_->RefuseStep(given));
   if (!stepped.ok()) {
-    session_->ReturnGradients();
-    if (lends) (void)session_->Drop();  // the memory is the caller's again
+    session_->ReturnGradients();  // also where the session is finished, and drops nothing
+    (void)Drop();
     return stepped.status();
   }
   report.step = *stepped;
@@ -168,6 +171,7 @@ absl::StatusOr<TensorsReport> Tensors::Step(absl::Span<const TensorMemory> memor
 }
 
 absl::Status Tensors::Give(absl::Span<const TensorMemory> memory) {
+  BALLAST_RETURN_IF_ERROR(CheckCurrent());
   if (!session_->takes_loans()) return Push(memory);
   const Dtype gradient = session_->optimizer().gradient, working = session_->optimizer().working;
   const bool gradients = session_->takes_gradients();

@@ -44,7 +44,7 @@ struct TensorsReport {
 class Tensors {
  public:
   // Borrows `session`. `names`: each of the job's live tensors once. NOT_FOUND (UNKNOWN_TENSOR); INVALID_ARGUMENT
-  // (BAD_SPEC) for one that is missing or comes twice.
+  // (BAD_SPEC) for one that is missing or comes twice. After Session::Register others are Made.
   static absl::StatusOr<Tensors> Make(Session* session, const std::vector<std::string>& names, Local local);
 
   // Elements of tensor `index` that this rank has.
@@ -53,7 +53,7 @@ class Tensors {
   // COLLECTIVE. Session::Initialise with the parameters' values; unchanged until it returns.
   absl::Status Initialise(absl::Span<const TensorMemory> memory);
   // COLLECTIVE. Session::Step with the gradients that there are; unless it is skipped, parameters become the new
-  // version's. After an error of one rank alone the session's Drop takes back what was pushed.
+  // version's. An error before the step is sealed is all ranks', which drop what was pushed: it may be made again.
   // `ready`: called, where parameters become new ones, as soon as those of a unit are, with their indices, which it
   // borrows; the unit's gradients are not read any more then. May be empty.
   using Ready = std::function<void(absl::Span<const size_t>)>;
@@ -95,6 +95,8 @@ class Tensors {
   };
 
   explicit Tensors(Session* session, Local local) : session_(session), local_(local) {}
+  // BAD_REQUEST after a Register.
+  absl::Status CheckCurrent() const;
   absl::Status LendValues(absl::Span<const TensorMemory> memory);
   absl::Status PushValues(absl::Span<const TensorMemory> memory);
   // Gives the session the step's gradients, and where parameters go if it takes that.
@@ -121,6 +123,7 @@ class Tensors {
     bool lent = false;  // `parameter` in this step
   };
   std::vector<uint32_t> indices_;  // by tensor, the session's
+  uint32_t tensor_count_ = 0;      // the session's
   std::vector<Converted> converted_;
   std::vector<std::byte> buffer_;  // of one unit
   std::vector<float> wide_;        // for conversions

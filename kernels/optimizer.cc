@@ -45,6 +45,8 @@ int MomentCount(const OptimizerSpec& spec) {
   return 0;
 }
 
+bool IsSecondMoment(const OptimizerSpec& spec, int index) { return spec.kind == OptimizerKind::kAdagrad || index > 0; }
+
 uint64_t MomentBytes(MomentFormat format, uint64_t n) {
   if (format == MomentFormat::kF32) return n * sizeof(float);
   return format == MomentFormat::kBf16 ? n * sizeof(bf16) : n;

@@ -64,6 +64,9 @@ std::string Unsupported(const OptimizerSpec& spec);
 // Moments per parameter: AdamW and Adam {m, v} or {m, v, x} with amsgrad, SGD {} or {m}, Adagrad {v}, Lion {m}.
 int MomentCount(const OptimizerSpec& spec);
 
+// Is moment `index` (below MomentCount) a sum, mean or maximum of squares, and so never negative?
+bool IsSecondMoment(const OptimizerSpec& spec, int index);
+
 // Bytes of `n` elements of one moment; of its scales (0 unless kI8, kF8).
 uint64_t MomentBytes(MomentFormat format, uint64_t n);
 uint64_t MomentScaleBytes(MomentFormat format, uint64_t n);

@@ -205,7 +205,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // False: the chunk's pushes are woken when slices on their way to the log have given back memory for this one.
   bool TakesBuffer(const std::shared_ptr<HeldChunk>& chunk, uint32_t slice, v1::SliceKind kind)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The memory of a logged slice came back.
+  // One of buffers_returning_ is there again.
   void BufferReturned(Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void WakePushes(HeldChunk* chunk, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::shared_ptr<HeldChunk> FindSliceChunk(const v1::PushRequest& header, uint32_t* slice) const
@@ -355,7 +355,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Of memory_, if some chunk is logged: where updates read slices back.
   std::shared_ptr<ProvisionalMemory::Buffer> read_back_ ABSL_GUARDED_BY(mu_);
   double read_back_share_ ABSL_GUARDED_BY(mu_) = 0;      // of the gradients, what is read back in this epoch
-  uint64_t buffers_returning_ ABSL_GUARDED_BY(mu_) = 0;  // of logged slices that the log does not have yet
+  // Held by logged slices until the log has them, and by decided steps until they are applied.
+  uint64_t buffers_returning_ ABSL_GUARDED_BY(mu_) = 0;
   std::deque<std::shared_ptr<HeldChunk>> short_of_buffers_ ABSL_GUARDED_BY(mu_);  // their pushes wait for those
   std::vector<std::shared_ptr<HeldChunk>> chunks_ ABSL_GUARDED_BY(mu_);           // in registration order
   std::vector<std::shared_ptr<HeldChunk>> spares_ ABSL_GUARDED_BY(mu_);  // taken for an Open that was then refused

@@ -286,6 +286,10 @@ absl::Status Job::EnsureSpill(const model::EpochPlan& plan, absl::Span<const std
 
 void Job::NoteLeastDram(uint64_t more) {
   least_dram_ += more;
+  {
+    absl::MutexLock lock(&mu_);
+    if (recovering_) return;  // a part of it: what the catalog has stands until there is all
+  }
   if (const absl::Status written = WriteLeastDram(around_.catalog, name_, least_dram_); !written.ok()) {
     spdlog::error(
         "job '{}' goes on, but jobs that come back before it after a restart may leave it too little DRAM: {}", name_,

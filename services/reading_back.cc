@@ -1,8 +1,8 @@
 // How class Job bounds the memory of slices that do not fit: a buffer each until the log has them, some more to read
 // them back into when they are applied.
 //
-// What is reserved is for all slices of the job. Whoever finds no room waits while logged slices are on their way:
-// these give theirs back as soon as the log has them, which depends on no other push. If none is, he takes more of the
+// What is reserved is for all slices of the job. Whoever finds no room waits while logged slices are on their way, or a
+// decided step is applied: these give theirs back without any other push. If there are none, he takes more of the
 // budget or is refused. So nobody waits for ever, in whatever order ranks push.
 #include <spdlog/spdlog.h>
 

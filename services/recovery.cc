@@ -149,6 +149,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     absl::MutexLock lock(&mu_);
     recovering_ = false;
   }
+  NoteLeastDram(0);
   StartJournal(*std::move(log), /*durable=*/true);
   spdlog::info("job '{}': recovered step {} in {:.2f} s: {} chunks, {} steps and {} MiB of slices replayed{}", name_,
                committed, absl::ToDoubleSeconds(absl::Now() - began), entry.chunks.size(), replaying.steps,

@@ -153,6 +153,7 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
       ++chunk->updates_pending;
       work->touched.push_back(chunk);
       work->updates.push_back(std::move(change));
+      buffers_returning_ += buffers.size();
       work->buffers.push_back(std::move(buffers));
     }
   }
@@ -228,7 +229,7 @@ absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work, const s
   const auto done = [&](size_t) {
     const size_t i = finished++;
     // Before the next step's slices of this chunk: what was reserved holds either.
-    work->buffers[i].clear();
+    const size_t returned = std::exchange(work->buffers[i], {}).size();
     const bool last = finished == work->updates.size();
     if (last) work->lent = nullptr;
     LockedOnStage([&](Replies* replies) {
@@ -245,6 +246,7 @@ absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work, const s
       --chunk.updates_pending;
       waiting_.Wake(&chunk.pulls, replies);
       WakePushes(&chunk, replies);
+      for (size_t buffer = 0; buffer < returned; ++buffer) BufferReturned(replies);
     });
   };
   for (;;) {

@@ -360,8 +360,15 @@ absl::Status StepMachine::Unpin(int64_t version, bool unreadable) {
   const auto pin = m.pins.find(version);
   if (pin == m.pins.end()) return absl::OkStatus();
   if (m.state != Impl::State::kKnown && !unreadable) return m.StateLost();
+  const bool automatic = pin->second.automatic();
+  if (automatic && unreadable && m.state == Impl::State::kKnown && version == m.committed) {
+    return Precondition(model::kBusy, absl::StrCat("version ", version, " is what server '", m.id,
+                                                   "' is at, and its own pin; give it up after the next step"));
+  }
   pin->second.set_requested(false);
-  if (!pin->second.automatic() || unreadable) m.pins.erase(pin);
+  if (automatic && !unreadable) return absl::OkStatus();
+  m.pins.erase(pin);
+  if (automatic && m.state == Impl::State::kKnown) m.ReplacePin();
   return absl::OkStatus();
 }
 

@@ -124,8 +124,9 @@ class StepMachine {
   // Replay.
   void Pinned(v1::PinnedVersion pin);
   // Nobody asks for the version any more. If the server itself does not want it either (FindPin is null then), it may
-  // be taken off the disk; an unreadable one nobody wants. FAILED_PRECONDITION: (BUSY) a prepared restore needs it, and
-  // may be decided; (STATE_LOST) the state is lost, and this may be what it is restored from.
+  // be taken off the disk; an unreadable one nobody wants, and the server's own is replaced by one of `committed`.
+  // FAILED_PRECONDITION: (BUSY) a prepared restore needs it, and may be decided, or it is the own one and of
+  // `committed`; (STATE_LOST) the state is lost, and this may be what it is restored from.
   absl::Status Unpin(int64_t version, bool unreadable = false);
   // Null if it is not pinned.
   const v1::PinnedVersion* FindPin(int64_t version) const;

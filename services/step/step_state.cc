@@ -186,6 +186,13 @@ void StepMachine::Impl::ReleasePins(const v1::StepHeader& header) {
   host->PinDue(committed);
 }
 
+void StepMachine::Impl::ReplacePin() {
+  const bool others = std::any_of(pins.begin(), pins.end(), [](const auto& pin) { return pin.second.automatic(); });
+  if (others || due_pin == committed) return;
+  due_pin = committed;
+  host->PinDue(committed);
+}
+
 void StepMachine::Impl::MakeAutomatic(int64_t version, int64_t since) {
   const auto it = pins.find(version);
   if (it == pins.end() || (it->second.automatic() && it->second.automatic_since() == since)) return;

@@ -75,6 +75,8 @@ struct StepMachine::Impl {
   absl::Status StateLost() const;
   // After a decision: automatic pins that nobody will go back to go, or lose that mark.
   void ReleasePins(const v1::StepHeader& header);
+  // After the own pin was given up: until the next due one, what this version's pin tells after a restart.
+  void ReplacePin();
   // `since`: the transaction that made it what the job goes on from.
   void MakeAutomatic(int64_t version, int64_t since);
   // The others lose the mark.

@@ -132,30 +132,29 @@ TEST(SessionBoundary, InitialiseKeepsWhatWasWritten) {
 
 TEST(SessionBoundary, ARefusedStepCanBeCorrected) {
   SessionFixture servers;
-  EXPECT_EQ(OnRanks(2,
-                    [&](Collective* collective) -> absl::Status {
-                      BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, TestOptions(), TestTensors()));
-                      BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
-                      std::vector<float> bias(100, 1.0f);
-                      BALLAST_RETURN_IF_ERROR(session->Write("layer.bias", bias));
-                      StepOptions bad = TestStep();
-                      bad.gradient_scale = 1e39;
-                      BALLAST_RETURN_IF_ERROR(
-                          ExpectError(session->Step(bad).status(), model::kBadRequest, "finite in fp32"));
-                      bias.assign(100, 2.0f);
-                      BALLAST_RETURN_IF_ERROR(session->Write("layer.bias", bias));
-                      bias[3] = NAN;
-                      BALLAST_RETURN_IF_ERROR(
-                          ExpectError(session->Write("layer.bias", bias), model::kBadRequest, "element 3"));
-                      BALLAST_RETURN_IF_ERROR(session->Step(TestStep()).status());
-                      std::vector<float> read(100);
-                      BALLAST_RETURN_IF_ERROR(
-                          ExpectError(session->Read("layer.bias", Content::kMaster, 9, absl::MakeSpan(read)),
-                                      model::kBadRequest, "version 9 is not decided yet"));
-                      BALLAST_RETURN_IF_ERROR(session->Read("layer.bias", Content::kMaster, 1, absl::MakeSpan(read)));
-                      return Expect(read == std::vector<float>(100, 2.0f), "the corrected values");
-                    }),
-            absl::OkStatus());
+  EXPECT_EQ(
+      OnRanks(
+          2,
+          [&](Collective* collective) -> absl::Status {
+            BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, TestOptions(), TestTensors()));
+            BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
+            std::vector<float> bias(100, 1.0f);
+            BALLAST_RETURN_IF_ERROR(session->Write("layer.bias", bias));
+            StepOptions bad = TestStep();
+            bad.gradient_scale = 1e39;
+            BALLAST_RETURN_IF_ERROR(ExpectError(session->Step(bad).status(), model::kBadRequest, "finite in fp32"));
+            bias.assign(100, 2.0f);
+            BALLAST_RETURN_IF_ERROR(session->Write("layer.bias", bias));
+            bias[3] = NAN;
+            BALLAST_RETURN_IF_ERROR(ExpectError(session->Write("layer.bias", bias), model::kBadRequest, "element 3"));
+            BALLAST_RETURN_IF_ERROR(session->Step(TestStep()).status());
+            std::vector<float> read(100);
+            BALLAST_RETURN_IF_ERROR(ExpectError(session->Read("layer.bias", Content::kMaster, 9, absl::MakeSpan(read)),
+                                                model::kBadRequest, "version 9 is not decided yet"));
+            BALLAST_RETURN_IF_ERROR(session->Read("layer.bias", Content::kMaster, 1, absl::MakeSpan(read)));
+            return Expect(read == std::vector<float>(100, 2.0f), "the corrected values");
+          }),
+      absl::OkStatus());
 }
 
 TEST(SessionBoundary, NormsAreOfThisEpoch) {

@@ -3,6 +3,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cmath>
+
 #include "absl/synchronization/notification.h"
 #include "ballast/client/session.h"
 #include "ballast/kernels/kernels.h"
@@ -139,6 +141,52 @@ TEST(Session, OneRanksErrorReachesAll) {
                                                           session->rank() == 0 ? "rank 1: " : "nothing was written");
                                      }),
             absl::OkStatus());
+}
+
+// Ranks that dropped unlike often agree again: the one that is behind sends what it pushed once more.
+TEST(Session, ARankThatDropsAloneIsNamedOnce) {
+  SessionFixture servers;
+  const absl::Status ran = SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+    BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, TestOptions(), TestTensors()));
+    BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
+    const auto push = [&]() -> absl::Status {
+      for (uint32_t unit = 0; unit < session->unit_count(); ++unit) {
+        BALLAST_RETURN_IF_ERROR(session->Push(unit, OwnedGradient(*session, unit, 1)));
+      }
+      return absl::OkStatus();
+    };
+    BALLAST_RETURN_IF_ERROR(push());
+    if (session->rank() == 1) {
+      BALLAST_RETURN_IF_ERROR(session->Drop());
+      BALLAST_RETURN_IF_ERROR(push());
+    }
+    BALLAST_RETURN_IF_ERROR(
+        ExpectError(session->Step(TestStep()).status(), model::kPlanMismatch, "has dropped 1 time(s) against 0"));
+    BALLAST_RETURN_IF_ERROR(session->Step(TestStep()).status());
+    Reference reference(TestTensors());
+    reference.Step(1, TestStep());
+    return reference.Compare(*session, 1);
+  });
+  EXPECT_EQ(ran, absl::OkStatus());
+}
+
+// What servers took of values that did not become a transaction hinders no others.
+TEST(Session, OtherValuesAfterSomeWereRefused) {
+  SessionFixture servers;
+  const absl::Status ran = SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+    BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, TestOptions(), TestTensors()));
+    const absl::Status refused = session->Initialise([&](absl::string_view tensor, uint64_t, absl::Span<float> values) {
+      for (float& value : values) value = 7;
+      if (session->rank() == 1 && tensor == "layer.down") values[0] = std::nanf("");
+    });
+    BALLAST_RETURN_IF_ERROR(ExpectError(refused, model::kBadRequest, "nan"));
+    BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
+    BALLAST_RETURN_IF_ERROR(TrainStep(*session, 1).status());
+    Reference reference(TestTensors());
+    reference.Step(1, TestStep());
+    return reference.Compare(*session, 1);
+  });
+  EXPECT_EQ(ran, absl::OkStatus());
 }
 
 TEST(Session, MissingRankIsNamed) {

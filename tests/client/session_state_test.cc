@@ -110,6 +110,10 @@ absl::Status Refusals(Session& session, int rank) {
   infinite[69999] = std::numeric_limits<float>::infinity();
   other[0].values = infinite;
   BALLAST_RETURN_IF_ERROR(ExpectError(commit(other), model::kBadRequest, "element 69999"));
+  std::vector<float> negative = values;
+  negative[3] = -1e-30f;
+  other[0].values = negative;
+  BALLAST_RETURN_IF_ERROR(ExpectError(commit(other, Content::kMoment2), model::kBadRequest, "second moment at least"));
   other = whole;
   other[0].steps = 5 + static_cast<uint64_t>(rank);
   BALLAST_RETURN_IF_ERROR(ExpectError(commit(other), model::kPlanMismatch, "other step counts"));
@@ -150,6 +154,66 @@ TEST(SessionState, InitialValuesOfRowsOverSeveralChunks) {
       BALLAST_RETURN_IF_ERROR(Expect(whole[i] == static_cast<float>(i), absl::StrCat("element ", i)));
     }
     return absl::OkStatus();
+  });
+  EXPECT_TRUE(ran.ok()) << ran;
+}
+
+// All of a model's tensors in this rank's memory: fp32 parameters, and gradients of ones.
+struct WholeModel {
+  std::vector<std::string> names;
+  std::vector<std::vector<float>> parameters, gradients;
+
+  explicit WholeModel(const std::vector<TensorSpec>& specs) {
+    for (const TensorSpec& spec : specs) {
+      names.push_back(spec.name);
+      parameters.emplace_back(ElementsOf(spec), 0.5f);
+      gradients.emplace_back(ElementsOf(spec), 1.0f);
+    }
+  }
+  std::vector<TensorMemory> memory() {
+    std::vector<TensorMemory> all;
+    for (size_t i = 0; i < names.size(); ++i) {
+      all.push_back({.gradient = reinterpret_cast<const std::byte*>(gradients[i].data()),
+                     .parameter = reinterpret_cast<std::byte*>(parameters[i].data())});
+    }
+    return all;
+  }
+};
+
+// The next step needs no Drop, on whichever rank the last one failed.
+TEST(SessionState, AStepOfTensorsThatFailsIsDroppedByAll) {
+  SessionFixture servers(2);
+  const absl::Status ran = SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+    BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, TestOptions(), TestTensors()));
+    WholeModel model(TestTensors());
+    BALLAST_ASSIGN_OR_RETURN(Tensors tensors, Tensors::Make(session.get(), model.names, Local::kWhole));
+    BALLAST_RETURN_IF_ERROR(tensors.Initialise(model.memory()));
+    const StepOptions own = TestStep(session->rank() == 0 ? 0.01 : 0.02);
+    BALLAST_RETURN_IF_ERROR(
+        ExpectError(tensors.Step(model.memory(), own).status(), model::kPlanMismatch, "rank 1 has other"));
+    BALLAST_RETURN_IF_ERROR(tensors.Step(model.memory(), TestStep()).status());
+    if (session->rank() == 1) BALLAST_RETURN_IF_ERROR(session->Push(0, OwnedGradient(*session, 0, 1)));
+    const absl::Status twice = tensors.Step(model.memory(), TestStep()).status();
+    BALLAST_RETURN_IF_ERROR(ExpectError(twice, model::kBadRequest, "pushed already"));
+    BALLAST_RETURN_IF_ERROR(tensors.Step(model.memory(), TestStep()).status());
+    return Expect(session->version() == 2, "two steps");
+  });
+  EXPECT_TRUE(ran.ok()) << ran;
+}
+
+TEST(SessionState, TensorsAreAllOfTheJobs) {
+  SessionFixture servers(1);
+  const absl::Status ran = SessionFixture::RunRanks(1, [&](Collective* collective) -> absl::Status {
+    BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, TestOptions(), TestTensors()));
+    WholeModel model(TestTensors());
+    const std::vector<std::string> some(model.names.begin(), model.names.end() - 1);
+    BALLAST_RETURN_IF_ERROR(
+        ExpectError(Tensors::Make(session.get(), some, Local::kWhole).status(), model::kBadSpec, model.names.back()));
+    BALLAST_ASSIGN_OR_RETURN(Tensors tensors, Tensors::Make(session.get(), model.names, Local::kWhole));
+    BALLAST_RETURN_IF_ERROR(tensors.Initialise(model.memory()));
+    BALLAST_RETURN_IF_ERROR(session->Register({{.name = "head", .unit = "head", .shape = {300}}}));
+    const absl::Status stale = tensors.Step(model.memory(), TestStep()).status();
+    return ExpectError(stale, model::kBadRequest, "Make them again");
   });
   EXPECT_TRUE(ran.ok()) << ran;
 }

@@ -321,18 +321,21 @@ TEST_P(TensorsTest, DroppedLoansCountForNothing) {
 }
 
 // Of a step that failed nothing is read any more, and nothing is sent again.
-TEST_P(TensorsTest, GradientsOfAFailedStepAreReturned) {
+TEST_P(TensorsTest, AFailedStepIsDropped) {
   StepBoth(1);
   StepOptions wrong = TestStep();
   wrong.groups.pop_back();
-  std::vector<TensorMemory> memory = copier_.Gradients(2);
-  EXPECT_FALSE(copier_.tensors().Step(memory, wrong).ok());
-  EXPECT_THAT(copier_.tensors()
-                  .Step(copier_.Memory({"wide", "bias", "scale", "table", "frozen"}), TestStep())
-                  .status()
-                  .ToString(),
-              HasSubstr("were returned"));
-  EXPECT_THAT(copier_.Step(memory).status().ToString(), HasSubstr("Drop() starts over"));
+  EXPECT_FALSE(copier_.tensors().Step(copier_.Gradients(2), wrong).ok());
+  StepBoth(4);
+}
+
+TEST_P(TensorsTest, ReturnedGradientsAreDroppedFirst) {
+  StepBoth(1);
+  const uint32_t unit = *copier_.session().FindUnit("a");
+  ASSERT_TRUE(copier_.session().PushBorrowed(unit, {}).ok());
+  copier_.session().ReturnGradients();
+  EXPECT_THAT(copier_.session().PushBorrowed(unit, {}).ToString(), HasSubstr("Drop() starts over"));
+  EXPECT_THAT(copier_.session().Step(TestStep()).status().ToString(), HasSubstr("were returned"));
   ASSERT_TRUE(copier_.session().Drop().ok());
   StepBoth(4);
 }

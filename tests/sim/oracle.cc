@@ -151,6 +151,11 @@ void Oracle::StartsAnew(int64_t restored, const v1::Epoch& epoch, const std::str
   Broken(absl::StrCat(who, " goes back to version ", restored, " although all servers have pinned ", floor_));
 }
 
+void Oracle::GivenUp(int64_t version) {
+  if (version == due_) due_ = -1;
+  if (version <= floor_) floor_ = -1;
+}
+
 void Oracle::Applied(int server, const v1::Decision& decision, absl::Span<const Consumed> consumed) {
   Decided(decision, absl::StrCat("server ", server));
   if (!violation_.empty()) return;

@@ -48,6 +48,10 @@ class Oracle {
   void StartedFrom(int64_t base, const v1::Epoch& epoch, const std::string& who);
   // Besides, of one that found state lost: it will restore this version.
   void StartsAnew(int64_t restored, const v1::Epoch& epoch, const std::string& who);
+  // Every-K: a server gave up its own pin of this version, since it could not be read.
+  void GivenUp(int64_t version);
+  // Must all servers have pinned some version?
+  bool has_floor() const { return floor_ >= 0; }
   void Applied(int server, const v1::Decision& decision, absl::Span<const Consumed> consumed);
   void CheckTensorSteps(int server, int64_t committed, absl::Span<const uint64_t> tensor_steps);
   // What a server's chunks are after `step`, as Evolve makes it of what it applied.

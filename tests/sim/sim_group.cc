@@ -267,8 +267,8 @@ void SimGroup::Resolve() {
 }
 
 void SimGroup::NotResolved(const absl::Status& status) {
-  // Before its first pin a job has nothing to go back to; its first step behind that needs the pin.
-  if (model::ReasonOf(status) == model::kStateLost && PinInterval() > 0 && around_.oracle->last_decided() <= 0) {
+  // Before its first pin a job has nothing to go back to, nor behind one that was given up.
+  if (model::ReasonOf(status) == model::kStateLost && PinInterval() > 0 && !around_.oracle->has_floor()) {
     ++around_.tally->dead;
     return;
   }

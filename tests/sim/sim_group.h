@@ -53,7 +53,7 @@ struct Tally {
   uint64_t states_lost = 0;   // by servers that had one
   uint64_t went_back = 0;     // groups that found state lost
   uint64_t numbers_left = 0;  // and began behind steps that nobody knows to have been decided
-  uint64_t dead = 0;          // schedules whose job lost its state before its first pin
+  uint64_t dead = 0;          // schedules whose job lost its state with no pin that all must have
 
   void Add(const Tally& other);
 };

@@ -64,9 +64,7 @@ absl::Status Machine::Start(Random* random) {
   const storage::StateLayout layout(*model::OptimizerOf(PlanOf(1).open().spec()));
   services::StateServerOptions options;
   options.data_directory = directory_;
-  // With every-K a schedule with HBM is known that stops: --seed 61 of EveryKWithIoErrors.
-  const bool logged = PlanOf(1).open().spec().durability() == v1::DURABILITY_STEP;
-  options.budget = Budget(random, /*hbm=*/random->Percent(30) && logged);
+  options.budget = Budget(random, /*hbm=*/random->Percent(30));
   has_hbm_ = options.budget.hbm > 0;
   options.server_id = ServerName(index_);
   options.read_threads = 2;

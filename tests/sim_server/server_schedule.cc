@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <set>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -30,7 +31,7 @@ constexpr uint64_t kLargePercent = 12;
 constexpr uint64_t kCutAfterPreparedPercent = 4;
 
 // Of RequestBody's alternatives.
-constexpr size_t kOpen = 1, kPush = 2, kCommit = 5;
+constexpr size_t kOpen = 1, kPush = 2, kCommit = 5, kUnpin = 7;
 
 struct Envelope {
   bool to_server;
@@ -302,9 +303,24 @@ class Schedule {
     if (!envelope.to_server) return groups_[request.group]->Receive(envelope.message);
     const auto which = static_cast<size_t>(request.server);
     if (!machines_[which]->up()) return;
+    const bool unpins = options_.every_k && request.body.index() == kUnpin;
+    const std::set<int64_t> own = unpins ? OwnPins(which) : std::set<int64_t>();
     machines_[which]->Handle(request, /*damage=*/!healed_ && random_.Percent(1), &random_);
+    if (unpins && !machines_[which]->off()) {
+      const std::set<int64_t> left = OwnPins(which);
+      for (const int64_t version : own) {
+        if (!left.contains(version)) oracle_.GivenUp(version);
+      }
+    }
     After(which);
     if (request.body.index() == kOpen || request.body.index() == kCommit) CheckApart();
+  }
+
+  // What the server keeps by itself.
+  std::set<int64_t> OwnPins(size_t which) {
+    const auto job = machines_[which]->Describe();
+    if (!job.ok()) return {};
+    return {job->automatic_versions().begin(), job->automatic_versions().end()};
   }
 
   // True if one of them says that a step is prepared.

@@ -57,7 +57,7 @@ void Print(uint64_t schedules, const ServerTally& sum) {
   say(sum.states_lost, "states lost");
   say(sum.group.went_back, "groups that went back");
   say(sum.group.numbers_left, "of them behind free numbers");
-  say(sum.group.dead, "jobs lost before their first pin");
+  say(sum.group.dead, "jobs lost with no pin that all must have");
   std::printf("\n");
 }
 

@@ -45,6 +45,27 @@ TEST_F(StepEveryKTest, NothingIsLetGoBeforeTheStepIsApplied) {
   EXPECT_THAT(job.automatic_since(), ElementsAre(3)) << "the restore that made it what the job goes on from";
 }
 
+// A server whose own pin cannot be read goes on behind another one, which tells after a restart how far it came.
+TEST_F(StepEveryKTest, AnUnreadablePinIsReplaced) {
+  every_k_ = 3;
+  Start(1);
+  RunStep(0, Values());
+  PinLast();
+  EXPECT_THAT(machine_->Unpin(0, /*unreadable=*/true),
+              Fails(StatusCode::kFailedPrecondition, model::kBusy, "after the next step"));
+  RunStep(1, Update());
+  host_.calls.clear();
+  ASSERT_EQ(machine_->Unpin(0, /*unreadable=*/true), absl::OkStatus());
+  EXPECT_THAT(host_.calls, ElementsAre("due 1"));
+  PrepareStep(2, 0, Update());
+  SyncAll();
+  EXPECT_FALSE(machine_->Describe().has_prepared()) << "before the pin is durable";
+  PinLast();
+  EXPECT_TRUE(machine_->Seal(MakeSeal(0, 2, 0, Update())).ok());
+  SyncAll();
+  EXPECT_TRUE(machine_->Describe().has_prepared());
+}
+
 class StepRestoreTest : public StepMachineTest {
  protected:
   // Version 1 is pinned, version 2 decided, and epoch 2 open.

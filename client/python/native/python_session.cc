@@ -311,18 +311,13 @@ void PythonSession::Initialise(absl::Span<const client::TensorMemory> memory) {
 Report PythonSession::Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options,
                            const client::Tensors::Ready& ready) {
   const Using session = Use();
-  const absl::StatusOr<client::TensorsReport> stepped = tensors_->Step(memory, options, ready);
-  if (!stepped.ok()) {
-    // Of several ranks the others may not have failed, and would not be there.
-    if (session_->world_size() == 1) (void)session_->Drop();
-    throw StatusError(stepped.status());
-  }
-  return {.version = stepped->step.version,
-          .skipped = stepped->step.skipped,
-          .norm = stepped->step.norm,
-          .push_seconds = stepped->push_seconds,
-          .seal_seconds = stepped->seal_seconds,
-          .pull_seconds = stepped->pull_seconds};
+  const client::TensorsReport stepped = Take(tensors_->Step(memory, options, ready));
+  return {.version = stepped.step.version,
+          .skipped = stepped.step.skipped,
+          .norm = stepped.step.norm,
+          .push_seconds = stepped.push_seconds,
+          .seal_seconds = stepped.seal_seconds,
+          .pull_seconds = stepped.pull_seconds};
 }
 
 bool PythonSession::pushes_gradients() const {
