@@ -16,7 +16,7 @@ namespace ballast::client {
 
 class Transaction {
  public:
-  // Sends a slice of this rank again that a server misses.
+  // Sends slices of this rank again that one server misses.
   using Resend = std::function<void(absl::Span<const OwnedSlice* const>)>;
 
   // Borrows `seat`.

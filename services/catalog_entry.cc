@@ -33,8 +33,9 @@ bool ParsePin(absl::string_view what, absl::string_view value, CatalogEntry* ent
   v1::PinnedVersion pin;
   if (!pin.ParseFromArray(value.data(), static_cast<int>(value.size()))) return false;
   if (pin.version() < 0 || what != CatalogPin(pin.version())) return false;
+  std::set<uint64_t> ids;
   for (const std::string& bytes : pin.chunks()) {
-    if (storage::DurableChunk chunk; !chunk.Decode(bytes)) return false;
+    if (storage::DurableChunk chunk; !chunk.Decode(bytes) || !ids.insert(chunk.id).second) return false;
   }
   entry->pins.push_back(std::move(pin));
   return true;

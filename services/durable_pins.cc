@@ -159,6 +159,7 @@ Outcome<v1::UnpinResponse> Job::TryUnpinDurably(int64_t version) {
   const bool unreadable =
       check != pin_checks_.end() && check->second.done &&
       (absl::IsDataLoss(check->second.status) || model::ReasonOf(check->second.status) == model::kIo);
+  if (unreadable && !pinning_.empty()) return std::nullopt;  // one of these may be what takes its place
   BALLAST_RETURN_IF_ERROR(machine_->Unpin(version, unreadable));
   if (const v1::PinnedVersion* const pin = machine_->FindPin(version)) {
     PinChanged(*pin);

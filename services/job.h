@@ -303,6 +303,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   absl::Status ReplayOpen(const v1::OpenRequest& open, const StepRecord& record);
   // After the first snapshot: a chunk whose durable version misses a change that came before it. DATA_LOSS.
   absl::Status CheckChanged(const v1::LogSnapshot& snapshot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // After a replay: DATA_LOSS (DIVERGED) if the server had applied more than the log has.
+  absl::Status CheckLogReaches(const CatalogEntry& entry) const ABSL_LOCKS_EXCLUDED(mu_);
   // Some of what the step changes here, and that replay needs, is not held. DATA_LOSS (DIVERGED).
   absl::Status CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord& prepared) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -354,7 +356,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   std::shared_ptr<ProvisionalMemory> memory_ ABSL_GUARDED_BY(mu_);
   // Of memory_, if some chunk is logged: where updates read slices back.
   std::shared_ptr<ProvisionalMemory::Buffer> read_back_ ABSL_GUARDED_BY(mu_);
-  double read_back_share_ ABSL_GUARDED_BY(mu_) = 0;      // of the gradients, what is read back in this epoch
+  double read_back_share_ ABSL_GUARDED_BY(mu_) = 0;  // of the gradients, what is read back in this epoch
   // Held by logged slices until the log has them, and by decided steps until they are applied.
   uint64_t buffers_returning_ ABSL_GUARDED_BY(mu_) = 0;
   std::deque<std::shared_ptr<HeldChunk>> short_of_buffers_ ABSL_GUARDED_BY(mu_);  // their pushes wait for those

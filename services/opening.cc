@@ -292,8 +292,9 @@ void Job::NoteLeastDram(uint64_t more) {
   }
   if (const absl::Status written = WriteLeastDram(around_.catalog, name_, least_dram_); !written.ok()) {
     spdlog::error(
-        "job '{}' goes on, but jobs that come back before it after a restart may leave it too little DRAM: {}", name_,
-        std::string(written.message()));
+        "job '{}' goes on until it next needs the catalog, which takes no more writes; jobs that come back before it "
+        "after a restart may leave it too little DRAM: {}",
+        name_, std::string(written.message()));
   }
 }
 
@@ -355,7 +356,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     unlogged = true;
   }
   if (unlogged) {
-    // First that there must be one: a crash behind it leaves a log that the next Open makes anew.
+    // The catalog's word that there is a log goes first: a crash then leaves a file that the next Open makes anew.
     BALLAST_RETURN_IF_ERROR(around_.catalog->ErasePrefix(absl::StrCat(CatalogPrefix(name_), kCatalogLog)));
     BALLAST_RETURN_IF_ERROR(RemoveJournal());
   }

@@ -131,6 +131,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     absl::MutexLock lock(&mu_);
     for (const auto& chunk : chunks_) BALLAST_RETURN_IF_ERROR(CheckHeld(*chunk, *prepared));
   }
+  BALLAST_RETURN_IF_ERROR(CheckLogReaches(entry));
   if (!durable_chunks_.empty() || !pinned_chunks_.empty()) {
     const uint64_t first = durable_chunks_.empty() ? pinned_chunks_.begin()->first : durable_chunks_.begin()->first;
     return model::Error(
@@ -159,6 +160,22 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
                    : "");
   absl::MutexLock lock(&mu_);
   return failure_;
+}
+
+// Or chunks would be passed over by steps that they seem to have had.
+absl::Status Job::CheckLogReaches(const CatalogEntry& entry) const {
+  absl::MutexLock lock(&mu_);
+  int64_t applied = entry.committed;
+  for (const auto& chunk : chunks_) applied = std::max(applied, chunk->version.value_or(-1));
+  const int64_t committed = machine_->committed();
+  // The decision behind a durable prepared record need not be durable.
+  if (applied <= committed + (machine_->Describe().has_prepared() ? 1 : 0)) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kDataLoss, model::kDiverged,
+      absl::StrCat("the log of job '", name_, "' ends at step ", committed, ", and the server had applied step ",
+                   applied,
+                   ": the log is an older copy, or its end is damaged. Bring the newer one back, or drop the job; "
+                   "`ballastctl verify` tells more"));
 }
 
 absl::Status Job::EndRecovery() {
@@ -206,7 +223,10 @@ absl::Status Job::ExtendForRestart() {
   }
   if (const absl::Status extended = journal->log().Extend(kWanted - free); !extended.ok()) {
     around_.tiers->Return(storage::TierKind::kNvme, bytes);
-    return extended;
+    if (free == 0 || !absl::IsResourceExhausted(extended) || !journal->log().status().ok()) return extended;
+    spdlog::warn("job '{}': its gradient log stays short after restarts in a row: {}", name_,
+                 std::string(extended.message()));
+    return absl::OkStatus();
   }
   journal_bytes_ += bytes;
   return absl::OkStatus();

@@ -218,7 +218,7 @@ void Job::RunStep(StepWork* work) {
 void Job::NoteCommitted(int64_t step) {
   const absl::Status written = WriteCommitted(around_.catalog, name_, step);
   if (written.ok() || std::exchange(said_unwritten_, true)) return;
-  spdlog::error("job '{}' goes on, but what the catalog shows of it after a restart stays behind step {}: {}", name_,
+  spdlog::error("job '{}' goes on from step {} until it next needs the catalog, which takes no more writes: {}", name_,
                 step, std::string(written.message()));
 }
 

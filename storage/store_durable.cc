@@ -126,12 +126,17 @@ absl::Status ChunkStore::Impl::TakeState(const StoredChunk& chunk, std::byte* st
   return absl::OkStatus();
 }
 
+absl::Status ChunkStore::Impl::Lasting(const absl::Status& status) {
+  if (!absl::IsResourceExhausted(status)) return status;
+  return model::Error(absl::StatusCode::kInternal, model::ReasonOf(status), status.message());
+}
+
 absl::Status ChunkStore::Harden() { return impl_->Harden(); }
 
 absl::Status ChunkStore::Impl::Harden() {
   BALLAST_RETURN_IF_ERROR(failed);
   if (!versions.has_value()) return absl::OkStatus();
-  failed = versions->Harden();
+  failed = Lasting(versions->Harden());
   BALLAST_RETURN_IF_ERROR(failed);
   for (StoredChunk* const chunk : unrecorded) chunk->unrecorded_from.reset();
   unrecorded.clear();
@@ -171,7 +176,7 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
   BALLAST_RETURN_IF_ERROR(Harden());
   if (!impl.versions->records() && !chunks.empty()) {
     Pass("extent/sync");
-    if (!Seeded(StorageBug::kExtentSyncDropped)) impl.failed = impl.tiers->nvme()->Sync();
+    if (!Seeded(StorageBug::kExtentSyncDropped)) impl.failed = Impl::Lasting(impl.tiers->nvme()->Sync());
     BALLAST_RETURN_IF_ERROR(impl.failed);
   }
   std::vector<DurableChunk> kept;
@@ -194,6 +199,7 @@ void ChunkStore::ExpectPin(int64_t version) { impl_->durable_pins->Expect(versio
 
 absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const DurableChunk& kept, bool automatic) {
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, impl_->Find(index));
+  BALLAST_RETURN_IF_ERROR(CheckFits(*chunk, kept));
   DurablePins& pins = *impl_->durable_pins;
   if (chunk->newest.version < 0 || chunk->newest.offset != kept.offset) {
     return pins.TakeBack(version, index, kept, automatic);

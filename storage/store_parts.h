@@ -106,7 +106,9 @@ struct ChunkStore::Impl {
   std::optional<DurablePins> durable_pins;   // of the same
   bool discarded = false;
   std::vector<StoredChunk*> unrecorded;  // those with versions that are not recorded yet
-  absl::Status failed;                   // of the thread that runs: what a disk did wrong is never tried again
+  // A device that is full is no shortage that somebody can make room for, as a budget's is.
+  static absl::Status Lasting(const absl::Status& status);
+  absl::Status failed;  // of the thread that runs: what a disk did wrong is never tried again
 
   mutable absl::Mutex mutex;
   std::deque<StoredChunk> chunks ABSL_GUARDED_BY(mutex);   // addresses stay

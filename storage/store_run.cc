@@ -199,7 +199,9 @@ absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::Functi
     if (status.ok()) status = hardened;
   }
   // A pin that found no room can be dropped; what a device did wrong cannot be undone.
-  if (!drained.ok() || (!status.ok() && status.code() != absl::StatusCode::kResourceExhausted)) impl.failed = status;
+  if (!drained.ok() || !impl.failed.ok() || !absl::IsResourceExhausted(status)) {
+    status = impl.failed = ChunkStore::Impl::Lasting(status);
+  }
   return status;
 }
 

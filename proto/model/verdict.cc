@@ -327,10 +327,11 @@ absl::Status StateLost(const v1::GetJobResponse& answer) {
   }
   return Error(
       absl::StatusCode::kDataLoss, kStateLost,
-      absl::StrCat("server '", answer.server_id(), "' was restarted and lost its part of the job's state since ",
-                   "its newest pin (durability every-K), and there is no version that all servers have "
-                   "pinned: either the job had not reached its first, or a server's data directory was "
-                   "replaced. Drop the job with `ballastctl drop` and start it again"));
+      absl::StrCat(
+          "server '", answer.server_id(), "' was restarted and lost its part of the job's state since ",
+          "its newest pin (durability every-K), and there is no version that all servers have "
+          "pinned: the job had not reached its first, a server gave its own up because it could not be "
+          "read, or a server's data directory was replaced. Drop the job with `ballastctl drop` and start it again"));
 }
 
 // Of the versions that all have: the one that a server has been keeping by itself since the last transaction, which
@@ -348,6 +349,7 @@ std::optional<int64_t> NewestCommonPin(absl::Span<const v1::GetJobResponse> answ
   for (const v1::GetJobResponse& answer : answers) {
     for (int i = 0; i < answer.automatic_versions_size(); ++i) {
       const int64_t version = answer.automatic_versions(i);
+      // What made it the version that the job goes on from, then the version itself.
       const std::pair since(i < answer.automatic_since_size() ? answer.automatic_since(i) : version, version);
       if (common(version)) newest = std::max(newest.value_or(since), since);
     }

@@ -8,8 +8,8 @@
 namespace ballast::services {
 namespace {
 
-// An answer that lists more than a person reads would only cost bytes.
-// Whoever asks sends its own again, and only tells of others'.
+// Missing slices that an answer lists: of the rank that asks, which sends them again, and of others, which it only
+// names.
 constexpr int kMissingListedMax = 4096;
 constexpr int kMissingOfOthersListedMax = 16;
 

@@ -190,6 +190,7 @@ void StepMachine::Impl::ReplacePin() {
   const bool others = std::any_of(pins.begin(), pins.end(), [](const auto& pin) { return pin.second.automatic(); });
   if (others || due_pin == committed) return;
   due_pin = committed;
+  if (pins.contains(committed)) return MakeAutomatic(committed, committed);  // somebody asked for it
   host->PinDue(committed);
 }
 

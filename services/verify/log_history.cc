@@ -223,7 +223,7 @@ void Replayer::CheckEnd() {
       Find(Harm::kJobRefused, absl::StrCat("the catalog's chunk ", chunk, " is none of this server's by the log"),
            "a chunk that an Open in the log gives to this server", absl::StrCat("version ", version));
     } else if (version > out_.committed + (out_.prepared ? 1 : 0)) {
-      Find(Harm::kUnnoticed, absl::StrCat("chunk ", chunk, " is newer than its job's log"),
+      Find(Harm::kJobRefused, absl::StrCat("chunk ", chunk, " is newer than its job's log"),
            absl::StrCat("at most version ", out_.committed), absl::StrCat("version ", version));
     }
   }

@@ -25,7 +25,8 @@ class Scrub {
  private:
   void CheckJob(const std::string& name, const CatalogJob& job);
   void CheckLog(const std::string& name, const CatalogJob& job);
-  void CompareWithLog(const std::string& name, const CatalogEntry& entry, const ReadLog& log, int64_t committed);
+  void CompareWithLog(const std::string& name, const CatalogEntry& entry, const ReadLog& log, int64_t committed,
+                      bool prepared);
   void CheckChunks(const std::string& name, const CatalogEntry& entry);
   void CheckOrphan(const std::string& name);
   void CheckLives(const std::string& name, const CatalogEntry& entry, uint64_t expected, absl::string_view whose);
@@ -166,11 +167,12 @@ void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
   for (const storage::DurableChunk& chunk : entry.chunks) durable.versions[chunk.id] = chunk.version;
   for (const v1::PinnedVersion& pin : entry.pins) durable.pinned.insert(pin.version());
   const LogReplay replay = Replay(*log, id, durable, path, &report_.findings);
-  CompareWithLog(name, entry, *log, replay.committed);
+  CompareWithLog(name, entry, *log, replay.committed, replay.prepared);
   CheckPayloads(**file, name, replay, &progress_, &report_);
 }
 
-void Scrub::CompareWithLog(const std::string& name, const CatalogEntry& entry, const ReadLog& log, int64_t committed) {
+void Scrub::CompareWithLog(const std::string& name, const CatalogEntry& entry, const ReadLog& log, int64_t committed,
+                           bool prepared) {
   const std::string file = directory_->path() + "/catalog";
   // A promise is answered, and an Open of it may come, once both have it.
   if (log.open.has_value() && (!entry.promised.has_value() || model::Compare(log.open->epoch(), *entry.promised) > 0)) {
@@ -183,8 +185,8 @@ void Scrub::CompareWithLog(const std::string& name, const CatalogEntry& entry, c
         v1::Durability_Name(log.open->spec().durability()), kLogAdvice);
   }
   CheckLives(name, entry, log.scanned.life, "its log");
-  if (entry.committed > committed + 1) {
-    Add(Harm::kUnnoticed, name, "the log ends before the step that the catalog knows as applied",
+  if (entry.committed > committed + (prepared ? 1 : 0)) {
+    Add(Harm::kJobRefused, name, "the log ends before the step that the catalog knows as applied",
         directory_->LogPath(name), absl::StrCat("step ", entry.committed), absl::StrCat("step ", committed),
         "was the log replaced by an older copy? Bring the newer one back, or drop the job");
   }

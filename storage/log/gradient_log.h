@@ -177,13 +177,14 @@ class GradientLog {
   // The newest whose first record is durable: older ones are needed for their payloads only.
   uint64_t held_incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t cut_step_ ABSL_GUARDED_BY(mutex_) = -1;
-  bool cut_waits_ ABSL_GUARDED_BY(mutex_) = false;  // for that record
+  bool cut_waits_ ABSL_GUARDED_BY(mutex_) = false;  // for the newest's first record
   std::deque<Item> queued_ ABSL_GUARDED_BY(mutex_);
   uint64_t requested_lsn_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t durable_lsn_ ABSL_GUARDED_BY(mutex_) = 0;
-  bool cut_wants_sync_ ABSL_GUARDED_BY(mutex_) = false;
-  bool cut_lacks_room_ ABSL_GUARDED_BY(mutex_) = false;
-  bool has_cut_room_ ABSL_GUARDED_BY(mutex_) = false;  // the current segment's batch for a cut is not taken
+  // A cut is a batch of its own, for which each segment has room once; what it frees is free when that is durable.
+  bool cut_wants_sync_ ABSL_GUARDED_BY(mutex_) = false;  // the batch is still to be written
+  bool cut_lacks_room_ ABSL_GUARDED_BY(mutex_) = false;  // it has to wait for the next segment
+  bool has_cut_room_ ABSL_GUARDED_BY(mutex_) = false;    // the current segment's is not taken
   absl::Status failed_ ABSL_GUARDED_BY(mutex_);
   bool extending_ ABSL_GUARDED_BY(mutex_) = false;  // its sync is under way
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;

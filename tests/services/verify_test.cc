@@ -291,8 +291,8 @@ TEST_F(VerifyTest, FindsAChunkThatIsNewerThanTheLog) {
   Continue(20);
   StopServer();
   fs::rename(directory_ / "kept", directory_ / "log-job");
-  ExpectFound(Harm::kUnnoticed, "is newer than its job's log");
-  ExpectFound(Harm::kUnnoticed, "the log ends before the step that the catalog knows as applied");
+  ExpectFound(Harm::kJobRefused, "is newer than its job's log");
+  ExpectFound(Harm::kJobRefused, "the log ends before the step that the catalog knows as applied");
   ExpectNotRebuilt("the log is an older copy");
 }
 

@@ -66,6 +66,22 @@ TEST_F(StepEveryKTest, AnUnreadablePinIsReplaced) {
   EXPECT_TRUE(machine_->Describe().has_prepared());
 }
 
+TEST_F(StepEveryKTest, APinThatSomebodyAskedForTakesItsPlace) {
+  every_k_ = 3;
+  Start(1);
+  RunStep(0, Values());
+  PinLast();
+  RunStep(1, Update());
+  v1::PinnedVersion asked_for = machine_->DescribeVersion();
+  asked_for.set_requested(true);
+  machine_->Pinned(asked_for);
+  host_.calls.clear();
+  ASSERT_EQ(machine_->Unpin(0, /*unreadable=*/true), absl::OkStatus());
+  EXPECT_THAT(host_.calls, ElementsAre("keep 1"));
+  EXPECT_THAT(machine_->Describe().automatic_versions(), ElementsAre(1));
+  RunStep(2, Update());
+}
+
 class StepRestoreTest : public StepMachineTest {
  protected:
   // Version 1 is pinned, version 2 decided, and epoch 2 open.
