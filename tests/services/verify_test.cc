@@ -293,6 +293,7 @@ TEST_F(VerifyTest, FindsAChunkThatIsNewerThanTheLog) {
   fs::rename(directory_ / "kept", directory_ / "log-job");
   ExpectFound(Harm::kJobRefused, "is newer than its job's log");
   ExpectFound(Harm::kJobRefused, "the log ends before the step that the catalog knows as applied");
+  ExpectRefusedAtStart("and the server had applied step 26");
   ExpectNotRebuilt("the log is an older copy");
 }
 
