@@ -18,6 +18,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
+#include "absl/strings/match.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/client/grpc_status.h"
 #include "ballast/kernels/kernels.h"
@@ -46,6 +47,11 @@ absl::Status FromGrpc(const grpc::Status& status) {
   }
   const auto code = static_cast<absl::StatusCode>(status.error_code());
   if (code == absl::StatusCode::kUnavailable) return model::Error(code, model::kServerDown, status.error_message());
+  // Not a server's word, which has details: gRPC itself drops calls when all of them together hold too much memory, and
+  // such a call comes through later. A message that is too large never does.
+  if (code == absl::StatusCode::kResourceExhausted && !absl::StrContains(status.error_message(), "larger than max")) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kBusy, status.error_message());
+  }
   return absl::Status(code, status.error_message());
 }
 

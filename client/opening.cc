@@ -30,6 +30,11 @@ const char* Name(Resume resume) {
   return resume == Resume::kNever ? "never" : resume == Resume::kAuto ? "auto" : "must";
 }
 
+// The deadline passed while a server was busy with the request, not while it was down.
+bool IsAtWork(const absl::Status& status) {
+  return absl::IsDeadlineExceeded(status) && model::ReasonOf(status) == model::kBusy;
+}
+
 // Above every counter seen; the nonce tells apart groups that saw the same.
 v1::Epoch EpochAbove(absl::Span<const v1::GetJobResponse> answers) {
   v1::Epoch epoch;
@@ -204,10 +209,18 @@ absl::Status Opening::TryOpen(v1::OpenRequest open, absl::Time deadline) {
 }
 
 absl::Status Opening::SendOpen(const v1::OpenRequest& open, absl::Time deadline) {
-  return router_
-      ->CallAll<v1::OpenRequest, v1::OpenResponse>(
-          &Transport::Open, absl::StrCat("Open of job '", open.spec().name(), "'"), open, deadline)
-      .status();
+  // A server writes a job's log in full once, and a disk takes minutes for a large one. Its deadline is for servers that
+  // are down: one that answers that it is at work may go on.
+  const absl::Duration patience = deadline - absl::Now();
+  for (;;) {
+    const absl::Status opened = router_
+                                    ->CallAll<v1::OpenRequest, v1::OpenResponse>(
+                                        &Transport::Open, absl::StrCat("Open of job '", open.spec().name(), "'"), open,
+                                        deadline)
+                                    .status();
+    if (!IsAtWork(opened)) return opened;
+    deadline = absl::Now() + patience;
+  }
 }
 
 v1::Tiling Opening::MakeTiling(const model::Layout& layout) const {

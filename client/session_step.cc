@@ -141,6 +141,7 @@ absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, 
     for (const OwnedSlice* owned : missing) {
       if (seat.units->plan().Touches(owned->slice, written)) values.Resend(*owned, written, source);
       if (seat.units->plan().Touches(owned->slice, agreed.header.gradient_presence())) gradients.Resend(*owned);
+      seat.router->AwaitAdmission();  // what is gathered for it is memory beyond what may be in flight
     }
   };
   auto decision = transaction.SealAndDecide(seal, deadline, resend);

@@ -88,7 +88,7 @@ Values::Source Values::written() const {
 }
 
 void Values::Resend(const OwnedSlice& owned, const std::string& presence, const Source& source) {
-  if (lent_) return;
+  if (lent_ || buffers_->tally.failed()) return;  // after a failure each would wait for the same server as long again
   // Shared, so that the bytes stay where they are while the vector's owner is a copyable callback; and given back
   // however this ends: `source` is a caller's.
   std::shared_ptr<std::vector<float>> held(new std::vector<float>(buffers_->Take()),
@@ -121,7 +121,6 @@ absl::Status Values::Push(const std::string& presence, const Source& source) {
   if (lent_) return absl::OkStatus();
   for (uint32_t unit = 0; unit < seat_->units->unit_count(); ++unit) {
     for (const OwnedSlice& owned : seat_->units->unit(unit).slices) {
-      if (buffers_->tally.failed()) break;  // the others would wait for the same server as long again
       if (seat_->units->plan().Touches(owned.slice, presence)) Resend(owned, presence, source);
     }
   }

@@ -109,6 +109,10 @@ CatalogPair LogPair(absl::string_view job, uint64_t life) {
   return {absl::StrCat(CatalogPrefix(job), kCatalogLog), ShowLife(life)};
 }
 
+CatalogPair CommittedPair(absl::string_view job, int64_t committed) {
+  return {absl::StrCat(CatalogPrefix(job), kCatalogCommitted), absl::StrCat(committed)};
+}
+
 CatalogPair ChunkPair(absl::string_view job, const storage::DurableChunk& chunk) {
   return {absl::StrCat(CatalogPrefix(job), kCatalogChunk, chunk.id), chunk.Encode()};
 }
@@ -124,8 +128,8 @@ std::vector<storage::DurableChunk> PinnedChunks(const v1::PinnedVersion& pin) {
 }
 
 absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed) {
-  return catalog->Put(CatalogPrefix(job) + kCatalogCommitted, absl::StrCat(committed),
-                      storage::Catalog::Sync::kUnsynced);
+  const auto [key, value] = CommittedPair(job, committed);
+  return catalog->Put(key, value, storage::Catalog::Sync::kUnsynced);
 }
 
 absl::Status WriteLeastDram(storage::Catalog* catalog, absl::string_view job, uint64_t bytes) {

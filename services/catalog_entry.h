@@ -63,13 +63,15 @@ absl::StatusOr<CatalogEntry> ReadCatalogEntry(const storage::Catalog& catalog, a
 
 using CatalogPair = std::pair<std::string, std::string>;
 CatalogPair LogPair(absl::string_view job, uint64_t life);
+// The last step that the server applied: a log that ends before it is an older copy.
+CatalogPair CommittedPair(absl::string_view job, int64_t committed);
 CatalogPair ChunkPair(absl::string_view job, const storage::DurableChunk& chunk);
 CatalogPair PinPair(absl::string_view job, const v1::PinnedVersion& pin);
 // Of a pin that an entry holds.
 std::vector<storage::DurableChunk> PinnedChunks(const v1::PinnedVersion& pin);
-// Not synced: the value is only shown.
+// Not synced: after a power cut it may be lower than what was applied.
 absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed);
-// The same.
+// Not synced either.
 absl::Status WriteLeastDram(storage::Catalog* catalog, absl::string_view job, uint64_t bytes);
 // A life, as messages and the catalog spell it.
 std::string ShowLife(uint64_t life);

@@ -58,6 +58,7 @@ Outcome<v1::PinResponse> Job::TryPinDurably(const v1::PinRequest& request, std::
     return std::nullopt;
   }
   BALLAST_RETURN_IF_ERROR(machine_->StateStatus());
+  if (pin == nullptr) BALLAST_RETURN_IF_ERROR(CheckNoneAhead());
   const int64_t committed = machine_->committed();
   if (pin == nullptr && (version != committed || version < 0 || request.only_tell())) {
     const bool behind = version > committed && !request.only_tell();

@@ -215,7 +215,7 @@ void Job::Opened(const model::EpochPlan& plan) {
   const int64_t released = Seeded(storage::StorageBug::kReleasedTooMuch) ? -1 : machine_->committed();
   if (journal_ != nullptr) journal_->log().Release(released);
   logged_attempt_ = {-1, 0};
-  norm_bytes_max_ = 0;
+  norm_bytes_max_ = sealed_bytes_max_ = 0;
   step_bytes_ = 0;
   for (const auto& chunk : chunks_) {
     norm_bytes_max_ += NormBytesMax(chunk->layout);
@@ -334,11 +334,12 @@ void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::Se
                                           " decided steps wait for the update stage, which is all that "
                                           "may; send the same seal again"));
     }
-    sealed_bytes_max_ = std::max<uint64_t>(sealed_bytes_max_, request.ByteSizeLong());
+    // The record that is written has what the first rank sealed, whoever seals last.
+    const uint64_t sealed_bytes = std::max<uint64_t>(sealed_bytes_max_, request.ByteSizeLong());
     constexpr uint64_t kStepCountBytesMax = 10;  // of a restore's, as protobuf encodes it
     const uint64_t step_counts = machine_->tensor_steps().size() * kStepCountBytesMax;
     if (refusal.ok()) {
-      refusal = MakeJournalRoom(1, request.ByteSizeLong() + norm_bytes_max_ + step_counts + kSmallRecordBytesMax);
+      refusal = MakeJournalRoom(1, sealed_bytes + norm_bytes_max_ + step_counts + kSmallRecordBytesMax);
     }
     if (refusal.ok() && request.header().kind() == v1::STEP_KIND_RESTORE) {
       const absl::StatusOr<bool> checked = CheckedPin(request);
@@ -355,6 +356,7 @@ void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::Se
       replies->push_back([reply, status = outcome.status()] { reply(status); });
       return true;
     }
+    sealed_bytes_max_ = sealed_bytes;
     const bool pending = !outcome->has_value() || (*outcome)->has_pending();
     if (pending && request.wait_ms() > 0) return false;
     v1::SealResponse response = outcome->has_value() ? std::move(**outcome) : machine_->Pending(request.rank());

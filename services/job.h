@@ -179,6 +179,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   Outcome<v1::OpenResponse> TryOpen(const v1::OpenRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // `waiting_for`: which pin the request waits for, 0 before it began or found one.
   Outcome<v1::PinResponse> TryPin(int64_t version, uint64_t* waiting_for) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // After a restart chunks may show a step whose decision a crash lost: what is there is no committed version.
+  // UNAVAILABLE (BUSY).
+  absl::Status CheckNoneAhead() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Durable pins (durable_pins.cc). `waiting_for`: the pinning that the request waits for, null before.
   struct Pinning {
     bool done = false;
@@ -376,7 +379,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   Arrived arrived_ ABSL_GUARDED_BY(mu_);  // the slice whose record the machine may append
   std::pair<int64_t, uint64_t> logged_attempt_ ABSL_GUARDED_BY(mu_) = {-1, 0};  // the highest: step and attempt
   uint64_t norm_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;                            // of a prepared record's norms
-  uint64_t sealed_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;                          // of what ranks sealed
+  uint64_t sealed_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;                          // of seals in this epoch that were taken
   uint64_t step_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // that a step's gradients take in the journal
   bool waits_for_cut_ ABSL_GUARDED_BY(mu_) = false;
   bool flush_posted_ ABSL_GUARDED_BY(mu_) = false;

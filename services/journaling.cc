@@ -49,8 +49,8 @@ absl::Status Job::EnsureJournal(const NewChunks& wanted) {
                                                              .transient = !wanted.logged()});
     status = log.status();
     if (status.ok() && wanted.logged()) {
-      const auto [key, value] = LogPair(name_, life_);
-      status = around_.catalog->Put(key, value);
+      // A drop that a crash cut short may have left the number of the job that had the name before.
+      status = around_.catalog->PutAll({LogPair(name_, life_), CommittedPair(name_, -1)});
       if (!status.ok()) {
         LockedOnStage([&](Replies* replies) {
           mu_.AssertHeld();

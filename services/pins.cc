@@ -1,5 +1,6 @@
 // Pins of class Job for reading: versions that stay readable while later steps are applied, as long as the server
 // lives.
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -40,6 +41,7 @@ Outcome<v1::PinResponse> Job::TryPin(int64_t version, uint64_t* waiting_for) {
     return response;
   }
   BALLAST_RETURN_IF_ERROR(machine_->StateStatus());
+  BALLAST_RETURN_IF_ERROR(CheckNoneAhead());
   const int64_t committed = machine_->committed();
   if (version != committed || version < 0) {
     return model::Error(absl::StatusCode::kFailedPrecondition,
@@ -59,6 +61,16 @@ Outcome<v1::PinResponse> Job::TryPin(int64_t version, uint64_t* waiting_for) {
   *waiting_for = begun.id;
   stage_->Post([this, version, id = begun.id] { RunPin(version, id); });
   return std::nullopt;
+}
+
+absl::Status Job::CheckNoneAhead() const {
+  const int64_t committed = machine_->committed();
+  const bool ahead =
+      std::any_of(chunks_.begin(), chunks_.end(), [&](const auto& chunk) { return *chunk->version > committed; });
+  if (!ahead) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                      absl::StrCat("server '", around_.server_id, "' lost the decision of step ", committed + 1,
+                                   " and has chunks that it changed; pin once that is committed again"));
 }
 
 void Job::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {

@@ -84,7 +84,10 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::st
     return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
                         absl::StrCat("server '", server_id, "' is stopping"));
   }
-  if (const auto raced = jobs.find(name); raced != jobs.end()) return raced->second.job;
+  if (const auto raced = jobs.find(name); raced != jobs.end()) {
+    if (raced->second.lost.has_value()) return raced->second.cause;  // a drop that failed put it back
+    return raced->second.job;
+  }
   if (jobs.size() >= kJobsMax) {
     return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
                         absl::StrCat("server '", server_id, "' holds ", jobs.size(),

@@ -55,6 +55,24 @@ std::string MakeServerId() {
   return absl::StrCat("server-", absl::Hex(random(), absl::kZeroPad8), absl::Hex(random(), absl::kZeroPad8));
 }
 
+// Where there is no catalog: without it nobody knows what the disk holds, and to go on would free that. DATA_LOSS (IO).
+absl::Status CheckNothingLost(const std::string& directory) {
+  std::error_code error;
+  for (const auto& file : std::filesystem::directory_iterator(directory, error)) {
+    if (!absl::StartsWith(file.path().filename().string(), "log-")) continue;
+    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                        absl::StrCat("data directory '", directory, "' holds ", file.path().filename().string(),
+                                     " of a durable job, and its catalog is missing or new: it was lost. Run `ballastctl "
+                                     "verify --rebuild`, or move the logs away if the jobs are not wanted"));
+  }
+  const uint64_t tier_bytes = std::filesystem::file_size(directory + "/nvme.tier", error);
+  if (error || tier_bytes == 0) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                      absl::StrCat("data directory '", directory, "' holds nvme.tier of ", tier_bytes,
+                                   " bytes, and its catalog, which says where jobs' state lies in it, is missing or new. "
+                                   "Put a copy of the catalog back, or move nvme.tier away if nothing of it is wanted"));
+}
+
 absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std::string& wanted,
                                            const std::string& directory) {
   BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->Get(kCatalogServerId));
@@ -64,15 +82,7 @@ absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std:
                         absl::StrCat("data directory '", directory, "' belongs to server '", *stored,
                                      "', server_id says '", wanted, "'; use that name, or another directory"));
   }
-  // Without the catalog nobody knows what the disk holds: to go on would free it.
-  std::error_code error;
-  for (const auto& file : std::filesystem::directory_iterator(directory, error)) {
-    if (!absl::StartsWith(file.path().filename().string(), "log-")) continue;
-    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
-                        absl::StrCat("data directory '", directory, "' holds ", file.path().filename().string(),
-                                     " of a durable job, and its catalog is new: it was lost. Run `ballastctl verify "
-                                     "--rebuild`, or move the logs away if the jobs are not wanted"));
-  }
+  BALLAST_RETURN_IF_ERROR(CheckNothingLost(directory));
   const std::string id = wanted.empty() ? MakeServerId() : wanted;
   BALLAST_RETURN_IF_ERROR(catalog->Put(kCatalogServerId, id));
   return id;
@@ -98,6 +108,10 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   auto impl = std::make_unique<Impl>(options);
   BALLAST_RETURN_IF_ERROR(CheckDirectory(options.data_directory));
   BALLAST_ASSIGN_OR_RETURN(impl->machine, ReadMachineProfile(options));
+  // RocksDB would begin a catalog, and remove what is left of one whose CURRENT is missing.
+  if (std::error_code error; !std::filesystem::exists(options.data_directory + "/catalog/CURRENT", error)) {
+    BALLAST_RETURN_IF_ERROR(CheckNothingLost(options.data_directory));
+  }
   // The catalog's lock guards the whole directory, so it comes first.
   BALLAST_ASSIGN_OR_RETURN(impl->catalog, impl->foundation->OpenCatalog(options.data_directory));
   BALLAST_RETURN_IF_ERROR(RemoveSpills(options.data_directory, impl->foundation->disk()));

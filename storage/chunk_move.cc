@@ -62,7 +62,7 @@ absl::Status Fill(Tiers* tiers, const StoredChunk& chunk, const StateMove& move,
 
 }  // namespace
 
-absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, StateMove move) {
+absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, StateMove& move) {
   const TierKind from = chunk.placement.state;
   bool zero = false;
   uint64_t offset = 0;

@@ -26,8 +26,9 @@ struct StateMove {
   absl::Span<std::byte> buffer;  // of one state: for NVMe to HBM
 };
 
+// `move.extent` becomes the chunk's, or, as the place that it left, the caller's.
 // Errors: RESOURCE_EXHAUSTED (BUDGET), DATA_LOSS (CHECKSUM), INTERNAL (IO); then nothing has changed.
 // Threads: the one that runs the store. Blocks for the transfer.
-absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, StateMove move);
+absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, StateMove& move);
 
 }  // namespace ballast::storage

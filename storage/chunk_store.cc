@@ -326,7 +326,10 @@ absl::Status ChunkStore::Impl::Move(StoredChunk& chunk, TierKind to) {
     move.buffer = staging.memory.bytes();
   }
   if (to == TierKind::kHbm && versions.has_value()) BALLAST_RETURN_IF_ERROR(reader.Prepare());
-  return MoveState(tiers, &reader, chunk, std::move(move));
+  const absl::Status moved = MoveState(tiers, &reader, chunk, move);
+  // It was part of the room.
+  if (!moved.ok() && versions.has_value() && move.extent.bytes() > 0) versions->AddRoom(move.extent.TakeLease(), 0);
+  return moved;
 }
 
 absl::StatusOr<NvmeExtent> ChunkStore::Impl::ExtentToMoveTo(const StoredChunk& chunk) {

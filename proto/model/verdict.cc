@@ -49,6 +49,13 @@ absl::Status BadHeader(absl::string_view message) {
   return Error(absl::StatusCode::kInvalidArgument, kBadRequest, message);
 }
 
+// Of every field with its tag and length, rounded up.
+uint64_t HeaderBytesMax(const EpochPlan& plan) {
+  constexpr uint64_t kFixedBytes = 256, kGroupBytes = 256, kStepCountBytes = 10;
+  const uint64_t tensors = plan.layout().tensors().size();
+  return kFixedBytes + kGroupBytes * plan.open().spec().group_count() + (kStepCountBytes + 1) * tensors;
+}
+
 // The kernels compute in fp32: what is finite in fp64 alone would be Inf there.
 bool Finite(double x) { return std::isfinite(static_cast<float>(x)); }
 
@@ -218,6 +225,13 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
     return BadHeader("a VALUES step needs at least one tensor in value_presence and none in gradient_presence");
   }
   BALLAST_RETURN_IF_ERROR(CheckValues(plan, header));
+  // Whatever the kind: it comes back in every answer about the job, and those must fit into a message.
+  const uint64_t header_bytes = header.ByteSizeLong(), header_bytes_max = HeaderBytesMax(plan);
+  if (header_bytes > header_bytes_max) {
+    return BadHeader(absl::StrCat("a header of this job takes at most ", header_bytes_max, " bytes, got ", header_bytes,
+                                  "; are there more parameter groups than the job's ",
+                                  plan.open().spec().group_count(), "?"));
+  }
   if (header.kind() == v1::STEP_KIND_UPDATE) {
     const int expected = static_cast<int>(plan.open().spec().group_count());
     if (header.groups_size() != expected) {

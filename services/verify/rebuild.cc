@@ -173,8 +173,10 @@ absl::StatusOr<bool> Rebuilding::Newest(const std::string& name, const std::vect
       if (chunk.version < (*newest)->version) return true;
       if (chunk.digests == (*newest)->digests) continue;
     }
-    BALLAST_ASSIGN_OR_RETURN(const bool whole, DigestsHold(*tier_, candidates_.at(name).layout, chunk));
-    if (!whole) continue;
+    const absl::StatusOr<bool> whole = DigestsHold(*tier_, candidates_.at(name).layout, chunk);
+    if (absl::IsInternal(whole.status())) continue;  // most disks tell of rot so; the job's log may reach an older one
+    BALLAST_RETURN_IF_ERROR(whole.status());
+    if (!*whole) continue;
     if (newest->has_value()) {
       Refuse(name, absl::StrCat("two extents, at offsets ", (*newest)->offset, " and ", chunk.offset,
                                 ", both hold chunk ", chunk.id, " at version ", chunk.version, " with different bits"));
@@ -211,6 +213,11 @@ void Rebuilding::Choose(const std::string& name, Candidate* candidate) {
   }
   candidate->committed = bare.committed;
   const int64_t version_max = bare.committed + (bare.prepared ? 1 : 0);
+  if (candidate->old.committed > version_max) {
+    return Refuse(name, absl::StrCat("the catalog says that step ", candidate->old.committed,
+                                     " was applied, and its log ends at step ", bare.committed,
+                                     ": the log is an older copy, or its end is damaged"));
+  }
   std::map<uint64_t, std::vector<FoundLabel>> by_chunk;
   for (const FoundLabel& label : candidate->labels) by_chunk[label.chunk.id].push_back(label);
   for (auto& [id, labels] : by_chunk) {
@@ -324,7 +331,7 @@ absl::Status Rebuilding::Write() {
     }
     pairs.emplace_back(prefix + kCatalogPromise, promised.SerializeAsString());
     pairs.emplace_back(prefix + kCatalogOpen, candidate.log.open->SerializeAsString());
-    pairs.emplace_back(prefix + kCatalogCommitted, absl::StrCat(candidate.committed));
+    pairs.push_back(CommittedPair(name, candidate.committed));
     pairs.push_back(LogPair(name, candidate.log.scanned.life));
     for (const auto& [id, chunk] : candidate.chosen) pairs.push_back(ChunkPair(name, chunk));
     for (const v1::PinnedVersion& pin : candidate.old.pins) pairs.push_back(PinPair(name, pin));

@@ -50,7 +50,13 @@ absl::StatusOr<ScrubReport> Scrub::Run() {
   if (directory_->catalog() == nullptr) {
     // Logs and extents cannot be judged without it; a rebuild judges them.
     const absl::Status& error = directory_->catalog_error();
-    if (absl::IsNotFound(error) && directory_->LogNames().empty()) return std::move(report_);  // never used
+    BALLAST_ASSIGN_OR_RETURN(const auto tier, directory_->OpenFile(directory_->TierPath()));
+    uint64_t tier_bytes = 0;
+    if (tier != nullptr) {
+      BALLAST_ASSIGN_OR_RETURN(tier_bytes, tier->Size());
+    }
+    const bool used = tier_bytes > 0 || !directory_->LogNames().empty();
+    if (absl::IsNotFound(error) && !used) return std::move(report_);  // never
     Add(directory_->begins_anew() ? Harm::kUnnoticed : Harm::kServerRefused, "", "the catalog cannot be opened",
         catalog_path, "a catalog", std::string(error.message()), kRebuildAdvice);
     return std::move(report_);
@@ -124,11 +130,11 @@ void Scrub::CheckChunks(const std::string& name, const CatalogEntry& entry) {
       extents_.push_back(std::move(pinned));
       continue;
     }
-    Add(Harm::kNone, name, absl::StrCat("the catalog's entry of version ", *pinned.pin, ", which is pinned"),
+    Add(Harm::kJobRefused, name, absl::StrCat("the catalog's entry of version ", *pinned.pin, ", which is pinned"),
         directory_->path() + "/catalog",
         absl::StrCat("chunk ", chunk.id, " in ", layout.StateBytes(chunk.elements), " bytes"),
         absl::StrCat(chunk.bytes, " bytes"),
-        absl::StrCat("`ballastctl unpin --version ", *pinned.pin, "`: it cannot be restored"));
+        entry.every_k() ? "put a copy of the catalog back, or drop the job" : kRebuildAdvice);
   }
 }
 
@@ -144,7 +150,7 @@ void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
   absl::StatusOr<ReadLog> log = absl::NotFoundError(absl::StrCat("there is no ", path));
   if (*file != nullptr) log = ReadJobLog(**file, name);
   // It was still being made: no step was ever prepared.
-  if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.pins.empty() && entry.committed < 0) return;
+  if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.pins.empty() && !entry.life.has_value()) return;
   if (!log.ok()) return refuse(log.status());
   report_.counts.log_records += log->records.size();
   report_.counts.torn_batches += log->scanned.torn_batches;

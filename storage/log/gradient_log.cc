@@ -41,11 +41,11 @@ GradientLog::GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t s
 }
 
 absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, const Options& options) {
-  if (options.segment_bytes % kLogBlock != 0 || options.segment_bytes < 16 * kLogBlock || options.segment_count < 3 ||
+  if (options.segment_bytes % kLogBlock != 0 || options.segment_bytes < kLogSegmentBytesMin || options.segment_count < 3 ||
       options.job.size() > sizeof(FileHead::name)) {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                         absl::StrCat("a log of ", options.segment_count, " segments of ", options.segment_bytes,
-                                     " bytes: expected at least 3 of at least ", 16 * kLogBlock, ", aligned to ",
+                                     " bytes: expected at least 3 of at least ", kLogSegmentBytesMin, ", aligned to ",
                                      kLogBlock, ", for a name of at most ", sizeof(FileHead::name), " bytes"));
   }
   BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(options.path, Disk::Mode::kEmptied));
@@ -178,7 +178,7 @@ uint64_t GradientLog::file_bytes() const {
 
 bool GradientLog::HasRoom(uint64_t body_bytes, uint64_t payload_bytes) const {
   absl::MutexLock lock(&mutex_);
-  return RecordCostMax(body_bytes, payload_bytes) <= room_;
+  return RecordCostMax(body_bytes, payload_bytes) + kCutBatchBytes <= room_;
 }
 
 uint64_t GradientLog::OldestIncarnation() const {
@@ -196,7 +196,7 @@ bool GradientLog::Roll() {
   if (free == segments_.end()) return false;
   *free = {++last_incarnation_, -1, false};
   current_ = static_cast<uint64_t>(free - segments_.begin());
-  room_ = record_bytes_max();
+  room_ = record_bytes_max() + kCutBatchBytes;
   if (std::exchange(cut_lacks_room_, false)) cut_wants_sync_ = true;
   has_cut_room_ = !cut_wants_sync_;  // the batch of a cut that waits comes after what is queued
   queued_.push_back({{}, last_incarnation_, current_, OldestIncarnation()});
@@ -277,9 +277,9 @@ void GradientLog::WantCutSync() {
   // Each segment keeps room for one empty batch that tells of a cut; a further one takes of what is left.
   if (cut_wants_sync_) return;
   if (!std::exchange(has_cut_room_, false)) {
-    cut_lacks_room_ = room_ < 2 * kLogBlock;
+    cut_lacks_room_ = room_ < kCutBatchBytes;
     if (cut_lacks_room_) return;
-    room_ -= 2 * kLogBlock;
+    room_ -= kCutBatchBytes;
   }
   cut_wants_sync_ = true;
 }

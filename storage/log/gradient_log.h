@@ -82,7 +82,7 @@ class GradientLog {
   // Does a record fit into the current segment?
   bool HasRoom(uint64_t body_bytes, uint64_t payload_bytes) const;
   // What a segment takes of records, as RecordCostMax counts them.
-  uint64_t record_bytes_max() const { return segment_bytes_ - kSegmentHeadBytes - 2 * kLogBlock; }
+  uint64_t record_bytes_max() const { return segment_bytes_ - kSegmentHeadBytes - 2 * kCutBatchBytes; }
   // Goes on with the next free segment. The caller's next record must hold all that an older one held and that is still
   // needed, payloads excepted. False if none is free.
   bool Roll();
@@ -115,6 +115,10 @@ class GradientLog {
   bool Pump(bool wait);
 
  private:
+  // An empty batch that tells of a cut. A segment has room for one of its own, and HasRoom leaves room for another,
+  // which the pumping thread may want at any time.
+  static constexpr uint64_t kCutBatchBytes = 2 * kLogBlock;
+
   struct Segment {
     uint64_t incarnation = 0;  // 0: free
     int64_t keep_for = -1;     // the highest of its records

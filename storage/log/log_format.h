@@ -33,6 +33,7 @@ inline constexpr uint32_t kLogFormat = 2;
 inline constexpr uint64_t kLogBlock = kIoAlignment;
 inline constexpr uint64_t kLogFirstSegment = 4 * kLogBlock;
 inline constexpr uint64_t kSegmentHeadBytes = 2 * kLogBlock;
+inline constexpr uint64_t kLogSegmentBytesMin = 16 * kLogBlock;
 
 // Digests are CRC32C of the whole part with the digest itself as zero.
 struct FileHead {

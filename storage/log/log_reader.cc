@@ -25,6 +25,10 @@ absl::Status Rotten(const BlockFile& file, absl::string_view what) {
                    "the file back from a copy of this very state, or drop the job"));
 }
 
+bool IsBlank(absl::Span<const std::byte> block) {
+  return std::all_of(block.begin(), block.end(), [](std::byte b) { return b == std::byte{0}; });
+}
+
 class Scan {
  public:
   Scan(const BlockFile& file, Arena buffer) : file_(file), buffer_(std::move(buffer)) {}
@@ -42,6 +46,8 @@ class Scan {
   };
 
   absl::StatusOr<absl::Span<const std::byte>> Read(uint64_t offset, uint64_t bytes);
+  // One of two copies. Empty if the disk cannot read it, which is then in `unreadable_`.
+  absl::StatusOr<absl::Span<const std::byte>> ReadCopy(uint64_t offset, uint64_t bytes);
   absl::Status ReadFileHead();
   absl::Status ReadMarks();
   absl::Status ReadSegmentHead(uint64_t index);
@@ -50,6 +56,8 @@ class Scan {
   absl::StatusOr<std::optional<ReadBatch>> ReadBatchAt(uint64_t offset, uint64_t limit, const SegmentHead& segment);
   // All batches of this incarnation that begin, or whose second copy lies, at or behind `offset`.
   absl::Status Search(FoundSegment& segment, uint64_t offset, uint64_t limit);
+  // Those among `blocks`, which lie at `offset`.
+  absl::Status SearchBlocks(FoundSegment& segment, absl::Span<const std::byte> blocks, uint64_t offset, uint64_t limit);
   absl::Status ReadNeeded();
   absl::Status Chain();
   absl::StatusOr<bool> PayloadsWhole(const ReadBatch& batch);
@@ -66,6 +74,9 @@ class Scan {
   bool marked_ = false;
   uint64_t marked_incarnation_ = 0;
   std::map<uint64_t, FoundSegment> segments_;  // by incarnation
+  // By offset, what a disk said of blocks that it could not read. Most tell of rot so; but they may be able to the next
+  // time, so none of them is taken for the end of the log.
+  std::map<uint64_t, absl::Status> unreadable_;
 };
 
 absl::StatusOr<absl::Span<const std::byte>> Scan::Read(uint64_t offset, uint64_t bytes) {
@@ -75,6 +86,13 @@ absl::StatusOr<absl::Span<const std::byte>> Scan::Read(uint64_t offset, uint64_t
   const absl::Span<std::byte> to = buffer_.bytes().subspan(0, bytes);
   BALLAST_RETURN_IF_ERROR(file_.Read(offset, to));
   return absl::Span<const std::byte>(to);
+}
+
+absl::StatusOr<absl::Span<const std::byte>> Scan::ReadCopy(uint64_t offset, uint64_t bytes) {
+  absl::StatusOr<absl::Span<const std::byte>> read = Read(offset, bytes);
+  if (!absl::IsInternal(read.status())) return read;
+  unreadable_.emplace(offset, read.status());
+  return absl::Span<const std::byte>();
 }
 
 absl::Status Scan::ReadFileHead() {
@@ -87,10 +105,10 @@ absl::Status Scan::ReadFileHead() {
   for (int copy = 0; copy < 2; ++copy) {
     const uint64_t at = static_cast<uint64_t>(copy) * kLogBlock;
     if (at + kLogBlock > bytes) break;
-    BALLAST_ASSIGN_OR_RETURN(const auto block, Read(at, kLogBlock));
-    blank = blank && std::all_of(block.begin(), block.end(), [](std::byte b) { return b == std::byte{0}; });
+    BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock));
+    blank = blank && IsBlank(block);
     FileHead head;
-    if (!DecodeHead(block, &head)) continue;
+    if (block.empty() || !DecodeHead(block, &head)) continue;
     if (head.format != kLogFormat) {
       return model::Error(absl::StatusCode::kFailedPrecondition, model::kUnsupported,
                           absl::StrCat(file_.path(), " has format ", head.format, ", this version reads ", kLogFormat));
@@ -99,11 +117,12 @@ absl::Status Scan::ReadFileHead() {
     log_.name.assign(head.name, strnlen(head.name, sizeof(head.name)));
     log_.life = head.life;
     log_.segment_bytes = head.segment_bytes;
-    if (log_.segment_bytes < kSegmentHeadBytes || log_.segment_bytes % kLogBlock != 0) break;
+    if (log_.segment_bytes < kLogSegmentBytesMin || log_.segment_bytes % kLogBlock != 0) break;
     if (bytes < kLogFirstSegment) break;
     log_.segment_count = (bytes - kLogFirstSegment) / log_.segment_bytes;
     return absl::OkStatus();
   }
+  if (!unreadable_.empty()) return unreadable_.begin()->second;
   // The head is written last: without it there never was a log.
   if (blank) return model::Error(absl::StatusCode::kNotFound, model::kIo, absl::StrCat(file_.path(), " holds no log"));
   return Rotten(file_, "it is cut off, or both copies of its head, at offsets 0 and 4096, are damaged");
@@ -111,26 +130,33 @@ absl::Status Scan::ReadFileHead() {
 
 absl::Status Scan::ReadMarks() {
   for (const uint64_t at : {2 * kLogBlock, 3 * kLogBlock}) {
-    BALLAST_ASSIGN_OR_RETURN(const auto block, Read(at, kLogBlock));
+    BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock));
     LogMark mark;
-    if (!DecodeHead(block, &mark)) continue;
+    if (block.empty() || !DecodeHead(block, &mark)) continue;
     Note(mark.synced_batch, 0);
     marked_ = true;
     marked_incarnation_ = std::max(marked_incarnation_, mark.incarnation);
   }
-  return absl::OkStatus();
+  const auto unread = unreadable_.lower_bound(2 * kLogBlock);
+  return marked_ || unread == unreadable_.end() ? absl::OkStatus() : unread->second;
 }
 
 absl::Status Scan::ReadSegmentHead(uint64_t index) {
+  const uint64_t begin = kLogFirstSegment + index * log_.segment_bytes;
   SegmentHead newest;
+  bool blank = false;  // a copy that was never written: then no sync has covered the other
   for (uint64_t copy = 0; copy < 2; ++copy) {
-    BALLAST_ASSIGN_OR_RETURN(const auto block,
-                             Read(kLogFirstSegment + index * log_.segment_bytes + copy * kLogBlock, kLogBlock));
+    BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(begin + copy * kLogBlock, kLogBlock));
+    if (block.empty()) continue;
+    blank = blank || IsBlank(block);
     SegmentHead head;
     // A torn rewrite leaves an old copy beside a new one.
     if (DecodeHead(block, &head) && head.incarnation > newest.incarnation) newest = head;
   }
-  if (newest.incarnation == 0) return absl::OkStatus();
+  if (newest.incarnation == 0) {
+    const auto unread = unreadable_.lower_bound(begin);
+    return blank || unread == unreadable_.end() ? absl::OkStatus() : unread->second;
+  }
   log_.last_incarnation = std::max(log_.last_incarnation, newest.incarnation);
   Note(newest.synced_batch, newest.oldest_incarnation);
   if (!segments_.emplace(newest.incarnation, FoundSegment{.index = index, .head = newest, .batches = {}}).second) {
@@ -142,35 +168,48 @@ absl::Status Scan::ReadSegmentHead(uint64_t index) {
 absl::StatusOr<std::optional<ReadBatch>> Scan::ReadBatchAt(uint64_t offset, uint64_t limit,
                                                            const SegmentHead& segment) {
   if (limit - offset < kLogBlock) return std::nullopt;
-  BALLAST_ASSIGN_OR_RETURN(auto meta, Read(offset, kLogBlock));
+  BALLAST_ASSIGN_OR_RETURN(auto meta, ReadCopy(offset, kLogBlock));
   ReadBatch batch;
-  if (!DecodeBatchHead(meta, offset, limit, &batch.head)) return std::nullopt;
+  if (meta.empty() || !DecodeBatchHead(meta, offset, limit, &batch.head)) return std::nullopt;
   if (batch.head.incarnation != segment.incarnation || batch.head.salt != segment.salt) return std::nullopt;
   const uint64_t bytes = batch.head.meta_bytes;
   if (bytes > kLogBlock) {
-    BALLAST_ASSIGN_OR_RETURN(meta, Read(offset, bytes));
+    BALLAST_ASSIGN_OR_RETURN(meta, ReadCopy(offset, bytes));
   }
-  if (!DecodeMeta(meta, &batch)) return std::nullopt;
+  if (meta.empty() || !DecodeMeta(meta, &batch)) return std::nullopt;
   return batch;
 }
 
 absl::Status Scan::Search(FoundSegment& segment, uint64_t offset, uint64_t limit) {
-  while (offset < limit) {
-    const uint64_t bytes = std::min(kBufferBytes, limit - offset);
-    BALLAST_ASSIGN_OR_RETURN(const auto blocks, Read(offset, bytes));
-    std::vector<uint64_t> candidates;
-    for (uint64_t at = 0; at < bytes; at += kLogBlock) {
-      BatchHead head;
-      if (DecodeBatchHead(blocks.subspan(at, kLogBlock), offset + at, limit, &head)) candidates.push_back(offset + at);
+  for (uint64_t bytes = 0; offset < limit; offset += bytes) {
+    bytes = std::min(kBufferBytes, limit - offset);
+    const auto blocks = Read(offset, bytes);
+    if (blocks.ok()) {
+      BALLAST_RETURN_IF_ERROR(SearchBlocks(segment, *blocks, offset, limit));
+      continue;
     }
-    for (const uint64_t at : candidates) {
-      BALLAST_ASSIGN_OR_RETURN(std::optional<ReadBatch> batch, ReadBatchAt(at, limit, segment.head));
-      if (!batch.has_value() || batch->head.batch < segment.head.first_batch) continue;
-      Note(batch->head.synced_batch, batch->head.oldest_incarnation);
-      const bool second = batch->head.copy == 1;
-      if (segment.batches.emplace(batch->head.batch, *std::move(batch)).second && second) ++log_.repaired_blocks;
+    if (!absl::IsInternal(blocks.status())) return blocks.status();
+    for (uint64_t at = offset; at < offset + bytes; at += kLogBlock) {
+      BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock));
+      BALLAST_RETURN_IF_ERROR(SearchBlocks(segment, block, at, limit));
     }
-    offset += bytes;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Scan::SearchBlocks(FoundSegment& segment, absl::Span<const std::byte> blocks, uint64_t offset,
+                                uint64_t limit) {
+  std::vector<uint64_t> candidates;
+  for (uint64_t at = 0; at < blocks.size(); at += kLogBlock) {
+    BatchHead head;
+    if (DecodeBatchHead(blocks.subspan(at, kLogBlock), offset + at, limit, &head)) candidates.push_back(offset + at);
+  }
+  for (const uint64_t at : candidates) {
+    BALLAST_ASSIGN_OR_RETURN(std::optional<ReadBatch> batch, ReadBatchAt(at, limit, segment.head));
+    if (!batch.has_value() || batch->head.batch < segment.head.first_batch) continue;
+    Note(batch->head.synced_batch, batch->head.oldest_incarnation);
+    const bool second = batch->head.copy == 1;
+    if (segment.batches.emplace(batch->head.batch, *std::move(batch)).second && second) ++log_.repaired_blocks;
   }
   return absl::OkStatus();
 }
@@ -211,6 +250,7 @@ absl::Status Scan::Chain() {
   log_.live.clear();
   log_.torn_batches = log_.last_batch = 0;
   uint64_t expected = 0, previous = 0;
+  uint64_t end = 0;  // where the next batch of the segment would be
   // Nothing is durable before the oldest segment's head is.
   bool ended = !segments_.contains(oldest_);
   for (auto& [incarnation, segment] : segments_) {
@@ -223,6 +263,7 @@ absl::Status Scan::Chain() {
     ended = ended || (previous != 0 && segment.head.previous_incarnation != previous);
     const size_t first_record = log_.records.size();
     const uint64_t first_batch = expected;
+    if (!ended) end = kLogFirstSegment + segment.index * log_.segment_bytes + kSegmentHeadBytes;
     for (auto& [number, batch] : segment.batches) {
       if (number >= segment.end_batch && !Seeded(StorageBug::kSegmentEndIgnored)) break;
       bool next = !ended && number == expected;
@@ -238,12 +279,15 @@ absl::Status Scan::Chain() {
       for (const ReadRecord& record : batch.records) log_.records.push_back(record);
       oldest_kept_ = std::max({oldest_kept_, segment.head.oldest_incarnation, batch.head.oldest_incarnation});
       log_.last_batch = expected++;
+      end = batch.end;
     }
     // A segment without a batch holds nothing, and may be taken anew.
     if (expected == first_batch) continue;
     log_.live.push_back({segment.index, incarnation, first_record});
     previous = incarnation;
   }
+  // What comes next may be there: nobody may write over it before the disk says so.
+  if (const auto unread = unreadable_.find(end); unread != unreadable_.end()) return unread->second;
   if (log_.last_batch >= log_.synced_batch || Seeded(StorageBug::kRottenTakenForTorn)) return absl::OkStatus();
   return Rotten(file_, absl::StrFormat("batch %d cannot be read, and all up to %d were durable", log_.last_batch + 1,
                                        log_.synced_batch));

@@ -147,7 +147,8 @@ absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const Tie
     before += states[i].host;
     const uint64_t share = fits ? states[i].host : Share(dram, before, all) - taken;
     BALLAST_ASSIGN_OR_RETURN(Plan plan, PlanJob(jobs[i], states[i], share, jobs[i].durable ? AllState(jobs[i]) : nvme));
-    taken += plan.state.dram;
+    // What it has beyond that lies in its own staging, which it then does not take.
+    taken += std::min(plan.state.dram, share);
     if (!jobs[i].durable) nvme -= plan.state.nvme;
     plans.push_back(std::move(plan));
   }

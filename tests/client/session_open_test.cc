@@ -2,12 +2,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "ballast/client/grpc_transport.h"
 #include "ballast/client/session.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/rpc/rpc_server.h"
 #include "ballast/tests/client/session_fixture.h"
+#include "ballast/tests/services/machine_with_disk.h"
 
 namespace ballast::client {
 namespace {
@@ -233,6 +236,37 @@ TEST(SessionConnect, ServerThatIsDownIsNamedToEveryRank) {
     ExpectStatus(status, absl::StatusCode::kUnavailable, model::kServerDown, {"127.0.0.1:1", "no answer within"});
     return absl::OkStatus();
   }).IgnoreError();
+}
+
+// A disk that takes a second longer for a job's log than the session waits for servers that are down.
+class SlowLogs : public services::MachineWithDisk {
+  absl::StatusOr<std::unique_ptr<storage::BlockFile>> Open(const std::string& path, Mode mode) override {
+    if (absl::StrContains(path, "/log-")) absl::SleepFor(absl::Milliseconds(1500));
+    return storage::SystemDisk()->Open(path, mode);
+  }
+};
+
+TEST(SessionConnect, AServerThatWritesAJobsLogIsNotDown) {
+  SlowLogs foundation;
+  const ScratchDirectory directory;
+  services::StateServerOptions server;
+  server.data_directory = directory.path();
+  server.server_id = "s";
+  server.budget = {0, uint64_t{64} << 20, uint64_t{512} << 20};
+  server.foundation = &foundation;
+  auto state = services::StateServer::Start(server);
+  ASSERT_TRUE(state.ok()) << state.status();
+  auto rpc = services::RpcServer::Start({}, state->get());
+  ASSERT_TRUE(rpc.ok()) << rpc.status();
+  EXPECT_EQ(SessionFixture::RunRanks(1,
+                                     [&](Collective* collective) {
+                                       SessionOptions options = TestOptions();
+                                       options.durability = v1::DURABILITY_STEP;
+                                       options.open_timeout = absl::Milliseconds(500);
+                                       return Session::Connect(options, TestTensors(), {(*rpc)->address()}, collective)
+                                           .status();
+                                     }),
+            absl::OkStatus());
 }
 
 TEST(SessionConnect, TrainsOverGrpc) {

@@ -245,6 +245,12 @@ TEST_F(HeaderTest, ChecksSayWhatWasExpected) {
   header.add_groups();
   refused(header, blobs_, "1 parameter group(s), got 2");
   header = header_;
+  header.set_kind(v1::STEP_KIND_RESTORE);
+  header.set_gradient_presence(std::string(1, '\0'));
+  EXPECT_TRUE(CheckHeader(plan_, 1, header, blobs_).ok()) << CheckHeader(plan_, 1, header, blobs_);
+  for (int i = 0; i < 300; ++i) header.add_groups()->set_learning_rate(1);
+  refused(header, blobs_, "more parameter groups than the job's 1");
+  header = header_;
   header.mutable_groups(0)->set_beta1(1);
   refused(header, blobs_, "betas in [0, 1)");
   header = header_;

@@ -297,6 +297,31 @@ TEST_F(VerifyTest, FindsAChunkThatIsNewerThanTheLog) {
   ExpectNotRebuilt("the log is an older copy");
 }
 
+// Of steps that changed no chunk, such as skips, nothing but the catalog's number tells.
+TEST_F(VerifyTest, ARebuildBelievesTheNumberOfTheLastStepApplied) {
+  Train(6);
+  const auto [key, value] = CommittedPair("job", 9);
+  Put(key, value);
+  ExpectFound(Harm::kJobRefused, "the log ends before the step that the catalog knows as applied");
+  ExpectNotRebuilt("step 9 was applied, and its log ends at step 6");
+}
+
+TEST_F(VerifyTest, ExtentsWithoutACatalogAreNotTakenForFree) {
+  Train(20);
+  fs::remove_all(directory_ / "catalog");
+  fs::remove(directory_ / "log-job");
+  const auto bytes = fs::file_size(directory_ / "nvme.tier");
+  EXPECT_GT(bytes, 0);
+  ExpectFound(Harm::kUnnoticed, "the catalog cannot be opened");
+  const absl::Status refused = StateServer::Start(Options()).status();
+  EXPECT_TRUE(absl::IsDataLoss(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("move nvme.tier away"));
+  EXPECT_EQ(fs::file_size(directory_ / "nvme.tier"), bytes);
+  EXPECT_FALSE(fs::exists(directory_ / "catalog/CURRENT"));
+  fs::remove(directory_ / "nvme.tier");
+  EXPECT_EQ(StateServer::Start(Options()).status(), absl::OkStatus());
+}
+
 TEST_F(VerifyTest, RefusesToMixTwoLivesOfAName) {
   Train(20);
   const std::vector<storage::DurableChunk> before = Chunks();

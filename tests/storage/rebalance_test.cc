@@ -67,6 +67,15 @@ TEST(RebalanceTest, WhatASharesChunksLeaveIsTheNextJobs) {
   EXPECT_EQ(Letters((*targets)[0]) + Letters((*targets)[1]), "dndd");
 }
 
+// One that needs none of its staging then, whose place its state takes.
+TEST(RebalanceTest, WhatAJobHasBeyondItsShareIsNotTheOthers) {
+  const TierBytes budget{.dram = kOther + kStaging + kEqualState, .nvme = kOther + 20 * kEqualState};
+  const auto targets = PlanBudgets(budget, Used(11, 1), {Job("a", 3, 0), Job("b", 8, 1)});
+  ASSERT_TRUE(targets.ok()) << targets.status();
+  EXPECT_EQ(Letters((*targets)[0]), "ddd");
+  EXPECT_EQ(Letters((*targets)[1]), "nnnnnnnnn");
+}
+
 TEST(RebalanceTest, RefusesWhatIsFixedWithTheMissingBytes) {
   const auto message = [](const TierBytes& budget, const TierBytes& used, const JobHolding& job) {
     const absl::Status status = PlanBudgets(budget, used, {job}).status();

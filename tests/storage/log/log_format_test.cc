@@ -9,6 +9,7 @@
 #include "ballast/storage/io/arena.h"
 #include "ballast/storage/log/log_reader.h"
 #include "ballast/tests/sim/random.h"
+#include "ballast/tests/sim_disk/bad_file.h"
 #include "ballast/tests/sim_disk/sim_disk.h"
 #include "ballast/tests/storage/log/log_caller.h"
 #include "gtest/gtest.h"
@@ -132,6 +133,34 @@ TEST_F(LogFormatTest, EachBlockZeroedOrSpoiled) {
     std::memset(zeroed.data() + at, 0, kLogBlock);
     disk_.SetContent(kPath, zeroed);
     ExpectRightOrDataLoss(absl::StrCat("zeroed block at ", at));
+  }
+}
+
+// Most disks tell of rot by an error. What has a copy is read from that; where nobody can tell whether the log goes on,
+// the error is the answer: never a shorter log.
+TEST_F(LogFormatTest, BlocksThatCannotBeRead) {
+  BadBlocks bad;
+  const BadFile file(*disk_.Open(kPath, Disk::Mode::kShared), &bad);
+  for (const uint64_t blocks : {1, 2}) {
+    uint64_t unreadable = 0, repaired = 0;
+    for (uint64_t at = 0; at < content_.size(); at += kLogBlock) {
+      bad = {at, blocks * kLogBlock};
+      const absl::StatusOr<ScannedLog> scanned = ScanLog(file);
+      if (!scanned.ok()) {
+        ++unreadable;
+        EXPECT_EQ(model::ReasonOf(scanned.status()), model::kIo) << blocks << " blocks at " << at;
+        continue;
+      }
+      repaired += scanned->repaired_blocks > 0 ? 1 : 0;
+      EXPECT_EQ(scanned->records.size(), scanned_.records.size()) << blocks << " blocks at " << at;
+    }
+    // Of single blocks only the one where the next batch would begin.
+    if (blocks == 1) {
+      EXPECT_EQ(unreadable, 1);
+    } else {
+      EXPECT_GT(unreadable, 10);
+    }
+    EXPECT_GT(repaired, 3);
   }
 }
 

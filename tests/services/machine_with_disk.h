@@ -1,0 +1,36 @@
+// This machine, but for its disk: for servers of tests.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "ballast/services/foundation.h"
+#include "ballast/storage/catalog/catalog.h"
+#include "ballast/storage/io/disk.h"
+#include "ballast/storage/log/gradient_log.h"
+
+namespace ballast::services {
+
+// A test overrides Open. Catalogs stay the machine's.
+class MachineWithDisk : public Foundation, protected storage::Disk {
+ public:
+  storage::Disk* disk() override { return this; }
+  absl::StatusOr<std::unique_ptr<storage::Catalog>> OpenCatalog(const std::string& directory) override {
+    return SystemFoundation()->OpenCatalog(directory);
+  }
+  std::unique_ptr<Executor> MakeExecutor(int threads) override { return SystemFoundation()->MakeExecutor(threads); }
+  void Pump(storage::GradientLog* log, std::function<void()> progress) override {
+    SystemFoundation()->Pump(log, std::move(progress));
+  }
+  void StopPumping(storage::GradientLog* log) override { SystemFoundation()->StopPumping(log); }
+
+ protected:
+  absl::Status Remove(const std::string& path) override { return storage::SystemDisk()->Remove(path); }
+  absl::StatusOr<std::unique_ptr<storage::IoQueue>> MakeQueue(const storage::IoQueueOptions& options) override {
+    return storage::SystemDisk()->MakeQueue(options);
+  }
+};
+
+}  // namespace ballast::services
