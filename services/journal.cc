@@ -77,6 +77,12 @@ absl::StatusOr<StepRecord> DecodeRecord(const storage::ReadRecord& record) {
 
 uint64_t JournalSize::bytes() const { return storage::kLogFirstSegment + segment_count * segment_bytes; }
 
+void LoggedSteps::Add(const StepRecord& record) {
+  prepared = prepared || std::holds_alternative<PreparedStepRecord>(record);
+  if (const auto* decision = std::get_if<DecisionRecord>(&record)) committed = decision->decision.step();
+  if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) committed = snapshot->snapshot.committed();
+}
+
 void EncodeChanged(absl::Span<const int64_t> changed, v1::LogSnapshot* snapshot) {
   for (size_t i = 0; i < changed.size(); ++i) {
     if (i == 0 || changed[i] != changed[i - 1]) {

@@ -26,6 +26,16 @@ storage::LogRecord EncodeRecord(const StepRecord& record);
 // DATA_LOSS (CHECKSUM): no record of this version.
 absl::StatusOr<StepRecord> DecodeRecord(const storage::ReadRecord& record);
 
+// How far a log's records go: the last step that they tell of as decided (-1: none), and whether one behind it is
+// prepared.
+struct LoggedSteps {
+  int64_t committed = -1;
+  bool prepared = false;
+
+  void Add(const StepRecord& record);
+  bool any() const { return committed >= 0 || prepared; }
+};
+
 // `changed`: the last transaction that changed each chunk, registration order; -1: none did. Into `snapshot`, whose
 // `committed` is set.
 void EncodeChanged(absl::Span<const int64_t> changed, v1::LogSnapshot* snapshot);

@@ -40,7 +40,10 @@ struct StateServer::Impl {
   };
 
   absl::StatusOr<std::map<std::string, CatalogEntry>> ReadJobs() const;
-  absl::Status LoadJobs(const std::map<std::string, CatalogEntry>& stored);
+  // Jobs whose logs have steps, and of which the catalog does not know that they have one: why each is refused.
+  std::map<std::string, absl::Status> FindOrphans(const std::map<std::string, CatalogEntry>& stored) const;
+  absl::Status LoadJobs(const std::map<std::string, CatalogEntry>& stored,
+                        const std::map<std::string, absl::Status>& orphans);
   void Lose(const std::string& name, const CatalogEntry& stored, const absl::Status& cause, uint64_t log_bytes = 0);
   // A drop has failed midway: what the catalog has of the job would become another's of that name.
   void KeepForDrop(const std::string& name, const Entry& entry, const v1::Epoch& promised, const absl::Status& cause);

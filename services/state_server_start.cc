@@ -10,13 +10,18 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "ballast/services/journal.h"
 #include "ballast/services/state_server_parts.h"
 #include "ballast/storage/io/failpoint.h"
+#include "ballast/storage/log/log_reader.h"
 #include "ballast/storage/machine/profile_file.h"
 #include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::services {
 namespace {
+
+constexpr char kLogPrefix[] = "log-";
 
 absl::Status CheckDirectory(const std::string& directory) {
   if (directory.empty()) {
@@ -59,7 +64,7 @@ std::string MakeServerId() {
 absl::Status CheckNothingLost(const std::string& directory) {
   std::error_code error;
   for (const auto& file : std::filesystem::directory_iterator(directory, error)) {
-    if (!absl::StartsWith(file.path().filename().string(), "log-")) continue;
+    if (!absl::StartsWith(file.path().filename().string(), kLogPrefix)) continue;
     return model::Error(absl::StatusCode::kDataLoss, model::kIo,
                         absl::StrCat("data directory '", directory, "' holds ", file.path().filename().string(),
                                      " of a durable job, and its catalog is missing or new: it was lost. Run `ballastctl "
@@ -86,6 +91,17 @@ absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std:
   const std::string id = wanted.empty() ? MakeServerId() : wanted;
   BALLAST_RETURN_IF_ERROR(catalog->Put(kCatalogServerId, id));
   return id;
+}
+
+absl::StatusOr<LoggedSteps> StepsOf(const std::string& log, storage::Disk* disk) {
+  BALLAST_ASSIGN_OR_RETURN(const auto file, disk->Open(log, storage::Disk::Mode::kShared));
+  BALLAST_ASSIGN_OR_RETURN(const storage::ScannedLog scanned, storage::ScanLog(*file));
+  LoggedSteps steps;
+  for (const storage::ReadRecord& read : scanned.records) {
+    BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(read));
+    steps.Add(record);
+  }
+  return steps;
 }
 
 // What a server that died at the wrong moment left of them: else they have no names.
@@ -124,20 +140,23 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   tiers.hbm_device = options.hbm_device;
   tiers.disk = impl->foundation->disk();
   tiers.open_hbm = impl->foundation->hbm();
-  BALLAST_ASSIGN_OR_RETURN(const auto stored, impl->ReadJobs());
+  BALLAST_ASSIGN_OR_RETURN(auto stored, impl->ReadJobs());
+  const std::map<std::string, absl::Status> orphans = impl->FindOrphans(stored);
+  for (const auto& [name, cause] : orphans) stored.try_emplace(name);
   for (const auto& [name, entry] : stored) {
     for (const storage::DurableChunk& chunk : entry.ChunksAndPinned()) {
       tiers.kept.push_back({chunk.offset, chunk.bytes});
     }
-    if (entry.unreadable.empty() || !(entry.durable() || entry.every_k())) continue;
+    const bool damaged = !entry.unreadable.empty() && (entry.durable() || entry.every_k());
+    if (!damaged && !orphans.contains(name)) continue;
     tiers.unnamed_stays = true;
     spdlog::warn(
-        "job '{}' has entries in the catalog that cannot be read: until they can, nothing in nvme.tier is "
+        "job '{}' has entries in the catalog that cannot be read, or none: until it has them, nothing in nvme.tier is "
         "taken for free, and what other jobs need comes behind its end",
         name);
   }
   BALLAST_ASSIGN_OR_RETURN(impl->tiers, storage::Tiers::Open(tiers));
-  BALLAST_RETURN_IF_ERROR(impl->LoadJobs(stored));
+  BALLAST_RETURN_IF_ERROR(impl->LoadJobs(stored, orphans));
   return std::unique_ptr<StateServer>(new StateServer(std::move(impl)));
 }
 
@@ -150,6 +169,28 @@ absl::StatusOr<std::map<std::string, CatalogEntry>> StateServer::Impl::ReadJobs(
     BALLAST_ASSIGN_OR_RETURN(jobs[parts[1]], ReadCatalogEntry(*catalog, parts[1]));
   }
   return jobs;
+}
+
+std::map<std::string, absl::Status> StateServer::Impl::FindOrphans(const std::map<std::string, CatalogEntry>& stored) const {
+  std::map<std::string, absl::Status> orphans;
+  std::error_code error;
+  for (const auto& file : std::filesystem::directory_iterator(options.data_directory, error)) {
+    const std::string file_name = file.path().filename().string();
+    absl::string_view name = file_name;
+    if (!absl::ConsumePrefix(&name, kLogPrefix)) continue;
+    const auto entry = stored.find(std::string(name));
+    if (entry != stored.end() && entry->second.durable()) continue;
+    const absl::StatusOr<LoggedSteps> steps = StepsOf(file.path().string(), foundation->disk());
+    // Still being made, or never used: an Open makes it anew.
+    if (absl::IsNotFound(steps.status()) || (steps.ok() && !steps->any())) continue;
+    const std::string found =
+        steps.ok() ? absl::StrCat("has steps up to ", steps->committed) : std::string(steps.status().message());
+    orphans.emplace(name, model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                                       absl::StrCat("the catalog does not know the job of ", file.path().string(), ", which ",
+                                                    found, ": it is an older copy, or damaged. Run `ballastctl verify "
+                                                    "--rebuild`, or drop the job if it is to be forgotten")));
+  }
+  return orphans;
 }
 
 void StateServer::Impl::Lose(const std::string& name, const CatalogEntry& stored, const absl::Status& cause,
@@ -167,7 +208,8 @@ void StateServer::Impl::Lose(const std::string& name, const CatalogEntry& stored
   if (stored.open.has_value()) *lost.mutable_open() = *stored.open;
 }
 
-absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntry>& stored) {
+absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntry>& stored,
+                                         const std::map<std::string, absl::Status>& orphans) {
   bool whole = true;
   std::map<std::string, std::shared_ptr<Job>> recovered;
   const auto refuse = [&](const std::string& name, Job& job, const absl::Status& status) {
@@ -186,6 +228,12 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
   }
   for (const auto& [name, entry] : stored) {
     tiers->Return(storage::TierKind::kDram, kept[name]);
+    if (const auto orphan = orphans.find(name); orphan != orphans.end()) {
+      spdlog::error("job '{}' cannot be recovered: {}", name, std::string(orphan->second.message()));
+      Lose(name, entry, orphan->second);
+      whole = false;
+      continue;
+    }
     const bool nothing_left =
         !entry.every_k() && entry.pins.empty() &&
         std::find(entry.unreadable.begin(), entry.unreadable.end(), kCatalogOpen) == entry.unreadable.end();

@@ -225,18 +225,13 @@ void Scrub::CheckOrphan(const std::string& name) {
   const auto log = ReadJobLog(**file, name);
   // Still being made, or nothing was ever prepared: an Open makes it anew.
   if (absl::IsNotFound(log.status())) return;
-  int64_t committed = -1;
-  bool prepared = false;
+  LoggedSteps steps;
   if (log.ok()) {
-    for (const StepRecord& record : log->records) {
-      prepared = prepared || std::holds_alternative<PreparedStepRecord>(record);
-      if (const auto* decision = std::get_if<DecisionRecord>(&record)) committed = decision->decision.step();
-      if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) committed = snapshot->snapshot.committed();
-    }
-    if (committed < 0 && !prepared) return;
+    for (const StepRecord& record : log->records) steps.Add(record);
+    if (!steps.any()) return;
   }
-  Add(Harm::kUnnoticed, name, "the catalog does not know the job of this log", path, "an entry 'open' in the catalog",
-      log.ok() ? absl::StrCat("a log up to step ", committed) : std::string(log.status().message()),
+  Add(Harm::kJobRefused, name, "the catalog does not know the job of this log", path, "an entry 'open' in the catalog",
+      log.ok() ? absl::StrCat("a log up to step ", steps.committed) : std::string(log.status().message()),
       absl::StrCat(kRebuildAdvice, "; or remove the file, if the job is to be forgotten"));
 }
 

@@ -238,7 +238,8 @@ TEST_F(VerifyTest, FindsAndRebuildsWrongCatalogEntries) {
   ExpectRebuilt();
 
   Erase("job/");
-  ExpectFound(Harm::kUnnoticed, "the catalog does not know the job of this log");
+  ExpectFound(Harm::kJobRefused, "the catalog does not know the job of this log");
+  ExpectRefusedAtStart("the catalog does not know the job of ");
   ExpectRebuilt();
 
   Erase("server_id");
@@ -477,8 +478,8 @@ TEST_F(VerifyTest, IsACommandWithExitCodes) {
   Erase("job/");
   const Finished damaged = run({});
   EXPECT_EQ(damaged.code, 1);
-  EXPECT_THAT(damaged.out, HasSubstr("unnoticed: job 'job': the catalog does not know the job of this log"));
-  EXPECT_THAT(run({"--json"}).out, HasSubstr("\"recovery\":\"unnoticed\""));
+  EXPECT_THAT(damaged.out, HasSubstr("job_refused: job 'job': the catalog does not know the job of this log"));
+  EXPECT_THAT(run({"--json"}).out, HasSubstr("\"recovery\":\"job_refused\""));
   const Finished rebuilt = run({"--rebuild"});
   EXPECT_EQ(rebuilt.code, 0);
   EXPECT_THAT(rebuilt.out, HasSubstr("rebuild: job 'job': entries made anew, up to step 12"));

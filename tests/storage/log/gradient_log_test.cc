@@ -168,10 +168,10 @@ TEST_F(GradientLogTest, AllButTheLastSegmentIsFreeAgainWhenCut) {
   EXPECT_EQ(scanned_.live.size(), 1);
 }
 
-// A full segment has room for one cut's batch.
+// A segment has room for two cuts' batches besides what HasRoom gives out.
 TEST_F(GradientLogTest, ACutThatFindsNoRoomIsToldInTheNextSegment) {
   Create();
-  for (int64_t step = 1; step <= 2; ++step) {
+  for (int64_t step = 1; step <= 3; ++step) {
     ASSERT_TRUE(caller_.Roll());
     ASSERT_TRUE(caller_.Append({.payload_bytes = kLogBlock, .keep_for = step}));
   }
@@ -182,8 +182,12 @@ TEST_F(GradientLogTest, ACutThatFindsNoRoomIsToldInTheNextSegment) {
   EXPECT_FALSE(caller_.log().cut_lacks_room());
   while (caller_.log().HasRoom(1, 0)) caller_.AppendHere(kOtherRecord, {.body_bytes = 1});
   ASSERT_TRUE(caller_.SyncAll().ok());
-  EXPECT_EQ(caller_.log().free_segments(), 2);
+  EXPECT_EQ(caller_.log().free_segments(), 1);
   caller_.Cut(2);
+  caller_.PumpAll();
+  EXPECT_FALSE(caller_.log().cut_lacks_room());
+  EXPECT_EQ(caller_.log().free_segments(), 2);
+  caller_.Cut(3);
   EXPECT_TRUE(caller_.log().cut_lacks_room());
   ASSERT_TRUE(caller_.Roll());
   EXPECT_FALSE(caller_.log().cut_lacks_room());
