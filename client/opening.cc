@@ -209,17 +209,16 @@ absl::Status Opening::TryOpen(v1::OpenRequest open, absl::Time deadline) {
 }
 
 absl::Status Opening::SendOpen(const v1::OpenRequest& open, absl::Time deadline) {
-  // A server writes a job's log in full once, and a disk takes minutes for a large one. Its deadline is for servers that
-  // are down: one that answers that it is at work may go on.
-  const absl::Duration patience = deadline - absl::Now();
+  return router_
+      ->CallAll<v1::OpenRequest, v1::OpenResponse>(
+          &Transport::Open, absl::StrCat("Open of job '", open.spec().name(), "'"), open, deadline)
+      .status();
+}
+
+absl::Status Opening::SendFirstOpen(const v1::OpenRequest& open, absl::Duration timeout) {
   for (;;) {
-    const absl::Status opened = router_
-                                    ->CallAll<v1::OpenRequest, v1::OpenResponse>(
-                                        &Transport::Open, absl::StrCat("Open of job '", open.spec().name(), "'"), open,
-                                        deadline)
-                                    .status();
+    const absl::Status opened = SendOpen(open, absl::Now() + timeout);
     if (!IsAtWork(opened)) return opened;
-    deadline = absl::Now() + patience;
   }
 }
 
@@ -294,9 +293,9 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   *open.mutable_tiling() = MakeTiling(layout);
   // All servers or none: a job that one server has opened and another has no room for could not be changed any more.
   BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
-  BALLAST_RETURN_IF_ERROR(SendOpen(open, deadline));
+  BALLAST_RETURN_IF_ERROR(newest == nullptr ? SendFirstOpen(open, options.open_timeout) : SendOpen(open, deadline));
   // What an older group was still pinning is there by now, or refused for its epoch; what remains may wait.
-  (void)DropPartialPins(open, deadline);
+  (void)DropPartialPins(open, absl::Now() + options.open_timeout);
   return open;
 }
 
@@ -393,7 +392,7 @@ absl::Status Opening::MatchMembersByAsking(const v1::OpenRequest& open, absl::Ti
 }
 
 absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::StatusOr<v1::OpenRequest> open,
-                                                                      bool match_members, absl::Time deadline) {
+                                                                      bool match_members, absl::Duration timeout) {
   const bool first = group_->rank() == 0;
   BALLAST_ASSIGN_OR_RETURN(const auto said, group_->Agree("Open", first ? open.status() : absl::OkStatus(),
                                                           first && open.ok() ? open->SerializeAsString() : ""));
@@ -403,7 +402,8 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::Stat
     mine = model::Error(absl::StatusCode::kInternal, model::kBadRequest, "rank 0 sent no Open");
   } else if (!first && match_members) {
     // Names members, so that a rank that was given other servers is told so.
-    mine = MatchMembersByAsking(*shared, deadline);
+    // From now on: rank 0 may have waited for a server's disk.
+    mine = MatchMembersByAsking(*shared, absl::Now() + timeout);
   }
   BALLAST_RETURN_IF_ERROR(group_->Agree("Open", mine));
   router_->SetOpen(shared);
@@ -419,7 +419,7 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const Sessi
   BALLAST_RETURN_IF_ERROR(CompareDigests(digests));
   absl::StatusOr<v1::OpenRequest> open = v1::OpenRequest();
   if (group_->rank() == 0) open = OpenAsFirst(options, spec);
-  return Share(std::move(open), true, absl::Now() + options.open_timeout);
+  return Share(std::move(open), true, options.open_timeout);
 }
 
 absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Extend(const v1::OpenRequest& current, int64_t version,
@@ -427,7 +427,7 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Extend(const v1:
                                                                        absl::Duration timeout) {
   absl::StatusOr<v1::OpenRequest> open = v1::OpenRequest();
   if (group_->rank() == 0) open = ExtendAsFirst(current, version, added, timeout);
-  return Share(std::move(open), false, absl::Now() + timeout);
+  return Share(std::move(open), false, timeout);
 }
 
 }  // namespace ballast::client

@@ -54,6 +54,9 @@ class Opening {
   // Whether all servers would find space for it. Changes nothing.
   absl::Status TryOpen(v1::OpenRequest open, absl::Time deadline);
   absl::Status SendOpen(const v1::OpenRequest& open, absl::Time deadline);
+  // A job's first: servers write its log in full once, which takes a disk minutes if it is large. `timeout` is for
+  // servers that are down; one that answers that it is at work is waited for, however long.
+  absl::Status SendFirstOpen(const v1::OpenRequest& open, absl::Duration timeout);
   // Durable pins that not all servers have cannot be restored: whoever made them died amid it. Nobody else pins yet.
   absl::Status DropPartialPins(const v1::OpenRequest& open, absl::Time deadline);
   // Fence and Open of `open`, which must start at `version`.
@@ -63,7 +66,7 @@ class Opening {
   absl::Status MatchMembersByAsking(const v1::OpenRequest& open, absl::Time deadline);
   // Rank 0's Open, or its error, on all ranks.
   absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Share(absl::StatusOr<v1::OpenRequest> open, bool match_members,
-                                                               absl::Time deadline);
+                                                               absl::Duration timeout);
 
   v1::Tiling MakeTiling(const model::Layout& layout) const;
 

@@ -58,7 +58,6 @@ Outcome<v1::PinResponse> Job::TryPinDurably(const v1::PinRequest& request, std::
     return std::nullopt;
   }
   BALLAST_RETURN_IF_ERROR(machine_->StateStatus());
-  if (pin == nullptr) BALLAST_RETURN_IF_ERROR(CheckNoneAhead());
   const int64_t committed = machine_->committed();
   if (pin == nullptr && (version != committed || version < 0 || request.only_tell())) {
     const bool behind = version > committed && !request.only_tell();
@@ -66,6 +65,7 @@ Outcome<v1::PinResponse> Job::TryPinDurably(const v1::PinRequest& request, std::
                         absl::StrCat("only the last decided step can be pinned: server '", around_.server_id,
                                      "' is at ", committed, ", asked for ", version));
   }
+  if (pin == nullptr) BALLAST_RETURN_IF_ERROR(CheckNoneAhead());
   if (store_ == nullptr || !store_->durable()) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kUnsupported,
                         absl::StrCat("job '", name_, "' keeps nothing on the disk (durability none); a durable pin ",

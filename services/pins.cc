@@ -41,7 +41,6 @@ Outcome<v1::PinResponse> Job::TryPin(int64_t version, uint64_t* waiting_for) {
     return response;
   }
   BALLAST_RETURN_IF_ERROR(machine_->StateStatus());
-  BALLAST_RETURN_IF_ERROR(CheckNoneAhead());
   const int64_t committed = machine_->committed();
   if (version != committed || version < 0) {
     return model::Error(absl::StatusCode::kFailedPrecondition,
@@ -49,6 +48,7 @@ Outcome<v1::PinResponse> Job::TryPin(int64_t version, uint64_t* waiting_for) {
                         absl::StrCat("only the last decided step can be pinned: server '", around_.server_id,
                                      "' is at ", committed, ", asked for ", version));
   }
+  BALLAST_RETURN_IF_ERROR(CheckNoneAhead());
   if (pins_.size() >= kPinsMax) {
     return model::Error(
         absl::StatusCode::kResourceExhausted, model::kBudget,

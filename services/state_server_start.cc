@@ -93,9 +93,14 @@ absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std:
   return id;
 }
 
-absl::StatusOr<LoggedSteps> StepsOf(const std::string& log, storage::Disk* disk) {
+// Of the log of job `name`.
+absl::StatusOr<LoggedSteps> StepsOf(const std::string& log, absl::string_view name, storage::Disk* disk) {
   BALLAST_ASSIGN_OR_RETURN(const auto file, disk->Open(log, storage::Disk::Mode::kShared));
   BALLAST_ASSIGN_OR_RETURN(const storage::ScannedLog scanned, storage::ScanLog(*file));
+  if (scanned.name != name) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                        absl::StrCat("it is the log of job '", scanned.name, "', by another name"));
+  }
   LoggedSteps steps;
   for (const storage::ReadRecord& read : scanned.records) {
     BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(read));
@@ -171,23 +176,28 @@ absl::StatusOr<std::map<std::string, CatalogEntry>> StateServer::Impl::ReadJobs(
   return jobs;
 }
 
-std::map<std::string, absl::Status> StateServer::Impl::FindOrphans(const std::map<std::string, CatalogEntry>& stored) const {
+std::map<std::string, absl::Status> StateServer::Impl::FindOrphans(
+    const std::map<std::string, CatalogEntry>& stored) const {
   std::map<std::string, absl::Status> orphans;
   std::error_code error;
   for (const auto& file : std::filesystem::directory_iterator(options.data_directory, error)) {
-    const std::string file_name = file.path().filename().string();
+    const std::string path = file.path().string(), file_name = file.path().filename().string();
     absl::string_view name = file_name;
     if (!absl::ConsumePrefix(&name, kLogPrefix)) continue;
     const auto entry = stored.find(std::string(name));
     if (entry != stored.end() && entry->second.durable()) continue;
-    const absl::StatusOr<LoggedSteps> steps = StepsOf(file.path().string(), foundation->disk());
+    const absl::StatusOr<LoggedSteps> steps = StepsOf(path, name, foundation->disk());
     // Still being made, or never used: an Open makes it anew.
     if (absl::IsNotFound(steps.status()) || (steps.ok() && !steps->any())) continue;
+    if (!steps.ok() && entry == stored.end()) {
+      spdlog::warn("{} is not looked after: {}", path, std::string(steps.status().message()));
+      continue;
+    }
     const std::string found =
         steps.ok() ? absl::StrCat("has steps up to ", steps->committed) : std::string(steps.status().message());
     orphans.emplace(name, model::Error(absl::StatusCode::kDataLoss, model::kIo,
-                                       absl::StrCat("the catalog does not know the job of ", file.path().string(), ", which ",
-                                                    found, ": it is an older copy, or damaged. Run `ballastctl verify "
+                                       absl::StrCat("the catalog does not know the job of ", path, ", which ", found,
+                                                    ": it is an older copy, or damaged. Run `ballastctl verify "
                                                     "--rebuild`, or drop the job if it is to be forgotten")));
   }
   return orphans;
@@ -230,7 +240,11 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
     tiers->Return(storage::TierKind::kDram, kept[name]);
     if (const auto orphan = orphans.find(name); orphan != orphans.end()) {
       spdlog::error("job '{}' cannot be recovered: {}", name, std::string(orphan->second.message()));
-      Lose(name, entry, orphan->second);
+      std::error_code error;
+      const uint64_t bytes =
+          std::filesystem::file_size(absl::StrCat(options.data_directory, "/", kLogPrefix, name), error);
+      const bool taken = !error && tiers->Take(storage::TierKind::kNvme, bytes, "a log that nobody knows").ok();
+      Lose(name, entry, orphan->second, taken ? bytes : 0);
       whole = false;
       continue;
     }

@@ -56,7 +56,7 @@ absl::Status DataDirectory::OpenCatalog(storage::Catalog::Access access) {
     catalog_error_ = absl::NotFoundError(absl::StrCat("there is no catalog in ", CatalogPath()));
   } else if (begins_anew_) {
     catalog_error_ = absl::DataLossError(
-        absl::StrCat(CatalogPath(), "/CURRENT is missing: a server would take the catalog for an empty one"));
+        absl::StrCat(CatalogPath(), "/CURRENT is missing: RocksDB would take the catalog for an empty one"));
   } else {
     auto catalog = storage::Catalog::Open(path_, access);
     if (catalog.ok()) {

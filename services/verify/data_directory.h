@@ -33,7 +33,7 @@ class DataDirectory {
   storage::Catalog* catalog() { return catalog_.get(); }
   // NOT_FOUND: there is none; else why it cannot be opened.
   const absl::Status& catalog_error() const { return catalog_error_; }
-  // A server would not see that its catalog is missing, and begin an empty one.
+  // RocksDB would not see that the catalog is missing, and begin an empty one.
   bool begins_anew() const { return begins_anew_; }
   // Moves a catalog that cannot be opened aside and begins a new one. Returns where the old one is, if there was one.
   absl::StatusOr<std::string> BeginCatalog();

@@ -68,8 +68,11 @@ absl::Status Rebuilding::Run() {
   if (!candidates_.empty()) SettleServerId();
   for (auto& [name, candidate] : candidates_) Choose(name, &candidate);
   if (result_.refused.empty()) CheckPlacesOfAll();
-  if (candidates_.empty() && directory_->catalog() != nullptr && result_.refused.empty()) {
-    result_.refused.push_back("no job whose entries made anew would help: see the findings");
+  if (candidates_.empty() && result_.refused.empty()) {
+    result_.refused.push_back(directory_->catalog() != nullptr
+                                  ? "no job whose entries made anew would help: see the findings"
+                                  : "no log says whose state there is: put a copy of the catalog back, or move log-* "
+                                    "and nvme.tier away if nothing of them is wanted");
   }
   if (!result_.refused.empty()) return absl::OkStatus();
   BALLAST_RETURN_IF_ERROR(Write());

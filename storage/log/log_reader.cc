@@ -287,7 +287,7 @@ absl::Status Scan::Chain() {
     previous = incarnation;
   }
   // What comes next may be there: nobody may write over it before the disk says so.
-  if (const auto unread = unreadable_.find(end); unread != unreadable_.end()) return unread->second;
+  if (const auto unread = unreadable_.find(end); end > 0 && unread != unreadable_.end()) return unread->second;
   if (log_.last_batch >= log_.synced_batch || Seeded(StorageBug::kRottenTakenForTorn)) return absl::OkStatus();
   return Rotten(file_, absl::StrFormat("batch %d cannot be read, and all up to %d were durable", log_.last_batch + 1,
                                        log_.synced_batch));

@@ -258,7 +258,7 @@ TEST(SessionConnect, AServerThatWritesAJobsLogIsNotDown) {
   ASSERT_TRUE(state.ok()) << state.status();
   auto rpc = services::RpcServer::Start({}, state->get());
   ASSERT_TRUE(rpc.ok()) << rpc.status();
-  EXPECT_EQ(SessionFixture::RunRanks(1,
+  EXPECT_EQ(SessionFixture::RunRanks(2,
                                      [&](Collective* collective) {
                                        SessionOptions options = TestOptions();
                                        options.durability = v1::DURABILITY_STEP;

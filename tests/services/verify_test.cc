@@ -61,7 +61,7 @@ TEST_F(VerifyTest, FindsNothingAfterACrash) {
 TEST_F(VerifyTest, RebuildsALostCatalog) {
   Train(20);
   fs::remove_all(directory_ / "catalog");
-  ExpectFound(Harm::kUnnoticed, "the catalog cannot be opened");
+  ExpectFound(Harm::kServerRefused, "the catalog cannot be opened");
   server_id_.clear();  // the rebuilt catalog knows it
   ExpectRebuilt();
 }
@@ -95,7 +95,7 @@ TEST_F(VerifyTest, MovesADamagedCatalogAside) {
 TEST_F(VerifyTest, FindsThatCurrentIsMissing) {
   Train(12);
   fs::remove(directory_ / "catalog/CURRENT");
-  ExpectFound(Harm::kUnnoticed, "CURRENT is missing");
+  ExpectFound(Harm::kServerRefused, "CURRENT is missing");
   ExpectRebuilt();
 }
 
@@ -313,11 +313,13 @@ TEST_F(VerifyTest, ExtentsWithoutACatalogAreNotTakenForFree) {
   fs::remove(directory_ / "log-job");
   const auto bytes = fs::file_size(directory_ / "nvme.tier");
   EXPECT_GT(bytes, 0);
-  ExpectFound(Harm::kUnnoticed, "the catalog cannot be opened");
+  ExpectFound(Harm::kServerRefused, "the catalog cannot be opened");
   const absl::Status refused = StateServer::Start(Options()).status();
   EXPECT_TRUE(absl::IsDataLoss(refused)) << refused;
   EXPECT_THAT(std::string(refused.message()), HasSubstr("move nvme.tier away"));
   EXPECT_EQ(fs::file_size(directory_ / "nvme.tier"), bytes);
+  EXPECT_FALSE(fs::exists(directory_ / "catalog/CURRENT"));
+  ExpectNotRebuilt("no log says whose state there is");
   EXPECT_FALSE(fs::exists(directory_ / "catalog/CURRENT"));
   fs::remove(directory_ / "nvme.tier");
   EXPECT_EQ(StateServer::Start(Options()).status(), absl::OkStatus());

@@ -57,9 +57,12 @@ class LogCaller {
   // Into the segment in use. REQUIRES: HasRoom.
   void AppendHere(uint32_t type, const RecordShape& shape);
   void Cut(int64_t step);
-  void PumpAll() {
-    while (log_->Pump(/*wait=*/true)) {
+  // False if there is no end of it, as with a sync that is tried again for ever.
+  bool PumpAll() {
+    for (int rounds = 0; rounds < 100000; ++rounds) {
+      if (!log_->Pump(/*wait=*/true)) return true;
     }
+    return false;
   }
   // Makes all of it durable; what the log's status says then.
   absl::Status SyncAll();
