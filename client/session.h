@@ -80,8 +80,8 @@ struct SessionOptions {
   // PinDurably and Restore, which write, and read, all state. How long
   // ranks wait for each other is the collective's timeout.
   absl::Duration step_timeout = absl::Seconds(120);
-  // How long Open waits for servers that are down. One that is at work, writing a large job's log, is waited for as long
-  // as it takes. The collective's timeout must be longer: other ranks wait meanwhile.
+  // How long Open waits for servers that are down. One that is at work, writing a large job's log, is waited for as
+  // long as it takes. The collective's timeout must be longer: other ranks wait meanwhile.
   absl::Duration open_timeout = absl::Seconds(30);
   // Bound on pushed and pulled bytes on their way.
   uint64_t inflight_bytes_max = uint64_t{64} << 20;

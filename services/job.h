@@ -379,8 +379,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   Arrived arrived_ ABSL_GUARDED_BY(mu_);  // the slice whose record the machine may append
   std::pair<int64_t, uint64_t> logged_attempt_ ABSL_GUARDED_BY(mu_) = {-1, 0};  // the highest: step and attempt
   uint64_t norm_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;                            // of a prepared record's norms
-  uint64_t sealed_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;                          // of seals in this epoch that were taken
-  uint64_t step_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // that a step's gradients take in the journal
+  uint64_t sealed_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;  // of seals in this epoch that were taken
+  uint64_t step_bytes_ ABSL_GUARDED_BY(mu_) = 0;        // that a step's gradients take in the journal
   bool waits_for_cut_ ABSL_GUARDED_BY(mu_) = false;
   bool flush_posted_ ABSL_GUARDED_BY(mu_) = false;
   std::shared_ptr<StepWork> replayed_ ABSL_GUARDED_BY(mu_);  // what Apply asked for while recovering

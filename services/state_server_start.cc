@@ -65,17 +65,19 @@ absl::Status CheckNothingLost(const std::string& directory) {
   std::error_code error;
   for (const auto& file : std::filesystem::directory_iterator(directory, error)) {
     if (!absl::StartsWith(file.path().filename().string(), kLogPrefix)) continue;
-    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
-                        absl::StrCat("data directory '", directory, "' holds ", file.path().filename().string(),
-                                     " of a durable job, and its catalog is missing or new: it was lost. Run `ballastctl "
-                                     "verify --rebuild`, or move the logs away if the jobs are not wanted"));
+    return model::Error(
+        absl::StatusCode::kDataLoss, model::kIo,
+        absl::StrCat("data directory '", directory, "' holds ", file.path().filename().string(),
+                     " of a durable job, and its catalog is missing or new: it was lost. Run `ballastctl "
+                     "verify --rebuild`, or move the logs away if the jobs are not wanted"));
   }
   const uint64_t tier_bytes = std::filesystem::file_size(directory + "/nvme.tier", error);
   if (error || tier_bytes == 0) return absl::OkStatus();
-  return model::Error(absl::StatusCode::kDataLoss, model::kIo,
-                      absl::StrCat("data directory '", directory, "' holds nvme.tier of ", tier_bytes,
-                                   " bytes, and its catalog, which says where jobs' state lies in it, is missing or new. "
-                                   "Put a copy of the catalog back, or move nvme.tier away if nothing of it is wanted"));
+  return model::Error(
+      absl::StatusCode::kDataLoss, model::kIo,
+      absl::StrCat("data directory '", directory, "' holds nvme.tier of ", tier_bytes,
+                   " bytes, and its catalog, which says where jobs' state lies in it, is missing or new. "
+                   "Put a copy of the catalog back, or move nvme.tier away if nothing of it is wanted"));
 }
 
 absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std::string& wanted,

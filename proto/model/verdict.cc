@@ -229,8 +229,8 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
   const uint64_t header_bytes = header.ByteSizeLong(), header_bytes_max = HeaderBytesMax(plan);
   if (header_bytes > header_bytes_max) {
     return BadHeader(absl::StrCat("a header of this job takes at most ", header_bytes_max, " bytes, got ", header_bytes,
-                                  "; are there more parameter groups than the job's ",
-                                  plan.open().spec().group_count(), "?"));
+                                  "; are there more parameter groups than the job's ", plan.open().spec().group_count(),
+                                  "?"));
   }
   if (header.kind() == v1::STEP_KIND_UPDATE) {
     const int expected = static_cast<int>(plan.open().spec().group_count());

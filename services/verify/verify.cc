@@ -58,8 +58,8 @@ absl::StatusOr<ScrubReport> Scrub::Run() {
     const bool used = tier_bytes > 0 || !directory_->LogNames().empty();
     if (absl::IsNotFound(error) && !used) return std::move(report_);  // never
     const bool unnoticed = directory_->begins_anew() && !used;  // its files alone look like those of a first start
-    Add(unnoticed ? Harm::kUnnoticed : Harm::kServerRefused, "", "the catalog cannot be opened",
-        catalog_path, "a catalog", std::string(error.message()), kRebuildAdvice);
+    Add(unnoticed ? Harm::kUnnoticed : Harm::kServerRefused, "", "the catalog cannot be opened", catalog_path,
+        "a catalog", std::string(error.message()), kRebuildAdvice);
     return std::move(report_);
   } else {
     BALLAST_ASSIGN_OR_RETURN(jobs, directory_->ReadJobs(&report_.findings));

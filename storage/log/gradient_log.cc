@@ -41,8 +41,8 @@ GradientLog::GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t s
 }
 
 absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, const Options& options) {
-  if (options.segment_bytes % kLogBlock != 0 || options.segment_bytes < kLogSegmentBytesMin || options.segment_count < 3 ||
-      options.job.size() > sizeof(FileHead::name)) {
+  if (options.segment_bytes % kLogBlock != 0 || options.segment_bytes < kLogSegmentBytesMin ||
+      options.segment_count < 3 || options.job.size() > sizeof(FileHead::name)) {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                         absl::StrCat("a log of ", options.segment_count, " segments of ", options.segment_bytes,
                                      " bytes: expected at least 3 of at least ", kLogSegmentBytesMin, ", aligned to ",

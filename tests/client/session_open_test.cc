@@ -258,14 +258,14 @@ TEST(SessionConnect, AServerThatWritesAJobsLogIsNotDown) {
   ASSERT_TRUE(state.ok()) << state.status();
   auto rpc = services::RpcServer::Start({}, state->get());
   ASSERT_TRUE(rpc.ok()) << rpc.status();
-  EXPECT_EQ(SessionFixture::RunRanks(2,
-                                     [&](Collective* collective) {
-                                       SessionOptions options = TestOptions();
-                                       options.durability = v1::DURABILITY_STEP;
-                                       options.open_timeout = absl::Milliseconds(500);
-                                       return Session::Connect(options, TestTensors(), {(*rpc)->address()}, collective)
-                                           .status();
-                                     }),
+  EXPECT_EQ(SessionFixture::RunRanks(
+                2,
+                [&](Collective* collective) {
+                  SessionOptions options = TestOptions();
+                  options.durability = v1::DURABILITY_STEP;
+                  options.open_timeout = absl::Milliseconds(500);
+                  return Session::Connect(options, TestTensors(), {(*rpc)->address()}, collective).status();
+                }),
             absl::OkStatus());
 }
 

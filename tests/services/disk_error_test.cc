@@ -9,8 +9,8 @@
 #include "absl/time/clock.h"
 #include "ballast/tests/services/logged_slices.h"
 #include "ballast/tests/services/machine_with_disk.h"
-#include "ballast/tests/sim_disk/bad_file.h"
 #include "ballast/tests/services/trainer_group.h"
+#include "ballast/tests/sim_disk/bad_file.h"
 
 namespace ballast::services {
 namespace {

@@ -86,7 +86,8 @@ TEST_F(GradientLogTest, ARecordMayFillASegmentExactly) {
   Create();
   for (int i = 0; i < 3; ++i) {
     ASSERT_TRUE(caller_.Roll());
-    // Two segment heads, the room for two cuts and the snapshot's two metas are gone; the record's own two metas go too.
+    // Two segment heads, the room for two cuts and the snapshot's two metas are gone; the record's own two metas go
+    // too.
     const uint64_t payload_bytes = kSegmentBytes - 10 * kLogBlock;
     EXPECT_FALSE(caller_.log().HasRoom(1, payload_bytes + 1));
     ASSERT_TRUE(caller_.log().HasRoom(1, payload_bytes));
