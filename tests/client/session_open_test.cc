@@ -238,7 +238,8 @@ TEST(SessionConnect, ServerThatIsDownIsNamedToEveryRank) {
   }).IgnoreError();
 }
 
-// A disk that takes a second longer for a job's log than the session waits for servers that are down.
+// A disk that takes a second longer for a job's log than the session waits for servers that are down: that time passes
+// is what is tested.
 class SlowLogs : public services::MachineWithDisk {
   absl::StatusOr<std::unique_ptr<storage::BlockFile>> Open(const std::string& path, Mode mode) override {
     if (absl::StrContains(path, "/log-")) absl::SleepFor(absl::Milliseconds(1500));

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/foundation.h"
+#include "ballast/tests/services/machine_with_disk.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"
 #include "ballast/tests/storage/test_hbm.h"
@@ -167,18 +168,9 @@ TEST_P(DurableBudgetsTest, RestartsAmidMovesLoseNothing) {
 }
 
 // This machine, with HBM that the host plays.
-class HbmFoundation : public Foundation {
+class HbmFoundation : public ThisMachine {
  public:
   storage::HbmOpener hbm() override { return storage::TestHbm(); }
-  storage::Disk* disk() override { return SystemFoundation()->disk(); }
-  absl::StatusOr<std::unique_ptr<storage::Catalog>> OpenCatalog(const std::string& directory) override {
-    return SystemFoundation()->OpenCatalog(directory);
-  }
-  std::unique_ptr<Executor> MakeExecutor(int threads) override { return SystemFoundation()->MakeExecutor(threads); }
-  void Pump(storage::GradientLog* log, std::function<void()> progress) override {
-    SystemFoundation()->Pump(log, std::move(progress));
-  }
-  void StopPumping(storage::GradientLog* log) override { SystemFoundation()->StopPumping(log); }
 };
 
 // SmallModel's state and working copies, some of it, nothing.

@@ -1,4 +1,4 @@
-// This machine, but for its disk: for servers of tests.
+// This machine, but for a part of it that a test plays: for its servers.
 #pragma once
 
 #include <functional>
@@ -13,10 +13,10 @@
 
 namespace ballast::services {
 
-// A test overrides Open. Catalogs stay the machine's.
-class MachineWithDisk : public Foundation, protected storage::Disk {
+// A test overrides what it plays.
+class ThisMachine : public Foundation {
  public:
-  storage::Disk* disk() override { return this; }
+  storage::Disk* disk() override { return SystemFoundation()->disk(); }
   absl::StatusOr<std::unique_ptr<storage::Catalog>> OpenCatalog(const std::string& directory) override {
     return SystemFoundation()->OpenCatalog(directory);
   }
@@ -25,6 +25,12 @@ class MachineWithDisk : public Foundation, protected storage::Disk {
     SystemFoundation()->Pump(log, std::move(progress));
   }
   void StopPumping(storage::GradientLog* log) override { SystemFoundation()->StopPumping(log); }
+};
+
+// A test overrides Open. Catalogs stay the machine's.
+class MachineWithDisk : public ThisMachine, protected storage::Disk {
+ public:
+  storage::Disk* disk() override { return this; }
 
  protected:
   absl::Status Remove(const std::string& path) override { return storage::SystemDisk()->Remove(path); }
