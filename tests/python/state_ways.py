@@ -1,8 +1,12 @@
 """Each way that an optimizer's state leaves and comes back, by name; and one cell of the table of test_state_ways.py: a state taken from a
 source, given to a target that has the same parameters or others, and what came of it compared with torch.optim's."""
+import contextlib
 import copy
 import io
 import os
+import re
+import shutil
+import subprocess
 import warnings
 
 import torch
@@ -13,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import ballast.torch as bt
+from ballast import embedded_daemon
 
 ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1}
 STEPS = 3
@@ -195,14 +200,29 @@ def distributed_like(value, parameter):
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
-def all_cells(label, wrap, servers, folder):
+def all_cells(label, wrap, servers, folder, ways=None):
     found = {}
     for durability in ('step', 'none'):
         table = Table(wrap, durability, servers, folder, f'{label}-{durability}')
-        for way in WAYS:
+        for way in ways or WAYS:
             for order in ORDERS:
                 if 'rank 0' in way and (label == 'one' or (durability, order) == ('none', 'more here')):
                     continue  # nobody to broadcast to; torch's rank 0 refuses by name, and torch's others wait for it for ever
-                print('CELL', label, durability, way, order, flush=True)
-                found[durability, label, way, order] = table.cell(way, order)
+                found[label, durability, way, order] = table.cell(way, order)
     return found
+
+
+@contextlib.contextmanager
+def server(folder):
+    """Its address. What it keeps goes with it: a small job's gradient log alone takes 200 MiB of disk."""
+    process = subprocess.Popen(
+        [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0',
+         '--data_directory', str(folder), '--budget.dram', '128MiB', '--budget.nvme', '8GiB', '--log_level', 'warn'],
+        stdout=subprocess.PIPE, text=True)
+    try:
+        yield re.search(r'listen=(\S+)', process.stdout.readline())[1]
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+        shutil.rmtree(folder)

@@ -22,6 +22,7 @@ def moment_names(kind, spec):
     return names
 
 
+@torch.inference_mode(False)  # whose tensors do not tell whether they were written to
 def read(session, member, parameter, names, start):
     """One parameter's entry, in the shape and with the names of torch.optim. start: what Adagrad's sum is before the first step."""
     steps = session.tensor_steps(member.name)

@@ -1,0 +1,172 @@
+"""What is written to optimizer.state: assigning takes effect as in torch.optim, writing to the copies that it gives raises."""
+import copy
+from collections import defaultdict
+
+import pytest
+import state_ways
+import torch
+from conftest import PAIRS
+from scripts import batches, loss_of, mlp
+from test_ranks import run_ranks
+
+import ballast
+import ballast.torch as bt
+
+
+def train(model, optimizer, count, first=0):
+    for batch in list(batches(first + count))[first:]:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def set_empty(optimizer, _):
+    optimizer.state = defaultdict(dict)
+
+
+def clear(optimizer, _):
+    optimizer.state.clear()
+
+
+def entry_empty(optimizer, p):
+    optimizer.state[p] = {}
+
+
+def delete(optimizer, p):
+    del optimizer.state[p]
+
+
+def pop(optimizer, p):
+    optimizer.state.pop(p)
+
+
+def halve(optimizer, p):
+    optimizer.state[p] = {key: value if key == 'step' or value is None else value * 0.5 for key, value in optimizer.state[p].items()}
+
+
+def set_halved(optimizer, _):
+    optimizer.state = {p: {key: value if key == 'step' or value is None else value * 0.5 for key, value in optimizer.state[p].items()}
+                       for group in optimizer.param_groups for p in group['params']}
+
+
+def step_back(optimizer, p):
+    optimizer.state[p] = {**optimizer.state[p], 'step': torch.tensor(0.0)}
+
+
+WRITES = [set_empty, clear, entry_empty, delete, pop, halve, set_halved, step_back]
+# torch's Adagrad makes its state when it is made, and cannot do without; its SGD has no step, and without momentum no entry.
+CASES = [('adamw', write) for write in WRITES] + [('sgd_momentum', write) for write in WRITES if write is not step_back]
+CASES += [(pair, write) for pair in PAIRS for write in (set_empty, halve)
+          if pair not in ('adamw', 'sgd_momentum') and (pair, write) != ('adagrad', set_empty)]
+
+
+@pytest.mark.parametrize('pair,write', CASES, ids=lambda case: case if isinstance(case, str) else case.__name__)
+def test_assigning_is_as_in_torch(pair, write, job):
+    ours, theirs, arguments = PAIRS[pair]
+    model = mlp()
+    twin = copy.deepcopy(model)
+    mine, other = ours(model.named_parameters(), **arguments, **job), theirs(twin.parameters(), **arguments)
+    for each, optimizer in ((model, mine), (twin, other)):
+        train(each, optimizer, 2)
+        write(optimizer, each[0].weight)
+        train(each, optimizer, 2, first=2)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f'{name}: {m}')
+        if 'step' in other.state[q]:
+            assert mine.state[p]['step'] == other.state[q]['step']
+    assert mine.resume().step == 4  # the loop's own
+    mine.close()
+
+
+@pytest.mark.parametrize('write', [
+    lambda entry: entry['exp_avg'].zero_(), lambda entry: entry['exp_avg'].mul_(0.5), lambda entry: entry['exp_avg'].view(-1)[3:].fill_(1),
+    lambda entry: entry['exp_avg'].data.copy_(torch.ones(64, 16)), lambda entry: entry['exp_avg'].__setitem__(0, 1.0),
+    lambda entry: torch.mul(torch.ones(64, 16), 2, out=entry['exp_avg']), lambda entry: torch._foreach_zero_([entry['exp_avg_sq']]),
+    lambda entry: torch.nn.init.zeros_(entry['exp_avg']), lambda entry: entry['step'].fill_(0), lambda entry: entry['step'].add_(1),
+    lambda entry: entry.__setitem__('exp_avg', torch.zeros(64, 16)), lambda entry: entry.update(step=0), lambda entry: entry.clear(),
+    lambda entry: entry.pop('exp_avg'), lambda entry: entry.__delitem__('step')])
+@pytest.mark.parametrize('inference', [False, True])
+def test_writing_to_a_copy_raises_and_names_what_does(write, inference, job):
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), **job)
+    train(model, optimizer, 2)
+    before = {key: value.clone() for key, value in optimizer.state[model[0].weight].items()}
+    with torch.inference_mode(inference), pytest.raises(ballast.Error, match=r'write optimizer.state\[p\] = \{\*\*optimizer.state\[p\]'):
+        write(optimizer.state[model[0].weight])
+    for key, value in optimizer.state[model[0].weight].items():
+        assert torch.equal(value, before[key])
+    optimizer.close()
+
+
+def test_copies_are_tensors_like_others(job, tmp_path):
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), **job)
+    train(model, optimizer, 2)
+    entry = optimizer.state[model[0].weight]
+    for plain in (entry['exp_avg'] * 2, entry['exp_avg'].clone(), copy.deepcopy(entry)['exp_avg'], torch.stack([entry['exp_avg']])):
+        assert type(plain) is torch.Tensor
+        plain.zero_()
+    torch.save(entry, tmp_path / 'entry.pt')
+    loaded = torch.load(tmp_path / 'entry.pt', weights_only=True)
+    assert loaded.keys() == entry.keys() and torch.equal(loaded['exp_avg'], entry['exp_avg']) and type(loaded['step']) is torch.Tensor
+    (entry['exp_avg_sq'] * model[0].weight.square()).sum().backward()  # autograd may keep one
+    optimizer.close()
+
+
+def test_what_does_not_fit_is_refused(job):
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), **job)
+    train(model, optimizer, 2)
+    p = model[0].weight
+    for value, text in (({'step': 1}, "'0.weight' has no 'exp_avg'"), (3, "'0.weight' is a int"),
+                        ({**optimizer.state[p], 'exp_avg': torch.zeros(3)}, r"'exp_avg' of parameter '0.weight' has shape \[3\]")):
+        with pytest.raises(ballast.Error, match=text):
+            optimizer.state[p] = value
+    with pytest.raises(KeyError, match='in none of the param_groups'):
+        optimizer.state[torch.zeros(1)] = {}
+    with pytest.raises(KeyError, match='in none of the param_groups'):
+        optimizer.state = {torch.zeros(1): {}}
+    with pytest.raises(ballast.Error, match='expected a dict of dicts'):
+        optimizer.state = None
+    assert optimizer.state[p]['step'] == 2
+    optimizer.state = optimizer.state
+    assert optimizer.state[p]['step'] == 2
+    optimizer.close()
+
+
+def test_before_the_first_step_there_is_no_state(job):
+    """As in torch, and no server is started."""
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), **job)
+    assert optimizer.state[model[0].weight] == {}
+    optimizer.state.clear()
+    optimizer.state = {}
+    assert optimizer._session is None
+
+
+def test_a_reset_outlives_the_process_that_made_it(tmp_path):
+    with state_ways.server(tmp_path / 'server') as address:
+        model, twin = mlp(), mlp()
+        twin.load_state_dict(model.state_dict())
+        other = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+        optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, servers=address)
+        train(model, optimizer, 3)
+        train(twin, other, 3)
+        optimizer.state = {}
+        other.state = defaultdict(dict)
+        optimizer.close()
+        model = mlp()
+        optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, servers=address, resume='must')
+        assert optimizer.resume().step == 3 and optimizer.state[model[0].weight]['step'] == 0
+        train(model, optimizer, 2, first=3)
+        train(twin, other, 2, first=3)
+        for p, q in zip(model.parameters(), twin.parameters()):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+        optimizer.close()
+
+
+def test_two_ranks_write_the_same_or_nothing(tmp_path):
+    (told, mine), (other_told, other) = run_ranks('state_writes', tmp_path)[0]
+    assert told == other_told == [True, True]
+    for p, q in zip(mine, other):
+        assert torch.equal(p, q)
