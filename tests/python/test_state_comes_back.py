@@ -227,3 +227,48 @@ def test_torchs_functions_take_moments_into_an_optimizer_that_made_no_step(flat,
     train(other, second, 2, first=3)
     for p, q in zip(model.parameters(), other.parameters()):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize('ours,arguments', [(bt.AdamW, {}), (bt.SGD, {'momentum': 0.9}), (bt.SGD, {'momentum': 0.9, 'dampening': 0.1}),
+                                            (bt.Adagrad, {'initial_accumulator_value': 0.5}), (bt.Lion, {})])
+def test_distributed_checkpoint_by_hand_into_an_optimizer_that_made_no_step(ours, arguments, job, tmp_path):
+    """It reads what its template has: all of the state, or the load is refused by name."""
+    import torch.distributed.checkpoint as dcp
+    model, twin = mlp(), mlp()
+    twin.load_state_dict(model.state_dict())
+    first = ours(model.named_parameters(), lr=1e-3, **arguments, **job)
+    train(model, first, 3)
+    dcp.save({'model': model.state_dict(), 'optimizer': first.full_state_dict()}, checkpoint_id=tmp_path)
+    second = ours(twin.named_parameters(), lr=1e-3, **arguments, **{**job, 'name': job['name'] + '-second'})
+    saved = {'model': twin.state_dict(), 'optimizer': second.full_state_dict()}
+    dcp.load(saved, checkpoint_id=tmp_path)
+    twin.load_state_dict(saved['model'])
+    if arguments.get('dampening'):
+        with pytest.raises(ballast.Error, match="the state of parameter '0.weight' has no 'momentum_buffer'"):
+            second.load_state_dict(saved['optimizer'])
+    else:
+        second.load_state_dict(saved['optimizer'])
+        train(model, first, 2, first=3)
+        train(twin, second, 2, first=3)
+        for p, q in zip(model.parameters(), twin.parameters()):
+            assert torch.equal(p, q)
+    unopened = ours(twin.named_parameters(), lr=1e-3, **arguments, **{**job, 'name': job['name'] + '-third'})
+    with pytest.raises(dcp.api.CheckpointException, match=r'Missing key in checkpoint state_dict: optimizer\.param_groups\.0\.ballast'):
+        dcp.load({'optimizer': unopened.state_dict()}, checkpoint_id=tmp_path)
+    for each in (first, second):
+        each.close()
+
+
+@pytest.mark.parametrize('options', [{}, {'flatten_optimizer_state_dict': True}])
+def test_a_named_state_is_no_state_of_a_job_that_is_not_durable(options, make):
+    model = mlp()
+    optimizer = make(model)
+    train(model, optimizer, 2)
+    saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options))
+    for name in (optimizer._options.job, optimizer._options.job + '-other'):
+        other = bt.AdamW(model.named_parameters(), dram='256MiB', threads=2, name=name)  # as the fixture `job` has it
+        train(model, other, 2)  # at the same version
+        with pytest.raises(ballast.Error, match="has named it|give it name=|the flattened state has no 'step' of parameter '0.weight'"):
+            set_optimizer_state_dict(model, other, copy.deepcopy(saved), options=StateDictOptions(**options))
+        assert other.state[model[0].weight]['step'] == 2
+        other.close()

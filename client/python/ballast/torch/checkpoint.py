@@ -37,20 +37,17 @@ def unopened(optimizer):
     return {'state': {}, 'param_groups': _packed(optimizer, said)}
 
 
-def full(optimizer, begun=True):
-    """In torch's format, whole: what torch.optim's optimizer of the same name would give. begun=False: of a job that has made no steps
-    its moments nevertheless, since Distributed Checkpoint reads only what the state_dict that it is given has."""
+def full(optimizer):
+    """In torch's format, whole: what torch.optim's optimizer of the same name would give. Of a job that has made no steps its moments
+    nevertheless, since Distributed Checkpoint reads only what the state_dict that it is given has."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
     entries = {i: optimizer._read_state(parameter) for i, parameter in enumerate(parameters)}
-    made = {i: entry for i, entry in entries.items() if entry and entry['step'] > 0}
-    if not made and not begun and not _dampens(optimizer):
-        made = {i: entry for i, entry in entries.items() if entry}
-    return {'state': made, 'param_groups': _packed(optimizer)}
-
-
-def _dampens(optimizer):
-    """torch's SGD tells its first step, which dampens nothing, by a momentum that is not there."""
-    return any(group.get('dampening') for group in optimizer.param_groups)
+    entries = {i: entry for i, entry in entries.items() if entry}
+    state = {i: entry for i, entry in entries.items() if entry['step'] > 0} or entries
+    if state is entries and any(group.get('dampening') for group in optimizer.param_groups):
+        # torch's SGD tells its first step, which dampens nothing, by a momentum that is not there.
+        state = {i: {'step': entry['step']} for i, entry in entries.items()}
+    return {'state': state, 'param_groups': _packed(optimizer)}
 
 
 class Kept:

@@ -188,6 +188,10 @@ def _entry(kind, names, name, parameter, saved, start):
     """start: what Adagrad's sum is before the first step, which servers add at that step."""
     if not isinstance(saved, Mapping):
         raise Error(f"the state of parameter '{name}' is a {type(saved).__name__}; expected a dict of {_shown(names)}", 'BAD_SPEC')
+    absent = [key for key, value in saved.items() if isinstance(value, Mapping) and not value]
+    if absent:  # as torch.distributed.checkpoint's functions put it
+        raise Error(f"the flattened state has no {absent[0]!r} of parameter '{name}': it is of a durable job, or of other parameters; "
+                    'expected one with moments, or a job of that name', 'BAD_SPEC')
     foreign = sorted(key for key in saved if key in KNOWN and key not in names and saved[key] is not None)
     if foreign:
         raise Error(f"the state of parameter '{name}' has {foreign[0]!r}, which this job's optimizer ({kind}) does not keep: "
