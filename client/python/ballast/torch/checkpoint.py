@@ -21,9 +21,10 @@ def indices(optimizer):
 def naming(optimizer, job, version, steps):
     """Small and plain, so that torch.load(weights_only=True) takes it. version None: the job was not open."""
     _, index_of = indices(optimizer)
-    entry = {'job': torch.tensor(list(job.encode()), dtype=torch.uint8), 'steps': torch.tensor(steps)}
+    entry = {'job': torch.tensor(list(job.encode()), dtype=torch.uint8, device='cpu'),
+             'steps': torch.tensor(steps, dtype=torch.int64, device='cpu')}
     if version is not None:
-        entry['version'] = torch.tensor(version)
+        entry['version'] = torch.tensor(version, dtype=torch.int64, device='cpu')
     return {'state': {}, 'param_groups': pack(optimizer, index_of), _KEY: entry}
 
 

@@ -14,6 +14,7 @@ import time
 import torch
 
 from ballast.errors import Error
+from ballast.torch.modes import plainly
 from ballast.torch.registration import name_of, placed
 
 INDEX = 'state.safetensors.index.json'
@@ -90,6 +91,7 @@ class _Shards:
         self._held, self._bytes = {}, 0
 
 
+@plainly
 def export_state(optimizer, folder):
     """Moments, step counts, masters and param_groups of `optimizer` into an empty or new `folder`; any one rank, no step
     meanwhile. One shard is in memory at a time."""
@@ -167,6 +169,7 @@ def _read_tensors(folder, files, digests):
     return tensors
 
 
+@plainly
 def import_state(optimizer, folder):
     """What export_state wrote, into `optimizer`, as load_state_dict() does; all ranks. Nothing is changed before all of it was
     read and compared with its digests; it is in memory meanwhile."""
@@ -185,7 +188,7 @@ def import_state(optimizer, folder):
         raise Error(f"the export has other parameters: '{apart[0] if apart else mine[0]}' is not in both", 'BAD_SPEC')
     for name, steps in metadata['steps'].items():
         if steps > 0:
-            saved['state'][numbers[name]] = {'step': torch.tensor(float(steps))}
+            saved['state'][numbers[name]] = {'step': torch.tensor(float(steps), dtype=torch.float32, device='cpu')}
     for tensor, value in tensors.items():
         name, _, key = tensor.rpartition('.')
         saved['state'][numbers[name]][key] = value

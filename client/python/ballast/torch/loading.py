@@ -9,6 +9,7 @@ from ballast.errors import Error
 from ballast.torch import checkpoint, job_spec, ranks
 from ballast.torch.agreement import together
 from ballast.torch.members import is_sharded, local, on_host
+from ballast.torch.modes import same_bits
 from ballast.torch.registration import name_of, placed
 from ballast.torch.state import MOMENTS, moment_names
 
@@ -164,7 +165,7 @@ def _own(value, parameter):
 
 def _moment(member, entry, name):
     if not entry.moments:
-        return torch.zeros(local(member.parameter).numel())
+        return torch.zeros(local(member.parameter).numel(), dtype=torch.float32, device='cpu')
     return _own(entry.moments[name], member.parameter)
 
 
@@ -176,10 +177,10 @@ def _master(session, member, entry, fresh):
     elif fresh:
         return values.float().contiguous()
     else:
-        known = torch.empty(member.parameter.numel(), dtype=torch.float32)
+        known = torch.empty(member.parameter.numel(), dtype=torch.float32, device='cpu')
         session.read(member.name, 'master', known)
         known = _own(known.reshape(member.parameter.shape), member.parameter)
-    return torch.where(known.to(values.dtype) == values, known, values.float()).contiguous()
+    return torch.where(same_bits(known.to(values.dtype), values), known, values.float()).contiguous()
 
 
 def _batches(members):

@@ -56,9 +56,9 @@ class State(Mapping):
 
 def read(session, member, parameter, names):
     """One parameter's entry, in the shape and with the names of torch.optim."""
-    entry = {'step': torch.tensor(float(session.tensor_steps(member.name)))}
+    entry = {'step': torch.tensor(float(session.tensor_steps(member.name)), dtype=torch.float32, device='cpu')}
     for i, name in enumerate(names):
-        moment = torch.empty(parameter.numel(), dtype=torch.float32)
+        moment = torch.empty(parameter.numel(), dtype=torch.float32, device='cpu')
         session.read(member.name, f'moment{i + 1}', moment)
         entry[name] = moment.reshape(parameter.shape)
     return entry
