@@ -38,6 +38,6 @@ def methods_plainly(*besides):
             if isinstance(value, types.FunctionType):
                 setattr(cls, name, plainly(value))
             elif isinstance(value, property):
-                setattr(cls, name, property(plainly(value.fget), value.fset, doc=value.__doc__))
+                setattr(cls, name, property(plainly(value.fget), value.fset and plainly(value.fset), doc=value.__doc__))
         return cls
     return decorate
