@@ -15,6 +15,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch import checkpoint
+from ballast.torch.modes import plainly
 from ballast.torch.registration import name_of, placed
 
 INDEX = 'state.safetensors.index.json'
@@ -91,6 +92,7 @@ class _Shards:
         self._held, self._bytes = {}, 0
 
 
+@plainly
 def export_state(optimizer, folder):
     """Moments, step counts, masters and param_groups of `optimizer` into an empty or new `folder`; any one rank, no step
     meanwhile. One shard is in memory at a time."""
@@ -169,6 +171,7 @@ def _read_tensors(folder, files, digests):
     return tensors
 
 
+@plainly
 def import_state(optimizer, folder):
     """What export_state wrote, into `optimizer`, as load_state_dict() does; all ranks. Nothing is changed before all of it was
     read and compared with its digests; it is in memory meanwhile."""

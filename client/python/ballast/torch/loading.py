@@ -11,6 +11,7 @@ from ballast.errors import Error
 from ballast.torch import checkpoint, job_spec, marker, matching, ranks
 from ballast.torch.agreement import together
 from ballast.torch.members import is_sharded, local, on_host
+from ballast.torch.modes import plainly, same_bits
 from ballast.torch.moments import KNOWN, moment_names, read_array
 from ballast.torch.registration import name_of, placed
 
@@ -70,6 +71,7 @@ def load(optimizer, state_dict):
         optimizer._options.resume = resume
 
 
+@plainly
 def put(optimizer, states):
     """All ranks: entries by id of the parameter, in torch.optim's format, become those of the servers; {}: no step made. The steps that
     the loop has made, and its blob, stay."""
@@ -277,7 +279,7 @@ def _master(session, member, entry, fresh):
         return values.float().contiguous()
     else:
         known = _own(read_array(session, member, member.parameter, 'master'), member.parameter)
-    return torch.where(known.to(values.dtype) == values, known, values.float()).contiguous()
+    return torch.where(same_bits(known.to(values.dtype), values), known, values.float()).contiguous()
 
 
 def _batches(members):

@@ -19,6 +19,7 @@ from ballast.torch.connection import Connection
 from ballast.torch.early import Early
 from ballast.torch.host_memory import HostMemory
 from ballast.torch.members import DTYPES, Memory, gradient_of, is_sharded, local, whole
+from ballast.torch.modes import methods_plainly, same_bits
 from ballast.torch.naming import split_named, unwrapped
 from ballast.torch.registration import Fit, new_tensors, placed
 from ballast.torch.stepping import Overlap, Step
@@ -37,6 +38,7 @@ class Resumed(NamedTuple):
     blob: bytes  # what the last of them kept
 
 
+@methods_plainly('step')
 class Optimizer(torch.optim.Optimizer):
     """See the package's README for the arguments that all optimizers share.
 
@@ -249,10 +251,10 @@ class Optimizer(torch.optim.Optimizer):
             warn(f"parameter '{member.name}' was written through .data, which its version counter does not tell: taken over at step "
                  f'{self._steps}, as by sync_from_params(); without debug it would be lost')
         parameter = member.parameter.detach()
-        master = torch.empty(parameter.numel(), dtype=torch.float32)
+        master = torch.empty(parameter.numel(), dtype=torch.float32, device='cpu')
         self._session.read(member.name, 'master', master)
         values = whole(parameter).cpu().reshape(-1)
-        kept = master.to(values.dtype) == values
+        kept = same_bits(master.to(values.dtype), values)
         # All ranks write, or none: their parameters are the same, but one of them may have been moved. Where they hold the master's
         # values once more, another edit may have been written that no step has taken.
         if self._options.world_size > 1 or member.name in self._session.written or not bool(kept.all()):
