@@ -204,7 +204,7 @@ def state(on):
 @operation
 def state_dict(on):
     on.saved = on.call(on.optimizer.state_dict)
-    assert not any(value.is_inference() for value in on.saved['ballast'].values())
+    assert not any(group['ballast'].is_inference() for group in on.saved['param_groups'])
     return on.saved, on.call(on.other.state_dict)
 
 
