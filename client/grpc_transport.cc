@@ -22,6 +22,7 @@
 #include "absl/synchronization/mutex.h"
 #include "ballast/client/grpc_status.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/address.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/v1/state_service.grpc.pb.h"
 
@@ -357,6 +358,15 @@ std::unique_ptr<Transport> MakeGrpcTransport(const std::string& address) {
   static const bool started = (grpc_init(), true);
   (void)started;
   return std::make_unique<GrpcTransport>(address);
+}
+
+absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(const std::vector<std::string>& addresses) {
+  std::vector<std::unique_ptr<Transport>> transports;
+  for (const std::string& address : addresses) {
+    BALLAST_RETURN_IF_ERROR(model::ParseAddress(address, model::AddressUse::kConnect).status());
+    transports.push_back(MakeGrpcTransport(address));
+  }
+  return transports;
 }
 
 void TuneMallocForTransfers() {

@@ -181,8 +181,7 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Connect(const SessionOptions& 
                                                           const std::vector<TensorSpec>& tensors,
                                                           const std::vector<std::string>& servers,
                                                           Collective* collective) {
-  std::vector<std::unique_ptr<Transport>> transports;
-  for (const std::string& address : servers) transports.push_back(MakeGrpcTransport(address));
+  BALLAST_ASSIGN_OR_RETURN(auto transports, MakeGrpcTransports(servers));
   return Open(options, tensors, std::move(transports), collective);
 }
 

@@ -116,6 +116,7 @@ struct Lanes {
     to[0] = ToF16(a), to[1] = ToF16(b);
   }
   static void FlushStream() {}
+  template <size_t kElements>
   static void PrefetchAhead(const float*) {}
   static U Iota(uint32_t first) { return first; }
   static void MulWide(U a, uint32_t b, U* high, U* low) {
@@ -255,8 +256,13 @@ struct Lanes {
     kStream ? hn::Stream(both, d16, to) : hn::StoreU(both, d16, to);
   }
   static HWY_INLINE void FlushStream() { hwy::FlushStream(); }
-  // Of an array that is walked through, many arrays at a time: processors' own prefetchers end at pages.
-  static HWY_INLINE void PrefetchAhead(const float* at) { hwy::Prefetch(at + 512); }
+  // Asks for every line of kElements that a loop will reach later, where it walks through many arrays at a time:
+  // processors' own prefetchers end at pages.
+  template <size_t kElements>
+  static HWY_INLINE void PrefetchAhead(const float* at) {
+    constexpr size_t kAhead = 512, kLine = 64 / sizeof(float);
+    for (size_t i = 0; i < kElements; i += kLine) hwy::Prefetch(at + kAhead + i);
+  }
   static HWY_INLINE U Iota(uint32_t first) { return hn::Iota(DU(), first); }
   static HWY_INLINE void MulWide(U a, uint32_t b, U* high, U* low) {
     const hn::Repartition<uint64_t, DU> dw;

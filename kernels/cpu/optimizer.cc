@@ -123,11 +123,13 @@ void RuleBlock(const Coefficients& coefficients, const RandomKey& key, size_t n,
                                                         reinterpret_cast<uint16_t*>(working) + i);
     }
   };
-  for (size_t i = 0; i < count; i += 2 * L::kWidth) {
+  constexpr size_t kStep = 2 * L::kWidth;
+  for (size_t i = 0; i < count; i += kStep) {
     if constexpr (kFormat == MomentFormat::kF32) {
-      L::PrefetchAhead(p + i);
-      if constexpr (kMoments > 0) L::PrefetchAhead(a.wide + i);
-      if constexpr (kMoments > 1) L::PrefetchAhead(b.wide + i);
+      L::PrefetchAhead<kStep>(p + i);
+      if constexpr (kMoments > 0) L::PrefetchAhead<kStep>(a.wide + i);
+      if constexpr (kMoments > 1) L::PrefetchAhead<kStep>(b.wide + i);
+      if constexpr (kMoments > 2) L::PrefetchAhead<kStep>(x.wide + i);
     }
     const F first = step(i), second = step(i + L::kWidth);
     narrow(first, second, i);
@@ -138,7 +140,7 @@ void RuleBlock(const Coefficients& coefficients, const RandomKey& key, size_t n,
       for (size_t i = 0; array != nullptr && i < count; i += L::kWidth)
         L::Store(L::OneNan(L::Load(array + i)), array + i);
     }
-    for (size_t i = 0; i < count; i += 2 * L::kWidth) narrow(L::Load(p + i), L::Load(p + i + L::kWidth), i);
+    for (size_t i = 0; i < count; i += kStep) narrow(L::Load(p + i), L::Load(p + i + L::kWidth), i);
   }
   for (int k = 0; k < kMoments; ++k) {
     // A block with a NaN is stored as one, whichever it is.

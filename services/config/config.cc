@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "ballast/proto/model/address.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::services {
@@ -40,11 +41,8 @@ struct Key {
 };
 
 bool SetAddress(const std::string& text, std::string* to) {
-  const size_t colon = text.rfind(':');
-  int port = 0;
-  if (colon == std::string::npos || colon == 0 || !absl::SimpleAtoi(text.substr(colon + 1), &port)) return false;
   *to = text;
-  return port >= 0 && port <= 65535;
+  return model::ParseAddress(text, model::AddressUse::kListen).ok();
 }
 
 bool SetThreads(const std::string& text, int* to) {

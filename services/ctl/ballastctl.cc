@@ -21,9 +21,9 @@
 #include <string>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "ballast/proto/model/address.h"
 #include "ballast/services/config/config.h"
 #include "ballast/services/ctl/budget_command.h"
 #include "ballast/services/ctl/cluster.h"
@@ -158,8 +158,8 @@ int Main(int argc, char** argv) {
         ->required()
         ->delimiter(',')
         ->check([](const std::string& server) {
-          if (absl::StrContains(server, ':')) return std::string();
-          return absl::StrCat("'", server, "' has no port; expected host:port");
+          const absl::Status status = model::ParseAddress(server, model::AddressUse::kConnect).status();
+          return std::string(status.message());
         });
     command->add_option("--timeout", timeout_s, "seconds to wait for a server")->check(CLI::PositiveNumber);
   }

@@ -4,17 +4,26 @@
 #include <prometheus/exposer.h>
 
 #include <exception>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/model/address.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/metrics/families.h"
 
 namespace ballast::services {
 namespace {
 
-// Scrapes are rare and small.
-constexpr size_t kThreads = 2;
+// civetweb reads a request on the thread that will answer, so each client that sends nothing occupies one until
+// kRequestTimeoutMs are over. A scrape behind 300 of them begins within 300 / 128 seconds; Prometheus waits 10 by default.
+constexpr char kThreads[] = "128";
+constexpr char kRequestTimeoutMs[] = "1000";
+// Connections that wait for a thread: accepted ones, each a descriptor of the process, and the kernel's, which are
+// none.
+constexpr char kAcceptedMax[] = "128";
+constexpr char kBacklog[] = "1024";
 
 class StateCollectable final : public prometheus::Collectable {
  public:
@@ -35,10 +44,13 @@ struct MetricsServer::Impl {
 
 absl::StatusOr<std::unique_ptr<MetricsServer>> MetricsServer::Start(const std::string& listen,
                                                                     const StateServer* state) {
+  BALLAST_ASSIGN_OR_RETURN(model::Address address, model::ParseAddress(listen, model::AddressUse::kListen));
   auto impl = std::make_unique<Impl>();
   impl->collectable = std::make_shared<StateCollectable>(state);
   try {
-    impl->exposer = std::make_unique<prometheus::Exposer>(listen, kThreads);
+    impl->exposer = std::make_unique<prometheus::Exposer>(std::vector<std::string>{
+        "listening_ports", model::FormatAddress(address), "num_threads", kThreads, "request_timeout_ms",
+        kRequestTimeoutMs, "connection_queue", kAcceptedMax, "listen_backlog", kBacklog});
   } catch (const std::exception& error) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadConfig,
                         absl::StrCat("cannot serve metrics on '", listen,
@@ -47,7 +59,8 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> MetricsServer::Start(const std::s
                                      error.what(), ")"));
   }
   impl->exposer->RegisterCollectable(impl->collectable);
-  impl->address = absl::StrCat(listen.substr(0, listen.rfind(':')), ":", impl->exposer->GetListeningPorts().at(0));
+  address.port = static_cast<uint16_t>(impl->exposer->GetListeningPorts().at(0));
+  impl->address = model::FormatAddress(address);
   return std::unique_ptr<MetricsServer>(new MetricsServer(std::move(impl)));
 }
 

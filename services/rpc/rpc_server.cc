@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "ballast/proto/model/address.h"
 #include "ballast/proto/model/layout.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/rpc/admin_service.h"
@@ -58,11 +59,12 @@ struct RpcServer::Impl {
 };
 
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options, StateServer* state) {
+  BALLAST_ASSIGN_OR_RETURN(model::Address address, model::ParseAddress(options.listen, model::AddressUse::kListen));
   EnablePlugins();
   auto impl = std::make_unique<Impl>(state, options.unsent_bytes_max);
   grpc::ServerBuilder builder;
   int port = 0;
-  builder.AddListeningPort(options.listen, grpc::InsecureServerCredentials(), &port);
+  builder.AddListeningPort(model::FormatAddress(address), grpc::InsecureServerCredentials(), &port);
   // With SO_REUSEPORT a second server would take half of the connections instead of failing.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.SetMaxReceiveMessageSize(kReceiveBytesMax);
@@ -79,8 +81,8 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
         absl::StrCat("cannot listen on '", options.listen,
                      "': the port is in use, or the address is none of this machine's; choose another `listen`"));
   }
-  const size_t colon = options.listen.rfind(':');
-  impl->address = absl::StrCat(options.listen.substr(0, colon), ":", port);
+  address.port = static_cast<uint16_t>(port);
+  impl->address = model::FormatAddress(address);
   for (const char* service : kServices) impl->server->GetHealthCheckService()->SetServingStatus(service, true);
   return std::unique_ptr<RpcServer>(new RpcServer(std::move(impl)));
 }

@@ -19,8 +19,8 @@ struct RpcServerOptions {
 // Threads: any.
 class RpcServer {
  public:
-  // Borrows `state`. FAILED_PRECONDITION (BAD_CONFIG) if the address cannot be bound: in use, or none of this
-  // machine's.
+  // Borrows `state`. INVALID_ARGUMENT (BAD_CONFIG) if `listen` is no address, FAILED_PRECONDITION (BAD_CONFIG) if it
+  // cannot be bound: in use, or none of this machine's.
   static absl::StatusOr<std::unique_ptr<RpcServer>> Start(const RpcServerOptions& options, StateServer* state);
   ~RpcServer();  // as Stop
 

@@ -2,6 +2,7 @@
 
 #include <spdlog/spdlog.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -57,7 +58,14 @@ absl::StatusOr<Arena> Arena::Map(uint64_t bytes, bool pin) {
   if (skip > 0) munmap(first, skip);
   munmap(first + skip + bytes, mapped - skip - bytes);
   arena.bytes_ = {first + skip, bytes};
+  arena.owner_ = getpid();
   (void)madvise(first + skip, bytes, MADV_HUGEPAGE);
+  // A forked child (a data loader's worker) would share the pages, and the next write to each would copy it first.
+  // Where the disk transfers straight into such a page, old kernels leave the outcome with the child.
+  if (madvise(first + skip, bytes, MADV_DONTFORK) != 0) {
+    spdlog::warn("forked children share {} bytes: each fork makes the next update slower ({})", bytes,
+                 std::strerror(errno));
+  }
   static const std::vector<int> nodes = MemoryNodes();
   if (nodes.size() > 1) (void)Interleave(arena.bytes_, nodes);
   Touch(first + skip, bytes);
@@ -71,6 +79,7 @@ absl::StatusOr<Arena> Arena::Map(uint64_t bytes, bool pin) {
 
 Arena::Arena(Arena&& other) noexcept
     : bytes_(std::exchange(other.bytes_, {})),
+      owner_(std::exchange(other.owner_, 0)),
       pinned_(std::exchange(other.pinned_, false)),
       locked_(std::exchange(other.locked_, false)) {}
 
@@ -78,6 +87,7 @@ Arena& Arena::operator=(Arena&& other) noexcept {
   if (this != &other) {
     Release();
     bytes_ = std::exchange(other.bytes_, {});
+    owner_ = std::exchange(other.owner_, 0);
     pinned_ = std::exchange(other.pinned_, false);
     locked_ = std::exchange(other.locked_, false);
   }
@@ -105,10 +115,11 @@ void Arena::Discard(absl::Span<std::byte> part) {
 Arena::~Arena() { Release(); }
 
 void Arena::Release() {
-  if (bytes_.empty()) return;
-  if (pinned_) UnpinMemory(bytes_);
-  munmap(bytes_.data(), bytes_.size());
-  bytes_ = {};
+  const absl::Span<std::byte> bytes = std::exchange(bytes_, {});
+  // In a forked child the addresses may be another mapping's by now.
+  if (bytes.empty() || owner_ != getpid()) return;
+  if (pinned_) UnpinMemory(bytes);
+  munmap(bytes.data(), bytes.size());
 }
 
 }  // namespace ballast::storage

@@ -1,6 +1,8 @@
 // Large aligned memory, touched when it is made: first touches later would cost the data path a page fault each.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -10,7 +12,8 @@
 namespace ballast::storage {
 
 // Zeroed, starts at a 2 MiB boundary, in huge pages where the kernel grants them, on all NUMA nodes in turn; exactly
-// the bytes asked for (rounded to 4096) become resident. Owns the mapping.
+// the bytes asked for (rounded to 4096) become resident. Owns the mapping, which a forked child does not get: a child
+// may destroy its copy of an Arena, and do nothing else with it.
 class Arena {
  public:
   // `pin`: page-locked for the GPU as well; where that is refused the memory is used pageable, and a line is logged.
@@ -31,6 +34,7 @@ class Arena {
  private:
   void Release();
   absl::Span<std::byte> bytes_;
+  pid_t owner_ = 0;  // the process that mapped it
   bool pinned_ = false;
   bool locked_ = false;
 };

@@ -75,8 +75,4 @@ absl::StatusOr<FileLock> FileLock::Take(const std::string& path, const std::stri
   return lock;
 }
 
-FileLock::~FileLock() {
-  if (fd_ >= 0) close(fd_);
-}
-
 }  // namespace ballast::storage

@@ -6,6 +6,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "ballast/storage/io/descriptor.h"
 
 namespace ballast::storage {
 
@@ -17,19 +18,18 @@ namespace ballast::storage {
 // Errors: FAILED_PRECONDITION (BUSY), another has it and kept it; INTERNAL (IO) otherwise.
 absl::Status LockDescriptor(int fd, const std::string& path, absl::Duration wait_max);
 
-// Held until destroyed; the kernel drops it when the process dies.
+// Held until destroyed; the kernel drops it when the process dies, whatever children of it live on.
 class FileLock {
  public:
   // Creates `path` if needed; does not wait. FAILED_PRECONDITION (BUSY): `what` is in use, with the holder's pid;
   // INTERNAL (IO) otherwise.
   static absl::StatusOr<FileLock> Take(const std::string& path, const std::string& what);
-  FileLock(FileLock&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
+  FileLock(FileLock&&) noexcept = default;
   FileLock& operator=(FileLock&&) = delete;
-  ~FileLock();
 
  private:
-  explicit FileLock(int fd) : fd_(fd) {}
-  int fd_;
+  explicit FileLock(int fd) : file_(fd) {}
+  Descriptor file_;
 };
 
 }  // namespace ballast::storage

@@ -13,6 +13,7 @@
 #include "absl/time/time.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/block_file.h"
+#include "ballast/storage/io/descriptor.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/io/file_lock.h"
 #include "ballast/storage/io/piece.h"
@@ -36,15 +37,13 @@ namespace {
 class SystemFile : public BlockFile {
  public:
   SystemFile(int fd, std::string path) : BlockFile(std::move(path)), fd_(fd) {}
-  ~SystemFile() override { close(fd_); }
-
-  int fd() const override { return fd_; }
+  int fd() const override { return fd_.get(); }
   const std::string& buffered_because() const override { return buffered_because_; }
   absl::Status ChooseCaching(bool may_write_first_block);
 
   absl::StatusOr<uint64_t> Size() const override {
     struct stat info;
-    if (fstat(fd_, &info) != 0) return IoError(errno, "stat", path(), 0, 0);
+    if (fstat(fd(), &info) != 0) return IoError(errno, "stat", path(), 0, 0);
     return static_cast<uint64_t>(info.st_size);
   }
 
@@ -69,41 +68,41 @@ class SystemFile : public BlockFile {
   absl::Status Reserve(uint64_t offset, uint64_t bytes) override {
     int error = EINTR;
     for (int tries = 0; error == EINTR && tries < kIoRetriesMax; ++tries) {
-      error = posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+      error = posix_fallocate(fd(), static_cast<off_t>(offset), static_cast<off_t>(bytes));
     }
     return error == 0 ? absl::OkStatus() : IoError(error, "reservation", path(), offset, bytes);
   }
 
   void Discard(uint64_t offset, uint64_t bytes) override {
-    (void)fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+    (void)fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
                     static_cast<off_t>(bytes));
   }
 
   absl::Status Truncate(uint64_t bytes) override {
-    if (ftruncate(fd_, static_cast<off_t>(bytes)) != 0) return IoError(errno, "truncation", path(), bytes, 0);
+    if (ftruncate(fd(), static_cast<off_t>(bytes)) != 0) return IoError(errno, "truncation", path(), bytes, 0);
     return absl::OkStatus();
   }
 
  private:
-  const int fd_;
+  const Descriptor fd_;
   std::string buffered_because_;
 };
 
 // Some file systems accept the flag and then refuse the transfers: one block is moved to see.
 absl::Status SystemFile::ChooseCaching(bool may_write_first_block) {
-  const int flags = fcntl(fd_, F_GETFL);
-  if (fcntl(fd_, F_SETFL, flags | O_DIRECT) != 0) {
+  const int flags = fcntl(fd(), F_GETFL);
+  if (fcntl(fd(), F_SETFL, flags | O_DIRECT) != 0) {
     buffered_because_ = absl::StrCat("O_DIRECT on ", path(), ": ", std::strerror(errno));
     return absl::OkStatus();
   }
   void* block = std::aligned_alloc(kIoAlignment, kIoAlignment);
   std::memset(block, 0, kIoAlignment);
   const ssize_t moved =
-      may_write_first_block ? pwrite(fd_, block, kIoAlignment, 0) : pread(fd_, block, kIoAlignment, 0);
+      may_write_first_block ? pwrite(fd(), block, kIoAlignment, 0) : pread(fd(), block, kIoAlignment, 0);
   const int error = errno;
   std::free(block);
   if (moved < 0 && error == EINVAL) {
-    if (fcntl(fd_, F_SETFL, flags) != 0) return IoError(errno, "fcntl", path(), 0, 0);
+    if (fcntl(fd(), F_SETFL, flags) != 0) return IoError(errno, "fcntl", path(), 0, 0);
     buffered_because_ = absl::StrCat("direct transfer of ", path(), ": ", std::strerror(error));
   } else if (moved < 0 && may_write_first_block) {
     return IoError(error, "write", path(), 0, kIoAlignment);

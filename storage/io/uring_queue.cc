@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/io/descriptor.h"
 #include "ballast/storage/io/piece.h"
 
 namespace ballast::storage {
@@ -31,9 +32,10 @@ class UringQueue : public IoQueue {
   }
 
   ~UringQueue() override {
-    if (!ready_) return;
+    if (!ready_ || !descriptor_.own()) return;
     std::vector<IoCompletion> dropped;
     while (in_flight() > 0) Reap(/*wait=*/true, &dropped);
+    descriptor_.Release();
     io_uring_queue_exit(&ring_);
   }
 
@@ -44,6 +46,9 @@ class UringQueue : public IoQueue {
     if (error == -EINVAL) error = io_uring_queue_init(kIoDepth, &ring_, 0);
     if (error != 0) return Unavailable("io_uring_setup", -error);
     ready_ = true;
+    // A forked child that had the ring would keep its files open, and their locks.
+    descriptor_ = Descriptor(ring_.ring_fd);
+    (void)io_uring_ring_dontfork(&ring_);
     io_uring_probe* probe = io_uring_get_probe_ring(&ring_);
     const bool enough = probe != nullptr && io_uring_opcode_supported(probe, IORING_OP_READ) &&
                         io_uring_opcode_supported(probe, IORING_OP_WRITE) &&
@@ -161,6 +166,7 @@ class UringQueue : public IoQueue {
   }
 
   io_uring ring_ = {};
+  Descriptor descriptor_;  // the ring's, which io_uring_queue_exit closes
   bool ready_ = false;
   absl::Span<std::byte> registered_;
   RequestTable table_;

@@ -1,8 +1,11 @@
 // Every kernel against a plain loop over memory that reads and writes as many bytes, interleaved in one run: a ratio of
-// 1 is memory speed. Usage: kernels_bench [--json FILE] [--filter TEXT] [--rounds N] [--elements N]
+// 1 is memory speed. Usage: kernels_bench [--json FILE] [--filter TEXT] [--rounds N] [--elements N] [--guard]
 //
 // Rows: kernel/dtype/isa/threads. The ratio is the median over rounds of (kernel's GB/s / reference's GB/s); in each
 // round both run, in alternating order, on the same threads and on DRAM-sized, huge-page memory.
+//
+// --guard: instead, all instruction sets of this processor take turns at each kernel, the scalar path too. Prints the
+// sets that are slower than a narrower one, and exits with 1 if there are any.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -12,6 +15,7 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
+#include <limits>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,6 +24,7 @@
 #include "ballast/kernels/cpu/highway_targets.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
+#include "ballast/tests/bench/isa_guard.h"
 #include "ballast/tests/bench/memory_loops.h"
 #include "hwy/highway.h"
 
@@ -285,9 +290,16 @@ void WriteJson(const std::string& path, const std::vector<Row>& rows) {
   out << "\n]}\n";
 }
 
-// The instruction sets of this processor that the kernels are compiled for, by the names of rows.
-std::vector<std::pair<std::string, int64_t>> Isas() {
-  std::vector<std::pair<std::string, int64_t>> isas;
+using Isa = std::pair<std::string, int64_t>;  // the name in rows, Highway's target
+
+void Choose(const Isa& isa) {
+  hwy::SetSupportedTargetsForTest(isa.second);
+  hwy::GetChosenTarget().Update(isa.second);
+}
+
+// The instruction sets of this processor that the kernels are compiled for, the widest first.
+std::vector<Isa> Isas() {
+  std::vector<Isa> isas;
   const int64_t supported = hwy::SupportedTargets() & HWY_TARGETS;
   int64_t avx512 = 0;
   for (const int64_t target : {HWY_AVX3, HWY_AVX3_DL}) avx512 = (supported & target) != 0 ? target : avx512;
@@ -297,6 +309,56 @@ std::vector<std::pair<std::string, int64_t>> Isas() {
   return isas;
 }
 
+// A measurement of the guard ends after this many rounds, or when its time is over.
+constexpr int kGuardRounds = 15;
+constexpr double kGuardSeconds = 0.4;
+// A set that needs this many times the widest set's time needs no second look.
+constexpr double kFarSlower = 3;
+
+// Each set's best time for one kernel, on one thread; `isas` take turns, in alternating order.
+std::vector<IsaTime> TakeTurns(const Case& c, const std::vector<Isa>& isas, uint64_t n) {
+  std::vector<IsaTime> times;
+  for (const Isa& isa : isas) times.push_back({.isa = isa.first, .seconds = std::numeric_limits<double>::infinity()});
+  double spent = 0;
+  for (int round = 0; round < kGuardRounds && spent < kGuardSeconds; ++round) {
+    for (size_t k = 0; k < isas.size(); ++k) {
+      const size_t at = round % 2 == 0 ? k : isas.size() - 1 - k;
+      if (round > 0 && times[at].seconds > kFarSlower * times.front().seconds) continue;
+      Choose(isas[at]);
+      const double seconds = Seconds(c.work, n, 1);
+      times[at].seconds = std::min(times[at].seconds, seconds);
+      spent += seconds;
+    }
+  }
+  return times;
+}
+
+// Whether no set is slower than a narrower one. A set counts as slow if it is in each of three measurements, so that
+// other work on the machine is not blamed on it.
+bool Guard(const std::vector<Case>& cases, const std::string& filter, uint64_t n) {
+  std::vector<Isa> isas = Isas();
+  isas.emplace_back("scalar", HWY_BASELINE_SCALAR);
+  bool good = true;
+  for (const Case& c : cases) {
+    if (c.kernel.find(filter) == std::string::npos) continue;
+    if (c.state != nullptr) c.state->Reset();
+    std::vector<SlowIsa> slow;
+    for (int tries = 0; tries < 3 && (tries == 0 || !slow.empty()); ++tries) {
+      slow = SlowerThanNarrower(TakeTurns(c, isas, n));
+    }
+    for (const SlowIsa& set : slow) {
+      std::printf("%s: %s runs at %.2f of the speed of %s; expected at least %.2f\n", c.kernel.c_str(), set.isa.c_str(),
+                  set.ratio, set.narrower.c_str(), kWiderSpeedMin);
+    }
+    good = good && slow.empty();
+  }
+  std::string names;
+  for (const Isa& isa : isas) names += " " + isa.first;
+  std::printf("kernels_bench --guard: %s:%s\n", good ? "no set is slower than a narrower one" : "FAILED",
+              names.c_str());
+  return good;
+}
+
 }  // namespace
 }  // namespace ballast::bench
 
@@ -304,24 +366,28 @@ int main(int argc, char** argv) {
   using namespace ballast::bench;
   std::string json, filter;
   int rounds = 11;
-  uint64_t elements = uint64_t{128} << 20;
+  uint64_t elements = 0;
+  bool guard = false;
   CLI::App app("Kernels against memory speed, as ratios within one run");
   app.add_option("--json", json, "also write the rows to this file");
   app.add_option("--filter", filter, "only kernels whose name contains this");
   app.add_option("--rounds", rounds, "pairs per row")->check(CLI::Range(1, 1001));
-  app.add_option("--elements", elements, "per array; the default is far beyond any cache")
+  app.add_flag("--guard", guard, "compare instruction sets; exit 1 if one is slower than a narrower one");
+  app.add_option("--elements", elements, "per array; the default, 128 Mi, or 16 Mi with --guard, is beyond any cache")
       ->check(CLI::Range(uint64_t{4096}, uint64_t{1} << 32));
   CLI11_PARSE(app, argc, argv);
+  if (elements == 0) elements = uint64_t{guard ? 16u : 128u} << 20;
   const int all = static_cast<int>(std::thread::hardware_concurrency());
-  const Arrays arrays(elements), reference(elements);
+  const Arrays arrays(elements);
+  if (guard) return Guard(Cases(arrays, arrays), filter, elements) ? 0 : 1;
+  const Arrays reference(elements);
   std::vector<Row> rows;
-  for (const auto& [isa, target] : Isas()) {
-    hwy::SetSupportedTargetsForTest(target);
-    hwy::GetChosenTarget().Update(target);
+  for (const Isa& isa : Isas()) {
+    Choose(isa);
     for (const int threads : all > 1 ? std::vector<int>{1, all} : std::vector<int>{1}) {
       for (const Case& c : Cases(arrays, reference)) {
         if (c.kernel.find(filter) == std::string::npos) continue;
-        rows.push_back(Measure(c, isa, elements, threads, rounds));
+        rows.push_back(Measure(c, isa.first, elements, threads, rounds));
         Print(rows.back());
       }
     }

@@ -5,6 +5,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "ballast/client/collective/loopback_collective.h"
 #include "ballast/client/grpc_transport.h"
 #include "ballast/client/session.h"
 #include "ballast/proto/model/status.h"
@@ -236,6 +237,13 @@ TEST(SessionConnect, ServerThatIsDownIsNamedToEveryRank) {
     ExpectStatus(status, absl::StatusCode::kUnavailable, model::kServerDown, {"127.0.0.1:1", "no answer within"});
     return absl::OkStatus();
   }).IgnoreError();
+}
+
+TEST(SessionConnect, RefusesWhatIsNoAddress) {
+  const auto group = MakeLoopbackGroup(1);
+  ExpectStatus(
+      Session::Connect(TestOptions(), TestTensors(), {"127.0.0.1:1", "localhost:99999"}, group.front().get()).status(),
+      absl::StatusCode::kInvalidArgument, model::kBadConfig, {"'localhost:99999' has no port from 1 to 65535"});
 }
 
 // A disk that takes a second longer for a job's log than the session waits for servers that are down: that time passes

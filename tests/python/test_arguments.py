@@ -1,6 +1,7 @@
 """What is refused, and when; hooks, copies, and other things that torch's class promises."""
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -30,6 +31,31 @@ def test_a_wrong_variable_is_refused(said, monkeypatch):
     monkeypatch.setenv('BALLAST_DEBUG', said)
     with pytest.raises(ballast.Error, match=f'^BALLAST_DEBUG={said!r}: expected 0 or 1'):
         bt.AdamW(mlp().parameters())
+
+
+@pytest.mark.parametrize('said, words', [
+    ('localhost:99999', "'localhost:99999' has no port from 1 to 65535; expected host:port"),
+    ('localhost:0', "'localhost:0' has port 0"),
+    ('localhost', "'localhost' has no port"),
+    ('127.0.0.1:1, local host:2', "'local host:2' has a host with"),
+    ('127.0.0.1:1,,127.0.0.1:2', "'' has no port"),
+    (['127.0.0.1:1 '], "'127.0.0.1:1 ' has no port from 1"),
+    ('::1:7070', "'::1:7070' has an IPv6 address without brackets"),
+])
+def test_an_address_that_is_none_is_refused_at_once(said, words, monkeypatch):
+    with pytest.raises(ballast.Error, match=f'^servers: {re.escape(words)}') as raised:
+        bt.AdamW(mlp().parameters(), servers=said)
+    assert raised.value.reason == 'BAD_CONFIG'
+    if isinstance(said, str):
+        monkeypatch.setenv('BALLAST_SERVERS', said)
+        with pytest.raises(ballast.Error, match=f'^BALLAST_SERVERS: {re.escape(words)}'):
+            bt.AdamW(mlp().parameters())
+
+
+@pytest.mark.parametrize('servers', [7, ['127.0.0.1:1', None], {'127.0.0.1:1': 1}])
+def test_servers_that_are_no_addresses_at_all_are_refused(servers):
+    with pytest.raises(ballast.Error, match='^servers=.*expected .host:port'):
+        bt.AdamW(mlp().parameters(), servers=servers)
 
 
 def test_every_k_needs_its_k():

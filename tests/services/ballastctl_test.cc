@@ -185,6 +185,9 @@ TEST_F(Ballastctl, ExitsWithTwoOnUsage) {
   const Finished no_port = RunProcess({CtlPath(), "status", "--servers", "localhost"});
   EXPECT_EQ(no_port.code, 2);
   EXPECT_NE(no_port.err.find("'localhost' has no port; expected host:port"), std::string::npos) << no_port.err;
+  const Finished modulo = RunProcess({CtlPath(), "status", "--servers", servers_ + ",localhost:99999"});
+  EXPECT_EQ(modulo.code, 2);
+  EXPECT_THAT(modulo.err, HasSubstr("'localhost:99999' has no port from 1 to 65535; expected host:port"));
   EXPECT_EQ(RunProcess({CtlPath(), "drop", "--servers", servers_}).code, 2);
   EXPECT_EQ(RunProcess({CtlPath(), "--help"}).code, 0);
 }

@@ -72,7 +72,12 @@ TEST(Config, RefusesWhatItDoesNotKnowWithFileAndLine) {
 TEST(Config, RefusesBadValuesWithWhatCame) {
   ExpectBad("budget: {dram: 12 parrots}\n", "s.yaml:1: budget.dram: expected bytes, such as 512MiB; came '12 parrots'");
   ExpectBad("\n\nlisten: localhost\n", "s.yaml:3: listen: expected host:port, port 0 for a free one; came 'localhost'");
-  ExpectBad("listen: localhost:70000\n", "came 'localhost:70000'");
+  for (const std::string key : {"listen", "metrics_listen"}) {
+    for (const std::string bad : {"localhost:70000", "a:-1", ":80", "::1:80", "a b:80", "127.0.0.1:1,127.0.0.1:2"}) {
+      ExpectBad(key + ": '" + bad + "'\n",
+                "s.yaml:1: " + key + ": expected host:port, port 0 for a free one; came '" + bad + "'");
+    }
+  }
   ExpectBad("compute_threads: 0\n", "compute_threads: expected an integer from 1 to 1024; came '0'");
   ExpectBad("compute_threads: 1025\n", "compute_threads: expected an integer from 1 to 1024; came '1025'");
   ExpectBad("log_level: loud\n", "expected trace, debug, info, warn, error or off; came 'loud'");

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <fstream>
 #include <thread>
+#include <vector>
 
 #include "ballast/services/metrics/metrics_server.h"
 #include "ballast/tests/services/rpc_fixture.h"
@@ -14,10 +15,12 @@ namespace {
 
 float Ones(uint32_t, uint64_t) { return 1.0f; }
 
-// The body of GET /metrics.
+// The body of GET /metrics; empty if a piece of it takes longer than Prometheus gives a scrape by default.
 std::string Scrape(const std::string& address) {
   const int fd = ConnectTo(address);
   if (fd < 0) return "";
+  const timeval wait_max = {.tv_sec = 10, .tv_usec = 0};
+  (void)::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &wait_max, sizeof wait_max);
   const std::string request = "GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n";
   (void)::send(fd, request.data(), request.size(), MSG_NOSIGNAL);
   std::string answer;
@@ -85,6 +88,26 @@ TEST_F(MetricsTest, SurvivesRandomBytes) {
   constexpr uint64_t kSeed = 20'240'602;
   SendRandomBytes(metrics_->address(), kSeed);
   EXPECT_NE(Scrape(metrics_->address()).find("ballast_uptime_seconds"), std::string::npos) << "seed " << kSeed;
+}
+
+TEST_F(MetricsTest, AnswersBesideClientsThatDoNot) {
+  std::vector<int> idle;
+  for (int i = 0; i < 300; ++i) {
+    idle.push_back(ConnectTo(metrics_->address()));
+    ASSERT_GE(idle.back(), 0) << i;
+    const std::string half = "GET /metrics HTTP/1.0\r\nHost: loc";
+    if (i % 2 == 0) continue;
+    ASSERT_EQ(::send(idle.back(), half.data(), half.size(), MSG_NOSIGNAL), static_cast<ssize_t>(half.size()));
+  }
+  const absl::Time began = absl::Now();
+  EXPECT_NE(Scrape(metrics_->address()).find("ballast_uptime_seconds"), std::string::npos);
+  EXPECT_LT(absl::Now() - began, absl::Seconds(10));
+  for (const int fd : idle) ::close(fd);
+}
+
+TEST_F(MetricsTest, RefusesWhatIsNoAddress) {
+  const absl::Status status = MetricsServer::Start("127.0.0.1:99999", server_.get()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
 }
 
 TEST_F(MetricsTest, RefusesAPortInUse) {

@@ -116,6 +116,11 @@ TEST_F(RpcServerTest, SurvivesRandomBytes) {
   EXPECT_EQ(response.server_id(), "s");
 }
 
+TEST_F(RpcServerTest, RefusesWhatIsNoAddress) {
+  const absl::Status status = RpcServer::Start({.listen = "127.0.0.1:99999"}, server_.get()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+}
+
 TEST_F(RpcServerTest, RefusesAPortInUse) {
   RpcServerOptions options;
   options.listen = rpc_->address();

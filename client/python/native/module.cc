@@ -13,6 +13,7 @@
 #include "ballast/client/python/native/python_session.h"
 #include "ballast/client/python/native/status_error.h"
 #include "ballast/kernels/self_test.h"
+#include "ballast/proto/model/address.h"
 
 namespace ballast::python {
 namespace {
@@ -71,6 +72,11 @@ std::vector<client::TensorMemory> MemoryOf(const PythonSession& session,
 }
 
 using F32Array = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
+
+// Why `address` is none that a server can have; empty: it is one.
+std::string AddressError(const std::string& address) {
+  return std::string(model::ParseAddress(address, model::AddressUse::kConnect).status().message());
+}
 
 void BindServer(nb::module_& m) {
   nb::class_<PythonServer>(m, "Server")
@@ -313,6 +319,7 @@ NB_MODULE(_native, m) {
   spdlog::set_default_logger(spdlog::stderr_logger_mt("ballast"));
   spdlog::set_level(spdlog::level::warn);
   m.def("set_log_level", &SetLogLevel, "level"_a);
+  m.def("address_error", &AddressError, "address"_a);
   nb::register_exception_translator(Translate);
   BindServer(m);
   BindOptions(m);

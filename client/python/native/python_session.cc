@@ -275,8 +275,7 @@ std::unique_ptr<PythonSession> PythonSession::Open(const OpenOptions& options, c
   } else {
     session->collective_ = std::move(client::MakeLoopbackGroup(1).front());
   }
-  std::vector<std::unique_ptr<client::Transport>> transports;
-  for (const std::string& address : options.servers) transports.push_back(client::MakeGrpcTransport(address));
+  auto transports = Take(client::MakeGrpcTransports(options.servers));
   if (server != nullptr) {
     session->server_ = server->server();
     transports.push_back(services::MakeEmbeddedTransport(session->server_.get()));

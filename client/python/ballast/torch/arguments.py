@@ -2,7 +2,7 @@
 
 import os
 
-from ballast import place
+from ballast import _native, place
 from ballast.errors import Error
 
 _CHOICES = {
@@ -71,3 +71,16 @@ def check(*, name, durability, pin_interval, checkpoints, chunk_elements, seed, 
     _number('max_norm', rest['max_norm'], 'a number >= 0; 0 does not clip', lambda value: 0 <= value < float('inf'))
     for key in ('step_timeout', 'open_timeout'):
         _number(key, rest[key], 'seconds, more than 0', lambda value: 0 < value < float('inf'))
+
+
+def addresses(servers):
+    """The state servers of a list, of 'host:port,...', or, for None, of BALLAST_SERVERS; none if nothing is said."""
+    name, servers = ('servers', servers) if servers is not None else ('BALLAST_SERVERS', os.environ.get('BALLAST_SERVERS', ''))
+    if isinstance(servers, str):
+        servers = [server.strip() for server in servers.split(',')] if servers.strip() else []
+    if not isinstance(servers, (list, tuple)) or not all(isinstance(server, str) for server in servers):
+        _refuse(name, servers, "'host:port,host:port', or a list of 'host:port'")
+    for server in servers:
+        if why := _native.address_error(server):
+            raise Error(f'{name}: {why}', 'BAD_CONFIG')
+    return list(servers)

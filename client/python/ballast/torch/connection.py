@@ -7,7 +7,7 @@ import weakref
 
 from ballast import _native, embedded
 from ballast.errors import Error
-from ballast.torch import ranks
+from ballast.torch import arguments, ranks
 
 
 # What Open says of a job that has a tensor which is frozen here, and of one that has not got a tensor yet.
@@ -19,11 +19,7 @@ class Connection:
     """`servers`: a list, 'host:port,...', or None for BALLAST_SERVERS. `budgets`: arguments of embedded.server()."""
 
     def __init__(self, servers, budgets):
-        if servers is None:
-            servers = os.environ.get('BALLAST_SERVERS')
-        if isinstance(servers, str):
-            servers = [server.strip() for server in servers.split(',') if server.strip()]
-        self._servers = list(servers or [])
+        self._servers = arguments.addresses(servers)
         given = [key for key, value in budgets.items() if value is not None]
         if self._servers and given:
             raise Error(f'servers and {", ".join(given)}: budgets and directories of state servers are their own; '
