@@ -17,6 +17,7 @@ v1::RpcStatus ToWire(const absl::Status& status) {
     v1::ErrorInfo info;
     info.set_reason(reason);
     info.set_domain(kDomain);
+    for (const auto& [key, value] : model::DetailsOf(status)) (*info.mutable_metadata())[key] = value;
     google::protobuf::Any* detail = wire.add_details();
     detail->set_type_url(kErrorInfoUrl);
     detail->set_value(info.SerializeAsString());
@@ -32,7 +33,9 @@ absl::Status FromWire(const v1::RpcStatus& wire) {
   for (const google::protobuf::Any& detail : wire.details()) {
     v1::ErrorInfo info;
     if (detail.type_url() == kErrorInfoUrl && info.ParseFromString(detail.value()) && info.domain() == kDomain) {
-      return model::Error(code, info.reason(), wire.message());
+      absl::Status status = model::Error(code, info.reason(), wire.message());
+      for (const auto& [key, value] : info.metadata()) model::SetDetail(key, value, &status);
+      return status;
     }
   }
   return absl::Status(code, wire.message());

@@ -7,7 +7,8 @@
 
 namespace ballast::client {
 
-// The reason (model::ReasonOf) becomes ErrorInfo.reason, domain "ballast".
+// The reason (model::ReasonOf) becomes ErrorInfo.reason, domain "ballast"; details (model::DetailsOf) become
+// its metadata.
 v1::RpcStatus ToWire(const absl::Status& status);
 
 // The status that `wire` spells; codes out of range become UNKNOWN. ErrorInfo of other domains is ignored.

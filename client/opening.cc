@@ -10,6 +10,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/names.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
@@ -24,6 +25,11 @@ absl::Status BadSpec(absl::string_view message) {
 std::string Show(const v1::TensorSpec& tensor) {
   return absl::StrCat("unit '", tensor.unit(), "', shape [", absl::StrJoin(tensor.shape(), ", "), "], group ",
                       tensor.group(), ", aliases [", absl::StrJoin(tensor.aliases(), ", "), "]");
+}
+
+std::string Some(const std::vector<std::string>& tensors) {
+  return absl::StrCat("tensor '", tensors.front(), "'",
+                      tensors.size() > 1 ? absl::StrCat(" and ", tensors.size() - 1, " more") : "");
 }
 
 const char* Name(Resume resume) {
@@ -108,6 +114,26 @@ absl::Status CompareDigests(absl::Span<const std::string> digests) {
   return absl::OkStatus();
 }
 
+// `missing`: the job has them, and the session does not name them. `unknown`: the other way round.
+absl::Status CheckSameNames(const std::vector<std::string>& missing, const std::vector<std::string>& unknown) {
+  if (missing.empty() && unknown.empty()) return absl::OkStatus();
+  std::vector<std::string> what;
+  if (!missing.empty()) {
+    what.push_back(absl::StrCat("the job has ", Some(missing),
+                                ", which this session does not name; pass all of the job's tensors"));
+  }
+  if (!unknown.empty()) {
+    what.push_back(absl::StrCat("the job has not ", Some(unknown),
+                                "; open with the job's tensors and add others with Register()"));
+  }
+  absl::Status status =
+      model::Error(absl::StatusCode::kInvalidArgument, model::kTensorsDiffer, absl::StrJoin(what, ". And "));
+  constexpr absl::string_view kBetween("\0", 1);
+  if (!missing.empty()) model::SetDetail(model::kMissing, absl::StrJoin(missing, kBetween), &status);
+  if (!unknown.empty()) model::SetDetail(model::kUnknown, absl::StrJoin(unknown, kBetween), &status);
+  return status;
+}
+
 }  // namespace
 
 v1::TensorSpec ToProto(const TensorSpec& tensor) {
@@ -152,12 +178,13 @@ absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
   for (const auto& registration : job.registrations()) {
     for (const v1::TensorSpec& tensor : registration.tensors()) live[tensor.name()] = &tensor;
   }
+  std::vector<std::string> unknown;
   for (const auto& registration : given.registrations()) {
     for (const v1::TensorSpec& tensor : registration.tensors()) {
       const auto it = live.find(tensor.name());
       if (it == live.end()) {
-        return BadSpec(absl::StrCat("tensor '", tensor.name(),
-                                    "' is not in the job; open with the job's tensors and add it with Register()"));
+        unknown.push_back(tensor.name());
+        continue;
       }
       if (Show(tensor) != Show(*it->second)) {
         return BadSpec(absl::StrCat("tensor '", tensor.name(), "' differs: the job has ", Show(*it->second),
@@ -166,9 +193,10 @@ absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
       live.erase(it);
     }
   }
-  if (live.empty()) return absl::OkStatus();
-  return BadSpec(absl::StrCat("the job has tensor '", live.begin()->first, "' (", Show(*live.begin()->second),
-                              "), which this session does not name; pass all of the job's tensors"));
+  std::vector<std::string> missing;
+  for (const auto& [name, tensor] : live) missing.push_back(name);
+  std::sort(missing.begin(), missing.end());
+  return CheckSameNames(missing, unknown);
 }
 
 absl::StatusOr<std::vector<PinnedOn>> AskPins(Router* router, const std::string& job, absl::Time deadline) {
@@ -412,7 +440,8 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::Stat
 
 absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const SessionOptions& options,
                                                                      const v1::JobSpec& spec) {
-  absl::Status bad = model::OptimizerOf(spec).status();
+  absl::Status bad = model::CheckJobName(options.job);
+  if (bad.ok()) bad = model::OptimizerOf(spec).status();
   if (bad.ok()) bad = model::Layout::Make(spec).status();
   BALLAST_ASSIGN_OR_RETURN(const auto digests,
                            group_->Agree("Open", bad, Digest(options, spec, router_->server_count())));

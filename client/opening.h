@@ -19,7 +19,7 @@ v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec
 v1::TensorSpec ToProto(const TensorSpec& tensor);
 
 // OK if `given` (one registration) has `job`'s optimizer and names exactly its live tensors, all alike. BAD_SPEC says
-// what differs.
+// what differs; TENSORS_DIFFER, where only the names do, has all that differ in its details.
 absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job);
 
 // A version, and how many of the servers have it pinned durably.

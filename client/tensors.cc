@@ -5,6 +5,7 @@
 #include <map>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/kernels/kernels.h"
@@ -52,9 +53,10 @@ absl::StatusOr<Tensors> Tensors::Make(Session* session, const std::vector<std::s
     BALLAST_ASSIGN_OR_RETURN(const uint32_t index, session->TensorIndex(names[i]));
     tensors.indices_.push_back(index);
   }
+  const absl::flat_hash_set<uint32_t> named(tensors.indices_.begin(), tensors.indices_.end());
   for (const std::string& name : session->tensor_names()) {
     BALLAST_ASSIGN_OR_RETURN(const uint32_t index, session->TensorIndex(name));
-    if (std::find(tensors.indices_.begin(), tensors.indices_.end(), index) != tensors.indices_.end()) continue;
+    if (named.contains(index)) continue;
     return BadSpec(absl::StrCat("tensor '", name, "' of the job is not among the ", names.size(), " that were named"));
   }
   for (auto& [index, located] : by_unit) {

@@ -1,7 +1,7 @@
 #include "ballast/services/state_server.h"
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/model/names.h"
 #include "ballast/services/state_server_parts.h"
 #include "ballast/storage/io/failpoint.h"
 
@@ -10,17 +10,6 @@ namespace {
 
 // Each job has a thread; a fence of an unknown name makes a job.
 constexpr size_t kJobsMax = 256;
-constexpr size_t kJobNameBytesMax = 128;
-
-absl::Status CheckJobName(const std::string& name) {
-  bool good = !name.empty() && name.size() <= kJobNameBytesMax;
-  for (const char c : name) good = good && (absl::ascii_isalnum(c) || c == '.' || c == '_' || c == '-');
-  if (good) return absl::OkStatus();
-  return model::Error(
-      absl::StatusCode::kInvalidArgument, model::kBadRequest,
-      absl::StrCat("a job's name has 1 to ", kJobNameBytesMax, " letters, digits, '.', '_' or '-'; came ", name.size(),
-                   " bytes: '", name.substr(0, kJobNameBytesMax), "'"));
-}
 
 }  // namespace
 
@@ -78,7 +67,7 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Find(const std::string& 
 }
 
 absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::string& name) {
-  BALLAST_RETURN_IF_ERROR(CheckJobName(name));
+  BALLAST_RETURN_IF_ERROR(model::CheckJobName(name));
   if (auto found = Find(name); found.ok() || model::ReasonOf(found.status()) != model::kUnknownJob) return found;
   absl::MutexLock lock(&mu);
   if (stopped) {

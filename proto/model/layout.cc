@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "absl/container/flat_hash_set.h"
+#include "ballast/proto/model/names.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::model {
@@ -40,9 +41,7 @@ absl::Status CheckSpec(const v1::JobSpec& spec) {
     return BadSpec(absl::StrCat("chunk_elements must be a power of two from ", kChunkElementsMin, " to ",
                                 kChunkElementsMax, ", got ", chunk));
   }
-  if (spec.name().empty() || spec.name().size() > kNameBytesMax) {
-    return BadSpec(absl::StrCat("the job's name must have 1 to ", kNameBytesMax, " bytes, got ", spec.name().size()));
-  }
+  BALLAST_RETURN_IF_ERROR(CheckJobName(spec.name()));
   if (spec.group_count() == 0) return BadSpec("group_count must be at least 1, got 0");
   const bool every_k = spec.durability() == v1::DURABILITY_EVERY_K;
   if (every_k ? spec.pin_interval() < 1 || spec.pin_interval() > kPinIntervalMax : spec.pin_interval() != 0) {

@@ -4,12 +4,15 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::model {
 namespace {
+
+constexpr size_t kJobNameBytesMax = 128;
 
 template <typename Value, size_t n>
 absl::StatusOr<Value> Find(const char* what, const std::string& name,
@@ -55,6 +58,19 @@ absl::StatusOr<v1::Durability> DurabilityNamed(const std::string& name) {
   return Find("durability", name,
               std::array<std::pair<const char*, v1::Durability>, 3>{
                   {{"step", v1::DURABILITY_STEP}, {"every-K", v1::DURABILITY_EVERY_K}, {"none", v1::DURABILITY_NONE}}});
+}
+
+bool IsJobName(absl::string_view name) {
+  bool good = !name.empty() && name.size() <= kJobNameBytesMax;
+  for (const char c : name) good = good && (absl::ascii_isalnum(c) || c == '.' || c == '_' || c == '-');
+  return good;
+}
+
+absl::Status CheckJobName(absl::string_view name) {
+  if (IsJobName(name)) return absl::OkStatus();
+  return Error(absl::StatusCode::kInvalidArgument, kBadSpec,
+               absl::StrCat("a job's name has ", kJobNameRule, "; came ", name.size(), " bytes: '",
+                            name.substr(0, kJobNameBytesMax), "'"));
 }
 
 }  // namespace ballast::model

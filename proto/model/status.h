@@ -4,6 +4,7 @@
 // client's gRPC transport).
 #pragma once
 
+#include <map>
 #include <string>
 
 #include "absl/status/status.h"
@@ -33,6 +34,7 @@ inline constexpr char kOverlap[] = "OVERLAPPING_RANGES";      // INVALID_ARGUMEN
 inline constexpr char kBadLength[] = "BAD_LENGTH";            // INVALID_ARGUMENT
 inline constexpr char kBadDtype[] = "BAD_DTYPE";              // INVALID_ARGUMENT
 inline constexpr char kBadSpec[] = "BAD_SPEC";                // INVALID_ARGUMENT
+inline constexpr char kTensorsDiffer[] = "TENSORS_DIFFER";    // INVALID_ARGUMENT: has details, see below
 inline constexpr char kBadRequest[] = "BAD_REQUEST";          // INVALID_ARGUMENT
 inline constexpr char kBadConfig[] = "BAD_CONFIG";            // INVALID_ARGUMENT
 inline constexpr char kIncomplete[] = "INCOMPLETE";           // FAILED_PRECONDITION: norm asked before all slices came
@@ -58,7 +60,16 @@ absl::Status Error(absl::StatusCode code, absl::string_view reason, absl::string
 // The reason attached to `status`, or "" if it has none.
 std::string ReasonOf(const absl::Status& status);
 
-// `status` with `context` and ": " put before its message; reason and code stay.
+// Fields of an error for programs, which must not read messages: ErrorInfo's metadata.
+using Details = std::map<std::string, std::string>;
+// TENSORS_DIFFER: names, with a NUL between two, that the job has and the session does not name; and the other way
+// round.
+inline constexpr char kMissing[] = "missing";
+inline constexpr char kUnknown[] = "unknown";
+void SetDetail(const std::string& key, absl::string_view value, absl::Status* status);
+Details DetailsOf(const absl::Status& status);
+
+// `status` with `context` and ": " put before its message; reason, details and code stay.
 absl::Status Annotate(const absl::Status& status, absl::string_view context);
 
 }  // namespace ballast::model

@@ -2,6 +2,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -134,12 +137,46 @@ TEST_F(SessionOpen, TensorsThatDifferFromTheJobsAreNamed) {
                {"layer.up", "700", "701"});
   tensors = TestTensors();
   tensors.push_back({.name = "more", .unit = "layer", .shape = {4}});
-  ExpectStatus(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kBadSpec,
+  ExpectStatus(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kTensorsDiffer,
                {"more", "Register"});
   tensors = TestTensors();
   tensors.pop_back();
-  ExpectStatus(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kBadSpec,
+  ExpectStatus(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kTensorsDiffer,
                {"layer.down"});
+}
+
+TEST_F(SessionOpen, AllNamesThatDifferAreInTheDetailsOnEveryRank) {
+  ASSERT_EQ(Create(1, 1), absl::OkStatus());
+  std::vector<TensorSpec> tensors = TestTensors();
+  const std::string missing = tensors[1].name, missing_too = tensors[2].name;
+  tensors.erase(tensors.begin() + 1, tensors.begin() + 3);
+  tensors.push_back({.name = "more\nlines", .unit = "layer", .shape = {4}});
+  tensors.push_back({.name = "more", .unit = "layer", .shape = {4}});
+  std::vector<std::string> names = {missing, missing_too};
+  std::sort(names.begin(), names.end());
+  std::atomic<int> told = 0;
+  SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+    const absl::Status status = servers_.Open(collective, Options(Resume::kAuto), tensors).status();
+    ExpectStatus(status, absl::StatusCode::kInvalidArgument, model::kTensorsDiffer, {"and 1 more"});
+    const model::Details details = model::DetailsOf(status);
+    EXPECT_EQ(details.at(model::kMissing), names[0] + std::string(1, '\0') + names[1]);
+    EXPECT_EQ(details.at(model::kUnknown), std::string("more\nlines\0more", 15));
+    ++told;
+    return absl::OkStatus();
+  }).IgnoreError();
+  EXPECT_EQ(told, 2);
+}
+
+TEST_F(SessionOpen, AJobNameThatNoServerTakesIsRefusedByEveryRank) {
+  for (const std::string name : {"my run", "", "a/b"}) {
+    SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+      SessionOptions options = TestOptions();
+      options.job = name;
+      ExpectStatus(servers_.Open(collective, options, TestTensors()).status(), absl::StatusCode::kInvalidArgument,
+                   model::kBadSpec, {"1 to 128 letters, digits"});
+      return absl::OkStatus();
+    }).IgnoreError();
+  }
 }
 
 TEST_F(SessionOpen, RanksThatOpenDifferentThingsAreNamed) {

@@ -58,6 +58,12 @@ def test_servers_that_are_no_addresses_at_all_are_refused(servers):
         bt.AdamW(mlp().parameters(), servers=servers)
 
 
+@pytest.mark.parametrize('name', ['my run', 'a/b', 'x' * 129, 'naïve', None])
+def test_a_name_that_servers_do_not_take_is_refused_at_once(name):
+    with pytest.raises(ballast.Error, match=r"^name=.*: expected 1 to 128 letters, digits, '.', '_' or '-'"):
+        bt.AdamW(mlp().parameters(), name=name)
+
+
 def test_every_k_needs_its_k():
     with pytest.raises(ballast.Error, match='pin_interval=0: expected the K'):
         bt.AdamW(mlp().parameters(), durability='every-K')
@@ -224,3 +230,23 @@ def test_parameters_that_are_not_contiguous(job):
                    lambda p: torch.optim.AdamW(p, lr=1e-2), make_model)
     assert_close(*results)
     assert not results[3][0].weight.is_contiguous()
+
+
+class _Rotten:
+    """A store of a process group that has ended."""
+
+    def set(self, key, value):
+        pass
+
+    def get(self, key, seconds):
+        raise RuntimeError('the store is gone')
+
+
+def test_no_traceback_in_a_message():
+    options = ballast._native.OpenOptions()
+    options.job, options.rank, options.world_size, options.servers = 'job', 0, 2, ['127.0.0.1:1']
+    options.step_timeout = options.open_timeout = 1.0
+    with pytest.raises(ballast.Error, match='RuntimeError: the store is gone') as raised:
+        ballast._native.Session.open(options, [ballast._native.Tensor('w', 'w', [4], 0)], None, _Rotten())
+    assert raised.value.reason == 'RANK_MISSING'
+    assert 'Traceback' not in str(raised.value) and '\n' not in str(raised.value)

@@ -345,7 +345,7 @@ try:
     bt.AdamW([(name + 'x' * (name[0] == '2'), p) for name, p in model.named_parameters()], directory='state', dram='128MiB',
              nvme='1GiB', threads=2, resume='must').resume()
 except ballast.Error as error:
-    assert error.reason == 'BAD_SPEC' and 'which this session does not name' in str(error), error
+    assert error.reason == 'TENSORS_DIFFER' and 'which this session does not name' in str(error), error
 else:
     raise AssertionError
 ''')
@@ -370,7 +370,7 @@ for batch in batches(4):
 try:
     bt.AdamW(mlp().named_parameters(), resume='must', **keep).resume()
 except ballast.Error as error:
-    assert error.reason == 'BAD_SPEC' and "tensor '2." in str(error) and 'is not in the job' in str(error), error
+    assert error.reason == 'TENSORS_DIFFER' and "the job has not tensor '2." in str(error), error
 else:
     raise AssertionError
 model = mlp()

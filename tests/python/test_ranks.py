@@ -19,8 +19,12 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def ranks_environment(port):
+    return {**os.environ, 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'WORLD_SIZE': str(WORLD)}
+
+
 def run_ranks(script, folder, servers=None, expect=0):
-    environment = {**os.environ, 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port()), 'WORLD_SIZE': str(WORLD)}
+    environment = ranks_environment(free_port())
     if servers:
         environment['BALLAST_SERVERS'] = servers
     ranks = []
@@ -78,9 +82,12 @@ def test_models_on_two_ranks_over_two_servers(wrap, tmp_path, two_servers):
 
 
 def test_a_gradient_that_one_rank_has_not(tmp_path):
-    (mine, steps), (other, _) = run_ranks('none_on_one_rank', tmp_path)[0]
+    """Not silently a zero there."""
+    (mine, told), (other, told_other) = run_ranks('none_on_one_rank', tmp_path)[0]
     torch.testing.assert_close(mine, other, rtol=0, atol=0)
-    assert steps == 3
+    assert told == told_other and len(told) == 3 and told[2] == 'accepted'
+    for name, each in zip(('3.bias', '0.weight'), told):
+        assert each.startswith(f"parameter '{name}' has a gradient on rank 0 and none on rank 1, and ranks take a step with reduced gradients")
 
 
 def test_an_error_on_one_rank_is_told_on_all(tmp_path):

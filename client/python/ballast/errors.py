@@ -12,12 +12,14 @@ class Error(RuntimeError):
 
     reason: stable across releases, such as JOB_EXISTS or BUDGET; programs may compare it. "" for some.
     code: the kind of error in gRPC's words, such as RESOURCE_EXHAUSTED.
+    details: fields that some reasons have, for programs; TENSORS_DIFFER's are 'missing' and 'unknown', names with NULs between them.
     """
 
-    def __init__(self, message, reason='', code=''):
+    def __init__(self, message, reason='', code='', details=None):
         super().__init__(f'{message} [{reason}]' if reason else message)
         self.reason = reason
         self.code = code
+        self.details = details or {}
 
 
 def warn(text):

@@ -12,8 +12,10 @@
 
 #include "ballast/client/python/native/python_session.h"
 #include "ballast/client/python/native/status_error.h"
+#include "ballast/kernels/kernels.h"
 #include "ballast/kernels/self_test.h"
 #include "ballast/proto/model/address.h"
+#include "ballast/proto/model/names.h"
 
 namespace ballast::python {
 namespace {
@@ -21,14 +23,16 @@ namespace {
 namespace nb = nanobind;
 using nb::literals::operator""_a;
 
-// The exception's class lives in Python, where `except` finds it: ballast.errors.Error(message, reason, code).
+// The exception's class lives in Python, where `except` finds it: ballast.errors.Error(message, reason, code, details).
 void Translate(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
   } catch (const StatusError& error) {
     try {
       const nb::object type = nb::module_::import_("ballast.errors").attr("Error");
-      const nb::object value = type(error.what(), error.reason(), error.code());
+      nb::dict details;
+      for (const auto& [key, value] : error.details()) details[key.c_str()] = nb::str(value.data(), value.size());
+      const nb::object value = type(error.what(), error.reason(), error.code(), details);
       PyErr_SetObject(type.ptr(), value.ptr());
     } catch (nb::python_error& interrupt) {  // Ctrl-C while we were away
       interrupt.restore();
@@ -320,6 +324,16 @@ NB_MODULE(_native, m) {
   spdlog::set_level(spdlog::level::warn);
   m.def("set_log_level", &SetLogLevel, "level"_a);
   m.def("address_error", &AddressError, "address"_a);
+  m.def(
+      "crc32c",
+      [](const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& bytes) {
+        const nb::gil_scoped_release release;
+        return kernels::Crc32c({reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()});
+      },
+      "bytes"_a);
+  m.attr("JOB_NAME_RULE") = model::kJobNameRule;
+  m.def(
+      "is_job_name", [](const std::string& name) { return model::IsJobName(name); }, "name"_a);
   nb::register_exception_translator(Translate);
   BindServer(m);
   BindOptions(m);

@@ -10,6 +10,8 @@
 #include <filesystem>
 #include <future>
 
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
@@ -235,6 +237,16 @@ std::vector<std::pair<uint64_t, uint64_t>> PythonServer::Tiers() const {
   return tiers;
 }
 
+namespace {
+
+// What was raised, in one line: users have no use for the traceback of a callback.
+std::string Said(const nb::python_error& error) {
+  const nb::str type(error.type().attr("__name__")), text(error.value());
+  return absl::StrCat(type.c_str(), ": ", text.c_str());
+}
+
+}  // namespace
+
 absl::Status PythonStore::Set(absl::string_view key, absl::string_view value) {
   const nb::gil_scoped_acquire lock;
   try {
@@ -242,7 +254,7 @@ absl::Status PythonStore::Set(absl::string_view key, absl::string_view value) {
     return absl::OkStatus();
   } catch (nb::python_error& error) {
     return model::Error(absl::StatusCode::kUnavailable, model::kRankMissing,
-                        absl::StrCat("the store of the process group: ", error.what()));
+                        absl::StrCat("the store of the process group: ", Said(error)));
   }
 }
 
@@ -254,7 +266,8 @@ absl::StatusOr<std::string> PythonStore::Get(absl::string_view key, absl::Time d
     return std::string(value.c_str(), value.size());
   } catch (nb::python_error& error) {
     return model::Error(absl::StatusCode::kDeadlineExceeded, model::kRankMissing,
-                        absl::StrCat("no rank told '", key, "' to the process group's store: ", error.what()));
+                        absl::StrCat("no rank told '", key, "' to the process group's store in time; did one end? (",
+                                     Said(error), ")"));
   } catch (const nb::cast_error&) {
     return model::Error(absl::StatusCode::kInternal, model::kRankMissing,
                         "the store's get gave something else than bytes");
@@ -392,10 +405,12 @@ Report PythonSession::CommitState(const std::string& array, absl::Span<const Sta
   std::vector<size_t> which;
   std::vector<const float*> values;
   std::vector<uint64_t> steps;
+  absl::flat_hash_map<std::string, size_t> by_name;
+  for (size_t i = 0; i < names_.size(); ++i) by_name[names_[i]] = i;
   for (const State& state : states) {
-    const auto found = std::find(names_.begin(), names_.end(), state.tensor);
-    const auto index = static_cast<size_t>(found - names_.begin());
-    if (found == names_.end() || state.values.size() != tensors_->local_elements(index)) {
+    const auto found = by_name.find(state.tensor);
+    const size_t index = found == by_name.end() ? 0 : found->second;
+    if (found == by_name.end() || state.values.size() != tensors_->local_elements(index)) {
       throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
                                      absl::StrCat("tensor '", state.tensor, "' has not ", state.values.size(),
                                                   " local elements, or is none of the session's")));
@@ -411,8 +426,9 @@ Report PythonSession::CommitState(const std::string& array, absl::Span<const Sta
 void PythonSession::Register(const std::vector<Tensor>& tensors) {
   const Using session = Use();
   Check(session->Register(SpecsOf(tensors)));
+  const absl::flat_hash_set<std::string> known(names_.begin(), names_.end());
   for (const Tensor& tensor : tensors) {
-    if (std::find(names_.begin(), names_.end(), tensor.name) == names_.end()) names_.push_back(tensor.name);
+    if (!known.contains(tensor.name)) names_.push_back(tensor.name);
   }
   MakeTensors();
 }

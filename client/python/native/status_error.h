@@ -15,12 +15,15 @@ class StatusError : public std::runtime_error {
   explicit StatusError(const absl::Status& status)
       : std::runtime_error(std::string(status.message())),
         reason_(model::ReasonOf(status)),
+        details_(model::DetailsOf(status)),
         code_(absl::StatusCodeToString(status.code())) {}
   const std::string& reason() const { return reason_; }
+  const model::Details& details() const { return details_; }
   const std::string& code() const { return code_; }
 
  private:
   std::string reason_;
+  model::Details details_;
   std::string code_;
 };
 

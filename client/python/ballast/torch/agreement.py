@@ -1,30 +1,52 @@
-"""What ranks tell each other before a step: what is wrong, which tensors are new, which have gradients, which were edited."""
+"""What ranks tell each other before they do something together: an error on one is an error on all, in the same words, and what must
+be the same on all is compared. `exchange` throughout: all ranks' bytes, in rank order, for mine."""
 
 import hashlib
 import json
+import struct
+import zlib
 from typing import NamedTuple
 
 from ballast.errors import Error
+from ballast.torch import ranks
+from ballast.torch.members import digest_of, is_sharded, local
+from ballast.torch.sketch import near, sketch
 
 _WRONG, _FINE = b'!', b'.'
 _TEXT_MAX = 4096
+_HASH_BYTES = 32
+# Each gradient is compared at its first step, and then in one step of so many.
+_GRADIENT_STEPS = 64
 
 
 class Collected(NamedTuple):
     """One rank's side of a step, nothing of it done yet."""
     fresh: list  # of registration.new_tensors
     members: list  # those included
-    gradients: list  # by member, None where there is none
+    gradients: list  # of members.gradient_of, by member
     edited: list
     groups: list  # _native.GroupHyper
+    checked: list  # members, by index, whose gradients are compared
 
     @property
     def present(self):
         return [gradient is not None for gradient in self.gradients]
 
-    def new_names(self):
-        return hashlib.sha256('\0'.join(member.name for member, _, _ in self.fresh).encode()).digest()
+    def settle(self):
+        """Brings gradients to where their parameters are. COLLECTIVE: all ranks have told that they have the same ones to bring."""
+        for i, gradient in enumerate(self.gradients):
+            if gradient is not None and is_sharded(gradient):
+                placed = gradient.redistribute(placements=self.members[i].parameter.placements)
+                self.gradients[i] = local(placed).detach().contiguous()
 
+
+def checked(members, steps, debug):
+    """Members, by index, whose gradients are compared in this step: tensors that all ranks hold whole."""
+    return [i for i, member in enumerate(members) if not is_sharded(member.parameter)
+            and (debug or not member.agreed or i % _GRADIENT_STEPS == steps % _GRADIENT_STEPS)]
+
+
+# --- errors
 
 def _describe(error):
     reason = error.reason if isinstance(error, Error) else ''
@@ -34,46 +56,155 @@ def _describe(error):
     return _WRONG + json.dumps({'text': text[:_TEXT_MAX], 'reason': reason}).encode()
 
 
-def _raise_wrong(said, wrong):
-    """Raises what was wrong here, else on the first rank where something was."""
-    if wrong is not None:
-        raise wrong
+def everyone(exchange, act, say):
+    """act() on every rank: its result here, and say(result), bytes, of all. An error is that of the first rank that has one, on all."""
+    result = wrong = None
+    try:
+        result = act()
+        mine = _FINE + say(result)
+    except Exception as error:  # pylint: disable=broad-except
+        wrong, mine = error, _describe(error)
+    try:
+        said = exchange(mine)
+    except Error as error:
+        raise wrong or error  # a rank that does not come is the lesser news
     for rank, each in enumerate(said):
-        if each.startswith(_WRONG):
-            there = json.loads(each[1:])
-            raise Error(f"rank {rank}: {there['text']}", there['reason'])
+        if not each.startswith(_WRONG):
+            continue
+        if wrong is not None and each == mine:
+            raise wrong
+        there = json.loads(each[1:])
+        raise Error(f"rank {rank}: {there['text']}", there['reason'])
+    return result, [each[1:] for each in said]
 
 
 def together(exchange, act, alike):
     """act() on every rank; an error on one is an error on all, and so are results of which alike(result), a text, is not the same."""
-    result = wrong = None
-    try:
-        result = act()
-        mine = _FINE + alike(result).encode()
-    except Exception as error:  # pylint: disable=broad-except
-        wrong, mine = error, _describe(error)
-    said = exchange(mine)
-    _raise_wrong(said, wrong)
+    result, said = everyone(exchange, act, lambda result: alike(result).encode())
+    mine = alike(result)
     for rank, each in enumerate(said):
-        if each != mine:
-            raise Error(f'rank {rank} has {each[1:].decode()}, this one {mine[1:].decode()}; expected the same on all', 'BAD_SPEC')
+        if each.decode() != mine:
+            raise Error(f'rank {rank} has {each.decode()}, this one {mine}; expected the same on all', 'BAD_SPEC')
     return result
+
+
+# --- what is the same on all ranks
+
+def _hash(entries):
+    return hashlib.sha256(json.dumps(entries).encode()).digest()
+
+
+def _other(said):
+    """The first rank that says something else than rank 0, or None."""
+    return next((rank for rank, each in enumerate(said) if each != said[0]), None)
+
+
+def _refuse_other(exchange, hashes, entries):
+    """entries, (what, value) as texts, are the same on all ranks, who said hashes of them; else the first difference is told."""
+    other = _other(hashes)
+    if other is None:
+        return
+    mine = zlib.compress(json.dumps(entries).encode()) if ranks.rank() in (0, other) else b''
+    said = exchange(mine)
+    first, second = (dict(json.loads(zlib.decompress(said[rank]))) for rank in (0, other))
+    for there, has, not_there in ((0, first, second), (other, second, first)):
+        lacking = [what for what in has if what not in not_there]
+        if lacking:
+            more = f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''
+            raise Error(f'rank {there} has {lacking[0]}{more}, and rank {other - there} has not; expected one model on all ranks, whole or '
+                        'in the rows of fully_shard, with gradients wanted of the same parameters: stages of a pipeline, and other parts of '
+                        'a model that ranks keep for themselves, are not supported', 'RANKS_DIFFER')
+    for what, value in first.items():
+        if second[what] != value:
+            raise Error(f'{what} is {value} on rank 0 and {second[what]} on rank {other}; expected the same on all ranks', 'RANKS_DIFFER')
+    here, there = next((one, two) for one, two in zip(first, second) if one != two)
+    raise Error(f'{here} comes where rank {other} has {there}; expected one order on all ranks', 'RANKS_DIFFER')
+
+
+def alike(exchange, act, entries):
+    """act() on every rank; entries(result), (what, value) as texts, are the same on all."""
+    result, said = everyone(exchange, act, lambda result: _hash(entries(result)))
+    _refuse_other(exchange, said, entries(result))
+    return result
+
+
+def check_values(exchange, members):
+    """Those that all ranks hold whole are the same on all."""
+    members = [member for member in members if not is_sharded(member.parameter)]
+    if ranks.world_size() == 1 or not members:
+        return
+    said = exchange(_pack(digest_of(member.parameter) for member in members))
+    other = _other(said)
+    if other is not None:
+        member = members[_first(said[0], said[other])]
+        raise Error(f"parameter '{member.name}' has other values on rank {other} than on rank 0, and is a plain tensor, which all ranks hold "
+                    'alike: wrap the model in DistributedDataParallel, which makes them so, or shard it by fully_shard; ranks that keep '
+                    'parts of a model for themselves (tensor, expert or pipeline parallel) are not supported', 'RANKS_DIFFER')
+
+
+def _pack(digests):
+    return b''.join(struct.pack('<I', digest) for digest in digests)
+
+
+def _unpack(said):
+    return [digest for digest, in struct.iter_unpack('<I', said)]
+
+
+def _first(one, two):
+    """Where they differ."""
+    return next(i for i, (a, b) in enumerate(zip(_unpack(one), _unpack(two))) if a != b)
+
+
+# --- a step
+
+def _entries(collected):
+    fresh = [(f"parameter '{member.name}'", 'new') for member, _, _ in collected.fresh]
+    return fresh + [(f"the gradient of parameter '{member.name}'", str(gradient.placements))
+                    for member, gradient in zip(collected.members, collected.gradients) if gradient is not None and is_sharded(gradient)]
+
+
+def _say(collected):
+    compared = [collected.gradients[i] for i in collected.checked]
+    return (_hash(_entries(collected)) + bytes(collected.edited) + bytes(collected.present)
+            + _pack(0 if gradient is None else digest_of(gradient) for gradient in compared))
 
 
 def agree(exchange, collect):
     """collect() on every rank, and what any of them says of each member: (collected, edited, present). An error on one is an
-    error on all, which would wait for it else. `exchange`: all ranks' bytes for mine."""
-    try:
-        collected, wrong = collect(), None
-        mine = _FINE + collected.new_names() + bytes(collected.edited) + bytes(collected.present)
-    except Exception as error:  # pylint: disable=broad-except
-        wrong, mine = error, _describe(error)
-    said = exchange(mine)
-    _raise_wrong(said, wrong)
-    for rank, each in enumerate(said):
-        if each[:33] != mine[:33]:
-            raise Error(f'rank {rank} registers other parameters than this one; expected the same on all: what has a gradient, or '
-                        'wants one', 'BAD_SPEC')
+    error on all, which would wait for it else."""
+    collected, said = everyone(exchange, collect, _say)
+    _refuse_other(exchange, [each[:_HASH_BYTES] for each in said], _entries(collected))
     count = len(collected.members)
-    flags = [any(bits) for bits in zip(*(each[33:] for each in said))]
-    return collected, flags[:count], flags[count:]
+    edited, present, gradients = ([each[begin:end] for each in said] for begin, end in (
+        (_HASH_BYTES, _HASH_BYTES + count), (_HASH_BYTES + count, _HASH_BYTES + 2 * count), (_HASH_BYTES + 2 * count, None)))
+    _check_present(collected.members, present)
+    if _other(gradients) is not None:
+        _check_gradients(exchange, collected, gradients)
+    for i in collected.checked:
+        collected.members[i].agreed |= bool(present[0][i])
+    return (collected, *([any(bits) for bits in zip(*flags)] for flags in (edited, present)))
+
+
+_REDUCE = ('ranks take a step with reduced gradients: wrap the model in DistributedDataParallel, shard it by fully_shard, or all-reduce '
+           'the gradients before step(). With DDP, look for parameters that it was told to ignore, and for no_sync() around the last backward')
+
+
+def _check_present(members, present):
+    if _other(present) is None:
+        return
+    for member, *has in zip(members, *present):
+        if len(set(has)) > 1 and not is_sharded(member.parameter):
+            raise Error(f"parameter '{member.name}' has a gradient on rank {has.index(1)} and none on rank {has.index(0)}, and {_REDUCE}",
+                        'RANKS_DIFFER')
+
+
+def _check_gradients(exchange, collected, said):
+    """Where bits differ, numbers are compared: clipping on unlike machines leaves the last bit to each."""
+    for i, *of_ranks in zip(collected.checked, *map(_unpack, said)):
+        if len(set(of_ranks)) == 1:
+            continue
+        sketches = [json.loads(each) for each in exchange(json.dumps(sketch(collected.gradients[i])).encode())]
+        other = next((rank for rank, each in enumerate(sketches) if not near(sketches[0], each)), None)
+        if other is not None:
+            raise Error(f"parameter '{collected.members[i].name}' has another gradient on rank {other} than on rank 0, and {_REDUCE}",
+                        'RANKS_DIFFER')

@@ -11,7 +11,6 @@ _CHOICES = {
     'moments': ('f32', 'bf16', 'i8', 'f8'),
 }
 _CHUNK_ELEMENTS = 1 << 16, 1 << 20
-_NAME_BYTES_MAX = 512
 _PIN_INTERVAL_MAX = 1 << 32
 
 
@@ -51,8 +50,8 @@ def check(*, name, durability, pin_interval, checkpoints, chunk_elements, seed, 
             _refuse(key, rest[key], 'one of ' + ', '.join(map(repr, _CHOICES[key])))
     if durability not in _CHOICES['durability']:
         _refuse('durability', durability, "one of 'step', 'every-K', 'none', or None to choose")
-    if not isinstance(name, str) or not 0 < len(name.encode()) <= _NAME_BYTES_MAX:
-        _refuse('name', name, f'1 to {_NAME_BYTES_MAX} bytes')
+    if not isinstance(name, str) or not _native.is_job_name(name):
+        _refuse('name', name, _native.JOB_NAME_RULE)
     if not _integer(pin_interval) or not (
             1 <= pin_interval <= _PIN_INTERVAL_MAX if durability == 'every-K' else pin_interval == 0):
         _refuse('pin_interval', pin_interval, f"the K of durability='every-K', from 1 to 2^32, and 0 with any other; "

@@ -1,18 +1,14 @@
 """How an optimizer reaches its servers: named ones, a private one of several ranks, or one inside this process."""
 
 import contextlib
+import functools
 import os
-import re
 import weakref
 
 from ballast import _native, embedded
 from ballast.errors import Error
-from ballast.torch import arguments, ranks
-
-
-# What Open says of a job that has a tensor which is frozen here, and of one that has not got a tensor yet.
-_MISSING = re.compile(r"the job has tensor '(.*?)' \(.*which this session does not name", re.S)
-_UNKNOWN = re.compile(r"tensor '(.*?)' is not in the job; open with", re.S)
+from ballast.torch import arguments, private_server, ranks
+from ballast.torch.agreement import alike
 
 
 class Connection:
@@ -38,39 +34,47 @@ class Connection:
             raise Error('this process was forked from the one that made the optimizer; make it after the fork',
                         'UNSUPPORTED')
 
-    def open(self, options, fit):
-        """The session; all ranks. Starts a server where none is named. `fit`: a registration.Fit, of the tensors that the job has."""
-        daemon = store = None
+    def open(self, options, look):
+        """The session, and the tensors that the job has; all ranks. Starts a server where none is named. look(): a registration.Fit,
+        or the error that all ranks get before any server is asked."""
+        daemon = None
         embed = contextlib.nullcontext()
         options.rank, options.world_size, options.servers = ranks.rank(), ranks.world_size(), self._servers
+        timeout, option = max((options.step_timeout, 'step_timeout'), (options.open_timeout, 'open_timeout'))
+        exchange = functools.partial(ranks.exchange, 'the opening of a job', timeout=timeout, option=option)
+        fit = alike(exchange, look, lambda fit: self._entries(options, fit))
         if ranks.active():
-            store = ranks.Store()
             options.host = ranks.own_address()
             if not self._servers:
-                address, daemon = ranks.start_private_server(store, self._budgets, options.open_timeout)
+                address, daemon = private_server.start(exchange, self._budgets)
                 options.servers = [address]
         elif not self._servers:
             embed = embedded.opening(options.job, options.durability != 'none', **self._budgets)
         with embed as local:
             try:
-                session = self._open_session(options, fit, local, store)
+                session = self._open_session(options, fit, local, exchange)
             except BaseException:
                 if daemon is not None:
                     daemon.stop()
                 raise
             self._finish = weakref.finalize(self, _finish, session, local, daemon, self._pid)
-        return session
+        return session, fit
 
-    @staticmethod
-    def _open_session(options, fit, local, store):
+    def _entries(self, options, fit):
+        servers = f'one of {len(self._servers)}' if self._servers else 'none'
+        return [("the job's name", repr(options.job)), ('the list of servers', servers), *fit.entries]
+
+    def _open_session(self, options, fit, local, exchange):
         while True:
+            store = ranks.Store() if ranks.active() else None
             try:
                 return _native.Session.open(options, fit.tensors, None if local is None else local.server, store)
             except Error as error:
-                missing, unknown = _MISSING.search(str(error)), _UNKNOWN.search(str(error))
-                if not (missing and fit.add(missing[1]) or unknown and fit.leave_out(unknown[1])):
+                if error.reason != 'TENSORS_DIFFER':
                     raise
-                store = None if store is None else ranks.Store()
+                refused = error
+            # The same on all ranks but for what is frozen, and for words in front of it.
+            alike(exchange, functools.partial(fit.follow, refused), lambda fit: self._entries(options, fit))
 
     def close(self):
         if self._finish is not None:

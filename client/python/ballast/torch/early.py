@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ballast.errors import Error, warn
-from ballast.torch.members import digest_of, gradient_of, in_host, is_elsewhere, local, mark_of
+from ballast.torch.members import digest_of, gradient_of, in_host, is_elsewhere, is_sharded, local, mark_of
 from ballast.torch.modes import plainly
 
 _GRACE_SECONDS = 2.0
@@ -98,7 +98,7 @@ class Early:
             there = [gradient_of(member) for member in members]
         except Error:
             return  # the step refuses it
-        if any(gradient is None for gradient in there):
+        if any(gradient is None or is_sharded(gradient) for gradient in there):
             return
         if self._is_busy() and any(is_elsewhere(gradient) for gradient in there):
             return  # the step under way may read their places in the host's memory

@@ -1,7 +1,5 @@
 """Parameters that are registered with a job, and their memory on this rank."""
 
-import zlib
-
 import torch
 
 try:
@@ -9,7 +7,9 @@ try:
 except ImportError:  # torch 2.4
     from torch.distributed._tensor import DTensor, Shard
 
+from ballast import _native
 from ballast.errors import Error
+from ballast.torch import ranks
 from ballast.torch.host_memory import is_elsewhere
 
 DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
@@ -35,8 +35,8 @@ def on_host(tensor):
 
 
 def digest_of(tensor):
-    """CRC-32 of this rank's elements."""
-    return zlib.crc32(on_host(tensor).reshape(-1).view(torch.uint8).numpy())
+    """CRC-32C of this rank's elements."""
+    return _native.crc32c(on_host(tensor).reshape(-1).view(torch.uint8))
 
 
 def mark_of(tensor):
@@ -54,6 +54,8 @@ class Member:
         self.name, self.group, self.parameter = name, group, parameter
         self.mark = self.digest = None
         self.debug = debug
+        self.agreed = False  # ranks have compared a gradient
+        self.shape = local(parameter).shape
         self.noted(parameter)
 
     def noted(self, parameter):
@@ -61,7 +63,15 @@ class Member:
         if self.debug:
             self.digest = digest_of(parameter)
 
+    @property
+    def moved(self):
+        """To other memory."""
+        return self.mark[-1] != local(self.parameter).data_ptr()
+
     def edited(self, parameter):
+        if self.moved and local(parameter).shape != self.shape:
+            raise Error(f"parameter '{self.name}' has shape {list(local(parameter).shape)} on this rank, and registered with "
+                        f'{list(self.shape)}; make a new optimizer for new parameters', 'BAD_SPEC')
         return self.mark != mark_of(parameter) or self.edited_unseen(parameter)
 
     def edited_unseen(self, parameter):
@@ -69,14 +79,31 @@ class Member:
         return self.debug and self.mark == mark_of(parameter) and self.digest != digest_of(parameter)
 
 
+def _check_parallel(name, parameter):
+    """Refuses what only a part of is here, and nothing of torch's says which."""
+    if getattr(parameter, '_fsdp_flattened', False):
+        raise Error(f"parameter '{name}' belongs to FullyShardedDataParallel (FSDP1), whose ranks keep parts of flat parameters; expected "
+                    'torch.distributed.fsdp.fully_shard (FSDP2), or DistributedDataParallel', 'UNSUPPORTED')
+    if ranks.active() and getattr(parameter, 'tensor_model_parallel', False):
+        raise Error(f"parameter '{name}' has Megatron's attribute tensor_model_parallel: ranks keep parts of it, which they call by one name; "
+                    'expected whole parameters, or the rows of fully_shard', 'UNSUPPORTED')
+    if not isinstance(parameter, DTensor):
+        return
+    if tuple(parameter.placements) != (Shard(0),):
+        raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected (Shard(0),), as "
+                    'fully_shard makes it over a mesh of one dimension', 'UNSUPPORTED')
+    mesh = parameter.device_mesh.mesh.flatten().tolist()
+    if mesh != list(range(ranks.world_size())):
+        raise Error(f"parameter '{name}' is a DTensor over the ranks {mesh}; expected all {ranks.world_size()} ranks, in their order: a "
+                    'job is trained by all of them', 'UNSUPPORTED')
+
+
 def check_parameter(name, parameter):
     if parameter.dtype not in DTYPES:
         what = 'complex parameters are' if parameter.is_complex() else f'{parameter.dtype} is'
         raise Error(f"parameter '{name}': {what} not supported; expected float32, bfloat16 or float16",
                     'BAD_DTYPE')
-    if isinstance(parameter, DTensor) and tuple(parameter.placements) != (Shard(0),):
-        raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected (Shard(0),), as "
-                    'fully_shard makes it over a mesh of one dimension', 'UNSUPPORTED')
+    _check_parallel(name, parameter)
     if parameter.is_inference():
         raise Error(f"parameter '{name}' was made within torch.inference_mode(), where no version counter tells of edits; make the model "
                     'outside, or give a clone of it', 'UNSUPPORTED')
@@ -85,16 +112,29 @@ def check_parameter(name, parameter):
 
 
 def gradient_of(member):
-    """The memory of a member's gradient on this rank, None if it has none."""
-    gradient = member.parameter.grad
+    """The memory of a member's gradient on this rank, None if it has none; a DTensor where it is not placed as its parameter is."""
+    parameter, gradient = member.parameter, member.parameter.grad
     if gradient is None:
         return None
+    if is_sharded(gradient) != is_sharded(parameter):
+        kinds = {False: 'a plain tensor', True: 'a DTensor'}
+        raise Error(f"parameter '{member.name}' is {kinds[is_sharded(parameter)]}, and its gradient is {kinds[is_sharded(gradient)]}; expected "
+                    "a gradient like its parameter: distribute it, or take full_tensor() of it, before step()", 'BAD_SPEC')
     if gradient.layout != torch.strided:
         raise Error(f"parameter '{member.name}' has a sparse gradient; expected a dense one: make its layer with "
                     'sparse=False', 'UNSUPPORTED')
     if gradient.dtype not in DTYPES:
         raise Error(f"parameter '{member.name}' has a gradient of {gradient.dtype}; expected float32, bfloat16 or "
                     'float16', 'BAD_DTYPE')
+    if is_sharded(gradient):
+        if gradient.device_mesh != parameter.device_mesh:
+            raise Error(f"parameter '{member.name}' is over {parameter.device_mesh}, and its gradient over {gradient.device_mesh}; expected "
+                        'one mesh', 'BAD_SPEC')
+        if gradient.placements != parameter.placements:
+            return gradient
+    if local(gradient).shape != local(parameter).shape:
+        raise Error(f"parameter '{member.name}' has shape {list(local(parameter).shape)}, and its gradient {list(local(gradient).shape)}: "
+                    'was .data set to another tensor after backward?', 'BAD_SPEC')
     return local(gradient).detach().contiguous()
 
 

@@ -14,7 +14,7 @@ import torch
 from ballast import _native
 from ballast.errors import Error, warn
 from ballast.torch import arguments, checkpoint, hooks, job_spec, loading, marker, moments, ranks, state
-from ballast.torch.agreement import Collected, agree
+from ballast.torch.agreement import Collected, agree, check_values, checked
 from ballast.torch.connection import Connection
 from ballast.torch.early import Early
 from ballast.torch.host_memory import HostMemory
@@ -154,7 +154,8 @@ class Optimizer(torch.optim.Optimizer):
             self._pull()
         return self._session
 
-    def _start(self, trained):
+    def _look(self, trained):
+        """What the job is opened with. Whatever is wrong here is wrong on all ranks."""
         fit = Fit(self, trained)
         if not fit.members:
             raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')
@@ -166,7 +167,18 @@ class Optimizer(torch.optim.Optimizer):
         if self._early is not None and ranks.active():
             raise Error('push_early is for one rank: DistributedDataParallel reduces gradients after backward has made them, and what '
                         'clip_grad_norm_ does to the DTensors of fully_shard moves no version counter; leave push_early out', 'UNSUPPORTED')
-        self._session = self._connection.open(self._options, fit)
+        return fit
+
+    def _start(self, trained):
+        self._session, fit = self._connection.open(self._options, lambda: self._look(trained))
+        try:
+            self._begin(fit)
+        except BaseException:  # the next attempt begins anew
+            self._session, self._members, self._by_parameter = None, [], {}
+            self._connection.close()
+            raise
+
+    def _begin(self, fit):
         self._members = fit.members
         if fit.unknown:
             warn(f"job '{self._options.job}' has no state of {len(fit.unknown)} parameters, '{fit.unknown[0]}' among them: they begin anew "
@@ -175,6 +187,7 @@ class Optimizer(torch.optim.Optimizer):
         self._unpulled = not self._session.needs_values
         self._found = self._session.version if self._unpulled else None
         if self._session.needs_values:
+            check_values(self._session.exchange, self._members)
             self._session.initialise(Memory(self._members, self._host).wait().parameters)
 
     def _durability_to_be(self):
@@ -242,6 +255,7 @@ class Optimizer(torch.optim.Optimizer):
     def sync_from_params(self):
         """Takes over what was written to parameters through `.data`, which their version counters do not tell."""
         self._open()
+        check_values(self._session.exchange, self._members)
         for member in self._members:
             self._take_edit(member)
 
@@ -380,13 +394,12 @@ class Optimizer(torch.optim.Optimizer):
     def _step(self, blob):
         session = self._open(for_step=True)
         self._last_step_skipped = False
-        if self._overlap is not None:
-            self._overlap.check(self)
         if self._options.world_size > 1:
             collected, edited, present = agree(session.exchange, self._collect)
         else:
             collected = self._collect()
             edited, present = collected.edited, collected.present
+        collected.settle()
         if self._early is not None and (collected.fresh or not self._early.stands(collected.gradients)):
             self._early.withdraw()
         self._register(collected.fresh)
@@ -394,9 +407,10 @@ class Optimizer(torch.optim.Optimizer):
             if self._early is not None:
                 self._early.take()
             return  # as torch's: nothing has a gradient
-        for member, changed in zip(self._members, edited):
-            if changed:
-                self._take_edit(member)
+        changed = [member for member, is_edited in zip(self._members, edited) if is_edited]
+        check_values(session.exchange, changed)
+        for member in changed:
+            self._take_edit(member)
         written = self._session.written
         changes = {i for i, member in enumerate(self._members) if present[i] or member.name in written}
         step = Step(self, collected, changes, self._gradient_scale, blob)
@@ -431,6 +445,8 @@ class Optimizer(torch.optim.Optimizer):
         return fresh
 
     def _collect(self):
+        if self._overlap is not None:
+            self._overlap.check(self)
         fresh = self._new_tensors()
         members = self._members + [member for member, _, _ in fresh]
         there = {id(parameter) for _, _, parameter in placed(self)}
@@ -439,11 +455,13 @@ class Optimizer(torch.optim.Optimizer):
         job_spec.check(self, self._options.optimizer)
         groups = [self._hyper(group) for group in self.param_groups]
         groups += groups[:1] * (self._options.group_count - len(groups))
-        return Collected(fresh, members, gradients, edited, groups)
+        compared = checked(members, self._steps, self._debug) if self._options.world_size > 1 else []
+        return Collected(fresh, members, gradients, edited, groups, compared)
 
     def _register(self, fresh):
         if not fresh:
             return
+        check_values(self._session.exchange, [member for member, _, _ in fresh])
         self._commit_written()
         self._session.register([tensor for _, _, tensor in fresh])
         self._members.extend(member for member, _, _ in fresh)

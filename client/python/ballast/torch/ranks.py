@@ -9,7 +9,6 @@ import socket
 
 import torch.distributed as dist
 
-from ballast import embedded_daemon
 from ballast.errors import Error
 
 _opens = itertools.count()  # the same on all ranks, which open their jobs in one order
@@ -39,9 +38,11 @@ def active():
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def exchange(what, mine, timeout):
+def exchange(what, mine, timeout, option='step_timeout'):
     """All ranks' bytes, in rank order: where no session is open yet, or the ranks may not all come. Either all ranks get them, or
-    those that come get an error, however late they are."""
+    those that come get an error, however late they are. option: whose seconds they are."""
+    if not active():
+        return [mine]
     store = Store(f'{what}/{_agreements[what]}')
     _agreements[what] += 1
     store.set(f'said/{rank()}', mine)
@@ -56,7 +57,7 @@ def exchange(what, mine, timeout):
     if store.decide('all' if missing is None else f'{rank()} {missing}') == 'all':
         return said if missing is None else [store.get(f'said/{r}', timeout) for r in range(world_size())]
     waited, missing = map(int, store.decide('').split())
-    raise Error(f'{what}: rank {waited} waited {timeout:g} s (step_timeout) for rank {missing}; expected all ranks to come to it, '
+    raise Error(f'{what}: rank {waited} waited {timeout:g} s ({option}) for rank {missing}; expected all ranks to come to it, '
                 'the same number of times', 'RANK_MISSING')
 
 
@@ -77,25 +78,3 @@ def own_address():
             return probe.getsockname()[0]
         except OSError:
             return '127.0.0.1'
-
-
-def start_private_server(store, local, timeout):
-    """The address of a ballastd that rank 0 starts, and rank 0's handle of it. All ranks must be on one host."""
-    host = socket.gethostname()
-    store.set(f'host/{rank()}', host.encode())
-    hosts = {store.get(f'host/{r}', timeout).decode() for r in range(world_size())}
-    if len(hosts) > 1:
-        raise Error(f'ranks on {len(hosts)} hosts ({", ".join(sorted(hosts))}) and no state servers: start ballastd beside '
-                    "your trainers and name them all: servers='host:port,...' or BALLAST_SERVERS", 'BAD_CONFIG')
-    if rank() != 0:
-        answer = store.get('server', timeout).decode()
-        if answer.startswith('!'):
-            raise Error(f'rank 0 could not start a state server: {answer[1:]}', 'SERVER_DOWN')
-        return answer, None
-    try:
-        daemon = embedded_daemon.Daemon(**local)
-    except BaseException as error:
-        store.set('server', f'!{error}'.encode())
-        raise
-    store.set('server', daemon.address.encode())
-    return daemon.address, daemon

@@ -2,7 +2,8 @@
 
 from ballast import _native
 from ballast.errors import Error
-from ballast.torch.members import Member, check_parameter
+from ballast.torch import shared_memory
+from ballast.torch.members import DTYPES, Member, check_parameter, is_sharded
 from ballast.torch.naming import UnitsBySize, positional_name, unit_of
 
 
@@ -45,7 +46,22 @@ def new_tensors(optimizer, trained=()):
         names.add(name)
         shape = list(parameter.shape) or [1]
         found.append((Member(name, g, parameter, optimizer._debug), parameter, _native.Tensor(name, unit, shape, g)))
+    if found or any(member.moved for member in optimizer._members):
+        _check_all(optimizer, optimizer._members + [member for member, _, _ in found])
     return found
+
+
+def _check_all(optimizer, members):
+    """What members of one job are to each other."""
+    shared_memory.refuse(members)
+    if optimizer._options.world_size == 1:
+        return
+    sharded = next((member.name for member in members if is_sharded(member.parameter)), None)
+    plain = next((member.name for member in members if not is_sharded(member.parameter)), None)
+    if sharded is not None and plain is not None:
+        raise Error(f"parameter '{plain}' is a plain tensor and '{sharded}' a DTensor, and a job of several ranks has one kind; expected "
+                    'fully_shard over all of the model (it takes a scalar as a tensor of one element), or an optimizer of its own, with a name '
+                    'of its own, for the plain ones', 'UNSUPPORTED')
 
 
 class Fit:
@@ -69,13 +85,24 @@ class Fit:
         """Names, sorted: they may register with the next step."""
         return sorted(self._unknown)
 
-    def add(self, name):
-        """The job has it, and it is frozen here. False: there is none of that name."""
-        self._trained.add(name)
-        before, self._found = len(self._found), new_tensors(self._optimizer, self._trained)
-        return len(self._found) > before
+    @property
+    def entries(self):
+        """What ranks must have alike, as texts: what, and its value."""
+        return [(f"parameter '{tensor.name}'", f'{DTYPES[parameter.dtype]} {tensor.shape} in group {tensor.group} and unit '
+                 f"'{tensor.unit}', {'a DTensor' if is_sharded(parameter) else 'a plain tensor'}")
+                for member, parameter, tensor in self._found if member.name not in self._unknown]
 
-    def leave_out(self, name):
-        """The job has not got it. False: then nothing would be left; or it could not register later, see _new_tensors()."""
-        self._unknown.add(name)
-        return bool(self.tensors) and self._optimizer._options.durability != 'every-K'
+    def follow(self, refused):
+        """Of a job with other tensors (TENSORS_DIFFER): takes up those that it has and that are frozen here, and leaves those out that it
+        has not got. Raises `refused` where there are none of the one, or where no others would be left or they could not register
+        later, see _new_tensors()."""
+        missing, unknown = (set(filter(None, refused.details.get(key, '').split('\0'))) for key in ('missing', 'unknown'))
+        is_new = missing - self._trained or unknown - self._unknown
+        self._trained |= missing
+        self._unknown |= unknown
+        self._found = new_tensors(self._optimizer, self._trained)
+        there = {member.name for member in self.members}
+        late = unknown and self._optimizer._options.durability == 'every-K'
+        if not is_new or not there or late or not missing <= there:
+            raise refused
+        return self

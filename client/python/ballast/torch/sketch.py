@@ -1,0 +1,19 @@
+"""Whether ranks' tensors whose bits differ are of equal numbers, but for rounding."""
+
+import torch
+
+_PARTS = 64
+_ROUNDING = 0.01
+
+
+@torch.no_grad()
+def sketch(tensor):
+    """Sums of some parts, then the norm: see near()."""
+    parts = torch.tensor_split(tensor.detach().reshape(-1), _PARTS)
+    sums = [float(part.sum(dtype=torch.float64)) for part in parts]
+    return [*sums, float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))]
+
+
+def near(one, other):
+    """Whether two sketches may be of tensors that differ by rounding alone. Not where there is a NaN."""
+    return all(abs(a - b) <= _ROUNDING * max(one[-1], other[-1]) for a, b in zip(one, other))

@@ -1,0 +1,136 @@
+"""What ranks of one job compare, and what each is told: two processes run all cases of agreement_main.py, once."""
+import subprocess
+import sys
+
+import pytest
+import torch
+from agreement_main import CASES
+from test_ranks import HERE, WORLD, free_port, ranks_environment
+
+REDUCE = ', and ranks take a step with reduced gradients: wrap the model in DistributedDataParallel'
+
+
+@pytest.fixture(scope='module')
+def ranks(tmp_path_factory):
+    """By rank: results by case, and seconds."""
+    folder = tmp_path_factory.mktemp('agreement')
+    environment = ranks_environment(free_port())
+    logs = [open(folder / f'{rank}.log', 'w+', encoding='utf-8') for rank in range(WORLD)]
+    processes = [subprocess.Popen([sys.executable, HERE / 'agreement_main.py', folder], stdout=log, stderr=log,
+                                  env={**environment, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}) for rank, log in enumerate(logs)]
+    codes = [process.wait(300) for process in processes]
+    for log in logs:
+        log.close()
+    text = '\n'.join(f'--- rank {rank}\n' + (folder / f'{rank}.log').read_text() for rank in range(WORLD))
+    assert codes == [0] * WORLD, text
+    return [torch.load(folder / f'agreement-{rank}.pt') for rank in range(WORLD)]
+
+
+def both(ranks, name):
+    (mine, _), (other, _) = ranks[0][name], ranks[1][name]
+    return mine, other
+
+
+# What both ranks were told, in the same words.
+REFUSED = {
+    'ignored_by_ddp': "parameter '3.bias' has another gradient on rank 1 than on rank 0" + REDUCE,
+    'megatron': "parameter '0.weight' has Megatron's attribute tensor_model_parallel",
+    'fsdp2_beside_a_scalar': "parameter 'scale' is a plain tensor and 'net.0.weight' a DTensor, and a job of several ranks has one kind",
+    'stages_of_a_pipeline': "rank 0 has parameter '0_0.weight' and 39 more, and rank 1 has not; expected one model on all ranks",
+    'frozen_on_one_rank': "rank 1 has parameter '3.bias', and rank 0 has not",
+    'another_shape': "parameter 'weight' is f32 [4, 4] in group 0 and unit 'weight', a plain tensor on rank 0 and f32 [5, 4] in",
+    'another_name': "the job's name is 'job0' on rank 0 and 'job1' on rank 1",
+    'servers_on_one_rank': 'the list of servers is none on rank 0 and one of 1 on rank 1',
+    'a_rank_that_does_not_come': 'the opening of a job: rank 0 waited 2 s (step_timeout) for rank 1; expected all ranks to come to it, the '
+                                 'same number of times [RANK_MISSING]',
+}
+# Of one rank alone, or of each rank's own part: the first one's error is everybody's.
+REFUSED_THERE = {
+    'fsdp1_flat': "parameter '_fsdp_wrapped_module._flat_param' belongs to FullyShardedDataParallel (FSDP1)",
+    'fsdp1_original_parameters': "parameter '_fsdp_wrapped_module.0.weight' belongs to FullyShardedDataParallel (FSDP1)",
+    'a_mesh_smaller_than_the_world': "parameter '0.weight' is a DTensor over the ranks [0]; expected all 2 ranks",
+    'an_error_on_one_rank': "parameter '3.bias': torch.float64 is not supported",
+    'other_data_on_one_rank': "parameter '3.bias' has shape [5], and its gradient [4]: was .data set to another tensor",
+}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_all_ranks_are_told_the_same(name, ranks):
+    mine, other = both(ranks, name)
+    assert mine == other and mine.startswith(REFUSED[name])
+    assert max(rank[name][1] for rank in ranks) < 8
+
+
+@pytest.mark.parametrize('name', REFUSED_THERE)
+def test_an_error_on_one_rank_is_everybodys(name, ranks):
+    mine, other = (told.removeprefix('rank 0: ').removeprefix('rank 1: ') for told in both(ranks, name))
+    assert mine == other and mine.startswith(REFUSED_THERE[name])
+    assert max(rank[name][1] for rank in ranks) < 8
+
+
+def test_values_that_differ(ranks):
+    for told, after in both(ranks, 'values'):
+        assert told.startswith("parameter '0.weight' has other values on rank 1 than on rank 0, and is a plain tensor") and 'RANKS_DIFFER' in told
+        assert after == 'accepted'
+
+
+def test_gradients_that_differ(ranks):
+    results = both(ranks, 'gradients')
+    for told, after, _ in results:
+        assert told.startswith("parameter '0.weight' has another gradient on rank 1 than on rank 0" + REDUCE)
+        assert after == 'accepted'
+    assert torch.equal(results[0][2], results[1][2])
+
+
+def test_gradients_are_compared_now_and_then_and_with_debug_always(ranks):
+    for unseen, seen, with_debug in both(ranks, 'gradients_of_a_later_step'):
+        assert unseen == 'accepted'
+        assert seen.startswith("parameter '0.bias' has another gradient")
+        assert with_debug.startswith("parameter '0.weight' has another gradient")
+
+
+def test_a_last_bit_of_a_gradient_may_differ(ranks):
+    for rounded, scaled in both(ranks, 'gradients_that_round_otherwise'):
+        assert rounded == 'accepted'
+        assert scaled.startswith("parameter '3.weight' has another gradient")
+
+
+def test_edits_that_differ(ranks):
+    for alike, apart in both(ranks, 'edits'):
+        assert alike == 'accepted'
+        assert apart.startswith("parameter '2.weight' has other values on rank 1 than on rank 0")
+
+
+def test_late_parameters_that_differ(ranks):
+    for told, after in both(ranks, 'late_parameters'):
+        assert told.startswith("parameter 'late' has other values on rank 1 than on rank 0")
+        assert after == 'accepted'
+
+
+def test_a_resumed_job_brings_its_values(ranks):
+    for told, same, step in both(ranks, 'a_resumed_job'):
+        assert (told, same) == ('accepted', True)
+        assert step.startswith("parameter '0.weight' has another gradient on rank 1")
+
+
+def test_a_job_with_other_tensors_is_opened_twice(ranks):
+    for rank in both(ranks, 'unknown_and_frozen'):
+        assert rank == (1, 2, 6)
+
+
+def test_gradients_go_where_their_parameters_are(ranks):
+    for placements, off in both(ranks, 'a_gradient_that_is_replicated'):
+        assert placements == ['(Replicate(),)', '(Partial(sum),)'] * 2
+        torch.testing.assert_close(off, torch.zeros_like(off), rtol=0, atol=1e-6)
+
+
+def test_a_gradient_of_another_kind_is_refused(ranks):
+    for plain, distributed in both(ranks, 'a_gradient_of_another_kind'):
+        assert plain.startswith("parameter 'weight' is a DTensor, and its gradient is a plain tensor")
+        assert distributed.startswith("parameter 'weight' is a plain tensor, and its gradient is a DTensor")
+
+
+def test_every_case_is_looked_at(ranks):
+    here = open(__file__, encoding='utf-8').read()
+    assert [name for name in CASES if f"'{name}'" not in here] == []
+    assert set(ranks[0]) == set(CASES)
