@@ -132,7 +132,8 @@ class Overlap:
         if self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(1, 'ballast-step')
             atexit.register(_end_of_process, weakref.ref(self))
-        self._gradients = [None if gradient is None else (gradient, gradient._version) for gradient in gradients]
+        # Outside of inference_mode torch itself refuses to write to what was made within.
+        self._gradients = [None if gradient is None or gradient.is_inference() else (gradient, gradient._version) for gradient in gradients]
         self._ready_members = set()
         try:
             self._future = self._pool.submit(step.run, self._ready)
