@@ -25,6 +25,7 @@ namespace ballast::kernels {
 //   kSgd                 p = fma(-step_size, g, p)
 //     momentum           m = fma(take1, g, keep1 * m), and m in g's place
 //     nesterov           m = fma(take1, g, keep1 * m), and fma(keep, m, g) in g's place; keep = momentum
+//     keep = 0           as without momentum, and m stays, as in torch
 //   kAdagrad             v = fma(g, g, v + start);  p = fma(-step_size, g / (sqrt(v) + eps), p)
 //   kLion                u = sign(fma(take1, g - m, m));  m = fma(take2, g - m, m)
 //                        p = p - fma(weight_decay, p, step_size * u)

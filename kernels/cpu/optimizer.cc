@@ -266,13 +266,14 @@ void ShortBlock(const Pass& pass, const UpdateSpan& span, const MomentSpan* mome
 }  // namespace
 
 void UpdateLoop(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span) {
+  const Rule rule = RuleOf(spec, c);
   const Pass pass{.spec = spec,
                   .coefficients = c,
                   .key = key,
                   .moments = MomentCount(spec),
-                  .wide = BlockRuleOf<Ends::kF32>(RuleOf(spec), spec.moments),
-                  .bf16 = BlockRuleOf<Ends::kBf16>(RuleOf(spec), spec.moments),
-                  .streamed = BlockRuleOf<Ends::kBf16Stream>(RuleOf(spec), spec.moments)};
+                  .wide = BlockRuleOf<Ends::kF32>(rule, spec.moments),
+                  .bf16 = BlockRuleOf<Ends::kBf16>(rule, spec.moments),
+                  .streamed = BlockRuleOf<Ends::kBf16Stream>(rule, spec.moments)};
   const uint64_t gradient_bytes = ElementBytes(spec.gradient), working_bytes = ElementBytes(spec.working);
   for (uint64_t begin = 0, n = 0; begin < span.n; begin += n) {
     n = std::min<uint64_t>(pass.RunMax(), (span.n - begin) / kBlock * kBlock);
@@ -318,7 +319,7 @@ void ReadBlock(MomentFormat format, const MomentBlock& m, float* to) {
 }
 
 void ReadMomentLoop(const OptimizerSpec& spec, int index, const MomentSpan& moment, absl::Span<float> to) {
-  const bool first = !IsSecondMoment(RuleOf(spec), index), scaled = MomentScaleBytes(spec.moments, 1) != 0;
+  const bool first = !IsSecondMoment(spec, index), scaled = MomentScaleBytes(spec.moments, 1) != 0;
   for (uint64_t begin = 0; begin < to.size(); begin += kBlock) {
     const uint64_t n = std::min<uint64_t>(kBlock, to.size() - begin);
     HWY_ALIGN std::byte values[kBlock * sizeof(float)] = {};
@@ -367,7 +368,7 @@ uint32_t LargestBits(MomentFormat format, bool first, const float* wide) {
 
 void WriteMomentLoop(const OptimizerSpec& spec, int index, const RandomKey& key, absl::Span<const float> from,
                      const MomentSpan& moment) {
-  const bool first = !IsSecondMoment(RuleOf(spec), index), scaled = MomentScaleBytes(spec.moments, 1) != 0;
+  const bool first = !IsSecondMoment(spec, index), scaled = MomentScaleBytes(spec.moments, 1) != 0;
   const bool roots = spec.moments == MomentFormat::kF8 && !first;
   for (uint64_t begin = 0; begin < from.size(); begin += kBlock) {
     const uint64_t n = std::min<uint64_t>(kBlock, from.size() - begin);

@@ -207,7 +207,7 @@ absl::Status Update(const OptimizerSpec& spec, const Coefficients& c, const Rand
   const uint64_t threads = (span.n + kBlock - 1) / kBlock * kWarp;
   void* arguments[] = {const_cast<Coefficients*>(&c), const_cast<RandomKey*>(&key), const_cast<Dtype*>(&spec.gradient),
                        const_cast<Dtype*>(&spec.working), const_cast<UpdateSpan*>(&span)};
-  const auto* kernel = reinterpret_cast<const void*>(KernelOf(RuleOf(spec), spec.moments));
+  const auto* kernel = reinterpret_cast<const void*>(KernelOf(RuleOf(spec, c), spec.moments));
   return LaunchStatus("Update", cudaLaunchKernel(kernel, GridOf(threads), kThreads, arguments, 0, stream));
 }
 

@@ -199,7 +199,10 @@ void UpdateElement(const OptimizerSpec& spec, const Coefficients& c, float grad,
 
 }  // namespace
 
-void ReferenceUpdate(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span) {
+void ReferenceUpdate(const OptimizerSpec& job, const Coefficients& c, const RandomKey& key, const UpdateSpan& span) {
+  OptimizerSpec spec = job;
+  // A step without momentum, which leaves the buffer alone.
+  if (spec.kind == OptimizerKind::kSgd && c.keep == 0) spec.momentum = spec.nesterov = false;
   const int count = MomentCount(spec);
   const auto first = [&spec](int k) { return k == 0 && spec.kind != OptimizerKind::kAdagrad; };
   std::vector<float> moments[kMomentsMax];

@@ -5,6 +5,7 @@ from conftest import PAIRS
 from scripts import assert_close, both, mlp, train
 from torch import nn
 
+import ballast
 import ballast.torch as bt
 from ballast import embedded
 
@@ -15,6 +16,44 @@ def test_same_losses_as_torch(pair, job):
     results = both(lambda model, make: train(model, make(model.parameters())),
                    lambda p: ours(p, **arguments, **job), lambda p: theirs(p, **arguments))
     assert_close(*results)
+
+
+@pytest.mark.parametrize('nesterov', [False, True])
+def test_momentum_that_comes_and_goes(nesterov, job):
+    """As a schedule makes it; and a group beside that never has any. While it is 0 the buffer stays as it is."""
+    schedule = [0.0, 0.0, 0.9, 0.5, 0.0, 0.0, 0.9, 0.9]
+    start = [torch.randn(40, 30), torch.randn(500)]
+    found = []
+    for make, more in ((torch.optim.SGD, {}), (bt.SGD, {**job, 'momentum_buffer': True})):
+        parameters = [nn.Parameter(each.clone()) for each in start]
+        optimizer = make([{'params': parameters[:1]}, {'params': parameters[1:], 'momentum': 0.0}], lr=0.1, weight_decay=0.01, momentum=0.9,
+                         **more)
+        generator = torch.Generator().manual_seed(3)
+        for momentum in schedule:
+            optimizer.param_groups[0].update(momentum=momentum, nesterov=nesterov)
+            optimizer.param_groups[1].update(nesterov=nesterov)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        found.append(parameters)
+    for theirs, ours in zip(*found):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_momentum_without_a_buffer_is_refused_in_words(job):
+    parameter = nn.Parameter(torch.ones(8))
+    parameter.grad = torch.ones(8)
+    optimizer = bt.SGD([parameter], lr=0.1, **job)
+    optimizer.step()
+    optimizer.param_groups[0]['momentum'] = 0.9
+    with pytest.raises(ballast.Error, match='momentum=0.9.*momentum_buffer=True'):
+        optimizer.step()
+    optimizer.param_groups[0]['momentum'] = 0
+    optimizer.step()
+    assert optimizer.resume().step == 2
+    again = bt.SGD([parameter], lr=0.1, momentum_buffer=True, dampening=0.5, **{**job, 'name': job['name'] + 'b'})
+    with pytest.raises(ballast.Error, match='dampening=0.5.*dampening=0'):
+        again.step()
 
 
 def test_named_parameters_and_attach_name_the_job(job):

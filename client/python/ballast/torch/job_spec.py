@@ -25,6 +25,10 @@ def check(optimizer, spec):
     """Refuses a group that wants what its job was not made for."""
     for g, group in enumerate(optimizer.param_groups):
         for key, value in optimizer._spec(group).items():
-            if value != getattr(spec, key):
-                raise Error(f'group {g} has {key}={value!r}, and the job was made with {key}={getattr(spec, key)!r}: it is one for '
-                            'all groups and for good', 'BAD_SPEC')
+            if value == getattr(spec, key) or (key == 'momentum' and not value):  # a group without leaves its buffer as it is
+                continue
+            if key == 'momentum':
+                raise Error(f"group {g} has momentum={group['momentum']!r}, and the job was made without momentum buffers, for all groups "
+                            'had momentum=0: where a schedule raises it, make the job with momentum_buffer=True', 'BAD_SPEC')
+            raise Error(f'group {g} has {key}={value!r}, and the job was made with {key}={getattr(spec, key)!r}: it is one for '
+                        'all groups and for good', 'BAD_SPEC')

@@ -2,6 +2,7 @@
 
 from ballast import _native
 from ballast.errors import Error
+from ballast.torch.arguments import flag
 from ballast.torch.optimizer import Optimizer
 
 
@@ -83,10 +84,10 @@ class Adam(_AdamLike):
 
 
 class SGD(Optimizer):
-    """torch.optim.SGD."""
+    """torch.optim.SGD. momentum_buffer: the job keeps momentum also if all groups begin with a momentum of 0, which a schedule raises."""
 
     def __init__(self, params, lr=1e-3, momentum=0, dampening=0, weight_decay=0, nesterov=False, *, maximize=False,
-                 foreach=None, differentiable=False, fused=None, **ballast):
+                 foreach=None, differentiable=False, fused=None, momentum_buffer=False, **ballast):
         _refuse('SGD', differentiable=differentiable)
         _check('SGD', lr=(float(lr), 0, None), momentum=(float(momentum), 0, None),
                weight_decay=(float(weight_decay), 0, None))
@@ -95,12 +96,16 @@ class SGD(Optimizer):
         defaults = {'lr': lr, 'momentum': momentum, 'dampening': dampening, 'weight_decay': weight_decay,
                     'nesterov': nesterov, 'maximize': maximize, 'foreach': foreach, 'differentiable': differentiable,
                     'fused': fused}
+        self._momentum_buffer = flag('momentum_buffer', momentum_buffer)
         super().__init__(params, defaults, kind='sgd', **ballast)
 
     def _spec(self, group):
-        return {'momentum': float(group['momentum']) != 0, 'nesterov': bool(group['nesterov'])}
+        return {'momentum': float(group['momentum']) != 0 or self._momentum_buffer, 'nesterov': bool(group['nesterov'])}
 
     def _hyper(self, group):
+        if float(group['momentum']) == 0 and float(group['dampening']) != 0 and self._options.optimizer.momentum:
+            raise Error(f"SGD: a group has momentum=0 and dampening={group['dampening']} in a job that keeps momentum: its buffer would not "
+                        'begin as torch\'s does once momentum is raised; give that group dampening=0', 'BAD_SPEC')
         hyper = _native.GroupHyper()
         hyper.learning_rate = float(group['lr'])
         hyper.beta1 = float(group['momentum'])
