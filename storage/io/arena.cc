@@ -40,7 +40,7 @@ void Touch(std::byte* first, uint64_t bytes) {
 }
 }  // namespace
 
-absl::StatusOr<Arena> Arena::Map(uint64_t bytes, bool pin) {
+absl::StatusOr<Arena> Arena::Map(uint64_t bytes) {
   Arena arena;
   bytes = AlignUp(bytes);
   if (bytes == 0) return arena;
@@ -61,27 +61,29 @@ absl::StatusOr<Arena> Arena::Map(uint64_t bytes, bool pin) {
   static const std::vector<int> nodes = MemoryNodes();
   if (nodes.size() > 1) (void)Interleave(arena.bytes_, nodes);
   Touch(first + skip, bytes);
-  if (pin) {
-    const absl::Status pinned = PinMemory(arena.bytes_);
-    arena.pinned_ = pinned.ok();
-    if (!pinned.ok()) spdlog::warn("{} bytes stay pageable: {}", bytes, std::string(pinned.message()));
-  }
   return arena;
 }
 
 Arena::Arena(Arena&& other) noexcept
     : bytes_(std::exchange(other.bytes_, {})),
-      pinned_(std::exchange(other.pinned_, false)),
+      pinned_for_(std::exchange(other.pinned_for_, std::nullopt)),
       locked_(std::exchange(other.locked_, false)) {}
 
 Arena& Arena::operator=(Arena&& other) noexcept {
   if (this != &other) {
     Release();
     bytes_ = std::exchange(other.bytes_, {});
-    pinned_ = std::exchange(other.pinned_, false);
+    pinned_for_ = std::exchange(other.pinned_for_, std::nullopt);
     locked_ = std::exchange(other.locked_, false);
   }
   return *this;
+}
+
+absl::Status Arena::Pin(int device) {
+  if (pinned() || bytes_.empty()) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(PinMemory(bytes_, device));
+  pinned_for_ = device;
+  return absl::OkStatus();
 }
 
 bool Arena::Lock() {
@@ -106,7 +108,7 @@ Arena::~Arena() { Release(); }
 
 void Arena::Release() {
   if (bytes_.empty()) return;
-  if (pinned_) UnpinMemory(bytes_);
+  if (pinned()) UnpinMemory(bytes_, *std::exchange(pinned_for_, std::nullopt));
   munmap(bytes_.data(), bytes_.size());
   bytes_ = {};
 }
