@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/client/session_impl.h"
+#include "ballast/kernels/ieee_mode.h"
 #include "ballast/proto/model/layout.h"
 #include "ballast/proto/model/status.h"
 
@@ -33,6 +34,7 @@ absl::Status CheckCovers(const Seat& seat, uint32_t tensor, const TensorState& s
 }
 
 absl::Status CheckValues(const TensorState& state, bool squares) {
+  const kernels::IeeeMode mode;  // else a negative denormal could pass for zero
   const auto bad = std::find_if(state.values.begin(), state.values.end(),
                                 [squares](float x) { return !std::isfinite(x) || (squares && x < 0); });
   if (bad == state.values.end()) return absl::OkStatus();

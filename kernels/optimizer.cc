@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "ballast/kernels/ieee_mode.h"
+
 namespace ballast::kernels {
 namespace {
 
@@ -58,6 +60,7 @@ uint64_t MomentScaleBytes(MomentFormat format, uint64_t n) {
 
 Coefficients MakeCoefficients(const OptimizerSpec& spec, const Hyper& hyper, uint64_t t, float factor) {
   if (t == 0) std::abort();  // a caller's bug: the first update is t = 1
+  const IeeeMode mode;
   const auto once = [](double x) { return static_cast<float>(x); };
   Coefficients c;
   c.factor = hyper.maximize ? -factor : factor;

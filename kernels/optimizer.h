@@ -2,7 +2,7 @@
 //
 // Bit-exact everywhere: every CPU path (no vectors, AVX2, AVX-512; Highway picks one at run time) and CUDA give the
 // same bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding; a NaN that is stored as fp32
-// is always 0x7fc00000. Threads: any; nothing is shared.
+// is always 0x7fc00000. Threads: any, in any floating-point mode (ieee_mode.h); nothing is shared.
 #pragma once
 
 #include <array>

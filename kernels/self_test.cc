@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "ballast/kernels/ieee_mode.h"
 #include "ballast/kernels/self_test_digests.h"
 
 namespace ballast::kernels {
@@ -175,6 +176,7 @@ void AddQuantizers(const Processor& processor, std::vector<Digest>* digests) {
 }  // namespace
 
 std::vector<Digest> DigestsOf(const Processor& processor) {
+  const IeeeMode mode;  // the inputs are computed, too
   std::vector<Digest> digests;
   if (processor.update) AddUpdates(processor, &digests);
   AddConversions(processor, &digests);

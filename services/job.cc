@@ -125,10 +125,10 @@ void Job::Fail(const absl::Status& cause, absl::string_view remedy, Replies* rep
   waiting_.RefuseAll(failure_, replies);
 }
 
-absl::string_view Job::Remedy() const {
+std::string Job::Remedy() const {
   return durable_ || (plan_ != nullptr && plan_->open().spec().pin_interval() > 0)
              ? "Other jobs go on; look after the disk and restart the server, which recovers the job"
-             : "Other jobs go on; drop this one with `ballastctl drop` and start it again";
+             : absl::StrCat("Other jobs go on; drop this one (", model::kHowToDrop, ") and start it again");
 }
 
 void Job::Stop(const absl::Status& status) {

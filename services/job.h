@@ -168,7 +168,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   absl::Status Refusal() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Fail(const absl::Status& cause, absl::string_view remedy, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // What to do after an error of the disk.
-  absl::string_view Remedy() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  std::string Remedy() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   v1::GetJobResponse Describe() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // A request of `bytes` that the machine may let wait. `what`: for the deadline's message.

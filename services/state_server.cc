@@ -57,9 +57,10 @@ std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
 }
 
 absl::Status StateServer::Impl::LostToDurabilityNone(const std::string& name) const {
-  return model::Error(absl::StatusCode::kDataLoss, model::kStateLost,
-                      absl::StrCat("server '", server_id, "' was restarted and lost the state of job '", name,
-                                   "', whose durability is none; drop the job with `ballastctl drop` and start again"));
+  return model::Error(
+      absl::StatusCode::kDataLoss, model::kStateLost,
+      absl::StrCat("server '", server_id, "' was restarted and lost the state of job '", name,
+                   "', whose durability is none; drop the job (", model::kHowToDrop, ") and start again"));
 }
 
 absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Find(const std::string& name) const {
@@ -92,7 +93,7 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::st
   if (jobs.size() >= kJobsMax) {
     return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
                         absl::StrCat("server '", server_id, "' holds ", jobs.size(),
-                                     " jobs, which is all that it may; drop one with `ballastctl drop`"));
+                                     " jobs, which is all that it may; drop one: ", model::kHowToDrop));
   }
   if (dropping_names.contains(name)) {
     return model::Error(absl::StatusCode::kUnavailable, model::kBusy,

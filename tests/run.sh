@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs, builds and runs every test.
-# Usage: tests/run.sh [default|asan|tsan|exhaustive|soak] [ctest arguments...]
+# Usage: tests/run.sh [default|ci|asan|tsan|exhaustive|soak] [ctest arguments...]
 #   default  optimised, warnings are errors, GPU code compiled where nvcc is found
+#   ci       the same with fewer seeds, kills and damages
 #   asan     AddressSanitizer and UndefinedBehaviorSanitizer; a tenth of the seeds, no benches, no seeded bugs, no failpoints
 #   tsan     ThreadSanitizer; the same
 #   soak        only what takes hours: simulations, crash and corruption tests with a hundred times the seeds
@@ -12,8 +13,13 @@ cd "$(dirname "$0")/.."
 mode="${1:-default}"
 [[ $# -gt 0 ]] && shift
 configure=()
+rounds=full
 case "$mode" in
   default) preset=dev ;;
+  ci)
+    preset=dev
+    rounds=ci
+    ;;
   exhaustive)
     preset=dev
     set -- -C exhaustive -L exhaustive -V "$@"
@@ -32,7 +38,7 @@ case "$mode" in
     export TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:second_deadlock_stack=1
     configure+=("-DBALLAST_TSAN_OBJECTS=$PWD/build/tsan-abseil")
     ;;
-  *) echo "usage: tests/run.sh [default|asan|tsan|exhaustive|soak] [ctest arguments...], got '$mode'" >&2; exit 2 ;;
+  *) echo "usage: tests/run.sh [default|ci|asan|tsan|exhaustive|soak] [ctest arguments...], got '$mode'" >&2; exit 2 ;;
 esac
 
 # What a build and its tests were seen to take; a full disk shows as failures of whatever writes next.
@@ -46,6 +52,8 @@ space "${TMPDIR:-/tmp}" 4
 deploy/packages.sh test
 [[ "$mode" == tsan ]] && tests/tools/tsan_objects.sh build/tsan-abseil
 mkdir -p build
+# A file that another clone or build folder has compiled comes from ccache.
+export CCACHE_BASEDIR="${CCACHE_BASEDIR:-$PWD}" CCACHE_NOHASHDIR=1
 if [[ "$preset" == dev ]]; then
   if tests/python/venv.sh "$PWD/build/venv"; then
     configure+=(-DBALLAST_PYTHON=ON "-DPython_EXECUTABLE=$PWD/build/venv/bin/python")
@@ -53,7 +61,7 @@ if [[ "$preset" == dev ]]; then
     echo "python: no environment with torch; the Python package is not tested"
   fi
 fi
-cmake --preset "$preset" "${configure[@]}" >"build/$preset-configure.log" 2>&1 || { cat "build/$preset-configure.log" >&2; exit 1; }
+cmake --preset "$preset" -DBALLAST_TEST_ROUNDS="$rounds" "${configure[@]}" >"build/$preset-configure.log" 2>&1 || { cat "build/$preset-configure.log" >&2; exit 1; }
 grep -h '^-- Ballast:' "build/$preset-configure.log" || true
 cmake --build --preset "$preset" -j "$(nproc)"
-exec ctest --preset "$preset" -j "$(nproc)" "$@"
+exec ctest --preset "$preset" -j "$(nproc)" --output-junit tests.xml "$@"

@@ -84,6 +84,17 @@ function(ballast_test name)
     ENVIRONMENT "${ARG_ENVIRONMENT}")
 endfunction()
 
+# ballast_rounds(<variable> <full> <ci>): how many seeds, loops or damages a test tries. Sanitizers try a tenth of `full`.
+function(ballast_rounds variable full ci)
+  set(rounds ${full})
+  if(BALLAST_SANITIZE)
+    math(EXPR rounds "${full} / 10")
+  elseif(BALLAST_TEST_ROUNDS STREQUAL "ci")
+    set(rounds ${ci})
+  endif()
+  set(${variable} ${rounds} PARENT_SCOPE)
+endfunction()
+
 # The same test with a hundred times the seeds, for `tests/run.sh soak` alone: hours.
 function(ballast_soak name)
   cmake_parse_arguments(ARG "" "" "ARGS;ENVIRONMENT" ${ARGN})

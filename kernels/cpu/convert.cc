@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "ballast/kernels/cpu/highway_targets.h"
+#include "ballast/kernels/ieee_mode.h"
 #include "ballast/kernels/kernels.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -137,10 +138,12 @@ HWY_EXPORT(AddLoop);
 HWY_EXPORT(IsaName);
 
 void FromF32(absl::Span<const float> from, Dtype dtype, std::byte* to) {
+  const IeeeMode mode;
   HWY_DYNAMIC_DISPATCH(FromF32Loop)(from.data(), dtype, to, from.size());
 }
 
 void ToF32(Dtype dtype, const std::byte* from, absl::Span<float> to) {
+  const IeeeMode mode;
   HWY_DYNAMIC_DISPATCH(ToF32Loop)(dtype, from, to.data(), to.size());
 }
 
@@ -153,6 +156,7 @@ void F32FromBf16(absl::Span<const bf16> from, absl::Span<float> to) {
 }
 
 void AddInto(Dtype dtype, const std::byte* addend, absl::Span<float> sum) {
+  const IeeeMode mode;
   HWY_DYNAMIC_DISPATCH(AddLoop)(dtype, addend, sum.data(), sum.size());
 }
 

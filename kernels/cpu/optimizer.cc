@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "ballast/kernels/cpu/highway_targets.h"
+#include "ballast/kernels/ieee_mode.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ballast/kernels/cpu/optimizer.cc"
@@ -394,17 +395,20 @@ HWY_EXPORT(WriteMomentLoop);
 
 void Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span) {
   if (!Unsupported(spec).empty()) std::abort();  // a caller's bug, which would write beyond the arrays
+  const IeeeMode mode;
   HWY_DYNAMIC_DISPATCH(UpdateLoop)(spec, c, key, span);
 }
 
 void ReadMoment(const OptimizerSpec& spec, int index, const MomentSpan& moment, absl::Span<float> to) {
   if (index < 0 || index >= MomentCount(spec)) std::abort();  // a caller's bug
+  const IeeeMode mode;
   HWY_DYNAMIC_DISPATCH(ReadMomentLoop)(spec, index, moment, to);
 }
 
 void WriteMoment(const OptimizerSpec& spec, int index, const RandomKey& key, absl::Span<const float> from,
                  const MomentSpan& moment) {
   if (index < 0 || index >= MomentCount(spec)) std::abort();  // a caller's bug
+  const IeeeMode mode;
   HWY_DYNAMIC_DISPATCH(WriteMomentLoop)(spec, index, key, from, moment);
 }
 

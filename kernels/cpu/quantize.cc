@@ -6,6 +6,7 @@
 
 #include "ballast/kernels/cpu/gradient_dtype.h"
 #include "ballast/kernels/cpu/highway_targets.h"
+#include "ballast/kernels/ieee_mode.h"
 #include "ballast/kernels/kernels.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -264,12 +265,14 @@ HWY_EXPORT(DequantizeLoop);
 
 void Quantize(QuantFormat format, Dtype dtype, const std::byte* x, uint64_t n, std::byte* quantized, float* scales) {
   RequireGradientDtype(dtype);
+  const IeeeMode mode;
   HWY_DYNAMIC_DISPATCH(QuantizeLoop)(format, dtype, x, n, quantized, scales);
 }
 
 void Dequantize(QuantFormat format, const std::byte* quantized, const float* scales, uint64_t n, Dtype dtype,
                 std::byte* x) {
   RequireGradientDtype(dtype);
+  const IeeeMode mode;
   HWY_DYNAMIC_DISPATCH(DequantizeLoop)(format, quantized, scales, n, dtype, x);
 }
 

@@ -6,6 +6,7 @@
 
 #include "ballast/kernels/cpu/gradient_dtype.h"
 #include "ballast/kernels/cpu/highway_targets.h"
+#include "ballast/kernels/ieee_mode.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/norm_tree.h"
 
@@ -182,6 +183,7 @@ HWY_EXPORT(NormLoop);
 
 NormResult SquaredNorm(Dtype dtype, const std::byte* gradient, uint64_t n) {
   RequireGradientDtype(dtype);
+  const IeeeMode mode;
   const double total = HWY_DYNAMIC_DISPATCH(NormLoop)(dtype, gradient, n);
   // Squares of finite floats stay below 2^256: 2^700 of them would not overflow fp64, so only Inf or NaN make it so.
   if (!std::isfinite(total)) return {.squared_norm = 0, .finite = false};

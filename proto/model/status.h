@@ -49,6 +49,9 @@ inline constexpr char kIo[] = "IO";                     // INTERNAL or DATA_LOSS
 inline constexpr char kWrongBits[] = "WRONG_BITS";      // INTERNAL: a processor failed the self-test of the kernels
 inline constexpr char kUnsupported[] = "UNSUPPORTED";   // UNIMPLEMENTED
 
+// How an operator drops a job, for messages of servers, which do not know whether they are inside a trainer's process.
+inline constexpr char kHowToDrop[] = "`ballastctl drop`, or in Python `ballast.drop(name)` of a trainer's own server";
+
 // Builds a status with `reason` attached. `message` says what was expected, what came, and the fix.
 absl::Status Error(absl::StatusCode code, absl::string_view reason, absl::string_view message);
 

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "absl/container/flat_hash_map.h"
+#include "ballast/kernels/ieee_mode.h"
 #include "ballast/kernels/optimizer.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
@@ -271,6 +272,7 @@ double ChunkSquaredNorm(const v1::ChunkNorm& norm) {
 }
 
 absl::StatusOr<double> GlobalSquaredNorm(absl::Span<const v1::ChunkNorm* const> norms) {
+  const kernels::IeeeMode mode;
   std::vector<const v1::ChunkNorm*> sorted(norms.begin(), norms.end());
   std::sort(sorted.begin(), sorted.end(), [](const auto* a, const auto* b) { return a->chunk() < b->chunk(); });
   double sum = 0;
@@ -286,6 +288,7 @@ absl::StatusOr<double> GlobalSquaredNorm(absl::Span<const v1::ChunkNorm* const> 
 }
 
 v1::Verdict MakeVerdict(const v1::StepHeader& header, double squared_norm, bool overflow) {
+  const kernels::IeeeMode mode;
   v1::Verdict verdict;
   verdict.set_skip(overflow);
   const double scale = header.kind() == v1::STEP_KIND_UPDATE ? header.gradient_scale() : 1;
@@ -337,15 +340,15 @@ absl::Status StateLost(const v1::GetJobResponse& answer) {
     return Error(
         absl::StatusCode::kDataLoss, kStateLost,
         absl::StrCat("server '", answer.server_id(), "' was restarted and lost its part of the job's state at step ",
-                     answer.committed(), " (durability none); drop the job with `ballastctl drop` and start it again"));
+                     answer.committed(), " (durability none); drop the job (", kHowToDrop, ") and start it again"));
   }
   return Error(
       absl::StatusCode::kDataLoss, kStateLost,
-      absl::StrCat(
-          "server '", answer.server_id(), "' was restarted and lost its part of the job's state since ",
-          "its newest pin (durability every-K), and there is no version that all servers have "
-          "pinned: the job had not reached its first, a server gave its own up because it could not be "
-          "read, or a server's data directory was replaced. Drop the job with `ballastctl drop` and start it again"));
+      absl::StrCat("server '", answer.server_id(), "' was restarted and lost its part of the job's state since ",
+                   "its newest pin (durability every-K), and there is no version that all servers have "
+                   "pinned: the job had not reached its first, a server gave its own up because it could not be "
+                   "read, or a server's data directory was replaced. Drop the job (",
+                   kHowToDrop, ") and start it again"));
 }
 
 // Of the versions that all have: the one that a server has been keeping by itself since the last transaction, which

@@ -335,6 +335,14 @@ def late_to_a_load():
     return told, steps
 
 
+def ways():
+    """Cells of test_state_ways.py."""
+    import state_ways
+    servers = os.environ['BALLAST_SERVERS']
+    return {**state_ways.all_cells('ddp', DistributedDataParallel, servers, sys.argv[2]),
+            **state_ways.all_cells('fsdp2', sharded, servers, sys.argv[2])}
+
+
 if __name__ == '__main__':
     torch.set_num_threads(1)
     dist.init_process_group('gloo')

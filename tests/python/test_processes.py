@@ -13,13 +13,16 @@ def test_after_a_budget_that_was_too_small_another_may_be_given(tmp_path):
             assert error.reason == 'BUDGET', error
         else:
             raise AssertionError('accepted')
-        assert make(mlp()).resume().step == 0
+        used = make(mlp())
+        assert used.resume().step == 0
         try:
             make(mlp(), name='second', dram='96MiB').resume()  # in use now
         except ballast.Error as error:
             assert error.reason == 'BAD_CONFIG', error
         else:
             raise AssertionError('accepted')
+        used.close()
+        assert make(mlp(), name='second', dram='96MiB').resume().step == 0
         ''')
 
 

@@ -1,6 +1,7 @@
 """Two ranks, each a process: DDP and FSDP2 against torch's optimizer, over a private state server and over two named ones."""
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -91,14 +92,14 @@ def test_an_error_on_one_rank_is_told_on_all(tmp_path):
 
 def test_a_state_that_one_rank_cannot_load_is_refused_on_all(tmp_path):
     (there, off, mine), (here, off_other, other) = run_ranks('rotten_on_one_rank', tmp_path)[0]
-    expected = ["'exp_avg' of parameter '0.weight' has an Inf or a NaN", "loaded state dict contains a parameter group that doesn't match",
-                'rank 0 has the state of 6 parameters after 1 steps, this one the state of 0 parameters',
-                'rank 0 has the state of 6 parameters after 1 steps, this one the state of 6 parameters after 2 steps'] * 2
-    expected[6] = expected[3].replace('after 2', 'after 0')
-    for what, mine_told, other_told in zip(expected, there, here):
-        assert other_told.startswith(what)
-        assert what in mine_told or mine_told.startswith('rank 1 has the state of')
-    assert len(there) == len(here) == len(expected)
+    digest = r' \(digest [0-9a-f]{8}\)'
+    expected = ["'exp_avg' of parameter '0.weight' has an Inf or a NaN", "loaded state dict contains a parameter group that doesn't match"]
+    expected += [f'rank 0 has the state of 6 parameters after 1 steps{digest}, this one the state of 6 parameters after {steps} steps'
+                 for steps in (0, 2)]
+    for what, mine_told, other_told in zip(expected * 2, there, here):
+        assert re.match(what, other_told)
+        assert re.search(what, mine_told) or mine_told.startswith('rank 1 has the state of')
+    assert len(there) == len(here) == 2 * len(expected)
     assert off == off_other == 0
     torch.testing.assert_close(mine, other, rtol=0, atol=0)
 

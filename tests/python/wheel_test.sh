@@ -1,23 +1,25 @@
 #!/usr/bin/env bash
 # Builds the wheel, installs it into a clean virtual environment beside torch, and runs there what its README prints.
 # Usage: tests/python/wheel_test.sh PYTHON FOLDER COMPILER
-# PYTHON: has pip, nanobind and scikit-build-core. FOLDER: for the wheel and the environment; made anew. COMPILER: of C++.
+# PYTHON: has pip, nanobind, scikit-build-core and torch. FOLDER: for the wheel and the environment; made anew. COMPILER: of C++.
 set -euo pipefail
 root="$(cd "$(dirname "$0")/../.." && pwd)"
 python="$1" folder="$2" compiler="$3"
 
 rm -rf "$folder" "$root/build/wheel-test"
 mkdir -p "$folder"
-# With the compiler (by the same name) and the flags of the preset dev and a build folder as deep as its, so that ccache has most of
+# With the compiler (by the same name) and the settings of the preset dev and a build folder as deep as its, so that ccache has all of
 # it already.
 CXX="$compiler" "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$folder" \
   -C cmake.build-type=RelWithDebInfo -C "cmake.define.CMAKE_CXX_FLAGS_RELWITHDEBINFO=-O2 -g1 -DNDEBUG" \
-  -C cmake.define.BALLAST_WERROR=ON -C cmake.define.BALLAST_CUDA=OFF -C "build-dir=$root/build/wheel-test" "$root/client/python"
+  -C cmake.define.BALLAST_WERROR=ON -C "build-dir=$root/build/wheel-test" "$root/client/python"
 wheel=("$folder"/ballast-*.whl)
 echo "wheel: $(basename "${wheel[0]}"), $(stat -c %s "${wheel[0]}") bytes"
 
 "$python" -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --disable-pip-version-check "$(grep '^torch==' "$root/tests/python/requirements.txt")" numpy "${wheel[0]}"
+# torch is borrowed from PYTHON's environment, which has no package `ballast`; the wheel alone is installed.
+"$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$("$folder/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+"$folder/venv/bin/pip" install --quiet --disable-pip-version-check --no-deps "${wheel[0]}"
 cd "$folder"  # nothing of the source tree is importable from here
 "$folder/venv/bin/python" "$root/tests/python/run_readme.py" "$root/client/python/README.md" "$folder/readme"
 "$folder/venv/bin/python" - <<'EOF'

@@ -15,11 +15,10 @@ _running = None
 class _Embedded:
     def __init__(self, directory, dram, nvme, threads):
         self.pid = os.getpid()
-        self.stopped = False
-        self.opening = 0  # optimizers that are about to have a job on it
-        self.used = False  # one had
-        self._owners = {}
-        self.asked = (directory, dram, nvme, threads)
+        self.uses = set()  # of optimizers that are about to have a job on it, or have one
+        self.newest = {}  # job -> its use that began last
+        self.lasting = set()  # jobs that stay when nobody uses them
+        self.asked = {'directory': directory, 'dram': dram, 'nvme': nvme, 'threads': threads}
         self.place = place.make(directory, dram, nvme)
         try:
             self.server = _native.Server(self.place.directory, self.place.dram, self.place.nvme, threads or place.processors())
@@ -27,21 +26,15 @@ class _Embedded:
             self._remove()
             raise
 
-    def own(self, job):
-        """Who opened the job last: a token for drop()."""
-        self._owners[job] = object()
-        return self._owners[job]
-
-    def drop(self, job, owner):
-        """The job and all that it has, unless somebody else opened it since; a server that has stopped keeps it."""
-        if not self.stopped and self._owners.get(job) is owner:
-            del self._owners[job]
-            self.server.drop(job)
+    @property
+    def is_free(self):
+        """Nobody uses it, and nothing would be lost with it."""
+        return not self.uses and not (self.place.is_temporary and self.lasting)
 
     def stop(self):
+        """Its directory is free then, also for another server of this process, though tracebacks may keep this object."""
         if os.getpid() != self.pid:
             return
-        self.stopped = True
         self.server.stop()
         self._remove()
 
@@ -50,8 +43,35 @@ class _Embedded:
             temporary.remove(self.place.directory)
 
 
+class Use:
+    """One optimizer's use of the process's server, for a job. end() may be a finalizer's, on any thread: it takes no lock."""
+
+    def __init__(self, running, job, is_durable):
+        self._running, self.job, self._is_durable = running, job, is_durable
+        running.uses.add(self)
+
+    @property
+    def server(self):
+        return self._running.server
+
+    def began(self):
+        """The job is open."""
+        self._running.newest[self.job] = self
+        if self._is_durable:
+            self._running.lasting.add(self.job)
+
+    def end(self):
+        """Nothing of a job that is not durable is left to be used: its memory is wanted back, unless somebody else opened it since."""
+        running = self._running
+        try:
+            if not self._is_durable and running.newest.get(self.job) is self and running is _running:
+                running.server.drop(self.job)
+        finally:
+            running.uses.discard(self)
+
+
 def server(directory=None, dram=None, nvme=None, threads=None):
-    """The process's server, started at the first call. Later calls take it as it is, and must not ask for another.
+    """The process's server, started at the first call. Later calls take it as it is, and must not ask for another while it is used.
 
     directory: what jobs leave on the disk; None: a temporary one that goes with the process. dram, nvme: budgets in
     bytes; None: 0.8 of the memory that is available, and of the disk that is free (nothing in a temporary directory).
@@ -61,20 +81,49 @@ def server(directory=None, dram=None, nvme=None, threads=None):
 
 
 @contextlib.contextmanager
-def opening(**budgets):
-    """server(), for the one who is about to have a job on it. When that fails and nobody has one, the server ends: its
+def opening(job, is_durable, **budgets):
+    """A Use of server(), for the one who opens `job` within it. When that fails and nobody else uses the server, it ends: its
     budgets may be what was wrong, and the next attempt may ask for others."""
     with _lock:
         running = _start(**budgets)
-        running.opening += 1
+        use = Use(running, job, is_durable)
     try:
-        yield running
-        running.used = True
-    finally:
+        yield use
+        use.began()
+    except BaseException:
         with _lock:
-            running.opening -= 1
-            if running is _running and not running.used and not running.opening:
+            running.uses.discard(use)
+            if running is _running and running.is_free:
                 _stop()
+        raise
+
+
+def jobs(directory=None):
+    """See ballast.jobs."""
+    with _lock:
+        return _existing(directory).server.jobs
+
+
+def drop(name, directory=None):
+    """See ballast.drop."""
+    with _lock:
+        running = _existing(directory)
+        if any(use.job == name for use in running.uses):
+            raise Error(f"job '{name}' is in use by an optimizer of this process: call its close(), then drop the job", 'BUSY')
+        there = running.server.jobs
+        if name not in there:
+            raise Error(f"there is no job '{name}' in {running.place.directory}; there are {', '.join(map(repr, there)) or 'none'}",
+                        'UNKNOWN_JOB')
+        running.server.drop(name)
+        running.lasting.discard(name)
+
+
+def _existing(directory):
+    if directory is None and _running is None:
+        raise Error('there is no embedded state server in this process: name the directory that has the job', 'BAD_REQUEST')
+    if directory is not None and not os.path.isdir(directory):
+        raise Error(f'directory={directory!r} is not there: name the one that has the job', 'BAD_CONFIG')
+    return _start(directory, None, None, None)
 
 
 def _start(directory, dram, nvme, threads):
@@ -84,19 +133,23 @@ def _start(directory, dram, nvme, threads):
         if not os.fspath(directory):
             raise Error("directory='': expected a folder, such as 'state'", 'BAD_CONFIG')
         directory = os.path.abspath(directory)
-    asked = (directory, dram, nvme, threads)
+    asked = {'directory': directory, 'dram': dram, 'nvme': nvme, 'threads': threads}
     if _running is not None and _running.pid != os.getpid():
         raise Error(
             'this process was forked from one that has an embedded state server, whose threads are not here; '
             'make the optimizer after the fork, or start worker processes with spawn', 'UNSUPPORTED')
+    others = [] if _running is None else [key for key, value in asked.items() if value is not None and value != _running.asked[key]]
+    if others and not _running.is_free:
+        key = others[0]
+        end = ('close() the optimizers that use it' if _running.uses else
+               f'ballast.drop({min(_running.lasting)!r}), which would be lost with its temporary directory,')
+        raise Error(
+            f'{key}={asked[key]!r}: this process already has an embedded state server with {key}={_running.asked[key]!r}, and '
+            f'optimizers of one process share it; leave {key} out here, or {end} first', 'BAD_CONFIG')
+    if others:
+        _stop()
     if _running is None:
-        _running = _Embedded(*asked)
-        atexit.register(stop)
-    for name, mine, there in zip(('directory', 'dram', 'nvme', 'threads'), asked, _running.asked):
-        if mine is not None and mine != there:
-            raise Error(
-                f'{name}={mine!r}: this process already has an embedded state server with {name}={there!r}, and '
-                f'optimizers of one process share it; leave {name} out here', 'BAD_CONFIG')
+        _running = _Embedded(**asked)
     return _running
 
 
@@ -109,8 +162,8 @@ def stop():
 def _stop():
     global _running
     if _running is not None and _running.pid == os.getpid():
-        _running.stop()
-        _running = None
+        running, _running = _running, None
+        running.stop()
 
 
 def directory():
@@ -125,3 +178,4 @@ def _renew_lock():
 
 
 os.register_at_fork(after_in_child=_renew_lock)  # another thread may have held it
+atexit.register(stop)

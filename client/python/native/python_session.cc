@@ -192,19 +192,42 @@ PythonServer::~PythonServer() {
   if (getpid() != pid_) LeaveToParent(&server_);
 }
 
+std::shared_ptr<services::StateServer> PythonServer::server() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (server_ != nullptr) return server_;
+  throw StatusError(model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, "the server was stopped"));
+}
+
+void PythonServer::Stop() {
+  std::shared_ptr<services::StateServer> server;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    server = std::move(server_);
+  }
+  if (server != nullptr) server->Stop();
+}
+
+std::vector<std::string> PythonServer::Jobs() const {
+  std::vector<std::string> names;
+  const v1::GetServerStatusResponse status = server()->Status();
+  for (const v1::JobStatus& job : status.jobs()) names.push_back(job.name());
+  return names;
+}
+
 void PythonServer::Drop(const std::string& job) {
-  v1::GetJobRequest ask;
-  ask.set_job(job);
-  const v1::GetJobResponse known = Await<v1::GetJobResponse>([&](auto reply) { server_->GetJob(ask, reply); });
-  if (!known.exists()) return;
-  v1::DropJobRequest drop;
-  drop.set_job(job);
-  *drop.mutable_epoch() = known.promised();
-  (void)Await<v1::DropJobResponse>([&](auto reply) { server_->DropJob(drop, reply); });
+  const std::shared_ptr<services::StateServer> server = this->server();
+  const v1::GetServerStatusResponse status = server->Status();
+  for (const v1::JobStatus& known : status.jobs()) {
+    if (known.name() != job) continue;
+    v1::DropJobRequest drop;
+    drop.set_job(job);
+    *drop.mutable_epoch() = known.epoch();
+    (void)Await<v1::DropJobResponse>([&](auto reply) { server->DropJob(drop, reply); });
+  }
 }
 
 std::vector<std::pair<uint64_t, uint64_t>> PythonServer::Tiers() const {
-  const v1::GetServerStatusResponse status = server_->Status();
+  const v1::GetServerStatusResponse status = server()->Status();
   std::vector<std::pair<uint64_t, uint64_t>> tiers;
   for (const v1::TierStatus& tier : status.tiers()) {
     if (tier.tier() != "hbm") tiers.emplace_back(tier.capacity_bytes(), tier.used_bytes());

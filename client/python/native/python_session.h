@@ -29,15 +29,20 @@ class PythonServer {
  public:
   PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, int threads);
   ~PythonServer();
-  void Stop() { server_->Stop(); }
+  // Ends it; further calls throw. Its directory is free at return, or when the last session with it closes: whether
+  // this object lives on does not matter.
+  void Stop();
+  // Names, sorted.
+  std::vector<std::string> Jobs() const;
   // The job, if it is there, and all that it has. Nobody may have a session with it.
   void Drop(const std::string& job);
-  const std::shared_ptr<services::StateServer>& server() const { return server_; }
+  std::shared_ptr<services::StateServer> server() const;
   // (budget, used) in bytes: of DRAM, of NVMe.
   std::vector<std::pair<uint64_t, uint64_t>> Tiers() const;
 
  private:
-  std::shared_ptr<services::StateServer> server_;  // sessions share it
+  mutable std::mutex mutex_;
+  std::shared_ptr<services::StateServer> server_;  // sessions share it; null after Stop()
   const pid_t pid_;
 };
 

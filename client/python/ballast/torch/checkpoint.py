@@ -3,61 +3,54 @@
 import torch
 
 from ballast.errors import Error
+from ballast.torch import marker, matching
 
-_KEY = 'ballast'
-
-
-def pack(optimizer, index_of):
-    """torch's param_groups: numbers in the parameters' stead."""
-    return [{**{key: value for key, value in group.items() if key != 'params'},
-             'params': [index_of[id(parameter)] for parameter in group['params']]} for group in optimizer.param_groups]
+# Keys of a group that are not options of it.
+_NOT_OPTIONS = ('params', 'param_names', marker.KEY)
 
 
-def indices(optimizer):
+def options(group):
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def _packed(optimizer, said=None):
+    """torch's param_groups: numbers in the parameters' stead, and names where all of a group have one."""
+    packed, count = [], 0
+    for group, names in zip(optimizer.param_groups, matching.names(optimizer)):
+        packed.append({**options(group), 'params': list(range(count, count + len(group['params'])))})
+        count += len(group['params'])
+        if names:
+            packed[-1]['param_names'] = names
+        if said is not None:
+            packed[-1][marker.KEY] = said.tensor()
+    return packed
+
+
+def named(optimizer, version):
+    """Of a job that keeps `version`."""
+    said = marker.Marker(optimizer._options.job, version, optimizer._steps)
+    return {'state': {}, 'param_groups': _packed(optimizer, said)}
+
+
+def unopened(optimizer):
+    said = marker.Marker(optimizer._options.job, origin=optimizer._origin(), begins=optimizer._options.resume == 'never')
+    return {'state': {}, 'param_groups': _packed(optimizer, said)}
+
+
+def full(optimizer, begun=True):
+    """In torch's format, whole: what torch.optim's optimizer of the same name would give. begun=False: of a job that has made no steps
+    its moments nevertheless, since Distributed Checkpoint reads only what the state_dict that it is given has."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
-    return parameters, {id(parameter): i for i, parameter in enumerate(parameters)}
+    entries = {i: optimizer._read_state(parameter) for i, parameter in enumerate(parameters)}
+    made = {i: entry for i, entry in entries.items() if entry and entry['step'] > 0}
+    if not made and not begun and not _dampens(optimizer):
+        made = {i: entry for i, entry in entries.items() if entry}
+    return {'state': made, 'param_groups': _packed(optimizer)}
 
 
-def naming(optimizer, job, version, steps):
-    """Small and plain, so that torch.load(weights_only=True) takes it. version None: the job was not open."""
-    _, index_of = indices(optimizer)
-    entry = {'job': torch.tensor(list(job.encode()), dtype=torch.uint8), 'steps': torch.tensor(steps)}
-    if version is not None:
-        entry['version'] = torch.tensor(version)
-    return {'state': {}, 'param_groups': pack(optimizer, index_of), _KEY: entry}
-
-
-def unopened(optimizer, job):
-    return naming(optimizer, job, None, 0)
-
-
-def named(state_dict):
-    """(job, version or None) of a state_dict that names a job; None of one in torch's format."""
-    entry = state_dict.get(_KEY)
-    if entry is None:
-        return None
-    version = entry.get('version')
-    return bytes(entry['job'].tolist()).decode(), None if version is None else int(version)
-
-
-def check_job(named, mine):
-    job, version = named
-    if version is not None and job != mine:
-        raise Error(f"the state_dict is of job '{job}', this optimizer of '{mine}'; give it name='{job}'", 'BAD_SPEC')
-
-
-def full(optimizer):
-    """In torch's format, whole: what torch.optim's optimizer of the same name would give."""
-    parameters, index_of = indices(optimizer)
-    state = {}
-    for i, parameter in enumerate(parameters):
-        entry = optimizer.state[parameter]
-        if entry and entry['step'] > 0:
-            state[i] = entry
-            if parameter.dtype != torch.float32:
-                # torch's optimizers pass over it; without it a 16-bit parameter would go on from its rounded value.
-                entry['master'] = optimizer._read_master(parameter)
-    return {'state': state, 'param_groups': pack(optimizer, index_of)}
+def _dampens(optimizer):
+    """torch's SGD tells its first step, which dampens nothing, by a momentum that is not there."""
+    return any(group.get('dampening') for group in optimizer.param_groups)
 
 
 class Kept:
@@ -102,17 +95,24 @@ class Kept:
         return False
 
 
-def check_groups(optimizer, state_dict):
-    """As torch's, and its words."""
-    mine, saved = optimizer.param_groups, state_dict['param_groups']
-    if len(mine) != len(saved):
-        raise ValueError(f'loaded state dict has a different number of parameter groups: {len(saved)}, here {len(mine)}')
-    for i, (a, b) in enumerate(zip(mine, saved)):
-        if len(a['params']) != len(b['params']):
-            raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's "
-                             f'group: group {i} has {len(b["params"])} parameters, here {len(a["params"])}')
+def load_groups(optimizer, groups):
+    """groups: of matching.matched()."""
+    for group, saved in zip(optimizer.param_groups, groups):
+        group.update(options(saved))
 
 
-def load_groups(optimizer, state_dict):
-    for group, saved in zip(optimizer.param_groups, state_dict['param_groups']):
-        group.update({key: value for key, value in saved.items() if key not in ('params', 'param_names')})
+def check_job(said, mine):
+    if said.job != mine:
+        raise Error(f"the state_dict is of job '{said.job}' at version {said.version}, this optimizer of '{mine}'; give it "
+                    f"name='{said.job}'", 'BAD_SPEC')
+
+
+def before_torchs(optimizer):
+    """torch.distributed.checkpoint's functions look whether there is state before they take a state_dict or load one. When they load
+    flattened ones, they read the keys that the optimizer's param_groups have, and no others; and moments only where there are some."""
+    durability = optimizer._options.durability if optimizer._session is not None else optimizer._durability_to_be()
+    if durability == 'none':
+        optimizer._open()
+    else:
+        for group in optimizer.param_groups:
+            group.setdefault(marker.KEY, '')

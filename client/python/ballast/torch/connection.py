@@ -54,7 +54,7 @@ class Connection:
                 address, daemon = ranks.start_private_server(store, self._budgets, options.open_timeout)
                 options.servers = [address]
         elif not self._servers:
-            embed = embedded.opening(**self._budgets)
+            embed = embedded.opening(options.job, options.durability != 'none', **self._budgets)
         with embed as local:
             try:
                 session = self._open_session(options, fit, local, store)
@@ -62,9 +62,7 @@ class Connection:
                 if daemon is not None:
                     daemon.stop()
                 raise
-        # Of an embedded server's job that is not durable nothing is left to be used: its memory is wanted back.
-        drop = (options.job, local.own(options.job)) if local is not None and options.durability == 'none' else None
-        self._finish = weakref.finalize(self, _finish, session, local, drop, daemon, self._pid)
+            self._finish = weakref.finalize(self, _finish, session, local, daemon, self._pid)
         return session
 
     @staticmethod
@@ -84,11 +82,11 @@ class Connection:
             self._finish = None
 
 
-def _finish(session, local, drop, daemon, pid):
+def _finish(session, local, daemon, pid):
     if os.getpid() != pid:
         return
     session.close()
-    if drop is not None:
-        local.drop(*drop)
+    if local is not None:
+        local.end()
     if daemon is not None:
         daemon.stop()

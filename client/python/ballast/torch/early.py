@@ -10,6 +10,7 @@ import torch
 
 from ballast.errors import Error, warn
 from ballast.torch.members import digest_of, gradient_of, in_host, is_elsewhere, local, mark_of
+from ballast.torch.modes import plainly
 
 _GRACE_SECONDS = 2.0
 
@@ -23,12 +24,15 @@ class _Sent(NamedTuple):
 
 
 def _sum_of(gradient):
-    """One number of all elements' bits, as a tensor beside them: of their words where they come in words, which is fifty times as fast."""
-    elements = gradient.detach().reshape(-1)
+    """One number of all elements' bits, as a tensor beside them: of their words where they come in words, which is several times as
+    fast. Of bits, since NaN is not equal to NaN, nor a denormal other than zero everywhere."""
+    elements = gradient.detach().reshape(-1).contiguous()
     size = elements.element_size()
-    if elements.is_contiguous() and elements.numel() * size % 8 == 0 and elements.storage_offset() * size % 8 == 0:
-        return elements.view(torch.int64).sum()
-    return torch.linalg.vector_norm(elements, dtype=torch.float32).view(torch.int32)  # so that NaN is NaN
+    bits = {2: torch.int16, 4: torch.int32}[size]
+    if elements.storage_offset() * size % 8 != 0:
+        return elements.view(bits).sum()
+    in_words = elements.numel() * size // 8 * 8 // size
+    return elements[:in_words].view(torch.int64).sum() + elements[in_words:].view(bits).sum()
 
 
 class _Mark:
@@ -190,6 +194,7 @@ class _Hook:
     def __init__(self, early, i):
         self._early, self._i = weakref.ref(early), i
 
+    @plainly
     def __call__(self, parameter):
         early = self._early()
         if early is not None:

@@ -14,6 +14,8 @@ import time
 import torch
 
 from ballast.errors import Error
+from ballast.torch import checkpoint
+from ballast.torch.modes import plainly
 from ballast.torch.registration import name_of, placed
 
 INDEX = 'state.safetensors.index.json'
@@ -90,6 +92,7 @@ class _Shards:
         self._held, self._bytes = {}, 0
 
 
+@plainly
 def export_state(optimizer, folder):
     """Moments, step counts, masters and param_groups of `optimizer` into an empty or new `folder`; any one rank, no step
     meanwhile. One shard is in memory at a time."""
@@ -102,16 +105,17 @@ def export_state(optimizer, folder):
     # Masters and two moments, mostly.
     progress = _Progress('exporting state', sum(12 * parameter.numel() for _, parameter in named))
     for name, parameter in named:
-        entry = dict(optimizer.state[parameter])
+        entry = optimizer._read_state(parameter)
         steps[name] = int(entry.pop('step', 0))
         if steps[name] == 0:
             continue
-        entry['master'] = optimizer._read_master(parameter)
+        if 'master' not in entry:
+            entry['master'] = optimizer._read_master(parameter)
         for key, tensor in entry.items():
             shards.add(f'{name}.{key}', tensor)
             progress.add(4 * tensor.numel())
     shards.flush()
-    groups = [{key: _plain(value) for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
+    groups = [{key: _plain(value) for key, value in checkpoint.options(group).items()} for group in optimizer.param_groups]
     names = iter([name for name, _ in named])
     for group, of in zip(groups, optimizer.param_groups):
         group['params'] = [next(names) for _ in of['params']]
@@ -167,6 +171,7 @@ def _read_tensors(folder, files, digests):
     return tensors
 
 
+@plainly
 def import_state(optimizer, folder):
     """What export_state wrote, into `optimizer`, as load_state_dict() does; all ranks. Nothing is changed before all of it was
     read and compared with its digests; it is in memory meanwhile."""
@@ -174,19 +179,14 @@ def import_state(optimizer, folder):
     if metadata['optimizer'] != optimizer._kind:
         raise Error(f"the export is of {metadata['optimizer']}, this optimizer is {optimizer._kind}", 'BAD_SPEC')
     tensors = _read_tensors(folder, files, digests)
-    saved, numbers = {'state': {}, 'param_groups': []}, {}
-    for group in metadata['param_groups']:
-        for name in group['params']:
-            numbers[name] = len(numbers)
-        saved['param_groups'].append({**group, 'params': [numbers[name] for name in group['params']]})
     mine = [name_of(optimizer, g, i, parameter) for g, i, parameter in placed(optimizer)]
-    if sorted(mine) != sorted(numbers):
-        apart = sorted(set(mine) ^ set(numbers))
+    exported = [name for group in metadata['param_groups'] for name in group['params']]
+    if sorted(mine) != sorted(exported):
+        apart = sorted(set(mine) ^ set(exported))
         raise Error(f"the export has other parameters: '{apart[0] if apart else mine[0]}' is not in both", 'BAD_SPEC')
-    for name, steps in metadata['steps'].items():
-        if steps > 0:
-            saved['state'][numbers[name]] = {'step': torch.tensor(float(steps))}
+    entries = {name: {'step': torch.tensor(float(steps), dtype=torch.float32, device='cpu')}
+               for name, steps in metadata['steps'].items() if steps > 0}
     for tensor, value in tensors.items():
         name, _, key = tensor.rpartition('.')
-        saved['state'][numbers[name]][key] = value
-    optimizer.load_state_dict(saved)
+        entries[name][key] = value
+    optimizer.load_state_dict({'state': entries, 'param_groups': metadata['param_groups']})  # by names, which it has for numbers

@@ -32,9 +32,9 @@ class HostMemory:
 
     def _take(self, size, pinned):
         if size >= _SLAB_BYTES:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            return torch.empty(size, dtype=torch.uint8, device='cpu', pin_memory=pinned)
         if self._slab is None or self._used + size > _SLAB_BYTES:
-            self._slab, self._used = torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=pinned), 0
+            self._slab, self._used = torch.empty(_SLAB_BYTES, dtype=torch.uint8, device='cpu', pin_memory=pinned), 0
         taken = self._slab[self._used:self._used + size]
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         return taken

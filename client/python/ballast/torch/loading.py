@@ -1,22 +1,24 @@
 """State in torch.optim's format on its way into a job: moments, step counts, and the masters of 16-bit parameters."""
 
 import math
+import zlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from ballast.errors import Error
-from ballast.torch import checkpoint, job_spec, ranks
+from ballast.torch import checkpoint, job_spec, marker, matching, ranks
 from ballast.torch.agreement import together
 from ballast.torch.members import is_sharded, local, on_host
+from ballast.torch.modes import plainly, same_bits
+from ballast.torch.moments import KNOWN, moment_names, read_array
 from ballast.torch.registration import name_of, placed
-from ballast.torch.state import MOMENTS, moment_names
 
 # In the blob, in place of the steps made: a load is under way.
 UNDER_WAY = 2**64 - 1
 # Of parameters in fp32, what one transaction writes: conversions take no more memory than this.
 _BATCH_BYTES = 256 << 20
-_KNOWN = {name for names in MOMENTS.values() for name in names}
 
 
 class Entry(NamedTuple):
@@ -32,94 +34,187 @@ def refuse_partly(job):
                 'INCOMPLETE')
 
 
+class Plan(NamedTuple):
+    """What a load comes to."""
+    what: str  # the same on all ranks
+    version: int = -1  # go back to this one, or:
+    entries: dict | None = None  # bring these in, by id of the parameter; None: nothing
+    begins: bool = False  # the entries are those of a job that has made no step
+    unknown: bool = False  # ... if the job, which is not open, is one
+
+
 def load(optimizer, state_dict):
     """All ranks, with the same state. What does not fit is refused, on all of them, before anything is changed."""
     before = [dict(group) for group in optimizer.param_groups]
-
-    def look():
-        checkpoint.check_groups(optimizer, state_dict)
-        named = checkpoint.named(state_dict)
-        if named is not None:
-            checkpoint.check_job(named, optimizer._options.job)
-            return named, None
-        checkpoint.load_groups(optimizer, state_dict)
-        if not state_dict.get('state') and optimizer._session is None:
-            return None, {}  # of an optimizer that had made no step
-        return None, _read(optimizer, state_dict)
-
-    def alike(seen):
-        named, entries = seen
-        if named is not None:
-            return f'a state_dict of version {named[1]}'
-        steps = {entry.steps for entry in entries.values()}
-        return f'the state of {len(entries)} parameters' + (f' after {max(steps)} steps' if steps else '')
-
+    resume, was_open = optimizer._options.resume, optimizer._session is not None
     try:
-        if ranks.active():  # a rank looks at its own shards: what is wrong with them the others do not see
-            def say(mine):
-                return ranks.exchange(f"load_state_dict of job '{optimizer._options.job}'", mine, optimizer._options.step_timeout)
-            named, entries = together(say, look, alike)
-        else:
-            named, entries = look()
-        if entries:
-            _bring_in(optimizer, entries)
+        plan = _agreed(optimizer, 'load_state_dict', lambda: _plan(optimizer, state_dict))
+        try:
+            if plan.version >= 0 and not was_open:
+                optimizer._options.resume = 'must'  # who loads a state wants the job that has it
+            if plan.version >= 0:
+                optimizer.rollback(plan.version)
+            elif plan.unknown:
+                _check_begins(optimizer)
+        except BaseException:
+            if not was_open:
+                optimizer._leave()
+            raise
+        if plan.entries is not None:
+            _bring_in(optimizer, plan.entries, fresh=plan.begins)
     except BaseException:
         for group, old in zip(optimizer.param_groups, before):
             group.clear()
             group.update(old)
         raise
-    if named is None:
-        return
-    _, version = named
-    if version is not None:  # else of an optimizer that was not open
-        if optimizer._session is None:
-            optimizer._options.resume = 'must'  # who loads a state wants the job that has it
-        optimizer.rollback(version)
-    checkpoint.load_groups(optimizer, state_dict)
+    finally:
+        optimizer._options.resume = resume
+
+
+@plainly
+def put(optimizer, states):
+    """All ranks: entries by id of the parameter, in torch.optim's format, become those of the servers; {}: no step made. The steps that
+    the loop has made, and its blob, stay."""
+    if optimizer._session is None and optimizer._options.resume == 'never' and not any(states.values()):
+        return  # the job will be new
+    optimizer._open()
+
+    def look():
+        entries = _read(optimizer, optimizer.param_groups, lambda g, i: states.get(id(optimizer.param_groups[g]['params'][i])))
+        entries = {key: entry for key, entry in entries.items() if key in states}
+        return Plan(_described(entries), entries=entries)
+    plan = _agreed(optimizer, 'optimizer.state', look)
+    _bring_in(optimizer, plan.entries, steps=optimizer._steps, blob=optimizer._blob)
+
+
+def _agreed(optimizer, what, look):
+    """look() on every rank: each looks at its own shards, and what is wrong with them the others do not see."""
+    if not ranks.active():
+        return look()
+
+    def say(mine):
+        return ranks.exchange(f"{what} of job '{optimizer._options.job}'", mine, optimizer._options.step_timeout)
+    return together(say, look, lambda plan: plan.what)
+
+
+def _plan(optimizer, state_dict):
+    saved = state_dict.get('state') or {}
+    groups = matching.matched(optimizer, state_dict['param_groups'], tells=bool(saved))
+    said = marker.of(state_dict['param_groups'])
+    if said is not None and any(_has_tensors(entry) for entry in saved.values()):
+        raise Error(f"the state names job '{said.job}' and has moments as well: give a state_dict() or a full_state_dict()", 'BAD_SPEC')
+    if said is not None and said.version >= 0:
+        checkpoint.check_job(said, optimizer._options.job)
+        plan = Plan(f"a state_dict of job '{said.job}' at version {said.version}", version=said.version)
+    elif said is not None:
+        plan = _plan_unopened(optimizer, said)
+    checkpoint.load_groups(optimizer, groups)
+    if said is None:
+        entries = _read(optimizer, groups, lambda g, i: saved.get(groups[g]['params'][i]))
+        begins = not any(entry.steps or entry.moments for entry in entries.values())
+        plan = Plan(_described(entries), entries=entries, begins=begins)
+    if plan.begins and optimizer._session is None and optimizer._options.resume == 'never':
+        return plan._replace(entries=None)  # the job will be new
+    return plan
+
+
+def _has_tensors(entry):
+    return isinstance(entry, Mapping) and any(isinstance(value, torch.Tensor) for value in entry.values())
+
+
+def _plan_unopened(optimizer, said):
+    """Of a state_dict() from before its job was open. Where that could only be a new one, it is the beginning, as torch's is from before
+    the first step; else it depends on what the job turned out to be, which its own optimizer knows."""
+    nothing = {id(parameter): Entry(0, {}, None) for _, _, parameter in placed(optimizer)}
+    beginning = Plan('a state_dict from before the first step', entries=nothing, begins=True)
+    own = said.origin == optimizer._origin()
+    if said.begins or (optimizer._session is not None and (optimizer._steps == 0 or own and optimizer._found is None)):
+        return beginning
+    if optimizer._session is None:
+        return Plan('its own state_dict from before the job was open') if own else beginning._replace(unknown=True)
+    if own and optimizer._session.version == optimizer._found:
+        return Plan('the state that the job was found in')
+    _refuse_unopened(optimizer)
+
+
+def _check_begins(optimizer):
+    optimizer._open(partly=True)
+    if optimizer._steps > 0:
+        _refuse_unopened(optimizer)
+
+
+def _refuse_unopened(optimizer):
+    raise Error(f"this state_dict was taken before its job was open, with resume='auto' or 'must', and does not say which state that was; "
+                f"job '{optimizer._options.job}' has made {optimizer._steps} steps. To go on from them, load nothing; to begin anew, give "
+                'the job another name, or say optimizer.state.clear(); for a state that can be loaded, call resume() before state_dict()',
+                'BAD_SPEC')
+
+
+def _described(entries):
+    steps = {entry.steps for entry in entries.values()}
+    text = f'the state of {len(entries)} parameters' + (f' after {max(steps)} steps' if steps else '')
+    sums = [(entry.steps, [_sum(entry.moments[key]) for key in sorted(entry.moments)], _sum(entry.master)) for entry in entries.values()]
+    return f'{text} (digest {zlib.crc32(repr(sums).encode()):08x})' if ranks.active() else text
+
+
+def _sum(tensor):
+    """Of the bits of a whole tensor: ranks that have different ones would mix them. Shards differ."""
+    if tensor is None or is_sharded(tensor):
+        return None
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()]
+    return int(tensor.contiguous().view(bits).sum(dtype=torch.int64))
 
 
 # --- what was saved
 
-def _read(optimizer, state_dict):
-    """Entries by id of the parameter. Not collective but for DTensors."""
+def _read(optimizer, groups, saved_of):
+    """Entries by id of the parameter. groups: of matching.matched(). saved_of(group, index): what was saved of that parameter here, or
+    None. Not collective but for DTensors."""
     spec = job_spec.of(optimizer)
     job_spec.check(optimizer, spec)
     names = moment_names(optimizer._kind, spec)
-    saved_groups = state_dict['param_groups']
-    for group in saved_groups:
+    for group in groups:
         decoupled = group.get('decoupled_weight_decay')
         if optimizer._kind in ('adam', 'adamw') and decoupled not in (None, optimizer._kind == 'adamw'):
             raise Error(f'this state is of torch.optim.{"AdamW" if decoupled else "Adam"}, whose weight decay is another; load '
                         "it into ballast.torch's optimizer of that name", 'BAD_SPEC')
     entries = {}
     for g, i, parameter in placed(optimizer):
-        saved = state_dict['state'].get(saved_groups[g]['params'][i]) or {}
         name = name_of(optimizer, g, i, parameter)
-        entries[id(parameter)] = _entry(optimizer._kind, names, name, parameter, saved)
+        start = optimizer.param_groups[g].get('initial_accumulator_value', 0)
+        entries[id(parameter)] = _entry(optimizer._kind, names, name, parameter, saved_of(g, i) or {}, start)
     return entries
 
 
-def _entry(kind, names, name, parameter, saved):
-    foreign = sorted(key for key in saved if key in _KNOWN and key not in names and saved[key] is not None)
+def _entry(kind, names, name, parameter, saved, start):
+    """start: what Adagrad's sum is before the first step, which servers add at that step."""
+    if not isinstance(saved, Mapping):
+        raise Error(f"the state of parameter '{name}' is a {type(saved).__name__}; expected a dict of {_shown(names)}", 'BAD_SPEC')
+    foreign = sorted(key for key in saved if key in KNOWN and key not in names and saved[key] is not None)
     if foreign:
         raise Error(f"the state of parameter '{name}' has {foreign[0]!r}, which this job's optimizer ({kind}) does not keep: "
                     f'it is of another optimizer, or of other options; expected {_shown(names)}', 'BAD_SPEC')
     given = {key: saved[key] for key in names if saved.get(key) is not None}
     steps = _steps(kind, name, saved, bool(given))
-    if steps == 0:
-        return Entry(0, {}, _tensor(name, 'master', parameter, saved.get('master')))
+    master = _tensor(name, 'master', parameter, saved.get('master'))
+    if steps == 0 and not given:
+        return Entry(0, {}, master)
     missing = [key for key in names if key not in given]
     if missing:
         raise Error(f"the state of parameter '{name}' has no {missing[0]!r}; it has {_shown(saved)}, expected "
                     f'{_shown(names)}: is it of another optimizer?', 'BAD_SPEC')
     moments = {}
     for k, key in enumerate(names):
-        moment = moments[key] = _tensor(name, key, parameter, given[key])
+        moment = _tensor(name, key, parameter, given[key])
+        moments[key] = moment = moment - start if steps == 0 and start else moment
         if not bool(torch.isfinite(local(moment)).all()):
             raise Error(f"{key!r} of parameter '{name}' has an Inf or a NaN", 'BAD_REQUEST')
         if (kind == 'adagrad' or k > 0) and bool((local(moment) < 0).any()):
             raise Error(f"{key!r} of parameter '{name}' has a negative element, and is a mean of squares", 'BAD_REQUEST')
-    return Entry(steps, moments, _tensor(name, 'master', parameter, saved.get('master')))
+        if kind == 'sgd' and steps == 0 and bool(local(moment).any()):
+            raise Error(f"{key!r} of parameter '{name}' is not zero, and its 'step' is 0, before which there is none; leave 'step' out, "
+                        'as torch.optim.SGD does', 'BAD_REQUEST')
+    return Entry(steps, moments, master)
 
 
 def _shown(keys):
@@ -131,7 +226,10 @@ def _steps(kind, name, saved, has_moments):
         if has_moments and kind not in ('sgd', 'lion'):
             raise Error(f"the state of parameter '{name}' has no 'step'; it has {_shown(saved)}", 'BAD_SPEC')
         return int(has_moments)  # torch's SGD counts none: all that matters is that there was one
-    steps = float(saved['step'])
+    try:
+        steps = float(saved['step'])
+    except (TypeError, ValueError):
+        raise Error(f"the 'step' of parameter '{name}' is {saved['step']!r}; expected a whole number", 'BAD_REQUEST') from None
     if not math.isfinite(steps) or steps < 0 or steps != int(steps):
         raise Error(f"the 'step' of parameter '{name}' is {steps}; expected a whole number", 'BAD_REQUEST')
     return int(steps)
@@ -164,7 +262,7 @@ def _own(value, parameter):
 
 def _moment(member, entry, name):
     if not entry.moments:
-        return torch.zeros(local(member.parameter).numel())
+        return torch.zeros(local(member.parameter).numel(), dtype=torch.float32, device='cpu')
     return _own(entry.moments[name], member.parameter)
 
 
@@ -176,10 +274,8 @@ def _master(session, member, entry, fresh):
     elif fresh:
         return values.float().contiguous()
     else:
-        known = torch.empty(member.parameter.numel(), dtype=torch.float32)
-        session.read(member.name, 'master', known)
-        known = _own(known.reshape(member.parameter.shape), member.parameter)
-    return torch.where(known.to(values.dtype) == values, known, values.float()).contiguous()
+        known = _own(read_array(session, member, member.parameter, 'master'), member.parameter)
+    return torch.where(same_bits(known.to(values.dtype), values), known, values.float()).contiguous()
 
 
 def _batches(members):
@@ -204,34 +300,37 @@ def _parameters_are_ahead(optimizer):
 
 
 @torch.no_grad()
-def _bring_in(optimizer, entries):
-    """In several transactions: until the last one the job's blob says that its state is not whole."""
+def _bring_in(optimizer, entries, fresh=False, steps=None, blob=b''):
+    """In several transactions: until the last one the job's blob says that its state is not whole. fresh: masters are the parameters,
+    whatever they were. steps, blob: of the loop; None: the most that a parameter has made."""
     was_open = optimizer._session is not None
     # Of the job, though they may be frozen here.
-    trained = {name_of(optimizer, g, i, parameter) for g, i, parameter in placed(optimizer) if entries[id(parameter)].steps > 0}
+    trained = {name_of(optimizer, g, i, parameter) for g, i, parameter in placed(optimizer)
+               if id(parameter) in entries and entries[id(parameter)].steps > 0}
     session = optimizer._open(partly=True, trained=trained)
     optimizer._register(optimizer._new_tensors(trained))
     optimizer._commit_written()
-    fresh = not was_open and not optimizer._unpulled  # the masters are the parameters
     members = [member for member in optimizer._members if id(member.parameter) in entries]
     of = {id(member): entries[id(member.parameter)] for member in members}
-    writes = []
-    if _parameters_are_ahead(optimizer) or any(entry.master is not None for entry in of.values()):
+    names, writes = moment_names(optimizer._kind, optimizer._options.optimizer), []
+    if fresh or not names or _parameters_are_ahead(optimizer) or any(entry.master is not None for entry in of.values()):
         writes += [('master', None, batch) for batch in _batches(members)]
-    for k, name in enumerate(moment_names(optimizer._kind, optimizer._options.optimizer)):
+    fresh = fresh or (not was_open and not optimizer._unpulled)  # else they are, if the job is new
+    for k, name in enumerate(names):
         writes += [(f'moment{k + 1}', name, batch) for batch in _batches(members)]
-    steps = max((entry.steps for entry in of.values()), default=0)
+    steps = max((entry.steps for entry in of.values()), default=0) if steps is None else steps
     for i, (array, name, batch) in enumerate(writes):
         values = [_master(session, member, of[id(member)], fresh) if name is None else _moment(member, of[id(member)], name)
                   for member in batch]
-        blob = optimizer._pack_blob(steps if i + 1 == len(writes) else UNDER_WAY)
+        last = i + 1 == len(writes)
+        sealed = optimizer._pack_blob(steps, blob) if last else optimizer._pack_blob(UNDER_WAY)
         before = session.version
         try:
-            session.commit_state(array, [member.name for member in batch], values, [of[id(member)].steps for member in batch], blob)
+            session.commit_state(array, [member.name for member in batch], values, [of[id(member)].steps for member in batch], sealed)
         finally:
             if session.version > before:
-                optimizer._partly = i + 1 < len(writes)
+                optimizer._partly = not last
     optimizer._unpulled = False
-    optimizer._steps, optimizer._blob, optimizer._skips = steps, b'', 0
+    optimizer._steps, optimizer._blob, optimizer._skips = steps, blob, 0
     for member in members:
         member.noted(member.parameter)

@@ -77,6 +77,9 @@ def check_parameter(name, parameter):
     if isinstance(parameter, DTensor) and tuple(parameter.placements) != (Shard(0),):
         raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected (Shard(0),), as "
                     'fully_shard makes it over a mesh of one dimension', 'UNSUPPORTED')
+    if parameter.is_inference():
+        raise Error(f"parameter '{name}' was made within torch.inference_mode(), where no version counter tells of edits; make the model "
+                    'outside, or give a clone of it', 'UNSUPPORTED')
     if parameter.device.type not in ('cpu', 'cuda'):
         raise Error(f"parameter '{name}' is on {parameter.device}; expected the CPU, or a GPU that torch calls cuda", 'UNSUPPORTED')
 

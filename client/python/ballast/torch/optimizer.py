@@ -5,6 +5,7 @@ and param_groups are read then. It returns when every parameter holds the new ve
 """
 
 import contextlib
+import itertools
 import struct
 from typing import NamedTuple
 
@@ -12,12 +13,13 @@ import torch
 
 from ballast import _native
 from ballast.errors import Error, warn
-from ballast.torch import arguments, checkpoint, hooks, job_spec, loading, ranks, state
+from ballast.torch import arguments, checkpoint, hooks, job_spec, loading, marker, moments, ranks, state
 from ballast.torch.agreement import Collected, agree
 from ballast.torch.connection import Connection
 from ballast.torch.early import Early
 from ballast.torch.host_memory import HostMemory
 from ballast.torch.members import DTYPES, Memory, gradient_of, is_sharded, local, whole
+from ballast.torch.modes import methods_plainly, same_bits
 from ballast.torch.naming import split_named, unwrapped
 from ballast.torch.registration import Fit, new_tensors, placed
 from ballast.torch.stepping import Overlap, Step
@@ -28,6 +30,7 @@ _SKIPS_MAX = 50
 _GROUPS = 16
 # In front of the user's blob: how many steps the loop has made.
 _BLOB = struct.Struct('<Q')
+_optimizers = itertools.count()  # the same on all ranks, which make theirs in one order
 
 
 class Resumed(NamedTuple):
@@ -35,6 +38,7 @@ class Resumed(NamedTuple):
     blob: bytes  # what the last of them kept
 
 
+@methods_plainly('step')
 class Optimizer(torch.optim.Optimizer):
     """See the package's README for the arguments that all optimizers share.
 
@@ -48,6 +52,7 @@ class Optimizer(torch.optim.Optimizer):
         arguments.check(name=name, resume=resume, durability=durability, pin_interval=pin_interval, checkpoints=checkpoints,
                         moments=moments, max_norm=max_norm, chunk_elements=chunk_elements, seed=seed, threads=threads, dram=dram,
                         nvme=nvme, step_timeout=step_timeout, open_timeout=open_timeout)
+        self._number = next(_optimizers)
         self._connection = Connection(servers, {'dram': dram, 'nvme': nvme, 'directory': directory, 'threads': threads})
         options = self._options = _native.OpenOptions()
         options.job, options.resume, options.pin_interval = name, resume, pin_interval
@@ -70,6 +75,7 @@ class Optimizer(torch.optim.Optimizer):
         self._blob = b''
         self._partly = False  # the job's state is what a load that did not end left
         self._unpulled = False  # the job was open before; parameters are not its own yet
+        self._found = None  # the version that the job was found at; None: it was new
         self._last_step_skipped = False
         self._grad_norm = None
         self._overlap = None if overlap is None else Overlap(overlap)
@@ -86,7 +92,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value):
-        """torch's constructor makes one; ours is on the servers."""
+        if hasattr(self, 'param_groups'):  # else torch's constructor makes an empty one
+            state.replace(self, value)
 
     # What a job fixes for its life: an optimizer's own part of the spec, from its first group.
     def _spec(self, group):
@@ -154,7 +161,7 @@ class Optimizer(torch.optim.Optimizer):
         self._options.optimizer = job_spec.of(self)
         job_spec.check(self, self._options.optimizer)
         self._options.group_count = -(-len(self.param_groups) // _GROUPS) * _GROUPS
-        self._options.durability = self._durability or self._connection.default_durability
+        self._options.durability = self._durability_to_be()
         self._options.rows = any(is_sharded(member.parameter) for member in fit.members)
         if self._early is not None and ranks.active():
             raise Error('push_early is for one rank: DistributedDataParallel reduces gradients after backward has made them, and what '
@@ -166,8 +173,23 @@ class Optimizer(torch.optim.Optimizer):
                  'with the next step')
         self._take_blob()
         self._unpulled = not self._session.needs_values
+        self._found = self._session.version if self._unpulled else None
         if self._session.needs_values:
             self._session.initialise(Memory(self._members, self._host).wait().parameters)
+
+    def _durability_to_be(self):
+        return self._durability or self._connection.default_durability
+
+    def _origin(self):
+        """Tells this optimizer's state_dicts, from before its job is open, from those of others."""
+        return f'{marker.run()}/{self._number}'
+
+    def _leave(self):
+        """As if the job had not been opened."""
+        self._connection.close()
+        self._session, self._members, self._by_parameter, self._host = None, [], {}, HostMemory()
+        self._partly = self._unpulled = False
+        self._found, self._steps, self._blob = None, 0, b''
 
     @staticmethod
     def _pack_blob(steps, blob=b''):
@@ -191,15 +213,16 @@ class Optimizer(torch.optim.Optimizer):
         return self._by_parameter.get(id(parameter))
 
     def _read_state(self, parameter):
+        if self._session is None and self._options.resume == 'never':
+            return {}  # as torch's: the job will be new
         session, member = self._open(), self._member(parameter)
         if member is None:
             return {}  # it never wanted a gradient
-        return state.read(session, member, parameter, state.moment_names(self._kind, self._options.optimizer))
+        start = self.param_groups[member.group].get('initial_accumulator_value', 0)
+        return moments.read(session, member, parameter, moments.moment_names(self._kind, self._options.optimizer), start)
 
     def _read_master(self, parameter):
-        master = torch.empty(parameter.shape, dtype=torch.float32)
-        self._open().read(self._member(parameter).name, 'master', master)
-        return master
+        return moments.read_array(self._open(), self._member(parameter), parameter, 'master')
 
     def _pull(self):
         memory = Memory(self._members, self._host).wait()
@@ -228,10 +251,10 @@ class Optimizer(torch.optim.Optimizer):
             warn(f"parameter '{member.name}' was written through .data, which its version counter does not tell: taken over at step "
                  f'{self._steps}, as by sync_from_params(); without debug it would be lost')
         parameter = member.parameter.detach()
-        master = torch.empty(parameter.numel(), dtype=torch.float32)
+        master = torch.empty(parameter.numel(), dtype=torch.float32, device='cpu')
         self._session.read(member.name, 'master', master)
         values = whole(parameter).cpu().reshape(-1)
-        kept = master.to(values.dtype) == values
+        kept = same_bits(master.to(values.dtype), values)
         # All ranks write, or none: their parameters are the same, but one of them may have been moved. Where they hold the master's
         # values once more, another edit may have been written that no step has taken.
         if self._options.world_size > 1 or member.name in self._session.written or not bool(kept.all()):
@@ -249,14 +272,14 @@ class Optimizer(torch.optim.Optimizer):
         """Of a durable job: its name and this version, which the servers keep (see Kept). Any one rank may ask, or all. Before
         the job is open it names none. Of a job with durability none: full_state_dict()."""
         if self._session is None:
-            return checkpoint.unopened(self, self._options.job)
+            return checkpoint.unopened(self)
         self._open()
         if self._options.durability == 'none':
-            return self.full_state_dict()
+            return checkpoint.full(self, begun=False)
         if self._options.world_size == 1:
             self._settle_edits()
         self._kept.keep(self._session)
-        return checkpoint.naming(self, self._options.job, self._session.version, self._steps)
+        return checkpoint.named(self, self._session.version)
 
     def _settle_edits(self):
         """What was written to parameters since the step belongs to the version that is kept."""
@@ -272,6 +295,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def full_state_dict(self):
         """torch.optim's format, with the moments themselves: any one rank may ask."""
+        self._open()
         return checkpoint.full(self)
 
     @hooks.around_load_state_dict
@@ -292,6 +316,9 @@ class Optimizer(torch.optim.Optimizer):
             self._commit_written()
             session.restore(version)
             self._take_blob()
+        elif version not in session.pins():
+            raise Error(f"version {version} is the one that job '{self._options.job}' is at, and no state_dict() has named it: a state that "
+                        'names it is of another job of that name', 'VERSION_GONE')
         if self._partly:
             loading.refuse_partly(self._options.job)
         self._kept.loaded(version)

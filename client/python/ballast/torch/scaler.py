@@ -3,8 +3,10 @@
 import torch
 
 from ballast.errors import Error
+from ballast.torch.modes import methods_plainly
 
 
+@methods_plainly('scale')
 class LossScaler:
     """Scales losses so that small fp16 gradients do not vanish, and looks for the largest scale that does not overflow.
 

@@ -1,31 +1,15 @@
 """optimizer.state: moments and step counts, read from the servers when they are asked for."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
-import torch
-
-# torch's names of an optimizer's moments, in the order of the servers' arrays.
-MOMENTS = {
-    'adamw': ('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'),
-    'adam': ('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'),
-    'sgd': ('momentum_buffer',),
-    'adagrad': ('sum',),
-    'lion': ('exp_avg',),
-}
+from ballast.errors import Error
+from ballast.torch import checkpoint, loading
+from ballast.torch.read_only import Entry
 
 
-def moment_names(kind, spec):
-    """`spec`: the _native.Optimizer of the job."""
-    names = MOMENTS[kind]
-    if kind in ('adam', 'adamw') and not spec.amsgrad:
-        names = names[:2]
-    if kind == 'sgd' and not spec.momentum:
-        names = ()
-    return names
-
-
-class State(Mapping):
-    """By parameter, those that had no step yet included; the values are copies, and writing to them changes nothing.
+class State(MutableMapping):
+    """By parameter, those that had no step yet included. The values are copies; what is assigned to parameters, or taken away, is so on
+    the servers when the assignment returns. All ranks assign the same.
 
     Never empty, also before the job is open: torch's checkpointing makes a step of its own where it finds no state."""
 
@@ -38,27 +22,48 @@ class State(Mapping):
     def __len__(self):
         return len(self._parameters())
 
+    def __bool__(self):
+        checkpoint.before_torchs(self._optimizer)
+        return True
+
     def __iter__(self):
         return iter(self._parameters())
 
     def __contains__(self, parameter):
         return any(parameter is each for each in self._parameters())
 
+    def _check(self, parameter):
+        if parameter not in self:
+            raise KeyError('this parameter is in none of the param_groups')
+
     def __getitem__(self, parameter):
         entry = self._optimizer._read_state(parameter)
-        if not entry and parameter not in self:  # a look through all, so it comes last
-            raise KeyError('this parameter is in none of the param_groups')
-        return entry
+        if not entry:
+            self._check(parameter)  # a look through all, so it comes last
+        return Entry(entry)
 
     def get(self, parameter, default=None):
         return self[parameter] if parameter in self else default
 
+    def __setitem__(self, parameter, entry):
+        self._check(parameter)
+        loading.put(self._optimizer, {id(parameter): entry})
 
-def read(session, member, parameter, names):
-    """One parameter's entry, in the shape and with the names of torch.optim."""
-    entry = {'step': torch.tensor(float(session.tensor_steps(member.name)))}
-    for i, name in enumerate(names):
-        moment = torch.empty(parameter.numel(), dtype=torch.float32)
-        session.read(member.name, f'moment{i + 1}', moment)
-        entry[name] = moment.reshape(parameter.shape)
-    return entry
+    def __delitem__(self, parameter):
+        self[parameter] = {}
+
+    def clear(self):
+        replace(self._optimizer, {})
+
+
+def replace(optimizer, states):
+    """As assigning `states` to torch's optimizer.state: parameters that are not in it begin anew."""
+    if isinstance(states, State) and states._optimizer is optimizer:
+        return
+    if not isinstance(states, Mapping):
+        raise Error(f'optimizer.state = {type(states).__name__}: expected a dict of dicts by parameter', 'BAD_CONFIG')
+    parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
+    for other in states:
+        if not any(other is parameter for parameter in parameters):
+            raise KeyError('optimizer.state: a parameter is in none of the param_groups')
+    loading.put(optimizer, {id(parameter): states.get(parameter) or {} for parameter in parameters})

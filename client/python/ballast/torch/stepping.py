@@ -11,6 +11,7 @@ import torch
 from ballast.errors import Error
 from ballast.torch.host_memory import current_streams, on_streams
 from ballast.torch.members import Memory, is_sharded, local
+from ballast.torch.modes import plainly
 from ballast.torch.naming import unit_of
 from ballast.torch.registration import placed
 
@@ -98,6 +99,16 @@ class Overlap:
         self._gradients = []
         self._needs, self._needs_of = {}, []
         self._hooked = weakref.WeakSet()
+        self._hook()
+
+    def _hook(self):
+        fresh = [module for module in self._model.modules() if module not in self._hooked]
+        for module in fresh:
+            module.register_forward_pre_hook(_Hook(self, forward=True), prepend=True)
+            module.register_state_dict_pre_hook(_Hook(self, forward=False))
+        self._hooked.update(fresh)
+        if fresh:
+            torch.compiler.reset()  # functions that were compiled when these modules had no hooks would go on without
 
     def check(self, optimizer):
         """Refuses what hooks of modules do not see. Before start()."""
@@ -105,10 +116,7 @@ class Overlap:
             if hasattr(module, '_orig_mod') or getattr(module, '_compiled_call_impl', None) is not None:
                 raise Error(f"overlap: module '{name}' is compiled, and runs without the hooks that wait for parameters; leave overlap "
                             'or compile out', 'UNSUPPORTED')
-            if module not in self._hooked:
-                module.register_forward_pre_hook(_Hook(self, forward=True), prepend=True)
-                module.register_state_dict_pre_hook(_Hook(self, forward=False))
-                self._hooked.add(module)
+        self._hook()
         seen = {id(parameter) for parameter in self._model.parameters()}
         for g, i, parameter in placed(optimizer):
             if is_sharded(parameter):
@@ -201,6 +209,7 @@ class _Hook:
     def __init__(self, overlap=None, forward=True):
         self._overlap, self._forward = None if overlap is None else weakref.ref(overlap), forward
 
+    @plainly
     def __call__(self, module, *_):
         overlap = None if self._overlap is None else self._overlap()
         if overlap is not None:

@@ -1,0 +1,58 @@
+"""What a state_dict() says of the job that it belongs to, in each of its param_groups: functions of torch that take states apart and put
+them together (torch.distributed.checkpoint.state_dict) keep nothing beside `state` and `param_groups`."""
+
+import json
+import secrets
+from typing import NamedTuple
+
+import torch
+
+from ballast.errors import Error
+from ballast.torch import ranks
+
+KEY = 'ballast'
+# The same for every job and version: Distributed Checkpoint reads a tensor into one of its size.
+_BYTES = 1024
+_process = secrets.token_hex(8)
+
+
+class Marker(NamedTuple):
+    job: str
+    version: int = -1  # -1: the job was not open
+    steps: int = 0
+    origin: str = ''  # the optimizer whose job was not open
+    begins: bool = False  # the job was not open, and could only be a new one: resume='never'
+
+    def tensor(self):
+        """A tensor, since a state_dict of which none is a tensor has no device that torch could broadcast it on."""
+        text = json.dumps(self._asdict(), ensure_ascii=False).encode()
+        return torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8)
+
+
+def run():
+    """A name of this run of the trainers, the same on all ranks."""
+    return ranks.Store('run').decide(_process) if ranks.active() else _process
+
+
+def _read(value):
+    try:
+        return Marker(**json.loads(bytes(value.cpu().tolist())))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise Error(f"'{KEY}' in the state's param_groups is {value!r}, which no state_dict() of ballast.torch has; take another copy of "
+                    'the state', 'BAD_SPEC') from error
+
+
+def of(groups):
+    """The one of saved param_groups; None where they are torch.optim's."""
+    there = [KEY in group for group in groups]
+    if not any(there):
+        return None
+    if not all(there):
+        raise Error(f"the state's group {there.index(True)} is of a job's state_dict(), and group {there.index(False)} is not; give "
+                    'one state', 'BAD_SPEC')
+    markers = [_read(group[KEY]) for group in groups]
+    for g, each in enumerate(markers):
+        if each != markers[0]:
+            raise Error(f"the state's group 0 is of job '{markers[0].job}' at version {markers[0].version}, group {g} of job "
+                        f"'{each.job}' at version {each.version}; give one state", 'BAD_SPEC')
+    return markers[0]

@@ -1,0 +1,42 @@
+"""torch's names of an optimizer's moments, in the order of the servers' arrays; and what the servers have of them."""
+
+import torch
+
+MOMENTS = {
+    'adamw': ('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'),
+    'adam': ('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'),
+    'sgd': ('momentum_buffer',),
+    'adagrad': ('sum',),
+    'lion': ('exp_avg',),
+}
+KNOWN = {name for names in MOMENTS.values() for name in names}
+
+
+def moment_names(kind, spec):
+    """`spec`: the _native.Optimizer of the job."""
+    names = MOMENTS[kind]
+    if kind in ('adam', 'adamw') and not spec.amsgrad:
+        names = names[:2]
+    if kind == 'sgd' and not spec.momentum:
+        names = ()
+    return names
+
+
+def read(session, member, parameter, names, start):
+    """One parameter's entry, in the shape and with the names of torch.optim. start: what Adagrad's sum is before the first step."""
+    steps = session.tensor_steps(member.name)
+    entry = {'step': torch.tensor(float(steps), dtype=torch.float32, device='cpu')}
+    for i, name in enumerate(names):
+        entry[name] = read_array(session, member, parameter, f'moment{i + 1}')
+        if steps == 0:
+            entry[name] += start
+    if parameter.dtype != torch.float32:
+        # torch's optimizers pass over it; without it a 16-bit parameter would go on from its rounded value.
+        entry['master'] = read_array(session, member, parameter, 'master')
+    return entry
+
+
+def read_array(session, member, parameter, array):
+    values = torch.empty(parameter.numel(), dtype=torch.float32, device='cpu')
+    session.read(member.name, array, values)
+    return values.reshape(parameter.shape)
