@@ -8,6 +8,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/io/seeded_bugs.h"
+#include "ballast/storage/tier/dram_tier.h"
 
 namespace ballast::services {
 namespace {
@@ -15,10 +16,21 @@ constexpr std::align_val_t kAlign{storage::kIoAlignment};
 constexpr uint64_t kPagesBytesMin = uint64_t{2} << 20;  // one huge page
 }  // namespace
 
-ProvisionalMemory::~ProvisionalMemory() { tiers_->Return(storage::TierKind::kDram, reserved_bytes_ + extra_bytes_); }
+ProvisionalMemory::~ProvisionalMemory() {
+  slabs_.Shrink(0);
+  tiers_->Return(storage::TierKind::kDram, reserved_bytes_ + extra_bytes_);
+}
 
 absl::Status ProvisionalMemory::Reserve(uint64_t bytes) {
   BALLAST_RETURN_IF_ERROR(tiers_->Take(storage::TierKind::kDram, bytes, "slices of the step in flight"));
+  if (tiers_->dram()->beside_gpu()) {
+    absl::StatusOr<storage::Arena> slab = tiers_->dram()->Map(bytes);
+    if (!slab.ok()) {
+      tiers_->Return(storage::TierKind::kDram, bytes);
+      return slab.status();
+    }
+    slabs_.Add(*std::move(slab));
+  }
   absl::MutexLock lock(&mu_);
   reserved_bytes_ += bytes;
   return absl::OkStatus();
@@ -29,6 +41,7 @@ void ProvisionalMemory::Unreserve(uint64_t bytes) {
   reserved_bytes_ -= bytes;
   kept_.clear();
   kept_bytes_ = 0;
+  slabs_.Shrink(reserved_bytes_);
   tiers_->Return(storage::TierKind::kDram, bytes);
 }
 
@@ -71,7 +84,8 @@ void ProvisionalMemory::Release(uint64_t bytes, storage::Arena pages) {
   storage::Arena unfit;  // goes without the lock
   absl::MutexLock lock(&mu_);
   used_bytes_ -= bytes;
-  if (pages.bytes().size() == bytes && used_bytes_ + kept_bytes_ + bytes <= reserved_bytes_) {
+  if (pages.bytes().size() == bytes && !tiers_->dram()->beside_gpu() &&
+      used_bytes_ + kept_bytes_ + bytes <= reserved_bytes_) {
     kept_bytes_ += bytes;
     kept_.push_back(std::move(pages));
   } else {
@@ -84,14 +98,19 @@ void ProvisionalMemory::Release(uint64_t bytes, storage::Arena pages) {
   }
 }
 
-ProvisionalMemory::Buffer::Buffer(std::shared_ptr<ProvisionalMemory> memory, uint64_t bytes, storage::Arena pages)
-    : memory_(std::move(memory)),
-      bytes_(bytes),
-      pages_(std::move(pages)),
-      data_(pages_.bytes().empty() ? static_cast<std::byte*>(::operator new(bytes, kAlign)) : pages_.bytes().data()) {}
+ProvisionalMemory::Buffer::Buffer(std::shared_ptr<ProvisionalMemory> memory, uint64_t bytes, absl::Span<std::byte> cut,
+                                  storage::Arena pages)
+    : memory_(std::move(memory)), bytes_(bytes), cut_(cut), pages_(std::move(pages)) {
+  data_ = cut_.empty() ? pages_.bytes().data() : cut_.data();
+  if (data_ == nullptr) data_ = static_cast<std::byte*>(::operator new(bytes, kAlign));
+}
 
 ProvisionalMemory::Buffer::~Buffer() {
-  if (pages_.bytes().empty()) ::operator delete(data_, kAlign);
+  if (!cut_.empty()) {
+    memory_->slabs_.Return(cut_);
+  } else if (pages_.bytes().empty()) {
+    ::operator delete(data_, kAlign);
+  }
   memory_->Release(bytes_, std::move(pages_));
 }
 
@@ -99,15 +118,16 @@ absl::StatusOr<std::shared_ptr<ProvisionalMemory::Buffer>> ProvisionalMemory::Al
     const std::shared_ptr<ProvisionalMemory>& memory, uint64_t bytes) {
   storage::Arena pages;
   BALLAST_RETURN_IF_ERROR(memory->Acquire(bytes, &pages));
-  if (bytes >= kPagesBytesMin && pages.bytes().empty()) {
-    absl::StatusOr<storage::Arena> mapped = storage::Arena::Map(bytes, /*pin=*/false);
+  const absl::Span<std::byte> cut = memory->slabs_.Take(bytes);
+  if (bytes >= kPagesBytesMin && pages.bytes().empty() && cut.empty()) {
+    absl::StatusOr<storage::Arena> mapped = storage::Arena::Map(bytes);
     if (!mapped.ok()) {
       memory->Release(bytes, {});
       return mapped.status();
     }
     pages = *std::move(mapped);
   }
-  return std::make_shared<Buffer>(memory, bytes, std::move(pages));
+  return std::make_shared<Buffer>(memory, bytes, cut, std::move(pages));
 }
 
 void Intake::Reset(const model::Chunk& chunk, const model::EpochPlan& plan) {

@@ -22,12 +22,14 @@
 #include "ballast/services/lent_memory.h"
 #include "ballast/storage/chunk_store.h"
 #include "ballast/storage/io/arena.h"
+#include "ballast/storage/io/slabs.h"
 #include "ballast/storage/tier/tiers.h"
 
 namespace ballast::services {
 
 // DRAM for slices of one job. What its epoch reserved is there for sure; more is taken from the tier while needed.
-// Large buffers that come back are kept for the next, within what is reserved. Threads: any.
+// Large buffers that come back are kept for the next, within what is reserved. Beside a GPU the reserved memory is
+// page-locked slabs, out of which buffers are cut: a GPU copies from and to others at half the speed. Threads: any.
 class ProvisionalMemory {
  public:
   // Borrows `tiers`. The destructor returns what is reserved.
@@ -45,8 +47,8 @@ class ProvisionalMemory {
   // makes that cheap; uninitialised. Returns its bytes when destroyed.
   class Buffer {
    public:
-    // `pages`: empty, or as large.
-    Buffer(std::shared_ptr<ProvisionalMemory> memory, uint64_t bytes, storage::Arena pages);
+    // `cut`: of the slabs, or empty; `pages`: empty, or as large.
+    Buffer(std::shared_ptr<ProvisionalMemory> memory, uint64_t bytes, absl::Span<std::byte> cut, storage::Arena pages);
     ~Buffer();
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
@@ -56,6 +58,7 @@ class ProvisionalMemory {
    private:
     std::shared_ptr<ProvisionalMemory> memory_;
     uint64_t bytes_;
+    absl::Span<std::byte> cut_;
     storage::Arena pages_;
     std::byte* data_;
   };
@@ -68,6 +71,7 @@ class ProvisionalMemory {
   void Release(uint64_t bytes, storage::Arena pages);
 
   storage::Tiers* const tiers_;
+  storage::Slabs slabs_;  // beside a GPU: what is reserved
   mutable absl::Mutex mu_;
   uint64_t reserved_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t used_bytes_ ABSL_GUARDED_BY(mu_) = 0;

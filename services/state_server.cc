@@ -4,6 +4,7 @@
 #include "ballast/proto/model/names.h"
 #include "ballast/services/state_server_parts.h"
 #include "ballast/storage/io/failpoint.h"
+#include "ballast/storage/tier/dram_tier.h"
 
 namespace ballast::services {
 namespace {
@@ -181,6 +182,12 @@ void StateServer::AwaitApplied(const std::string& job, int64_t version, std::opt
   const auto found = impl_->Find(job);
   if (!found.ok()) return reply(found.status());
   (*found)->AwaitApplied(version, unit, deadline, std::move(reply));
+}
+
+absl::StatusOr<storage::Arena> StateServer::MapAnswers(uint64_t bytes) const {
+  const storage::DramTier& dram = *impl_->tiers->dram();
+  if (!dram.beside_gpu()) return storage::Arena();
+  return dram.Map(bytes);
 }
 
 bool StateServer::takes_loans() const { return !impl_->options.working_copies; }

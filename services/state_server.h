@@ -12,6 +12,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/proto/model/lent_memory.h"
+#include "ballast/storage/io/arena.h"
 #include "ballast/storage/placement/placement.h"
 #include "ballast/storage/tier/tiers.h"
 #include "ballast/v1/admin_service.pb.h"
@@ -79,6 +80,8 @@ class StateServer {
   // carries their CRC32C. `allocate` is called at most once, and not at all on most errors.
   using Allocate = std::function<absl::Span<std::byte>(uint64_t bytes)>;
   void Pull(const v1::PullRequest&, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply);
+  // Page-locked memory for such answers. Empty if the server has no GPU: then any memory is as good.
+  absl::StatusOr<storage::Arena> MapAnswers(uint64_t bytes) const;
 
   // Of a server in the trainer's process, without working copies: the step's gradients and working parameters stay in
   // the trainer's memory. Gradients that are lent count as pushed by rank 0, the only one. Blocks while norms are

@@ -10,13 +10,13 @@
 namespace ballast::storage {
 namespace {
 
-constexpr uint64_t kReadPieceBytes = 16384;
+constexpr uint64_t kZeroPieceBytes = 16384;
 constexpr const char* kArrayNames[kStateArraysMax] = {"master", "moment1", "moment2", "moment3"};
 
 void ReadZeros(uint64_t count, ChunkReader::Sink sink) {
-  static constexpr std::byte kZeros[kReadPieceBytes] = {};
-  for (uint64_t at = 0; at < count; at += kReadPieceBytes) {
-    sink(at, absl::MakeConstSpan(kZeros, std::min(kReadPieceBytes, count - at)));
+  static constexpr std::byte kZeros[kZeroPieceBytes] = {};
+  for (uint64_t at = 0; at < count; at += kZeroPieceBytes) {
+    sink(at, absl::MakeConstSpan(kZeros, std::min(kZeroPieceBytes, count - at)));
   }
 }
 
@@ -111,9 +111,11 @@ absl::Status ChunkReader::ReadExtent(const StoredChunk& chunk, const NvmeExtent&
 }
 
 absl::Status ChunkReader::ReadDevice(const std::byte* from, uint64_t count, Sink sink) {
-  alignas(float) std::byte block[kReadPieceBytes];
-  for (uint64_t at = 0; at < count; at += kReadPieceBytes) {
-    const auto piece = absl::MakeSpan(block, std::min(kReadPieceBytes, count - at));
+  // Each piece waits for the device: a small one would take as long as one of 100 KiB.
+  const uint64_t piece_bytes = std::min(kStagingBytes, count);
+  const auto block = std::make_unique_for_overwrite<std::byte[]>(piece_bytes);
+  for (uint64_t at = 0; at < count; at += piece_bytes) {
+    const auto piece = absl::MakeSpan(block.get(), std::min(piece_bytes, count - at));
     BALLAST_RETURN_IF_ERROR(tiers_->hbm()->CopyOut(from + at, piece));
     sink(at, piece);
   }

@@ -47,7 +47,7 @@ absl::Status ChunkStore::Impl::RestoreAll(absl::Span<const ChunkToAdd> added, co
   ReadSlots slots = {staging.memory.bytes(), staging.slot_bytes};
   Arena bounce;
   if (device_bytes > slots.slot_bytes) {
-    BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(kBounceSlots * device_bytes, /*pin=*/false));
+    BALLAST_ASSIGN_OR_RETURN(bounce, tiers->dram()->Map(kBounceSlots * device_bytes));
     slots = {bounce.bytes(), device_bytes};
   }
   BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, staging.Queue(tiers->disk()));
@@ -89,7 +89,7 @@ absl::Status ChunkStore::Impl::ReadDurable(const StoredChunk& chunk, const Durab
                                            const Compute& with) const {
   Arena bounce;
   if (chunk.placement.state == TierKind::kHbm) {
-    BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(durable.bytes, /*pin=*/false));
+    BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(durable.bytes));
     state = bounce.bytes().data();
   }
   BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Read(durable.offset, {state, durable.bytes}));
@@ -106,7 +106,7 @@ absl::Status ChunkStore::Impl::TakeRead(const StoredChunk& chunk, const DurableC
 absl::Status ChunkStore::Impl::Clear(const StoredChunk& chunk, std::byte* state, const Compute& with) const {
   Arena bounce;
   if (chunk.placement.state == TierKind::kHbm) {
-    BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(chunk.state_bytes(), /*pin=*/false));
+    BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(chunk.state_bytes()));
     state = bounce.bytes().data();
   }
   std::memset(state, 0, chunk.state_bytes());
@@ -117,10 +117,12 @@ absl::Status ChunkStore::Impl::TakeState(const StoredChunk& chunk, std::byte* st
   const uint64_t bytes = chunk.state_bytes();
   const kernels::Dtype working = layout.optimizer().working;
   if (chunk.placement.state == TierKind::kHbm) {
-    BALLAST_RETURN_IF_ERROR(tiers->hbm()->CopyIn({state, bytes}, chunk.state));
     const bool on_device = chunk.placement.working == TierKind::kHbm;
-    return tiers->hbm()->Round(chunk.View(chunk.state).master(), chunk.elements, working,
-                               on_device ? HbmWorking{.device = chunk.working} : HbmWorking{.host = chunk.working});
+    return tiers->hbm()->Run([&](HbmQueue& queue) -> absl::Status {
+      BALLAST_RETURN_IF_ERROR(queue.CopyIn({state, bytes}, chunk.state));
+      return queue.Round(chunk.View(chunk.state).master(), chunk.elements, working,
+                         on_device ? HbmWorking{.device = chunk.working} : HbmWorking{.host = chunk.working});
+    });
   }
   if (chunk.working != nullptr) RoundMaster(chunk.View(state), chunk.working, with);
   return absl::OkStatus();
@@ -230,7 +232,7 @@ absl::Status ChunkStore::VerifyPin(int64_t version, absl::FunctionRef<absl::Stat
     largest = std::max(largest, kept.bytes);
   }
   if (reads.empty()) return absl::OkStatus();
-  BALLAST_ASSIGN_OR_RETURN(const Arena memory, Arena::Map(kBounceSlots * largest, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(const Arena memory, Arena::Map(kBounceSlots * largest));
   BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, impl.staging.Queue(impl.tiers->disk()));
   const auto check = [&](size_t i, std::byte* state, absl::FunctionRef<void()> poll) {
     BALLAST_RETURN_IF_ERROR(refusal());

@@ -89,6 +89,8 @@ struct ChunkStore::Impl {
                                           LogReads& reads) const;
   absl::Status Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk, UpdatePipeline& pipeline);
   absl::Status ApplyOnDevice(const ChunkUpdate& update, StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
+  // The same, of an update of the master and what follows from it.
+  absl::Status QueueUpdate(const ChunkUpdate& update, const StoredChunk& chunk, HbmQueue& queue) const;
   void CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) const;
   bool IsPinned(const StoredChunk& chunk) const;
   // Bytes of an array as the pin sees it.

@@ -336,6 +336,19 @@ absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state
 }
 
 absl::Status ChunkStore::Impl::ApplyOnDevice(const ChunkUpdate& update, StoredChunk& chunk) {
+  if (update.values_of == StateArray::kMaster) {
+    return tiers->hbm()->Run([&](HbmQueue& queue) { return QueueUpdate(update, chunk, queue); });
+  }
+  return ForMomentPieces(update, chunk.View(chunk.state), [this](const MomentPiece& piece) {
+    return tiers->hbm()->Run([&](HbmQueue& queue) -> absl::Status {
+      BALLAST_RETURN_IF_ERROR(queue.CopyIn(piece.values, piece.to.values));
+      if (piece.scales.empty()) return absl::OkStatus();
+      return queue.CopyIn(piece.scales, reinterpret_cast<std::byte*>(piece.to.scales));
+    });
+  });
+}
+
+absl::Status ChunkStore::Impl::QueueUpdate(const ChunkUpdate& update, const StoredChunk& chunk, HbmQueue& queue) const {
   const StateView state = chunk.View(chunk.state);
   const kernels::OptimizerSpec& optimizer = layout.optimizer();
   const bool on_device = chunk.placement.working == TierKind::kHbm;
@@ -343,29 +356,30 @@ absl::Status ChunkStore::Impl::ApplyOnDevice(const ChunkUpdate& update, StoredCh
     std::byte* const to = chunk.working + at * layout.working_element_bytes();
     return on_device ? HbmWorking{.device = to} : HbmWorking{.host = to};
   };
-  if (update.values_of != StateArray::kMaster) {
-    return ForMomentPieces(update, state, [this](const MomentPiece& piece) {
-      BALLAST_RETURN_IF_ERROR(tiers->hbm()->CopyIn(piece.values, piece.to.values));
-      if (piece.scales.empty()) return absl::OkStatus();
-      return tiers->hbm()->CopyIn(piece.scales, reinterpret_cast<std::byte*>(piece.to.scales));
-    });
-  }
   for (const ChunkUpdate::Values& values : update.values) {
     const auto* from = reinterpret_cast<const std::byte*>(values.values.data());
     auto* to = reinterpret_cast<std::byte*>(state.master() + values.begin);
-    BALLAST_RETURN_IF_ERROR(tiers->hbm()->CopyIn({from, values.values.size() * sizeof(float)}, to));
+    BALLAST_RETURN_IF_ERROR(queue.CopyIn({from, values.values.size() * sizeof(float)}, to));
   }
   // The whole chunk: values may begin anywhere, the device kernel may not.
   if (!update.values.empty()) {
-    BALLAST_RETURN_IF_ERROR(tiers->hbm()->Round(state.master(), chunk.elements, optimizer.working, working(0)));
+    BALLAST_RETURN_IF_ERROR(queue.Round(state.master(), chunk.elements, optimizer.working, working(0)));
   }
+  std::vector<HbmSegment> together;  // whose gradients are parts of the chunk's
   for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
-    const uint64_t at = segment.begin;
-    BALLAST_RETURN_IF_ERROR(tiers->hbm()->Update(optimizer, segment.coefficients, RandomAt(update, at),
-                                                 SpanOf(update, segment, state, nullptr, at, segment.end - at),
-                                                 working(at)));
+    const uint64_t at = segment.begin, n = segment.end - segment.begin;
+    if (n == 0) continue;
+    const HbmSegment one{.coefficients = segment.coefficients,
+                         .random = RandomAt(update, at),
+                         .span = SpanOf(update, segment, state, nullptr, at, n),
+                         .working = working(at)};
+    if (segment.gradient == nullptr) {
+      together.push_back(one);
+    } else {
+      BALLAST_RETURN_IF_ERROR(queue.Update(optimizer, {&one, 1}));
+    }
   }
-  return absl::OkStatus();
+  return queue.Update(optimizer, together);
 }
 
 void ChunkStore::Impl::CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) const {

@@ -9,16 +9,19 @@
 
 #include "absl/time/clock.h"
 #include "ballast/client/collective/pairwise_collective.h"
+#include "ballast/kernels/cuda/outcome.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::client {
 namespace {
 
+using kernels::cuda::Outcome;
+
 // Between two looks at an operation: far below a transfer's time, far above a look's cost.
 constexpr absl::Duration kPoll = absl::Microseconds(50);
 
 absl::Status CudaStatus(cudaError_t error, absl::string_view what) {
-  if (error == cudaSuccess) return absl::OkStatus();
+  if (Outcome(error) == cudaSuccess) return absl::OkStatus();
   return model::Error(absl::StatusCode::kInternal, model::kIo,
                       absl::StrCat(what, " failed: ", cudaGetErrorString(error)));
 }
@@ -38,10 +41,11 @@ class NcclCollective : public PairwiseCollective {
       : PairwiseCollective(rank, world_size), options_(options) {}
 
   ~NcclCollective() override {
+    (void)Outcome(cudaSetDevice(options_.device));  // the thread may be another than the one that connected
     // Abort, not destroy: destroying waits for peers that may be gone.
     if (comm_ != nullptr) ncclCommAbort(comm_);
-    if (stream_ != nullptr) cudaStreamDestroy(stream_);
-    if (staging_ != nullptr) cudaFree(staging_);
+    if (stream_ != nullptr) (void)Outcome(cudaStreamDestroy(stream_));
+    if (staging_ != nullptr) (void)Outcome(cudaFree(staging_));
   }
 
   absl::Status Connect(const ncclUniqueId& id, absl::Time deadline) {
@@ -60,7 +64,7 @@ class NcclCollective : public PairwiseCollective {
     if (!status.ok() && comm_ != nullptr) {
       ncclCommAbort(comm_);
       comm_ = nullptr;
-      cudaStreamSynchronize(stream_);
+      (void)Outcome(cudaStreamSynchronize(stream_));
     }
     return status;
   }
@@ -119,7 +123,7 @@ class NcclCollective : public PairwiseCollective {
 
   absl::Status WaitForStream(absl::Time deadline) {
     for (;;) {
-      const cudaError_t error = cudaStreamQuery(stream_);
+      const cudaError_t error = Outcome(cudaStreamQuery(stream_));
       if (error != cudaErrorNotReady) return CudaStatus(error, "a transfer");
       ncclResult_t result = ncclSuccess;
       BALLAST_RETURN_IF_ERROR(NcclStatus(ncclCommGetAsyncError(comm_, &result), "ncclCommGetAsyncError"));
@@ -138,11 +142,11 @@ class NcclCollective : public PairwiseCollective {
 
   absl::Status Grow(uint64_t bytes) {
     if (bytes <= staging_bytes_) return absl::OkStatus();
-    if (staging_ != nullptr) cudaFree(staging_);
+    if (staging_ != nullptr) (void)Outcome(cudaFree(staging_));
     staging_ = nullptr;
     staging_bytes_ = 0;
     void* memory = nullptr;
-    if (cudaMalloc(&memory, bytes) != cudaSuccess) {
+    if (Outcome(cudaMalloc(&memory, bytes)) != cudaSuccess) {
       return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
                           absl::StrCat("no ", bytes, " bytes of GPU memory for staging"));
     }
@@ -163,7 +167,7 @@ class NcclCollective : public PairwiseCollective {
 absl::StatusOr<std::unique_ptr<Collective>> MakeNccl(Rendezvous* rendezvous, int rank, int world_size,
                                                      const NcclOptions& options) {
   const absl::Time deadline = absl::Now() + options.timeout;
-  if (const cudaError_t error = cudaSetDevice(options.device); error != cudaSuccess) {
+  if (const cudaError_t error = Outcome(cudaSetDevice(options.device)); error != cudaSuccess) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kUnsupported,
                         absl::StrCat("rank ", rank, " cannot use GPU ", options.device, ": ", cudaGetErrorString(error),
                                      "; use the Gloo collective, or name another GPU"));

@@ -4,6 +4,7 @@
 
 #include "ballast/kernels/cuda/cuda_kernels.h"
 #include "ballast/kernels/cuda/elements.cuh"
+#include "ballast/kernels/cuda/launch.cuh"
 #include "ballast/kernels/norm_tree.h"
 
 namespace ballast::kernels::cuda {
@@ -162,8 +163,7 @@ __global__ void __launch_bounds__(kThreads)
 absl::Status Convert(Dtype from_dtype, const std::byte* from, Dtype to_dtype, std::byte* to, uint64_t n,
                      CUstream_st* stream) {
   if (n == 0) return absl::OkStatus();
-  ConvertKernel<<<GridOfBlocks(n), kThreads, 0, stream>>>(from_dtype, from, to_dtype, to, n);
-  return LaunchStatus("a conversion", cudaGetLastError());
+  return Launch("a conversion", ConvertKernel, GridOfBlocks(n), kThreads, stream, from_dtype, from, to_dtype, to, n);
 }
 
 }  // namespace
@@ -172,12 +172,12 @@ absl::Status SquaredNorm(Dtype dtype, const std::byte* gradient, uint64_t n, dou
                          CUstream_st* stream) {
   const uint64_t leaf_count = (n + kLeafElements - 1) / kLeafElements;
   if (leaf_count > 0) {
-    LeafKernel<<<GridOf(leaf_count * kWarp), kThreads, 0, stream>>>(dtype, gradient, n, scratch, leaf_count);
-    if (absl::Status status = LaunchStatus("SquaredNorm's leaves", cudaGetLastError()); !status.ok()) return status;
+    const absl::Status launched = Launch("SquaredNorm's leaves", LeafKernel, GridOf(leaf_count * kWarp), kThreads,
+                                         stream, dtype, gradient, n, scratch, leaf_count);
+    if (!launched.ok()) return launched;
   }
   constexpr unsigned kTreeThreads = 1024;
-  TreeKernel<<<1, kTreeThreads, 0, stream>>>(scratch, leaf_count, result);
-  return LaunchStatus("SquaredNorm's tree", cudaGetLastError());
+  return Launch("SquaredNorm's tree", TreeKernel, 1, kTreeThreads, stream, scratch, leaf_count, result);
 }
 
 absl::Status FromF32(const float* from, Dtype dtype, std::byte* to, uint64_t n, CUstream_st* stream) {
@@ -190,22 +190,21 @@ absl::Status ToF32(Dtype dtype, const std::byte* from, float* to, uint64_t n, CU
 
 absl::Status AddInto(Dtype dtype, const std::byte* addend, float* sum, uint64_t n, CUstream_st* stream) {
   if (n == 0) return absl::OkStatus();
-  AddKernel<<<GridOfBlocks(n), kThreads, 0, stream>>>(dtype, addend, reinterpret_cast<std::byte*>(sum), n);
-  return LaunchStatus("AddInto", cudaGetLastError());
+  return Launch("AddInto", AddKernel, GridOfBlocks(n), kThreads, stream, dtype, addend,
+                reinterpret_cast<std::byte*>(sum), n);
 }
 
 absl::Status Quantize(QuantFormat format, Dtype dtype, const std::byte* x, uint64_t n, std::byte* quantized,
                       float* scales, CUstream_st* stream) {
   if (n == 0) return absl::OkStatus();
-  QuantizeKernel<<<GridOfBlocks(n), kThreads, 0, stream>>>(format, dtype, x, n, quantized, scales);
-  return LaunchStatus("Quantize", cudaGetLastError());
+  return Launch("Quantize", QuantizeKernel, GridOfBlocks(n), kThreads, stream, format, dtype, x, n, quantized, scales);
 }
 
 absl::Status Dequantize(QuantFormat format, const std::byte* quantized, const float* scales, uint64_t n, Dtype dtype,
                         std::byte* x, CUstream_st* stream) {
   if (n == 0) return absl::OkStatus();
-  DequantizeKernel<<<GridOfBlocks(n), kThreads, 0, stream>>>(format, quantized, scales, n, dtype, x);
-  return LaunchStatus("Dequantize", cudaGetLastError());
+  return Launch("Dequantize", DequantizeKernel, GridOfBlocks(n), kThreads, stream, format, quantized, scales, n, dtype,
+                x);
 }
 
 }  // namespace ballast::kernels::cuda

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/cuda/cuda_kernels.h"
+#include "ballast/kernels/cuda/outcome.h"
 
 namespace ballast::kernels::cuda {
 namespace {
@@ -15,7 +16,7 @@ class Call {
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
   ~Call() {
-    for (const Array& array : arrays_) cudaFree(array.device);
+    for (const Array& array : arrays_) (void)Outcome(cudaFree(array.device));
   }
 
   // Null after an error, and for no bytes.
@@ -52,7 +53,8 @@ class Call {
     uint64_t bytes;
   };
   void Note(cudaError_t error, const char* what) {
-    if (error != cudaSuccess) *status_ = absl::InternalError(absl::StrCat(what, ": ", cudaGetErrorString(error)));
+    if (Outcome(error) != cudaSuccess)
+      *status_ = absl::InternalError(absl::StrCat(what, ": ", cudaGetErrorString(error)));
   }
   absl::Status* status_;
   std::vector<Array> arrays_;

@@ -6,8 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
 #include "ballast/kernels/float_formats.h"
 
 namespace ballast::kernels::cuda {
@@ -22,11 +20,6 @@ constexpr uint32_t kNanBits = 0x7fc00000u;
 inline unsigned GridOf(uint64_t threads) {
   constexpr uint64_t kBlocksMax = 8192;
   return static_cast<unsigned>(std::min<uint64_t>((threads + kThreads - 1) / kThreads, kBlocksMax));
-}
-
-inline absl::Status LaunchStatus(const char* kernel, cudaError_t error) {
-  if (error == cudaSuccess) return absl::OkStatus();
-  return absl::InternalError(absl::StrCat("launch of ", kernel, " failed: ", cudaGetErrorString(error)));
 }
 
 __device__ inline float OneNan(float x) { return x != x ? __uint_as_float(kNanBits) : x; }

@@ -3,6 +3,7 @@
 
 #include "ballast/kernels/cuda/cuda_kernels.h"
 #include "ballast/kernels/cuda/elements.cuh"
+#include "ballast/kernels/cuda/launch.cuh"
 #include "ballast/kernels/dynamic_map.h"
 #include "ballast/kernels/moment_formats.h"
 #include "ballast/kernels/philox.h"
@@ -205,10 +206,8 @@ absl::Status Update(const OptimizerSpec& spec, const Coefficients& c, const Rand
                     CUstream_st* stream) {
   if (span.n == 0) return absl::OkStatus();
   const uint64_t threads = (span.n + kBlock - 1) / kBlock * kWarp;
-  void* arguments[] = {const_cast<Coefficients*>(&c), const_cast<RandomKey*>(&key), const_cast<Dtype*>(&spec.gradient),
-                       const_cast<Dtype*>(&spec.working), const_cast<UpdateSpan*>(&span)};
-  const auto* kernel = reinterpret_cast<const void*>(KernelOf(RuleOf(spec, c), spec.moments));
-  return LaunchStatus("Update", cudaLaunchKernel(kernel, GridOf(threads), kThreads, arguments, 0, stream));
+  return Launch("Update", KernelOf(RuleOf(spec, c), spec.moments), GridOf(threads), kThreads, stream, c, key,
+                spec.gradient, spec.working, span);
 }
 
 }  // namespace ballast::kernels::cuda

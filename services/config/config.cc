@@ -24,6 +24,7 @@ namespace ballast::services {
 namespace {
 
 constexpr int kThreadsMax = 1024;
+constexpr int kDeviceMax = 255;
 // A buffer for reads, and one for the state of a chunk of the smallest kind.
 constexpr uint64_t kStagingBytesMin = uint64_t{2} << 20;
 constexpr char kEnvironmentPrefix[] = "BALLAST_";
@@ -87,6 +88,11 @@ const std::vector<Key>& Keys() {
         "disk in the data directory: state that finds no room above; for durable jobs a durable copy of all "
         "state too, and the gradient log (durability `step`) or two pinned copies (`every-K`)"},
        Bytes([](Config* c) { return &c->server.budget.nvme; })},
+      {{"hbm_device", "an integer from 0 to 255", "0", "the GPU that budget.hbm is of, as CUDA counts them"},
+       [](const std::string& text, Config* c) {
+         return absl::SimpleAtoi(text, &c->server.hbm_device) && c->server.hbm_device >= 0 &&
+                c->server.hbm_device <= kDeviceMax;
+       }},
       {{"compute_threads", "an integer from 1 to 1024", "the machine's processors",
         "threads that work on one update, its job's own included; all jobs share the others"},
        [](const std::string& text, Config* c) { return SetThreads(text, &c->server.compute_threads); }},

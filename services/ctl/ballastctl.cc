@@ -5,7 +5,7 @@
 //   ballastctl unpin --job NAME --version N --servers host:port,...
 //   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
 //   ballastctl verify --data-directory DIR [--json] [--rebuild]
-//   ballastctl iotune [--directory DIR] [--json] [--seconds N] [--out FILE]
+//   ballastctl iotune [--directory DIR] [--json] [--seconds N] [--out FILE] [--hbm-device N]
 //   ballastctl plan --params N --dram BYTES [--nvme BYTES] [--ranks N] [--server-count N] ...
 //
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
@@ -152,6 +152,7 @@ int Main(int argc, char** argv) {
   iotune->add_option("--directory", tune.directory, "on the disk to be measured")->check(CLI::ExistingDirectory);
   iotune->add_option("--out", tune.out, "the profile; else ballast-profile.yaml in the directory");
   iotune->add_option("--seconds", tune.seconds, "to measure for, about")->check(CLI::PositiveNumber);
+  iotune->add_option("--hbm-device", tune.hbm_device, "the GPU whose link is measured")->check(CLI::NonNegativeNumber);
   iotune->add_flag("--json", tune.json, "machine-readable");
   for (CLI::App* command : {status, drop, unpin, budget}) {
     command->add_option("--servers", servers, "host:port of every server, separated by commas")

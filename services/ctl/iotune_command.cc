@@ -45,10 +45,11 @@ int Fail(const absl::Status& status) {
 
 int RunIotune(const IotuneCommand& command) {
   const std::string path = command.out.empty() ? absl::StrCat(command.directory, "/ballast-profile.yaml") : command.out;
-  const auto measured = storage::Measure(
-      {.directory = command.directory, .duration = absl::Seconds(command.seconds), .say = [](const std::string& line) {
-         std::fprintf(stderr, "%s\n", line.c_str());
-       }});
+  const auto say = [](const std::string& line) { std::fprintf(stderr, "%s\n", line.c_str()); };
+  const auto measured = storage::Measure({.directory = command.directory,
+                                          .duration = absl::Seconds(command.seconds),
+                                          .hbm_device = command.hbm_device,
+                                          .say = say});
   if (!measured.ok()) return Fail(measured.status());
   if (const absl::Status written = storage::WriteProfile(measured->profile, path); !written.ok()) return Fail(written);
   std::fputs((command.json ? ShowJson(*measured, path) : ShowText(*measured)).c_str(), stdout);

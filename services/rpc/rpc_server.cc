@@ -32,6 +32,9 @@ constexpr int kStreamsPerConnectionMax = 16384;
 // requests that wait, and 4 MiB each for 200 that are just coming. Beyond it gRPC reads no further, then cancels calls.
 constexpr size_t kGrpcBytesMax = size_t{1} << 30;
 
+// Beside a GPU, for answers on their way: sixteen of the largest, more than a link needs to be busy.
+constexpr uint64_t kAnswerBytes = uint64_t{64} << 20;
+
 // Reflection and health are switches of the process: set before the first server is built.
 void EnablePlugins() {
   static std::once_flag once;
@@ -46,8 +49,8 @@ constexpr const char* kServices[] = {"ballast.v1.StateService", "ballast.v1.Admi
 }  // namespace
 
 struct RpcServer::Impl {
-  Impl(StateServer* state, uint64_t unsent_bytes_max)
-      : state(state), state_service(state, unsent_bytes_max), admin_service(state) {}
+  Impl(StateServer* state, uint64_t unsent_bytes_max, std::shared_ptr<storage::Slabs> answers)
+      : state(state), state_service(state, unsent_bytes_max, std::move(answers)), admin_service(state) {}
 
   StateServer* const state;
   StateServiceImpl state_service;
@@ -61,7 +64,10 @@ struct RpcServer::Impl {
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options, StateServer* state) {
   BALLAST_ASSIGN_OR_RETURN(model::Address address, model::ParseAddress(options.listen, model::AddressUse::kListen));
   EnablePlugins();
-  auto impl = std::make_unique<Impl>(state, options.unsent_bytes_max);
+  auto answers = std::make_shared<storage::Slabs>();
+  BALLAST_ASSIGN_OR_RETURN(storage::Arena memory, state->MapAnswers(kAnswerBytes));
+  answers->Add(std::move(memory));
+  auto impl = std::make_unique<Impl>(state, options.unsent_bytes_max, std::move(answers));
   grpc::ServerBuilder builder;
   int port = 0;
   builder.AddListeningPort(model::FormatAddress(address), grpc::InsecureServerCredentials(), &port);

@@ -57,6 +57,23 @@ class CountedReactor final : public grpc::ServerUnaryReactor {
   uint64_t bytes_ = 0;
 };
 
+// Memory for an answer, out of the slabs if they have room.
+grpc::Slice AnswerSlice(const std::shared_ptr<storage::Slabs>& answers, uint64_t bytes) {
+  struct Cut {
+    std::shared_ptr<storage::Slabs> slabs;
+    absl::Span<std::byte> memory;
+  };
+  const absl::Span<std::byte> memory = answers->Take(bytes);
+  if (memory.empty()) return grpc::Slice(bytes);
+  return grpc::Slice(
+      memory.data(), bytes,
+      [](void* user_data) {
+        const std::unique_ptr<Cut> cut(static_cast<Cut*>(user_data));
+        cut->slabs->Return(cut->memory);
+      },
+      new Cut{answers, memory});
+}
+
 template <typename Message>
 bool Parse(const grpc::ByteBuffer& from, Message* to) {
   grpc::ByteBuffer buffer(from);  // shares the slices; deserialising consumes its buffer
@@ -182,7 +199,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* co
   auto payload = std::make_shared<grpc::Slice>();
   const auto allocate = [this, reactor, payload](uint64_t bytes) -> absl::Span<std::byte> {
     if (!reactor->Take(bytes, unsent_bytes_max_)) return {};
-    *payload = grpc::Slice(bytes);
+    *payload = AnswerSlice(answers_, bytes);
     // Nobody else has the slice yet.
     return {reinterpret_cast<std::byte*>(const_cast<uint8_t*>(payload->begin())), bytes};
   };

@@ -5,8 +5,10 @@
 
 #include <atomic>
 #include <memory>
+#include <utility>
 
 #include "ballast/services/state_server.h"
+#include "ballast/storage/io/slabs.h"
 #include "ballast/v1/state_service.grpc.pb.h"
 
 namespace ballast::services {
@@ -23,8 +25,9 @@ using StateServiceBase = v1::StateService::WithCallbackMethod_GetJob<
 // Threads: any. Every call finishes its reactor exactly once, cancelled or not: gRPC keeps the reactor until then.
 class StateServiceImpl final : public StateServiceBase {
  public:
-  StateServiceImpl(StateServer* state, uint64_t unsent_bytes_max)
-      : state_(state), unsent_bytes_max_(unsent_bytes_max) {}
+  // `answers`: memory for answers to pulls; those that find no room there have memory of their own.
+  StateServiceImpl(StateServer* state, uint64_t unsent_bytes_max, std::shared_ptr<storage::Slabs> answers)
+      : state_(state), unsent_bytes_max_(unsent_bytes_max), answers_(std::move(answers)) {}
 
   grpc::ServerUnaryReactor* GetJob(grpc::CallbackServerContext*, const v1::GetJobRequest*,
                                    v1::GetJobResponse*) override;
@@ -42,6 +45,7 @@ class StateServiceImpl final : public StateServiceBase {
  private:
   StateServer* const state_;
   const uint64_t unsent_bytes_max_;
+  const std::shared_ptr<storage::Slabs> answers_;  // gRPC may hold an answer for longer than this service lives
   std::atomic<uint64_t> unsent_bytes_{0};
 };
 

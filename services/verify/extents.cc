@@ -147,7 +147,7 @@ void CheckPlaces(const std::vector<NamedExtent>& extents, const std::string& pat
 }
 
 void CheckExtent(const storage::BlockFile& file, const NamedExtent& extent, Progress* progress, ScrubReport* report) {
-  auto arena = storage::Arena::Map(kPieceBytes, /*pin=*/false);
+  auto arena = storage::Arena::Map(kPieceBytes);
   if (!arena.ok()) return;
   CheckLabel(file, extent, arena->bytes().subspan(0, StateLayout::kLabelBytes), report);
   for (int i = 0; i < extent.layout.array_count(); ++i) {
@@ -172,7 +172,7 @@ void CheckExtent(const storage::BlockFile& file, const NamedExtent& extent, Prog
 
 absl::StatusOr<bool> DigestsHold(const storage::BlockFile& file, const StateLayout& layout,
                                  const storage::DurableChunk& chunk) {
-  BALLAST_ASSIGN_OR_RETURN(storage::Arena arena, storage::Arena::Map(kPieceBytes, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(storage::Arena arena, storage::Arena::Map(kPieceBytes));
   for (int i = 0; i < layout.array_count(); ++i) {
     const auto array = static_cast<StateArray>(i);
     BALLAST_ASSIGN_OR_RETURN(const uint32_t digest, DigestOf(file, chunk.offset + layout.ArrayAt(array, chunk.elements),
@@ -185,7 +185,7 @@ absl::StatusOr<bool> DigestsHold(const storage::BlockFile& file, const StateLayo
 absl::StatusOr<FoundLabels> FindLabels(const storage::BlockFile& file,
                                        const std::map<std::string, WantedLabels>& wanted, Progress* progress) {
   FoundLabels found;
-  BALLAST_ASSIGN_OR_RETURN(storage::Arena arena, storage::Arena::Map(kPieceBytes, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(storage::Arena arena, storage::Arena::Map(kPieceBytes));
   BALLAST_ASSIGN_OR_RETURN(const uint64_t file_bytes, file.Size());
   const uint64_t end = file_bytes / StateLayout::kLabelBytes * StateLayout::kLabelBytes;
   const auto look = [&](uint64_t offset, absl::Span<const std::byte> block) {

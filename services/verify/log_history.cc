@@ -303,7 +303,7 @@ void CheckPayloads(const storage::BlockFile& file, const std::string& job, const
     total += payload.place.bytes;
     largest = std::max(largest, storage::AlignUp(payload.place.bytes));
   }
-  auto buffer = storage::Arena::Map(largest, /*pin=*/false);
+  auto buffer = storage::Arena::Map(largest);
   for (const LogReplay::Payload& payload : replay.payloads) {
     if (!payload.needed) {
       ++report->counts.payloads_not_needed;

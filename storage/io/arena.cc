@@ -41,7 +41,7 @@ void Touch(std::byte* first, uint64_t bytes) {
 }
 }  // namespace
 
-absl::StatusOr<Arena> Arena::Map(uint64_t bytes, bool pin) {
+absl::StatusOr<Arena> Arena::Map(uint64_t bytes) {
   Arena arena;
   bytes = AlignUp(bytes);
   if (bytes == 0) return arena;
@@ -69,18 +69,13 @@ absl::StatusOr<Arena> Arena::Map(uint64_t bytes, bool pin) {
   static const std::vector<int> nodes = MemoryNodes();
   if (nodes.size() > 1) (void)Interleave(arena.bytes_, nodes);
   Touch(first + skip, bytes);
-  if (pin) {
-    const absl::Status pinned = PinMemory(arena.bytes_);
-    arena.pinned_ = pinned.ok();
-    if (!pinned.ok()) spdlog::warn("{} bytes stay pageable: {}", bytes, std::string(pinned.message()));
-  }
   return arena;
 }
 
 Arena::Arena(Arena&& other) noexcept
     : bytes_(std::exchange(other.bytes_, {})),
       owner_(std::exchange(other.owner_, 0)),
-      pinned_(std::exchange(other.pinned_, false)),
+      pinned_for_(std::exchange(other.pinned_for_, std::nullopt)),
       locked_(std::exchange(other.locked_, false)) {}
 
 Arena& Arena::operator=(Arena&& other) noexcept {
@@ -88,10 +83,17 @@ Arena& Arena::operator=(Arena&& other) noexcept {
     Release();
     bytes_ = std::exchange(other.bytes_, {});
     owner_ = std::exchange(other.owner_, 0);
-    pinned_ = std::exchange(other.pinned_, false);
+    pinned_for_ = std::exchange(other.pinned_for_, std::nullopt);
     locked_ = std::exchange(other.locked_, false);
   }
   return *this;
+}
+
+absl::Status Arena::Pin(int device) {
+  if (pinned() || bytes_.empty()) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(PinMemory(bytes_, device));
+  pinned_for_ = device;
+  return absl::OkStatus();
 }
 
 bool Arena::Lock() {
@@ -116,9 +118,10 @@ Arena::~Arena() { Release(); }
 
 void Arena::Release() {
   const absl::Span<std::byte> bytes = std::exchange(bytes_, {});
+  const std::optional<int> pinned_for = std::exchange(pinned_for_, std::nullopt);
   // In a forked child the addresses may be another mapping's by now.
   if (bytes.empty() || owner_ != getpid()) return;
-  if (pinned_) UnpinMemory(bytes);
+  if (pinned_for.has_value()) UnpinMemory(bytes, *pinned_for);
   munmap(bytes.data(), bytes.size());
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -16,26 +17,28 @@ namespace ballast::storage {
 // may destroy its copy of an Arena, and do nothing else with it.
 class Arena {
  public:
-  // `pin`: page-locked for the GPU as well; where that is refused the memory is used pageable, and a line is logged.
   // RESOURCE_EXHAUSTED (BUDGET) if the system has no such memory.
-  static absl::StatusOr<Arena> Map(uint64_t bytes, bool pin);
+  static absl::StatusOr<Arena> Map(uint64_t bytes);
   Arena() = default;
   Arena(Arena&& other) noexcept;
   Arena& operator=(Arena&& other) noexcept;
   ~Arena();
 
   absl::Span<std::byte> bytes() const { return bytes_; }
+  // Page-locks the memory for GPU `device`. After an error it is pageable, and of use all the same. Errors:
+  // PinMemory's.
+  absl::Status Pin(int device);
   // Asks the system not to swap the memory out. False: a limit (ulimit -l) forbids it; the memory is used all the same.
   bool Lock();
   // Gives the system the memory of a part back, which must not be used any more. REQUIRES: aligned to 4096, not pinned.
   void Discard(absl::Span<std::byte> part);
-  bool pinned() const { return pinned_; }
+  bool pinned() const { return pinned_for_.has_value(); }
 
  private:
   void Release();
   absl::Span<std::byte> bytes_;
-  pid_t owner_ = 0;  // the process that mapped it
-  bool pinned_ = false;
+  pid_t owner_ = 0;                // the process that mapped it
+  std::optional<int> pinned_for_;  // a GPU
   bool locked_ = false;
 };
 

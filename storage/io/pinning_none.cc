@@ -3,10 +3,11 @@
 
 namespace ballast::storage {
 
-absl::Status PinMemory(absl::Span<std::byte>) {
-  return model::Error(absl::StatusCode::kUnavailable, model::kUnsupported, "this build has no CUDA to pin memory for");
+absl::Status PinMemory(absl::Span<std::byte>, int) {
+  return model::Error(absl::StatusCode::kUnavailable, model::kUnsupported,
+                      "this build has no CUDA to page-lock memory for");
 }
 
-void UnpinMemory(absl::Span<std::byte>) {}
+void UnpinMemory(absl::Span<std::byte>, int) {}
 
 }  // namespace ballast::storage

@@ -125,7 +125,7 @@ absl::Status GradientLog::WriteZeros(uint64_t first_segment, uint64_t count) {
   const uint64_t end = kLogFirstSegment + (first_segment + count) * segment_bytes_;
   BALLAST_RETURN_IF_ERROR(file_->Reserve(begin, end - begin));
   if (transient_) return absl::OkStatus();
-  BALLAST_ASSIGN_OR_RETURN(const Arena zeros, Arena::Map(kZeroBytes, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(const Arena zeros, Arena::Map(kZeroBytes));
   for (uint64_t at = begin; at < end; at += kZeroBytes) {
     BALLAST_RETURN_IF_ERROR(file_->Write(at, zeros.bytes().subspan(0, std::min(kZeroBytes, end - at))));
   }

@@ -81,7 +81,7 @@ class Scan {
 
 absl::StatusOr<absl::Span<const std::byte>> Scan::Read(uint64_t offset, uint64_t bytes) {
   if (bytes > buffer_.bytes().size()) {
-    BALLAST_ASSIGN_OR_RETURN(buffer_, Arena::Map(bytes, /*pin=*/false));
+    BALLAST_ASSIGN_OR_RETURN(buffer_, Arena::Map(bytes));
   }
   const absl::Span<std::byte> to = buffer_.bytes().subspan(0, bytes);
   BALLAST_RETURN_IF_ERROR(file_.Read(offset, to));
@@ -329,7 +329,7 @@ absl::StatusOr<ScannedLog> Scan::Run() {
 }  // namespace
 
 absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file) {
-  BALLAST_ASSIGN_OR_RETURN(Arena buffer, Arena::Map(kBufferBytes, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(Arena buffer, Arena::Map(kBufferBytes));
   return Scan(file, std::move(buffer)).Run();
 }
 
@@ -344,7 +344,7 @@ absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl:
   if (direct) {
     BALLAST_RETURN_IF_ERROR(file.Read(place.offset, to));
   } else {
-    BALLAST_ASSIGN_OR_RETURN(Arena block, Arena::Map(AlignUp(place.bytes), /*pin=*/false));
+    BALLAST_ASSIGN_OR_RETURN(Arena block, Arena::Map(AlignUp(place.bytes)));
     BALLAST_RETURN_IF_ERROR(file.Read(place.offset, block.bytes()));
     std::memcpy(to.data(), block.bytes().data(), place.bytes);
   }

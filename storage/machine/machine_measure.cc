@@ -12,6 +12,7 @@
 #include "ballast/storage/io/arena.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/machine/memory_step.h"
+#include "ballast/storage/tier/dram_tier.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/tier/ledger.h"
 
@@ -84,7 +85,7 @@ class Measuring {
 };
 
 absl::StatusOr<Measured> Measuring::Run() {
-  BALLAST_ASSIGN_OR_RETURN(memory_, Arena::Map(options_.memory_bytes, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(memory_, Arena::Map(options_.memory_bytes));
   BALLAST_RETURN_IF_ERROR(OpenFile());  // first: what is wrong with the directory is said at once
   BALLAST_RETURN_IF_ERROR(Dram());
   BALLAST_RETURN_IF_ERROR(Updates());
@@ -299,9 +300,10 @@ absl::Status Measuring::GpuLink() {
   constexpr uint64_t kBytes = uint64_t{64} << 20;
   constexpr uint64_t kScratchBytes = uint64_t{8} << 20;  // the tier's own
   Ledger ledger({.hbm = kBytes + kScratchBytes, .dram = 0, .nvme = 0});
-  BALLAST_ASSIGN_OR_RETURN(const auto tier, OpenHbmTier(/*device=*/0, &ledger));
+  BALLAST_ASSIGN_OR_RETURN(const auto tier, OpenHbmTier(options_.hbm_device, &ledger));
   BALLAST_ASSIGN_OR_RETURN(const HbmBlock block, tier->Allocate(kBytes, "iotune"));
-  BALLAST_ASSIGN_OR_RETURN(const Arena host, Arena::Map(kBytes, /*pin=*/true));
+  // As the slices of a step, and the answers to pulls, beside a GPU.
+  BALLAST_ASSIGN_OR_RETURN(const Arena host, DramTier(&ledger, options_.hbm_device).Map(kBytes));
   for (const bool in : {true, false}) {
     uint64_t bytes = 0;
     const absl::Time begin = absl::Now(), end = begin + kRounds * slice_;
@@ -312,7 +314,7 @@ absl::Status Measuring::GpuLink() {
     } while (absl::Now() < end);
     const uint64_t speed = PerSecond(bytes, absl::Now() - begin);
     (in ? out_.profile.gpu_in_bytes_per_s : out_.profile.gpu_out_bytes_per_s) = speed;
-    out_.rows.push_back({in ? "GPU in" : "GPU out", host.pinned() ? "pinned" : "pageable", speed});
+    out_.rows.push_back({in ? "GPU in" : "GPU out", host.pinned() ? "page-locked" : "pageable", speed});
   }
   return absl::OkStatus();
 }

@@ -16,6 +16,7 @@ struct MeasureOptions {
   absl::Duration duration = absl::Seconds(20);       // of all measurements together, about
   uint64_t file_bytes = uint64_t{1} << 30;           // less if the disk has less than twice as much free
   uint64_t memory_bytes = uint64_t{512} << 20;       // in all
+  int hbm_device = 0;                                // whose link is measured
   std::function<void(const std::string& line)> say;  // before each measurement
 };
 

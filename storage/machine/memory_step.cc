@@ -21,8 +21,7 @@ absl::StatusOr<std::unique_ptr<MemoryStep>> MemoryStep::Make(const std::string& 
   const StateLayout layout(step->spec_);
   const uint64_t dram = kChunks * (layout.StateBytes(kElements) + layout.WorkingBytes(kElements));
   BALLAST_ASSIGN_OR_RETURN(step->tiers_, Tiers::Open({.budget = {.dram = dram}, .directory = directory}));
-  BALLAST_ASSIGN_OR_RETURN(step->gradients_,
-                           Arena::Map(kChunks * kElements * layout.gradient_element_bytes(), /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(step->gradients_, Arena::Map(kChunks * kElements * layout.gradient_element_bytes()));
   // Small and of both signs: zeros would make every moment a denormal's neighbour.
   auto* const values = reinterpret_cast<kernels::bf16*>(step->gradients_.bytes().data());
   for (uint64_t i = 0; i < kChunks * kElements; ++i) {

@@ -15,6 +15,15 @@ void SayPageable() {
   std::call_once(said, [] { spdlog::info("DRAM of the budget may be swapped out: raise the limit of locked memory"); });
 }
 
+// Once: a limit refuses what comes later as well.
+void SayNotPageLocked(const absl::Status& refused) {
+  static std::once_flag said;
+  std::call_once(said, [&] {
+    spdlog::warn("memory stays pageable, which halves the speed of the GPU's copies: {}",
+                 std::string(refused.message()));
+  });
+}
+
 }  // namespace
 
 absl::StatusOr<DramBlock> DramTier::Allocate(uint64_t bytes, absl::string_view what, Limit limit) {
@@ -25,9 +34,18 @@ absl::StatusOr<DramBlock> DramTier::Allocate(uint64_t bytes, absl::string_view w
   } else {
     BALLAST_ASSIGN_OR_RETURN(lease, ledger_->Lease(TierKind::kDram, bytes, what));
   }
-  BALLAST_ASSIGN_OR_RETURN(Arena arena, Arena::Map(bytes, pin_));
-  if (!arena.pinned() && !arena.Lock()) SayPageable();
+  BALLAST_ASSIGN_OR_RETURN(Arena arena, Map(bytes));
   return DramBlock(std::move(lease), std::move(arena));
+}
+
+absl::StatusOr<Arena> DramTier::Map(uint64_t bytes) const {
+  BALLAST_ASSIGN_OR_RETURN(Arena arena, Arena::Map(bytes));
+  if (gpu_.has_value()) {
+    const absl::Status pinned = arena.Pin(*gpu_);
+    if (!pinned.ok()) SayNotPageLocked(pinned);
+  }
+  if (!arena.pinned() && !arena.Lock()) SayPageable();
+  return arena;
 }
 
 }  // namespace ballast::storage

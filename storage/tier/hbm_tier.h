@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -39,20 +40,39 @@ struct HbmWorking {
   std::byte* host = nullptr;  // used if `device` is null
 };
 
-// Threads: any; one call's work is on the device at a time. Calls return when the work is done. Spans of at most
-// kHbmSpanElementsMax. Errors: INTERNAL (IO) with CUDA's text.
+// The update of one segment of a chunk.
+struct HbmSegment {
+  kernels::Coefficients coefficients;
+  kernels::RandomKey random;
+  // Device pointers, but for the gradient, which the host holds; the span's own `working` is not read.
+  kernels::UpdateSpan span;
+  HbmWorking working;
+};
+
+// Work for the GPU, done in the order in which it is queued. The host memory that it reads or writes is borrowed until
+// HbmTier::Run returns.
+class HbmQueue {
+ public:
+  virtual ~HbmQueue() = default;
+  virtual absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) = 0;
+  // Segments of one chunk, whose gradients lie in one piece of host memory at the distances of their masters; with what
+  // lies between them at most kHbmSpanElementsMax elements.
+  virtual absl::Status Update(const kernels::OptimizerSpec& optimizer, absl::Span<const HbmSegment> segments) = 0;
+  virtual absl::Status Round(const float* master, uint64_t elements, kernels::Dtype dtype, HbmWorking working) = 0;
+};
+
+// Threads: any. Copies of pulls and moves do not wait for updates. Host memory that is not page-locked is copied by way
+// of the driver's own, at about half the speed. Errors: INTERNAL (IO) with CUDA's text.
 class HbmTier {
  public:
   virtual ~HbmTier() = default;
+  // RESOURCE_EXHAUSTED (BUDGET).
   virtual absl::StatusOr<HbmBlock> Allocate(uint64_t bytes, absl::string_view what) = 0;
+  // Return when the copy is done.
   virtual absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) = 0;
   virtual absl::Status CopyOut(const std::byte* device, absl::Span<std::byte> host) = 0;
-  // kernels::Update on device pointers, but for span.gradient, which the host holds, and span.working, which is not
-  // read.
-  virtual absl::Status Update(const kernels::OptimizerSpec& optimizer, const kernels::Coefficients& coefficients,
-                              const kernels::RandomKey& random, const kernels::UpdateSpan& span,
-                              HbmWorking working) = 0;
-  virtual absl::Status Round(const float* master, uint64_t elements, kernels::Dtype dtype, HbmWorking working) = 0;
+  // Waits once, for all that `work` queued, also if `work` fails amid it. `work` must not call the tier.
+  virtual absl::Status Run(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) = 0;
 
  private:
   friend class HbmBlock;
@@ -64,7 +84,7 @@ inline constexpr uint64_t kHbmSpanElementsMax = uint64_t{1} << 20;
 inline constexpr uint64_t kHbmScratchBytes = 2 * kHbmSpanElementsMax * sizeof(float);  // the widest dtype
 
 // Takes kHbmScratchBytes of the budget. INVALID_ARGUMENT (BAD_CONFIG) if this build or this machine has no such
-// GPU; RESOURCE_EXHAUSTED (BUDGET).
+// GPU, or the GPU has no memory pools; RESOURCE_EXHAUSTED (BUDGET).
 absl::StatusOr<std::unique_ptr<HbmTier>> OpenHbmTier(int device, Ledger* ledger);
 
 }  // namespace ballast::storage

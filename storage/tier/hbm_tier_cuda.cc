@@ -1,9 +1,15 @@
+// HBM of a CUDA device. Two streams: updates wait for each other, and copies for pulls and moves go beside them. A
+// stream's mutex is held while work is queued, not while it is waited for.
 #include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/kernels/cuda/cuda_kernels.h"
 #include "ballast/kernels/cuda/device_processor.h"
+#include "ballast/kernels/cuda/outcome.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/tier/processor_check.h"
@@ -11,31 +17,109 @@
 namespace ballast::storage {
 namespace {
 
-absl::Status CudaStatus(cudaError_t error, absl::string_view what) {
-  if (error == cudaSuccess) return absl::OkStatus();
+using kernels::ElementBytes;
+using kernels::cuda::Outcome;
+
+absl::Status CudaStatus(cudaError_t returned, absl::string_view what) {
+  if (Outcome(returned) == cudaSuccess) return absl::OkStatus();
   return model::Error(absl::StatusCode::kInternal, model::kIo,
-                      absl::StrCat("hbm: ", what, ": ", cudaGetErrorString(error)));
+                      absl::StrCat("hbm: ", what, ": ", cudaGetErrorString(returned)));
 }
 
+// The current device belongs to the thread, and is GPU 0 until one is selected: first of all on every thread.
+absl::Status UseDevice(int device) { return CudaStatus(cudaSetDevice(device), absl::StrCat("device ", device)); }
+
+absl::Status CheckSpan(uint64_t elements) {
+  if (elements <= kHbmSpanElementsMax) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
+                      absl::StrCat("hbm: ", elements, " elements at once, at most ", kHbmSpanElementsMax));
+}
+
+absl::Status Wait(cudaStream_t stream) { return CudaStatus(cudaStreamSynchronize(stream), "stream"); }
+
+// Queues on one stream, through scratch memory for a gradient and for working parameters on their way to the host: the
+// stream's order keeps each from being overwritten too early.
+class CudaQueue : public HbmQueue {
+ public:
+  CudaQueue(cudaStream_t stream, std::byte* scratch)
+      : stream_(stream), gradient_(scratch), working_(scratch + kHbmScratchBytes / 2) {}
+
+  absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) override {
+    return CudaStatus(cudaMemcpyAsync(device, host.data(), host.size(), cudaMemcpyHostToDevice, stream_),
+                      "copy to the GPU");
+  }
+
+  // One copy for all gradients: a copy of its own for each small tensor would cost more than the tensor's update.
+  absl::Status Update(const kernels::OptimizerSpec& optimizer, absl::Span<const HbmSegment> segments) override {
+    if (segments.empty()) return absl::OkStatus();
+    const uint64_t gradient_width = ElementBytes(optimizer.gradient);
+    const std::byte* gradients = segments.front().span.gradient;
+    for (const HbmSegment& segment : segments) gradients = std::min(gradients, segment.span.gradient);
+    const auto at = [&](const HbmSegment& segment) {
+      return static_cast<uint64_t>(segment.span.gradient - gradients) / gradient_width;
+    };
+    uint64_t elements = 0;
+    for (const HbmSegment& segment : segments) elements = std::max(elements, at(segment) + segment.span.n);
+    BALLAST_RETURN_IF_ERROR(CheckSpan(elements));
+    BALLAST_RETURN_IF_ERROR(CopyIn({gradients, elements * gradient_width}, gradient_));
+    const uint64_t width = ElementBytes(optimizer.working);
+    for (const HbmSegment& segment : segments) {
+      kernels::UpdateSpan span = segment.span;
+      span.gradient = gradient_ + at(segment) * gradient_width;
+      span.working = segment.working.device != nullptr ? segment.working.device : working_ + at(segment) * width;
+      BALLAST_RETURN_IF_ERROR(kernels::cuda::Update(optimizer, segment.coefficients, segment.random, span, stream_));
+    }
+    // Neighbours without a gap together: between others may lie what is not the update's.
+    for (size_t first = 0, next = 0; first < segments.size(); first = next) {
+      uint64_t n = 0;
+      for (next = first; next < segments.size() && at(segments[next]) == at(segments[first]) + n; ++next) {
+        n += segments[next].span.n;
+      }
+      BALLAST_RETURN_IF_ERROR(Deliver(working_ + at(segments[first]) * width, segments[first].working, n * width));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Round(const float* master, uint64_t elements, kernels::Dtype dtype, HbmWorking working) override {
+    BALLAST_RETURN_IF_ERROR(CheckSpan(elements));
+    BALLAST_RETURN_IF_ERROR(kernels::cuda::FromF32(master, dtype, working.device != nullptr ? working.device : working_,
+                                                   elements, stream_));
+    return Deliver(working_, working, elements * ElementBytes(dtype));
+  }
+
+ private:
+  absl::Status Deliver(const std::byte* from, const HbmWorking& working, uint64_t bytes) {
+    if (working.device != nullptr) return absl::OkStatus();
+    return CudaStatus(cudaMemcpyAsync(working.host, from, bytes, cudaMemcpyDeviceToHost, stream_),
+                      "working copy from the GPU");
+  }
+
+  const cudaStream_t stream_;
+  std::byte* const gradient_;
+  std::byte* const working_;
+};
+
 // Blocks come from the device's memory pool: cudaMalloc rounds each up to 2 MiB. The pool gives the device back what is
-// free when the stream is waited for.
+// free when a stream is waited for.
 class CudaHbmTier : public HbmTier {
  public:
   CudaHbmTier(int device, Ledger* ledger) : device_(device), ledger_(ledger) {}
 
   ~CudaHbmTier() override {
-    (void)cudaSetDevice(device_);
+    (void)UseDevice(device_);
     scratch_ = HbmBlock();
-    if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
+    for (const Stream* stream : {&updates_, &copies_}) {
+      if (stream->cuda != nullptr) (void)Outcome(cudaStreamDestroy(stream->cuda));
+    }
   }
 
   absl::Status Init() {
-    absl::MutexLock lock(&mutex_);
-    BALLAST_RETURN_IF_ERROR(UseDevice());
-    BALLAST_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream"));
-    BALLAST_ASSIGN_OR_RETURN(scratch_, AllocateLocked(kHbmScratchBytes, "scratch memory of the hbm tier"));
-    gradient_ = scratch_.data();
-    working_ = scratch_.data() + kHbmScratchBytes / 2;
+    BALLAST_RETURN_IF_ERROR(UseDevice(device_));
+    BALLAST_RETURN_IF_ERROR(CheckPools());
+    for (Stream* stream : {&updates_, &copies_}) {
+      BALLAST_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithFlags(&stream->cuda, cudaStreamNonBlocking), "stream"));
+    }
+    BALLAST_ASSIGN_OR_RETURN(scratch_, Allocate(kHbmScratchBytes, "scratch memory of the hbm tier"));
     absl::Status tested;
     const absl::Status checked = CheckProcessor(kernels::cuda::DeviceProcessor(&tested), absl::StrCat("GPU ", device_));
     if (!tested.ok())
@@ -44,110 +128,96 @@ class CudaHbmTier : public HbmTier {
   }
 
   absl::StatusOr<HbmBlock> Allocate(uint64_t bytes, absl::string_view what) override {
-    absl::MutexLock lock(&mutex_);
-    return AllocateLocked(bytes, what);
-  }
-
-  absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) override {
-    absl::MutexLock lock(&mutex_);
-    BALLAST_RETURN_IF_ERROR(UseDevice());
-    BALLAST_RETURN_IF_ERROR(CudaStatus(
-        cudaMemcpyAsync(device, host.data(), host.size(), cudaMemcpyHostToDevice, stream_), "copy to the GPU"));
-    return Finish();
-  }
-
-  absl::Status CopyOut(const std::byte* device, absl::Span<std::byte> host) override {
-    absl::MutexLock lock(&mutex_);
-    BALLAST_RETURN_IF_ERROR(UseDevice());
-    BALLAST_RETURN_IF_ERROR(CudaStatus(
-        cudaMemcpyAsync(host.data(), device, host.size(), cudaMemcpyDeviceToHost, stream_), "copy from the GPU"));
-    return Finish();
-  }
-
-  absl::Status Update(const kernels::OptimizerSpec& optimizer, const kernels::Coefficients& coefficients,
-                      const kernels::RandomKey& random, const kernels::UpdateSpan& from, HbmWorking working) override {
-    absl::MutexLock lock(&mutex_);
-    BALLAST_RETURN_IF_ERROR(UseDevice());
-    BALLAST_RETURN_IF_ERROR(CheckSpan(from.n));
-    BALLAST_RETURN_IF_ERROR(
-        CudaStatus(cudaMemcpyAsync(gradient_, from.gradient, from.n * kernels::ElementBytes(optimizer.gradient),
-                                   cudaMemcpyHostToDevice, stream_),
-                   "gradient to the GPU"));
-    kernels::UpdateSpan span = from;
-    span.gradient = gradient_;
-    span.working = working.device != nullptr ? working.device : working_;
-    BALLAST_RETURN_IF_ERROR(kernels::cuda::Update(optimizer, coefficients, random, span, stream_));
-    return Deliver(working, from.n * kernels::ElementBytes(optimizer.working));
-  }
-
-  absl::Status Round(const float* master, uint64_t elements, kernels::Dtype dtype, HbmWorking working) override {
-    absl::MutexLock lock(&mutex_);
-    BALLAST_RETURN_IF_ERROR(UseDevice());
-    BALLAST_RETURN_IF_ERROR(CheckSpan(elements));
-    BALLAST_RETURN_IF_ERROR(kernels::cuda::FromF32(master, dtype, working.device != nullptr ? working.device : working_,
-                                                   elements, stream_));
-    return Deliver(working, elements * kernels::ElementBytes(dtype));
-  }
-
- private:
-  void Free(std::byte* data) override {
-    (void)cudaSetDevice(device_);
-    (void)cudaFreeAsync(data, stream_);
-  }
-
-  // The current device belongs to the thread.
-  absl::Status UseDevice() const { return CudaStatus(cudaSetDevice(device_), absl::StrCat("device ", device_)); }
-
-  absl::Status CheckSpan(uint64_t elements) const {
-    if (elements <= kHbmSpanElementsMax) return absl::OkStatus();
-    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
-                        absl::StrCat("hbm: ", elements, " elements at once, at most ", kHbmSpanElementsMax));
-  }
-
-  absl::StatusOr<HbmBlock> AllocateLocked(uint64_t bytes, absl::string_view what)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kHbm, bytes, what));
-    BALLAST_RETURN_IF_ERROR(UseDevice());
-    void* data = nullptr;
-    if (const cudaError_t error = cudaMallocAsync(&data, bytes, stream_); error != cudaSuccess) {
-      (void)cudaGetLastError();
-      return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
-                          absl::StrCat("the GPU refused ", bytes, " bytes for ", what, ": ", cudaGetErrorString(error),
-                                       "; lower the hbm budget"));
+    BALLAST_RETURN_IF_ERROR(UseDevice(device_));
+    HbmBlock block;
+    {
+      absl::MutexLock lock(&copies_.mutex);
+      void* data = nullptr;
+      const cudaError_t error = Outcome(cudaMallocAsync(&data, bytes, copies_.cuda));
+      if (error == cudaErrorMemoryAllocation) {
+        return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                            absl::StrCat("the GPU refused ", bytes, " bytes for ", what, ": ",
+                                         cudaGetErrorString(error), "; lower the hbm budget"));
+      }
+      BALLAST_RETURN_IF_ERROR(CudaStatus(error, absl::StrCat(bytes, " bytes for ", what)));
+      block = HbmBlock(this, static_cast<std::byte*>(data), std::move(lease));
     }
-    HbmBlock block(this, static_cast<std::byte*>(data), std::move(lease));
-    BALLAST_RETURN_IF_ERROR(CudaStatus(cudaMemsetAsync(data, 0, bytes, stream_), "zeroing"));
-    BALLAST_RETURN_IF_ERROR(Finish());
+    BALLAST_RETURN_IF_ERROR(Copy(
+        [&](cudaStream_t stream) { return CudaStatus(cudaMemsetAsync(block.data(), 0, bytes, stream), "zeroing"); }));
     return block;
   }
 
-  absl::Status Deliver(HbmWorking working, uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (working.device == nullptr) {
-      BALLAST_RETURN_IF_ERROR(
-          CudaStatus(cudaMemcpyAsync(working.host, working_, bytes, cudaMemcpyDeviceToHost, stream_),
-                     "working copy from the GPU"));
-    }
-    return Finish();
+  absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) override {
+    return Copy([&](cudaStream_t stream) {
+      return CudaStatus(cudaMemcpyAsync(device, host.data(), host.size(), cudaMemcpyHostToDevice, stream),
+                        "copy to the GPU");
+    });
   }
 
-  absl::Status Finish() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    return CudaStatus(cudaStreamSynchronize(stream_), "stream");
+  absl::Status CopyOut(const std::byte* device, absl::Span<std::byte> host) override {
+    return Copy([&](cudaStream_t stream) {
+      return CudaStatus(cudaMemcpyAsync(host.data(), device, host.size(), cudaMemcpyDeviceToHost, stream),
+                        "copy from the GPU");
+    });
+  }
+
+  absl::Status Run(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) override {
+    BALLAST_RETURN_IF_ERROR(UseDevice(device_));
+    absl::Status queued;
+    {
+      absl::MutexLock lock(&updates_.mutex);
+      CudaQueue queue(updates_.cuda, scratch_.data());
+      queued = work(queue);
+    }
+    const absl::Status done = Wait(updates_.cuda);  // also after an error: the host's memory is only borrowed
+    return queued.ok() ? done : queued;
+  }
+
+ private:
+  struct Stream {
+    absl::Mutex mutex;
+    cudaStream_t cuda = nullptr;  // set once; queued on under the mutex
+  };
+
+  void Free(std::byte* data) override {
+    (void)UseDevice(device_);
+    absl::MutexLock lock(&copies_.mutex);
+    (void)Outcome(cudaFreeAsync(data, copies_.cuda));
+  }
+
+  absl::Status Copy(absl::FunctionRef<absl::Status(cudaStream_t)> queue) {
+    BALLAST_RETURN_IF_ERROR(UseDevice(device_));
+    {
+      absl::MutexLock lock(&copies_.mutex);
+      BALLAST_RETURN_IF_ERROR(queue(copies_.cuda));
+    }
+    return Wait(copies_.cuda);
+  }
+
+  absl::Status CheckPools() const {
+    int supported = 0;
+    BALLAST_RETURN_IF_ERROR(CudaStatus(cudaDeviceGetAttribute(&supported, cudaDevAttrMemoryPoolsSupported, device_),
+                                       "whether it has memory pools"));
+    if (supported != 0) return absl::OkStatus();
+    return model::Error(
+        absl::StatusCode::kInvalidArgument, model::kBadConfig,
+        absl::StrCat("GPU ", device_, " or its driver has no memory pools (cudaMallocAsync), which ",
+                     "the hbm tier takes its blocks from; set the hbm budget to 0, or choose another device"));
   }
 
   const int device_;
   Ledger* const ledger_;
-  absl::Mutex mutex_;
-  cudaStream_t stream_ = nullptr;  // set once
-  HbmBlock scratch_;
-  std::byte* gradient_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  std::byte* working_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  Stream updates_;
+  Stream copies_;
+  HbmBlock scratch_;  // of the updates
 };
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<HbmTier>> OpenHbmTier(int device, Ledger* ledger) {
   int devices = 0;
-  const cudaError_t error = cudaGetDeviceCount(&devices);
+  const cudaError_t error = Outcome(cudaGetDeviceCount(&devices));
   if (error != cudaSuccess || device < 0 || device >= devices) {
     return model::Error(
         absl::StatusCode::kInvalidArgument, model::kBadConfig,

@@ -30,7 +30,7 @@ struct Tiers::Impl {
       : options(o),
         staging_bytes(o.staging_bytes > 0 ? o.staging_bytes : DefaultStagingBytes(o.budget.dram)),
         ledger(o.budget),
-        dram(&ledger, /*pin=*/o.budget.hbm > 0) {}
+        dram(&ledger, o.budget.hbm > 0 ? std::optional(o.hbm_device) : std::nullopt) {}
   const TiersOptions options;
   const uint64_t staging_bytes;
   Ledger ledger;

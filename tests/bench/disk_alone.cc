@@ -16,7 +16,7 @@ constexpr uint64_t kBlockBytes = storage::kIoPieceBytesMax;
 
 absl::StatusOr<DiskAlone> DiskAlone::Make() {
   DiskAlone alone;
-  BALLAST_ASSIGN_OR_RETURN(alone.buffers_, storage::Arena::Map(kDepth * kBlockBytes, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(alone.buffers_, storage::Arena::Map(kDepth * kBlockBytes));
   BALLAST_ASSIGN_OR_RETURN(alone.queue_, storage::MakeIoQueue({.registered = alone.buffers_.bytes()}));
   return alone;
 }

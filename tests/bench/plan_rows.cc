@@ -117,8 +117,7 @@ Row RowOf(const char* name, const storage::Plan& plan, const Outcome& outcome) {
 absl::Status MeasurePlans(const StorageBenchOptions& options, const std::string& directory, std::vector<Row>* rows) {
   kernels::ThreadPool pool(options.threads);
   constexpr uint64_t kGradientChunks = 64;
-  BALLAST_ASSIGN_OR_RETURN(const storage::Arena gradients,
-                           storage::Arena::Map(kGradientChunks * 2 * kChunk, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(const storage::Arena gradients, storage::Arena::Map(kGradientChunks * 2 * kChunk));
   const auto values =
       absl::MakeSpan(reinterpret_cast<kernels::bf16*>(gradients.bytes().data()), kGradientChunks * kChunk);
   for (uint64_t i = 0; i < values.size(); ++i) values[i] = kernels::ToBf16(i % 3 == 0 ? -0.01f : 0.004f);

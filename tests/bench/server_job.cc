@@ -82,7 +82,7 @@ v1::StepHeader Header(v1::StepKind kind) {
 
 absl::StatusOr<std::shared_ptr<const ChunkGradients>> ChunkGradients::Make() {
   auto gradients = std::make_shared<ChunkGradients>();
-  BALLAST_ASSIGN_OR_RETURN(gradients->memory_, storage::Arena::Map(kGradientChunks * kGradientBytes, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(gradients->memory_, storage::Arena::Map(kGradientChunks * kGradientBytes));
   auto* const values = reinterpret_cast<uint16_t*>(gradients->memory_.bytes().data());
   for (uint64_t i = 0; i < kGradientChunks * ServerJob::kChunkElements; ++i) {
     const auto hash = static_cast<uint32_t>(i * 2654435761u);
@@ -157,7 +157,7 @@ absl::Status ServerJob::Open() {
 }
 
 absl::Status ServerJob::Initialise() {
-  BALLAST_ASSIGN_OR_RETURN(values_, storage::Arena::Map(kChunkElements * sizeof(float), /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(values_, storage::Arena::Map(kChunkElements * sizeof(float)));
   auto* const values = reinterpret_cast<float*>(values_.bytes().data());
   for (uint64_t i = 0; i < kChunkElements; ++i) values[i] = 1e-3f * static_cast<float>(i % 1009);
   std::vector<uint32_t> slices(plan_->slices().size());

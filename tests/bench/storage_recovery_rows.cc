@@ -36,7 +36,7 @@ constexpr uint64_t kBytesPerParameter = 16;
 
 // A hypervisor gives a virtual machine its memory when that is touched first, at a tenth of a disk's speed, and takes
 // back what was freed after some seconds: then it would be the host's memory that is measured.
-absl::Status HaveMemory(uint64_t bytes) { return storage::Arena::Map(bytes, /*pin=*/false).status(); }
+absl::Status HaveMemory(uint64_t bytes) { return storage::Arena::Map(bytes).status(); }
 
 // What a restart on a directory has to read: the newest durable version of each chunk, and of the log all slices that
 // are newer than their chunk's.

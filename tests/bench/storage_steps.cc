@@ -33,7 +33,7 @@ class Gradients {
  public:
   static absl::StatusOr<Gradients> Make() {
     Gradients gradients;
-    BALLAST_ASSIGN_OR_RETURN(gradients.memory_, storage::Arena::Map(kChunks * kChunk * sizeof(uint16_t), false));
+    BALLAST_ASSIGN_OR_RETURN(gradients.memory_, storage::Arena::Map(kChunks * kChunk * sizeof(uint16_t)));
     auto* const values = reinterpret_cast<uint16_t*>(gradients.memory_.bytes().data());
     for (uint64_t i = 0; i < kChunks * kChunk; ++i) {
       const auto hash = static_cast<uint32_t>(i * 2654435761u);
@@ -67,8 +67,8 @@ class ComputeAlone {
  public:
   static absl::StatusOr<ComputeAlone> Make(uint64_t slots, kernels::ThreadPool* pool, const Gradients* gradients) {
     ComputeAlone alone(slots, pool, gradients);
-    BALLAST_ASSIGN_OR_RETURN(alone.states_, storage::Arena::Map(slots * alone.layout_.StateBytes(kChunk), false));
-    BALLAST_ASSIGN_OR_RETURN(alone.working_, storage::Arena::Map(slots * alone.layout_.WorkingBytes(kChunk), false));
+    BALLAST_ASSIGN_OR_RETURN(alone.states_, storage::Arena::Map(slots * alone.layout_.StateBytes(kChunk)));
+    BALLAST_ASSIGN_OR_RETURN(alone.working_, storage::Arena::Map(slots * alone.layout_.WorkingBytes(kChunk)));
     return alone;
   }
   // `digests`: of the state before and after each, as for what comes from a disk and goes back.

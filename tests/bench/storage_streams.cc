@@ -127,7 +127,7 @@ absl::StatusOr<StreamComparison> StreamComparison::Make(const StreamShape& shape
     return Refused(absl::StrCat(why, ": the page cache would be measured; give a --directory on a disk"));
   }
   BALLAST_RETURN_IF_ERROR(streams.file_->Reserve(0, shape.bytes));
-  BALLAST_ASSIGN_OR_RETURN(streams.buffers_, storage::Arena::Map(memory, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(streams.buffers_, storage::Arena::Map(memory));
   BALLAST_ASSIGN_OR_RETURN(streams.queue_, storage::MakeIoQueue({.registered = streams.buffers_.bytes()}));
   BALLAST_RETURN_IF_ERROR(streams.Transfer(IoRequest::Kind::kWrite));
   return streams;
@@ -186,7 +186,7 @@ absl::StatusOr<IoAlone> IoAlone::Make(uint64_t staging_bytes, const storage::Blo
   IoAlone alone(file, chunk_bytes);
   const uint64_t memory = staging_bytes - storage::ChunkReader::kStagingBytes;
   alone.slots_ = std::min<uint64_t>(memory / chunk_bytes, storage::kIoRequestsMax);
-  BALLAST_ASSIGN_OR_RETURN(alone.memory_, storage::Arena::Map(memory, /*pin=*/false));
+  BALLAST_ASSIGN_OR_RETURN(alone.memory_, storage::Arena::Map(memory));
   BALLAST_ASSIGN_OR_RETURN(alone.queue_, storage::MakeIoQueue({.registered = alone.memory_.bytes()}));
   return alone;
 }

@@ -44,6 +44,7 @@ TEST(Config, ReadsAFile) {
   EXPECT_EQ(config->server.budget.dram, uint64_t{512} << 20);
   EXPECT_EQ(config->server.budget.nvme, uint64_t{2} << 30);
   EXPECT_EQ(config->server.budget.hbm, 0u);
+  EXPECT_EQ(config->server.hbm_device, 0);
   EXPECT_EQ(config->server.compute_threads, 1024);
   EXPECT_EQ(config->server.read_threads, 3);
   EXPECT_EQ(config->log_level, "info");

@@ -46,7 +46,7 @@ bool IsMapped(absl::Span<const std::byte> bytes) {
 class ArenaForkTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    auto arena = Arena::Map(kBytes, /*pin=*/false);
+    auto arena = Arena::Map(kBytes);
     ASSERT_TRUE(arena.ok()) << arena.status();
     arena_ = *std::move(arena);
     std::memset(arena_->bytes().data(), 7, kBytes);

@@ -100,7 +100,7 @@ TEST(BlockFileTest, MissingDirectory) {
 }
 
 TEST(ArenaTest, AlignedZeroedAndWritable) {
-  Arena arena = *Arena::Map(3 * 4096 + 1, /*pin=*/false);
+  Arena arena = *Arena::Map(3 * 4096 + 1);
   EXPECT_EQ(arena.bytes().size(), 4 * 4096);
   EXPECT_EQ(reinterpret_cast<uintptr_t>(arena.bytes().data()) % (2 << 20), 0);
   for (const std::byte b : arena.bytes()) ASSERT_EQ(b, std::byte{0});
@@ -111,7 +111,7 @@ TEST(ArenaTest, AlignedZeroedAndWritable) {
 }
 
 TEST(ArenaTest, ImpossibleSizeIsAnError) {
-  const absl::Status status = Arena::Map(uint64_t{1} << 60, /*pin=*/false).status();
+  const absl::Status status = Arena::Map(uint64_t{1} << 60).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(model::ReasonOf(status), model::kBudget);
 }

@@ -72,7 +72,7 @@ TEST(DescriptorTest, AForkedChildKeepsNoFileByItsRing) {
   ScratchDirectory directory;
   auto file = *SystemDisk()->Open(directory / "f", Disk::Mode::kEmptied);
   ASSERT_TRUE(file->Reserve(0, 1 << 20).ok());
-  const Arena memory = *Arena::Map(1 << 20, /*pin=*/false);
+  const Arena memory = *Arena::Map(1 << 20);
   auto queue = *SystemDisk()->MakeQueue({});
   ASSERT_TRUE(
       queue->Submit({.kind = IoRequest::Kind::kRead, .file = file.get(), .offset = 0, .buffer = memory.bytes()}).ok());

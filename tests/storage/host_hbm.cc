@@ -54,33 +54,52 @@ class HostHbm : public HbmTier {
     return absl::OkStatus();
   }
 
-  absl::Status Update(const kernels::OptimizerSpec& optimizer, const kernels::Coefficients& coefficients,
-                      const kernels::RandomKey& random, const kernels::UpdateSpan& from, HbmWorking working) override {
-    if (from.n > kHbmSpanElementsMax) return absl::InvalidArgumentError("span");
-    absl::MutexLock lock(&mutex_);
-    kernels::UpdateSpan span = from;
-    span.master = Reach(from.master, from.n);
-    for (int k = 0; k < kernels::MomentCount(optimizer); ++k) {
-      kernels::MomentSpan& moment = span.moments[static_cast<size_t>(k)];
-      moment.values = Reach(moment.values, kernels::MomentBytes(optimizer.moments, from.n));
-      if (const uint64_t bytes = kernels::MomentScaleBytes(optimizer.moments, from.n); bytes > 0) {
-        moment.scales = Reach(moment.scales, bytes / sizeof(float));
-      }
-    }
-    span.working = Place(working, from.n * kernels::ElementBytes(optimizer.working));
-    kernels::Update(optimizer, coefficients, random, span);
-    return absl::OkStatus();
-  }
-
-  absl::Status Round(const float* master, uint64_t elements, kernels::Dtype dtype, HbmWorking working) override {
-    if (elements > kHbmSpanElementsMax) return absl::InvalidArgumentError("span");
-    absl::MutexLock lock(&mutex_);
-    kernels::FromF32({Reach(master, elements), elements}, dtype,
-                     Place(working, elements * kernels::ElementBytes(dtype)));
-    return absl::OkStatus();
+  absl::Status Run(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) override {
+    Queue queue(this);
+    return work(queue);
   }
 
  private:
+  class Queue : public HbmQueue {
+   public:
+    explicit Queue(HostHbm* hbm) : hbm_(hbm) {}
+    absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) override {
+      return hbm_->CopyIn(host, device);
+    }
+    absl::Status Update(const kernels::OptimizerSpec& optimizer, absl::Span<const HbmSegment> segments) override {
+      for (const HbmSegment& segment : segments) BALLAST_RETURN_IF_ERROR(hbm_->Update(optimizer, segment));
+      return absl::OkStatus();
+    }
+    absl::Status Round(const float* master, uint64_t elements, kernels::Dtype dtype, HbmWorking working) override {
+      if (elements > kHbmSpanElementsMax) return absl::InvalidArgumentError("span");
+      absl::MutexLock lock(&hbm_->mutex_);
+      kernels::FromF32({hbm_->Reach(master, elements), elements}, dtype,
+                       hbm_->Place(working, elements * kernels::ElementBytes(dtype)));
+      return absl::OkStatus();
+    }
+
+   private:
+    HostHbm* const hbm_;
+  };
+
+  absl::Status Update(const kernels::OptimizerSpec& optimizer, const HbmSegment& segment) {
+    const uint64_t n = segment.span.n;
+    if (n > kHbmSpanElementsMax) return absl::InvalidArgumentError("span");
+    absl::MutexLock lock(&mutex_);
+    kernels::UpdateSpan span = segment.span;
+    span.master = Reach(span.master, n);
+    for (int k = 0; k < kernels::MomentCount(optimizer); ++k) {
+      kernels::MomentSpan& moment = span.moments[static_cast<size_t>(k)];
+      moment.values = Reach(moment.values, kernels::MomentBytes(optimizer.moments, n));
+      if (const uint64_t bytes = kernels::MomentScaleBytes(optimizer.moments, n); bytes > 0) {
+        moment.scales = Reach(moment.scales, bytes / sizeof(float));
+      }
+    }
+    span.working = Place(segment.working, n * kernels::ElementBytes(optimizer.working));
+    kernels::Update(optimizer, segment.coefficients, segment.random, span);
+    return absl::OkStatus();
+  }
+
   struct Block {
     std::byte* host = nullptr;
     uint64_t bytes = 0;

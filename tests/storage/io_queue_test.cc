@@ -21,7 +21,7 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 class IoQueueTest : public ::testing::TestWithParam<IoBackend> {
  protected:
   void SetUp() override {
-    arena_ = *Arena::Map(8 * kMiB, /*pin=*/false);
+    arena_ = *Arena::Map(8 * kMiB);
     // The upper half stays unregistered, so both ways are taken.
     auto queue = MakeIoQueue({.backend = GetParam(), .registered = Buffer(0, 4 * kMiB)});
     if (!queue.ok()) GTEST_SKIP() << "no io_uring here: " << queue.status();

@@ -32,13 +32,13 @@ struct ReadShape {
 class ReadBackTest : public ::testing::TestWithParam<ReadShape> {
  protected:
   ReadBackTest()
-      : memory_(*Arena::Map(kValueBytes + GetParam().reads * kGradientBytes, /*pin=*/false)),
+      : memory_(*Arena::Map(kValueBytes + GetParam().reads * kGradientBytes)),
         log_(*s_.tiers->disk()->Open(s_.directory / "log", Disk::Mode::kEmptied)) {}
   void SetUp() override { ASSERT_TRUE(s_.store->Add(Sizes(), s_.PlanOf(GetParam().tiers)).ok()); }
 
   PayloadPlace Write(absl::Span<const std::byte> payload) {
     const PayloadPlace place{end_, payload.size(), kernels::Crc32c(payload)};
-    Arena block = *Arena::Map(AlignUp(payload.size()), /*pin=*/false);
+    Arena block = *Arena::Map(AlignUp(payload.size()));
     std::memcpy(block.bytes().data(), payload.data(), payload.size());
     EXPECT_EQ(log_->Write(end_, block.bytes()), absl::OkStatus());
     end_ += block.bytes().size();

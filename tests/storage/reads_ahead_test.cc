@@ -34,7 +34,7 @@ class ReadsAheadTest : public ::testing::Test {
   SimDisk disk_{17};
   std::unique_ptr<BlockFile> file_;
   std::unique_ptr<IoQueue> queue_;
-  Arena memory_ = *Arena::Map(kBlocks * kBlock, /*pin=*/false);
+  Arena memory_ = *Arena::Map(kBlocks * kBlock);
   std::vector<ReadAhead> reads_;
 };
 

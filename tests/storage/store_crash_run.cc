@@ -110,7 +110,7 @@ class StoreRun {
     const ChunkUpdate::Values values = update->values[0];
     const absl::Span<const std::byte> bytes(reinterpret_cast<const std::byte*>(values.values.data()),
                                             values.values.size() * sizeof(float));
-    BALLAST_ASSIGN_OR_RETURN(Arena blocks, Arena::Map(AlignUp(bytes.size()), /*pin=*/false));
+    BALLAST_ASSIGN_OR_RETURN(Arena blocks, Arena::Map(AlignUp(bytes.size())));
     std::copy(bytes.begin(), bytes.end(), blocks.bytes().begin());
     BALLAST_RETURN_IF_ERROR(log_->Write(log_end_, blocks.bytes()));
     const PayloadPlace place{log_end_, bytes.size(), kernels::Crc32c(bytes)};
@@ -165,7 +165,7 @@ class StoreRun {
       update.flush = random_.Percent(50);
       if (logs_ && random_.Percent(60)) BALLAST_RETURN_IF_ERROR(MoveToLog(&update));
     }
-    BALLAST_ASSIGN_OR_RETURN(const Arena memory, Arena::Map(AlignUp(4 * Elements().back()), /*pin=*/false));
+    BALLAST_ASSIGN_OR_RETURN(const Arena memory, Arena::Map(AlignUp(4 * Elements().back())));
     const absl::Status status = store_->Run(updates, [](size_t) {}, {.log = log_.get(), .memory = memory.bytes()});
     if (!status.ok()) return status;
     for (size_t i = 0; i < updates.size(); ++i) {

@@ -14,7 +14,7 @@ ALLOWED = {
     'kernels': ['kernels'],
     'storage/placement': ['storage/placement', 'kernels', 'proto/model'],
     'storage/catalog': ['storage/catalog', 'storage/io', 'proto/model'],
-    'storage/io': ['storage/io', 'proto/model'],
+    'storage/io': ['storage/io', 'kernels/cuda/outcome.h', 'proto/model'],
     'storage/log': ['storage/log', 'storage/io', 'kernels', 'proto/model'],
     'storage/tier': ['storage/tier', 'storage/io', 'storage/placement', 'kernels', 'proto/model'],
     'storage': ['storage', 'kernels', 'proto/model', 'ballast/v1'],

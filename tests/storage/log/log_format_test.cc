@@ -63,7 +63,7 @@ class LogFormatTest : public ::testing::Test {
 
   std::vector<std::byte> ReadAll() {
     auto file = *disk_.Open(kPath, Disk::Mode::kShared);
-    const Arena content = *Arena::Map(*file->Size(), /*pin=*/false);
+    const Arena content = *Arena::Map(*file->Size());
     EXPECT_TRUE(file->Read(0, content.bytes()).ok());
     return {content.bytes().begin(), content.bytes().end()};
   }

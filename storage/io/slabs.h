@@ -1,0 +1,39 @@
+// Memory for many buffers out of few large mappings: to page-lock a buffer by itself takes longer than to fill it, and
+// a process may have few mappings.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "ballast/storage/io/arena.h"
+
+namespace ballast::storage {
+
+// Threads: any.
+class Slabs {
+ public:
+  void Add(Arena slab);
+  // In one piece, from a multiple of 4096; empty if no slab has so much. The content is undefined.
+  absl::Span<std::byte> Take(uint64_t bytes);
+  // What Take returned.
+  void Return(absl::Span<std::byte> taken);
+  // Gives slabs of which nothing is taken to the system until no more than `bytes` are left.
+  void Shrink(uint64_t bytes);
+  uint64_t bytes() const;
+
+ private:
+  struct Slab {
+    Arena memory;
+    std::map<std::byte*, uint64_t> free;  // address -> bytes, neighbours joined
+  };
+  mutable absl::Mutex mutex_;
+  std::vector<Slab> slabs_ ABSL_GUARDED_BY(mutex_);
+  uint64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace ballast::storage
