@@ -162,7 +162,16 @@ v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec
   return spec;
 }
 
+std::string DurabilityOf(const v1::JobSpec& spec) {
+  if (spec.durability() == v1::DURABILITY_EVERY_K) return absl::StrCat("every-K with pin_interval ", spec.pin_interval());
+  return spec.durability() == v1::DURABILITY_STEP ? "step" : "none";
+}
+
 absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
+  if (DurabilityOf(given) != DurabilityOf(job)) {
+    return BadSpec(absl::StrCat("the job has durability ", DurabilityOf(job), ", this session asks for ", DurabilityOf(given),
+                                "; a job's durability stays what it is for the job's life: ask for the job's own"));
+  }
   if (given.group_count() != job.group_count()) {
     return BadSpec(
         absl::StrCat("the job has group_count ", job.group_count(), ", this session asks for ", given.group_count()));

@@ -15,6 +15,7 @@ _running = None
 class _Embedded:
     def __init__(self, directory, dram, nvme, threads):
         self.pid = os.getpid()
+        self.stopped = False
         self.uses = set()  # of optimizers that are about to have a job on it, or have one
         self.newest = {}  # job -> its use that began last
         self.lasting = set()  # jobs that stay when nobody uses them
@@ -35,6 +36,7 @@ class _Embedded:
         """Its directory is free then, also for another server of this process, though tracebacks may keep this object."""
         if os.getpid() != self.pid:
             return
+        self.stopped = True
         self.server.stop()
         self._remove()
 
@@ -53,6 +55,11 @@ class Use:
     @property
     def server(self):
         return self._running.server
+
+    @property
+    def is_over(self):
+        """The server has ended: it answers no call."""
+        return self._running.stopped
 
     def began(self):
         """The job is open."""
@@ -96,6 +103,12 @@ def opening(job, is_durable, **budgets):
             if running is _running and running.is_free:
                 _stop()
         raise
+
+
+def is_used(job):
+    """An optimizer of this process has it open."""
+    running = _running
+    return running is not None and any(use.job == job for use in list(running.uses))
 
 
 def jobs(directory=None):

@@ -1,5 +1,7 @@
 """What an optimizer's state_dict is: the job's name and a version that its servers keep, or torch's own format."""
 
+import copy
+
 import torch
 
 from ballast.errors import Error
@@ -95,7 +97,7 @@ class Kept:
 def load_groups(optimizer, groups):
     """groups: of matching.matched()."""
     for group, saved in zip(optimizer.param_groups, groups):
-        group.update(options(saved))
+        group.update(copy.deepcopy(options(saved)))  # the loop may change its own in place, a learning rate in a tensor say
 
 
 def check_job(said, mine):

@@ -6,7 +6,7 @@ import os
 import weakref
 
 from ballast import _native, embedded
-from ballast.errors import Error
+from ballast.errors import Error, warn
 from ballast.torch import arguments, private_server, ranks
 from ballast.torch.agreement import alike
 
@@ -20,7 +20,10 @@ class Connection:
         if self._servers and given:
             raise Error(f'servers and {", ".join(given)}: budgets and directories of state servers are their own; '
                         'give one or the other', 'BAD_CONFIG')
-        self._budgets = budgets
+        directory = budgets['directory']
+        # The folder that the path means now: the loop may change its own.
+        self._budgets = {**budgets, 'directory': os.path.abspath(directory) if directory else directory}
+        self._use = None  # of the embedded server
         self._pid = os.getpid()
         self._finish = None
 
@@ -33,6 +36,8 @@ class Connection:
         if os.getpid() != self._pid:
             raise Error('this process was forked from the one that made the optimizer; make it after the fork',
                         'UNSUPPORTED')
+        if self._use is not None and self._use.is_over:
+            raise Error('the state server inside this process has ended, as at the end of the process: use the optimizer before that', 'SERVER_DOWN')
 
     def open(self, options, look):
         """The session, and the tensors that the job has; all ranks. Starts a server where none is named. look(): a registration.Fit,
@@ -49,6 +54,9 @@ class Connection:
                 address, daemon = private_server.start(exchange, self._budgets)
                 options.servers = [address]
         elif not self._servers:
+            if options.resume != 'never' and embedded.is_used(options.job):
+                warn(f"job '{options.job}' is open in another optimizer of this process, which can make no more steps from now on; where both "
+                     'train, give each a name of its own')
             embed = embedded.opening(options.job, options.durability != 'none', **self._budgets)
         with embed as local:
             try:
@@ -57,7 +65,7 @@ class Connection:
                 if daemon is not None:
                     daemon.stop()
                 raise
-            self._finish = weakref.finalize(self, _finish, session, local, daemon, self._pid)
+            self._finish, self._use = weakref.finalize(self, _finish, session, local, daemon, self._pid), local
         return session, fit
 
     def _entries(self, options, fit):
@@ -79,7 +87,7 @@ class Connection:
     def close(self):
         if self._finish is not None:
             self._finish()
-            self._finish = None
+            self._finish = self._use = None
 
 
 def _finish(session, local, daemon, pid):

@@ -10,8 +10,9 @@ from ballast.torch.registration import name_of, placed
 
 def _given(optimizer, g):
     """The names of a group's parameters, or None where one of them has none."""
-    names = optimizer._names[g][:len(optimizer.param_groups[g]['params'])]
-    return names if len(names) == len(optimizer.param_groups[g]['params']) and None not in names else None
+    group = optimizer.param_groups[g]
+    names = [optimizer._names.of(g, i, group) for i in range(len(group['params']))]
+    return None if None in names else names
 
 
 def names(optimizer):
@@ -28,14 +29,14 @@ def _saved_names(group):
 
 
 def matched(optimizer, saved, tells=True):
-    """`saved`: param_groups of a state; tells: it has entries, so that a warning is due where they go by place. For each group here, the saved one that it takes its options from, whose `params` are keys of the
-    state in the order of this group's parameters."""
+    """For each group here, the saved one that it takes its options from, whose `params` are keys of the state in the order of this group's
+    parameters. `saved`: param_groups of a state. tells: the state has entries, so that a warning is due where they go by place."""
     here = [[name_of(optimizer, g, i, parameter) for i, parameter in enumerate(group['params'])]
             for g, group in enumerate(optimizer.param_groups)]
     there = [_saved_names(group) for group in saved]
     all_there = None if None in there else [name for names_there in there for name in names_there]
     all_here = [name for names_here in here for name in names_here]
-    named_here = any(name is not None for group in optimizer._names for name in group)
+    named_here = any(optimizer._names.of(g, i, optimizer.param_groups[g]) is not None for g, i, _ in placed(optimizer))
     if all_there is not None and len(set(all_there)) == len(all_there):
         if set(all_there) == set(all_here):
             _check_count(here, saved)

@@ -1,6 +1,7 @@
 """Parameters that are registered with a job, and their memory on this rank."""
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 try:
     from torch.distributed.tensor import DTensor, Shard
@@ -88,6 +89,9 @@ def _check_parallel(name, parameter):
         raise Error(f"parameter '{name}' has Megatron's attribute tensor_model_parallel: ranks keep parts of it, which they call by one name; "
                     'expected whole parameters, or the rows of fully_shard', 'UNSUPPORTED')
     if not isinstance(parameter, DTensor):
+        if is_traceable_wrapper_subclass(parameter):
+            raise Error(f"parameter '{name}' is a {type(parameter).__name__}, a wrapper of other tensors: no memory of its own holds its values; "
+                        'train the tensors within, or plain parameters', 'UNSUPPORTED')
         return
     if tuple(parameter.placements) != (Shard(0),):
         raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected (Shard(0),), as "

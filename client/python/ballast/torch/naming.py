@@ -1,5 +1,7 @@
 """Names of parameters and the units that they are kept in."""
 
+import weakref
+
 import torch
 
 # Without names: units of about so many elements, in the order of the groups.
@@ -18,15 +20,57 @@ def unwrapped(name):
     return '.'.join(parts)
 
 
+class Names:
+    """Names of an optimizer's parameters. A name follows its parameter when the list of a group is filtered or reordered; a parameter that
+    took another's place, as Accelerate's under FSDP2, has the name of the place."""
+
+    def __init__(self):
+        self._by_place = []  # by group; None: no name
+        self._by_parameter = {}  # id -> (weak reference, name)
+
+    def add(self, group, names):
+        """Of the next group."""
+        self._by_place.append(list(names))
+        for parameter, name in zip(group['params'], names):
+            self._by_parameter[id(parameter)] = weakref.ref(parameter), name
+
+    def __len__(self):
+        return len(self._by_place)
+
+    def of(self, g, i, group):
+        """Of the i-th parameter that group `g` has now; None: it has no name."""
+        known, name = self._by_parameter.get(id(group['params'][i]), (None, None))
+        if known is not None and known() is group['params'][i]:
+            return name
+        places = self._by_place[g] if g < len(self._by_place) else []
+        return places[i] if len(places) == len(group['params']) else None
+
+    def rename(self, groups, known):
+        """known: names by parameter."""
+        for group, places in zip(groups, self._by_place):
+            for i, parameter in enumerate(group['params']):
+                if parameter in known:
+                    self._by_parameter[id(parameter)] = weakref.ref(parameter), known[parameter]
+                    if len(places) == len(group['params']):
+                        places[i] = known[parameter]
+
+
+def _in_order(params):
+    if isinstance(params, (set, frozenset)):
+        raise TypeError('optimizer parameters came as a set, whose order changes between runs: state would go to other parameters; '
+                        'expected a list, or model.named_parameters()')
+    return list(params)
+
+
 def split_named(params):
     """`params` as torch.optim takes them, without names; and the names by group and position (None: no name)."""
     groups, names = [], []
-    params = [params] if isinstance(params, dict) else list(params)
+    params = [params] if isinstance(params, dict) else _in_order(params)
     if params and not isinstance(params[0], dict):
         params = [{'params': params}]
     for group in params:
         members = group['params']
-        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        members = [members] if isinstance(members, torch.Tensor) else _in_order(members)
         mine = list(group.get('param_names') or [])
         if members and isinstance(members[0], tuple):
             mine = [name for name, _ in members]

@@ -20,7 +20,7 @@ from ballast.torch.early import Early
 from ballast.torch.host_memory import HostMemory
 from ballast.torch.members import DTYPES, Memory, gradient_of, is_sharded, local, whole
 from ballast.torch.modes import methods_plainly, same_bits
-from ballast.torch.naming import split_named, unwrapped
+from ballast.torch.naming import Names, split_named, unwrapped
 from ballast.torch.registration import Fit, new_tensors, placed
 from ballast.torch.stepping import Overlap, Step
 
@@ -65,11 +65,12 @@ class Optimizer(torch.optim.Optimizer):
         self._max_norm, self._gradient_scale = float(max_norm), None
         self._seconds = {'push': 0.0, 'seal': 0.0, 'pull': 0.0}
         self._session = None
+        self._opening = False
         self._closed = False
         self._members = []
         self._by_parameter = {}
         self._host = HostMemory()
-        self._names = []
+        self._names = Names()
         self._skips = 0
         self._steps = 0
         self._blob = b''
@@ -81,7 +82,8 @@ class Optimizer(torch.optim.Optimizer):
         self._overlap = None if overlap is None else Overlap(overlap)
         self._early = Early(self._debug, self._is_under_way) if arguments.flag('push_early', push_early) else None
         groups, names = split_named(params)
-        self._names = names
+        for group, mine in zip(groups, names):
+            self._names.add(group, mine)
         super().__init__(groups, defaults)
         if overlap is not None:
             self.attach(overlap)
@@ -120,17 +122,14 @@ class Optimizer(torch.optim.Optimizer):
                 raise
         # Within __init__ the names are all there.
         if len(self._names) < len(self.param_groups):
-            self._names.extend(names)
+            self._names.add(groups[0], names[0])
 
     def attach(self, model):
         """Names of parameters, and units (a block each), from `model`; before the first step. Returns self."""
         if self._session is not None:
             raise Error('attach(model) comes before the first step: the job has its names', 'BAD_REQUEST')
         known = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
-        for group, names in zip(self.param_groups, self._names):
-            for i, parameter in enumerate(group['params']):
-                if parameter in known:
-                    names[i] = known[parameter]
+        self._names.rename(self.param_groups, known)
         return self
 
     # --- the session
@@ -170,6 +169,16 @@ class Optimizer(torch.optim.Optimizer):
         return fit
 
     def _start(self, trained):
+        if self._opening:
+            raise Error(f"job '{self._options.job}' is being opened by a call that this one came amid, from a signal's handler say: ask again "
+                        'when that call has returned', 'BUSY')
+        self._opening = True
+        try:
+            self._connect(trained)
+        finally:
+            self._opening = False
+
+    def _connect(self, trained):
         self._session, fit = self._connection.open(self._options, lambda: self._look(trained))
         try:
             self._begin(fit)
@@ -383,6 +392,8 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure=None, *, blob=b''):
         """torch's step. blob: of the caller, at most 60000 bytes (a data cursor, random states), kept with the step:
         resume() gives the last one back."""
+        if not isinstance(blob, bytes):
+            raise TypeError(f'step(blob={type(blob).__name__}): expected bytes, such as json.dumps(...).encode()')
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -403,10 +414,6 @@ class Optimizer(torch.optim.Optimizer):
         if self._early is not None and (collected.fresh or not self._early.stands(collected.gradients)):
             self._early.withdraw()
         self._register(collected.fresh)
-        if not any(present):
-            if self._early is not None:
-                self._early.take()
-            return  # as torch's: nothing has a gradient
         changed = [member for member, is_edited in zip(self._members, edited) if is_edited]
         check_values(session.exchange, changed)
         for member in changed:
@@ -434,15 +441,23 @@ class Optimizer(torch.optim.Optimizer):
     def _new_tensors(self, trained=()):
         """Of the open job."""
         fresh = new_tensors(self, trained)
-        working = self._options.optimizer.working
         if fresh and self._options.durability == 'every-K':
             raise Error(f"parameter '{fresh[0][0].name}' came after the first step, and a job with durability='every-K' has all of its "
                         'tensors from the start: its kept versions would have no state of it', 'UNSUPPORTED')
-        for member, parameter, _ in fresh:
-            if working not in ('f32', DTYPES[parameter.dtype]):
-                raise Error(f"parameter '{member.name}' is {parameter.dtype}, the job's are {working}: it would be rounded; give all "
-                            'parameters to the optimizer before the first step', 'BAD_DTYPE')
+        self._check_dtypes([member for member, _, _ in fresh], [None] * len(fresh))
         return fresh
+
+    def _check_dtypes(self, members, gradients):
+        """Refuses what would be rounded: a job keeps one dtype of parameters and one of gradients."""
+        spec = self._options.optimizer
+        for member, gradient in zip(members, gradients):
+            dtype = member.parameter.dtype
+            if spec.working not in ('f32', DTYPES.get(dtype)):
+                raise Error(f"parameter '{member.name}' is {dtype}, the job's are {spec.working}: it would be rounded; give all parameters to "
+                            'the optimizer before the first step, and change their dtype before it', 'BAD_DTYPE')
+            if gradient is not None and spec.gradient not in ('f32', DTYPES.get(gradient.dtype)):
+                raise Error(f"parameter '{member.name}' has a gradient of {gradient.dtype}, the job's are {spec.gradient}: it would be rounded; "
+                            'leave grad_dtype as it is, or keep parameters in float32 and compute under autocast', 'BAD_DTYPE')
 
     def _collect(self):
         if self._overlap is not None:
@@ -452,6 +467,7 @@ class Optimizer(torch.optim.Optimizer):
         there = {id(parameter) for _, _, parameter in placed(self)}
         gradients = [gradient_of(member) if id(member.parameter) in there else None for member in members]
         edited = [member.edited(member.parameter) for member in members]
+        self._check_dtypes(members, gradients)
         job_spec.check(self, self._options.optimizer)
         groups = [self._hyper(group) for group in self.param_groups]
         groups += groups[:1] * (self._options.group_count - len(groups))

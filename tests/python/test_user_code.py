@@ -1,0 +1,210 @@
+"""What loops do to an optimizer between its steps: each takes effect as in torch, or is refused by name."""
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import ballast
+import ballast.torch as bt
+
+
+def backward(model):
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+
+@pytest.mark.parametrize('wrap', [set, frozenset, lambda params: [{'params': set(params)}]])
+def test_a_set_has_no_order(wrap, job):
+    with pytest.raises(TypeError, match='came as a set, whose order changes'):
+        bt.AdamW(wrap(two_layers().parameters()), **job)
+
+
+def test_names_follow_their_parameters(job):
+    """A group that was filtered after construction, as by frameworks that freeze layers."""
+    model = two_layers()
+    first, second = model.parameters()
+    optimizer = bt.AdamW(model.named_parameters(), lr=0.1, **job)
+    optimizer.param_groups[0]['params'] = [second]
+    backward(model)
+    optimizer.step()
+    assert [(member.name, member.parameter is second) for member in optimizer._members] == [('1.weight', True)]
+    optimizer.param_groups[0]['params'] = [second, first]
+    optimizer.step()
+    assert [member.name for member in optimizer._members] == ['1.weight', '0.weight']
+    assert optimizer.state[second]['step'] == 2 and optimizer.state[first]['step'] == 1
+
+
+def test_a_parameter_in_the_place_of_another_has_its_name(job):
+    """Accelerate replaces parameters by sharded ones."""
+    model = two_layers()
+    optimizer = bt.AdamW(model.named_parameters(), lr=0.1, **job)
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    optimizer.param_groups[0]['params'] = list(model.parameters())
+    backward(model)
+    optimizer.step()
+    assert [member.name for member in optimizer._members] == ['0.weight', '1.weight']
+
+
+def test_a_parameter_that_was_appended_has_no_name(job):
+    model = two_layers()
+    optimizer = bt.AdamW(model[0].named_parameters(), lr=0.1, **job)
+    optimizer.param_groups[0]['params'].append(model[1].weight)
+    backward(model)
+    optimizer.step()
+    assert [member.name for member in optimizer._members] == ['weight', 'group0.1[4x4]']
+
+
+def test_a_loaded_learning_rate_is_a_copy(job):
+    model = two_layers()
+    optimizer = bt.AdamW(model.named_parameters(), lr=torch.tensor(0.1), **job)
+    saved = optimizer.state_dict()
+    other = bt.AdamW(two_layers().named_parameters(), lr=torch.tensor(0.3), **{**job, 'name': job['name'] + 'b'})
+    other.load_state_dict(saved)
+    other.param_groups[0]['lr'].mul_(0.5)
+    assert float(optimizer.param_groups[0]['lr']) == float(saved['param_groups'][0]['lr']) == pytest.approx(0.1)
+
+
+def test_parameters_that_became_wider_are_refused(job):
+    model = two_layers().bfloat16()
+    optimizer = bt.AdamW(model.named_parameters(), lr=0.1, **job)
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    model.float()
+    optimizer.zero_grad()
+    backward(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(ballast.Error, match="'0.weight' is torch.float32, the job's are bf16"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, 'grad_dtype'), reason='this torch has no grad_dtype')
+def test_gradients_that_would_be_rounded_are_refused(job):
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    parameter.grad_dtype = torch.float32
+    optimizer = bt.SGD([('p', parameter)], lr=1.0, **job)
+    parameter.grad = torch.tensor([1.001, 1.002, 1.003])
+    with pytest.raises(ballast.Error, match="'p' has a gradient of torch.float32, the job's are bf16"):
+        optimizer.step()
+
+
+def test_a_wrapper_of_other_tensors_is_refused(job):
+    from torch.testing._internal.two_tensor import TwoTensor
+    parameter = nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+    parameter.grad = torch.ones(3)
+    optimizer = bt.SGD([('p', parameter)], lr=1.0, **job)
+    with pytest.raises(ballast.Error, match="'p' is a TwoTensor, a wrapper of other tensors"):
+        optimizer.step()
+
+
+def test_a_blob_is_bytes(job):
+    optimizer = bt.AdamW(two_layers().named_parameters(), **job)
+    with pytest.raises(TypeError, match=r'step\(blob=str\): expected bytes'):
+        optimizer.step(blob='7')
+
+
+def test_a_step_without_gradients_counts_and_keeps_its_blob(job, tmp_path):
+    """A batch that the loop has passed over must not come again."""
+    model = two_layers()
+    more = {**job, 'directory': str(tmp_path / 'state'), 'nvme': '512MiB'}
+    optimizer = bt.AdamW(model.named_parameters(), lr=0.1, **more)
+    backward(model)
+    optimizer.step(blob=b'1')
+    moments = optimizer.state[model[0].weight]['exp_avg'].clone()
+    optimizer.zero_grad()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.step(blob=b'2')
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    optimizer.close()
+    again = bt.AdamW(model.named_parameters(), lr=0.1, **{**more, 'resume': 'must'})
+    assert again.resume() == (2, b'2')
+    assert again.state[model[0].weight]['step'] == 1
+    assert torch.equal(again.state[model[0].weight]['exp_avg'], moments)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def test_a_jobs_durability_is_its_own(job, tmp_path):
+    model = two_layers()
+    more = {**job, 'directory': str(tmp_path / 'state'), 'nvme': '512MiB'}
+    optimizer = bt.AdamW(model.named_parameters(), lr=0.1, durability='every-K', pin_interval=3, **more)
+    backward(model)
+    optimizer.step()
+    optimizer.close()
+    other = bt.AdamW(model.named_parameters(), lr=0.1, durability='step', **{**more, 'resume': 'auto'})
+    with pytest.raises(ballast.Error, match='the job has durability every-K with pin_interval 3, this session asks for step'):
+        other.resume()
+
+
+def test_a_second_optimizer_that_takes_a_job_over_says_so(job):
+    model = two_layers()
+    first = bt.AdamW(model.named_parameters(), lr=0.1, **job)
+    backward(model)
+    first.step()
+    second = bt.AdamW(two_layers().named_parameters(), lr=0.1, **{**job, 'resume': 'auto'})
+    with pytest.warns(UserWarning, match=f"job '{job['name']}' is open in another optimizer of this process"):
+        second.resume()
+    second.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        third = bt.AdamW(two_layers().named_parameters(), lr=0.1, **{**job, 'name': job['name'] + 'b', 'resume': 'auto'})
+        third.resume()
+    del first
+
+
+def test_a_call_amid_an_open_is_told(job, monkeypatch):
+    """A signal's handler that saves a checkpoint."""
+    optimizer = bt.AdamW(two_layers().named_parameters(), lr=0.1, **job)
+    opened = optimizer._connection.open
+
+    def interrupted(*arguments):
+        with pytest.raises(ballast.Error, match='is being opened by a call that this one came amid'):
+            optimizer.full_state_dict()
+        return opened(*arguments)
+    monkeypatch.setattr(optimizer._connection, 'open', interrupted)
+    assert optimizer.resume().step == 0
+    optimizer.full_state_dict()
+
+
+def test_a_directory_is_where_the_constructor_was(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'elsewhere').mkdir()
+    script = '''
+import os, sys, torch, ballast.torch as bt
+model = torch.nn.Linear(4, 4)
+optimizer = bt.AdamW(model.named_parameters(), directory='state', dram='128MiB', nvme='512MiB', threads=1)
+os.chdir('elsewhere')
+optimizer.resume()
+'''
+    subprocess.run([sys.executable, '-c', script], check=True)
+    assert (tmp_path / 'state').is_dir() and not os.listdir(tmp_path / 'elsewhere')
+
+
+def test_a_call_after_the_server_has_ended_is_refused_at_once(tmp_path):
+    script = '''
+import atexit, time
+import ballast
+
+def late():
+    began = time.monotonic()
+    try:
+        optimizer.state_dict()
+    except ballast.Error as error:
+        print(error.reason, time.monotonic() - began < 60)
+atexit.register(late)  # before the package registers its own, so that this one runs after it
+
+import torch, ballast.torch as bt
+model = torch.nn.Linear(4, 4)
+optimizer = bt.AdamW(model.named_parameters(), directory='state', dram='128MiB', nvme='512MiB', threads=1)
+model(torch.ones(1, 4)).sum().backward()
+optimizer.step()
+'''
+    script = script.replace('import ballast\n\ndef', 'import sys\n\ndef', 1).replace('except ballast.Error', 'except RuntimeError')
+    done = subprocess.run([sys.executable, '-c', script], check=True, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    assert done.stdout.split() == ['SERVER_DOWN', 'True']
