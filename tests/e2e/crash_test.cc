@@ -189,7 +189,7 @@ TEST_F(CrashTest, AServerThatLostStateSaysSo) {
     const services::Finished finished = rank0->Wait();
     EXPECT_EQ(finished.code, 1) << finished.out;
   }
-  const services::Finished again = Rank(0, 1, "auto")->Wait();
+  const services::Finished again = Rank(0, 1, "auto", "none")->Wait();
   EXPECT_EQ(again.code, 1);
   EXPECT_THAT(again.err, HasSubstr("STATE_LOST"));
   EXPECT_THAT(again.err, HasSubstr("server 's1' was restarted"));

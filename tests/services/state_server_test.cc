@@ -277,7 +277,7 @@ TEST(StateServer, RefusesNamesThatAreNone) {
     request.mutable_epoch()->set_counter(1);
     Answer<v1::FenceResponse> answer;
     server->Fence(request, absl::InfiniteFuture(), answer.reply());
-    EXPECT_EQ(model::ReasonOf(answer.Wait().status()), model::kBadRequest);
+    EXPECT_EQ(model::ReasonOf(answer.Wait().status()), model::kBadSpec);
   }
 }
 
