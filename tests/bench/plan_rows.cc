@@ -21,7 +21,7 @@
 namespace ballast::bench {
 namespace {
 
-constexpr uint64_t kChunk = uint64_t{1} << 20;  // elements
+constexpr uint64_t kPlannedChunk = uint64_t{1} << 20;  // elements
 constexpr int kTimes = 3;
 constexpr absl::Duration kMachineTime = absl::Seconds(10);
 
@@ -34,14 +34,15 @@ class Split {
 
   absl::Status Plan(const storage::MachineProfile& machine, uint64_t chunks, double dram_share) {
     const storage::StateLayout layout;
-    const uint64_t state = chunks * layout.StateBytes(kChunk);
-    const uint64_t fixed = chunks * (layout.WorkingBytes(kChunk) + kProvisional * kChunk) + bench_.staging_bytes;
+    const uint64_t state = chunks * layout.StateBytes(kPlannedChunk);
+    const uint64_t fixed =
+        chunks * (layout.WorkingBytes(kPlannedChunk) + kProvisional * kPlannedChunk) + bench_.staging_bytes;
     const auto dram = fixed + static_cast<uint64_t>(dram_share * static_cast<double>(state));
     BALLAST_ASSIGN_OR_RETURN(tiers_, storage::Tiers::Open({.budget = {.dram = dram, .nvme = 2 * state},
                                                            .directory = directory_,
                                                            .staging_bytes = bench_.staging_bytes}));
     store_ = std::make_unique<storage::ChunkStore>(tiers_.get(), kernels::OptimizerSpec(), pool_);
-    const std::vector<uint64_t> elements(chunks, kChunk);
+    const std::vector<uint64_t> elements(chunks, kPlannedChunk);
     BALLAST_ASSIGN_OR_RETURN(
         plan_,
         storage::MakePlan(
@@ -51,7 +52,7 @@ class Split {
              .provisional_bytes_per_element = kProvisional,
              .staging_bytes = bench_.staging_bytes,
              .shape = {.machine = &machine, .threads = bench_.threads, .staging_bytes = store_->slot_memory_bytes()}}));
-    BALLAST_RETURN_IF_ERROR(tiers_->Take(storage::TierKind::kDram, kProvisional * chunks * kChunk, "slices"));
+    BALLAST_RETURN_IF_ERROR(tiers_->Take(storage::TierKind::kDram, kProvisional * chunks * kPlannedChunk, "slices"));
     return store_->Add(elements, plan_);
   }
 
@@ -62,8 +63,8 @@ class Split {
     std::vector<storage::ChunkUpdate> updates(store_->chunk_count());
     for (uint64_t i = 0; i < updates.size(); ++i) {
       updates[i].chunk = i;
-      updates[i].segments = {{.begin = 0, .end = kChunk, .coefficients = coefficients}};
-      updates[i].gradient = gradients_.subspan(i * 2 * kChunk % gradients_.size(), 2 * kChunk);
+      updates[i].segments = {{.begin = 0, .end = kPlannedChunk, .coefficients = coefficients}};
+      updates[i].gradient = gradients_.subspan(i * 2 * kPlannedChunk % gradients_.size(), 2 * kPlannedChunk);
       updates[i].random = {.seed = 1, .unit = static_cast<uint32_t>(i), .step = step_};
     }
     return Seconds([&] { return store_->Run(updates, [](size_t) {}); });
@@ -93,10 +94,10 @@ Row RowOf(const char* name, const storage::Plan& plan, const Outcome& outcome) {
   const auto chunks = static_cast<double>(plan.chunks.size());
   const auto nvme = std::count_if(plan.chunks.begin(), plan.chunks.end(),
                                   [](const auto& chunk) { return chunk.state == storage::TierKind::kNvme; });
-  const auto state_bytes = static_cast<double>(storage::StateLayout().StateBytes(kChunk));
+  const auto state_bytes = static_cast<double>(storage::StateLayout().StateBytes(kPlannedChunk));
   const double seconds = Median(outcome.seconds);
   return {.name = name,
-          .bytes_per_element = 2 * state_bytes / kChunk,
+          .bytes_per_element = 2 * state_bytes / kPlannedChunk,
           .gb_per_s = 2 * state_bytes * chunks / seconds / 1e9,
           .reference = "predicted / measured, at most 1.25",
           .ratio = Median(outcome.ratios),
@@ -117,12 +118,12 @@ Row RowOf(const char* name, const storage::Plan& plan, const Outcome& outcome) {
 absl::Status MeasurePlans(const StorageBenchOptions& options, const std::string& directory, std::vector<Row>* rows) {
   kernels::ThreadPool pool(options.threads);
   constexpr uint64_t kGradientChunks = 64;
-  BALLAST_ASSIGN_OR_RETURN(const storage::Arena gradients, storage::Arena::Map(kGradientChunks * 2 * kChunk));
+  BALLAST_ASSIGN_OR_RETURN(const storage::Arena gradients, storage::Arena::Map(kGradientChunks * 2 * kPlannedChunk));
   const auto values =
-      absl::MakeSpan(reinterpret_cast<kernels::bf16*>(gradients.bytes().data()), kGradientChunks * kChunk);
+      absl::MakeSpan(reinterpret_cast<kernels::bf16*>(gradients.bytes().data()), kGradientChunks * kPlannedChunk);
   for (uint64_t i = 0; i < values.size(); ++i) values[i] = kernels::ToBf16(i % 3 == 0 ? -0.01f : 0.004f);
 
-  const uint64_t chunks = std::max<uint64_t>(options.bytes / storage::StateLayout().StateBytes(kChunk), 1);
+  const uint64_t chunks = std::max<uint64_t>(options.bytes / storage::StateLayout().StateBytes(kPlannedChunk), 1);
   for (const auto& [name, share] : {std::pair{"plan/all_dram", 1.0}, {"plan/half", 0.5}, {"plan/all_nvme", 0.0}}) {
     Outcome outcome;
     for (int time = 0; time < kTimes; ++time) {

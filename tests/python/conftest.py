@@ -1,4 +1,5 @@
 """Every test gets a job of its own on the process's embedded server."""
+import contextlib
 import itertools
 import os
 import re
@@ -28,18 +29,25 @@ def seeded():
 
 @pytest.fixture
 def two_servers(tmp_path_factory):
+    with two_state_servers(tmp_path_factory.mktemp('servers')) as servers:
+        yield servers
+
+
+@contextlib.contextmanager
+def two_state_servers(folder):
     """Addresses. What they keep goes with them: a small job's gradient log alone takes 200 MiB of disk."""
-    folder = tmp_path_factory.mktemp('servers')
     servers = [subprocess.Popen(
         [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
          '127.0.0.1:0', '--data_directory', str(folder / f'server{i}'), '--budget.dram', '128MiB', '--budget.nvme', '8GiB',
          '--log_level', 'warn'], stdout=subprocess.PIPE, text=True) for i in range(2)]
-    yield ','.join(re.search(r'listen=(\S+)', server.stdout.readline())[1] for server in servers)
-    for server in servers:
-        server.terminate()
-        server.wait()
-        server.stdout.close()
-    shutil.rmtree(folder)
+    try:
+        yield ','.join(re.search(r'listen=(\S+)', server.stdout.readline())[1] for server in servers)
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait()
+            server.stdout.close()
+        shutil.rmtree(folder)
 
 
 # Ours and torch's, by name: constructors that take parameters and torch's arguments.

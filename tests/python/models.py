@@ -1,6 +1,7 @@
 """The six kinds of model that drop-in use is tested with, small, from configurations alone, a batch for each, and what they are
 compared with."""
 import copy
+import os
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -72,7 +73,11 @@ def batch(name, i):
     return {'input_ids': tokens, 'labels': tokens}
 
 
-def train(name, model, optimizer, steps=50, batches=batch):
+# Fewer in CI, where six models are trained many times over.
+STEPS = 20 if os.environ.get('TEST_ROUNDS') == 'ci' else 50
+
+
+def train(name, model, optimizer, steps=STEPS, batches=batch):
     losses = []
     for i in range(steps):
         optimizer.zero_grad()

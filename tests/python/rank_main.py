@@ -1,4 +1,4 @@
-"""One rank of a test: rank_main.py SCRIPT FOLDER, with RANK, WORLD_SIZE and the rest of torch's variables. Writes what the
+"""One rank of a test: rank_main.py SCRIPT[,SCRIPT...] FOLDER, with RANK, WORLD_SIZE and the rest of torch's variables. Writes what each
 script returned to FOLDER/SCRIPT-RANK.pt."""
 import collections
 import copy
@@ -20,7 +20,7 @@ ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1}
 
 def ours(parameters, **more):
     budgets = {} if os.environ.get('BALLAST_SERVERS') else {'dram': '128MiB', 'threads': 2}
-    return bt.AdamW(parameters, **ARGUMENTS, **budgets, **more, name=sys.argv[1])
+    return bt.AdamW(parameters, **ARGUMENTS, **budgets, **more, name=script)
 
 
 def theirs(parameters):
@@ -246,7 +246,7 @@ def run_and_load(wrap, whole):
     # And from job to job, into one that has made steps: the same bits.
     saved = mine.full_state_dict()
     third = wrap(copy.deepcopy(base))
-    follower = bt.AdamW(third.named_parameters(), **ARGUMENTS, name=f'follower-{sys.argv[1]}',
+    follower = bt.AdamW(third.named_parameters(), **ARGUMENTS, name=f'follower-{script}',
                         **({} if os.environ.get('BALLAST_SERVERS') else {'dram': '128MiB', 'threads': 2}))
     go_on(third, follower, data[:1])
     third.load_state_dict(copy.deepcopy(model.state_dict()))
@@ -381,7 +381,7 @@ def ways():
 if __name__ == '__main__':
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
-    result = globals()[sys.argv[1]]()
-    torch.save(result, f'{sys.argv[2]}/{sys.argv[1]}-{dist.get_rank()}.pt')
-    dist.barrier()
+    for script in sys.argv[1].split(','):
+        torch.save(globals()[script](), f'{sys.argv[2]}/{script}-{dist.get_rank()}.pt')
+        dist.barrier()
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from conftest import two_state_servers
 
 HERE = pathlib.Path(__file__).parent
 WORLD = 2
@@ -24,18 +25,26 @@ def ranks_environment(port):
 
 
 def run_ranks(script, folder, servers=None, expect=0):
+    """What the ranks saved, in their order, and their logs."""
+    saved, logs = run_scripts([script], folder, servers, expect)
+    return saved[script], logs
+
+
+def run_scripts(scripts, folder, servers=None, expect=0):
+    """Functions of rank_main.py one after the other in one pair of processes, which take seconds to start: ({script: what the ranks saved},
+    logs)."""
     environment = ranks_environment(free_port())
     if servers:
         environment['BALLAST_SERVERS'] = servers
     ranks = []
     for rank in range(WORLD):
         with open(folder / f'{rank}.log', 'w', encoding='utf-8') as log:
-            ranks.append(subprocess.Popen([sys.executable, HERE / 'rank_main.py', script, folder], stdout=log, stderr=log,
+            ranks.append(subprocess.Popen([sys.executable, HERE / 'rank_main.py', ','.join(scripts), folder], stdout=log, stderr=log,
                                           env={**environment, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}))
     codes = [rank.wait(300) for rank in ranks]
     logs = '\n'.join(f'--- rank {rank}\n' + (folder / f'{rank}.log').read_text() for rank in range(WORLD))
     assert codes == [expect] * WORLD, logs
-    return [torch.load(folder / f'{script}-{rank}.pt') for rank in range(WORLD)], logs
+    return {script: [torch.load(folder / f'{script}-{rank}.pt') for rank in range(WORLD)] for script in scripts}, logs
 
 
 def check(results):
@@ -44,28 +53,37 @@ def check(results):
         torch.testing.assert_close(our_parameters, their_parameters, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('script', ['ddp', 'ddp_no_sync', 'ddp_edit', 'ddp_overlap', 'fsdp2', 'fsdp2_edit'])
-def test_two_ranks_over_a_private_server(script, tmp_path):
-    results, logs = run_ranks(script, tmp_path)
-    check(results)
+PRIVATE = ['ddp', 'ddp_no_sync', 'ddp_edit', 'ddp_overlap', 'fsdp2', 'fsdp2_edit']
+NAMED = ['ddp_load', 'fsdp2_load', 'fsdp2_load_whole', 'ddp', 'fsdp2']
+
+
+@pytest.fixture(scope='module')
+def over_a_private_server(tmp_path_factory):
+    return run_scripts([*PRIVATE, 'early'], tmp_path_factory.mktemp('private'))
+
+
+@pytest.fixture(scope='module')
+def over_two_servers(tmp_path_factory):
+    with two_state_servers(tmp_path_factory.mktemp('servers')) as servers:
+        return run_scripts(NAMED, tmp_path_factory.mktemp('named'), servers=servers)[0]
+
+
+@pytest.mark.parametrize('script', PRIVATE)
+def test_two_ranks_over_a_private_server(script, over_a_private_server):
+    results, logs = over_a_private_server
+    check(results[script])
     assert 'error' not in logs.lower(), logs
 
 
-def test_gradients_do_not_go_early(tmp_path):
-    for told in run_ranks('early', tmp_path)[0]:
+def test_gradients_do_not_go_early(over_a_private_server):
+    for told in over_a_private_server[0]['early']:
         assert told.startswith('push_early is for one rank: DistributedDataParallel reduces gradients after')
 
 
-@pytest.mark.parametrize('script', ['ddp_load', 'fsdp2_load', 'fsdp2_load_whole'])
-def test_two_ranks_load_a_state_of_torchs(script, tmp_path, two_servers):
-    results, _ = run_ranks(script, tmp_path, servers=two_servers)
-    check(results)
-
-
-@pytest.mark.parametrize('script', ['ddp', 'fsdp2'])
-def test_two_ranks_over_two_servers(script, tmp_path, two_servers):
-    results, _ = run_ranks(script, tmp_path, servers=two_servers)
-    check(results)
+@pytest.mark.parametrize('script', NAMED)
+def test_two_ranks_over_two_servers(script, over_two_servers):
+    """Those with `load` bring a state of torch's in."""
+    check(over_two_servers[script])
 
 
 @pytest.mark.parametrize('wrap', ['ddp', 'fsdp2'])
