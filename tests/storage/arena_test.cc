@@ -12,19 +12,13 @@
 #include <optional>
 #include <utility>
 
+
+#include "ballast/tests/storage/in_child.h"
+
 namespace ballast::storage {
 namespace {
 
-constexpr uint64_t kBytes = uint64_t{16} << 20, kPage = 4096;
-
-// The exit code of a forked child that returns what `body` does; 128 and the signal's number if one ended it.
-int InChild(const std::function<int()>& body) {
-  const pid_t child = fork();
-  if (child == 0) _exit(body());
-  int status = 0;
-  EXPECT_EQ(waitpid(child, &status, 0), child);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-}
+constexpr uint64_t kArenaBytes = uint64_t{16} << 20, kPage = 4096;
 
 // Page faults of this process while all of `bytes` is written.
 int64_t FaultsOfWriting(absl::Span<std::byte> bytes) {
@@ -39,17 +33,17 @@ int64_t FaultsOfWriting(absl::Span<std::byte> bytes) {
 }
 
 bool IsMapped(absl::Span<const std::byte> bytes) {
-  unsigned char resident[kBytes / kPage];
+  unsigned char resident[kArenaBytes / kPage];
   return mincore(const_cast<std::byte*>(bytes.data()), bytes.size(), resident) == 0;
 }
 
 class ArenaForkTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    auto arena = Arena::Map(kBytes);
+    auto arena = Arena::Map(kArenaBytes);
     ASSERT_TRUE(arena.ok()) << arena.status();
     arena_ = *std::move(arena);
-    std::memset(arena_->bytes().data(), 7, kBytes);
+    std::memset(arena_->bytes().data(), 7, kArenaBytes);
   }
   std::optional<Arena> arena_;
 };
@@ -69,7 +63,7 @@ TEST_F(ArenaForkTest, AWriteBesideAForkedChildCopiesNoPage) {
     (void)!read(told[0], &byte, 1);
     _exit(0);
   }
-  EXPECT_LT(FaultsOfWriting(arena_->bytes()), static_cast<int64_t>(kBytes / kPage / 16));
+  EXPECT_LT(FaultsOfWriting(arena_->bytes()), static_cast<int64_t>(kArenaBytes / kPage / 16));
   close(told[1]);
   ASSERT_EQ(waitpid(child, nullptr, 0), child);
   close(told[0]);
@@ -78,15 +72,15 @@ TEST_F(ArenaForkTest, AWriteBesideAForkedChildCopiesNoPage) {
 TEST_F(ArenaForkTest, AForkedChildThatDestroysItsCopyLeavesWhatLiesThereNow) {
   const int code = InChild([&] {
     std::byte* const at = arena_->bytes().data();
-    void* const own = mmap(at, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    void* const own = mmap(at, kArenaBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     if (own != at) return 1;
     *at = std::byte{3};
     { const Arena moved = *std::move(arena_); }
     arena_.reset();
-    return IsMapped({at, kBytes}) && *at == std::byte{3} ? 0 : 2;
+    return IsMapped({at, kArenaBytes}) && *at == std::byte{3} ? 0 : 2;
   });
   EXPECT_EQ(code, 0);
-  EXPECT_EQ(arena_->bytes()[kBytes - 1], std::byte{7});
+  EXPECT_EQ(arena_->bytes()[kArenaBytes - 1], std::byte{7});
 }
 
 }  // namespace

@@ -20,6 +20,7 @@
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/io/file_lock.h"
 #include "ballast/tests/scratch_directory.h"
+#include "ballast/tests/storage/in_child.h"
 
 namespace ballast::storage {
 namespace {
@@ -50,14 +51,6 @@ class Child {
 };
 
 bool IsOpen(int fd) { return fcntl(fd, F_GETFD) != -1; }
-
-int InChild(const std::function<int()>& body) {
-  const pid_t child = fork();
-  if (child == 0) _exit(body());
-  int status = 0;
-  EXPECT_EQ(waitpid(child, &status, 0), child);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-}
 
 TEST(DescriptorTest, AForkedChildKeepsNoLock) {
   ScratchDirectory directory;
