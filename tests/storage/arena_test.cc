@@ -12,7 +12,6 @@
 #include <optional>
 #include <utility>
 
-
 #include "ballast/tests/storage/in_child.h"
 
 namespace ballast::storage {
