@@ -27,7 +27,7 @@ endif()
 add_library(ballast_flags INTERFACE)
 target_compile_features(ballast_flags INTERFACE cxx_std_20)
 target_compile_options(ballast_flags INTERFACE
-  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wno-unused-parameter -Wno-restrict -Wno-missing-field-initializers -ffp-contract=off>)
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wno-unused-parameter -Wno-restrict -Wno-subobject-linkage -Wno-missing-field-initializers -ffp-contract=off>)
 if(BALLAST_WERROR)
   target_compile_options(ballast_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
 endif()

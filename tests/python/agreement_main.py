@@ -140,6 +140,18 @@ def edits():
 
 
 @case
+def other_values_before_a_load():
+    """A load takes masters from parameters that were edited."""
+    model = model_of()
+    optimizer = make(DistributedDataParallel(model).module.named_parameters())
+    backward(model)
+    optimizer.step()
+    with torch.no_grad():
+        model[0].weight.add_(dist.get_rank())
+    return told(lambda: optimizer.load_state_dict(optimizer.full_state_dict()))
+
+
+@case
 def late_parameters():
     model = model_of()
     late = nn.Parameter(torch.full((4,), float(dist.get_rank())))

@@ -34,6 +34,7 @@ def both(ranks, name):
 # What both ranks were told, in the same words.
 REFUSED = {
     'ignored_by_ddp': "parameter '3.bias' has another gradient on rank 1 than on rank 0" + REDUCE,
+    'other_values_before_a_load': "parameter '0.weight' has other values on rank 1 than on rank 0",
     'megatron': "parameter '0.weight' has Megatron's attribute tensor_model_parallel",
     'fsdp2_beside_a_scalar': "parameter 'scale' is a plain tensor and 'net.0.weight' a DTensor, and a job of several ranks has one kind",
     'stages_of_a_pipeline': "rank 0 has parameter '0_0.weight' and 39 more, and rank 1 has not; expected one model on all ranks",

@@ -9,7 +9,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch import checkpoint, job_spec, marker, matching, ranks
-from ballast.torch.agreement import together
+from ballast.torch.agreement import check_values, together
 from ballast.torch.members import is_sharded, local, on_host
 from ballast.torch.modes import plainly, same_bits
 from ballast.torch.moments import KNOWN, moment_names, read_array
@@ -318,6 +318,7 @@ def _bring_in(optimizer, entries, fresh=False, steps=None, blob=b''):
     of = {id(member): entries[id(member.parameter)] for member in members}
     names, writes = moment_names(optimizer._kind, optimizer._options.optimizer), []
     if fresh or not names or _parameters_are_ahead(optimizer) or any(entry.master is not None for entry in of.values()):
+        check_values(session.exchange, members)
         writes += [('master', None, batch) for batch in _batches(members)]
     fresh = fresh or (not was_open and not optimizer._unpulled)  # else they are, if the job is new
     for k, name in enumerate(names):
