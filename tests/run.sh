@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Installs, builds and runs every test.
-# Usage: tests/run.sh [default|ci|asan|tsan|exhaustive|soak] [ctest arguments...]
+# Usage: tests/run.sh [default|ci|asan|asan-ci|tsan|exhaustive|soak] [ctest arguments...]
 #   default  optimised, warnings are errors, GPU code compiled where nvcc is found
 #   ci       the same with fewer seeds, kills and damages
 #   asan     AddressSanitizer and UndefinedBehaviorSanitizer; a tenth of the seeds, no benches, no seeded bugs, no failpoints
+#   asan-ci  the same with a tenth of the seeds of ci
 #   tsan     ThreadSanitizer; the same
 #   soak        only what takes hours: simulations, crash and corruption tests with a hundred times the seeds
 #   exhaustive  only what takes many minutes: all 2^32 floats through every conversion
@@ -28,8 +29,9 @@ case "$mode" in
     preset=dev
     set -- -C soak -L soak -V "$@"
     ;;
-  asan)
+  asan | asan-ci)
     preset=asan
+    [[ "$mode" == asan ]] || rounds=ci
     export ASAN_OPTIONS=detect_stack_use_after_return=1:strict_string_checks=1:check_initialization_order=1:strict_init_order=1:detect_odr_violation=2:detect_leaks=1
     export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
     ;;
@@ -38,7 +40,7 @@ case "$mode" in
     export TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:second_deadlock_stack=1
     configure+=("-DBALLAST_TSAN_OBJECTS=$PWD/build/tsan-abseil")
     ;;
-  *) echo "usage: tests/run.sh [default|ci|asan|tsan|exhaustive|soak] [ctest arguments...], got '$mode'" >&2; exit 2 ;;
+  *) echo "usage: tests/run.sh [default|ci|asan|asan-ci|tsan|exhaustive|soak] [ctest arguments...], got '$mode'" >&2; exit 2 ;;
 esac
 
 # What a build and its tests were seen to take; a full disk shows as failures of whatever writes next.

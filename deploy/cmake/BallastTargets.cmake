@@ -84,13 +84,14 @@ function(ballast_test name)
     ENVIRONMENT "${ARG_ENVIRONMENT}")
 endfunction()
 
-# ballast_rounds(<variable> <full> <ci>): how many seeds, loops or damages a test tries. Sanitizers try a tenth of `full`.
+# ballast_rounds(<variable> <full> <ci>): how many seeds, loops or damages a test tries. Sanitizers try a tenth.
 function(ballast_rounds variable full ci)
   set(rounds ${full})
-  if(BALLAST_SANITIZE)
-    math(EXPR rounds "${full} / 10")
-  elseif(BALLAST_TEST_ROUNDS STREQUAL "ci")
+  if(BALLAST_TEST_ROUNDS STREQUAL "ci")
     set(rounds ${ci})
+  endif()
+  if(BALLAST_SANITIZE)
+    math(EXPR rounds "(${rounds} + 9) / 10")
   endif()
   set(${variable} ${rounds} PARENT_SCOPE)
 endfunction()
