@@ -15,14 +15,16 @@ from ballast.torch.state import State
 WRONG = {
     'dram': 'lots', 'nvme': -1, 'resume': 'x', 'durability': 'y', 'moments': 'z', 'pin_interval': 3, 'checkpoints': 0, 'name': '',
     'max_norm': -1.0, 'chunk_elements': 1000, 'seed': -1, 'threads': 1025, 'step_timeout': 0, 'open_timeout': 'soon',
-    'debug': '0',
+    'debug': '0', 'directory': '',
 }
+# More than one wrong value of an argument.
+MORE_WRONG = [('directory', 5), ('directory', b'state')]
 
 
-@pytest.mark.parametrize('argument', WRONG)
-def test_a_wrong_argument_is_refused_at_once(argument):
-    with pytest.raises(ballast.Error, match=f'^{argument}={WRONG[argument]!r}: expected ') as raised:
-        bt.AdamW(mlp().parameters(), **{argument: WRONG[argument]})
+@pytest.mark.parametrize('argument, value', [*WRONG.items(), *MORE_WRONG])
+def test_a_wrong_argument_is_refused_at_once(argument, value):
+    with pytest.raises(ballast.Error, match=f'^{argument}={value!r}: expected ') as raised:
+        bt.AdamW(mlp().parameters(), **{argument: value})
     assert raised.value.reason == 'BAD_CONFIG'
 
 

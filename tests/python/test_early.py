@@ -308,6 +308,37 @@ def test_over_a_server_that_is_killed_between_backward_and_step(job, tmp_path):
     server.stdout.close()
 
 
+def test_a_job_that_is_opened_again_with_fewer_parameters(tmp_path):
+    """What the first opening had registered is forgotten: a unit of it would take the place of another."""
+    arguments = {'lr': 1e-2, 'directory': str(tmp_path), 'nvme': '1GiB', 'dram': '128MiB', 'threads': 1, 'name': 'again'}
+    batch = next(iter(batches(1)))
+    results = []
+    for early in (False, True):
+        torch.manual_seed(5)
+        model = mlp()
+        first = bt.SGD(model.named_parameters(), **arguments)
+        backward(model, batch)
+        first.step()
+        first.close()
+        state = bt.SGD(mlp().named_parameters(), **arguments, resume='auto').state_dict()
+        named = list(model.named_parameters())
+        named[0][1].requires_grad_(False)
+        optimizer = bt.SGD(named, push_early=early, resume='auto', **arguments)
+        with pytest.raises(ballast.Error, match='To go on from them, load nothing'):
+            optimizer.load_state_dict(state)  # the job has all parameters
+        ballast.drop('again', str(tmp_path))
+        for step in range(3):
+            named[0][1].requires_grad_(step > 0)
+            optimizer.zero_grad()
+            backward(model, batch)
+            optimizer.step()
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+        optimizer.close()
+        ballast.drop('again', str(tmp_path))
+    for plain, early in zip(*results):
+        assert torch.equal(plain, early)
+
+
 def test_embedded(tmp_path):
     """Of a durable job gradients go to the log during backward; else they are read where they are."""
     run(tmp_path, '''

@@ -74,7 +74,7 @@ def test_threads_that_open_at_once_share_a_server(tmp_path):
         for thread in threads:
             thread.join()
         assert sorted(ended) == [(0, 'BUDGET'), (1, None), (2, None), (3, None)], ended
-        assert embedded.directory() == os.path.abspath('state')
+        assert embedded.directory_in_use() == os.path.abspath('state')
         ''')
 
 

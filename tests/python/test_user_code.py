@@ -148,7 +148,7 @@ def test_a_second_optimizer_that_takes_a_job_over_says_so(job):
     backward(model)
     first.step()
     second = bt.AdamW(two_layers().named_parameters(), lr=0.1, **{**job, 'resume': 'auto'})
-    with pytest.warns(UserWarning, match=f"job '{job['name']}' is open in another optimizer of this process"):
+    with pytest.warns(UserWarning, match=f"job '{job['name']}' was open in another optimizer of this process"):
         second.resume()
     second.close()
     with warnings.catch_warnings():
@@ -156,6 +156,76 @@ def test_a_second_optimizer_that_takes_a_job_over_says_so(job):
         third = bt.AdamW(two_layers().named_parameters(), lr=0.1, **{**job, 'name': job['name'] + 'b', 'resume': 'auto'})
         third.resume()
     del first
+
+
+def before_the_first_step(job):
+    """A state that a job with steps refuses."""
+    return bt.AdamW(two_layers().named_parameters(), lr=0.1, **{**job, 'resume': 'auto'}).state_dict()
+
+
+def test_a_refused_load_leaves_the_job_that_it_found(job):
+    """Also one that no disk has, as the advice to load nothing and go on needs."""
+    model = two_layers()
+    first = bt.AdamW(model.named_parameters(), lr=0.1, **job)
+    for _ in range(3):
+        backward(model)
+        first.step()
+    moment = first.state[model[0].weight]['exp_avg']
+    second = bt.AdamW(model.named_parameters(), lr=0.1, **{**job, 'resume': 'auto'})
+    with pytest.raises(ballast.Error, match='To go on from them, load nothing'), pytest.warns(UserWarning, match='was open in another'):
+        second.load_state_dict(before_the_first_step(job))
+    assert job['name'] in ballast.jobs()
+    with pytest.warns(UserWarning, match='was open in another'):
+        assert second.resume().step == 3
+    assert torch.equal(second.state[model[0].weight]['exp_avg'], moment)
+    first.close()
+    assert job['name'] in ballast.jobs()
+    second.close()
+    assert job['name'] not in ballast.jobs()
+
+
+def test_ctrl_c_amid_an_open(job, monkeypatch):
+    """A job that was found stays, one that was made goes."""
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def interrupt(optimizer):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(optimizer, '_take_blob', interrupted)
+            optimizer.resume()
+    model = two_layers()
+    first = bt.AdamW(model.named_parameters(), lr=0.1, **job)
+    interrupt(first)
+    assert job['name'] not in ballast.jobs()
+    backward(model)
+    first.step()
+    second = bt.AdamW(model.named_parameters(), lr=0.1, **{**job, 'resume': 'auto'})
+    with pytest.warns(UserWarning, match='was open in another'):
+        interrupt(second)
+        assert second.resume().step == 1
+
+
+def test_without_a_directory_the_folder_of_a_closed_optimizer_is_left(tmp_path):
+    script = '''
+import os, torch, ballast, ballast.torch as bt
+model = torch.nn.Linear(4, 4)
+def make(**more):
+    return bt.AdamW(model.named_parameters(), dram='64MiB', threads=1, **more)
+durable = make(directory='state', nvme='512MiB')
+durable.resume()
+beside = make(name='beside')  # shares the server
+beside.resume()
+assert ballast.jobs('state') == ['beside', 'default']
+durable.close()
+beside.close()
+other = make()
+assert other.resume().step == 0
+assert ballast.jobs() == ['default']
+other.close()
+assert ballast.jobs() == [], ballast.jobs()
+assert ballast.jobs('state') == ['beside', 'default']
+'''
+    subprocess.run([sys.executable, '-c', script], check=True, cwd=tmp_path)
 
 
 def test_a_call_amid_an_open_is_told(job, monkeypatch):

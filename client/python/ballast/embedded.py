@@ -17,7 +17,7 @@ class _Embedded:
         self.pid = os.getpid()
         self.stopped = False
         self.uses = set()  # of optimizers that are about to have a job on it, or have one
-        self.newest = {}  # job -> its use that began last
+        self.began = {}  # job -> uses that have it open, the newest last
         self.lasting = set()  # jobs that stay when nobody uses them
         self.asked = {'directory': directory, 'dram': dram, 'nvme': nvme, 'threads': threads}
         self.place = place.make(directory, dram, nvme)
@@ -31,6 +31,11 @@ class _Embedded:
     def is_free(self):
         """Nobody uses it, and nothing would be lost with it."""
         return not self.uses and not (self.place.is_temporary and self.lasting)
+
+    @property
+    def keeps_folder(self):
+        """Nobody uses it, and its jobs are for those who name its folder."""
+        return self.is_free and not self.place.is_temporary
 
     def stop(self):
         """Its directory is free then, also for another server of this process, though tracebacks may keep this object."""
@@ -50,6 +55,7 @@ class Use:
 
     def __init__(self, running, job, is_durable):
         self._running, self.job, self._is_durable = running, job, is_durable
+        self.leaves_job = False  # end() leaves the job on the server, whatever its durability
         running.uses.add(self)
 
     @property
@@ -63,15 +69,19 @@ class Use:
 
     def began(self):
         """The job is open."""
-        self._running.newest[self.job] = self
+        self._running.began.setdefault(self.job, []).append(self)
         if self._is_durable:
             self._running.lasting.add(self.job)
 
     def end(self):
         """Nothing of a job that is not durable is left to be used: its memory is wanted back, unless somebody else opened it since."""
         running = self._running
+        began = running.began.get(self.job, [])
+        is_newest = began[-1:] == [self]
+        if self in began:
+            began.remove(self)
         try:
-            if not self._is_durable and running.newest.get(self.job) is self and running is _running:
+            if is_newest and not self._is_durable and not self.leaves_job and running is _running:
                 running.server.drop(self.job)
         finally:
             running.uses.discard(self)
@@ -80,7 +90,7 @@ class Use:
 def server(directory=None, dram=None, nvme=None, threads=None):
     """The process's server, started at the first call. Later calls take it as it is, and must not ask for another while it is used.
 
-    directory: what jobs leave on the disk; None: a temporary one that goes with the process. dram, nvme: budgets in
+    directory: what jobs leave on the disk; None: the one of a server that is used, else a temporary one that goes with the process. dram, nvme: budgets in
     bytes; None: 0.8 of the memory that is available, and of the disk that is free (nothing in a temporary directory).
     """
     with _lock:
@@ -106,7 +116,7 @@ def opening(job, is_durable, **budgets):
 
 
 def is_used(job):
-    """An optimizer of this process has it open."""
+    """An optimizer of this process has it open, or is about to."""
     running = _running
     return running is not None and any(use.job == job for use in list(running.uses))
 
@@ -121,7 +131,7 @@ def drop(name, directory=None):
     """See ballast.drop."""
     with _lock:
         running = _existing(directory)
-        if any(use.job == name for use in running.uses):
+        if is_used(name):
             raise Error(f"job '{name}' is in use by an optimizer of this process: call its close(), then drop the job", 'BUSY')
         there = running.server.jobs
         if name not in there:
@@ -132,26 +142,31 @@ def drop(name, directory=None):
 
 
 def _existing(directory):
-    if directory is None and _running is None:
-        raise Error('there is no embedded state server in this process: name the directory that has the job', 'BAD_REQUEST')
-    if directory is not None and not os.path.isdir(directory):
+    if directory is None:
+        if _running is None:
+            raise Error('there is no embedded state server in this process: name the directory that has the job', 'BAD_REQUEST')
+        _check_process()
+        return _running
+    if not os.path.isdir(directory):
         raise Error(f'directory={directory!r} is not there: name the one that has the job', 'BAD_CONFIG')
     return _start(directory, None, None, None)
 
 
-def _start(directory, dram, nvme, threads):
-    global _running
-    dram, nvme = place.parse_bytes('dram', dram), place.parse_bytes('nvme', nvme)
-    if directory is not None:
-        if not os.fspath(directory):
-            raise Error("directory='': expected a folder, such as 'state'", 'BAD_CONFIG')
-        directory = os.path.abspath(directory)
-    asked = {'directory': directory, 'dram': dram, 'nvme': nvme, 'threads': threads}
+def _check_process():
     if _running is not None and _running.pid != os.getpid():
         raise Error(
             'this process was forked from one that has an embedded state server, whose threads are not here; '
             'make the optimizer after the fork, or start worker processes with spawn', 'UNSUPPORTED')
+
+
+def _start(directory, dram, nvme, threads):
+    global _running
+    asked = {'directory': place.parse_directory(directory), 'dram': place.parse_bytes('dram', dram),
+             'nvme': place.parse_bytes('nvme', nvme), 'threads': threads}
+    _check_process()
     others = [] if _running is None else [key for key, value in asked.items() if value is not None and value != _running.asked[key]]
+    if directory is None and _running is not None and _running.keeps_folder:
+        others.append('directory')
     if others and not _running.is_free:
         key = others[0]
         end = ('close() the optimizers that use it' if _running.uses else
@@ -179,10 +194,10 @@ def _stop():
         running.stop()
 
 
-def directory():
-    """Where the process's server keeps what stays; None: there is none yet, or its directory goes with the process."""
+def directory_in_use():
+    """Where the process's server keeps what stays; None: there is none, nobody uses the server, or its directory goes with the process."""
     running = _running
-    return None if running is None or running.place.is_temporary else running.place.directory
+    return None if running is None or running.place.is_temporary or running.keeps_folder else running.place.directory
 
 
 def _renew_lock():

@@ -46,6 +46,19 @@ def parse_bytes(what, value):
     return int(float(match[1]) * unit)
 
 
+def parse_directory(directory):
+    """The folder that the path means now, since a process may change its own; None stays None."""
+    if directory is None:
+        return None
+    try:
+        path = os.fspath(directory)
+    except TypeError:
+        path = None
+    if not isinstance(path, str) or not path:
+        raise Error(f"directory={directory!r}: expected a folder's path, such as 'state', or None for a temporary folder", 'BAD_CONFIG')
+    return os.path.abspath(path)
+
+
 def _gib(count):
     return f'{count / 2**30:.3g} GiB'
 

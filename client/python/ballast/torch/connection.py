@@ -5,7 +5,7 @@ import functools
 import os
 import weakref
 
-from ballast import _native, embedded
+from ballast import _native, embedded, place
 from ballast.errors import Error, warn
 from ballast.torch import arguments, private_server, ranks
 from ballast.torch.agreement import alike
@@ -20,16 +20,15 @@ class Connection:
         if self._servers and given:
             raise Error(f'servers and {", ".join(given)}: budgets and directories of state servers are their own; '
                         'give one or the other', 'BAD_CONFIG')
-        directory = budgets['directory']
-        # The folder that the path means now: the loop may change its own.
-        self._budgets = {**budgets, 'directory': os.path.abspath(directory) if directory else directory}
+        self._budgets = {**budgets, 'directory': place.parse_directory(budgets['directory'])}
         self._use = None  # of the embedded server
+        self._found = False  # the job was there before
         self._pid = os.getpid()
         self._finish = None
 
     @property
     def default_durability(self):
-        stays = self._budgets['directory'] is not None or (not ranks.active() and embedded.directory() is not None)
+        stays = self._budgets['directory'] is not None or (not ranks.active() and embedded.directory_in_use() is not None)
         return 'step' if self._servers or stays else 'none'
 
     def check_process(self):
@@ -42,7 +41,7 @@ class Connection:
     def open(self, options, look):
         """The session, and the tensors that the job has; all ranks. Starts a server where none is named. look(): a registration.Fit,
         or the error that all ranks get before any server is asked."""
-        daemon = None
+        daemon, is_used = None, False
         embed = contextlib.nullcontext()
         options.rank, options.world_size, options.servers = ranks.rank(), ranks.world_size(), self._servers
         timeout, option = max((options.step_timeout, 'step_timeout'), (options.open_timeout, 'open_timeout'))
@@ -54,9 +53,7 @@ class Connection:
                 address, daemon = private_server.start(exchange, self._budgets)
                 options.servers = [address]
         elif not self._servers:
-            if options.resume != 'never' and embedded.is_used(options.job):
-                warn(f"job '{options.job}' is open in another optimizer of this process, which can make no more steps from now on; where both "
-                     'train, give each a name of its own')
+            is_used = embedded.is_used(options.job)
             embed = embedded.opening(options.job, options.durability != 'none', **self._budgets)
         with embed as local:
             try:
@@ -66,6 +63,10 @@ class Connection:
                     daemon.stop()
                 raise
             self._finish, self._use = weakref.finalize(self, _finish, session, local, daemon, self._pid), local
+        self._found = not session.needs_values
+        if is_used:
+            warn(f"job '{options.job}' was open in another optimizer of this process, which can make no more steps from now on; where both "
+                 'train, give each a name of its own')
         return session, fit
 
     def _entries(self, options, fit):
@@ -85,9 +86,15 @@ class Connection:
             alike(exchange, functools.partial(fit.follow, refused), lambda fit: self._entries(options, fit))
 
     def close(self):
-        if self._finish is not None:
-            self._finish()
-            self._finish = self._use = None
+        finish, self._finish, self._use = self._finish, None, None
+        if finish is not None:
+            finish()
+
+    def leave(self):
+        """As if it had not been opened: a job that was found stays."""
+        if self._use is not None:
+            self._use.leaves_job = self._found
+        self.close()
 
 
 def _finish(session, local, daemon, pid):

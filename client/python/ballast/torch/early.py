@@ -67,6 +67,7 @@ class Early:
     def follow(self, session, members, host):
         """Of what the job has now."""
         if session is not self._session:
+            self._forget()
             self._session, self._host = session, host
             self._pushes = session.pushes_gradients
         if not self._pushes:
@@ -175,13 +176,17 @@ class Early:
         self._fired = [0] * len(self._members)
         self._spoilt = False
 
-    def close(self):
+    def _forget(self):
+        """What another session had."""
         for hook in self._hooks.values():
             hook.remove()
-        self._hooks = {}
+        self._members, self._units, self._unit_of, self._hooks, self._usual = [], [], {}, {}, []
+        self._begin()
+
+    def close(self):
+        self._forget()
         if self._pool is not None:
             self._pool.shutdown()
-        self._begin()
 
 
 def _push(session, unit, memory, copied):

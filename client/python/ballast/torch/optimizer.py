@@ -184,7 +184,7 @@ class Optimizer(torch.optim.Optimizer):
             self._begin(fit)
         except BaseException:  # the next attempt begins anew
             self._session, self._members, self._by_parameter = None, [], {}
-            self._connection.close()
+            self._connection.leave()
             raise
 
     def _begin(self, fit):
@@ -208,10 +208,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _leave(self):
         """As if the job had not been opened."""
-        self._connection.close()
         self._session, self._members, self._by_parameter, self._host = None, [], {}, HostMemory()
         self._partly = self._unpulled = False
         self._found, self._steps, self._blob = None, 0, b''
+        self._connection.leave()
 
     @staticmethod
     def _pack_blob(steps, blob=b''):
