@@ -120,11 +120,11 @@ absl::Status CheckSameNames(const std::vector<std::string>& missing, const std::
   std::vector<std::string> what;
   if (!missing.empty()) {
     what.push_back(absl::StrCat("the job has ", Some(missing),
-                                ", which this session does not name; pass all of the job's tensors"));
+                                ", which this session does not name; a session names all of a job's tensors"));
   }
   if (!unknown.empty()) {
     what.push_back(absl::StrCat("the job has not ", Some(unknown),
-                                "; open with the job's tensors and add others with Register()"));
+                                "; a session opens with the job's tensors alone, and registers others later"));
   }
   absl::Status status =
       model::Error(absl::StatusCode::kInvalidArgument, model::kTensorsDiffer, absl::StrJoin(what, ". And "));
@@ -163,18 +163,22 @@ v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec
 }
 
 std::string DurabilityOf(const v1::JobSpec& spec) {
-  if (spec.durability() == v1::DURABILITY_EVERY_K) return absl::StrCat("every-K with pin_interval ", spec.pin_interval());
+  if (spec.durability() == v1::DURABILITY_EVERY_K) {
+    return absl::StrCat("every-K with pin_interval ", spec.pin_interval());
+  }
   return spec.durability() == v1::DURABILITY_STEP ? "step" : "none";
 }
 
 absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
   if (DurabilityOf(given) != DurabilityOf(job)) {
-    return BadSpec(absl::StrCat("the job has durability ", DurabilityOf(job), ", this session asks for ", DurabilityOf(given),
+    return BadSpec(absl::StrCat("the job has durability ", DurabilityOf(job), ", this session asks for ",
+                                DurabilityOf(given),
                                 "; a job's durability stays what it is for the job's life: ask for the job's own"));
   }
   if (given.group_count() != job.group_count()) {
-    return BadSpec(
-        absl::StrCat("the job has group_count ", job.group_count(), ", this session asks for ", given.group_count()));
+    return BadSpec(absl::StrCat("the job has room for ", job.group_count(),
+                                " parameter groups (group_count), this session asks for ", given.group_count(),
+                                "; the room stays what it is for the job's life: make a new job for more groups"));
   }
   BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec wanted, model::OptimizerOf(given));
   BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec has, model::OptimizerOf(job));

@@ -11,10 +11,11 @@ absl::Status StepMachine::Impl::CheckPromised(const v1::Epoch& epoch) const {
     return StateLost();
   }
   if (order < 0) {
-    return Precondition(
-        model::kStaleEpoch,
-        absl::StrCat("epoch ", Show(epoch), " is over: a newer trainer group fenced the job with epoch ",
-                     Show(promised), "; exit and restart the group with resume=auto"));
+    return Precondition(model::kStaleEpoch,
+                        absl::StrCat("epoch ", Show(epoch),
+                                     " is over: another session (of a restarted trainer, or of a second optimizer) "
+                                     "opened the job since, with epoch ",
+                                     Show(promised), "; end this one, and open the job again with resume=auto"));
   }
   return order > 0 ? NotOpen(epoch) : absl::OkStatus();
 }

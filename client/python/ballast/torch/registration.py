@@ -104,5 +104,7 @@ class Fit:
         there = {member.name for member in self.members}
         late = unknown and self._optimizer._options.durability == 'every-K'
         if not is_new or not there or late or not missing <= there:
-            raise refused
+            text = str(refused).removesuffix(f' [{refused.reason}]')
+            raise Error(f'{text}. Tensors are parameters, by their names from named_parameters() or attach(model): were modules renamed, '
+                        'wrapped or replaced since the job was made?', refused.reason, refused.code, refused.details) from refused
         return self
