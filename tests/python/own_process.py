@@ -1,9 +1,14 @@
-"""Scripts in processes of their own."""
+"""Scripts in processes of their own, which may be killed."""
+import atexit
+import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 HERE = pathlib.Path(__file__).parent
 
@@ -20,11 +25,111 @@ def make(model, **more):
     return bt.AdamW(model.named_parameters(), **{{**arguments, **more}})
 '''
 
+_imported = None
 
-def run(folder, body, expect=0, seconds=300, **variables):
+
+class Process:
+    """A fork of a process that has imported torch and ballast, and has done nothing else: the imports take longer than most scripts.
+    What a test tells about a process's begin or end takes subprocess instead."""
+
+    def __init__(self, script, folder, output, **variables):
+        """output: the file that both stdout and stderr go to."""
+        global _imported
+        if _imported is None:
+            _imported = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                         env={**os.environ, 'OPENBLAS_NUM_THREADS': '1'})  # a thread that a fork would not have
+            atexit.register(_imported.communicate)
+        self._output = pathlib.Path(output)
+        self.pid = _ask('start', str(script), str(folder), str(output), {**os.environ, **variables})
+
+    def wait(self, seconds=300):
+        """Its exit code, or minus the signal that killed it."""
+        code = _ask('wait', self.pid, seconds)
+        if code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            _ask('wait', self.pid, seconds)
+            raise TimeoutError(f'after {seconds} s it had not ended\n{self.output}')
+        return code
+
+    @property
+    def output(self):
+        return self._output.read_text(encoding='utf-8')
+
+
+def _ask(*request):
+    _imported.stdin.write(json.dumps(request) + '\n')
+    _imported.stdin.flush()
+    return json.loads(_imported.stdout.readline())
+
+
+def write(folder, body):
     script = folder / 'script.py'
     script.write_text(HEAD + textwrap.dedent(body), encoding='utf-8')
-    done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=seconds, check=False,
+    return script
+
+
+def run(folder, body, expect=0, **variables):
+    """HEAD and body; what the script printed."""
+    process = Process(write(folder, body), folder, folder / 'script.log', **variables)
+    code = process.wait()
+    assert code == expect, f'{code}\n{process.output}'
+    return process.output
+
+
+def run_anew(folder, body, expect=0, seconds=300, **variables):
+    """The same in a process that begins with nothing imported, and ends as Python's do."""
+    done = subprocess.run([sys.executable, write(folder, body)], cwd=folder, capture_output=True, text=True, timeout=seconds, check=False,
                           env={**os.environ, **variables})
     assert done.returncode == expect, f'{done.returncode}\n{done.stdout}\n{done.stderr}'
     return done
+
+
+# --- the process that has imported all
+
+def _become(script, folder, output, variables):
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, nothing), (1, file), (2, file)):
+        os.dup2(source, target)
+    sys.argv = [script]
+    main = vars(sys.modules['__main__'])
+    main['__file__'] = script
+    with open(script, encoding='utf-8') as source:
+        exec(compile(source.read(), script, 'exec'), main)
+
+
+def _ended(pid, seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        which, status = os.waitpid(pid, os.WNOHANG)
+        if which == pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    return None
+
+
+def _serve():
+    import torch  # noqa: F401, PLC0415
+
+    import ballast.torch  # noqa: F401, PLC0415
+    torch.optim.SGD([torch.zeros(1)])  # imports more
+    assert len(os.listdir('/proc/self/task')) == 1 == threading.active_count(), 'a fork would have one of these threads alone'
+    answers = sys.stdout
+    for line in sys.stdin:
+        what, *arguments = json.loads(line)
+        if what == 'start':
+            pid = os.fork()
+            if pid == 0:
+                return _become(*arguments)
+            answer = pid
+        else:
+            answer = _ended(*arguments)
+        print(json.dumps(answer), file=answers, flush=True)
+    return None
+
+
+if __name__ == '__main__':
+    _serve()

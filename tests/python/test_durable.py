@@ -338,7 +338,7 @@ loop(model, optimizer, 5, 15)
 for name, value in torch.load('expected.pt').items():
     assert torch.equal(value, model.state_dict()[name]), name
 ''')
-    assert "job 'default' has no state of 2 parameters, '2.bias' among them: they begin anew" in told.stderr
+    assert "job 'default' has no state of 2 parameters, '2.bias' among them: they begin anew" in told
     run(tmp_path, GROWING + '''
 model = mlp()
 try:

@@ -1,6 +1,6 @@
 """What a step costs while a data loader's worker, a forked child of the trainer, is alive."""
 import pytest
-from own_process import run
+from own_process import run_anew as run
 
 
 @pytest.mark.parametrize('place', ["durability='none'", "durability='step', directory='state', nvme='1GiB'"])

@@ -2,7 +2,7 @@
 import os
 
 import pytest
-from own_process import run
+from own_process import run_anew as run
 
 
 def test_after_a_budget_that_was_too_small_another_may_be_given(tmp_path):

@@ -2,6 +2,7 @@
 them together (torch.distributed.checkpoint.state_dict) keep nothing beside `state` and `param_groups`."""
 
 import json
+import os
 import secrets
 from typing import NamedTuple
 
@@ -31,7 +32,8 @@ class Marker(NamedTuple):
 
 def run():
     """A name of this run of the trainers, the same on all ranks."""
-    return ranks.Store('run').decide(_process) if ranks.active() else _process
+    mine = f'{_process}-{os.getpid()}'  # a fork is another run
+    return ranks.Store('run').decide(mine) if ranks.active() else mine
 
 
 def _read(value):
