@@ -350,17 +350,22 @@ def a_gradient_of_another_kind():
     return told(make(embedding.named_parameters(), name='plain_on_dtensor').step), told(make(whole.named_parameters()).step)
 
 
-if __name__ == '__main__':
+def run_cases(cases, name):
+    """As the main program of a rank."""
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     results = {}
-    for name, run in CASES.items():
-        if len(sys.argv) > 2 and name not in sys.argv[2:]:
+    for each, run in cases.items():
+        if len(sys.argv) > 2 and each not in sys.argv[2:]:
             continue
         began = time.monotonic()
-        results[name] = run(), time.monotonic() - began
-        print(f'{name}: {results[name]}', flush=True)
+        results[each] = run(), time.monotonic() - began
+        print(f'{each}: {results[each]}', flush=True)
         dist.barrier()
-    torch.save(results, f'{sys.argv[1]}/agreement-{os.environ["RANK"]}.pt')
+    torch.save(results, f'{sys.argv[1]}/{name}-{os.environ["RANK"]}.pt')
     dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == '__main__':
+    run_cases(CASES, 'agreement')

@@ -10,20 +10,23 @@ from test_ranks import HERE, WORLD, free_port, ranks_environment
 REDUCE = ', and ranks take a step with reduced gradients: wrap the model in DistributedDataParallel'
 
 
-@pytest.fixture(scope='module')
-def ranks(tmp_path_factory):
+def run_main(script, name, folder):
     """By rank: results by case, and seconds."""
-    folder = tmp_path_factory.mktemp('agreement')
     environment = ranks_environment(free_port())
     logs = [open(folder / f'{rank}.log', 'w+', encoding='utf-8') for rank in range(WORLD)]
-    processes = [subprocess.Popen([sys.executable, HERE / 'agreement_main.py', folder], stdout=log, stderr=log,
+    processes = [subprocess.Popen([sys.executable, HERE / script, folder], stdout=log, stderr=log,
                                   env={**environment, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}) for rank, log in enumerate(logs)]
     codes = [process.wait(300) for process in processes]
     for log in logs:
         log.close()
     text = '\n'.join(f'--- rank {rank}\n' + (folder / f'{rank}.log').read_text() for rank in range(WORLD))
     assert codes == [0] * WORLD, text
-    return [torch.load(folder / f'agreement-{rank}.pt') for rank in range(WORLD)]
+    return [torch.load(folder / f'{name}-{rank}.pt') for rank in range(WORLD)]
+
+
+@pytest.fixture(scope='module')
+def ranks(tmp_path_factory):
+    return run_main('agreement_main.py', 'agreement', tmp_path_factory.mktemp('agreement'))
 
 
 def both(ranks, name):

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from ballast.errors import Error
 from ballast.torch import ranks
 from ballast.torch.members import digest_of, is_sharded, local
-from ballast.torch.sketch import near, sketch
+from ballast.torch.ranks import Within
+from ballast.torch.sketch import is_finite, near, sketch
 
 _WRONG, _FINE = b'!', b'.'
 _TEXT_MAX = 4096
@@ -67,7 +68,9 @@ def everyone(exchange, act, say):
     try:
         said = exchange(mine)
     except Error as error:
-        raise wrong or error  # a rank that does not come is the lesser news
+        if wrong is None or error.reason == 'RANKS_DIFFER':
+            raise
+        raise wrong from error  # a rank that does not come is the lesser news
     for rank, each in enumerate(said):
         if not each.startswith(_WRONG):
             continue
@@ -78,14 +81,9 @@ def everyone(exchange, act, say):
     return result, [each[1:] for each in said]
 
 
-def together(exchange, act, alike):
-    """act() on every rank; an error on one is an error on all, and so are results of which alike(result), a text, is not the same."""
-    result, said = everyone(exchange, act, lambda result: alike(result).encode())
-    mine = alike(result)
-    for rank, each in enumerate(said):
-        if each.decode() != mine:
-            raise Error(f'rank {rank} has {each.decode()}, this one {mine}; expected the same on all', 'BAD_SPEC')
-    return result
+def together(exchange, act):
+    """act() on every rank: its result here. An error on one is an error on all."""
+    return everyone(exchange, act, lambda _: b'')[0]
 
 
 # --- what is the same on all ranks
@@ -105,7 +103,7 @@ def _refuse_other(exchange, hashes, entries):
     if other is None:
         return
     mine = zlib.compress(json.dumps(entries).encode()) if ranks.rank() in (0, other) else b''
-    said = exchange(mine)
+    said = Within('what differs', exchange)(mine)
     first, second = (dict(json.loads(zlib.decompress(said[rank]))) for rank in (0, other))
     for there, has, not_there in ((0, first, second), (other, second, first)):
         lacking = [what for what in has if what not in not_there]
@@ -133,7 +131,8 @@ def check_values(exchange, members):
     members = [member for member in members if not is_sharded(member.parameter)]
     if ranks.world_size() == 1 or not members:
         return
-    said = exchange(_pack(digest_of(member.parameter) for member in members))
+    _, said = everyone(Within('values', exchange), lambda: _pack(digest_of(member.parameter) for member in members), bytes)
+    _check_lengths(said, 4 * len(members))
     other = _other(said)
     if other is not None:
         member = members[_first(said[0], said[other])]
@@ -144,6 +143,13 @@ def check_values(exchange, members):
 
 def _pack(digests):
     return b''.join(struct.pack('<I', digest) for digest in digests)
+
+
+def _check_lengths(said, expected):
+    for rank, each in enumerate(said):
+        if len(each) != expected:
+            raise Error(f'rank {rank} compares {len(each)} bytes, and others {expected}; expected one model and one release of ballast on all '
+                        'ranks', 'RANKS_DIFFER')
 
 
 def _unpack(said):
@@ -159,14 +165,19 @@ def _first(one, two):
 
 def _entries(collected):
     fresh = [(f"parameter '{member.name}'", 'new') for member, _, _ in collected.fresh]
-    return fresh + [(f"the gradient of parameter '{member.name}'", str(gradient.placements))
-                    for member, gradient in zip(collected.members, collected.gradients) if gradient is not None and is_sharded(gradient)]
+    placed = [(f"the gradient of parameter '{member.name}'", str(gradient.placements))
+              for member, gradient in zip(collected.members, collected.gradients) if gradient is not None and is_sharded(gradient)]
+    return [*fresh, ("the number of the job's parameters", str(len(collected.members))), *placed]
 
 
 def _say(collected):
-    compared = [collected.gradients[i] for i in collected.checked]
+    is_checked = set(collected.checked)
     return (_hash(_entries(collected)) + bytes(collected.edited) + bytes(collected.present)
-            + _pack(0 if gradient is None else digest_of(gradient) for gradient in compared))
+            + bytes(i in is_checked for i in range(len(collected.members))) + _digests(collected))
+
+
+def _digests(collected):
+    return _pack(0 if collected.gradients[i] is None else digest_of(collected.gradients[i]) for i in collected.checked)
 
 
 def agree(exchange, collect):
@@ -175,9 +186,13 @@ def agree(exchange, collect):
     collected, said = everyone(exchange, collect, _say)
     _refuse_other(exchange, [each[:_HASH_BYTES] for each in said], _entries(collected))
     count = len(collected.members)
-    edited, present, gradients = ([each[begin:end] for each in said] for begin, end in (
-        (_HASH_BYTES, _HASH_BYTES + count), (_HASH_BYTES + count, _HASH_BYTES + 2 * count), (_HASH_BYTES + 2 * count, None)))
+    cuts = [_HASH_BYTES + i * count for i in range(4)] + [None]
+    edited, present, compared, gradients = ([each[begin:end] for each in said] for begin, end in zip(cuts, cuts[1:]))
     _check_present(collected.members, present)
+    if _other(compared) is not None:  # debug is set on some ranks alone
+        collected = collected._replace(checked=[i for i, flags in enumerate(zip(*compared)) if any(flags)])
+        _, gradients = everyone(Within('gradients', exchange), lambda: _digests(collected), bytes)
+    _check_lengths(gradients, 4 * len(collected.checked))
     if _other(gradients) is not None:
         _check_gradients(exchange, collected, gradients)
     for i in collected.checked:
@@ -203,8 +218,13 @@ def _check_gradients(exchange, collected, said):
     for i, *of_ranks in zip(collected.checked, *map(_unpack, said)):
         if len(set(of_ranks)) == 1:
             continue
-        sketches = [json.loads(each) for each in exchange(json.dumps(sketch(collected.gradients[i])).encode())]
+        _, told = everyone(Within('sums of gradients', exchange), lambda i=i: json.dumps(sketch(collected.gradients[i])), str.encode)
+        sketches = [json.loads(each) for each in told]
         other = next((rank for rank, each in enumerate(sketches) if not near(sketches[0], each)), None)
-        if other is not None:
-            raise Error(f"parameter '{collected.members[i].name}' has another gradient on rank {other} than on rank 0, and {_REDUCE}",
-                        'RANKS_DIFFER')
+        if other is None:
+            continue
+        what = f'another gradient on rank {other} than on rank 0'
+        if is_finite(sketches[0]) != is_finite(sketches[other]):
+            where, finite = (other, 0) if is_finite(sketches[0]) else (0, other)
+            what = f'an Inf or a NaN in its gradient on rank {where} and none on rank {finite}'
+        raise Error(f"parameter '{collected.members[i].name}' has {what}, and {_REDUCE}", 'RANKS_DIFFER')

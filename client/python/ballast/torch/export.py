@@ -15,6 +15,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch import checkpoint
+from ballast.torch.agreement import together
 from ballast.torch.modes import plainly
 from ballast.torch.registration import name_of, placed
 
@@ -175,6 +176,11 @@ def _read_tensors(folder, files, digests):
 def import_state(optimizer, folder):
     """What export_state wrote, into `optimizer`, as load_state_dict() does; all ranks. Nothing is changed before all of it was
     read and compared with its digests; it is in memory meanwhile."""
+    optimizer.load_state_dict(together(optimizer._exchange('import_state()'), lambda: _read(optimizer, folder)))
+
+
+def _read(optimizer, folder):
+    """A state by names, which it has for numbers."""
     metadata, files, digests = _read_index(folder)
     if metadata['optimizer'] != optimizer._kind:
         raise Error(f"the export is of {metadata['optimizer']}, this optimizer is {optimizer._kind}", 'BAD_SPEC')
@@ -189,4 +195,4 @@ def import_state(optimizer, folder):
     for tensor, value in tensors.items():
         name, _, key = tensor.rpartition('.')
         entries[name][key] = value
-    optimizer.load_state_dict({'state': entries, 'param_groups': metadata['param_groups']})  # by names, which it has for numbers
+    return {'state': entries, 'param_groups': metadata['param_groups']}

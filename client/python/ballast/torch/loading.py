@@ -9,7 +9,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch import checkpoint, job_spec, marker, matching, ranks
-from ballast.torch.agreement import check_values, together
+from ballast.torch.agreement import Collected, agree, alike, check_values, together
 from ballast.torch.members import is_sharded, local, on_host
 from ballast.torch.modes import plainly, same_bits
 from ballast.torch.moments import KNOWN, moment_names, read_array
@@ -48,7 +48,7 @@ def load(optimizer, state_dict):
     before = [dict(group) for group in optimizer.param_groups]
     resume, was_open = optimizer._options.resume, optimizer._session is not None
     try:
-        plan = _agreed(optimizer, 'load_state_dict', lambda: _plan(optimizer, state_dict))
+        plan = _agreed(optimizer, 'load_state_dict()', lambda: _plan(optimizer, state_dict))
         try:
             if plan.version >= 0 and not was_open:
                 optimizer._options.resume = 'must'  # who loads a state wants the job that has it
@@ -61,7 +61,7 @@ def load(optimizer, state_dict):
                 optimizer._leave()
             raise
         if plan.entries is not None:
-            _bring_in(optimizer, plan.entries, fresh=plan.begins)
+            _bring_in(optimizer, 'load_state_dict()', plan.entries, fresh=plan.begins)
     except BaseException:
         for group, old in zip(optimizer.param_groups, before):
             group.clear()
@@ -77,24 +77,24 @@ def put(optimizer, states):
     the loop has made, and its blob, stay."""
     if optimizer._session is None and optimizer._options.resume == 'never' and not any(states.values()):
         return  # the job will be new
-    optimizer._open()
+    if optimizer._session is None:
+        optimizer._open()
 
     def look():
+        optimizer._open()
         entries = _read(optimizer, optimizer.param_groups, lambda g, i: states.get(id(optimizer.param_groups[g]['params'][i])))
         entries = {key: entry for key, entry in entries.items() if key in states}
-        return Plan(_described(entries), entries=entries)
-    plan = _agreed(optimizer, 'optimizer.state', look)
-    _bring_in(optimizer, plan.entries, steps=optimizer._steps, blob=optimizer._blob)
+        return Plan(_described(optimizer, entries), entries=entries)
+    plan = _agreed(optimizer, 'an assignment to optimizer.state', look)
+    _bring_in(optimizer, 'an assignment to optimizer.state', plan.entries, steps=optimizer._steps, blob=optimizer._blob)
 
 
-def _agreed(optimizer, what, look):
+def _agreed(optimizer, call, look):
     """look() on every rank: each looks at its own shards, and what is wrong with them the others do not see."""
-    if not ranks.active():
+    def act():
+        optimizer.wait()
         return look()
-
-    def say(mine):
-        return ranks.exchange(f"{what} of job '{optimizer._options.job}'", mine, optimizer._options.step_timeout)
-    return together(say, look, lambda plan: plan.what)
+    return alike(optimizer._exchange(call), act, lambda plan: [('what is loaded', plan.what), ('resume', repr(optimizer._options.resume))])
 
 
 def _plan(optimizer, state_dict):
@@ -112,7 +112,7 @@ def _plan(optimizer, state_dict):
     if said is None:
         entries = _read(optimizer, groups, lambda g, i: saved.get(groups[g]['params'][i]))
         begins = not any(entry.steps or entry.moments for entry in entries.values())
-        plan = Plan(_described(entries), entries=entries, begins=begins)
+        plan = Plan(_described(optimizer, entries), entries=entries, begins=begins)
     if plan.begins and optimizer._session is None and optimizer._options.resume == 'never':
         return plan._replace(entries=None)  # the job will be new
     return plan
@@ -150,17 +150,20 @@ def _refuse_unopened(optimizer):
                 'BAD_SPEC')
 
 
-def _described(entries):
+def _described(optimizer, entries):
     steps = {entry.steps for entry in entries.values()}
     text = f'the state of {len(entries)} parameters' + (f' after {max(steps)} steps' if steps else '')
-    sums = [(entry.steps, [_sum(entry.moments[key]) for key in sorted(entry.moments)], _sum(entry.master)) for entry in entries.values()]
-    return f'{text} (digest {zlib.crc32(repr(sums).encode()):08x})' if ranks.active() else text
+    if not ranks.active():
+        return text
+    sums = [(name_of(optimizer, g, i, parameter), entry.steps, [_sum(entry.moments[key]) for key in sorted(entry.moments)], _sum(entry.master))
+            for g, i, parameter in placed(optimizer) for entry in [entries.get(id(parameter))] if entry is not None]
+    return f'{text} (digest {zlib.crc32(repr(sums).encode()):08x})'
 
 
 def _sum(tensor):
     """Of the bits of a whole tensor: ranks that have different ones would mix them. Shards differ."""
     if tensor is None or is_sharded(tensor):
-        return None
+        return None if tensor is None else str(tensor.placements)
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()]
     return int(tensor.contiguous().view(bits).sum(dtype=torch.int64))
 
@@ -264,20 +267,24 @@ def _own(value, parameter):
     return value.to(device='cpu', dtype=torch.float32).contiguous()
 
 
-def _moment(member, entry, name):
-    if not entry.moments:
-        return torch.zeros(local(member.parameter).numel(), dtype=torch.float32, device='cpu')
-    return _own(entry.moments[name], member.parameter)
+def _given(member, entry, name):
+    """What this rank has of a moment, or of the master (None). COLLECTIVE, see _own()."""
+    given = entry.master if name is None else entry.moments.get(name)
+    return None if given is None else _own(given, member.parameter)
 
 
-def _master(session, member, entry, fresh):
+def _value(session, member, given, name, fresh):
+    if name is None:
+        return _master(session, member, given, fresh)
+    return torch.zeros(local(member.parameter).numel(), dtype=torch.float32, device='cpu') if given is None else given
+
+
+def _master(session, member, known, fresh):
     """The parameter's values, but where the master that there is rounds to them: then that."""
     values = on_host(member.parameter)
-    if entry.master is not None:
-        known = _own(entry.master, member.parameter)
-    elif fresh:
+    if known is None and fresh:
         return values.float().contiguous()
-    else:
+    if known is None:
         known = _own(read_array(session, member, member.parameter, 'master'), member.parameter)
     return torch.where(same_bits(known.to(values.dtype), values), known, values.float()).contiguous()
 
@@ -295,38 +302,42 @@ def _batches(members):
         yield batch
 
 
-def _parameters_are_ahead(optimizer):
-    """Of the masters, on any rank: they were edited, or never pulled."""
-    edited = [member.edited(member.parameter) for member in optimizer._members]
-    if optimizer._options.world_size > 1:
-        edited = [any(each) for each in optimizer._session.exchange(bytes(edited))]
-    return optimizer._unpulled or any(edited)
+def _collect(optimizer, trained):
+    """What registers with the load, and what was edited before."""
+    fresh = optimizer._new_tensors(trained)
+    optimizer._check_dtypes([member for member, _, _ in fresh], [None] * len(fresh))
+    members = optimizer._members + [member for member, _, _ in fresh]
+    return Collected(fresh, members, [None] * len(members), [member.edited() for member in members], [], [])
 
 
 @torch.no_grad()
-def _bring_in(optimizer, entries, fresh=False, steps=None, blob=b''):
+def _bring_in(optimizer, call, entries, fresh=False, steps=None, blob=b''):
     """In several transactions: until the last one the job's blob says that its state is not whole. fresh: masters are the parameters,
-    whatever they were. steps, blob: of the loop; None: the most that a parameter has made."""
+    whatever they were. call: whose it is. steps, blob: of the loop; None: the most that a parameter has made."""
     was_open = optimizer._session is not None
     # Of the job, though they may be frozen here.
     trained = {name_of(optimizer, g, i, parameter) for g, i, parameter in placed(optimizer)
                if id(parameter) in entries and entries[id(parameter)].steps > 0}
     session = optimizer._open(partly=True, trained=trained)
-    optimizer._register(optimizer._new_tensors(trained))
+    exchange = optimizer._exchange(call)
+    collected, edited, _ = agree(exchange, lambda: _collect(optimizer, trained))
+    optimizer._register(collected.fresh, exchange)
     optimizer._commit_written()
     members = [member for member in optimizer._members if id(member.parameter) in entries]
     of = {id(member): entries[id(member.parameter)] for member in members}
     names, writes = moment_names(optimizer._kind, optimizer._options.optimizer), []
-    if fresh or not names or _parameters_are_ahead(optimizer) or any(entry.master is not None for entry in of.values()):
-        check_values(session.exchange, members)
+    # Parameters are ahead of masters where they were edited, or never pulled.
+    if fresh or not names or optimizer._unpulled or any(edited) or any(entry.master is not None for entry in of.values()):
+        check_values(exchange, members)
         writes += [('master', None, batch) for batch in _batches(members)]
     fresh = fresh or (not was_open and not optimizer._unpulled)  # else they are, if the job is new
     for k, name in enumerate(names):
         writes += [(f'moment{k + 1}', name, batch) for batch in _batches(members)]
     steps = max((entry.steps for entry in of.values()), default=0) if steps is None else steps
     for i, (array, name, batch) in enumerate(writes):
-        values = [_master(session, member, of[id(member)], fresh) if name is None else _moment(member, of[id(member)], name)
-                  for member in batch]
+        given = [_given(member, of[id(member)], name) for member in batch]
+        values = together(exchange, lambda given=given, name=name, batch=batch: [
+            _value(session, member, mine, name, fresh) for member, mine in zip(batch, given)])
         last = i + 1 == len(writes)
         sealed = optimizer._pack_blob(steps, blob) if last else optimizer._pack_blob(UNDER_WAY)
         before = session.version
@@ -338,4 +349,4 @@ def _bring_in(optimizer, entries, fresh=False, steps=None, blob=b''):
     optimizer._unpulled = False
     optimizer._steps, optimizer._blob, optimizer._skips = steps, blob, 0
     for member in members:
-        member.noted(member.parameter)
+        member.noted()

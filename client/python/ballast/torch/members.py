@@ -57,27 +57,27 @@ class Member:
         self.debug = debug
         self.agreed = False  # ranks have compared a gradient
         self.shape = local(parameter).shape
-        self.noted(parameter)
+        self.noted()
 
-    def noted(self, parameter):
-        self.mark = mark_of(parameter)
+    def noted(self):
+        self.mark = mark_of(self.parameter)
         if self.debug:
-            self.digest = digest_of(parameter)
+            self.digest = digest_of(self.parameter)
 
     @property
     def moved(self):
         """To other memory."""
         return self.mark[-1] != local(self.parameter).data_ptr()
 
-    def edited(self, parameter):
-        if self.moved and local(parameter).shape != self.shape:
-            raise Error(f"parameter '{self.name}' has shape {list(local(parameter).shape)} on this rank, and registered with "
+    def edited(self):
+        if self.moved and local(self.parameter).shape != self.shape:
+            raise Error(f"parameter '{self.name}' has shape {list(local(self.parameter).shape)} on this rank, and registered with "
                         f'{list(self.shape)}; make a new optimizer for new parameters', 'BAD_SPEC')
-        return self.mark != mark_of(parameter) or self.edited_unseen(parameter)
+        return self.mark != mark_of(self.parameter) or self.edited_unseen()
 
-    def edited_unseen(self, parameter):
+    def edited_unseen(self):
         """Only its digest tells."""
-        return self.debug and self.mark == mark_of(parameter) and self.digest != digest_of(parameter)
+        return self.debug and self.mark == mark_of(self.parameter) and self.digest != digest_of(self.parameter)
 
 
 def _check_parallel(name, parameter):

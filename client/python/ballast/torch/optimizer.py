@@ -5,6 +5,7 @@ and param_groups are read then. It returns when every parameter holds the new ve
 """
 
 import contextlib
+import functools
 import itertools
 import struct
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import torch
 from ballast import _native
 from ballast.errors import Error, warn
 from ballast.torch import arguments, checkpoint, hooks, job_spec, loading, marker, moments, ranks, state
-from ballast.torch.agreement import Collected, agree, check_values, checked
+from ballast.torch.agreement import Collected, agree, alike, check_values, checked, together
 from ballast.torch.connection import Connection
 from ballast.torch.early import Early
 from ballast.torch.host_memory import HostMemory
@@ -137,9 +138,7 @@ class Optimizer(torch.optim.Optimizer):
     def _open(self, partly=False, trained=(), for_step=False):
         """partly: also a job whose state is not whole, and without its parameters. trained: as new_tensors'. Gradients that were
         pushed early go back, but for_step."""
-        self._connection.check_process()
-        if self._closed:
-            raise Error('the optimizer was closed; make a new one', 'BAD_REQUEST')
+        self._check_usable()
         self.wait()
         if self._session is None:
             self._start(trained)
@@ -152,6 +151,18 @@ class Optimizer(torch.optim.Optimizer):
         if not partly and self._unpulled:
             self._pull()
         return self._session
+
+    def _check_usable(self):
+        self._connection.check_process()
+        if self._closed:
+            raise Error('the optimizer was closed; make a new one', 'BAD_REQUEST')
+
+    def _exchange(self, call):
+        """agreement's, of ranks that make this call."""
+        self._check_usable()
+        if self._session is not None:
+            return ranks.Within(call, self._session.exchange)
+        return functools.partial(ranks.exchange, f"{call} of job '{self._options.job}'", timeout=self._options.step_timeout)
 
     def _look(self, trained):
         """What the job is opened with. Whatever is wrong here is wrong on all ranks."""
@@ -257,32 +268,39 @@ class Optimizer(torch.optim.Optimizer):
     @staticmethod
     def _wrote(member):
         torch.autograd.graph.increment_version(local(member.parameter))
-        member.noted(member.parameter)
+        member.noted()
 
     # --- edits by the user
 
     def sync_from_params(self):
-        """Takes over what was written to parameters through `.data`, which their version counters do not tell."""
-        self._open()
-        check_values(self._session.exchange, self._members)
+        """Takes over what was written to parameters through `.data`, which their version counters do not tell. All ranks."""
+        if self._session is None:
+            self._open()
+        exchange = self._exchange('sync_from_params()')
+        together(exchange, self._open)
+        check_values(exchange, self._members)
         for member in self._members:
-            self._take_edit(member)
+            self._take_edit(member, exchange)
 
     @torch.no_grad()
-    def _take_edit(self, member):
-        if member.edited_unseen(member.parameter):
+    def _take_edit(self, member, exchange):
+        parameter = whole(member.parameter.detach())
+        together(exchange, lambda: self._write_edit(member, parameter))
+        member.noted()
+
+    def _write_edit(self, member, parameter):
+        """parameter: all of it."""
+        if member.edited_unseen():
             warn(f"parameter '{member.name}' was written through .data, which its version counter does not tell: taken over at step "
                  f'{self._steps}, as by sync_from_params(); without debug it would be lost')
-        parameter = member.parameter.detach()
         master = torch.empty(parameter.numel(), dtype=torch.float32, device='cpu')
         self._session.read(member.name, 'master', master)
-        values = whole(parameter).cpu().reshape(-1)
+        values = parameter.cpu().reshape(-1)
         kept = same_bits(master.to(values.dtype), values)
         # All ranks write, or none: their parameters are the same, but one of them may have been moved. Where they hold the master's
         # values once more, another edit may have been written that no step has taken.
         if self._options.world_size > 1 or member.name in self._session.written or not bool(kept.all()):
             self._session.write(member.name, torch.where(kept, master, values.float()))
-        member.noted(member.parameter)
 
     # --- checkpoints
 
@@ -307,8 +325,8 @@ class Optimizer(torch.optim.Optimizer):
     def _settle_edits(self):
         """What was written to parameters since the step belongs to the version that is kept."""
         for member in self._members:
-            if member.edited(member.parameter):
-                self._take_edit(member)
+            if member.edited():
+                self._take_edit(member, self._session.exchange)
         self._commit_written()
 
     def _commit_written(self):
@@ -334,14 +352,24 @@ class Optimizer(torch.optim.Optimizer):
 
     def rollback(self, version):
         """Parameters, moments, step counts and blob become those of a version that state_dict() named; all ranks."""
-        session = self._open(partly=True)
-        if session.version != version or session.written:
+        if self._session is None:
+            self._open(partly=True)
+
+        def look():
+            session = self._open(partly=True)
+            for member in self._members:
+                member.edited()  # where a pull could not write to it, an error
+            written = bool(session.written)
+            if session.version == version and not written and version not in session.pins():
+                raise Error(f"version {version} is the one that job '{self._options.job}' is at, and no state_dict() has named it: a state that "
+                            'names it is of another job of that name', 'VERSION_GONE')
+            return session, written
+        session, written = alike(self._exchange('rollback()'), look, lambda looked: [
+            ('the version', str(version)), ('whether there are edits that no step has taken', str(looked[1]))])
+        if session.version != version or written:
             self._commit_written()
             session.restore(version)
             self._take_blob()
-        elif version not in session.pins():
-            raise Error(f"version {version} is the one that job '{self._options.job}' is at, and no state_dict() has named it: a state that "
-                        'names it is of another job of that name', 'VERSION_GONE')
         if self._partly:
             loading.refuse_partly(self._options.job)
         self._kept.loaded(version)
@@ -403,21 +431,22 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, blob):
-        session = self._open(for_step=True)
-        self._last_step_skipped = False
+        if self._session is None:
+            self._open(for_step=True)
+        exchange = self._exchange('step()')
         if self._options.world_size > 1:
-            collected, edited, present = agree(session.exchange, self._collect)
+            collected, edited, present = agree(exchange, self._collect)
         else:
             collected = self._collect()
             edited, present = collected.edited, collected.present
         collected.settle()
         if self._early is not None and (collected.fresh or not self._early.stands(collected.gradients)):
             self._early.withdraw()
-        self._register(collected.fresh)
+        self._register(collected.fresh, exchange)
         changed = [member for member, is_edited in zip(self._members, edited) if is_edited]
-        check_values(session.exchange, changed)
+        check_values(exchange, changed)
         for member in changed:
-            self._take_edit(member)
+            self._take_edit(member, exchange)
         written = self._session.written
         changes = {i for i, member in enumerate(self._members) if present[i] or member.name in written}
         step = Step(self, collected, changes, self._gradient_scale, blob)
@@ -444,7 +473,6 @@ class Optimizer(torch.optim.Optimizer):
         if fresh and self._options.durability == 'every-K':
             raise Error(f"parameter '{fresh[0][0].name}' came after the first step, and a job with durability='every-K' has all of its "
                         'tensors from the start: its kept versions would have no state of it', 'UNSUPPORTED')
-        self._check_dtypes([member for member, _, _ in fresh], [None] * len(fresh))
         return fresh
 
     def _check_dtypes(self, members, gradients):
@@ -460,13 +488,15 @@ class Optimizer(torch.optim.Optimizer):
                             'leave grad_dtype as it is, or keep parameters in float32 and compute under autocast', 'BAD_DTYPE')
 
     def _collect(self):
+        self._open(for_step=True)
+        self._last_step_skipped = False
         if self._overlap is not None:
             self._overlap.check(self)
         fresh = self._new_tensors()
         members = self._members + [member for member, _, _ in fresh]
         there = {id(parameter) for _, _, parameter in placed(self)}
         gradients = [gradient_of(member) if id(member.parameter) in there else None for member in members]
-        edited = [member.edited(member.parameter) for member in members]
+        edited = [member.edited() for member in members]
         self._check_dtypes(members, gradients)
         job_spec.check(self, self._options.optimizer)
         groups = [self._hyper(group) for group in self.param_groups]
@@ -474,14 +504,15 @@ class Optimizer(torch.optim.Optimizer):
         compared = checked(members, self._steps, self._debug) if self._options.world_size > 1 else []
         return Collected(fresh, members, gradients, edited, groups, compared)
 
-    def _register(self, fresh):
+    def _register(self, fresh, exchange):
+        """All ranks, the same ones."""
         if not fresh:
             return
-        check_values(self._session.exchange, [member for member, _, _ in fresh])
+        check_values(exchange, [member for member, _, _ in fresh])
         self._commit_written()
         self._session.register([tensor for _, _, tensor in fresh])
         self._members.extend(member for member, _, _ in fresh)
-        self._session.initialise(Memory(self._members, self._host).wait().parameters)
+        self._session.initialise(together(exchange, lambda: Memory(self._members, self._host).wait()).parameters)
 
     def _warn_skipped(self, gradients):
         names = [member.name for member, gradient in zip(self._members, gradients)

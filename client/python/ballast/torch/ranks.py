@@ -1,8 +1,9 @@
 """The ranks that train one job: torch.distributed's default group, if there is one."""
 
 import base64
-import collections
+import contextlib
 import datetime
+import functools
 import itertools
 import os
 import socket
@@ -12,7 +13,18 @@ import torch.distributed as dist
 from ballast.errors import Error
 
 _opens = itertools.count()  # the same on all ranks, which open their jobs in one order
-_agreements = collections.Counter()  # by what they were about; the same on all ranks, which come to each
+_exchanges = itertools.count()  # the same on all ranks, which come to each
+# In front of a message. Those of a session begin otherwise.
+_OURS = b'>'
+
+
+@contextlib.contextmanager
+def _reached():
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise Error("torch.distributed's store, which the first rank's process keeps, does not answer: did that rank end? Start all ranks again "
+                    f'({str(error).splitlines()[0]})', 'RANK_MISSING') from error
 
 
 class Store:
@@ -23,28 +35,58 @@ class Store:
         self._store = dist.PrefixStore(f'ballast/{place}', dist.distributed_c10d._get_default_store())
 
     def set(self, key, value):
-        self._store.set(key, base64.b64encode(value).decode())
+        with _reached():
+            self._store.set(key, base64.b64encode(value).decode())
 
     def get(self, key, seconds):
-        self._store.wait([key], datetime.timedelta(seconds=seconds))
-        return base64.b64decode(self._store.get(key))
+        with _reached():
+            self._store.wait([key], datetime.timedelta(seconds=seconds))
+            return base64.b64decode(self._store.get(key))
 
     def decide(self, proposed):
         """What the first one proposed; '' asks."""
-        return self._store.compare_set('decided', '', proposed).decode()
+        with _reached():
+            return self._store.compare_set('decided', '', proposed).decode()
 
 
 def active():
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+class Within:
+    """An exchange of ranks that are in one call: messages say which, and where ranks are in different ones, all get an error that names
+    two of them."""
+
+    def __init__(self, call, exchange):
+        if isinstance(exchange, Within):
+            call, exchange = f'{exchange._call}, {call}', exchange._exchange
+        self._call, self._exchange = call, exchange
+
+    def __call__(self, mine):
+        said = [_parted(each) for each in self._exchange(_OURS + self._call.encode() + b'\0' + mine)]
+        calls = [call for call, _ in said]
+        other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
+        if other is not None:
+            raise Error(f'rank 0 is in {calls[0]} and rank {other} in {calls[other]}; expected the same calls on all ranks, in one order',
+                        'RANKS_DIFFER')
+        return [rest for _, rest in said]
+
+
+def _parted(message):
+    call, end, rest = message[1:].partition(b'\0')
+    return (call.decode(), rest) if end and message.startswith(_OURS) else ('the middle of a call', message)
+
+
 def exchange(what, mine, timeout, option='step_timeout'):
-    """All ranks' bytes, in rank order: where no session is open yet, or the ranks may not all come. Either all ranks get them, or
-    those that come get an error, however late they are. option: whose seconds they are."""
+    """All ranks' bytes, in rank order: where no session is open yet. Either all ranks get them, or those that come get an error, however
+    late they are. option: whose seconds they are."""
     if not active():
         return [mine]
-    store = Store(f'{what}/{_agreements[what]}')
-    _agreements[what] += 1
+    return Within(what, functools.partial(_exchange, what, timeout, option))(mine)
+
+
+def _exchange(what, timeout, option, mine):
+    store = Store(f'exchange/{next(_exchanges)}')
     store.set(f'said/{rank()}', mine)
     said, missing = [], None
     for r in range(world_size()):
@@ -54,11 +96,11 @@ def exchange(what, mine, timeout, option='step_timeout'):
             missing = r
             break
     # Who found all, and who gave up: the first of them decides.
-    if store.decide('all' if missing is None else f'{rank()} {missing}') == 'all':
-        return said if missing is None else [store.get(f'said/{r}', timeout) for r in range(world_size())]
-    waited, missing = map(int, store.decide('').split())
-    raise Error(f'{what}: rank {waited} waited {timeout:g} s ({option}) for rank {missing}; expected all ranks to come to it, '
-                'the same number of times', 'RANK_MISSING')
+    decided = store.decide('all' if missing is None else f'{what}: rank {rank()} waited {timeout:g} s ({option}) for rank {missing}; expected '
+                           'all ranks to come to it, the same number of times')
+    if decided != 'all':
+        raise Error(decided, 'RANK_MISSING')
+    return said if missing is None else [store.get(f'said/{r}', timeout) for r in range(world_size())]
 
 
 def rank():

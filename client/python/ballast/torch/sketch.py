@@ -1,5 +1,7 @@
 """Whether ranks' tensors whose bits differ are of equal numbers, but for rounding."""
 
+import math
+
 import torch
 
 _PARTS = 64
@@ -15,5 +17,12 @@ def sketch(tensor):
 
 
 def near(one, other):
-    """Whether two sketches may be of tensors that differ by rounding alone. Not where there is a NaN."""
+    """Whether two sketches may be of tensors that differ by rounding alone; with an Inf or a NaN, whether they have it in the same parts."""
+    if not (is_finite(one) and is_finite(other)):
+        return [math.isfinite(a) for a in one] == [math.isfinite(b) for b in other]
     return all(abs(a - b) <= _ROUNDING * max(one[-1], other[-1]) for a, b in zip(one, other))
+
+
+def is_finite(one):
+    """Whether the tensor of a sketch is."""
+    return math.isfinite(one[-1])

@@ -1,0 +1,241 @@
+"""One rank of test_apart.py: apart_main.py FOLDER, as agreement_main.py, of ranks that come apart within a call, or make different ones."""
+import contextlib
+import sys
+
+import torch
+import torch.distributed as dist
+from agreement_main import backward, make, model_of, parameters_of, run_cases, told
+from torch import nn
+
+import ballast.torch as bt
+from ballast.torch import ranks
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def stepped(**more):
+    """A model and its optimizer, of the calling case's name, after a step."""
+    model = model_of()
+    optimizer = make(model.named_parameters(), **{'name': sys._getframe(1).f_code.co_name, 'step_timeout': 6.0, 'open_timeout': 3.0, **more})
+    backward(model)
+    optimizer.step()
+    return model, optimizer
+
+
+def step_of(model, optimizer):
+    backward(model)
+    return told(optimizer.step)
+
+
+class Failing:
+    """A session one of whose calls fails on rank 1."""
+
+    def __init__(self, session, call):
+        self._session, self._call = session, call
+
+    def __getattr__(self, name):
+        if name == self._call and dist.get_rank() == 1:
+            def fail(*_):
+                raise bt.optimizer.Error('no server answers', 'SERVER_DOWN')
+            return fail
+        return getattr(self._session, name)
+
+
+@contextlib.contextmanager
+def failing(optimizer, call):
+    session = optimizer._session
+    optimizer._session = Failing(session, call)
+    yield
+    optimizer._session = session
+
+
+# --- errors of one rank behind the first agreement of its call
+
+@case
+def a_load_of_another_dtype():
+    """Of a parameter that was frozen, and registers with the load."""
+    model = model_of()
+    model[3].bias.requires_grad_(False)
+    optimizer = make(model.named_parameters(), step_timeout=6.0, open_timeout=3.0)
+    backward(model)
+    optimizer.step()
+    state = optimizer.full_state_dict()
+    last = len(list(model.parameters())) - 1
+    state['state'][last] = {'step': torch.tensor(3.0), 'exp_avg': torch.ones(4), 'exp_avg_sq': torch.ones(4)}
+    if dist.get_rank() == 1:
+        model[3].bias.data = model[3].bias.data.double()
+    first = told(lambda: optimizer.load_state_dict(state))
+    model[3].bias.data = model[3].bias.data.float()
+    return first, told(lambda: optimizer.load_state_dict(state)), step_of(model, optimizer)
+
+
+@case
+def a_load_where_one_rank_wants_a_gradient():
+    model = model_of()
+    model[3].bias.requires_grad_(False)
+    optimizer = make(model.named_parameters(), step_timeout=6.0, open_timeout=3.0)
+    backward(model)
+    optimizer.step()
+    state = optimizer.full_state_dict()
+    model[3].bias.requires_grad_(dist.get_rank() == 0)
+    first = told(lambda: optimizer.load_state_dict(state))
+    model[3].bias.requires_grad_(True)
+    return first, told(lambda: optimizer.load_state_dict(state)), step_of(model, optimizer)
+
+
+@case
+def an_entry_beside_another_shape():
+    model, optimizer = stepped()
+    before = model[3].bias.data
+    if dist.get_rank() == 1:
+        model[3].bias.data = torch.zeros(5)
+    first = told(lambda: optimizer.state.__setitem__(model[0].weight, {}))
+    model[3].bias.data = before
+    return first, told(lambda: optimizer.state.__setitem__(model[0].weight, {})), step_of(model, optimizer)
+
+
+@case
+def a_rollback_into_another_shape():
+    folder = f'{sys.argv[1]}/rollback'
+    model, optimizer = stepped(directory=folder, nvme='1GiB')
+    optimizer.state_dict()
+    version = optimizer.versions()[-1]
+    step_of(model, optimizer)
+    before = model[3].bias.data
+    if dist.get_rank() == 1:
+        model[3].bias.data = torch.zeros(5)
+    first = told(lambda: optimizer.rollback(version))
+    model[3].bias.data = before
+    return first, told(lambda: optimizer.rollback(version)), step_of(model, optimizer)
+
+
+@case
+def an_edit_whose_master_one_rank_cannot_read():
+    model, optimizer = stepped()
+    backward(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    with failing(optimizer, 'read'):
+        first = told(optimizer.step)
+    return first, told(optimizer.step), step_of(model, optimizer)
+
+
+@case
+def a_load_whose_master_one_rank_cannot_read():
+    model, optimizer = stepped()
+    state = optimizer.full_state_dict()
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    with failing(optimizer, 'read'):
+        first = told(lambda: optimizer.load_state_dict(state))
+    return first, told(lambda: optimizer.load_state_dict(state)), step_of(model, optimizer)
+
+
+@case
+def an_export_that_one_rank_has_not():
+    _, optimizer = stepped(name='exported')
+    folder = f'{sys.argv[1]}/export'
+    if dist.get_rank() == 0:
+        bt.export_state(optimizer, folder)
+    dist.barrier()
+    model, other = stepped()
+    first = told(lambda: bt.import_state(other, folder if dist.get_rank() == 0 else folder + '/none'))
+    return first, told(lambda: bt.import_state(other, folder)), step_of(model, other)
+
+
+# --- different calls
+
+@case
+def sync_on_one_rank():
+    model, optimizer = stepped()
+    backward(model)
+    first = told(optimizer.sync_from_params if dist.get_rank() == 0 else optimizer.step)
+    return first, told(optimizer.step), step_of(model, optimizer)
+
+
+@case
+def a_load_on_one_rank():
+    model, optimizer = stepped()
+    state = optimizer.full_state_dict()
+    backward(model)
+    first = told((lambda: optimizer.load_state_dict(state)) if dist.get_rank() == 1 else optimizer.step)
+    return first, told(lambda: optimizer.load_state_dict(state)), step_of(model, optimizer)
+
+
+@case
+def a_load_on_one_rank_before_the_job_is_open():
+    model = model_of()
+    optimizer = make(model.named_parameters(), resume='auto', step_timeout=6.0, open_timeout=3.0)
+    state = torch.optim.AdamW(model.parameters()).state_dict()
+    first = told((lambda: optimizer.load_state_dict(state)) if dist.get_rank() == 1 else optimizer.resume)
+    return first, told(lambda: optimizer.load_state_dict(state)), step_of(model, optimizer)
+
+
+@case
+def a_rollback_on_one_rank():
+    model, optimizer = stepped()
+    backward(model)
+    first = told((lambda: optimizer.rollback(0)) if dist.get_rank() == 1 else optimizer.step)
+    return first, told(optimizer.step), step_of(model, optimizer)
+
+
+@case
+def entries_of_different_parameters():
+    model, optimizer = stepped()
+    parameters = list(model.parameters())
+    first = told(lambda: optimizer.state.__setitem__(parameters[dist.get_rank()], {}))
+    return first, told(lambda: optimizer.state.__setitem__(parameters[0], {})), step_of(model, optimizer)
+
+
+# --- gradients
+
+@case
+def debug_on_one_rank():
+    model, optimizer = stepped(debug=dist.get_rank() == 0)
+    same = [step_of(model, optimizer) for _ in range(3)]
+    backward(model, seed=7 + dist.get_rank())
+    return same, told(optimizer.step), step_of(model, optimizer)
+
+
+@case
+def an_inf_among_gradients():
+    """On both ranks, whose last bits differ: the step is skipped. On one alone: it is told."""
+    model, optimizer = stepped()
+    results = []
+    for value, on in ((float('inf'), (0, 1)), (float('nan'), (0, 1)), (float('inf'), (1,))):
+        backward(model)
+        for member in optimizer._members:
+            member.agreed = False
+        gradient = model[0].weight.grad
+        if dist.get_rank() in on:
+            gradient[0, 0] = value
+        if dist.get_rank() == 1:
+            gradient[1, 1] *= 1 + 1e-6
+        results.append((told(optimizer.step), optimizer.last_step_skipped))
+    return results, step_of(model, optimizer), parameters_of(model)
+
+
+# --- the first rank's process is gone
+
+@case
+def no_store():
+    server = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore('127.0.0.1', server.port, is_master=False)
+    del server
+    real = dist.distributed_c10d._get_default_store
+    dist.distributed_c10d._get_default_store = lambda: client
+    try:
+        return [told(act) for act in (lambda: ranks.exchange('a test', b'', 2.0), lambda: ranks.Store('test').decide('x'),
+                                      make(nn.Linear(2, 2).named_parameters(), step_timeout=2.0, open_timeout=1.0).resume)]
+    finally:
+        dist.distributed_c10d._get_default_store = real
+
+
+if __name__ == '__main__':
+    run_cases(CASES, 'apart')
