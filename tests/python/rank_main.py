@@ -48,8 +48,12 @@ def train(model, optimizer, steps=30, before_step=None):
     return torch.tensor(losses)
 
 
+def values_of(tensors):
+    return [each.full_tensor() if hasattr(each, 'full_tensor') else each.detach().clone().as_subclass(torch.Tensor) for each in tensors]
+
+
 def full(model):
-    return [p.full_tensor() if hasattr(p, 'full_tensor') else p.detach().clone() for p in model.parameters()]
+    return values_of(model.parameters())
 
 
 def run_both(wrap, script):
@@ -174,6 +178,22 @@ def early():
     except bt.optimizer.Error as error:
         return str(error)
     return 'accepted'
+
+
+def fsdp2_moved():
+    """Conversions exchange what DTensors hold."""
+    def script(model, optimizer):
+        model.bfloat16().float()
+        losses = train(model, optimizer, 10)
+        model.cpu()
+        losses = torch.cat([losses, train(model, optimizer, 10)])
+        model.load_state_dict(model.state_dict())
+        losses = torch.cat([losses, train(model, optimizer, 10)])
+        if isinstance(optimizer, bt.AdamW):
+            names = optimizer.full_state_dict()['param_groups'][0]['param_names']
+            assert names == [name for name, _ in model.named_parameters()], names
+        return [losses, *values_of(optimizer.state[p]['exp_avg'] for p in model.parameters())]
+    return run_both(fully_shard, script)
 
 
 def fsdp2_edit():

@@ -53,7 +53,7 @@ def check(results):
         torch.testing.assert_close(our_parameters, their_parameters, rtol=1e-4, atol=1e-5)
 
 
-PRIVATE = ['ddp', 'ddp_no_sync', 'ddp_edit', 'ddp_overlap', 'fsdp2', 'fsdp2_edit']
+PRIVATE = ['ddp', 'ddp_no_sync', 'ddp_edit', 'ddp_overlap', 'fsdp2', 'fsdp2_edit', 'fsdp2_moved']
 NAMED = ['ddp_load', 'fsdp2_load', 'fsdp2_load_whole', 'ddp', 'fsdp2']
 
 

@@ -1,23 +1,21 @@
-"""Which parameter an entry of a saved state belongs to: the one of its name, where the state has names; else, as in torch.optim, the one
-at its place."""
+"""Which parameter an entry of a saved state belongs to: the one of its name, where both sides have names of its group; else, as in
+torch.optim, the one at its place."""
 
 import collections
 
 from ballast.errors import Error, warn
 from ballast.torch.naming import unwrapped
-from ballast.torch.registration import name_of, placed
+from ballast.torch.registration import name_of
 
 
-def _given(optimizer, g):
-    """The names of a group's parameters, or None where one of them has none."""
-    group = optimizer.param_groups[g]
-    names = [optimizer._names.of(g, i, group) for i in range(len(group['params']))]
-    return None if None in names else names
+def _given(optimizer):
+    """By group: names of parameters, None for those that have none."""
+    return [[optimizer._names.of(group, i) for i in range(len(group['params']))] for group in optimizer.param_groups]
 
 
 def names(optimizer):
     """By group: names of parameters as torch.optim (>= 2.6) keeps them, None where some have none."""
-    return [_given(optimizer, g) for g in range(len(optimizer.param_groups))]
+    return [None if None in given else given for given in _given(optimizer)]
 
 
 def _saved_names(group):
@@ -31,42 +29,53 @@ def _saved_names(group):
 def matched(optimizer, saved, tells=True):
     """For each group here, the saved one that it takes its options from, whose `params` are keys of the state in the order of this group's
     parameters. `saved`: param_groups of a state. tells: the state has entries, so that a warning is due where they go by place."""
-    here = [[name_of(optimizer, g, i, parameter) for i, parameter in enumerate(group['params'])]
-            for g, group in enumerate(optimizer.param_groups)]
-    there = [_saved_names(group) for group in saved]
-    all_there = None if None in there else [name for names_there in there for name in names_there]
-    all_here = [name for names_here in here for name in names_here]
-    named_here = any(optimizer._names.of(g, i, optimizer.param_groups[g]) is not None for g, i, _ in placed(optimizer))
-    if all_there is not None and len(set(all_there)) == len(all_there):
-        if set(all_there) == set(all_here):
-            _check_count(here, saved)
-            return _by_name(here, there, saved)
-        if named_here:
-            _refuse(all_here, all_there, optimizer.param_groups, saved)
-    _check_sizes(optimizer.param_groups, saved)
-    if tells and named_here != (all_there is not None) and _has_twins(optimizer):
-        which = 'the state has no names of parameters' if named_here else 'this optimizer has no names of parameters'
-        warn(f'load_state_dict: {which}, so its entries went to parameters by their places, as in torch.optim, though several have one '
-             'shape: their order must be the one of then. Optimizers made from named_parameters() keep names')
-    return saved
-
-
-def _by_name(here, there, saved):
-    group_of = {name: k for k, names_there in enumerate(there) for name in names_there}
-    empty = collections.deque(k for k, names_there in enumerate(there) if not names_there)
-    found = []
-    for g, names_here in enumerate(here):
-        k = group_of[names_here[0]] if names_here else empty.popleft() if empty else None
-        if k is None or set(there[k]) != set(names_here):
-            apart = sorted(set(names_here) ^ set(there[k] if k is not None else ()))
-            raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group, or has other "
-                             f"parameters: '{apart[0] if apart else ''}' is in another group of the state than of this optimizer (group {g})")
-        keys = dict(zip(there[k], saved[k]['params']))
-        found.append({**saved[k], 'params': [keys[name] for name in names_here]})
+    groups, given, there = optimizer.param_groups, _given(optimizer), [_saved_names(group) for group in saved]
+    here = [[name_of(optimizer, g, i, parameter) for i, parameter in enumerate(group['params'])] for g, group in enumerate(groups)]
+    all_here, all_there = ([name for names in side if names for name in names] for side in (here, there))
+    lacking = 'the state has no names of parameters'
+    if len(set(all_there)) < len(all_there):
+        lacking, there = 'the state has a name of parameters twice, so none,', [None] * len(saved)
+    if None in there or set(all_there) != set(all_here):
+        if None not in there and any(any(names) for names in given):
+            _refuse(all_here, all_there)
+        here = [names if any(mine) else None for names, mine in zip(here, given)]
+    _check_count(groups, saved)
+    found, by_place, both = [], {}, set(all_here) & set(all_there)
+    for g, k in enumerate(_pairs(here, there)):
+        if here[g] is not None and there[k] is not None:
+            found.append(_in_order(g, here[g], there[k], saved[k], both))
+            continue
+        _check_size(g, groups[g], saved[k])
+        if (here[g] is None) != (there[k] is None) and _has_twins(groups[g]):
+            by_place.setdefault('this optimizer has no names of parameters' if here[g] is None else lacking, []).append(str(g))
+        found.append(saved[k])
+    for which, numbers in by_place.items() if tells else ():
+        warn(f'load_state_dict: {which} in group {", ".join(numbers)}, so its entries went to parameters by their places, as in torch.optim, '
+             'though several have one shape: their order must be the one of then. Optimizers made from named_parameters() keep names')
     return found
 
 
-def _refuse(all_here, all_there, groups, saved):
+def _pairs(here, there):
+    """For each group here, the number of a saved one: that has one of its names, else the next that no group takes by name."""
+    group_of = {name: k for k, names in enumerate(there) for name in names or ()}
+    found = [next((group_of[name] for name in names or () if name in group_of), None) for names in here]
+    rest = (k for k in range(len(there)) if k not in found)
+    return [next(rest) if k is None else k for k in found]
+
+
+def _in_order(g, here, there, saved, both):
+    """The saved group of group `g`. here, there: their names. both: names of all groups that both sides have."""
+    apart = sorted(set(here) ^ set(there))
+    if both.intersection(apart):
+        raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group, or has other "
+                         f"parameters: '{min(both.intersection(apart))}' is in another group of the state than of this optimizer (group {g})")
+    if apart:
+        _refuse(here, there)
+    keys = dict(zip(there, saved['params']))
+    return {**saved, 'params': [keys[name] for name in here]}
+
+
+def _refuse(all_here, all_there):
     missing, more = sorted(set(all_here) - set(all_there)), sorted(set(all_there) - set(all_here))
     said = [f"the state has no parameter '{missing[0]}', which this optimizer has"] if missing else []
     said += [f"the state has a parameter '{more[0]}', which this optimizer has not"] if more else []
@@ -82,15 +91,13 @@ def _check_count(mine, saved):
         raise ValueError(f'loaded state dict has a different number of parameter groups: {len(saved)}, here {len(mine)}')
 
 
-def _check_sizes(mine, saved):
-    _check_count(mine, saved)
-    for i, (a, b) in enumerate(zip(mine, saved)):
-        if len(a['params']) != len(b['params']):
-            raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's "
-                             f'group: group {i} has {len(b["params"])} parameters, here {len(a["params"])}')
+def _check_size(g, mine, saved):
+    if len(mine['params']) != len(saved['params']):
+        raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's "
+                         f'group: group {g} has {len(saved["params"])} parameters, here {len(mine["params"])}')
 
 
-def _has_twins(optimizer):
+def _has_twins(group):
     """Parameters that could be mistaken for each other."""
-    shapes = collections.Counter((g, tuple(parameter.shape)) for g, _, parameter in placed(optimizer))
+    shapes = collections.Counter(tuple(parameter.shape) for parameter in group['params'])
     return max(shapes.values(), default=0) > 1

@@ -1,5 +1,7 @@
 """Names of parameters and the units that they are kept in."""
 
+import collections
+import itertools
 import weakref
 
 import torch
@@ -20,39 +22,83 @@ def unwrapped(name):
     return '.'.join(parts)
 
 
-class Names:
-    """Names of an optimizer's parameters. A name follows its parameter when the list of a group is filtered or reordered; a parameter that
-    took another's place, as Accelerate's under FSDP2, has the name of the place."""
+class _Mark:
+    """An attribute of a named parameter, which ends when the parameter does. Names refer to it, weakly, and not to the parameter: torch
+    swaps nothing with a tensor that has weak references, and what a framework has replaced must not stay in memory."""
+    attribute = '_ballast_mark'
 
-    def __init__(self):
-        self._by_place = []  # by group; None: no name
-        self._by_parameter = {}  # id -> (weak reference, name)
+    def __reduce__(self):
+        return collections.OrderedDict, ()  # a saved parameter needs no ballast to be loaded
+
+
+class Names:
+    """Names of an optimizer's parameters. A name follows its parameter when the list of a group is filtered or reordered, and when
+    torch.utils.swap_tensors gives the parameter what another held. A parameter that took the place of one that is in no group any more, as
+    Accelerate's under FSDP2, has that one's name from then on."""
+
+    def __init__(self, optimizer):
+        self._optimizer = weakref.ref(optimizer)
+        self._places = {}  # by id of the group: the group, and names as it was added; None: no name
+        self._names = {}  # by id of the parameter, while it lives: (its mark's weak reference, name)
+        self._owners = {}  # by name: id of the parameter
 
     def add(self, group, names):
-        """Of the next group."""
-        self._by_place.append(list(names))
-        for parameter, name in zip(group['params'], names):
-            self._by_parameter[id(parameter)] = weakref.ref(parameter), name
+        """names: of the group's parameters, in their order; None: the one that it has already, or no name."""
+        names = [self.of(group, i) if name is None else self._own(group['params'][i], name) for i, name in enumerate(names)]
+        self._places[id(group)] = group, names
+        groups = self._optimizer().param_groups
+        if len(self._places) > len(groups):
+            self._places = {id(each): self._places[id(each)] for each in groups if id(each) in self._places}
 
-    def __len__(self):
-        return len(self._by_place)
-
-    def of(self, g, i, group):
-        """Of the i-th parameter that group `g` has now; None: it has no name."""
-        known, name = self._by_parameter.get(id(group['params'][i]), (None, None))
-        if known is not None and known() is group['params'][i]:
+    def of(self, group, i):
+        """Of the i-th parameter that `group` has now; None: it has no name."""
+        parameter = group['params'][i]
+        mark, name = self._names.get(id(parameter), (None, None))
+        if mark is not None and mark() is parameter.__dict__.get(_Mark.attribute):
             return name
-        places = self._by_place[g] if g < len(self._by_place) else []
-        return places[i] if len(places) == len(group['params']) else None
+        known, names = self._places.get(id(group), (None, ()))
+        if known is not group or len(names) != len(group['params']) or names[i] is None:
+            return None
+        owner = self._owners.get(names[i])
+        if owner not in (None, id(parameter)) and any(id(each) == owner for each in self._in_groups()):
+            return None
+        return self._own(parameter, names[i])
 
-    def rename(self, groups, known):
-        """known: names by parameter."""
-        for group, places in zip(groups, self._by_place):
-            for i, parameter in enumerate(group['params']):
-                if parameter in known:
-                    self._by_parameter[id(parameter)] = weakref.ref(parameter), known[parameter]
-                    if len(places) == len(group['params']):
-                        places[i] = known[parameter]
+    def _own(self, parameter, name):
+        mark = parameter.__dict__.get(_Mark.attribute)
+        if not isinstance(mark, _Mark):
+            mark = parameter.__dict__[_Mark.attribute] = _Mark()
+        mine, key = weakref.ref(self), id(parameter)
+
+        def ended(_):
+            if mine() is not None:
+                mine()._ended(key)
+        self._forget(key)
+        self._names[key] = weakref.ref(mark, ended), name
+        self._owners[name] = key
+        return name
+
+    def _forget(self, key):
+        _, name = self._names.pop(key, (None, None))
+        if self._owners.get(name) == key:
+            del self._owners[name]
+        return name
+
+    def _ended(self, key):
+        """The mark of a parameter: with it, before another can have its id, or swapped out of it, and then it is still there."""
+        name = self._forget(key)
+        for parameter in itertools.chain(self._in_groups(), self._registered()):
+            if id(parameter) == key:
+                self._own(parameter, name)
+                return
+
+    def _in_groups(self):
+        optimizer = self._optimizer()
+        return (parameter for group in (optimizer.param_groups if optimizer is not None else ()) for parameter in group['params'])
+
+    def _registered(self):
+        optimizer = self._optimizer()
+        return (member.parameter for member in (optimizer._members if optimizer is not None else ()))
 
 
 def _in_order(params):

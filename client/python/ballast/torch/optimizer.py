@@ -71,7 +71,7 @@ class Optimizer(torch.optim.Optimizer):
         self._members = []
         self._by_parameter = {}
         self._host = HostMemory()
-        self._names = Names()
+        self._names = Names(self)
         self._skips = 0
         self._steps = 0
         self._blob = b''
@@ -82,10 +82,7 @@ class Optimizer(torch.optim.Optimizer):
         self._grad_norm = None
         self._overlap = None if overlap is None else Overlap(overlap)
         self._early = Early(self._debug, self._is_under_way) if arguments.flag('push_early', push_early) else None
-        groups, names = split_named(params)
-        for group, mine in zip(groups, names):
-            self._names.add(group, mine)
-        super().__init__(groups, defaults)
+        super().__init__([{**group, 'param_names': names} for group, names in zip(*split_named(params))], defaults)
         if overlap is not None:
             self.attach(overlap)
 
@@ -121,16 +118,15 @@ class Optimizer(torch.optim.Optimizer):
             except Error:
                 self.param_groups.pop()
                 raise
-        # Within __init__ the names are all there.
-        if len(self._names) < len(self.param_groups):
-            self._names.add(groups[0], names[0])
+        self._names.add(groups[0], names[0])
 
     def attach(self, model):
         """Names of parameters, and units (a block each), from `model`; before the first step. Returns self."""
         if self._session is not None:
             raise Error('attach(model) comes before the first step: the job has its names', 'BAD_REQUEST')
         known = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
-        self._names.rename(self.param_groups, known)
+        for group in self.param_groups:
+            self._names.add(group, [known.get(parameter) for parameter in group['params']])
         return self
 
     # --- the session

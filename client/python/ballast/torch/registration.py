@@ -14,7 +14,7 @@ def placed(optimizer):
 
 
 def name_of(optimizer, g, i, parameter):
-    name = optimizer._names.of(g, i, optimizer.param_groups[g])
+    name = optimizer._names.of(optimizer.param_groups[g], i)
     return positional_name(g, i, parameter.shape) if name is None else name
 
 
@@ -26,7 +26,7 @@ def new_tensors(optimizer, trained=()):
     by_size = UnitsBySize()
     found = []
     for g, i, parameter in placed(optimizer):
-        name = optimizer._names.of(g, i, optimizer.param_groups[g])
+        name = optimizer._names.of(optimizer.param_groups[g], i)
         unit = unit_of(name) if name is not None else by_size.next(parameter.numel())
         name = name_of(optimizer, g, i, parameter)
         known = there.get(id(parameter))
