@@ -32,15 +32,16 @@ class Process:
     """A fork of a process that has imported torch and ballast, and has done nothing else: the imports take longer than most scripts.
     What a test tells about a process's begin or end takes subprocess instead."""
 
-    def __init__(self, script, folder, output, **variables):
-        """output: the file that both stdout and stderr go to."""
+    def __init__(self, script, folder, output, *arguments, **variables):
+        """output: the file that both stdout and stderr go to. arguments: of the script. variables: of the environment, beside the test's own."""
         global _imported
         if _imported is None:
             _imported = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                          env={**os.environ, 'OPENBLAS_NUM_THREADS': '1'})  # a thread that a fork would not have
             atexit.register(_imported.communicate)
         self._output = pathlib.Path(output)
-        self.pid = _ask('start', str(script), str(folder), str(output), {**os.environ, **variables})
+        self.pid = _ask('start', str(script), str(folder), str(output), [str(each) for each in arguments],
+                        {**os.environ, **variables})
 
     def wait(self, seconds=300):
         """Its exit code, or minus the signal that killed it."""
@@ -86,7 +87,7 @@ def run_anew(folder, body, expect=0, seconds=300, **variables):
 
 # --- the process that has imported all
 
-def _become(script, folder, output, variables):
+def _become(script, folder, output, arguments, variables):
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
@@ -94,7 +95,8 @@ def _become(script, folder, output, variables):
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, file), (2, file)):
         os.dup2(source, target)
-    sys.argv = [script]
+    sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(script)
     main = vars(sys.modules['__main__'])
     main['__file__'] = script
     with open(script, encoding='utf-8') as source:

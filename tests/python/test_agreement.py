@@ -1,26 +1,15 @@
 """What ranks of one job compare, and what each is told: two processes run all cases of agreement_main.py, once."""
-import subprocess
-import sys
-
 import pytest
 import torch
 from agreement_main import CASES
-from test_ranks import HERE, WORLD, free_port, ranks_environment
+from test_ranks import WORLD, run_pair
 
 REDUCE = ', and ranks take a step with reduced gradients: wrap the model in DistributedDataParallel'
 
 
 def run_main(script, name, folder):
     """By rank: results by case, and seconds."""
-    environment = ranks_environment(free_port())
-    logs = [open(folder / f'{rank}.log', 'w+', encoding='utf-8') for rank in range(WORLD)]
-    processes = [subprocess.Popen([sys.executable, HERE / script, folder], stdout=log, stderr=log,
-                                  env={**environment, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}) for rank, log in enumerate(logs)]
-    codes = [process.wait(300) for process in processes]
-    for log in logs:
-        log.close()
-    text = '\n'.join(f'--- rank {rank}\n' + (folder / f'{rank}.log').read_text() for rank in range(WORLD))
-    assert codes == [0] * WORLD, text
+    run_pair(script, folder, folder)
     return [torch.load(folder / f'{name}-{rank}.pt') for rank in range(WORLD)]
 
 

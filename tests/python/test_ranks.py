@@ -1,14 +1,12 @@
 """Two ranks, each a process: DDP and FSDP2 against torch's optimizer, over a private state server and over two named ones."""
-import os
 import pathlib
 import re
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 from conftest import two_state_servers
+from own_process import Process
 
 HERE = pathlib.Path(__file__).parent
 WORLD = 2
@@ -20,8 +18,15 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def ranks_environment(port):
-    return {**os.environ, 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'WORLD_SIZE': str(WORLD)}
+def run_pair(script, folder, *arguments, expect=0, **variables):
+    """A script of this folder on two ranks; their logs."""
+    port = str(free_port())
+    ranks = [Process(HERE / script, folder, folder / f'{rank}.log', *arguments, MASTER_ADDR='127.0.0.1', MASTER_PORT=port,
+                     WORLD_SIZE=str(WORLD), RANK=str(rank), LOCAL_RANK=str(rank), **variables) for rank in range(WORLD)]
+    codes = [rank.wait() for rank in ranks]
+    logs = '\n'.join(f'--- rank {i}\n{rank.output}' for i, rank in enumerate(ranks))
+    assert codes == [expect] * WORLD, logs
+    return logs
 
 
 def run_ranks(script, folder, servers=None, expect=0):
@@ -33,17 +38,8 @@ def run_ranks(script, folder, servers=None, expect=0):
 def run_scripts(scripts, folder, servers=None, expect=0):
     """Functions of rank_main.py one after the other in one pair of processes, which take seconds to start: ({script: what the ranks saved},
     logs)."""
-    environment = ranks_environment(free_port())
-    if servers:
-        environment['BALLAST_SERVERS'] = servers
-    ranks = []
-    for rank in range(WORLD):
-        with open(folder / f'{rank}.log', 'w', encoding='utf-8') as log:
-            ranks.append(subprocess.Popen([sys.executable, HERE / 'rank_main.py', ','.join(scripts), folder], stdout=log, stderr=log,
-                                          env={**environment, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}))
-    codes = [rank.wait(300) for rank in ranks]
-    logs = '\n'.join(f'--- rank {rank}\n' + (folder / f'{rank}.log').read_text() for rank in range(WORLD))
-    assert codes == [expect] * WORLD, logs
+    variables = {'BALLAST_SERVERS': servers} if servers else {}
+    logs = run_pair('rank_main.py', folder, ','.join(scripts), folder, expect=expect, **variables)
     return {script: [torch.load(folder / f'{script}-{rank}.pt') for rank in range(WORLD)] for script in scripts}, logs
 
 

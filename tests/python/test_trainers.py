@@ -1,12 +1,10 @@
 """Hugging Face's Trainer and Accelerate, each in processes of its own; against torch.optim.AdamW under the same script."""
-import os
 import pathlib
-import subprocess
-import sys
 from textwrap import dedent
 
 import pytest
 import torch
+from own_process import Process
 from test_ranks import free_port
 
 pytest.importorskip('transformers')
@@ -53,22 +51,17 @@ def run(optimizer_of, folder, resume=False):
 def start(folder, body, rank=0, world=1, port=0, **variables):
     script = folder / f'script{rank}.py'
     script.write_text(HEAD + body, encoding='utf-8')
-    environment = {**os.environ, **variables}
     if world > 1:
-        environment |= {'RANK': str(rank), 'LOCAL_RANK': str(rank), 'WORLD_SIZE': str(world), 'MASTER_ADDR': '127.0.0.1',
-                        'MASTER_PORT': str(port)}
-    log = open(folder / f'{rank}.log', 'w', encoding='utf-8')
-    return subprocess.Popen([sys.executable, script], cwd=folder, stdout=log, stderr=log, env=environment), log
+        variables |= {'RANK': str(rank), 'LOCAL_RANK': str(rank), 'WORLD_SIZE': str(world), 'MASTER_ADDR': '127.0.0.1',
+                      'MASTER_PORT': str(port)}
+    return Process(script, folder, folder / f'{rank}.log', **variables)
 
 
 def run(folder, body, world=1, expect=0, **variables):
     port = free_port()
     ranks = [start(folder, body, rank, world, port, **variables) for rank in range(world)]
-    codes = []
-    for process, log in ranks:
-        codes.append(process.wait(400))
-        log.close()
-    logs = '\n'.join((folder / f'{rank}.log').read_text() for rank in range(world))
+    codes = [rank.wait(400) for rank in ranks]
+    logs = '\n'.join(rank.output for rank in ranks)
     assert codes == [expect] * world, logs
     return logs
 

@@ -144,6 +144,8 @@ def _check_begins(optimizer):
 
 
 def _refuse_unopened(optimizer):
+    if optimizer._partly:
+        refuse_partly(optimizer._options.job)
     raise Error(f"this state_dict was taken before its job was open, with resume='auto' or 'must', and does not say which state that was; "
                 f"job '{optimizer._options.job}' has made {optimizer._steps} steps. To go on from them, load nothing; to begin anew, give "
                 'the job another name, or say optimizer.state.clear(); for a state that can be loaded, call resume() before state_dict()',
