@@ -71,7 +71,7 @@ TEST_F(StepMachineTest, APrepareInFlightIsReportedByTheFence) {
   ASSERT_TRUE(answer.ok() && answer->has_value());
   EXPECT_EQ((*answer)->job().prepared().step(), 0);
   EXPECT_THAT(machine_->Seal(MakeSeal(0, 0, 0, Values())).status(),
-              Fails(StatusCode::kFailedPrecondition, model::kStaleEpoch, "restart the group with resume=auto"));
+              Fails(StatusCode::kFailedPrecondition, model::kStaleEpoch, "open the job again with resume=auto"));
 }
 
 TEST_F(StepMachineTest, NothingIsPreparedAfterAHigherPromise) {
