@@ -138,7 +138,7 @@ TEST_F(SessionOpen, TensorsThatDifferFromTheJobsAreNamed) {
   tensors = TestTensors();
   tensors.push_back({.name = "more", .unit = "layer", .shape = {4}});
   ExpectStatus(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kTensorsDiffer,
-               {"more", "Register"});
+               {"more", "registers others later"});
   tensors = TestTensors();
   tensors.pop_back();
   ExpectStatus(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kTensorsDiffer,
