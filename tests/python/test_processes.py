@@ -57,10 +57,11 @@ def test_threads_that_open_at_once_share_a_server(tmp_path):
     run(tmp_path, '''
         import threading
         from ballast import embedded
-        together, ended = threading.Barrier(4), []
+        together, ended, kept = threading.Barrier(4), [], []
         def first_step(i):
             model = mlp() if i else torch.nn.Linear(1 << 14, 1 << 12)  # which has no room
             optimizer = make(model, name=f'job{i}', resume='never')
+            kept.append(optimizer)
             together.wait()
             try:
                 optimizer.resume()
