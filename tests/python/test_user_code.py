@@ -278,3 +278,23 @@ optimizer.step()
     script = script.replace('import ballast\n\ndef', 'import sys\n\ndef', 1).replace('except ballast.Error', 'except RuntimeError')
     done = subprocess.run([sys.executable, '-c', script], check=True, capture_output=True, text=True, cwd=tmp_path, timeout=200)
     assert done.stdout.split() == ['SERVER_DOWN', 'True']
+
+
+def test_parameters_that_other_processes_may_write_to_are_told(tmp_path):
+    """Hogwild: each process's step undoes what the others wrote."""
+    (tmp_path / 'hogwild.py').write_text('''
+import torch, torch.multiprocessing as mp, ballast.torch as bt
+def train(model):
+    optimizer = bt.SGD(model.named_parameters(), lr=0.1, dram='64MiB', threads=1)
+    optimizer.resume()
+if __name__ == '__main__':
+    model = torch.nn.Linear(2, 2)
+    train(model)
+    model.share_memory()
+    child = mp.get_context('spawn').Process(target=train, args=(model,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+''', encoding='utf-8')
+    done = subprocess.run([sys.executable, 'hogwild.py'], check=True, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    assert done.stderr.count("parameter 'weight' lies in memory that is shared with other processes") == 1, done.stderr

@@ -1,5 +1,7 @@
 """Parameters that are registered with a job, and their memory on this rank."""
 
+import multiprocessing
+
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -9,7 +11,7 @@ except ImportError:  # torch 2.4
     from torch.distributed._tensor import DTensor, Shard
 
 from ballast import _native
-from ballast.errors import Error
+from ballast.errors import Error, warn
 from ballast.torch import ranks
 from ballast.torch.host_memory import is_elsewhere
 
@@ -113,6 +115,14 @@ def check_parameter(name, parameter):
                     'outside, or give a clone of it', 'UNSUPPORTED')
     if parameter.device.type not in ('cpu', 'cuda'):
         raise Error(f"parameter '{name}' is on {parameter.device}; expected the CPU, or a GPU that torch calls cuda", 'UNSUPPORTED')
+
+
+def warn_of_others(members):
+    """Where other processes may write to parameters as well, as Hogwild's do: no version counter tells, and the next step undoes it."""
+    shared = next((member.name for member in members if member.parameter.device.type == 'cpu' and local(member.parameter).is_shared()), None)
+    if shared is not None and multiprocessing.parent_process() is not None and not ranks.active():
+        warn(f"parameter '{shared}' lies in memory that is shared with other processes, and a step undoes what they write to it: where several "
+             'train one model (Hogwild), use DistributedDataParallel; where this one alone does, nothing is wrong')
 
 
 def gradient_of(member):

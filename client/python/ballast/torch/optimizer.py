@@ -19,7 +19,7 @@ from ballast.torch.agreement import Collected, agree, alike, check_values, check
 from ballast.torch.connection import Connection
 from ballast.torch.early import Early
 from ballast.torch.host_memory import HostMemory
-from ballast.torch.members import DTYPES, Memory, gradient_of, is_sharded, local, whole
+from ballast.torch.members import DTYPES, Memory, gradient_of, is_sharded, local, warn_of_others, whole
 from ballast.torch.modes import methods_plainly, same_bits
 from ballast.torch.naming import Names, split_named, unwrapped
 from ballast.torch.registration import Fit, new_tensors, placed
@@ -199,6 +199,7 @@ class Optimizer(torch.optim.Optimizer):
         if fit.unknown:
             warn(f"job '{self._options.job}' has no state of {len(fit.unknown)} parameters, '{fit.unknown[0]}' among them: they begin anew "
                  'with the next step')
+        warn_of_others(self._members)
         self._take_blob()
         self._unpulled = not self._session.needs_values
         self._found = self._session.version if self._unpulled else None
