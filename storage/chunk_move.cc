@@ -9,7 +9,7 @@
 namespace ballast::storage {
 namespace {
 
-// What the chunk will have of its own.
+// Allocates the memory that the chunk will own in tier `to`.
 absl::StatusOr<ChunkMemory> MemoryIn(Tiers* tiers, const StoredChunk& chunk, TierKind to) {
   const std::string what = absl::StrCat("chunk state that moves to ", TierName(to));
   ChunkMemory memory;
@@ -45,7 +45,7 @@ absl::StatusOr<ArrayDigests> WriteExtent(Tiers* tiers, ChunkReader* reader, cons
   return digests;
 }
 
-// Into memory: `memory`'s, or on the way there `buffer`.
+// Copies the state into `memory`, from NVMe to HBM by way of `move.buffer`.
 absl::Status Fill(Tiers* tiers, const StoredChunk& chunk, const StateMove& move, uint64_t offset,
                   const ArrayDigests& expected, const ChunkMemory& memory) {
   const TierKind from = chunk.placement.state;
@@ -87,7 +87,7 @@ absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, St
     absl::MutexLock lock(&chunk.mutex);
     chunk.placement.state = move.to;
     chunk.state = move.to == TierKind::kHbm ? memory.hbm.data() : memory.dram.bytes().data();
-    // What the chunk had of its own goes with `memory`.
+    // The chunk's old memory is freed with `memory`.
     std::swap(chunk.own.hbm, memory.hbm);
     std::swap(chunk.own.dram, memory.dram);
     if (!working.empty()) {

@@ -1,11 +1,11 @@
 // Moves of a chunk's state between tiers, between two runs of its store.
 //
-// At every moment the chunk has one valid state: the new place is filled, and checked where it was read, before the
-// chunk points to it, under its lock; then the old place is given back. Of a durable store the extent is the durable
-// version all the time: down to NVMe, memory is dropped once the extent holds the same version; up, the extent stays.
-// So what a durable pin keeps is never a move's to free.
+// At every moment the chunk has one valid state. A move fills the new place, and checks its digests where the state was
+// read from disk. Then the chunk points to the new place, under its lock, and the old place is given back. In a durable
+// store the extent is the durable version all the time: a move down to NVMe drops the memory once the extent holds the
+// same version, and a move up leaves the extent. So a move never frees what a durable pin keeps.
 //
-// A working copy leaves HBM with its state, and never comes back: from DRAM it is read without the GPU's bus.
+// A working copy leaves HBM with its state and never comes back: reads from DRAM do not use the GPU's bus.
 #pragma once
 
 #include <cstddef>
@@ -19,16 +19,17 @@
 namespace ballast::storage {
 
 struct StateMove {
-  TierKind to = TierKind::kDram;  // another tier than the state's
-  // Where to on NVMe; empty if the chunk's own extent holds its state already (durable, not dirty).
+  TierKind to = TierKind::kDram;  // differs from the state's tier
+  // Target on NVMe; empty if the chunk's own extent holds its state already (durable, not dirty).
   NvmeExtent extent;
-  bool keep_extent = false;      // of a durable store, when the state leaves NVMe
-  absl::Span<std::byte> buffer;  // of one state: for NVMe to HBM
+  bool keep_extent = false;      // durable store: the chunk keeps its extent when its state leaves NVMe
+  absl::Span<std::byte> buffer;  // room for one state, used from NVMe to HBM
 };
 
-// `move.extent` becomes the chunk's, or, as the place that it left, the caller's.
+// On OK a new place on NVMe has become the chunk's; without `keep_extent`, a place that the chunk left on NVMe is in
+// `move.extent`, for the caller.
 // Errors: RESOURCE_EXHAUSTED (BUDGET), DATA_LOSS (CHECKSUM), INTERNAL (IO); then nothing has changed.
-// Threads: the one that runs the store. Blocks for the transfer.
+// Threads: the store's thread. Blocks for the transfer.
 absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, StateMove& move);
 
 }  // namespace ballast::storage

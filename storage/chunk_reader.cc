@@ -96,7 +96,7 @@ absl::Status ChunkReader::ReadExtent(const StoredChunk& chunk, const NvmeExtent&
   const uint32_t expected = digests[static_cast<size_t>(array)];
   absl::MutexLock lock(&mutex_);
   uint32_t digest = 0;
-  // All of it, whatever part is wanted: the digest is the array's.
+  // Reads the whole array, even for a part: the digest covers the array.
   for (uint64_t at = 0; at < bytes; at += kStagingBytes) {
     const absl::Span<std::byte> piece = staging_.bytes().subspan(0, std::min(kStagingBytes, bytes - at));
     BALLAST_RETURN_IF_ERROR(file.Read(offset + at, piece));
@@ -111,7 +111,7 @@ absl::Status ChunkReader::ReadExtent(const StoredChunk& chunk, const NvmeExtent&
 }
 
 absl::Status ChunkReader::ReadDevice(const std::byte* from, uint64_t count, Sink sink) {
-  // Each piece waits for the device: a small one would take as long as one of 100 KiB.
+  // Each piece waits for the device: a small piece would take as long as 100 KiB.
   const uint64_t piece_bytes = std::min(kStagingBytes, count);
   const auto block = std::make_unique_for_overwrite<std::byte[]>(piece_bytes);
   for (uint64_t at = 0; at < count; at += piece_bytes) {

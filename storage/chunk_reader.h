@@ -1,4 +1,4 @@
-// Reads of chunk state from whatever tier it is in, beside a running step.
+// Reads of chunk state from any tier, beside a running step.
 #pragma once
 
 #include <memory>
@@ -18,16 +18,16 @@ namespace ballast::storage {
 absl::Status ChecksumError(const BlockFile& file, uint64_t chunk, StateArray array, uint64_t offset, uint32_t expected,
                            uint32_t found);
 
-// OK, or the first difference. `state_at`: of the state, in the file.
+// OK, or the first difference as ChecksumError. `state_at`: the state's offset in the file.
 absl::Status CompareDigests(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
                             const ArrayDigests& expected, const ArrayDigests& found);
 
-// Threads: any. Reads from disk take turns: they share one small buffer.
+// Threads: any. Reads from disk take turns, since they share a small buffer.
 class ChunkReader {
  public:
   static constexpr uint64_t kStagingBytes = uint64_t{1} << 20;
-  // Receives bytes [at, at + bytes.size()) of what was asked for, in order and in pieces of whole fp32. What it got is
-  // void if the read then fails.
+  // Receives bytes [at, at + bytes.size()) of the requested range, in order and in pieces of whole fp32. If the read
+  // then fails, the bytes received so far are void.
   using Sink = absl::FunctionRef<void(uint64_t at, absl::Span<const std::byte> bytes)>;
 
   explicit ChunkReader(Tiers* tiers) : tiers_(tiers) {}
@@ -44,7 +44,7 @@ class ChunkReader {
       ABSL_SHARED_LOCKS_REQUIRED(chunk.mutex);
   absl::Status ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
                         uint64_t count, Sink sink);
-  // Copies device memory to disk.
+  // Copies the chunk's arrays from device memory to disk.
   absl::StatusOr<ArrayDigests> Spill(const StoredChunk& chunk, const NvmeExtent& to);
 
  private:

@@ -11,7 +11,7 @@
 namespace ballast::storage {
 namespace {
 
-// What an earlier run left must not be freed by an error of this one.
+// After an error of this run: leaves the extents of an earlier run on the disk.
 void LeaveKept(absl::Span<const ChunkToAdd> added, std::vector<NvmeExtent>& extents) {
   for (size_t i = 0; i < added.size(); ++i) {
     if (added[i].durable.has_value()) extents[i].Leave();
@@ -26,9 +26,9 @@ ChunkStore::Impl::~Impl() {
   absl::MutexLock lock(&mutex);
   for (StoredChunk& chunk : chunks) {
     absl::MutexLock chunk_lock(&chunk.mutex);
-    // One that never held a version is nobody's.
+    // An extent that never held a version is freed.
     if (chunk.newest.version >= 0) chunk.extent.Leave();
-    // After a failed run the newest version that is recorded may be in a pin's copy.
+    // After a failed run the newest recorded version may be in a pin's copy.
     for (PinnedCopy& copy : chunk.copies) copy.extent.Leave();
   }
 }
@@ -83,7 +83,7 @@ absl::Status ChunkStore::Impl::CheckTier(uint64_t chunk, uint64_t elements, Tier
              absl::StrCat("chunk ", chunk, " of ", elements, " elements, hbm takes ", kHbmSpanElementsMax));
 }
 
-// The pipeline's slots and the readers' buffer are taken together, so that together they are staging_bytes().
+// Takes the pipeline's slots and the readers' buffer: together staging_bytes().
 absl::Status ChunkStore::Impl::TakeStaging(uint64_t state_bytes, DramTier::Limit limit) {
   const uint64_t slot_bytes = std::max(staging.slot_bytes, state_bytes);
   if (slot_bytes == 0) return absl::OkStatus();
@@ -104,8 +104,8 @@ absl::Status ChunkStore::Impl::TakeStaging(uint64_t state_bytes, DramTier::Limit
   return absl::OkStatus();
 }
 
-// Extents of NVMe state and of what an earlier run left; of a durable store also the budget for the others' first, and
-// for new versions of all.
+// Takes extents for NVMe state and for state left by an earlier run. A durable store also takes the budget for the
+// first version of chunks in memory and for new versions of all chunks.
 absl::StatusOr<ChunkStore::Impl::NvmeSpace> ChunkStore::Impl::TakeNvme(absl::Span<const ChunkToAdd> added,
                                                                        const Plan& plan) {
   NvmeSpace space;
@@ -212,7 +212,7 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
       fresh.push_back(&chunk);
       absl::MutexLock chunk_lock(&chunk.mutex);
       chunk.extent = std::move(space.extents[i]);
-      // Even if it turns out unreadable: it stays on the disk.
+      // Set even for a state that turns out unreadable: the extent stays on the disk.
       if (added[i].durable.has_value()) chunk.newest = *added[i].durable;
       chunk.own = std::move(own[i]);
       chunk.shared = &impl.dram.back();
@@ -327,7 +327,7 @@ absl::Status ChunkStore::Impl::Move(StoredChunk& chunk, TierKind to) {
   }
   if (to == TierKind::kHbm && versions.has_value()) BALLAST_RETURN_IF_ERROR(reader.Prepare());
   const absl::Status moved = MoveState(tiers, &reader, chunk, move);
-  // It was part of the room.
+  // The extent was part of the room.
   if (!moved.ok() && versions.has_value() && move.extent.bytes() > 0) versions->AddRoom(move.extent.TakeLease(), 0);
   return moved;
 }
@@ -341,7 +341,7 @@ absl::StatusOr<NvmeExtent> ChunkStore::Impl::ExtentToMoveTo(const StoredChunk& c
   }
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
-    if (chunk.extent.bytes() > 0) return NvmeExtent();  // which holds its state
+    if (chunk.extent.bytes() > 0) return NvmeExtent();  // the extent holds the state already
   }
   // Never updated, so never flushed: its place is part of the room.
   if (!versions->HasRoom(bytes)) BALLAST_RETURN_IF_ERROR(Harden());

@@ -9,7 +9,7 @@ absl::StatusOr<BudgetLease> DurablePins::Reserve(uint64_t bytes, bool automatic)
   const uint64_t there = automatic ? std::min(bytes, aside_.bytes()) : 0;
   BudgetLease lease;
   if (bytes > there) {
-    // As an extent first: a disk that is full refuses the pin, not a step after it.
+    // Allocates an extent first: a full disk then refuses the pin, not a later step.
     absl::StatusOr<NvmeExtent> reserved = nvme_->Allocate(bytes - there, "a durable pin of all chunks' state");
     if (!reserved.ok()) return reserved.status();
     lease = reserved->TakeLease();

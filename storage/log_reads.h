@@ -1,7 +1,7 @@
-// Reads the gradients of one run's updates back from the gradient log, past the kernels: those of the next updates are
-// read ahead, as far as there is memory.
+// Reads the gradients of one run's updates back from the gradient log. While kernels work on earlier updates, gradients
+// of the next updates are read ahead, as far as there is memory.
 //
-// Slot life: free -> loading -> loaded -> (kernel) -> free. Reads start in the order of the updates, so the one that
+// Slot life: free -> loading -> loaded -> (kernel) -> free. Reads start in the order of the updates, so the read that
 // the kernel waits for is always among the oldest.
 #pragma once
 
@@ -19,36 +19,36 @@ namespace ballast::storage {
 // Threads: one.
 class LogReads {
  public:
-  // Each has one request in flight.
+  // Each read has one request in flight.
   static constexpr uint64_t kReadsMax = 8;
-  // Tags of its requests; nobody else's have this bit.
+  // Marks the tags of LogReads' requests: no request of another part has this bit.
   static constexpr uint64_t kTag = uint64_t{1} << 62;
 
-  // Of `memory`, what values of one chunk take, and what gradients do at least.
+  // The least memory needed: for the values of one chunk, and for one gradient.
   struct Sizes {
     uint64_t values_bytes = 0;
-    uint64_t gradient_bytes = 0;  // of the largest
+    uint64_t gradient_bytes = 0;  // the largest gradient's
     uint64_t bytes_min() const { return values_bytes + gradient_bytes; }
   };
-  // `elements`: of each update's chunk.
+  // `elements`: size of each update's chunk.
   static Sizes SizesOf(absl::Span<const ChunkUpdate> updates, absl::Span<const uint64_t> elements);
 
-  // Borrows all. REQUIRES: from.memory holds sizes.bytes_min().
+  // Borrows all arguments. REQUIRES: from.memory holds sizes.bytes_min().
   LogReads(absl::Span<const ChunkUpdate> updates, const Sizes& sizes, const ReadBack& from, IoQueue* queue,
            Tiers* tiers);
 
-  // Starts what there is memory for.
+  // Starts as many reads as there is memory for.
   void Start();
-  // Starts no more.
+  // From now on Start starts nothing.
   void End() { next_ = updates_.size(); }
   void Complete(const IoCompletion& completion);
-  // Has the read of update i's gradient come to an end?
+  // Has the read of update i's gradient ended?
   bool Arrived(size_t i) const;
-  // Its bytes, not compared with their digest. REQUIRES: Arrived(i). INTERNAL (IO).
+  // The gradient of update i, not compared with its digest. REQUIRES: Arrived(i). INTERNAL (IO).
   absl::StatusOr<absl::Span<const std::byte>> Bytes(size_t i) const;
-  // Update i is through with them.
+  // Update i no longer needs its gradient's bytes.
   void Release(size_t i);
-  // For values, which are read one after the other: initial values and edits are rare.
+  // Memory for values. Values are read one slice after another, since initial values and edits are rare.
   absl::Span<std::byte> values_memory() const { return values_memory_; }
   const BlockFile& log() const { return *from_.log; }
 
@@ -68,7 +68,7 @@ class LogReads {
   Tiers* const tiers_;
   absl::Span<std::byte> values_memory_;
   std::vector<Slot> slots_;
-  size_t next_ = 0;  // updates before it have been started, or have nothing in the log
+  size_t next_ = 0;  // all updates before this index have been started, or have nothing in the log
 };
 
 }  // namespace ballast::storage

@@ -1,4 +1,4 @@
-// Values of a moment on their way into a state: fp32 in an update, coded in the state's format.
+// Values of a moment: fp32 in an update, coded in the moment's format in a state.
 #pragma once
 
 #include <cstddef>
@@ -12,19 +12,19 @@
 
 namespace ballast::storage {
 
-// Whole blocks of a moment, but for a segment's last, and where in the state they belong.
+// Whole blocks of a moment (a segment's last block may be partial), and their place in the state.
 struct MomentPiece {
   absl::Span<const std::byte> values;
-  absl::Span<const std::byte> scales;  // empty but for 8-bit formats
+  absl::Span<const std::byte> scales;  // empty except for 8-bit formats
   kernels::MomentSpan to;
 };
 
-// Codes the update's values piece by piece, by an update's rounding; `state` may be on a device, and is not touched.
-// REQUIRES: `update` is valid for the chunk and writes a moment. Errors: `put`'s.
+// Codes the update's values piece by piece, rounded as an optimizer update rounds. `state` may be on a device; only
+// `put` writes to the state. REQUIRES: `update` is valid for the chunk and writes a moment. Errors: `put`'s.
 absl::Status ForMomentPieces(const ChunkUpdate& update, const StateView& state,
                              absl::FunctionRef<absl::Status(const MomentPiece&)> put);
 
-// Into a state in the host's memory.
+// Codes the update's values into a state in the host's memory.
 void WriteMoments(const ChunkUpdate& update, const StateView& state);
 
 }  // namespace ballast::storage

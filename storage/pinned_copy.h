@@ -10,18 +10,18 @@
 
 namespace ballast::storage {
 
-// A chunk's present state, kept for pins while an update replaces it. Made in two halves, so that all that can fail
-// happens before the chunk changes. NVMe state is not copied: the pin inherits the extent and the chunk moves to a
-// fresh one.
+// A chunk's present state, kept for pins while an update replaces the state. Prepare does all work that can fail,
+// before the chunk changes; Install cannot fail. NVMe state is not copied: the pin inherits the extent and the chunk
+// moves to a fresh extent.
 class CopyOnWrite {
  public:
-  // `run`: the one that is about to update the chunk. `loaded`: the chunk's state in memory if its tier is NVMe.
-  // `extent_is_kept`: by a durable pin, so that this one may not inherit it. Goes to free NVMe space, else to DRAM.
-  // RESOURCE_EXHAUSTED (BUDGET) if neither has room.
+  // `run`: the run about to update the chunk. `loaded`: the chunk's state in memory if its tier is NVMe.
+  // `extent_is_kept`: a durable pin keeps the chunk's extent, so the extent cannot be inherited. The copy goes to free
+  // NVMe space, else to DRAM. RESOURCE_EXHAUSTED (BUDGET) if neither has room.
   static absl::StatusOr<CopyOnWrite> Prepare(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk, uint64_t run,
                                              const std::byte* loaded, bool extent_is_kept)
       ABSL_LOCKS_EXCLUDED(chunk.mutex);
-  // Does the copy take the chunk's extent, and leave it a fresh one?
+  // Does the copy take the chunk's extent and leave the chunk a fresh extent?
   bool takes_extent() const { return fresh_.has_value(); }
   void Install(StoredChunk& chunk) && ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
 

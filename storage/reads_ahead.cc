@@ -6,7 +6,7 @@
 namespace ballast::storage {
 namespace {
 
-// Enough for any disk to be busy while one is looked at.
+// Enough to keep any disk busy while the caller looks at a read.
 constexpr size_t kReadsMax = 8;
 constexpr uint64_t kBytesMax = uint64_t{48} << 20;
 
@@ -22,7 +22,7 @@ class Reads {
     while (queue_->in_flight() > 0) Reap(/*wait=*/true);
   }
 
-  // The bytes of read i, which was not asked for before.
+  // The bytes of read i. REQUIRES: called once for each read.
   absl::StatusOr<std::byte*> Get(size_t i) {
     Start();
     while (!arrived_[i] && failed_.ok()) {

@@ -10,15 +10,15 @@
 namespace ballast::storage {
 namespace {
 
-// What one thread takes at a time. After each of its pieces the job's thread looks after the disk: at memory speed
-// every 50 microseconds, else it idles behind a long kernel.
+// A thread takes a piece at a time. After each of its pieces the job's thread looks after the disk: at memory speed
+// every 50 microseconds; otherwise the disk would idle behind a long kernel.
 constexpr uint64_t kPieceElements = uint64_t{1} << 16;
-// Of a piece, what is digested, updated and digested again before the next: 256 KiB of Adam's state, gradient and
-// working copy, which a second-level cache holds.
+// A piece is digested, updated and digested again block by block: a block is 256 KiB of Adam's state, gradient and
+// working copy, and fits in a second-level cache.
 constexpr uint64_t kBlockElements = uint64_t{1} << 14;
 static_assert(kBlockElements % kernels::kMomentBlock == 0 && kPieceElements % kBlockElements == 0);
 
-// Of a piece of each array, as far as it went: values, and the scales that 8-bit moments keep behind all values.
+// Digests of a piece so far, for each array: of values, and of the scales that 8-bit moments keep behind all values.
 struct PieceDigest {
   std::array<uint32_t, kStateArraysMax> values = {};
   std::array<uint32_t, kStateArraysMax> scales = {};
@@ -28,7 +28,7 @@ absl::Span<const std::byte> Bytes(const std::byte* array, uint64_t begin, uint64
   return {array + begin, end - begin};
 }
 
-// Where the parts of an array that belong to elements lie, from its start.
+// Byte offsets, from an array's start, of the values and scales of the array's elements.
 class ArrayParts {
  public:
   ArrayParts(const StateView& state, int index)
@@ -66,7 +66,7 @@ void DigestBlock(const StateView& state, uint64_t at, uint64_t end, PieceDigest*
   }
 }
 
-// The digests of whole arrays from those of their pieces; what lies between and behind is read here.
+// Combines the digests of pieces into digests of whole arrays; the padding between and behind is digested here.
 ArrayDigests Fold(const StateView& state, absl::Span<const PieceDigest> pieces) {
   ArrayDigests digests = {};
   for (int i = 0; i < state.layout->array_count(); ++i) {
@@ -104,14 +104,14 @@ void ForPieces(uint64_t count, const Compute& compute, absl::FunctionRef<void(ui
   }
 }
 
-// Kernels always write working parameters; those that nobody wants stay in the cache.
+// Kernels always write working parameters; unwanted parameters go to a small buffer that stays in the cache.
 template <typename Function>
 [[gnu::noinline]] void WithoutWorking(Function run) {
   alignas(64) std::byte unwanted[kBlockElements * sizeof(float)];
   run(unwanted);
 }
 
-// The update's segments, by their place in the chunk: a block asks for those that it meets.
+// The update's segments, in the order of their place in the chunk, to find the segments that overlap a block.
 class Segments {
  public:
   explicit Segments(const ChunkUpdate& update) {

@@ -1,4 +1,4 @@
-// What class ChunkStore keeps on the disk beyond its own life: states that an earlier run left, and durable pins.
+// How class ChunkStore takes back states left on the disk by an earlier run, and keeps versions there: durable pins.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -15,7 +15,7 @@
 namespace ballast::storage {
 namespace {
 
-// States that are on their way through memory of their own: one is looked at, others come from the disk.
+// Slots for states on their way through extra memory: a state is checked while the next states come from the disk.
 constexpr uint64_t kBounceSlots = 3;
 
 absl::Status CheckFits(const StoredChunk& chunk, const DurableChunk& durable) {
@@ -169,7 +169,7 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
   BALLAST_ASSIGN_OR_RETURN(BudgetLease reserve, impl.durable_pins->Reserve(bytes, automatic));
   if (!flushes.empty()) {
     absl::Status flushed = Run(flushes, [](size_t) {});
-    // Space was reserved: whatever is short now is no reason to refuse a pin and go on.
+    // Space was reserved, so a shortage now is an error of the store, not a refused pin.
     if (absl::IsResourceExhausted(flushed)) {
       flushed = model::Error(absl::StatusCode::kInternal, model::kBudget, flushed.message());
     }
@@ -244,7 +244,7 @@ absl::Status ChunkStore::VerifyPin(int64_t version, absl::FunctionRef<absl::Stat
 }
 
 void ChunkStore::UnpinDurably(int64_t version) {
-  // As in Unpin.
+  // As in Unpin: an extent of the pin may be the chunk's recorded extent.
   if (Harden().ok()) impl_->durable_pins->Drop(version);
 }
 

@@ -1,5 +1,5 @@
-// What the files of class ChunkStore share: chunk_store.cc takes and moves places, store_run.cc applies updates,
-// store_reads.cc answers reads and pins, store_durable.cc takes back and pins what is on the disk.
+// Shared by the source files of class ChunkStore: chunk_store.cc takes and moves places, store_run.cc applies updates,
+// store_reads.cc answers reads and pins, store_durable.cc takes back state on the disk and keeps versions there.
 #pragma once
 
 #include <cstdint>
@@ -44,56 +44,56 @@ struct ChunkStore::Impl {
 
   absl::StatusOr<StoredChunk*> Find(uint64_t chunk) const;
   absl::Status CheckPlan(absl::Span<const ChunkToAdd> added, const Plan& plan) const;
-  // So that states of this size can be moved; 0: none need be.
+  // Takes the staging memory to move states of this size; 0: no state needs moving.
   absl::Status TakeStaging(uint64_t state_bytes, DramTier::Limit limit);
-  // Whether a chunk's state may be there.
+  // Can tier `state` hold the chunk's state?
   absl::Status CheckTier(uint64_t chunk, uint64_t elements, TierKind state) const;
-  // Of a chunk to be added beside a GPU.
+  // Memory for a new chunk on a server with a GPU, where chunks share no memory.
   absl::StatusOr<ChunkMemory> OwnMemory(uint64_t elements, const ChunkPlacement& placement);
   absl::Status Move(StoredChunk& chunk, TierKind to);
-  // For a state that is not on NVMe; empty if the chunk has it there already.
+  // An extent to move the chunk's state to; empty if the chunk's own extent holds the state already.
   absl::StatusOr<NvmeExtent> ExtentToMoveTo(const StoredChunk& chunk);
-  // What chunks that are added take on NVMe; goes back unless the store takes it over.
+  // NVMe space for new chunks; returned to the tier unless the store takes it over.
   struct NvmeSpace {
     std::vector<NvmeExtent> extents;  // an entry per chunk
-    BudgetLease room;                 // of a durable store: for new versions, and aside for automatic pins
+    BudgetLease room;                 // durable store: for new versions, and aside for automatic pins
     uint64_t spare_bytes = 0;
     uint64_t aside_bytes = 0;
   };
   absl::StatusOr<NvmeSpace> TakeNvme(absl::Span<const ChunkToAdd> added, const Plan& plan);
-  // States that an earlier run left, into the tiers where the chunks live now.
+  // Reads the states left by an earlier run into the tiers where the chunks live now.
   absl::Status RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks);
-  // The same, of any extent: into `state`, in host memory, or into the chunk's if that is on a device; and the working
-  // copy from it.
+  // Reads the state `durable` from its extent into `state`, in host memory, or into the chunk's own memory on a device,
+  // and makes the working copy.
   absl::Status ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
                            const Compute& with) const;
-  // As ReadDurable, of a chunk that was never updated.
+  // As ReadDurable, with the zero state of a chunk that was never updated.
   absl::Status Clear(const StoredChunk& chunk, std::byte* state, const Compute& with) const;
-  // `state`, in host memory, to where the chunk's is; and the working copy from it.
+  // Copies `state`, in host memory, to the device if the chunk lives there, and makes the working copy.
   absl::Status TakeState(const StoredChunk& chunk, std::byte* state, const Compute& with) const;
-  // The rest of ReadDurable, once `state` was read.
+  // The rest of ReadDurable, once `state` was read: checks label and digests, then TakeState.
   absl::Status TakeRead(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
                         const Compute& with) const;
   absl::Status CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state,
                              const Compute& with) const;
   absl::Status Harden();
-  // Durable: room for one more version of the chunk.
+  // Durable store: takes an extent for the chunk's next version, after hardening older versions if room is short.
   absl::StatusOr<NvmeExtent> MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline);
   // `fresh`: empty if the chunk's extent is fresh already.
   absl::Status StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
   absl::StatusOr<std::vector<StoredChunk*>> CheckUpdates(absl::Span<const ChunkUpdate> updates) const;
-  // `update` with what it has in the log, read and compared: its gradient is where `reads` has it, its values are in
-  // their memory.
+  // Returns `update` with its logged gradient and values read from the log and compared with their digests. The bytes
+  // lie in the memory of `reads`.
   absl::StatusOr<ChunkUpdate> FetchLogged(size_t i, const ChunkUpdate& update, UpdatePipeline& pipeline,
                                           LogReads& reads) const;
   absl::Status Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk, UpdatePipeline& pipeline);
   absl::Status ApplyOnDevice(const ChunkUpdate& update, StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
-  // The same, of an update of the master and what follows from it.
+  // ApplyOnDevice for an update of the master: queues values, rounding and segments.
   absl::Status QueueUpdate(const ChunkUpdate& update, const StoredChunk& chunk, HbmQueue& queue) const;
   void CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) const;
   bool IsPinned(const StoredChunk& chunk) const;
-  // Bytes of an array as the pin sees it.
+  // Reads bytes of an array at the pin's version.
   absl::Status ReadPinned(int64_t pin, const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count,
                           ChunkReader::Sink sink);
 
@@ -104,22 +104,22 @@ struct ChunkStore::Impl {
   // Destroyed in reverse: chunks (which return extents) before the memory they point into.
   std::deque<DramBlock> dram;  // addresses stay
   PipelineStaging staging;
-  std::optional<VersionedExtents> versions;  // of a durable store
-  std::optional<DurablePins> durable_pins;   // of the same
+  std::optional<VersionedExtents> versions;  // durable store only
+  std::optional<DurablePins> durable_pins;   // durable store only
   bool discarded = false;
-  std::vector<StoredChunk*> unrecorded;  // those with versions that are not recorded yet
-  // A device that is full is no shortage that somebody can make room for, as a budget's is.
+  std::vector<StoredChunk*> unrecorded;  // chunks with versions that are not recorded yet
+  // Turns RESOURCE_EXHAUSTED into INTERNAL: nobody can make room on a full device, unlike in a budget.
   static absl::Status Lasting(const absl::Status& status);
-  absl::Status failed;  // of the thread that runs: what a disk did wrong is never tried again
+  absl::Status failed;  // store's thread only: after an error of a disk nothing is tried again
 
   mutable absl::Mutex mutex;
   std::deque<StoredChunk> chunks ABSL_GUARDED_BY(mutex);   // addresses stay
-  std::vector<PlacedChunk> placed ABSL_GUARDED_BY(mutex);  // as the chunks are, without their locks
+  std::vector<PlacedChunk> placed ABSL_GUARDED_BY(mutex);  // the chunks' placements, readable without chunk locks
   uint64_t runs ABSL_GUARDED_BY(mutex) = 0;
   Residency residency ABSL_GUARDED_BY(mutex);
   struct PinPoint {
-    uint64_t runs = 0;    // before the pin
-    uint64_t chunks = 0;  // that there were
+    uint64_t runs = 0;    // number of runs before the pin
+    uint64_t chunks = 0;  // number of chunks before the pin
   };
   absl::flat_hash_map<int64_t, PinPoint> pins ABSL_GUARDED_BY(mutex);
 };

@@ -94,7 +94,7 @@ absl::Status ChunkStore::Pin(int64_t pin) {
 }
 
 void ChunkStore::Unpin(int64_t pin) {
-  // A copy's extent may be what the chunk's record names. After an error all stays until the store's end.
+  // The chunk's record may name a copy's extent. After an error all copies stay until the store's end.
   if (!Harden().ok()) return;
   std::vector<uint64_t> kept;
   std::vector<StoredChunk*> chunks;

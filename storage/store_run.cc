@@ -16,7 +16,7 @@
 namespace ballast::storage {
 namespace {
 
-// All that segments touch is there, and there is one place for what they become.
+// The gradient covers all segments without a gradient of their own.
 absl::Status CheckGradient(const StoredChunk& chunk, const ChunkUpdate& update) {
   const uint64_t width = chunk.layout.gradient_element_bytes();
   const uint64_t bytes = update.logged_gradient.has_value() ? update.logged_gradient->bytes : update.gradient.size();
@@ -45,7 +45,7 @@ absl::Status CheckWorking(const StoredChunk& chunk, const ChunkUpdate& update) {
                                               "names the trainer's"));
 }
 
-// Values of a moment are of whole segments. Those in the log may come in any order.
+// Values of a moment cover whole segments. Logged values may come in any order.
 absl::Status CheckMomentValues(const StoredChunk& chunk, const ChunkUpdate& update) {
   if (update.values_of == StateArray::kMaster) return absl::OkStatus();
   if (static_cast<int>(update.values_of) >= chunk.layout.array_count()) {
@@ -80,7 +80,7 @@ absl::Status CheckMomentValues(const StoredChunk& chunk, const ChunkUpdate& upda
   return absl::OkStatus();
 }
 
-// Segments start at whole blocks of moments, whose scales and random bits have one owner.
+// Segments start at whole blocks of moments, so that a block's scales and random bits belong to a single segment.
 absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
   for (const ChunkUpdate::Values& values : update.values) {
     const uint64_t count = values.count(chunk.layout.working_element_bytes());
@@ -193,12 +193,12 @@ absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::Functi
   }
   const absl::Status drained = pipeline.Drain();
   if (status.ok()) status = drained;
-  // Also of what was done before an error: a pin that is dropped next must not free what is not recorded yet.
+  // Hardens also after an error: dropping a pin next must not free a version before its successor is recorded.
   if (drained.ok() && impl.versions.has_value() && (impl.versions->EndRun() || !status.ok())) {
     const absl::Status hardened = impl.Harden();
     if (status.ok()) status = hardened;
   }
-  // A pin that found no room can be dropped; what a device did wrong cannot be undone.
+  // If a pin found no room, the pin can be dropped; an error of a device cannot be undone.
   if (!drained.ok() || !impl.failed.ok() || !absl::IsResourceExhausted(status)) {
     status = impl.failed = ChunkStore::Impl::Lasting(status);
   }
@@ -211,7 +211,7 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
   const auto poll = [&pipeline] { pipeline.Poll(); };
   const Compute with{.pool = compute, .poll = poll};
   std::byte* state = chunk.state;
-  // What came from the disk is compared with its digests while it is updated: before, it would be read twice.
+  // State from the disk is compared with its digests during the update: a comparison before would read the state twice.
   bool verified = tier != TierKind::kNvme;
   if (tier == TierKind::kNvme) {
     BALLAST_ASSIGN_OR_RETURN(state, pipeline.Load(i));
@@ -238,7 +238,7 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
   }
   const bool stores = tier == TierKind::kNvme || (update.flush && versions.has_value());
   NvmeExtent fresh;
-  // All that can be short is taken before the chunk changes, or the update would be tried again on top of itself.
+  // Takes all space before the chunk changes: a failure later would lead to applying the update twice.
   if (stores && versions.has_value() && !(copy.has_value() && copy->takes_extent()) &&
       !(Seeded(StorageBug::kOverwrittenInPlace) && chunk.newest.version >= 0)) {
     BALLAST_ASSIGN_OR_RETURN(fresh, MakeRoom(chunk, pipeline));
@@ -251,7 +251,7 @@ absl::Status ChunkStore::Impl::Apply(size_t i, const ChunkUpdate& update, Stored
     if (copy.has_value()) (*std::move(copy)).Install(chunk);
     if (changes) chunk.updated_in = run;
     if (update.restored.has_value()) {
-      // What cannot be read leaves a chunk that is neither: nobody may use it.
+      // A failed read leaves the chunk with neither state: nobody may use the chunk.
       const DurableChunk* const pinned = durable_pins->Find(*update.restored, chunk.index);
       failed = pinned != nullptr ? ReadDurable(chunk, *pinned, state, with) : Clear(chunk, state, with);
       BALLAST_RETURN_IF_ERROR(failed);
@@ -321,7 +321,7 @@ absl::Status ChunkStore::Impl::StartVersion(StoredChunk& chunk, std::byte* state
       written = tiers->nvme()->file().Write(entry.offset + label_at, label);
     }
     if (!written.ok()) {
-      old.Leave();  // it is the version that a restart will look for
+      old.Leave();  // a restart will look for this version
       return written;
     }
   } else {
@@ -361,11 +361,11 @@ absl::Status ChunkStore::Impl::QueueUpdate(const ChunkUpdate& update, const Stor
     auto* to = reinterpret_cast<std::byte*>(state.master() + values.begin);
     BALLAST_RETURN_IF_ERROR(queue.CopyIn({from, values.values.size() * sizeof(float)}, to));
   }
-  // The whole chunk: values may begin anywhere, the device kernel may not.
+  // Rounds the whole chunk: values may begin anywhere, the device kernel may not.
   if (!update.values.empty()) {
     BALLAST_RETURN_IF_ERROR(queue.Round(state.master(), chunk.elements, optimizer.working, working(0)));
   }
-  std::vector<HbmSegment> together;  // whose gradients are parts of the chunk's
+  std::vector<HbmSegment> together;  // segments whose gradients are parts of the chunk's gradient
   for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
     const uint64_t at = segment.begin, n = segment.end - segment.begin;
     if (n == 0) continue;

@@ -14,10 +14,11 @@ namespace ballast::storage {
 namespace {
 
 constexpr uint64_t kFlushTag = ~uint64_t{0};
-// Enough for any disk to be busy. More at once would all arrive late, the one that the kernel waits for too.
+// Enough to keep any disk busy. With more, all loads would arrive late, also the load that the kernel waits for.
 constexpr uint64_t kLoadingBytesMax = uint64_t{24} << 20;
 
-// The system gives a dead thread's id to the next one, which an io_uring of the dead one would still refuse.
+// A number per thread, never used again. The system gives a dead thread's id to a new thread, but the dead thread's
+// io_uring would refuse the new thread.
 uint64_t ThisThread() {
   static std::atomic<uint64_t> threads{0};
   thread_local const uint64_t id = ++threads;
@@ -39,7 +40,7 @@ UpdatePipeline::UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineSt
                                Tiers* tiers, LogReads* reads)
     : chunks_(chunks), queue_(queue), tiers_(tiers), reads_(reads) {
   if (queue == nullptr) return;
-  const uint64_t slot_bytes = std::max(staging->slot_bytes, uint64_t{1});  // no slots where no state lives on NVMe
+  const uint64_t slot_bytes = std::max(staging->slot_bytes, uint64_t{1});  // no slots if no state lives on NVMe
   const uint64_t count = std::min(staging->memory.bytes().size() / slot_bytes, PipelineStaging::kSlotsMax);
   slots_.resize(count);
   for (uint64_t i = 0; i < count; ++i) slots_[i].data = staging->memory.bytes().data() + i * staging->slot_bytes;

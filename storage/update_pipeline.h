@@ -1,9 +1,9 @@
-// Moves NVMe state past the kernels of one run: the next chunks are read ahead while one is computed and earlier ones
-// are written back. What updates only have places of is read ahead beside it (log_reads.h).
+// Moves NVMe state past the kernels of one run: while a chunk is computed, the next chunks are read ahead and earlier
+// chunks are written back. Gradients in the log are read ahead at the same time (log_reads.h).
 //
 // Slot life: free -> loading -> loaded -> (kernel) -> storing -> stored -> free. Loads start in the order of the
-// updates, so the slot that the kernel waits for is always among the oldest. A slot whose store is complete is freed
-// once the chunk's readers have been sent back to the disk.
+// updates, so the slot that the kernel waits for is always among the oldest. After its store is complete a slot is
+// freed as soon as readers of the chunk go to the disk again.
 #pragma once
 
 #include <cstddef>
@@ -23,21 +23,21 @@ namespace ballast::storage {
 
 // The memory and the queue that a store's runs share.
 struct PipelineStaging {
-  // Of flushes, in flight: a step waits for its gradient log, which must not queue up behind whole chunks.
+  // Bytes of flushes in flight: a step waits for its gradient log, whose writes must not queue up behind whole chunks.
   static constexpr uint64_t kFlushBytesMax = uint64_t{4} << 20;
-  // Bound on slots: each has at most one request in flight; and one is a flush's.
+  // Bound on slots: every slot, every log read and the flush have at most one request in flight.
   static constexpr uint64_t kSlotsMax = kIoRequestsMax - 1 - LogReads::kReadsMax;
 
-  // A queue of this thread for the disk's files, made again when another thread runs the store.
+  // The calling thread's queue for the disk's files, made again when another thread runs the store.
   absl::StatusOr<IoQueue*> Queue(Disk* disk);
-  // REQUIRES: there is none yet. A queue that was made before it had the memory is made again.
+  // Takes the slots' memory. REQUIRES: there is no memory yet. A queue made earlier is made again, to register `block`.
   void Take(DramBlock block) {
     queue_.reset();
     memory = std::move(block);
   }
 
   DramBlock memory;
-  uint64_t slot_bytes = 0;  // of the largest chunk state
+  uint64_t slot_bytes = 0;  // size of the largest chunk state
 
  private:
   std::unique_ptr<IoQueue> queue_;  // dies before the memory registered with it
@@ -47,25 +47,27 @@ struct PipelineStaging {
 // Threads: one.
 class UpdatePipeline {
  public:
-  // `chunks`: one per update, in order; only those on NVMe are moved. Borrows all; `reads`: null if nothing is.
+  // `chunks`: the chunk of each update, in order; only chunks on NVMe are moved. Borrows all arguments. `reads`: null
+  // if nothing is read from the log.
   UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue, Tiers* tiers,
                  LogReads* reads);
 
-  // The state of update i, in memory as the disk returned it: not compared with its digests. Before the kernel.
+  // Waits for the state of update i, before the kernel. The bytes are as the disk returned them: not compared with
+  // their digests.
   absl::StatusOr<std::byte*> Load(size_t i);
-  // The gradient of update i, from the log, not compared with its digest; valid until the caller releases it from the
-  // reads. REQUIRES: the update has its place.
+  // Waits for the gradient of update i from the log. The bytes are not compared with their digest, and valid until
+  // LogReads::Release(i). REQUIRES: the update has a logged gradient.
   absl::StatusOr<absl::Span<const std::byte>> LoadGradient(size_t i);
-  // Starts writing the state of update i back. The chunk's `staged` must point to it by then.
+  // Starts to write the state of update i back. REQUIRES: the chunk's `staged` points to the state.
   absl::Status Store(size_t i);
-  // Writes state that lives in memory to the chunk's extent, behind what was to be flushed before. It must not change
-  // before Drain.
+  // Writes state that lives in memory to the chunk's extent, after the flushes that are queued already. The state must
+  // not change before Drain.
   absl::Status Flush(size_t i);
-  // Waits until all that Store and Flush began is on its way no more. The first that failed, if any.
+  // Waits until all writes of Store and Flush have ended. Returns the first error.
   absl::Status DrainStores();
-  // Looks at completions and starts what became possible, without blocking: kernels call it between pieces.
+  // Handles completions and starts new transfers, without blocking: kernels call Poll between pieces.
   void Poll();
-  // Waits for all that is in flight, also after an error. The first store that failed, if any: its chunk stays staged.
+  // Waits for everything in flight, also after an error. Returns the first failed store, whose chunk stays staged.
   absl::Status Drain();
 
  private:
@@ -74,11 +76,11 @@ class UpdatePipeline {
     Phase phase = Phase::kFree;
     std::byte* data = nullptr;
     size_t update = 0;
-    absl::Status status;  // of the load
+    absl::Status status;  // the load's
   };
 
-  // Where an update's state is before it. Looked up once: Poll runs while a chunk's lock is held and takes no other
-  // one.
+  // The place of an update's old state. Looked up once: Poll runs while a chunk's lock is held and must not take the
+  // lock of a second chunk.
   struct Source {
     uint64_t offset = 0;
     bool zero = false;
@@ -92,7 +94,7 @@ class UpdatePipeline {
   void Reap(bool wait);
   void Complete(const IoCompletion& completion);
   void SendFlush();
-  // `may_wait`: for readers of the chunk. Not while another chunk's lock is held.
+  // `may_wait`: may block on readers of the chunk. Not while another chunk's lock is held.
   void FreeStored(bool may_wait);
 
   const absl::Span<StoredChunk* const> chunks_;
@@ -106,10 +108,10 @@ class UpdatePipeline {
     absl::Span<std::byte> bytes;
   };
   std::deque<Unsent> to_flush_;
-  bool flushing_ = false;  // a part of one is in flight
+  bool flushing_ = false;  // a part of a flush is in flight
   uint64_t loading_bytes_ = 0;
-  size_t next_load_ = 0;  // updates before it have been loaded, or need not be
-  absl::Status failed_;   // the first store that failed
+  size_t next_load_ = 0;  // all updates before this index have been loaded, or need no load
+  absl::Status failed_;   // the first failed store
   std::vector<IoCompletion> completions_;
 };
 

@@ -10,7 +10,7 @@
 namespace ballast::storage {
 
 VersionedExtents::~VersionedExtents() {
-  // What was not recorded is not what a restart will look for: the old versions are.
+  // The new versions are not recorded, so a restart will look for the old versions.
   for (NvmeExtent& extent : old_) extent.Leave();
 }
 

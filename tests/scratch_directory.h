@@ -1,4 +1,4 @@
-// A directory that is gone after the test.
+// A directory for one test, removed by the destructor.
 #pragma once
 
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-// A file system of a few MiB that a test can fill. Needs the right to mount.
+// A file system of a few MiB for a test to fill. Needs the right to mount.
 #pragma once
 
 #include <fcntl.h>
@@ -30,7 +30,7 @@ class SmallDisk {
   const std::string& why_not() const { return why_not_; }
   const std::string& path() const { return directory_.path(); }
 
-  // Takes what is free.
+  // Takes all free space.
   void Fill() const {
     const int fd = ::open((path() + "/filler").c_str(), O_CREAT | O_WRONLY | O_APPEND | O_CLOEXEC, 0600);
     const std::vector<char> page(4096);

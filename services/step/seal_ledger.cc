@@ -7,7 +7,7 @@
 namespace ballast::services {
 namespace {
 
-// Enough of a hash for a person to see that two differ.
+// Enough of a hash for a person to tell two hashes apart.
 std::string Short(const std::string& hash) {
   std::string text;
   for (size_t i = 0; i < hash.size() && i < 4; ++i) {
@@ -49,7 +49,7 @@ absl::Status SealLedger::CheckFirst(const v1::SealRequest& request) const {
 
 absl::Status SealLedger::Seal(const v1::SealRequest& request) {
   BALLAST_RETURN_IF_ERROR(agreement_);
-  // A seal with the hash of a checked one needs no check of its own: the hash covers all that counts.
+  // A seal with the hash of a checked seal needs no check of its own: the hash covers the whole plan.
   const bool same = request.plan_hash() == first_.plan_hash() && request.attempt() == first_.attempt();
   const bool agrees = any() && (same || Seeded(SeededBug::kPlanHashIgnored));
   if (!agrees) {

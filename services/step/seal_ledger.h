@@ -1,4 +1,4 @@
-// Who has sealed the step in progress, and the one plan that all of them must have sealed (rule 5).
+// Records the ranks' seals of the step in progress, and checks that all ranks sealed the same plan (rule 5).
 //
 // Threads: none; the step machine's caller serialises.
 #pragma once
@@ -15,23 +15,23 @@ namespace ballast::services {
 
 class SealLedger {
  public:
-  // A new epoch: nobody has sealed, and a mismatch of the older one is forgotten. Borrows `plan`.
+  // A new epoch: no rank has sealed, and a mismatch of the older epoch is forgotten. Borrows `plan`.
   void Open(const model::EpochPlan* plan);
   void NextStep();
 
   // Files a rank's seal. Idempotent.
-  // Errors: INVALID_ARGUMENT header or blobs do not fit the job; FAILED_PRECONDITION (PLAN_MISMATCH) final for the
+  // Errors: INVALID_ARGUMENT if header or blobs do not fit the job; FAILED_PRECONDITION (PLAN_MISMATCH), final for the
   // epoch.
   absl::Status Seal(const v1::SealRequest& request);
   // OK until a mismatch ended the epoch.
   const absl::Status& agreement() const { return agreement_; }
 
-  // The attempt that `rank` sealed.
+  // The attempt sealed by `rank`.
   std::optional<uint64_t> sealed_attempt(uint32_t rank) const { return ranks_[rank]; }
   bool complete() const { return count_ == ranks_.size(); }
   std::vector<uint32_t> UnsealedRanks() const;
 
-  // The plan of the first seal of this step; every later one equals it. REQUIRES: somebody sealed.
+  // The first seal of this step; the plan of every later seal is equal. REQUIRES: any().
   bool any() const { return count_ > 0; }
   const v1::SealRequest& sealed() const { return first_; }
 

@@ -1,4 +1,4 @@
-// Switches that break one rule of the step transaction each, for the test that the simulation notices.
+// Switches that each break a rule of the step transaction. A test checks that the simulation notices every switch.
 //
 // Only the test library `step_seeded` is compiled with BALLAST_SEEDED_BUGS; everywhere else Seeded() is constexpr false
 // and the branches vanish.
@@ -18,25 +18,25 @@ enum class SeededBug {
   kLowerAttemptAccepted,        // a late slice of a dropped attempt replaces a newer one
   kPushAfterPrepared,           // slices may change after `prepared`
   kPushNextOncePrepared,        // slices of N + 1 are taken once N is prepared, before it is decided
-  kPushEndUnchecked,            // what overtook a push while its bytes came is not looked at
+  kPushEndUnchecked,            // a push is not checked again after its bytes came
   kPlaceShared,                 // two pushes write one place at a time
   kCommitAppliesAgain,          // a doubled commit is applied twice
   kCommitTrustsBlobs,           // the blobs come with the commit, not with the seal
   kOpenKeepsSlices,             // slices of older groups still cover
   kOpenKeepsPrepared,           // prepared(base + 1) of an older group survives Open
-  kRecoveryPresumesCommit,      // a restarted server takes what is prepared for decided
+  kRecoveryPresumesCommit,      // a restarted server takes a prepared step for decided
   kDecisionAfterNextPrepared,   // prepared(N + 1) may be durable before decision(N)
-  kSkipAdvancesStepCounts,      // t counts steps that updated nothing
-  kSnapshotForgetsPrepared,     // a log that begins with a snapshot does not know what was prepared
-  kSnapshotForgetsStepCounts,   // ... or how many updates each tensor had
-  kRestoreWithoutPin,           // a restore is prepared by a server that does not hold the version
-  kRestoreKeepsStepCounts,      // a restore brings state back, and not how many updates it had
+  kSkipAdvancesStepCounts,      // t counts steps without an update
+  kSnapshotForgetsPrepared,     // a log that begins with a snapshot does not know the prepared step
+  kSnapshotForgetsStepCounts,   // ... or the number of updates of each tensor
+  kRestoreWithoutPin,           // a restore is prepared by a server without the version
+  kRestoreKeepsStepCounts,      // a restore brings back the state, but not its number of updates
   kUnpinWhileRestoring,         // a version is given up while its restore is prepared
   kPinNotAwaited,               // every-K: steps go on before the server's own pin is durable
-  kPinDroppedByTheNext,         // every-K: the own next pin lets the one before go
-  kLossNotTold,                 // every-K: a server that lost its state goes on as if it had not
+  kPinDroppedByTheNext,         // every-K: a server's next pin drops its previous pin
+  kLossNotTold,                 // every-K: a server that lost its state does not say so
   kUpdateOfLostState,           // every-K: an epoch that must begin with a restore begins with something else
-  kRestoreKeepsPins,            // every-K: pins of what a restore gave up stay
+  kRestoreKeepsPins,            // every-K: pins of versions that a restore gave up stay
 };
 
 #ifdef BALLAST_SEEDED_BUGS

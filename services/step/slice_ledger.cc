@@ -8,8 +8,8 @@
 namespace ballast::services {
 namespace {
 
-// Missing slices that an answer lists: of the rank that asks, which sends them again, and of others, which it only
-// names.
+// Bounds on the missing slices listed in an answer. The asking rank sends its slices again; slices of other ranks are
+// listed for messages only.
 constexpr int kMissingListedMax = 4096;
 constexpr int kMissingOfOthersListedMax = 16;
 
@@ -19,7 +19,7 @@ absl::Status BadRange(absl::string_view reason, absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
 }
 
-// Why no slice of the plan is exactly what the header names.
+// Explains why the header names no slice of the plan.
 absl::Status ExplainUnknownSlice(const model::EpochPlan& plan, const v1::PushRequest& header) {
   const auto& units = plan.layout().units();
   if (header.unit() >= units.size()) {
@@ -149,7 +149,7 @@ bool SliceLedger::Covered(v1::SliceKind kind, absl::string_view presence, uint64
       if (plan_->Touches(slice(place), presence)) requirement.places.push_back(place);
     }
   }
-  // Held slices stay held while the requirement is valid, so each is looked at once over all calls.
+  // Held slices stay held while the requirement is valid, so over all calls each slice is checked once.
   const auto& held = entries(kind);
   while (requirement.next < requirement.places.size() && Covers(held[requirement.places[requirement.next]], attempt)) {
     ++requirement.next;

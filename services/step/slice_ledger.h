@@ -1,4 +1,4 @@
-// Which slices of the step in progress one server holds: by kind, rank and attempt, never as a bitmap (rules 3 and 6).
+// Records the slices of the step in progress on one server: by kind, rank and attempt, never as a bitmap (rules 3, 6).
 //
 // Threads: none; the step machine's caller serialises.
 #pragma once
@@ -20,30 +20,31 @@ class SliceLedger {
  public:
   // A new epoch: nothing is held, every rank is at attempt 0. Borrows `plan`. Pushes under way keep their places.
   void Open(const model::EpochPlan* plan, uint32_t member);
-  // The next step: as above, in the same epoch.
+  // The next step of the epoch: nothing is held, every rank is at attempt 0.
   void NextStep();
 
-  // Where this server keeps a slice. Errors say which rule the range broke.
+  // This server's place for a slice. Errors name the rule that the range broke.
   absl::StatusOr<uint32_t> FindPlace(const v1::PushRequest& header) const;
 
   uint64_t attempt(uint32_t rank) const { return attempts_[rank]; }
-  // Everything that `rank` pushed in older attempts is forgotten.
+  // Forgets the slices of older attempts of `rank`.
   void RaiseAttempt(uint32_t rank, uint64_t attempt);
 
-  // Digest of the slice that is held, whatever its attempt.
+  // Digest of the held slice, of any attempt.
   std::optional<uint32_t> Held(v1::SliceKind kind, uint32_t place) const;
   void Hold(v1::SliceKind kind, uint32_t place, uint64_t attempt, uint32_t crc32c);
-  // What was held of that attempt is not any more.
+  // Forgets the slice if it is of this attempt.
   void Lose(v1::SliceKind kind, uint32_t place, uint64_t attempt);
 
-  // A place takes one writer at a time, over steps, attempts and epochs: bytes of an overtaken push may still be
-  // coming. Bound: one per place.
+  // Reserves the slice's place for its push. A place takes one writer at a time, over steps, attempts and epochs: bytes
+  // of an overtaken push may still be coming. Bound: one push per place.
   bool TakePlace(const v1::PushRequest& header);
   void FreePlace(const v1::PushRequest& header);
 
-  // Has every slice of this server that touches a tensor of the bitmap come in exactly this attempt?
+  // Does this server hold, in exactly this attempt, all its slices that touch a tensor of the bitmap?
   bool Covered(v1::SliceKind kind, absl::string_view presence, uint64_t attempt);
-  // Adds what Covered misses to `pending`, up to its bounds on ranges: of rank `asker`, and of others.
+  // Adds the slices that Covered misses to `pending`: their number, and a bounded list of their ranges. The list names
+  // fewer ranges of ranks besides `asker`.
   void AddMissing(v1::SliceKind kind, absl::string_view presence, uint64_t attempt, uint32_t asker,
                   v1::SealResponse::Pending* pending) const;
   // This server's chunks that hold a part of a tensor of the bitmap, in registration order.
@@ -55,7 +56,7 @@ class SliceLedger {
     uint64_t attempt = 0;
     uint32_t crc32c = 0;
   };
-  // What one presence bitmap asks for, and how far it is covered: places before `next` are.
+  // The places that a presence bitmap requires. Those before index `next` are covered.
   struct Requirement {
     std::string presence;
     uint64_t attempt = 0;

@@ -8,10 +8,10 @@
 namespace ballast::services {
 namespace {
 
-// Leaves room above, whatever one client asks for: a promise that nobody can surpass would end the job.
+// Leaves room for higher counters, whatever a client asks for: a promise that nobody can surpass would end the job.
 constexpr uint64_t kEpochCounterMax = uint64_t{1} << 62;
 
-// A later epoch may add tensors and change the tiling; what chunks are and where they lie stays.
+// A later epoch may add tensors and change the tiling; chunks and their servers stay.
 absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
   const v1::JobSpec& a = older.spec();
   const v1::JobSpec& b = newer.spec();
@@ -41,7 +41,7 @@ absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest&
                                    "supported: take the members from GetJob"));
 }
 
-// What comes after the first `known` registrations is new: it counts from the version that this epoch starts at.
+// Registrations after the first `known` are new and must name this epoch's base as their version.
 absl::Status CheckRegistered(const v1::OpenRequest& open, int known) {
   if (known > 0 && open.base() >= 0 && open.spec().registrations_size() > known &&
       open.spec().durability() == v1::DURABILITY_EVERY_K) {
@@ -81,7 +81,7 @@ v1::GetJobResponse StepMachine::Describe() const {
   job.set_exists(m.promised.counter() > 0);
   job.set_committed(m.committed);
   if (m.decision.has_value()) *job.mutable_decision() = *m.decision;
-  // What is not durable might never have been: nobody may decide by it.
+  // A prepared record that is not durable may be lost in a crash: nobody may decide by it.
   if (m.prepared.has_value() && m.Durable(m.prepared_lsn)) *job.mutable_prepared() = *m.prepared;
   *job.mutable_promised() = m.promised;
   if (m.plan != nullptr) *job.mutable_open() = m.plan->open();
@@ -126,7 +126,7 @@ Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
     m.promise_lsn = m.Append(PromiseRecord{request.epoch()});
     m.host->Sync(m.promise_lsn);
   }
-  // The promise lies after a prepare in flight, so once it is durable that one is too, and Describe reports it.
+  // A prepare in flight lies before the promise in the log, so it is durable when the promise is: Describe reports it.
   if (!m.Durable(m.promise_lsn) && !Seeded(SeededBug::kPromiseNotSynced)) return std::nullopt;
   v1::FenceResponse response;
   *response.mutable_job() = Describe();
@@ -324,7 +324,7 @@ v1::PinnedVersion StepMachine::DescribeVersion() const {
   pin.set_version(m.committed);
   *pin.mutable_decision() = *m.decision;
   pin.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
-  // Tensors that were registered at this very version get their values with the next.
+  // Tensors registered at this very version get their values in the next transaction.
   for (const v1::Registration& registration : m.plan->open().spec().registrations()) {
     if (registration.version() < m.committed) pin.set_registration_count(pin.registration_count() + 1);
   }
@@ -336,7 +336,7 @@ void StepMachine::Pinned(v1::PinnedVersion pin) {
   pin.clear_chunks();
   const int64_t version = pin.version();
   if (pin.automatic() && pin.automatic_since() < m.restored_as) {
-    // Begun before a restore was decided, which gave this version up with what came after the restored one.
+    // The pin began before a restore was decided, and the restore gave this version up.
     pin.set_automatic(false);
     const v1::PinnedVersion changed = pin;
     if (pin.requested()) m.pins.insert_or_assign(version, std::move(pin));
@@ -381,7 +381,7 @@ absl::Status StepMachine::LoseState(const v1::OpenRequest& open) {
   Impl& m = *impl_;
   BALLAST_ASSIGN_OR_RETURN(model::EpochPlan known, model::EpochPlan::Make(open));
   BALLAST_ASSIGN_OR_RETURN(const uint32_t member, known.FindMember(m.id));
-  // The epoch's versions up to the next due one were prepared without any further pin, and so was the next due one.
+  // Without a newer pin the epoch can have prepared all versions up to the next due version, which is included.
   int64_t from = open.base();
   if (!m.pins.empty()) from = std::max(from, m.pins.rbegin()->first);
   const auto interval = static_cast<int64_t>(open.spec().pin_interval());

@@ -1,4 +1,4 @@
-// Recovery: the records that were durable, in order, bring the machine back to where it was (rules 8 and 13).
+// Recovery: replaying the durable records in order restores the machine's state (rules 8 and 13).
 #include <string>
 #include <vector>
 
@@ -34,7 +34,7 @@ absl::Status StepMachine::Impl::ReplayPrepared(const v1::PreparedRecord& record)
     return Diverged(absl::StrCat("the log of server '", id, "' prepares ", ShowKey(record), " after step ", committed,
                                  "; records are missing"));
   }
-  // What is applied indexes the plan by it.
+  // Applying the step indexes the plan by this header.
   const std::vector<std::string> blobs(record.blobs().begin(), record.blobs().end());
   const absl::Status fits = model::CheckHeader(*plan, record.step(), record.header(), blobs);
   if (!fits.ok() ||
@@ -57,7 +57,7 @@ absl::Status StepMachine::Impl::ReplayDecision(const v1::Decision& replayed) {
   return absl::OkStatus();
 }
 
-// The first record of a log is taken as it is; a later one says again what is known.
+// A snapshot at the start of a log is taken as it is; a later snapshot repeats known state.
 absl::Status StepMachine::Impl::ReplaySnapshot(const v1::LogSnapshot& snapshot) {
   if (plan != nullptr || committed >= 0) {
     if (snapshot.committed() == committed) return absl::OkStatus();

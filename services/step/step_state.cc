@@ -6,7 +6,7 @@ namespace ballast::services {
 
 absl::Status StepMachine::Impl::CheckPromised(const v1::Epoch& epoch) const {
   const auto order = model::Compare(epoch, promised);
-  // The epoch that is known was that of the state: nobody may go on in it.
+  // The known epoch belongs to the lost state: nobody may go on in this epoch.
   if (order == 0 && state == State::kLost && plan != nullptr && model::Compare(plan->open().epoch(), epoch) == 0) {
     return StateLost();
   }
@@ -91,9 +91,9 @@ void StepMachine::Impl::TryPrepare() {
   const v1::StepHeader& header = sealed.header();
   if (!slices.Covered(v1::SLICE_KIND_GRADIENT, header.gradient_presence(), sealed.attempt())) return;
   if (!slices.Covered(v1::SLICE_KIND_VALUE, header.value_presence(), sealed.attempt())) return;
-  // Its pin may have gone since it was sealed.
+  // The restore's pin may have gone since the seal.
   if (!CheckRestore(header, sealed.blobs()).ok()) return;
-  // What follows from it: when a later step is decided all servers have the pin, and older ones may go.
+  // Waits for the due pin: so when a later step is decided all servers have the pin, and older pins may go.
   if (due_pin.has_value() && !pins.contains(*due_pin) && !Seeded(SeededBug::kPinNotAwaited)) return;
 
   v1::PreparedRecord& record = prepared.emplace();
@@ -121,7 +121,7 @@ void StepMachine::Impl::TryPrepare() {
 void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
   const v1::PreparedRecord record = *std::exchange(prepared, std::nullopt);
   decision = request;
-  // The blobs that count are those that every rank sealed.
+  // The sealed blobs count, not the blobs of the commit.
   if (!Seeded(SeededBug::kCommitTrustsBlobs)) *decision->mutable_blobs() = record.blobs();
   if (log && Seeded(SeededBug::kDecisionAfterNextPrepared)) {
     unlogged_decision = decision;
@@ -132,12 +132,12 @@ void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
   const bool skip = decision->verdict().skip();
   if (skip) ++skipped;
   CountSteps(record, skip);
-  // Before it is applied, which takes a while: a crash meanwhile must not go back to what the restore gives up.
+  // Before Apply, which takes a while: a crash meanwhile must not go back to a version that the restore gives up.
   if (record.header().kind() == v1::STEP_KIND_RESTORE && pin_interval() > 0 && !Seeded(SeededBug::kRestoreKeepsPins)) {
     MakeAutomatic(record.header().restored_version(), committed);
   }
   host->Apply(record, *decision);
-  // Then: until a restore is applied, nothing that could be restored in its stead goes.
+  // After Apply: until a restore is applied, no pin goes that could be restored instead.
   if (pin_interval() > 0) ReleasePins(record.header());
   slices.NextStep();
   seals.NextStep();
@@ -162,13 +162,13 @@ void StepMachine::Impl::CountSteps(const v1::PreparedRecord& record, bool skip) 
   }
 }
 
-// All servers prepared this step, so all have what was due before it. A restore leaves what it restored: newer pins are
-// of what was given up with it, older ones nobody will need.
+// All servers prepared this step, so all have the pin that was due before this step. After a restore only the restored
+// version's pin stays: newer pins belong to the history given up, and nobody will need older pins.
 void StepMachine::Impl::ReleasePins(const v1::StepHeader& header) {
   std::optional<int64_t> kept;
   if (header.kind() == v1::STEP_KIND_RESTORE) {
     state = State::kKnown;
-    due_pin.reset();  // it goes with what was given up; all have what is restored
+    due_pin.reset();  // the due pin belongs to the history given up; all servers have the restored version
     if (!Seeded(SeededBug::kRestoreKeepsPins)) {
       kept = header.restored_version();
       restored_as = committed;
@@ -205,7 +205,7 @@ void StepMachine::Impl::MakeAutomatic(int64_t version, int64_t since) {
 }
 
 void StepMachine::Impl::KeepOneAutomatic(int64_t kept, int64_t since) {
-  MakeAutomatic(kept, since);  // first: a crash between two of these must not leave none
+  MakeAutomatic(kept, since);  // first: after a crash halfway there must still be an automatic pin
   for (auto next = pins.begin(); next != pins.end();) {
     const auto it = next++;
     v1::PinnedVersion& pin = it->second;
@@ -230,7 +230,8 @@ absl::Status StepMachine::Impl::CheckStartsAnew(const v1::OpenRequest& request) 
   if (request.spec().durability() != v1::DURABILITY_EVERY_K || request.has_base_decision()) {
     return BadRequest("only a job with durability every-K begins with a restore, and without the base's decision");
   }
-  // The base is the least of what servers said that they can have prepared, of which this one's is one.
+  // The base is the least, over all servers, of the last step that a server can have prepared, so at most this
+  // server's.
   const int64_t base_max = committed + (prepared.has_value() ? 1 : 0);
   if (request.restores() < 0 || request.base() < request.restores() || request.base() > base_max) {
     return BadRequest(absl::StrCat("Open from base ", request.base(), " that restores version ", request.restores(),

@@ -1,4 +1,4 @@
-// What a step machine remembers, and the checks and transitions that its verbs share. Private to services/step.
+// A step machine's state, and the checks and transitions shared by its verbs. Private to services/step.
 #pragma once
 
 #include <map>
@@ -19,13 +19,13 @@ namespace ballast::services {
 
 inline std::string Show(const v1::Epoch& epoch) { return absl::StrCat(epoch.counter(), ".", epoch.nonce()); }
 
-// A step, an epoch and an attempt for messages, from whatever carries them.
+// Step, epoch and attempt of a request, record or decision, for messages.
 template <typename T>
 std::string ShowKey(const T& t) {
   return absl::StrCat("step ", t.step(), " of epoch ", Show(t.epoch()), ", attempt ", t.attempt());
 }
 
-// Do two messages speak of the same try at a step? The plan hash alone would not do: it does not cover the epoch.
+// Do two messages have the same key? The plan hash alone would not do: the hash does not cover the epoch.
 template <typename A, typename B>
 bool SameKey(const A& a, const B& b) {
   return a.step() == b.step() && model::Compare(a.epoch(), b.epoch()) == 0 && a.attempt() == b.attempt() &&
@@ -54,32 +54,34 @@ struct StepMachine::Impl {
   void RaiseAttempt(uint32_t rank, uint64_t attempt);
   uint64_t Append(StepRecord record) { return appended = host->Append(record); }
   bool Durable(uint64_t lsn) const { return lsn <= synced; }
-  // Rule 3's conditions on who pushes, which hold before the bytes come and again after.
+  // Rule 3's conditions on epoch, step, rank and attempt of a push: checked before the bytes come and again after.
   absl::Status CheckPush(const v1::PushRequest& header) const;
-  // Is all that the header speaks of prepared, so that nothing may be added to it?
+  // Is the push's step prepared, so that no slice may be added?
   bool Settled(const v1::PushRequest& header) const;
   // Always false but for a seeded bug: a push of the step after the prepared one.
   bool TakesNext(const v1::PushRequest& header) const;
-  // Rule 6: writes the prepared record once all of the step is there.
+  // Rule 6: writes the prepared record once the step is complete.
   void TryPrepare();
-  // Takes the own prepared record's step for decided: rule 8.
+  // Rule 8: decides the step of this server's prepared record.
   void Decide(const v1::Decision& decision, bool log);
-  // What a decided step makes of the tensors' step counts.
+  // Updates the tensors' step counts for a decided step.
   void CountSteps(const v1::PreparedRecord& record, bool skip);
   absl::Status CheckBase(const v1::OpenRequest& request) const;
-  // Rule 13: whether a restore may be sealed, and prepared, here. OK of other kinds.
+  // Rules 13 and 14: may this transaction be sealed and prepared here? Only restores are refused, and while the state
+  // is lost every transaction but the epoch's restore.
   absl::Status CheckRestore(const v1::StepHeader& header,
                             const google::protobuf::RepeatedPtrField<std::string>& blobs) const;
-  // Rule 14: whether the group may begin anew from the base that it found.
+  // Rule 14: may the group begin anew from the base of `request`?
   absl::Status CheckStartsAnew(const v1::OpenRequest& request) const;
   absl::Status StateLost() const;
-  // After a decision: automatic pins that nobody will go back to go, or lose that mark.
+  // After a decision: drops automatic pins that no group will restore, or their mark if a client asked for the pin.
   void ReleasePins(const v1::StepHeader& header);
-  // After the own pin was given up: until the next due one, what this version's pin tells after a restart.
+  // After an automatic pin was given up: pins the current version, whose number bounds the prepared steps after a
+  // restart.
   void ReplacePin();
-  // `since`: the transaction that made it what the job goes on from.
+  // `since`: the transaction that made the version the one to go back to.
   void MakeAutomatic(int64_t version, int64_t since);
-  // The others lose the mark.
+  // Makes `kept` the only automatic pin.
   void KeepOneAutomatic(int64_t kept, int64_t since);
   uint64_t pin_interval() const { return plan->open().spec().pin_interval(); }
   void Adopt(model::EpochPlan next, uint32_t member);
@@ -108,12 +110,12 @@ struct StepMachine::Impl {
   std::vector<uint64_t> tensor_steps;
   uint64_t skipped = 0;
   std::map<int64_t, v1::PinnedVersion> pins;  // durable here
-  // kLost: since a restart; `committed` is the last step that may have been prepared, and the epoch that is known is
-  // over. kToRestore: an epoch is open, whose first transaction is the only one that is prepared.
+  // kLost: since a restart; `committed` is the last step that may have been prepared, and the known epoch is over.
+  // kToRestore: an epoch is open, and nothing but its first transaction, the restore, may be prepared.
   enum class State { kKnown, kLost, kToRestore };
   State state = State::kKnown;
   std::optional<int64_t> due_pin;
-  int64_t restored_as = -1;  // every-K: the last restore that was decided since this process began
+  int64_t restored_as = -1;  // every-K: step of the last restore decided since this process began
 
   // Only seeded bugs set these.
   std::optional<v1::Decision> unlogged_decision;

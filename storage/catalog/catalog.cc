@@ -38,12 +38,13 @@ absl::Status CatalogError(const rocksdb::Status& status, absl::string_view what,
                    "the entries of durable jobs anew"));
 }
 
-// RocksDB's own log file is a second thing to fill a disk, and Debian's build of it asserts that it could be written.
+// Sends RocksDB's messages to the server's log. RocksDB's own log file would fill the disk too, and Debian's build
+// aborts if the file cannot be written.
 class ForwardingLogger final : public rocksdb::Logger {
  public:
   ForwardingLogger() : rocksdb::Logger(rocksdb::InfoLogLevel::WARN_LEVEL) {}
   using rocksdb::Logger::Logv;
-  void Logv(const char*, va_list) override {}  // headers and what has no level
+  void Logv(const char*, va_list) override {}  // headers and messages without a level
   void Logv(rocksdb::InfoLogLevel level, const char* format, va_list arguments) override {
     if (level < rocksdb::InfoLogLevel::WARN_LEVEL || level >= rocksdb::InfoLogLevel::HEADER_LEVEL) return;
     char text[512];
@@ -89,7 +90,7 @@ class RocksCatalog : public Catalog {
  private:
   absl::Status AddPuts(absl::Span<const std::pair<std::string, std::string>> pairs, rocksdb::WriteBatch* batch) const;
   absl::Status AddErase(absl::string_view prefix, rocksdb::WriteBatch* batch) const;
-  // After a failed write the disk's content is unknown: the same error from then on, until somebody looks.
+  // After a failed write the disk's content is unknown: every later write returns the same error.
   absl::Status Write(rocksdb::WriteBatch& batch, absl::string_view what, Sync sync = Sync::kSynced) {
     absl::MutexLock guard(&mutex_);
     BALLAST_RETURN_IF_ERROR(failed_);

@@ -1,4 +1,4 @@
-// What a server remembers about its jobs across a restart, in RocksDB: an index, small, written with synced batches.
+// The catalog: a server's memory of its jobs across a restart. A small index in RocksDB, written with synced batches.
 #pragma once
 
 #include <memory>
@@ -12,26 +12,26 @@
 
 namespace ballast::storage {
 
-// Threads: any. Durability: writes are synced on OK, unless kUnsynced is said: the system writes such a value when it
-// likes, or with the next synced one.
+// Threads: any. Durability: writes are synced on OK. A value put with kUnsynced becomes durable with the next synced
+// write, or earlier when the system writes it.
 class Catalog {
  public:
-  // In RocksDB. Creates `directory` if needed. FAILED_PRECONDITION naming the holder if another process has it open;
-  // DATA_LOSS (IO) if what is there is damaged; INTERNAL (IO) else.
-  // kReadOnly: the database's files stay as they are, and every write fails; so does opening what is not there.
+  // Opens the RocksDB database, and creates `directory` if needed. FAILED_PRECONDITION naming the holder if another
+  // process has the directory open; DATA_LOSS (IO) if the database is damaged; INTERNAL (IO) for everything else.
+  // kReadOnly: the database's files stay as they are; every write fails, and so does opening a missing database.
   enum class Access { kReadWrite, kReadOnly };
   static absl::StatusOr<std::unique_ptr<Catalog>> Open(const std::string& directory,
                                                        Access access = Access::kReadWrite);
   virtual ~Catalog() = default;
 
   enum class Sync { kSynced, kUnsynced };
-  // After one failed write every later one returns its error.
+  // After a failed write every later write returns the same error.
   virtual absl::Status Put(absl::string_view key, absl::string_view value, Sync sync = Sync::kSynced) = 0;
-  // All or none of them.
+  // Puts all pairs or none.
   virtual absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) = 0;
   virtual absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const = 0;
   virtual absl::Status ErasePrefix(absl::string_view prefix) = 0;
-  // What is under these prefixes goes and the pairs come: all of it or nothing.
+  // Erases everything under these prefixes and puts the pairs, all or nothing.
   virtual absl::Status Replace(absl::Span<const std::string> prefixes,
                                absl::Span<const std::pair<std::string, std::string>> pairs) = 0;
   // Key-value pairs under `prefix`, by key.

@@ -20,11 +20,11 @@
 namespace ballast::storage {
 namespace {
 constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
-// Of memory that one thread touches, and threads.
+// The least memory worth another touching thread, and the most threads.
 constexpr uint64_t kTouchBytesMin = uint64_t{128} << 20;
 constexpr uint64_t kTouchThreadsMax = 8;
 
-// The kernel clears a page when it is touched first: much memory on several threads, which clear faster than one.
+// The kernel clears a page at its first touch: large memory is touched by several threads, to clear it faster.
 void Touch(std::byte* first, uint64_t bytes) {
   const uint64_t processors = std::max(1u, std::thread::hardware_concurrency());
   const uint64_t threads = std::clamp<uint64_t>(bytes / kTouchBytesMin, 1, std::min(processors, kTouchThreadsMax));
@@ -99,12 +99,12 @@ absl::Status Arena::Pin(int device) {
 bool Arena::Lock() {
   if (locked_ || bytes_.empty()) return true;
   locked_ = mlock(bytes_.data(), bytes_.size()) == 0;
-  if (!locked_) (void)munlock(bytes_.data(), bytes_.size());  // some of it may be
+  if (!locked_) (void)munlock(bytes_.data(), bytes_.size());  // a part may be locked
   return locked_;
 }
 
-// The addresses stay mapped: cutting the mapping would cost the process one of its few mappings a hole. Those of locked
-// memory go on counting against the limit.
+// The addresses stay mapped: every hole cut into the mapping would use up one of the process's few mappings. The
+// addresses of locked memory go on counting against the limit.
 void Arena::Discard(absl::Span<std::byte> part) {
   if (locked_) {
     if (madvise(part.data(), part.size(), MADV_DONTNEED_LOCKED) == 0) return;

@@ -1,4 +1,4 @@
-// Large aligned memory, touched when it is made: first touches later would cost the data path a page fault each.
+// Large aligned memory, touched when it is made: each first touch later would cost the data path a page fault.
 #pragma once
 
 #include <sys/types.h>
@@ -14,7 +14,7 @@ namespace ballast::storage {
 
 // Zeroed, starts at a 2 MiB boundary, in huge pages where the kernel grants them, on all NUMA nodes in turn; exactly
 // the bytes asked for (rounded to 4096) become resident. Owns the mapping, which a forked child does not get: a child
-// may destroy its copy of an Arena, and do nothing else with it.
+// may destroy its copy of an Arena and must not use the copy otherwise.
 class Arena {
  public:
   // RESOURCE_EXHAUSTED (BUDGET) if the system has no such memory.
@@ -25,12 +25,13 @@ class Arena {
   ~Arena();
 
   absl::Span<std::byte> bytes() const { return bytes_; }
-  // Page-locks the memory for GPU `device`. After an error it is pageable, and of use all the same. Errors:
+  // Page-locks the memory for GPU `device`. After an error the memory is pageable and still usable. Errors:
   // PinMemory's.
   absl::Status Pin(int device);
-  // Asks the system not to swap the memory out. False: a limit (ulimit -l) forbids it; the memory is used all the same.
+  // Locks the memory against swapping. False: a limit (ulimit -l) forbids locking; the memory is still usable.
   bool Lock();
-  // Gives the system the memory of a part back, which must not be used any more. REQUIRES: aligned to 4096, not pinned.
+  // Returns the memory of a part to the system; the part must not be used any more. REQUIRES: aligned to 4096, not
+  // page-locked.
   void Discard(absl::Span<std::byte> part);
   bool pinned() const { return pinned_for_.has_value(); }
 

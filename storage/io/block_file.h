@@ -1,4 +1,4 @@
-// A file that is read and written in aligned blocks, past the page cache where its file system allows that.
+// A file read and written in aligned blocks, past the page cache where its file system allows.
 #pragma once
 
 #include <cstddef>
@@ -13,17 +13,17 @@
 
 namespace ballast::storage {
 
-// Of offsets, sizes and addresses: the largest logical block that disks have.
+// Alignment of offsets, sizes and addresses: the largest logical block of disks.
 inline constexpr uint64_t kIoAlignment = 4096;
 
 inline constexpr uint64_t AlignUp(uint64_t bytes) { return (bytes + kIoAlignment - 1) / kIoAlignment * kIoAlignment; }
 
-// The one place that turns errno of a file into a status: RESOURCE_EXHAUSTED (IO) for a full disk or quota, else
+// Turns errno of a file into a status, here and nowhere else: RESOURCE_EXHAUSTED (IO) for a full disk or quota, else
 // INTERNAL (IO); names the file, offset and size (if `bytes` > 0) and the system's text.
 absl::Status IoError(int error, absl::string_view verb, absl::string_view path, uint64_t offset, uint64_t bytes);
 
 // A file of a Disk. Threads: any. Transfers and ranges are aligned to kIoAlignment.
-// Durability: what was written is volatile until a Sync that began after it is OK.
+// Durability: written bytes are volatile until a Sync that began after the write is OK.
 class BlockFile {
  public:
   virtual ~BlockFile() = default;
@@ -31,9 +31,9 @@ class BlockFile {
   BlockFile& operator=(const BlockFile&) = delete;
 
   const std::string& path() const { return path_; }
-  // Of the system's file; -1 for a simulated one, whose disk has queues of its own.
+  // The system's descriptor; -1 for a simulated file, whose disk has queues of its own.
   virtual int fd() const = 0;
-  // Empty if transfers bypass the page cache, else why they do not.
+  // Empty if transfers bypass the page cache, else the reason why not.
   virtual const std::string& buffered_because() const = 0;
   virtual absl::StatusOr<uint64_t> Size() const = 0;
 
@@ -45,7 +45,8 @@ class BlockFile {
 
   // Makes sure that writes to [offset, offset + bytes) will find space. RESOURCE_EXHAUSTED (IO) if the disk is full.
   virtual absl::Status Reserve(uint64_t offset, uint64_t bytes) = 0;
-  // Gives the space of a range back, which reads as zero then; best effort: some file systems cannot.
+  // Returns the space of a range to the file system; afterwards the range reads as zero. Best effort: some file systems
+  // cannot.
   virtual void Discard(uint64_t offset, uint64_t bytes) = 0;
   virtual absl::Status Truncate(uint64_t bytes) = 0;
 

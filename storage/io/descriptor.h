@@ -7,9 +7,9 @@
 
 namespace ballast::storage {
 
-// Owns `fd`. A forked child inherits every descriptor, and with it locks and transfers that would outlive the process
-// that they belong to: a data loader's worker would keep a dead trainer's directory locked. So a child closes its
-// copies as it is forked, and destroying a copy of a Descriptor there does nothing. Threads: any.
+// Owns `fd`. A forked child inherits every descriptor, and so keeps the parent's locks and transfers alive after the
+// parent's death: a data loader's worker would keep a dead trainer's directory locked. Therefore a child closes its
+// copies as it is forked, and destroying a copy of a Descriptor in the child does nothing. Threads: any.
 class Descriptor {
  public:
   Descriptor() = default;
@@ -19,9 +19,9 @@ class Descriptor {
   ~Descriptor() { Close(); }
 
   int get() const { return fd_; }
-  // Whether this process made it, rather than one that it was forked from.
+  // True in the process that made the Descriptor, false in a forked child.
   bool own() const;
-  // Leaves the descriptor to whoever else closes it.
+  // Gives the descriptor up without closing it: the caller closes it.
   void Release();
 
  private:

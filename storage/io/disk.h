@@ -14,14 +14,14 @@ namespace ballast::storage {
 class Disk {
  public:
   enum class Mode {
-    kEmptied,  // created if missing, locked against other openers, emptied. A lock that another has is waited for, for
-               // 5 s on the system's disk, as a process that was killed may still have it: FAILED_PRECONDITION (BUSY)
-    kKept,     // as kEmptied, but what it holds stays
-    kShared,   // must exist: INTERNAL (IO) else; not locked, its content is left alone
+    kEmptied,  // created if missing, locked against other openers, emptied. Open waits for a lock held elsewhere, for
+               // 5 s on the system's disk, since a killed process may still hold it; then FAILED_PRECONDITION (BUSY)
+    kKept,     // as kEmptied, but the content stays
+    kShared,   // must exist, or INTERNAL (IO); not locked, the content stays
   };
   virtual ~Disk() = default;
   virtual absl::StatusOr<std::unique_ptr<BlockFile>> Open(const std::string& path, Mode mode) = 0;
-  // The file's directory entry and content are gone when this is OK, durably; also if there was none.
+  // On OK the file's directory entry and content are gone, durably. OK as well if there was no file.
   virtual absl::Status Remove(const std::string& path) = 0;
   // A queue for this disk's files. Errors: as MakeIoQueue's.
   virtual absl::StatusOr<std::unique_ptr<IoQueue>> MakeQueue(const IoQueueOptions& options) = 0;

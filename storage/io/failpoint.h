@@ -1,4 +1,4 @@
-// Moments at which a test kills the process: names, and the call that stands at each.
+// Moments at which a test kills the process: their names, and the call to put at each moment.
 //
 // Only libraries of the test build are compiled with BALLAST_SEEDED_BUGS; there the environment variable FAILPOINT,
 // "name:n", ends the process with SIGKILL at the n-th passing. Everywhere else the calls are empty.
@@ -22,7 +22,7 @@
 namespace ballast::storage {
 
 // "create/", "fence/", "recovery/", "drop/": passed when a job's log is made, when a group of trainers begins, when a
-// server starts, when a job is dropped. The others: in every run.
+// server starts, when a job is dropped. All others are passed in every run.
 inline constexpr absl::string_view kFailpoints[] = {
     // storage/log
     "create/reserved", "create/headless", "create/head", "log/appended", "log/submitted", "log/written", "log/sync",
@@ -38,7 +38,7 @@ inline constexpr absl::string_view kFailpoints[] = {
     "recovery/replayed", "recovery/rolled", "drop/stopped", "drop/log_removed", "drop/log_forgotten",
     "drop/job_forgotten"};
 
-// One of the names above; another one does not compile.
+// A name from kFailpoints; any other name does not compile.
 class Failpoint {
  public:
   consteval Failpoint(const char* name) : name_(name) {  // NOLINT: so that a call reads as its name

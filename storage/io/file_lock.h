@@ -1,4 +1,5 @@
-// Who may use a directory: an open-file-description lock on a file in it, with the holder's pid inside for people.
+// Locks a directory for a process: an open-file-description lock on a file in the directory. The file holds the
+// process's pid, for people.
 #pragma once
 
 #include <string>
@@ -11,14 +12,14 @@
 namespace ballast::storage {
 
 // Locks the whole file behind `fd` until the descriptor is closed, also against other descriptors of this process.
-// A process that was killed has its locks for as long as a transfer of its io_uring is under way, which may be after it
-// was waited for. So whoever knows that no other process may use the file waits: once the lock is had, nothing that a
-// dead one sent to the file can still arrive there.
+// A killed process keeps its locks while a transfer of its io_uring is under way, perhaps even after the process was
+// waited for. So a caller that knows that no other process may use the file should wait: once the caller has the lock,
+// no write of the dead process can arrive in the file any more.
 // Threads: any; blocks for at most `wait_max`, and says so in the log after a second.
-// Errors: FAILED_PRECONDITION (BUSY), another has it and kept it; INTERNAL (IO) otherwise.
+// Errors: FAILED_PRECONDITION (BUSY) if another opener kept the lock; INTERNAL (IO) otherwise.
 absl::Status LockDescriptor(int fd, const std::string& path, absl::Duration wait_max);
 
-// Held until destroyed; the kernel drops it when the process dies, whatever children of it live on.
+// A lock held until destroyed; the kernel drops the lock when the process dies, even if children live on.
 class FileLock {
  public:
   // Creates `path` if needed; does not wait. FAILED_PRECONDITION (BUSY): `what` is in use, with the holder's pid;

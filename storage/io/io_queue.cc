@@ -21,7 +21,7 @@ absl::StatusOr<std::unique_ptr<IoQueue>> MakeIoQueue(const IoQueueOptions& optio
   if (options.backend == IoBackend::kAuto && IoBackendProbe() == "io_uring") {
     absl::StatusOr<std::unique_ptr<IoQueue>> queue = MakeUringQueue(options.registered);
     if (queue.ok()) return queue;
-    // The probe's ring could be had, this one not: a limit was reached since.
+    // The probe got its ring, but this queue did not: a limit was reached since.
     spdlog::warn("I/O by threads: {}", std::string(queue.status().message()));
   }
   return std::unique_ptr<IoQueue>(std::make_unique<ThreadQueue>(options.threads));

@@ -1,7 +1,7 @@
-// Reads and writes of aligned buffers, many in flight, every result looked at. Two implementations under one contract
-// test: io_uring, and a pool of threads for kernels and containers that refuse it.
+// Reads and writes of aligned buffers, many in flight, every result checked. Two implementations under the same
+// contract test: io_uring, and a pool of threads for kernels and containers that refuse io_uring.
 //
-// Bounds: kIoRequestsMax requests, of which kIoDepth pieces are with the kernel at a time.
+// Bounds: kIoRequestsMax requests; kIoDepth pieces of them are with the kernel at a time.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@
 
 namespace ballast::storage {
 
-// Larger transfers are cut: the block layer would cut them anyway, and a lost one costs a whole request.
+// Larger transfers are cut: the block layer would cut them anyway, and a short transfer repeats only its own piece.
 inline constexpr uint64_t kIoPieceBytesMax = uint64_t{1} << 20;
 // Depth 2-8 already saturates one NVMe device; 64 lets a few 12 MiB chunks be with the kernel whole.
 inline constexpr uint32_t kIoDepth = 64;
@@ -27,13 +27,13 @@ struct IoRequest {
   enum class Kind {
     kRead,
     kWrite,
-    kSync,  // fdatasync: covers the writes that had completed when it was submitted; no offset, no buffer
+    kSync,  // fdatasync: covers the writes completed before its submission; no offset, no buffer
   };
   Kind kind = Kind::kRead;
   const BlockFile* file = nullptr;
   uint64_t offset = 0;           // multiple of kIoAlignment, like the buffer's address and size
   absl::Span<std::byte> buffer;  // borrowed until completion; a write does not change it
-  uint64_t tag = 0;              // comes back with the completion
+  uint64_t tag = 0;              // returned with the completion
 };
 
 struct IoCompletion {
@@ -41,15 +41,17 @@ struct IoCompletion {
   absl::Status status;  // OK: all bytes moved
 };
 
-// Threads: one at a time, the one that made it (an io_uring belongs to its thread). Destruction waits for what is in
-// flight, and may happen on any thread once nothing is.
+// Threads: only the thread that made the queue (an io_uring belongs to its thread). Destruction waits for all requests
+// in flight, and may happen on any thread once nothing is in flight.
 class IoQueue {
  public:
   virtual ~IoQueue() = default;
-  // Starts a transfer, at the latest within the next Reap. INVALID_ARGUMENT (BAD_REQUEST) for misalignment; UNAVAILABLE (BUSY) when kIoRequestsMax are in
-  // flight: reap first. Short transfers, EAGAIN and EINTR are resubmitted, at most kIoRetriesMax times a piece.
+  // Starts a transfer, at the latest within the next Reap. INVALID_ARGUMENT (BAD_REQUEST) for misalignment; UNAVAILABLE
+  // (BUSY) when kIoRequestsMax are in flight: reap first. Short transfers, EAGAIN and EINTR are resubmitted, at most
+  // kIoRetriesMax times a piece.
   virtual absl::Status Submit(const IoRequest& request) = 0;
-  // Appends what has finished, in any order. `wait`: not before there is one, unless nothing is in flight.
+  // Appends finished requests, in any order. `wait`: blocks until there is a finished request, unless nothing is in
+  // flight.
   virtual void Reap(bool wait, std::vector<IoCompletion>* completions) = 0;
   virtual uint64_t in_flight() const = 0;
   virtual const char* name() const = 0;  // "io_uring" or "threads"
@@ -59,13 +61,13 @@ enum class IoBackend { kAuto, kUring, kThreads };
 
 struct IoQueueOptions {
   IoBackend backend = IoBackend::kAuto;
-  // Memory from which most buffers come: registered with the kernel if it lets us, which saves CPU time only.
+  // Memory that most buffers come from. Registered with the kernel if the kernel allows; this only saves CPU time.
   absl::Span<std::byte> registered;
-  uint32_t threads = 4;  // of the pool
+  uint32_t threads = 4;  // in the pool
 };
 
-// kAuto takes io_uring where the probe found it, else threads. kUring: UNAVAILABLE (IO) with the reason if it cannot be
-// had.
+// kAuto takes io_uring where the probe found io_uring, else threads. kUring: UNAVAILABLE (IO) with the reason if there
+// is no io_uring.
 absl::StatusOr<std::unique_ptr<IoQueue>> MakeIoQueue(const IoQueueOptions& options);
 
 // "io_uring", or "threads: <why io_uring is not used>". Probed once per process.

@@ -14,7 +14,7 @@
 namespace ballast::storage {
 namespace {
 
-// What a kernel is built for at most (CONFIG_NODES_SHIFT).
+// The most nodes that a kernel can be built for (CONFIG_NODES_SHIFT).
 constexpr size_t kNodesMax = 1024;
 constexpr size_t kWordBits = sizeof(unsigned long) * CHAR_BIT;
 
@@ -24,7 +24,7 @@ struct NodeMask {
   void Add(size_t node) { words[node / kWordBits] |= 1ul << node % kWordBits; }
 };
 
-// `node` is a folder of each of its processors.
+// In /sys each node's folder has an entry for each of its processors.
 bool HasProcessorOf(size_t node, const cpu_set_t& processors) {
   for (int processor = 0; processor < CPU_SETSIZE; ++processor) {
     if (!CPU_ISSET(processor, &processors)) continue;
@@ -38,7 +38,7 @@ bool HasProcessorOf(size_t node, const cpu_set_t& processors) {
 
 }  // namespace
 
-// The two system calls, not libnuma: a wheel would have to bring that along.
+// Two system calls instead of libnuma, which a wheel would have to bring along.
 std::vector<int> MemoryNodes() {
   int policy = MPOL_DEFAULT;
   NodeMask mask;
@@ -56,7 +56,7 @@ std::vector<int> MemoryNodes() {
 bool Interleave(absl::Span<std::byte> bytes, absl::Span<const int> nodes) {
   NodeMask mask;
   for (const int node : nodes) mask.Add(static_cast<size_t>(node));
-  // The kernel takes one off the number of bits.
+  // The kernel subtracts 1 from the number of bits.
   return syscall(SYS_mbind, bytes.data(), bytes.size(), MPOL_INTERLEAVE, mask.words, kNodesMax + 1, 0) == 0;
 }
 

@@ -1,5 +1,6 @@
-// Memory on machines of several NUMA nodes (sockets). An update's kernels run on threads of all nodes over all of a
-// block, so its pages should lie on all nodes in turn; left alone they lie where the thread ran that touched them.
+// Memory on machines with several NUMA nodes (sockets). An update's kernels run on threads of all nodes over all of a
+// block, so a block's pages should lie on all nodes in turn; by default a page lies on the node of the thread that
+// touched the page first.
 #pragma once
 
 #include <cstddef>
@@ -9,11 +10,12 @@
 
 namespace ballast::storage {
 
-// Those that this process's memory may lie on and that have processors which it may use: others hold a GPU's memory, or
-// slower one. None where the system does not tell, or somebody chose a policy for the process (`numactl`): that holds.
+// The nodes that this process may use for memory and for threads; nodes without processors hold a GPU's memory, or
+// slower memory. Empty where the system does not tell, or where a policy was chosen for the process (`numactl`): this
+// policy holds.
 std::vector<int> MemoryNodes();
 
-// Pages that are touched from now on lie on `nodes` in turn. REQUIRES: aligned to pages. False: the system forbids it.
+// Pages touched from now on lie on `nodes` in turn. REQUIRES: aligned to pages. False: the system refused.
 bool Interleave(absl::Span<std::byte> bytes, absl::Span<const int> nodes);
 
 }  // namespace ballast::storage

@@ -51,7 +51,7 @@ absl::StatusOr<bool> Advance(Piece& piece, int64_t result) {
     return IoError(error, Verb(piece.kind), piece.file->path(), piece.offset, piece.bytes);
   }
   if (static_cast<uint64_t>(result) >= piece.bytes) return true;
-  // What is issued again must be aligned too, so a partial block counts as not moved.
+  // The rest to issue again must be aligned too, so a partial block counts as not moved.
   const uint64_t moved = static_cast<uint64_t>(result) / kIoAlignment * kIoAlignment;
   piece.offset += moved;
   piece.data += moved;
@@ -130,7 +130,7 @@ void RequestTable::End(const Piece& piece, const absl::Status& status) {
     slot.status = status;
     if (!slot.cut()) {
       slot.rest_given_up = true;
-      // Requests are cut one after the other, so one that is partly cut is the first of the list.
+      // Requests are cut in order, so a partly cut request is the first of the list.
       first_uncut_ = slot.next;
       if (first_uncut_ == nullptr) last_uncut_ = nullptr;
     }

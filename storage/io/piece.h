@@ -1,4 +1,4 @@
-// What both queues share: cutting requests into pieces, and what a system call's result means for a piece.
+// Shared by both queues: cuts requests into pieces, and applies a system call's result to a piece.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace ballast::storage {
 
-// A device that is short of memory answers EAGAIN for a while; one that never moves on is broken.
+// A device short of memory answers EAGAIN for a while; a device that never moves on is broken.
 inline constexpr int kIoRetriesMax = 32;
 
 struct Piece {
@@ -20,10 +20,10 @@ struct Piece {
   std::byte* data = nullptr;
   uint64_t bytes = 0;  // still to move
   int retries = 0;
-  uint32_t slot = 0;  // of the request, in RequestTable
+  uint32_t slot = 0;  // the request's, in RequestTable
 };
 
-// `result`: bytes moved, or -errno. True: the piece is complete; false: issue what is left of it again.
+// `result`: bytes moved, or -errno. True: the piece is complete; false: issue the rest of the piece again.
 // Errors: as IoError; DATA_LOSS (IO) at the end of the file.
 absl::StatusOr<bool> Advance(Piece& piece, int64_t result);
 
@@ -35,26 +35,26 @@ class RequestTable {
  public:
   RequestTable();
   absl::Status Add(const IoRequest& request);
-  // The next piece that has not been issued, in the order of Add. False: there is none.
+  // The next piece not issued yet, in the order of Add. False: there is none.
   bool Cut(Piece* piece);
   bool uncut() const { return first_uncut_ != nullptr; }
   // A piece ended. After an error the rest of its request is not issued.
   void End(const Piece& piece, const absl::Status& status);
   bool finished() const { return !finished_.empty(); }
   void Take(std::vector<IoCompletion>* completions);
-  // Added and not yet taken.
+  // Number of requests added and not yet taken.
   uint64_t in_flight() const { return in_flight_; }
 
  private:
   struct Slot {
     IoRequest request;
     uint64_t cut_bytes = 0;
-    bool issued = false;  // some piece: a sync has one of no bytes
+    bool issued = false;  // at least one piece was issued: a sync has one piece, of no bytes
     bool rest_given_up = false;
     uint32_t pieces = 0;  // issued and not ended
     absl::Status status;
     bool cut() const { return rest_given_up || (issued && cut_bytes == request.buffer.size()); }
-    Slot* next = nullptr;  // in the list of those with bytes to cut, or of the free ones
+    Slot* next = nullptr;  // in the list of slots with bytes to cut, or in the list of free slots
   };
   void FinishIfEnded(Slot& slot);
 

@@ -1,4 +1,4 @@
-// Page-locking for the GPU. The build chooses one of two sources; without CUDA nothing can be page-locked, and says so.
+// Page-locks memory for the GPU. The build chooses one of two sources; without CUDA, PinMemory refuses.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,8 @@
 
 namespace ballast::storage {
 
-// For GPU `device`, and for all others as well. Leaves the device selected in the calling thread: without a selection
-// CUDA would take GPU 0, and hold memory there for this process.
+// Page-locks `bytes` for GPU `device`, and for all other GPUs as well. Leaves the device selected in the calling
+// thread: without a selection CUDA would take GPU 0, and hold memory there for this process.
 // UNAVAILABLE (UNSUPPORTED) without that GPU; RESOURCE_EXHAUSTED (BUDGET) if a limit stopped it, with its text.
 absl::Status PinMemory(absl::Span<std::byte> bytes, int device);
 void UnpinMemory(absl::Span<std::byte> bytes, int device);

@@ -16,7 +16,7 @@ void Slabs::Add(Arena slab) {
   slabs_.push_back({std::move(slab), {{memory.data(), memory.size()}}});
 }
 
-// The first that fits: buffers of one job have few sizes, so holes are of use again.
+// First fit: buffers of a job have few sizes, so holes are used again.
 absl::Span<std::byte> Slabs::Take(uint64_t bytes) {
   const uint64_t place = AlignUp(bytes);
   absl::MutexLock lock(&mutex_);

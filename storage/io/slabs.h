@@ -1,5 +1,5 @@
-// Memory for many buffers out of few large mappings: to page-lock a buffer by itself takes longer than to fill it, and
-// a process may have few mappings.
+// Cuts many buffers out of few large mappings: page-locking a single buffer takes longer than filling the buffer, and
+// the system limits the mappings of a process.
 #pragma once
 
 #include <cstddef>
@@ -18,11 +18,11 @@ namespace ballast::storage {
 class Slabs {
  public:
   void Add(Arena slab);
-  // In one piece, from a multiple of 4096; empty if no slab has so much. The content is undefined.
+  // Memory in one piece, aligned to 4096; empty if no slab has so much. The content is undefined.
   absl::Span<std::byte> Take(uint64_t bytes);
-  // What Take returned.
+  // `taken`: a span returned by Take.
   void Return(absl::Span<std::byte> taken);
-  // Gives slabs of which nothing is taken to the system until no more than `bytes` are left.
+  // Returns unused slabs to the system until no more than `bytes` are left.
   void Shrink(uint64_t bytes);
   uint64_t bytes() const;
 

@@ -124,8 +124,8 @@ absl::Status SyncDirectory(const std::string& path) {
   return result == 0 ? absl::OkStatus() : IoError(error, "sync", path, 0, 0);
 }
 
-// Who opens a server's file has its data directory, so nobody who lives has the file. What a process had sent to the
-// disk when it died is over in milliseconds; seconds are a disk that is busy for all.
+// The opener of a server's file holds the lock of the data directory, so no living process has the file. The transfers
+// of a dead process end within milliseconds; seconds allow for a busy disk.
 constexpr absl::Duration kLockWait = absl::Seconds(5);
 
 class SystemDiskImpl : public Disk {

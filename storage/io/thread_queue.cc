@@ -37,7 +37,7 @@ void ThreadQueue::Work() {
   while (true) {
     mutex_.Await(absl::Condition(this, &ThreadQueue::HasWork));
     Piece piece;
-    // Buffers are borrowed until completion, so what was submitted is finished even when stopping.
+    // Buffers are borrowed until completion, so submitted requests are finished even when stopping.
     if (!table_.Cut(&piece)) return;
     mutex_.Unlock();
     const absl::Status status = Transfer(piece);

@@ -1,4 +1,4 @@
-// The queue for systems without io_uring: a few threads that pread and pwrite.
+// The queue for systems without io_uring: a few threads that call pread and pwrite.
 #pragma once
 
 #include <thread>

@@ -20,8 +20,8 @@ namespace {
 
 // The kernel registers at most 1 GiB per entry.
 constexpr uint64_t kRegisteredBytesMax = uint64_t{1} << 30;
-// Pieces that wait for the next Reap, which most callers are about to call: a call into the kernel for each took a
-// tenth of a transfer's CPU time.
+// Number of pieces that wait for the next Reap, since most callers are about to call Reap: entering the kernel for each
+// piece took a tenth of a transfer's CPU time.
 constexpr uint32_t kQueuedMax = 8;
 
 class UringQueue : public IoQueue {
@@ -46,7 +46,7 @@ class UringQueue : public IoQueue {
     if (error == -EINVAL) error = io_uring_queue_init(kIoDepth, &ring_, 0);
     if (error != 0) return Unavailable("io_uring_setup", -error);
     ready_ = true;
-    // A forked child that had the ring would keep its files open, and their locks.
+    // A forked child with the ring would keep the ring's files open, and their locks.
     descriptor_ = Descriptor(ring_.ring_fd);
     (void)io_uring_ring_dontfork(&ring_);
     io_uring_probe* probe = io_uring_get_probe_ring(&ring_);
@@ -128,20 +128,20 @@ class UringQueue : public IoQueue {
     io_uring_sqe_set_data64(sqe, index);
   }
 
-  // Of those with the kernel, how many one sleep waits for: waking for each costs CPU time, and the others keep the
-  // device busy meanwhile.
+  // Number of pieces to wait for in a single sleep: waking for each piece costs CPU time, and the remaining pieces keep
+  // the device busy meanwhile.
   unsigned WaitPieces() const { return kIoDepth - free_.size() >= 8 ? 4 : 1; }
 
   void SubmitQueued() { Check(io_uring_submit(&ring_)); }
 
-  // Gives the kernel what is queued, lets it complete what is done, and waits for so many pieces.
+  // Submits queued pieces, lets the kernel post completions, and waits for `pieces` completions.
   void Enter(unsigned pieces) {
     Check(pieces > 0 ? static_cast<int>(io_uring_submit_and_wait(&ring_, pieces))
                      : io_uring_submit_and_get_events(&ring_));
   }
 
   void Check(int result) {
-    // What was not taken stays queued for the next call.
+    // Pieces that the kernel did not take stay queued for the next call.
     if (result >= 0 || result == -EINTR || result == -EAGAIN || result == -EBUSY) return;
     spdlog::critical("io_uring_enter: {}: the ring was used against its contract", std::strerror(-result));
     std::abort();

@@ -1,4 +1,4 @@
-// The queue over io_uring: one ring, owned by the thread that made it.
+// The queue over io_uring: one ring, owned by the thread that made the queue.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@
 namespace ballast::storage {
 
 // UNAVAILABLE (IO) with the reason if the kernel, a seccomp filter or a limit refuses the ring or its read and write
-// operations. `registered` that cannot be registered (memlock) is used unregistered.
+// operations. If `registered` cannot be registered (memlock), the memory is used unregistered.
 absl::StatusOr<std::unique_ptr<IoQueue>> MakeUringQueue(absl::Span<std::byte> registered);
 
 }  // namespace ballast::storage

@@ -55,14 +55,14 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, con
   const auto fill = [&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(log->Extend(options.segment_count));
     Pass("create/reserved");
-    // Marks from the start: one that has none, and no segments, was damaged.
+    // Marks exist from the start: a log without marks and without segments was damaged.
     const auto blocks = MakeLogMemory(2 * kLogBlock);
     EncodeHead(LogMark{}, {blocks.get(), kLogBlock});
     EncodeHead(LogMark{}, {blocks.get() + kLogBlock, kLogBlock});
     BALLAST_RETURN_IF_ERROR(log->file_->Write(2 * kLogBlock, {blocks.get(), 2 * kLogBlock}));
     if (!Seeded(StorageBug::kHeadBeforeContent)) BALLAST_RETURN_IF_ERROR(log->SyncFile());
     Pass("create/headless");
-    // Its head last: a file without one never was a log.
+    // The head comes last: a file without a head never was a log.
     FileHead head;
     head.segment_bytes = options.segment_bytes;
     head.life = options.life;
@@ -86,7 +86,7 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Recover(Disk* disk, co
   BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(path, Disk::Mode::kKept));
   BALLAST_ASSIGN_OR_RETURN(*scanned, ScanLog(*file));
   Pass("recovery/scanned");
-  // What was read may have been written and never synced: from here on it counts as durable.
+  // Some batches read may have been written and never synced: from here on they count as durable.
   if (!Seeded(StorageBug::kReopenSyncDropped)) BALLAST_RETURN_IF_ERROR(file->Sync());
   Pass("recovery/synced");
   std::vector<Segment> segments(scanned->segment_count);
@@ -153,7 +153,8 @@ absl::Status GradientLog::Extend(uint64_t segment_count) {
 
 absl::Status GradientLog::SyncFile() const { return transient_ ? absl::OkStatus() : file_->Sync(); }
 
-// What a failed sync drops may be batches, and it is told to one caller only: the pump's own sync would say OK.
+// A failed sync may drop batches, and the system reports the failure to one caller only: the pump's own sync would then
+// say OK.
 absl::Status GradientLog::SyncExtension() {
   {
     absl::MutexLock lock(&mutex_);
@@ -198,7 +199,7 @@ bool GradientLog::Roll() {
   current_ = static_cast<uint64_t>(free - segments_.begin());
   room_ = record_bytes_max() + kCutBatchBytes;
   if (std::exchange(cut_lacks_room_, false)) cut_wants_sync_ = true;
-  has_cut_room_ = !cut_wants_sync_;  // the batch of a cut that waits comes after what is queued
+  has_cut_room_ = !cut_wants_sync_;  // the batch of a waiting cut comes after all queued records
   queued_.push_back({{}, last_incarnation_, current_, OldestIncarnation()});
   return true;
 }
@@ -258,8 +259,9 @@ void GradientLog::Cut(int64_t step) {
 }
 
 bool GradientLog::CutSegments() {
-  // Oldest first, and none behind one that is needed: a log is read from its oldest segment on. A batch that tells of a
-  // cut may survive a crash that those before it do not, so what stands in for the segment must be durable already.
+  // Cuts the oldest segments, up to the first needed segment: a log is read from its oldest segment on. The batch that
+  // makes a cut known may survive a crash in which earlier batches are lost, so the snapshot that replaces the segment
+  // must be durable already.
   for (bool cut = false;; cut = true) {
     const uint64_t oldest = OldestIncarnation();
     const uint64_t held = Seeded(StorageBug::kCutBeforeSnapshot) ? last_incarnation_ : held_incarnation_;
@@ -274,7 +276,7 @@ bool GradientLog::CutSegments() {
 }
 
 void GradientLog::WantCutSync() {
-  // Each segment keeps room for one empty batch that tells of a cut; a further one takes of what is left.
+  // Each segment keeps room for one empty batch that makes a cut known; a second batch uses the room for records.
   if (cut_wants_sync_) return;
   if (!std::exchange(has_cut_room_, false)) {
     cut_lacks_room_ = room_ < kCutBatchBytes;

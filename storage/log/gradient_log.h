@@ -1,15 +1,15 @@
-// The gradient log of one job: an append-only record on disk of what its chunks' state does not hold yet. See
-// log_format.h for what lies where.
+// The gradient log of one job: an append-only record on disk of everything newer than the chunks' state on disk. The
+// format is in log_format.h.
 //
-// Segments of equal size are written in full once, when the file is made, and used in a ring: a first write into a
-// fresh extent of a file system costs two to three times a rewrite. Append only queues. Pump encodes what is queued
-// into batches, submits them and a sync where one is wanted, and looks at completions: on a thread of the log's own
-// (Start), or wherever a test calls it.
+// Log segments of equal size are written in full once, when the file is made, and used in a ring: a first write into a
+// fresh extent of a file system costs two to three times a rewrite. Append only queues. Pump encodes queued records
+// into batches, submits the batches, and a sync where somebody wants a sync, and handles completions. Pump runs on the
+// log's own thread (Start), or wherever a test calls it.
 //
-// A *transient* log need not outlive the process: it has no name, is reserved and not written when it is made, and is
-// never synced: what is written counts as durable.
+// A *transient* log need not outlive the process: the file has no name, is reserved but not written when it is made,
+// and is never synced: a complete write counts as durable.
 //
-// Bounds: segments; 64 requests in flight of at most 16 payloads a batch; queued records are the caller's (each holds
+// Bounds: segments; 64 requests in flight of at most 16 payloads a batch; the caller bounds queued records (each holds
 // the lease of its payload).
 #pragma once
 
@@ -36,13 +36,13 @@ struct LogRecord {
   uint64_t lsn = 0;  // increasing
   uint32_t type = 0;
   std::string body;
-  // Borrowed until `written` was called; must not change until then.
+  // Borrowed, and must not change, until `written` was called.
   absl::Span<const std::byte> payload;
   uint32_t payload_crc32c = 0;
-  // The payload is on the disk, at `place`, or never will be: null. On the pumping thread, no lock held. Not durable by
-  // itself; readable there until Cut frees it.
+  // Called when the payload is written at `place`, or with null when it never will be. On the pumping thread, no lock
+  // held. The payload is not durable yet, and readable at `place` until Cut frees it.
   std::function<void(const PayloadPlace* place)> written;
-  int64_t keep_for = -1;  // transaction whose replay needs the payload: Cut beyond it frees it
+  int64_t keep_for = -1;  // last transaction whose replay needs the payload; Cut(keep_for) frees the payload
 };
 
 // Zeroed, aligned to kLogBlock.
@@ -54,23 +54,23 @@ class GradientLog {
   struct Options {
     std::string path;
     std::string job;
-    uint64_t life = 0;                            // of the job: one that is dropped and made again has another
+    uint64_t life = 0;                            // the job's; changes when a job is dropped and made again
     uint64_t segment_bytes = uint64_t{32} << 20;  // multiple of 4096; the largest record must fit
     uint64_t segment_count = 4;                   // at least 3
     bool transient = false;
   };
-  // Makes the file anew, every byte of it written and synced. Blocks: that is a disk's worth of writing. On an error
-  // nothing is left of it. RESOURCE_EXHAUSTED (IO) if the disk is full.
+  // Makes the file anew, and writes and syncs every byte. Blocks for as long as it takes to write the whole file. On an
+  // error the file is removed. RESOURCE_EXHAUSTED (IO) if the disk is full.
   static absl::StatusOr<std::unique_ptr<GradientLog>> Create(Disk* disk, const Options& options);
-  // Opens the log of an earlier run and tells what it holds. Errors: ScanLog's. The first Append goes to a new segment:
-  // Roll first.
+  // Opens the log of an earlier run and fills `scanned` with its content. Errors: ScanLog's. The first Append goes to a
+  // new segment: Roll first.
   static absl::StatusOr<std::unique_ptr<GradientLog>> Recover(Disk* disk, const std::string& path, ScannedLog* scanned);
-  // Stops pumping; what is queued is dropped, what is in flight waited for.
+  // Stops pumping, drops queued records, waits for requests in flight.
   ~GradientLog();
 
-  // Instead of Start, for who calls Pump himself.
+  // For a caller that calls Pump itself instead of Start.
   void set_progress(std::function<void()> progress) { progress_ = std::move(progress); }
-  // From now on a thread pumps. `progress`: something became durable, or failed; called on that thread, no lock held.
+  // From now on a thread pumps. It calls `progress`, no lock held, when something became durable or failed.
   void Start(std::function<void()> progress);
 
   const BlockFile& file() const { return *file_; }
@@ -81,48 +81,51 @@ class GradientLog {
 
   // Does a record fit into the current segment?
   bool HasRoom(uint64_t body_bytes, uint64_t payload_bytes) const;
-  // What a segment takes of records, as RecordCostMax counts them.
+  // A segment's room for records, as RecordCostMax counts.
   uint64_t record_bytes_max() const { return segment_bytes_ - kSegmentHeadBytes - 2 * kCutBatchBytes; }
-  // Goes on with the next free segment. The caller's next record must hold all that an older one held and that is still
-  // needed, payloads excepted. False if none is free.
+  // Goes on with the next free segment; false if no segment is free. The caller's next record must repeat everything
+  // from older records that is still needed, payloads excepted.
   bool Roll();
-  // REQUIRES: HasRoom of it; aborts else, for it would overwrite another segment.
+  // REQUIRES: HasRoom(record). Otherwise aborts, since the record would overwrite the next segment.
   void Append(LogRecord record);
+  // Asks for records up to `lsn` to become durable.
   void Sync(uint64_t lsn);
-  // All up to it is durable.
+  // All records up to this lsn are durable.
   uint64_t durable_lsn() const;
-  // The first error; nothing becomes durable any more then.
+  // The first error; after an error nothing becomes durable any more.
   absl::Status status() const;
 
-  // Payloads kept for transactions up to `step` are not needed any more. Segments of which that is true, and older than
-  // one whose first record is durable, become free at the next sync, which Cut asks for if a segment waits for it.
+  // Payloads kept for transactions up to `step` are not needed any more. A segment becomes free at the next sync if all
+  // its payloads are of this kind and the first record of a newer segment is durable. Cut asks for the sync if a
+  // segment waits for it.
   void Cut(int64_t step);
-  // The segment in use has no room to tell of a cut: only Roll makes anything free.
+  // The segment in use has no room for the batch that makes a cut known: only Roll frees segments now.
   bool cut_lacks_room() const;
-  // What was appended so far is not needed for transactions beyond `step`, whatever its keep_for: it is void.
+  // Everything appended so far is void for transactions beyond `step`: lowers a higher keep_for to `step`.
   void Release(int64_t step);
-  // After Recover: the highest transaction whose replay needs payloads of the segment; until told, all of it is kept.
+  // After Recover: the last transaction whose replay needs payloads of the segment. Until Keep, the whole segment
+  // stays.
   void Keep(uint64_t incarnation, int64_t step);
-  // That Roll may still take; and the bytes of records in them.
+  // Segments that Roll may still take, and their bytes for records.
   uint64_t free_segments() const;
   uint64_t free_bytes() const;
-  // Adds segments. Blocks. RESOURCE_EXHAUSTED (IO) if the disk is full: then nothing was added. A sync that fails fails
-  // the log: nobody knows what else it was to make durable.
+  // Adds segments. Blocks. RESOURCE_EXHAUSTED (IO) if the disk is full: then nothing was added. A failed sync here
+  // fails the whole log, since the disk may have dropped batches that were waiting for the same sync.
   absl::Status Extend(uint64_t segment_count);
 
-  // One round; with `wait`, not before something completed, unless nothing is in flight. True if anything is queued or
-  // in flight. REQUIRES: one thread at a time, and not after Start.
+  // Pumps once. `wait`: blocks until something completes, unless nothing is in flight. True if anything is queued or in
+  // flight. REQUIRES: one thread at a time, and not after Start.
   bool Pump(bool wait);
 
  private:
-  // An empty batch that tells of a cut. A segment has room for one of its own, and HasRoom leaves room for another,
-  // which the pumping thread may want at any time.
+  // Size of the empty batch that makes a cut known. Every segment has room for its own, and HasRoom leaves room for a
+  // second, since the pumping thread may want to write it at any time.
   static constexpr uint64_t kCutBatchBytes = 2 * kLogBlock;
 
   struct Segment {
     uint64_t incarnation = 0;  // 0: free
-    int64_t keep_for = -1;     // the highest of its records
-    bool cut = false;          // free once a sync made that durable
+    int64_t keep_for = -1;     // highest keep_for of its records
+    bool cut = false;          // becomes free once a sync has made the cut durable
   };
   struct Item {
     LogRecord record;
@@ -139,7 +142,7 @@ class GradientLog {
     std::vector<uint64_t> payload_offsets;  // of `records`, in the file
     LogMemory memory{nullptr, nullptr};     // metas and copied payloads
     uint64_t outstanding = 0;
-    bool failed = false;  // some write of it
+    bool failed = false;  // some write of the batch failed
   };
 
   GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t segment_bytes, std::vector<Segment> segments,
@@ -178,19 +181,20 @@ class GradientLog {
   uint64_t current_ ABSL_GUARDED_BY(mutex_) = 0;  // index; segments_.size(): none yet
   uint64_t room_ ABSL_GUARDED_BY(mutex_) = 0;     // of the current segment, counted as if each record were a batch
   uint64_t last_incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
-  // The newest whose first record is durable: older ones are needed for their payloads only.
+  // The newest segment with a durable first record: older segments are needed for their payloads only.
   uint64_t held_incarnation_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t cut_step_ ABSL_GUARDED_BY(mutex_) = -1;
-  bool cut_waits_ ABSL_GUARDED_BY(mutex_) = false;  // for the newest's first record
+  bool cut_waits_ ABSL_GUARDED_BY(mutex_) = false;  // a cut waits for the newest segment's first record
   std::deque<Item> queued_ ABSL_GUARDED_BY(mutex_);
   uint64_t requested_lsn_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t durable_lsn_ ABSL_GUARDED_BY(mutex_) = 0;
-  // A cut is a batch of its own, for which each segment has room once; what it frees is free when that is durable.
+  // A cut is written as an empty batch, for which each segment has room once. Cut segments are free when this batch is
+  // durable.
   bool cut_wants_sync_ ABSL_GUARDED_BY(mutex_) = false;  // the batch is still to be written
-  bool cut_lacks_room_ ABSL_GUARDED_BY(mutex_) = false;  // it has to wait for the next segment
-  bool has_cut_room_ ABSL_GUARDED_BY(mutex_) = false;    // the current segment's is not taken
+  bool cut_lacks_room_ ABSL_GUARDED_BY(mutex_) = false;  // the batch has to wait for the next segment
+  bool has_cut_room_ ABSL_GUARDED_BY(mutex_) = false;    // the current segment's room for the batch is not taken
   absl::Status failed_ ABSL_GUARDED_BY(mutex_);
-  bool extending_ ABSL_GUARDED_BY(mutex_) = false;  // its sync is under way
+  bool extending_ ABSL_GUARDED_BY(mutex_) = false;  // the sync of Extend is under way
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
 
   // The pumping thread's own.
@@ -201,13 +205,13 @@ class GradientLog {
   uint64_t synced_batch_ = 0;
   uint64_t marks_ = 0;
   uint64_t marked_batch_ = 0;
-  uint64_t previous_incarnation_ = 0;  // of the last batch
-  uint64_t synced_incarnation_ = 0;    // of synced_batch_
+  uint64_t previous_incarnation_ = 0;  // segment of the last batch
+  uint64_t synced_incarnation_ = 0;    // segment of synced_batch_
   std::list<Batch> batches_;           // written, not yet durable, by number
   uint64_t heads_outstanding_ = 0;     // writes of segment heads
   bool mark_outstanding_ = false;
-  uint64_t cut_batch_ = 0;             // to be synced because it tells of a cut
-  std::vector<IoCompletion> refused_;  // requests that the queue did not take
+  uint64_t cut_batch_ = 0;             // the last batch written for a cut: wants a sync
+  std::vector<IoCompletion> refused_;  // requests refused by the queue
   bool syncing_ = false;
   uint64_t sync_covers_batch_ = 0;
   std::vector<IoCompletion> completions_;

@@ -9,7 +9,7 @@
 namespace ballast::storage {
 namespace {
 
-// With the four bytes at `digest_at` as zero.
+// CRC32C of `bytes`, with the four bytes at `digest_at` taken as zero.
 uint32_t DigestAround(absl::Span<const std::byte> bytes, size_t digest_at) {
   static constexpr std::byte kZeros[sizeof(uint32_t)] = {};
   uint32_t crc = kernels::Crc32c(bytes.subspan(0, digest_at));

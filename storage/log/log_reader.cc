@@ -39,14 +39,14 @@ class Scan {
   struct FoundSegment {
     uint64_t index = 0;
     SegmentHead head;
-    // Batches from here on belong to later segments: what lies here under such a number was void once before.
+    // Batches from this number on belong to later segments: batches here with a higher number became void earlier.
     uint64_t end_batch = ~uint64_t{0};
     bool read = false;
     std::map<uint64_t, ReadBatch> batches;  // by number
   };
 
   absl::StatusOr<absl::Span<const std::byte>> Read(uint64_t offset, uint64_t bytes);
-  // One of two copies. Empty if the disk cannot read it, which is then in `unreadable_`.
+  // Reads one of two copies. If the disk cannot read the copy: empty, and the error goes to `unreadable_`.
   absl::StatusOr<absl::Span<const std::byte>> ReadCopy(uint64_t offset, uint64_t bytes);
   absl::Status ReadFileHead();
   absl::Status ReadMarks();
@@ -54,9 +54,9 @@ class Scan {
   absl::Status ReadBatches(FoundSegment& segment);
   // The batch that begins at `offset`, if its first copy is whole.
   absl::StatusOr<std::optional<ReadBatch>> ReadBatchAt(uint64_t offset, uint64_t limit, const SegmentHead& segment);
-  // All batches of this incarnation that begin, or whose second copy lies, at or behind `offset`.
+  // Finds all batches of this incarnation with their start or their second copy at or behind `offset`.
   absl::Status Search(FoundSegment& segment, uint64_t offset, uint64_t limit);
-  // Those among `blocks`, which lie at `offset`.
+  // The same within `blocks`, read from `offset`.
   absl::Status SearchBlocks(FoundSegment& segment, absl::Span<const std::byte> blocks, uint64_t offset, uint64_t limit);
   absl::Status ReadNeeded();
   absl::Status Chain();
@@ -70,12 +70,12 @@ class Scan {
   Arena buffer_;
   ScannedLog log_;
   uint64_t oldest_ = 0;
-  uint64_t oldest_kept_ = 0;  // as told by what `log_.records` comes from
+  uint64_t oldest_kept_ = 0;  // oldest_ according to the batches of `log_.records` and their segments
   bool marked_ = false;
   uint64_t marked_incarnation_ = 0;
   std::map<uint64_t, FoundSegment> segments_;  // by incarnation
-  // By offset, what a disk said of blocks that it could not read. Most tell of rot so; but they may be able to the next
-  // time, so none of them is taken for the end of the log.
+  // Errors for unreadable blocks, by offset. Most disks report rot as EIO; but a block may be readable the
+  // next time, so an unreadable block is never taken for the end of the log.
   std::map<uint64_t, absl::Status> unreadable_;
 };
 
@@ -144,7 +144,7 @@ absl::Status Scan::ReadMarks() {
 absl::Status Scan::ReadSegmentHead(uint64_t index) {
   const uint64_t begin = kLogFirstSegment + index * log_.segment_bytes;
   SegmentHead newest;
-  bool blank = false;  // a copy that was never written: then no sync has covered the other
+  bool blank = false;  // a copy was never written, so no sync has covered the second copy either
   for (uint64_t copy = 0; copy < 2; ++copy) {
     BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(begin + copy * kLogBlock, kLogBlock));
     if (block.empty()) continue;
@@ -232,7 +232,8 @@ absl::StatusOr<bool> Scan::PayloadsWhole(const ReadBatch& batch) {
   for (const ReadRecord& record : batch.records) {
     if (record.payload.bytes == 0) continue;
     const auto bytes = Read(record.payload.offset, AlignUp(record.payload.bytes));
-    // Not known to be torn: whoever needs it is told then, and what its rank still has is pushed again.
+    // An unreadable payload is not known to be torn: its reader gets the error later, and if the rank still has the
+    // gradient the slice is pushed again.
     if (absl::IsInternal(bytes.status())) continue;
     BALLAST_RETURN_IF_ERROR(bytes.status());
     if (kernels::Crc32c(bytes->subspan(0, record.payload.bytes)) != record.payload.crc32c) return false;
@@ -240,9 +241,9 @@ absl::StatusOr<bool> Scan::PayloadsWhole(const ReadBatch& batch) {
   return true;
 }
 
-// Links segments from the oldest needed one on, batch by batch, to the first that is not there.
+// Links segments from the oldest needed segment on, batch by batch, up to the first missing batch.
 absl::Status Scan::Chain() {
-  // Without its head, void batches of the segment before might seem to go on.
+  // If the marked segment's head is missing, void batches of the previous segment might seem to go on.
   if (marked_incarnation_ > 0 && marked_incarnation_ >= oldest_ && !segments_.contains(marked_incarnation_)) {
     return Rotten(file_, absl::StrCat("the head of segment ", marked_incarnation_, " cannot be read"));
   }
@@ -250,8 +251,8 @@ absl::Status Scan::Chain() {
   log_.live.clear();
   log_.torn_batches = log_.last_batch = 0;
   uint64_t expected = 0, previous = 0;
-  uint64_t end = 0;  // where the next batch of the segment would be
-  // Nothing is durable before the oldest segment's head is.
+  uint64_t end = 0;  // offset of the segment's next batch, if there were one
+  // Nothing is durable before the oldest segment's head is durable.
   bool ended = !segments_.contains(oldest_);
   for (auto& [incarnation, segment] : segments_) {
     if (incarnation < oldest_ || segment.end_batch <= segment.head.first_batch) continue;
@@ -267,7 +268,7 @@ absl::Status Scan::Chain() {
     for (auto& [number, batch] : segment.batches) {
       if (number >= segment.end_batch && !Seeded(StorageBug::kSegmentEndIgnored)) break;
       bool next = !ended && number == expected;
-      // What was durable is read when it is needed; what may be torn is looked at now.
+      // Payloads of durable batches are checked when they are needed; payloads that may be torn are checked now.
       if (next && number > log_.synced_batch && !Seeded(StorageBug::kTornPayloadAccepted)) {
         BALLAST_ASSIGN_OR_RETURN(next, PayloadsWhole(batch));
       }
@@ -281,12 +282,12 @@ absl::Status Scan::Chain() {
       log_.last_batch = expected++;
       end = batch.end;
     }
-    // A segment without a batch holds nothing, and may be taken anew.
+    // A segment without a batch holds nothing, and may be used again.
     if (expected == first_batch) continue;
     log_.live.push_back({segment.index, incarnation, first_record});
     previous = incarnation;
   }
-  // What comes next may be there: nobody may write over it before the disk says so.
+  // The next batch may exist in an unreadable block: nobody may write over this block while the disk cannot read it.
   if (const auto unread = unreadable_.find(end); end > 0 && unread != unreadable_.end()) return unread->second;
   if (log_.last_batch >= log_.synced_batch || Seeded(StorageBug::kRottenTakenForTorn)) return absl::OkStatus();
   return Rotten(file_, absl::StrFormat("batch %d cannot be read, and all up to %d were durable", log_.last_batch + 1,
@@ -295,7 +296,7 @@ absl::Status Scan::Chain() {
 
 absl::Status Scan::ReadNeeded() {
   for (auto& [incarnation, segment] : segments_) {
-    // What only older lives of the log needed need not be whole.
+    // Segments before the oldest needed segment need not be whole.
     if (incarnation < oldest_ || segment.read) continue;
     BALLAST_RETURN_IF_ERROR(ReadBatches(segment));
     segment.read = true;
@@ -307,7 +308,7 @@ absl::StatusOr<ScannedLog> Scan::Run() {
   BALLAST_RETURN_IF_ERROR(ReadFileHead());
   BALLAST_RETURN_IF_ERROR(ReadMarks());
   for (uint64_t i = 0; i < log_.segment_count; ++i) BALLAST_RETURN_IF_ERROR(ReadSegmentHead(i));
-  // A segment's head is durable before a mark of it is written over those of the beginning.
+  // The first segment's head is durable before a mark of this segment replaces the initial marks.
   if (segments_.empty() && !marked_) return Rotten(file_, "it has neither marks nor segments");
   uint64_t end_batch = ~uint64_t{0};
   for (auto segment = segments_.rbegin(); segment != segments_.rend(); ++segment) {
@@ -317,7 +318,7 @@ absl::StatusOr<ScannedLog> Scan::Run() {
   BALLAST_RETURN_IF_ERROR(ReadNeeded());
   BALLAST_RETURN_IF_ERROR(Chain());
   if (oldest_kept_ < oldest_ && !log_.live.empty() && !Seeded(StorageBug::kVoidCutBelieved)) {
-    // A void batch told of a cut that never was durable. It will be overwritten, so nothing may be freed by its word.
+    // A void batch names a cut that never was durable. The batch will be overwritten, so nothing may be freed by it.
     oldest_ = oldest_kept_;
     BALLAST_RETURN_IF_ERROR(ReadNeeded());
     oldest_ = oldest_kept_;

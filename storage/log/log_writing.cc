@@ -1,5 +1,5 @@
-// How class GradientLog writes: its thread makes batches of what is queued, syncs what somebody waits for, and tells
-// who waits.
+// How class GradientLog writes: its thread makes batches of queued records, syncs when somebody waits for durability,
+// and reports progress.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -11,12 +11,12 @@
 namespace ballast::storage {
 namespace {
 
-// A batch is closed by whichever comes first. Each payload is at most two requests of the queue's 64.
+// A batch is closed when it reaches either limit. Each payload is at most two requests of the queue's 64.
 constexpr size_t kBatchRecordsMax = 16;
 constexpr uint64_t kBatchPayloadBytesMax = uint64_t{8} << 20;
 constexpr uint64_t kBatchRequestsMax = 2 * kBatchRecordsMax + 1;
 
-// Tags of requests that are no batch's.
+// Tags of requests that do not belong to a batch.
 constexpr uint64_t kHeadTag = 0;
 constexpr uint64_t kMarkTag = ~uint64_t{0};
 constexpr uint64_t kSyncTag = ~uint64_t{0} - 1;
@@ -29,7 +29,7 @@ uint64_t MetaBytes(const std::vector<LogRecord>& records) {
 
 bool IsAligned(const std::byte* address) { return reinterpret_cast<uintptr_t>(address) % kLogBlock == 0; }
 
-// Of a payload, what is written from where it lies: the rest goes through the batch's own memory.
+// Bytes of a payload that are written from the payload's own memory: the rest goes through the batch's memory.
 uint64_t DirectBytes(const LogRecord& record) {
   return IsAligned(record.payload.data()) ? record.payload.size() / kLogBlock * kLogBlock : 0;
 }
@@ -52,7 +52,7 @@ void GradientLog::PumpUntilStopped() {
     }
     Pump(/*wait=*/true);
   }
-  // An io_uring belongs to its thread. What is in flight may still be written: it is true.
+  // An io_uring belongs to its thread. Requests in flight may complete: what they write is valid.
   std::vector<IoCompletion> dropped;
   while (queue_ != nullptr && queue_->in_flight() > 0) queue_->Reap(/*wait=*/true, &dropped);
   queue_.reset();
@@ -106,7 +106,7 @@ bool GradientLog::Pump(bool wait) {
 }
 
 void GradientLog::BeginSegment(const Item& item) {
-  // The blocks of the head before are in use until written; segments are long.
+  // The previous head's blocks are in use until they are written. This wait is rare, since segments are long.
   while (heads_outstanding_ > 0) {
     CompleteRefused();
     completions_.clear();
@@ -200,7 +200,7 @@ void GradientLog::WriteBatch(std::vector<Item> items) {
 void GradientLog::Submit(uint64_t tag, IoRequest::Kind kind, uint64_t offset, absl::Span<std::byte> buffer) {
   const absl::Status status =
       queue_->Submit({.kind = kind, .file = file_.get(), .offset = offset, .buffer = buffer, .tag = tag});
-  // As a completion: whoever counts it takes it off again.
+  // Handled as a completion, so that the counters of outstanding requests come out right.
   if (!status.ok()) refused_.push_back({tag, status});
 }
 
@@ -273,7 +273,7 @@ void GradientLog::CompleteSync(const absl::Status& status) {
   if (!status.ok() && !Seeded(StorageBug::kFailedSyncIgnored)) return Fail(status);
   {
     absl::MutexLock lock(&mutex_);
-    if (extending_ || !failed_.ok()) return;  // an extension's sync may have failed: then this one is void
+    if (extending_ || !failed_.ok()) return;  // an extension's sync may have failed: then this sync is void
   }
   synced_batch_ = sync_covers_batch_;
   uint64_t durable = 0, held = 0, oldest = 0;

@@ -22,14 +22,14 @@ namespace {
 constexpr uint64_t kBlockBytes = uint64_t{1} << 20;
 constexpr uint64_t kFileBytesMin = uint64_t{16} << 20;
 constexpr uint64_t kDepths[] = {2, 4, 8};
-constexpr int kMeasurements = 26;  // among which the duration is divided
-constexpr int kRounds = 3;         // of a measurement
+constexpr int kMeasurements = 26;  // share the duration
+constexpr int kRounds = 3;         // per measurement
 constexpr size_t kAppendsMin = 100;
 
-// Of 16 bytes: every processor's, and two loads a cycle outrun any DRAM.
+// Vectors of 16 bytes: every processor has them, and two loads a cycle outrun any DRAM.
 using Words = uint64_t __attribute__((vector_size(16)));
 
-// Reads all of it; the result keeps the reads.
+// Reads all bytes; the result keeps the compiler from dropping the reads.
 uint64_t ReadThrough(absl::Span<const std::byte> bytes) {
   const auto* from = reinterpret_cast<const Words*>(bytes.data());
   Words a = {}, b = {}, c = {}, d = {};
@@ -43,7 +43,7 @@ uint64_t ReadThrough(absl::Span<const std::byte> bytes) {
   return all[0] ^ all[1];
 }
 
-// Of kRounds, since other processes disturb.
+// The median of kRounds, since other processes disturb.
 template <typename Round>
 absl::StatusOr<uint64_t> MedianSpeed(const Round& round) {
   std::array<uint64_t, kRounds> speeds = {};
@@ -86,7 +86,7 @@ class Measuring {
 
 absl::StatusOr<Measured> Measuring::Run() {
   BALLAST_ASSIGN_OR_RETURN(memory_, Arena::Map(options_.memory_bytes));
-  BALLAST_RETURN_IF_ERROR(OpenFile());  // first: what is wrong with the directory is said at once
+  BALLAST_RETURN_IF_ERROR(OpenFile());  // first, to report a bad directory at once
   BALLAST_RETURN_IF_ERROR(Dram());
   BALLAST_RETURN_IF_ERROR(Updates());
   BALLAST_RETURN_IF_ERROR(Digests());
@@ -209,7 +209,7 @@ absl::Status Measuring::OpenFile() {
   return absl::OkStatus();
 }
 
-// Of "read", "write" or "mixed": half of the requests in flight write then.
+// `what`: "read", "write" or "mixed". In a mix half of the requests in flight write.
 absl::StatusOr<uint64_t> Measuring::DiskSpeed(const char* what, uint64_t depth) {
   const bool mixed = std::strcmp(what, "mixed") == 0, write = std::strcmp(what, "write") == 0;
   BALLAST_ASSIGN_OR_RETURN(const auto queue, SystemDisk()->MakeQueue({.registered = memory_.bytes()}));

@@ -1,4 +1,4 @@
-// Measures what MachineProfile names, with the queues, files and pages that the storage layer uses.
+// Measures a MachineProfile, with the queues, files and pages of the storage layer.
 #pragma once
 
 #include <functional>
@@ -13,14 +13,14 @@ namespace ballast::storage {
 
 struct MeasureOptions {
   std::string directory;                             // on the disk to be measured
-  absl::Duration duration = absl::Seconds(20);       // of all measurements together, about
+  absl::Duration duration = absl::Seconds(20);       // approximate total of all measurements
   uint64_t file_bytes = uint64_t{1} << 30;           // less if the disk has less than twice as much free
   uint64_t memory_bytes = uint64_t{512} << 20;       // in all
-  int hbm_device = 0;                                // whose link is measured
-  std::function<void(const std::string& line)> say;  // before each measurement
+  int hbm_device = 0;                                // the GPU with the link to be measured
+  std::function<void(const std::string& line)> say;  // called before each measurement
 };
 
-// One line of the table.
+// A row of the table of results.
 struct Measurement {
   std::string what;
   std::string how;  // "1 thread", "depth 4"
@@ -30,11 +30,11 @@ struct Measurement {
 struct Measured {
   MachineProfile profile;
   std::vector<Measurement> rows;
-  std::vector<std::string> notes;  // what could not be measured, or not as meant
+  std::vector<std::string> notes;  // quantities that could not be measured, or not as meant
 };
 
-// The file that is written has no name from the moment it is open: however this process ends, nothing is left of it.
-// INTERNAL or RESOURCE_EXHAUSTED (IO) if the directory cannot take it.
+// The measured file has no name from the moment it is open: however this process ends, the disk space comes back.
+// INTERNAL or RESOURCE_EXHAUSTED (IO) if the directory cannot take the file.
 absl::StatusOr<Measured> Measure(const MeasureOptions& options);
 
 }  // namespace ballast::storage

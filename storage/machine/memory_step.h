@@ -1,5 +1,5 @@
-// The part of a step that is bound by memory and processor: a chunk store's update of state in DRAM, and the digests of
-// state that moves.
+// The part of a step bound by memory and processor: a chunk store's update of state in DRAM, and the digests of state
+// on its way to or from disk.
 #pragma once
 
 #include <cstdint>
@@ -18,15 +18,16 @@ namespace ballast::storage {
 
 uint64_t PerSecond(uint64_t count, absl::Duration time);
 
-// AdamW with these moments over chunks in DRAM, more than a cache holds. Threads: one.
+// Runs AdamW over chunks in DRAM, larger together than the processor's caches. Threads: one.
 class MemoryStep {
  public:
   // Takes kChunks chunks of 2^20 elements. Nothing is written to `directory`.
   static absl::StatusOr<std::unique_ptr<MemoryStep>> Make(const std::string& directory, kernels::MomentFormat moments);
 
-  // By `threads` threads, for about `duration`, at least one step. After the first call, which is slower.
+  // Speed with `threads` threads, measured for about `duration`, at least one step. A step before the measurement, from
+  // zero state, is not counted.
   absl::StatusOr<uint64_t> ElementsPerSecond(int threads, absl::Duration duration);
-  // Read and written by an update of one element: state, gradient, working copy.
+  // Bytes read and written to update an element: state, gradient, working copy.
   double bytes_per_element() const;
 
  private:
@@ -39,14 +40,14 @@ class MemoryStep {
   kernels::OptimizerSpec spec_;
   std::unique_ptr<Tiers> tiers_;
   Arena gradients_;
-  // One store a number of threads, made when it is first asked for; the other is gone.
+  // The store of the last number of threads; made anew when the number changes.
   std::unique_ptr<kernels::ThreadPool> pool_;
   std::unique_ptr<ChunkStore> store_;
   uint64_t steps_ = 0;
 };
 
-// Of the states in `memory`, one after the other, as a store computes them, for about `duration`. REQUIRES: room for a
-// chunk's state of 2^20 elements.
+// Speed of a store's digests over the states in `memory`, in turn, measured for about `duration`. REQUIRES: `memory`
+// holds the state of a chunk of 2^20 elements.
 uint64_t DigestBytesPerSecond(absl::Span<const std::byte> memory, int threads, absl::Duration duration);
 
 }  // namespace ballast::storage

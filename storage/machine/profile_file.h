@@ -1,4 +1,4 @@
-// A machine's profile as a small file.
+// A machine's profile as a small YAML file.
 #pragma once
 
 #include <cstdint>
@@ -11,17 +11,18 @@
 
 namespace ballast::storage {
 
-// Every field under its name.
+// A field of the profile and its key in the file.
 struct ProfileKey {
   const char* name;
   uint64_t MachineProfile::*field;
 };
 const std::vector<ProfileKey>& ProfileKeys();
 
-// YAML: a comment and a line `key: value` each.
+// YAML: a comment, then a line `key: value` for each field.
 std::string ShowProfile(const MachineProfile& profile);
-// Lines `key: value`, blank ones and comments, in any order. INVALID_ARGUMENT (BAD_CONFIG) with path and line for
-// unknown, doubled or missing keys and for values that are no whole numbers; says which keys there are.
+// Reads lines `key: value`, blank lines and comments, in any order. INVALID_ARGUMENT (BAD_CONFIG) with path and line
+// for unknown keys (with a list of the known keys), doubled keys and values that are no whole numbers; with the path
+// for missing keys.
 absl::StatusOr<MachineProfile> ParseProfile(absl::string_view text, const std::string& path);
 absl::StatusOr<MachineProfile> ReadProfile(const std::string& path);
 // Replaces the file as a whole. INTERNAL (IO).

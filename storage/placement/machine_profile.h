@@ -1,19 +1,19 @@
-// What a machine's memory, kernels, disk and bus give, as `ballastctl iotune` measured it: what a plan predicts from.
+// Measured speeds of a machine's memory, kernels, disk and bus, from `ballastctl iotune`: the input of predictions.
 #pragma once
 
 #include <cstdint>
 
 namespace ballast::storage {
 
-// 0 where nothing was measured. "1 thread" and "all threads": one, and `threads` of them together. A copy counts the
-// bytes copied, once; mixed counts what was read and what was written.
+// 0 where nothing was measured. "1 thread" is a single thread, "all threads" is `threads` threads together. A copy
+// counts the bytes copied, once; mixed counts bytes read plus bytes written.
 struct MachineProfile {
   uint64_t threads = 0;
   uint64_t dram_read_1_thread_bytes_per_s = 0;
   uint64_t dram_read_all_threads_bytes_per_s = 0;
   uint64_t dram_copy_1_thread_bytes_per_s = 0;
   uint64_t dram_copy_all_threads_bytes_per_s = 0;
-  // AdamW over chunks in DRAM, by a chunk store: bf16 gradients and working copies, moments as named.
+  // AdamW in a chunk store over chunks in DRAM: bf16 gradients and working copies, moments in the named format.
   uint64_t update_f32_1_thread_elements_per_s = 0;
   uint64_t update_f32_all_threads_elements_per_s = 0;
   uint64_t update_bf16_1_thread_elements_per_s = 0;
@@ -22,10 +22,10 @@ struct MachineProfile {
   uint64_t update_i8_all_threads_elements_per_s = 0;
   uint64_t update_f8_1_thread_elements_per_s = 0;
   uint64_t update_f8_all_threads_elements_per_s = 0;
-  // Of a chunk's state, before it is written and when it was read.
+  // Digests of a chunk's state, computed before a write and after a read.
   uint64_t digest_1_thread_bytes_per_s = 0;
   uint64_t digest_all_threads_bytes_per_s = 0;
-  // At the depth, of those tried, that gave most.
+  // The highest speed of all depths tried, and its depth.
   uint64_t disk_read_bytes_per_s = 0;
   uint64_t disk_read_depth = 0;
   uint64_t disk_write_bytes_per_s = 0;

@@ -18,8 +18,8 @@ std::string Shortage(const char* tier, uint64_t missing, uint64_t needed, uint64
                       " are free; raise the ", tier, " budget by at least ", missing, " bytes");
 }
 
-// HBM takes the first chunks that fit, with their working copies where these fit too. Without any a trainer lends
-// memory of the host's, which no kernel there writes.
+// HBM takes the first chunks that fit, and their working copies if there is room. A store without working copies puts
+// nothing in HBM: the trainer lends host memory, which the GPU's kernels do not write.
 void FillHbm(const PlanRequest& request, Plan& plan) {
   if (!request.layout.working_copies()) return;
   uint64_t room = request.free.hbm;
@@ -37,7 +37,7 @@ void FillHbm(const PlanRequest& request, Plan& plan) {
   }
 }
 
-// All in the fastest tier that has room: what HBM takes, then what is left to the host. Sets working copies and slices.
+// Fills HBM and returns the bytes of state left for the host. Sets working copies and slices.
 uint64_t FillMemory(const PlanRequest& request, Plan* plan) {
   plan->chunks.resize(request.elements.size());
   FillHbm(request, *plan);
@@ -52,19 +52,20 @@ uint64_t FillMemory(const PlanRequest& request, Plan* plan) {
   return state_left;
 }
 
-// What the host's memory holds before any state.
+// DRAM needed before any state.
 uint64_t Fixed(const PlanRequest& request, const Plan& plan) {
   const bool flushes = request.durable && plan.state.hbm > 0;
   return plan.working.dram + plan.slice_bytes + (flushes ? request.flush_buffer_bytes : 0);
 }
 
-// The same, with state on NVMe. Any number may be configured: a sum that overflowed would look like room.
+// DRAM needed before any state if some state is on NVMe. Any number may be configured: an overflow would look like
+// room.
 uint64_t Staged(const PlanRequest& request, const Plan& plan) {
   const uint64_t bytes = plan.working.dram + plan.slice_bytes;
   return bytes + std::min(request.staging_bytes, std::numeric_limits<uint64_t>::max() - bytes);
 }
 
-// Slices with the least of memory.
+// Gives slices the least memory: they are read back.
 void ReadBack(const PlanRequest& request, Plan* plan) {
   const uint64_t shared = request.read_back->shared_bytes;
   const uint64_t least = shared + request.read_back->buffer_bytes_min;
@@ -168,7 +169,7 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
   }
   uint64_t room = request.free.dram - std::min(request.free.dram, fixed_staged);
   if (plan.reads_back) {
-    // Buffers before state: without a few of them in flight each step would wait for the log slice by slice.
+    // Buffers come before state: with too few buffers each step would wait for the log slice by slice.
     const uint64_t more = std::min(room, request.read_back->buffer_bytes_max - request.read_back->buffer_bytes_min);
     plan.slice_bytes += more;
     room -= more;

@@ -1,5 +1,5 @@
-// Which chunk's state and working copy live in which tier, and how long a step will take: a pure function of budgets,
-// sizes and measured bandwidths, testable without I/O.
+// Chooses a tier for each chunk's state and working copy, and predicts how long a step will take: a pure function of
+// budgets, sizes and measured bandwidths, testable without I/O.
 #pragma once
 
 #include <cstdint>
@@ -17,54 +17,54 @@ namespace ballast::storage {
 
 struct Plan {
   std::vector<ChunkPlacement> chunks;
-  TierBytes state;  // as taken in each tier, alignment included
+  TierBytes state;  // bytes taken in each tier, alignment included
   TierBytes working;
-  uint64_t durable_bytes = 0;                // on NVMe, of state that lives in memory
-  uint64_t slice_bytes = 0;                  // of DRAM, for slices of the step in flight
-  bool reads_back = false;                   // these do not hold all of a step: the rest comes back from the disk
-  uint64_t read_back_bytes = 0;              // if so, in each step
-  uint64_t spill_bytes = 0;                  // and of NVMe, where there is no log anyway
-  std::optional<StepPrediction> prediction;  // of a step of all the job's chunks here; none without a profile
-  // One paragraph for people: what went where, and why, and how long a step will take.
+  uint64_t durable_bytes = 0;                // on NVMe, for state that lives in memory
+  uint64_t slice_bytes = 0;                  // DRAM for slices of the step in flight
+  bool reads_back = false;                   // `slice_bytes` do not hold a whole step: slices come back from the disk
+  uint64_t read_back_bytes = 0;              // if reads_back: bytes read back in each step
+  uint64_t spill_bytes = 0;                  // if reads_back without a log: NVMe for the spill
+  std::optional<StepPrediction> prediction;  // for a step of all the job's chunks here; none without a profile
+  // A paragraph for people: the tiers chosen, why, and how long a step will take.
   std::string Explain() const;
 };
 
 struct PlanRequest {
-  TierBytes free;                  // what may still be taken
+  TierBytes free;                  // budget that may still be taken
   std::vector<uint64_t> elements;  // per chunk, in the next forward's order
   StateLayout layout;
-  // DRAM that the job needs besides chunks: slices of the step in flight.
+  // DRAM for slices of the step in flight, which the job needs besides its chunks.
   uint64_t provisional_bytes_per_element = 4;
-  // If these do not fit, slices are in memory only until they are in the job's log, or in a spill, and are read back
-  // for the update. What that needs of DRAM:
+  // If slices of a whole step do not fit, a slice stays in memory only until it is in the job's log, or in a spill, and
+  // is read back for the update. Memory needed in this case:
   struct ReadBack {
-    uint64_t shared_bytes = 0;  // gradients of chunks that several ranks have parts of, which stay until the update
-    // Buffers for slices that come and slices that are read back.
+    uint64_t shared_bytes = 0;  // gradients of chunks shared by several ranks: stay in DRAM until the update
+    // DRAM for slices on their way in and slices read back.
     uint64_t buffer_bytes_min = 0;
     uint64_t buffer_bytes_max = 0;
-    // And of NVMe, if there is no log anyway.
+    // NVMe for the spill, if the job has no log.
     uint64_t spill_bytes = 0;
   };
   std::optional<ReadBack> read_back;
-  // DRAM for moving NVMe state, taken once if any chunk goes there.
+  // DRAM for moving NVMe state, taken once if any chunk goes to NVMe.
   uint64_t staging_bytes = 0;
-  // Of it, what durable state in HBM is flushed through, taken if any chunk goes there.
+  // The part of `staging_bytes` for flushes of durable state in HBM, taken if any chunk goes to HBM.
   uint64_t flush_buffer_bytes = 0;
-  // Every chunk's state has its place on NVMe too, wherever it lives; and what the job needs there besides: room for
-  // new versions, its log.
+  // A durable job needs a place on NVMe for every chunk's state, wherever the state lives. nvme_fixed_bytes: NVMe for
+  // the job's log and for new versions.
   bool durable = false;
   uint64_t nvme_fixed_bytes = 0;
-  // For the prediction: chunks of the job that have their places already, and how the server runs a step.
+  // For the prediction: chunks of the job that are placed already, and how the server runs a step.
   std::vector<PlacedChunk> placed;
   StepShape shape;
 };
 
-// State fills HBM, then DRAM, then NVMe; within a tier in the given order. Working copies go with HBM-resident state if
-// they fit there, else to DRAM; provisional slices to DRAM, or as few of them as `read_back` allows. RESOURCE_EXHAUSTED
-// (BUDGET) says how many bytes are missing in which tier, and which budget to raise.
+// State fills HBM, then DRAM, then NVMe; within a tier in the given order. Working copies of state in HBM go to HBM if
+// there is room, all others to DRAM. Provisional slices go to DRAM: all of a step's, or as few as `read_back` allows.
+// RESOURCE_EXHAUSTED (BUDGET) names each tier that is short, the missing bytes and the budget to raise.
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request);
 
-// Bytes of DRAM without which no plan of these chunks can be, as far as NVMe takes the rest.
+// The least DRAM for a plan of these chunks, if NVMe has room for the rest.
 uint64_t LeastDram(const PlanRequest& request);
 
 }  // namespace ballast::storage

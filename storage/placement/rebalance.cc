@@ -14,14 +14,14 @@ absl::Status Short(TierKind tier, uint64_t budget, uint64_t fixed, const char* w
                                    " bytes: ", what, " take ", fixed, " and do not move"));
 }
 
-// A job's state, with HBM given out.
+// A job's state after HBM was given out.
 struct JobState {
-  std::vector<bool> in_hbm;  // of its chunks
-  uint64_t hbm = 0;          // of those, with the working copies that stay there
-  uint64_t host = 0;         // of the others
+  std::vector<bool> in_hbm;  // by chunk
+  uint64_t hbm = 0;          // state of the chunks in HBM, with the working copies that stay there
+  uint64_t host = 0;         // state of all other chunks
   uint64_t host_working = 0;
   uint64_t leaving = 0;  // working copies that go from HBM to DRAM
-  TierBytes now;         // what of all of it may move, as it lies
+  TierBytes now;         // everything that may move, in its present tier
 };
 
 bool WorkingInHbm(const PlacedChunk& chunk) { return chunk.placement.working == TierKind::kHbm; }
@@ -59,7 +59,7 @@ uint64_t FlushBuffer(const JobHolding& job, const JobState& state) {
   return job.durable && state.hbm > 0 ? job.flush_buffer_bytes_missing : 0;
 }
 
-// Of a job with so much DRAM for the state that HBM leaves, and so much NVMe.
+// The plan of a job with this much DRAM for state outside HBM, and this much NVMe.
 absl::StatusOr<Plan> PlanJob(const JobHolding& job, const JobState& state, uint64_t dram, uint64_t nvme) {
   // Working copies, which MakePlan counts, are taken already.
   PlanRequest request{.free = {.dram = dram + job.staging_bytes_missing + state.host_working, .nvme = nvme},
@@ -115,10 +115,10 @@ absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const Tie
   }
   if (budget.hbm < fixed.hbm) return Short(TierKind::kHbm, budget.hbm, fixed.hbm, "the tier's scratch memory");
   std::vector<JobState> states;
-  uint64_t before = 0, taken = 0;  // state of the jobs before, and what these have of the tier
+  uint64_t before = 0, taken = 0;  // state of the jobs so far, and their usage of the tier
   for (const JobHolding& job : jobs) {
     before += AllState(job);
-    // What one job's chunks leave of its share is the next one's.
+    // The next job gets the part of the share that a job's chunks leave free.
     taken += states.emplace_back(GiveHbm(job, Share(budget.hbm - fixed.hbm, before, all) - taken)).hbm;
     fixed.dram += states.back().leaving + FlushBuffer(job, states.back());
   }
@@ -147,7 +147,7 @@ absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const Tie
     before += states[i].host;
     const uint64_t share = fits ? states[i].host : Share(dram, before, all) - taken;
     BALLAST_ASSIGN_OR_RETURN(Plan plan, PlanJob(jobs[i], states[i], share, jobs[i].durable ? AllState(jobs[i]) : nvme));
-    // What it has beyond that lies in its own staging, which it then does not take.
+    // State beyond the share lies in the room of the job's own staging, which the job then does not take.
     taken += std::min(plan.state.dram, share);
     if (!jobs[i].durable) nvme -= plan.state.nvme;
     plans.push_back(std::move(plan));

@@ -1,4 +1,4 @@
-// What new budgets mean for the jobs of a server: a pure function, like the plan that each of them gets anew.
+// New plans for a server's jobs when its budgets change: a pure function.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +17,14 @@ struct JobHolding {
   std::vector<PlacedChunk> chunks;  // in the order of the update
   StateLayout layout;
   bool durable = false;
-  uint64_t staging_bytes_missing = 0;       // that it will take once a chunk of it goes to NVMe
-  uint64_t flush_buffer_bytes_missing = 0;  // of these, once a chunk of it goes to HBM, if it is durable
+  uint64_t staging_bytes_missing = 0;       // DRAM that the job takes once a chunk goes to NVMe
+  uint64_t flush_buffer_bytes_missing = 0;  // the part of it that a durable job takes once a chunk goes to HBM
   StepShape shape;
 };
 
-// State moves between the tiers, and a working copy leaves HBM with it; all else that is `used` stays where it is. What
-// HBM and DRAM are left for state is shared by the jobs in proportion to theirs, each in a plan of its own, of all its
-// chunks. One plan per job, same order. RESOURCE_EXHAUSTED (BUDGET) with the bytes that are missing in which tier.
+// State moves between the tiers, and a working copy leaves HBM with its state; everything else in `used` stays. The
+// jobs share the HBM and DRAM left for state in proportion to the size of their state. Returns a plan for each job, in
+// the same order, with all its chunks. RESOURCE_EXHAUSTED (BUDGET) names the tier and the missing bytes.
 absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const TierBytes& used,
                                               absl::Span<const JobHolding> jobs);
 

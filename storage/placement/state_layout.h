@@ -1,6 +1,6 @@
-// How a chunk's state lies in memory and on disk: the fp32 master, then each moment (its values, then the scales of
-// 8-bit formats). Every array starts at a multiple of 4096 bytes, so that one can be read from disk without the others.
-// Behind them is room for a label (storage/extent_label.h), so that a state and what it is are written to disk as one.
+// Layout of a chunk's state in memory and on disk: the fp32 master, then each moment (its values, then the scales of
+// 8-bit formats). Every array starts at a multiple of 4096 bytes, so that an array can be read from disk alone. Behind
+// the arrays is room for a label (storage/extent_label.h), so that a state and its label are written in a single write.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,13 @@
 
 namespace ballast::storage {
 
-// In the order they are stored; kernels/optimizer.h says which moments an optimizer has.
+// In the order of storage; kernels/optimizer.h lists the moments of each optimizer.
 enum class StateArray { kMaster = 0, kMoment1 = 1, kMoment2 = 2, kMoment3 = 3 };
 inline constexpr int kStateArraysMax = 1 + kernels::kMomentsMax;
 
-// Of the chunks of one job: a pure function of its optimizer, and of whether its store keeps working copies. Without
-// them the trainer's own parameters are the only ones: updates write them where they are lent, reads round the master.
+// The layout of a job's chunks: a pure function of the job's optimizer and of whether its store keeps working copies. A
+// store without working copies writes the trainer's own parameters, where the trainer lends them; reads of working
+// parameters round the master.
 class StateLayout {
  public:
   StateLayout() : StateLayout(kernels::OptimizerSpec()) {}
@@ -24,26 +25,26 @@ class StateLayout {
   const kernels::OptimizerSpec& optimizer() const { return optimizer_; }
   int array_count() const { return array_count_; }
 
-  // Bytes of an array of a chunk of `elements`: without and with the padding behind it.
+  // Bytes of an array in a chunk of `elements`: without padding (UsedBytes) and with padding (ArrayBytes).
   uint64_t UsedBytes(StateArray array, uint64_t elements) const {
     if (array == StateArray::kMaster) return elements * sizeof(float);
     return ScalesAt(elements) + kernels::MomentScaleBytes(optimizer_.moments, elements);
   }
   uint64_t ArrayBytes(StateArray array, uint64_t elements) const { return Pad(UsedBytes(array, elements)); }
-  // From the start of the state.
+  // Offset of an array from the start of the state.
   uint64_t ArrayAt(StateArray array, uint64_t elements) const {
     const auto before = static_cast<uint64_t>(array);
     if (before == 0) return 0;
     return ArrayBytes(StateArray::kMaster, elements) + (before - 1) * ArrayBytes(StateArray::kMoment1, elements);
   }
-  // Of a moment's scales, from the start of its array.
+  // Offset of a moment's scales from the start of its array.
   uint64_t ScalesAt(uint64_t elements) const {
     return (kernels::MomentBytes(optimizer_.moments, elements) + kScaleAlign - 1) / kScaleAlign * kScaleAlign;
   }
 
   uint64_t LabelAt(uint64_t elements) const { return ArrayAt(static_cast<StateArray>(array_count_), elements); }
 
-  // What a chunk takes in a tier: of its state with the label, and of its working copy.
+  // A chunk's bytes in a tier: for its state with the label, and for its working copy.
   uint64_t StateBytes(uint64_t elements) const { return LabelAt(elements) + kLabelBytes; }
   uint64_t WorkingBytes(uint64_t elements) const {
     return working_copies_ ? Pad(elements * working_element_bytes()) : 0;
@@ -73,7 +74,8 @@ struct StateView {
 
   std::byte* array(StateArray which) const { return base + layout->ArrayAt(which, elements); }
   float* master() const { return reinterpret_cast<float*>(base); }
-  // Of moment `index` (from 0), from element `at` on, a multiple of kernels::kMomentBlock where it has scales.
+  // Moment `index` (from 0), from element `at` on. REQUIRES: `at` is a multiple of kernels::kMomentBlock if the format
+  // has scales.
   kernels::MomentSpan moment(int index, uint64_t at) const {
     std::byte* const begin = array(static_cast<StateArray>(index + 1));
     const kernels::MomentFormat format = layout->optimizer().moments;

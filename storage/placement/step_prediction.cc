@@ -10,10 +10,10 @@
 namespace ballast::storage {
 namespace {
 
-// Of a durable step: its prepared record, the versions that it wrote, and their entries in the catalog.
+// A durable step syncs its prepared record, the versions that it wrote, and their entries in the catalog.
 constexpr double kSyncsPerStep = 3;
 
-// The speed of some threads: each adds its own until memory gives no more.
+// The speed of shape.threads threads: every thread adds its speed until memory is the limit.
 double SpeedOf(uint64_t one, uint64_t all, const StepShape& shape) {
   if (shape.threads <= 1) return static_cast<double>(one);
   if (static_cast<uint64_t>(shape.threads) >= shape.machine->threads) return static_cast<double>(all);
@@ -30,7 +30,7 @@ double UpdateBytes(const kernels::OptimizerSpec& optimizer) {
          static_cast<double>(kernels::ElementBytes(optimizer.gradient) + kernels::ElementBytes(optimizer.working));
 }
 
-// Elements per second of the job's optimizer. AdamW was measured; another moves its bytes at the same rate.
+// Elements per second of the job's optimizer. AdamW was measured; other optimizers move their bytes at the same rate.
 double UpdateSpeed(const StepShape& shape, const kernels::OptimizerSpec& optimizer) {
   const MachineProfile& m = *shape.machine;
   const kernels::MomentFormat formats[] = {kernels::MomentFormat::kF32, kernels::MomentFormat::kBf16,
@@ -98,7 +98,7 @@ StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
     } else if (shape_.durable) {
       flushed += state * shape_.flushed_share;
     }
-    // Moved state is digested when it was read and before it is written; flushed state before it is written.
+    // State on NVMe is digested after its read and before its write, flushed state only before its write.
     const double digested = chunk.placement.state == TierKind::kNvme ? 2 * state
                             : shape_.durable                         ? state * shape_.flushed_share
                                                                      : 0;
@@ -117,7 +117,7 @@ StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
   out_.log_write = Seconds(logged, write_speed, "writes of the disk");
   out_.disk = DiskSeconds(read, written + flushed + logged);
   if (slot > 0) {
-    // What the disk may do meanwhile: fill the staging buffers, write the log and flushes.
+    // Meanwhile the disk may fill the staging buffers and write the log and flushes.
     const double ahead = std::min(read, static_cast<double>(shape_.staging_bytes / static_cast<uint64_t>(slot)) * slot);
     const double meanwhile = Seconds(ahead, static_cast<double>(m.disk_read_bytes_per_s), "reads of the disk") +
                              Seconds(flushed + logged, write_speed, "writes of the disk");

@@ -1,10 +1,10 @@
-// How long one step over a job's chunks takes on this server, predicted from measured bandwidths: a pure function.
+// Predicts from measured bandwidths how long a step over a job's chunks takes on this server: a pure function.
 //
-// Three resources work at the same time: the job's threads, the disk, the GPU's link as far as it is waited for.
-// Reads and writes share the disk (measured together: equal parts at the mixed speed, the rest at its own), and a
-// kernel waits for its chunk's state. So a step takes the longer of all compute and all transfers; the disk is idle
-// only while chunks in memory that come before the first on NVMe are updated and the staging buffers are full.
-// Not counted: what trainers and the network take, pulls, pinned copies.
+// The job's threads and the disk work at the same time; the threads wait for the GPU's link. Reads and writes share the
+// disk: equal parts run at the mixed speed, the rest of either kind at its own speed. A kernel waits for its chunk's
+// state. So a step takes the longer of (compute + GPU link) and (idle disk + transfers), plus syncs. The disk is idle
+// only while the staging buffers are full and the chunks in memory before the first chunk on NVMe are updated.
+// Not counted: time of trainers and network, pulls, pinned copies.
 #pragma once
 
 #include <cstdint>
@@ -21,36 +21,34 @@ namespace ballast::storage {
 // How the server runs a step.
 struct StepShape {
   const MachineProfile* machine = nullptr;  // borrowed; null: nothing is predicted
-  int threads = 1;                          // that compute
-  uint64_t staging_bytes = 0;               // of buffers for NVMe state on its way
+  int threads = 1;                          // number of computing threads
+  uint64_t staging_bytes = 0;               // buffers for NVMe state on its way
   bool durable = false;                     // new versions go to free extents
   bool logged = true;                       // durable: gradients go to the log
-  // Durable: of state that lives in memory, the share that goes to the disk with each step so that the log can be cut,
-  // or for pins.
+  // Durable: the share of state in memory that each step writes to disk so that the log can be cut, or for pins.
   double flushed_share = 0;
-  // Of gradients, the share that does not stay in memory and is read back from the log, or from a spill that it was
-  // written to.
+  // The share of gradients that does not stay in memory and is read back from the log or from a spill.
   double read_back_share = 0;
 };
 
 // Seconds of one step.
 struct StepPrediction {
-  double compute = 0;     // kernels, and the digests of state that moves
-  double disk_read = 0;   // each if it had the disk for itself; of state and of slices that are read back
-  double disk_write = 0;  // of state
-  double log_write = 0;
-  double disk = 0;       // all three
-  double disk_idle = 0;  // before the disk has work that it may begin
-  double sync = 0;       // durable: syncs that somebody waits for
-  double gpu_link = 0;   // gradients in, working copies out
+  double compute = 0;     // kernels, and digests of state on its way to or from disk
+  double disk_read = 0;   // reads of state and slices, if the disk did nothing else
+  double disk_write = 0;  // writes of state, if the disk did nothing else
+  double log_write = 0;   // writes of the log or spill, if the disk did nothing else
+  double disk = 0;        // reads and writes together
+  double disk_idle = 0;   // time before the disk has work that it may begin
+  double sync = 0;        // durable: syncs that somebody waits for
+  double gpu_link = 0;    // gradients in, working copies out
   double total = 0;
-  std::vector<std::string> unmeasured;  // what the plan uses and the profile has no figure for: counted as nothing
+  std::vector<std::string> unmeasured;  // used by the plan, but without a figure in the profile: counted as 0 s
 
-  // One paragraph for people: which resource bounds the step, and what the others take.
+  // A paragraph for people: the resource that bounds the step, and the time of the other resources.
   std::string Explain() const;
 };
 
-// `chunks`: all of the job's on this server, in the order of the update. REQUIRES: shape.machine.
+// `chunks`: all the job's chunks on this server, in the order of the update. REQUIRES: shape.machine is set.
 StepPrediction PredictStep(const StepShape& shape, const StateLayout& layout, absl::Span<const PlacedChunk> chunks);
 
 }  // namespace ballast::storage

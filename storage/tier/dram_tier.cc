@@ -15,7 +15,7 @@ void SayPageable() {
   std::call_once(said, [] { spdlog::info("DRAM of the budget may be swapped out: raise the limit of locked memory"); });
 }
 
-// Once: a limit refuses what comes later as well.
+// Said once: the limit refuses all later memory as well.
 void SayNotPageLocked(const absl::Status& refused) {
   static std::once_flag said;
   std::call_once(said, [&] {

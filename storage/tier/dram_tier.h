@@ -1,6 +1,6 @@
-// CPU memory: arenas that are touched when they are allocated, page-locked for the server's GPU if it has one, and else
-// locked against swapping where the limit of locked memory allows that. Where page-locking is refused the memory is
-// used pageable, at half the speed; one line in the log says so.
+// CPU memory: arenas, touched at allocation. On a server with a GPU the memory is page-locked for the GPU; otherwise
+// the memory is locked against swapping where the limit of locked memory allows. If the system refuses page-locking,
+// the memory stays pageable, the GPU's copies run at half the speed, and a line in the server's log says so.
 #pragma once
 
 #include <optional>
@@ -12,14 +12,14 @@
 
 namespace ballast::storage {
 
-// Zeroed memory from a 2 MiB boundary on, with its share of the budget.
+// Zeroed memory, starting at a 2 MiB boundary, with its share of the budget.
 class DramBlock {
  public:
   DramBlock() = default;
   DramBlock(BudgetLease lease, Arena arena) : lease_(std::move(lease)), arena_(std::move(arena)) {}
   absl::Span<std::byte> bytes() const { return arena_.bytes(); }
-  // Returns the budget and the memory of a part, which must not be used any more. REQUIRES: aligned to 4096; memory
-  // that is not pinned.
+  // Returns a part's budget and memory; the part must not be used any more. REQUIRES: aligned to 4096; the memory is
+  // not page-locked.
   void GiveBack(absl::Span<std::byte> part) {
     arena_.Discard(part);
     lease_.Split(part.size());
@@ -33,13 +33,13 @@ class DramBlock {
 // Threads: any.
 class DramTier {
  public:
-  // `gpu`: the device whose HBM is a tier beside this one.
+  // `gpu`: the device of the server's HBM tier, if it has an HBM tier.
   DramTier(Ledger* ledger, std::optional<int> gpu) : ledger_(ledger), gpu_(gpu) {}
-  // `bytes` rounded up to 4096. RESOURCE_EXHAUSTED (BUDGET).
-  // kBeyond: also if the budget was lowered and what is above it has not moved yet: for what such moves need.
+  // `bytes` are rounded up to 4096. RESOURCE_EXHAUSTED (BUDGET).
+  // kBeyond: ignores the budget. For buffers of moves after the budget was lowered, while usage is still above it.
   enum class Limit { kBudget, kBeyond };
   absl::StatusOr<DramBlock> Allocate(uint64_t bytes, absl::string_view what, Limit limit = Limit::kBudget);
-  // Memory as Allocate's, for who has taken its share of the budget.
+  // Memory as from Allocate, for a caller that has taken its budget already.
   absl::StatusOr<Arena> Map(uint64_t bytes) const;
   bool beside_gpu() const { return gpu_.has_value(); }
 

@@ -1,4 +1,4 @@
-// GPU memory. State that lives here is updated here: only gradients and working copies cross the bus.
+// GPU memory. State in HBM is updated in HBM: only gradients and working copies cross the bus.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +34,7 @@ class HbmBlock {
   BudgetLease lease_;
 };
 
-// Where a kernel leaves the working parameters: in device memory, or through it in the host's.
+// Target of a kernel's working parameters: device memory, or host memory by way of device memory.
 struct HbmWorking {
   std::byte* device = nullptr;
   std::byte* host = nullptr;  // used if `device` is null
@@ -44,34 +44,34 @@ struct HbmWorking {
 struct HbmSegment {
   kernels::Coefficients coefficients;
   kernels::RandomKey random;
-  // Device pointers, but for the gradient, which the host holds; the span's own `working` is not read.
+  // The gradient is in host memory, all other pointers are device pointers; the span's own `working` is not read.
   kernels::UpdateSpan span;
   HbmWorking working;
 };
 
-// Work for the GPU, done in the order in which it is queued. The host memory that it reads or writes is borrowed until
-// HbmTier::Run returns.
+// Work for the GPU, done in the order of queueing. Host memory for the work is borrowed until HbmTier::Run returns.
 class HbmQueue {
  public:
   virtual ~HbmQueue() = default;
   virtual absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) = 0;
-  // Segments of one chunk, whose gradients lie in one piece of host memory at the distances of their masters; with what
-  // lies between them at most kHbmSpanElementsMax elements.
+  // Updates segments of one chunk. The segments' gradients lie in one piece of host memory, at the same distances as
+  // their masters. First to last segment, with the gaps, span at most kHbmSpanElementsMax elements.
   virtual absl::Status Update(const kernels::OptimizerSpec& optimizer, absl::Span<const HbmSegment> segments) = 0;
   virtual absl::Status Round(const float* master, uint64_t elements, kernels::Dtype dtype, HbmWorking working) = 0;
 };
 
-// Threads: any. Copies of pulls and moves do not wait for updates. Host memory that is not page-locked is copied by way
-// of the driver's own, at about half the speed. Errors: INTERNAL (IO) with CUDA's text.
+// Threads: any. Copies of pulls and moves do not wait for updates. The driver copies pageable host memory by way of its
+// own buffers, at about half the speed of page-locked memory. Errors: INTERNAL (IO) with CUDA's text.
 class HbmTier {
  public:
   virtual ~HbmTier() = default;
   // RESOURCE_EXHAUSTED (BUDGET).
   virtual absl::StatusOr<HbmBlock> Allocate(uint64_t bytes, absl::string_view what) = 0;
-  // Return when the copy is done.
+  // CopyIn and CopyOut return when the copy is done.
   virtual absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) = 0;
   virtual absl::Status CopyOut(const std::byte* device, absl::Span<std::byte> host) = 0;
-  // Waits once, for all that `work` queued, also if `work` fails amid it. `work` must not call the tier.
+  // Calls `work`, then waits once for everything that `work` queued, also if `work` fails. `work` must not call the
+  // tier.
   virtual absl::Status Run(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) = 0;
 
  private:
@@ -79,7 +79,7 @@ class HbmTier {
   virtual void Free(std::byte* data) = 0;
 };
 
-// Of the scratch memory for a gradient and a working copy: the largest chunk.
+// Elements that the scratch memory for a gradient and a working copy holds: those of the largest chunk.
 inline constexpr uint64_t kHbmSpanElementsMax = uint64_t{1} << 20;
 inline constexpr uint64_t kHbmScratchBytes = 2 * kHbmSpanElementsMax * sizeof(float);  // the widest dtype
 

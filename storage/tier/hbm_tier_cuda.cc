@@ -1,5 +1,5 @@
-// HBM of a CUDA device. Two streams: updates wait for each other, and copies for pulls and moves go beside them. A
-// stream's mutex is held while work is queued, not while it is waited for.
+// HBM of a CUDA device. Two streams: updates in one, copies for pulls and moves in the second, beside the updates. A
+// stream's mutex is held while work is queued, not while a thread waits for work.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -69,7 +69,7 @@ class CudaQueue : public HbmQueue {
       span.working = segment.working.device != nullptr ? segment.working.device : working_ + at(segment) * width;
       BALLAST_RETURN_IF_ERROR(kernels::cuda::Update(optimizer, segment.coefficients, segment.random, span, stream_));
     }
-    // Neighbours without a gap together: between others may lie what is not the update's.
+    // Delivers neighbours without a gap together: a gap may hold elements that the update does not touch.
     for (size_t first = 0, next = 0; first < segments.size(); first = next) {
       uint64_t n = 0;
       for (next = first; next < segments.size() && at(segments[next]) == at(segments[first]) + n; ++next) {
@@ -99,8 +99,8 @@ class CudaQueue : public HbmQueue {
   std::byte* const working_;
 };
 
-// Blocks come from the device's memory pool: cudaMalloc rounds each up to 2 MiB. The pool gives the device back what is
-// free when a stream is waited for.
+// Blocks come from the device's memory pool, since cudaMalloc rounds each block up to 2 MiB. The pool returns free
+// memory to the device when a thread waits for a stream.
 class CudaHbmTier : public HbmTier {
  public:
   CudaHbmTier(int device, Ledger* ledger) : device_(device), ledger_(ledger) {}

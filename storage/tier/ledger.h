@@ -1,4 +1,4 @@
-// Budgets of one server and what is taken of them. Every byte that a tier holds is taken here before it is allocated.
+// A server's budgets and their usage. A tier takes every byte from the ledger before it allocates the byte.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ namespace ballast::storage {
 
 class Ledger;
 
-// Bytes of a budget, returned when it is destroyed.
+// Bytes of a budget, returned by the destructor.
 class BudgetLease {
  public:
   BudgetLease() = default;
@@ -26,12 +26,12 @@ class BudgetLease {
   BudgetLease& operator=(BudgetLease&& other) noexcept;
   ~BudgetLease() { Release(); }
   uint64_t bytes() const { return bytes_; }
-  // Takes `bytes` of it out, as a lease of their own. REQUIRES: it has as many.
+  // Splits `bytes` off into a lease of their own. REQUIRES: bytes <= bytes().
   BudgetLease Split(uint64_t bytes) {
     bytes_ -= bytes;
     return {ledger_, tier_, bytes};
   }
-  // Adds another of the same budget.
+  // Adds a lease of the same budget.
   void Join(BudgetLease other) {
     if (ledger_ == nullptr) {
       *this = std::move(other);
@@ -52,13 +52,13 @@ class Ledger {
  public:
   explicit Ledger(const TierBytes& budget) : budget_(budget) {}
   TierBytes budget() const;
-  // What is taken beyond it stays until it is returned; nothing is given out meanwhile.
+  // Bytes taken beyond a lowered budget stay taken until they are returned; meanwhile Take and Lease refuse.
   void SetBudget(const TierBytes& budget);
   TierBytes used() const;
-  // RESOURCE_EXHAUSTED (BUDGET): `what` needs that many bytes, so many are missing.
+  // RESOURCE_EXHAUSTED (BUDGET) says what `what` needs and how many bytes are missing.
   absl::Status Take(TierKind tier, uint64_t bytes, absl::string_view what);
   void Return(TierKind tier, uint64_t bytes);
-  // Whatever the budget is.
+  // Takes the bytes even beyond the budget.
   BudgetLease LeaseBeyond(TierKind tier, uint64_t bytes);
   absl::StatusOr<BudgetLease> Lease(TierKind tier, uint64_t bytes, absl::string_view what);
 

@@ -67,7 +67,7 @@ absl::Status NvmeTier::Keep(std::vector<ExtentPlace> kept, bool unnamed_stays) {
         place.bytes > file_bytes - place.offset) {
       continue;  // TakeKept says so
     }
-    // Of places that overlap one at least is wrong, and nobody knows here which: all of it stays as it is.
+    // At least one of several overlapping places is wrong, and nothing here tells the wrong place: all bytes stay.
     uint64_t end = place.offset + place.bytes;
     bool alone = true;
     for (; i < kept.size() && kept[i].offset < end; ++i) {
@@ -103,7 +103,7 @@ absl::Status NvmeTier::Trim() {
 }
 
 absl::Status NvmeTier::Sync() {
-  // One at a time: of two, the one that is told nothing could not know what the other was told.
+  // One sync at a time: of two at the same time only one would get the error.
   absl::MutexLock lock(&sync_mutex_);
   if (sync_failed_.ok()) sync_failed_ = file_->Sync();
   return sync_failed_;
@@ -140,7 +140,7 @@ absl::StatusOr<NvmeExtent> NvmeTier::AllocateFrom(BudgetLease* room, uint64_t by
 
 absl::Status NvmeTier::Reserve(uint64_t offset, uint64_t bytes) {
   uint64_t begin = offset, end = offset + bytes;
-  // Not again what is reserved: the file system would wait for all transfers of the file that are in flight.
+  // Skips ranges reserved already: the file system would wait for all transfers of the file in flight.
   auto next = reserved_.upper_bound(offset);
   if (next != reserved_.begin() && std::prev(next)->second >= begin) {
     --next;
@@ -172,8 +172,8 @@ uint64_t NvmeTier::Place(uint64_t bytes) {
     if (free_bytes > bytes) free_.emplace(offset + bytes, free_bytes - bytes);
     return offset;
   }
-  // Fragments too small for this extent: the file grows. Where what they occupy on disk would go beyond the budget,
-  // beside what is taken, this extent included, it is given back first.
+  // All fragments are too small for this extent: the file grows. If the fragments' blocks and the used budget, with
+  // this extent, would exceed the budget, the fragments' blocks are given back first.
   uint64_t fragments = 0;
   for (const auto& [offset, free_bytes] : free_) fragments += free_bytes;
   if (ledger_->used().nvme + fragments > ledger_->budget().nvme) {
@@ -206,7 +206,7 @@ void NvmeTier::FreeLocked(uint64_t offset, uint64_t bytes, Blocks blocks) {
     }
   }
   if (blocks == Blocks::kKept || extent->first + extent->second != end_) return;
-  // Nothing lies behind it: the disk gets it back. A failure costs space only.
+  // A free extent at the end goes back to the disk. A failure costs space only.
   end_ = extent->first;
   free_.erase(extent);
   NoteUnreserved(end_, ~uint64_t{0});

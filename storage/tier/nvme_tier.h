@@ -1,4 +1,4 @@
-// Disk: one file of extents. At start it keeps those that durable jobs have state in; the rest is free.
+// Disk: a file of extents. At start the tier keeps the extents with state of durable jobs; all other space is free.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ namespace ballast::storage {
 
 class NvmeTier;
 
-// A reserved part of the file, with its share of the budget. Its old content is undefined.
+// A reserved part of the file, with its share of the budget. Its initial content is undefined.
 class NvmeExtent {
  public:
   NvmeExtent() = default;
@@ -29,9 +29,10 @@ class NvmeExtent {
   ~NvmeExtent() { Release(); }
   uint64_t offset() const { return offset_; }
   uint64_t bytes() const { return lease_.bytes(); }
-  // Frees the extent but keeps its share of the budget, and its blocks on the disk for who comes with that share.
+  // Frees the extent and returns its share of the budget. The blocks on the disk stay, for the next extent allocated
+  // with this share.
   BudgetLease TakeLease();
-  // Lets the content be, for the next run of the server, and the tier have the extent, as one that it kept.
+  // Returns the extent to the tier as a kept extent: the content stays, for the next run of the server.
   void Leave();
 
  private:
@@ -44,25 +45,27 @@ class NvmeExtent {
 // Threads: any.
 class NvmeTier {
  public:
-  ~NvmeTier();  // what was kept and not taken stays on the disk
-  // Creates `directory`/nvme.tier. INTERNAL (IO) if that cannot be written; FAILED_PRECONDITION (BUSY) if another
-  // server has it.
-  // `options.kept`: extents whose content must stay, which TakeKept hands out, except those that overlap others or lie
-  // outside the file: their bytes stay. RESOURCE_EXHAUSTED (BUDGET) if the budget no longer holds them.
+  ~NvmeTier();  // kept extents that nobody took stay on the disk
+  // Opens `directory`/nvme.tier, or creates it. INTERNAL (IO) if the file cannot be written; FAILED_PRECONDITION (BUSY)
+  // if another server has the file.
+  // `options.kept`: extents whose content must stay; TakeKept hands them out. Extents that overlap stay on the disk,
+  // but TakeKept refuses them, like extents outside the file. RESOURCE_EXHAUSTED (BUDGET) if the kept extents exceed
+  // the budget.
   static absl::StatusOr<std::unique_ptr<NvmeTier>> Open(const TiersOptions& options, Ledger* ledger, Disk* disk);
-  // Gives back to the disk what lies behind the last extent. Not before all that is wanted was found: what nobody named
-  // may lie there.
+  // Returns the space behind the last extent to the disk. Call only after all wanted state was found: state that no
+  // entry names may lie there.
   absl::Status Trim();
-  // DATA_LOSS (IO) unless it was kept, and not taken since.
+  // DATA_LOSS (IO) unless the extent was kept and has not been taken since.
   absl::StatusOr<NvmeExtent> TakeKept(uint64_t offset);
 
-  // `bytes` rounded up to 4096. RESOURCE_EXHAUSTED: (BUDGET), or (IO) if the disk itself is full.
+  // `bytes` are rounded up to 4096. RESOURCE_EXHAUSTED: (BUDGET), or (IO) if the disk itself is full.
   absl::StatusOr<NvmeExtent> Allocate(uint64_t bytes, absl::string_view what);
-  // As Allocate, of a share of the budget that the caller has, which `bytes` leave; after an error it has them still.
+  // As Allocate, but splits the budget off `room`, which the caller has taken already. After an error `room` is
+  // unchanged.
   absl::StatusOr<NvmeExtent> AllocateFrom(BudgetLease* room, uint64_t bytes, absl::string_view what);
   const BlockFile& file() const { return *file_; }
-  // fdatasync for one of the jobs that share the file. The system tells of a lost write once, so after an error every
-  // later call, whoever's, gets that error: what it wrote may be what was lost.
+  // fdatasync for any of the jobs that share the file. The system reports a lost write once, to one caller, and the
+  // lost write may be another job's. So after an error every later call, for any job, returns this error.
   absl::Status Sync();
 
  private:
@@ -74,7 +77,7 @@ class NvmeTier {
   enum class Blocks { kGivenBack, kKept };
   void Free(uint64_t offset, uint64_t bytes, Blocks blocks);
   void FreeLocked(uint64_t offset, uint64_t bytes, Blocks blocks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Makes sure that the disk has blocks for it.
+  // Makes sure that the disk has blocks for the range.
   absl::Status Reserve(uint64_t offset, uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void NoteUnreserved(uint64_t offset, uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -84,8 +87,8 @@ class NvmeTier {
   absl::Status sync_failed_ ABSL_GUARDED_BY(sync_mutex_);
   absl::Mutex mutex_;
   std::map<uint64_t, uint64_t> free_ ABSL_GUARDED_BY(mutex_);  // offset -> bytes, neighbours joined
-  uint64_t end_ ABSL_GUARDED_BY(mutex_) = 0;                   // of the last extent
-  // Of what the disk has blocks for; offset -> end, neighbours joined.
+  uint64_t end_ ABSL_GUARDED_BY(mutex_) = 0;                   // end of the last extent
+  // Ranges for which the disk has blocks: offset -> end, neighbours joined.
   std::map<uint64_t, uint64_t> reserved_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, NvmeExtent> kept_ ABSL_GUARDED_BY(mutex_);
   std::vector<NvmeExtent> disputed_ ABSL_GUARDED_BY(mutex_);

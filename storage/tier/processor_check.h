@@ -1,4 +1,4 @@
-// A server serves only on processors that compute this release's bits.
+// Self-test of a processor: a server runs only on processors that compute this release's bits.
 #pragma once
 
 #include "absl/status/status.h"
@@ -7,7 +7,7 @@
 
 namespace ballast::storage {
 
-// INTERNAL (WRONG_BITS) that names the functions of `processor` which differ. `name`: for the message, such as "CPU
+// INTERNAL (WRONG_BITS) names the functions of `processor` with different bits. `name`: for the message, such as "CPU
 // (AVX2)".
 absl::Status CheckProcessor(const kernels::Processor& processor, absl::string_view name);
 

@@ -1,4 +1,4 @@
-// The memory of one server: its budgets, what is taken of them, and the devices behind them.
+// The memory of one server: its budgets, their usage, and the devices behind them.
 #pragma once
 
 #include <functional>
@@ -27,8 +27,8 @@ struct ExtentPlace {
   uint64_t bytes = 0;
 };
 
-// For state on its way to and from NVMe, of so much DRAM: a quarter; but at least four chunks of 2^20 elements with
-// fp32 moments, their labels and the readers' buffer, with some room (52 MiB), and at most eight (100 MiB).
+// DRAM for state on its way to and from NVMe: a quarter of the DRAM budget. At least 52 MiB: four chunks of 2^20
+// elements with fp32 moments, their labels and the readers' buffer, with some room. At most 100 MiB: eight chunks.
 uint64_t DefaultStagingBytes(uint64_t dram_bytes);
 
 struct TiersOptions {
@@ -38,10 +38,10 @@ struct TiersOptions {
   int hbm_device = 0;
   HbmOpener open_hbm;             // null: OpenHbmTier
   Disk* disk = nullptr;           // null: the system's
-  std::vector<ExtentPlace> kept;  // of the NVMe file: what durable jobs left there
-  // Nor is what lies between `kept` and before the file's end free: some of it may be a job's whose entries cannot be
-  // read, and which a rebuild finds by its labels. New extents lie behind the end. Such space is of no budget, since
-  // nobody knows whether anything is there.
+  std::vector<ExtentPlace> kept;  // extents of the NVMe file with state that durable jobs left
+  // The space between `kept` extents, up to the file's end, is not free either: a job whose entries cannot be read may
+  // have state there, for a rebuild to find by its labels. New extents lie behind the end. No budget counts this space,
+  // since nobody knows whether it holds anything.
   bool unnamed_stays = false;
 };
 
@@ -55,20 +55,20 @@ struct TierTraffic {
 class Tiers {
  public:
   // Opens the devices and allocates nothing but the NVMe file's name. INVALID_ARGUMENT (BAD_CONFIG) for an HBM budget
-  // where no GPU is; INTERNAL (IO) if the directory is not writable.
+  // without a GPU; INTERNAL (IO) if the directory is not writable; INTERNAL (WRONG_BITS) as CheckProcessor.
   static absl::StatusOr<std::unique_ptr<Tiers>> Open(const TiersOptions& options);
   ~Tiers();
 
   TierBytes budget() const;
-  // What is taken beyond the new one stays until it is returned. INVALID_ARGUMENT (BAD_CONFIG) for a tier that was not
-  // opened; then nothing has changed.
+  // Bytes taken beyond a lowered budget stay taken until they are returned. INVALID_ARGUMENT (BAD_CONFIG) for a tier
+  // that was not opened; then nothing has changed.
   absl::Status SetBudget(const TierBytes& budget);
   TierBytes used() const;
   TierTraffic traffic() const;
-  // Takes or returns budget without allocating: for memory that others hold (provisional slices).
+  // Takes or returns budget without allocating, for memory held elsewhere (provisional slices).
   absl::Status Take(TierKind tier, uint64_t bytes, const std::string& what);
   void Return(TierKind tier, uint64_t bytes);
-  // Adds to traffic(): who moves a tier's bytes reports them.
+  // Adds to traffic(). Code that moves a tier's bytes must call this.
   void CountTraffic(TierKind tier, uint64_t read, uint64_t written);
   // "io_uring" or "threads: <why>".
   std::string io_backend() const;

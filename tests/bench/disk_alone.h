@@ -1,4 +1,4 @@
-// The disk without us: extents read, or written and synced, one behind the other, past the page cache.
+// The speed of the disk alone: reads extents one after another, or writes and syncs a file, with direct I/O.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +20,13 @@ struct FileExtent {
   uint64_t offset = 0, bytes = 0;  // multiples of 4096
 };
 
-// Blocks of at most 1 MiB, eight in flight. Threads: the one that made it.
+// Transfers blocks of at most 1 MiB, eight in flight. Threads: only the thread that called Make.
 class DiskAlone {
  public:
   static absl::StatusOr<DiskAlone> Make();
-  // In the order given.
+  // Reads `extents` in the given order.
   absl::Status Read(absl::Span<const FileExtent> extents) { return Transfer(storage::IoRequest::Kind::kRead, extents); }
-  // The file's first `bytes`, then fdatasync. What it held is lost.
+  // Overwrites the file's first `bytes`, then calls fdatasync. The old content is lost.
   absl::Status WriteAndSync(const storage::BlockFile& file, uint64_t bytes);
 
  private:
@@ -34,7 +34,7 @@ class DiskAlone {
   absl::Status Transfer(storage::IoRequest::Kind kind, absl::Span<const FileExtent> extents);
 
   storage::Arena buffers_;
-  std::unique_ptr<storage::IoQueue> queue_;  // dies before the memory registered with it
+  std::unique_ptr<storage::IoQueue> queue_;  // destroyed before its registered memory
 };
 
 }  // namespace ballast::bench

@@ -16,11 +16,11 @@ struct SlowIsa {
   double ratio = 0;  // speed / the narrower set's
 };
 
-// The share of a narrower set's speed that a wider one must reach. Two sets that both wait for memory differ by a few
-// per cent on a busy machine; a mistake that costs less than this is for the benchmark's ratios to show.
+// A wider set must reach this share of a narrower set's speed. Two sets bound by memory differ by a few per cent on a
+// busy machine; the benchmark's ratios show the mistakes that cost less.
 inline constexpr double kWiderSpeedMin = 0.85;
 
-// `times`: the widest set first. Each set that is slower is named once, beside the fastest narrower one.
+// `times` begins with the widest set. Names each slower set once, beside the fastest of the narrower sets.
 std::vector<SlowIsa> SlowerThanNarrower(const std::vector<IsaTime>& times);
 
 }  // namespace ballast::bench

@@ -333,8 +333,8 @@ std::vector<IsaTime> TakeTurns(const Case& c, const std::vector<Isa>& isas, uint
   return times;
 }
 
-// Whether no set is slower than a narrower one. A set counts as slow if it is in each of three measurements, so that
-// other work on the machine is not blamed on it.
+// True if no set is slower than a narrower set. A set counts as slow only if all of three measurements find it slow, so
+// that the set is not blamed for other work on the machine.
 bool Guard(const std::vector<Case>& cases, const std::string& filter, uint64_t n) {
   std::vector<Isa> isas = Isas();
   isas.emplace_back("scalar", HWY_BASELINE_SCALAR);

@@ -1,9 +1,9 @@
-// What it costs in loss to keep AdamW's moments in fewer bytes: the example trained in one process with each format,
+// The cost, in loss, of keeping AdamW's moments in fewer bytes: trains the example in one process with each format,
 // from the same initial values on the same text. Usage: moment_formats_bench [--steps N] [--threads N] [--json FILE];
-// minutes.
+// takes minutes.
 //
-// The loss compared is the mean of the last tenth of the steps: one step's is noisy. ratio: loss with fp32 / loss,
-// higher is better; ends with 1 if one is below 0.99.
+// The loss compared is the mean over the last tenth of the steps, because the loss of a single step is noisy. ratio:
+// loss with fp32 / loss, higher is better. Exit code 1 if any ratio is below 0.99.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <fstream>

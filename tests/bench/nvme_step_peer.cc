@@ -117,7 +117,7 @@ class Peer {
   explicit Peer(const Options& options)
       : options_(options), spec_{.moments = options.moments}, pool_(options.threads) {}
 
-  // The global norm, which every step of the other side takes as well.
+  // Computes the global norm, because every step of the peer computes the norm as well.
   absl::Status CheckGradients() {
     std::vector<kernels::NormResult> norms(options_.chunks);
     pool_.ParallelFor(norms.size(), [&](uint64_t i) {

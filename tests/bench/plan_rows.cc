@@ -25,7 +25,7 @@ constexpr uint64_t kPlannedChunk = uint64_t{1} << 20;  // elements
 constexpr int kTimes = 3;
 constexpr absl::Duration kMachineTime = absl::Seconds(10);
 
-// One split of the budgets: the plan that it gives, and steps of a store by that plan.
+// A split of the budgets: its plan, and steps of a store under this plan.
 class Split {
  public:
   Split(const StorageBenchOptions& bench, const std::string& directory, kernels::ThreadPool* pool,
@@ -84,7 +84,7 @@ class Split {
   uint64_t step_ = 0;
 };
 
-// Of one budget, each time.
+// Results under one budget, an entry per round.
 struct Outcome {
   std::vector<double> predicted, seconds, ratios;
 };

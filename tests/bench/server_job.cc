@@ -101,7 +101,7 @@ services::StateServerOptions ServerJob::ServerOptions(const Options& options) {
   services::StateServerOptions server;
   server.data_directory = options.directory;
   server.server_id = "bench";
-  // Of no use here: what is taken of them is what counts.
+  // The limits do not matter here, only the bytes used.
   server.budget = {0, ~uint64_t{0} / 4, options.durability == v1::DURABILITY_STEP ? ~uint64_t{0} / 4 : 0};
   server.compute_threads = options.threads;
   return server;

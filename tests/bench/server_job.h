@@ -1,5 +1,5 @@
-// A job on a state server of this process, and its one trainer: the server's own calls, pushes in flight up to a bound,
-// small gradients of both signs that are the same in every step.
+// A job on a state server of this process, and its only trainer. The trainer calls the server directly, keeps pushes in
+// flight up to a bound, and pushes the same small gradients of both signs in every step.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,7 @@
 
 namespace ballast::bench {
 
-// Gradients of chunks of 2^20 bf16 elements, 64 of them: more than a cache holds. Chunk i has the i-th, round and
-// round.
+// Gradients for 64 chunks of 2^20 bf16 elements, more than a cache holds. Chunk i uses gradient i mod 64.
 class ChunkGradients {
  public:
   static absl::StatusOr<std::shared_ptr<const ChunkGradients>> Make();
@@ -38,23 +37,23 @@ class ServerJob {
   struct Options {
     std::string directory;
     v1::Durability durability = v1::DURABILITY_STEP;
-    uint64_t chunks = 0;  // all full, their state in DRAM
-    int threads = 1;      // that compute an update
+    uint64_t chunks = 0;  // all full, with their state in DRAM
+    int threads = 1;      // threads of an update
     std::shared_ptr<const ChunkGradients> gradients;
   };
-  // What a server for such a job is started with.
+  // Options of a server for this job.
   static services::StateServerOptions ServerOptions(const Options& options);
 
   // Starts the server, opens the job and gives it its first values.
   static absl::StatusOr<std::unique_ptr<ServerJob>> Make(const Options& options);
 
-  // Pushes the gradients of the next step, of chunks [0, chunks): those wait, each, until the update before is through
-  // its chunk. OK: the server has them.
+  // Pushes the next step's gradients of chunks [0, chunks). Each push waits until the previous update has passed its
+  // chunk. OK: the server has all of the gradients.
   absl::Status Push(uint64_t chunks);
-  // Seals, decides and commits it. The update goes on behind.
+  // Seals, decides and commits the step. The server applies the update in the background.
   absl::Status Commit();
   absl::Status Step();
-  // Until the last step has been applied to every chunk.
+  // Waits until the last step has been applied to every chunk.
   absl::Status Settle() const;
 
   int64_t committed() const { return step_ - 1; }
@@ -73,7 +72,7 @@ class ServerJob {
   v1::Epoch epoch_;
   std::unique_ptr<model::EpochPlan> plan_;
   storage::Arena values_;  // of one chunk
-  int64_t step_ = 0;       // the one in flight
+  int64_t step_ = 0;       // the step in flight
 };
 
 }  // namespace ballast::bench

@@ -4,22 +4,26 @@
 //   stream/read, stream/write  our queue against fio: same file, blocks, depth and kind of pages
 //   step/nvme           ChunkStore::Run over state on NVMe (AdamW, bf16 gradients and working copies, fp32 moments)
 //                       against max(its reads and writes alone, its compute alone)
-//   step/nvme_balanced  the same when compute takes as long as the I/O: chunks whose state is in DRAM are updated in the
-//                       same run, spread evenly between those on NVMe, as many as it takes
+//   step/nvme_balanced  the same when compute takes as long as the I/O: the run also updates enough chunks in DRAM,
+//                       spread evenly between the chunks on NVMe
 //   step/nvme_8bit      parameters per second with 8-bit moments against those with fp32 moments
 //   step/log            a step of a job with durability `step` on a state server, its state in DRAM, against
 //                       max(the log's bytes written and synced alone, the same step with durability `none`)
-//   recovery            a server that starts where another was killed, against one sequential read of what it must read
+//   recovery            the start of a server where another was killed, against a sequential read of the data it needs
 //
-// "I/O alone" reads every extent into a staging slot and writes it back from there, through a queue, slots and a window
-// as the step's, without a kernel. "Compute alone" is what the step computes, on as many states in memory as staging has
-// slots: updates, with the digests of each state before and after; `without_digests` is the ratio if these count as the
-// step's own overhead. `side_by_side` is what two threads reach that do the one and the other at once and share nothing:
-// less than 1 where the machine's disk needs its processors or its memory. A server's job is pushed at in steady state:
-// pushes of step N + 1 overlap the update of N, and so many chunks go to the disk with each step that the log can be cut
-// and never fills. These writes are no part of "the log alone": `with_flushes` is the ratio if they are. `side_by_side`
-// is here what the step without the log reaches while another thread writes and syncs the log's bytes. All variants of a
-// round run one after another, those without a server in an order that rotates; ratios are medians.
+// "I/O alone" reads every extent into a staging slot and writes the extent back from there, with the same queue, slots
+// and window as the step, but without kernels. "Compute alone" is the step's computation on as many states in memory as
+// staging has slots: updates, with the digests of each state before and after; `without_digests` is the ratio if
+// digests count as overhead of the step. `side_by_side` is the rate of two threads that do I/O alone and compute alone
+// at once and share nothing: less than 1 where the machine's disk needs its processors or its memory.
+//
+// A server's job is pushed at in steady state: pushes of step N + 1 overlap the update of N, and each step flushes so
+// many chunks to the disk that the log can be cut and never fills. "The log alone" leaves out these writes;
+// `with_flushes` is the ratio if they count. In this row, `side_by_side` is the rate of the step without the log while
+// another thread writes and syncs the log's bytes.
+//
+// All variants of a round run one after another, the variants without a server in an order that rotates. Ratios are
+// medians.
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 

@@ -24,7 +24,7 @@ constexpr int kStepsPerRound = 8;
 // Until flushes have settled to what the log's size asks for.
 constexpr int kWarmUpSteps = 24;
 
-// What this process sent to disks.
+// Bytes written to disks by this process.
 absl::StatusOr<uint64_t> BytesWritten() {
   std::ifstream io("/proc/self/io");
   std::string word;
@@ -35,7 +35,7 @@ absl::StatusOr<uint64_t> BytesWritten() {
   return absl::UnavailableError("/proc/self/io does not say what was written");
 }
 
-// Of all threads of this process, and of the kernel for them.
+// CPU time of all threads of this process, user and system.
 double CpuSeconds() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -45,8 +45,8 @@ double CpuSeconds() {
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-// One round of steps, from the decision of a step to that of the kStepsPerRound-th behind it: as many updates, each
-// overlapped by the pushes of the next step.
+// A round of kStepsPerRound steps, timed from the decision of the step before the first to the decision of the last. So
+// it contains as many updates, each overlapped by the pushes of the next step.
 struct Round {
   double seconds = 0;        // per step
   double cpu_seconds = 0;    // per step
@@ -71,8 +71,9 @@ absl::StatusOr<Round> RunRound(ServerJob* job) {
   return round;
 }
 
-// As a round of steps of a job without a log, and as many times `log_bytes` written and synced by a thread that shares
-// nothing with it: what the machine gives to a log that costs nothing but its disk. Seconds per step, until both ended.
+// A round of steps of a job without a log, beside a thread that writes and syncs `log_bytes` once per step and shares
+// nothing with the job. This is the machine's limit for a log that costs only its disk. Returns seconds per step until
+// both have ended.
 absl::StatusOr<double> SideBySide(ServerJob* without, DiskAlone* alone, const storage::BlockFile& file,
                                   uint64_t log_bytes) {
   BALLAST_RETURN_IF_ERROR(without->Step());

@@ -38,8 +38,8 @@ constexpr uint64_t kBytesPerParameter = 16;
 // back what was freed after some seconds: then it would be the host's memory that is measured.
 absl::Status HaveMemory(uint64_t bytes) { return storage::Arena::Map(bytes).status(); }
 
-// What a restart on a directory has to read: the newest durable version of each chunk, and of the log all slices that
-// are newer than their chunk's.
+// The data that a restart on a directory must read: the newest durable version of each chunk, and all slices in the log
+// newer than their chunk's version.
 struct MustRead {
   std::vector<std::unique_ptr<storage::BlockFile>> files;
   std::vector<FileExtent> extents;  // by file and offset

@@ -1,4 +1,4 @@
-// What the files of storage_bench share: its options, a row of its answer, and how works are timed.
+// Shared by the sources of storage_bench: its options, the rows of its result, and how work is timed.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct StorageBenchOptions {
   uint64_t bytes = uint64_t{2} << 30;
   uint64_t staging_bytes = storage::DefaultStagingBytes(~uint64_t{0});
   uint64_t dram_bytes = uint64_t{4} << 30;
-  uint64_t server_chunks = 192;  // of the job on a state server, 2^20 parameters each
+  uint64_t server_chunks = 192;  // of the job on a state server; 2^20 parameters each
   StreamShape stream;
 };
 
@@ -34,18 +34,19 @@ struct Row {
   std::vector<std::pair<std::string, double>> more;
 };
 
-// Groups of rows. `directory`: empty, on the disk to measure. What is added to `rows` after an error does not count.
+// Each measures a group of rows. `directory` is empty and lies on the disk to measure. After an error, ignore `rows`.
 using MeasureRows = absl::Status(const StorageBenchOptions& options, const std::string& directory,
                                  std::vector<Row>* rows);
 MeasureRows MeasureStreams, MeasureSteps, MeasurePlans, MeasureLog, MeasureRecovery;
-// What MeasureRecovery kills: prints "ready" and its process once there is something to recover in `directory`.
+// Body of the process killed by MeasureRecovery. Prints "ready" and its process id once `directory` holds a job to
+// recover.
 absl::Status TrainUntilKilled(const StorageBenchOptions& options, const std::string& directory);
 
 using Work = std::function<absl::Status()>;
 
 absl::StatusOr<double> Seconds(const Work& work);
-// Seconds of each work, one entry per round, in an order that rotates; the first round of all is not kept. `what`: for
-// the lines of progress on stderr.
+// Seconds of each work, one entry per round. The order of the works rotates from round to round, and the first round of
+// all is not kept. `what` names the measurement in the progress lines on stderr.
 absl::StatusOr<std::vector<std::vector<double>>> Measure(const char* what, const std::vector<Work>& works, int rounds);
 
 void Print(const Row& row);

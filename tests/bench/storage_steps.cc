@@ -62,7 +62,7 @@ storage::ChunkUpdate WholeChunk(const kernels::OptimizerSpec& spec, uint64_t chu
           .random = {.seed = 1, .unit = static_cast<uint32_t>(chunk), .step = step}};
 }
 
-// What a step computes, on states that stay in memory: as many as a store has staging slots, in turn.
+// The computation of a step on states that stay in memory, used in turn: as many states as a store has staging slots.
 class ComputeAlone {
  public:
   static absl::StatusOr<ComputeAlone> Make(uint64_t slots, kernels::ThreadPool* pool, const Gradients* gradients) {

@@ -26,7 +26,7 @@ double WallSeconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Of all threads: the queue may have a pool, and the kernel's io_uring workers count to the process.
+// CPU time of all threads: the queue may have a pool, and the kernel's io_uring workers count to the process.
 double CpuSeconds() {
   rusage usage;
   getrusage(RUSAGE_SELF, &usage);

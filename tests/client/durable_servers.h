@@ -1,4 +1,4 @@
-// Servers with disks that can be started again, and a training whose every step can be recognised.
+// Servers with disks that a test can restart, and a training with values that tell every step apart.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@ struct Budget {
   storage::TierBytes bytes;
 };
 
-// Servers "s0", "s1" with disks, which can be started again.
+// Servers "s0" and "s1" with disks. Restart keeps the disks.
 class Servers {
  public:
   explicit Servers(const storage::TierBytes& budget) : budget_(budget), servers_(kServers) { Restart(); }
@@ -50,11 +50,11 @@ class Servers {
     return transports;
   }
   v1::GetServerStatusResponse Status(int i) const { return servers_[i].state->Status(); }
-  // As a rank whose other calls are lost, at the epoch that is open.
+  // Pins durably on server i alone, at the open epoch, like a rank whose calls to its peer are lost.
   absl::Status PinDurably(int i, int64_t version) const {
     return services::PinDurably(servers_[i].state.get(), "test", Status(i).jobs(0).epoch(), version);
   }
-  // Without the logs, which a restart may extend.
+  // NVMe bytes in use on all servers, without the logs, because a restart may extend a log.
   uint64_t NvmeUsed() const {
     uint64_t used = 0;
     for (int i = 0; i < kServers; ++i) {
@@ -84,7 +84,7 @@ inline SessionOptions DurableOptions() {
 
 inline std::string Blob(int rank, int64_t step) { return absl::StrCat("cursor of rank ", rank, " at ", step); }
 
-// Steps `first` to `last` of the reference's training, whatever the session's version numbers are.
+// Runs steps `first` to `last` of the reference's training. The session's version numbers may differ from them.
 inline absl::Status Train(Session& session, int64_t first, int64_t last) {
   for (int64_t step = first; step <= last; ++step) {
     StepOptions options = TestStep();

@@ -22,8 +22,8 @@
 namespace ballast::client {
 namespace {
 
-// Takes one HTTP/2 connection after the other, reads so many bytes from each, in which it grants no window beyond the
-// first, and then ends it as a killed process does.
+// Accepts HTTP/2 connections in turn. Reads a fixed number of bytes from each, without granting more than the initial
+// window, and then ends the connection like a killed process.
 class DyingServer {
  public:
   explicit DyingServer(uint64_t reads) : reads_(reads) {

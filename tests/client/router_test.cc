@@ -67,7 +67,7 @@ class ScriptedTransport final : public Transport {
   void Seal(const v1::SealRequest&, absl::Time, Callback<v1::SealResponse>) override { std::abort(); }
   void Pin(const v1::PinRequest&, absl::Time, Callback<v1::PinResponse>) override { std::abort(); }
   void Unpin(const v1::UnpinRequest&, absl::Time, Callback<v1::UnpinResponse>) override { std::abort(); }
-  // Waits for the Commit as a server does that lost it: to the try's end.
+  // Waits until the try ends, like a server that lost the Commit.
   void Pull(const v1::PullRequest&, absl::Span<std::byte>, absl::Time,
             std::function<void(absl::Status)> done) override {
     absl::Status answer;
@@ -214,7 +214,8 @@ TEST(Router, BytesInFlightAreBounded) {
   EXPECT_EQ(rig.server->pushed_max, 800u);
 }
 
-// Who changes borrowed memory drops what was pushed; until then it must not be refused again and again.
+// A caller that changes borrowed memory will drop the push. Until then the server must not refuse the push again and
+// again.
 TEST(Router, EachTryOfAPushHasTheDigestOfWhatItSends) {
   Rig rig;
   std::vector<std::byte> payload(100);

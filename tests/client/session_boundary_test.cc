@@ -1,4 +1,4 @@
-// What happens between two steps, and what a refused call leaves behind: values, blobs, norms, registrations.
+// Calls between two steps, and the state after a refused call: values, blobs, norms, registrations.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -31,7 +31,7 @@ TEST(SessionBoundary, RegisterWithoutRoomLeavesTheJobAsItWas) {
                       BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, TestOptions(), TestTensors()));
                       BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                       BALLAST_RETURN_IF_ERROR(ExpectError(session->Register({big}), model::kBudget, "server 's1'"));
-                      // The session goes on, and what it knows of the job is what the servers know.
+                      // The session goes on, and agrees with the servers about the job.
                       BALLAST_RETURN_IF_ERROR(TrainStep(*session, 1).status());
                       Reference reference(TestTensors());
                       reference.Step(1, TestStep());
@@ -94,7 +94,7 @@ TEST(SessionBoundary, BlobsOutliveTransactionsOfValues) {
             absl::OkStatus());
   std::vector<TensorSpec> tensors = TestTensors();
   tensors.push_back(Adapter());
-  // Twice: a resumed session that commits values hands on what it was given.
+  // Twice, because a resumed session that commits values must hand on its blobs.
   for (int i = 0; i < 2; ++i) {
     EXPECT_EQ(OnRanks(2,
                       [&](Collective* collective) -> absl::Status {

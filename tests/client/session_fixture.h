@@ -28,7 +28,7 @@ class SessionFixture {
   std::vector<std::unique_ptr<Transport>> Connect() const;
   services::StateServer* server(int i) { return servers_[i].state.get(); }
 
-  // Runs `rank` for each rank of a loopback group, each on its thread; first error by rank.
+  // Runs `rank` for each rank of a loopback group, each on its own thread. Returns the error of the lowest rank.
   static absl::Status RunRanks(int world_size, const std::function<absl::Status(Collective*)>& rank,
                                absl::Duration timeout = absl::Seconds(30));
 
@@ -45,7 +45,7 @@ class SessionFixture {
   std::deque<Server> servers_;
 };
 
-// Two units: "embed" with two tensors of two groups (one has an alias), "layer" with three, over several chunks.
+// Two units over several chunks: "embed" has two tensors in two groups, one with an alias; "layer" has three tensors.
 std::vector<TensorSpec> TestTensors();
 SessionOptions TestOptions();
 StepOptions TestStep(double learning_rate = 0.01);
@@ -54,14 +54,14 @@ StepOptions TestStep(double learning_rate = 0.01);
 float InitialValue(absl::string_view tensor, uint64_t element);
 float GradientValue(absl::string_view tensor, uint64_t element, int64_t step);
 
-// Gradient of the owned ranges of `unit`, end to end; `absent` tensors are zeros.
+// Gradient of the owned ranges of `unit`, end to end. Elements of `absent` tensors are zero.
 std::vector<bf16> OwnedGradient(const Session& session, uint32_t unit, int64_t step,
                                 const std::vector<std::string>& absent = {});
 absl::Status InitialiseAll(Session& session);
 // Pushes every unit and steps.
 absl::StatusOr<StepReport> TrainStep(Session& session, int64_t step, const StepOptions& options = TestStep());
 
-// Facts as statuses, for code that runs on a rank's thread.
+// Expectations as statuses, for code on a rank's thread.
 absl::Status Wrong(absl::string_view what);
 absl::Status Expect(bool fact, absl::string_view what);
 // OK if `status` has this reason and its message contains `text`.

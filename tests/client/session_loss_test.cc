@@ -1,4 +1,4 @@
-// Sessions whose servers have lost what they had acknowledged, as a crash before the log's write does, or are gone.
+// Sessions whose servers are gone, or have lost acknowledged data, as in a crash before the log's write.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -15,11 +15,11 @@
 namespace ballast::client {
 namespace {
 
-// What servers do from now on with what comes.
+// Behaviour of the servers from now on.
 struct Script {
-  std::atomic<bool> loses_pushes{false};   // acknowledged, and forgotten: until the next seal or norm
-  std::atomic<bool> loses_commits{false};  // the next of each server
-  std::atomic<bool> gone{false};           // for pushes
+  std::atomic<bool> loses_pushes{false};   // acknowledges and forgets pushes, until the next seal or norm
+  std::atomic<bool> loses_commits{false};  // each server forgets its next commit
+  std::atomic<bool> gone{false};           // pushes are refused
   std::atomic<int> seals{0};
   absl::Mutex mutex;
   std::set<std::tuple<int, uint32_t, uint64_t>> refused ABSL_GUARDED_BY(mutex);  // slices: kind, unit, begin
@@ -124,7 +124,7 @@ TEST_F(LossTest, AllThatIsMissingIsSentAgainAtOnce) {
                       return reference.Compare(*session, 1);
                     }),
             absl::OkStatus());
-  // Of each server: one that names all its 80 slices, and what it takes until they have come.
+  // For each server: a seal whose answer names all 80 missing slices, and the seals until the slices have come.
   EXPECT_LE(script_.seals, 2 * 4);
 }
 

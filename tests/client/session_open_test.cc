@@ -283,8 +283,8 @@ TEST(SessionConnect, RefusesWhatIsNoAddress) {
       absl::StatusCode::kInvalidArgument, model::kBadConfig, {"'localhost:99999' has no port from 1 to 65535"});
 }
 
-// A disk that takes a second longer for a job's log than the session waits for servers that are down: that time passes
-// is what is tested.
+// A disk that needs a second longer for a job's log than the session waits for servers that are down. The test depends
+// on this time.
 class SlowLogs : public services::MachineWithDisk {
   absl::StatusOr<std::unique_ptr<storage::BlockFile>> Open(const std::string& path, Mode mode) override {
     if (absl::StrContains(path, "/log-")) absl::SleepFor(absl::Milliseconds(1500));

@@ -1,4 +1,4 @@
-// What ranks may differ in, what they may not, and what becomes of a session then.
+// Differences allowed between ranks, differences not allowed, and the session after such a difference.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -143,7 +143,7 @@ TEST(Session, OneRanksErrorReachesAll) {
             absl::OkStatus());
 }
 
-// Ranks that dropped unlike often agree again: the one that is behind sends what it pushed once more.
+// Ranks with different numbers of drops agree again: the rank behind sends its pushes once more.
 TEST(Session, ARankThatDropsAloneIsNamedOnce) {
   SessionFixture servers;
   const absl::Status ran = SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
@@ -170,7 +170,7 @@ TEST(Session, ARankThatDropsAloneIsNamedOnce) {
   EXPECT_EQ(ran, absl::OkStatus());
 }
 
-// What servers took of values that did not become a transaction hinders no others.
+// Values accepted by servers without becoming a transaction do not hinder later values.
 TEST(Session, OtherValuesAfterSomeWereRefused) {
   SessionFixture servers;
   const absl::Status ran = SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {

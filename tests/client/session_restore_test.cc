@@ -139,7 +139,7 @@ TEST_P(SessionRestoreTest, APinThatOnlySomeServersHaveEndsWithTheNextGroup) {
   }
 }
 
-// What was registered since has no state in the version. The group is told before anything is touched, and goes on.
+// Tensors registered later have no state in the version. The group is told before anything changes, and goes on.
 TEST_P(SessionRestoreTest, AVersionFromBeforeARegistrationIsRefusedAndTheGroupGoesOn) {
   ASSERT_EQ(RunRanks(2,
                      [&](Session& session) -> absl::Status {
@@ -154,7 +154,7 @@ TEST_P(SessionRestoreTest, AVersionFromBeforeARegistrationIsRefusedAndTheGroupGo
                                                              "before tensor 'late' had values"));
                          if (i == 0) BALLAST_RETURN_IF_ERROR(InitialiseAll(session));
                        }
-                       // What is pinned now can be restored.
+                       // A version pinned now can be restored.
                        const int64_t whole = session.version();
                        if (session.rank() == 0) BALLAST_RETURN_IF_ERROR(session.PinDurably());
                        BALLAST_RETURN_IF_ERROR(Train(session, 2, 2));

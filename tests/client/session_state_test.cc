@@ -1,4 +1,4 @@
-// State that goes from one job into another, by ranks that own parts of it: both train on with the same bits.
+// Ranks move their parts of the state from one job into another. Both jobs then train on with the same bits.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -32,7 +32,7 @@ absl::StatusOr<Whole> ReadAll(Session& session, Content array) {
   return all;
 }
 
-// What this rank owns of each tensor, and no more.
+// This rank's part of each tensor, and no more.
 absl::StatusOr<std::vector<TensorState>> OwnedOf(const Session& session, const Whole& whole, uint64_t steps) {
   std::vector<TensorState> states;
   for (const auto& [name, values] : whole) {

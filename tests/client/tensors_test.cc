@@ -1,5 +1,5 @@
-// Tensors over a server in this process, which works in the trainer's memory, and over one that has copies of
-// everything: the same bits in parameters and state, whatever is absent, skipped, clipped, dropped or written.
+// Tensors over a server that works in the trainer's memory, and over a server with copies of everything, both in this
+// process. Parameters and state must have the same bits, whatever is absent, skipped, clipped, dropped or written.
 #include "ballast/client/tensors.h"
 
 #include <cmath>
@@ -204,7 +204,7 @@ TEST_P(TensorsTest, BitsOfTheCopyingPath) {
   EXPECT_GT(copier_.session().stats().pulled_bytes, lender_.session().stats().pulled_bytes);
 }
 
-// What the user wrote goes with the step, with and without a gradient of the same tensor.
+// The step includes values written by the user, with and without a gradient of the same tensor.
 TEST_P(TensorsTest, WrittenValues) {
   StepBoth(1);
   for (Trainer* trainer : {&lender_, &copier_}) {
@@ -214,7 +214,7 @@ TEST_P(TensorsTest, WrittenValues) {
       ASSERT_TRUE(trainer->session().Write(name, values).ok());
     }
   }
-  StepBoth(2, {"table"}, 0, /*inf=*/true);  // they wait for a step that counts
+  StepBoth(2, {"table"}, 0, /*inf=*/true);  // written values wait for a step that is not skipped
   StepBoth(3, {"wide"});
   StepBoth(4);
 }
@@ -256,8 +256,7 @@ TEST_P(TensorsTest, StateIsWritten) {
       for (size_t i = 0; i < 5; ++i) {
         const auto written = std::find(which.begin(), which.end(), i);
         const auto k = static_cast<size_t>(written - which.begin());
-        // Of each tensor: the trainer's parameter, then the server's parameter, master and moments, then the step
-        // count.
+        // Parts of each tensor: the trainer's parameter; the server's parameter, master and moments; the step count.
         for (size_t part = 0; part < 6; ++part) {
           const size_t at = 6 * i + part;
           const bool touched = written != which.end() && (part == static_cast<size_t>(array) + 1 || part == 5 ||
@@ -309,7 +308,7 @@ TEST_P(TensorsTest, DroppedLoansCountForNothing) {
   ASSERT_TRUE(lender_.session().Norm().ok());
   ASSERT_TRUE(lender_.session().Drop().ok());
   StepBoth(1);
-  // What is written while parameters are lent for a step is not committed behind its back; the loan goes on.
+  // Values written while parameters are lent for a step are not committed during the step. The loan goes on.
   ASSERT_TRUE(lender_.session().Write("wide", values).ok());
   for (model::LentTensor& tensor : lent) tensor = {};
   ASSERT_TRUE(lender_.session().Lend(lent).ok());
@@ -320,7 +319,7 @@ TEST_P(TensorsTest, DroppedLoansCountForNothing) {
   EXPECT_THAT(lender_.session().Lend(lent).ToString(), HasSubstr("of no others"));
 }
 
-// Of a step that failed nothing is read any more, and nothing is sent again.
+// After a failed step, none of its gradients are read or sent again.
 TEST_P(TensorsTest, AFailedStepIsDropped) {
   StepBoth(1);
   StepOptions wrong = TestStep();

@@ -1,4 +1,4 @@
-// A state server behind a transport of either kind, and a job on it.
+// A state server behind a transport of either kind, and a job on the server.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -48,7 +48,7 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
       rpc_ = *std::move(rpc);
     }
     transport_ = Connect();
-    // A connection may take its time on a busy machine; the tests begin with one that stands.
+    // Connecting may take long on a busy machine, so wait for the connection here.
     v1::GetJobRequest ask;
     ask.set_job(kJob);
     for (int i = 0; i < 10 && absl::IsUnavailable(Call(&client::Transport::GetJob, ask).status()); ++i) {
@@ -110,7 +110,7 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
     return all;
   }
 
-  // One unit with one tensor, `elements` long; one rank, one server.
+  // A unit with a single tensor of `elements`, one rank and this server.
   void OpenJob(uint64_t elements, uint64_t chunk_elements) {
     v1::FenceRequest fence;
     fence.set_job(kJob);
@@ -203,7 +203,7 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
     return seal;
   }
 
-  // Seals `step`, which must be complete, and returns the decision.
+  // Seals `step` and returns the decision. REQUIRES: all slices of the step are pushed.
   absl::StatusOr<v1::Decision> SealStep(int64_t step, v1::StepKind kind) {
     BALLAST_ASSIGN_OR_RETURN(const auto answer, Call(&client::Transport::Seal, SealOf(step, kind)));
     if (!answer.has_prepared()) return absl::InternalError(answer.ShortDebugString());
@@ -218,7 +218,7 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
     return answer.committed() == decision.step() ? absl::OkStatus() : absl::InternalError("committed another step");
   }
 
-  // Transaction 0: element i of the unit is value(i).
+  // Runs transaction 0 with value(i) as element i of the unit.
   template <typename Function>
   void Create(Function value) {
     for (const model::Slice& slice : plan_->slices()) {

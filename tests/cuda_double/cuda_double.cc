@@ -36,7 +36,7 @@ Span SpanOf(const void* begin, uint64_t bytes) { return {reinterpret_cast<uintpt
 
 struct Work {
   std::function<void()> run;
-  Span host;  // that it reads or writes; empty: none
+  Span host;  // host memory read or written; empty: none
 };
 
 struct Stream {
@@ -243,7 +243,7 @@ cudaError_t Launch(const void* kernel, void** arguments, cudaStream_t stream) {
                 .host = {}});
 }
 
-// What <<<>>> pushes for the stub of the kernel to pop.
+// Pushed by <<<>>>, popped by the kernel's stub.
 struct CallConfiguration {
   dim3 grid, block;
   size_t shared = 0;

@@ -1,16 +1,17 @@
-// A double of CUDA's runtime for machines without a GPU: the functions of libcudart that this project calls, defined in
-// the test binary, so that the linker takes none of the library. Sources for the GPU run over it as they are, .cu files
-// included; their kernels are computed by the host's, which have the same bits.
+// A double of CUDA's runtime for machines without a GPU. The test binary defines the functions of libcudart called by
+// this project, so the linker takes nothing from the library. GPU sources run over the double unchanged, .cu files
+// included; the host's kernels compute in place of the GPU's, with the same bits.
 //
-// Stricter than a GPU where a GPU would only be slow, or right by luck. A queued copy or kernel runs when its stream is
-// waited for, not earlier, so memory that is used too early, or given back, shows. Device memory cannot be touched by
-// the host, and begins with garbage. A failure stays the thread's last error until somebody asks for it, as in CUDA.
-// What else is wrong is noted as a violation:
-//   - work on a thread that has selected no device, which makes a context on GPU 0
-//   - a stream, memory or page-lock used under another device than its own
-//   - two threads that queue work on one stream at the same moment
-//   - memory that is page-locked in part, or released under a queued copy
-//   - a kernel or copy beyond its block
+// The double is stricter than a GPU where a GPU would only be slow, or right by luck. A queued copy or kernel runs only
+// when its stream is waited for, so using memory too early, or giving memory back too early, shows; a copy of pageable
+// memory waits for its stream at once. The host cannot touch device memory, and fresh device memory holds garbage. A
+// failure stays the thread's last error until the thread asks for the error, as in CUDA. A kernel or copy beyond its
+// block of device memory aborts the process. The double notes other mistakes as violations:
+//   - work on a thread without a selected device (makes a context on GPU 0)
+//   - a stream, memory or page-lock used while another device is selected
+//   - two threads queueing work on one stream at the same moment
+//   - a copy of memory page-locked only in part, or a page-lock released under a queued copy
+//   - device memory freed twice, or a failure the thread never asked for
 #pragma once
 
 #include <cstdint>
@@ -26,18 +27,18 @@ struct Machine {
   bool memory_pools = true;
 };
 
-// Begins a test. REQUIRES: nothing of an earlier one is left.
+// Begins a test. REQUIRES: nothing of an earlier test is left.
 void Begin(const Machine& machine = {});
-// What was wrong since Begin, also what was left behind: streams, device memory, page-locked memory.
+// Returns all violations since Begin, with any streams, device memory and page-locks left behind.
 std::vector<std::string> End();
 
-// From now on cudaHostRegister fails, as where a limit is reached.
+// From now on cudaHostRegister fails, as at the system's limit.
 void RefusePageLocks();
 // `hook` runs before each kernel, on the thread that waits for it.
 void BeforeKernels(std::function<void()> hook);
 
 struct Counts {
-  uint64_t pageable_copies = 0;  // asynchronous ones, which are not asynchronous then
+  uint64_t pageable_copies = 0;  // by cudaMemcpyAsync, which then waits for the stream
   uint64_t page_locked_copies = 0;
   uint64_t kernels = 0;
   uint64_t waits = 0;  // for a stream or device
@@ -45,6 +46,6 @@ struct Counts {
 };
 Counts counts();
 
-std::set<int> contexts();  // devices on which this process has one
+std::set<int> contexts();  // devices on which this process has a context
 
 }  // namespace ballast::cuda_double

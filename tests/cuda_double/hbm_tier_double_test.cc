@@ -1,4 +1,4 @@
-// What the tier for GPUs asks of CUDA.
+// Calls of the GPU tier to CUDA.
 #include <future>
 #include <thread>
 
@@ -51,7 +51,7 @@ TEST_F(HbmTierDoubleTest, ARefusedPageLockDoesNotFailTheNextConversion) {
 
 TEST_F(HbmTierDoubleTest, AServersContextIsOnItsGpuAlone) {
   Open(65536, TierKind::kHbm, {.budget = kRoom, .hbm_device = 1});
-  // As threads of a server that come and go: one takes memory, another gives it back.
+  // Like a server's short-lived threads: the first allocates memory, the second frees it.
   std::optional<DramBlock> block;
   std::thread([&] { block = *tiers_->dram()->Allocate(kMiB, "test"); }).join();
   std::thread([&] { block.reset(); }).join();

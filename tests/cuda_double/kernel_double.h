@@ -8,11 +8,11 @@
 
 namespace ballast::cuda_double {
 
-// Where the host has `bytes` from a device address on; null, and a violation, if they are not in one block.
+// The host's address of `bytes` at a device address. Aborts the process if no block of device memory holds all of them.
 using Reach = std::function<void*(const void* device, uint64_t bytes)>;
 
-// Copies the arguments; the returned function does what the kernel of that (mangled) name does. Null if the name is
-// unknown.
+// Copies the arguments and returns a function with the effect of the kernel named `name` (mangled). Null if the name
+// is unknown.
 std::function<void()> KernelCalled(const std::string& name, void** arguments, const Reach& reach);
 
 }  // namespace ballast::cuda_double

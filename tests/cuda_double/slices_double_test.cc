@@ -1,5 +1,5 @@
-// The memory of a step's slices and of answers to pulls, beside a GPU: its copies are from and to page-locked memory,
-// as those that `ballastctl iotune` measures.
+// The memory of a step's slices and of answers to pulls, beside a GPU. Copies use page-locked memory, as do the copies
+// measured by `ballastctl iotune`.
 #include "ballast/services/intake.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/tests/cuda_double/cuda_double.h"

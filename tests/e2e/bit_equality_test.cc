@@ -1,5 +1,6 @@
-// The master weights after a few steps must not depend on the number of servers, the number of trainers, the tiers, the
-// transport, or on a change of the world size in mid-run: they equal those of one process without servers, bit for bit.
+// The master weights after a few steps must equal the weights of a single process without servers, bit for bit,
+// whatever the number of servers and trainers, the tiers and the transport, and also if the world size changes in
+// mid-run.
 #include <gtest/gtest.h>
 
 #include <set>
@@ -52,7 +53,7 @@ INSTANTIATE_TEST_SUITE_P(Matrix, BitEqualityTest,
                                   (std::get<3>(info.param) == Wire::kGrpc ? "Grpc" : "Embedded");
                          });
 
-// What a job may choose beside the default, on two servers, two ranks, and state in DRAM and NVMe.
+// Optimizers and formats besides the default, on two servers and two ranks, with state in DRAM and on NVMe.
 TEST(OptimizerTest, EveryOptimizerAndFormatEqualsTheRunWithoutServers) {
   using kernels::Dtype;
   using kernels::MomentFormat;

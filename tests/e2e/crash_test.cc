@@ -101,7 +101,7 @@ class CrashTest : public ::testing::Test {
     return DigestIn(services::RunProcess(command).out);
   }
 
-  // The job's version as ballastctl tells it, -1 before there is one.
+  // The job's version according to ballastctl; -1 before the first version.
   int Version() const {
     const services::Finished status =
         services::RunProcess({services::CtlPath(), "status", "--json", "--servers", Servers()});
@@ -121,7 +121,7 @@ class CrashTest : public ::testing::Test {
 };
 
 TEST_F(CrashTest, KilledTrainersLoseNothing) {
-  // Twice, so that once rank 0 dies, which fences and asks for norms, and once another.
+  // Twice: rank 1 dies first, then rank 0, the rank that fences and asks for norms.
   for (const int victim : {1, 0}) {
     const auto rank0 = Rank(0, 2, "auto");
     const auto rank1 = Rank(1, 2, "auto");
@@ -129,7 +129,7 @@ TEST_F(CrashTest, KilledTrainersLoseNothing) {
     (victim == 0 ? rank0 : rank1)->Signal(SIGKILL);
     const services::Finished survivor = (victim == 0 ? rank1 : rank0)->Wait();
     EXPECT_EQ(survivor.code, 1) << survivor.out;
-    // By the collective, or, of one that died between the last collective and its seal, by a server.
+    // The collective names the victim or, if the victim died between the last collective and its seal, a server does.
     EXPECT_THAT(survivor.err, ::testing::AnyOf(HasSubstr(absl::StrCat("rank ", victim)),
                                                HasSubstr(absl::StrCat("rank(s) ", victim, " have not sealed"))));
   }

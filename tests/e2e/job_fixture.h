@@ -24,13 +24,13 @@ enum class Wire { kGrpc, kEmbedded };
 client::TrainerOptions SmallTrainer();
 inline constexpr uint64_t kChunkElements = uint64_t{1} << 16;
 
-// State servers "s0", "s1", ... in directories of their own, with budgets that force `placement`.
+// State servers "s0", "s1", ..., each in its own directory, with budgets that force `placement`.
 class Cluster {
  public:
   static absl::StatusOr<std::unique_ptr<Cluster>> Start(int servers, Placement placement, Wire wire,
                                                         const kernels::OptimizerSpec& optimizer = {});
   std::vector<std::unique_ptr<client::Transport>> Connect() const;
-  // Bytes of state in DRAM and in NVMe, over all servers.
+  // Bytes of state in DRAM and on NVMe, over all servers.
   storage::TierBytes StateBytes() const;
 
  private:
@@ -47,7 +47,7 @@ class Cluster {
 absl::StatusOr<uint32_t> TrainOnServers(const Cluster& cluster, const client::Corpus& corpus, int world_size,
                                         int64_t end, client::Resume resume,
                                         const kernels::OptimizerSpec& optimizer = {});
-// The same without servers.
+// The same training and CRC32C without servers.
 absl::StatusOr<uint32_t> TrainLocally(const client::Corpus& corpus, int threads, int64_t end,
                                       const kernels::OptimizerSpec& optimizer = {});
 

@@ -56,7 +56,7 @@ double LossOf(const TinyModel& model, const std::vector<std::vector<T>>& units,
                                            gradient.data(), dx.data());
   if (gradients == nullptr) return loss;
   gradients->clear();
-  // What a pass leaves unwritten shows as NaN.
+  // Gradients left unwritten by the pass show as NaN.
   for (const auto& unit : units) gradients->emplace_back(unit.size(), std::numeric_limits<T>::quiet_NaN());
   for (int i = model.shape.layers; i-- > 0;) {
     layer.Backward(units[1 + i].data(), model.layer, x[i].data(), dx.data(), (*gradients)[1 + i].data(), dx.data());
@@ -129,8 +129,8 @@ TEST(TransformerTest, NoTokenSeesALaterOneOrAnotherSequence) {
 }
 
 TEST(TransformerTest, PositionsMatterAndStartAnewWithEachSequence) {
-  // The second sequence holds the tokens of the first, the first two swapped. What attention adds to the third token is
-  // a sum over those before it: only their positions can make it differ.
+  // The second sequence is the first with its first two tokens swapped. Attention adds to the third token a sum over
+  // the tokens before it, so only their positions can change the sum.
   TinyModel model;
   const size_t width = model.shape.width;
   const size_t half = model.shape.context * width;

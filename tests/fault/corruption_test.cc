@@ -1,10 +1,10 @@
-// Damage at rest: whatever bytes of a killed server's log or NVMe tier are lost, the server gives the job back with
-// every bit as it was, or refuses it and says which file is damaged. Never other bits, never an older step.
+// Damage at rest: whatever bytes of a killed server's log or NVMe tier are lost, the server recovers the job with every
+// bit unchanged, or refuses the job and names the damaged file. Never wrong bits, never an older step.
 //
 //   corruption_test [--damages N] [--seed S]
 //
-// A failure prints the seed of its damage; `--seed S --damages 1` does it again, to a log whose batches were cut by the
-// chance of that run.
+// A failure prints the seed of its damage. `--seed S --damages 1` repeats the damage, on a log whose batches differ
+// from run to run.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <spdlog/sinks/ostream_sink.h>
@@ -195,7 +195,7 @@ class CorruptionTest : public ::testing::TestWithParam<InFlight> {
     if (const std::string wrong = CheckRefusal(damage, life.snapshot.status()); !wrong.empty()) {
       return absl::StrCat("refused, ", wrong, ": ", life.snapshot.status().ToString());
     }
-    // What was not damaged is still there: if the disk finds its bytes again, so does the job.
+    // A refusal changes nothing: once the damage is undone, the job recovers.
     damage.Undo(work_.path());
     const Life healed = Start(server);
     if (!healed.snapshot.ok()) {

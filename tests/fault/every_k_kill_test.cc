@@ -1,6 +1,6 @@
-// A long training run under durability every-K whose servers and trainers are killed again and again, at moments that a
-// seed chooses, ends with the bits of a run that nobody disturbed: what servers lose is trained again from their newest
-// common pin, which is never more than K steps old.
+// A long training run under durability every-K ends with the bits of an undisturbed run, although servers and trainers
+// are killed again and again, at moments chosen by a seed. Lost steps are trained again from the servers' newest common
+// pin, never more than K steps old.
 //
 //   every_k_kill_test [--loops N] [--seed S]
 #include <gtest/gtest.h>
@@ -34,7 +34,7 @@ class EveryKKillTest : public ::testing::TestWithParam<FleetOptions> {
  protected:
   void Run();
   void Loop();
-  // Of the ranks, when they have ended.
+  // Reads the output of the ended ranks.
   void Take(const std::vector<services::Finished>& finished);
   void Finish(const char* what);
 
@@ -98,7 +98,7 @@ void EveryKKillTest::Loop() {
     for (int rank = 0; rank < Fleet::kRanks; ++rank) fleet_.KillRank(rank);
     ++tally_["trainers"];
   }
-  // Else they are told that their server forgot their steps, and end by themselves.
+  // Ranks still alive learn that their server forgot their steps, and end by themselves.
   const auto finished = fleet_.EndRanks();
   servers_ended_ = servers_ended_ || (server_ends && !resumed);
   Take(finished);

@@ -1,11 +1,10 @@
-// A state server that dies at each named failpoint (storage/io/failpoint.h), at its first passing, its second and so
-// on: what it does once it is back must give the bits of a run that nobody disturbed, and no step that was acknowledged
-// is lost.
+// A state server dies at each named failpoint (storage/io/failpoint.h), at the first passing, the second and so on.
+// After its restart, the run must end with the bits of an undisturbed run, and no acknowledged step may be lost.
 //
 //   failpoint_test [--point NAME] [--passings N]
 //
-// One of two servers is armed; it is started again armed for the next point, so its recovery is that of every point. A
-// failpoint that a whole run does not reach is a failure.
+// One of two servers is armed. Its restart is armed for the next failpoint, so every death is followed by a recovery. A
+// failpoint not reached in a whole run is a failure.
 #include "ballast/storage/io/failpoint.h"
 
 #include <gtest/gtest.h>
@@ -49,7 +48,7 @@ void SleepBriefly() { std::this_thread::sleep_for(std::chrono::milliseconds(2));
 
 class FailpointTest : public ::testing::Test {
  protected:
-  // Kills the armed server if it runs, and starts it; is it still there when it should serve?
+  // Kills the armed server if running, and starts it anew. True if the server lives to serve.
   bool Start(absl::string_view point, uint64_t passing);
   void StartUnarmed();
   // Each: true if the server died where it should.
@@ -62,7 +61,7 @@ class FailpointTest : public ::testing::Test {
   bool DiesWhileRanksRun();
   void EnsureRanks();
   void WaitForSteps();
-  // Of the ranks, when they have ended: by themselves, or killed.
+  // Reads the output of a rank after its end, by itself or killed.
   void TakeAcknowledged(const services::Finished& rank);
   void FinishRun();
   void KillRanks();
@@ -160,7 +159,7 @@ bool FailpointTest::DiesInFence(absl::string_view point, uint64_t passing) {
   WaitForSteps();
   if (HasFatalFailure()) return false;
   if (!Start(point, passing)) return true;
-  // Two more than it takes: one may find its run at its end, and the next a job that is not there yet.
+  // Two groups more than needed: the run may be at its end for one group, and the next may find no job yet.
   for (uint64_t group = 0; group < passing + 2; ++group) {
     KillRanks();
     fleet_.StartRanks();
@@ -210,7 +209,7 @@ void FailpointTest::Round(uint64_t passing, Kind kind, int* died) {
     ASSERT_TRUE(reached) << point << " was not passed " << passing << " times in a whole run";
     ++*died;
     if (kind != kCreate) continue;
-    // Whatever was half made, the run that it began must come to the same end.
+    // After a half-made creation, the run must come to the same end.
     StartUnarmed();
     FinishRun();
     ASSERT_FALSE(HasFailure());

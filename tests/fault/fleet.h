@@ -1,4 +1,4 @@
-// Two state servers and a group of two trainers as real processes, to be killed.
+// Two state servers and a group of two trainers as real processes for a test to kill.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ namespace ballast {
 
 struct FleetOptions {
   std::string dram;     // of each server, as the configuration spells it
-  std::string staging;  // its part for NVMe state
+  std::string staging;  // the part of `dram` for NVMe state
   int steps = 0;
-  std::vector<std::string> flags = {};  // further ones of the trainers on the servers
+  std::vector<std::string> flags = {};  // further flags of the ranks
 };
 
-// Threads: one. Failures of what cannot be gone on without are GoogleTest's.
+// Threads: one. Where the test cannot go on, a failure is a GoogleTest assertion.
 class Fleet {
  public:
   static constexpr int kServers = 2;
@@ -27,23 +27,23 @@ class Fleet {
 
   explicit Fleet(FleetOptions options);
 
-  // On its data directory, at its address if it had one; waits until it serves.
+  // Starts server i on its data directory, at the address of its first start, and waits until the server serves.
   void StartServer(int i);
-  // As StartServer, of one that may die on the way: does it serve?
+  // As StartServer, for a server that may die on the way. True if the server serves.
   bool TryStartServer(int i);
   bool server_ended(int i) const { return servers_[i]->ended(); }
   void KillServer(int i);
-  // Starts a server and kills it `after_ms` later, wherever its recovery is then.
+  // Starts a server and kills the process `after_ms` later, wherever recovery is by then.
   void StartAndKillServer(int i, int after_ms);
 
   void StartRanks();
   std::string RankOutputSoFar(int rank) const { return ranks_[rank]->OutputSoFar(); }
   bool ranks_started() const { return ranks_[0] != nullptr; }
-  // SIGKILL; its output is lost for nobody: EndRanks reads it.
+  // Sends SIGKILL. EndRanks still returns the rank's output.
   void KillRank(int rank);
-  // Any of them, which ends the others.
+  // True once any rank has ended; the rest then end too.
   bool ranks_ended() const;
-  // Waits for all of them; what each left behind.
+  // Waits for all ranks; returns each rank's exit code and output.
   std::vector<services::Finished> EndRanks();
 
   struct Status {
@@ -53,13 +53,13 @@ class Fleet {
     std::string text;
   };
   Status AskStatus() const;
-  // `ballastctl drop` of the job; its exit code.
+  // Drops the job with `ballastctl drop`; returns the exit code.
   int Drop() const;
-  // What a run that nobody disturbs prints.
+  // The digest of an undisturbed run of the same training.
   std::string ReferenceDigest() const;
 
-  // In the output of rank 0: the digest; the last step that the trainer was told is done, the one it continued after
-  // (-1: none).
+  // Read from the output of rank 0: the digest, the last step reported as done, and the step after which the trainer
+  // continued. -1 if there is no step.
   static std::string DigestIn(const std::string& output);
   static int LastStepIn(const std::string& output);
   static int ContinuedAfterIn(const std::string& output);
@@ -72,7 +72,7 @@ class Fleet {
 
   const FleetOptions options_;
   ScratchDirectory scratch_;
-  std::string listen_[kServers];  // of the first start
+  std::string listen_[kServers];  // addresses of the first start
   std::unique_ptr<services::Daemon> servers_[kServers];
   std::unique_ptr<services::Process> ranks_[kRanks];
 };

@@ -1,5 +1,5 @@
-// A disk that is full when a job is opened, when it grows, and while it trains: durability `step` then refuses with the
-// reason and leaves what was there, and goes on with the same bits once there is space.
+// The disk is full when a job is opened, when the job grows, or while the job trains. Durability `step` then refuses
+// with the reason, leaves existing state alone, and goes on with the same bits once there is space.
 #include <gtest/gtest.h>
 #include <sys/statvfs.h>
 
@@ -69,7 +69,7 @@ class FullDiskTest : public ::testing::Test {
                                  std::filesystem::file_size(disk_.path() + "/filler") - bytes);
   }
 
-  // What a group has at `step` that no full disk disturbed.
+  // State at `step` of a group that never met a full disk.
   static std::vector<std::string> Undisturbed(int64_t step) {
     ScratchDirectory scratch;
     services::StateServerOptions options = ImageServer(scratch.path(), 0);
@@ -171,7 +171,7 @@ TEST_F(FullDiskTest, NoSpaceToGrow) {
   const std::vector<services::TestTensor> more = {{"more", "u2", 100000, 0}};
   TrainerGroup larger = MakeGroup(v1::DURABILITY_STEP, more, 3);
   ExpectFull(larger.Start(), directory());
-  // The job is what it was, and goes on when it is opened as it was.
+  // The job is unchanged, and goes on when opened with its old spec.
   ExpectBitsAt(3);
   disk_.Empty();
   TrainerGroup again = MakeGroup();

@@ -1,9 +1,9 @@
-// A long training run under durability `step` whose servers and trainers are killed again and again, at moments that a
-// seed chooses, ends with the bits of a run that nobody disturbed, and no step that was acknowledged is lost.
+// A long training run under durability `step` ends with the bits of an undisturbed run and loses no acknowledged step,
+// although servers and trainers are killed again and again, at moments chosen by a seed.
 //
 //   kill_test [--loops N] [--seed S]
 //
-// A run that ends while loops are left is compared, dropped and begun anew.
+// If a run ends while loops are left, the test compares it, drops the job and begins a new run.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -25,7 +25,7 @@ uint64_t loops = 100;
 uint64_t seed = 1;
 
 constexpr int kSteps = 120;  // four seconds undisturbed, so that ten loops or so fall into one run
-// A killed group's next one takes 200 ms to its first step, which 40 ms later is followed by the second.
+// After a kill, the next group needs 200 ms to its first step, and 40 ms more to the second.
 constexpr int kDelayMsMax = 700;
 constexpr int kRecoveryMsMax = 120;
 constexpr int kSurvivorMsMax = 200;
@@ -40,7 +40,7 @@ class KillTest : public ::testing::TestWithParam<FleetOptions> {
  protected:
   void Run();
   void Loop();
-  // Of the ranks, when they have ended: what rank 0 was told must have been kept.
+  // Reads the output of the ended ranks. Every step reported to rank 0 must have been kept.
   void Take(const std::vector<services::Finished>& finished);
   bool RunEnded(const std::vector<services::Finished>& finished) const;
   void FinishRun(const std::vector<services::Finished>& finished);
@@ -120,8 +120,8 @@ void KillTest::Loop() {
   }
   const Fleet::Status after = fleet_.AskStatus();
   ASSERT_TRUE(after.answered) << after.text;
-  // A commit is not synced on its own (services/step, rule 8): the step is then still prepared, and Take sees that it
-  // was not forgotten.
+  // A commit is not synced on its own (services/step, rule 8). If the commit is lost, the step is still prepared, and
+  // Take checks that it was not forgotten.
   EXPECT_GE(after.committed_min, before.committed_min - 1) << after.text;
 }
 

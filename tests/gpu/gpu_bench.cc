@@ -1,5 +1,5 @@
-// What a GPU does for a server: its link, the kernels alone, whole updates, many small tensors, reads beside updates.
-// Prints rows of a markdown table. Exit code 77 without a GPU.
+// Measures a GPU's work for a server: its link, the kernels alone, whole updates, many small tensors, reads beside
+// updates. Prints rows of a markdown table. Exit code 77 without a GPU.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -34,7 +34,7 @@ T OrDie(absl::StatusOr<T> result) {
 }
 void OrDie(const absl::Status& status) { OrDie(status.ok() ? absl::StatusOr<int>(0) : absl::StatusOr<int>(status)); }
 
-// Of one call of `body`, after one that warms up.
+// Mean seconds of a call of `body`, after a warm-up call.
 template <typename Body>
 double Seconds(int rounds, const Body& body) {
   body();

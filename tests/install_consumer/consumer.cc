@@ -1,4 +1,4 @@
-// What a user's program looks like from outside the tree: installed headers, Ballast::client, nothing else.
+// A user's program outside the tree: installed headers and Ballast::client, nothing else.
 #include <cstdio>
 
 #include "ballast/client/collective/file_rendezvous.h"

@@ -45,7 +45,7 @@ TEST(FloatFormats, KnownValues) {
   EXPECT_EQ(ToE5m2(std::bit_cast<float>(0x7f800001u)), 0x7f);
 }
 
-// Every fp32 whose lower bits are all alike or one off: halfway cases and their neighbours in each format.
+// Every upper half of an fp32, with nine lower halves: halfway cases and their neighbours in each format.
 TEST(FloatFormats, TiesAndTheirNeighboursRoundAsInDouble) {
   for (const Dtype dtype : kSmallDtypes) {
     for (uint32_t upper = 0; upper < 65536; ++upper) {

@@ -52,7 +52,8 @@ class CallersMode {
   std::fenv_t before_;
 };
 
-// A denormal, halved by a caller that flushes it, and a sum whose last bit shows the rounding: what the mode is.
+// Shows the caller's floating-point mode: half of a denormal is 0 where denormals are flushed, and the sum's last bit
+// tells the rounding.
 std::pair<float, float> Shown() {
   volatile float denormal = std::numeric_limits<float>::denorm_min() * 4, one = 1, less = 0x1p-30f;
   return {denormal * 0.5f, one + less};

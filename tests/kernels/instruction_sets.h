@@ -1,4 +1,4 @@
-// Runs a test once per instruction set that is compiled and can run here.
+// Runs a test once per instruction set that is compiled in and supported by this machine.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@ inline std::vector<int64_t> InstructionSets() {
   return targets;
 }
 
-// For as long as it lives, kernels run on this one.
+// While the object lives, kernels use this instruction set.
 class UseInstructionSet {
  public:
   explicit UseInstructionSet(int64_t target) {

@@ -1,5 +1,4 @@
-// What moments are coded by, against its sources: Philox's known answers, the dynamic map of the paper, the error of
-// codes.
+// Compares the coding of moments with its sources: Philox's known answers, the paper's dynamic map, the error of codes.
 #include "ballast/kernels/moment_formats.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +15,7 @@
 namespace ballast::kernels {
 namespace {
 
-// Of Random123's kat_vectors, philox 4x32, 10 rounds.
+// From Random123's kat_vectors, philox 4x32, 10 rounds.
 TEST(Philox, KnownAnswers) {
   const PhiloxBits zero = Philox({{0, 0, 0, 0}}, 0, 0);
   EXPECT_EQ(std::vector<uint32_t>(zero.word, zero.word + 4),
@@ -26,8 +25,8 @@ TEST(Philox, KnownAnswers) {
             (std::vector<uint32_t>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
 }
 
-// What a first moment g (Lion with take2 = 1: m = g), or a second moment g x g (Adagrad: v = g x g), reads as after it
-// was stored. kF8 and kBf16.
+// Stores a first moment g (Lion with take2 = 1: m = g) or a second moment g x g (Adagrad: v = g x g), and reads the
+// moment back. For kF8 and kBf16.
 std::vector<float> ThroughFormat(MomentFormat format, OptimizerKind kind, std::vector<float> g, uint64_t step) {
   const uint64_t n = g.size();
   const OptimizerSpec spec{.kind = kind, .moments = format, .gradient = Dtype::kF32, .working = Dtype::kF32};
@@ -158,7 +157,8 @@ TEST(Bf16Moments, MeanOverStepsIsTheValue) {
   EXPECT_NEAR(sum / (kSteps * kElements), x, 5 * deviation);
 }
 
-// A moment that is written has the bits of one that an update made: Lion with take2 = 1 makes m = g, Adagrad v = g * g.
+// A written moment has the same bits as a moment stored by an update: Lion with take2 = 1 makes m = g, Adagrad v = g *
+// g.
 TEST(WriteMoment, IsWhatAnUpdateStores) {
   constexpr uint64_t kElements = 5 * kMomentBlock + 77;
   std::mt19937 random(3);
@@ -198,7 +198,7 @@ TEST(WriteMoment, IsWhatAnUpdateStores) {
   }
 }
 
-// What was read can be written again: the same codes, whatever sign a block's largest value has.
+// Values read from a moment can be written back, with the same codes, whatever the sign of a block's largest value.
 TEST(WriteMoment, TakesBackWhatWasRead) {
   constexpr uint64_t kElements = 40 * kMomentBlock + 77;
   std::mt19937 random(4);

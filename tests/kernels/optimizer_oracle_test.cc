@@ -124,7 +124,7 @@ TEST(OptimizerOracle, LionFollowsThePaper) {
   const Hyper hyper{.learning_rate = 1e-4, .beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1};
   const Outcome outcome =
       Train({.kind = OptimizerKind::kLion, .gradient = Dtype::kF32, .working = Dtype::kF32}, hyper, 1003);
-  // 200 roundings of values below 1, twice what they would sum to if they were independent.
+  // Allows twice the error of 200 independent roundings of values below 1.
   EXPECT_LE(outcome.RootMeanSquare(), 2 * std::sqrt(200.0) * 0x1p-25);
 }
 

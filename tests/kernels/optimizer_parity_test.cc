@@ -16,8 +16,8 @@ namespace {
 
 class OptimizerParityTest : public testing::Test {
  protected:
-  // Two updates of the same state, one after the other, so that what the first wrote is read. All instruction sets
-  // against one run of the reference, which takes longer than theirs together.
+  // Runs two updates of the same state in a row, so that the second reads the first's result. Compares all instruction
+  // sets with a single run of the reference, because the reference takes longer than all of the sets together.
   void Compare(const NamedSpec& named, uint64_t n) {
     const OptimizerSpec& spec = named.spec;
     UpdateArrays expected(spec, n, (rounds_++ % 2) * 4);

@@ -1,4 +1,4 @@
-// Inputs of Update() in which every class of float occurs, for every optimizer.
+// Inputs of Update() with every class of float, for every optimizer.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ namespace ballast::kernels {
 #endif
 inline constexpr uint64_t kTuples = BALLAST_PARITY_TUPLES;
 
-// Memory at multiples of 64 bytes, as a server's is.
+// Memory at multiples of 64 bytes, like a server's.
 template <typename T>
 struct CacheLineAllocator {
   using value_type = T;
@@ -38,7 +38,8 @@ class UpdateArrays {
  public:
   static constexpr size_t kGuard = 64;
 
-  // `shift`: bytes by which the working parameters miss an alignment of 64, at which they go past the caches; 0 or 4.
+  // `shift`, 0 or 4: bytes by which the working parameters miss an alignment of 64. Aligned ones are written past the
+  // caches.
   UpdateArrays(const OptimizerSpec& spec, uint64_t n, size_t shift = 0) : spec_(spec), n_(n), shift_(shift) {
     gradient_.resize(n * ElementBytes(spec.gradient) + kGuard, std::byte{0xa5});
     master_.resize(n + kGuard, -1.5f);
@@ -47,7 +48,7 @@ class UpdateArrays {
     for (auto& scales : scales_) scales.resize(MomentScaleBytes(spec.moments, n) / sizeof(float) + kGuard, -1.5f);
   }
 
-  // Any bits; blocks of three kinds: as in training, of any finite value, of any value at all.
+  // Fills the arrays in blocks of three kinds: values as in training, any finite values, or any bits.
   void Fill(std::mt19937_64& random) {
     std::vector<float> x(n_);
     for (uint64_t begin = 0; begin < n_; begin += kMomentBlock) {
@@ -82,7 +83,7 @@ class UpdateArrays {
     return s;
   }
 
-  // The arrays that an update writes, guards included, in the order of span().
+  // The arrays written by an update, guards included, in the order master, working, moments with scales.
   std::vector<absl::Span<std::byte>> written() {
     const auto bytes = [](std::vector<float>& v) {
       return absl::MakeSpan(reinterpret_cast<std::byte*>(v.data()), v.size() * sizeof(float));
@@ -93,7 +94,7 @@ class UpdateArrays {
   }
   absl::Span<const std::byte> gradient() const { return gradient_; }
 
-  // Every array, guards included.
+  // Compares every array written by an update, guards included.
   friend inline void ExpectSameBits(const UpdateArrays& a, const UpdateArrays& b, const std::string& what) {
     ASSERT_EQ(std::memcmp(a.master_.data(), b.master_.data(), a.master_.size() * sizeof(float)), 0)
         << what << " master";

@@ -27,7 +27,7 @@ std::vector<float> AnyFloats(std::mt19937_64& random, size_t n, bool finite = fa
   return x;
 }
 
-// As many random floats as kTuples, in pieces of every size and of one that streams.
+// Sizes of pieces with kTuples random floats in all: each of kSizes, then pieces large enough for streaming stores.
 std::vector<size_t> Pieces() {
   std::vector<size_t> pieces(std::begin(kSizes), std::end(kSizes));
   for (uint64_t done = 0; done < kTuples; done += pieces.back()) pieces.push_back((size_t{4} << 20) + 77);
@@ -107,7 +107,7 @@ TEST_P(ParityTest, SquaredNorm) {
   }
 }
 
-// Memory whose start is aligned to 64 bytes, so that large outputs stream, or is not, by `shift` bytes.
+// Memory whose start is `shift` bytes off an alignment of 64. Large outputs stream only if aligned.
 template <typename T>
 class AlignedArray {
  public:
@@ -159,7 +159,7 @@ TEST_P(ParityTest, F32ToF32Copies) {
   }
 }
 
-// Outputs that stream, and that are not aligned to.
+// Outputs large enough to stream, aligned and not aligned.
 TEST_P(ParityTest, ToF32Streams) {
   for (const Dtype dtype : kSmallDtypes) {
     const size_t n = (size_t{2} << 20) + 77, bytes = ElementBytes(dtype);

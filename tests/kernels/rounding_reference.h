@@ -1,4 +1,5 @@
-// What rounding to a small float format must give, in double: the nearest multiple of the spacing at that magnitude.
+// Reference for rounding to a small float format, computed in double: the nearest multiple of the format's spacing at
+// the value's magnitude.
 #pragma once
 
 #include <cmath>
@@ -11,7 +12,7 @@ struct FormatLimits {
   int mantissa_bits;
   int exponent_min;  // of the smallest normal value
   double largest;    // finite
-  bool has_inf;      // else overflow gives NaN
+  bool has_inf;      // otherwise overflow gives NaN
 };
 
 constexpr FormatLimits LimitsOf(Dtype dtype) {
@@ -27,7 +28,7 @@ constexpr FormatLimits LimitsOf(Dtype dtype) {
   }
 }
 
-// The value that `x`, not a NaN, rounds to, nearest with ties to even; NaN where the format has no Inf and overflows.
+// Rounds `x` to nearest, ties to even; NaN if `x` overflows a format without Inf. REQUIRES: `x` is not a NaN.
 inline double RoundedTo(Dtype dtype, float x) {
   const FormatLimits limits = LimitsOf(dtype);
   if (x == 0) return x;
@@ -40,7 +41,7 @@ inline double RoundedTo(Dtype dtype, float x) {
   return limits.has_inf ? std::copysign(HUGE_VAL, x) : NAN;
 }
 
-// One element, by the definitions of float_formats.h.
+// Converts one element, by the definitions in float_formats.h.
 inline uint32_t NarrowOne(Dtype dtype, float x) {
   switch (dtype) {
     case Dtype::kBf16:
@@ -67,7 +68,7 @@ inline float WidenOne(Dtype dtype, uint32_t x) {
   }
 }
 
-// Whether a format's rounding of x is right, its NaNs included.
+// True if the format rounds x correctly, NaNs included.
 inline bool RoundsRight(Dtype dtype, float x) {
   const float got = WidenOne(dtype, NarrowOne(dtype, x));
   if (std::isnan(x)) return std::isnan(got) && std::signbit(got) == std::signbit(x);

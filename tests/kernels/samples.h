@@ -1,4 +1,4 @@
-// Random inputs in which every class of float occurs, and the plainest possible reference of each kernel.
+// Random inputs with every class of float, and the plainest possible reference of each kernel.
 #pragma once
 
 #include <bit>
@@ -11,7 +11,7 @@
 
 namespace ballast::kernels {
 
-// Bits chosen so that zeros, denormals, extremes, Inf and NaN (both kinds, both signs) come up in a few hundred draws.
+// A few hundred draws include zeros, denormals, extremes, Inf and NaN (both kinds, both signs).
 inline float AnyFloat(std::mt19937_64& random, bool finite = false) {
   static constexpr uint32_t kSpecial[] = {0x00000000, 0x80000000, 0x00000001, 0x807fffff, 0x00800000, 0x7f7fffff,
                                           0xff7fffff, 0x3f800000, 0x7f800000, 0xff800000, 0x7fc00000, 0xffc12345,

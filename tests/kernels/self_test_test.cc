@@ -21,7 +21,7 @@ TEST_P(SelfTest, GivesTheBitsOfTheRelease) { EXPECT_EQ(DigestMismatch(DigestsOf(
 
 INSTANTIATE_TEST_SUITE_P(Isa, SelfTest, testing::ValuesIn(InstructionSets()), InstructionSetName);
 
-// One wrong bit in one element of one function.
+// A single wrong bit in an element is enough.
 TEST(SelfTestOfABrokenProcessor, NamesTheFunction) {
   Processor broken = CpuProcessor();
   broken.update = [](const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span) {

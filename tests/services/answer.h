@@ -1,4 +1,4 @@
-// Waits for the one answer of an asynchronous call.
+// Waits for the answer of an asynchronous call.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ class Answer {
     };
   }
 
-  // DEADLINE_EXCEEDED with a message of its own if nothing comes in a minute.
+  // DEADLINE_EXCEEDED, "no answer in a minute", if no answer comes in a minute.
   absl::StatusOr<Response> Wait() {
     absl::MutexLock lock(&state_->mu);
     const auto there = [this] { return state_->response.has_value(); };

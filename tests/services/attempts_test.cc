@@ -1,4 +1,4 @@
-// A rank that is behind another by drops: what the log takes of it, and what it keeps of the other.
+// One rank has dropped fewer attempts than the other: the log must not fill with its slices, nor lose the other's.
 #include <filesystem>
 
 #include "absl/time/clock.h"
@@ -42,7 +42,7 @@ class AttemptsTest : public ::testing::TestWithParam<uint64_t> {
     return pushed;
   }
   void Finish() { ASSERT_TRUE(group_.Finish(UpdateHeader(Tensors())).ok()); }
-  // Of a server that nobody disturbs.
+  // Compares with step 1 on an undisturbed server.
   static void ExpectStepOne(TrainerGroup& group) {
     TestServer server("reference");
     TrainerGroup reference({server.get()}, Spec(v1::DURABILITY_NONE), 1);
@@ -57,7 +57,7 @@ class AttemptsTest : public ::testing::TestWithParam<uint64_t> {
   TrainerGroup group_;
 };
 
-// What it pushes cannot become a step, and must not fill the log.
+// Slices of the rank behind cannot become a step, and must not fill the log.
 TEST_P(AttemptsTest, ARankThatLagsBehindHoldsNobodyUp) {
   uint64_t step_bytes = 0;
   for (const auto& tensor : SmallModel()) step_bytes += tensor.elements * 2;
@@ -68,7 +68,8 @@ TEST_P(AttemptsTest, ARankThatLagsBehindHoldsNobodyUp) {
   ExpectStepOne(group_);
 }
 
-// What it pushes after the server came back must not make the log release what the other pushed before.
+// Slices pushed by the rank behind after the server's restart must not make the log release slices pushed before by its
+// peer.
 TEST_P(AttemptsTest, TheOneAtWorkOutlivesARestart) {
   const size_t slices = Push(0, 0) + Push(0, 1);
   const absl::Time deadline = absl::Now() + kTimeout;

@@ -1,5 +1,5 @@
-// What trainers can get wrong, over the wire: each has a code, a reason and a message that says what came, and nothing
-// moves.
+// Mistakes of trainers, over the wire. Each gets a code, a reason and a message with the bad value, and changes
+// nothing.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -126,7 +126,7 @@ TEST_F(BadInput, AnotherOptimizerForAJobWithState) {
   Expect(Open(open), kInvalid, model::kBadSpec, {"has state for adamw, f32 moments", "is for adamw, i8 moments"});
 }
 
-// Nothing was taken for the job yet: it may be another one.
+// After a dry run nothing is taken for the job, so its spec may still change.
 TEST_F(BadInput, AnotherOptimizerAfterADryRun) {
   v1::OpenRequest open = FencedOpen("other");
   open.set_dry_run(true);
@@ -220,7 +220,7 @@ TEST_F(BadInput, ValuesThatAreNotFinite) {
     Expect(status, kInvalid, model::kBadRequest,
            {absl::StrCat("element 70 of unit ", slice.unit, " is ", bad), "initial values and edits must be finite"});
   }
-  // What lies between tensors is nobody's.
+  // Padding between tensors belongs to no tensor: NaN there does no harm.
   const auto& tensors = group_.plan().layout().tensors();
   for (uint32_t i = 0; i < group_.plan().slices().size(); ++i) {
     const model::Slice& s = group_.plan().slices()[i];

@@ -14,7 +14,7 @@ struct Finished {
   std::string err;
 };
 
-// A child whose output goes to files. Killed with the object if still running.
+// A child process whose output goes to files. The destructor kills a running child.
 class Process {
  public:
   explicit Process(const std::vector<std::string>& command);
@@ -23,11 +23,11 @@ class Process {
   Process& operator=(const Process&) = delete;
   bool running() const { return pid_ > 0; }
   void Signal(int signal);
-  // It ended, by itself or not.
+  // True if the child has ended, by itself or by a signal.
   bool ended() const;
-  // What it has written and flushed to stdout.
+  // Output written and flushed to stdout so far.
   std::string OutputSoFar() const;
-  // Waits for the end. Once.
+  // Waits for the end. Call at most once.
   Finished Wait();
 
  private:
@@ -35,13 +35,13 @@ class Process {
   std::string out_, err_;
 };
 
-// Runs to the end.
+// Runs `command` to its end.
 Finished RunProcess(const std::vector<std::string>& command);
 
-// A running ballastd. Ends with the object.
+// A running ballastd. The destructor kills the process.
 class Daemon {
  public:
-  // `config`: text of the YAML file, written into `directory`. Waits for the ready line or the end.
+  // Writes `config`, the text of the YAML file, into `directory`. Waits for the ready line or the end of the process.
   Daemon(const std::string& directory, const std::string& config);
   ~Daemon();
   bool ready() const { return !listen_.empty(); }
@@ -49,7 +49,7 @@ class Daemon {
   const std::string& ready_line() const { return line_; }
   const std::string& listen() const { return listen_; }
   const std::string& metrics() const { return metrics_; }
-  // Sends the signal; the exit code, -1 if a signal killed it.
+  // Sends `signal` and waits. Returns the exit code, or -1 if a signal killed the process.
   int End(int signal);
 
  private:

@@ -34,7 +34,7 @@ class BadDisk : public MachineWithDisk {
 
 float Ones(uint32_t, uint64_t) { return 1; }
 
-// As one that has rotted: nobody else needs its bytes before its step is prepared, and its rank has them.
+// Like a rotten slice: before the step is prepared only the slice's rank needs the bytes, and the rank still has them.
 TEST(DiskError, ASliceThatCannotBeReadIsPushedAgainUnlessItsStepIsPrepared) {
   BadDisk disk;
   TestServer server("s", {0, uint64_t{64} << 20, uint64_t{128} << 20});

@@ -1,4 +1,4 @@
-// Durable jobs in shapes that few have: a server without chunks, tensors that never had a state, pins that lack one.
+// Durable jobs in rare shapes: a server without chunks, tensors that never had state, pins without state.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -132,13 +132,13 @@ TEST_F(DurableJobTest, RestartsInARowTakeNothingThatAnotherJobComesBackWith) {
     ASSERT_EQ(group_->PushSlice(slice, v1::SLICE_KIND_GRADIENT, Initial), absl::OkStatus());
   }
   EXPECT_EQ(std::filesystem::file_size(log), log_bytes);
-  // What is free goes to it.
+  // With space on NVMe, the log grows.
   server_.options().budget = kBudget;
   server_.Restart();
   EXPECT_GT(std::filesystem::file_size(log), log_bytes);
 }
 
-// Whose group dies between its Open and its first step, again and again.
+// A group dies between its Open and its first step, again and again.
 TEST_F(DurableJobTest, OpensWithoutStepsDoNotFillTheLog) {
   NextGroup();
   ASSERT_EQ(group_->Initialise(Initial), absl::OkStatus());
@@ -151,7 +151,7 @@ TEST_F(DurableJobTest, OpensWithoutStepsDoNotFillTheLog) {
   EXPECT_EQ(group_->step(), 3);
 }
 
-// They come back in the order of their names, each with as much DRAM as it can use.
+// Jobs recover in the order of their names, and each takes as much DRAM as it can use.
 TEST_F(DurableJobTest, JobsLeaveEachOtherTheMemoryThatTheyCameFrom) {
   server_.options().budget.dram = uint64_t{24} << 20;
   server_.options().budget.nvme = uint64_t{512} << 20;
@@ -217,7 +217,7 @@ TEST_F(DurableJobTest, APinFromBeforeTheFirstValuesBringsBackZeros) {
   Step();
 }
 
-// Of a group that was fenced and does not know it.
+// The zombie is a group fenced without its knowledge.
 TEST_F(DurableJobTest, AZombieNeitherPinsNorUnpins) {
   NextGroup();
   ASSERT_EQ(group_->Initialise(Initial), absl::OkStatus());

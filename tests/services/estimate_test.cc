@@ -1,4 +1,4 @@
-// Estimates: the plan of a server that is never used, and ZeRO's arithmetic beside it.
+// Estimates: the plan of an unused server, beside ZeRO's arithmetic.
 #include "ballast/services/estimate.h"
 
 #include <gmock/gmock.h>

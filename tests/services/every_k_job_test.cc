@@ -1,5 +1,5 @@
-// Jobs with durability every-K at the servers' interface: what is pinned and let go, what a restart knows, and what is
-// refused until the state is restored.
+// Jobs with durability every-K at the servers' interface: pins made and released, the knowledge after a restart, and
+// the requests refused until the state is restored.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -112,7 +112,7 @@ TEST_F(EveryKJobTest, AStepBehindAPinLetsTheOneBeforeGo) {
 TEST_F(EveryKJobTest, ARestartedServerRefusesAllButARestore) {
   Begin(3);
   const absl::StatusOr<std::vector<float>> at_two = [&] {
-    // What version 2 was, from a twin that nobody restarts.
+    // Version 2 of an undisturbed twin.
     TestServer twin("t", kBudget), other("u", kBudget);
     TrainerGroup group({twin.get(), other.get()}, spec_, 1);
     EXPECT_EQ(group.Start(), absl::OkStatus());
@@ -128,7 +128,7 @@ TEST_F(EveryKJobTest, ARestartedServerRefusesAllButARestore) {
   const v1::GetJobResponse job = Job(a_);
   EXPECT_TRUE(job.state_lost());
   EXPECT_THAT(job.automatic_versions(), ElementsAre(2));
-  EXPECT_EQ(job.committed(), 4);  // the next one that is due: no later step can have been prepared
+  EXPECT_EQ(job.committed(), 4);  // the next due pin: no later step can have been prepared
   EXPECT_TRUE(a_->Status().jobs(0).state_lost());
   EXPECT_EQ(a_->Status().jobs(0).committed(), 2);
   // The group that is at work, and its requests.
@@ -154,7 +154,7 @@ TEST_F(EveryKJobTest, ARestartedServerRefusesAllButARestore) {
   EXPECT_EQ(Step(), absl::OkStatus());
 }
 
-// One server has a newer pin than the other, and in it chunks whose first values came in between.
+// One server's pin is newer than its peer's, and contains chunks that got their first values in between.
 TEST_F(EveryKJobTest, AChunkThatTheRestoredPinLacksIsZeroAgain) {
   ASSERT_EQ(NextGroup(), absl::OkStatus());
   const std::string first(1, 1), others(1, static_cast<char>(AllTensors(count_)[0] & ~1));
@@ -181,7 +181,7 @@ TEST_F(EveryKJobTest, AChunkThatTheRestoredPinLacksIsZeroAgain) {
   header.set_value_presence(first);
   const auto prepared = group_->SealAll(header);
   ASSERT_TRUE(prepared.ok()) << prepared.status();
-  // Version 4 is decided on one server only, which pins it.
+  // Only one server learns the decision of version 4, and pins the version.
   ASSERT_EQ(CommitOn(a_, *prepared), absl::OkStatus());
   while (Job(a_).automatic_versions_size() < 2) absl::SleepFor(absl::Milliseconds(1));
   a_.Restart();
@@ -197,7 +197,8 @@ TEST_F(EveryKJobTest, AChunkThatTheRestoredPinLacksIsZeroAgain) {
   EXPECT_EQ(Step(), absl::OkStatus());
 }
 
-// Who wants a pin is as old as the transaction that made it so.
+// Each pin records the transaction that last made it wanted. So a restore decided on only one server stands, although
+// the second server still has the newer pin given up by the restore.
 TEST_F(EveryKJobTest, ADecidedRestoreIsNotUndoneForWhatItGaveUp) {
   Begin(2);
   const auto wait_for = [&](TestServer& server, int64_t version) {
@@ -219,7 +220,7 @@ TEST_F(EveryKJobTest, ADecidedRestoreIsNotUndoneForWhatItGaveUp) {
   EXPECT_THAT(Job(b_).automatic_versions(), ElementsAre(4));
   ASSERT_EQ(NextGroup(), absl::OkStatus());
   EXPECT_EQ(group_->restores(), 2);
-  // Also when the other comes back from what it wrote down.
+  // The same after a restart of the first server from its catalog.
   a_.Restart();
   ASSERT_EQ(NextGroup(), absl::OkStatus());
   EXPECT_EQ(group_->restores(), 2);
@@ -290,7 +291,8 @@ TEST_F(EveryKJobTest, ADroppedJobLeavesNoSpaceTaken) {
   }
 }
 
-// A log beside such a job, or a store that records nothing below one with a log, would lose it at the next restart.
+// A log left beside an every-K job, or a store without records below a job with a log, would lose the job at the next
+// restart.
 TEST_F(EveryKJobTest, ARefusedOpenOfAnotherDurabilityLeavesNothing) {
   for (const bool every_k_first : {false, true}) {
     SCOPED_TRACE(every_k_first);

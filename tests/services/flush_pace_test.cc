@@ -9,8 +9,8 @@
 namespace ballast::services {
 namespace {
 
-// A log of `steps` steps, and chunks of which a step changes all, or those that `changes` names. Returns how many were
-// flushed with each step; fails where the log has no room for the next one.
+// Runs `steps` steps on a log with room for `log_steps` steps; a step changes the chunks chosen by `changes`. Returns
+// the number of chunks flushed with each step. Fails at a step for which the log has no room.
 std::vector<uint64_t> Flushes(uint64_t chunks, uint64_t log_steps, uint64_t steps,
                               const std::function<bool(uint64_t chunk, uint64_t step)>& changes) {
   struct Chunk {

@@ -1,4 +1,4 @@
-// Whole steps over real servers: what they hold afterwards must have the bits that the kernels alone give.
+// Whole steps over real servers. Their state afterwards must have the bits of direct kernel calls.
 #include <gtest/gtest.h>
 
 #include <bit>

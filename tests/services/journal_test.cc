@@ -1,4 +1,4 @@
-// What a log's snapshots keep of chunks, and how large a log must be for them.
+// Chunk states in a log's snapshots, and the size of a log with such snapshots.
 #include "ballast/services/journal.h"
 
 #include <gtest/gtest.h>
@@ -56,7 +56,7 @@ TEST(Changed, IsRefusedForAnotherNumberOfChunksAndForTimesThatAreNone) {
   EXPECT_TRUE(refused(forged, 1));
 }
 
-// Of a plan with as many runs as chunks, a prepared step and a decision, all as large as they get.
+// The largest snapshot has a plan with as many runs as chunks, a prepared step and a decision, all of maximal size.
 TEST(SnapshotBytesMax, HoldsTheLargestSnapshot) {
   v1::OpenRequest open;
   *open.mutable_spec() = MakeSpec("job", SmallModel());

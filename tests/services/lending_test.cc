@@ -1,5 +1,5 @@
-// Loans that end at every point of a step: what the server may still need it copies, and nothing else touches the
-// trainer's memory after that.
+// Loans that end at every point of a step. The server copies the data it may still need; afterwards nothing touches the
+// trainer's memory.
 #include <cstring>
 
 #include "ballast/kernels/kernels.h"
@@ -61,7 +61,7 @@ class LendingTest : public ::testing::Test {
       return std::all_of(parameter.begin(), parameter.end(), [](kernels::bf16 p) { return p == kUntouched; });
     });
   }
-  // The lender's state is that of a server with copies, after a step of these gradients.
+  // Expects the lender's state to equal a server with copies, after a step with the same gradients.
   void ExpectStepped() {
     ASSERT_TRUE(copier_group_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(tensors_), GradientOf).ok());
     ASSERT_TRUE(copier_group_.Finish(UpdateHeader(tensors_)).ok());
@@ -189,7 +189,7 @@ TEST_F(LendingTest, LentAgainAfterItsEnd) {
   ExpectStepped();
 }
 
-// A group that fences has nothing to do with what an older one lent.
+// A new group's fence makes an older group's loan void.
 TEST_F(LendingTest, FencedLoan) {
   auto loan = lender_->Lend(Request());
   ASSERT_TRUE(loan.ok());

@@ -1,4 +1,4 @@
-// Where a job's log has the slices of a step.
+// Finds a step's slices in a job's log.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace ballast::services {
 
-// Of a server that may be running: none if it is amid a write.
+// The server may be running. Returns no places if the scan fails, as it may during a write.
 inline std::vector<storage::PayloadPlace> LoggedSlices(int64_t step, const std::string& path) {
   std::vector<storage::PayloadPlace> places;
   auto file = storage::SystemDisk()->Open(path, storage::Disk::Mode::kShared);

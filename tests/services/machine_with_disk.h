@@ -1,4 +1,4 @@
-// This machine, but for a part of it that a test plays: for its servers.
+// This machine for a test's servers, except for a part that the test replaces.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@
 
 namespace ballast::services {
 
-// A test overrides what it plays.
+// A test overrides the part to replace.
 class ThisMachine : public Foundation {
  public:
   storage::Disk* disk() override { return SystemFoundation()->disk(); }
@@ -27,7 +27,7 @@ class ThisMachine : public Foundation {
   void StopPumping(storage::GradientLog* log) override { SystemFoundation()->StopPumping(log); }
 };
 
-// A test overrides Open. Catalogs stay the machine's.
+// A test overrides Open. Catalogs stay on the machine's real disk.
 class MachineWithDisk : public ThisMachine, protected storage::Disk {
  public:
   storage::Disk* disk() override { return this; }

@@ -48,7 +48,7 @@ TEST_F(MetricsTest, ScrapeTellsTheStoryAndPassesPromtool) {
   ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
   ASSERT_TRUE(group.Read(0, v1::CONTENT_WORKING, 0).ok());
   ASSERT_FALSE(group.Read(0, v1::CONTENT_WORKING, -1).ok());
-  // The update's duration is counted once it is over, which a read of its result does not wait for.
+  // A read of the result does not wait for the end of the update, and only then is the duration counted.
   const std::string updated = "ballast_stage_duration_seconds_count{stage=\"update\"} 1\n";
   std::string scrape = Scrape(metrics_->address());
   for (int i = 0; i < 1000 && scrape.find(updated) == std::string::npos; ++i) {

@@ -1,4 +1,4 @@
-// A server with a machine profile predicts what its plans cost; without one it plans and says nothing of time.
+// A server with a machine profile predicts the cost of its plans. Without a profile, plans say nothing of time.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -91,7 +91,7 @@ TEST(Prediction, ADryRunShowsThePlan) {
   EXPECT_THAT(response->plan(), HasSubstr("Not counted, since the profile has no figure: digests"));
   EXPECT_GT(response->prediction().unmeasured_size(), 0);
   EXPECT_EQ(server->Status().tiers(1).used_bytes(), 0u) << "a dry run takes nothing";
-  // What it would take is what it takes.
+  // The Open then takes as much as the dry run has told.
   ASSERT_EQ(group.Start(), absl::OkStatus());
   const v1::GetServerStatusResponse status = server->Status();
   ASSERT_EQ(response->tiers_size(), 3);

@@ -91,7 +91,7 @@ TEST_P(ReadBackDurabilityTest, ChangesNoBitWithinTheBudget) {
   for (int64_t step = 1; step <= 24; ++step) {  // the log goes round
     const uint64_t read = server->traffic().read.nvme;
     if (step % 4 == 0) {
-      // What an older attempt brought is not what is applied.
+      // An older attempt brings different gradients, to be ignored.
       ASSERT_EQ(PushAtOnce(*group, v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(100 + step)),
                 absl::OkStatus());
       group->set_attempt(1);
@@ -137,7 +137,7 @@ TEST_F(ReadBackJobTest, RestartsFindWhatOnlyTheLogHas) {
       ASSERT_EQ(Step(*group, step), absl::OkStatus()) << "an epoch of its own needs slices of its own";
     } else if (step % 3 == 2) {
       ASSERT_TRUE(group->SealAll(UpdateHeader(Tensors())).ok());
-      server.Restart();  // prepared: the next group finds it so, and it is decided by what the log has
+      server.Restart();  // the next group finds the step prepared and decides it from the log
       group = NewGroup(server, 1, ++epoch);
       ASSERT_EQ(group->step(), step + 1);
     } else {
@@ -183,7 +183,7 @@ TEST_F(ReadBackJobTest, NormsOutliveARestart) {
   }
 }
 
-// Chunks that ranks share stay in memory, for which chunks in DRAM make room.
+// Slices of chunks shared by several ranks stay in memory, so state in DRAM has to make room.
 TEST_F(ReadBackJobTest, MoreRanksMoveStateDown) {
   TestServer server("s", {.dram = kRoomForState, .nvme = kNvme});
   uint64_t epoch = 0;
@@ -276,7 +276,7 @@ TEST(SpillTest, MoreRanksExtendIt) {
   services::ExpectSame(*reference, *spills, 3);
 }
 
-// What fits beside a spill that an earlier Open needed has nothing to do with it.
+// Chunks that fit into memory do not use the spill that an earlier Open needed.
 TEST(SpillTest, LaterChunksMayStayInMemory) {
   TestServer server("s", {.dram = kTight, .nvme = kNvme}), ample("r", {.dram = uint64_t{256} << 20});
   const auto train = [&](TestServer& of) {

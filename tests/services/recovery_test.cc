@@ -1,5 +1,4 @@
-// A state server with durable jobs that ends and starts again: what it had is there, bit for bit, whatever tier it was
-// in.
+// A state server with durable jobs ends and starts again: its state is there, bit for bit, from whichever tier.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -236,7 +235,7 @@ TEST_P(RecoveryTest, ALogThatIsGoneIsNotTakenForANewJob) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("no gradient log"));
 }
 
-// What the catalog lost, or has of an older time, is in a log that was not cut, and nowhere else.
+// Only a log that was never cut can replace catalog entries that are lost or too old.
 TEST_P(RecoveryTest, CatalogEntriesThatAreLostOrOlderThanTheLogAreRefused) {
   namespace fs = std::filesystem;
   auto group = NewGroup();
@@ -404,7 +403,7 @@ TEST_P(RecoveryTest, ARottenSliceIsPushedAgainUnlessItsStepIsPrepared) {
   reference.ExpectSame(*group, 1);
 }
 
-// A log and a catalog that are whole, each of another job that had this name.
+// Log and catalog are whole, but belong to two different jobs of the same name.
 TEST_P(RecoveryTest, TheLogOfAJobThatWasDroppedIsNotTakenForItsSuccessors) {
   namespace fs = std::filesystem;
   const std::string log = server_.directory() + "/log-job", kept = server_.directory() + "/kept";

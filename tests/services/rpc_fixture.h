@@ -1,4 +1,4 @@
-// A state server on the wire, and a stub to speak to it.
+// A state server behind gRPC, with stubs for its services.
 #pragma once
 
 #include <grpcpp/grpcpp.h>
@@ -19,10 +19,11 @@ namespace ballast::services {
 
 // Connects to "host:port" and returns the socket; -1 if refused.
 int ConnectTo(const std::string& address);
-// Sends bytes that no protocol knows, on several connections. The seed is printed on failure by the caller.
+// Sends bytes of no known protocol on several connections. The caller prints the seed on failure.
 void SendRandomBytes(const std::string& address, uint64_t seed);
 
-// A unary call of bytes by its full name, for messages that have no generated class here or are no messages at all.
+// Makes a unary call with raw bytes. `method` is the full name. For messages without a generated class here, and for
+// bytes that are no message at all.
 grpc::Status RawCall(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
                      const std::string& request, std::string* response);
 
@@ -37,7 +38,7 @@ class RpcTest : public ::testing::Test {
     admin_ = v1::AdminService::NewStub(channel_);
   }
 
-  // One call, 30 s, the server's reason restored.
+  // Makes a call with a deadline of 30 s; the status carries the server's reason.
   template <typename Request, typename Response>
   absl::Status Call(grpc::Status (v1::StateService::Stub::*method)(grpc::ClientContext*, const Request&, Response*),
                     const Request& request, Response* response) {

@@ -26,7 +26,7 @@ struct TestTensor {
 
 // Two units, two groups, several chunks of 2^16 elements, padding inside and at ends.
 std::vector<TestTensor> SmallModel();
-// So many that a server needs a while to lay them out, and more elements than a test's budget holds.
+// So many tensors that a server needs a while to lay them out, with more elements than a test's budget holds.
 std::vector<TestTensor> EndlessModel();
 v1::JobSpec MakeSpec(const std::string& job, const std::vector<TestTensor>& tensors);
 void Append(const std::vector<TestTensor>& tensors, int64_t version, v1::JobSpec* spec);
@@ -42,31 +42,31 @@ class TrainerGroup {
  public:
   TrainerGroup(std::vector<StateServer*> servers, v1::JobSpec spec, uint32_t world_size, uint64_t epoch_counter = 1);
 
-  // Fence on all servers, resolve, open.
+  // Fences all servers, resolves the answers, and opens.
   absl::Status Start();
   absl::Status Fence(std::vector<v1::GetJobResponse>* answers);
   absl::Status Open(int64_t base, const std::optional<v1::Decision>& decision);
   v1::OpenRequest open_request(int64_t base, const std::optional<v1::Decision>& decision) const;
 
-  // Every slice of `kind` that touches a tensor of `presence`.
+  // Pushes every slice of `kind` that touches a tensor in `presence`.
   absl::Status PushAll(v1::SliceKind kind, const std::string& presence, const Fill& fill);
-  // One slice.
+  // Pushes a single slice and waits for the answer.
   absl::Status PushSlice(uint32_t slice, v1::SliceKind kind, const Fill& fill);
   Answer<v1::PushResponse> BeginPushSlice(uint32_t slice, v1::SliceKind kind, const Fill& fill);
   v1::PushRequest PushHeader(uint32_t slice, v1::SliceKind kind, const std::string& payload) const;
   std::string Payload(uint32_t slice, v1::SliceKind kind, const Fill& fill) const;
 
   v1::SealRequest SealOf(uint32_t rank, const v1::StepHeader& header, uint32_t wait_ms) const;
-  // Seals on all servers for all ranks, decides, commits.
+  // Seals on all servers for all ranks, decides and commits.
   absl::StatusOr<v1::Decision> Finish(const v1::StepHeader& header);
   absl::StatusOr<std::vector<v1::PreparedRecord>> SealAll(const v1::StepHeader& header);
   absl::Status Commit(const v1::Decision& decision);
-  // Transaction 0.
+  // Runs transaction 0: pushes all values and commits.
   absl::Status Initialise(const Fill& fill);
 
-  // A whole tensor, from the servers that hold its chunks. `Content`s of fp32 or bf16 widened.
+  // Pulls a whole tensor from the servers of its chunks. bf16 contents are widened to fp32.
   absl::StatusOr<std::vector<float>> Read(uint32_t tensor, v1::Content content, int64_t version);
-  // Pull of one range in one chunk.
+  // Pulls a range within a chunk.
   Answer<uint32_t> Pull(StateServer* server, const v1::PullRequest& request, absl::Time deadline,
                         std::string* to) const;
 
@@ -74,10 +74,10 @@ class TrainerGroup {
   StateServer* server_of(uint64_t chunk) const { return servers_[plan_->server_of(chunk)]; }
   const v1::Epoch& epoch() const { return epoch_; }
   int64_t step() const { return step_; }
-  // Start found lost state, and this is the version that step() has to bring back.
+  // If Start found lost state: the version that step() has to restore.
   std::optional<int64_t> restores() const { return restores_; }
   void set_attempt(uint64_t attempt) { attempt_ = attempt; }
-  // A server that was restarted: the group goes on at its epoch.
+  // Replaces server i, for instance after its restart. The group goes on at its epoch.
   void set_server(size_t i, StateServer* server) { servers_[i] = server; }
   v1::JobSpec& spec() { return spec_; }
 
@@ -86,7 +86,7 @@ class TrainerGroup {
   v1::JobSpec spec_;
   const uint32_t world_size_;
   v1::Epoch epoch_;
-  int64_t step_ = 0;  // the one in flight
+  int64_t step_ = 0;  // the step in flight
   std::optional<int64_t> restores_;
   uint64_t attempt_ = 0;
   std::unique_ptr<model::EpochPlan> plan_;
@@ -94,13 +94,13 @@ class TrainerGroup {
   std::vector<std::unique_ptr<std::string>> payloads_;
 };
 
-// Of one server, at an epoch; none: the request names none.
+// Pins or unpins durably on a single server. Without `epoch` the request names no epoch.
 absl::Status PinDurably(StateServer* server, const std::string& job, const std::optional<v1::Epoch>& epoch,
                         int64_t version);
 absl::Status UnpinDurably(StateServer* server, const std::string& job, const std::optional<v1::Epoch>& epoch,
                           int64_t version);
 
-// A server over a scratch directory that goes with it.
+// A server over its own scratch directory, removed with the object.
 class TestServer {
  public:
   explicit TestServer(const std::string& id, storage::TierBytes budget = {0, uint64_t{64} << 20, 0});
@@ -108,7 +108,7 @@ class TestServer {
   StateServer* operator->() { return server_.get(); }
   const std::string& directory() const { return directory_.path(); }
   void End();
-  // Ends it, if it runs, and starts it again on the same directory.
+  // Ends the server if running, and starts it again on the same directory.
   void Restart();
   StateServerOptions& options() { return options_; }
 

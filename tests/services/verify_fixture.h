@@ -1,4 +1,4 @@
-// A data directory that a server with a durable job really wrote, to be damaged and verified.
+// A data directory written by a real server with a durable job, for tests to damage and verify.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -49,7 +49,7 @@ class VerifyTest : public ::testing::Test {
     group_ = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server_.get()}, spec_, 2, ++epoch_);
     ASSERT_EQ(group_->Start(), absl::OkStatus());
   }
-  // A server that has taken `steps` steps and is down.
+  // Starts a server, runs transaction 0 and `steps` steps, and stops the server.
   void Train(int steps) {
     StartServer();
     ASSERT_EQ(group_->Initialise(Values), absl::OkStatus());
@@ -69,7 +69,7 @@ class VerifyTest : public ::testing::Test {
   void PinDurably(int64_t version) {
     ASSERT_EQ(services::PinDurably(server_.get(), "job", group_->epoch(), version), absl::OkStatus());
   }
-  // The job is dropped, and one of its name made that takes `steps` steps.
+  // Drops the job, then trains a new job of the same name for `steps` steps.
   void DropAndTrain(int steps) {
     StartServer();
     v1::DropJobRequest request;
@@ -96,7 +96,7 @@ class VerifyTest : public ::testing::Test {
     }
     return content;
   }
-  // The server starts, and refuses the job.
+  // Expects a server to start and refuse the job.
   void ExpectRefusedAtStart(const std::string& why) {
     auto started = StateServer::Start(Options());
     ASSERT_TRUE(started.ok()) << started.status();
@@ -109,7 +109,7 @@ class VerifyTest : public ::testing::Test {
     EXPECT_TRUE(report.jobs(0).state_lost());
     EXPECT_THAT(report.jobs(0).failure(), ::testing::HasSubstr(why));
   }
-  // The job recovers with the bits that it had.
+  // Expects the job to recover with its old bits.
   void ExpectRecovered() {
     const auto before = content_;
     const int64_t step = step_after_;
@@ -157,7 +157,7 @@ class VerifyTest : public ::testing::Test {
     ASSERT_TRUE(stream.good());
   }
 
-  // Places in the log of job "job": payloads, and heads of small records.
+  // Places in the log of job "job": the payloads, and the first copy of the newest durable batch's head.
   LogReplay Payloads() {
     auto file = storage::SystemDisk()->Open(directory_ / "log-job", storage::Disk::Mode::kShared);
     EXPECT_TRUE(file.ok()) << file.status();
@@ -185,7 +185,7 @@ class VerifyTest : public ::testing::Test {
     ADD_FAILURE() << "no batch " << scanned->synced_batch;
     return 0;
   }
-  // One finding at least, the worst as given, and one that speaks of `what`.
+  // Expects findings, the worst of harm `worst`, and the text of some finding to contain `what`.
   void ExpectFound(Harm worst, const std::string& what) {
     const ScrubReport report = Scrub();
     EXPECT_EQ(report.worst(), worst);

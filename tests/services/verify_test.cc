@@ -146,8 +146,8 @@ TEST_F(VerifyTest, KnowsDurablePins) {
   ASSERT_EQ(Scrub().findings.size(), 1u);
 }
 
-// Of an older copy of the catalog, whose pin was unpinned since: its extents are others' now. With chunks of one size
-// they are others' entirely.
+// An old copy of the catalog has a pin that was unpinned since, so its extents now belong to newer versions. With
+// chunks of equal size, whole extents do.
 TEST_F(VerifyTest, ForgetsAPinWhoseStatesAreGone) {
   for (const bool uniform : {false, true}) {
     if (uniform) {
@@ -247,7 +247,7 @@ TEST_F(VerifyTest, FindsAndRebuildsWrongCatalogEntries) {
   ExpectRebuilt();
 }
 
-// Where an entry cannot be read nobody knows what it named: others leave all of the file to a rebuild.
+// If an entry cannot be read, its extent is unknown. So other jobs leave the whole file alone until a rebuild.
 TEST_F(VerifyTest, RebuildsAJobAfterOthersWentOn) {
   Train(20);
   const uint64_t file_bytes = fs::file_size(directory_ / "nvme.tier");
@@ -298,7 +298,7 @@ TEST_F(VerifyTest, FindsAChunkThatIsNewerThanTheLog) {
   ExpectNotRebuilt("the log is an older copy");
 }
 
-// Of steps that changed no chunk, such as skips, nothing but the catalog's number tells.
+// Only the number in the catalog tells of steps that changed no chunk, such as skips.
 TEST_F(VerifyTest, ARebuildBelievesTheNumberOfTheLastStepApplied) {
   Train(6);
   const auto [key, value] = CommittedPair("job", 9);
@@ -354,8 +354,8 @@ TEST_F(VerifyTest, RebuildsAJobWhoseNameHadAnotherBefore) {
   ExpectRebuilt();
 }
 
-// All of them: of one chunk a newer version may be on the disk that the catalog does not name yet, and a rebuild finds
-// it.
+// Damages every needed payload, because the disk may hold a newer version of a chunk than the catalog names, and a
+// rebuild would find it.
 TEST_F(VerifyTest, FindsDamagedPayloadsThatAreNeeded) {
   Train(20);
   std::string what;
@@ -409,7 +409,7 @@ TEST_F(VerifyTest, LeavesJobsWithoutDurabilityAlone) {
   EXPECT_THAT(result.refused, IsEmpty());
 }
 
-// A rebuild whose disk is full at any byte of what it writes: the pins are nowhere but in the catalog.
+// The disk fills up at any byte written by the rebuild. The pins must survive, because only the catalog has them.
 TEST_F(VerifyTest, ARebuildThatIsCutOffKeepsThePins) {
   StartServer();
   ASSERT_EQ(group_->Initialise(Values), absl::OkStatus());

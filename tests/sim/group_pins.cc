@@ -1,4 +1,4 @@
-// What a group does with versions: pins, unpins, and a restore to begin with.
+// Versions in a group's life: pins, unpins, and a restore to begin with.
 #include <algorithm>
 #include <iterator>
 #include <map>

@@ -94,7 +94,7 @@ void Oracle::Settle(const v1::Decision& decision, const std::string& who) {
     return Broken(absl::StrCat(who, " decides ", Show(decision), " after step ", last_decided()));
   }
   if (const auto interval = static_cast<int64_t>(PinInterval()); interval > 0 && newest) {
-    // Nobody waits for a restore's pin to become the one that is gone back to.
+    // No step waits until the restored version is pinned anew on all servers, so the floor may sink.
     floor_ = restore ? std::min(floor_, header.restored_version()) : due_;
     if (restore) due_ = header.restored_version();
     if (decision.step() % interval == 0) due_ = decision.step();
@@ -115,7 +115,7 @@ void Oracle::CheckState(int server, int64_t step, uint64_t state) {
 
 void Oracle::Decided(const v1::Decision& decision, const std::string& who) {
   const bool known = steps_.contains(decision.step());
-  // Who comes late may find that a step had been decided which nobody knew of when others began behind it.
+  // A rank that comes late may report a decided step unknown to a newer group when it began beyond this step.
   const auto newer = steps_.upper_bound(decision.step());
   const bool late = newer == steps_.end() || model::Compare(newer->second.decision.epoch(), decision.epoch()) > 0;
   if (decision.step() < 0 || (!known && !late)) {
@@ -140,7 +140,7 @@ void Oracle::Acknowledged(const v1::Decision& decision, const std::string& who) 
 
 void Oracle::StartedFrom(int64_t base, const v1::Epoch& epoch, const std::string& who) {
   if (base >= acknowledged_) return;
-  // What a newer group decided need not be known to one that it fenced: that one is refused wherever it opens.
+  // A fenced group need not know the decisions of a newer group: every server refuses the fenced group's Open.
   if (model::Compare(steps_.upper_bound(base)->second.decision.epoch(), epoch) > 0) return;
   Broken(absl::StrCat(who, " starts from step ", base, " although step ", acknowledged_, " was acknowledged"));
 }

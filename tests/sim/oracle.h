@@ -1,12 +1,12 @@
-// Sees everything and keeps the promises of the step transaction: the first broken one ends the schedule.
+// Sees everything and checks the promises of the step transaction. The first broken promise ends the schedule.
 //
-//  - a step has one decision, whoever speaks of it, and its verdict and blobs follow from what one group pushed and
-//  sealed;
-//  - what a server applies is, for every range, exactly the bits that this group pushed in the sealed attempt, once;
-//  - an acknowledged step is never undone: every later group starts from it or from a newer one;
-//  - committed of two servers is never more than one apart;
+//  - all ranks and servers know the same decision of a step, and its verdict and blobs follow from the pushes and seals
+//  of a single group;
+//  - a server applies, for every range, exactly the bits pushed by this group in the sealed attempt, and only once;
+//  - an acknowledged step is never undone: every later group starts from this step or a newer step;
+//  - committed steps of any two servers differ by at most 1;
 //  - step counts advance with updates only;
-//  - a restore brings back state, step counts and blobs of the version that it names, wherever it is applied.
+//  - a restore brings back state, step counts and blobs of the named version on every server.
 #pragma once
 
 #include <cstdint>
@@ -20,16 +20,16 @@
 
 namespace ballast::sim {
 
-// One slice as a server's update consumed it; nothing if its place held no complete slice.
+// A slice as consumed by a server's update. No digest: the slice's place held no complete slice.
 struct Consumed {
   v1::SliceKind kind;
   model::Slice slice;
   std::optional<uint32_t> digest;
 };
 
-// Stands for the bits of a server's chunks: `state` after a step that changes some of them.
+// Stands for the bits of a server's chunks: the next `state` after a step that changes any of these chunks.
 uint64_t Evolve(uint64_t state, int64_t step);
-// Does a transaction that is not skipped change any of the server's chunks, restores aside?
+// True if the transaction, unless skipped, changes any of the server's chunks. Does not consider restores.
 bool Changes(const model::EpochPlan& plan, int server, const v1::StepHeader& header);
 
 class Oracle {
@@ -40,21 +40,21 @@ class Oracle {
   // Borrows `group`, which must outlive the oracle.
   void AddGroup(const GroupIntent* group) { groups_.push_back(group); }
 
-  // Somebody takes this for decided.
+  // Some client or server (`who`) holds this decision to be final.
   void Decided(const v1::Decision& decision, const std::string& who);
-  // A client told its user so.
+  // A client reported the decision to its user.
   void Acknowledged(const v1::Decision& decision, const std::string& who);
-  // The group of this epoch starts from here.
+  // The group of `epoch` starts from step `base`.
   void StartedFrom(int64_t base, const v1::Epoch& epoch, const std::string& who);
-  // Besides, of one that found state lost: it will restore this version.
+  // Called in addition if the group found state lost and will restore version `restored`.
   void StartsAnew(int64_t restored, const v1::Epoch& epoch, const std::string& who);
-  // Every-K: a server gave up its own pin of this version, since it could not be read.
+  // Every-K: a server gave up its own pin of this version, because the version could not be read.
   void GivenUp(int64_t version);
-  // Must all servers have pinned some version?
+  // True if every server must have pinned some version.
   bool has_floor() const { return floor_ >= 0; }
   void Applied(int server, const v1::Decision& decision, absl::Span<const Consumed> consumed);
   void CheckTensorSteps(int server, int64_t committed, absl::Span<const uint64_t> tensor_steps);
-  // What a server's chunks are after `step`, as Evolve makes it of what it applied.
+  // Checks the server's state after `step`, computed with Evolve from the steps applied by the server.
   void CheckState(int server, int64_t step, uint64_t state);
   const v1::Decision& decision(int64_t step) const { return steps_.at(step).decision; }
   void CheckApart(absl::Span<const int64_t> committed);
@@ -66,7 +66,7 @@ class Oracle {
   uint64_t skipped() const { return skipped_; }
 
  private:
-  // Who may have pushed what was decided: a group, and the life of each of its ranks.
+  // A possible author of a decided step: a group, and the life of each of its ranks.
   struct Author {
     const GroupIntent* group;
     uint32_t life[kWorldSizeMax];
@@ -83,8 +83,8 @@ class Oracle {
 
   const uint32_t lives_;
   std::vector<const GroupIntent*> groups_;
-  std::map<int64_t, Step> steps_;  // by N; a group that found state lost may begin behind numbers that stay free
-  // Every-K: all servers have pinned this version, and the newest that they pin next.
+  std::map<int64_t, Step> steps_;  // by N; a group that found state lost may begin beyond numbers never decided
+  // Every-K: all servers have pinned version floor_, and pin version due_ next. -1: none.
   int64_t floor_ = -1;
   int64_t due_ = -1;
   int64_t acknowledged_ = -1;

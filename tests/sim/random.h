@@ -1,4 +1,4 @@
-// The one source of chance in a schedule: the same seed gives the same schedule on every machine.
+// The only source of chance in a schedule: the same seed gives the same schedule on every machine.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// One seeded schedule: three servers, trainer groups of which older ones go on, a network and crashes; at the end the
-// faults stop and two more steps have to be decided.
+// A seeded schedule: three servers, trainer groups (old groups go on beside new ones), a network and crashes. At the
+// end the faults stop, and two more steps have to be decided.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct ScheduleResult {
 struct ScheduleOptions {
   uint64_t seed = 1;
   ClientBug bug = ClientBug::kNone;
-  // Durability every-K with a K of 1 to 3: a crash takes all but promises, Opens and pins.
+  // Durability every-K with a K of 1 to 3: a crash loses everything but promises, Opens and pins.
   bool every_k = false;
   // See SimGroup::Surroundings.
   bool leave_on_error = false;

@@ -267,7 +267,7 @@ void SimGroup::Resolve() {
 }
 
 void SimGroup::NotResolved(const absl::Status& status) {
-  // Before its first pin a job has nothing to go back to, nor behind one that was given up.
+  // A job has no version to go back to before its first pin, or after giving up its only pin.
   if (model::ReasonOf(status) == model::kStateLost && PinInterval() > 0 && !around_.oracle->has_floor()) {
     ++around_.tally->dead;
     return;

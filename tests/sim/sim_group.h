@@ -1,4 +1,4 @@
-// A trainer group of a schedule: ranks driven by events, deciding with the same pure functions as the real client.
+// A trainer group of a schedule. Events drive its ranks; ranks decide with the same pure functions as the real client.
 #pragma once
 
 #include <cstdint>
@@ -13,47 +13,47 @@
 
 namespace ballast::sim {
 
-// Wrong readings of the rules on the client's side (and some of the log's and the disk's).
+// Bugs of a client that misreads the rules, and some bugs of the log and the disk.
 enum class ClientBug {
   kNone,
   kEpochWithoutNonce,     // two groups may share an epoch
   kResolveIgnoresEpoch,   // "all prepared with equal plan hash"
-  kResolveWithoutAll,     // two of three answers to the fence
-  kResolveNeverFinishes,  // what is prepared everywhere is dropped
+  kResolveWithoutAll,     // two of three answers to the fence suffice
+  kResolveNeverFinishes,  // drops a step prepared on all servers
   kDecidesWithoutAll,     // acknowledges when two of three are prepared
-  kRestartsInEpoch,       // a rank that died comes back into the running epoch
-  kForgetsCommit,         // BEHIND is not answered with the commit
+  kRestartsInEpoch,       // a dead rank comes back into the running epoch
+  kForgetsCommit,         // does not answer BEHIND with the commit
   kFreesGradientsEarly,   // gradients are gone after the first `prepared`
   kLogCutAtOwnCommit,     // the log forgets a step's records before its decision is durable
-  kPinBeforeDurable,      // a server counts a version as pinned that a crash may still take
-  kUnpinBeforeFlush,      // a version is taken off the disk while chunks still have to be made from it
-  kNumbersUsedAgain,      // every-K: who goes back to a version counts on from it
-  kRestoreForgotten,      // every-K: who goes back to a version does not restore it
+  kPinBeforeDurable,      // a server counts a version as pinned before it is durable
+  kUnpinBeforeFlush,      // a version leaves the disk although chunks still have to be made from it
+  kNumbersUsedAgain,      // every-K: a group going back to a version counts on from its number
+  kRestoreForgotten,      // every-K: a group going back to a version does not restore it
 };
 
-// What happened in a schedule, or in many.
+// Counts of events in a schedule, or in many schedules.
 struct Tally {
   uint64_t groups = 0;
-  uint64_t resized = 0;         // groups of another size than the one before
+  uint64_t resized = 0;         // groups whose size differs from the group before
   uint64_t crashes = 0;         // of servers
   uint64_t decisions_lost = 0;  // by crashes
   uint64_t ranks_lost = 0;
-  uint64_t finished_for_others = 0;  // steps decided by the group that came after
-  uint64_t abandoned = 0;            // steps prepared somewhere and dropped by the group that came after
+  uint64_t finished_for_others = 0;  // steps decided by the next group
+  uint64_t abandoned = 0;            // steps prepared on some servers and dropped by the next group
   uint64_t steps = 0;
   uint64_t skipped = 0;
   uint64_t drops = 0;
   uint64_t mismatches = 0;
-  uint64_t stale = 0;  // ranks that learnt that they were fenced
+  uint64_t stale = 0;  // ranks that learnt of a newer epoch or of lost state
   uint64_t norms = 0;  // answered
-  uint64_t pins = 0;   // of one server each
+  uint64_t pins = 0;   // each on a single server
   uint64_t restores = 0;
-  uint64_t gone = 0;  // ranks that wanted to restore what some server does not have
+  uint64_t gone = 0;  // ranks whose restore named a version missing on some server
   // Every-K.
-  uint64_t states_lost = 0;   // by servers that had one
-  uint64_t went_back = 0;     // groups that found state lost
-  uint64_t numbers_left = 0;  // and began behind steps that nobody knows to have been decided
-  uint64_t dead = 0;          // schedules whose job lost its state with no pin that all must have
+  uint64_t states_lost = 0;   // restarts of servers that lost their state
+  uint64_t went_back = 0;     // groups that found state lost and went back to a version
+  uint64_t numbers_left = 0;  // of these, groups with a base beyond the last decided step
+  uint64_t dead = 0;          // schedules whose job lost its state with no version pinned on every server
 
   void Add(const Tally& other);
 };
@@ -65,8 +65,8 @@ class SimGroup {
     Oracle* oracle;
     Tally* tally;
     ClientBug bug = ClientBug::kNone;
-    // A rank that gets an error which no fault explains exits, instead of ending the schedule: a seeded bug has to do
-    // harm.
+    // If set, a rank exits on an error that no fault explains, and the schedule goes on: a seeded bug has to break a
+    // promise.
     bool leave_on_error = false;
   };
   SimGroup(GroupIntent intent, Surroundings around);
@@ -75,10 +75,9 @@ class SimGroup {
   bool all_alive() const;
   bool alive(uint32_t rank) const { return !ranks_[rank].dead; }
   void Kill(uint32_t rank);
-  // Only a seeded bug does this: `step` is what the rank takes for the next one.
+  // Only a seeded bug does this. The rank takes `step` for the next step.
   void RestartRank(uint32_t rank, int64_t step);
-  // A rank gets the processor: what it has to say is added to `requests`. `timeout`: it says again what was not
-  // answered.
+  // Lets a rank run and adds its messages to `requests`. `timeout`: the rank repeats unanswered messages.
   void Tick(uint32_t rank, bool timeout, std::vector<Request>* requests);
   void Receive(const Response& response);
 
@@ -112,7 +111,7 @@ class SimGroup {
   void TickPushes(uint32_t r, std::vector<Request>* requests);
   void TickPins(std::vector<Request>* requests);
   void OnPin(const Response& response);
-  // Sometimes the group begins with a restore of what it heard to be pinned.
+  // Sometimes lets the group begin with a restore of a version pinned according to `answers`.
   void MaybeRestore(int64_t base, const std::vector<v1::GetJobResponse>& answers);
   void WillRestore(int64_t base, int64_t version);
   void NotResolved(const absl::Status& status);
@@ -136,7 +135,7 @@ class SimGroup {
   std::optional<v1::GetJobResponse> answers_[kServers];
   std::shared_ptr<const v1::OpenRequest> open_;  // set once the fence is resolved
   std::vector<Rank> ranks_;
-  // Rank 0 pins this version, and seals no further step meanwhile; -1: none.
+  // Rank 0 pins this version, and seals no further step until done or out of patience; -1: none.
   int64_t pin_ = -1;
   int pin_patience_ = 0;
   bool pinned_on_[kServers] = {};

@@ -50,7 +50,7 @@ void SimServer::Apply(const v1::PreparedRecord& prepared, const v1::Decision& de
     return oracle_->Broken(absl::StrCat("server ", index_, " applied step ", decision.step(), " after ", applied_));
   }
   applied_ = decision.step();
-  // After a restart: the chunks were flushed beyond what the log now tells of this step, and it is not applied again.
+  // After a restart: the flushed chunks already contain this step, so do not apply it again.
   if (applied_ <= flushed_) return places_.clear();
   if (prepared.header().kind() == v1::STEP_KIND_RESTORE) {
     ApplyRestore(prepared);
@@ -133,7 +133,7 @@ absl::StatusOr<v1::UnpinResponse> SimServer::Unpin(const v1::UnpinRequest& reque
   BALLAST_RETURN_IF_ERROR(machine_->CheckPromised(request.epoch()));
   if (!pins_.contains(request.version())) return v1::UnpinResponse();
   BALLAST_RETURN_IF_ERROR(machine_->Unpin(request.version()));
-  // What was decided before goes to the chunks before the version goes.
+  // Flush the decided steps to the chunks before the version goes.
   if (bug_ != ClientBug::kUnpinBeforeFlush) Flush(applied_);
   pins_.at(request.version()).version.set_requested(false);
   if (machine_->FindPin(request.version()) == nullptr) pins_.erase(request.version());
@@ -267,7 +267,7 @@ int64_t SimServer::NeededFor(const services::StepRecord& record) const {
 }
 
 void SimServer::CutAtSnapshot() {
-  // What a later epoch began before is void.
+  // Records are void from the step on at which a later epoch began.
   std::vector<int64_t> base(log_.size() + 1, std::numeric_limits<int64_t>::max());  // the lowest from here on
   for (size_t i = log_.size(); i-- > 0;) {
     const auto* open = std::get_if<services::OpenRecord>(&log_[i]);
@@ -310,7 +310,7 @@ void SimServer::Crash() {
   } else {
     CutAtSnapshot();
   }
-  // Its one entry may be there although nobody heard of it.
+  // The oldest pending entry may have reached the disk, although the server never reported it.
   if (!pinning_.empty() && random_->Percent(30)) PutPin(pinning_.front());
   pinning_.clear();
   machine_.reset();

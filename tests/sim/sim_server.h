@@ -1,5 +1,5 @@
-// A state server of a schedule: a real step machine, a log of which a crash keeps a durable prefix, and places that
-// hold digests where a real server holds bytes.
+// A state server of a schedule: a real step machine, a log whose durable prefix survives a crash, and places holding
+// digests where a real server holds bytes.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace ballast::sim {
 
 class SimServer : private services::StepHost {
  public:
-  // Borrows all. `bug`: of the log or the disk, if it is one of theirs.
+  // Borrows the pointers. `bug` counts only if it is a bug of the log or the disk.
   SimServer(int index, ClientBug bug, Random* random, Oracle* oracle);
 
   bool up() const { return machine_ != nullptr; }
@@ -29,19 +29,19 @@ class SimServer : private services::StepHost {
   uint64_t decisions_lost() const { return decisions_lost_; }
   uint64_t states_lost() const { return states_lost_; }
 
-  // REQUIRES: up. Answers, now or out of a later call, are added to `answers`; none to what a crash forgets.
+  // Adds the answer to `answers`, in this call or a later one. A crash forgets waiting requests. REQUIRES: up.
   void Handle(const Request& request, std::vector<Response>* answers);
-  // Some push's bytes have all come.
+  // All bytes of some push have arrived.
   void FinishPush(std::vector<Response>* answers);
-  // Some more of the log is durable.
+  // More of the log has become durable.
   void FinishSync(std::vector<Response>* answers);
-  // A version that was to be pinned is on the disk, or one that nobody wants is off it.
+  // The oldest entry of pinning_ has become durable: a new pin, or a change of who wants a pin.
   void FinishPin(std::vector<Response>* answers);
   bool pinning() const { return !pinning_.empty(); }
   bool syncing() const { return sync_wanted_ > synced_; }
   bool receiving() const { return !receiving_.empty(); }
 
-  // Loses all that is not durable; the disk may have got further than it said.
+  // Loses everything not durable. The disk may have kept more than it had reported.
   void Crash();
   void Restart();
 
@@ -61,11 +61,11 @@ class SimServer : private services::StepHost {
   void PinDue(int64_t version) override;
   void PinChanged(const v1::PinnedVersion& pin) override { pinning_.push_back({.version = pin, .changes = true}); }
 
-  // A version on the disk, and what the chunks are in it.
+  // A version on the disk, with the state of its chunks.
   struct DurablePin {
     v1::PinnedVersion version;
     uint64_t state = 0;
-    bool changes = false;  // only who wants it
+    bool changes = false;  // only changes who wants the pin
   };
   void PutPin(const DurablePin& pin);
   services::Outcome<v1::PinResponse> Pin(const v1::PinRequest& request);
@@ -73,10 +73,10 @@ class SimServer : private services::StepHost {
   void Retry(std::vector<Response>* answers);
   void ApplyRestore(const v1::PreparedRecord& prepared);
   void Flush(int64_t step);
-  // Every-K: what a crash leaves of the first `kept` records.
+  // Every-K: reduces the first `kept` records to their catalog entries, the only survivors of a crash.
   void KeepInCatalog(size_t kept);
 
-  // False: it has to wait.
+  // False if the request has to wait.
   bool Evaluate(const Request& request, std::vector<Response>* answers);
   void Push(const Request& request, std::vector<Response>* answers);
   void EndPush(const Request& request, std::vector<Response>* answers);
@@ -84,10 +84,10 @@ class SimServer : private services::StepHost {
   void Fill(const v1::PushRequest& header);
   std::optional<uint32_t> Find(v1::SliceKind kind, const model::Slice& slice) const;
   bool CutBeforeDurable(const services::StepRecord& record, size_t kept) const;
-  // Sometimes: the log goes on in a segment of its own, which begins with a snapshot.
+  // Sometimes appends a snapshot, as if the log went on in a new segment; may flush chunks.
   void MaybeSnapshot();
   int64_t NeededFor(const services::StepRecord& record) const;
-  // Drops what lies before a snapshot if the chunks that were flushed make up for it.
+  // Drops records before a snapshot if the flushed chunks make them needless.
   void CutAtSnapshot();
   void CheckStepCounts();
 
@@ -99,10 +99,10 @@ class SimServer : private services::StepHost {
   std::vector<services::StepRecord> log_;
   int64_t flushed_ = -1;  // all chunks hold this step durably
   uint64_t flushed_state_ = 0;
-  int64_t restore_ = -1;                // the newest that was applied without a flush
+  int64_t restore_ = -1;                // newest restore applied without a flush
   std::map<int64_t, DurablePin> pins_;  // durable
-  std::deque<DurablePin> pinning_;      // in the order in which they become durable
-  // Every-K: durable.
+  std::deque<DurablePin> pinning_;      // in the order of becoming durable
+  // The next three are for every-K, and durable.
   v1::Epoch promised_;
   std::optional<v1::OpenRequest> open_;
   bool had_state_ = false;

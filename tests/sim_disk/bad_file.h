@@ -1,4 +1,4 @@
-// A file some of whose bytes cannot be read.
+// A file with unreadable bytes.
 #pragma once
 
 #include <cerrno>
@@ -11,7 +11,7 @@
 
 namespace ballast::storage {
 
-// Reads of these bytes of any BadFile fail with EIO; none of them at first.
+// Reads that touch this range of a BadFile fail with EIO. The range is empty at first.
 struct BadBlocks {
   uint64_t offset = 0, bytes = 0;
 
@@ -20,7 +20,7 @@ struct BadBlocks {
 
 class BadFile : public BlockFile {
  public:
-  // Borrows `bad`, which may change.
+  // Borrows `bad`; the caller may change the range at any time.
   BadFile(std::unique_ptr<BlockFile> file, const BadBlocks* bad)
       : BlockFile(file->path()), file_(std::move(file)), bad_(*bad) {}
   int fd() const override { return file_->fd(); }

@@ -1,4 +1,4 @@
-// Aligned buffers for the tests of a disk, told apart by what fills them.
+// Aligned buffers for tests of a disk, told apart by their fill byte.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ class Blocks {
   absl::Span<std::byte> span() {
     return absl::MakeSpan(reinterpret_cast<std::byte*>(blocks_.data()), blocks_.size() * kIoAlignment);
   }
-  // One that is not aligned to blocks too.
+  // Part of the buffer; need not be aligned to blocks.
   absl::Span<std::byte> Part(uint64_t offset, uint64_t bytes) { return span().subspan(offset, bytes); }
   uint8_t at(uint64_t offset) { return static_cast<uint8_t>(span()[offset]); }
   bool AllAre(uint8_t fill) {

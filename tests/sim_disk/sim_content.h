@@ -1,7 +1,7 @@
-// What a simulated file holds: what the medium has for sure, what was written since, and how a crash mixes the two.
+// Content of a simulated file: the durable bytes, the writes since, and the mix of the two after a crash.
 //
-// All writes are of whole blocks, so versions of a file share the blocks that do not differ; a block that is shared is
-// never changed in place. Threads: the owner's lock.
+// Writes cover whole blocks, so versions of a file share equal blocks. A shared block is never changed in place.
+// Threads: the caller holds the owner's lock.
 #pragma once
 
 #include <array>
@@ -17,7 +17,8 @@
 
 namespace ballast::storage {
 
-// What a disk writes whole or not at all; smaller than kIoAlignment, as NVMe without atomic writes promises no more.
+// A disk writes a sector whole or not at all. Smaller than kIoAlignment, because NVMe without atomic writes promises no
+// more.
 inline constexpr uint64_t kSimSectorBytes = 512;
 
 using SimBlock = std::array<std::byte, kIoAlignment>;
@@ -31,11 +32,11 @@ class SimVersion {
   uint64_t AllocatedIn(uint64_t first, uint64_t count) const;
   SimBlockPtr Get(uint64_t block) const;
   void Put(uint64_t block, SimBlockPtr content) { blocks_[block] = std::move(content); }
-  void Allocate(uint64_t first, uint64_t count);  // zeros where there was nothing
+  void Allocate(uint64_t first, uint64_t count);  // new blocks hold zeros
   void Free(uint64_t first, uint64_t count);
   void Grow(uint64_t bytes);  // to at least
   void Truncate(uint64_t bytes);
-  // What was never written, and what lies past the end, reads as zero.
+  // Bytes never written, and bytes past the end, read as zero.
   void Read(uint64_t offset, absl::Span<std::byte> buffer) const;
 
  private:
@@ -45,33 +46,33 @@ class SimVersion {
 
 // A change that a crash may lose or tear.
 struct SimWrite {
-  uint64_t sequence = 0;  // a sync covers those up to one
+  uint64_t sequence = 0;  // a sync covers all writes up to some sequence
   uint64_t first = 0;     // number of a block
   std::vector<SimBlockPtr> blocks;
   uint64_t end = 0;   // the file is at least this long afterwards
-  bool hole = false;  // gives the blocks' space back
+  bool hole = false;  // frees the blocks instead of writing them
 };
 
 class SimContent {
  public:
-  // What a read returns: all writes, durable or not.
+  // The version that reads return: all writes, durable or not.
   const SimVersion& newest() const { return newest_; }
   const SimVersion& durable() const { return durable_; }
 
   void Write(SimWrite write);
-  // Writes up to `sequence` are durable now.
+  // Makes all writes up to `sequence` durable.
   void Sync(uint64_t sequence);
-  // A sync that reported an error: some of what it covered is durable, the rest was dropped from the cache as if it
-  // were clean, which no later sync repairs (fsyncgate, https://lwn.net/Articles/752063/).
+  // A sync that reported an error: some of the covered writes are durable. The cache drops the rest as if they were
+  // clean, and no later sync repairs the loss (fsyncgate, https://lwn.net/Articles/752063/).
   void FailSync(uint64_t sequence, sim::Random& random);
-  // Each write that no sync covered is kept, lost or torn into sectors, in any order.
+  // Keeps, loses or tears into sectors each write not covered by a sync, in any order.
   void Crash(sim::Random& random);
 
-  // Durable at once.
+  // The next three are durable at once.
   void Reserve(uint64_t offset, uint64_t bytes);
   void Truncate(uint64_t bytes);
   void Set(absl::Span<const std::byte> bytes);
-  // XORs `mask` into the medium at `offset`; seen by reads only where no write since hides it.
+  // XORs `mask` into the medium at `offset`. Reads see the damage only where no later write hides it.
   void Damage(uint64_t offset, absl::Span<const std::byte> mask);
 
  private:
@@ -82,7 +83,7 @@ class SimContent {
   std::vector<SimWrite> volatile_;  // by sequence
 };
 
-// The bytes as blocks of their own. REQUIRES: a multiple of kIoAlignment.
+// Copies the bytes into new blocks. REQUIRES: a multiple of kIoAlignment.
 std::vector<SimBlockPtr> SimBlocks(absl::Span<const std::byte> bytes);
 
 }  // namespace ballast::storage

@@ -1,4 +1,4 @@
-// What a crash of the simulated disk keeps, and what it may lose; and that all of it follows from the seed.
+// A crash of the simulated disk: writes that survive, writes that may be lost, and outcomes that follow from the seed.
 #include <algorithm>
 #include <memory>
 #include <set>
@@ -240,7 +240,7 @@ class Workload {
     EXPECT_TRUE(file_->Reserve(0, kFileBlocks * kBlock).ok());
   }
 
-  // What happened, in words.
+  // Returns the history in words.
   std::string Run(int steps) {
     for (int i = 0; i < steps; ++i) Step();
     return history_;

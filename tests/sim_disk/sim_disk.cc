@@ -95,7 +95,7 @@ absl::StatusOr<std::optional<SimFault>> SimDisk::Begin(SimOperation operation, c
   const std::optional<SimFault> fault = faults_.Next(operation, random_);
   if (operations_to_crash_ > 0 && --operations_to_crash_ == 0) {
     crash_is_due_ = random_.Percent(50);
-    if (crash_is_due_) return std::optional<SimFault>();  // it is done, and nobody learns of it
+    if (crash_is_due_) return std::optional<SimFault>();  // the operation is done, but reported as failed
     LosePower();
     off_ = true;
     return dead();

@@ -1,12 +1,12 @@
-// A disk in memory that keeps no promise a real one may break: it reorders, tears and loses what was not synced when it
-// crashes, and it suffers the faults a test asks for. Everything it does follows from its seed and the order of the
-// calls: the same calls from one thread give the same bytes.
+// A disk in memory that keeps no promise a real disk may break. A crash reorders, tears and loses unsynced writes, and
+// a test can ask for faults. The seed and the order of the calls decide everything: the same calls from a single thread
+// give the same bytes.
 //
-// An operation is one call to Open, Remove, Read, Write, Sync, Reserve, Discard or Truncate, or one request of a queue,
-// whatever its size. Those on a dead handle, and those refused for misalignment, are none.
+// An operation is a call to Open, Remove, Read, Write, Sync, Reserve, Discard or Truncate, or a request of a queue, of
+// any size. Calls on a dead handle, calls while the machine is off, and misaligned calls do not count.
 //
-// Kinder than a real disk in three things: creation and removal of files, truncation and reservation are durable at
-// once; there are no directories; and a removed file's space is free at once, though it may still be open.
+// The disk is kinder than a real disk in three ways. Creating, removing, truncating and reserving files is durable at
+// once. There are no directories. A removed file's space is free at once, even while the file is still open.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@
 
 namespace ballast::storage {
 
-// Outlives its files and queues. Threads: any; a Queue's as IoQueue says. Blocks for its own lock only.
+// Must outlive its files and queues. Threads: any; a Queue's as IoQueue says. Blocks for its own lock only.
 class SimDisk : public Disk {
  public:
   explicit SimDisk(uint64_t seed) : random_(seed) {}
@@ -37,39 +37,40 @@ class SimDisk : public Disk {
 
   absl::StatusOr<std::unique_ptr<BlockFile>> Open(const std::string& path, Mode mode) override;
   absl::Status Remove(const std::string& path) override;
-  // Requests are performed inside Reap, in random order, some of them each time; what is left when the queue is
-  // destroyed is performed then. Chooses nothing by `options`; named "sim".
+  // Reap performs some of the requests each time, in random order; the destructor performs the rest. The queue is named
+  // "sim" and ignores `options`.
   absl::StatusOr<std::unique_ptr<IoQueue>> MakeQueue(const IoQueueOptions& options) override;
 
-  // The machine loses power and starts again: open files are dead (INTERNAL (IO) from all they do), locks are free,
-  // requests in flight have ended and their buffers are not touched any more. Each write not covered by a sync, those
-  // in flight too, was applied, lost or torn into sectors. Ends a CrashAfter.
+  // The machine loses power and starts again. Open files are dead (every call is INTERNAL (IO)), locks are free,
+  // requests in flight have ended and their buffers are no longer touched. Each write not covered by a sync, in flight
+  // or not, was applied, lost or torn into sectors. Cancels a CrashAfter.
   void Crash() ABSL_LOCKS_EXCLUDED(mutex_);
-  // The n-th operation from now, from 1, fails, done or not, and the machine crashes and stays off: all operations,
-  // Open too, are INTERNAL (IO) until Crash() starts it again. 0: never.
+  // The n-th operation from now (counted from 1) fails, whether done or not. The machine then crashes and stays off:
+  // all operations, Open included, are INTERNAL (IO) until Crash() starts the machine again. 0: never.
   void CrashAfter(uint64_t operations) ABSL_LOCKS_EXCLUDED(mutex_);
-  // CrashAfter came true, and no Crash() since.
+  // True after a CrashAfter has struck, until Crash().
   bool off() const ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // 1 GiB unless told. What is more is refused with RESOURCE_EXHAUSTED (IO); of a write, the blocks that fit are there.
+  // 1 GiB by default. Larger writes and reservations fail with RESOURCE_EXHAUSTED (IO); a write still stores the blocks
+  // that fit.
   void set_capacity_bytes(uint64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   uint64_t used_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // As SimFaultPlan's; end the program if the operation cannot suffer that.
+  // As in SimFaultPlan. Abort the program if the operation cannot suffer the fault.
   void FailNext(SimOperation operation, uint64_t k, SimFault fault) ABSL_LOCKS_EXCLUDED(mutex_);
   void SetFaultProbability(SimOperation operation, SimFault fault, double probability) ABSL_LOCKS_EXCLUDED(mutex_);
   uint64_t operations() const ABSL_LOCKS_EXCLUDED(mutex_);
   uint64_t operations(SimOperation operation) const ABSL_LOCKS_EXCLUDED(mutex_);
   uint64_t suffered(SimFault fault) const ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // The medium as another machine would find it. These are no operations: nothing is counted, refused or fails. A file
-  // that is missing is empty, and is made by what changes it.
+  // The following calls access the medium directly, as on a second machine. They are no operations: nothing is counted,
+  // refused or fails. A missing file reads as empty, and a change creates the file.
   std::vector<std::string> List() const ABSL_LOCKS_EXCLUDED(mutex_);
   std::vector<std::byte> DurableContent(const std::string& path) const ABSL_LOCKS_EXCLUDED(mutex_);
   void SetContent(const std::string& path, absl::Span<const std::byte> bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   void TruncateTo(const std::string& path, uint64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Every byte of the range that is inside the durable file becomes another one. Writes that were not synced hide it
-  // until they are lost, and mend it when they are synced.
+  // Changes every byte of the range inside the durable file. Unsynced writes hide the damage until they are lost, and
+  // mend the damage when they are synced.
   void Corrupt(const std::string& path, uint64_t offset, uint64_t length) ABSL_LOCKS_EXCLUDED(mutex_);
   void FlipBit(const std::string& path, uint64_t bit) ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -80,19 +81,19 @@ class SimDisk : public Disk {
     SimContent content;
     bool locked = false;
   };
-  // What an operation is about.
+  // The object of an operation.
   struct Target {
     std::string path;
-    std::shared_ptr<Inode> inode;  // null before it is open
-    uint64_t life = 0;             // of the machine, which the handle does not survive
+    std::shared_ptr<Inode> inode;  // null until Open has found the file
+    uint64_t life = 0;             // of the machine; a crash starts a new life and ends the handle
   };
   struct Extent {
     uint64_t offset = 0;
     uint64_t bytes = 0;
   };
 
-  // Begin counts the operation, and is an error if it is over already: then it is not done. Every Begin that is OK is
-  // followed by its End, which says how the operation went.
+  // Begin counts the operation and returns its fault, if any. If Begin returns an error, the operation has already
+  // failed: do nothing. Otherwise perform the operation and return its status through End.
   absl::StatusOr<std::optional<SimFault>> Begin(SimOperation operation, const Target& target, Extent extent)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status End(absl::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -104,7 +105,7 @@ class SimDisk : public Disk {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Sync(const Target& target, uint64_t sequence) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  // What Read, Write and Sync do between Begin and End.
+  // The part of Read, Write, Sync and Open between Begin and End.
   absl::Status DoRead(const Target& target, uint64_t offset, absl::Span<std::byte> buffer,
                       std::optional<SimFault> fault) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status DoWrite(const Target& target, uint64_t offset, absl::Span<const std::byte> buffer,
@@ -115,10 +116,10 @@ class SimDisk : public Disk {
 
   uint64_t UsedBlocks() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t FreeBlocks() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The first blocks of the range, as many as there is space for.
+  // Number of blocks, from the first of the range on, that find space.
   uint64_t BlocksThatFit(const Inode& inode, uint64_t first, uint64_t count) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Where a write of these blocks may land instead.
+  // A different place in the file for a write of these blocks; nullopt if there is none.
   std::optional<uint64_t> Elsewhere(const Inode& inode, uint64_t first, uint64_t count)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Rot(Inode& inode, Extent extent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -128,13 +129,13 @@ class SimDisk : public Disk {
   sim::Random random_ ABSL_GUARDED_BY(mutex_);
   SimFaultPlan faults_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, std::shared_ptr<Inode>> files_ ABSL_GUARDED_BY(mutex_);
-  std::vector<Queue*> queues_ ABSL_GUARDED_BY(mutex_);  // in the order they were made
-  // Grows with every write: what a sync covers.
+  std::vector<Queue*> queues_ ABSL_GUARDED_BY(mutex_);  // in order of creation
+  // Grows with every write. A sync covers the writes up to its value at that time.
   uint64_t sequence_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t capacity_bytes_ ABSL_GUARDED_BY(mutex_) = uint64_t{1} << 30;
   uint64_t life_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t operations_to_crash_ ABSL_GUARDED_BY(mutex_) = 0;  // 0: none planned
-  bool crash_is_due_ ABSL_GUARDED_BY(mutex_) = false;         // at the End of what began
+  bool crash_is_due_ ABSL_GUARDED_BY(mutex_) = false;         // at the End of the current operation
   bool off_ ABSL_GUARDED_BY(mutex_) = false;
 };
 

@@ -1,4 +1,4 @@
-// Which operations of a simulated disk go wrong, and how: scripted one by one, or by chance from the disk's seed.
+// Faults of a simulated disk's operations: scripted one by one, or drawn with the disk's seed.
 #pragma once
 
 #include <array>
@@ -15,36 +15,38 @@ enum class SimOperation { kOpen, kRemove, kRead, kWrite, kSync, kReserve, kDisca
 inline constexpr int kSimOperations = 8;
 
 enum class SimFault {
-  kEio,     // INTERNAL (IO). A read fills some of the buffer, a write writes some of its blocks; a sync loses some of
-            // what it covers for good. Else nothing was done
-  kEnospc,  // RESOURCE_EXHAUSTED (IO), like kEio otherwise: of what takes space
-  kShort,   // the transfer moved less than asked and was resubmitted inside the disk: only counted
-  kStale,   // a read returns what was durable before the writes since
-  kMisdirected,  // a write says OK and lands on other blocks of the file; lost, if the file has no others
+  kEio,     // INTERNAL (IO). A read fills part of the buffer, a write stores some of its blocks, a sync loses some of
+            // the covered writes for good. Other operations do nothing
+  kEnospc,  // RESOURCE_EXHAUSTED (IO), otherwise like kEio: open, write, sync and reserve only
+  kShort,   // the transfer moved less than asked and the disk resubmitted the rest: only counted
+  kStale,   // a read returns the durable bytes, without later writes
+  kMisdirected,  // a write reports OK and lands on different blocks of the file; lost, if there are none
   kBitFlip,      // a read returns one wrong bit; the content is right
-  kRot,          // one bit of the durable content is flipped for good: in the range of the transfer, else in the file
-  kLostWrite,    // a write says OK, and only the file's size knows
-  kLostSync,     // a sync says OK, and nothing is durable
+  kRot,          // a durable bit flips for good: in the transfer's range or, if none is durable there, in the file
+  kLostWrite,    // a write reports OK and changes only the file's size
+  kLostSync,     // a sync reports OK and makes nothing durable
 };
 inline constexpr int kSimFaults = 9;
 
-// Threads: the owner's lock.
+// Threads: the caller holds the owner's lock.
 class SimFaultPlan {
  public:
-  // False if an operation of that kind cannot suffer it, which is a mistake of the test: nothing is planned then.
+  // True if an operation of this kind can suffer the fault. If not, the next two return false and plan nothing: a
+  // mistake of the test.
   static bool Possible(SimOperation operation, SimFault fault);
 
-  // The k-th operation of that kind from now on, from 1. A later call for the same operation replaces an earlier one.
+  // Plans a fault of the k-th operation of this kind from now on, counted from 1. A later call for the same operation
+  // replaces an earlier call. False also if k is 0.
   [[nodiscard]] bool FailNext(SimOperation operation, uint64_t k, SimFault fault);
-  // Of each operation of that kind, 0 to 1; 0 ends it.
+  // Sets the probability, 0 to 1, of the fault in each operation of this kind. 0 ends the fault.
   [[nodiscard]] bool SetProbability(SimOperation operation, SimFault fault, double probability);
-  // Counts an operation that begins. Draws from `random` only for the probabilities that are set, so that those which
-  // are not change no schedule.
+  // Counts an operation at its start and returns its fault. Draws from `random` only for probabilities that are set, so
+  // the rest do not change a schedule.
   std::optional<SimFault> Next(SimOperation operation, sim::Random& random);
 
   uint64_t operations() const;
   uint64_t operations(SimOperation operation) const { return operations_[static_cast<int>(operation)]; }
-  // That operations have suffered.
+  // How often operations have suffered `fault`.
   uint64_t suffered(SimFault fault) const { return suffered_[static_cast<int>(fault)]; }
 
  private:

@@ -145,7 +145,7 @@ void SimDisk::Queue::LosePower() {
   for (const InFlight& request : unperformed_) {
     if (request.target.life == disk_->life_) {
       if (request.request.kind == IoRequest::Kind::kWrite) {
-        // The crash decides how much of it arrives, as for those that completed.
+        // The crash decides how much of the write arrives, as for completed writes.
         (void)disk_->DoWrite(request.target, request.request.offset, request.request.buffer, std::nullopt);
       } else if (request.request.kind == IoRequest::Kind::kSync && disk_->random_.Percent(50)) {
         (void)disk_->DoSync(request.target, request.sequence, std::nullopt);

@@ -44,21 +44,21 @@ class SimDisk::Queue : public IoQueue {
   uint64_t in_flight() const override ABSL_LOCKS_EXCLUDED(disk_->mutex_);
   const char* name() const override { return "sim"; }
 
-  // Does some of what is in flight, of handles that are still alive, and ends it all. REQUIRES: the disk's lock.
+  // Performs some of the requests in flight on live handles, and ends all with an error. REQUIRES: the disk's lock.
   void LosePower();
 
  private:
   struct InFlight {
     IoRequest request;
     Target target;
-    uint64_t sequence = 0;  // what had been written when it was submitted: a sync covers no more
+    uint64_t sequence = 0;  // last write before submission: a sync covers no later write
     std::vector<Piece> pieces;
   };
   void PerformOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(disk_->mutex_);
   void End(const InFlight& ended, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(disk_->mutex_);
 
   SimDisk* const disk_;
-  // The checks and the counts of the other queues. Its pieces are all cut at once: the order is this queue's to choose.
+  // Shares the checks and counts of the real queues. Cuts all pieces at once, because this queue chooses their order.
   RequestTable table_ ABSL_GUARDED_BY(disk_->mutex_);
   std::vector<InFlight> unperformed_ ABSL_GUARDED_BY(disk_->mutex_);
 };

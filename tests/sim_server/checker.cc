@@ -50,7 +50,7 @@ absl::Status Checker::CheckRecord(int server, const v1::GetJobResponse& job) con
   if (model::Compare(job.promised(), promised_[server]) < 0) {
     return Wrong(absl::StrCat("forgot its promise of epoch ", promised_[server].counter()));
   }
-  if (job.state_lost()) return absl::OkStatus();  // what it had is checked when it is restored
+  if (job.state_lost()) return absl::OkStatus();  // its state is checked after the restore
   const int64_t committed = job.committed();
   const int64_t decided = oracle_->last_decided();
   if (committed > decided) return Wrong(absl::StrCat("is at step ", committed, ", and only ", decided, " is decided"));
@@ -107,7 +107,7 @@ absl::Status Checker::CheckServer(int server, Machine* machine) {
       absl::StatusOr<std::vector<std::byte>> bits = machine->PullNow(request, random_);
       if (model::ReasonOf(bits.status()) == model::kVersionGone && job.has_prepared() &&
           reference_.last_step() == job.prepared().step()) {
-        // The chunk's next version was durable before the decision that it follows from.
+        // The chunk's next version became durable before its decision did.
         request.set_version(reference_.last_step());
         bits = machine->PullNow(request, random_);
         ++tally_->chunks_ahead;

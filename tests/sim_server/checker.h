@@ -1,4 +1,4 @@
-// Compares what servers say and hold with what the trainers meant, did and were told.
+// Compares the servers' answers and state with the trainers' intentions, decisions and answers received.
 #pragma once
 
 #include <cstdint>
@@ -16,21 +16,21 @@ namespace ballast::sim {
 
 class Checker {
  public:
-  // Borrows all.
+  // Borrows the pointers.
   Checker(Oracle* oracle, Random* random, ServerTally* tally) : oracle_(oracle), random_(random), tally_(tally) {}
 
   void AddGroup(const GroupIntent* group) { groups_.push_back(group); }
-  // A trainer sends this: what it holds for decided becomes part of the reference.
+  // Adds decisions in a trainer's Commit or Open to the reference.
   void Sent(const Request& request);
-  // A server answered so: what it promised must outlive it.
+  // Notes promises in a server's answer, because promises must survive the server.
   void Answered(const Response& response);
 
-  // What a server holds after a restart, or at rest: each of its chunks at the step that it says is committed, which is
-  // not older than it may be. ABORTED if something is wrong; else as Pull's errors.
+  // Checks a server after a restart, or at rest: its committed step must not be too old, and each of its chunks must
+  // have the reference's bits at this step. ABORTED if something is wrong; otherwise Pull's errors.
   absl::Status CheckServer(int server, Machine* machine);
-  // Pulls some of a chunk at or near its newest version, and compares the bits when they come.
+  // Pulls part of a chunk at or near its newest version, and compares the bits on arrival.
   void PullSomething(int server, Machine* machine);
-  // What the first such pull found wrong since the last call.
+  // The first error of such a pull since the last call.
   absl::Status TakeError() { return std::exchange(error_, absl::OkStatus()); }
 
  private:
@@ -44,7 +44,7 @@ class Checker {
   std::vector<const GroupIntent*> groups_;
   Reference reference_;
   std::map<int64_t, v1::Decision> decided_;
-  v1::Epoch promised_[kServers];  // answered
+  v1::Epoch promised_[kServers];  // newest epoch promised in an answer
   absl::Status error_;
 };
 

@@ -55,9 +55,9 @@ bool DiskFaults::Happen() {
   return false;
 }
 
-// A log's last batches may be durable, and acknowledged, while the mark that says so is not: a mark is not synced on
-// its own. What is damaged there looks torn, so the log ends before it, and no log without a second copy of payloads
-// could tell. That is a limit, not a promise.
+// A log's last batches may be durable and acknowledged while their mark is not, because a mark is not synced on its
+// own. Damage there looks like a torn batch, so the log ends before it; a log without a second copy of payloads cannot
+// tell. This is a limit, not a promise.
 bool DiskFaults::EndIsKnown(const std::string& file) {
   machine_->disk().CrashAfter(0);
   const auto log = machine_->disk().Open(file, storage::Disk::Mode::kShared);
@@ -72,7 +72,7 @@ bool DiskFaults::Rot() {
   if (files.empty()) return false;
   const std::string& file = files[random_->Below(files.size())];
   if (absl::StrContains(file, "/log-") && !EndIsKnown(file)) return false;
-  // Most of a log is what it was made of: zeros.
+  // Choose among blocks with content, because most of a log is still zeros.
   const std::vector<std::byte> content = disk.DurableContent(file);
   std::vector<uint64_t> blocks;
   for (uint64_t at = 0; at < content.size(); at += 4096) {

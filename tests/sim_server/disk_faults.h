@@ -1,4 +1,4 @@
-// What goes wrong with one machine's disk besides crashes, in the schedules that have it.
+// Faults of a machine's disk and catalog besides crashes, in schedules with such faults.
 #pragma once
 
 #include <cstdint>
@@ -13,19 +13,19 @@ namespace ballast::sim {
 
 class DiskFaults {
  public:
-  // Borrows all but `faults`.
+  // Borrows the pointers.
   DiskFaults(Faults faults, Machine* machine, Random* random, ServerTally* tally)
       : faults_(faults), machine_(machine), random_(random), tally_(tally) {}
 
-  // Something happens to the disk, or will to one of its next operations. False if there is nothing of that kind.
+  // Harms the disk now, or plans faults of its next operations. False if this kind of schedule has nothing to do.
   bool Happen();
-  // Before a server starts again: has an operation failed since the machine was last off? Then it is turned off and on.
-  // A sync that failed leaves pages in the system's cache that look whole and are on no disk; a log that is recovered
-  // from them is lost with the next power cut (DATA_LOSS). See tests/sim_disk/sim_content.h, FailSync.
+  // Ask before a server starts again. True if an operation has failed since the last call: then cut the power first. A
+  // failed sync leaves pages in the system's cache that look whole and are on no disk. A log recovered from such pages
+  // is lost with the next power cut (DATA_LOSS). See tests/sim_disk/sim_content.h, FailSync.
   bool NeedsPowerCut();
-  // From now on the disk is a good one again; what is rotten stays so.
+  // Makes the disk sound again. Rotten bits stay rotten.
   void End();
-  // Is this error what must come of it? `refused`: set if the job is lost by that.
+  // True if the faults of this kind of schedule explain `status`. Sets `*refused` if the job is lost through rot.
   bool Explains(const absl::Status& status, bool* refused) const;
 
  private:

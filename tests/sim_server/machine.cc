@@ -48,7 +48,7 @@ storage::TierBytes Machine::Budget(Random* random, bool hbm) const {
     return budget;
   }
   const uint64_t staging = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
-  // Two slices of values and one gradient: the least that slices need which are read back.
+  // Slices read back from the log need at least two slices of values and a gradient.
   const uint64_t read_back = 10 * model::kChunkElementsMin + shared;
   if (read_back + kSlackBytes < slices && random->Percent(80)) {
     budget.dram = working + read_back + random->Below(slices - read_back - kSlackBytes) + staging;

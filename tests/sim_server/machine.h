@@ -1,4 +1,4 @@
-// One machine of a schedule: a disk and a catalog that stay, and the state server that runs on them while it is up.
+// A machine of a schedule: a disk and a catalog that outlive crashes, and a state server while the machine is up.
 #pragma once
 
 #include <cstdint>
@@ -17,24 +17,24 @@ namespace ballast::sim {
 
 class Machine {
  public:
-  // `directory` must exist; nothing is written there.
+  // `directory` must exist. Nothing is written there.
   Machine(int index, uint64_t seed, std::string directory);
   ~Machine();
 
   storage::SimDisk& disk() { return disk_; }
   SimCatalog& catalog() { return catalog_; }
   bool up() const { return server_ != nullptr; }
-  // The power failed amid something: nothing leaves the machine any more, and PowerCut has to follow.
+  // True if the power failed during an operation. No answer leaves the machine any more; the caller must call PowerCut.
   bool off() const { return disk_.off(); }
 
-  // A process starts, with one of the budgets that hold its chunks. REQUIRES: !up().
+  // Starts the server with a random budget large enough for its chunks. REQUIRES: !up().
   absl::Status Start(Random* random);
-  // It ends: by itself, doing what it had begun / killed, the system stays up / with the machine, whose unsynced writes
-  // a crash decides on.
+  // Stop ends the server cleanly, after its pending work. Kill ends the process, and the system stays up. PowerCut ends
+  // the machine; the crash decides about unsynced writes.
   void Stop();
   void Kill();
   void PowerCut();
-  // At the n-th operation of the disk / write of the catalog from now.
+  // Cut the power at the n-th operation of the disk, or the n-th write of the catalog, from now.
   void PowerCutAfter(uint64_t operations) { disk_.CrashAfter(operations); }
   void PowerCutAtCatalogWrite(uint64_t writes);
 
@@ -43,16 +43,17 @@ class Machine {
   std::vector<Response> TakeAnswers();
   bool RunTask(Random* random) { return foundation_->RunTask(random); }
   bool PumpOne(Random* random) { return foundation_->PumpOne(random); }
-  // The job, as GetJob tells it.
+  // The server's answer to GetJob.
   absl::StatusOr<v1::GetJobResponse> Describe();
-  // Why it was lost, if it was.
+  // Why the job's state was lost. Meaningful only after a loss.
   absl::Status Cause();
-  // A whole chunk, or part of it. `bits` arrives when `reply` is called.
+  // Pulls a chunk or part of a chunk; calls `reply` with the bits.
   using PullReply = std::function<void(absl::StatusOr<std::vector<std::byte>>)>;
   void Pull(const v1::PullRequest& request, PullReply reply);
-  // Another of the DRAM budgets that hold its chunks; they move later. `moves`: how many, once that is known.
+  // Sets a new random budget large enough for the server's chunks. Calls `moves` with the number of chunks to move; the
+  // chunks move later.
   void ChangeBudget(Random* random, std::function<void(uint64_t)> moves);
-  // Runs tasks until it is there: DEADLINE_EXCEEDED if that never happens.
+  // Runs tasks until the pull is answered. DEADLINE_EXCEEDED if no task is left and no answer has come.
   absl::StatusOr<std::vector<std::byte>> PullNow(const v1::PullRequest& request, Random* random);
 
  private:
@@ -67,7 +68,7 @@ class Machine {
   SimCatalog catalog_;
   std::unique_ptr<SimFoundation> foundation_;
   bool has_hbm_ = false;
-  std::shared_ptr<bool> alive_;  // of this life: answers of an earlier one are lost
+  std::shared_ptr<bool> alive_;  // false once this life of the server has ended: its answers are lost
   std::unique_ptr<services::StateServer> server_;
   std::vector<Response> answers_;
 };

@@ -12,7 +12,7 @@
 namespace ballast::sim {
 namespace {
 
-// Of the rounding of what is written at element `at` of a chunk.
+// Key for rounding the values written from element `at` of a chunk on.
 kernels::RandomKey Key(const model::EpochPlan& plan, const model::Chunk& layout, int64_t step, uint64_t at) {
   return {.seed = plan.open().spec().seed(),
           .unit = layout.unit,

@@ -1,4 +1,4 @@
-// What the job's state must be after each decided step: the authors' payloads through the kernels, on plain vectors.
+// The job's expected state after each decided step: the authors' payloads run through the kernels, on plain vectors.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,14 @@ class Reference {
  public:
   Reference();
 
-  // The oracle has found that step to be decided so, by what `author` pushed. Steps come in order; one that came before
-  // is ignored.
+  // Applies a decided step, pushed by `author`. Steps come in order; a repeated step is ignored.
   void Decided(const v1::Decision& decision, const GroupIntent& author);
   int64_t last_step() const { return last_step_; }
 
-  // A whole chunk after `version`, 0 .. last_step(), as Pull delivers it.
+  // A whole chunk after `version`, up to last_step(), in Pull's format. Empty if older than its last 4 changes.
   absl::Span<const std::byte> Bits(int64_t version, uint64_t chunk, v1::Content content) const;
   const std::vector<uint64_t>& tensor_steps() const { return tensor_steps_; }
-  uint64_t moments_written() const { return moments_written_; }  // transactions
+  uint64_t moments_written() const { return moments_written_; }  // transactions with values of moments
   int contents() const { return 2 + kernels::MomentCount(optimizer_); }
 
  private:
@@ -34,13 +33,13 @@ class Reference {
     std::vector<float> master;
     std::vector<std::vector<std::byte>> moments;
     std::vector<std::vector<float>> scales;
-    std::map<int64_t, Snapshot> versions;  // those that changed it
+    std::map<int64_t, Snapshot> versions;  // the last 4 versions that changed the chunk
     struct State {
       std::vector<float> master;
       std::vector<std::vector<std::byte>> moments;
       std::vector<std::vector<float>> scales;
     };
-    std::map<int64_t, State> states;  // the same, as the optimizer keeps them
+    std::map<int64_t, State> states;  // all versions that changed the chunk, in the optimizer's format
   };
   static void Restore(int64_t version, Chunk* chunk);
   void Take(int64_t step, Chunk* chunk) const;

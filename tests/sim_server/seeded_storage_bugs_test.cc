@@ -1,10 +1,10 @@
-// The simulations are worth as much as the bugs that they notice: each of these, planted alone, must break a promise
-// within a bounded number of seeds of the harness that is named beside it.
+// The simulations are worth as much as the bugs they notice. Each bug in the table, planted alone, must break a promise
+// within a bounded number of seeds of its harness.
 //
 //   seeded_storage_bugs_test [--gtest_filter=*/BUG]
 //
-// Prints bug, harness, seed and what was broken. A search begins at the seed of its row, so that it is short while
-// schedules stay what they are, and goes on from there.
+// Prints bug, harness, seed and broken promise. A search begins at the seed in its row and goes on from there, so the
+// search is short as long as schedules do not change.
 #include <spdlog/spdlog.h>
 
 #include <cstdio>
@@ -116,7 +116,7 @@ std::string RunCreation(uint64_t seed) {
   return violation;
 }
 
-// What the harness found wrong in one seed, if anything.
+// Runs a seed; returns the broken promise, or an empty string.
 std::string RunSeed(Harness harness, uint64_t seed, const std::string& directory) {
   switch (harness) {
     case Harness::kLogLives: {

@@ -30,7 +30,7 @@ constexpr uint64_t kLongSteps = 40;
 constexpr uint64_t kLargePercent = 12;
 constexpr uint64_t kCutAfterPreparedPercent = 4;
 
-// Of RequestBody's alternatives.
+// Indices of RequestBody's alternatives.
 constexpr size_t kOpen = 1, kPush = 2, kCommit = 5, kUnpin = 7;
 
 struct Envelope {
@@ -68,7 +68,7 @@ class Schedule {
       if (!Fault()) Event();
     }
     Heal();
-    // One more group comes then, to find what the others pinned.
+    // Sometimes a further group comes after the faults, and finds the pins of older groups.
     bool another = random_.Percent(50);
     uint64_t goal = oracle_.decided() + (random_.Percent(kLongPercent) ? kLongSteps : 2);
     int since = 0;
@@ -135,7 +135,7 @@ class Schedule {
       if (!machine.up()) return false;
       PowerCut(which);
     } else if (chance < 16) {
-      // Of one that is down: amid its recovery.
+      // If the machine is down, the cut hits its recovery.
       machine.PowerCutAfter(1 + random_.Below(machine.up() ? 80 : 30));
     } else if (chance < 18) {
       machine.PowerCutAtCatalogWrite(1 + random_.Below(6));
@@ -205,7 +205,7 @@ class Schedule {
     const auto job = machine.Describe();
     if (job.ok() && job->state_lost()) ++tally_.states_lost;
     if (job.ok() && job->state_lost() && !options_.every_k) {
-      // Why, it tells who asks for the job.
+      // A request for the job returns the reason.
       const absl::Status cause = machine.Cause();
       if (disk_faults_[which].Explains(cause, &refused_)) return machine.Kill();
       return oracle_.Broken(absl::StrCat("server ", which, " lost its state: ", cause.ToString()));
@@ -221,7 +221,7 @@ class Schedule {
     if (!checked.ok()) oracle_.Broken(absl::StrCat("server ", which, ": ", checked.ToString()));
   }
 
-  // Servers whose job has failed do what its error asks for.
+  // Restarts servers whose job has failed, as the job's error asks.
   void RestartAiling() {
     for (size_t which = 0; which < machines_.size() && GoesOn(); ++which) {
       Machine& machine = *machines_[which];
@@ -316,14 +316,14 @@ class Schedule {
     if (request.body.index() == kOpen || request.body.index() == kCommit) CheckApart();
   }
 
-  // What the server keeps by itself.
+  // Versions that the server keeps by itself.
   std::set<int64_t> OwnPins(size_t which) {
     const auto job = machines_[which]->Describe();
     if (!job.ok()) return {};
     return {job->automatic_versions().begin(), job->automatic_versions().end()};
   }
 
-  // True if one of them says that a step is prepared.
+  // Sends the answers. True if any answer says that a step is prepared.
   bool Send(std::vector<Response> answers) {
     bool prepared = false;
     for (Response& answer : answers) {

@@ -1,4 +1,4 @@
-// A catalog in memory: what is synced survives a crash, of the rest a prefix does.
+// A catalog in memory. Synced writes survive a crash; unsynced writes survive up to a random point.
 #pragma once
 
 #include <cstdint>
@@ -14,20 +14,20 @@
 
 namespace ballast::sim {
 
-// The medium, which outlives the servers that open it. Threads: one.
+// The medium. Outlives the servers that open the catalog. Threads: one.
 class SimCatalog {
  public:
   explicit SimCatalog(uint64_t seed) : random_(seed) {}
 
-  // One at a time; a handle is dead once the next is opened, or after Close or Crash.
+  // Opens the only live handle. A handle is dead after the next Open, Close or Crash.
   std::unique_ptr<storage::Catalog> Open();
   void Close() { ++life_; }
   // The machine loses power.
   void Crash();
-  // The n-th write from now on, from 1, finds the machine without power: `lose` is called, and the write is done or
+  // The power fails at the n-th Put or PutAll from now (counted from 1): `lose` is called, and the write may be done or
   // not. 0: never.
   void CrashAfter(uint64_t writes, std::function<void()> lose);
-  // The n-th write from now on fails, and nothing is done; as do all later ones of this handle.
+  // The n-th write of any kind from now fails without effect, and so do all later writes of this handle. 0: never.
   void FailAfter(uint64_t writes) { writes_to_failure_ = writes; }
 
  private:
@@ -45,7 +45,7 @@ class SimCatalog {
   std::map<std::string, std::string> newest_;
   Pairs unsynced_;
   uint64_t life_ = 0;
-  uint64_t failed_life_ = 0;  // the handle whose writes fail from now on
+  uint64_t failed_life_ = 0;  // of the handle whose writes all fail
   uint64_t writes_to_crash_ = 0;
   uint64_t writes_to_failure_ = 0;
   std::function<void()> lose_;

@@ -1,4 +1,4 @@
-// What one life of a simulated server stands on: a simulated disk and catalog, and threads that do nothing until the
+// Surroundings of one life of a simulated server: a simulated disk and catalog, and threads that run only when the
 // schedule lets them.
 #pragma once
 
@@ -31,11 +31,11 @@ class SimFoundation : public services::Foundation {
   void Pump(storage::GradientLog* log, std::function<void()> progress) override;
   void StopPumping(storage::GradientLog* log) override;
 
-  // Some thread does the next thing that it has to do. False if none has anything.
+  // Runs the next task of some thread. False if no thread has a task.
   bool RunTask(Random* random);
-  // Some log's thread makes a round.
+  // Runs a round of some log's thread. True if this log has more queued or in flight.
   bool PumpOne(Random* random);
-  // The process is gone: what its threads had still to do is never done, and they take nothing more.
+  // Ends the process: its threads never run their remaining tasks and accept no new tasks.
   void Die();
 
  private:
@@ -43,7 +43,7 @@ class SimFoundation : public services::Foundation {
 
   storage::SimDisk* const disk_;
   SimCatalog* const catalog_;
-  std::vector<ManualExecutor*> executors_;  // in the order they were made
+  std::vector<ManualExecutor*> executors_;  // in order of creation
   std::vector<storage::GradientLog*> logs_;
   bool dead_ = false;
 };

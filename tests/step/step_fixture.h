@@ -1,4 +1,4 @@
-// One server's step machine with a log and a host that only remember; the other members exist in name.
+// A server's step machine, with a log and a host that only record calls. Further members of the epoch are mere names.
 #pragma once
 
 #include <memory>
@@ -39,36 +39,36 @@ class RecordingHost : public StepHost {
   bool overflow = false;
   std::vector<std::pair<v1::PreparedRecord, v1::Decision>> applied;
   int opened = 0;
-  std::vector<std::string> calls;  // of what follows a decision, in order
+  std::vector<std::string> calls;  // Apply, PinDue and PinChanged, in order
 };
 
 v1::Epoch MakeEpoch(uint64_t counter, uint64_t nonce = 7);
 v1::FenceRequest MakeFence(uint64_t counter, bool expect_empty = false);
 
-// Two tensors in two units, two ranks, one server "a" unless said otherwise.
+// Two tensors in two units, two ranks, and only server "a" unless a test adds servers.
 class StepMachineTest : public testing::Test {
  protected:
   StepMachineTest() : machine_(std::make_unique<StepMachine>("a", &host_)) {}
 
   void SyncAll() { machine_->Synced(host_.log.size()); }
   v1::OpenRequest MakeOpen(uint64_t counter, int64_t base, uint32_t world_size = 2);
-  // Fences and opens. REQUIRES: the base is what the machine has.
+  // Fences, then opens with the machine's committed step as base.
   void Start(uint64_t counter, uint32_t world_size = 2);
 
   v1::StepHeader Values() const;
   v1::StepHeader Update(std::string gradient_presence = "\x03") const;
-  // The slices that `rank` owes, in the open epoch.
+  // The slices that `rank` has to push for `kind`, in the open epoch.
   std::vector<v1::PushRequest> Slices(uint32_t rank, int64_t step, uint64_t attempt, v1::SliceKind kind) const;
   absl::Status Push(const v1::PushRequest& header);
   void PushAll(uint32_t rank, int64_t step, uint64_t attempt, const v1::StepHeader& header);
   v1::SealRequest MakeSeal(uint32_t rank, int64_t step, uint64_t attempt, const v1::StepHeader& header) const;
-  // Pushes and seals everything, for all ranks; the step is then prepared, not yet synced.
+  // Pushes and seals everything for all ranks. The step is then prepared, but not yet synced.
   void PrepareStep(int64_t step, uint64_t attempt, const v1::StepHeader& header);
   v1::Decision DecisionOf(const v1::PreparedRecord& record) const;
   absl::StatusOr<v1::CommitResponse> Commit(const v1::Decision& decision);
   // Prepares, syncs and commits.
   void RunStep(int64_t step, const v1::StepHeader& header);
-  // The machine as it comes back when the first `records` records were durable.
+  // Replaces the machine by a new machine, recovered from the first `records` records of the log.
   void Restart(size_t records);
 
   uint64_t every_k_ = 0;  // 0: durability none

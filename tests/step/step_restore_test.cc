@@ -1,4 +1,4 @@
-// Restores of pinned versions: what is refused, what comes back, and what a restart needs (rule 13).
+// Restores of pinned versions: refused requests, restored state, and records needed by a restart (rule 13).
 #include <algorithm>
 
 #include "ballast/services/step/step_machine.h"
@@ -24,7 +24,7 @@ class StepEveryKTest : public StepMachineTest {
   }
 };
 
-// A step that cannot be applied must leave what could be restored.
+// If a step cannot be applied, older pins must still be there to restore.
 TEST_F(StepEveryKTest, NothingIsLetGoBeforeTheStepIsApplied) {
   Start(1);
   for (int64_t step = 0; step < 3; ++step) {
@@ -45,7 +45,8 @@ TEST_F(StepEveryKTest, NothingIsLetGoBeforeTheStepIsApplied) {
   EXPECT_THAT(job.automatic_since(), ElementsAre(3)) << "the restore that made it what the job goes on from";
 }
 
-// A server whose own pin cannot be read goes on behind another one, which tells after a restart how far it came.
+// A server whose own pin cannot be read pins its current version before preparing more. After a restart, the new pin
+// tells how far the server had come.
 TEST_F(StepEveryKTest, AnUnreadablePinIsReplaced) {
   every_k_ = 3;
   Start(1);

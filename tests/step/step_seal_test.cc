@@ -1,4 +1,4 @@
-// What is pushed, sealed, prepared and committed within an epoch.
+// Push, seal, prepare and commit within an epoch.
 #include "ballast/services/step/step_machine.h"
 #include "ballast/tests/step/step_fixture.h"
 

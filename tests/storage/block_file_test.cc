@@ -29,7 +29,7 @@ TEST(BlockFileTest, ExclusiveMeansOneOpener) {
   EXPECT_TRUE(SystemDisk()->Open(directory / "f", Disk::Mode::kEmptied).ok());
 }
 
-// A process that lets its lock go when it is told to, not before.
+// A forked process holds the lock for a while; the opener has to wait.
 TEST(BlockFileTest, LockOfADyingProcessIsWaitedFor) {
   ScratchDirectory directory;
   const std::string path = directory / "f";
@@ -43,7 +43,7 @@ TEST(BlockFileTest, LockOfADyingProcessIsWaitedFor) {
     const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
     const char answer = LockDescriptor(fd, path, absl::ZeroDuration()).ok() ? 'y' : 'n';
     if (write(locked[1], &answer, 1) != 1) _exit(2);
-    usleep(300'000);  // the opener comes meanwhile; if it is late, it has nothing to wait for
+    usleep(300'000);  // the opener comes meanwhile; a late opener need not wait
     const char over = 'o';
     if (write(released[1], &over, 1) != 1) _exit(2);
     _exit(0);

@@ -1,4 +1,4 @@
-// What a forked child keeps of its parent's files: no lock, no transfer, no ring.
+// A forked child keeps nothing of its parent's files: no lock, no transfer, no ring.
 #include "ballast/storage/io/descriptor.h"
 
 #include <fcntl.h>

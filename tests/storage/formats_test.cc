@@ -29,7 +29,7 @@ constexpr TierBytes kBudget = {.hbm = uint64_t{128} << 20, .dram = uint64_t{128}
 constexpr ChunkPlacement kPlacements[] = {
     {TierKind::kNvme}, {TierKind::kDram}, {TierKind::kHbm, TierKind::kHbm}, {TierKind::kHbm, TierKind::kDram}};
 
-// Segments whose moments are written, in parts that meet amid a block and come in no order.
+// Segments whose moments are written. The parts meet in the middle of a block, and are not in order.
 constexpr std::pair<uint64_t, uint64_t> kWritten[] = {{256, 3 * 256 + 7}, {4 * 256, 200000}, {200192, kElements - 9}};
 constexpr std::pair<uint64_t, uint64_t> kWrittenParts[] = {
     {70001, 200000}, {256, 3 * 256 + 7}, {4 * 256, 2001}, {200192, kElements - 9}, {2001, 70001}};
@@ -135,7 +135,7 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
     for (const ChunkUpdate& update : updates) plain_[update.chunk].Apply(update);
   }
 
-  // Of every chunk one moment, of all segments but some.
+  // Writes a moment of every chunk, except for some segments.
   void RunMoments(StateArray moment, uint64_t step) {
     const bool second = GetParam().kind == OptimizerKind::kAdagrad || moment != StateArray::kMoment1;
     std::vector<std::vector<float>> floats(kChunks, std::vector<float>(kElements));

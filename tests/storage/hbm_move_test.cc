@@ -98,7 +98,7 @@ TEST_P(HbmMoveTest, AnyWayThroughTheTiersChangesNoBit) {
 TEST_P(HbmMoveTest, WithoutRoomNothingChanges) {
   ASSERT_TRUE(s_.RunValues(1).ok());
   const TierBytes used = s_.tiers->used();
-  // The state would fit, a working copy that comes with it would not.
+  // There is room for the state, but not for its working copy.
   const uint64_t room = StateLayout().StateBytes(Sizes()[0]) + (GetParam() == TierKind::kHbm ? 4096 : 0);
   ASSERT_EQ(s_.tiers->SetBudget({used.hbm, used.dram + room - 4096, kRoom.nvme}), absl::OkStatus());
   const absl::Status status = s_.store->Move(0, TierKind::kDram);
@@ -128,7 +128,7 @@ TEST_P(HbmMoveTest, ReadsGoOnBesideMoves) {
   reader.join();
 }
 
-// A durable store whose chunks move and step at random, is destroyed, and comes back from what it recorded.
+// A durable store whose chunks move and step at random is destroyed, and comes back from its records.
 TEST(DurableHbmMoveTest, WhatWasRecordedComesBackIntoAnyTier) {
   constexpr uint64_t kElements = 65536, kChunks = 3;
   const uint32_t seed = 20261125;

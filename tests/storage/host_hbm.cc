@@ -1,6 +1,6 @@
-// A device whose memory is the host's, in which the host's kernels run: what the store does with HBM is tried on every
-// machine, with sanitizers. Device pointers point to pages without access, as a GPU's do, so whoever follows one ends;
-// the device reaches the same memory through a second mapping.
+// A device played by the host, with the host's memory and kernels, so that every machine can test the store's use of
+// HBM, also under sanitizers. Device pointers point to pages without access, like a GPU's, so following a device
+// pointer ends the process. The device reaches the same memory through a second mapping.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -113,7 +113,7 @@ class HostHbm : public HbmTier {
     blocks_.erase(found);
   }
 
-  // Where the device has `count` of what `pointer` points to; ends the process if they are not in one block.
+  // The device's address of `count` elements at `pointer`. Ends the process if no block holds all of them.
   template <typename T>
   T* Reach(const T* pointer, uint64_t count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const auto* const at = reinterpret_cast<const std::byte*>(pointer);

@@ -1,4 +1,4 @@
-// What a forked child finds, for tests.
+// Runs part of a test in a forked child.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -9,7 +9,8 @@
 
 namespace ballast::storage {
 
-// The exit code of a forked child that returns what `body` does; 128 and the signal's number if one ended it.
+// Runs `body` in a forked child, which exits with body's result. Returns the exit code, or 128 + the signal if a signal
+// killed the child.
 inline int InChild(const std::function<int()>& body) {
   const pid_t child = fork();
   if (child == 0) _exit(body());

@@ -1,5 +1,5 @@
-// A store without working copies: gradients are read from, and working parameters written to, the trainer's memory;
-// bits are those of a store that has copies of both.
+// A store without working copies reads gradients from the trainer's memory and writes working parameters there. The
+// bits must equal a store with copies of both.
 #include <deque>
 
 #include "ballast/proto/model/status.h"
@@ -17,14 +17,14 @@ struct LentShape {
   std::vector<TierKind> tiers;  // of the chunks, in turn
 };
 
-// What a trainer has of each chunk.
+// A trainer's memory for each chunk.
 struct Trainer {
   Trainer() {
     for (const uint64_t n : Sizes()) parameters.emplace_back(n);
   }
 
-  // The same update, with every segment's gradient in memory of its own, and `parameters` to be written. Of values,
-  // too.
+  // The same update with each segment's gradient in separate memory, and `parameters` as the place to write. Also
+  // for values.
   ChunkUpdate Lend(const ChunkUpdate& update) {
     ChunkUpdate lent = update;
     lent.gradient = {};
@@ -86,7 +86,7 @@ TEST_P(LentMemoryTest, BitsOfTheCopyingStore) {
   }
 }
 
-// What is not lent costs nothing but the read: the same state, and the trainer's memory as it was.
+// Chunks that are not lent only have to be read: same state, and the trainer's memory unchanged.
 TEST_P(LentMemoryTest, SomeIsNotLent) {
   StepUpdates values(1), step(2);
   for (size_t i = 0; i < Sizes().size(); ++i) {

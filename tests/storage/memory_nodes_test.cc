@@ -57,7 +57,7 @@ TEST_F(MemoryNodesTest, InterleavedPagesLieOnThemInTurn) {
 
 TEST_F(MemoryNodesTest, AChosenPolicyHolds) {
   std::vector<int> nodes = {-1};
-  // Of one thread, which goes.
+  // In a thread of its own, so that the policy ends with the thread.
   std::thread([&] {
     unsigned long first = 1ul << nodes_.front() % 64;
     ASSERT_LT(nodes_.front(), 64);

@@ -143,7 +143,7 @@ TEST_P(MoveTest, RottenStateStaysWhereItIs) {
   EXPECT_EQ(s_.store->residency().state.nvme, AllState());
 }
 
-// What `record` was told of, and a store of durable chunks.
+// A store of durable chunks, and the chunks passed to `record`.
 struct DurableStore {
   explicit DurableStore(std::vector<ExtentPlace> kept = {}) {
     tiers = *Tiers::Open({.budget = kPlenty,
@@ -247,7 +247,7 @@ TEST(DurableMoveTest, TheExtentIsTheDurableVersionAllTheTime) {
     ASSERT_EQ(d.store->Run(updates, [](size_t) {}), absl::OkStatus());
     step.ApplyTo(reference);
   };
-  // Never updated: its extent comes from the room that it has there.
+  // A chunk never updated gets its extent from its reserved room on NVMe.
   ASSERT_EQ(d.store->Move(1, TierKind::kNvme), absl::OkStatus());
   run(/*flush=*/false);
   EXPECT_EQ(d.store->Move(0, TierKind::kNvme).code(), absl::StatusCode::kFailedPrecondition) << "dirty";
@@ -268,7 +268,7 @@ TEST(DurableMoveTest, TheExtentIsTheDurableVersionAllTheTime) {
   run(/*flush=*/true);
   for (uint64_t i = 0; i < 2; ++i) EXPECT_TRUE(Holds(*d.store, i, reference[i])) << i;
 
-  // What was recorded is what a later process reads back.
+  // A later process reads back the recorded versions.
   std::vector<ChunkToAdd> kept = added;
   std::vector<ExtentPlace> places;
   for (uint64_t i = 0; i < 2; ++i) {

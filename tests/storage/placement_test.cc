@@ -100,7 +100,7 @@ TEST(PlacementTest, EmptyJobFitsNowhere) {
   EXPECT_TRUE(plan->chunks.empty());
 }
 
-// The message's number is exact: with that much more it fits, with one byte less it does not.
+// The message's number is exact: with so many more bytes the chunks fit, with a byte less they do not.
 struct Shortfall {
   const char* name;
   TierBytes free;
@@ -134,7 +134,7 @@ INSTANTIATE_TEST_SUITE_P(
         Shortfall{"NoRoomForStaging", {.dram = kFixed + 5, .nvme = 4 * kState}, TierKind::kDram, (1 << 20) - 5}),
     [](const auto& info) { return info.param.name; });
 
-// All four chunks' slices take 1 MiB, more than these and one chunk's state.
+// All slices of the four chunks take 1 MiB, more than these buffers and a chunk's state.
 constexpr uint64_t kBuffersMin = 50'000, kBuffersMax = 100'000, kShared = 2 * kChunk;
 constexpr uint64_t kReadBackFixed = 4 * kWorking + (1 << 20) + kShared + kBuffersMin;
 

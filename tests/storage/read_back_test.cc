@@ -1,5 +1,5 @@
-// Slices that a run reads back from a log: the bits are those of the same slices in memory; what is not what was
-// written is refused, and changes nothing.
+// Slices read back from a log give the same bits as slices in memory. A slice with wrong bytes is refused, and changes
+// nothing.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -121,7 +121,7 @@ TEST_P(ReadBackTest, ValuesAndGradientOfOneUpdate) {
   EXPECT_TRUE(Holds(*s_.store, 3, s_.reference[3]));
 }
 
-// A slice that begins within its chunk, as one does behind padding.
+// A slice that begins within its chunk, as after padding.
 TEST_P(ReadBackTest, GradientOfTheEndOfAChunk) {
   StepUpdates segments(6);
   segments.AddSegments(3, Sizes()[3], 2);
@@ -133,7 +133,7 @@ TEST_P(ReadBackTest, GradientOfTheEndOfAChunk) {
   ASSERT_EQ(s_.store->Run(logged, [](size_t) {}, {.log = log_.get(), .memory = memory_.bytes()}), absl::OkStatus());
   s_.reference[3].Apply(end);
   EXPECT_TRUE(Holds(*s_.store, 3, s_.reference[3]));
-  // What a segment needs and the slice lacks is refused.
+  // A slice that lacks elements of a segment is refused.
   std::vector<ChunkUpdate> lacking = logged;
   lacking[0].gradient_begin += 256;
   lacking[0].logged_gradient->bytes -= 512;

@@ -67,7 +67,8 @@ TEST(RebalanceTest, WhatASharesChunksLeaveIsTheNextJobs) {
   EXPECT_EQ(Letters((*targets)[0]) + Letters((*targets)[1]), "dndd");
 }
 
-// One that needs none of its staging then, whose place its state takes.
+// Job a's state exceeds its share, but fits with the DRAM for its staging. In DRAM as a whole, the job needs no
+// staging.
 TEST(RebalanceTest, WhatAJobHasBeyondItsShareIsNotTheOthers) {
   const TierBytes budget{.dram = kOther + kStaging + kEqualState, .nvme = kOther + 20 * kEqualState};
   const auto targets = PlanBudgets(budget, Used(11, 1), {Job("a", 3, 0), Job("b", 8, 1)});
@@ -107,7 +108,7 @@ TEST(RebalanceTest, DurableStateHasItsPlaceOnNvmeInAnyCase) {
 constexpr uint64_t kEqualWorking = 2 * kEqualChunk;
 constexpr uint64_t kScratch = 777;
 
-// One whose first chunks are in HBM, with or without their working copies.
+// A job whose first chunks are in HBM, with or without their working copies.
 JobHolding HbmJob(const std::string& name, uint64_t hbm, uint64_t dram, uint64_t nvme, TierKind working) {
   JobHolding job = Job(name, dram, nvme);
   job.chunks.insert(job.chunks.begin(), hbm, {kEqualChunk, {.state = TierKind::kHbm, .working = working}});

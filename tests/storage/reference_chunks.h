@@ -1,4 +1,4 @@
-// What a chunk store must hold: the same updates on plain vectors by direct kernel calls.
+// The expected content of a chunk store: the same updates on plain vectors by direct kernel calls.
 #pragma once
 
 #include <cstring>
@@ -23,7 +23,7 @@ bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
-// AdamW with fp32 moments, bf16 gradients and working parameters; formats_test has the others.
+// AdamW with fp32 moments, bf16 gradients and working parameters. formats_test covers other formats.
 inline constexpr size_t kStateArrays = 3;
 
 template <typename T>
@@ -55,13 +55,13 @@ struct ReferenceChunk {
   std::vector<kernels::bf16> working;
 };
 
-// Updates of all chunks, and what they borrow.
+// Updates of all chunks, and the memory borrowed by the updates.
 class StepUpdates {
  public:
   explicit StepUpdates(uint64_t seed) : random_(seed) {}
   StepUpdates(const StepUpdates&) = delete;
 
-  // Initial values, in two parts that meet at an odd element; the end of the chunk stays zero, like padding.
+  // Adds initial values, in two parts that meet at an odd element. The end of the chunk stays zero, like padding.
   void AddValues(uint64_t chunk, uint64_t elements) {
     const std::vector<float>& values = floats_.emplace_back(Random<float>(elements - elements / 8));
     const uint64_t middle = values.size() / 2 | 1;
@@ -70,7 +70,7 @@ class StepUpdates {
                               {middle, absl::MakeSpan(values).subspan(middle)}};
   }
 
-  // Two segments with coefficients of their own; what lies between and behind them is absent from the step.
+  // Adds two segments, each with its own coefficients. Elements between and after the two are absent from the step.
   void AddSegments(uint64_t chunk, uint64_t elements, uint64_t t) {
     const std::vector<kernels::bf16>& gradient = gradients_.emplace_back(Random<kernels::bf16>(elements));
     const uint64_t first = elements / 3 / 256 * 256, second = elements / 2 / 256 * 256;
@@ -107,11 +107,11 @@ class StepUpdates {
 
   std::mt19937 random_;
   std::vector<ChunkUpdate> updates_;
-  std::deque<std::vector<float>> floats_;  // deques: spans into elements stay
+  std::deque<std::vector<float>> floats_;  // deques, so that spans into elements stay valid
   std::deque<std::vector<kernels::bf16>> gradients_;
 };
 
-// All of a chunk, by the given reads.
+// True if reading the whole chunk with the given functions yields `expected`.
 template <typename ReadWorking, typename ReadState>
 ::testing::AssertionResult Holds(const ReferenceChunk& expected, ReadWorking read_working, ReadState read_state) {
   std::vector<kernels::bf16> working(expected.elements());

@@ -99,7 +99,7 @@ TEST(StepPredictionTest, TheDiskIdlesBehindChunksInMemory) {
   const StepPrediction p = PredictStep(Shape(&machine), StateLayout(), Chunks(100, 100));
   EXPECT_THAT(p.disk_idle, DoubleNear(0.1 - 0.016, 1e-6));
   EXPECT_THAT(p.total, DoubleNear(1.084, 1e-6));
-  // Spread between those on NVMe they cost the disk nothing.
+  // Chunks in DRAM, spread between chunks on NVMe, cost the disk nothing.
   std::vector<PlacedChunk> spread = Chunks(100, 100);
   for (size_t i = 0; i < spread.size(); ++i) spread[i].placement.state = i % 2 == 0 ? TierKind::kNvme : TierKind::kDram;
   EXPECT_THAT(PredictStep(Shape(&machine), StateLayout(), spread).total, DoubleNear(1, 1e-6));

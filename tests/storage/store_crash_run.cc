@@ -187,7 +187,7 @@ class StoreRun {
     return absl::OkStatus();
   }
 
-  // What the store says that a crash leaves: the last version up to where a log would be needed.
+  // Notes the version that, by the store's word, survives a crash: the last one before a log would be needed.
   void NoteKept() {
     for (uint64_t id = 0; id < Elements().size(); ++id) {
       const int64_t until = store_->recoverable_from(id).value_or(version_);
@@ -214,7 +214,7 @@ class StoreRun {
     return "";
   }
 
-  // Empty if the error is what must come of what happened to the disk or the catalog.
+  // Empty if a fault of the disk or the catalog explains the error.
   std::string Explain(const absl::Status& status) {
     if (rotten_ && absl::IsDataLoss(status)) refused_ = true;
     const bool broken = disk_.off() || failed_ || disk_.suffered(SimFault::kEio) != errors_;
@@ -236,7 +236,7 @@ class StoreRun {
     ++(kill ? tally_.kills : tally_.power_cuts);
   }
 
-  // Of an extent that is recorded.
+  // Flips a bit in a recorded extent.
   void Rot() {
     if (catalog_.empty() || rotten_) return;
     auto chunk = catalog_.begin();
@@ -259,11 +259,11 @@ class StoreRun {
   uint64_t log_end_ = 0;
   std::vector<bool> on_nvme_;
   std::map<uint64_t, DurableChunk> catalog_;
-  std::map<std::pair<uint64_t, int64_t>, Values> history_;  // what each version of a chunk is, should it be recorded
+  std::map<std::pair<uint64_t, int64_t>, Values> history_;  // values by chunk and version
   std::map<uint64_t, Values> now_;
-  std::map<uint64_t, std::set<int64_t>> applied_;  // by id: versions that it had in this life
-  std::map<uint64_t, bool> stored_;                // by id: since it was changed last
-  std::map<uint64_t, int64_t> kept_{{0, -1}, {1, -1}, {2, -1}, {3, -1}, {4, -1}};  // by id, as the store said
+  std::map<uint64_t, std::set<int64_t>> applied_;  // by id: versions of this life
+  std::map<uint64_t, bool> stored_;                // by id: on the disk since the last change
+  std::map<uint64_t, int64_t> kept_{{0, -1}, {1, -1}, {2, -1}, {3, -1}, {4, -1}};  // by id: newest promised version
   int64_t version_ = -1;
   uint64_t errors_ = 0;
   bool failed_ = false;  // the catalog, in this life

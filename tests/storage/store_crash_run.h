@@ -1,4 +1,4 @@
-// Seeded lives of a durable chunk store on a simulated disk and a catalog, each of which ends with a crash.
+// Seeded lives of a durable chunk store on a simulated disk and a catalog. Each life ends with a crash.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,10 @@ struct StoreCrashTally {
   uint64_t runs = 0, restored = 0, power_cuts = 0, kills = 0, errors = 0, rotten_bits = 0, refused = 0;
 };
 
-// Lives of updates and flushes, with failing operations, records that fail or that a power cut ends, and bits that rot
-// while the store runs or rests; after each, every chunk must be what it was at the version that is recorded, which is
-// not older than the last that the store said a crash would leave. Empty, or what was broken.
+// Each life updates and flushes chunks. Disk operations fail, records in the catalog fail or meet a power cut, and bits
+// rot while the store runs or rests. After each life, every chunk must have the bits of its recorded version, and the
+// recorded version must not be older than the last one promised by the store to survive a crash. Returns an empty
+// string, or the broken promise.
 std::string RunStoreLives(uint64_t seed, const std::string& directory, StoreCrashTally* tally);
 
 }  // namespace ballast::storage

@@ -1,4 +1,4 @@
-// A disk that returns something else than what was written: refused, never served.
+// Wrong bytes from the disk are refused, never served.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -62,7 +62,7 @@ TEST_F(StoreFaultTest, CorruptionIsFoundByTheNextStep) {
 TEST_F(StoreFaultTest, CorruptionIsFoundByARead) {
   FlipByte(OffsetOf(2) + 5);
   std::vector<float> to(16);
-  // Even of a part that is intact: nobody can know that it is.
+  // Even an intact part is refused, because the store cannot know that it is intact.
   const absl::Status status = s_.store->ReadState(2, StateArray::kMaster, 1000, absl::MakeSpan(to));
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
   EXPECT_EQ(model::ReasonOf(status), model::kChecksum);

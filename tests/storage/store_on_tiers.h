@@ -1,4 +1,4 @@
-// A chunk store over tiers in a directory of its own.
+// A chunk store over tiers in its own directory.
 #pragma once
 
 #include <memory>
@@ -11,14 +11,14 @@
 
 namespace ballast::storage {
 
-// Sizes that differ, more than the staging holds; the last ones are short.
+// Elements of each chunk. Sizes differ, and all chunks together exceed the staging; the last of each three is short.
 inline const std::vector<uint64_t>& Sizes() {
   static const std::vector<uint64_t> sizes = {65536, 65536, 20224, 65536, 65536, 256, 65536, 65536, 1280};
   return sizes;
 }
 
 struct StoreOnTiers {
-  // Of `slots` full chunks, and the readers' buffer.
+  // Staging for `slots` full chunks, and the readers' buffer.
   static uint64_t StagingBytes(uint64_t slots) { return kMiB + slots * StateLayout().StateBytes(65536); }
 
   StoreOnTiers(TierBytes budget, uint64_t slots) {
@@ -28,7 +28,7 @@ struct StoreOnTiers {
     for (const uint64_t n : Sizes()) reference.emplace_back(n);
   }
 
-  // Chunk i's state goes to tiers[i modulo their number].
+  // Places chunk i's state on kinds[i modulo kinds.size()].
   Plan PlanOf(const std::vector<TierKind>& kinds) const {
     Plan plan;
     for (size_t i = 0; i < Sizes().size(); ++i) plan.chunks.push_back({.state = kinds[i % kinds.size()]});

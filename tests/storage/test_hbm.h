@@ -1,12 +1,12 @@
-// The HBM of a test binary. Its target links one of two sources: gpu_hbm.cc, a GPU's, or host_hbm.cc, which the host
-// plays.
+// The HBM of a test binary. Its target links either gpu_hbm.cc, for a GPU's HBM, or host_hbm.cc, for HBM played by the
+// host.
 #pragma once
 
 #include "ballast/storage/tier/hbm_tier.h"
 
 namespace ballast::storage {
 
-// Ends the process as skipped (77) where there is no GPU and the binary is for one.
+// In a binary for a GPU on a machine without one, ends the process as skipped (exit code 77).
 HbmOpener TestHbm();
 
 }  // namespace ballast::storage

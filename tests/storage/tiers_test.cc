@@ -198,7 +198,7 @@ TEST_F(TiersTest, AllReturnedEmptiesTheFile) {
   EXPECT_EQ(info.st_size, 0);
 }
 
-// What nobody named may be somebody's: it goes neither to others nor back to the disk, whoever comes and goes.
+// Blocks not named as kept may belong to a job: they are neither allocated nor given back to the disk.
 TEST_F(TiersTest, WhatNobodyNamedStaysWhereThatIsSaid) {
   std::string content;
   for (const char page : {'a', 'b', 'c', 'd'}) content.append(kPage, page);
@@ -217,7 +217,7 @@ TEST_F(TiersTest, WhatNobodyNamedStaysWhereThatIsSaid) {
     EXPECT_EQ(fresh.offset(), 5 * kPage);  // behind the block that the file ends in
     fresh = NvmeExtent();
     EXPECT_EQ(file().substr(0, content.size()), content);
-    // What was named and is not wanted any more is free like anything else.
+    // A kept extent that is taken and released is free like any other.
     *nvme.TakeKept(kPage);
     fresh = *nvme.Allocate(kPage, "in its place");
     EXPECT_EQ(fresh.offset(), kPage);

@@ -1,4 +1,4 @@
-// What every Collective promises.
+// The contract of every Collective.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -186,7 +186,7 @@ TEST_P(CollectiveTest, ARankThatStandsStillGivesRankMissing) {
     if (tells) ++named;
     if (--left == 0) all_failed.Notify();
   });
-  // The first to give up names who did not come; others may hear of it from that one.
+  // The first rank to give up names the missing rank; further ranks may hear of the loss from the first.
   EXPECT_GE(named, 1);
 }
 

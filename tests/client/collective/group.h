@@ -1,4 +1,4 @@
-// Groups of threads for tests of what ranks do together.
+// Groups of threads for tests of collectives.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// One rank per GPU that is here, as threads of this process.
+// One rank per GPU of this machine, as threads of this process.
 #include "ballast/client/collective/nccl_collective.h"
 
 #include <cuda_runtime_api.h>

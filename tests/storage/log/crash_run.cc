@@ -15,8 +15,8 @@ namespace {
 constexpr char kLogFile[] = "log";
 constexpr int kLivesPerSeed = 6;
 
-// What a power cut may leave of two contents of the log's file with nothing synced between them: the new one's blocks
-// that `kept` says, by segment and block within it, and else the old one's.
+// A possible content of the log's file after a power cut, with nothing synced between `before` and `after`. Takes a
+// block from `after` where `kept` (by segment and block within the segment) is true, otherwise from `before`.
 std::vector<std::byte> Mix(absl::Span<const std::byte> before, absl::Span<const std::byte> after,
                            uint64_t segment_bytes, const std::function<bool(uint64_t, uint64_t)>& kept) {
   std::vector<std::byte> mixed(before.begin(), before.end());
@@ -108,8 +108,8 @@ class CrashRun {
     }
   }
 
-  // Of the process, or of the machine: always that after an error, when a sync may have left pages in the system's
-  // cache that are on no disk.
+  // Ends the process, or the machine. After an error always the machine, because a failed sync may have left pages in
+  // the system's cache that are on no disk.
   void End() {
     const uint64_t errors = disk_.suffered(SimFault::kEio);
     const bool failed = std::exchange(errors_, errors) != errors;
@@ -152,8 +152,8 @@ class CrashRun {
     return "";
   }
 
-  // A bit or some blocks of a log at rest, all of which is known to be durable: what is read is what was written, or it
-  // is refused.
+  // Damages a bit or three blocks of a log at rest, if all of the log is known to be durable. Recovery must return the
+  // written records or refuse the log.
   std::string Rot() {
     disk_.Crash();
     caller_.Drop();
@@ -223,7 +223,7 @@ std::string RunVoidBatches(uint64_t seed) {
   SimDisk disk(seed);
   LogCaller caller(seed);
   const auto recover = [&](uint64_t durable_lsn) { return RecoverAndGoOn(&disk, &caller, durable_lsn); };
-  // Of one size, so that batches of both lives lie at the same places.
+  // All records have this size, so that batches of both lives lie at the same places.
   const RecordShape shape = {.body_bytes = 100, .payload_bytes = 5000, .keep_for = 1};
   constexpr int kVoid = 3;
   if (const absl::Status created = CreateOn(&disk); !created.ok()) return created.ToString();
@@ -269,8 +269,7 @@ std::string RunVoidCut(uint64_t seed) {
   };
   const auto recover = [&] { return RecoverAndGoOn(&disk, &caller, durable_lsn); };
 
-  // Of the last segment the first batch is lost; its head is kept, and the batch which tells that the first segment is
-  // cut.
+  // The last segment loses its first batch, and keeps its head and the batch that records the cut of the first segment.
   std::vector<std::byte> before = disk.DurableContent(kLogFile);
   if (!caller.Roll()) return "no last segment";
   caller.PumpAll();

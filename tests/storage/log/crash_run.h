@@ -1,4 +1,5 @@
-// Seeded lives of a gradient log on a simulated disk, each of which ends with a crash.
+// Seeded lives of a gradient log on a simulated disk. Each life ends with a crash. Every function returns an empty
+// string, or the broken promise.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +16,21 @@ struct CrashTally {
   uint64_t kills = 0, errors = 0, rotten_bits = 0, refused = 0;
 };
 
-// Six lives: records, cuts, failing operations; a power cut or the end of the process; recovery. Then a bit rots.
-// Empty, or what was broken.
+// Six lives of records, cuts and failing operations. Each ends with a power cut or the end of the process, followed by
+// a recovery. After one more life a bit or three blocks rot at rest.
 std::string RunLives(uint64_t seed, CrashTally* tally);
 
-// Two lives: the first leaves batches that a power cut made void, within its segment or in one without a head; the
-// second writes as many and as large ones where they would go on, and is killed. Then the first copy of a meta before
-// them rots, which the second repairs. Empty, or what was broken.
+// Two lives. A power cut voids the last batches of the first life, in its first segment or in a new one whose head may
+// be lost. The second life writes at most as many batches of the same size in the same place, and is killed. Then a bit
+// rots in the first copy of an earlier batch's meta; the second copy repairs the meta.
 std::string RunVoidBatches(uint64_t seed);
 
-// Three lives: a power cut voids a batch that tells of a cut; the second life writes where the cut segment and that
-// batch lie, and a power cut takes the heads of its segments. Empty, or what was broken.
+// Three lives. A power cut voids a batch that records a cut. The second life overwrites the cut segment and the void
+// batch, and a power cut loses the heads of its segments. The third recovers.
 std::string RunVoidCut(uint64_t seed);
 
-// The making of a log ends with a power cut at its n-th operation / with an error of its n-th operation of that kind.
-// Empty, or what was broken. `created`: it was over before.
+// CrashInCreation cuts the power at the n-th operation of a log's creation. ErrorInCreation fails the n-th `operation`
+// of a creation with ENOSPC. `*created`: the creation succeeded, because it was over before operation n.
 std::string CrashInCreation(uint64_t seed, uint64_t n, bool* created);
 std::string ErrorInCreation(SimOperation operation, uint64_t n, bool* created);
 

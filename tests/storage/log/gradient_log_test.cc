@@ -29,7 +29,7 @@ class GradientLogTest : public ::testing::Test {
     ASSERT_TRUE(log.ok()) << log.status();
     caller_.Use(*std::move(log));
   }
-  // Drops the log, opens it again and checks what it tells.
+  // Drops the log, recovers the log and checks the scan.
   void Reopen() {
     const uint64_t durable_lsn = caller_.log().durable_lsn();
     caller_.Drop();

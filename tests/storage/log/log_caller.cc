@@ -59,7 +59,7 @@ void LogCaller::AppendHere(uint32_t type, const RecordShape& shape) {
   record.payload_crc32c = kernels::Crc32c(payload);
   ++*borrowed_;
   record.written = [memory, payload, borrowed = borrowed_](const PayloadPlace*) {
-    // Whoever reads it later than this call finds it spoiled.
+    // A later reader finds the payload spoiled.
     std::fill(payload.begin(), payload.end(), std::byte{0xdd});
     --*borrowed;
   };

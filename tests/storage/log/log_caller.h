@@ -1,7 +1,7 @@
-// A caller of the gradient log that keeps its protocol, and remembers all that it wrote.
+// A caller of the gradient log. Keeps the log's protocol and remembers every record written.
 //
-// Every segment begins with a snapshot record. Records are numbered without gaps; what a crash took is forgotten, and
-// its numbers are used again for other content, which is the harder case.
+// Every segment begins with a snapshot record. Records are numbered without gaps. The caller forgets records lost in a
+// crash and uses their numbers again for different content, because this is the harder case.
 #pragma once
 
 #include <atomic>
@@ -38,43 +38,44 @@ struct RecordShape {
   bool aligned = true;  // the payload's address
 };
 
-// Bytes that only this seed has.
+// Bytes unique to this seed.
 std::vector<std::byte> Content(uint64_t seed, uint64_t bytes);
 
 class LogCaller {
  public:
   explicit LogCaller(uint64_t seed) : seed_(seed) {}
 
-  // From now on it writes to this log. After a recovery: Check first.
+  // From now on the caller writes to `log`. After a recovery, call Check first.
   void Use(std::unique_ptr<GradientLog> log) { log_ = std::move(log); }
   GradientLog& log() { return *log_; }
   void Drop() { log_.reset(); }
 
-  // A new segment and its snapshot. False if none is free.
+  // Starts a new segment and appends its snapshot. False if no segment is free.
   bool Roll();
-  // Rolls if there is no room. False if that failed: then nothing was appended.
+  // Appends a record; rolls first if the segment has no room. False if no segment is free or the new segment is too
+  // small: the record is not appended.
   bool Append(const RecordShape& shape);
-  // Into the segment in use. REQUIRES: HasRoom.
+  // Appends to the segment in use. REQUIRES: HasRoom.
   void AppendHere(uint32_t type, const RecordShape& shape);
   void Cut(int64_t step);
-  // False if there is no end of it, as with a sync that is tried again for ever.
+  // False if pumping never ends, as with a sync retried for ever.
   bool PumpAll() {
     for (int rounds = 0; rounds < 100000; ++rounds) {
       if (!log_->Pump(/*wait=*/true)) return true;
     }
     return false;
   }
-  // Makes all of it durable; what the log's status says then.
+  // Makes all records durable and returns the log's status.
   absl::Status SyncAll();
 
   uint64_t last_lsn() const { return next_lsn_ - 1; }
   int64_t cut_step() const { return cut_step_; }
   uint64_t payloads_borrowed() const { return *borrowed_; }
 
-  // Is this what must be there if `durable_lsn` was the last known to be durable? Says what is wrong; reads every
-  // payload. DATA_LOSS is what ReadPayload said.
+  // Checks a scan, where `durable_lsn` is the last record known to be durable. Reads every payload. INTERNAL names the
+  // first wrong record; DATA_LOSS comes from ReadPayload.
   absl::Status Check(const ScannedLog& scanned, const BlockFile& file, uint64_t durable_lsn) const;
-  // Goes on behind `scanned`; tells `log` what its segments are kept for.
+  // Continues after the last record of `scanned`, and tells `log` for which step to keep each segment.
   void Resume(const ScannedLog& scanned, std::unique_ptr<GradientLog> log);
 
  private:
@@ -85,7 +86,7 @@ class LogCaller {
   std::map<uint64_t, WrittenRecord> written_;  // by lsn
   uint64_t next_lsn_ = 1;
   int64_t cut_step_ = -1;
-  // Shared with the callbacks, which outlive a log that is dropped.
+  // Shared with the callbacks, because callbacks outlive a dropped log.
   std::shared_ptr<std::atomic<uint64_t>> borrowed_ = std::make_shared<std::atomic<uint64_t>>(0);
 };
 

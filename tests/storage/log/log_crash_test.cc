@@ -104,7 +104,7 @@ TEST_F(LogFaultTest, AFailedSync) {
   EXPECT_EQ(disk_.suffered(SimFault::kEio), 1);
 }
 
-// What it dropped may be batches, of which the next sync says OK.
+// The failed sync may have dropped batches, and the next sync would report OK.
 TEST_F(LogFaultTest, AFailedSyncOfAnExtension) {
   ASSERT_TRUE(caller_.Append({.payload_bytes = 5000, .keep_for = 1}));
   disk_.FailNext(SimOperation::kSync, 1, SimFault::kEio);
@@ -143,7 +143,7 @@ TEST_F(LogFaultTest, ATransientLogIsNeverSynced) {
   caller.Drop();
 }
 
-// A disk that lies about a sync loses what it lied about, but nothing is made up.
+// If the disk lies about a sync, the data of this sync is lost, but the recovery makes nothing up.
 TEST(LogCrash, ALostSyncMakesNothingUp) {
   uint64_t fewer = 0, refused = 0;
   for (uint64_t seed = first_seed; seed < first_seed + seeds / 4; ++seed) {

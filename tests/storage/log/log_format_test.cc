@@ -1,4 +1,4 @@
-// What the gradient log's reader makes of damage: exactly what was written, or DATA_LOSS.
+// The gradient log's reader on damaged files: exactly the written records, or DATA_LOSS.
 #include "ballast/storage/log/log_format.h"
 
 #include <cstring>
@@ -68,7 +68,7 @@ class LogFormatTest : public ::testing::Test {
     return {content.bytes().begin(), content.bytes().end()};
   }
 
-  // Of what the disk holds now: OK if it is all that was written.
+  // Scans the disk's current content. OK if every written record is there.
   absl::Status ScanStatus() {
     auto file = disk_.Open(kPath, Disk::Mode::kShared);
     if (!file.ok()) return file.status();
@@ -136,8 +136,8 @@ TEST_F(LogFormatTest, EachBlockZeroedOrSpoiled) {
   }
 }
 
-// Most disks tell of rot by an error. What has a copy is read from that; where nobody can tell whether the log goes on,
-// the error is the answer: never a shorter log.
+// Most disks report rot as an error. The reader then uses the second copy, if there is one. Where the reader cannot
+// tell whether the log goes on, the error is the answer, never a shorter log.
 TEST_F(LogFormatTest, BlocksThatCannotBeRead) {
   BadBlocks bad;
   const BadFile file(*disk_.Open(kPath, Disk::Mode::kShared), &bad);
@@ -154,7 +154,7 @@ TEST_F(LogFormatTest, BlocksThatCannotBeRead) {
       repaired += scanned->repaired_blocks > 0 ? 1 : 0;
       EXPECT_EQ(scanned->records.size(), scanned_.records.size()) << blocks << " blocks at " << at;
     }
-    // Of single blocks only the one where the next batch would begin.
+    // A single bad block is fatal only where the next batch would begin.
     if (blocks == 1) {
       EXPECT_EQ(unreadable, 1);
     } else {
