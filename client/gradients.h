@@ -1,9 +1,9 @@
-// The gradients that this rank has pushed for the step in the making. They stay here, or where the caller has them,
-// until every server is prepared, so that whatever a server lost can be sent again.
+// The gradients that this rank has pushed for the step in the making. Every gradient stays here, or in the caller's
+// memory, until every server is prepared, so that a slice lost by a server can be sent again.
 //
-// Memory: the gradient dtype's for every element that this rank owns of a unit it pushed, and 4 bytes for units that
-// accumulate; allocated at a unit's first push and kept. Of borrowed ones, slices that lie in several runs until
-// servers have them. Threads: one.
+// Memory: one element of the gradient dtype per element that this rank owns of a pushed unit, and 4 bytes more for
+// units that accumulate; allocated at a unit's first push and kept. A borrowed slice that is spread over several runs
+// is copied until the server has it. Threads: one.
 #pragma once
 
 #include <memory>
@@ -29,30 +29,30 @@ class Gradients {
   // In the job's gradient dtype.
   absl::Status Push(uint32_t unit, absl::Span<const std::byte> gradient, absl::Span<const std::string> absent);
   absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent);
-  // What was pushed counts no more, and what was borrowed is the caller's again: Forget comes before anything else.
-  // Waits for pushes.
+  // Stops counting pushed gradients and gives borrowed memory back to the caller. Forget must come before anything
+  // else. Waits for pushes.
   void Return();
   absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent);
-  // Pushes what was accumulated, and waits until the servers have all that was pushed.
+  // Pushes the accumulated sums and waits until the servers have every pushed slice.
   absl::Status Flush();
-  // Pushes zeros for slices that touch a tensor of `presence` and were not pushed, and waits for them.
+  // Pushes zeros for slices that touch a tensor of `presence` and were not pushed; waits for them.
   absl::Status Cover(const std::string& presence);
-  // Tensors of `presence` have gradients that the servers read where they are. BAD_REQUEST if anything was pushed.
+  // Servers read the gradients of `presence`'s tensors in place. BAD_REQUEST if any gradient was given already.
   absl::Status CheckLend() const;
   void Lend(const std::string& presence);
-  // Sends a slice again that a server misses.
+  // Sends again a slice missed by a server.
   void Resend(const OwnedSlice& owned);
-  // All that touch a tensor of `presence`, within what may be in flight; Flush waits for them.
+  // Sends again all slices that touch a tensor of `presence`, bounded by the bytes in flight; Flush waits for them.
   void ResendAll(const std::string& presence);
-  // For pushes under way; the first error since the last wait, of Flush and Cover too.
+  // Waits for pushes under way. Returns the first error since the last wait (Flush and Cover wait too).
   absl::Status Wait() { return pushes_->Wait(); }
   // Waits for pushes under way and forgets everything.
   void Forget();
 
-  // Nothing is on its way.
+  // No push is under way.
   bool idle() const { return pushes_->idle(); }
   bool empty() const { return !touched_; }
-  // Tensors of which some contribution was given here.
+  // Tensors that got a contribution on this rank.
   const std::string& presence() const { return presence_; }
   uint64_t pushed_bytes() const { return pushed_bytes_; }
 
@@ -61,7 +61,7 @@ class Gradients {
   struct UnitGradient {
     State state = State::kNone;
     std::vector<std::byte> values;
-    std::vector<GradientRun> runs;  // in the stead of `values` if they are borrowed
+    std::vector<GradientRun> runs;  // in place of `values` if borrowed
     std::vector<float> sum;
     std::vector<bool> sent;  // by slice
   };

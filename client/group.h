@@ -1,5 +1,5 @@
-// What the ranks of one group tell each other between two calls: their parts, and their errors, so that one rank's
-// trouble is an error on all of them and never a wait for something that does not come.
+// Exchanges between the ranks of one group during a call: their parts and their errors. An error of one rank becomes an
+// error on all ranks, so that no rank waits for a part that never comes.
 #pragma once
 
 #include <string>
@@ -13,16 +13,16 @@ namespace ballast::client {
 
 class Group {
  public:
-  // Borrows both.
+  // Borrows both arguments.
   Group(Collective* collective, Router* router) : collective_(collective), router_(router) {}
 
   int rank() const { return collective_->rank(); }
   int world_size() const { return collective_->world_size(); }
   Collective* collective() const { return collective_; }
 
-  // COLLECTIVE. Every rank's `mine`, in rank order; or, if any rank comes with an error, the lowest such rank's error,
-  // on all ranks alike (other ranks' errors are put before it by "rank r: "). `what` names the call for whoever waits.
-  // Errors: also the collective's own (RANK_MISSING), after which the group is unusable.
+  // COLLECTIVE. Returns every rank's `mine` in rank order. If any rank comes with an error, all ranks get the error of
+  // the lowest rank that failed ("rank r: " precedes the message when r is another rank). `what` names the call in
+  // messages about waiting. Errors: also the collective's own (RANK_MISSING), after which the group is unusable.
   absl::StatusOr<std::vector<std::string>> Agree(const std::string& what, const absl::Status& status,
                                                  const std::string& mine);
   absl::Status Agree(const std::string& what, const absl::Status& status) { return Agree(what, status, "").status(); }

@@ -1,5 +1,5 @@
-// Errors as they travel: absl::Status <-> google.rpc.Status with one google.rpc.ErrorInfo. Used for gRPC's
-// "grpc-status-details-bin" trailer and for what ranks tell each other.
+// Errors on the wire: absl::Status <-> google.rpc.Status with one google.rpc.ErrorInfo. Used for gRPC's
+// "grpc-status-details-bin" trailer and for errors exchanged between ranks.
 #pragma once
 
 #include "absl/status/status.h"
@@ -11,7 +11,7 @@ namespace ballast::client {
 // its metadata.
 v1::RpcStatus ToWire(const absl::Status& status);
 
-// The status that `wire` spells; codes out of range become UNKNOWN. ErrorInfo of other domains is ignored.
+// Returns the status spelled by `wire`; codes out of range become UNKNOWN. Ignores ErrorInfo of foreign domains.
 absl::Status FromWire(const v1::RpcStatus& wire);
 
 }  // namespace ballast::client

@@ -48,8 +48,8 @@ absl::Status FromGrpc(const grpc::Status& status) {
   }
   const auto code = static_cast<absl::StatusCode>(status.error_code());
   if (code == absl::StatusCode::kUnavailable) return model::Error(code, model::kServerDown, status.error_message());
-  // Not a server's word, which has details: gRPC itself drops calls when all of them together hold too much memory, and
-  // such a call comes through later. A message that is too large never does.
+  // A refusal by gRPC itself, not by a server (a server's has details). gRPC drops calls when all calls together hold
+  // too much memory, and a dropped call succeeds later. A message beyond the size limit never succeeds.
   if (code == absl::StatusCode::kResourceExhausted && !absl::StrContains(status.error_message(), "larger than max")) {
     return model::Error(absl::StatusCode::kUnavailable, model::kBusy, status.error_message());
   }
@@ -65,7 +65,7 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, int numbe
   arguments.SetMaxSendMessageSize(kMessageBytesMax);
   arguments.SetCompressionAlgorithm(GRPC_COMPRESS_NONE);
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);  // client/router is the one place that retries
-  // Not below the interval that the server permits, or it answers GOAWAY too_many_pings.
+  // Must not be below the interval that the server permits, or the server answers GOAWAY too_many_pings.
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
@@ -88,9 +88,9 @@ class CallSet {
     absl::MutexLock lock(&mutex_);
     contexts_.erase(context);
   }
-  // Erased contexts may still be inside their callback: Leave() is its end. It comes after the context is deleted, for
-  // a context holds its channel, and a channel whose last holder is a callback's thread makes that thread join itself.
-  // With a lock of its own: TryCancel may end other calls on this thread.
+  // An erased context may still be inside its callback; Leave() ends the callback. Leave() comes after the context is
+  // deleted: a context holds its channel, and if a callback's thread is the channel's last holder, the thread joins
+  // itself. Uses a lock of its own, because TryCancel may end other calls on this thread.
   void Enter() {
     absl::MutexLock lock(&running_mutex_);
     ++running_;
@@ -124,8 +124,8 @@ constexpr uint8_t kPayloadTag =
     kPayloadField << 3 | 2;              // length-delimited, field 15: the same in PushRequest and PullResponse
 constexpr uint8_t kCrcTag = 1 << 3 | 5;  // PullResponse.crc32c: fixed32, field 1
 
-// A push under way. The payload is sent from where it lies, so the call ends when gRPC has called back *and* let go of
-// the slice, whichever comes last. Of a call whose connection broke amid it the context may hold the slice.
+// A push under way. The payload is sent from the caller's memory, so the call ends when gRPC has both called back and
+// released the slice. When a connection breaks amid a call, the context may hold the slice.
 struct PushCall {
   std::optional<grpc::ClientContext> context = std::make_optional<grpc::ClientContext>();
   grpc::ByteBuffer request;
@@ -311,8 +311,8 @@ class GrpcTransport final : public Transport {
  private:
   using Async = v1::StateService::StubInterface::async_interface;
 
-  // The last thing before a call goes to gRPC: what was written until here is seen by the callback, which begins with
-  // Erase.
+  // Must come last before a call goes to gRPC: the callback begins with Erase, and so sees everything written before
+  // Begin.
   void Begin(grpc::ClientContext* context, absl::Time deadline) {
     if (deadline != absl::InfiniteFuture()) context->set_deadline(absl::ToChronoTime(deadline));
     calls_.Enter();
@@ -370,7 +370,7 @@ absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(const
 }
 
 void TuneMallocForTransfers() {
-  // One without the other is worse than none: a mmap threshold of its own makes every large block a fresh mapping.
+  // Setting only one of the two is worse than neither: a mmap threshold alone makes every large block a fresh mapping.
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TOP_PAD, 64 << 20);

@@ -12,11 +12,11 @@ namespace ballast::client {
 
 // `address`: "host:port". Connects lazily: a server that is down shows as UNAVAILABLE (SERVER_DOWN) on calls.
 std::unique_ptr<Transport> MakeGrpcTransport(const std::string& address);
-// One per address, for those that a user gave. INVALID_ARGUMENT (BAD_CONFIG) if one of them is no address of a server.
+// Makes a transport per address given by a user. INVALID_ARGUMENT (BAD_CONFIG) for a text that is not a server address.
 absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(const std::vector<std::string>& addresses);
 
-// glibc trims its heap around gRPC's read buffers, which costs more than the transfer itself: sets M_TRIM_THRESHOLD,
-// M_MMAP_THRESHOLD and M_TOP_PAD for the process. Call once at program start; a library must not.
+// Sets M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_TOP_PAD for the process: by default glibc trims its heap around gRPC's
+// read buffers, at more cost than the transfer itself. Call once at program start; a library must not.
 void TuneMallocForTransfers();
 
 }  // namespace ballast::client

@@ -79,7 +79,7 @@ absl::Status JobMissing(const std::string& job) {
                                    "'; check the name and the servers, or choose resume=auto to create it"));
 }
 
-// What ranks must say alike before anything is touched.
+// Digest of the options on which ranks must agree before anything is changed.
 std::string Digest(const SessionOptions& options, const v1::JobSpec& spec, uint32_t servers) {
   v1::OpenRequest said;
   *said.mutable_spec() = spec;
@@ -290,7 +290,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
     }
   }
 
-  // Before the fence where it can be: a mistake here must not end a group that is at work.
+  // Checked before the fence where possible: a mistake here must not end a group at work.
   if (const v1::OpenRequest* newest = NewestOpen(seen); newest != nullptr) {
     absl::Status same = CheckSameSpec(spec, newest->spec());
     if (!same.ok() && highest < 0) {
@@ -332,10 +332,11 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   }
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
   *open.mutable_tiling() = MakeTiling(layout);
-  // All servers or none: a job that one server has opened and another has no room for could not be changed any more.
+  // All servers or none: a job opened by one server, with no room on another, could not be changed any more.
   BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
   BALLAST_RETURN_IF_ERROR(newest == nullptr ? SendFirstOpen(open, options.open_timeout) : SendOpen(open, deadline));
-  // What an older group was still pinning is there by now, or refused for its epoch; what remains may wait.
+  // By now, the pins that an older group was making are complete, or refused for their old epoch. A failure here may
+  // wait.
   (void)DropPartialPins(open, absl::Now() + options.open_timeout);
   return open;
 }
@@ -442,8 +443,8 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::Stat
   if (!shared->ParseFromString(said[0])) {
     mine = model::Error(absl::StatusCode::kInternal, model::kBadRequest, "rank 0 sent no Open");
   } else if (!first && match_members) {
-    // Names members, so that a rank that was given other servers is told so.
-    // From now on: rank 0 may have waited for a server's disk.
+    // Names members, so that a rank with other servers gets an error. Counts the timeout from now: rank 0 may have
+    // waited for a server's disk.
     mine = MatchMembersByAsking(*shared, absl::Now() + timeout);
   }
   BALLAST_RETURN_IF_ERROR(group_->Agree("Open", mine));

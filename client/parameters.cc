@@ -30,7 +30,7 @@ std::unique_ptr<UnitBuffer> BufferPool::Take(uint64_t bytes) {
       free_.erase(best);
       return buffer;
     }
-    // A larger one takes the place of one that was too small: as many buffers as are needed at a time, no more.
+    // A larger buffer replaces one that was too small, so the number of buffers does not grow.
     if (!free_.empty()) free_.pop_back();
   }
   auto buffer = std::make_unique<UnitBuffer>();

@@ -1,8 +1,8 @@
 // Working parameters on their way from the servers: prefetched, pulled, all-gathered.
 //
-// A unit is pulled straight to its place in a buffer of the whole unit, so that the all-gather happens in place and
-// nothing is copied twice. Buffers are kept and reused: there are as many as leases and prefetches were ever alive at a
-// time. Threads: one; a lease may be dropped on another thread.
+// A unit is pulled straight to its place in a buffer of the whole unit, so that the all-gather happens in place and no
+// element is copied twice. Buffers are reused: their number is the largest number of leases and prefetches ever alive
+// at once. Threads: one; a lease may be dropped on another thread.
 #pragma once
 
 #include <cstdlib>
@@ -39,14 +39,14 @@ class BufferPool {
 
 class Parameters {
  public:
-  // Borrows both.
+  // Borrows both arguments.
   Parameters(const Seat* seat, Group* group) : seat_(seat), group_(group) {}
   ~Parameters() { Forget(); }
 
   void Prefetch(uint32_t unit);
-  // The own ranges, laid end to end. Here and below: in the job's working dtype.
+  // Pulls this rank's own ranges, laid end to end. Here and below: in the job's working dtype.
   absl::Status PullOwned(uint32_t unit, absl::Span<std::byte> to);
-  // COLLECTIVE. All of the unit; Return() the buffer.
+  // COLLECTIVE. Gathers the whole unit; give the buffer back with Return().
   absl::StatusOr<std::unique_ptr<UnitBuffer>> Acquire(uint32_t unit);
   absl::StatusOr<std::unique_ptr<UnitBuffer>> AcquireWhole(uint32_t unit);
   void Return(std::unique_ptr<UnitBuffer> buffer) { pool_.Return(std::move(buffer)); }
@@ -70,13 +70,13 @@ class Parameters {
   void Start(uint32_t server, v1::PullRequest request, absl::Span<std::byte> to, const std::shared_ptr<Tally>& tally);
   v1::PullRequest Request(uint32_t unit, model::Range range) const;
   Pulling StartOwned(uint32_t unit);
-  // Elements of a buffer of the unit.
+  // A range of elements in a buffer of the unit.
   template <typename Range>
   absl::Span<std::byte> Part(const UnitBuffer& buffer, const Range& range) const {
     const uint64_t width = seat_->working_bytes();
     return {buffer.data.get() + range.begin * width, (range.end - range.begin) * width};
   }
-  // The prefetch of `unit` at version(), started now if there is none; waits for it.
+  // Waits for the prefetch of `unit` at version(); starts it if there is none.
   absl::StatusOr<std::unique_ptr<UnitBuffer>> TakeOwned(uint32_t unit);
   absl::Status Wait(Tally& tally);
   void ReclaimStale();
@@ -85,7 +85,7 @@ class Parameters {
   Group* group_;
   BufferPool pool_;
   absl::flat_hash_map<uint32_t, Pulling> under_way_;  // by unit
-  std::vector<Pulling> stale_;                        // of older versions, their pulls not yet answered
+  std::vector<Pulling> stale_;                        // pulls of older versions that are not yet answered
   double pull_seconds_ = 0;
   double gather_seconds_ = 0;
   uint64_t pulled_bytes_ = 0;

@@ -105,7 +105,8 @@ void Router::Push(uint32_t server, v1::PushRequest header, absl::Span<const std:
   op->bytes = std::max<uint64_t>(1, payload.size());
   op->send = [transport = servers_[server].get(), header = std::move(header), payload](absl::Time try_deadline,
                                                                                        Answer answer) mutable {
-    // Of each try: borrowed memory may have been changed by one that will drop it, and must not keep that waiting.
+    // Computed for each try: the owner of borrowed memory may change it and then drop the step. With the old checksum
+    // the push would be refused and sent again, and Drop would wait for it.
     header.set_crc32c(kernels::Crc32c(payload));
     transport->Push(header, payload, try_deadline,
                     [answer = std::move(answer)](absl::StatusOr<v1::PushResponse> r) { answer(r.status()); });
@@ -165,7 +166,7 @@ bool Router::CanAdmit() const {
   return inflight_bytes_ == 0 || inflight_bytes_ + waiting_.front()->bytes <= options_.inflight_bytes_max;
 }
 
-// One thread at a time takes operations off the queue; a transport that answers at once would otherwise recurse.
+// One thread at a time takes operations off the queue: a transport that answers at once would otherwise recurse.
 void Router::Pump() {
   mutex_.Lock();
   if (!pumping_) {
@@ -238,7 +239,7 @@ void Router::Repair(const OperationPtr& op, Next how) {
   }
   if (stopping) return Finish(op, absl::CancelledError("the session ended"));
   const auto then = [this, op](const absl::Status& repaired) {
-    // Of a Commit that nobody asked for the call's own answer says more.
+    // If the Commit was sent unasked, before a retry, the call's own error says more than the Commit's.
     if (!repaired.ok() && !IsRetryable(repaired) && !IsRetryable(op->last)) return Finish(op, repaired);
     bool cancelled = false;
     {

@@ -1,12 +1,12 @@
 // Calls to all of a job's servers, and the one place that retries.
 //
-// A call is sent, and sent again with jittered backoff while the server is UNAVAILABLE or a single try runs out of
-// time, until its deadline. NOT_OPEN is answered by sending the epoch's Open and asking again, BEHIND by sending the
-// last Commit, which also goes before each further try of a pull: the server it waits for may have been restarted and
-// have lost what was not synced. So it heals without anybody above noticing. Every other answer is final.
+// While the server is UNAVAILABLE or a single try runs out of time, a call is sent again with jittered backoff, until
+// the call's deadline. On NOT_OPEN the router sends the epoch's Open and asks again. On BEHIND it sends the last Commit
+// and asks again. The last Commit also goes before each further try of a pull: the server may have been restarted and
+// have lost what was not synced. Callers notice none of these repairs. Every other answer is final.
 //
-// Bounds: pushes and pulls in flight hold at most `inflight_bytes_max` bytes (one larger call may go alone), the rest
-// wait in order of arrival.
+// Bounds: pushes and pulls in flight hold at most `inflight_bytes_max` bytes (a single larger call may go alone); the
+// rest wait in order of arrival.
 #pragma once
 
 #include <cstdint>
@@ -30,18 +30,18 @@
 
 namespace ballast::client {
 
-// Counts calls under way and keeps the first error. Threads: any. Lives until every Finish() returned: hold it by
-// shared_ptr.
+// Counts calls under way and keeps the first error. Threads: any. Must live until every Finish() has returned: hold it
+// by shared_ptr.
 class Tally {
  public:
   void Start(int calls = 1);
   void Finish(const absl::Status& status);
-  // Blocks until nothing is under way; the first error since the last Wait, and forgets it.
+  // Blocks until no call is under way. Returns the first error since the last Wait, and forgets it.
   absl::Status Wait();
-  // Like Wait, but gives up at `deadline`; true if nothing is under way.
+  // Like Wait, but gives up at `deadline`. Returns whether no call is under way.
   bool WaitUntil(absl::Time deadline);
   bool idle() const;
-  // Something has failed since the last Wait.
+  // Whether a call has failed since the last Wait.
   bool failed() const;
 
  private:
@@ -52,31 +52,31 @@ class Tally {
 
 struct RouterOptions {
   uint64_t inflight_bytes_max = uint64_t{64} << 20;
-  // Shows a line when a wait exceeds two seconds, at most one every two seconds. Called on the router's thread or the
-  // caller's; may be empty.
+  // Called with a line to show when a wait exceeds two seconds, at most once in two seconds. Called on the router's
+  // thread or the caller's; may be empty.
   std::function<void(const std::string&)> progress;
-  // Asked twice a second on the router's thread while something is waited for: true ends the session, and whatever
-  // waits gets CANCELLED. May be empty.
+  // Asked twice a second on the router's thread while a call waits. Returning true ends the session: waiting calls get
+  // CANCELLED. May be empty.
   std::function<bool()> interrupted;
-  // Of a single try: a server that accepts calls but never answers is asked again after this.
+  // Limit for a single try: a server that accepts calls but never answers is asked again after this time.
   absl::Duration try_timeout = absl::Seconds(20);
 };
 
-// Threads: any, but Reorder before all else. Callbacks run on transports' threads or the router's, and must not block.
+// Threads: any; Reorder must come first. Callbacks run on transports' threads or the router's, and must not block.
 class Router {
  public:
   Router(std::vector<std::unique_ptr<Transport>> servers, RouterOptions options);
-  // Cancels what waits (callbacks get CANCELLED) and waits for the rest.
+  // Cancels waiting operations (callbacks get CANCELLED) and waits for the operations that a server has.
   ~Router();
 
   uint32_t server_count() const { return static_cast<uint32_t>(servers_.size()); }
   std::string name(uint32_t server) const { return servers_[server]->name(); }
-  // For calls that are not retried: those to a server in this process.
+  // For calls that must not be retried: calls to a server in this process.
   Transport* transport(uint32_t server) const { return servers_[server].get(); }
-  // Server i becomes what was server order[i]. REQUIRES: nothing under way.
+  // Makes server order[i] the new server i. REQUIRES: no operation under way.
   void Reorder(absl::Span<const uint32_t> order);
 
-  // What NOT_OPEN and BEHIND are answered with from now on.
+  // Set the requests that answer NOT_OPEN and BEHIND from now on.
   void SetOpen(std::shared_ptr<const v1::OpenRequest> open);
   void SetCommit(std::shared_ptr<const v1::CommitRequest> commit);
 
@@ -88,7 +88,7 @@ class Router {
   void Call(Method<Request, Response> method, uint32_t server, std::string what, std::shared_ptr<const Request> request,
             absl::Time deadline, Callback<Response> done);
 
-  // The same request to every server; their answers in order, or the first error.
+  // Sends the same request to every server. Returns all answers in order of servers, or the first error.
   template <typename Request, typename Response>
   absl::StatusOr<std::vector<Response>> CallAll(Method<Request, Response> method, const std::string& what,
                                                 const Request& request, absl::Time deadline);
@@ -98,14 +98,14 @@ class Router {
             std::function<void(absl::Status)> done);
   void Pull(uint32_t server, v1::PullRequest request, absl::Span<std::byte> to, absl::Time deadline,
             std::function<void(absl::Status)> done);
-  // Blocks until all pushes and pulls started before have been given their bytes in flight: back pressure for the
+  // Blocks until all pushes and pulls started before have been admitted to the bytes in flight: back pressure for the
   // caller.
   void AwaitAdmission();
 
-  // Shows `line`, if none was shown for two seconds.
+  // Shows `line`, unless a line was shown within the last two seconds.
   void Report(const std::string& line);
 
-  // Something other than a call that is waited for: shown like a call when it lasts.
+  // Reports a wait that is not a call: shown like a call when it lasts.
   class Watch {
    public:
     Watch(Router* router, std::string what);
@@ -145,7 +145,7 @@ class Router {
   void Finish(const OperationPtr& op, absl::Status status);
   absl::Status Explain(const Operation& op, const absl::Status& status) const;
   void Repair(const OperationPtr& op, Next how);
-  void Stop();  // waiting and later operations get CANCELLED, those at a server whatever it answers
+  void Stop();  // waiting and later operations get CANCELLED; an operation at a server gets the server's answer
   void CancelActive();
   void Pump();
   bool CanAdmit() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

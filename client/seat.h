@@ -1,4 +1,4 @@
-// Where a session stands: what its parts need to address a call.
+// A session's place in the job: the data that the session's parts need to address a call.
 #pragma once
 
 #include <memory>
@@ -18,7 +18,7 @@ struct Seat {
   std::shared_ptr<const UnitMap> units;
   kernels::OptimizerSpec optimizer;  // the job's
   int64_t version = -1;              // the last decided step
-  uint64_t attempt = 0;              // of the step that is being pushed, version + 1
+  uint64_t attempt = 0;              // attempt of the step being pushed, version + 1
   absl::Duration step_timeout;
 
   uint64_t gradient_bytes() const { return kernels::ElementBytes(optimizer.gradient); }

@@ -19,8 +19,8 @@
 namespace ballast::client {
 namespace {
 
-// How long a session that ends waits for servers to take the last decision: nothing is lost without (the next fence
-// settles it), but a clean end leaves nothing to settle.
+// How long an ending session waits for servers to take the last decision. Without the wait no step is lost (the next
+// fence settles it), but a clean end leaves nothing to settle.
 constexpr absl::Duration kFarewell = absl::Seconds(10);
 
 std::atomic<uint64_t> fork_count{0};
@@ -78,7 +78,7 @@ Session::Impl::Impl(const SessionOptions& session_options, std::vector<std::uniq
   seat.step_timeout = options.step_timeout;
 }
 
-// The router goes first: it cancels what is under way, so that nothing else waits for servers.
+// The router goes first: it cancels calls under way, so that no further member waits for servers.
 Session::Impl::~Impl() {
   if (finished.ok()) (void)transaction.AwaitCommits(absl::Now() + std::min(kFarewell, options.step_timeout));
   EndLoan();
@@ -337,7 +337,7 @@ absl::StatusOr<uint64_t> Session::TensorSteps(absl::string_view tensor, int64_t 
   }
   auto& known = impl_->steps_cache;
   if (known.version == version && index < known.steps.size()) return known.steps[index];
-  // Step counts are the servers'; they are at version() once they took its commit.
+  // Step counts come from the servers, which are at version() once they took its commit.
   for (const bool again : {false, true}) {
     if (again) impl_->transaction.CommitAgain();
     (void)impl_->transaction.AwaitCommits(impl_->seat.Deadline());

@@ -1,19 +1,18 @@
 // A trainer's seat at the state servers: one rank of one group training one job.
 //
-// Two shapes of use, which may be mixed by unit:
+// Two ways of use, which may be mixed by unit:
 //  (a) Parameters live on the servers only (ZeRO-3/Infinity): Prefetch(unit) ahead of use, Acquire(unit) all-gathers
-//  it,
-//      dropping the lease frees it.
+//      the unit, dropping the lease frees it.
 //  (b) The trainer keeps its 16-bit parameters (ZeRO-1/2/Offload): Push per unit as backward produces gradients, Step,
 //      then PullOwned(unit) for the updated ranges.
 //
-// Everything pushed is provisional until Step(): before it, ask for norms, choose a scale, or Drop(). A tensor that no
-// rank pushes is left alone by the step, its step count included: so frozen tensors are simply never pushed.
+// Pushed gradients are provisional until Step(): before it, ask for norms, choose a scale, or Drop(). A step leaves a
+// tensor alone that no rank pushes, its step count included: frozen tensors are simply never pushed.
 //
 // Threads: one thread at a time per session. Calls marked COLLECTIVE must be made by all ranks in the same order.
-// Errors: carry a reason (model::ReasonOf). After STALE_EPOCH, RANK_MISSING or DATA_LOSS the session is finished: exit,
-// start the group again with resume = auto. Nothing decided is lost by that. Fork: not supported after Open (gRPC):
-// calls in a forked child return FAILED_PRECONDITION.
+// Errors: carry a reason (model::ReasonOf). After STALE_EPOCH, RANK_MISSING or DATA_LOSS the session is finished: exit
+// and start the group again with resume = auto. Decided steps are not lost by that. Fork: not supported after Open
+// (gRPC): calls in a forked child return FAILED_PRECONDITION.
 #pragma once
 
 #include <cstdint>
@@ -40,21 +39,21 @@ struct TensorSpec {
   std::string unit;
   std::vector<uint64_t> shape;
   uint32_t group = 0;                // parameter group: which hyper-parameters apply
-  std::vector<std::string> aliases;  // other names of the same tensor (tied weights)
-  // Of its working parameters: the job's, which unspecified means; any other is refused as BAD_DTYPE.
+  std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
+  // Dtype of the working parameters. Leave UNSPECIFIED to use the job's; any other dtype is refused (BAD_DTYPE).
   v1::Dtype dtype = v1::DTYPE_UNSPECIFIED;
 };
 
-// What to do when the job exists already, or does not.
+// How Open treats a job that exists, or one that does not.
 enum class Resume {
   kNever,  // an existing job is an error
   kAuto,   // continue it if it exists, else create it
   kMust,   // a missing job is an error
 };
 
-// How units are divided among ranks. A property of the session, not of the job: it may differ on resume.
+// How units are divided among ranks. Belongs to the session, not to the job: the split may differ on resume.
 enum class Split {
-  kEven,  // each unit in world_size runs of about equal size, whatever the tensors (FSDP1's flat parameter)
+  kEven,  // each unit in world_size runs of about equal size, across tensors (FSDP1's flat parameter)
   kRows,  // each tensor in runs of rows, as torch.chunk along dimension 0 (FSDP2's Shard(0)): a range per tensor
 };
 
@@ -63,32 +62,33 @@ struct SessionOptions {
   Resume resume = Resume::kNever;
   uint32_t group_count = 1;
   uint64_t chunk_elements = uint64_t{1} << 20;  // only for a new job
-  // Optimizer, dtypes of gradients and working parameters, format of the moments: a property of the job, so that
-  // another one is refused on resume (BAD_SPEC). The default: AdamW, bf16, bf16, fp32.
+  // Optimizer, dtypes of gradients and working parameters, format of the moments. They belong to the job: a resume with
+  // different ones is refused (BAD_SPEC). The default: AdamW, bf16, bf16, fp32.
   kernels::OptimizerSpec optimizer;
-  uint64_t seed = 0;  // of the stochastic rounding of bf16 moments; only for a new job, which keeps it
-  // What a decided step survives; only for a new job, which keeps it. `step`: servers write every gradient to a log on
-  // their disks before they prepare a step, so that servers and trainers may be killed at any moment; it needs an NVMe
-  // budget for the log and for the state. `every-K`: servers pin every `pin_interval`-th version on their disks
-  // instead; when a server ends without having been asked to, the next group that opens the job gets the newest version
-  // that all have (restored_version); needs an NVMe budget for that version twice besides the state, and all tensors
-  // named when the job is created. `none`: a server that ends takes the job's state with it.
+  uint64_t seed = 0;  // for stochastic rounding of bf16 moments; used for a new job only, which keeps the seed
+  // Which failures a decided step survives. Used for a new job only, which keeps the setting.
+  // `step`: servers write every gradient to a log on their disks before they prepare a step, so that servers and
+  // trainers may be killed at any moment. Needs an NVMe budget for the log and for the state.
+  // `every-K`: servers pin every `pin_interval`-th version on their disks instead. When a server ends without being
+  // asked to, the next group that opens the job gets the newest version that all servers have (restored_version). Needs
+  // an NVMe budget for twice the version, besides the state, and all tensors named when the job is created.
+  // `none`: the job's state is lost with a server that ends.
   v1::Durability durability = v1::DURABILITY_STEP;
-  uint64_t pin_interval = 0;   // every-K's K, at least 1; 0 with any other
+  uint64_t pin_interval = 0;   // K of every-K, at least 1; 0 with another durability
   Split split = Split::kEven;  // the same on all ranks
-  // How long servers may take for a call, or for a step once all ranks have come, their updates included; so it bounds
-  // PinDurably and Restore, which write, and read, all state. How long
-  // ranks wait for each other is the collective's timeout.
+  // How long servers may take for a call, or for a step once all ranks have come, updates included. PinDurably and
+  // Restore write (Restore also reads) all state within this time. How long ranks wait for each other is the
+  // collective's timeout.
   absl::Duration step_timeout = absl::Seconds(120);
-  // How long Open waits for servers that are down. One that is at work, writing a large job's log, is waited for as
-  // long as it takes. The collective's timeout must be longer: other ranks wait meanwhile.
+  // How long Open waits for servers that are down. A server at work (writing a large job's log) is waited for without
+  // limit. The collective's timeout must be longer, because the ranks other than 0 wait meanwhile.
   absl::Duration open_timeout = absl::Seconds(30);
-  // Bound on pushed and pulled bytes on their way.
+  // Bound on bytes of pushes and pulls in flight.
   uint64_t inflight_bytes_max = uint64_t{64} << 20;
-  // Called with a line to show when a wait exceeds two seconds: what is waited for. May be empty.
+  // Called with a line that says what the session waits for, when a wait exceeds two seconds. May be empty.
   std::function<void(const std::string&)> progress;
-  // Asked twice a second, on another thread, while servers are waited for: true ends the session, and the call that
-  // waits, or Open, returns CANCELLED. What it was about may have happened. May be empty.
+  // Asked twice a second, on another thread, while servers are waited for. Returning true ends the session: the waiting
+  // call, or Open, returns CANCELLED, and the requested change may or may not have happened. May be empty.
   std::function<bool()> interrupted;
 };
 
@@ -99,14 +99,14 @@ struct GroupHyper {
   double beta2 = 0.999;
   double epsilon = 1e-8;
   double weight_decay = 0.01;
-  // Refused where the optimizer does not have them.
+  // Options of single optimizers: refused where the optimizer lacks them.
   double dampening = 0;            // SGD with momentum
   double learning_rate_decay = 0;  // Adagrad
-  double initial_accumulator = 0;  // Adagrad: what its sum holds before a tensor's first update
+  double initial_accumulator = 0;  // Adagrad: the sum's value before a tensor's first update
   bool maximize = false;
 };
 
-// torch.optim's defaults of each optimizer; Lion's are its paper's.
+// torch.optim's defaults of each optimizer; for Lion the defaults of its paper.
 GroupHyper DefaultHyper(kernels::OptimizerKind kind);
 
 struct StepOptions {
@@ -133,17 +133,17 @@ struct SessionStats {
   uint64_t gathered_bytes = 0;
 };
 
-// What to read of a tensor. AdamW and Adam have the moments m, v and with amsgrad the largest v; SGD with momentum its
-// buffer; Adagrad v; Lion m.
+// The arrays of a tensor that Read can read. AdamW and Adam have the moments m, v and with amsgrad the largest v; SGD
+// with momentum has its buffer; Adagrad has v; Lion has m.
 enum class Content { kWorking, kMaster, kMoment1, kMoment2, kMoment3 };
 
-// Of one tensor, what CommitState writes.
+// State of one tensor, as CommitState writes it.
 struct TensorState {
   std::string tensor;
-  // From element `first` of the tensor on: at least what this rank owns of it. Borrowed until return.
+  // Values from element `first` of the tensor on: at least this rank's part of the tensor. Borrowed until return.
   absl::Span<const float> values;
   uint64_t first = 0;
-  uint64_t steps = 0;  // updates that the tensor counts as having had
+  uint64_t steps = 0;  // number of updates that the tensor counts as having had
 };
 
 // Elements [begin, end) of a unit's flat space.
@@ -160,7 +160,7 @@ struct GradientRun {
 
 class Session;
 
-// All of a unit's working parameters, gathered. Frees its buffer when dropped. Valid until the session ends.
+// All working parameters of a unit, gathered. Frees its buffer when dropped. Valid until the session ends.
 class UnitLease {
  public:
   UnitLease() = default;
@@ -169,7 +169,8 @@ class UnitLease {
   ~UnitLease();
   // The unit's flat space in the job's working dtype, padding included; tensors at Session::Locate(name).begin.
   absl::Span<const std::byte> bytes() const { return bytes_; }
-  // The same as elements: bits of bf16 or fp16, or fp32. The wrong one of the two ends the process, with a word.
+  // The same as elements: bits of bf16 or fp16, or fp32. Calling the function of the wrong width ends the process with
+  // a message.
   absl::Span<const bf16> parameters() const;
   absl::Span<const float> parameters_f32() const;
 
@@ -186,9 +187,9 @@ class Session {
  public:
   // COLLECTIVE. Fences the job with a new epoch, settles whatever an earlier group left undecided, and opens it for
   // this group; the world size may differ from the earlier group's. `tensors`: the same on all ranks, and on resume the
-  // same as the job's (new ones are refused here: Register adds them). Owns the transports (one per server, the same
+  // same as the job's (new tensors are refused here: Register adds them). Owns the transports (one per server, the same
   // order on all ranks); borrows `collective`. Errors: JOB_EXISTS (names never, auto, must), JOB_MISSING, BAD_SPEC
-  // (says which tensor differs), BUDGET, SERVER_DOWN, RANK_MISSING, STATE_LOST.
+  // (names the tensor that differs), BUDGET, SERVER_DOWN, RANK_MISSING, STATE_LOST.
   static absl::StatusOr<std::unique_ptr<Session>> Open(const SessionOptions& options,
                                                        const std::vector<TensorSpec>& tensors,
                                                        std::vector<std::unique_ptr<Transport>> servers,
@@ -200,23 +201,24 @@ class Session {
                                                           Collective* collective);
   ~Session();
 
-  // The last decided step; -1: the job is new, Initialise comes first.
+  // The last decided step. -1: the job is new, and Initialise comes first.
   int64_t version() const;
-  // Some tensors have no values yet (a new job's, or registered and not initialised before a restart): Initialise comes
-  // before the next step.
+  // Whether some tensors have no values yet: the job is new, or tensors were registered and not initialised before a
+  // restart. Initialise must come before the next step.
   bool needs_values() const;
-  // After a resume or a Restore: the blobs sealed with the version that was found or restored, by rank of the group
-  // that sealed it.
+  // After a resume or a Restore: the blobs sealed with the version found or restored, by rank of the group that sealed
+  // it.
   const std::vector<std::string>& resumed_blobs() const;
-  // Of a job with durability every-K, if Open found that servers had lost what came after it: the version whose state,
-  // step counts and blobs the session got; version() is the number of the transaction that brought them back. -1 else.
+  // The version whose state, step counts and blobs the session got because Open found that servers of a job with
+  // durability every-K had lost later versions; version() is then the number of the transaction that restored it. Else
+  // -1.
   int64_t restored_version() const;
   int rank() const;
   int world_size() const;
-  // The job's.
+  // The job's optimizer.
   const kernels::OptimizerSpec& optimizer() const;
 
-  // Where things lie.
+  // Where tensors lie.
   uint32_t unit_count() const;
   absl::StatusOr<uint32_t> FindUnit(absl::string_view name) const;
   uint64_t unit_elements(uint32_t unit) const;
@@ -226,13 +228,13 @@ class Session {
     uint64_t end = 0;
   };
   absl::StatusOr<Location> Locate(absl::string_view tensor) const;  // name or alias
-  // This rank's ranges of a unit, by offset; RangesOf: any rank's.
+  // This rank's ranges of a unit, by offset. RangesOf returns any rank's.
   const std::vector<UnitRange>& owned(uint32_t unit) const;
   const std::vector<UnitRange>& RangesOf(int rank, uint32_t unit) const;
   uint64_t owned_elements(uint32_t unit) const;
 
-  // COLLECTIVE. Transaction 0, or the values of tensors just registered: `fill` is called for every such tensor that
-  // this rank owns a part of, with the part's first element (in the tensor) and the fp32 values to fill.
+  // COLLECTIVE. Transaction 0, or the values of newly registered tensors. Calls `fill` for every such tensor that this
+  // rank owns a part of, with the part's first element (in the tensor) and the fp32 values to fill.
   absl::Status Initialise(
       absl::FunctionRef<void(absl::string_view tensor, uint64_t first, absl::Span<float> values)> fill);
 
@@ -240,102 +242,108 @@ class Session {
   void Prefetch(uint32_t unit);
   // COLLECTIVE. The whole unit at version(), all-gathered.
   absl::StatusOr<UnitLease> Acquire(uint32_t unit);
-  // The whole unit at version(), pulled by this rank alone: for units that some ranks skip (experts).
+  // The whole unit at version(), pulled by this rank alone: for units skipped by some ranks (experts).
   absl::StatusOr<UnitLease> AcquireWhole(uint32_t unit);
-  // (b) The own ranges at version(), concatenated, into `to` (owned_elements(unit) long), whose elements are as wide as
-  // the working dtype's: BAD_DTYPE.
+  // (b) Pulls the own ranges at version(), concatenated, into `to`, owned_elements(unit) long. BAD_DTYPE if its
+  // elements are not as wide as the working dtype's.
   absl::Status PullOwned(uint32_t unit, absl::Span<bf16> to);
   absl::Status PullOwned(uint32_t unit, absl::Span<float> to);
 
-  // This rank's part of the unit's gradient, its owned ranges concatenated, already reduced over ranks. Copied; returns
-  // when the copy is made and in-flight bytes allow. A unit may be pushed once per attempt. `absent`: tensors of the
-  // unit without a gradient here; the elements given for them must be zero. 16-bit elements are bits of the job's
-  // gradient dtype; BAD_DTYPE if it is as wide as the other overload's.
+  // Pushes this rank's part of the unit's gradient, already reduced over ranks: the owned ranges, concatenated. Copies
+  // the elements; returns when the copy is made and the bytes in flight allow. A unit may be pushed once per attempt.
+  // `absent`: tensors of the unit without a gradient here; the elements given for them must be zero. 16-bit elements
+  // are bits of the job's gradient dtype; BAD_DTYPE if that is as wide as the other overload's.
   absl::Status Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent = {});
   absl::Status Push(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent = {});
-  // The same in runs, ascending; what lies in none is zero, and none lies in an absent tensor. They are not copied:
-  // they must stay until Step or Drop has returned OK, or ReturnGradients, or the session is gone.
+  // The same in ascending runs. Elements in no run are zero; no run lies in an absent tensor. The elements are not
+  // copied: the memory must stay until Step, Drop or ReturnGradients has returned (the first two with OK), or the
+  // session is gone.
   absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent = {});
-  // After a Step that failed: what was borrowed is the caller's again, and Drop comes before another Step.
+  // After a failed Step: gives borrowed gradients back to the caller. Drop must come before another Step.
   void ReturnGradients();
-  // One of several contributions to the unit's gradient: summed here in fp32, in call order, rounded to the gradient
-  // dtype and pushed once by the next collective call on the step (Norm, TensorNorm, Step).
+  // Adds one of several contributions to the unit's gradient. The sum is made here in fp32, in call order, rounded to
+  // the gradient dtype, and pushed once by the next collective call on the step (Norm, TensorNorm, Step).
   absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent = {});
 
-  // (c) With one rank and one server in this process that keeps no working copies: nothing is copied. The step reads
-  // gradients and initial values from, and writes parameters to, the trainer's memory, which must stay, gradients and
-  // values unchanged, until AwaitApplied or Drop has returned, or the session is gone.
+  // (c) With one rank and one server in this process that keeps no working copies: no element is copied. The step reads
+  // gradients and initial values from, and writes parameters to, the trainer's memory. The memory must stay, with
+  // gradients and values unchanged, until AwaitApplied or Drop has returned, or the session is gone.
   bool takes_loans() const;
-  bool takes_gradients() const;  // and these and values, too: Lend says when not
-  // Index of a tensor among those that Lend takes.
+  bool takes_gradients() const;  // whether loans may include gradients and values: not with durability `step`
+  // Index of a tensor in the list passed to Lend.
   absl::StatusOr<uint32_t> TensorIndex(absl::string_view tensor) const;
   uint32_t tensor_count() const;
-  // Of the job's live tensors, in the order of registration.
+  // Names of the job's live tensors, in the order of registration.
   std::vector<std::string> tensor_names() const;
-  // In Push's stead, before Step: an entry per TensorIndex. Gradients of all tensors that have one, or none: with
-  // durability `step` they go to a log, so they are pushed (UNSUPPORTED). Parameters of a tensor that is not updated
-  // stay as they are. What was written is lent with them: nothing may be written until the loan's end.
-  // Before Initialise: values of all tensors that need them, in the place of `fill`, which is not called.
+  // Before Step, in place of Push: an entry per TensorIndex, with gradients of all tensors that have a gradient, or of
+  // none. With durability `step` gradients go to a log, so they must be pushed (UNSUPPORTED). Parameters of a tensor
+  // that is not updated stay as they are. Where takes_gradients(), values given to Write are lent too: no Write until
+  // the loan's end.
+  // Before Initialise: values of all tensors that need them. Initialise then does not call `fill`.
   absl::Status Lend(std::vector<model::LentTensor> tensors);
   bool needs_values(uint32_t tensor) const;
-  // Has Write given the tensor values that no step has taken yet?
+  // Whether Write has given the tensor values that no step has taken yet.
   bool written(uint32_t tensor) const;
   // After Step, before AwaitApplied. Blocks until the unit's lent parameters are at version(); the loan goes on.
   absl::Status AwaitUnit(uint32_t unit);
-  // After Step. Blocks until lent parameters are at version(), then ends the loan, whatever it returns: after an error
-  // some may be, or be amid their update. FAILED_PRECONDITION before Step: the loan goes on.
+  // After Step. Blocks until lent parameters are at version(), then ends the loan, also on an error: some parameters
+  // may then be at version(), or half updated. FAILED_PRECONDITION before Step: the loan goes on.
   absl::Status AwaitApplied();
 
-  // COLLECTIVE. Norm of all that was pushed (unscaled) / of one tensor.
+  // COLLECTIVE. Norm of all pushed gradients, or of one tensor's, before scaling.
   absl::StatusOr<double> Norm();
   absl::StatusOr<double> TensorNorm(absl::string_view tensor);
   // COLLECTIVE. Forgets all pushes since the last step; ends a loan.
   absl::Status Drop();
-  // COLLECTIVE. Seals and decides. Tensors that no rank pushed are left alone; where only some ranks did, the others
-  // count zeros. On OK the step is decided: it will be applied on all servers whatever dies next (as far as the job's
+  // COLLECTIVE. Seals and decides. Tensors that no rank pushed are left alone; for a tensor pushed by some ranks only,
+  // the rest count zeros. On OK the step is decided: all servers will apply it whatever dies next (as far as the job's
   // durability keeps servers' memory).
   absl::StatusOr<StepReport> Step(const StepOptions& options);
-  // COLLECTIVE, in Step's stead where this rank cannot take part: no rank's Step is made, and all get `why`, an error.
+  // COLLECTIVE, in place of Step where this rank cannot take part: no rank makes the step, and all ranks get the error
+  // `why`.
   absl::Status RefuseStep(const absl::Status& why);
 
-  // COLLECTIVE. New master values for a whole tensor (every rank passes all of them), applied by the next Step before
-  // its gradients, or by CommitValues.
+  // COLLECTIVE. New master values for a whole tensor (every rank passes all of them). The next Step applies them before
+  // its gradients; or CommitValues applies them.
   absl::Status Write(absl::string_view tensor, absl::Span<const float> values);
-  // COLLECTIVE. A transaction of written values alone. Like Initialise it seals the blobs of the last step again.
+  // COLLECTIVE. A transaction of written values alone. Like Initialise, it seals the blobs of the last step again.
   absl::StatusOr<StepReport> CommitValues();
-  // COLLECTIVE, between steps, nothing pushed or written. A transaction of its own: of these tensors (and step counts;
-  // the same on all ranks) the masters, with the working parameters that they round to, or a moment become the values
-  // given, which are finite, and at least 0 where they are second moments. What else there is of them stays. `blob`: as
-  // Step's. State from elsewhere comes in so, array by array: all blobs but the last should tell that it is not there
-  // in whole.
+  // COLLECTIVE, between steps, with no push or write pending. A transaction of its own that writes one array of state
+  // from elsewhere: the masters (with the working parameters that they round to) or one moment of `tensors`, and their
+  // step counts (the same on all ranks). Values must be finite, and at least 0 for second moments. The tensors'
+  // remaining state stays. `blob`: as in Step. Bringing in a whole state takes a call per array: every blob but the
+  // last should say that the state is incomplete.
   absl::StatusOr<StepReport> CommitState(Content array, absl::Span<const TensorState> tensors, const std::string& blob);
 
-  // Any one rank. Pin keeps version() readable, by all ranks, while training goes on; Unpin gives its space back.
+  // Called by any one rank. Pin keeps version() readable by all ranks while training goes on; Unpin frees its space.
   absl::Status Pin();
   absl::Status Unpin(int64_t version);
-  // Any one rank; of a job with durability `step` or `every-K`. PinDurably keeps version() on the disks of all servers
-  // until UnpinDurably, whatever dies: for Restore; Read needs Pin. Training waits while what is not on the disks at
-  // this version is written; step_timeout bounds that. BUDGET, with what is short: no server keeps it. After any other
-  // error some servers may: call it again before the next step, or the next group's Open gives up what not all have.
+  // Called by any one rank, for a job with durability `step` or `every-K`. PinDurably keeps version() on the disks of
+  // all servers until UnpinDurably, whatever dies: for Restore (Read needs Pin). Training waits while state not yet on
+  // the disks at this version is written; step_timeout bounds that. BUDGET, with the missing amount: no server keeps
+  // the version. After any other error some servers may keep it: call PinDurably again before the next step, or the
+  // next group's Open drops a version that some server lacks.
   absl::Status PinDurably();
   absl::Status UnpinDurably(int64_t version);
-  // Versions that all servers have pinned durably, ascending; those that servers pinned by themselves may go with any
+  // Versions kept on the disk by all servers, ascending. Versions that servers pinned by themselves may go with any
   // step.
   absl::StatusOr<std::vector<int64_t>> DurablePins();
-  // COLLECTIVE, between steps, nothing pushed or written. The next transaction: all state and step counts become those
-  // of a version that is pinned durably, and resumed_blobs() its blobs. version() goes up by one, as with any
-  // transaction: no number ever names two states. With durability every-K that is lost again, as any other step, until
-  // servers pin a version behind it: pin what must stay. Servers read the pin and write all state; step_timeout bounds
-  // that. Before anything is touched: VERSION_GONE, a server does not have it; BAD_SPEC, tensors got their first values
-  // since. ABORTED: this group's epoch is over, its version stands or was restored.
+  // COLLECTIVE, between steps, with no push or write pending. The next transaction: all state and step counts become
+  // those of a version kept on the disk, and resumed_blobs() its blobs. version() goes up by one, as with any
+  // transaction: no number ever names two states. With durability every-K the restore, like any step, can be lost until
+  // servers pin a later version: pin to be safe. Servers read the kept version and write all state; step_timeout bounds
+  // that.
+  // Errors before any change: VERSION_GONE, a server lacks the version; BAD_SPEC, tensors got their first values since.
+  // ABORTED: this group's epoch is over; the state is at the old version or restored.
   absl::StatusOr<StepReport> Restore(int64_t version);
-  // A whole tensor at `version`: the current one, or a pinned one. Working values are widened to fp32.
+  // Reads a whole tensor at `version`: the current or a pinned version. Working values are widened to fp32.
   absl::Status Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to);
-  // Optimizer step count t of a tensor at `version`: the current one, or one that this rank pinned.
+  // Optimizer step count t of a tensor at `version`: the current version or one pinned by this rank.
   absl::StatusOr<uint64_t> TensorSteps(absl::string_view tensor, int64_t version);
 
-  // COLLECTIVE, between steps, nothing pushed. Adds tensors (new units, or further tensors of known units; a tensor
-  // registered under its old name replaces it) by a fence; Initialise gives them values before the next step.
+  // COLLECTIVE, between steps, with no push pending. Adds tensors by a fence: new units, or further tensors of known
+  // units. A tensor registered under an old name replaces the old tensor. Initialise must give values before the next
+  // step.
   absl::Status Register(const std::vector<TensorSpec>& tensors);
 
   SessionStats stats() const;

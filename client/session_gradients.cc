@@ -13,7 +13,7 @@
 namespace ballast::client {
 namespace {
 
-// What rank 0 tells the others: norms follow, or all send their gradients again first.
+// Rank 0's message to the other ranks: norms follow, or all send their gradients again first.
 constexpr char kNorms[] = "n", kResend[] = "r";
 constexpr int kNormTriesMax = 4;
 
@@ -91,12 +91,13 @@ absl::StatusOr<const std::vector<v1::ChunkNorm>*> Session::Impl::Norms(const std
     if (norm_cache.version == seat.version && norm_cache.attempt == seat.attempt && norm_cache.presence == presence) {
       return &norm_cache.norms;
     }
-    // Rank 0 asks for all: were each to ask for itself, a faster rank could drop what a slower one still asks about.
+    // Rank 0 asks for all ranks: if each asked for itself, a faster rank could drop the gradients that a slower rank
+    // asks about.
     absl::StatusOr<v1::NormResponse> answer = v1::NormResponse();
     if (seat.rank() == 0 && std::any_of(presence.begin(), presence.end(), [](char c) { return c != 0; })) {
       answer = AskNorms(presence);
     }
-    // A server that was restarted has lost slices that its log did not hold yet.
+    // A restarted server has lost slices that were not yet in its log.
     const bool lost = model::ReasonOf(answer.status()) == model::kIncomplete && tries < kNormTriesMax;
     auto shared = group.Agree(what, lost ? absl::OkStatus() : answer.status(),
                               lost || !answer.ok() ? kResend : absl::StrCat(kNorms, answer->SerializeAsString()));

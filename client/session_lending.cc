@@ -52,7 +52,7 @@ absl::Status Session::Lend(std::vector<model::LentTensor> tensors) {
 }
 
 absl::Status Session::Impl::Lend(std::vector<model::LentTensor> tensors) {
-  // The server must be at version(): what it is lent is for the step that follows.
+  // The server must be at version(), because the loan is for the following step.
   if (!transaction.AwaitCommits(seat.Deadline())) {
     return model::Error(absl::StatusCode::kDeadlineExceeded, model::kBehind,
                         absl::StrCat("the server did not take the commit of step ", seat.version));

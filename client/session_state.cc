@@ -75,7 +75,7 @@ v1::StepHeader HeaderOf(uint32_t array, uint32_t tensor_count, const StateByTens
   return header;
 }
 
-// Where there is one rank, so that all of a tensor is given.
+// For a single rank, which is given whole tensors.
 std::vector<model::LentTensor> LentOf(uint32_t tensor_count, const StateByTensor& states) {
   std::vector<model::LentTensor> lent(tensor_count);
   for (const auto& [tensor, state] : states) {

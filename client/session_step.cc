@@ -87,8 +87,8 @@ absl::StatusOr<Session::Impl::Agreement> Session::Impl::Settle(const std::string
     }
   }
   if (const absl::Status same = CheckSameOffers(offers); !same.ok()) {
-    // Who dropped less often does so now, or no step would ever be agreed on; servers ask again for what they have of
-    // an older attempt.
+    // Brings ranks that dropped less often to the highest attempt; otherwise no step would ever be agreed on. Servers
+    // ask again for slices of an older attempt.
     for (const v1::SealRequest& other : offers) seat.attempt = std::max(seat.attempt, other.attempt());
     return same;
   }
@@ -102,7 +102,7 @@ absl::StatusOr<Session::Impl::Agreement> Session::Impl::Settle(const std::string
     }
     agreed.blobs.push_back(other.blobs(0));
   }
-  // The same answer on every rank, and before anything is pushed for it: nobody seals what another refuses.
+  // All ranks come to the same answer, before any push for the step: no rank seals a step that another refuses.
   if (source != nullptr) {
     BALLAST_RETURN_IF_ERROR(model::CheckHeader(seat.units->plan(), seat.version + 1, agreed.header, agreed.blobs));
   }
@@ -131,7 +131,7 @@ absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, 
   seal.set_plan_hash(model::PlanHash(seat.units->plan(), seal.step(), seat.attempt, agreed.header, agreed.blobs));
   *seal.mutable_header() = agreed.header;
   for (const std::string& blob : agreed.blobs) seal.add_blobs(blob);
-  absl::Status refused;  // what servers last had against a slice that was sent again
+  absl::Status refused;  // the servers' last refusal of a resent slice
   const auto resend = [&](absl::Span<const OwnedSlice* const> missing) {
     if (!gradients.idle() || !values.idle()) return;  // they may be on their way already: servers ask every second
     for (const absl::Status& sent : {gradients.Wait(), values.Wait()}) {
@@ -141,7 +141,7 @@ absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, 
     for (const OwnedSlice* owned : missing) {
       if (seat.units->plan().Touches(owned->slice, written)) values.Resend(*owned, written, source);
       if (seat.units->plan().Touches(owned->slice, agreed.header.gradient_presence())) gradients.Resend(*owned);
-      seat.router->AwaitAdmission();  // what is gathered for it is memory beyond what may be in flight
+      seat.router->AwaitAdmission();  // slices gathered for a push need memory beyond the bytes in flight
     }
   };
   auto decision = transaction.SealAndDecide(seal, deadline, resend);
@@ -165,7 +165,7 @@ absl::StatusOr<StepReport> Session::Impl::Conduct(const Agreement& agreed, const
   auto decision = SealAgreed(agreed, seat.Deadline(), source);
   (void)values.Wait();
   if (!decision.ok()) {
-    // Sealed is sealed: others may yet decide it, so this group can neither go on nor take it back.
+    // A sealed step may still be decided by others, so this group can neither go on nor take the seal back.
     finished = model::Annotate(decision.status(),
                                absl::StrCat("step ", seat.version + 1,
                                             " was sealed and its outcome is not known here (start the group again with "

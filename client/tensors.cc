@@ -192,7 +192,7 @@ absl::Status Tensors::Give(absl::Span<const TensorMemory> memory) {
     to.working = from.parameter;
     own.lent = false;
     if (from.parameter_dtype == working) continue;
-    // What is not updated is not written either, and stays as it is in the trainer.
+    // A parameter that is not updated is not written either, and stays unchanged in the trainer.
     own.lent = from.gradient != nullptr || session_->written(indices_[i]);
     if (own.lent) own.parameter.resize(local_elements_[i] * ElementBytes(working));
     to.working = own.lent ? own.parameter.data() : nullptr;

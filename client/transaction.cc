@@ -14,8 +14,8 @@
 namespace ballast::client {
 namespace {
 
-// How long a server may hold a seal's answer back: long enough that polling costs nothing, short enough to tell in time
-// who is waited for.
+// How long a server may hold a seal's answer back: long enough that polling costs nothing, short enough to report
+// missing ranks in time.
 constexpr uint32_t kSealWaitMs = 1000;
 
 }  // namespace
@@ -108,7 +108,7 @@ absl::StatusOr<v1::Decision> Transaction::SealAndDecide(const v1::SealRequest& r
           ++prepared;
           break;
         case v1::SealResponse::kDecided:
-          // Another rank was faster: what it decided is what all records imply.
+          // Another rank was faster: its decision follows from the same records.
           return std::move(*answer->mutable_decided());
         default:
           pending[server] = std::move(*answer->mutable_pending());

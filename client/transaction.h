@@ -16,22 +16,23 @@ namespace ballast::client {
 
 class Transaction {
  public:
-  // Sends slices of this rank again that one server misses.
+  // Sends again this rank's slices that a server misses.
   using Resend = std::function<void(absl::Span<const OwnedSlice* const>)>;
 
   // Borrows `seat`.
   explicit Transaction(const Seat* seat) : seat_(seat), commits_(std::make_shared<Tally>()) {}
 
-  // Seals `request` (of this rank) on all servers until all are prepared, and returns the decision, which stands from
-  // then on whatever happens. Blocks until `deadline`. Errors: DEADLINE_EXCEEDED (RANK_MISSING names who has not
-  // sealed; SERVER_DOWN) outcome unknown; FAILED_PRECONDITION.
+  // Seals this rank's `request` on all servers until all are prepared, and returns the decision, which then stands
+  // whatever happens. Blocks until `deadline`. Errors: DEADLINE_EXCEEDED, outcome unknown (RANK_MISSING names ranks
+  // that have not sealed; SERVER_DOWN); FAILED_PRECONDITION.
   absl::StatusOr<v1::Decision> SealAndDecide(const v1::SealRequest& request, absl::Time deadline, const Resend& resend);
 
-  // Tells all servers; does not wait. The router keeps the decision for servers that turn out to be behind.
+  // Sends the decision to all servers; does not wait. The router keeps the decision for servers that turn out to be
+  // behind.
   void Commit(const v1::Decision& decision);
-  // The same again: a server that was restarted may have forgotten it. Nothing before the first.
+  // Sends the last decision again, if any: a restarted server may have forgotten it.
   void CommitAgain();
-  // Whether all servers took the last Commit before `deadline`.
+  // Returns whether all servers took the last Commit before `deadline`.
   bool AwaitCommits(absl::Time deadline) { return commits_->WaitUntil(deadline); }
 
  private:

@@ -20,10 +20,10 @@ template <typename Response>
 using Callback = std::function<void(absl::StatusOr<Response>)>;
 
 // Every call is asynchronous: it returns at once and calls back exactly once, on a thread of the transport or on the
-// caller's, with the answer or an error that carries the server's reason (model::ReasonOf). Callbacks must not block.
-// `deadline` bounds the whole call; DEADLINE_EXCEEDED and UNAVAILABLE mean that the outcome is unknown: send the same
-// request again. Requests are copied before the call returns. No retries in here: client/router is the one place that
-// retries. Threads: any. The destructor waits for outstanding callbacks.
+// caller's, with the answer or an error with the server's reason (model::ReasonOf). Callbacks must not block.
+// `deadline` bounds the whole call. DEADLINE_EXCEEDED and UNAVAILABLE mean that the outcome is unknown: send the same
+// request again. Requests are copied before the call returns. A transport never retries: only client/router does.
+// Threads: any. The destructor waits for outstanding callbacks.
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -41,20 +41,20 @@ class Transport {
   // `payload` is borrowed until the callback. header.payload is empty; header.crc32c is the payload's.
   virtual void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
                     Callback<v1::PushResponse>) = 0;
-  // Writes exactly `to.size()` bytes into `to` (borrowed until the callback) on OK, checked against the server's
-  // CRC32C if they came over a wire; on an error `to` may hold anything.
+  // On OK, has written exactly `to.size()` bytes into `to` (borrowed until the callback); bytes from a wire are checked
+  // against the server's CRC32C. On an error `to` may hold anything.
   virtual void Pull(const v1::PullRequest&, absl::Span<std::byte> to, absl::Time deadline,
                     std::function<void(absl::Status)>) = 0;
 
-  // Calls that are under way end soon, with CANCELLED. Only of what waits for another process.
+  // Ends calls under way soon, with CANCELLED. Applies only to calls that wait for another process.
   virtual void Cancel() {}
 
-  // Lent memory, in place of pushes and pulls. Only a server in this process takes it (StateServer::Lend), and none
-  // that keeps working copies. The loan must end before the transport does.
+  // Lent memory, in place of pushes and pulls. Only a server in this process takes loans (StateServer::Lend), and only
+  // if it keeps no working copies. The loan must end before the transport does.
   virtual bool TakesLoans() const { return false; }
   // Blocks while norms are computed.
   virtual absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest&) { return NoLoans(); }
-  // Calls back when all of the server's chunks, or those of `unit`, show `version`.
+  // Calls back when all of the server's chunks, or all chunks of `unit`, show `version`.
   virtual void AwaitApplied(const std::string& /*job*/, int64_t /*version*/, std::optional<uint32_t> /*unit*/,
                             absl::Time /*deadline*/, std::function<void(absl::Status)> done) {
     done(NoLoans());

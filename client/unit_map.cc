@@ -9,7 +9,7 @@
 namespace ballast::client {
 namespace {
 
-// Where an element of the unit lies in `ranges` laid end to end. REQUIRES: it lies in one of them.
+// Place of a unit's element in `ranges` laid end to end. REQUIRES: some range contains the element.
 uint64_t OffsetOf(const std::vector<UnitRange>& ranges, uint64_t element) {
   uint64_t before = 0;
   for (const UnitRange& range : ranges) {

@@ -1,5 +1,5 @@
-// One rank's view of an epoch's plan: which parts of each unit it owns, where they lie in its buffers, and in which
-// rounds a unit is gathered. A pure function of the plan.
+// One rank's view of an epoch's plan: the parts of each unit that the rank owns, their places in its buffers, and the
+// rounds in which a unit is gathered. A pure function of the plan.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace ballast::client {
 
-// A slice of this rank, and where its first element lies in the unit's owned ranges laid end to end.
+// A slice of this rank, and the place of its first element in the unit's owned ranges laid end to end.
 struct OwnedSlice {
   model::Slice slice;
   uint32_t server = 0;
@@ -26,7 +26,7 @@ struct OwnedSegment {
   uint64_t offset = 0;
 };
 
-// Neighbouring ranges in rank order: one all-gather in place. offsets[r], in elements from `begin`.
+// Neighbouring ranges in rank order, gathered by a single all-gather in place. offsets[r], in elements from `begin`.
 struct GatherRound {
   uint64_t begin = 0;
   uint64_t end = 0;

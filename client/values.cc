@@ -89,8 +89,8 @@ Values::Source Values::written() const {
 
 void Values::Resend(const OwnedSlice& owned, const std::string& presence, const Source& source) {
   if (lent_ || buffers_->tally.failed()) return;  // after a failure each would wait for the same server as long again
-  // Shared, so that the bytes stay where they are while the vector's owner is a copyable callback; and given back
-  // however this ends: `source` is a caller's.
+  // Shared, so that the bytes do not move although the owner of the vector is a copyable callback. The deleter returns
+  // the buffer even if `source`, a caller's function, throws.
   std::shared_ptr<std::vector<float>> held(new std::vector<float>(buffers_->Take()),
                                            [buffers = buffers_](std::vector<float>* taken) {
                                              buffers->Return(std::move(*taken));

@@ -1,4 +1,4 @@
-// New master values on their way to the servers: what Write was given, and initial values.
+// New master values on their way to the servers: values given to Write, and initial values.
 //
 // Memory: this rank's part of every written tensor until the transaction is decided, and at most kBuffers slices on
 // their way. Threads: one (buffers come back from the router's callbacks).
@@ -25,26 +25,26 @@ class Values {
   // Borrows `seat`.
   explicit Values(const Seat* seat) : seat_(seat), buffers_(std::make_shared<Buffers>()) {}
 
-  // Keeps this rank's part of `values`, the whole tensor's.
+  // Keeps this rank's part of a whole tensor's `values`.
   void Write(uint32_t tensor, absl::Span<const float> values);
   bool empty() const { return written_.empty(); }
   // Bitmap of written tensors.
   std::string presence() const;
-  // Forgets what was written for the tensors of `presence`; what of it is lent stays where it is until EndLoan.
+  // Forgets written values of the tensors of `presence`; lent values keep their memory until EndLoan.
   void Forget(const std::string& presence);
-  // What Write was given.
+  // The values given to Write.
   Source written() const;
 
-  // All values of the next transaction are lent: until EndLoan nothing is pushed, and nothing may be written. What was
-  // written, by tensor, whole. REQUIRES: one rank.
+  // Says that all values of the next transaction are lent: until EndLoan nothing is pushed, and nothing may be written.
+  // Returns the written values by tensor, whole. REQUIRES: one rank.
   std::map<uint32_t, const float*> Lend();
   void EndLoan();
   bool lent() const { return lent_; }
 
-  // Pushes this rank's slices that touch a tensor of `presence`, with values drawn from `source`; waits for them.
-  // Nothing to do if they are lent.
+  // Pushes this rank's slices that touch a tensor of `presence`, with values from `source`; waits for the pushes. Does
+  // nothing if values are lent.
   absl::Status Push(const std::string& presence, const Source& source);
-  // One of them, again, unless they are lent; does not wait.
+  // Pushes a single slice again, unless values are lent; does not wait.
   void Resend(const OwnedSlice& owned, const std::string& presence, const Source& source);
   bool idle() const { return buffers_->tally.idle(); }
   absl::Status Wait() { return buffers_->tally.Wait(); }
@@ -65,8 +65,8 @@ class Values {
   std::shared_ptr<Buffers> buffers_;
   // By tensor: the owned segments' values, in segment order.
   std::map<uint32_t, std::vector<float>> written_;
-  std::map<uint32_t, std::vector<float>> forgotten_;  // kept until the loan's end: a server may read them yet
-  bool lent_ = false;                                 // there is a loan, with whatever was written: push nothing
+  std::map<uint32_t, std::vector<float>> forgotten_;  // kept until the loan's end: a server may still read them
+  bool lent_ = false;                                 // values are lent, the written ones too: push nothing
 };
 
 }  // namespace ballast::client

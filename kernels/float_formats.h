@@ -1,8 +1,8 @@
-// The floating-point formats of the data path as raw bits, one element at a time: the definition that every vector and
-// GPU kernel must equal bit for bit, and the path of processors without vectors.
+// The floating-point formats of the data path as raw bits, one element at a time. These functions define the bits of
+// every vector and GPU kernel, and serve processors without vectors.
 //
-// Narrowing rounds to nearest even by integer arithmetic (and one exact-grid fp32 addition for subnormals), so that
-// neither flags nor instruction sets matter. Widening is exact. Callable from CUDA (constexpr).
+// Narrowing rounds to nearest even by integer arithmetic (and one exact-grid fp32 addition for subnormals), so neither
+// flags nor instruction sets matter. Widening is exact. Callable from CUDA (constexpr).
 #pragma once
 
 #include <bit>
@@ -41,8 +41,8 @@ constexpr bf16 ToBf16(float x) {
 }
 
 // The geometry of a format with fewer exponent bits than fp32. kBiasShift: added to (subtracted from) the exponent
-// field. A subnormal is a multiple of the format's smallest value: adding kMagic, whose ulp is that value, rounds to
-// it.
+// field. A subnormal is a multiple of the format's smallest value: adding kMagic, whose ulp is the smallest value,
+// rounds to a multiple.
 template <unsigned kExponentBits, unsigned kMantissaBits, unsigned kBias = (1u << (kExponentBits - 1)) - 1>
 struct SmallFloat {
   static constexpr unsigned kShift = 23 - kMantissaBits;
@@ -52,14 +52,14 @@ struct SmallFloat {
   static constexpr uint32_t kMagnitude = (1u << (kExponentBits + kMantissaBits)) - 1;
   static constexpr uint32_t kHalf = (1u << (kShift - 1)) - 1;
 
-  // Magnitude bits, rounded, of a value whose fp32 bits without sign are `bits`; beyond the format the result is beyond
-  // kMagnitude or a special code of the format.
+  // Rounded magnitude bits of a value whose fp32 bits without sign are `bits`. For a value beyond the format, the
+  // result is beyond kMagnitude or a special code of the format.
   static constexpr uint32_t Narrow(uint32_t bits) {
     if (bits < kNormalMin)
       return std::bit_cast<uint32_t>(std::bit_cast<float>(bits) + std::bit_cast<float>(kMagic)) - kMagic;
     return (bits + kHalf + ((bits >> kShift) & 1u) - kBiasShift) >> kShift;
   }
-  // fp32 bits of a magnitude, all exponents taken as ordinary ones.
+  // fp32 bits of a magnitude; treats all exponents as ordinary.
   static constexpr uint32_t Widen(uint32_t magnitude) {
     const uint32_t bits = magnitude << kShift;
     if (bits < (1u << 23)) {
@@ -80,7 +80,7 @@ constexpr float FromF16(uint16_t x) {
   return std::bit_cast<float>(sign | 0x7f800000u | quiet | (magnitude & 0x3ffu) << 13);
 }
 
-// As VCVTPS2PH: NaN is made quiet and keeps sign and upper payload.
+// Like VCVTPS2PH: NaN is made quiet and keeps sign and upper payload.
 constexpr uint16_t ToF16(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffffu;
   const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);

@@ -1,7 +1,7 @@
-// The floating-point mode in which the kernels' bits are defined: round to nearest, denormals kept, nothing trapped.
-// A thread inherits its mode from the thread that made it, and callers may have set another one by
-// torch.set_flush_denormal, fesetround, or a library that was built with -ffast-math. So every function that computes
-// sets the mode for itself and puts the caller's back, whatever thread it is on.
+// The floating-point mode in which the kernels' bits are defined: round to nearest, denormals kept, no traps. A thread
+// inherits its mode from the thread that made it, and callers may have changed the mode by torch.set_flush_denormal,
+// fesetround, or a library built with -ffast-math. So every function that computes sets the mode for itself, on any
+// thread, and restores the caller's mode.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,9 @@ namespace ballast::kernels {
 
 #if defined(__x86_64__) || defined(__aarch64__)
 
-// The thread's mode while the object lives. Costs a few nanoseconds, and writes no register where the mode is right.
-// Inputs are read through references after the constructor, so that no compiler computes with them before it.
+// Sets the thread's mode while the object lives. Costs a few nanoseconds, and writes no register where the mode is
+// right. Read inputs through references after the constructor, so that no compiler computes with them before the mode
+// is set.
 class IeeeMode {
  public:
   IeeeMode() : callers_(Read()) {
@@ -31,7 +32,7 @@ class IeeeMode {
 
  private:
 #if defined(__x86_64__)
-  // MXCSR: flush to zero, rounding, exceptions' masks, denormals are zero; below them flags of what happened.
+  // MXCSR: flush to zero, rounding, exceptions' masks, denormals are zero; the low bits are status flags.
   using Word = uint32_t;
   static constexpr Word kControl = 0xffc0, kDefault = 0x1f80;
   static Word Read() { return _mm_getcsr(); }

@@ -18,10 +18,10 @@
 
 namespace ballast::kernels {
 
-// Finite check and fp64 squared norm in one read; gradient: kBf16, kF16 or kF32. Leaves of 4096 elements from the
-// span's start, each summed in fp64 in 32 interleaved lanes (element i into lane i mod 32; lanes added pairwise,
-// neighbours first), leaves added by a binary tree over leaf index (the left child of n leaves takes the largest power
-// of two below n).
+// Finite check and fp64 squared norm in one read; gradient: kBf16, kF16 or kF32. Leaves have 4096 elements from the
+// span's start. Each leaf is summed in fp64 in 32 interleaved lanes (element i into lane i mod 32; lanes added
+// pairwise, neighbours first). Leaves are added by a binary tree over the leaf index (the left child of n leaves takes
+// the largest power of two below n).
 struct NormResult {
   double squared_norm = 0;
   bool finite = true;  // when false, squared_norm is 0
@@ -29,7 +29,7 @@ struct NormResult {
 NormResult SquaredNorm(Dtype dtype, const std::byte* gradient, uint64_t n);
 NormResult SquaredNorm(absl::Span<const bf16> gradient);
 
-// Rounds to nearest even, as float_formats.h says; and exactly back. Dtype: any.
+// FromF32 rounds to nearest even, as in float_formats.h; ToF32 widens exactly. Dtype: any.
 void FromF32(absl::Span<const float> from, Dtype dtype, std::byte* to);
 void ToF32(Dtype dtype, const std::byte* from, absl::Span<float> to);
 void Bf16FromF32(absl::Span<const float> from, absl::Span<bf16> to);
@@ -39,12 +39,12 @@ void F32FromBf16(absl::Span<const bf16> from, absl::Span<float> to);
 void AddInto(absl::Span<const float> addend, absl::Span<float> sum);
 void AddInto(Dtype dtype, const std::byte* addend, absl::Span<float> sum);
 
-// Blockwise symmetric integers, as ZeRO++ sends weights and gradients (Wang et al. 2023, sections 3.1 and 3.3): per
-// block of kQuantBlock elements an fp32 scale = largest magnitude times fp32(1 / Q), and x times
-// fp32(1 / scale) rounded to nearest even, |q| <= Q.
+// Blockwise symmetric integers, as ZeRO++ sends weights and gradients (Wang et al. 2023, sections 3.1 and 3.3). Each
+// block of kQuantBlock elements has an fp32 scale = largest magnitude times fp32(1 / Q); q = x times fp32(1 / scale),
+// rounded to nearest even, |q| <= Q.
 // kInt8: Q = 127, a byte each. kInt4: Q = 7, two to a byte, the even element in the lower half; n rounded up to even.
-// Error: |x - value| <= scale / 2 x (1 + 2^-14), and what rounding the value to a 16-bit dtype adds. A block with Inf
-// or NaN comes back as NaN; one whose scale would be below 2^-126 as zeros.
+// Error: |x - value| <= scale / 2 x (1 + 2^-14), plus the rounding of the value to a 16-bit dtype. A block with Inf or
+// NaN comes back as NaN; a block whose scale would be below 2^-126 comes back as zeros.
 enum class QuantFormat : uint8_t { kInt8, kInt4 };
 inline constexpr uint64_t kQuantBlock = 256;
 constexpr uint64_t QuantBytes(QuantFormat format, uint64_t n) { return format == QuantFormat::kInt8 ? n : (n + 1) / 2; }
@@ -57,12 +57,12 @@ void Dequantize(QuantFormat format, const std::byte* quantized, const float* sca
 
 // CRC32C (Castagnoli, RFC 3720), `seed` from an earlier call to continue; 0 to start.
 uint32_t Crc32c(absl::Span<const std::byte> bytes, uint32_t seed = 0);
-// Of two spans one behind the other, from each one's own (with seed 0) and the size of the second.
+// CRC32C of two spans end to end, from the CRC32C of each span (with seed 0) and the size of the second.
 uint32_t Crc32cConcat(uint32_t first, uint32_t second, uint64_t second_bytes);
-// Of what it copies, in one read of `from`; to[from.size()].
+// Copies `from` to to[from.size()] and returns the CRC32C of the bytes, in one read.
 uint32_t CopyCrc32c(absl::Span<const std::byte> from, std::byte* to, uint32_t seed = 0);
 
-// The instruction set that the vector kernels chose: "AVX3", "AVX2", "EMU128", ...
+// The instruction set chosen by the vector kernels: "AVX3", "AVX2", "EMU128", ...
 const char* ActiveIsa();
 
 }  // namespace ballast::kernels

@@ -1,9 +1,10 @@
-// How kF8 keeps a block of a moment: x / scale in a byte, where scale = the block's largest magnitude times
-// fp32(1 / the format's largest). A code is the exponent and mantissa bits of fp32 that |x / scale| + 2^-15 has,
-// rounded to nearest (halves upwards): sixteen binades, the lowest evenly spaced down to zero, and coding is one FMA,
-// one addition and one shift.
+// The code of a block of a moment in kF8: x / scale in a byte, with scale = the block's largest magnitude times fp32(1
+// / L), where L is the format's largest value. The code holds the exponent and mantissa bits of the fp32 number |x /
+// scale| + 2^-15, rounded to nearest (halves upwards). This gives sixteen binades, the lowest evenly spaced down to
+// zero; coding takes one FMA, one addition and one shift.
 //
-// A block with an Inf or a NaN gets the scale NaN and is NaN as a whole; one whose scale would be below 2^-126 is zero.
+// A block with an Inf or a NaN gets the scale NaN and is NaN as a whole; a block whose scale would be below 2^-126 is
+// zero.
 #pragma once
 
 #include <bit>

@@ -9,7 +9,7 @@ namespace ballast::kernels {
 inline constexpr size_t kNormLeafElements = 4096;
 inline constexpr size_t kNormLanes = 32;
 
-// Neighbours first: lanes 0 + 1, 2 + 3 ..., then the pairs' neighbours. `lane` is used up.
+// Adds neighbours first: lanes 0 + 1, 2 + 3 ..., then neighbouring sums. Overwrites `lane`.
 inline double SumLanes(double* lane) {
   for (size_t count = kNormLanes; count > 1; count /= 2) {
     for (size_t i = 0; i < count / 2; ++i) lane[i] = lane[2 * i] + lane[2 * i + 1];
@@ -17,7 +17,7 @@ inline double SumLanes(double* lane) {
   return lane[0];
 }
 
-// Adds leaves, in order, into the tree whose left children are complete: a binary counter of partial sums.
+// Adds leaves, in order, into the tree with complete left children: a binary counter of partial sums.
 class NormTree {
  public:
   void Add(double leaf) {

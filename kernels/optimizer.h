@@ -1,8 +1,8 @@
 // The elementwise optimizers: one fused pass per chunk from reduced gradient to working parameters.
 //
 // Bit-exact everywhere: every CPU path (no vectors, AVX2, AVX-512; Highway picks one at run time) and CUDA give the
-// same bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding; a NaN that is stored as fp32
-// is always 0x7fc00000. Threads: any, in any floating-point mode (ieee_mode.h); nothing is shared.
+// same bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding; a NaN stored as fp32 is
+// always 0x7fc00000. Threads: any, in any floating-point mode (ieee_mode.h); no state is shared.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@
 
 namespace ballast::kernels {
 
-// What is computed, for gradient g, master p, first moment m, second moment v (semantics and names of torch.optim):
+// Formulas, for gradient g, master p, first moment m, second moment v (semantics and names of torch.optim):
 //
 //   all                  g = factor * grad
 //   kAdam, kSgd, kAdagrad  g = fma(weight_decay, p, g)                                     (L2, coupled)
@@ -46,7 +46,7 @@ enum class MomentFormat : uint8_t {
 inline constexpr uint64_t kMomentBlock = 256;
 inline constexpr int kMomentsMax = 3;
 
-// All that is fixed for a job's life.
+// The part of an optimizer that is fixed for a job's life.
 struct OptimizerSpec {
   OptimizerKind kind = OptimizerKind::kAdamw;
   bool amsgrad = false;   // kAdamw, kAdam
@@ -58,8 +58,8 @@ struct OptimizerSpec {
   friend bool operator==(const OptimizerSpec&, const OptimizerSpec&) = default;
 };
 
-// Empty, or why no kernel computes this: a dtype that is not listed, nesterov without momentum, amsgrad of another
-// kind.
+// Returns an empty text, or the reason why no kernel computes `spec`: an unlisted dtype, nesterov without momentum,
+// amsgrad of a kind other than kAdamw and kAdam.
 std::string Unsupported(const OptimizerSpec& spec);
 
 // Moments per parameter: AdamW and Adam {m, v} or {m, v, x} with amsgrad, SGD {} or {m}, Adagrad {v}, Lion {m}.
@@ -68,11 +68,11 @@ int MomentCount(const OptimizerSpec& spec);
 // Is moment `index` (below MomentCount) a sum, mean or maximum of squares, and so never negative?
 bool IsSecondMoment(const OptimizerSpec& spec, int index);
 
-// Bytes of `n` elements of one moment; of its scales (0 unless kI8, kF8).
+// Bytes of `n` elements of one moment; MomentScaleBytes: bytes of its scales (0 unless kI8, kF8).
 uint64_t MomentBytes(MomentFormat format, uint64_t n);
 uint64_t MomentScaleBytes(MomentFormat format, uint64_t n);
 
-// A parameter group's hyper-parameters for one step; torch.optim's names and defaults are the caller's.
+// A parameter group's hyper-parameters for one step. torch.optim's names and defaults are up to the caller.
 struct Hyper {
   double learning_rate = 0;
   double beta1 = 0;  // kSgd: momentum
@@ -85,8 +85,8 @@ struct Hyper {
   bool maximize = false;
 };
 
-// What the kernel multiplies with: each value computed in fp64 and rounded once (1f - 0.999f would be off by 1.3e-5).
-// The fields that a kind does not name above stay 0.
+// The kernel's factors: each computed in fp64 and rounded once (1f - 0.999f would be off by 1.3e-5). Fields not named
+// above for a kind stay 0.
 struct Coefficients {
   float factor = 1;        // fp32(gradient scale x clip), negated to maximize
   float weight_decay = 0;  // L2: the decay; decoupled: lr * decay
@@ -101,14 +101,14 @@ struct Coefficients {
 // t: this update's step count for the tensor, from 1 (REQUIRES). factor: fp32(gradient scale x clip).
 Coefficients MakeCoefficients(const OptimizerSpec& spec, const Hyper& hyper, uint64_t t, float factor);
 
-// The random bits of stochastic rounding depend on nothing but these, so every split of the work gives the same bits.
+// The random bits of stochastic rounding depend only on these fields, so every split of the work gives the same bits.
 // Philox4x32-10 (Salmon et al. 2011), key = seed; the 128 bits of counter {e / 8, step mod 2^32, unit << 2 | moment}
 // are the 16-bit numbers of elements e, e + 1, ... e + 7 of the unit, e a multiple of 8.
 struct RandomKey {
   uint64_t seed = 0;
   uint32_t unit = 0;  // below 2^30
   uint64_t step = 0;
-  uint64_t first_element = 0;  // of the span, in its unit; a multiple of kMomentBlock
+  uint64_t first_element = 0;  // the span's first element, in its unit; a multiple of kMomentBlock
 };
 
 struct MomentSpan {
@@ -121,7 +121,7 @@ struct UpdateSpan {
   uint64_t n = 0;
   const std::byte* gradient = nullptr;
   float* master = nullptr;                      // in place
-  std::array<MomentSpan, kMomentsMax> moments;  // in place; those beyond MomentCount are not read
+  std::array<MomentSpan, kMomentsMax> moments;  // in place; entries beyond MomentCount are not read
   std::byte* working = nullptr;                 // written
 };
 
@@ -129,14 +129,14 @@ struct UpdateSpan {
 // Unsupported(spec).empty(), else the process ends.
 void Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span);
 
-// The values that moment `index` (below MomentCount) stands for, kF8's second moments squared again; `moment` begins at
-// a multiple of kMomentBlock elements of its chunk, like the span of its updates. A block with Inf or NaN reads as NaN.
+// Reads the values of moment `index` (below MomentCount), kF8's second moments squared again. `moment` begins at a
+// multiple of kMomentBlock elements of its chunk, like the span of its updates. A block with Inf or NaN reads as NaN.
 void ReadMoment(const OptimizerSpec& spec, int index, const MomentSpan& moment, absl::Span<float> to);
 
-// The reverse, with the rounding of an update; what was read has its codes again, in kI8 and kF8 its scales to a last
-// bit. `from` are finite, a second moment's at least 0. `moment` begins at a
-// multiple of kMomentBlock elements of its chunk, `key` is of its first; what lies behind `from` in the last block is
-// nobody's.
+// The reverse of ReadMoment, with the rounding of an update. Values from ReadMoment get their old codes again; scales
+// of kI8 and kF8 may differ in the last bit. `from` must be finite, and at least 0 for a second moment. `moment` begins
+// at a multiple of kMomentBlock elements of its chunk, `key` is of its first element; the last block's content behind
+// `from` is undefined.
 void WriteMoment(const OptimizerSpec& spec, int index, const RandomKey& key, absl::Span<const float> from,
                  const MomentSpan& moment);
 

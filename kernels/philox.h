@@ -1,5 +1,5 @@
 // Philox4x32-10, the counter-based random numbers of Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3".
-// One counter at a time; the definition that the vector kernels must equal. Callable from CUDA (constexpr).
+// Computes a single counter; defines the bits of the vector kernels. Callable from CUDA (constexpr).
 #pragma once
 
 #include <cstdint>

@@ -13,7 +13,7 @@ namespace {
 
 // More than three blocks, the last one short and odd.
 constexpr uint64_t kElements = 907;
-// Of an update: more than the longest run of blocks.
+// Elements of an update: more than the longest run of blocks.
 constexpr uint64_t kUpdateElements = 17 * kMomentBlock + 139;
 
 // A bijection of 32 bits (Ellis, hash-prospector: lowbias32).
@@ -49,8 +49,8 @@ uint32_t Add(const std::vector<T>& values, uint32_t crc) {
   return Crc32c({reinterpret_cast<const std::byte*>(values.data()), values.size() * sizeof(T)}, crc);
 }
 
-// Two steps from zero moments, so that what the first stored is read by the second. `shift`: bytes by which the working
-// parameters miss the alignment at which they go past the caches.
+// Two steps from zero moments, so that the second step reads moments stored by the first. `shift`: bytes by which the
+// working parameters miss the alignment needed for stores past the caches.
 uint32_t UpdateDigest(const Processor& processor, const OptimizerSpec& spec, size_t shift, uint32_t crc) {
   std::vector<float> master(kUpdateElements), scales[kMomentsMax];
   const uint64_t working_bytes = kUpdateElements * ElementBytes(spec.working);
@@ -143,7 +143,7 @@ void AddConversions(const Processor& processor, std::vector<Digest>* digests) {
 }
 
 void AddNorms(const Processor& processor, std::vector<Digest>* digests) {
-  // Whole leaves and a short one; all finite, and with one value that is not.
+  // Whole leaves and a short leaf; once with all values finite, once with a value that is not.
   constexpr uint64_t kNormElements = 2 * 4096 + 77;
   std::vector<float> wide(kNormElements);
   for (uint64_t i = 0; i < kNormElements; ++i) wide[i] = Input(8, i % kMomentBlock) * (1.0f + static_cast<float>(i));

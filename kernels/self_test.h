@@ -1,5 +1,5 @@
-// Bit equality is what recovery rests on, so a processor shows at start that it computes this release's bits: its
-// kernels over fixed inputs, the CRC32C of what it wrote against a table.
+// Recovery rests on bit equality, so a processor shows at start that it computes this release's bits: it runs the
+// kernels over fixed inputs and compares the CRC32C of the outputs with a table.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace ballast::kernels {
 
-// The functions under test; all spans are in the host's memory. One that is empty is left out.
+// The functions under test; all spans are in the host's memory. An empty function is left out.
 struct Processor {
   std::function<void(const OptimizerSpec&, const Coefficients&, const RandomKey&, const UpdateSpan&)> update;
   std::function<NormResult(Dtype, const std::byte*, uint64_t)> squared_norm;
@@ -29,14 +29,14 @@ struct Digest {
   friend bool operator==(const Digest&, const Digest&) = default;
 };
 
-// A few milliseconds.
+// Takes a few milliseconds.
 std::vector<Digest> DigestsOf(const Processor& processor);
 
-// Names every function whose digest is not this release's, with both: "adamw/f8: 12ab34cd, expected 98fe76dc; ...".
-// Empty when all agree.
+// Names every function whose digest differs from this release's, with both digests: "adamw/f8: 12ab34cd, expected
+// 98fe76dc; ...". Empty when all agree.
 std::string DigestMismatch(const std::vector<Digest>& digests);
 
-// The kernels of kernels.h and optimizer.h on the instruction set that they chose.
+// The kernels of kernels.h and optimizer.h on the instruction set chosen at run time.
 Processor CpuProcessor();
 
 }  // namespace ballast::kernels

@@ -1,5 +1,5 @@
-// What every processor must compute on self_test.cc's inputs. Written by self_test_test --print; a change here is a
-// change of the state's bits: jobs of an earlier release would not continue as they were.
+// Digests that every processor must compute on self_test.cc's inputs. Written by self_test_test --print. A change here
+// changes the state's bits: jobs of an earlier release would not continue exactly.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// Threads that share large pieces of work with whoever asks for it: all jobs of a server, and benchmarks, have one
-// pool.
+// Threads that share large pieces of work with their callers: all jobs of a server use one pool, and so do benchmarks.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +11,10 @@
 
 namespace ballast::kernels {
 
-// Threads: any, several callers at a time; they share the pool's threads.
+// Threads: any; several callers at a time share the pool's threads.
 class ThreadPool {
  public:
-  // `threads`: how many work on one caller's pieces, the caller included. 1 starts none.
+  // `threads`: number of threads on one caller's pieces, the caller included. 1 starts no thread.
   explicit ThreadPool(int threads);
   // REQUIRES: no call is under way.
   ~ThreadPool();
@@ -24,29 +23,29 @@ class ThreadPool {
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // piece(0) ... piece(count - 1), each once, on the caller's thread and the pool's, in any order; returns when all
-  // have returned. A piece should take 50 microseconds or more, and must not call ParallelFor. `between` is called on
-  // the caller's thread alone, after each piece that it did.
+  // Runs piece(0) ... piece(count - 1), each once, on the caller's thread and the pool's, in any order; returns when
+  // all have returned. A piece should take 50 microseconds or more, and must not call ParallelFor. `between` is called
+  // on the caller's thread alone, after each of the caller's own pieces.
   void ParallelFor(uint64_t count, absl::FunctionRef<void(uint64_t)> piece, absl::FunctionRef<void()> between);
   void ParallelFor(uint64_t count, absl::FunctionRef<void(uint64_t)> piece) {
     ParallelFor(count, piece, [] {});
   }
 
  private:
-  // One caller's pieces. Lives on the caller's stack until all are done; its counts belong to the pool's lock.
+  // One caller's pieces. Lives on the caller's stack until all are done; its counts are guarded by the pool's lock.
   struct Batch {
     absl::FunctionRef<void(uint64_t)> piece;
     uint64_t count;
-    uint64_t next = 0;  // not begun by anyone
+    uint64_t next = 0;  // the next piece to begin
     uint64_t done = 0;
     Batch* behind = nullptr;  // in open_
   };
-  // Takes and does a piece of `batch`, without the lock meanwhile; false if none is left.
+  // Takes a piece of `batch` and runs it without the lock; false if no piece is left.
   bool DoPiece(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Loop();
 
   absl::Mutex mutex_;
-  Batch* open_ ABSL_GUARDED_BY(mutex_) = nullptr;  // a list of those with pieces that nobody has begun, newest first
+  Batch* open_ ABSL_GUARDED_BY(mutex_) = nullptr;  // batches with pieces not yet begun, newest first
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> workers_;
 };

@@ -1,5 +1,5 @@
-// What ranks of one trainer group do among themselves. Implementations: loopback (threads of one process), Gloo (CPUs),
-// NCCL (GPUs).
+// Communication between the ranks of one trainer group. Implementations: loopback (threads of one process), Gloo
+// (CPUs), NCCL (GPUs).
 #pragma once
 
 #include <cstddef>
@@ -12,16 +12,16 @@
 
 namespace ballast::client {
 
-// Calls are collective: every rank makes the same calls in the same order, from one thread at a time. They block, and
-// fail with DEADLINE_EXCEEDED (RANK_MISSING, naming the peer where the library tells) or UNAVAILABLE when a peer is
-// gone; after an error the group is unusable: exit and start again.
+// Calls are collective: every rank makes the same calls in the same order, from one thread at a time. Calls block. When
+// a peer is gone, they fail with DEADLINE_EXCEEDED (RANK_MISSING, with the peer if the library names it) or
+// UNAVAILABLE. After an error the group is unusable: exit and start again.
 class Collective {
  public:
   virtual ~Collective() = default;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
 
-  // Every rank's bytes, in rank order. For control data: at most 1 MiB a rank.
+  // Returns every rank's bytes, in rank order. For control data: at most 1 MiB per rank.
   virtual absl::StatusOr<std::vector<std::string>> Exchange(const std::string& mine) = 0;
 
   // `all` holds every rank's part: rank r's at [offsets[r], offsets[r + 1]) bytes, offsets.size() == world_size + 1. On

@@ -177,7 +177,7 @@ absl::Status FileRendezvous::Missing(absl::string_view waited_for) const {
 }
 
 void FileRendezvous::RemoveOldValues() const {
-  // Whoever wrote them has lost its lock, or its place in the group. What cannot be removed is only clutter.
+  // The writers have lost their lock, or their place in the group. A file that cannot be removed is only clutter.
   std::error_code ignored;
   const std::string keep = absl::StrCat("value-", generation_);
   for (const auto& entry : fs::directory_iterator(options_.directory, ignored)) {

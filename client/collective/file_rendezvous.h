@@ -1,14 +1,13 @@
 // A rendezvous in a directory that all ranks see: one machine, or a shared file system with POSIX locks.
 //
-// Every rank holds a lock while its process lives (a second process with the same rank is refused) and the group agrees
+// Every rank holds a lock while its process lives, so a second process with the same rank is refused. The group agrees
 // on a generation, so the directory may be used again after any crash:
 //   1. rank 0 writes `invitation`: a fresh random id, the generation;
-//   2. rank r writes `answer-r`: the generation it read and a fresh random nonce, again whenever the invitation
-//   changes;
-//   3. when all answers name its generation, rank 0 writes `start` with their nonces; rank r has joined when its own
-//   nonce is
-//      there. Files of earlier starts never hold a fresh generation or nonce, so they are never taken for new ones.
-// Values are files whose names carry the generation; rank 0 removes those of older generations.
+//   2. rank r writes `answer-r`: the generation read and a fresh random nonce, again whenever the invitation changes;
+//   3. when all answers name its generation, rank 0 writes `start` with their nonces;
+//   4. rank r has joined when its own nonce is in `start`.
+// Files of earlier starts never hold a fresh generation or nonce, so they are never taken for new files. Values are
+// files whose names carry the generation; rank 0 removes files of older generations.
 #pragma once
 
 #include <memory>
@@ -28,8 +27,8 @@ struct FileRendezvousOptions {
 
 class FileRendezvous : public Rendezvous {
  public:
-  // Blocks until all ranks are here. The rank's lock is held until destruction or the process's end, however it comes.
-  // Errors: RANK_TAKEN (names the process), RANK_MISSING (names the ranks that did not come), BAD_CONFIG (ranks
+  // Blocks until all ranks are here. The rank's lock is held until destruction or the end of the process, even by a
+  // crash. Errors: RANK_TAKEN (names the process), RANK_MISSING (names the ranks that did not come), BAD_CONFIG (ranks
   // disagree about the world size), IO.
   static absl::StatusOr<std::unique_ptr<FileRendezvous>> Join(const FileRendezvousOptions& options);
 

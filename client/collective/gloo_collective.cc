@@ -27,15 +27,14 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// At least one: Gloo takes zero for "no limit".
-// Rounded up: who waits this long has passed the deadline.
+// At least one, because Gloo takes zero for "no limit". Rounded up, so that the deadline has passed after the wait.
 milliseconds Left(absl::Time deadline) {
   return milliseconds(std::max<int64_t>(1, 1 + absl::ToInt64Milliseconds(deadline - absl::Now())));
 }
 
-// Gloo writes to sockets as to files: when the peer is gone that is a SIGPIPE, which would end the process. Blocked in
-// the calling thread and, by inheritance, in threads started meanwhile; one that came is taken off before the mask is
-// restored.
+// Gloo writes to sockets as to files: a write to a lost peer raises SIGPIPE, which would end the process. Blocks the
+// signal in the calling thread and, by inheritance, in threads started meanwhile; takes off a pending signal before the
+// mask is restored.
 class SigpipeBlock {
  public:
   SigpipeBlock() {
@@ -145,7 +144,7 @@ class GlooCollective : public PairwiseCollective {
  private:
   absl::Status Fail(int peer, absl::Time deadline, const char* what) {
     const bool late = absl::Now() >= deadline;
-    // Nothing may touch the caller's memory after return, and the other ranks shall hear of it now.
+    // No thread may touch the caller's memory after return, and the other ranks must get the error now.
     try {
       context_->closeConnections();
     } catch (const std::exception&) {

@@ -1,5 +1,4 @@
-// Ranks that are processes on CPUs, over TCP. Source: https://github.com/facebookincubator/gloo, its point-to-point
-// layer.
+// Ranks as processes on CPUs, over TCP. Source: https://github.com/facebookincubator/gloo, its point-to-point layer.
 #pragma once
 
 #include <memory>
@@ -12,15 +11,15 @@
 namespace ballast::client {
 
 struct GlooOptions {
-  // Where this rank listens and what it tells the others: a host name or address, or a network interface's name
-  // instead.
+  // Address where this rank listens, and which the other ranks connect to: a host name or address. `interface` names a
+  // network interface instead.
   std::string host = "127.0.0.1";
   std::string interface;
-  absl::Duration timeout = absl::Seconds(120);  // of the set-up, and of each call
+  absl::Duration timeout = absl::Seconds(120);  // for the set-up, and for each call
 };
 
-// Blocks until all ranks are connected. Borrows `rendezvous` until return. Threads: one at a time; Gloo runs one of its
-// own. Errors: RANK_MISSING, UNAVAILABLE (names the peer that is gone), BAD_CONFIG (host or interface).
+// Blocks until all ranks are connected. Borrows `rendezvous` until return. Threads: one at a time; Gloo runs a thread
+// of its own. Errors: RANK_MISSING, UNAVAILABLE (names the lost peer), BAD_CONFIG (host or interface).
 absl::StatusOr<std::unique_ptr<Collective>> MakeGloo(Rendezvous* rendezvous, int rank, int world_size,
                                                      const GlooOptions& options);
 

@@ -91,7 +91,7 @@ void GradientTree::Add() {
   }
 }
 
-// The own nodes' elements of `ranges`, one node after the other: where they lie if that is one piece, else copied to
+// The own nodes' elements of `ranges`, one node after the other: in place if they lie in one piece, else copied to
 // `to`.
 absl::Span<const float> GradientTree::Pack(const std::vector<ElementRange>& ranges, float* to) const {
   if (nodes_.size() == 1 && ranges.size() == 1) {

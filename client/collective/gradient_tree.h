@@ -1,9 +1,9 @@
-// Sums of gradients over micro-batches whose bits do not depend on how the micro-batches are spread over ranks.
+// Sums of gradients over micro-batches, with the same bits however the micro-batches are spread over ranks.
 //
-// The sum is fp32 over a fixed binary tree whose leaves are the micro-batches 0..M-1 (M a power of two). A rank holds a
-// contiguous run of leaves, so it can complete some subtrees alone: its forest, at most 2 log2(M) nodes. Ranks
-// exchange, for each element range, those partial sums with the range's owner, who adds the remaining nodes nearest
-// first: level by level upwards, left child + right child. Cost for W = 2^k ranks: each rank sends (W - 1) / W of its
+// The sum is fp32 over a fixed binary tree with the micro-batches 0..M-1 as leaves (M a power of two). A rank holds a
+// contiguous run of leaves, so it can complete some subtrees alone: its forest, at most 2 log2(M) nodes. For each
+// element range, ranks send their partial sums to the range's owner. The owner adds the remaining nodes nearest first:
+// level by level upwards, left child + right child. Cost for W = 2^k ranks: each rank sends (W - 1) / W of its
 // elements, as any reduce-scatter does.
 #pragma once
 
@@ -33,9 +33,9 @@ struct TreeNode {
 };
 std::vector<TreeNode> ForestOf(LeafRun run);
 
-// Adds leaves as they come, in order, keeping only the partial sums that are still needed.
-// Owns its buffers, kept between uses: (forest + log2 M + 1) x elements fp32 for the leaves, and for the exchange one
-// copy of what is sent unless it lies in one piece, and the owned elements times the nodes of all forests. Threads:
+// Adds leaves as they come, in order, and keeps only the partial sums still needed.
+// Owns its buffers, kept between uses: (forest + log2 M + 1) x elements fp32 for the leaves. For the exchange: one copy
+// of the sums to send, unless they lie in one piece, and the owned elements times the nodes of all forests. Threads:
 // one.
 class GradientTree {
  public:

@@ -14,12 +14,12 @@ namespace {
 
 using Sources = absl::Span<const absl::Span<const std::byte>>;
 
-// Where ranks meet: all post what they send, all copy from each other, and none goes on before all have copied.
+// The meeting place of the ranks: every rank posts its sources, then copies from all, and goes on when all have copied.
 class Table {
  public:
   Table(int world_size, absl::Duration timeout) : timeout_(timeout), posted_(world_size) {}
 
-  // Waits until every rank has posted; returns what they did, by rank. Each OK must be followed by Leave().
+  // Waits until every rank has posted; returns all sources, by rank. Each OK must be followed by Leave().
   absl::StatusOr<std::vector<const Sources*>> Enter(int rank, const Sources* sources) {
     absl::MutexLock lock(&mutex_);
     if (!broken_.ok()) return broken_;

@@ -1,4 +1,4 @@
-// Ranks that are threads of one process.
+// Ranks as threads of one process.
 #pragma once
 
 #include <memory>
@@ -9,8 +9,8 @@
 
 namespace ballast::client {
 
-// The seats of one group, by rank: one thread each. A call fails with RANK_MISSING when a rank does not make it within
-// `timeout`, with UNAVAILABLE when a rank's seat is gone.
+// Makes the seats of one group, by rank; each seat is for one thread. A call fails with RANK_MISSING if some rank does
+// not make the call within `timeout`, with UNAVAILABLE if some rank's seat is destroyed.
 std::vector<std::unique_ptr<Collective>> MakeLoopbackGroup(int world_size, absl::Duration timeout = absl::Seconds(120));
 
 }  // namespace ballast::client

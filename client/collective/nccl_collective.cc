@@ -28,7 +28,7 @@ absl::Status CudaStatus(cudaError_t error, absl::string_view what) {
 
 absl::Status NcclStatus(ncclResult_t result, absl::string_view what) {
   if (result == ncclSuccess) return absl::OkStatus();
-  // NCCL says these when a peer or the way to it is gone.
+  // NCCL's errors when a peer, or the way to it, is gone.
   const bool peer = result == ncclRemoteError || result == ncclSystemError;
   return model::Error(peer ? absl::StatusCode::kUnavailable : absl::StatusCode::kInternal,
                       peer ? model::kRankMissing : model::kIo,
@@ -41,7 +41,7 @@ class NcclCollective : public PairwiseCollective {
       : PairwiseCollective(rank, world_size), options_(options) {}
 
   ~NcclCollective() override {
-    (void)Outcome(cudaSetDevice(options_.device));  // the thread may be another than the one that connected
+    (void)Outcome(cudaSetDevice(options_.device));  // this thread may not be the one that connected
     // Abort, not destroy: destroying waits for peers that may be gone.
     if (comm_ != nullptr) ncclCommAbort(comm_);
     if (stream_ != nullptr) (void)Outcome(cudaStreamDestroy(stream_));

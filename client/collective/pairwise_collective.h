@@ -1,4 +1,4 @@
-// What the backends share: every collective as one exchange of bytes between all pairs of ranks.
+// Shared by all backends: every collective as one exchange of bytes between all pairs of ranks.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace ballast::client {
 
-// A backend provides Transfer; arguments are checked and own parts copied here. After a failed transfer every further
-// call returns that error.
+// A backend provides Transfer; this class checks arguments and copies own parts. After a failed transfer every further
+// call returns the same error.
 class PairwiseCollective : public Collective {
  public:
   PairwiseCollective(int rank, int world_size) : rank_(rank), world_size_(world_size) {}
@@ -23,8 +23,8 @@ class PairwiseCollective : public Collective {
  protected:
   using Source = absl::Span<const std::byte>;
   using Target = absl::Span<std::byte>;
-  // to[r] goes to rank r, from[r] is filled by rank r; own entries are empty, others may be. Blocks; spans are borrowed
-  // until return, also on an error.
+  // to[r] goes to rank r, rank r fills from[r]; own entries are empty, and the rest may be empty. Blocks. Spans are
+  // borrowed until return, also on an error.
   virtual absl::Status Transfer(absl::Span<const Source> to, absl::Span<const Target> from) = 0;
 
  private:

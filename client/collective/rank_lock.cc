@@ -19,7 +19,7 @@ namespace {
 
 ABSL_CONST_INIT absl::Mutex held_mutex(absl::kConstInit);
 
-// Path -> the process that took it: after a fork the child finds its parent's id, not its own.
+// Path -> process that took the lock: after a fork the child finds its parent's id, not its own.
 absl::flat_hash_map<std::string, pid_t>& Held() ABSL_EXCLUSIVE_LOCKS_REQUIRED(held_mutex) {
   static auto* const held = new absl::flat_hash_map<std::string, pid_t>;
   return *held;

@@ -1,8 +1,9 @@
-// A lock on a file that lasts exactly as long as the process that took it.
+// A lock on a file that lasts exactly as long as the process that took the lock.
 //
-// fcntl record locks: unlike flock's, they are not inherited by a forked child, so a data loader that outlives its
-// killed parent does not keep the rank; and they tell the holder's process id. They belong to the process, not to the
-// descriptor, and closing any descriptor of the file drops them: so one table per process knows the locks held here.
+// Uses fcntl record locks. Unlike flock's, they are not inherited by a forked child, so a data loader that outlives its
+// killed parent does not keep the rank; and the kernel tells the holder's process id. They belong to the process, not
+// to the descriptor, and closing any descriptor of the file drops the lock: therefore a table per process lists the
+// locks held here.
 #pragma once
 
 #include <sys/types.h>
@@ -18,7 +19,7 @@ class RankLock {
  public:
   // Creates the file if needed; never removes it. Errors: ALREADY_EXISTS (RANK_TAKEN, names the holder's process), IO.
   static absl::StatusOr<RankLock> Take(const std::string& path);
-  // The process that holds the lock of `path`, if any; 0 if the file system does not tell which.
+  // Returns the process that holds the lock of `path`, if any; 0 if the file system does not tell the process.
   static std::optional<pid_t> Holder(const std::string& path);
 
   RankLock(RankLock&& other) noexcept;

@@ -1,4 +1,4 @@
-// How the ranks of one group find each other: a small store of keys that all of them see.
+// How the ranks of one group find each other: a small store of keys seen by all ranks.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace ballast::client {
 
-// A store belongs to one start of the group: what an earlier start left behind is not seen. Threads: any.
+// A store belongs to one start of the group: keys of earlier starts are not seen. Threads: any.
 class Rendezvous {
  public:
   virtual ~Rendezvous() = default;

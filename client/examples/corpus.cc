@@ -23,7 +23,7 @@ absl::Status BadText(absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig, message);
 }
 
-// Adds the files that `path` leads to, by their resolved paths: a set, so that links count once.
+// Adds the files at or below `path`, by their resolved paths: a set, so that links count once.
 absl::Status CollectFiles(const std::string& path, std::set<fs::path>& files) {
   std::error_code error;
   const fs::path resolved = fs::canonical(path, error);

@@ -1,4 +1,4 @@
-// The text to train on, as bytes, and which bytes each micro-batch sees.
+// The text to train on, as bytes, and the choice of bytes for each micro-batch.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace ballast::client {
 
 // Licence texts that every Debian machine carries: about a quarter of a megabyte of English.
 inline constexpr char kDefaultTextPath[] = "/usr/share/common-licenses";
-// Held in memory whole by every rank.
+// Limit, because every rank holds the whole text in memory.
 inline constexpr uint64_t kCorpusBytesMax = uint64_t{1} << 30;
 
 class Corpus {
@@ -25,10 +25,10 @@ class Corpus {
   const std::string& text() const { return text_; }
   uint64_t file_count() const { return file_count_; }
   uint32_t Digest() const;
-  // Entropy of the byte frequencies, in nats per byte: the loss of the best model that looks at no context.
+  // Entropy of the byte frequencies, in nats per byte: the loss of the best model without context.
   double UnigramEntropy() const;
 
-  // Which sequences a micro-batch holds depends on this key alone, never on ranks or threads.
+  // The sequences of a micro-batch depend on this key alone, never on ranks or threads.
   struct SampleKey {
     uint64_t seed = 0;
     uint64_t step = 0;

@@ -1,4 +1,4 @@
-// Random numbers that are a function of their key alone, so that any rank can make any of them in any order.
+// Random numbers that are a function of their key alone, so that any rank can make any number in any order.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // The reference: the same state and the same kernels in arrays of this process, with no session, server or network.
 //
-// Layout, norms, verdict and coefficients are those that servers and clients compute by, so that its master weights
+// Layout, norms, verdict and coefficients come from the functions used by servers and clients, so the master weights
 // must equal theirs bit for bit.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace ballast::client {
 
 class LocalSource : public ParameterSource {
  public:
-  // At version 0, with the initial values of `seed`, which is also that of stochastic rounding. Allocates all state.
+  // Starts at version 0, with the initial values of `seed`, also the seed of stochastic rounding. Allocates all state.
   // `chunk_elements`: norms are kept per chunk, so bits equal a job's only with the job's chunk size.
   static absl::StatusOr<std::unique_ptr<LocalSource>> Create(const ModelShape& shape, uint64_t seed,
                                                              uint64_t chunk_elements,

@@ -212,7 +212,7 @@ absl::StatusOr<Seat> TakeSeat(const Flags& flags) {
   BALLAST_ASSIGN_OR_RETURN(seat.rendezvous, FileRendezvous::Join(rendezvous));
   GlooOptions gloo;
   gloo.host = flags.host;
-  // Longer than rank 0 waits for servers, so that the others hear from it which one is down.
+  // Longer than rank 0 waits for servers, so that the others hear from rank 0 which server is down.
   gloo.timeout = absl::Seconds(flags.timeout_s + 10);
   BALLAST_ASSIGN_OR_RETURN(seat.collective, MakeGloo(seat.rendezvous.get(), flags.rank, flags.world_size, gloo));
   return seat;
@@ -238,7 +238,7 @@ SessionOptions MakeSessionOptions(const Flags& flags) {
   return options;
 }
 
-// Trains to the end, or to the signal, whose number it returns (else 0).
+// Trains to the end, or to a signal. Returns the signal's number, else 0.
 absl::StatusOr<int> Train(const Flags& flags, const Corpus& corpus, ParameterSource& source, Trainer& trainer) {
   const uint64_t steps = flags.trainer.schedule.total_steps;
   const int64_t end = static_cast<int64_t>(flags.stop_at == 0 ? steps : std::min(steps, flags.stop_at));
@@ -257,7 +257,7 @@ absl::StatusOr<int> Train(const Flags& flags, const Corpus& corpus, ParameterSou
   while (source.version() < end && signal == 0) {
     const absl::StatusOr<TrainerStep> step = trainer.Step();
     if (!step.ok()) {
-      // What was measured until then; the error says more than a file that could not be written.
+      // Writes the figures so far. A failure to write is ignored: the training's error says more.
       if (!flags.json.empty()) (void)report.WriteJson(flags.json, std::nullopt);
       return step.status();
     }

@@ -1,4 +1,4 @@
-// The fp32 master weights of a run, in one file and as one number: what two runs are compared by.
+// The fp32 master weights of a run as a file and as a number, to compare two runs.
 //
 // File: for each tensor in registration order the line "<name> <elements>\n", then the elements, little-endian fp32.
 // Digest: CRC32C of the same bytes.
@@ -13,7 +13,7 @@
 
 namespace ballast::client {
 
-// Reads every tensor at source's version(), one at a time, and writes them to `path` unless that is empty. Returns the
+// Reads the tensors one at a time at source's version(), and writes them to `path` unless `path` is empty. Returns the
 // digest.
 absl::StatusOr<uint32_t> SaveMasterWeights(const ModelShape& shape, ParameterSource& source, const std::string& path);
 

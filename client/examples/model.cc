@@ -10,7 +10,7 @@
 namespace ballast::client {
 
 absl::Status CheckShape(const ModelShape& shape) {
-  // Far above what a byte model trains well with; keeps every element count below 2^31, which BLAS takes.
+  // Far above useful sizes for a byte model; keeps every element count below 2^31, as BLAS requires.
   constexpr int kSizeMax = 8192;
   const std::pair<const char*, int> sizes[] = {{"layers", shape.layers},
                                                {"width", shape.width},

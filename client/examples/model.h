@@ -21,7 +21,7 @@ struct ModelShape {
   int layers = 4;
   int width = 256;
   int heads = 4;
-  int context = 128;  // bytes a sequence
+  int context = 128;  // bytes per sequence
   int sequences = 4;  // per micro-batch
 
   int tokens() const { return context * sequences; }  // per micro-batch
@@ -53,9 +53,9 @@ struct ModelTensor {
 // Unit 0 holds the byte table and the final norm, unit 1 + i is layer i. In registration order.
 std::vector<ModelTensor> TensorsOf(const ModelShape& shape);
 
-// Values [first, first + values.size()) of a tensor: gains are 1, matrices about normal with deviation 0.02 (Radford et
-// al. 2019; those that write into the residual stream divided by sqrt(2 x layers)). Exact arithmetic on a keyed hash:
-// the same bits on every machine, whoever fills which part.
+// Values [first, first + values.size()) of a tensor. Gains are 1. Matrices are about normal with deviation 0.02
+// (Radford et al. 2019), divided by sqrt(2 x layers) for matrices that write into the residual stream. Exact arithmetic
+// on a keyed hash: the same bits on every machine, for any split of the filling.
 void FillInitialValues(const ModelShape& shape, const ModelTensor& tensor, uint64_t seed, uint64_t first,
                        absl::Span<float> values);
 

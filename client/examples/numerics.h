@@ -1,7 +1,7 @@
 // Arithmetic of the example model, templated so that a test can check float code in double.
 //
-// Deterministic: sums run over eight lanes in a fixed order (which also lets the compiler use vectors without leave to
-// reorder), products go to a BLAS on one thread with beta = 0 and shapes that no rank or thread count changes.
+// Deterministic: sums run over eight lanes in a fixed order (so the compiler may use vectors without leave to reorder).
+// Products go to a BLAS on one thread with beta = 0 and shapes that no rank or thread count changes.
 #pragma once
 
 #include <cblas.h>
@@ -88,8 +88,8 @@ T Largest(const T* a, int n) {
   return *std::max_element(lane, lane + kLanes);
 }
 
-// e^x within 2 ulp for |x| < 87, saturating beyond: branch-free, so that loops over it become vectors.
-// Source: Cephes expf (Moshier 1989).
+// e^x within 2 ulp for |x| < 87, saturating beyond. Branch-free, so that loops of calls become vectors. Source: Cephes
+// expf (Moshier 1989).
 inline float Exp(float x) {
   x = x < -87.0f ? -87.0f : x;
   x = x > 88.0f ? 88.0f : x;
@@ -122,7 +122,7 @@ void RmsNorm(const T* x, const T* gain, int rows, int width, T* y, T* inverse) {
   }
 }
 
-// dx = residual + what dy sends back; residual may be dx itself. dgain is overwritten. scratch[width].
+// dx = residual + gradient of dy by x; residual may be dx itself. dgain is overwritten. scratch[width].
 template <typename T>
 void RmsNormBackward(const T* x, const T* gain, const T* inverse, const T* dy, const T* residual, int rows, int width,
                      T* dx, T* dgain, T* scratch) {

@@ -1,4 +1,4 @@
-// Where a trainer's parameters come from and its gradients go: state servers (server_source.h), or arrays of this
+// Source of a trainer's parameters and destination of its gradients: state servers (server_source.h), or arrays of this
 // process (local_source.h). Both give the same bits.
 #pragma once
 
@@ -21,10 +21,10 @@ class ParameterSource {
   // The last finished step; 0 after the initial values.
   virtual int64_t version() const = 0;
 
-  // Where things lie. `unit` counts in the order of TensorsOf.
+  // Where tensors lie. `unit` counts in the order of TensorsOf.
   virtual uint64_t unit_elements(uint32_t unit) const = 0;
   virtual absl::StatusOr<uint64_t> Locate(const std::string& tensor) const = 0;  // first element, in its unit
-  // What each rank owns of a unit: the ranges whose gradients it pushes.
+  // The ranges of a unit owned by each rank: a rank pushes the gradients of its ranges.
   using Ranges = std::vector<GradientTree::ElementRange>;
   virtual std::vector<Ranges> OwnedRanges(uint32_t unit) const = 0;
 
@@ -32,11 +32,11 @@ class ParameterSource {
   virtual void Prefetch(uint32_t unit) = 0;
   // COLLECTIVE. The unit's flat space, widened from the working dtype.
   virtual absl::Status Acquire(uint32_t unit, absl::Span<float> parameters) = 0;
-  // The own ranges of the unit's gradient, concatenated, summed over all micro-batches; rounded to the gradient dtype.
-  // Once per unit and step. Copied.
+  // Pushes the own ranges of the unit's gradient, concatenated, summed over all micro-batches; rounds them to the
+  // gradient dtype. Once per unit and step. Copies.
   virtual absl::Status Push(uint32_t unit, absl::Span<const float> gradient) = 0;
-  // COLLECTIVE. Ends the step; all units have been pushed. `header` is the same on all ranks: groups, gradient_scale,
-  // max_norm.
+  // COLLECTIVE. Ends the step; all units must have been pushed. `header` is the same on all ranks: groups,
+  // gradient_scale, max_norm.
   virtual absl::StatusOr<v1::Verdict> FinishStep(const v1::StepHeader& header, const std::string& blob) = 0;
 
   // fp32 master values of a whole tensor at version().

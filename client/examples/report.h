@@ -1,4 +1,4 @@
-// What the user sees of a run: a line per step while it goes on, a summary, and figures for programs.
+// Output of a run for the user: a line per step while training, a summary, and figures for programs.
 #pragma once
 
 #include <chrono>
@@ -17,10 +17,10 @@ struct ReportOptions {
   std::FILE* stream = stdout;
   bool quiet = false;       // no lines at all: ranks other than 0
   bool live = false;        // rewrite one line each step, for terminals
-  uint64_t log_every = 10;  // steps between lines otherwise
+  uint64_t log_every = 10;  // steps between lines if not `live`
   uint64_t steps_total = 0;
   int64_t start_version = 0;
-  uint64_t tokens_per_step = 0;  // of all ranks
+  uint64_t tokens_per_step = 0;  // over all ranks
   double unigram_entropy = 0;
 };
 
@@ -31,7 +31,8 @@ class Report {
 
   void Add(const TrainerStep& step);
   void Summarise(std::optional<uint32_t> digest) const;
-  // Wall and CPU seconds are this process's, the former since construction. INTERNAL if the file cannot be written.
+  // Wall and CPU seconds are this process's; wall seconds count from construction. INTERNAL if the file cannot be
+  // written.
   absl::Status WriteJson(const std::string& path, std::optional<uint32_t> digest) const;
 
  private:
@@ -47,7 +48,7 @@ class Report {
   StepTimes times_;
   uint64_t skipped_ = 0;
   int64_t version_ = 0;
-  // Since the last line.
+  // Times since the last line.
   StepTimes line_times_;
   uint64_t line_steps_ = 0;
 };

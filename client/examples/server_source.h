@@ -1,4 +1,4 @@
-// Parameters that live on state servers: units are prefetched, acquired, and dropped when the next one comes.
+// Parameters on state servers: each unit is prefetched, acquired, and dropped when the next unit comes.
 #pragma once
 
 #include <memory>
@@ -20,7 +20,7 @@ class ServerSource : public ParameterSource {
   static absl::StatusOr<std::unique_ptr<ServerSource>> Create(std::unique_ptr<Session> session, const ModelShape& shape,
                                                               uint64_t seed);
 
-  // The model's training steps. The session's version is ahead of them where the job went back to an older state.
+  // Counts the model's training steps. The session's version is larger where the job went back to an older state.
   int64_t version() const override { return session_->version() - ahead_; }
   void SetAhead(int64_t ahead) { ahead_ = ahead; }
   uint64_t unit_elements(uint32_t unit) const override { return session_->unit_elements(units_[unit]); }

@@ -163,7 +163,7 @@ void Trainer::ForOwnMicroBatches(absl::FunctionRef<void(size_t, size_t)> body) c
 }
 
 void Trainer::PrefetchFrom(size_t position) {
-  // Not beyond the step: what the next one needs does not exist yet.
+  // Not beyond the step: the next step's parameters do not exist yet.
   const size_t end = std::min(order_.size(), position + options_.prefetch_units);
   for (size_t i = position; i < end; ++i) source_->Prefetch(order_[i]);
 }
@@ -171,7 +171,7 @@ void Trainer::PrefetchFrom(size_t position) {
 absl::Status Trainer::AcquireNext() {
   Account(times_.compute);
   const uint32_t unit = order_[position_];
-  // Before Acquire, so that what follows is on its way while this unit is waited for.
+  // Before Acquire, so that the next units are on their way while this unit is waited for.
   PrefetchFrom(++position_);
   BALLAST_RETURN_IF_ERROR(source_->Acquire(unit, absl::MakeSpan(weights_).first(source_->unit_elements(unit))));
   Account(times_.pull);

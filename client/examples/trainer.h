@@ -1,8 +1,8 @@
 // The training loop of one rank: forward and backward, layer by layer, over all of the rank's micro-batches.
 //
-// A step is a fixed power of two of micro-batches. Whatever the number of ranks and threads, each micro-batch is
-// computed alone, on shapes of its own, and gradients and losses are added in an order that only the micro-batches
-// give: so bits depend on neither. Only one unit's parameters, and its gradient's partial sums, exist at a time.
+// A step is a fixed power of two of micro-batches. Each micro-batch is computed alone, on shapes of its own. Gradients
+// and losses are added in an order given by the micro-batches only. So bits depend neither on ranks nor on threads.
+// Only one unit's parameters, and its gradient's partial sums, exist at a time.
 #pragma once
 
 #include <atomic>
@@ -35,16 +35,16 @@ struct TrainerOptions {
   double max_norm = 1.0;  // clips the gradient's global norm; 0 = never
   uint32_t prefetch_units = 2;
   int threads = 1;  // each takes a contiguous share of the rank's micro-batches
-  // A signal number that some rank received, or 0. All ranks learn of it with the step's loss.
+  // A signal number received by some rank, or 0. All ranks learn of the signal with the step's loss.
   const std::atomic<int>* stop_signal = nullptr;
 };
 
-// Wall seconds of a step, by what this rank's main thread was doing.
+// Wall seconds of a step, by the work of this rank's main thread.
 struct StepTimes {
   double pull = 0;     // acquiring units
   double compute = 0;  // the model, and summing own gradients
   double push = 0;     // reducing gradients over ranks, and handing them over
-  double update = 0;   // finishing the step: norm, verdict, and what of the update does not overlap
+  double update = 0;   // finishing the step: norm, verdict, and the part of the update that does not overlap
   double waiting = 0;  // for the other ranks, at the end of the step
   double total() const { return pull + compute + push + update + waiting; }
   void Add(const StepTimes& other);
@@ -61,17 +61,19 @@ struct TrainerStep {
 
 class Trainer {
  public:
-  // Borrows all; they must outlive it. INVALID_ARGUMENT for options that do not fit each other, the text, or the group.
+  // Borrows all arguments, which must outlive the trainer. INVALID_ARGUMENT for options that do not fit each other, the
+  // text, or the group.
   static absl::StatusOr<std::unique_ptr<Trainer>> Create(const TrainerOptions& options, const Corpus* corpus,
                                                          ParameterSource* source, Collective* collective);
 
   // COLLECTIVE. Trains step source->version() + 1.
   absl::StatusOr<TrainerStep> Step();
 
-  // What goes with each step's seal: the sampler's state. OK if `blob` is that of a run which this one may continue.
+  // The blob sealed with each step: the sampler's state. CheckBlob: OK if `blob` is of a run which this run may
+  // continue.
   std::string MakeBlob(int64_t step) const;
   absl::Status CheckBlob(const std::string& blob, int64_t version) const;
-  // The step that a blob was sealed with; 0 if it is none's: no step was trained yet.
+  // The step that a blob was sealed with; 0 for a blob of no step: no step was trained yet.
   static int64_t StepOf(absl::string_view blob);
 
  private:
@@ -80,7 +82,7 @@ class Trainer {
 
   // Runs body(own micro-batch, thread) for all own micro-batches on all threads.
   void ForOwnMicroBatches(absl::FunctionRef<void(size_t, size_t)> body) const;
-  // Acquires the next unit of order_, as fp32 in weights_, and asks for those that follow.
+  // Acquires the next unit of order_, as fp32 in weights_, and prefetches the units that follow.
   absl::Status AcquireNext();
   void PrefetchFrom(size_t position);
 
@@ -88,7 +90,7 @@ class Trainer {
   absl::Status Forward();
   absl::Status Backward();
   // Sums `write(own micro-batch, thread, gradient)` over all micro-batches of all ranks and pushes the own part.
-  // `write` leaves no element of a tensor unwritten.
+  // `write` must write every element of every tensor.
   absl::Status ReduceAndPush(uint32_t unit, absl::FunctionRef<void(size_t, size_t, absl::Span<float>)> write);
   absl::Status ExchangeLosses(TrainerStep& result);
   v1::StepHeader MakeHeader(int64_t step) const;
@@ -102,7 +104,7 @@ class Trainer {
   const LeafRun own_;
   const uint32_t corpus_digest_;
 
-  // Where tensors lie, per layer, and the elements of each unit that belong to none.
+  // Places of tensors, per layer, and the elements of each unit that belong to no tensor.
   EmbeddingPlaces embedding_places_;
   std::vector<LayerPlaces> layer_places_;
   std::vector<ParameterSource::Ranges> gaps_;
@@ -118,7 +120,7 @@ class Trainer {
   // Per own micro-batch.
   struct MicroBatch {
     std::vector<uint8_t> inputs, targets;
-    std::vector<std::vector<float>> activations;  // the input of each layer, then that of the final norm
+    std::vector<std::vector<float>> activations;  // the inputs of each layer and of the final norm
     std::vector<float> back;                      // derivative of the loss by the activation at hand
     std::vector<float> embedding_gradient;
     std::vector<float> leaf;  // with several threads only

@@ -17,8 +17,8 @@ struct LayerPlaces {
   uint64_t attention_norm = 0, qkv = 0, attention_out = 0, mlp_norm = 0, gate_up = 0, down = 0;
 };
 
-// Scratch for one layer at a time, and the passes over it. T is float, or double in tests. Threads: one; the weights
-// may be shared. Nothing allocates after construction. REQUIRES: CheckShape(shape) is OK.
+// The passes over a layer, with scratch for one layer at a time. T is float, or double in tests. Threads: one; the
+// weights may be shared. Allocates in the constructor only. REQUIRES: CheckShape(shape) is OK.
 template <typename T>
 class TransformerLayer {
  public:

@@ -22,7 +22,7 @@ HWY_INLINE typename L::F WidenBf16(typename L::U x) {
   return L::FromBits(L::template ShiftLeft<16>(x));
 }
 
-// OneNan has been applied: 0x7fc00000, the only NaN, rounds to itself.
+// Expects OneNan's output: 0x7fc00000, the only NaN left, rounds to itself.
 template <class L>
 HWY_INLINE typename L::U NarrowBf16OneNan(typename L::F x) {
   const typename L::U bits = L::Bits(x);
@@ -37,7 +37,7 @@ HWY_INLINE typename L::U NarrowBf16(typename L::F x) {
   return L::SelectLess(L::SetU(0x7f800000u), Magnitude<L>(bits), quiet, NarrowBf16OneNan<L>(x));
 }
 
-// SmallFloat's Narrow and Widen.
+// Narrow and Widen of SmallFloat.
 template <class Format, class L>
 HWY_INLINE typename L::U NarrowMagnitude(typename L::U bits) {
   using U = typename L::U;
@@ -87,7 +87,7 @@ HWY_INLINE typename L::F WidenE5m2(typename L::U x) {
   return L::FromBits(L::Or(sign, L::SelectLess(magnitude, L::SetU(0x7c), value, special)));
 }
 
-// Element i ... of an array.
+// Loads elements of an array, from element i on.
 template <class L, Dtype kDtype>
 HWY_INLINE typename L::F LoadAs(const std::byte* from, size_t i) {
   const auto* halves = reinterpret_cast<const uint16_t*>(from) + i;
@@ -99,13 +99,13 @@ HWY_INLINE typename L::F LoadAs(const std::byte* from, size_t i) {
   if constexpr (kDtype == Dtype::kE5m2) return WidenE5m2<L>(L::Load8(bytes));
 }
 
-// kStream: past the caches, for what is not read again soon; `to` is 64-byte aligned. kOneNan: OneNan has been applied.
+// kStream: bypass the caches, for data not read again soon; `to` is 64-byte aligned. kOneNan: OneNan has been applied.
 struct StoreOptions {
   bool stream = false;
   bool one_nan = false;
 };
 
-// Four vectors, from element i on.
+// Stores four vectors, from element i on.
 template <class L, Dtype kDtype, StoreOptions kOptions>
 HWY_INLINE void StoreFourAs(typename L::F a, typename L::F b, typename L::F c, typename L::F d, std::byte* to,
                             size_t i) {
@@ -139,14 +139,14 @@ HWY_INLINE void StoreFourAs(typename L::F a, typename L::F b, typename L::F c, t
   }
 }
 
-// An output beyond the second-level cache goes past it: nobody reads it before it would be pushed out.
+// Outputs of 4 MiB or more, beyond the second-level cache, bypass the caches: they would be evicted before any read.
 inline bool Streams(const void* to, size_t bytes) {
   constexpr size_t kStreamBytesMin = size_t{4} << 20;
   return bytes >= kStreamBytesMin && reinterpret_cast<uintptr_t>(to) % 64 == 0;
 }
 
-// A block's scale, for codes of x / scale whose magnitude is at most `code_largest`, and its inverse; the inverse 0
-// says that the block is stored as zeros.
+// A block's scale, for codes of x / scale with magnitudes up to `code_largest`, and its inverse. Inverse 0: the block
+// is stored as zeros.
 struct BlockScale {
   float scale, inverse;
 };

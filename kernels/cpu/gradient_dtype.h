@@ -7,7 +7,7 @@
 
 namespace ballast::kernels {
 
-// Another dtype is a caller's bug, whose element size would be taken wrong: ends the process.
+// Ends the process for any other dtype: a caller's bug, because the element size would be wrong.
 inline void RequireGradientDtype(Dtype dtype) {
   if (dtype != Dtype::kF32 && dtype != Dtype::kBf16 && dtype != Dtype::kF16) std::abort();
 }

@@ -1,5 +1,6 @@
-// The arithmetic of the kernels over one float (ScalarLanes) and, where the instruction set has a fused multiply-add,
-// over a vector of them (Lanes). Compiled once per instruction set: no include guard but Highway's toggle.
+// The arithmetic of the kernels over a single float (ScalarLanes) and, where the instruction set has a fused
+// multiply-add, over a vector of floats (Lanes). Compiled once per instruction set: no include guard but Highway's
+// toggle.
 #if defined(BALLAST_KERNELS_CPU_LANES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef BALLAST_KERNELS_CPU_LANES_INL_H_
 #undef BALLAST_KERNELS_CPU_LANES_INL_H_
@@ -21,7 +22,7 @@ HWY_BEFORE_NAMESPACE();
 namespace ballast::kernels::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Processors differ in the sign and payload of the NaN they make or pass on; stored NaNs must not.
+// Processors differ in the sign and payload of NaNs that they make or pass on; stored NaNs must not differ.
 inline constexpr uint32_t kNanBits = 0x7fc00000u;
 
 #if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
@@ -65,7 +66,7 @@ struct Lanes {
   static U ShiftRight(U a) {
     return a >> kBits;
   }
-  // Of two's complement, the sign repeated.
+  // Shift of a two's complement number; repeats the sign.
   template <int kBits>
   static U ShiftRightSigned(U a) {
     return static_cast<U>(static_cast<int32_t>(a) >> kBits);
@@ -80,7 +81,7 @@ struct Lanes {
   static void Store32(U a, std::byte* to) {
     std::memcpy(to, &a, sizeof(a));
   }
-  // Codes of two bytes may lie at any address.
+  // Two-byte codes may lie at any address.
   static U Load16(const uint16_t* from) {
     uint16_t half;
     std::memcpy(&half, from, sizeof(half));
@@ -124,7 +125,7 @@ struct Lanes {
     *high = static_cast<uint32_t>(product >> 32);
     *low = static_cast<uint32_t>(product);
   }
-  // Four words of each lane, lane after lane, in halves, the lower one first.
+  // Stores four words of each lane, lane after lane, in halves, the lower half first.
   static void StoreInterleaved(U a, U b, U c, U d, uint16_t* to) {
     const uint32_t words[4] = {a, b, c, d};
     std::memcpy(to, words, sizeof(words));
@@ -194,7 +195,7 @@ struct Lanes {
   static HWY_INLINE U Load8(const uint8_t* from) { return hn::PromoteTo(DU(), hn::LoadU(DB(), from)); }
   static HWY_INLINE void Store16(U a, uint16_t* to) { hn::StoreU(hn::DemoteTo(DH(), hn::BitCast(DI(), a)), DH(), to); }
   static HWY_INLINE void Store8(U a, uint8_t* to) { hn::StoreU(hn::DemoteTo(DB(), hn::BitCast(DI(), a)), DB(), to); }
-  // Four vectors, one after the other. kStream: past the caches; `to` is aligned to what is stored.
+  // Stores four vectors, one after the other. kStream: bypass the caches; `to` is aligned to the stored size.
   template <bool kStream = false>
   static HWY_INLINE void Store8x4(U a, U b, U c, U d, uint8_t* to) {
 #if HWY_TARGET == HWY_AVX2
@@ -216,9 +217,9 @@ struct Lanes {
     }
 #endif
   }
-  // Past the caches; `to` is aligned to the vector.
+  // Stores past the caches; `to` is aligned to the vector.
   static HWY_INLINE void Stream(F x, float* to) { hn::Stream(x, DF(), to); }
-  // Two vectors, one after the other.
+  // Stores two vectors, one after the other.
   template <bool kStream>
   static HWY_INLINE void Store16x2(U a, U b, uint16_t* to) {
     const hn::Repartition<uint16_t, DU> d16;
@@ -256,8 +257,8 @@ struct Lanes {
     kStream ? hn::Stream(both, d16, to) : hn::StoreU(both, d16, to);
   }
   static HWY_INLINE void FlushStream() { hwy::FlushStream(); }
-  // Asks for every line of kElements that a loop will reach later, where it walks through many arrays at a time:
-  // processors' own prefetchers end at pages.
+  // Prefetches every line of kElements that a loop will reach later. For loops over many arrays at a time: processors'
+  // own prefetchers stop at pages.
   template <size_t kElements>
   static HWY_INLINE void PrefetchAhead(const float* at) {
     constexpr size_t kAhead = 512, kLine = 64 / sizeof(float);

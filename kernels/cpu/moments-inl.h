@@ -1,4 +1,4 @@
-// Moments of a block: read in their format, written back in it. Compiled once per instruction set.
+// Moments of a block, read and written in their format. Compiled once per instruction set.
 #if defined(BALLAST_KERNELS_CPU_MOMENTS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef BALLAST_KERNELS_CPU_MOMENTS_INL_H_
 #undef BALLAST_KERNELS_CPU_MOMENTS_INL_H_
@@ -26,7 +26,7 @@ using U = L::U;
 
 HWY_INLINE U IsZero(U a, U yes, U no) { return L::SelectLess(a, L::SetU(1), yes, no); }
 
-// A code of one byte for x / scale, whose magnitude is at most kLargest; kFirst: with sign. Encode(x, 1 / scale).
+// One-byte codes of x / scale, with magnitudes up to kLargest; kFirst: with sign. Encode(x, 1 / scale).
 template <MomentFormat kFormat, bool kFirst>
 struct Codec;
 
@@ -89,14 +89,14 @@ struct Codec<MomentFormat::kI8, kFirst> {
   }
 };
 
-// One moment of one block: where it lies, and for all formats but fp32 its new values until they are stored.
+// One moment of one block: its place, and for all formats but fp32 its new values until they are stored.
 struct MomentBlock {
   std::byte* values;
   float* scale;
-  uint64_t element;       // of the block's first, in its unit
-  uint32_t number;        // of the moment
-  float* wide;            // kBlock; fp32 moments: the values themselves, of a whole run
-  uint32_t largest_bits;  // of `wide`, by integers: the same in any order, and NaN beats Inf
+  uint64_t element;       // the block's first element, in its unit
+  uint32_t number;        // the moment's number
+  float* wide;            // kBlock values; fp32 moments: the values themselves, of a whole run
+  uint32_t largest_bits;  // largest bits in `wide`, compared as integers: the same in any order, and NaN beats Inf
 };
 
 template <MomentFormat kFormat, bool kFirst>
@@ -125,7 +125,7 @@ void StoreCodes(const MomentBlock& m) {
   }
 }
 
-// The 16 random bits of each element of the block that begins at `element` of its unit.
+// Computes the 16 random bits of each element of the block that begins at `element` of its unit.
 void RandomBlock(const RandomKey& key, uint64_t element, uint32_t moment, uint16_t* HWY_RESTRICT to) {
   constexpr size_t kPerCounter = 8;
   const uint64_t group = element / kPerCounter;
@@ -155,7 +155,8 @@ void StoreStochastic(const MomentBlock& m, const RandomKey& key) {
   RandomBlock(key, m.element, m.number, random);
   auto* to = reinterpret_cast<uint16_t*>(m.values);
   for (size_t i = 0; i < kBlock; i += L::kWidth) {
-    // What is cut off below is what may carry. Inf and the one NaN have nothing there.
+    // The sum carries into the kept bits at random; the 16 low bits are then cut off. Inf and the one NaN have zeros
+    // there and never carry.
     L::Store16(L::ShiftRight<16>(L::AddU(L::Bits(L::Load(m.wide + i)), L::Load16(random + i))), to + i);
   }
 }

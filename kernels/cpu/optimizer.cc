@@ -1,7 +1,7 @@
-// Update() in blocks of kMomentBlock elements: the rule runs over fp32; moments that are not fp32 are decoded as it
-// reads them and coded when the block is done. A bf16 gradient becomes fp32, and fp32 working parameters, within the
-// rule's loop; other dtypes before and after it, through the first-level cache. With fp32 moments and bf16 ends several
-// blocks are one run of the loop.
+// Update() in blocks of kMomentBlock elements. The rule runs over fp32. Moments in another format are decoded as the
+// rule reads them, and coded when the block is done. bf16 gradients are widened, and bf16 working parameters narrowed,
+// within the rule's loop; other dtypes before and after the loop, through the first-level cache. With fp32 moments and
+// bf16 ends, several blocks are one run of the loop.
 #include "ballast/kernels/optimizer.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ HWY_BEFORE_NAMESPACE();
 namespace ballast::kernels::HWY_NAMESPACE {
 namespace {
 
-// A lambda whose every call is inlined, which compilers would not do for large ones.
+// A lambda whose every call is inlined: compilers would not inline large lambdas by themselves.
 #define BALLAST_INLINE_LAMBDA HWY_ATTR __attribute__((always_inline))
 
 #define BALLAST_LANES HWY_INLINE
@@ -67,8 +67,8 @@ void NarrowBlock(const float* HWY_RESTRICT from, std::byte* to) {
 
 // ---- the rule
 
-// How a block's gradient comes and where its working parameters go: in most jobs both are bf16, which the rule then
-// reads and writes itself, so that this work fills the time in which it waits for divisions and roots.
+// Formats of a block's gradient and working parameters. In most jobs both are bf16: the rule then reads and writes bf16
+// itself, so that the conversion fills the time in which the rule waits for divisions and roots.
 enum class Ends { kF32, kBf16, kBf16Stream };
 
 using BlockRule = void (*)(const Coefficients& c, const RandomKey& key, size_t n, const std::byte* gradient, float* p,
@@ -143,7 +143,7 @@ void RuleBlock(const Coefficients& coefficients, const RandomKey& key, size_t n,
     for (size_t i = 0; i < count; i += kStep) narrow(L::Load(p + i), L::Load(p + i + L::kWidth), i);
   }
   for (int k = 0; k < kMoments; ++k) {
-    // A block with a NaN is stored as one, whichever it is.
+    // A block with any NaN is stored as NaN.
     moments[k].largest_bits = kBlockwise ? L::MaxOfLanes(largest[k]) : 0;
     if constexpr (kFormat == MomentFormat::kBf16) StoreStochastic(moments[k], key);
     if constexpr (kBlockwise) {
@@ -241,13 +241,13 @@ struct Pass {
   }
 };
 
-// The last, short block goes through a whole one, so that there is one path for all elements.
+// Copies the last, short block into a whole block, so that all elements take the same path.
 void ShortBlock(const Pass& pass, const UpdateSpan& span, const MomentSpan* moment, uint64_t begin) {
   const uint64_t n = span.n - begin, width = MomentBytes(pass.spec.moments, 1);
   const uint64_t gradient_bytes = ElementBytes(pass.spec.gradient), working_bytes = ElementBytes(pass.spec.working);
   alignas(64) std::byte gradient[kBlock * sizeof(float)] = {};
   alignas(64) std::byte working_memory[kBlock * sizeof(float) + 4];
-  std::byte* const working = working_memory + 4;  // which makes it no place to store to past the caches
+  std::byte* const working = working_memory + 4;  // not aligned for stores past the caches
   alignas(64) std::byte values[kMomentsMax][kBlock * sizeof(float)] = {};
   alignas(64) float master[kBlock] = {};
   MomentSpan whole[kMomentsMax];
@@ -353,8 +353,9 @@ void WriteBlock(MomentFormat format, const RandomKey& key, const MomentBlock& m)
   }
 }
 
-// What a block's scale is made from: its largest magnitude. The signed dynamic map has 1 and no -1, so a block that was
-// read with a negative largest value is given back its scale, and its codes.
+// Bits of the magnitude from which a block's scale is made: the largest. The signed dynamic map has 1 and no -1: if the
+// largest value is negative, the block was read with its most negative code, so dividing by this code's value gives the
+// old scale, and the old codes, again.
 uint32_t LargestBits(MomentFormat format, bool first, const float* wide) {
   U largest = L::SetU(0);
   for (size_t i = 0; i < kBlock; i += L::kWidth) largest = L::MaxU(largest, Magnitude<L>(L::Bits(L::Load(wide + i))));

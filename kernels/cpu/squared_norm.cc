@@ -31,9 +31,9 @@ using Words = hn::RebindToUnsigned<Doubles>;
 constexpr size_t kDoubles = hn::MaxLanes(Doubles());
 constexpr size_t kSums = kNormLanes / kDoubles;
 
-// Widening and its permutation are what bounds the loop (AVX2, Zen 3). So magnitudes are shifted to where a double has
-// its exponent and mantissa, which makes them too small by 2^896, the difference of the exponents' biases, zeros and
-// denormals too; a multiplication by that is exact. Inf and NaN come out finite and are looked for apart.
+// Widening and its permutation bound the loop (AVX2, Zen 3). So magnitudes are shifted to the place of a double's
+// exponent and mantissa instead. The results, also zeros and denormals, are too small by 2^896, the difference of the
+// exponents' biases; multiplying by 2^896 is exact. Inf and NaN come out finite and are detected apart.
 constexpr double kRebias = 0x1p896;
 
 // The sums of 4 x kDoubles neighbouring elements. Named, not an array: compilers keep arrays in memory.
@@ -120,7 +120,7 @@ template <Dtype kDtype>
 HWY_ATTR double Leaf(const std::byte* HWY_RESTRICT from) {
   double lane[kNormLanes];
   bool finite = true;
-  // Eight sums at a time, for the additions of one wait for each other.
+  // Eight sums at a time, because the additions of one sum wait for each other.
   for (size_t first = 0; first < kSums; first += 8) {
     FourSums<kDtype> sums, more;
     for (size_t i = first * kDoubles; i < kNormLeafElements; i += kNormLanes) {

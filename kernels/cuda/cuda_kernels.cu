@@ -17,8 +17,8 @@ unsigned GridOfBlocks(uint64_t n) { return GridOf((n + kBlock - 1) / kBlock * kW
 
 // ---- norm
 
-// A warp takes a leaf. Lane k of the norm is lane k of the warp: what sixteen-byte loads bring goes through shared
-// memory to whom it belongs.
+// A warp takes a leaf. Lane k of the norm is lane k of the warp: sixteen-byte loads pass their elements to the right
+// lanes through shared memory.
 __global__ void __launch_bounds__(kThreads)
     LeafKernel(Dtype dtype, const std::byte* gradient, uint64_t n, double* leaves, uint64_t leaf_count) {
   __shared__ float staged[kThreads / kWarp][kBlock];
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One block. Level by level a last node without a sibling moves up as it is, which is the CPU's tree.
+// Runs as one block. Level by level, a last node without a sibling moves up unchanged: the CPU's tree.
 __global__ void TreeKernel(double* leaves, uint64_t leaf_count, DeviceNorm* result) {
   for (uint64_t width = 1; width < leaf_count; width *= 2) {
     for (uint64_t i = threadIdx.x * 2 * width; i + width < leaf_count; i += blockDim.x * 2 * width) {

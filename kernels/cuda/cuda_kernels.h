@@ -1,5 +1,5 @@
-// The functions of kernels.h and optimizer.h for HBM-resident spans: the same bits as on any CPU. Compiled by nvcc,
-// absent without it.
+// The functions of kernels.h and optimizer.h for spans in HBM: the same bits as on any CPU. Compiled only where nvcc is
+// found.
 //
 // All pointers are device pointers, 16-byte aligned (scales and norms: their own size); spans must not overlap. Calls
 // enqueue on `stream` and return. Dtypes as in kernels.h. Errors: INTERNAL with CUDA's text.
@@ -23,7 +23,7 @@ struct DeviceNorm {
   double squared_norm;
   uint32_t finite;
 };
-// Of scratch memory: a double per leaf of the norm.
+// Bytes of scratch memory: a double per leaf of the norm.
 constexpr uint64_t NormScratchBytes(uint64_t n) {
   return (n + kNormLeafElements - 1) / kNormLeafElements * sizeof(double);
 }

@@ -6,8 +6,8 @@
 
 namespace ballast::kernels::cuda {
 
-// On the current device. A CUDA error goes to `status`, which must outlive the processor; what was to be written is
-// then as it was.
+// Runs on the current device. A CUDA error goes to `status`, which must outlive the processor; outputs then keep their
+// old contents.
 Processor DeviceProcessor(absl::Status* status);
 
 }  // namespace ballast::kernels::cuda

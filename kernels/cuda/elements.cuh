@@ -1,5 +1,5 @@
-// What the kernels for the GPU share: a warp takes 256 elements, a lane eight neighbours of them, which are 16 bytes of
-// 16-bit elements and 32 of fp32. Included by .cu files alone.
+// Shared by the GPU's kernels: a warp takes 256 elements, a lane eight neighbouring elements (16 bytes of 16-bit
+// elements, 32 bytes of fp32). Included by .cu files alone.
 #pragma once
 
 #include <algorithm>

@@ -1,13 +1,13 @@
-// The outcome of a CUDA call is what the call returned. CUDA also keeps the failure as the thread's last error until
-// somebody asks for it: a failure that was handled and left there is taken for the failure of a later call. So every
-// call goes through Outcome(), and nobody else asks for the last error.
+// Judge a CUDA call by its return value. CUDA also keeps a failure as the thread's last error until the error is
+// queried: an already handled failure would be taken for the failure of a later call. So every call goes through
+// Outcome(), and no other code queries the last error.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace ballast::kernels::cuda {
 
-// Forgets the last error of the calling thread if `returned`, which a call of this thread has just returned, is one.
+// Clears the calling thread's last error if `returned`, just returned by a call of this thread, is an error.
 inline cudaError_t Outcome(cudaError_t returned) {
   if (returned != cudaSuccess) (void)cudaGetLastError();
   return returned;

@@ -1,4 +1,4 @@
-// Where a server listens and where clients find it: host:port, read in this one place.
+// Addresses of servers, for listening and connecting: host:port, parsed here only.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Address {
 
 enum class AddressUse {
   kConnect,
-  kListen,  // port 0 takes a free one
+  kListen,  // port 0 takes a free port
 };
 
 // Reads `name:port`, `1.2.3.4:port` or `[v6]:port`, with nothing around it. Names are not looked up.

@@ -1,5 +1,5 @@
-// What an epoch froze, computed alike by clients and servers from the Open request: layout, which server holds which
-// chunk, and the slices that each rank owes.
+// The plan that an epoch froze, computed alike by clients and servers from the Open request: the layout, the server of
+// each chunk, and the slices owed by each rank.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace ballast::model {
 
-// The part of one rank's range that lies in one chunk: the unit of every push, and at most 4 MiB of fp32.
+// The part of one rank's range within one chunk: the unit of every push, and at most 4 MiB of fp32.
 struct Slice {
   uint32_t rank = 0;
   uint32_t unit = 0;
@@ -22,10 +22,10 @@ struct Slice {
   Range range;  // in the unit
 };
 
-// Chunk -> index into `members`, for chunks in registration order.
-// Weighted rendezvous hashing (Thaler & Ravishankar 1998; weights by -w / ln(u) as in Schindelhauer & Schomaker 2005)
-// on (job, chunk, server id); a server whose elements would exceed its share of all so far by more than one chunk is
-// passed over. Depends only on earlier chunks, so chunks registered later never move earlier ones.
+// Maps chunks, in registration order, to indices into `members`. Uses weighted rendezvous hashing (Thaler & Ravishankar
+// 1998; weights by -w / ln(u) as in Schindelhauer & Schomaker 2005) on (job, chunk, server id). A server is passed over
+// if its elements would exceed its share of all elements so far by more than one chunk. Depends only on earlier chunks,
+// so chunks registered later never move earlier ones.
 std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, absl::Span<const v1::Member> members);
 
 // Cuts every unit into `world_size` runs of about equal size, on multiples of 256 elements, registration batch by
@@ -39,8 +39,8 @@ v1::Tiling RowTiling(const Layout& layout, uint32_t world_size);
 
 class EpochPlan {
  public:
-  // INVALID_ARGUMENT for a bad spec, no members or doubled members, a tiling that leaves a unit, overlaps
-  // (OVERLAPPING_RANGES names unit and both ranges), or leaves elements of live tensors to nobody.
+  // INVALID_ARGUMENT for a bad spec, missing or doubled members, or a tiling with ranges outside a unit, overlaps
+  // (OVERLAPPING_RANGES names unit and both ranges), or unowned elements of live tensors.
   static absl::StatusOr<EpochPlan> Make(const v1::OpenRequest& open);
 
   const v1::OpenRequest& open() const { return open_; }
@@ -48,17 +48,17 @@ class EpochPlan {
   uint32_t world_size() const { return open_.tiling().world_size(); }
   // Index into open().members().
   uint32_t server_of(uint64_t chunk) const { return routes_[chunk]; }
-  // NOT_FOUND if `server_id` is no member.
+  // NOT_FOUND if `server_id` is not a member.
   absl::StatusOr<uint32_t> FindMember(absl::string_view server_id) const;
 
   // All slices, by (unit, begin). Ranks partition them.
   const std::vector<Slice>& slices() const { return slices_; }
-  // Indices into slices(), of one rank / in one chunk.
+  // Indices into slices(): of one rank; of one chunk.
   absl::Span<const uint32_t> slices_of_rank(uint32_t rank) const { return by_rank_[rank]; }
   absl::Span<const uint32_t> slices_of_chunk(uint64_t chunk) const { return by_chunk_[chunk]; }
-  // Exactly this slice, or nullopt: only whole slices are accepted.
+  // Finds exactly this slice, or nullopt: only whole slices are accepted.
   std::optional<uint32_t> FindSlice(uint32_t rank, uint32_t unit, Range range) const;
-  // Does the slice touch a tensor of the bitmap?
+  // Whether the slice touches a tensor of the bitmap.
   bool Touches(const Slice& slice, absl::string_view tensor_bitmap) const;
 
  private:

@@ -10,7 +10,7 @@
 namespace ballast::model {
 namespace {
 
-// Bounds on what a client may make a server lay out: far above any real model, far below what overflows.
+// Bounds on the layout that a client may ask of a server: far above any real model, far below an overflow.
 constexpr uint64_t kUnitElementsMax = uint64_t{1} << 42;
 constexpr int kTensorsMax = 1 << 20;
 constexpr uint64_t kPinIntervalMax = uint64_t{1} << 32;
@@ -131,7 +131,7 @@ absl::Status Layout::Append(const v1::Registration& registration, const v1::JobS
                               .group = tensor.group(),
                               .shape = {tensor.shape().begin(), tensor.shape().end()}});
     if (replaced != tensor_by_name_.end()) {
-      // The old tensor's names are the new one's; those that it no longer has are free.
+      // The new tensor takes the old tensor's names; names that it no longer has become free.
       const uint32_t old = replaced->second;
       absl::erase_if(tensor_by_name_, [old](const auto& entry) { return entry.second == old; });
     }

@@ -1,10 +1,10 @@
 // Where every tensor of a job lies: unit, offset, chunk. A pure function of the job spec, so that clients and servers
 // need not ask each other.
 //
-// A unit is one flat space of elements. Each registration batch appends to the units it names, at the next chunk
-// boundary: its tensors, sorted by parameter group (stable), each at a multiple of 256 elements. Chunks are cut from
-// the start of the batch every `chunk_elements`; the last chunk of a batch is short. So a chunk, once there, never
-// changes, and the elements between a short chunk and the next batch exist nowhere.
+// A unit is one flat space of elements. Each registration batch appends its tensors to their units, at the next chunk
+// boundary, sorted by parameter group (stable), each at a multiple of 256 elements. Chunks are cut from the start of
+// the batch every `chunk_elements`; the last chunk of a batch is short. So an existing chunk never changes, and the
+// elements between a short chunk and the next batch exist nowhere.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@
 
 namespace ballast::model {
 
-// Tensors start at multiples of this: a block of 8-bit moments; 512 bytes of bf16, a disk sector or more.
+// Alignment of tensors: a block of 8-bit moments; 512 bytes of bf16, a disk sector or more.
 inline constexpr uint64_t kAlignElements = 256;
 inline constexpr uint64_t kChunkElementsMin = uint64_t{1} << 16;
 // 4 MiB of fp32: no slice of a message is larger.
@@ -38,7 +38,7 @@ inline Range Intersect(Range a, Range b) {
   return r.end > r.begin ? r : Range{};
 }
 
-// One tensor in its unit. `range` excludes the padding after it.
+// A tensor in its unit. `range` excludes the padding behind.
 struct Tensor {
   std::string name;
   uint32_t index = 0;  // registration order, over the whole job
@@ -48,7 +48,7 @@ struct Tensor {
   std::vector<uint64_t> shape;
 };
 
-// The part of a tensor that lies in a chunk. Offsets count from the chunk's start.
+// The part of a tensor within a chunk. Offsets count from the chunk's start.
 struct Segment {
   uint32_t tensor = 0;
   uint32_t group = 0;
@@ -72,14 +72,14 @@ struct Unit {
 class Layout {
  public:
   // INVALID_ARGUMENT (BAD_SPEC) for empty or doubled names, empty shapes, overflow, group out of range, bad chunk size.
-  // A tensor registered again under its name (resized) replaces the older one, whose elements stay and are never
+  // A tensor registered again under its name (resized) replaces the older tensor; the old elements stay and are never
   // touched.
   static absl::StatusOr<Layout> Make(const v1::JobSpec& spec);
 
   const std::vector<Unit>& units() const { return units_; }
   const std::vector<Tensor>& tensors() const { return tensors_; }
   const std::vector<Chunk>& chunks() const { return chunks_; }
-  // Is this tensor the newest of its name? A replaced one keeps its place and takes part in nothing.
+  // Whether this tensor is the newest of its name. A replaced tensor keeps its place and takes part in no step.
   bool live(uint32_t tensor) const { return tensor_by_name_.at(tensors_[tensor].name) == tensor; }
   // Elements of live tensors, without padding.
   uint64_t parameters() const { return parameters_; }

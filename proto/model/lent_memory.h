@@ -1,4 +1,4 @@
-// Memory of a trainer's that a server in its process uses in place of copies.
+// A trainer's memory, used by a server in the same process in place of copies.
 #pragma once
 
 #include <cstddef>
@@ -15,12 +15,12 @@ namespace ballast::model {
 struct LentTensor {
   const std::byte* gradient = nullptr;  // in the job's gradient dtype; null: not lent in this step
   std::byte* working = nullptr;         // in the job's working dtype; null: not lent
-  // New values, in fp32, or in the working dtype, which they are widened from; null: none are lent.
+  // New values, in fp32 or in the working dtype (then widened); null: not lent.
   const std::byte* value = nullptr;
   kernels::Dtype value_dtype = kernels::Dtype::kF32;
 };
 
-// For one step. `tensors`: an entry per tensor of the job's layout, in its order.
+// A loan for one step. `tensors`: an entry per tensor of the job's layout, in its order.
 struct LoanRequest {
   std::string job;
   v1::Epoch epoch;
@@ -29,9 +29,10 @@ struct LoanRequest {
   std::vector<LentTensor> tensors;
 };
 
-// While it lives the server may read lent gradients and values, and write lent working parameters. Its end blocks until
-// nothing touches them any more: an update at work is waited for; a step that may still be decided gets copies of its
-// gradients and values and writes no lent parameters; of any other step they are not held any more.
+// While a loan lives, the server may read lent gradients and values, and write lent working parameters. The destructor
+// blocks until the server has finished with the memory: it waits for an update at work. If the step may still be
+// decided, the server copies its gradients and values, and will not write lent parameters. In all other cases the
+// server forgets that it held the lent slices.
 class Loan {
  public:
   virtual ~Loan() = default;

@@ -1,5 +1,5 @@
-// Names by which people choose what a job fixes. INVALID_ARGUMENT (BAD_CONFIG) that lists all, for any other. And the
-// rule for names of jobs.
+// Names by which users choose properties fixed for a job, and the rule for names of jobs. An unknown name is
+// INVALID_ARGUMENT (BAD_CONFIG), with a list of all names.
 #pragma once
 
 #include <string>
@@ -16,7 +16,7 @@ absl::StatusOr<kernels::MomentFormat> MomentsNamed(const std::string& name);    
 absl::StatusOr<kernels::Dtype> DtypeNamed(const std::string& name);              // f32, bf16, f16
 absl::StatusOr<v1::Durability> DurabilityNamed(const std::string& name);         // step, every-K, none
 
-// One rule for clients and servers: job names are written into file names, metrics and commands.
+// The same rule for clients and servers: job names are written into file names, metrics and commands.
 inline constexpr char kJobNameRule[] = "1 to 128 letters, digits, '.', '_' or '-'";
 bool IsJobName(absl::string_view name);
 // INVALID_ARGUMENT (BAD_SPEC) unless IsJobName.

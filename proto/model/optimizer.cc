@@ -49,7 +49,7 @@ absl::StatusOr<Dtype> DtypeOf(v1::Dtype proto, const char* what) {
                absl::StrCat(what, " must be DTYPE_F32, DTYPE_BF16 or DTYPE_F16, came ", static_cast<int>(proto)));
 }
 
-// One that jobs do not have stays unspecified, which OptimizerOf refuses.
+// A dtype that jobs cannot have stays unspecified, and OptimizerOf refuses it.
 NamedDtype Find(Dtype dtype) {
   for (const NamedDtype& named : kDtypes) {
     if (named.dtype == dtype) return named;

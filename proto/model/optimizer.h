@@ -1,4 +1,4 @@
-// A job's optimizer and dtypes: from the spec on the wire to what the kernels take, alike on clients and servers.
+// A job's optimizer and dtypes: converts the spec on the wire to the kernels' spec, alike on clients and servers.
 #pragma once
 
 #include "absl/status/statusor.h"
@@ -7,11 +7,11 @@
 
 namespace ballast::model {
 
-// UNIMPLEMENTED (UNSUPPORTED) for an optimizer that is not elementwise or not known, INVALID_ARGUMENT (BAD_DTYPE,
-// BAD_SPEC) for a dtype or an option that it does not have: each with what would be accepted.
+// UNIMPLEMENTED (UNSUPPORTED) for an unknown optimizer or one that is not elementwise; INVALID_ARGUMENT (BAD_DTYPE,
+// BAD_SPEC) for a dtype or option that the optimizer lacks. The message lists accepted choices.
 absl::StatusOr<kernels::OptimizerSpec> OptimizerOf(const v1::JobSpec& spec);
 
-// The reverse: sets optimizer, dtypes, moment format and options of `spec`.
+// The reverse of OptimizerOf: sets optimizer, dtypes, moment format and options of `spec`.
 void SetOptimizer(const kernels::OptimizerSpec& optimizer, v1::JobSpec* spec);
 
 kernels::Hyper HyperOf(const v1::GroupHyper& group);

@@ -1,4 +1,4 @@
-// Errors as this project speaks them: an absl::Status with a stable reason, what was expected, what came, and the fix.
+// The form of all errors: an absl::Status with a stable reason, what was expected, what came, and the fix.
 //
 // The reason travels as a payload of the status, and over gRPC as google.rpc.ErrorInfo (see services/rpc and the
 // client's gRPC transport).
@@ -14,21 +14,21 @@
 
 namespace ballast::model {
 
-// Reasons, stable across releases: programs may compare them. Beside each its usual code; the code says whether to try
-// again, the reason what happened.
+// Reasons, stable across releases: programs may compare them. The comment gives the usual code. The code says whether
+// to try again; the reason says what happened.
 inline constexpr char kStaleEpoch[] = "STALE_EPOCH";  // FAILED_PRECONDITION: a newer group fenced
 inline constexpr char kNotOpen[] = "NOT_OPEN";        // FAILED_PRECONDITION: promised, not yet opened: send Open again
-inline constexpr char kBehind[] = "BEHIND";           // FAILED_PRECONDITION: the server misses a commit: send it again
+inline constexpr char kBehind[] = "BEHIND";           // FAILED_PRECONDITION: the server misses a commit: resend Commit
 inline constexpr char kOldStep[] = "OLD_STEP";        // FAILED_PRECONDITION: the step is decided already
 inline constexpr char kPlanMismatch[] = "PLAN_MISMATCH";      // FAILED_PRECONDITION: ranks sealed different plans
 inline constexpr char kStaleAttempt[] = "STALE_ATTEMPT";      // ABORTED
 inline constexpr char kAlreadySealed[] = "ALREADY_SEALED";    // FAILED_PRECONDITION
-inline constexpr char kDigestConflict[] = "DIGEST_CONFLICT";  // ALREADY_EXISTS: same slice, other bytes
+inline constexpr char kDigestConflict[] = "DIGEST_CONFLICT";  // ALREADY_EXISTS: same slice, different bytes
 inline constexpr char kUnknownJob[] = "UNKNOWN_JOB";          // NOT_FOUND
 inline constexpr char kUnknownUnit[] = "UNKNOWN_UNIT";        // NOT_FOUND
 inline constexpr char kUnknownTensor[] = "UNKNOWN_TENSOR";    // NOT_FOUND
 inline constexpr char kJobExists[] = "JOB_EXISTS";            // ALREADY_EXISTS: see resume
-inline constexpr char kJobMissing[] = "JOB_MISSING";          // NOT_FOUND: resume=must and there is none
+inline constexpr char kJobMissing[] = "JOB_MISSING";          // NOT_FOUND: resume=must and no such job
 inline constexpr char kBadRange[] = "BAD_RANGE";              // INVALID_ARGUMENT
 inline constexpr char kOverlap[] = "OVERLAPPING_RANGES";      // INVALID_ARGUMENT
 inline constexpr char kBadLength[] = "BAD_LENGTH";            // INVALID_ARGUMENT
@@ -38,9 +38,9 @@ inline constexpr char kTensorsDiffer[] = "TENSORS_DIFFER";    // INVALID_ARGUMEN
 inline constexpr char kBadRequest[] = "BAD_REQUEST";          // INVALID_ARGUMENT
 inline constexpr char kBadConfig[] = "BAD_CONFIG";            // INVALID_ARGUMENT
 inline constexpr char kIncomplete[] = "INCOMPLETE";           // FAILED_PRECONDITION: norm asked before all slices came
-inline constexpr char kVersionGone[] = "VERSION_GONE";        // FAILED_PRECONDITION: the chunk is past that version
+inline constexpr char kVersionGone[] = "VERSION_GONE";        // FAILED_PRECONDITION: the chunk is past the version
 inline constexpr char kChecksum[] = "CHECKSUM";               // DATA_LOSS in a tier; UNAVAILABLE on the wire
-inline constexpr char kStateLost[] = "STATE_LOST";  // DATA_LOSS; FAILED_PRECONDITION: the next group gets what is left
+inline constexpr char kStateLost[] = "STATE_LOST";  // DATA_LOSS; FAILED_PRECONDITION: the next group gets the rest
 inline constexpr char kDiverged[] = "DIVERGED";     // DATA_LOSS: servers disagree about a decided step
 inline constexpr char kBudget[] = "BUDGET";         // RESOURCE_EXHAUSTED: says how many bytes are short, and where
 inline constexpr char kBusy[] = "BUSY";             // UNAVAILABLE: send the same request again
@@ -51,19 +51,19 @@ inline constexpr char kIo[] = "IO";                     // INTERNAL or DATA_LOSS
 inline constexpr char kWrongBits[] = "WRONG_BITS";      // INTERNAL: a processor failed the self-test of the kernels
 inline constexpr char kUnsupported[] = "UNSUPPORTED";   // UNIMPLEMENTED
 
-// How an operator drops a job, for messages of servers, which do not know whether they are inside a trainer's process.
+// How an operator drops a job. For messages of servers, which cannot tell whether they are in a trainer's process.
 inline constexpr char kHowToDrop[] = "`ballastctl drop`, or in Python `ballast.drop(name)` of a trainer's own server";
 
 // Builds a status with `reason` attached. `message` says what was expected, what came, and the fix.
 absl::Status Error(absl::StatusCode code, absl::string_view reason, absl::string_view message);
 
-// The reason attached to `status`, or "" if it has none.
+// Returns the reason attached to `status`, or "".
 std::string ReasonOf(const absl::Status& status);
 
 // Fields of an error for programs, which must not read messages: ErrorInfo's metadata.
 using Details = std::map<std::string, std::string>;
-// TENSORS_DIFFER: names, with a NUL between two, that the job has and the session does not name; and the other way
-// round.
+// Details of TENSORS_DIFFER: names that the job has and the session lacks (kMissing), and the reverse; separated by
+// NUL.
 inline constexpr char kMissing[] = "missing";
 inline constexpr char kUnknown[] = "unknown";
 void SetDetail(const std::string& key, absl::string_view value, absl::Status* status);

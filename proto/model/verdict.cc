@@ -50,7 +50,7 @@ absl::Status BadHeader(absl::string_view message) {
   return Error(absl::StatusCode::kInvalidArgument, kBadRequest, message);
 }
 
-// Of every field with its tag and length, rounded up.
+// Bytes of every field with its tag and length, rounded up.
 uint64_t HeaderBytesMax(const EpochPlan& plan) {
   constexpr uint64_t kFixedBytes = 256, kGroupBytes = 256, kStepCountBytes = 10;
   const uint64_t tensors = plan.layout().tensors().size();
@@ -182,7 +182,7 @@ std::vector<uint32_t> TensorsWithoutValues(const EpochPlan& plan, int64_t versio
 
 namespace {
 
-// What value slices are: of which array, and the step counts that come with them.
+// Checks the array of the value slices, and the step counts given with the slices.
 absl::Status CheckValues(const EpochPlan& plan, const v1::StepHeader& header) {
   if (header.value_array() == 0 && header.value_tensor_steps().empty()) return absl::OkStatus();
   if (header.kind() != v1::STEP_KIND_VALUES) {
@@ -226,7 +226,7 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
     return BadHeader("a VALUES step needs at least one tensor in value_presence and none in gradient_presence");
   }
   BALLAST_RETURN_IF_ERROR(CheckValues(plan, header));
-  // Whatever the kind: it comes back in every answer about the job, and those must fit into a message.
+  // For every kind: every answer about the job repeats the header, and must fit into a message.
   const uint64_t header_bytes = header.ByteSizeLong(), header_bytes_max = HeaderBytesMax(plan);
   if (header_bytes > header_bytes_max) {
     return BadHeader(absl::StrCat("a header of this job takes at most ", header_bytes_max, " bytes, got ", header_bytes,
@@ -253,7 +253,7 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
                                     step - 1, " and has no values yet: step ", step, " must give its master weights"));
     }
   }
-  // A restore seals the blobs of the group that sealed the version, which may have been of another size.
+  // A restore seals the blobs of the group that sealed the version; its number of ranks may differ.
   if (blobs.size() != plan.world_size() && !restore) {
     return BadHeader(absl::StrCat("expected one blob per rank (", plan.world_size(), "), got ", blobs.size()));
   }
@@ -351,10 +351,10 @@ absl::Status StateLost(const v1::GetJobResponse& answer) {
                    kHowToDrop, ") and start it again"));
 }
 
-// Of the versions that all have: the one that a server has been keeping by itself since the last transaction, which
-// need not be the highest: a restore gives up what came behind the version that it brings back, and a server that has
-// not heard of its decision still keeps that. What is pinned only because somebody asked for it may be of such a past;
-// where there is nothing else, it is better than nothing.
+// Chooses among the versions kept by all servers. Takes the version that became the one to go on from in the latest
+// transaction. This need not be the highest version: a restore gives up versions later than the restored one, and a
+// server that has not heard of the restore's decision still keeps them. A version pinned only by request may be among
+// the given-up ones; it is the last resort.
 std::optional<int64_t> NewestCommonPin(absl::Span<const v1::GetJobResponse> answers) {
   std::optional<std::pair<int64_t, int64_t>> newest;  // since, version
   std::optional<int64_t> asked_for;
@@ -366,7 +366,7 @@ std::optional<int64_t> NewestCommonPin(absl::Span<const v1::GetJobResponse> answ
   for (const v1::GetJobResponse& answer : answers) {
     for (int i = 0; i < answer.automatic_versions_size(); ++i) {
       const int64_t version = answer.automatic_versions(i);
-      // What made it the version that the job goes on from, then the version itself.
+      // First the transaction that made the version the one to go on from, then the version itself.
       const std::pair since(i < answer.automatic_since_size() ? answer.automatic_since(i) : version, version);
       if (common(version)) newest = std::max(newest.value_or(since), since);
     }
@@ -377,12 +377,12 @@ std::optional<int64_t> NewestCommonPin(absl::Span<const v1::GetJobResponse> answ
   return newest.has_value() ? newest->second : asked_for;
 }
 
-// `lost`: of one that lost its state.
+// `lost`: the answer of a server that lost its state.
 absl::StatusOr<Resolution> ResolveLost(absl::Span<const v1::GetJobResponse> answers, const v1::GetJobResponse& lost) {
   const std::optional<int64_t> pin = NewestCommonPin(answers);
   if (!pin.has_value()) return StateLost(lost);
-  // A step is decided once all have prepared it, and each says how far it can have got: so nothing beyond the least of
-  // these was, and the numbers from there on are free.
+  // A step is decided once all servers have prepared it, and each answer bounds the steps that its server can have
+  // prepared. So no step beyond the smallest bound was decided, and the numbers after the bound are free.
   Resolution resolution{.base = std::numeric_limits<int64_t>::max(), .decision = std::nullopt, .restores = pin};
   const v1::GetJobResponse* least = nullptr;
   for (const v1::GetJobResponse& answer : answers) {

@@ -1,5 +1,5 @@
-// The pure functions that let any client finish a step that another one started: plan hash, verdict, resolve.
-// The rules are those of step-transaction (see services/step/README.md).
+// The pure functions by which any client can finish a step started by another client: plan hash, verdict, resolve.
+// services/step/README.md has the rules.
 #pragma once
 
 #include <compare>
@@ -24,42 +24,44 @@ std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, cons
 // Live tensors that were registered at `version`: they hold no values before transaction version + 1.
 std::vector<uint32_t> TensorsWithoutValues(const EpochPlan& plan, int64_t version);
 
-// INVALID_ARGUMENT if `bitmap` has another size than the plan's tensors need, or names a tensor that was replaced.
+// INVALID_ARGUMENT if the size of `bitmap` does not match the plan's tensors, or `bitmap` has a replaced tensor.
 absl::Status CheckPresence(const EpochPlan& plan, absl::string_view bitmap, absl::string_view name);
 
-// INVALID_ARGUMENT if header and blobs do not fit the plan and `step`: group count, bitmaps, hyper-parameters or a
-// scale that are not finite (the scale also in fp32), negative max_norm, blobs over 64 KiB in all or not one per rank,
-// a VALUES step without values or of a moment that the optimizer does not have, tensors without values (registered at
-// version step - 1) whose masters this step does not give, step counts for other than all tensors, a RESTORE of a
-// version that is not older than `step`, or one with slices; its blobs are the restored version's.
+// INVALID_ARGUMENT if header and blobs do not fit the plan and `step`:
+// - wrong group count or bitmaps; hyper-parameters or scale not finite (the scale also in fp32); negative max_norm;
+// - blobs over 64 KiB in all, or not one per rank (a RESTORE has the restored version's blobs);
+// - a VALUES step without values, or of a moment that the optimizer lacks;
+// - tensors without values (registered at version step - 1) whose masters this step does not give;
+// - step counts for some tensors only;
+// - a RESTORE of a version not older than `step`, or with slices.
 absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header,
                          absl::Span<const std::string> blobs);
 
 // Squared norm of one chunk: its segments' squared norms summed in order.
 double ChunkSquaredNorm(const v1::ChunkNorm& norm);
 
-// Global squared norm of pushed values: chunk norms of all servers summed in chunk order.
-// `records`: one list per server, any order. INVALID_ARGUMENT if a chunk appears twice.
+// Global squared norm of pushed values: chunk norms of all servers, in any order, summed in chunk order.
+// INVALID_ARGUMENT (DIVERGED) if a chunk appears twice.
 absl::StatusOr<double> GlobalSquaredNorm(absl::Span<const v1::ChunkNorm* const> norms);
 
 // clip = min(1, max_norm / (scale x norm + 1e-6)) in fp64 (torch.nn.utils.clip_grad_norm_); factor = fp32(scale x
-// clip). Skip also where factor x norm is beyond fp32: some scaled gradient might be.
+// clip). Also skips where factor x norm is beyond fp32, because some scaled gradient might be.
 v1::Verdict MakeVerdict(const v1::StepHeader& header, double squared_norm, bool overflow);
 
-// Rule 7: the decision that prepared records of all servers imply. FAILED_PRECONDITION (PLAN_MISMATCH) unless they
+// Rule 7: derives the decision from the prepared records of all servers. FAILED_PRECONDITION (PLAN_MISMATCH) unless all
 // agree on (epoch, step, attempt, plan hash).
 absl::StatusOr<v1::Decision> Decide(absl::Span<const v1::PreparedRecord> records);
 
-// Rules 10 and 14: what a fence's answers from *all* servers imply.
+// Rules 10 and 14: the conclusion from the answers of *all* servers to a fence.
 struct Resolution {
   int64_t base = -1;
-  // Empty when base = -1, and with `restores`. To be sent to every server as Open's base_decision.
+  // To be sent to every server as Open's base_decision. Empty when base = -1, and when `restores` is set.
   std::optional<v1::Decision> decision;
-  // Some server lost its state: step base + 1 must bring back this version on all of them.
+  // Set when some server lost its state: step base + 1 must restore this version on all servers.
   std::optional<int64_t> restores;
 };
-// DATA_LOSS (STATE_LOST names the server whose state is lost, and no version is there to go back to; DIVERGED when
-// servers are more than one step apart or decided differently).
+// DATA_LOSS: STATE_LOST (names the server) if state is lost and there is no version to go back to; DIVERGED if servers
+// are more than one step apart or decided differently.
 absl::StatusOr<Resolution> Resolve(absl::Span<const v1::GetJobResponse> answers);
 
 }  // namespace ballast::model

@@ -51,7 +51,7 @@ kernels::Dtype DtypeOf(const nb::dlpack::dtype& dtype) {
   throw nb::type_error("a tensor has a dtype that is none of float32, bfloat16 and float16");
 }
 
-// Of tensors in the session's order. `gradients`: None where there is none; may be empty.
+// Memory of tensors in the session's order. `gradients`: None for a tensor without a gradient; may be empty.
 std::vector<client::TensorMemory> MemoryOf(const PythonSession& session,
                                            const std::vector<std::optional<Array>>& gradients,
                                            const std::vector<Array>& parameters) {
@@ -77,7 +77,7 @@ std::vector<client::TensorMemory> MemoryOf(const PythonSession& session,
 
 using F32Array = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 
-// Why `address` is none that a server can have; empty: it is one.
+// The reason why no server can have `address`; empty for a valid address.
 std::string AddressError(const std::string& address) {
   return std::string(model::ParseAddress(address, model::AddressUse::kConnect).status().message());
 }

@@ -96,7 +96,7 @@ std::vector<client::TensorSpec> SpecsOf(const std::vector<Tensor>& tensors) {
   return specs;
 }
 
-// What `call` is answered; it gets the reply to call.
+// Waits for the answer of `call`, which gets a callback for its reply.
 template <typename Response, typename Call>
 Response Await(const Call& call) {
   std::promise<absl::StatusOr<Response>> answered;
@@ -110,9 +110,9 @@ void LeaveToParent(std::shared_ptr<T>* shared) {
   new std::shared_ptr<T>(std::move(*shared));
 }
 
-// So it is of libraries, some of whose static destructors wait for threads: a forked child's exit() leaves them out,
-// and with them whatever was registered for the end of the process before the fork. on_exit is behind a lock of the C
-// library's: a thread that registers something in the instant of the fork hangs the child.
+// The same holds for libraries, some of whose static destructors wait for threads. So a forked child's exit() skips all
+// handlers registered before the fork for the end of the process. on_exit takes a lock of the C library: if another
+// thread registers a handler in the instant of the fork, the child hangs.
 void LetForkedChildrenExit() {
   static const int once = pthread_atfork(nullptr, nullptr, [] {
     on_exit(
@@ -159,7 +159,7 @@ EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions
   request.server.budget = {.hbm = 0, .dram = dram, .nvme = nvme};
   request.server.compute_threads = threads;
   request.server.machine_profile = profile;
-  // Of several ranks a private ballastd is the server, which keeps working copies.
+  // With several ranks, the server is a private ballastd, which keeps working copies.
   request.server.working_copies = servers > 0 || options.world_size > 1;
   v1::JobSpec& spec = request.spec;
   spec.set_name("estimate");
@@ -239,7 +239,7 @@ std::vector<std::pair<uint64_t, uint64_t>> PythonServer::Tiers() const {
 
 namespace {
 
-// What was raised, in one line: users have no use for the traceback of a callback.
+// The exception in one line: users have no use for the traceback of a callback.
 std::string Said(const nb::python_error& error) {
   const nb::str type(error.type().attr("__name__")), text(error.value());
   return absl::StrCat(type.c_str(), ": ", text.c_str());

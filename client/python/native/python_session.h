@@ -1,5 +1,6 @@
-// What the Python module holds: a state server of this process, and one rank's session with its tensors. Methods block,
-// throw StatusError, and need no interpreter but where said. Threads: any; calls on one session take turns.
+// Classes behind the Python module: a state server of this process, and one rank's session with its tensors. Methods
+// block, throw StatusError, and need the interpreter's lock only where noted. Threads: any; calls on one session take
+// turns.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -24,20 +25,20 @@
 
 namespace ballast::python {
 
-// `directory` is created; budgets in bytes. `threads`: that compute an update.
+// `directory` is created; budgets in bytes. `threads`: the number that compute an update.
 class PythonServer {
  public:
   PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, int threads);
   ~PythonServer();
-  // Ends it; further calls throw. Its directory is free at return, or when the last session with it closes: whether
-  // this object lives on does not matter.
+  // Ends the server; further calls throw. The directory is free at return, or when the last session with this server
+  // closes; this object may live on.
   void Stop();
   // Names, sorted.
   std::vector<std::string> Jobs() const;
-  // The job, if it is there, and all that it has. Nobody may have a session with it.
+  // Deletes the job, if it exists, with all its data. No session may be open with the job.
   void Drop(const std::string& job);
   std::shared_ptr<services::StateServer> server() const;
-  // (budget, used) in bytes: of DRAM, of NVMe.
+  // (budget, used) in bytes: for DRAM, for NVMe.
   std::vector<std::pair<uint64_t, uint64_t>> Tiers() const;
 
  private:
@@ -46,11 +47,11 @@ class PythonServer {
   const pid_t pid_;
 };
 
-// torch.distributed's store, or anything with set(key, bytes) and get(key, seconds) -> bytes. Takes the interpreter's
+// torch.distributed's store, or any object with set(key, bytes) and get(key, seconds) -> bytes. Takes the interpreter's
 // lock for each call.
 class PythonStore : public client::Rendezvous {
  public:
-  // With the lock, as the destructor.
+  // Call with the interpreter's lock, like the destructor.
   explicit PythonStore(nanobind::object store) : store_(std::move(store)) {}
   absl::Status Set(absl::string_view key, absl::string_view value) override;
   absl::StatusOr<std::string> Get(absl::string_view key, absl::Time deadline) override;
@@ -69,12 +70,12 @@ struct Optimizer {
   std::string gradient = "f32", working = "f32";  // f32, bf16, f16
 };
 
-// What such a job would take: see services/estimate.h.
+// Resources that a job would need: see services/estimate.h.
 struct EstimateReport {
   bool fits = false;
   std::string text;                                     // for people
   double step_seconds = 0;                              // 0: not known
-  std::vector<std::pair<std::string, uint64_t>> tiers;  // bytes that the fullest server would take
+  std::vector<std::pair<std::string, uint64_t>> tiers;  // bytes on the fullest server
   uint64_t rank_bytes = 0, rank_bytes_sharded = 0;      // parameters and gradients of a trainer
 };
 
@@ -87,14 +88,14 @@ struct OpenOptions {
   uint32_t group_count = 1;
   uint64_t chunk_elements = uint64_t{1} << 20;
   uint64_t seed = 0;
-  bool rows = false;                 // ranks have rows of tensors (FSDP2), not whole ones
-  std::vector<std::string> servers;  // "host:port"; empty: the embedded one
+  bool rows = false;                 // ranks have rows of tensors (FSDP2), not whole tensors
+  std::vector<std::string> servers;  // "host:port"; empty: the embedded server
   int rank = 0;
   int world_size = 1;
-  std::string host = "127.0.0.1";  // where this rank listens for the others
+  std::string host = "127.0.0.1";  // where this rank listens for the rest
   double step_timeout = 120;       // seconds
   double open_timeout = 30;
-  bool progress = true;  // lines on stderr when something takes long
+  bool progress = true;  // lines on stderr when a wait is long
 };
 
 struct Tensor {
@@ -118,15 +119,15 @@ struct Report {
   double pull_seconds = 0;  // until parameters hold the version
 };
 
-// Ctrl-C, seen while a call waits for servers. Threads: any.
+// Notices Ctrl-C while a call waits for servers. Threads: any.
 class Interrupt {
  public:
-  // Runs `call` on a thread of its own, and returns what it does, or throws what it throws. If a signal's handler
-  // raises meanwhile (this is the main thread), the call has two seconds to end by itself; then whatever it waits for
-  // does, and the session with it. Either way the handler's exception is thrown. Without the interpreter's lock.
+  // Runs `call` on a thread of its own, and returns its result or throws its exception. If a signal's handler raises
+  // meanwhile (this is the main thread), the call has two seconds to end by itself; then its wait is ended, and the
+  // session too. Either way the handler's exception is thrown. Call without the interpreter's lock.
   template <typename Call>
   auto Watch(const Call& call) const;
-  // As if it had been seen: whatever waits ends, and the session with it.
+  // Acts as after a signal: ends the wait, and the session too.
   void Raise() const { raised_->store(true); }
   std::function<bool()> raised() const {
     return [raised = raised_] { return raised->load(); };
@@ -167,27 +168,27 @@ class PythonSession {
 
   int64_t version() const { return Use()->version(); }
   bool needs_values() const { return Use()->needs_values(); }
-  // Tensors with values that were written and no transaction has taken yet.
+  // Names of tensors with written values that no transaction has taken yet.
   std::vector<std::string> written() const;
   int64_t restored_version() const { return Use()->restored_version(); }
   std::vector<std::string> blobs() const { return Use()->resumed_blobs(); }
-  // Are these the session's tensors? INVALID_ARGUMENT (BAD_LENGTH), naming one that has other than `elements[i]` here.
+  // Compares local lengths with the session's. INVALID_ARGUMENT (BAD_LENGTH) names a tensor that differs.
   void CheckElements(absl::Span<const uint64_t> elements) const;
 
-  // COLLECTIVE, all of these.
+  // COLLECTIVE from here to Exchange, unless noted.
   void Initialise(absl::Span<const client::TensorMemory> memory);
   Report Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options,
               const client::Tensors::Ready& ready);
-  // client/tensors.h; no rank waits for another. `unit`: index into Units().
+  // See client/tensors.h; no rank waits for another. `unit`: index into Units().
   bool pushes_gradients() const;
   std::vector<std::vector<size_t>> Units() const;
-  // `elements`: of each gradient.
+  // `elements`: the length of each gradient.
   void PushEarly(size_t unit, absl::Span<const client::TensorMemory> gradients, absl::Span<const uint64_t> elements);
   void Drop();
   void Pull(absl::Span<const client::TensorMemory> memory);
   void Write(const std::string& tensor, absl::Span<const float> values);
   Report CommitValues();
-  // `array`: master, moment1, moment2, moment3; of some tensors, each its local elements.
+  // `array`: master, moment1, moment2, moment3. For some tensors, the local elements of each.
   struct State {
     std::string tensor;
     absl::Span<const float> values;
@@ -197,10 +198,10 @@ class PythonSession {
   void Register(const std::vector<Tensor>& tensors);
   Report Restore(int64_t version);
 
-  // Every rank's bytes, in rank order; at most 1 MiB a rank.
+  // Returns every rank's bytes, in rank order; at most 1 MiB per rank.
   std::vector<std::string> Exchange(const std::string& mine);
 
-  // Any rank. `content`: working, master, moment1, moment2, moment3.
+  // Called by any rank. `content`: working, master, moment1, moment2, moment3.
   void Read(const std::string& tensor, const std::string& content, absl::Span<float> to);
   uint64_t TensorSteps(const std::string& tensor);
   void Pin();
@@ -211,7 +212,7 @@ class PythonSession {
   ~PythonSession();
 
  private:
-  // The session, for one call; others wait, whatever thread they are on. FAILED_PRECONDITION (BAD_REQUEST): closed.
+  // The session, for one call; calls of all threads take turns. FAILED_PRECONDITION (BAD_REQUEST): closed.
   class Using {
    public:
     explicit Using(const PythonSession* of);
@@ -239,10 +240,11 @@ class PythonSession {
   bool rows_ = false;
 };
 
-// Of a server with so much DRAM, what is for state on its way to and from NVMe. Bytes.
+// Bytes of a server's DRAM reserved for staging: state on its way to and from NVMe.
 uint64_t StagingBytes(uint64_t dram);
 
-// `servers`: 0 for an embedded one. Budgets of each, in bytes; `profile`: of `ballastctl iotune`, empty for none.
+// `servers`: 0 for an embedded server. Budgets of each server, in bytes; `profile`: from `ballastctl iotune`, empty for
+// none.
 EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions& options, uint64_t dram, uint64_t nvme,
                            int threads, uint32_t servers, const std::string& profile);
 

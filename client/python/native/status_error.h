@@ -1,4 +1,4 @@
-// An absl::Status as a C++ exception, which the module turns into Python's ballast.Error.
+// An absl::Status as a C++ exception; the module turns it into Python's ballast.Error.
 #pragma once
 
 #include <stdexcept>
