@@ -1,4 +1,4 @@
-// New budgets for a server that runs: what they mean for each job is planned, then all of it happens or nothing.
+// New budgets for a running server: first every job's moves are planned, then all budgets change or none does.
 #pragma once
 
 #include <memory>
@@ -13,9 +13,10 @@
 
 namespace ballast::services {
 
-// The tiers have the new budgets when it returns; the jobs' chunks follow between steps. RESOURCE_EXHAUSTED (BUDGET)
-// with numbers if they are below what does not move, else as Tiers::SetBudget; then nothing has changed.
-// Threads: any; blocks on `planning`, which an Open may hold while it takes space.
+// On return the tiers have the new budgets; the jobs' chunks follow between steps. RESOURCE_EXHAUSTED (BUDGET), with
+// numbers, if a budget is below what cannot move; otherwise the errors of Tiers::SetBudget. On an error nothing has
+// changed.
+// Threads: any; blocks on `planning`, which an Open may hold while taking space.
 absl::StatusOr<v1::SetBudgetResponse> ChangeBudgets(const v1::SetBudgetRequest& request,
                                                     absl::Span<const std::shared_ptr<Job>> jobs, storage::Tiers* tiers,
                                                     absl::Mutex* planning);

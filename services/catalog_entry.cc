@@ -53,7 +53,7 @@ bool CatalogEntry::durable() const {
   if (every_k()) return false;
   return life.has_value() || !chunks.empty() || !pins.empty() ||
          (open.has_value() && open->spec().durability() == v1::DURABILITY_STEP) ||
-         // What cannot be read may have been a durable job's.
+         // An unreadable entry may have been a durable job's.
          std::any_of(unreadable.begin(), unreadable.end(), [](const std::string& what) {
            return what == kCatalogOpen || what == kCatalogLog || what.starts_with(kCatalogChunk) ||
                   what.starts_with(kCatalogPin);

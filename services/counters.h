@@ -1,4 +1,4 @@
-// What a state server counts since its start. services/metrics turns these into Prometheus families.
+// Counters of a state server since its start. services/metrics turns them into Prometheus families.
 #pragma once
 
 #include <array>
@@ -37,7 +37,7 @@ inline constexpr std::array<const char*, kCalls> kCallNames = {
 // Threads: any.
 class DurationHistogram {
  public:
-  // Three per decade from 100 us to 100 s: a step of a small model and a stuck disk both fall inside.
+  // Three bounds per decade from 100 us to 100 s, so that a step of a small model and a stuck disk both fall inside.
   static constexpr std::array<double, 19> kBoundsSeconds = {0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01,
                                                             0.025,  0.05,    0.1,    0.25,  0.5,    1,     2.5,
                                                             5,      10,      25,     50,    100};
@@ -49,7 +49,7 @@ class DurationHistogram {
     counts_[bucket].fetch_add(1, std::memory_order_relaxed);
     sum_nanoseconds_.fetch_add(absl::ToInt64Nanoseconds(duration), std::memory_order_relaxed);
   }
-  // Observations in bucket `i` alone; the last one is above all bounds.
+  // Observations in bucket `i` alone; the last bucket is above all bounds.
   uint64_t count(size_t i) const { return counts_[i].load(std::memory_order_relaxed); }
   double sum_seconds() const { return 1e-9 * static_cast<double>(sum_nanoseconds_.load(std::memory_order_relaxed)); }
 
@@ -58,7 +58,7 @@ class DurationHistogram {
   std::atomic<int64_t> sum_nanoseconds_{0};
 };
 
-// Errors by (call, reason). Reasons are a fixed list, so this is bounded.
+// Errors by (call, reason). Reasons come from a fixed list, so the map is bounded.
 class ErrorCounts {
  public:
   void Add(Call call, const std::string& reason) {
@@ -81,7 +81,7 @@ struct ServerCounters {
   std::atomic<uint64_t> received_bytes{0};  // payloads of pushes
   std::atomic<uint64_t> sent_bytes{0};      // payloads of pulls
   std::atomic<uint64_t> waiting_requests{0};
-  std::atomic<uint64_t> waiting_request_bytes{0};  // payloads of pushes aside
+  std::atomic<uint64_t> waiting_request_bytes{0};  // without payloads of pushes
   std::atomic<uint64_t> waiting_push_bytes{0};
   DurationHistogram step;       // from one decision to the next of a job
   DurationHistogram update;     // applying a decided step to this server's chunks

@@ -12,7 +12,7 @@
 namespace ballast::services {
 namespace {
 
-// Payloads that wait for a chunk's update are memory beyond every budget.
+// Payloads of pushes that wait for a chunk's update are memory beyond every budget.
 constexpr uint64_t kWaitingPushBytesMax = uint64_t{64} << 20;
 // Checksummed and copied piece by piece: the second read of a piece comes from the cache.
 constexpr size_t kCopyBytes = size_t{64} << 10;
@@ -136,7 +136,7 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
   uint32_t slice = 0;
   const std::shared_ptr<HeldChunk> chunk = FindSliceChunk(header, &slice);
   if (chunk != nullptr && header.step() == machine_->committed() + 1) {
-    // Who is refused, or has it here already, does not wait first.
+    // A push that is refused, or held here already, does not wait first.
     const absl::StatusOr<StepMachine::Admission> checked = machine_->CheckPush(header);
     if (!checked.ok() || *checked == StepMachine::Admission::kHeld) return answer(checked.status());
     if (IsSuperseded(header)) return answer(absl::OkStatus());
@@ -148,7 +148,7 @@ bool Job::TryPush(const v1::PushRequest& header, absl::Span<const std::byte> pay
   const absl::StatusOr<StepMachine::Admission> admission = machine_->BeginPush(header);
   if (!admission.ok()) return answer(admission.status());
   if (*admission == StepMachine::Admission::kHeld) return answer(absl::OkStatus());
-  // After epoch and step: who speaks of an older job of this name must hear that.
+  // After epoch and step, so that a client of an older job of this name hears of these first.
   const absl::Status length =
       CheckLength(header, plan_->open().spec(), store_->layout().gradient_element_bytes(), payload.size());
   if (!length.ok()) return answer(machine_->EndPush(header, length));
@@ -198,7 +198,7 @@ void Job::Receive(const v1::PushRequest& header, absl::Span<const std::byte> pay
       receipt.buffer.reset();
       BufferReturned(replies);
     }
-    receipt.buffer.reset();  // the record of a logged slice has it now
+    receipt.buffer.reset();  // a logged slice's buffer belongs to its record now
     replies->push_back([reply, status] {
       if (status.ok()) {
         reply(v1::PushResponse());
@@ -217,7 +217,7 @@ void Job::WakePushes(HeldChunk* chunk, Replies* replies) {
   }
 }
 
-// One pull, its chunk found.
+// A pull whose chunk was found.
 struct Job::PullPlan {
   std::shared_ptr<HeldChunk> chunk;
   std::shared_ptr<storage::ChunkStore> store;
@@ -354,7 +354,7 @@ void Job::Read(PullPlan plan, Copy copy, const StateServer::Allocate& allocate, 
   }
   absl::Status status = plan.Read(copy == Copy::kPinned, to);
   if (copy == Copy::kCurrent && status.ok()) {
-    // The next update may have begun amid the read: what was read counts only if it did not.
+    // The next update may have begun during the read: the bytes count only if it had not.
     absl::StatusOr<Copy> now = Copy::kCurrent;
     {
       absl::MutexLock lock(&mu_);

@@ -1,4 +1,4 @@
-// One thread that calls back when a time has passed.
+// A thread that runs callbacks when their times have come.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,14 @@
 
 namespace ballast::services {
 
-// Threads: any. Callbacks run on the one thread, one at a time, without a lock held: they must be short.
+// Threads: any. Callbacks run in turn on a single thread, no lock held, and must be short.
 class Deadlines {
  public:
   Deadlines();
-  ~Deadlines();  // callbacks that are still due never run
+  ~Deadlines();  // pending callbacks never run
 
   uint64_t Add(absl::Time when, std::function<void()> callback);
-  // After it the callback does not start; it may be running.
+  // From its return on the callback does not start; a started callback may still be running.
   void Cancel(uint64_t id);
 
  private:

@@ -1,9 +1,9 @@
-// Durable pins of class Job: versions that stay on the disk until they are unpinned, so that they can be restored.
+// Durable pins of class Job: versions that stay on the disk for restores until they are unpinned.
 //
-// Order of a pin: the disk's space is taken; the chunks that are not on the disk at this version are written; one entry
-// of the catalog says where all of them are. A crash before that entry leaves no pin, and what was written is free;
-// after it, the pin. Before a restore is prepared, all of its pin is read. Order of an unpin: the machine prepares no
-// restore of the version any more; the entry goes; the extents are free.
+// Order of a pin: take the disk's space; write the chunks that are not on the disk at this version; write one entry of
+// the catalog with the places of all chunks. After a crash before the entry, there is no pin and the written extents
+// are free; after the entry, there is the pin. Before a restore is prepared, its whole pin is read. Order of an unpin:
+// the machine prepares no more restores of the version; the entry goes; the extents are free.
 #include <spdlog/spdlog.h>
 
 #include <utility>
@@ -16,7 +16,7 @@
 namespace ballast::services {
 namespace {
 
-// What a fence's answer carries of them, and the catalog's entries, stay small.
+// Keeps a fence's answer, and the catalog's entries, small.
 constexpr size_t kDurablePinsMax = 16;
 
 absl::Status WithoutEpoch() {
@@ -146,7 +146,7 @@ void Job::UnpinDurably(const v1::UnpinRequest& request, Reply<v1::UnpinResponse>
       request.ByteSizeLong(),
       [this, request]() -> Outcome<v1::UnpinResponse> {
         mu_.AssertHeld();
-        // Not the open one: an operator makes room for an Open.
+        // The promised epoch, not the open one: an operator makes room for an Open.
         BALLAST_RETURN_IF_ERROR(machine_->CheckPromised(request.epoch()));
         return TryUnpinDurably(request.version());
       },
@@ -160,7 +160,7 @@ Outcome<v1::UnpinResponse> Job::TryUnpinDurably(int64_t version) {
   const bool unreadable =
       check != pin_checks_.end() && check->second.done &&
       (absl::IsDataLoss(check->second.status) || model::ReasonOf(check->second.status) == model::kIo);
-  if (unreadable && !pinning_.empty()) return std::nullopt;  // one of these may be what takes its place
+  if (unreadable && !pinning_.empty()) return std::nullopt;  // a pin being made may take its place
   BALLAST_RETURN_IF_ERROR(machine_->Unpin(version, unreadable));
   if (const v1::PinnedVersion* const pin = machine_->FindPin(version)) {
     PinChanged(*pin);
@@ -169,7 +169,7 @@ Outcome<v1::UnpinResponse> Job::TryUnpinDurably(int64_t version) {
     return response;
   }
   unpinning_.insert(version);
-  // Behind a decided restore of it.
+  // Behind a decided restore of the version.
   stage_->Post([this, version] { RunUnpinDurably(version); });
   return std::nullopt;
 }
@@ -181,7 +181,7 @@ void Job::RunUnpinDurably(int64_t version) {
     if (!Refusal().ok()) return;
     store = store_;
   }
-  // A restore of it may have stored chunks that are not recorded yet: until they are, its replay needs the pin.
+  // A restore of the version may have stored chunks without recording them yet: until then a replay needs the pin.
   absl::Status erased = store->Harden();
   if (erased.ok()) erased = around_.catalog->ErasePrefix(CatalogPrefix(name_) + CatalogPin(version));
   if (erased.ok()) store->UnpinDurably(version);
@@ -194,7 +194,7 @@ void Job::RunUnpinDurably(int64_t version) {
   });
 }
 
-// A version that cannot be read is refused while the job still has its state, not when that is to be overwritten.
+// Refuses an unreadable version while the job still has its state, before the restore would overwrite it.
 absl::StatusOr<bool> Job::CheckedPin(const v1::SealRequest& request) {
   const int64_t version = request.header().restored_version();
   const model::EpochPlan* plan = machine_->plan();
@@ -210,7 +210,7 @@ absl::StatusOr<bool> Job::CheckedPin(const v1::SealRequest& request) {
     check = PinCheck();
     stage_->Post([this, version] { RunPinCheck(version); });
   }
-  // A reading that outlasts its epoch is the next one's.
+  // A reading that outlasts its epoch serves the next epoch.
   if (!check.done) {
     check.epoch = request.epoch();
     return false;
@@ -228,7 +228,7 @@ void Job::RunPinCheck(int64_t version) {
     store = store_;
     lost = machine_->state_lost();
   }
-  // Who stops the job does not wait for all of it.
+  // Stopping the job does not wait for the whole reading.
   const absl::Status status = store->VerifyPin(version, [this] {
     absl::MutexLock lock(&mu_);
     return Refusal();

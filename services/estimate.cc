@@ -53,7 +53,7 @@ absl::StatusOr<Response> Await(const Call& call) {
 
 std::string MemberName(uint32_t i) { return absl::StrCat("server-", i); }
 
-// The member with most elements, and how many these are.
+// The member with most elements, and their number.
 std::pair<uint32_t, uint64_t> Fullest(const model::EpochPlan& plan) {
   std::vector<uint64_t> elements(static_cast<size_t>(plan.open().members_size()));
   for (const model::Chunk& chunk : plan.layout().chunks()) elements[plan.server_of(chunk.index)] += chunk.range.size();

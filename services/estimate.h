@@ -1,5 +1,5 @@
-// What a job would take of servers and trainers, and how long its steps would be: the plan of a state server that is
-// asked by an Open which takes nothing.
+// Estimates the memory that a job takes of servers and trainers, and the time of a step. Asks a state server for its
+// plan with a dry-run Open, which takes no space.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@ namespace ballast::services {
 struct EstimateRequest {
   v1::JobSpec spec;           // with its tensors
   uint32_t ranks = 1;         // trainers
-  uint32_t servers = 1;       // alike, of equal weights
-  StateServerOptions server;  // each of them; its data_directory is not used
+  uint32_t servers = 1;       // identical, of equal weights
+  StateServerOptions server;  // of each server; its data_directory is not used
 };
 
-// Bytes of a trainer.
+// Bytes of a trainer's memory.
 struct TrainerBytes {
   uint64_t parameters = 0;
   uint64_t gradients = 0;
@@ -27,9 +27,10 @@ struct TrainerBytes {
 
 struct Estimate {
   uint64_t parameters = 0;
-  uint64_t server_parameters = 0;   // of the server with most
-  uint64_t largest_unit_bytes = 0;  // its working parameters, which a rank with sharded parameters gathers
-  // That server's answer, if the job fits; else `fits` says what is short, and what to change.
+  uint64_t server_parameters = 0;   // on the server with most
+  uint64_t largest_unit_bytes = 0;  // working parameters that a rank gathers for it, if parameters are sharded
+  // The answer of the server with most parameters, if the job fits. Otherwise `fits` says what is short and what to
+  // change.
   absl::Status fits;
   v1::OpenResponse server;
   // With state on servers: parameters whole in each rank (DDP), and sharded (FSDP2).
@@ -41,8 +42,8 @@ struct Estimate {
   std::string Explain(const EstimateRequest& request) const;
 };
 
-// Starts a state server in a directory of its own, which is gone afterwards. INVALID_ARGUMENT for a spec that no server
-// would take; errors of that server's start.
+// Starts a state server in a temporary directory and removes the directory afterwards. INVALID_ARGUMENT for a spec that
+// no server would take, or for too many ranks or servers; otherwise the errors of the server's start.
 absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request);
 
 }  // namespace ballast::services

@@ -1,8 +1,8 @@
-// Durability every-K of class Job: pins that the server makes by itself, and what it knows after a restart (rule 14).
+// Durability every-K of class Job: automatic pins, and the start from pins after a restart (rule 14).
 //
-// Of such a job there is no log: promise, Open and pins are in the catalog, and slices and chunks' states are the
-// process's. Order at a step that is due: its update; what it made needless goes; its pin. No step behind it is
-// prepared before that pin is in the catalog.
+// A job with this durability has no log: promise, Open and pins are in the catalog; slices and chunks' states end with
+// the process. Order at a step that is due: its update; the end of pins made needless; its pin. No later step is
+// prepared before this pin is in the catalog.
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 namespace ballast::services {
 namespace {
 
-// The one that all servers have, and the next.
+// The version that all servers have, and the next.
 constexpr uint64_t kAutomaticPins = 2;
 
 }  // namespace
@@ -93,7 +93,7 @@ absl::Status Job::ComeBack(const CatalogEntry& entry) {
   const absl::Status status = machine_->LoseState(*entry.open);
   opening_.reset();
   BALLAST_RETURN_IF_ERROR(status);
-  // A restore brings back what had a state.
+  // A restore brings back the chunks that had a state.
   for (const auto& chunk : chunks_) {
     if (pinned.contains(chunk->id)) chunk->changed = entry.pins.back().version();
   }

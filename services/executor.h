@@ -1,4 +1,5 @@
-// Threads that do what neither an RPC thread nor a job's thread should: blocking reads, and answers to woken requests.
+// A queue of closures and the threads that run them: a job's own thread, or a server's threads for blocking reads and
+// for answers to woken requests.
 #pragma once
 
 #include <deque>
@@ -11,11 +12,11 @@
 
 namespace ballast::services {
 
-// Runs closures in the order they came. Threads: any. The queue is bounded by what posts to it: waiting requests.
+// Runs closures in the order of Post. Threads: any. The queue is bounded by its sources: requests, and decided steps.
 class Executor {
  public:
   virtual ~Executor() = default;  // joins
-  // Runs what is queued, then ends. What is posted after that is dropped. Threads: any but its own.
+  // Runs the queued closures, then ends. Closures posted later never run. Threads: any but its own.
   virtual void Join() = 0;
   virtual void Post(std::function<void()> work) = 0;
 };

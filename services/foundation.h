@@ -1,5 +1,5 @@
-// What a server stands on: the machine's files, catalog and threads, or a simulation's, which runs all of a server on
-// one thread in an order of its own.
+// The files, catalog and threads under a server: this machine's, or a simulation's, which runs a whole server on a
+// single thread in an order of its own.
 #pragma once
 
 #include <functional>
@@ -15,22 +15,22 @@
 
 namespace ballast::services {
 
-// Threads: any. Outlives every server that stands on it.
+// Threads: any. Outlives every server that uses the foundation.
 class Foundation {
  public:
   virtual ~Foundation() = default;
   virtual storage::Disk* disk() = 0;
-  // Null: storage::OpenHbmTier.
+  // Null stands for storage::OpenHbmTier.
   virtual storage::HbmOpener hbm() { return nullptr; }
   virtual absl::StatusOr<std::unique_ptr<storage::Catalog>> OpenCatalog(const std::string& directory) = 0;
   virtual std::unique_ptr<Executor> MakeExecutor(int threads) = 0;
-  // From now on until its end `log` is pumped; `progress` as GradientLog::Start's.
+  // Pumps `log` from now on until its end. `progress`: as for GradientLog::Start.
   virtual void Pump(storage::GradientLog* log, std::function<void()> progress) = 0;
-  // `log` ends now.
+  // Call before `log` is destroyed.
   virtual void StopPumping(storage::GradientLog* log) = 0;
 };
 
-// This machine.
+// This machine's files, catalog and threads.
 Foundation* SystemFoundation();
 
 }  // namespace ballast::services

@@ -140,7 +140,7 @@ void Intake::Reset(const model::Chunk& chunk, const model::EpochPlan& plan) {
     const model::Range range = plan.slices()[index].range;
     slots_.push_back({index, {range.begin - chunk.range.begin, range.end - chunk.range.begin}, {}, {}});
   }
-  // An update that is still at work keeps it.
+  // A running update keeps the buffer.
   if (Logs(v1::SLICE_KIND_GRADIENT)) gradient_.reset();
 }
 
@@ -336,7 +336,7 @@ v1::ChunkNorm Intake::Norm(absl::string_view gradient_presence) {
   out.set_chunk(chunk_);
   for (size_t i = 0; i < segments_.size(); ++i) {
     if (!model::HasBit(gradient_presence, segments_[i].tensor)) continue;
-    // After a restart: a chunk that was ahead of the log has no gradient for a step that it already holds.
+    // After a restart: a chunk ahead of the log has no gradient for a step that its state already contains.
     if (!norms_[i].has_value() && gradient_ == nullptr) continue;
     if (!norms_[i].has_value()) norms_[i] = NormOf(gradient_->data(), 0, segments_[i].in_chunk);
     v1::SegmentNorm* segment = out.add_segments();

@@ -1,10 +1,10 @@
-// What has been pushed to one chunk for the step in flight: the gradient at its place in one buffer, value slices, and
-// the norms of the segments that are complete. Of a *logged* chunk: a slice's bytes are here only until the gradient
-// log has them, then their place in it; but a gradient that several ranks have parts of stays, since norms need all
+// The slices pushed to a chunk for the step in flight: the gradient at its place in a single buffer, value slices, and
+// the norms of complete segments. A *logged* chunk keeps a slice's bytes only until the gradient log has them, then
+// their place in the log. A gradient that comes in several slices stays in memory all the same, since norms need all
 // parts.
 //
 // Bytes are copied and norms computed outside the job's lock. Until both are done, nobody else may touch the same
-// elements: Busy() tells whom to make wait.
+// elements; Busy() tells which pushes must wait.
 #pragma once
 
 #include <algorithm>
@@ -27,12 +27,13 @@
 
 namespace ballast::services {
 
-// DRAM for slices of one job. What its epoch reserved is there for sure; more is taken from the tier while needed.
-// Large buffers that come back are kept for the next, within what is reserved. Beside a GPU the reserved memory is
-// page-locked slabs, out of which buffers are cut: a GPU copies from and to others at half the speed. Threads: any.
+// DRAM for a job's slices. The reserved bytes are always available; further bytes are taken from the tier while they
+// are needed. Large returned buffers are kept for reuse, within the reservation. Beside a GPU, buffers are cut out of
+// page-locked slabs that the reservation consists of: a GPU copies from and to other memory at half the speed. Threads:
+// any.
 class ProvisionalMemory {
  public:
-  // Borrows `tiers`. The destructor returns what is reserved.
+  // Borrows `tiers`. The destructor returns the reservation.
   explicit ProvisionalMemory(storage::Tiers* tiers) : tiers_(tiers) {}
   ~ProvisionalMemory();
 
@@ -40,14 +41,14 @@ class ProvisionalMemory {
   absl::Status Reserve(uint64_t bytes);
   void Unreserve(uint64_t bytes);
   uint64_t reserved_bytes() const;
-  // Is so much of it free?
+  // Are so many bytes of the reservation free?
   bool Fits(uint64_t bytes) const;
 
-  // Aligned to 4096 bytes, so that the log can write it from where it is, and in huge pages where it is large, which
-  // makes that cheap; uninitialised. Returns its bytes when destroyed.
+  // Uninitialised memory, aligned to 4096 bytes so that the log can write straight from it. A buffer of 2 MiB or more
+  // lies in huge pages, which make such writes cheap. Returns its bytes when destroyed.
   class Buffer {
    public:
-    // `cut`: of the slabs, or empty; `pages`: empty, or as large.
+    // `cut`: from the slabs, or empty. `pages`: empty, or of `bytes` bytes.
     Buffer(std::shared_ptr<ProvisionalMemory> memory, uint64_t bytes, absl::Span<std::byte> cut, storage::Arena pages);
     ~Buffer();
     Buffer(const Buffer&) = delete;
@@ -66,53 +67,53 @@ class ProvisionalMemory {
                                                           uint64_t bytes);
 
  private:
-  // `kept`: pages of as many bytes, if there are some.
+  // `kept`: set to kept pages of exactly `bytes`, if there are any.
   absl::Status Acquire(uint64_t bytes, storage::Arena* kept);
   void Release(uint64_t bytes, storage::Arena pages);
 
   storage::Tiers* const tiers_;
-  storage::Slabs slabs_;  // beside a GPU: what is reserved
+  storage::Slabs slabs_;  // beside a GPU: the reservation
   mutable absl::Mutex mu_;
   uint64_t reserved_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t used_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t extra_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // taken beyond the reservation
   std::vector<storage::Arena> kept_ ABSL_GUARDED_BY(mu_);
-  uint64_t kept_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // with the used ones no more than is reserved
+  uint64_t kept_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // together with used bytes no more than is reserved
 };
 
-// Threads: the job's lock, except where said.
+// Threads: under the job's lock, unless a method says otherwise.
 class Intake {
  public:
   Intake(std::shared_ptr<ProvisionalMemory> memory, uint64_t elements, kernels::Dtype gradient, bool logged)
       : memory_(std::move(memory)), elements_(elements), dtype_(gradient), logged_(logged) {}
 
-  // A new epoch: everything held is void; these are the chunk's segments and slices from now on.
+  // Begins an epoch: forgets all slices, and takes the chunk's segments and slices from `chunk` and `plan`.
   void Reset(const model::Chunk& chunk, const model::EpochPlan& plan);
-  // The step is decided: its slices belong to the update now.
+  // Forgets the slices of a decided step, which the update has taken over.
   void Clear();
-  // Gives back the gradient's memory if no slice is in it; an update that has it keeps it until its end.
+  // Gives back the gradient's buffer if no slice is in it; an update that took the buffer keeps it until its end.
   void ReleaseIdle();
 
-  // Do slices of this kind leave their memory once the log has them?
+  // Do slices of this kind leave memory once the log has them?
   bool Logs(v1::SliceKind kind) const;
-  // Memory that BeginReceive of a slice will take.
+  // Bytes that BeginReceive allocates for a slice.
   uint64_t BufferBytes(uint32_t slice, v1::SliceKind kind) const;
 
-  // Some of [range) (in the chunk) is being copied, or written to the log, or norms are being computed.
+  // Is any of `range` (in the chunk) being copied or written to the log, or are norms being computed?
   bool Busy(model::Range range) const;
 
-  // One copy in progress. `generation` tells whether an epoch or step went by meanwhile.
+  // A copy in progress. `generation` tells whether an epoch or step ended meanwhile.
   struct Receipt {
     size_t slice = 0;  // position among the chunk's slices
     model::Range range;
     v1::SliceKind kind = v1::SLICE_KIND_GRADIENT;
     uint64_t attempt = 0;
     uint64_t generation = 0;
-    bool logged = false;  // it leaves the buffer once the log has it
+    bool logged = false;  // the slice leaves its buffer once the log has it
     std::shared_ptr<ProvisionalMemory::Buffer> buffer;
-    uint64_t buffer_begin = 0;  // of a gradient: the element of the chunk that the buffer begins with
+    uint64_t buffer_begin = 0;  // for a gradient: the element of the chunk at which the buffer begins
     std::byte* to = nullptr;
-    // Of a value slice, from its start: what belongs to tensors. Padding may hold anything.
+    // The parts of a value slice that belong to tensors, from the slice's start. Padding may hold anything.
     std::vector<model::Range> tensors;
   };
   // REQUIRES: !Busy(range). `slice`: index into the plan's slices. RESOURCE_EXHAUSTED (BUDGET).
@@ -122,57 +123,60 @@ class Intake {
     model::Range range;  // in the chunk
     kernels::NormResult norm;
   };
-  // Returns the segments that this slice completed: if any, ComputeNorms, then StoreNorms.
+  // Returns the segments that this slice completed. If there are any, call ComputeNorms, then StoreNorms.
   std::vector<Completed> EndReceive(const Receipt& receipt, bool ok);
-  // As EndReceive of what a log held: norms wait until somebody asks for them, but not those of a logged gradient.
+  // As EndReceive, for a slice read back from a log. Norms are computed at the first question for them, but those of a
+  // logged gradient at once, since its buffer goes.
   void EndRestore(const Receipt& receipt, const storage::PayloadPlace& place);
-  // What EndReceive held was refused after all.
+  // Drops a slice that EndReceive took: the push was refused after all.
   void Void(const Receipt& receipt);
-  // Until Written the elements of a gradient slice must not change: the log writes them from where they are.
+  // Keeps the elements of a gradient slice busy until Written: the log writes them from where they are.
   void BeginLogging(const Receipt& receipt);
-  // `place`: where the log has the slice; null if it never will.
+  // `place`: where the log has the slice; null if the log never will.
   void Written(const Receipt& receipt, const storage::PayloadPlace* place);
-  // Of a decided step that is replayed: the slice is in the log, whole or not. REQUIRES: a value slice of a logged
-  // chunk, or HasOneSlice.
+  // Replaying a decided step: takes a slice by its place in the log, without checking its bytes. REQUIRES: a value
+  // slice of a logged chunk, or HasOneSlice.
   void HoldPlace(uint32_t slice, v1::SliceKind kind, uint64_t attempt, const storage::PayloadPlace& place);
   bool HasOneSlice() const { return slots_.size() == 1; }
 
-  // Slices that the trainer lends (lending.cc): held, but the bytes are nowhere here, and the caller computes the
-  // norms, or checks the values.
+  // Takes a slice that the trainer lends (lending.cc). Its bytes stay with the trainer; the caller computes the norms,
+  // or checks the values.
   void HoldLent(uint32_t slice, v1::SliceKind kind, uint64_t attempt);
-  // Until then those count 0. `generation`: when the slices were held; later ones have nothing to do with it.
+  // Until this call a lent segment's norm counts as 0. `generation`: as when the slices were taken; a call for an
+  // earlier generation does nothing.
   void StoreLentNorm(size_t segment, uint64_t generation, const kernels::NormResult& norm);
   uint64_t generation() const { return generation_; }
   bool lent(v1::SliceKind kind) const;
-  // The trainer takes its memory back: they are not held any more / or copied from it.
+  // For a trainer that takes its memory back: VoidLent forgets the lent slices, CopyLent copies them into own buffers.
   void VoidLent();
   absl::Status CopyLent(const model::Chunk& chunk, const LentMemory& lent);
 
-  // Outside the lock, between the two. INVALID_ARGUMENT (BAD_REQUEST) if an element of a value slice is not finite: it
-  // would be in the state for ever, where an infinite gradient only skips a step. `begin`: of the slice, in its unit.
+  // Without the lock, between BeginReceive and EndReceive. INVALID_ARGUMENT (BAD_REQUEST) if an element of a value
+  // slice is not finite: such an element would stay in the state for ever, whereas an infinite gradient only skips a
+  // step. `begin`: the slice's first element in its unit.
   static absl::Status CheckFinite(const Receipt& receipt, uint32_t unit, uint64_t begin);
-  // Outside the lock: Busy() keeps others from the segments meanwhile.
+  // Without the lock: Busy() keeps others away from the segments meanwhile.
   void ComputeNorms(const Receipt& receipt, std::vector<Completed>* completed) const;
   void StoreNorms(const Receipt& receipt, const std::vector<Completed>& completed);
 
-  // Are all slices held, in exactly this attempt, that such a step needs of the chunk?
+  // Does the intake hold, from exactly this attempt, all slices of the chunk that the step needs?
   bool Holds(const v1::StepHeader& header, uint64_t attempt) const;
   // Norms of the segments of present tensors; cached, or computed now.
   v1::ChunkNorm Norm(absl::string_view gradient_presence);
 
   using Buffers = std::vector<std::shared_ptr<ProvisionalMemory::Buffer>>;
-  // Puts value slices of `attempt`, cut to the tensors of `presence`, into `update`, but for those that are lent;
-  // `keep`: what its spans borrow from.
+  // Puts value slices of `attempt`, cut to the tensors of `presence`, into `update`; lent slices are left out. `keep`:
+  // receives the buffers that the update's spans borrow from.
   void TakeValues(absl::string_view presence, uint64_t attempt, storage::ChunkUpdate* update, Buffers* keep) const;
-  // The same of the gradient.
+  // Likewise for the gradient.
   void TakeGradient(storage::ChunkUpdate* update, Buffers* keep) const;
 
  private:
   struct Held {
     std::optional<uint64_t> attempt;
-    std::shared_ptr<ProvisionalMemory::Buffer> buffer;  // its own, if it has one
-    std::optional<storage::PayloadPlace> place;         // in the log, in the buffer's stead
-    bool lent = false;                                  // in the trainer's memory, in any buffer's stead
+    std::shared_ptr<ProvisionalMemory::Buffer> buffer;  // the slice's own, if any
+    std::optional<storage::PayloadPlace> place;         // in the log, instead of a buffer
+    bool lent = false;                                  // in the trainer's memory, instead of any buffer
   };
   struct Slot {
     uint32_t slice = 0;  // index into the plan's slices
@@ -186,7 +190,7 @@ class Intake {
   void Hold(const Receipt& receipt);
   std::vector<Completed> CompletedBy(const Receipt& receipt) const;
   bool Complete(const model::Segment& segment, uint64_t attempt) const;
-  // `gradient`: its element `begin` of the chunk and those behind.
+  // `gradient`: begins at element `begin` of the chunk.
   kernels::NormResult NormOf(const std::byte* gradient, uint64_t begin, model::Range range) const;
   uint64_t element_bytes() const { return kernels::ElementBytes(dtype_); }
 

@@ -14,9 +14,9 @@
 namespace ballast::services {
 namespace {
 
-// Decided steps that may wait for the update stage. More than one only when steps touch few of this server's chunks.
+// Decided steps that may wait for the job's thread. Several wait only if steps touch few of this server's chunks.
 constexpr int kUpdatesQueuedMax = 8;
-// Of records in the journal: a promise, or the fixed part of a prepared step.
+// Bound of small records in the journal: a promise, or the fixed part of a prepared step.
 constexpr uint64_t kSmallRecordBytesMax = 4096;
 
 absl::Status DeadlinePassed(const std::string& what) {
@@ -33,7 +33,7 @@ uint64_t NewLife() {
 }  // namespace
 
 std::shared_ptr<Job> Job::Make(const std::string& name, const JobSurroundings& surroundings) {
-  // A deadline may fire while the job is going away: the callback must not keep it, nor touch it.
+  // A deadline may fire while the job is being destroyed: the callback must neither keep nor touch the job.
   auto self = std::make_shared<std::weak_ptr<Job>>();
   std::shared_ptr<Job> job(new Job(name, surroundings, [self](uint64_t id) {
     if (const std::shared_ptr<Job> alive = self->lock()) alive->Expire(id);
@@ -80,7 +80,7 @@ void Job::LockedOnStage(absl::FunctionRef<void(Replies*)> body) {
 
 void Job::Settle(Replies* replies) {
   for (;;) {
-    // A durable job whose journal is gone is stopping: nothing more is said to be durable.
+    // A durable job without its journal is stopping: nothing more is reported as durable.
     const uint64_t journalled = !durable_             ? ~uint64_t{0}
                                 : journal_ != nullptr ? std::max(journal_->log().durable_lsn(), before_journal_lsn_)
                                                       : 0;
@@ -140,7 +140,7 @@ void Job::Stop(const absl::Status& status) {
   }
   Run(std::move(replies));
   stage_->Join();
-  std::shared_ptr<Journal> journal;  // ends without the lock: its thread takes it
+  std::shared_ptr<Journal> journal;  // destroyed without the lock, which its thread takes
   bool spilt = false;
   {
     absl::MutexLock lock(&mu_);
@@ -199,7 +199,7 @@ void Job::Opened(const model::EpochPlan& plan) {
       chunk.first_version = plan.open().base();
     }
     if (machine_->state_lost()) {
-      // What it holds is no version that anybody may see.
+      // State was lost: the chunk holds no version that anybody may see.
       chunk.version = machine_->committed();
       chunk.first_version = machine_->committed() + 1;
     }
@@ -334,9 +334,9 @@ void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::Se
                                           " decided steps wait for the update stage, which is all that "
                                           "may; send the same seal again"));
     }
-    // The record that is written has what the first rank sealed, whoever seals last.
+    // The written record has the seal of the first rank, whichever rank seals last.
     const uint64_t sealed_bytes = std::max<uint64_t>(sealed_bytes_max_, request.ByteSizeLong());
-    constexpr uint64_t kStepCountBytesMax = 10;  // of a restore's, as protobuf encodes it
+    constexpr uint64_t kStepCountBytesMax = 10;  // a step count of a restore, as protobuf encodes it
     const uint64_t step_counts = machine_->tensor_steps().size() * kStepCountBytesMax;
     if (refusal.ok()) {
       refusal = MakeJournalRoom(1, sealed_bytes + norm_bytes_max_ + step_counts + kSmallRecordBytesMax);
@@ -352,7 +352,7 @@ void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::Se
     }
     Outcome<v1::SealResponse> outcome = refusal.ok() ? machine_->Seal(request) : Outcome<v1::SealResponse>(refusal);
     if (!outcome.ok()) {
-      moved_ = true;  // plans that differ end the seals of all ranks
+      moved_ = true;  // different plans end the seals of all ranks
       replies->push_back([reply, status = outcome.status()] { reply(status); });
       return true;
     }
@@ -409,7 +409,7 @@ void Job::AwaitApplied(int64_t version, std::optional<uint32_t> unit, absl::Time
       deadline, absl::StrCat("version ", version, " to be applied"), std::move(reply));
 }
 
-// Of pins.cc and durable_pins.cc.
+// For pins.cc and durable_pins.cc.
 template void Job::Ask(uint64_t, std::function<Outcome<v1::PinResponse>()>, absl::Time, const std::string&,
                        Reply<v1::PinResponse>);
 template void Job::Ask(uint64_t, std::function<Outcome<v1::UnpinResponse>()>, absl::Time, const std::string&,

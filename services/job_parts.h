@@ -1,4 +1,4 @@
-// What the files of class Job share.
+// Declarations shared by the files of class Job.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@ namespace ballast::services {
 
 // An Open whose chunks are being taken.
 struct Job::Opening {
-  std::string request;  // serialised: another Open of the same epoch waits
+  std::string request;  // serialised; an Open with different bytes waits
   bool done = false;
   absl::Status status;
   v1::OpenResponse answer;  // to a dry run
@@ -22,22 +22,22 @@ struct Job::Opening {
   std::vector<std::shared_ptr<HeldChunk>> chunks;  // of the new plan, registration order
 };
 
-// One failed write ends all of the server's.
+// After a failed write the catalog takes no more writes.
 inline constexpr char kCatalogRemedy[] =
     "The server's catalog takes no more writes: look after the data directory's disk (is it full?), then restart the "
     "server";
 
-// One decided step, as the update stage needs it.
+// A decided step, as the job's thread applies it.
 struct Job::StepWork {
   int64_t step = 0;
   std::vector<storage::ChunkUpdate> updates;
-  std::vector<std::shared_ptr<HeldChunk>> touched;    // of updates, same order
-  std::vector<std::shared_ptr<HeldChunk>> untouched;  // get the version and nothing else
-  std::vector<Intake::Buffers> buffers;               // per update, what its spans borrow from
-  // For what updates have in the log; null if that is nothing.
+  std::vector<std::shared_ptr<HeldChunk>> touched;    // of `updates`, in the same order
+  std::vector<std::shared_ptr<HeldChunk>> untouched;  // get the new version, unchanged
+  std::vector<Intake::Buffers> buffers;               // per update: its spans borrow from them
+  // Updates read slices from the log into this buffer; null if there are none to read.
   std::shared_ptr<ProvisionalMemory::Buffer> read_back;
   std::shared_ptr<void> lent;  // while updates may touch a trainer's memory
-  absl::Status incomplete;     // of a replay: some slice was not in the log
+  absl::Status incomplete;     // in a replay: an error if the log lacks a slice of the step
 };
 
 // Chunks that an Open adds.
@@ -46,24 +46,24 @@ struct Job::NewChunks {
   kernels::OptimizerSpec optimizer;
   std::vector<uint64_t> ids;           // in the layout
   std::vector<uint64_t> elements;      // same order
-  std::vector<uint64_t> all_elements;  // of the chunks that there are already, too
-  // Elements of slices that will be read back, or may; to be known where there is no log.
+  std::vector<uint64_t> all_elements;  // also of the existing chunks
+  // Elements of slices that will, or may, be read back; sizes the spill of a job without a log.
   std::vector<uint64_t> spilt_slices;
   void AddSpilt(const model::EpochPlan& plan, uint64_t chunk);
   uint64_t shared_elements = 0;  // of `elements`, in chunks of more than one slice
-  uint64_t snapshot_bytes = 0;   // SnapshotBytesMax, once they are there
+  uint64_t snapshot_bytes = 0;   // SnapshotBytesMax with the new chunks
   bool dry_run = false;
-  // What slices take of memory if they are read back from the log.
+  // Memory for slices, if they are read back from the log.
   storage::PlanRequest::ReadBack read_back() const;
   bool logged() const { return spec.durability() == v1::DURABILITY_STEP; }
-  // Something of it is on the disk for the time after a restart.
+  // Does the job leave state on the disk for a restart?
   bool durable() const { return logged() || spec.durability() == v1::DURABILITY_EVERY_K; }
 };
 
-// Chunks that are not where new budgets want them; of the job's lock.
+// Chunks that are not where new budgets want them. Guarded by the job's lock.
 struct Job::Moves {
   std::shared_ptr<storage::ChunkStore> store;
-  // By TierKind, where to; the store's indices.
+  // Indices in the store, by the TierKind of the target.
   std::array<std::deque<uint64_t>, storage::kTierKinds> to;
   std::deque<uint64_t>& To(storage::TierKind tier) { return to[static_cast<size_t>(tier)]; }
   uint64_t left() const { return to[0].size() + to[1].size() + to[2].size(); }

@@ -1,4 +1,4 @@
-// What operators see of a job.
+// A job's status, for operators.
 #include <algorithm>
 #include <memory>
 
@@ -47,7 +47,7 @@ v1::JobStatus Job::Status() const {
     status.set_pin_interval(job.open().spec().pin_interval());
     *status.mutable_automatic_versions() = job.automatic_versions();
     if (job.state_lost()) {
-      // What is left of it.
+      // The newest pin is what is left of the state.
       const int64_t newest = job.durable_versions().empty() ? -1 : *job.durable_versions().rbegin();
       status.set_state_lost(true);
       status.set_committed(newest);

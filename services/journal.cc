@@ -116,7 +116,7 @@ uint64_t NormBytesMax(const model::Chunk& chunk) {
 uint64_t SnapshotBytesMax(const model::EpochPlan& plan, absl::Span<const uint64_t> chunks) {
   constexpr uint64_t kFixedBytes = 4096, kTensorBytesMax = 26, kRunBytesMax = 24, kGroupBytesMax = 96;
   const uint64_t tensors = plan.layout().tensors().size(), groups = plan.open().spec().group_count();
-  // The last decision, and the step that is prepared: its header, blobs and norms.
+  // The last decision, and the prepared step: its header, blobs and norms.
   uint64_t bytes = kFixedBytes + plan.open().ByteSizeLong() + 2 * Journal::kDecisionBytesMax +
                    kTensorBytesMax * tensors + kGroupBytesMax * groups;
   for (const uint64_t id : chunks) bytes += kRunBytesMax + NormBytesMax(plan.layout().chunks()[id]);
@@ -129,7 +129,7 @@ JournalSize SizeJournal(const JournalNeeds& needs) {
   const absl::Span<const uint64_t> elements = needs.elements;
   size.segment_bytes = needs.segment_bytes;
   if (size.segment_bytes == 0) {
-    // Records are there twice, and beside the snapshot lies a prepared record that may be as large.
+    // Records are stored twice, and beside the snapshot lies a prepared record that may be as large.
     size.segment_bytes = std::max({kSegmentBytesMin, storage::AlignUp(8 * slice_bytes),
                                    storage::AlignUp(2 * 4 * needs.snapshot_bytes + slice_bytes)});
   }
@@ -138,14 +138,14 @@ JournalSize SizeJournal(const JournalNeeds& needs) {
     gradients += storage::RecordCostMax(Journal::kSliceBodyBytesMax, n * gradient_bytes);
     values += storage::RecordCostMax(Journal::kSliceBodyBytesMax, n * sizeof(float));
   }
-  // A segment ends when the next slice does not fit, so up to an eighth of it stays empty.
+  // A log segment ends when the next slice does not fit, so up to an eighth stays empty.
   const uint64_t used_bytes = size.segment_bytes / 8 * 7;
   const uint64_t bytes = values + needs.steps * gradients;
   size.segment_count = (bytes + used_bytes - 1) / used_bytes + needs.segments_reserved + 1;
   return size;
 }
 
-// As the body of one record: each may become a batch of its own, its metas and padding come on top.
+// The size as a single body: each record may become a batch of its own, with metas and padding on top.
 static uint64_t BodyBytesMax(uint64_t records, uint64_t record_bytes) {
   return record_bytes + (records - 1) * 2 * storage::kLogBlock;
 }

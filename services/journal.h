@@ -1,7 +1,7 @@
-// The gradient log of a job with durability `step`: what the step machine appends becomes records of
-// storage/log, each segment begins with a snapshot of the machine, and slices wait while the log is full. A job of
-// another durability whose slices do not fit into memory has a transient one, a *spill*, that outlives nobody and holds
-// nothing but slices.
+// The gradient log of a job with durability `step`. The step machine's records become records of storage/log, each log
+// segment begins with a snapshot of the machine, and slices wait while the log is full. A job of another durability
+// whose slices do not fit into memory has a *spill* instead: a transient log that holds only slices and does not
+// outlive the job.
 #pragma once
 
 #include <cstdint>
@@ -19,15 +19,14 @@
 
 namespace ballast::services {
 
-// Numbers on disk: never given to another record.
+// Numbers on disk: never reused for a different record.
 enum class RecordType : uint32_t { kPromise = 1, kOpen = 2, kSlice = 3, kPrepared = 4, kDecision = 5, kSnapshot = 6 };
 
 storage::LogRecord EncodeRecord(const StepRecord& record);
-// DATA_LOSS (CHECKSUM): no record of this version.
+// DATA_LOSS (CHECKSUM) if this version knows no such record.
 absl::StatusOr<StepRecord> DecodeRecord(const storage::ReadRecord& record);
 
-// How far a log's records go: the last step that they tell of as decided (-1: none), and whether one behind it is
-// prepared.
+// How far a log's records go: the last decided step (-1: none), and whether the step behind is prepared.
 struct LoggedSteps {
   int64_t committed = -1;
   bool prepared = false;
@@ -36,76 +35,77 @@ struct LoggedSteps {
   bool any() const { return committed >= 0 || prepared; }
 };
 
-// `changed`: the last transaction that changed each chunk, registration order; -1: none did. Into `snapshot`, whose
-// `committed` is set.
+// Writes the last transaction that changed each chunk, in registration order (-1: none), into `snapshot`, whose
+// `committed` must be set.
 void EncodeChanged(absl::Span<const int64_t> changed, v1::LogSnapshot* snapshot);
-// Of a server that has `chunks`. DATA_LOSS (DIVERGED): the snapshot is of another number of them, or of times to come.
+// For a server with `chunks` chunks. DATA_LOSS (DIVERGED) if the snapshot has a different number of chunks, or a change
+// outside -1 to its `committed`.
 absl::StatusOr<std::vector<int64_t>> DecodeChanged(const v1::LogSnapshot& snapshot, uint64_t chunks);
 
-// What the log of a job must hold on this server, or its spill.
+// Sizes that determine a job's log, or its spill, on this server.
 struct JournalNeeds {
   uint64_t chunk_elements = 0;
-  absl::Span<const uint64_t> elements;  // of each slice of the job here, or of each chunk if there are few more slices
+  absl::Span<const uint64_t> elements;  // of each chunk for a log, of each slice for a spill
   uint64_t gradient_bytes = 0;          // per element
-  uint64_t snapshot_bytes = 0;          // SnapshotBytesMax; 0 of a spill
-  uint64_t segment_bytes = 0;           // of the log that there is; 0: to be chosen
+  uint64_t snapshot_bytes = 0;          // SnapshotBytesMax; 0 for a spill
+  uint64_t segment_bytes = 0;           // of the existing log; 0 lets SizeJournal choose
   uint64_t steps = 0;                   // of gradients, besides a transaction of values
-  uint64_t segments_reserved = 0;       // for what is no slice
+  uint64_t segments_reserved = 0;       // for records other than slices
 };
 struct JournalSize {
   uint64_t segment_bytes = 0;
   uint64_t segment_count = 0;
   uint64_t bytes() const;
 };
-// A segment that is chosen takes twice the snapshot and the prepared record of a step, so that a job may grow.
+// A chosen log segment takes twice the snapshot and the prepared record of a step, so that the job may grow.
 JournalSize SizeJournal(const JournalNeeds& needs);
-// Of a snapshot of the job that `plan` opens, on a server that has these chunks of it (ids).
+// Bound of a snapshot of the job that `plan` opens, on a server with these chunks (ids).
 uint64_t SnapshotBytesMax(const model::EpochPlan& plan, absl::Span<const uint64_t> chunks);
-// Of the norms in a prepared record.
+// Bound of the chunk's norms in a prepared record.
 uint64_t NormBytesMax(const model::Chunk& chunk);
 
-// Threads: the job's lock, except where said.
+// Threads: under the job's lock, unless a method says otherwise.
 class Journal {
  public:
-  // Of a slice's header as a record's body.
+  // Bound of a slice's header as the body of a record.
   static constexpr uint64_t kSliceBodyBytesMax = 512;
-  // Segments that slices leave to the other records and to restarts, each of which takes one. A spill has neither.
+  // Log segments that slices leave to further records and to restarts, each of which takes a segment. A spill has
+  // neither.
   static constexpr uint64_t kSegmentsReserved = 4;
   static constexpr uint64_t kSpillSegmentsReserved = 1;
-  // Steps of gradients that a log holds: chunk flushes spread over as many. And a spill: the step that is applied and
-  // two attempts at the next.
+  // Steps of gradients that a log holds: flushes of chunks are spread over as many steps. A spill holds the step being
+  // applied and two attempts at the next.
   static constexpr uint64_t kStepsKept = 16;
   static constexpr uint64_t kStepsSpilt = 3;
-  // Of a decision with all ranks' blobs.
+  // Bound of a decision with all ranks' blobs.
   static constexpr uint64_t kDecisionBytesMax = uint64_t{128} << 10;
-  // Of state in memory, the share that goes to the disk with each step once that is steady: the log is in use nearly
-  // whole, but for the next step's room and for what waits to be recorded.
+  // Share of the state in memory that each step flushes in the steady state. Nearly the whole log is then in use,
+  // except for the room of the next step and of flushed versions that are not recorded yet.
   static constexpr double kFlushedShare = 1.0 / (kStepsKept - 2);
 
   Journal(std::unique_ptr<storage::GradientLog> log, uint64_t segments_reserved)
       : segments_reserved_(segments_reserved), log_(std::move(log)) {}
   storage::GradientLog& log() { return *log_; }
 
-  // May a slice of `payload_bytes` be taken now, and the records that may come with it? False: the log is full until
-  // chunks are flushed and it is cut. True: MakeRoom for as much leaves the reserve.
+  // Can the log take a slice of `payload_bytes` now, with the records that may come along? If false, the log is full
+  // until chunks are flushed and it is cut. If true, MakeRoom for as much leaves the reserve untouched.
   bool HasRoomForSlice(uint64_t records, uint64_t record_bytes, uint64_t payload_bytes) const;
-  // RESOURCE_EXHAUSTED (BUDGET): segments are too small for snapshots of that size and the records beside them.
+  // RESOURCE_EXHAUSTED (BUDGET) if log segments are too small for snapshots of this size and the records beside them.
   absl::Status CheckFits(uint64_t snapshot_bytes, uint64_t slice_bytes) const;
-  // Makes sure that the next records fit, `record_bytes` of bodies and `payload_bytes` of payloads in at most
-  // `records` records: begins a new segment if need be, with what `snapshot` returns: the machine's, encoded, its lsn
-  // taken.
-  // RESOURCE_EXHAUSTED (BUDGET) if no segment is free.
+  // Makes sure that the next records fit: at most `records` records, with `record_bytes` of bodies and `payload_bytes`
+  // of payloads. If need be begins a new log segment with the record that `snapshot` returns: the machine's snapshot,
+  // encoded, its lsn taken. RESOURCE_EXHAUSTED (BUDGET) if no segment is free, or segments are too small.
   absl::Status MakeRoom(uint64_t records, uint64_t record_bytes, uint64_t payload_bytes,
                         absl::FunctionRef<storage::LogRecord()> snapshot);
   void Append(storage::LogRecord record) { log_->Append(std::move(record)); }
 
-  // Something has taken of the reserve.
+  // Is part of the reserve in use?
   bool IsShort() const { return log_->free_segments() + 1 < segments_reserved_; }
-  // Steps that the free part of the log still takes, of those that need `step_bytes` each.
+  // How many more steps of `step_bytes` the free part of the log takes.
   uint64_t StepsFree(uint64_t step_bytes) const;
 
  private:
-  // Of the segment in use.
+  // In the log segment in use.
   bool HasRoom(uint64_t records, uint64_t record_bytes, uint64_t payload_bytes) const;
 
   const uint64_t segments_reserved_;

@@ -1,4 +1,4 @@
-// How class Job keeps its journal: what goes into it, and which chunks are flushed so that it can be cut.
+// How class Job keeps its journal: its records, and the flushes of chunks that allow the log to be cut.
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ absl::Status Job::EnsureJournal(const NewChunks& wanted) {
   std::shared_ptr<Journal> journal;
   {
     absl::MutexLock lock(&mu_);
-    if (recovering_) return absl::OkStatus();  // it is being read
+    if (recovering_) return absl::OkStatus();  // the log is being read
     journal = journal_;
   }
   const JournalSize size = JournalSizeOf(wanted, journal == nullptr ? 0 : journal->log().segment_bytes());
@@ -49,7 +49,7 @@ absl::Status Job::EnsureJournal(const NewChunks& wanted) {
                                                              .transient = !wanted.logged()});
     status = log.status();
     if (status.ok() && wanted.logged()) {
-      // A drop that a crash cut short may have left the number of the job that had the name before.
+      // A drop that a crash cut short may have left `committed` of an earlier job of this name.
       status = around_.catalog->PutAll({LogPair(name_, life_), CommittedPair(name_, -1)});
       if (!status.ok()) {
         LockedOnStage([&](Replies* replies) {
@@ -72,7 +72,7 @@ absl::Status Job::EnsureJournal(const NewChunks& wanted) {
 void Job::StartJournal(std::unique_ptr<storage::GradientLog> log, bool durable) {
   auto journal =
       std::make_shared<Journal>(std::move(log), durable ? Journal::kSegmentsReserved : Journal::kSpillSegmentsReserved);
-  // The journal ends with Stop, which comes before the job's end: so its thread may borrow the job.
+  // The journal ends with Stop, before the job's end, so its thread may borrow the job.
   around_.foundation->Pump(&journal->log(), [this] { JournalProgressed(); });
   absl::MutexLock lock(&mu_);
   journal_ = std::move(journal);
@@ -111,7 +111,7 @@ absl::Status Job::MakeJournalRoom(uint64_t records, uint64_t bytes, uint64_t pay
     snapshot.lsn = log_.Append(record);
     return snapshot;
   });
-  // Slices leave the reserve: fences and Opens without a step between them would use it up.
+  // Slices never use the reserve; fences and Opens without a step between them would use it up.
   if (rolls && durable_ && store_ != nullptr && journal_->IsShort()) PostFlush();
   return made;
 }
@@ -120,8 +120,8 @@ void Job::PostFlush() {
   if (!std::exchange(flush_posted_, true)) stage_->Post([this] { FlushAll(); });
 }
 
-// Once a rank has pushed a higher attempt, no lower one can be prepared: its own slices are replaced. Drops in a row
-// would fill the log with them.
+// Once a rank has pushed a higher attempt, no lower attempt can be prepared: the rank has replaced its slices. Drops in
+// a row would fill the log with slices of lower attempts.
 void Job::NoteAttempt(int64_t step, uint64_t attempt) {
   const std::pair<int64_t, uint64_t> arrived(step, attempt);
   if (arrived <= logged_attempt_) return;
@@ -172,7 +172,7 @@ void Job::Journalise(const StepRecord& record, uint64_t lsn) {
 
 Job::RecordNeeds Job::NeedsOfSlice() const {
   if (!durable_) return {1, Journal::kSliceBodyBytesMax};
-  // The slice may be the last that a sealed step waits for: its prepared record comes with it.
+  // The slice may be the last for a sealed step, whose prepared record then comes along.
   return {2, 2 * Journal::kSliceBodyBytesMax + sealed_bytes_max_ + norm_bytes_max_};
 }
 
@@ -192,7 +192,7 @@ void Job::MarkFlushes(storage::ChunkStore* store, StepWork* work, std::vector<ui
     if (journal_ == nullptr || !durable_) return;
     steps_free = journal_->StepsFree(step_bytes_);
   }
-  // Of the chunks that will have changed: those that hold up the log's cut first.
+  // Among the chunks that will have changed, the first to go are those that hold up the log's cut.
   struct Candidate {
     int64_t needed_from = -1;
     uint64_t chunk = 0;
@@ -208,8 +208,8 @@ void Job::MarkFlushes(storage::ChunkStore* store, StepWork* work, std::vector<ui
   for (uint64_t chunk = 0; chunk < seen.size(); ++chunk) {
     if (!seen[chunk] && store->dirty(chunk)) candidates.push_back({store->needed_from(chunk), chunk, nullptr});
   }
-  // Equals by multiples of the golden ratio, whose first ones lie evenly among the chunks, however many they are:
-  // writes to the disk then go on beside the whole update.
+  // Chunks of equal age by multiples of the golden ratio: the first n lie evenly among all chunks, for every n. So
+  // writes to the disk go on beside the whole update.
   const auto place = [](uint64_t chunk) { return static_cast<uint32_t>(chunk * 2654435769u); };
   std::sort(candidates.begin(), candidates.end(), [&](const Candidate& a, const Candidate& b) {
     return std::pair(a.needed_from, place(a.chunk)) < std::pair(b.needed_from, place(b.chunk));
@@ -257,7 +257,7 @@ void Job::CutJournal(const storage::ChunkStore& store, int64_t version) {
   if (journal_ == nullptr) return;
   journal_->log().Cut(cut);
   if (!journal_->log().cut_lacks_room()) return;
-  // Slices may wait for what the cut makes free, and nothing else may begin another segment.
+  // Slices may wait for the room that the cut frees, and nothing else may begin another log segment.
   if (const absl::Status made = MakeJournalRoom(1, 2 * storage::kLogBlock, 1); !made.ok()) {
     spdlog::warn("job '{}': a cut of its gradient log waits: {}", name_, std::string(made.message()));
   }

@@ -1,5 +1,5 @@
-// How class Job works in a trainer's memory. Slices that are lent are held like others, but without bytes: norms are
-// computed, and values checked, here, where the trainer has them, and the update reads them there.
+// How class Job works in a trainer's memory. Lent slices are held like pushed slices, but without bytes: this file
+// computes norms and checks values where the trainer has them, and the update reads them there.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -13,7 +13,7 @@
 namespace ballast::services {
 namespace {
 
-// Norms of small segments are computed together: what one thread takes at a time is worth waking it.
+// Norms of small segments are computed together, so that a thread's share is worth waking the thread.
 constexpr uint64_t kNormElementsMin = uint64_t{1} << 16;
 
 absl::Status Unsupported(absl::string_view message) {
@@ -90,7 +90,7 @@ void Intake::HoldLent(uint32_t slice, v1::SliceKind kind, uint64_t attempt) {
   slot.held(kind) = {.attempt = attempt, .buffer = nullptr, .place = std::nullopt, .lent = true};
   if (kind == v1::SLICE_KIND_VALUE) return;
   for (size_t i = 0; i < segments_.size(); ++i) {
-    // Of a tensor without a gradient, as if zeros had been pushed for it.
+    // A tensor without a gradient counts as if zeros had been pushed for it.
     if (model::Intersect(segments_[i].in_chunk, slot.range).size() > 0) norms_[i] = kernels::NormResult{0, true};
   }
 }
@@ -140,7 +140,7 @@ absl::Status Intake::CopyLent(const model::Chunk& chunk, const LentMemory& lent)
   return absl::OkStatus();
 }
 
-// The memory's end is told to the job, if there still is one; its updates are waited for in any case.
+// Tells the job, if it still exists, that the loan ends; waits for the job's updates in any case.
 class JobLoan final : public model::Loan {
  public:
   JobLoan(std::weak_ptr<Job> job, std::shared_ptr<LentMemory> lent) : job_(std::move(job)), lent_(std::move(lent)) {}
@@ -154,7 +154,7 @@ class JobLoan final : public model::Loan {
   const std::shared_ptr<LentMemory> lent_;
 };
 
-// A lent slice on its way to be held, and what is to be computed of it.
+// Lent slices on their way to be held, and the norms to compute for them.
 struct Job::LentSlices {
   std::vector<v1::PushRequest> headers;
   struct Segment {
@@ -238,7 +238,7 @@ absl::Status Job::BeginLend(LentSlices* slices) {
     for (const v1::PushRequest& header : slices->headers) (void)machine_->EndPush(header, status);
     return status;
   }
-  // One rank has one slice of a chunk, and its segments whole.
+  // A single rank has one slice of a chunk, with whole segments.
   for (const v1::PushRequest& header : slices->headers) {
     uint32_t slice = 0;
     const std::shared_ptr<HeldChunk> chunk = FindSliceChunk(header, &slice);
@@ -265,7 +265,7 @@ absl::Status Job::BeginLend(LentSlices* slices) {
 }
 
 void Job::ComputeLentNorms(LentSlices* slices) {
-  std::vector<size_t> ends;  // of what one thread takes at a time
+  std::vector<size_t> ends;  // ends of the threads' shares
   uint64_t elements = 0;
   for (size_t i = 0; i < slices->segments.size(); ++i) {
     elements += slices->segments[i].elements;

@@ -1,5 +1,5 @@
-// What a trainer in this process lends to one step of a job: gradients that are read, and working parameters that are
-// written, where they are. lending.cc is how class Job uses it.
+// Memory that a trainer in this process lends to one step of a job. The server reads gradients and values there, and
+// writes working parameters there. For its use by class Job see lending.cc.
 #pragma once
 
 #include <memory>
@@ -14,10 +14,10 @@
 
 namespace ballast::services {
 
-// Threads: any; what is marked is the job's lock's.
+// Threads: any, except for members marked as guarded by the job's lock.
 class LentMemory : public std::enable_shared_from_this<LentMemory> {
  public:
-  // REQUIRES: an entry per tensor of the plan's layout.
+  // REQUIRES: `request` has an entry for each tensor of the plan's layout.
   LentMemory(model::LoanRequest request, const model::EpochPlan& plan, const kernels::OptimizerSpec& optimizer);
 
   const model::LoanRequest& request() const { return request_; }
@@ -26,17 +26,18 @@ class LentMemory : public std::enable_shared_from_this<LentMemory> {
     return kind == v1::SLICE_KIND_VALUE ? value_presence_ : gradient_presence_;
   }
 
-  // Where the trainer has what belongs to element `at` of the chunk, in a segment of `tensor`; null if it is not lent.
+  // The trainer's memory for element `at` of the chunk, in a segment of `tensor`; null if not lent.
   const std::byte* Gradient(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const;
   std::byte* Working(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const;
   const std::byte* Value(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const;
   kernels::Dtype value_dtype(uint32_t tensor) const { return request_.tensors[tensor].value_dtype; }
 
-  // While what it returns lives somebody may touch the memory.
+  // Returns a token. While any token lives, updates may read or write the trainer's memory; AwaitUnused() waits for all
+  // of them.
   std::shared_ptr<void> Use();
   void AwaitUnused();
 
-  // Of the job's lock: the step is decided, and its updates use the memory if they need it.
+  // Guarded by the job's lock. The step is decided, and its updates use the memory if they need it.
   bool applied = false;
 
  private:

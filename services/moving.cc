@@ -1,5 +1,5 @@
-// The job's thread of class Job: chunks go where new budgets want them, between steps. The thread's queue is first in,
-// first out, and a batch puts the next one behind what is queued: so a step waits for one batch at most.
+// The job's thread of class Job: moves chunks, between steps, to where new budgets want them. The thread's queue is
+// first in, first out, and a batch puts the next batch behind the queued tasks. So a step waits for one batch at most.
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@ using storage::TierKind;
 
 namespace {
 
-// To each tier, of one batch: of 12 MiB chunks as much as a disk moves in some tens of milliseconds.
+// Chunks moved to each tier in a batch: four of 12 MiB take a disk some tens of milliseconds.
 constexpr int kMovesAtOnce = 4;
 
 }  // namespace
@@ -26,7 +26,7 @@ std::optional<storage::JobHolding> Job::Holding() const {
   storage::JobHolding holding;
   {
     absl::MutexLock lock(&mu_);
-    // What a job holds that takes no steps any more cannot be moved.
+    // Chunks of a job that takes no more steps cannot be moved.
     if (store_ == nullptr || !Refusal().ok()) return std::nullopt;
     store = store_;
   }
@@ -42,12 +42,12 @@ std::optional<storage::JobHolding> Job::Holding() const {
 
 void Job::MoveTo(const storage::Plan& plan, v1::JobMoves* answer) {
   absl::MutexLock lock(&mu_);
-  // An Open of another spec may have thrown the chunks away; it takes none before the planning lock is free.
+  // An Open of a different spec may have thrown the chunks away; new chunks come only when the planning lock is free.
   if (store_ == nullptr || store_->chunk_count() != plan.chunks.size()) return;
   auto moves = std::make_shared<Moves>();
   moves->store = store_;
   const std::vector<storage::PlacedChunk> placed = store_->placed();
-  // Those in DRAM first: what leaves HBM may need their room.
+  // Chunks in DRAM first: chunks that leave HBM may need their room.
   for (const TierKind from : {TierKind::kDram, TierKind::kHbm, TierKind::kNvme}) {
     for (uint64_t i = 0; i < placed.size(); ++i) {
       const TierKind to = plan.chunks[i].state;
@@ -99,8 +99,8 @@ void Job::MoveSome() {
   }
   if (!down.empty()) CutJournal(*moves->store, applied_);
   const uint64_t before = moves->moved;
-  absl::Status status;  // of those that did not go, an error that room does not heal
-  // What goes down makes room for what comes up.
+  absl::Status status;  // why chunks did not move: first of all an error that more room would not heal
+  // Chunks that go down make room for chunks that come up.
   for (const TierKind to : {TierKind::kNvme, TierKind::kDram, TierKind::kHbm}) {
     const absl::Status moved = MoveBatch(moves, to);
     if (status.ok() || (absl::IsResourceExhausted(status) && !moved.ok())) status = moved;
@@ -108,11 +108,11 @@ void Job::MoveSome() {
   EndBatch(moves, moves->moved > before, status);
 }
 
-// Until one finds no room or fails.
+// Moves up to kMovesAtOnce chunks; ends at a chunk that finds no room or fails.
 absl::Status Job::MoveBatch(const std::shared_ptr<Moves>& moves, TierKind to) {
   std::deque<uint64_t>* const chunks = &moves->To(to);
   for (int i = 0; i < kMovesAtOnce; ++i) {
-    // Nobody plans meanwhile with what the chunk is about to take or give back.
+    // Nobody may plan meanwhile with space that the chunk is about to take or give back.
     absl::MutexLock planning(around_.planning);
     uint64_t chunk = 0;
     {
@@ -120,7 +120,7 @@ absl::Status Job::MoveBatch(const std::shared_ptr<Moves>& moves, TierKind to) {
       if (moves_ != moves || chunks->empty()) return absl::OkStatus();
       chunk = chunks->front();
     }
-    // Durable chunks of this batch have been flushed; one that was not is the next batch's.
+    // Durable chunks of this batch have been flushed; a dirty chunk belongs to the next batch.
     if (to == TierKind::kNvme && moves->store->dirty(chunk)) return absl::OkStatus();
     BALLAST_RETURN_IF_ERROR(moves->store->Move(chunk, to));
     absl::MutexLock lock(&mu_);
@@ -136,7 +136,7 @@ void Job::EndBatch(const std::shared_ptr<Moves>& moves, bool progress, const abs
   if (moves_ != moves) return;
   const uint64_t left = moves->left();
   if (!status.ok() && !absl::IsResourceExhausted(status)) {
-    // The chunk is where it was, and so are the others: training goes on.
+    // All chunks are where they were: training goes on.
     spdlog::error("job '{}': {} chunks stay where they are, not where the budgets want them: {}", name_, left,
                   std::string(status.message()));
     moves_ = nullptr;
@@ -149,7 +149,7 @@ void Job::EndBatch(const std::shared_ptr<Moves>& moves, bool progress, const abs
     return;
   }
   if (progress) return ResumeMoves();
-  // Room may come with the next step, when other jobs' chunks or pinned copies have gone.
+  // The next step may bring room, when other jobs' chunks or pinned copies have gone.
   if (!std::exchange(moves->said_stalled, true)) {
     spdlog::warn("job '{}': {} chunks wait for room before they move: {}", name_, left, std::string(status.message()));
   }

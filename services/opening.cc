@@ -1,4 +1,4 @@
-// How class Job takes space for the chunks of an Open, before the epoch's promise is used: an Open that does not fit
+// How class Job takes space for the chunks of an Open, before the epoch's promise is used. An Open that does not fit
 // leaves everything as it was.
 #include <spdlog/spdlog.h>
 
@@ -30,7 +30,7 @@ absl::Status CheckSupported(const v1::JobSpec& spec) {
   return absl::OkStatus();
 }
 
-// Budgets less what is taken, of which `returned` comes back.
+// The free part of the budgets, once `returned` has come back.
 storage::TierBytes Free(const storage::Tiers& tiers, const storage::TierBytes& returned) {
   const storage::TierBytes budget = tiers.budget();
   const storage::TierBytes used = tiers.used();
@@ -43,7 +43,7 @@ storage::TierBytes Free(const storage::Tiers& tiers, const storage::TierBytes& r
   return free;
 }
 
-// What a store that nobody uses yet, and the memory for its slices, hold.
+// Bytes held by a store that is not in use yet, and by the memory for its slices.
 storage::TierBytes TakenBy(const storage::ChunkStore& store, const ProvisionalMemory& memory) {
   storage::TierBytes taken;
   const storage::ChunkStore::Residency residency = store.residency();
@@ -95,7 +95,7 @@ void Job::PrepareOpen(const v1::OpenRequest& request) {
       }
     }
     opening_.reset();
-    moved_ = true;  // another Open may have waited for this one to end
+    moved_ = true;  // another Open may have waited for the end of this Open
   });
 }
 
@@ -180,7 +180,7 @@ std::shared_ptr<storage::ChunkStore> Job::MakeStore(const NewChunks& wanted) con
   return std::make_shared<storage::ChunkStore>(around_.tiers, layout, around_.compute, std::move(durable));
 }
 
-// What a plan must know of chunks that are missing from the store.
+// The request for a plan of the chunks that are missing from the store.
 storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkStore& store,
                                  const std::vector<storage::ChunkToAdd>& missing, const storage::TierBytes& returned) {
   storage::PlanRequest plan{.free = Free(*around_.tiers, returned),
@@ -193,7 +193,7 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
                             .shape = ShapeOf(store)};
   for (const storage::ChunkToAdd& chunk : missing) {
     plan.elements.push_back(chunk.elements);
-    // The extent that an earlier run left is taken already.
+    // The extent of an earlier run is taken already.
     if (chunk.durable.has_value()) plan.free.nvme += chunk.durable->bytes;
     plan.nvme_fixed_bytes += chunk.aside_bytes;
   }
@@ -208,7 +208,7 @@ storage::PlanRequest Job::PlanOf(const NewChunks& wanted, const storage::ChunkSt
       plan.read_back->buffer_bytes_min = plan.read_back->buffer_bytes_max = 0;
     }
   }
-  // The log that is being read is as large as it is.
+  // A log under replay keeps its size.
   const uint64_t log_bytes = recovering ? journal_bytes_ : JournalSizeOf(wanted, segment_bytes).bytes();
   const uint64_t log_bytes_missing = log_bytes - std::min(log_bytes, journal_bytes_);
   if (wanted.logged()) {
@@ -260,7 +260,7 @@ void Job::NotePlan(const storage::Plan& plan, const storage::PlanRequest& reques
   prediction_ = plan.prediction;
 }
 
-// A server that holds none of the job's chunks keeps promises and decisions all the same.
+// A server without chunks of the job keeps promises and decisions all the same.
 absl::Status Job::EnsureJournalWithoutChunks(const NewChunks& wanted) {
   {
     absl::MutexLock lock(&mu_);
@@ -288,7 +288,7 @@ void Job::NoteLeastDram(uint64_t more) {
   least_dram_ += more;
   {
     absl::MutexLock lock(&mu_);
-    if (recovering_) return;  // a part of it: what the catalog has stands until there is all
+    if (recovering_) return;  // least_dram_ is still partial: until it is complete, the catalog's number stands
   }
   if (const absl::Status written = WriteLeastDram(around_.catalog, name_, least_dram_); !written.ok()) {
     spdlog::error(
@@ -305,13 +305,13 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
   bool logged = false;  // the slices of the new chunks
   std::shared_ptr<storage::ChunkStore> store, old_store;
   std::shared_ptr<ProvisionalMemory> memory;
-  std::vector<std::shared_ptr<HeldChunk>> spares, old_spares;  // what is old goes without the lock
-  storage::TierBytes freed;                                    // by a real Open that replaced the store, in a dry run
-  bool aside = false;                                          // a dry run that may not touch what the job has
+  std::vector<std::shared_ptr<HeldChunk>> spares, old_spares;  // old parts are destroyed without the lock
+  storage::TierBytes freed;                                    // dry run: freed by a real Open that replaces the store
+  bool aside = false;                                          // a dry run that must not touch the job's chunks
   bool unlogged = false;                                       // there is a log, and none is wanted
   {
     absl::MutexLock lock(&mu_);
-    // An Open that was refused may have left a store and a log for what it wanted.
+    // A refused Open may have left a store and a log for its own needs.
     const bool adopted = plan_ != nullptr || !chunks_.empty();
     const bool misfit =
         journal_ != nullptr && !adopted && journal_->log().segment_bytes() != JournalSizeOf(wanted, 0).segment_bytes;
@@ -326,7 +326,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
                                        model::Show(optimizer), "; take the spec from GetJob, or drop the job"));
     }
     if (other && !dry_run) {
-      // Made for an Open that was refused.
+      // The store was made for an Open that was then refused.
       old_store = std::exchange(store_, nullptr);
       moves_ = nullptr;
       old_spares.swap(spares_);
@@ -349,21 +349,21 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
   }
   old_spares.clear();
   if (old_store != nullptr) {
-    // Nothing of it was ever recorded.
+    // The catalog never recorded anything of the old store.
     least_dram_ = 0;
     old_store->Discard();
     old_store.reset();
     unlogged = true;
   }
   if (unlogged) {
-    // The catalog's word that there is a log goes first: a crash then leaves a file that the next Open makes anew.
+    // The catalog's entry of the log goes first: a crash then leaves a file that the next Open makes anew.
     BALLAST_RETURN_IF_ERROR(around_.catalog->ErasePrefix(absl::StrCat(CatalogPrefix(name_), kCatalogLog)));
     BALLAST_RETURN_IF_ERROR(RemoveJournal());
   }
   std::vector<std::shared_ptr<HeldChunk>> taken(elements.size());
   std::vector<storage::ChunkToAdd> missing;
   for (size_t i = 0; i < elements.size(); ++i) {
-    // A durable chunk is known to the disk by its id, so only the very same Open can have it.
+    // The disk knows a durable chunk by its id, so only the very same Open can take the chunk.
     const auto spare = std::find_if(spares.begin(), spares.end(), [&](const auto& s) {
       return s->elements == elements[i] && (!wanted.durable() || s->id == wanted.ids[i]);
     });

@@ -1,5 +1,4 @@
-// Pins of class Job for reading: versions that stay readable while later steps are applied, as long as the server
-// lives.
+// Pins of class Job for reading: versions that stay readable while later steps are applied, until the server ends.
 #include <algorithm>
 #include <utility>
 

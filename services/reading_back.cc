@@ -1,9 +1,9 @@
-// How class Job bounds the memory of slices that do not fit: a buffer each until the log has them, some more to read
-// them back into when they are applied.
+// How class Job bounds the memory of slices that do not fit: each slice has a buffer until the log has it, and an
+// update reads slices back into further buffers.
 //
-// What is reserved is for all slices of the job. Whoever finds no room waits while logged slices are on their way, or a
-// decided step is applied: these give theirs back without any other push. If there are none, he takes more of the
-// budget or is refused. So nobody waits for ever, in whatever order ranks push.
+// The reservation is for all slices of the job. A push that finds no room waits while logged slices are on their way,
+// or a decided step is applied: both give their buffers back without any further push. If there are neither, the push
+// takes more of the budget or is refused. So no push waits for ever, in whatever order ranks push.
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
@@ -18,11 +18,12 @@
 namespace ballast::services {
 namespace {
 
-// Buffers for slices that come: whole chunks as fp32, the largest that there are. With 32 MiB in flight a disk writes
-// at its full speed.
+// Buffers for incoming slices: whole chunks as fp32, the largest slices. With 32 MiB in flight a disk writes at its
+// full speed.
 constexpr uint64_t kBuffersMax = 8;
 
-// Of a chunk: its gradient and 2 bytes beside it; a transaction of values alone, 4 bytes, fits in any case.
+// Memory for slices of a chunk: the gradient and 2 bytes beside it. A transaction of values alone, 4 bytes, always
+// fits.
 uint64_t BytesPerElement(const kernels::OptimizerSpec& optimizer) {
   return std::max<uint64_t>(sizeof(float), kernels::ElementBytes(optimizer.gradient) + 2);
 }
@@ -58,7 +59,7 @@ absl::Status Job::TakeReadBack(const NewChunks& wanted, uint64_t buffer_bytes) {
     if (read_back_ != nullptr) return absl::OkStatus();
     memory = memory_;
   }
-  // Half of what is not needed by all means.
+  // Reads get half of the bytes beyond the minimum.
   const LargestSlices largest = LargestOf(wanted.spec, wanted.optimizer);
   const uint64_t more = buffer_bytes - wanted.read_back().buffer_bytes_min;
   const uint64_t reads = std::min(1 + more / 2 / largest.gradient_bytes, storage::LogReads::kReadsMax);
@@ -91,7 +92,7 @@ absl::Status Job::TakeSharedGradients(const model::EpochPlan& plan,
       needed += chunk->elements * store->layout().gradient_element_bytes();
     }
   }
-  // Nobody takes meanwhile what moves give back.
+  // Nobody may take meanwhile what moves give back.
   absl::MutexLock planning(around_.planning);
   while (memory->reserved_bytes() < needed) {
     const absl::Status reserved = memory->Reserve(needed - memory->reserved_bytes());
@@ -102,7 +103,7 @@ absl::Status Job::TakeSharedGradients(const model::EpochPlan& plan,
   return absl::OkStatus();
 }
 
-// The last chunk in DRAM: the next forward needs it latest. False if there is none.
+// Moves the last chunk in DRAM, which the next forward needs latest. False if there is none.
 absl::StatusOr<bool> Job::MoveOneDown(storage::ChunkStore* store) {
   const std::vector<storage::PlacedChunk> placed = store->placed();
   const auto last = std::find_if(placed.rbegin(), placed.rend(), [](const storage::PlacedChunk& chunk) {
@@ -151,7 +152,7 @@ void Job::BufferReturned(Replies* replies) {
     short_of_buffers_.pop_front();
     WakePushes(chunk.get(), replies);
     if (short_of_buffers_.empty() || short_of_buffers_.back() != chunk) continue;
-    // There was not enough yet: it stays the first.
+    // Room is still short: the chunk stays first.
     short_of_buffers_.pop_back();
     short_of_buffers_.push_front(chunk);
     return;

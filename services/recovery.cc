@@ -1,5 +1,5 @@
-// How class Job comes back after a restart: chunks from their newest durable versions, the step machine and the later
-// versions from the log. Nothing is asked of other servers.
+// How class Job comes back after a restart: the chunks from their newest durable versions; the step machine and the
+// later versions from the log. Asks nothing of other servers.
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
@@ -30,7 +30,7 @@ absl::Status LogMissing(const std::string& name, size_t chunks, const absl::Stat
 
 }  // namespace
 
-// A name may have stood for several jobs, one after the other. What their lives left must not be mixed.
+// A name may have stood for several jobs, one after the other, whose files must not be mixed.
 absl::Status Job::CheckLife(const CatalogEntry& entry, uint64_t life, absl::string_view whose) {
   const auto refuse = [&](absl::string_view what, uint64_t other) {
     return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
@@ -90,7 +90,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
     if (const auto* slice = std::get_if<SliceRecord>(&record)) {
       keep[segment] = std::max(keep[segment], slice->header.step());
     }
-    // A restore has no slices: its prepared record is what a replay needs.
+    // A restore has no slices: a replay needs its prepared record.
     if (const auto* prepared = std::get_if<PreparedStepRecord>(&record);
         prepared != nullptr && prepared->prepared.header().kind() == v1::STEP_KIND_RESTORE) {
       keep[segment] = std::max(keep[segment], prepared->prepared.step());
@@ -103,7 +103,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
   }
   const bool forgotten = Seeded(storage::StorageBug::kSegmentsForgotten);
   for (size_t i = 0; i < keep.size(); ++i) (*log)->Keep(scanned.live[i].incarnation, forgotten ? -1 : keep[i]);
-  // What was pushed for the step in flight; without its bytes the machine would count slices that are not there.
+  // The slices pushed for the step in flight: without their bytes the machine would count slices that are missing.
   int64_t committed = -1;
   std::optional<v1::PreparedRecord> prepared;
   std::set<uint64_t> attempts;
@@ -116,13 +116,14 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
   }
   if (Seeded(storage::StorageBug::kUndecidedForgotten)) attempts.clear();
   for (const uint64_t attempt : attempts) {
-    // Who has not heard that all servers prepared the step keeps its gradients, and is told what is missing.
+    // A rank that has not heard that all servers prepared the step keeps its gradients, and is told what is missing.
     const bool needed = prepared.has_value() && prepared->attempt() == attempt;
     BALLAST_RETURN_IF_ERROR(
         LoadSlices(attempt, committed + 1, needed ? SliceUse::kPrepared : SliceUse::kPushed, &replaying));
   }
   if (!attempts.empty()) {
-    // Or the next attempt that is lower, and one like it, would have the log release what it holds of this one.
+    // Otherwise a lower attempt would count as the step's first, and the next higher attempt would have the log release
+    // this attempt's slices.
     absl::MutexLock lock(&mu_);
     logged_attempt_ = {committed + 1, *attempts.rbegin()};
   }
@@ -162,7 +163,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
   return failure_;
 }
 
-// Or chunks would be passed over by steps that they seem to have had.
+// Without this check steps would pass over chunks that seem to have had them.
 absl::Status Job::CheckLogReaches(const CatalogEntry& entry) const {
   absl::MutexLock lock(&mu_);
   int64_t applied = entry.committed;
@@ -186,12 +187,12 @@ absl::Status Job::EndRecovery() {
     store = store_;
   }
   BALLAST_RETURN_IF_ERROR(ExtendForRestart());
-  // A restart takes a segment. Where few are left, what came before goes to the chunks, so that restarts in a row
-  // cannot fill the log.
+  // A restart takes a log segment. If few are left, all chunks are flushed, so that restarts in a row cannot fill the
+  // log.
   bool few = false;
   {
     absl::MutexLock lock(&mu_);
-    flush_posted_ = true;  // the store has one user at a time: for now this thread
+    flush_posted_ = true;  // the store has one user at a time: now this thread
     BALLAST_RETURN_IF_ERROR(MakeJournalRoom(1, 0));
     few = journal_->log().free_segments() < Journal::kSegmentsReserved;
   }
@@ -202,8 +203,8 @@ absl::Status Job::EndRecovery() {
   return failure_;
 }
 
-// A step that is not decided keeps its segments however often the server restarts, and each restart takes one more:
-// slices must find room again, or the step would never be decided.
+// An undecided step keeps its log segments however often the server restarts, and each restart takes a further segment.
+// Slices must find room again, or the step would never be decided.
 absl::Status Job::ExtendForRestart() {
   std::shared_ptr<Journal> journal;
   {
@@ -233,7 +234,7 @@ absl::Status Job::ExtendForRestart() {
 }
 
 absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replaying* replaying) {
-  // What is pushed and prepared for the next step leaves the chunks alone; anything else finds the last one applied.
+  // Pushes and the prepared record of the next step leave the chunks alone; other records find the last step applied.
   const bool waits = std::holds_alternative<OpenRecord>(record) || std::holds_alternative<SnapshotRecord>(record) ||
                      std::holds_alternative<PromiseRecord>(record);
   if (waits) BALLAST_RETURN_IF_ERROR(replaying->FinishUpdates());
@@ -254,7 +255,7 @@ absl::Status Job::ReplayRecord(const StepRecord& record, const storage::PayloadP
     BALLAST_RETURN_IF_ERROR(ReplayOpen(snapshot->snapshot.open(), record));
     absl::MutexLock lock(&mu_);
     BALLAST_RETURN_IF_ERROR(CheckChanged(snapshot->snapshot));
-    // What the log was cut of is in the chunks.
+    // The chunks have the steps that were cut from the log.
     for (const auto& chunk : chunks_) chunk->version = std::max(*chunk->version, snapshot->snapshot.committed());
     return absl::OkStatus();
   }

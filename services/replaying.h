@@ -1,4 +1,4 @@
-// Part of class Job: the state of a replay, which recovery and the reading of its slices share.
+// Part of class Job: the state of a replay, shared by recovery.cc and slice_loading.cc.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,18 @@
 
 namespace ballast::services {
 
-// Where the replay of a log is.
+// Progress of the replay of a log.
 struct Job::Replaying {
   struct Slice {
     v1::PushRequest header;
     storage::PayloadPlace payload;
   };
   const storage::BlockFile* file = nullptr;
-  // Of the step that is not decided yet, in the epoch that is open.
+  // Slices of the undecided step, in the open epoch.
   std::vector<Slice> slices;
   uint64_t steps = 0;
   uint64_t payload_bytes = 0;
-  // The updates of the last decided step, if slices of the next one are read meanwhile.
+  // Applies the last decided step while slices of the next step are read.
   std::thread updates;
   bool updating = false;  // guarded by the job's lock
   absl::Status updated;

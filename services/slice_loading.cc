@@ -1,5 +1,6 @@
-// How class Job finds slices of a step in its log at recovery: where they are is enough for an update of a decided
-// step; else, and what chunks have parts of, they are read into the chunks' intakes.
+// How class Job finds slices of a step in its log at recovery. Slices of a decided step are taken by their places, and
+// the update reads them. Several gradient slices of a chunk, values of chunks that are not logged, and all slices of an
+// undecided step are read into the chunks' intakes.
 #include <spdlog/spdlog.h>
 
 #include <map>
@@ -16,7 +17,7 @@
 namespace ballast::services {
 namespace {
 
-// Slices that are read together: of chunks that the last step's update is through with, while it goes on.
+// Slices that are read together, for chunks that the last step's running update has finished.
 constexpr size_t kLoadsMax = 16;
 
 }  // namespace
@@ -25,7 +26,7 @@ constexpr size_t kLoadsMax = 16;
 struct Job::SliceLoad {
   const v1::PushRequest* header = nullptr;  // of the log's record
   storage::PayloadPlace payload;
-  std::shared_ptr<HeldChunk> chunk;  // null if none needs it
+  std::shared_ptr<HeldChunk> chunk;  // null if no chunk needs the slice
   uint32_t slice = 0;                // index into the plan's
   model::Range range;                // in the chunk
   Intake::Receipt receipt;
@@ -57,7 +58,7 @@ absl::Status Job::FindLoad(int64_t step, SliceLoad* load) const {
 absl::Status Job::LoadSlices(uint64_t attempt, int64_t step, SliceUse use, Replaying* replaying) {
   using Place = std::tuple<int, uint32_t, uint64_t>;
   const auto place = [](const v1::PushRequest& slice) { return Place(slice.kind(), slice.unit(), slice.begin()); };
-  // One whose bytes were lost before was pushed again: the last record counts.
+  // A slice whose bytes were lost before was pushed again: the last record counts.
   std::map<Place, const Replaying::Slice*> newest;
   for (const Replaying::Slice& slice : replaying->slices) {
     if (slice.header.attempt() == attempt && slice.header.step() == step) newest[place(slice.header)] = &slice;
@@ -82,7 +83,7 @@ absl::Status Job::LoadSlices(uint64_t attempt, int64_t step, SliceUse use, Repla
         replaying->payload_bytes += load.payload.bytes;
         continue;
       }
-      // Values and gradients of the same elements one after the other, and logged slices in the memory that there is.
+      // Values and gradients of the same elements are read in turn, and logged slices as far as memory allows.
       waits = intake.Busy(load.range) || !memory_->Fits(intake.BufferBytes(load.slice, kind));
     }
     if (waits || loads.size() == kLoadsMax) BALLAST_RETURN_IF_ERROR(ReadSlices(use, &loads, replaying));
@@ -106,7 +107,7 @@ absl::Status Job::BeginLoad(SliceLoad* load, Replaying* replaying) {
     receipt = intake.BeginReceive(load->slice, header.kind(), header.attempt());
   }
   if (absl::IsResourceExhausted(receipt.status())) {
-    // As for a push, buffers that no slice is in make room, once the last step's update is through with its own.
+    // As for a push, unused gradient buffers make room, once the last step's update has finished.
     BALLAST_RETURN_IF_ERROR(replaying->FinishUpdates());
     absl::MutexLock lock(&mu_);
     for (const auto& other : chunks_) other->intake.ReleaseIdle();
@@ -122,7 +123,7 @@ absl::Status Job::ReadSlices(SliceUse use, std::vector<SliceLoad>* loads, Replay
     SliceLoad& load = (*loads)[i];
     load.status = storage::ReadPayload(*replaying->file, load.payload, {load.receipt.to, load.payload.bytes});
   };
-  // Several at a time: one is checked while others are on their way from the disk.
+  // Several at a time: some are checked while others are on their way from the disk.
   around_.compute->ParallelFor(loads->size(), read);
   absl::Status status;
   absl::MutexLock lock(&mu_);

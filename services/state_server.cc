@@ -76,7 +76,7 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::st
                         absl::StrCat("server '", server_id, "' is stopping"));
   }
   if (const auto raced = jobs.find(name); raced != jobs.end()) {
-    if (raced->second.lost.has_value()) return raced->second.cause;  // a drop that failed put it back
+    if (raced->second.lost.has_value()) return raced->second.cause;  // a failed drop has put the entry back
     return raced->second.job;
   }
   if (jobs.size() >= kJobsMax) {

@@ -1,4 +1,4 @@
-// What operators ask of a state server: status, budgets, drops.
+// Calls of operators to a state server: status, budgets, drops.
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
@@ -23,7 +23,7 @@ void StateServer::SetBudget(const v1::SetBudgetRequest& request, Reply<v1::SetBu
   reply = impl_->Counted(Call::kSetBudget, std::move(reply));
   // Behind drops: no job goes away meanwhile.
   impl_->dropping->Post([impl = impl_.get(), request, reply = std::move(reply)] {
-    std::map<std::string, std::shared_ptr<Job>> by_name;  // in an order that does not depend on hashes
+    std::map<std::string, std::shared_ptr<Job>> by_name;  // in an order independent of hashes
     {
       absl::MutexLock lock(&impl->mu);
       for (const auto& [name, entry] : impl->jobs) {
@@ -62,7 +62,7 @@ absl::StatusOr<StateServer::Impl::Entry> StateServer::Impl::TakeForDrop(const v1
                                      ": somebody fenced it meanwhile; look at `ballastctl status` again"));
   }
   absl::MutexLock lock(&mu);
-  // Still there: drops come one after the other, and nothing else takes a job away.
+  // Still there: drops run in turn, and nothing else takes a job away.
   jobs.erase(request.job());
   dropping_names.insert(request.job());
   return entry;
@@ -71,7 +71,7 @@ absl::StatusOr<StateServer::Impl::Entry> StateServer::Impl::TakeForDrop(const v1
 void StateServer::Impl::FreeLost(const Entry& entry, const std::vector<storage::DurableChunk>& chunks) {
   tiers->Return(storage::TierKind::kNvme, entry.log_bytes);
   for (const storage::DurableChunk& chunk : chunks) {
-    // Freed as it goes; disputed places stay until the next start.
+    // The extent is freed at once; disputed places stay until the next start.
     if (tiers->nvme() != nullptr) (void)tiers->nvme()->TakeKept(chunk.offset);
   }
 }
@@ -97,8 +97,8 @@ void StateServer::Impl::Drop(const v1::DropJobRequest& request, const Reply<v1::
                                   absl::StrCat("job '", request.job(), "' was dropped from server '", server_id, "'")));
   }
   storage::Pass("drop/stopped");
-  // The log first: what is interrupted then is a job without one, which is lost and can be dropped again. The extents
-  // last, when nothing speaks of them any more.
+  // The log goes first: an interrupted drop then leaves a job without a log, which counts as lost and can be dropped
+  // again. The extents go last, when no entry names them any more.
   const v1::Epoch promised = entry->job != nullptr ? entry->job->promised() : entry->lost->promised();
   std::vector<storage::DurableChunk> left;
   if (entry->job == nullptr) {

@@ -1,4 +1,4 @@
-// What the files of class StateServer share. Internal to state_server*.cc.
+// Declarations shared by the files of class StateServer. Internal to state_server*.cc.
 #pragma once
 
 #include <map>
@@ -30,24 +30,25 @@ struct StateServer::Impl {
         executor(foundation->MakeExecutor(std::max(1, options.read_threads))),
         dropping(foundation->MakeExecutor(1)) {}
 
-  // What a name stands for: a job, or the memory of one that a restart did not bring back: because its state is lost,
-  // or for want of something that another start may find. Only the former is said of GetJob.
+  // A name's job, or the record of a job that a restart did not bring back: its state is lost, or the job lacked
+  // something that a later start may find. GetJob describes a job with lost state; otherwise it replies `cause`.
   struct Entry {
     std::shared_ptr<Job> job;
     std::optional<v1::GetJobResponse> lost;
-    absl::Status cause;      // of the loss
-    uint64_t log_bytes = 0;  // of the NVMe budget, that its log holds
+    absl::Status cause;      // why the job did not come back
+    uint64_t log_bytes = 0;  // of the NVMe budget, held by its log
   };
 
   absl::StatusOr<std::map<std::string, CatalogEntry>> ReadJobs() const;
-  // Jobs whose logs have steps, and of which the catalog does not know that they have one: why each is refused.
+  // Jobs with steps in a log unknown to the catalog: by name, why each job is refused.
   std::map<std::string, absl::Status> FindOrphans(const std::map<std::string, CatalogEntry>& stored) const;
   absl::Status LoadJobs(const std::map<std::string, CatalogEntry>& stored,
                         const std::map<std::string, absl::Status>& orphans);
   void Lose(const std::string& name, const CatalogEntry& stored, const absl::Status& cause, uint64_t log_bytes = 0);
-  // A drop has failed midway: what the catalog has of the job would become another's of that name.
+  // After a drop that failed midway: keeps the name taken, or a new job of the name would get what the catalog still
+  // has.
   void KeepForDrop(const std::string& name, const Entry& entry, const v1::Epoch& promised, const absl::Status& cause);
-  // Gives back what a lost job has on the disk, once the catalog has forgotten it.
+  // Frees what a lost job has on the disk, once the catalog has forgotten the job.
   void FreeLost(const Entry& entry, const std::vector<storage::DurableChunk>& chunks);
   std::shared_ptr<Job> MakeJob(const std::string& name);
   absl::Status LostToDurabilityNone(const std::string& name) const;
@@ -58,7 +59,7 @@ struct StateServer::Impl {
   void Drop(const v1::DropJobRequest& request, const Reply<v1::DropJobResponse>& reply);
   std::vector<v1::TierStatus> TierStatuses(const std::vector<v1::JobStatus>& jobs) const;
 
-  // `reply`, its latency and its error counted.
+  // Wraps `reply`, so that the call's latency and its error are counted.
   template <typename Response>
   Reply<Response> Counted(Call call, Reply<Response> reply) {
     return [this, call, began = absl::Now(), reply = std::move(reply)](absl::StatusOr<Response> response) {
@@ -82,7 +83,7 @@ struct StateServer::Impl {
   absl::Mutex planning;
   kernels::ThreadPool compute;
   const std::unique_ptr<Executor> executor;
-  const std::unique_ptr<Executor> dropping;  // a drop waits for the update at work, new budgets for an Open
+  const std::unique_ptr<Executor> dropping;  // a drop waits for the running update, new budgets for an Open
   Deadlines deadlines;
 
   mutable absl::Mutex mu;

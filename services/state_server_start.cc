@@ -38,7 +38,7 @@ absl::Status CheckDirectory(const std::string& directory) {
                                    "; give another, or write permission to this user"));
 }
 
-// None if the data directory has none and no other was named.
+// None if no profile was named and the data directory has none.
 absl::StatusOr<std::optional<storage::MachineProfile>> ReadMachineProfile(const StateServerOptions& options) {
   std::string path = options.machine_profile;
   if (path.empty()) {
@@ -60,7 +60,8 @@ std::string MakeServerId() {
   return absl::StrCat("server-", absl::Hex(random(), absl::kZeroPad8), absl::Hex(random(), absl::kZeroPad8));
 }
 
-// Where there is no catalog: without it nobody knows what the disk holds, and to go on would free that. DATA_LOSS (IO).
+// For a directory without a catalog: only the catalog tells what the disk holds, and a start would free it. DATA_LOSS
+// (IO).
 absl::Status CheckNothingLost(const std::string& directory) {
   std::error_code error;
   for (const auto& file : std::filesystem::directory_iterator(directory, error)) {
@@ -95,7 +96,7 @@ absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std:
   return id;
 }
 
-// Of the log of job `name`.
+// Reads the steps in the log of job `name`.
 absl::StatusOr<LoggedSteps> StepsOf(const std::string& log, absl::string_view name, storage::Disk* disk) {
   BALLAST_ASSIGN_OR_RETURN(const auto file, disk->Open(log, storage::Disk::Mode::kShared));
   BALLAST_ASSIGN_OR_RETURN(const storage::ScannedLog scanned, storage::ScanLog(*file));
@@ -111,7 +112,7 @@ absl::StatusOr<LoggedSteps> StepsOf(const std::string& log, absl::string_view na
   return steps;
 }
 
-// What a server that died at the wrong moment left of them: else they have no names.
+// Removes spills of a server that died while making them; a finished spill has no name.
 absl::Status RemoveSpills(const std::string& directory, storage::Disk* disk) {
   std::error_code error;
   for (const auto& file : std::filesystem::directory_iterator(directory, error)) {
@@ -131,7 +132,7 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   auto impl = std::make_unique<Impl>(options);
   BALLAST_RETURN_IF_ERROR(CheckDirectory(options.data_directory));
   BALLAST_ASSIGN_OR_RETURN(impl->machine, ReadMachineProfile(options));
-  // RocksDB would begin a catalog, and remove what is left of one whose CURRENT is missing.
+  // Where CURRENT is missing, RocksDB would begin a new catalog and remove what is left of the old.
   if (std::error_code error; !std::filesystem::exists(options.data_directory + "/catalog/CURRENT", error)) {
     BALLAST_RETURN_IF_ERROR(CheckNothingLost(options.data_directory));
   }
@@ -189,7 +190,7 @@ std::map<std::string, absl::Status> StateServer::Impl::FindOrphans(
     const auto entry = stored.find(std::string(name));
     if (entry != stored.end() && entry->second.durable()) continue;
     const absl::StatusOr<LoggedSteps> steps = StepsOf(path, name, foundation->disk());
-    // Still being made, or never used: an Open makes it anew.
+    // The log is still being made, or was never used: an Open makes it anew.
     if (absl::IsNotFound(steps.status()) || (steps.ok() && !steps->any())) continue;
     if (!steps.ok() && entry == stored.end()) {
       spdlog::warn("{} is not looked after: {}", path, std::string(steps.status().message()));
@@ -225,13 +226,14 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
   bool whole = true;
   std::map<std::string, std::shared_ptr<Job>> recovered;
   const auto refuse = [&](const std::string& name, Job& job, const absl::Status& status) {
-    // The server's other jobs are well; this one is refused, with the reason, and what it has on the disk stays.
+    // Refuses this job, with the reason. Its files stay, and the server's other jobs go on.
     spdlog::error("job '{}' cannot be recovered: {}", name, std::string(status.message()));
     job.Stop(status);
     Lose(name, stored.at(name), status, job.journal_bytes());
     whole = false;
   };
-  // What is faster for one must not be what another cannot do without.
+  // Reserve each job's minimum DRAM first, so that a job loaded early cannot fill memory that a later job needs to load
+  // at all.
   std::map<std::string, uint64_t> kept;
   for (const auto& [name, entry] : stored) {
     if (tiers->Take(storage::TierKind::kDram, entry.least_dram, absl::StrCat("job '", name, "'")).ok()) {
@@ -260,7 +262,7 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
     const std::shared_ptr<Job> job = MakeJob(name);
     absl::Status status;
     if (!entry.unreadable.empty()) {
-      // Where pins are all that there is, nothing else tells what they were.
+      // Where only pins are left, nothing else tells their content.
       const absl::string_view remedy =
           entry.every_k() ? "Put a copy of the catalog back, or drop the job" : "Run `ballastctl verify --rebuild`";
       status = model::Error(
@@ -280,7 +282,7 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, CatalogEntr
       refuse(name, *job, status);
     }
   }
-  // Now that all have what is theirs: more for one must not be what another comes back with.
+  // Only now may a job take more: first every job had to get back what it had.
   for (const auto& [name, job] : recovered) {
     if (const absl::Status status = job->EndRecovery(); !status.ok()) {
       refuse(name, *job, status);

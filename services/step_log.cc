@@ -16,7 +16,7 @@ uint64_t StepLog::Append(const StepRecord& record) {
     unwritten_.push_back({lsn, prefix + kCatalogPromise, promise->epoch.SerializeAsString()});
   } else if (const auto* open = std::get_if<OpenRecord>(&record)) {
     unwritten_.push_back({lsn, prefix + kCatalogOpen, open->open.SerializeAsString()});
-    Sync(lsn);  // nobody waits for it, but operators read it after a restart
+    Sync(lsn);  // no request waits for it, but operators read it after a restart
   } else if (std::holds_alternative<PreparedStepRecord>(record) && !marked_) {
     marked_ = true;
     unwritten_.push_back({lsn, prefix + kCatalogHadState, ""});
@@ -54,7 +54,7 @@ void StepLog::Written(uint64_t lsn) {
 }
 
 std::optional<uint64_t> StepLog::TakeSynced(uint64_t elsewhere) {
-  // A log is durable as a prefix: a later record never overtakes one that is still being written.
+  // A log is durable as a prefix: a later record never overtakes a record that is still being written.
   uint64_t durable = std::min(requested_lsn_, elsewhere);
   if (!unwritten_.empty() && !Seeded(storage::StorageBug::kPromiseNotAwaited))
     durable = std::min(durable, unwritten_.front().lsn - 1);

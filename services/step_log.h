@@ -1,6 +1,7 @@
-// The sequence numbers of one job's log, and what of it the catalog keeps whatever the job's durability: the newest
-// promise and Open, and under durability `none`, where nothing else outlives the process, a mark from the first
-// prepared step on that the job has had state here. A server that finds the mark at start knows that state was lost.
+// The sequence numbers of a job's log, and its records that the catalog keeps whatever the durability: the newest
+// promise and Open. For a job without a gradient log, the first prepared step also leaves a mark that the job has had
+// state here. A server that finds the mark at start knows that state was lost (under `every-K`, what came since the
+// pins).
 #pragma once
 
 #include <cstdint>
@@ -14,19 +15,20 @@
 
 namespace ballast::services {
 
-// Threads: the caller's lock; Write blocks and is called without it.
+// Threads: under the caller's lock, except Write, which blocks and is called without the lock.
 class StepLog {
  public:
   explicit StepLog(std::string job) : job_(std::move(job)) {}
 
   uint64_t Append(const StepRecord& record);
-  // The job's records are kept elsewhere as well: no mark. `next_lsn`: what the next record gets, if that is higher.
+  // The job's records are in a gradient log as well: no mark is left. `next_lsn`: of the next record, if that is
+  // higher.
   void KeptElsewhere(uint64_t next_lsn);
-  void KeptHere();  // not any more
+  void KeptHere();  // undoes KeptElsewhere
   void Sync(uint64_t lsn);
   uint64_t last_lsn() const { return next_lsn_ - 1; }
 
-  // A record that a requested sync waits for, oldest first: to be written with Write, then Written.
+  // The oldest record for which a requested sync waits. Pass the record to Write, then call Written.
   struct Durable {
     uint64_t lsn = 0;
     std::string key;
@@ -36,7 +38,8 @@ class StepLog {
   static absl::Status Write(storage::Catalog* catalog, const Durable& record);
   void Written(uint64_t lsn);
 
-  // The newest completed sync that has not been taken yet, as far as `elsewhere`: what is durable there.
+  // The newest requested lsn that has become durable since the last call; none if there is none. `elsewhere`: the lsn
+  // up to which the gradient log is durable.
   std::optional<uint64_t> TakeSynced(uint64_t elsewhere);
 
  private:

@@ -41,7 +41,7 @@ class StepCoefficients {
   std::map<std::pair<uint32_t, uint64_t>, kernels::Coefficients> cache_;
 };
 
-// Does a transaction that is not skipped change the chunk?
+// Does a transaction change the chunk, unless it is skipped?
 bool Changes(const v1::StepHeader& header, const model::Chunk& chunk) {
   return std::any_of(chunk.segments.begin(), chunk.segments.end(), [&](const model::Segment& segment) {
     return model::HasBit(header.value_presence(), segment.tensor) ||
@@ -103,12 +103,12 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
   const std::shared_ptr<LentMemory> lent = TakeLent(prepared);
   if (lent != nullptr) work->lent = lent->Use();
   for (const std::shared_ptr<HeldChunk>& chunk : chunks_) {
-    // A restore leaves alone what never had a state: no pin has it.
+    // A restore leaves alone a chunk that never had a state: no pin has it.
     const bool restore = header.kind() == v1::STEP_KIND_RESTORE && chunk->changed >= 0;
     const bool changes = !skip && (restore || Changes(header, chunk->layout));
     if (changes) chunk->changed = decision.step();
     if (*chunk->version >= decision.step() && !Seeded(storage::StorageBug::kReplayedTwice)) {
-      // After a restart: its state on the disk was ahead of the log that is replayed.
+      // After a restart: the state on the disk is ahead of the replayed log.
       chunk->intake.Clear();
       continue;
     }
@@ -139,11 +139,11 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
     }
     if (!change.segments.empty() && !lends) chunk->intake.TakeGradient(&change, &buffers);
     chunk->intake.Clear();
-    if (!around_.working_copies && !durable_) chunk->intake.ReleaseIdle();  // nothing is reserved for it
+    if (!around_.working_copies && !durable_) chunk->intake.ReleaseIdle();  // its buffer is not part of a reservation
     if (restore) {
       change.restored = header.restored_version();
-      // Replayed from the log, a restore needs its pin, which may be gone by then: afterwards no chunk needs the
-      // replay.
+      // A replay of the restore would need its pin, which may be gone by then: once all chunks are flushed, no chunk
+      // needs the replay.
       change.flush = durable_;
     }
     const bool values = !change.values.empty() || !change.logged_values.empty();
@@ -207,7 +207,7 @@ void Job::RunStep(StepWork* work) {
     mu_.AssertHeld();
     --updates_queued_;
     moved_ = true;
-    ResumeMoves();  // that found no room before this step
+    ResumeMoves();  // moves may have found no room before this step
     if (!status.ok()) {
       Fail(model::Annotate(status, absl::StrCat("step ", work->step, " could not be applied to its chunks")), Remedy(),
            replies);
@@ -228,7 +228,7 @@ absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work, const s
   size_t finished = 0;
   const auto done = [&](size_t) {
     const size_t i = finished++;
-    // Before the next step's slices of this chunk: what was reserved holds either.
+    // Before the next step's slices of this chunk come: the reservation holds either.
     const size_t returned = std::exchange(work->buffers[i], {}).size();
     const bool last = finished == work->updates.size();
     if (last) work->lent = nullptr;
@@ -252,7 +252,7 @@ absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work, const s
   for (;;) {
     if (finished == work->updates.size()) return absl::OkStatus();
     const absl::Status status = store->Run(absl::MakeConstSpan(work->updates).subspan(finished), done, read_back);
-    // Out of space for a pinned copy, the chunk and those behind it are untouched: the pin yields, not the training.
+    // Without space for a pinned copy, the chunk and all later chunks are untouched: the pin yields, not the training.
     if (!absl::IsResourceExhausted(status) || !GiveUpOldestPin(store, status)) return status;
   }
 }

@@ -1,5 +1,5 @@
-// The requests of one job that cannot be answered yet: each is evaluated again when something it waits for happens, and
-// answers by itself when its deadline passes. Bounded over all jobs of a server.
+// Requests of a job that cannot be answered yet. A request is evaluated again when an event happens for which it waits,
+// and is answered when its deadline passes. The number of requests is bounded over all jobs of a server.
 #pragma once
 
 #include <atomic>
@@ -19,8 +19,8 @@ namespace ballast::services {
 // Work to be done once the job's lock is released: replies, and copies of payloads.
 using Replies = std::vector<std::function<void()>>;
 
-// Runs them in order, no lock held. What a reply brings up in turn (a copy that ends and lets the next begin, a client
-// that calls again from its callback) is run by the outermost call on this thread, so the stack does not grow with the
+// Runs the replies in order, no lock held. Replies that arise meanwhile (a copy ends and lets the next begin, a client
+// calls again from its callback) are run by the outermost call on this thread, so that the stack does not grow with the
 // number of requests.
 void Run(Replies replies);
 
@@ -32,10 +32,10 @@ struct Waiter {
   // Answers with an error; the job's lock held.
   std::function<void(const absl::Status& status, Replies* replies)> refuse;
   absl::Time deadline = absl::InfiniteFuture();
-  uint64_t bytes = 0;  // of the request that the closures hold
+  uint64_t bytes = 0;  // of the request, which the closures hold
 };
 
-// What may wait at a server; the counters are shared by its jobs.
+// Bounds of the requests that may wait at a server. Its jobs share the counters.
 struct WaitingBounds {
   std::atomic<uint64_t>* requests = nullptr;
   uint64_t requests_max = 0;
@@ -46,19 +46,20 @@ struct WaitingBounds {
 // Threads: the job's lock guards every call.
 class Waiting {
  public:
-  // Ids of the waiters that one event wakes, in order of arrival.
+  // Ids of the waiters woken by the same event, in order of arrival.
   using Queue = std::set<uint64_t>;
 
   // `expire(id)` is called on the deadlines' thread and must lead to Expire(id).
   Waiting(Deadlines* deadlines, const WaitingBounds& bounds, std::function<void(uint64_t)> expire);
   ~Waiting();
 
-  // Evaluates at once; if not yet, parks in `queue`. UNAVAILABLE (BUSY) through `refuse` when too much waits already.
+  // Evaluates the request at once; if it must wait, parks it in `queue`. Calls `refuse` with UNAVAILABLE (BUSY) when
+  // too much waits already.
   void Submit(Waiter waiter, Queue* queue, Replies* replies);
-  // Evaluates all in `queue`. True if some were answered. An attempt must not wake, nor submit, in turn.
+  // Evaluates all requests in `queue`. True if some were answered. An attempt must neither wake nor submit.
   bool Wake(Queue* queue, Replies* replies);
-  // As Wake, for a queue whose waiters go one at a time: ends at the first that still has to wait, for the rest waits
-  // for the same.
+  // As Wake, for a queue whose waiters go in turn: stops at the first waiter that still has to wait, since the rest
+  // wait for the same event.
   void WakeInTurn(Queue* queue, Replies* replies);
   void Expire(uint64_t id, Replies* replies);
   void RefuseAll(const absl::Status& status, Replies* replies);

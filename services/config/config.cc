@@ -25,7 +25,7 @@ namespace {
 
 constexpr int kThreadsMax = 1024;
 constexpr int kDeviceMax = 255;
-// A buffer for reads, and one for the state of a chunk of the smallest kind.
+// A buffer for reads, and a buffer for the state of the smallest chunk.
 constexpr uint64_t kStagingBytesMin = uint64_t{2} << 20;
 constexpr char kEnvironmentPrefix[] = "BALLAST_";
 // Trainers read it, and may share an environment with a server.
@@ -155,7 +155,7 @@ absl::Status Collect(const YAML::Node& map, const std::string& prefix, const std
   return absl::OkStatus();
 }
 
-// `origin`: what gave the value; empty: the default.
+// `origin`: the source of the value; empty: the default.
 absl::StatusOr<Config> CheckStaging(const Config& config, const std::string& origin) {
   const uint64_t staging = config.server.staging_bytes, dram = config.server.budget.dram;
   const bool fits = staging >= kStagingBytesMin && staging <= dram;
@@ -253,7 +253,7 @@ absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& 
                                   const ConfigValues& flags) {
   Config config;
   config.server.compute_threads = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kThreadsMax);
-  std::map<std::string, std::string> where;  // key: what gave its value
+  std::map<std::string, std::string> where;  // by key: the source of its value
   for (const ConfigValues* source : {&file, &environment, &flags}) {
     for (const auto& [name, value] : *source) {
       const Key* key = Find(name);

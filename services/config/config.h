@@ -1,4 +1,4 @@
-// What `ballastd` can be told, from flags, environment, one YAML file and defaults, in this order of precedence.
+// Options of `ballastd`, from flags, environment, a YAML file and defaults, in this order of precedence.
 #pragma once
 
 #include <map>
@@ -17,31 +17,32 @@ struct Config {
   StateServerOptions server;
 };
 
-// One key, as the file spells it; `environment` and `flag` are derived from it: BALLAST_BUDGET_DRAM, --budget.dram.
+// A key as the file spells it. The names of its variable and flag follow from it: BALLAST_BUDGET_DRAM, --budget.dram.
 struct ConfigKey {
   std::string name;
   std::string expected;  // for messages: "bytes, such as 512MiB"
-  std::string fallback;  // the default, as one would write it
+  std::string fallback;  // the default, as a user would write it
   std::string meaning;
 };
 const std::vector<ConfigKey>& ConfigKeys();
 std::string EnvironmentName(const ConfigKey& key);
 
-// Values by key name, with what to blame if one is wrong.
+// A value, and where it came from, for error messages.
 struct ConfigValue {
   std::string text;
   std::string origin;  // "ballastd.yaml:3", "BALLAST_LISTEN", "--listen"
 };
 using ConfigValues = std::map<std::string, ConfigValue>;
 
-// INVALID_ARGUMENT (BAD_CONFIG) with file:line for bad YAML, unknown or doubled keys; says which keys there are.
+// INVALID_ARGUMENT (BAD_CONFIG) with file:line for bad YAML and for unknown or doubled keys; the message lists the
+// known keys.
 absl::StatusOr<ConfigValues> ParseConfigFile(const std::string& path);
 absl::StatusOr<ConfigValues> ParseConfigText(const std::string& text, const std::string& path);
-// BALLAST_* of `environment` ("NAME=value"). INVALID_ARGUMENT for a name that is no key's.
+// Reads BALLAST_* from `environment` ("NAME=value"). INVALID_ARGUMENT for a name without a key.
 absl::StatusOr<ConfigValues> ParseEnvironment(const std::vector<std::string>& environment);
 
-// INVALID_ARGUMENT (BAD_CONFIG): origin, what was expected, what came; also for what is missing or does not fit
-// together.
+// INVALID_ARGUMENT (BAD_CONFIG), naming the origin, the expected and the given value; also for missing values and
+// values that do not fit together.
 absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& environment, const ConfigValues& flags);
 
 // "512MiB" -> 536870912. Suffixes: none, B, KiB, MiB, GiB, TiB.

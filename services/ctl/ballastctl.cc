@@ -9,9 +9,10 @@
 //   ballastctl plan --params N --dram BYTES [--nvme BYTES] [--ranks N] [--server-count N] ...
 //
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
-// apart). drop: 0 no server has the job any more; 1 some server did not drop it. unpin: the same of a pin. budget: 0
-// all servers have the new budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory.
-// iotune: 0 measured, its profile written; 1 not. plan: 0 the job fits; 1 it does not. All: 2 usage.
+// apart). drop: 0 no server has the job any more; 1 some server did not drop it. unpin: 0 no server keeps the version
+// for a request any more; 1 some server may. budget: 0 all servers have the new budgets; 1 some refused. verify: 0
+// clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its profile written; 1 not. plan: 0 the job
+// fits; 1 the job does not fit. All: 2 usage.
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -173,7 +174,7 @@ int Main(int argc, char** argv) {
   if (verify->parsed()) return RunVerify(scrub);
   if (iotune->parsed()) return RunIotune(tune);
   if (plan->parsed()) {
-    spdlog::set_level(spdlog::level::warn);  // the server that it asks is nobody's
+    spdlog::set_level(spdlog::level::warn);  // a temporary server answers
     return RunPlan(planned);
   }
   const absl::Duration timeout = absl::Seconds(timeout_s);

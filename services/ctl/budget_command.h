@@ -1,4 +1,4 @@
-// `ballastctl budget`: new budgets for servers that run.
+// `ballastctl budget`: new budgets for running servers.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,10 @@ namespace ballast::services {
 
 struct BudgetCommand {
   std::vector<std::string> servers;
-  std::optional<uint64_t> hbm_bytes, dram_bytes, nvme_bytes;  // unset: as it is
+  std::optional<uint64_t> hbm_bytes, dram_bytes, nvme_bytes;  // unset: unchanged
   absl::Duration timeout = absl::Seconds(5);
 };
-// Exit code: 0 all servers have them; 1 some server refused or did not answer.
+// Exit code: 0 all servers have the new budgets; 1 some server refused or did not answer.
 int RunBudget(const BudgetCommand& command);
 
 }  // namespace ballast::services

@@ -43,7 +43,7 @@ std::string ShowDurability(const v1::JobStatus& job) {
   }
 }
 
-// Of one that lost its state on a server.
+// Describes the loss of a job whose state is gone on a server.
 std::string LossOf(const std::string& address, const v1::JobStatus& job) {
   if (job.durability() == v1::DURABILITY_EVERY_K && job.failure().empty()) {
     return absl::StrCat("job '", job.name(), "' lost what came after version ", job.committed(), " on ", address,
@@ -81,7 +81,7 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
   }
 }
 
-// Servers that should have the job and answer without it. Who does not answer is a problem already.
+// Servers that should have the job and answer without it. A server that does not answer is a problem already.
 void AddMissing(const std::vector<ServerView>& servers, JobView* job) {
   std::set<std::string> missing = job->member_ids;
   bool all_answered = true;
@@ -142,7 +142,7 @@ ClusterView Judge(std::vector<ServerView> servers) {
 
 namespace {
 
-// What the servers' plans expect of a step. Empty where no server has a machine profile.
+// The servers' predictions for a step. Empty if no server has a machine profile.
 std::string ShowPlans(const ClusterView& cluster) {
   Table plans({"SERVER", "JOB", "STEP SHOULD TAKE", "COMPUTE", "DISK", "SYNC", "GPU LINK", "NOT COUNTED"});
   bool any = false;
@@ -260,7 +260,7 @@ absl::Status DropJob(const std::string& address, const std::string& job, absl::D
 absl::StatusOr<v1::UnpinResponse> UnpinVersion(const std::string& address, const std::string& job, int64_t version,
                                                absl::Duration timeout) {
   BALLAST_ASSIGN_OR_RETURN(const v1::JobStatus known, LookAtJob(address, job, timeout));
-  // Of a job that was refused at start nobody knows which it has: the server says why.
+  // The pins of a job that was refused at start are unknown: the server will say why.
   const auto& pins = known.durable_versions();
   if (known.failure().empty() && std::find(pins.begin(), pins.end(), version) == pins.end()) {
     return absl::NotFoundError(absl::StrCat("no durable pin of version ", version, " of job '", job, "'"));

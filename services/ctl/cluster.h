@@ -1,4 +1,4 @@
-// What `ballastctl` sees of all servers, and what it makes of it.
+// The view that `ballastctl` has of all servers, and its verdict.
 #pragma once
 
 #include <set>
@@ -19,10 +19,10 @@ struct ServerView {
   v1::GetServerStatusResponse status;
 };
 
-// Asks all at once. Never fails as a whole: a server that does not answer within `timeout` has its error.
+// Asks all servers at once. Never fails as a whole: a server that does not answer within `timeout` gets its error.
 std::vector<ServerView> LookAt(const std::vector<std::string>& addresses, absl::Duration timeout);
 
-// A job as all servers together hold it.
+// A job, as seen over all servers.
 struct JobView {
   std::string name;
   int64_t committed_min = 0;
@@ -48,17 +48,18 @@ struct ClusterView {
   // Empty: healthy.
   std::vector<std::string> problems;
 };
-// Degraded: a server down, a job failed, its state lost or missing on one of its servers, versions more than one apart.
+// Degraded: a server down, a job failed, a job's state lost or missing on one of its servers, or versions more than one
+// apart.
 ClusterView Judge(std::vector<ServerView> servers);
 
 // Verdict, servers, jobs, tiers: as aligned text, and as JSON (numbers of 64 bits as strings, as in protobuf's JSON).
 std::string ShowText(const ClusterView& cluster);
 std::string ShowJson(const ClusterView& cluster);
 
-// Drops `job` on a server, at the epoch that the server reports. NOT_FOUND if the server has no such job.
+// Drops `job` on a server, at the epoch reported by the server. NOT_FOUND if the server has no such job.
 absl::Status DropJob(const std::string& address, const std::string& job, absl::Duration timeout);
 
-// Gives up a durable pin on a server, at the epoch that the server reports. NOT_FOUND if it has no such pin.
+// Gives up a durable pin on a server, at the epoch reported by the server. NOT_FOUND if the server has no such pin.
 absl::StatusOr<v1::UnpinResponse> UnpinVersion(const std::string& address, const std::string& job, int64_t version,
                                                absl::Duration timeout);
 

@@ -1,4 +1,4 @@
-// `ballastctl plan`: what a job would take of machines, before there are any.
+// `ballastctl plan`: the memory, disk and step time that a job would need, before there are any machines.
 #pragma once
 
 #include <optional>
@@ -19,14 +19,14 @@ struct PlanCommand {
   bool amsgrad = false, momentum = false;
   uint64_t pin_interval = 0;
   uint64_t staging_bytes = 0;   // 0: a server's default
-  std::string machine_profile;  // empty: ballast-profile.yaml here, if it is there
+  std::string machine_profile;  // empty: ballast-profile.yaml here, if present
   int threads = 1;
   bool json = false;
 };
-// Exit code: 0 it fits; 1 it does not, or the plan could not be made; 2 usage.
+// Exit code: 0 the job fits; 1 the job does not fit, or the plan could not be made; 2 usage.
 int RunPlan(const PlanCommand& command);
 
-// "7B" -> 7000000000. Suffixes: none, K, M, B, T; decimals and exponents. None for what is none, or no whole number.
+// "7B" -> 7000000000. Suffixes: none, K, M, B, T; decimals and exponents. None if `text` is not a whole number.
 std::optional<uint64_t> ParseCount(const std::string& text);
 
 }  // namespace ballast::services

@@ -9,7 +9,7 @@ namespace ballast::services {
 
 std::string ShowBytes(uint64_t bytes);
 
-// As a JSON string, and as a list of them.
+// As a JSON string, and as a JSON list of strings.
 std::string Quote(const std::string& text);
 std::string QuoteAll(const std::vector<std::string>& texts);
 

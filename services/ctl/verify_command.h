@@ -12,10 +12,11 @@ struct VerifyCommand {
   bool json = false;
   bool rebuild = false;
 };
-// Exit code: 0 clean; 1 damage found, or it could not be looked at; 2 no data directory; 3 a server has it.
+// Exit code: 0 clean; 1 damage found, or the directory could not be read; 2 no data directory; 3 a server has the
+// directory.
 int RunVerify(const VerifyCommand& command);
 
-// One line per finding, then the verdict and counts.
+// A line per finding, then the verdict and counts.
 std::string ShowText(const ScrubReport& report);
 std::string ShowJson(const ScrubReport& report, const RebuildResult* rebuilt);
 

@@ -1,4 +1,4 @@
-// The one place that names metrics.
+// Names of all metrics: nothing else in the server names a metric.
 #pragma once
 
 #include <prometheus/metric_family.h>

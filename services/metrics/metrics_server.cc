@@ -16,12 +16,12 @@
 namespace ballast::services {
 namespace {
 
-// civetweb reads a request on the thread that will answer, so each client that sends nothing occupies one until
-// kRequestTimeoutMs are over. A scrape behind 300 of them begins within 300 / 128 seconds; Prometheus waits 10 by default.
+// civetweb reads a request on the thread that will answer, so each silent client occupies a thread for
+// kRequestTimeoutMs. A scrape behind 300 of them begins within 300 / 128 seconds; Prometheus waits 10 s by default.
 constexpr char kThreads[] = "128";
 constexpr char kRequestTimeoutMs[] = "1000";
-// Connections that wait for a thread: accepted ones, each a descriptor of the process, and the kernel's, which are
-// none.
+// Connections that wait for a thread. An accepted connection takes a descriptor of the process; a connection in the
+// kernel's backlog does not.
 constexpr char kAcceptedMax[] = "128";
 constexpr char kBacklog[] = "1024";
 

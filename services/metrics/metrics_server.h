@@ -1,4 +1,4 @@
-// /metrics of one state server: its counters as Prometheus families, read when scraped.
+// /metrics of a state server: its counters as Prometheus families, read at each scrape.
 #pragma once
 
 #include <memory>
@@ -12,8 +12,8 @@ namespace ballast::services {
 // Threads: any.
 class MetricsServer {
  public:
-  // Borrows `state`. `listen`: host:port; port 0 takes a free one. INVALID_ARGUMENT (BAD_CONFIG) if it is no address,
-  // FAILED_PRECONDITION (BAD_CONFIG) if it cannot be bound.
+  // Borrows `state`. `listen`: host:port; port 0 takes a free port. INVALID_ARGUMENT (BAD_CONFIG) if `listen` is not an
+  // address, FAILED_PRECONDITION (BAD_CONFIG) if the address cannot be bound.
   static absl::StatusOr<std::unique_ptr<MetricsServer>> Start(const std::string& listen, const StateServer* state);
   ~MetricsServer();
 

@@ -1,9 +1,9 @@
-// What a request says beyond the fields that this version knows is dropped before anybody keeps the request.
+// Drops the fields of a request that this version does not know, before anybody keeps the request.
 #pragma once
 
 namespace ballast::services {
 
-// `request` is what gRPC parsed, for this call alone.
+// `request`: as gRPC parsed it, used by this call alone.
 template <typename Request>
 const Request& KnownFields(const Request* request) {
   const_cast<Request*>(request)->DiscardUnknownFields();

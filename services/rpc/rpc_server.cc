@@ -25,11 +25,11 @@ namespace {
 constexpr int kReceiveBytesMax = static_cast<int>(model::kChunkElementsMax * 4 + (64 << 10));
 // Clients ping every 20 s, also between steps when no call is open; a stricter server would send them GOAWAY.
 constexpr int kPingIntervalMinMs = 10'000;
-// A client has 64 MiB in flight: with ranges of 4 KiB that is so many calls at a time. A lower limit could keep a seal
-// behind the pulls that wait for it.
+// A client has 64 MiB in flight: as many calls at a time, with ranges of 4 KiB. A lower limit could keep a seal behind
+// the pulls that wait for it.
 constexpr int kStreamsPerConnectionMax = 16384;
-// What gRPC holds for messages that come and for calls under way: 64 MiB of waiting pushes and as much of other
-// requests that wait, and 4 MiB each for 200 that are just coming. Beyond it gRPC reads no further, then cancels calls.
+// Bound of gRPC's memory for incoming messages and calls under way: 64 MiB of waiting pushes, as much of other waiting
+// requests, and 4 MiB each for 200 messages just coming in. Beyond the bound gRPC reads no further, then cancels calls.
 constexpr size_t kGrpcBytesMax = size_t{1} << 30;
 
 // Beside a GPU, for answers on their way: sixteen of the largest, more than a link needs to be busy.
@@ -102,7 +102,7 @@ void RpcServer::Stop(absl::Duration grace) {
   absl::MutexLock lock(&impl_->mu);
   if (std::exchange(impl_->stopped, true)) return;
   impl_->server->GetHealthCheckService()->SetServingStatus(false);
-  // Requests that wait for what will not come any more answer UNAVAILABLE, so that the shutdown below can end.
+  // Waiting requests answer UNAVAILABLE, since nothing will wake them any more, and the shutdown below can end.
   impl_->state->Stop();
   impl_->server->Shutdown(absl::ToChronoTime(absl::Now() + grace));
   impl_->server->Wait();

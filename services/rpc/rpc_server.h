@@ -11,24 +11,25 @@
 namespace ballast::services {
 
 struct RpcServerOptions {
-  std::string listen = "127.0.0.1:0";  // host:port; port 0 takes a free one
-  // Answers to pulls that have not left yet; beyond it pulls are UNAVAILABLE (BUSY). Clients bound theirs to 64 MiB.
+  std::string listen = "127.0.0.1:0";  // host:port; port 0 takes a free port
+  // Bound of answers to pulls that have not been sent; beyond it pulls are UNAVAILABLE (BUSY). Clients bound theirs to
+  // 64 MiB.
   uint64_t unsent_bytes_max = uint64_t{128} << 20;
 };
 
 // Threads: any.
 class RpcServer {
  public:
-  // Borrows `state`. INVALID_ARGUMENT (BAD_CONFIG) if `listen` is no address, FAILED_PRECONDITION (BAD_CONFIG) if it
-  // cannot be bound: in use, or none of this machine's.
+  // Borrows `state`. INVALID_ARGUMENT (BAD_CONFIG) if `listen` is not an address, FAILED_PRECONDITION (BAD_CONFIG) if
+  // the address cannot be bound: in use, or none of this machine's.
   static absl::StatusOr<std::unique_ptr<RpcServer>> Start(const RpcServerOptions& options, StateServer* state);
   ~RpcServer();  // as Stop
 
   // "host:port" with the port really taken.
   const std::string& address() const;
 
-  // Health says NOT_SERVING, `state` is stopped (requests that wait are answered SERVER_DOWN), other calls get `grace`
-  // to end. Blocks.
+  // Turns health to NOT_SERVING, stops `state` (waiting requests are answered SERVER_DOWN), and gives further calls
+  // `grace` to end. Blocks.
   void Stop(absl::Duration grace);
 
  private:

@@ -19,7 +19,8 @@ namespace {
 // A job's name and a few numbers. Thousands of pulls wait at a time, and gRPC keeps the bytes of each meanwhile.
 constexpr size_t kPullBytesMax = 4096;
 
-// A little before the client's own, or its gRPC ends the call first, and what the server was waiting for is not heard.
+// A little before the client's own deadline: otherwise the client's gRPC ends the call first, and the client never
+// hears what the server was waiting for.
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   const std::chrono::system_clock::time_point point = context.deadline();
   if (point == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
@@ -37,7 +38,7 @@ Reply<Response> FinishWith(grpc::ServerUnaryReactor* reactor, Response* response
   };
 }
 
-// DefaultReactor gives no word of the end of a call; answers that hold memory need it.
+// DefaultReactor does not report the end of a call, which answers that hold memory need.
 class CountedReactor final : public grpc::ServerUnaryReactor {
  public:
   explicit CountedReactor(std::atomic<uint64_t>* unsent) : unsent_(unsent) {}
@@ -166,7 +167,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* co
     reactor->Finish(Unparsable("PushRequest"));
     return reactor;
   }
-  // The header is copied by those who keep it: without the payload, which lives until the reply.
+  // The job copies the header to keep it, so the payload goes elsewhere; it lives until the reply.
   auto payload = std::make_shared<std::string>();
   payload->swap(*header->mutable_payload());
   header->clear_payload();

@@ -13,8 +13,8 @@
 
 namespace ballast::services {
 
-// Pull and Push are raw: their payloads are neither zeroed nor copied once more than needed. On the wire they are the
-// messages that the .proto file says.
+// Pull and Push are raw, so that their payloads are neither zeroed nor copied more than needed. Their bytes on the wire
+// are the messages of the .proto file.
 using StateServiceBase = v1::StateService::WithCallbackMethod_GetJob<
     v1::StateService::WithCallbackMethod_Fence<v1::StateService::WithCallbackMethod_Open<
         v1::StateService::WithRawCallbackMethod_Push<v1::StateService::WithCallbackMethod_Norm<
@@ -25,7 +25,7 @@ using StateServiceBase = v1::StateService::WithCallbackMethod_GetJob<
 // Threads: any. Every call finishes its reactor exactly once, cancelled or not: gRPC keeps the reactor until then.
 class StateServiceImpl final : public StateServiceBase {
  public:
-  // `answers`: memory for answers to pulls; those that find no room there have memory of their own.
+  // `answers`: memory for answers to pulls; an answer that finds no room there gets memory of its own.
   StateServiceImpl(StateServer* state, uint64_t unsent_bytes_max, std::shared_ptr<storage::Slabs> answers)
       : state_(state), unsent_bytes_max_(unsent_bytes_max), answers_(std::move(answers)) {}
 

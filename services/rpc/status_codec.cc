@@ -11,13 +11,13 @@ namespace {
 
 constexpr char kDomain[] = "ballast";
 constexpr char kErrorInfoUrl[] = "type.googleapis.com/google.rpc.ErrorInfo";
-// Messages name bounded things, but some quote what came; gRPC drops whole trailers beyond its metadata limit of 8 KiB.
+// Messages name bounded things, but some quote a request; gRPC drops whole trailers beyond its metadata limit of 8 KiB.
 constexpr size_t kMessageBytesMax = 2048;
 
 constexpr bool SameNumber(absl::StatusCode ours, grpc::StatusCode theirs) {
   return static_cast<int>(ours) == static_cast<int>(theirs);
 }
-// The table is the identity, which these pin down.
+// The table of codes is the identity, as these assertions check.
 static_assert(SameNumber(absl::StatusCode::kOk, grpc::StatusCode::OK));
 static_assert(SameNumber(absl::StatusCode::kCancelled, grpc::StatusCode::CANCELLED));
 static_assert(SameNumber(absl::StatusCode::kUnknown, grpc::StatusCode::UNKNOWN));
@@ -36,7 +36,7 @@ static_assert(SameNumber(absl::StatusCode::kUnavailable, grpc::StatusCode::UNAVA
 static_assert(SameNumber(absl::StatusCode::kDataLoss, grpc::StatusCode::DATA_LOSS));
 static_assert(SameNumber(absl::StatusCode::kUnauthenticated, grpc::StatusCode::UNAUTHENTICATED));
 
-// At most `bytes` of UTF-8 text, whole characters: what protobuf writes and gRPC's trailers take.
+// At most `bytes` of UTF-8 text, whole characters, as protobuf and gRPC's trailers need.
 absl::string_view CutAtCharacter(absl::string_view text, size_t bytes) {
   if (text.size() <= bytes) return text;
   while (bytes > 0 && (static_cast<unsigned char>(text[bytes]) & 0xc0) == 0x80) --bytes;

@@ -1,5 +1,5 @@
-// The one table from this project's errors to gRPC's: same code, the message, and a google.rpc.Status with one
-// ErrorInfo in the details, which standard tools read.
+// The table from this project's errors to gRPC's: the same code, the message, and a google.rpc.Status with one
+// ErrorInfo in the details, as standard tools read it.
 #pragma once
 
 #include <grpcpp/support/status.h>
@@ -9,7 +9,7 @@
 namespace ballast::services {
 
 grpc::Status ToGrpc(const absl::Status& status);
-// The status that a server sent; the reason is restored where ErrorInfo's domain is ours.
+// The status that a server sent, with its reason if ErrorInfo's domain is ours.
 absl::Status FromGrpc(const grpc::Status& status);
 
 }  // namespace ballast::services

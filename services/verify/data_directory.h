@@ -1,4 +1,5 @@
-// A state server's data directory while no server runs on it: locked, its catalog as far as it can be read, its files.
+// A state server's data directory while no server runs on it: the lock, the readable part of the catalog, and the
+// files.
 #pragma once
 
 #include <map>
@@ -15,38 +16,39 @@
 
 namespace ballast::services {
 
-// What the catalog says of one job, entry by entry, as far as that can be read.
+// A job's entries in the catalog, as far as they can be read.
 struct CatalogJob {
   CatalogEntry entry;
   bool durable() const { return entry.open.has_value() && entry.open->spec().durability() == v1::DURABILITY_STEP; }
 };
 
-// Threads: one. Holds the directory's lock as long as it lives.
+// Threads: one. Holds the directory's lock during its life.
 class DataDirectory {
  public:
-  // FAILED_PRECONDITION (BUSY): a server has it; INVALID_ARGUMENT (BAD_REQUEST): it is no data directory. A catalog
-  // that is missing or cannot be opened is no error: catalog() is null then.
+  // FAILED_PRECONDITION (BUSY) if a server has the directory; INVALID_ARGUMENT (BAD_REQUEST) if this is no data
+  // directory. A catalog that is missing or cannot be opened is not an error: catalog() is null then.
   static absl::StatusOr<std::unique_ptr<DataDirectory>> Open(
       const std::string& path, storage::Catalog::Access access = storage::Catalog::Access::kReadOnly);
 
   const std::string& path() const { return path_; }
   storage::Catalog* catalog() { return catalog_.get(); }
-  // NOT_FOUND: there is none; else why it cannot be opened.
+  // NOT_FOUND if there is no catalog; otherwise why the catalog cannot be opened.
   const absl::Status& catalog_error() const { return catalog_error_; }
-  // RocksDB would not see that the catalog is missing, and begin an empty one.
+  // Is CURRENT missing? RocksDB would then begin an empty catalog instead of failing.
   bool begins_anew() const { return begins_anew_; }
-  // Moves a catalog that cannot be opened aside and begins a new one. Returns where the old one is, if there was one.
+  // Moves an unreadable catalog aside and begins a new catalog. Returns the path of the old catalog, if there was any.
   absl::StatusOr<std::string> BeginCatalog();
 
-  // Jobs of the catalog; what cannot be read is a finding. Also the server's id, if it is there.
+  // Jobs of the catalog, which must be open; unreadable entries become findings. Next the server's id: NOT_FOUND if
+  // missing.
   absl::StatusOr<std::map<std::string, CatalogJob>> ReadJobs(std::vector<Finding>* findings) const;
   absl::StatusOr<std::string> server_id() const;
 
-  // Of jobs, by the names of the log files.
+  // Names of jobs, from the names of the log files.
   std::vector<std::string> LogNames() const;
   std::string LogPath(const std::string& job) const;
   std::string TierPath() const;
-  // Nothing if there is no such file.
+  // Null if there is no such file.
   absl::StatusOr<std::unique_ptr<storage::BlockFile>> OpenFile(const std::string& path) const;
 
  private:
@@ -55,7 +57,7 @@ class DataDirectory {
   std::string CatalogPath() const;
 
   const std::string path_;
-  std::unique_ptr<storage::Catalog> catalog_;  // has the lock
+  std::unique_ptr<storage::Catalog> catalog_;  // holds the lock
   std::optional<storage::FileLock> lock_;      // while there is no catalog
   absl::Status catalog_error_;
   bool begins_anew_ = false;

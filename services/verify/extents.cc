@@ -29,7 +29,7 @@ std::string NameOf(const NamedExtent& extent) {
                       extent.pin.has_value() ? absl::StrCat(", which the pin of version ", *extent.pin, " keeps") : "");
 }
 
-// A server reads what a pin keeps when that version is restored, and then refuses it.
+// A server reads the pinned state only for a restore of its version, and refuses the restore if the state is damaged.
 Harm HarmOf(const NamedExtent& extent) {
   return extent.pin.has_value() && !extent.automatic ? Harm::kNone : Harm::kJobRefused;
 }
@@ -63,7 +63,7 @@ std::string Show(const storage::DurableChunk& chunk) {
                       " elements at offset ", chunk.offset);
 }
 
-// Why the label is not the one that the catalog speaks of; empty if it is.
+// How the label differs from the label that the catalog names; empty if it does not.
 std::string LabelFault(absl::Span<const std::byte> block, const NamedExtent& extent) {
   storage::DurableChunk chunk;
   std::string job;

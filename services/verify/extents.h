@@ -1,4 +1,4 @@
-// The chunks' state in nvme.tier against what is said of it: labels, array digests, places.
+// Compares the chunks' state in nvme.tier with the catalog: labels, digests of arrays, places.
 #pragma once
 
 #include <map>
@@ -20,34 +20,34 @@ struct NamedExtent {
   std::string job;
   storage::StateLayout layout;
   storage::DurableChunk chunk;
-  std::optional<int64_t> pin = std::nullopt;  // it is only what this durable pin keeps, not the newest state
-  bool automatic = false;                     // and its job may have to go back to it
+  std::optional<int64_t> pin = std::nullopt;  // the durable pin that alone keeps the extent; none: the newest state
+  bool automatic = false;                     // the pin is automatic: its job may have to go back to it
 };
-// What the catalog says of pins whose extents are not those of `chunks` or of a pin before.
+// Extents that the catalog's pins name, without those of `chunks` and of earlier pins.
 std::vector<NamedExtent> PinnedExtents(const std::string& job, const storage::StateLayout& layout,
                                        const std::vector<storage::DurableChunk>& chunks,
                                        const std::vector<v1::PinnedVersion>& pins);
 
-// Extents that overlap, leave the file or lie at places that no extent has; their jobs are refused.
-// `file_bytes`: 0 where there is no file.
+// Finds extents that overlap, leave the file or lie at impossible places; their jobs would be refused. `file_bytes`: 0
+// if there is no file.
 void CheckPlaces(const std::vector<NamedExtent>& extents, const std::string& path, uint64_t file_bytes,
                  ScrubReport* report);
 
-// Reads all of an extent: its label and the digest of each array. Findings go to `report`.
+// Reads a whole extent: its label, and the digest of each array. Findings go to `report`.
 void CheckExtent(const storage::BlockFile& file, const NamedExtent& extent, Progress* progress, ScrubReport* report);
 
-// Does the state at `chunk.offset` have the digests of `chunk`? INTERNAL (IO) if it cannot be read.
+// Does the state at `chunk.offset` have the digests of `chunk`? INTERNAL (IO) if the state cannot be read.
 absl::StatusOr<bool> DigestsHold(const storage::BlockFile& file, const storage::StateLayout& layout,
                                  const storage::DurableChunk& chunk);
 
-// A label that says the truth about where it lies. Not yet looked at: the digests that it names.
+// A label that tells its own place correctly. The digests in the label are not verified yet.
 struct FoundLabel {
   storage::DurableChunk chunk;
   uint64_t layout_bits = 0;
 };
 struct FoundLabels {
   std::map<std::string, std::vector<FoundLabel>> of_jobs;
-  uint64_t of_other_lives = 0;     // of these names: what jobs left that were dropped since
+  uint64_t of_other_lives = 0;     // of these names: left by jobs that were dropped
   uint64_t unreadable_blocks = 0;  // passed over
 };
 // A job whose labels are wanted.
@@ -55,7 +55,7 @@ struct WantedLabels {
   storage::StateLayout layout;
   uint64_t life = 0;
 };
-// All labels of these jobs in the file, whether or not the catalog knows of them.
+// All labels of these jobs in the file, known to the catalog or not.
 absl::StatusOr<FoundLabels> FindLabels(const storage::BlockFile& file,
                                        const std::map<std::string, WantedLabels>& wanted, Progress* progress);
 

@@ -1,4 +1,4 @@
-// What a scrub of a data directory found, and what it would do to a server that started on it.
+// Findings of a scrub of a data directory, and their consequences for a server that started on the directory.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@ namespace ballast::services {
 
 // Worse is greater.
 enum class Harm {
-  kNone,           // nothing needs what is damaged
-  kRepaired,       // a server's recovery makes it good, from the log or from a copy
+  kNone,           // nothing needs the damaged data
+  kRepaired,       // a server's recovery repairs the damage, from the log or from a copy
   kJobRefused,     // a server would start and refuse the job
-  kUnnoticed,      // a server would start, not see it, and go on with wrong state or none
+  kUnnoticed,      // a server would start without seeing the damage, and go on with wrong state or none
   kServerRefused,  // a server would not start, and so do no harm
 };
 
@@ -21,10 +21,10 @@ inline constexpr char kRebuildAdvice[] = "run `ballastctl verify --rebuild`";
 
 struct Finding {
   Harm harm = Harm::kNone;
-  std::string job;  // empty: of no one job
+  std::string job;  // empty: not of a single job
   std::string what;
   std::string file;
-  uint64_t offset = 0;  // in it; 0 where that says nothing
+  uint64_t offset = 0;  // in the file; 0 where an offset says nothing
   std::string expected;
   std::string found;
   std::string advice;
@@ -39,7 +39,7 @@ struct ScrubCounts {
   uint64_t payloads_needed = 0;
   uint64_t payload_bytes = 0;
   uint64_t payloads_not_needed = 0;  // older than their chunk's durable version, or overtaken: not read
-  uint64_t torn_batches = 0;         // behind the end of a log: what a crash leaves, void
+  uint64_t torn_batches = 0;         // behind the end of a log: left by a crash, void
 };
 
 struct ScrubReport {
@@ -50,7 +50,7 @@ struct ScrubReport {
   Harm worst() const;
 };
 
-// Hears what is being done, every two seconds at most; what takes less is not told of.
+// Hears of long work, at most every two seconds; shorter work is not reported.
 using SayProgress = std::function<void(const std::string& line)>;
 
 }  // namespace ballast::services

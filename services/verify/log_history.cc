@@ -52,7 +52,7 @@ class Replayer : public StepHost {
   void TakePlan();
   void CheckBeginning(const v1::LogSnapshot& snapshot);
   void CheckEnd();
-  // Slices of `attempt` for chunks that do not have the step yet are needed.
+  // Marks slices of `attempt` as needed, for chunks that do not have the step yet.
   void Need(uint64_t attempt, int64_t step);
   void CheckCovered(const v1::PreparedRecord& prepared);
   void CheckRestorable(const v1::PreparedRecord& prepared);
@@ -71,7 +71,7 @@ class Replayer : public StepHost {
   bool seen_plan_ = false;
   bool judges_chunks_ = true;
   std::map<uint64_t, int64_t> versions_;  // of this server's chunks
-  std::vector<Slice> slices_;             // of the step that is not decided yet
+  std::vector<Slice> slices_;             // of the undecided step
   LogReplay out_;
 };
 
@@ -134,7 +134,7 @@ absl::Status Replayer::TakeSlice(const v1::PushRequest& header, const storage::P
 }
 
 void Replayer::Need(uint64_t attempt, int64_t step) {
-  std::map<std::pair<uint32_t, int>, size_t> newest;  // one whose bytes were lost was pushed again
+  std::map<std::pair<uint32_t, int>, size_t> newest;  // a slice whose bytes were lost was pushed again
   for (const Slice& slice : slices_) {
     const LogReplay::Payload& payload = out_.payloads[slice.payload];
     if (slice.header->attempt() == attempt && payload.step == step && versions_.at(payload.chunk) < step) {
@@ -167,7 +167,7 @@ void Replayer::CheckCovered(const v1::PreparedRecord& prepared) {
             absl::StrCat(gradient ? "gradient" : "values", " of elements ", slice.range.begin, " to ", slice.range.end,
                          " of unit ", slice.unit),
             "none in the log");
-        return;  // one tells of all
+        return;  // one finding stands for all
       }
     }
   }
@@ -180,7 +180,7 @@ void Replayer::CheckRestorable(const v1::PreparedRecord& prepared) {
     Find(Harm::kJobRefused,
          absl::StrCat("the pin that step ", prepared.step(), " restores chunk ", chunk, " at version ", version, " to"),
          absl::StrCat("version ", pin, ", pinned"), "none in the catalog");
-    return;  // one tells of all
+    return;  // one finding stands for all
   }
 }
 
@@ -189,7 +189,7 @@ void Replayer::Apply(const v1::PreparedRecord& prepared, const v1::Decision& dec
   for (auto& [chunk, version] : versions_) version = std::max(version, decision.step());
 }
 
-// A log that was cut holds nothing of steps up to `first`: what they changed must be in the chunks' states.
+// A cut log has no steps up to `first`: the chunks' states must contain their changes.
 void Replayer::CheckBeginning(const v1::LogSnapshot& snapshot) {
   out_.first = snapshot.committed();
   if (machine_.plan() == nullptr) return;
@@ -215,7 +215,7 @@ void Replayer::CheckEnd() {
   const v1::GetJobResponse end = machine_.Describe();
   out_.committed = end.committed();
   out_.prepared = end.has_prepared();
-  // Others than the prepared attempt's are pushed again where they cannot be read.
+  // Slices of other attempts are pushed again if they cannot be read.
   if (end.has_prepared()) Need(end.prepared().attempt(), out_.committed + 1);
   if (end.has_prepared()) CheckCovered(end.prepared());
   for (const auto& [chunk, version] : durable_.versions) {

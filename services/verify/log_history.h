@@ -1,4 +1,4 @@
-// What a job's log tells, and what replaying it would need: the steps of services/recovery.cc without tiers and
+// The history in a job's log, and what a replay would need: the steps of services/recovery.cc without tiers and
 // kernels.
 #pragma once
 
@@ -27,22 +27,22 @@ struct ReadLog {
   storage::ScannedLog scanned;
   std::vector<StepRecord> records;  // of scanned.records, same order
 
-  // The newest that it tells.
+  // The newest in the log.
   std::optional<v1::OpenRequest> open;
   std::optional<v1::Epoch> promised;
 };
-// Errors: ScanLog's and DecodeRecord's; DATA_LOSS (IO) if it is another job's log.
+// Errors: as ScanLog and DecodeRecord; DATA_LOSS (IO) if the log is of a different job.
 absl::StatusOr<ReadLog> ReadJobLog(const storage::BlockFile& file, const std::string& job);
 
-// The one member of `open` whom all of these chunks belong to. NOT_FOUND if no member fits, or more than one.
+// The only member of `open` to whom all of these chunks belong. NOT_FOUND if no member fits, or several do.
 absl::StatusOr<std::string> FindOwner(const v1::OpenRequest& open, const std::set<uint64_t>& chunks);
-// The chunks that slices in the log are of.
+// The chunks of which the log has slices.
 std::set<uint64_t> ChunksInLog(const ReadLog& log);
 
 struct LogReplay {
-  int64_t first = -1;      // version that the log begins from
-  int64_t committed = -1;  // that it ends with
-  bool prepared = false;   // and step committed + 1 is prepared
+  int64_t first = -1;      // version from which the log begins
+  int64_t committed = -1;  // version with which the log ends
+  bool prepared = false;   // is step committed + 1 prepared?
   struct Payload {
     storage::PayloadPlace place;
     int64_t step = 0;
@@ -51,19 +51,19 @@ struct LogReplay {
   };
   std::vector<Payload> payloads;
 };
-// What the disk holds of a job's chunks, by their ids.
+// The disk's versions of a job's chunks, by id.
 struct DurableStates {
   std::map<uint64_t, int64_t> versions;
-  std::set<int64_t> pinned;  // the catalog has a pin whole or not at all
+  std::set<int64_t> pinned;  // the catalog has a pin as a whole, or not at all
 };
-// Replays onto these states. Findings: records that are missing or do not fit together, chunks whose state and the log
-// have a gap between them, steps whose slices are not there, restores whose pinned version is not.
+// Replays onto these states. Findings: missing records, records that do not fit together, a gap between a chunk's state
+// and the log, steps without their slices, restores without their pin.
 LogReplay Replay(const ReadLog& log, const std::string& server_id, const DurableStates& durable,
                  const std::string& path, std::vector<Finding>* findings);
-// The log alone, whatever the chunks' states may be: findings are of records that do not fit together.
+// Replays the log alone, whatever the chunks' states are. Findings: records that do not fit together.
 LogReplay ReplayAlone(const ReadLog& log, const std::string& server_id, std::vector<Finding>* findings);
 
-// Reads every payload that is needed.
+// Reads every payload that a replay needs.
 void CheckPayloads(const storage::BlockFile& file, const std::string& job, const LogReplay& replay, Progress* progress,
                    ScrubReport* report);
 

@@ -1,4 +1,4 @@
-// Lines about work that takes long.
+// Reports the progress of long work, line by line.
 #pragma once
 
 #include <string>
@@ -14,7 +14,7 @@ class Progress {
  public:
   explicit Progress(SayProgress say) : say_(std::move(say)) {}
 
-  // `what` has come `done` bytes far, of `total`.
+  // Work on `what` has done `done` of `total` bytes.
   void At(absl::string_view what, uint64_t done, uint64_t total) {
     const absl::Time now = absl::Now();
     if (say_ == nullptr || now - said_ < absl::Seconds(2)) return;

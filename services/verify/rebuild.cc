@@ -1,5 +1,5 @@
-// The catalog's job entries from what lies in the files. Labels say which state is whose; the log says up to where a
-// state may be, and what must follow on it. Where the two leave room for doubt, nothing is written.
+// Makes the catalog's job entries from the other files. Labels tell the owner of each state. The log tells up to where
+// a state may be, and what must follow on the state. Where labels and log leave room for doubt, nothing is written.
 #include <algorithm>
 #include <set>
 #include <utility>
@@ -81,7 +81,7 @@ absl::Status Rebuilding::Run() {
   return absl::OkStatus();
 }
 
-// Jobs with a log that the scrub does not like. What else the catalog knows stays as it is.
+// Finds jobs with a log that the scrub faulted. The rest of the catalog stays as it is.
 absl::Status Rebuilding::ReadCandidates() {
   std::vector<Finding> ignored;
   if (directory_->catalog() != nullptr) {
@@ -160,7 +160,7 @@ void Rebuilding::SettleServerId() {
   if (server_id_.empty()) Refuse(candidates_.begin()->first, "nothing tells which of its members this server is");
 }
 
-// The highest version of one chunk whose digests hold. False if labels contradict each other.
+// A chunk's highest version whose digests hold. False if labels contradict each other.
 absl::StatusOr<bool> Rebuilding::Newest(const std::string& name, const std::vector<FoundLabel>& labels,
                                         int64_t version_max, std::optional<storage::DurableChunk>* newest) {
   for (const FoundLabel& label : labels) {  // by version, the highest first
@@ -172,12 +172,12 @@ absl::StatusOr<bool> Rebuilding::Newest(const std::string& name, const std::vect
       return false;
     }
     if (newest->has_value()) {
-      // An equal version with other bits is another history's.
+      // An equal version with different bits belongs to another history.
       if (chunk.version < (*newest)->version) return true;
       if (chunk.digests == (*newest)->digests) continue;
     }
     const absl::StatusOr<bool> whole = DigestsHold(*tier_, candidates_.at(name).layout, chunk);
-    if (absl::IsInternal(whole.status())) continue;  // most disks tell of rot so; the job's log may reach an older one
+    if (absl::IsInternal(whole.status())) continue;  // most disks report rot so; the log may reach an older version
     BALLAST_RETURN_IF_ERROR(whole.status());
     if (!*whole) continue;
     if (newest->has_value()) {
@@ -192,7 +192,7 @@ absl::StatusOr<bool> Rebuilding::Newest(const std::string& name, const std::vect
 
 void Rebuilding::Choose(const std::string& name, Candidate* candidate) {
   if (server_id_.empty()) return;
-  // Which of the two is the job that is wanted, nobody can tell from here.
+  // Nobody can tell from here which of the two lives is the wanted job.
   const uint64_t life = candidate->log.scanned.life;
   const auto check_life = [&](absl::string_view what, uint64_t other) {
     if (other == life) return true;
@@ -224,7 +224,7 @@ void Rebuilding::Choose(const std::string& name, Candidate* candidate) {
   std::map<uint64_t, std::vector<FoundLabel>> by_chunk;
   for (const FoundLabel& label : candidate->labels) by_chunk[label.chunk.id].push_back(label);
   for (auto& [id, labels] : by_chunk) {
-    // What the catalog names comes first among equals.
+    // Among equal versions, the label that the catalog names comes first.
     const auto named = [&, chunk = id](const FoundLabel& label) {
       return std::any_of(candidate->old.chunks.begin(), candidate->old.chunks.end(),
                          [&](const auto& old) { return old.id == chunk && old.Encode() == label.chunk.Encode(); });
@@ -268,7 +268,7 @@ void Rebuilding::DropStalePins(const std::string& name, Candidate* candidate) {
   }
 }
 
-// Do the log and the versions that were chosen make one history?
+// Do the log and the chosen versions make one history?
 void Rebuilding::CheckFit(const std::string& name, Candidate* candidate) {
   DurableStates durable;
   for (const auto& [id, chunk] : candidate->chosen) durable.versions[id] = chunk.version;

@@ -48,7 +48,7 @@ absl::StatusOr<ScrubReport> Scrub::Run() {
   std::map<std::string, CatalogJob> jobs;
   const std::string catalog_path = directory_->path() + "/catalog";
   if (directory_->catalog() == nullptr) {
-    // Logs and extents cannot be judged without it; a rebuild judges them.
+    // Logs and extents cannot be judged without the catalog; a rebuild judges them.
     const absl::Status& error = directory_->catalog_error();
     BALLAST_ASSIGN_OR_RETURN(const auto tier, directory_->OpenFile(directory_->TierPath()));
     uint64_t tier_bytes = 0;
@@ -78,7 +78,7 @@ absl::StatusOr<ScrubReport> Scrub::Run() {
 void Scrub::CheckJob(const std::string& name, const CatalogJob& job) {
   ++report_.counts.jobs;
   if (job.entry.every_k()) {
-    // No log: what is not pinned is unknown after a restart, whatever the disk holds.
+    // No log: state outside the pins is unknown after a restart, whatever the disk holds.
     ++report_.counts.durable_jobs;
     for (const v1::PinnedVersion& pin : job.entry.pins) {
       if (pin.chunks_size() == 0) continue;
@@ -111,7 +111,7 @@ void Scrub::CheckChunks(const std::string& name, const CatalogEntry& entry) {
   const storage::StateLayout layout(*optimizer);
   for (const storage::DurableChunk& chunk : entry.chunks) {
     const auto& chunks = plan->layout().chunks();
-    // The catalog's Open may lag behind the log's, whose chunks go on from these.
+    // The catalog's Open may lag behind the log's Open, whose chunks continue these.
     const bool known = chunk.id < chunks.size();
     const uint64_t elements = known ? chunks[chunk.id].range.size() : chunk.elements;
     if (chunk.elements != elements || elements > model::kChunkElementsMax || chunk.version < 0 ||
@@ -150,7 +150,7 @@ void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
   if (!file.ok()) return refuse(file.status());
   absl::StatusOr<ReadLog> log = absl::NotFoundError(absl::StrCat("there is no ", path));
   if (*file != nullptr) log = ReadJobLog(**file, name);
-  // It was still being made: no step was ever prepared.
+  // The log was still being made: no step was ever prepared.
   if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.pins.empty() && !entry.life.has_value()) return;
   if (!log.ok()) return refuse(log.status());
   report_.counts.log_records += log->records.size();
@@ -181,7 +181,7 @@ void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
 void Scrub::CompareWithLog(const std::string& name, const CatalogEntry& entry, const ReadLog& log, int64_t committed,
                            bool prepared) {
   const std::string file = directory_->path() + "/catalog";
-  // A promise is answered, and an Open of it may come, once both have it.
+  // A promise is answered, and its Open may come, once both catalog and log have the promise.
   if (log.open.has_value() && (!entry.promised.has_value() || model::Compare(log.open->epoch(), *entry.promised) > 0)) {
     Add(entry.promised.has_value() ? Harm::kUnnoticed : Harm::kRepaired, name, "the catalog's promise is too old", file,
         absl::StrCat("epoch ", log.open->epoch().counter(), " or later, which the log opens"),
@@ -199,7 +199,7 @@ void Scrub::CompareWithLog(const std::string& name, const CatalogEntry& entry, c
   }
 }
 
-// All of a job's must be of the life that `whose` has.
+// All entries of a job must be of the life found in `whose`.
 void Scrub::CheckLives(const std::string& name, const CatalogEntry& entry, uint64_t expected, absl::string_view whose) {
   const std::string file = directory_->path() + "/catalog";
   const auto check = [&](absl::string_view what, uint64_t life) {
@@ -224,7 +224,7 @@ void Scrub::CheckOrphan(const std::string& name) {
   const auto file = directory_->OpenFile(path);
   if (!file.ok() || *file == nullptr) return;
   const auto log = ReadJobLog(**file, name);
-  // Still being made, or nothing was ever prepared: an Open makes it anew.
+  // The log is still being made, or nothing was ever prepared: an Open makes it anew.
   if (absl::IsNotFound(log.status())) return;
   LoggedSteps steps;
   if (log.ok()) {

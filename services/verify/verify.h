@@ -1,4 +1,4 @@
-// An offline scrub of a state server's data directory: is all there that a start of the server would need?
+// An offline scrub of a state server's data directory: is everything there that a server needs to start?
 #pragma once
 
 #include <map>
@@ -14,22 +14,22 @@
 
 namespace ballast::services {
 
-// Reads the whole of it, and changes nothing. Errors: DataDirectory::Open's.
+// Reads the whole directory, and changes nothing. Errors: as DataDirectory::Open.
 absl::StatusOr<ScrubReport> Verify(const std::string& directory, const SayProgress& say);
-// The same of one that is open already.
+// Likewise for a directory that is open already.
 absl::StatusOr<ScrubReport> Verify(DataDirectory* directory, const SayProgress& say);
 
 struct RebuildResult {
   bool written = false;
-  std::vector<std::string> done;     // what was done
+  std::vector<std::string> done;     // lines for the operator
   std::vector<std::string> refused;  // why nothing was written
   ScrubReport before;
-  ScrubReport after;  // of what was written; else as `before`
+  ScrubReport after;  // after the rebuild; if nothing was written, as `before`
 };
-// Makes the catalog's entries of durable jobs anew, from the labels in nvme.tier and the logs, where Verify finds that
-// they do not do as they are. Either all such jobs fit together or nothing is written. Deletes no log and no extent; a
-// catalog that cannot be opened is moved aside. Errors: as Verify's, and those of writing a catalog. Entries are
-// written at once: cut off, it has written all or none, and may be run again.
+// Makes the catalog's entries of durable jobs anew, from the labels in nvme.tier and the logs, where Verify finds them
+// unusable. Writes nothing unless all such jobs fit together. Deletes no log and no extent; a catalog that cannot be
+// opened is moved aside. All entries are written in a single batch, so an interrupted rebuild has written all or none,
+// and may be repeated. Errors: as Verify, and those of writing a catalog.
 absl::StatusOr<RebuildResult> Rebuild(const std::string& directory, const SayProgress& say);
 
 }  // namespace ballast::services
