@@ -22,8 +22,8 @@ using Callback = std::function<void(absl::StatusOr<Response>)>;
 // Every call is asynchronous: it returns at once and calls back exactly once, on a thread of the transport or on the
 // caller's, with the answer or an error with the server's reason (model::ReasonOf). Callbacks must not block.
 // `deadline` bounds the whole call. DEADLINE_EXCEEDED and UNAVAILABLE mean that the outcome is unknown: send the same
-// request again. Requests are copied before the call returns. A transport never retries: only client/router does.
-// Threads: any. The destructor waits for outstanding callbacks.
+// request again. Requests are copied before the call returns. A transport never retries: only client/transport/router
+// does. Threads: any. The destructor waits for outstanding callbacks.
 class Transport {
  public:
   virtual ~Transport() = default;

@@ -51,8 +51,9 @@ void ThreadPool::ParallelFor(uint64_t count, absl::FunctionRef<void(uint64_t)> p
   }
   Batch batch{.piece = piece, .count = count};
   absl::MutexLock lock(&mutex_);
-  batch.behind = open_;
-  open_ = &batch;
+  Batch** last = &open_;
+  while (*last != nullptr) last = &(*last)->behind;
+  *last = &batch;
   while (DoPiece(&batch)) {
     mutex_.Unlock();
     between();

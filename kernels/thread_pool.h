@@ -45,7 +45,7 @@ class ThreadPool {
   void Loop();
 
   absl::Mutex mutex_;
-  Batch* open_ ABSL_GUARDED_BY(mutex_) = nullptr;  // batches with pieces not yet begun, newest first
+  Batch* open_ ABSL_GUARDED_BY(mutex_) = nullptr;  // batches with pieces not yet begun, oldest first
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> workers_;
 };

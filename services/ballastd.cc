@@ -19,7 +19,7 @@
 #include "ballast/services/config/config.h"
 #include "ballast/services/metrics/metrics_server.h"
 #include "ballast/services/rpc/rpc_server.h"
-#include "ballast/services/state_server.h"
+#include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
 namespace {

@@ -295,8 +295,7 @@ absl::StatusOr<Job::Copy> Job::Locate(const HeldChunk& chunk, int64_t version) c
                                    "), which is not pinned; pull the current version, or pin before the next step"));
 }
 
-void Job::Pull(const v1::PullRequest& request, absl::Time deadline, StateServer::Allocate allocate,
-               Reply<uint32_t> reply) {
+void Job::Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply) {
   Replies replies;
   {
     absl::MutexLock lock(&mu_);
@@ -344,7 +343,7 @@ void Job::Pull(const v1::PullRequest& request, absl::Time deadline, StateServer:
   Run(std::move(replies));
 }
 
-void Job::Read(PullPlan plan, Copy copy, const StateServer::Allocate& allocate, const Reply<uint32_t>& reply) {
+void Job::Read(PullPlan plan, Copy copy, const Allocate& allocate, const Reply<uint32_t>& reply) {
   const uint64_t bytes = plan.range.size() * plan.element_bytes();
   const absl::Span<std::byte> to = allocate(bytes);
   if (to.size() != bytes) {

@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
-#include "ballast/storage/io/failpoint.h"
+#include "ballast/storage/faults/failpoint.h"
 
 namespace ballast::services {
 namespace {
@@ -64,7 +64,7 @@ absl::Status Job::TakeBackPins(absl::Span<const std::shared_ptr<HeldChunk>> chun
   return absl::OkStatus();
 }
 
-absl::Status Job::ComeBack(const CatalogEntry& entry) {
+absl::Status Job::ComeBack(const JobEntry& entry) {
   RememberPins(entry.pins);
   for (const v1::PinnedVersion& pin : entry.pins) {
     if (pin.chunks_size() == 0) continue;

@@ -8,8 +8,8 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
-#include "ballast/storage/io/failpoint.h"
-#include "ballast/storage/io/seeded_bugs.h"
+#include "ballast/storage/faults/failpoint.h"
+#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::services {
 namespace {
@@ -90,9 +90,9 @@ void Job::Settle(Replies* replies) {
       storage::Pass("journal/durable");
       moved_ = true;
     }
-    if (const std::optional<StepLog::Durable> record = log_.NextToWrite()) {
+    if (const std::optional<PromiseLog::Durable> record = log_.NextToWrite()) {
       stage_->Post([this, record = *record] {
-        const absl::Status written = StepLog::Write(around_.catalog, record);
+        const absl::Status written = PromiseLog::Write(around_.catalog, record);
         LockedOnStage([&](Replies* later) {
           mu_.AssertHeld();
           if (written.ok()) {
@@ -303,7 +303,7 @@ Outcome<v1::OpenResponse> Job::TryOpen(const v1::OpenRequest& request) {
   BALLAST_RETURN_IF_ERROR(opening_->status);
   if (request.dry_run()) return opening_->answer;
   // The job's first Open only now has a journal.
-  BALLAST_RETURN_IF_ERROR(MakeJournalRoom(2, request.ByteSizeLong() + Journal::kDecisionBytesMax));
+  BALLAST_RETURN_IF_ERROR(MakeJournalRoom(2, request.ByteSizeLong() + kDecisionBytesMax));
   return machine_->Open(request);
 }
 
@@ -386,7 +386,7 @@ void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> rep
       request.ByteSizeLong(),
       [this, request]() -> Outcome<v1::CommitResponse> {
         mu_.AssertHeld();
-        BALLAST_RETURN_IF_ERROR(MakeJournalRoom(1, request.ByteSizeLong() + Journal::kDecisionBytesMax));
+        BALLAST_RETURN_IF_ERROR(MakeJournalRoom(1, request.ByteSizeLong() + kDecisionBytesMax));
         BALLAST_ASSIGN_OR_RETURN(v1::CommitResponse response, machine_->Commit(request));
         return response;
       },

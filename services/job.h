@@ -22,22 +22,25 @@
 #include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/kernels/thread_pool.h"
-#include "ballast/services/catalog_entry.h"
-#include "ballast/services/counters.h"
-#include "ballast/services/deadlines.h"
-#include "ballast/services/executor.h"
-#include "ballast/services/foundation.h"
-#include "ballast/services/intake.h"
-#include "ballast/services/journal.h"
-#include "ballast/services/lent_memory.h"
-#include "ballast/services/state_server.h"
+#include "ballast/proto/model/lent_memory.h"
+#include "ballast/services/durability/journal.h"
+#include "ballast/services/foundation/counters.h"
+#include "ballast/services/foundation/deadlines.h"
+#include "ballast/services/foundation/executor.h"
+#include "ballast/services/foundation/foundation.h"
+#include "ballast/services/foundation/reply.h"
+#include "ballast/services/foundation/waiting.h"
+#include "ballast/services/records/job_entry.h"
+#include "ballast/services/records/promise_log.h"
+#include "ballast/services/slices/intake.h"
+#include "ballast/services/slices/lent_memory.h"
 #include "ballast/services/step/step_machine.h"
-#include "ballast/services/step_log.h"
-#include "ballast/services/waiting.h"
 #include "ballast/storage/catalog/catalog.h"
-#include "ballast/storage/chunk_store.h"
 #include "ballast/storage/placement/rebalance.h"
+#include "ballast/storage/store/chunk_store.h"
 #include "ballast/storage/tier/tiers.h"
+#include "ballast/v1/admin_service.pb.h"
+#include "ballast/v1/state_service.pb.h"
 
 namespace ballast::services {
 
@@ -60,7 +63,7 @@ struct JobSurroundings {
 
 // A chunk of the job on this server. Guarded by the job's lock.
 struct HeldChunk {
-  HeldChunk(std::shared_ptr<ProvisionalMemory> memory, uint64_t store_index, uint64_t id, uint64_t elements,
+  HeldChunk(std::shared_ptr<SliceMemory> memory, uint64_t store_index, uint64_t id, uint64_t elements,
             kernels::Dtype gradient, bool logged)
       : store_index(store_index),
         id(id),
@@ -88,8 +91,6 @@ absl::Status RemoveLog(storage::Tiers& tiers, const std::string& job);
 
 class Job : public std::enable_shared_from_this<Job>, private StepHost {
  public:
-  // Prefix of the files of spills, which have a name only while they are made.
-  static constexpr char kSpillPrefix[] = "spill-";
   static std::shared_ptr<Job> Make(const std::string& name, const JobSurroundings& surroundings);
   ~Job() override;
 
@@ -98,13 +99,13 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // As Replay, for a job with durability `step`: brings its chunks and its step machine back to where they were.
   // Blocks, and logs its progress. DATA_LOSS if durable data cannot be read. Chunks may then have been flushed at the
   // versions replayed so far; nothing else has changed, and the log stays.
-  absl::Status Recover(const CatalogEntry& entry);
+  absl::Status Recover(const JobEntry& entry);
   // After all jobs of the server have recovered: makes room in the log for new records, if need be by extending the log
   // from budget that is still free. Blocks.
   absl::Status EndRecovery();
   // As Replay, for a job with durability every-K that had state: takes back its pins; the rest of the state is lost
   // (every_k.cc). DATA_LOSS if the catalog's entries do not suffice; RESOURCE_EXHAUSTED.
-  absl::Status ComeBack(const CatalogEntry& entry);
+  absl::Status ComeBack(const JobEntry& entry);
 
   // As the methods of StateServer.
   void GetJob(Reply<v1::GetJobResponse> reply);
@@ -117,7 +118,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply);
   void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
             Reply<v1::PushResponse> reply);
-  void Pull(const v1::PullRequest& request, absl::Time deadline, StateServer::Allocate allocate, Reply<uint32_t> reply);
+  void Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply);
   absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request);
   void AwaitApplied(int64_t version, std::optional<uint32_t> unit, absl::Time deadline,
                     Reply<v1::CommitResponse> reply);
@@ -234,8 +235,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   enum class Copy { kCurrent, kPinned, kNotYet };
   // Where `version` of a chunk can be read. FAILED_PRECONDITION (VERSION_GONE).
   absl::StatusOr<Copy> Locate(const HeldChunk& chunk, int64_t version) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Read(PullPlan plan, Copy copy, const StateServer::Allocate& allocate, const Reply<uint32_t>& reply)
-      ABSL_LOCKS_EXCLUDED(mu_);
+  void Read(PullPlan plan, Copy copy, const Allocate& allocate, const Reply<uint32_t>& reply) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Appends the machine's record to the journal as well.
   void Journalise(const StepRecord& record, uint64_t lsn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -306,14 +306,14 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void NoteLeastDram(uint64_t more);
   absl::Status AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr<HeldChunk>>* added);
   // Takes on `life`, found in `whose`. DATA_LOSS (DIVERGED) if the catalog names a different life.
-  absl::Status CheckLife(const CatalogEntry& entry, uint64_t life, absl::string_view whose);
+  absl::Status CheckLife(const JobEntry& entry, uint64_t life, absl::string_view whose);
   absl::Status ExtendForRestart();
   absl::Status ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replaying* replaying);
   absl::Status ReplayOpen(const v1::OpenRequest& open, const StepRecord& record);
   // After the first snapshot: DATA_LOSS if a chunk's durable version misses a change from before the snapshot.
   absl::Status CheckChanged(const v1::LogSnapshot& snapshot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // After a replay: DATA_LOSS (DIVERGED) if the server had applied a later step than the log ends with.
-  absl::Status CheckLogReaches(const CatalogEntry& entry) const ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status CheckLogReaches(const JobEntry& entry) const ABSL_LOCKS_EXCLUDED(mu_);
   // DATA_LOSS (DIVERGED) if replay needs a slice of the chunk, or a pin to restore, that is missing.
   absl::Status CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord& prepared) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -353,7 +353,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   const JobSurroundings around_;
 
   mutable absl::Mutex mu_;
-  StepLog log_ ABSL_GUARDED_BY(mu_);
+  PromiseLog log_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<StepMachine> machine_ ABSL_GUARDED_BY(mu_);
   absl::Status stopped_ ABSL_GUARDED_BY(mu_);
   absl::Status failure_ ABSL_GUARDED_BY(mu_);
@@ -362,9 +362,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   std::shared_ptr<const model::EpochPlan> plan_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<storage::ChunkStore> store_ ABSL_GUARDED_BY(mu_);         // made by the job's thread
   std::optional<storage::StepPrediction> prediction_ ABSL_GUARDED_BY(mu_);  // by the newest plan
-  std::shared_ptr<ProvisionalMemory> memory_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<SliceMemory> memory_ ABSL_GUARDED_BY(mu_);
   // From memory_, if some chunk is logged: updates read slices back into this buffer.
-  std::shared_ptr<ProvisionalMemory::Buffer> read_back_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<SliceMemory::Buffer> read_back_ ABSL_GUARDED_BY(mu_);
   double read_back_share_ ABSL_GUARDED_BY(mu_) = 0;  // share of the gradients that are read back in this epoch
   // Buffers of logged slices until the log has them, and of decided steps until they are applied.
   uint64_t buffers_returning_ ABSL_GUARDED_BY(mu_) = 0;
@@ -385,8 +385,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   Arrived arrived_ ABSL_GUARDED_BY(mu_);  // the slice whose record the machine may append
   std::pair<int64_t, uint64_t> logged_attempt_ ABSL_GUARDED_BY(mu_) = {-1, 0};  // the highest step and attempt
   uint64_t norm_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;                            // of the norms in a prepared record
-  uint64_t sealed_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;  // of the accepted seals in this epoch
-  uint64_t step_bytes_ ABSL_GUARDED_BY(mu_) = 0;        // of a step's gradients in the journal
+  uint64_t sealed_bytes_max_ ABSL_GUARDED_BY(mu_) = 0;                          // of the accepted seals in this epoch
+  uint64_t step_bytes_ ABSL_GUARDED_BY(mu_) = 0;                                // of a step's gradients in the journal
   bool waits_for_cut_ ABSL_GUARDED_BY(mu_) = false;
   bool flush_posted_ ABSL_GUARDED_BY(mu_) = false;
   std::shared_ptr<StepWork> replayed_ ABSL_GUARDED_BY(mu_);  // from Apply, while recovering

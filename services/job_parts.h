@@ -35,7 +35,7 @@ struct Job::StepWork {
   std::vector<std::shared_ptr<HeldChunk>> untouched;  // get the new version, unchanged
   std::vector<Intake::Buffers> buffers;               // per update: its spans borrow from them
   // Updates read slices from the log into this buffer; null if there are none to read.
-  std::shared_ptr<ProvisionalMemory::Buffer> read_back;
+  std::shared_ptr<SliceMemory::Buffer> read_back;
   std::shared_ptr<void> lent;  // while updates may touch a trainer's memory
   absl::Status incomplete;     // in a replay: an error if the log lacks a slice of the step
 };

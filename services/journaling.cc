@@ -6,15 +6,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/flush_pace.h"
+#include "ballast/services/durability/flush_pace.h"
 #include "ballast/services/job_parts.h"
-#include "ballast/storage/io/failpoint.h"
-#include "ballast/storage/io/seeded_bugs.h"
+#include "ballast/services/records/data_files.h"
+#include "ballast/storage/faults/failpoint.h"
+#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::services {
 
-std::string Job::journal_path() const { return absl::StrCat(around_.tiers->directory(), "/log-", name_); }
-std::string Job::spill_path() const { return absl::StrCat(around_.tiers->directory(), "/", kSpillPrefix, name_); }
+std::string Job::journal_path() const { return LogPath(around_.tiers->directory(), name_); }
+std::string Job::spill_path() const { return SpillPath(around_.tiers->directory(), name_); }
 
 absl::Status Job::EnsureJournal(const NewChunks& wanted) {
   std::shared_ptr<Journal> journal;
@@ -288,7 +289,7 @@ void Job::FlushAll() {
 }
 
 absl::Status RemoveLog(storage::Tiers& tiers, const std::string& job) {
-  return tiers.disk()->Remove(absl::StrCat(tiers.directory(), "/log-", job));
+  return tiers.disk()->Remove(LogPath(tiers.directory(), job));
 }
 
 absl::Status Job::RemoveJournal() {

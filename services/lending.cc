@@ -8,7 +8,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
-#include "ballast/services/lent_memory.h"
+#include "ballast/services/slices/lent_memory.h"
 
 namespace ballast::services {
 namespace {
@@ -37,108 +37,6 @@ v1::PushRequest HeaderOf(const model::LoanRequest& request, v1::SliceKind kind, 
 }
 
 }  // namespace
-
-LentMemory::LentMemory(model::LoanRequest request, const model::EpochPlan& plan,
-                       const kernels::OptimizerSpec& optimizer)
-    : request_(std::move(request)),
-      gradient_bytes_(kernels::ElementBytes(optimizer.gradient)),
-      working_bytes_(kernels::ElementBytes(optimizer.working)) {
-  std::vector<uint32_t> gradients, values;
-  for (uint32_t tensor = 0; tensor < request_.tensors.size(); ++tensor) {
-    begins_.push_back(plan.layout().tensors()[tensor].range.begin);
-    if (request_.tensors[tensor].gradient != nullptr) gradients.push_back(tensor);
-    if (request_.tensors[tensor].value != nullptr) values.push_back(tensor);
-  }
-  const auto count = static_cast<uint32_t>(request_.tensors.size());
-  gradient_presence_ = model::MakeBitmap(count, gradients);
-  value_presence_ = model::MakeBitmap(count, values);
-}
-
-const std::byte* LentMemory::Gradient(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const {
-  const std::byte* const begin = request_.tensors[tensor].gradient;
-  return begin == nullptr ? nullptr : begin + (chunk.range.begin + at - begins_[tensor]) * gradient_bytes_;
-}
-
-std::byte* LentMemory::Working(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const {
-  std::byte* const begin = request_.tensors[tensor].working;
-  return begin == nullptr ? nullptr : begin + (chunk.range.begin + at - begins_[tensor]) * working_bytes_;
-}
-
-const std::byte* LentMemory::Value(const model::Chunk& chunk, uint32_t tensor, uint64_t at) const {
-  const std::byte* const begin = request_.tensors[tensor].value;
-  const uint64_t width = kernels::ElementBytes(value_dtype(tensor));
-  return begin == nullptr ? nullptr : begin + (chunk.range.begin + at - begins_[tensor]) * width;
-}
-
-std::shared_ptr<void> LentMemory::Use() {
-  absl::MutexLock lock(&mutex_);
-  ++uses_;
-  return {nullptr, [self = shared_from_this()](void*) {
-            absl::MutexLock end(&self->mutex_);
-            --self->uses_;
-          }};
-}
-
-void LentMemory::AwaitUnused() {
-  absl::MutexLock lock(&mutex_);
-  mutex_.Await(absl::Condition(
-      +[](int* uses) { return *uses == 0; }, &uses_));
-}
-
-void Intake::HoldLent(uint32_t slice, v1::SliceKind kind, uint64_t attempt) {
-  Slot& slot = slots_[static_cast<size_t>(FindSlot(slice) - slots_.begin())];
-  slot.held(kind) = {.attempt = attempt, .buffer = nullptr, .place = std::nullopt, .lent = true};
-  if (kind == v1::SLICE_KIND_VALUE) return;
-  for (size_t i = 0; i < segments_.size(); ++i) {
-    // A tensor without a gradient counts as if zeros had been pushed for it.
-    if (model::Intersect(segments_[i].in_chunk, slot.range).size() > 0) norms_[i] = kernels::NormResult{0, true};
-  }
-}
-
-void Intake::StoreLentNorm(size_t segment, uint64_t generation, const kernels::NormResult& norm) {
-  if (generation == generation_) norms_[segment] = norm;
-}
-
-bool Intake::lent(v1::SliceKind kind) const {
-  return std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) { return slot.held(kind).lent; });
-}
-
-void Intake::VoidLent() {
-  for (Slot& slot : slots_) {
-    for (const v1::SliceKind kind : kKinds) {
-      if (slot.held(kind).lent) slot.held(kind) = {};
-    }
-  }
-}
-
-absl::Status Intake::CopyLent(const model::Chunk& chunk, const LentMemory& lent) {
-  if (this->lent(v1::SLICE_KIND_GRADIENT)) {
-    if (gradient_ == nullptr) {
-      BALLAST_ASSIGN_OR_RETURN(gradient_, ProvisionalMemory::Allocate(memory_, elements_ * element_bytes()));
-    }
-    for (const model::Segment& segment : segments_) {
-      std::byte* const to = gradient_->data() + segment.in_chunk.begin * element_bytes();
-      const std::byte* const from = lent.Gradient(chunk, segment.tensor, segment.in_chunk.begin);
-      if (from != nullptr) std::memcpy(to, from, segment.in_chunk.size() * element_bytes());
-    }
-    for (Slot& slot : slots_) slot.gradient.lent = false;
-  }
-  for (Slot& slot : slots_) {
-    if (!slot.value.lent) continue;
-    BALLAST_ASSIGN_OR_RETURN(slot.value.buffer,
-                             ProvisionalMemory::Allocate(memory_, slot.range.size() * sizeof(float)));
-    auto* const values = reinterpret_cast<float*>(slot.value.buffer->data());
-    for (const model::Segment& segment : segments_) {
-      const model::Range part = model::Intersect(segment.in_chunk, slot.range);
-      const std::byte* const from = part.size() > 0 ? lent.Value(chunk, segment.tensor, part.begin) : nullptr;
-      if (from == nullptr) continue;
-      kernels::ToF32(lent.value_dtype(segment.tensor), from,
-                     absl::MakeSpan(values + (part.begin - slot.range.begin), part.size()));
-    }
-    slot.value.lent = false;
-  }
-  return absl::OkStatus();
-}
 
 // Tells the job, if it still exists, that the loan ends; waits for the job's updates in any case.
 class JobLoan final : public model::Loan {

@@ -8,15 +8,15 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/catalog_entry.h"
 #include "ballast/services/job_parts.h"
-#include "ballast/storage/io/failpoint.h"
+#include "ballast/services/records/job_entry.h"
+#include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/placement/placement.h"
 
 namespace ballast::services {
 namespace {
 
-absl::Status Unsupported(absl::string_view message) {
+absl::Status UnsupportedSpec(absl::string_view message) {
   return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported, message);
 }
 
@@ -24,8 +24,9 @@ absl::Status CheckSupported(const v1::JobSpec& spec) {
   const bool known = spec.durability() == v1::DURABILITY_NONE || spec.durability() == v1::DURABILITY_STEP ||
                      spec.durability() == v1::DURABILITY_EVERY_K;
   if (!known) {
-    return Unsupported(absl::StrCat("durability ", v1::Durability_Name(spec.durability()),
-                                    ": this version accepts DURABILITY_NONE, DURABILITY_STEP and DURABILITY_EVERY_K"));
+    return UnsupportedSpec(
+        absl::StrCat("durability ", v1::Durability_Name(spec.durability()),
+                     ": this version accepts DURABILITY_NONE, DURABILITY_STEP and DURABILITY_EVERY_K"));
   }
   return absl::OkStatus();
 }
@@ -44,7 +45,7 @@ storage::TierBytes Free(const storage::Tiers& tiers, const storage::TierBytes& r
 }
 
 // Bytes held by a store that is not in use yet, and by the memory for its slices.
-storage::TierBytes TakenBy(const storage::ChunkStore& store, const ProvisionalMemory& memory) {
+storage::TierBytes TakenBy(const storage::ChunkStore& store, const SliceMemory& memory) {
   storage::TierBytes taken;
   const storage::ChunkStore::Residency residency = store.residency();
   for (int i = 0; i < storage::kTierKinds; ++i) {
@@ -304,7 +305,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
   const bool dry_run = wanted.dry_run;
   bool logged = false;  // the slices of the new chunks
   std::shared_ptr<storage::ChunkStore> store, old_store;
-  std::shared_ptr<ProvisionalMemory> memory;
+  std::shared_ptr<SliceMemory> memory;
   std::vector<std::shared_ptr<HeldChunk>> spares, old_spares;  // old parts are destroyed without the lock
   storage::TierBytes freed;                                    // dry run: freed by a real Open that replaces the store
   bool aside = false;                                          // a dry run that must not touch the job's chunks
@@ -335,7 +336,7 @@ absl::Status Job::AddChunks(const NewChunks& wanted, std::vector<std::shared_ptr
     aside = dry_run && (other || store_ == nullptr);
     if (store_ == nullptr || other) {
       store = MakeStore(wanted);
-      memory = std::make_shared<ProvisionalMemory>(around_.tiers);
+      memory = std::make_shared<SliceMemory>(around_.tiers);
     } else {
       store = store_;
       memory = memory_;

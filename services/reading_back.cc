@@ -13,7 +13,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
 #include "ballast/storage/io/block_file.h"
-#include "ballast/storage/log_reads.h"
+#include "ballast/storage/update/log_reads.h"
 
 namespace ballast::services {
 namespace {
@@ -53,7 +53,7 @@ storage::PlanRequest::ReadBack Job::NewChunks::read_back() const {
 }
 
 absl::Status Job::TakeReadBack(const NewChunks& wanted, uint64_t buffer_bytes) {
-  std::shared_ptr<ProvisionalMemory> memory;
+  std::shared_ptr<SliceMemory> memory;
   {
     absl::MutexLock lock(&mu_);
     if (read_back_ != nullptr) return absl::OkStatus();
@@ -64,7 +64,7 @@ absl::Status Job::TakeReadBack(const NewChunks& wanted, uint64_t buffer_bytes) {
   const uint64_t more = buffer_bytes - wanted.read_back().buffer_bytes_min;
   const uint64_t reads = std::min(1 + more / 2 / largest.gradient_bytes, storage::LogReads::kReadsMax);
   BALLAST_ASSIGN_OR_RETURN(auto buffer,
-                           ProvisionalMemory::Allocate(memory, largest.values_bytes + reads * largest.gradient_bytes));
+                           SliceMemory::Allocate(memory, largest.values_bytes + reads * largest.gradient_bytes));
   absl::MutexLock lock(&mu_);
   read_back_ = std::move(buffer);
   return absl::OkStatus();
@@ -73,7 +73,7 @@ absl::Status Job::TakeReadBack(const NewChunks& wanted, uint64_t buffer_bytes) {
 absl::Status Job::TakeSharedGradients(const model::EpochPlan& plan,
                                       absl::Span<const std::shared_ptr<HeldChunk>> chunks) {
   std::shared_ptr<storage::ChunkStore> store;
-  std::shared_ptr<ProvisionalMemory> memory;
+  std::shared_ptr<SliceMemory> memory;
   uint64_t needed = 0;
   {
     absl::MutexLock lock(&mu_);
@@ -122,7 +122,7 @@ absl::Status Job::PrepareReadBack(StepWork* work) {
   for (const auto& chunk : work->touched) elements.push_back(chunk->elements);
   const storage::LogReads::Sizes sizes = storage::LogReads::SizesOf(work->updates, elements);
   if (sizes.bytes_min() == 0) return absl::OkStatus();
-  std::shared_ptr<ProvisionalMemory> memory;
+  std::shared_ptr<SliceMemory> memory;
   {
     absl::MutexLock lock(&mu_);
     work->read_back = read_back_;
@@ -133,7 +133,7 @@ absl::Status Job::PrepareReadBack(StepWork* work) {
   uint64_t reads = storage::LogReads::kReadsMax;
   const auto bytes = [&] { return sizes.values_bytes + reads * sizes.gradient_bytes; };
   while (reads > 1 && !memory->Fits(bytes())) reads /= 2;
-  BALLAST_ASSIGN_OR_RETURN(work->read_back, ProvisionalMemory::Allocate(memory, bytes()));
+  BALLAST_ASSIGN_OR_RETURN(work->read_back, SliceMemory::Allocate(memory, bytes()));
   return absl::OkStatus();
 }
 

@@ -12,8 +12,8 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
 #include "ballast/services/replaying.h"
-#include "ballast/storage/io/failpoint.h"
-#include "ballast/storage/io/seeded_bugs.h"
+#include "ballast/storage/faults/failpoint.h"
+#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/log/log_reader.h"
 
 namespace ballast::services {
@@ -31,7 +31,7 @@ absl::Status LogMissing(const std::string& name, size_t chunks, const absl::Stat
 }  // namespace
 
 // A name may have stood for several jobs, one after the other, whose files must not be mixed.
-absl::Status Job::CheckLife(const CatalogEntry& entry, uint64_t life, absl::string_view whose) {
+absl::Status Job::CheckLife(const JobEntry& entry, uint64_t life, absl::string_view whose) {
   const auto refuse = [&](absl::string_view what, uint64_t other) {
     return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
                         absl::StrCat(whose, " is of life ", ShowLife(life), " of job '", name_, "', and ", what,
@@ -52,7 +52,7 @@ absl::Status Job::CheckLife(const CatalogEntry& entry, uint64_t life, absl::stri
   return absl::OkStatus();
 }
 
-absl::Status Job::Recover(const CatalogEntry& entry) {
+absl::Status Job::Recover(const JobEntry& entry) {
   storage::ScannedLog scanned;
   auto log = storage::GradientLog::Recover(around_.tiers->disk(), journal_path(), &scanned);
   const absl::Time began = absl::Now();
@@ -164,7 +164,7 @@ absl::Status Job::Recover(const CatalogEntry& entry) {
 }
 
 // Without this check steps would pass over chunks that seem to have had them.
-absl::Status Job::CheckLogReaches(const CatalogEntry& entry) const {
+absl::Status Job::CheckLogReaches(const JobEntry& entry) const {
   absl::MutexLock lock(&mu_);
   int64_t applied = entry.committed;
   for (const auto& chunk : chunks_) applied = std::max(applied, chunk->version.value_or(-1));

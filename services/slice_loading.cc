@@ -11,7 +11,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
 #include "ballast/services/replaying.h"
-#include "ballast/storage/io/seeded_bugs.h"
+#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/log/log_reader.h"
 
 namespace ballast::services {

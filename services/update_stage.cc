@@ -12,8 +12,8 @@
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/job_parts.h"
-#include "ballast/storage/io/failpoint.h"
-#include "ballast/storage/io/seeded_bugs.h"
+#include "ballast/storage/faults/failpoint.h"
+#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::services {
 

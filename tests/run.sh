@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Installs, builds and runs every test.
-# Usage: tests/run.sh [default|ci|asan|asan-ci|tsan|exhaustive|soak] [ctest arguments...]
+# Usage: tests/run.sh [default|ci|asan|asan-ci|tsan|clang|exhaustive|soak] [ctest arguments...]
 #   default  optimised, warnings are errors, GPU code compiled where nvcc is found
 #   ci       the same with fewer seeds, kills and damages
 #   asan     AddressSanitizer and UndefinedBehaviorSanitizer; a tenth of the seeds, no benches, no seeded bugs, no failpoints
 #   asan-ci  the same with a tenth of the seeds of ci
 #   tsan     ThreadSanitizer; the same
+#   clang    builds alone: clang checks what is said of locks
 #   soak        only what takes hours: simulations, crash and corruption tests with a hundred times the seeds
 #   exhaustive  only what takes many minutes: all 2^32 floats through every conversion
 set -euo pipefail
@@ -40,7 +41,8 @@ case "$mode" in
     export TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:second_deadlock_stack=1
     configure+=("-DBALLAST_TSAN_OBJECTS=$PWD/build/tsan-abseil")
     ;;
-  *) echo "usage: tests/run.sh [default|ci|asan|asan-ci|tsan|exhaustive|soak] [ctest arguments...], got '$mode'" >&2; exit 2 ;;
+  clang) preset=clang ;;
+  *) echo "usage: tests/run.sh [default|ci|asan|asan-ci|tsan|clang|exhaustive|soak] [ctest arguments...], got '$mode'" >&2; exit 2 ;;
 esac
 
 # What a build and its tests were seen to take; a full disk shows as failures of whatever writes next.
@@ -66,5 +68,6 @@ fi
 cmake --preset "$preset" -DBALLAST_TEST_ROUNDS="$rounds" "${configure[@]}" >"build/$preset-configure.log" 2>&1 || { cat "build/$preset-configure.log" >&2; exit 1; }
 grep -h '^-- Ballast:' "build/$preset-configure.log" || true
 cmake --build --preset "$preset" -j "$(nproc)"
+[[ "$mode" != clang ]] || exit 0
 # One more than there are processors: many wait for disks, clocks and processes that they started.
 exec ctest --preset "$preset" -j "$(($(nproc) + 1))" --output-junit tests.xml "$@"

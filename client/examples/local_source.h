@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "ballast/client/examples/model.h"
+#include "ballast/client/examples/bytes_lm/model.h"
 #include "ballast/client/examples/parameter_source.h"
 #include "ballast/kernels/optimizer.h"
 #include "ballast/proto/model/layout.h"

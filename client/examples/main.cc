@@ -14,7 +14,7 @@
 #include "ballast/client/collective/file_rendezvous.h"
 #include "ballast/client/collective/gloo_collective.h"
 #include "ballast/client/collective/loopback_collective.h"
-#include "ballast/client/examples/corpus.h"
+#include "ballast/client/examples/bytes_lm/corpus.h"
 #include "ballast/client/examples/local_source.h"
 #include "ballast/client/examples/master_weights.h"
 #include "ballast/client/examples/report.h"

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "ballast/client/examples/model.h"
+#include "ballast/client/examples/bytes_lm/model.h"
 #include "ballast/client/examples/parameter_source.h"
 
 namespace ballast::client {

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "ballast/client/examples/model.h"
+#include "ballast/client/examples/bytes_lm/model.h"
 #include "ballast/client/examples/parameter_source.h"
 #include "ballast/client/session.h"
 

@@ -16,11 +16,11 @@
 #include "absl/status/statusor.h"
 #include "ballast/client/collective/collective.h"
 #include "ballast/client/collective/gradient_tree.h"
-#include "ballast/client/examples/corpus.h"
-#include "ballast/client/examples/model.h"
+#include "ballast/client/examples/bytes_lm/corpus.h"
+#include "ballast/client/examples/bytes_lm/model.h"
+#include "ballast/client/examples/bytes_lm/schedule.h"
+#include "ballast/client/examples/bytes_lm/transformer.h"
 #include "ballast/client/examples/parameter_source.h"
-#include "ballast/client/examples/schedule.h"
-#include "ballast/client/examples/transformer.h"
 
 namespace ballast::client {
 

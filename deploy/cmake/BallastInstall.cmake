@@ -11,8 +11,9 @@ install(FILES ${headers} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/proto/m
 foreach(header float_formats kernels optimizer self_test thread_pool)
   install(FILES ${PROJECT_SOURCE_DIR}/kernels/${header}.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/kernels)
 endforeach()
-install(FILES ${PROJECT_SOURCE_DIR}/client/session.h ${PROJECT_SOURCE_DIR}/client/tensors.h ${PROJECT_SOURCE_DIR}/client/transport.h
-  ${PROJECT_SOURCE_DIR}/client/grpc_transport.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/client)
+foreach(header grpc_transport session session_types tensors transport)
+  install(FILES ${PROJECT_SOURCE_DIR}/client/${header}.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/client)
+endforeach()
 foreach(header collective file_rendezvous gloo_collective gradient_tree loopback_collective rank_lock rendezvous)
   install(FILES ${PROJECT_SOURCE_DIR}/client/collective/${header}.h
     DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/client/collective)

@@ -11,7 +11,7 @@ function(ballast_library name)
 endfunction()
 
 # ballast_seeded_library(<name> <library>...): the sources of these libraries once more, as one library `ballast_<name>` whose switches
-# of seeded bugs and failpoints are there (storage/io/seeded_bugs.h, failpoint.h). For tests alone; never linked with the libraries
+# of seeded bugs and failpoints are there (storage/faults). For tests alone; never linked with the libraries
 # themselves: both define the same classes.
 function(ballast_seeded_library name)
   set(sources "")

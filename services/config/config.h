@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "ballast/services/state_server.h"
+#include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
 

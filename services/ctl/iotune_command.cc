@@ -26,7 +26,7 @@ std::string ShowText(const storage::Measured& measured) {
 std::string ShowJson(const storage::Measured& measured, const std::string& path) {
   std::string profile, rows;
   for (const storage::ProfileKey& key : storage::ProfileKeys()) {
-    absl::StrAppend(&profile, profile.empty() ? "" : ",", "\"", key.name, "\":", measured.profile.*key.field);
+    absl::StrAppend(&profile, profile.empty() ? "" : ",", "\"", key.name, "\":", key.Of(measured.profile));
   }
   for (const storage::Measurement& row : measured.rows) {
     absl::StrAppend(&rows, rows.empty() ? "" : ",", "{\"what\":", Quote(row.what), ",\"how\":", Quote(row.how),

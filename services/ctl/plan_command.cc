@@ -10,7 +10,7 @@
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/ctl/show.h"
-#include "ballast/services/estimate.h"
+#include "ballast/services/server/estimate.h"
 
 namespace ballast::services {
 namespace {

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "ballast/client/transport.h"
-#include "ballast/services/state_server.h"
+#include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
 

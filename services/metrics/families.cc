@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "ballast/services/counters.h"
+#include "ballast/services/foundation/counters.h"
 
 namespace ballast::services {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "ballast/services/state_server.h"
+#include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
 

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "ballast/services/state_server.h"
+#include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
 

@@ -1,7 +1,7 @@
 // AdminService over a StateServer.
 #pragma once
 
-#include "ballast/services/state_server.h"
+#include "ballast/services/server/state_server.h"
 #include "ballast/v1/admin_service.grpc.pb.h"
 
 namespace ballast::services {

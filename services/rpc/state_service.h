@@ -7,8 +7,8 @@
 #include <memory>
 #include <utility>
 
-#include "ballast/services/state_server.h"
-#include "ballast/storage/io/slabs.h"
+#include "ballast/services/server/state_server.h"
+#include "ballast/storage/memory/slabs.h"
 #include "ballast/v1/state_service.grpc.pb.h"
 
 namespace ballast::services {

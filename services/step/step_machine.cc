@@ -8,8 +8,9 @@
 namespace ballast::services {
 namespace {
 
-// Leaves room for higher counters, whatever a client asks for: a promise that nobody can surpass would end the job.
-constexpr uint64_t kEpochCounterMax = uint64_t{1} << 62;
+// A fence may skip so many epochs. Groups skip few, and a promise near the end of the numbers would leave none for the
+// groups to come: 2^32 such fences would be needed for that.
+constexpr uint64_t kEpochsSkippedMax = uint64_t{1} << 32;
 
 // A later epoch may add tensors and change the tiling; chunks and their servers stay.
 absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
@@ -102,9 +103,11 @@ Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
     if (auto decision = model::Decide({*m.prepared}); decision.ok()) m.Decide(*decision, /*log=*/true);
   }
   if (request.epoch().counter() == 0) return BadRequest("an epoch's counter starts at 1, got 0");
-  if (request.epoch().counter() > kEpochCounterMax) {
-    return BadRequest(absl::StrCat("an epoch's counter is at most ", kEpochCounterMax, ", got ",
-                                   request.epoch().counter(), "; one above what GetJob tells is enough"));
+  if (request.epoch().counter() > m.promised.counter() &&
+      request.epoch().counter() - m.promised.counter() > kEpochsSkippedMax) {
+    return BadRequest(absl::StrCat("an epoch's counter is at most ", kEpochsSkippedMax, " above the promised ",
+                                   m.promised.counter(), ", got ", request.epoch().counter(),
+                                   "; one above what GetJob tells is enough"));
   }
   const auto order = model::Compare(request.epoch(), m.promised);
   if (order < 0) {

@@ -7,14 +7,13 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/records/data_files.h"
 #include "ballast/storage/io/disk.h"
 
 namespace ballast::services {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr char kLogPrefix[] = "log-";
 
 bool Exists(const std::string& path) {
   std::error_code ignored;
@@ -104,7 +103,7 @@ absl::StatusOr<std::map<std::string, CatalogJob>> DataDirectory::ReadJobs(std::v
   for (const auto& [key, value] : stored) {
     const std::vector<std::string> parts = absl::StrSplit(key, '/');
     if (parts.size() != 3) continue;
-    CatalogEntry& entry = jobs[parts[1]].entry;
+    JobEntry& entry = jobs[parts[1]].entry;
     const size_t unreadable = entry.unreadable.size();
     AddToEntry(parts[2], value, &entry);
     if (entry.unreadable.size() == unreadable) continue;

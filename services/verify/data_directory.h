@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "ballast/services/catalog_entry.h"
+#include "ballast/services/records/job_entry.h"
 #include "ballast/services/verify/finding.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/io/file_lock.h"
@@ -18,7 +18,7 @@ namespace ballast::services {
 
 // A job's entries in the catalog, as far as they can be read.
 struct CatalogJob {
-  CatalogEntry entry;
+  JobEntry entry;
   bool durable() const { return entry.open.has_value() && entry.open->spec().durability() == v1::DURABILITY_STEP; }
 };
 

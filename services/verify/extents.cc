@@ -9,8 +9,8 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/layout.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/catalog_entry.h"
-#include "ballast/storage/io/arena.h"
+#include "ballast/services/records/job_entry.h"
+#include "ballast/storage/memory/arena.h"
 
 namespace ballast::services {
 namespace {

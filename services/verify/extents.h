@@ -9,7 +9,7 @@
 #include "absl/status/statusor.h"
 #include "ballast/services/verify/finding.h"
 #include "ballast/services/verify/progress.h"
-#include "ballast/storage/extent_label.h"
+#include "ballast/storage/chunk/extent_label.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/v1/log.pb.h"
 

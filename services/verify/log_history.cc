@@ -5,8 +5,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/journal.h"
-#include "ballast/storage/io/arena.h"
+#include "ballast/services/records/log_records.h"
+#include "ballast/storage/memory/arena.h"
 
 namespace ballast::services {
 namespace {

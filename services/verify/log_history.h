@@ -15,7 +15,7 @@
 #include "ballast/services/step/step_machine.h"
 #include "ballast/services/verify/finding.h"
 #include "ballast/services/verify/progress.h"
-#include "ballast/storage/extent_label.h"
+#include "ballast/storage/chunk/extent_label.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/log/log_reader.h"
 

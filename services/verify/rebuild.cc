@@ -17,7 +17,7 @@ namespace {
 // A job whose entries are to be made anew.
 struct Candidate {
   ReadLog log;
-  CatalogEntry old;  // what the catalog could tell
+  JobEntry old;  // what the catalog could tell
   storage::StateLayout layout;
   std::vector<FoundLabel> labels;
   std::map<uint64_t, storage::DurableChunk> chosen;  // by chunk id

@@ -6,7 +6,7 @@
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
-#include "ballast/services/journal.h"
+#include "ballast/services/records/log_records.h"
 
 namespace ballast::services {
 namespace {
@@ -25,11 +25,11 @@ class Scrub {
  private:
   void CheckJob(const std::string& name, const CatalogJob& job);
   void CheckLog(const std::string& name, const CatalogJob& job);
-  void CompareWithLog(const std::string& name, const CatalogEntry& entry, const ReadLog& log, int64_t committed,
+  void CompareWithLog(const std::string& name, const JobEntry& entry, const ReadLog& log, int64_t committed,
                       bool prepared);
-  void CheckChunks(const std::string& name, const CatalogEntry& entry);
+  void CheckChunks(const std::string& name, const JobEntry& entry);
   void CheckOrphan(const std::string& name);
-  void CheckLives(const std::string& name, const CatalogEntry& entry, uint64_t expected, absl::string_view whose);
+  void CheckLives(const std::string& name, const JobEntry& entry, uint64_t expected, absl::string_view whose);
   void CheckExtents();
   Finding& Add(Harm harm, const std::string& job, std::string what, std::string file, std::string expected,
                std::string found, std::string advice) {
@@ -100,7 +100,7 @@ void Scrub::CheckJob(const std::string& name, const CatalogJob& job) {
   CheckLog(name, job);
 }
 
-void Scrub::CheckChunks(const std::string& name, const CatalogEntry& entry) {
+void Scrub::CheckChunks(const std::string& name, const JobEntry& entry) {
   const auto optimizer = model::OptimizerOf(entry.open->spec());
   const auto plan = model::EpochPlan::Make(*entry.open);
   if (!optimizer.ok() || !plan.ok()) {
@@ -141,7 +141,7 @@ void Scrub::CheckChunks(const std::string& name, const CatalogEntry& entry) {
 
 void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
   const std::string path = directory_->LogPath(name);
-  const CatalogEntry& entry = job.entry;
+  const JobEntry& entry = job.entry;
   const auto refuse = [&](const absl::Status& status) {
     Add(Harm::kJobRefused, name, "the log cannot be read", path, "the log of the job", std::string(status.message()),
         kLogAdvice);
@@ -178,7 +178,7 @@ void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
   CheckPayloads(**file, name, replay, &progress_, &report_);
 }
 
-void Scrub::CompareWithLog(const std::string& name, const CatalogEntry& entry, const ReadLog& log, int64_t committed,
+void Scrub::CompareWithLog(const std::string& name, const JobEntry& entry, const ReadLog& log, int64_t committed,
                            bool prepared) {
   const std::string file = directory_->path() + "/catalog";
   // A promise is answered, and its Open may come, once both catalog and log have the promise.
@@ -200,7 +200,7 @@ void Scrub::CompareWithLog(const std::string& name, const CatalogEntry& entry, c
 }
 
 // All entries of a job must be of the life found in `whose`.
-void Scrub::CheckLives(const std::string& name, const CatalogEntry& entry, uint64_t expected, absl::string_view whose) {
+void Scrub::CheckLives(const std::string& name, const JobEntry& entry, uint64_t expected, absl::string_view whose) {
   const std::string file = directory_->path() + "/catalog";
   const auto check = [&](absl::string_view what, uint64_t life) {
     if (life == expected) return;

@@ -92,11 +92,16 @@ class RocksCatalog : public Catalog {
   absl::Status AddErase(absl::string_view prefix, rocksdb::WriteBatch* batch) const;
   // After a failed write the disk's content is unknown: every later write returns the same error.
   absl::Status Write(rocksdb::WriteBatch& batch, absl::string_view what, Sync sync = Sync::kSynced) {
-    absl::MutexLock guard(&mutex_);
-    BALLAST_RETURN_IF_ERROR(failed_);
+    {
+      absl::MutexLock guard(&mutex_);
+      BALLAST_RETURN_IF_ERROR(failed_);
+    }
     rocksdb::WriteOptions options;
     options.sync = sync == Sync::kSynced;
-    failed_ = CatalogError(db_->Write(options, &batch), what, path_);
+    // Without the lock: RocksDB syncs the writes of several threads together, and refuses those behind a failed one.
+    const absl::Status written = CatalogError(db_->Write(options, &batch), what, path_);
+    absl::MutexLock guard(&mutex_);
+    failed_.Update(written);
     return failed_;
   }
 

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "ballast/kernels/kernels.h"
-#include "ballast/storage/io/seeded_bugs.h"
+#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::storage {
 namespace {

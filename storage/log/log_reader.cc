@@ -9,8 +9,8 @@
 #include "absl/strings/str_format.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/io/arena.h"
-#include "ballast/storage/io/seeded_bugs.h"
+#include "ballast/storage/faults/seeded_bugs.h"
+#include "ballast/storage/memory/arena.h"
 
 namespace ballast::storage {
 namespace {

@@ -9,9 +9,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/io/arena.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/machine/memory_step.h"
+#include "ballast/storage/memory/arena.h"
 #include "ballast/storage/tier/dram_tier.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/tier/ledger.h"
@@ -133,10 +133,10 @@ uint64_t Measuring::DramSpeed(uint64_t threads, bool copy) {
 absl::Status Measuring::Dram() {
   MachineProfile& p = out_.profile;
   p.threads = std::max(1u, std::thread::hardware_concurrency());
-  BALLAST_RETURN_IF_ERROR(MeasureDram(1, /*copy=*/false, &p.dram_read_1_thread_bytes_per_s));
-  BALLAST_RETURN_IF_ERROR(MeasureDram(p.threads, /*copy=*/false, &p.dram_read_all_threads_bytes_per_s));
-  BALLAST_RETURN_IF_ERROR(MeasureDram(1, /*copy=*/true, &p.dram_copy_1_thread_bytes_per_s));
-  BALLAST_RETURN_IF_ERROR(MeasureDram(p.threads, /*copy=*/true, &p.dram_copy_all_threads_bytes_per_s));
+  BALLAST_RETURN_IF_ERROR(MeasureDram(1, /*copy=*/false, &p.dram_read_bytes_per_s.one_thread));
+  BALLAST_RETURN_IF_ERROR(MeasureDram(p.threads, /*copy=*/false, &p.dram_read_bytes_per_s.all_threads));
+  BALLAST_RETURN_IF_ERROR(MeasureDram(1, /*copy=*/true, &p.dram_copy_bytes_per_s.one_thread));
+  BALLAST_RETURN_IF_ERROR(MeasureDram(p.threads, /*copy=*/true, &p.dram_copy_bytes_per_s.all_threads));
   return absl::OkStatus();
 }
 
@@ -150,12 +150,14 @@ absl::Status Measuring::Updates() {
     uint64_t* all;
   };
   const Kind kinds[] = {
-      {"f32", kernels::MomentFormat::kF32, &p.update_f32_1_thread_elements_per_s,
-       &p.update_f32_all_threads_elements_per_s},
-      {"bf16", kernels::MomentFormat::kBf16, &p.update_bf16_1_thread_elements_per_s,
-       &p.update_bf16_all_threads_elements_per_s},
-      {"i8", kernels::MomentFormat::kI8, &p.update_i8_1_thread_elements_per_s, &p.update_i8_all_threads_elements_per_s},
-      {"f8", kernels::MomentFormat::kF8, &p.update_f8_1_thread_elements_per_s, &p.update_f8_all_threads_elements_per_s},
+      {"f32", kernels::MomentFormat::kF32, &p.update_f32_elements_per_s.one_thread,
+       &p.update_f32_elements_per_s.all_threads},
+      {"bf16", kernels::MomentFormat::kBf16, &p.update_bf16_elements_per_s.one_thread,
+       &p.update_bf16_elements_per_s.all_threads},
+      {"i8", kernels::MomentFormat::kI8, &p.update_i8_elements_per_s.one_thread,
+       &p.update_i8_elements_per_s.all_threads},
+      {"f8", kernels::MomentFormat::kF8, &p.update_f8_elements_per_s.one_thread,
+       &p.update_f8_elements_per_s.all_threads},
   };
   for (const Kind& kind : kinds) {
     BALLAST_ASSIGN_OR_RETURN(const auto step, MemoryStep::Make(options_.directory, kind.moments));
@@ -183,7 +185,7 @@ absl::Status Measuring::Digests() {
     BALLAST_ASSIGN_OR_RETURN(const uint64_t speed, MedianSpeed([&]() -> absl::StatusOr<uint64_t> {
                                return DigestBytesPerSecond(memory_.bytes(), threads, slice_);
                              }));
-    (all ? p.digest_all_threads_bytes_per_s : p.digest_1_thread_bytes_per_s) = speed;
+    (all ? p.digest_bytes_per_s.all_threads : p.digest_bytes_per_s.one_thread) = speed;
     out_.rows.push_back({"CRC32C of state", how, speed});
   }
   return absl::OkStatus();
@@ -314,7 +316,7 @@ absl::Status Measuring::GpuLink() {
     } while (absl::Now() < end);
     const uint64_t speed = PerSecond(bytes, absl::Now() - begin);
     (in ? out_.profile.gpu_in_bytes_per_s : out_.profile.gpu_out_bytes_per_s) = speed;
-    out_.rows.push_back({in ? "GPU in" : "GPU out", host.pinned() ? "page-locked" : "pageable", speed});
+    out_.rows.push_back({in ? "GPU in" : "GPU out", host.page_locked() ? "page-locked" : "pageable", speed});
   }
   return absl::OkStatus();
 }

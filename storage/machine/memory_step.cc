@@ -6,7 +6,7 @@
 #include "absl/time/clock.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/state_update.h"
+#include "ballast/storage/update/state_update.h"
 
 namespace ballast::storage {
 

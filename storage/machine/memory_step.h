@@ -10,8 +10,8 @@
 #include "absl/time/time.h"
 #include "ballast/kernels/optimizer.h"
 #include "ballast/kernels/thread_pool.h"
-#include "ballast/storage/chunk_store.h"
-#include "ballast/storage/io/arena.h"
+#include "ballast/storage/memory/arena.h"
+#include "ballast/storage/store/chunk_store.h"
 #include "ballast/storage/tier/tiers.h"
 
 namespace ballast::storage {

@@ -29,24 +29,27 @@ std::string KnownKeys() {
 }  // namespace
 
 const std::vector<ProfileKey>& ProfileKeys() {
-#define BALLAST_KEY(name) \
-  { #name, &MachineProfile::name }
+#define BALLAST_FIELD(name, field)                                           \
+  {                                                                          \
+    name, [](MachineProfile& profile) -> uint64_t& { return profile.field; } \
+  }
+#define BALLAST_KEY(name) BALLAST_FIELD(#name, name)
   static const auto* const kKeys = new std::vector<ProfileKey>{
       BALLAST_KEY(threads),
-      BALLAST_KEY(dram_read_1_thread_bytes_per_s),
-      BALLAST_KEY(dram_read_all_threads_bytes_per_s),
-      BALLAST_KEY(dram_copy_1_thread_bytes_per_s),
-      BALLAST_KEY(dram_copy_all_threads_bytes_per_s),
-      BALLAST_KEY(update_f32_1_thread_elements_per_s),
-      BALLAST_KEY(update_f32_all_threads_elements_per_s),
-      BALLAST_KEY(update_bf16_1_thread_elements_per_s),
-      BALLAST_KEY(update_bf16_all_threads_elements_per_s),
-      BALLAST_KEY(update_i8_1_thread_elements_per_s),
-      BALLAST_KEY(update_i8_all_threads_elements_per_s),
-      BALLAST_KEY(update_f8_1_thread_elements_per_s),
-      BALLAST_KEY(update_f8_all_threads_elements_per_s),
-      BALLAST_KEY(digest_1_thread_bytes_per_s),
-      BALLAST_KEY(digest_all_threads_bytes_per_s),
+      BALLAST_FIELD("dram_read_1_thread_bytes_per_s", dram_read_bytes_per_s.one_thread),
+      BALLAST_FIELD("dram_read_all_threads_bytes_per_s", dram_read_bytes_per_s.all_threads),
+      BALLAST_FIELD("dram_copy_1_thread_bytes_per_s", dram_copy_bytes_per_s.one_thread),
+      BALLAST_FIELD("dram_copy_all_threads_bytes_per_s", dram_copy_bytes_per_s.all_threads),
+      BALLAST_FIELD("update_f32_1_thread_elements_per_s", update_f32_elements_per_s.one_thread),
+      BALLAST_FIELD("update_f32_all_threads_elements_per_s", update_f32_elements_per_s.all_threads),
+      BALLAST_FIELD("update_bf16_1_thread_elements_per_s", update_bf16_elements_per_s.one_thread),
+      BALLAST_FIELD("update_bf16_all_threads_elements_per_s", update_bf16_elements_per_s.all_threads),
+      BALLAST_FIELD("update_i8_1_thread_elements_per_s", update_i8_elements_per_s.one_thread),
+      BALLAST_FIELD("update_i8_all_threads_elements_per_s", update_i8_elements_per_s.all_threads),
+      BALLAST_FIELD("update_f8_1_thread_elements_per_s", update_f8_elements_per_s.one_thread),
+      BALLAST_FIELD("update_f8_all_threads_elements_per_s", update_f8_elements_per_s.all_threads),
+      BALLAST_FIELD("digest_1_thread_bytes_per_s", digest_bytes_per_s.one_thread),
+      BALLAST_FIELD("digest_all_threads_bytes_per_s", digest_bytes_per_s.all_threads),
       BALLAST_KEY(disk_read_bytes_per_s),
       BALLAST_KEY(disk_read_depth),
       BALLAST_KEY(disk_write_bytes_per_s),
@@ -60,12 +63,13 @@ const std::vector<ProfileKey>& ProfileKeys() {
       BALLAST_KEY(gpu_out_bytes_per_s),
   };
 #undef BALLAST_KEY
+#undef BALLAST_FIELD
   return *kKeys;
 }
 
 std::string ShowProfile(const MachineProfile& profile) {
   std::string out = "# Measured by `ballastctl iotune`; 0: there is none.\n";
-  for (const ProfileKey& key : ProfileKeys()) absl::StrAppend(&out, key.name, ": ", profile.*key.field, "\n");
+  for (const ProfileKey& key : ProfileKeys()) absl::StrAppend(&out, key.name, ": ", key.Of(profile), "\n");
   return out;
 }
 
@@ -88,7 +92,7 @@ absl::StatusOr<MachineProfile> ParseProfile(absl::string_view text, const std::s
     if (!seen.insert(name).second) return Bad(absl::StrCat(where, "key '", name, "' comes twice; keep one"));
     const absl::string_view value = absl::StripAsciiWhitespace(line.substr(colon + 1));
     const bool digits = std::all_of(value.begin(), value.end(), [](char c) { return c >= '0' && c <= '9'; });
-    if (!digits || !absl::SimpleAtoi(value, &(profile.*key->field))) {
+    if (!digits || !absl::SimpleAtoi(value, &key->field(profile))) {
       return Bad(absl::StrCat(where, name, ": expected a whole number; came '", value, "'"));
     }
   }

@@ -14,7 +14,8 @@ namespace ballast::storage {
 // A field of the profile and its key in the file.
 struct ProfileKey {
   const char* name;
-  uint64_t MachineProfile::*field;
+  uint64_t& (*field)(MachineProfile& profile);
+  uint64_t Of(MachineProfile profile) const { return field(profile); }
 };
 const std::vector<ProfileKey>& ProfileKeys();
 

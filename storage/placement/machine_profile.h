@@ -5,26 +5,27 @@
 
 namespace ballast::storage {
 
+// The speed of one thread, and of all threads of the machine together.
+struct ThreadSpeeds {
+  uint64_t one_thread = 0;
+  uint64_t all_threads = 0;
+
+  bool operator==(const ThreadSpeeds&) const = default;
+};
+
 // 0 where nothing was measured. "1 thread" is a single thread, "all threads" is `threads` threads together. A copy
 // counts the bytes copied, once; mixed counts bytes read plus bytes written.
 struct MachineProfile {
   uint64_t threads = 0;
-  uint64_t dram_read_1_thread_bytes_per_s = 0;
-  uint64_t dram_read_all_threads_bytes_per_s = 0;
-  uint64_t dram_copy_1_thread_bytes_per_s = 0;
-  uint64_t dram_copy_all_threads_bytes_per_s = 0;
+  ThreadSpeeds dram_read_bytes_per_s;
+  ThreadSpeeds dram_copy_bytes_per_s;
   // AdamW in a chunk store over chunks in DRAM: bf16 gradients and working copies, moments in the named format.
-  uint64_t update_f32_1_thread_elements_per_s = 0;
-  uint64_t update_f32_all_threads_elements_per_s = 0;
-  uint64_t update_bf16_1_thread_elements_per_s = 0;
-  uint64_t update_bf16_all_threads_elements_per_s = 0;
-  uint64_t update_i8_1_thread_elements_per_s = 0;
-  uint64_t update_i8_all_threads_elements_per_s = 0;
-  uint64_t update_f8_1_thread_elements_per_s = 0;
-  uint64_t update_f8_all_threads_elements_per_s = 0;
+  ThreadSpeeds update_f32_elements_per_s;
+  ThreadSpeeds update_bf16_elements_per_s;
+  ThreadSpeeds update_i8_elements_per_s;
+  ThreadSpeeds update_f8_elements_per_s;
   // Digests of a chunk's state, computed before a write and after a read.
-  uint64_t digest_1_thread_bytes_per_s = 0;
-  uint64_t digest_all_threads_bytes_per_s = 0;
+  ThreadSpeeds digest_bytes_per_s;
   // The highest speed of all depths tried, and its depth.
   uint64_t disk_read_bytes_per_s = 0;
   uint64_t disk_read_depth = 0;

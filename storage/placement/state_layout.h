@@ -1,6 +1,6 @@
 // Layout of a chunk's state in memory and on disk: the fp32 master, then each moment (its values, then the scales of
 // 8-bit formats). Every array starts at a multiple of 4096 bytes, so that an array can be read from disk alone. Behind
-// the arrays is room for a label (storage/extent_label.h), so that a state and its label are written in a single write.
+// the arrays is room for a label (chunk/extent_label.h), so that a state and its label are written in a single write.
 #pragma once
 
 #include <cstdint>

@@ -36,10 +36,10 @@ double UpdateSpeed(const StepShape& shape, const kernels::OptimizerSpec& optimiz
   const kernels::MomentFormat formats[] = {kernels::MomentFormat::kF32, kernels::MomentFormat::kBf16,
                                            kernels::MomentFormat::kI8, kernels::MomentFormat::kF8};
   const std::pair<uint64_t, uint64_t> speeds[] = {
-      {m.update_f32_1_thread_elements_per_s, m.update_f32_all_threads_elements_per_s},
-      {m.update_bf16_1_thread_elements_per_s, m.update_bf16_all_threads_elements_per_s},
-      {m.update_i8_1_thread_elements_per_s, m.update_i8_all_threads_elements_per_s},
-      {m.update_f8_1_thread_elements_per_s, m.update_f8_all_threads_elements_per_s}};
+      {m.update_f32_elements_per_s.one_thread, m.update_f32_elements_per_s.all_threads},
+      {m.update_bf16_elements_per_s.one_thread, m.update_bf16_elements_per_s.all_threads},
+      {m.update_i8_elements_per_s.one_thread, m.update_i8_elements_per_s.all_threads},
+      {m.update_f8_elements_per_s.one_thread, m.update_f8_elements_per_s.all_threads}};
   const auto at = static_cast<size_t>(std::find(std::begin(formats), std::end(formats), optimizer.moments) - formats);
   const kernels::OptimizerSpec measured{.moments = optimizer.moments};
   return SpeedOf(speeds[at].first, speeds[at].second, shape) * UpdateBytes(measured) / UpdateBytes(optimizer);
@@ -80,7 +80,7 @@ double Prediction::DiskSeconds(double read, double written) {
 StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
   const MachineProfile& m = *shape_.machine;
   const double update_speed = UpdateSpeed(shape_, layout_.optimizer());
-  const double digest_speed = SpeedOf(m.digest_1_thread_bytes_per_s, m.digest_all_threads_bytes_per_s, shape_);
+  const double digest_speed = SpeedOf(m.digest_bytes_per_s.one_thread, m.digest_bytes_per_s.all_threads, shape_);
   const auto gradient_bytes = static_cast<double>(layout_.gradient_element_bytes());
   const auto working_bytes = static_cast<double>(layout_.working_element_bytes());
   double read = 0, written = 0, flushed = 0, logged = 0, in = 0, out = 0, front = 0, slot = 0;

@@ -41,10 +41,10 @@ absl::StatusOr<DramBlock> DramTier::Allocate(uint64_t bytes, absl::string_view w
 absl::StatusOr<Arena> DramTier::Map(uint64_t bytes) const {
   BALLAST_ASSIGN_OR_RETURN(Arena arena, Arena::Map(bytes));
   if (gpu_.has_value()) {
-    const absl::Status pinned = arena.Pin(*gpu_);
-    if (!pinned.ok()) SayNotPageLocked(pinned);
+    const absl::Status locked = arena.PageLockFor(*gpu_);
+    if (!locked.ok()) SayNotPageLocked(locked);
   }
-  if (!arena.pinned() && !arena.Lock()) SayPageable();
+  if (!arena.page_locked() && !arena.Lock()) SayPageable();
   return arena;
 }
 

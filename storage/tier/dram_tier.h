@@ -7,7 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "ballast/storage/io/arena.h"
+#include "ballast/storage/memory/arena.h"
 #include "ballast/storage/tier/ledger.h"
 
 namespace ballast::storage {

@@ -5,8 +5,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/io/disk.h"
-#include "ballast/storage/io/seeded_bugs.h"
 
 namespace ballast::storage {
 
@@ -80,6 +80,7 @@ absl::Status NvmeTier::Keep(std::vector<ExtentPlace> kept, bool unnamed_stays) {
     if (place.offset > end_ && !unnamed_stays) free_.emplace(end_, place.offset - end_);
     end_ = end;
     NvmeExtent extent(this, place.offset, std::move(lease));
+    NoteReserved(place.offset, end);  // the disk has blocks for what was written
     if (alone) {
       kept_.emplace(place.offset, std::move(extent));
     } else {
@@ -139,18 +140,19 @@ absl::StatusOr<NvmeExtent> NvmeTier::AllocateFrom(BudgetLease* room, uint64_t by
 }
 
 absl::Status NvmeTier::Reserve(uint64_t offset, uint64_t bytes) {
-  uint64_t begin = offset, end = offset + bytes;
-  // Skips ranges reserved already: the file system would wait for all transfers of the file in flight.
-  auto next = reserved_.upper_bound(offset);
-  if (next != reserved_.begin() && std::prev(next)->second >= begin) {
-    --next;
-    if (next->second >= end) return absl::OkStatus();
-    begin = next->first;
-  }
+  // Not again what is reserved: the file system would wait for all transfers of the file that are in flight.
+  const auto next = reserved_.upper_bound(offset);
+  if (next != reserved_.begin() && std::prev(next)->second >= offset + bytes) return absl::OkStatus();
   BALLAST_RETURN_IF_ERROR(file_->Reserve(offset, bytes));
-  for (; next != reserved_.end() && next->first <= end; next = reserved_.erase(next)) end = std::max(end, next->second);
-  reserved_[begin] = end;
+  NoteReserved(offset, offset + bytes);
   return absl::OkStatus();
+}
+
+void NvmeTier::NoteReserved(uint64_t offset, uint64_t end) {
+  auto next = reserved_.upper_bound(offset);
+  if (next != reserved_.begin() && std::prev(next)->second >= offset) offset = (--next)->first;
+  for (; next != reserved_.end() && next->first <= end; next = reserved_.erase(next)) end = std::max(end, next->second);
+  reserved_[offset] = end;
 }
 
 void NvmeTier::NoteUnreserved(uint64_t offset, uint64_t end) {

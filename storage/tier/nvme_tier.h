@@ -79,6 +79,7 @@ class NvmeTier {
   void FreeLocked(uint64_t offset, uint64_t bytes, Blocks blocks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Makes sure that the disk has blocks for the range.
   absl::Status Reserve(uint64_t offset, uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void NoteReserved(uint64_t offset, uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void NoteUnreserved(uint64_t offset, uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::unique_ptr<BlockFile> file_;

@@ -9,9 +9,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "ballast/storage/io/arena.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/io/io_queue.h"
+#include "ballast/storage/memory/arena.h"
 
 namespace ballast::bench {
 

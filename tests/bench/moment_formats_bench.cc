@@ -9,7 +9,7 @@
 #include <fstream>
 
 #include "ballast/client/collective/loopback_collective.h"
-#include "ballast/client/examples/corpus.h"
+#include "ballast/client/examples/bytes_lm/corpus.h"
 #include "ballast/client/examples/local_source.h"
 #include "ballast/client/examples/trainer.h"
 #include "ballast/proto/model/status.h"

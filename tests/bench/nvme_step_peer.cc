@@ -29,7 +29,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/thread_pool.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/chunk_store.h"
+#include "ballast/storage/store/chunk_store.h"
 #include "ballast/storage/tier/tiers.h"
 
 namespace ballast::bench {

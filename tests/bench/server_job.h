@@ -11,8 +11,8 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ballast/proto/model/epoch_plan.h"
-#include "ballast/services/state_server.h"
-#include "ballast/storage/io/arena.h"
+#include "ballast/services/server/state_server.h"
+#include "ballast/storage/memory/arena.h"
 
 namespace ballast::bench {
 

@@ -14,13 +14,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/catalog_entry.h"
-#include "ballast/services/journal.h"
-#include "ballast/services/step_log.h"
+#include "ballast/services/durability/journal.h"
+#include "ballast/services/records/job_entry.h"
+#include "ballast/services/records/promise_log.h"
 #include "ballast/storage/catalog/catalog.h"
-#include "ballast/storage/io/arena.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/log/log_reader.h"
+#include "ballast/storage/memory/arena.h"
 #include "ballast/tests/bench/disk_alone.h"
 #include "ballast/tests/bench/server_job.h"
 #include "ballast/tests/bench/storage_rows.h"
@@ -55,7 +55,7 @@ absl::StatusOr<MustRead> FindMustRead(const std::string& directory, uint64_t chu
                              storage::SystemDisk()->Open(directory + name, storage::Disk::Mode::kShared));
   }
   BALLAST_ASSIGN_OR_RETURN(const auto catalog, storage::Catalog::Open(directory));
-  BALLAST_ASSIGN_OR_RETURN(const services::CatalogEntry entry, services::ReadCatalogEntry(*catalog, ServerJob::kName));
+  BALLAST_ASSIGN_OR_RETURN(const services::JobEntry entry, services::ReadJobEntry(*catalog, ServerJob::kName));
   if (entry.chunks.empty()) return absl::InternalError("no chunk has a durable version yet");
   std::vector<int64_t> versions(chunks, -1);  // without an extent, a chunk is made from its first values on
   for (const storage::DurableChunk& chunk : entry.chunks) {

@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/chunk_reader.h"
+#include "ballast/storage/chunk/chunk_reader.h"
 #include "ballast/storage/io/disk.h"
 
 namespace ballast::bench {

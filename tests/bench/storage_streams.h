@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "ballast/storage/io/arena.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/io/io_queue.h"
+#include "ballast/storage/memory/arena.h"
 
 namespace ballast::bench {
 

@@ -17,7 +17,7 @@
 #include "ballast/proto/model/verdict.h"
 #include "ballast/services/embedded/embedded_transport.h"
 #include "ballast/services/rpc/rpc_server.h"
-#include "ballast/services/state_server.h"
+#include "ballast/services/server/state_server.h"
 #include "ballast/tests/scratch_directory.h"
 
 namespace ballast {

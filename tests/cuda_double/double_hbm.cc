@@ -1,7 +1,7 @@
 // The HBM of a test binary that runs over the double: the tier for GPUs. Every test of the binary fails if the double
 // saw something wrong in it.
 #include "ballast/tests/cuda_double/cuda_double.h"
-#include "ballast/tests/storage/test_hbm.h"
+#include "ballast/tests/storage/tier/test_hbm.h"
 #include "gtest/gtest.h"
 
 namespace ballast::storage {

@@ -5,7 +5,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/tier/dram_tier.h"
 #include "ballast/tests/cuda_double/cuda_double.h"
-#include "ballast/tests/storage/store_on_tiers.h"
+#include "ballast/tests/storage/store/store_on_tiers.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

@@ -1,9 +1,9 @@
 // The memory of a step's slices and of answers to pulls, beside a GPU. Copies use page-locked memory, as do the copies
 // measured by `ballastctl iotune`.
-#include "ballast/services/intake.h"
+#include "ballast/services/slices/intake.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/tests/cuda_double/cuda_double.h"
-#include "ballast/tests/services/rpc_fixture.h"
+#include "ballast/tests/services/rpc/rpc_fixture.h"
 #include "gtest/gtest.h"
 
 namespace ballast::services {
@@ -16,14 +16,14 @@ class SlicesBesideAGpu : public testing::Test {
   void SetUp() override {
     tiers_ = *storage::Tiers::Open({.budget = {.hbm = 64 * kMiB, .dram = 64 * kMiB}, .directory = directory_.path()});
     device_.emplace(*tiers_->hbm()->Allocate(4 * kMiB, "test"));
-    memory_ = std::make_shared<ProvisionalMemory>(tiers_.get());
+    memory_ = std::make_shared<SliceMemory>(tiers_.get());
   }
-  std::shared_ptr<ProvisionalMemory::Buffer> Take(uint64_t bytes) {
-    auto buffer = ProvisionalMemory::Allocate(memory_, bytes);
+  std::shared_ptr<SliceMemory::Buffer> Take(uint64_t bytes) {
+    auto buffer = SliceMemory::Allocate(memory_, bytes);
     EXPECT_TRUE(buffer.ok()) << buffer.status();
     return *std::move(buffer);
   }
-  uint64_t PageableCopiesFrom(const ProvisionalMemory::Buffer& buffer) {
+  uint64_t PageableCopiesFrom(const SliceMemory::Buffer& buffer) {
     const uint64_t before = cuda_double::counts().pageable_copies;
     EXPECT_EQ(tiers_->hbm()->CopyIn({buffer.data(), buffer.bytes()}, device_->data()), absl::OkStatus());
     return cuda_double::counts().pageable_copies - before;
@@ -32,7 +32,7 @@ class SlicesBesideAGpu : public testing::Test {
   ScratchDirectory directory_;
   std::unique_ptr<storage::Tiers> tiers_;
   std::optional<storage::HbmBlock> device_;
-  std::shared_ptr<ProvisionalMemory> memory_;
+  std::shared_ptr<SliceMemory> memory_;
 };
 
 TEST_F(SlicesBesideAGpu, GradientsAndReadBackBuffersArePageLocked) {

@@ -1,12 +1,12 @@
-#include "ballast/client/examples/corpus.h"
+#include "ballast/client/examples/bytes_lm/corpus.h"
 
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 
-#include "gmock/gmock.h"
 #include "ballast/tests/scratch_directory.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace ballast::client {

@@ -1,4 +1,4 @@
-#include "ballast/client/examples/model.h"
+#include "ballast/client/examples/bytes_lm/model.h"
 
 #include <cmath>
 #include <set>

@@ -1,4 +1,4 @@
-#include "ballast/client/examples/schedule.h"
+#include "ballast/client/examples/bytes_lm/schedule.h"
 
 #include "gtest/gtest.h"
 

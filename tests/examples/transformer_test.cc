@@ -1,9 +1,9 @@
-#include "ballast/client/examples/transformer.h"
+#include "ballast/client/examples/bytes_lm/transformer.h"
 
 #include <cmath>
 #include <random>
 
-#include "ballast/client/examples/numerics.h"
+#include "ballast/client/examples/bytes_lm/numerics.h"
 #include "gtest/gtest.h"
 
 namespace ballast::client {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "ballast/services/state_server.h"
+#include "ballast/services/server/state_server.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast {

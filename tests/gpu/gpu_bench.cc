@@ -51,7 +51,7 @@ void Link(HbmTier* tier, const DramTier& dram) {
   const Arena locked = OrDie(dram.Map(kBytes));
   Row("map, touch and page-lock", "256 MiB", absl::ToDoubleMilliseconds(absl::Now() - begin), "ms");
   for (const Arena* host : {&locked, &pageable}) {
-    const char* const how = host->pinned() ? "page-locked" : "pageable";
+    const char* const how = host->page_locked() ? "page-locked" : "pageable";
     Row("link to the GPU", how, kBytes / 1e9 / Seconds(5, [&] { OrDie(tier->CopyIn(host->bytes(), block.data())); }),
         "GB/s");
     Row("link from the GPU", how, kBytes / 1e9 / Seconds(5, [&] { OrDie(tier->CopyOut(block.data(), host->bytes())); }),

@@ -15,6 +15,7 @@ int main() {
           .moments = {},
           .working = reinterpret_cast<std::byte*>(&working)});
   const bool same = DigestMismatch(DigestsOf(CpuProcessor())).empty();
-  std::printf("1 - 0.25 x 2 = %g on %s, self-test %s\n", static_cast<double>(working), ActiveIsa(), same ? "passed" : "failed");
+  std::printf("1 - 0.25 x 2 = %g on %s, self-test %s\n", static_cast<double>(working), ActiveIsa(),
+              same ? "passed" : "failed");
   return working == 0.5f && same ? 0 : 1;
 }

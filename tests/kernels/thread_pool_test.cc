@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <thread>
 #include <vector>
@@ -64,6 +65,51 @@ TEST(ThreadPool, PiecesRunSideBySide) {
     while (here.load() < 3) std::this_thread::yield();
   });
   EXPECT_EQ(here.load(), 3);
+}
+
+// Or a job whose batches keep coming would leave another job's pieces to that job's own thread.
+TEST(ThreadPool, TheOldestBatchIsServedFirst) {
+  ThreadPool pool(2);
+  std::atomic<bool> busy = false, release_worker = false, release_callers = false;
+  std::atomic<int> waiting = 0;
+  std::mutex mutex;
+  std::vector<int> served;  // by the pool's only thread
+  const auto await = [](const std::atomic<bool>& flag) {
+    while (!flag.load()) std::this_thread::yield();
+  };
+  std::thread first([&] {
+    const auto caller = std::this_thread::get_id();
+    pool.ParallelFor(2, [&](uint64_t) {
+      if (std::this_thread::get_id() == caller) return await(release_callers);
+      busy = true;
+      await(release_worker);
+    });
+  });
+  await(busy);
+  std::vector<std::thread> others;
+  for (int batch = 0; batch < 3; ++batch) {
+    others.emplace_back([&, batch] {
+      const auto caller = std::this_thread::get_id();
+      pool.ParallelFor(2, [&](uint64_t) {
+        if (std::this_thread::get_id() == caller) {
+          ++waiting;
+          return await(release_callers);
+        }
+        const std::lock_guard<std::mutex> lock(mutex);
+        served.push_back(batch);
+      });
+    });
+    while (waiting.load() <= batch) std::this_thread::yield();
+  }
+  release_worker = true;
+  for (bool all = false; !all; std::this_thread::yield()) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    all = served.size() == 3;
+  }
+  release_callers = true;
+  first.join();
+  for (std::thread& other : others) other.join();
+  EXPECT_EQ(served, (std::vector<int>{0, 1, 2}));
 }
 
 }  // namespace

@@ -103,10 +103,10 @@ TEST(EpochPlanTest, RowsAreCutAsTorchChunkCutsThem) {
   *open.mutable_tiling() = RowTiling(*layout, 4);
   std::vector<std::array<uint64_t, 3>> ranges;
   for (const v1::RankRange& r : open.tiling().ranges()) ranges.push_back({r.rank(), r.begin(), r.end()});
-  EXPECT_THAT(ranges, ::testing::ElementsAre(std::array<uint64_t, 3>{0, 0, 60}, std::array<uint64_t, 3>{1, 60, 120},
-                                             std::array<uint64_t, 3>{2, 120, 150}, std::array<uint64_t, 3>{0, 256, 257},
-                                             std::array<uint64_t, 3>{1, 257, 258},
-                                             std::array<uint64_t, 3>{0, 512, 513}));
+  EXPECT_THAT(ranges,
+              ::testing::ElementsAre(std::array<uint64_t, 3>{0, 0, 60}, std::array<uint64_t, 3>{1, 60, 120},
+                                     std::array<uint64_t, 3>{2, 120, 150}, std::array<uint64_t, 3>{0, 256, 257},
+                                     std::array<uint64_t, 3>{1, 257, 258}, std::array<uint64_t, 3>{0, 512, 513}));
   EXPECT_TRUE(EpochPlan::Make(open).ok()) << EpochPlan::Make(open).status();
 }
 

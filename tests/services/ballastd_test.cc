@@ -7,7 +7,7 @@
 #include "ballast/services/ctl/cluster.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
-#include "ballast/tests/services/rpc_fixture.h"
+#include "ballast/tests/services/rpc/rpc_fixture.h"
 
 namespace ballast::services {
 namespace {

@@ -9,7 +9,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
-#include "ballast/services/catalog_entry.h"
+#include "ballast/services/records/job_entry.h"
 #include "ballast/services/verify/verify.h"
 #include "ballast/tests/services/trainer_group.h"
 
@@ -236,7 +236,7 @@ TEST_F(EveryKJobTest, PinsOfTwoLivesAreRefusedAndVerifySaysSo) {
   {
     const auto catalog = storage::Catalog::Open(a_.directory());
     ASSERT_TRUE(catalog.ok()) << catalog.status();
-    auto entry = ReadCatalogEntry(**catalog, "job");
+    auto entry = ReadJobEntry(**catalog, "job");
     ASSERT_TRUE(entry.ok() && entry->pins.size() == 2);
     std::vector<storage::DurableChunk> chunks = PinnedChunks(entry->pins[0]);
     ++chunks[0].life;
@@ -374,7 +374,7 @@ TEST_F(EveryKJobTest, AnUnreadablePinIsGivenUpWhileTheStateIsLost) {
   {
     const auto catalog = storage::Catalog::Open(a_.directory());
     ASSERT_TRUE(catalog.ok()) << catalog.status();
-    const auto entry = ReadCatalogEntry(**catalog, "job");
+    const auto entry = ReadJobEntry(**catalog, "job");
     ASSERT_TRUE(entry.ok() && entry->pins.size() == 2);
     std::fstream tier(a_.directory() + "/nvme.tier", std::ios::in | std::ios::out | std::ios::binary);
     for (const storage::DurableChunk& chunk : PinnedChunks(entry->pins[1])) {

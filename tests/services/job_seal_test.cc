@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "ballast/proto/model/status.h"
-#include "ballast/services/counters.h"
+#include "ballast/services/foundation/counters.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::services {

@@ -20,8 +20,8 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 storage::MachineProfile Slow() {
   storage::MachineProfile profile;
   profile.threads = 1;
-  profile.update_f32_1_thread_elements_per_s = 1'000'000;
-  profile.update_f32_all_threads_elements_per_s = 1'000'000;
+  profile.update_f32_elements_per_s.one_thread = 1'000'000;
+  profile.update_f32_elements_per_s.all_threads = 1'000'000;
   return profile;
 }
 

@@ -10,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/journal.h"
+#include "ballast/services/durability/journal.h"
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/log/log_reader.h"

@@ -10,7 +10,7 @@
 #include "absl/status/statusor.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/verdict.h"
-#include "ballast/services/state_server.h"
+#include "ballast/services/server/state_server.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/answer.h"
 

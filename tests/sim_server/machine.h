@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "ballast/services/state_server.h"
+#include "ballast/services/server/state_server.h"
 #include "ballast/tests/sim/message.h"
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/sim_server/sim_foundation.h"

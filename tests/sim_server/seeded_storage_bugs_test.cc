@@ -12,11 +12,11 @@
 #include <initializer_list>
 #include <string>
 
-#include "ballast/storage/io/seeded_bugs.h"
+#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/sim_server/server_schedule.h"
 #include "ballast/tests/storage/log/crash_run.h"
-#include "ballast/tests/storage/store_crash_run.h"
+#include "ballast/tests/storage/store/store_crash_run.h"
 #include "gtest/gtest.h"
 
 namespace ballast::sim {

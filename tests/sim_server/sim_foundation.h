@@ -9,11 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "ballast/services/foundation.h"
+#include "ballast/services/foundation/foundation.h"
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/sim_disk/sim_disk.h"
 #include "ballast/tests/sim_server/sim_catalog.h"
-#include "ballast/tests/storage/test_hbm.h"
+#include "ballast/tests/storage/tier/test_hbm.h"
 
 namespace ballast::sim {
 

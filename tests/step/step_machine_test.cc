@@ -39,6 +39,21 @@ TEST_F(StepMachineTest, AFenceOfAnOlderEpochIsStale) {
               Fails(StatusCode::kFailedPrecondition, model::kStaleEpoch, "promised epoch 5.7"));
 }
 
+// Or one fence would leave no numbers for the groups to come.
+TEST_F(StepMachineTest, AFenceSkipsABoundedNumberOfEpochs) {
+  constexpr uint64_t kSkipped = uint64_t{1} << 32;
+  Start(5);
+  for (const uint64_t counter : {6 + kSkipped, uint64_t{1} << 62, ~uint64_t{0}}) {
+    EXPECT_THAT(machine_->Fence(MakeFence(counter)).status(),
+                Fails(StatusCode::kInvalidArgument, model::kBadRequest, "one above what GetJob tells is enough"))
+        << counter;
+  }
+  EXPECT_EQ(machine_->Describe().promised().counter(), 5u);
+  EXPECT_TRUE(machine_->Fence(MakeFence(5 + kSkipped)).ok());
+  SyncAll();
+  EXPECT_TRUE(machine_->Fence(MakeFence(6 + kSkipped)).ok()) << "the next group goes on from there";
+}
+
 TEST_F(StepMachineTest, EqualCountersAreOrderedByNonce) {
   Start(1);
   v1::FenceRequest fence = MakeFence(1);

@@ -232,7 +232,8 @@ def main():
         return 0
     with open(HELD, encoding='utf-8') as file:
         wrong = list(check(reached, json.load(file)))
-    print('\n'.join(wrong))
+    for line in wrong:
+        print(line)
     print(f'{len(sizes)} classes, {len(folders)} folders, {len(wrong)} lines to mend')
     return 1 if wrong or not sizes else 0
 

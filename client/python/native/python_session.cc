@@ -22,7 +22,7 @@
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/services/embedded/embedded_transport.h"
-#include "ballast/services/estimate.h"
+#include "ballast/services/server/estimate.h"
 
 namespace ballast::python {
 namespace {

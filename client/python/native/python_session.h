@@ -21,7 +21,7 @@
 #include "ballast/client/collective/rendezvous.h"
 #include "ballast/client/session.h"
 #include "ballast/client/tensors.h"
-#include "ballast/services/state_server.h"
+#include "ballast/services/server/state_server.h"
 
 namespace ballast::python {
 

@@ -6,8 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/io/arena.h"
 #include "ballast/storage/log/log_reader.h"
+#include "ballast/storage/memory/arena.h"
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/sim_disk/bad_file.h"
 #include "ballast/tests/sim_disk/sim_disk.h"

@@ -18,7 +18,7 @@ using ::testing::HasSubstr;
 MachineProfile Numbered() {
   MachineProfile profile;
   uint64_t next = 1'000'000'000'000;
-  for (const ProfileKey& key : ProfileKeys()) profile.*key.field = ++next;
+  for (const ProfileKey& key : ProfileKeys()) key.field(profile) = ++next;
   return profile;
 }
 

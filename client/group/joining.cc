@@ -1,0 +1,476 @@
+#include "ballast/client/group/joining.h"
+
+#include <algorithm>
+#include <map>
+#include <random>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/names.h"
+#include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
+
+namespace ballast::client {
+namespace {
+
+absl::Status BadSpec(absl::string_view message) {
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec, message);
+}
+
+std::string Show(const v1::TensorSpec& tensor) {
+  return absl::StrCat("unit '", tensor.unit(), "', shape [", absl::StrJoin(tensor.shape(), ", "), "], group ",
+                      tensor.group(), ", aliases [", absl::StrJoin(tensor.aliases(), ", "), "]");
+}
+
+std::string Some(const std::vector<std::string>& tensors) {
+  return absl::StrCat("tensor '", tensors.front(), "'",
+                      tensors.size() > 1 ? absl::StrCat(" and ", tensors.size() - 1, " more") : "");
+}
+
+const char* Name(Resume resume) {
+  return resume == Resume::kNever ? "never" : resume == Resume::kAuto ? "auto" : "must";
+}
+
+// The deadline passed while a server was busy with the request, not while it was down.
+bool IsAtWork(const absl::Status& status) {
+  return absl::IsDeadlineExceeded(status) && model::ReasonOf(status) == model::kBusy;
+}
+
+// Above every counter seen; the nonce tells apart groups that saw the same.
+v1::Epoch EpochAbove(absl::Span<const v1::GetJobResponse> answers) {
+  v1::Epoch epoch;
+  for (const v1::GetJobResponse& answer : answers) {
+    epoch.set_counter(std::max(epoch.counter(), answer.promised().counter()));
+  }
+  epoch.set_counter(epoch.counter() + 1);
+  std::random_device random;
+  epoch.set_nonce(static_cast<uint64_t>(random()) << 32 | random());
+  return epoch;
+}
+
+// The newest Open that any server has, or nullptr.
+const v1::OpenRequest* NewestOpen(absl::Span<const v1::GetJobResponse> answers) {
+  const v1::OpenRequest* newest = nullptr;
+  for (const v1::GetJobResponse& answer : answers) {
+    if (answer.has_open() && (newest == nullptr || model::Compare(answer.open().epoch(), newest->epoch()) > 0)) {
+      newest = &answer.open();
+    }
+  }
+  return newest;
+}
+
+absl::Status JobExists(const std::string& job, int64_t version) {
+  return model::Error(
+      absl::StatusCode::kAlreadyExists, model::kJobExists,
+      absl::StrCat("job '", job, "' exists, at version ", version,
+                   ", and resume=never (the default) never touches an existing job; choose resume=auto "
+                   "(continue it, or create it if missing), resume=must (continue it, fail if missing), "
+                   "or another job name"));
+}
+
+absl::Status JobMissing(const std::string& job) {
+  return model::Error(absl::StatusCode::kNotFound, model::kJobMissing,
+                      absl::StrCat("resume=must, but the servers have no job '", job,
+                                   "'; check the name and the servers, or choose resume=auto to create it"));
+}
+
+// Digest of the options on which ranks must agree before anything is changed.
+std::string Digest(const SessionOptions& options, const v1::JobSpec& spec, uint32_t servers) {
+  v1::OpenRequest said;
+  *said.mutable_spec() = spec;
+  said.set_base(static_cast<int64_t>(options.resume));
+  said.mutable_tiling()->set_world_size(servers);
+  said.mutable_epoch()->set_counter(static_cast<uint64_t>(options.split));
+  return said.SerializeAsString();
+}
+
+absl::Status CompareDigests(absl::Span<const std::string> digests) {
+  v1::OpenRequest first;
+  first.ParseFromString(digests[0]);
+  for (size_t r = 1; r < digests.size(); ++r) {
+    if (digests[r] == digests[0]) continue;
+    v1::OpenRequest other;
+    other.ParseFromString(digests[r]);
+    std::string what = "options differ: job name, group_count, chunk_elements, seed, split, or the order of tensors";
+    if (other.tiling().world_size() != first.tiling().world_size()) {
+      what = absl::StrCat(other.tiling().world_size(), " servers against ", first.tiling().world_size());
+    } else if (other.base() != first.base()) {
+      what = absl::StrCat("resume=", Name(static_cast<Resume>(other.base())),
+                          " against resume=", Name(static_cast<Resume>(first.base())));
+    } else if (const auto mine = model::OptimizerOf(other.spec()), its = model::OptimizerOf(first.spec());
+               mine.ok() && its.ok() && !(*mine == *its)) {
+      what = absl::StrCat(model::Show(*mine), " against ", model::Show(*its));
+    } else if (const absl::Status same = CheckSameSpec(other.spec(), first.spec()); !same.ok()) {
+      what = std::string(same.message());
+    }
+    return BadSpec(absl::StrCat("ranks ", r, " and 0 open different sessions: ", what,
+                                "; all ranks must pass the same options, tensors and servers"));
+  }
+  return absl::OkStatus();
+}
+
+// `missing`: the job has them, and the session does not name them. `unknown`: the other way round.
+absl::Status CheckSameNames(const std::vector<std::string>& missing, const std::vector<std::string>& unknown) {
+  if (missing.empty() && unknown.empty()) return absl::OkStatus();
+  std::vector<std::string> what;
+  if (!missing.empty()) {
+    what.push_back(absl::StrCat("the job has ", Some(missing),
+                                ", which this session does not name; a session names all of a job's tensors"));
+  }
+  if (!unknown.empty()) {
+    what.push_back(absl::StrCat("the job has not ", Some(unknown),
+                                "; a session opens with the job's tensors alone, and registers others later"));
+  }
+  absl::Status status =
+      model::Error(absl::StatusCode::kInvalidArgument, model::kTensorsDiffer, absl::StrJoin(what, ". And "));
+  constexpr absl::string_view kBetween("\0", 1);
+  if (!missing.empty()) model::SetDetail(model::kMissing, absl::StrJoin(missing, kBetween), &status);
+  if (!unknown.empty()) model::SetDetail(model::kUnknown, absl::StrJoin(unknown, kBetween), &status);
+  return status;
+}
+
+}  // namespace
+
+v1::TensorSpec ToProto(const TensorSpec& tensor) {
+  v1::TensorSpec proto;
+  proto.set_name(tensor.name);
+  proto.set_unit(tensor.unit);
+  for (const uint64_t extent : tensor.shape) proto.add_shape(extent);
+  proto.set_group(tensor.group);
+  for (const std::string& alias : tensor.aliases) proto.add_aliases(alias);
+  proto.set_dtype(tensor.dtype);
+  return proto;
+}
+
+v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec>& tensors) {
+  v1::JobSpec spec;
+  spec.set_name(options.job);
+  spec.set_chunk_elements(options.chunk_elements);
+  model::SetOptimizer(options.optimizer, &spec);
+  spec.set_seed(options.seed);
+  spec.set_durability(options.durability);
+  spec.set_pin_interval(options.pin_interval);
+  spec.set_group_count(options.group_count);
+  v1::Registration* registration = spec.add_registrations();
+  registration->set_version(-1);
+  for (const TensorSpec& tensor : tensors) *registration->add_tensors() = ToProto(tensor);
+  return spec;
+}
+
+std::string DurabilityOf(const v1::JobSpec& spec) {
+  if (spec.durability() == v1::DURABILITY_EVERY_K) {
+    return absl::StrCat("every-K with pin_interval ", spec.pin_interval());
+  }
+  return spec.durability() == v1::DURABILITY_STEP ? "step" : "none";
+}
+
+absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
+  if (DurabilityOf(given) != DurabilityOf(job)) {
+    return BadSpec(absl::StrCat("the job has durability ", DurabilityOf(job), ", this session asks for ",
+                                DurabilityOf(given),
+                                "; a job's durability stays what it is for the job's life: ask for the job's own"));
+  }
+  if (given.group_count() != job.group_count()) {
+    return BadSpec(absl::StrCat("the job has room for ", job.group_count(),
+                                " parameter groups (group_count), this session asks for ", given.group_count(),
+                                "; the room stays what it is for the job's life: make a new job for more groups"));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec wanted, model::OptimizerOf(given));
+  BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec has, model::OptimizerOf(job));
+  if (!(wanted == has)) {
+    return BadSpec(absl::StrCat("the job has ", model::Show(has), ", this session asks for ", model::Show(wanted),
+                                "; an optimizer and its formats stay what they are for a job's life"));
+  }
+  // Later registrations replace earlier ones of the same name.
+  absl::flat_hash_map<std::string, const v1::TensorSpec*> live;
+  for (const auto& registration : job.registrations()) {
+    for (const v1::TensorSpec& tensor : registration.tensors()) live[tensor.name()] = &tensor;
+  }
+  std::vector<std::string> unknown;
+  for (const auto& registration : given.registrations()) {
+    for (const v1::TensorSpec& tensor : registration.tensors()) {
+      const auto it = live.find(tensor.name());
+      if (it == live.end()) {
+        unknown.push_back(tensor.name());
+        continue;
+      }
+      if (Show(tensor) != Show(*it->second)) {
+        return BadSpec(absl::StrCat("tensor '", tensor.name(), "' differs: the job has ", Show(*it->second),
+                                    ", this session gives ", Show(tensor)));
+      }
+      live.erase(it);
+    }
+  }
+  std::vector<std::string> missing;
+  for (const auto& [name, tensor] : live) missing.push_back(name);
+  std::sort(missing.begin(), missing.end());
+  return CheckSameNames(missing, unknown);
+}
+
+absl::StatusOr<std::vector<PinnedOn>> AskPins(Router* router, const std::string& job, absl::Time deadline) {
+  v1::GetJobRequest ask;
+  ask.set_job(job);
+  BALLAST_ASSIGN_OR_RETURN(const auto answers, (router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
+                                                   &Transport::GetJob, "GetJob", ask, deadline)));
+  std::map<int64_t, uint32_t> servers;
+  for (const v1::GetJobResponse& answer : answers) {
+    for (const int64_t version : answer.durable_versions()) ++servers[version];
+  }
+  std::vector<PinnedOn> pins;
+  for (const auto& [version, count] : servers) pins.push_back({version, count});
+  return pins;
+}
+
+absl::StatusOr<std::vector<v1::GetJobResponse>> Opening::Fence(const std::string& job, const v1::Epoch& epoch,
+                                                               bool expect_empty, absl::Time deadline) {
+  v1::FenceRequest request;
+  request.set_job(job);
+  *request.mutable_epoch() = epoch;
+  request.set_expect_empty(expect_empty);
+  BALLAST_ASSIGN_OR_RETURN(auto fenced,
+                           (router_->CallAll<v1::FenceRequest, v1::FenceResponse>(
+                               &Transport::Fence, absl::StrCat("Fence of job '", job, "'"), request, deadline)));
+  std::vector<v1::GetJobResponse> answers;
+  for (v1::FenceResponse& response : fenced) answers.push_back(std::move(*response.mutable_job()));
+  return answers;
+}
+
+absl::Status Opening::TryOpen(v1::OpenRequest open, absl::Time deadline) {
+  BALLAST_RETURN_IF_ERROR(model::EpochPlan::Make(open).status());
+  open.set_dry_run(true);
+  return router_
+      ->CallAll<v1::OpenRequest, v1::OpenResponse>(
+          &Transport::Open, absl::StrCat("Space for job '", open.spec().name(), "'"), open, deadline)
+      .status();
+}
+
+absl::Status Opening::SendOpen(const v1::OpenRequest& open, absl::Time deadline) {
+  return router_
+      ->CallAll<v1::OpenRequest, v1::OpenResponse>(
+          &Transport::Open, absl::StrCat("Open of job '", open.spec().name(), "'"), open, deadline)
+      .status();
+}
+
+absl::Status Opening::SendFirstOpen(const v1::OpenRequest& open, absl::Duration timeout) {
+  for (;;) {
+    const absl::Status opened = SendOpen(open, absl::Now() + timeout);
+    if (!IsAtWork(opened)) return opened;
+  }
+}
+
+v1::Tiling Opening::MakeTiling(const model::Layout& layout) const {
+  const auto world_size = static_cast<uint32_t>(group_->world_size());
+  return split_ == Split::kRows ? model::RowTiling(layout, world_size) : model::EvenTiling(layout, world_size);
+}
+
+absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& options, const v1::JobSpec& spec) {
+  const absl::Time deadline = absl::Now() + options.open_timeout;
+  v1::GetJobRequest ask;
+  ask.set_job(options.job);
+  BALLAST_ASSIGN_OR_RETURN(const auto seen,
+                           (router_->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
+                               &Transport::GetJob, absl::StrCat("GetJob of job '", options.job, "'"), ask, deadline)));
+  int64_t highest = -1;
+  bool exists = false;
+  for (const v1::GetJobResponse& answer : seen) {
+    if (answer.exists()) highest = std::max(highest, answer.committed());
+    exists = exists || answer.exists();
+  }
+  if (options.resume == Resume::kNever && highest >= 0) return JobExists(options.job, highest);
+  if (options.resume == Resume::kMust && !exists) return JobMissing(options.job);
+  absl::flat_hash_set<std::string> ids;
+  for (const v1::GetJobResponse& answer : seen) {
+    if (!ids.insert(answer.server_id()).second) {
+      return BadSpec(absl::StrCat("server '", answer.server_id(), "' is named twice; name each server once"));
+    }
+  }
+
+  // Checked before the fence where possible: a mistake here must not end a group at work.
+  if (const v1::OpenRequest* newest = NewestOpen(seen); newest != nullptr) {
+    absl::Status same = CheckSameSpec(spec, newest->spec());
+    if (!same.ok() && highest < 0) {
+      same = model::Annotate(same, absl::StrCat("job '", options.job,
+                                                "' was opened with another spec and never initialised; open it with "
+                                                "those, drop it, or choose another name"));
+    }
+    BALLAST_RETURN_IF_ERROR(same);
+  }
+
+  v1::OpenRequest open;
+  *open.mutable_epoch() = EpochAbove(seen);
+  auto fenced = Fence(options.job, open.epoch(), options.resume == Resume::kNever, deadline);
+  if (!fenced.ok() && model::ReasonOf(fenced.status()) == model::kJobExists) return JobExists(options.job, highest);
+  BALLAST_RETURN_IF_ERROR(fenced.status());
+  BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(*fenced));
+  if (options.resume == Resume::kNever && resolution.base >= 0) return JobExists(options.job, resolution.base);
+  if (options.resume == Resume::kMust && resolution.base < 0) return JobMissing(options.job);
+
+  open.set_base(resolution.base);
+  if (resolution.decision.has_value()) *open.mutable_base_decision() = *resolution.decision;
+  if (resolution.restores.has_value()) open.set_restores(*resolution.restores);
+  std::vector<std::string> server_ids;
+  for (const v1::GetJobResponse& answer : *fenced) server_ids.push_back(answer.server_id());
+  const v1::OpenRequest* const newest = NewestOpen(*fenced);
+  if (newest != nullptr) {
+    // Chunks lie by this spec and these members, even where the job was opened and never initialised.
+    BALLAST_RETURN_IF_ERROR(CheckSameSpec(spec, newest->spec()));
+    *open.mutable_spec() = newest->spec();
+    *open.mutable_members() = newest->members();
+    BALLAST_RETURN_IF_ERROR(MatchMembers(open, server_ids));
+  } else {
+    *open.mutable_spec() = spec;
+    for (const std::string& id : server_ids) {
+      v1::Member* member = open.add_members();
+      member->set_server_id(id);
+      member->set_weight(1);
+    }
+  }
+  BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
+  *open.mutable_tiling() = MakeTiling(layout);
+  // All servers or none: a job opened by one server, with no room on another, could not be changed any more.
+  BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
+  BALLAST_RETURN_IF_ERROR(newest == nullptr ? SendFirstOpen(open, options.open_timeout) : SendOpen(open, deadline));
+  // By now, the pins that an older group was making are complete, or refused for their old epoch. A failure here may
+  // wait.
+  (void)DropPartialPins(open, absl::Now() + options.open_timeout);
+  return open;
+}
+
+absl::Status Opening::DropPartialPins(const v1::OpenRequest& open, absl::Time deadline) {
+  if (open.spec().durability() == v1::DURABILITY_NONE) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<PinnedOn> pins, AskPins(router_, open.spec().name(), deadline));
+  for (const PinnedOn& pin : pins) {
+    if (pin.servers == router_->server_count()) continue;
+    v1::UnpinRequest request;
+    request.set_job(open.spec().name());
+    request.set_version(pin.version);
+    request.set_durable(true);
+    *request.mutable_epoch() = open.epoch();
+    const std::string what = absl::StrCat("Unpin of version ", pin.version, ", which only some servers have");
+    BALLAST_RETURN_IF_ERROR(
+        (router_->CallAll<v1::UnpinRequest, v1::UnpinResponse>(&Transport::Unpin, what, request, deadline)).status());
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& current, int64_t version,
+                                                       const std::vector<TensorSpec>& added, absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  v1::OpenRequest open = current;
+  if (!added.empty()) {
+    v1::Registration* registration = open.mutable_spec()->add_registrations();
+    registration->set_version(version);
+    for (const TensorSpec& tensor : added) *registration->add_tensors() = ToProto(tensor);
+  }
+  // Before the fence: a bad tensor, or one without room, must not cost the group its epoch.
+  BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
+  *open.mutable_tiling() = MakeTiling(layout);
+  open.set_base(version);
+  open.clear_restores();
+  BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
+
+  v1::GetJobResponse held;
+  *held.mutable_promised() = current.epoch();
+  *open.mutable_epoch() = EpochAbove(absl::MakeConstSpan(&held, 1));
+  absl::Status moved = MoveEpoch(&open, version, deadline);
+  if (moved.ok()) return open;
+  // From the fence on the old epoch is over, whatever went wrong: the code says so.
+  return model::Error(
+      absl::StatusCode::kAborted, model::ReasonOf(moved),
+      absl::StrCat("the move to a new epoch was cut short, and this group's epoch is over: exit and start "
+                   "again with resume=auto. ",
+                   moved.message()));
+}
+
+absl::Status Opening::MoveEpoch(v1::OpenRequest* open, int64_t version, absl::Time deadline) {
+  BALLAST_ASSIGN_OR_RETURN(const auto fenced, Fence(open->spec().name(), open->epoch(), false, deadline));
+  BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(fenced));
+  if (resolution.restores.has_value()) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kStateLost,
+                        "a server was restarted and lost its state since its newest pin (durability every-K)");
+  }
+  if (resolution.base != version) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
+                        absl::StrCat("the job is at version ", resolution.base, ", this group at ", version,
+                                     "; another group has taken over"));
+  }
+  open->clear_base_decision();
+  if (resolution.decision.has_value()) *open->mutable_base_decision() = *resolution.decision;
+  return SendOpen(*open, deadline);
+}
+
+absl::Status Opening::MatchMembers(const v1::OpenRequest& open, absl::Span<const std::string> server_ids) {
+  if (static_cast<size_t>(open.members_size()) != server_ids.size()) {
+    return BadSpec(
+        absl::StrCat("the job lies on ", open.members_size(), " servers, this session names ", server_ids.size()));
+  }
+  std::vector<uint32_t> order;
+  for (const v1::Member& member : open.members()) {
+    const auto it = std::find(server_ids.begin(), server_ids.end(), member.server_id());
+    if (it == server_ids.end()) {
+      return BadSpec(absl::StrCat("the job has chunks on server '", member.server_id(),
+                                  "', which is not among the servers of this session (",
+                                  absl::StrJoin(server_ids, ", "), "); was its data directory replaced?"));
+    }
+    order.push_back(static_cast<uint32_t>(it - server_ids.begin()));
+  }
+  router_->Reorder(order);
+  return absl::OkStatus();
+}
+
+absl::Status Opening::MatchMembersByAsking(const v1::OpenRequest& open, absl::Time deadline) {
+  v1::GetJobRequest ask;
+  ask.set_job(open.spec().name());
+  BALLAST_ASSIGN_OR_RETURN(const auto seen, (router_->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
+                                                &Transport::GetJob, "GetJob", ask, deadline)));
+  std::vector<std::string> server_ids;
+  for (const v1::GetJobResponse& answer : seen) server_ids.push_back(answer.server_id());
+  return MatchMembers(open, server_ids);
+}
+
+absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::StatusOr<v1::OpenRequest> open,
+                                                                      bool match_members, absl::Duration timeout) {
+  const bool first = group_->rank() == 0;
+  BALLAST_ASSIGN_OR_RETURN(const auto said, group_->Agree("Open", first ? open.status() : absl::OkStatus(),
+                                                          first && open.ok() ? open->SerializeAsString() : ""));
+  auto shared = std::make_shared<v1::OpenRequest>();
+  absl::Status mine;
+  if (!shared->ParseFromString(said[0])) {
+    mine = model::Error(absl::StatusCode::kInternal, model::kBadRequest, "rank 0 sent no Open");
+  } else if (!first && match_members) {
+    // Names members, so that a rank with other servers gets an error. Counts the timeout from now: rank 0 may have
+    // waited for a server's disk.
+    mine = MatchMembersByAsking(*shared, absl::Now() + timeout);
+  }
+  BALLAST_RETURN_IF_ERROR(group_->Agree("Open", mine));
+  router_->SetOpen(shared);
+  return std::shared_ptr<const v1::OpenRequest>(std::move(shared));
+}
+
+absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const SessionOptions& options,
+                                                                     const v1::JobSpec& spec) {
+  absl::Status bad = model::CheckJobName(options.job);
+  if (bad.ok()) bad = model::OptimizerOf(spec).status();
+  if (bad.ok()) bad = model::Layout::Make(spec).status();
+  BALLAST_ASSIGN_OR_RETURN(const auto digests,
+                           group_->Agree("Open", bad, Digest(options, spec, router_->server_count())));
+  BALLAST_RETURN_IF_ERROR(CompareDigests(digests));
+  absl::StatusOr<v1::OpenRequest> open = v1::OpenRequest();
+  if (group_->rank() == 0) open = OpenAsFirst(options, spec);
+  return Share(std::move(open), true, options.open_timeout);
+}
+
+absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Extend(const v1::OpenRequest& current, int64_t version,
+                                                                       const std::vector<TensorSpec>& added,
+                                                                       absl::Duration timeout) {
+  absl::StatusOr<v1::OpenRequest> open = v1::OpenRequest();
+  if (group_->rank() == 0) open = ExtendAsFirst(current, version, added, timeout);
+  return Share(std::move(open), false, timeout);
+}
+
+}  // namespace ballast::client

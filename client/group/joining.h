@@ -1,0 +1,79 @@
+// How a group comes to own a job: fence, resolve, open (rules 9-11 of services/step/README.md), and the checks that all
+// ranks agree.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "ballast/client/group/group.h"
+#include "ballast/client/session_types.h"
+#include "ballast/client/transport/router.h"
+#include "ballast/proto/model/layout.h"
+
+namespace ballast::client {
+
+// The spec of a new job as the user gave it.
+v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec>& tensors);
+v1::TensorSpec ToProto(const TensorSpec& tensor);
+
+// OK if `given` (one registration) has `job`'s optimizer and names exactly its live tensors, all alike. BAD_SPEC names
+// the first difference. If only the names differ: TENSORS_DIFFER, with all differing names in the details.
+absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job);
+
+// A version, and the number of servers that keep the version on the disk.
+struct PinnedOn {
+  int64_t version = 0;
+  uint32_t servers = 0;
+};
+// Returns kept versions, ascending.
+absl::StatusOr<std::vector<PinnedOn>> AskPins(Router* router, const std::string& job, absl::Time deadline);
+
+class Opening {
+ public:
+  // Borrows both arguments.
+  Opening(Router* router, Group* group, Split split) : router_(router), group_(group), split_(split) {}
+
+  // COLLECTIVE. Opens `options.job` for this group's world size, with `spec` if the job is new, else with the job's own
+  // spec. On return the router's servers are in the order of the members, and the router has the Open.
+  absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Open(const SessionOptions& options, const v1::JobSpec& spec);
+
+  // COLLECTIVE. Opens a new epoch of an open job and registers `added` tensors (perhaps none) at its version. ABORTED:
+  // the old epoch is over, and the group must start again. After any different error the old epoch goes on.
+  absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Extend(const v1::OpenRequest& current, int64_t version,
+                                                                const std::vector<TensorSpec>& added,
+                                                                absl::Duration timeout);
+
+ private:
+  absl::StatusOr<v1::OpenRequest> OpenAsFirst(const SessionOptions& options, const v1::JobSpec& spec);
+  absl::StatusOr<v1::OpenRequest> ExtendAsFirst(const v1::OpenRequest& current, int64_t version,
+                                                const std::vector<TensorSpec>& added, absl::Duration timeout);
+  absl::StatusOr<std::vector<v1::GetJobResponse>> Fence(const std::string& job, const v1::Epoch& epoch,
+                                                        bool expect_empty, absl::Time deadline);
+  // Asks whether all servers would find space for the job. Changes nothing.
+  absl::Status TryOpen(v1::OpenRequest open, absl::Time deadline);
+  absl::Status SendOpen(const v1::OpenRequest& open, absl::Time deadline);
+  // Sends a job's first Open. Servers write the job's log in full once, which can take a disk minutes. `timeout`
+  // applies to servers that are down; a server that answers that it is at work is waited for without limit.
+  absl::Status SendFirstOpen(const v1::OpenRequest& open, absl::Duration timeout);
+  // Drops kept versions that some server lacks: no restore can use them, because the rank that pinned them died amid
+  // it. No rank of this group pins yet.
+  absl::Status DropPartialPins(const v1::OpenRequest& open, absl::Time deadline);
+  // Fences, then sends `open`, which must start at `version`.
+  absl::Status MoveEpoch(v1::OpenRequest* open, int64_t version, absl::Time deadline);
+  // Puts the router's servers into the order of `open`'s members.
+  absl::Status MatchMembers(const v1::OpenRequest& open, absl::Span<const std::string> server_ids);
+  absl::Status MatchMembersByAsking(const v1::OpenRequest& open, absl::Time deadline);
+  // Returns rank 0's Open, or rank 0's error, on all ranks.
+  absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Share(absl::StatusOr<v1::OpenRequest> open, bool match_members,
+                                                               absl::Duration timeout);
+
+  v1::Tiling MakeTiling(const model::Layout& layout) const;
+
+  Router* router_;
+  Group* group_;
+  Split split_;
+};
+
+}  // namespace ballast::client

@@ -1,0 +1,119 @@
+// State that is brought in from elsewhere: masters and moments of whole tensors, with their step counts.
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/client/session/session_impl.h"
+#include "ballast/kernels/ieee_mode.h"
+#include "ballast/proto/model/layout.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::client {
+namespace {
+
+using StateByTensor = std::map<uint32_t, const TensorState*>;
+
+absl::Status Bad(absl::string_view reason, absl::string_view message) {
+  return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
+}
+
+// All that this rank owns of the tensor is given.
+absl::Status CheckCovers(const Seat& seat, uint32_t tensor, const TensorState& state) {
+  const model::Range range = seat.units->layout().tensors()[tensor].range;
+  const uint64_t end = state.first + state.values.size();
+  bool covers = end <= range.size();
+  for (const OwnedSegment& segment : seat.units->unit(seat.units->layout().tensors()[tensor].unit).segments) {
+    if (segment.tensor != tensor) continue;
+    covers = covers && state.first <= segment.first && segment.first + segment.count <= end;
+  }
+  if (covers) return absl::OkStatus();
+  return Bad(model::kBadLength, absl::StrCat("tensor '", state.tensor, "' has ", range.size(), " elements, elements ",
+                                             state.first, " to ", end, " were given, and this rank owns others"));
+}
+
+absl::Status CheckValues(const TensorState& state, bool squares) {
+  const kernels::IeeeMode mode;  // else a negative denormal could pass for zero
+  const auto bad = std::find_if(state.values.begin(), state.values.end(),
+                                [squares](float x) { return !std::isfinite(x) || (squares && x < 0); });
+  if (bad == state.values.end()) return absl::OkStatus();
+  return Bad(model::kBadRequest,
+             absl::StrCat("element ", state.first + static_cast<uint64_t>(bad - state.values.begin()),
+                          " of the values for tensor '", state.tensor, "' is ", *bad, "; they must be finite",
+                          squares ? ", and those of a second moment at least 0" : ""));
+}
+
+absl::StatusOr<StateByTensor> ByTensor(const Seat& seat, Content array, absl::Span<const TensorState> tensors) {
+  const int moment = static_cast<int>(array) - static_cast<int>(Content::kMoment1);
+  const bool squares = moment >= 0 && kernels::IsSecondMoment(seat.optimizer, moment);
+  if (tensors.empty()) return Precondition("no tensors to write");
+  StateByTensor states;
+  for (const TensorState& state : tensors) {
+    BALLAST_ASSIGN_OR_RETURN(const uint32_t index, seat.units->layout().FindTensor(state.tensor));
+    BALLAST_RETURN_IF_ERROR(CheckCovers(seat, index, state));
+    BALLAST_RETURN_IF_ERROR(CheckValues(state, squares));
+    if (!states.emplace(index, &state).second) {
+      return Bad(model::kBadRequest, absl::StrCat("tensor '", state.tensor, "' is given twice"));
+    }
+  }
+  return states;
+}
+
+v1::StepHeader HeaderOf(uint32_t array, uint32_t tensor_count, const StateByTensor& states) {
+  v1::StepHeader header;
+  header.set_kind(v1::STEP_KIND_VALUES);
+  header.set_gradient_scale(1);
+  header.set_value_array(array);
+  header.mutable_value_tensor_steps()->Resize(static_cast<int>(tensor_count), 0);
+  std::vector<uint32_t> present;
+  for (const auto& [tensor, state] : states) {
+    present.push_back(tensor);
+    header.set_value_tensor_steps(static_cast<int>(tensor), state->steps);
+  }
+  header.set_value_presence(model::MakeBitmap(tensor_count, present));
+  return header;
+}
+
+// For a single rank, which is given whole tensors.
+std::vector<model::LentTensor> LentOf(uint32_t tensor_count, const StateByTensor& states) {
+  std::vector<model::LentTensor> lent(tensor_count);
+  for (const auto& [tensor, state] : states) {
+    lent[tensor].value = reinterpret_cast<const std::byte*>(state->values.data());
+    lent[tensor].value_dtype = kernels::Dtype::kF32;
+  }
+  return lent;
+}
+
+}  // namespace
+
+absl::StatusOr<StepReport> Session::CommitState(Content array, absl::Span<const TensorState> tensors,
+                                                const std::string& blob) {
+  Impl& impl = *impl_;
+  BALLAST_RETURN_IF_ERROR(impl.Usable());
+  absl::Status mine;
+  if (!impl.without_values.empty()) mine = Precondition("some tensors have no values yet; Initialise comes first");
+  if (!impl.gradients.empty()) mine = Precondition("gradients were pushed; Step or Drop before CommitState");
+  if (!impl.values.empty()) mine = Precondition("values were written; Step or CommitValues before CommitState");
+  if (impl.loan != nullptr) mine = Precondition("memory is lent; AwaitApplied or Drop before CommitState");
+  if (array == Content::kWorking) mine = Precondition("working parameters follow from the masters: write those");
+  StateByTensor states;
+  if (mine.ok()) {
+    auto found = ByTensor(impl.seat, array, tensors);
+    mine = found.status();
+    if (found.ok()) states = *std::move(found);
+  }
+  const auto index = static_cast<uint32_t>(array) - static_cast<uint32_t>(Content::kMaster);
+  const bool lends = mine.ok() && impl.lends_values();
+  if (lends) mine = impl.Lend(LentOf(tensor_count(), states));
+  const Values::Source source = [&](uint32_t tensor, uint64_t first, absl::Span<float> to) {
+    const TensorState& state = *states.at(tensor);
+    std::copy_n(state.values.begin() + static_cast<std::ptrdiff_t>(first - state.first), to.size(), to.begin());
+  };
+  auto report = impl.Transact("CommitState", std::move(mine), HeaderOf(index, tensor_count(), states), blob, source);
+  if (!lends) return report;
+  const absl::Status applied = report.ok() ? impl.AwaitApplied() : Drop();
+  return report.ok() && !applied.ok() ? applied : report;
+}
+
+}  // namespace ballast::client

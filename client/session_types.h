@@ -1,0 +1,144 @@
+// The types that Session's calls take and return.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "ballast/kernels/optimizer.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::client {
+
+using bf16 = uint16_t;  // bits of a bfloat16
+
+// A tensor of the model. Tensors of one unit are gathered together (usually a layer).
+struct TensorSpec {
+  std::string name;
+  std::string unit;
+  std::vector<uint64_t> shape;
+  uint32_t group = 0;                // parameter group: which hyper-parameters apply
+  std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
+  // Dtype of the working parameters. Leave UNSPECIFIED to use the job's; any other dtype is refused (BAD_DTYPE).
+  v1::Dtype dtype = v1::DTYPE_UNSPECIFIED;
+};
+
+// How Open treats a job that exists, or one that does not.
+enum class Resume {
+  kNever,  // an existing job is an error
+  kAuto,   // continue it if it exists, else create it
+  kMust,   // a missing job is an error
+};
+
+// How units are divided among ranks. Belongs to the session, not to the job: the split may differ on resume.
+enum class Split {
+  kEven,  // each unit in world_size runs of about equal size, across tensors (FSDP1's flat parameter)
+  kRows,  // each tensor in runs of rows, as torch.chunk along dimension 0 (FSDP2's Shard(0)): a range per tensor
+};
+
+struct SessionOptions {
+  std::string job;
+  Resume resume = Resume::kNever;
+  uint32_t group_count = 1;
+  uint64_t chunk_elements = uint64_t{1} << 20;  // only for a new job
+  // Optimizer, dtypes of gradients and working parameters, format of the moments. They belong to the job: a resume with
+  // different ones is refused (BAD_SPEC). The default: AdamW, bf16, bf16, fp32.
+  kernels::OptimizerSpec optimizer;
+  uint64_t seed = 0;  // for stochastic rounding of bf16 moments; used for a new job only, which keeps the seed
+  // Which failures a decided step survives. Used for a new job only, which keeps the setting.
+  // `step`: servers write every gradient to a log on their disks before they prepare a step, so that servers and
+  // trainers may be killed at any moment. Needs an NVMe budget for the log and for the state.
+  // `every-K`: servers pin every `pin_interval`-th version on their disks instead. When a server ends without being
+  // asked to, the next group that opens the job gets the newest version that all servers have (restored_version). Needs
+  // an NVMe budget for twice the version, besides the state, and all tensors named when the job is created.
+  // `none`: the job's state is lost with a server that ends.
+  v1::Durability durability = v1::DURABILITY_STEP;
+  uint64_t pin_interval = 0;   // K of every-K, at least 1; 0 with another durability
+  Split split = Split::kEven;  // the same on all ranks
+  // How long servers may take for a call, or for a step once all ranks have come, updates included. PinDurably and
+  // Restore write (Restore also reads) all state within this time. How long ranks wait for each other is the
+  // collective's timeout.
+  absl::Duration step_timeout = absl::Seconds(120);
+  // How long Open waits for servers that are down. A server at work (writing a large job's log) is waited for without
+  // limit. The collective's timeout must be longer, because the ranks other than 0 wait meanwhile.
+  absl::Duration open_timeout = absl::Seconds(30);
+  // Bound on bytes of pushes and pulls in flight.
+  uint64_t inflight_bytes_max = uint64_t{64} << 20;
+  // Called with a line that says what the session waits for, when a wait exceeds two seconds. May be empty.
+  std::function<void(const std::string&)> progress;
+  // Asked twice a second, on another thread, while servers are waited for. Returning true ends the session: the waiting
+  // call, or Open, returns CANCELLED, and the requested change may or may not have happened. May be empty.
+  std::function<bool()> interrupted;
+};
+
+// Hyper-parameters of a parameter group for one step, with torch.optim's meaning and AdamW's defaults.
+struct GroupHyper {
+  double learning_rate = 1e-3;
+  double beta1 = 0.9;  // SGD: the momentum, if the optimizer has its buffer
+  double beta2 = 0.999;
+  double epsilon = 1e-8;
+  double weight_decay = 0.01;
+  // Options of single optimizers: refused where the optimizer lacks them.
+  double dampening = 0;            // SGD with momentum
+  double learning_rate_decay = 0;  // Adagrad
+  double initial_accumulator = 0;  // Adagrad: the sum's value before a tensor's first update
+  bool maximize = false;
+};
+
+// torch.optim's defaults of each optimizer; for Lion the defaults of its paper.
+GroupHyper DefaultHyper(kernels::OptimizerKind kind);
+
+struct StepOptions {
+  std::vector<GroupHyper> groups;  // group_count entries; the same on all ranks
+  double gradient_scale = 1;       // pushed gradients are multiplied by this; the same on all ranks
+  double max_norm = 0;             // clip the scaled global norm to this; 0 = no clipping
+  std::string blob;  // this rank's data cursor, RNG...: comes back on resume. 64 KiB for all ranks together
+};
+
+struct StepReport {
+  int64_t version = 0;
+  bool skipped = false;  // some gradient was Inf or NaN: nothing was updated, on any server
+  double norm = 0;       // global norm of scaled gradients, before clipping
+};
+
+// Seconds and bytes since Open.
+struct SessionStats {
+  double pull_seconds = 0;    // blocked on pulls
+  double gather_seconds = 0;  // in all-gathers
+  double push_seconds = 0;    // blocked on pushes
+  double seal_seconds = 0;    // in Step: exchange, seal, decide
+  uint64_t pulled_bytes = 0;
+  uint64_t pushed_bytes = 0;
+  uint64_t gathered_bytes = 0;
+};
+
+// The arrays of a tensor that Read can read. AdamW and Adam have the moments m, v and with amsgrad the largest v; SGD
+// with momentum has its buffer; Adagrad has v; Lion has m.
+enum class Content { kWorking, kMaster, kMoment1, kMoment2, kMoment3 };
+
+// State of one tensor, as CommitState writes it.
+struct TensorState {
+  std::string tensor;
+  // Values from element `first` of the tensor on: at least this rank's part of the tensor. Borrowed until return.
+  absl::Span<const float> values;
+  uint64_t first = 0;
+  uint64_t steps = 0;  // number of updates that the tensor counts as having had
+};
+
+// Elements [begin, end) of a unit's flat space.
+struct UnitRange {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+// Some elements of this rank's part of a unit's gradient.
+struct GradientRun {
+  uint64_t begin = 0;  // in its owned ranges, laid end to end
+  absl::Span<const std::byte> elements;
+};
+
+}  // namespace ballast::client

@@ -1,0 +1,84 @@
+// The gradients that this rank has pushed for the step in the making. Every gradient stays here, or in the caller's
+// memory, until every server is prepared, so that a slice lost by a server can be sent again.
+//
+// Memory: one element of the gradient dtype per element that this rank owns of a pushed unit, and 4 bytes more for
+// units that accumulate; allocated at a unit's first push and kept. A borrowed slice that is spread over several runs
+// is copied until the server has it. Threads: one.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "ballast/client/session_types.h"
+#include "ballast/client/transfers/seat.h"
+
+namespace ballast::client {
+
+class Gradients {
+ public:
+  // Borrows `seat`.
+  explicit Gradients(const Seat* seat) : seat_(seat), pushes_(std::make_shared<Tally>()) {}
+  ~Gradients() { (void)pushes_->Wait(); }
+
+  // The plan changed. REQUIRES: empty().
+  void Resize();
+
+  // In the job's gradient dtype.
+  absl::Status Push(uint32_t unit, absl::Span<const std::byte> gradient, absl::Span<const std::string> absent);
+  absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent);
+  // Stops counting pushed gradients and gives borrowed memory back to the caller. Forget must come before anything
+  // else. Waits for pushes.
+  void Return();
+  absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent);
+  // Pushes the accumulated sums and waits until the servers have every pushed slice.
+  absl::Status Flush();
+  // Pushes zeros for slices that touch a tensor of `presence` and were not pushed; waits for them.
+  absl::Status Cover(const std::string& presence);
+  // Servers read the gradients of `presence`'s tensors in place. BAD_REQUEST if any gradient was given already.
+  absl::Status CheckLend() const;
+  void Lend(const std::string& presence);
+  // Sends again a slice missed by a server.
+  void Resend(const OwnedSlice& owned);
+  // Sends again all slices that touch a tensor of `presence`, bounded by the bytes in flight; Flush waits for them.
+  void ResendAll(const std::string& presence);
+  // Waits for pushes under way. Returns the first error since the last wait (Flush and Cover wait too).
+  absl::Status Wait() { return pushes_->Wait(); }
+  // Waits for pushes under way and forgets everything.
+  void Forget();
+
+  // No push is under way.
+  bool idle() const { return pushes_->idle(); }
+  bool empty() const { return !touched_; }
+  // Tensors that got a contribution on this rank.
+  const std::string& presence() const { return presence_; }
+  uint64_t pushed_bytes() const { return pushed_bytes_; }
+
+ private:
+  enum class State { kNone, kAccumulating, kPushed, kBorrowed, kReturned, kZeroes, kLent };
+  struct UnitGradient {
+    State state = State::kNone;
+    std::vector<std::byte> values;
+    std::vector<GradientRun> runs;  // in place of `values` if borrowed
+    std::vector<float> sum;
+    std::vector<bool> sent;  // by slice
+  };
+
+  absl::Status Check(uint32_t unit, size_t size) const;
+  absl::Status CheckNone(uint32_t unit) const;
+  absl::StatusOr<std::vector<uint32_t>> AbsentTensors(uint32_t unit, absl::Span<const std::string> names) const;
+  void Mark(uint32_t unit, absl::Span<const uint32_t> absent);
+  void SendSlice(UnitGradient& gradient, const OwnedSlice& owned);
+  void SendTouched(uint32_t unit, const std::string& presence);
+
+  const Seat* seat_;
+  std::shared_ptr<Tally> pushes_;
+  std::vector<UnitGradient> units_;
+  std::string presence_;
+  bool touched_ = false;
+  uint64_t pushed_bytes_ = 0;
+};
+
+}  // namespace ballast::client

@@ -1,0 +1,20 @@
+#include "ballast/client/transfers/seat.h"
+
+namespace ballast::client {
+
+void Seat::PushSlice(v1::SliceKind kind, const OwnedSlice& owned, absl::Span<const std::byte> payload,
+                     std::function<void(absl::Status)> done) const {
+  v1::PushRequest header;
+  header.set_job(job);
+  *header.mutable_epoch() = epoch();
+  header.set_step(version + 1);
+  header.set_attempt(attempt);
+  header.set_rank(rank());
+  header.set_kind(kind);
+  header.set_unit(owned.slice.unit);
+  header.set_begin(owned.slice.range.begin);
+  header.set_end(owned.slice.range.end);
+  router->Push(owned.server, std::move(header), payload, Deadline(), std::move(done));
+}
+
+}  // namespace ballast::client

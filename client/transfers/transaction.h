@@ -1,0 +1,51 @@
+// The end of a step: seal on every server, decide from all prepared records, spread the decision
+// (services/step/README.md, rules 5-8).
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/client/transfers/seat.h"
+
+namespace ballast::client {
+
+class Transaction {
+ public:
+  // Sends again this rank's slices that a server misses.
+  using Resend = std::function<void(absl::Span<const OwnedSlice* const>)>;
+
+  // Borrows `seat`.
+  explicit Transaction(const Seat* seat) : seat_(seat), commits_(std::make_shared<Tally>()) {}
+
+  // Seals this rank's `request` on all servers until all are prepared, and returns the decision, which then stands
+  // whatever happens. Blocks until `deadline`. Errors: DEADLINE_EXCEEDED, outcome unknown (RANK_MISSING names ranks
+  // that have not sealed; SERVER_DOWN); FAILED_PRECONDITION.
+  absl::StatusOr<v1::Decision> SealAndDecide(const v1::SealRequest& request, absl::Time deadline, const Resend& resend);
+
+  // Sends the decision to all servers; does not wait. The router keeps the decision for servers that turn out to be
+  // behind.
+  void Commit(const v1::Decision& decision);
+  // Sends the last decision again, if any: a restarted server may have forgotten it.
+  void CommitAgain();
+  // Returns whether all servers took the last Commit before `deadline`.
+  bool AwaitCommits(absl::Time deadline) { return commits_->WaitUntil(deadline); }
+
+ private:
+  struct Answers;
+
+  void Send(uint32_t server, const std::shared_ptr<const v1::SealRequest>& request, absl::Time deadline,
+            const std::shared_ptr<Answers>& answers);
+  void SendMissing(const v1::SealResponse::Pending& pending, uint32_t server, const Resend& resend) const;
+  absl::Status Late(uint32_t server, int64_t step, const v1::SealResponse::Pending& pending) const;
+
+  const Seat* seat_;
+  std::shared_ptr<Tally> commits_;
+  std::optional<v1::Decision> decision_;  // the last
+};
+
+}  // namespace ballast::client

@@ -1,0 +1,379 @@
+#include "ballast/client/grpc_transport.h"
+
+#include <grpc/grpc.h>
+#include <grpcpp/channel.h>
+#include <grpcpp/client_context.h>
+#include <grpcpp/create_channel.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/security/credentials.h>
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/channel_arguments.h>
+#include <malloc.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/match.h"
+#include "absl/synchronization/mutex.h"
+#include "ballast/client/transport/grpc_status.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/address.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/v1/state_service.grpc.pb.h"
+
+namespace ballast::client {
+namespace {
+
+// The largest slice (2^20 fp32 elements) and its header.
+constexpr int kMessageBytesMax = (4 << 20) + (64 << 10);
+
+// gRPC's codes and absl's are the same numbers: this is the whole table.
+static_assert(static_cast<int>(grpc::StatusCode::CANCELLED) == static_cast<int>(absl::StatusCode::kCancelled));
+static_assert(static_cast<int>(grpc::StatusCode::DEADLINE_EXCEEDED) ==
+              static_cast<int>(absl::StatusCode::kDeadlineExceeded));
+static_assert(static_cast<int>(grpc::StatusCode::UNAVAILABLE) == static_cast<int>(absl::StatusCode::kUnavailable));
+static_assert(static_cast<int>(grpc::StatusCode::UNAUTHENTICATED) ==
+              static_cast<int>(absl::StatusCode::kUnauthenticated));
+
+absl::Status FromGrpc(const grpc::Status& status) {
+  if (status.ok()) return absl::OkStatus();
+  v1::RpcStatus wire;
+  if (!status.error_details().empty() && wire.ParseFromString(status.error_details()) && wire.code() != 0) {
+    return FromWire(wire);
+  }
+  const auto code = static_cast<absl::StatusCode>(status.error_code());
+  if (code == absl::StatusCode::kUnavailable) return model::Error(code, model::kServerDown, status.error_message());
+  // A refusal by gRPC itself, not by a server (a server's has details). gRPC drops calls when all calls together hold
+  // too much memory, and a dropped call succeeds later. A message beyond the size limit never succeeds.
+  if (code == absl::StatusCode::kResourceExhausted && !absl::StrContains(status.error_message(), "larger than max")) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kBusy, status.error_message());
+  }
+  return absl::Status(code, status.error_message());
+}
+
+std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, int number) {
+  grpc::ChannelArguments arguments;
+  // Channels of equal arguments would share one connection.
+  arguments.SetInt("ballast.channel", number);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetMaxReceiveMessageSize(kMessageBytesMax);
+  arguments.SetMaxSendMessageSize(kMessageBytesMax);
+  arguments.SetCompressionAlgorithm(GRPC_COMPRESS_NONE);
+  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);  // client/transport/router is the one place that retries
+  // Must not be below the interval that the server permits, or the server answers GOAWAY too_many_pings.
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  // A server that comes back is found within a second.
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 5000);  // despite its name: how long one attempt may take
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
+  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+}
+
+// The calls under way: so that the destructor can cancel them and wait.
+class CallSet {
+ public:
+  void Insert(grpc::ClientContext* context) {
+    absl::MutexLock lock(&mutex_);
+    contexts_.insert(context);
+  }
+  void Erase(grpc::ClientContext* context) {
+    absl::MutexLock lock(&mutex_);
+    contexts_.erase(context);
+  }
+  // An erased context may still be inside its callback; Leave() ends the callback. Leave() comes after the context is
+  // deleted: a context holds its channel, and if a callback's thread is the channel's last holder, the thread joins
+  // itself. Uses a lock of its own, because TryCancel may end other calls on this thread.
+  void Enter() {
+    absl::MutexLock lock(&running_mutex_);
+    ++running_;
+  }
+  void Leave() {
+    absl::MutexLock lock(&running_mutex_);
+    --running_;
+  }
+  void Cancel() {
+    absl::MutexLock lock(&mutex_);
+    for (grpc::ClientContext* context : contexts_) context->TryCancel();
+  }
+  void CancelAndWait() {
+    Cancel();
+    absl::MutexLock lock(&running_mutex_);
+    running_mutex_.Await(absl::Condition(
+        +[](int* running) { return *running == 0; }, &running_));
+  }
+
+ private:
+  absl::Mutex mutex_;
+  absl::flat_hash_set<grpc::ClientContext*> contexts_ ABSL_GUARDED_BY(mutex_);
+  absl::Mutex running_mutex_;
+  int running_ ABSL_GUARDED_BY(running_mutex_) = 0;
+};
+
+constexpr char kPushMethod[] = "/ballast.v1.StateService/Push";
+constexpr char kPullMethod[] = "/ballast.v1.StateService/Pull";
+constexpr uint32_t kPayloadField = 15;
+constexpr uint8_t kPayloadTag =
+    kPayloadField << 3 | 2;              // length-delimited, field 15: the same in PushRequest and PullResponse
+constexpr uint8_t kCrcTag = 1 << 3 | 5;  // PullResponse.crc32c: fixed32, field 1
+
+// A push under way. The payload is sent from the caller's memory, so the call ends when gRPC has both called back and
+// released the slice. When a connection breaks amid a call, the context may hold the slice.
+struct PushCall {
+  std::optional<grpc::ClientContext> context = std::make_optional<grpc::ClientContext>();
+  grpc::ByteBuffer request;
+  grpc::ByteBuffer response;
+  CallSet* calls = nullptr;
+  Callback<v1::PushResponse> done;
+  grpc::Status status;
+  std::atomic<int> holders{2};
+
+  void CalledBack(grpc::Status ended) {
+    calls->Erase(&*context);
+    context.reset();
+    request.Clear();  // after a failed send gRPC leaves the slice with us
+    status = std::move(ended);
+    Release();
+  }
+
+  void Release() {
+    if (holders.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    CallSet* const set = calls;
+    const absl::Status result = FromGrpc(status);
+    if (result.ok()) {
+      done(v1::PushResponse());
+    } else {
+      done(result);
+    }
+    delete this;
+    set->Leave();
+  }
+};
+
+void ReleasePush(void* call) { static_cast<PushCall*>(call)->Release(); }
+
+// PushRequest's bytes: the header's, then field 15 with the payload where it lies.
+grpc::ByteBuffer EncodePush(const v1::PushRequest& header, absl::Span<const std::byte> payload, PushCall* owner) {
+  std::string head = header.SerializeAsString();
+  head.push_back(static_cast<char>(kPayloadTag));
+  for (uint64_t length = payload.size(); true; length >>= 7) {
+    head.push_back(static_cast<char>((length & 0x7f) | (length > 0x7f ? 0x80 : 0)));
+    if (length <= 0x7f) break;
+  }
+  const grpc::Slice slices[] = {
+      grpc::Slice(head), grpc::Slice(const_cast<std::byte*>(payload.data()), payload.size(), &ReleasePush, owner)};
+  return grpc::ByteBuffer(slices, 2);
+}
+
+// Reads a PullResponse out of gRPC's slices, the payload straight to its place. Fields of later versions are refused:
+// this is our own server's answer to a request that did not ask for them.
+class PullReader {
+ public:
+  explicit PullReader(const grpc::ByteBuffer& buffer) { ok_ = buffer.Length() == 0 || buffer.Dump(&slices_).ok(); }
+
+  absl::Status ReadInto(absl::Span<std::byte> to) {
+    uint32_t crc = 0;
+    uint64_t length = 0;
+    uint8_t tag = 0;
+    while (ok_ && Next(&tag, 1)) {
+      if (tag == kCrcTag) {
+        uint8_t bytes[4];
+        ok_ = Next(bytes, 4);
+        crc = bytes[0] | bytes[1] << 8 | bytes[2] << 16 | static_cast<uint32_t>(bytes[3]) << 24;
+      } else if (tag == kPayloadTag) {
+        ok_ = NextVarint(&length);
+        if (ok_ && length != to.size()) return WrongLength(to.size(), length);
+        ok_ = ok_ && Next(to.data(), length);
+      } else {
+        ok_ = false;
+      }
+    }
+    if (!ok_) return model::Error(absl::StatusCode::kUnavailable, model::kChecksum, "the answer is no PullResponse");
+    if (length != to.size()) return WrongLength(to.size(), length);
+    if (const uint32_t got = kernels::Crc32c(to); got != crc) {
+      return model::Error(absl::StatusCode::kUnavailable, model::kChecksum,
+                          absl::StrCat("pulled bytes have CRC32C ", got, ", the server sent ", crc));
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  static absl::Status WrongLength(uint64_t expected, uint64_t came) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
+                        absl::StrCat("expected ", expected, " bytes, the server sent ", came));
+  }
+  bool Next(void* to, uint64_t bytes) {
+    auto* out = static_cast<uint8_t*>(to);
+    while (bytes > 0) {
+      if (slice_ == slices_.size()) return false;
+      const uint64_t n = std::min<uint64_t>(bytes, slices_[slice_].size() - offset_);
+      std::memcpy(out, slices_[slice_].begin() + offset_, n);
+      out += n, bytes -= n, offset_ += n;
+      if (offset_ == slices_[slice_].size()) ++slice_, offset_ = 0;
+    }
+    return true;
+  }
+  bool NextVarint(uint64_t* value) {
+    *value = 0;
+    for (int shift = 0; shift < 64; shift += 7) {
+      uint8_t byte = 0;
+      if (!Next(&byte, 1)) return false;
+      *value |= static_cast<uint64_t>(byte & 0x7f) << shift;
+      if ((byte & 0x80) == 0) return true;
+    }
+    return false;
+  }
+
+  std::vector<grpc::Slice> slices_;
+  size_t slice_ = 0;
+  size_t offset_ = 0;
+  bool ok_ = true;
+};
+
+class GrpcTransport final : public Transport {
+ public:
+  explicit GrpcTransport(const std::string& address)
+      : address_(address),
+        control_(v1::StateService::NewStub(MakeChannel(address, 0))),
+        data_(MakeChannel(address, 1)) {}
+  ~GrpcTransport() override { calls_.CancelAndWait(); }
+
+  std::string name() const override { return address_; }
+  void Cancel() override { calls_.Cancel(); }
+
+  void GetJob(const v1::GetJobRequest& request, absl::Time deadline, Callback<v1::GetJobResponse> done) override {
+    Unary(&Async::GetJob, request, deadline, std::move(done));
+  }
+  void Fence(const v1::FenceRequest& request, absl::Time deadline, Callback<v1::FenceResponse> done) override {
+    Unary(&Async::Fence, request, deadline, std::move(done));
+  }
+  void Open(const v1::OpenRequest& request, absl::Time deadline, Callback<v1::OpenResponse> done) override {
+    Unary(&Async::Open, request, deadline, std::move(done));
+  }
+  void Norm(const v1::NormRequest& request, absl::Time deadline, Callback<v1::NormResponse> done) override {
+    Unary(&Async::Norm, request, deadline, std::move(done));
+  }
+  void Seal(const v1::SealRequest& request, absl::Time deadline, Callback<v1::SealResponse> done) override {
+    Unary(&Async::Seal, request, deadline, std::move(done));
+  }
+  void Commit(const v1::CommitRequest& request, absl::Time deadline, Callback<v1::CommitResponse> done) override {
+    Unary(&Async::Commit, request, deadline, std::move(done));
+  }
+  void Pin(const v1::PinRequest& request, absl::Time deadline, Callback<v1::PinResponse> done) override {
+    Unary(&Async::Pin, request, deadline, std::move(done));
+  }
+  void Unpin(const v1::UnpinRequest& request, absl::Time deadline, Callback<v1::UnpinResponse> done) override {
+    Unary(&Async::Unpin, request, deadline, std::move(done));
+  }
+
+  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+            Callback<v1::PushResponse> done) override {
+    auto* call = new PushCall;
+    call->calls = &calls_;
+    call->done = std::move(done);
+    call->request = EncodePush(header, payload, call);
+    Begin(&*call->context, deadline);
+    data_.UnaryCall(&*call->context, kPushMethod, grpc::StubOptions(), &call->request, &call->response,
+                    [call](grpc::Status status) { call->CalledBack(std::move(status)); });
+  }
+
+  void Pull(const v1::PullRequest& request, absl::Span<std::byte> to, absl::Time deadline,
+            std::function<void(absl::Status)> done) override {
+    struct PullCall {
+      grpc::ClientContext context;
+      grpc::ByteBuffer request;
+      grpc::ByteBuffer response;
+      std::function<void(absl::Status)> done;
+    };
+    auto* call = new PullCall;
+    call->done = std::move(done);
+    const grpc::Slice slice(request.SerializeAsString());
+    call->request = grpc::ByteBuffer(&slice, 1);
+    Begin(&call->context, deadline);
+    data_.UnaryCall(&call->context, kPullMethod, grpc::StubOptions(), &call->request, &call->response,
+                    [this, call, to](grpc::Status status) {
+                      calls_.Erase(&call->context);
+                      absl::Status result = FromGrpc(status);
+                      if (result.ok()) result = PullReader(call->response).ReadInto(to);
+                      call->done(std::move(result));
+                      delete call;
+                      calls_.Leave();
+                    });
+  }
+
+ private:
+  using Async = v1::StateService::StubInterface::async_interface;
+
+  // Must come last before a call goes to gRPC: the callback begins with Erase, and so sees everything written before
+  // Begin.
+  void Begin(grpc::ClientContext* context, absl::Time deadline) {
+    if (deadline != absl::InfiniteFuture()) context->set_deadline(absl::ToChronoTime(deadline));
+    calls_.Enter();
+    calls_.Insert(context);
+  }
+
+  template <typename Request, typename Response>
+  void Unary(void (Async::*method)(grpc::ClientContext*, const Request*, Response*, std::function<void(grpc::Status)>),
+             const Request& request, absl::Time deadline, Callback<Response> done) {
+    struct UnaryCall {
+      grpc::ClientContext context;
+      Request request;
+      Response response;
+      Callback<Response> done;
+    };
+    auto* call = new UnaryCall;
+    call->request = request;
+    call->done = std::move(done);
+    Begin(&call->context, deadline);
+    (control_->async()->*method)(&call->context, &call->request, &call->response, [this, call](grpc::Status status) {
+      calls_.Erase(&call->context);
+      if (status.ok()) {
+        call->done(std::move(call->response));
+      } else {
+        call->done(FromGrpc(status));
+      }
+      delete call;
+      calls_.Leave();
+    });
+  }
+
+  const std::string address_;
+  CallSet calls_;
+  std::unique_ptr<v1::StateService::Stub> control_;
+  grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer> data_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> MakeGrpcTransport(const std::string& address) {
+  // gRPC stays up for the life of the process: its shutdown, at the last channel's end, joins a thread that may sit in
+  // a poll of ten seconds (1.51).
+  static const bool started = (grpc_init(), true);
+  (void)started;
+  return std::make_unique<GrpcTransport>(address);
+}
+
+absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(const std::vector<std::string>& addresses) {
+  std::vector<std::unique_ptr<Transport>> transports;
+  for (const std::string& address : addresses) {
+    BALLAST_RETURN_IF_ERROR(model::ParseAddress(address, model::AddressUse::kConnect).status());
+    transports.push_back(MakeGrpcTransport(address));
+  }
+  return transports;
+}
+
+void TuneMallocForTransfers() {
+  // Setting only one of the two is worse than neither: a mmap threshold alone makes every large block a fresh mapping.
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TOP_PAD, 64 << 20);
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,381 @@
+#include "ballast/client/transport/router.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::client {
+namespace {
+
+// How long a wait may last before a line says what is waited for, and how often.
+constexpr absl::Duration kReportAfter = absl::Seconds(2);
+constexpr absl::Duration kBackoffMin = absl::Milliseconds(5);
+constexpr absl::Duration kBackoffMax = absl::Seconds(1);
+
+bool IsRetryable(const absl::Status& status) { return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status); }
+
+}  // namespace
+
+void Tally::Start(int calls) {
+  absl::MutexLock lock(&mutex_);
+  under_way_ += calls;
+}
+
+void Tally::Finish(const absl::Status& status) {
+  absl::MutexLock lock(&mutex_);
+  --under_way_;
+  if (error_.ok()) error_ = status;
+}
+
+absl::Status Tally::Wait() {
+  absl::MutexLock lock(&mutex_);
+  mutex_.Await(absl::Condition(
+      +[](int* n) { return *n == 0; }, &under_way_));
+  return std::exchange(error_, absl::OkStatus());
+}
+
+bool Tally::WaitUntil(absl::Time deadline) {
+  absl::MutexLock lock(&mutex_);
+  return mutex_.AwaitWithDeadline(absl::Condition(
+                                      +[](int* n) { return *n == 0; }, &under_way_),
+                                  deadline);
+}
+
+bool Tally::idle() const {
+  absl::MutexLock lock(&mutex_);
+  return under_way_ == 0;
+}
+
+bool Tally::failed() const {
+  absl::MutexLock lock(&mutex_);
+  return !error_.ok();
+}
+
+Router::Router(std::vector<std::unique_ptr<Transport>> servers, RouterOptions options)
+    : servers_(std::move(servers)), options_(std::move(options)), thread_([this] { Run(); }) {}
+
+Router::~Router() {
+  Stop();
+  thread_.join();
+  servers_.clear();  // waits for calls under way, whose answers are final now
+}
+
+void Router::Stop() {
+  std::deque<OperationPtr> waiting;
+  std::multimap<absl::Time, std::function<void()>> timers;
+  {
+    absl::MutexLock lock(&mutex_);
+    stopping_ = true;
+    waiting.swap(waiting_);
+    admitted_ = queued_;
+    for (const OperationPtr& op : waiting) Activate(op);
+    timers.swap(timers_);
+  }
+  for (const OperationPtr& op : waiting) Finish(op, absl::CancelledError("the session ended"));
+  for (auto& [time, task] : timers) task();  // with stopping_ set, each finishes its operation
+}
+
+void Router::Reorder(absl::Span<const uint32_t> order) {
+  absl::MutexLock lock(&mutex_);
+  std::vector<std::unique_ptr<Transport>> reordered;
+  for (const uint32_t from : order) reordered.push_back(std::move(servers_[from]));
+  servers_ = std::move(reordered);
+}
+
+void Router::SetOpen(std::shared_ptr<const v1::OpenRequest> open) {
+  absl::MutexLock lock(&mutex_);
+  open_ = std::move(open);
+}
+
+void Router::SetCommit(std::shared_ptr<const v1::CommitRequest> commit) {
+  absl::MutexLock lock(&mutex_);
+  commit_ = std::move(commit);
+}
+
+void Router::Push(uint32_t server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
+                  std::function<void(absl::Status)> done) {
+  auto op = std::make_shared<Operation>();
+  op->server = server;
+  op->what = absl::StrCat("Push of step ", header.step());
+  op->deadline = deadline;
+  op->bytes = std::max<uint64_t>(1, payload.size());
+  op->send = [transport = servers_[server].get(), header = std::move(header), payload](absl::Time try_deadline,
+                                                                                       Answer answer) mutable {
+    // Computed for each try: the owner of borrowed memory may change it and then drop the step. With the old checksum
+    // the push would be refused and sent again, and Drop would wait for it.
+    header.set_crc32c(kernels::Crc32c(payload));
+    transport->Push(header, payload, try_deadline,
+                    [answer = std::move(answer)](absl::StatusOr<v1::PushResponse> r) { answer(r.status()); });
+  };
+  op->done = std::move(done);
+  Start(std::move(op));
+}
+
+void Router::Pull(uint32_t server, v1::PullRequest request, absl::Span<std::byte> to, absl::Time deadline,
+                  std::function<void(absl::Status)> done) {
+  auto op = std::make_shared<Operation>();
+  op->server = server;
+  op->what = absl::StrCat("Pull of version ", request.version());
+  op->awaits_commit = true;
+  op->deadline = deadline;
+  op->bytes = std::max<uint64_t>(1, to.size());
+  op->send = [transport = servers_[server].get(), request = std::move(request), to](absl::Time try_deadline,
+                                                                                    Answer answer) {
+    transport->Pull(request, to, try_deadline, std::move(answer));
+  };
+  op->done = std::move(done);
+  Start(std::move(op));
+}
+
+void Router::AwaitAdmission() {
+  absl::MutexLock lock(&mutex_);
+  const uint64_t target = queued_;
+  const auto admitted = [this, target]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return admitted_ >= target; };
+  mutex_.Await(absl::Condition(&admitted));
+}
+
+void Router::Activate(const OperationPtr& op) {
+  op->started = absl::Now();
+  active_.push_back(op);
+  op->active = std::prev(active_.end());
+}
+
+void Router::Start(OperationPtr op) {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!stopping_) {
+      if (op->bytes > 0) {
+        waiting_.push_back(std::move(op));
+        ++queued_;
+      } else {
+        Activate(op);
+      }
+    }
+  }
+  if (op == nullptr) return Pump();
+  if (op->started == absl::InfiniteFuture()) return op->done(absl::CancelledError("the session ended"));
+  Send(op);
+}
+
+bool Router::CanAdmit() const {
+  if (waiting_.empty()) return false;
+  return inflight_bytes_ == 0 || inflight_bytes_ + waiting_.front()->bytes <= options_.inflight_bytes_max;
+}
+
+// One thread at a time takes operations off the queue: a transport that answers at once would otherwise recurse.
+void Router::Pump() {
+  mutex_.Lock();
+  if (!pumping_) {
+    pumping_ = true;
+    while (CanAdmit()) {
+      OperationPtr op = std::move(waiting_.front());
+      waiting_.pop_front();
+      ++admitted_;
+      inflight_bytes_ += op->bytes;
+      Activate(op);
+      mutex_.Unlock();
+      Send(op);
+      mutex_.Lock();
+    }
+    pumping_ = false;
+  }
+  mutex_.Unlock();
+}
+
+void Router::Send(const OperationPtr& op) {
+  ++op->tries;
+  const absl::Time try_deadline = std::min(op->deadline, absl::Now() + options_.try_timeout);
+  op->send(try_deadline, [this, op](absl::Status status) { OnAnswer(op, std::move(status)); });
+}
+
+Router::Next Router::Classify(const Operation& op, const absl::Status& status) const {
+  if (status.ok() || stopping_ || absl::Now() >= op.deadline) return Next::kDone;
+  if (IsRetryable(status)) return op.awaits_commit && commit_ != nullptr ? Next::kSendCommit : Next::kRetry;
+  if (!absl::IsFailedPrecondition(status)) return Next::kDone;
+  const std::string reason = model::ReasonOf(status);
+  if (reason == model::kNotOpen && open_ != nullptr) return Next::kSendOpen;
+  if (reason == model::kBehind && commit_ != nullptr) return Next::kSendCommit;
+  return Next::kDone;
+}
+
+absl::Duration Router::Backoff(const Operation& op) {
+  // A single try that ran out of its time has waited long enough.
+  if (absl::IsDeadlineExceeded(op.last)) return absl::ZeroDuration();
+  const absl::Duration full = std::min(kBackoffMax, kBackoffMin * std::pow(1.7, std::min(op.tries - 1, 30)));
+  return full * absl::Uniform(random_, 0.5, 1.0);
+}
+
+// Runs on a transport's thread, maybe deep inside it: nothing is sent from here.
+void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
+  Next next = Next::kDone;
+  {
+    absl::MutexLock lock(&mutex_);
+    next = Classify(*op, status);
+    if (next != Next::kDone) {
+      op->last = std::move(status);
+      const absl::Duration delay = Backoff(*op);
+      auto task = [this, op, next] { Repair(op, next); };
+      // The first repair goes out at once, later ones after a pause.
+      const bool at_once = !IsRetryable(op->last) && op->tries == 1;
+      timers_.emplace(absl::Now() + (at_once ? absl::ZeroDuration() : delay), std::move(task));
+    }
+  }
+  if (next == Next::kDone) Finish(op, std::move(status));
+}
+
+void Router::Repair(const OperationPtr& op, Next how) {
+  std::shared_ptr<const v1::OpenRequest> open;
+  std::shared_ptr<const v1::CommitRequest> commit;
+  bool stopping = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    stopping = stopping_;
+    if (how == Next::kSendOpen) open = open_;
+    if (how == Next::kSendCommit) commit = commit_;
+  }
+  if (stopping) return Finish(op, absl::CancelledError("the session ended"));
+  const auto then = [this, op](const absl::Status& repaired) {
+    // If the Commit was sent unasked, before a retry, the call's own error says more than the Commit's.
+    if (!repaired.ok() && !IsRetryable(repaired) && !IsRetryable(op->last)) return Finish(op, repaired);
+    bool cancelled = false;
+    {
+      absl::MutexLock lock(&mutex_);
+      cancelled = stopping_;
+      if (!cancelled) timers_.emplace(absl::Now(), [this, op] { Repair(op, Next::kRetry); });
+    }
+    if (cancelled) Finish(op, absl::CancelledError("the session ended"));
+  };
+  const absl::Time try_deadline = std::min(op->deadline, absl::Now() + options_.try_timeout);
+  Transport* const server = servers_[op->server].get();
+  if (open != nullptr) {
+    server->Open(*open, try_deadline, [then](absl::StatusOr<v1::OpenResponse> r) { then(r.status()); });
+  } else if (commit != nullptr) {
+    server->Commit(*commit, try_deadline, [then](absl::StatusOr<v1::CommitResponse> r) { then(r.status()); });
+  } else {
+    Send(op);
+  }
+}
+
+absl::Status Router::Explain(const Operation& op, const absl::Status& status) const {
+  const std::string context = absl::StrCat("server ", name(op.server), ": ", op.what);
+  if (!IsRetryable(status)) return model::Annotate(status, context);
+  // The last try may have been cut short by the deadline: then what earlier ones met says more.
+  const absl::Status& telling = absl::IsDeadlineExceeded(status) && !op.last.ok() ? op.last : status;
+  std::string reason = model::ReasonOf(telling);
+  if (reason.empty()) reason = model::kServerDown;
+  const absl::Duration waited = absl::Trunc(absl::Now() - op.started, absl::Milliseconds(1));
+  return model::Error(
+      telling.code(), reason,
+      absl::StrCat(context, reason == model::kServerDown ? ": no answer within " : ": no success within ",
+                   absl::FormatDuration(waited), " and ", op.tries, op.tries == 1 ? " try" : " tries",
+                   reason == model::kServerDown ? "; is the server running?" : ".",
+                   " The last answer: ", telling.message()));
+}
+
+void Router::Finish(const OperationPtr& op, absl::Status status) {
+  {
+    absl::MutexLock lock(&mutex_);
+    active_.erase(op->active);
+    if (op->bytes > 0 && inflight_bytes_ >= op->bytes) inflight_bytes_ -= op->bytes;
+    if (CanAdmit()) pump_wanted_ = true;
+  }
+  if (!status.ok()) status = Explain(*op, status);
+  op->done(std::move(status));
+}
+
+void Router::Report(const std::string& line) {
+  if (!options_.progress) return;
+  {
+    absl::MutexLock lock(&mutex_);
+    const absl::Time now = absl::Now();
+    if (now - last_report_ < kReportAfter) return;
+    last_report_ = now;
+  }
+  options_.progress(line);
+}
+
+std::string Router::LongestWait(absl::Time now) {
+  if (!options_.progress || now - last_report_ < kReportAfter) return "";
+  std::string line;
+  absl::Time since = now - kReportAfter;
+  if (!active_.empty() && active_.front()->started <= since) {
+    const Operation& op = *active_.front();
+    since = op.started;
+    line = absl::StrCat("waiting for server ", name(op.server), ": ", op.what);
+    if (!op.last.ok()) absl::StrAppend(&line, " (", op.last.message(), ")");
+  }
+  if (!watches_.empty() && watches_.front().first <= since) {
+    since = watches_.front().first;
+    line = absl::StrCat("waiting for ", watches_.front().second);
+  }
+  if (line.empty()) return line;
+  last_report_ = now;
+  return absl::StrCat(line, ", ", absl::ToInt64Seconds(now - since), " s");
+}
+
+// Fires retries, admits what waits for bytes in flight, shows long waits.
+void Router::Run() {
+  mutex_.Lock();
+  while (!stopping_) {
+    const bool watching = !active_.empty() || !watches_.empty();
+    absl::Time wake = watching ? absl::Now() + absl::Milliseconds(500) : absl::InfiniteFuture();
+    if (!timers_.empty()) wake = std::min(wake, timers_.begin()->first);
+    const auto changed = [this, wake, watching]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      return stopping_ || pump_wanted_ || (!timers_.empty() && timers_.begin()->first < wake) ||
+             (!watching && (!active_.empty() || !watches_.empty()));
+    };
+    mutex_.AwaitWithDeadline(absl::Condition(&changed), wake);
+    if (stopping_) break;
+    const absl::Time now = absl::Now();
+    std::vector<std::function<void()>> due;
+    while (!timers_.empty() && timers_.begin()->first <= now) {
+      due.push_back(std::move(timers_.begin()->second));
+      timers_.erase(timers_.begin());
+    }
+    const bool pump = std::exchange(pump_wanted_, false);
+    const std::string line = LongestWait(now);
+    mutex_.Unlock();
+    for (const auto& task : due) task();
+    if (pump) Pump();
+    if (!line.empty()) options_.progress(line);
+    if (watching && options_.interrupted && options_.interrupted()) {
+      Stop();
+      CancelActive();
+    }
+    mutex_.Lock();
+  }
+  mutex_.Unlock();
+}
+
+// Again and again: a call may be on its way to its transport.
+void Router::CancelActive() {
+  std::vector<Transport*> servers;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (const std::unique_ptr<Transport>& server : servers_) servers.push_back(server.get());
+  }
+  for (bool left = true; left;) {
+    for (Transport* const server : servers) server->Cancel();
+    absl::MutexLock lock(&mutex_);
+    left = !mutex_.AwaitWithTimeout(absl::Condition(
+                                        +[](std::list<OperationPtr>* active) { return active->empty(); }, &active_),
+                                    absl::Milliseconds(100));
+  }
+}
+
+Router::Watch::Watch(Router* router, std::string what) : router_(router) {
+  absl::MutexLock lock(&router_->mutex_);
+  router_->watches_.emplace_back(absl::Now(), std::move(what));
+  entry_ = std::prev(router_->watches_.end());
+}
+
+Router::Watch::~Watch() {
+  absl::MutexLock lock(&router_->mutex_);
+  router_->watches_.erase(entry_);
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,108 @@
+#include "ballast/services/foundation/waiting.h"
+
+#include <deque>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+// A request without a deadline would hold its place for ever if its client died.
+constexpr absl::Duration kWaitMax = absl::Minutes(10);
+}  // namespace
+
+void Run(Replies replies) {
+  thread_local std::deque<std::function<void()>>* running = nullptr;
+  if (running != nullptr) {
+    for (auto& reply : replies) running->push_back(std::move(reply));
+    return;
+  }
+  std::deque<std::function<void()>> queue(std::make_move_iterator(replies.begin()),
+                                          std::make_move_iterator(replies.end()));
+  running = &queue;
+  while (!queue.empty()) {
+    const std::function<void()> next = std::move(queue.front());
+    queue.pop_front();
+    next();
+  }
+  running = nullptr;
+}
+
+Waiting::Waiting(Deadlines* deadlines, const WaitingBounds& bounds, std::function<void(uint64_t)> expire)
+    : deadlines_(deadlines), bounds_(bounds), on_deadline_(std::move(expire)) {}
+
+Waiting::~Waiting() {
+  for (auto& [id, parked] : parked_) {
+    deadlines_->Cancel(parked->timer);
+    Return(parked->waiter.bytes);
+  }
+}
+
+absl::Status Waiting::Take(uint64_t bytes) {
+  const uint64_t requests = bounds_.requests->fetch_add(1);
+  const uint64_t held = bounds_.bytes->fetch_add(bytes);
+  if (requests < bounds_.requests_max && held + bytes <= bounds_.bytes_max) return absl::OkStatus();
+  Return(bytes);
+  return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                      absl::StrCat("already ", requests, " requests of ", held,
+                                   " bytes wait at this server, which takes ", bounds_.requests_max, " requests and ",
+                                   bounds_.bytes_max, " bytes; this one has ", bytes, " bytes: send it again"));
+}
+
+void Waiting::Return(uint64_t bytes) {
+  bounds_.requests->fetch_sub(1);
+  bounds_.bytes->fetch_sub(bytes);
+}
+
+void Waiting::Submit(Waiter waiter, Queue* queue, Replies* replies) {
+  if (waiter.attempt(replies)) return;
+  if (const absl::Status taken = Take(waiter.bytes); !taken.ok()) return waiter.refuse(taken, replies);
+  const uint64_t id = next_id_++;
+  const absl::Time deadline = std::min(waiter.deadline, absl::Now() + kWaitMax);
+  const uint64_t timer = deadlines_->Add(deadline, [expire = on_deadline_, id] { expire(id); });
+  queue->insert(id);
+  parked_.emplace(id, std::make_unique<Parked>(Parked{std::move(waiter), queue, timer}));
+}
+
+bool Waiting::Wake(Queue* queue, Replies* replies) {
+  bool answered = false;
+  for (auto id = queue->begin(); id != queue->end();) {
+    const uint64_t current = *id;
+    if (parked_.at(current)->waiter.attempt(replies)) {
+      answered = true;
+      Remove(current);
+    }
+    id = queue->upper_bound(current);
+  }
+  return answered;
+}
+
+void Waiting::WakeInTurn(Queue* queue, Replies* replies) {
+  while (!queue->empty() && parked_.at(*queue->begin())->waiter.attempt(replies)) Remove(*queue->begin());
+}
+
+void Waiting::Expire(uint64_t id, Replies* replies) {
+  if (!parked_.contains(id)) return;
+  Remove(id).expire(replies);
+}
+
+void Waiting::RefuseAll(const absl::Status& status, Replies* replies) {
+  while (!parked_.empty()) Remove(parked_.begin()->first).refuse(status, replies);
+}
+
+void Waiting::Refuse(Queue* queue, const absl::Status& status, Replies* replies) {
+  while (!queue->empty()) Remove(*queue->begin()).refuse(status, replies);
+}
+
+Waiter Waiting::Remove(uint64_t id) {
+  const auto parked = parked_.find(id);
+  Waiter waiter = std::move(parked->second->waiter);
+  parked->second->queue->erase(id);
+  deadlines_->Cancel(parked->second->timer);
+  parked_.erase(parked);
+  Return(waiter.bytes);
+  return waiter;
+}
+
+}  // namespace ballast::services

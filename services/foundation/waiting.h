@@ -1,0 +1,85 @@
+// Requests of a job that cannot be answered yet. A request is evaluated again when an event happens for which it waits,
+// and is answered when its deadline passes. The number of requests is bounded over all jobs of a server.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "ballast/services/foundation/deadlines.h"
+
+namespace ballast::services {
+
+// Work to be done once the job's lock is released: replies, and copies of payloads.
+using Replies = std::vector<std::function<void()>>;
+
+// Runs the replies in order, no lock held. Replies that arise meanwhile (a copy ends and lets the next begin, a client
+// calls again from its callback) are run by the outermost call on this thread, so that the stack does not grow with the
+// number of requests.
+void Run(Replies replies);
+
+struct Waiter {
+  // Evaluates the request, the job's lock held. False: not yet. True: it answered by adding to `replies`.
+  std::function<bool(Replies* replies)> attempt;
+  // Answers because the deadline passed; the job's lock held.
+  std::function<void(Replies* replies)> expire;
+  // Answers with an error; the job's lock held.
+  std::function<void(const absl::Status& status, Replies* replies)> refuse;
+  absl::Time deadline = absl::InfiniteFuture();
+  uint64_t bytes = 0;  // of the request, which the closures hold
+};
+
+// Bounds of the requests that may wait at a server. Its jobs share the counters.
+struct WaitingBounds {
+  std::atomic<uint64_t>* requests = nullptr;
+  uint64_t requests_max = 0;
+  std::atomic<uint64_t>* bytes = nullptr;
+  uint64_t bytes_max = 0;
+};
+
+// Threads: the job's lock guards every call.
+class Waiting {
+ public:
+  // Ids of the waiters woken by the same event, in order of arrival.
+  using Queue = std::set<uint64_t>;
+
+  // `expire(id)` is called on the deadlines' thread and must lead to Expire(id).
+  Waiting(Deadlines* deadlines, const WaitingBounds& bounds, std::function<void(uint64_t)> expire);
+  ~Waiting();
+
+  // Evaluates the request at once; if it must wait, parks it in `queue`. Calls `refuse` with UNAVAILABLE (BUSY) when
+  // too much waits already.
+  void Submit(Waiter waiter, Queue* queue, Replies* replies);
+  // Evaluates all requests in `queue`. True if some were answered. An attempt must neither wake nor submit.
+  bool Wake(Queue* queue, Replies* replies);
+  // As Wake, for a queue whose waiters go in turn: stops at the first waiter that still has to wait, since the rest
+  // wait for the same event.
+  void WakeInTurn(Queue* queue, Replies* replies);
+  void Expire(uint64_t id, Replies* replies);
+  void RefuseAll(const absl::Status& status, Replies* replies);
+  void Refuse(Queue* queue, const absl::Status& status, Replies* replies);
+
+ private:
+  struct Parked {
+    Waiter waiter;
+    Queue* queue;
+    uint64_t timer;
+  };
+  absl::Status Take(uint64_t bytes);
+  void Return(uint64_t bytes);
+  Waiter Remove(uint64_t id);
+
+  Deadlines* const deadlines_;
+  const WaitingBounds bounds_;
+  const std::function<void(uint64_t)> on_deadline_;
+  absl::flat_hash_map<uint64_t, std::unique_ptr<Parked>> parked_;
+  uint64_t next_id_ = 1;
+};
+
+}  // namespace ballast::services

@@ -1,0 +1,66 @@
+#include "ballast/services/records/promise_log.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/services/records/job_entry.h"
+#include "ballast/storage/faults/failpoint.h"
+#include "ballast/storage/faults/seeded_bugs.h"
+
+namespace ballast::services {
+
+uint64_t PromiseLog::Append(const StepRecord& record) {
+  const uint64_t lsn = next_lsn_++;
+  const std::string prefix = CatalogPrefix(job_);
+  if (const auto* promise = std::get_if<PromiseRecord>(&record)) {
+    unwritten_.push_back({lsn, prefix + kCatalogPromise, promise->epoch.SerializeAsString()});
+  } else if (const auto* open = std::get_if<OpenRecord>(&record)) {
+    unwritten_.push_back({lsn, prefix + kCatalogOpen, open->open.SerializeAsString()});
+    Sync(lsn);  // no request waits for it, but operators read it after a restart
+  } else if (std::holds_alternative<PreparedStepRecord>(record) && !marked_) {
+    marked_ = true;
+    unwritten_.push_back({lsn, prefix + kCatalogHadState, ""});
+  }
+  return lsn;
+}
+
+void PromiseLog::KeptHere() { marked_ = false; }
+
+void PromiseLog::KeptElsewhere(uint64_t next_lsn) {
+  marked_ = true;
+  next_lsn_ = std::max(next_lsn_, next_lsn);
+}
+
+void PromiseLog::Sync(uint64_t lsn) { requested_lsn_ = std::max(requested_lsn_, lsn); }
+
+std::optional<PromiseLog::Durable> PromiseLog::NextToWrite() {
+  if (writing_ || unwritten_.empty() || unwritten_.front().lsn > requested_lsn_) return std::nullopt;
+  writing_ = true;
+  return unwritten_.front();
+}
+
+absl::Status PromiseLog::Write(storage::Catalog* catalog, const Durable& record) {
+  storage::Pass("fence/catalog_put");
+  using Sync = storage::Catalog::Sync;
+  const absl::Status status = catalog->Put(
+      record.key, record.value, Seeded(storage::StorageBug::kPromiseUnsynced) ? Sync::kUnsynced : Sync::kSynced);
+  storage::Pass("fence/catalog_done");
+  return status;
+}
+
+void PromiseLog::Written(uint64_t lsn) {
+  writing_ = false;
+  if (!unwritten_.empty() && unwritten_.front().lsn == lsn) unwritten_.pop_front();
+}
+
+std::optional<uint64_t> PromiseLog::TakeSynced(uint64_t elsewhere) {
+  // A log is durable as a prefix: a later record never overtakes a record that is still being written.
+  uint64_t durable = std::min(requested_lsn_, elsewhere);
+  if (!unwritten_.empty() && !Seeded(storage::StorageBug::kPromiseNotAwaited))
+    durable = std::min(durable, unwritten_.front().lsn - 1);
+  if (durable <= reported_lsn_) return std::nullopt;
+  reported_lsn_ = durable;
+  return durable;
+}
+
+}  // namespace ballast::services

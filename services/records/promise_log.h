@@ -1,0 +1,55 @@
+// The sequence numbers of a job's log, and its records that the catalog keeps whatever the durability: the newest
+// promise and Open. For a job without a gradient log, the first prepared step also leaves a mark that the job has had
+// state here. A server that finds the mark at start knows that state was lost (under `every-K`, what came since the
+// pins).
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "ballast/services/step/step_machine.h"
+#include "ballast/storage/catalog/catalog.h"
+
+namespace ballast::services {
+
+// Threads: under the caller's lock, except Write, which blocks and is called without the lock.
+class PromiseLog {
+ public:
+  explicit PromiseLog(std::string job) : job_(std::move(job)) {}
+
+  uint64_t Append(const StepRecord& record);
+  // The job's records are in a gradient log as well: no mark is left. `next_lsn`: of the next record, if that is
+  // higher.
+  void KeptElsewhere(uint64_t next_lsn);
+  void KeptHere();  // undoes KeptElsewhere
+  void Sync(uint64_t lsn);
+  uint64_t last_lsn() const { return next_lsn_ - 1; }
+
+  // The oldest record for which a requested sync waits. Pass the record to Write, then call Written.
+  struct Durable {
+    uint64_t lsn = 0;
+    std::string key;
+    std::string value;
+  };
+  std::optional<Durable> NextToWrite();
+  static absl::Status Write(storage::Catalog* catalog, const Durable& record);
+  void Written(uint64_t lsn);
+
+  // The newest requested lsn that has become durable since the last call; none if there is none. `elsewhere`: the lsn
+  // up to which the gradient log is durable.
+  std::optional<uint64_t> TakeSynced(uint64_t elsewhere);
+
+ private:
+  const std::string job_;
+  uint64_t next_lsn_ = 1;
+  uint64_t requested_lsn_ = 0;
+  uint64_t reported_lsn_ = 0;
+  bool writing_ = false;
+  bool marked_ = false;
+  std::deque<Durable> unwritten_;  // at most a promise, an Open and a mark: each waits for its sync
+};
+
+}  // namespace ballast::services

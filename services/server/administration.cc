@@ -1,0 +1,183 @@
+// Calls of operators to a state server: status, budgets, drops.
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/services/server/budgets.h"
+#include "ballast/services/server/server_state.h"
+#include "ballast/storage/faults/failpoint.h"
+#include "ballast/storage/tier/nvme_tier.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr char kVersion[] = "0.1.0";
+
+}  // namespace
+
+void StateServer::DropJob(const v1::DropJobRequest& request, Reply<v1::DropJobResponse> reply) {
+  reply = impl_->Counted(Call::kDropJob, std::move(reply));
+  impl_->dropping->Post([impl = impl_.get(), request, reply = std::move(reply)] { impl->Drop(request, reply); });
+}
+
+void StateServer::SetBudget(const v1::SetBudgetRequest& request, Reply<v1::SetBudgetResponse> reply) {
+  reply = impl_->Counted(Call::kSetBudget, std::move(reply));
+  // Behind drops: no job goes away meanwhile.
+  impl_->dropping->Post([impl = impl_.get(), request, reply = std::move(reply)] {
+    std::map<std::string, std::shared_ptr<Job>> by_name;  // in an order independent of hashes
+    {
+      absl::MutexLock lock(&impl->mu);
+      for (const auto& [name, entry] : impl->jobs) {
+        if (entry.job != nullptr) by_name[name] = entry.job;
+      }
+    }
+    std::vector<std::shared_ptr<Job>> jobs;
+    for (const auto& [name, job] : by_name) jobs.push_back(job);
+    absl::StatusOr<v1::SetBudgetResponse> response = ChangeBudgets(request, jobs, impl->tiers.get(), &impl->planning);
+    if (response.ok()) {
+      for (auto& tier : impl->TierStatuses({})) *response->add_tiers() = std::move(tier);
+    }
+    reply(std::move(response));
+  });
+}
+
+absl::StatusOr<StateServer::Impl::Entry> StateServer::Impl::TakeForDrop(const v1::DropJobRequest& request) {
+  Entry entry;
+  {
+    absl::MutexLock lock(&mu);
+    if (const auto found = jobs.find(request.job()); found != jobs.end()) {
+      entry = found->second;
+    } else {
+      const bool again = dropping_names.contains(request.job());
+      return model::Error(again ? absl::StatusCode::kUnavailable : absl::StatusCode::kNotFound,
+                          again ? model::kBusy : model::kUnknownJob,
+                          absl::StrCat("server '", server_id, "' has no job '", request.job(), "'",
+                                       again ? ": it is being dropped" : ""));
+    }
+  }
+  const v1::Epoch newest = entry.job != nullptr ? entry.job->promised() : entry.lost->promised();
+  if (newest.counter() != request.epoch().counter() || newest.nonce() != request.epoch().nonce()) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
+                        absl::StrCat("job '", request.job(), "' is at epoch ", newest.counter(), ".", newest.nonce(),
+                                     ", the request names ", request.epoch().counter(), ".", request.epoch().nonce(),
+                                     ": somebody fenced it meanwhile; look at `ballastctl status` again"));
+  }
+  absl::MutexLock lock(&mu);
+  // Still there: drops run in turn, and nothing else takes a job away.
+  jobs.erase(request.job());
+  dropping_names.insert(request.job());
+  return entry;
+}
+
+void StateServer::Impl::FreeLost(const Entry& entry, const std::vector<storage::DurableChunk>& chunks) {
+  tiers->Return(storage::TierKind::kNvme, entry.log_bytes);
+  for (const storage::DurableChunk& chunk : chunks) {
+    // The extent is freed at once; disputed places stay until the next start.
+    if (tiers->nvme() != nullptr) (void)tiers->nvme()->TakeKept(chunk.offset);
+  }
+}
+
+void StateServer::Impl::KeepForDrop(const std::string& name, const Entry& entry, const v1::Epoch& promised,
+                                    const absl::Status& cause) {
+  if (entry.job != nullptr) {
+    const auto stored = ReadJobEntry(*catalog, name);
+    Lose(name, stored.ok() ? *stored : JobEntry(), cause);
+  }
+  absl::MutexLock lock(&mu);
+  Entry& kept = jobs[name];
+  if (entry.job == nullptr) kept = entry;
+  kept.cause = cause;
+  *kept.lost->mutable_promised() = promised;
+}
+
+void StateServer::Impl::Drop(const v1::DropJobRequest& request, const Reply<v1::DropJobResponse>& reply) {
+  absl::StatusOr<Entry> entry = TakeForDrop(request);
+  if (!entry.ok()) return reply(entry.status());
+  if (entry->job != nullptr) {
+    entry->job->Stop(model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
+                                  absl::StrCat("job '", request.job(), "' was dropped from server '", server_id, "'")));
+  }
+  storage::Pass("drop/stopped");
+  // The log goes first: an interrupted drop then leaves a job without a log, which counts as lost and can be dropped
+  // again. The extents go last, when no entry names them any more.
+  const v1::Epoch promised = entry->job != nullptr ? entry->job->promised() : entry->lost->promised();
+  std::vector<storage::DurableChunk> left;
+  if (entry->job == nullptr) {
+    if (const auto stored = ReadJobEntry(*catalog, request.job()); stored.ok()) {
+      left = stored->ChunksAndPinned();
+    }
+  }
+  absl::Status erased = entry->job != nullptr ? entry->job->RemoveJournal() : RemoveLog(*tiers, request.job());
+  storage::Pass("drop/log_forgotten");
+  if (erased.ok()) erased = catalog->ErasePrefix(CatalogPrefix(request.job()));
+  storage::Pass("drop/job_forgotten");
+  if (erased.ok() && entry->job != nullptr) entry->job->Discard();
+  if (erased.ok() && entry->job == nullptr) FreeLost(*entry, left);
+  if (!erased.ok()) {
+    erased = model::Annotate(erased, absl::StrCat("job '", request.job(), "' was dropped in part; drop it again"));
+    KeepForDrop(request.job(), *entry, promised, erased);
+  }
+  entry->job.reset();
+  {
+    absl::MutexLock lock(&mu);
+    dropping_names.erase(request.job());
+  }
+  if (!erased.ok()) return reply(erased);
+  reply(v1::DropJobResponse());
+}
+
+std::vector<v1::TierStatus> StateServer::Impl::TierStatuses(const std::vector<v1::JobStatus>& job_statuses) const {
+  std::vector<v1::TierStatus> out;
+  const storage::TierBytes budget = tiers->budget();
+  const storage::TierBytes used = tiers->used();
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    v1::TierStatus& tier = out.emplace_back();
+    tier.set_tier(storage::TierName(kind));
+    tier.set_capacity_bytes(budget[kind]);
+    tier.set_used_bytes(used[kind]);
+    for (const v1::JobStatus& job : job_statuses) {
+      if (job.tiers_size() <= i) continue;
+      tier.set_state_bytes(tier.state_bytes() + job.tiers(i).state_bytes());
+      tier.set_working_bytes(tier.working_bytes() + job.tiers(i).working_bytes());
+    }
+  }
+  return out;
+}
+
+v1::GetServerStatusResponse StateServer::Status() const {
+  std::map<std::string, Impl::Entry> entries;
+  {
+    absl::MutexLock lock(&impl_->mu);
+    entries.insert(impl_->jobs.begin(), impl_->jobs.end());
+  }
+  std::vector<v1::JobStatus> jobs;
+  for (const auto& [name, entry] : entries) {
+    if (entry.job != nullptr) {
+      jobs.push_back(entry.job->Status());
+      continue;
+    }
+    v1::JobStatus& lost = jobs.emplace_back();
+    lost.set_name(name);
+    lost.set_state_lost(entry.lost->state_lost());
+    lost.set_failure(std::string(entry.cause.message()));
+    lost.set_committed(entry.lost->committed());
+    lost.set_oldest_chunk_version(-1);
+    *lost.mutable_epoch() = entry.lost->promised();
+    lost.set_world_size(entry.lost->open().tiling().world_size());
+    for (const v1::Member& member : entry.lost->open().members()) lost.add_member_ids(member.server_id());
+  }
+  v1::GetServerStatusResponse status;
+  status.set_server_id(impl_->server_id);
+  status.set_version(kVersion);
+  status.set_uptime_seconds(absl::ToDoubleSeconds(absl::Now() - impl_->started));
+  status.set_io_backend(impl_->tiers->io_backend());
+  for (auto& tier : impl_->TierStatuses(jobs)) *status.add_tiers() = std::move(tier);
+  for (auto& job : jobs) *status.add_jobs() = std::move(job);
+  return status;
+}
+
+void StateServer::GetServerStatus(Reply<v1::GetServerStatusResponse> reply) {
+  impl_->Counted(Call::kGetServerStatus, std::move(reply))(Status());
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,95 @@
+// Declarations shared by the files of class StateServer. Internal to state_server*.cc.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/foundation/counters.h"
+#include "ballast/services/foundation/foundation.h"
+#include "ballast/services/job.h"
+#include "ballast/services/server/state_server.h"
+#include "ballast/storage/catalog/catalog.h"
+
+namespace ballast::services {
+
+struct StateServer::Impl {
+  explicit Impl(const StateServerOptions& options)
+      : options(options),
+        foundation(options.foundation != nullptr ? options.foundation : SystemFoundation()),
+        compute(std::max(1, options.compute_threads)),
+        executor(foundation->MakeExecutor(std::max(1, options.read_threads))),
+        dropping(foundation->MakeExecutor(1)) {}
+
+  // A name's job, or the record of a job that a restart did not bring back: its state is lost, or the job lacked
+  // something that a later start may find. GetJob describes a job with lost state; otherwise it replies `cause`.
+  struct Entry {
+    std::shared_ptr<Job> job;
+    std::optional<v1::GetJobResponse> lost;
+    absl::Status cause;      // why the job did not come back
+    uint64_t log_bytes = 0;  // of the NVMe budget, held by its log
+  };
+
+  absl::StatusOr<std::map<std::string, JobEntry>> ReadJobs() const;
+  // Jobs with steps in a log unknown to the catalog: by name, why each job is refused.
+  std::map<std::string, absl::Status> FindOrphans(const std::map<std::string, JobEntry>& stored) const;
+  absl::Status LoadJobs(const std::map<std::string, JobEntry>& stored,
+                        const std::map<std::string, absl::Status>& orphans);
+  void Lose(const std::string& name, const JobEntry& stored, const absl::Status& cause, uint64_t log_bytes = 0);
+  // After a drop that failed midway: keeps the name taken, or a new job of the name would get what the catalog still
+  // has.
+  void KeepForDrop(const std::string& name, const Entry& entry, const v1::Epoch& promised, const absl::Status& cause);
+  // Frees what a lost job has on the disk, once the catalog has forgotten the job.
+  void FreeLost(const Entry& entry, const std::vector<storage::DurableChunk>& chunks);
+  std::shared_ptr<Job> MakeJob(const std::string& name);
+  absl::Status LostToDurabilityNone(const std::string& name) const;
+  absl::StatusOr<std::shared_ptr<Job>> Find(const std::string& name) const;
+  absl::StatusOr<std::shared_ptr<Job>> FindOrMake(const std::string& name);
+  // Checks the request and takes its job out of `jobs`.
+  absl::StatusOr<Entry> TakeForDrop(const v1::DropJobRequest& request);
+  void Drop(const v1::DropJobRequest& request, const Reply<v1::DropJobResponse>& reply);
+  std::vector<v1::TierStatus> TierStatuses(const std::vector<v1::JobStatus>& jobs) const;
+
+  // Wraps `reply`, so that the call's latency and its error are counted.
+  template <typename Response>
+  Reply<Response> Counted(Call call, Reply<Response> reply) {
+    return [this, call, began = absl::Now(), reply = std::move(reply)](absl::StatusOr<Response> response) {
+      counters.calls[static_cast<size_t>(call)].Observe(absl::Now() - began);
+      if (!response.ok()) {
+        const std::string reason = model::ReasonOf(response.status());
+        counters.errors.Add(call, reason.empty() ? absl::StatusCodeToString(response.status().code()) : reason);
+      }
+      reply(std::move(response));
+    };
+  }
+
+  const StateServerOptions options;
+  Foundation* const foundation;
+  const absl::Time started = absl::Now();
+  std::string server_id;
+  ServerCounters counters;
+  std::unique_ptr<storage::Catalog> catalog;
+  std::unique_ptr<storage::Tiers> tiers;
+  std::optional<storage::MachineProfile> machine;
+  absl::Mutex planning;
+  kernels::ThreadPool compute;
+  const std::unique_ptr<Executor> executor;
+  const std::unique_ptr<Executor> dropping;  // a drop waits for the running update, new budgets for an Open
+  Deadlines deadlines;
+
+  mutable absl::Mutex mu;
+  bool stopped ABSL_GUARDED_BY(mu) = false;
+  absl::flat_hash_map<std::string, Entry> jobs ABSL_GUARDED_BY(mu);
+  std::set<std::string> dropping_names ABSL_GUARDED_BY(mu);
+};
+
+}  // namespace ballast::services

@@ -1,0 +1,206 @@
+#include "ballast/services/server/state_server.h"
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/names.h"
+#include "ballast/services/server/server_state.h"
+#include "ballast/storage/faults/failpoint.h"
+#include "ballast/storage/tier/dram_tier.h"
+
+namespace ballast::services {
+namespace {
+
+// Each job has a thread; a fence of an unknown name makes a job.
+constexpr size_t kJobsMax = 256;
+
+}  // namespace
+
+StateServer::StateServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+StateServer::~StateServer() {
+  Stop();
+  impl_->dropping->Join();
+  impl_->executor->Join();
+}
+
+void StateServer::Stop() {
+  std::vector<std::shared_ptr<Job>> jobs;
+  {
+    absl::MutexLock lock(&impl_->mu);
+    impl_->stopped = true;
+    for (const auto& [name, entry] : impl_->jobs) {
+      if (entry.job != nullptr) jobs.push_back(entry.job);
+    }
+  }
+  for (const auto& job : jobs) {
+    job->Stop(model::Error(
+        absl::StatusCode::kUnavailable, model::kServerDown,
+        absl::StrCat("server '", impl_->server_id, "' is stopping; send the request again once it is back")));
+  }
+}
+
+std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
+  return Job::Make(name, {server_id, catalog.get(), tiers.get(), foundation, &compute, executor.get(), &deadlines,
+                          &counters, &planning, machine.has_value() ? &*machine : nullptr, options.working_copies,
+                          WaitingBounds{&counters.waiting_requests, options.waiting_requests_max,
+                                        &counters.waiting_request_bytes, options.waiting_request_bytes_max}});
+}
+
+absl::Status StateServer::Impl::LostToDurabilityNone(const std::string& name) const {
+  return model::Error(
+      absl::StatusCode::kDataLoss, model::kStateLost,
+      absl::StrCat("server '", server_id, "' was restarted and lost the state of job '", name,
+                   "', whose durability is none; drop the job (", model::kHowToDrop, ") and start again"));
+}
+
+absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Find(const std::string& name) const {
+  absl::MutexLock lock(&mu);
+  if (stopped) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                        absl::StrCat("server '", server_id, "' is stopping"));
+  }
+  const auto entry = jobs.find(name);
+  if (entry == jobs.end()) {
+    return model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
+                        absl::StrCat("server '", server_id, "' has no job '", name, "'; Fence makes one"));
+  }
+  if (entry->second.lost.has_value()) return entry->second.cause;
+  return entry->second.job;
+}
+
+absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::string& name) {
+  BALLAST_RETURN_IF_ERROR(model::CheckJobName(name));
+  if (auto found = Find(name); found.ok() || model::ReasonOf(found.status()) != model::kUnknownJob) return found;
+  absl::MutexLock lock(&mu);
+  if (stopped) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                        absl::StrCat("server '", server_id, "' is stopping"));
+  }
+  if (const auto raced = jobs.find(name); raced != jobs.end()) {
+    if (raced->second.lost.has_value()) return raced->second.cause;  // a failed drop has put the entry back
+    return raced->second.job;
+  }
+  if (jobs.size() >= kJobsMax) {
+    return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                        absl::StrCat("server '", server_id, "' holds ", jobs.size(),
+                                     " jobs, which is all that it may; drop one: ", model::kHowToDrop));
+  }
+  if (dropping_names.contains(name)) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                        absl::StrCat("job '", name, "' is being dropped; send the request again"));
+  }
+  const std::shared_ptr<Job> job = MakeJob(name);
+  jobs[name].job = job;
+  return job;
+}
+
+void StateServer::GetJob(const v1::GetJobRequest& request, Reply<v1::GetJobResponse> reply) {
+  reply = impl_->Counted(Call::kGetJob, std::move(reply));
+  std::optional<v1::GetJobResponse> answer;
+  {
+    absl::MutexLock lock(&impl_->mu);
+    const auto entry = impl_->jobs.find(request.job());
+    if (entry == impl_->jobs.end()) {
+      answer.emplace().set_server_id(impl_->server_id);
+    } else if (entry->second.lost.has_value() && entry->second.lost->state_lost()) {
+      answer = *entry->second.lost;
+    }
+  }
+  if (answer.has_value()) return reply(*answer);
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->GetJob(std::move(reply));
+}
+
+void StateServer::Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::FenceResponse> reply) {
+  reply = impl_->Counted(Call::kFence, std::move(reply));
+  if (request.epoch().counter() == 0) {
+    return reply(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                              "an epoch's counter counts from 1, came 0: choose one above any that GetJob reports"));
+  }
+  const auto job = impl_->FindOrMake(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Fence(request, deadline, std::move(reply));
+}
+
+void StateServer::Open(const v1::OpenRequest& request, absl::Time deadline, Reply<v1::OpenResponse> reply) {
+  reply = impl_->Counted(Call::kOpen, std::move(reply));
+  const auto job = impl_->Find(request.spec().name());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Open(request, deadline, std::move(reply));
+}
+
+void StateServer::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply) {
+  reply = impl_->Counted(Call::kNorm, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Norm(request, std::move(reply));
+}
+
+void StateServer::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::SealResponse> reply) {
+  reply = impl_->Counted(Call::kSeal, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Seal(request, deadline, std::move(reply));
+}
+
+void StateServer::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {
+  reply = impl_->Counted(Call::kCommit, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Commit(request, std::move(reply));
+}
+
+void StateServer::Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
+  reply = impl_->Counted(Call::kPin, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Pin(request, deadline, std::move(reply));
+}
+
+void StateServer::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
+  reply = impl_->Counted(Call::kUnpin, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Unpin(request, std::move(reply));
+}
+
+void StateServer::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+                       Reply<v1::PushResponse> reply) {
+  reply = impl_->Counted(Call::kPush, std::move(reply));
+  const auto job = impl_->Find(header.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Push(header, payload, deadline, std::move(reply));
+}
+
+absl::StatusOr<std::unique_ptr<model::Loan>> StateServer::Lend(const model::LoanRequest& request) {
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, impl_->Find(request.job));
+  return job->Lend(request);
+}
+
+void StateServer::AwaitApplied(const std::string& job, int64_t version, std::optional<uint32_t> unit,
+                               absl::Time deadline, Reply<v1::CommitResponse> reply) {
+  const auto found = impl_->Find(job);
+  if (!found.ok()) return reply(found.status());
+  (*found)->AwaitApplied(version, unit, deadline, std::move(reply));
+}
+
+absl::StatusOr<storage::Arena> StateServer::MapAnswers(uint64_t bytes) const {
+  const storage::DramTier& dram = *impl_->tiers->dram();
+  if (!dram.beside_gpu()) return storage::Arena();
+  return dram.Map(bytes);
+}
+
+bool StateServer::takes_loans() const { return !impl_->options.working_copies; }
+
+void StateServer::Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply) {
+  reply = impl_->Counted(Call::kPull, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->Pull(request, deadline, std::move(allocate), std::move(reply));
+}
+
+const std::string& StateServer::server_id() const { return impl_->server_id; }
+const ServerCounters& StateServer::counters() const { return impl_->counters; }
+storage::TierTraffic StateServer::traffic() const { return impl_->tiers->traffic(); }
+
+}  // namespace ballast::services

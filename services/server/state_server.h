@@ -1,0 +1,115 @@
+// A state server without a network: jobs, their step machines and chunks, and the threads that apply decided steps.
+// services/rpc puts the server on the wire; services/embedded puts it inside a trainer's process.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "ballast/proto/model/lent_memory.h"
+#include "ballast/services/foundation/reply.h"
+#include "ballast/storage/memory/arena.h"
+#include "ballast/storage/placement/placement.h"
+#include "ballast/storage/tier/tiers.h"
+#include "ballast/v1/admin_service.pb.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::services {
+
+class Foundation;
+
+inline constexpr char kMachineProfile[] = "ballast-profile.yaml";
+
+struct StateServerOptions {
+  std::string data_directory;
+  storage::TierBytes budget;
+  std::string server_id;  // empty: made at first start, kept in the data directory
+  int hbm_device = 0;
+  int compute_threads = 1;     // for one update, its job's own included; ballastd's default is all processors
+  int read_threads = 1;        // for blocking reads, and for answers to requests that waited
+  uint64_t staging_bytes = 0;  // 0 lets StagingBytes choose
+  // False for a server in its trainer's process: the trainer's parameters are then the only working parameters. Updates
+  // write them where they are lent; pulls round the master. Nothing on the disk depends on this option.
+  bool working_copies = true;
+  // Profile that `ballastctl iotune` wrote, for predictions of a step's time. Empty: kMachineProfile in the data
+  // directory, if present.
+  std::string machine_profile;
+  // Requests that may wait at a time, and their bytes without payloads; beyond a bound requests are BUSY.
+  uint64_t waiting_requests_max = 65536;
+  uint64_t waiting_request_bytes_max = uint64_t{64} << 20;
+  Foundation* foundation = nullptr;  // null: this machine
+};
+
+// Bytes of the DRAM budget that a server with these options takes as staging, once per job with state on NVMe.
+uint64_t StagingBytes(const StateServerOptions& options);
+
+// Plain counters since start; services/metrics turns them into Prometheus families.
+struct ServerCounters;
+
+// Threads: any. Every call replies exactly once, on the caller's thread or a thread of the server; replies must not
+// block. When its deadline passes, a call replies DEADLINE_EXCEEDED; work that the call has begun is not undone.
+class StateServer {
+ public:
+  // Errors: INVALID_ARGUMENT (BAD_CONFIG), also for an unreadable machine profile; INTERNAL (IO) if the data directory
+  // is not writable; FAILED_PRECONDITION, naming the process, if another process has the data directory; DATA_LOSS (IO)
+  // if the directory has logs or extents, but no catalog.
+  static absl::StatusOr<std::unique_ptr<StateServer>> Start(const StateServerOptions& options);
+  ~StateServer();  // as Stop
+
+  // Fails waiting and new requests with UNAVAILABLE (SERVER_DOWN), and finishes the step being applied. Blocks.
+  void Stop();
+
+  void GetJob(const v1::GetJobRequest&, Reply<v1::GetJobResponse>);
+  void Fence(const v1::FenceRequest&, absl::Time deadline, Reply<v1::FenceResponse>);
+  void Open(const v1::OpenRequest&, absl::Time deadline, Reply<v1::OpenResponse>);
+  void Norm(const v1::NormRequest&, Reply<v1::NormResponse>);
+  void Seal(const v1::SealRequest&, absl::Time deadline, Reply<v1::SealResponse>);
+  void Commit(const v1::CommitRequest&, Reply<v1::CommitResponse>);
+  void Pin(const v1::PinRequest&, absl::Time deadline, Reply<v1::PinResponse>);
+  void Unpin(const v1::UnpinRequest&, Reply<v1::UnpinResponse>);
+  // `payload` is borrowed until the reply.
+  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+            Reply<v1::PushResponse>);
+  // Once the version is there, `allocate(bytes)` must return exactly so many writable bytes, borrowed until the reply,
+  // which carries their CRC32C. `allocate` is called at most once, and not at all on most errors.
+  void Pull(const v1::PullRequest&, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply);
+  // Page-locked memory for answers to pulls. Empty if the server has no GPU: any memory is then as good.
+  absl::StatusOr<storage::Arena> MapAnswers(uint64_t bytes) const;
+
+  // For a server in the trainer's process, without working copies: the step's gradients, values and working parameters
+  // stay in the trainer's memory. Lent gradients count as pushed by rank 0, the job's only rank. Blocks while norms are
+  // computed. FAILED_PRECONDITION as for a push, or if memory is lent already. UNIMPLEMENTED (UNSUPPORTED) if the
+  // server keeps working copies, if the job has more than one rank or server, or for gradients and values with
+  // durability `step`.
+  absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request);
+  // Replies when all of the job's chunks, or only those of `unit`, show `version`; their state may still be on its way
+  // to the disk.
+  void AwaitApplied(const std::string& job, int64_t version, std::optional<uint32_t> unit, absl::Time deadline,
+                    Reply<v1::CommitResponse> reply);
+  bool takes_loans() const;
+
+  v1::GetServerStatusResponse Status() const;
+  // Status() as an operator's call, which is counted.
+  void GetServerStatus(Reply<v1::GetServerStatusResponse>);
+  void DropJob(const v1::DropJobRequest&, Reply<v1::DropJobResponse>);
+  // Sets budgets until the server ends; chunks of its jobs follow between steps. RESOURCE_EXHAUSTED (BUDGET), with
+  // numbers, if a budget is below what cannot move: nothing has changed then.
+  void SetBudget(const v1::SetBudgetRequest&, Reply<v1::SetBudgetResponse>);
+
+  const std::string& server_id() const;
+  const ServerCounters& counters() const;
+  // Bytes read from and written to each tier since start.
+  storage::TierTraffic traffic() const;
+
+ private:
+  struct Impl;
+  explicit StateServer(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast::services

@@ -1,0 +1,146 @@
+#include "ballast/storage/chunk/chunk_reader.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::storage {
+namespace {
+
+constexpr uint64_t kZeroPieceBytes = 16384;
+constexpr const char* kArrayNames[kStateArraysMax] = {"master", "moment1", "moment2", "moment3"};
+
+void ReadZeros(uint64_t count, ChunkReader::Sink sink) {
+  static constexpr std::byte kZeros[kZeroPieceBytes] = {};
+  for (uint64_t at = 0; at < count; at += kZeroPieceBytes) {
+    sink(at, absl::MakeConstSpan(kZeros, std::min(kZeroPieceBytes, count - at)));
+  }
+}
+
+}  // namespace
+
+absl::Status ChecksumError(const BlockFile& file, uint64_t chunk, StateArray array, uint64_t offset, uint32_t expected,
+                           uint32_t found) {
+  return model::Error(
+      absl::StatusCode::kDataLoss, model::kChecksum,
+      absl::StrFormat(
+          "chunk %d: %s in %s at offset %d has CRC32C %08x, expected %08x: the disk did not return what was "
+          "written; nothing of it is used. Check the disk, then start the job from its newest copy",
+          chunk, kArrayNames[static_cast<int>(array)], file.path(), offset, found, expected));
+}
+
+absl::Status CompareDigests(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
+                            const ArrayDigests& expected, const ArrayDigests& found) {
+  for (size_t i = 0; i < kStateArraysMax; ++i) {
+    if (found[i] == expected[i]) continue;
+    const auto array = static_cast<StateArray>(i);
+    return ChecksumError(file, chunk.index, array, state_at + chunk.layout.ArrayAt(array, chunk.elements), expected[i],
+                         found[i]);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ChunkReader::Prepare(DramTier::Limit limit) {
+  absl::MutexLock lock(&mutex_);
+  if (!staging_.bytes().empty()) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(staging_,
+                           tiers_->dram()->Allocate(kStagingBytes, "the buffer for reads of nvme state", limit));
+  return absl::OkStatus();
+}
+
+absl::Status ChunkReader::Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink) {
+  if (chunk.updated_in == 0) {
+    ReadZeros(count, sink);
+    return absl::OkStatus();
+  }
+  switch (chunk.placement.state) {
+    case TierKind::kHbm:
+      return ReadDevice(chunk.View(chunk.state).array(array) + begin, count, sink);
+    case TierKind::kDram:
+      sink(0, {chunk.View(chunk.state).array(array) + begin, count});
+      tiers_->CountTraffic(TierKind::kDram, count, 0);
+      return absl::OkStatus();
+    case TierKind::kNvme:
+      break;
+  }
+  if (chunk.staged != nullptr) {
+    sink(0, {chunk.View(chunk.staged).array(array) + begin, count});
+    tiers_->CountTraffic(TierKind::kDram, count, 0);
+    return absl::OkStatus();
+  }
+  return ReadExtent(chunk, chunk.extent, chunk.digests, array, begin, count, sink);
+}
+
+absl::Status ChunkReader::ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
+                                   uint64_t count, Sink sink) {
+  if (copy.zero) {
+    ReadZeros(count, sink);
+    return absl::OkStatus();
+  }
+  if (copy.extent.bytes() > 0) {
+    return ReadExtent(chunk, copy.extent, copy.digests, array, begin, count, sink);
+  }
+  sink(0, {chunk.View(copy.dram.bytes().data()).array(array) + begin, count});
+  tiers_->CountTraffic(TierKind::kDram, count, 0);
+  return absl::OkStatus();
+}
+
+absl::Status ChunkReader::ReadExtent(const StoredChunk& chunk, const NvmeExtent& extent, const ArrayDigests& digests,
+                                     StateArray array, uint64_t begin, uint64_t count, Sink sink) {
+  const BlockFile& file = tiers_->nvme()->file();
+  const uint64_t bytes = chunk.layout.ArrayBytes(array, chunk.elements);
+  const uint64_t offset = extent.offset() + chunk.layout.ArrayAt(array, chunk.elements);
+  const uint32_t expected = digests[static_cast<size_t>(array)];
+  absl::MutexLock lock(&mutex_);
+  uint32_t digest = 0;
+  // Reads the whole array, even for a part: the digest covers the array.
+  for (uint64_t at = 0; at < bytes; at += kStagingBytes) {
+    const absl::Span<std::byte> piece = staging_.bytes().subspan(0, std::min(kStagingBytes, bytes - at));
+    BALLAST_RETURN_IF_ERROR(file.Read(offset + at, piece));
+    digest = kernels::Crc32c(piece, digest);
+    const uint64_t from = std::max(at, begin);
+    const uint64_t to = std::min(at + piece.size(), begin + count);
+    if (from < to) sink(from - begin, piece.subspan(from - at, to - from));
+  }
+  tiers_->CountTraffic(TierKind::kNvme, bytes, 0);
+  if (digest == expected) return absl::OkStatus();
+  return ChecksumError(file, chunk.index, array, offset, expected, digest);
+}
+
+absl::Status ChunkReader::ReadDevice(const std::byte* from, uint64_t count, Sink sink) {
+  // Each piece waits for the device: a small piece would take as long as 100 KiB.
+  const uint64_t piece_bytes = std::min(kStagingBytes, count);
+  const auto block = std::make_unique_for_overwrite<std::byte[]>(piece_bytes);
+  for (uint64_t at = 0; at < count; at += piece_bytes) {
+    const auto piece = absl::MakeSpan(block.get(), std::min(piece_bytes, count - at));
+    BALLAST_RETURN_IF_ERROR(tiers_->hbm()->CopyOut(from + at, piece));
+    sink(at, piece);
+  }
+  tiers_->CountTraffic(TierKind::kHbm, count, 0);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, const NvmeExtent& to) {
+  absl::MutexLock lock(&mutex_);
+  ArrayDigests digests = {};
+  for (int i = 0; i < chunk.layout.array_count(); ++i) {
+    const auto array = static_cast<StateArray>(i);
+    const uint64_t begin = chunk.layout.ArrayAt(array, chunk.elements);
+    const uint64_t bytes = chunk.layout.ArrayBytes(array, chunk.elements);
+    uint32_t& digest = digests[static_cast<size_t>(i)];
+    for (uint64_t at = 0; at < bytes; at += kStagingBytes) {
+      const absl::Span<std::byte> piece = staging_.bytes().subspan(0, std::min(kStagingBytes, bytes - at));
+      BALLAST_RETURN_IF_ERROR(tiers_->hbm()->CopyOut(chunk.state + begin + at, piece));
+      digest = kernels::Crc32c(piece, digest);
+      BALLAST_RETURN_IF_ERROR(tiers_->nvme()->file().Write(to.offset() + begin + at, piece));
+    }
+  }
+  tiers_->CountTraffic(TierKind::kHbm, chunk.state_bytes(), 0);
+  tiers_->CountTraffic(TierKind::kNvme, 0, chunk.state_bytes());
+  return digests;
+}
+
+}  // namespace ballast::storage

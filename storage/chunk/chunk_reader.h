@@ -1,0 +1,60 @@
+// Reads of chunk state from any tier, beside a running step.
+#pragma once
+
+#include <memory>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "ballast/kernels/thread_pool.h"
+#include "ballast/storage/chunk/stored_chunk.h"
+#include "ballast/storage/tier/hbm_tier.h"
+#include "ballast/storage/tier/tiers.h"
+
+namespace ballast::storage {
+
+// DATA_LOSS (CHECKSUM): names the chunk, the array, the file and the offset.
+absl::Status ChecksumError(const BlockFile& file, uint64_t chunk, StateArray array, uint64_t offset, uint32_t expected,
+                           uint32_t found);
+
+// OK, or the first difference as ChecksumError. `state_at`: the state's offset in the file.
+absl::Status CompareDigests(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
+                            const ArrayDigests& expected, const ArrayDigests& found);
+
+// Threads: any. Reads from disk take turns, since they share a small buffer.
+class ChunkReader {
+ public:
+  static constexpr uint64_t kStagingBytes = uint64_t{1} << 20;
+  // Receives bytes [at, at + bytes.size()) of the requested range, in order and in pieces of whole fp32. If the read
+  // then fails, the bytes received so far are void.
+  using Sink = absl::FunctionRef<void(uint64_t at, absl::Span<const std::byte> bytes)>;
+
+  explicit ChunkReader(Tiers* tiers) : tiers_(tiers) {}
+
+  // Takes the buffer for NVMe, once. RESOURCE_EXHAUSTED (BUDGET).
+  absl::Status Prepare(DramTier::Limit limit = DramTier::Limit::kBudget);
+  bool prepared() const {
+    absl::MutexLock lock(&mutex_);
+    return !staging_.bytes().empty();
+  }
+
+  // Bytes [begin, begin + count) of an array, within UsedBytes.
+  absl::Status Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink)
+      ABSL_SHARED_LOCKS_REQUIRED(chunk.mutex);
+  absl::Status ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
+                        uint64_t count, Sink sink);
+  // Copies the chunk's arrays from device memory to disk.
+  absl::StatusOr<ArrayDigests> Spill(const StoredChunk& chunk, const NvmeExtent& to);
+
+ private:
+  absl::Status ReadExtent(const StoredChunk& chunk, const NvmeExtent& extent, const ArrayDigests& digests,
+                          StateArray array, uint64_t begin, uint64_t count, Sink sink);
+  absl::Status ReadDevice(const std::byte* from, uint64_t count, Sink sink);
+
+  Tiers* const tiers_;
+  mutable absl::Mutex mutex_;
+  DramBlock staging_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace ballast::storage

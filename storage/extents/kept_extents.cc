@@ -1,0 +1,124 @@
+#include "ballast/storage/extents/kept_extents.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace ballast::storage {
+
+absl::StatusOr<BudgetLease> KeptExtents::Reserve(uint64_t bytes, bool automatic) {
+  const uint64_t there = automatic ? std::min(bytes, aside_.bytes()) : 0;
+  BudgetLease lease;
+  if (bytes > there) {
+    // Allocates an extent first: a full disk then refuses the pin, not a later step.
+    absl::StatusOr<NvmeExtent> reserved = nvme_->Allocate(bytes - there, "a durable pin of all chunks' state");
+    if (!reserved.ok()) return reserved.status();
+    lease = reserved->TakeLease();
+  }
+  if (there > 0) lease.Join(aside_.Split(there));
+  return lease;
+}
+
+bool KeptExtents::KeepsNewest(uint64_t chunk) const {
+  const auto found = newest_.find(chunk);
+  return found != newest_.end() && !found->second.expired();
+}
+
+bool KeptExtents::NeedsBytes(uint64_t chunk, bool automatic) const {
+  const auto found = newest_.find(chunk);
+  const std::shared_ptr<Kept> kept = found == newest_.end() ? nullptr : found->second.lock();
+  return kept == nullptr || (kept->aside && !automatic);
+}
+
+uint64_t KeptExtents::AsideBytes(int64_t pin) const {
+  uint64_t bytes = 0;
+  if (const auto found = pins_.find(pin); found != pins_.end()) {
+    for (const auto& [chunk, kept] : found->second) bytes += kept->aside ? kept->entry.bytes : 0;
+  }
+  return bytes;
+}
+
+void KeptExtents::Pay(Kept* kept, BudgetLease* reserve) {
+  if (!std::exchange(kept->aside, false)) return;
+  aside_.Join(reserve->Split(kept->entry.bytes));
+}
+
+void KeptExtents::Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, BudgetLease* reserve, bool automatic) {
+  std::shared_ptr<Kept> kept = newest_[chunk].lock();
+  if (kept == nullptr) {
+    kept = std::make_shared<Kept>();
+    kept->entry = entry;
+    kept->reserve = reserve->Split(entry.bytes);
+    kept->aside = automatic;
+    newest_[chunk] = kept;
+  } else if (!automatic) {
+    Pay(kept.get(), reserve);
+  }
+  pins_[pin][chunk] = std::move(kept);
+}
+
+void KeptExtents::Adopt(int64_t pin, BudgetLease reserve) {
+  for (auto& [chunk, kept] : pins_[pin]) Pay(kept.get(), &reserve);
+}
+
+absl::Status KeptExtents::TakeBack(int64_t pin, uint64_t chunk, const DurableChunk& entry, bool automatic) {
+  // Two pins between which the chunk did not change share its extent.
+  for (const auto& [other, chunks] : pins_) {
+    const auto found = chunks.find(chunk);
+    if (found == chunks.end() || found->second->entry.offset != entry.offset) continue;
+    found->second->aside = found->second->aside && automatic;
+    pins_[pin][chunk] = found->second;
+    return absl::OkStatus();
+  }
+  absl::StatusOr<NvmeExtent> extent = nvme_->TakeKept(entry.offset);
+  if (!extent.ok()) return extent.status();
+  auto kept = std::make_shared<Kept>();
+  kept->entry = entry;
+  kept->extent = *std::move(extent);
+  kept->aside = automatic;
+  pins_[pin][chunk] = std::move(kept);
+  return absl::OkStatus();
+}
+
+void KeptExtents::Drop(int64_t pin) {
+  const auto found = pins_.find(pin);
+  if (found == pins_.end()) return;
+  for (auto& [chunk, kept] : found->second) {
+    if (kept.use_count() > 1 || !kept->aside) continue;
+    aside_.Join(std::move(kept->reserve));
+    if (kept->extent.bytes() > 0) aside_.Join(kept->extent.TakeLease());
+  }
+  pins_.erase(found);
+}
+
+std::vector<uint64_t> KeptExtents::ChunksOf(int64_t pin) const {
+  std::vector<uint64_t> chunks;
+  if (const auto found = pins_.find(pin); found != pins_.end()) {
+    for (const auto& [chunk, kept] : found->second) chunks.push_back(chunk);
+  }
+  return chunks;
+}
+
+const DurableChunk* KeptExtents::Find(int64_t pin, uint64_t chunk) const {
+  const auto chunks = pins_.find(pin);
+  if (chunks == pins_.end()) return nullptr;
+  const auto kept = chunks->second.find(chunk);
+  return kept == chunks->second.end() ? nullptr : &kept->second->entry;
+}
+
+BudgetLease KeptExtents::TakeOver(uint64_t chunk, NvmeExtent* old) {
+  const auto found = newest_.find(chunk);
+  if (found == newest_.end()) return {};
+  const std::shared_ptr<Kept> kept = found->second.lock();
+  newest_.erase(found);
+  if (kept == nullptr) return {};
+  kept->extent = std::move(*old);
+  return std::move(kept->reserve);
+}
+
+void KeptExtents::Leave() {
+  for (auto& [pin, chunks] : pins_) {
+    for (auto& [chunk, kept] : chunks) kept->extent.Leave();
+  }
+}
+
+}  // namespace ballast::storage

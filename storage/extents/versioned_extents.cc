@@ -1,0 +1,68 @@
+#include "ballast/storage/extents/versioned_extents.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/faults/failpoint.h"
+#include "ballast/storage/faults/seeded_bugs.h"
+
+namespace ballast::storage {
+
+VersionedExtents::~VersionedExtents() {
+  // The new versions are not recorded, so a restart will look for the old versions.
+  for (NvmeExtent& extent : old_) extent.Leave();
+}
+
+uint64_t VersionedExtents::SpareBytesMissing(uint64_t chunks, uint64_t largest_bytes) const {
+  const uint64_t wanted = Spares(chunks) * largest_bytes;
+  return wanted - std::min(wanted, spare_bytes_);
+}
+
+void VersionedExtents::AddRoom(BudgetLease lease, uint64_t spare_bytes) {
+  room_.Join(std::move(lease));
+  spare_bytes_ += spare_bytes;
+}
+
+absl::StatusOr<NvmeExtent> VersionedExtents::Take(uint64_t bytes) {
+  return nvme_->AllocateFrom(&room_, bytes, "a chunk's new version");
+}
+
+void VersionedExtents::Written(const DurableChunk& chunk, NvmeExtent old) {
+  written_.push_back(chunk);
+  written_bytes_ += chunk.bytes;
+  if (Seeded(StorageBug::kOldFreedBeforeRecord) && old.bytes() > 0) return room_.Join(old.TakeLease());
+  if (old.bytes() > 0) old_.push_back(std::move(old));
+}
+
+bool VersionedExtents::EndRun() {
+  if (written_.empty()) return false;
+  if (!records()) return true;
+  const uint64_t run_bytes = written_bytes_ - std::exchange(before_run_, written_bytes_);
+  return ++runs_ == kRunsMax || written_bytes_ + run_bytes > spare_bytes_;
+}
+
+absl::Status VersionedExtents::Record() {
+  Pass("extent/sync");
+  if (!Seeded(StorageBug::kExtentSyncDropped)) failed_ = nvme_->Sync();
+  if (Seeded(StorageBug::kFailedExtentSyncIgnored)) failed_ = absl::OkStatus();
+  Pass("extent/synced");
+  if (failed_.ok()) failed_ = options_.record(written_);
+  Pass("extent/recorded");
+  if (Seeded(StorageBug::kFailedRecordIgnored)) failed_ = absl::OkStatus();
+  return failed_;
+}
+
+absl::Status VersionedExtents::Harden() {
+  if (written_.empty() || !failed_.ok()) return failed_;
+  if (records()) BALLAST_RETURN_IF_ERROR(Record());
+  for (NvmeExtent& extent : old_) room_.Join(extent.TakeLease());
+  old_.clear();
+  written_.clear();
+  written_bytes_ = before_run_ = 0;
+  runs_ = 0;
+  Pass("extent/freed");
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::storage

@@ -1,0 +1,96 @@
+// The state that a gradient log's callers share with its writer: records that wait to be written, the ring of segments
+// for them, how far the log is durable, and the first error. Callers come on any thread; LogWriter takes the records
+// from here and reports back.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "ballast/storage/log/batch_encoder.h"
+#include "ballast/storage/log/segment_ring.h"
+
+namespace ballast::storage {
+
+// The writer takes so much at a time: a segment that begins, or the records of one batch.
+struct LogItems {
+  std::optional<SegmentRing::Beginning> beginning;
+  std::vector<LogRecord> records;   // none, and no beginning: an empty batch, which tells of a cut
+  uint64_t oldest_incarnation = 0;  // that is not cut
+};
+
+// Threads: any.
+class LogQueue {
+ public:
+  // `durable_lsn`: what an earlier run left.
+  LogQueue(SegmentRing ring, uint64_t durable_lsn)
+      : ring_(std::move(ring)), requested_lsn_(durable_lsn), durable_lsn_(durable_lsn) {}
+
+  // Before the first record: called with no lock held when something became durable or failed.
+  void set_progress(std::function<void()> progress) { progress_ = std::move(progress); }
+
+  // As GradientLog's.
+  bool HasRoom(uint64_t body_bytes, uint64_t payload_bytes) const;
+  bool Roll();
+  void Append(LogRecord record);
+  void Sync(uint64_t lsn);
+  uint64_t durable_lsn() const;
+  absl::Status status() const;
+  void Cut(int64_t step);
+  bool cut_lacks_room() const;
+  void Release(int64_t step);
+  void Keep(uint64_t incarnation, int64_t step);
+  uint64_t free_segments() const;
+
+  // The file grows by a sync of its own, and what a failed sync drops may be batches: while it is under way no other
+  // sync counts, since the system tells of a lost write once. `grown` joins the ring if `synced`.
+  uint64_t segments() const;
+  void BeginExtension();
+  void EndExtension(uint64_t grown, bool synced);
+
+  // The writer's.
+
+  // The next items; none if nothing is queued. `cut`: an empty batch may be asked for.
+  std::optional<LogItems> Take(bool cut);
+  // Does somebody wait for a sync that batches up to `lsn` would answer?
+  bool WantsSync(uint64_t lsn) const;
+  // False: an extension or an error makes a sync that ended well count for nothing.
+  bool SyncCounts() const;
+  // Records up to `lsn` are durable. `told`, `held`: as SegmentRing::Synced's.
+  void Durable(uint64_t lsn, uint64_t told, uint64_t held);
+  // Something that waits may go on.
+  void Progressed() const;
+  // The first error of the disk, which TellFailure tells. Any thread.
+  void Fail(const absl::Status& status);
+  // After an error: tells records that wait that they are never written; once, calls progress. No error: does nothing.
+  void TellFailure();
+  bool empty() const;
+
+  // The pumping thread's: blocks until there is work, or Stop. False: Stop was called.
+  bool AwaitWork();
+  void Stop();
+  bool stopping() const;
+
+ private:
+  bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  std::function<void()> progress_;
+  mutable absl::Mutex mutex_;
+  SegmentRing ring_ ABSL_GUARDED_BY(mutex_);
+  std::deque<std::variant<LogRecord, SegmentRing::Beginning>> queued_ ABSL_GUARDED_BY(mutex_);
+  uint64_t requested_lsn_ ABSL_GUARDED_BY(mutex_);
+  uint64_t durable_lsn_ ABSL_GUARDED_BY(mutex_);
+  absl::Status failed_ ABSL_GUARDED_BY(mutex_);
+  bool told_failure_ ABSL_GUARDED_BY(mutex_) = false;
+  bool extending_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace ballast::storage

@@ -1,0 +1,128 @@
+#include "ballast/storage/memory/arena.h"
+
+#include <spdlog/spdlog.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/io/block_file.h"
+#include "ballast/storage/memory/memory_nodes.h"
+#include "ballast/storage/memory/page_lock.h"
+
+namespace ballast::storage {
+namespace {
+constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
+// The least memory worth another touching thread, and the most threads.
+constexpr uint64_t kTouchBytesMin = uint64_t{128} << 20;
+constexpr uint64_t kTouchThreadsMax = 8;
+
+// The kernel clears a page at its first touch: large memory is touched by several threads, to clear it faster.
+void Touch(std::byte* first, uint64_t bytes) {
+  const uint64_t processors = std::max(1u, std::thread::hardware_concurrency());
+  const uint64_t threads = std::clamp<uint64_t>(bytes / kTouchBytesMin, 1, std::min(processors, kTouchThreadsMax));
+  const uint64_t part_bytes = (bytes / threads + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+  const auto touch = [=](uint64_t part) {
+    volatile std::byte* const touched = first;
+    const uint64_t end = std::min(bytes, (part + 1) * part_bytes);
+    for (uint64_t at = part * part_bytes; at < end; at += kIoAlignment) touched[at] = std::byte{0};
+  };
+  std::vector<std::thread> others;
+  for (uint64_t part = 1; part < threads; ++part) others.emplace_back(touch, part);
+  touch(0);
+  for (std::thread& other : others) other.join();
+}
+}  // namespace
+
+absl::StatusOr<Arena> Arena::Map(uint64_t bytes) {
+  Arena arena;
+  bytes = AlignUp(bytes);
+  if (bytes == 0) return arena;
+  // mmap aligns to 4096 only: map more, keep the part from the first 2 MiB boundary on.
+  const uint64_t mapped = bytes + kHugePageBytes;
+  void* const start = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (start == MAP_FAILED) {
+    return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                        absl::StrCat("the system refused ", bytes, " bytes of memory: ", std::strerror(errno),
+                                     "; lower the DRAM budget"));
+  }
+  auto* const first = static_cast<std::byte*>(start);
+  const uint64_t skip = (kHugePageBytes - reinterpret_cast<uintptr_t>(start) % kHugePageBytes) % kHugePageBytes;
+  if (skip > 0) munmap(first, skip);
+  munmap(first + skip + bytes, mapped - skip - bytes);
+  arena.bytes_ = {first + skip, bytes};
+  arena.owner_ = getpid();
+  (void)madvise(first + skip, bytes, MADV_HUGEPAGE);
+  // A forked child (a data loader's worker) would share the pages, and the next write to each would copy it first.
+  // Where the disk transfers straight into such a page, old kernels leave the outcome with the child.
+  if (madvise(first + skip, bytes, MADV_DONTFORK) != 0) {
+    spdlog::warn("forked children share {} bytes: each fork makes the next update slower ({})", bytes,
+                 std::strerror(errno));
+  }
+  static const std::vector<int> nodes = MemoryNodes();
+  if (nodes.size() > 1) (void)Interleave(arena.bytes_, nodes);
+  Touch(first + skip, bytes);
+  return arena;
+}
+
+Arena::Arena(Arena&& other) noexcept
+    : bytes_(std::exchange(other.bytes_, {})),
+      owner_(std::exchange(other.owner_, 0)),
+      page_locked_for_(std::exchange(other.page_locked_for_, std::nullopt)),
+      locked_(std::exchange(other.locked_, false)) {}
+
+Arena& Arena::operator=(Arena&& other) noexcept {
+  if (this != &other) {
+    Release();
+    bytes_ = std::exchange(other.bytes_, {});
+    owner_ = std::exchange(other.owner_, 0);
+    page_locked_for_ = std::exchange(other.page_locked_for_, std::nullopt);
+    locked_ = std::exchange(other.locked_, false);
+  }
+  return *this;
+}
+
+absl::Status Arena::PageLockFor(int device) {
+  if (page_locked() || bytes_.empty()) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(PageLock(bytes_, device));
+  page_locked_for_ = device;
+  return absl::OkStatus();
+}
+
+bool Arena::Lock() {
+  if (locked_ || bytes_.empty()) return true;
+  locked_ = mlock(bytes_.data(), bytes_.size()) == 0;
+  if (!locked_) (void)munlock(bytes_.data(), bytes_.size());  // a part may be locked
+  return locked_;
+}
+
+// The addresses stay mapped: every hole cut into the mapping would use up one of the process's few mappings. The
+// addresses of locked memory go on counting against the limit.
+void Arena::Discard(absl::Span<std::byte> part) {
+  if (locked_) {
+    if (madvise(part.data(), part.size(), MADV_DONTNEED_LOCKED) == 0) return;
+    (void)munlock(part.data(), part.size());  // before Linux 5.18
+  }
+  if (madvise(part.data(), part.size(), MADV_DONTNEED) == 0) return;
+  spdlog::warn("{} bytes that are not used any more stay with the process: {}", part.size(), std::strerror(errno));
+}
+
+Arena::~Arena() { Release(); }
+
+void Arena::Release() {
+  const absl::Span<std::byte> bytes = std::exchange(bytes_, {});
+  const std::optional<int> page_locked_for = std::exchange(page_locked_for_, std::nullopt);
+  // In a forked child the addresses may be another mapping's by now.
+  if (bytes.empty() || owner_ != getpid()) return;
+  if (page_locked_for.has_value()) PageUnlock(bytes, *page_locked_for);
+  munmap(bytes.data(), bytes.size());
+}
+
+}  // namespace ballast::storage

@@ -1,0 +1,46 @@
+// Large aligned memory, touched when it is made: each first touch later would cost the data path a page fault.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+namespace ballast::storage {
+
+// Zeroed, starts at a 2 MiB boundary, in huge pages where the kernel grants them, on all NUMA nodes in turn; exactly
+// the bytes asked for (rounded to 4096) become resident. Owns the mapping, which a forked child does not get: a child
+// may destroy its copy of an Arena and must not use the copy otherwise.
+class Arena {
+ public:
+  // RESOURCE_EXHAUSTED (BUDGET) if the system has no such memory.
+  static absl::StatusOr<Arena> Map(uint64_t bytes);
+  Arena() = default;
+  Arena(Arena&& other) noexcept;
+  Arena& operator=(Arena&& other) noexcept;
+  ~Arena();
+
+  absl::Span<std::byte> bytes() const { return bytes_; }
+  // Page-locks the memory for GPU `device`. After an error the memory is pageable and still usable. Errors:
+  // PageLock's.
+  absl::Status PageLockFor(int device);
+  // Locks the memory against swapping. False: a limit (ulimit -l) forbids locking; the memory is still usable.
+  bool Lock();
+  // Returns the memory of a part to the system; the part must not be used any more. REQUIRES: aligned to 4096, not
+  // page-locked.
+  void Discard(absl::Span<std::byte> part);
+  bool page_locked() const { return page_locked_for_.has_value(); }
+
+ private:
+  void Release();
+  absl::Span<std::byte> bytes_;
+  pid_t owner_ = 0;                     // the process that mapped it
+  std::optional<int> page_locked_for_;  // a GPU
+  bool locked_ = false;
+};
+
+}  // namespace ballast::storage

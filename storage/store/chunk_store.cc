@@ -1,0 +1,359 @@
+#include "ballast/storage/store/chunk_store.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/storage/faults/seeded_bugs.h"
+#include "ballast/storage/store/chunk_move.h"
+#include "ballast/storage/store/store_core.h"
+#include "ballast/storage/store/store_run.h"
+
+namespace ballast::storage {
+namespace {
+
+// After an error of this run: leaves the extents of an earlier run on the disk.
+void LeaveKept(absl::Span<const ChunkToAdd> added, std::vector<NvmeExtent>& extents) {
+  for (size_t i = 0; i < added.size(); ++i) {
+    if (added[i].durable.has_value()) extents[i].Leave();
+  }
+}
+
+}  // namespace
+
+StoreCore::~StoreCore() {
+  if (!versions.has_value() || discarded) return;
+  durable_pins->Leave();
+  absl::MutexLock lock(&mutex);
+  for (StoredChunk& chunk : chunks) {
+    absl::MutexLock chunk_lock(&chunk.mutex);
+    // An extent that never held a version is freed.
+    if (chunk.newest.version >= 0) chunk.extent.Leave();
+    // After a failed run the newest recorded version may be in a pin's copy.
+    for (PinnedCopy& copy : chunk.copies) copy.extent.Leave();
+  }
+}
+
+ChunkStore::ChunkStore(Tiers* tiers, const StateLayout& layout, kernels::ThreadPool* compute,
+                       std::optional<DurableOptions> durable)
+    : core_(std::make_unique<StoreCore>(tiers, layout, compute, std::move(durable))) {}
+ChunkStore::~ChunkStore() = default;
+void ChunkStore::Discard() {
+  core_->discarded = true;
+  if (core_->versions.has_value()) core_->versions->Discard();
+}
+
+absl::StatusOr<StoredChunk*> StoreCore::Find(uint64_t chunk) const {
+  absl::ReaderMutexLock lock(&mutex);
+  if (chunk >= chunks.size()) {
+    return Bad(model::kBadRange, absl::StrCat("chunk ", chunk, " of a store of ", chunks.size(), " chunks"));
+  }
+  return const_cast<StoredChunk*>(&chunks[chunk]);
+}
+
+absl::Status StoreCore::CheckPlan(absl::Span<const ChunkToAdd> added, const Plan& plan) const {
+  if (plan.chunks.size() != added.size()) {
+    return Bad(model::kBadRequest, absl::StrCat("a plan of ", plan.chunks.size(), " chunks for ", added.size()));
+  }
+  if (versions.has_value() && tiers->nvme() == nullptr) {
+    return Bad(model::kBadConfig, "durable state needs an nvme tier, and this server has none: give an nvme budget");
+  }
+  for (size_t i = 0; i < added.size(); ++i) {
+    const auto [state, working] = plan.chunks[i];
+    const uint64_t elements = added[i].elements;
+    if (elements == 0) return Bad(model::kBadRequest, absl::StrCat("chunk ", i, " is empty"));
+    if (working == TierKind::kNvme || (working == TierKind::kHbm && state != TierKind::kHbm)) {
+      return Bad(model::kBadRequest, absl::StrCat("working copy of chunk ", i, " cannot be in ", TierName(working),
+                                                  " with its state in ", TierName(state)));
+    }
+    BALLAST_RETURN_IF_ERROR(CheckTier(i, elements, state));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StoreCore::CheckTier(uint64_t chunk, uint64_t elements, TierKind state) const {
+  const bool there =
+      state == TierKind::kHbm ? tiers->hbm() != nullptr : state != TierKind::kNvme || tiers->nvme() != nullptr;
+  if (!there) return Bad(model::kBadConfig, absl::StrCat("this server has no ", TierName(state), " tier"));
+  if (state != TierKind::kHbm) return absl::OkStatus();
+  if (!layout.working_copies()) {
+    return Bad(model::kBadConfig, "state in hbm needs working copies, and this store keeps none");
+  }
+  if (elements <= kHbmSpanElementsMax) return absl::OkStatus();
+  return Bad(model::kBadRequest,
+             absl::StrCat("chunk ", chunk, " of ", elements, " elements, hbm takes ", kHbmSpanElementsMax));
+}
+
+// Takes the pipeline's slots and the readers' buffer: together staging_bytes().
+absl::Status StoreCore::TakeStaging(uint64_t state_bytes, DramTier::Limit limit) {
+  const uint64_t slot_bytes = std::max(staging.slot_bytes, state_bytes);
+  if (slot_bytes == 0) return absl::OkStatus();
+  if (tiers->staging_bytes() < slot_bytes + ChunkReader::kStagingBytes) {
+    return Bad(model::kBadConfig,
+               absl::StrCat("staging of ", tiers->staging_bytes(), " bytes; one chunk's state and a read ",
+                            "buffer need ", slot_bytes + ChunkReader::kStagingBytes,
+                            ", and three times that lets reads, kernels and writes overlap"));
+  }
+  BALLAST_RETURN_IF_ERROR(reader.Prepare(limit));
+  if (staging.memory.bytes().empty()) {
+    BALLAST_ASSIGN_OR_RETURN(DramBlock memory,
+                             tiers->dram()->Allocate(tiers->staging_bytes() - ChunkReader::kStagingBytes,
+                                                     "buffers for moving nvme state", limit));
+    staging.Take(std::move(memory));
+  }
+  staging.slot_bytes = slot_bytes;
+  return absl::OkStatus();
+}
+
+// Takes extents for NVMe state and for state left by an earlier run. A durable store also takes the budget for the
+// first version of chunks in memory and for new versions of all chunks.
+absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkToAdd> added, const Plan& plan) {
+  NvmeSpace space;
+  std::vector<NvmeExtent>& extents = space.extents;
+  extents.resize(added.size());
+  uint64_t room = 0, largest = 0;
+  for (size_t i = 0; i < added.size(); ++i) {
+    const uint64_t bytes = layout.StateBytes(added[i].elements);
+    largest = std::max(largest, bytes);
+    space.aside_bytes += added[i].aside_bytes;
+    if (added[i].durable.has_value()) continue;
+    if (plan.chunks[i].state == TierKind::kNvme) {
+      BALLAST_ASSIGN_OR_RETURN(extents[i], tiers->nvme()->Allocate(bytes, "chunk state"));
+    } else {
+      room += bytes;
+    }
+  }
+  if (!versions.has_value()) return space;
+  uint64_t count = added.size();
+  {
+    absl::ReaderMutexLock lock(&mutex);
+    count += chunks.size();
+  }
+  space.spare_bytes = versions->SpareBytesMissing(count, largest);
+  if (const uint64_t bytes = room + space.spare_bytes + space.aside_bytes; bytes > 0) {
+    // As an extent first: a disk that is full refuses the job now, not a step later.
+    BALLAST_ASSIGN_OR_RETURN(NvmeExtent reserved, tiers->nvme()->Allocate(bytes, "durable versions of chunks"));
+    space.room = reserved.TakeLease();
+  }
+  for (size_t i = 0; i < added.size(); ++i) {
+    if (!added[i].durable.has_value()) continue;
+    absl::StatusOr<NvmeExtent> kept = tiers->nvme()->TakeKept(added[i].durable->offset);
+    if (!kept.ok()) {
+      LeaveKept(added, extents);
+      return kept.status();
+    }
+    extents[i] = *std::move(kept);
+  }
+  return space;
+}
+
+absl::StatusOr<ChunkMemory> StoreCore::OwnMemory(uint64_t elements, const ChunkPlacement& placement) {
+  constexpr char kWhat[] = "chunk state and working copies";
+  ChunkMemory own;
+  if (placement.state == TierKind::kHbm) {
+    BALLAST_ASSIGN_OR_RETURN(own.hbm, tiers->hbm()->Allocate(layout.StateBytes(elements), kWhat));
+  } else if (placement.state == TierKind::kDram) {
+    BALLAST_ASSIGN_OR_RETURN(own.dram, tiers->dram()->Allocate(layout.StateBytes(elements), kWhat));
+  }
+  if (placement.working == TierKind::kHbm) {
+    BALLAST_ASSIGN_OR_RETURN(own.hbm_working, tiers->hbm()->Allocate(layout.WorkingBytes(elements), kWhat));
+  }
+  return own;
+}
+
+absl::Status ChunkStore::Add(absl::Span<const uint64_t> elements, const Plan& plan) {
+  std::vector<ChunkToAdd> added(elements.size());
+  for (size_t i = 0; i < elements.size(); ++i) added[i].elements = elements[i];
+  return Add(added, plan);
+}
+
+absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& plan) {
+  StoreCore& core = *core_;
+  BALLAST_RETURN_IF_ERROR(core.failed);
+  BALLAST_RETURN_IF_ERROR(core.CheckPlan(added, plan));
+  TierBytes state_bytes, working_bytes;
+  for (size_t i = 0; i < added.size(); ++i) {
+    state_bytes[plan.chunks[i].state] += core.layout.StateBytes(added[i].elements);
+    working_bytes[plan.chunks[i].working] += core.layout.WorkingBytes(added[i].elements);
+  }
+  const bool shares = core.tiers->hbm() == nullptr;  // DRAM that states lie in
+  DramBlock dram;
+  if (const uint64_t bytes = (shares ? state_bytes.dram : 0) + working_bytes.dram; bytes > 0) {
+    BALLAST_ASSIGN_OR_RETURN(dram, core.tiers->dram()->Allocate(bytes, "chunk state and working copies"));
+  }
+  std::vector<ChunkMemory> own(added.size());
+  for (size_t i = 0; i < added.size() && !shares; ++i) {
+    BALLAST_ASSIGN_OR_RETURN(own[i], core.OwnMemory(added[i].elements, plan.chunks[i]));
+  }
+  uint64_t moving = 0;  // the largest state that goes to NVMe
+  for (size_t i = 0; i < added.size(); ++i) {
+    if (plan.chunks[i].state == TierKind::kNvme) moving = std::max(moving, core.layout.StateBytes(added[i].elements));
+  }
+  if (core.versions.has_value() && state_bytes.hbm > 0) BALLAST_RETURN_IF_ERROR(core.reader.Prepare());
+  BALLAST_ASSIGN_OR_RETURN(StoreCore::NvmeSpace space, core.TakeNvme(added, plan));
+  if (const absl::Status status = core.TakeStaging(moving, DramTier::Limit::kBudget); !status.ok()) {
+    LeaveKept(added, space.extents);
+    return status;
+  }
+  if (space.room.bytes() > 0) {
+    core.durable_pins->SetAside(space.room.Split(space.aside_bytes));
+    core.versions->AddRoom(std::move(space.room), space.spare_bytes);
+  }
+
+  std::byte* next = dram.bytes().data();
+  std::vector<StoredChunk*> fresh;
+  {
+    absl::MutexLock lock(&core.mutex);
+    core.dram.push_back(std::move(dram));
+    for (size_t i = 0; i < added.size(); ++i) {
+      const ChunkPlacement placement = plan.chunks[i];
+      StoredChunk& chunk =
+          core.chunks.emplace_back(&core.layout, core.chunks.size(), added[i].elements, placement, added[i].id);
+      core.placed.push_back({added[i].elements, placement});
+      fresh.push_back(&chunk);
+      absl::MutexLock chunk_lock(&chunk.mutex);
+      chunk.extent = std::move(space.extents[i]);
+      // Set even for a state that turns out unreadable: the extent stays on the disk.
+      if (added[i].durable.has_value()) chunk.newest = *added[i].durable;
+      chunk.own = std::move(own[i]);
+      chunk.shared = &core.dram.back();
+      chunk.state = placement.state == TierKind::kHbm ? chunk.own.hbm.data() : chunk.own.dram.bytes().data();
+      if (placement.state == TierKind::kDram && shares) chunk.state = std::exchange(next, next + chunk.state_bytes());
+      chunk.working = chunk.own.hbm_working.data();
+      if (placement.working == TierKind::kHbm || !core.layout.working_copies()) continue;
+      chunk.working = std::exchange(next, next + core.layout.WorkingBytes(added[i].elements));
+    }
+    for (const TierKind tier : {TierKind::kHbm, TierKind::kDram, TierKind::kNvme}) {
+      core.residency.state[tier] += state_bytes[tier];
+      core.residency.working[tier] += working_bytes[tier];
+    }
+    core.runs = std::max(core.runs, uint64_t{1});
+  }
+  core.failed = core.RestoreAll(added, fresh);  // on an error the chunks are there, and nobody may use them
+  return core.failed;
+}
+
+bool ChunkStore::durable() const { return core_->versions.has_value(); }
+
+bool ChunkStore::records() const { return core_->versions.has_value() && core_->versions->records(); }
+
+bool ChunkStore::dirty(uint64_t chunk) const {
+  const absl::StatusOr<StoredChunk*> found = core_->Find(chunk);
+  return found.ok() && (*found)->dirty;
+}
+
+int64_t ChunkStore::durable_version(uint64_t chunk) const {
+  const absl::StatusOr<StoredChunk*> found = core_->Find(chunk);
+  return found.ok() ? (*found)->newest.version : -1;
+}
+
+int64_t ChunkStore::needed_from(uint64_t chunk) const {
+  const absl::StatusOr<StoredChunk*> found = core_->Find(chunk);
+  return found.ok() ? (*found)->needed_from : -1;
+}
+
+std::optional<int64_t> ChunkStore::recoverable_from(uint64_t chunk) const {
+  const absl::StatusOr<StoredChunk*> found = core_->Find(chunk);
+  if (!found.ok()) return std::nullopt;
+  if ((*found)->unrecorded_from.has_value() && !Seeded(StorageBug::kUnrecordedCountsAsKept)) {
+    return (*found)->unrecorded_from;
+  }
+  return (*found)->dirty ? std::optional((*found)->needed_from) : std::nullopt;
+}
+
+uint64_t ChunkStore::spare_bytes_missing(absl::Span<const uint64_t> elements) const {
+  if (!core_->versions.has_value() || elements.empty()) return 0;
+  const uint64_t largest = *std::max_element(elements.begin(), elements.end());
+  return core_->versions->SpareBytesMissing(chunk_count() + elements.size(), core_->layout.StateBytes(largest));
+}
+
+uint64_t ChunkStore::chunk_count() const {
+  absl::ReaderMutexLock lock(&core_->mutex);
+  return core_->chunks.size();
+}
+
+std::vector<PlacedChunk> ChunkStore::placed() const {
+  absl::ReaderMutexLock lock(&core_->mutex);
+  return core_->placed;
+}
+
+uint64_t ChunkStore::slot_memory_bytes() const {
+  const uint64_t staging = core_->tiers->staging_bytes();
+  return staging - std::min(staging, ChunkReader::kStagingBytes);
+}
+
+const StateLayout& ChunkStore::layout() const { return core_->layout; }
+
+uint64_t ChunkStore::staging_bytes_missing() const {
+  if (!core_->staging.memory.bytes().empty()) return 0;
+  const uint64_t staging = core_->tiers->staging_bytes();
+  return core_->reader.prepared() ? staging - std::min(staging, ChunkReader::kStagingBytes) : staging;
+}
+
+uint64_t ChunkStore::flush_buffer_bytes_missing() const {
+  return core_->reader.prepared() ? 0 : std::min(core_->tiers->staging_bytes(), ChunkReader::kStagingBytes);
+}
+
+ChunkStore::Residency ChunkStore::residency() const {
+  absl::ReaderMutexLock lock(&core_->mutex);
+  return core_->residency;
+}
+
+absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
+                             const ReadBack& read_back) {
+  return StoreRun(core_.get()).Run(updates, done, read_back);
+}
+
+absl::Status ChunkStore::Move(uint64_t index, TierKind to) {
+  StoreCore& core = *core_;
+  BALLAST_RETURN_IF_ERROR(core.failed);
+  BALLAST_ASSIGN_OR_RETURN(StoredChunk * chunk, core.Find(index));
+  const ChunkPlacement from = chunk->placement;
+  if (from.state == to) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(core.CheckTier(index, chunk->elements, to));
+  BALLAST_RETURN_IF_ERROR(core.Move(*chunk, to));
+  absl::MutexLock lock(&core.mutex);
+  core.placed[index].placement = chunk->placement;
+  core.residency.state[from.state] -= chunk->state_bytes();
+  core.residency.state[to] += chunk->state_bytes();
+  const uint64_t working_bytes = core.layout.WorkingBytes(chunk->elements);
+  core.residency.working[from.working] -= working_bytes;
+  core.residency.working[chunk->placement.working] += working_bytes;
+  return absl::OkStatus();
+}
+
+absl::Status StoreCore::Move(StoredChunk& chunk, TierKind to) {
+  const uint64_t bytes = chunk.state_bytes();
+  StateMove move{.to = to, .extent = {}, .keep_extent = versions.has_value(), .buffer = {}};
+  if (to == TierKind::kNvme) {
+    BALLAST_RETURN_IF_ERROR(TakeStaging(bytes, DramTier::Limit::kBeyond));
+    BALLAST_ASSIGN_OR_RETURN(move.extent, ExtentToMoveTo(chunk));
+  } else if (chunk.placement.state == TierKind::kNvme) {
+    move.buffer = staging.memory.bytes();
+  }
+  if (to == TierKind::kHbm && versions.has_value()) BALLAST_RETURN_IF_ERROR(reader.Prepare());
+  const absl::Status moved = MoveState(tiers, &reader, chunk, move);
+  // The extent was part of the room.
+  if (!moved.ok() && versions.has_value() && move.extent.bytes() > 0) versions->AddRoom(move.extent.TakeLease(), 0);
+  return moved;
+}
+
+absl::StatusOr<NvmeExtent> StoreCore::ExtentToMoveTo(const StoredChunk& chunk) {
+  const uint64_t bytes = chunk.state_bytes();
+  if (!versions.has_value()) return tiers->nvme()->Allocate(bytes, "chunk state that moves to nvme");
+  if (chunk.dirty) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
+                        absl::StrCat("chunk ", chunk.index, " has changed since it was flushed: flush it first"));
+  }
+  {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    if (chunk.extent.bytes() > 0) return NvmeExtent();  // the extent holds the state already
+  }
+  // Never updated, so never flushed: its place is part of the room.
+  if (!versions->HasRoom(bytes)) BALLAST_RETURN_IF_ERROR(Harden());
+  if (versions->HasRoom(bytes)) return versions->Take(bytes);
+  return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                      absl::StrCat("no room for the extent of chunk ", chunk.id, " until versions are hardened"));
+}
+
+}  // namespace ballast::storage

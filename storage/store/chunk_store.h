@@ -1,0 +1,151 @@
+// The chunks of one job on one server: where each chunk lives, and the step that updates the chunks.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/kernels/optimizer.h"
+#include "ballast/kernels/thread_pool.h"
+#include "ballast/storage/chunk/chunk_update.h"
+#include "ballast/storage/chunk/extent_label.h"
+#include "ballast/storage/placement/placement.h"
+#include "ballast/storage/tier/tiers.h"
+
+namespace ballast::storage {
+
+struct ChunkToAdd {
+  uint64_t elements = 0;
+  uint64_t id = 0;                      // durable: the chunk's id in the job's layout
+  std::optional<DurableChunk> durable;  // state left by an earlier run, in an extent kept by the NVMe tier
+  uint64_t aside_bytes = 0;             // durable: NVMe budget to set aside for the chunk's automatic pins
+};
+
+struct StoreCore;
+
+// Threads: Run, Add, pins and unpins from one thread at a time; reads from any thread, at any time. A read sees a chunk
+// before or after an update, never in between. A caller that needs an exact version must order reads and runs, as
+// services/job does.
+class ChunkStore {
+ public:
+  // Borrows `tiers` and `compute`, both of which must outlive the store; without `compute`, Run computes on its
+  // caller's thread alone. Add takes space, the destructor returns the space.
+  // REQUIRES: kernels::Unsupported(layout.optimizer()) is empty. Without working copies no state can be in HBM.
+  ChunkStore(Tiers* tiers, const StateLayout& layout, kernels::ThreadPool* compute = nullptr,
+             std::optional<DurableOptions> durable = std::nullopt);
+  ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* compute = nullptr,
+             std::optional<DurableOptions> durable = std::nullopt)
+      : ChunkStore(tiers, StateLayout(optimizer), compute, std::move(durable)) {}
+  ~ChunkStore();  // durable state stays on the disk
+  // Call before destroying a durable store whose data nobody needs any more: the destructor then frees the extents.
+  void Discard();
+
+  // Appends chunks of these sizes (elements), placed as `plan` says (one entry per size). New chunks are zero in every
+  // tier. RESOURCE_EXHAUSTED (BUDGET) if a tier lacks space; then nothing was added.
+  // Chunks with a durable state are read back: DATA_LOSS (CHECKSUM) if the disk returns anything else than was written,
+  // INTERNAL (IO).
+  absl::Status Add(absl::Span<const ChunkToAdd> chunks, const Plan& plan);
+  absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
+  uint64_t chunk_count() const;
+  std::vector<PlacedChunk> placed() const;
+  const StateLayout& layout() const;
+  bool durable() const;
+  // The store is durable and records its versions for a restart.
+  bool records() const;
+  // Durable store, on the store's thread: is the chunk's state newer than its extent, and which version does the extent
+  // hold?
+  bool dirty(uint64_t chunk) const;
+  int64_t durable_version(uint64_t chunk) const;
+  // For a dirty chunk: the version before the first update since the extent was written. The extent's content is valid
+  // up to this version, so replaying later updates makes the state again. At least durable_version.
+  int64_t needed_from(uint64_t chunk) const;
+  // After a crash the log is needed from this version on to make the chunk's state again: the version of its recorded
+  // extent, or a later version up to which nothing changed the chunk. None: the recorded extent holds the state.
+  std::optional<int64_t> recoverable_from(uint64_t chunk) const;
+  // Durable store, between runs: syncs and records the versions that earlier runs wrote and left unrecorded. Blocks.
+  // Errors as Run's: afterwards the store refuses every further run.
+  absl::Status Harden();
+  // NVMe budget that a plan for these further chunks must count besides their own: room for new versions.
+  uint64_t spare_bytes_missing(absl::Span<const uint64_t> elements) const;
+  // DRAM that a plan for further chunks must count as staging: 0 once the store has taken its staging memory.
+  uint64_t staging_bytes_missing() const;
+  // The part of staging_bytes_missing that flushes of durable HBM state need, even where nothing is on NVMe.
+  uint64_t flush_buffer_bytes_missing() const;
+  // The part of the staging memory for slots, that is, for states on their way.
+  uint64_t slot_memory_bytes() const;
+
+  // Moves a chunk's state to another tier, between two runs; content, version and pins stay. On the store's thread;
+  // blocks for one transfer of the state. At every moment the chunk has one valid state for reads. A working copy in
+  // HBM leaves HBM with the state. Durable store: to NVMe, the chunk must not be dirty (Run flushes it first) and lives
+  // in its present extent afterwards; away from NVMe, the extent stays the durable version. May take staging beyond a
+  // lowered budget. RESOURCE_EXHAUSTED (BUDGET), FAILED_PRECONDITION if dirty, INVALID_ARGUMENT where the tier is
+  // missing or cannot take the chunk, DATA_LOSS (CHECKSUM), INTERNAL (IO): then nothing has changed.
+  absl::Status Move(uint64_t chunk, TierKind to);
+
+  // Applies `updates` in order; `done(i)` is called as soon as update i is visible to reads (state may still be on its
+  // way to its tier). Loads, kernels and stores of different chunks overlap. Returns when all is stored. A durable
+  // store records the new versions before Run returns, at the end of one of the next runs, or in Harden;
+  // recoverable_from tells. On an error the chunks not yet announced by `done` may hold anything: the caller must stop
+  // serving the job. A logged slice whose bytes differ from what was written is DATA_LOSS (CHECKSUM), before its chunk
+  // changes.
+  absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
+                   const ReadBack& read_back = {});
+
+  // Fill `to` with elements from `begin` on. ReadWorking reads the working copy in its dtype; a store without working
+  // copies rounds the master. ReadState reads a state array as fp32.
+  // INVALID_ARGUMENT outside the chunk, and for a moment that the optimizer lacks; DATA_LOSS (CHECKSUM) if the tier
+  // returned something else than was written.
+  absl::Status ReadWorking(uint64_t chunk, uint64_t begin, absl::Span<std::byte> to) const;
+  absl::Status ReadState(uint64_t chunk, StateArray array, uint64_t begin, absl::Span<float> to) const;
+
+  // Keeps all chunks as they are now readable under `pin` while later steps go on: copy on write, into free NVMe space,
+  // else DRAM. A Run that finds no space for a copy fails before it changes that chunk: RESOURCE_EXHAUSTED (BUDGET).
+  // Chunks added later do not exist under the pin: FAILED_PRECONDITION (VERSION_GONE).
+  absl::Status Pin(int64_t pin);
+  absl::Status ReadPinnedWorking(int64_t pin, uint64_t chunk, uint64_t begin, absl::Span<std::byte> to) const;
+  absl::Status ReadPinnedState(int64_t pin, uint64_t chunk, StateArray array, uint64_t begin,
+                               absl::Span<float> to) const;
+  void Unpin(int64_t pin);
+
+  // Durable store: keeps the chunks' present state on the disk as `version`, until UnpinDurably and beyond the store's
+  // end. Writes the states that are not on the disk yet; chunks that were never updated have none. Returns the entries
+  // that TakeBackPin needs after a restart; the pin is durable once the caller has recorded these entries.
+  // RESOURCE_EXHAUSTED (BUDGET, IO): the pin does not fit and nothing was done. Any other error: a device failed, as in
+  // Run.
+  // `automatic`: takes budget from what was set aside for automatic pins, and returns the budget there.
+  absl::StatusOr<std::vector<DurableChunk>> PinDurably(int64_t version, bool automatic = false);
+  // Somebody else wants an automatic pin too: takes ordinary budget for it. RESOURCE_EXHAUSTED (BUDGET, IO): nothing
+  // was done.
+  absl::Status AdoptPin(int64_t version);
+  // After a restart: an earlier run of the server left this pin, perhaps without any chunk.
+  void ExpectPin(int64_t version);
+  // After Add, before any Run: the pin keeps this state of the chunk.
+  // RESOURCE_EXHAUSTED (BUDGET); DATA_LOSS (IO) if the NVMe tier did not keep the extent.
+  absl::Status TakeBackPin(int64_t version, uint64_t chunk, const DurableChunk& kept, bool automatic = false);
+  // Reads all state that the pin keeps: DATA_LOSS (CHECKSUM) if the disk returns anything else than was written.
+  // FAILED_PRECONDITION (VERSION_GONE) if there is no such pin. Blocks. Not beside Run.
+  // `refusal`: asked before each chunk; an error from `refusal` ends the reading and is returned.
+  absl::Status VerifyPin(int64_t version, absl::FunctionRef<absl::Status()> refusal);
+  // Drops the pin and frees what nothing else needs. REQUIRES: the pin is not recorded any more.
+  void UnpinDurably(int64_t version);
+
+  // Bytes of state / of working copies in each tier.
+  struct Residency {
+    TierBytes state;
+    TierBytes working;
+  };
+  Residency residency() const;
+
+ private:
+  std::unique_ptr<StoreCore> core_;
+};
+
+}  // namespace ballast::storage

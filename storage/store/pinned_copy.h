@@ -1,0 +1,37 @@
+// Copy on write for pins.
+#pragma once
+
+#include <optional>
+
+#include "absl/status/statusor.h"
+#include "ballast/storage/chunk/chunk_reader.h"
+#include "ballast/storage/chunk/stored_chunk.h"
+#include "ballast/storage/tier/tiers.h"
+
+namespace ballast::storage {
+
+// A chunk's present state, kept for pins while an update replaces the state. Prepare does all work that can fail,
+// before the chunk changes; Install cannot fail. NVMe state is not copied: the pin inherits the extent and the chunk
+// moves to a fresh extent.
+class CopyOnWrite {
+ public:
+  // `run`: the run about to update the chunk. `loaded`: the chunk's state in memory if its tier is NVMe.
+  // `extent_is_kept`: a durable pin keeps the chunk's extent, so the extent cannot be inherited. The copy goes to free
+  // NVMe space, else to DRAM. RESOURCE_EXHAUSTED (BUDGET) if neither has room.
+  static absl::StatusOr<CopyOnWrite> Prepare(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk, uint64_t run,
+                                             const std::byte* loaded, bool extent_is_kept)
+      ABSL_LOCKS_EXCLUDED(chunk.mutex);
+  // Does the copy take the chunk's extent and leave the chunk a fresh extent?
+  bool takes_extent() const { return fresh_.has_value(); }
+  void Install(StoredChunk& chunk) && ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
+
+ private:
+  CopyOnWrite() = default;
+  absl::Status FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk, const std::byte* loaded);
+  absl::Status FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded);
+
+  PinnedCopy copy_;
+  std::optional<NvmeExtent> fresh_;  // the chunk's next extent
+};
+
+}  // namespace ballast::storage

@@ -1,0 +1,112 @@
+// Shared by the source files of class ChunkStore: chunk_store.cc takes and moves places, store_run.cc applies updates,
+// store_reads.cc answers reads and pins, store_durable.cc takes back state on the disk and keeps versions there.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/chunk/chunk_reader.h"
+#include "ballast/storage/chunk/stored_chunk.h"
+#include "ballast/storage/extents/kept_extents.h"
+#include "ballast/storage/extents/versioned_extents.h"
+#include "ballast/storage/store/chunk_store.h"
+#include "ballast/storage/store/pinned_copy.h"
+#include "ballast/storage/tier/hbm_tier.h"
+#include "ballast/storage/update/state_update.h"
+#include "ballast/storage/update/update_pipeline.h"
+
+namespace ballast::storage {
+
+inline absl::Status Bad(const char* reason, absl::string_view message) {
+  return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
+}
+
+inline absl::Status CheckRange(uint64_t chunk, uint64_t elements, uint64_t begin, uint64_t count) {
+  if (begin <= elements && count <= elements - begin) return absl::OkStatus();
+  return Bad(model::kBadRange, absl::StrCat("elements [", begin, ", ", begin, " + ", count, ") leave chunk ", chunk,
+                                            " of ", elements, " elements"));
+}
+
+struct StoreCore {
+  StoreCore(Tiers* t, const StateLayout& l, kernels::ThreadPool* c, std::optional<DurableOptions> d)
+      : tiers(t), compute(c), layout(l), reader(t) {
+    if (!d.has_value()) return;
+    versions.emplace(t->nvme(), *std::move(d));
+    durable_pins.emplace(t->nvme());
+  }
+  ~StoreCore();
+
+  absl::StatusOr<StoredChunk*> Find(uint64_t chunk) const;
+  absl::Status CheckPlan(absl::Span<const ChunkToAdd> added, const Plan& plan) const;
+  // Takes the staging memory to move states of this size; 0: no state needs moving.
+  absl::Status TakeStaging(uint64_t state_bytes, DramTier::Limit limit);
+  // Can tier `state` hold the chunk's state?
+  absl::Status CheckTier(uint64_t chunk, uint64_t elements, TierKind state) const;
+  // Memory for a new chunk on a server with a GPU, where chunks share no memory.
+  absl::StatusOr<ChunkMemory> OwnMemory(uint64_t elements, const ChunkPlacement& placement);
+  absl::Status Move(StoredChunk& chunk, TierKind to);
+  // An extent to move the chunk's state to; empty if the chunk's own extent holds the state already.
+  absl::StatusOr<NvmeExtent> ExtentToMoveTo(const StoredChunk& chunk);
+  // NVMe space for new chunks; returned to the tier unless the store takes it over.
+  struct NvmeSpace {
+    std::vector<NvmeExtent> extents;  // an entry per chunk
+    BudgetLease room;                 // durable store: for new versions, and aside for automatic pins
+    uint64_t spare_bytes = 0;
+    uint64_t aside_bytes = 0;
+  };
+  absl::StatusOr<NvmeSpace> TakeNvme(absl::Span<const ChunkToAdd> added, const Plan& plan);
+  // Reads the states left by an earlier run into the tiers where the chunks live now.
+  absl::Status RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks);
+  // Reads the state `durable` from its extent into `state`, in host memory, or into the chunk's own memory on a device,
+  // and makes the working copy.
+  absl::Status ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
+                           const Compute& with) const;
+  // As ReadDurable, with the zero state of a chunk that was never updated.
+  absl::Status Clear(const StoredChunk& chunk, std::byte* state, const Compute& with) const;
+  // Copies `state`, in host memory, to the device if the chunk lives there, and makes the working copy.
+  absl::Status TakeState(const StoredChunk& chunk, std::byte* state, const Compute& with) const;
+  // The rest of ReadDurable, once `state` was read: checks label and digests, then TakeState.
+  absl::Status TakeRead(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
+                        const Compute& with) const;
+  absl::Status CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state,
+                             const Compute& with) const;
+  absl::Status Harden();
+  bool IsPinned(const StoredChunk& chunk) const;
+  // Reads bytes of an array at the pin's version.
+  absl::Status ReadPinned(int64_t pin, const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count,
+                          ChunkReader::Sink sink);
+
+  Tiers* const tiers;
+  kernels::ThreadPool* const compute;
+  const StateLayout layout;
+  ChunkReader reader;
+  // Destroyed in reverse: chunks (which return extents) before the memory they point into.
+  std::deque<DramBlock> dram;  // addresses stay
+  PipelineStaging staging;
+  std::optional<VersionedExtents> versions;  // durable store only
+  std::optional<KeptExtents> durable_pins;   // durable store only
+  bool discarded = false;
+  std::vector<StoredChunk*> unrecorded;  // chunks with versions that are not recorded yet
+  // Turns RESOURCE_EXHAUSTED into INTERNAL: nobody can make room on a full device, unlike in a budget.
+  static absl::Status Lasting(const absl::Status& status);
+  absl::Status failed;  // store's thread only: after an error of a disk nothing is tried again
+
+  mutable absl::Mutex mutex;
+  std::deque<StoredChunk> chunks ABSL_GUARDED_BY(mutex);   // addresses stay
+  std::vector<PlacedChunk> placed ABSL_GUARDED_BY(mutex);  // the chunks' placements, readable without chunk locks
+  uint64_t runs ABSL_GUARDED_BY(mutex) = 0;
+  ChunkStore::Residency residency ABSL_GUARDED_BY(mutex);
+  struct PinPoint {
+    uint64_t runs = 0;    // number of runs before the pin
+    uint64_t chunks = 0;  // number of chunks before the pin
+  };
+  absl::flat_hash_map<int64_t, PinPoint> pins ABSL_GUARDED_BY(mutex);
+};
+
+}  // namespace ballast::storage

@@ -1,0 +1,170 @@
+// How class ChunkStore answers reads, of chunks as they are now and as pins keep them.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/storage/store/store_core.h"
+
+namespace ballast::storage {
+namespace {
+
+// `bytes` as whole elements.
+absl::StatusOr<uint64_t> ElementsOf(uint64_t bytes, uint64_t width) {
+  if (bytes % width == 0) return bytes / width;
+  return Bad(model::kBadLength, absl::StrCat("room for ", bytes, " bytes, expected whole elements of ", width));
+}
+
+// Takes bytes of the master, to round them to `to`.
+auto RoundInto(kernels::Dtype dtype, std::byte* to) {
+  return [dtype, to](uint64_t at, absl::Span<const std::byte> bytes) {
+    const absl::Span<const float> master(reinterpret_cast<const float*>(bytes.data()), bytes.size() / sizeof(float));
+    kernels::FromF32(master, dtype, to + at / sizeof(float) * kernels::ElementBytes(dtype));
+  };
+}
+
+using RawRead = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, ChunkReader::Sink sink)>;
+
+// Elements of an array as fp32, from its bytes. A coded moment is read whole, into memory of its own.
+absl::Status ReadAsF32(const StoredChunk& chunk, StateArray array, uint64_t begin, absl::Span<float> to, RawRead read) {
+  const StateLayout& layout = chunk.layout;
+  if (static_cast<int>(array) >= layout.array_count()) {
+    return Bad(model::kBadRequest, absl::StrCat("the job's optimizer keeps ", layout.array_count() - 1,
+                                                " moment(s), asked for moment ", static_cast<int>(array)));
+  }
+  if (to.empty()) return absl::OkStatus();
+  const auto into = [](std::byte* target) {
+    return [target](uint64_t at, absl::Span<const std::byte> bytes) {
+      std::memcpy(target + at, bytes.data(), bytes.size());
+    };
+  };
+  const kernels::MomentFormat format = layout.optimizer().moments;
+  if (array == StateArray::kMaster || format == kernels::MomentFormat::kF32) {
+    const auto sink = into(reinterpret_cast<std::byte*>(to.data()));
+    return read(begin * sizeof(float), to.size() * sizeof(float), sink);
+  }
+  std::vector<std::byte> coded(layout.UsedBytes(array, chunk.elements));
+  const auto sink = into(coded.data());
+  BALLAST_RETURN_IF_ERROR(read(0, coded.size(), sink));
+  const uint64_t first = begin / kernels::kMomentBlock * kernels::kMomentBlock;
+  const auto* scales = reinterpret_cast<float*>(coded.data() + layout.ScalesAt(chunk.elements));
+  const kernels::MomentSpan moment{.values = coded.data() + kernels::MomentBytes(format, first),
+                                   .scales = const_cast<float*>(scales) + first / kernels::kMomentBlock};
+  std::vector<float> values(begin + to.size() - first);
+  kernels::ReadMoment(layout.optimizer(), static_cast<int>(array) - 1, moment, absl::MakeSpan(values));
+  std::copy(values.begin() + static_cast<std::ptrdiff_t>(begin - first), values.end(), to.begin());
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<std::byte> to) const {
+  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->Find(index));
+  const uint64_t width = core_->layout.working_element_bytes();
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
+  BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
+  if (!core_->layout.working_copies()) {
+    absl::ReaderMutexLock lock(&chunk->mutex);
+    return core_->reader.Read(*chunk, StateArray::kMaster, begin * sizeof(float), count * sizeof(float),
+                              RoundInto(core_->layout.optimizer().working, to.data()));
+  }
+  absl::ReaderMutexLock lock(&chunk->mutex);
+  core_->tiers->CountTraffic(chunk->placement.working, to.size(), 0);
+  const std::byte* const from = chunk->working + begin * width;
+  if (chunk->placement.working == TierKind::kHbm) return core_->tiers->hbm()->CopyOut(from, to);
+  std::copy_n(from, to.size(), to.data());
+  return absl::OkStatus();
+}
+
+absl::Status ChunkStore::ReadState(uint64_t index, StateArray array, uint64_t begin, absl::Span<float> to) const {
+  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->Find(index));
+  BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, to.size()));
+  return ReadAsF32(*chunk, array, begin, to, [&](uint64_t at, uint64_t count, ChunkReader::Sink sink) {
+    absl::ReaderMutexLock lock(&chunk->mutex);
+    return core_->reader.Read(*chunk, array, at, count, sink);
+  });
+}
+
+absl::Status ChunkStore::Pin(int64_t pin) {
+  absl::MutexLock lock(&core_->mutex);
+  core_->pins.emplace(pin, StoreCore::PinPoint{core_->runs, core_->chunks.size()});
+  return absl::OkStatus();
+}
+
+void ChunkStore::Unpin(int64_t pin) {
+  // The chunk's record may name a copy's extent. After an error all copies stay until the store's end.
+  if (!Harden().ok()) return;
+  std::vector<uint64_t> kept;
+  std::vector<StoredChunk*> chunks;
+  {
+    absl::MutexLock lock(&core_->mutex);
+    if (core_->pins.erase(pin) == 0) return;
+    for (const auto& [other, point] : core_->pins) kept.push_back(point.runs);
+    for (StoredChunk& chunk : core_->chunks) chunks.push_back(&chunk);
+  }
+  const auto unused = [&](const PinnedCopy& copy) {
+    return std::none_of(kept.begin(), kept.end(), [&](uint64_t runs) { return copy.from <= runs && runs < copy.to; });
+  };
+  for (StoredChunk* chunk : chunks) {
+    absl::MutexLock lock(&chunk->mutex);
+    chunk->copies.erase(std::remove_if(chunk->copies.begin(), chunk->copies.end(), unused), chunk->copies.end());
+  }
+}
+
+bool StoreCore::IsPinned(const StoredChunk& chunk) const {
+  uint64_t updated_in = 0;
+  {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    updated_in = chunk.updated_in;
+  }
+  absl::ReaderMutexLock lock(&mutex);
+  return std::any_of(pins.begin(), pins.end(),
+                     [&](const auto& pin) { return chunk.index < pin.second.chunks && pin.second.runs >= updated_in; });
+}
+
+absl::Status StoreCore::ReadPinned(int64_t pin, const StoredChunk& chunk, StateArray array, uint64_t begin,
+                                   uint64_t count, ChunkReader::Sink sink) {
+  const absl::Status gone = model::Error(
+      absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+      absl::StrCat("version ", pin, " of chunk ", chunk.index, " is not pinned; pin it while it is current"));
+  uint64_t runs_before = 0;
+  {
+    absl::ReaderMutexLock lock(&mutex);
+    const auto found = pins.find(pin);
+    if (found == pins.end()) return gone;
+    if (chunk.index >= found->second.chunks) return gone;
+    runs_before = found->second.runs;
+  }
+  absl::ReaderMutexLock lock(&chunk.mutex);
+  if (chunk.updated_in <= runs_before) return reader.Read(chunk, array, begin, count, sink);
+  for (const PinnedCopy& copy : chunk.copies) {
+    if (copy.from <= runs_before && runs_before < copy.to) {
+      return reader.ReadCopy(chunk, copy, array, begin, count, sink);
+    }
+  }
+  return gone;  // unpinned since
+}
+
+absl::Status ChunkStore::ReadPinnedState(int64_t pin, uint64_t index, StateArray array, uint64_t begin,
+                                         absl::Span<float> to) const {
+  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->Find(index));
+  BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, to.size()));
+  return ReadAsF32(*chunk, array, begin, to, [&](uint64_t at, uint64_t count, ChunkReader::Sink sink) {
+    return core_->ReadPinned(pin, *chunk, array, at, count, sink);
+  });
+}
+
+// The working copy is the rounded master at all times, so a pin need not keep it.
+absl::Status ChunkStore::ReadPinnedWorking(int64_t pin, uint64_t index, uint64_t begin,
+                                           absl::Span<std::byte> to) const {
+  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->Find(index));
+  const uint64_t width = core_->layout.working_element_bytes();
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
+  BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
+  return core_->ReadPinned(pin, *chunk, StateArray::kMaster, begin * sizeof(float), count * sizeof(float),
+                           RoundInto(core_->layout.optimizer().working, to.data()));
+}
+
+}  // namespace ballast::storage

@@ -1,0 +1,396 @@
+#include "ballast/storage/store/store_run.h"
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/storage/faults/failpoint.h"
+#include "ballast/storage/faults/seeded_bugs.h"
+#include "ballast/storage/log/log_reader.h"
+#include "ballast/storage/update/log_reads.h"
+#include "ballast/storage/update/moment_values.h"
+#include "ballast/storage/update/state_update.h"
+
+namespace ballast::storage {
+namespace {
+
+// The gradient covers all segments without a gradient of their own.
+absl::Status CheckGradient(const StoredChunk& chunk, const ChunkUpdate& update) {
+  const uint64_t width = chunk.layout.gradient_element_bytes();
+  const uint64_t bytes = update.logged_gradient.has_value() ? update.logged_gradient->bytes : update.gradient.size();
+  const uint64_t begin = update.gradient_begin, end = begin + bytes / width;
+  const bool covers = std::all_of(update.segments.begin(), update.segments.end(), [&](const auto& segment) {
+    return segment.begin == segment.end || segment.gradient != nullptr ||
+           (begin <= segment.begin && segment.end <= end);
+  });
+  if (covers && bytes % width == 0 && end <= chunk.elements) return absl::OkStatus();
+  return Bad(model::kBadLength,
+             absl::StrCat("gradient of chunk ", chunk.index, " has ", bytes, " bytes, expected elements of ", width,
+                          " bytes for all segments, from element ", begin, " of ", chunk.elements, " on"));
+}
+
+absl::Status CheckWorking(const StoredChunk& chunk, const ChunkUpdate& update) {
+  const auto lent = [](const auto& part) { return part.working != nullptr; };
+  const bool narrow = std::any_of(update.values.begin(), update.values.end(),
+                                  [](const ChunkUpdate::Values& values) { return !values.narrow.empty(); });
+  const bool any = narrow || std::any_of(update.segments.begin(), update.segments.end(), lent) ||
+                   std::any_of(update.values.begin(), update.values.end(), lent) ||
+                   std::any_of(update.logged_values.begin(), update.logged_values.end(), [&](const auto& values) {
+                     return std::any_of(values.parts.begin(), values.parts.end(), lent);
+                   });
+  if (!any || chunk.working == nullptr) return absl::OkStatus();
+  return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk.index, " has a working copy of its own, and an update ",
+                                              "names the trainer's"));
+}
+
+// Values of a moment cover whole segments. Logged values may come in any order.
+absl::Status CheckMomentValues(const StoredChunk& chunk, const ChunkUpdate& update) {
+  if (update.values_of == StateArray::kMaster) return absl::OkStatus();
+  if (static_cast<int>(update.values_of) >= chunk.layout.array_count()) {
+    return Bad(model::kBadRequest,
+               absl::StrCat("values of moment ", static_cast<int>(update.values_of), " of chunk ", chunk.index,
+                            "; the job's optimizer keeps ", chunk.layout.array_count() - 1));
+  }
+  if (!update.segments.empty()) {
+    return Bad(model::kBadRequest,
+               absl::StrCat("chunk ", chunk.index, " is given moments and gradients in one update"));
+  }
+  std::vector<std::pair<uint64_t, uint64_t>> parts;
+  for (const ChunkUpdate::Values& values : update.values) {
+    if (!values.narrow.empty() || values.working != nullptr) {
+      return Bad(model::kBadRequest, absl::StrCat("moments of chunk ", chunk.index, " are fp32, and no parameters"));
+    }
+    parts.emplace_back(values.begin, values.begin + values.values.size());
+  }
+  for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
+    for (const ChunkUpdate::LoggedValues::Part& part : values.parts) parts.emplace_back(part.begin, part.end);
+  }
+  std::sort(parts.begin(), parts.end());
+  uint64_t end = 0;
+  for (const auto& [from, to] : parts) {
+    if (from < end || (from > end && from % kernels::kMomentBlock != 0)) {
+      return Bad(model::kBadRange,
+                 absl::StrCat("moments from element ", from, " of chunk ", chunk.index, " on: expected a multiple of ",
+                              kernels::kMomentBlock, ", or the end of others, ", end));
+    }
+    end = to;
+  }
+  return absl::OkStatus();
+}
+
+// Segments start at whole blocks of moments, so that a block's scales and random bits belong to a single segment.
+absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
+  for (const ChunkUpdate::Values& values : update.values) {
+    const uint64_t count = values.count(chunk.layout.working_element_bytes());
+    BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, values.begin, count));
+  }
+  for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
+    const uint64_t count = segment.end < segment.begin ? ~uint64_t{0} : segment.end - segment.begin;
+    BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, segment.begin, count));
+    if (segment.begin % kernels::kMomentBlock != 0) {
+      return Bad(model::kBadRange, absl::StrCat("segment at element ", segment.begin, " of chunk ", chunk.index,
+                                                ": expected a multiple of ", kernels::kMomentBlock));
+    }
+  }
+  for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
+    const uint64_t count = values.place.bytes / sizeof(float);
+    BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, values.begin, count));
+    for (const auto& [begin, end, working] : values.parts) {
+      if (values.begin <= begin && begin <= end && end <= values.begin + count) continue;
+      return Bad(model::kBadRange, absl::StrCat("elements [", begin, ", ", end, ") of chunk ", chunk.index,
+                                                " are not in the slice of ", count, " from ", values.begin, " on"));
+    }
+  }
+  BALLAST_RETURN_IF_ERROR(CheckMomentValues(chunk, update));
+  BALLAST_RETURN_IF_ERROR(CheckWorking(chunk, update));
+  return CheckGradient(chunk, update);
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<StoredChunk*>> StoreRun::CheckUpdates(absl::Span<const ChunkUpdate> updates) const {
+  std::vector<StoredChunk*> targets;
+  targets.reserve(updates.size());
+  std::vector<bool> seen;
+  for (const ChunkUpdate& update : updates) {
+    BALLAST_ASSIGN_OR_RETURN(StoredChunk * chunk, core_.Find(update.chunk));
+    BALLAST_RETURN_IF_ERROR(CheckUpdate(*chunk, update));
+    if (seen.size() <= update.chunk) seen.resize(update.chunk + 1);
+    if (update.restored.has_value() &&
+        (!core_.durable_pins.has_value() || !core_.durable_pins->Has(*update.restored))) {
+      return model::Error(absl::StatusCode::kDataLoss, model::kVersionGone,
+                          absl::StrCat("version ", *update.restored, " of chunk ", chunk->id, " is not pinned here"));
+    }
+    if (seen[update.chunk]) return Bad(model::kBadRequest, absl::StrCat("chunk ", update.chunk, " twice in one run"));
+    seen[update.chunk] = true;
+    targets.push_back(chunk);
+  }
+  return targets;
+}
+
+absl::StatusOr<ChunkUpdate> StoreRun::FetchLogged(size_t i, const ChunkUpdate& update, UpdatePipeline& pipeline,
+                                                  LogReads& reads) const {
+  ChunkUpdate fetched = update;
+  for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
+    const absl::Span<std::byte> to = reads.values_memory().subspan(values.begin * sizeof(float), values.place.bytes);
+    const absl::Status read = ReadPayload(reads.log(), values.place, to);
+    if (!read.ok() && !(absl::IsDataLoss(read) && Seeded(StorageBug::kReadBackUnchecked))) return read;
+    core_.tiers->CountTraffic(TierKind::kNvme, values.place.bytes, 0);
+    const auto* elements = reinterpret_cast<const float*>(reads.values_memory().data());
+    for (const auto& [begin, end, working] : values.parts) {
+      fetched.values.push_back({begin, absl::MakeConstSpan(elements + begin, end - begin), working});
+    }
+  }
+  if (update.logged_gradient.has_value()) {
+    BALLAST_ASSIGN_OR_RETURN(fetched.gradient, pipeline.LoadGradient(i));
+    const auto poll = [&pipeline] { pipeline.Poll(); };
+    const uint32_t digest = DigestBytes(fetched.gradient, {.pool = core_.compute, .poll = poll});
+    if (!Seeded(StorageBug::kReadBackUnchecked)) {
+      BALLAST_RETURN_IF_ERROR(ComparePayload(reads.log(), *update.logged_gradient, digest));
+    }
+  }
+  return fetched;
+}
+
+absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
+                           const ReadBack& read_back) {
+  BALLAST_RETURN_IF_ERROR(core_.failed);
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<StoredChunk*> chunks, CheckUpdates(updates));
+  std::vector<uint64_t> elements;
+  for (const StoredChunk* chunk : chunks) elements.push_back(chunk->elements);
+  const LogReads::Sizes sizes = LogReads::SizesOf(updates, elements);
+  if (sizes.bytes_min() > 0 && (read_back.log == nullptr || read_back.memory.size() < sizes.bytes_min())) {
+    return Bad(model::kBadRequest, absl::StrCat("updates that are in the log, with ", read_back.memory.size(),
+                                                " bytes to read them into, expected ", sizes.bytes_min()));
+  }
+  IoQueue* queue = nullptr;
+  const auto moves = [](const StoredChunk* c, const ChunkUpdate& u) {
+    return c->placement.state == TierKind::kNvme || u.flush || u.logged_gradient.has_value();
+  };
+  if (!std::equal(chunks.begin(), chunks.end(), updates.begin(),
+                  [&](auto* c, const ChunkUpdate& u) { return !moves(c, u); })) {
+    BALLAST_ASSIGN_OR_RETURN(queue, core_.staging.Queue(core_.tiers->disk()));
+  }
+  {
+    absl::MutexLock lock(&core_.mutex);
+    ++core_.runs;
+  }
+  LogReads reads(updates, sizes, read_back, queue, core_.tiers);
+  UpdatePipeline pipeline(chunks, &core_.staging, queue, core_.tiers, &reads);
+  absl::Status status;
+  for (size_t i = 0; i < updates.size() && status.ok(); ++i) {
+    const ChunkUpdate& update = updates[i];
+    if (update.logged_values.empty() && !update.logged_gradient.has_value()) {
+      status = Apply(i, update, *chunks[i], pipeline);
+    } else {
+      const absl::StatusOr<ChunkUpdate> fetched = FetchLogged(i, update, pipeline, reads);
+      status = fetched.ok() ? Apply(i, *fetched, *chunks[i], pipeline) : fetched.status();
+      if (status.ok() && update.logged_gradient.has_value()) reads.Release(i);
+    }
+    if (status.ok()) done(i);
+  }
+  const absl::Status drained = pipeline.Drain();
+  if (status.ok()) status = drained;
+  // Hardens also after an error: dropping a pin next must not free a version before its successor is recorded.
+  if (drained.ok() && core_.versions.has_value() && (core_.versions->EndRun() || !status.ok())) {
+    const absl::Status hardened = core_.Harden();
+    if (status.ok()) status = hardened;
+  }
+  // If a pin found no room, the pin can be dropped; an error of a device cannot be undone.
+  if (!drained.ok() || !core_.failed.ok() || !absl::IsResourceExhausted(status)) {
+    status = core_.failed = StoreCore::Lasting(status);
+  }
+  return status;
+}
+
+absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk, UpdatePipeline& pipeline) {
+  const TierKind tier = chunk.placement.state;
+  const auto poll = [&pipeline] { pipeline.Poll(); };
+  const Compute with{.pool = core_.compute, .poll = poll};
+  std::byte* state = chunk.state;
+  // State from the disk is compared with its digests during the update: a comparison before would read the state twice.
+  bool verified = tier != TierKind::kNvme;
+  if (tier == TierKind::kNvme) {
+    BALLAST_ASSIGN_OR_RETURN(state, pipeline.Load(i));
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    verified = chunk.updated_in == 0 || Seeded(StorageBug::kLoadDigestUnchecked);
+  }
+  uint64_t run = 0;
+  {
+    absl::ReaderMutexLock lock(&core_.mutex);
+    run = core_.runs;
+  }
+  const bool changes = !update.values.empty() || !update.segments.empty() || update.restored.has_value();
+  std::optional<CopyOnWrite> copy;
+  if (changes && core_.IsPinned(chunk)) {
+    if (!std::exchange(verified, true)) {
+      const ArrayDigests found = DigestState(chunk.View(state), with);
+      absl::ReaderMutexLock lock(&chunk.mutex);
+      BALLAST_RETURN_IF_ERROR(
+          CompareDigests(core_.tiers->nvme()->file(), chunk, chunk.extent.offset(), chunk.digests, found));
+    }
+    const bool kept = core_.durable_pins.has_value() && core_.durable_pins->KeepsNewest(chunk.index);
+    BALLAST_ASSIGN_OR_RETURN(copy, CopyOnWrite::Prepare(core_.tiers, &core_.reader, chunk, run,
+                                                        tier == TierKind::kNvme ? state : nullptr, kept));
+  }
+  const bool stores = tier == TierKind::kNvme || (update.flush && core_.versions.has_value());
+  NvmeExtent fresh;
+  // Takes all space before the chunk changes: a failure later would lead to applying the update twice.
+  if (stores && core_.versions.has_value() && !(copy.has_value() && copy->takes_extent()) &&
+      !(Seeded(StorageBug::kOverwrittenInPlace) && chunk.newest.version >= 0)) {
+    BALLAST_ASSIGN_OR_RETURN(fresh, MakeRoom(chunk, pipeline));
+    Pass("extent/taken");
+  }
+  {
+    absl::MutexLock lock(&chunk.mutex);
+    const ArrayDigests expected = chunk.digests;
+    const uint64_t read_from = chunk.extent.offset();
+    if (copy.has_value()) (*std::move(copy)).Install(chunk);
+    if (changes) chunk.updated_in = run;
+    if (update.restored.has_value()) {
+      // A failed read leaves the chunk with neither state: nobody may use the chunk.
+      const DurableChunk* const pinned = core_.durable_pins->Find(*update.restored, chunk.index);
+      core_.failed =
+          pinned != nullptr ? core_.ReadDurable(chunk, *pinned, state, with) : core_.Clear(chunk, state, with);
+      BALLAST_RETURN_IF_ERROR(core_.failed);
+      if (stores && pinned != nullptr) {
+        chunk.digests = pinned->digests;
+      } else if (stores && tier != TierKind::kHbm) {
+        chunk.digests = DigestState(chunk.View(state), with);
+      }
+    } else if (tier == TierKind::kHbm) {
+      BALLAST_RETURN_IF_ERROR(ApplyOnDevice(update, chunk));
+    } else {
+      UpdateDigests digests{.of_old = !verified, .of_new = stores};
+      UpdateState(update, chunk.View(state), chunk.working, with, &digests);
+      if (!verified) {
+        BALLAST_RETURN_IF_ERROR(
+            CompareDigests(core_.tiers->nvme()->file(), chunk, read_from, expected, digests.old_state));
+      }
+      if (stores) chunk.digests = digests.new_state;
+    }
+    Pass("chunk/updated");
+    if (tier == TierKind::kNvme) chunk.staged = state;
+    if (!chunk.dirty) chunk.needed_from = update.version - 1;
+    chunk.dirty = core_.versions.has_value() && !stores && !Seeded(StorageBug::kFlushedChunkStaysClean);
+    if (stores && core_.versions.has_value()) {
+      if (!std::exchange(chunk.unrecorded_from, chunk.unrecorded_from.value_or(chunk.needed_from)).has_value()) {
+        core_.unrecorded.push_back(&chunk);
+      }
+      core_.failed = StartVersion(chunk, state, update.version, std::move(fresh));
+      BALLAST_RETURN_IF_ERROR(core_.failed);
+    }
+  }
+  CountUpdate(update, chunk);
+  if (!stores || tier == TierKind::kHbm) return absl::OkStatus();
+  return tier == TierKind::kNvme ? pipeline.Store(i) : pipeline.Flush(i);
+}
+
+absl::StatusOr<NvmeExtent> StoreRun::MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline) {
+  if (chunk.placement.state == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(core_.reader.Prepare());
+  if (!core_.versions->HasRoom(chunk.state_bytes())) {
+    BALLAST_RETURN_IF_ERROR(pipeline.DrainStores());
+    BALLAST_RETURN_IF_ERROR(core_.Harden());
+  }
+  if (core_.versions->HasRoom(chunk.state_bytes())) return core_.versions->Take(chunk.state_bytes());
+  return model::Error(absl::StatusCode::kInternal, model::kBudget,
+                      absl::StrCat("no room for a new version of chunk ", chunk.id, " of ", chunk.state_bytes(),
+                                   " bytes although all older ones are free"));
+}
+
+// Gives the chunk a new extent and labels its state for it.
+absl::Status StoreRun::StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh) {
+  NvmeExtent old;
+  if (fresh.bytes() > 0) old = std::exchange(chunk.extent, std::move(fresh));
+  DurableChunk entry{.life = core_.versions->life(),
+                     .id = chunk.id,
+                     .version = version + (Seeded(StorageBug::kVersionAhead) ? 1 : 0),
+                     .offset = chunk.extent.offset(),
+                     .bytes = chunk.state_bytes(),
+                     .elements = chunk.elements,
+                     .digests = {}};
+  const uint64_t label_at = core_.layout.LabelAt(chunk.elements);
+  if (chunk.placement.state == TierKind::kHbm) {
+    absl::StatusOr<ArrayDigests> spilled = core_.reader.Spill(chunk, chunk.extent);
+    absl::Status written = spilled.status();
+    if (spilled.ok()) {
+      entry.digests = chunk.digests = *spilled;
+      alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
+      EncodeLabel(entry, core_.layout, core_.versions->job(), absl::MakeSpan(label));
+      written = core_.tiers->nvme()->file().Write(entry.offset + label_at, label);
+    }
+    if (!written.ok()) {
+      old.Leave();  // a restart will look for this version
+      return written;
+    }
+  } else {
+    entry.digests = chunk.digests;
+    EncodeLabel(entry, core_.layout, core_.versions->job(), {state + label_at, StateLayout::kLabelBytes});
+    Pass("extent/labelled");
+  }
+  chunk.newest = entry;
+  if (old.bytes() > 0) core_.versions->AddRoom(core_.durable_pins->TakeOver(chunk.index, &old), 0);
+  core_.versions->Written(entry, std::move(old));
+  return absl::OkStatus();
+}
+
+absl::Status StoreRun::ApplyOnDevice(const ChunkUpdate& update, StoredChunk& chunk) {
+  if (update.values_of == StateArray::kMaster) {
+    return core_.tiers->hbm()->Run([&](HbmQueue& queue) { return QueueUpdate(update, chunk, queue); });
+  }
+  return ForMomentPieces(update, chunk.View(chunk.state), [this](const MomentPiece& piece) {
+    return core_.tiers->hbm()->Run([&](HbmQueue& queue) -> absl::Status {
+      BALLAST_RETURN_IF_ERROR(queue.CopyIn(piece.values, piece.to.values));
+      if (piece.scales.empty()) return absl::OkStatus();
+      return queue.CopyIn(piece.scales, reinterpret_cast<std::byte*>(piece.to.scales));
+    });
+  });
+}
+
+absl::Status StoreRun::QueueUpdate(const ChunkUpdate& update, const StoredChunk& chunk, HbmQueue& queue) const {
+  const StateView state = chunk.View(chunk.state);
+  const kernels::OptimizerSpec& optimizer = core_.layout.optimizer();
+  const bool on_device = chunk.placement.working == TierKind::kHbm;
+  const auto working = [&](uint64_t at) {
+    std::byte* const to = chunk.working + at * core_.layout.working_element_bytes();
+    return on_device ? HbmWorking{.device = to} : HbmWorking{.host = to};
+  };
+  for (const ChunkUpdate::Values& values : update.values) {
+    const auto* from = reinterpret_cast<const std::byte*>(values.values.data());
+    auto* to = reinterpret_cast<std::byte*>(state.master() + values.begin);
+    BALLAST_RETURN_IF_ERROR(queue.CopyIn({from, values.values.size() * sizeof(float)}, to));
+  }
+  // Rounds the whole chunk: values may begin anywhere, the device kernel may not.
+  if (!update.values.empty()) {
+    BALLAST_RETURN_IF_ERROR(queue.Round(state.master(), chunk.elements, optimizer.working, working(0)));
+  }
+  std::vector<HbmSegment> together;  // segments whose gradients are parts of the chunk's gradient
+  for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
+    const uint64_t at = segment.begin, n = segment.end - segment.begin;
+    if (n == 0) continue;
+    const HbmSegment one{.coefficients = segment.coefficients,
+                         .random = RandomAt(update, at),
+                         .span = SpanOf(update, segment, state, nullptr, at, n),
+                         .working = working(at)};
+    if (segment.gradient == nullptr) {
+      together.push_back(one);
+    } else {
+      BALLAST_RETURN_IF_ERROR(queue.Update(optimizer, {&one, 1}));
+    }
+  }
+  return queue.Update(optimizer, together);
+}
+
+void StoreRun::CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) const {
+  uint64_t elements = 0;
+  for (const ChunkUpdate::SegmentUpdate& segment : update.segments) elements += segment.end - segment.begin;
+  // NVMe state passes through DRAM; its way to the disk is counted by the pipeline.
+  const TierKind memory = chunk.placement.state == TierKind::kHbm ? TierKind::kHbm : TierKind::kDram;
+  const uint64_t state_bytes = elements * core_.layout.StateBytes(chunk.elements) / chunk.elements;
+  core_.tiers->CountTraffic(memory, state_bytes, state_bytes);
+  core_.tiers->CountTraffic(chunk.placement.working, 0, elements * core_.layout.working_element_bytes());
+}
+
+}  // namespace ballast::storage

@@ -1,0 +1,43 @@
+// One run of a chunk store: the updates of a step, applied to chunks wherever their state lives.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/storage/store/store_core.h"
+
+namespace ballast::storage {
+
+// Threads: the one that runs the store.
+class StoreRun {
+ public:
+  explicit StoreRun(StoreCore* core) : core_(*core) {}
+  // As ChunkStore::Run.
+  absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
+                   const ReadBack& read_back);
+
+ private:
+  absl::StatusOr<std::vector<StoredChunk*>> CheckUpdates(absl::Span<const ChunkUpdate> updates) const;
+  // Returns `update` with its logged gradient and values read from the log and compared with their digests. The bytes
+  // lie in the memory of `reads`.
+  absl::StatusOr<ChunkUpdate> FetchLogged(size_t i, const ChunkUpdate& update, UpdatePipeline& pipeline,
+                                          LogReads& reads) const;
+  absl::Status Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk, UpdatePipeline& pipeline);
+  // Durable store: takes an extent for the chunk's next version, after hardening older versions if room is short.
+  absl::StatusOr<NvmeExtent> MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline);
+  // `fresh`: empty if the chunk's extent is fresh already.
+  absl::Status StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
+  absl::Status ApplyOnDevice(const ChunkUpdate& update, StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
+  // ApplyOnDevice for an update of the master: queues values, rounding and segments.
+  absl::Status QueueUpdate(const ChunkUpdate& update, const StoredChunk& chunk, HbmQueue& queue) const;
+  void CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) const;
+
+  StoreCore& core_;
+};
+
+}  // namespace ballast::storage

@@ -1,0 +1,237 @@
+#include "ballast/storage/update/state_update.h"
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "ballast/kernels/kernels.h"
+#include "ballast/storage/update/moment_values.h"
+
+namespace ballast::storage {
+namespace {
+
+// A thread takes a piece at a time. After each of its pieces the job's thread looks after the disk: at memory speed
+// every 50 microseconds; otherwise the disk would idle behind a long kernel.
+constexpr uint64_t kPieceElements = uint64_t{1} << 16;
+// A piece is digested, updated and digested again block by block: a block is 256 KiB of Adam's state, gradient and
+// working copy, and fits in a second-level cache.
+constexpr uint64_t kBlockElements = uint64_t{1} << 14;
+static_assert(kBlockElements % kernels::kMomentBlock == 0 && kPieceElements % kBlockElements == 0);
+
+// Digests of a piece so far, for each array: of values, and of the scales that 8-bit moments keep behind all values.
+struct PieceDigest {
+  std::array<uint32_t, kStateArraysMax> values = {};
+  std::array<uint32_t, kStateArraysMax> scales = {};
+};
+
+absl::Span<const std::byte> Bytes(const std::byte* array, uint64_t begin, uint64_t end) {
+  return {array + begin, end - begin};
+}
+
+// Byte offsets, from an array's start, of the values and scales of the array's elements.
+class ArrayParts {
+ public:
+  ArrayParts(const StateView& state, int index)
+      : data_(state.array(static_cast<StateArray>(index))),
+        master_(index == 0),
+        format_(state.layout->optimizer().moments),
+        scales_at_(master_ ? 0 : state.layout->ScalesAt(state.elements)) {}
+
+  const std::byte* data() const { return data_; }
+  uint64_t ValuesEnd(uint64_t elements) const {
+    return master_ ? elements * sizeof(float) : kernels::MomentBytes(format_, elements);
+  }
+  uint64_t ScalesEnd(uint64_t elements) const {
+    return master_ ? ValuesEnd(elements) : scales_at_ + kernels::MomentScaleBytes(format_, elements);
+  }
+  bool has_scales() const { return !master_ && kernels::MomentScaleBytes(format_, 1) > 0; }
+  uint64_t scales_at() const { return scales_at_; }
+
+ private:
+  const std::byte* data_;
+  bool master_;
+  kernels::MomentFormat format_;
+  uint64_t scales_at_;
+};
+
+void DigestBlock(const StateView& state, uint64_t at, uint64_t end, PieceDigest* digest) {
+  for (int i = 0; i < state.layout->array_count(); ++i) {
+    const ArrayParts parts(state, i);
+    const auto k = static_cast<size_t>(i);
+    digest->values[k] =
+        kernels::Crc32c(Bytes(parts.data(), parts.ValuesEnd(at), parts.ValuesEnd(end)), digest->values[k]);
+    if (!parts.has_scales()) continue;
+    digest->scales[k] =
+        kernels::Crc32c(Bytes(parts.data(), parts.ScalesEnd(at), parts.ScalesEnd(end)), digest->scales[k]);
+  }
+}
+
+// Combines the digests of pieces into digests of whole arrays; the padding between and behind is digested here.
+ArrayDigests Fold(const StateView& state, absl::Span<const PieceDigest> pieces) {
+  ArrayDigests digests = {};
+  for (int i = 0; i < state.layout->array_count(); ++i) {
+    const ArrayParts parts(state, i);
+    const auto k = static_cast<size_t>(i);
+    uint32_t digest = 0;
+    const auto append = [&](auto end_of, auto digest_of) {
+      for (size_t piece = 0; piece < pieces.size(); ++piece) {
+        const uint64_t at = piece * kPieceElements, end = std::min(at + kPieceElements, state.elements);
+        digest = kernels::Crc32cConcat(digest, digest_of(pieces[piece]), end_of(end) - end_of(at));
+      }
+    };
+    append([&](uint64_t n) { return parts.ValuesEnd(n); }, [&](const PieceDigest& p) { return p.values[k]; });
+    uint64_t behind = parts.ValuesEnd(state.elements);
+    if (parts.has_scales()) {
+      digest = kernels::Crc32c(Bytes(parts.data(), behind, parts.scales_at()), digest);
+      append([&](uint64_t n) { return parts.ScalesEnd(n); }, [&](const PieceDigest& p) { return p.scales[k]; });
+      behind = parts.ScalesEnd(state.elements);
+    }
+    const uint64_t whole = state.layout->ArrayBytes(static_cast<StateArray>(i), state.elements);
+    digests[k] = kernels::Crc32c(Bytes(parts.data(), behind, whole), digest);
+  }
+  return digests;
+}
+
+constexpr uint64_t kPieceBytes = uint64_t{256} << 10;
+
+uint64_t PieceCount(const StateView& state) { return (state.elements + kPieceElements - 1) / kPieceElements; }
+
+void ForPieces(uint64_t count, const Compute& compute, absl::FunctionRef<void(uint64_t)> piece) {
+  if (compute.pool != nullptr) return compute.pool->ParallelFor(count, piece, compute.poll);
+  for (uint64_t i = 0; i < count; ++i) {
+    piece(i);
+    compute.poll();
+  }
+}
+
+// Kernels always write working parameters; unwanted parameters go to a small buffer that stays in the cache.
+template <typename Function>
+[[gnu::noinline]] void WithoutWorking(Function run) {
+  alignas(64) std::byte unwanted[kBlockElements * sizeof(float)];
+  run(unwanted);
+}
+
+// The update's segments, in the order of their place in the chunk, to find the segments that overlap a block.
+class Segments {
+ public:
+  explicit Segments(const ChunkUpdate& update) {
+    for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
+      if (segment.begin < segment.end) sorted_.push_back(&segment);
+    }
+    std::sort(sorted_.begin(), sorted_.end(), [](auto* a, auto* b) { return a->begin < b->begin; });
+  }
+  template <typename Function>  // (segment, begin, end)
+  void Meet(uint64_t at, uint64_t end, Function function) const {
+    auto next = std::upper_bound(sorted_.begin(), sorted_.end(), at,
+                                 [](uint64_t element, auto* segment) { return element < segment->end; });
+    for (; next != sorted_.end() && (*next)->begin < end; ++next) {
+      function(**next, std::max(at, (*next)->begin), std::min(end, (*next)->end));
+    }
+  }
+
+ private:
+  std::vector<const ChunkUpdate::SegmentUpdate*> sorted_;
+};
+
+}  // namespace
+
+kernels::UpdateSpan SpanOf(const ChunkUpdate& update, const ChunkUpdate::SegmentUpdate& segment, const StateView& state,
+                           std::byte* working, uint64_t at, uint64_t n) {
+  const bool own = segment.gradient != nullptr;
+  const std::byte* const gradient = own ? segment.gradient : update.gradient.data();
+  const uint64_t first = own ? segment.begin : update.gradient_begin;
+  kernels::UpdateSpan span{.n = n,
+                           .gradient = gradient + (at - first) * state.layout->gradient_element_bytes(),
+                           .master = state.master() + at,
+                           .moments = {},
+                           .working = working};
+  for (int k = 0; k + 1 < state.layout->array_count(); ++k) {
+    span.moments[static_cast<size_t>(k)] = state.moment(k, at);
+  }
+  return span;
+}
+
+kernels::RandomKey RandomAt(const ChunkUpdate& update, uint64_t at) {
+  kernels::RandomKey random = update.random;
+  random.first_element += at;
+  return random;
+}
+
+ArrayDigests DigestState(const StateView& state, const Compute& compute) {
+  std::vector<PieceDigest> pieces(PieceCount(state));
+  ForPieces(pieces.size(), compute, [&](uint64_t i) {
+    const uint64_t at = i * kPieceElements;
+    DigestBlock(state, at, std::min(at + kPieceElements, state.elements), &pieces[i]);
+  });
+  return Fold(state, pieces);
+}
+
+uint32_t DigestBytes(absl::Span<const std::byte> bytes, const Compute& compute) {
+  std::vector<uint32_t> pieces((bytes.size() + kPieceBytes - 1) / kPieceBytes);
+  ForPieces(pieces.size(), compute,
+            [&](uint64_t i) { pieces[i] = kernels::Crc32c(bytes.subspan(i * kPieceBytes, kPieceBytes)); });
+  uint32_t digest = 0;
+  for (uint64_t i = 0; i < pieces.size(); ++i) {
+    digest = kernels::Crc32cConcat(digest, pieces[i], std::min(kPieceBytes, bytes.size() - i * kPieceBytes));
+  }
+  return digest;
+}
+
+void RoundMaster(const StateView& state, std::byte* working, const Compute& compute) {
+  const uint64_t width = state.layout->working_element_bytes();
+  ForPieces(PieceCount(state), compute, [&](uint64_t i) {
+    const uint64_t at = i * kPieceElements, n = std::min(kPieceElements, state.elements - at);
+    kernels::FromF32({state.master() + at, n}, state.layout->optimizer().working, working + at * width);
+  });
+}
+
+void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* working, const Compute& compute,
+                 UpdateDigests* digests) {
+  const kernels::OptimizerSpec& optimizer = state.layout->optimizer();
+  const uint64_t width = state.layout->working_element_bytes();
+  bool of_old = digests->of_old;
+  if (of_old && (!update.values.empty() || update.segments.empty())) {
+    digests->old_state = DigestState(state, compute);
+    of_old = false;
+    if (update.values.empty()) {
+      digests->new_state = digests->old_state;
+      return;
+    }
+  }
+  if (update.values_of != StateArray::kMaster) WriteMoments(update, state);
+  for (const ChunkUpdate::Values& values : update.values) {
+    if (update.values_of != StateArray::kMaster) break;
+    const absl::Span<float> master(state.master() + values.begin, values.count(width));
+    if (values.narrow.empty()) {
+      std::copy(values.values.begin(), values.values.end(), master.begin());
+    } else {
+      kernels::ToF32(optimizer.working, values.narrow.data(), master);
+    }
+    std::byte* const to = values.working != nullptr ? values.working : working;
+    if (to == nullptr || to == values.narrow.data()) continue;
+    kernels::FromF32(master, optimizer.working, to + (values.working != nullptr ? 0 : values.begin * width));
+  }
+  const Segments segments(update);
+  std::vector<PieceDigest> old_pieces(of_old ? PieceCount(state) : 0);
+  std::vector<PieceDigest> new_pieces(digests->of_new ? PieceCount(state) : 0);
+  ForPieces(PieceCount(state), compute, [&](uint64_t i) {
+    const uint64_t piece_end = std::min((i + 1) * kPieceElements, state.elements);
+    for (uint64_t at = i * kPieceElements; at < piece_end; at += kBlockElements) {
+      const uint64_t end = std::min(at + kBlockElements, piece_end);
+      if (of_old) DigestBlock(state, at, end, &old_pieces[i]);
+      segments.Meet(at, end, [&](const ChunkUpdate::SegmentUpdate& segment, uint64_t from, uint64_t to) {
+        const auto run = [&](std::byte* target) {
+          kernels::Update(optimizer, segment.coefficients, RandomAt(update, from),
+                          SpanOf(update, segment, state, target, from, to - from));
+        };
+        if (segment.working != nullptr) return run(segment.working + (from - segment.begin) * width);
+        working != nullptr ? run(working + from * width) : WithoutWorking(run);
+      });
+      if (digests->of_new) DigestBlock(state, at, end, &new_pieces[i]);
+    }
+  });
+  if (of_old) digests->old_state = Fold(state, old_pieces);
+  if (digests->of_new) digests->new_state = Fold(state, new_pieces);
+}
+
+}  // namespace ballast::storage

@@ -1,0 +1,237 @@
+#include "ballast/storage/update/update_pipeline.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/faults/failpoint.h"
+#include "ballast/storage/faults/seeded_bugs.h"
+#include "ballast/storage/io/disk.h"
+
+namespace ballast::storage {
+
+namespace {
+
+constexpr uint64_t kFlushTag = ~uint64_t{0};
+// Enough to keep any disk busy. With more, all loads would arrive late, also the load that the kernel waits for.
+constexpr uint64_t kLoadingBytesMax = uint64_t{24} << 20;
+
+// A number per thread, never used again. The system gives a dead thread's id to a new thread, but the dead thread's
+// io_uring would refuse the new thread.
+uint64_t ThisThread() {
+  static std::atomic<uint64_t> threads{0};
+  thread_local const uint64_t id = ++threads;
+  return id;
+}
+
+}  // namespace
+
+absl::StatusOr<IoQueue*> PipelineStaging::Queue(Disk* disk) {
+  if (queue_ == nullptr || queue_thread_ != ThisThread()) {
+    queue_.reset();
+    BALLAST_ASSIGN_OR_RETURN(queue_, disk->MakeQueue({.registered = memory.bytes()}));
+    queue_thread_ = ThisThread();
+  }
+  return queue_.get();
+}
+
+UpdatePipeline::UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue,
+                               Tiers* tiers, LogReads* reads)
+    : chunks_(chunks), queue_(queue), tiers_(tiers), reads_(reads) {
+  if (queue == nullptr) return;
+  const uint64_t slot_bytes = std::max(staging->slot_bytes, uint64_t{1});  // no slots if no state lives on NVMe
+  const uint64_t count = std::min(staging->memory.bytes().size() / slot_bytes, PipelineStaging::kSlotsMax);
+  slots_.resize(count);
+  for (uint64_t i = 0; i < count; ++i) slots_[i].data = staging->memory.bytes().data() + i * staging->slot_bytes;
+  completions_.reserve(kIoRequestsMax);
+  sources_.reserve(chunks.size());
+  for (const StoredChunk* chunk : chunks) {
+    absl::ReaderMutexLock lock(&chunk->mutex);
+    sources_.push_back({chunk->extent.offset(), chunk->updated_in == 0});
+  }
+  LoadAhead();
+}
+
+UpdatePipeline::Slot* UpdatePipeline::Find(size_t update) {
+  for (Slot& slot : slots_) {
+    if (slot.phase != Phase::kFree && slot.update == update) return &slot;
+  }
+  return nullptr;
+}
+
+absl::StatusOr<std::byte*> UpdatePipeline::Load(size_t i) {
+  FreeStored(/*may_wait=*/true);
+  LoadAhead();
+  Slot* slot = Find(i);
+  while (slot == nullptr || slot->phase == Phase::kLoading) {
+    // A failed store keeps its slot, so there may be none left to wait for.
+    if (!failed_.ok()) return failed_;
+    Reap(/*wait=*/true);
+    FreeStored(/*may_wait=*/true);
+    LoadAhead();
+    slot = Find(i);
+  }
+  BALLAST_RETURN_IF_ERROR(slot->status);
+  return slot->data;
+}
+
+absl::StatusOr<absl::Span<const std::byte>> UpdatePipeline::LoadGradient(size_t i) {
+  LoadAhead();
+  while (!reads_->Arrived(i)) {
+    if (!failed_.ok()) return failed_;
+    Reap(/*wait=*/true);
+    FreeStored(/*may_wait=*/true);
+    LoadAhead();
+  }
+  return reads_->Bytes(i);
+}
+
+absl::Status UpdatePipeline::Store(size_t i) {
+  BALLAST_RETURN_IF_ERROR(failed_);
+  Slot& slot = *Find(i);
+  slot.phase = Phase::kStoring;
+  uint64_t offset = 0;
+  {
+    absl::ReaderMutexLock lock(&chunks_[i]->mutex);
+    offset = chunks_[i]->extent.offset();
+  }
+  const absl::Status status = Submit(slot, IoRequest::Kind::kWrite, offset);
+  if (!status.ok()) failed_ = status;
+  return status;
+}
+
+void UpdatePipeline::Poll() {
+  if (queue_ == nullptr) return;
+  Reap(/*wait=*/false);
+  FreeStored(/*may_wait=*/false);
+  LoadAhead();
+}
+
+absl::Status UpdatePipeline::Drain() {
+  if (queue_ == nullptr) return absl::OkStatus();
+  next_load_ = chunks_.size();
+  if (reads_ != nullptr) reads_->End();
+  while (queue_->in_flight() > 0) Reap(/*wait=*/true);
+  FreeStored(/*may_wait=*/true);
+  return failed_;
+}
+
+void UpdatePipeline::LoadAhead() {
+  if (reads_ != nullptr) reads_->Start();
+  for (Slot& slot : slots_) {
+    if (slot.phase != Phase::kFree) continue;
+    if (loading_bytes_ >= kLoadingBytesMax) return;
+    while (next_load_ < chunks_.size() && chunks_[next_load_]->placement.state != TierKind::kNvme) ++next_load_;
+    if (next_load_ == chunks_.size()) return;
+    slot.update = next_load_++;
+    slot.status = StartLoad(slot);
+    if (!slot.status.ok()) slot.phase = Phase::kLoaded;
+  }
+}
+
+absl::Status UpdatePipeline::StartLoad(Slot& slot) {
+  const Source& source = sources_[slot.update];
+  if (source.zero) {
+    std::memset(slot.data, 0, chunks_[slot.update]->state_bytes());
+    slot.phase = Phase::kLoaded;
+    return absl::OkStatus();
+  }
+  slot.phase = Phase::kLoading;
+  BALLAST_RETURN_IF_ERROR(Submit(slot, IoRequest::Kind::kRead, source.offset));
+  loading_bytes_ += chunks_[slot.update]->state_bytes();
+  return absl::OkStatus();
+}
+
+absl::Status UpdatePipeline::Flush(size_t i) {
+  BALLAST_RETURN_IF_ERROR(failed_);
+  StoredChunk& chunk = *chunks_[i];
+  uint64_t offset = 0;
+  {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    offset = chunk.extent.offset();
+  }
+  to_flush_.push_back({offset, {chunk.state, chunk.state_bytes()}});
+  SendFlush();
+  return failed_;
+}
+
+void UpdatePipeline::SendFlush() {
+  if (!failed_.ok() || flushing_ || to_flush_.empty()) return;
+  auto& [offset, bytes] = to_flush_.front();
+  const absl::Span<std::byte> part = bytes.subspan(0, PipelineStaging::kFlushBytesMax);
+  failed_ = Transfer(IoRequest::Kind::kWrite, offset, part, kFlushTag);
+  if (!failed_.ok()) return;
+  flushing_ = true;
+  offset += part.size();
+  bytes.remove_prefix(part.size());
+  if (bytes.empty()) to_flush_.pop_front();
+}
+
+absl::Status UpdatePipeline::DrainStores() {
+  const auto storing = [this] {
+    return std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.phase == Phase::kStoring; });
+  };
+  while (failed_.ok() && (flushing_ || !to_flush_.empty() || storing())) Reap(/*wait=*/true);
+  return failed_;
+}
+
+absl::Status UpdatePipeline::Submit(const Slot& slot, IoRequest::Kind kind, uint64_t offset) {
+  return Transfer(kind, offset, {slot.data, chunks_[slot.update]->state_bytes()},
+                  static_cast<uint64_t>(&slot - slots_.data()));
+}
+
+absl::Status UpdatePipeline::Transfer(IoRequest::Kind kind, uint64_t offset, absl::Span<std::byte> buffer,
+                                      uint64_t tag) {
+  const uint64_t bytes = buffer.size();
+  const bool read = kind == IoRequest::Kind::kRead;
+  tiers_->CountTraffic(TierKind::kNvme, read ? bytes : 0, read ? 0 : bytes);
+  return queue_->Submit(
+      {.kind = kind, .file = &tiers_->nvme()->file(), .offset = offset, .buffer = buffer, .tag = tag});
+}
+
+void UpdatePipeline::Reap(bool wait) {
+  completions_.clear();
+  queue_->Reap(wait, &completions_);
+  for (const IoCompletion& completion : completions_) Complete(completion);
+  SendFlush();
+}
+
+void UpdatePipeline::Complete(const IoCompletion& completion) {
+  const bool stored = completion.status.ok() || Seeded(StorageBug::kFailedExtentWriteIgnored);
+  if (completion.tag == kFlushTag) {
+    flushing_ = false;
+    if (failed_.ok() && !stored) failed_ = completion.status;
+    Pass("extent/written");
+    return;
+  }
+  if ((completion.tag & LogReads::kTag) != 0 && reads_ != nullptr) return reads_->Complete(completion);
+  Slot& slot = slots_[completion.tag];
+  if (slot.phase == Phase::kLoading) {
+    slot.status = completion.status;
+    slot.phase = Phase::kLoaded;
+    loading_bytes_ -= chunks_[slot.update]->state_bytes();
+  } else if (stored) {
+    slot.phase = Phase::kStored;
+    Pass("extent/written");
+  } else if (failed_.ok()) {
+    failed_ = completion.status;
+  }
+}
+
+void UpdatePipeline::FreeStored(bool may_wait) {
+  for (Slot& slot : slots_) {
+    if (slot.phase != Phase::kStored) continue;
+    StoredChunk& chunk = *chunks_[slot.update];
+    if (may_wait) {
+      chunk.mutex.Lock();
+    } else if (!chunk.mutex.TryLock()) {
+      continue;
+    }
+    chunk.staged = nullptr;
+    chunk.mutex.Unlock();
+    slot.phase = Phase::kFree;
+  }
+}
+
+}  // namespace ballast::storage

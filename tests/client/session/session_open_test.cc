@@ -1,0 +1,346 @@
+// How sessions begin, continue and end each other.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/client/collective/loopback_collective.h"
+#include "ballast/client/grpc_transport.h"
+#include "ballast/client/session.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/rpc/rpc_server.h"
+#include "ballast/tests/client/session/session_fixture.h"
+#include "ballast/tests/services/machine_with_disk.h"
+
+namespace ballast::client {
+namespace {
+
+using ::testing::HasSubstr;
+
+void ExpectStatus(const absl::Status& status, absl::StatusCode code, const char* reason,
+                  const std::vector<std::string>& texts) {
+  EXPECT_EQ(status.code(), code) << status;
+  EXPECT_EQ(model::ReasonOf(status), reason) << status;
+  for (const std::string& text : texts) EXPECT_THAT(std::string(status.message()), HasSubstr(text));
+}
+
+class SessionOpen : public ::testing::Test {
+ protected:
+  SessionOptions Options(Resume resume) const {
+    SessionOptions options = TestOptions();
+    options.resume = resume;
+    return options;
+  }
+  // Opens with W ranks and does nothing else.
+  absl::Status OpenOnly(int world_size, const SessionOptions& options, const std::vector<TensorSpec>& tensors) {
+    return SessionFixture::RunRanks(
+        world_size, [&](Collective* collective) { return servers_.Open(collective, options, tensors).status(); });
+  }
+  // A job at version `steps`.
+  absl::Status Create(int world_size, int64_t steps) {
+    return SessionFixture::RunRanks(world_size, [&](Collective* collective) -> absl::Status {
+      BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, TestOptions(), TestTensors()));
+      BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
+      for (int64_t step = 1; step <= steps; ++step) {
+        StepOptions options = TestStep();
+        options.blob = absl::StrCat("rank ", session->rank(), " step ", step);
+        BALLAST_RETURN_IF_ERROR(TrainStep(*session, step, options).status());
+      }
+      return absl::OkStatus();
+    });
+  }
+
+  SessionFixture servers_{2};
+};
+
+TEST_F(SessionOpen, NeverRefusesAnExistingJobAndNamesTheChoices) {
+  ASSERT_EQ(Create(1, 1), absl::OkStatus());
+  ExpectStatus(OpenOnly(2, Options(Resume::kNever), TestTensors()), absl::StatusCode::kAlreadyExists, model::kJobExists,
+               {"'test'", "version 1", "never", "auto", "must"});
+  // Refused without harm.
+  EXPECT_EQ(OpenOnly(1, Options(Resume::kMust), TestTensors()), absl::OkStatus());
+}
+
+TEST_F(SessionOpen, MustRefusesAMissingJob) {
+  ExpectStatus(OpenOnly(2, Options(Resume::kMust), TestTensors()), absl::StatusCode::kNotFound, model::kJobMissing,
+               {"must", "'test'", "auto"});
+  EXPECT_EQ(OpenOnly(2, Options(Resume::kAuto), TestTensors()), absl::OkStatus());
+}
+
+TEST_F(SessionOpen, ResumeContinuesWithAnyWorldSizeAndGivesBlobsBack) {
+  ASSERT_EQ(Create(2, 2), absl::OkStatus());
+  Reference reference(TestTensors());
+  reference.Step(1, TestStep());
+  reference.Step(2, TestStep());
+  int64_t step = 2;
+  size_t sealed_by = 2;
+  for (const int world : {3, 1, 4}) {
+    ++step;
+    Reference next = reference;
+    next.Step(step, TestStep());
+    EXPECT_EQ(SessionFixture::RunRanks(world,
+                                       [&](Collective* collective) -> absl::Status {
+                                         BALLAST_ASSIGN_OR_RETURN(
+                                             auto session,
+                                             servers_.Open(collective, Options(Resume::kAuto), TestTensors()));
+                                         if (session->version() != step - 1 || session->needs_values())
+                                           return absl::InternalError("version");
+                                         const auto& blobs = session->resumed_blobs();
+                                         if (blobs.size() != sealed_by) return absl::InternalError("count of blobs");
+                                         for (size_t r = 0; r < blobs.size(); ++r) {
+                                           if (blobs[r] != absl::StrCat("rank ", r, " step ", step - 1))
+                                             return absl::InternalError(blobs[r]);
+                                         }
+                                         Reference before = reference;
+                                         BALLAST_RETURN_IF_ERROR(before.Compare(*session, step - 1));
+                                         BALLAST_RETURN_IF_ERROR(collective->Exchange("read").status());
+                                         StepOptions options = TestStep();
+                                         options.blob = absl::StrCat("rank ", session->rank(), " step ", step);
+                                         BALLAST_RETURN_IF_ERROR(TrainStep(*session, step, options).status());
+                                         Reference after = next;
+                                         return after.Compare(*session, step);
+                                       }),
+              absl::OkStatus())
+        << "world " << world;
+    reference = next;
+    sealed_by = static_cast<size_t>(world);
+  }
+}
+
+TEST_F(SessionOpen, ServersInAnotherOrderAreTheSameServers) {
+  ASSERT_EQ(Create(1, 1), absl::OkStatus());
+  EXPECT_EQ(SessionFixture::RunRanks(2,
+                                     [&](Collective* collective) -> absl::Status {
+                                       auto servers = servers_.Connect();
+                                       if (collective->rank() == 1) std::swap(servers[0], servers[1]);
+                                       BALLAST_ASSIGN_OR_RETURN(auto session,
+                                                                Session::Open(Options(Resume::kMust), TestTensors(),
+                                                                              std::move(servers), collective));
+                                       BALLAST_RETURN_IF_ERROR(TrainStep(*session, 2).status());
+                                       Reference reference(TestTensors());
+                                       reference.Step(1, TestStep());
+                                       reference.Step(2, TestStep());
+                                       return reference.Compare(*session, 2);
+                                     }),
+            absl::OkStatus());
+}
+
+TEST_F(SessionOpen, TensorsThatDifferFromTheJobsAreNamed) {
+  ASSERT_EQ(Create(1, 1), absl::OkStatus());
+  std::vector<TensorSpec> tensors = TestTensors();
+  tensors[2].shape = {701, 100};
+  ExpectStatus(OpenOnly(2, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kBadSpec,
+               {"layer.up", "700", "701"});
+  tensors = TestTensors();
+  tensors.push_back({.name = "more", .unit = "layer", .shape = {4}});
+  ExpectStatus(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kTensorsDiffer,
+               {"more", "registers others later"});
+  tensors = TestTensors();
+  tensors.pop_back();
+  ExpectStatus(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kTensorsDiffer,
+               {"layer.down"});
+}
+
+TEST_F(SessionOpen, AllNamesThatDifferAreInTheDetailsOnEveryRank) {
+  ASSERT_EQ(Create(1, 1), absl::OkStatus());
+  std::vector<TensorSpec> tensors = TestTensors();
+  const std::string missing = tensors[1].name, missing_too = tensors[2].name;
+  tensors.erase(tensors.begin() + 1, tensors.begin() + 3);
+  tensors.push_back({.name = "more\nlines", .unit = "layer", .shape = {4}});
+  tensors.push_back({.name = "more", .unit = "layer", .shape = {4}});
+  std::vector<std::string> names = {missing, missing_too};
+  std::sort(names.begin(), names.end());
+  std::atomic<int> told = 0;
+  SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+    const absl::Status status = servers_.Open(collective, Options(Resume::kAuto), tensors).status();
+    ExpectStatus(status, absl::StatusCode::kInvalidArgument, model::kTensorsDiffer, {"and 1 more"});
+    const model::Details details = model::DetailsOf(status);
+    EXPECT_EQ(details.at(model::kMissing), names[0] + std::string(1, '\0') + names[1]);
+    EXPECT_EQ(details.at(model::kUnknown), std::string("more\nlines\0more", 15));
+    ++told;
+    return absl::OkStatus();
+  }).IgnoreError();
+  EXPECT_EQ(told, 2);
+}
+
+TEST_F(SessionOpen, AJobNameThatNoServerTakesIsRefusedByEveryRank) {
+  for (const std::string name : {"my run", "", "a/b"}) {
+    SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+      SessionOptions options = TestOptions();
+      options.job = name;
+      ExpectStatus(servers_.Open(collective, options, TestTensors()).status(), absl::StatusCode::kInvalidArgument,
+                   model::kBadSpec, {"1 to 128 letters, digits"});
+      return absl::OkStatus();
+    }).IgnoreError();
+  }
+}
+
+TEST_F(SessionOpen, RanksThatOpenDifferentThingsAreNamed) {
+  const auto open = [&](const std::function<void(int, SessionOptions&, std::vector<TensorSpec>&)>& change) {
+    return SessionFixture::RunRanks(2, [&](Collective* collective) {
+      SessionOptions options = TestOptions();
+      std::vector<TensorSpec> tensors = TestTensors();
+      change(collective->rank(), options, tensors);
+      return servers_.Open(collective, options, tensors).status();
+    });
+  };
+  ExpectStatus(open([](int rank, auto& options, auto&) { options.resume = rank == 1 ? Resume::kMust : Resume::kAuto; }),
+               absl::StatusCode::kInvalidArgument, model::kBadSpec, {"ranks 1 and 0", "resume=must"});
+  ExpectStatus(open([](int rank, auto&, auto& tensors) {
+                 if (rank == 1) tensors[0].shape = {1};
+               }),
+               absl::StatusCode::kInvalidArgument, model::kBadSpec, {"ranks 1 and 0", "embed.weight"});
+  ExpectStatus(open([](int rank, auto&, auto& tensors) {
+                 if (rank == 1) tensors[1].name = tensors[0].name;
+               }),
+               absl::StatusCode::kInvalidArgument, model::kBadSpec, {"rank 1", "embed.weight"});
+}
+
+TEST_F(SessionOpen, BudgetErrorReachesEveryRank) {
+  SessionFixture small(2, uint64_t{1} << 20);
+  for (int world = 1; world <= 2; ++world) {
+    SessionFixture::RunRanks(world, [&](Collective* collective) -> absl::Status {
+      const absl::Status status = small.Open(collective, TestOptions(), TestTensors()).status();
+      ExpectStatus(status, absl::StatusCode::kResourceExhausted, model::kBudget, {"byte"});
+      return absl::OkStatus();
+    }).IgnoreError();
+  }
+}
+
+TEST_F(SessionOpen, SecondGroupFencesTheFirst) {
+  EXPECT_EQ(SessionFixture::RunRanks(
+                1,
+                [&](Collective* collective) -> absl::Status {
+                  BALLAST_ASSIGN_OR_RETURN(auto first, servers_.Open(collective, TestOptions(), TestTensors()));
+                  BALLAST_RETURN_IF_ERROR(InitialiseAll(*first));
+                  BALLAST_RETURN_IF_ERROR(first->Push(0, OwnedGradient(*first, 0, 1)));
+                  BALLAST_ASSIGN_OR_RETURN(auto second,
+                                           servers_.Open(collective, Options(Resume::kMust), TestTensors()));
+                  BALLAST_RETURN_IF_ERROR(TrainStep(*second, 1).status());
+                  const absl::Status stale = TrainStep(*first, 1).status();
+                  // The unit that was pushed is refused as pushed twice; Step hears of the fence.
+                  EXPECT_EQ(model::ReasonOf(stale), model::kBadRequest) << stale;
+                  const absl::Status step = first->Step(TestStep()).status();
+                  EXPECT_EQ(model::ReasonOf(step), model::kStaleEpoch) << step;
+                  const absl::Status after = first->Drop();
+                  EXPECT_EQ(model::ReasonOf(after), model::kStaleEpoch) << after;
+                  Reference reference(TestTensors());
+                  reference.Step(1, TestStep());
+                  BALLAST_RETURN_IF_ERROR(reference.Compare(*second, 1));
+                  BALLAST_RETURN_IF_ERROR(TrainStep(*second, 2).status());
+                  return absl::OkStatus();
+                }),
+            absl::OkStatus());
+}
+
+TEST_F(SessionOpen, RegisteredButNotInitialisedIsKnownAfterARestart) {
+  const TensorSpec added = {.name = "adapter", .unit = "adapter", .shape = {50, 30}, .group = 1};
+  EXPECT_EQ(SessionFixture::RunRanks(2,
+                                     [&](Collective* collective) -> absl::Status {
+                                       BALLAST_ASSIGN_OR_RETURN(
+                                           auto session, servers_.Open(collective, TestOptions(), TestTensors()));
+                                       BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
+                                       return session->Register({added});
+                                     }),
+            absl::OkStatus());
+  std::vector<TensorSpec> tensors = TestTensors();
+  tensors.push_back(added);
+  EXPECT_EQ(SessionFixture::RunRanks(1,
+                                     [&](Collective* collective) -> absl::Status {
+                                       BALLAST_ASSIGN_OR_RETURN(
+                                           auto session, servers_.Open(collective, Options(Resume::kMust), tensors));
+                                       EXPECT_TRUE(session->needs_values());
+                                       BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
+                                       EXPECT_FALSE(session->needs_values());
+                                       Reference reference(tensors);
+                                       return reference.Compare(*session, 1);
+                                     }),
+            absl::OkStatus());
+}
+
+TEST(SessionConnect, ServerThatIsDownIsNamedToEveryRank) {
+  SessionFixture servers(1);
+  auto rpc = services::RpcServer::Start({}, servers.server(0));
+  ASSERT_TRUE(rpc.ok()) << rpc.status();
+  SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+    SessionOptions options = TestOptions();
+    options.open_timeout = absl::Milliseconds(700);
+    const absl::Status status =
+        Session::Connect(options, TestTensors(), {(*rpc)->address(), "127.0.0.1:1"}, collective).status();
+    ExpectStatus(status, absl::StatusCode::kUnavailable, model::kServerDown, {"127.0.0.1:1", "no answer within"});
+    return absl::OkStatus();
+  }).IgnoreError();
+}
+
+TEST(SessionConnect, RefusesWhatIsNoAddress) {
+  const auto group = MakeLoopbackGroup(1);
+  ExpectStatus(
+      Session::Connect(TestOptions(), TestTensors(), {"127.0.0.1:1", "localhost:99999"}, group.front().get()).status(),
+      absl::StatusCode::kInvalidArgument, model::kBadConfig, {"'localhost:99999' has no port from 1 to 65535"});
+}
+
+// A disk that needs a second longer for a job's log than the session waits for servers that are down. The test depends
+// on this time.
+class SlowLogs : public services::MachineWithDisk {
+  absl::StatusOr<std::unique_ptr<storage::BlockFile>> Open(const std::string& path, Mode mode) override {
+    if (absl::StrContains(path, "/log-")) absl::SleepFor(absl::Milliseconds(1500));
+    return storage::SystemDisk()->Open(path, mode);
+  }
+};
+
+TEST(SessionConnect, AServerThatWritesAJobsLogIsNotDown) {
+  SlowLogs foundation;
+  const ScratchDirectory directory;
+  services::StateServerOptions server;
+  server.data_directory = directory.path();
+  server.server_id = "s";
+  server.budget = {0, uint64_t{64} << 20, uint64_t{512} << 20};
+  server.foundation = &foundation;
+  auto state = services::StateServer::Start(server);
+  ASSERT_TRUE(state.ok()) << state.status();
+  auto rpc = services::RpcServer::Start({}, state->get());
+  ASSERT_TRUE(rpc.ok()) << rpc.status();
+  EXPECT_EQ(SessionFixture::RunRanks(
+                2,
+                [&](Collective* collective) {
+                  SessionOptions options = TestOptions();
+                  options.durability = v1::DURABILITY_STEP;
+                  options.open_timeout = absl::Milliseconds(500);
+                  return Session::Connect(options, TestTensors(), {(*rpc)->address()}, collective).status();
+                }),
+            absl::OkStatus());
+}
+
+TEST(SessionConnect, TrainsOverGrpc) {
+  SessionFixture servers(2);
+  std::vector<std::unique_ptr<services::RpcServer>> rpcs;
+  std::vector<std::string> addresses;
+  for (int i = 0; i < 2; ++i) {
+    auto rpc = services::RpcServer::Start({}, servers.server(i));
+    ASSERT_TRUE(rpc.ok()) << rpc.status();
+    addresses.push_back((*rpc)->address());
+    rpcs.push_back(*std::move(rpc));
+  }
+  EXPECT_EQ(SessionFixture::RunRanks(2,
+                                     [&](Collective* collective) -> absl::Status {
+                                       BALLAST_ASSIGN_OR_RETURN(
+                                           auto session,
+                                           Session::Connect(TestOptions(), TestTensors(), addresses, collective));
+                                       BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
+                                       Reference reference(TestTensors());
+                                       for (int64_t step = 1; step <= 3; ++step) {
+                                         BALLAST_RETURN_IF_ERROR(TrainStep(*session, step).status());
+                                         reference.Step(step, TestStep());
+                                       }
+                                       BALLAST_RETURN_IF_ERROR(reference.Compare(*session, 3));
+                                       return collective->Exchange("done").status();
+                                     }),
+            absl::OkStatus());
+}
+
+}  // namespace
+}  // namespace ballast::client

@@ -1,0 +1,78 @@
+#include "ballast/services/records/promise_log.h"
+
+#include <gtest/gtest.h>
+
+#include "ballast/services/records/job_entry.h"
+#include "ballast/tests/scratch_directory.h"
+
+namespace ballast::services {
+namespace {
+
+PromiseRecord Promise(uint64_t counter) {
+  PromiseRecord record;
+  record.epoch.set_counter(counter);
+  return record;
+}
+
+TEST(PromiseLog, SyncOfVolatileRecordsCompletesAtOnce) {
+  PromiseLog log("job");
+  EXPECT_EQ(log.Append(SliceRecord{}), 1u);
+  EXPECT_EQ(log.TakeSynced(~uint64_t{0}), std::nullopt);
+  const uint64_t lsn = log.Append(DecisionRecord{});
+  log.Sync(lsn);
+  EXPECT_EQ(log.TakeSynced(~uint64_t{0}), lsn);
+  EXPECT_EQ(log.TakeSynced(~uint64_t{0}), std::nullopt);
+  EXPECT_FALSE(log.NextToWrite().has_value());
+}
+
+TEST(PromiseLog, LaterRecordsDoNotOvertakeAPromiseBeingWritten) {
+  PromiseLog log("job");
+  const uint64_t promise = log.Append(Promise(3));
+  EXPECT_FALSE(log.NextToWrite().has_value()) << "nobody asked for the sync yet";
+  log.Sync(promise);
+  const auto record = log.NextToWrite();
+  ASSERT_TRUE(record.has_value());
+  EXPECT_EQ(record->key, "job/job/promise");
+  EXPECT_FALSE(log.NextToWrite().has_value()) << "one at a time";
+  const uint64_t later = log.Append(SliceRecord{});
+  log.Sync(later);
+  EXPECT_EQ(log.TakeSynced(~uint64_t{0}), std::nullopt);
+  log.Written(promise);
+  EXPECT_EQ(log.TakeSynced(~uint64_t{0}), later);
+}
+
+TEST(PromiseLog, FirstPreparedStepMarksTheJobAsHavingState) {
+  ScratchDirectory directory;
+  auto catalog = storage::Catalog::Open(directory.path() + "/catalog");
+  ASSERT_TRUE(catalog.ok()) << catalog.status();
+  PromiseLog log("a");
+  log.Sync(log.Append(Promise(5)));
+  const auto write_all = [&] {
+    while (const auto record = log.NextToWrite()) {
+      ASSERT_TRUE(PromiseLog::Write(catalog->get(), *record).ok());
+      log.Written(record->lsn);
+    }
+  };
+  write_all();
+  auto entry = ReadJobEntry(**catalog, "a");
+  ASSERT_TRUE(entry.ok()) << entry.status();
+  EXPECT_EQ(entry->promised->counter(), 5u);
+  EXPECT_FALSE(entry->had_state);
+
+  const uint64_t prepared = log.Append(PreparedStepRecord{});
+  log.Sync(prepared);
+  EXPECT_NE(log.TakeSynced(~uint64_t{0}), prepared) << "prepared must not be answered before the mark is on disk";
+  write_all();
+  EXPECT_EQ(log.TakeSynced(~uint64_t{0}), prepared);
+  ASSERT_TRUE(WriteCommitted(catalog->get(), "a", 4).ok());
+  entry = ReadJobEntry(**catalog, "a");
+  ASSERT_TRUE(entry.ok()) << entry.status();
+  EXPECT_TRUE(entry->had_state);
+  EXPECT_EQ(entry->committed, 4);
+
+  log.Sync(log.Append(PreparedStepRecord{}));
+  EXPECT_FALSE(log.NextToWrite().has_value()) << "one mark is enough";
+}
+
+}  // namespace
+}  // namespace ballast::services

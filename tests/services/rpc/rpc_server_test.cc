@@ -1,0 +1,227 @@
+#include "ballast/services/rpc/rpc_server.h"
+
+#include <grpcpp/generic/generic_stub.h>
+
+#include <thread>
+
+#include "ballast/kernels/kernels.h"
+#include "ballast/services/foundation/counters.h"
+#include "ballast/tests/services/rpc/rpc_fixture.h"
+
+namespace ballast::services {
+namespace {
+
+std::string Flatten(const grpc::ByteBuffer& buffer) {
+  grpc::Slice slice;
+  if (!buffer.DumpToSingleSlice(&slice).ok()) return "";
+  return std::string(reinterpret_cast<const char*>(slice.begin()), slice.size());
+}
+
+grpc::ByteBuffer Bytes(const std::string& bytes) {
+  const grpc::Slice slice(bytes);
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+// grpc.health.v1.HealthCheckRequest{service = 1}; the answer's field 1 is the status, 1 = SERVING, 2 = NOT_SERVING.
+grpc::Status CheckHealth(const std::shared_ptr<grpc::Channel>& channel, const std::string& service,
+                         std::string* answer) {
+  std::string request = service;
+  if (!service.empty()) request = std::string("\x0a") + static_cast<char>(service.size()) + service;
+  return RawCall(channel, "/grpc.health.v1.Health/Check", request, answer);
+}
+
+class RpcServerTest : public RpcTest {};
+
+TEST_F(RpcServerTest, HealthAnswersForEachService) {
+  std::string answer;
+  for (const char* service : {"", "ballast.v1.StateService", "ballast.v1.AdminService"}) {
+    ASSERT_TRUE(CheckHealth(channel_, service, &answer).ok()) << service;
+    EXPECT_EQ(answer, "\x08\x01") << service;
+  }
+  EXPECT_EQ(CheckHealth(channel_, "no.such.Service", &answer).error_code(), grpc::StatusCode::NOT_FOUND);
+}
+
+TEST_F(RpcServerTest, ReflectionListsTheServices) {
+  // ServerReflectionRequest{list_services = 7: ""}.
+  const std::string request("\x3a\x00", 2);
+  grpc::CompletionQueue queue;
+  grpc::GenericStub stub(channel_);
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
+  const auto call =
+      stub.PrepareCall(&context, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", &queue);
+  void* tag = nullptr;
+  bool ok = false;
+  const auto next = [&] { return queue.Next(&tag, &ok) && ok; };
+  call->StartCall(nullptr);
+  ASSERT_TRUE(next());
+  call->Write(Bytes(request), nullptr);
+  ASSERT_TRUE(next());
+  grpc::ByteBuffer response;
+  call->Read(&response, nullptr);
+  ASSERT_TRUE(next());
+  const std::string listed = Flatten(response);
+  for (const char* service : {"ballast.v1.StateService", "ballast.v1.AdminService", "grpc.health.v1.Health"}) {
+    EXPECT_NE(listed.find(service), std::string::npos) << service;
+  }
+  call->WritesDone(nullptr);
+  next();
+  grpc::Status status;
+  call->Finish(&status, nullptr);
+  next();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+}
+
+TEST_F(RpcServerTest, PullCarriesPayloadAndChecksum) {
+  TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  v1::PullRequest request;
+  request.set_job("job");
+  request.set_content(v1::CONTENT_MASTER);
+  request.set_begin(1000);
+  request.set_end(60'000);
+  v1::PullResponse response;
+  ASSERT_EQ(Call(&v1::StateService::Stub::Pull, request, &response), absl::OkStatus());
+  ASSERT_EQ(response.payload().size(), 59'000u * 4);
+  float first = 0;
+  std::memcpy(&first, response.payload().data(), sizeof first);
+  EXPECT_EQ(first, 1.0f);
+  EXPECT_EQ(response.crc32c(),
+            kernels::Crc32c(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(response.payload().data()),
+                                                response.payload().size())));
+}
+
+TEST_F(RpcServerTest, CountsTheTimeOfStatus) {
+  const auto count = [this] {
+    uint64_t sum = 0;
+    const DurationHistogram& calls = server_->counters().calls[static_cast<size_t>(services::Call::kGetServerStatus)];
+    for (size_t i = 0; i <= DurationHistogram::kBoundsSeconds.size(); ++i) sum += calls.count(i);
+    return sum;
+  };
+  EXPECT_EQ(count(), 0u);
+  grpc::ClientContext context;
+  v1::GetServerStatusResponse status;
+  ASSERT_TRUE(admin_->GetServerStatus(&context, {}, &status).ok());
+  EXPECT_EQ(status.server_id(), "s");
+  EXPECT_EQ(count(), 1u);
+}
+
+TEST_F(RpcServerTest, SurvivesRandomBytes) {
+  constexpr uint64_t kSeed = 20'240'601;
+  SendRandomBytes(rpc_->address(), kSeed);
+  v1::GetJobResponse response;
+  EXPECT_EQ(Call(&v1::StateService::Stub::GetJob, v1::GetJobRequest(), &response), absl::OkStatus())
+      << "seed " << kSeed;
+  EXPECT_EQ(response.server_id(), "s");
+}
+
+TEST_F(RpcServerTest, RefusesWhatIsNoAddress) {
+  const absl::Status status = RpcServer::Start({.listen = "127.0.0.1:99999"}, server_.get()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+}
+
+TEST_F(RpcServerTest, RefusesAPortInUse) {
+  RpcServerOptions options;
+  options.listen = rpc_->address();
+  const absl::Status status = RpcServer::Start(options, server_.get()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_NE(status.message().find(absl::StrCat("cannot listen on '", rpc_->address(), "': the port is in use")),
+            absl::string_view::npos)
+      << status;
+}
+
+TEST_F(RpcServerTest, ACancelledCallHarmsNobody) {
+  TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  v1::PullRequest request;
+  request.set_job("job");
+  request.set_content(v1::CONTENT_WORKING);
+  request.set_end(10);
+  grpc::ClientContext context;
+  grpc::CompletionQueue queue;
+  v1::PullResponse response;
+  grpc::Status status;
+  int done = 0;
+  const auto call = state_->AsyncPull(&context, request, &queue);
+  call->Finish(&response, &status, &done);
+  // Cancelled once it waits inside the server, so that the server's answer comes late.
+  const absl::Time patience = absl::Now() + absl::Seconds(30);
+  while (server_->counters().waiting_requests == 0 && absl::Now() < patience) std::this_thread::yield();
+  ASSERT_EQ(server_->counters().waiting_requests, 1u);
+  context.TryCancel();
+  void* tag = nullptr;
+  bool ok = false;
+  ASSERT_TRUE(queue.Next(&tag, &ok));
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::CANCELLED);
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  v1::PullResponse pulled;
+  EXPECT_EQ(Call(&v1::StateService::Stub::Pull, request, &pulled), absl::OkStatus());
+}
+
+TEST_F(RpcServerTest, KeepsNoFieldsThatItDoesNotKnow) {
+  TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 2);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  v1::PullRequest pull;
+  pull.set_job("job");
+  pull.set_content(v1::CONTENT_WORKING);
+  pull.set_end(10);
+  pull.GetReflection()->MutableUnknownFields(&pull)->AddLengthDelimited(99, std::string(3000, 'x'));
+  v1::SealRequest seal = group.SealOf(0, ValuesHeader(4), 20'000);
+  seal.GetReflection()->MutableUnknownFields(&seal)->AddLengthDelimited(99, std::string(1'000'000, 'x'));
+  grpc::ClientContext pull_context, seal_context;
+  v1::PullResponse pulled;
+  v1::SealResponse sealed;
+  std::thread puller([&] { (void)state_->Pull(&pull_context, pull, &pulled); });
+  std::thread sealer([&] { (void)state_->Seal(&seal_context, seal, &sealed); });
+  const absl::Time patience = absl::Now() + absl::Seconds(30);
+  while (server_->counters().waiting_requests < 2 && absl::Now() < patience) std::this_thread::yield();
+  EXPECT_EQ(server_->counters().waiting_requests, 2u);
+  EXPECT_LT(server_->counters().waiting_request_bytes, 2000u);
+  pull_context.TryCancel();
+  seal_context.TryCancel();
+  puller.join();
+  sealer.join();
+}
+
+TEST_F(RpcServerTest, StopAnswersWhatWaits) {
+  TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  absl::Status status;
+  std::thread puller([&] {
+    v1::PullRequest request;
+    request.set_job("job");
+    request.set_content(v1::CONTENT_WORKING);
+    request.set_end(10);
+    v1::PullResponse response;
+    status = Call(&v1::StateService::Stub::Pull, request, &response);
+  });
+  const absl::Time patience = absl::Now() + absl::Seconds(30);
+  while (server_->counters().waiting_requests == 0 && absl::Now() < patience) std::this_thread::yield();
+  EXPECT_EQ(server_->counters().waiting_requests, 1u) << "the request must wait when the server stops";
+  rpc_->Stop(absl::Seconds(5));
+  puller.join();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_EQ(model::ReasonOf(status), model::kServerDown);
+}
+
+TEST(StatusCodec, KeepsCodeReasonAndMessage) {
+  const absl::Status status = model::Error(absl::StatusCode::kAborted, model::kStaleAttempt, "attempt 3, came 2");
+  const absl::Status back = FromGrpc(ToGrpc(status));
+  EXPECT_EQ(back.code(), status.code());
+  EXPECT_EQ(back.message(), status.message());
+  EXPECT_EQ(model::ReasonOf(back), model::kStaleAttempt);
+  EXPECT_TRUE(FromGrpc(ToGrpc(absl::OkStatus())).ok());
+}
+
+TEST(StatusCodec, BoundsMessages) {
+  const std::string endless(100'000, 'x');
+  EXPECT_EQ(ToGrpc(absl::InternalError(endless)).error_message().size(), 2048u);
+  // Characters of two bytes, shifted by one: the last one would be cut in half.
+  std::string letters = "x";
+  for (int i = 0; i < 2000; ++i) letters += "\xc3\xa4";
+  EXPECT_EQ(ToGrpc(absl::InternalError(letters)).error_message(), letters.substr(0, 2047));
+}
+
+}  // namespace
+}  // namespace ballast::services

@@ -1,0 +1,320 @@
+#include "ballast/services/server/state_server.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "ballast/proto/model/status.h"
+#include "ballast/services/foundation/counters.h"
+#include "ballast/tests/services/trainer_group.h"
+#include "ballast/tests/small_disk.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+float Ones(uint32_t, uint64_t) { return 1.0f; }
+
+bool Contains(const absl::Status& status, absl::string_view text) {
+  return status.message().find(text) != absl::string_view::npos;
+}
+
+absl::StatusOr<v1::GetJobResponse> GetJob(StateServer* server, const std::string& job) {
+  v1::GetJobRequest request;
+  request.set_job(job);
+  Answer<v1::GetJobResponse> answer;
+  server->GetJob(request, answer.reply());
+  return answer.Wait();
+}
+
+absl::Status Drop(StateServer* server, const std::string& job, const v1::Epoch& epoch) {
+  v1::DropJobRequest request;
+  request.set_job(job);
+  *request.mutable_epoch() = epoch;
+  Answer<v1::DropJobResponse> answer;
+  server->DropJob(request, answer.reply());
+  return answer.Wait().status();
+}
+
+TEST(StateServer, RefusesADirectoryItCannotWrite) {
+  ScratchDirectory scratch;
+  const std::string file = scratch.path() + "/file";
+  std::ofstream(file) << "not a directory";
+  StateServerOptions options;
+  options.data_directory = file + "/data";
+  options.budget.dram = kMiB;
+  const absl::Status status = StateServer::Start(options).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(model::ReasonOf(status), model::kIo);
+  EXPECT_TRUE(Contains(status, "data directory '" + file + "/data' is not writable")) << status;
+}
+
+TEST(StateServer, RefusesADirectoryInUse) {
+  TestServer first("s");
+  const absl::Status status = StateServer::Start(first.options()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_TRUE(Contains(status, absl::StrCat("data directory ", first.directory(), " is in use by process ", getpid())))
+      << status;
+}
+
+TEST(StateServer, KeepsItsNameAndRefusesAnother) {
+  TestServer server("");
+  const std::string made = server->server_id();
+  EXPECT_EQ(made.substr(0, 7), "server-");
+  server.Restart();
+  EXPECT_EQ(server->server_id(), made);
+  ScratchDirectory directory;
+  StateServerOptions options = server.options();
+  options.data_directory = directory.path();
+  options.server_id = "one";
+  ASSERT_TRUE(StateServer::Start(options).ok());
+  options.server_id = "two";
+  const absl::Status status = StateServer::Start(options).status();
+  EXPECT_EQ(model::ReasonOf(status), model::kBadConfig);
+  EXPECT_TRUE(Contains(status, "belongs to server 'one', server_id says 'two'")) << status;
+}
+
+TEST(StateServer, AnswersABudgetThatIsShortWithTheNumbersAndStaysAsItWas) {
+  TestServer server("s", {0, 2 * kMiB, 0});
+  TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 1);
+  const absl::Status status = group.Start();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_EQ(model::ReasonOf(status), model::kBudget);
+  uint64_t needed = 0;
+  for (const model::Chunk& chunk : group.plan().layout().chunks()) {
+    const uint64_t n = chunk.range.size();
+    needed += storage::StateLayout().StateBytes(n) + storage::StateLayout().WorkingBytes(n) + 4 * n;
+  }
+  EXPECT_TRUE(Contains(status, absl::StrCat("dram is short of ", needed - 2 * kMiB, " bytes"))) << status;
+  EXPECT_TRUE(Contains(status, "job 'job' does not fit on server 's'")) << status;
+  EXPECT_EQ(server->Status().tiers(1).used_bytes(), 0u);
+
+  // The job is still where it was, and a smaller model fits.
+  TrainerGroup small({server.get()}, MakeSpec("job", {{"a", "u", 1000, 0}}), 1, 2);
+  EXPECT_EQ(small.Start(), absl::OkStatus());
+  EXPECT_GT(server->Status().tiers(1).used_bytes(), 0u);
+}
+
+TEST(StateServer, JobsShareBudgetsButNotState) {
+  TestServer server("s", {0, 6 * kMiB, 0});
+  TrainerGroup a({server.get()}, MakeSpec("a", SmallModel()), 1);
+  TrainerGroup b({server.get()}, MakeSpec("b", SmallModel()), 1);
+  ASSERT_EQ(a.Start(), absl::OkStatus());
+  EXPECT_EQ(model::ReasonOf(b.Start()), model::kBudget);
+  ASSERT_EQ(a.Initialise(Ones), absl::OkStatus());
+  ASSERT_EQ(Drop(server.get(), "a", a.epoch()), absl::OkStatus());
+  EXPECT_FALSE(GetJob(server.get(), "a")->exists());
+  TrainerGroup again({server.get()}, MakeSpec("b", SmallModel()), 1, 2);
+  EXPECT_EQ(again.Start(), absl::OkStatus());
+  EXPECT_EQ(again.Initialise(Ones), absl::OkStatus());
+}
+
+TEST(StateServer, ADropHoldsUpNobodyElse) {
+  TestServer server("s");
+  TrainerGroup busy({server.get()}, MakeSpec("busy", EndlessModel()), 1);
+  std::vector<v1::GetJobResponse> answers;
+  ASSERT_EQ(busy.Fence(&answers), absl::OkStatus());
+  const v1::OpenRequest request = busy.open_request(-1, std::nullopt);
+  Answer<v1::OpenResponse> open;
+  server->Open(request, absl::InfiniteFuture(), open.reply());
+  // Waits for what the job's thread is doing.
+  v1::DropJobRequest drop;
+  drop.set_job("busy");
+  *drop.mutable_epoch() = busy.epoch();
+  Answer<v1::DropJobResponse> dropped;
+  server->DropJob(drop, dropped.reply());
+  TrainerGroup other({server.get()}, MakeSpec("other", SmallModel()), 1);
+  EXPECT_EQ(other.Fence(&answers), absl::OkStatus());
+  EXPECT_FALSE(dropped.arrived());
+  EXPECT_EQ(dropped.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(model::ReasonOf(open.Wait().status()), model::kUnknownJob);
+}
+
+TEST(StateServer, RepliesOfADropMayCallAgain) {
+  TestServer server("s");
+  v1::DropJobRequest drop;
+  drop.set_job("nobody");
+  Answer<v1::GetServerStatusResponse> status;
+  server->DropJob(drop, [&](const absl::StatusOr<v1::DropJobResponse>& response) {
+    EXPECT_EQ(model::ReasonOf(response.status()), model::kUnknownJob);
+    status.reply()(server->Status());
+  });
+  EXPECT_TRUE(status.Wait().ok());
+}
+
+TEST(StateServer, AFailedJobSaysWhyAndOthersGoOn) {
+  TestServer server("s", {0, 6 * kMiB, 64 * kMiB});
+  TrainerGroup lost({server.get()}, MakeSpec("lost", {{"large", "u", 6 << 16, 0}}), 1);
+  ASSERT_EQ(lost.Start(), absl::OkStatus());
+  ASSERT_EQ(lost.Initialise(Ones), absl::OkStatus());
+  ASSERT_TRUE(lost.Read(0, v1::CONTENT_WORKING, 0).ok());
+  TrainerGroup well({server.get()}, MakeSpec("well", {{"small", "u", 256, 0}}), 1);
+  ASSERT_EQ(well.Start(), absl::OkStatus());
+  ASSERT_EQ(well.Initialise(Ones), absl::OkStatus());
+  ASSERT_GT(server->Status().tiers(2).state_bytes(), 0u);
+
+  // The disk loses what was written.
+  std::filesystem::resize_file(server.directory() + "/nvme.tier", 0);
+  ASSERT_EQ(lost.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(1), Ones), absl::OkStatus());
+  ASSERT_EQ(lost.Finish(UpdateHeader(1)).status(), absl::OkStatus());
+  const absl::Status status = lost.Read(0, v1::CONTENT_MASTER, 1).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+  EXPECT_TRUE(Contains(status, "job 'lost' stopped on server 's': step 1 could not be applied to its chunks"))
+      << status;
+  EXPECT_TRUE(Contains(status, "Other jobs go on; drop this one")) << status;
+  EXPECT_EQ(server->Status().jobs(0).failure(), status.message());
+  EXPECT_EQ(lost.PushSlice(0, v1::SLICE_KIND_GRADIENT, Ones), status);
+
+  ASSERT_EQ(well.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(1), Ones), absl::OkStatus());
+  ASSERT_EQ(well.Finish(UpdateHeader(1)).status(), absl::OkStatus());
+  EXPECT_TRUE(well.Read(0, v1::CONTENT_WORKING, 1).ok());
+  EXPECT_EQ(Drop(server.get(), "lost", lost.epoch()), absl::OkStatus());
+}
+
+TEST(StateServer, StepsGoOnWhenTheCatalogsDiskIsFull) {
+  // Too small for RocksDB to set space aside for its log; its last page takes some steps to fill.
+  SmallDisk disk(kMiB / 2);
+  if (!disk.mounted()) GTEST_SKIP() << "a tmpfs cannot be mounted here: " << disk.why_not();
+  StateServerOptions options;
+  options.data_directory = disk.path() + "/data";
+  options.budget.dram = 64 * kMiB;
+  options.server_id = "s";
+  auto server = StateServer::Start(options);
+  ASSERT_TRUE(server.ok()) << server.status();
+  TrainerGroup group({server->get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  ASSERT_TRUE(group.Read(0, v1::CONTENT_WORKING, 0).ok());
+  disk.Fill();
+  for (int64_t step = 1; step <= 200; ++step) {
+    ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones), absl::OkStatus());
+    ASSERT_EQ(group.Finish(UpdateHeader(4)).status(), absl::OkStatus());
+    ASSERT_EQ(group.Read(0, v1::CONTENT_WORKING, step).status(), absl::OkStatus());
+  }
+  // A promise must be durable.
+  TrainerGroup next({server->get()}, MakeSpec("job", SmallModel()), 1, 2);
+  absl::Status status = next.Start();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+  EXPECT_EQ(model::ReasonOf(status), model::kIo);
+  EXPECT_TRUE(Contains(status, "No space left on device") && Contains(status, "then restart the server")) << status;
+  EXPECT_FALSE(Contains(status, "Other jobs go on")) << status;
+}
+
+TEST(StateServer, KnowsAfterARestartWhoseStateItLost) {
+  TestServer server("s");
+  TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones), absl::OkStatus());
+  ASSERT_TRUE(group.Finish(UpdateHeader(4)).ok());
+  ASSERT_TRUE(group.Read(0, v1::CONTENT_WORKING, 1).ok());
+  server.Restart();
+
+  const auto job = GetJob(server.get(), "job");
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_TRUE(job->exists());
+  EXPECT_TRUE(job->state_lost());
+  EXPECT_EQ(job->committed(), 1);
+  EXPECT_EQ(job->promised().counter(), 1u);
+  EXPECT_EQ(job->open().spec().name(), "job");
+  TrainerGroup next({server.get()}, MakeSpec("job", SmallModel()), 1, 2);
+  const absl::Status status = next.Start();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(model::ReasonOf(status), model::kStateLost);
+  EXPECT_TRUE(Contains(status, "server 's'") && Contains(status, "ballastctl drop")) << status;
+  EXPECT_EQ(model::ReasonOf(next.Open(0, v1::Decision())), model::kStateLost);
+  EXPECT_TRUE(server->Status().jobs(0).state_lost());
+
+  EXPECT_EQ(model::ReasonOf(Drop(server.get(), "job", next.epoch())), model::kStaleEpoch);
+  ASSERT_EQ(Drop(server.get(), "job", group.epoch()), absl::OkStatus());
+  EXPECT_FALSE(GetJob(server.get(), "job")->exists());
+  server.Restart();
+  EXPECT_FALSE(GetJob(server.get(), "job")->exists());
+  TrainerGroup fresh({server.get()}, MakeSpec("job", SmallModel()), 1);
+  EXPECT_EQ(fresh.Start(), absl::OkStatus());
+}
+
+TEST(StateServer, KeepsThePromiseOfAJobThatHadNoStateYet) {
+  TestServer server("s");
+  TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 1, 5);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  server.Restart();
+  const auto job = GetJob(server.get(), "job");
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_FALSE(job->state_lost());
+  EXPECT_EQ(job->promised().counter(), 5u);
+  TrainerGroup older({server.get()}, MakeSpec("job", SmallModel()), 1, 4);
+  EXPECT_EQ(model::ReasonOf(older.Start()), model::kStaleEpoch);
+  // The group sends Open again and goes on.
+  TrainerGroup same({server.get()}, MakeSpec("job", SmallModel()), 1, 5);
+  ASSERT_EQ(same.Open(-1, std::nullopt), absl::OkStatus());
+  EXPECT_EQ(same.Initialise(Ones), absl::OkStatus());
+}
+
+TEST(StateServer, RefusesToFenceAnExistingJobThatShouldBeNew) {
+  TestServer server("s");
+  TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  v1::FenceRequest request;
+  request.set_job("job");
+  request.mutable_epoch()->set_counter(2);
+  request.set_expect_empty(true);
+  Answer<v1::FenceResponse> answer;
+  server->Fence(request, absl::InfiniteFuture(), answer.reply());
+  EXPECT_EQ(model::ReasonOf(answer.Wait().status()), model::kJobExists);
+  EXPECT_EQ(GetJob(server.get(), "job")->promised().counter(), 1u);
+}
+
+TEST(StateServer, RefusesNamesThatAreNone) {
+  TestServer server("s");
+  for (const std::string& name : {std::string(), std::string("a/b"), std::string(200, 'x')}) {
+    v1::FenceRequest request;
+    request.set_job(name);
+    request.mutable_epoch()->set_counter(1);
+    Answer<v1::FenceResponse> answer;
+    server->Fence(request, absl::InfiniteFuture(), answer.reply());
+    EXPECT_EQ(model::ReasonOf(answer.Wait().status()), model::kBadSpec);
+  }
+}
+
+TEST(StateServer, ManyRanksAtOnceAndPullsBetween) {
+  TestServer server("s");
+  TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 4);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  for (int64_t step = 1; step <= 10; ++step) {
+    std::vector<std::thread> ranks;
+    for (uint32_t rank = 0; rank < 4; ++rank) {
+      ranks.emplace_back([&, rank] {
+        for (const uint32_t slice : group.plan().slices_of_rank(rank)) {
+          const std::string payload = group.Payload(slice, v1::SLICE_KIND_GRADIENT, Ones);
+          for (int twice = 0; twice < 2; ++twice) {
+            Answer<v1::PushResponse> answer;
+            server->Push(group.PushHeader(slice, v1::SLICE_KIND_GRADIENT, payload),
+                         absl::MakeConstSpan(reinterpret_cast<const std::byte*>(payload.data()), payload.size()),
+                         absl::Now() + absl::Seconds(30), answer.reply());
+            EXPECT_EQ(answer.Wait().status(), absl::OkStatus());
+          }
+        }
+      });
+    }
+    std::thread reader([&] {
+      for (int i = 0; i < 20; ++i) {
+        EXPECT_TRUE(group.Read(2, v1::CONTENT_WORKING, step - 1).ok());
+      }
+    });
+    for (std::thread& rank : ranks) rank.join();
+    reader.join();
+    ASSERT_TRUE(group.Finish(UpdateHeader(4)).ok());
+  }
+  EXPECT_TRUE(group.Read(2, v1::CONTENT_MASTER, 10).ok());
+  EXPECT_EQ(server->counters().waiting_requests, 0u);
+  EXPECT_EQ(server->counters().waiting_push_bytes, 0u);
+}
+
+}  // namespace
+}  // namespace ballast::services

@@ -1,0 +1,179 @@
+// The contract of IoQueue, over both implementations.
+#include "ballast/storage/io/io_queue.h"
+
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/io/disk.h"
+#include "ballast/storage/memory/arena.h"
+#include "ballast/tests/scratch_directory.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace ballast::storage {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+class IoQueueTest : public ::testing::TestWithParam<IoBackend> {
+ protected:
+  void SetUp() override {
+    arena_ = *Arena::Map(8 * kMiB);
+    // The upper half stays unregistered, so both ways are taken.
+    auto queue = MakeIoQueue({.backend = GetParam(), .registered = Buffer(0, 4 * kMiB)});
+    if (!queue.ok()) GTEST_SKIP() << "no io_uring here: " << queue.status();
+    queue_ = *std::move(queue);
+    file_ = *SystemDisk()->Open(directory_ / "file", Disk::Mode::kEmptied);
+  }
+
+  absl::Span<std::byte> Buffer(uint64_t at, uint64_t bytes) { return arena_.bytes().subspan(at, bytes); }
+
+  void Fill(absl::Span<std::byte> buffer, uint32_t seed) {
+    for (std::byte& b : buffer) {
+      seed = seed * 1664525u + 1013904223u;
+      b = static_cast<std::byte>(seed >> 24);
+    }
+  }
+
+  std::vector<IoCompletion> ReapAll() {
+    std::vector<IoCompletion> completions;
+    while (queue_->in_flight() > 0) queue_->Reap(/*wait=*/true, &completions);
+    return completions;
+  }
+
+  absl::Status Only(const IoRequest& request) {
+    if (const absl::Status status = queue_->Submit(request); !status.ok()) return status;
+    const std::vector<IoCompletion> completions = ReapAll();
+    EXPECT_EQ(completions.size(), 1);
+    EXPECT_EQ(completions.at(0).tag, request.tag);
+    return completions.at(0).status;
+  }
+
+  ScratchDirectory directory_;
+  Arena arena_;
+  std::unique_ptr<BlockFile> file_;
+  std::unique_ptr<IoQueue> queue_;
+};
+
+TEST_P(IoQueueTest, WhatIsWrittenIsReadBack) {
+  // 3 MiB + 4096: several pieces, the last one short; from registered into unregistered memory.
+  const uint64_t bytes = 3 * kMiB + kIoAlignment;
+  Fill(Buffer(0, bytes), 1);
+  ASSERT_TRUE(Only({IoRequest::Kind::kWrite, file_.get(), kIoAlignment, Buffer(0, bytes), 7}).ok());
+  ASSERT_TRUE(Only({IoRequest::Kind::kRead, file_.get(), kIoAlignment, Buffer(4 * kMiB, bytes), 8}).ok());
+  EXPECT_EQ(Buffer(0, bytes), Buffer(4 * kMiB, bytes));
+}
+
+TEST_P(IoQueueTest, SyncCompletesAndTakesNoBuffer) {
+  ASSERT_TRUE(Only({IoRequest::Kind::kWrite, file_.get(), 0, Buffer(0, kIoAlignment), 1}).ok());
+  EXPECT_TRUE(Only({IoRequest::Kind::kSync, file_.get(), 0, {}, 2}).ok());
+  EXPECT_EQ(Only({IoRequest::Kind::kSync, file_.get(), 0, Buffer(0, kIoAlignment), 3}).code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Only({IoRequest::Kind::kWrite, file_.get(), 0, {}, 4}).code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_P(IoQueueTest, SyncErrorIsReported) {
+  auto pipe = SystemDisk()->Open("/dev/null", Disk::Mode::kShared);  // a device that cannot be synced
+  ASSERT_TRUE(pipe.ok()) << pipe.status();
+  EXPECT_EQ(Only({IoRequest::Kind::kSync, pipe->get(), 0, {}, 1}).code(), absl::StatusCode::kInternal);
+}
+
+TEST_P(IoQueueTest, ManyInFlightCompleteOnceEach) {
+  const uint64_t bytes = 4 * kMiB / kIoRequestsMax;
+  Fill(Buffer(0, 4 * kMiB), 2);
+  for (uint64_t i = 0; i < kIoRequestsMax; ++i) {
+    ASSERT_TRUE(queue_->Submit({IoRequest::Kind::kWrite, file_.get(), i * bytes, Buffer(i * bytes, bytes), i}).ok());
+  }
+  std::set<uint64_t> tags;
+  for (const IoCompletion& completion : ReapAll()) {
+    EXPECT_TRUE(completion.status.ok()) << completion.status;
+    EXPECT_TRUE(tags.insert(completion.tag).second) << completion.tag;
+  }
+  EXPECT_EQ(tags.size(), kIoRequestsMax);
+  ASSERT_TRUE(file_->Read(0, Buffer(4 * kMiB, 4 * kMiB)).ok());
+  EXPECT_EQ(Buffer(0, 4 * kMiB), Buffer(4 * kMiB, 4 * kMiB));
+}
+
+TEST_P(IoQueueTest, MorePiecesThanTheDepth) {
+  for (uint64_t i = 0; i < 16; ++i) {
+    ASSERT_TRUE(queue_->Submit({IoRequest::Kind::kWrite, file_.get(), i * 8 * kMiB, Buffer(0, 8 * kMiB), i}).ok());
+  }
+  EXPECT_EQ(ReapAll().size(), 16);
+}
+
+TEST_P(IoQueueTest, RefusesMoreThanItsBound) {
+  for (uint64_t i = 0; i < kIoRequestsMax; ++i) {
+    ASSERT_TRUE(queue_->Submit({IoRequest::Kind::kWrite, file_.get(), 0, Buffer(0, kIoAlignment), i}).ok());
+  }
+  const absl::Status status = queue_->Submit({IoRequest::Kind::kWrite, file_.get(), 0, Buffer(0, kIoAlignment), 99});
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(model::ReasonOf(status), model::kBusy);
+  EXPECT_EQ(ReapAll().size(), kIoRequestsMax);
+  EXPECT_TRUE(Only({IoRequest::Kind::kWrite, file_.get(), 0, Buffer(0, kIoAlignment), 1}).ok());
+}
+
+TEST_P(IoQueueTest, ReapOfNothingReturns) {
+  std::vector<IoCompletion> completions;
+  queue_->Reap(/*wait=*/true, &completions);
+  EXPECT_TRUE(completions.empty());
+}
+
+TEST_P(IoQueueTest, DestructionFinishesWhatIsInFlight) {
+  Fill(Buffer(0, 4 * kMiB), 3);
+  ASSERT_TRUE(queue_->Submit({IoRequest::Kind::kWrite, file_.get(), 0, Buffer(0, 4 * kMiB), 1}).ok());
+  queue_.reset();
+  ASSERT_TRUE(file_->Read(0, Buffer(4 * kMiB, 4 * kMiB)).ok());
+  EXPECT_EQ(Buffer(0, 4 * kMiB), Buffer(4 * kMiB, 4 * kMiB));
+}
+
+TEST_P(IoQueueTest, MisalignmentIsRefused) {
+  const auto code = [&](uint64_t offset, absl::Span<std::byte> buffer) {
+    return queue_->Submit({IoRequest::Kind::kRead, file_.get(), offset, buffer, 0}).code();
+  };
+  EXPECT_EQ(code(512, Buffer(0, 4096)), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(0, Buffer(512, 4096)), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(0, Buffer(0, 4000)), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(0, Buffer(0, 0)), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(queue_->in_flight(), 0);
+}
+
+TEST_P(IoQueueTest, ReadPastTheEndIsDataLossAndTheQueueGoesOn) {
+  ASSERT_TRUE(Only({IoRequest::Kind::kWrite, file_.get(), 0, Buffer(0, kMiB), 1}).ok());
+  const absl::Status status = Only({IoRequest::Kind::kRead, file_.get(), 0, Buffer(0, 4 * kMiB), 2});
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(status.ToString(), HasSubstr(file_->path()));
+  EXPECT_TRUE(Only({IoRequest::Kind::kRead, file_.get(), 0, Buffer(0, kMiB), 3}).ok());
+}
+
+TEST_P(IoQueueTest, FullDiskIsReported) {
+  auto full = SystemDisk()->Open("/dev/full", Disk::Mode::kShared);
+  ASSERT_TRUE(full.ok()) << full.status();
+  const absl::Status status = Only({IoRequest::Kind::kWrite, full->get(), 0, Buffer(0, kMiB), 1});
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(status.ToString(), HasSubstr("No space left on device"));
+  EXPECT_THAT(status.ToString(), HasSubstr("/dev/full"));
+}
+
+TEST_P(IoQueueTest, DeviceErrorIsReported) {
+  // Address 0 of a process is never mapped: a read of it is an I/O error on every Linux.
+  auto broken = SystemDisk()->Open("/proc/self/mem", Disk::Mode::kShared);
+  ASSERT_TRUE(broken.ok()) << broken.status();
+  const absl::Status status = Only({IoRequest::Kind::kRead, broken->get(), 0, Buffer(0, 4096), 1});
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(status.ToString(), HasSubstr("read of 4096 bytes at offset 0 of /proc/self/mem"));
+  EXPECT_THAT(status.ToString(), HasSubstr("Input/output error"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, IoQueueTest, ::testing::Values(IoBackend::kUring, IoBackend::kThreads),
+                         [](const auto& info) { return info.param == IoBackend::kUring ? "Uring" : "Threads"; });
+
+TEST(IoBackendProbeTest, AutoIsWhatTheProbeSays) {
+  const std::string name = (*MakeIoQueue({}))->name();
+  EXPECT_EQ(IoBackendProbe().substr(0, name.size()), name);
+}
+
+}  // namespace
+}  // namespace ballast::storage
