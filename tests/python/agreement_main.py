@@ -93,7 +93,7 @@ def gradients_of_a_later_step():
         optimizer.step()
         for steps in (40,) if debug else (40, 65):  # it is the turn of tensors 40 and 1
             own_backward(model)
-            optimizer._steps = steps
+            optimizer.job.progress.steps = steps
             results.append(told(optimizer.step))
         optimizer.close()
     return results
@@ -106,7 +106,7 @@ def gradients_that_round_otherwise():
     results = []
     for factor in (1 + 1e-6, 1.2):
         backward(model)
-        for member in optimizer._members:  # as at a first step
+        for member in optimizer.job.members:  # as at a first step
             member.agreed = False
         if dist.get_rank() == 1:
             model[3].weight.grad.mul_(factor)
@@ -297,7 +297,7 @@ def unknown_and_frozen():
         stack.callback(setattr, ballast._native.Session, 'open', real)
         ballast._native.Session.open = staticmethod(lambda *of: opens.append(1) or real(*of))
         steps = optimizer.resume().step
-    return steps, len(opens), len(optimizer._members)
+    return steps, len(opens), len(optimizer.job.members)
 
 
 # --- a rank that does not come

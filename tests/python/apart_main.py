@@ -7,8 +7,9 @@ import torch.distributed as dist
 from agreement_main import backward, make, model_of, parameters_of, run_cases, told
 from torch import nn
 
+import ballast
 import ballast.torch as bt
-from ballast.torch import ranks
+from ballast.torch.job import ranks
 
 CASES = {}
 
@@ -21,7 +22,8 @@ def case(function):
 def stepped(**more):
     """A model and its optimizer, of the calling case's name, after a step."""
     model = model_of()
-    optimizer = make(model.named_parameters(), **{'name': sys._getframe(1).f_code.co_name, 'step_timeout': 60.0, 'open_timeout': 30.0, **more})
+    optimizer = make(model.named_parameters(),
+                     **{'name': sys._getframe(1).f_code.co_name, 'step_timeout': 60.0, 'open_timeout': 30.0, **more})
     backward(model)
     optimizer.step()
     return model, optimizer
@@ -41,17 +43,17 @@ class Failing:
     def __getattr__(self, name):
         if name == self._call and dist.get_rank() == 1:
             def fail(*_):
-                raise bt.optimizer.Error('no server answers', 'SERVER_DOWN')
+                raise ballast.Error('no server answers', 'SERVER_DOWN')
             return fail
         return getattr(self._session, name)
 
 
 @contextlib.contextmanager
 def failing(optimizer, call):
-    session = optimizer._session
-    optimizer._session = Failing(session, call)
+    session = optimizer.job.session
+    optimizer.job.session = Failing(session, call)
     yield
-    optimizer._session = session
+    optimizer.job.session = session
 
 
 # --- errors of one rank behind the first agreement of its call
@@ -210,7 +212,7 @@ def an_inf_among_gradients():
     results = []
     for value, on in ((float('inf'), (0, 1)), (float('nan'), (0, 1)), (float('inf'), (1,))):
         backward(model)
-        for member in optimizer._members:
+        for member in optimizer.job.members:
             member.agreed = False
         gradient = model[0].weight.grad
         if dist.get_rank() in on:

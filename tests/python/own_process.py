@@ -33,7 +33,8 @@ class Process:
     What a test tells about a process's begin or end takes subprocess instead."""
 
     def __init__(self, script, folder, output, *arguments, **variables):
-        """output: the file that both stdout and stderr go to. arguments: of the script. variables: of the environment, beside the test's own."""
+        """output: the file that both stdout and stderr go to. arguments: of the script. variables: of the environment, beside the test's
+        own."""
         global _imported
         if _imported is None:
             _imported = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -19,7 +19,8 @@ TOLD = {
     'an_edit_whose_master_one_rank_cannot_read': 'no server answers [SERVER_DOWN]',
     'a_load_whose_master_one_rank_cannot_read': 'no server answers [SERVER_DOWN]',
     'an_export_that_one_rank_has_not': "'",
-    'sync_on_one_rank': 'rank 0 is in sync_from_params() and rank 1 in step(); expected the same calls on all ranks, in one order [RANKS_DIFFER]',
+    'sync_on_one_rank': 'rank 0 is in sync_from_params() and rank 1 in step(); expected the same calls on all ranks, in one order '
+                        '[RANKS_DIFFER]',
     'a_load_on_one_rank': 'rank 0 is in step() and rank 1 in load_state_dict(); expected the same calls on all ranks',
     'a_load_on_one_rank_before_the_job_is_open': "rank 0 is in the opening of a job and rank 1 in load_state_dict() of job '",
     'a_rollback_on_one_rank': 'rank 0 is in step() and rank 1 in rollback(); expected the same calls on all ranks',
@@ -50,7 +51,8 @@ def test_an_inf_is_a_skip_where_all_have_it(ranks):
     results = both(ranks, 'an_inf_among_gradients')
     for (inf, nan, alone), after, _ in results:
         assert inf == nan == ('accepted', True)
-        assert alone[0].startswith("parameter '0.weight' has an Inf or a NaN in its gradient on rank 1 and none on rank 0, and ranks take a step")
+        assert alone[0].startswith("parameter '0.weight' has an Inf or a NaN in its gradient on rank 1 and none on rank 0, and ranks take "
+                                   'a step')
         assert after == 'accepted'
     assert torch.equal(results[0][2], results[1][2])
 
@@ -59,7 +61,8 @@ def test_a_store_that_is_gone_is_a_rank_that_is_missing(ranks):
     for told in both(ranks, 'no_store'):
         assert len(told) == 3
         for each in told:
-            assert each.startswith("torch.distributed's store, which the first rank's process keeps, does not answer") and 'RANK_MISSING' in each
+            assert each.startswith("torch.distributed's store, which the first rank's process keeps, does not answer")
+            assert 'RANK_MISSING' in each
 
 
 def test_every_case_is_looked_at(ranks):

@@ -26,7 +26,7 @@ def backward(model, i=1):
 def registered(optimizer):
     """By name."""
     optimizer.step()
-    return {member.name: member.parameter for member in optimizer._members}
+    return {member.name: member.parameter for member in optimizer.job.members}
 
 
 def is_named(optimizer, model):
@@ -56,7 +56,7 @@ def test_swapped_parameters_train_like_torchs(swapping, job):
             model.to('cpu', memory_format=torch.contiguous_format)
             if i == 1:
                 model.load_state_dict(values)
-    for (name, a), b in zip(ours.named_parameters(), theirs.parameters()):
+    for a, b in zip(ours.parameters(), theirs.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(pairs[0][1].state[a]['exp_avg'], pairs[1][1].state[b]['exp_avg'], rtol=1e-4, atol=1e-5)
     assert pairs[0][1].full_state_dict()['param_groups'][0]['param_names'] == NAMES
@@ -203,7 +203,8 @@ def test_a_group_with_names_on_one_side_goes_by_place_and_says_so(job):
     optimizer.step()
     full = [('a', params['a']), ('b', params['b'])]
     other = bt.AdamW([{'params': full}, {'params': [('d', params['d']), ('c', params['c'])]}], **{**job, 'name': job['name'] + 'y'})
-    with pytest.warns(UserWarning, match='the state has no names of parameters in group 0, so its entries went to parameters by their places'):
+    with pytest.warns(UserWarning, match='the state has no names of parameters in group 0, so its entries went to parameters by their '
+                      'places'):
         other.load_state_dict(optimizer.full_state_dict())
     none = bt.AdamW([{'params': [params[name] for name in pair]} for pair in ('ab', 'dc')], **{**job, 'name': job['name'] + 'z'})
     with pytest.warns(UserWarning, match='this optimizer has no names of parameters in group 1, so its entries went'):

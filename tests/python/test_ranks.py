@@ -91,7 +91,7 @@ def test_models_on_two_ranks_over_two_servers(wrap, tmp_path, two_servers):
     ranks, _ = run_ranks(f'models_{wrap}', tmp_path, servers=two_servers)
     assert {name for name, _ in ranks[0]} == set(models.MODELS)
     for rank in ranks:
-        for (name, dtype), losses in rank.items():
+        for (_, dtype), losses in rank.items():
             models.check(dtype, *losses)
 
 
@@ -101,7 +101,8 @@ def test_a_gradient_that_one_rank_has_not(tmp_path):
     torch.testing.assert_close(mine, other, rtol=0, atol=0)
     assert told == told_other and len(told) == 3 and told[2] == 'accepted'
     for name, each in zip(('3.bias', '0.weight'), told):
-        assert each.startswith(f"parameter '{name}' has a gradient on rank 0 and none on rank 1, and ranks take a step with reduced gradients")
+        assert each.startswith(f"parameter '{name}' has a gradient on rank 0 and none on rank 1, and ranks take a step with reduced "
+                               'gradients')
 
 
 def test_an_error_on_one_rank_is_told_on_all(tmp_path):
@@ -128,6 +129,6 @@ def test_a_state_that_one_rank_cannot_load_is_refused_on_all(tmp_path):
 def test_a_rank_that_comes_late_to_a_load(tmp_path):
     ranks, _ = run_ranks('late_to_a_load', tmp_path)
     for told, steps in ranks:
-        assert told == ("load_state_dict() of job 'late_to_a_load': rank 0 waited 2 s (step_timeout) for rank 1; expected all ranks to come "
-                        'to it, the same number of times [RANK_MISSING]')
+        assert told == ("load_state_dict() of job 'late_to_a_load': rank 0 waited 2 s (step_timeout) for rank 1; expected all ranks to "
+                        'come to it, the same number of times [RANK_MISSING]')
         assert steps == 1

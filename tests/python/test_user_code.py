@@ -34,10 +34,10 @@ def test_names_follow_their_parameters(job):
     optimizer.param_groups[0]['params'] = [second]
     backward(model)
     optimizer.step()
-    assert [(member.name, member.parameter is second) for member in optimizer._members] == [('1.weight', True)]
+    assert [(member.name, member.parameter is second) for member in optimizer.job.members] == [('1.weight', True)]
     optimizer.param_groups[0]['params'] = [second, first]
     optimizer.step()
-    assert [member.name for member in optimizer._members] == ['1.weight', '0.weight']
+    assert [member.name for member in optimizer.job.members] == ['1.weight', '0.weight']
     assert optimizer.state[second]['step'] == 2 and optimizer.state[first]['step'] == 1
 
 
@@ -49,7 +49,7 @@ def test_a_parameter_in_the_place_of_another_has_its_name(job):
     optimizer.param_groups[0]['params'] = list(model.parameters())
     backward(model)
     optimizer.step()
-    assert [member.name for member in optimizer._members] == ['0.weight', '1.weight']
+    assert [member.name for member in optimizer.job.members] == ['0.weight', '1.weight']
 
 
 def test_a_parameter_that_was_appended_has_no_name(job):
@@ -58,7 +58,7 @@ def test_a_parameter_that_was_appended_has_no_name(job):
     optimizer.param_groups[0]['params'].append(model[1].weight)
     backward(model)
     optimizer.step()
-    assert [member.name for member in optimizer._members] == ['weight', 'group0.1[4x4]']
+    assert [member.name for member in optimizer.job.members] == ['weight', 'group0.1[4x4]']
 
 
 def test_a_loaded_learning_rate_is_a_copy(job):
@@ -191,7 +191,7 @@ def test_ctrl_c_amid_an_open(job, monkeypatch):
 
     def interrupt(optimizer):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(optimizer, '_take_blob', interrupted)
+            patch.setattr(optimizer.job, 'take_blob', interrupted)
             optimizer.resume()
     model = two_layers()
     first = bt.AdamW(model.named_parameters(), lr=0.1, **job)
@@ -231,13 +231,13 @@ assert ballast.jobs('state') == ['beside', 'default']
 def test_a_call_amid_an_open_is_told(job, monkeypatch):
     """A signal's handler that saves a checkpoint."""
     optimizer = bt.AdamW(two_layers().named_parameters(), lr=0.1, **job)
-    opened = optimizer._connection.open
+    opened = optimizer.job.connection.open
 
     def interrupted(*arguments):
         with pytest.raises(ballast.Error, match='is being opened by a call that this one came amid'):
             optimizer.full_state_dict()
         return opened(*arguments)
-    monkeypatch.setattr(optimizer._connection, 'open', interrupted)
+    monkeypatch.setattr(optimizer.job.connection, 'open', interrupted)
     assert optimizer.resume().step == 0
     optimizer.full_state_dict()
 
