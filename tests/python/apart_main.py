@@ -9,7 +9,7 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
-from ballast.torch.job import ranks
+from ballast.torch.job import ranks, registration
 
 CASES = {}
 
@@ -149,6 +149,80 @@ def an_export_that_one_rank_has_not():
     model, other = stepped()
     first = told(lambda: bt.import_state(other, folder if dist.get_rank() == 0 else folder + '/none'))
     return first, told(lambda: bt.import_state(other, folder)), step_of(model, other)
+
+
+# --- a registration that was cut off
+
+class Interrupted:
+    """A session whose initialise() is not reached, on any rank."""
+
+    def __init__(self, session):
+        self._session = session
+
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+
+    def initialise(self, *_):
+        raise KeyboardInterrupt
+
+
+def grown_step(model, late, optimizer, i):
+    backward(model, seed=i)
+    late.grad = torch.tensor([1.0, -2.0, 3.0]) * (i + 1)
+    optimizer.step()
+
+
+def torchs_steps():
+    """Parameters after three steps, and two more with `late`."""
+    model, late = model_of(), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for i in range(3):
+        backward(model, seed=i)
+        optimizer.step()
+    optimizer.add_param_group({'params': [late]})
+    for i in (3, 4):
+        grown_step(model, late, optimizer, i)
+    return torch.cat([parameters_of(model), late.detach()])
+
+
+@case
+def a_registration_that_was_cut_off():
+    """The next group of ranks gets the trained values, and `late` is compared."""
+    more = {'directory': f'{sys.argv[1]}/cut_off', 'nvme': '1GiB', 'step_timeout': 60.0}
+    model, late = model_of(), nn.Parameter(torch.ones(3))
+    optimizer = make(model.named_parameters(), **more)
+    for i in range(3):
+        backward(model, seed=i)
+        optimizer.step()
+    trained = parameters_of(model)
+    optimizer.add_param_group({'params': [('late', late)]})
+    optimizer.job.session = Interrupted(optimizer.job.session)
+    with contextlib.suppress(KeyboardInterrupt):
+        grown_step(model, late, optimizer, 3)
+    optimizer.close()
+    model, late = model_of(seed=20 + dist.get_rank()), nn.Parameter(torch.ones(3) + dist.get_rank())
+    optimizer = make([{'params': list(model.named_parameters())}, {'params': [('late', late)]}], resume='must', **more)
+    told_first = told(optimizer.resume)
+    late.data.fill_(1)
+    result = optimizer.resume().step, torch.equal(parameters_of(model), trained), torch.equal(late, torch.ones(3))
+    for i in (3, 4):
+        grown_step(model, late, optimizer, i)
+    return told_first, result, torch.cat([parameters_of(model), late.detach()]) - torchs_steps()
+
+
+@case
+def a_registration_that_one_rank_could_not_end():
+    model, optimizer = stepped()
+    late = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({'params': [('late', late)]})
+    real = registration.Memory
+    def fail(*_):
+        raise ballast.Error('no memory', 'BUDGET')
+    if dist.get_rank() == 1:
+        registration.Memory = fail
+    first = told(lambda: grown_step(model, late, optimizer, 3))
+    registration.Memory = real
+    return first, told(lambda: grown_step(model, late, optimizer, 3)), step_of(model, optimizer)
 
 
 # --- different calls

@@ -19,6 +19,7 @@ TOLD = {
     'an_edit_whose_master_one_rank_cannot_read': 'no server answers [SERVER_DOWN]',
     'a_load_whose_master_one_rank_cannot_read': 'no server answers [SERVER_DOWN]',
     'an_export_that_one_rank_has_not': "'",
+    'a_registration_that_one_rank_could_not_end': 'no memory [BUDGET]',
     'sync_on_one_rank': 'rank 0 is in sync_from_params() and rank 1 in step(); expected the same calls on all ranks, in one order '
                         '[RANKS_DIFFER]',
     'a_load_on_one_rank': 'rank 0 is in step() and rank 1 in load_state_dict(); expected the same calls on all ranks',
@@ -39,6 +40,13 @@ def test_all_ranks_are_told_the_same_and_go_on(name, ranks):
 def test_the_export_is_named(ranks):
     for told, *_ in both(ranks, 'an_export_that_one_rank_has_not'):
         assert told.endswith('is not there: no export, or one that did not end [BAD_CONFIG]')
+
+
+def test_a_registration_that_was_cut_off_is_resumed(ranks):
+    for told, result, off in both(ranks, 'a_registration_that_was_cut_off'):
+        assert told.startswith("parameter 'late' has other values on rank 1 than on rank 0")
+        assert result == (3, True, True)
+        torch.testing.assert_close(off, torch.zeros_like(off), rtol=0, atol=1e-5)
 
 
 def test_debug_on_one_rank_is_for_all(ranks):

@@ -73,7 +73,7 @@ class Connection:
                     daemon.stop()
                 raise
             self._finish, self._use = weakref.finalize(self, _finish, session, local, daemon, self._pid), local
-        self._found = not session.needs_values
+        self._found = session.version >= 0
         if is_used:
             warn(f"job '{options.job}' was open in another optimizer of this process, which can make no more steps from now on; where both "
                  'train, give each a name of its own')

@@ -15,7 +15,7 @@ import torch
 from ballast import _native
 from ballast.errors import Error, warn
 from ballast.torch.job import ranks, spec
-from ballast.torch.job.agreement import check_values
+from ballast.torch.job.agreement import check_values, together
 from ballast.torch.job.connection import Connection
 from ballast.torch.job.kept import Kept
 from ballast.torch.job.naming import Names
@@ -92,6 +92,8 @@ class Job:
             if not for_step:
                 self.early.withdraw()
             self.early.follow(self.session, self.members, self.host)
+        if self.options.world_size == 1:
+            self.give_values(self.session.exchange)
         if not partly and self.unpulled:
             self.pull()
         return self.session
@@ -123,8 +125,7 @@ class Job:
         try:
             self._begin(fit)
         except BaseException:  # the next attempt begins anew
-            self.session, self.members, self._by_parameter = None, [], {}
-            self.connection.leave()
+            self.leave()
             raise
 
     def _look(self, trained: Iterable[str]) -> Fit:
@@ -150,11 +151,9 @@ class Job:
                  'with the next step')
         warn_of_others(self.members)
         self.take_blob()
-        self.unpulled = not self.session.needs_values
+        self.unpulled = self.session.version >= 0
+        self.give_values(ranks.Within('the beginning of a job', self.session.exchange))
         self.found = self.session.version if self.unpulled else None
-        if self.session.needs_values:
-            check_values(self.session.exchange, self.members)
-            self.session.initialise(Memory(self.members, self.host).wait().parameters)
 
     def leave(self) -> None:
         """As if the job had not been opened."""
@@ -184,6 +183,21 @@ class Job:
     def take_blob(self) -> None:
         """Takes the loop's position from the version that was found or restored."""
         self.progress.take(self.session.blobs, self.options.rank)
+
+    def give_values(self, exchange: ranks.Exchange) -> None:
+        """Tensors that have no values on the servers yet get those of their parameters: all of a new job, and those of a registration that
+        was cut off, as the process ended say. What the others have stays. COLLECTIVE."""
+        if not self.session.needs_values:
+            return
+        check_values(exchange, together(exchange, self._without_values))
+        self.session.initialise(together(exchange, lambda: Memory(self.members, self.host).wait()).parameters)
+
+    def _without_values(self) -> list[Member]:
+        """Members that may have no values on the servers: none that is left out has none."""
+        if self.session.version < 0 or self.options.world_size == 1:
+            return self.members
+        return [member for member in self.members if self.session.tensor_steps(member.name) == 0
+                and not bool(moments.read_array(self.session, member, member.parameter, 'master').any())]
 
     def pull(self) -> None:
         """Brings the job's version to all parameters."""

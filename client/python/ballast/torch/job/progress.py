@@ -33,9 +33,9 @@ class Progress:
         self.skips = 0  # steps in a row that were skipped
 
     def take(self, blobs: Sequence[bytes], rank: int) -> None:
-        """Takes the position from the blobs of a version, one for each rank that made it: this rank's blob, or rank 0's if there were
-        fewer ranks."""
-        mine = (blobs[rank:rank + 1] or blobs[:1] or [b''])[0] or pack(0)
+        """Takes the position from the blobs of a version, one for each rank that made it: this rank's blob, or rank 0's if it sealed
+        none, as where there were fewer ranks."""
+        mine = next(filter(None, [*blobs[rank:rank + 1], *blobs[:1], pack(0)]))
         self.steps, self.blob = _HEAD.unpack_from(mine)[0], mine[_HEAD.size:]
         self.partly = self.steps == _UNDER_WAY
 

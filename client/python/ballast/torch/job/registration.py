@@ -95,12 +95,16 @@ def late_tensors(job: Job, trained: Iterable[str] = ()) -> list[Fresh]:
 
 def register(job: Job, fresh: list[Fresh], exchange: Exchange) -> None:
     """Adds parameters to a job that is open. COLLECTIVE: all ranks give the same ones."""
+    job.give_values(exchange)
     if not fresh:
         return
     check_values(exchange, [member for member, _, _ in fresh])
     edits.commit_written(job)
-    job.session.register([tensor for _, _, tensor in fresh])
     job.members.extend(member for member, _, _ in fresh)
+    try:
+        job.session.register([tensor for _, _, tensor in fresh])
+    finally:  # Ctrl-C may come when the job has them
+        del job.members[sum(map(len, job.session.units)):]
     job.session.initialise(together(exchange, lambda: Memory(job.members, job.host).wait()).parameters)
 
 
