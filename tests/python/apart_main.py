@@ -1,5 +1,6 @@
 """One rank of test_apart.py: apart_main.py FOLDER, as agreement_main.py, of ranks that come apart within a call, or make different ones."""
 import contextlib
+import functools
 import sys
 
 import torch
@@ -259,6 +260,94 @@ def a_rollback_on_one_rank():
     backward(model)
     first = told((lambda: optimizer.rollback(0)) if dist.get_rank() == 1 else optimizer.step)
     return first, told(optimizer.step), step_of(model, optimizer)
+
+
+def found(name):
+    """A job of two steps, the first of them kept, as another process finds it: a model of other values, an optimizer, the kept version."""
+    more = {'directory': f'{sys.argv[1]}/{name}', 'nvme': '1GiB', 'name': name, 'step_timeout': 60.0}
+    model, optimizer = stepped(**more)
+    optimizer.state_dict()
+    version = optimizer.versions()[-1]
+    backward(model)
+    optimizer.step()
+    optimizer.close()
+    dist.barrier()
+    other = model_of(seed=5)
+    return other, make(other.named_parameters(), resume='must', **more), version, parameters_of(model)
+
+
+@case
+def a_rollback_on_one_rank_of_a_job_that_was_found():
+    model, optimizer, version, expected = found('found_resume')
+    first = told((lambda: optimizer.rollback(version)) if dist.get_rank() == 0 else optimizer.resume)
+    kept = torch.equal(parameters_of(model), parameters_of(model_of(seed=5)))
+    resumed = told(optimizer.resume)
+    assert kept and torch.equal(parameters_of(model), expected)
+    return first, resumed, step_of(model, optimizer)
+
+
+@case
+def a_rollback_beside_a_step_of_a_job_that_was_found():
+    model, optimizer, version, _ = found('found_step')
+    first = told((lambda: optimizer.rollback(version)) if dist.get_rank() == 0 else lambda: (backward(model), optimizer.step()))
+    return first, told(lambda: optimizer.rollback(version)), step_of(model, optimizer)
+
+
+@case
+def a_rollback_that_was_refused():
+    """Then one rank alone may ask for a state_dict."""
+    model, optimizer, version, expected = found('found_refused')
+    first = told(lambda: optimizer.rollback(77))
+    if dist.get_rank() == 0:
+        optimizer.state_dict()
+    dist.barrier()
+    resumed = told(optimizer.resume)
+    assert torch.equal(parameters_of(model), expected)
+    optimizer.job.unpulled = True  # as after Ctrl-C behind a step
+    if dist.get_rank() == 0:
+        optimizer.full_state_dict()
+        optimizer.state_dict()
+        assert version in optimizer.versions()
+    dist.barrier()
+    return first, resumed, step_of(model, optimizer)
+
+
+@case
+def an_edit_that_one_rank_could_not_write():
+    """Rank 0 has written it. Each of the calls leads on from there."""
+    results = []
+    for way in ('load', 'rollback', 'step', 'sync', 'late'):
+        model, optimizer = stepped(name=f'half_{way}', directory=f'{sys.argv[1]}/half_{way}', nvme='1GiB')
+        state = optimizer.full_state_dict()
+        named = optimizer.state_dict()
+        assert named
+        version = optimizer.job.session.version
+        before = parameters_of(model)
+        backward(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        with failing(optimizer, 'read'):
+            results.append(told(optimizer.sync_from_params if way == 'sync' else optimizer.step))
+        late = nn.Parameter(torch.ones(3))
+        if way == 'sync':  # as if .data had been written to: no counter tells
+            for member in optimizer.job.members:
+                member.noted()
+        if way == 'late':
+            late.grad = torch.ones(3)
+            optimizer.add_param_group({'params': [('late', late)]})
+        act = {'load': functools.partial(optimizer.load_state_dict, state),
+               'rollback': functools.partial(optimizer.rollback, version)}.get(way, optimizer.step)
+        results.append(told(act))
+        if way == 'rollback':
+            assert torch.equal(parameters_of(model), before)
+        if way == 'load':
+            assert torch.equal(parameters_of(model), before / 2)
+        results.append(step_of(model, optimizer))
+        for member in optimizer.job.members:
+            assert torch.equal(optimizer.job.read_master(member.parameter), member.parameter), member.name
+        optimizer.close()
+    return results
 
 
 @case

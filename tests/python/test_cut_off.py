@@ -126,3 +126,75 @@ assert again.resume().step == 3
 loop(other, late, again, 3, 7, grow=False)
 check(other, late)
 ''')
+
+
+@pytest.mark.parametrize('call', ['rollback', 'load_state_dict'])
+def test_ctrl_c_behind_a_version_that_came_back(call, tmp_path):
+    """The job is there, and the parameters follow, with the steps and the blob."""
+    run(tmp_path, f'''
+class Interrupted:
+    def __init__(self, session):
+        self._session = session
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+    def restore(self, version):
+        self._session.restore(version)
+        raise KeyboardInterrupt
+model = mlp()
+optimizer = make(model)
+def train(count):
+    for batch in batches(count):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step(blob=b'%d' % count)
+train(2)
+state, version = optimizer.state_dict(), optimizer.versions()[-1]
+kept = [parameter.detach().clone() for parameter in model.parameters()]
+train(3)
+session = optimizer.job.session
+optimizer.job.session = Interrupted(session)
+try:
+    optimizer.rollback(version) if {call!r} == 'rollback' else optimizer.load_state_dict(state)
+except KeyboardInterrupt:
+    pass
+else:
+    raise AssertionError
+optimizer.job.session = session
+assert optimizer.resume() == (2, b'2'), optimizer.resume()
+assert all(map(torch.equal, kept, model.parameters()))
+''')
+
+
+def test_ctrl_c_behind_the_last_of_a_load(tmp_path):
+    run(tmp_path, '''
+class Interrupted:
+    def __init__(self, session):
+        self._session, self.left = session, 2
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+    def commit_state(self, *arguments):
+        self._session.commit_state(*arguments)
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+model, theirs = mlp(), mlp()
+other = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+for batch in batches(5):
+    other.zero_grad()
+    loss_of(theirs, batch).backward()
+    other.step()
+optimizer = make(model)
+optimizer.resume()
+session = optimizer.job.session
+optimizer.job.session = Interrupted(session)
+try:
+    optimizer.load_state_dict(other.state_dict())
+except KeyboardInterrupt:
+    pass
+else:
+    raise AssertionError
+optimizer.job.session = session
+assert optimizer.resume().step == 5
+optimizer.close()
+assert make(model, resume='must').resume().step == 5
+''')

@@ -112,7 +112,7 @@ def export_state(optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
     if os.listdir(folder):
         raise Error(f"'{folder}' is not empty; give a folder of its own to an export", 'BAD_CONFIG')
     job = optimizer.job
-    job.open()
+    job.open(alone=True)
     shards, steps = _Shards(folder), {}
     named = [(name_of(job, g, i, parameter), parameter) for g, i, parameter in placed(job)]
     # Masters and two moments, mostly.

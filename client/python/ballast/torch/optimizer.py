@@ -126,14 +126,14 @@ class Optimizer(torch.optim.Optimizer):
         the job is open the state names no version. A job with durability none gives its full_state_dict()."""
         if self.job.session is None:
             return checkpoint.unopened(self.job)
-        self.job.open()
+        self.job.open(alone=True)
         if self.job.options.durability == 'none':
             return self.full_state_dict()
         return checkpoint.keep(self.job)
 
     def full_state_dict(self) -> dict[str, Any]:
         """torch.optim's format, with the moments themselves: any one rank may ask."""
-        self.job.open()
+        self.job.open(alone=True)
         return checkpoint.full(self.job)
 
     @hooks.around_load_state_dict

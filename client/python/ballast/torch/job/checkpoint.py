@@ -4,8 +4,8 @@ format."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ballast.errors import Error
 from ballast.torch.job import edits
@@ -15,6 +15,8 @@ from ballast.torch.state_dict import marker, matching
 if TYPE_CHECKING:
     from ballast import _native
     from ballast.torch.job.job import Job
+
+Result = TypeVar('Result')
 
 # Keys of a group that are not options of it.
 _NOT_OPTIONS = ('params', 'param_names', marker.KEY)
@@ -83,7 +85,7 @@ def before_torchs(job: Job) -> None:
     flattened ones, they read the keys that the optimizer's param_groups have, and no others; and moments only where there are some."""
     durability = job.options.durability if job.session is not None else job.durability_to_be
     if durability == 'none':
-        job.open()
+        job.open(alone=True)
     else:
         for group in job.param_groups:
             group.setdefault(marker.KEY, '')
@@ -91,30 +93,52 @@ def before_torchs(job: Job) -> None:
 
 def versions(job: Job) -> list[int]:
     """The versions that all servers keep."""
+    was_open = job.session is not None
     session = job.open(partly=True)
-    return session.pins() if job.progress.partly else job.open().pins()
+    return session.pins() if job.progress.partly else job.open(alone=was_open).pins()
 
 
 def rollback(job: Job, version: int) -> None:
     """Takes the job, parameters included, back to a version that a state_dict named. COLLECTIVE."""
+    was_open = job.session is not None
+    if not was_open:  # ranks that make another call would be in its opening
+        _agree_version(job, version, job.check_usable)
+    try:
+        _roll_back(job, version)
+    except BaseException:
+        if not was_open:
+            job.leave()
+        raise
+
+
+def _agree_version(job: Job, version: int, act: Callable[[], Result]) -> Result:
+    """act() on every rank: returns its result here. Ranks that give other versions are told so."""
+    return alike(job.exchange('rollback()'), act, lambda _: [('the version', str(version))])
+
+
+def _roll_back(job: Job, version: int) -> None:
     if job.session is None:
         job.open(partly=True)
 
-    def look() -> tuple[_native.Session, bool]:
+    def look() -> _native.Session:
         session = job.open(partly=True)
         for member in job.members:
             member.edited()  # where a pull could not write to it, an error
-        written = bool(session.written)
-        if session.version == version and not written and version not in session.pins():
+        if session.version == version and version not in session.pins():
             raise Error(f"version {version} is the one that job '{job.options.job}' is at, and no state_dict() has named it: a state that "
                         'names it is of another job of that name', 'VERSION_GONE')
-        return session, written
-    session, written = alike(job.exchange('rollback()'), look, lambda looked: [
-        ('the version', str(version)), ('whether there are edits that no step has taken', str(looked[1]))])
-    if session.version != version or written:
-        edits.commit_written(job)
-        session.restore(version)
-        job.take_blob()
+        return session
+    session = _agree_version(job, version, look)
+    job.give_values(job.exchange('rollback()'))
+    edits.commit_written(job, job.exchange('rollback()'))
+    before = session.version
+    if before != version:
+        try:
+            session.restore(version)
+        finally:  # Ctrl-C may come when the job is there
+            if session.version != before:
+                job.unpulled = True
+                job.take_blob()
     job.progress.check_whole(job.options.job)
     job.kept.loaded(version)
     job.pull()

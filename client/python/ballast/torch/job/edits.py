@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 from ballast.errors import warn
-from ballast.torch.job.agreement import check_values, together
+from ballast.torch.job.agreement import check_values, everyone, together
 from ballast.torch.job.ranks import Exchange
 from ballast.torch.modes import same_bits
 from ballast.torch.stepping.members import Member, whole
@@ -22,6 +23,7 @@ def sync(job: Job) -> None:
         job.open()
     exchange = job.exchange('sync_from_params()')
     together(exchange, job.open)
+    job.give_values(exchange)
     check_values(exchange, job.members)
     for member in job.members:
         take(job, member, exchange)
@@ -55,10 +57,23 @@ def settle(job: Job) -> None:
     for member in job.members:
         if member.edited():
             take(job, member, job.session.exchange)
-    commit_written(job)
+    commit_written(job, job.session.exchange)
 
 
-def commit_written(job: Job) -> None:
-    """Commits edits that no step has taken, for it was skipped, say. On all ranks, which have written the same."""
-    if job.session.written:
+def commit_written(job: Job, exchange: Exchange) -> None:
+    """Commits edits that no step has taken, for it was skipped, say, or for one rank could not write what others have. COLLECTIVE."""
+    written = set(job.session.written)
+    _, said = everyone(exchange, lambda: [member.name in written for member in job.members], bytes)
+    halfway = [member for member, *has in zip(job.members, *said) if len(set(has)) > 1]
+    check_values(exchange, halfway)
+    for member in halfway:
+        take(job, member, exchange)
+    if any(map(any, said)):
         job.session.commit_values()
+
+
+def edited(job: Job, members: Iterable[Member]) -> list[bool]:
+    """By member: whether it was edited since the last step. With several ranks also where an edit was written before: one of them may not
+    have written it."""
+    written = set(job.session.written) if job.options.world_size > 1 else ()
+    return [member.edited() or member.name in written for member in members]

@@ -79,11 +79,13 @@ class Job:
 
     # --- opening and closing
 
-    def open(self, partly: bool = False, trained: Iterable[str] = (), for_step: bool = False) -> _native.Session:
+    def open(self, partly: bool = False, trained: Iterable[str] = (), for_step: bool = False, alone: bool = False) -> _native.Session:
         """The session; opens the job at the first call. partly: also a job whose state is not whole, and without its parameters.
-        trained: as new_tensors'. Gradients that were pushed early go back, but for_step."""
+        trained: as new_tensors'. Gradients that were pushed early go back, but for_step. alone: the call may be of one rank, which pulls
+        nothing by itself."""
         self.check_usable()
         self.wait()
+        alone = alone and self.session is not None and self.options.world_size > 1
         if self.session is None:
             self._start(trained)
         if not partly:
@@ -94,7 +96,7 @@ class Job:
             self.early.follow(self.session, self.members, self.host)
         if self.options.world_size == 1:
             self.give_values(self.session.exchange)
-        if not partly and self.unpulled:
+        if not partly and self.unpulled and not alone:
             self.pull()
         return self.session
 
@@ -218,7 +220,7 @@ class Job:
         """One parameter's entry in torch.optim's format; {}: it has none."""
         if self.session is None and self.options.resume == 'never':
             return {}  # as torch's: the job will be new
-        session, member = self.open(), self._member(parameter)
+        session, member = self.open(alone=True), self._member(parameter)
         if member is None:
             return {}  # it never wanted a gradient
         start = self.param_groups[member.group].get('initial_accumulator_value', 0)
@@ -226,4 +228,4 @@ class Job:
 
     @plainly
     def read_master(self, parameter: torch.Tensor) -> torch.Tensor:
-        return moments.read_array(self.open(), self._member(parameter), parameter, 'master')
+        return moments.read_array(self.open(alone=True), self._member(parameter), parameter, 'master')

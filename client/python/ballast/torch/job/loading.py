@@ -196,7 +196,7 @@ def _collect(job: Job, trained: Iterable[str]) -> Collected:
     fresh = registration.late_tensors(job, trained)
     spec.check_dtypes(job.options.optimizer, [member for member, _, _ in fresh], [None] * len(fresh))
     members = job.members + [member for member, _, _ in fresh]
-    return Collected(fresh, members, [None] * len(members), [member.edited() for member in members], [], [])
+    return Collected(fresh, members, [None] * len(members), edits.edited(job, members), [], [])
 
 
 @torch.no_grad()
@@ -211,7 +211,7 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
     exchange = job.exchange(call)
     collected, edited, _ = agree(exchange, lambda: _collect(job, trained))
     registration.register(job, collected.fresh, exchange)
-    edits.commit_written(job)
+    edits.commit_written(job, exchange)
     members = [member for member in job.members if id(member.parameter) in given]
     of = {id(member): given[id(member.parameter)] for member in members}
     names, writes = moment_names(job.algorithm.kind, job.options.optimizer), []
@@ -235,7 +235,8 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
         finally:
             if session.version > before:
                 job.progress.partly = not last
-    job.unpulled = False
-    job.progress.loaded(steps, blob)
+                if last:
+                    job.unpulled = False
+                    job.progress.loaded(steps, blob)
     for member in members:
         member.noted()

@@ -99,7 +99,7 @@ def register(job: Job, fresh: list[Fresh], exchange: Exchange) -> None:
     if not fresh:
         return
     check_values(exchange, [member for member, _, _ in fresh])
-    edits.commit_written(job)
+    edits.commit_written(job, exchange)
     job.members.extend(member for member, _, _ in fresh)
     try:
         job.session.register([tensor for _, _, tensor in fresh])

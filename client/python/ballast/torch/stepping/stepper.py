@@ -53,7 +53,7 @@ class Stepper:
         check_values(exchange, changed)
         for member in changed:
             edits.take(job, member, exchange)
-        written = job.session.written
+        written = set(job.session.written)
         changes = {i for i, member in enumerate(job.members) if present[i] or member.name in written}
         step = Step(self, collected, changes, blob)
         if job.overlap is not None:
@@ -74,7 +74,7 @@ class Stepper:
         members = job.members + [member for member, _, _ in fresh]
         there = {id(parameter) for _, _, parameter in registration.placed(job)}
         gradients = [gradient_of(member) if id(member.parameter) in there else None for member in members]
-        edited = [member.edited() for member in members]
+        edited = edits.edited(job, members)
         spec.check_dtypes(job.options.optimizer, members, gradients)
         spec.check(job, job.options.optimizer)
         groups = [job.algorithm.hyper(group, job.options.optimizer) for group in job.param_groups]
