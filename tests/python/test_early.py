@@ -363,3 +363,26 @@ def test_embedded(tmp_path):
 def test_refused_arguments():
     with pytest.raises(ballast.Error, match="push_early='yes': expected True"):
         bt.AdamW(mlp().parameters(), push_early='yes')
+
+
+@pytest.mark.parametrize('call', ['zero_grad', 'resume', 'step'])
+def test_a_refused_load_leaves_nothing_behind(call, job, tmp_path):
+    """Before the job was open: hooks that push into the session that the load had."""
+    more = {'lr': 1e-2, 'dram': job['dram'], 'threads': 1, 'nvme': '1GiB', 'directory': str(tmp_path / 'state'), 'name': 'again'}
+    model = mlp()
+    first = bt.AdamW(model.named_parameters(), **more)
+    backward(model, next(batches(1)))
+    first.step()
+    first.close()
+    state = bt.AdamW(mlp().named_parameters(), **more, resume='auto').state_dict()
+    optimizer = bt.AdamW(model.named_parameters(), **more, resume='auto', push_early=True)
+    with pytest.raises(ballast.Error, match='was taken before its job was open'):
+        optimizer.load_state_dict(state)
+    model.zero_grad()
+    backward(model, next(batches(1)))
+    getattr(optimizer, call)()
+    steps = optimizer.resume().step
+    assert steps == (2 if call == 'step' else 1)
+    optimizer.step()
+    assert optimizer.resume().step == steps + 1
+    optimizer.close()

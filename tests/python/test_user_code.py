@@ -298,3 +298,23 @@ if __name__ == '__main__':
 ''', encoding='utf-8')
     done = subprocess.run([sys.executable, 'hogwild.py'], check=True, capture_output=True, text=True, cwd=tmp_path, timeout=200)
     assert done.stderr.count("parameter 'weight' lies in memory that is shared with other processes") == 1, done.stderr
+
+
+def test_a_warning_that_is_an_error_leaves_no_use_of_the_server(job):
+    """A job that is open in another optimizer: its server is free once the other is closed."""
+    from ballast import embedded
+    model = two_layers()
+    first = bt.AdamW(model.named_parameters(), lr=0.1, **job)
+    backward(model)
+    first.step()
+    before = len(embedded._running.uses)
+    second = bt.AdamW(model.named_parameters(), lr=0.1, **job, resume='auto')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        with pytest.raises(UserWarning, match='was open in another optimizer of this process'):
+            second.resume()
+        assert len(embedded._running.uses) == before
+        first.close()
+        assert len(embedded._running.uses) == before - 1
+        second.close()
+    assert len(embedded._running.uses) == before - 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ballast import _native, embedded, place
-from ballast.errors import Error, warn
+from ballast.errors import Error
 from ballast.torch import arguments
 from ballast.torch.job import private_server, ranks
 from ballast.torch.job.agreement import alike
@@ -32,6 +32,7 @@ class Connection:
         self._budgets = {**budgets, 'directory': place.parse_directory(budgets['directory'])}
         self._use: embedded.Use | None = None  # of the embedded server
         self._found = False  # the job was there before
+        self.was_used = False  # the job was open in another optimizer of this process
         self._pid = os.getpid()
         self._finish: weakref.finalize | None = None
 
@@ -51,7 +52,7 @@ class Connection:
     def open(self, options: _native.OpenOptions, look: Callable[[], Fit]) -> tuple[_native.Session, Fit]:
         """The session, and the tensors that the job has; all ranks. Starts a server where none is named. look(): a registration.Fit,
         or the error that all ranks get before any server is asked."""
-        daemon, is_used = None, False
+        daemon, self.was_used = None, False
         embed = contextlib.nullcontext()
         options.rank, options.world_size, options.servers = ranks.rank(), ranks.world_size(), self._servers
         timeout, option = max((options.step_timeout, 'step_timeout'), (options.open_timeout, 'open_timeout'))
@@ -63,7 +64,7 @@ class Connection:
                 address, daemon = private_server.start(exchange, self._budgets)
                 options.servers = [address]
         elif not self._servers:
-            is_used = embedded.is_used(options.job)
+            self.was_used = embedded.is_used(options.job)
             embed = embedded.opening(options.job, options.durability != 'none', **self._budgets)
         with embed as local:
             try:
@@ -74,9 +75,6 @@ class Connection:
                 raise
             self._finish, self._use = weakref.finalize(self, _finish, session, local, daemon, self._pid), local
         self._found = session.version >= 0
-        if is_used:
-            warn(f"job '{options.job}' was open in another optimizer of this process, which can make no more steps from now on; where both "
-                 'train, give each a name of its own')
         return session, fit
 
     def _entries(self, options: _native.OpenOptions, fit: Fit) -> list[tuple[str, str]]:

@@ -148,6 +148,9 @@ class Job:
 
     def _begin(self, fit: Fit) -> None:
         self.members = fit.members
+        if self.connection.was_used:
+            warn(f"job '{self.options.job}' was open in another optimizer of this process, which can make no more steps from now on; where "
+                 'both train, give each a name of its own')
         if fit.unknown:
             warn(f"job '{self.options.job}' has no state of {len(fit.unknown)} parameters, '{fit.unknown[0]}' among them: they begin anew "
                  'with the next step')
@@ -162,6 +165,8 @@ class Job:
         self.session, self.members, self._by_parameter, self.host = None, [], {}, HostMemory()
         self.unpulled, self.found = False, None
         self.progress.forget()
+        if self.early is not None:
+            self.early.leave()
         self.connection.leave()
 
     def close(self) -> None:

@@ -201,6 +201,12 @@ class Early:
         self._members, self._units, self._unit_of, self._hooks, self._usual = [], [], {}, {}, []
         self._begin()
 
+    def leave(self) -> None:
+        """The session ends, with all that went to it."""
+        self._forget()
+        self.session = self._host = None
+        self._pushes = False
+
     def close(self) -> None:
         self._forget()
         if self._pool is not None:
