@@ -213,6 +213,31 @@ def test_a_group_with_names_on_one_side_goes_by_place_and_says_so(job):
         assert torch.equal(other.state[params[name]]['exp_avg'], optimizer.state[params[name]]['exp_avg'])
 
 
+def test_a_state_with_more_names_goes_by_place_where_there_are_none_here(job):
+    """The groups that have names on both sides go by name all the same, and what does not fit there is refused."""
+    params = {name: nn.Parameter(torch.full((4, 4), float(ord(name)))) for name in 'abcd'}
+    for name, p in params.items():
+        p.grad = torch.full((4, 4), float(ord(name)))
+    whole = bt.AdamW([{'params': [(name, params[name]) for name in pair]} for pair in ('ab', 'cd')], **{**job, 'name': job['name'] + 'w'})
+    whole.step()
+    saved = whole.full_state_dict()
+    for swapped in (False, True):
+        mine, other = half_named('dc', job, f'half{swapped}')
+        if swapped:
+            saved['param_groups'].reverse()
+        with pytest.warns(UserWarning, match='this optimizer has no names of parameters in group 0, so its entries went'):
+            other.load_state_dict(saved)
+        for name in 'abcd':
+            assert torch.equal(other.state[mine[name]]['exp_avg'], whole.state[params[name]]['exp_avg'])
+    saved['param_groups'].reverse()
+    saved['param_groups'][1]['param_names'] = ['c', 'e']
+    with pytest.raises(ballast.Error, match="the state has no parameter 'd', .*, and the state has a parameter 'e'"):
+        other.load_state_dict(saved)
+    saved['param_groups'][1]['param_names'] = ['e', 'f']
+    with pytest.raises(ballast.Error, match="the state has no parameter 'c', .*'e'"):
+        other.load_state_dict(saved)
+
+
 def test_a_state_that_has_a_name_twice_goes_by_place_and_says_so(job):
     model = layers()
     optimizer = bt.AdamW(model.named_parameters(), lr=0.1, **job)

@@ -45,7 +45,7 @@ def matched(job: Job, saved: Groups, tells: bool = True) -> list[dict[str, Any]]
     if len(set(all_there)) < len(all_there):
         lacking, there = 'the state has a name of parameters twice, so none,', [None] * len(saved)
     if None in there or set(all_there) != set(all_here):
-        if None not in there and any(any(names) for names in given):
+        if None not in there and all(any(names) for names in given):
             _refuse(all_here, all_there)
         here = [names if any(mine) else None for names, mine in zip(here, given)]
     _check_count(groups, saved)
@@ -93,7 +93,8 @@ def _refuse(all_here: list[str], all_there: list[str]) -> NoReturn:
     text = ', and '.join(said) + (f' ({len(missing)} and {len(more)} such)' if len(missing) + len(more) > 2 else '')
     if len(all_here) != len(all_there):
         raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group: " + text)
-    raise Error(f'{text}; give parameters the names that they had, or delete param_names from the state to load it by place', 'BAD_SPEC')
+    raise Error(f'{text}; give parameters the names that they had, or delete param_names from the groups of the state that are to go by '
+                'place', 'BAD_SPEC')
 
 
 def _check_count(mine: Groups, saved: Groups) -> None:
