@@ -2,6 +2,7 @@
 after how many seconds, to FOLDER/agreement-RANK.pt."""
 import contextlib
 import copy
+import hashlib
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ballast
 import ballast.torch as bt
+from ballast.torch.job import ranks
 
 CASES = {}
 
@@ -231,6 +233,23 @@ def stages_of_a_pipeline():
     torch.manual_seed(3)
     stage = nn.ModuleDict({f'{dist.get_rank()}_{i}': nn.Linear(4, 4) for i in range(20)})
     return told(make(stage.named_parameters()).resume)
+
+
+@case
+def many_parameters_that_differ():
+    """The longest message, too."""
+    lengths, real = [], ranks._exchange
+
+    def watched(what, timeout, option, mine):
+        lengths.append(len(mine))
+        return real(what, timeout, option, mine)
+    names = [hashlib.sha256(f'{dist.get_rank()}/{i}'.encode()).hexdigest() for i in range(4000)]
+    optimizer = make([(name, nn.Parameter(torch.zeros(1))) for name in names])
+    ranks._exchange = watched
+    try:
+        return told(optimizer.resume), max(lengths)
+    finally:
+        ranks._exchange = real
 
 
 @case

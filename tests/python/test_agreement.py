@@ -61,6 +61,12 @@ def test_an_error_on_one_rank_is_everybodys(name, ranks):
     assert max(rank[name][1] for rank in ranks) < 8
 
 
+def test_many_parameters_that_differ_are_told_in_parts(ranks):
+    for told, longest in both(ranks, 'many_parameters_that_differ'):
+        assert told.startswith('rank 0 has parameter ') and ' and 3999 more, and rank 1 has not; expected one model' in told
+        assert longest < 70000
+
+
 def test_values_that_differ(ranks):
     for told, after in both(ranks, 'values'):
         assert told.startswith("parameter '0.weight' has other values on rank 1 than on rank 0, and is a plain tensor")

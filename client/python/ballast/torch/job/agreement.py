@@ -27,6 +27,8 @@ Result = TypeVar('Result')
 _WRONG, _FINE = b'!', b'.'
 _TEXT_MAX = 4096
 _HASH_BYTES = 32
+# Of a message: entries of a model of many parameters take megabytes, which the store of torch.distributed would hold in one value.
+_PART_BYTES = 1 << 16
 # Each gradient is compared at its first step, and then in one step of so many.
 _GRADIENT_STEPS = 64
 
@@ -109,13 +111,20 @@ def _other(said: Sequence[Any]) -> int | None:
     return next((rank for rank, each in enumerate(said) if each != said[0]), None)
 
 
+def _in_parts(exchange: Exchange, mine: bytes) -> list[bytes]:
+    """All ranks' bytes, which may be many, in messages of a bounded length."""
+    longest = max(int(each) for each in exchange(str(len(mine)).encode()))
+    parts = [exchange(mine[begin:begin + _PART_BYTES]) for begin in range(0, longest, _PART_BYTES)]
+    return [b''.join(of_rank) for of_rank in zip(*parts)]
+
+
 def _refuse_other(exchange: Exchange, hashes: Sequence[bytes], entries: Sequence[tuple[str, str]]) -> None:
     """entries, (what, value) as texts, are the same on all ranks, each of which said a hash of them; else the first difference is told."""
     other = _other(hashes)
     if other is None:
         return
     mine = zlib.compress(json.dumps(entries).encode()) if ranks.rank() in (0, other) else b''
-    said = Within('what differs', exchange)(mine)
+    said = _in_parts(Within('what differs', exchange), mine)
     first, second = (dict(json.loads(zlib.decompress(said[rank]))) for rank in (0, other))
     for there, has, not_there in ((0, first, second), (other, second, first)):
         lacking = [what for what in has if what not in not_there]
