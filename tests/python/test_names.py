@@ -1,6 +1,7 @@
 """Names of parameters: each follows its parameter, whatever a loop or a framework does to the lists of the groups and to the tensors."""
 import copy
 import io
+import time
 import warnings
 import weakref
 
@@ -247,3 +248,77 @@ def test_a_state_that_has_a_name_twice_goes_by_place_and_says_so(job):
     saved['param_groups'][0]['param_names'] = ['0.weight', '1.weight', '1.weight']
     with pytest.warns(UserWarning, match='the state has a name of parameters twice, so none, in group 0, so its entries went'):
         optimizer.load_state_dict(saved)
+
+
+def scalars(count):
+    return nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(count)])
+
+
+def seconds_of(act):
+    began = time.monotonic()
+    act()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize('reversed_before', [False, True])
+def test_names_cost_as_much_for_each_of_many_swapped(reversed_before, swapping, job):
+    seconds = []
+    for count in (1000, 8000):
+        params = scalars(count)
+        optimizer = bt.SGD(params.named_parameters(), lr=0.1, **job)
+        if reversed_before:
+            optimizer.param_groups[0]['params'].reverse()
+        seconds.append(seconds_of(params.double))
+        names = [name for name, _ in params.named_parameters()]
+        expected = names[::-1] if reversed_before else names
+        assert optimizer.state_dict()['param_groups'][0]['param_names'] == expected
+    assert seconds[1] < 24 * seconds[0] + 0.1, 'eight times as many'
+
+
+def seconds_of_replacing(count, kept, job):
+    params = scalars(count)
+    optimizer = bt.SGD(params.named_parameters(), lr=0.1, **job)
+    names = [name for name, _ in params.named_parameters()]
+    other = scalars(count)
+    held = list(params) if kept else None
+
+    def replace():
+        nonlocal params
+        params = None
+        optimizer.param_groups[0]['params'] = list(other)
+        assert optimizer.state_dict()['param_groups'][0]['param_names'] == names
+    seconds = seconds_of(replace)
+    assert held is None or len(held) == count
+    return seconds
+
+
+@pytest.mark.parametrize('kept', [False, True])
+def test_names_cost_as_much_for_each_of_many_replaced(kept, job):
+    """kept: somebody holds what was replaced."""
+    seconds = [seconds_of_replacing(count, kept, job) for count in (1000, 8000)]
+    assert seconds[1] < 24 * seconds[0] + 0.1, 'eight times as many'
+
+
+def test_edits_cost_as_much_for_each_of_many(job):
+    seconds = []
+    for count in (500, 4000):
+        params = scalars(count)
+        optimizer = bt.SGD(params.named_parameters(), lr=0.1, **{**job, 'name': f'{job["name"]}-{count}'})
+        for p in params:
+            p.grad = torch.ones(1)
+        optimizer.step()
+        seconds.append(seconds_of(optimizer.sync_from_params))
+        optimizer.close()
+    assert seconds[1] < 24 * seconds[0] + 0.1, 'eight times as many'
+
+
+def test_a_group_that_went_is_not_kept(job):
+    a, b = layers(), layers()
+    groups = [{'params': [(f'{side}.{name}', p) for name, p in model.named_parameters()]} for side, model in (('a', a), ('b', b))]
+    optimizer = bt.AdamW(groups, lr=0.1, **job)
+    del groups
+    gone = weakref.ref(a[0].weight)
+    del optimizer.param_groups[0], a
+    backward(b)
+    optimizer.step()
+    assert gone() is None

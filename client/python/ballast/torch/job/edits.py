@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,19 +25,20 @@ def sync(job: Job) -> None:
     together(exchange, job.open)
     job.give_values(exchange)
     check_values(exchange, job.members)
+    written = set(job.session.written)
     for member in job.members:
-        take(job, member, exchange)
+        take(job, member, exchange, written)
 
 
 @torch.no_grad()
-def take(job: Job, member: Member, exchange: Exchange) -> None:
-    """Takes over one parameter's values. COLLECTIVE."""
+def take(job: Job, member: Member, exchange: Exchange, written: Collection[str]) -> None:
+    """Takes over one parameter's values. written: names of tensors whose edits no step has taken. COLLECTIVE."""
     parameter = whole(member.parameter.detach())
-    together(exchange, lambda: _write(job, member, parameter))
+    together(exchange, lambda: _write(job, member, parameter, written))
     member.noted()
 
 
-def _write(job: Job, member: Member, parameter: torch.Tensor) -> None:
+def _write(job: Job, member: Member, parameter: torch.Tensor, written: Collection[str]) -> None:
     """parameter: all of it."""
     if member.edited_unseen():
         warn(f"parameter '{member.name}' was written through .data, which its version counter does not tell: taken over at step "
@@ -48,15 +49,16 @@ def _write(job: Job, member: Member, parameter: torch.Tensor) -> None:
     kept = same_bits(master.to(values.dtype), values)
     # All ranks write, or none: their parameters are the same, but one of them may have been moved. Where they hold the master's
     # values once more, another edit may have been written that no step has taken.
-    if job.options.world_size > 1 or member.name in job.session.written or not bool(kept.all()):
+    if job.options.world_size > 1 or member.name in written or not bool(kept.all()):
         job.session.write(member.name, torch.where(kept, master, values.float()))
 
 
 def settle(job: Job) -> None:
     """Makes edits since the last step a part of the version that is about to be kept. For one rank."""
+    written = set(job.session.written)
     for member in job.members:
         if member.edited():
-            take(job, member, job.session.exchange)
+            take(job, member, job.session.exchange, written)
     commit_written(job, job.session.exchange)
 
 
@@ -67,7 +69,7 @@ def commit_written(job: Job, exchange: Exchange) -> None:
     halfway = [member for member, *has in zip(job.members, *said) if len(set(has)) > 1]
     check_values(exchange, halfway)
     for member in halfway:
-        take(job, member, exchange)
+        take(job, member, exchange, written)
     if any(map(any, said)):
         job.session.commit_values()
 

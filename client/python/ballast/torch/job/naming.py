@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,14 +49,22 @@ class Names:
         # By id of the parameter, while it lives: its mark's weak reference, and its name.
         self._names: dict[int, tuple[weakref.ref[_Mark], str]] = {}
         self._owners: dict[str, int] = {}  # by name: id of the parameter
+        # What _find() goes by: id and length of each list, and by id of the parameter the list's number (-1: the job's members) and its
+        # place there.
+        self._index: tuple[list[tuple[int, int]], dict[int, tuple[int, int]]] | None = None
 
     def add(self, group: dict[str, Any], names: Sequence[str | None]) -> None:
         """names: of the group's parameters, in their order; None: the one that it has already, or no name."""
         names = [self.of(group, i) if name is None else self._own(group['params'][i], name) for i, name in enumerate(names)]
         self._places[id(group)] = group, names
-        groups = self._job().param_groups
-        if len(self._places) > len(groups):
-            self._places = {id(each): self._places[id(each)] for each in groups if id(each) in self._places}
+        if len(self._places) > len(self._job().param_groups):
+            self.follow()
+
+    def follow(self) -> None:
+        """Takes up the groups as they are now. A group that went is not kept, nor are its parameters."""
+        self._index = None
+        there = {id(group) for group in self._job().param_groups}
+        self._places = {key: place for key, place in self._places.items() if key in there}
 
     def of(self, group: dict[str, Any], i: int) -> str | None:
         """The name of the i-th parameter that `group` has now; None: it has no name."""
@@ -69,7 +76,7 @@ class Names:
         if known is not group or len(names) != len(group['params']) or names[i] is None:
             return None
         owner = self._owners.get(names[i])
-        if owner not in (None, id(parameter)) and any(id(each) == owner for each in self._in_groups()):
+        if owner not in (None, id(parameter)) and self._find(owner, registered=False) is not None:
             return None
         return self._own(parameter, names[i])
 
@@ -84,6 +91,8 @@ class Names:
                 mine()._ended(key)
         self._forget(key)
         self._names[key] = weakref.ref(mark, ended), name
+        if self._index is not None and key not in self._index[1]:
+            self._index = None
         self._owners[name] = key
         return name
 
@@ -96,18 +105,32 @@ class Names:
     def _ended(self, key: int) -> None:
         """The mark of a parameter: with it, before another can have its id, or swapped out of it, and then it is still there."""
         name = self._forget(key)
-        for parameter in itertools.chain(self._in_groups(), self._registered()):
+        parameter = self._find(key)
+        if parameter is not None:
+            self._own(parameter, name)
+
+    def _find(self, key: int, registered: bool = True) -> torch.Tensor | None:
+        """The parameter of this id that is in a group, or registered; None: there is none. A conversion of a model asks for all, one after
+        another, so it is looked up where each was as long as the lists are the same. The index keeps nothing in memory."""
+        job = self._job()
+        if job is None:
+            return None
+        lists = [*(group['params'] for group in job.param_groups), job.members]
+        known = [(id(each), len(each)) for each in lists]
+        for is_stale in (False, True):
+            index = self._index
+            if is_stale or index is None or index[0] != known:
+                *groups, members = lists
+                where = {id(member.parameter): (-1, i) for i, member in enumerate(members)}
+                where.update((id(parameter), (g, i)) for g, params in enumerate(groups) for i, parameter in enumerate(params))
+                index = self._index = known, where
+            g, i = index[1].get(key, (None, None))
+            if g is None:
+                return None
+            parameter = lists[g][i] if g >= 0 else lists[g][i].parameter
             if id(parameter) == key:
-                self._own(parameter, name)
-                return
-
-    def _in_groups(self) -> Iterator[torch.Tensor]:
-        job = self._job()
-        return (parameter for group in (job.param_groups if job is not None else ()) for parameter in group['params'])
-
-    def _registered(self) -> Iterator[torch.Tensor]:
-        job = self._job()
-        return (member.parameter for member in (job.members if job is not None else ()))
+                return parameter if g >= 0 or registered else None
+        return None
 
 
 def _in_order(params: Iterable[Any]) -> list[Any]:

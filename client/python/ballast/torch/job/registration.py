@@ -29,6 +29,7 @@ class Fresh(NamedTuple):
 
 def placed(job: Job) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Each parameter with its group's number and its place in the group."""
+    job.names.follow()
     for g, group in enumerate(job.param_groups):
         for i, parameter in enumerate(group['params']):
             yield g, i, parameter

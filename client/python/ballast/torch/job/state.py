@@ -70,7 +70,8 @@ class State(MutableMapping):
         if not isinstance(states, Mapping):
             raise Error(f'optimizer.state = {type(states).__name__}: expected a dict of dicts by parameter', 'BAD_CONFIG')
         parameters = self._parameters()
+        there = {id(parameter) for parameter in parameters}
         for other in states:
-            if not any(other is parameter for parameter in parameters):
+            if id(other) not in there:
                 raise KeyError('optimizer.state: a parameter is in none of the param_groups')
         loading.put(self._optimizer.job, {id(parameter): states.get(parameter) or {} for parameter in parameters})

@@ -19,6 +19,7 @@ Groups = Sequence[dict[str, Any]]
 
 def _given(job: Job) -> list[list[str | None]]:
     """By group: names of parameters, None for those that have none."""
+    job.names.follow()
     return [[job.names.of(group, i) for i in range(len(group['params']))] for group in job.param_groups]
 
 

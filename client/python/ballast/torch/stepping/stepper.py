@@ -51,8 +51,9 @@ class Stepper:
         registration.register(job, collected.fresh, exchange)
         changed = [member for member, is_edited in zip(job.members, edited) if is_edited]
         check_values(exchange, changed)
+        written = set(job.session.written) if changed else ()
         for member in changed:
-            edits.take(job, member, exchange)
+            edits.take(job, member, exchange, written)
         written = set(job.session.written)
         changes = {i for i, member in enumerate(job.members) if present[i] or member.name in written}
         step = Step(self, collected, changes, blob)
