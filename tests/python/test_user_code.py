@@ -318,3 +318,24 @@ def test_a_warning_that_is_an_error_leaves_no_use_of_the_server(job):
         assert len(embedded._running.uses) == before - 1
         second.close()
     assert len(embedded._running.uses) == before - 1
+
+
+def test_an_optimizer_that_left_its_folder_finds_it_again(job, tmp_path):
+    """Another, that names no folder and opens meanwhile, shares the server instead of starting one."""
+    from ballast import embedded
+    more = {**job, 'directory': str(tmp_path / 'state'), 'nvme': '512MiB', 'resume': 'auto'}
+    model = two_layers()
+    first = bt.AdamW(model.named_parameters(), lr=0.1, **more)
+    state = bt.AdamW(two_layers().named_parameters(), lr=0.1, **more).state_dict()
+    backward(model)
+    first.step()
+    first.close()
+    again = bt.AdamW(model.named_parameters(), lr=0.1, **more)
+    with pytest.raises(ballast.Error, match='was taken before its job was open'):
+        again.load_state_dict(state)
+    other = bt.AdamW(two_layers().named_parameters(), lr=0.1, **{**job, 'name': job['name'] + '-other'})
+    other.resume()
+    assert again.resume().step == 1
+    again.close()
+    other.close()
+    assert embedded.directory_in_use() is None

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from ballast.errors import Error
 
 _lock = threading.Lock()
 _running: _Embedded | None = None
+# Folders of optimizers that have left their jobs, as after a refused load, and will come back: by whoever wants one, while it lives.
+_wanted: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 class _Embedded:
@@ -38,8 +41,8 @@ class _Embedded:
 
     @property
     def keeps_folder(self) -> bool:
-        """Nobody uses it, and its jobs are for those who name its folder."""
-        return self.is_free and not self.place.is_temporary
+        """Nobody uses it or will come back, and its jobs are for those who name its folder."""
+        return self.is_free and not self.place.is_temporary and self.asked['directory'] not in list(_wanted.values())
 
     def stop(self) -> None:
         """Its directory is free then, also for another server of this process, though tracebacks may keep this object."""
@@ -119,6 +122,13 @@ def opening(job: str, is_durable: bool, **budgets: Any) -> Iterator[Use]:
             if running is _running and running.is_free:
                 _stop()
         raise
+
+
+def want(owner: object, directory: str | None) -> None:
+    """`owner` will come back to the server of this directory, which no optimizer without a directory ends meanwhile; None: it will not."""
+    _wanted.pop(owner, None)
+    if directory is not None:
+        _wanted[owner] = directory
 
 
 def is_used(job: str) -> bool:

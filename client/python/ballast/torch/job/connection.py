@@ -95,6 +95,7 @@ class Connection:
             alike(exchange, functools.partial(fit.follow, refused), lambda fit: self._entries(options, fit))
 
     def close(self) -> None:
+        embedded.want(self, None)
         finish, self._finish, self._use = self._finish, None, None
         if finish is not None:
             finish()
@@ -104,6 +105,7 @@ class Connection:
         if self._use is not None:
             self._use.leaves_job = self._found
         self.close()
+        embedded.want(self, self._budgets['directory'])
 
 
 def _finish(session: _native.Session, local: embedded.Use | None, daemon: Daemon | None, pid: int) -> None:
