@@ -58,6 +58,29 @@ class Process:
         return self._output.read_text(encoding='utf-8')
 
 
+class NewProcess:
+    """The same as a process of its own from the start: two of them have different hashes of strings, by variables' PYTHONHASHSEED."""
+
+    def __init__(self, script, folder, output, *arguments, **variables):
+        self._output = pathlib.Path(output)
+        with open(output, 'w', encoding='utf-8') as file:
+            self._process = subprocess.Popen([sys.executable, script, *map(str, arguments)], cwd=folder, stdin=subprocess.DEVNULL,
+                                             stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **variables})
+        self.pid = self._process.pid
+
+    def wait(self, seconds=300):
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise TimeoutError(f'after {seconds} s it had not ended\n{self.output}') from None
+
+    @property
+    def output(self):
+        return self._output.read_text(encoding='utf-8')
+
+
 def _ask(*request):
     _imported.stdin.write(json.dumps(request) + '\n')
     _imported.stdin.flush()

@@ -7,15 +7,15 @@ from test_ranks import WORLD, run_pair
 REDUCE = ', and ranks take a step with reduced gradients: wrap the model in DistributedDataParallel'
 
 
-def run_main(script, name, folder):
+def run_main(script, name, folder, anew=False):
     """By rank: results by case, and seconds."""
-    run_pair(script, folder, folder)
+    run_pair(script, folder, folder, anew=anew)
     return [torch.load(folder / f'{name}-{rank}.pt') for rank in range(WORLD)]
 
 
 @pytest.fixture(scope='module')
 def ranks(tmp_path_factory):
-    return run_main('agreement_main.py', 'agreement', tmp_path_factory.mktemp('agreement'))
+    return run_main('agreement_main.py', 'agreement', tmp_path_factory.mktemp('agreement'), anew=True)
 
 
 def both(ranks, name):

@@ -6,7 +6,7 @@ import socket
 import pytest
 import torch
 from conftest import two_state_servers
-from own_process import Process
+from own_process import NewProcess, Process
 
 HERE = pathlib.Path(__file__).parent
 WORLD = 2
@@ -18,11 +18,12 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run_pair(script, folder, *arguments, expect=0, **variables):
-    """A script of this folder on two ranks; their logs."""
+def run_pair(script, folder, *arguments, expect=0, anew=False, **variables):
+    """A script of this folder on two ranks; their logs. anew: as launchers start them, with hashes of strings that differ."""
     port = str(free_port())
-    ranks = [Process(HERE / script, folder, folder / f'{rank}.log', *arguments, MASTER_ADDR='127.0.0.1', MASTER_PORT=port,
-                     WORLD_SIZE=str(WORLD), RANK=str(rank), LOCAL_RANK=str(rank), **variables) for rank in range(WORLD)]
+    ranks = [(NewProcess if anew else Process)(
+        HERE / script, folder, folder / f'{rank}.log', *arguments, MASTER_ADDR='127.0.0.1', MASTER_PORT=port, WORLD_SIZE=str(WORLD),
+        RANK=str(rank), LOCAL_RANK=str(rank), **({'PYTHONHASHSEED': str(rank + 1)} if anew else {}), **variables) for rank in range(WORLD)]
     codes = [rank.wait() for rank in ranks]
     logs = '\n'.join(f'--- rank {i}\n{rank.output}' for i, rank in enumerate(ranks))
     assert codes == [expect] * WORLD, logs
