@@ -2,6 +2,7 @@
 after how many seconds, to FOLDER/agreement-RANK.pt."""
 import contextlib
 import copy
+import hashlib
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ballast
 import ballast.torch as bt
+from ballast.torch.job import ranks
 
 CASES = {}
 
@@ -93,7 +95,7 @@ def gradients_of_a_later_step():
         optimizer.step()
         for steps in (40,) if debug else (40, 65):  # it is the turn of tensors 40 and 1
             own_backward(model)
-            optimizer._steps = steps
+            optimizer.job.progress.steps = steps
             results.append(told(optimizer.step))
         optimizer.close()
     return results
@@ -106,7 +108,7 @@ def gradients_that_round_otherwise():
     results = []
     for factor in (1 + 1e-6, 1.2):
         backward(model)
-        for member in optimizer._members:  # as at a first step
+        for member in optimizer.job.members:  # as at a first step
             member.agreed = False
         if dist.get_rank() == 1:
             model[3].weight.grad.mul_(factor)
@@ -234,6 +236,23 @@ def stages_of_a_pipeline():
 
 
 @case
+def many_parameters_that_differ():
+    """The longest message, too."""
+    lengths, real = [], ranks._exchange
+
+    def watched(what, timeout, option, mine):
+        lengths.append(len(mine))
+        return real(what, timeout, option, mine)
+    names = [hashlib.sha256(f'{dist.get_rank()}/{i}'.encode()).hexdigest() for i in range(4000)]
+    optimizer = make([(name, nn.Parameter(torch.zeros(1))) for name in names])
+    ranks._exchange = watched
+    try:
+        return told(optimizer.resume), max(lengths)
+    finally:
+        ranks._exchange = real
+
+
+@case
 def frozen_on_one_rank():
     model = model_of()
     model[3].bias.requires_grad_(dist.get_rank() == 1)
@@ -297,7 +316,7 @@ def unknown_and_frozen():
         stack.callback(setattr, ballast._native.Session, 'open', real)
         ballast._native.Session.open = staticmethod(lambda *of: opens.append(1) or real(*of))
         steps = optimizer.resume().step
-    return steps, len(opens), len(optimizer._members)
+    return steps, len(opens), len(optimizer.job.members)
 
 
 # --- a rank that does not come

@@ -1,5 +1,6 @@
 """One rank of test_apart.py: apart_main.py FOLDER, as agreement_main.py, of ranks that come apart within a call, or make different ones."""
 import contextlib
+import functools
 import sys
 
 import torch
@@ -7,8 +8,9 @@ import torch.distributed as dist
 from agreement_main import backward, make, model_of, parameters_of, run_cases, told
 from torch import nn
 
+import ballast
 import ballast.torch as bt
-from ballast.torch import ranks
+from ballast.torch.job import ranks, registration
 
 CASES = {}
 
@@ -21,7 +23,8 @@ def case(function):
 def stepped(**more):
     """A model and its optimizer, of the calling case's name, after a step."""
     model = model_of()
-    optimizer = make(model.named_parameters(), **{'name': sys._getframe(1).f_code.co_name, 'step_timeout': 60.0, 'open_timeout': 30.0, **more})
+    optimizer = make(model.named_parameters(),
+                     **{'name': sys._getframe(1).f_code.co_name, 'step_timeout': 60.0, 'open_timeout': 30.0, **more})
     backward(model)
     optimizer.step()
     return model, optimizer
@@ -41,17 +44,17 @@ class Failing:
     def __getattr__(self, name):
         if name == self._call and dist.get_rank() == 1:
             def fail(*_):
-                raise bt.optimizer.Error('no server answers', 'SERVER_DOWN')
+                raise ballast.Error('no server answers', 'SERVER_DOWN')
             return fail
         return getattr(self._session, name)
 
 
 @contextlib.contextmanager
 def failing(optimizer, call):
-    session = optimizer._session
-    optimizer._session = Failing(session, call)
+    session = optimizer.job.session
+    optimizer.job.session = Failing(session, call)
     yield
-    optimizer._session = session
+    optimizer.job.session = session
 
 
 # --- errors of one rank behind the first agreement of its call
@@ -149,6 +152,80 @@ def an_export_that_one_rank_has_not():
     return first, told(lambda: bt.import_state(other, folder)), step_of(model, other)
 
 
+# --- a registration that was cut off
+
+class Interrupted:
+    """A session whose initialise() is not reached, on any rank."""
+
+    def __init__(self, session):
+        self._session = session
+
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+
+    def initialise(self, *_):
+        raise KeyboardInterrupt
+
+
+def grown_step(model, late, optimizer, i):
+    backward(model, seed=i)
+    late.grad = torch.tensor([1.0, -2.0, 3.0]) * (i + 1)
+    optimizer.step()
+
+
+def torchs_steps():
+    """Parameters after three steps, and two more with `late`."""
+    model, late = model_of(), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for i in range(3):
+        backward(model, seed=i)
+        optimizer.step()
+    optimizer.add_param_group({'params': [late]})
+    for i in (3, 4):
+        grown_step(model, late, optimizer, i)
+    return torch.cat([parameters_of(model), late.detach()])
+
+
+@case
+def a_registration_that_was_cut_off():
+    """The next group of ranks gets the trained values, and `late` is compared."""
+    more = {'directory': f'{sys.argv[1]}/cut_off', 'nvme': '1GiB', 'step_timeout': 60.0}
+    model, late = model_of(), nn.Parameter(torch.ones(3))
+    optimizer = make(model.named_parameters(), **more)
+    for i in range(3):
+        backward(model, seed=i)
+        optimizer.step()
+    trained = parameters_of(model)
+    optimizer.add_param_group({'params': [('late', late)]})
+    optimizer.job.session = Interrupted(optimizer.job.session)
+    with contextlib.suppress(KeyboardInterrupt):
+        grown_step(model, late, optimizer, 3)
+    optimizer.close()
+    model, late = model_of(seed=20 + dist.get_rank()), nn.Parameter(torch.ones(3) + dist.get_rank())
+    optimizer = make([{'params': list(model.named_parameters())}, {'params': [('late', late)]}], resume='must', **more)
+    told_first = told(optimizer.resume)
+    late.data.fill_(1)
+    result = optimizer.resume().step, torch.equal(parameters_of(model), trained), torch.equal(late, torch.ones(3))
+    for i in (3, 4):
+        grown_step(model, late, optimizer, i)
+    return told_first, result, torch.cat([parameters_of(model), late.detach()]) - torchs_steps()
+
+
+@case
+def a_registration_that_one_rank_could_not_end():
+    model, optimizer = stepped()
+    late = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({'params': [('late', late)]})
+    real = registration.Memory
+    def fail(*_):
+        raise ballast.Error('no memory', 'BUDGET')
+    if dist.get_rank() == 1:
+        registration.Memory = fail
+    first = told(lambda: grown_step(model, late, optimizer, 3))
+    registration.Memory = real
+    return first, told(lambda: grown_step(model, late, optimizer, 3)), step_of(model, optimizer)
+
+
 # --- different calls
 
 @case
@@ -185,6 +262,94 @@ def a_rollback_on_one_rank():
     return first, told(optimizer.step), step_of(model, optimizer)
 
 
+def found(name):
+    """A job of two steps, the first of them kept, as another process finds it: a model of other values, an optimizer, the kept version."""
+    more = {'directory': f'{sys.argv[1]}/{name}', 'nvme': '1GiB', 'name': name, 'step_timeout': 60.0}
+    model, optimizer = stepped(**more)
+    optimizer.state_dict()
+    version = optimizer.versions()[-1]
+    backward(model)
+    optimizer.step()
+    optimizer.close()
+    dist.barrier()
+    other = model_of(seed=5)
+    return other, make(other.named_parameters(), resume='must', **more), version, parameters_of(model)
+
+
+@case
+def a_rollback_on_one_rank_of_a_job_that_was_found():
+    model, optimizer, version, expected = found('found_resume')
+    first = told((lambda: optimizer.rollback(version)) if dist.get_rank() == 0 else optimizer.resume)
+    kept = torch.equal(parameters_of(model), parameters_of(model_of(seed=5)))
+    resumed = told(optimizer.resume)
+    assert kept and torch.equal(parameters_of(model), expected)
+    return first, resumed, step_of(model, optimizer)
+
+
+@case
+def a_rollback_beside_a_step_of_a_job_that_was_found():
+    model, optimizer, version, _ = found('found_step')
+    first = told((lambda: optimizer.rollback(version)) if dist.get_rank() == 0 else lambda: (backward(model), optimizer.step()))
+    return first, told(lambda: optimizer.rollback(version)), step_of(model, optimizer)
+
+
+@case
+def a_rollback_that_was_refused():
+    """Then one rank alone may ask for a state_dict."""
+    model, optimizer, version, expected = found('found_refused')
+    first = told(lambda: optimizer.rollback(77))
+    if dist.get_rank() == 0:
+        optimizer.state_dict()
+    dist.barrier()
+    resumed = told(optimizer.resume)
+    assert torch.equal(parameters_of(model), expected)
+    optimizer.job.unpulled = True  # as after Ctrl-C behind a step
+    if dist.get_rank() == 0:
+        optimizer.full_state_dict()
+        optimizer.state_dict()
+        assert version in optimizer.versions()
+    dist.barrier()
+    return first, resumed, step_of(model, optimizer)
+
+
+@case
+def an_edit_that_one_rank_could_not_write():
+    """Rank 0 has written it. Each of the calls leads on from there."""
+    results = []
+    for way in ('load', 'rollback', 'step', 'sync', 'late'):
+        model, optimizer = stepped(name=f'half_{way}', directory=f'{sys.argv[1]}/half_{way}', nvme='1GiB')
+        state = optimizer.full_state_dict()
+        named = optimizer.state_dict()
+        assert named
+        version = optimizer.job.session.version
+        before = parameters_of(model)
+        backward(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        with failing(optimizer, 'read'):
+            results.append(told(optimizer.sync_from_params if way == 'sync' else optimizer.step))
+        late = nn.Parameter(torch.ones(3))
+        if way == 'sync':  # as if .data had been written to: no counter tells
+            for member in optimizer.job.members:
+                member.noted()
+        if way == 'late':
+            late.grad = torch.ones(3)
+            optimizer.add_param_group({'params': [('late', late)]})
+        act = {'load': functools.partial(optimizer.load_state_dict, state),
+               'rollback': functools.partial(optimizer.rollback, version)}.get(way, optimizer.step)
+        results.append(told(act))
+        if way == 'rollback':
+            assert torch.equal(parameters_of(model), before)
+        if way == 'load':
+            assert torch.equal(parameters_of(model), before / 2)
+        results.append(step_of(model, optimizer))
+        for member in optimizer.job.members:
+            assert torch.equal(optimizer.job.read_master(member.parameter), member.parameter), member.name
+        optimizer.close()
+    return results
+
+
 @case
 def entries_of_different_parameters():
     model, optimizer = stepped()
@@ -210,7 +375,7 @@ def an_inf_among_gradients():
     results = []
     for value, on in ((float('inf'), (0, 1)), (float('nan'), (0, 1)), (float('inf'), (1,))):
         backward(model)
-        for member in optimizer._members:
+        for member in optimizer.job.members:
             member.agreed = False
         gradient = model[0].weight.grad
         if dist.get_rank() in on:

@@ -33,7 +33,8 @@ class Process:
     What a test tells about a process's begin or end takes subprocess instead."""
 
     def __init__(self, script, folder, output, *arguments, **variables):
-        """output: the file that both stdout and stderr go to. arguments: of the script. variables: of the environment, beside the test's own."""
+        """output: the file that both stdout and stderr go to. arguments: of the script. variables: of the environment, beside the test's
+        own."""
         global _imported
         if _imported is None:
             _imported = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -51,6 +52,29 @@ class Process:
             _ask('wait', self.pid, seconds)
             raise TimeoutError(f'after {seconds} s it had not ended\n{self.output}')
         return code
+
+    @property
+    def output(self):
+        return self._output.read_text(encoding='utf-8')
+
+
+class NewProcess:
+    """The same as a process of its own from the start: two of them have different hashes of strings, by variables' PYTHONHASHSEED."""
+
+    def __init__(self, script, folder, output, *arguments, **variables):
+        self._output = pathlib.Path(output)
+        with open(output, 'w', encoding='utf-8') as file:
+            self._process = subprocess.Popen([sys.executable, script, *map(str, arguments)], cwd=folder, stdin=subprocess.DEVNULL,
+                                             stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **variables})
+        self.pid = self._process.pid
+
+    def wait(self, seconds=300):
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise TimeoutError(f'after {seconds} s it had not ended\n{self.output}') from None
 
     @property
     def output(self):

@@ -367,7 +367,8 @@ def state_writes():
         torch.manual_seed(3)
         base = mlp()
         model, twin = wrap(copy.deepcopy(base)), wrap(copy.deepcopy(base))
-        other, optimizer = theirs(twin.parameters()), bt.AdamW(model.named_parameters(), **ARGUMENTS, name=f'writes{i}', dram='128MiB', threads=2)
+        other, optimizer = theirs(twin.parameters()), bt.AdamW(model.named_parameters(), **ARGUMENTS, name=f'writes{i}',
+                                                                  dram='128MiB', threads=2)
         for each, made in ((twin, other), (model, optimizer)):
             train(each, made, steps=3)
             made.state = collections.defaultdict(dict)
@@ -379,7 +380,8 @@ def state_writes():
             torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
         try:
             p = next(iter(model.parameters()))
-            optimizer.state[p] = {key: value if key == 'step' else value * (1 + dist.get_rank()) for key, value in optimizer.state[p].items()}
+            optimizer.state[p] = {key: value if key == 'step' else value * (1 + dist.get_rank())
+                                  for key, value in optimizer.state[p].items()}
             told.append(False)
         except RuntimeError as error:
             told.append('expected the same on all' in str(error))

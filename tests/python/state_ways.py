@@ -88,7 +88,7 @@ class Table:
                 group['param_names'] = [name for name, _ in self._twin.named_parameters()]
         self._saved = {way: self._take(way, optimizer) for way in WAYS}
         self._values = {name: whole(p) for name, p in self._model.named_parameters()}
-        self._moments = {name: optimizer._read_state(p) for name, p in self._model.named_parameters()}
+        self._moments = {name: optimizer.job.read_state(p) for name, p in self._model.named_parameters()}
         optimizer.close()
         self._check_source()
         step(self._twin, self._theirs, STEPS)

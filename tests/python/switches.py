@@ -197,7 +197,7 @@ def many_steps(on):
 
 @operation
 def state(on):
-    return [on.call(lambda p=p: optimizer.state[p]) for optimizer, p in
+    return [on.call(lambda optimizer=optimizer, p=p: optimizer.state[p]) for optimizer, p in
             ((on.optimizer, on.weight), (on.optimizer, on.bias), (on.other, on.half[0]))]
 
 
@@ -383,7 +383,7 @@ def overlap(on):
         on.call(optimizer.step)
         x = _normal((4, 16), 80 + i)
         with contextlib.suppress(RuntimeError):  # of dtypes that do not go together, and of torch.compile in overlap
-            on.call(lambda: net(x))
+            on.call(lambda x=x: net(x))
     on.call(optimizer.wait)
     found = [parameter.detach().clone() for parameter in net.parameters()]
     on.call(optimizer.close)

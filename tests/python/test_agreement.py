@@ -7,15 +7,15 @@ from test_ranks import WORLD, run_pair
 REDUCE = ', and ranks take a step with reduced gradients: wrap the model in DistributedDataParallel'
 
 
-def run_main(script, name, folder):
+def run_main(script, name, folder, anew=False):
     """By rank: results by case, and seconds."""
-    run_pair(script, folder, folder)
+    run_pair(script, folder, folder, anew=anew)
     return [torch.load(folder / f'{name}-{rank}.pt') for rank in range(WORLD)]
 
 
 @pytest.fixture(scope='module')
 def ranks(tmp_path_factory):
-    return run_main('agreement_main.py', 'agreement', tmp_path_factory.mktemp('agreement'))
+    return run_main('agreement_main.py', 'agreement', tmp_path_factory.mktemp('agreement'), anew=True)
 
 
 def both(ranks, name):
@@ -61,9 +61,16 @@ def test_an_error_on_one_rank_is_everybodys(name, ranks):
     assert max(rank[name][1] for rank in ranks) < 8
 
 
+def test_many_parameters_that_differ_are_told_in_parts(ranks):
+    for told, longest in both(ranks, 'many_parameters_that_differ'):
+        assert told.startswith('rank 0 has parameter ') and ' and 3999 more, and rank 1 has not; expected one model' in told
+        assert longest < 70000
+
+
 def test_values_that_differ(ranks):
     for told, after in both(ranks, 'values'):
-        assert told.startswith("parameter '0.weight' has other values on rank 1 than on rank 0, and is a plain tensor") and 'RANKS_DIFFER' in told
+        assert told.startswith("parameter '0.weight' has other values on rank 1 than on rank 0, and is a plain tensor")
+        assert 'RANKS_DIFFER' in told
         assert after == 'accepted'
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
-from ballast.torch.state import State
+from ballast.torch.job.state import State
 
 WRONG = {
     'dram': 'lots', 'nvme': -1, 'resume': 'x', 'durability': 'y', 'moments': 'z', 'pin_interval': 3, 'checkpoints': 0, 'name': '',
@@ -98,7 +98,7 @@ def test_a_wrapped_model_is_the_same_job(job):
     for optimizer in (bt.AdamW(wrapped.named_parameters(), **job),
                       bt.AdamW(wrapped.parameters(), **{**job, 'name': job['name'] + 'b'}).attach(wrapped)):
         train(model, optimizer, steps=1)
-        assert [member.name for member in optimizer._members] == names
+        assert [member.name for member in optimizer.job.members] == names
 
 
 def test_a_frozen_parameter_with_a_gradient_is_updated_as_in_torch(job):

@@ -1,7 +1,7 @@
 """Durable jobs: killed and restarted processes, state dicts, going back. Each in processes of its own."""
 import pytest
 import torch
-from own_process import run
+from own_process import run, run_anew
 
 LOOP = '''
 model = mlp()
@@ -36,9 +36,10 @@ def test_a_killed_trainer_goes_on_with_the_same_bits(durability, interval, tmp_p
     killed.mkdir()
     variables = {'DURABILITY': durability, 'PIN_INTERVAL': interval}
     run(whole, LOOP, **variables)
-    for _ in range(2):
-        run(killed, LOOP, expect=-9, KILL='1', **variables)
-    run(killed, LOOP, KILL='1', **variables)
+    # Nothing may hang on the order of sets and the hashes of strings, which are others in each process.
+    start = run_anew if durability == 'step' else run
+    for i in range(3):
+        start(killed, LOOP, expect=-9 if i < 2 else 0, KILL='1', PYTHONHASHSEED=str(i + 1), **variables)
     assert last_losses(killed) == last_losses(whole)
     steps_made = len((killed / 'losses.txt').read_text().splitlines())
     assert steps_made == 30 if durability == 'step' else 30 <= steps_made <= 38
@@ -92,7 +93,7 @@ def test_a_state_dict_takes_the_job_back(tmp_path):
 def test_a_state_dict_of_another_job_or_version_is_refused(tmp_path):
     run(tmp_path, CHECKPOINT)
     run(tmp_path, '''
-        from ballast.torch import marker
+        from ballast.torch.state_dict import marker
         saved = torch.load('checkpoint.pt', weights_only=True)['optimizer']
         said = marker.of(saved['param_groups'])
         for name, change, reason in (('other', {}, 'BAD_SPEC'), ('default', {'version': 3}, 'VERSION_GONE')):

@@ -40,7 +40,7 @@ def pair(model, job, servers, **more):
             for each, early in ((model, True), (twin, False))]
     for optimizer in made:
         optimizer.resume()
-    made[0]._session = made[0]._early._session = Watched(made[0]._session)
+    made[0].job.session = made[0].job.early.session = Watched(made[0].job.session)
     return (model, made[0]), (twin, made[1])
 
 
@@ -65,7 +65,7 @@ def test_to_the_last_bit_as_without(dtype, overlap, job, two_servers):
     twin = copy.deepcopy(model)
     mine, theirs = make(model, job['name'], True), make(twin, job['name'] + '-twin', False)
     mine.resume()
-    mine._session = mine._early._session = Watched(mine._session)
+    mine.job.session = mine.job.early.session = Watched(mine.job.session)
     for batch in batches(20):
         for each, optimizer in ((model, mine), (twin, theirs)):
             optimizer.zero_grad()
@@ -75,8 +75,8 @@ def test_to_the_last_bit_as_without(dtype, overlap, job, two_servers):
     theirs.wait()
     assert same(model, twin)
     assert mine.grad_norm == theirs.grad_norm
-    assert mine._session.pushed == 20 * UNITS
-    assert mine._session.dropped == 0
+    assert mine.job.session.pushed == 20 * UNITS
+    assert mine.job.session.dropped == 0
 
 
 def test_gradients_whose_elements_lie_apart(job, two_servers):
@@ -102,8 +102,8 @@ def test_accumulation_goes_with_the_last(job, two_servers):
                 optimizer.step()
                 optimizer.zero_grad()
     assert same(model, twin)
-    assert mine._session.dropped == 1
-    assert mine._session.pushed == 5 * UNITS  # the first time too soon
+    assert mine.job.session.dropped == 1
+    assert mine.job.session.pushed == 5 * UNITS  # the first time too soon
     for count in (1, 3, 2):  # and then another count of batches
         for each, optimizer in ((model, mine), (twin, theirs)):
             for batch in batches(count):
@@ -124,8 +124,8 @@ def test_zero_grad_takes_it_back(job, two_servers):
             optimizer.step()
             optimizer.zero_grad()
     assert same(model, twin)
-    assert mine._session.dropped == 3
-    assert mine._session.pushed == 9 * UNITS
+    assert mine.job.session.dropped == 3
+    assert mine.job.session.pushed == 9 * UNITS
 
 
 def test_gradients_that_are_changed_go_again(job, two_servers):
@@ -139,7 +139,7 @@ def test_gradients_that_are_changed_go_again(job, two_servers):
                 optimizer.step()
     assert len(told) == 1
     assert same(model, twin)
-    assert mine._session.dropped == 6
+    assert mine.job.session.dropped == 6
 
 
 def test_a_gradient_that_is_replaced_or_taken_away(job, two_servers):
@@ -218,7 +218,7 @@ def test_what_else_is_asked_of_the_job_takes_it_back(job, two_servers):
             look(each, optimizer)
             optimizer.step()
     assert same(model, twin)
-    assert mine._session.dropped == 4
+    assert mine.job.session.dropped == 4
     for each, optimizer in ((model, mine), (twin, theirs)):  # and an edit, and parameters that come later
         optimizer.zero_grad()
         backward(each, next(batches(1)))
@@ -244,7 +244,7 @@ def test_a_unit_without_gradients(job, two_servers):
             backward(each, batch)
             optimizer.step()
     assert same(model, twin)
-    assert 8 < mine._session.pushed < 24
+    assert 8 < mine.job.session.pushed < 24
 
 
 def test_a_step_that_is_refused_can_be_made_again(job, two_servers):
@@ -294,7 +294,7 @@ def test_over_a_server_that_is_killed_between_backward_and_step(job, tmp_path):
             optimizer.zero_grad()
             backward(each, batch)
             if i in (2, 4) and each is model:
-                assert mine._early.stands([parameter.grad for parameter in model.parameters()])  # it is all there
+                assert mine.job.early.stands([parameter.grad for parameter in model.parameters()])  # it is all there
                 server.kill()
                 server.wait()
                 server.stdout.close()
@@ -349,8 +349,8 @@ def test_embedded(tmp_path):
             optimizer.zero_grad()
             loss_of(model, batch).backward()
             optimizer.step()
-        assert optimizer._session.pushes_gradients == (more['durability'] == 'step')
-        assert (optimizer._early is None) or bool(optimizer._early._hooks) == optimizer._session.pushes_gradients
+        assert optimizer.job.session.pushes_gradients == (more['durability'] == 'step')
+        assert (optimizer.job.early is None) or optimizer.job.early.is_hooked == optimizer.job.session.pushes_gradients
         return list(model.parameters())
     model = mlp()
     plain = train(copy.deepcopy(model), name='plain', durability='none')
@@ -363,3 +363,26 @@ def test_embedded(tmp_path):
 def test_refused_arguments():
     with pytest.raises(ballast.Error, match="push_early='yes': expected True"):
         bt.AdamW(mlp().parameters(), push_early='yes')
+
+
+@pytest.mark.parametrize('call', ['zero_grad', 'resume', 'step'])
+def test_a_refused_load_leaves_nothing_behind(call, job, tmp_path):
+    """Before the job was open: hooks that push into the session that the load had."""
+    more = {'lr': 1e-2, 'dram': job['dram'], 'threads': 1, 'nvme': '1GiB', 'directory': str(tmp_path / 'state'), 'name': 'again'}
+    model = mlp()
+    first = bt.AdamW(model.named_parameters(), **more)
+    backward(model, next(batches(1)))
+    first.step()
+    first.close()
+    state = bt.AdamW(mlp().named_parameters(), **more, resume='auto').state_dict()
+    optimizer = bt.AdamW(model.named_parameters(), **more, resume='auto', push_early=True)
+    with pytest.raises(ballast.Error, match='was taken before its job was open'):
+        optimizer.load_state_dict(state)
+    model.zero_grad()
+    backward(model, next(batches(1)))
+    getattr(optimizer, call)()
+    steps = optimizer.resume().step
+    assert steps == (2 if call == 'step' else 1)
+    optimizer.step()
+    assert optimizer.resume().step == steps + 1
+    optimizer.close()

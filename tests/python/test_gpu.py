@@ -10,7 +10,7 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
-from ballast.torch import host_memory, members
+from ballast.torch.stepping import host_memory, members
 
 
 @pytest.fixture(params=['copied', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU'))])
@@ -200,7 +200,7 @@ def test_another_thread_may_look_amid_a_step(device, job, two_servers):
 
     def look():
         while not done.is_set():
-            assert optimizer._session.version >= 0
+            assert optimizer.job.session.version >= 0
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()

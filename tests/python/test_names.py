@@ -1,6 +1,7 @@
 """Names of parameters: each follows its parameter, whatever a loop or a framework does to the lists of the groups and to the tensors."""
 import copy
 import io
+import time
 import warnings
 import weakref
 
@@ -26,7 +27,7 @@ def backward(model, i=1):
 def registered(optimizer):
     """By name."""
     optimizer.step()
-    return {member.name: member.parameter for member in optimizer._members}
+    return {member.name: member.parameter for member in optimizer.job.members}
 
 
 def is_named(optimizer, model):
@@ -56,7 +57,7 @@ def test_swapped_parameters_train_like_torchs(swapping, job):
             model.to('cpu', memory_format=torch.contiguous_format)
             if i == 1:
                 model.load_state_dict(values)
-    for (name, a), b in zip(ours.named_parameters(), theirs.parameters()):
+    for a, b in zip(ours.parameters(), theirs.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(pairs[0][1].state[a]['exp_avg'], pairs[1][1].state[b]['exp_avg'], rtol=1e-4, atol=1e-5)
     assert pairs[0][1].full_state_dict()['param_groups'][0]['param_names'] == NAMES
@@ -203,13 +204,39 @@ def test_a_group_with_names_on_one_side_goes_by_place_and_says_so(job):
     optimizer.step()
     full = [('a', params['a']), ('b', params['b'])]
     other = bt.AdamW([{'params': full}, {'params': [('d', params['d']), ('c', params['c'])]}], **{**job, 'name': job['name'] + 'y'})
-    with pytest.warns(UserWarning, match='the state has no names of parameters in group 0, so its entries went to parameters by their places'):
+    with pytest.warns(UserWarning, match='the state has no names of parameters in group 0, so its entries went to parameters by their '
+                      'places'):
         other.load_state_dict(optimizer.full_state_dict())
     none = bt.AdamW([{'params': [params[name] for name in pair]} for pair in ('ab', 'dc')], **{**job, 'name': job['name'] + 'z'})
     with pytest.warns(UserWarning, match='this optimizer has no names of parameters in group 1, so its entries went'):
         none.load_state_dict(optimizer.full_state_dict())
     for name in 'abcd':
         assert torch.equal(other.state[params[name]]['exp_avg'], optimizer.state[params[name]]['exp_avg'])
+
+
+def test_a_state_with_more_names_goes_by_place_where_there_are_none_here(job):
+    """The groups that have names on both sides go by name all the same, and what does not fit there is refused."""
+    params = {name: nn.Parameter(torch.full((4, 4), float(ord(name)))) for name in 'abcd'}
+    for name, p in params.items():
+        p.grad = torch.full((4, 4), float(ord(name)))
+    whole = bt.AdamW([{'params': [(name, params[name]) for name in pair]} for pair in ('ab', 'cd')], **{**job, 'name': job['name'] + 'w'})
+    whole.step()
+    saved = whole.full_state_dict()
+    for swapped in (False, True):
+        mine, other = half_named('dc', job, f'half{swapped}')
+        if swapped:
+            saved['param_groups'].reverse()
+        with pytest.warns(UserWarning, match='this optimizer has no names of parameters in group 0, so its entries went'):
+            other.load_state_dict(saved)
+        for name in 'abcd':
+            assert torch.equal(other.state[mine[name]]['exp_avg'], whole.state[params[name]]['exp_avg'])
+    saved['param_groups'].reverse()
+    saved['param_groups'][1]['param_names'] = ['c', 'e']
+    with pytest.raises(ballast.Error, match="the state has no parameter 'd', .*, and the state has a parameter 'e'"):
+        other.load_state_dict(saved)
+    saved['param_groups'][1]['param_names'] = ['e', 'f']
+    with pytest.raises(ballast.Error, match="the state has no parameter 'c', .*'e'"):
+        other.load_state_dict(saved)
 
 
 def test_a_state_that_has_a_name_twice_goes_by_place_and_says_so(job):
@@ -221,3 +248,78 @@ def test_a_state_that_has_a_name_twice_goes_by_place_and_says_so(job):
     saved['param_groups'][0]['param_names'] = ['0.weight', '1.weight', '1.weight']
     with pytest.warns(UserWarning, match='the state has a name of parameters twice, so none, in group 0, so its entries went'):
         optimizer.load_state_dict(saved)
+
+
+def scalars(count):
+    return nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(count)])
+
+
+def seconds_of(act):
+    """Of the processor: others that are busy do not count."""
+    began = time.process_time()
+    act()
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize('reversed_before', [False, True])
+def test_names_cost_as_much_for_each_of_many_swapped(reversed_before, swapping, job):
+    seconds = []
+    for count in (1000, 8000):
+        params = scalars(count)
+        optimizer = bt.SGD(params.named_parameters(), lr=0.1, **job)
+        if reversed_before:
+            optimizer.param_groups[0]['params'].reverse()
+        seconds.append(seconds_of(params.double))
+        names = [name for name, _ in params.named_parameters()]
+        expected = names[::-1] if reversed_before else names
+        assert optimizer.state_dict()['param_groups'][0]['param_names'] == expected
+    assert seconds[1] < 24 * seconds[0] + 0.1, 'eight times as many'
+
+
+def seconds_of_replacing(count, kept, job):
+    params = scalars(count)
+    optimizer = bt.SGD(params.named_parameters(), lr=0.1, **job)
+    names = [name for name, _ in params.named_parameters()]
+    other = scalars(count)
+    held = list(params) if kept else None
+
+    def replace():
+        nonlocal params
+        params = None
+        optimizer.param_groups[0]['params'] = list(other)
+        assert optimizer.state_dict()['param_groups'][0]['param_names'] == names
+    seconds = seconds_of(replace)
+    assert held is None or len(held) == count
+    return seconds
+
+
+@pytest.mark.parametrize('kept', [False, True])
+def test_names_cost_as_much_for_each_of_many_replaced(kept, job):
+    """kept: somebody holds what was replaced."""
+    seconds = [seconds_of_replacing(count, kept, job) for count in (1000, 8000)]
+    assert seconds[1] < 24 * seconds[0] + 0.1, 'eight times as many'
+
+
+def test_edits_cost_as_much_for_each_of_many(job):
+    seconds = []
+    for count in (500, 4000):
+        params = scalars(count)
+        optimizer = bt.SGD(params.named_parameters(), lr=0.1, **{**job, 'name': f'{job["name"]}-{count}'})
+        for p in params:
+            p.grad = torch.ones(1)
+        optimizer.step()
+        seconds.append(seconds_of(optimizer.sync_from_params))
+        optimizer.close()
+    assert seconds[1] < 24 * seconds[0] + 0.1, 'eight times as many'
+
+
+def test_a_group_that_went_is_not_kept(job):
+    a, b = layers(), layers()
+    groups = [{'params': [(f'{side}.{name}', p) for name, p in model.named_parameters()]} for side, model in (('a', a), ('b', b))]
+    optimizer = bt.AdamW(groups, lr=0.1, **job)
+    del groups
+    gone = weakref.ref(a[0].weight)
+    del optimizer.param_groups[0], a
+    backward(b)
+    optimizer.step()
+    assert gone() is None

@@ -60,10 +60,10 @@ def test_named_parameters_and_attach_name_the_job(job):
     model = mlp()
     optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, **job)
     train(model, optimizer, steps=1)
-    assert [member.name for member in optimizer._members] == [name for name, _ in model.named_parameters()]
+    assert [member.name for member in optimizer.job.members] == [name for name, _ in model.named_parameters()]
     attached = bt.AdamW(model.parameters(), **{**job, 'name': job['name'] + 'b'}).attach(model)
     train(model, attached, steps=1)
-    assert [member.name for member in attached._members] == [name for name, _ in model.named_parameters()]
+    assert [member.name for member in attached.job.members] == [name for name, _ in model.named_parameters()]
 
 
 def test_bf16_model_keeps_fp32_masters(job):

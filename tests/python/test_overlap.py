@@ -45,8 +45,8 @@ class Gated:
 def gated(model, job, **more):
     optimizer = bt.AdamW(model.parameters(), overlap=model, **job, **more)
     optimizer.resume()
-    optimizer._session = Gated(optimizer._session)
-    return optimizer, optimizer._session
+    optimizer.job.session = Gated(optimizer.job.session)
+    return optimizer, optimizer.job.session
 
 
 def backward(model):
@@ -160,7 +160,8 @@ def test_a_signals_handler_waits_in_the_stead_of_who_waited(use, job):
     assert same(model, expected)
 
 
-@pytest.mark.parametrize('use', ['state_dict', 'wait', 'grad_norm', 'last_step_skipped', 'state', 'full_state_dict', 'zero_grad', 'stats', 'close'])
+@pytest.mark.parametrize('use', ['state_dict', 'wait', 'grad_norm', 'last_step_skipped', 'state', 'full_state_dict', 'zero_grad', 'stats',
+                                 'close'])
 def test_what_waits(use, job):
     model = mlp()
     optimizer, session = gated(model, job)
@@ -335,7 +336,7 @@ def test_an_error_of_the_last_step_is_told_at_the_end(tmp_path):
             return getattr(session, name)
         def step(self, *_, **__):
             raise ballast.Error('the disk is gone', 'IO')
-    session, optimizer._session = optimizer._session, Failing()
+    session, optimizer.job.session = optimizer.job.session, Failing()
     optimizer.step()
     ''')
     assert 'the disk is gone' in done

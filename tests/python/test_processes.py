@@ -201,7 +201,8 @@ STOPPED = '''
 import atexit, subprocess, threading
 import ballast.embedded_daemon
 server = subprocess.Popen([ballast.embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0',
-                           '--metrics_listen', '127.0.0.1:0', '--data_directory', 'server', '--budget.dram', '64MiB', '--log_level', 'warn'],
+                           '--metrics_listen', '127.0.0.1:0', '--data_directory', 'server', '--budget.dram', '64MiB',
+                           '--log_level', 'warn'],
                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 atexit.register(server.kill)
 address = server.stdout.readline().split('listen=')[1].split()[0]

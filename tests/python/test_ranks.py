@@ -6,7 +6,7 @@ import socket
 import pytest
 import torch
 from conftest import two_state_servers
-from own_process import Process
+from own_process import NewProcess, Process
 
 HERE = pathlib.Path(__file__).parent
 WORLD = 2
@@ -18,11 +18,12 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run_pair(script, folder, *arguments, expect=0, **variables):
-    """A script of this folder on two ranks; their logs."""
+def run_pair(script, folder, *arguments, expect=0, anew=False, **variables):
+    """A script of this folder on two ranks; their logs. anew: as launchers start them, with hashes of strings that differ."""
     port = str(free_port())
-    ranks = [Process(HERE / script, folder, folder / f'{rank}.log', *arguments, MASTER_ADDR='127.0.0.1', MASTER_PORT=port,
-                     WORLD_SIZE=str(WORLD), RANK=str(rank), LOCAL_RANK=str(rank), **variables) for rank in range(WORLD)]
+    ranks = [(NewProcess if anew else Process)(
+        HERE / script, folder, folder / f'{rank}.log', *arguments, MASTER_ADDR='127.0.0.1', MASTER_PORT=port, WORLD_SIZE=str(WORLD),
+        RANK=str(rank), LOCAL_RANK=str(rank), **({'PYTHONHASHSEED': str(rank + 1)} if anew else {}), **variables) for rank in range(WORLD)]
     codes = [rank.wait() for rank in ranks]
     logs = '\n'.join(f'--- rank {i}\n{rank.output}' for i, rank in enumerate(ranks))
     assert codes == [expect] * WORLD, logs
@@ -91,7 +92,7 @@ def test_models_on_two_ranks_over_two_servers(wrap, tmp_path, two_servers):
     ranks, _ = run_ranks(f'models_{wrap}', tmp_path, servers=two_servers)
     assert {name for name, _ in ranks[0]} == set(models.MODELS)
     for rank in ranks:
-        for (name, dtype), losses in rank.items():
+        for (_, dtype), losses in rank.items():
             models.check(dtype, *losses)
 
 
@@ -101,7 +102,8 @@ def test_a_gradient_that_one_rank_has_not(tmp_path):
     torch.testing.assert_close(mine, other, rtol=0, atol=0)
     assert told == told_other and len(told) == 3 and told[2] == 'accepted'
     for name, each in zip(('3.bias', '0.weight'), told):
-        assert each.startswith(f"parameter '{name}' has a gradient on rank 0 and none on rank 1, and ranks take a step with reduced gradients")
+        assert each.startswith(f"parameter '{name}' has a gradient on rank 0 and none on rank 1, and ranks take a step with reduced "
+                               'gradients')
 
 
 def test_an_error_on_one_rank_is_told_on_all(tmp_path):
@@ -128,6 +130,6 @@ def test_a_state_that_one_rank_cannot_load_is_refused_on_all(tmp_path):
 def test_a_rank_that_comes_late_to_a_load(tmp_path):
     ranks, _ = run_ranks('late_to_a_load', tmp_path)
     for told, steps in ranks:
-        assert told == ("load_state_dict() of job 'late_to_a_load': rank 0 waited 2 s (step_timeout) for rank 1; expected all ranks to come "
-                        'to it, the same number of times [RANK_MISSING]')
+        assert told == ("load_state_dict() of job 'late_to_a_load': rank 0 waited 2 s (step_timeout) for rank 1; expected all ranks to "
+                        'come to it, the same number of times [RANK_MISSING]')
         assert steps == 1

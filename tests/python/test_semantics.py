@@ -295,13 +295,13 @@ def test_an_edit_of_bf16_keeps_the_master_bits_of_what_was_not_edited(job):
     optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, **job)
     train(model, optimizer, steps=3)
     before = torch.empty(model[0].weight.numel())
-    optimizer._session.read('0.weight', 'master', before)
+    optimizer.job.session.read('0.weight', 'master', before)
     with torch.no_grad():
         model[0].weight[0, 0] = 3.0
     optimizer.sync_from_params()
-    optimizer._session.commit_values()
+    optimizer.job.session.commit_values()
     after = torch.empty_like(before)
-    optimizer._session.read('0.weight', 'master', after)
+    optimizer.job.session.read('0.weight', 'master', after)
     assert after[0] == 3.0
     assert torch.equal(after[1:], before[1:])
 
@@ -374,7 +374,7 @@ def test_refused_flags(flag, job):
 def test_refused_tensors(job):
     with pytest.raises(ballast.Error, match='complex'):
         optimizer = bt.AdamW([nn.Parameter(torch.zeros(3, dtype=torch.complex64))], **job)
-        optimizer._open()
+        optimizer.job.open()
     embedding = nn.Embedding(10, 4, sparse=True)
     optimizer = bt.AdamW(embedding.named_parameters(), **job)
     embedding(torch.tensor([1])).sum().backward()
@@ -434,7 +434,7 @@ def test_what_a_job_cannot_change_is_refused(job):
     train(model, optimizer, steps=1)
     with pytest.raises(ballast.Error, match='one for all groups'):
         bt.SGD([{'params': [nn.Parameter(torch.zeros(3))], 'nesterov': True, 'momentum': 0.9},
-                {'params': [nn.Parameter(torch.zeros(3))], 'momentum': 0.9}], **{**job, 'name': job['name'] + 'b'})._open()
+                {'params': [nn.Parameter(torch.zeros(3))], 'momentum': 0.9}], **{**job, 'name': job['name'] + 'b'}).resume()
 
 
 def test_a_refused_step_leaves_the_next_one_alone(job):

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import ballast
 import ballast.torch as bt
-from ballast.torch import marker
+from ballast.torch.state_dict import marker
 
 _jobs = itertools.count()
 
@@ -62,7 +62,7 @@ def test_a_learning_rate_finder_leaves_nothing_behind(durability, dtype, resume,
     assert optimizer.param_groups[0]['lr'] == 1e-2 and optimizer.resume().step == 0
     assert optimizer.state[model[0].weight]['step'] == 0
     train(model, optimizer, 4)
-    other = make(untouched, durability=durability, name=optimizer._options.job + '-untouched')
+    other = make(untouched, durability=durability, name=optimizer.job.options.job + '-untouched')
     train(untouched, other, 4)
     for p, q in zip(model.parameters(), untouched.parameters()):
         assert torch.equal(p, q)
@@ -92,9 +92,10 @@ def test_one_that_does_not_say_which_state_it_is_is_refused(make):
     first.close()
     second = make(mlp(), resume='auto')
     second.load_state_dict(second.state_dict())  # Accelerate's prepare() does, of an optimizer that is not open: nothing comes of it
-    with pytest.raises(ballast.Error, match=r"does not say which state that was; job '\w+' has made 3 steps.*call resume\(\) before") as error:
+    words = r"does not say which state that was; job '\w+' has made 3 steps.*call resume\(\) before"
+    with pytest.raises(ballast.Error, match=words) as error:
         second.load_state_dict(saved)
-    assert second._session is None and second.resume().step == 3
+    assert second.job.session is None and second.resume().step == 3
     kept = second.state_dict()
     train(model, second, 1, first=3)
     with pytest.raises(ballast.Error, match='does not say which state that was') as error:
@@ -142,7 +143,8 @@ def test_a_refused_load_leaves_nothing_behind(state, make):
     optimizer.close()
     said = marker.of(saved['param_groups'])
     wrong = copy.deepcopy(saved)
-    change, name, text = {'gone': ({'version': 1}, said.job, 'VERSION_GONE'), 'missing': ({'job': said.job + 'x'}, said.job + 'x', 'JOB_MISSING'),
+    change, name, text = {'gone': ({'version': 1}, said.job, 'VERSION_GONE'),
+                          'missing': ({'job': said.job + 'x'}, said.job + 'x', 'JOB_MISSING'),
                           'other': ({'job': 'another'}, said.job, "of job 'another' at version 2, this optimizer of")}[state]
     wrong['param_groups'][0][marker.KEY] = said._replace(**change).tensor()
     model = mlp()
@@ -151,7 +153,7 @@ def test_a_refused_load_leaves_nothing_behind(state, make):
     with pytest.raises(ballast.Error, match=text) as refused:
         second.load_state_dict(wrong)
     kept.append(refused)
-    assert second._session is None and second._options.resume == 'never' and second.param_groups[0]['lr'] == 0.5
+    assert second.job.session is None and second.job.options.resume == 'never' and second.param_groups[0]['lr'] == 0.5
     if state == 'missing':
         train(model, second, 1)  # a new job, as it had been
         assert second.resume().step == 1
@@ -184,10 +186,10 @@ def test_the_version_of_an_earlier_job_of_that_name_is_refused(make):
     optimizer = make(model)
     train(model, optimizer, 2)
     saved = copy.deepcopy(optimizer.state_dict())
-    other = make(model, name=optimizer._options.job + '-later')
+    other = make(model, name=optimizer.job.options.job + '-later')
     train(model, other, 2)
     said = marker.of(saved['param_groups'])
-    saved['param_groups'][0][marker.KEY] = said._replace(job=other._options.job).tensor()
+    saved['param_groups'][0][marker.KEY] = said._replace(job=other.job.options.job).tensor()
     with pytest.raises(ballast.Error, match='no state_dict.. has named it'):
         other.load_state_dict(saved)
 
@@ -221,7 +223,7 @@ def test_torchs_functions_take_moments_into_an_optimizer_that_made_no_step(flat,
     saved = copy.deepcopy((model.state_dict(), get_optimizer_state_dict(model, optimizer, options=options)))
     other = mlp().to(dtype)
     other.load_state_dict(saved[0])
-    second = make(other, durability='none', name=optimizer._options.job + '-second')
+    second = make(other, durability='none', name=optimizer.job.options.job + '-second')
     set_optimizer_state_dict(other, second, saved[1], options=options)
     train(model, optimizer, 2, first=3)
     train(other, second, 2, first=3)
@@ -265,7 +267,7 @@ def test_a_named_state_is_no_state_of_a_job_that_is_not_durable(options, make):
     optimizer = make(model)
     train(model, optimizer, 2)
     saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options))
-    for name in (optimizer._options.job, optimizer._options.job + '-other'):
+    for name in (optimizer.job.options.job, optimizer.job.options.job + '-other'):
         other = bt.AdamW(model.named_parameters(), dram='256MiB', threads=2, name=name)  # as the fixture `job` has it
         train(model, other, 2)  # at the same version
         with pytest.raises(ballast.Error, match="has named it|give it name=|the flattened state has no 'step' of parameter '0.weight'"):

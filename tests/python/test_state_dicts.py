@@ -109,7 +109,7 @@ def test_8_bit_moments(job):
 @pytest.mark.parametrize('batch_bytes', [1, 1100, 1 << 20])
 def test_into_a_job_that_has_made_steps(batch_bytes, job, monkeypatch):
     """As torch's: what the job had is replaced, what the model has is kept. In however many transactions."""
-    monkeypatch.setattr('ballast.torch.loading._BATCH_BYTES', batch_bytes)
+    monkeypatch.setattr('ballast.torch.job.loading._BATCH_BYTES', batch_bytes)
     twin, model = mlp(), mlp()
     theirs = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     train(twin, theirs, 0, 5)
@@ -117,9 +117,9 @@ def test_into_a_job_that_has_made_steps(batch_bytes, job, monkeypatch):
     train(model, optimizer, 0, 3)
     checkpoint = saved(twin, theirs)
     model.load_state_dict(checkpoint['model'])
-    before = optimizer._session.version
+    before = optimizer.job.session.version
     optimizer.load_state_dict(checkpoint['optimizer'])
-    assert optimizer._session.version - before == {1: 18, 1100: 9, 1 << 20: 3}[batch_bytes]
+    assert optimizer.job.session.version - before == {1: 18, 1100: 9, 1 << 20: 3}[batch_bytes]
     assert optimizer.resume().step == 5
     train(twin, theirs, 5, 10)
     train(model, optimizer, 5, 10)
@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(job):
     good = theirs.state_dict()
     optimizer = bt.AdamW(model.named_parameters(), lr=1e-3, **job)
     train(model, optimizer, 0, 2)
-    version = optimizer._session.version
+    version = optimizer.job.session.version
 
     def refused(match, **changes):
         bad = copy.deepcopy(good)
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(job):
                 bad['state'][2][key] = value
         with pytest.raises(ballast.Error, match=match):
             optimizer.load_state_dict(bad)
-        assert optimizer._session.version == version and optimizer.param_groups[0]['lr'] == 1e-3
+        assert optimizer.job.session.version == version and optimizer.param_groups[0]['lr'] == 1e-3
 
     refused("'2.weight' has no 'exp_avg_sq'", exp_avg_sq=None)
     refused("'2.weight' has no 'step'", step=None)
@@ -207,7 +207,7 @@ def test_an_empty_state_is_loaded_before_the_first_step(job):
     model = mlp()
     optimizer = bt.AdamW(model.named_parameters(), lr=1e-3, **job)
     optimizer.load_state_dict(torch.optim.AdamW(mlp().parameters(), lr=0.5).state_dict())
-    assert optimizer.param_groups[0]['lr'] == 0.5 and optimizer._session is None
+    assert optimizer.param_groups[0]['lr'] == 0.5 and optimizer.job.session is None
 
 
 NONE = '''
@@ -284,9 +284,9 @@ if os.path.exists('died'):
 left = int(os.environ['LEFT'])
 if left >= 0:
     open('died', 'w').close()
-    if optimizer._session is None:
+    if optimizer.job.session is None:
         optimizer.resume()
-    optimizer._session = Mortal(optimizer._session, left)
+    optimizer.job.session = Mortal(optimizer.job.session, left)
 if 'ROLLBACK' in os.environ:
     optimizer.load_state_dict(torch.load('kept.pt', weights_only=True))
     assert optimizer.resume().step == 3

@@ -13,8 +13,9 @@ def expected(durability, way, order):
     """(what comes of it, what is said)."""
     durable, full, torchs = durability == 'step', 'full' in way and way in state_ways.DSD, way in state_ways.DSD
     if way == 'torch.optim':  # it has no names
-        return {'fewer here': ('raised', 'group 0 has 6 parameters, here 4'), 'more here': ('raised', 'group 0 has 6 parameters, here 8')}.get(
-            order, ('warned', 'went to parameters by their places, as in torch.optim'))
+        refused = {'fewer here': ('raised', 'group 0 has 6 parameters, here 4'),
+                   'more here': ('raised', 'group 0 has 6 parameters, here 8')}
+        return refused.get(order, ('warned', 'went to parameters by their places, as in torch.optim'))
     if 'order' in order:
         return 'equal', ''
     if order == 'fewer here':

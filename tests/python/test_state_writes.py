@@ -141,7 +141,7 @@ def test_before_the_first_step_there_is_no_state(job):
     assert optimizer.state[model[0].weight] == {}
     optimizer.state.clear()
     optimizer.state = {}
-    assert optimizer._session is None
+    assert optimizer.job.session is None
 
 
 def test_a_reset_outlives_the_process_that_made_it(tmp_path):

@@ -34,10 +34,10 @@ def test_names_follow_their_parameters(job):
     optimizer.param_groups[0]['params'] = [second]
     backward(model)
     optimizer.step()
-    assert [(member.name, member.parameter is second) for member in optimizer._members] == [('1.weight', True)]
+    assert [(member.name, member.parameter is second) for member in optimizer.job.members] == [('1.weight', True)]
     optimizer.param_groups[0]['params'] = [second, first]
     optimizer.step()
-    assert [member.name for member in optimizer._members] == ['1.weight', '0.weight']
+    assert [member.name for member in optimizer.job.members] == ['1.weight', '0.weight']
     assert optimizer.state[second]['step'] == 2 and optimizer.state[first]['step'] == 1
 
 
@@ -49,7 +49,7 @@ def test_a_parameter_in_the_place_of_another_has_its_name(job):
     optimizer.param_groups[0]['params'] = list(model.parameters())
     backward(model)
     optimizer.step()
-    assert [member.name for member in optimizer._members] == ['0.weight', '1.weight']
+    assert [member.name for member in optimizer.job.members] == ['0.weight', '1.weight']
 
 
 def test_a_parameter_that_was_appended_has_no_name(job):
@@ -58,7 +58,7 @@ def test_a_parameter_that_was_appended_has_no_name(job):
     optimizer.param_groups[0]['params'].append(model[1].weight)
     backward(model)
     optimizer.step()
-    assert [member.name for member in optimizer._members] == ['weight', 'group0.1[4x4]']
+    assert [member.name for member in optimizer.job.members] == ['weight', 'group0.1[4x4]']
 
 
 def test_a_loaded_learning_rate_is_a_copy(job):
@@ -191,7 +191,7 @@ def test_ctrl_c_amid_an_open(job, monkeypatch):
 
     def interrupt(optimizer):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(optimizer, '_take_blob', interrupted)
+            patch.setattr(optimizer.job, 'take_blob', interrupted)
             optimizer.resume()
     model = two_layers()
     first = bt.AdamW(model.named_parameters(), lr=0.1, **job)
@@ -231,13 +231,13 @@ assert ballast.jobs('state') == ['beside', 'default']
 def test_a_call_amid_an_open_is_told(job, monkeypatch):
     """A signal's handler that saves a checkpoint."""
     optimizer = bt.AdamW(two_layers().named_parameters(), lr=0.1, **job)
-    opened = optimizer._connection.open
+    opened = optimizer.job.connection.open
 
     def interrupted(*arguments):
         with pytest.raises(ballast.Error, match='is being opened by a call that this one came amid'):
             optimizer.full_state_dict()
         return opened(*arguments)
-    monkeypatch.setattr(optimizer._connection, 'open', interrupted)
+    monkeypatch.setattr(optimizer.job.connection, 'open', interrupted)
     assert optimizer.resume().step == 0
     optimizer.full_state_dict()
 
@@ -298,3 +298,44 @@ if __name__ == '__main__':
 ''', encoding='utf-8')
     done = subprocess.run([sys.executable, 'hogwild.py'], check=True, capture_output=True, text=True, cwd=tmp_path, timeout=200)
     assert done.stderr.count("parameter 'weight' lies in memory that is shared with other processes") == 1, done.stderr
+
+
+def test_a_warning_that_is_an_error_leaves_no_use_of_the_server(job):
+    """A job that is open in another optimizer: its server is free once the other is closed."""
+    from ballast import embedded
+    model = two_layers()
+    first = bt.AdamW(model.named_parameters(), lr=0.1, **job)
+    backward(model)
+    first.step()
+    before = len(embedded._running.uses)
+    second = bt.AdamW(model.named_parameters(), lr=0.1, **job, resume='auto')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        with pytest.raises(UserWarning, match='was open in another optimizer of this process'):
+            second.resume()
+        assert len(embedded._running.uses) == before
+        first.close()
+        assert len(embedded._running.uses) == before - 1
+        second.close()
+    assert len(embedded._running.uses) == before - 1
+
+
+def test_an_optimizer_that_left_its_folder_finds_it_again(job, tmp_path):
+    """Another, that names no folder and opens meanwhile, shares the server instead of starting one."""
+    from ballast import embedded
+    more = {**job, 'directory': str(tmp_path / 'state'), 'nvme': '512MiB', 'resume': 'auto'}
+    model = two_layers()
+    first = bt.AdamW(model.named_parameters(), lr=0.1, **more)
+    state = bt.AdamW(two_layers().named_parameters(), lr=0.1, **more).state_dict()
+    backward(model)
+    first.step()
+    first.close()
+    again = bt.AdamW(model.named_parameters(), lr=0.1, **more)
+    with pytest.raises(ballast.Error, match='was taken before its job was open'):
+        again.load_state_dict(state)
+    other = bt.AdamW(two_layers().named_parameters(), lr=0.1, **{**job, 'name': job['name'] + '-other'})
+    other.resume()
+    assert again.resume().step == 1
+    again.close()
+    other.close()
+    assert embedded.directory_in_use() is None

@@ -28,7 +28,9 @@ import subprocess
 
 import ballast
 
-daemon = pathlib.Path(ballast.__file__).parent / 'bin' / 'ballastd'
+package = pathlib.Path(ballast.__file__).parent
+assert (package / 'py.typed').is_file() and (package / '_native.pyi').is_file(), list(package.iterdir())
+daemon = package / 'bin' / 'ballastd'
 subprocess.run([daemon, '--help'], check=True, stdout=subprocess.DEVNULL)
 EOF
 rm -rf "$folder/venv" "$root/build/wheel-test"

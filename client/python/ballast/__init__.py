@@ -1,25 +1,36 @@
 """Ballast: a training job's optimizer state outside the trainer. Start with ballast.torch."""
 
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
 from ballast.errors import Error
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim.optimizer import ParamsT
+
+    from ballast import _native
 
 __all__ = ['Error', 'drop', 'estimate', 'jobs']
 __version__ = '0.1.0'
 
 
-def estimate(params, **arguments):
+def estimate(params: torch.nn.Module | ParamsT, **arguments: Any) -> _native.EstimateReport:
     """See ballast.torch.estimate."""
     from ballast.torch.estimate import estimate as of_model  # torch takes its time to import
     return of_model(params, **arguments)
 
 
-def jobs(directory=None):
+def jobs(directory: str | os.PathLike[str] | None = None) -> list[str]:
     """Names of the jobs that the state server inside this process has. directory: as an optimizer's; a server is started there if
     none is running."""
     from ballast import embedded
     return embedded.jobs(directory)
 
 
-def drop(name, directory=None):
+def drop(name: str, directory: str | os.PathLike[str] | None = None) -> None:
     """Forgets a job of the state server inside this process, with all that it has in memory and on the disk. No optimizer of this
     process may use it. directory: as of jobs(). Jobs of named servers: `ballastctl drop`."""
     from ballast import embedded

@@ -1,24 +1,31 @@
 """The state server inside this process: one, shared by all of its optimizers."""
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import os
 import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
 from ballast import _native, place, temporary
 from ballast.errors import Error
 
 _lock = threading.Lock()
-_running = None
+_running: _Embedded | None = None
+# Folders of optimizers that have left their jobs, as after a refused load, and will come back: by whoever wants one, while it lives.
+_wanted: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 class _Embedded:
-    def __init__(self, directory, dram, nvme, threads):
+    def __init__(self, directory: str | None, dram: int | None, nvme: int | None, threads: int | None) -> None:
         self.pid = os.getpid()
         self.stopped = False
-        self.uses = set()  # of optimizers that are about to have a job on it, or have one
-        self.began = {}  # job -> uses that have it open, the newest last
-        self.lasting = set()  # jobs that stay when nobody uses them
+        self.uses: set[Use] = set()  # of optimizers that are about to have a job on it, or have one
+        self.began: dict[str, list[Use]] = {}  # job -> uses that have it open, the newest last
+        self.lasting: set[str] = set()  # jobs that stay when nobody uses them
         self.asked = {'directory': directory, 'dram': dram, 'nvme': nvme, 'threads': threads}
         self.place = place.make(directory, dram, nvme)
         try:
@@ -28,16 +35,16 @@ class _Embedded:
             raise
 
     @property
-    def is_free(self):
+    def is_free(self) -> bool:
         """Nobody uses it, and nothing would be lost with it."""
         return not self.uses and not (self.place.is_temporary and self.lasting)
 
     @property
-    def keeps_folder(self):
-        """Nobody uses it, and its jobs are for those who name its folder."""
-        return self.is_free and not self.place.is_temporary
+    def keeps_folder(self) -> bool:
+        """Nobody uses it or will come back, and its jobs are for those who name its folder."""
+        return self.is_free and not self.place.is_temporary and self.asked['directory'] not in list(_wanted.values())
 
-    def stop(self):
+    def stop(self) -> None:
         """Its directory is free then, also for another server of this process, though tracebacks may keep this object."""
         if os.getpid() != self.pid:
             return
@@ -45,7 +52,7 @@ class _Embedded:
         self.server.stop()
         self._remove()
 
-    def _remove(self):
+    def _remove(self) -> None:
         if self.place.is_temporary:
             temporary.remove(self.place.directory)
 
@@ -53,27 +60,27 @@ class _Embedded:
 class Use:
     """One optimizer's use of the process's server, for a job. end() may be a finalizer's, on any thread: it takes no lock."""
 
-    def __init__(self, running, job, is_durable):
+    def __init__(self, running: _Embedded, job: str, is_durable: bool) -> None:
         self._running, self.job, self._is_durable = running, job, is_durable
         self.leaves_job = False  # end() leaves the job on the server, whatever its durability
         running.uses.add(self)
 
     @property
-    def server(self):
+    def server(self) -> _native.Server:
         return self._running.server
 
     @property
-    def is_over(self):
+    def is_over(self) -> bool:
         """The server has ended: it answers no call."""
         return self._running.stopped
 
-    def began(self):
+    def began(self) -> None:
         """The job is open."""
         self._running.began.setdefault(self.job, []).append(self)
         if self._is_durable:
             self._running.lasting.add(self.job)
 
-    def end(self):
+    def end(self) -> None:
         """Nothing of a job that is not durable is left to be used: its memory is wanted back, unless somebody else opened it since."""
         running = self._running
         began = running.began.get(self.job, [])
@@ -87,19 +94,21 @@ class Use:
             running.uses.discard(self)
 
 
-def server(directory=None, dram=None, nvme=None, threads=None):
+def server(directory: str | os.PathLike[str] | None = None, dram: int | str | None = None, nvme: int | str | None = None,
+           threads: int | None = None) -> _Embedded:
     """The process's server, started at the first call. Later calls take it as it is, and must not ask for another while it is used.
 
-    directory: what jobs leave on the disk; None: the one of a server that is used, else a temporary one that goes with the process. dram, nvme: budgets in
-    bytes; None: 0.8 of the memory that is available, and of the disk that is free (nothing in a temporary directory).
+    directory: what jobs leave on the disk; None: the one of a server that is used, else a temporary one that goes with the process.
+    dram, nvme: budgets in bytes; None: 0.8 of the memory that is available, and of the disk that is free (nothing in a temporary
+    directory).
     """
     with _lock:
         return _start(directory, dram, nvme, threads)
 
 
 @contextlib.contextmanager
-def opening(job, is_durable, **budgets):
-    """A Use of server(), for the one who opens `job` within it. When that fails and nobody else uses the server, it ends: its
+def opening(job: str, is_durable: bool, **budgets: Any) -> Iterator[Use]:
+    """A Use of server(), within which the caller opens `job`. When that fails and nobody else uses the server, it ends: its
     budgets may be what was wrong, and the next attempt may ask for others."""
     with _lock:
         running = _start(**budgets)
@@ -115,19 +124,26 @@ def opening(job, is_durable, **budgets):
         raise
 
 
-def is_used(job):
+def want(owner: object, directory: str | None) -> None:
+    """`owner` will come back to the server of this directory, which no optimizer without a directory ends meanwhile; None: it will not."""
+    _wanted.pop(owner, None)
+    if directory is not None:
+        _wanted[owner] = directory
+
+
+def is_used(job: str) -> bool:
     """An optimizer of this process has it open, or is about to."""
     running = _running
     return running is not None and any(use.job == job for use in list(running.uses))
 
 
-def jobs(directory=None):
+def jobs(directory: str | os.PathLike[str] | None = None) -> list[str]:
     """See ballast.jobs."""
     with _lock:
         return _existing(directory).server.jobs
 
 
-def drop(name, directory=None):
+def drop(name: str, directory: str | os.PathLike[str] | None = None) -> None:
     """See ballast.drop."""
     with _lock:
         running = _existing(directory)
@@ -141,7 +157,7 @@ def drop(name, directory=None):
         running.lasting.discard(name)
 
 
-def _existing(directory):
+def _existing(directory: str | os.PathLike[str] | None) -> _Embedded:
     if directory is None:
         if _running is None:
             raise Error('there is no embedded state server in this process: name the directory that has the job', 'BAD_REQUEST')
@@ -152,14 +168,14 @@ def _existing(directory):
     return _start(directory, None, None, None)
 
 
-def _check_process():
+def _check_process() -> None:
     if _running is not None and _running.pid != os.getpid():
         raise Error(
             'this process was forked from one that has an embedded state server, whose threads are not here; '
             'make the optimizer after the fork, or start worker processes with spawn', 'UNSUPPORTED')
 
 
-def _start(directory, dram, nvme, threads):
+def _start(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None, threads: int | None) -> _Embedded:
     global _running
     asked = {'directory': place.parse_directory(directory), 'dram': place.parse_bytes('dram', dram),
              'nvme': place.parse_bytes('nvme', nvme), 'threads': threads}
@@ -181,26 +197,27 @@ def _start(directory, dram, nvme, threads):
     return _running
 
 
-def stop():
+def stop() -> None:
     """Ends the process's server, after its sessions; what is durable stays in its directory."""
     with _lock:
         _stop()
 
 
-def _stop():
+def _stop() -> None:
     global _running
     if _running is not None and _running.pid == os.getpid():
         running, _running = _running, None
         running.stop()
 
 
-def directory_in_use():
-    """Where the process's server keeps what stays; None: there is none, nobody uses the server, or its directory goes with the process."""
+def directory_in_use() -> str | None:
+    """The directory where the process's server keeps what stays; None: there is none, nobody uses the server, or its directory
+    goes with the process."""
     running = _running
     return None if running is None or running.place.is_temporary or running.keeps_folder else running.place.directory
 
 
-def _renew_lock():
+def _renew_lock() -> None:
     global _lock
     _lock = threading.Lock()
 

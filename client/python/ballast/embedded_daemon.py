@@ -1,5 +1,7 @@
 """A private ballastd, for several ranks of one host that name no servers: local rank 0 starts and ends it."""
 
+from __future__ import annotations
+
 import atexit
 import concurrent.futures
 import os
@@ -8,14 +10,18 @@ import re
 import shutil
 import subprocess
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 from ballast import place, temporary
 from ballast.errors import Error
 
 _END_SECONDS = 20
 
+Result = TypeVar('Result')
 
-def _binary():
+
+def _binary() -> str:
     beside = pathlib.Path(__file__).parent / 'bin' / 'ballastd'
     found = beside if beside.is_file() else os.environ.get('BALLASTD') or shutil.which('ballastd')
     if not found:
@@ -24,12 +30,12 @@ def _binary():
     return str(found)
 
 
-def _on_lasting_thread(start):
-    """What start() returns, from a thread that lasts as long as this process: Linux tells a child (--end-with) that its parent has
+def _on_lasting_thread(start: Callable[[], Result]) -> Result:
+    """Runs start() on a thread that lasts as long as this process: Linux tells a child (--end-with) that its parent has
     ended when the thread that started it has."""
     started = concurrent.futures.Future()
 
-    def run():
+    def run() -> None:
         try:
             started.set_result(start())
         except BaseException as error:
@@ -43,7 +49,8 @@ def _on_lasting_thread(start):
 class Daemon:
     """Ends with this process, however that ends. address: 'host:port'."""
 
-    def __init__(self, directory, dram, nvme, threads):
+    def __init__(self, directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None,
+                 threads: int | None) -> None:
         self.pid = os.getpid()
         binary = _binary()
         self.place = place.make(directory, dram, nvme)
@@ -61,7 +68,7 @@ class Daemon:
             raise Error(f'ballastd ended with exit code {code} before it was ready; it said why above', 'SERVER_DOWN')
         self.address = ready[1]
 
-    def stop(self):
+    def stop(self) -> None:
         if os.getpid() != self.pid:
             return
         atexit.unregister(self.stop)

@@ -1,8 +1,11 @@
-"""What Ballast raises."""
+"""Ballast's errors and warnings."""
+
+from __future__ import annotations
 
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 
 _HERE = os.path.dirname(__file__) + os.sep
 
@@ -15,14 +18,14 @@ class Error(RuntimeError):
     details: fields that some reasons have, for programs; TENSORS_DIFFER's are 'missing' and 'unknown', names with NULs between them.
     """
 
-    def __init__(self, message, reason='', code='', details=None):
+    def __init__(self, message: str, reason: str = '', code: str = '', details: Mapping[str, str] | None = None) -> None:
         super().__init__(f'{message} [{reason}]' if reason else message)
         self.reason = reason
         self.code = code
         self.details = details or {}
 
 
-def warn(text):
+def warn(text: str) -> None:
     """A UserWarning at the line of the script that led here: neither this package's nor torch's."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and (frame.f_code.co_filename.startswith(_HERE) or f'{os.sep}torch{os.sep}' in frame.f_code.co_filename):

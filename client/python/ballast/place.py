@@ -1,10 +1,12 @@
-"""Where a state server of this trainer's own keeps state, and how much of it: what was asked for, checked against the machine
-before anything starts."""
+"""The folder and the budgets of a state server of this trainer's own, checked against the machine before anything starts."""
+
+from __future__ import annotations
 
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ballast import _native, temporary
@@ -13,16 +15,14 @@ from ballast.errors import Error, warn
 _UNITS = {'': 1, 'b': 1, 'k': 10**3, 'm': 10**6, 'g': 10**9, 't': 10**12}
 # Without budgets: the part of what is free now that a server may take.
 _DEFAULT_SHARE = 0.8
-# What a state server keeps in its directory, beside its catalog of some MiB.
+# Files that a state server keeps in its directory, beside its catalog of some MiB.
 _TIER, _LOGS = 'nvme.tier', 'log-'
-
-
 # As ballastd's.
 THREADS_MAX = 1024
 
 
-def processors():
-    """That this process may use, as far as a server can."""
+def processors() -> int:
+    """The number of processors that this process may use, as far as a server can."""
     return min(len(os.sched_getaffinity(os.getpid())), THREADS_MAX)
 
 
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     nvme: int
 
 
-def parse_bytes(what, value):
+def parse_bytes(what: str, value: int | str | None) -> int | None:
     """Bytes of an int or of a string such as '512MiB' or '2GB'; None stays None."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
@@ -46,7 +46,7 @@ def parse_bytes(what, value):
     return int(float(match[1]) * unit)
 
 
-def parse_directory(directory):
+def parse_directory(directory: str | os.PathLike[str] | None) -> str | None:
     """The folder that the path means now, since a process may change its own; None stays None."""
     if directory is None:
         return None
@@ -59,11 +59,11 @@ def parse_directory(directory):
     return os.path.abspath(path)
 
 
-def _gib(count):
+def _gib(count: int) -> str:
     return f'{count / 2**30:.3g} GiB'
 
 
-def _number_in(path):
+def _number_in(path: str) -> int | None:
     """None where there is none, as 'max' says of a limit."""
     try:
         with open(path, encoding='ascii') as file:
@@ -72,13 +72,13 @@ def _number_in(path):
         return None
 
 
-def _memory(path='/proc/meminfo'):
+def _memory(path: str = '/proc/meminfo') -> dict[str, int]:
     """Bytes by name, as /proc/meminfo tells them."""
     with open(path, encoding='ascii') as lines:
         return {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(':') for line in lines)}
 
 
-def _cgroups(proc='/proc/self/cgroup', root='/sys/fs/cgroup'):
+def _cgroups(proc: str = '/proc/self/cgroup', root: str = '/sys/fs/cgroup') -> Iterator[tuple[str, str, str, str]]:
     """(folder, names of limit, use, and what of that is page cache) of the memory cgroups that this process is in, and of those above
     them. Within a container the path is the host's, and only the root is there."""
     try:
@@ -98,7 +98,7 @@ def _cgroups(proc='/proc/self/cgroup', root='/sys/fs/cgroup'):
                 path = os.path.dirname(path)
 
 
-def _limits():
+def _limits() -> tuple[int, int]:
     """(all, free) bytes of memory that this process can come to: the machine's, or its cgroups'. Page cache counts as free."""
     memory = _memory()
     most = memory['MemTotal']
@@ -110,7 +110,7 @@ def _limits():
     return most, free
 
 
-def _cache_in(path, name):
+def _cache_in(path: str, name: str) -> int:
     try:
         with open(path, encoding='ascii') as lines:
             return next((int(value) for key, value in map(str.split, lines) if key == name), 0)
@@ -118,14 +118,14 @@ def _cache_in(path, name):
         return 0
 
 
-def _held(directory):
+def _held(directory: str | os.PathLike[str]) -> int:
     """Bytes of the disk that jobs of a server there take."""
     with os.scandir(directory) as entries:
         return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries
                    if entry.name == _TIER or entry.name.startswith(_LOGS))
 
 
-def _make_directory(directory):
+def _make_directory(directory: str) -> None:
     try:
         os.makedirs(directory, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -135,8 +135,8 @@ def _make_directory(directory):
                     'BAD_CONFIG') from None
 
 
-def _file_system(directory, mounts='/proc/self/mountinfo'):
-    """The kind of the one that `directory` is on; '' if nobody tells. proc_pid_mountinfo(5)."""
+def _file_system(directory: str | os.PathLike[str], mounts: str | os.PathLike[str] = '/proc/self/mountinfo') -> str:
+    """The kind of file system that `directory` is on; '' if nobody tells. proc_pid_mountinfo(5)."""
     device = os.stat(directory).st_dev
     number = f'{os.major(device)}:{os.minor(device)}'
     try:
@@ -150,18 +150,19 @@ def _file_system(directory, mounts='/proc/self/mountinfo'):
     return ''
 
 
-def budgets(directory, dram, nvme):
-    """Bytes of (dram, nvme), not compared with the machine: an estimate may be for another one. None: 0.8 of what is free there; no NVMe without a directory to stay."""
+def budgets(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None) -> tuple[int, int]:
+    """Bytes of (dram, nvme), not compared with the machine: an estimate may be for another one. None: 0.8 of what is free there; no NVMe
+    without a directory to stay."""
     dram, nvme = parse_bytes('dram', dram), parse_bytes('nvme', nvme)
     if dram is None:
         dram = int(_DEFAULT_SHARE * _limits()[1])
     if nvme is None:
-        # What its jobs hold already is theirs: the same line must find room for them again.
+        # Space that its jobs hold already is theirs: the same line must find room for them again.
         nvme = 0 if directory is None else int(_DEFAULT_SHARE * (shutil.disk_usage(directory).free + _held(directory)))
     return dram, nvme
 
 
-def _check_dram(asked):
+def _check_dram(asked: int) -> None:
     most, free = _limits()
     if asked > most:
         raise Error(f'dram: {_gib(asked)} were asked for, there are {_gib(most)} of memory here: lower dram, or give nvme and a directory',
@@ -170,7 +171,7 @@ def _check_dram(asked):
         warn(f'dram: {_gib(asked)} were asked for, {_gib(free)} of memory are available now')
 
 
-def _check_nvme(directory, asked):
+def _check_nvme(directory: str, asked: int) -> None:
     free, held = shutil.disk_usage(directory).free, _held(directory)
     if asked > free + held:
         there = f'nvme: {_gib(asked)} were asked for, the disk of {directory} has {_gib(free)} free'
@@ -183,7 +184,7 @@ def _check_nvme(directory, asked):
         warn(f'directory={directory!r} is in memory ({kind}): what nvme holds takes DRAM, and nothing there outlives the machine')
 
 
-def make(directory, dram, nvme):
+def make(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None) -> Place:
     """directory: None for a temporary one. dram, nvme: as budgets(). BAD_CONFIG where the machine has not what was asked for; warns
     where it may not."""
     is_temporary = directory is None

@@ -1,5 +1,7 @@
 """Directories that go with their process, also one that is killed: then with the next that makes one."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import os
@@ -11,10 +13,10 @@ _PREFIX = 'ballast-'
 # Locked while the owner lives. A lock of fcntl's is the process's own: a forked child has none of it, and it goes when its owner
 # closes any descriptor of the file, so the owner must not look into its own.
 _LOCK = 'owner.lock'
-_mine = {}  # path -> (process, descriptor of its lock)
+_mine: dict[str, tuple[int, int]] = {}  # path -> (process, descriptor of its lock)
 
 
-def _lock(path):
+def _lock(path: str | os.PathLike[str]) -> int:
     """A descriptor, locked; OSError if another process has it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -25,7 +27,7 @@ def _lock(path):
     return descriptor
 
 
-def _remove_stale():
+def _remove_stale() -> None:
     for folder in pathlib.Path(tempfile.gettempdir()).glob(f'{_PREFIX}*'):
         if str(folder) in _mine:
             continue
@@ -35,7 +37,7 @@ def _remove_stale():
             os.close(descriptor)
 
 
-def make():
+def make() -> str:
     """A new directory's path; those of processes that were killed go."""
     _remove_stale()
     # Under a name that nobody looks for, until it is locked.
@@ -48,8 +50,8 @@ def make():
     return path
 
 
-def remove(path):
-    """Of make(), once; a forked child leaves it alone."""
+def remove(path: str) -> None:
+    """Removes a directory of make(), once; a forked child leaves it alone."""
     owner, descriptor = _mine.pop(path, (None, None))
     if owner == os.getpid():
         shutil.rmtree(path, ignore_errors=True)

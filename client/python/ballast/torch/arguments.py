@@ -1,6 +1,10 @@
-"""What an optimizer's constructor is given of Ballast's own arguments, checked before anything happens."""
+"""Checks of Ballast's own arguments to an optimizer's constructor, before anything happens."""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from ballast import _native, place
 from ballast.errors import Error
@@ -14,15 +18,15 @@ _CHUNK_ELEMENTS = 1 << 16, 1 << 20
 _PIN_INTERVAL_MAX = 1 << 32
 
 
-def _refuse(name, value, expected):
+def _refuse(name: str, value: Any, expected: str) -> NoReturn:
     raise Error(f'{name}={value!r}: expected {expected}', 'BAD_CONFIG')
 
 
-def _integer(value):
+def _integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(name, value, expected, fits):
+def _number(name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
     try:
         if fits(float(value)):
             return float(value)
@@ -31,8 +35,8 @@ def _number(name, value, expected, fits):
     return _refuse(name, value, expected)
 
 
-def flag(name, value, variable=None):
-    """True or False; None: what the environment's variable says, 0 or 1."""
+def flag(name: str, value: Any, variable: str | None = None) -> bool:
+    """True or False. None takes the value of the environment's variable, 0 or 1."""
     if value is None and variable is not None:
         said = os.environ.get(variable, '0')
         if said not in ('0', '1'):
@@ -43,7 +47,8 @@ def flag(name, value, variable=None):
     return value
 
 
-def check(*, name, durability, pin_interval, checkpoints, chunk_elements, seed, threads, dram, nvme, **rest):
+def check(*, name: Any, durability: Any, pin_interval: Any, checkpoints: Any, chunk_elements: Any, seed: Any, threads: Any, dram: Any,
+          nvme: Any, **rest: Any) -> None:
     """`rest`: resume and moments, max_norm and the time-outs."""
     for key in ('resume', 'moments'):
         if rest[key] not in _CHOICES[key]:
@@ -72,7 +77,7 @@ def check(*, name, durability, pin_interval, checkpoints, chunk_elements, seed, 
         _number(key, rest[key], 'seconds, more than 0', lambda value: 0 < value < float('inf'))
 
 
-def addresses(servers):
+def addresses(servers: str | Sequence[str] | None) -> list[str]:
     """The state servers of a list, of 'host:port,...', or, for None, of BALLAST_SERVERS; none if nothing is said."""
     name, servers = ('servers', servers) if servers is not None else ('BALLAST_SERVERS', os.environ.get('BALLAST_SERVERS', ''))
     if isinstance(servers, str):

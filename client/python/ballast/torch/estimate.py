@@ -1,19 +1,25 @@
-"""What a job would take of machines, before there is one."""
+"""The memory and time that a job would take of machines, before there is one."""
+
+from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
 from ballast import _native, place
 from ballast.errors import Error
-from ballast.torch.members import DTYPES, check_parameter
-from ballast.torch.naming import UnitsBySize, positional_name, split_named, unit_of
+from ballast.torch.job.naming import UnitsBySize, positional_name, split_named, unit_of
+from ballast.torch.stepping.members import DTYPES, check_parameter
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 _PROFILE = 'ballast-profile.yaml'
 
 
-def _tensors(params):
-    """_native.Tensors of a model or of what an optimizer takes, the number of groups, and the job's dtype."""
+def _tensors(params: torch.nn.Module | ParamsT) -> tuple[list[_native.Tensor], int, str]:
+    """Tensors of a model or of what an optimizer takes, the number of groups, and the job's dtype."""
     if isinstance(params, torch.nn.Module):
         params = list(params.named_parameters())
     groups, names = split_named(params)
@@ -32,10 +38,11 @@ def _tensors(params):
     return tensors, len(groups), DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
 
 
-def estimate(params, *, optimizer='adamw', moments='f32', ranks=1, servers=0, dram=None, nvme=None, directory=None,
-             threads=None, durability=None, pin_interval=0, chunk_elements=1 << 20, profile=None, amsgrad=False,
-             momentum=False):
-    """Bytes per tier and rank, what binds, and the time of a step, of a model's job. A server that has no job is asked, in a
+def estimate(params: torch.nn.Module | ParamsT, *, optimizer: str = 'adamw', moments: str = 'f32', ranks: int = 1, servers: int = 0,
+             dram: int | str | None = None, nvme: int | str | None = None, directory: str | os.PathLike[str] | None = None,
+             threads: int | None = None, durability: str | None = None, pin_interval: int = 0, chunk_elements: int = 1 << 20,
+             profile: str | None = None, amsgrad: bool = False, momentum: bool = False) -> _native.EstimateReport:
+    """A model's job: bytes per tier and rank, what binds, and the time of a step. A server that has no job is asked, in a
     temporary directory; nothing is taken.
 
     params: a model, also on the device 'meta', or what an optimizer takes. servers: how many state servers, alike; 0 for the one

@@ -5,19 +5,27 @@ belongs to it: without it the others are nothing. Tensors are named after their 
 'h.0.attn.weight.exp_avg', all in fp32.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
 import sys
 import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ballast.errors import Error
-from ballast.torch import checkpoint
-from ballast.torch.agreement import together
+from ballast.torch.job import checkpoint
+from ballast.torch.job.agreement import together
+from ballast.torch.job.registration import name_of, placed
 from ballast.torch.modes import plainly
-from ballast.torch.registration import name_of, placed
+
+if TYPE_CHECKING:
+    from ballast.torch.job.job import Job
+    from ballast.torch.optimizer import Optimizer
 
 INDEX = 'state.safetensors.index.json'
 _FORMAT = 'ballast-state-1'
@@ -26,12 +34,12 @@ _QUIET_SECONDS = 2.0
 
 
 class _Progress:
-    """A line on stderr every few seconds of what takes longer."""
+    """A line on stderr every few seconds, where it takes longer."""
 
-    def __init__(self, what, total):
+    def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done, self._said = what, total, 0, time.monotonic()
 
-    def add(self, count):
+    def add(self, count: int) -> None:
         self._done += count
         now = time.monotonic()
         if now - self._said > _QUIET_SECONDS:
@@ -39,11 +47,11 @@ class _Progress:
             print(f'ballast: {self._what}: {self._done >> 20} of {self._total >> 20} MiB', file=sys.stderr)
 
 
-def _digest(tensor):
+def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(memoryview(tensor.contiguous().numpy()).cast('B') if tensor.numel() else b'').hexdigest()
 
 
-def _safetensors():
+def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
@@ -51,14 +59,14 @@ def _safetensors():
     return safetensors
 
 
-def _plain(value):
+def _plain(value: Any) -> Any:
     """A hyper-parameter as JSON has it."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return value
 
 
-def _sync(path):
+def _sync(path: str | os.PathLike[str]) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -69,19 +77,22 @@ def _sync(path):
 class _Shards:
     """Files of about 1 GiB, written as they fill."""
 
-    def __init__(self, folder):
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._save = _safetensors().torch.save_file
-        self._folder, self._held, self._bytes, self.files, self.digests = folder, {}, 0, {}, {}
-        self._count = 0
+        self._folder = folder
+        self._held: dict[str, torch.Tensor] = {}
+        self._bytes = self._count = 0
+        self.files: dict[str, str] = {}  # by tensor
+        self.digests: dict[str, str] = {}
 
-    def add(self, name, tensor):
+    def add(self, name: str, tensor: torch.Tensor) -> None:
         self._held[name] = tensor
         self.digests[name] = _digest(tensor)
         self._bytes += 4 * tensor.numel()
         if self._bytes >= _SHARD_BYTES:
             self.flush()
 
-    def flush(self):
+    def flush(self) -> None:
         if not self._held:
             return
         self._count += 1
@@ -94,24 +105,25 @@ class _Shards:
 
 
 @plainly
-def export_state(optimizer, folder):
+def export_state(optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
     """Moments, step counts, masters and param_groups of `optimizer` into an empty or new `folder`; any one rank, no step
     meanwhile. One shard is in memory at a time."""
     os.makedirs(folder, exist_ok=True)
     if os.listdir(folder):
         raise Error(f"'{folder}' is not empty; give a folder of its own to an export", 'BAD_CONFIG')
-    optimizer._open()
+    job = optimizer.job
+    job.open(alone=True)
     shards, steps = _Shards(folder), {}
-    named = [(name_of(optimizer, g, i, parameter), parameter) for g, i, parameter in placed(optimizer)]
+    named = [(name_of(job, g, i, parameter), parameter) for g, i, parameter in placed(job)]
     # Masters and two moments, mostly.
     progress = _Progress('exporting state', sum(12 * parameter.numel() for _, parameter in named))
     for name, parameter in named:
-        entry = optimizer._read_state(parameter)
+        entry = job.read_state(parameter)
         steps[name] = int(entry.pop('step', 0))
         if steps[name] == 0:
             continue
         if 'master' not in entry:
-            entry['master'] = optimizer._read_master(parameter)
+            entry['master'] = job.read_master(parameter)
         for key, tensor in entry.items():
             shards.add(f'{name}.{key}', tensor)
             progress.add(4 * tensor.numel())
@@ -120,7 +132,7 @@ def export_state(optimizer, folder):
     names = iter([name for name, _ in named])
     for group, of in zip(groups, optimizer.param_groups):
         group['params'] = [next(names) for _ in of['params']]
-    index = {'metadata': {'format': _FORMAT, 'optimizer': optimizer._kind, 'param_groups': groups, 'steps': steps},
+    index = {'metadata': {'format': _FORMAT, 'optimizer': job.algorithm.kind, 'param_groups': groups, 'steps': steps},
              'weight_map': shards.files, 'sha256': shards.digests}
     temporary = os.path.join(folder, INDEX + '.tmp')
     with open(temporary, 'w', encoding='utf-8') as file:
@@ -131,7 +143,7 @@ def export_state(optimizer, folder):
     _sync(folder)
 
 
-def _read_index(folder):
+def _read_index(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     path = os.path.join(folder, INDEX)
     try:
         with open(path, encoding='utf-8') as file:
@@ -146,7 +158,7 @@ def _read_index(folder):
         raise Error(f"'{path}' cannot be read: {error!r}", 'BAD_CONFIG') from error
 
 
-def _read_tensors(folder, files, digests):
+def _read_tensors(folder: str | os.PathLike[str], files: Mapping[str, str], digests: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """By name; each compared with its digest."""
     safe_open = _safetensors().safe_open
     tensors, by_file = {}, {}
@@ -173,19 +185,20 @@ def _read_tensors(folder, files, digests):
 
 
 @plainly
-def import_state(optimizer, folder):
-    """What export_state wrote, into `optimizer`, as load_state_dict() does; all ranks. Nothing is changed before all of it was
+def import_state(optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
+    """Loads what export_state wrote into `optimizer`, as load_state_dict() does; all ranks. Nothing is changed before all of it was
     read and compared with its digests; it is in memory meanwhile."""
-    optimizer.load_state_dict(together(optimizer._exchange('import_state()'), lambda: _read(optimizer, folder)))
+    job = optimizer.job
+    optimizer.load_state_dict(together(job.exchange('import_state()'), lambda: _read(job, folder)))
 
 
-def _read(optimizer, folder):
+def _read(job: Job, folder: str | os.PathLike[str]) -> dict[str, Any]:
     """A state by names, which it has for numbers."""
     metadata, files, digests = _read_index(folder)
-    if metadata['optimizer'] != optimizer._kind:
-        raise Error(f"the export is of {metadata['optimizer']}, this optimizer is {optimizer._kind}", 'BAD_SPEC')
+    if metadata['optimizer'] != job.algorithm.kind:
+        raise Error(f"the export is of {metadata['optimizer']}, this optimizer is {job.algorithm.kind}", 'BAD_SPEC')
     tensors = _read_tensors(folder, files, digests)
-    mine = [name_of(optimizer, g, i, parameter) for g, i, parameter in placed(optimizer)]
+    mine = [name_of(job, g, i, parameter) for g, i, parameter in placed(job)]
     exported = [name for group in metadata['param_groups'] for name in group['params']]
     if sorted(mine) != sorted(exported):
         apart = sorted(set(mine) ^ set(exported))

@@ -1,12 +1,18 @@
 """torch.optim.Optimizer's hooks around state dicts, for methods of ours that do not call torch's. (Those around step() torch puts
 there itself.)"""
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 
-def around_state_dict(state_dict):
+def around_state_dict(state_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
     @functools.wraps(state_dict)
-    def wrapped(optimizer):
+    def wrapped(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for hook in optimizer._optimizer_state_dict_pre_hooks.values():
             hook(optimizer)
         result = state_dict(optimizer)
@@ -17,9 +23,9 @@ def around_state_dict(state_dict):
     return wrapped
 
 
-def around_load_state_dict(load_state_dict):
+def around_load_state_dict(load_state_dict: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
     @functools.wraps(load_state_dict)
-    def wrapped(optimizer, state_dict):
+    def wrapped(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state_dict = state_dict.copy()
         for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(optimizer, state_dict)

@@ -1,26 +1,35 @@
 """torch.optim's optimizers by their names and arguments, and Lion. Keyword arguments of Ballast: see Optimizer."""
 
-from ballast import _native
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
 from ballast.errors import Error
+from ballast.torch import algorithms
 from ballast.torch.arguments import flag
 from ballast.torch.optimizer import Optimizer
 
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
-def _refuse(optimizer, **flags):
+
+def _refuse(optimizer: str, **flags: Any) -> None:
     for name, value in flags.items():
         if value:
             raise Error(f'{optimizer}({name}=True) is not supported: the update runs on state servers, outside of '
                         "autograd's sight; leave it out", 'UNSUPPORTED')
 
 
-def _check(optimizer, **values):
+def _check(optimizer: str, **values: tuple[float, float, float | None]) -> None:
     for name, (value, low, below) in values.items():
         if not low <= value < (float('inf') if below is None else below):
             expected = f'at least {low} and ' + ('finite' if below is None else f'below {below}')
             raise ValueError(f'{optimizer}: {name}={value}, expected {expected}')
 
 
-def _betas(optimizer, betas):
+def _betas(optimizer: str, betas: Any) -> dict[str, tuple[float, float, float]]:
     try:
         beta1, beta2 = (float(beta) for beta in betas)
     except (TypeError, ValueError):
@@ -28,19 +37,10 @@ def _betas(optimizer, betas):
     return {'beta1': (beta1, 0, 1), 'beta2': (beta2, 0, 1)}
 
 
-def _adam_hyper(group):
-    hyper = _native.GroupHyper()
-    hyper.learning_rate = float(group['lr'])
-    hyper.beta1, hyper.beta2 = (float(beta) for beta in group['betas'])
-    hyper.epsilon = float(group['eps'])
-    hyper.weight_decay = float(group['weight_decay'])
-    hyper.maximize = bool(group['maximize'])
-    return hyper
-
-
 class _AdamLike(Optimizer):
-    def __init__(self, kind, params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable,
-                 differentiable, fused, ballast):
+    def __init__(self, kind: str, params: ParamsT, lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
+                 amsgrad: bool, maximize: bool, foreach: bool | None, capturable: bool, differentiable: bool, fused: bool | None,
+                 ballast: dict[str, Any]) -> None:
         name = type(self).__name__
         _refuse(name, differentiable=differentiable, capturable=capturable)
         _check(name, lr=(float(lr), 0, None), eps=(float(eps), 0, None), weight_decay=(float(weight_decay), 0, None),
@@ -48,20 +48,15 @@ class _AdamLike(Optimizer):
         defaults = {'lr': lr, 'betas': betas, 'eps': eps, 'weight_decay': weight_decay, 'amsgrad': amsgrad,
                     'maximize': maximize, 'foreach': foreach, 'capturable': capturable,
                     'differentiable': differentiable, 'fused': fused}
-        super().__init__(params, defaults, kind=kind, **ballast)
-
-    def _spec(self, group):
-        return {'amsgrad': bool(group['amsgrad'])}
-
-    def _hyper(self, group):
-        return _adam_hyper(group)
+        super().__init__(params, defaults, algorithm=algorithms.Adam(kind), **ballast)
 
 
 class AdamW(_AdamLike):
     """torch.optim.AdamW. foreach and fused say how torch computes, and change nothing here."""
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *,
-                 maximize=False, foreach=None, capturable=False, differentiable=False, fused=None, **ballast):
+    def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
+                 capturable: bool = False, differentiable: bool = False, fused: bool | None = None, **ballast: Any) -> None:
         super().__init__('adamw', params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable,
                          differentiable, fused, ballast)
 
@@ -70,15 +65,16 @@ class AdamW8bit(AdamW):
     """AdamW with moments of 8 bits, one scale per 256 elements (Dettmers et al. 2022): 2 bytes of moments per parameter
     instead of 8."""
 
-    def __init__(self, params, *args, **kwargs):
+    def __init__(self, params: ParamsT, *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, moments='i8', **kwargs)
 
 
 class Adam(_AdamLike):
     """torch.optim.Adam: weight_decay is an L2 penalty."""
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False, *,
-                 foreach=None, maximize=False, capturable=False, differentiable=False, fused=None, **ballast):
+    def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 0, amsgrad: bool = False, *, foreach: bool | None = None, maximize: bool = False,
+                 capturable: bool = False, differentiable: bool = False, fused: bool | None = None, **ballast: Any) -> None:
         super().__init__('adam', params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable,
                          differentiable, fused, ballast)
 
@@ -86,8 +82,9 @@ class Adam(_AdamLike):
 class SGD(Optimizer):
     """torch.optim.SGD. momentum_buffer: the job keeps momentum also if all groups begin with a momentum of 0, which a schedule raises."""
 
-    def __init__(self, params, lr=1e-3, momentum=0, dampening=0, weight_decay=0, nesterov=False, *, maximize=False,
-                 foreach=None, differentiable=False, fused=None, momentum_buffer=False, **ballast):
+    def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3, momentum: float = 0, dampening: float = 0,
+                 weight_decay: float = 0, nesterov: bool = False, *, maximize: bool = False, foreach: bool | None = None,
+                 differentiable: bool = False, fused: bool | None = None, momentum_buffer: bool = False, **ballast: Any) -> None:
         _refuse('SGD', differentiable=differentiable)
         _check('SGD', lr=(float(lr), 0, None), momentum=(float(momentum), 0, None),
                weight_decay=(float(weight_decay), 0, None))
@@ -96,30 +93,16 @@ class SGD(Optimizer):
         defaults = {'lr': lr, 'momentum': momentum, 'dampening': dampening, 'weight_decay': weight_decay,
                     'nesterov': nesterov, 'maximize': maximize, 'foreach': foreach, 'differentiable': differentiable,
                     'fused': fused}
-        self._momentum_buffer = flag('momentum_buffer', momentum_buffer)
-        super().__init__(params, defaults, kind='sgd', **ballast)
-
-    def _spec(self, group):
-        return {'momentum': float(group['momentum']) != 0 or self._momentum_buffer, 'nesterov': bool(group['nesterov'])}
-
-    def _hyper(self, group):
-        if float(group['momentum']) == 0 and float(group['dampening']) != 0 and self._options.optimizer.momentum:
-            raise Error(f"SGD: a group has momentum=0 and dampening={group['dampening']} in a job that keeps momentum: its buffer would not "
-                        'begin as torch\'s does once momentum is raised; give that group dampening=0', 'BAD_SPEC')
-        hyper = _native.GroupHyper()
-        hyper.learning_rate = float(group['lr'])
-        hyper.beta1 = float(group['momentum'])
-        hyper.dampening = float(group['dampening'])
-        hyper.weight_decay = float(group['weight_decay'])
-        hyper.maximize = bool(group['maximize'])
-        return hyper
+        algorithm = algorithms.SGD(flag('momentum_buffer', momentum_buffer))
+        super().__init__(params, defaults, algorithm=algorithm, **ballast)
 
 
 class Adagrad(Optimizer):
     """torch.optim.Adagrad, for dense gradients."""
 
-    def __init__(self, params, lr=1e-2, lr_decay=0, weight_decay=0, initial_accumulator_value=0, eps=1e-10,
-                 foreach=None, *, maximize=False, differentiable=False, fused=None, **ballast):
+    def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-2, lr_decay: float = 0, weight_decay: float = 0,
+                 initial_accumulator_value: float = 0, eps: float = 1e-10, foreach: bool | None = None, *, maximize: bool = False,
+                 differentiable: bool = False, fused: bool | None = None, **ballast: Any) -> None:
         _refuse('Adagrad', differentiable=differentiable)
         _check('Adagrad', lr=(float(lr), 0, None), lr_decay=(float(lr_decay), 0, None), eps=(float(eps), 0, None),
                weight_decay=(float(weight_decay), 0, None),
@@ -127,31 +110,14 @@ class Adagrad(Optimizer):
         defaults = {'lr': lr, 'lr_decay': lr_decay, 'eps': eps, 'weight_decay': weight_decay,
                     'initial_accumulator_value': initial_accumulator_value, 'foreach': foreach, 'maximize': maximize,
                     'differentiable': differentiable, 'fused': fused}
-        super().__init__(params, defaults, kind='adagrad', **ballast)
-
-    def _hyper(self, group):
-        hyper = _native.GroupHyper()
-        hyper.learning_rate = float(group['lr'])
-        hyper.learning_rate_decay = float(group['lr_decay'])
-        hyper.initial_accumulator = float(group['initial_accumulator_value'])
-        hyper.epsilon = float(group['eps'])
-        hyper.weight_decay = float(group['weight_decay'])
-        hyper.maximize = bool(group['maximize'])
-        return hyper
+        super().__init__(params, defaults, algorithm=algorithms.Adagrad(), **ballast)
 
 
 class Lion(Optimizer):
     """Lion (Chen et al. 2023, algorithm 2), with its paper's defaults."""
 
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, *, maximize=False, **ballast):
+    def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+                 weight_decay: float = 0.0, *, maximize: bool = False, **ballast: Any) -> None:
         _check('Lion', lr=(float(lr), 0, None), weight_decay=(float(weight_decay), 0, None), **_betas('Lion', betas))
         defaults = {'lr': lr, 'betas': betas, 'weight_decay': weight_decay, 'maximize': maximize}
-        super().__init__(params, defaults, kind='lion', **ballast)
-
-    def _hyper(self, group):
-        hyper = _native.GroupHyper()
-        hyper.learning_rate = float(group['lr'])
-        hyper.beta1, hyper.beta2 = (float(beta) for beta in group['betas'])
-        hyper.weight_decay = float(group['weight_decay'])
-        hyper.maximize = bool(group['maximize'])
-        return hyper
+        super().__init__(params, defaults, algorithm=algorithms.Lion(), **ballast)

@@ -1,9 +1,16 @@
 """Loss scaling for fp16 gradients: torch.amp.GradScaler's interface and defaults, the scale taken out within the update."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from ballast.errors import Error
 from ballast.torch.modes import methods_plainly
+
+if TYPE_CHECKING:
+    from ballast.torch.optimizer import Optimizer
 
 
 @methods_plainly('scale')
@@ -13,7 +20,8 @@ class LossScaler:
     The update multiplies by 1 / scale in fp32 and checks for Inf and NaN, so fp16 gradients are never unscaled in place. To clip
     them, give the optimizer max_norm=; gradients of other types may be unscaled and clipped as with GradScaler."""
 
-    def __init__(self, init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=True):
+    def __init__(self, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000,
+                 enabled: bool = True) -> None:
         if growth_factor <= 1 or not 0 < backoff_factor < 1:
             raise ValueError(f'LossScaler: growth_factor={growth_factor}, backoff_factor={backoff_factor}: expected above 1, and '
                              'between 0 and 1')
@@ -21,33 +29,34 @@ class LossScaler:
         self._growth_factor, self._backoff_factor, self._growth_interval = growth_factor, backoff_factor, growth_interval
         self._enabled = enabled
         # Since the last update(): optimizers with unscaled gradients; those that stepped, and whether the step was skipped.
-        self._unscaled, self._stepped = set(), {}
+        self._unscaled: set[int] = set()
+        self._stepped: dict[int, bool] = {}
 
-    def is_enabled(self):
+    def is_enabled(self) -> bool:
         return self._enabled
 
-    def get_scale(self):
+    def get_scale(self) -> float:
         return self._scale if self._enabled else 1.0
 
-    def get_growth_factor(self):
+    def get_growth_factor(self) -> float:
         return self._growth_factor
 
-    def set_growth_factor(self, new_factor):
+    def set_growth_factor(self, new_factor: float) -> None:
         self._growth_factor = new_factor
 
-    def get_backoff_factor(self):
+    def get_backoff_factor(self) -> float:
         return self._backoff_factor
 
-    def set_backoff_factor(self, new_factor):
+    def set_backoff_factor(self, new_factor: float) -> None:
         self._backoff_factor = new_factor
 
-    def get_growth_interval(self):
+    def get_growth_interval(self) -> int:
         return self._growth_interval
 
-    def set_growth_interval(self, new_interval):
+    def set_growth_interval(self, new_interval: int) -> None:
         self._growth_interval = new_interval
 
-    def scale(self, outputs):
+    def scale(self, outputs: Any) -> Any:
         if not self._enabled:
             return outputs
         if isinstance(outputs, torch.Tensor):
@@ -55,7 +64,7 @@ class LossScaler:
         return type(outputs)(self.scale(output) for output in outputs)
 
     @torch.no_grad()
-    def unscale_(self, optimizer):
+    def unscale_(self, optimizer: Optimizer) -> None:
         """Takes the scale out of gradients, before clip_grad_norm_ or a look at them; not of fp16 ones, as GradScaler."""
         if not self._enabled:
             return
@@ -71,7 +80,7 @@ class LossScaler:
             gradient.mul_(1.0 / self._scale)
         self._unscaled.add(id(optimizer))
 
-    def step(self, optimizer, *args, **kwargs):
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """optimizer.step(), skipped if a gradient overflowed."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -84,7 +93,7 @@ class LossScaler:
         self._stepped[id(optimizer)] = optimizer.last_step_skipped
         return result
 
-    def update(self, new_scale=None):
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         if not self._enabled:
             return
         if new_scale is not None:
@@ -101,13 +110,13 @@ class LossScaler:
                 self._growth_tracker = 0
         self._unscaled, self._stepped = set(), {}
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         if not self._enabled:
             return {}
         return {'scale': self._scale, 'growth_factor': self._growth_factor, 'backoff_factor': self._backoff_factor,
                 'growth_interval': self._growth_interval, '_growth_tracker': self._growth_tracker}
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self._enabled:
             return
         if not state_dict:

@@ -1,15 +1,18 @@
-"""What a state_dict() says of the job that it belongs to, in each of its param_groups: functions of torch that take states apart and put
+"""The job and version that a state_dict() names, in each of its param_groups: functions of torch that take states apart and put
 them together (torch.distributed.checkpoint.state_dict) keep nothing beside `state` and `param_groups`."""
+
+from __future__ import annotations
 
 import json
 import os
 import secrets
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ballast.errors import Error
-from ballast.torch import ranks
+from ballast.torch.job import ranks
 
 KEY = 'ballast'
 # The same for every job and version: Distributed Checkpoint reads a tensor into one of its size.
@@ -24,19 +27,19 @@ class Marker(NamedTuple):
     origin: str = ''  # the optimizer whose job was not open
     begins: bool = False  # the job was not open, and could only be a new one: resume='never'
 
-    def tensor(self):
+    def tensor(self) -> torch.Tensor:
         """A tensor, since a state_dict of which none is a tensor has no device that torch could broadcast it on."""
         text = json.dumps(self._asdict(), ensure_ascii=False).encode()
         return torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8)
 
 
-def run():
+def run() -> str:
     """A name of this run of the trainers, the same on all ranks."""
     mine = f'{_process}-{os.getpid()}'  # a fork is another run
     return ranks.Store('run').decide(mine) if ranks.active() else mine
 
 
-def _read(value):
+def _read(value: Any) -> Marker:
     try:
         return Marker(**json.loads(bytes(value.cpu().tolist())))
     except (AttributeError, TypeError, ValueError) as error:
@@ -44,7 +47,7 @@ def _read(value):
                     'the state', 'BAD_SPEC') from error
 
 
-def of(groups):
+def of(groups: Sequence[Mapping[str, Any]]) -> Marker | None:
     """The one of saved param_groups; None where they are torch.optim's."""
     there = [KEY in group for group in groups]
     if not any(there):

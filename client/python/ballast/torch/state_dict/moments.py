@@ -1,6 +1,15 @@
-"""torch's names of an optimizer's moments, in the order of the servers' arrays; and what the servers have of them."""
+"""torch's names of an optimizer's moments, in the order of the servers' arrays; and copies of what the servers have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from ballast import _native
+    from ballast.torch.stepping.members import Member
 
 MOMENTS = {
     'adamw': ('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'),
@@ -12,8 +21,8 @@ MOMENTS = {
 KNOWN = {name for names in MOMENTS.values() for name in names}
 
 
-def moment_names(kind, spec):
-    """`spec`: the _native.Optimizer of the job."""
+def moment_names(kind: str, spec: _native.Optimizer) -> tuple[str, ...]:
+    """spec: the job's."""
     names = MOMENTS[kind]
     if kind in ('adam', 'adamw') and not spec.amsgrad:
         names = names[:2]
@@ -23,7 +32,7 @@ def moment_names(kind, spec):
 
 
 @torch.inference_mode(False)  # whose tensors do not tell whether they were written to
-def read(session, member, parameter, names, start):
+def read(session: _native.Session, member: Member, parameter: torch.Tensor, names: Sequence[str], start: float) -> dict[str, torch.Tensor]:
     """One parameter's entry, in the shape and with the names of torch.optim. start: what Adagrad's sum is before the first step."""
     steps = session.tensor_steps(member.name)
     entry = {'step': torch.tensor(float(steps), dtype=torch.float32, device='cpu')}
@@ -37,7 +46,7 @@ def read(session, member, parameter, names, start):
     return entry
 
 
-def read_array(session, member, parameter, array):
+def read_array(session: _native.Session, member: Member, parameter: torch.Tensor, array: str) -> torch.Tensor:
     values = torch.empty(parameter.numel(), dtype=torch.float32, device='cpu')
     session.read(member.name, array, values)
     return values.reshape(parameter.shape)

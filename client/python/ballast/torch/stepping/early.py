@@ -1,31 +1,38 @@
 """push_early: a unit's gradients go to the servers as soon as backward has made them; step() takes what went."""
 
+from __future__ import annotations
+
 import concurrent.futures
 import contextlib
 import threading
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ballast.errors import Error, warn
-from ballast.torch.members import digest_of, gradient_of, in_host, is_elsewhere, is_sharded, local, mark_of
 from ballast.torch.modes import plainly
+from ballast.torch.stepping.host_memory import HostMemory
+from ballast.torch.stepping.members import Member, digest_of, gradient_of, in_host, is_elsewhere, is_sharded, local, mark_of
+
+if TYPE_CHECKING:
+    from ballast import _native
 
 _GRACE_SECONDS = 2.0
 
 
 class _Sent(NamedTuple):
     """A unit's gradients: nothing of them may change until the step is over."""
-    gradients: list  # as autograd left them, in the order of the unit's tensors
-    marks: list
-    memory: list  # the host's, which is being read
-    future: Any
+    gradients: list[torch.Tensor]  # as autograd left them, in the order of the unit's tensors
+    marks: list[_Mark]
+    memory: list[torch.Tensor]  # the host's, which is being read
+    future: concurrent.futures.Future
 
 
-def _sum_of(gradient):
-    """One number of all elements' bits, as a tensor beside them: of their words where they come in words, which is several times as
-    fast. Of bits, since NaN is not equal to NaN, nor a denormal other than zero everywhere."""
+def _sum_of(gradient: torch.Tensor) -> torch.Tensor:
+    """The sum of all elements' bits, as a tensor beside them. Elements are added by words where they come in words, which is several
+    times as fast. Bits are compared, since NaN is not equal to NaN, nor a denormal other than zero everywhere."""
     elements = gradient.detach().reshape(-1).contiguous()
     size = elements.element_size()
     bits = {2: torch.int16, 4: torch.int32}[size]
@@ -36,39 +43,49 @@ def _sum_of(gradient):
 
 
 class _Mark:
-    """What shows that a gradient is as it was. GradScaler's unscale_ moves no version counter, so a sum is part of it."""
+    """Shows that a gradient is as it was. GradScaler's unscale_ moves no version counter, so a sum is part of it."""
 
-    def __init__(self, gradient, debug):
+    def __init__(self, gradient: torch.Tensor, debug: bool) -> None:
         self._mark = mark_of(gradient)
         self._sum = _sum_of(gradient)
         self._digest = digest_of(gradient) if debug else None
 
-    def is_same(self, other):
+    def is_same(self, other: _Mark) -> bool:
         return self._mark == other._mark and self._digest == other._digest and torch.equal(self._sum, other._sum)
 
 
 class Early:
-    """Threads: the training loop's, and autograd's while it waits for backward."""
+    """Gradients of the step to come that have gone to the servers. Threads: the training loop's, and autograd's while it waits for
+    backward."""
 
-    def __init__(self, debug, is_busy):
+    def __init__(self, debug: bool, is_busy: Callable[[], bool]) -> None:
         """is_busy(): a step is under way beside the loop."""
         self._debug, self._is_busy = debug, is_busy
         self._lock = threading.Lock()  # autograd has a thread per GPU
-        self._session = self._host = self._pool = None
+        self.session: _native.Session | None = None  # the one that gradients go to
+        self._host: HostMemory | None = None
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._pushes = False
-        self._members, self._units, self._unit_of = [], [], {}
-        self._hooks = {}  # by member
-        self._fired = []  # by member: gradients accumulated since the last step
-        self._usual = []  # as many as the last step had
-        self._sent = {}  # by unit
+        self._members: list[Member] = []
+        self._units: list[list[int]] = []
+        self._unit_of: dict[int, int] = {}
+        self._hooks: dict = {}  # by member
+        self._fired: list[int] = []  # by member: gradients accumulated since the last step
+        self._usual: list[int] = []  # as many as the last step had
+        self._sent: dict[int, _Sent] = {}  # by unit
         self._spoilt = False  # what went does not stand: all goes in the step, and nothing before it
         self._warned = False
 
-    def follow(self, session, members, host):
-        """Of what the job has now."""
-        if session is not self._session:
+    @property
+    def is_hooked(self) -> bool:
+        """Backward tells of gradients."""
+        return bool(self._hooks)
+
+    def follow(self, session: _native.Session, members: Sequence[Member], host: HostMemory) -> None:
+        """Takes up the session and members that the job has now."""
+        if session is not self.session:
             self._forget()
-            self._session, self._host = session, host
+            self.session, self._host = session, host
             self._pushes = session.pushes_gradients
         if not self._pushes:
             return  # they are read where they are
@@ -81,11 +98,12 @@ class Early:
             if i not in self._hooks and member.parameter.requires_grad:
                 self._hooks[i] = member.parameter.register_post_accumulate_grad_hook(_Hook(self, i))
 
-    def accumulated(self, i):
+    def accumulated(self, i: int) -> None:
+        """Backward has added to the gradient of a member, by index."""
         with self._lock, torch.no_grad():
             self._accumulated(i)
 
-    def _accumulated(self, i):
+    def _accumulated(self, i: int) -> None:
         self._fired[i] += 1
         unit = self._unit_of[i]
         if unit in self._sent:
@@ -93,7 +111,7 @@ class Early:
         if not self._spoilt and all(self._fired[j] >= self._usual[j] for j in self._units[unit]):
             self._send(unit)
 
-    def _send(self, unit):
+    def _send(self, unit: int) -> None:
         members = [self._members[i] for i in self._units[unit]]
         try:
             there = [gradient_of(member) for member in members]
@@ -107,11 +125,11 @@ class Early:
         gradients = [member.parameter.grad for member in members]
         if self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(1, 'ballast-push')
-        future = self._pool.submit(_push, self._session, unit, memory, self._host.enqueued())
+        future = self._pool.submit(_push, self.session, unit, memory, self._host.enqueued())
         self._sent[unit] = _Sent(gradients, [_Mark(local(gradient), self._debug) for gradient in gradients], memory, future)
 
-    def stands(self, taken):
-        """At a step that takes these gradients, by member: whether what went is what it is to take. Waits for what is on its way."""
+    def stands(self, taken: Sequence[torch.Tensor | None]) -> bool:
+        """At a step that takes these gradients, by member: whether they are the ones that went. Waits for those that are on their way."""
         for unit, sent in self._sent.items():
             if self._spoilt:
                 break
@@ -128,22 +146,22 @@ class Early:
                     self._warn(member.name)
         return not self._spoilt
 
-    def _warn(self, name):
+    def _warn(self, name: str) -> None:
         if not self._warned:
-            warn(f"push_early: the gradient of parameter '{name}' was changed after backward had made it, so all went twice; leave push_early "
-                 'out, or clip by max_norm= and scale by LossScaler, which change none')
+            warn(f"push_early: the gradient of parameter '{name}' was changed after backward had made it, so all went twice; leave "
+                 'push_early out, or clip by max_norm= and scale by LossScaler, which change none')
         self._warned = True
 
-    def _await(self, future):
-        """As a call of the session: Ctrl-C leaves it two seconds, then ends the session."""
+    def _await(self, future: concurrent.futures.Future) -> None:
+        """Waits as a call of the session does: Ctrl-C leaves it two seconds, then ends the session."""
         try:
             future.result()
         except KeyboardInterrupt:
             if not concurrent.futures.wait([future], _GRACE_SECONDS).done:
-                self._session.interrupt()
+                self.session.interrupt()
             raise
 
-    def withdraw(self):
+    def withdraw(self) -> None:
         """Nothing goes before the next step, and servers forget what went."""
         if not self._sent:
             return
@@ -151,56 +169,62 @@ class Early:
         for sent in self._sent.values():
             with contextlib.suppress(Error):
                 self._await(sent.future)
-        self._session.drop()
+        self.session.drop()
         self._sent = {}
 
-    def discard(self):
+    def discard(self) -> None:
         """No step will take what went: the next gradients are others."""
         self.withdraw()
         self._begin()
 
     @property
-    def there(self):
+    def there(self) -> frozenset[int]:
         """Members whose gradients went, by index."""
         return frozenset(i for unit in self._sent for i in self._units[unit])
 
-    def take(self):
-        """The step begins: what has to stay until it is over."""
+    def take(self) -> dict[int, _Sent]:
+        """The step begins. Returns what has to stay until it is over."""
         self._usual = [fired or usual for fired, usual in zip(self._fired, self._usual)]
         sent = self._sent
         self._begin()
         return sent
 
-    def _begin(self):
+    def _begin(self) -> None:
         self._sent = {}
         self._fired = [0] * len(self._members)
         self._spoilt = False
 
-    def _forget(self):
-        """What another session had."""
+    def _forget(self) -> None:
+        """Forgets what another session had."""
         for hook in self._hooks.values():
             hook.remove()
         self._members, self._units, self._unit_of, self._hooks, self._usual = [], [], {}, {}, []
         self._begin()
 
-    def close(self):
+    def leave(self) -> None:
+        """The session ends, with all that went to it."""
+        self._forget()
+        self.session = self._host = None
+        self._pushes = False
+
+    def close(self) -> None:
         self._forget()
         if self._pool is not None:
             self._pool.shutdown()
 
 
-def _push(session, unit, memory, copied):
+def _push(session: _native.Session, unit: int, memory: list[torch.Tensor], copied: list[torch.cuda.Event]) -> None:
     for event in copied:
         event.synchronize()
     session.push_early(unit, memory)
 
 
 class _Hook:
-    def __init__(self, early, i):
+    def __init__(self, early: Early, i: int) -> None:
         self._early, self._i = weakref.ref(early), i
 
     @plainly
-    def __call__(self, parameter):
+    def __call__(self, parameter: torch.Tensor) -> None:
         early = self._early()
         if early is not None:
             early.accumulated(self._i)

@@ -1,15 +1,18 @@
 """The state server of several ranks of one host that name none: rank 0 starts it, and ends it."""
 
+from __future__ import annotations
+
 import socket
+from typing import Any
 
 from ballast import embedded_daemon
 from ballast.errors import Error
-from ballast.torch import ranks
-from ballast.torch.agreement import everyone
+from ballast.torch.job import ranks
+from ballast.torch.job.agreement import everyone
 
 
-def start(exchange, budgets):
-    """Its address, and rank 0's handle. COLLECTIVE: exchange as agreement's."""
+def start(exchange: ranks.Exchange, budgets: dict[str, Any]) -> tuple[str, embedded_daemon.Daemon | None]:
+    """Its address, and rank 0's handle. COLLECTIVE."""
     hosts = sorted({each.decode() for each in exchange(socket.gethostname().encode())})
     if len(hosts) > 1:
         raise Error(f'ranks on {len(hosts)} hosts ({", ".join(hosts)}) and no state servers: start ballastd beside '

@@ -1,47 +1,58 @@
 """How an optimizer reaches its servers: named ones, a private one of several ranks, or one inside this process."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import os
 import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ballast import _native, embedded, place
-from ballast.errors import Error, warn
-from ballast.torch import arguments, private_server, ranks
-from ballast.torch.agreement import alike
+from ballast.errors import Error
+from ballast.torch import arguments
+from ballast.torch.job import private_server, ranks
+from ballast.torch.job.agreement import alike
+
+if TYPE_CHECKING:
+    from ballast.embedded_daemon import Daemon
+    from ballast.torch.job.registration import Fit
 
 
 class Connection:
     """`servers`: a list, 'host:port,...', or None for BALLAST_SERVERS. `budgets`: arguments of embedded.server()."""
 
-    def __init__(self, servers, budgets):
+    def __init__(self, servers: str | Sequence[str] | None, budgets: dict[str, Any]) -> None:
         self._servers = arguments.addresses(servers)
         given = [key for key, value in budgets.items() if value is not None]
         if self._servers and given:
             raise Error(f'servers and {", ".join(given)}: budgets and directories of state servers are their own; '
                         'give one or the other', 'BAD_CONFIG')
         self._budgets = {**budgets, 'directory': place.parse_directory(budgets['directory'])}
-        self._use = None  # of the embedded server
+        self._use: embedded.Use | None = None  # of the embedded server
         self._found = False  # the job was there before
+        self.was_used = False  # the job was open in another optimizer of this process
         self._pid = os.getpid()
-        self._finish = None
+        self._finish: weakref.finalize | None = None
 
     @property
-    def default_durability(self):
+    def default_durability(self) -> str:
         stays = self._budgets['directory'] is not None or (not ranks.active() and embedded.directory_in_use() is not None)
         return 'step' if self._servers or stays else 'none'
 
-    def check_process(self):
+    def check_process(self) -> None:
         if os.getpid() != self._pid:
             raise Error('this process was forked from the one that made the optimizer; make it after the fork',
                         'UNSUPPORTED')
         if self._use is not None and self._use.is_over:
-            raise Error('the state server inside this process has ended, as at the end of the process: use the optimizer before that', 'SERVER_DOWN')
+            raise Error('the state server inside this process has ended, as at the end of the process: use the optimizer before that',
+                        'SERVER_DOWN')
 
-    def open(self, options, look):
+    def open(self, options: _native.OpenOptions, look: Callable[[], Fit]) -> tuple[_native.Session, Fit]:
         """The session, and the tensors that the job has; all ranks. Starts a server where none is named. look(): a registration.Fit,
         or the error that all ranks get before any server is asked."""
-        daemon, is_used = None, False
+        daemon, self.was_used = None, False
         embed = contextlib.nullcontext()
         options.rank, options.world_size, options.servers = ranks.rank(), ranks.world_size(), self._servers
         timeout, option = max((options.step_timeout, 'step_timeout'), (options.open_timeout, 'open_timeout'))
@@ -53,7 +64,7 @@ class Connection:
                 address, daemon = private_server.start(exchange, self._budgets)
                 options.servers = [address]
         elif not self._servers:
-            is_used = embedded.is_used(options.job)
+            self.was_used = embedded.is_used(options.job)
             embed = embedded.opening(options.job, options.durability != 'none', **self._budgets)
         with embed as local:
             try:
@@ -63,17 +74,15 @@ class Connection:
                     daemon.stop()
                 raise
             self._finish, self._use = weakref.finalize(self, _finish, session, local, daemon, self._pid), local
-        self._found = not session.needs_values
-        if is_used:
-            warn(f"job '{options.job}' was open in another optimizer of this process, which can make no more steps from now on; where both "
-                 'train, give each a name of its own')
+        self._found = session.version >= 0
         return session, fit
 
-    def _entries(self, options, fit):
+    def _entries(self, options: _native.OpenOptions, fit: Fit) -> list[tuple[str, str]]:
         servers = f'one of {len(self._servers)}' if self._servers else 'none'
         return [("the job's name", repr(options.job)), ('the list of servers', servers), *fit.entries]
 
-    def _open_session(self, options, fit, local, exchange):
+    def _open_session(self, options: _native.OpenOptions, fit: Fit, local: embedded.Use | None,
+                      exchange: ranks.Exchange) -> _native.Session:
         while True:
             store = ranks.Store() if ranks.active() else None
             try:
@@ -85,19 +94,21 @@ class Connection:
             # The same on all ranks but for what is frozen, and for words in front of it.
             alike(exchange, functools.partial(fit.follow, refused), lambda fit: self._entries(options, fit))
 
-    def close(self):
+    def close(self) -> None:
+        embedded.want(self, None)
         finish, self._finish, self._use = self._finish, None, None
         if finish is not None:
             finish()
 
-    def leave(self):
+    def leave(self) -> None:
         """As if it had not been opened: a job that was found stays."""
         if self._use is not None:
             self._use.leaves_job = self._found
         self.close()
+        embedded.want(self, self._budgets['directory'])
 
 
-def _finish(session, local, daemon, pid):
+def _finish(session: _native.Session, local: embedded.Use | None, daemon: Daemon | None, pid: int) -> None:
     if os.getpid() != pid:
         return
     session.close()

@@ -1,6 +1,9 @@
 """Memory of the host for tensors that lie on a GPU: servers read gradients from it, and write parameters to it."""
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Hashable, Iterable
 
 import torch
 
@@ -9,28 +12,29 @@ _SLAB_BYTES = 64 << 20
 _ALIGNMENT = 64
 
 
-def is_elsewhere(tensor):
+def is_elsewhere(tensor: torch.Tensor) -> bool:
     """Its memory is not the host's."""
     return tensor.device.type != 'cpu'
 
 
 class HostMemory:
-    """A place for each parameter and each gradient, pinned, kept from step to step. Copies are enqueued on the current stream of
-    whoever asks: what the loop enqueued before them, and enqueues behind them, sees them in that order."""
+    """A page-locked place for each parameter and each gradient, kept from step to step. Copies are enqueued on the caller's current
+    stream: what the loop enqueued before them, and enqueues behind them, sees them in that order."""
 
-    def __init__(self):
-        self._places = {}
-        self._slab, self._used = None, 0
-        self._streams = set()
+    def __init__(self) -> None:
+        self._places: dict[Hashable, torch.Tensor] = {}
+        self._slab: torch.Tensor | None = None
+        self._used = 0  # bytes of it
+        self._streams: set[torch.cuda.Stream] = set()
 
-    def place(self, key, like):
+    def place(self, key: Hashable, like: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor with the shape and dtype of `like`, for a key the same each time."""
         found = self._places.get(key)
         if found is None or found.dtype != like.dtype or found.shape != like.shape:
             found = self._places[key] = self._take(like.numel() * like.element_size(), like.is_cuda).view(like.dtype).view(like.shape)
         return found
 
-    def _take(self, size, pinned):
+    def _take(self, size: int, pinned: bool) -> torch.Tensor:
         if size >= _SLAB_BYTES:
             return torch.empty(size, dtype=torch.uint8, device='cpu', pin_memory=pinned)
         if self._slab is None or self._used + size > _SLAB_BYTES:
@@ -39,25 +43,25 @@ class HostMemory:
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         return taken
 
-    def copy(self, to, source):
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         for tensor in (to, source):
             if tensor.is_cuda:
                 self._streams.add(torch.cuda.current_stream(tensor.device))
         to.copy_(source, non_blocking=True)
 
-    def enqueued(self):
-        """Events behind all copies so far: who waits for them may use the host's side."""
+    def enqueued(self) -> list[torch.cuda.Event]:
+        """Events behind all copies so far. Once they are over, the host's side may be used."""
         return [stream.record_event() for stream in list(self._streams)]
 
 
-def current_streams(tensors):
-    """Of the devices that they are on."""
+def current_streams(tensors: Iterable[torch.Tensor]) -> list[torch.cuda.Stream]:
+    """The current streams of the devices that tensors are on."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return [torch.cuda.current_stream(device) for device in devices]
 
 
-def on_streams(streams):
-    """A context in which copies are enqueued there, whatever thread it is on."""
+def on_streams(streams: Iterable[torch.cuda.Stream]) -> contextlib.ExitStack:
+    """A context in which copies are enqueued on `streams`, whatever thread it is on."""
     stack = contextlib.ExitStack()
     for stream in streams:
         stack.enter_context(torch.cuda.stream(stream))

@@ -1,24 +1,34 @@
 """Which parameter an entry of a saved state belongs to: the one of its name, where both sides have names of its group; else, as in
 torch.optim, the one at its place."""
 
+from __future__ import annotations
+
 import collections
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ballast.errors import Error, warn
-from ballast.torch.naming import unwrapped
-from ballast.torch.registration import name_of
+from ballast.torch.job.naming import unwrapped
+from ballast.torch.job.registration import name_of
+
+if TYPE_CHECKING:
+    from ballast.torch.job.job import Job
+
+Groups = Sequence[dict[str, Any]]
 
 
-def _given(optimizer):
+def _given(job: Job) -> list[list[str | None]]:
     """By group: names of parameters, None for those that have none."""
-    return [[optimizer._names.of(group, i) for i in range(len(group['params']))] for group in optimizer.param_groups]
+    job.names.follow()
+    return [[job.names.of(group, i) for i in range(len(group['params']))] for group in job.param_groups]
 
 
-def names(optimizer):
+def names(job: Job) -> list[list[str] | None]:
     """By group: names of parameters as torch.optim (>= 2.6) keeps them, None where some have none."""
-    return [None if None in given else given for given in _given(optimizer)]
+    return [None if None in given else given for given in _given(job)]
 
 
-def _saved_names(group):
+def _saved_names(group: dict[str, Any]) -> list[str] | None:
     """torch.distributed.checkpoint's functions give names for numbers; they go first, since they bring numbers alone into order."""
     found = group['params'] if all(isinstance(each, str) for each in group['params']) else group.get('param_names')
     if found is None or len(found) != len(group['params']) or not all(isinstance(each, str) for each in found):
@@ -26,17 +36,17 @@ def _saved_names(group):
     return [unwrapped(name) for name in found]
 
 
-def matched(optimizer, saved, tells=True):
+def matched(job: Job, saved: Groups, tells: bool = True) -> list[dict[str, Any]]:
     """For each group here, the saved one that it takes its options from, whose `params` are keys of the state in the order of this group's
     parameters. `saved`: param_groups of a state. tells: the state has entries, so that a warning is due where they go by place."""
-    groups, given, there = optimizer.param_groups, _given(optimizer), [_saved_names(group) for group in saved]
-    here = [[name_of(optimizer, g, i, parameter) for i, parameter in enumerate(group['params'])] for g, group in enumerate(groups)]
+    groups, given, there = job.param_groups, _given(job), [_saved_names(group) for group in saved]
+    here = [[name_of(job, g, i, parameter) for i, parameter in enumerate(group['params'])] for g, group in enumerate(groups)]
     all_here, all_there = ([name for names in side if names for name in names] for side in (here, there))
     lacking = 'the state has no names of parameters'
     if len(set(all_there)) < len(all_there):
         lacking, there = 'the state has a name of parameters twice, so none,', [None] * len(saved)
     if None in there or set(all_there) != set(all_here):
-        if None not in there and any(any(names) for names in given):
+        if None not in there and all(any(names) for names in given):
             _refuse(all_here, all_there)
         here = [names if any(mine) else None for names, mine in zip(here, given)]
     _check_count(groups, saved)
@@ -50,54 +60,57 @@ def matched(optimizer, saved, tells=True):
             by_place.setdefault('this optimizer has no names of parameters' if here[g] is None else lacking, []).append(str(g))
         found.append(saved[k])
     for which, numbers in by_place.items() if tells else ():
-        warn(f'load_state_dict: {which} in group {", ".join(numbers)}, so its entries went to parameters by their places, as in torch.optim, '
-             'though several have one shape: their order must be the one of then. Optimizers made from named_parameters() keep names')
+        warn(f'load_state_dict: {which} in group {", ".join(numbers)}, so its entries went to parameters by their places, as in '
+             'torch.optim, though several have one shape: their order must be the one of then. Optimizers made from named_parameters() '
+             'keep names')
     return found
 
 
-def _pairs(here, there):
-    """For each group here, the number of a saved one: that has one of its names, else the next that no group takes by name."""
+def _pairs(here: Sequence[Sequence[str] | None], there: Sequence[Sequence[str] | None]) -> list[int]:
+    """For each group here, the number of a saved one: one that has a name of the group, else the next that no group takes by name."""
     group_of = {name: k for k, names in enumerate(there) for name in names or ()}
     found = [next((group_of[name] for name in names or () if name in group_of), None) for names in here]
     rest = (k for k in range(len(there)) if k not in found)
     return [next(rest) if k is None else k for k in found]
 
 
-def _in_order(g, here, there, saved, both):
+def _in_order(g: int, here: list[str], there: list[str], saved: dict[str, Any], both: set[str]) -> dict[str, Any]:
     """The saved group of group `g`. here, there: their names. both: names of all groups that both sides have."""
     apart = sorted(set(here) ^ set(there))
     if both.intersection(apart):
         raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group, or has other "
-                         f"parameters: '{min(both.intersection(apart))}' is in another group of the state than of this optimizer (group {g})")
+                         f"parameters: '{min(both.intersection(apart))}' is in another group of the state than of this optimizer "
+                         f'(group {g})')
     if apart:
         _refuse(here, there)
     keys = dict(zip(there, saved['params']))
     return {**saved, 'params': [keys[name] for name in here]}
 
 
-def _refuse(all_here, all_there):
+def _refuse(all_here: list[str], all_there: list[str]) -> NoReturn:
     missing, more = sorted(set(all_here) - set(all_there)), sorted(set(all_there) - set(all_here))
     said = [f"the state has no parameter '{missing[0]}', which this optimizer has"] if missing else []
     said += [f"the state has a parameter '{more[0]}', which this optimizer has not"] if more else []
     text = ', and '.join(said) + (f' ({len(missing)} and {len(more)} such)' if len(missing) + len(more) > 2 else '')
     if len(all_here) != len(all_there):
         raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group: " + text)
-    raise Error(f'{text}; give parameters the names that they had, or delete param_names from the state to load it by place', 'BAD_SPEC')
+    raise Error(f'{text}; give parameters the names that they had, or delete param_names from the groups of the state that are to go by '
+                'place', 'BAD_SPEC')
 
 
-def _check_count(mine, saved):
+def _check_count(mine: Groups, saved: Groups) -> None:
     """As torch's, and its words."""
     if len(mine) != len(saved):
         raise ValueError(f'loaded state dict has a different number of parameter groups: {len(saved)}, here {len(mine)}')
 
 
-def _check_size(g, mine, saved):
+def _check_size(g: int, mine: dict[str, Any], saved: dict[str, Any]) -> None:
     if len(mine['params']) != len(saved['params']):
         raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's "
                          f'group: group {g} has {len(saved["params"])} parameters, here {len(mine["params"])}')
 
 
-def _has_twins(group):
-    """Parameters that could be mistaken for each other."""
+def _has_twins(group: dict[str, Any]) -> bool:
+    """It has parameters that could be mistaken for each other."""
     shapes = collections.Counter(tuple(parameter.shape) for parameter in group['params'])
     return max(shapes.values(), default=0) > 1

@@ -1,16 +1,22 @@
 """Names of parameters and the units that they are kept in."""
 
+from __future__ import annotations
+
 import collections
-import itertools
 import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from ballast.torch.job.job import Job
 
 # Without names: units of about so many elements, in the order of the groups.
 _UNIT_ELEMENTS = 1 << 24
 
 
-def unwrapped(name):
+def unwrapped(name: str) -> str:
     """Without what DistributedDataParallel, torch.compile and checkpoint_wrapper put into names: a job is the same with and without.
 
     >>> unwrapped('module._orig_mod.layers.0._checkpoint_wrapped_module.weight')
@@ -32,26 +38,36 @@ class _Mark:
 
 
 class Names:
-    """Names of an optimizer's parameters. A name follows its parameter when the list of a group is filtered or reordered, and when
+    """Names of a job's parameters. A name follows its parameter when the list of a group is filtered or reordered, and when
     torch.utils.swap_tensors gives the parameter what another held. A parameter that took the place of one that is in no group any more, as
     Accelerate's under FSDP2, has that one's name from then on."""
 
-    def __init__(self, optimizer):
-        self._optimizer = weakref.ref(optimizer)
-        self._places = {}  # by id of the group: the group, and names as it was added; None: no name
-        self._names = {}  # by id of the parameter, while it lives: (its mark's weak reference, name)
-        self._owners = {}  # by name: id of the parameter
+    def __init__(self, job: Job) -> None:
+        self._job = weakref.ref(job)
+        # By id of the group: the group, and names as it was added; None: no name.
+        self._places: dict[int, tuple[dict[str, Any], list[str | None]]] = {}
+        # By id of the parameter, while it lives: its mark's weak reference, and its name.
+        self._names: dict[int, tuple[weakref.ref[_Mark], str]] = {}
+        self._owners: dict[str, int] = {}  # by name: id of the parameter
+        # What _find() goes by: id and length of each list, and by id of the parameter the list's number (-1: the job's members) and its
+        # place there.
+        self._index: tuple[list[tuple[int, int]], dict[int, tuple[int, int]]] | None = None
 
-    def add(self, group, names):
+    def add(self, group: dict[str, Any], names: Sequence[str | None]) -> None:
         """names: of the group's parameters, in their order; None: the one that it has already, or no name."""
         names = [self.of(group, i) if name is None else self._own(group['params'][i], name) for i, name in enumerate(names)]
         self._places[id(group)] = group, names
-        groups = self._optimizer().param_groups
-        if len(self._places) > len(groups):
-            self._places = {id(each): self._places[id(each)] for each in groups if id(each) in self._places}
+        if len(self._places) > len(self._job().param_groups):
+            self.follow()
 
-    def of(self, group, i):
-        """Of the i-th parameter that `group` has now; None: it has no name."""
+    def follow(self) -> None:
+        """Takes up the groups as they are now. A group that went is not kept, nor are its parameters."""
+        self._index = None
+        there = {id(group) for group in self._job().param_groups}
+        self._places = {key: place for key, place in self._places.items() if key in there}
+
+    def of(self, group: dict[str, Any], i: int) -> str | None:
+        """The name of the i-th parameter that `group` has now; None: it has no name."""
         parameter = group['params'][i]
         mark, name = self._names.get(id(parameter), (None, None))
         if mark is not None and mark() is parameter.__dict__.get(_Mark.attribute):
@@ -60,11 +76,11 @@ class Names:
         if known is not group or len(names) != len(group['params']) or names[i] is None:
             return None
         owner = self._owners.get(names[i])
-        if owner not in (None, id(parameter)) and any(id(each) == owner for each in self._in_groups()):
+        if owner not in (None, id(parameter)) and self._find(owner, registered=False) is not None:
             return None
         return self._own(parameter, names[i])
 
-    def _own(self, parameter, name):
+    def _own(self, parameter: torch.Tensor, name: str) -> str:
         mark = parameter.__dict__.get(_Mark.attribute)
         if not isinstance(mark, _Mark):
             mark = parameter.__dict__[_Mark.attribute] = _Mark()
@@ -75,40 +91,56 @@ class Names:
                 mine()._ended(key)
         self._forget(key)
         self._names[key] = weakref.ref(mark, ended), name
+        if self._index is not None and key not in self._index[1]:
+            self._index = None
         self._owners[name] = key
         return name
 
-    def _forget(self, key):
+    def _forget(self, key: int) -> str | None:
         _, name = self._names.pop(key, (None, None))
         if self._owners.get(name) == key:
             del self._owners[name]
         return name
 
-    def _ended(self, key):
+    def _ended(self, key: int) -> None:
         """The mark of a parameter: with it, before another can have its id, or swapped out of it, and then it is still there."""
         name = self._forget(key)
-        for parameter in itertools.chain(self._in_groups(), self._registered()):
+        parameter = self._find(key)
+        if parameter is not None:
+            self._own(parameter, name)
+
+    def _find(self, key: int, registered: bool = True) -> torch.Tensor | None:
+        """The parameter of this id that is in a group, or registered; None: there is none. A conversion of a model asks for all, one after
+        another, so it is looked up where each was as long as the lists are the same. The index keeps nothing in memory."""
+        job = self._job()
+        if job is None:
+            return None
+        lists = [*(group['params'] for group in job.param_groups), job.members]
+        known = [(id(each), len(each)) for each in lists]
+        for is_stale in (False, True):
+            index = self._index
+            if is_stale or index is None or index[0] != known:
+                *groups, members = lists
+                where = {id(member.parameter): (-1, i) for i, member in enumerate(members)}
+                where.update((id(parameter), (g, i)) for g, params in enumerate(groups) for i, parameter in enumerate(params))
+                index = self._index = known, where
+            g, i = index[1].get(key, (None, None))
+            if g is None:
+                return None
+            parameter = lists[g][i] if g >= 0 else lists[g][i].parameter
             if id(parameter) == key:
-                self._own(parameter, name)
-                return
-
-    def _in_groups(self):
-        optimizer = self._optimizer()
-        return (parameter for group in (optimizer.param_groups if optimizer is not None else ()) for parameter in group['params'])
-
-    def _registered(self):
-        optimizer = self._optimizer()
-        return (member.parameter for member in (optimizer._members if optimizer is not None else ()))
+                return parameter if g >= 0 or registered else None
+        return None
 
 
-def _in_order(params):
+def _in_order(params: Iterable[Any]) -> list[Any]:
     if isinstance(params, (set, frozenset)):
         raise TypeError('optimizer parameters came as a set, whose order changes between runs: state would go to other parameters; '
                         'expected a list, or model.named_parameters()')
     return list(params)
 
 
-def split_named(params):
+def split_named(params: Any) -> tuple[list[dict[str, Any]], list[list[str | None]]]:
     """`params` as torch.optim takes them, without names; and the names by group and position (None: no name)."""
     groups, names = [], []
     params = [params] if isinstance(params, dict) else _in_order(params)
@@ -131,12 +163,12 @@ def split_named(params):
     return groups, names
 
 
-def positional_name(group, index, shape):
+def positional_name(group: int, index: int, shape: Sequence[int]) -> str:
     """The key of a parameter without a name: it must come at the same place with the same shape on every run."""
     return f'group{group}.{index}[{"x".join(str(n) for n in shape)}]'
 
 
-def unit_of(name):
+def unit_of(name: str) -> str:
     """The block that a parameter belongs to: its name up to the first number, else its first component.
 
     >>> unit_of('transformer.h.3.attn.weight')
@@ -154,11 +186,11 @@ def unit_of(name):
 class UnitsBySize:
     """Units of parameters without names: runs of neighbours."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._unit = 0
         self._elements = 0
 
-    def next(self, elements):
+    def next(self, elements: int) -> str:
         if self._elements and self._elements + elements > _UNIT_ELEMENTS:
             self._unit += 1
             self._elements = 0

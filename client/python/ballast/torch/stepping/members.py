@@ -1,6 +1,9 @@
 """Parameters that are registered with a job, and their memory on this rank."""
 
+from __future__ import annotations
+
 import multiprocessing
+from collections.abc import Container, Sequence
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -12,88 +15,96 @@ except ImportError:  # torch 2.4
 
 from ballast import _native
 from ballast.errors import Error, warn
-from ballast.torch import ranks
-from ballast.torch.host_memory import is_elsewhere
+from ballast.torch.job import ranks
+from ballast.torch.stepping.host_memory import HostMemory, is_elsewhere
 
 DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
 
 
-def is_sharded(tensor):
+def is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def whole(tensor):
+def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All elements, on every rank; COLLECTIVE for a DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor):
+def local(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor on this rank."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def on_host(tensor):
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's elements, contiguous, in the host's memory: a copy where they are not that."""
     return local(tensor).detach().cpu().contiguous()
 
 
-def digest_of(tensor):
+def digest_of(tensor: torch.Tensor) -> int:
     """CRC-32C of this rank's elements."""
     return _native.crc32c(on_host(tensor).reshape(-1).view(torch.uint8))
 
 
-def mark_of(tensor):
-    """Another one after any operation that writes to the tensor, but by way of .data."""
+def mark_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """A mark that any operation changes that writes to the tensor, but by way of .data."""
     # An operation on a DTensor moves its own counter and not that of its local tensor.
     memory = local(tensor)
     return tensor._version, memory._version, memory.data_ptr()
 
 
 class Member:
-    """A parameter that is registered: its place in the job, and what Ballast last wrote to it: version counters (mark), and with
-    debug a digest, which tells of writes that they do not."""
+    """A parameter that is registered: its place in the job, and the marks of Ballast's last write to it: version counters (mark), and
+    with debug a digest, which tells of writes that they do not."""
 
-    def __init__(self, name, group, parameter, debug=False):
+    def __init__(self, name: str, group: int, parameter: torch.Tensor, debug: bool = False) -> None:
         self.name, self.group, self.parameter = name, group, parameter
-        self.mark = self.digest = None
+        self.mark: tuple[int, int, int] | None = None
+        self.digest: int | None = None
         self.debug = debug
         self.agreed = False  # ranks have compared a gradient
         self.shape = local(parameter).shape
         self.noted()
 
-    def noted(self):
+    def noted(self) -> None:
+        """The parameter is as Ballast wrote it, or took it over."""
         self.mark = mark_of(self.parameter)
         if self.debug:
             self.digest = digest_of(self.parameter)
 
+    def wrote(self) -> None:
+        """Ballast has written to the parameter: its counter moves once, as by one of torch's in-place operations."""
+        torch.autograd.graph.increment_version(local(self.parameter))
+        self.noted()
+
     @property
-    def moved(self):
-        """To other memory."""
+    def moved(self) -> bool:
+        """The parameter is in other memory now."""
         return self.mark[-1] != local(self.parameter).data_ptr()
 
-    def edited(self):
+    def edited(self) -> bool:
+        """Somebody else has written to the parameter."""
         if self.moved and local(self.parameter).shape != self.shape:
             raise Error(f"parameter '{self.name}' has shape {list(local(self.parameter).shape)} on this rank, and registered with "
                         f'{list(self.shape)}; make a new optimizer for new parameters', 'BAD_SPEC')
         return self.mark != mark_of(self.parameter) or self.edited_unseen()
 
-    def edited_unseen(self):
-        """Only its digest tells."""
+    def edited_unseen(self) -> bool:
+        """Only the digest tells of an edit."""
         return self.debug and self.mark == mark_of(self.parameter) and self.digest != digest_of(self.parameter)
 
 
-def _check_parallel(name, parameter):
-    """Refuses what only a part of is here, and nothing of torch's says which."""
+def _check_parallel(name: str, parameter: torch.Tensor) -> None:
+    """Refuses a parameter of which only a part is here, where nothing of torch's says which part."""
     if getattr(parameter, '_fsdp_flattened', False):
         raise Error(f"parameter '{name}' belongs to FullyShardedDataParallel (FSDP1), whose ranks keep parts of flat parameters; expected "
                     'torch.distributed.fsdp.fully_shard (FSDP2), or DistributedDataParallel', 'UNSUPPORTED')
     if ranks.active() and getattr(parameter, 'tensor_model_parallel', False):
-        raise Error(f"parameter '{name}' has Megatron's attribute tensor_model_parallel: ranks keep parts of it, which they call by one name; "
-                    'expected whole parameters, or the rows of fully_shard', 'UNSUPPORTED')
+        raise Error(f"parameter '{name}' has Megatron's attribute tensor_model_parallel: ranks keep parts of it, which they call by one "
+                    'name; expected whole parameters, or the rows of fully_shard', 'UNSUPPORTED')
     if not isinstance(parameter, DTensor):
         if is_traceable_wrapper_subclass(parameter):
-            raise Error(f"parameter '{name}' is a {type(parameter).__name__}, a wrapper of other tensors: no memory of its own holds its values; "
-                        'train the tensors within, or plain parameters', 'UNSUPPORTED')
+            raise Error(f"parameter '{name}' is a {type(parameter).__name__}, a wrapper of other tensors: no memory of its own holds its "
+                        'values; train the tensors within, or plain parameters', 'UNSUPPORTED')
         return
     if tuple(parameter.placements) != (Shard(0),):
         raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected (Shard(0),), as "
@@ -104,7 +115,7 @@ def _check_parallel(name, parameter):
                     'job is trained by all of them', 'UNSUPPORTED')
 
 
-def check_parameter(name, parameter):
+def check_parameter(name: str, parameter: torch.Tensor) -> None:
     if parameter.dtype not in DTYPES:
         what = 'complex parameters are' if parameter.is_complex() else f'{parameter.dtype} is'
         raise Error(f"parameter '{name}': {what} not supported; expected float32, bfloat16 or float16",
@@ -117,23 +128,25 @@ def check_parameter(name, parameter):
         raise Error(f"parameter '{name}' is on {parameter.device}; expected the CPU, or a GPU that torch calls cuda", 'UNSUPPORTED')
 
 
-def warn_of_others(members):
-    """Where other processes may write to parameters as well, as Hogwild's do: no version counter tells, and the next step undoes it."""
-    shared = next((member.name for member in members if member.parameter.device.type == 'cpu' and local(member.parameter).is_shared()), None)
+def warn_of_others(members: Sequence[Member]) -> None:
+    """Warns where other processes may write to parameters as well, as Hogwild's do: no version counter tells, and the next step undoes
+    it."""
+    shared = next((member.name for member in members
+                   if member.parameter.device.type == 'cpu' and local(member.parameter).is_shared()), None)
     if shared is not None and multiprocessing.parent_process() is not None and not ranks.active():
-        warn(f"parameter '{shared}' lies in memory that is shared with other processes, and a step undoes what they write to it: where several "
-             'train one model (Hogwild), use DistributedDataParallel; where this one alone does, nothing is wrong')
+        warn(f"parameter '{shared}' lies in memory that is shared with other processes, and a step undoes what they write to it: where "
+             'several train one model (Hogwild), use DistributedDataParallel; where this one alone does, nothing is wrong')
 
 
-def gradient_of(member):
+def gradient_of(member: Member) -> torch.Tensor | None:
     """The memory of a member's gradient on this rank, None if it has none; a DTensor where it is not placed as its parameter is."""
     parameter, gradient = member.parameter, member.parameter.grad
     if gradient is None:
         return None
     if is_sharded(gradient) != is_sharded(parameter):
         kinds = {False: 'a plain tensor', True: 'a DTensor'}
-        raise Error(f"parameter '{member.name}' is {kinds[is_sharded(parameter)]}, and its gradient is {kinds[is_sharded(gradient)]}; expected "
-                    "a gradient like its parameter: distribute it, or take full_tensor() of it, before step()", 'BAD_SPEC')
+        raise Error(f"parameter '{member.name}' is {kinds[is_sharded(parameter)]}, and its gradient is {kinds[is_sharded(gradient)]}; "
+                    "expected a gradient like its parameter: distribute it, or take full_tensor() of it, before step()", 'BAD_SPEC')
     if gradient.layout != torch.strided:
         raise Error(f"parameter '{member.name}' has a sparse gradient; expected a dense one: make its layer with "
                     'sparse=False', 'UNSUPPORTED')
@@ -142,8 +155,8 @@ def gradient_of(member):
                     'float16', 'BAD_DTYPE')
     if is_sharded(gradient):
         if gradient.device_mesh != parameter.device_mesh:
-            raise Error(f"parameter '{member.name}' is over {parameter.device_mesh}, and its gradient over {gradient.device_mesh}; expected "
-                        'one mesh', 'BAD_SPEC')
+            raise Error(f"parameter '{member.name}' is over {parameter.device_mesh}, and its gradient over {gradient.device_mesh}; "
+                        'expected one mesh', 'BAD_SPEC')
         if gradient.placements != parameter.placements:
             return gradient
     if local(gradient).shape != local(parameter).shape:
@@ -152,8 +165,8 @@ def gradient_of(member):
     return local(gradient).detach().contiguous()
 
 
-def in_host(host, member, what, tensor, read=True):
-    """A contiguous tensor in the host's memory: itself, or its place in `host` (a HostMemory), to which it is on its way if `read`."""
+def in_host(host: HostMemory, member: Member, what: str, tensor: torch.Tensor, read: bool = True) -> torch.Tensor:
+    """A contiguous tensor in the host's memory: itself, or its place in `host`, to which its values are on their way if `read`."""
     if not is_elsewhere(tensor):
         return tensor.contiguous()
     place = host.place((member.name, what), tensor)
@@ -166,11 +179,13 @@ class Memory:
     """Members' parameters and gradients as contiguous tensors in the host's memory: their own, or copies on their way. write_back()
     brings to a parameter what was written."""
 
-    def __init__(self, members, host, gradients=None, there=frozenset()):
-        """host: the optimizer's HostMemory. gradients: of gradient_of(), an entry per member; none of them without. there: members,
+    def __init__(self, members: Sequence[Member], host: HostMemory, gradients: Sequence[torch.Tensor | None] | None = None,
+                 there: Container[int] = frozenset()) -> None:
+        """host: the job's. gradients: of gradient_of(), an entry per member; none of them without. there: members,
         by index, whose gradients have been brought to it before."""
         self._members, self._host = members, host
-        self.parameters, self.gradients = [], []
+        self.parameters: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor | None] = []
         for i, (member, gradient) in enumerate(zip(members, gradients or [None] * len(members))):
             # With a gradient it will be written, and else it is read.
             parameter = local(member.parameter).detach()
@@ -178,17 +193,17 @@ class Memory:
             self.gradients.append(None if gradient is None else in_host(host, member, 'gradient', gradient, read=i not in there))
         self._copied = host.enqueued()
 
-    def wait(self):
-        """Until copies are there. Any thread."""
+    def wait(self) -> Memory:
+        """Returns when copies are there. Any thread."""
         for event in self._copied:
             event.synchronize()
         return self
 
     @property
-    def is_copied(self):
+    def is_copied(self) -> bool:
         return any(is_elsewhere(local(member.parameter)) for member in self._members)
 
-    def write_back(self, i):
+    def write_back(self, i: int) -> None:
         parameter = local(self._members[i].parameter).detach()
         if is_elsewhere(parameter) or not parameter.is_contiguous():
             self._host.copy(parameter, self.parameters[i])

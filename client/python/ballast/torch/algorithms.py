@@ -1,0 +1,82 @@
+"""Update rules as the servers are told of them: a job's own options, and the hyper-parameters of each group at each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ballast import _native
+from ballast.errors import Error
+
+
+class Algorithm:
+    """An update rule. kind: the servers' name of it."""
+
+    kind: str
+
+    def spec(self, group: dict[str, Any]) -> dict[str, bool]:
+        """Fields of _native.Optimizer that a param_group asks for. A job fixes them for its life."""
+        return {}
+
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
+        """The hyper-parameters of a param_group. spec: the job's."""
+        hyper = _native.GroupHyper()
+        hyper.learning_rate = float(group['lr'])
+        hyper.weight_decay = float(group['weight_decay'])
+        hyper.maximize = bool(group['maximize'])
+        return hyper
+
+
+class Adam(Algorithm):
+    """kind: 'adam' or 'adamw'."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def spec(self, group: dict[str, Any]) -> dict[str, bool]:
+        return {'amsgrad': bool(group['amsgrad'])}
+
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
+        hyper = super().hyper(group, spec)
+        hyper.beta1, hyper.beta2 = (float(beta) for beta in group['betas'])
+        hyper.epsilon = float(group['eps'])
+        return hyper
+
+
+class SGD(Algorithm):
+    kind = 'sgd'
+
+    def __init__(self, momentum_buffer: bool) -> None:
+        """momentum_buffer: the job keeps momentum also if no group has any."""
+        self._momentum_buffer = momentum_buffer
+
+    def spec(self, group: dict[str, Any]) -> dict[str, bool]:
+        return {'momentum': float(group['momentum']) != 0 or self._momentum_buffer, 'nesterov': bool(group['nesterov'])}
+
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
+        if float(group['momentum']) == 0 and float(group['dampening']) != 0 and spec.momentum:
+            raise Error(f"SGD: a group has momentum=0 and dampening={group['dampening']} in a job that keeps momentum: its buffer would "
+                        'not begin as torch\'s does once momentum is raised; give that group dampening=0', 'BAD_SPEC')
+        hyper = super().hyper(group, spec)
+        hyper.beta1 = float(group['momentum'])
+        hyper.dampening = float(group['dampening'])
+        return hyper
+
+
+class Adagrad(Algorithm):
+    kind = 'adagrad'
+
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
+        hyper = super().hyper(group, spec)
+        hyper.learning_rate_decay = float(group['lr_decay'])
+        hyper.initial_accumulator = float(group['initial_accumulator_value'])
+        hyper.epsilon = float(group['eps'])
+        return hyper
+
+
+class Lion(Algorithm):
+    kind = 'lion'
+
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
+        hyper = super().hyper(group, spec)
+        hyper.beta1, hyper.beta2 = (float(beta) for beta in group['betas'])
+        return hyper

@@ -1,0 +1,144 @@
+"""A job's state_dicts, and the way back to a version. A state_dict names the job and a version that its servers keep, or has torch's own
+format."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ballast.errors import Error
+from ballast.torch.job import edits
+from ballast.torch.job.agreement import alike
+from ballast.torch.state_dict import marker, matching
+
+if TYPE_CHECKING:
+    from ballast import _native
+    from ballast.torch.job.job import Job
+
+Result = TypeVar('Result')
+
+# Keys of a group that are not options of it.
+_NOT_OPTIONS = ('params', 'param_names', marker.KEY)
+
+
+def options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def _packed(job: Job, said: marker.Marker | None = None) -> list[dict[str, Any]]:
+    """torch's param_groups: numbers in the parameters' stead, and names where all of a group have one."""
+    packed, count = [], 0
+    for group, names in zip(job.param_groups, matching.names(job)):
+        packed.append({**options(group), 'params': list(range(count, count + len(group['params'])))})
+        count += len(group['params'])
+        if names:
+            packed[-1]['param_names'] = names
+        if said is not None:
+            packed[-1][marker.KEY] = said.tensor()
+    return packed
+
+
+def unopened(job: Job) -> dict[str, Any]:
+    """The state_dict of a job that is not open: it names no version."""
+    said = marker.Marker(job.options.job, origin=job.origin, begins=job.options.resume == 'never')
+    return {'state': {}, 'param_groups': _packed(job, said)}
+
+
+def keep(job: Job) -> dict[str, Any]:
+    """The state_dict of an open job's version now, which the servers keep."""
+    if job.options.world_size == 1:
+        edits.settle(job)
+    job.kept.keep(job.session)
+    said = marker.Marker(job.options.job, job.session.version, job.progress.steps)
+    return {'state': {}, 'param_groups': _packed(job, said)}
+
+
+def full(job: Job) -> dict[str, Any]:
+    """The whole state in torch's format: what torch.optim's optimizer of the same name would give. A job that has made no steps gives its
+    moments nevertheless, since Distributed Checkpoint reads only what the state_dict that it is given has."""
+    parameters = [parameter for group in job.param_groups for parameter in group['params']]
+    entries = {i: job.read_state(parameter) for i, parameter in enumerate(parameters)}
+    entries = {i: entry for i, entry in entries.items() if entry}
+    state = {i: entry for i, entry in entries.items() if entry['step'] > 0} or entries
+    if state is entries and any(group.get('dampening') for group in job.param_groups):
+        # torch's SGD tells its first step, which dampens nothing, by a momentum that is not there.
+        state = {i: {'step': entry['step']} for i, entry in entries.items()}
+    return {'state': state, 'param_groups': _packed(job)}
+
+
+def load_groups(job: Job, groups: Sequence[dict[str, Any]]) -> None:
+    """groups: of matching.matched()."""
+    for group, saved in zip(job.param_groups, groups):
+        group.update(copy.deepcopy(options(saved)))  # the loop may change its own in place, a learning rate in a tensor say
+
+
+def check_job(said: marker.Marker, mine: str) -> None:
+    """mine: this job's name."""
+    if said.job != mine:
+        raise Error(f"the state_dict is of job '{said.job}' at version {said.version}, this optimizer of '{mine}'; give it "
+                    f"name='{said.job}'", 'BAD_SPEC')
+
+
+def before_torchs(job: Job) -> None:
+    """torch.distributed.checkpoint's functions look whether there is state before they take a state_dict or load one. When they load
+    flattened ones, they read the keys that the optimizer's param_groups have, and no others; and moments only where there are some."""
+    durability = job.options.durability if job.session is not None else job.durability_to_be
+    if durability == 'none':
+        job.open(alone=True)
+    else:
+        for group in job.param_groups:
+            group.setdefault(marker.KEY, '')
+
+
+def versions(job: Job) -> list[int]:
+    """The versions that all servers keep."""
+    was_open = job.session is not None
+    session = job.open(partly=True)
+    return session.pins() if job.progress.partly else job.open(alone=was_open).pins()
+
+
+def rollback(job: Job, version: int) -> None:
+    """Takes the job, parameters included, back to a version that a state_dict named. COLLECTIVE."""
+    was_open = job.session is not None
+    if not was_open:  # ranks that make another call would be in its opening
+        _agree_version(job, version, job.check_usable)
+    try:
+        _roll_back(job, version)
+    except BaseException:
+        if not was_open:
+            job.leave()
+        raise
+
+
+def _agree_version(job: Job, version: int, act: Callable[[], Result]) -> Result:
+    """act() on every rank: returns its result here. Ranks that give other versions are told so."""
+    return alike(job.exchange('rollback()'), act, lambda _: [('the version', str(version))])
+
+
+def _roll_back(job: Job, version: int) -> None:
+    if job.session is None:
+        job.open(partly=True)
+
+    def look() -> _native.Session:
+        session = job.open(partly=True)
+        for member in job.members:
+            member.edited()  # where a pull could not write to it, an error
+        if session.version == version and version not in session.pins():
+            raise Error(f"version {version} is the one that job '{job.options.job}' is at, and no state_dict() has named it: a state that "
+                        'names it is of another job of that name', 'VERSION_GONE')
+        return session
+    session = _agree_version(job, version, look)
+    job.give_values(job.exchange('rollback()'))
+    edits.commit_written(job, job.exchange('rollback()'))
+    before = session.version
+    if before != version:
+        try:
+            session.restore(version)
+        finally:  # Ctrl-C may come when the job is there
+            if session.version != before:
+                job.unpulled = True
+                job.take_blob()
+    job.progress.check_whole(job.options.job)
+    job.kept.loaded(version)
+    job.pull()

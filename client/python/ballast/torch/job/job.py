@@ -1,0 +1,236 @@
+"""A job as one rank trains it: the session with the servers, the registered parameters, and how far the training loop has come.
+
+The parts of the package share a Job. The optimizer is its face: it makes the Job, and lends it the parameter groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ballast import _native
+from ballast.errors import Error, warn
+from ballast.torch.job import ranks, spec
+from ballast.torch.job.agreement import check_values, together
+from ballast.torch.job.connection import Connection
+from ballast.torch.job.kept import Kept
+from ballast.torch.job.naming import Names
+from ballast.torch.job.progress import Progress
+from ballast.torch.job.registration import Fit
+from ballast.torch.modes import plainly
+from ballast.torch.state_dict import marker, moments
+from ballast.torch.stepping.host_memory import HostMemory
+from ballast.torch.stepping.members import Member, Memory, is_sharded, warn_of_others
+
+if TYPE_CHECKING:
+    from ballast.torch.algorithms import Algorithm
+    from ballast.torch.stepping.early import Early
+    from ballast.torch.stepping.overlap import Overlap
+
+# A job's parameter groups are counted when it is made, so it is made with room for more: a multiple of so many.
+_GROUPS = 16
+_jobs = itertools.count()  # the same on all ranks, which make theirs in one order
+
+
+class Job:
+    """One rank's side of a job. Threads: the training loop's; another thread may call close()."""
+
+    def __init__(self, algorithm: Algorithm, options: _native.OpenOptions, groups: Callable[[], list[dict[str, Any]]], *,
+                 servers: str | Sequence[str] | None, budgets: dict[str, Any], durability: str | None, moment_format: str,
+                 checkpoints: int) -> None:
+        """options: the job's, as far as they are known before it is opened. groups(): the optimizer's param_groups as they are now.
+        budgets: of an embedded server. durability: None to choose. moment_format: how servers keep moments."""
+        self._number = next(_jobs)
+        self.algorithm, self.options, self.moment_format = algorithm, options, moment_format
+        self.debug = False  # digests tell of writes that version counters do not show
+        self.connection = Connection(servers, budgets)
+        self.session: _native.Session | None = None  # None: the job is not open
+        self.names = Names(self)
+        self.members: list[Member] = []  # the registered parameters, in the session's order
+        self.host = HostMemory()
+        self.progress = Progress()
+        self.kept = Kept(checkpoints)
+        self.unpulled = False  # parameters may not hold the job's version yet
+        self.found: int | None = None  # the version that the job was found at; None: the job was new
+        self.overlap: Overlap | None = None
+        self.early: Early | None = None
+        self._groups = groups
+        self._durability = durability
+        self._opening = self._closed = False
+        self._by_parameter: dict[int, Member] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._groups()
+
+    @property
+    def durability_to_be(self) -> str:
+        """The durability that the job will have once it is open."""
+        return self._durability or self.connection.default_durability
+
+    @property
+    def origin(self) -> str:
+        """Tells this optimizer's state_dicts, from before its job is open, from those of others."""
+        return f'{marker.run()}/{self._number}'
+
+    # --- opening and closing
+
+    def open(self, partly: bool = False, trained: Iterable[str] = (), for_step: bool = False, alone: bool = False) -> _native.Session:
+        """The session; opens the job at the first call. partly: also a job whose state is not whole, and without its parameters.
+        trained: as new_tensors'. Gradients that were pushed early go back, but for_step. alone: the call may be of one rank, which pulls
+        nothing by itself."""
+        self.check_usable()
+        self.wait()
+        alone = alone and self.session is not None and self.options.world_size > 1
+        if self.session is None:
+            self._start(trained)
+        if not partly:
+            self.progress.check_whole(self.options.job)
+        if self.early is not None:
+            if not for_step:
+                self.early.withdraw()
+            self.early.follow(self.session, self.members, self.host)
+        if self.options.world_size == 1:
+            self.give_values(self.session.exchange)
+        if not partly and self.unpulled and not alone:
+            self.pull()
+        return self.session
+
+    def check_usable(self) -> None:
+        self.connection.check_process()
+        if self._closed:
+            raise Error('the optimizer was closed; make a new one', 'BAD_REQUEST')
+
+    def exchange(self, call: str) -> ranks.Exchange:
+        """The exchange of ranks that make this call."""
+        self.check_usable()
+        if self.session is not None:
+            return ranks.Within(call, self.session.exchange)
+        return functools.partial(ranks.exchange, f"{call} of job '{self.options.job}'", timeout=self.options.step_timeout)
+
+    def _start(self, trained: Iterable[str]) -> None:
+        if self._opening:
+            raise Error(f"job '{self.options.job}' is being opened by a call that this one came amid, from a signal's handler say: ask "
+                        'again when that call has returned', 'BUSY')
+        self._opening = True
+        try:
+            self._connect(trained)
+        finally:
+            self._opening = False
+
+    def _connect(self, trained: Iterable[str]) -> None:
+        self.session, fit = self.connection.open(self.options, lambda: self._look(trained))
+        try:
+            self._begin(fit)
+        except BaseException:  # the next attempt begins anew
+            self.leave()
+            raise
+
+    def _look(self, trained: Iterable[str]) -> Fit:
+        """Completes the options, and finds what the job is opened with. An error here is an error on all ranks."""
+        fit = Fit(self, trained)
+        if not fit.members:
+            raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')
+        self.options.optimizer = spec.of(self)
+        spec.check(self, self.options.optimizer)
+        self.options.group_count = -(-len(self.param_groups) // _GROUPS) * _GROUPS
+        self.options.durability = self.durability_to_be
+        self.options.rows = any(is_sharded(member.parameter) for member in fit.members)
+        if self.early is not None and ranks.active():
+            raise Error('push_early is for one rank: DistributedDataParallel reduces gradients after backward has made them, and what '
+                        'clip_grad_norm_ does to the DTensors of fully_shard moves no version counter; leave push_early out',
+                        'UNSUPPORTED')
+        return fit
+
+    def _begin(self, fit: Fit) -> None:
+        self.members = fit.members
+        if self.connection.was_used:
+            warn(f"job '{self.options.job}' was open in another optimizer of this process, which can make no more steps from now on; where "
+                 'both train, give each a name of its own')
+        if fit.unknown:
+            warn(f"job '{self.options.job}' has no state of {len(fit.unknown)} parameters, '{fit.unknown[0]}' among them: they begin anew "
+                 'with the next step')
+        warn_of_others(self.members)
+        self.take_blob()
+        self.unpulled = self.session.version >= 0
+        self.give_values(ranks.Within('the beginning of a job', self.session.exchange))
+        self.found = self.session.version if self.unpulled else None
+
+    def leave(self) -> None:
+        """As if the job had not been opened."""
+        self.session, self.members, self._by_parameter, self.host = None, [], {}, HostMemory()
+        self.unpulled, self.found = False, None
+        self.progress.forget()
+        if self.early is not None:
+            self.early.leave()
+        self.connection.leave()
+
+    def close(self) -> None:
+        """Ends the session, once the step under way has ended."""
+        self._closed = True
+        try:
+            if self.early is not None:
+                self.early.close()
+            self.wait()
+        finally:
+            self.connection.close()  # a thread amid a step finds the session closed
+            self.members, self._by_parameter, self.host = [], {}, HostMemory()
+
+    def wait(self) -> None:
+        """Returns when no step is under way beside the loop. Raises what that step raised."""
+        if self.overlap is not None:
+            self.overlap.wait()
+
+    # --- what the servers have
+
+    def take_blob(self) -> None:
+        """Takes the loop's position from the version that was found or restored."""
+        self.progress.take(self.session.blobs, self.options.rank)
+
+    def give_values(self, exchange: ranks.Exchange) -> None:
+        """Tensors that have no values on the servers yet get those of their parameters: all of a new job, and those of a registration that
+        was cut off, as the process ended say. What the others have stays. COLLECTIVE."""
+        if not self.session.needs_values:
+            return
+        check_values(exchange, together(exchange, self._without_values))
+        self.session.initialise(together(exchange, lambda: Memory(self.members, self.host).wait()).parameters)
+
+    def _without_values(self) -> list[Member]:
+        """Members that may have no values on the servers: none that is left out has none."""
+        if self.session.version < 0 or self.options.world_size == 1:
+            return self.members
+        return [member for member in self.members if self.session.tensor_steps(member.name) == 0
+                and not bool(moments.read_array(self.session, member, member.parameter, 'master').any())]
+
+    def pull(self) -> None:
+        """Brings the job's version to all parameters."""
+        memory = Memory(self.members, self.host).wait()
+        self.session.pull(memory.parameters)
+        for i, member in enumerate(self.members):
+            memory.write_back(i)
+            member.wrote()
+        self.unpulled = False
+
+    def _member(self, parameter: torch.Tensor) -> Member | None:
+        if len(self._by_parameter) < len(self.members):
+            self._by_parameter = {id(member.parameter): member for member in self.members}
+        return self._by_parameter.get(id(parameter))
+
+    @plainly
+    def read_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """One parameter's entry in torch.optim's format; {}: it has none."""
+        if self.session is None and self.options.resume == 'never':
+            return {}  # as torch's: the job will be new
+        session, member = self.open(alone=True), self._member(parameter)
+        if member is None:
+            return {}  # it never wanted a gradient
+        start = self.param_groups[member.group].get('initial_accumulator_value', 0)
+        return moments.read(session, member, parameter, moments.moment_names(self.algorithm.kind, self.options.optimizer), start)
+
+    @plainly
+    def read_master(self, parameter: torch.Tensor) -> torch.Tensor:
+        return moments.read_array(self.open(alone=True), self._member(parameter), parameter, 'master')

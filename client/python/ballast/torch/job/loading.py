@@ -1,0 +1,242 @@
+"""State in torch.optim's format on its way into a job: moments, step counts, and the masters of 16-bit parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+
+from ballast.errors import Error
+from ballast.torch.job import checkpoint, edits, progress, registration, spec
+from ballast.torch.job.agreement import Collected, agree, alike, check_values, together
+from ballast.torch.job.registration import name_of, placed
+from ballast.torch.modes import plainly, same_bits
+from ballast.torch.state_dict import entries, marker, matching
+from ballast.torch.state_dict.entries import Entry
+from ballast.torch.state_dict.moments import moment_names, read_array
+from ballast.torch.stepping.members import Member, is_sharded, local, on_host
+
+if TYPE_CHECKING:
+    from ballast import _native
+    from ballast.torch.job.job import Job
+
+# Bytes of parameters in fp32 that one transaction writes: conversions take no more memory than this.
+_BATCH_BYTES = 256 << 20
+
+
+class Plan(NamedTuple):
+    """The outcome of a look at the state that is loaded."""
+    what: str  # the same on all ranks
+    version: int = -1  # go back to this one, or:
+    entries: dict[int, Entry] | None = None  # bring these in, by id of the parameter; None: nothing
+    begins: bool = False  # the entries are those of a job that has made no step
+    unknown: bool = False  # ... if the job, which is not open, is one
+
+
+def load(job: Job, state_dict: Mapping[str, Any]) -> None:
+    """All ranks, with the same state. A state that does not fit is refused, on all of them, before anything is changed."""
+    before = [dict(group) for group in job.param_groups]
+    resume, was_open = job.options.resume, job.session is not None
+    try:
+        plan = _agreed(job, 'load_state_dict()', lambda: _plan(job, state_dict))
+        try:
+            if plan.version >= 0 and not was_open:
+                job.options.resume = 'must'  # who loads a state wants the job that has it
+            if plan.version >= 0:
+                checkpoint.rollback(job, plan.version)
+            elif plan.unknown:
+                _check_begins(job)
+        except BaseException:
+            if not was_open:
+                job.leave()
+            raise
+        if plan.entries is not None:
+            _bring_in(job, 'load_state_dict()', plan.entries, fresh=plan.begins)
+    except BaseException:
+        for group, old in zip(job.param_groups, before):
+            group.clear()
+            group.update(old)
+        raise
+    finally:
+        job.options.resume = resume
+
+
+@plainly
+def put(job: Job, states: Mapping[int, Mapping[str, Any]]) -> None:
+    """All ranks: entries by id of the parameter, in torch.optim's format, become those of the servers; {}: no step made. The steps that
+    the loop has made, and its blob, stay."""
+    if job.session is None and job.options.resume == 'never' and not any(states.values()):
+        return  # the job will be new
+    if job.session is None:
+        job.open()
+
+    def look() -> Plan:
+        job.open()
+        found = entries.read(job, job.param_groups, lambda g, i: states.get(id(job.param_groups[g]['params'][i])))
+        found = {key: entry for key, entry in found.items() if key in states}
+        return Plan(entries.described(job, found), entries=found)
+    plan = _agreed(job, 'an assignment to optimizer.state', look)
+    _bring_in(job, 'an assignment to optimizer.state', plan.entries, steps=job.progress.steps, blob=job.progress.blob)
+
+
+def _agreed(job: Job, call: str, look: Callable[[], Plan]) -> Plan:
+    """look() on every rank: each looks at its own shards, and what is wrong with them the others do not see."""
+    def act() -> Plan:
+        job.wait()
+        return look()
+    return alike(job.exchange(call), act, lambda plan: [('what is loaded', plan.what), ('resume', repr(job.options.resume))])
+
+
+def _plan(job: Job, state_dict: Mapping[str, Any]) -> Plan:
+    saved = state_dict.get('state') or {}
+    groups = matching.matched(job, state_dict['param_groups'], tells=bool(saved))
+    said = marker.of(state_dict['param_groups'])
+    if said is not None and any(_has_tensors(entry) for entry in saved.values()):
+        raise Error(f"the state names job '{said.job}' and has moments as well: give a state_dict() or a full_state_dict()", 'BAD_SPEC')
+    if said is not None and said.version >= 0:
+        checkpoint.check_job(said, job.options.job)
+        plan = Plan(f"a state_dict of job '{said.job}' at version {said.version}", version=said.version)
+    elif said is not None:
+        plan = _plan_unopened(job, said)
+    checkpoint.load_groups(job, groups)
+    if said is None:
+        found = entries.read(job, groups, lambda g, i: saved.get(groups[g]['params'][i]))
+        begins = not any(entry.steps or entry.moments for entry in found.values())
+        plan = Plan(entries.described(job, found), entries=found, begins=begins)
+    if plan.begins and job.session is None and job.options.resume == 'never':
+        return plan._replace(entries=None)  # the job will be new
+    return plan
+
+
+def _has_tensors(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and any(isinstance(value, torch.Tensor) for value in entry.values())
+
+
+def _plan_unopened(job: Job, said: marker.Marker) -> Plan:
+    """The state_dict() is from before its job was open. Where that job could only be a new one, the state is the beginning, as torch's is
+    from before the first step; else it depends on what the job turned out to be, which its own optimizer knows."""
+    nothing = {id(parameter): Entry(0, {}, None) for _, _, parameter in placed(job)}
+    beginning = Plan('a state_dict from before the first step', entries=nothing, begins=True)
+    own = said.origin == job.origin
+    if said.begins or (job.session is not None and (job.progress.steps == 0 or own and job.found is None)):
+        return beginning
+    if job.session is None:
+        return Plan('its own state_dict from before the job was open') if own else beginning._replace(unknown=True)
+    if own and job.session.version == job.found:
+        return Plan('the state that the job was found in')
+    _refuse_unopened(job)
+
+
+def _check_begins(job: Job) -> None:
+    job.open(partly=True)
+    if job.progress.steps > 0:
+        _refuse_unopened(job)
+
+
+def _refuse_unopened(job: Job) -> NoReturn:
+    job.progress.check_whole(job.options.job)
+    raise Error(f"this state_dict was taken before its job was open, with resume='auto' or 'must', and does not say which state that was; "
+                f"job '{job.options.job}' has made {job.progress.steps} steps. To go on from them, load nothing; to begin anew, give "
+                'the job another name, or say optimizer.state.clear(); for a state that can be loaded, call resume() before state_dict()',
+                'BAD_SPEC')
+
+
+# --- into the job
+
+def _own(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of `value`, as contiguous fp32 on the CPU. COLLECTIVE where only one of the two is sharded."""
+    if is_sharded(value):
+        same = is_sharded(parameter) and value.placements == parameter.placements
+        value = local(value) if same and value.device_mesh == parameter.device_mesh else value.full_tensor()
+    if is_sharded(parameter) and value.shape != local(parameter).shape:
+        parts = torch.chunk(value, parameter.device_mesh.size())
+        rank = parameter.device_mesh.get_local_rank()
+        value = parts[rank] if rank < len(parts) else value[:0]
+    return value.to(device='cpu', dtype=torch.float32).contiguous()
+
+
+def _given(member: Member, entry: Entry, name: str | None) -> torch.Tensor | None:
+    """This rank's part of a moment, or of the master (None). COLLECTIVE, see _own()."""
+    given = entry.master if name is None else entry.moments.get(name)
+    return None if given is None else _own(given, member.parameter)
+
+
+def _value(session: _native.Session, member: Member, given: torch.Tensor | None, name: str | None, fresh: bool) -> torch.Tensor:
+    if name is None:
+        return _master(session, member, given, fresh)
+    return torch.zeros(local(member.parameter).numel(), dtype=torch.float32, device='cpu') if given is None else given
+
+
+def _master(session: _native.Session, member: Member, known: torch.Tensor | None, fresh: bool) -> torch.Tensor:
+    """The parameter's values, but where the master that there is rounds to them: then that."""
+    values = on_host(member.parameter)
+    if known is None and fresh:
+        return values.float().contiguous()
+    if known is None:
+        known = _own(read_array(session, member, member.parameter, 'master'), member.parameter)
+    return torch.where(same_bits(known.to(values.dtype), values), known, values.float()).contiguous()
+
+
+def _batches(members: Iterable[Member]) -> Iterator[list[Member]]:
+    """The same on all ranks."""
+    batch, size = [], 0
+    for member in members:
+        if batch and size + 4 * member.parameter.numel() > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(member)
+        size += 4 * member.parameter.numel()
+    if batch:
+        yield batch
+
+
+def _collect(job: Job, trained: Iterable[str]) -> Collected:
+    """The parameters that register with the load, and those that were edited before."""
+    fresh = registration.late_tensors(job, trained)
+    spec.check_dtypes(job.options.optimizer, [member for member, _, _ in fresh], [None] * len(fresh))
+    members = job.members + [member for member, _, _ in fresh]
+    return Collected(fresh, members, [None] * len(members), edits.edited(job, members), [], [])
+
+
+@torch.no_grad()
+def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = False, steps: int | None = None, blob: bytes = b'') -> None:
+    """In several transactions: until the last one the job's blob says that its state is not whole. given: by id of the parameter. fresh:
+    masters are the parameters, whatever they were. call: the user's. steps, blob: of the loop; None: the most that a parameter has made."""
+    was_open = job.session is not None
+    # The job trains these, though they may be frozen here.
+    trained = {name_of(job, g, i, parameter) for g, i, parameter in placed(job)
+               if id(parameter) in given and given[id(parameter)].steps > 0}
+    session = job.open(partly=True, trained=trained)
+    exchange = job.exchange(call)
+    collected, edited, _ = agree(exchange, lambda: _collect(job, trained))
+    registration.register(job, collected.fresh, exchange)
+    edits.commit_written(job, exchange)
+    members = [member for member in job.members if id(member.parameter) in given]
+    of = {id(member): given[id(member.parameter)] for member in members}
+    names, writes = moment_names(job.algorithm.kind, job.options.optimizer), []
+    # Parameters are ahead of masters where they were edited, or never pulled.
+    if fresh or not names or job.unpulled or any(edited) or any(entry.master is not None for entry in of.values()):
+        check_values(exchange, members)
+        writes += [('master', None, batch) for batch in _batches(members)]
+    fresh = fresh or (not was_open and not job.unpulled)  # else they are, if the job is new
+    for k, name in enumerate(names):
+        writes += [(f'moment{k + 1}', name, batch) for batch in _batches(members)]
+    steps = max((entry.steps for entry in of.values()), default=0) if steps is None else steps
+    for i, (array, name, batch) in enumerate(writes):
+        parts = [_given(member, of[id(member)], name) for member in batch]
+        values = together(exchange, lambda parts=parts, name=name, batch=batch: [
+            _value(session, member, part, name, fresh) for member, part in zip(batch, parts)])
+        last = i + 1 == len(writes)
+        sealed = progress.pack(steps, blob) if last else progress.pack_under_way()
+        before = session.version
+        try:
+            session.commit_state(array, [member.name for member in batch], values, [of[id(member)].steps for member in batch], sealed)
+        finally:
+            if session.version > before:
+                job.progress.partly = not last
+                if last:
+                    job.unpulled = False
+                    job.progress.loaded(steps, blob)
+    for member in members:
+        member.noted()

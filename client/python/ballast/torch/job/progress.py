@@ -1,0 +1,58 @@
+"""How far a job's training loop has come. The job's blob keeps it with every version."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from ballast.errors import Error
+
+# In front of the caller's blob: how many steps the loop has made.
+_HEAD = struct.Struct('<Q')
+# In place of the number of steps: a load is under way.
+_UNDER_WAY = 2**64 - 1
+
+
+def pack(steps: int, blob: bytes = b'') -> bytes:
+    """The job's blob after `steps` steps. blob: the caller's part of it."""
+    return _HEAD.pack(steps) + blob
+
+
+def pack_under_way() -> bytes:
+    """The job's blob amid a load."""
+    return pack(_UNDER_WAY)
+
+
+class Progress:
+    """The training loop's position in one job."""
+
+    def __init__(self) -> None:
+        self.steps = 0  # calls of step(), skipped ones included
+        self.blob = b''  # the caller's, of the last call
+        self.partly = False  # a load that did not end left the job's state
+        self.skips = 0  # steps in a row that were skipped
+
+    def take(self, blobs: Sequence[bytes], rank: int) -> None:
+        """Takes the position from the blobs of a version, one for each rank that made it: this rank's blob, or rank 0's if it sealed
+        none, as where there were fewer ranks."""
+        mine = next(filter(None, [*blobs[rank:rank + 1], *blobs[:1], pack(0)]))
+        self.steps, self.blob = _HEAD.unpack_from(mine)[0], mine[_HEAD.size:]
+        self.partly = self.steps == _UNDER_WAY
+
+    def made(self, blob: bytes) -> None:
+        """The job has made one more step."""
+        self.steps, self.blob = self.steps + 1, blob
+
+    def loaded(self, steps: int, blob: bytes) -> None:
+        self.steps, self.blob, self.skips = steps, blob, 0
+
+    def forget(self) -> None:
+        """As if the job had not been opened."""
+        self.steps, self.blob, self.partly = 0, b'', False
+
+    def check_whole(self, job: str) -> None:
+        """Refuses a state that is only partly there. job: the name."""
+        if self.partly:
+            raise Error(f"a load_state_dict() into job '{job}' ended before all of its state was there, and what is there is neither "
+                        'the old one nor the new: call load_state_dict() again with the same state, or rollback() to one of versions()',
+                        'INCOMPLETE')

@@ -1,0 +1,56 @@
+"""The part of a job that is fixed when it is made: optimizer, its options, dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ballast import _native
+from ballast.errors import Error
+from ballast.torch.job.registration import placed
+from ballast.torch.stepping.members import DTYPES, Member
+
+if TYPE_CHECKING:
+    from ballast.torch.job.job import Job
+
+
+def of(job: Job) -> _native.Optimizer:
+    """The open job's; else the one that the parameters and groups ask for."""
+    if job.session is not None:
+        return job.options.optimizer
+    spec = _native.Optimizer()
+    spec.kind, spec.moments = job.algorithm.kind, job.moment_format
+    for group in job.param_groups:
+        for key, value in job.algorithm.spec(group).items():
+            setattr(spec, key, value or getattr(spec, key))
+    # Frozen ones too: they may want gradients later.
+    dtypes = {parameter.dtype for _, _, parameter in placed(job)}
+    spec.gradient = spec.working = DTYPES.get(dtypes.pop(), 'f32') if len(dtypes) == 1 else 'f32'
+    return spec
+
+
+def check(job: Job, spec: _native.Optimizer) -> None:
+    """Refuses a group that wants what its job was not made for."""
+    for g, group in enumerate(job.param_groups):
+        for key, value in job.algorithm.spec(group).items():
+            if value == getattr(spec, key) or (key == 'momentum' and not value):  # a group without leaves its buffer as it is
+                continue
+            if key == 'momentum':
+                raise Error(f"group {g} has momentum={group['momentum']!r}, and the job was made without momentum buffers, for all groups "
+                            'had momentum=0: where a schedule raises it, make the job with momentum_buffer=True', 'BAD_SPEC')
+            raise Error(f'group {g} has {key}={value!r}, and the job was made with {key}={getattr(spec, key)!r}: it is one for '
+                        'all groups and for good', 'BAD_SPEC')
+
+
+def check_dtypes(spec: _native.Optimizer, members: Sequence[Member], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Refuses what would be rounded: a job keeps one dtype of parameters and one of gradients. gradients: by member."""
+    for member, gradient in zip(members, gradients):
+        dtype = member.parameter.dtype
+        if spec.working not in ('f32', DTYPES.get(dtype)):
+            raise Error(f"parameter '{member.name}' is {dtype}, the job's are {spec.working}: it would be rounded; give all parameters to "
+                        'the optimizer before the first step, and change their dtype before it', 'BAD_DTYPE')
+        if gradient is not None and spec.gradient not in ('f32', DTYPES.get(gradient.dtype)):
+            raise Error(f"parameter '{member.name}' has a gradient of {gradient.dtype}, the job's are {spec.gradient}: it would be "
+                        'rounded; leave grad_dtype as it is, or keep parameters in float32 and compute under autocast', 'BAD_DTYPE')

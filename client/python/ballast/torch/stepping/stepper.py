@@ -1,0 +1,106 @@
+"""Makes a job's steps: collects gradients, agrees with the other ranks, takes over edits, and orders the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ballast.errors import Error, warn
+from ballast.torch.job import edits, registration, spec
+from ballast.torch.job.agreement import Collected, agree, check_values, checked
+from ballast.torch.modes import plainly
+from ballast.torch.stepping.members import gradient_of
+from ballast.torch.stepping.step import Step
+
+if TYPE_CHECKING:
+    from ballast import _native
+    from ballast.torch.job.job import Job
+
+# Steps in a row that may be skipped for an Inf or NaN before step() raises.
+_SKIPS_MAX = 50
+
+
+class Stepper:
+    """Steps of a job, one at a time, and the results of the last one. Threads: the training loop's."""
+
+    def __init__(self, job: Job, max_norm: float) -> None:
+        """max_norm: of all gradients together; 0 does not clip."""
+        self.job, self.max_norm = job, max_norm
+        self.scale: float | None = None  # gradients are multiplied by it; the caller knows of overflows then
+        self.grad_norm: float | None = None
+        self.skipped = False
+        self.seconds = {'push': 0.0, 'seal': 0.0, 'pull': 0.0}
+
+    @plainly
+    def step(self, blob: bytes) -> None:
+        """COLLECTIVE. With overlap the step goes on when this returns."""
+        job = self.job
+        if job.session is None:
+            job.open(for_step=True)
+        exchange = job.exchange('step()')
+        if job.options.world_size > 1:
+            collected, edited, present = agree(exchange, self._collect)
+        else:
+            collected = self._collect()
+            edited, present = collected.edited, collected.present
+        collected.settle()
+        if job.early is not None and (collected.fresh or not job.early.stands(collected.gradients)):
+            job.early.withdraw()
+        registration.register(job, collected.fresh, exchange)
+        changed = [member for member, is_edited in zip(job.members, edited) if is_edited]
+        check_values(exchange, changed)
+        written = set(job.session.written) if changed else ()
+        for member in changed:
+            edits.take(job, member, exchange, written)
+        written = set(job.session.written)
+        changes = {i for i, member in enumerate(job.members) if present[i] or member.name in written}
+        step = Step(self, collected, changes, blob)
+        if job.overlap is not None:
+            job.overlap.start(step, job.members, collected.gradients)
+            return
+        try:
+            step.run()
+        finally:
+            step.end()
+
+    def _collect(self) -> Collected:
+        job = self.job
+        job.open(for_step=True)
+        self.skipped = False
+        if job.overlap is not None:
+            job.overlap.check(job)
+        fresh = registration.late_tensors(job)
+        members = job.members + [member for member, _, _ in fresh]
+        there = {id(parameter) for _, _, parameter in registration.placed(job)}
+        gradients = [gradient_of(member) if id(member.parameter) in there else None for member in members]
+        edited = edits.edited(job, members)
+        spec.check_dtypes(job.options.optimizer, members, gradients)
+        spec.check(job, job.options.optimizer)
+        groups = [job.algorithm.hyper(group, job.options.optimizer) for group in job.param_groups]
+        groups += groups[:1] * (job.options.group_count - len(groups))
+        compared = checked(members, job.progress.steps, job.debug) if job.options.world_size > 1 else []
+        return Collected(fresh, members, gradients, edited, groups, compared)
+
+    def took(self, report: _native.Report, gradients: Sequence[torch.Tensor | None], scaled: bool) -> None:
+        """A step has ended. gradients: by member. scaled: the caller looks for overflows."""
+        for key in self.seconds:
+            self.seconds[key] += getattr(report, f'{key}_seconds')
+        self.grad_norm = report.norm
+        self.skipped = report.skipped
+        if not report.skipped:
+            self.job.progress.skips = 0
+        elif not scaled:
+            self._warn_skipped(gradients)
+
+    def _warn_skipped(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        progress = self.job.progress
+        names = [member.name for member, gradient in zip(self.job.members, gradients)
+                 if gradient is not None and not bool(torch.isfinite(gradient).all())]
+        progress.skips += 1
+        what = f"the gradient of '{names[0]}'" if names else 'a gradient'
+        text = f'{what} is not finite: the step was skipped, nothing was updated (step {progress.steps}, {progress.skips} in a row)'
+        if progress.skips >= _SKIPS_MAX:
+            raise Error(f'{text}; lower the learning rate or look at the data', 'BAD_REQUEST')
+        warn(text)
