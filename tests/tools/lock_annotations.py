@@ -16,7 +16,7 @@ import tempfile
 
 CLANG = next(filter(None, map(shutil.which, ('clang++', 'clang++-14'))), None)
 FOLDERS = re.compile(r'/(?:storage|services|client|kernels|proto/model)/CMakeFiles/|/(?:storage|services|client)/\w+/CMakeFiles/')
-SKIPPED = re.compile(r'_seeded|/client/(?:python|examples)/')  # twice; nanobind's and BLAS' headers
+SKIPPED = re.compile(r'_seeded|/tests/|/client/(?:python|examples)/')  # twice; the preset's; nanobind's and BLAS' headers
 GCC_ONLY = ('-Wno-restrict', '-Wno-subobject-linkage')
 CHECK = ['-fsyntax-only', '-Wthread-safety', '-Werror', '-O0']
 PLANTED = '''#include "absl/base/thread_annotations.h"
