@@ -35,7 +35,7 @@ Waiting::Waiting(Deadlines* deadlines, const WaitingBounds& bounds, std::functio
 Waiting::~Waiting() {
   for (auto& [id, parked] : parked_) {
     deadlines_->Cancel(parked->timer);
-    Return(parked->waiter.bytes);
+    Return(bounds_, parked->waiter.bytes);
   }
 }
 
@@ -43,16 +43,21 @@ absl::Status Waiting::Take(uint64_t bytes) {
   const uint64_t requests = bounds_.requests->fetch_add(1);
   const uint64_t held = bounds_.bytes->fetch_add(bytes);
   if (requests < bounds_.requests_max && held + bytes <= bounds_.bytes_max) return absl::OkStatus();
-  Return(bytes);
+  Return(bounds_, bytes);
   return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                       absl::StrCat("already ", requests, " requests of ", held,
                                    " bytes wait at this server, which takes ", bounds_.requests_max, " requests and ",
                                    bounds_.bytes_max, " bytes; this one has ", bytes, " bytes: send it again"));
 }
 
-void Waiting::Return(uint64_t bytes) {
-  bounds_.requests->fetch_sub(1);
-  bounds_.bytes->fetch_sub(bytes);
+void Waiting::Return(const WaitingBounds& bounds, uint64_t bytes) {
+  bounds.requests->fetch_sub(1);
+  bounds.bytes->fetch_sub(bytes);
+}
+
+absl::StatusOr<std::shared_ptr<void>> Waiting::Hold(uint64_t bytes) {
+  BALLAST_RETURN_IF_ERROR(Take(bytes));
+  return std::shared_ptr<void>(nullptr, [bounds = bounds_, bytes](void*) { Return(bounds, bytes); });
 }
 
 void Waiting::Submit(Waiter waiter, Queue* queue, Replies* replies) {
@@ -101,7 +106,7 @@ Waiter Waiting::Remove(uint64_t id) {
   parked->second->queue->erase(id);
   deadlines_->Cancel(parked->second->timer);
   parked_.erase(parked);
-  Return(waiter.bytes);
+  Return(bounds_, waiter.bytes);
   return waiter;
 }
 

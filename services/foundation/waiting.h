@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
-#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/services/foundation/deadlines.h"
 
@@ -64,6 +64,9 @@ class Waiting {
   void Expire(uint64_t id, Replies* replies);
   void RefuseAll(const absl::Status& status, Replies* replies);
   void Refuse(Queue* queue, const absl::Status& status, Replies* replies);
+  // Counts a request that waits elsewhere, for a thread, until the token is gone. UNAVAILABLE (BUSY) when too much
+  // waits already. The token may be dropped on any thread, no lock held.
+  absl::StatusOr<std::shared_ptr<void>> Hold(uint64_t bytes);
 
  private:
   struct Parked {
@@ -72,7 +75,7 @@ class Waiting {
     uint64_t timer;
   };
   absl::Status Take(uint64_t bytes);
-  void Return(uint64_t bytes);
+  static void Return(const WaitingBounds& bounds, uint64_t bytes);
   Waiter Remove(uint64_t id);
 
   Deadlines* const deadlines_;

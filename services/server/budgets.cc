@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/job_parts.h"
+#include "ballast/services/work/prediction.h"
 #include "ballast/storage/placement/rebalance.h"
 
 namespace ballast::services {

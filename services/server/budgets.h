@@ -7,7 +7,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
-#include "ballast/services/job.h"
+#include "ballast/services/requests/job.h"
 #include "ballast/storage/tier/tiers.h"
 #include "ballast/v1/admin_service.pb.h"
 

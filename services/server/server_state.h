@@ -16,7 +16,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/services/foundation/counters.h"
 #include "ballast/services/foundation/foundation.h"
-#include "ballast/services/job.h"
+#include "ballast/services/requests/job.h"
 #include "ballast/services/server/state_server.h"
 #include "ballast/storage/catalog/catalog.h"
 
@@ -27,7 +27,7 @@ struct StateServer::Impl {
       : options(options),
         foundation(options.foundation != nullptr ? options.foundation : SystemFoundation()),
         compute(std::max(1, options.compute_threads)),
-        executor(foundation->MakeExecutor(std::max(1, options.read_threads))),
+        answers(foundation->MakeExecutor(std::max(1, options.read_threads))),
         dropping(foundation->MakeExecutor(1)) {}
 
   // A name's job, or the record of a job that a restart did not bring back: its state is lost, or the job lacked
@@ -82,7 +82,7 @@ struct StateServer::Impl {
   std::optional<storage::MachineProfile> machine;
   absl::Mutex planning;
   kernels::ThreadPool compute;
-  const std::unique_ptr<Executor> executor;
+  const std::unique_ptr<Executor> answers;   // to requests that have waited
   const std::unique_ptr<Executor> dropping;  // a drop waits for the running update, new budgets for an Open
   Deadlines deadlines;
 

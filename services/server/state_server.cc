@@ -19,7 +19,7 @@ StateServer::StateServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 StateServer::~StateServer() {
   Stop();
   impl_->dropping->Join();
-  impl_->executor->Join();
+  impl_->answers->Join();
 }
 
 void StateServer::Stop() {
@@ -39,10 +39,20 @@ void StateServer::Stop() {
 }
 
 std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
-  return Job::Make(name, {server_id, catalog.get(), tiers.get(), foundation, &compute, executor.get(), &deadlines,
-                          &counters, &planning, machine.has_value() ? &*machine : nullptr, options.working_copies,
-                          WaitingBounds{&counters.waiting_requests, options.waiting_requests_max,
-                                        &counters.waiting_request_bytes, options.waiting_request_bytes_max}});
+  return Job::Make(name, {.server_id = server_id,
+                          .catalog = catalog.get(),
+                          .tiers = tiers.get(),
+                          .foundation = foundation,
+                          .compute = &compute,
+                          .answers = answers.get(),
+                          .read_threads = std::max(1, options.read_threads),
+                          .deadlines = &deadlines,
+                          .counters = &counters,
+                          .planning = &planning,
+                          .machine = machine.has_value() ? &*machine : nullptr,
+                          .working_copies = options.working_copies,
+                          .waiting = {&counters.waiting_requests, options.waiting_requests_max,
+                                      &counters.waiting_request_bytes, options.waiting_request_bytes_max}});
 }
 
 absl::Status StateServer::Impl::LostToDurabilityNone(const std::string& name) const {

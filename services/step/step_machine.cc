@@ -137,7 +137,8 @@ Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
   return response;
 }
 
-Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request) {
+Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request,
+                                            std::shared_ptr<const model::EpochPlan> plan) {
   Impl& m = *impl_;
   const auto order = model::Compare(request.epoch(), m.promised);
   if (order < 0) {
@@ -163,8 +164,11 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request) {
   }
   if (m.plan != nullptr) BALLAST_RETURN_IF_ERROR(CheckContinues(m.plan->open(), request));
   BALLAST_RETURN_IF_ERROR(CheckRegistered(request, m.plan == nullptr ? 0 : m.plan->open().spec().registrations_size()));
-  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan next, model::EpochPlan::Make(request));
-  BALLAST_ASSIGN_OR_RETURN(const uint32_t member, next.FindMember(m.id));
+  if (plan == nullptr) {
+    BALLAST_ASSIGN_OR_RETURN(model::EpochPlan made, model::EpochPlan::Make(request));
+    plan = std::make_shared<const model::EpochPlan>(std::move(made));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t member, plan->FindMember(m.id));
   BALLAST_RETURN_IF_ERROR(request.has_restores() ? m.CheckStartsAnew(request) : m.CheckBase(request));
   if (request.has_restores()) {
     m.committed = request.base();
@@ -175,12 +179,13 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request) {
     m.Decide(request.base_decision(), /*log=*/true);
   }
   m.Append(OpenRecord{request});
-  m.Adopt(std::move(next), member);
+  m.Adopt(std::move(plan), member);
   return v1::OpenResponse();
 }
 
-absl::StatusOr<StepMachine::Admission> StepMachine::CheckPush(const v1::PushRequest& header) const {
-  const Impl& m = *impl_;
+absl::StatusOr<StepMachine::Admission> StepMachine::Admit(const v1::PushRequest& header,
+                                                          absl::FunctionRef<bool()> has_room) {
+  Impl& m = *impl_;
   BALLAST_RETURN_IF_ERROR(m.CheckPush(header));
   BALLAST_ASSIGN_OR_RETURN(const uint32_t place, m.slices.FindPlace(header));
   const std::optional<uint32_t> held = m.slices.Held(header.kind(), place);
@@ -199,13 +204,7 @@ absl::StatusOr<StepMachine::Admission> StepMachine::CheckPush(const v1::PushRequ
                                      header.step(), " with different bytes (crc32c ", *held, ", then ", header.crc32c(),
                                      "); sum contributions in the client and push once, or Drop()"));
   }
-  return Admission::kReceive;
-}
-
-absl::StatusOr<StepMachine::Admission> StepMachine::BeginPush(const v1::PushRequest& header) {
-  Impl& m = *impl_;
-  BALLAST_ASSIGN_OR_RETURN(const Admission admission, CheckPush(header));
-  if (admission == Admission::kHeld) return admission;
+  if (!has_room()) return Admission::kWaits;
   if (!m.slices.TakePlace(header)) {
     return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                         absl::StrCat("another push of [", header.begin(), ", ", header.end(), ") of unit ",
@@ -215,7 +214,7 @@ absl::StatusOr<StepMachine::Admission> StepMachine::BeginPush(const v1::PushRequ
   return Admission::kReceive;
 }
 
-absl::Status StepMachine::EndPush(const v1::PushRequest& header, const absl::Status& received) {
+absl::Status StepMachine::EndPush(const v1::PushRequest& header, const absl::Status& received, PushedSlice* bytes) {
   Impl& m = *impl_;
   m.slices.FreePlace(header);
   BALLAST_RETURN_IF_ERROR(received);
@@ -227,7 +226,7 @@ absl::Status StepMachine::EndPush(const v1::PushRequest& header, const absl::Sta
     }
   }
   BALLAST_ASSIGN_OR_RETURN(const uint32_t place, m.slices.FindPlace(header));
-  m.Append(SliceRecord{header});
+  m.Append(SliceRecord{header, bytes});
   const bool file_as_newest = Seeded(SeededBug::kLowerAttemptAccepted);
   m.slices.Hold(header.kind(), place, file_as_newest ? m.slices.attempt(header.rank()) : header.attempt(),
                 header.crc32c());
@@ -390,7 +389,7 @@ absl::Status StepMachine::LoseState(const v1::OpenRequest& open) {
   const auto interval = static_cast<int64_t>(open.spec().pin_interval());
   m.committed = from < 0 ? 0 : (from / interval + 1) * interval;
   m.state = Impl::State::kLost;
-  m.Adopt(std::move(known), member);
+  m.Adopt(std::make_shared<const model::EpochPlan>(std::move(known)), member);
   return absl::OkStatus();
 }
 

@@ -15,6 +15,7 @@
 #include <variant>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/verdict.h"
@@ -30,8 +31,10 @@ struct PromiseRecord {
 struct OpenRecord {
   v1::OpenRequest open;
 };
+struct PushedSlice;  // the bytes of a slice, which are the host's
 struct SliceRecord {
-  v1::PushRequest header;  // payload empty: the bytes are the host's
+  v1::PushRequest header;        // payload empty
+  PushedSlice* bytes = nullptr;  // borrowed, as EndPush had it; null in a replay
 };
 struct PreparedStepRecord {
   v1::PreparedRecord prepared;
@@ -62,7 +65,7 @@ class StepHost {
   virtual void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) = 0;
   // A new epoch is open: provisional slices of older epochs are void, chunks of a longer spec may have to be added.
   // With OpenRequest::restores, the chunks' content is void until the restore is applied.
-  virtual void Opened(const model::EpochPlan& plan) = 0;
+  virtual void Opened(std::shared_ptr<const model::EpochPlan> plan) = 0;
   // Pin `version`, the last version that Apply was called for (DURABILITY_EVERY_K). Comes after PinChanged for the pins
   // that are not needed any more.
   virtual void PinDue(int64_t version) = 0;
@@ -92,18 +95,20 @@ class StepMachine {
 
   v1::GetJobResponse Describe() const;
   Outcome<v1::FenceResponse> Fence(const v1::FenceRequest& request);
-  Outcome<v1::OpenResponse> Open(const v1::OpenRequest& request);
+  // `plan`: of this request, if the caller has made it, which for a large job takes long; null lets the machine do so.
+  Outcome<v1::OpenResponse> Open(const v1::OpenRequest& request,
+                                 std::shared_ptr<const model::EpochPlan> plan = nullptr);
 
-  // Rule 3 in two halves, so that the payload is copied outside the lock. BeginPush checks everything but the bytes:
-  //   kHeld: this very slice is there already, answer OK;  kReceive: copy the bytes, then call EndPush.
-  // From BeginPush to EndPush the slice's place belongs to this push: a second push of the slice is UNAVAILABLE (BUSY).
-  enum class Admission { kHeld, kReceive };
-  // BeginPush's answer, without taking the place: lets a caller find a refusal before it waits for room.
-  absl::StatusOr<Admission> CheckPush(const v1::PushRequest& header) const;
-  absl::StatusOr<Admission> BeginPush(const v1::PushRequest& header);
+  // Rule 3 in two halves, so that the payload is copied outside the lock. Admit checks everything but the bytes:
+  //   kHeld: this very slice is there already, answer OK;  kReceive: copy the bytes, then call EndPush;
+  //   kWaits: the slice may come, but `has_room` says that there is no room for it now. Nothing has changed.
+  // A push that is refused, or held already, never waits for room. From kReceive to EndPush the slice's place belongs
+  // to this push: a second push of the slice is UNAVAILABLE (BUSY).
+  enum class Admission { kHeld, kReceive, kWaits };
+  absl::StatusOr<Admission> Admit(const v1::PushRequest& header, absl::FunctionRef<bool()> has_room);
   // `received`: OK if all bytes came and match their digest. In this case the push is checked again, and refused if a
-  // fence, a newer attempt or the prepared record overtook it.
-  absl::Status EndPush(const v1::PushRequest& header, const absl::Status& received);
+  // fence, a newer attempt or the prepared record overtook it. `bytes` go to the host with the slice's record.
+  absl::Status EndPush(const v1::PushRequest& header, const absl::Status& received, PushedSlice* bytes = nullptr);
 
   absl::StatusOr<v1::NormResponse> Norm(const v1::NormRequest& request);
   Outcome<v1::SealResponse> Seal(const v1::SealRequest& request);

@@ -14,7 +14,7 @@ absl::Status StepMachine::Impl::ReplayOpen(const v1::OpenRequest& open) {
   }
   BALLAST_ASSIGN_OR_RETURN(model::EpochPlan next, model::EpochPlan::Make(open));
   BALLAST_ASSIGN_OR_RETURN(const uint32_t member, next.FindMember(id));
-  Adopt(std::move(next), member);
+  Adopt(std::make_shared<const model::EpochPlan>(std::move(next)), member);
   return absl::OkStatus();
 }
 
@@ -72,7 +72,7 @@ absl::Status StepMachine::Impl::ReplaySnapshot(const v1::LogSnapshot& snapshot) 
   if (snapshot.has_open()) {
     BALLAST_ASSIGN_OR_RETURN(model::EpochPlan opened, model::EpochPlan::Make(snapshot.open()));
     BALLAST_ASSIGN_OR_RETURN(const uint32_t member, opened.FindMember(id));
-    Adopt(std::move(opened), member);
+    Adopt(std::make_shared<const model::EpochPlan>(std::move(opened)), member);
   }
   committed = snapshot.committed();
   if (snapshot.has_decision()) decision = snapshot.decision();

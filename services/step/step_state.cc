@@ -305,14 +305,13 @@ absl::Status StepMachine::Impl::CheckRestore(const v1::StepHeader& header,
                                    " now: tensors that were registered since have no state at that version"));
 }
 
-void StepMachine::Impl::Adopt(model::EpochPlan next, uint32_t member) {
-  auto adopted = std::make_unique<model::EpochPlan>(std::move(next));
-  slices.Open(adopted.get(), member);
-  seals.Open(adopted.get());
-  plan = std::move(adopted);
+void StepMachine::Impl::Adopt(std::shared_ptr<const model::EpochPlan> next, uint32_t member) {
+  slices.Open(next.get(), member);
+  seals.Open(next.get());
+  plan = std::move(next);
   if (!Seeded(SeededBug::kOpenKeepsPrepared)) prepared.reset();
   tensor_steps.resize(plan->layout().tensors().size(), 0);
-  host->Opened(*plan);
+  host->Opened(plan);
 }
 
 v1::SealResponse StepMachine::Impl::Pending(uint32_t asker) const {

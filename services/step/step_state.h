@@ -84,7 +84,7 @@ struct StepMachine::Impl {
   // Makes `kept` the only automatic pin.
   void KeepOneAutomatic(int64_t kept, int64_t since);
   uint64_t pin_interval() const { return plan->open().spec().pin_interval(); }
-  void Adopt(model::EpochPlan next, uint32_t member);
+  void Adopt(std::shared_ptr<const model::EpochPlan> next, uint32_t member);
   v1::SealResponse Pending(uint32_t asker) const;
 
   absl::Status ReplaySnapshot(const v1::LogSnapshot& snapshot);
@@ -100,7 +100,7 @@ struct StepMachine::Impl {
 
   v1::Epoch promised;
   uint64_t promise_lsn = 0;
-  std::unique_ptr<model::EpochPlan> plan;
+  std::shared_ptr<const model::EpochPlan> plan;
   int64_t committed = -1;
   std::optional<v1::Decision> decision;        // of `committed`
   std::optional<v1::PreparedRecord> prepared;  // of `committed` + 1

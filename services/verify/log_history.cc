@@ -35,7 +35,7 @@ class Replayer : public StepHost {
   uint64_t Append(const StepRecord&) override { return ++lsn_; }
   void Sync(uint64_t) override {}
   v1::ChunkNorm Norm(uint64_t, absl::string_view) override { return {}; }
-  void Opened(const model::EpochPlan&) override {}
+  void Opened(std::shared_ptr<const model::EpochPlan>) override {}
   void PinDue(int64_t) override {}
   void PinChanged(const v1::PinnedVersion&) override {}
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;

@@ -47,13 +47,13 @@ TEST(JobPush, DamagedPushesOfOnePlaceAreRefusedOneAfterTheOther) {
     ASSERT_TRUE(records.ok()) << records.status();
     const auto decision = model::Decide(*records);
     ASSERT_TRUE(decision.ok()) << decision.status();
-    // Answers to what waited come from the executor, which a read holds up: so all pushes are there before the first of
-    // them is answered.
+    // Answers to what waited come from one thread, which the answer to this pull holds up: so all pushes are there
+    // before the first of them is answered.
     absl::Notification holding, release;
     v1::PullRequest pull;
     pull.set_job("job");
-    pull.set_version(group.step() - 1);
-    pull.set_content(v1::CONTENT_MASTER);
+    pull.set_version(group.step());
+    pull.set_content(v1::CONTENT_WORKING);
     pull.set_end(1);
     Answer<uint32_t> held;
     server->Pull(
@@ -64,8 +64,8 @@ TEST(JobPush, DamagedPushesOfOnePlaceAreRefusedOneAfterTheOther) {
           return absl::Span<std::byte>();
         },
         held.reply());
-    holding.WaitForNotification();
     ASSERT_EQ(group.Commit(*decision), absl::OkStatus());
+    holding.WaitForNotification();
     v1::PushRequest header = group.PushHeader(slice, v1::SLICE_KIND_GRADIENT, payload);
     header.set_crc32c(header.crc32c() + 1);
     std::vector<Answer<v1::PushResponse>> answers(kPushes);

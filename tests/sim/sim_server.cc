@@ -187,7 +187,7 @@ std::optional<uint32_t> SimServer::Find(v1::SliceKind kind, const model::Slice& 
 
 void SimServer::Push(const Request& request, std::vector<Response>* answers) {
   const v1::PushRequest& header = *std::get<std::shared_ptr<const v1::PushRequest>>(request.body);
-  const auto admission = machine_->BeginPush(header);
+  const auto admission = machine_->Admit(header, [] { return true; });
   if (!admission.ok()) return Answer<v1::PushResponse>(request, admission.status(), answers);
   if (*admission == services::StepMachine::Admission::kHeld) {
     return Answer<v1::PushResponse>(request, v1::PushResponse(), answers);
@@ -329,10 +329,10 @@ void SimServer::KeepInCatalog(size_t kept) {
   log_.clear();
 }
 
-void SimServer::Opened(const model::EpochPlan& plan) {
-  plan_ = &plan;
-  if (!plan.open().has_restores()) return;
-  applied_ = plan.open().base();
+void SimServer::Opened(std::shared_ptr<const model::EpochPlan> plan) {
+  plan_ = std::move(plan);
+  if (!plan_->open().has_restores()) return;
+  applied_ = plan_->open().base();
   state_ = kUnknownState;
 }
 

@@ -28,7 +28,7 @@ class RecordingHost : public StepHost {
     applied.emplace_back(prepared, decision);
     calls.push_back("apply");
   }
-  void Opened(const model::EpochPlan& plan) override { ++opened; }
+  void Opened(std::shared_ptr<const model::EpochPlan>) override { ++opened; }
   void PinDue(int64_t version) override { calls.push_back(absl::StrCat("due ", version)); }
   void PinChanged(const v1::PinnedVersion& pin) override {
     calls.push_back(absl::StrCat(pin.automatic() || pin.requested() ? "keep " : "drop ", pin.version()));

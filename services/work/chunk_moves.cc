@@ -1,14 +1,13 @@
-// The job's thread of class Job: moves chunks, between steps, to where new budgets want them. The thread's queue is
-// first in, first out, and a batch puts the next batch behind the queued tasks. So a step waits for one batch at most.
+#include "ballast/services/work/chunk_moves.h"
+
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/job_parts.h"
 
 namespace ballast::services {
 
@@ -21,32 +20,32 @@ constexpr int kMovesAtOnce = 4;
 
 }  // namespace
 
-std::optional<storage::JobHolding> Job::Holding() const {
+std::optional<storage::JobHolding> ChunkMoves::Holding() const {
   std::shared_ptr<storage::ChunkStore> store;
   storage::JobHolding holding;
   {
-    absl::MutexLock lock(&mu_);
+    JobMutexLock lock(&core_->mu);
     // Chunks of a job that takes no more steps cannot be moved.
-    if (store_ == nullptr || !Refusal().ok()) return std::nullopt;
-    store = store_;
+    if (core_->store == nullptr || !core_->Refusal().ok()) return std::nullopt;
+    store = core_->store;
   }
-  holding.name = name_;
+  holding.name = core_->name;
   holding.chunks = store->placed();
   holding.layout = store->layout();
   holding.durable = store->durable();
   holding.staging_bytes_missing = store->staging_bytes_missing();
   holding.flush_buffer_bytes_missing = store->flush_buffer_bytes_missing();
-  holding.shape = ShapeOf(*store);
+  holding.shape = prediction_->ShapeOf(*store);
   return holding;
 }
 
-void Job::MoveTo(const storage::Plan& plan, v1::JobMoves* answer) {
-  absl::MutexLock lock(&mu_);
+void ChunkMoves::MoveTo(const storage::Plan& plan, v1::JobMoves* answer) {
+  JobMutexLock lock(&core_->mu);
   // An Open of a different spec may have thrown the chunks away; new chunks come only when the planning lock is free.
-  if (store_ == nullptr || store_->chunk_count() != plan.chunks.size()) return;
+  if (core_->store == nullptr || core_->store->chunk_count() != plan.chunks.size()) return;
   auto moves = std::make_shared<Moves>();
-  moves->store = store_;
-  const std::vector<storage::PlacedChunk> placed = store_->placed();
+  moves->store = core_->store;
+  const std::vector<storage::PlacedChunk> placed = core_->store->placed();
   // Chunks in DRAM first: chunks that leave HBM may need their room.
   for (const TierKind from : {TierKind::kDram, TierKind::kHbm, TierKind::kNvme}) {
     for (uint64_t i = 0; i < placed.size(); ++i) {
@@ -59,27 +58,28 @@ void Job::MoveTo(const storage::Plan& plan, v1::JobMoves* answer) {
   answer->set_chunks_to_nvme(down);
   answer->set_chunks_to_dram(dram);
   answer->set_chunks_to_hbm(up);
-  prediction_ = plan.prediction;
+  prediction_->Set(plan.prediction);
   moves_ = nullptr;  // where an earlier change wanted them counts no more
   if (moves->left() == 0) return;
-  spdlog::info("job '{}': {} chunks move to nvme, {} to dram, {} to hbm. {}", name_, down, dram, up, plan.Explain());
+  spdlog::info("job '{}': {} chunks move to nvme, {} to dram, {} to hbm. {}", core_->name, down, dram, up,
+               plan.Explain());
   moves_ = std::move(moves);
-  ResumeMoves();
+  Resume();
 }
 
-void Job::ResumeMoves() {
+void ChunkMoves::Resume() {
   if (moves_ == nullptr || std::exchange(moves_->posted, true)) return;
-  stage_->Post([this] { MoveSome(); });
+  core_->worker->Post([this] { MoveSome(); });
 }
 
-void Job::MoveSome() {
+void ChunkMoves::MoveSome() {
   std::shared_ptr<Moves> moves;
   std::vector<uint64_t> down;
   {
-    absl::MutexLock lock(&mu_);
+    JobMutexLock lock(&core_->mu);
     if (moves_ == nullptr) return;
     moves_->posted = false;
-    if (!Refusal().ok() || moves_->store != store_) {
+    if (!core_->Refusal().ok() || moves_->store != core_->store) {
       moves_ = nullptr;
       return;
     }
@@ -89,15 +89,15 @@ void Job::MoveSome() {
   }
   // Durable state goes down by being flushed; then the memory is dropped.
   std::erase_if(down, [&](uint64_t chunk) { return !moves->store->dirty(chunk); });
-  if (const absl::Status flushed = Flush(moves->store.get(), down, applied_); !flushed.ok()) {
-    LockedOnStage([&](Replies* replies) {
-      mu_.AssertHeld();
+  if (const absl::Status flushed = flushes_->Run(moves->store.get(), down); !flushed.ok()) {
+    core_->LockedOnWorker([&](Replies* replies) {
+      core_->mu.AssertHeld();
       moves_ = nullptr;
-      Fail(model::Annotate(flushed, "chunks that move to nvme could not be flushed"), Remedy(), replies);
+      core_->Fail(model::Annotate(flushed, "chunks that move to nvme could not be flushed"), core_->Remedy(), replies);
     });
     return;
   }
-  if (!down.empty()) CutJournal(*moves->store, applied_);
+  if (!down.empty()) flushes_->Cut(*moves->store);
   const uint64_t before = moves->moved;
   absl::Status status;  // why chunks did not move: first of all an error that more room would not heal
   // Chunks that go down make room for chunks that come up.
@@ -109,49 +109,48 @@ void Job::MoveSome() {
 }
 
 // Moves up to kMovesAtOnce chunks; ends at a chunk that finds no room or fails.
-absl::Status Job::MoveBatch(const std::shared_ptr<Moves>& moves, TierKind to) {
+absl::Status ChunkMoves::MoveBatch(const std::shared_ptr<Moves>& moves, TierKind to) {
   std::deque<uint64_t>* const chunks = &moves->To(to);
   for (int i = 0; i < kMovesAtOnce; ++i) {
-    // Nobody may plan meanwhile with space that the chunk is about to take or give back.
-    absl::MutexLock planning(around_.planning);
     uint64_t chunk = 0;
     {
-      absl::MutexLock lock(&mu_);
+      JobMutexLock lock(&core_->mu);
       if (moves_ != moves || chunks->empty()) return absl::OkStatus();
       chunk = chunks->front();
     }
     // Durable chunks of this batch have been flushed; a dirty chunk belongs to the next batch.
     if (to == TierKind::kNvme && moves->store->dirty(chunk)) return absl::OkStatus();
     BALLAST_RETURN_IF_ERROR(moves->store->Move(chunk, to));
-    absl::MutexLock lock(&mu_);
+    JobMutexLock lock(&core_->mu);
     chunks->pop_front();
     ++moves->moved;
-    ++chunks_moved_;
+    ++moved_;
   }
   return absl::OkStatus();
 }
 
-void Job::EndBatch(const std::shared_ptr<Moves>& moves, bool progress, const absl::Status& status) {
-  absl::MutexLock lock(&mu_);
+void ChunkMoves::EndBatch(const std::shared_ptr<Moves>& moves, bool progress, const absl::Status& status) {
+  JobMutexLock lock(&core_->mu);
   if (moves_ != moves) return;
   const uint64_t left = moves->left();
   if (!status.ok() && !absl::IsResourceExhausted(status)) {
     // All chunks are where they were: training goes on.
-    spdlog::error("job '{}': {} chunks stay where they are, not where the budgets want them: {}", name_, left,
+    spdlog::error("job '{}': {} chunks stay where they are, not where the budgets want them: {}", core_->name, left,
                   std::string(status.message()));
     moves_ = nullptr;
     return;
   }
   if (left == 0) {
-    spdlog::info("job '{}': moved {} chunks in {:.1f} s", name_, moves->moved,
+    spdlog::info("job '{}': moved {} chunks in {:.1f} s", core_->name, moves->moved,
                  absl::ToDoubleSeconds(absl::Now() - moves->began));
     moves_ = nullptr;
     return;
   }
-  if (progress) return ResumeMoves();
+  if (progress) return Resume();
   // The next step may bring room, when other jobs' chunks or pinned copies have gone.
   if (!std::exchange(moves->said_stalled, true)) {
-    spdlog::warn("job '{}': {} chunks wait for room before they move: {}", name_, left, std::string(status.message()));
+    spdlog::warn("job '{}': {} chunks wait for room before they move: {}", core_->name, left,
+                 std::string(status.message()));
   }
 }
 

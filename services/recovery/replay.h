@@ -1,4 +1,4 @@
-// Part of class Job: the state of a replay, shared by recovery.cc and slice_loading.cc.
+// Progress of the replay of a job's log.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,13 @@
 #include "absl/status/status.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "ballast/services/job.h"
+#include "ballast/storage/io/block_file.h"
 #include "ballast/storage/log/log_reader.h"
+#include "ballast/v1/state_service.pb.h"
 
 namespace ballast::services {
 
-// Progress of the replay of a log.
-struct Job::Replaying {
+struct Replay {
   struct Slice {
     v1::PushRequest header;
     storage::PayloadPlace payload;
@@ -28,13 +28,13 @@ struct Job::Replaying {
   std::thread updates;
   bool updating = false;  // guarded by the job's lock
   absl::Status updated;
+  absl::Time said = absl::Now();
 
-  ~Replaying() { (void)FinishUpdates(); }
+  ~Replay() { (void)FinishUpdates(); }
   absl::Status FinishUpdates() {
     if (updates.joinable()) updates.join();
     return updated;
   }
-  absl::Time said = absl::Now();
 };
 
 }  // namespace ballast::services

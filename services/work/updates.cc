@@ -1,4 +1,5 @@
-// The job's thread of class Job: decided steps become updates of chunks, in order; pins lie between them.
+#include "ballast/services/work/updates.h"
+
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
@@ -11,13 +12,15 @@
 #include "ballast/kernels/optimizer.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/job_parts.h"
+#include "ballast/services/records/job_entry.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::services {
-
 namespace {
+
+// Decided steps that may wait for the worker. Several wait only if steps touch few of this server's chunks.
+constexpr int kQueuedMax = 8;
 
 // Coefficients of one step: the same for all segments of a group whose tensors have had equally many updates.
 class StepCoefficients {
@@ -81,28 +84,36 @@ void LendTo(const LentMemory& lent, const model::Chunk& chunk, storage::ChunkUpd
 
 }  // namespace
 
-std::shared_ptr<LentMemory> Job::TakeLent(const v1::PreparedRecord& prepared) {
-  if (lent_ == nullptr || lent_->request().step != prepared.step() ||
-      model::Compare(lent_->request().epoch, prepared.epoch()) != 0) {
-    return nullptr;
-  }
-  lent_->applied = true;
-  return lent_;
+bool Updates::full() const { return queued_ >= kQueuedMax; }
+
+bool Updates::Show(int64_t version, std::optional<uint32_t> unit) const {
+  if (updated_ >= version || (core_->machine->committed() >= version && queued_ == 0)) return true;
+  return unit.has_value() && std::all_of(core_->chunks.begin(), core_->chunks.end(), [&](const auto& chunk) {
+           return chunk->layout.unit != *unit || *chunk->version >= version;
+         });
 }
 
-void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) {
-  mu_.AssertHeld();
+std::shared_ptr<LentMemory> Updates::TakeLent(const v1::PreparedRecord& prepared) {
+  if (core_->lent == nullptr || core_->lent->request().step != prepared.step() ||
+      model::Compare(core_->lent->request().epoch, prepared.epoch()) != 0) {
+    return nullptr;
+  }
+  core_->lent->applied = true;
+  return core_->lent;
+}
+
+std::shared_ptr<StepWork> Updates::Prepare(const v1::PreparedRecord& prepared, const v1::Decision& decision) {
   const v1::StepHeader& header = prepared.header();
   const bool skip = decision.verdict().skip();
   const bool update = !skip && header.kind() == v1::STEP_KIND_UPDATE;
-  const absl::Span<const uint64_t> tensor_steps = machine_->tensor_steps();  // this step counted
-  StepCoefficients coefficients(store_->layout().optimizer(), header,
+  const absl::Span<const uint64_t> tensor_steps = core_->machine->tensor_steps();  // this step counted
+  StepCoefficients coefficients(core_->store->layout().optimizer(), header,
                                 std::bit_cast<float>(decision.verdict().factor_bits()));
   auto work = std::make_shared<StepWork>();
   work->step = decision.step();
   const std::shared_ptr<LentMemory> lent = TakeLent(prepared);
   if (lent != nullptr) work->lent = lent->Use();
-  for (const std::shared_ptr<HeldChunk>& chunk : chunks_) {
+  for (const std::shared_ptr<HeldChunk>& chunk : core_->chunks) {
     // A restore leaves alone a chunk that never had a state: no pin has it.
     const bool restore = header.kind() == v1::STEP_KIND_RESTORE && chunk->changed >= 0;
     const bool changes = !skip && (restore || Changes(header, chunk->layout));
@@ -112,18 +123,19 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
       chunk->intake.Clear();
       continue;
     }
-    if (recovering_ && changes && work->incomplete.ok()) work->incomplete = CheckHeld(*chunk, prepared);
+    if (core_->recovering && changes && work->incomplete.ok()) work->incomplete = CheckHeld(*chunk, prepared);
     storage::ChunkUpdate change;
     change.chunk = chunk->store_index;
     change.version = decision.step();
-    change.random = {.seed = plan_->open().spec().seed(),
+    change.random = {.seed = core_->plan->open().spec().seed(),
                      .unit = chunk->layout.unit,
                      .step = static_cast<uint64_t>(decision.step()),
                      .first_element = chunk->layout.range.begin};
     Intake::Buffers buffers;
     if (!skip) chunk->intake.TakeValues(header.value_presence(), prepared.attempt(), &change, &buffers);
     if (lent != nullptr && !skip && chunk->intake.lent(v1::SLICE_KIND_VALUE)) {
-      TakeLentValues(*lent, chunk->layout, header.value_presence(), store_->layout().working_element_bytes(), &change);
+      TakeLentValues(*lent, chunk->layout, header.value_presence(), core_->store->layout().working_element_bytes(),
+                     &change);
     }
     change.values_of = static_cast<storage::StateArray>(header.value_array());
     if (lent != nullptr && header.value_array() == 0) LendTo(*lent, chunk->layout, &change);
@@ -139,12 +151,13 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
     }
     if (!change.segments.empty() && !lends) chunk->intake.TakeGradient(&change, &buffers);
     chunk->intake.Clear();
-    if (!around_.working_copies && !durable_) chunk->intake.ReleaseIdle();  // its buffer is not part of a reservation
+    if (!core_->around.working_copies && !core_->recoverable)
+      chunk->intake.ReleaseIdle();  // its buffer is not part of a reservation
     if (restore) {
       change.restored = header.restored_version();
       // A replay of the restore would need its pin, which may be gone by then: once all chunks are flushed, no chunk
       // needs the replay.
-      change.flush = durable_;
+      change.flush = core_->recoverable;
     }
     const bool values = !change.values.empty() || !change.logged_values.empty();
     if (!values && change.segments.empty() && !change.restored.has_value()) {
@@ -153,76 +166,100 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
       ++chunk->updates_pending;
       work->touched.push_back(chunk);
       work->updates.push_back(std::move(change));
-      buffers_returning_ += buffers.size();
+      room_->Expect(buffers.size());
       work->buffers.push_back(std::move(buffers));
     }
   }
-  if (recovering_) {
-    replayed_ = std::move(work);
-    return;
-  }
-  ++updates_queued_;
-  const absl::Time now = absl::Now();
-  if (last_decision_ != absl::InfinitePast()) around_.counters->step.Observe(now - last_decision_);
-  last_decision_ = now;
-  stage_->Post([this, work] { RunStep(work.get()); });
+  return work;
 }
 
-void Job::RunStep(StepWork* work) {
+absl::Status Updates::CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord& prepared) const {
+  const int64_t restored = prepared.header().restored_version();
+  if (*chunk.version < prepared.step() && prepared.header().kind() == v1::STEP_KIND_RESTORE &&
+      core_->machine->FindPin(restored) == nullptr) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                        absl::StrCat("version ", restored, ", which step ", prepared.step(),
+                                     " restores, is not pinned any more in the catalog of job '", core_->name, "'"));
+  }
+  if (*chunk.version >= prepared.step() || chunk.intake.Holds(prepared.header(), prepared.attempt())) {
+    return absl::OkStatus();
+  }
+  return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                      absl::StrCat("chunk ", chunk.id, " of job '", core_->name, "' is at version ", *chunk.version,
+                                   ", and the log ", journal_->log_path(), " does not hold all slices that step ",
+                                   prepared.step(), " applies to it. Run `ballastctl verify --rebuild`"));
+}
+
+absl::Status Updates::PrepareReadBack(StepWork* work) {
+  std::vector<uint64_t> elements;
+  for (const auto& chunk : work->touched) elements.push_back(chunk->elements);
+  BALLAST_ASSIGN_OR_RETURN(work->read_back, room_->PrepareReadBack(work->updates, elements));
+  return absl::OkStatus();
+}
+
+void Updates::Post(std::shared_ptr<StepWork> work) {
+  ++queued_;
+  const absl::Time now = absl::Now();
+  if (last_decision_ != absl::InfinitePast()) core_->around.counters->step.Observe(now - last_decision_);
+  last_decision_ = now;
+  core_->worker->Post([this, work = std::move(work)] { RunStep(work.get()); });
+}
+
+void Updates::RunStep(StepWork* work) {
   std::shared_ptr<storage::ChunkStore> store;
   const storage::BlockFile* log = nullptr;  // stays until the job's thread has ended
   bool refused = false;
-  LockedOnStage([&](Replies* replies) {
-    mu_.AssertHeld();
-    refused = !Refusal().ok();
+  core_->LockedOnWorker([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    refused = !core_->Refusal().ok();
     if (refused) return;
-    store = store_;
-    if (journal_ != nullptr) log = &journal_->log().file();
+    store = core_->store;
+    log = journal_->file();
     for (const auto& chunk : work->touched) chunk->next_started = true;
     for (const auto& chunk : work->untouched) {
       chunk->version = work->step;
-      waiting_.Wake(&chunk->pulls, replies);
+      core_->waiting.Wake(&chunk->pulls, replies);
     }
     if (!work->updates.empty()) return;
     work->lent = nullptr;
     updated_ = work->step;
-    moved_ = true;
+    core_->moved = true;
   });
   if (refused) return;
   const absl::Time began = absl::Now();
-  std::vector<uint64_t> others;
-  MarkFlushes(store.get(), work, &others);
+  const std::vector<uint64_t> others = flushes_->Mark(store.get(), work->step, absl::MakeSpan(work->updates));
   absl::Status status = PrepareReadBack(work);
-  if (status.ok()) status = RunUpdates(store.get(), work, log);
+  if (status.ok()) status = Run(store.get(), work, log);
   work->lent = nullptr;  // also after an error: a trainer has its memory back before anything else blocks
   storage::Pass("step/updated");
-  if (status.ok()) status = Flush(store.get(), others, work->step);
-  if (status.ok()) status = HardenForCut(store.get());
+  if (status.ok()) flushes_->SetApplied(work->step);
+  if (status.ok()) status = flushes_->Run(store.get(), others);
+  if (status.ok()) status = flushes_->Harden(store.get());
   storage::Pass("step/flushed");
-  if (status.ok()) CutJournal(*store, work->step);
+  if (status.ok()) flushes_->Cut(*store);
   storage::Pass("step/cut");
-  around_.counters->update.Observe(absl::Now() - began);
+  core_->around.counters->update.Observe(absl::Now() - began);
   if (status.ok()) NoteCommitted(work->step);
-  LockedOnStage([&](Replies* replies) {
-    mu_.AssertHeld();
-    --updates_queued_;
-    moved_ = true;
-    ResumeMoves();  // moves may have found no room before this step
+  core_->LockedOnWorker([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    --queued_;
+    core_->moved = true;
+    moves_->Resume();  // moves may have found no room before this step
     if (!status.ok()) {
-      Fail(model::Annotate(status, absl::StrCat("step ", work->step, " could not be applied to its chunks")), Remedy(),
-           replies);
+      core_->Fail(model::Annotate(status, absl::StrCat("step ", work->step, " could not be applied to its chunks")),
+                  core_->Remedy(), replies);
     }
   });
 }
 
-void Job::NoteCommitted(int64_t step) {
-  const absl::Status written = WriteCommitted(around_.catalog, name_, step);
+void Updates::NoteCommitted(int64_t step) {
+  const absl::Status written = WriteCommitted(core_->around.catalog, core_->name, step);
   if (written.ok() || std::exchange(said_unwritten_, true)) return;
-  spdlog::error("job '{}' goes on from step {} until it next needs the catalog, which takes no more writes: {}", name_,
-                step, std::string(written.message()));
+  spdlog::error("job '{}' goes on from step {} until it next needs the catalog, which takes no more writes: {}",
+                core_->name, step, std::string(written.message()));
 }
 
-absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work, const storage::BlockFile* log) {
+absl::Status Updates::Run(storage::ChunkStore* store, StepWork* work, const storage::BlockFile* log) {
   storage::ReadBack read_back{.log = log, .memory = {}};
   if (work->read_back != nullptr) read_back.memory = {work->read_back->data(), work->read_back->bytes()};
   size_t finished = 0;
@@ -230,49 +267,35 @@ absl::Status Job::RunUpdates(storage::ChunkStore* store, StepWork* work, const s
     const size_t i = finished++;
     // Before the next step's slices of this chunk come: the reservation holds either.
     const size_t returned = std::exchange(work->buffers[i], {}).size();
-    const bool last = finished == work->updates.size();
-    if (last) work->lent = nullptr;
-    LockedOnStage([&](Replies* replies) {
-      mu_.AssertHeld();
-      if (last) {
-        updated_ = work->step;
-        moved_ = true;
-      }
-      HeldChunk& chunk = *work->touched[i];
-      if (!last && work->touched[i + 1]->layout.unit != chunk.layout.unit)
-        moved_ = true;  // somebody may wait for a unit
-      chunk.version = work->step;
-      chunk.next_started = false;
-      --chunk.updates_pending;
-      waiting_.Wake(&chunk.pulls, replies);
-      WakePushes(&chunk, replies);
-      for (size_t buffer = 0; buffer < returned; ++buffer) BufferReturned(replies);
-    });
+    if (finished == work->updates.size()) work->lent = nullptr;
+    Done(work, i, returned);
   };
   for (;;) {
     if (finished == work->updates.size()) return absl::OkStatus();
     const absl::Status status = store->Run(absl::MakeConstSpan(work->updates).subspan(finished), done, read_back);
     // Without space for a pinned copy, the chunk and all later chunks are untouched: the pin yields, not the training.
-    if (!absl::IsResourceExhausted(status) || !GiveUpOldestPin(store, status)) return status;
+    if (!absl::IsResourceExhausted(status) || !pins_->GiveUpOldest(store, status)) return status;
   }
 }
 
-bool Job::GiveUpOldestPin(storage::ChunkStore* store, const absl::Status& cause) {
-  int64_t version = -1;
-  {
-    absl::MutexLock lock(&mu_);
-    for (auto& [pinned, pin] : pins_) {
-      if (!pin.ready || !pin.status.ok()) continue;
-      version = pinned;
-      pin.status = model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
-                                absl::StrCat("the pin of version ", version,
-                                             " was given up so that training could go on: ", cause.message()));
-      break;
+void Updates::Done(StepWork* work, size_t i, size_t returned) {
+  const bool last = i + 1 == work->updates.size();
+  core_->LockedOnWorker([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    if (last) {
+      updated_ = work->step;
+      core_->moved = true;
     }
-  }
-  if (version < 0) return false;
-  store->Unpin(version);
-  return true;
+    HeldChunk& chunk = *work->touched[i];
+    // Somebody may wait for a unit.
+    if (!last && work->touched[i + 1]->layout.unit != chunk.layout.unit) core_->moved = true;
+    chunk.version = work->step;
+    chunk.next_started = false;
+    --chunk.updates_pending;
+    core_->waiting.Wake(&chunk.pulls, replies);
+    core_->WakePushes(&chunk, replies);
+    for (size_t buffer = 0; buffer < returned; ++buffer) room_->Returned(replies);
+  });
 }
 
 }  // namespace ballast::services

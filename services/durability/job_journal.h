@@ -1,0 +1,138 @@
+// What a job appends to its journal, and when there is room. One interface over three cases:
+//   durability `step`: every record goes to the gradient log, and flushes of chunks let the log be cut;
+//   a spill: only slices go to the log, those that do not fit into memory;
+//   neither: nothing is appended here, and the catalog keeps promise, Open and mark (records/promise_log.h).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "ballast/services/durability/journal.h"
+#include "ballast/services/job/job_core.h"
+#include "ballast/services/job/slice_room.h"
+
+namespace ballast::services {
+
+// Deletes the gradient log of a job that could not be recovered.
+absl::Status RemoveLog(storage::Tiers& tiers, const std::string& job);
+
+class JobJournal {
+ public:
+  // `post_flush`: called under the lock; has the worker flush chunks, so that the log can be cut.
+  JobJournal(JobCore* core, SliceRoom* room, std::function<void()> post_flush)
+      : core_(core), room_(room), post_flush_(std::move(post_flush)), life_(NewLife()) {}
+
+  // Under the job's lock.
+
+  // As StepHost.
+  uint64_t Append(const StepRecord& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Sync(uint64_t lsn) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // A new epoch is open, and the core has its plan and chunks: slices of older epochs are void.
+  void Opened() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  // Makes room for records other than slices. Call before a request that may append so much. OK if such records are not
+  // appended here. RESOURCE_EXHAUSTED (BUDGET).
+  absl::Status MakeRoom(uint64_t records, uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // For the prepared record that this seal may lead to. Call NoteSealed once the seal is accepted.
+  absl::Status MakeRoomForSeal(const v1::SealRequest& seal) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void NoteSealed(const v1::SealRequest& seal) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Can a slice be appended now, with what may come along? If not, the log is full, and WaitForCut has chunks flushed
+  // and all pushes woken when the log was cut. `logged`: the slice leaves memory.
+  bool HasRoomForSlice(uint64_t payload_bytes, bool logged) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void WaitForCut() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status MakeRoomForSlice(uint64_t payload_bytes, bool logged) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Is the slice's attempt too old to be prepared? No log keeps the slice then: its rank drops the attempt, too.
+  bool IsSuperseded(const v1::PushRequest& header) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // RESOURCE_EXHAUSTED (BUDGET) if the log's segments are too small for an epoch with such snapshots and slices.
+  absl::Status CheckFits(uint64_t snapshot_bytes, uint64_t slice_bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // How many more steps the log takes before it is full; none if chunks need no flush for a log.
+  std::optional<uint64_t> StepsFree() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Gradients up to `version` are not needed any more.
+  void Cut(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Where logged slices lie; null if none can be. Stays until the worker has ended.
+  const storage::BlockFile* file() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Of the log's or the spill's segments; 0 if there is neither.
+  uint64_t segment_bytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  // On the worker, or the thread that recovers.
+
+  // Growth of the log, or of the spill, whose budget is taken.
+  struct Growth {
+    JournalSize size;
+    uint64_t bytes = 0;   // 0: there is as much already
+    bool logged = false;  // a gradient log, not a spill
+  };
+  // Takes the budget for a journal of this size. Quick: under the planning lock. RESOURCE_EXHAUSTED (BUDGET).
+  absl::StatusOr<Growth> TakeBudget(const JournalSize& size, bool logged) ABSL_LOCKS_EXCLUDED(job_lock);
+  // Makes the log, or extends it. A log of many GiB takes minutes: not under the planning lock. Stopping the job ends
+  // the call. On an error the budget is returned.
+  absl::Status Grow(const Growth& growth) ABSL_LOCKS_EXCLUDED(job_lock);
+  // Deletes the log: of a dropped job after Stop, or of a job that has accepted no Open. No request may append
+  // meanwhile.
+  absl::Status Remove() ABSL_LOCKS_EXCLUDED(job_lock);
+  // After the worker's end. A spill is gone then.
+  void Stop() ABSL_LOCKS_EXCLUDED(job_lock);
+  std::string log_path() const;
+  // The job's life on this server: a name that is dropped and made again has another.
+  uint64_t life() const { return life_; }
+  // Of the NVMe budget.
+  uint64_t bytes() const { return bytes_; }
+
+  // Recovery.
+
+  // The log of an earlier run of the server: its life, and the budget that it holds. RESOURCE_EXHAUSTED (BUDGET).
+  absl::Status TakeRecovered(uint64_t life, uint64_t file_bytes);
+  // Of a job without a log, as its pins tell.
+  void TakeLife(uint64_t life) { life_ = life; }
+  // All records of the log were replayed: appends go there from here on.
+  void Start(std::unique_ptr<storage::GradientLog> log, bool logged) ABSL_LOCKS_EXCLUDED(job_lock);
+  // The newest attempt at the undecided step in the recovered log.
+  void NoteRecovered(int64_t step, uint64_t attempt) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+    attempt_ = {step, attempt};
+  }
+  // Gives a recovered log, of which restarts in a row may have used much, room for this restart and for slices.
+  absl::Status ExtendForRestart() ABSL_LOCKS_EXCLUDED(job_lock);
+  // Begins the restart's log segment. True if few are left, so that all chunks should be flushed.
+  absl::StatusOr<bool> RollForRestart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+ private:
+  static uint64_t NewLife();
+  absl::StatusOr<std::unique_ptr<storage::GradientLog>> Create(const Growth& growth) ABSL_LOCKS_EXCLUDED(job_lock);
+  std::string spill_path() const;
+  std::shared_ptr<Journal> journal() const ABSL_LOCKS_EXCLUDED(job_lock);
+  bool logs() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return journal_ != nullptr && core_->recoverable; }
+  absl::Status MakeRoom(uint64_t records, uint64_t bytes, uint64_t payload_bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  storage::LogRecord Snapshot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Room that a slice may need besides its payload.
+  struct RecordNeeds {
+    uint64_t records = 0;
+    uint64_t bytes = 0;
+  };
+  RecordNeeds NeedsOfSlice() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void NoteAttempt(int64_t step, uint64_t attempt) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void AddSlice(PushedSlice* slice, const v1::PushRequest& header, storage::LogRecord* out)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // On the log's thread: something became durable, or failed.
+  void Progressed() ABSL_LOCKS_EXCLUDED(job_lock);
+
+  JobCore* const core_;
+  SliceRoom* const room_;
+  const std::function<void()> post_flush_;
+  std::shared_ptr<Journal> journal_ ABSL_GUARDED_BY(job_lock);                // null: neither a log nor a spill
+  uint64_t before_lsn_ ABSL_GUARDED_BY(job_lock) = 0;                         // records up to here are not in journal_
+  std::pair<int64_t, uint64_t> attempt_ ABSL_GUARDED_BY(job_lock) = {-1, 0};  // the highest step and attempt
+  uint64_t norm_bytes_max_ ABSL_GUARDED_BY(job_lock) = 0;                     // of the norms in a prepared record
+  uint64_t sealed_bytes_max_ ABSL_GUARDED_BY(job_lock) = 0;                   // of the accepted seals in this epoch
+  uint64_t step_bytes_ ABSL_GUARDED_BY(job_lock) = 0;                         // of a step's gradients in the journal
+  bool waits_for_cut_ ABSL_GUARDED_BY(job_lock) = false;
+  uint64_t life_;       // worker only
+  uint64_t bytes_ = 0;  // worker only
+};
+
+}  // namespace ballast::services

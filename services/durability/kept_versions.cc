@@ -1,0 +1,336 @@
+#include "ballast/services/durability/kept_versions.h"
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/services/records/job_entry.h"
+
+namespace ballast::services {
+namespace {
+
+// Keeps a fence's answer, and the catalog's entries, small.
+constexpr size_t kKeptMax = 16;
+
+absl::Status WithoutEpoch() {
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                      "a durable pin is made and given up by the group that has the job: name its epoch");
+}
+
+v1::PinResponse ResponseOf(const v1::PinnedVersion& pin) {
+  v1::PinResponse response;
+  *response.mutable_tensor_steps() = pin.tensor_steps();
+  *response.mutable_blobs() = pin.decision().blobs();
+  response.set_registration_count(pin.registration_count());
+  return response;
+}
+
+}  // namespace
+
+void KeptVersions::Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
+  if (!request.has_epoch()) return reply(WithoutEpoch());
+  core_->Ask<v1::PinResponse>(
+      request.ByteSizeLong(),
+      [this, request, pinning = std::make_shared<std::shared_ptr<Pinning>>()]() -> Outcome<v1::PinResponse> {
+        core_->mu.AssertHeld();
+        BALLAST_RETURN_IF_ERROR(core_->machine->CheckEpoch(request.epoch()));
+        return TryPin(request, pinning.get());
+      },
+      deadline, absl::StrCat("version ", request.version(), " to be on the disk"), std::move(reply));
+}
+
+Outcome<v1::PinResponse> KeptVersions::TryPin(const v1::PinRequest& request, std::shared_ptr<Pinning>* waiting_for) {
+  const int64_t version = request.version();
+  if (*waiting_for != nullptr && !(*waiting_for)->done) return std::nullopt;
+  if (*waiting_for != nullptr) BALLAST_RETURN_IF_ERROR((*waiting_for)->status);
+  if (unpinning_.contains(version)) return std::nullopt;
+  const v1::PinnedVersion* const pin = core_->machine->FindPin(version);
+  if (pin != nullptr && (request.only_tell() || pin->requested() || !pin->automatic())) return ResponseOf(*pin);
+  if (const auto begun = pinning_.find(version); begun != pinning_.end()) {
+    *waiting_for = begun->second;
+    return std::nullopt;
+  }
+  BALLAST_RETURN_IF_ERROR(core_->machine->StateStatus());
+  const int64_t committed = core_->machine->committed();
+  if (pin == nullptr && (version != committed || version < 0 || request.only_tell())) {
+    const bool behind = version > committed && !request.only_tell();
+    return model::Error(absl::StatusCode::kFailedPrecondition, behind ? model::kBehind : model::kVersionGone,
+                        absl::StrCat("only the last decided step can be pinned: server '", core_->around.server_id,
+                                     "' is at ", committed, ", asked for ", version));
+  }
+  if (pin == nullptr) BALLAST_RETURN_IF_ERROR(core_->CheckNoneAhead());
+  if (core_->store == nullptr || !core_->store->durable()) {
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kUnsupported,
+        absl::StrCat("job '", core_->name, "' keeps nothing on the disk (durability none); a durable pin ",
+                     "needs a job of another durability"));
+  }
+  if (AskedFor() >= kKeptMax) {
+    return model::Error(
+        absl::StatusCode::kResourceExhausted, model::kBudget,
+        absl::StrCat(
+            "job '", core_->name, "' holds ", kKeptMax,
+            " durable pins, which is all that it may; give one up first: UnpinDurably, or `ballastctl unpin`"));
+  }
+  *waiting_for = pin != nullptr ? BeginAdoption(version) : Begin(/*automatic=*/false);
+  return std::nullopt;
+}
+
+size_t KeptVersions::AskedFor() const {
+  const v1::GetJobResponse job = core_->machine->Describe();
+  size_t asked_for = pinning_.size();
+  for (const int64_t version : job.durable_versions()) {
+    const v1::PinnedVersion& there = *core_->machine->FindPin(version);
+    if (there.requested() || !there.automatic()) ++asked_for;
+  }
+  return asked_for;
+}
+
+std::shared_ptr<KeptVersions::Pinning> KeptVersions::Begin(bool automatic) {
+  const auto begun = std::make_shared<Pinning>();
+  v1::PinnedVersion pin = core_->machine->DescribeVersion();
+  pin.set_automatic(automatic);
+  if (automatic) pin.set_automatic_since(pin.version());
+  pin.set_requested(!automatic);
+  pinning_[pin.version()] = begun;
+  // Behind the update to this version, and before the next.
+  core_->worker->Post([this, pin = std::move(pin), begun] { RunPin(pin, begun); });
+  return begun;
+}
+
+void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_ptr<Pinning>& pinning) {
+  v1::PinnedVersion pin = described;
+  std::shared_ptr<storage::ChunkStore> store;
+  absl::Status status;
+  {
+    JobMutexLock lock(&core_->mu);
+    status = core_->Refusal();
+    store = core_->store;
+  }
+  bool harmless = true;  // the job can go on after an error
+  std::string remedy = "Look after the disk, then restart the server, which recovers the job";
+  if (status.ok()) {
+    auto kept = store->PinDurably(pin.version(), pin.automatic());
+    status =
+        model::Annotate(kept.status(), absl::StrCat("version ", pin.version(), " of job '", core_->name,
+                                                    "' cannot be pinned on server '", core_->around.server_id, "'"));
+    // Without its own pin the server would never prepare another step.
+    harmless = kept.ok() || (absl::IsResourceExhausted(status) && !pin.automatic());
+    if (kept.ok()) {
+      flushes_->Cut(*store);
+      for (const storage::DurableChunk& chunk : *kept) pin.add_chunks(chunk.Encode());
+      // After an error nobody knows whether the entry is there: the extents stay.
+      const auto [key, value] = PinPair(core_->name, pin);
+      status = core_->around.catalog->Put(key, value);
+      harmless = status.ok();
+      remedy = kCatalogRemedy;
+    }
+  }
+  core_->LockedOnWorker([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    if (status.ok()) core_->machine->Pinned(pin);
+    pinning->done = true;
+    pinning->status = status;
+    pinning_.erase(pin.version());
+    core_->moved = true;
+    if (!harmless) core_->Fail(status, remedy, replies);
+  });
+}
+
+void KeptVersions::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
+  if (!request.has_epoch()) return reply(WithoutEpoch());
+  core_->Ask<v1::UnpinResponse>(
+      request.ByteSizeLong(),
+      [this, request]() -> Outcome<v1::UnpinResponse> {
+        core_->mu.AssertHeld();
+        // The promised epoch, not the open one: an operator makes room for an Open.
+        BALLAST_RETURN_IF_ERROR(core_->machine->CheckPromised(request.epoch()));
+        return TryUnpin(request.version());
+      },
+      absl::InfiniteFuture(), "", std::move(reply));
+}
+
+Outcome<v1::UnpinResponse> KeptVersions::TryUnpin(int64_t version) {
+  if (pinning_.contains(version) || unpinning_.contains(version)) return std::nullopt;
+  if (core_->machine->FindPin(version) == nullptr) return v1::UnpinResponse();
+  const auto check = checks_.find(version);
+  const bool unreadable =
+      check != checks_.end() && check->second.done &&
+      (absl::IsDataLoss(check->second.status) || model::ReasonOf(check->second.status) == model::kIo);
+  if (unreadable && !pinning_.empty()) return std::nullopt;  // a pin being made may take its place
+  BALLAST_RETURN_IF_ERROR(core_->machine->Unpin(version, unreadable));
+  if (const v1::PinnedVersion* const pin = core_->machine->FindPin(version)) {
+    PinChanged(*pin);
+    v1::UnpinResponse response;
+    response.set_stays_automatic(true);
+    return response;
+  }
+  unpinning_.insert(version);
+  // Behind a decided restore of the version.
+  core_->worker->Post([this, version] { RunUnpin(version); });
+  return std::nullopt;
+}
+
+void KeptVersions::RunUnpin(int64_t version) {
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    JobMutexLock lock(&core_->mu);
+    if (!core_->Refusal().ok()) return;
+    store = core_->store;
+  }
+  // A restore of the version may have stored chunks without recording them yet: until then a replay needs the pin.
+  absl::Status erased = store->Harden();
+  if (erased.ok()) erased = core_->around.catalog->ErasePrefix(CatalogPrefix(core_->name) + CatalogPin(version));
+  if (erased.ok()) store->UnpinDurably(version);
+  core_->LockedOnWorker([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    unpinning_.erase(version);
+    checks_.erase(version);
+    core_->moved = true;
+    if (!erased.ok()) core_->Fail(erased, kCatalogRemedy, replies);
+  });
+}
+
+// Refuses an unreadable version while the job still has its state, before the restore would overwrite it.
+absl::StatusOr<bool> KeptVersions::Checked(const v1::SealRequest& request) {
+  const int64_t version = request.header().restored_version();
+  const model::EpochPlan* plan = core_->machine->plan();
+  // Whatever the machine refuses, or has prepared, needs no reading.
+  const bool of_epoch = plan != nullptr && model::Compare(plan->open().epoch(), request.epoch()) == 0;
+  if (!of_epoch || core_->machine->FindPin(version) == nullptr || core_->machine->Describe().has_prepared() ||
+      request.step() != core_->machine->committed() + 1) {
+    return true;
+  }
+  const auto [found, fresh] = checks_.try_emplace(version);
+  Check& check = found->second;
+  if (fresh || (check.done && model::Compare(check.epoch, request.epoch()) != 0)) {
+    check = Check();
+    core_->worker->Post([this, version] { RunCheck(version); });
+  }
+  // A reading that outlasts its epoch serves the next epoch.
+  if (!check.done) {
+    check.epoch = request.epoch();
+    return false;
+  }
+  BALLAST_RETURN_IF_ERROR(check.status);
+  return true;
+}
+
+void KeptVersions::RunCheck(int64_t version) {
+  std::shared_ptr<storage::ChunkStore> store;
+  bool lost = false;
+  {
+    JobMutexLock lock(&core_->mu);
+    if (!core_->Refusal().ok()) return;
+    store = core_->store;
+    lost = core_->machine->state_lost();
+  }
+  // Stopping the job does not wait for the whole reading.
+  const absl::Status status = store->VerifyPin(version, [this] {
+    JobMutexLock lock(&core_->mu);
+    return core_->Refusal();
+  });
+  core_->LockedOnWorker([&](Replies*) {
+    core_->mu.AssertHeld();
+    const auto check = checks_.find(version);
+    if (check == checks_.end()) return;
+    check->second.done = true;
+    check->second.status = model::Annotate(
+        status, absl::StrCat(
+                    "server '", core_->around.server_id, "' cannot restore version ", version, " of job '", core_->name,
+                    lost ? "', and has lost what came since; look after the disk and try again, or give the version up "
+                           "with `ballastctl unpin` and go back to an older one that all servers have"
+                         : "', which goes on from where it is; restore another version, and give this one up "
+                           "with `ballastctl unpin`"));
+    core_->moved = true;
+  });
+}
+
+std::shared_ptr<KeptVersions::Pinning> KeptVersions::BeginAdoption(int64_t version) {
+  const auto begun = std::make_shared<Pinning>();
+  pinning_[version] = begun;
+  core_->worker->Post([this, version, begun] { RunAdoption(version, begun); });
+  return begun;
+}
+
+absl::Status KeptVersions::GivenUp(int64_t version) const {
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                      absl::StrCat("version ", version, " was given up by the server that had pinned it"));
+}
+
+void KeptVersions::RunAdoption(int64_t version, const std::shared_ptr<Pinning>& pinning) {
+  std::shared_ptr<storage::ChunkStore> store;
+  std::optional<v1::PinnedVersion> pin;
+  absl::Status status;
+  {
+    JobMutexLock lock(&core_->mu);
+    status = core_->Refusal();
+    store = core_->store;
+    if (const v1::PinnedVersion* const found = core_->machine->FindPin(version)) pin = *found;
+  }
+  bool harmless = true;
+  if (status.ok() && !pin.has_value()) status = GivenUp(version);
+  if (status.ok()) status = store->AdoptPin(version);
+  if (status.ok()) {
+    pin->set_requested(true);
+    status = Rewrite(*pin);
+    harmless = status.ok();
+  }
+  core_->LockedOnWorker([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    const v1::PinnedVersion* const found = core_->machine->FindPin(version);
+    if (status.ok() && found != nullptr) {
+      v1::PinnedVersion wanted = *found;
+      wanted.set_requested(true);
+      core_->machine->Pinned(wanted);
+    } else if (status.ok()) {
+      status = GivenUp(version);
+    }
+    pinning->done = true;
+    pinning->status = status;
+    pinning_.erase(version);
+    core_->moved = true;
+    if (!harmless) core_->Fail(status, kCatalogRemedy, replies);
+  });
+}
+
+absl::Status KeptVersions::Rewrite(const v1::PinnedVersion& wanted) {
+  const std::string key = CatalogPrefix(core_->name) + CatalogPin(wanted.version());
+  BALLAST_ASSIGN_OR_RETURN(const std::optional<std::string> stored, core_->around.catalog->Get(key));
+  v1::PinnedVersion pin;
+  if (!stored.has_value() || !pin.ParseFromString(*stored)) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                        absl::StrCat("the catalog's '", key, "' cannot be read any more"));
+  }
+  pin.set_automatic(wanted.automatic());
+  pin.set_automatic_since(wanted.automatic_since());
+  pin.set_requested(wanted.requested());
+  return core_->around.catalog->Put(key, pin.SerializeAsString());
+}
+
+void KeptVersions::PinChanged(const v1::PinnedVersion& pin) {
+  const int64_t version = pin.version();
+  if (!pin.automatic() && !pin.requested()) {
+    unpinning_.insert(version);
+    core_->worker->Post([this, version] { RunUnpin(version); });
+    return;
+  }
+  core_->worker->Post([this, pin] {
+    {
+      JobMutexLock lock(&core_->mu);
+      if (!core_->Refusal().ok()) return;
+    }
+    const absl::Status status = Rewrite(pin);
+    if (status.ok()) return;
+    core_->LockedOnWorker([&](Replies* replies) {
+      core_->mu.AssertHeld();
+      core_->Fail(status, kCatalogRemedy, replies);
+    });
+  });
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,80 @@
+// Versions of a job that stay on the disk for restores until they are unpinned: those that a request asked for, and
+// with durability every-K the server's own (rule 14).
+//
+// Order of a pin: take the disk's space; write the chunks that are not on the disk at this version; write one entry of
+// the catalog with the places of all chunks. After a crash before the entry, there is no pin and the written extents
+// are free; after the entry, there is the pin. Before a restore is prepared, its whole pin is read. Order of an unpin:
+// the machine prepares no more restores of the version; the entry goes; the extents are free. With every-K no later
+// step is prepared before the pin of a step that is due is in the catalog.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+
+#include "absl/status/statusor.h"
+#include "ballast/services/durability/flushes.h"
+#include "ballast/services/job/job_core.h"
+
+namespace ballast::services {
+
+// Guarded by the job's lock, unless a method says otherwise. The blocking work is the worker's.
+class KeptVersions {
+ public:
+  KeptVersions(JobCore* core, Flushes* flushes) : core_(core), flushes_(flushes) {}
+
+  // As the methods of StateServer, for durable pins. No lock held.
+  void Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply)
+      ABSL_LOCKS_EXCLUDED(job_lock);
+  void Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) ABSL_LOCKS_EXCLUDED(job_lock);
+  // Reads and verifies a pin as a whole, once per epoch, before its restore may be prepared. False while the reading
+  // goes on.
+  absl::StatusOr<bool> Checked(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  // As StepHost.
+  void PinDue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { (void)Begin(/*automatic=*/true); }
+  void PinChanged(const v1::PinnedVersion& pin) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+ private:
+  struct Pinning {
+    bool done = false;
+    absl::Status status;
+  };
+  // The newest verification of a pin whose restore was sealed.
+  struct Check {
+    v1::Epoch epoch;  // for which the result counts
+    bool done = false;
+    absl::Status status;
+  };
+
+  // `waiting_for`: the pinning that the request waits for; null before.
+  Outcome<v1::PinResponse> TryPin(const v1::PinRequest& request, std::shared_ptr<Pinning>* waiting_for)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  Outcome<v1::UnpinResponse> TryUnpin(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Pins that a request asked for, existing or being made.
+  size_t AskedFor() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Posts a pin of the machine's current version.
+  std::shared_ptr<Pinning> Begin(bool automatic) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // For a request that asks for an automatic pin: posts work that takes space for the pin outside the automatic pins'
+  // budget.
+  std::shared_ptr<Pinning> BeginAdoption(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status GivenUp(int64_t version) const;
+
+  // On the worker.
+  void RunPin(const v1::PinnedVersion& described, const std::shared_ptr<Pinning>& pinning);
+  void RunAdoption(int64_t version, const std::shared_ptr<Pinning>& pinning);
+  void RunUnpin(int64_t version);
+  void RunCheck(int64_t version);
+  // Writes who wants the pin (the server, a request, or both) into its entry of the catalog.
+  absl::Status Rewrite(const v1::PinnedVersion& wanted);
+
+  JobCore* const core_;
+  Flushes* const flushes_;
+  // Pins being made, and versions being unpinned; the machine knows the existing pins.
+  std::map<int64_t, std::shared_ptr<Pinning>> pinning_ ABSL_GUARDED_BY(job_lock);
+  std::set<int64_t> unpinning_ ABSL_GUARDED_BY(job_lock);
+  std::map<int64_t, Check> checks_ ABSL_GUARDED_BY(job_lock);  // by version
+};
+
+}  // namespace ballast::services

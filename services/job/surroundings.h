@@ -1,0 +1,37 @@
+// What the jobs of a server share. All of it outlives every job.
+#pragma once
+
+#include <string>
+
+#include "absl/synchronization/mutex.h"
+#include "ballast/kernels/thread_pool.h"
+#include "ballast/services/foundation/counters.h"
+#include "ballast/services/foundation/deadlines.h"
+#include "ballast/services/foundation/executor.h"
+#include "ballast/services/foundation/foundation.h"
+#include "ballast/services/foundation/waiting.h"
+#include "ballast/storage/catalog/catalog.h"
+#include "ballast/storage/placement/machine_profile.h"
+#include "ballast/storage/tier/tiers.h"
+
+namespace ballast::services {
+
+struct JobSurroundings {
+  std::string server_id;
+  storage::Catalog* catalog = nullptr;
+  storage::Tiers* tiers = nullptr;
+  Foundation* foundation = nullptr;
+  kernels::ThreadPool* compute = nullptr;
+  // Runs replies to requests that have waited. Nothing that may block for a disk comes here.
+  Executor* answers = nullptr;
+  int read_threads = 1;  // threads of each job for reads that may block for a disk
+  Deadlines* deadlines = nullptr;
+  ServerCounters* counters = nullptr;
+  // Held while a job plans with the free space and takes it, and for nothing that takes longer.
+  absl::Mutex* planning = nullptr;
+  const storage::MachineProfile* machine = nullptr;  // null: plans predict no times
+  bool working_copies = true;
+  WaitingBounds waiting;
+};
+
+}  // namespace ballast::services

@@ -1,0 +1,134 @@
+#include "ballast/services/recovery/logged_slices.h"
+
+#include <spdlog/spdlog.h>
+
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/faults/seeded_bugs.h"
+
+namespace ballast::services {
+namespace {
+
+// Slices that are read together, for chunks that the last step's running update has finished.
+constexpr size_t kLoadsMax = 16;
+
+}  // namespace
+
+absl::Status LoggedSlices::Find(int64_t step, SliceLoad* load) const {
+  const v1::PushRequest& header = *load->header;
+  load->chunk = core_->FindSlice(header, &load->slice);
+  if (load->chunk == nullptr) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                        absl::StrCat("the log of job '", core_->name, "' holds a slice of step ", step,
+                                     " that its epoch's tiling does not give to this server"));
+  }
+  const uint64_t start = load->chunk->layout.range.begin;
+  load->range = {header.begin() - start, header.end() - start};
+  if (*load->chunk->version >= step && !Seeded(storage::StorageBug::kReplayedTwice)) {
+    load->chunk = nullptr;
+    return absl::OkStatus();
+  }
+  const bool value = header.kind() == v1::SLICE_KIND_VALUE;
+  const uint64_t bytes = load->range.size() * (value ? sizeof(float) : core_->store->layout().gradient_element_bytes());
+  if (load->payload.bytes == bytes) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kDataLoss, model::kBadLength,
+                      absl::StrCat("a slice in the log of job '", core_->name, "' has ", load->payload.bytes,
+                                   " bytes, expected ", bytes));
+}
+
+absl::Status LoggedSlices::Load(uint64_t attempt, int64_t step, Use use, Replay* replay) {
+  using Place = std::tuple<int, uint32_t, uint64_t>;
+  const auto place = [](const v1::PushRequest& slice) { return Place(slice.kind(), slice.unit(), slice.begin()); };
+  // A slice whose bytes were lost before was pushed again: the last record counts.
+  std::map<Place, const Replay::Slice*> newest;
+  for (const Replay::Slice& slice : replay->slices) {
+    if (slice.header.attempt() == attempt && slice.header.step() == step) newest[place(slice.header)] = &slice;
+  }
+  std::vector<SliceLoad> loads;
+  for (const Replay::Slice& slice : replay->slices) {
+    if (slice.header.attempt() != attempt || slice.header.step() != step) continue;
+    if (newest[place(slice.header)] != &slice) continue;
+    SliceLoad load;
+    load.header = &slice.header;
+    load.payload = slice.payload;
+    bool waits = false;
+    {
+      JobMutexLock lock(&core_->mu);
+      BALLAST_RETURN_IF_ERROR(Find(step, &load));
+      if (load.chunk == nullptr) continue;
+      Intake& intake = load.chunk->intake;
+      const v1::SliceKind kind = slice.header.kind();
+      if (use == Use::kDecided && (intake.Logs(kind) || (kind == v1::SLICE_KIND_GRADIENT && intake.HasOneSlice()))) {
+        intake.HoldPlace(load.slice, kind, attempt, load.payload);
+        replay->payload_bytes += load.payload.bytes;
+        continue;
+      }
+      // Values and gradients of the same elements are read in turn, and logged slices as far as memory allows.
+      waits = intake.Busy(load.range) || !room_->memory()->Fits(intake.BufferBytes(load.slice, kind));
+    }
+    if (waits || loads.size() == kLoadsMax) BALLAST_RETURN_IF_ERROR(Read(use, &loads, replay));
+    BALLAST_RETURN_IF_ERROR(Begin(&load, replay));
+    loads.push_back(std::move(load));
+  }
+  return Read(use, &loads, replay);
+}
+
+absl::Status LoggedSlices::Begin(SliceLoad* load, Replay* replay) {
+  Intake& intake = load->chunk->intake;
+  const v1::PushRequest& header = *load->header;
+  absl::StatusOr<Intake::Receipt> receipt;
+  {
+    JobMutexLock lock(&core_->mu);
+    const auto free = [&] {
+      core_->mu.AssertHeld();
+      return load->chunk->updates_pending == 0 || !replay->updating;
+    };
+    core_->mu.Await(absl::Condition(&free));
+    receipt = intake.BeginReceive(load->slice, header.kind(), header.attempt());
+  }
+  if (absl::IsResourceExhausted(receipt.status())) {
+    // As for a push, unused gradient buffers make room, once the last step's update has finished.
+    BALLAST_RETURN_IF_ERROR(replay->FinishUpdates());
+    JobMutexLock lock(&core_->mu);
+    for (const auto& other : core_->chunks) other->intake.ReleaseIdle();
+    receipt = intake.BeginReceive(load->slice, header.kind(), header.attempt());
+  }
+  BALLAST_RETURN_IF_ERROR(receipt.status());
+  load->receipt = *std::move(receipt);
+  return absl::OkStatus();
+}
+
+absl::Status LoggedSlices::Read(Use use, std::vector<SliceLoad>* loads, Replay* replay) {
+  const auto read = [&](uint64_t i) {
+    SliceLoad& load = (*loads)[i];
+    load.status = storage::ReadPayload(*replay->file, load.payload, {load.receipt.to, load.payload.bytes});
+  };
+  // Several at a time: some are checked while others are on their way from the disk.
+  core_->around.compute->ParallelFor(loads->size(), read);
+  absl::Status status;
+  JobMutexLock lock(&core_->mu);
+  for (const SliceLoad& load : *loads) {
+    replay->payload_bytes += load.payload.bytes;
+    if (load.status.ok()) {
+      load.chunk->intake.EndRestore(load.receipt, load.payload);
+      continue;
+    }
+    load.chunk->intake.EndReceive(load.receipt, /*ok=*/false);
+    if (use != Use::kPushed) {
+      status.Update(load.status);
+      continue;
+    }
+    spdlog::warn("job '{}': a slice of step {}, which is not decided, is pushed again: {}", core_->name,
+                 load.header->step(), std::string(load.status.message()));
+    core_->machine->Lose(*load.header);
+  }
+  loads->clear();
+  return status;
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,360 @@
+#include "ballast/services/recovery/recovery.h"
+
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <optional>
+#include <set>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/faults/failpoint.h"
+#include "ballast/storage/faults/seeded_bugs.h"
+#include "ballast/storage/log/log_reader.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr absl::Duration kProgressEvery = absl::Seconds(2);
+
+absl::Status LogMissing(const std::string& name, size_t chunks, const absl::Status& cause) {
+  return model::Error(absl::StatusCode::kDataLoss, model::kStateLost,
+                      absl::StrCat("job '", name, "' has ", chunks, " durable chunks and no gradient log: ",
+                                   cause.message(), "; was the data directory copied in part, or a drop interrupted?"));
+}
+
+}  // namespace
+
+absl::Status Recovery::CheckLife(const JobEntry& entry, uint64_t life, absl::string_view whose) const {
+  const auto refuse = [&](absl::string_view what, uint64_t other) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                        absl::StrCat(whose, " is of life ", ShowLife(life), " of job '", core_->name, "', and ", what,
+                                     " of life ", ShowLife(other),
+                                     ": one of the two is a copy from before the job was dropped and made again. Bring "
+                                     "back what belongs together; `ballastctl verify` lists it"));
+  };
+  if (entry.life.value_or(life) != life) return refuse("the catalog's entry", *entry.life);
+  for (const storage::DurableChunk& chunk : entry.chunks) {
+    if (chunk.life != life) return refuse(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life);
+  }
+  for (const v1::PinnedVersion& pin : entry.pins) {
+    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
+      if (chunk.life != life) return refuse(absl::StrCat("the catalog's pin of version ", pin.version()), chunk.life);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Recovery::Recover(const JobEntry& entry) {
+  const absl::Time began = absl::Now();
+  storage::ScannedLog scanned;
+  auto log = storage::GradientLog::Recover(core_->around.tiers->disk(), journal_->log_path(), &scanned);
+  if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.pins.empty() && !entry.life.has_value()) {
+    // The log was still being made: no step was ever prepared.
+    JobMutexLock lock(&core_->mu);
+    return entry.promised.has_value() ? core_->machine->Replay(PromiseRecord{*entry.promised}) : absl::OkStatus();
+  }
+  if (absl::IsNotFound(log.status())) return LogMissing(core_->name, entry.chunks.size(), log.status());
+  BALLAST_RETURN_IF_ERROR(log.status());
+  if (scanned.name != core_->name) {
+    return model::Error(
+        absl::StatusCode::kDataLoss, model::kIo,
+        absl::StrCat(journal_->log_path(), " is the log of job '", scanned.name, "', not of '", core_->name, "'"));
+  }
+  BALLAST_RETURN_IF_ERROR(CheckLife(entry, scanned.life, journal_->log_path()));
+  BALLAST_RETURN_IF_ERROR(journal_->TakeRecovered(scanned.life, (*log)->file_bytes()));
+  earlier_->AddChunks(entry.chunks);
+  earlier_->AddPins(entry.pins);
+  {
+    JobMutexLock lock(&core_->mu);
+    for (const v1::PinnedVersion& pin : entry.pins) core_->machine->Pinned(pin);
+    core_->recovering = true;
+    core_->recoverable = true;
+    core_->journalled_lsn = 0;
+    core_->promises.KeptElsewhere(scanned.records.empty() ? 1 : scanned.records.back().lsn + 1);
+  }
+  Replay replay;
+  replay.file = &(*log)->file();
+  BALLAST_RETURN_IF_ERROR(ReplayAll(scanned, log->get(), &replay));
+  BALLAST_RETURN_IF_ERROR(LoadUndecided(&replay));
+  BALLAST_RETURN_IF_ERROR(CheckLogReaches(entry));
+  BALLAST_RETURN_IF_ERROR(CheckAllTaken());
+  int64_t committed = -1;
+  {
+    JobMutexLock lock(&core_->mu);
+    committed = core_->machine->committed();
+    // The log may have the newer promise: each is written on its own.
+    if (entry.promised.has_value() && model::Compare(*entry.promised, core_->machine->Describe().promised()) > 0) {
+      BALLAST_RETURN_IF_ERROR(core_->machine->Replay(PromiseRecord{*entry.promised}));
+    }
+  }
+  flushes_->SetApplied(committed);
+  storage::Pass("recovery/replayed");
+  {
+    JobMutexLock lock(&core_->mu);
+    core_->recovering = false;
+  }
+  space_->NoteLeastDram(0);
+  journal_->Start(*std::move(log), /*logged=*/true);
+  spdlog::info("job '{}': recovered step {} in {:.2f} s: {} chunks, {} steps and {} MiB of slices replayed{}",
+               core_->name, committed, absl::ToDoubleSeconds(absl::Now() - began), entry.chunks.size(), replay.steps,
+               replay.payload_bytes >> 20,
+               scanned.repaired_blocks > 0
+                   ? absl::StrCat(", ", scanned.repaired_blocks, " damaged blocks of the log read from their copies")
+                   : "");
+  JobMutexLock lock(&core_->mu);
+  return core_->failure;
+}
+
+absl::Status Recovery::ReplayAll(const storage::ScannedLog& scanned, storage::GradientLog* log, Replay* replay) {
+  std::vector<int64_t> keep(scanned.live.size(), -1);
+  size_t segment = 0;
+  for (size_t i = 0; i < scanned.records.size(); ++i) {
+    while (segment + 1 < scanned.live.size() && scanned.live[segment + 1].first_record <= i) ++segment;
+    BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(scanned.records[i]));
+    if (const auto* slice = std::get_if<SliceRecord>(&record)) {
+      keep[segment] = std::max(keep[segment], slice->header.step());
+    }
+    // A restore has no slices: a replay needs its prepared record.
+    if (const auto* prepared = std::get_if<PreparedStepRecord>(&record);
+        prepared != nullptr && prepared->prepared.header().kind() == v1::STEP_KIND_RESTORE) {
+      keep[segment] = std::max(keep[segment], prepared->prepared.step());
+    }
+    // Slices of older epochs are void.
+    if (const auto* open = std::get_if<OpenRecord>(&record)) {
+      for (size_t j = 0; j <= segment; ++j) keep[j] = std::min(keep[j], open->open.base());
+    }
+    BALLAST_RETURN_IF_ERROR(ReplayRecord(record, scanned.records[i].payload, replay));
+  }
+  const bool forgotten = Seeded(storage::StorageBug::kSegmentsForgotten);
+  for (size_t i = 0; i < keep.size(); ++i) log->Keep(scanned.live[i].incarnation, forgotten ? -1 : keep[i]);
+  return absl::OkStatus();
+}
+
+// The slices pushed for the step in flight: without their bytes the machine would count slices that are missing.
+absl::Status Recovery::LoadUndecided(Replay* replay) {
+  int64_t committed = -1;
+  std::optional<v1::PreparedRecord> prepared;
+  std::set<uint64_t> attempts;
+  for (const Replay::Slice& slice : replay->slices) attempts.insert(slice.header.attempt());
+  {
+    JobMutexLock lock(&core_->mu);
+    committed = core_->machine->committed();
+    v1::GetJobResponse job = core_->machine->Describe();
+    if (job.has_prepared()) prepared = std::move(*job.mutable_prepared());
+  }
+  if (Seeded(storage::StorageBug::kUndecidedForgotten)) attempts.clear();
+  for (const uint64_t attempt : attempts) {
+    // A rank that has not heard that all servers prepared the step keeps its gradients, and is told what is missing.
+    const bool needed = prepared.has_value() && prepared->attempt() == attempt;
+    const auto use = needed ? LoggedSlices::Use::kPrepared : LoggedSlices::Use::kPushed;
+    BALLAST_RETURN_IF_ERROR(slices_.Load(attempt, committed + 1, use, replay));
+  }
+  if (!attempts.empty()) {
+    // Otherwise a lower attempt would count as the step's first, and the next higher attempt would have the log release
+    // this attempt's slices.
+    JobMutexLock lock(&core_->mu);
+    journal_->NoteRecovered(committed + 1, *attempts.rbegin());
+  }
+  BALLAST_RETURN_IF_ERROR(replay->FinishUpdates());
+  if (!prepared.has_value()) return absl::OkStatus();
+  JobMutexLock lock(&core_->mu);
+  for (const auto& chunk : core_->chunks) BALLAST_RETURN_IF_ERROR(updates_->CheckHeld(*chunk, *prepared));
+  return absl::OkStatus();
+}
+
+absl::Status Recovery::CheckAllTaken() const {
+  if (earlier_->chunks() == 0 && earlier_->pinned_chunks() == 0) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kDataLoss, model::kDiverged,
+      absl::StrCat("the catalog knows ", earlier_->chunks(), " chunks of job '", core_->name, "' and ",
+                   earlier_->pinned_chunks(), " that are pinned, which its log does not register, the first is ",
+                   earlier_->first(), "; run `ballastctl verify`"));
+}
+
+absl::Status Recovery::CheckLogReaches(const JobEntry& entry) const {
+  JobMutexLock lock(&core_->mu);
+  int64_t applied = entry.committed;
+  for (const auto& chunk : core_->chunks) applied = std::max(applied, chunk->version.value_or(-1));
+  const int64_t committed = core_->machine->committed();
+  // The decision behind a durable prepared record need not be durable.
+  if (applied <= committed + (core_->machine->Describe().has_prepared() ? 1 : 0)) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kDataLoss, model::kDiverged,
+      absl::StrCat("the log of job '", core_->name, "' ends at step ", committed, ", and the server had applied step ",
+                   applied,
+                   ": the log is an older copy, or its end is damaged. Bring the newer one back, or drop the job; "
+                   "`ballastctl verify` tells more"));
+}
+
+absl::Status Recovery::End() {
+  {
+    JobMutexLock lock(&core_->mu);
+    if (journal_->segment_bytes() == 0) return absl::OkStatus();
+  }
+  BALLAST_RETURN_IF_ERROR(journal_->ExtendForRestart());
+  return flushes_->EndRecovery();
+}
+
+absl::Status Recovery::ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replay* replay) {
+  // Pushes and the prepared record of the next step leave the chunks alone; other records find the last step applied.
+  const bool waits = std::holds_alternative<OpenRecord>(record) || std::holds_alternative<SnapshotRecord>(record) ||
+                     std::holds_alternative<PromiseRecord>(record);
+  if (waits) BALLAST_RETURN_IF_ERROR(replay->FinishUpdates());
+  if (const auto* open = std::get_if<OpenRecord>(&record)) {
+    if (!Seeded(storage::StorageBug::kOldEpochReplayed)) replay->slices.clear();
+    return ReplayOpen(open->open, record);
+  }
+  if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) return ReplaySnapshot(snapshot->snapshot, record);
+  if (const auto* decision = std::get_if<DecisionRecord>(&record)) {
+    return ReplayDecision(decision->decision, record, replay);
+  }
+  if (const auto* slice = std::get_if<SliceRecord>(&record)) replay->slices.push_back({slice->header, payload});
+  JobMutexLock lock(&core_->mu);
+  return core_->machine->Replay(record);
+}
+
+absl::Status Recovery::ReplaySnapshot(const v1::LogSnapshot& snapshot, const StepRecord& record) {
+  {
+    JobMutexLock lock(&core_->mu);
+    if (core_->plan != nullptr || !snapshot.has_open()) return core_->machine->Replay(record);
+  }
+  BALLAST_RETURN_IF_ERROR(ReplayOpen(snapshot.open(), record));
+  JobMutexLock lock(&core_->mu);
+  BALLAST_RETURN_IF_ERROR(CheckChanged(snapshot));
+  // The chunks have the steps that were cut from the log.
+  for (const auto& chunk : core_->chunks) chunk->version = std::max(*chunk->version, snapshot.committed());
+  return absl::OkStatus();
+}
+
+absl::Status Recovery::ReplayDecision(const v1::Decision& decision, const StepRecord& record, Replay* replay) {
+  const int64_t step = decision.step();
+  BALLAST_RETURN_IF_ERROR(slices_.Load(decision.attempt(), step, LoggedSlices::Use::kDecided, replay));
+  storage::Pass("recovery/slices_loaded");
+  replay->slices.clear();
+  BALLAST_RETURN_IF_ERROR(replay->FinishUpdates());
+  std::shared_ptr<StepWork> work;
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    JobMutexLock lock(&core_->mu);
+    BALLAST_RETURN_IF_ERROR(core_->machine->Replay(record));
+    work = std::exchange(work_, nullptr);
+    BALLAST_RETURN_IF_ERROR(work->incomplete);
+    store = core_->store;
+    for (const auto& chunk : work->untouched) chunk->version = step;
+  }
+  BALLAST_RETURN_IF_ERROR(updates_->PrepareReadBack(work.get()));
+  flushes_->SetApplied(step);
+  ++replay->steps;
+  if (absl::Now() - replay->said > kProgressEvery) {
+    replay->said = absl::Now();
+    spdlog::info("job '{}': recovering, at step {}, {} MiB of slices replayed", core_->name, step,
+                 replay->payload_bytes >> 20);
+  }
+  const auto update = [this, store, work, log = replay->file] {
+    const absl::Status status = updates_->Run(store.get(), work.get(), log);
+    storage::Pass("recovery/step_replayed");
+    return status;
+  };
+  if (core_->around.compute->threads() == 1) return update();
+  {
+    JobMutexLock lock(&core_->mu);
+    replay->updating = true;
+  }
+  replay->updates = std::thread([this, update, replay] {
+    replay->updated = update();
+    JobMutexLock lock(&core_->mu);
+    replay->updating = false;
+  });
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Space::Chunks> Recovery::TakeChunks(const v1::OpenRequest& open) {
+  BALLAST_ASSIGN_OR_RETURN(const model::EpochPlan plan, model::EpochPlan::Make(open));
+  BALLAST_ASSIGN_OR_RETURN(Space::Chunks chunks, space_->Take(plan, /*answer=*/nullptr));
+  std::shared_ptr<storage::ChunkStore> store;
+  std::vector<int64_t> versions;
+  {
+    JobMutexLock lock(&core_->mu);
+    store = core_->store;
+    const v1::GetJobResponse job = core_->machine->Describe();
+    versions.assign(job.durable_versions().begin(), job.durable_versions().end());
+  }
+  if (store == nullptr) return chunks;  // none of the chunks is this server's
+  BALLAST_RETURN_IF_ERROR(earlier_->TakeBackPins(versions, chunks, store.get()));
+  return chunks;
+}
+
+absl::Status Recovery::ReplayOpen(const v1::OpenRequest& open, const StepRecord& record) {
+  BALLAST_ASSIGN_OR_RETURN(Space::Chunks chunks, TakeChunks(open));
+  JobMutexLock lock(&core_->mu);
+  const absl::Status status = openings_->Replay(std::move(chunks), [&] {
+    core_->mu.AssertHeld();
+    return core_->machine->Replay(record);
+  });
+  storage::Pass("recovery/opened");
+  return status;
+}
+
+absl::Status Recovery::CheckChanged(const v1::LogSnapshot& snapshot) {
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<int64_t> changed, DecodeChanged(snapshot, core_->chunks.size()));
+  for (size_t i = 0; i < core_->chunks.size(); ++i) {
+    HeldChunk& chunk = *core_->chunks[i];
+    chunk.changed = changed[i];
+    const int64_t durable = core_->store->durable_version(chunk.store_index);
+    if (durable >= changed[i]) continue;
+    return model::Error(
+        absl::StatusCode::kDataLoss, model::kStateLost,
+        absl::StrCat("the catalog ", durable < 0 ? "names no state" : absl::StrCat("names version ", durable),
+                     " of chunk ", chunk.id, " of job '", core_->name, "', which step ", changed[i],
+                     " changed, and the log ", journal_->log_path(), " begins behind step ", snapshot.committed(),
+                     ": the catalog's entry is lost or an older copy. Run `ballastctl verify --rebuild`"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Recovery::ComeBack(const JobEntry& entry) {
+  earlier_->AddPins(entry.pins);
+  for (const v1::PinnedVersion& pin : entry.pins) {
+    if (pin.chunks_size() == 0) continue;
+    const uint64_t life = PinnedChunks(pin).front().life;
+    BALLAST_RETURN_IF_ERROR(CheckLife(entry, life, absl::StrCat("the catalog's pin of version ", pin.version())));
+    journal_->TakeLife(life);
+    break;
+  }
+  const std::vector<uint64_t> ids = earlier_->PinnedIds();
+  const std::set<uint64_t> pinned(ids.begin(), ids.end());
+  {
+    JobMutexLock lock(&core_->mu);
+    for (const v1::PinnedVersion& pin : entry.pins) core_->machine->Pinned(pin);
+    if (entry.promised.has_value()) {
+      BALLAST_RETURN_IF_ERROR(core_->machine->Replay(PromiseRecord{*entry.promised}));
+    }
+  }
+  BALLAST_ASSIGN_OR_RETURN(Space::Chunks chunks, TakeChunks(*entry.open));
+  if (earlier_->pinned_chunks() > 0) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                        absl::StrCat("the catalog pins chunk ", earlier_->first(), " of job '", core_->name,
+                                     "', which is none of this server's; run `ballastctl verify`"));
+  }
+  JobMutexLock lock(&core_->mu);
+  BALLAST_RETURN_IF_ERROR(openings_->Replay(std::move(chunks), [&] {
+    core_->mu.AssertHeld();
+    return core_->machine->LoseState(*entry.open);
+  }));
+  // A restore brings back the chunks that had a state.
+  for (const auto& chunk : core_->chunks) {
+    if (pinned.contains(chunk->id)) chunk->changed = entry.pins.back().version();
+  }
+  spdlog::warn(
+      "job '{}': what came after its newest pin ({}) is lost with the server's last life (durability every-{}); "
+      "the next group restores what all servers have",
+      core_->name, entry.pins.empty() ? "none" : absl::StrCat("version ", entry.pins.back().version()),
+      entry.open->spec().pin_interval());
+  storage::Pass("recovery/opened");
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,293 @@
+#include "ballast/services/requests/job.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/records/log_records.h"
+
+namespace ballast::services {
+
+std::shared_ptr<Job> Job::Make(const std::string& name, const JobSurroundings& surroundings) {
+  // A deadline may fire while the job is being destroyed: the callback must neither keep nor touch the job.
+  auto self = std::make_shared<std::weak_ptr<Job>>();
+  std::shared_ptr<Job> job(new Job(name, surroundings, [self](uint64_t id) {
+    if (const std::shared_ptr<Job> alive = self->lock()) alive->core_.Expire(id);
+  }));
+  *self = job;
+  job->core_.owner = job;
+  return job;
+}
+
+Job::Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire)
+    : core_(name, surroundings, this, std::move(expire)),
+      room_(&core_),
+      read_pins_(&core_),
+      journal_(&core_, &room_,
+               [this] {
+                 core_.mu.AssertHeld();
+                 flushes_.Post();
+               }),
+      flushes_(&core_, &journal_),
+      kept_(&core_, &flushes_),
+      prediction_(&core_),
+      moves_(&core_, &flushes_, &prediction_),
+      space_(&core_, &journal_, &room_, &flushes_, &earlier_, &moves_, &prediction_),
+      openings_(&core_, &journal_, &space_),
+      updates_(&core_, &journal_, &room_, &flushes_, &read_pins_, &moves_),
+      recovery_(&core_, &journal_, &room_, &flushes_, &earlier_, &space_, &openings_, &updates_),
+      pushes_(&core_, &journal_, &room_),
+      pulls_(&core_, &read_pins_),
+      loans_(&core_) {}
+
+// The parts' tasks end before the parts do.
+Job::~Job() {
+  core_.JoinThreads();
+  pulls_.JoinThreads();
+}
+
+absl::Status Job::Replay(const PromiseRecord& promise) {
+  JobMutexLock lock(&core_.mu);
+  return core_.machine->Replay(promise);
+}
+
+absl::Status Job::Recover(const JobEntry& entry) { return recovery_.Recover(entry); }
+absl::Status Job::EndRecovery() { return recovery_.End(); }
+absl::Status Job::ComeBack(const JobEntry& entry) { return recovery_.ComeBack(entry); }
+
+void Job::Stop(const absl::Status& status) {
+  Replies replies;
+  {
+    JobMutexLock lock(&core_.mu);
+    if (core_.stopped.ok()) core_.stopped = status;
+    core_.waiting.RefuseAll(core_.stopped, &replies);
+  }
+  Run(std::move(replies));
+  core_.JoinThreads();
+  pulls_.JoinThreads();
+  journal_.Stop();
+}
+
+void Job::Discard() {
+  JobMutexLock lock(&core_.mu);
+  if (core_.store != nullptr) core_.store->Discard();
+}
+
+v1::Epoch Job::promised() const {
+  JobMutexLock lock(&core_.mu);
+  return core_.machine->Describe().promised();
+}
+
+uint64_t Job::Append(const StepRecord& record) {
+  core_.mu.AssertHeld();
+  return journal_.Append(record);
+}
+
+void Job::Sync(uint64_t lsn) {
+  core_.mu.AssertHeld();
+  journal_.Sync(lsn);
+}
+
+v1::ChunkNorm Job::Norm(uint64_t chunk, absl::string_view gradient_presence) {
+  core_.mu.AssertHeld();
+  return core_.by_index.at(chunk)->intake.Norm(gradient_presence);
+}
+
+void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) {
+  core_.mu.AssertHeld();
+  std::shared_ptr<StepWork> work = updates_.Prepare(prepared, decision);
+  if (core_.recovering) {
+    recovery_.Apply(std::move(work));
+  } else {
+    updates_.Post(std::move(work));
+  }
+}
+
+void Job::Opened(std::shared_ptr<const model::EpochPlan> plan) {
+  core_.mu.AssertHeld();
+  openings_.Opened(std::move(plan));
+}
+
+void Job::PinDue(int64_t) {
+  core_.mu.AssertHeld();
+  kept_.PinDue();
+}
+
+void Job::PinChanged(const v1::PinnedVersion& pin) {
+  core_.mu.AssertHeld();
+  kept_.PinChanged(pin);
+}
+
+void Job::GetJob(Reply<v1::GetJobResponse> reply) {
+  core_.Ask<v1::GetJobResponse>(
+      0,
+      [this]() -> Outcome<v1::GetJobResponse> {
+        core_.mu.AssertHeld();
+        return core_.Describe();
+      },
+      absl::InfiniteFuture(), "", std::move(reply));
+}
+
+void Job::Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::FenceResponse> reply) {
+  core_.Ask<v1::FenceResponse>(
+      request.ByteSizeLong(),
+      [this, request]() -> Outcome<v1::FenceResponse> {
+        core_.mu.AssertHeld();
+        BALLAST_RETURN_IF_ERROR(journal_.MakeRoom(1, kSmallRecordBytesMax));
+        return core_.machine->Fence(request);
+      },
+      deadline, "the promise to become durable", std::move(reply));
+}
+
+void Job::Open(const v1::OpenRequest& request, absl::Time deadline, Reply<v1::OpenResponse> reply) {
+  core_.Ask<v1::OpenResponse>(
+      request.ByteSizeLong(),
+      [this, request] {
+        core_.mu.AssertHeld();
+        return openings_.Try(request);
+      },
+      deadline, "space for the job's chunks, behind the updates at work", std::move(reply));
+}
+
+void Job::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply) {
+  core_.Ask<v1::NormResponse>(
+      request.ByteSizeLong(),
+      [this, request]() -> Outcome<v1::NormResponse> {
+        core_.mu.AssertHeld();
+        BALLAST_ASSIGN_OR_RETURN(v1::NormResponse response, core_.machine->Norm(request));
+        return response;
+      },
+      absl::InfiniteFuture(), "", std::move(reply));
+}
+
+std::optional<absl::Status> Job::ReadyToSeal(const v1::SealRequest& request) {
+  const bool waits = request.wait_ms() > 0;
+  BALLAST_RETURN_IF_ERROR(core_.Refusal());
+  if (updates_.full()) {
+    if (waits) return std::nullopt;
+    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                        absl::StrCat(updates_.queued(),
+                                     " decided steps wait for the job's worker, which is all that may; send the same "
+                                     "seal again"));
+  }
+  BALLAST_RETURN_IF_ERROR(journal_.MakeRoomForSeal(request));
+  if (request.header().kind() != v1::STEP_KIND_RESTORE) return absl::OkStatus();
+  const absl::StatusOr<bool> checked = kept_.Checked(request);
+  BALLAST_RETURN_IF_ERROR(checked.status());
+  if (*checked) return absl::OkStatus();
+  if (waits) return std::nullopt;
+  return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                      "the pinned version is being read; send the same seal again");
+}
+
+bool Job::TrySeal(const Sealing& sealing, Replies* replies) {
+  const v1::SealRequest& request = sealing.request;
+  const std::optional<absl::Status> ready = ReadyToSeal(request);
+  if (!ready.has_value()) return false;
+  Outcome<v1::SealResponse> outcome = ready->ok() ? core_.machine->Seal(request) : Outcome<v1::SealResponse>(*ready);
+  if (!outcome.ok()) {
+    core_.moved = true;  // different plans end the seals of all ranks
+    replies->push_back([reply = sealing.reply, status = outcome.status()] { reply(status); });
+    return true;
+  }
+  journal_.NoteSealed(request);
+  const bool pending = !outcome->has_value() || (*outcome)->has_pending();
+  if (pending && request.wait_ms() > 0) return false;
+  v1::SealResponse response = outcome->has_value() ? std::move(**outcome) : core_.machine->Pending(request.rank());
+  if (response.has_prepared()) core_.around.counters->seal_wait.Observe(absl::Now() - sealing.began);
+  replies->push_back([reply = sealing.reply, response = std::move(response)] { reply(response); });
+  return true;
+}
+
+void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::SealResponse> reply) {
+  const Sealing sealing{request, std::move(reply), absl::Now()};
+  const absl::Time patience = sealing.began + absl::Milliseconds(request.wait_ms());
+  Waiter waiter;
+  waiter.bytes = request.ByteSizeLong();
+  waiter.deadline = std::min(deadline, patience);
+  waiter.attempt = [this, sealing](Replies* replies) {
+    core_.mu.AssertHeld();
+    return TrySeal(sealing, replies);
+  };
+  waiter.expire = [this, reply = sealing.reply, deadline, patience, rank = request.rank()](Replies* replies) {
+    core_.mu.AssertHeld();
+    if (deadline < patience) {
+      replies->push_back([reply] { reply(DeadlinePassed("the step to be prepared")); });
+    } else {
+      replies->push_back([reply, response = core_.machine->Pending(rank)] { reply(response); });
+    }
+  };
+  waiter.refuse = [reply = sealing.reply](const absl::Status& status, Replies* replies) {
+    replies->push_back([reply, status] { reply(status); });
+  };
+  core_.Locked([&](Replies* replies) {
+    core_.mu.AssertHeld();
+    core_.waiting.Submit(std::move(waiter), &core_.machine_queue, replies);
+  });
+}
+
+void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {
+  core_.Ask<v1::CommitResponse>(
+      request.ByteSizeLong(),
+      [this, request]() -> Outcome<v1::CommitResponse> {
+        core_.mu.AssertHeld();
+        BALLAST_RETURN_IF_ERROR(journal_.MakeRoom(1, request.ByteSizeLong() + kDecisionBytesMax));
+        BALLAST_ASSIGN_OR_RETURN(v1::CommitResponse response, core_.machine->Commit(request));
+        return response;
+      },
+      absl::InfiniteFuture(), "", std::move(reply));
+}
+
+void Job::AwaitApplied(int64_t version, std::optional<uint32_t> unit, absl::Time deadline,
+                       Reply<v1::CommitResponse> reply) {
+  core_.Ask<v1::CommitResponse>(
+      0,
+      [this, version, unit]() -> Outcome<v1::CommitResponse> {
+        core_.mu.AssertHeld();
+        if (!updates_.Show(version, unit)) return std::nullopt;
+        v1::CommitResponse response;
+        response.set_committed(core_.machine->committed());
+        return response;
+      },
+      deadline, absl::StrCat("version ", version, " to be applied"), std::move(reply));
+}
+
+void Job::Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
+  if (request.durable()) return kept_.Pin(request, deadline, std::move(reply));
+  core_.Ask<v1::PinResponse>(
+      request.ByteSizeLong(),
+      [this, version = request.version(), pin = std::make_shared<uint64_t>(0)] {
+        core_.mu.AssertHeld();
+        return read_pins_.Pin(version, pin.get());
+      },
+      deadline, absl::StrCat("version ", request.version(), " of all chunks"), std::move(reply));
+}
+
+void Job::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
+  if (request.durable()) return kept_.Unpin(request, std::move(reply));
+  core_.Ask<v1::UnpinResponse>(
+      request.ByteSizeLong(),
+      [this, version = request.version()]() -> Outcome<v1::UnpinResponse> {
+        core_.mu.AssertHeld();
+        read_pins_.Unpin(version);
+        return v1::UnpinResponse();
+      },
+      absl::InfiniteFuture(), "", std::move(reply));
+}
+
+void Job::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+               Reply<v1::PushResponse> reply) {
+  pushes_.Push(header, payload, deadline, std::move(reply));
+}
+
+void Job::Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply) {
+  pulls_.Pull(request, deadline, std::move(allocate), std::move(reply));
+}
+
+absl::StatusOr<std::unique_ptr<model::Loan>> Job::Lend(const model::LoanRequest& request) {
+  return loans_.Lend(request);
+}
+
+}  // namespace ballast::services

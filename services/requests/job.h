@@ -1,0 +1,128 @@
+// A job on a server: one method a verb of the API. The job's parts do the work; this class makes them in order, and is
+// the host of the step machine.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/proto/model/lent_memory.h"
+#include "ballast/services/durability/earlier_extents.h"
+#include "ballast/services/durability/flushes.h"
+#include "ballast/services/durability/job_journal.h"
+#include "ballast/services/durability/kept_versions.h"
+#include "ballast/services/job/job_core.h"
+#include "ballast/services/job/read_pins.h"
+#include "ballast/services/job/slice_room.h"
+#include "ballast/services/records/job_entry.h"
+#include "ballast/services/recovery/recovery.h"
+#include "ballast/services/requests/loans.h"
+#include "ballast/services/requests/pulls.h"
+#include "ballast/services/requests/pushes.h"
+#include "ballast/services/step/step_machine.h"
+#include "ballast/services/work/chunk_moves.h"
+#include "ballast/services/work/openings.h"
+#include "ballast/services/work/prediction.h"
+#include "ballast/services/work/space.h"
+#include "ballast/services/work/updates.h"
+#include "ballast/v1/admin_service.pb.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::services {
+
+class Job : public std::enable_shared_from_this<Job>, private StepHost {
+ public:
+  static std::shared_ptr<Job> Make(const std::string& name, const JobSurroundings& surroundings);
+  ~Job() override;
+
+  // After a restart, before any other call: takes back the promise that the catalog kept.
+  absl::Status Replay(const PromiseRecord& promise);
+  // As Replay, for a job with durability `step`: brings its chunks and its step machine back to where they were.
+  // Blocks, and logs its progress. DATA_LOSS if durable data cannot be read. Chunks may then have been flushed at the
+  // versions replayed so far; nothing else has changed, and the log stays.
+  absl::Status Recover(const JobEntry& entry);
+  // After all jobs of the server have recovered: makes room in the log for new records, if need be by extending the log
+  // from budget that is still free. Blocks.
+  absl::Status EndRecovery();
+  // As Replay, for a job with durability every-K that had state: takes back its pins; the rest of the state is lost
+  // (rule 14). DATA_LOSS if the catalog's entries do not suffice; RESOURCE_EXHAUSTED.
+  absl::Status ComeBack(const JobEntry& entry);
+
+  // As the methods of StateServer.
+  void GetJob(Reply<v1::GetJobResponse> reply);
+  void Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::FenceResponse> reply);
+  void Open(const v1::OpenRequest& request, absl::Time deadline, Reply<v1::OpenResponse> reply);
+  void Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply);
+  void Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::SealResponse> reply);
+  void Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply);
+  void Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply);
+  void Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply);
+  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+            Reply<v1::PushResponse> reply);
+  void Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply);
+  absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request);
+  void AwaitApplied(int64_t version, std::optional<uint32_t> unit, absl::Time deadline,
+                    Reply<v1::CommitResponse> reply);
+
+  v1::JobStatus Status() const;
+  // As the methods of ChunkMoves.
+  std::optional<storage::JobHolding> Holding() const { return moves_.Holding(); }
+  void MoveTo(const storage::Plan& plan, v1::JobMoves* answer) { moves_.MoveTo(plan, answer); }
+  v1::Epoch promised() const;
+
+  // Refuses waiting and new requests with `status`, finishes the running update, drops the updates queued behind.
+  // Blocks.
+  void Stop(const absl::Status& status);
+  // Of a dropped job, after Stop: RemoveJournal deletes the log, Discard frees the extents once the catalog has
+  // forgotten them.
+  absl::Status RemoveJournal() { return journal_.Remove(); }
+  void Discard();
+  // After Stop: bytes of the NVMe budget that the log holds until it is removed.
+  uint64_t journal_bytes() const { return journal_.bytes(); }
+
+ private:
+  Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire);
+
+  // StepHost.
+  uint64_t Append(const StepRecord& record) override;
+  void Sync(uint64_t lsn) override;
+  v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) override;
+  void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
+  void Opened(std::shared_ptr<const model::EpochPlan> plan) override;
+  void PinDue(int64_t version) override;
+  void PinChanged(const v1::PinnedVersion& pin) override;
+
+  // A seal and where its answer goes.
+  struct Sealing {
+    v1::SealRequest request;
+    Reply<v1::SealResponse> reply;
+    absl::Time began;
+  };
+  // Evaluates the seal: false if it has to wait.
+  bool TrySeal(const Sealing& sealing, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Why the server cannot take the seal now, apart from what the machine says. None: it has to wait for that.
+  std::optional<absl::Status> ReadyToSeal(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  JobCore core_;
+  SliceRoom room_;
+  ReadPins read_pins_;
+  JobJournal journal_;
+  Flushes flushes_;
+  KeptVersions kept_;
+  EarlierExtents earlier_;
+  Prediction prediction_;
+  ChunkMoves moves_;
+  Space space_;
+  Openings openings_;
+  Updates updates_;
+  Recovery recovery_;
+  Pushes pushes_;
+  Pulls pulls_;
+  Loans loans_;
+};
+
+}  // namespace ballast::services

@@ -1,0 +1,170 @@
+#include "ballast/services/requests/pulls.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+
+absl::Status BadPull(absl::string_view reason, absl::string_view message) {
+  return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
+}
+
+}  // namespace
+
+absl::Status Pulls::Plan::Read(bool pinned, absl::Span<std::byte> to) const {
+  const uint64_t at = chunk->store_index;
+  if (working()) {
+    return pinned ? store->ReadPinnedWorking(version, at, range.begin, to) : store->ReadWorking(at, range.begin, to);
+  }
+  const auto array = static_cast<storage::StateArray>(content - v1::CONTENT_MASTER);
+  const absl::Span<float> out(reinterpret_cast<float*>(to.data()), range.size());
+  return pinned ? store->ReadPinnedState(version, at, array, range.begin, out)
+                : store->ReadState(at, array, range.begin, out);
+}
+
+absl::StatusOr<Pulls::Plan> Pulls::PlanOf(const v1::PullRequest& request) const {
+  BALLAST_RETURN_IF_ERROR(core_->Refusal());
+  if (core_->plan == nullptr) {
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kNotOpen,
+        absl::StrCat("job '", core_->name, "' was not opened on server '", core_->around.server_id, "' yet"));
+  }
+  if (request.version() < 0) {
+    return BadPull(model::kBadRequest, absl::StrCat("versions count from 0, asked for ", request.version()));
+  }
+  const int arrays = core_->store->layout().array_count();
+  if (request.content() < v1::CONTENT_WORKING || request.content() >= v1::CONTENT_MASTER + arrays) {
+    return BadPull(model::kBadRequest, absl::StrCat("content ", static_cast<int>(request.content()),
+                                                    " is neither WORKING nor MASTER nor one of ", arrays - 1,
+                                                    " moment(s) of ", model::Show(core_->store->layout().optimizer())));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const auto pieces,
+                           core_->plan->layout().Cut(request.unit(), {request.begin(), request.end()}));
+  if (pieces.size() != 1 || pieces[0].range != model::Range{request.begin(), request.end()}) {
+    return BadPull(model::kBadRange,
+                   absl::StrCat("[", request.begin(), ", ", request.end(), ") of unit ", request.unit(),
+                                " must lie in one chunk, it touches ", pieces.size(), "; cut it at chunks"));
+  }
+  const auto chunk = core_->by_index.find(pieces[0].chunk);
+  if (chunk == core_->by_index.end()) {
+    const uint32_t owner = core_->plan->server_of(pieces[0].chunk);
+    return BadPull(model::kBadRequest, absl::StrCat("chunk ", pieces[0].chunk, " lives on server '",
+                                                    core_->plan->open().members(owner).server_id(), "', not on '",
+                                                    core_->around.server_id, "'"));
+  }
+  const uint64_t start = chunk->second->layout.range.begin;
+  return Plan{chunk->second,
+              core_->store,
+              request.content(),
+              request.version(),
+              {request.begin() - start, request.end() - start}};
+}
+
+absl::StatusOr<Pulls::Copy> Pulls::Locate(const HeldChunk& chunk, int64_t version) const {
+  const int64_t current = *chunk.version;
+  if (version > current) return Copy::kNotYet;
+  if (version < chunk.first_version) {
+    BALLAST_RETURN_IF_ERROR(core_->machine->StateStatus());
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                        absl::StrCat("chunk ", chunk.layout.index, " of unit ", chunk.layout.unit,
+                                     " was registered at version ", chunk.first_version, " and has no version ",
+                                     version, "; pull only tensors that the job had then"));
+  }
+  if (version == current && !chunk.next_started) return Copy::kCurrent;
+  BALLAST_ASSIGN_OR_RETURN(const bool pinned, pins_->Readable(version));
+  if (pinned) return Copy::kPinned;
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                      absl::StrCat("chunk ", chunk.layout.index, " of unit ", chunk.layout.unit, " is past version ",
+                                   version, " (at ", current + (chunk.next_started ? 1 : 0),
+                                   "), which is not pinned; pull the current version, or pin before the next step"));
+}
+
+void Pulls::Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply) {
+  Replies replies;
+  {
+    JobMutexLock lock(&core_->mu);
+    absl::StatusOr<Plan> plan = PlanOf(request);
+    if (!plan.ok()) {
+      replies.push_back([reply, status = plan.status()] { reply(status); });
+    } else {
+      Waiter waiter;
+      waiter.bytes = request.ByteSizeLong();
+      waiter.deadline = deadline;
+      waiter.attempt = [this, plan = *plan, allocate = std::move(allocate), reply](Replies* out) {
+        core_->mu.AssertHeld();
+        return Try(plan, allocate, reply, out);
+      };
+      waiter.expire = [this, chunk = plan->chunk, version = request.version(), reply](Replies* out) {
+        core_->mu.AssertHeld();
+        const std::string message = absl::StrCat("the deadline passed while chunk ", chunk->layout.index, " of unit ",
+                                                 chunk->layout.unit, " was at version ", *chunk->version,
+                                                 ", asked for ", version, "; is step ", version, " decided?");
+        out->push_back(
+            [reply, message] { reply(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy, message)); });
+      };
+      waiter.refuse = [reply](const absl::Status& status, Replies* out) {
+        out->push_back([reply, status] { reply(status); });
+      };
+      core_->waiting.Submit(std::move(waiter), &plan->chunk->pulls, &replies);
+    }
+  }
+  Run(std::move(replies));
+}
+
+bool Pulls::Try(const Plan& plan, const Allocate& allocate, const Reply<uint32_t>& reply, Replies* replies) {
+  const absl::Status refusal = core_->Refusal();
+  const absl::StatusOr<Copy> copy = refusal.ok() ? Locate(*plan.chunk, plan.version) : refusal;
+  if (!copy.ok()) {
+    replies->push_back([reply, status = copy.status()] { reply(status); });
+    return true;
+  }
+  if (*copy == Copy::kNotYet) return false;
+  // Working copies lie in memory; anything else may have to wait for a disk.
+  if (plan.working() && plan.store->layout().working_copies() && *copy == Copy::kCurrent) {
+    replies->push_back(
+        [this, job = core_->owner.lock(), plan, copy = *copy, allocate, reply] { Read(plan, copy, allocate, reply); });
+    return true;
+  }
+  // A read that is queued counts as a request that waits, so the queue is bounded.
+  absl::StatusOr<std::shared_ptr<void>> place = core_->waiting.Hold(sizeof(Plan));
+  if (!place.ok()) {
+    replies->push_back([reply, status = place.status()] { reply(status); });
+    return true;
+  }
+  reads_->Post([this, plan, copy = *copy, allocate, reply, place = *std::move(place)]() mutable {
+    place = nullptr;
+    Read(plan, copy, allocate, reply);
+  });
+  return true;
+}
+
+void Pulls::Read(const Plan& plan, Copy copy, const Allocate& allocate, const Reply<uint32_t>& reply) {
+  const uint64_t bytes = plan.range.size() * plan.element_bytes();
+  const absl::Span<std::byte> to = allocate(bytes);
+  if (to.size() != bytes) {
+    return reply(model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                              absl::StrCat("no memory for an answer of ", bytes,
+                                           " bytes while others are being sent; send the same request again")));
+  }
+  absl::Status status = plan.Read(copy == Copy::kPinned, to);
+  if (copy == Copy::kCurrent && status.ok()) {
+    // The next update may have begun during the read: the bytes count only if it had not.
+    absl::StatusOr<Copy> now = Copy::kCurrent;
+    {
+      JobMutexLock lock(&core_->mu);
+      now = Locate(*plan.chunk, plan.version);
+    }
+    status = now.status();
+    if (now.ok() && *now == Copy::kPinned) status = plan.Read(true, to);
+  }
+  if (!status.ok()) return reply(status);
+  core_->around.counters->sent_bytes.fetch_add(bytes, std::memory_order_relaxed);
+  reply(kernels::Crc32c(to));
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,213 @@
+#include "ballast/services/requests/pushes.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+
+// Payloads of pushes that wait for a chunk's update are memory beyond every budget.
+constexpr uint64_t kWaitingPushBytesMax = uint64_t{64} << 20;
+// Checksummed and copied piece by piece: the second read of a piece comes from the cache.
+constexpr size_t kCopyBytes = size_t{64} << 10;
+
+absl::Status BadPush(absl::string_view reason, absl::string_view message) {
+  return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
+}
+
+absl::Status CheckSlice(const v1::PushRequest& header) {
+  if (header.kind() != v1::SLICE_KIND_GRADIENT && header.kind() != v1::SLICE_KIND_VALUE) {
+    return BadPush(model::kBadRequest, "a push needs kind GRADIENT or VALUE");
+  }
+  if (header.begin() < header.end()) return absl::OkStatus();
+  return BadPush(model::kBadRange, absl::StrCat("the slice [", header.begin(), ", ", header.end(), ") of unit ",
+                                                header.unit(), " is empty"));
+}
+
+absl::Status CopyChecked(absl::Span<const std::byte> from, std::byte* to, uint32_t expected) {
+  uint32_t crc = 0;
+  for (size_t at = 0; at < from.size(); at += kCopyBytes) {
+    const auto piece = from.subspan(at, kCopyBytes);
+    crc = kernels::Crc32c(piece, crc);
+    std::memcpy(to + at, piece.data(), piece.size());
+  }
+  if (crc == expected) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kUnavailable, model::kChecksum,
+                      absl::StrCat("the slice's CRC32C is ", crc, ", its header says ", expected,
+                                   ": it was damaged on its way; send it again"));
+}
+
+void Answer(const Reply<v1::PushResponse>& reply, const absl::Status& status) {
+  if (status.ok()) return reply(v1::PushResponse());
+  reply(status);
+}
+
+}  // namespace
+
+void Pushes::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+                  Reply<v1::PushResponse> reply) {
+  if (const absl::Status status = CheckSlice(header); !status.ok()) return reply(status);
+  core_->around.counters->received_bytes.fetch_add(payload.size(), std::memory_order_relaxed);
+  const Request request{header, payload, std::move(reply)};
+  core_->Locked([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    if (!Try(request, replies)) Park(request, deadline, replies);
+  });
+}
+
+void Pushes::Park(const Request& request, absl::Time deadline, Replies* replies) {
+  std::atomic<uint64_t>& parked_bytes = core_->around.counters->waiting_push_bytes;
+  const uint64_t bytes = request.payload.size();
+  if (parked_bytes.fetch_add(bytes) + bytes > kWaitingPushBytesMax) {
+    parked_bytes.fetch_sub(bytes);
+    replies->push_back([reply = request.reply] {
+      reply(model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                         absl::StrCat(kWaitingPushBytesMax,
+                                      " bytes of slices wait for updates or room in logs at this server, which is all "
+                                      "that may; send the same slice again")));
+    });
+    return;
+  }
+  // The bytes are given back when the reply that holds this guard is gone.
+  std::shared_ptr<void> guard(nullptr, [&parked_bytes, bytes](void*) { parked_bytes.fetch_sub(bytes); });
+  Request parked = request;
+  parked.reply = [reply = request.reply, guard](absl::StatusOr<v1::PushResponse> r) { reply(std::move(r)); };
+  Waiter waiter;
+  waiter.bytes = request.header.ByteSizeLong();
+  waiter.deadline = deadline;
+  waiter.attempt = [this, parked](Replies* later) {
+    core_->mu.AssertHeld();
+    return Try(parked, later);
+  };
+  waiter.expire = [this, parked](Replies* later) {
+    core_->mu.AssertHeld();
+    const bool full = !journal_->HasRoomForSlice(parked.payload.size(), /*logged=*/true);
+    later->push_back([reply = parked.reply, full] {
+      reply(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy,
+                         absl::StrCat("the deadline passed while ",
+                                      full ? "the gradient log was full: chunks are flushed so that it can be cut"
+                                           : "the slice's chunk was being updated, or slices before it were on "
+                                             "their way to the gradient log",
+                                      "; send the same slice again")));
+    });
+  };
+  waiter.refuse = [reply = parked.reply](const absl::Status& status, Replies* later) {
+    later->push_back([reply, status] { reply(status); });
+  };
+  uint32_t slice = 0;
+  core_->waiting.Submit(std::move(waiter), &core_->FindSlice(request.header, &slice)->pushes[request.header.begin()],
+                        replies);
+}
+
+bool Pushes::HasRoom(const std::shared_ptr<HeldChunk>& chunk, uint32_t slice, const Request& request) {
+  const v1::PushRequest& header = request.header;
+  const uint64_t start = chunk->layout.range.begin;
+  if (chunk->updates_pending > 0 || chunk->intake.Busy({header.begin() - start, header.end() - start})) return false;
+  if (!journal_->HasRoomForSlice(request.payload.size(), chunk->intake.Logs(header.kind()))) {
+    journal_->WaitForCut();
+    return false;
+  }
+  if (room_->HasBuffer(*chunk, slice, header.kind())) return true;
+  room_->WaitForBuffer(chunk);
+  return false;
+}
+
+bool Pushes::Try(const Request& request, Replies* replies) {
+  const v1::PushRequest& header = request.header;
+  const auto answer = [&](const absl::Status& status) {
+    replies->push_back([reply = request.reply, status] { Answer(reply, status); });
+    return true;
+  };
+  if (const absl::Status refusal = core_->Refusal(); !refusal.ok()) return answer(refusal);
+  uint32_t slice = 0;
+  const std::shared_ptr<HeldChunk> chunk = core_->FindSlice(header, &slice);
+  bool superseded = false;
+  const absl::StatusOr<StepMachine::Admission> admission = core_->machine->Admit(header, [&] {
+    core_->mu.AssertHeld();
+    superseded = journal_->IsSuperseded(header);
+    return !superseded && HasRoom(chunk, slice, request);
+  });
+  if (!admission.ok()) return answer(admission.status());
+  if (*admission == StepMachine::Admission::kHeld || superseded) return answer(absl::OkStatus());
+  if (*admission == StepMachine::Admission::kWaits) return false;
+  // After epoch and step, so that a client of an older job of this name hears of these first.
+  const absl::Status length = CheckLength(request);
+  if (!length.ok()) return answer(core_->machine->EndPush(header, length));
+  absl::StatusOr<Intake::Receipt> receipt = BeginReceive(chunk.get(), slice, header);
+  if (!receipt.ok()) return answer(core_->machine->EndPush(header, receipt.status()));
+  if (receipt->logged) room_->Expect(1);
+  const auto pushed = std::make_shared<PushedSlice>(
+      PushedSlice{.chunk = chunk, .receipt = *std::move(receipt), .bytes = request.payload.size()});
+  replies->push_back([this, job = core_->owner.lock(), request, pushed] { Receive(request, pushed.get()); });
+  return true;
+}
+
+absl::Status Pushes::CheckLength(const Request& request) const {
+  const v1::PushRequest& header = request.header;
+  const v1::JobSpec& spec = core_->plan->open().spec();
+  const bool value = header.kind() == v1::SLICE_KIND_VALUE;
+  const uint64_t elements = header.end() - header.begin(), bytes = request.payload.size();
+  const uint64_t element_bytes = value ? sizeof(float) : core_->store->layout().gradient_element_bytes();
+  if (bytes % element_bytes == 0 && bytes / element_bytes == elements) return absl::OkStatus();
+  return BadPush(model::kBadLength,
+                 absl::StrCat("expected ", elements, " elements of ",
+                              v1::Dtype_Name(value ? v1::DTYPE_F32 : spec.gradient_dtype()), " (", element_bytes,
+                              " bytes each), came ", bytes, " bytes; is the dtype right? Gradients of this job are ",
+                              v1::Dtype_Name(spec.gradient_dtype()), ", values DTYPE_F32"));
+}
+
+absl::StatusOr<Intake::Receipt> Pushes::BeginReceive(HeldChunk* chunk, uint32_t slice, const v1::PushRequest& header) {
+  absl::StatusOr<Intake::Receipt> receipt = chunk->intake.BeginReceive(slice, header.kind(), header.attempt());
+  if (!absl::IsResourceExhausted(receipt.status())) return receipt;
+  // Gradient buffers are kept between steps; a transaction of values needs their room.
+  for (const auto& other : core_->chunks) {
+    if (other->updates_pending == 0) other->intake.ReleaseIdle();
+  }
+  return chunk->intake.BeginReceive(slice, header.kind(), header.attempt());
+}
+
+void Pushes::Receive(const Request& request, PushedSlice* slice) {
+  const v1::PushRequest& header = request.header;
+  HeldChunk& chunk = *slice->chunk;
+  absl::Status received = CopyChecked(request.payload, slice->receipt.to, header.crc32c());
+  if (received.ok()) received = Intake::CheckFinite(slice->receipt, header.unit(), header.begin());
+  std::vector<Intake::Completed> completed;
+  {
+    JobMutexLock lock(&core_->mu);
+    completed = chunk.intake.EndReceive(slice->receipt, received.ok());
+  }
+  if (!completed.empty()) chunk.intake.ComputeNorms(slice->receipt, &completed);
+  core_->Locked([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    if (!completed.empty()) chunk.intake.StoreNorms(slice->receipt, completed);
+    const absl::Status status = Record(request, received, slice, replies);
+    replies->push_back([reply = request.reply, status] { Answer(reply, status); });
+    core_->WakePushes(&chunk, replies);
+  });
+}
+
+absl::Status Pushes::Record(const Request& request, absl::Status received, PushedSlice* slice, Replies* replies) {
+  Intake::Receipt& receipt = slice->receipt;
+  // Others may have taken the room since this push began.
+  if (received.ok() && !journal_->HasRoomForSlice(slice->bytes, receipt.logged)) {
+    journal_->WaitForCut();
+    received = model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                            "the gradient log is full until chunks are flushed; send the same slice again");
+  }
+  if (received.ok()) received = journal_->MakeRoomForSlice(slice->bytes, receipt.logged);
+  const absl::Status status = core_->machine->EndPush(request.header, received, slice);
+  if (receipt.logged && !slice->appended) {
+    slice->chunk->intake.Void(receipt);
+    receipt.buffer.reset();
+    room_->Returned(replies);
+  }
+  receipt.buffer.reset();  // a logged slice's buffer belongs to its record now
+  return status;
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,47 @@
+// Takes pushed slices: admits them, copies and checks their bytes outside the job's lock, and has the machine record
+// them. A push that finds its place busy, the log full or no buffer waits for its turn.
+#pragma once
+
+#include <memory>
+
+#include "absl/types/span.h"
+#include "ballast/services/durability/job_journal.h"
+#include "ballast/services/job/job_core.h"
+#include "ballast/services/job/slice_room.h"
+
+namespace ballast::services {
+
+class Pushes {
+ public:
+  Pushes(JobCore* core, JobJournal* journal, SliceRoom* room) : core_(core), journal_(journal), room_(room) {}
+
+  // As StateServer::Push.
+  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+            Reply<v1::PushResponse> reply) ABSL_LOCKS_EXCLUDED(job_lock);
+
+ private:
+  // A push and where its answer goes. Copies share the answer.
+  struct Request {
+    v1::PushRequest header;
+    absl::Span<const std::byte> payload;
+    Reply<v1::PushResponse> reply;
+  };
+  // Evaluates the push: false if it has to wait.
+  bool Try(const Request& request, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // May the slice's bytes come now? If not, whatever the slice waits for wakes it.
+  bool HasRoom(const std::shared_ptr<HeldChunk>& chunk, uint32_t slice, const Request& request)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status CheckLength(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::StatusOr<Intake::Receipt> BeginReceive(HeldChunk* chunk, uint32_t slice, const v1::PushRequest& header)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Receive(const Request& request, PushedSlice* slice) ABSL_LOCKS_EXCLUDED(job_lock);
+  absl::Status Record(const Request& request, absl::Status received, PushedSlice* slice, Replies* replies)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Park(const Request& request, absl::Time deadline, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  JobCore* const core_;
+  JobJournal* const journal_;
+  SliceRoom* const room_;
+};
+
+}  // namespace ballast::services

@@ -1,0 +1,50 @@
+// The chunks that an Open adds to a job on this server, and what they need besides their own places.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "ballast/kernels/optimizer.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/services/durability/journal.h"
+#include "ballast/storage/placement/placement.h"
+
+namespace ballast::services {
+
+// Indices of the chunks that the plan gives to `server_id`.
+std::vector<uint64_t> ChunksOf(const model::EpochPlan& plan, absl::string_view server_id);
+
+// Bytes of memory for an element of a slice: the gradient and 2 bytes beside it. A transaction of values alone, 4
+// bytes, always fits.
+uint64_t SliceBytesPerElement(const kernels::OptimizerSpec& optimizer);
+
+// The largest slices of a job: whole chunks, aligned as the disk wants them.
+struct LargestSlices {
+  LargestSlices(const v1::JobSpec& spec, const kernels::OptimizerSpec& optimizer);
+  uint64_t values_bytes = 0;
+  uint64_t gradient_bytes = 0;
+};
+
+struct NewChunks {
+  v1::JobSpec spec;
+  kernels::OptimizerSpec optimizer;
+  std::vector<uint64_t> ids;           // in the layout
+  std::vector<uint64_t> elements;      // same order
+  std::vector<uint64_t> all_elements;  // also of the existing chunks
+  // Elements of slices that will, or may, be read back; sizes the spill of a job without a log.
+  std::vector<uint64_t> spilt_slices;
+  uint64_t shared_elements = 0;  // of `elements`, in chunks of more than one slice
+  uint64_t snapshot_bytes = 0;   // SnapshotBytesMax with the new chunks
+  bool dry_run = false;
+
+  void AddSpilt(const model::EpochPlan& plan, uint64_t chunk);
+  // Memory for slices, if they are read back from the log.
+  storage::PlanRequest::ReadBack read_back() const;
+  // Of the log, or of the spill. `segment_bytes`: of the existing one; 0 if there is none.
+  JournalSize journal_size(uint64_t segment_bytes) const;
+  bool logged() const { return spec.durability() == v1::DURABILITY_STEP; }
+  // Does the job leave state on the disk for a restart?
+  bool durable() const { return logged() || spec.durability() == v1::DURABILITY_EVERY_K; }
+};
+
+}  // namespace ballast::services

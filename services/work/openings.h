@@ -1,0 +1,54 @@
+// Opens of a job: each is planned, gets space, and is then taken by the step machine, or refused as a whole.
+//
+// An epoch's plan is made on the clerk, outside the job's lock. An Open that needs no more space than the job has is
+// taken at once, whatever the worker is at; any other waits for its turn on the worker.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/functional/function_ref.h"
+#include "ballast/services/job/job_core.h"
+#include "ballast/services/work/space.h"
+
+namespace ballast::services {
+
+// Guarded by the job's lock, unless a method says otherwise.
+class Openings {
+ public:
+  Openings(JobCore* core, JobJournal* journal, Space* space) : core_(core), journal_(journal), space_(space) {}
+
+  // As StepMachine::Open, for real Opens and dry runs.
+  Outcome<v1::OpenResponse> Try(const v1::OpenRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // As StepHost: the core gets the plan, and the chunks that were taken for it.
+  void Opened(std::shared_ptr<const model::EpochPlan> plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // In recovery: runs `open`, in which the machine opens an epoch, with these chunks.
+  absl::Status Replay(Space::Chunks chunks, absl::FunctionRef<absl::Status()> open)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+ private:
+  // An Open whose chunks are being taken.
+  struct Opening {
+    std::string request;  // serialised; an Open with different bytes waits
+    bool done = false;
+    absl::Status status;
+    std::shared_ptr<const model::EpochPlan> plan;
+    v1::OpenResponse answer;  // to a dry run
+    bool adopted = false;
+    Space::Chunks chunks;  // of the new plan, registration order
+  };
+  // On the clerk.
+  void Prepare(const v1::OpenRequest& request) ABSL_LOCKS_EXCLUDED(job_lock);
+  // On the worker.
+  void TakeSpace(const std::shared_ptr<const model::EpochPlan>& plan) ABSL_LOCKS_EXCLUDED(job_lock);
+  // The machine takes the Open now, or refuses it.
+  void Finish(absl::StatusOr<Space::Chunks> chunks, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  JobCore* const core_;
+  JobJournal* const journal_;
+  Space* const space_;
+  std::unique_ptr<Opening> opening_ ABSL_GUARDED_BY(job_lock);
+};
+
+}  // namespace ballast::services

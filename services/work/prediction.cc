@@ -1,0 +1,39 @@
+#include "ballast/services/work/prediction.h"
+
+#include "ballast/services/durability/journal.h"
+
+namespace ballast::services {
+
+v1::StepPrediction PredictionMessage(const storage::StepPrediction& prediction) {
+  v1::StepPrediction message;
+  message.set_total_seconds(prediction.total);
+  message.set_compute_seconds(prediction.compute);
+  message.set_disk_seconds(prediction.disk);
+  message.set_disk_read_seconds(prediction.disk_read);
+  message.set_disk_write_seconds(prediction.disk_write);
+  message.set_log_write_seconds(prediction.log_write);
+  message.set_disk_idle_seconds(prediction.disk_idle);
+  message.set_sync_seconds(prediction.sync);
+  message.set_gpu_link_seconds(prediction.gpu_link);
+  for (const std::string& what : prediction.unmeasured) message.add_unmeasured(what);
+  return message;
+}
+
+storage::StepShape Prediction::ShapeOf(const storage::ChunkStore& store) const {
+  JobMutexLock lock(&core_->mu);
+  uint64_t elements = 0, read_back = 0;
+  for (const auto& chunk : core_->chunks) {
+    elements += chunk->elements;
+    if (chunk->intake.Logs(v1::SLICE_KIND_GRADIENT)) read_back += chunk->elements;
+  }
+  const uint64_t interval = core_->plan == nullptr ? 0 : core_->plan->open().spec().pin_interval();
+  return {.machine = core_->around.machine,
+          .threads = core_->around.compute->threads(),
+          .staging_bytes = store.slot_memory_bytes(),
+          .durable = store.durable(),
+          .logged = interval == 0,
+          .flushed_share = interval == 0 ? Journal::kFlushedShare : 1.0 / static_cast<double>(interval),
+          .read_back_share = elements == 0 ? 0 : static_cast<double>(read_back) / static_cast<double>(elements)};
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,448 @@
+#include "ballast/services/work/space.h"
+
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/records/job_entry.h"
+#include "ballast/services/records/log_records.h"
+#include "ballast/storage/placement/placement.h"
+
+namespace ballast::services {
+namespace {
+
+// Moves of other jobs' chunks take space beside a plan, which is then made anew; not for ever.
+constexpr int kPlansMax = 3;
+
+// The free part of the budgets, once `returned` has come back.
+storage::TierBytes Free(const storage::Tiers& tiers, const storage::TierBytes& returned) {
+  const storage::TierBytes budget = tiers.budget();
+  const storage::TierBytes used = tiers.used();
+  storage::TierBytes free;
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    const uint64_t taken = used[kind] - std::min(used[kind], returned[kind]);
+    free[kind] = budget[kind] > taken ? budget[kind] - taken : 0;
+  }
+  return free;
+}
+
+// Bytes held by a store that is not in use yet, and by the memory for its slices.
+storage::TierBytes TakenBy(const storage::ChunkStore& store, const SliceMemory& memory) {
+  storage::TierBytes taken;
+  const storage::ChunkStore::Residency residency = store.residency();
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    taken[kind] = residency.state[kind] + residency.working[kind];
+  }
+  taken.dram += memory.reserved_bytes();
+  return taken;
+}
+
+}  // namespace
+
+absl::Status Space::CheckSupported(const v1::JobSpec& spec) {
+  const bool known = spec.durability() == v1::DURABILITY_NONE || spec.durability() == v1::DURABILITY_STEP ||
+                     spec.durability() == v1::DURABILITY_EVERY_K;
+  if (known) return model::OptimizerOf(spec).status();
+  return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                      absl::StrCat("durability ", v1::Durability_Name(spec.durability()),
+                                   ": this version accepts DURABILITY_NONE, DURABILITY_STEP and DURABILITY_EVERY_K"));
+}
+
+absl::Status Space::CheckContinues(const model::EpochPlan& plan, const std::vector<uint64_t>& mine,
+                                   const Chunks& chunks) const {
+  bool continues = chunks.size() <= mine.size();
+  for (size_t i = 0; continues && i < chunks.size(); ++i) {
+    const model::Chunk& chunk = plan.layout().chunks()[mine[i]];
+    const model::Chunk& held = chunks[i]->layout;
+    continues = held.index == mine[i] && held.unit == chunk.unit && held.range == chunk.range;
+  }
+  if (continues) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec,
+                      absl::StrCat("job '", core_->name, "' already has chunks on server '", core_->around.server_id,
+                                   "', and this Open would lay them out anew by other members, weights, chunk size or "
+                                   "tensors; take them from GetJob and only append, or drop the job"));
+}
+
+NewChunks Space::NewOf(const model::EpochPlan& plan, const std::vector<uint64_t>& mine, const Chunks& held,
+                       bool dry_run) const {
+  NewChunks wanted{.spec = plan.open().spec(),
+                   .optimizer = *model::OptimizerOf(plan.open().spec()),
+                   .ids = {},
+                   .elements = {},
+                   .all_elements = {},
+                   .spilt_slices = {},
+                   .snapshot_bytes = SnapshotBytesMax(plan, mine),
+                   .dry_run = dry_run};
+  for (size_t i = 0; i < mine.size(); ++i) {
+    const uint64_t elements = plan.layout().chunks()[mine[i]].range.size();
+    wanted.all_elements.push_back(elements);
+    if (i >= held.size() || held[i]->logged) wanted.AddSpilt(plan, mine[i]);
+    if (i < held.size()) continue;
+    wanted.ids.push_back(mine[i]);
+    wanted.elements.push_back(elements);
+    if (plan.slices_of_chunk(mine[i]).size() > 1) wanted.shared_elements += elements;
+  }
+  return wanted;
+}
+
+absl::StatusOr<Space::Chunks> Space::Take(const model::EpochPlan& plan, v1::OpenResponse* answer) {
+  const v1::JobSpec& spec = plan.open().spec();
+  BALLAST_RETURN_IF_ERROR(CheckSupported(spec));
+  BALLAST_RETURN_IF_ERROR(plan.FindMember(core_->around.server_id).status());
+  const std::vector<uint64_t> mine = ChunksOf(plan, core_->around.server_id);
+  Chunks chunks;
+  {
+    JobMutexLock lock(&core_->mu);
+    BALLAST_RETURN_IF_ERROR(core_->Refusal());
+    chunks = core_->chunks;
+  }
+  NewChunks wanted = NewOf(plan, mine, chunks, /*dry_run=*/answer != nullptr);
+  if (!chunks.empty()) {
+    JobMutexLock lock(&core_->mu);
+    BALLAST_RETURN_IF_ERROR(journal_->CheckFits(wanted.snapshot_bytes, spec.chunk_elements() * sizeof(float)));
+  }
+  BALLAST_RETURN_IF_ERROR(CheckContinues(plan, mine, chunks));
+  absl::Status status = Add(wanted, &chunks, answer);
+  if (status.ok() && answer == nullptr) status = GrowSpill(plan, chunks, std::move(wanted));
+  if (status.ok() && answer == nullptr) {
+    uint64_t needed_bytes = 0;
+    {
+      JobMutexLock lock(&core_->mu);
+      needed_bytes = slices_.NeededBytes(plan, chunks, spares_);
+    }
+    status = slices_.Reserve(needed_bytes);
+  }
+  if (status.ok()) return chunks;
+  if (!absl::IsResourceExhausted(status)) return status;
+  return model::Annotate(
+      status, absl::StrCat("job '", core_->name, "' does not fit on server '", core_->around.server_id, "'"));
+}
+
+std::optional<Space::Chunks> Space::AllHeld(const model::EpochPlan& plan) const {
+  const v1::JobSpec& spec = plan.open().spec();
+  if (core_->plan == nullptr || core_->store == nullptr || core_->recovering || !core_->Refusal().ok() ||
+      spec.durability() != core_->plan->open().spec().durability()) {
+    return std::nullopt;
+  }
+  const absl::StatusOr<kernels::OptimizerSpec> optimizer = model::OptimizerOf(spec);
+  if (!optimizer.ok() || !(core_->store->layout().optimizer() == *optimizer)) return std::nullopt;
+  const std::vector<uint64_t> mine = ChunksOf(plan, core_->around.server_id);
+  const Chunks& chunks = core_->chunks;
+  if (mine.size() != chunks.size() || !CheckContinues(plan, mine, chunks).ok()) return std::nullopt;
+  if (spec.durability() == v1::DURABILITY_STEP) {
+    const uint64_t slice_bytes = spec.chunk_elements() * sizeof(float);
+    if (!core_->recoverable || !journal_->CheckFits(SnapshotBytesMax(plan, mine), slice_bytes).ok()) {
+      return std::nullopt;
+    }
+  } else if (std::any_of(chunks.begin(), chunks.end(), [](const auto& chunk) { return chunk->logged; })) {
+    return std::nullopt;  // the spill holds the slices as an epoch cuts them
+  }
+  const uint64_t needed_bytes = slices_.NeededBytes(plan, chunks, spares_);
+  if (needed_bytes > 0 && room_->memory()->reserved_bytes() < needed_bytes) return std::nullopt;
+  return chunks;
+}
+
+void Space::KeepSpares(const Chunks& chunks) {
+  for (const auto& chunk : chunks) {
+    if (!chunk->version.has_value()) spares_.push_back(chunk);
+  }
+}
+
+std::shared_ptr<storage::ChunkStore> Space::MakeStore(const NewChunks& wanted) const {
+  std::optional<storage::DurableOptions> durable;
+  if (wanted.durable()) {
+    durable = storage::DurableOptions{.job = core_->name, .life = journal_->life(), .record = {}};
+  }
+  if (wanted.logged()) {
+    durable->record = [catalog = core_->around.catalog,
+                       job = core_->name](absl::Span<const storage::DurableChunk> chunks) {
+      std::vector<CatalogPair> entries;
+      for (const storage::DurableChunk& chunk : chunks) entries.push_back(ChunkPair(job, chunk));
+      return catalog->PutAll(entries);
+    };
+  }
+  const storage::StateLayout layout(wanted.optimizer, core_->around.working_copies);
+  return std::make_shared<storage::ChunkStore>(core_->around.tiers, layout, core_->around.compute, std::move(durable));
+}
+
+storage::PlanRequest Space::PlanOf(const NewChunks& wanted, const storage::ChunkStore& store,
+                                   const std::vector<storage::ChunkToAdd>& missing,
+                                   const storage::TierBytes& returned) const {
+  // Where slices are lent, they need no memory here.
+  const bool pushed = core_->around.working_copies || wanted.logged();
+  storage::PlanRequest plan{.free = Free(*core_->around.tiers, returned),
+                            .elements = {},
+                            .layout = store.layout(),
+                            .provisional_bytes_per_element = pushed ? SliceBytesPerElement(wanted.optimizer) : 0,
+                            .staging_bytes = store.staging_bytes_missing(),
+                            .flush_buffer_bytes = store.flush_buffer_bytes_missing(),
+                            .placed = store.placed(),
+                            .shape = prediction_->ShapeOf(store)};
+  for (const storage::ChunkToAdd& chunk : missing) {
+    plan.elements.push_back(chunk.elements);
+    // The extent of an earlier run is taken already.
+    if (chunk.durable.has_value()) plan.free.nvme += chunk.durable->bytes;
+    plan.nvme_fixed_bytes += chunk.aside_bytes;
+  }
+  uint64_t segment_bytes = 0;
+  bool recovering = false;
+  if (plan.provisional_bytes_per_element > 0) plan.read_back = wanted.read_back();
+  {
+    JobMutexLock lock(&core_->mu);
+    recovering = core_->recovering;
+    segment_bytes = journal_->segment_bytes();
+    if (room_->read_back() != nullptr && plan.read_back.has_value()) {
+      plan.read_back->buffer_bytes_min = plan.read_back->buffer_bytes_max = 0;
+    }
+  }
+  // A log under replay keeps its size.
+  const uint64_t log_bytes = recovering ? journal_->bytes() : wanted.journal_size(segment_bytes).bytes();
+  const uint64_t log_bytes_missing = log_bytes - std::min(log_bytes, journal_->bytes());
+  if (wanted.logged()) {
+    plan.nvme_fixed_bytes += log_bytes_missing;
+  } else if (plan.read_back.has_value()) {
+    plan.read_back->spill_bytes = log_bytes_missing;
+  }
+  if (!wanted.durable()) return plan;
+  plan.durable = true;
+  plan.nvme_fixed_bytes += store.spare_bytes_missing(plan.elements);
+  plan.shape.logged = wanted.logged();
+  if (!wanted.logged()) plan.shape.flushed_share = 1.0 / static_cast<double>(wanted.spec.pin_interval());
+  return plan;
+}
+
+void Space::NotePlan(const storage::Plan& plan, const storage::PlanRequest& request, v1::OpenResponse* answer) {
+  if (answer == nullptr) {
+    spdlog::info("job '{}': {}", core_->name, plan.Explain());
+    JobMutexLock lock(&core_->mu);
+    prediction_->Set(plan.prediction);
+    return;
+  }
+  answer->set_plan(plan.Explain());
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    v1::PlannedTier* tier = answer->add_tiers();
+    tier->set_tier(storage::TierName(kind));
+    tier->set_state_bytes(plan.state[kind] + (kind == storage::TierKind::kNvme ? plan.durable_bytes : 0));
+    tier->set_working_bytes(plan.working[kind]);
+    if (kind == storage::TierKind::kDram) {
+      tier->set_other_bytes(plan.slice_bytes + (plan.state.nvme > 0 ? request.staging_bytes : 0));
+    } else if (kind == storage::TierKind::kNvme) {
+      tier->set_other_bytes(request.nvme_fixed_bytes + plan.spill_bytes);
+    }
+  }
+  if (plan.prediction.has_value()) *answer->mutable_prediction() = PredictionMessage(*plan.prediction);
+}
+
+absl::Status Space::GrowJournal(const JournalSize& size, bool logged) {
+  JobJournal::Growth growth;
+  {
+    absl::MutexLock planning(core_->around.planning);
+    BALLAST_ASSIGN_OR_RETURN(growth, journal_->TakeBudget(size, logged));
+  }
+  return journal_->Grow(growth);
+}
+
+// For the slices as this epoch cuts them.
+absl::Status Space::GrowSpill(const model::EpochPlan& plan, const Chunks& chunks, NewChunks wanted) {
+  if (wanted.logged()) return absl::OkStatus();
+  const std::vector<uint64_t> mine = ChunksOf(plan, core_->around.server_id);
+  wanted.spilt_slices.clear();
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    if (chunks[i]->logged) wanted.AddSpilt(plan, mine[i]);
+  }
+  if (wanted.spilt_slices.empty()) return absl::OkStatus();
+  uint64_t segment_bytes = 0;
+  {
+    JobMutexLock lock(&core_->mu);
+    segment_bytes = journal_->segment_bytes();
+  }
+  return GrowJournal(wanted.journal_size(segment_bytes), /*logged=*/false);
+}
+
+void Space::NoteLeastDram(uint64_t more) {
+  least_dram_ += more;
+  {
+    JobMutexLock lock(&core_->mu);
+    if (core_->recovering) return;  // the sum is still partial: until it is complete, the catalog's number stands
+  }
+  if (const absl::Status written = WriteLeastDram(core_->around.catalog, core_->name, least_dram_); !written.ok()) {
+    spdlog::error(
+        "job '{}' goes on until it next needs the catalog, which takes no more writes; jobs that come back before it "
+        "after a restart may leave it too little DRAM: {}",
+        core_->name, std::string(written.message()));
+  }
+}
+
+absl::StatusOr<Space::Ground> Space::Prepare(const NewChunks& wanted) {
+  Ground ground;
+  JobMutexLock lock(&core_->mu);
+  // A refused Open may have left a store and a log for its own needs.
+  const bool adopted = core_->plan != nullptr || !core_->chunks.empty();
+  const storage::ChunkStore* const present = core_->store.get();
+  const uint64_t segment_bytes = journal_->segment_bytes();
+  const bool misfit = segment_bytes > 0 && !adopted && segment_bytes != wanted.journal_size(0).segment_bytes;
+  const bool other =
+      present != nullptr && (!(present->layout().optimizer() == wanted.optimizer) ||
+                             present->durable() != wanted.durable() || present->records() != wanted.logged() || misfit);
+  ground.unlogged = !wanted.dry_run && !adopted && core_->recoverable && !wanted.logged();
+  if (other && adopted) {
+    return model::Error(
+        absl::StatusCode::kInvalidArgument, model::kBadSpec,
+        absl::StrCat("job '", core_->name, "' has state for ", model::Show(present->layout().optimizer()),
+                     " on server '", core_->around.server_id, "', and this Open is for ", model::Show(wanted.optimizer),
+                     "; take the spec from GetJob, or drop the job"));
+  }
+  if (other && wanted.dry_run) ground.freed = TakenBy(*present, *room_->memory());
+  ground.aside = wanted.dry_run && (other || present == nullptr);
+  if (other && !wanted.dry_run) {
+    // The store was made for an Open that was then refused.
+    ground.old_store = std::exchange(core_->store, nullptr);
+    moves_->Forget();
+    ground.old_spares.swap(spares_);
+  }
+  if (present == nullptr || other) {
+    ground.store = MakeStore(wanted);
+    ground.memory = std::make_shared<SliceMemory>(core_->around.tiers);
+  } else {
+    ground.store = core_->store;
+    ground.memory = room_->memory();
+    ground.spares.swap(spares_);
+  }
+  if (!wanted.dry_run) {
+    core_->store = ground.store;
+    room_->SetMemory(ground.memory);
+  }
+  return ground;
+}
+
+absl::Status Space::DropOld(Ground* ground) {
+  ground->old_spares.clear();
+  if (ground->old_store != nullptr) {
+    // The catalog never recorded anything of the old store.
+    least_dram_ = 0;
+    ground->old_store->Discard();
+    ground->old_store.reset();
+    ground->unlogged = true;
+  }
+  if (!ground->unlogged) return absl::OkStatus();
+  // The catalog's entry of the log goes first: a crash then leaves a file that the next Open makes anew.
+  BALLAST_RETURN_IF_ERROR(core_->around.catalog->ErasePrefix(absl::StrCat(CatalogPrefix(core_->name), kCatalogLog)));
+  return journal_->Remove();
+}
+
+Space::Addition Space::Match(const NewChunks& wanted, Ground* ground) {
+  Addition add;
+  add.taken.resize(wanted.elements.size());
+  for (size_t i = 0; i < wanted.elements.size(); ++i) {
+    const uint64_t elements = wanted.elements[i], id = wanted.ids[i];
+    // The disk knows a durable chunk by its id, so only the very same Open can take the chunk.
+    const auto spare = std::find_if(ground->spares.begin(), ground->spares.end(), [&](const auto& s) {
+      return s->elements == elements && (!wanted.durable() || s->id == id);
+    });
+    if (spare != ground->spares.end()) {
+      add.taken[i] = *spare;
+      ground->spares.erase(spare);
+      continue;
+    }
+    add.missing.push_back({.elements = elements, .id = id, .durable = earlier_->TakeChunk(id)});
+    if (wanted.durable() && !wanted.logged()) {
+      add.missing.back().aside_bytes = earlier_->AsideBytes(id, ground->store->layout().StateBytes(elements));
+    }
+  }
+  return add;
+}
+
+absl::Status Space::TakePlaces(const NewChunks& wanted, const Ground& ground, Addition* add, const storage::Plan& plan,
+                               const storage::PlanRequest& request) {
+  BALLAST_RETURN_IF_ERROR(ground.memory->Reserve(plan.slice_bytes));
+  absl::Status status;
+  add->logged = plan.reads_back;
+  const bool first = request.read_back.has_value() && request.read_back->buffer_bytes_min > 0;
+  if (add->logged) status = slices_.TakeReadBack(wanted, plan.slice_bytes - request.read_back->shared_bytes);
+  if (status.ok()) status = ground.store->Add(add->missing, plan);
+  if (status.ok()) return absl::OkStatus();
+  JobMutexLock lock(&core_->mu);
+  if (first) room_->SetReadBack(nullptr);
+  ground.memory->Unreserve(plan.slice_bytes);
+  return status;
+}
+
+absl::Status Space::Place(const NewChunks& wanted, const Ground& ground, Addition* add, v1::OpenResponse* answer) {
+  JobJournal::Growth growth;
+  uint64_t least_dram = 0;
+  for (int plans = 1;; ++plans) {
+    absl::MutexLock planning(core_->around.planning);
+    const storage::PlanRequest request = PlanOf(wanted, *ground.store, add->missing, ground.freed);
+    BALLAST_ASSIGN_OR_RETURN(const storage::Plan plan, storage::MakePlan(request));
+    NotePlan(plan, request, answer);
+    if (wanted.dry_run) return absl::OkStatus();
+    if (wanted.logged()) {
+      uint64_t segment_bytes = 0;
+      {
+        JobMutexLock lock(&core_->mu);
+        segment_bytes = journal_->segment_bytes();
+      }
+      BALLAST_ASSIGN_OR_RETURN(growth, journal_->TakeBudget(wanted.journal_size(segment_bytes), /*logged=*/true));
+    }
+    least_dram = storage::LeastDram(request);
+    const absl::Status taken = TakePlaces(wanted, ground, add, plan, request);
+    if (taken.ok()) break;
+    core_->around.tiers->Return(storage::TierKind::kNvme, growth.bytes);
+    if (!absl::IsResourceExhausted(taken) || plans == kPlansMax) return taken;
+  }
+  Hold(wanted, ground, add);
+  if (wanted.durable()) NoteLeastDram(least_dram);
+  return journal_->Grow(growth);
+}
+
+void Space::Hold(const NewChunks& wanted, const Ground& ground, Addition* add) {
+  uint64_t next = ground.store->chunk_count() - add->missing.size();
+  auto added = add->missing.begin();
+  for (size_t i = 0; i < add->taken.size(); ++i) {
+    if (add->taken[i] != nullptr) continue;
+    add->taken[i] = std::make_shared<HeldChunk>(ground.memory, next++, wanted.ids[i], wanted.elements[i],
+                                                wanted.optimizer.gradient, add->logged);
+    if (added->durable.has_value()) add->taken[i]->version = added->durable->version;
+    ++added;
+  }
+}
+
+absl::Status Space::Add(const NewChunks& wanted, Chunks* chunks, v1::OpenResponse* answer) {
+  BALLAST_ASSIGN_OR_RETURN(Ground ground, Prepare(wanted));
+  BALLAST_RETURN_IF_ERROR(DropOld(&ground));
+  Addition add = Match(wanted, &ground);
+  absl::Status status;
+  if (!add.missing.empty()) {
+    status = Place(wanted, ground, &add, answer);
+  } else if (wanted.dry_run) {
+    answer->set_plan("All of the job's chunks have their places here already.");
+  } else if (wanted.logged()) {
+    // A server without chunks of the job keeps promises and decisions all the same.
+    bool none = false;
+    {
+      JobMutexLock lock(&core_->mu);
+      none = journal_->segment_bytes() == 0;
+    }
+    if (none) status = GrowJournal(wanted.journal_size(0), /*logged=*/true);
+  }
+  if (status.ok() && !wanted.dry_run) {
+    chunks->insert(chunks->end(), add.taken.begin(), add.taken.end());
+  } else {
+    for (const auto& chunk : add.taken) {
+      if (chunk != nullptr) ground.spares.push_back(chunk);
+    }
+  }
+  JobMutexLock lock(&core_->mu);
+  if (!ground.aside) spares_ = std::move(ground.spares);
+  return status;
+}
+
+}  // namespace ballast::services

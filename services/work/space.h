@@ -1,0 +1,104 @@
+// Takes space for the chunks of an Open, before the epoch's promise is used. An Open that does not fit leaves the job
+// as it was.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/services/durability/earlier_extents.h"
+#include "ballast/services/durability/job_journal.h"
+#include "ballast/services/job/job_core.h"
+#include "ballast/services/job/slice_room.h"
+#include "ballast/services/work/chunk_moves.h"
+#include "ballast/services/work/new_chunks.h"
+#include "ballast/services/work/prediction.h"
+#include "ballast/services/work/slice_space.h"
+
+namespace ballast::services {
+
+// Threads: the worker, or the thread that recovers, unless a method says otherwise.
+class Space {
+ public:
+  Space(JobCore* core, JobJournal* journal, SliceRoom* room, Flushes* flushes, EarlierExtents* earlier,
+        ChunkMoves* moves, Prediction* prediction)
+      : core_(core),
+        journal_(journal),
+        room_(room),
+        earlier_(earlier),
+        moves_(moves),
+        prediction_(prediction),
+        slices_(core, room, flushes) {}
+
+  using Chunks = std::vector<std::shared_ptr<HeldChunk>>;
+  // UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT (BAD_SPEC): no server can hold such a job. On any thread.
+  static absl::Status CheckSupported(const v1::JobSpec& spec);
+  // Returns the server's chunks under `plan`, of which those are new that the job did not have. `answer`: to a dry run,
+  // which takes nothing; null for a real Open. Errors: UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT (BAD_SPEC),
+  // RESOURCE_EXHAUSTED (BUDGET).
+  absl::StatusOr<Chunks> Take(const model::EpochPlan& plan, v1::OpenResponse* answer) ABSL_LOCKS_EXCLUDED(job_lock);
+  // Under the job's lock, on any thread: the chunks, if an Open of `plan` needs no more space than the job has.
+  std::optional<Chunks> AllHeld(const model::EpochPlan& plan) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Keeps for the next Open the chunks that were taken for one which was then refused.
+  void KeepSpares(const Chunks& chunks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // After a recovery: writes the least DRAM that the job's chunks need, so that jobs which come back earlier leave it.
+  void NoteLeastDram(uint64_t more) ABSL_LOCKS_EXCLUDED(job_lock);
+
+ private:
+  // Where an Open's chunks go: the job's store and memory, or new ones.
+  struct Ground {
+    std::shared_ptr<storage::ChunkStore> store;
+    std::shared_ptr<SliceMemory> memory;
+    Chunks spares;
+    storage::TierBytes freed;  // dry run: freed by a real Open that replaces the store
+    bool aside = false;        // a dry run that must not touch the job's chunks
+    // Of an Open that was then refused; destroyed without the lock.
+    std::shared_ptr<storage::ChunkStore> old_store;
+    Chunks old_spares;
+    bool unlogged = false;  // there is a log, and none is wanted
+  };
+  // Chunks of an Open that the job does not have: spares, or, where null, the next of `missing`.
+  struct Addition {
+    Chunks taken;
+    std::vector<storage::ChunkToAdd> missing;
+    bool logged = false;  // slices of the missing chunks leave memory
+  };
+
+  // As `continues`: does the plan begin with the chunks that the job has?
+  absl::Status CheckContinues(const model::EpochPlan& plan, const std::vector<uint64_t>& mine,
+                              const Chunks& chunks) const;
+  NewChunks NewOf(const model::EpochPlan& plan, const std::vector<uint64_t>& mine, const Chunks& held,
+                  bool dry_run) const;
+  absl::Status Add(const NewChunks& wanted, Chunks* chunks, v1::OpenResponse* answer);
+  absl::StatusOr<Ground> Prepare(const NewChunks& wanted) ABSL_LOCKS_EXCLUDED(job_lock);
+  absl::Status DropOld(Ground* ground);
+  Addition Match(const NewChunks& wanted, Ground* ground);
+  absl::Status Place(const NewChunks& wanted, const Ground& ground, Addition* add, v1::OpenResponse* answer);
+  absl::Status TakePlaces(const NewChunks& wanted, const Ground& ground, Addition* add, const storage::Plan& plan,
+                          const storage::PlanRequest& request);
+  absl::Status GrowJournal(const JournalSize& size, bool logged);
+  absl::Status GrowSpill(const model::EpochPlan& plan, const Chunks& chunks, NewChunks wanted);
+  void Hold(const NewChunks& wanted, const Ground& ground, Addition* add);
+  std::shared_ptr<storage::ChunkStore> MakeStore(const NewChunks& wanted) const;
+  // The request for a plan of the chunks that are missing from the store.
+  storage::PlanRequest PlanOf(const NewChunks& wanted, const storage::ChunkStore& store,
+                              const std::vector<storage::ChunkToAdd>& missing, const storage::TierBytes& returned) const
+      ABSL_LOCKS_EXCLUDED(job_lock);
+  // Logs the plan, or fills it in as a dry run's answer.
+  void NotePlan(const storage::Plan& plan, const storage::PlanRequest& request, v1::OpenResponse* answer)
+      ABSL_LOCKS_EXCLUDED(job_lock);
+
+  JobCore* const core_;
+  JobJournal* const journal_;
+  SliceRoom* const room_;
+  EarlierExtents* const earlier_;
+  ChunkMoves* const moves_;
+  Prediction* const prediction_;
+  SliceSpace slices_;
+  Chunks spares_ ABSL_GUARDED_BY(job_lock);  // taken for an Open that was then refused
+  uint64_t least_dram_ = 0;                  // as in the catalog's entry
+};
+
+}  // namespace ballast::services
