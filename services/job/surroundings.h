@@ -27,8 +27,11 @@ struct JobSurroundings {
   int read_threads = 1;  // threads of each job for reads that may block for a disk
   Deadlines* deadlines = nullptr;
   ServerCounters* counters = nullptr;
-  // Held while a job plans with the free space and takes it, and for nothing that takes longer.
+  // Held while a job plans with the free space and takes it; nobody waits for a disk meanwhile.
   absl::Mutex* planning = nullptr;
+  // Held while a chunk moves between tiers, and has a place in both. Before `planning`, by a plan that must know what
+  // the chunk gives back; such a plan may wait for a disk.
+  absl::Mutex* moving = nullptr;
   const storage::MachineProfile* machine = nullptr;  // null: plans predict no times
   bool working_copies = true;
   WaitingBounds waiting;

@@ -32,7 +32,8 @@ void StateServer::SetBudget(const v1::SetBudgetRequest& request, Reply<v1::SetBu
     }
     std::vector<std::shared_ptr<Job>> jobs;
     for (const auto& [name, job] : by_name) jobs.push_back(job);
-    absl::StatusOr<v1::SetBudgetResponse> response = ChangeBudgets(request, jobs, impl->tiers.get(), &impl->planning);
+    absl::StatusOr<v1::SetBudgetResponse> response =
+        ChangeBudgets(request, jobs, impl->tiers.get(), &impl->moving, &impl->planning);
     if (response.ok()) {
       for (auto& tier : impl->TierStatuses({})) *response->add_tiers() = std::move(tier);
     }

@@ -14,7 +14,8 @@ namespace ballast::services {
 
 absl::StatusOr<v1::SetBudgetResponse> ChangeBudgets(const v1::SetBudgetRequest& request,
                                                     absl::Span<const std::shared_ptr<Job>> jobs, storage::Tiers* tiers,
-                                                    absl::Mutex* planning) {
+                                                    absl::Mutex* moving, absl::Mutex* planning) {
+  absl::MutexLock moves(moving);
   absl::MutexLock lock(planning);
   storage::TierBytes budget = tiers->budget();
   if (request.has_hbm_bytes()) budget.hbm = request.hbm_bytes();

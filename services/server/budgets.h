@@ -16,9 +16,9 @@ namespace ballast::services {
 // On return the tiers have the new budgets; the jobs' chunks follow between steps. RESOURCE_EXHAUSTED (BUDGET), with
 // numbers, if a budget is below what cannot move; otherwise the errors of Tiers::SetBudget. On an error nothing has
 // changed.
-// Threads: any; blocks on `planning`, which an Open may hold while taking space.
+// Threads: any; blocks on `moving` until no chunk moves, and on `planning`, which an Open may hold while taking space.
 absl::StatusOr<v1::SetBudgetResponse> ChangeBudgets(const v1::SetBudgetRequest& request,
                                                     absl::Span<const std::shared_ptr<Job>> jobs, storage::Tiers* tiers,
-                                                    absl::Mutex* planning);
+                                                    absl::Mutex* moving, absl::Mutex* planning);
 
 }  // namespace ballast::services

@@ -80,7 +80,7 @@ struct StateServer::Impl {
   std::unique_ptr<storage::Catalog> catalog;
   std::unique_ptr<storage::Tiers> tiers;
   std::optional<storage::MachineProfile> machine;
-  absl::Mutex planning;
+  absl::Mutex planning, moving;  // as JobSurroundings says
   kernels::ThreadPool compute;
   const std::unique_ptr<Executor> answers;   // to requests that have waited
   const std::unique_ptr<Executor> dropping;  // a drop waits for the running update, new budgets for an Open

@@ -49,6 +49,7 @@ std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
                           .deadlines = &deadlines,
                           .counters = &counters,
                           .planning = &planning,
+                          .moving = &moving,
                           .machine = machine.has_value() ? &*machine : nullptr,
                           .working_copies = options.working_copies,
                           .waiting = {&counters.waiting_requests, options.waiting_requests_max,

@@ -112,6 +112,7 @@ void ChunkMoves::MoveSome() {
 absl::Status ChunkMoves::MoveBatch(const std::shared_ptr<Moves>& moves, TierKind to) {
   std::deque<uint64_t>* const chunks = &moves->To(to);
   for (int i = 0; i < kMovesAtOnce; ++i) {
+    absl::MutexLock moving(core_->around.moving);
     uint64_t chunk = 0;
     {
       JobMutexLock lock(&core_->mu);

@@ -16,9 +16,6 @@
 namespace ballast::services {
 namespace {
 
-// Moves of other jobs' chunks take space beside a plan, which is then made anew; not for ever.
-constexpr int kPlansMax = 3;
-
 // The free part of the budgets, once `returned` has come back.
 storage::TierBytes Free(const storage::Tiers& tiers, const storage::TierBytes& returned) {
   const storage::TierBytes budget = tiers.budget();
@@ -375,32 +372,43 @@ absl::Status Space::TakePlaces(const NewChunks& wanted, const Ground& ground, Ad
   return status;
 }
 
-absl::Status Space::Place(const NewChunks& wanted, const Ground& ground, Addition* add, v1::OpenResponse* answer) {
+absl::StatusOr<JobJournal::Growth> Space::PlanAndTake(const NewChunks& wanted, const Ground& ground, Addition* add,
+                                                      v1::OpenResponse* answer) {
+  absl::MutexLock planning(core_->around.planning);
+  const storage::PlanRequest request = PlanOf(wanted, *ground.store, add->missing, ground.freed);
+  BALLAST_ASSIGN_OR_RETURN(const storage::Plan plan, storage::MakePlan(request));
+  NotePlan(plan, request, answer);
   JobJournal::Growth growth;
-  uint64_t least_dram = 0;
-  for (int plans = 1;; ++plans) {
-    absl::MutexLock planning(core_->around.planning);
-    const storage::PlanRequest request = PlanOf(wanted, *ground.store, add->missing, ground.freed);
-    BALLAST_ASSIGN_OR_RETURN(const storage::Plan plan, storage::MakePlan(request));
-    NotePlan(plan, request, answer);
-    if (wanted.dry_run) return absl::OkStatus();
-    if (wanted.logged()) {
-      uint64_t segment_bytes = 0;
-      {
-        JobMutexLock lock(&core_->mu);
-        segment_bytes = journal_->segment_bytes();
-      }
-      BALLAST_ASSIGN_OR_RETURN(growth, journal_->TakeBudget(wanted.journal_size(segment_bytes), /*logged=*/true));
+  if (wanted.dry_run) return growth;
+  if (wanted.logged()) {
+    uint64_t segment_bytes = 0;
+    {
+      JobMutexLock lock(&core_->mu);
+      segment_bytes = journal_->segment_bytes();
     }
-    least_dram = storage::LeastDram(request);
-    const absl::Status taken = TakePlaces(wanted, ground, add, plan, request);
-    if (taken.ok()) break;
-    core_->around.tiers->Return(storage::TierKind::kNvme, growth.bytes);
-    if (!absl::IsResourceExhausted(taken) || plans == kPlansMax) return taken;
+    BALLAST_ASSIGN_OR_RETURN(growth, journal_->TakeBudget(wanted.journal_size(segment_bytes), /*logged=*/true));
   }
+  const absl::Status taken = TakePlaces(wanted, ground, add, plan, request);
+  if (!taken.ok()) {
+    core_->around.tiers->Return(storage::TierKind::kNvme, growth.bytes);
+    return taken;
+  }
+  add->least_dram = storage::LeastDram(request);
+  return growth;
+}
+
+absl::Status Space::Place(const NewChunks& wanted, const Ground& ground, Addition* add, v1::OpenResponse* answer) {
+  absl::StatusOr<JobJournal::Growth> growth = PlanAndTake(wanted, ground, add, answer);
+  if (absl::IsResourceExhausted(growth.status())) {
+    // A chunk that moves has a place in two tiers: once none moves, there may be room.
+    absl::MutexLock moving(core_->around.moving);
+    growth = PlanAndTake(wanted, ground, add, answer);
+  }
+  BALLAST_RETURN_IF_ERROR(growth.status());
+  if (wanted.dry_run) return absl::OkStatus();
   Hold(wanted, ground, add);
-  if (wanted.durable()) NoteLeastDram(least_dram);
-  return journal_->Grow(growth);
+  if (wanted.durable()) NoteLeastDram(add->least_dram);
+  return journal_->Grow(*growth);
 }
 
 void Space::Hold(const NewChunks& wanted, const Ground& ground, Addition* add) {

@@ -63,7 +63,8 @@ class Space {
   struct Addition {
     Chunks taken;
     std::vector<storage::ChunkToAdd> missing;
-    bool logged = false;  // slices of the missing chunks leave memory
+    bool logged = false;      // slices of the missing chunks leave memory
+    uint64_t least_dram = 0;  // without which the missing chunks cannot load
   };
 
   // As `continues`: does the plan begin with the chunks that the job has?
@@ -75,7 +76,10 @@ class Space {
   absl::StatusOr<Ground> Prepare(const NewChunks& wanted) ABSL_LOCKS_EXCLUDED(job_lock);
   absl::Status DropOld(Ground* ground);
   Addition Match(const NewChunks& wanted, Ground* ground);
+  // Plans places for the missing chunks, takes them, and makes the journal large enough.
   absl::Status Place(const NewChunks& wanted, const Ground& ground, Addition* add, v1::OpenResponse* answer);
+  absl::StatusOr<JobJournal::Growth> PlanAndTake(const NewChunks& wanted, const Ground& ground, Addition* add,
+                                                 v1::OpenResponse* answer) ABSL_LOCKS_EXCLUDED(job_lock);
   absl::Status TakePlaces(const NewChunks& wanted, const Ground& ground, Addition* add, const storage::Plan& plan,
                           const storage::PlanRequest& request);
   absl::Status GrowJournal(const JournalSize& size, bool logged);

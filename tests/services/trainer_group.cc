@@ -97,7 +97,7 @@ absl::Status TrainerGroup::Fence(std::vector<v1::GetJobResponse>* answers) {
     request.set_job(spec_.name());
     *request.mutable_epoch() = epoch_;
     Answer<v1::FenceResponse> answer;
-    server->Fence(request, absl::InfiniteFuture(), answer.reply());
+    server->Fence(request, absl::Now() + absl::Seconds(60), answer.reply());
     BALLAST_ASSIGN_OR_RETURN(const v1::FenceResponse response, answer.Wait());
     answers->push_back(response.job());
   }
@@ -128,7 +128,7 @@ absl::Status TrainerGroup::Open(int64_t base, const std::optional<v1::Decision>&
   step_ = base + 1;
   for (StateServer* server : servers_) {
     Answer<v1::OpenResponse> answer;
-    server->Open(request, absl::InfiniteFuture(), answer.reply());
+    server->Open(request, absl::Now() + absl::Seconds(60), answer.reply());
     BALLAST_RETURN_IF_ERROR(answer.Wait().status());
   }
   return absl::OkStatus();

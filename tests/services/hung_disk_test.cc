@@ -1,0 +1,190 @@
+// A disk that hangs under one job: other jobs go on with all they do, and the job itself does what needs no disk.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <string>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/tests/services/gated_disk.h"
+#include "ballast/tests/services/trainer_group.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+uint32_t Tensors() { return static_cast<uint32_t>(SmallModel().size()); }
+absl::Time Soon() { return absl::Now() + absl::Seconds(20); }
+
+v1::JobSpec Spec(const std::string& name, v1::Durability durability) {
+  v1::JobSpec spec = MakeSpec(name, SmallModel());
+  spec.set_durability(durability);
+  return spec;
+}
+
+absl::Status Step(TrainerGroup& group) {
+  BALLAST_RETURN_IF_ERROR(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), Ones));
+  BALLAST_RETURN_IF_ERROR(group.Finish(UpdateHeader(Tensors())).status());
+  return group.Read(0, v1::CONTENT_WORKING, group.step() - 1).status();
+}
+
+uint64_t NvmeStateBytes(StateServer* server, const std::string& job) {
+  const v1::GetServerStatusResponse all = server->Status();
+  for (const v1::JobStatus& status : all.jobs()) {
+    if (status.name() != job) continue;
+    for (const v1::TierStatus& tier : status.tiers()) {
+      if (tier.tier() == "nvme") return tier.state_bytes();
+    }
+  }
+  return 0;
+}
+
+absl::Status DryRun(StateServer* server, const TrainerGroup& group) {
+  v1::OpenRequest request = group.open_request(group.step() - 1, std::nullopt);
+  request.set_dry_run(true);
+  Answer<v1::OpenResponse> answer;
+  server->Open(request, Soon(), answer.reply());
+  return answer.Wait().status();
+}
+
+absl::Status Fence(StateServer* server, const std::string& job, uint64_t counter) {
+  v1::FenceRequest request;
+  request.set_job(job);
+  request.mutable_epoch()->set_counter(counter);
+  request.mutable_epoch()->set_nonce(7);
+  Answer<v1::FenceResponse> answer;
+  server->Fence(request, Soon(), answer.reply());
+  return answer.Wait().status();
+}
+
+class HungDiskTest : public ::testing::Test {
+ protected:
+  HungDiskTest() : server_("s", {0, 16 * kMiB, 256 * kMiB}) {
+    server_.options().foundation = &disk_;
+    server_.Restart();
+  }
+  ~HungDiskTest() override { disk_.Release(); }
+
+  // All that a job does with its server, on memory alone.
+  void ExpectGoesOn(TrainerGroup& group) {
+    EXPECT_EQ(Step(group), absl::OkStatus());
+    EXPECT_EQ(DryRun(server_.get(), group), absl::OkStatus());
+    EXPECT_EQ(group.Read(0, v1::CONTENT_MASTER, group.step() - 1).status(), absl::OkStatus());
+    // A pull that comes before its version is answered once the version is there.
+    v1::PullRequest early;
+    early.set_job(group.spec().name());
+    early.set_version(group.step());
+    early.set_content(v1::CONTENT_WORKING);
+    early.set_end(1);
+    std::string bytes;
+    Answer<uint32_t> pulled = group.Pull(server_.get(), early, Soon(), &bytes);
+    EXPECT_EQ(Step(group), absl::OkStatus());
+    EXPECT_EQ(pulled.Wait().status(), absl::OkStatus());
+    EXPECT_EQ(Fence(server_.get(), group.spec().name(), group.epoch().counter() + 1), absl::OkStatus());
+  }
+
+  GatedDisk disk_;
+  TestServer server_;
+};
+
+TEST_F(HungDiskTest, AJobWhoseLogIsBeingWrittenDelaysNoOther) {
+  TrainerGroup other({server_.get()}, Spec("other", v1::DURABILITY_NONE), 1);
+  ASSERT_EQ(other.Start(), absl::OkStatus());
+  ASSERT_EQ(other.Initialise(Ones), absl::OkStatus());
+  disk_.Hold([](const std::string& path, GatedOperation operation, uint64_t) {
+    return absl::EndsWith(path, "/log-slow") && operation == GatedOperation::kWrite;
+  });
+  TrainerGroup slow({server_.get()}, Spec("slow", v1::DURABILITY_STEP), 1);
+  std::vector<v1::GetJobResponse> jobs;
+  ASSERT_EQ(slow.Fence(&jobs), absl::OkStatus());
+  Answer<v1::OpenResponse> opened;
+  server_->Open(slow.open_request(-1, std::nullopt), absl::InfiniteFuture(), opened.reply());
+  disk_.AwaitWaiting();
+  ExpectGoesOn(other);
+  // New budgets are planned with what the log takes.
+  v1::SetBudgetRequest budget;
+  budget.set_dram_bytes(24 * kMiB);
+  Answer<v1::SetBudgetResponse> changed;
+  server_->SetBudget(budget, changed.reply());
+  EXPECT_EQ(changed.Wait().status(), absl::OkStatus());
+  EXPECT_FALSE(opened.arrived());
+  disk_.Release();
+  EXPECT_EQ(opened.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(slow.Open(-1, std::nullopt), absl::OkStatus()) << "a repeat";
+  EXPECT_EQ(slow.Initialise(Ones), absl::OkStatus());
+}
+
+TEST_F(HungDiskTest, AReadThatHangsHoldsUpNoOtherJob) {
+  TrainerGroup other({server_.get()}, Spec("other", v1::DURABILITY_NONE), 1);
+  ASSERT_EQ(other.Start(), absl::OkStatus());
+  ASSERT_EQ(other.Initialise(Ones), absl::OkStatus());
+  v1::SetBudgetRequest budget;
+  budget.set_dram_bytes(13 * kMiB / 2);
+  Answer<v1::SetBudgetResponse> changed;
+  server_->SetBudget(budget, changed.reply());
+  ASSERT_EQ(changed.Wait().status(), absl::OkStatus());
+  TrainerGroup hung({server_.get()}, Spec("hung", v1::DURABILITY_NONE), 1);
+  ASSERT_EQ(hung.Start(), absl::OkStatus());
+  ASSERT_EQ(hung.Initialise(Ones), absl::OkStatus());
+  ASSERT_EQ(Step(hung), absl::OkStatus());
+  ASSERT_EQ(NvmeStateBytes(server_.get(), "other"), 0u);
+  ASSERT_GT(NvmeStateBytes(server_.get(), "hung"), 0u);
+  disk_.Hold([](const std::string& path, GatedOperation operation, uint64_t) {
+    return absl::EndsWith(path, "/nvme.tier") && operation == GatedOperation::kRead;
+  });
+  // Several, more than there are threads for reads.
+  std::deque<std::string> bytes;
+  std::vector<Answer<uint32_t>> reads;
+  for (int i = 0; i < 4; ++i) {
+    for (const model::Chunk& chunk : hung.plan().layout().chunks()) {
+      v1::PullRequest pull;
+      pull.set_job("hung");
+      pull.set_version(hung.step() - 1);
+      pull.set_content(v1::CONTENT_MASTER);
+      pull.set_unit(chunk.unit);
+      pull.set_begin(chunk.range.begin);
+      pull.set_end(chunk.range.begin + 1);
+      reads.push_back(hung.Pull(server_.get(), pull, absl::InfiniteFuture(), &bytes.emplace_back()));
+    }
+  }
+  disk_.AwaitWaiting();
+  ExpectGoesOn(other);
+  disk_.Release();
+  for (Answer<uint32_t>& read : reads) EXPECT_EQ(read.Wait().status(), absl::OkStatus());
+}
+
+TEST_F(HungDiskTest, AFenceAndAnOpenDoNotWaitForAnUpdateThatHangs) {
+  for (const v1::Durability durability : {v1::DURABILITY_STEP, v1::DURABILITY_NONE}) {
+    const std::string name = absl::StrCat("job", durability);
+    v1::SetBudgetRequest budget;
+    budget.set_dram_bytes(durability == v1::DURABILITY_STEP ? 3 * kMiB : 6 * kMiB);
+    Answer<v1::SetBudgetResponse> changed;
+    server_->SetBudget(budget, changed.reply());
+    ASSERT_EQ(changed.Wait().status(), absl::OkStatus());
+    TrainerGroup first({server_.get()}, Spec(name, durability), 1);
+    ASSERT_EQ(first.Start(), absl::OkStatus());
+    ASSERT_EQ(first.Initialise(Ones), absl::OkStatus());
+    ASSERT_EQ(first.Read(0, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+    ASSERT_GT(NvmeStateBytes(server_.get(), name), 0u);
+    ASSERT_EQ(first.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), Ones), absl::OkStatus());
+    disk_.Hold([](const std::string& path, GatedOperation operation, uint64_t) {
+      return absl::EndsWith(path, "/nvme.tier") && operation == GatedOperation::kWrite;
+    });
+    ASSERT_TRUE(first.Finish(UpdateHeader(Tensors())).ok());
+    disk_.AwaitWaiting();
+    TrainerGroup second({server_.get()}, Spec(name, durability), 1, 2);
+    ASSERT_EQ(Fence(server_.get(), name, 2), absl::OkStatus());
+    EXPECT_EQ(second.Start(), absl::OkStatus());
+    EXPECT_EQ(second.step(), 2);
+    disk_.Release();
+    EXPECT_EQ(second.Read(0, v1::CONTENT_WORKING, 1).status(), absl::OkStatus());
+    EXPECT_EQ(Step(second), absl::OkStatus());
+  }
+}
+
+}  // namespace
+}  // namespace ballast::services
