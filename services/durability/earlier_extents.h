@@ -1,5 +1,5 @@
-// Extents that an earlier run of the server left for a job: its chunks' newest states, and those that kept versions
-// need. Chunks take them back when the job's Open brings the chunks.
+// Extents that an earlier run of the server left for a job: its chunks' newest states, and the extents of kept
+// versions. Chunks take them back when the job's Open brings the chunks.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ class EarlierExtents {
   absl::Status TakeBackPins(absl::Span<const int64_t> versions, absl::Span<const std::shared_ptr<HeldChunk>> chunks,
                             storage::ChunkStore* store);
 
-  // What nobody has taken.
+  // Chunks and pinned chunks that are still here.
   size_t chunks() const { return chunks_.size(); }
   size_t pinned_chunks() const { return pinned_.size(); }
   // Ids of the chunks that kept versions have.

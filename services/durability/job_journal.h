@@ -1,4 +1,4 @@
-// What a job appends to its journal, and when there is room. One interface over three cases:
+// The records that a job appends to its journal, and the room for records. One interface over three cases:
 //   durability `step`: every record goes to the gradient log, and flushes of chunks let the log be cut;
 //   a spill: only slices go to the log, those that do not fit into memory;
 //   neither: nothing is appended here, and the catalog keeps promise, Open and mark (records/promise_log.h).
@@ -56,7 +56,7 @@ class JobJournal {
   void Cut(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Where logged slices lie; null if none can be. Stays until the worker has ended.
   const storage::BlockFile* file() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Of the log's or the spill's segments; 0 if there is neither.
+  // Bytes of a segment of the log or the spill; 0 without both.
   uint64_t segment_bytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // On the worker, or the thread that recovers.
@@ -80,14 +80,14 @@ class JobJournal {
   std::string log_path() const;
   // The job's life on this server: a name that is dropped and made again has another.
   uint64_t life() const { return life_; }
-  // Of the NVMe budget.
+  // Bytes of the NVMe budget.
   uint64_t bytes() const { return bytes_; }
 
   // Recovery.
 
   // The log of an earlier run of the server: its life, and the budget that it holds. RESOURCE_EXHAUSTED (BUDGET).
   absl::Status TakeRecovered(uint64_t life, uint64_t file_bytes);
-  // Of a job without a log, as its pins tell.
+  // The life of a job without a log, as its pins tell.
   void TakeLife(uint64_t life) { life_ = life; }
   // All records of the log were replayed: appends go there from here on.
   void Start(std::unique_ptr<storage::GradientLog> log, bool logged) ABSL_LOCKS_EXCLUDED(job_lock);

@@ -1,10 +1,9 @@
-// What all parts of a job stand on: one lock and what it guards, the requests that wait, and the job's threads.
+// The base of all parts of a job: one lock with the fields under the lock, the waiting requests, and the job's threads.
 //
-// A request comes on any thread. The step machine answers it, refuses it, or lets it wait; a waiting request is
-// evaluated again whenever the machine moves. The *worker* does the blocking work in the order of decisions: it takes
-// space, makes pins, and updates chunks. So a pin at version N lies between the updates N and N + 1 by construction.
-// The *clerk* does what needs no such order, and may therefore overtake a long update: it writes promises, and plans
-// Opens.
+// A request comes on any thread. The step machine answers, refuses, or lets the request wait; a waiting request is
+// evaluated again whenever the machine moves. The *worker* does the blocking work in the order of decisions: space,
+// pins, updates of chunks. So a pin at version N lies between the updates N and N + 1 by construction. The *clerk* does
+// the work that needs no such order and may therefore overtake a long update: writing promises, planning Opens.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// The memory for a job's slices on this server, and the pushes that wait for a part of it.
+// The memory for a job's slices on this server, and the pushes that wait for memory.
 //
-// Each slice that leaves memory has a buffer until the log has it, and an update reads slices back into a further
+// A slice that leaves memory has a buffer until the log has the bytes, and an update reads slices back into a further
 // buffer. The reservation is for all slices of the job. A push that finds no room waits while logged slices are on
 // their way, or a decided step is applied: both give their buffers back without any further push. If there are neither,
 // the push takes more of the budget or is refused. So no push waits for ever, in whatever order ranks push.

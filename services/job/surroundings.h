@@ -1,4 +1,4 @@
-// What the jobs of a server share. All of it outlives every job.
+// The surroundings that the jobs of a server share. All of them outlive every job.
 #pragma once
 
 #include <string>
@@ -22,15 +22,15 @@ struct JobSurroundings {
   storage::Tiers* tiers = nullptr;
   Foundation* foundation = nullptr;
   kernels::ThreadPool* compute = nullptr;
-  // Runs replies to requests that have waited. Nothing that may block for a disk comes here.
+  // Runs replies to requests that have waited; never anything that may wait for a disk.
   Executor* answers = nullptr;
   int read_threads = 1;  // threads of each job for reads that may block for a disk
   Deadlines* deadlines = nullptr;
   ServerCounters* counters = nullptr;
   // Held while a job plans with the free space and takes it; nobody waits for a disk meanwhile.
   absl::Mutex* planning = nullptr;
-  // Held while a chunk moves between tiers, and has a place in both. Before `planning`, by a plan that must know what
-  // the chunk gives back; such a plan may wait for a disk.
+  // Held while a chunk moves between tiers and has a place in both. A plan that must know the space given back takes
+  // this lock first, then `planning`; such a plan may wait for a disk.
   absl::Mutex* moving = nullptr;
   const storage::MachineProfile* machine = nullptr;  // null: plans predict no times
   bool working_copies = true;

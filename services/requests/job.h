@@ -77,8 +77,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Refuses waiting and new requests with `status`, finishes the running update, drops the updates queued behind.
   // Blocks.
   void Stop(const absl::Status& status);
-  // Of a dropped job, after Stop: RemoveJournal deletes the log, Discard frees the extents once the catalog has
-  // forgotten them.
+  // After Stop, for a dropped job: RemoveJournal deletes the log; Discard frees the extents once the catalog has
+  // forgotten the job.
   absl::Status RemoveJournal() { return journal_.Remove(); }
   void Discard();
   // After Stop: bytes of the NVMe budget that the log holds until it is removed.

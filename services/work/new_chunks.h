@@ -1,4 +1,4 @@
-// The chunks that an Open adds to a job on this server, and what they need besides their own places.
+// The chunks that an Open adds to a job on this server, and the needs of these chunks besides their own places.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ struct NewChunks {
   void AddSpilt(const model::EpochPlan& plan, uint64_t chunk);
   // Memory for slices, if they are read back from the log.
   storage::PlanRequest::ReadBack read_back() const;
-  // Of the log, or of the spill. `segment_bytes`: of the existing one; 0 if there is none.
+  // Size of the log, or of the spill. `segment_bytes`: of the existing file's segments; 0 without a file.
   JournalSize journal_size(uint64_t segment_bytes) const;
   bool logged() const { return spec.durability() == v1::DURABILITY_STEP; }
   // Does the job leave state on the disk for a restart?

@@ -16,10 +16,10 @@ class Prediction {
  public:
   explicit Prediction(JobCore* core) : core_(core) {}
 
-  // What a prediction must know beside the places of the chunks.
+  // Everything that a prediction needs beside the places of the chunks.
   storage::StepShape ShapeOf(const storage::ChunkStore& store) const ABSL_LOCKS_EXCLUDED(job_lock);
 
-  // Of the newest plan; none before, and where the machine was not measured.
+  // The newest plan's prediction; none before the first plan, and where the machine was not measured.
   const std::optional<storage::StepPrediction>& newest() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
     return newest_;
   }

@@ -35,15 +35,15 @@ class Space {
   using Chunks = std::vector<std::shared_ptr<HeldChunk>>;
   // UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT (BAD_SPEC): no server can hold such a job. On any thread.
   static absl::Status CheckSupported(const v1::JobSpec& spec);
-  // Returns the server's chunks under `plan`, of which those are new that the job did not have. `answer`: to a dry run,
-  // which takes nothing; null for a real Open. Errors: UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT (BAD_SPEC),
+  // Returns the server's chunks under `plan`, old and new. `answer`: to a dry run, which takes nothing; null for a real
+  // Open. Errors: UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT (BAD_SPEC),
   // RESOURCE_EXHAUSTED (BUDGET).
   absl::StatusOr<Chunks> Take(const model::EpochPlan& plan, v1::OpenResponse* answer) ABSL_LOCKS_EXCLUDED(job_lock);
   // Under the job's lock, on any thread: the chunks, if an Open of `plan` needs no more space than the job has.
   std::optional<Chunks> AllHeld(const model::EpochPlan& plan) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Keeps for the next Open the chunks that were taken for one which was then refused.
+  // After a refused Open: keeps the chunks taken for this Open for the next.
   void KeepSpares(const Chunks& chunks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // After a recovery: writes the least DRAM that the job's chunks need, so that jobs which come back earlier leave it.
+  // After a recovery: writes the least DRAM that the job's chunks need. Jobs that come back earlier leave so much.
   void NoteLeastDram(uint64_t more) ABSL_LOCKS_EXCLUDED(job_lock);
 
  private:
@@ -54,7 +54,7 @@ class Space {
     Chunks spares;
     storage::TierBytes freed;  // dry run: freed by a real Open that replaces the store
     bool aside = false;        // a dry run that must not touch the job's chunks
-    // Of an Open that was then refused; destroyed without the lock.
+    // Left by an Open that was then refused; destroyed without the lock.
     std::shared_ptr<storage::ChunkStore> old_store;
     Chunks old_spares;
     bool unlogged = false;  // there is a log, and none is wanted
