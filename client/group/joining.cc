@@ -215,6 +215,7 @@ absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
 absl::StatusOr<std::vector<PinnedOn>> AskPins(Router* router, const std::string& job, absl::Time deadline) {
   v1::GetJobRequest ask;
   ask.set_job(job);
+  ask.set_without_open(true);
   BALLAST_ASSIGN_OR_RETURN(const auto answers, (router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
                                                    &Transport::GetJob, "GetJob", ask, deadline)));
   std::map<int64_t, uint32_t> servers;
@@ -224,6 +225,20 @@ absl::StatusOr<std::vector<PinnedOn>> AskPins(Router* router, const std::string&
   std::vector<PinnedOn> pins;
   for (const auto& [version, count] : servers) pins.push_back({version, count});
   return pins;
+}
+
+absl::Status Opening::Identify(absl::Time deadline) {
+  BALLAST_ASSIGN_OR_RETURN(const auto answers, (router_->CallAll<v1::IdentifyRequest, v1::IdentifyResponse>(
+                                                   &Transport::Identify, "Identify", {}, deadline)));
+  server_ids_.clear();
+  absl::flat_hash_set<std::string> seen;
+  for (const v1::IdentifyResponse& answer : answers) {
+    if (!seen.insert(answer.server_id()).second) {
+      return BadSpec(absl::StrCat("server '", answer.server_id(), "' is named twice; name each server once"));
+    }
+    server_ids_.push_back(answer.server_id());
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::vector<v1::GetJobResponse>> Opening::Fence(const std::string& job, const v1::Epoch& epoch,
@@ -283,12 +298,6 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   }
   if (options.resume == Resume::kNever && highest >= 0) return JobExists(options.job, highest);
   if (options.resume == Resume::kMust && !exists) return JobMissing(options.job);
-  absl::flat_hash_set<std::string> ids;
-  for (const v1::GetJobResponse& answer : seen) {
-    if (!ids.insert(answer.server_id()).second) {
-      return BadSpec(absl::StrCat("server '", answer.server_id(), "' is named twice; name each server once"));
-    }
-  }
 
   // Checked before the fence where possible: a mistake here must not end a group at work.
   if (const v1::OpenRequest* newest = NewestOpen(seen); newest != nullptr) {
@@ -423,18 +432,8 @@ absl::Status Opening::MatchMembers(const v1::OpenRequest& open, absl::Span<const
   return absl::OkStatus();
 }
 
-absl::Status Opening::MatchMembersByAsking(const v1::OpenRequest& open, absl::Time deadline) {
-  v1::GetJobRequest ask;
-  ask.set_job(open.spec().name());
-  BALLAST_ASSIGN_OR_RETURN(const auto seen, (router_->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
-                                                &Transport::GetJob, "GetJob", ask, deadline)));
-  std::vector<std::string> server_ids;
-  for (const v1::GetJobResponse& answer : seen) server_ids.push_back(answer.server_id());
-  return MatchMembers(open, server_ids);
-}
-
 absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::StatusOr<v1::OpenRequest> open,
-                                                                      bool match_members, absl::Duration timeout) {
+                                                                      bool match_members) {
   const bool first = group_->rank() == 0;
   BALLAST_ASSIGN_OR_RETURN(const auto said, group_->Agree("Open", first ? open.status() : absl::OkStatus(),
                                                           first && open.ok() ? open->SerializeAsString() : ""));
@@ -443,9 +442,7 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::Stat
   if (!shared->ParseFromString(said[0])) {
     mine = model::Error(absl::StatusCode::kInternal, model::kBadRequest, "rank 0 sent no Open");
   } else if (!first && match_members) {
-    // Names members, so that a rank with other servers gets an error. Counts the timeout from now: rank 0 may have
-    // waited for a server's disk.
-    mine = MatchMembersByAsking(*shared, absl::Now() + timeout);
+    mine = MatchMembers(*shared, server_ids_);  // names members: a rank with other servers gets an error
   }
   BALLAST_RETURN_IF_ERROR(group_->Agree("Open", mine));
   router_->SetOpen(shared);
@@ -457,12 +454,13 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const Sessi
   absl::Status bad = model::CheckJobName(options.job);
   if (bad.ok()) bad = model::OptimizerOf(spec).status();
   if (bad.ok()) bad = model::Layout::Make(spec).status();
+  if (bad.ok()) bad = Identify(absl::Now() + options.open_timeout);
   BALLAST_ASSIGN_OR_RETURN(const auto digests,
                            group_->Agree("Open", bad, Digest(options, spec, router_->server_count())));
   BALLAST_RETURN_IF_ERROR(CompareDigests(digests));
   absl::StatusOr<v1::OpenRequest> open = v1::OpenRequest();
   if (group_->rank() == 0) open = OpenAsFirst(options, spec);
-  return Share(std::move(open), true, options.open_timeout);
+  return Share(std::move(open), true);
 }
 
 absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Extend(const v1::OpenRequest& current, int64_t version,
@@ -470,7 +468,7 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Extend(const v1:
                                                                        absl::Duration timeout) {
   absl::StatusOr<v1::OpenRequest> open = v1::OpenRequest();
   if (group_->rank() == 0) open = ExtendAsFirst(current, version, added, timeout);
-  return Share(std::move(open), false, timeout);
+  return Share(std::move(open), false);
 }
 
 }  // namespace ballast::client

@@ -103,6 +103,14 @@ grpc::ByteBuffer EncodePullResponse(uint32_t crc, const grpc::Slice& payload) {
 
 }  // namespace
 
+grpc::ServerUnaryReactor* StateServiceImpl::Identify(grpc::CallbackServerContext* context,
+                                                     const v1::IdentifyRequest* request,
+                                                     v1::IdentifyResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  state_->Identify(KnownFields(request), FinishWith(reactor, response));
+  return reactor;
+}
+
 grpc::ServerUnaryReactor* StateServiceImpl::GetJob(grpc::CallbackServerContext* context,
                                                    const v1::GetJobRequest* request, v1::GetJobResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();

@@ -2,6 +2,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/names.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/services/server/server_state.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/tier/dram_tier.h"
@@ -93,8 +94,22 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::st
   return job;
 }
 
+void StateServer::Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyResponse> reply) {
+  reply = impl_->Counted(Call::kIdentify, std::move(reply));
+  v1::IdentifyResponse answer;
+  answer.set_server_id(impl_->server_id);
+  answer.set_protocol_version(model::kProtocolVersion);
+  reply(std::move(answer));
+}
+
 void StateServer::GetJob(const v1::GetJobRequest& request, Reply<v1::GetJobResponse> reply) {
   reply = impl_->Counted(Call::kGetJob, std::move(reply));
+  if (request.without_open()) {
+    reply = [reply = std::move(reply)](absl::StatusOr<v1::GetJobResponse> answer) {
+      if (answer.ok()) answer->clear_open();
+      reply(std::move(answer));
+    };
+  }
   std::optional<v1::GetJobResponse> answer;
   {
     absl::MutexLock lock(&impl_->mu);

@@ -10,6 +10,7 @@
 
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/tests/adamw_step.h"
 #include "ballast/tests/contract/transport_fixture.h"
 
@@ -31,6 +32,31 @@ TEST_P(TransportContract, UnknownJobDoesNotExist) {
   ASSERT_TRUE(job.ok()) << job.status();
   EXPECT_FALSE(job->exists());
   EXPECT_EQ(job->server_id(), "s0");
+}
+
+TEST_P(TransportContract, IdentifiesTheServerWhateverItsJobs) {
+  for (const bool with_job : {false, true}) {
+    if (with_job) OpenJob(1000, 65536);
+    const auto answer = Call(&client::Transport::Identify, v1::IdentifyRequest());
+    ASSERT_TRUE(answer.ok()) << answer.status();
+    EXPECT_EQ(answer->server_id(), "s0");
+    EXPECT_EQ(answer->protocol_version(), model::kProtocolVersion);
+    EXPECT_LT(answer->ByteSizeLong(), 80u);
+  }
+}
+
+TEST_P(TransportContract, AJobIsToldWithItsOpenOrWithout) {
+  OpenJob(1000, 65536);
+  v1::GetJobRequest request;
+  request.set_job(kJob);
+  for (const bool without : {false, true}) {
+    request.set_without_open(without);
+    const auto job = Call(&client::Transport::GetJob, request);
+    ASSERT_TRUE(job.ok()) << job.status();
+    EXPECT_EQ(job->has_open(), !without);
+    EXPECT_TRUE(job->exists());
+    EXPECT_EQ(job->tensor_steps_size(), 1);
+  }
 }
 
 TEST_P(TransportContract, CarriesAWholeStep) {

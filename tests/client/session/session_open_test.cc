@@ -13,6 +13,7 @@
 #include "ballast/client/session.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/rpc/rpc_server.h"
+#include "ballast/tests/client/session/forwarding_transport.h"
 #include "ballast/tests/client/session/session_fixture.h"
 #include "ballast/tests/services/machine_with_disk.h"
 
@@ -127,6 +128,81 @@ TEST_F(SessionOpen, ServersInAnotherOrderAreTheSameServers) {
                                        return reference.Compare(*session, 2);
                                      }),
             absl::OkStatus());
+}
+
+struct Traffic {
+  std::atomic<int> identifies{0};
+  std::atomic<int> jobs{0};   // answers of GetJob
+  std::atomic<int> opens{0};  // answers of GetJob and Fence that carry the job's Open
+};
+
+class CountingTransport final : public ForwardingTransport {
+ public:
+  CountingTransport(std::unique_ptr<Transport> server, Traffic* traffic)
+      : ForwardingTransport(std::move(server)), traffic_(traffic) {}
+  void Identify(const v1::IdentifyRequest& r, absl::Time t, Callback<v1::IdentifyResponse> done) override {
+    ++traffic_->identifies;
+    ForwardingTransport::Identify(r, t, std::move(done));
+  }
+  void GetJob(const v1::GetJobRequest& r, absl::Time t, Callback<v1::GetJobResponse> done) override {
+    ++traffic_->jobs;
+    ForwardingTransport::GetJob(r, t, [this, done](absl::StatusOr<v1::GetJobResponse> answer) {
+      if (answer.ok() && answer->has_open()) ++traffic_->opens;
+      done(std::move(answer));
+    });
+  }
+  void Fence(const v1::FenceRequest& r, absl::Time t, Callback<v1::FenceResponse> done) override {
+    ForwardingTransport::Fence(r, t, [this, done](absl::StatusOr<v1::FenceResponse> answer) {
+      if (answer.ok() && answer->job().has_open()) ++traffic_->opens;
+      done(std::move(answer));
+    });
+  }
+
+ private:
+  Traffic* const traffic_;
+};
+
+// The Open of a large job has megabytes. Rank 0 fetches it, and the ranks share it.
+TEST_F(SessionOpen, OnlyRankZeroFetchesTheOpen) {
+  ASSERT_EQ(Create(1, 1), absl::OkStatus());
+  constexpr int kRanks = 3, kServers = 2;
+  Traffic opening[kRanks], later[kRanks];
+  EXPECT_EQ(SessionFixture::RunRanks(
+                kRanks,
+                [&](Collective* collective) -> absl::Status {
+                  Traffic& traffic = opening[collective->rank()];
+                  std::vector<std::unique_ptr<Transport>> servers;
+                  for (auto& server : servers_.Connect()) {
+                    servers.push_back(std::make_unique<CountingTransport>(std::move(server), &traffic));
+                  }
+                  BALLAST_ASSIGN_OR_RETURN(auto session, Session::Open(Options(Resume::kMust), TestTensors(),
+                                                                       std::move(servers), collective));
+                  later[collective->rank()].opens = -traffic.opens;
+                  BALLAST_RETURN_IF_ERROR(session->TensorSteps("layer.up", 1).status());
+                  BALLAST_RETURN_IF_ERROR(session->DurablePins().status());
+                  later[collective->rank()].opens += traffic.opens;
+                  return absl::OkStatus();
+                }),
+            absl::OkStatus());
+  for (int rank = 0; rank < kRanks; ++rank) {
+    EXPECT_EQ(opening[rank].identifies, kServers) << "rank " << rank;
+    // Asked before the fence, and told with the promise.
+    EXPECT_EQ(opening[rank].opens, rank == 0 ? 2 * kServers : 0) << "rank " << rank;
+    EXPECT_GT(opening[rank].jobs, 0) << "rank " << rank << " counts nothing";
+    EXPECT_EQ(later[rank].opens, 0) << "step counts and pins came with an Open for rank " << rank;
+  }
+}
+
+TEST_F(SessionOpen, AServerNamedTwiceIsToldToEveryRank) {
+  for (int twice = 0; twice < 2; ++twice) {
+    SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+      auto servers = servers_.Connect();
+      if (collective->rank() == twice) servers[1] = std::move(servers_.Connect()[0]);
+      ExpectStatus(Session::Open(TestOptions(), TestTensors(), std::move(servers), collective).status(),
+                   absl::StatusCode::kInvalidArgument, model::kBadSpec, {"server 's0' is named twice"});
+      return absl::OkStatus();
+    }).IgnoreError();
+  }
 }
 
 TEST_F(SessionOpen, TensorsThatDifferFromTheJobsAreNamed) {
