@@ -12,6 +12,7 @@
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 
@@ -228,11 +229,30 @@ absl::StatusOr<std::vector<PinnedOn>> AskPins(Router* router, const std::string&
 }
 
 absl::Status Opening::Identify(absl::Time deadline) {
-  BALLAST_ASSIGN_OR_RETURN(const auto answers, (router_->CallAll<v1::IdentifyRequest, v1::IdentifyResponse>(
-                                                   &Transport::Identify, "Identify", {}, deadline)));
+  struct State {
+    Tally tally;
+    std::vector<v1::IdentifyResponse> answers;
+  };
+  auto state = std::make_shared<State>();
+  state->answers.resize(router_->server_count());
+  state->tally.Start(static_cast<int>(router_->server_count()));
+  const auto request = std::make_shared<const v1::IdentifyRequest>();
+  for (uint32_t i = 0; i < router_->server_count(); ++i) {
+    router_->Call<v1::IdentifyRequest, v1::IdentifyResponse>(
+        &Transport::Identify, i, "Identify", request, deadline,
+        [state, i](const absl::StatusOr<v1::IdentifyResponse>& answer) {
+          if (answer.ok()) state->answers[i] = *answer;
+          // Protocol version 0 has no Identify: the answer stays empty.
+          state->tally.Finish(absl::IsUnimplemented(answer.status()) ? absl::OkStatus() : answer.status());
+        });
+  }
+  BALLAST_RETURN_IF_ERROR(state->tally.Wait());
   server_ids_.clear();
   absl::flat_hash_set<std::string> seen;
-  for (const v1::IdentifyResponse& answer : answers) {
+  for (uint32_t i = 0; i < router_->server_count(); ++i) {
+    const v1::IdentifyResponse& answer = state->answers[i];
+    const std::string id = answer.server_id().empty() ? "" : absl::StrCat("'", answer.server_id(), "' at ");
+    BALLAST_RETURN_IF_ERROR(model::CheckServerVersion(absl::StrCat(id, router_->name(i)), answer.protocol_version()));
     if (!seen.insert(answer.server_id()).second) {
       return BadSpec(absl::StrCat("server '", answer.server_id(), "' is named twice; name each server once"));
     }
@@ -341,6 +361,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   }
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
   *open.mutable_tiling() = MakeTiling(layout);
+  open.set_spec_digest(model::SpecDigest(open.spec()));
   // All servers or none: a job opened by one server, with no room on another, could not be changed any more.
   BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
   BALLAST_RETURN_IF_ERROR(newest == nullptr ? SendFirstOpen(open, options.open_timeout) : SendOpen(open, deadline));
@@ -379,6 +400,7 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
   // Before the fence: a bad tensor, or one without room, must not cost the group its epoch.
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
   *open.mutable_tiling() = MakeTiling(layout);
+  open.set_spec_digest(model::SpecDigest(open.spec()));
   open.set_base(version);
   open.clear_restores();
   BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
@@ -441,7 +463,7 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::Stat
   absl::Status mine;
   if (!shared->ParseFromString(said[0])) {
     mine = model::Error(absl::StatusCode::kInternal, model::kBadRequest, "rank 0 sent no Open");
-  } else if (!first && match_members) {
+  } else if (mine = model::CheckOpen(*shared); mine.ok() && !first && match_members) {
     mine = MatchMembers(*shared, server_ids_);  // names members: a rank with other servers gets an error
   }
   BALLAST_RETURN_IF_ERROR(group_->Agree("Open", mine));

@@ -51,7 +51,8 @@ class Opening {
                                                 const std::vector<TensorSpec>& added, absl::Duration timeout);
   absl::StatusOr<std::vector<v1::GetJobResponse>> Fence(const std::string& job, const v1::Epoch& epoch,
                                                         bool expect_empty, absl::Time deadline);
-  // Asks every server for its id. Every rank asks: its own list of servers may differ from rank 0's in order.
+  // Asks every server for its id and protocol version. Every rank asks: its own list of servers may differ from rank
+  // 0's in order, and its own version from rank 0's.
   absl::Status Identify(absl::Time deadline);
   // Asks whether all servers would find space for the job. Changes nothing.
   absl::Status TryOpen(v1::OpenRequest open, absl::Time deadline);

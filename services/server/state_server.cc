@@ -139,6 +139,7 @@ void StateServer::Fence(const v1::FenceRequest& request, absl::Time deadline, Re
 
 void StateServer::Open(const v1::OpenRequest& request, absl::Time deadline, Reply<v1::OpenResponse> reply) {
   reply = impl_->Counted(Call::kOpen, std::move(reply));
+  if (const absl::Status known = model::CheckSentOpen(request); !known.ok()) return reply(known);
   const auto job = impl_->Find(request.spec().name());
   if (!job.ok()) return reply(job.status());
   (*job)->Open(request, deadline, std::move(reply));
@@ -153,6 +154,7 @@ void StateServer::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> r
 
 void StateServer::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::SealResponse> reply) {
   reply = impl_->Counted(Call::kSeal, std::move(reply));
+  if (const absl::Status known = model::CheckKnown(request); !known.ok()) return reply(known);
   const auto job = impl_->Find(request.job());
   if (!job.ok()) return reply(job.status());
   (*job)->Seal(request, deadline, std::move(reply));
@@ -160,6 +162,7 @@ void StateServer::Seal(const v1::SealRequest& request, absl::Time deadline, Repl
 
 void StateServer::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {
   reply = impl_->Counted(Call::kCommit, std::move(reply));
+  if (const absl::Status known = model::CheckKnown(request); !known.ok()) return reply(known);
   const auto job = impl_->Find(request.job());
   if (!job.ok()) return reply(job.status());
   (*job)->Commit(request, std::move(reply));
@@ -182,6 +185,7 @@ void StateServer::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse
 void StateServer::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
                        Reply<v1::PushResponse> reply) {
   reply = impl_->Counted(Call::kPush, std::move(reply));
+  if (const absl::Status known = model::CheckKnown(header); !known.ok()) return reply(known);
   const auto job = impl_->Find(header.job());
   if (!job.ok()) return reply(job.status());
   (*job)->Push(header, payload, deadline, std::move(reply));

@@ -59,6 +59,24 @@ TEST_P(TransportContract, AJobIsToldWithItsOpenOrWithout) {
   }
 }
 
+TEST_P(TransportContract, FieldsOfALaterVersionAreRefused) {
+  OpenJob(1000, 65536);
+  const auto refused = [](const absl::Status& status, const char* message) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_EQ(model::ReasonOf(status), model::kVersionsDiffer) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("a ", message, " came with field 99")));
+  };
+  v1::OpenRequest open = open_;
+  open.mutable_spec()->GetReflection()->MutableUnknownFields(open.mutable_spec())->AddVarint(99, 1);
+  refused(Call(&client::Transport::Open, open).status(), "ballast.v1.JobSpec");
+  v1::SealRequest seal = SealOf(0, v1::STEP_KIND_VALUES);
+  seal.mutable_header()->GetReflection()->MutableUnknownFields(seal.mutable_header())->AddVarint(99, 1);
+  refused(Call(&client::Transport::Seal, seal).status(), "ballast.v1.StepHeader");
+  v1::PushRequest push = PushOf(plan_->slices()[0], v1::SLICE_KIND_VALUE, 0, {});
+  push.GetReflection()->MutableUnknownFields(&push)->AddVarint(99, 1);
+  refused(Push(push, {}), "ballast.v1.PushRequest");
+}
+
 TEST_P(TransportContract, CarriesAWholeStep) {
   OpenJob(3 * 65536 + 1000, 65536);
   Create(Initial);
