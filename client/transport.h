@@ -30,6 +30,7 @@ class Transport {
   // For messages: "host:port" or "embedded".
   virtual std::string name() const = 0;
 
+  virtual void Identify(const v1::IdentifyRequest&, absl::Time deadline, Callback<v1::IdentifyResponse>) = 0;
   virtual void GetJob(const v1::GetJobRequest&, absl::Time deadline, Callback<v1::GetJobResponse>) = 0;
   virtual void Fence(const v1::FenceRequest&, absl::Time deadline, Callback<v1::FenceResponse>) = 0;
   virtual void Open(const v1::OpenRequest&, absl::Time deadline, Callback<v1::OpenResponse>) = 0;

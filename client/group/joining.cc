@@ -12,6 +12,7 @@
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 
@@ -215,6 +216,7 @@ absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
 absl::StatusOr<std::vector<PinnedOn>> AskPins(Router* router, const std::string& job, absl::Time deadline) {
   v1::GetJobRequest ask;
   ask.set_job(job);
+  ask.set_without_open(true);
   BALLAST_ASSIGN_OR_RETURN(const auto answers, (router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
                                                    &Transport::GetJob, "GetJob", ask, deadline)));
   std::map<int64_t, uint32_t> servers;
@@ -224,6 +226,39 @@ absl::StatusOr<std::vector<PinnedOn>> AskPins(Router* router, const std::string&
   std::vector<PinnedOn> pins;
   for (const auto& [version, count] : servers) pins.push_back({version, count});
   return pins;
+}
+
+absl::Status Opening::Identify(absl::Time deadline) {
+  struct State {
+    Tally tally;
+    std::vector<v1::IdentifyResponse> answers;
+  };
+  auto state = std::make_shared<State>();
+  state->answers.resize(router_->server_count());
+  state->tally.Start(static_cast<int>(router_->server_count()));
+  const auto request = std::make_shared<const v1::IdentifyRequest>();
+  for (uint32_t i = 0; i < router_->server_count(); ++i) {
+    router_->Call<v1::IdentifyRequest, v1::IdentifyResponse>(
+        &Transport::Identify, i, "Identify", request, deadline,
+        [state, i](const absl::StatusOr<v1::IdentifyResponse>& answer) {
+          if (answer.ok()) state->answers[i] = *answer;
+          // Protocol version 0 has no Identify: the answer stays empty.
+          state->tally.Finish(absl::IsUnimplemented(answer.status()) ? absl::OkStatus() : answer.status());
+        });
+  }
+  BALLAST_RETURN_IF_ERROR(state->tally.Wait());
+  server_ids_.clear();
+  absl::flat_hash_set<std::string> seen;
+  for (uint32_t i = 0; i < router_->server_count(); ++i) {
+    const v1::IdentifyResponse& answer = state->answers[i];
+    const std::string id = answer.server_id().empty() ? "" : absl::StrCat("'", answer.server_id(), "' at ");
+    BALLAST_RETURN_IF_ERROR(model::CheckServerVersion(absl::StrCat(id, router_->name(i)), answer.protocol_version()));
+    if (!seen.insert(answer.server_id()).second) {
+      return BadSpec(absl::StrCat("server '", answer.server_id(), "' is named twice; name each server once"));
+    }
+    server_ids_.push_back(answer.server_id());
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::vector<v1::GetJobResponse>> Opening::Fence(const std::string& job, const v1::Epoch& epoch,
@@ -283,12 +318,6 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   }
   if (options.resume == Resume::kNever && highest >= 0) return JobExists(options.job, highest);
   if (options.resume == Resume::kMust && !exists) return JobMissing(options.job);
-  absl::flat_hash_set<std::string> ids;
-  for (const v1::GetJobResponse& answer : seen) {
-    if (!ids.insert(answer.server_id()).second) {
-      return BadSpec(absl::StrCat("server '", answer.server_id(), "' is named twice; name each server once"));
-    }
-  }
 
   // Checked before the fence where possible: a mistake here must not end a group at work.
   if (const v1::OpenRequest* newest = NewestOpen(seen); newest != nullptr) {
@@ -332,6 +361,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   }
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
   *open.mutable_tiling() = MakeTiling(layout);
+  open.set_spec_digest(model::SpecDigest(open.spec()));
   // All servers or none: a job opened by one server, with no room on another, could not be changed any more.
   BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
   BALLAST_RETURN_IF_ERROR(newest == nullptr ? SendFirstOpen(open, options.open_timeout) : SendOpen(open, deadline));
@@ -370,6 +400,7 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
   // Before the fence: a bad tensor, or one without room, must not cost the group its epoch.
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
   *open.mutable_tiling() = MakeTiling(layout);
+  open.set_spec_digest(model::SpecDigest(open.spec()));
   open.set_base(version);
   open.clear_restores();
   BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
@@ -423,18 +454,8 @@ absl::Status Opening::MatchMembers(const v1::OpenRequest& open, absl::Span<const
   return absl::OkStatus();
 }
 
-absl::Status Opening::MatchMembersByAsking(const v1::OpenRequest& open, absl::Time deadline) {
-  v1::GetJobRequest ask;
-  ask.set_job(open.spec().name());
-  BALLAST_ASSIGN_OR_RETURN(const auto seen, (router_->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
-                                                &Transport::GetJob, "GetJob", ask, deadline)));
-  std::vector<std::string> server_ids;
-  for (const v1::GetJobResponse& answer : seen) server_ids.push_back(answer.server_id());
-  return MatchMembers(open, server_ids);
-}
-
 absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::StatusOr<v1::OpenRequest> open,
-                                                                      bool match_members, absl::Duration timeout) {
+                                                                      bool match_members) {
   const bool first = group_->rank() == 0;
   BALLAST_ASSIGN_OR_RETURN(const auto said, group_->Agree("Open", first ? open.status() : absl::OkStatus(),
                                                           first && open.ok() ? open->SerializeAsString() : ""));
@@ -442,10 +463,8 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::Stat
   absl::Status mine;
   if (!shared->ParseFromString(said[0])) {
     mine = model::Error(absl::StatusCode::kInternal, model::kBadRequest, "rank 0 sent no Open");
-  } else if (!first && match_members) {
-    // Names members, so that a rank with other servers gets an error. Counts the timeout from now: rank 0 may have
-    // waited for a server's disk.
-    mine = MatchMembersByAsking(*shared, absl::Now() + timeout);
+  } else if (mine = model::CheckOpen(*shared); mine.ok() && !first && match_members) {
+    mine = MatchMembers(*shared, server_ids_);  // names members: a rank with other servers gets an error
   }
   BALLAST_RETURN_IF_ERROR(group_->Agree("Open", mine));
   router_->SetOpen(shared);
@@ -457,12 +476,13 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const Sessi
   absl::Status bad = model::CheckJobName(options.job);
   if (bad.ok()) bad = model::OptimizerOf(spec).status();
   if (bad.ok()) bad = model::Layout::Make(spec).status();
+  if (bad.ok()) bad = Identify(absl::Now() + options.open_timeout);
   BALLAST_ASSIGN_OR_RETURN(const auto digests,
                            group_->Agree("Open", bad, Digest(options, spec, router_->server_count())));
   BALLAST_RETURN_IF_ERROR(CompareDigests(digests));
   absl::StatusOr<v1::OpenRequest> open = v1::OpenRequest();
   if (group_->rank() == 0) open = OpenAsFirst(options, spec);
-  return Share(std::move(open), true, options.open_timeout);
+  return Share(std::move(open), true);
 }
 
 absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Extend(const v1::OpenRequest& current, int64_t version,
@@ -470,7 +490,7 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Extend(const v1:
                                                                        absl::Duration timeout) {
   absl::StatusOr<v1::OpenRequest> open = v1::OpenRequest();
   if (group_->rank() == 0) open = ExtendAsFirst(current, version, added, timeout);
-  return Share(std::move(open), false, timeout);
+  return Share(std::move(open), false);
 }
 
 }  // namespace ballast::client

@@ -51,6 +51,9 @@ class Opening {
                                                 const std::vector<TensorSpec>& added, absl::Duration timeout);
   absl::StatusOr<std::vector<v1::GetJobResponse>> Fence(const std::string& job, const v1::Epoch& epoch,
                                                         bool expect_empty, absl::Time deadline);
+  // Asks every server for its id and protocol version. Every rank asks: its own list of servers may differ from rank
+  // 0's in order, and its own version from rank 0's.
+  absl::Status Identify(absl::Time deadline);
   // Asks whether all servers would find space for the job. Changes nothing.
   absl::Status TryOpen(v1::OpenRequest open, absl::Time deadline);
   absl::Status SendOpen(const v1::OpenRequest& open, absl::Time deadline);
@@ -64,16 +67,16 @@ class Opening {
   absl::Status MoveEpoch(v1::OpenRequest* open, int64_t version, absl::Time deadline);
   // Puts the router's servers into the order of `open`'s members.
   absl::Status MatchMembers(const v1::OpenRequest& open, absl::Span<const std::string> server_ids);
-  absl::Status MatchMembersByAsking(const v1::OpenRequest& open, absl::Time deadline);
   // Returns rank 0's Open, or rank 0's error, on all ranks.
-  absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Share(absl::StatusOr<v1::OpenRequest> open, bool match_members,
-                                                               absl::Duration timeout);
+  absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Share(absl::StatusOr<v1::OpenRequest> open,
+                                                               bool match_members);
 
   v1::Tiling MakeTiling(const model::Layout& layout) const;
 
   Router* router_;
   Group* group_;
   Split split_;
+  std::vector<std::string> server_ids_;  // in the router's order, until that becomes the members'
 };
 
 }  // namespace ballast::client

@@ -343,6 +343,7 @@ absl::StatusOr<uint64_t> Session::TensorSteps(absl::string_view tensor, int64_t 
     (void)impl_->transaction.AwaitCommits(impl_->seat.Deadline());
     v1::GetJobRequest ask;
     ask.set_job(impl_->seat.job);
+    ask.set_without_open(true);
     BALLAST_ASSIGN_OR_RETURN(const auto answers, (impl_->router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
                                                      &Transport::GetJob, "GetJob", ask, impl_->seat.Deadline())));
     for (const v1::GetJobResponse& answer : answers) {

@@ -248,6 +248,9 @@ class GrpcTransport final : public Transport {
   std::string name() const override { return address_; }
   void Cancel() override { calls_.Cancel(); }
 
+  void Identify(const v1::IdentifyRequest& request, absl::Time deadline, Callback<v1::IdentifyResponse> done) override {
+    Unary(&Async::Identify, request, deadline, std::move(done));
+  }
   void GetJob(const v1::GetJobRequest& request, absl::Time deadline, Callback<v1::GetJobResponse> done) override {
     Unary(&Async::GetJob, request, deadline, std::move(done));
   }

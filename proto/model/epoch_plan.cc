@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "absl/container/flat_hash_set.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::model {
@@ -232,6 +233,7 @@ v1::Tiling RowTiling(const Layout& layout, uint32_t world_size) {
 
 absl::StatusOr<EpochPlan> EpochPlan::Make(const v1::OpenRequest& open) {
   EpochPlan plan;
+  BALLAST_RETURN_IF_ERROR(CheckOpen(open));
   plan.open_ = open;
   BALLAST_RETURN_IF_ERROR(CheckMembers(open));
   BALLAST_ASSIGN_OR_RETURN(plan.layout_, Layout::Make(open.spec()));

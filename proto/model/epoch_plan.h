@@ -39,8 +39,9 @@ v1::Tiling RowTiling(const Layout& layout, uint32_t world_size);
 
 class EpochPlan {
  public:
-  // INVALID_ARGUMENT for a bad spec, missing or doubled members, or a tiling with ranges outside a unit, overlaps
-  // (OVERLAPPING_RANGES names unit and both ranges), or unowned elements of live tensors.
+  // INVALID_ARGUMENT for an Open of another version (VERSIONS_DIFFER, as CheckOpen), a bad spec, missing or doubled
+  // members, or a tiling with ranges outside a unit, overlaps (OVERLAPPING_RANGES names unit and both ranges), or
+  // unowned elements of live tensors.
   static absl::StatusOr<EpochPlan> Make(const v1::OpenRequest& open);
 
   const v1::OpenRequest& open() const { return open_; }

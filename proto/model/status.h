@@ -36,10 +36,12 @@ inline constexpr char kBadDtype[] = "BAD_DTYPE";              // INVALID_ARGUMEN
 inline constexpr char kBadSpec[] = "BAD_SPEC";                // INVALID_ARGUMENT
 inline constexpr char kTensorsDiffer[] = "TENSORS_DIFFER";    // INVALID_ARGUMENT: has details, see below
 inline constexpr char kBadRequest[] = "BAD_REQUEST";          // INVALID_ARGUMENT
-inline constexpr char kBadConfig[] = "BAD_CONFIG";            // INVALID_ARGUMENT
-inline constexpr char kIncomplete[] = "INCOMPLETE";           // FAILED_PRECONDITION: norm asked before all slices came
-inline constexpr char kVersionGone[] = "VERSION_GONE";        // FAILED_PRECONDITION: the chunk is past the version
-inline constexpr char kChecksum[] = "CHECKSUM";               // DATA_LOSS in a tier; UNAVAILABLE on the wire
+// FAILED_PRECONDITION from a trainer, INVALID_ARGUMENT from a server: trainers and servers of several versions
+inline constexpr char kVersionsDiffer[] = "VERSIONS_DIFFER";
+inline constexpr char kBadConfig[] = "BAD_CONFIG";      // INVALID_ARGUMENT
+inline constexpr char kIncomplete[] = "INCOMPLETE";     // FAILED_PRECONDITION: norm asked before all slices came
+inline constexpr char kVersionGone[] = "VERSION_GONE";  // FAILED_PRECONDITION: the chunk is past the version
+inline constexpr char kChecksum[] = "CHECKSUM";         // DATA_LOSS in a tier; UNAVAILABLE on the wire
 inline constexpr char kStateLost[] = "STATE_LOST";      // DATA_LOSS; FAILED_PRECONDITION: the next group gets the rest
 inline constexpr char kDiverged[] = "DIVERGED";         // DATA_LOSS: servers disagree about a decided step
 inline constexpr char kBudget[] = "BUDGET";             // RESOURCE_EXHAUSTED: says how many bytes are short, and where

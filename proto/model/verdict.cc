@@ -1,16 +1,13 @@
 #include "ballast/proto/model/verdict.h"
 
-#include <openssl/evp.h>
-
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <limits>
-#include <memory>
 
 #include "absl/container/flat_hash_map.h"
 #include "ballast/kernels/ieee_mode.h"
 #include "ballast/kernels/optimizer.h"
+#include "ballast/proto/model/field_hash.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 
@@ -18,33 +15,6 @@ namespace ballast::model {
 namespace {
 
 constexpr size_t kBlobBytesMax = 64 << 10;
-
-// SHA-256 over typed fields: every field has a fixed width or a length before it, so no two field lists hash the same
-// bytes.
-class FieldHash {
- public:
-  FieldHash() : context_(EVP_MD_CTX_new(), &EVP_MD_CTX_free) {
-    EVP_DigestInit_ex(context_.get(), EVP_sha256(), nullptr);
-  }
-  void Add(uint64_t value) {
-    uint8_t bytes[8];
-    for (int i = 0; i < 8; ++i) bytes[i] = static_cast<uint8_t>(value >> (8 * i));
-    EVP_DigestUpdate(context_.get(), bytes, sizeof(bytes));
-  }
-  void Add(double value) { Add(std::bit_cast<uint64_t>(value)); }
-  void Add(absl::string_view value) {
-    Add(static_cast<uint64_t>(value.size()));
-    EVP_DigestUpdate(context_.get(), value.data(), value.size());
-  }
-  std::string Finish() {
-    std::string digest(32, '\0');
-    EVP_DigestFinal_ex(context_.get(), reinterpret_cast<uint8_t*>(digest.data()), nullptr);
-    return digest;
-  }
-
- private:
-  std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> context_;
-};
 
 absl::Status BadHeader(absl::string_view message) {
   return Error(absl::StatusCode::kInvalidArgument, kBadRequest, message);
@@ -166,6 +136,8 @@ std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, cons
     hash.Add(static_cast<uint64_t>(header.value_tensor_steps_size()));
     for (const uint64_t steps : header.value_tensor_steps()) hash.Add(steps);
   }
+  // Logs of version 0 hold Opens without a digest, and hashes that end here.
+  if (!plan.open().spec_digest().empty()) hash.Add(absl::string_view(plan.open().spec_digest()));
   return hash.Finish();
 }
 

@@ -16,8 +16,8 @@ namespace ballast::model {
 // Lexicographic by (counter, nonce).
 std::strong_ordering Compare(const v1::Epoch& a, const v1::Epoch& b);
 
-// SHA-256 over W, tiling, step, attempt, header bits and blobs, field by field in a fixed order (doubles as their
-// bits). 32 bytes.
+// SHA-256 over W, tiling, step, attempt, header bits, blobs and the spec's digest, field by field in a fixed order
+// (doubles as their bits). 32 bytes.
 std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, const v1::StepHeader& header,
                      absl::Span<const std::string> blobs);
 

@@ -48,6 +48,9 @@ class EmbeddedTransport final : public client::Transport {
 
   std::string name() const override { return "embedded"; }
 
+  void Identify(const v1::IdentifyRequest& request, absl::Time, client::Callback<v1::IdentifyResponse> done) override {
+    server_->Identify(request, Counted(std::move(done)));
+  }
   void GetJob(const v1::GetJobRequest& request, absl::Time, client::Callback<v1::GetJobResponse> done) override {
     server_->GetJob(request, Counted(std::move(done)));
   }

@@ -15,6 +15,7 @@
 namespace ballast::services {
 
 enum class Call {
+  kIdentify,
   kGetJob,
   kFence,
   kOpen,
@@ -29,10 +30,10 @@ enum class Call {
   kDropJob,
   kSetBudget
 };
-inline constexpr int kCalls = 13;
+inline constexpr int kCalls = 14;
 inline constexpr std::array<const char*, kCalls> kCallNames = {
-    "GetJob", "Fence",           "Open",    "Push",     "Norm", "Seal", "Commit", "Pull", "Pin",
-    "Unpin",  "GetServerStatus", "DropJob", "SetBudget"};
+    "Identify", "GetJob", "Fence",           "Open",    "Push",     "Norm", "Seal", "Commit", "Pull",
+    "Pin",      "Unpin",  "GetServerStatus", "DropJob", "SetBudget"};
 
 // Threads: any.
 class DurationHistogram {

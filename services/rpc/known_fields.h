@@ -1,4 +1,5 @@
-// Drops the fields of a request that this version does not know, before anybody keeps the request.
+// Drops the fields of a request that this version does not know, before anybody keeps the request. Not for Open, Push,
+// Seal and Commit: StateServer refuses unknown fields there.
 #pragma once
 
 namespace ballast::services {

@@ -78,9 +78,7 @@ grpc::Slice AnswerSlice(const std::shared_ptr<storage::Slabs>& answers, uint64_t
 template <typename Message>
 bool Parse(const grpc::ByteBuffer& from, Message* to) {
   grpc::ByteBuffer buffer(from);  // shares the slices; deserialising consumes its buffer
-  const bool parsed = grpc::SerializationTraits<Message>::Deserialize(&buffer, to).ok();
-  to->DiscardUnknownFields();
-  return parsed;
+  return grpc::SerializationTraits<Message>::Deserialize(&buffer, to).ok();
 }
 
 grpc::Status Unparsable(const char* message) {
@@ -103,6 +101,14 @@ grpc::ByteBuffer EncodePullResponse(uint32_t crc, const grpc::Slice& payload) {
 
 }  // namespace
 
+grpc::ServerUnaryReactor* StateServiceImpl::Identify(grpc::CallbackServerContext* context,
+                                                     const v1::IdentifyRequest* request,
+                                                     v1::IdentifyResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  state_->Identify(KnownFields(request), FinishWith(reactor, response));
+  return reactor;
+}
+
 grpc::ServerUnaryReactor* StateServiceImpl::GetJob(grpc::CallbackServerContext* context,
                                                    const v1::GetJobRequest* request, v1::GetJobResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
@@ -120,7 +126,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Fence(grpc::CallbackServerContext* c
 grpc::ServerUnaryReactor* StateServiceImpl::Open(grpc::CallbackServerContext* context, const v1::OpenRequest* request,
                                                  v1::OpenResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Open(KnownFields(request), DeadlineOf(*context), FinishWith(reactor, response));
+  state_->Open(*request, DeadlineOf(*context), FinishWith(reactor, response));
   return reactor;
 }
 
@@ -134,14 +140,14 @@ grpc::ServerUnaryReactor* StateServiceImpl::Norm(grpc::CallbackServerContext* co
 grpc::ServerUnaryReactor* StateServiceImpl::Seal(grpc::CallbackServerContext* context, const v1::SealRequest* request,
                                                  v1::SealResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Seal(KnownFields(request), DeadlineOf(*context), FinishWith(reactor, response));
+  state_->Seal(*request, DeadlineOf(*context), FinishWith(reactor, response));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Commit(grpc::CallbackServerContext* context,
                                                    const v1::CommitRequest* request, v1::CommitResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Commit(KnownFields(request), FinishWith(reactor, response));
+  state_->Commit(*request, FinishWith(reactor, response));
   return reactor;
 }
 
@@ -204,10 +210,11 @@ grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* co
     // Nobody else has the slice yet.
     return {reinterpret_cast<std::byte*>(const_cast<uint8_t*>(payload->begin())), bytes};
   };
-  state_->Pull(message, DeadlineOf(*context), allocate, [reactor, response, payload](absl::StatusOr<uint32_t> crc) {
-    if (crc.ok()) *response = EncodePullResponse(*crc, *payload);
-    reactor->Finish(ToGrpc(crc.status()));
-  });
+  state_->Pull(KnownFields(&message), DeadlineOf(*context), allocate,
+               [reactor, response, payload](absl::StatusOr<uint32_t> crc) {
+                 if (crc.ok()) *response = EncodePullResponse(*crc, *payload);
+                 reactor->Finish(ToGrpc(crc.status()));
+               });
   return reactor;
 }
 

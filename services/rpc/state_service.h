@@ -15,12 +15,12 @@ namespace ballast::services {
 
 // Pull and Push are raw, so that their payloads are neither zeroed nor copied more than needed. Their bytes on the wire
 // are the messages of the .proto file.
-using StateServiceBase = v1::StateService::WithCallbackMethod_GetJob<
+using StateServiceBase = v1::StateService::WithCallbackMethod_Identify<v1::StateService::WithCallbackMethod_GetJob<
     v1::StateService::WithCallbackMethod_Fence<v1::StateService::WithCallbackMethod_Open<
         v1::StateService::WithRawCallbackMethod_Push<v1::StateService::WithCallbackMethod_Norm<
             v1::StateService::WithCallbackMethod_Seal<v1::StateService::WithCallbackMethod_Commit<
                 v1::StateService::WithRawCallbackMethod_Pull<v1::StateService::WithCallbackMethod_Pin<
-                    v1::StateService::WithCallbackMethod_Unpin<v1::StateService::Service>>>>>>>>>>;
+                    v1::StateService::WithCallbackMethod_Unpin<v1::StateService::Service>>>>>>>>>>>;
 
 // Threads: any. Every call finishes its reactor exactly once, cancelled or not: gRPC keeps the reactor until then.
 class StateServiceImpl final : public StateServiceBase {
@@ -29,6 +29,8 @@ class StateServiceImpl final : public StateServiceBase {
   StateServiceImpl(StateServer* state, uint64_t unsent_bytes_max, std::shared_ptr<storage::Slabs> answers)
       : state_(state), unsent_bytes_max_(unsent_bytes_max), answers_(std::move(answers)) {}
 
+  grpc::ServerUnaryReactor* Identify(grpc::CallbackServerContext*, const v1::IdentifyRequest*,
+                                     v1::IdentifyResponse*) override;
   grpc::ServerUnaryReactor* GetJob(grpc::CallbackServerContext*, const v1::GetJobRequest*,
                                    v1::GetJobResponse*) override;
   grpc::ServerUnaryReactor* Fence(grpc::CallbackServerContext*, const v1::FenceRequest*, v1::FenceResponse*) override;

@@ -11,6 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/placement/state_layout.h"
 
@@ -109,6 +110,7 @@ absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request) {
   open.set_base(-1);
   open.set_dry_run(true);
   *open.mutable_spec() = request.spec;
+  open.set_spec_digest(model::SpecDigest(request.spec));
   BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec optimizer, model::OptimizerOf(request.spec));
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(request.spec));
   *open.mutable_tiling() = model::EvenTiling(layout, request.ranks);

@@ -2,6 +2,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/names.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/services/server/server_state.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/tier/dram_tier.h"
@@ -104,8 +105,22 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::st
   return job;
 }
 
+void StateServer::Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyResponse> reply) {
+  reply = impl_->Counted(Call::kIdentify, std::move(reply));
+  v1::IdentifyResponse answer;
+  answer.set_server_id(impl_->server_id);
+  answer.set_protocol_version(model::kProtocolVersion);
+  reply(std::move(answer));
+}
+
 void StateServer::GetJob(const v1::GetJobRequest& request, Reply<v1::GetJobResponse> reply) {
   reply = impl_->Counted(Call::kGetJob, std::move(reply));
+  if (request.without_open()) {
+    reply = [reply = std::move(reply)](absl::StatusOr<v1::GetJobResponse> answer) {
+      if (answer.ok()) answer->clear_open();
+      reply(std::move(answer));
+    };
+  }
   std::optional<v1::GetJobResponse> answer;
   {
     absl::MutexLock lock(&impl_->mu);
@@ -135,6 +150,7 @@ void StateServer::Fence(const v1::FenceRequest& request, absl::Time deadline, Re
 
 void StateServer::Open(const v1::OpenRequest& request, absl::Time deadline, Reply<v1::OpenResponse> reply) {
   reply = impl_->Counted(Call::kOpen, std::move(reply));
+  if (const absl::Status known = model::CheckSentOpen(request); !known.ok()) return reply(known);
   const auto job = impl_->Find(request.spec().name());
   if (!job.ok()) return reply(job.status());
   (*job)->Open(request, deadline, std::move(reply));
@@ -149,6 +165,7 @@ void StateServer::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> r
 
 void StateServer::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::SealResponse> reply) {
   reply = impl_->Counted(Call::kSeal, std::move(reply));
+  if (const absl::Status known = model::CheckKnown(request); !known.ok()) return reply(known);
   const auto job = impl_->Find(request.job());
   if (!job.ok()) return reply(job.status());
   (*job)->Seal(request, deadline, std::move(reply));
@@ -156,6 +173,7 @@ void StateServer::Seal(const v1::SealRequest& request, absl::Time deadline, Repl
 
 void StateServer::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {
   reply = impl_->Counted(Call::kCommit, std::move(reply));
+  if (const absl::Status known = model::CheckKnown(request); !known.ok()) return reply(known);
   const auto job = impl_->Find(request.job());
   if (!job.ok()) return reply(job.status());
   (*job)->Commit(request, std::move(reply));
@@ -178,6 +196,7 @@ void StateServer::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse
 void StateServer::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
                        Reply<v1::PushResponse> reply) {
   reply = impl_->Counted(Call::kPush, std::move(reply));
+  if (const absl::Status known = model::CheckKnown(header); !known.ok()) return reply(known);
   const auto job = impl_->Find(header.job());
   if (!job.ok()) return reply(job.status());
   (*job)->Push(header, payload, deadline, std::move(reply));

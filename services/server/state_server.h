@@ -64,6 +64,7 @@ class StateServer {
   // Fails waiting and new requests with UNAVAILABLE (SERVER_DOWN), and finishes the step being applied. Blocks.
   void Stop();
 
+  void Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyResponse>);
   void GetJob(const v1::GetJobRequest&, Reply<v1::GetJobResponse>);
   void Fence(const v1::FenceRequest&, absl::Time deadline, Reply<v1::FenceResponse>);
   void Open(const v1::OpenRequest&, absl::Time deadline, Reply<v1::OpenResponse>);

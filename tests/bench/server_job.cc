@@ -9,6 +9,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 
@@ -144,6 +145,7 @@ absl::Status ServerJob::Open() {
   *open.mutable_epoch() = epoch_;
   open.set_base(-1);
   *open.mutable_spec() = spec_;
+  open.set_spec_digest(model::SpecDigest(spec_));
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(spec_));
   *open.mutable_tiling() = model::EvenTiling(layout, 1);
   v1::Member* const member = open.add_members();

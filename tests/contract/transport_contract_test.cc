@@ -10,6 +10,7 @@
 
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/tests/adamw_step.h"
 #include "ballast/tests/contract/transport_fixture.h"
 
@@ -31,6 +32,49 @@ TEST_P(TransportContract, UnknownJobDoesNotExist) {
   ASSERT_TRUE(job.ok()) << job.status();
   EXPECT_FALSE(job->exists());
   EXPECT_EQ(job->server_id(), "s0");
+}
+
+TEST_P(TransportContract, IdentifiesTheServerWhateverItsJobs) {
+  for (const bool with_job : {false, true}) {
+    if (with_job) OpenJob(1000, 65536);
+    const auto answer = Call(&client::Transport::Identify, v1::IdentifyRequest());
+    ASSERT_TRUE(answer.ok()) << answer.status();
+    EXPECT_EQ(answer->server_id(), "s0");
+    EXPECT_EQ(answer->protocol_version(), model::kProtocolVersion);
+    EXPECT_LT(answer->ByteSizeLong(), 80u);
+  }
+}
+
+TEST_P(TransportContract, AJobIsToldWithItsOpenOrWithout) {
+  OpenJob(1000, 65536);
+  v1::GetJobRequest request;
+  request.set_job(kJob);
+  for (const bool without : {false, true}) {
+    request.set_without_open(without);
+    const auto job = Call(&client::Transport::GetJob, request);
+    ASSERT_TRUE(job.ok()) << job.status();
+    EXPECT_EQ(job->has_open(), !without);
+    EXPECT_TRUE(job->exists());
+    EXPECT_EQ(job->tensor_steps_size(), 1);
+  }
+}
+
+TEST_P(TransportContract, FieldsOfALaterVersionAreRefused) {
+  OpenJob(1000, 65536);
+  const auto refused = [](const absl::Status& status, const char* message) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_EQ(model::ReasonOf(status), model::kVersionsDiffer) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("a ", message, " came with field 99")));
+  };
+  v1::OpenRequest open = open_;
+  open.mutable_spec()->GetReflection()->MutableUnknownFields(open.mutable_spec())->AddVarint(99, 1);
+  refused(Call(&client::Transport::Open, open).status(), "ballast.v1.JobSpec");
+  v1::SealRequest seal = SealOf(0, v1::STEP_KIND_VALUES);
+  seal.mutable_header()->GetReflection()->MutableUnknownFields(seal.mutable_header())->AddVarint(99, 1);
+  refused(Call(&client::Transport::Seal, seal).status(), "ballast.v1.StepHeader");
+  v1::PushRequest push = PushOf(plan_->slices()[0], v1::SLICE_KIND_VALUE, 0, {});
+  push.GetReflection()->MutableUnknownFields(&push)->AddVarint(99, 1);
+  refused(Push(push, {}), "ballast.v1.PushRequest");
 }
 
 TEST_P(TransportContract, CarriesAWholeStep) {

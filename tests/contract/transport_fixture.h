@@ -13,6 +13,7 @@
 #include "ballast/client/grpc_transport.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/services/embedded/embedded_transport.h"
@@ -143,6 +144,7 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
     const auto layout = model::Layout::Make(*spec);
     ASSERT_TRUE(layout.ok()) << layout.status();
     *open_.mutable_tiling() = model::EvenTiling(*layout, 1);
+    open_.set_spec_digest(model::SpecDigest(*spec));
     const auto opened = Call(&client::Transport::Open, open_);
     ASSERT_TRUE(opened.ok()) << opened.status();
     auto plan = model::EpochPlan::Make(open_);

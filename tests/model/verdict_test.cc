@@ -8,7 +8,9 @@
 #include <limits>
 #include <set>
 
+#include "absl/strings/escaping.h"
 #include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::model {
@@ -190,6 +192,30 @@ TEST_F(HeaderTest, EveryFieldMovesThePlanHash) {
     EXPECT_TRUE(hashes.insert(PlanHash(plan_, 3, 0, changed, blobs_)).second) << group.field(i)->name();
   }
   EXPECT_EQ(hashes.size(), 10u);
+}
+
+// Logs hold prepared records with such hashes, and a recovery computes the hashes again.
+TEST_F(HeaderTest, TheHashOfAnOpenWithoutADigestStaysWhatItWas) {
+  EXPECT_EQ(absl::BytesToHexString(PlanHash(plan_, 3, 2, header_, blobs_)),
+            "60c7385c5118827676a3e7d322f8aa95e2faaf2e12e783394e15cb897bff0850");
+  header_.set_kind(v1::STEP_KIND_VALUES);
+  header_.set_value_array(1);
+  header_.add_value_tensor_steps(7);
+  EXPECT_EQ(absl::BytesToHexString(PlanHash(plan_, 3, 2, header_, blobs_)),
+            "e8059e3721b2dd5b9b4e9064ea65f7c6438bf34d9dfa06d33b8d7ccc0ad4e176");
+}
+
+// Two specs with the same tensors and tiling, of jobs that compute different things.
+TEST_F(HeaderTest, TheSpecMovesThePlanHash) {
+  std::set<std::string> hashes = {PlanHash(plan_, 3, 0, header_, blobs_)};
+  v1::OpenRequest open = plan_.open();
+  for (const v1::Optimizer optimizer : {v1::OPTIMIZER_ADAMW, v1::OPTIMIZER_LION}) {
+    open.mutable_spec()->set_optimizer(optimizer);
+    open.set_spec_digest(SpecDigest(open.spec()));
+    const auto plan = EpochPlan::Make(open);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_TRUE(hashes.insert(PlanHash(*plan, 3, 0, header_, blobs_)).second) << v1::Optimizer_Name(optimizer);
+  }
 }
 
 TEST_F(HeaderTest, WhatValuesAreMovesThePlanHash) {

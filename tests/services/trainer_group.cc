@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::services {
@@ -111,6 +112,7 @@ v1::OpenRequest TrainerGroup::open_request(int64_t base, const std::optional<v1:
   if (decision.has_value()) *request.mutable_base_decision() = *decision;
   if (restores_.has_value()) request.set_restores(*restores_);
   *request.mutable_spec() = spec_;
+  request.set_spec_digest(model::SpecDigest(spec_));
   const absl::StatusOr<model::Layout> layout = model::Layout::Make(spec_);
   if (layout.ok()) *request.mutable_tiling() = model::EvenTiling(*layout, world_size_);
   for (const StateServer* server : servers_) {

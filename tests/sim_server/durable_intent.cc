@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/sim_server/bits.h"
 
@@ -58,6 +59,7 @@ v1::OpenRequest MakeTemplate(uint32_t world_size, v1::MomentFormat moments, bool
     member->set_weight(1);
   }
   *open.mutable_tiling() = model::EvenTiling(*model::Layout::Make(*spec), world_size);
+  open.set_spec_digest(model::SpecDigest(*spec));
   return open;
 }
 

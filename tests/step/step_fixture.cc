@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "ballast/proto/model/protocol.h"
+
 namespace ballast::services {
 
 v1::FenceRequest MakeFence(uint64_t counter, bool expect_empty) {
@@ -55,6 +57,7 @@ v1::OpenRequest StepMachineTest::MakeOpen(uint64_t counter, int64_t base, uint32
     member->set_weight(1);
   }
   *open.mutable_tiling() = model::EvenTiling(*model::Layout::Make(*spec), world_size);
+  open.set_spec_digest(model::SpecDigest(*spec));
   return open;
 }
 

@@ -1,5 +1,6 @@
 #include "ballast/services/step/step_machine.h"
 
+#include "ballast/proto/model/protocol.h"
 #include "ballast/tests/step/step_fixture.h"
 
 namespace ballast::services {
@@ -239,6 +240,9 @@ TEST_F(StepMachineTest, TheSpecMayGrowAndNotChange) {
   EXPECT_THAT(machine_->Open(open).status(),
               Fails(StatusCode::kInvalidArgument, model::kBadSpec, "says version 5; expected the epoch's base, 0"));
   later->set_version(0);
+  EXPECT_THAT(machine_->Open(open).status(),
+              Fails(StatusCode::kInvalidArgument, model::kVersionsDiffer, "not the digest of its spec"));
+  open.set_spec_digest(model::SpecDigest(open.spec()));
   ASSERT_TRUE(machine_->Open(open).ok());
   EXPECT_TRUE(machine_->Open(open).ok());
   v1::OpenRequest again = open;

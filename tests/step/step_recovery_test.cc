@@ -1,3 +1,4 @@
+#include "absl/strings/escaping.h"
 #include "ballast/tests/step/step_fixture.h"
 
 namespace ballast::services {
@@ -112,7 +113,6 @@ TEST_F(StepMachineTest, APreparedRecordThatDoesNotFitItsEpochIsDataLoss) {
   }
 }
 
-}  // namespace
 // Step counts that came with values: of the tensors that these are of, once the transaction is decided, and whatever is
 // replayed, pinned or begins with a snapshot.
 TEST_F(StepMachineTest, StepCountsComeWithValues) {
@@ -142,4 +142,70 @@ TEST_F(StepMachineTest, StepCountsComeWithValues) {
   EXPECT_EQ(counts(), (std::vector<uint64_t>{2, 81}));
 }
 
+// As version 0 wrote the log: no spec_digest in Opens, and the digest in no plan hash.
+TEST_F(StepMachineTest, ALogFromBeforeTheSpecsDigestRecovers) {
+  const auto open_as_before = [this](uint64_t counter, int64_t base) {
+    v1::FenceRequest fence = MakeFence(counter);
+    ASSERT_TRUE(machine_->Fence(fence).ok());
+    SyncAll();
+    v1::OpenRequest open = MakeOpen(counter, base);
+    open.clear_spec_digest();
+    if (base >= 0) *open.mutable_base_decision() = machine_->Describe().decision();
+    ASSERT_TRUE(machine_->Open(open).ok());
+  };
+  open_as_before(1, -1);
+  RunStep(0, Values());
+  RunStep(1, Update());
+  const std::string before = machine_->Describe().decision().plan_hash();
+  ASSERT_EQ(absl::BytesToHexString(before), "3e19bcef7697f8fcad76b77e2e384128023683e69bd5c6e2aa394a317686a693")
+      << "version 0 wrote another";
+  open_as_before(2, 1);
+  PrepareStep(2, 0, Update());
+  const std::vector<StepRecord> log = host_.log;
+  Restart(log.size());
+  EXPECT_EQ(machine_->committed(), 1);
+  ASSERT_TRUE(machine_->Describe().has_prepared());
+  EXPECT_TRUE(machine_->Describe().open().spec_digest().empty());
+  EXPECT_EQ(machine_->Describe().decision().plan_hash(), before);
+  // A snapshot of this version begins a log that goes on from there.
+  const v1::LogSnapshot snapshot = machine_->Snapshot();
+  StepMachine other("a", &host_);
+  EXPECT_EQ(other.Replay(SnapshotRecord{snapshot}), absl::OkStatus());
+  // The next group decides what is prepared, and opens by the new rule.
+  const v1::Decision decision = DecisionOf(machine_->Describe().prepared());
+  ASSERT_TRUE(machine_->Fence(MakeFence(3)).ok());
+  SyncAll();
+  v1::OpenRequest open = MakeOpen(3, 2);
+  *open.mutable_base_decision() = decision;
+  ASSERT_TRUE(machine_->Open(open).ok());
+  EXPECT_EQ(machine_->committed(), 2);
+  RunStep(3, Update());
+  Restart(host_.log.size());
+  EXPECT_EQ(machine_->committed(), 3);
+  EXPECT_EQ(machine_->Describe().open().spec_digest().size(), 32u);
+}
+
+// Read without its unknown field, the spec would be of another job.
+TEST_F(StepMachineTest, ALogOfALaterVersionsSpecIsRefused) {
+  Start(1);
+  RunStep(0, Values());
+  for (const bool snapshot : {false, true}) {
+    for (const bool dropped : {false, true}) {
+      v1::OpenRequest open = MakeOpen(1, -1);
+      v1::JobSpec* spec = open.mutable_spec();
+      if (dropped) open.set_spec_digest(std::string(32, 'd'));
+      if (!dropped) spec->GetReflection()->MutableUnknownFields(spec)->AddVarint(99, 1);
+      v1::LogSnapshot before;
+      *before.mutable_promised() = open.epoch();
+      *before.mutable_open() = open;
+      before.set_committed(-1);
+      StepMachine other("a", &host_);
+      const absl::Status status = snapshot ? other.Replay(SnapshotRecord{before}) : other.Replay(OpenRecord{open});
+      EXPECT_THAT(status, Fails(StatusCode::kInvalidArgument, model::kVersionsDiffer,
+                                dropped ? "not the digest of its spec" : "a ballast.v1.JobSpec came with field 99"));
+    }
+  }
+}
+
+}  // namespace
 }  // namespace ballast::services

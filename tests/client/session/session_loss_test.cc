@@ -10,6 +10,7 @@
 #include "absl/synchronization/mutex.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/tests/client/session/forwarding_transport.h"
 #include "ballast/tests/client/session/session_fixture.h"
 
 namespace ballast::client {
@@ -25,37 +26,22 @@ struct Script {
   std::set<std::tuple<int, uint32_t, uint64_t>> refused ABSL_GUARDED_BY(mutex);  // slices: kind, unit, begin
 };
 
-class LossyTransport final : public Transport {
+class LossyTransport final : public ForwardingTransport {
  public:
-  LossyTransport(std::unique_ptr<Transport> server, Script* script) : server_(std::move(server)), script_(script) {}
-  std::string name() const override { return server_->name(); }
-  void GetJob(const v1::GetJobRequest& r, absl::Time t, Callback<v1::GetJobResponse> done) override {
-    server_->GetJob(r, t, std::move(done));
-  }
-  void Fence(const v1::FenceRequest& r, absl::Time t, Callback<v1::FenceResponse> done) override {
-    server_->Fence(r, t, std::move(done));
-  }
-  void Open(const v1::OpenRequest& r, absl::Time t, Callback<v1::OpenResponse> done) override {
-    server_->Open(r, t, std::move(done));
-  }
+  LossyTransport(std::unique_ptr<Transport> server, Script* script)
+      : ForwardingTransport(std::move(server)), script_(script) {}
   void Norm(const v1::NormRequest& r, absl::Time t, Callback<v1::NormResponse> done) override {
     script_->loses_pushes = false;
-    server_->Norm(r, t, std::move(done));
+    ForwardingTransport::Norm(r, t, std::move(done));
   }
   void Seal(const v1::SealRequest& r, absl::Time t, Callback<v1::SealResponse> done) override {
     script_->loses_pushes = false;
     ++script_->seals;
-    server_->Seal(r, t, std::move(done));
+    ForwardingTransport::Seal(r, t, std::move(done));
   }
   void Commit(const v1::CommitRequest& r, absl::Time t, Callback<v1::CommitResponse> done) override {
     if (script_->loses_commits && !std::exchange(lost_commit_, true)) return done(v1::CommitResponse());
-    server_->Commit(r, t, std::move(done));
-  }
-  void Pin(const v1::PinRequest& r, absl::Time t, Callback<v1::PinResponse> done) override {
-    server_->Pin(r, t, std::move(done));
-  }
-  void Unpin(const v1::UnpinRequest& r, absl::Time t, Callback<v1::UnpinResponse> done) override {
-    server_->Unpin(r, t, std::move(done));
+    ForwardingTransport::Commit(r, t, std::move(done));
   }
   void Push(const v1::PushRequest& r, absl::Span<const std::byte> payload, absl::Time t,
             Callback<v1::PushResponse> done) override {
@@ -65,16 +51,10 @@ class LossyTransport final : public Transport {
     }
     if (script_->gone) return done(model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "gone"));
     if (script_->loses_pushes) return done(v1::PushResponse());
-    server_->Push(r, payload, t, std::move(done));
+    ForwardingTransport::Push(r, payload, t, std::move(done));
   }
-  void Pull(const v1::PullRequest& r, absl::Span<std::byte> to, absl::Time t,
-            std::function<void(absl::Status)> done) override {
-    server_->Pull(r, to, t, std::move(done));
-  }
-  void Cancel() override { server_->Cancel(); }
 
  private:
-  const std::unique_ptr<Transport> server_;
   Script* const script_;
   bool lost_commit_ = false;
 };

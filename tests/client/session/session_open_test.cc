@@ -1,5 +1,7 @@
 // How sessions begin, continue and end each other.
 #include <gmock/gmock.h>
+#include <grpcpp/generic/async_generic_service.h>
+#include <grpcpp/server_builder.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,8 +13,10 @@
 #include "ballast/client/collective/loopback_collective.h"
 #include "ballast/client/grpc_transport.h"
 #include "ballast/client/session.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/rpc/rpc_server.h"
+#include "ballast/tests/client/session/forwarding_transport.h"
 #include "ballast/tests/client/session/session_fixture.h"
 #include "ballast/tests/services/machine_with_disk.h"
 
@@ -127,6 +131,122 @@ TEST_F(SessionOpen, ServersInAnotherOrderAreTheSameServers) {
                                        return reference.Compare(*session, 2);
                                      }),
             absl::OkStatus());
+}
+
+struct Traffic {
+  std::atomic<int> identifies{0};
+  std::atomic<int> jobs{0};   // answers of GetJob
+  std::atomic<int> opens{0};  // answers of GetJob and Fence that carry the job's Open
+};
+
+class CountingTransport final : public ForwardingTransport {
+ public:
+  CountingTransport(std::unique_ptr<Transport> server, Traffic* traffic)
+      : ForwardingTransport(std::move(server)), traffic_(traffic) {}
+  void Identify(const v1::IdentifyRequest& r, absl::Time t, Callback<v1::IdentifyResponse> done) override {
+    ++traffic_->identifies;
+    ForwardingTransport::Identify(r, t, std::move(done));
+  }
+  void GetJob(const v1::GetJobRequest& r, absl::Time t, Callback<v1::GetJobResponse> done) override {
+    ++traffic_->jobs;
+    ForwardingTransport::GetJob(r, t, [this, done](absl::StatusOr<v1::GetJobResponse> answer) {
+      if (answer.ok() && answer->has_open()) ++traffic_->opens;
+      done(std::move(answer));
+    });
+  }
+  void Fence(const v1::FenceRequest& r, absl::Time t, Callback<v1::FenceResponse> done) override {
+    ForwardingTransport::Fence(r, t, [this, done](absl::StatusOr<v1::FenceResponse> answer) {
+      if (answer.ok() && answer->job().has_open()) ++traffic_->opens;
+      done(std::move(answer));
+    });
+  }
+
+ private:
+  Traffic* const traffic_;
+};
+
+// The Open of a large job has megabytes. Rank 0 fetches it, and the ranks share it.
+TEST_F(SessionOpen, OnlyRankZeroFetchesTheOpen) {
+  ASSERT_EQ(Create(1, 1), absl::OkStatus());
+  constexpr int kRanks = 3, kServers = 2;
+  Traffic opening[kRanks], later[kRanks];
+  EXPECT_EQ(SessionFixture::RunRanks(
+                kRanks,
+                [&](Collective* collective) -> absl::Status {
+                  Traffic& traffic = opening[collective->rank()];
+                  std::vector<std::unique_ptr<Transport>> servers;
+                  for (auto& server : servers_.Connect()) {
+                    servers.push_back(std::make_unique<CountingTransport>(std::move(server), &traffic));
+                  }
+                  BALLAST_ASSIGN_OR_RETURN(auto session, Session::Open(Options(Resume::kMust), TestTensors(),
+                                                                       std::move(servers), collective));
+                  later[collective->rank()].opens = -traffic.opens;
+                  BALLAST_RETURN_IF_ERROR(session->TensorSteps("layer.up", 1).status());
+                  BALLAST_RETURN_IF_ERROR(session->DurablePins().status());
+                  later[collective->rank()].opens += traffic.opens;
+                  return absl::OkStatus();
+                }),
+            absl::OkStatus());
+  for (int rank = 0; rank < kRanks; ++rank) {
+    EXPECT_EQ(opening[rank].identifies, kServers) << "rank " << rank;
+    // Asked before the fence, and told with the promise.
+    EXPECT_EQ(opening[rank].opens, rank == 0 ? 2 * kServers : 0) << "rank " << rank;
+    EXPECT_GT(opening[rank].jobs, 0) << "rank " << rank << " counts nothing";
+    EXPECT_EQ(later[rank].opens, 0) << "step counts and pins came with an Open for rank " << rank;
+  }
+}
+
+TEST_F(SessionOpen, AServerNamedTwiceIsToldToEveryRank) {
+  for (int twice = 0; twice < 2; ++twice) {
+    SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+      auto servers = servers_.Connect();
+      if (collective->rank() == twice) servers[1] = std::move(servers_.Connect()[0]);
+      ExpectStatus(Session::Open(TestOptions(), TestTensors(), std::move(servers), collective).status(),
+                   absl::StatusCode::kInvalidArgument, model::kBadSpec, {"server 's0' is named twice"});
+      return absl::OkStatus();
+    }).IgnoreError();
+  }
+}
+
+class TransportOfVersion final : public ForwardingTransport {
+ public:
+  TransportOfVersion(std::unique_ptr<Transport> server, uint32_t version)
+      : ForwardingTransport(std::move(server)), version_(version) {}
+  void Identify(const v1::IdentifyRequest& r, absl::Time t, Callback<v1::IdentifyResponse> done) override {
+    ForwardingTransport::Identify(r, t, [this, done](absl::StatusOr<v1::IdentifyResponse> answer) {
+      if (answer.ok()) answer->set_protocol_version(version_);
+      done(std::move(answer));
+    });
+  }
+
+ private:
+  const uint32_t version_;
+};
+
+// Refused before the fence: the group at work goes on.
+TEST_F(SessionOpen, AServerOfAnotherVersionIsNamedToEveryRank) {
+  std::atomic<int> told = 0;
+  EXPECT_EQ(SessionFixture::RunRanks(
+                1,
+                [&](Collective* working) -> absl::Status {
+                  BALLAST_ASSIGN_OR_RETURN(auto first, servers_.Open(working, TestOptions(), TestTensors()));
+                  BALLAST_RETURN_IF_ERROR(InitialiseAll(*first));
+                  SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+                    auto servers = servers_.Connect();
+                    servers[1] = std::make_unique<TransportOfVersion>(std::move(servers[1]), 41);
+                    ExpectStatus(
+                        Session::Open(Options(Resume::kAuto), TestTensors(), std::move(servers), collective).status(),
+                        absl::StatusCode::kFailedPrecondition, model::kVersionsDiffer,
+                        {"server 's1' at embedded speaks protocol version 41",
+                         absl::StrCat("expected version ", model::kProtocolVersion),
+                         "run the same version of Ballast on all servers and trainers"});
+                    ++told;
+                    return absl::OkStatus();
+                  }).IgnoreError();
+                  return TrainStep(*first, 1).status();
+                }),
+            absl::OkStatus());
+  EXPECT_EQ(told, 2);
 }
 
 TEST_F(SessionOpen, TensorsThatDifferFromTheJobsAreNamed) {
@@ -272,6 +392,30 @@ TEST(SessionConnect, ServerThatIsDownIsNamedToEveryRank) {
     const absl::Status status =
         Session::Connect(options, TestTensors(), {(*rpc)->address(), "127.0.0.1:1"}, collective).status();
     ExpectStatus(status, absl::StatusCode::kUnavailable, model::kServerDown, {"127.0.0.1:1", "no answer within"});
+    return absl::OkStatus();
+  }).IgnoreError();
+}
+
+// gRPC itself answers UNIMPLEMENTED, as a server does that has the service without the call.
+TEST(SessionConnect, AServerThatDoesNotKnowIdentifyIsOfAnOlderVersion) {
+  SessionFixture servers(1);
+  auto rpc = services::RpcServer::Start({}, servers.server(0));
+  ASSERT_TRUE(rpc.ok()) << rpc.status();
+  int port = 0;
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
+  grpc::CallbackGenericService nothing;  // every call is unimplemented
+  builder.RegisterCallbackGenericService(&nothing);
+  const std::unique_ptr<grpc::Server> older = builder.BuildAndStart();
+  ASSERT_NE(older, nullptr);
+  const std::string address = absl::StrCat("127.0.0.1:", port);
+  SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+    const absl::Status status =
+        Session::Connect(TestOptions(), TestTensors(), {(*rpc)->address(), address}, collective).status();
+    ExpectStatus(status, absl::StatusCode::kFailedPrecondition, model::kVersionsDiffer,
+                 {absl::StrCat("server ", address, " speaks protocol version 0 (it does not know Identify)"),
+                  absl::StrCat("expected version ", model::kProtocolVersion),
+                  "run the same version of Ballast on all servers and trainers"});
     return absl::OkStatus();
   }).IgnoreError();
 }

@@ -62,6 +62,7 @@ class ScriptedTransport final : public Transport {
       Answer<v1::PushResponse>(done, status);
     });
   }
+  void Identify(const v1::IdentifyRequest&, absl::Time, Callback<v1::IdentifyResponse>) override { std::abort(); }
   void Fence(const v1::FenceRequest&, absl::Time, Callback<v1::FenceResponse>) override { std::abort(); }
   void Norm(const v1::NormRequest&, absl::Time, Callback<v1::NormResponse>) override { std::abort(); }
   void Seal(const v1::SealRequest&, absl::Time, Callback<v1::SealResponse>) override { std::abort(); }

@@ -70,7 +70,9 @@ TEST_F(MetricsTest, ScrapeTellsTheStoryAndPassesPromtool) {
            std::string("ballast_sent_bytes_total 140000"),
            std::string("ballast_waiting_requests 0"),
            std::string("ballast_stage_duration_seconds_count{stage=\"update\"} 1"),
+           std::string("ballast_rpc_duration_seconds_count{method=\"Identify\"} 0"),
            std::string("ballast_rpc_duration_seconds_count{method=\"Fence\"} 1"),
+           std::string("ballast_rpc_duration_seconds_count{method=\"SetBudget\"} 0"),
        }) {
     EXPECT_NE(scrape.find(line), std::string::npos) << line << " in\n" << scrape;
   }

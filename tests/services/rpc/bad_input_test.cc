@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <limits>
 
+#include "ballast/proto/model/protocol.h"
 #include "ballast/services/foundation/counters.h"
 #include "ballast/tests/services/rpc/rpc_fixture.h"
 
@@ -40,9 +42,14 @@ class BadInput : public RpcTest {
     v1::PushResponse response;
     return Call(&Stub::Push, push, &response);
   }
-  absl::Status Open(const v1::OpenRequest& open) {
+  absl::Status SendOpen(const v1::OpenRequest& open) {
     v1::OpenResponse response;
     return Call(&Stub::Open, open, &response);
+  }
+  // With the digest of whatever the spec has become.
+  absl::Status Open(v1::OpenRequest open) {
+    open.set_spec_digest(model::SpecDigest(open.spec()));
+    return SendOpen(open);
   }
   // An Open of a job of its own, whose epoch is promised.
   v1::OpenRequest FencedOpen(const std::string& job) {
@@ -134,6 +141,71 @@ TEST_F(BadInput, AnotherOptimizerAfterADryRun) {
   open.set_dry_run(false);
   open.mutable_spec()->set_moment_format(v1::MOMENT_FORMAT_I8);
   EXPECT_EQ(Open(open), absl::OkStatus());
+}
+
+constexpr char kFix[] = "run the same version of Ballast on all servers and trainers";
+
+// The bytes of a later version's message: field 99, a varint.
+void AddLaterField(google::protobuf::Message* message) {
+  std::string bytes = message->SerializeAsString();
+  bytes += "\x98\x06\x01";
+  ASSERT_TRUE(message->ParseFromString(bytes));
+}
+
+TEST_F(BadInput, AnOpenWithAFieldOfALaterVersion) {
+  const std::pair<const char*, std::function<google::protobuf::Message*(v1::OpenRequest*)>> places[] = {
+      {"ballast.v1.OpenRequest", [](auto* open) { return open; }},
+      {"ballast.v1.JobSpec", [](auto* open) { return open->mutable_spec(); }},
+      {"ballast.v1.TensorSpec",
+       [](auto* open) { return open->mutable_spec()->mutable_registrations(0)->mutable_tensors(1); }},
+      {"ballast.v1.Tiling", [](auto* open) { return open->mutable_tiling(); }},
+  };
+  const v1::OpenRequest good = FencedOpen("other");
+  for (const bool dry_run : {true, false}) {
+    for (const auto& [name, place] : places) {
+      v1::OpenRequest open = good;
+      open.set_dry_run(dry_run);
+      AddLaterField(place(&open));
+      Expect(SendOpen(open), kInvalid, model::kVersionsDiffer, {absl::StrCat("a ", name, " came with field 99"), kFix});
+    }
+  }
+  EXPECT_EQ(SendOpen(good), absl::OkStatus());
+}
+
+TEST_F(BadInput, AnOpenWithoutTheDigestOfItsSpecOrWithAnother) {
+  v1::OpenRequest open = FencedOpen("other");
+  const std::string digest = open.spec_digest();
+  for (const bool dry_run : {true, false}) {
+    open.set_dry_run(dry_run);
+    open.clear_spec_digest();
+    Expect(SendOpen(open), kInvalid, model::kVersionsDiffer, {"job 'other' came without spec_digest", kFix});
+    open.set_spec_digest(std::string(32, 'd'));
+    Expect(SendOpen(open), kInvalid, model::kVersionsDiffer, {"job 'other'", "not the digest of its spec", kFix});
+  }
+  open.set_spec_digest(digest);
+  EXPECT_EQ(SendOpen(open), absl::OkStatus());
+}
+
+TEST_F(BadInput, StepsWithFieldsOfALaterVersion) {
+  ASSERT_EQ(group_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones), absl::OkStatus());
+  const auto seal = [&](const std::function<google::protobuf::Message*(v1::SealRequest*)>& place, const char* name) {
+    v1::SealRequest request = group_.SealOf(0, UpdateHeader(4), 0);
+    AddLaterField(place(&request));
+    v1::SealResponse response;
+    Expect(Call(&Stub::Seal, request, &response), kInvalid, model::kVersionsDiffer,
+           {absl::StrCat("a ", name, " came with field 99"), kFix});
+  };
+  seal([](auto* request) { return request; }, "ballast.v1.SealRequest");
+  seal([](auto* request) { return request->mutable_header(); }, "ballast.v1.StepHeader");
+  seal([](auto* request) { return request->mutable_header()->mutable_groups(0); }, "ballast.v1.GroupHyper");
+  v1::CommitRequest commit;
+  commit.set_job("job");
+  AddLaterField(commit.mutable_decision()->mutable_verdict());
+  v1::CommitResponse committed;
+  Expect(Call(&Stub::Commit, commit, &committed), kInvalid, model::kVersionsDiffer,
+         {"a ballast.v1.Verdict came with field 99", kFix});
+  AddLaterField(&push_);
+  Expect(Push(push_), kInvalid, model::kVersionsDiffer, {"a ballast.v1.PushRequest came with field 99", kFix});
 }
 
 TEST_F(BadInput, PullOfAMomentThatTheOptimizerHasNot) {

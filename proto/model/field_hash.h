@@ -1,0 +1,27 @@
+// SHA-256 over typed fields, without their serialised bytes: the same on both sides, whatever protobuf does.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/strings/string_view.h"
+
+struct evp_md_ctx_st;  // OpenSSL's EVP_MD_CTX
+
+namespace ballast::model {
+
+// Every field has a fixed width or a length before it, so no two field lists hash the same bytes.
+class FieldHash {
+ public:
+  FieldHash();
+  void Add(uint64_t value);
+  void Add(double value);  // its bits
+  void Add(absl::string_view value);
+  std::string Finish();  // 32 bytes
+
+ private:
+  std::unique_ptr<evp_md_ctx_st, void (*)(evp_md_ctx_st*)> context_;
+};
+
+}  // namespace ballast::model

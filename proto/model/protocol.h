@@ -1,0 +1,37 @@
+// Keeps trainers and servers of different versions apart: they would misunderstand each other in silence.
+//
+// All errors carry the reason VERSIONS_DIFFER and name the fix.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::model {
+
+// The version of the calls and of their meaning. proto/README.md says when it rises.
+inline constexpr uint32_t kProtocolVersion = 1;
+
+// FAILED_PRECONDITION unless `version` is kProtocolVersion. `server` names the server in the message. Version 0: the
+// server does not know Identify.
+absl::Status CheckServerVersion(absl::string_view server, uint32_t version);
+
+// INVALID_ARGUMENT if `message`, or a message within it, has fields that this version does not know: names that message
+// and the field's number.
+absl::Status CheckKnown(const google::protobuf::Message& message);
+
+// SHA-256 over the fields of `spec`, each with its number. Fields with default values are left out: a field that a
+// later version adds changes the digest only of jobs that use it. 32 bytes.
+std::string SpecDigest(const v1::JobSpec& spec);
+
+// INVALID_ARGUMENT if an Open has unknown fields, or a spec_digest that is not its spec's. An Open without spec_digest
+// passes: logs of version 0 hold such.
+absl::Status CheckOpen(const v1::OpenRequest& open);
+
+// CheckKnown for an Open as a trainer sends it, which must have a spec_digest. EpochPlan::Make compares the digest.
+absl::Status CheckSentOpen(const v1::OpenRequest& open);
+
+}  // namespace ballast::model
