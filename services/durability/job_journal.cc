@@ -36,7 +36,7 @@ std::shared_ptr<Journal> JobJournal::journal() const {
 uint64_t JobJournal::Append(const StepRecord& record) {
   const auto* slice = std::get_if<SliceRecord>(&record);
   if (slice == nullptr) core_->moved = true;
-  const uint64_t lsn = core_->promises.Append(record);
+  const uint64_t lsn = slice == nullptr ? core_->promises.Append(record) : core_->promises.Skip();
   // Lent slices have no bytes here, and are lent only to jobs without a log.
   const bool bytes = slice != nullptr && slice->bytes != nullptr;
   if (journal_ == nullptr || (!logs() && !(bytes && slice->bytes->receipt.logged))) return lsn;

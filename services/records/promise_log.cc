@@ -13,6 +13,9 @@ uint64_t PromiseLog::Append(const StepRecord& record) {
   const uint64_t lsn = next_lsn_++;
   const std::string prefix = CatalogPrefix(job_);
   if (const auto* promise = std::get_if<PromiseRecord>(&record)) {
+    // A promise right behind one that nobody is writing yet takes its place: the machine answers only for the newest.
+    const bool waits = unwritten_.size() > (writing_ ? 1 : 0);
+    if (waits && unwritten_.back().key == prefix + kCatalogPromise) unwritten_.pop_back();
     unwritten_.push_back({lsn, prefix + kCatalogPromise, promise->epoch.SerializeAsString()});
   } else if (const auto* open = std::get_if<OpenRecord>(&record)) {
     unwritten_.push_back({lsn, prefix + kCatalogOpen, open->open.SerializeAsString()});

@@ -21,6 +21,8 @@ class PromiseLog {
   explicit PromiseLog(std::string job) : job_(std::move(job)) {}
 
   uint64_t Append(const StepRecord& record);
+  // As Append, for a record that the catalog never keeps: a slice.
+  uint64_t Skip() { return next_lsn_++; }
   // The job's records are in a gradient log as well: no mark is left. `next_lsn`: of the next record, if that is
   // higher.
   void KeptElsewhere(uint64_t next_lsn);
@@ -49,7 +51,8 @@ class PromiseLog {
   uint64_t reported_lsn_ = 0;
   bool writing_ = false;
   bool marked_ = false;
-  std::deque<Durable> unwritten_;  // at most a promise, an Open and a mark: each waits for its sync
+  // At most the record being written, an Open, a mark and a promise: an Open waits for its promise to be written.
+  std::deque<Durable> unwritten_;
 };
 
 }  // namespace ballast::services

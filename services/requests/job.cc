@@ -80,11 +80,6 @@ v1::Epoch Job::promised() const {
   return core_.machine->Describe().promised();
 }
 
-uint64_t Job::Append(const StepRecord& record) {
-  core_.mu.AssertHeld();
-  return journal_.Append(record);
-}
-
 void Job::Sync(uint64_t lsn) {
   core_.mu.AssertHeld();
   journal_.Sync(lsn);
@@ -275,19 +270,6 @@ void Job::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply)
         return v1::UnpinResponse();
       },
       absl::InfiniteFuture(), "", std::move(reply));
-}
-
-void Job::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
-               Reply<v1::PushResponse> reply) {
-  pushes_.Push(header, payload, deadline, std::move(reply));
-}
-
-void Job::Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply) {
-  pulls_.Pull(request, deadline, std::move(allocate), std::move(reply));
-}
-
-absl::StatusOr<std::unique_ptr<model::Loan>> Job::Lend(const model::LoanRequest& request) {
-  return loans_.Lend(request);
 }
 
 }  // namespace ballast::services

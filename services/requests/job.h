@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -62,9 +63,13 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply);
   void Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply);
   void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
-            Reply<v1::PushResponse> reply);
-  void Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply);
-  absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request);
+            Reply<v1::PushResponse> reply) {
+    pushes_.Push(header, payload, deadline, std::move(reply));
+  }
+  void Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply) {
+    pulls_.Pull(request, deadline, std::move(allocate), std::move(reply));
+  }
+  absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request) { return loans_.Lend(request); }
   void AwaitApplied(int64_t version, std::optional<uint32_t> unit, absl::Time deadline,
                     Reply<v1::CommitResponse> reply);
 
@@ -88,7 +93,10 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire);
 
   // StepHost.
-  uint64_t Append(const StepRecord& record) override;
+  uint64_t Append(const StepRecord& record) override {
+    core_.mu.AssertHeld();
+    return journal_.Append(record);
+  }
   void Sync(uint64_t lsn) override;
   v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) override;
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;

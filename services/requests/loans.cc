@@ -112,7 +112,8 @@ absl::Status Loans::Begin(Slices* slices) {
     for (const model::Slice& slice : core_->plan->slices()) {
       if (!status.ok() || !core_->plan->Touches(slice, core_->lent->presence(kind))) continue;
       v1::PushRequest header = HeaderOf(request, kind, slice);
-      const absl::StatusOr<StepMachine::Admission> admission = core_->machine->Admit(header, [] { return true; });
+      const absl::StatusOr<StepMachine::Admission> admission =
+          core_->machine->Admit(header, [](uint32_t) { return true; });
       status = admission.status();
       if (!status.ok() || *admission == StepMachine::Admission::kHeld) continue;
       slices->headers.push_back(std::move(header));

@@ -54,13 +54,17 @@ void Pushes::Push(const v1::PushRequest& header, absl::Span<const std::byte> pay
   if (const absl::Status status = CheckSlice(header); !status.ok()) return reply(status);
   core_->around.counters->received_bytes.fetch_add(payload.size(), std::memory_order_relaxed);
   const Request request{header, payload, std::move(reply)};
-  core_->Locked([&](Replies* replies) {
-    core_->mu.AssertHeld();
-    if (!Try(request, replies)) Park(request, deadline, replies);
-  });
+  Replies replies;
+  Admitted admitted;
+  {
+    JobMutexLock lock(&core_->mu);
+    if (!Try(request, &admitted, &replies)) Park(request, admitted.chunk.get(), deadline, &replies);
+  }
+  if (admitted.slice != nullptr) Receive(request, admitted.slice.get());
+  Run(std::move(replies));
 }
 
-void Pushes::Park(const Request& request, absl::Time deadline, Replies* replies) {
+void Pushes::Park(const Request& request, HeldChunk* chunk, absl::Time deadline, Replies* replies) {
   std::atomic<uint64_t>& parked_bytes = core_->around.counters->waiting_push_bytes;
   const uint64_t bytes = request.payload.size();
   if (parked_bytes.fetch_add(bytes) + bytes > kWaitingPushBytesMax) {
@@ -82,7 +86,14 @@ void Pushes::Park(const Request& request, absl::Time deadline, Replies* replies)
   waiter.deadline = deadline;
   waiter.attempt = [this, parked](Replies* later) {
     core_->mu.AssertHeld();
-    return Try(parked, later);
+    Admitted admitted;
+    if (!Try(parked, &admitted, later)) return false;
+    if (admitted.slice != nullptr) {
+      later->push_back([this, job = core_->owner.lock(), parked, slice = std::move(admitted.slice)] {
+        Receive(parked, slice.get());
+      });
+    }
+    return true;
   };
   waiter.expire = [this, parked](Replies* later) {
     core_->mu.AssertHeld();
@@ -99,9 +110,7 @@ void Pushes::Park(const Request& request, absl::Time deadline, Replies* replies)
   waiter.refuse = [reply = parked.reply](const absl::Status& status, Replies* later) {
     later->push_back([reply, status] { reply(status); });
   };
-  uint32_t slice = 0;
-  core_->waiting.Submit(std::move(waiter), &core_->FindSlice(request.header, &slice)->pushes[request.header.begin()],
-                        replies);
+  core_->waiting.Submit(std::move(waiter), &chunk->pushes[request.header.begin()], replies);
 }
 
 bool Pushes::HasRoom(const std::shared_ptr<HeldChunk>& chunk, uint32_t slice, const Request& request) {
@@ -117,7 +126,7 @@ bool Pushes::HasRoom(const std::shared_ptr<HeldChunk>& chunk, uint32_t slice, co
   return false;
 }
 
-bool Pushes::Try(const Request& request, Replies* replies) {
+bool Pushes::Try(const Request& request, Admitted* admitted, Replies* replies) {
   const v1::PushRequest& header = request.header;
   const auto answer = [&](const absl::Status& status) {
     replies->push_back([reply = request.reply, status] { Answer(reply, status); });
@@ -125,12 +134,13 @@ bool Pushes::Try(const Request& request, Replies* replies) {
   };
   if (const absl::Status refusal = core_->Refusal(); !refusal.ok()) return answer(refusal);
   uint32_t slice = 0;
-  const std::shared_ptr<HeldChunk> chunk = core_->FindSlice(header, &slice);
   bool superseded = false;
-  const absl::StatusOr<StepMachine::Admission> admission = core_->machine->Admit(header, [&] {
+  const absl::StatusOr<StepMachine::Admission> admission = core_->machine->Admit(header, [&](uint32_t index) {
     core_->mu.AssertHeld();
+    slice = index;
+    admitted->chunk = core_->by_index.at(core_->plan->slices()[index].chunk);
     superseded = journal_->IsSuperseded(header);
-    return !superseded && HasRoom(chunk, slice, request);
+    return !superseded && HasRoom(admitted->chunk, index, request);
   });
   if (!admission.ok()) return answer(admission.status());
   if (*admission == StepMachine::Admission::kHeld || superseded) return answer(absl::OkStatus());
@@ -138,12 +148,11 @@ bool Pushes::Try(const Request& request, Replies* replies) {
   // After epoch and step, so that a client of an older job of this name hears of these first.
   const absl::Status length = CheckLength(request);
   if (!length.ok()) return answer(core_->machine->EndPush(header, length));
-  absl::StatusOr<Intake::Receipt> receipt = BeginReceive(chunk.get(), slice, header);
+  absl::StatusOr<Intake::Receipt> receipt = BeginReceive(admitted->chunk.get(), slice, header);
   if (!receipt.ok()) return answer(core_->machine->EndPush(header, receipt.status()));
   if (receipt->logged) room_->Expect(1);
-  const auto pushed = std::make_shared<PushedSlice>(
-      PushedSlice{.chunk = chunk, .receipt = *std::move(receipt), .bytes = request.payload.size()});
-  replies->push_back([this, job = core_->owner.lock(), request, pushed] { Receive(request, pushed.get()); });
+  admitted->slice = std::make_shared<PushedSlice>(
+      PushedSlice{.chunk = admitted->chunk, .receipt = *std::move(receipt), .bytes = request.payload.size()});
   return true;
 }
 

@@ -26,8 +26,13 @@ class Pushes {
     absl::Span<const std::byte> payload;
     Reply<v1::PushResponse> reply;
   };
+  // A push that the machine admits, now or once there is room.
+  struct Admitted {
+    std::shared_ptr<HeldChunk> chunk;
+    std::shared_ptr<PushedSlice> slice;  // its bytes may come now: Receive is next, no lock held
+  };
   // Evaluates the push: false if it has to wait.
-  bool Try(const Request& request, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  bool Try(const Request& request, Admitted* admitted, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // May the slice's bytes come now? If not, whatever the slice waits for wakes it.
   bool HasRoom(const std::shared_ptr<HeldChunk>& chunk, uint32_t slice, const Request& request)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -37,7 +42,8 @@ class Pushes {
   void Receive(const Request& request, PushedSlice* slice) ABSL_LOCKS_EXCLUDED(job_lock);
   absl::Status Record(const Request& request, absl::Status received, PushedSlice* slice, Replies* replies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  void Park(const Request& request, absl::Time deadline, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Park(const Request& request, HeldChunk* chunk, absl::Time deadline, Replies* replies)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   JobCore* const core_;
   JobJournal* const journal_;

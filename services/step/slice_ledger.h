@@ -25,6 +25,7 @@ class SliceLedger {
 
   // This server's place for a slice. Errors name the rule that the range broke.
   absl::StatusOr<uint32_t> FindPlace(const v1::PushRequest& header) const;
+  uint32_t slice_index(uint32_t place) const { return own_[place]; }  // in the plan
 
   uint64_t attempt(uint32_t rank) const { return attempts_[rank]; }
   // Forgets the slices of older attempts of `rank`.

@@ -101,11 +101,12 @@ class StepMachine {
 
   // Rule 3 in two halves, so that the payload is copied outside the lock. Admit checks everything but the bytes:
   //   kHeld: this very slice is there already, answer OK;  kReceive: copy the bytes, then call EndPush;
-  //   kWaits: the slice may come, but `has_room` says that there is no room for it now. Nothing has changed.
+  //   kWaits: the slice may come, but `has_room(its index in the plan)` says that there is no room for it now. Nothing
+  //   has changed.
   // A push that is refused, or held already, never waits for room. From kReceive to EndPush the slice's place belongs
   // to this push: a second push of the slice is UNAVAILABLE (BUSY).
   enum class Admission { kHeld, kReceive, kWaits };
-  absl::StatusOr<Admission> Admit(const v1::PushRequest& header, absl::FunctionRef<bool()> has_room);
+  absl::StatusOr<Admission> Admit(const v1::PushRequest& header, absl::FunctionRef<bool(uint32_t slice)> has_room);
   // `received`: OK if all bytes came and match their digest. In this case the push is checked again, and refused if a
   // fence, a newer attempt or the prepared record overtook it. `bytes` go to the host with the slice's record.
   absl::Status EndPush(const v1::PushRequest& header, const absl::Status& received, PushedSlice* bytes = nullptr);

@@ -68,23 +68,6 @@ void StepMachine::Impl::RaiseAttempt(uint32_t rank, uint64_t attempt) {
   if (attempt > slices.attempt(rank)) slices.RaiseAttempt(rank, attempt);
 }
 
-bool StepMachine::Impl::TakesNext(const v1::PushRequest& header) const {
-  return Seeded(SeededBug::kPushNextOncePrepared) && prepared.has_value() && header.step() == committed + 2;
-}
-
-bool StepMachine::Impl::Settled(const v1::PushRequest& header) const {
-  return prepared.has_value() && !Seeded(SeededBug::kPushAfterPrepared) && !TakesNext(header);
-}
-
-absl::Status StepMachine::Impl::CheckPush(const v1::PushRequest& header) const {
-  const bool any_epoch = Seeded(SeededBug::kPushIgnoresEpoch) && plan != nullptr;
-  if (!any_epoch) BALLAST_RETURN_IF_ERROR(CheckEpoch(header.epoch()));
-  if (!TakesNext(header)) BALLAST_RETURN_IF_ERROR(CheckStep(header.step()));
-  BALLAST_RETURN_IF_ERROR(CheckRank(header.rank()));
-  if (prepared.has_value() && Seeded(SeededBug::kPushAfterPrepared)) return absl::OkStatus();
-  return CheckAttempt(header.rank(), header.attempt());
-}
-
 void StepMachine::Impl::TryPrepare() {
   if (prepared.has_value() || !seals.complete()) return;
   const v1::SealRequest& sealed = seals.sealed();

@@ -187,7 +187,7 @@ std::optional<uint32_t> SimServer::Find(v1::SliceKind kind, const model::Slice& 
 
 void SimServer::Push(const Request& request, std::vector<Response>* answers) {
   const v1::PushRequest& header = *std::get<std::shared_ptr<const v1::PushRequest>>(request.body);
-  const auto admission = machine_->Admit(header, [] { return true; });
+  const auto admission = machine_->Admit(header, [](uint32_t) { return true; });
   if (!admission.ok()) return Answer<v1::PushResponse>(request, admission.status(), answers);
   if (*admission == services::StepMachine::Admission::kHeld) {
     return Answer<v1::PushResponse>(request, v1::PushResponse(), answers);

@@ -115,7 +115,7 @@ std::vector<v1::PushRequest> StepMachineTest::Slices(uint32_t rank, int64_t step
 }
 
 absl::Status StepMachineTest::Push(const v1::PushRequest& header) {
-  const auto admission = machine_->Admit(header, [] { return true; });
+  const auto admission = machine_->Admit(header, [](uint32_t) { return true; });
   if (!admission.ok()) return admission.status();
   if (*admission == StepMachine::Admission::kHeld) return absl::OkStatus();
   return machine_->EndPush(header, absl::OkStatus());

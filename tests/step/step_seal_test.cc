@@ -73,7 +73,7 @@ TEST_F(StepMachineTest, ADoubledPushIsHeldAndOtherBytesConflict) {
   Start(1);
   v1::PushRequest slice = Slices(0, 0, 0, v1::SLICE_KIND_VALUE)[0];
   ASSERT_TRUE(Push(slice).ok());
-  EXPECT_EQ(*machine_->Admit(slice, [] { return true; }), Admission::kHeld);
+  EXPECT_EQ(*machine_->Admit(slice, [](uint32_t) { return true; }), Admission::kHeld);
   slice.set_crc32c(slice.crc32c() + 1);
   EXPECT_THAT(Push(slice), Fails(StatusCode::kAlreadyExists, model::kDigestConflict, "different bytes"));
 }
@@ -81,8 +81,8 @@ TEST_F(StepMachineTest, ADoubledPushIsHeldAndOtherBytesConflict) {
 TEST_F(StepMachineTest, APlaceHasOneWriterAtATime) {
   Start(1);
   const v1::PushRequest slice = Slices(0, 0, 0, v1::SLICE_KIND_VALUE)[0];
-  ASSERT_EQ(*machine_->Admit(slice, [] { return true; }), Admission::kReceive);
-  EXPECT_THAT(machine_->Admit(slice, [] { return true; }).status(),
+  ASSERT_EQ(*machine_->Admit(slice, [](uint32_t) { return true; }), Admission::kReceive);
+  EXPECT_THAT(machine_->Admit(slice, [](uint32_t) { return true; }).status(),
               Fails(StatusCode::kUnavailable, model::kBusy, "send this one again"));
   // A new group does not get the place either while old bytes may still come in.
   Start(2, 1);
@@ -96,10 +96,10 @@ TEST_F(StepMachineTest, APlaceHasOneWriterAtATime) {
 TEST_F(StepMachineTest, DamagedBytesLeaveThePlaceFree) {
   Start(1);
   const v1::PushRequest slice = Slices(0, 0, 0, v1::SLICE_KIND_VALUE)[0];
-  ASSERT_EQ(*machine_->Admit(slice, [] { return true; }), Admission::kReceive);
+  ASSERT_EQ(*machine_->Admit(slice, [](uint32_t) { return true; }), Admission::kReceive);
   const absl::Status damaged = model::Error(StatusCode::kDataLoss, model::kChecksum, "damaged");
   EXPECT_EQ(machine_->EndPush(slice, damaged), damaged);
-  EXPECT_EQ(*machine_->Admit(slice, [] { return true; }), Admission::kReceive);
+  EXPECT_EQ(*machine_->Admit(slice, [](uint32_t) { return true; }), Admission::kReceive);
 }
 
 TEST_F(StepMachineTest, AHigherAttemptReplacesTheRanksSlices) {
@@ -119,7 +119,7 @@ TEST_F(StepMachineTest, AHigherAttemptReplacesTheRanksSlices) {
 TEST_F(StepMachineTest, AnAttemptRaisedWhileBytesCameWins) {
   Start(1);
   const v1::PushRequest old_slice = Slices(0, 0, 0, v1::SLICE_KIND_VALUE)[0];
-  ASSERT_EQ(*machine_->Admit(old_slice, [] { return true; }), Admission::kReceive);
+  ASSERT_EQ(*machine_->Admit(old_slice, [](uint32_t) { return true; }), Admission::kReceive);
   ASSERT_TRUE(Push(Slices(0, 0, 1, v1::SLICE_KIND_VALUE)[1]).ok());
   EXPECT_THAT(machine_->EndPush(old_slice, absl::OkStatus()),
               Fails(StatusCode::kAborted, model::kStaleAttempt, "attempt 0 of step 0 was dropped"));
@@ -191,7 +191,8 @@ TEST_F(StepMachineTest, NoSliceIsAddedToWhatIsPrepared) {
   Start(1);
   RunStep(0, Values());
   PrepareStep(1, 0, Update("\x01"));
-  EXPECT_EQ(*machine_->Admit(Slices(0, 1, 0, v1::SLICE_KIND_GRADIENT)[0], [] { return true; }), Admission::kHeld);
+  EXPECT_EQ(*machine_->Admit(Slices(0, 1, 0, v1::SLICE_KIND_GRADIENT)[0], [](uint32_t) { return true; }),
+            Admission::kHeld);
   EXPECT_THAT(Push(Slices(0, 1, 0, v1::SLICE_KIND_GRADIENT)[1]),
               Fails(StatusCode::kFailedPrecondition, model::kAlreadySealed, "is prepared on server 'a'"));
 }

@@ -41,6 +41,25 @@ TEST(PromiseLog, LaterRecordsDoNotOvertakeAPromiseBeingWritten) {
   EXPECT_EQ(log.TakeSynced(~uint64_t{0}), later);
 }
 
+TEST(PromiseLog, PromisesThatWaitBehindAWriteBecomeOne) {
+  PromiseLog log("job");
+  log.Sync(log.Append(Promise(1)));
+  ASSERT_EQ(log.NextToWrite()->lsn, 1u);
+  // The disk hangs meanwhile.
+  uint64_t newest = 0;
+  for (uint64_t counter = 2; counter <= 100; ++counter) log.Sync(newest = log.Append(Promise(counter)));
+  log.Written(1);
+  const auto record = log.NextToWrite();
+  ASSERT_TRUE(record.has_value());
+  EXPECT_EQ(record->lsn, newest);
+  v1::Epoch written;
+  ASSERT_TRUE(written.ParseFromString(record->value));
+  EXPECT_EQ(written.counter(), 100u);
+  log.Written(newest);
+  EXPECT_EQ(log.TakeSynced(~uint64_t{0}), newest);
+  EXPECT_FALSE(log.NextToWrite().has_value());
+}
+
 TEST(PromiseLog, FirstPreparedStepMarksTheJobAsHavingState) {
   ScratchDirectory directory;
   auto catalog = storage::Catalog::Open(directory.path() + "/catalog");
