@@ -4,11 +4,6 @@
 
 namespace ballast::services {
 
-ThreadExecutor::ThreadExecutor(int threads) {
-  absl::MutexLock lock(&join_mu_);
-  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { Loop(); });
-}
-
 ThreadExecutor::~ThreadExecutor() { Join(); }
 
 void ThreadExecutor::Join() {
@@ -16,14 +11,20 @@ void ThreadExecutor::Join() {
     absl::MutexLock lock(&mu_);
     stopping_ = true;
   }
-  absl::MutexLock lock(&join_mu_);
-  for (std::thread& thread : threads_) thread.join();
-  threads_.clear();
+  absl::MutexLock join(&join_mu_);
+  std::vector<std::thread> threads;
+  {
+    absl::MutexLock lock(&mu_);
+    threads.swap(threads_);
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 void ThreadExecutor::Post(std::function<void()> work) {
   absl::MutexLock lock(&mu_);
+  if (stopping_) return;
   queue_.push_back(std::move(work));
+  if (threads_.size() < threads_max_) threads_.emplace_back([this] { Loop(); });
 }
 
 void ThreadExecutor::Loop() {

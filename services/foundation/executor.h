@@ -1,5 +1,5 @@
-// A queue of closures and the threads that run them: a job's own thread, or a server's threads for blocking reads and
-// for answers to woken requests.
+// A queue of closures and the threads that run the closures: a job's worker, clerk and readers, or a server's threads
+// for answers to requests that have waited.
 #pragma once
 
 #include <deque>
@@ -21,9 +21,10 @@ class Executor {
   virtual void Post(std::function<void()> work) = 0;
 };
 
+// The threads start with the first closures: an executor that nobody uses costs none.
 class ThreadExecutor : public Executor {
  public:
-  explicit ThreadExecutor(int threads);
+  explicit ThreadExecutor(int threads) : threads_max_(static_cast<size_t>(threads)) {}
   ~ThreadExecutor() override;
 
   void Join() override;
@@ -32,11 +33,12 @@ class ThreadExecutor : public Executor {
  private:
   void Loop();
 
+  const size_t threads_max_;
   absl::Mutex mu_;
   std::deque<std::function<void()>> queue_ ABSL_GUARDED_BY(mu_);
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
-  absl::Mutex join_mu_;
-  std::vector<std::thread> threads_ ABSL_GUARDED_BY(join_mu_);
+  std::vector<std::thread> threads_ ABSL_GUARDED_BY(mu_);
+  absl::Mutex join_mu_;  // before mu_; held until all threads have ended
 };
 
 }  // namespace ballast::services

@@ -207,7 +207,7 @@ void Updates::Post(std::shared_ptr<StepWork> work) {
 
 void Updates::RunStep(StepWork* work) {
   std::shared_ptr<storage::ChunkStore> store;
-  const storage::BlockFile* log = nullptr;  // stays until the job's thread has ended
+  const storage::BlockFile* log = nullptr;  // stays until the worker has ended
   bool refused = false;
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
