@@ -38,8 +38,11 @@ if(BALLAST_WERROR)
   target_compile_options(ballast_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
 endif()
 if(BALLAST_SANITIZE STREQUAL "address")
-  # Without null (a fault by itself) and alignment (every access pays): a third of the compile time.
-  target_compile_options(ballast_flags INTERFACE -fsanitize=address,undefined -fno-sanitize=null,alignment -fno-omit-frame-pointer)
+  # Undefined behaviour without null (a fault by itself) and alignment (every access pays): a third of the compile time. The
+  # objects of tests do without it: an eighth to a fifth of theirs.
+  target_compile_options(ballast_flags INTERFACE -fsanitize=address -fno-omit-frame-pointer
+    $<$<NOT:$<BOOL:$<TARGET_PROPERTY:BALLAST_TEST_OBJECTS>>>:-fsanitize=undefined>
+    $<$<NOT:$<BOOL:$<TARGET_PROPERTY:BALLAST_TEST_OBJECTS>>>:-fno-sanitize=null,alignment>)
   target_link_options(ballast_flags INTERFACE -fsanitize=address,undefined)
 elseif(BALLAST_SANITIZE STREQUAL "thread")
   # Where __SANITIZE_THREAD__ is defined, protobuf's map fields get a member that Debian's libprotobuf does not know of: messages

@@ -43,12 +43,18 @@ uint64_t NvmeStateBytes(StateServer* server, const std::string& job) {
   return 0;
 }
 
-absl::Status DryRun(StateServer* server, const TrainerGroup& group) {
-  v1::OpenRequest request = group.open_request(group.step() - 1, std::nullopt);
+// Of an Open with one tensor more, so that the server has to plan.
+absl::Status DryRun(StateServer* server, TrainerGroup& group) {
+  v1::JobSpec larger = group.spec();
+  Append({{"more", "u9", 256, 0}}, group.step() - 1, &larger);
+  const TrainerGroup next({server}, larger, 1, group.epoch().counter());
+  v1::OpenRequest request = next.open_request(group.step() - 1, std::nullopt);
   request.set_dry_run(true);
   Answer<v1::OpenResponse> answer;
   server->Open(request, Soon(), answer.reply());
-  return answer.Wait().status();
+  BALLAST_ASSIGN_OR_RETURN(const v1::OpenResponse response, answer.Wait());
+  EXPECT_THAT(response.plan(), ::testing::HasSubstr("dram holds the state"));
+  return absl::OkStatus();
 }
 
 absl::Status Fence(StateServer* server, const std::string& job, uint64_t counter) {
