@@ -316,15 +316,17 @@ absl::Status StoreRun::StartVersion(StoredChunk& chunk, std::byte* state, int64_
     absl::StatusOr<ArrayDigests> spilled = core_.reader.Spill(chunk, chunk.extent);
     absl::Status written = spilled.status();
     if (spilled.ok()) {
-      entry.digests = chunk.digests = *spilled;
+      entry.digests = *spilled;
       alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
       EncodeLabel(entry, core_.layout, core_.versions->job(), absl::MakeSpan(label));
       written = core_.tiers->nvme()->file().Write(entry.offset + label_at, label);
     }
     if (!written.ok()) {
-      old.Leave();  // a restart will look for this version
+      // The chunk stays at the extent with its last version: a restart looks for the version there, Discard frees it.
+      if (old.bytes() > 0) core_.versions->AddRoom(std::exchange(chunk.extent, std::move(old)).TakeLease(), 0);
       return written;
     }
+    chunk.digests = entry.digests;
   } else {
     entry.digests = chunk.digests;
     EncodeLabel(entry, core_.layout, core_.versions->job(), {state + label_at, StateLayout::kLabelBytes});

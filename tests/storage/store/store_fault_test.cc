@@ -2,8 +2,11 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <map>
+
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/tests/sim_disk/sim_disk.h"
 #include "ballast/tests/storage/store/store_on_tiers.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -95,6 +98,91 @@ TEST_F(StoreFaultTest, TruncatedFileIsFound) {
   const absl::Status status = s_.RunSegments(1);
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
   EXPECT_THAT(status.ToString(), HasSubstr("nvme.tier moved no more: the file ends there"));
+}
+
+// A durable store whose chunk lives in HBM, on a simulated disk.
+class HbmFlushFaultTest : public ::testing::Test {
+ protected:
+  static constexpr uint64_t kElements = 65536;
+
+  void SetUp() override {
+    ASSERT_TRUE(Open({}).ok());
+    Plan plan;
+    plan.chunks = {{.state = TierKind::kHbm}};
+    ASSERT_EQ(store_->Add(std::vector<ChunkToAdd>{{.elements = kElements, .id = 0}}, plan), absl::OkStatus());
+    ASSERT_EQ(Flush(0), absl::OkStatus());
+    ASSERT_EQ(store_->Harden(), absl::OkStatus());
+  }
+
+  absl::Status Open(std::vector<ExtentPlace> kept) {
+    store_.reset();
+    tiers_.reset();
+    BALLAST_ASSIGN_OR_RETURN(tiers_, Tiers::Open({.budget = {16 * kMiB, 16 * kMiB, 16 * kMiB},
+                                                  .directory = directory_.path(),
+                                                  .staging_bytes = StoreOnTiers::StagingBytes(2),
+                                                  .open_hbm = TestHbm(),
+                                                  .disk = &disk_,
+                                                  .kept = std::move(kept)}));
+    store_ = std::make_unique<ChunkStore>(
+        tiers_.get(), kernels::OptimizerSpec(), nullptr,
+        DurableOptions{.job = "job", .record = [this](absl::Span<const DurableChunk> chunks) {
+                         for (const DurableChunk& chunk : chunks) recorded_[chunk.id] = chunk;
+                         return absl::OkStatus();
+                       }});
+    return absl::OkStatus();
+  }
+
+  absl::Status Flush(int64_t version) {
+    StepUpdates step(static_cast<uint64_t>(version) + 1);
+    step.AddValues(0, kElements);
+    std::vector<ChunkUpdate> updates(step.updates().begin(), step.updates().end());
+    updates[0].version = version;
+    updates[0].flush = true;
+    return store_->Run(updates, [](size_t) {});
+  }
+
+  void FailFlush(uint64_t write) {
+    disk_.FailNext(SimOperation::kWrite, write, SimFault::kEio);
+    const absl::Status status = Flush(1);
+    ASSERT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+  }
+
+  SimDisk disk_{1};
+  ScratchDirectory directory_;
+  std::unique_ptr<Tiers> tiers_;
+  std::map<uint64_t, DurableChunk> recorded_;
+  std::unique_ptr<ChunkStore> store_;
+};
+
+// Writes of a flush: the state's first MiB, the label.
+TEST_F(HbmFlushFaultTest, WhatAFailedFlushLeftGoesWithTheDiscardedStore) {
+  for (const uint64_t write : {1, 2}) {
+    SCOPED_TRACE(write);
+    if (write > 1) {
+      recorded_.clear();
+      SetUp();
+    }
+    FailFlush(write);
+    store_->Discard();
+    store_.reset();
+    EXPECT_EQ(tiers_->used().nvme, 0u);
+  }
+}
+
+TEST_F(HbmFlushFaultTest, TheVersionBeforeAFailedFlushIsThereAfterARestart) {
+  FailFlush(1);
+  const DurableChunk before = recorded_.at(0);
+  ASSERT_EQ(before.version, 0);
+  ASSERT_TRUE(Open({{before.offset, before.bytes}}).ok());
+  Plan plan;
+  plan.chunks = {{.state = TierKind::kHbm}};
+  ASSERT_EQ(store_->Add(std::vector<ChunkToAdd>{{.elements = kElements, .id = 0, .durable = before}}, plan),
+            absl::OkStatus());
+  ReferenceChunk reference(kElements);
+  StepUpdates step(1);
+  step.AddValues(0, kElements);
+  reference.Apply(step.updates()[0]);
+  EXPECT_TRUE(Holds(*store_, 0, reference));
 }
 
 }  // namespace
