@@ -30,6 +30,7 @@ absl::string_view AsView(const rocksdb::Slice& slice) { return {slice.data(), sl
 absl::Status CatalogError(const rocksdb::Status& status, absl::string_view what, absl::string_view path) {
   if (status.ok()) return absl::OkStatus();
   const std::string message = absl::StrCat("catalog ", path, ": ", what, ": ", status.ToString());
+  if (status.IsNoSpace()) return model::Error(absl::StatusCode::kInternal, model::kDiskFull, message);
   if (!status.IsCorruption()) return model::Error(absl::StatusCode::kInternal, model::kIo, message);
   return model::Error(
       absl::StatusCode::kDataLoss, model::kIo,

@@ -294,7 +294,12 @@ absl::StatusOr<NvmeExtent> StoreRun::MakeRoom(const StoredChunk& chunk, UpdatePi
     BALLAST_RETURN_IF_ERROR(pipeline.DrainStores());
     BALLAST_RETURN_IF_ERROR(core_.Harden());
   }
-  if (core_.versions->HasRoom(chunk.state_bytes())) return core_.versions->Take(chunk.state_bytes());
+  if (core_.versions->HasRoom(chunk.state_bytes())) {
+    // The caller gives up a pin where a pin's copy finds no space, and no pin is in the way here.
+    absl::StatusOr<NvmeExtent> fresh = core_.versions->Take(chunk.state_bytes());
+    if (!fresh.ok()) return StoreCore::Lasting(fresh.status());
+    return fresh;
+  }
   return model::Error(absl::StatusCode::kInternal, model::kBudget,
                       absl::StrCat("no room for a new version of chunk ", chunk.id, " of ", chunk.state_bytes(),
                                    " bytes although all older ones are free"));
@@ -323,7 +328,7 @@ absl::Status StoreRun::StartVersion(StoredChunk& chunk, std::byte* state, int64_
     }
     if (!written.ok()) {
       // The chunk stays at the extent with its last version: a restart looks for the version there, Discard frees it.
-      if (old.bytes() > 0) core_.versions->AddRoom(std::exchange(chunk.extent, std::move(old)).TakeLease(), 0);
+      if (old.bytes() > 0) core_.versions->AddRoom(std::exchange(chunk.extent, std::move(old)).TakeRoom(), 0);
       return written;
     }
     chunk.digests = entry.digests;

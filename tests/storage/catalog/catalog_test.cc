@@ -130,7 +130,7 @@ TEST(CatalogTest, AFullDiskIsAnErrorAndStaysOne) {
     absl::Status status;
     for (int i = 0; i < 16 && status.ok(); ++i) status = catalog->Put(absl::StrCat("large", i), large, sync);
     EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
-    EXPECT_EQ(model::ReasonOf(status), model::kIo);
+    EXPECT_EQ(model::ReasonOf(status), model::kDiskFull);
     EXPECT_THAT(status.ToString(), HasSubstr("No space left on device"));
     EXPECT_EQ(catalog->Put("small", "1"), status);
     disk.Empty();

@@ -60,8 +60,20 @@ TEST_F(PieceTest, ErrorsNameFileOffsetAndText) {
   EXPECT_THAT(status.ToString(), HasSubstr("Input/output error"));
 }
 
-TEST_F(PieceTest, FullDiskIsResourceExhausted) {
-  EXPECT_EQ(Advance(piece_, -ENOSPC).status().code(), absl::StatusCode::kResourceExhausted);
+TEST_F(PieceTest, FullDiskHasAReasonOfItsOwn) {
+  for (const int error : {ENOSPC, EDQUOT}) {
+    const absl::Status full = Advance(piece_, -error).status();
+    EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(model::ReasonOf(full), model::kDiskFull);
+  }
+}
+
+// Free space would not help.
+TEST_F(PieceTest, AFileThatIsTooLongIsNoFullDisk) {
+  const absl::Status status = Advance(piece_, -EFBIG).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(model::ReasonOf(status), model::kIo);
+  EXPECT_THAT(status.ToString(), HasSubstr("keeps no file of this size"));
 }
 
 TEST_F(PieceTest, EndOfFileIsDataLoss) {
