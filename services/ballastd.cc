@@ -58,7 +58,7 @@ Exit ExitOf(const absl::Status& status) {
   if (model::ReasonOf(status) == model::kBadConfig) return kBadUsage;
   if (status.code() == absl::StatusCode::kFailedPrecondition) return kDirectoryInUse;
   if (status.code() == absl::StatusCode::kDataLoss) return kDamaged;
-  if (model::ReasonOf(status) == model::kIo) return kUnwritable;
+  if (model::ReasonOf(status) == model::kIo || model::ReasonOf(status) == model::kDiskFull) return kUnwritable;
   return kFailed;
 }
 

@@ -46,7 +46,7 @@ absl::Status PromiseLog::Write(storage::Catalog* catalog, const Durable& record)
   storage::Pass("fence/catalog_put");
   using Sync = storage::Catalog::Sync;
   const absl::Status status = catalog->Put(
-      record.key, record.value, Seeded(storage::StorageBug::kPromiseUnsynced) ? Sync::kUnsynced : Sync::kSynced);
+      record.key, record.value, Seeded(storage::StorageBug::kPromiseUnsynced) ? Sync::kUnsynced : Sync::kTwice);
   storage::Pass("fence/catalog_done");
   return status;
 }

@@ -1,7 +1,8 @@
 // The sequence numbers of a job's log, and its records that the catalog keeps whatever the durability: the newest
 // promise and Open. For a job without a gradient log, the first prepared step also leaves a mark that the job has had
 // state here. A server that finds the mark at start knows that state was lost (under `every-K`, what came since the
-// pins).
+// pins). These records are often the last of the catalog's log, and for a job without a gradient log nothing else knows
+// them: they are put twice.
 #pragma once
 
 #include <cstdint>

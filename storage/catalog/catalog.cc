@@ -24,12 +24,19 @@ namespace {
 // A server's jobs are kilobytes each: small buffers keep the resident set small.
 constexpr uint64_t kWriteBufferBytes = uint64_t{2} << 20;
 
+// RocksDB reads its log in blocks of this size. It takes damage for a torn end in the last block only.
+constexpr uint64_t kLogBlockBytes = uint64_t{32} << 10;
+// Lies between two copies of a value in the log; never there for readers. Counts in the write buffer too, so that the
+// log does not grow beyond it.
+constexpr char kGapKey[] = "gap";
+
 rocksdb::Slice AsSlice(absl::string_view text) { return {text.data(), text.size()}; }
 absl::string_view AsView(const rocksdb::Slice& slice) { return {slice.data(), slice.size()}; }
 
 absl::Status CatalogError(const rocksdb::Status& status, absl::string_view what, absl::string_view path) {
   if (status.ok()) return absl::OkStatus();
   const std::string message = absl::StrCat("catalog ", path, ": ", what, ": ", status.ToString());
+  if (status.IsNoSpace()) return model::Error(absl::StatusCode::kInternal, model::kDiskFull, message);
   if (!status.IsCorruption()) return model::Error(absl::StatusCode::kInternal, model::kIo, message);
   return model::Error(
       absl::StatusCode::kDataLoss, model::kIo,
@@ -97,7 +104,7 @@ class RocksCatalog : public Catalog {
       BALLAST_RETURN_IF_ERROR(failed_);
     }
     rocksdb::WriteOptions options;
-    options.sync = sync == Sync::kSynced;
+    options.sync = sync != Sync::kUnsynced;
     // Without the lock: RocksDB syncs the writes of several threads together, and refuses those behind a failed one.
     const absl::Status written = CatalogError(db_->Write(options, &batch), what, path_);
     absl::MutexLock guard(&mutex_);
@@ -124,9 +131,15 @@ absl::Status RocksCatalog::Open(Access access) {
 }
 
 absl::Status RocksCatalog::Put(absl::string_view key, absl::string_view value, Sync sync) {
+  const std::string what = absl::StrCat("put of '", key, "'");
   rocksdb::WriteBatch batch;
-  BALLAST_RETURN_IF_ERROR(CatalogError(batch.Put(AsSlice(key), AsSlice(value)), "put", path_));
-  return Write(batch, absl::StrCat("put of '", key, "'"), sync);
+  if (sync == Sync::kTwice) {
+    BALLAST_RETURN_IF_ERROR(Put(key, value, Sync::kUnsynced));  // synced with the second copy
+    BALLAST_RETURN_IF_ERROR(CatalogError(batch.Put(kGapKey, std::string(kLogBlockBytes, '\0')), what, path_));
+    BALLAST_RETURN_IF_ERROR(CatalogError(batch.Delete(kGapKey), what, path_));
+  }
+  BALLAST_RETURN_IF_ERROR(CatalogError(batch.Put(AsSlice(key), AsSlice(value)), what, path_));
+  return Write(batch, what, sync);
 }
 
 absl::Status RocksCatalog::PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) {

@@ -14,17 +14,21 @@ namespace ballast::storage {
 
 // Threads: any. Durability: writes are synced on OK. A value put with kUnsynced becomes durable with the next synced
 // write, or earlier when the system writes it.
+// The end of the database's log is dropped at Open if it cannot be read, since a crash may have torn it. So rot there
+// takes the newest synced writes away, and nobody notices. A value put with kTwice is in two places of the log, far
+// from each other: either one of them is read, or Open fails.
 class Catalog {
  public:
   // Opens the RocksDB database, and creates `directory` if needed. FAILED_PRECONDITION naming the holder if another
-  // process has the directory open; DATA_LOSS (IO) if the database is damaged; INTERNAL (IO) for everything else.
+  // process has the directory open; DATA_LOSS (IO) if the database is damaged; INTERNAL (DISK_FULL) or (IO)
+  // for everything else.
   // kReadOnly: the database's files stay as they are; every write fails, and so does opening a missing database.
   enum class Access { kReadWrite, kReadOnly };
   static absl::StatusOr<std::unique_ptr<Catalog>> Open(const std::string& directory,
                                                        Access access = Access::kReadWrite);
   virtual ~Catalog() = default;
 
-  enum class Sync { kSynced, kUnsynced };
+  enum class Sync { kSynced, kUnsynced, kTwice };
   // After a failed write every later write returns the same error.
   virtual absl::Status Put(absl::string_view key, absl::string_view value, Sync sync = Sync::kSynced) = 0;
   // Puts all pairs or none.

@@ -3,19 +3,18 @@
 #include <algorithm>
 #include <utility>
 
+#include "ballast/proto/model/status.h"
+
 namespace ballast::storage {
 
-absl::StatusOr<BudgetLease> KeptExtents::Reserve(uint64_t bytes, bool automatic) {
+absl::StatusOr<NvmeRoom> KeptExtents::Reserve(uint64_t bytes, bool automatic) {
   const uint64_t there = automatic ? std::min(bytes, aside_.bytes()) : 0;
-  BudgetLease lease;
+  NvmeRoom room;
   if (bytes > there) {
-    // Allocates an extent first: a full disk then refuses the pin, not a later step.
-    absl::StatusOr<NvmeExtent> reserved = nvme_->Allocate(bytes - there, "a durable pin of all chunks' state");
-    if (!reserved.ok()) return reserved.status();
-    lease = reserved->TakeLease();
+    BALLAST_ASSIGN_OR_RETURN(room, nvme_->Promise(bytes - there, "a durable pin of all chunks' state"));
   }
-  if (there > 0) lease.Join(aside_.Split(there));
-  return lease;
+  if (there > 0) room.Join(aside_.Split(there));
+  return room;
 }
 
 bool KeptExtents::KeepsNewest(uint64_t chunk) const {
@@ -37,12 +36,12 @@ uint64_t KeptExtents::AsideBytes(int64_t pin) const {
   return bytes;
 }
 
-void KeptExtents::Pay(Kept* kept, BudgetLease* reserve) {
+void KeptExtents::Pay(Kept* kept, NvmeRoom* reserve) {
   if (!std::exchange(kept->aside, false)) return;
   aside_.Join(reserve->Split(kept->entry.bytes));
 }
 
-void KeptExtents::Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, BudgetLease* reserve, bool automatic) {
+void KeptExtents::Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, NvmeRoom* reserve, bool automatic) {
   std::shared_ptr<Kept> kept = newest_[chunk].lock();
   if (kept == nullptr) {
     kept = std::make_shared<Kept>();
@@ -56,7 +55,7 @@ void KeptExtents::Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, B
   pins_[pin][chunk] = std::move(kept);
 }
 
-void KeptExtents::Adopt(int64_t pin, BudgetLease reserve) {
+void KeptExtents::Adopt(int64_t pin, NvmeRoom reserve) {
   for (auto& [chunk, kept] : pins_[pin]) Pay(kept.get(), &reserve);
 }
 
@@ -85,7 +84,7 @@ void KeptExtents::Drop(int64_t pin) {
   for (auto& [chunk, kept] : found->second) {
     if (kept.use_count() > 1 || !kept->aside) continue;
     aside_.Join(std::move(kept->reserve));
-    if (kept->extent.bytes() > 0) aside_.Join(kept->extent.TakeLease());
+    if (kept->extent.bytes() > 0) aside_.Join(kept->extent.TakeRoom());
   }
   pins_.erase(found);
 }
@@ -105,7 +104,7 @@ const DurableChunk* KeptExtents::Find(int64_t pin, uint64_t chunk) const {
   return kept == chunks->second.end() ? nullptr : &kept->second->entry;
 }
 
-BudgetLease KeptExtents::TakeOver(uint64_t chunk, NvmeExtent* old) {
+NvmeRoom KeptExtents::TakeOver(uint64_t chunk, NvmeExtent* old) {
   const auto found = newest_.find(chunk);
   if (found == newest_.end()) return {};
   const std::shared_ptr<Kept> kept = found->second.lock();
@@ -116,8 +115,12 @@ BudgetLease KeptExtents::TakeOver(uint64_t chunk, NvmeExtent* old) {
 }
 
 void KeptExtents::Leave() {
+  aside_.Leave();
   for (auto& [pin, chunks] : pins_) {
-    for (auto& [chunk, kept] : chunks) kept->extent.Leave();
+    for (auto& [chunk, kept] : chunks) {
+      kept->reserve.Leave();
+      kept->extent.Leave();
+    }
   }
 }
 

@@ -2,7 +2,7 @@
 //
 // Nothing is copied: a pin keeps the extents that hold its version. While a kept extent is its chunk's newest, the
 // chunk owns the extent. When the chunk moves on to a new extent, the pin takes over the old extent and hands the chunk
-// the budget that was reserved when the pin was made.
+// the room that was taken when the pin was made.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,6 @@
 
 #include "absl/status/statusor.h"
 #include "ballast/storage/chunk/extent_label.h"
-#include "ballast/storage/tier/ledger.h"
 #include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::storage {
@@ -22,27 +21,27 @@ class KeptExtents {
  public:
   explicit KeptExtents(NvmeTier* nvme) : nvme_(nvme) {}
 
-  // Sets budget aside for automatic pins only. Dropping an automatic pin returns its budget here, so that automatic
+  // Sets room aside for automatic pins only. Dropping an automatic pin returns its room here, so that automatic
   // pins always find room.
-  void SetAside(BudgetLease lease) { aside_.Join(std::move(lease)); }
-  // Takes the budget, and blocks on the disk, for keeping `bytes`; an automatic pin first uses what was set aside.
-  // RESOURCE_EXHAUSTED: (BUDGET), or (IO) if the disk is full.
-  absl::StatusOr<BudgetLease> Reserve(uint64_t bytes, bool automatic = false);
+  void SetAside(NvmeRoom room) { aside_.Join(std::move(room)); }
+  // Takes room for keeping `bytes`; an automatic pin first uses what was set aside. RESOURCE_EXHAUSTED: (BUDGET), or
+  // (DISK_FULL) if the disk itself is full.
+  absl::StatusOr<NvmeRoom> Reserve(uint64_t bytes, bool automatic = false);
   // Does some pin keep the chunk's newest extent already?
   bool KeepsNewest(uint64_t chunk) const;
   // Would a further pin of the chunk's newest extent have to bring the extent's bytes? Yes if no pin keeps the extent
   // yet, or if only automatic pins do and the further pin is not automatic.
   bool NeedsBytes(uint64_t chunk, bool automatic) const;
-  // Bytes of set-aside budget in use by `pin`.
+  // Bytes of set-aside room in use by `pin`.
   uint64_t AsideBytes(int64_t pin) const;
 
   // Registers the pin, which may keep nothing.
   void Expect(int64_t pin) { pins_.try_emplace(pin); }
   bool Has(int64_t pin) const { return pins_.contains(pin); }
   // `entry`: the chunk's newest extent. Takes the extent's bytes out of `reserve` if NeedsBytes.
-  void Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, BudgetLease* reserve, bool automatic = false);
+  void Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, NvmeRoom* reserve, bool automatic = false);
   // Pays from `reserve` for all of `pin` that set-aside budget paid for. REQUIRES: `reserve` has AsideBytes(pin).
-  void Adopt(int64_t pin, BudgetLease reserve);
+  void Adopt(int64_t pin, NvmeRoom reserve);
   // After a restart, for an `entry` that is not the chunk's newest extent. DATA_LOSS (IO) unless the NVMe tier kept the
   // extent.
   absl::Status TakeBack(int64_t pin, uint64_t chunk, const DurableChunk& entry, bool automatic = false);
@@ -52,8 +51,8 @@ class KeptExtents {
   const DurableChunk* Find(int64_t pin, uint64_t chunk) const;
 
   // The chunk has moved on from extent `old` to a new extent. If pins keep `old`, the pins take `old` over, which
-  // leaves it empty, and the chunk gets the reserved budget of the same size in return.
-  BudgetLease TakeOver(uint64_t chunk, NvmeExtent* old);
+  // leaves it empty, and the chunk gets the pin's room of the same size in return.
+  NvmeRoom TakeOver(uint64_t chunk, NvmeExtent* old);
   // Frees the extents that neither a further pin nor a chunk has.
   void Drop(int64_t pin);
   // Call before destroying a store whose pins stay: leaves the extents to the next run.
@@ -62,14 +61,14 @@ class KeptExtents {
  private:
   struct Kept {
     DurableChunk entry;
-    BudgetLease reserve;  // held until the extent is taken over
-    NvmeExtent extent;    // held from then on
-    bool aside = false;   // its budget comes from what was set aside
+    NvmeRoom reserve;    // held until the extent is taken over
+    NvmeExtent extent;   // held from then on
+    bool aside = false;  // its budget comes from what was set aside
   };
-  void Pay(Kept* kept, BudgetLease* reserve);
+  void Pay(Kept* kept, NvmeRoom* reserve);
 
   NvmeTier* const nvme_;
-  BudgetLease aside_;
+  NvmeRoom aside_;
   std::map<int64_t, std::map<uint64_t, std::shared_ptr<Kept>>> pins_;  // by pin and chunk
   std::map<uint64_t, std::weak_ptr<Kept>> newest_;                     // by chunk: its newest extent, while kept
 };

@@ -12,6 +12,12 @@ namespace ballast::storage {
 VersionedExtents::~VersionedExtents() {
   // The new versions are not recorded, so a restart will look for the old versions.
   for (NvmeExtent& extent : old_) extent.Leave();
+  room_.Leave();
+}
+
+void VersionedExtents::Discard() {
+  old_.clear();
+  room_ = NvmeRoom();
 }
 
 uint64_t VersionedExtents::SpareBytesMissing(uint64_t chunks, uint64_t largest_bytes) const {
@@ -19,8 +25,8 @@ uint64_t VersionedExtents::SpareBytesMissing(uint64_t chunks, uint64_t largest_b
   return wanted - std::min(wanted, spare_bytes_);
 }
 
-void VersionedExtents::AddRoom(BudgetLease lease, uint64_t spare_bytes) {
-  room_.Join(std::move(lease));
+void VersionedExtents::AddRoom(NvmeRoom room, uint64_t spare_bytes) {
+  room_.Join(std::move(room));
   spare_bytes_ += spare_bytes;
 }
 
@@ -31,7 +37,7 @@ absl::StatusOr<NvmeExtent> VersionedExtents::Take(uint64_t bytes) {
 void VersionedExtents::Written(const DurableChunk& chunk, NvmeExtent old) {
   written_.push_back(chunk);
   written_bytes_ += chunk.bytes;
-  if (Seeded(StorageBug::kOldFreedBeforeRecord) && old.bytes() > 0) return room_.Join(old.TakeLease());
+  if (Seeded(StorageBug::kOldFreedBeforeRecord) && old.bytes() > 0) return room_.Join(old.TakeRoom());
   if (old.bytes() > 0) old_.push_back(std::move(old));
 }
 
@@ -56,7 +62,7 @@ absl::Status VersionedExtents::Record() {
 absl::Status VersionedExtents::Harden() {
   if (written_.empty() || !failed_.ok()) return failed_;
   if (records()) BALLAST_RETURN_IF_ERROR(Record());
-  for (NvmeExtent& extent : old_) room_.Join(extent.TakeLease());
+  for (NvmeExtent& extent : old_) room_.Join(extent.TakeRoom());
   old_.clear();
   written_.clear();
   written_bytes_ = before_run_ = 0;

@@ -11,7 +11,6 @@
 
 #include "absl/status/statusor.h"
 #include "ballast/storage/chunk/chunk_update.h"
-#include "ballast/storage/tier/ledger.h"
 #include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::storage {
@@ -21,8 +20,9 @@ class VersionedExtents {
  public:
   VersionedExtents(NvmeTier* nvme, DurableOptions options) : nvme_(nvme), options_(std::move(options)) {}
   ~VersionedExtents();
-  // Call before destroying a store whose data nobody needs any more: frees the old extents.
-  void Discard() { old_.clear(); }
+  // Call before destroying a store whose data nobody needs any more: frees the old extents and the
+  // room.
+  void Discard();
 
   const std::string& job() const { return options_.job; }
   uint64_t life() const { return options_.life; }
@@ -36,10 +36,10 @@ class VersionedExtents {
   static constexpr int kRunsMax = 4;
   // NVMe budget still missing for new versions of `chunks` chunks, besides the chunks' own extents.
   uint64_t SpareBytesMissing(uint64_t chunks, uint64_t largest_bytes) const;
-  void AddRoom(BudgetLease lease, uint64_t spare_bytes);
+  void AddRoom(NvmeRoom room, uint64_t spare_bytes);
 
   bool HasRoom(uint64_t bytes) const { return room_.bytes() >= bytes; }
-  // REQUIRES: HasRoom. RESOURCE_EXHAUSTED (IO) if the disk is full.
+  // REQUIRES: HasRoom. Errors: NvmeTier::AllocateFrom's.
   absl::StatusOr<NvmeExtent> Take(uint64_t bytes);
   // `chunk` has been written to its extent; `old`, perhaps empty, holds the version before.
   void Written(const DurableChunk& chunk, NvmeExtent old);
@@ -56,7 +56,7 @@ class VersionedExtents {
 
   NvmeTier* const nvme_;
   const DurableOptions options_;
-  BudgetLease room_;
+  NvmeRoom room_;
   uint64_t spare_bytes_ = 0;
   std::vector<DurableChunk> written_;
   std::vector<NvmeExtent> old_;

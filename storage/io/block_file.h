@@ -18,8 +18,9 @@ inline constexpr uint64_t kIoAlignment = 4096;
 
 inline constexpr uint64_t AlignUp(uint64_t bytes) { return (bytes + kIoAlignment - 1) / kIoAlignment * kIoAlignment; }
 
-// Turns errno of a file into a status, here and nowhere else: RESOURCE_EXHAUSTED (IO) for a full disk or quota, else
-// INTERNAL (IO); names the file, offset and size (if `bytes` > 0) and the system's text.
+// Turns errno of a file into a status, here and nowhere else: RESOURCE_EXHAUSTED (DISK_FULL) for a full disk or quota,
+// RESOURCE_EXHAUSTED (IO) for a file longer than its file system allows, else INTERNAL (IO). The message names the
+// file, offset and size (if `bytes` > 0) and the system's text.
 absl::Status IoError(int error, absl::string_view verb, absl::string_view path, uint64_t offset, uint64_t bytes);
 
 // A file of a Disk. Threads: any. Transfers and ranges are aligned to kIoAlignment.
@@ -43,7 +44,7 @@ class BlockFile {
   // fdatasync. After an error nobody knows what the disk holds: never tried again.
   virtual absl::Status Sync() const = 0;
 
-  // Makes sure that writes to [offset, offset + bytes) will find space. RESOURCE_EXHAUSTED (IO) if the disk is full.
+  // Makes sure that writes to [offset, offset + bytes) will find space. RESOURCE_EXHAUSTED (DISK_FULL).
   virtual absl::Status Reserve(uint64_t offset, uint64_t bytes) = 0;
   // Returns the space of a range to the file system; afterwards the range reads as zero. Best effort: some file systems
   // cannot.

@@ -48,7 +48,7 @@ class IoQueue {
   virtual ~IoQueue() = default;
   // Starts a transfer, at the latest within the next Reap. INVALID_ARGUMENT (BAD_REQUEST) for misalignment; UNAVAILABLE
   // (BUSY) when kIoRequestsMax are in flight: reap first. Short transfers, EAGAIN and EINTR are resubmitted, at most
-  // kIoRetriesMax times a piece.
+  // kIoRetriesMax times a piece; after EAGAIN the piece rests first.
   virtual absl::Status Submit(const IoRequest& request) = 0;
   // Appends finished requests, in any order. `wait`: blocks until there is a finished request, unless nothing is in
   // flight.

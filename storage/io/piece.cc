@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
@@ -45,10 +46,19 @@ int64_t Issue(const Piece& piece) {
 }  // namespace
 
 absl::StatusOr<bool> Advance(Piece& piece, int64_t result) {
+  piece.rest = {};
   if (result < 0) {
     const int error = static_cast<int>(-result);
-    if ((error == EAGAIN || error == EINTR) && ++piece.retries <= kIoRetriesMax) return false;
-    return IoError(error, Verb(piece.kind), piece.file->path(), piece.offset, piece.bytes);
+    const bool again = error == EAGAIN || error == EINTR;
+    if (again && ++piece.retries <= kIoRetriesMax) {
+      if (error == EAGAIN) piece.rest = std::clamp(piece.rested + kIoRestMin, kIoRestMin, kIoRestMax);
+      piece.rested += piece.rest;
+      return false;
+    }
+    const absl::Status status = IoError(error, Verb(piece.kind), piece.file->path(), piece.offset, piece.bytes);
+    if (!again) return status;
+    return model::Annotate(status, absl::StrCat("tried ", piece.retries, " times, with rests of ",
+                                                piece.rested.count() / 1000, " ms in all"));
   }
   if (static_cast<uint64_t>(result) >= piece.bytes) return true;
   // The rest to issue again must be aligned too, so a partial block counts as not moved.
@@ -64,9 +74,15 @@ absl::StatusOr<bool> Advance(Piece& piece, int64_t result) {
 }
 
 absl::Status Transfer(Piece piece) {
+  return Transfer(piece, Issue, [](std::chrono::microseconds rest) { std::this_thread::sleep_for(rest); });
+}
+
+absl::Status Transfer(Piece piece, absl::FunctionRef<int64_t(const Piece&)> issue,
+                      absl::FunctionRef<void(std::chrono::microseconds)> rest) {
   while (true) {
-    BALLAST_ASSIGN_OR_RETURN(const bool complete, Advance(piece, Issue(piece)));
+    BALLAST_ASSIGN_OR_RETURN(const bool complete, Advance(piece, issue(piece)));
     if (complete) return absl::OkStatus();
+    if (piece.rest.count() > 0) rest(piece.rest);
   }
 }
 

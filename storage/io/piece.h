@@ -2,9 +2,11 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "ballast/storage/io/io_queue.h"
 
@@ -12,6 +14,8 @@ namespace ballast::storage {
 
 // A device short of memory answers EAGAIN for a while; a device that never moves on is broken.
 inline constexpr int kIoRetriesMax = 32;
+// A piece rests after EAGAIN, each time twice as long as before: all its rests together take 1.2 s.
+inline constexpr std::chrono::microseconds kIoRestMin{100}, kIoRestMax{50'000};
 
 struct Piece {
   IoRequest::Kind kind = IoRequest::Kind::kRead;
@@ -20,15 +24,20 @@ struct Piece {
   std::byte* data = nullptr;
   uint64_t bytes = 0;  // still to move
   int retries = 0;
-  uint32_t slot = 0;  // the request's, in RequestTable
+  std::chrono::microseconds rest{0};    // before the piece is issued again
+  std::chrono::microseconds rested{0};  // in all, with `rest`
+  uint32_t slot = 0;                    // the request's, in RequestTable
 };
 
-// `result`: bytes moved, or -errno. True: the piece is complete; false: issue the rest of the piece again.
-// Errors: as IoError; DATA_LOSS (IO) at the end of the file.
+// `result`: bytes moved, or -errno. True: the piece is complete; false: issue the rest of the piece again, after
+// `piece.rest`. Errors: as IoError; DATA_LOSS (IO) at the end of the file.
 absl::StatusOr<bool> Advance(Piece& piece, int64_t result);
 
 // Moves all of `piece` by pread or pwrite.
 absl::Status Transfer(Piece piece);
+// `issue`: one system call, as Advance's result. `rest` waits.
+absl::Status Transfer(Piece piece, absl::FunctionRef<int64_t(const Piece&)> issue,
+                      absl::FunctionRef<void(std::chrono::microseconds)> rest);
 
 // The requests in flight. Threads: the owner's lock.
 class RequestTable {

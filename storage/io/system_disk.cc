@@ -21,15 +21,17 @@
 namespace ballast::storage {
 
 absl::Status IoError(int error, absl::string_view verb, absl::string_view path, uint64_t offset, uint64_t bytes) {
-  const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
+  const bool full = error == ENOSPC || error == EDQUOT, too_long = error == EFBIG;
   const bool forbidden = error == EACCES || error == EPERM || error == EROFS || error == ENOENT || error == ENOTDIR;
   const std::string what =
       bytes == 0 ? std::string(path) : absl::StrCat(bytes, " bytes at offset ", offset, " of ", path);
-  return model::Error(full ? absl::StatusCode::kResourceExhausted : absl::StatusCode::kInternal, model::kIo,
-                      absl::StrCat(verb, " of ", what, " failed: ", std::strerror(error), " (errno ", error, ")",
-                                   full        ? "; free space on that file system"
-                                   : forbidden ? "; it must be a path that this user may write"
-                                               : ""));
+  const char* const fix = full        ? "; free space on that file system"
+                          : too_long  ? "; that file system keeps no file of this size: choose another"
+                          : forbidden ? "; it must be a path that this user may write"
+                                      : "";
+  return model::Error(full || too_long ? absl::StatusCode::kResourceExhausted : absl::StatusCode::kInternal,
+                      full ? model::kDiskFull : model::kIo,
+                      absl::StrCat(verb, " of ", what, " failed: ", std::strerror(error), " (errno ", error, ")", fix));
 }
 
 namespace {

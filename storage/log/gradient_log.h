@@ -41,7 +41,7 @@ class GradientLog {
     bool transient = false;
   };
   // Makes the file anew, and writes and syncs every byte. Blocks for as long as it takes to write the whole file. On an
-  // error the file is removed. RESOURCE_EXHAUSTED (IO) if the disk is full.
+  // error the file is removed. RESOURCE_EXHAUSTED (DISK_FULL).
   static absl::StatusOr<std::unique_ptr<GradientLog>> Create(Disk* disk, const Options& options);
   // Opens the log of an earlier run and fills `scanned` with its content. Errors: ScanLog's. The first Append goes to a
   // new segment: Roll first.
@@ -90,7 +90,7 @@ class GradientLog {
   // Segments that Roll may still take, and their bytes for records.
   uint64_t free_segments() const { return queue_.free_segments(); }
   uint64_t free_bytes() const { return free_segments() * (segment_bytes_ - kSegmentHeadBytes); }
-  // Adds segments. Blocks. RESOURCE_EXHAUSTED (IO) if the disk is full: then nothing was added. A failed sync here
+  // Adds segments. Blocks. RESOURCE_EXHAUSTED (DISK_FULL): then nothing was added. A failed sync here
   // fails the whole log, since the disk may have dropped batches that were waiting for the same sync.
   absl::Status Extend(uint64_t segment_count);
 

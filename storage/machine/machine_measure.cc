@@ -197,7 +197,7 @@ absl::Status Measuring::OpenFile() {
   if (error) return IoError(error.value(), "look", options_.directory, 0, 0);
   file_bytes_ = std::min<uint64_t>(options_.file_bytes, space.available / 2) / kBlockBytes * kBlockBytes;
   if (file_bytes_ < kFileBytesMin) {
-    return model::Error(absl::StatusCode::kResourceExhausted, model::kIo,
+    return model::Error(absl::StatusCode::kResourceExhausted, model::kDiskFull,
                         absl::StrCat("'", options_.directory, "' has ", space.available, " bytes free; ",
                                      2 * kFileBytesMin, " are needed to measure its disk"));
   }

@@ -34,7 +34,7 @@ struct Measured {
 };
 
 // The measured file has no name from the moment it is open: however this process ends, the disk space comes back.
-// INTERNAL or RESOURCE_EXHAUSTED (IO) if the directory cannot take the file.
+// INTERNAL (IO) or RESOURCE_EXHAUSTED (DISK_FULL) if the directory cannot take the file.
 absl::StatusOr<Measured> Measure(const MeasureOptions& options);
 
 }  // namespace ballast::storage

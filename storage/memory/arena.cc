@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -39,6 +40,22 @@ void Touch(std::byte* first, uint64_t bytes) {
   touch(0);
   for (std::thread& other : others) other.join();
 }
+
+// Said once each: a system that refuses one mapping refuses all.
+void SayShared(int error) {
+  static std::once_flag said;
+  std::call_once(said, [error] {
+    spdlog::warn("forked children share this process's large memory: each fork makes the next update slower ({})",
+                 std::strerror(error));
+  });
+}
+
+void SayKept(int error) {
+  static std::once_flag said;
+  std::call_once(said, [error] {
+    spdlog::warn("memory that is not used any more stays with the process: {}", std::strerror(error));
+  });
+}
 }  // namespace
 
 absl::StatusOr<Arena> Arena::Map(uint64_t bytes) {
@@ -62,10 +79,7 @@ absl::StatusOr<Arena> Arena::Map(uint64_t bytes) {
   (void)madvise(first + skip, bytes, MADV_HUGEPAGE);
   // A forked child (a data loader's worker) would share the pages, and the next write to each would copy it first.
   // Where the disk transfers straight into such a page, old kernels leave the outcome with the child.
-  if (madvise(first + skip, bytes, MADV_DONTFORK) != 0) {
-    spdlog::warn("forked children share {} bytes: each fork makes the next update slower ({})", bytes,
-                 std::strerror(errno));
-  }
+  if (madvise(first + skip, bytes, MADV_DONTFORK) != 0) SayShared(errno);
   static const std::vector<int> nodes = MemoryNodes();
   if (nodes.size() > 1) (void)Interleave(arena.bytes_, nodes);
   Touch(first + skip, bytes);
@@ -110,8 +124,7 @@ void Arena::Discard(absl::Span<std::byte> part) {
     if (madvise(part.data(), part.size(), MADV_DONTNEED_LOCKED) == 0) return;
     (void)munlock(part.data(), part.size());  // before Linux 5.18
   }
-  if (madvise(part.data(), part.size(), MADV_DONTNEED) == 0) return;
-  spdlog::warn("{} bytes that are not used any more stay with the process: {}", part.size(), std::strerror(errno));
+  if (madvise(part.data(), part.size(), MADV_DONTNEED) != 0) SayKept(errno);
 }
 
 Arena::~Arena() { Release(); }

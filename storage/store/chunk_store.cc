@@ -131,9 +131,7 @@ absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkT
   }
   space.spare_bytes = versions->SpareBytesMissing(count, largest);
   if (const uint64_t bytes = room + space.spare_bytes + space.aside_bytes; bytes > 0) {
-    // As an extent first: a disk that is full refuses the job now, not a step later.
-    BALLAST_ASSIGN_OR_RETURN(NvmeExtent reserved, tiers->nvme()->Allocate(bytes, "durable versions of chunks"));
-    space.room = reserved.TakeLease();
+    BALLAST_ASSIGN_OR_RETURN(space.room, tiers->nvme()->Promise(bytes, "durable versions of chunks"));
   }
   for (size_t i = 0; i < added.size(); ++i) {
     if (!added[i].durable.has_value()) continue;
@@ -334,7 +332,7 @@ absl::Status StoreCore::Move(StoredChunk& chunk, TierKind to) {
   if (to == TierKind::kHbm && versions.has_value()) BALLAST_RETURN_IF_ERROR(reader.Prepare());
   const absl::Status moved = MoveState(tiers, &reader, chunk, move);
   // The extent was part of the room.
-  if (!moved.ok() && versions.has_value() && move.extent.bytes() > 0) versions->AddRoom(move.extent.TakeLease(), 0);
+  if (!moved.ok() && versions.has_value() && move.extent.bytes() > 0) versions->AddRoom(move.extent.TakeRoom(), 0);
   return moved;
 }
 

@@ -49,9 +49,10 @@ class ChunkStore {
   void Discard();
 
   // Appends chunks of these sizes (elements), placed as `plan` says (one entry per size). New chunks are zero in every
-  // tier. RESOURCE_EXHAUSTED (BUDGET) if a tier lacks space; then nothing was added.
-  // Chunks with a durable state are read back: DATA_LOSS (CHECKSUM) if the disk returns anything else than was written,
-  // INTERNAL (IO).
+  // tier. RESOURCE_EXHAUSTED (BUDGET, DISK_FULL) if a tier lacks space; then nothing was added. All space that runs of
+  // a durable store need is taken here and in PinDurably: a full disk refuses these two, and no run. Chunks with a
+  // durable state are read back: DATA_LOSS (CHECKSUM) if the disk returns anything else than was written, INTERNAL
+  // (IO).
   absl::Status Add(absl::Span<const ChunkToAdd> chunks, const Plan& plan);
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;
@@ -95,7 +96,7 @@ class ChunkStore {
   // store records the new versions before Run returns, at the end of one of the next runs, or in Harden;
   // recoverable_from tells. On an error the chunks not yet announced by `done` may hold anything: the caller must stop
   // serving the job. A logged slice whose bytes differ from what was written is DATA_LOSS (CHECKSUM), before its chunk
-  // changes.
+  // changes. RESOURCE_EXHAUSTED: only where a pin's copy finds no space, see Pin.
   absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
                    const ReadBack& read_back = {});
 
@@ -118,17 +119,17 @@ class ChunkStore {
   // Durable store: keeps the chunks' present state on the disk as `version`, until UnpinDurably and beyond the store's
   // end. Writes the states that are not on the disk yet; chunks that were never updated have none. Returns the entries
   // that TakeBackPin needs after a restart; the pin is durable once the caller has recorded these entries.
-  // RESOURCE_EXHAUSTED (BUDGET, IO): the pin does not fit and nothing was done. Any other error: a device failed, as in
-  // Run.
-  // `automatic`: takes budget from what was set aside for automatic pins, and returns the budget there.
+  // RESOURCE_EXHAUSTED (BUDGET, DISK_FULL): the pin does not fit and nothing was done. Any other error: a device
+  // failed, as in Run. `automatic`: takes budget from what was set aside for automatic pins, and returns the budget
+  // there.
   absl::StatusOr<std::vector<DurableChunk>> PinDurably(int64_t version, bool automatic = false);
-  // Somebody else wants an automatic pin too: takes ordinary budget for it. RESOURCE_EXHAUSTED (BUDGET, IO): nothing
-  // was done.
+  // Somebody else wants an automatic pin too: takes ordinary budget for it. RESOURCE_EXHAUSTED (BUDGET, DISK_FULL):
+  // nothing was done.
   absl::Status AdoptPin(int64_t version);
   // After a restart: an earlier run of the server left this pin, perhaps without any chunk.
   void ExpectPin(int64_t version);
   // After Add, before any Run: the pin keeps this state of the chunk.
-  // RESOURCE_EXHAUSTED (BUDGET); DATA_LOSS (IO) if the NVMe tier did not keep the extent.
+  // RESOURCE_EXHAUSTED (BUDGET, DISK_FULL); DATA_LOSS (IO) if the NVMe tier did not keep the extent.
   absl::Status TakeBackPin(int64_t version, uint64_t chunk, const DurableChunk& kept, bool automatic = false);
   // Reads all state that the pin keeps: DATA_LOSS (CHECKSUM) if the disk returns anything else than was written.
   // FAILED_PRECONDITION (VERSION_GONE) if there is no such pin. Blocks. Not beside Run.

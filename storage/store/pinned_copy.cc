@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/update/state_update.h"
 
@@ -23,6 +24,7 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
     return copy;
   }
   // Without room for the read buffer an extent could not be read back.
+  absl::Status no_extent;
   if (tiers->nvme() != nullptr && reader->Prepare().ok()) {
     absl::StatusOr<NvmeExtent> extent = tiers->nvme()->Allocate(chunk.state_bytes(), kWhat);
     if (extent.ok() && chunk.placement.state == TierKind::kNvme && !extent_is_kept) {
@@ -35,9 +37,11 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
       return copy;
     }
     if (extent.status().code() != absl::StatusCode::kResourceExhausted) return extent.status();
+    no_extent = extent.status();
   }
-  BALLAST_RETURN_IF_ERROR(copy.FillDram(tiers, chunk, loaded));
-  return copy;
+  const absl::Status filled = copy.FillDram(tiers, chunk, loaded);
+  if (filled.ok()) return copy;
+  return no_extent.ok() ? filled : model::Annotate(filled, absl::StrCat(no_extent.message(), "; and in dram instead"));
 }
 
 absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk,

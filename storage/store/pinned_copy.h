@@ -17,7 +17,8 @@ class CopyOnWrite {
  public:
   // `run`: the run about to update the chunk. `loaded`: the chunk's state in memory if its tier is NVMe.
   // `extent_is_kept`: a durable pin keeps the chunk's extent, so the extent cannot be inherited. The copy goes to free
-  // NVMe space, else to DRAM. RESOURCE_EXHAUSTED (BUDGET) if neither has room.
+  // NVMe space, else to DRAM. RESOURCE_EXHAUSTED (BUDGET) if neither has room; the
+  // message also says what refused the extent, the budget or a full disk.
   static absl::StatusOr<CopyOnWrite> Prepare(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk, uint64_t run,
                                              const std::byte* loaded, bool extent_is_kept)
       ABSL_LOCKS_EXCLUDED(chunk.mutex);

@@ -56,7 +56,7 @@ struct StoreCore {
   // NVMe space for new chunks; returned to the tier unless the store takes it over.
   struct NvmeSpace {
     std::vector<NvmeExtent> extents;  // an entry per chunk
-    BudgetLease room;                 // durable store: for new versions, and aside for automatic pins
+    NvmeRoom room;                    // durable store: for new versions, and aside for automatic pins
     uint64_t spare_bytes = 0;
     uint64_t aside_bytes = 0;
   };
@@ -93,7 +93,8 @@ struct StoreCore {
   std::optional<KeptExtents> durable_pins;   // durable store only
   bool discarded = false;
   std::vector<StoredChunk*> unrecorded;  // chunks with versions that are not recorded yet
-  // Turns RESOURCE_EXHAUSTED into INTERNAL: nobody can make room on a full device, unlike in a budget.
+  // Turns RESOURCE_EXHAUSTED into INTERNAL, reason kept, for space that was taken beforehand: giving up a pin brings
+  // none of it back.
   static absl::Status Lasting(const absl::Status& status);
   absl::Status failed;  // store's thread only: after an error of a disk nothing is tried again
 

@@ -166,14 +166,10 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
     flush.version = version;
     flush.flush = true;
   }
-  BALLAST_ASSIGN_OR_RETURN(BudgetLease reserve, core.durable_pins->Reserve(bytes, automatic));
+  BALLAST_ASSIGN_OR_RETURN(NvmeRoom reserve, core.durable_pins->Reserve(bytes, automatic));
   if (!flushes.empty()) {
-    absl::Status flushed = Run(flushes, [](size_t) {});
-    // Space was reserved, so a shortage now is an error of the store, not a refused pin.
-    if (absl::IsResourceExhausted(flushed)) {
-      flushed = model::Error(absl::StatusCode::kInternal, model::kBudget, flushed.message());
-    }
-    BALLAST_RETURN_IF_ERROR(flushed);
+    // Space was taken, so a shortage now is an error of the store, not a refused pin.
+    BALLAST_RETURN_IF_ERROR(StoreCore::Lasting(Run(flushes, [](size_t) {})));
   }
   BALLAST_RETURN_IF_ERROR(Harden());
   if (!core.versions->records() && !chunks.empty()) {
@@ -192,7 +188,7 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
 
 absl::Status ChunkStore::AdoptPin(int64_t version) {
   KeptExtents& pins = *core_->durable_pins;
-  BALLAST_ASSIGN_OR_RETURN(BudgetLease reserve, pins.Reserve(pins.AsideBytes(version)));
+  BALLAST_ASSIGN_OR_RETURN(NvmeRoom reserve, pins.Reserve(pins.AsideBytes(version)));
   pins.Adopt(version, std::move(reserve));
   return absl::OkStatus();
 }
@@ -206,7 +202,7 @@ absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const Dura
   if (chunk->newest.version < 0 || chunk->newest.offset != kept.offset) {
     return pins.TakeBack(version, index, kept, automatic);
   }
-  BudgetLease reserve;
+  NvmeRoom reserve;
   if (!pins.KeepsNewest(index)) {
     BALLAST_ASSIGN_OR_RETURN(reserve, pins.Reserve(kept.bytes));
   }

@@ -294,7 +294,12 @@ absl::StatusOr<NvmeExtent> StoreRun::MakeRoom(const StoredChunk& chunk, UpdatePi
     BALLAST_RETURN_IF_ERROR(pipeline.DrainStores());
     BALLAST_RETURN_IF_ERROR(core_.Harden());
   }
-  if (core_.versions->HasRoom(chunk.state_bytes())) return core_.versions->Take(chunk.state_bytes());
+  if (core_.versions->HasRoom(chunk.state_bytes())) {
+    // The caller gives up a pin where a pin's copy finds no space, and no pin is in the way here.
+    absl::StatusOr<NvmeExtent> fresh = core_.versions->Take(chunk.state_bytes());
+    if (!fresh.ok()) return StoreCore::Lasting(fresh.status());
+    return fresh;
+  }
   return model::Error(absl::StatusCode::kInternal, model::kBudget,
                       absl::StrCat("no room for a new version of chunk ", chunk.id, " of ", chunk.state_bytes(),
                                    " bytes although all older ones are free"));
@@ -316,15 +321,17 @@ absl::Status StoreRun::StartVersion(StoredChunk& chunk, std::byte* state, int64_
     absl::StatusOr<ArrayDigests> spilled = core_.reader.Spill(chunk, chunk.extent);
     absl::Status written = spilled.status();
     if (spilled.ok()) {
-      entry.digests = chunk.digests = *spilled;
+      entry.digests = *spilled;
       alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
       EncodeLabel(entry, core_.layout, core_.versions->job(), absl::MakeSpan(label));
       written = core_.tiers->nvme()->file().Write(entry.offset + label_at, label);
     }
     if (!written.ok()) {
-      old.Leave();  // a restart will look for this version
+      // The chunk stays at the extent with its last version: a restart looks for the version there, Discard frees it.
+      if (old.bytes() > 0) core_.versions->AddRoom(std::exchange(chunk.extent, std::move(old)).TakeRoom(), 0);
       return written;
     }
+    chunk.digests = entry.digests;
   } else {
     entry.digests = chunk.digests;
     EncodeLabel(entry, core_.layout, core_.versions->job(), {state + label_at, StateLayout::kLabelBytes});

@@ -1,7 +1,6 @@
 #include "ballast/storage/tier/nvme_tier.h"
 
 #include <algorithm>
-#include <iterator>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
@@ -9,6 +8,30 @@
 #include "ballast/storage/io/disk.h"
 
 namespace ballast::storage {
+
+NvmeRoom& NvmeRoom::operator=(NvmeRoom&& other) noexcept {
+  if (this != &other) {
+    Release(FileSpace::Blocks::kGiveBack);
+    tier_ = std::exchange(other.tier_, nullptr);
+    lease_ = std::move(other.lease_);
+  }
+  return *this;
+}
+
+void NvmeRoom::Release(FileSpace::Blocks blocks) {
+  if (tier_ != nullptr && bytes() > 0) {
+    absl::MutexLock lock(&tier_->mutex_);
+    tier_->space_.EndPromise(bytes(), blocks);
+  }
+  tier_ = nullptr;
+  lease_ = BudgetLease();
+}
+
+void NvmeRoom::Join(NvmeRoom other) {
+  if (other.tier_ == nullptr) return;
+  tier_ = std::exchange(other.tier_, nullptr);
+  lease_.Join(std::move(other.lease_));
+}
 
 NvmeExtent& NvmeExtent::operator=(NvmeExtent&& other) noexcept {
   if (this != &other) {
@@ -21,15 +44,21 @@ NvmeExtent& NvmeExtent::operator=(NvmeExtent&& other) noexcept {
 }
 
 void NvmeExtent::Release() {
-  if (tier_ != nullptr) tier_->Free(offset_, lease_.bytes(), NvmeTier::Blocks::kGivenBack);
+  if (tier_ != nullptr) {
+    absl::MutexLock lock(&tier_->mutex_);
+    tier_->space_.Free(range());
+  }
   tier_ = nullptr;
   lease_ = BudgetLease();
 }
 
-BudgetLease NvmeExtent::TakeLease() {
-  if (tier_ != nullptr) tier_->Free(offset_, lease_.bytes(), NvmeTier::Blocks::kKept);
-  tier_ = nullptr;
-  return std::move(lease_);
+NvmeRoom NvmeExtent::TakeRoom() {
+  if (tier_ == nullptr) return {};
+  {
+    absl::MutexLock lock(&tier_->mutex_);
+    tier_->space_.FreeIntoPromise(range());
+  }
+  return {std::exchange(tier_, nullptr), std::move(lease_)};
 }
 
 void NvmeExtent::Leave() {
@@ -45,8 +74,8 @@ NvmeTier::~NvmeTier() {
     disputed.swap(disputed_);
   }
   // Their leases end here, their blocks stay.
-  for (auto& [offset, extent] : kept) extent.TakeLease();
-  for (NvmeExtent& extent : disputed) extent.TakeLease();
+  for (auto& [offset, extent] : kept) extent.tier_ = nullptr;
+  for (NvmeExtent& extent : disputed) extent.tier_ = nullptr;
 }
 
 absl::StatusOr<std::unique_ptr<NvmeTier>> NvmeTier::Open(const TiersOptions& options, Ledger* ledger, Disk* disk) {
@@ -60,6 +89,7 @@ absl::StatusOr<std::unique_ptr<NvmeTier>> NvmeTier::Open(const TiersOptions& opt
 absl::Status NvmeTier::Keep(std::vector<ExtentPlace> kept, bool unnamed_stays) {
   std::sort(kept.begin(), kept.end(), [](const auto& a, const auto& b) { return a.offset < b.offset; });
   BALLAST_ASSIGN_OR_RETURN(const uint64_t file_bytes, file_->Size());
+  const auto before = unnamed_stays ? FileSpace::Between::kUnknown : FileSpace::Between::kFree;
   absl::MutexLock lock(&mutex_);
   for (size_t i = 0; i < kept.size();) {
     const ExtentPlace& place = kept[i++];
@@ -77,18 +107,18 @@ absl::Status NvmeTier::Keep(std::vector<ExtentPlace> kept, bool unnamed_stays) {
     }
     BALLAST_ASSIGN_OR_RETURN(BudgetLease lease,
                              ledger_->Lease(TierKind::kNvme, end - place.offset, "state that an earlier run left"));
-    if (place.offset > end_ && !unnamed_stays) free_.emplace(end_, place.offset - end_);
-    end_ = end;
+    space_.Keep({place.offset, end}, before);  // the disk has blocks for what was written
     NvmeExtent extent(this, place.offset, std::move(lease));
-    NoteReserved(place.offset, end);  // the disk has blocks for what was written
     if (alone) {
       kept_.emplace(place.offset, std::move(extent));
     } else {
       disputed_.push_back(std::move(extent));
     }
-    if (Seeded(StorageBug::kKeptExtentsGivenAgain)) free_.emplace(place.offset, place.bytes);
+    if (Seeded(StorageBug::kKeptExtentsGivenAgain)) {
+      space_.FreeIntoPromise({place.offset, place.offset + place.bytes});
+    }
   }
-  if (unnamed_stays) end_ = std::max(end_, AlignUp(file_bytes));
+  if (unnamed_stays) space_.KeepUpTo(AlignUp(file_bytes));
   return absl::OkStatus();
 }
 
@@ -100,7 +130,7 @@ void NvmeTier::KeepAgain(NvmeExtent extent) {
 
 absl::Status NvmeTier::Trim() {
   absl::MutexLock lock(&mutex_);
-  return file_->Truncate(end_);
+  return space_.Trim();
 }
 
 absl::Status NvmeTier::Sync() {
@@ -124,95 +154,34 @@ absl::StatusOr<NvmeExtent> NvmeTier::TakeKept(uint64_t offset) {
   return extent;
 }
 
+uint64_t NvmeTier::UnusedMax() const {
+  const uint64_t budget = ledger_->budget().nvme;
+  return budget - std::min(budget, ledger_->used().nvme);
+}
+
 absl::StatusOr<NvmeExtent> NvmeTier::Allocate(uint64_t bytes, absl::string_view what) {
-  BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kNvme, AlignUp(bytes), what));
-  return AllocateFrom(&lease, lease.bytes(), what);
-}
-
-absl::StatusOr<NvmeExtent> NvmeTier::AllocateFrom(BudgetLease* room, uint64_t bytes, absl::string_view what) {
+  bytes = AlignUp(bytes);
+  BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kNvme, bytes, what));
   absl::MutexLock lock(&mutex_);
-  const uint64_t offset = Place(bytes);
-  if (absl::Status reserved = Reserve(offset, bytes); !reserved.ok()) {
-    FreeLocked(offset, bytes, Blocks::kGivenBack);
-    return model::Annotate(reserved, absl::StrCat("nvme, for ", what));
-  }
-  return NvmeExtent(this, offset, room->Split(bytes));
+  const absl::StatusOr<uint64_t> offset = space_.Take(bytes, UnusedMax());
+  if (!offset.ok()) return model::Annotate(offset.status(), absl::StrCat("nvme, for ", what));
+  return NvmeExtent(this, *offset, std::move(lease));
 }
 
-absl::Status NvmeTier::Reserve(uint64_t offset, uint64_t bytes) {
-  // Not again what is reserved: the file system would wait for all transfers of the file that are in flight.
-  const auto next = reserved_.upper_bound(offset);
-  if (next != reserved_.begin() && std::prev(next)->second >= offset + bytes) return absl::OkStatus();
-  BALLAST_RETURN_IF_ERROR(file_->Reserve(offset, bytes));
-  NoteReserved(offset, offset + bytes);
-  return absl::OkStatus();
-}
-
-void NvmeTier::NoteReserved(uint64_t offset, uint64_t end) {
-  auto next = reserved_.upper_bound(offset);
-  if (next != reserved_.begin() && std::prev(next)->second >= offset) offset = (--next)->first;
-  for (; next != reserved_.end() && next->first <= end; next = reserved_.erase(next)) end = std::max(end, next->second);
-  reserved_[offset] = end;
-}
-
-void NvmeTier::NoteUnreserved(uint64_t offset, uint64_t end) {
-  auto next = reserved_.upper_bound(offset);
-  if (next != reserved_.begin() && std::prev(next)->second > offset) --next;
-  while (next != reserved_.end() && next->first < end) {
-    const auto [begin, until] = *next;
-    next = reserved_.erase(next);
-    if (begin < offset) reserved_[begin] = offset;
-    if (until > end) reserved_[end] = until;
-  }
-}
-
-uint64_t NvmeTier::Place(uint64_t bytes) {
-  for (auto extent = free_.begin(); extent != free_.end(); ++extent) {
-    const auto [offset, free_bytes] = *extent;
-    if (free_bytes < bytes) continue;
-    free_.erase(extent);
-    if (free_bytes > bytes) free_.emplace(offset + bytes, free_bytes - bytes);
-    return offset;
-  }
-  // All fragments are too small for this extent: the file grows. If the fragments' blocks and the used budget, with
-  // this extent, would exceed the budget, the fragments' blocks are given back first.
-  uint64_t fragments = 0;
-  for (const auto& [offset, free_bytes] : free_) fragments += free_bytes;
-  if (ledger_->used().nvme + fragments > ledger_->budget().nvme) {
-    for (const auto& [offset, free_bytes] : free_) {
-      NoteUnreserved(offset, offset + free_bytes);
-      file_->Discard(offset, free_bytes);
-    }
-  }
-  const uint64_t offset = end_;
-  end_ += bytes;
-  return offset;
-}
-
-void NvmeTier::Free(uint64_t offset, uint64_t bytes, Blocks blocks) {
+absl::StatusOr<NvmeRoom> NvmeTier::Promise(uint64_t bytes, absl::string_view what) {
+  bytes = AlignUp(bytes);
+  BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kNvme, bytes, what));
   absl::MutexLock lock(&mutex_);
-  FreeLocked(offset, bytes, blocks);
+  const absl::Status promised = space_.Promise(bytes);
+  if (!promised.ok()) return model::Annotate(promised, absl::StrCat("nvme, for ", what));
+  return NvmeRoom(this, std::move(lease));
 }
 
-void NvmeTier::FreeLocked(uint64_t offset, uint64_t bytes, Blocks blocks) {
-  auto [extent, inserted] = free_.emplace(offset, bytes);
-  if (const auto next = std::next(extent); next != free_.end() && offset + bytes == next->first) {
-    extent->second += next->second;
-    free_.erase(next);
-  }
-  if (extent != free_.begin()) {
-    if (const auto before = std::prev(extent); before->first + before->second == extent->first) {
-      before->second += extent->second;
-      free_.erase(extent);
-      extent = before;
-    }
-  }
-  if (blocks == Blocks::kKept || extent->first + extent->second != end_) return;
-  // A free extent at the end goes back to the disk. A failure costs space only.
-  end_ = extent->first;
-  free_.erase(extent);
-  NoteUnreserved(end_, ~uint64_t{0});
-  (void)file_->Truncate(end_);
+absl::StatusOr<NvmeExtent> NvmeTier::AllocateFrom(NvmeRoom* room, uint64_t bytes, absl::string_view what) {
+  absl::MutexLock lock(&mutex_);
+  const absl::StatusOr<uint64_t> offset = space_.TakePromised(bytes, UnusedMax());
+  if (!offset.ok()) return model::Annotate(offset.status(), absl::StrCat("nvme, for ", what));
+  return NvmeExtent(this, *offset, room->lease_.Split(bytes));
 }
 
 }  // namespace ballast::storage

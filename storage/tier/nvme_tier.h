@@ -13,12 +13,36 @@
 #include "absl/synchronization/mutex.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/tier/ledger.h"
+#include "ballast/storage/tier/space/file_space.h"
 
 namespace ballast::storage {
 
 class NvmeTier;
 
-// A reserved part of the file, with its share of the budget. Its initial content is undefined.
+// Promised space of the file, with its share of the budget: an extent made from a room finds its blocks on the disk.
+class NvmeRoom {
+ public:
+  NvmeRoom() = default;
+  NvmeRoom(NvmeTier* tier, BudgetLease lease) : tier_(tier), lease_(std::move(lease)) {}
+  NvmeRoom(NvmeRoom&& other) noexcept { *this = std::move(other); }
+  NvmeRoom& operator=(NvmeRoom&& other) noexcept;
+  ~NvmeRoom() { Release(FileSpace::Blocks::kGiveBack); }
+  uint64_t bytes() const { return lease_.bytes(); }
+  // Splits `bytes` off into a room of their own. REQUIRES: bytes <= bytes().
+  NvmeRoom Split(uint64_t bytes) { return {tier_, lease_.Split(bytes)}; }
+  // Adds a room of the same tier.
+  void Join(NvmeRoom other);
+  // Ends the promise, and leaves the blocks to the next run of the server, which then finds them on a full disk too.
+  void Leave() { Release(FileSpace::Blocks::kStay); }
+
+ private:
+  friend class NvmeTier;
+  void Release(FileSpace::Blocks blocks);
+  NvmeTier* tier_ = nullptr;
+  BudgetLease lease_;
+};
+
+// A part of the file that has its blocks, with its share of the budget. Its initial content is undefined.
 class NvmeExtent {
  public:
   NvmeExtent() = default;
@@ -29,13 +53,14 @@ class NvmeExtent {
   ~NvmeExtent() { Release(); }
   uint64_t offset() const { return offset_; }
   uint64_t bytes() const { return lease_.bytes(); }
-  // Frees the extent and returns its share of the budget. The blocks on the disk stay, for the next extent allocated
-  // with this share.
-  BudgetLease TakeLease();
+  // Frees the extent; its space, blocks and budget, is promised to the caller.
+  NvmeRoom TakeRoom();
   // Returns the extent to the tier as a kept extent: the content stays, for the next run of the server.
   void Leave();
 
  private:
+  friend class NvmeTier;
+  ByteRange range() const { return {offset_, offset_ + bytes()}; }
   void Release();
   NvmeTier* tier_ = nullptr;
   uint64_t offset_ = 0;
@@ -58,11 +83,13 @@ class NvmeTier {
   // DATA_LOSS (IO) unless the extent was kept and has not been taken since.
   absl::StatusOr<NvmeExtent> TakeKept(uint64_t offset);
 
-  // `bytes` are rounded up to 4096. RESOURCE_EXHAUSTED: (BUDGET), or (IO) if the disk itself is full.
+  // `bytes` are rounded up to 4096. RESOURCE_EXHAUSTED: (BUDGET), or (DISK_FULL) if the disk itself is full.
   absl::StatusOr<NvmeExtent> Allocate(uint64_t bytes, absl::string_view what);
-  // As Allocate, but splits the budget off `room`, which the caller has taken already. After an error `room` is
-  // unchanged.
-  absl::StatusOr<NvmeExtent> AllocateFrom(BudgetLease* room, uint64_t bytes, absl::string_view what);
+  // As Allocate, for extents that are made later.
+  absl::StatusOr<NvmeRoom> Promise(uint64_t bytes, absl::string_view what);
+  // Makes an extent of a part of `room`. REQUIRES: `bytes` <= room->bytes(), a multiple of 4096. After an error `room`
+  // is unchanged. A full disk is no error, unless another program took what FileSpace had just given back to the disk.
+  absl::StatusOr<NvmeExtent> AllocateFrom(NvmeRoom* room, uint64_t bytes, absl::string_view what);
   const BlockFile& file() const { return *file_; }
   // fdatasync for any of the jobs that share the file. The system reports a lost write once, to one caller, and the
   // lost write may be another job's. So after an error every later call, for any job, returns this error.
@@ -70,27 +97,20 @@ class NvmeTier {
 
  private:
   friend class NvmeExtent;
-  NvmeTier(std::unique_ptr<BlockFile> file, Ledger* ledger) : file_(std::move(file)), ledger_(ledger) {}
+  friend class NvmeRoom;
+  NvmeTier(std::unique_ptr<BlockFile> file, Ledger* ledger)
+      : file_(std::move(file)), ledger_(ledger), space_(file_.get()) {}
   absl::Status Keep(std::vector<ExtentPlace> kept, bool unnamed_stays);
-  uint64_t Place(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void KeepAgain(NvmeExtent extent);
-  enum class Blocks { kGivenBack, kKept };
-  void Free(uint64_t offset, uint64_t bytes, Blocks blocks);
-  void FreeLocked(uint64_t offset, uint64_t bytes, Blocks blocks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Makes sure that the disk has blocks for the range.
-  absl::Status Reserve(uint64_t offset, uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void NoteReserved(uint64_t offset, uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void NoteUnreserved(uint64_t offset, uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Bytes of blocks that nobody uses, and that may stay on the disk within the budget.
+  uint64_t UnusedMax() const;
 
   const std::unique_ptr<BlockFile> file_;
   Ledger* const ledger_;
   absl::Mutex sync_mutex_;
   absl::Status sync_failed_ ABSL_GUARDED_BY(sync_mutex_);
   absl::Mutex mutex_;
-  std::map<uint64_t, uint64_t> free_ ABSL_GUARDED_BY(mutex_);  // offset -> bytes, neighbours joined
-  uint64_t end_ ABSL_GUARDED_BY(mutex_) = 0;                   // end of the last extent
-  // Ranges for which the disk has blocks: offset -> end, neighbours joined.
-  std::map<uint64_t, uint64_t> reserved_ ABSL_GUARDED_BY(mutex_);
+  FileSpace space_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, NvmeExtent> kept_ ABSL_GUARDED_BY(mutex_);
   std::vector<NvmeExtent> disputed_ ABSL_GUARDED_BY(mutex_);
 };

@@ -104,11 +104,14 @@ void ForPieces(uint64_t count, const Compute& compute, absl::FunctionRef<void(ui
   }
 }
 
-// Kernels always write working parameters; unwanted parameters go to a small buffer that stays in the cache.
+// Kernels always write working parameters; unwanted parameters go to a small buffer that stays in the cache. Kernels
+// store past the caches where working parameters begin at a multiple of 64 bytes, as a job's own working copies do: the
+// buffer begins between two such multiples, or each block would go to main memory, 2 bytes a parameter.
+constexpr uint64_t kOffStreaming = 32;
 template <typename Function>
 [[gnu::noinline]] void WithoutWorking(Function run) {
-  alignas(64) std::byte unwanted[kBlockElements * sizeof(float)];
-  run(unwanted);
+  alignas(64) std::byte unwanted[kOffStreaming + kBlockElements * sizeof(float)];
+  run(unwanted + kOffStreaming);
 }
 
 // The update's segments, in the order of their place in the chunk, to find the segments that overlap a block.

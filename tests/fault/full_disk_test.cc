@@ -92,7 +92,7 @@ class FullDiskTest : public ::testing::Test {
 
   static void ExpectFull(const absl::Status& status, absl::string_view file) {
     EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
-    EXPECT_EQ(model::ReasonOf(status), model::kIo) << status;
+    EXPECT_EQ(model::ReasonOf(status), model::kDiskFull) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), file)) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "free space")) << status;
   }
@@ -196,8 +196,7 @@ TEST_F(FullDiskTest, FullWhileItTrains) {
   const absl::Status trained = TrainTo(*group, kEnd);
   std::printf("on a full disk: %s\n", trained.ok() ? "all steps went on" : trained.ToString().c_str());
   if (!trained.ok()) {
-    EXPECT_TRUE(trained.code() == absl::StatusCode::kResourceExhausted || model::ReasonOf(trained) == model::kIo)
-        << trained;
+    EXPECT_EQ(model::ReasonOf(trained), model::kDiskFull) << trained;
   }
   disk_.Empty();
   Restart();

@@ -109,7 +109,7 @@ bool DiskFaults::Explains(const absl::Status& status, bool* refused) const {
     case Faults::kIoErrors:
       return absl::IsInternal(status) && reason == model::kIo;
     case Faults::kFullDisk:
-      return absl::IsResourceExhausted(status) && reason == model::kIo;
+      return reason == model::kDiskFull;
     case Faults::kRot:
       *refused = *refused || absl::IsDataLoss(status);
       return absl::IsDataLoss(status);

@@ -79,7 +79,7 @@ absl::Status SimCatalog::Write(uint64_t life, const Pairs& pairs, storage::Catal
       newest_[key] = value;
       unsynced_.emplace_back(key, value);
     }
-    if (sync == storage::Catalog::Sync::kSynced) Flush();
+    if (sync != storage::Catalog::Sync::kUnsynced) Flush();
   }
   if (!crash) return absl::OkStatus();
   ++life_;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 
@@ -23,6 +24,8 @@ constexpr uint64_t kRegisteredBytesMax = uint64_t{1} << 30;
 // Number of pieces that wait for the next Reap, since most callers are about to call Reap: entering the kernel for each
 // piece took a tenth of a transfer's CPU time.
 constexpr uint32_t kQueuedMax = 8;
+// In user_data: the end of a piece's rest, no transfer.
+constexpr uint64_t kRested = uint64_t{1} << 32;
 
 class UringQueue : public IoQueue {
  public:
@@ -128,6 +131,14 @@ class UringQueue : public IoQueue {
     io_uring_sqe_set_data64(sqe, index);
   }
 
+  // The kernel tells when the piece has rested, as it tells of transfers: nobody sleeps here while others go on.
+  void PrepareRest(uint32_t index) {
+    rests_[index] = {.tv_sec = 0, .tv_nsec = std::chrono::nanoseconds(pieces_[index].rest).count()};
+    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+    io_uring_prep_timeout(sqe, &rests_[index], /*count=*/0, /*flags=*/0);
+    io_uring_sqe_set_data64(sqe, index | kRested);
+  }
+
   // Number of pieces to wait for in a single sleep: waking for each piece costs CPU time, and the remaining pieces keep
   // the device busy meanwhile.
   unsigned WaitPieces() const { return kIoDepth - free_.size() >= 8 ? 4 : 1; }
@@ -150,12 +161,17 @@ class UringQueue : public IoQueue {
   void Collect() {
     io_uring_cqe* cqe = nullptr;
     while (io_uring_peek_cqe(&ring_, &cqe) == 0) {
-      const auto index = static_cast<uint32_t>(io_uring_cqe_get_data64(cqe));
+      const uint64_t data = io_uring_cqe_get_data64(cqe);
+      const auto index = static_cast<uint32_t>(data);
       const int result = cqe->res;
       io_uring_cqe_seen(&ring_, cqe);
+      if ((data & kRested) != 0) {
+        Prepare(index);
+        continue;
+      }
       const absl::StatusOr<bool> complete = Advance(pieces_[index], result);
       if (complete.ok() && !*complete) {
-        Prepare(index);
+        pieces_[index].rest.count() > 0 ? PrepareRest(index) : Prepare(index);
         continue;
       }
       table_.End(pieces_[index], complete.status());
@@ -171,7 +187,8 @@ class UringQueue : public IoQueue {
   absl::Span<std::byte> registered_;
   RequestTable table_;
   std::array<Piece, kIoDepth> pieces_;  // by user_data
-  std::vector<uint32_t> free_;          // of pieces_
+  std::array<__kernel_timespec, kIoDepth> rests_ = {};
+  std::vector<uint32_t> free_;  // of pieces_
 };
 
 }  // namespace

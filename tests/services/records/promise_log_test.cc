@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
+
 #include "ballast/services/records/job_entry.h"
 #include "ballast/tests/scratch_directory.h"
 
@@ -91,6 +93,29 @@ TEST(PromiseLog, FirstPreparedStepMarksTheJobAsHavingState) {
 
   log.Sync(log.Append(PreparedStepRecord{}));
   EXPECT_FALSE(log.NextToWrite().has_value()) << "one mark is enough";
+}
+
+// As after a crash: the end of the catalog's log is torn off.
+TEST(PromiseLog, AWrittenPromiseOutlivesTheEndOfTheCatalogsLog) {
+  ScratchDirectory directory;
+  {
+    auto catalog = storage::Catalog::Open(directory.path());
+    ASSERT_TRUE(catalog.ok()) << catalog.status();
+    PromiseLog log("a");
+    log.Sync(log.Append(Promise(5)));
+    ASSERT_TRUE(PromiseLog::Write(catalog->get(), *log.NextToWrite()).ok());
+  }
+  for (const auto& file : std::filesystem::directory_iterator(directory / "catalog")) {
+    if (file.path().extension() == ".log" && file.file_size() > 0) {
+      std::filesystem::resize_file(file, file.file_size() - 20);
+    }
+  }
+  auto catalog = storage::Catalog::Open(directory.path());
+  ASSERT_TRUE(catalog.ok()) << catalog.status();
+  const auto entry = ReadJobEntry(**catalog, "a");
+  ASSERT_TRUE(entry.ok()) << entry.status();
+  ASSERT_TRUE(entry->promised.has_value());
+  EXPECT_EQ(entry->promised->counter(), 5u);
 }
 
 }  // namespace

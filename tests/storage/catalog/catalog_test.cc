@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -130,13 +131,85 @@ TEST(CatalogTest, AFullDiskIsAnErrorAndStaysOne) {
     absl::Status status;
     for (int i = 0; i < 16 && status.ok(); ++i) status = catalog->Put(absl::StrCat("large", i), large, sync);
     EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
-    EXPECT_EQ(model::ReasonOf(status), model::kIo);
+    EXPECT_EQ(model::ReasonOf(status), model::kDiskFull);
     EXPECT_THAT(status.ToString(), HasSubstr("No space left on device"));
     EXPECT_EQ(catalog->Put("small", "1"), status);
     disk.Empty();
     EXPECT_EQ(catalog->Put("small", "1"), status) << "until somebody looks";
     EXPECT_EQ(**catalog->Get("before"), "1");
   }
+}
+
+// A catalog's log with the one value of a test at its end.
+class CatalogRotTest : public ::testing::Test {
+ protected:
+  static constexpr char kKey[] = "job/a/promise", kValue[] = "the newest promise";
+
+  CatalogRotTest() {
+    {
+      auto catalog = *Catalog::Open(directory_ / "written");
+      EXPECT_TRUE(catalog->Put(kKey, "an older promise").ok());
+      EXPECT_TRUE(catalog->Put(kKey, kValue, Catalog::Sync::kTwice).ok());
+    }
+    for (const auto& file : std::filesystem::directory_iterator(directory_ / "written/catalog")) {
+      if (file.path().extension() == ".log") log_ = file.path().filename();
+    }
+    std::ifstream in(directory_ / "written/catalog/" + log_, std::ios::binary);
+    content_.assign(std::istreambuf_iterator<char>(in), {});
+  }
+
+  // A catalog with this log knows the value, or cannot be opened.
+  void ExpectKnownOrRefused(const std::string& log, const std::string& damage) {
+    std::filesystem::remove_all(directory_ / "damaged");
+    std::filesystem::copy(directory_ / "written", directory_ / "damaged", std::filesystem::copy_options::recursive);
+    std::ofstream(directory_ / "damaged/catalog/" + log_, std::ios::binary | std::ios::trunc) << log;
+    const auto catalog = Catalog::Open(directory_ / "damaged");
+    if (!catalog.ok()) {
+      EXPECT_EQ(catalog.status().code(), absl::StatusCode::kDataLoss) << damage << ": " << catalog.status();
+      ++refused_;
+      return;
+    }
+    const auto found = (*catalog)->Get(kKey);
+    ASSERT_TRUE(found.ok()) << found.status();
+    EXPECT_EQ(found->value_or("none"), kValue) << damage;
+    ++known_;
+  }
+
+  ScratchDirectory directory_;
+  std::string log_, content_;
+  int known_ = 0, refused_ = 0;
+};
+
+TEST_F(CatalogRotTest, WhatIsPutTwiceIsKnownAfterAnyDamageOrRefused) {
+  const uint64_t bytes = content_.size();
+  const uint64_t last = bytes - std::min<uint64_t>(bytes, 120), first = std::min<uint64_t>(bytes, 240);
+  for (uint64_t at = 0; at < bytes; at = at + 1 == first ? std::max(first, last) : at + 1) {
+    std::string rotten = content_;
+    rotten[at] ^= 0x40;
+    ExpectKnownOrRefused(rotten, absl::StrCat("a bit flipped in byte ", at, " of ", bytes));
+  }
+  for (uint64_t at = 0; at < bytes; at += 512) {
+    std::string zeroed = content_;
+    std::fill(zeroed.begin() + static_cast<std::ptrdiff_t>(at),
+              zeroed.begin() + static_cast<std::ptrdiff_t>(std::min(bytes, at + 4096)), '\0');
+    ExpectKnownOrRefused(zeroed, absl::StrCat("zeros from byte ", at, " of ", bytes));
+  }
+  for (uint64_t lost = 1; lost <= uint64_t{32} << 10 && lost < bytes; lost *= 2) {
+    ExpectKnownOrRefused(content_.substr(0, bytes - lost), absl::StrCat("without the last ", lost, " of ", bytes));
+  }
+  EXPECT_GT(known_, 0);
+  EXPECT_GT(refused_, 0);
+}
+
+// Nobody sees the gap, and values put twice again and again do not make the log longer than its buffer.
+TEST_F(CatalogRotTest, WhatIsPutTwiceTakesBoundedSpace) {
+  auto catalog = *Catalog::Open(directory_ / "written");
+  for (int i = 0; i < 400; ++i) ASSERT_TRUE(catalog->Put(kKey, absl::StrCat(i), Catalog::Sync::kTwice).ok());
+  EXPECT_THAT(*catalog->List(""), ElementsAre(Pair(kKey, "399")));
+  uint64_t bytes = 0;
+  for (const auto& file : std::filesystem::directory_iterator(directory_ / "written/catalog"))
+    bytes += file.file_size();
+  EXPECT_LT(bytes, 8 << 20);
 }
 
 TEST(CatalogTest, UnwritableDirectoryIsNamed) {

@@ -1,17 +1,37 @@
 // The contract of IoQueue, over both implementations.
 #include "ballast/storage/io/io_queue.h"
 
+#include <cerrno>
 #include <set>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/disk.h"
+#include "ballast/storage/io/piece.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/tests/scratch_directory.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
+#define BALLAST_ADVANCE "_ZN7ballast7storage7AdvanceERNS0_5PieceEl"
+
 namespace ballast::storage {
+
+// The linker gives a queue's calls of Advance to the test, which passes them on: as they are, or as a device without
+// memory would answer reads.
+absl::StatusOr<bool> RealAdvance(Piece& piece, int64_t result) __asm__("__real_" BALLAST_ADVANCE);
+absl::StatusOr<bool> SeenAdvance(Piece& piece, int64_t result) __asm__("__wrap_" BALLAST_ADVANCE);
+
+namespace {
+int busy_reads = 0;  // how many more reads find no memory
+}  // namespace
+
+absl::StatusOr<bool> SeenAdvance(Piece& piece, int64_t result) {
+  if (piece.kind != IoRequest::Kind::kRead || busy_reads == 0) return RealAdvance(piece, result);
+  --busy_reads;
+  return RealAdvance(piece, -EAGAIN);
+}
+
 namespace {
 
 using ::testing::HasSubstr;
@@ -165,6 +185,45 @@ TEST_P(IoQueueTest, DeviceErrorIsReported) {
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_THAT(status.ToString(), HasSubstr("read of 4096 bytes at offset 0 of /proc/self/mem"));
   EXPECT_THAT(status.ToString(), HasSubstr("Input/output error"));
+}
+
+// The thread pool rests in Transfer, see piece_test.cc.
+class BusyDeviceTest : public IoQueueTest {
+ protected:
+  ~BusyDeviceTest() override { busy_reads = 0; }
+};
+INSTANTIATE_TEST_SUITE_P(Backends, BusyDeviceTest, ::testing::Values(IoBackend::kUring),
+                         [](const auto&) { return "Uring"; });
+
+TEST_P(BusyDeviceTest, RestsBetweenItsTriesWhileOthersGoOn) {
+  Fill(Buffer(2 * kMiB, kIoAlignment), 5);
+  ASSERT_TRUE(Only({IoRequest::Kind::kWrite, file_.get(), 0, Buffer(2 * kMiB, kIoAlignment), 1}).ok());
+  busy_reads = 1000;
+  ASSERT_TRUE(queue_->Submit({IoRequest::Kind::kRead, file_.get(), 0, Buffer(0, kIoAlignment), 2}).ok());
+  // While these go on, a read without rests would be tried as often.
+  std::vector<IoCompletion> completions;
+  for (uint64_t i = 1; i <= 2 * kIoRetriesMax; ++i) {
+    ASSERT_TRUE(queue_->Submit({IoRequest::Kind::kWrite, file_.get(), kMiB, Buffer(kMiB, kIoAlignment), 3}).ok());
+    while (completions.size() < i) queue_->Reap(/*wait=*/true, &completions);
+    ASSERT_EQ(completions.back().tag, 3) << "write " << i << ": " << completions.back().status;
+  }
+  busy_reads = 0;
+  completions.clear();
+  while (completions.empty()) queue_->Reap(/*wait=*/true, &completions);
+  EXPECT_EQ(completions[0].tag, 2);
+  EXPECT_EQ(completions[0].status, absl::OkStatus());
+  EXPECT_EQ(Buffer(0, kIoAlignment), Buffer(2 * kMiB, kIoAlignment));
+}
+
+TEST_P(BusyDeviceTest, GivesUpAfterItsBoundAndSaysSo) {
+  ASSERT_TRUE(Only({IoRequest::Kind::kWrite, file_.get(), 0, Buffer(0, kMiB), 1}).ok());
+  busy_reads = 1000;
+  const absl::Status status = Only({IoRequest::Kind::kRead, file_.get(), 0, Buffer(0, kIoAlignment), 2});
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(status.ToString(), HasSubstr("tried 33 times, with rests of 1201 ms in all"));
+  EXPECT_EQ(busy_reads, 1000 - kIoRetriesMax - 1);
+  busy_reads = 0;
+  EXPECT_TRUE(Only({IoRequest::Kind::kRead, file_.get(), 0, Buffer(0, kMiB), 3}).ok());
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, IoQueueTest, ::testing::Values(IoBackend::kUring, IoBackend::kThreads),

@@ -52,6 +52,37 @@ TEST_F(PieceTest, InterruptionsAreRetriedUpToTheCap) {
   EXPECT_THAT(status.ToString(), HasSubstr("temporarily unavailable"));
 }
 
+// A device short of memory gets time, and no more than a second or so; the error says how much.
+TEST_F(PieceTest, BusyDevicesAreTriedLessAndLessOften) {
+  std::vector<std::chrono::microseconds> rests;
+  int tries = 0;
+  const auto rest = [&](std::chrono::microseconds taken) { rests.push_back(taken); };
+  const auto busy = [&](const Piece&) {
+    ++tries;
+    return -EAGAIN;
+  };
+  const absl::Status status = Transfer(piece_, busy, rest);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(model::ReasonOf(status), model::kIo);
+  EXPECT_THAT(status.ToString(), HasSubstr("tried 33 times, with rests of 1201 ms in all"));
+  EXPECT_THAT(status.ToString(), HasSubstr("read of 16384 bytes at offset 8192"));
+  EXPECT_EQ(tries, kIoRetriesMax + 1);
+  ASSERT_EQ(rests.size(), static_cast<size_t>(kIoRetriesMax));
+  EXPECT_EQ(rests.front(), kIoRestMin);
+  EXPECT_EQ(rests.back(), kIoRestMax);
+  for (size_t i = 1; i < rests.size(); ++i) EXPECT_EQ(rests[i], std::min(2 * rests[i - 1], kIoRestMax));
+}
+
+TEST_F(PieceTest, InterruptedAndShortTransfersGoOnAtOnce) {
+  const int64_t results[] = {-EINTR, 4096, -EAGAIN, 4096, 8192};
+  size_t next = 0, rests = 0;
+  const absl::Status status = Transfer(
+      piece_, [&](const Piece&) { return results[next++]; }, [&](std::chrono::microseconds) { ++rests; });
+  EXPECT_EQ(status, absl::OkStatus());
+  EXPECT_EQ(next, std::size(results));
+  EXPECT_EQ(rests, 1) << "after EAGAIN";
+}
+
 TEST_F(PieceTest, ErrorsNameFileOffsetAndText) {
   const absl::Status status = Advance(piece_, -EIO).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
@@ -60,8 +91,20 @@ TEST_F(PieceTest, ErrorsNameFileOffsetAndText) {
   EXPECT_THAT(status.ToString(), HasSubstr("Input/output error"));
 }
 
-TEST_F(PieceTest, FullDiskIsResourceExhausted) {
-  EXPECT_EQ(Advance(piece_, -ENOSPC).status().code(), absl::StatusCode::kResourceExhausted);
+TEST_F(PieceTest, FullDiskHasAReasonOfItsOwn) {
+  for (const int error : {ENOSPC, EDQUOT}) {
+    const absl::Status full = Advance(piece_, -error).status();
+    EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(model::ReasonOf(full), model::kDiskFull);
+  }
+}
+
+// Free space would not help.
+TEST_F(PieceTest, AFileThatIsTooLongIsNoFullDisk) {
+  const absl::Status status = Advance(piece_, -EFBIG).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(model::ReasonOf(status), model::kIo);
+  EXPECT_THAT(status.ToString(), HasSubstr("keeps no file of this size"));
 }
 
 TEST_F(PieceTest, EndOfFileIsDataLoss) {

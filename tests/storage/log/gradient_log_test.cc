@@ -343,7 +343,7 @@ TEST_F(GradientLogTest, AFullDiskLeavesNothingOfANewLogAndAllOfAnOld) {
   large.segment_count = 9;
   const absl::Status status = GradientLog::Create(SystemDisk(), large).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
-  EXPECT_EQ(model::ReasonOf(status), model::kIo);
+  EXPECT_EQ(model::ReasonOf(status), model::kDiskFull);
   EXPECT_FALSE(std::filesystem::exists(path));
 
   auto log = GradientLog::Create(SystemDisk(), options);

@@ -2,17 +2,34 @@
 #include "ballast/storage/memory/arena.h"
 
 #include <gtest/gtest.h>
+#include <spdlog/sinks/ostream_sink.h>
+#include <spdlog/spdlog.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <optional>
+#include <sstream>
+#include <string>
 #include <utility>
 
 #include "ballast/tests/storage/in_child.h"
+
+// The linker gives all calls of madvise to the test, which passes them on unless the system is to refuse.
+extern "C" int __real_madvise(void* address, size_t bytes, int advice);
+namespace {
+bool madvise_refused = false;
+}  // namespace
+extern "C" int __wrap_madvise(void* address, size_t bytes, int advice) {
+  if (!madvise_refused) return __real_madvise(address, bytes, advice);
+  errno = ENOMEM;
+  return -1;
+}
 
 namespace ballast::storage {
 namespace {
@@ -80,6 +97,28 @@ TEST_F(ArenaForkTest, AForkedChildThatDestroysItsCopyLeavesWhatLiesThereNow) {
   });
   EXPECT_EQ(code, 0);
   EXPECT_EQ(arena_->bytes()[kArenaBytes - 1], std::byte{7});
+}
+
+// Not for each chunk: a job has thousands.
+TEST(ArenaTest, WhatTheSystemRefusesIsSaidOnce) {
+  std::ostringstream log;
+  auto& sinks = spdlog::default_logger()->sinks();
+  sinks.push_back(std::make_shared<spdlog::sinks::ostream_sink_mt>(log));
+  madvise_refused = true;
+  for (int i = 0; i < 3; ++i) {
+    auto arena = Arena::Map(kArenaBytes);
+    ASSERT_TRUE(arena.ok()) << arena.status();
+    arena->Discard(arena->bytes().first(kPage));
+  }
+  madvise_refused = false;
+  sinks.pop_back();
+  const auto times = [&](const std::string& text) {
+    int count = 0;
+    for (size_t at = 0; (at = log.str().find(text, at)) != std::string::npos; ++at) ++count;
+    return count;
+  };
+  EXPECT_EQ(times("forked children share"), 1) << log.str();
+  EXPECT_EQ(times("stay"), 1) << log.str();
 }
 
 }  // namespace

@@ -2,8 +2,11 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <map>
+
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/tests/sim_disk/sim_disk.h"
 #include "ballast/tests/storage/store/store_on_tiers.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -95,6 +98,198 @@ TEST_F(StoreFaultTest, TruncatedFileIsFound) {
   const absl::Status status = s_.RunSegments(1);
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
   EXPECT_THAT(status.ToString(), HasSubstr("nvme.tier moved no more: the file ends there"));
+}
+
+// Durable stores of two chunks each, on a simulated disk.
+class DurableFaultTest : public ::testing::Test {
+ protected:
+  static constexpr uint64_t kElements = 65536, kChunks = 2;
+
+  struct Job {
+    std::map<uint64_t, DurableChunk> recorded;
+    std::unique_ptr<ChunkStore> store;
+  };
+
+  absl::Status Open(std::vector<ExtentPlace> kept = {}) {
+    job_.store.reset();
+    tiers_.reset();
+    BALLAST_ASSIGN_OR_RETURN(tiers_, Tiers::Open({.budget = {64 * kMiB, 64 * kMiB, 64 * kMiB},
+                                                  .directory = directory_.path(),
+                                                  .staging_bytes = StoreOnTiers::StagingBytes(2),
+                                                  .open_hbm = TestHbm(),
+                                                  .disk = &disk_,
+                                                  .kept = std::move(kept)}));
+    return absl::OkStatus();
+  }
+
+  // `job`'s chunks, as it recorded them, or new ones.
+  absl::Status Add(Job* job, TierKind tier) {
+    job->store =
+        std::make_unique<ChunkStore>(tiers_.get(), kernels::OptimizerSpec(), nullptr,
+                                     DurableOptions{.job = "job", .record = [job](absl::Span<const DurableChunk> all) {
+                                                      for (const DurableChunk& chunk : all)
+                                                        job->recorded[chunk.id] = chunk;
+                                                      return absl::OkStatus();
+                                                    }});
+    Plan plan;
+    std::vector<ChunkToAdd> added;
+    for (uint64_t i = 0; i < kChunks; ++i) {
+      plan.chunks.push_back({.state = tier});
+      ChunkToAdd& chunk = added.emplace_back(ChunkToAdd{.elements = kElements, .id = i});
+      if (job->recorded.contains(i)) chunk.durable = job->recorded[i];
+    }
+    return job->store->Add(added, plan);
+  }
+
+  static absl::Status Flush(Job* job, int64_t version) {
+    StepUpdates step(static_cast<uint64_t>(version) + 1);
+    for (uint64_t i = 0; i < kChunks; ++i) step.AddValues(i, kElements);
+    std::vector<ChunkUpdate> updates(step.updates().begin(), step.updates().end());
+    for (ChunkUpdate& update : updates) {
+      update.version = version;
+      update.flush = true;
+    }
+    return job->store->Run(updates, [](size_t) {});
+  }
+
+  // The chunks hold the version.
+  static void ExpectHolds(const Job& job, int64_t version) {
+    StepUpdates step(static_cast<uint64_t>(version) + 1);
+    for (uint64_t i = 0; i < kChunks; ++i) step.AddValues(i, kElements);
+    for (uint64_t i = 0; i < kChunks; ++i) {
+      ReferenceChunk reference(kElements);
+      reference.Apply(step.updates()[i]);
+      EXPECT_TRUE(Holds(*job.store, i, reference)) << i;
+    }
+  }
+
+  std::vector<ExtentPlace> Recorded() const {
+    std::vector<ExtentPlace> places;
+    for (const auto& [id, chunk] : job_.recorded) places.push_back({chunk.offset, chunk.bytes});
+    return places;
+  }
+
+  SimDisk disk_{1};
+  ScratchDirectory directory_;
+  std::unique_ptr<Tiers> tiers_;
+  Job job_;
+};
+
+class HbmFlushFaultTest : public DurableFaultTest {
+ protected:
+  void SetUp() override {
+    ASSERT_EQ(Open(), absl::OkStatus());
+    ASSERT_EQ(Add(&job_, TierKind::kHbm), absl::OkStatus());
+    ASSERT_EQ(Flush(&job_, 0), absl::OkStatus());
+    ASSERT_EQ(job_.store->Harden(), absl::OkStatus());
+  }
+
+  void FailFlush(uint64_t write) {
+    disk_.FailNext(SimOperation::kWrite, write, SimFault::kEio);
+    const absl::Status status = Flush(&job_, 1);
+    ASSERT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+  }
+};
+
+// Writes of a flush: each array's, the label.
+TEST_F(HbmFlushFaultTest, WhatAFailedFlushLeftGoesWithTheDiscardedStore) {
+  for (uint64_t write = 1; write <= 8; ++write) {
+    SCOPED_TRACE(write);
+    if (write > 1) {
+      job_.recorded.clear();
+      SetUp();
+    }
+    FailFlush(write);
+    job_.store->Discard();
+    job_.store.reset();
+    EXPECT_EQ(tiers_->used().nvme, 0u);
+  }
+}
+
+TEST_F(HbmFlushFaultTest, TheVersionBeforeAFailedFlushIsThereAfterARestart) {
+  FailFlush(1);
+  ASSERT_EQ(job_.recorded.at(0).version, 0);
+  ASSERT_EQ(Open(Recorded()), absl::OkStatus());
+  ASSERT_EQ(Add(&job_, TierKind::kHbm), absl::OkStatus());
+  ExpectHolds(job_, 0);
+}
+
+// The budget is larger than the disk, and others fill the disk. Whatever needs more space is refused, and no step is.
+class FullDiskStoreTest : public DurableFaultTest, public ::testing::WithParamInterface<TierKind> {
+ protected:
+  void SetUp() override {
+    ASSERT_EQ(Open(), absl::OkStatus());
+    ASSERT_EQ(Add(&job_, GetParam()), absl::OkStatus());
+  }
+  void FillDisk() { disk_.set_capacity_bytes(disk_.used_bytes()); }
+  static void ExpectFull(const absl::Status& status) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+    EXPECT_EQ(model::ReasonOf(status), model::kDiskFull) << status;
+  }
+  void ExpectSteps(int64_t from, int64_t to) {
+    for (int64_t version = from; version < to; ++version) {
+      ASSERT_EQ(Flush(&job_, version), absl::OkStatus()) << "version " << version;
+      ExpectHolds(job_, version);
+    }
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Tiers, FullDiskStoreTest, ::testing::Values(TierKind::kHbm, TierKind::kDram, TierKind::kNvme),
+                         [](const auto& info) { return std::string(TierName(info.param)); });
+
+TEST_P(FullDiskStoreTest, AnotherJobIsRefusedAndStepsGoOn) {
+  FillDisk();
+  const uint64_t used = tiers_->used().nvme;
+  Job other;
+  ExpectFull(Add(&other, GetParam()));
+  other.store.reset();
+  EXPECT_EQ(tiers_->used().nvme, used);
+  ExpectSteps(0, 12);
+}
+
+TEST_P(FullDiskStoreTest, ADurablePinIsRefusedAndStepsGoOn) {
+  ExpectSteps(0, 3);
+  FillDisk();
+  ExpectFull(job_.store->PinDurably(2).status());
+  ExpectSteps(3, 12);
+}
+
+TEST_P(FullDiskStoreTest, ADurablePinThatWasMadeStaysAndStepsGoOn) {
+  ExpectSteps(0, 3);
+  const auto kept = job_.store->PinDurably(2);
+  ASSERT_TRUE(kept.ok()) << kept.status();
+  FillDisk();
+  ExpectSteps(3, 12);
+  EXPECT_EQ(job_.store->VerifyPin(2, [] { return absl::OkStatus(); }), absl::OkStatus());
+  // What it gives up is enough for the next.
+  job_.store->UnpinDurably(2);
+  EXPECT_TRUE(job_.store->PinDurably(11).ok());
+  ExpectSteps(12, 20);
+}
+
+TEST_P(FullDiskStoreTest, ARestartFindsItsSpace) {
+  ExpectSteps(0, 6);
+  ASSERT_EQ(job_.store->Harden(), absl::OkStatus());
+  FillDisk();
+  ASSERT_EQ(Open(Recorded()), absl::OkStatus());
+  ASSERT_EQ(Add(&job_, GetParam()), absl::OkStatus());
+  ExpectHolds(job_, 5);
+  ExpectSteps(6, 18);
+}
+
+// A pin for reading has no space of its own: its copy goes to memory, and a step fails only where that is full as well.
+TEST_P(FullDiskStoreTest, AReadingPinTakesMemoryThen) {
+  ExpectSteps(0, 3);
+  FillDisk();
+  ASSERT_EQ(job_.store->Pin(2), absl::OkStatus());
+  ExpectSteps(3, 6);
+  ASSERT_EQ(job_.store->Pin(5), absl::OkStatus());
+  ASSERT_EQ(tiers_->SetBudget({64 * kMiB, tiers_->used().dram, 64 * kMiB}), absl::OkStatus());
+  const absl::Status status = Flush(&job_, 6);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_THAT(status.ToString(), HasSubstr("free space on that file system; and in dram instead: dram is short of"));
+  ExpectHolds(job_, 5);
+  job_.store->Unpin(5);
+  ExpectSteps(6, 9);
 }
 
 }  // namespace

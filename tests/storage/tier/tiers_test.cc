@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include <fstream>
+#include <random>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -153,12 +154,13 @@ TEST_F(TiersTest, BlocksOfTheDiskAreReservedOnceAndAgainWhereItHasThemBack) {
   auto tiers = *Tiers::Open({.budget = {.nvme = 4 * kPage}, .directory = directory_.path(), .disk = &disk});
   NvmeTier& nvme = *tiers->nvme();
   const auto reservations = [&] { return disk.operations(SimOperation::kReserve); };
-  BudgetLease lease = nvme.Allocate(4 * kPage, "room")->TakeLease();
+  NvmeRoom room = *nvme.Promise(4 * kPage, "room");
   EXPECT_EQ(reservations(), 1);
   std::vector<NvmeExtent> extents;
-  for (int i = 0; i < 4; ++i) extents.push_back(*nvme.AllocateFrom(&lease, kPage, "a version"));
-  EXPECT_EQ(lease.bytes(), 0);
-  extents[1].TakeLease();
+  for (int i = 0; i < 4; ++i) extents.push_back(*nvme.AllocateFrom(&room, kPage, "a version"));
+  EXPECT_EQ(room.bytes(), 0);
+  room = extents[1].TakeRoom();
+  room = NvmeRoom();
   extents[1] = *nvme.Allocate(kPage, "another");
   EXPECT_EQ(reservations(), 1);
   // Fragments that another extent does not fit into go back to the disk, and so does the file's end.
@@ -176,18 +178,181 @@ TEST_F(TiersTest, BlocksOfTheDiskAreReservedOnceAndAgainWhereItHasThemBack) {
   EXPECT_EQ(reservations(), 5);
 }
 
-TEST_F(TiersTest, AFullDiskLeavesTheCallerHisShareOfTheBudget) {
-  SimDisk disk(1);
-  auto tiers = *Tiers::Open({.budget = {.nvme = 4 * kPage}, .directory = directory_.path(), .disk = &disk});
-  NvmeTier& nvme = *tiers->nvme();
-  BudgetLease room = nvme.Allocate(2 * kPage, "room")->TakeLease();
-  const NvmeExtent there = *nvme.Allocate(2 * kPage, "what lies in its place");
-  disk.FailNext(SimOperation::kReserve, 1, SimFault::kEnospc);
-  const absl::Status status = nvme.AllocateFrom(&room, kPage, "a version").status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+// A tier whose budget is larger than its disk.
+class FullDiskTiersTest : public ::testing::Test {
+ protected:
+  // Whatever is free is taken by others from now on.
+  void FillDisk() { disk_.set_capacity_bytes(disk_.used_bytes()); }
+  static void ExpectFull(const absl::Status& status) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+    EXPECT_EQ(model::ReasonOf(status), model::kDiskFull) << status;
+    EXPECT_THAT(status.ToString(), HasSubstr("free space on that file system"));
+  }
+
+  ScratchDirectory directory_;
+  SimDisk disk_{1};
+  std::unique_ptr<Tiers> tiers_ =
+      *Tiers::Open({.budget = {.nvme = 16 * kPage}, .directory = directory_.path(), .disk = &disk_});
+  NvmeTier& nvme_ = *tiers_->nvme();
+};
+
+TEST_F(FullDiskTiersTest, APromiseIsRefusedAndLeavesNothing) {
+  const NvmeRoom room = *nvme_.Promise(2 * kPage, "room");
+  const uint64_t used = disk_.used_bytes();
+  disk_.set_capacity_bytes(used + kPage);
+  ExpectFull(nvme_.Promise(2 * kPage, "a pin").status());
+  EXPECT_EQ(disk_.used_bytes(), used);
+  EXPECT_EQ(tiers_->used().nvme, 2 * kPage);
+  EXPECT_TRUE(nvme_.Promise(kPage, "a smaller pin").ok());
+}
+
+TEST_F(FullDiskTiersTest, NobodyGetsTheBlocksOfAPromise) {
+  NvmeRoom room = *nvme_.Promise(2 * kPage, "room");
+  const NvmeExtent other = *nvme_.Allocate(2 * kPage, "another's extent");
+  FillDisk();
+  for (int i = 0; i < 2; ++i) {
+    const auto extent = nvme_.AllocateFrom(&room, kPage, "a version");
+    ASSERT_TRUE(extent.ok()) << extent.status();
+  }
+}
+
+TEST_F(FullDiskTiersTest, APromiseKeepsItsBlocksWhenItsNeighbourGoes) {
+  NvmeRoom room = *nvme_.Promise(2 * kPage, "room");
+  { const NvmeExtent neighbour = *nvme_.Allocate(kPage, "at the file's end"); }
+  EXPECT_EQ(disk_.used_bytes(), 2 * kPage);
+  FillDisk();
+  const auto extent = nvme_.AllocateFrom(&room, 2 * kPage, "a version");
+  EXPECT_TRUE(extent.ok()) << extent.status();
+}
+
+TEST_F(FullDiskTiersTest, PromisedFragmentsAreNotCountedTwice) {
+  ASSERT_EQ(tiers_->SetBudget({.nvme = 6 * kPage}), absl::OkStatus());
+  std::vector<NvmeExtent> extents;
+  for (int i = 0; i < 4; ++i) extents.push_back(*nvme_.Allocate(kPage, "a version"));
+  NvmeRoom room = extents[0].TakeRoom();
+  room.Join(extents[2].TakeRoom());
+  // With the promised two pages the budget is spent.
+  const NvmeExtent large = *nvme_.Allocate(2 * kPage, "what fits into no fragment");
+  EXPECT_EQ(disk_.operations(SimOperation::kDiscard), 0);
+  EXPECT_EQ(disk_.used_bytes(), 6 * kPage);
+  FillDisk();
+  for (int i = 0; i < 2; ++i) {
+    const auto extent = nvme_.AllocateFrom(&room, kPage, "a version");
+    ASSERT_TRUE(extent.ok()) << extent.status();
+  }
+}
+
+TEST_F(FullDiskTiersTest, APromiseInFragmentsIsAPlaceInOnePiece) {
+  std::vector<NvmeExtent> extents;
+  for (int i = 0; i < 6; ++i) extents.push_back(*nvme_.Allocate(kPage, "a version"));
+  NvmeRoom room = extents[0].TakeRoom();
+  room.Join(extents[2].TakeRoom());
+  room.Join(extents[4].TakeRoom());
+  FillDisk();
+  const auto large = nvme_.AllocateFrom(&room, 2 * kPage, "a larger version");
+  ASSERT_TRUE(large.ok()) << large.status();
+  const auto small = nvme_.AllocateFrom(&room, kPage, "a version");
+  ASSERT_TRUE(small.ok()) << small.status();
+  EXPECT_EQ(disk_.used_bytes(), 6 * kPage);
+}
+
+// The disk gave the fragments' blocks to another program.
+TEST_F(FullDiskTiersTest, ARoomThatLostItsBlocksIsUnchanged) {
+  std::vector<NvmeExtent> extents;
+  for (int i = 0; i < 4; ++i) extents.push_back(*nvme_.Allocate(kPage, "a version"));
+  NvmeRoom room = extents[0].TakeRoom();
+  room.Join(extents[2].TakeRoom());
+  disk_.SetFaultProbability(SimOperation::kReserve, SimFault::kEnospc, 1);
+  ExpectFull(nvme_.AllocateFrom(&room, 2 * kPage, "a larger version").status());
   EXPECT_EQ(room.bytes(), 2 * kPage);
-  EXPECT_TRUE(nvme.AllocateFrom(&room, 2 * kPage, "a version").ok());
+  disk_.SetFaultProbability(SimOperation::kReserve, SimFault::kEnospc, 0);
+  EXPECT_TRUE(nvme_.AllocateFrom(&room, 2 * kPage, "a larger version").ok());
   EXPECT_EQ(room.bytes(), 0);
+}
+
+// Room that the next run will want stays in the file; room that nobody wants goes back to the disk.
+TEST_F(FullDiskTiersTest, RoomIsLeftToTheNextRunOrGivenBack) {
+  NvmeRoom room = *nvme_.Promise(2 * kPage, "room");
+  room.Leave();
+  EXPECT_EQ(tiers_->used().nvme, 0);
+  EXPECT_EQ(disk_.used_bytes(), 2 * kPage);
+  FillDisk();
+  room = *nvme_.Promise(2 * kPage, "room");
+  room = NvmeRoom();
+  EXPECT_EQ(tiers_->used().nvme, 0);
+  EXPECT_EQ(disk_.used_bytes(), 0);
+}
+
+TEST_F(FullDiskTiersTest, ARestartFindsTheBlocksOfItsRoomOnAFullDisk) {
+  NvmeRoom room = *nvme_.Promise(4 * kPage, "room");
+  std::vector<NvmeExtent> versions;
+  for (int i = 0; i < 3; ++i) versions.push_back(*nvme_.AllocateFrom(&room, kPage, "a version"));
+  const uint64_t kept = versions[1].offset();
+  versions[1].Leave();
+  for (const int i : {0, 2}) room.Join(versions[static_cast<size_t>(i)].TakeRoom());
+  room.Leave();
+  FillDisk();
+  tiers_.reset();
+  tiers_ = *Tiers::Open(
+      {.budget = {.nvme = 16 * kPage}, .directory = directory_.path(), .disk = &disk_, .kept = {{kept, kPage}}});
+  NvmeTier& nvme = *tiers_->nvme();
+  auto again = nvme.Promise(3 * kPage, "room");
+  ASSERT_TRUE(again.ok()) << again.status();
+  // Nor does it matter that the blocks lie on both sides of the kept extent.
+  EXPECT_TRUE(nvme.AllocateFrom(&*again, 3 * kPage, "a large version").ok());
+}
+
+// Promises, places and their ends at random, on a disk that others fill and empty.
+TEST_F(FullDiskTiersTest, WhateverHappensAPromiseHasItsBlocks) {
+  for (uint32_t seed = 0; seed < 200; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    SimDisk disk(seed);
+    const uint64_t budget = (8 + random() % 24) * kPage;
+    auto tiers = *Tiers::Open({.budget = {.nvme = budget}, .directory = directory_.path(), .disk = &disk});
+    NvmeTier& nvme = *tiers->nvme();
+    NvmeRoom room;
+    std::vector<NvmeExtent> extents;
+    for (int step = 0; step < 100; ++step) {
+      const uint64_t bytes = (1 + random() % 4) * kPage;
+      const uint64_t before = tiers->used().nvme;
+      const auto any = extents.begin() + static_cast<std::ptrdiff_t>(extents.empty() ? 0 : random() % extents.size());
+      switch (random() % 8) {
+        case 0:
+          disk.set_capacity_bytes(disk.used_bytes() + (random() % 8) * kPage);
+          break;
+        case 1:
+          if (auto promised = nvme.Promise(bytes, "room"); promised.ok()) room.Join(*std::move(promised));
+          break;
+        case 2:
+          if (auto extent = nvme.Allocate(bytes, "extent"); extent.ok()) extents.push_back(*std::move(extent));
+          break;
+        case 3:
+          if (!extents.empty()) extents.erase(any);
+          break;
+        case 4:
+          if (room.bytes() >= bytes) room.Split(bytes);
+          break;
+        case 5:
+          if (extents.empty()) break;
+          room.Join(any->TakeRoom());
+          extents.erase(any);
+          ASSERT_EQ(tiers->used().nvme, before);
+          break;
+        default:
+          if (room.bytes() < bytes) break;
+          auto extent = nvme.AllocateFrom(&room, bytes, "a version");
+          ASSERT_TRUE(extent.ok()) << "step " << step << ": " << extent.status();
+          extents.push_back(*std::move(extent));
+          ASSERT_EQ(tiers->used().nvme, before);
+      }
+      uint64_t taken = room.bytes();
+      for (const NvmeExtent& extent : extents) taken += extent.bytes();
+      ASSERT_EQ(tiers->used().nvme, taken);
+      ASSERT_GE(disk.used_bytes(), taken) << "step " << step;
+      ASSERT_LE(disk.used_bytes(), budget) << "step " << step;
+    }
+  }
 }
 
 // fallocate waits for all transfers of the file that are in flight, so an extent that a restart kept is not reserved
@@ -204,7 +369,7 @@ TEST_F(TiersTest, TheBlocksOfAKeptExtentAreNotReservedAgain) {
   auto tiers = *Tiers::Open(options);
   NvmeTier& nvme = *tiers->nvme();
   NvmeExtent behind = *nvme.Allocate(kPage, "another chunk's state");
-  BudgetLease room = nvme.TakeKept(0)->TakeLease();
+  NvmeRoom room = nvme.TakeKept(0)->TakeRoom();
   disk.FailNext(SimOperation::kReserve, 1, SimFault::kEnospc);
   const auto again = nvme.AllocateFrom(&room, 2 * kPage, "a version");
   ASSERT_TRUE(again.ok()) << again.status();

@@ -1,0 +1,77 @@
+// The space of the NVMe tier's file: which ranges are in use, which ranges have blocks on the disk, and how much space
+// is promised without a place yet.
+//
+// Invariant: every range in use has blocks, and free ranges have at least as many blocks as are promised. So promised
+// space is counted once, and nobody else's: it has its blocks before it has its place, and a full disk refuses the
+// promise, never the place.
+//
+// If promised blocks lie in fragments that are too small for an extent, the extent gets blocks elsewhere, and as many
+// blocks of fragments go back to the disk: the file's blocks stay the same in number. A disk without a free block gets
+// the fragments' blocks back first. In between another program may take these blocks, if the disk has none besides:
+// the only case in which a place for promised space is refused.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "ballast/storage/io/block_file.h"
+#include "ballast/storage/tier/space/byte_ranges.h"
+
+namespace ballast::storage {
+
+// Threads: the caller's lock. All sizes are multiples of kIoAlignment. `unused_max`: bytes of blocks that may stay
+// in free ranges beyond the promised bytes. Beyond this bound blocks go back to the disk before the file gets others.
+// Errors: BlockFile::Reserve's; then nothing has changed, but that unused blocks may have gone back to the disk.
+class FileSpace {
+ public:
+  // Borrows `file`.
+  explicit FileSpace(BlockFile* file) : file_(file) {}
+
+  // At start, in ascending order: a range in use that has blocks. `before`: what lies between it and the range before.
+  enum class Between { kFree, kUnknown };
+  void Keep(ByteRange range, Between before);
+  // At start: what lies behind the last range, up to `end`, stays.
+  void KeepUpTo(uint64_t end);
+
+  absl::Status Promise(uint64_t bytes);
+  // The promised blocks are nobody's. kStay: they stay in the file for the next run, which wants as many.
+  enum class Blocks { kGiveBack, kStay };
+  void EndPromise(uint64_t bytes, Blocks blocks);
+  // The offset of a range of `bytes`, from now on in use. TakePromised: part of the promised bytes.
+  absl::StatusOr<uint64_t> Take(uint64_t bytes, uint64_t unused_max) { return Take(bytes, promised_, unused_max); }
+  absl::StatusOr<uint64_t> TakePromised(uint64_t bytes, uint64_t unused_max);
+  // The range is free. FreeIntoPromise: as many bytes are promised.
+  void Free(ByteRange range);
+  void FreeIntoPromise(ByteRange range);
+  // Ends the file behind the last range that is in use or promised.
+  absl::Status Trim() { return file_->Truncate(end_); }
+
+ private:
+  absl::StatusOr<uint64_t> Take(uint64_t bytes, uint64_t promised_after, uint64_t unused_max);
+  uint64_t Place(uint64_t bytes);
+  void MarkFree(ByteRange range);
+  void MarkUsed(ByteRange range);
+  // Makes sure that a range in use has blocks.
+  absl::Status GetBlocks(ByteRange range, uint64_t promised_after, uint64_t unused_max);
+  // Makes sure that free ranges have blocks for what will be promised.
+  absl::Status CoverPromise(uint64_t promised_after);
+  // The parts of a free range without known blocks.
+  std::vector<ByteRange> Holes(ByteRange range) const;
+  // Returns `bytes` of blocks in free ranges to the disk, from the smallest fragment on.
+  void GiveBack(uint64_t bytes);
+  void GiveBackRange(ByteRange range);
+  // Shortens the file by free ranges at its end, and no further than the promise allows.
+  void GiveBackEnd();
+  uint64_t Unused(uint64_t promised) const { return free_with_blocks_ > promised ? free_with_blocks_ - promised : 0; }
+
+  BlockFile* const file_;
+  ByteRanges free_;
+  ByteRanges blocks_;  // has blocks, free or in use. At start blocks of free ranges are not known
+  uint64_t free_with_blocks_ = 0;
+  uint64_t promised_ = 0;
+  uint64_t end_ = 0;  // of the last range in use or free
+};
+
+}  // namespace ballast::storage
