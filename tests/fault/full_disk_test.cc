@@ -97,6 +97,23 @@ class FullDiskTest : public ::testing::Test {
     EXPECT_TRUE(absl::StrContains(status.message(), "free space")) << status;
   }
 
+  // How much disk the job takes besides its log, is found out by making the job.
+  uint64_t TierBytes() {
+    const uint64_t free = FreeBytes();
+    TrainerGroup group = MakeGroup();
+    EXPECT_EQ(group.Start(), absl::OkStatus());
+    const uint64_t log_bytes = std::filesystem::file_size(absl::StrCat(directory(), "/log-", kImageJob));
+    EXPECT_LT(log_bytes, kLogBytesMax);
+    const uint64_t taken = free - FreeBytes();
+    v1::DropJobRequest drop;
+    drop.set_job(kImageJob);
+    *drop.mutable_epoch() = group.epoch();
+    services::Answer<v1::DropJobResponse> dropped;
+    server_->DropJob(drop, dropped.reply());
+    EXPECT_EQ(dropped.Wait().status(), absl::OkStatus());
+    return taken - log_bytes;
+  }
+
   uint64_t NvmeUsed() const { return server_->Status().tiers(2).used_bytes(); }
 
   const SmallDisk disk_{kDiskBytes};
@@ -105,11 +122,11 @@ class FullDiskTest : public ::testing::Test {
 };
 
 TEST_F(FullDiskTest, NoSpaceForTheLog) {
-  FillBut(2 * kMiB);
+  const uint64_t tier_bytes = TierBytes();
+  FillBut(tier_bytes + 2 * kMiB);
   TrainerGroup refused = MakeGroup();
   ExpectFull(refused.Start(), absl::StrCat("log-", kImageJob));
   EXPECT_FALSE(std::filesystem::exists(absl::StrCat(directory(), "/log-", kImageJob)));
-  EXPECT_EQ(NvmeUsed(), 0u);
   disk_.Empty();
   TrainerGroup group = MakeGroup();
   ASSERT_EQ(group.Start(), absl::OkStatus());
@@ -120,7 +137,8 @@ TEST_F(FullDiskTest, NoSpaceForTheLog) {
 }
 
 TEST_F(FullDiskTest, NoSpaceForTheLogEndsWithARestart) {
-  FillBut(2 * kMiB);
+  const uint64_t tier_bytes = TierBytes();
+  FillBut(tier_bytes + 2 * kMiB);
   TrainerGroup refused = MakeGroup();
   ExpectFull(refused.Start(), absl::StrCat("log-", kImageJob));
   Restart();  // on the full disk
@@ -132,23 +150,10 @@ TEST_F(FullDiskTest, NoSpaceForTheLogEndsWithARestart) {
 }
 
 TEST_F(FullDiskTest, NoSpaceForExtents) {
-  // How large the log is, is found out by making it.
-  uint64_t log_bytes = 0;
-  {
-    TrainerGroup group = MakeGroup();
-    ASSERT_EQ(group.Start(), absl::OkStatus());
-    log_bytes = std::filesystem::file_size(absl::StrCat(directory(), "/log-", kImageJob));
-    ASSERT_LT(log_bytes, kLogBytesMax);
-    v1::DropJobRequest drop;
-    drop.set_job(kImageJob);
-    *drop.mutable_epoch() = group.epoch();
-    services::Answer<v1::DropJobResponse> dropped;
-    server_->DropJob(drop, dropped.reply());
-    ASSERT_EQ(dropped.Wait().status(), absl::OkStatus());
-  }
-  FillBut(log_bytes + 256 * 1024);
+  FillBut(256 * 1024);
   TrainerGroup refused = MakeGroup();
   ExpectFull(refused.Start(), "nvme.tier");
+  EXPECT_EQ(NvmeUsed(), 0u);
   for (const bool restart : {false, true}) {
     if (restart) Restart();
     TrainerGroup still = MakeGroup();

@@ -52,9 +52,11 @@ absl::Status DryRun(StateServer* server, TrainerGroup& group) {
   request.set_dry_run(true);
   Answer<v1::OpenResponse> answer;
   server->Open(request, Soon(), answer.reply());
-  BALLAST_ASSIGN_OR_RETURN(const v1::OpenResponse response, answer.Wait());
-  EXPECT_THAT(response.plan(), ::testing::HasSubstr("dram holds the state"));
-  return absl::OkStatus();
+  const auto response = answer.Wait();
+  if (response.ok()) {
+    EXPECT_THAT(response->plan(), ::testing::HasSubstr("dram holds the state"));
+  }
+  return response.status();
 }
 
 absl::Status Fence(StateServer* server, const std::string& job, uint64_t counter) {
@@ -78,7 +80,8 @@ class HungDiskTest : public ::testing::Test {
   // All that a job does with its server, on memory alone.
   void ExpectGoesOn(TrainerGroup& group) {
     EXPECT_EQ(Step(group), absl::OkStatus());
-    EXPECT_EQ(DryRun(server_.get(), group), absl::OkStatus());
+    const absl::Status planned = DryRun(server_.get(), group);
+    EXPECT_TRUE(planned.ok() || absl::IsResourceExhausted(planned)) << planned;
     EXPECT_EQ(group.Read(0, v1::CONTENT_MASTER, group.step() - 1).status(), absl::OkStatus());
     // A pull that comes before its version is answered once the version is there.
     v1::PullRequest early;
@@ -163,33 +166,68 @@ TEST_F(HungDiskTest, AReadThatHangsHoldsUpNoOtherJob) {
   for (Answer<uint32_t>& read : reads) EXPECT_EQ(read.Wait().status(), absl::OkStatus());
 }
 
-TEST_F(HungDiskTest, AFenceAndAnOpenDoNotWaitForAnUpdateThatHangs) {
-  for (const v1::Durability durability : {v1::DURABILITY_STEP, v1::DURABILITY_NONE}) {
-    const std::string name = absl::StrCat("job", durability);
+class HungUpdateTest : public HungDiskTest, public ::testing::WithParamInterface<v1::Durability> {
+ protected:
+  HungUpdateTest() : first_({server_.get()}, Spec("job", GetParam()), 1) {}
+
+  // Step 1 is decided, and its update waits for the disk.
+  void Hang() {
     v1::SetBudgetRequest budget;
-    budget.set_dram_bytes(durability == v1::DURABILITY_STEP ? 3 * kMiB : 6 * kMiB);
+    budget.set_dram_bytes(3 * kMiB);
     Answer<v1::SetBudgetResponse> changed;
     server_->SetBudget(budget, changed.reply());
     ASSERT_EQ(changed.Wait().status(), absl::OkStatus());
-    TrainerGroup first({server_.get()}, Spec(name, durability), 1);
-    ASSERT_EQ(first.Start(), absl::OkStatus());
-    ASSERT_EQ(first.Initialise(Ones), absl::OkStatus());
-    ASSERT_EQ(first.Read(0, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
-    ASSERT_GT(NvmeStateBytes(server_.get(), name), 0u);
-    ASSERT_EQ(first.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), Ones), absl::OkStatus());
+    ASSERT_EQ(first_.Start(), absl::OkStatus());
+    ASSERT_EQ(first_.Initialise(Ones), absl::OkStatus());
+    ASSERT_GT(NvmeStateBytes(server_.get(), "job"), 0u);
+    ASSERT_EQ(first_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), Ones), absl::OkStatus());
     disk_.Hold([](const std::string& path, GatedOperation operation, uint64_t) {
       return absl::EndsWith(path, "/nvme.tier") && operation == GatedOperation::kWrite;
     });
-    ASSERT_TRUE(first.Finish(UpdateHeader(Tensors())).ok());
+    ASSERT_TRUE(first_.Finish(UpdateHeader(Tensors())).ok());
     disk_.AwaitWaiting();
-    TrainerGroup second({server_.get()}, Spec(name, durability), 1, 2);
-    ASSERT_EQ(Fence(server_.get(), name, 2), absl::OkStatus());
-    EXPECT_EQ(second.Start(), absl::OkStatus());
-    EXPECT_EQ(second.step(), 2);
-    disk_.Release();
-    EXPECT_EQ(second.Read(0, v1::CONTENT_WORKING, 1).status(), absl::OkStatus());
-    EXPECT_EQ(Step(second), absl::OkStatus());
   }
+
+  TrainerGroup first_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Durabilities, HungUpdateTest, ::testing::Values(v1::DURABILITY_NONE, v1::DURABILITY_STEP),
+                         [](const auto& info) { return v1::Durability_Name(info.param); });
+
+TEST_P(HungUpdateTest, AFenceAndAnOpenDoNotWait) {
+  ASSERT_NO_FATAL_FAILURE(Hang());
+  ASSERT_EQ(Fence(server_.get(), "job", 2), absl::OkStatus());
+  TrainerGroup second({server_.get()}, Spec("job", GetParam()), 1, 2);
+  EXPECT_EQ(second.Start(), absl::OkStatus());
+  EXPECT_EQ(second.step(), 2);
+  disk_.Release();
+  EXPECT_EQ(second.Read(0, v1::CONTENT_WORKING, 1).status(), absl::OkStatus());
+  EXPECT_EQ(Step(second), absl::OkStatus());
+}
+
+TEST_P(HungUpdateTest, APinThatWaitsIsRefusedWhenItIsUnpinned) {
+  ASSERT_NO_FATAL_FAILURE(Hang());
+  v1::PinRequest pin;
+  pin.set_job("job");
+  pin.set_version(1);
+  Answer<v1::PinResponse> pins[2];
+  for (auto& answer : pins) server_->Pin(pin, absl::InfiniteFuture(), answer.reply());
+  EXPECT_FALSE(pins[0].arrived());
+  v1::UnpinRequest unpin;
+  unpin.set_job("job");
+  unpin.set_version(1);
+  Answer<v1::UnpinResponse> unpinned;
+  server_->Unpin(unpin, unpinned.reply());
+  ASSERT_EQ(unpinned.Wait().status(), absl::OkStatus());
+  for (auto& answer : pins) {
+    const absl::Status status = answer.Wait().status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+    EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("version 1 was unpinned meanwhile"));
+  }
+  Answer<v1::PinResponse> again;
+  server_->Pin(pin, absl::InfiniteFuture(), again.reply());
+  disk_.Release();
+  EXPECT_EQ(again.Wait().status(), absl::OkStatus()) << "another request pins it";
 }
 
 }  // namespace

@@ -105,29 +105,6 @@ TEST_F(JobPull, ReadsAPinnedVersionWhileStepsGoOn) {
   EXPECT_EQ(model::ReasonOf(Pin(9).status()), model::kBehind);
 }
 
-TEST_F(JobPull, RefusesAPinThatWasUnpinnedMeanwhile) {
-  // The job's thread is held up, so the pin has to wait.
-  TrainerGroup next({server_.get()}, MakeSpec("job", EndlessModel()), 1, 2);
-  std::vector<v1::GetJobResponse> answers;
-  ASSERT_EQ(next.Fence(&answers), absl::OkStatus());
-  Answer<v1::OpenResponse> open;
-  server_->Open(next.open_request(0, answers[0].decision()), absl::InfiniteFuture(), open.reply());
-  v1::PinRequest pin;
-  pin.set_job("job");
-  Answer<v1::PinResponse> first, second;
-  server_->Pin(pin, absl::InfiniteFuture(), first.reply());
-  server_->Pin(pin, absl::InfiniteFuture(), second.reply());
-  EXPECT_FALSE(first.arrived());
-  ASSERT_EQ(Unpin(0), absl::OkStatus());
-  for (Answer<v1::PinResponse>* answer : {&first, &second}) {
-    const absl::Status status = answer->Wait().status();
-    EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
-    EXPECT_NE(status.message().find("version 0 was unpinned meanwhile"), absl::string_view::npos) << status;
-  }
-  EXPECT_FALSE(open.Wait().ok());
-  EXPECT_TRUE(Pin(0).ok()) << "another request pins it";
-}
-
 TEST_F(JobPull, RefusesAVersionBeforeTheChunkWasRegistered) {
   ASSERT_TRUE(Pin(0).ok());
   ASSERT_EQ(Step(), absl::OkStatus());

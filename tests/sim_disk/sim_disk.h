@@ -51,8 +51,8 @@ class SimDisk : public Disk {
   // True after a CrashAfter has struck, until Crash().
   bool off() const ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // 1 GiB by default. Larger writes and reservations fail with RESOURCE_EXHAUSTED (IO); a write still stores the blocks
-  // that fit.
+  // 1 GiB by default. Larger writes and reservations fail with RESOURCE_EXHAUSTED (DISK_FULL); a write still stores the
+  // blocks that fit.
   void set_capacity_bytes(uint64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   uint64_t used_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);
 

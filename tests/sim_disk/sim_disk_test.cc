@@ -202,7 +202,7 @@ TEST_F(SimDiskTest, CapacityBoundsWritesAndReservations) {
   EXPECT_EQ(disk_.used_bytes(), 2 * kIoAlignment);
   const absl::Status reserved = file_->Reserve(0, uint64_t{1} << 50);
   EXPECT_EQ(reserved.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(model::ReasonOf(reserved), model::kIo);
+  EXPECT_EQ(model::ReasonOf(reserved), model::kDiskFull);
   EXPECT_TRUE(file_->Write(0, blocks.Part(0, 2 * kIoAlignment)).ok()) << "reserved";
   EXPECT_TRUE(file_->Write(0, blocks.span()).ok());
   const auto other = *disk_.Open("g", Disk::Mode::kEmptied);

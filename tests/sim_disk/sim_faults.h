@@ -17,7 +17,7 @@ inline constexpr int kSimOperations = 8;
 enum class SimFault {
   kEio,     // INTERNAL (IO). A read fills part of the buffer, a write stores some of its blocks, a sync loses some of
             // the covered writes for good. Other operations do nothing
-  kEnospc,  // RESOURCE_EXHAUSTED (IO), otherwise like kEio: open, write, sync and reserve only
+  kEnospc,  // RESOURCE_EXHAUSTED (DISK_FULL), otherwise like kEio: open, write, sync and reserve only
   kShort,   // the transfer moved less than asked and the disk resubmitted the rest: only counted
   kStale,   // a read returns the durable bytes, without later writes
   kMisdirected,  // a write reports OK and lands on different blocks of the file; lost, if there are none

@@ -198,7 +198,7 @@ TEST(StateServer, StepsGoOnWhenTheCatalogsDiskIsFull) {
   TrainerGroup next({server->get()}, MakeSpec("job", SmallModel()), 1, 2);
   absl::Status status = next.Start();
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
-  EXPECT_EQ(model::ReasonOf(status), model::kIo);
+  EXPECT_EQ(model::ReasonOf(status), model::kDiskFull);
   EXPECT_TRUE(Contains(status, "No space left on device") && Contains(status, "then restart the server")) << status;
   EXPECT_FALSE(Contains(status, "Other jobs go on")) << status;
 }
