@@ -2,9 +2,7 @@
 
 #include <spdlog/spdlog.h>
 
-#include <map>
 #include <string>
-#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -19,17 +17,17 @@ constexpr size_t kLoadsMax = 16;
 
 }  // namespace
 
-absl::Status LoggedSlices::Find(int64_t step, SliceLoad* load) const {
+absl::Status LoggedSlices::Find(SliceLoad* load) const {
   const v1::PushRequest& header = *load->header;
   load->chunk = core_->FindSlice(header, &load->slice);
   if (load->chunk == nullptr) {
     return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
-                        absl::StrCat("the log of job '", core_->name, "' holds a slice of step ", step,
+                        absl::StrCat("the log of job '", core_->name, "' holds a slice of step ", header.step(),
                                      " that its epoch's tiling does not give to this server"));
   }
   const uint64_t start = load->chunk->layout.range.begin;
   load->range = {header.begin() - start, header.end() - start};
-  if (*load->chunk->version >= step && !Seeded(storage::StorageBug::kReplayedTwice)) {
+  if (*load->chunk->version >= header.step() && !Seeded(storage::StorageBug::kReplayedTwice)) {
     load->chunk = nullptr;
     return absl::OkStatus();
   }
@@ -41,30 +39,21 @@ absl::Status LoggedSlices::Find(int64_t step, SliceLoad* load) const {
                                    " bytes, expected ", bytes));
 }
 
-absl::Status LoggedSlices::Load(uint64_t attempt, int64_t step, Use use, Replay* replay) {
-  using Place = std::tuple<int, uint32_t, uint64_t>;
-  const auto place = [](const v1::PushRequest& slice) { return Place(slice.kind(), slice.unit(), slice.begin()); };
-  // A slice whose bytes were lost before was pushed again: the last record counts.
-  std::map<Place, const Replay::Slice*> newest;
-  for (const Replay::Slice& slice : replay->slices) {
-    if (slice.header.attempt() == attempt && slice.header.step() == step) newest[place(slice.header)] = &slice;
-  }
+absl::Status LoggedSlices::Load(absl::Span<const LoggedSlice* const> slices, Use use, Replay* replay) {
   std::vector<SliceLoad> loads;
-  for (const Replay::Slice& slice : replay->slices) {
-    if (slice.header.attempt() != attempt || slice.header.step() != step) continue;
-    if (newest[place(slice.header)] != &slice) continue;
+  for (const LoggedSlice* slice : slices) {
     SliceLoad load;
-    load.header = &slice.header;
-    load.payload = slice.payload;
+    load.header = &slice->header;
+    load.payload = slice->payload;
     bool waits = false;
     {
       JobMutexLock lock(&core_->mu);
-      BALLAST_RETURN_IF_ERROR(Find(step, &load));
+      BALLAST_RETURN_IF_ERROR(Find(&load));
       if (load.chunk == nullptr) continue;
       Intake& intake = load.chunk->intake;
-      const v1::SliceKind kind = slice.header.kind();
+      const v1::SliceKind kind = slice->header.kind();
       if (use == Use::kDecided && (intake.Logs(kind) || (kind == v1::SLICE_KIND_GRADIENT && intake.HasOneSlice()))) {
-        intake.HoldPlace(load.slice, kind, attempt, load.payload);
+        intake.HoldPlace(load.slice, kind, slice->header.attempt(), load.payload);
         replay->payload_bytes += load.payload.bytes;
         continue;
       }

@@ -8,8 +8,10 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "ballast/services/job/job_core.h"
 #include "ballast/services/job/slice_room.h"
+#include "ballast/services/records/log_walk.h"
 #include "ballast/services/recovery/replay.h"
 
 namespace ballast::services {
@@ -23,7 +25,7 @@ class LoggedSlices {
   // job. kPushed: a slice that cannot be read is forgotten: the rank that pushed it still has the gradient and will be
   // asked again.
   enum class Use { kDecided, kPrepared, kPushed };
-  absl::Status Load(uint64_t attempt, int64_t step, Use use, Replay* replay) ABSL_LOCKS_EXCLUDED(job_lock);
+  absl::Status Load(absl::Span<const LoggedSlice* const> slices, Use use, Replay* replay) ABSL_LOCKS_EXCLUDED(job_lock);
 
  private:
   // A slice on its way from the log to its chunk.
@@ -36,7 +38,7 @@ class LoggedSlices {
     Intake::Receipt receipt;
     absl::Status status;
   };
-  absl::Status Find(int64_t step, SliceLoad* load) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status Find(SliceLoad* load) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status Begin(SliceLoad* load, Replay* replay);
   absl::Status Read(Use use, std::vector<SliceLoad>* loads, Replay* replay);
 

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/records/log_walk.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/log/log_reader.h"
@@ -26,6 +27,131 @@ absl::Status LogMissing(const std::string& name, size_t chunks, const absl::Stat
 }
 
 }  // namespace
+
+// Replays a log's records onto the job.
+class Recovery::Replayer : public LogVisitor {
+ public:
+  Replayer(Recovery* recovery, const LogWalk* walk, Replay* replay)
+      : recovery_(recovery), core_(recovery->core_), walk_(walk), replay_(replay) {}
+
+  // After the last record: the slices pushed for the step in flight. Without their bytes the machine would count slices
+  // that are missing.
+  absl::Status LoadUndecided();
+
+ private:
+  // Slices and the prepared record of the next step leave the chunks alone; other records find the last step applied.
+  absl::Status VisitOther(const StepRecord& record) override {
+    JobMutexLock lock(&core_->mu);
+    return core_->machine->Replay(record);
+  }
+  absl::Status VisitPromise(const v1::Epoch&, const StepRecord& record) override { return Settled(record); }
+  absl::Status VisitOpen(const v1::OpenRequest& open, const StepRecord& record) override;
+  absl::Status VisitSnapshot(const v1::LogSnapshot& snapshot, bool begins, const StepRecord& record) override;
+  absl::Status VisitDecision(const v1::Decision& decision, const StepRecord& record) override;
+  absl::Status Settled(const StepRecord& record) {
+    BALLAST_RETURN_IF_ERROR(replay_->FinishUpdates());
+    return VisitOther(record);
+  }
+
+  Recovery* const recovery_;
+  JobCore* const core_;
+  const LogWalk* const walk_;
+  Replay* const replay_;
+};
+
+absl::Status Recovery::Replayer::VisitOpen(const v1::OpenRequest& open, const StepRecord& record) {
+  BALLAST_RETURN_IF_ERROR(replay_->FinishUpdates());
+  BALLAST_ASSIGN_OR_RETURN(Space::Chunks chunks, recovery_->TakeChunks(open));
+  JobMutexLock lock(&core_->mu);
+  const absl::Status status = recovery_->openings_->Replay(std::move(chunks), [&] {
+    core_->mu.AssertHeld();
+    return core_->machine->Replay(record);
+  });
+  storage::Pass("recovery/opened");
+  return status;
+}
+
+absl::Status Recovery::Replayer::VisitSnapshot(const v1::LogSnapshot& snapshot, bool begins, const StepRecord& record) {
+  if (!begins) return Settled(record);
+  BALLAST_RETURN_IF_ERROR(VisitOpen(snapshot.open(), record));
+  JobMutexLock lock(&core_->mu);
+  BALLAST_RETURN_IF_ERROR(recovery_->CheckChanged(snapshot));
+  // The chunks have the steps that were cut from the log.
+  for (const auto& chunk : core_->chunks) chunk->version = std::max(*chunk->version, snapshot.committed());
+  return absl::OkStatus();
+}
+
+absl::Status Recovery::Replayer::VisitDecision(const v1::Decision& decision, const StepRecord& record) {
+  const int64_t step = decision.step();
+  BALLAST_RETURN_IF_ERROR(
+      recovery_->slices_.Load(walk_->Slices(decision.attempt(), step), LoggedSlices::Use::kDecided, replay_));
+  storage::Pass("recovery/slices_loaded");
+  BALLAST_RETURN_IF_ERROR(replay_->FinishUpdates());
+  std::shared_ptr<StepWork> work;
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    JobMutexLock lock(&core_->mu);
+    BALLAST_RETURN_IF_ERROR(core_->machine->Replay(record));
+    work = std::exchange(recovery_->work_, nullptr);
+    BALLAST_RETURN_IF_ERROR(work->incomplete);
+    store = core_->store;
+    for (const auto& chunk : work->untouched) chunk->version = step;
+  }
+  BALLAST_RETURN_IF_ERROR(recovery_->updates_->PrepareReadBack(work.get()));
+  recovery_->flushes_->SetApplied(step);
+  ++replay_->steps;
+  if (absl::Now() - replay_->said > kProgressEvery) {
+    replay_->said = absl::Now();
+    spdlog::info("job '{}': recovering, at step {}, {} MiB of slices replayed", core_->name, step,
+                 replay_->payload_bytes >> 20);
+  }
+  const auto update = [updates = recovery_->updates_, store, work, log = replay_->file] {
+    const absl::Status status = updates->Run(store.get(), work.get(), log);
+    storage::Pass("recovery/step_replayed");
+    return status;
+  };
+  if (core_->around.compute->threads() == 1) return update();
+  {
+    JobMutexLock lock(&core_->mu);
+    replay_->updating = true;
+  }
+  replay_->updates = std::thread([core = core_, update, replay = replay_] {
+    replay->updated = update();
+    JobMutexLock lock(&core->mu);
+    replay->updating = false;
+  });
+  return absl::OkStatus();
+}
+
+absl::Status Recovery::Replayer::LoadUndecided() {
+  int64_t committed = -1;
+  std::optional<v1::PreparedRecord> prepared;
+  std::set<uint64_t> attempts = walk_->Attempts();
+  {
+    JobMutexLock lock(&core_->mu);
+    committed = core_->machine->committed();
+    v1::GetJobResponse job = core_->machine->Describe();
+    if (job.has_prepared()) prepared = std::move(*job.mutable_prepared());
+  }
+  if (Seeded(storage::StorageBug::kUndecidedForgotten)) attempts.clear();
+  for (const uint64_t attempt : attempts) {
+    // A rank that has not heard that all servers prepared the step keeps its gradients, and is told what is missing.
+    const bool needed = prepared.has_value() && prepared->attempt() == attempt;
+    const auto use = needed ? LoggedSlices::Use::kPrepared : LoggedSlices::Use::kPushed;
+    BALLAST_RETURN_IF_ERROR(recovery_->slices_.Load(walk_->Slices(attempt, committed + 1), use, replay_));
+  }
+  if (!attempts.empty()) {
+    // Otherwise a lower attempt would count as the step's first, and the next higher attempt would have the log release
+    // this attempt's slices.
+    JobMutexLock lock(&core_->mu);
+    recovery_->journal_->NoteRecovered(committed + 1, *attempts.rbegin());
+  }
+  BALLAST_RETURN_IF_ERROR(replay_->FinishUpdates());
+  if (!prepared.has_value()) return absl::OkStatus();
+  JobMutexLock lock(&core_->mu);
+  for (const auto& chunk : core_->chunks) BALLAST_RETURN_IF_ERROR(recovery_->updates_->CheckHeld(*chunk, *prepared));
+  return absl::OkStatus();
+}
 
 absl::Status Recovery::CheckLife(const JobEntry& entry, uint64_t life, absl::string_view whose) const {
   const auto refuse = [&](absl::string_view what, uint64_t other) {
@@ -77,8 +203,11 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
   }
   Replay replay;
   replay.file = &(*log)->file();
-  BALLAST_RETURN_IF_ERROR(ReplayAll(scanned, log->get(), &replay));
-  BALLAST_RETURN_IF_ERROR(LoadUndecided(&replay));
+  LogWalk walk(&scanned);
+  Replayer replayer(this, &walk, &replay);
+  BALLAST_RETURN_IF_ERROR(walk.Run(&replayer));
+  for (size_t i = 0; i < scanned.live.size(); ++i) (*log)->Keep(scanned.live[i].incarnation, walk.keep_for()[i]);
+  BALLAST_RETURN_IF_ERROR(replayer.LoadUndecided());
   BALLAST_RETURN_IF_ERROR(CheckLogReaches(entry));
   BALLAST_RETURN_IF_ERROR(CheckAllTaken());
   int64_t committed = -1;
@@ -106,63 +235,6 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
                    : "");
   JobMutexLock lock(&core_->mu);
   return core_->failure;
-}
-
-absl::Status Recovery::ReplayAll(const storage::ScannedLog& scanned, storage::GradientLog* log, Replay* replay) {
-  std::vector<int64_t> keep(scanned.live.size(), -1);
-  size_t segment = 0;
-  for (size_t i = 0; i < scanned.records.size(); ++i) {
-    while (segment + 1 < scanned.live.size() && scanned.live[segment + 1].first_record <= i) ++segment;
-    BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(scanned.records[i]));
-    if (const auto* slice = std::get_if<SliceRecord>(&record)) {
-      keep[segment] = std::max(keep[segment], slice->header.step());
-    }
-    // A restore has no slices: a replay needs its prepared record.
-    if (const auto* prepared = std::get_if<PreparedStepRecord>(&record);
-        prepared != nullptr && prepared->prepared.header().kind() == v1::STEP_KIND_RESTORE) {
-      keep[segment] = std::max(keep[segment], prepared->prepared.step());
-    }
-    // Slices of older epochs are void.
-    if (const auto* open = std::get_if<OpenRecord>(&record)) {
-      for (size_t j = 0; j <= segment; ++j) keep[j] = std::min(keep[j], open->open.base());
-    }
-    BALLAST_RETURN_IF_ERROR(ReplayRecord(record, scanned.records[i].payload, replay));
-  }
-  const bool forgotten = Seeded(storage::StorageBug::kSegmentsForgotten);
-  for (size_t i = 0; i < keep.size(); ++i) log->Keep(scanned.live[i].incarnation, forgotten ? -1 : keep[i]);
-  return absl::OkStatus();
-}
-
-// The slices pushed for the step in flight: without their bytes the machine would count slices that are missing.
-absl::Status Recovery::LoadUndecided(Replay* replay) {
-  int64_t committed = -1;
-  std::optional<v1::PreparedRecord> prepared;
-  std::set<uint64_t> attempts;
-  for (const Replay::Slice& slice : replay->slices) attempts.insert(slice.header.attempt());
-  {
-    JobMutexLock lock(&core_->mu);
-    committed = core_->machine->committed();
-    v1::GetJobResponse job = core_->machine->Describe();
-    if (job.has_prepared()) prepared = std::move(*job.mutable_prepared());
-  }
-  if (Seeded(storage::StorageBug::kUndecidedForgotten)) attempts.clear();
-  for (const uint64_t attempt : attempts) {
-    // A rank that has not heard that all servers prepared the step keeps its gradients, and is told what is missing.
-    const bool needed = prepared.has_value() && prepared->attempt() == attempt;
-    const auto use = needed ? LoggedSlices::Use::kPrepared : LoggedSlices::Use::kPushed;
-    BALLAST_RETURN_IF_ERROR(slices_.Load(attempt, committed + 1, use, replay));
-  }
-  if (!attempts.empty()) {
-    // Otherwise a lower attempt would count as the step's first, and the next higher attempt would have the log release
-    // this attempt's slices.
-    JobMutexLock lock(&core_->mu);
-    journal_->NoteRecovered(committed + 1, *attempts.rbegin());
-  }
-  BALLAST_RETURN_IF_ERROR(replay->FinishUpdates());
-  if (!prepared.has_value()) return absl::OkStatus();
-  JobMutexLock lock(&core_->mu);
-  for (const auto& chunk : core_->chunks) BALLAST_RETURN_IF_ERROR(updates_->CheckHeld(*chunk, *prepared));
-  return absl::OkStatus();
 }
 
 absl::Status Recovery::CheckAllTaken() const {
@@ -198,79 +270,6 @@ absl::Status Recovery::End() {
   return flushes_->EndRecovery();
 }
 
-absl::Status Recovery::ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replay* replay) {
-  // Pushes and the prepared record of the next step leave the chunks alone; other records find the last step applied.
-  const bool waits = std::holds_alternative<OpenRecord>(record) || std::holds_alternative<SnapshotRecord>(record) ||
-                     std::holds_alternative<PromiseRecord>(record);
-  if (waits) BALLAST_RETURN_IF_ERROR(replay->FinishUpdates());
-  if (const auto* open = std::get_if<OpenRecord>(&record)) {
-    if (!Seeded(storage::StorageBug::kOldEpochReplayed)) replay->slices.clear();
-    return ReplayOpen(open->open, record);
-  }
-  if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) return ReplaySnapshot(snapshot->snapshot, record);
-  if (const auto* decision = std::get_if<DecisionRecord>(&record)) {
-    return ReplayDecision(decision->decision, record, replay);
-  }
-  if (const auto* slice = std::get_if<SliceRecord>(&record)) replay->slices.push_back({slice->header, payload});
-  JobMutexLock lock(&core_->mu);
-  return core_->machine->Replay(record);
-}
-
-absl::Status Recovery::ReplaySnapshot(const v1::LogSnapshot& snapshot, const StepRecord& record) {
-  {
-    JobMutexLock lock(&core_->mu);
-    if (core_->plan != nullptr || !snapshot.has_open()) return core_->machine->Replay(record);
-  }
-  BALLAST_RETURN_IF_ERROR(ReplayOpen(snapshot.open(), record));
-  JobMutexLock lock(&core_->mu);
-  BALLAST_RETURN_IF_ERROR(CheckChanged(snapshot));
-  // The chunks have the steps that were cut from the log.
-  for (const auto& chunk : core_->chunks) chunk->version = std::max(*chunk->version, snapshot.committed());
-  return absl::OkStatus();
-}
-
-absl::Status Recovery::ReplayDecision(const v1::Decision& decision, const StepRecord& record, Replay* replay) {
-  const int64_t step = decision.step();
-  BALLAST_RETURN_IF_ERROR(slices_.Load(decision.attempt(), step, LoggedSlices::Use::kDecided, replay));
-  storage::Pass("recovery/slices_loaded");
-  replay->slices.clear();
-  BALLAST_RETURN_IF_ERROR(replay->FinishUpdates());
-  std::shared_ptr<StepWork> work;
-  std::shared_ptr<storage::ChunkStore> store;
-  {
-    JobMutexLock lock(&core_->mu);
-    BALLAST_RETURN_IF_ERROR(core_->machine->Replay(record));
-    work = std::exchange(work_, nullptr);
-    BALLAST_RETURN_IF_ERROR(work->incomplete);
-    store = core_->store;
-    for (const auto& chunk : work->untouched) chunk->version = step;
-  }
-  BALLAST_RETURN_IF_ERROR(updates_->PrepareReadBack(work.get()));
-  flushes_->SetApplied(step);
-  ++replay->steps;
-  if (absl::Now() - replay->said > kProgressEvery) {
-    replay->said = absl::Now();
-    spdlog::info("job '{}': recovering, at step {}, {} MiB of slices replayed", core_->name, step,
-                 replay->payload_bytes >> 20);
-  }
-  const auto update = [this, store, work, log = replay->file] {
-    const absl::Status status = updates_->Run(store.get(), work.get(), log);
-    storage::Pass("recovery/step_replayed");
-    return status;
-  };
-  if (core_->around.compute->threads() == 1) return update();
-  {
-    JobMutexLock lock(&core_->mu);
-    replay->updating = true;
-  }
-  replay->updates = std::thread([this, update, replay] {
-    replay->updated = update();
-    JobMutexLock lock(&core_->mu);
-    replay->updating = false;
-  });
-  return absl::OkStatus();
-}
-
 absl::StatusOr<Space::Chunks> Recovery::TakeChunks(const v1::OpenRequest& open) {
   BALLAST_ASSIGN_OR_RETURN(const model::EpochPlan plan, model::EpochPlan::Make(open));
   BALLAST_ASSIGN_OR_RETURN(Space::Chunks chunks, space_->Take(plan, /*answer=*/nullptr));
@@ -285,17 +284,6 @@ absl::StatusOr<Space::Chunks> Recovery::TakeChunks(const v1::OpenRequest& open) 
   if (store == nullptr) return chunks;  // none of the chunks is this server's
   BALLAST_RETURN_IF_ERROR(earlier_->TakeBackPins(versions, chunks, store.get()));
   return chunks;
-}
-
-absl::Status Recovery::ReplayOpen(const v1::OpenRequest& open, const StepRecord& record) {
-  BALLAST_ASSIGN_OR_RETURN(Space::Chunks chunks, TakeChunks(open));
-  JobMutexLock lock(&core_->mu);
-  const absl::Status status = openings_->Replay(std::move(chunks), [&] {
-    core_->mu.AssertHeld();
-    return core_->machine->Replay(record);
-  });
-  storage::Pass("recovery/opened");
-  return status;
 }
 
 absl::Status Recovery::CheckChanged(const v1::LogSnapshot& snapshot) {

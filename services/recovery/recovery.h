@@ -46,15 +46,11 @@ class Recovery {
   void Apply(std::shared_ptr<StepWork> work) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { work_ = std::move(work); }
 
  private:
+  class Replayer;
+
   // Takes on `life`, found in `whose`. A name may have stood for several jobs, one after the other, whose files must
   // not be mixed: DATA_LOSS (DIVERGED) if the catalog names a different life.
   absl::Status CheckLife(const JobEntry& entry, uint64_t life, absl::string_view whose) const;
-  absl::Status ReplayAll(const storage::ScannedLog& scanned, storage::GradientLog* log, Replay* replay);
-  absl::Status LoadUndecided(Replay* replay);
-  absl::Status ReplayRecord(const StepRecord& record, const storage::PayloadPlace& payload, Replay* replay);
-  absl::Status ReplaySnapshot(const v1::LogSnapshot& snapshot, const StepRecord& record);
-  absl::Status ReplayDecision(const v1::Decision& decision, const StepRecord& record, Replay* replay);
-  absl::Status ReplayOpen(const v1::OpenRequest& open, const StepRecord& record);
   // The chunks of an Open of the earlier run, with the states that kept versions have of them.
   absl::StatusOr<Space::Chunks> TakeChunks(const v1::OpenRequest& open) ABSL_LOCKS_EXCLUDED(job_lock);
   // After the first snapshot: DATA_LOSS if a chunk's durable version misses a change from before the snapshot.

@@ -3,25 +3,16 @@
 
 #include <cstdint>
 #include <thread>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "ballast/storage/io/block_file.h"
-#include "ballast/storage/log/log_reader.h"
-#include "ballast/v1/state_service.pb.h"
 
 namespace ballast::services {
 
 struct Replay {
-  struct Slice {
-    v1::PushRequest header;
-    storage::PayloadPlace payload;
-  };
   const storage::BlockFile* file = nullptr;
-  // Slices of the undecided step, in the open epoch.
-  std::vector<Slice> slices;
   uint64_t steps = 0;
   uint64_t payload_bytes = 0;
   // Applies the last decided step while slices of the next step are read.

@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/records/log_records.h"
 #include "ballast/storage/memory/arena.h"
 
 namespace ballast::services {
@@ -16,8 +15,38 @@ constexpr char kGiveUp[] =
     "the "
     "file back from a copy of this very state, or drop the job with `ballastctl drop`";
 
-// Follows a log as Job::Recover does.
-class Replayer : public StepHost {
+// The newest in a log, and how far it goes.
+class Summary : public LogVisitor {
+ public:
+  explicit Summary(ReadLog* log) : log_(*log) {}
+  absl::Status VisitOther(const StepRecord& record) override {
+    log_.steps.Add(record);
+    return absl::OkStatus();
+  }
+  absl::Status VisitPromise(const v1::Epoch& promised, const StepRecord& record) override {
+    log_.promised = promised;
+    return VisitOther(record);
+  }
+  absl::Status VisitOpen(const v1::OpenRequest& open, const StepRecord& record) override {
+    log_.open = open;
+    return VisitOther(record);
+  }
+  absl::Status VisitSnapshot(const v1::LogSnapshot& snapshot, bool, const StepRecord& record) override {
+    if (snapshot.has_promised()) log_.promised = snapshot.promised();
+    if (snapshot.has_open()) log_.open = snapshot.open();
+    return VisitOther(record);
+  }
+  absl::Status VisitSlice(const LoggedSlice& slice, const StepRecord& record) override {
+    log_.pushed.insert({slice.header.unit(), slice.header.begin(), slice.header.end()});
+    return VisitOther(record);
+  }
+
+ private:
+  ReadLog& log_;
+};
+
+// Follows a log as Recovery does.
+class Replayer : public StepHost, public LogVisitor {
  public:
   Replayer(const ReadLog& log, const std::string& server_id, const DurableStates& durable, const std::string& path,
            std::vector<Finding>* findings)
@@ -26,7 +55,8 @@ class Replayer : public StepHost {
         path_(path),
         findings_(findings),
         server_id_(server_id),
-        machine_(server_id, this) {}
+        machine_(server_id, this),
+        walk_(&log.scanned) {}
 
   // Chunks' states are not judged.
   void LeaveChunks() { judges_chunks_ = false; }
@@ -41,14 +71,11 @@ class Replayer : public StepHost {
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
 
  private:
-  struct Slice {
-    size_t payload = 0;  // index into the result's
-    const v1::PushRequest* header = nullptr;
-    uint32_t slice = 0;  // of the plan
-  };
-
-  absl::Status Take(const StepRecord& record, const storage::PayloadPlace& payload);
-  absl::Status TakeSlice(const v1::PushRequest& header, const storage::PayloadPlace& payload);
+  absl::Status VisitOther(const StepRecord& record) override { return machine_.Replay(record); }
+  absl::Status VisitOpen(const v1::OpenRequest& open, const StepRecord& record) override;
+  absl::Status VisitSnapshot(const v1::LogSnapshot& snapshot, bool begins, const StepRecord& record) override;
+  absl::Status VisitSlice(const LoggedSlice& slice, const StepRecord& record) override;
+  absl::Status VisitDecision(const v1::Decision& decision, const StepRecord& record) override;
   void TakePlan();
   void CheckBeginning(const v1::LogSnapshot& snapshot);
   void CheckEnd();
@@ -68,49 +95,43 @@ class Replayer : public StepHost {
   const std::string server_id_;
   uint64_t lsn_ = 0;
   StepMachine machine_;
-  bool seen_plan_ = false;
+  LogWalk walk_;
   bool judges_chunks_ = true;
   std::map<uint64_t, int64_t> versions_;  // of this server's chunks
-  std::vector<Slice> slices_;             // of the undecided step
   LogReplay out_;
 };
 
 LogReplay Replayer::Run() {
-  for (size_t i = 0; i < log_.records.size(); ++i) {
-    const absl::Status status = Take(log_.records[i], log_.scanned.records[i].payload);
-    if (status.ok()) continue;
-    Find(Harm::kJobRefused, absl::StrCat("record ", log_.scanned.records[i].lsn, " cannot be replayed"),
+  const absl::Status status = walk_.Run(this);
+  if (status.ok()) {
+    CheckEnd();
+  } else {
+    Find(Harm::kJobRefused, absl::StrCat("record ", walk_.lsn(), " cannot be replayed"),
          "a record that follows from those before it", std::string(status.message()));
-    return out_;
   }
-  CheckEnd();
   return std::move(out_);
 }
 
-absl::Status Replayer::Take(const StepRecord& record, const storage::PayloadPlace& payload) {
-  if (const auto* slice = std::get_if<SliceRecord>(&record)) {
-    BALLAST_RETURN_IF_ERROR(machine_.Replay(record));
-    return TakeSlice(slice->header, payload);
-  }
-  if (const auto* decision = std::get_if<DecisionRecord>(&record)) {
-    Need(decision->decision.attempt(), decision->decision.step());
-    BALLAST_RETURN_IF_ERROR(machine_.Replay(record));
-    slices_.clear();
-    return absl::OkStatus();
-  }
+absl::Status Replayer::VisitOpen(const v1::OpenRequest&, const StepRecord& record) {
   BALLAST_RETURN_IF_ERROR(machine_.Replay(record));
-  if (std::holds_alternative<OpenRecord>(record)) slices_.clear();
-  const bool first = !seen_plan_;
   TakePlan();
-  if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) {
-    if (first) CheckBeginning(snapshot->snapshot);
-  }
   return absl::OkStatus();
 }
 
+absl::Status Replayer::VisitSnapshot(const v1::LogSnapshot& snapshot, bool begins, const StepRecord& record) {
+  BALLAST_RETURN_IF_ERROR(machine_.Replay(record));
+  if (!begins) return absl::OkStatus();
+  TakePlan();
+  CheckBeginning(snapshot);
+  return absl::OkStatus();
+}
+
+absl::Status Replayer::VisitDecision(const v1::Decision& decision, const StepRecord& record) {
+  Need(decision.attempt(), decision.step());
+  return machine_.Replay(record);
+}
+
 void Replayer::TakePlan() {
-  if (machine_.plan() == nullptr) return;
-  seen_plan_ = true;
   const model::EpochPlan& plan = *machine_.plan();
   const absl::StatusOr<uint32_t> member = plan.FindMember(server_id_);
   if (!member.ok()) return;  // the machine has refused it
@@ -121,36 +142,33 @@ void Replayer::TakePlan() {
   }
 }
 
-absl::Status Replayer::TakeSlice(const v1::PushRequest& header, const storage::PayloadPlace& payload) {
+absl::Status Replayer::VisitSlice(const LoggedSlice& logged, const StepRecord& record) {
+  BALLAST_RETURN_IF_ERROR(machine_.Replay(record));
+  const v1::PushRequest& header = logged.header;
   const model::EpochPlan& plan = *machine_.plan();
   const auto slice = plan.FindSlice(header.rank(), header.unit(), {header.begin(), header.end()});
   if (!slice.has_value() || !versions_.contains(plan.slices()[*slice].chunk)) {
     return absl::DataLossError(absl::StrCat("a slice of step ", header.step(), " of elements ", header.begin(), " to ",
                                             header.end(), " of unit ", header.unit(), ", which are not this server's"));
   }
-  slices_.push_back({out_.payloads.size(), &header, *slice});
-  out_.payloads.push_back({payload, header.step(), plan.slices()[*slice].chunk, false});
+  out_.payloads.push_back({logged.payload, header.step(), plan.slices()[*slice].chunk, false});
   return absl::OkStatus();
 }
 
 void Replayer::Need(uint64_t attempt, int64_t step) {
-  std::map<std::pair<uint32_t, int>, size_t> newest;  // a slice whose bytes were lost was pushed again
-  for (const Slice& slice : slices_) {
-    const LogReplay::Payload& payload = out_.payloads[slice.payload];
-    if (slice.header->attempt() == attempt && payload.step == step && versions_.at(payload.chunk) < step) {
-      newest[{slice.slice, slice.header->kind()}] = slice.payload;
-    }
+  for (const LoggedSlice* slice : walk_.Slices(attempt, step)) {
+    LogReplay::Payload& payload = out_.payloads[slice->index];
+    if (versions_.at(payload.chunk) < step) payload.needed = true;
   }
-  for (const auto& [slice, payload] : newest) out_.payloads[payload].needed = true;
 }
 
 void Replayer::CheckCovered(const v1::PreparedRecord& prepared) {
   if (!judges_chunks_) return;
   if (prepared.header().kind() == v1::STEP_KIND_RESTORE) return CheckRestorable(prepared);
   const model::EpochPlan& plan = *machine_.plan();
-  std::set<std::pair<uint32_t, int>> held;
-  for (const Slice& slice : slices_) {
-    if (slice.header->attempt() == prepared.attempt()) held.emplace(slice.slice, slice.header->kind());
+  std::set<std::tuple<int, uint32_t, uint64_t>> held;
+  for (const LoggedSlice* slice : walk_.Slices(prepared.attempt(), prepared.step())) {
+    held.emplace(slice->header.kind(), slice->header.unit(), slice->header.begin());
   }
   for (const auto& [chunk, version] : versions_) {
     if (version >= prepared.step()) continue;
@@ -160,7 +178,7 @@ void Replayer::CheckCovered(const v1::PreparedRecord& prepared) {
         const bool gradient = kind == v1::SLICE_KIND_GRADIENT;
         const std::string& presence =
             gradient ? prepared.header().gradient_presence() : prepared.header().value_presence();
-        if (!plan.Touches(slice, presence) || held.contains({index, kind})) continue;
+        if (!plan.Touches(slice, presence) || held.contains({kind, slice.unit, slice.range.begin})) continue;
         Find(
             Harm::kJobRefused,
             absl::StrCat("a slice of step ", prepared.step(), " that chunk ", chunk, " at version ", version, " needs"),
@@ -192,7 +210,6 @@ void Replayer::Apply(const v1::PreparedRecord& prepared, const v1::Decision& dec
 // A cut log has no steps up to `first`: the chunks' states must contain their changes.
 void Replayer::CheckBeginning(const v1::LogSnapshot& snapshot) {
   out_.first = snapshot.committed();
-  if (machine_.plan() == nullptr) return;
   const auto changed = DecodeChanged(snapshot, versions_.size());
   if (!changed.ok()) {
     Find(Harm::kJobRefused, "the log's beginning is not that of the chunks of this server",
@@ -239,17 +256,8 @@ absl::StatusOr<ReadLog> ReadJobLog(const storage::BlockFile& file, const std::st
     return model::Error(absl::StatusCode::kDataLoss, model::kIo,
                         absl::StrCat(file.path(), " is the log of job '", log.scanned.name, "', not of '", job, "'"));
   }
-  for (const storage::ReadRecord& record : log.scanned.records) {
-    BALLAST_ASSIGN_OR_RETURN(StepRecord decoded, DecodeRecord(record));
-    log.records.push_back(std::move(decoded));
-    const StepRecord& last = log.records.back();
-    if (const auto* promise = std::get_if<PromiseRecord>(&last)) log.promised = promise->epoch;
-    if (const auto* open = std::get_if<OpenRecord>(&last)) log.open = open->open;
-    if (const auto* snapshot = std::get_if<SnapshotRecord>(&last)) {
-      if (snapshot->snapshot.has_promised()) log.promised = snapshot->snapshot.promised();
-      if (snapshot->snapshot.has_open()) log.open = snapshot->snapshot.open();
-    }
-  }
+  Summary summary(&log);
+  BALLAST_RETURN_IF_ERROR(LogWalk(&log.scanned).Run(&summary));
   return log;
 }
 
@@ -258,11 +266,9 @@ std::set<uint64_t> ChunksInLog(const ReadLog& log) {
   if (!log.open.has_value()) return chunks;
   const auto plan = model::EpochPlan::Make(*log.open);
   if (!plan.ok()) return chunks;
-  for (const StepRecord& record : log.records) {
-    const auto* slice = std::get_if<SliceRecord>(&record);
-    if (slice == nullptr) continue;
+  for (const auto& [unit, begin, end] : log.pushed) {
     // Pieces, not slices: an older epoch may have been cut otherwise.
-    const auto pieces = plan->layout().Cut(slice->header.unit(), {slice->header.begin(), slice->header.end()});
+    const auto pieces = plan->layout().Cut(unit, {begin, end});
     if (!pieces.ok()) continue;
     for (const model::Layout::Piece& piece : *pieces) chunks.insert(piece.chunk);
   }

@@ -1,5 +1,4 @@
-// The history in a job's log, and what a replay would need: the steps of services/recovery.cc without tiers and
-// kernels.
+// The history in a job's log, and what a replay would need: the steps of services/recovery without tiers and kernels.
 #pragma once
 
 #include <map>
@@ -7,12 +6,14 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "ballast/services/step/step_machine.h"
+#include "ballast/services/records/log_records.h"
+#include "ballast/services/records/log_walk.h"
 #include "ballast/services/verify/finding.h"
 #include "ballast/services/verify/progress.h"
 #include "ballast/storage/chunk/extent_label.h"
@@ -21,12 +22,12 @@
 
 namespace ballast::services {
 
-// A log, read and decoded.
+// A log, read; all of its records can be decoded.
 struct ReadLog {
   std::string job;
   storage::ScannedLog scanned;
-  std::vector<StepRecord> records;  // of scanned.records, same order
-
+  LoggedSteps steps;
+  std::set<std::tuple<uint32_t, uint64_t, uint64_t>> pushed;  // slices: unit, begin, end
   // The newest in the log.
   std::optional<v1::OpenRequest> open;
   std::optional<v1::Epoch> promised;

@@ -6,7 +6,6 @@
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
-#include "ballast/services/records/log_records.h"
 
 namespace ballast::services {
 namespace {
@@ -153,7 +152,7 @@ void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
   // The log was still being made: no step was ever prepared.
   if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.pins.empty() && !entry.life.has_value()) return;
   if (!log.ok()) return refuse(log.status());
-  report_.counts.log_records += log->records.size();
+  report_.counts.log_records += log->scanned.records.size();
   report_.counts.torn_batches += log->scanned.torn_batches;
   if (log->scanned.repaired_blocks > 0) {
     Add(Harm::kRepaired, name, absl::StrCat(log->scanned.repaired_blocks, " blocks of the log are damaged"), path,
@@ -226,13 +225,9 @@ void Scrub::CheckOrphan(const std::string& name) {
   const auto log = ReadJobLog(**file, name);
   // The log is still being made, or nothing was ever prepared: an Open makes it anew.
   if (absl::IsNotFound(log.status())) return;
-  LoggedSteps steps;
-  if (log.ok()) {
-    for (const StepRecord& record : log->records) steps.Add(record);
-    if (!steps.any()) return;
-  }
+  if (log.ok() && !log->steps.any()) return;
   Add(Harm::kJobRefused, name, "the catalog does not know the job of this log", path, "an entry 'open' in the catalog",
-      log.ok() ? absl::StrCat("a log up to step ", steps.committed) : std::string(log.status().message()),
+      log.ok() ? absl::StrCat("a log up to step ", log->steps.committed) : std::string(log.status().message()),
       absl::StrCat(kRebuildAdvice, "; or remove the file, if the job is to be forgotten"));
 }
 

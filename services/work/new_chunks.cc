@@ -1,5 +1,7 @@
 #include "ballast/services/work/new_chunks.h"
 
+#include <spdlog/spdlog.h>
+
 #include <algorithm>
 
 #include "ballast/storage/io/block_file.h"
@@ -11,6 +13,19 @@ namespace {
 // Buffers for incoming slices: whole chunks as fp32, the largest slices. With 32 MiB in flight a disk writes at its
 // full speed.
 constexpr uint64_t kBuffersMax = 8;
+
+// The free part of the budgets, once `returned` has come back.
+storage::TierBytes Free(const storage::Tiers& tiers, const storage::TierBytes& returned) {
+  const storage::TierBytes budget = tiers.budget();
+  const storage::TierBytes used = tiers.used();
+  storage::TierBytes free;
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    const uint64_t taken = used[kind] - std::min(used[kind], returned[kind]);
+    free[kind] = budget[kind] > taken ? budget[kind] - taken : 0;
+  }
+  return free;
+}
 
 }  // namespace
 
@@ -52,6 +67,86 @@ JournalSize NewChunks::journal_size(uint64_t segment_bytes) const {
                       .segment_bytes = segment_bytes,
                       .steps = logged() ? Journal::kStepsKept : Journal::kStepsSpilt,
                       .segments_reserved = logged() ? Journal::kSegmentsReserved : Journal::kSpillSegmentsReserved});
+}
+
+storage::TierBytes TakenBy(const storage::ChunkStore& store, const SliceMemory& memory) {
+  storage::TierBytes taken;
+  const storage::ChunkStore::Residency residency = store.residency();
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    taken[kind] = residency.state[kind] + residency.working[kind];
+  }
+  taken.dram += memory.reserved_bytes();
+  return taken;
+}
+
+storage::PlanRequest ChunkPlans::RequestFor(const NewChunks& wanted, const storage::ChunkStore& store,
+                                            const std::vector<storage::ChunkToAdd>& missing,
+                                            const storage::TierBytes& returned) const {
+  // Where slices are lent, they need no memory here.
+  const bool pushed = core_->around.working_copies || wanted.logged();
+  storage::PlanRequest plan{.free = Free(*core_->around.tiers, returned),
+                            .elements = {},
+                            .layout = store.layout(),
+                            .provisional_bytes_per_element = pushed ? SliceBytesPerElement(wanted.optimizer) : 0,
+                            .staging_bytes = store.staging_bytes_missing(),
+                            .flush_buffer_bytes = store.flush_buffer_bytes_missing(),
+                            .placed = store.placed(),
+                            .shape = prediction_->ShapeOf(store)};
+  for (const storage::ChunkToAdd& chunk : missing) {
+    plan.elements.push_back(chunk.elements);
+    // The extent of an earlier run is taken already.
+    if (chunk.durable.has_value()) plan.free.nvme += chunk.durable->bytes;
+    plan.nvme_fixed_bytes += chunk.aside_bytes;
+  }
+  uint64_t segment_bytes = 0;
+  bool recovering = false;
+  if (plan.provisional_bytes_per_element > 0) plan.read_back = wanted.read_back();
+  {
+    JobMutexLock lock(&core_->mu);
+    recovering = core_->recovering;
+    segment_bytes = journal_->segment_bytes();
+    if (room_->read_back() != nullptr && plan.read_back.has_value()) {
+      plan.read_back->buffer_bytes_min = plan.read_back->buffer_bytes_max = 0;
+    }
+  }
+  // A log under replay keeps its size.
+  const uint64_t log_bytes = recovering ? journal_->bytes() : wanted.journal_size(segment_bytes).bytes();
+  const uint64_t log_bytes_missing = log_bytes - std::min(log_bytes, journal_->bytes());
+  if (wanted.logged()) {
+    plan.nvme_fixed_bytes += log_bytes_missing;
+  } else if (plan.read_back.has_value()) {
+    plan.read_back->spill_bytes = log_bytes_missing;
+  }
+  if (!wanted.durable()) return plan;
+  plan.durable = true;
+  plan.nvme_fixed_bytes += store.spare_bytes_missing(plan.elements);
+  plan.shape.logged = wanted.logged();
+  if (!wanted.logged()) plan.shape.flushed_share = 1.0 / static_cast<double>(wanted.spec.pin_interval());
+  return plan;
+}
+
+void ChunkPlans::Note(const storage::Plan& plan, const storage::PlanRequest& request, v1::OpenResponse* answer) {
+  if (answer == nullptr) {
+    spdlog::info("job '{}': {}", core_->name, plan.Explain());
+    JobMutexLock lock(&core_->mu);
+    prediction_->Set(plan.prediction);
+    return;
+  }
+  answer->set_plan(plan.Explain());
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    v1::PlannedTier* tier = answer->add_tiers();
+    tier->set_tier(storage::TierName(kind));
+    tier->set_state_bytes(plan.state[kind] + (kind == storage::TierKind::kNvme ? plan.durable_bytes : 0));
+    tier->set_working_bytes(plan.working[kind]);
+    if (kind == storage::TierKind::kDram) {
+      tier->set_other_bytes(plan.slice_bytes + (plan.state.nvme > 0 ? request.staging_bytes : 0));
+    } else if (kind == storage::TierKind::kNvme) {
+      tier->set_other_bytes(request.nvme_fixed_bytes + plan.spill_bytes);
+    }
+  }
+  if (plan.prediction.has_value()) *answer->mutable_prediction() = PredictionMessage(*plan.prediction);
 }
 
 }  // namespace ballast::services

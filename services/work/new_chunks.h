@@ -1,4 +1,5 @@
-// The chunks that an Open adds to a job on this server, and the needs of these chunks besides their own places.
+// The chunks that an Open adds to a job on this server: their needs besides their own places, and the plan of these
+// places.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +7,13 @@
 
 #include "ballast/kernels/optimizer.h"
 #include "ballast/proto/model/epoch_plan.h"
+#include "ballast/services/durability/job_journal.h"
 #include "ballast/services/durability/journal.h"
+#include "ballast/services/job/job_core.h"
+#include "ballast/services/job/slice_room.h"
+#include "ballast/services/work/prediction.h"
 #include "ballast/storage/placement/placement.h"
+#include "ballast/storage/store/chunk_store.h"
 
 namespace ballast::services {
 
@@ -45,6 +51,32 @@ struct NewChunks {
   bool logged() const { return spec.durability() == v1::DURABILITY_STEP; }
   // Does the job leave state on the disk for a restart?
   bool durable() const { return logged() || spec.durability() == v1::DURABILITY_EVERY_K; }
+};
+
+// Bytes held by a store that is not in use yet, and by the memory for its slices.
+storage::TierBytes TakenBy(const storage::ChunkStore& store, const SliceMemory& memory);
+
+// Plans places for new chunks: makes the request from the budgets and from what the job has, and gives an account of
+// the plan. Takes nothing. Threads: the worker, or the thread that recovers.
+class ChunkPlans {
+ public:
+  ChunkPlans(JobCore* core, const JobJournal* journal, const SliceRoom* room, Prediction* prediction)
+      : core_(core), journal_(journal), room_(room), prediction_(prediction) {}
+
+  // The request for a plan of the chunks that are missing from the store. `returned`: bytes that a real Open gives back
+  // first. Holds for as long as the caller holds the lock of planning.
+  storage::PlanRequest RequestFor(const NewChunks& wanted, const storage::ChunkStore& store,
+                                  const std::vector<storage::ChunkToAdd>& missing,
+                                  const storage::TierBytes& returned) const ABSL_LOCKS_EXCLUDED(job_lock);
+  // Logs the plan and keeps its prediction, or fills the plan in as a dry run's answer.
+  void Note(const storage::Plan& plan, const storage::PlanRequest& request, v1::OpenResponse* answer)
+      ABSL_LOCKS_EXCLUDED(job_lock);
+
+ private:
+  JobCore* const core_;
+  const JobJournal* const journal_;
+  const SliceRoom* const room_;
+  Prediction* const prediction_;
 };
 
 }  // namespace ballast::services

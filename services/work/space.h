@@ -29,7 +29,7 @@ class Space {
         room_(room),
         earlier_(earlier),
         moves_(moves),
-        prediction_(prediction),
+        plans_(core, journal, room, prediction),
         slices_(core, room, flushes) {}
 
   using Chunks = std::vector<std::shared_ptr<HeldChunk>>;
@@ -86,20 +86,13 @@ class Space {
   absl::Status GrowSpill(const model::EpochPlan& plan, const Chunks& chunks, NewChunks wanted);
   void Hold(const NewChunks& wanted, const Ground& ground, Addition* add);
   std::shared_ptr<storage::ChunkStore> MakeStore(const NewChunks& wanted) const;
-  // The request for a plan of the chunks that are missing from the store.
-  storage::PlanRequest PlanOf(const NewChunks& wanted, const storage::ChunkStore& store,
-                              const std::vector<storage::ChunkToAdd>& missing, const storage::TierBytes& returned) const
-      ABSL_LOCKS_EXCLUDED(job_lock);
-  // Logs the plan, or fills it in as a dry run's answer.
-  void NotePlan(const storage::Plan& plan, const storage::PlanRequest& request, v1::OpenResponse* answer)
-      ABSL_LOCKS_EXCLUDED(job_lock);
 
   JobCore* const core_;
   JobJournal* const journal_;
   SliceRoom* const room_;
   EarlierExtents* const earlier_;
   ChunkMoves* const moves_;
-  Prediction* const prediction_;
+  ChunkPlans plans_;
   SliceSpace slices_;
   Chunks spares_ ABSL_GUARDED_BY(job_lock);  // taken for an Open that was then refused
   uint64_t least_dram_ = 0;                  // as in the catalog's entry

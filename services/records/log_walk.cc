@@ -1,0 +1,84 @@
+#include "ballast/services/records/log_walk.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <variant>
+
+#include "ballast/proto/model/status.h"
+#include "ballast/services/records/log_records.h"
+#include "ballast/storage/faults/seeded_bugs.h"
+
+namespace ballast::services {
+
+absl::Status LogWalk::Run(LogVisitor* visitor) {
+  size_t segment = 0;
+  for (size_t i = 0; i < scanned_.records.size(); ++i) {
+    while (segment + 1 < scanned_.live.size() && scanned_.live[segment + 1].first_record <= i) ++segment;
+    lsn_ = scanned_.records[i].lsn;
+    BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(scanned_.records[i]));
+    Keep(record, segment);
+    BALLAST_RETURN_IF_ERROR(Visit(record, scanned_.records[i].payload, visitor));
+  }
+  if (Seeded(storage::StorageBug::kSegmentsForgotten)) std::fill(keep_for_.begin(), keep_for_.end(), -1);
+  return absl::OkStatus();
+}
+
+void LogWalk::Keep(const StepRecord& record, size_t segment) {
+  int64_t& keep_for = keep_for_[segment];
+  if (const auto* slice = std::get_if<SliceRecord>(&record)) keep_for = std::max(keep_for, slice->header.step());
+  // A restore has no slices: a replay needs its prepared record.
+  if (const auto* prepared = std::get_if<PreparedStepRecord>(&record);
+      prepared != nullptr && prepared->prepared.header().kind() == v1::STEP_KIND_RESTORE) {
+    keep_for = std::max(keep_for, prepared->prepared.step());
+  }
+  // Slices of older epochs are void.
+  if (const auto* open = std::get_if<OpenRecord>(&record)) {
+    for (size_t i = 0; i <= segment; ++i) keep_for_[i] = std::min(keep_for_[i], open->open.base());
+  }
+}
+
+absl::Status LogWalk::Visit(const StepRecord& record, const storage::PayloadPlace& payload, LogVisitor* visitor) {
+  if (const auto* promise = std::get_if<PromiseRecord>(&record)) return visitor->VisitPromise(promise->epoch, record);
+  if (const auto* open = std::get_if<OpenRecord>(&record)) {
+    opened_ = true;
+    if (!Seeded(storage::StorageBug::kOldEpochReplayed)) slices_.clear();
+    return visitor->VisitOpen(open->open, record);
+  }
+  if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) {
+    const bool begins = !opened_ && snapshot->snapshot.has_open();
+    opened_ = opened_ || begins;
+    return visitor->VisitSnapshot(snapshot->snapshot, begins, record);
+  }
+  if (const auto* slice = std::get_if<SliceRecord>(&record)) {
+    slices_.push_back({slice->header, payload, slice_count_++});
+    return visitor->VisitSlice(slices_.back(), record);
+  }
+  if (const auto* prepared = std::get_if<PreparedStepRecord>(&record)) {
+    return visitor->VisitPrepared(prepared->prepared, record);
+  }
+  const absl::Status visited = visitor->VisitDecision(std::get<DecisionRecord>(record).decision, record);
+  slices_.clear();
+  return visited;
+}
+
+std::vector<const LoggedSlice*> LogWalk::Slices(uint64_t attempt, int64_t step) const {
+  std::map<std::tuple<int, uint32_t, uint64_t>, const LoggedSlice*> newest;
+  for (const LoggedSlice& slice : slices_) {
+    const v1::PushRequest& header = slice.header;
+    if (header.attempt() != attempt || header.step() != step) continue;
+    newest[{header.kind(), header.unit(), header.begin()}] = &slice;
+  }
+  std::vector<const LoggedSlice*> found;
+  for (const auto& [place, slice] : newest) found.push_back(slice);
+  std::sort(found.begin(), found.end());  // the log's order
+  return found;
+}
+
+std::set<uint64_t> LogWalk::Attempts() const {
+  std::set<uint64_t> attempts;
+  for (const LoggedSlice& slice : slices_) attempts.insert(slice.header.attempt());
+  return attempts;
+}
+
+}  // namespace ballast::services

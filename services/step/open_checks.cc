@@ -1,0 +1,66 @@
+#include "ballast/services/step/open_checks.h"
+
+#include <algorithm>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+
+absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
+  const v1::JobSpec& a = older.spec();
+  const v1::JobSpec& b = newer.spec();
+  const auto fixed = [](v1::JobSpec spec) {
+    spec.clear_registrations();
+    return spec.SerializeAsString();
+  };
+  bool same = fixed(a) == fixed(b) && a.registrations_size() <= b.registrations_size();
+  for (int i = 0; same && i < a.registrations_size(); ++i) {
+    same = a.registrations(i).SerializeAsString() == b.registrations(i).SerializeAsString();
+  }
+  if (!same) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec,
+                        absl::StrCat("the spec of job '", a.name(),
+                                     "' may only grow by further registrations; the one that came differs from what "
+                                     "is registered: take it from GetJob and append, or drop the job"));
+  }
+  same = older.members_size() == newer.members_size();
+  for (int i = 0; same && i < older.members_size(); ++i) {
+    same = older.members(i).server_id() == newer.members(i).server_id() &&
+           older.members(i).weight() == newer.members(i).weight();
+  }
+  if (same) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                      absl::StrCat("job '", a.name(), "' lies on ", older.members_size(),
+                                   " server(s); other members or weights would move its chunks, which is not "
+                                   "supported: take the members from GetJob"));
+}
+
+absl::Status CheckRegistered(const v1::OpenRequest& open, int known) {
+  if (known > 0 && open.base() >= 0 && open.spec().registrations_size() > known &&
+      open.spec().durability() == v1::DURABILITY_EVERY_K) {
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        absl::StrCat("job '", open.spec().name(),
+                                     "' has durability every-K, and tensors cannot be added to it: its pins would have "
+                                     "no state of them to go back to; name all tensors when the job is created"));
+  }
+  for (int i = known; i < open.spec().registrations_size(); ++i) {
+    if (open.spec().registrations(i).version() == open.base()) continue;
+    return model::Error(
+        absl::StatusCode::kInvalidArgument, model::kBadSpec,
+        absl::StrCat("registration ", i, " of job '", open.spec().name(), "' is new and says version ",
+                     open.spec().registrations(i).version(), "; expected the epoch's base, ", open.base()));
+  }
+  return absl::OkStatus();
+}
+
+bool SamePlan(const v1::OpenRequest& a, const v1::OpenRequest& b) {
+  return a.tiling().SerializeAsString() == b.tiling().SerializeAsString() &&
+         a.spec().SerializeAsString() == b.spec().SerializeAsString() && a.spec_digest() == b.spec_digest() &&
+         std::equal(
+             a.members().begin(), a.members().end(), b.members().begin(), b.members().end(),
+             [](const v1::Member& x, const v1::Member& y) { return x.SerializeAsString() == y.SerializeAsString(); });
+}
+
+}  // namespace ballast::services
