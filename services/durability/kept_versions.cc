@@ -31,7 +31,7 @@ v1::PinResponse ResponseOf(const v1::PinnedVersion& pin) {
 
 }  // namespace
 
-void KeptVersions::Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
+void KeptVersions::Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply) {
   if (!request.has_epoch()) return reply(WithoutEpoch());
   core_->Ask<v1::PinResponse>(
       request.ByteSizeLong(),
@@ -40,7 +40,7 @@ void KeptVersions::Pin(const v1::PinRequest& request, absl::Time deadline, Reply
         BALLAST_RETURN_IF_ERROR(core_->machine->CheckEpoch(request.epoch()));
         return TryPin(request, pinning.get());
       },
-      deadline, absl::StrCat("version ", request.version(), " to be on the disk"), std::move(reply));
+      limit, absl::StrCat("version ", request.version(), " to be on the disk"), std::move(reply));
 }
 
 Outcome<v1::PinResponse> KeptVersions::TryPin(const v1::PinRequest& request, std::shared_ptr<Pinning>* waiting_for) {
@@ -141,7 +141,8 @@ void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_
   });
 }
 
-void KeptVersions::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
+void KeptVersions::Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller> caller,
+                         Reply<v1::UnpinResponse> reply) {
   if (!request.has_epoch()) return reply(WithoutEpoch());
   core_->Ask<v1::UnpinResponse>(
       request.ByteSizeLong(),
@@ -151,7 +152,7 @@ void KeptVersions::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinRespons
         BALLAST_RETURN_IF_ERROR(core_->machine->CheckPromised(request.epoch()));
         return TryUnpin(request.version());
       },
-      absl::InfiniteFuture(), "", std::move(reply));
+      {absl::InfiniteFuture(), std::move(caller)}, "", std::move(reply));
 }
 
 Outcome<v1::UnpinResponse> KeptVersions::TryUnpin(int64_t version) {

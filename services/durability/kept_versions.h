@@ -25,7 +25,9 @@ class KeptVersions {
   KeptVersions(JobCore* core, Flushes* flushes) : core_(core), flushes_(flushes) {}
 
   // As the methods of StateServer, for durable pins. No lock held.
-  void Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply)
+  void Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply)
+      ABSL_LOCKS_EXCLUDED(job_lock);
+  void Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller> caller, Reply<v1::UnpinResponse> reply)
       ABSL_LOCKS_EXCLUDED(job_lock);
   void Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) ABSL_LOCKS_EXCLUDED(job_lock);
   // Reads and verifies a pin as a whole, once per epoch, before its restore may be prepared. False while the reading
