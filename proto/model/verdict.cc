@@ -173,6 +173,20 @@ absl::Status CheckValues(const EpochPlan& plan, const v1::StepHeader& header) {
       absl::StrCat("value_tensor_steps must have an entry for each of ", tensors, " tensors or none, got ", counts));
 }
 
+absl::Status CheckBlobBytes(absl::Span<const std::string> blobs) {
+  size_t bytes = 0, largest = 0;
+  for (size_t rank = 0; rank < blobs.size(); ++rank) {
+    bytes += blobs[rank].size();
+    if (blobs[rank].size() > blobs[largest].size()) largest = rank;
+  }
+  if (bytes <= kBlobBytesMax) return absl::OkStatus();
+  return BadHeader(absl::StrCat(
+      "the blobs of all ranks together may take ", kBlobBytesMax, " bytes, got ", bytes, " from ", blobs.size(),
+      " ranks, the most (", blobs[largest].size(), ") from rank ", largest, "; if all ranks seal as much, each has ",
+      kBlobBytesMax / blobs.size(),
+      ". Keep what is larger (states of random generators, say) in files of the ranks, and seal the files' names"));
+}
+
 }  // namespace
 
 absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header,
@@ -229,12 +243,7 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
   if (blobs.size() != plan.world_size() && !restore) {
     return BadHeader(absl::StrCat("expected one blob per rank (", plan.world_size(), "), got ", blobs.size()));
   }
-  size_t bytes = 0;
-  for (const std::string& blob : blobs) bytes += blob.size();
-  if (bytes > kBlobBytesMax) {
-    return BadHeader(absl::StrCat("the blobs of all ranks together may take ", kBlobBytesMax, " bytes, got ", bytes));
-  }
-  return absl::OkStatus();
+  return CheckBlobBytes(blobs);
 }
 
 double ChunkSquaredNorm(const v1::ChunkNorm& norm) {

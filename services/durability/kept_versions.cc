@@ -31,7 +31,7 @@ v1::PinResponse ResponseOf(const v1::PinnedVersion& pin) {
 
 }  // namespace
 
-void KeptVersions::Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
+void KeptVersions::Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply) {
   if (!request.has_epoch()) return reply(WithoutEpoch());
   core_->Ask<v1::PinResponse>(
       request.ByteSizeLong(),
@@ -40,7 +40,7 @@ void KeptVersions::Pin(const v1::PinRequest& request, absl::Time deadline, Reply
         BALLAST_RETURN_IF_ERROR(core_->machine->CheckEpoch(request.epoch()));
         return TryPin(request, pinning.get());
       },
-      deadline, absl::StrCat("version ", request.version(), " to be on the disk"), std::move(reply));
+      limit, absl::StrCat("version ", request.version(), " to be on the disk"), std::move(reply));
 }
 
 Outcome<v1::PinResponse> KeptVersions::TryPin(const v1::PinRequest& request, std::shared_ptr<Pinning>* waiting_for) {
@@ -124,8 +124,8 @@ void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_
       flushes_->Cut(*store);
       for (const storage::DurableChunk& chunk : *kept) pin.add_chunks(chunk.Encode());
       // After an error nobody knows whether the entry is there: the extents stay.
-      const auto [key, value] = PinPair(core_->name, pin);
-      status = core_->around.catalog->Put(key, value);
+      const CatalogPair pair = PinPair(core_->name, pin);
+      status = core_->around.catalog->Replace(PinPrefixes(core_->name, pin.version()), {&pair, 1});
       harmless = status.ok();
       remedy = kCatalogRemedy;
     }
@@ -141,7 +141,8 @@ void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_
   });
 }
 
-void KeptVersions::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
+void KeptVersions::Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller> caller,
+                         Reply<v1::UnpinResponse> reply) {
   if (!request.has_epoch()) return reply(WithoutEpoch());
   core_->Ask<v1::UnpinResponse>(
       request.ByteSizeLong(),
@@ -151,7 +152,7 @@ void KeptVersions::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinRespons
         BALLAST_RETURN_IF_ERROR(core_->machine->CheckPromised(request.epoch()));
         return TryUnpin(request.version());
       },
-      absl::InfiniteFuture(), "", std::move(reply));
+      {absl::InfiniteFuture(), std::move(caller)}, "", std::move(reply));
 }
 
 Outcome<v1::UnpinResponse> KeptVersions::TryUnpin(int64_t version) {
@@ -184,7 +185,7 @@ void KeptVersions::RunUnpin(int64_t version) {
   }
   // A restore of the version may have stored chunks without recording them yet: until then a replay needs the pin.
   absl::Status erased = store->Harden();
-  if (erased.ok()) erased = core_->around.catalog->ErasePrefix(CatalogPrefix(core_->name) + CatalogPin(version));
+  if (erased.ok()) erased = core_->around.catalog->Replace(PinPrefixes(core_->name, version), {});
   if (erased.ok()) store->UnpinDurably(version);
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
@@ -277,7 +278,7 @@ void KeptVersions::RunAdoption(int64_t version, const std::shared_ptr<Pinning>& 
   if (status.ok()) status = store->AdoptPin(version);
   if (status.ok()) {
     pin->set_requested(true);
-    status = Rewrite(*pin);
+    status = WriteWants(*pin);
     harmless = status.ok();
   }
   core_->LockedOnWorker([&](Replies* replies) {
@@ -298,18 +299,9 @@ void KeptVersions::RunAdoption(int64_t version, const std::shared_ptr<Pinning>& 
   });
 }
 
-absl::Status KeptVersions::Rewrite(const v1::PinnedVersion& wanted) {
-  const std::string key = CatalogPrefix(core_->name) + CatalogPin(wanted.version());
-  BALLAST_ASSIGN_OR_RETURN(const std::optional<std::string> stored, core_->around.catalog->Get(key));
-  v1::PinnedVersion pin;
-  if (!stored.has_value() || !pin.ParseFromString(*stored)) {
-    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
-                        absl::StrCat("the catalog's '", key, "' cannot be read any more"));
-  }
-  pin.set_automatic(wanted.automatic());
-  pin.set_automatic_since(wanted.automatic_since());
-  pin.set_requested(wanted.requested());
-  return core_->around.catalog->Put(key, pin.SerializeAsString());
+absl::Status KeptVersions::WriteWants(const v1::PinnedVersion& pin) {
+  const auto [key, value] = WantedPair(core_->name, pin);
+  return core_->around.catalog->Put(key, value);
 }
 
 void KeptVersions::PinChanged(const v1::PinnedVersion& pin) {
@@ -324,7 +316,7 @@ void KeptVersions::PinChanged(const v1::PinnedVersion& pin) {
       JobMutexLock lock(&core_->mu);
       if (!core_->Refusal().ok()) return;
     }
-    const absl::Status status = Rewrite(pin);
+    const absl::Status status = WriteWants(pin);
     if (status.ok()) return;
     core_->LockedOnWorker([&](Replies* replies) {
       core_->mu.AssertHeld();

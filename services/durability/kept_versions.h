@@ -25,9 +25,10 @@ class KeptVersions {
   KeptVersions(JobCore* core, Flushes* flushes) : core_(core), flushes_(flushes) {}
 
   // As the methods of StateServer, for durable pins. No lock held.
-  void Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply)
+  void Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply)
       ABSL_LOCKS_EXCLUDED(job_lock);
-  void Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) ABSL_LOCKS_EXCLUDED(job_lock);
+  void Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller> caller, Reply<v1::UnpinResponse> reply)
+      ABSL_LOCKS_EXCLUDED(job_lock);
   // Reads and verifies a pin as a whole, once per epoch, before its restore may be prepared. False while the reading
   // goes on.
   absl::StatusOr<bool> Checked(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -66,8 +67,8 @@ class KeptVersions {
   void RunAdoption(int64_t version, const std::shared_ptr<Pinning>& pinning);
   void RunUnpin(int64_t version);
   void RunCheck(int64_t version);
-  // Writes who wants the pin (the server, a request, or both) into its entry of the catalog.
-  absl::Status Rewrite(const v1::PinnedVersion& wanted);
+  // Writes to the catalog who wants the pin: the server, a request, or both.
+  absl::Status WriteWants(const v1::PinnedVersion& pin);
 
   JobCore* const core_;
   Flushes* const flushes_;

@@ -10,6 +10,9 @@ namespace ballast::services {
 namespace {
 // A request without a deadline would hold its place for ever if its client died.
 constexpr absl::Duration kWaitMax = absl::Minutes(10);
+
+absl::Status ClientGone() { return absl::CancelledError("the client is gone; nothing was undone"); }
+
 }  // namespace
 
 void Run(Replies replies) {
@@ -64,7 +67,12 @@ void Waiting::Submit(Waiter waiter, Queue* queue, Replies* replies) {
   if (waiter.attempt(replies)) return;
   if (const absl::Status taken = Take(waiter.bytes); !taken.ok()) return waiter.refuse(taken, replies);
   const uint64_t id = next_id_++;
-  const absl::Time deadline = std::min(waiter.deadline, absl::Now() + kWaitMax);
+  const std::shared_ptr<Caller>& caller = waiter.limit.caller;
+  if (caller != nullptr && !caller->OnLeave([expire = on_deadline_, id] { expire(id); })) {
+    Return(bounds_, waiter.bytes);
+    return waiter.refuse(ClientGone(), replies);
+  }
+  const absl::Time deadline = std::min(waiter.limit.deadline, absl::Now() + kWaitMax);
   const uint64_t timer = deadlines_->Add(deadline, [expire = on_deadline_, id] { expire(id); });
   queue->insert(id);
   parked_.emplace(id, std::make_unique<Parked>(Parked{std::move(waiter), queue, timer}));
@@ -89,7 +97,9 @@ void Waiting::WakeInTurn(Queue* queue, Replies* replies) {
 
 void Waiting::Expire(uint64_t id, Replies* replies) {
   if (!parked_.contains(id)) return;
-  Remove(id).expire(replies);
+  const Waiter waiter = Remove(id);
+  if (waiter.limit.caller != nullptr && waiter.limit.caller->gone()) return waiter.refuse(ClientGone(), replies);
+  waiter.expire(replies);
 }
 
 void Waiting::RefuseAll(const absl::Status& status, Replies* replies) {

@@ -1,5 +1,6 @@
 // Requests of a job that cannot be answered yet. A request is evaluated again when an event happens for which it waits,
-// and is answered when its deadline passes. The number of requests is bounded over all jobs of a server.
+// and is answered when its deadline passes or its client is gone. The number of requests is bounded over all jobs of a
+// server.
 #pragma once
 
 #include <atomic>
@@ -12,6 +13,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "ballast/services/foundation/caller.h"
 #include "ballast/services/foundation/deadlines.h"
 
 namespace ballast::services {
@@ -31,7 +33,7 @@ struct Waiter {
   std::function<void(Replies* replies)> expire;
   // Answers with an error; the job's lock held.
   std::function<void(const absl::Status& status, Replies* replies)> refuse;
-  absl::Time deadline = absl::InfiniteFuture();
+  CallLimit limit = absl::InfiniteFuture();
   uint64_t bytes = 0;  // of the request, which the closures hold
 };
 
@@ -49,18 +51,20 @@ class Waiting {
   // Ids of the waiters woken by the same event, in order of arrival.
   using Queue = std::set<uint64_t>;
 
-  // `expire(id)` is called on the deadlines' thread and must lead to Expire(id).
+  // `expire(id)` is called on the deadlines' thread, or where a client is found to be gone, and must lead to
+  // Expire(id). No lock held.
   Waiting(Deadlines* deadlines, const WaitingBounds& bounds, std::function<void(uint64_t)> expire);
   ~Waiting();
 
   // Evaluates the request at once; if it must wait, parks it in `queue`. Calls `refuse` with UNAVAILABLE (BUSY) when
-  // too much waits already.
+  // too much waits already, and with CANCELLED when the client is gone.
   void Submit(Waiter waiter, Queue* queue, Replies* replies);
   // Evaluates all requests in `queue`. True if some were answered. An attempt must neither wake nor submit.
   bool Wake(Queue* queue, Replies* replies);
   // As Wake, for a queue whose waiters go in turn: stops at the first waiter that still has to wait, since the rest
   // wait for the same event.
   void WakeInTurn(Queue* queue, Replies* replies);
+  // The request's deadline has passed, or its client is gone. A request that was answered before is left alone.
   void Expire(uint64_t id, Replies* replies);
   void RefuseAll(const absl::Status& status, Replies* replies);
   void Refuse(Queue* queue, const absl::Status& status, Replies* replies);

@@ -19,6 +19,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/time/time.h"
 #include "ballast/proto/model/epoch_plan.h"
+#include "ballast/services/foundation/caller.h"
 #include "ballast/services/foundation/executor.h"
 #include "ballast/services/foundation/reply.h"
 #include "ballast/services/foundation/waiting.h"
@@ -54,7 +55,7 @@ class JobCore {
   // threads that must not run replies, on the server's threads for answers.
   void Locked(absl::FunctionRef<void(Replies*)> body) ABSL_LOCKS_EXCLUDED(job_lock);
   void LockedOnWorker(absl::FunctionRef<void(Replies*)> body) ABSL_LOCKS_EXCLUDED(job_lock);
-  // A request's deadline has passed. The replies run on the server's threads for answers.
+  // A request's deadline has passed, or its client is gone. The replies run on the server's threads for answers.
   void Expire(uint64_t id);
   // Why the job takes no requests: stopped, or failed. OK if it takes them.
   absl::Status Refusal() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -74,7 +75,7 @@ class JobCore {
   // Submits a request of `bytes` bytes that may have to wait. `what`: named in the message if the deadline passes.
   // `evaluate` runs under the lock.
   template <typename Response>
-  void Ask(uint64_t bytes, std::function<Outcome<Response>()> evaluate, absl::Time deadline, const std::string& what,
+  void Ask(uint64_t bytes, std::function<Outcome<Response>()> evaluate, const CallLimit& limit, const std::string& what,
            Reply<Response> reply);
 
   // Runs what is queued, then ends the job's threads. Blocks.
@@ -119,11 +120,11 @@ class JobCore {
 };
 
 template <typename Response>
-void JobCore::Ask(uint64_t bytes, std::function<Outcome<Response>()> evaluate, absl::Time deadline,
+void JobCore::Ask(uint64_t bytes, std::function<Outcome<Response>()> evaluate, const CallLimit& limit,
                   const std::string& what, Reply<Response> reply) {
   Waiter waiter;
   waiter.bytes = bytes;
-  waiter.deadline = deadline;
+  waiter.limit = limit;
   waiter.attempt = [this, evaluate = std::move(evaluate), reply](Replies* replies) {
     mu.AssertHeld();
     const absl::Status refusal = Refusal();

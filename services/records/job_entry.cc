@@ -29,6 +29,12 @@ bool ParseChunk(absl::string_view id_text, absl::string_view value, JobEntry* en
   return true;
 }
 
+void CopyWants(const v1::PinnedVersion& from, v1::PinnedVersion* to) {
+  to->set_automatic(from.automatic());
+  to->set_automatic_since(from.automatic_since());
+  to->set_requested(from.requested());
+}
+
 bool ParsePin(absl::string_view what, absl::string_view value, JobEntry* entry) {
   v1::PinnedVersion pin;
   if (!pin.ParseFromArray(value.data(), static_cast<int>(value.size()))) return false;
@@ -41,11 +47,23 @@ bool ParsePin(absl::string_view what, absl::string_view value, JobEntry* entry) 
   return true;
 }
 
+// A pin that an earlier version of the server gave up may have left its wants behind: they count for no pin.
+bool ParseWanted(absl::string_view what, absl::string_view value, JobEntry* entry) {
+  v1::PinnedVersion wanted;
+  if (!wanted.ParseFromArray(value.data(), static_cast<int>(value.size()))) return false;
+  if (wanted.version() < 0 || what != CatalogWanted(wanted.version())) return false;
+  for (v1::PinnedVersion& pin : entry->pins) {
+    if (pin.version() == wanted.version()) CopyWants(wanted, &pin);
+  }
+  return true;
+}
+
 }  // namespace
 
 std::string CatalogPrefix(absl::string_view job) { return absl::StrCat(kCatalogJobs, job, "/"); }
 
 std::string CatalogPin(int64_t version) { return absl::StrFormat("%s%020d", kCatalogPin, version); }
+std::string CatalogWanted(int64_t version) { return absl::StrFormat("%s%020d", kCatalogWanted, version); }
 
 bool JobEntry::every_k() const { return open.has_value() && open->spec().durability() == v1::DURABILITY_EVERY_K; }
 
@@ -56,7 +74,7 @@ bool JobEntry::durable() const {
          // An unreadable entry may have been a durable job's.
          std::any_of(unreadable.begin(), unreadable.end(), [](const std::string& what) {
            return what == kCatalogOpen || what == kCatalogLog || what.starts_with(kCatalogChunk) ||
-                  what.starts_with(kCatalogPin);
+                  what.starts_with(kCatalogPin) || what.starts_with(kCatalogWanted);
          });
 }
 
@@ -93,6 +111,8 @@ void AddToEntry(absl::string_view what, absl::string_view value, JobEntry* entry
     read = ParseChunk(id, value, entry);
   } else if (absl::StartsWith(what, kCatalogPin)) {
     read = ParsePin(what, value, entry);
+  } else if (absl::StartsWith(what, kCatalogWanted)) {
+    read = ParseWanted(what, value, entry);
   }
   if (!read) entry->unreadable.emplace_back(what);
 }
@@ -119,6 +139,18 @@ CatalogPair ChunkPair(absl::string_view job, const storage::DurableChunk& chunk)
 
 CatalogPair PinPair(absl::string_view job, const v1::PinnedVersion& pin) {
   return {absl::StrCat(CatalogPrefix(job), CatalogPin(pin.version())), pin.SerializeAsString()};
+}
+
+CatalogPair WantedPair(absl::string_view job, const v1::PinnedVersion& pin) {
+  v1::PinnedVersion wanted;
+  wanted.set_version(pin.version());
+  CopyWants(pin, &wanted);
+  return {absl::StrCat(CatalogPrefix(job), CatalogWanted(pin.version())), wanted.SerializeAsString()};
+}
+
+std::vector<std::string> PinPrefixes(absl::string_view job, int64_t version) {
+  const std::string prefix = CatalogPrefix(job);
+  return {prefix + CatalogPin(version), prefix + CatalogWanted(version)};
 }
 
 std::vector<storage::DurableChunk> PinnedChunks(const v1::PinnedVersion& pin) {

@@ -32,6 +32,11 @@ inline constexpr char kCatalogPin[] = "pin-";
 // A whole pin is a single entry, so that a crash leaves all of the pin or nothing. The suffix of a version is never the
 // beginning of another version's.
 std::string CatalogPin(int64_t version);
+// A small entry that names the owners of a pin, once these have changed: the entry counts instead of the same fields
+// in the pin's own entry, which may be megabytes. Readers of earlier versions ignore the key, and find the wants that
+// the pin was made with.
+inline constexpr char kCatalogWanted[] = "wanted-";
+std::string CatalogWanted(int64_t version);
 std::string CatalogPrefix(absl::string_view job);
 
 struct JobEntry {
@@ -46,7 +51,8 @@ struct JobEntry {
   // Set once the gradient log was made in this life of the name: from then on a missing log means lost state.
   std::optional<uint64_t> life;
   std::vector<storage::DurableChunk> chunks;  // of a job with durability `step`
-  std::vector<v1::PinnedVersion> pins;        // durable ones, ascending; their chunks can be decoded
+  // Durable ones, ascending; their chunks can be decoded, and their wants are the newest.
+  std::vector<v1::PinnedVersion> pins;
   // Suffixes of the keys whose entries cannot be read.
   std::vector<std::string> unreadable;
 
@@ -58,7 +64,8 @@ struct JobEntry {
   std::vector<storage::DurableChunk> ChunksAndPinned() const;
 };
 
-// Adds a pair. A value that cannot be read goes to `unreadable`; an unknown key is a later version's and is ignored.
+// Adds a pair, in the order of keys. A value that cannot be read goes to `unreadable`; an unknown key is a later
+// version's and is ignored.
 void AddToEntry(absl::string_view what, absl::string_view value, JobEntry* entry);
 absl::StatusOr<JobEntry> ReadJobEntry(const storage::Catalog& catalog, absl::string_view job);
 
@@ -68,6 +75,9 @@ CatalogPair LogPair(absl::string_view job, uint64_t life);
 CatalogPair CommittedPair(absl::string_view job, int64_t committed);
 CatalogPair ChunkPair(absl::string_view job, const storage::DurableChunk& chunk);
 CatalogPair PinPair(absl::string_view job, const v1::PinnedVersion& pin);
+CatalogPair WantedPair(absl::string_view job, const v1::PinnedVersion& pin);
+// Prefixes of all that the catalog has of a pin.
+std::vector<std::string> PinPrefixes(absl::string_view job, int64_t version);
 // REQUIRES: `pin` comes from an entry, so that its chunks can be decoded.
 std::vector<storage::DurableChunk> PinnedChunks(const v1::PinnedVersion& pin);
 // Not synced: after a power cut the catalog may name an earlier step than was applied.

@@ -125,7 +125,7 @@ void Job::GetJob(Reply<v1::GetJobResponse> reply) {
       absl::InfiniteFuture(), "", std::move(reply));
 }
 
-void Job::Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::FenceResponse> reply) {
+void Job::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
   core_.Ask<v1::FenceResponse>(
       request.ByteSizeLong(),
       [this, request]() -> Outcome<v1::FenceResponse> {
@@ -133,17 +133,17 @@ void Job::Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::
         BALLAST_RETURN_IF_ERROR(journal_.MakeRoom(1, kSmallRecordBytesMax));
         return core_.machine->Fence(request);
       },
-      deadline, "the promise to become durable", std::move(reply));
+      limit, "the promise to become durable", std::move(reply));
 }
 
-void Job::Open(const v1::OpenRequest& request, absl::Time deadline, Reply<v1::OpenResponse> reply) {
+void Job::Open(const v1::OpenRequest& request, const CallLimit& limit, Reply<v1::OpenResponse> reply) {
   core_.Ask<v1::OpenResponse>(
       request.ByteSizeLong(),
       [this, request] {
         core_.mu.AssertHeld();
         return openings_.Try(request);
       },
-      deadline, "space for the job's chunks, behind the updates at work", std::move(reply));
+      limit, "space for the job's chunks, behind the updates at work", std::move(reply));
 }
 
 void Job::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply) {
@@ -196,17 +196,18 @@ bool Job::TrySeal(const Sealing& sealing, Replies* replies) {
   return true;
 }
 
-void Job::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::SealResponse> reply) {
+void Job::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<v1::SealResponse> reply) {
   const Sealing sealing{request, std::move(reply), absl::Now()};
   const absl::Time patience = sealing.began + absl::Milliseconds(request.wait_ms());
   Waiter waiter;
   waiter.bytes = request.ByteSizeLong();
-  waiter.deadline = std::min(deadline, patience);
+  waiter.limit = {std::min(limit.deadline, patience), limit.caller};
   waiter.attempt = [this, sealing](Replies* replies) {
     core_.mu.AssertHeld();
     return TrySeal(sealing, replies);
   };
-  waiter.expire = [this, reply = sealing.reply, deadline, patience, rank = request.rank()](Replies* replies) {
+  waiter.expire = [this, reply = sealing.reply, deadline = limit.deadline, patience,
+                   rank = request.rank()](Replies* replies) {
     core_.mu.AssertHeld();
     if (deadline < patience) {
       replies->push_back([reply] { reply(DeadlinePassed("the step to be prepared")); });
@@ -235,7 +236,7 @@ void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> rep
       absl::InfiniteFuture(), "", std::move(reply));
 }
 
-void Job::AwaitApplied(int64_t version, std::optional<uint32_t> unit, absl::Time deadline,
+void Job::AwaitApplied(int64_t version, std::optional<uint32_t> unit, const CallLimit& limit,
                        Reply<v1::CommitResponse> reply) {
   core_.Ask<v1::CommitResponse>(
       0,
@@ -246,22 +247,22 @@ void Job::AwaitApplied(int64_t version, std::optional<uint32_t> unit, absl::Time
         response.set_committed(core_.machine->committed());
         return response;
       },
-      deadline, absl::StrCat("version ", version, " to be applied"), std::move(reply));
+      limit, absl::StrCat("version ", version, " to be applied"), std::move(reply));
 }
 
-void Job::Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
-  if (request.durable()) return kept_.Pin(request, deadline, std::move(reply));
+void Job::Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply) {
+  if (request.durable()) return kept_.Pin(request, limit, std::move(reply));
   core_.Ask<v1::PinResponse>(
       request.ByteSizeLong(),
       [this, version = request.version(), pin = std::make_shared<uint64_t>(0)] {
         core_.mu.AssertHeld();
         return read_pins_.Pin(version, pin.get());
       },
-      deadline, absl::StrCat("version ", request.version(), " of all chunks"), std::move(reply));
+      limit, absl::StrCat("version ", request.version(), " of all chunks"), std::move(reply));
 }
 
-void Job::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
-  if (request.durable()) return kept_.Unpin(request, std::move(reply));
+void Job::Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller> caller, Reply<v1::UnpinResponse> reply) {
+  if (request.durable()) return kept_.Unpin(request, std::move(caller), std::move(reply));
   core_.Ask<v1::UnpinResponse>(
       request.ByteSizeLong(),
       [this, version = request.version()]() -> Outcome<v1::UnpinResponse> {

@@ -55,22 +55,22 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
 
   // As the methods of StateServer.
   void GetJob(Reply<v1::GetJobResponse> reply);
-  void Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::FenceResponse> reply);
-  void Open(const v1::OpenRequest& request, absl::Time deadline, Reply<v1::OpenResponse> reply);
+  void Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply);
+  void Open(const v1::OpenRequest& request, const CallLimit& limit, Reply<v1::OpenResponse> reply);
   void Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply);
-  void Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::SealResponse> reply);
+  void Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<v1::SealResponse> reply);
   void Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply);
-  void Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply);
-  void Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply);
-  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+  void Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply);
+  void Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller> caller, Reply<v1::UnpinResponse> reply);
+  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
             Reply<v1::PushResponse> reply) {
-    pushes_.Push(header, payload, deadline, std::move(reply));
+    pushes_.Push(header, payload, limit, std::move(reply));
   }
-  void Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply) {
-    pulls_.Pull(request, deadline, std::move(allocate), std::move(reply));
+  void Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply) {
+    pulls_.Pull(request, limit, std::move(allocate), std::move(reply));
   }
   absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request) { return loans_.Lend(request); }
-  void AwaitApplied(int64_t version, std::optional<uint32_t> unit, absl::Time deadline,
+  void AwaitApplied(int64_t version, std::optional<uint32_t> unit, const CallLimit& limit,
                     Reply<v1::CommitResponse> reply);
 
   v1::JobStatus Status() const;

@@ -84,7 +84,7 @@ absl::StatusOr<Pulls::Copy> Pulls::Locate(const HeldChunk& chunk, int64_t versio
                                    "), which is not pinned; pull the current version, or pin before the next step"));
 }
 
-void Pulls::Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply) {
+void Pulls::Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply) {
   Replies replies;
   {
     JobMutexLock lock(&core_->mu);
@@ -94,7 +94,7 @@ void Pulls::Pull(const v1::PullRequest& request, absl::Time deadline, Allocate a
     } else {
       Waiter waiter;
       waiter.bytes = request.ByteSizeLong();
-      waiter.deadline = deadline;
+      waiter.limit = limit;
       waiter.attempt = [this, plan = *plan, allocate = std::move(allocate), reply](Replies* out) {
         core_->mu.AssertHeld();
         return Try(plan, allocate, reply, out);

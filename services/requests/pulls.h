@@ -18,7 +18,7 @@ class Pulls {
       : core_(core), pins_(pins), reads_(core->around.foundation->MakeExecutor(core->around.read_threads)) {}
 
   // As StateServer::Pull.
-  void Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply)
+  void Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply)
       ABSL_LOCKS_EXCLUDED(job_lock);
   // Ends the threads that read, after the reads that are queued. Blocks.
   void JoinThreads() { reads_->Join(); }

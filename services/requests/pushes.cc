@@ -49,7 +49,7 @@ void Answer(const Reply<v1::PushResponse>& reply, const absl::Status& status) {
 
 }  // namespace
 
-void Pushes::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+void Pushes::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
                   Reply<v1::PushResponse> reply) {
   if (const absl::Status status = CheckSlice(header); !status.ok()) return reply(status);
   core_->around.counters->received_bytes.fetch_add(payload.size(), std::memory_order_relaxed);
@@ -58,13 +58,13 @@ void Pushes::Push(const v1::PushRequest& header, absl::Span<const std::byte> pay
   Admitted admitted;
   {
     JobMutexLock lock(&core_->mu);
-    if (!Try(request, &admitted, &replies)) Park(request, admitted.chunk.get(), deadline, &replies);
+    if (!Try(request, &admitted, &replies)) Park(request, admitted.chunk.get(), limit, &replies);
   }
   if (admitted.slice != nullptr) Receive(request, admitted.slice.get());
   Run(std::move(replies));
 }
 
-void Pushes::Park(const Request& request, HeldChunk* chunk, absl::Time deadline, Replies* replies) {
+void Pushes::Park(const Request& request, HeldChunk* chunk, const CallLimit& limit, Replies* replies) {
   std::atomic<uint64_t>& parked_bytes = core_->around.counters->waiting_push_bytes;
   const uint64_t bytes = request.payload.size();
   if (parked_bytes.fetch_add(bytes) + bytes > kWaitingPushBytesMax) {
@@ -83,7 +83,7 @@ void Pushes::Park(const Request& request, HeldChunk* chunk, absl::Time deadline,
   parked.reply = [reply = request.reply, guard](absl::StatusOr<v1::PushResponse> r) { reply(std::move(r)); };
   Waiter waiter;
   waiter.bytes = request.header.ByteSizeLong();
-  waiter.deadline = deadline;
+  waiter.limit = limit;
   waiter.attempt = [this, parked](Replies* later) {
     core_->mu.AssertHeld();
     Admitted admitted;

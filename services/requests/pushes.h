@@ -16,7 +16,7 @@ class Pushes {
   Pushes(JobCore* core, JobJournal* journal, SliceRoom* room) : core_(core), journal_(journal), room_(room) {}
 
   // As StateServer::Push.
-  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
             Reply<v1::PushResponse> reply) ABSL_LOCKS_EXCLUDED(job_lock);
 
  private:
@@ -42,7 +42,7 @@ class Pushes {
   void Receive(const Request& request, PushedSlice* slice) ABSL_LOCKS_EXCLUDED(job_lock);
   absl::Status Record(const Request& request, absl::Status received, PushedSlice* slice, Replies* replies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  void Park(const Request& request, HeldChunk* chunk, absl::Time deadline, Replies* replies)
+  void Park(const Request& request, HeldChunk* chunk, const CallLimit& limit, Replies* replies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   JobCore* const core_;

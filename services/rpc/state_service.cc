@@ -29,20 +29,13 @@ absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   return deadline - std::min(left / 10, absl::Milliseconds(200));
 }
 
-// Fills `response` and finishes. Both stay valid until the reactor is done, also when the client went away.
-template <typename Response>
-Reply<Response> FinishWith(grpc::ServerUnaryReactor* reactor, Response* response) {
-  return [reactor, response](absl::StatusOr<Response> answer) {
-    if (answer.ok()) *response = std::move(*answer);
-    reactor->Finish(ToGrpc(answer.status()));
-  };
-}
-
-// DefaultReactor does not report the end of a call, which answers that hold memory need.
-class CountedReactor final : public grpc::ServerUnaryReactor {
+// A call's reactor. DefaultReactor tells neither that the client is gone, nor the end of the call, which answers that
+// hold memory need.
+class CallReactor final : public grpc::ServerUnaryReactor {
  public:
-  explicit CountedReactor(std::atomic<uint64_t>* unsent) : unsent_(unsent) {}
-  ~CountedReactor() override { unsent_->fetch_sub(bytes_); }
+  explicit CallReactor(std::atomic<uint64_t>* unsent) : unsent_(unsent) {}
+  ~CallReactor() override { unsent_->fetch_sub(bytes_); }
+  const std::shared_ptr<Caller>& caller() const { return caller_; }
   bool Take(uint64_t bytes, uint64_t max) {
     if (unsent_->fetch_add(bytes) + bytes > max) {
       unsent_->fetch_sub(bytes);
@@ -51,12 +44,23 @@ class CountedReactor final : public grpc::ServerUnaryReactor {
     bytes_ = bytes;
     return true;
   }
+  void OnCancel() override { caller_->Leave(); }
   void OnDone() override { delete this; }
 
  private:
   std::atomic<uint64_t>* const unsent_;
+  const std::shared_ptr<Caller> caller_ = std::make_shared<Caller>();
   uint64_t bytes_ = 0;
 };
+
+// Fills `response` and finishes. Both stay valid until the reactor is done, also when the client went away.
+template <typename Response>
+Reply<Response> FinishWith(grpc::ServerUnaryReactor* reactor, Response* response) {
+  return [reactor, response](absl::StatusOr<Response> answer) {
+    if (answer.ok()) *response = std::move(*answer);
+    reactor->Finish(ToGrpc(answer.status()));
+  };
+}
 
 // Memory for an answer, out of the slabs if they have room.
 grpc::Slice AnswerSlice(const std::shared_ptr<storage::Slabs>& answers, uint64_t bytes) {
@@ -118,15 +122,15 @@ grpc::ServerUnaryReactor* StateServiceImpl::GetJob(grpc::CallbackServerContext* 
 
 grpc::ServerUnaryReactor* StateServiceImpl::Fence(grpc::CallbackServerContext* context, const v1::FenceRequest* request,
                                                   v1::FenceResponse* response) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Fence(KnownFields(request), DeadlineOf(*context), FinishWith(reactor, response));
+  auto* reactor = new CallReactor(&unsent_bytes_);
+  state_->Fence(KnownFields(request), {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Open(grpc::CallbackServerContext* context, const v1::OpenRequest* request,
                                                  v1::OpenResponse* response) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Open(*request, DeadlineOf(*context), FinishWith(reactor, response));
+  auto* reactor = new CallReactor(&unsent_bytes_);
+  state_->Open(*request, {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
   return reactor;
 }
 
@@ -139,8 +143,8 @@ grpc::ServerUnaryReactor* StateServiceImpl::Norm(grpc::CallbackServerContext* co
 
 grpc::ServerUnaryReactor* StateServiceImpl::Seal(grpc::CallbackServerContext* context, const v1::SealRequest* request,
                                                  v1::SealResponse* response) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Seal(*request, DeadlineOf(*context), FinishWith(reactor, response));
+  auto* reactor = new CallReactor(&unsent_bytes_);
+  state_->Seal(*request, {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
   return reactor;
 }
 
@@ -153,21 +157,21 @@ grpc::ServerUnaryReactor* StateServiceImpl::Commit(grpc::CallbackServerContext* 
 
 grpc::ServerUnaryReactor* StateServiceImpl::Pin(grpc::CallbackServerContext* context, const v1::PinRequest* request,
                                                 v1::PinResponse* response) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Pin(KnownFields(request), DeadlineOf(*context), FinishWith(reactor, response));
+  auto* reactor = new CallReactor(&unsent_bytes_);
+  state_->Pin(KnownFields(request), {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Unpin(grpc::CallbackServerContext* context, const v1::UnpinRequest* request,
                                                   v1::UnpinResponse* response) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Unpin(KnownFields(request), FinishWith(reactor, response));
+  auto* reactor = new CallReactor(&unsent_bytes_);
+  state_->Unpin(KnownFields(request), FinishWith(reactor, response), reactor->caller());
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
                                                  grpc::ByteBuffer* response) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  auto* reactor = new CallReactor(&unsent_bytes_);
   auto header = std::make_shared<v1::PushRequest>();
   if (!Parse(*request, header.get())) {
     reactor->Finish(Unparsable("PushRequest"));
@@ -178,7 +182,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* co
   payload->swap(*header->mutable_payload());
   header->clear_payload();
   const absl::Span<const std::byte> bytes(reinterpret_cast<const std::byte*>(payload->data()), payload->size());
-  state_->Push(*header, bytes, DeadlineOf(*context),
+  state_->Push(*header, bytes, {DeadlineOf(*context), reactor->caller()},
                [reactor, response, payload](absl::StatusOr<v1::PushResponse> answer) mutable {
                  payload.reset();
                  // An empty PushResponse is no bytes at all.
@@ -191,7 +195,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* co
 
 grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
                                                  grpc::ByteBuffer* response) {
-  auto* reactor = new CountedReactor(&unsent_bytes_);
+  auto* reactor = new CallReactor(&unsent_bytes_);
   if (request->Length() > kPullBytesMax) {
     reactor->Finish(ToGrpc(
         model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
@@ -210,7 +214,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* co
     // Nobody else has the slice yet.
     return {reinterpret_cast<std::byte*>(const_cast<uint8_t*>(payload->begin())), bytes};
   };
-  state_->Pull(KnownFields(&message), DeadlineOf(*context), allocate,
+  state_->Pull(KnownFields(&message), {DeadlineOf(*context), reactor->caller()}, allocate,
                [reactor, response, payload](absl::StatusOr<uint32_t> crc) {
                  if (crc.ok()) *response = EncodePullResponse(*crc, *payload);
                  reactor->Finish(ToGrpc(crc.status()));

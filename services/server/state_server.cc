@@ -137,7 +137,7 @@ void StateServer::GetJob(const v1::GetJobRequest& request, Reply<v1::GetJobRespo
   (*job)->GetJob(std::move(reply));
 }
 
-void StateServer::Fence(const v1::FenceRequest& request, absl::Time deadline, Reply<v1::FenceResponse> reply) {
+void StateServer::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
   reply = impl_->Counted(Call::kFence, std::move(reply));
   if (request.epoch().counter() == 0) {
     return reply(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
@@ -145,15 +145,15 @@ void StateServer::Fence(const v1::FenceRequest& request, absl::Time deadline, Re
   }
   const auto job = impl_->FindOrMake(request.job());
   if (!job.ok()) return reply(job.status());
-  (*job)->Fence(request, deadline, std::move(reply));
+  (*job)->Fence(request, limit, std::move(reply));
 }
 
-void StateServer::Open(const v1::OpenRequest& request, absl::Time deadline, Reply<v1::OpenResponse> reply) {
+void StateServer::Open(const v1::OpenRequest& request, const CallLimit& limit, Reply<v1::OpenResponse> reply) {
   reply = impl_->Counted(Call::kOpen, std::move(reply));
   if (const absl::Status known = model::CheckSentOpen(request); !known.ok()) return reply(known);
   const auto job = impl_->Find(request.spec().name());
   if (!job.ok()) return reply(job.status());
-  (*job)->Open(request, deadline, std::move(reply));
+  (*job)->Open(request, limit, std::move(reply));
 }
 
 void StateServer::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply) {
@@ -163,12 +163,12 @@ void StateServer::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> r
   (*job)->Norm(request, std::move(reply));
 }
 
-void StateServer::Seal(const v1::SealRequest& request, absl::Time deadline, Reply<v1::SealResponse> reply) {
+void StateServer::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<v1::SealResponse> reply) {
   reply = impl_->Counted(Call::kSeal, std::move(reply));
   if (const absl::Status known = model::CheckKnown(request); !known.ok()) return reply(known);
   const auto job = impl_->Find(request.job());
   if (!job.ok()) return reply(job.status());
-  (*job)->Seal(request, deadline, std::move(reply));
+  (*job)->Seal(request, limit, std::move(reply));
 }
 
 void StateServer::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {
@@ -179,27 +179,28 @@ void StateServer::Commit(const v1::CommitRequest& request, Reply<v1::CommitRespo
   (*job)->Commit(request, std::move(reply));
 }
 
-void StateServer::Pin(const v1::PinRequest& request, absl::Time deadline, Reply<v1::PinResponse> reply) {
+void StateServer::Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply) {
   reply = impl_->Counted(Call::kPin, std::move(reply));
   const auto job = impl_->Find(request.job());
   if (!job.ok()) return reply(job.status());
-  (*job)->Pin(request, deadline, std::move(reply));
+  (*job)->Pin(request, limit, std::move(reply));
 }
 
-void StateServer::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply) {
+void StateServer::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse> reply,
+                        std::shared_ptr<Caller> caller) {
   reply = impl_->Counted(Call::kUnpin, std::move(reply));
   const auto job = impl_->Find(request.job());
   if (!job.ok()) return reply(job.status());
-  (*job)->Unpin(request, std::move(reply));
+  (*job)->Unpin(request, std::move(caller), std::move(reply));
 }
 
-void StateServer::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+void StateServer::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
                        Reply<v1::PushResponse> reply) {
   reply = impl_->Counted(Call::kPush, std::move(reply));
   if (const absl::Status known = model::CheckKnown(header); !known.ok()) return reply(known);
   const auto job = impl_->Find(header.job());
   if (!job.ok()) return reply(job.status());
-  (*job)->Push(header, payload, deadline, std::move(reply));
+  (*job)->Push(header, payload, limit, std::move(reply));
 }
 
 absl::StatusOr<std::unique_ptr<model::Loan>> StateServer::Lend(const model::LoanRequest& request) {
@@ -208,10 +209,10 @@ absl::StatusOr<std::unique_ptr<model::Loan>> StateServer::Lend(const model::Loan
 }
 
 void StateServer::AwaitApplied(const std::string& job, int64_t version, std::optional<uint32_t> unit,
-                               absl::Time deadline, Reply<v1::CommitResponse> reply) {
+                               const CallLimit& limit, Reply<v1::CommitResponse> reply) {
   const auto found = impl_->Find(job);
   if (!found.ok()) return reply(found.status());
-  (*found)->AwaitApplied(version, unit, deadline, std::move(reply));
+  (*found)->AwaitApplied(version, unit, limit, std::move(reply));
 }
 
 absl::StatusOr<storage::Arena> StateServer::MapAnswers(uint64_t bytes) const {
@@ -222,11 +223,12 @@ absl::StatusOr<storage::Arena> StateServer::MapAnswers(uint64_t bytes) const {
 
 bool StateServer::takes_loans() const { return !impl_->options.working_copies; }
 
-void StateServer::Pull(const v1::PullRequest& request, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply) {
+void StateServer::Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate,
+                       Reply<uint32_t> reply) {
   reply = impl_->Counted(Call::kPull, std::move(reply));
   const auto job = impl_->Find(request.job());
   if (!job.ok()) return reply(job.status());
-  (*job)->Pull(request, deadline, std::move(allocate), std::move(reply));
+  (*job)->Pull(request, limit, std::move(allocate), std::move(reply));
 }
 
 const std::string& StateServer::server_id() const { return impl_->server_id; }

@@ -12,6 +12,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/proto/model/lent_memory.h"
+#include "ballast/services/foundation/caller.h"
 #include "ballast/services/foundation/reply.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/storage/placement/placement.h"
@@ -52,7 +53,8 @@ uint64_t StagingBytes(const StateServerOptions& options);
 struct ServerCounters;
 
 // Threads: any. Every call replies exactly once, on the caller's thread or a thread of the server; replies must not
-// block. When its deadline passes, a call replies DEADLINE_EXCEEDED; work that the call has begun is not undone.
+// block. When its deadline passes, a call replies DEADLINE_EXCEEDED, and CANCELLED once its client is
+// gone; work that the call has begun is not undone.
 class StateServer {
  public:
   // Errors: INVALID_ARGUMENT (BAD_CONFIG), also for an unreadable machine profile; INTERNAL (IO) if the data directory
@@ -66,19 +68,19 @@ class StateServer {
 
   void Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyResponse>);
   void GetJob(const v1::GetJobRequest&, Reply<v1::GetJobResponse>);
-  void Fence(const v1::FenceRequest&, absl::Time deadline, Reply<v1::FenceResponse>);
-  void Open(const v1::OpenRequest&, absl::Time deadline, Reply<v1::OpenResponse>);
+  void Fence(const v1::FenceRequest&, const CallLimit& limit, Reply<v1::FenceResponse>);
+  void Open(const v1::OpenRequest&, const CallLimit& limit, Reply<v1::OpenResponse>);
   void Norm(const v1::NormRequest&, Reply<v1::NormResponse>);
-  void Seal(const v1::SealRequest&, absl::Time deadline, Reply<v1::SealResponse>);
+  void Seal(const v1::SealRequest&, const CallLimit& limit, Reply<v1::SealResponse>);
   void Commit(const v1::CommitRequest&, Reply<v1::CommitResponse>);
-  void Pin(const v1::PinRequest&, absl::Time deadline, Reply<v1::PinResponse>);
-  void Unpin(const v1::UnpinRequest&, Reply<v1::UnpinResponse>);
+  void Pin(const v1::PinRequest&, const CallLimit& limit, Reply<v1::PinResponse>);
+  void Unpin(const v1::UnpinRequest&, Reply<v1::UnpinResponse>, std::shared_ptr<Caller> caller = nullptr);
   // `payload` is borrowed until the reply.
-  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
             Reply<v1::PushResponse>);
   // Once the version is there, `allocate(bytes)` must return exactly so many writable bytes, borrowed until the reply,
   // which carries their CRC32C. `allocate` is called at most once, and not at all on most errors.
-  void Pull(const v1::PullRequest&, absl::Time deadline, Allocate allocate, Reply<uint32_t> reply);
+  void Pull(const v1::PullRequest&, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply);
   // Page-locked memory for answers to pulls. Empty if the server has no GPU: any memory is then as good.
   absl::StatusOr<storage::Arena> MapAnswers(uint64_t bytes) const;
 
@@ -90,7 +92,7 @@ class StateServer {
   absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request);
   // Replies when all of the job's chunks, or only those of `unit`, show `version`; their state may still be on its way
   // to the disk.
-  void AwaitApplied(const std::string& job, int64_t version, std::optional<uint32_t> unit, absl::Time deadline,
+  void AwaitApplied(const std::string& job, int64_t version, std::optional<uint32_t> unit, const CallLimit& limit,
                     Reply<v1::CommitResponse> reply);
   bool takes_loans() const;
 

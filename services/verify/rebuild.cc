@@ -263,7 +263,7 @@ void Rebuilding::DropStalePins(const std::string& name, Candidate* candidate) {
     return true;
   });
   for (const std::string& what : candidate->old.unreadable) {
-    if (!absl::StartsWith(what, kCatalogPin)) continue;
+    if (!absl::StartsWith(what, kCatalogPin) && !absl::StartsWith(what, kCatalogWanted)) continue;
     result_.done.push_back(absl::StrCat("job '", name, "': forgot '", what, "', which cannot be read"));
   }
 }

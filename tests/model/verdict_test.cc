@@ -267,6 +267,8 @@ TEST_F(HeaderTest, ChecksSayWhatWasExpected) {
   };
   refused(header_, {"a"}, "one blob per rank (2), got 1");
   refused(header_, {std::string(40000, 'x'), std::string(40000, 'x')}, "may take 65536 bytes, got 80000");
+  refused(header_, {std::string(30000, 'x'), std::string(40000, 'x')},
+          "got 70000 from 2 ranks, the most (40000) from rank 1; if all ranks seal as much, each has 32768");
   v1::StepHeader header = header_;
   header.add_groups();
   refused(header, blobs_, "1 parameter group(s), got 2");

@@ -11,6 +11,7 @@
 #include "ballast/proto/model/verdict.h"
 #include "ballast/services/records/job_entry.h"
 #include "ballast/services/verify/verify.h"
+#include "ballast/tests/services/machine_with_catalog.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::services {
@@ -21,6 +22,7 @@ using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 constexpr storage::TierBytes kBudget{0, uint64_t{64} << 20, uint64_t{256} << 20};
 
@@ -226,6 +228,28 @@ TEST_F(EveryKJobTest, ADecidedRestoreIsNotUndoneForWhatItGaveUp) {
   EXPECT_EQ(group_->restores(), 2);
   ASSERT_EQ(group_->Finish(RestoreOf(2)).status(), absl::OkStatus());
   EXPECT_EQ(Step(), absl::OkStatus());
+}
+
+TEST_F(EveryKJobTest, AChangedWantOfAPinDoesNotWriteThePinAgain) {
+  MachineWithCatalog machine;
+  a_.options().foundation = &machine;
+  a_.Restart();
+  Begin(3);
+  for (TestServer* server : {&a_, &b_}) ASSERT_EQ(Pin(*server, 2, true), absl::OkStatus());
+  // Once all have version 4, the servers give up version 2, which then stays for the request alone.
+  for (int i = 0; i < 2; ++i) ASSERT_EQ(Step(), absl::OkStatus());
+  // The worker writes this pin behind whatever came before.
+  for (TestServer* server : {&a_, &b_}) ASSERT_EQ(Pin(*server, 5, true), absl::OkStatus());
+  EXPECT_EQ(machine.writes("job/job/" + CatalogPin(2)), 1);
+  EXPECT_EQ(machine.writes("job/job/" + CatalogWanted(2)), 2);
+  EXPECT_THAT(Job(a_).automatic_versions(), ElementsAre(4));
+  b_.Restart();
+  EXPECT_THAT(Job(b_).automatic_versions(), ElementsAre(4));
+  EXPECT_THAT(Job(b_).durable_versions(), ElementsAre(2, 4, 5));
+
+  ASSERT_EQ(Unpin(a_, 2), absl::OkStatus());
+  EXPECT_THAT(machine.Keys("job/job/"), Not(Contains(HasSubstr(CatalogPin(2).substr(4)))));
+  a_.End();  // before the machine
 }
 
 TEST_F(EveryKJobTest, PinsOfTwoLivesAreRefusedAndVerifySaysSo) {

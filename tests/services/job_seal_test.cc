@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include "absl/synchronization/notification.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/foundation/counters.h"
 #include "ballast/tests/services/trainer_group.h"
@@ -55,6 +56,29 @@ TEST_F(JobSeal, SaysWhatIsMissingWhenItsPatienceEnds) {
 TEST_F(JobSeal, HonoursItsDeadline) {
   const auto response = Seal(0, 20'000, absl::Now() + absl::Milliseconds(30)).Wait();
   EXPECT_EQ(response.status().code(), absl::StatusCode::kDeadlineExceeded);
+}
+
+// The reply to a seal whose deadline passes blocks: deadlines of other requests pass all the same.
+TEST(JobDeadlines, AreNotHeldUpByAReplyThatBlocks) {
+  TestServer server("s");
+  server.options().read_threads = 2;  // as many replies may run at a time
+  server.Restart();
+  TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 2);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  absl::Notification replying, let_go;
+  server->Seal(group.SealOf(0, UpdateHeader(4), 20'000), absl::Now() + absl::Milliseconds(30),
+               [&](const absl::StatusOr<v1::SealResponse>&) {
+                 replying.Notify();
+                 let_go.WaitForNotification();
+               });
+  replying.WaitForNotification();
+  Answer<v1::SealResponse> second;
+  server->Seal(group.SealOf(1, UpdateHeader(4), 20'000), absl::Now() + absl::Milliseconds(30), second.reply());
+  const absl::Status passed = second.Wait().status();
+  EXPECT_EQ(model::ReasonOf(passed), model::kBusy) << passed;
+  let_go.Notify();
+  server.End();
 }
 
 TEST_F(JobSeal, IsVoidAfterAFence) {

@@ -17,7 +17,7 @@ class WaitingTest : public ::testing::Test {
   // A waiter that answers `name` once `ready`.
   Waiter Make(const std::string& name, const bool* ready, absl::Time deadline = absl::InfiniteFuture()) {
     Waiter waiter;
-    waiter.deadline = deadline;
+    waiter.limit = deadline;
     const auto say = [this](const std::string& text, Replies* replies) {
       replies->push_back([this, text] { said_.push_back(text); });
     };
@@ -132,6 +132,55 @@ TEST_F(WaitingTest, RefusesBeyondTheBoundOfBytes) {
   ready = true;
   waiting_.Wake(&queue_, &replies);
   EXPECT_EQ(bytes_, 0u);
+}
+
+TEST_F(WaitingTest, AClientThatIsGoneGivesItsPlaceBackAndIsAnsweredOnce) {
+  bool ready = false;
+  const auto caller = std::make_shared<Caller>();
+  {
+    absl::MutexLock lock(&mu_);
+    Replies replies;
+    Waiter waiter = Make("a", &ready);
+    waiter.limit.caller = caller;
+    waiter.bytes = 10;
+    waiting_.Submit(waiter, &queue_, &replies);
+    EXPECT_EQ(bytes_, 10u);
+  }
+  caller->Leave();
+  ASSERT_TRUE(expired_.HasBeenNotified());
+  absl::MutexLock lock(&mu_);
+  EXPECT_EQ(count_, 0u);
+  EXPECT_EQ(bytes_, 0u);
+  EXPECT_TRUE(queue_.empty());
+  ready = true;
+  Replies replies;
+  waiting_.Wake(&queue_, &replies);
+  // A request of the same call that comes to wait only now.
+  ready = false;
+  Waiter late = Make("late", &ready);
+  late.limit.caller = caller;
+  waiting_.Submit(late, &queue_, &replies);
+  Run(&replies);
+  EXPECT_EQ(said_, (std::vector<std::string>{"a ", "late "}));
+  EXPECT_EQ(count_, 0u);
+}
+
+TEST_F(WaitingTest, AClientThatGoesAfterItsAnswerChangesNothing) {
+  bool ready = false;
+  const auto caller = std::make_shared<Caller>();
+  {
+    absl::MutexLock lock(&mu_);
+    Replies replies;
+    Waiter waiter = Make("a", &ready);
+    waiter.limit.caller = caller;
+    waiting_.Submit(waiter, &queue_, &replies);
+    ready = true;
+    waiting_.Wake(&queue_, &replies);
+    Run(&replies);
+  }
+  caller->Leave();
+  absl::MutexLock lock(&mu_);
+  EXPECT_EQ(said_, (std::vector<std::string>{"a"}));
 }
 
 TEST_F(WaitingTest, ExpiresByItself) {

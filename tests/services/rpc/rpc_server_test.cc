@@ -159,6 +159,48 @@ TEST_F(RpcServerTest, ACancelledCallHarmsNobody) {
   EXPECT_EQ(Call(&v1::StateService::Stub::Pull, request, &pulled), absl::OkStatus());
 }
 
+// The calls have no deadline: only the news that their client is gone ends them soon.
+TEST_F(RpcServerTest, ACallWhoseClientIsGoneGivesItsPlaceBack) {
+  TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  v1::PullRequest pull;
+  pull.set_job("job");
+  pull.set_content(v1::CONTENT_WORKING);
+  pull.set_version(1);
+  pull.set_end(10);
+  const v1::SealRequest seal = group.SealOf(0, UpdateHeader(4), /*wait_ms=*/3'600'000);
+  grpc::ClientContext pull_context, seal_context;
+  grpc::CompletionQueue queue;
+  v1::PullResponse pulled;
+  v1::SealResponse sealed;
+  grpc::Status pull_status, seal_status;
+  const auto pulling = state_->AsyncPull(&pull_context, pull, &queue);
+  pulling->Finish(&pulled, &pull_status, nullptr);
+  const auto sealing = state_->AsyncSeal(&seal_context, seal, &queue);
+  sealing->Finish(&sealed, &seal_status, nullptr);
+  const auto await_waiting = [this](uint64_t count) {
+    const absl::Time patience = absl::Now() + absl::Seconds(30);
+    while (server_->counters().waiting_requests != count && absl::Now() < patience) std::this_thread::yield();
+    return server_->counters().waiting_requests.load();
+  };
+  ASSERT_EQ(await_waiting(2), 2u);
+  pull_context.TryCancel();
+  EXPECT_EQ(await_waiting(1), 1u);
+  seal_context.TryCancel();
+  EXPECT_EQ(await_waiting(0), 0u);
+  EXPECT_EQ(server_->counters().waiting_request_bytes, 0u);
+  void* tag = nullptr;
+  bool ok = false;
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(queue.Next(&tag, &ok));
+  EXPECT_EQ(pull_status.error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_EQ(seal_status.error_code(), grpc::StatusCode::CANCELLED);
+  // The same requests once more, from a client that stays.
+  ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones), absl::OkStatus());
+  EXPECT_EQ(group.Finish(UpdateHeader(4)).status(), absl::OkStatus());
+  EXPECT_EQ(Call(&v1::StateService::Stub::Pull, pull, &pulled), absl::OkStatus());
+}
+
 TEST_F(RpcServerTest, KeepsNoFieldsThatItDoesNotKnow) {
   TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 2);
   ASSERT_EQ(group.Start(), absl::OkStatus());

@@ -189,8 +189,8 @@ class Optimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None, *, blob: bytes = b'') -> Any:
-        """torch's step. blob: of the caller, at most 60000 bytes (a data cursor, random states), kept with the step:
-        resume() gives the last one back."""
+        """torch's step. blob: of the caller (a data cursor), kept with the step: resume() gives the last one back. At most 64 KiB for all
+        ranks together, of which each rank's blob uses 8 bytes itself: 8184 bytes a rank at 8 ranks, 120 at 512."""
         if not isinstance(blob, bytes):
             raise TypeError(f'step(blob={type(blob).__name__}): expected bytes, such as json.dumps(...).encode()')
         loss = None
