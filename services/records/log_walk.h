@@ -1,6 +1,6 @@
 // The one loop over a scanned gradient log. A walk decodes record by record and tells a visitor: recovery replays the
-// log onto chunks, a scrub replays the log without them. The walk knows what both must agree on: which slices a step
-// has, which of them an Open makes void, and for which step each log segment must stay.
+// log onto chunks, a scrub replays the log without chunks. The walk knows everything on which both must agree: the
+// slices of a step, the slices that an Open makes void, and how long each log segment must stay.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct LoggedSlice {
 };
 
 // Hears of each record in order; an error ends the walk. `record` is for StepMachine::Replay, which the visitor calls.
-// A visitor overrides the kinds of records that matter to it; all others come to VisitOther.
+// A visitor overrides the kinds of records that matter; all other kinds come to VisitOther.
 class LogVisitor {
  public:
   virtual ~LogVisitor() = default;
