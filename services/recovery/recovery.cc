@@ -112,6 +112,7 @@ absl::Status Recovery::ReplayAll(const storage::ScannedLog& scanned, storage::Gr
   std::vector<int64_t> keep(scanned.live.size(), -1);
   size_t segment = 0;
   for (size_t i = 0; i < scanned.records.size(); ++i) {
+    BALLAST_RETURN_IF_ERROR(core_->Interrupted());
     while (segment + 1 < scanned.live.size() && scanned.live[segment + 1].first_record <= i) ++segment;
     BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(scanned.records[i]));
     if (const auto* slice = std::get_if<SliceRecord>(&record)) {
