@@ -62,8 +62,20 @@ Exit ExitOf(const absl::Status& status) {
   return kFailed;
 }
 
+// A signal waits until sigwait takes it; a server that still starts looks whether one waits.
+absl::Status Signalled() {
+  sigset_t waiting;
+  sigpending(&waiting);
+  if (sigismember(&waiting, SIGTERM) != 1 && sigismember(&waiting, SIGINT) != 1) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                      "a signal ended the server while it started; the next start recovers its jobs anew");
+}
+
 int Serve(const Config& config, const sigset_t& signals) {
-  auto state = StateServer::Start(config.server);
+  StateServerOptions options = config.server;
+  options.interrupt = Signalled;
+  auto state = StateServer::Start(options);
+  if (!state.ok() && model::ReasonOf(state.status()) == model::kServerDown) return Complain(state.status(), kOk);
   if (!state.ok()) return Complain(state.status(), ExitOf(state.status()));
   RpcServerOptions rpc_options;
   rpc_options.listen = config.listen;

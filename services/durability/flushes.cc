@@ -59,7 +59,7 @@ std::vector<uint64_t> Flushes::Mark(storage::ChunkStore* store, int64_t step,
   return others;
 }
 
-absl::Status Flushes::Run(storage::ChunkStore* store, absl::Span<const uint64_t> chunks) {
+absl::Status Flushes::Run(storage::ChunkStore* store, absl::Span<const uint64_t> chunks, storage::Interrupt interrupt) {
   std::vector<storage::ChunkUpdate> updates;
   for (const uint64_t chunk : chunks) {
     storage::ChunkUpdate& update = updates.emplace_back();
@@ -68,7 +68,8 @@ absl::Status Flushes::Run(storage::ChunkStore* store, absl::Span<const uint64_t>
     update.flush = true;
   }
   if (updates.empty()) return absl::OkStatus();
-  return store->Run(updates, [](size_t) {});
+  return store->Run(
+      updates, [](size_t) {}, /*read_back=*/{}, interrupt);
 }
 
 absl::Status Flushes::Harden(storage::ChunkStore* store) {
@@ -101,7 +102,7 @@ void Flushes::FlushAll() {
   for (uint64_t chunk = 0; store->records() && chunk < store->chunk_count(); ++chunk) {
     if (store->dirty(chunk)) dirty.push_back(chunk);
   }
-  absl::Status status = Run(store.get(), dirty);
+  absl::Status status = Run(store.get(), dirty, [this] { return core_->Interrupted(); });
   if (status.ok()) status = store->Harden();
   if (status.ok()) Cut(*store);
   core_->LockedOnWorker([&](Replies* replies) {

@@ -25,7 +25,8 @@ class Flushes {
   std::vector<uint64_t> Mark(storage::ChunkStore* store, int64_t step, absl::Span<storage::ChunkUpdate> updates)
       ABSL_LOCKS_EXCLUDED(job_lock);
   // Writes these chunks. Errors as ChunkStore::Run's.
-  absl::Status Run(storage::ChunkStore* store, absl::Span<const uint64_t> chunks);
+  absl::Status Run(storage::ChunkStore* store, absl::Span<const uint64_t> chunks,
+                   storage::Interrupt interrupt = storage::Uninterrupted);
   // Syncs and records flushed versions once the log has room for no more than the next step.
   absl::Status Harden(storage::ChunkStore* store) ABSL_LOCKS_EXCLUDED(job_lock);
   // Cuts the log as far as the chunks on the disk allow.

@@ -211,7 +211,7 @@ absl::Status JobJournal::Grow(const Growth& growth) {
   if (growth.bytes == 0) return absl::OkStatus();
   absl::Status status;
   if (const std::shared_ptr<Journal> there = journal(); there != nullptr) {
-    status = there->log().Extend(growth.bytes / there->log().segment_bytes());
+    status = there->log().Extend(growth.bytes / there->log().segment_bytes(), [this] { return core_->Interrupted(); });
   } else {
     auto log = Create(growth);
     status = log.status();
@@ -233,14 +233,15 @@ absl::StatusOr<std::unique_ptr<storage::GradientLog>> JobJournal::Create(const G
     spdlog::info("job '{}': reserving {} MiB of disk for slices that do not fit into memory", core_->name,
                  growth.size.bytes() >> 20);
   }
-  BALLAST_ASSIGN_OR_RETURN(
-      std::unique_ptr<storage::GradientLog> log,
-      storage::GradientLog::Create(core_->around.tiers->disk(), {.path = growth.logged ? log_path() : spill_path(),
-                                                                 .job = core_->name,
-                                                                 .life = life_,
-                                                                 .segment_bytes = growth.size.segment_bytes,
-                                                                 .segment_count = growth.size.segment_count,
-                                                                 .transient = !growth.logged}));
+  BALLAST_ASSIGN_OR_RETURN(std::unique_ptr<storage::GradientLog> log,
+                           storage::GradientLog::Create(core_->around.tiers->disk(),
+                                                        {.path = growth.logged ? log_path() : spill_path(),
+                                                         .job = core_->name,
+                                                         .life = life_,
+                                                         .segment_bytes = growth.size.segment_bytes,
+                                                         .segment_count = growth.size.segment_count,
+                                                         .transient = !growth.logged},
+                                                        [this] { return core_->Interrupted(); }));
   if (growth.logged) {
     // A drop that a crash cut short may have left `committed` of an earlier job of this name.
     const absl::Status written =
@@ -333,7 +334,7 @@ absl::Status JobJournal::ExtendForRestart() {
   const uint64_t bytes = (kWanted - free) * journal->log().segment_bytes();
   absl::Status status = core_->around.tiers->Take(storage::TierKind::kNvme, bytes, "segments of the gradient log");
   if (status.ok()) {
-    status = journal->log().Extend(kWanted - free);
+    status = journal->log().Extend(kWanted - free, [this] { return core_->Interrupted(); });
     if (status.ok()) {
       bytes_ += bytes;
       return absl::OkStatus();

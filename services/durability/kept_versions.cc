@@ -114,7 +114,7 @@ void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_
   bool harmless = true;  // the job can go on after an error
   std::string remedy = "Look after the disk, then restart the server, which recovers the job";
   if (status.ok()) {
-    auto kept = store->PinDurably(pin.version(), pin.automatic());
+    auto kept = store->PinDurably(pin.version(), pin.automatic(), [this] { return core_->Interrupted(); });
     status =
         model::Annotate(kept.status(), absl::StrCat("version ", pin.version(), " of job '", core_->name,
                                                     "' cannot be pinned on server '", core_->around.server_id, "'"));
@@ -230,11 +230,7 @@ void KeptVersions::RunCheck(int64_t version) {
     store = core_->store;
     lost = core_->machine->state_lost();
   }
-  // Stopping the job does not wait for the whole reading.
-  const absl::Status status = store->VerifyPin(version, [this] {
-    JobMutexLock lock(&core_->mu);
-    return core_->Refusal();
-  });
+  const absl::Status status = store->VerifyPin(version, [this] { return core_->Interrupted(); });
   core_->LockedOnWorker([&](Replies*) {
     core_->mu.AssertHeld();
     const auto check = checks_.find(version);

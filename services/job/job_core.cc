@@ -90,6 +90,12 @@ void JobCore::Expire(uint64_t id) {
 
 absl::Status JobCore::Refusal() const { return stopped.ok() ? failure : stopped; }
 
+absl::Status JobCore::Interrupted() const {
+  if (around.interrupt) BALLAST_RETURN_IF_ERROR(around.interrupt());
+  JobMutexLock lock(&mu);
+  return Refusal();
+}
+
 void JobCore::Fail(const absl::Status& cause, absl::string_view remedy, Replies* replies) {
   if (!failure.ok()) return;
   failure = model::Error(

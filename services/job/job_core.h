@@ -59,6 +59,9 @@ class JobCore {
   void Expire(uint64_t id);
   // Why the job takes no requests: stopped, or failed. OK if it takes them.
   absl::Status Refusal() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Ends work that may take minutes, as storage::Interrupt: an error once the job takes no requests any more, or the
+  // server ends while it starts.
+  absl::Status Interrupted() const ABSL_LOCKS_EXCLUDED(job_lock);
   void Fail(const absl::Status& cause, absl::string_view remedy, Replies* replies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Advice for the operator after a disk error.

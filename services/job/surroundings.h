@@ -1,6 +1,7 @@
 // The surroundings that the jobs of a server share. All of them outlive every job.
 #pragma once
 
+#include <functional>
 #include <string>
 
 #include "absl/synchronization/mutex.h"
@@ -34,6 +35,7 @@ struct JobSurroundings {
   absl::Mutex* moving = nullptr;
   const storage::MachineProfile* machine = nullptr;  // null: plans predict no times
   bool working_copies = true;
+  std::function<absl::Status()> interrupt;  // as StateServerOptions::interrupt
   WaitingBounds waiting;
 };
 

@@ -42,6 +42,7 @@ class Recovery::Replayer : public LogVisitor {
   // Slices and the prepared record of the next step leave the chunks alone; other records find the last step applied.
   absl::Status VisitOther(const StepRecord& record) override {
     JobMutexLock lock(&core_->mu);
+    BALLAST_RETURN_IF_ERROR(core_->Refusal());
     return core_->machine->Replay(record);
   }
   absl::Status VisitPromise(const v1::Epoch&, const StepRecord& record) override { return Settled(record); }
@@ -83,6 +84,7 @@ absl::Status Recovery::Replayer::VisitSnapshot(const v1::LogSnapshot& snapshot, 
 
 absl::Status Recovery::Replayer::VisitDecision(const v1::Decision& decision, const StepRecord& record) {
   const int64_t step = decision.step();
+  BALLAST_RETURN_IF_ERROR(core_->Interrupted());
   BALLAST_RETURN_IF_ERROR(
       recovery_->slices_.Load(walk_->Slices(decision.attempt(), step), LoggedSlices::Use::kDecided, replay_));
   storage::Pass("recovery/slices_loaded");

@@ -138,6 +138,8 @@ bool Pulls::Try(const Plan& plan, const Allocate& allocate, const Reply<uint32_t
   }
   reads_->Post([this, plan, copy = *copy, allocate, reply, place = *std::move(place)]() mutable {
     place = nullptr;
+    // The end of the job does not wait for every read that is queued.
+    if (const absl::Status status = core_->Interrupted(); !status.ok()) return reply(status);
     Read(plan, copy, allocate, reply);
   });
   return true;

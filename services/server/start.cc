@@ -239,7 +239,16 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
       kept[name] = entry.least_dram;
     }
   }
+  // The jobs that are back go as at a stop: each may have a log that is pumped.
+  const auto interrupted = [&] {
+    const absl::Status status = options.interrupt ? options.interrupt() : absl::OkStatus();
+    for (const auto& [name, job] : recovered) {
+      if (!status.ok()) job->Stop(status);
+    }
+    return status;
+  };
   for (const auto& [name, entry] : stored) {
+    BALLAST_RETURN_IF_ERROR(interrupted());
     tiers->Return(storage::TierKind::kDram, kept[name]);
     if (const auto orphan = orphans.find(name); orphan != orphans.end()) {
       spdlog::error("job '{}' cannot be recovered: {}", name, std::string(orphan->second.message()));
@@ -275,21 +284,24 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
     } else if (entry.promised.has_value()) {
       status = job->Replay(PromiseRecord{*entry.promised});
     }
-    if (status.ok()) {
-      recovered[name] = job;
-    } else {
-      refuse(name, *job, status);
-    }
+    recovered[name] = job;
+    if (status.ok()) continue;
+    BALLAST_RETURN_IF_ERROR(interrupted());
+    recovered.erase(name);
+    refuse(name, *job, status);
   }
   // Only now may a job take more: first every job had to get back what it had.
   for (const auto& [name, job] : recovered) {
+    BALLAST_RETURN_IF_ERROR(interrupted());
     if (const absl::Status status = job->EndRecovery(); !status.ok()) {
+      BALLAST_RETURN_IF_ERROR(interrupted());
       refuse(name, *job, status);
       continue;
     }
     absl::MutexLock lock(&mu);
     jobs[name].job = job;
   }
+  BALLAST_RETURN_IF_ERROR(interrupted());
   return whole && tiers->nvme() != nullptr ? tiers->nvme()->Trim() : absl::OkStatus();
 }
 

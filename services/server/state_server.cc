@@ -53,6 +53,7 @@ std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
                           .moving = &moving,
                           .machine = machine.has_value() ? &*machine : nullptr,
                           .working_copies = options.working_copies,
+                          .interrupt = options.interrupt,
                           .waiting = {&counters.waiting_requests, options.waiting_requests_max,
                                       &counters.waiting_request_bytes, options.waiting_request_bytes_max}});
 }

@@ -43,6 +43,9 @@ struct StateServerOptions {
   // Requests that may wait at a time, and their bytes without payloads; beyond a bound requests are BUSY.
   uint64_t waiting_requests_max = 65536;
   uint64_t waiting_request_bytes_max = uint64_t{64} << 20;
+  // Asked between pieces of the work while the server starts, on several threads: an error ends Start, which returns
+  // the error, and the next start finds the jobs as this start did.
+  std::function<absl::Status()> interrupt;
   Foundation* foundation = nullptr;  // null: this machine
 };
 
@@ -57,9 +60,9 @@ struct ServerCounters;
 // gone; work that the call has begun is not undone.
 class StateServer {
  public:
-  // Errors: INVALID_ARGUMENT (BAD_CONFIG), also for an unreadable machine profile; INTERNAL (IO) if the data directory
-  // is not writable; FAILED_PRECONDITION, naming the process, if another process has the data directory; DATA_LOSS (IO)
-  // if the directory has logs or extents, but no catalog.
+  // Errors: those of `interrupt`; INVALID_ARGUMENT (BAD_CONFIG), also for an unreadable machine profile; INTERNAL (IO)
+  // if the data directory is not writable; FAILED_PRECONDITION, naming the process, if another process has the data
+  // directory; DATA_LOSS (IO) if the directory has logs or extents, but no catalog.
   static absl::StatusOr<std::unique_ptr<StateServer>> Start(const StateServerOptions& options);
   ~StateServer();  // as Stop
 

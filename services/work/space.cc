@@ -266,7 +266,7 @@ absl::Status Space::TakePlaces(const NewChunks& wanted, const Ground& ground, Ad
   add->logged = plan.reads_back;
   const bool first = request.read_back.has_value() && request.read_back->buffer_bytes_min > 0;
   if (add->logged) status = slices_.TakeReadBack(wanted, plan.slice_bytes - request.read_back->shared_bytes);
-  if (status.ok()) status = ground.store->Add(add->missing, plan);
+  if (status.ok()) status = ground.store->Add(add->missing, plan, [this] { return core_->Interrupted(); });
   if (status.ok()) return absl::OkStatus();
   JobMutexLock lock(&core_->mu);
   if (first) room_->SetReadBack(nullptr);

@@ -262,6 +262,11 @@ void Updates::NoteCommitted(int64_t step) {
 absl::Status Updates::Run(storage::ChunkStore* store, StepWork* work, const storage::BlockFile* log) {
   storage::ReadBack read_back{.log = log, .memory = {}};
   if (work->read_back != nullptr) read_back.memory = {work->read_back->data(), work->read_back->bytes()};
+  // A restore reads the whole state, and a restart finds it decided, or the state lost: either brings it once more. Any
+  // other update is finished: it takes no longer than a step, and may write to memory that the trainer lends.
+  const bool restores = std::any_of(work->updates.begin(), work->updates.end(),
+                                    [](const storage::ChunkUpdate& update) { return update.restored.has_value(); });
+  const auto interrupt = [&] { return restores ? core_->Interrupted() : absl::OkStatus(); };
   size_t finished = 0;
   const auto done = [&](size_t) {
     const size_t i = finished++;
@@ -272,7 +277,8 @@ absl::Status Updates::Run(storage::ChunkStore* store, StepWork* work, const stor
   };
   for (;;) {
     if (finished == work->updates.size()) return absl::OkStatus();
-    const absl::Status status = store->Run(absl::MakeConstSpan(work->updates).subspan(finished), done, read_back);
+    const absl::Status status =
+        store->Run(absl::MakeConstSpan(work->updates).subspan(finished), done, read_back, interrupt);
     // Without space for a pinned copy, the chunk and all later chunks are untouched: the pin yields, not the training.
     if (!absl::IsResourceExhausted(status) || !pins_->GiveUpOldest(store, status)) return status;
   }

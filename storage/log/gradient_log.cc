@@ -14,6 +14,7 @@
 namespace ballast::storage {
 namespace {
 
+// Written at a time; between two pieces somebody may interrupt.
 constexpr uint64_t kZeroBytes = uint64_t{1} << 20;
 
 }  // namespace
@@ -30,7 +31,8 @@ GradientLog::GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t s
                            scanned == nullptr || scanned->live.empty() ? 0 : scanned->live.back().incarnation),
               scanned == nullptr ? 0 : scanned->last_batch, &queue_) {}
 
-absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, const Options& options) {
+absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, const Options& options,
+                                                                 Interrupt interrupt) {
   if (options.segment_bytes % kLogBlock != 0 || options.segment_bytes < kLogSegmentBytesMin ||
       options.segment_count < 3 || options.job.size() > sizeof(FileHead::name)) {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
@@ -43,7 +45,7 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, con
   std::unique_ptr<GradientLog> log(new GradientLog(disk, std::move(file), options.segment_bytes, options.transient,
                                                    SegmentRing(options.segment_bytes), /*scanned=*/nullptr));
   const auto fill = [&]() -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(log->Extend(options.segment_count));
+    BALLAST_RETURN_IF_ERROR(log->Extend(options.segment_count, interrupt));
     Pass("create/reserved");
     // Marks exist from the start: a log without marks and without segments was damaged.
     const auto blocks = MakeLogMemory(2 * kLogBlock);
@@ -88,21 +90,23 @@ GradientLog::~GradientLog() {
   if (thread_.joinable()) thread_.join();
 }
 
-absl::Status GradientLog::WriteZeros(uint64_t first_segment, uint64_t count) {
+absl::Status GradientLog::WriteZeros(uint64_t first_segment, uint64_t count, Interrupt interrupt) {
   const uint64_t begin = first_segment == 0 ? 0 : kLogFirstSegment + first_segment * segment_bytes_;
   const uint64_t end = kLogFirstSegment + (first_segment + count) * segment_bytes_;
   BALLAST_RETURN_IF_ERROR(file_->Reserve(begin, end - begin));
   if (transient_) return absl::OkStatus();
   BALLAST_ASSIGN_OR_RETURN(const Arena zeros, Arena::Map(kZeroBytes));
   for (uint64_t at = begin; at < end; at += kZeroBytes) {
+    BALLAST_RETURN_IF_ERROR(interrupt());
     BALLAST_RETURN_IF_ERROR(file_->Write(at, zeros.bytes().subspan(0, std::min(kZeroBytes, end - at))));
   }
   return absl::OkStatus();
 }
 
-absl::Status GradientLog::Extend(uint64_t segment_count) {
+absl::Status GradientLog::Extend(uint64_t segment_count, Interrupt interrupt) {
   const uint64_t first = queue_.segments();
-  absl::Status status = WriteZeros(first, segment_count);
+  absl::Status status = WriteZeros(first, segment_count, interrupt);
+  if (status.ok()) status = interrupt();
   if (status.ok()) {
     queue_.BeginExtension();
     status = SyncFile();

@@ -22,6 +22,7 @@
 
 #include "absl/status/statusor.h"
 #include "ballast/storage/io/disk.h"
+#include "ballast/storage/io/interrupt.h"
 #include "ballast/storage/log/log_format.h"
 #include "ballast/storage/log/log_queue.h"
 #include "ballast/storage/log/log_reader.h"
@@ -41,8 +42,9 @@ class GradientLog {
     bool transient = false;
   };
   // Makes the file anew, and writes and syncs every byte. Blocks for as long as it takes to write the whole file. On an
-  // error the file is removed. RESOURCE_EXHAUSTED (DISK_FULL).
-  static absl::StatusOr<std::unique_ptr<GradientLog>> Create(Disk* disk, const Options& options);
+  // error, also of `interrupt`, the file is removed. RESOURCE_EXHAUSTED (DISK_FULL).
+  static absl::StatusOr<std::unique_ptr<GradientLog>> Create(Disk* disk, const Options& options,
+                                                             Interrupt interrupt = Uninterrupted);
   // Opens the log of an earlier run and fills `scanned` with its content. Errors: ScanLog's. The first Append goes to a
   // new segment: Roll first.
   static absl::StatusOr<std::unique_ptr<GradientLog>> Recover(Disk* disk, const std::string& path, ScannedLog* scanned);
@@ -90,9 +92,10 @@ class GradientLog {
   // Segments that Roll may still take, and their bytes for records.
   uint64_t free_segments() const { return queue_.free_segments(); }
   uint64_t free_bytes() const { return free_segments() * (segment_bytes_ - kSegmentHeadBytes); }
-  // Adds segments. Blocks. RESOURCE_EXHAUSTED (DISK_FULL): then nothing was added. A failed sync here
-  // fails the whole log, since the disk may have dropped batches that were waiting for the same sync.
-  absl::Status Extend(uint64_t segment_count);
+  // Adds segments. Blocks. RESOURCE_EXHAUSTED (DISK_FULL), or an error of `interrupt`: then nothing was
+  // added. A failed sync here fails the whole log, since the disk may have dropped batches that were waiting for the
+  // same sync.
+  absl::Status Extend(uint64_t segment_count, Interrupt interrupt = Uninterrupted);
 
   // Pumps once. `wait`: blocks until something completes, unless nothing is in flight. True if anything is queued or in
   // flight. REQUIRES: one thread at a time, and not after Start.
@@ -102,7 +105,7 @@ class GradientLog {
   GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t segment_bytes, bool transient, SegmentRing ring,
               const ScannedLog* scanned);
   absl::Status SyncFile() const;
-  absl::Status WriteZeros(uint64_t first_segment, uint64_t count);
+  absl::Status WriteZeros(uint64_t first_segment, uint64_t count, Interrupt interrupt);
   void PumpUntilStopped();
 
   const std::unique_ptr<BlockFile> file_;

@@ -165,7 +165,7 @@ absl::Status ChunkStore::Add(absl::Span<const uint64_t> elements, const Plan& pl
   return Add(added, plan);
 }
 
-absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& plan) {
+absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& plan, Interrupt interrupt) {
   StoreCore& core = *core_;
   BALLAST_RETURN_IF_ERROR(core.failed);
   BALLAST_RETURN_IF_ERROR(core.CheckPlan(added, plan));
@@ -227,7 +227,7 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
     }
     core.runs = std::max(core.runs, uint64_t{1});
   }
-  core.failed = core.RestoreAll(added, fresh);  // on an error the chunks are there, and nobody may use them
+  core.failed = core.RestoreAll(added, fresh, interrupt);  // on an error the chunks are there, and nobody may use them
   return core.failed;
 }
 
@@ -298,8 +298,8 @@ ChunkStore::Residency ChunkStore::residency() const {
 }
 
 absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
-                             const ReadBack& read_back) {
-  return StoreRun(core_.get()).Run(updates, done, read_back);
+                             const ReadBack& read_back, Interrupt interrupt) {
+  return StoreRun(core_.get()).Run(updates, done, read_back, interrupt);
 }
 
 absl::Status ChunkStore::Move(uint64_t index, TierKind to) {

@@ -17,6 +17,7 @@
 #include "ballast/kernels/thread_pool.h"
 #include "ballast/storage/chunk/chunk_update.h"
 #include "ballast/storage/chunk/extent_label.h"
+#include "ballast/storage/io/interrupt.h"
 #include "ballast/storage/placement/placement.h"
 #include "ballast/storage/tier/tiers.h"
 
@@ -52,8 +53,8 @@ class ChunkStore {
   // tier. RESOURCE_EXHAUSTED (BUDGET, DISK_FULL) if a tier lacks space; then nothing was added. All space that runs of
   // a durable store need is taken here and in PinDurably: a full disk refuses these two, and no run. Chunks with a
   // durable state are read back: DATA_LOSS (CHECKSUM) if the disk returns anything else than was written, INTERNAL
-  // (IO).
-  absl::Status Add(absl::Span<const ChunkToAdd> chunks, const Plan& plan);
+  // (IO). `interrupt`: asked before each of the latter; after its error nobody may use the store.
+  absl::Status Add(absl::Span<const ChunkToAdd> chunks, const Plan& plan, Interrupt interrupt = Uninterrupted);
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;
   std::vector<PlacedChunk> placed() const;
@@ -97,8 +98,10 @@ class ChunkStore {
   // recoverable_from tells. On an error the chunks not yet announced by `done` may hold anything: the caller must stop
   // serving the job. A logged slice whose bytes differ from what was written is DATA_LOSS (CHECKSUM), before its chunk
   // changes. RESOURCE_EXHAUSTED: only where a pin's copy finds no space, see Pin.
+  // `interrupt`: asked before each update; after its error the updates not announced by `done` have changed nothing,
+  // and the store goes on.
   absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
-                   const ReadBack& read_back = {});
+                   const ReadBack& read_back = {}, Interrupt interrupt = Uninterrupted);
 
   // Fill `to` with elements from `begin` on. ReadWorking reads the working copy in its dtype; a store without working
   // copies rounds the master. ReadState reads a state array as fp32.
@@ -122,7 +125,9 @@ class ChunkStore {
   // RESOURCE_EXHAUSTED (BUDGET, DISK_FULL): the pin does not fit and nothing was done. Any other error: a device
   // failed, as in Run. `automatic`: takes budget from what was set aside for automatic pins, and returns the budget
   // there.
-  absl::StatusOr<std::vector<DurableChunk>> PinDurably(int64_t version, bool automatic = false);
+  // `interrupt`: asked before each chunk that is written; after its error there is no pin, and the store goes on.
+  absl::StatusOr<std::vector<DurableChunk>> PinDurably(int64_t version, bool automatic = false,
+                                                       Interrupt interrupt = Uninterrupted);
   // Somebody else wants an automatic pin too: takes ordinary budget for it. RESOURCE_EXHAUSTED (BUDGET, DISK_FULL):
   // nothing was done.
   absl::Status AdoptPin(int64_t version);
@@ -133,8 +138,8 @@ class ChunkStore {
   absl::Status TakeBackPin(int64_t version, uint64_t chunk, const DurableChunk& kept, bool automatic = false);
   // Reads all state that the pin keeps: DATA_LOSS (CHECKSUM) if the disk returns anything else than was written.
   // FAILED_PRECONDITION (VERSION_GONE) if there is no such pin. Blocks. Not beside Run.
-  // `refusal`: asked before each chunk; an error from `refusal` ends the reading and is returned.
-  absl::Status VerifyPin(int64_t version, absl::FunctionRef<absl::Status()> refusal);
+  // `interrupt`: asked before each chunk.
+  absl::Status VerifyPin(int64_t version, Interrupt interrupt);
   // Drops the pin and frees what nothing else needs. REQUIRES: the pin is not recorded any more.
   void UnpinDurably(int64_t version);
 

@@ -62,7 +62,8 @@ struct StoreCore {
   };
   absl::StatusOr<NvmeSpace> TakeNvme(absl::Span<const ChunkToAdd> added, const Plan& plan);
   // Reads the states left by an earlier run into the tiers where the chunks live now.
-  absl::Status RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks);
+  absl::Status RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks,
+                          Interrupt interrupt);
   // Reads the state `durable` from its extent into `state`, in host memory, or into the chunk's own memory on a device,
   // and makes the working copy.
   absl::Status ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,

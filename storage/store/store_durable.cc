@@ -29,7 +29,8 @@ absl::Status CheckFits(const StoredChunk& chunk, const DurableChunk& durable) {
 
 }  // namespace
 
-absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks) {
+absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks,
+                                   Interrupt interrupt) {
   std::vector<ReadAhead> reads;
   std::vector<size_t> restored;  // of `added`
   uint64_t device_bytes = 0;     // the largest state that passes through memory of its own
@@ -52,6 +53,7 @@ absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std
   }
   BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, staging.Queue(tiers->disk()));
   const auto take = [&](size_t i, std::byte* state, absl::FunctionRef<void()> poll) {
+    BALLAST_RETURN_IF_ERROR(interrupt());
     StoredChunk& chunk = *chunks[restored[i]];
     const DurableChunk& durable = *added[restored[i]].durable;
     BALLAST_RETURN_IF_ERROR(TakeRead(chunk, durable, state, {.pool = compute, .poll = poll}));
@@ -145,7 +147,7 @@ absl::Status StoreCore::Harden() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version, bool automatic) {
+absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version, bool automatic, Interrupt interrupt) {
   StoreCore& core = *core_;
   BALLAST_RETURN_IF_ERROR(core.failed);
   std::vector<StoredChunk*> chunks;
@@ -169,7 +171,8 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
   BALLAST_ASSIGN_OR_RETURN(NvmeRoom reserve, core.durable_pins->Reserve(bytes, automatic));
   if (!flushes.empty()) {
     // Space was taken, so a shortage now is an error of the store, not a refused pin.
-    BALLAST_RETURN_IF_ERROR(StoreCore::Lasting(Run(flushes, [](size_t) {})));
+    BALLAST_RETURN_IF_ERROR(StoreCore::Lasting(Run(
+        flushes, [](size_t) {}, /*read_back=*/{}, interrupt)));
   }
   BALLAST_RETURN_IF_ERROR(Harden());
   if (!core.versions->records() && !chunks.empty()) {
@@ -210,7 +213,7 @@ absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const Dura
   return absl::OkStatus();
 }
 
-absl::Status ChunkStore::VerifyPin(int64_t version, absl::FunctionRef<absl::Status()> refusal) {
+absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt) {
   StoreCore& core = *core_;
   if (!core.durable_pins->Has(version)) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
@@ -231,7 +234,7 @@ absl::Status ChunkStore::VerifyPin(int64_t version, absl::FunctionRef<absl::Stat
   BALLAST_ASSIGN_OR_RETURN(const Arena memory, Arena::Map(kBounceSlots * largest));
   BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, core.staging.Queue(core.tiers->disk()));
   const auto check = [&](size_t i, std::byte* state, absl::FunctionRef<void()> poll) {
-    BALLAST_RETURN_IF_ERROR(refusal());
+    BALLAST_RETURN_IF_ERROR(interrupt());
     core.tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
     const DurableChunk& kept = *core.durable_pins->Find(version, chunks[i]->index);
     return core.CheckRestored(*chunks[i], kept, state, {.pool = core.compute, .poll = poll});

@@ -155,7 +155,7 @@ absl::StatusOr<ChunkUpdate> StoreRun::FetchLogged(size_t i, const ChunkUpdate& u
 }
 
 absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
-                           const ReadBack& read_back) {
+                           const ReadBack& read_back, Interrupt interrupt) {
   BALLAST_RETURN_IF_ERROR(core_.failed);
   BALLAST_ASSIGN_OR_RETURN(const std::vector<StoredChunk*> chunks, CheckUpdates(updates));
   std::vector<uint64_t> elements;
@@ -179,8 +179,10 @@ absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, absl::Function
   }
   LogReads reads(updates, sizes, read_back, queue, core_.tiers);
   UpdatePipeline pipeline(chunks, &core_.staging, queue, core_.tiers, &reads);
-  absl::Status status;
+  absl::Status status, interrupted;
   for (size_t i = 0; i < updates.size() && status.ok(); ++i) {
+    interrupted = interrupt();
+    if (!interrupted.ok()) break;
     const ChunkUpdate& update = updates[i];
     if (update.logged_values.empty() && !update.logged_gradient.has_value()) {
       status = Apply(i, update, *chunks[i], pipeline);
@@ -202,7 +204,7 @@ absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, absl::Function
   if (!drained.ok() || !core_.failed.ok() || !absl::IsResourceExhausted(status)) {
     status = core_.failed = StoreCore::Lasting(status);
   }
-  return status;
+  return status.ok() ? interrupted : status;
 }
 
 absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk, UpdatePipeline& pipeline) {

@@ -18,7 +18,7 @@ class StoreRun {
   explicit StoreRun(StoreCore* core) : core_(*core) {}
   // As ChunkStore::Run.
   absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
-                   const ReadBack& read_back);
+                   const ReadBack& read_back, Interrupt interrupt);
 
  private:
   absl::StatusOr<std::vector<StoredChunk*>> CheckUpdates(absl::Span<const ChunkUpdate> updates) const;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -37,10 +38,18 @@ class GatedDisk : public MachineWithDisk {
   void Pass(const std::string& path, GatedOperation operation, uint64_t offset) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     const auto open = [&] { return choice_ == nullptr || !choice_(path, operation, offset); };
-    if (open()) return;
-    ++waiting_;
-    mu_.Await(absl::Condition(&open));
-    --waiting_;
+    if (!open()) {
+      ++waiting_;
+      mu_.Await(absl::Condition(&open));
+      --waiting_;
+    }
+    ++passed_[{path, operation}];
+  }
+  // Operations that went through to the disk.
+  int passed(const std::string& path, GatedOperation operation) const ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    const auto found = passed_.find({path, operation});
+    return found == passed_.end() ? 0 : found->second;
   }
 
  private:
@@ -49,9 +58,10 @@ class GatedDisk : public MachineWithDisk {
   absl::StatusOr<std::unique_ptr<storage::BlockFile>> Open(const std::string& path, Mode mode) override;
   absl::StatusOr<std::unique_ptr<storage::IoQueue>> MakeQueue(const storage::IoQueueOptions& options) override;
 
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   Choice choice_ ABSL_GUARDED_BY(mu_);
   int waiting_ ABSL_GUARDED_BY(mu_) = 0;
+  std::map<std::pair<std::string, GatedOperation>, int> passed_ ABSL_GUARDED_BY(mu_);
 };
 
 class GatedDisk::File : public storage::BlockFile {

@@ -362,6 +362,29 @@ TEST_F(GradientLogTest, AFullDiskLeavesNothingOfANewLogAndAllOfAnOld) {
   }
 }
 
+TEST_F(GradientLogTest, AnInterruptLeavesNothingOfANewLogAndAllOfAnOld) {
+  int pieces = 1;
+  const auto interrupt = [&] { return pieces-- > 0 ? absl::OkStatus() : absl::CancelledError("enough"); };
+  EXPECT_EQ(GradientLog::Create(SystemDisk(), Options(), interrupt).status(), absl::CancelledError("enough"));
+  EXPECT_FALSE(std::filesystem::exists(path_));
+  Create();
+  const uint64_t bytes = caller_.log().file_bytes();
+  ASSERT_TRUE(caller_.Append({.payload_bytes = 5}));
+  // Before the second piece; and before the sync, when all is written.
+  for (const int done : {1, 2}) {
+    pieces = done;
+    EXPECT_EQ(caller_.log().Extend(8, interrupt), absl::CancelledError("enough"));
+    EXPECT_EQ(pieces, -1);
+    EXPECT_EQ(caller_.log().file_bytes(), bytes);
+    EXPECT_EQ(std::filesystem::file_size(path_), bytes);
+  }
+  ASSERT_TRUE(caller_.SyncAll().ok());
+  Reopen();
+  pieces = 100;
+  EXPECT_EQ(caller_.log().Extend(8, interrupt), absl::OkStatus());
+  EXPECT_EQ(caller_.log().file_bytes(), bytes + 8 * kSegmentBytes);
+}
+
 TEST_F(GradientLogTest, TwoOpenersAreRefused) {
   Create();
   for (const absl::Status& status : {GradientLog::Recover(SystemDisk(), path_, &scanned_).status(),
