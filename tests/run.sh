@@ -6,7 +6,7 @@
 #   asan     AddressSanitizer and UndefinedBehaviorSanitizer; a tenth of the seeds, no benches, no seeded bugs, no failpoints
 #   asan-ci  the same with a tenth of the seeds of ci
 #   tsan     ThreadSanitizer; the same
-#   clang    builds alone: clang checks what is said of locks
+#   clang    builds alone: clang checks what is said of locks; then clang-tidy over the libraries
 #   soak        only what takes hours: simulations, crash and corruption tests with a hundred times the seeds
 #   exhaustive  only what takes many minutes: all 2^32 floats through every conversion
 set -euo pipefail
@@ -68,6 +68,9 @@ fi
 cmake --preset "$preset" -DBALLAST_TEST_ROUNDS="$rounds" "${configure[@]}" >"build/$preset-configure.log" 2>&1 || { cat "build/$preset-configure.log" >&2; exit 1; }
 grep -h '^-- Ballast:' "build/$preset-configure.log" || true
 cmake --build --preset "$preset" -j "$(nproc)"
-[[ "$mode" != clang ]] || exit 0
+if [[ "$mode" == clang ]]; then
+  python3 tests/tools/tidy.py build/clang
+  exit 0
+fi
 # One more than there are processors: many wait for disks, clocks and processes that they started.
 exec ctest --preset "$preset" -j "$(($(nproc) + 1))" --output-junit tests.xml "$@"

@@ -146,17 +146,15 @@ void Router::Activate(const OperationPtr& op) {
 
 void Router::Start(OperationPtr op) {
   {
-    absl::MutexLock lock(&mutex_);
-    if (!stopping_) {
-      if (op->bytes > 0) {
-        waiting_.push_back(std::move(op));
-        ++queued_;
-      } else {
-        Activate(op);
-      }
+    absl::ReleasableMutexLock lock(&mutex_);
+    if (!stopping_ && op->bytes > 0) {
+      waiting_.push_back(std::move(op));
+      ++queued_;
+      lock.Release();
+      return Pump();
     }
+    if (!stopping_) Activate(op);
   }
-  if (op == nullptr) return Pump();
   if (op->started == absl::InfiniteFuture()) return op->done(absl::CancelledError("the session ended"));
   Send(op);
 }
@@ -216,7 +214,7 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
     absl::MutexLock lock(&mutex_);
     next = Classify(*op, status);
     if (next != Next::kDone) {
-      op->last = std::move(status);
+      op->last = status;
       const absl::Duration delay = Backoff(*op);
       auto task = [this, op, next] { Repair(op, next); };
       // The first repair goes out at once, later ones after a pause.

@@ -184,7 +184,7 @@ void Router::Call(Method<Request, Response> method, uint32_t server, std::string
   op->send = [transport = servers_[server].get(), method, request = std::move(request), response](
                  absl::Time try_deadline, Answer answer) {
     (transport->*method)(*request, try_deadline, [response, answer = std::move(answer)](absl::StatusOr<Response> r) {
-      if (r.ok()) *response = *std::move(r);
+      if (r.ok()) *response = std::move(*r);
       answer(r.status());
     });
   };
@@ -211,7 +211,7 @@ absl::StatusOr<std::vector<Response>> Router::CallAll(Method<Request, Response> 
   const auto shared = std::make_shared<const Request>(request);
   for (uint32_t i = 0; i < server_count(); ++i) {
     Call<Request, Response>(method, i, what, shared, deadline, [state, i](absl::StatusOr<Response> answer) {
-      if (answer.ok()) state->answers[i] = *std::move(answer);
+      if (answer.ok()) state->answers[i] = std::move(*answer);
       state->tally.Finish(answer.status());
     });
   }

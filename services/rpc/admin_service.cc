@@ -29,7 +29,7 @@ grpc::ServerUnaryReactor* AdminServiceImpl::SetBudget(grpc::CallbackServerContex
                                                       v1::SetBudgetResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   state_->SetBudget(KnownFields(request), [reactor, response](absl::StatusOr<v1::SetBudgetResponse> answer) {
-    if (answer.ok()) *response = *std::move(answer);
+    if (answer.ok()) *response = std::move(*answer);
     reactor->Finish(ToGrpc(answer.status()));
   });
   return reactor;

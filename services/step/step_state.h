@@ -52,7 +52,7 @@ struct StepMachine::Impl {
   absl::Status CheckAttempt(uint32_t rank, uint64_t attempt) const;
   absl::Status CheckRank(uint32_t rank) const;
   void RaiseAttempt(uint32_t rank, uint64_t attempt);
-  uint64_t Append(StepRecord record) { return appended = host->Append(record); }
+  uint64_t Append(const StepRecord& record) { return appended = host->Append(record); }
   bool Durable(uint64_t lsn) const { return lsn <= synced; }
   // Rule 3's conditions on epoch, step, rank and attempt of a push: checked before the bytes come and again after.
   absl::Status CheckPush(const v1::PushRequest& header) const;

@@ -208,8 +208,9 @@ absl::Status Scan::SearchBlocks(FoundSegment& segment, absl::Span<const std::byt
     BALLAST_ASSIGN_OR_RETURN(std::optional<ReadBatch> batch, ReadBatchAt(at, limit, segment.head));
     if (!batch.has_value() || batch->head.batch < segment.head.first_batch) continue;
     Note(batch->head.synced_batch, batch->head.oldest_incarnation);
+    const uint64_t number = batch->head.batch;
     const bool second = batch->head.copy == 1;
-    if (segment.batches.emplace(batch->head.batch, *std::move(batch)).second && second) ++log_.repaired_blocks;
+    if (segment.batches.emplace(number, *std::move(batch)).second && second) ++log_.repaired_blocks;
   }
   return absl::OkStatus();
 }

@@ -118,7 +118,8 @@ StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
   out_.disk = DiskSeconds(read, written + flushed + logged);
   if (slot > 0) {
     // Meanwhile the disk may fill the staging buffers and write the log and flushes.
-    const double ahead = std::min(read, static_cast<double>(shape_.staging_bytes / static_cast<uint64_t>(slot)) * slot);
+    const uint64_t slots = shape_.staging_bytes / static_cast<uint64_t>(slot);
+    const double ahead = std::min(read, static_cast<double>(slots) * slot);
     const double meanwhile = Seconds(ahead, static_cast<double>(m.disk_read_bytes_per_s), "reads of the disk") +
                              Seconds(flushed + logged, write_speed, "writes of the disk");
     out_.disk_idle = std::max(0.0, front - meanwhile);

@@ -29,6 +29,11 @@ struct Counter {
 '''
 
 
+def library_units(build):
+    with open(os.path.join(build, 'compile_commands.json'), encoding='utf-8') as file:
+        return [entry for entry in json.load(file) if FOLDERS.search(entry['file']) and not SKIPPED.search(entry['file'])]
+
+
 def command(entry):
     words = [word for word in shlex.split(entry['command']) if not word.endswith('ccache') and word not in GCC_ONLY]
     at = words.index('-o')
@@ -58,8 +63,7 @@ def main():
         return 77
     if sys.argv[1] == '--self-test':
         return self_test()
-    with open(os.path.join(sys.argv[1], 'compile_commands.json'), encoding='utf-8') as file:
-        entries = [entry for entry in json.load(file) if FOLDERS.search(entry['file']) and not SKIPPED.search(entry['file'])]
+    entries = library_units(sys.argv[1])
     wrong = list(filter(None, map(check, entries)))
     for text in wrong:
         print(text[-8000:])

@@ -247,6 +247,14 @@ TEST(LogWalk, ASegmentWithoutRecordsIsNotNeeded) {
   EXPECT_THAT(diary.walk().keep_for(), ElementsAre(-1, 0, -1));
 }
 
+TEST(LogWalk, TheFirstRecordOfASegmentIsItsOwn) {
+  Log log;
+  log.Segment().Open(-1).Segment().Slice(0, 0, 0);
+  Diary diary;
+  ASSERT_EQ(diary.Walk(log), absl::OkStatus());
+  EXPECT_THAT(diary.walk().keep_for(), ElementsAre(-1, 0));
+}
+
 TEST(LogWalk, AVisitorsErrorEndsTheWalk) {
   Log log;
   log.Segment().Promise(1).Open(-1).Slice(0, 0, 0);
