@@ -35,7 +35,7 @@ class Kept:
                 session.pin()
                 break
             except Error as error:
-                if error.reason != 'BUDGET' or not self._give_up_oldest(session):
+                if error.reason not in ('BUDGET', 'DISK_FULL') or not self._give_up_oldest(session):
                     raise
         self._made.append(version)
         if len(self._made) > self._count:
