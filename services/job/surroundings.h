@@ -5,6 +5,7 @@
 
 #include "absl/synchronization/mutex.h"
 #include "ballast/kernels/thread_pool.h"
+#include "ballast/services/foundation/answer_room.h"
 #include "ballast/services/foundation/counters.h"
 #include "ballast/services/foundation/deadlines.h"
 #include "ballast/services/foundation/executor.h"
@@ -35,6 +36,8 @@ struct JobSurroundings {
   const storage::MachineProfile* machine = nullptr;  // null: plans predict no times
   bool working_copies = true;
   WaitingBounds waiting;
+  SharedBound* push_bytes = nullptr;  // payloads of pushes that wait
+  AnswerRoom* answer_room = nullptr;
 };
 
 }  // namespace ballast::services

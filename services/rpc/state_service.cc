@@ -38,24 +38,14 @@ Reply<Response> FinishWith(grpc::ServerUnaryReactor* reactor, Response* response
   };
 }
 
-// DefaultReactor does not report the end of a call, which answers that hold memory need.
-class CountedReactor final : public grpc::ServerUnaryReactor {
+// DefaultReactor does not report the end of a call. An answer takes up room until then.
+class PullReactor final : public grpc::ServerUnaryReactor {
  public:
-  explicit CountedReactor(std::atomic<uint64_t>* unsent) : unsent_(unsent) {}
-  ~CountedReactor() override { unsent_->fetch_sub(bytes_); }
-  bool Take(uint64_t bytes, uint64_t max) {
-    if (unsent_->fetch_add(bytes) + bytes > max) {
-      unsent_->fetch_sub(bytes);
-      return false;
-    }
-    bytes_ = bytes;
-    return true;
-  }
+  void Hold(AnswerRoom::Lease room) { room_ = std::move(room); }
   void OnDone() override { delete this; }
 
  private:
-  std::atomic<uint64_t>* const unsent_;
-  uint64_t bytes_ = 0;
+  AnswerRoom::Lease room_;
 };
 
 // Memory for an answer, out of the slabs if they have room.
@@ -191,7 +181,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* co
 
 grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
                                                  grpc::ByteBuffer* response) {
-  auto* reactor = new CountedReactor(&unsent_bytes_);
+  auto* reactor = new PullReactor;
   if (request->Length() > kPullBytesMax) {
     reactor->Finish(ToGrpc(
         model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
@@ -204,8 +194,8 @@ grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* co
     return reactor;
   }
   auto payload = std::make_shared<grpc::Slice>();
-  const auto allocate = [this, reactor, payload](uint64_t bytes) -> absl::Span<std::byte> {
-    if (!reactor->Take(bytes, unsent_bytes_max_)) return {};
+  const auto allocate = [this, reactor, payload](uint64_t bytes, AnswerRoom::Lease room) -> absl::Span<std::byte> {
+    reactor->Hold(std::move(room));
     *payload = AnswerSlice(answers_, bytes);
     // Nobody else has the slice yet.
     return {reinterpret_cast<std::byte*>(const_cast<uint8_t*>(payload->begin())), bytes};

@@ -26,6 +26,10 @@ struct StateServer::Impl {
   explicit Impl(const StateServerOptions& options)
       : options(options),
         foundation(options.foundation != nullptr ? options.foundation : SystemFoundation()),
+        waiting_requests(options.waiting_requests_max, &counters.waiting_requests),
+        waiting_request_bytes(options.waiting_request_bytes_max, &counters.waiting_request_bytes),
+        waiting_push_bytes(options.waiting_push_bytes_max, &counters.waiting_push_bytes),
+        answer_room(options.answer_bytes_max),
         compute(std::max(1, options.compute_threads)),
         answers(foundation->MakeExecutor(std::max(1, options.read_threads))),
         dropping(foundation->MakeExecutor(1)) {}
@@ -77,6 +81,8 @@ struct StateServer::Impl {
   const absl::Time started = absl::Now();
   std::string server_id;
   ServerCounters counters;
+  SharedBound waiting_requests, waiting_request_bytes, waiting_push_bytes;
+  AnswerRoom answer_room;
   std::unique_ptr<storage::Catalog> catalog;
   std::unique_ptr<storage::Tiers> tiers;
   std::optional<storage::MachineProfile> machine;

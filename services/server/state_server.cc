@@ -53,8 +53,9 @@ std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
                           .moving = &moving,
                           .machine = machine.has_value() ? &*machine : nullptr,
                           .working_copies = options.working_copies,
-                          .waiting = {&counters.waiting_requests, options.waiting_requests_max,
-                                      &counters.waiting_request_bytes, options.waiting_request_bytes_max}});
+                          .waiting = {&waiting_requests, &waiting_request_bytes},
+                          .push_bytes = &waiting_push_bytes,
+                          .answer_room = &answer_room});
 }
 
 absl::Status StateServer::Impl::LostToDurabilityNone(const std::string& name) const {
