@@ -65,6 +65,17 @@ const v1::OpenRequest* NewestOpen(absl::Span<const v1::GetJobResponse> answers) 
   return newest;
 }
 
+// Makes `open` the Open of a new job, spread evenly over the servers.
+void SetNewJob(const v1::JobSpec& spec, absl::Span<const v1::GetJobResponse> answers, v1::OpenRequest* open) {
+  *open->mutable_spec() = spec;
+  open->clear_members();
+  for (const v1::GetJobResponse& answer : answers) {
+    v1::Member* member = open->add_members();
+    member->set_server_id(answer.server_id());
+    member->set_weight(1);
+  }
+}
+
 absl::Status JobExists(const std::string& job, int64_t version) {
   return model::Error(
       absl::StatusCode::kAlreadyExists, model::kJobExists,
@@ -303,6 +314,13 @@ v1::Tiling Opening::MakeTiling(const model::Layout& layout) const {
   return split_ == Split::kRows ? model::RowTiling(layout, world_size) : model::EvenTiling(layout, world_size);
 }
 
+absl::Status Opening::Divide(v1::OpenRequest* open) const {
+  BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open->spec()));
+  *open->mutable_tiling() = MakeTiling(layout);
+  open->set_spec_digest(model::SpecDigest(open->spec()));
+  return absl::OkStatus();
+}
+
 absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& options, const v1::JobSpec& spec) {
   const absl::Time deadline = absl::Now() + options.open_timeout;
   v1::GetJobRequest ask;
@@ -319,7 +337,17 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   if (options.resume == Resume::kNever && highest >= 0) return JobExists(options.job, highest);
   if (options.resume == Resume::kMust && !exists) return JobMissing(options.job);
 
-  // Checked before the fence where possible: a mistake here must not end a group at work.
+  v1::OpenRequest open;
+  *open.mutable_epoch() = EpochAbove(seen);
+  // Checked before the fence where possible: a mistake here must not end a group at work, and a job that finds no space
+  // must not be left on the servers.
+  const bool is_new = NewestOpen(seen) == nullptr;
+  if (is_new) {
+    SetNewJob(spec, seen, &open);
+    open.set_base(-1);
+    BALLAST_RETURN_IF_ERROR(Divide(&open));
+    BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
+  }
   if (const v1::OpenRequest* newest = NewestOpen(seen); newest != nullptr) {
     absl::Status same = CheckSameSpec(spec, newest->spec());
     if (!same.ok() && highest < 0) {
@@ -330,8 +358,6 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
     BALLAST_RETURN_IF_ERROR(same);
   }
 
-  v1::OpenRequest open;
-  *open.mutable_epoch() = EpochAbove(seen);
   auto fenced = Fence(options.job, open.epoch(), options.resume == Resume::kNever, deadline);
   if (!fenced.ok() && model::ReasonOf(fenced.status()) == model::kJobExists) return JobExists(options.job, highest);
   BALLAST_RETURN_IF_ERROR(fenced.status());
@@ -352,18 +378,11 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
     *open.mutable_members() = newest->members();
     BALLAST_RETURN_IF_ERROR(MatchMembers(open, server_ids));
   } else {
-    *open.mutable_spec() = spec;
-    for (const std::string& id : server_ids) {
-      v1::Member* member = open.add_members();
-      member->set_server_id(id);
-      member->set_weight(1);
-    }
+    SetNewJob(spec, *fenced, &open);
   }
-  BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
-  *open.mutable_tiling() = MakeTiling(layout);
-  open.set_spec_digest(model::SpecDigest(open.spec()));
+  BALLAST_RETURN_IF_ERROR(Divide(&open));
   // All servers or none: a job opened by one server, with no room on another, could not be changed any more.
-  BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
+  if (!is_new || newest != nullptr) BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
   BALLAST_RETURN_IF_ERROR(newest == nullptr ? SendFirstOpen(open, options.open_timeout) : SendOpen(open, deadline));
   // By now, the pins that an older group was making are complete, or refused for their old epoch. A failure here may
   // wait.
@@ -398,9 +417,7 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
     for (const TensorSpec& tensor : added) *registration->add_tensors() = ToProto(tensor);
   }
   // Before the fence: a bad tensor, or one without room, must not cost the group its epoch.
-  BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open.spec()));
-  *open.mutable_tiling() = MakeTiling(layout);
-  open.set_spec_digest(model::SpecDigest(open.spec()));
+  BALLAST_RETURN_IF_ERROR(Divide(&open));
   open.set_base(version);
   open.clear_restores();
   BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));

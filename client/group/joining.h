@@ -72,6 +72,8 @@ class Opening {
                                                                bool match_members);
 
   v1::Tiling MakeTiling(const model::Layout& layout) const;
+  // Divides the tensors of `open`'s spec among the ranks.
+  absl::Status Divide(v1::OpenRequest* open) const;
 
   Router* router_;
   Group* group_;

@@ -192,7 +192,12 @@ void Router::Send(const OperationPtr& op) {
 
 Router::Next Router::Classify(const Operation& op, const absl::Status& status) const {
   if (status.ok() || stopping_ || absl::Now() >= op.deadline) return Next::kDone;
-  if (IsRetryable(status)) return op.awaits_commit && commit_ != nullptr ? Next::kSendCommit : Next::kRetry;
+  if (IsRetryable(status)) {
+    // A server that answers BUSY at once has too much to do, and Commits with their blobs would add to that. Had the
+    // server lost the Commit, a later try waits there until its deadline.
+    const bool overloaded = absl::IsUnavailable(status) && model::ReasonOf(status) == model::kBusy;
+    return op.awaits_commit && !overloaded && commit_ != nullptr ? Next::kSendCommit : Next::kRetry;
+  }
   if (!absl::IsFailedPrecondition(status)) return Next::kDone;
   const std::string reason = model::ReasonOf(status);
   if (reason == model::kNotOpen && open_ != nullptr) return Next::kSendOpen;

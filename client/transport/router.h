@@ -2,8 +2,9 @@
 //
 // While the server is UNAVAILABLE or a single try runs out of time, a call is sent again with jittered backoff, until
 // the call's deadline. On NOT_OPEN the router sends the epoch's Open and asks again. On BEHIND it sends the last Commit
-// and asks again. The last Commit also goes before each further try of a pull: the server may have been restarted and
-// have lost what was not synced. Callers notice none of these repairs. Every other answer is final.
+// and asks again. The last Commit also goes before each further try of a pull, unless the server said BUSY: the server
+// may have been restarted and have lost what was not synced. Callers notice none of these repairs. Every other answer
+// is final.
 //
 // Bounds: pushes and pulls in flight hold at most `inflight_bytes_max` bytes (a single larger call may go alone); the
 // rest wait in order of arrival.

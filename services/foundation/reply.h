@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "ballast/services/foundation/answer_room.h"
 
 namespace ballast::services {
 
@@ -14,8 +15,8 @@ namespace ballast::services {
 template <typename Response>
 using Reply = std::function<void(absl::StatusOr<Response>)>;
 
-// Returns memory for the bytes of a pull's answer, borrowed until the pull's reply. A span of another size than asked
-// for says that there is no memory now.
-using Allocate = std::function<absl::Span<std::byte>(uint64_t bytes)>;
+// Returns exactly `bytes` bytes of memory for a pull's answer, borrowed until the pull's reply. `room` counts the bytes
+// of the answer: whoever holds the answer until it is sent keeps the lease for as long.
+using Allocate = std::function<absl::Span<std::byte>(uint64_t bytes, AnswerRoom::Lease room)>;
 
 }  // namespace ballast::services

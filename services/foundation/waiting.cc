@@ -33,34 +33,39 @@ void Run(Replies replies) {
 }
 
 Waiting::Waiting(Deadlines* deadlines, const WaitingBounds& bounds, std::function<void(uint64_t)> expire)
-    : deadlines_(deadlines), bounds_(bounds), on_deadline_(std::move(expire)) {}
+    : deadlines_(deadlines),
+      bounds_(bounds),
+      shares_(std::make_shared<Shares>(bounds)),
+      on_deadline_(std::move(expire)) {}
 
 Waiting::~Waiting() {
   for (auto& [id, parked] : parked_) {
     deadlines_->Cancel(parked->timer);
-    Return(bounds_, parked->waiter.bytes);
+    shares_->Return(parked->waiter.bytes);
   }
 }
 
 absl::Status Waiting::Take(uint64_t bytes) {
-  const uint64_t requests = bounds_.requests->fetch_add(1);
-  const uint64_t held = bounds_.bytes->fetch_add(bytes);
-  if (requests < bounds_.requests_max && held + bytes <= bounds_.bytes_max) return absl::OkStatus();
-  Return(bounds_, bytes);
-  return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
-                      absl::StrCat("already ", requests, " requests of ", held,
-                                   " bytes wait at this server, which takes ", bounds_.requests_max, " requests and ",
-                                   bounds_.bytes_max, " bytes; this one has ", bytes, " bytes: send it again"));
+  if (shares_->requests.Take(1)) {
+    if (shares_->bytes.Take(bytes)) return absl::OkStatus();
+    shares_->requests.Return(1);
+  }
+  return model::Error(
+      absl::StatusCode::kUnavailable, model::kBusy,
+      absl::StrCat("already ", shares_->requests.held(), " requests of ", shares_->bytes.held(),
+                   " bytes of this job wait at this server; a job may hold as much as is free, which is ",
+                   bounds_.requests->free(), " of ", bounds_.requests->max(), " requests and ", bounds_.bytes->free(),
+                   " of ", bounds_.bytes->max(), " bytes; this request has ", bytes, " bytes: send it again"));
 }
 
-void Waiting::Return(const WaitingBounds& bounds, uint64_t bytes) {
-  bounds.requests->fetch_sub(1);
-  bounds.bytes->fetch_sub(bytes);
+void Waiting::Shares::Return(uint64_t request_bytes) {
+  requests.Return(1);
+  bytes.Return(request_bytes);
 }
 
 absl::StatusOr<std::shared_ptr<void>> Waiting::Hold(uint64_t bytes) {
   BALLAST_RETURN_IF_ERROR(Take(bytes));
-  return std::shared_ptr<void>(nullptr, [bounds = bounds_, bytes](void*) { Return(bounds, bytes); });
+  return std::shared_ptr<void>(nullptr, [shares = shares_, bytes](void*) { shares->Return(bytes); });
 }
 
 void Waiting::Submit(Waiter waiter, Queue* queue, Replies* replies) {
@@ -69,7 +74,7 @@ void Waiting::Submit(Waiter waiter, Queue* queue, Replies* replies) {
   const uint64_t id = next_id_++;
   const std::shared_ptr<Caller>& caller = waiter.limit.caller;
   if (caller != nullptr && !caller->OnLeave([expire = on_deadline_, id] { expire(id); })) {
-    Return(bounds_, waiter.bytes);
+    shares_->Return(waiter.bytes);
     return waiter.refuse(ClientGone(), replies);
   }
   const absl::Time deadline = std::min(waiter.limit.deadline, absl::Now() + kWaitMax);
@@ -116,7 +121,7 @@ Waiter Waiting::Remove(uint64_t id) {
   parked->second->queue->erase(id);
   deadlines_->Cancel(parked->second->timer);
   parked_.erase(parked);
-  Return(bounds_, waiter.bytes);
+  shares_->Return(waiter.bytes);
   return waiter;
 }
 

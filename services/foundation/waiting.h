@@ -1,9 +1,8 @@
 // Requests of a job that cannot be answered yet. A request is evaluated again when an event happens for which it waits,
-// and is answered when its deadline passes or its client is gone. The number of requests is bounded over all jobs of a
-// server.
+// and is answered when its deadline passes or its client is gone. Requests that wait, and their bytes, are bounded over
+// all jobs of a server.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -15,6 +14,7 @@
 #include "absl/time/time.h"
 #include "ballast/services/foundation/caller.h"
 #include "ballast/services/foundation/deadlines.h"
+#include "ballast/services/foundation/shared_bound.h"
 
 namespace ballast::services {
 
@@ -37,12 +37,10 @@ struct Waiter {
   uint64_t bytes = 0;  // of the request, which the closures hold
 };
 
-// Bounds of the requests that may wait at a server. Its jobs share the counters.
+// Bounds of the requests that may wait at a server, and of the bytes of their messages.
 struct WaitingBounds {
-  std::atomic<uint64_t>* requests = nullptr;
-  uint64_t requests_max = 0;
-  std::atomic<uint64_t>* bytes = nullptr;
-  uint64_t bytes_max = 0;
+  SharedBound* requests = nullptr;
+  SharedBound* bytes = nullptr;
 };
 
 // Threads: the job's lock guards every call.
@@ -68,6 +66,7 @@ class Waiting {
   void Expire(uint64_t id, Replies* replies);
   void RefuseAll(const absl::Status& status, Replies* replies);
   void Refuse(Queue* queue, const absl::Status& status, Replies* replies);
+  bool empty() const { return parked_.empty(); }
   // Counts a request that waits elsewhere, for a thread, until the token is gone. UNAVAILABLE (BUSY) when too much
   // waits already. The token may be dropped on any thread, no lock held.
   absl::StatusOr<std::shared_ptr<void>> Hold(uint64_t bytes);
@@ -78,12 +77,18 @@ class Waiting {
     Queue* queue;
     uint64_t timer;
   };
+  // The job's parts of the bounds. Tokens may outlive the job.
+  struct Shares {
+    explicit Shares(const WaitingBounds& bounds) : requests(bounds.requests), bytes(bounds.bytes) {}
+    void Return(uint64_t request_bytes);
+    SharedBound::Share requests, bytes;
+  };
   absl::Status Take(uint64_t bytes);
-  static void Return(const WaitingBounds& bounds, uint64_t bytes);
   Waiter Remove(uint64_t id);
 
   Deadlines* const deadlines_;
   const WaitingBounds bounds_;
+  const std::shared_ptr<Shares> shares_;
   const std::function<void(uint64_t)> on_deadline_;
   absl::flat_hash_map<uint64_t, std::unique_ptr<Parked>> parked_;
   uint64_t next_id_ = 1;

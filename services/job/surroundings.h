@@ -6,6 +6,7 @@
 
 #include "absl/synchronization/mutex.h"
 #include "ballast/kernels/thread_pool.h"
+#include "ballast/services/foundation/answer_room.h"
 #include "ballast/services/foundation/counters.h"
 #include "ballast/services/foundation/deadlines.h"
 #include "ballast/services/foundation/executor.h"
@@ -37,6 +38,8 @@ struct JobSurroundings {
   bool working_copies = true;
   std::function<absl::Status()> interrupt;  // as StateServerOptions::interrupt
   WaitingBounds waiting;
+  SharedBound* push_bytes = nullptr;  // payloads of pushes that wait
+  AnswerRoom* answer_room = nullptr;
 };
 
 }  // namespace ballast::services

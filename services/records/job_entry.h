@@ -56,6 +56,10 @@ struct JobEntry {
   // Suffixes of the keys whose entries cannot be read.
   std::vector<std::string> unreadable;
 
+  // Was the job ever opened? True also if an unreadable entry may say so.
+  bool opened() const {
+    return open.has_value() || had_state || !chunks.empty() || !pins.empty() || !unreadable.empty();
+  }
   // Does the job have a gradient log? True also if an unreadable entry may have been a durable job's.
   bool durable() const;
   // Is the durability every-K? After a restart only the pins are left of such a job's state.

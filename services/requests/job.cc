@@ -80,6 +80,22 @@ v1::Epoch Job::promised() const {
   return core_.machine->Describe().promised();
 }
 
+bool Job::Unopened() const {
+  return core_.machine->plan() == nullptr && core_.Refusal().ok() && core_.waiting.empty() && !openings_.busy();
+}
+
+bool Job::unopened() const {
+  JobMutexLock lock(&core_.mu);
+  return Unopened();
+}
+
+bool Job::RefuseIfUnopened(const v1::Epoch& promised, const absl::Status& status) {
+  JobMutexLock lock(&core_.mu);
+  if (!Unopened() || model::Compare(core_.machine->Describe().promised(), promised) != 0) return false;
+  core_.stopped = status;
+  return true;
+}
+
 void Job::Sync(uint64_t lsn) {
   core_.mu.AssertHeld();
   journal_.Sync(lsn);

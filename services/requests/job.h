@@ -78,10 +78,15 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   std::optional<storage::JobHolding> Holding() const { return moves_.Holding(); }
   void MoveTo(const storage::Plan& plan, v1::JobMoves* answer) { moves_.MoveTo(plan, answer); }
   v1::Epoch promised() const;
+  // No epoch was opened since the server's start, and nobody is about to open one.
+  bool unopened() const;
 
   // Refuses waiting and new requests with `status`, finishes the running update, drops the updates queued behind.
   // Blocks.
   void Stop(const absl::Status& status);
+  // If the job is unopened() and its newest promise is `promised`: refuses requests with `status` from now on. Returns
+  // whether that is so. Call Stop afterwards.
+  bool RefuseIfUnopened(const v1::Epoch& promised, const absl::Status& status);
   // After Stop, for a dropped job: RemoveJournal deletes the log; Discard frees the extents once the catalog has
   // forgotten the job.
   absl::Status RemoveJournal() { return journal_.Remove(); }
@@ -91,6 +96,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
 
  private:
   Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire);
+  bool Unopened() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // StepHost.
   uint64_t Append(const StepRecord& record) override {

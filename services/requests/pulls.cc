@@ -92,67 +92,111 @@ void Pulls::Pull(const v1::PullRequest& request, const CallLimit& limit, Allocat
     if (!plan.ok()) {
       replies.push_back([reply, status = plan.status()] { reply(status); });
     } else {
-      Waiter waiter;
-      waiter.bytes = request.ByteSizeLong();
-      waiter.limit = limit;
-      waiter.attempt = [this, plan = *plan, allocate = std::move(allocate), reply](Replies* out) {
-        core_->mu.AssertHeld();
-        return Try(plan, allocate, reply, out);
-      };
-      waiter.expire = [this, chunk = plan->chunk, version = request.version(), reply](Replies* out) {
-        core_->mu.AssertHeld();
-        const std::string message = absl::StrCat("the deadline passed while chunk ", chunk->layout.index, " of unit ",
-                                                 chunk->layout.unit, " was at version ", *chunk->version,
-                                                 ", asked for ", version, "; is step ", version, " decided?");
-        out->push_back(
-            [reply, message] { reply(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy, message)); });
-      };
-      waiter.refuse = [reply](const absl::Status& status, Replies* out) {
-        out->push_back([reply, status] { reply(status); });
-      };
-      core_->waiting.Submit(std::move(waiter), &plan->chunk->pulls, &replies);
+      const auto pull = std::make_shared<Request>(
+          Request{*plan, request.ByteSizeLong(), limit, std::move(allocate), reply, nullptr, nullptr});
+      Park(
+          pull,
+          [this, pull](Replies* out) {
+            core_->mu.AssertHeld();
+            return Try(pull, out);
+          },
+          [chunk = plan->chunk, version = request.version()] {
+            return absl::StrCat("chunk ", chunk->layout.index, " of unit ", chunk->layout.unit, " was at version ",
+                                *chunk->version, ", asked for ", version, "; is step ", version, " decided?");
+          },
+          &plan->chunk->pulls, &replies);
     }
   }
   Run(std::move(replies));
 }
 
-bool Pulls::Try(const Plan& plan, const Allocate& allocate, const Reply<uint32_t>& reply, Replies* replies) {
+void Pulls::Park(const RequestPtr& pull, std::function<bool(Replies*)> ready, std::function<std::string()> waits_for,
+                 Waiting::Queue* queue, Replies* replies) {
+  Waiter waiter;
+  waiter.bytes = pull->bytes;
+  waiter.limit = pull->limit;
+  waiter.attempt = std::move(ready);
+  waiter.expire = [reply = pull->reply, waits_for = std::move(waits_for)](Replies* out) {
+    out->push_back([reply, message = absl::StrCat("the deadline passed while ", waits_for())] {
+      reply(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy, message));
+    });
+  };
+  waiter.refuse = [reply = pull->reply](const absl::Status& status, Replies* out) {
+    out->push_back([reply, status] { reply(status); });
+  };
+  core_->waiting.Submit(std::move(waiter), queue, replies);
+}
+
+bool Pulls::Try(const RequestPtr& pull, Replies* replies) {
   const absl::Status refusal = core_->Refusal();
+  const Plan& plan = pull->plan;
   const absl::StatusOr<Copy> copy = refusal.ok() ? Locate(*plan.chunk, plan.version) : refusal;
   if (!copy.ok()) {
-    replies->push_back([reply, status = copy.status()] { reply(status); });
+    replies->push_back([reply = pull->reply, status = copy.status()] { reply(status); });
     return true;
   }
   if (*copy == Copy::kNotYet) return false;
+  if (pull->room == nullptr) pull->room = room_.Take(plan.bytes());
+  if (pull->room == nullptr) {
+    replies->push_back([this, job = core_->owner.lock(), pull] { AwaitRoom(pull); });
+    return true;
+  }
   // Working copies lie in memory; anything else may have to wait for a disk.
   if (plan.working() && plan.store->layout().working_copies() && *copy == Copy::kCurrent) {
-    replies->push_back(
-        [this, job = core_->owner.lock(), plan, copy = *copy, allocate, reply] { Read(plan, copy, allocate, reply); });
+    replies->push_back([this, job = core_->owner.lock(), pull, copy = *copy] { Read(pull, copy); });
     return true;
   }
   // A read that is queued counts as a request that waits, so the queue is bounded.
   absl::StatusOr<std::shared_ptr<void>> place = core_->waiting.Hold(sizeof(Plan));
   if (!place.ok()) {
-    replies->push_back([reply, status = place.status()] { reply(status); });
+    replies->push_back([reply = pull->reply, status = place.status()] { reply(status); });
     return true;
   }
-  reads_->Post([this, plan, copy = *copy, allocate, reply, place = *std::move(place)]() mutable {
+  reads_->Post([this, pull, copy = *copy, place = *std::move(place)]() mutable {
     place = nullptr;
     // The end of the job does not wait for every read that is queued.
-    if (const absl::Status status = core_->Interrupted(); !status.ok()) return reply(status);
-    Read(plan, copy, allocate, reply);
+    if (const absl::Status status = core_->Interrupted(); !status.ok()) return pull->reply(status);
+    Read(pull, copy);
   });
   return true;
 }
 
-void Pulls::Read(const Plan& plan, Copy copy, const Allocate& allocate, const Reply<uint32_t>& reply) {
-  const uint64_t bytes = plan.range.size() * plan.element_bytes();
-  const absl::Span<std::byte> to = allocate(bytes);
-  if (to.size() != bytes) {
-    return reply(model::Error(absl::StatusCode::kUnavailable, model::kBusy,
-                              absl::StrCat("no memory for an answer of ", bytes,
-                                           " bytes while others are being sent; send the same request again")));
-  }
+void Pulls::AwaitRoom(const RequestPtr& pull) {
+  core_->Locked([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    // Whoever grants the room keeps neither the job nor the pull: if both are gone, the room goes to the next.
+    pull->ticket = room_.Await(
+        pull->plan.bytes(), [this, job = core_->owner, waits = std::weak_ptr<Request>(pull)](AnswerRoom::Lease room) {
+          const std::shared_ptr<const void> alive = job.lock();
+          const RequestPtr granted = waits.lock();
+          if (alive == nullptr || granted == nullptr) return;
+          core_->Locked([&](Replies* out) {
+            core_->mu.AssertHeld();
+            granted->room = std::move(room);
+            core_->waiting.WakeInTurn(&awaiting_room_, out);
+          });
+        });
+    Park(
+        pull,
+        [this, pull](Replies* out) {
+          core_->mu.AssertHeld();
+          return (pull->room != nullptr || !core_->Refusal().ok()) && Try(pull, out);
+        },
+        [bytes = pull->plan.bytes()] {
+          return absl::StrCat("the answer of ", bytes,
+                              " bytes waited for room: other answers are being sent to this job's trainers, or to "
+                              "others'; are they reading?");
+        },
+        &awaiting_room_, replies);
+  });
+}
+
+void Pulls::Read(const RequestPtr& pull, Copy copy) {
+  const absl::Span<std::byte> to = pull->allocate(pull->plan.bytes(), std::move(pull->room));
+  pull->reply(ReadInto(pull->plan, copy, to));
+}
+
+absl::StatusOr<uint32_t> Pulls::ReadInto(const Plan& plan, Copy copy, absl::Span<std::byte> to) {
   absl::Status status = plan.Read(copy == Copy::kPinned, to);
   if (copy == Copy::kCurrent && status.ok()) {
     // The next update may have begun during the read: the bytes count only if it had not.
@@ -164,9 +208,9 @@ void Pulls::Read(const Plan& plan, Copy copy, const Allocate& allocate, const Re
     status = now.status();
     if (now.ok() && *now == Copy::kPinned) status = plan.Read(true, to);
   }
-  if (!status.ok()) return reply(status);
-  core_->around.counters->sent_bytes.fetch_add(bytes, std::memory_order_relaxed);
-  reply(kernels::Crc32c(to));
+  BALLAST_RETURN_IF_ERROR(status);
+  core_->around.counters->sent_bytes.fetch_add(to.size(), std::memory_order_relaxed);
+  return kernels::Crc32c(to);
 }
 
 }  // namespace ballast::services

@@ -1,4 +1,5 @@
-// Answers pulls: finds where a version of a chunk can be read, waits until it is there, and reads it.
+// Answers pulls: finds where a version of a chunk can be read, waits until the version is there, then until there is
+// room for the answer, and reads.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "ballast/services/foundation/answer_room.h"
 #include "ballast/services/foundation/executor.h"
 #include "ballast/services/job/job_core.h"
 #include "ballast/services/job/read_pins.h"
@@ -15,7 +17,10 @@ namespace ballast::services {
 class Pulls {
  public:
   Pulls(JobCore* core, ReadPins* pins)
-      : core_(core), pins_(pins), reads_(core->around.foundation->MakeExecutor(core->around.read_threads)) {}
+      : core_(core),
+        pins_(pins),
+        room_(core->around.answer_room, core->around.answers),
+        reads_(core_->around.foundation->MakeExecutor(core->around.read_threads)) {}
 
   // As StateServer::Pull.
   void Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply)
@@ -34,21 +39,40 @@ class Pulls {
 
     bool working() const { return content == v1::CONTENT_WORKING; }
     uint64_t element_bytes() const { return working() ? store->layout().working_element_bytes() : sizeof(float); }
+    uint64_t bytes() const { return range.size() * element_bytes(); }
     absl::Status Read(bool pinned, absl::Span<std::byte> to) const;
   };
+  // A pull on its way, and where its answer goes.
+  struct Request {
+    Plan plan;
+    uint64_t bytes = 0;  // of the request's message
+    CallLimit limit;
+    Allocate allocate;
+    Reply<uint32_t> reply;
+    AnswerRoom::Ticket ticket;  // while the pull waits for room
+    AnswerRoom::Lease room;
+  };
+  using RequestPtr = std::shared_ptr<Request>;
   enum class Copy { kCurrent, kPinned, kNotYet };
 
   absl::StatusOr<Plan> PlanOf(const v1::PullRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Where `version` of a chunk can be read. FAILED_PRECONDITION (VERSION_GONE).
   absl::StatusOr<Copy> Locate(const HeldChunk& chunk, int64_t version) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Parks the pull in `queue` until `ready` says that it goes on. `waits_for`: for the message at its deadline.
+  void Park(const RequestPtr& pull, std::function<bool(Replies*)> ready, std::function<std::string()> waits_for,
+            Waiting::Queue* queue, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Evaluates the pull: false if the version is not there yet.
-  bool Try(const Plan& plan, const Allocate& allocate, const Reply<uint32_t>& reply, Replies* replies)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  void Read(const Plan& plan, Copy copy, const Allocate& allocate, const Reply<uint32_t>& reply)
+  bool Try(const RequestPtr& pull, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void AwaitRoom(const RequestPtr& pull) ABSL_LOCKS_EXCLUDED(job_lock);
+  void Read(const RequestPtr& pull, Copy copy) ABSL_LOCKS_EXCLUDED(job_lock);
+  // As Read; without the reply.
+  absl::StatusOr<uint32_t> ReadInto(const Plan& plan, Copy copy, absl::Span<std::byte> to)
       ABSL_LOCKS_EXCLUDED(job_lock);
 
   JobCore* const core_;
   ReadPins* const pins_;
+  AnswerRoom::ForJob room_;
+  Waiting::Queue awaiting_room_ ABSL_GUARDED_BY(job_lock);
   // The job's own threads for reads that may wait for a disk: a disk that hangs holds up nobody else. Tasks borrow the
   // job.
   const std::unique_ptr<Executor> reads_;

@@ -11,8 +11,6 @@
 namespace ballast::services {
 namespace {
 
-// Payloads of pushes that wait for a chunk's update are memory beyond every budget.
-constexpr uint64_t kWaitingPushBytesMax = uint64_t{64} << 20;
 // Checksummed and copied piece by piece: the second read of a piece comes from the cache.
 constexpr size_t kCopyBytes = size_t{64} << 10;
 
@@ -65,20 +63,21 @@ void Pushes::Push(const v1::PushRequest& header, absl::Span<const std::byte> pay
 }
 
 void Pushes::Park(const Request& request, HeldChunk* chunk, const CallLimit& limit, Replies* replies) {
-  std::atomic<uint64_t>& parked_bytes = core_->around.counters->waiting_push_bytes;
   const uint64_t bytes = request.payload.size();
-  if (parked_bytes.fetch_add(bytes) + bytes > kWaitingPushBytesMax) {
-    parked_bytes.fetch_sub(bytes);
-    replies->push_back([reply = request.reply] {
-      reply(model::Error(absl::StatusCode::kUnavailable, model::kBusy,
-                         absl::StrCat(kWaitingPushBytesMax,
-                                      " bytes of slices wait for updates or room in logs at this server, which is all "
-                                      "that may; send the same slice again")));
+  if (!parked_bytes_->Take(bytes)) {
+    const SharedBound& bound = *core_->around.push_bytes;
+    replies->push_back([reply = request.reply,
+                        message = absl::StrCat(
+                            parked_bytes_->held(),
+                            " bytes of this job's slices wait for updates or room in logs at this server; a job may "
+                            "hold as much as is free, which is ",
+                            bound.free(), " of ", bound.max(), " bytes; send the same slice again")] {
+      reply(model::Error(absl::StatusCode::kUnavailable, model::kBusy, message));
     });
     return;
   }
   // The bytes are given back when the reply that holds this guard is gone.
-  std::shared_ptr<void> guard(nullptr, [&parked_bytes, bytes](void*) { parked_bytes.fetch_sub(bytes); });
+  std::shared_ptr<void> guard(nullptr, [parked = parked_bytes_, bytes](void*) { parked->Return(bytes); });
   Request parked = request;
   parked.reply = [reply = request.reply, guard](absl::StatusOr<v1::PushResponse> r) { reply(std::move(r)); };
   Waiter waiter;

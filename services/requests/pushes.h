@@ -13,7 +13,11 @@ namespace ballast::services {
 
 class Pushes {
  public:
-  Pushes(JobCore* core, JobJournal* journal, SliceRoom* room) : core_(core), journal_(journal), room_(room) {}
+  Pushes(JobCore* core, JobJournal* journal, SliceRoom* room)
+      : core_(core),
+        journal_(journal),
+        room_(room),
+        parked_bytes_(std::make_shared<SharedBound::Share>(core->around.push_bytes)) {}
 
   // As StateServer::Push.
   void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
@@ -48,6 +52,7 @@ class Pushes {
   JobCore* const core_;
   JobJournal* const journal_;
   SliceRoom* const room_;
+  const std::shared_ptr<SharedBound::Share> parked_bytes_;  // of payloads; an answer may outlive the job
 };
 
 }  // namespace ballast::services

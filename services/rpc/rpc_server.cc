@@ -28,8 +28,8 @@ constexpr int kPingIntervalMinMs = 10'000;
 // A client has 64 MiB in flight: as many calls at a time, with ranges of 4 KiB. A lower limit could keep a seal behind
 // the pulls that wait for it.
 constexpr int kStreamsPerConnectionMax = 16384;
-// Bound of gRPC's memory for incoming messages and calls under way: 64 MiB of waiting pushes, as much of other waiting
-// requests, and 4 MiB each for 200 messages just coming in. Beyond the bound gRPC reads no further, then cancels calls.
+// Bound of gRPC's memory for incoming messages and calls under way: 128 MiB of waiting pushes, as much of other waiting
+// requests, and 4 MiB each for 192 messages just coming in. Beyond the bound gRPC reads no further, then cancels calls.
 constexpr size_t kGrpcBytesMax = size_t{1} << 30;
 
 // Beside a GPU, for answers on their way: sixteen of the largest, more than a link needs to be busy.
@@ -49,8 +49,8 @@ constexpr const char* kServices[] = {"ballast.v1.StateService", "ballast.v1.Admi
 }  // namespace
 
 struct RpcServer::Impl {
-  Impl(StateServer* state, uint64_t unsent_bytes_max, std::shared_ptr<storage::Slabs> answers)
-      : state(state), state_service(state, unsent_bytes_max, std::move(answers)), admin_service(state) {}
+  Impl(StateServer* state, std::shared_ptr<storage::Slabs> answers)
+      : state(state), state_service(state, std::move(answers)), admin_service(state) {}
 
   StateServer* const state;
   StateServiceImpl state_service;
@@ -67,7 +67,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
   auto answers = std::make_shared<storage::Slabs>();
   BALLAST_ASSIGN_OR_RETURN(storage::Arena memory, state->MapAnswers(kAnswerBytes));
   answers->Add(std::move(memory));
-  auto impl = std::make_unique<Impl>(state, options.unsent_bytes_max, std::move(answers));
+  auto impl = std::make_unique<Impl>(state, std::move(answers));
   grpc::ServerBuilder builder;
   int port = 0;
   builder.AddListeningPort(model::FormatAddress(address), grpc::InsecureServerCredentials(), &port);

@@ -12,9 +12,6 @@ namespace ballast::services {
 
 struct RpcServerOptions {
   std::string listen = "127.0.0.1:0";  // host:port; port 0 takes a free port
-  // Bound of answers to pulls that have not been sent; beyond it pulls are UNAVAILABLE (BUSY). Clients bound theirs to
-  // 64 MiB.
-  uint64_t unsent_bytes_max = uint64_t{128} << 20;
 };
 
 // Threads: any.

@@ -29,28 +29,18 @@ absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   return deadline - std::min(left / 10, absl::Milliseconds(200));
 }
 
-// A call's reactor. DefaultReactor tells neither that the client is gone, nor the end of the call, which answers that
-// hold memory need.
+// A call's reactor. DefaultReactor tells neither that the client is gone, nor the end of the call, until which an
+// answer takes up room.
 class CallReactor final : public grpc::ServerUnaryReactor {
  public:
-  explicit CallReactor(std::atomic<uint64_t>* unsent) : unsent_(unsent) {}
-  ~CallReactor() override { unsent_->fetch_sub(bytes_); }
   const std::shared_ptr<Caller>& caller() const { return caller_; }
-  bool Take(uint64_t bytes, uint64_t max) {
-    if (unsent_->fetch_add(bytes) + bytes > max) {
-      unsent_->fetch_sub(bytes);
-      return false;
-    }
-    bytes_ = bytes;
-    return true;
-  }
+  void Hold(AnswerRoom::Lease room) { room_ = std::move(room); }
   void OnCancel() override { caller_->Leave(); }
   void OnDone() override { delete this; }
 
  private:
-  std::atomic<uint64_t>* const unsent_;
   const std::shared_ptr<Caller> caller_ = std::make_shared<Caller>();
-  uint64_t bytes_ = 0;
+  AnswerRoom::Lease room_;
 };
 
 // Fills `response` and finishes. Both stay valid until the reactor is done, also when the client went away.
@@ -122,14 +112,14 @@ grpc::ServerUnaryReactor* StateServiceImpl::GetJob(grpc::CallbackServerContext* 
 
 grpc::ServerUnaryReactor* StateServiceImpl::Fence(grpc::CallbackServerContext* context, const v1::FenceRequest* request,
                                                   v1::FenceResponse* response) {
-  auto* reactor = new CallReactor(&unsent_bytes_);
+  auto* reactor = new CallReactor;
   state_->Fence(KnownFields(request), {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Open(grpc::CallbackServerContext* context, const v1::OpenRequest* request,
                                                  v1::OpenResponse* response) {
-  auto* reactor = new CallReactor(&unsent_bytes_);
+  auto* reactor = new CallReactor;
   state_->Open(*request, {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
   return reactor;
 }
@@ -143,7 +133,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Norm(grpc::CallbackServerContext* co
 
 grpc::ServerUnaryReactor* StateServiceImpl::Seal(grpc::CallbackServerContext* context, const v1::SealRequest* request,
                                                  v1::SealResponse* response) {
-  auto* reactor = new CallReactor(&unsent_bytes_);
+  auto* reactor = new CallReactor;
   state_->Seal(*request, {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
   return reactor;
 }
@@ -157,21 +147,21 @@ grpc::ServerUnaryReactor* StateServiceImpl::Commit(grpc::CallbackServerContext* 
 
 grpc::ServerUnaryReactor* StateServiceImpl::Pin(grpc::CallbackServerContext* context, const v1::PinRequest* request,
                                                 v1::PinResponse* response) {
-  auto* reactor = new CallReactor(&unsent_bytes_);
+  auto* reactor = new CallReactor;
   state_->Pin(KnownFields(request), {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Unpin(grpc::CallbackServerContext* context, const v1::UnpinRequest* request,
                                                   v1::UnpinResponse* response) {
-  auto* reactor = new CallReactor(&unsent_bytes_);
+  auto* reactor = new CallReactor;
   state_->Unpin(KnownFields(request), FinishWith(reactor, response), reactor->caller());
   return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
                                                  grpc::ByteBuffer* response) {
-  auto* reactor = new CallReactor(&unsent_bytes_);
+  auto* reactor = new CallReactor;
   auto header = std::make_shared<v1::PushRequest>();
   if (!Parse(*request, header.get())) {
     reactor->Finish(Unparsable("PushRequest"));
@@ -195,7 +185,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* co
 
 grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
                                                  grpc::ByteBuffer* response) {
-  auto* reactor = new CallReactor(&unsent_bytes_);
+  auto* reactor = new CallReactor;
   if (request->Length() > kPullBytesMax) {
     reactor->Finish(ToGrpc(
         model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
@@ -208,8 +198,8 @@ grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* co
     return reactor;
   }
   auto payload = std::make_shared<grpc::Slice>();
-  const auto allocate = [this, reactor, payload](uint64_t bytes) -> absl::Span<std::byte> {
-    if (!reactor->Take(bytes, unsent_bytes_max_)) return {};
+  const auto allocate = [this, reactor, payload](uint64_t bytes, AnswerRoom::Lease room) -> absl::Span<std::byte> {
+    reactor->Hold(std::move(room));
     *payload = AnswerSlice(answers_, bytes);
     // Nobody else has the slice yet.
     return {reinterpret_cast<std::byte*>(const_cast<uint8_t*>(payload->begin())), bytes};

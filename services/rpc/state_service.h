@@ -3,7 +3,6 @@
 
 #include <grpcpp/support/byte_buffer.h>
 
-#include <atomic>
 #include <memory>
 #include <utility>
 
@@ -26,8 +25,8 @@ using StateServiceBase = v1::StateService::WithCallbackMethod_Identify<v1::State
 class StateServiceImpl final : public StateServiceBase {
  public:
   // `answers`: memory for answers to pulls; an answer that finds no room there gets memory of its own.
-  StateServiceImpl(StateServer* state, uint64_t unsent_bytes_max, std::shared_ptr<storage::Slabs> answers)
-      : state_(state), unsent_bytes_max_(unsent_bytes_max), answers_(std::move(answers)) {}
+  StateServiceImpl(StateServer* state, std::shared_ptr<storage::Slabs> answers)
+      : state_(state), answers_(std::move(answers)) {}
 
   grpc::ServerUnaryReactor* Identify(grpc::CallbackServerContext*, const v1::IdentifyRequest*,
                                      v1::IdentifyResponse*) override;
@@ -46,9 +45,7 @@ class StateServiceImpl final : public StateServiceBase {
 
  private:
   StateServer* const state_;
-  const uint64_t unsent_bytes_max_;
   const std::shared_ptr<storage::Slabs> answers_;  // gRPC may hold an answer for longer than this service lives
-  std::atomic<uint64_t> unsent_bytes_{0};
 };
 
 }  // namespace ballast::services

@@ -63,8 +63,12 @@ absl::StatusOr<StateServer::Impl::Entry> StateServer::Impl::TakeForDrop(const v1
                                      ": somebody fenced it meanwhile; look at `ballastctl status` again"));
   }
   absl::MutexLock lock(&mu);
-  // Still there: drops run in turn, and nothing else takes a job away.
-  jobs.erase(request.job());
+  const auto found = jobs.find(request.job());
+  if (found == jobs.end() || found->second.job != entry.job) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                        absl::StrCat("job '", request.job(), "' was never opened and is being forgotten"));
+  }
+  jobs.erase(found);
   dropping_names.insert(request.job());
   return entry;
 }
@@ -97,33 +101,73 @@ void StateServer::Impl::Drop(const v1::DropJobRequest& request, const Reply<v1::
     entry->job->Stop(model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
                                   absl::StrCat("job '", request.job(), "' was dropped from server '", server_id, "'")));
   }
+  const absl::Status erased = Erase(request.job(), *std::move(entry));
+  if (!erased.ok()) return reply(erased);
+  reply(v1::DropJobResponse());
+}
+
+absl::Status StateServer::Impl::Erase(const std::string& name, Entry entry) {
   storage::Pass("drop/stopped");
   // The log goes first: an interrupted drop then leaves a job without a log, which counts as lost and can be dropped
   // again. The extents go last, when no entry names them any more.
-  const v1::Epoch promised = entry->job != nullptr ? entry->job->promised() : entry->lost->promised();
+  const v1::Epoch promised = entry.job != nullptr ? entry.job->promised() : entry.lost->promised();
   std::vector<storage::DurableChunk> left;
-  if (entry->job == nullptr) {
-    if (const auto stored = ReadJobEntry(*catalog, request.job()); stored.ok()) {
-      left = stored->ChunksAndPinned();
-    }
+  if (entry.job == nullptr) {
+    if (const auto stored = ReadJobEntry(*catalog, name); stored.ok()) left = stored->ChunksAndPinned();
   }
-  absl::Status erased = entry->job != nullptr ? entry->job->RemoveJournal() : RemoveLog(*tiers, request.job());
+  absl::Status erased = entry.job != nullptr ? entry.job->RemoveJournal() : RemoveLog(*tiers, name);
   storage::Pass("drop/log_forgotten");
-  if (erased.ok()) erased = catalog->ErasePrefix(CatalogPrefix(request.job()));
+  if (erased.ok()) erased = catalog->ErasePrefix(CatalogPrefix(name));
   storage::Pass("drop/job_forgotten");
-  if (erased.ok() && entry->job != nullptr) entry->job->Discard();
-  if (erased.ok() && entry->job == nullptr) FreeLost(*entry, left);
+  if (erased.ok() && entry.job != nullptr) entry.job->Discard();
+  if (erased.ok() && entry.job == nullptr) FreeLost(entry, left);
   if (!erased.ok()) {
-    erased = model::Annotate(erased, absl::StrCat("job '", request.job(), "' was dropped in part; drop it again"));
-    KeepForDrop(request.job(), *entry, promised, erased);
+    erased = model::Annotate(erased, absl::StrCat("job '", name, "' was dropped in part; drop it again"));
+    KeepForDrop(name, entry, promised, erased);
   }
-  entry->job.reset();
+  entry.job.reset();
+  absl::MutexLock lock(&mu);
+  dropping_names.erase(name);
+  return erased;
+}
+
+bool StateServer::Impl::Forget(const std::string& name, const v1::Epoch& promised) {
+  Entry entry;
   {
     absl::MutexLock lock(&mu);
-    dropping_names.erase(request.job());
+    const auto found = jobs.find(name);
+    if (stopped || found == jobs.end() || found->second.job == nullptr) return false;
+    entry = found->second;
   }
-  if (!erased.ok()) return reply(erased);
-  reply(v1::DropJobResponse());
+  // The catalog knows whether the job was opened before the server's start.
+  const absl::StatusOr<JobEntry> stored = ReadJobEntry(*catalog, name);
+  if (!stored.ok() || stored->opened()) return false;
+  const absl::Status status = model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                                           absl::StrCat("job '", name, "' was never opened on server '", server_id,
+                                                        "' and is being forgotten; send the request again"));
+  if (!entry.job->RefuseIfUnopened(promised, status)) return false;
+  {
+    absl::MutexLock lock(&mu);
+    const auto found = jobs.find(name);
+    if (found == jobs.end() || found->second.job != entry.job) return false;  // a drop has the job
+    jobs.erase(found);
+    dropping_names.insert(name);
+  }
+  entry.job->Stop(status);
+  return Erase(name, std::move(entry)).ok();
+}
+
+void StateServer::Impl::ForgetOldest() {
+  std::map<uint64_t, std::pair<std::string, std::shared_ptr<Job>>> by_age;
+  {
+    absl::MutexLock lock(&mu);
+    for (const auto& [name, entry] : jobs) {
+      if (entry.job != nullptr) by_age[entry.made] = {name, entry.job};
+    }
+  }
+  for (const auto& [made, job] : by_age) {
+    if (job.second->unopened() && Forget(job.first, job.second->promised())) return;
+  }
 }
 
 std::vector<v1::TierStatus> StateServer::Impl::TierStatuses(const std::vector<v1::JobStatus>& job_statuses) const {

@@ -26,9 +26,14 @@ struct StateServer::Impl {
   explicit Impl(const StateServerOptions& options)
       : options(options),
         foundation(options.foundation != nullptr ? options.foundation : SystemFoundation()),
+        waiting_requests(options.waiting_requests_max, &counters.waiting_requests),
+        waiting_request_bytes(options.waiting_request_bytes_max, &counters.waiting_request_bytes),
+        waiting_push_bytes(options.waiting_push_bytes_max, &counters.waiting_push_bytes),
+        answer_room(options.answer_bytes_max),
         compute(std::max(1, options.compute_threads)),
         answers(foundation->MakeExecutor(std::max(1, options.read_threads))),
-        dropping(foundation->MakeExecutor(1)) {}
+        dropping(foundation->MakeExecutor(1)),
+        forgetting(foundation->MakeExecutor(1)) {}
 
   // A name's job, or the record of a job that a restart did not bring back: its state is lost, or the job lacked
   // something that a later start may find. GetJob describes a job with lost state; otherwise it replies `cause`.
@@ -37,6 +42,7 @@ struct StateServer::Impl {
     std::optional<v1::GetJobResponse> lost;
     absl::Status cause;      // why the job did not come back
     uint64_t log_bytes = 0;  // of the NVMe budget, held by its log
+    uint64_t made = 0;       // numbers the jobs in the order in which they were made since the start
   };
 
   absl::StatusOr<std::map<std::string, JobEntry>> ReadJobs() const;
@@ -53,10 +59,34 @@ struct StateServer::Impl {
   std::shared_ptr<Job> MakeJob(const std::string& name);
   absl::Status LostToDurabilityNone(const std::string& name) const;
   absl::StatusOr<std::shared_ptr<Job>> Find(const std::string& name) const;
+  // RESOURCE_EXHAUSTED (BUDGET): all places are taken.
   absl::StatusOr<std::shared_ptr<Job>> FindOrMake(const std::string& name);
+  // A job of no name that is never promised, for dry runs of names that no job has.
+  absl::StatusOr<std::shared_ptr<Job>> Planner(const std::string& name);
+  // Forgets job `name` as a drop would, if the job was never opened and its newest promise is `promised`;
+  // services/README says why the promise may be forgotten. On the executor `forgetting`. Returns whether the job was
+  // forgotten.
+  bool Forget(const std::string& name, const v1::Epoch& promised);
+  // Forgets the job that was made first, of those that were never opened.
+  void ForgetOldest();
+  // Wraps `reply`: after a final error, the job of a group that gives up is forgotten first.
+  template <typename Response>
+  Reply<Response> ForgetAfterError(const std::string& name, const v1::Epoch& promised, Reply<Response> reply) {
+    return [this, name, promised, reply = std::move(reply)](absl::StatusOr<Response> response) {
+      const bool over =
+          !response.ok() && !absl::IsUnavailable(response.status()) && !absl::IsDeadlineExceeded(response.status());
+      if (!over) return reply(std::move(response));
+      forgetting->Post([this, name, promised, reply, response = std::move(response)] {
+        Forget(name, promised);
+        reply(response);
+      });
+    };
+  }
   // Checks the request and takes its job out of `jobs`.
   absl::StatusOr<Entry> TakeForDrop(const v1::DropJobRequest& request);
   void Drop(const v1::DropJobRequest& request, const Reply<v1::DropJobResponse>& reply);
+  // Erases what a job that was stopped and taken out of `jobs` has on the disk and in memory.
+  absl::Status Erase(const std::string& name, Entry entry);
   std::vector<v1::TierStatus> TierStatuses(const std::vector<v1::JobStatus>& jobs) const;
 
   // Wraps `reply`, so that the call's latency and its error are counted.
@@ -77,18 +107,23 @@ struct StateServer::Impl {
   const absl::Time started = absl::Now();
   std::string server_id;
   ServerCounters counters;
+  SharedBound waiting_requests, waiting_request_bytes, waiting_push_bytes;
+  AnswerRoom answer_room;
   std::unique_ptr<storage::Catalog> catalog;
   std::unique_ptr<storage::Tiers> tiers;
   std::optional<storage::MachineProfile> machine;
   absl::Mutex planning, moving;  // as JobSurroundings says
   kernels::ThreadPool compute;
-  const std::unique_ptr<Executor> answers;   // to requests that have waited
-  const std::unique_ptr<Executor> dropping;  // a drop waits for the running update, new budgets for an Open
+  const std::unique_ptr<Executor> answers;     // to requests that have waited
+  const std::unique_ptr<Executor> dropping;    // a drop waits for the running update, new budgets for an Open
+  const std::unique_ptr<Executor> forgetting;  // of jobs that nothing runs for
   Deadlines deadlines;
 
   mutable absl::Mutex mu;
   bool stopped ABSL_GUARDED_BY(mu) = false;
   absl::flat_hash_map<std::string, Entry> jobs ABSL_GUARDED_BY(mu);
+  uint64_t next_made ABSL_GUARDED_BY(mu) = 0;
+  std::shared_ptr<Job> planner ABSL_GUARDED_BY(mu);
   std::set<std::string> dropping_names ABSL_GUARDED_BY(mu);
 };
 

@@ -300,6 +300,7 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
     }
     absl::MutexLock lock(&mu);
     jobs[name].job = job;
+    jobs[name].made = next_made++;
   }
   BALLAST_RETURN_IF_ERROR(interrupted());
   return whole && tiers->nvme() != nullptr ? tiers->nvme()->Trim() : absl::OkStatus();

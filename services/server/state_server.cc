@@ -21,6 +21,7 @@ StateServer::~StateServer() {
   Stop();
   impl_->dropping->Join();
   impl_->answers->Join();
+  impl_->forgetting->Join();
 }
 
 void StateServer::Stop() {
@@ -31,6 +32,7 @@ void StateServer::Stop() {
     for (const auto& [name, entry] : impl_->jobs) {
       if (entry.job != nullptr) jobs.push_back(entry.job);
     }
+    if (impl_->planner != nullptr) jobs.push_back(impl_->planner);
   }
   for (const auto& job : jobs) {
     job->Stop(model::Error(
@@ -54,8 +56,9 @@ std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
                           .machine = machine.has_value() ? &*machine : nullptr,
                           .working_copies = options.working_copies,
                           .interrupt = options.interrupt,
-                          .waiting = {&counters.waiting_requests, options.waiting_requests_max,
-                                      &counters.waiting_request_bytes, options.waiting_request_bytes_max}});
+                          .waiting = {&waiting_requests, &waiting_request_bytes},
+                          .push_bytes = &waiting_push_bytes,
+                          .answer_room = &answer_room});
 }
 
 absl::Status StateServer::Impl::LostToDurabilityNone(const std::string& name) const {
@@ -102,8 +105,21 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::st
                         absl::StrCat("job '", name, "' is being dropped; send the request again"));
   }
   const std::shared_ptr<Job> job = MakeJob(name);
-  jobs[name].job = job;
+  Entry& entry = jobs[name];
+  entry.job = job;
+  entry.made = next_made++;
   return job;
+}
+
+absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Planner(const std::string& name) {
+  BALLAST_RETURN_IF_ERROR(model::CheckJobName(name));
+  absl::MutexLock lock(&mu);
+  if (stopped) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                        absl::StrCat("server '", server_id, "' is stopping"));
+  }
+  if (planner == nullptr) planner = MakeJob("");
+  return planner;
 }
 
 void StateServer::Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyResponse> reply) {
@@ -144,15 +160,29 @@ void StateServer::Fence(const v1::FenceRequest& request, const CallLimit& limit,
     return reply(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                               "an epoch's counter counts from 1, came 0: choose one above any that GetJob reports"));
   }
+  const auto fence = [impl = impl_.get(), request, limit, reply](const absl::StatusOr<std::shared_ptr<Job>>& job) {
+    if (!job.ok()) return reply(job.status());
+    // A first Fence that is refused leaves a job that has promised nothing.
+    (*job)->Fence(request, limit, impl->ForgetAfterError(request.job(), v1::Epoch(), reply));
+  };
   const auto job = impl_->FindOrMake(request.job());
-  if (!job.ok()) return reply(job.status());
-  (*job)->Fence(request, limit, std::move(reply));
+  if (!absl::IsResourceExhausted(job.status())) return fence(job);
+  impl_->forgetting->Post([impl = impl_.get(), name = request.job(), fence] {
+    impl->ForgetOldest();
+    fence(impl->FindOrMake(name));
+  });
 }
 
 void StateServer::Open(const v1::OpenRequest& request, const CallLimit& limit, Reply<v1::OpenResponse> reply) {
   reply = impl_->Counted(Call::kOpen, std::move(reply));
   if (const absl::Status known = model::CheckSentOpen(request); !known.ok()) return reply(known);
-  const auto job = impl_->Find(request.spec().name());
+  const std::string& name = request.spec().name();
+  auto job = impl_->Find(name);
+  if (request.dry_run() && model::ReasonOf(job.status()) == model::kUnknownJob) {
+    job = impl_->Planner(name);
+  } else {
+    reply = impl_->ForgetAfterError(name, request.epoch(), std::move(reply));
+  }
   if (!job.ok()) return reply(job.status());
   (*job)->Open(request, limit, std::move(reply));
 }

@@ -40,9 +40,14 @@ struct StateServerOptions {
   // Profile that `ballastctl iotune` wrote, for predictions of a step's time. Empty: kMachineProfile in the data
   // directory, if present.
   std::string machine_profile;
-  // Requests that may wait at a time, and their bytes without payloads; beyond a bound requests are BUSY.
+  // Bounds that the jobs share (SharedBound): a job alone may hold half of each. Requests that may wait at a time,
+  // their bytes without payloads, and payloads of waiting pushes, which are memory beyond every budget; beyond a bound
+  // requests are BUSY.
   uint64_t waiting_requests_max = 65536;
-  uint64_t waiting_request_bytes_max = uint64_t{64} << 20;
+  uint64_t waiting_request_bytes_max = uint64_t{128} << 20;
+  uint64_t waiting_push_bytes_max = uint64_t{128} << 20;
+  // Answers to pulls that have not been sent; beyond the bound pulls wait. Clients bound theirs to 64 MiB.
+  uint64_t answer_bytes_max = uint64_t{128} << 20;
   // Asked between pieces of the work while the server starts, on several threads: an error ends Start, which returns
   // the error, and the next start finds the jobs as this start did.
   std::function<absl::Status()> interrupt;
@@ -81,8 +86,8 @@ class StateServer {
   // `payload` is borrowed until the reply.
   void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
             Reply<v1::PushResponse>);
-  // Once the version is there, `allocate(bytes)` must return exactly so many writable bytes, borrowed until the reply,
-  // which carries their CRC32C. `allocate` is called at most once, and not at all on most errors.
+  // Once the version is there, and room for the answer, `allocate` is called, at most once, and not at all on most
+  // errors. The reply carries the CRC32C of the bytes.
   void Pull(const v1::PullRequest&, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply);
   // Page-locked memory for answers to pulls. Empty if the server has no GPU: any memory is then as good.
   absl::StatusOr<storage::Arena> MapAnswers(uint64_t bytes) const;

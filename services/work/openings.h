@@ -23,6 +23,8 @@ class Openings {
   Outcome<v1::OpenResponse> Try(const v1::OpenRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // As StepHost: the core gets the plan, and the chunks that were taken for it.
   void Opened(std::shared_ptr<const model::EpochPlan> plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // An Open is being evaluated, though its request may have run out of time.
+  bool busy() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return opening_ != nullptr; }
   // In recovery: runs `open`, in which the machine opens an epoch, with these chunks.
   absl::Status Replay(Space::Chunks chunks, absl::FunctionRef<absl::Status()> open)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

@@ -89,8 +89,8 @@ absl::StatusOr<Space::Chunks> Space::Take(const model::EpochPlan& plan, v1::Open
   }
   if (status.ok()) return chunks;
   if (!absl::IsResourceExhausted(status)) return status;
-  return model::Annotate(
-      status, absl::StrCat("job '", core_->name, "' does not fit on server '", core_->around.server_id, "'"));
+  return model::Annotate(status, absl::StrCat("job '", plan.open().spec().name(), "' does not fit on server '",
+                                              core_->around.server_id, "'"));
 }
 
 std::optional<Space::Chunks> Space::AllHeld(const model::EpochPlan& plan) const {

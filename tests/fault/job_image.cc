@@ -75,7 +75,7 @@ absl::StatusOr<std::string> PullChunk(StateServer& server, const v1::PullRequest
   Answer<uint32_t> answer;
   server.Pull(
       request, absl::Now() + absl::Seconds(30),
-      [&bytes](uint64_t size) {
+      [&bytes](uint64_t size, const services::AnswerRoom::Lease&) {
         bytes.resize(size);
         return absl::MakeSpan(reinterpret_cast<std::byte*>(bytes.data()), size);
       },

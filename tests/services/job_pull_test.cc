@@ -1,5 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <deque>
+#include <vector>
+
+#include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/foundation/counters.h"
 #include "ballast/tests/services/trainer_group.h"
@@ -146,11 +150,79 @@ TEST_F(JobPull, RefusesWhatIsNoPartOfOneChunk) {
   expect(absl::StatusCode::kInvalidArgument, model::kBadRequest, "count from 0");
 }
 
-TEST_F(JobPull, RefusesWhenTheAnswerHasNoMemory) {
-  Answer<uint32_t> answer;
-  server_->Pull(
-      request_, absl::InfiniteFuture(), [](uint64_t) { return absl::Span<std::byte>(); }, answer.reply());
-  EXPECT_EQ(answer.Wait().status().code(), absl::StatusCode::kUnavailable);
+// Answers of 200 bytes, of which two have room and are not sent yet.
+class JobPullRoom : public JobPull {
+ protected:
+  JobPullRoom() {
+    server_.options().answer_bytes_max = 800;
+    server_.Restart();
+    group_.set_server(0, server_.get());
+  }
+  void SetUp() override {
+    JobPull::SetUp();
+    ASSERT_EQ(PullNow(), absl::OkStatus());
+    for (int i = 0; i < 2; ++i) ASSERT_EQ(Pull(absl::InfiniteFuture()).Wait().status(), absl::OkStatus());
+    ASSERT_EQ(unsent_.size(), 2u);
+  }
+  Answer<uint32_t> Pull(absl::Time deadline) {
+    Answer<uint32_t> answer;
+    server_->Pull(
+        request_, deadline,
+        [this](uint64_t bytes, AnswerRoom::Lease room) {
+          unsent_.push_back(std::move(room));
+          bytes_.emplace_back(bytes);
+          return absl::MakeSpan(bytes_.back());
+        },
+        answer.reply());
+    return answer;
+  }
+  // An answer has been sent.
+  void Send() {
+    const AnswerRoom::Lease sent = std::move(unsent_.front());
+    unsent_.erase(unsent_.begin());  // before others can get the room
+  }
+  std::vector<AnswerRoom::Lease> unsent_;
+  std::deque<std::vector<std::byte>> bytes_;
+};
+
+TEST_F(JobPullRoom, WaitsUntilThereIsRoomForTheAnswer) {
+  Answer<uint32_t> third = Pull(absl::InfiniteFuture());
+  EXPECT_FALSE(third.arrived()) << third.Wait().status();
+  EXPECT_EQ(server_->counters().waiting_requests, 1u);
+  Send();
+  EXPECT_EQ(third.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(server_->counters().waiting_requests, 0u);
+}
+
+TEST_F(JobPullRoom, AnswersByItselfAtItsDeadlineAndLetsTheNextGo) {
+  Answer<uint32_t> third = Pull(absl::Now() + absl::Milliseconds(20));
+  const absl::Status status = third.Wait().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_NE(status.message().find("the answer of 200 bytes waited for room"), absl::string_view::npos) << status;
+  Answer<uint32_t> fourth = Pull(absl::InfiniteFuture());
+  Send();
+  EXPECT_EQ(fourth.Wait().status(), absl::OkStatus());
+}
+
+TEST_F(JobPullRoom, RefusesAVersionThatWentWhileThePullWaited) {
+  Answer<uint32_t> third = Pull(absl::InfiniteFuture());
+  ASSERT_EQ(Step(), absl::OkStatus());
+  Answer<v1::CommitResponse> applied;
+  server_->AwaitApplied("job", 1, std::nullopt, absl::InfiniteFuture(), applied.reply());
+  ASSERT_EQ(applied.Wait().status(), absl::OkStatus());
+  request_.set_version(1);
+  Answer<uint32_t> fourth = Pull(absl::InfiniteFuture());
+  EXPECT_FALSE(fourth.arrived());
+  Send();
+  EXPECT_EQ(model::ReasonOf(third.Wait().status()), model::kVersionGone);
+  EXPECT_EQ(fourth.Wait().status(), absl::OkStatus()) << "the room went on to the next";
+}
+
+TEST_F(JobPullRoom, APullThatWaitsIsRefusedWhenTheServerStops) {
+  Answer<uint32_t> third = Pull(absl::InfiniteFuture());
+  server_->Stop();
+  EXPECT_EQ(model::ReasonOf(third.Wait().status()), model::kServerDown);
+  unsent_.clear();
 }
 
 TEST(JobPin, YieldsWhenThereIsNoSpaceForItsCopy) {
@@ -176,7 +248,7 @@ TEST(JobPin, YieldsWhenThereIsNoSpaceForItsCopy) {
 
 TEST(JobPullBound, WaitersBeyondTheBoundAreSentAway) {
   TestServer server("s");
-  server.options().waiting_requests_max = 2;
+  server.options().waiting_requests_max = 4;  // half of it for a job alone
   server.Restart();
   TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 1);
   ASSERT_EQ(group.Start(), absl::OkStatus());

@@ -261,7 +261,7 @@ Answer<uint32_t> TrainerGroup::Pull(StateServer* server, const v1::PullRequest& 
   Answer<uint32_t> answer;
   server->Pull(
       request, deadline,
-      [to](uint64_t bytes) {
+      [to](uint64_t bytes, const AnswerRoom::Lease&) {
         to->resize(bytes);
         return absl::MakeSpan(reinterpret_cast<std::byte*>(to->data()), bytes);
       },

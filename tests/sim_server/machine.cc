@@ -184,7 +184,7 @@ absl::Status Machine::Cause() {
 
 void Machine::Pull(const v1::PullRequest& request, PullReply reply) {
   auto bits = std::make_shared<std::vector<std::byte>>();
-  const auto allocate = [bits](uint64_t bytes) {
+  const auto allocate = [bits](uint64_t bytes, const services::AnswerRoom::Lease&) {
     bits->resize(bytes);
     return absl::MakeSpan(*bits);
   };

@@ -56,6 +56,10 @@ TEST(SessionBoundary, AModelThatDoesNotFitCanBeMadeSmaller) {
                       tensors.push_back({.name = "big", .unit = "big", .shape = {4096, 1024}});
                       BALLAST_RETURN_IF_ERROR(ExpectError(servers.Open(collective, TestOptions(), tensors).status(),
                                                           model::kBudget, "server 's1'"));
+                      for (int i = 0; i < 2; ++i) {
+                        BALLAST_RETURN_IF_ERROR(Expect(servers.server(i)->Status().jobs_size() == 0,
+                                                       absl::StrCat("a job was left on server ", i)));
+                      }
                       BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, TestOptions(), TestTensors()));
                       return InitialiseAll(*session);
                     }),

@@ -37,7 +37,9 @@ class WaitingTest : public ::testing::Test {
   std::atomic<uint64_t> count_{0}, bytes_{0};
   absl::Mutex mu_;
   absl::Notification expired_;
-  Waiting waiting_{&deadlines_, {&count_, 2, &bytes_, 100}, [this](uint64_t id) {
+  // A job alone, which may hold half: two requests, and 100 bytes.
+  SharedBound requests_max_{4, &count_}, bytes_max_{200, &bytes_};
+  Waiting waiting_{&deadlines_, {&requests_max_, &bytes_max_}, [this](uint64_t id) {
                      absl::MutexLock lock(&mu_);
                      Replies replies;
                      waiting_.Expire(id, &replies);
@@ -117,18 +119,18 @@ TEST_F(WaitingTest, RefusesBeyondTheBoundOfBytes) {
   bool ready = false;
   Replies replies;
   Waiter first = Make("a", &ready);
-  first.bytes = 60;
+  first.bytes = 80;
   waiting_.Submit(first, &queue_, &replies);
   Waiter second = Make("b", &ready);
   second.bytes = 41;
   waiting_.Submit(second, &queue_, &replies);
   Run(&replies);
   EXPECT_EQ(said_, (std::vector<std::string>{"b BUSY"}));
-  EXPECT_EQ(bytes_, 60u);
+  EXPECT_EQ(bytes_, 80u);
   EXPECT_EQ(count_, 1u);
   second.bytes = 40;
   waiting_.Submit(second, &queue_, &replies);
-  EXPECT_EQ(bytes_, 100u);
+  EXPECT_EQ(bytes_, 120u);
   ready = true;
   waiting_.Wake(&queue_, &replies);
   EXPECT_EQ(bytes_, 0u);

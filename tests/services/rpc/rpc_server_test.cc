@@ -92,6 +92,51 @@ TEST_F(RpcServerTest, PullCarriesPayloadAndChecksum) {
                                                 response.payload().size())));
 }
 
+// With room for the answers to two pulls at a time.
+class RpcAnswerRoomTest : public RpcTest {
+ protected:
+  RpcAnswerRoomTest() {
+    server_.options().answer_bytes_max = 4 * kBytes;
+    server_.Restart();
+  }
+  static constexpr uint64_t kElements = 60'000, kBytes = 4 * kElements;
+};
+
+TEST_F(RpcAnswerRoomTest, PullsWaitForRoomAndAreAllAnswered) {
+  TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  v1::PullRequest request;
+  request.set_job("job");
+  request.set_content(v1::CONTENT_MASTER);
+  request.set_end(kElements);
+  struct Pull {
+    grpc::ClientContext context;
+    v1::PullResponse response;
+    grpc::Status status;
+    std::unique_ptr<grpc::ClientAsyncResponseReader<v1::PullResponse>> call;
+  };
+  grpc::CompletionQueue queue;
+  std::vector<Pull> pulls(64);
+  for (size_t i = 0; i < pulls.size(); ++i) {
+    Pull& pull = pulls[i];
+    pull.context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
+    pull.call = state_->AsyncPull(&pull.context, request, &queue);
+    pull.call->Finish(&pull.response, &pull.status, &pull);
+    if (i % 4 == 0) pull.context.TryCancel();  // the room of a client that is gone goes to the next
+  }
+  for (size_t i = 0; i < pulls.size(); ++i) {
+    void* tag = nullptr;
+    bool ok = false;
+    ASSERT_TRUE(queue.Next(&tag, &ok));
+  }
+  for (size_t i = 0; i < pulls.size(); ++i) {
+    if (i % 4 == 0) continue;
+    EXPECT_TRUE(pulls[i].status.ok()) << i << ": " << pulls[i].status.error_message();
+    EXPECT_EQ(pulls[i].response.payload().size(), kBytes);
+  }
+}
+
 TEST_F(RpcServerTest, CountsTheTimeOfStatus) {
   const auto count = [this] {
     uint64_t sum = 0;

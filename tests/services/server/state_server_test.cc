@@ -6,6 +6,8 @@
 #include <fstream>
 #include <thread>
 
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/foundation/counters.h"
 #include "ballast/tests/services/trainer_group.h"
@@ -252,6 +254,138 @@ TEST(StateServer, KeepsThePromiseOfAJobThatHadNoStateYet) {
   TrainerGroup same({server.get()}, MakeSpec("job", SmallModel()), 1, 5);
   ASSERT_EQ(same.Open(-1, std::nullopt), absl::OkStatus());
   EXPECT_EQ(same.Initialise(Ones), absl::OkStatus());
+}
+
+absl::Status Fence(StateServer* server, const std::string& job, uint64_t counter) {
+  v1::FenceRequest request;
+  request.set_job(job);
+  request.mutable_epoch()->set_counter(counter);
+  request.mutable_epoch()->set_nonce(7);
+  Answer<v1::FenceResponse> answer;
+  server->Fence(request, absl::InfiniteFuture(), answer.reply());
+  return answer.Wait().status();
+}
+
+absl::StatusOr<v1::OpenResponse> DryRun(StateServer* server, const TrainerGroup& group) {
+  v1::OpenRequest request = group.open_request(-1, std::nullopt);
+  request.set_dry_run(true);
+  Answer<v1::OpenResponse> answer;
+  server->Open(request, absl::InfiniteFuture(), answer.reply());
+  return answer.Wait();
+}
+
+v1::JobSpec TooLarge(const std::string& name) { return MakeSpec(name, {{"large", "u", 64 << 16, 0}}); }
+v1::JobSpec Tiny(const std::string& name) { return MakeSpec(name, {{"small", "u", 256, 0}}); }
+
+TEST(UnopenedJobs, FirstOpensThatFailLeaveNothing) {
+  TestServer server("s", {0, 4 * kMiB, 16 * kMiB});
+  for (int i = 0; i < 300; ++i) {
+    v1::JobSpec spec = TooLarge(absl::StrCat("job", i));
+    if (i % 2 == 0) spec.set_durability(v1::DURABILITY_STEP);
+    TrainerGroup group({server.get()}, spec, 1);
+    ASSERT_EQ(model::ReasonOf(group.Start()), model::kBudget) << i;
+  }
+  EXPECT_EQ(server->Status().jobs_size(), 0);
+  EXPECT_FALSE(GetJob(server.get(), "job0")->exists());
+  const v1::GetServerStatusResponse status = server->Status();
+  for (const v1::TierStatus& tier : status.tiers()) EXPECT_EQ(tier.used_bytes(), 0u) << tier.tier();
+  server.Restart();
+  EXPECT_EQ(server->Status().jobs_size(), 0);
+}
+
+TEST(UnopenedJobs, AGroupAfterAFailedOneWorksAndTheFailedOneIsRefused) {
+  TestServer server("s", {0, 4 * kMiB, 0});
+  TrainerGroup failed({server.get()}, TooLarge("job"), 1, 5);
+  ASSERT_EQ(model::ReasonOf(failed.Start()), model::kBudget);
+  EXPECT_EQ(model::ReasonOf(failed.Open(-1, std::nullopt)), model::kUnknownJob);
+  TrainerGroup next({server.get()}, Tiny("job"), 1, 6);
+  ASSERT_EQ(next.Start(), absl::OkStatus());
+  ASSERT_EQ(next.Initialise(Ones), absl::OkStatus());
+  EXPECT_EQ(model::ReasonOf(failed.Open(-1, std::nullopt)), model::kStaleEpoch);
+  EXPECT_EQ(model::ReasonOf(Fence(server.get(), "job", 5)), model::kStaleEpoch);
+  // The server does not remember how far the failed group counted: a successor that begins at 1 is no worse off.
+  TrainerGroup other({server.get()}, TooLarge("other"), 1, 5);
+  ASSERT_EQ(model::ReasonOf(other.Start()), model::kBudget);
+  TrainerGroup first({server.get()}, Tiny("other"), 1, 1);
+  ASSERT_EQ(first.Start(), absl::OkStatus());
+  const absl::Status stale = other.Open(-1, std::nullopt);
+  EXPECT_TRUE(Contains(stale, "was never promised")) << stale;
+  EXPECT_EQ(first.Initialise(Ones), absl::OkStatus());
+}
+
+TEST(UnopenedJobs, ADryRunLeavesNothing) {
+  TestServer server("s", {0, 4 * kMiB, 0});
+  for (int i = 0; i < 300; ++i) {
+    const auto fits = DryRun(server.get(), TrainerGroup({server.get()}, Tiny(absl::StrCat("job", i)), 1));
+    ASSERT_TRUE(fits.ok()) << fits.status();
+    EXPECT_TRUE(absl::StrContains(fits->plan(), "dram holds the state of 1 chunks")) << fits->plan();
+  }
+  const absl::Status status = DryRun(server.get(), TrainerGroup({server.get()}, TooLarge("large"), 1)).status();
+  EXPECT_EQ(model::ReasonOf(status), model::kBudget);
+  EXPECT_TRUE(Contains(status, "job 'large' does not fit on server 's'")) << status;
+  EXPECT_EQ(model::ReasonOf(DryRun(server.get(), TrainerGroup({server.get()}, Tiny("a/b"), 1)).status()),
+            model::kBadSpec);
+  EXPECT_EQ(server->Status().jobs_size(), 0);
+  EXPECT_EQ(server->Status().tiers(1).used_bytes(), 0u);
+  EXPECT_FALSE(GetJob(server.get(), "job0")->exists());
+  server.Restart();
+  EXPECT_EQ(server->Status().jobs_size(), 0);
+}
+
+TEST(UnopenedJobs, AFirstFenceThatIsRefusedLeavesNothing) {
+  TestServer server("s");
+  EXPECT_EQ(model::ReasonOf(Fence(server.get(), "job", uint64_t{1} << 40)), model::kBadRequest);
+  EXPECT_EQ(server->Status().jobs_size(), 0);
+}
+
+TEST(UnopenedJobs, TheOldestYieldsWhenAllPlacesAreTaken) {
+  TestServer server("s");
+  TrainerGroup opened({server.get()}, Tiny("opened"), 1);
+  ASSERT_EQ(opened.Start(), absl::OkStatus());
+  for (int i = 0; i < 255; ++i) ASSERT_EQ(Fence(server.get(), absl::StrCat("fenced", i), 1), absl::OkStatus());
+  ASSERT_EQ(server->Status().jobs_size(), 256);
+  ASSERT_EQ(Fence(server.get(), "more", 1), absl::OkStatus());
+  EXPECT_EQ(server->Status().jobs_size(), 256);
+  EXPECT_FALSE(GetJob(server.get(), "fenced0")->exists());
+  EXPECT_TRUE(GetJob(server.get(), "fenced1")->exists());
+  EXPECT_TRUE(GetJob(server.get(), "opened")->exists());
+  EXPECT_EQ(opened.Initialise(Ones), absl::OkStatus());
+  // A group may be between its fence and its Open while the server restarts: the promise stays.
+  server.Restart();
+  EXPECT_FALSE(GetJob(server.get(), "fenced0")->exists());
+  EXPECT_EQ(GetJob(server.get(), "fenced1")->promised().counter(), 1u);
+  EXPECT_EQ(model::ReasonOf(TrainerGroup({server.get()}, Tiny("gone"), 1).Open(-1, std::nullopt)), model::kUnknownJob);
+  EXPECT_EQ(TrainerGroup({server.get()}, Tiny("fenced1"), 1).Open(-1, std::nullopt), absl::OkStatus());
+}
+
+TEST(UnopenedJobs, WhatWasOpenedStaysWhenAllPlacesAreTaken) {
+  TestServer server("s");
+  for (int i = 0; i < 256; ++i) {
+    TrainerGroup group({server.get()}, Tiny(absl::StrCat("job", i)), 1);
+    ASSERT_EQ(group.Start(), absl::OkStatus());
+  }
+  // After the restart only the catalog knows.
+  for (const bool restarted : {false, true}) {
+    if (restarted) server.Restart();
+    const absl::Status status = Fence(server.get(), "more", 1);
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+    EXPECT_TRUE(Contains(status, "holds 256 jobs")) << status;
+  }
+}
+
+TEST(UnopenedJobs, AFailedOpenForgetsNoJobThatWasOpenedOrHasANewerPromise) {
+  TestServer server("s", {0, 4 * kMiB, 0});
+  TrainerGroup opened({server.get()}, Tiny("opened"), 1);
+  ASSERT_EQ(opened.Start(), absl::OkStatus());
+  server.Restart();  // from now on only the catalog knows that it was opened
+  TrainerGroup large({server.get()}, TooLarge("opened"), 1, 2);
+  EXPECT_EQ(model::ReasonOf(large.Start()), model::kBudget);
+  EXPECT_EQ(GetJob(server.get(), "opened")->promised().counter(), 2u);
+  TrainerGroup failed({server.get()}, TooLarge("fenced"), 1, 1);
+  ASSERT_EQ(Fence(server.get(), "fenced", 2), absl::OkStatus());
+  EXPECT_EQ(model::ReasonOf(failed.Open(-1, std::nullopt)), model::kStaleEpoch);
+  EXPECT_EQ(model::ReasonOf(DryRun(server.get(), failed).status()), model::kBudget);
+  EXPECT_EQ(GetJob(server.get(), "fenced")->promised().counter(), 2u);
 }
 
 TEST(StateServer, RefusesToFenceAnExistingJobThatShouldBeNew) {
