@@ -307,10 +307,17 @@ void KeptVersions::PinChanged(const v1::PinnedVersion& pin) {
     core_->worker->Post([this, version] { RunUnpin(version); });
     return;
   }
-  core_->worker->Post([this, pin] {
+  core_->worker->Post([this, version] {
+    v1::PinnedVersion pin;
     {
       JobMutexLock lock(&core_->mu);
-      if (!core_->Refusal().ok()) return;
+      const v1::PinnedVersion* const found = core_->machine->FindPin(version);
+      if (!core_->Refusal().ok() || found == nullptr) return;
+      // As it is now: a request may have asked for the pin since this task was posted.
+      pin.set_version(version);
+      pin.set_automatic(found->automatic());
+      pin.set_automatic_since(found->automatic_since());
+      pin.set_requested(found->requested());
     }
     const absl::Status status = WriteWants(pin);
     if (status.ok()) return;

@@ -175,14 +175,12 @@ void StateServer::Fence(const v1::FenceRequest& request, const CallLimit& limit,
 
 void StateServer::Open(const v1::OpenRequest& request, const CallLimit& limit, Reply<v1::OpenResponse> reply) {
   reply = impl_->Counted(Call::kOpen, std::move(reply));
-  if (const absl::Status known = model::CheckSentOpen(request); !known.ok()) return reply(known);
   const std::string& name = request.spec().name();
   auto job = impl_->Find(name);
-  if (request.dry_run() && model::ReasonOf(job.status()) == model::kUnknownJob) {
-    job = impl_->Planner(name);
-  } else {
-    reply = impl_->ForgetAfterError(name, request.epoch(), std::move(reply));
-  }
+  const bool unknown = model::ReasonOf(job.status()) == model::kUnknownJob;
+  if (!request.dry_run() || !unknown) reply = impl_->ForgetAfterError(name, request.epoch(), std::move(reply));
+  if (const absl::Status known = model::CheckSentOpen(request); !known.ok()) return reply(known);
+  if (request.dry_run() && unknown) job = impl_->Planner(name);
   if (!job.ok()) return reply(job.status());
   (*job)->Open(request, limit, std::move(reply));
 }

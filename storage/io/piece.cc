@@ -49,7 +49,8 @@ absl::StatusOr<bool> Advance(Piece& piece, int64_t result) {
   piece.rest = {};
   if (result < 0) {
     const int error = static_cast<int>(-result);
-    const bool again = error == EAGAIN || error == EINTR;
+    // A sync reports a lost write once: a sync that failed is never tried again.
+    const bool again = error == EINTR || (error == EAGAIN && piece.kind != IoRequest::Kind::kSync);
     if (again && ++piece.retries <= kIoRetriesMax) {
       if (error == EAGAIN) piece.rest = std::clamp(piece.rested + kIoRestMin, kIoRestMin, kIoRestMax);
       piece.rested += piece.rest;

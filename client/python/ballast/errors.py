@@ -13,7 +13,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 class Error(RuntimeError):
     """A refusal or failure, with what was expected, what came, and the fix.
 
-    reason: stable across releases, such as JOB_EXISTS or BUDGET; programs may compare it. "" for some.
+    reason: stable across releases, such as JOB_EXISTS, BUDGET or DISK_FULL; programs may compare it. "" for some.
     code: the kind of error in gRPC's words, such as RESOURCE_EXHAUSTED.
     details: fields that some reasons have, for programs; TENSORS_DIFFER's are 'missing' and 'unknown', names with NULs between them.
     """

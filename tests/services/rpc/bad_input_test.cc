@@ -43,6 +43,11 @@ class BadInput : public RpcTest {
     return Call(&Stub::Push, push, &response);
   }
   absl::Status SendOpen(const v1::OpenRequest& open) {
+    // A server forgets a job whose first Open it refused.
+    if (fence_.has_value() && fence_->job() == open.spec().name()) {
+      v1::FenceResponse fenced;
+      EXPECT_EQ(Call(&Stub::Fence, *fence_, &fenced), absl::OkStatus());
+    }
     v1::OpenResponse response;
     return Call(&Stub::Open, open, &response);
   }
@@ -56,6 +61,8 @@ class BadInput : public RpcTest {
     TrainerGroup other({server_.get()}, MakeSpec(job, SmallModel()), 2);
     std::vector<v1::GetJobResponse> answers;
     EXPECT_EQ(other.Fence(&answers), absl::OkStatus());
+    fence_.emplace().set_job(job);
+    *fence_->mutable_epoch() = other.epoch();
     return other.open_request(-1, std::nullopt);
   }
   static void Expect(const absl::Status& status, absl::StatusCode code, const char* reason,
@@ -68,6 +75,7 @@ class BadInput : public RpcTest {
 
   TrainerGroup group_{{server_.get()}, MakeSpec("job", SmallModel()), 2};
   v1::PushRequest push_;
+  std::optional<v1::FenceRequest> fence_;  // of the job of FencedOpen
 };
 
 constexpr absl::StatusCode kInvalid = absl::StatusCode::kInvalidArgument;
