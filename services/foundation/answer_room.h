@@ -9,6 +9,8 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -67,8 +69,12 @@ class AnswerRoom {
   void GiveUp(Part* part, uint64_t arrival) ABSL_LOCKS_EXCLUDED(mu_);
   void Return(Part* part, uint64_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
   Lease MakeLease(const std::shared_ptr<Part>& part, uint64_t bytes);
+  // Closures that hold leases, and their executors. An executor that has ended drops a closure, and the lease with it:
+  // so they are posted without the lock.
+  using Grants = std::vector<std::pair<Executor*, std::function<void()>>>;
   // Gives room to those who wait, as far as there is any.
-  void Grant() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  Grants Grant() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  static void Post(Grants grants);
 
   std::atomic<uint64_t> used_{0};
   SharedBound bound_;

@@ -173,7 +173,7 @@ void Pulls::AwaitRoom(const RequestPtr& pull) {
           core_->Locked([&](Replies* out) {
             core_->mu.AssertHeld();
             granted->room = std::move(room);
-            core_->waiting.WakeInTurn(&awaiting_room_, out);
+            core_->waiting.Wake(&awaiting_room_, out);  // grants may come in another order than the pulls
           });
         });
     Park(

@@ -131,6 +131,17 @@ absl::Status StateServer::Impl::Erase(const std::string& name, Entry entry) {
   return erased;
 }
 
+bool StateServer::Impl::MayForget(const std::string& name, const v1::Epoch& promised) const {
+  std::shared_ptr<Job> job;
+  {
+    absl::MutexLock lock(&mu);
+    const auto found = jobs.find(name);
+    if (stopped || found == jobs.end() || found->second.job == nullptr) return false;
+    job = found->second.job;
+  }
+  return job->unopened() && model::Compare(job->promised(), promised) == 0;
+}
+
 bool StateServer::Impl::Forget(const std::string& name, const v1::Epoch& promised) {
   Entry entry;
   {
@@ -161,6 +172,7 @@ void StateServer::Impl::ForgetOldest() {
   std::map<uint64_t, std::pair<std::string, std::shared_ptr<Job>>> by_age;
   {
     absl::MutexLock lock(&mu);
+    if (!full()) return;
     for (const auto& [name, entry] : jobs) {
       if (entry.job != nullptr) by_age[entry.made] = {name, entry.job};
     }

@@ -59,7 +59,8 @@ struct StateServer::Impl {
   std::shared_ptr<Job> MakeJob(const std::string& name);
   absl::Status LostToDurabilityNone(const std::string& name) const;
   absl::StatusOr<std::shared_ptr<Job>> Find(const std::string& name) const;
-  // RESOURCE_EXHAUSTED (BUDGET): all places are taken.
+  bool full() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);  // all places are taken
+  // RESOURCE_EXHAUSTED (BUDGET) if the server is full.
   absl::StatusOr<std::shared_ptr<Job>> FindOrMake(const std::string& name);
   // A job of no name that is never promised, for dry runs of names that no job has.
   absl::StatusOr<std::shared_ptr<Job>> Planner(const std::string& name);
@@ -67,15 +68,17 @@ struct StateServer::Impl {
   // services/README says why the promise may be forgotten. On the executor `forgetting`. Returns whether the job was
   // forgotten.
   bool Forget(const std::string& name, const v1::Epoch& promised);
-  // Forgets the job that was made first, of those that were never opened.
+  // Could Forget find such a job? Asks neither disk nor catalog.
+  bool MayForget(const std::string& name, const v1::Epoch& promised) const;
+  // On a full server: forgets the job that was made first, of those that were never opened.
   void ForgetOldest();
   // Wraps `reply`: after a final error, the job of a group that gives up is forgotten first.
   template <typename Response>
   Reply<Response> ForgetAfterError(const std::string& name, const v1::Epoch& promised, Reply<Response> reply) {
     return [this, name, promised, reply = std::move(reply)](absl::StatusOr<Response> response) {
-      const bool over =
-          !response.ok() && !absl::IsUnavailable(response.status()) && !absl::IsDeadlineExceeded(response.status());
-      if (!over) return reply(std::move(response));
+      const bool over = !response.ok() && !absl::IsUnavailable(response.status()) &&
+                        !absl::IsDeadlineExceeded(response.status()) && !absl::IsCancelled(response.status());
+      if (!over || !MayForget(name, promised)) return reply(std::move(response));
       forgetting->Post([this, name, promised, reply, response = std::move(response)] {
         Forget(name, promised);
         reply(response);

@@ -83,6 +83,8 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Find(const std::string& 
   return entry->second.job;
 }
 
+bool StateServer::Impl::full() const { return jobs.size() >= kJobsMax; }
+
 absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::string& name) {
   BALLAST_RETURN_IF_ERROR(model::CheckJobName(name));
   if (auto found = Find(name); found.ok() || model::ReasonOf(found.status()) != model::kUnknownJob) return found;
@@ -95,14 +97,14 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::st
     if (raced->second.lost.has_value()) return raced->second.cause;  // a failed drop has put the entry back
     return raced->second.job;
   }
-  if (jobs.size() >= kJobsMax) {
-    return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
-                        absl::StrCat("server '", server_id, "' holds ", jobs.size(),
-                                     " jobs, which is all that it may; drop one: ", model::kHowToDrop));
-  }
   if (dropping_names.contains(name)) {
     return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                         absl::StrCat("job '", name, "' is being dropped; send the request again"));
+  }
+  if (full()) {
+    return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                        absl::StrCat("server '", server_id, "' holds ", jobs.size(),
+                                     " jobs, which is all that it may; drop one: ", model::kHowToDrop));
   }
   const std::shared_ptr<Job> job = MakeJob(name);
   Entry& entry = jobs[name];

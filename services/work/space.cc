@@ -141,12 +141,18 @@ std::shared_ptr<storage::ChunkStore> Space::MakeStore(const NewChunks& wanted) c
 }
 
 absl::Status Space::GrowJournal(const JournalSize& size, bool logged) {
-  JobJournal::Growth growth;
-  {
+  const auto take = [&] {
     absl::MutexLock planning(core_->around.planning);
-    BALLAST_ASSIGN_OR_RETURN(growth, journal_->TakeBudget(size, logged));
+    return journal_->TakeBudget(size, logged);
+  };
+  absl::StatusOr<JobJournal::Growth> growth = take();
+  if (absl::IsResourceExhausted(growth.status())) {
+    // As in Place: once no chunk moves, there may be room.
+    absl::MutexLock moving(core_->around.moving);
+    growth = take();
   }
-  return journal_->Grow(growth);
+  BALLAST_RETURN_IF_ERROR(growth.status());
+  return journal_->Grow(*growth);
 }
 
 // For the slices as this epoch cuts them.
@@ -335,13 +341,16 @@ absl::Status Space::Add(const NewChunks& wanted, Chunks* chunks, v1::OpenRespons
   } else if (wanted.dry_run) {
     answer->set_plan("All of the job's chunks have their places here already.");
   } else if (wanted.logged()) {
-    // A server without chunks of the job keeps promises and decisions all the same.
-    bool none = false;
+    // Chunks of an Open whose log could not grow come back as spares. A server without chunks of the job keeps promises
+    // and decisions all the same.
+    uint64_t segment_bytes = 0;
     {
       JobMutexLock lock(&core_->mu);
-      none = journal_->segment_bytes() == 0;
+      segment_bytes = journal_->segment_bytes();
     }
-    if (none) status = GrowJournal(wanted.journal_size(0), /*logged=*/true);
+    if (!add.taken.empty() || segment_bytes == 0) {
+      status = GrowJournal(wanted.journal_size(segment_bytes), /*logged=*/true);
+    }
   }
   if (status.ok() && !wanted.dry_run) {
     chunks->insert(chunks->end(), add.taken.begin(), add.taken.end());

@@ -189,6 +189,24 @@ TEST_F(FullDiskTest, NoSpaceToGrow) {
   EXPECT_EQ(grown.Start(), absl::OkStatus());
 }
 
+TEST_F(FullDiskTest, NoSpaceForALargerLogHoweverOftenItIsTried) {
+  constexpr uint64_t kDramBytes = 64 * kMiB;  // not what is short
+  Restart(kDramBytes);
+  TrainerGroup group = MakeGroup();
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(TrainTo(group, 3), absl::OkStatus());
+  // Room for the new chunks, and not for the segments of the log that their gradients need.
+  FillBut(5 * kMiB);
+  const std::vector<services::TestTensor> more = {{"more", "u2", 200000, 0}};
+  for (int tries = 0; tries < 3; ++tries) {
+    TrainerGroup larger = MakeGroup(v1::DURABILITY_STEP, more, 3);
+    ExpectFull(larger.Start(), absl::StrCat("log-", kImageJob));
+  }
+  disk_.Empty();
+  TrainerGroup grown = MakeGroup(v1::DURABILITY_STEP, more, 3);
+  EXPECT_EQ(grown.Start(), absl::OkStatus());
+}
+
 TEST_F(FullDiskTest, FullWhileItTrains) {
   constexpr int64_t kEnd = 60;
   std::optional<TrainerGroup> group(MakeGroup());
