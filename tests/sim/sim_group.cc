@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 
@@ -371,6 +372,14 @@ void SimGroup::OnError(uint32_t r, const Response& response) {
     return;
   }
   if (reason == model::kIncomplete) return;
+  // The server never opened the job and has forgotten it; perhaps an older group has fenced again since.
+  const bool unpromised =
+      reason == model::kBadRequest && absl::StrContains(response.status.message(), "never promised");
+  if (reason == model::kUnknownJob || unpromised) {
+    rank.dead = true;
+    ++around_.tally->stale;
+    return;
+  }
   if (reason == model::kStateLost && PinInterval() > 0 && around_.bug != ClientBug::kRestoreForgotten) {
     rank.dead = true;
     ++around_.tally->stale;

@@ -39,11 +39,15 @@ void Checker::Sent(const Request& request) {
 
 void Checker::Answered(const Response& response) {
   if (!response.status.ok()) return;
-  if (std::holds_alternative<std::shared_ptr<const v1::FenceResponse>>(response.body)) {
-    const auto& fence = *std::get<std::shared_ptr<const v1::FenceRequest>>(response.request.body);
-    v1::Epoch& promised = promised_[response.request.server];
-    if (model::Compare(promised, fence.epoch()) < 0) promised = fence.epoch();
+  v1::Epoch epoch;
+  const auto* sealed = std::get_if<std::shared_ptr<const v1::SealResponse>>(&response.body);
+  if (sealed != nullptr && (*sealed)->has_prepared()) {
+    epoch = std::get<std::shared_ptr<const v1::SealRequest>>(response.request.body)->epoch();
+  } else if (!opens_fail_ && std::holds_alternative<std::shared_ptr<const v1::FenceResponse>>(response.body)) {
+    epoch = std::get<std::shared_ptr<const v1::FenceRequest>>(response.request.body)->epoch();
   }
+  v1::Epoch& promised = promised_[response.request.server];
+  if (model::Compare(promised, epoch) < 0) promised = epoch;
 }
 
 absl::Status Checker::CheckRecord(int server, const v1::GetJobResponse& job) const {

@@ -16,8 +16,10 @@ namespace ballast::sim {
 
 class Checker {
  public:
-  // Borrows the pointers.
-  Checker(Oracle* oracle, Random* random, ServerTally* tally) : oracle_(oracle), random_(random), tally_(tally) {}
+  // Borrows the pointers. `opens_fail`: a server may forget the promise of a job that it never opened, so only the
+  // epochs count in which the server prepared steps.
+  Checker(Oracle* oracle, Random* random, ServerTally* tally, bool opens_fail)
+      : oracle_(oracle), random_(random), tally_(tally), opens_fail_(opens_fail) {}
 
   void AddGroup(const GroupIntent* group) { groups_.push_back(group); }
   // Adds decisions in a trainer's Commit or Open to the reference.
@@ -41,10 +43,11 @@ class Checker {
   Oracle* const oracle_;
   Random* const random_;
   ServerTally* const tally_;
+  const bool opens_fail_;
   std::vector<const GroupIntent*> groups_;
   Reference reference_;
   std::map<int64_t, v1::Decision> decided_;
-  v1::Epoch promised_[kServers];  // newest epoch promised in an answer
+  v1::Epoch promised_[kServers];  // newest epoch promised in an answer that the server must remember
   absl::Status error_;
 };
 

@@ -49,7 +49,8 @@ class Schedule {
     const v1::MomentFormat format = formats[random_.Below(3)];
     const bool large = random_.Percent(kLargePercent);
     BeginWorld(format, large, options.every_k ? 1 + random_.Below(4) : 0);
-    checker_ = std::make_unique<Checker>(&oracle_, &random_, &tally_);
+    checker_ = std::make_unique<Checker>(&oracle_, &random_, &tally_,
+                                         options.faults == Faults::kIoErrors || options.faults == Faults::kFullDisk);
     for (int i = 0; i < kServers; ++i) {
       machines_.push_back(std::make_unique<Machine>(i, random_.Next(), options.directory));
       disk_faults_.emplace_back(options.faults, machines_.back().get(), &random_, &tally_);

@@ -119,16 +119,18 @@ TEST_F(BadInput, WrongLengthAndDtype) {
 }
 
 TEST_F(BadInput, WrongDtypeInTheSpec) {
-  v1::OpenRequest open = FencedOpen("other");
+  v1::OpenRequest open = FencedOpen("one");
   open.mutable_spec()->set_gradient_dtype(static_cast<v1::Dtype>(17));
   Expect(Open(open), kInvalid, model::kBadDtype, {"gradients must be", "DTYPE_BF16", "17"});
-  open.mutable_spec()->set_gradient_dtype(v1::DTYPE_BF16);
+  Expect(Open(open), absl::StatusCode::kNotFound, model::kUnknownJob, {"Fence makes one"});  // forgotten
+  open = FencedOpen("two");
   open.mutable_spec()->set_moment_format(static_cast<v1::MomentFormat>(9));
   Expect(Open(open), kInvalid, model::kBadDtype, {"I8 or F8", "9"});
+  open = FencedOpen("three");
   open.mutable_spec()->set_moment_format(v1::MOMENT_FORMAT_F8);
   open.mutable_spec()->set_nesterov(true);
   Expect(Open(open), kInvalid, model::kBadSpec, {"adamw", "nesterov needs momentum"});
-  open.mutable_spec()->set_nesterov(false);
+  open = FencedOpen("four");
   open.mutable_spec()->set_optimizer(static_cast<v1::Optimizer>(77));
   Expect(Open(open), absl::StatusCode::kUnimplemented, model::kUnsupported, {"optimizer 77", "AdamW, Adam, SGD"});
 }
@@ -181,17 +183,15 @@ TEST_F(BadInput, AnOpenWithAFieldOfALaterVersion) {
 }
 
 TEST_F(BadInput, AnOpenWithoutTheDigestOfItsSpecOrWithAnother) {
-  v1::OpenRequest open = FencedOpen("other");
-  const std::string digest = open.spec_digest();
   for (const bool dry_run : {true, false}) {
+    v1::OpenRequest open = FencedOpen("other");
     open.set_dry_run(dry_run);
     open.clear_spec_digest();
     Expect(SendOpen(open), kInvalid, model::kVersionsDiffer, {"job 'other' came without spec_digest", kFix});
     open.set_spec_digest(std::string(32, 'd'));
     Expect(SendOpen(open), kInvalid, model::kVersionsDiffer, {"job 'other'", "not the digest of its spec", kFix});
   }
-  open.set_spec_digest(digest);
-  EXPECT_EQ(SendOpen(open), absl::OkStatus());
+  EXPECT_EQ(SendOpen(FencedOpen("other")), absl::OkStatus());
 }
 
 TEST_F(BadInput, StepsWithFieldsOfALaterVersion) {
