@@ -196,8 +196,8 @@ TEST_F(FullDiskTest, NoSpaceForALargerLogHoweverOftenItIsTried) {
   ASSERT_EQ(group.Start(), absl::OkStatus());
   ASSERT_EQ(TrainTo(group, 3), absl::OkStatus());
   // Room for the new chunks, and not for the segments of the log that their gradients need.
-  FillBut(5 * kMiB);
-  const std::vector<services::TestTensor> more = {{"more", "u2", 200000, 0}};
+  FillBut(7 * kMiB + 512 * 1024);
+  const std::vector<services::TestTensor> more = {{"more", "u2", 150000, 0}};
   for (int tries = 0; tries < 3; ++tries) {
     TrainerGroup larger = MakeGroup(v1::DURABILITY_STEP, more, 3);
     ExpectFull(larger.Start(), absl::StrCat("log-", kImageJob));

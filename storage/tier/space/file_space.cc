@@ -9,7 +9,6 @@ namespace ballast::storage {
 
 void FileSpace::Keep(ByteRange range, Between before) {
   if (before == Between::kFree && range.begin > end_) MarkFree({end_, range.begin});
-  unnamed_ = true;
   blocks_.Add(range);
   end_ = range.end;
 }
@@ -74,10 +73,9 @@ void FileSpace::MarkUsed(ByteRange range) {
 
 absl::Status FileSpace::GetBlocks(ByteRange range, uint64_t promised_after, uint64_t unused_max) {
   if (blocks_.BytesIn(range) == range.bytes()) return absl::OkStatus();
-  const uint64_t unused = Unused(promised_after);
-  if (unused > unused_max && !unnamed_) GiveBack(unused - unused_max);
+  if (const uint64_t unused = Unused(promised_after); unused > unused_max) GiveBack(unused - unused_max);
   absl::Status status = file_->Reserve(range.begin, range.bytes());
-  if (model::ReasonOf(status) == model::kDiskFull && !unnamed_) {
+  if (model::ReasonOf(status) == model::kDiskFull) {
     GiveBack(Unused(promised_after));
     // After a restart free ranges may have blocks that nobody knows of.
     for (const ByteRange& free : free_.All()) {
@@ -106,7 +104,6 @@ absl::Status FileSpace::CoverPromise(uint64_t promised_after) {
   for (size_t i = 0; i < wanted.size(); ++i) {
     const absl::Status status = file_->Reserve(wanted[i].begin, wanted[i].bytes());
     if (!status.ok()) {
-      if (unnamed_) return status;
       for (size_t undone = 0; undone <= i; ++undone) file_->Discard(wanted[undone].begin, wanted[undone].bytes());
       if (wanted[i].begin == end) (void)file_->Truncate(end);  // a failed reservation may have made the file longer
       return status;
@@ -119,11 +116,6 @@ absl::Status FileSpace::CoverPromise(uint64_t promised_after) {
     end_ = std::max(end_, range.end);
   }
   return absl::OkStatus();
-}
-
-absl::Status FileSpace::Trim() {
-  unnamed_ = false;
-  return file_->Truncate(end_);
 }
 
 std::vector<ByteRange> FileSpace::Holes(ByteRange range) const {
@@ -164,7 +156,6 @@ void FileSpace::GiveBackRange(ByteRange range) {
 }
 
 void FileSpace::GiveBackEnd() {
-  if (unnamed_) return;
   const std::vector<ByteRange> all = free_.All();
   if (all.empty() || all.back().end != end_) return;
   uint64_t cut = all.back().begin, unused = Unused(promised_);

@@ -45,9 +45,8 @@ class FileSpace {
   // The range is free. FreeIntoPromise: as many bytes are promised.
   void Free(ByteRange range);
   void FreeIntoPromise(ByteRange range);
-  // Ends the file behind the last range that is in use or promised. Until then a file that an earlier run left may hold
-  // state that nobody has named yet: no bytes of the file are cut or punched.
-  absl::Status Trim();
+  // Ends the file behind the last range that is in use or promised.
+  absl::Status Trim() { return file_->Truncate(end_); }
 
  private:
   absl::StatusOr<uint64_t> Take(uint64_t bytes, uint64_t promised_after, uint64_t unused_max);
@@ -72,8 +71,7 @@ class FileSpace {
   ByteRanges blocks_;  // has blocks, free or in use. At start blocks of free ranges are not known
   uint64_t free_with_blocks_ = 0;
   uint64_t promised_ = 0;
-  bool unnamed_ = false;  // since Keep, until Trim
-  uint64_t end_ = 0;      // of the last range in use or free
+  uint64_t end_ = 0;  // of the last range in use or free
 };
 
 }  // namespace ballast::storage

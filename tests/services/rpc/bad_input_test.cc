@@ -180,6 +180,7 @@ TEST_F(BadInput, AnOpenWithoutTheDigestOfItsSpecOrWithAnother) {
     open.set_dry_run(dry_run);
     open.clear_spec_digest();
     Expect(SendOpen(open), kInvalid, model::kVersionsDiffer, {"job 'other' came without spec_digest", kFix});
+    (void)FencedOpen("other");  // the server has forgotten the job
     open.set_spec_digest(std::string(32, 'd'));
     Expect(SendOpen(open), kInvalid, model::kVersionsDiffer, {"job 'other'", "not the digest of its spec", kFix});
   }
