@@ -3,7 +3,7 @@
 # Usage: tests/run.sh [default|ci|asan|asan-ci|tsan|clang|exhaustive|soak] [ctest arguments...]
 #   default  optimised, warnings are errors, GPU code compiled where nvcc is found
 #   ci       the same with fewer seeds, kills and damages
-#   asan     AddressSanitizer and UndefinedBehaviorSanitizer; a tenth of the seeds, no benches, no seeded bugs, no failpoints
+#   asan     AddressSanitizer, and UndefinedBehaviorSanitizer but for the objects of tests; a tenth of the seeds, no benches, no seeded bugs, no failpoints
 #   asan-ci  the same with a tenth of the seeds of ci
 #   tsan     ThreadSanitizer; the same
 #   clang    builds alone: clang checks what is said of locks; then clang-tidy over the libraries
