@@ -48,7 +48,7 @@ uint64_t JobJournal::Append(const StepRecord& record) {
       prepared != nullptr && prepared->prepared.header().kind() == v1::STEP_KIND_RESTORE) {
     out.keep_for = prepared->prepared.step();
   }
-  journal_->Append(std::move(out));
+  journal_->log().Append(std::move(out));
   if (std::holds_alternative<PromiseRecord>(record)) storage::Pass("fence/promise");
   if (std::holds_alternative<OpenRecord>(record)) storage::Pass("fence/open");
   if (std::holds_alternative<SliceRecord>(record)) storage::Pass("journal/slice");

@@ -66,7 +66,6 @@ class Journal {
   // encoded, its lsn taken. RESOURCE_EXHAUSTED (BUDGET) if no segment is free, or segments are too small.
   absl::Status MakeRoom(uint64_t records, uint64_t record_bytes, uint64_t payload_bytes,
                         absl::FunctionRef<storage::LogRecord()> snapshot);
-  void Append(storage::LogRecord record) { log_->Append(std::move(record)); }
 
   // Is part of the reserve in use?
   bool IsShort() const { return log_->free_segments() + 1 < segments_reserved_; }

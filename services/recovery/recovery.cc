@@ -339,7 +339,7 @@ absl::Status Recovery::ComeBack(const JobEntry& entry) {
     if (pinned.contains(chunk->id)) chunk->changed = entry.pins.back().version();
   }
   spdlog::warn(
-      "job '{}': what came after its newest pin ({}) is lost with the server's last life (durability every-{}); "
+      "job '{}': what came after its newest pin ({}) is lost with the server's last process (durability every-{}); "
       "the next group restores what all servers have",
       core_->name, entry.pins.empty() ? "none" : absl::StrCat("version ", entry.pins.back().version()),
       entry.open->spec().pin_interval());

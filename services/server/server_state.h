@@ -1,4 +1,4 @@
-// Declarations shared by the files of class StateServer. Internal to state_server*.cc.
+// Declarations shared by the files of class StateServer: state_server.cc, start.cc and administration.cc.
 #pragma once
 
 #include <map>
