@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-try:
-    from torch.distributed.tensor import DTensor, Shard
-except ImportError:  # torch 2.4
-    from torch.distributed._tensor import DTensor, Shard
 
 from ballast import _native
 from ballast.errors import Error, warn
@@ -21,18 +18,25 @@ from ballast.torch.stepping.host_memory import HostMemory, is_elsewhere
 DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
 
 
+def _tensor_module() -> Any:
+    """torch's module of DTensors, or None: as long as nobody has imported the module, no tensor is one. Importing it takes as long as a
+    third of torch, which a trainer that comes back need not wait for."""
+    return sys.modules.get('torch.distributed.tensor') or sys.modules.get('torch.distributed._tensor')  # the latter: torch 2.4
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor)
+    module = _tensor_module()
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All elements, on every rank; COLLECTIVE for a DTensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor on this rank."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,12 +105,12 @@ def _check_parallel(name: str, parameter: torch.Tensor) -> None:
     if ranks.active() and getattr(parameter, 'tensor_model_parallel', False):
         raise Error(f"parameter '{name}' has Megatron's attribute tensor_model_parallel: ranks keep parts of it, which they call by one "
                     'name; expected whole parameters, or the rows of fully_shard', 'UNSUPPORTED')
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         if is_traceable_wrapper_subclass(parameter):
             raise Error(f"parameter '{name}' is a {type(parameter).__name__}, a wrapper of other tensors: no memory of its own holds its "
                         'values; train the tensors within, or plain parameters', 'UNSUPPORTED')
         return
-    if tuple(parameter.placements) != (Shard(0),):
+    if tuple(parameter.placements) != (_tensor_module().Shard(0),):
         raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected (Shard(0),), as "
                     'fully_shard makes it over a mesh of one dimension', 'UNSUPPORTED')
     mesh = parameter.device_mesh.mesh.flatten().tolist()

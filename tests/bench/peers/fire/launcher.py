@@ -1,0 +1,135 @@
+"""Starts processes, starts them again when they die, and kills them when the schedule says so: what a cluster's supervisor does, small.
+
+The same for every system: the group of trainers is one command line. When a trainer dies, the others are killed at once and the command line is run again."""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from fire.events import Events
+
+PARTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as listening:
+        listening.bind(('127.0.0.1', 0))
+        return listening.getsockname()[1]
+
+
+class Process:
+    def __init__(self, command: list[str], log: str, environment: dict[str, str]) -> None:
+        with open(log, 'ab') as file:
+            self._process = subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                                             preexec_fn=_die_with_parent)
+
+    def ended(self) -> int | None:
+        return self._process.poll()
+
+    def signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+
+class Servers:
+    """Two state servers under a supervisor: one that dies is started again at once, by the same command line."""
+
+    def __init__(self, daemon: str, directory: str, events: Events) -> None:
+        self._events = events
+        self._ports = [free_port() for _ in range(2)]
+        self.directories = [os.path.join(directory, f'server{i}') for i in range(2)]
+        self._commands = [[daemon, '--listen', f'127.0.0.1:{port}', '--metrics_listen', '127.0.0.1:0', '--data_directory', folder,
+                           '--server_id', f'server{i}', '--budget.dram', '1GiB', '--budget.nvme', '2GiB']
+                          for i, (port, folder) in enumerate(zip(self._ports, self.directories))]
+        for folder in self.directories:
+            os.makedirs(folder)
+        self._processes = [self._start(i) for i in range(2)]
+
+    @property
+    def addresses(self) -> str:
+        return ','.join(f'127.0.0.1:{port}' for port in self._ports)
+
+    def _start(self, i: int) -> Process:
+        self._events.tell('server_spawned', server=i)
+        return Process(self._commands[i], self.directories[i] + '.log', {})
+
+    def supervise(self) -> None:
+        for i, process in enumerate(self._processes):
+            if process.ended() is not None:
+                self._events.tell('server_ended', server=i, code=process.ended())
+                self._processes[i] = self._start(i)
+
+    def signal(self, i: int, number: int) -> None:
+        self._processes[i].signal(number)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+class Trainers:
+    """The group of trainers of one command line, `world` of them."""
+
+    def __init__(self, arguments: list[str], directory: str, events: Events) -> None:
+        self._arguments, self._directory, self._events = arguments, directory, events
+        self.world = 2
+        self.generation = 0
+        self._processes: list[Process] = []
+
+    def start(self, more: list[str]) -> None:
+        self.generation += 1
+        self._events.tell('spawned', generation=self.generation, world=self.world)
+        port = str(free_port())
+        self._processes = [
+            Process([sys.executable, '-m', 'fire.trainer', *self._arguments, *more], os.path.join(self._directory, f'trainer{rank}.log'),
+                    {'RANK': str(rank), 'LOCAL_RANK': str(rank), 'WORLD_SIZE': str(self.world), 'LOCAL_WORLD_SIZE': str(self.world),
+                     'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port, 'GENERATION': str(self.generation),
+                     'OMP_NUM_THREADS': str(max(1, len(os.sched_getaffinity(0)) // self.world)), 'DS_ACCELERATOR': 'cpu',
+                     'PYTHONPATH': os.pathsep.join([PARTS, os.environ.get('PYTHONPATH', '')]),
+                     'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']})
+            for rank in range(self.world)]
+
+    def codes(self) -> list[int | None]:
+        return [process.ended() for process in self._processes]
+
+    def signal(self, rank: int, number: int) -> None:
+        self._processes[rank].signal(number)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.signal(signal.SIGKILL)
+        for process in self._processes:
+            process.kill()
+
+
+@contextlib.contextmanager
+def scratch(parent: str | None) -> Iterator[str]:
+    """A directory that is gone afterwards, also after Ctrl-C and SIGTERM."""
+    import tempfile
+    directory = tempfile.mkdtemp(prefix='under_fire.', dir=parent)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def until(done: Callable[[], bool], every_s: float = 0.005) -> None:
+    while not done():
+        time.sleep(every_s)

@@ -1,0 +1,183 @@
+"""One run of one system: undisturbed, or under a schedule of faults."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+
+from fire import flip
+from fire.events import Events, read
+from fire.launcher import Servers, Trainers
+
+_STOP_S = 60  # a group that was asked to stop has so long for its last step and its parameters
+_TRIES = 2  # a group that dies so often by itself, without a step, waits for its operator
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run needs to know of its system."""
+    name: str  # a module of fire.systems
+    servers: bool = False  # the state is on state servers
+    checkpoints: bool = False  # the state is in checkpoints of the trainers
+    converts: bool = False  # another number of trainers needs a conversion by hand
+    interval: int = 0  # steps between two checkpoints, or of every-K
+    sweep: tuple[int, ...] = ()  # intervals to choose from
+
+
+# When, as part of the run; what; and how it is called in tables and pictures.
+SCHEDULE = ((0.15, 'trainer', 'kill -9 of a trainer'),
+            (0.32, 'server', 'kill -9 of a state server (peers: of both trainers)'),
+            (0.48, 'shrink', 'a machine is lost: the group comes back with one trainer'),
+            (0.64, 'grow', 'the machine is back: the group comes back with two trainers'),
+            (0.82, 'flip', 'a byte flips in the newest state on disk, then everything is killed'))
+
+
+@dataclass
+class Outcome:
+    events: list[dict]
+    parameters: str  # file
+    operator: list[str] = field(default_factory=list)
+    logs: dict[str, str] = field(default_factory=dict)  # the last lines of each process
+
+
+class Run:
+    def __init__(self, setting: Setting, directory: str, daemon: str, arguments: tuple[str, ...] = ()) -> None:
+        self._setting, self._directory = setting, directory
+        os.makedirs(directory)
+        self._path = os.path.join(directory, 'events.jsonl')
+        self._events = Events(self._path, rank=-1)
+        self._servers = Servers(daemon, directory, self._events) if setting.servers else None
+        line = ['--system', setting.name, '--directory', directory, *arguments]
+        if setting.interval:
+            line += ['--interval', str(setting.interval)]
+        if self._servers is not None:
+            line += ['--servers', self._servers.addresses]
+        self._trainers = Trainers(line, directory, self._events)
+        self._more: list[str] = []
+        self._operator: list[str] = []
+        self._idle = 0  # groups in a row that died by themselves without a step
+        self._given_up = False
+
+    @property
+    def _checkpoints(self) -> str:
+        return os.path.join(self._directory, 'checkpoints')
+
+    def go(self, seconds: float = float('inf'), schedule: tuple = ()) -> Outcome:
+        """Until the trainers end by themselves, or for so many seconds, which count from the start of the first process."""
+        try:
+            self._events.tell('begin', seconds=seconds)
+            begin = time.monotonic()
+            self._trainers.start(self._more)
+            waiting = list(schedule)
+            while True:
+                past = time.monotonic() - begin
+                if waiting and past >= waiting[0][0] * seconds:
+                    self._strike(waiting.pop(0)[1])
+                if past >= seconds and not os.path.exists(os.path.join(self._directory, 'stop')):
+                    self._events.tell('end')
+                    open(os.path.join(self._directory, 'stop'), 'w', encoding='ascii').close()
+                if past >= seconds + _STOP_S:
+                    self._events.tell('not_stopped')
+                    break
+                if self._servers is not None:
+                    self._servers.supervise()
+                codes = self._trainers.codes()
+                if all(code == 0 for code in codes):
+                    break
+                if any(code not in (None, 0) for code in codes) and not self._given_up:
+                    self._restart(codes, past < seconds)
+                if self._given_up and past >= seconds:
+                    break
+                time.sleep(0.005)
+        finally:
+            self._trainers.kill()
+            if self._servers is not None:
+                self._servers.stop()
+        return Outcome(read(self._path), os.path.join(self._directory, 'parameters.pt'), self._operator)
+
+    # --- faults
+
+    def _strike(self, what: str) -> None:
+        self._events.tell('fault', fault=what)
+        if what == 'trainer':
+            self._trainers.signal(1, signal.SIGKILL)
+        elif what == 'server' and self._servers is not None:
+            self._servers.signal(0, signal.SIGKILL)
+        elif what == 'server':
+            self._kill_trainers()
+        elif what in ('shrink', 'grow'):
+            self._trainers.world = 1 if what == 'shrink' else 2
+            self._kill_trainers()
+            if self._setting.converts:
+                self._convert()
+        elif what == 'flip':
+            self._stand_still()
+            self._events.tell('flipped', **flip.newest(self._servers.directories if self._servers is not None else [self._checkpoints]))
+            if self._servers is not None:
+                for i in range(2):
+                    self._servers.signal(i, signal.SIGKILL)
+            self._kill_trainers()
+
+    def _stand_still(self) -> None:
+        for rank in range(len(self._trainers.codes())):
+            self._trainers.signal(rank, signal.SIGSTOP)
+        if self._servers is not None:
+            for i in range(2):
+                self._servers.signal(i, signal.SIGSTOP)
+
+    def _kill_trainers(self) -> None:
+        for rank in range(len(self._trainers.codes())):
+            self._trainers.signal(rank, signal.SIGKILL)
+
+    # --- after them
+
+    def _restart(self, codes: list[int | None], again: bool) -> None:
+        self._trainers.kill()
+        generation = self._trainers.generation
+        made = any(event['what'] == 'step' and event['generation'] == generation for event in read(self._path))
+        by_itself = all(code is None or code >= 0 for code in codes)
+        self._events.tell('ended_badly', generation=generation, codes=codes)
+        self._idle = self._idle + 1 if by_itself and not made else 0
+        if self._idle >= _TRIES:
+            self._idle = 0
+            self._given_up = not self._operate()
+        if not self._given_up and again:
+            self._trainers.start(self._more)
+
+    def _operate(self) -> bool:
+        """What a person does about a job that does not start any more: takes the newest checkpoint away. Returns whether there was
+        anything to do."""
+        whole = sorted((entry for entry in os.listdir(self._checkpoints) if entry.isdigit()), key=int) if self._setting.checkpoints else []
+        if not whole:
+            self._events.tell('given_up')
+            return False
+        shutil.rmtree(os.path.join(self._checkpoints, whole[-1]))
+        latest = os.path.join(self._checkpoints, 'latest')
+        if os.path.exists(latest) and len(whole) > 1:
+            with open(latest, 'w', encoding='ascii') as file:
+                file.write(whole[-2])
+        self._act(f'deleted checkpoint {whole[-1]}')
+        return True
+
+    def _convert(self) -> None:
+        """DeepSpeed's own way to another number of ranks."""
+        self._trainers.kill()
+        with open(os.path.join(self._checkpoints, 'latest'), encoding='ascii') as file:
+            newest = file.read().strip()
+        source = os.path.join(self._checkpoints, newest)
+        with open(os.path.join(self._directory, 'convert.log'), 'ab') as log:
+            done = subprocess.run([sys.executable, '-m', 'deepspeed.checkpoint.ds_to_universal', '--input_folder', source, '--output_folder',
+                                   source + '_universal', '--no_strict'], stdout=log, stderr=log, check=False,
+                                  env={**os.environ, 'DS_ACCELERATOR': 'cpu'})
+        if done.returncode == 0:
+            with open(os.path.join(self._checkpoints, 'latest_universal'), 'w', encoding='ascii') as file:
+                file.write(newest + '_universal')
+            self._more = ['--universal']
+        self._act(f'converted checkpoint {newest}' + ('' if done.returncode == 0 else ', in vain'))
+
+    def _act(self, what: str) -> None:
+        self._operator.append(what)
+        self._events.tell('operator', did=what)

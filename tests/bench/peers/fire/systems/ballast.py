@@ -1,0 +1,48 @@
+"""Ballast: whole parameters on each rank, optimizer state on two state servers, every decided step durable before step() returns.
+
+Gradients are all-reduced by hand: with two ranks the sum is the same bits as DistributedDataParallel's, whose constructor imports
+torch's compilers for a second."""
+
+import os
+
+import torch
+
+import ballast.torch
+from fire.model import make_model
+from fire.trainer import HYPER, LR, MAX_NORM
+
+
+class System:
+    saves_together = False
+    durability = 'step'
+    pin_interval = 0
+
+    def __init__(self, args, events) -> None:
+        self._args, self._events = args, events
+
+    def start(self) -> tuple[int, bytes]:
+        self._model = make_model(torch.bfloat16)
+        self.optimizer = ballast.torch.AdamW(self._model.named_parameters(), lr=LR, **HYPER, servers=self._args.servers, resume='auto',
+                                             durability=self.durability, pin_interval=self.pin_interval, max_norm=MAX_NORM)
+        self._events.tell('modelled')
+        return self.optimizer.resume()
+
+    def backward(self, tokens, targets, weight: float) -> float:
+        loss = self._model(tokens, targets)
+        (loss * (weight / torch.distributed.get_world_size())).backward()
+        return loss.item()
+
+    def step(self, lr: float, cursor: bytes) -> None:
+        for group in self.optimizer.param_groups:
+            group['lr'] = lr
+        for sum_of_ranks in [torch.distributed.all_reduce(p.grad, async_op=True) for p in self._model.parameters()]:
+            sum_of_ranks.wait()
+        self.optimizer.step(blob=cursor)
+        self.optimizer.zero_grad()
+
+    def save(self, path: str, rank: int) -> None:
+        torch.save({name: parameter.detach() for name, parameter in self._model.named_parameters()}, path + '.part')
+        os.rename(path + '.part', path)
+
+    def close(self) -> None:
+        self.optimizer.close()
