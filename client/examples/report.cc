@@ -68,7 +68,7 @@ void Report::PrintStep(const TrainerStep& step, double seconds, uint64_t steps) 
                       options_.steps_total, step.loss, options_.unigram_entropy, step.norm, rate, Shares(line_times_),
                       step.skipped ? "  SKIPPED: Inf or NaN" : "");
   // Back to the start, and clear what a longer line left.
-  absl::FPrintF(options_.stream, options_.live ? "\r%s\x1b[K" : "%s\n", line);
+  absl::FPrintF(options_.stream, "%s%s%s", options_.live ? "\r" : "", line, options_.live ? "\x1b[K" : "\n");
   std::fflush(options_.stream);
 }
 

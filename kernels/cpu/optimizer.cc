@@ -117,7 +117,7 @@ void RuleBlock(const Coefficients& coefficients, const RandomKey& key, size_t n,
     if constexpr (kBlockwise && kMoments > 2) largest[2] = L::MaxU(largest[2], Magnitude<L>(L::Bits(xi)));
     return pi;
   };
-  const auto narrow = [working](F first, F second, size_t i) BALLAST_INLINE_LAMBDA {
+  const auto narrow = [=](F first, F second, size_t i) BALLAST_INLINE_LAMBDA {
     if constexpr (kEnds != Ends::kF32) {
       L::template Store16x2<kEnds == Ends::kBf16Stream>(NarrowBf16OneNan<L>(first), NarrowBf16OneNan<L>(second),
                                                         reinterpret_cast<uint16_t*>(working) + i);

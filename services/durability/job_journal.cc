@@ -63,6 +63,7 @@ void JobJournal::AddSlice(PushedSlice* slice, const v1::PushRequest& header, sto
   const Intake::Receipt& receipt = slice->receipt;
   out->payload = {receipt.to, slice->bytes};
   out->payload_crc32c = header.crc32c();
+  out->parity = std::move(slice->parity);
   out->keep_for = header.step();
   slice->chunk->intake.BeginLogging(receipt);
   out->written = [this, chunk = slice->chunk, receipt = slice->receipt](const storage::PayloadPlace* place) mutable {

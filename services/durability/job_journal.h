@@ -41,6 +41,8 @@ class JobJournal {
   // For the prepared record that this seal may lead to. Call NoteSealed once the seal is accepted.
   absl::Status MakeRoomForSeal(const v1::SealRequest& seal) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void NoteSealed(const v1::SealRequest& seal) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Does every slice of the job go to a gradient log?
+  bool logs() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return journal_ != nullptr && core_->recoverable; }
   // Can a slice be appended now, with what may come along? If not, the log is full, and WaitForCut has chunks flushed
   // and all pushes woken when the log was cut. `logged`: the slice leaves memory.
   bool HasRoomForSlice(uint64_t payload_bytes, bool logged) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -105,7 +107,6 @@ class JobJournal {
   absl::StatusOr<std::unique_ptr<storage::GradientLog>> Create(const Growth& growth) ABSL_LOCKS_EXCLUDED(job_lock);
   std::string spill_path() const;
   std::shared_ptr<Journal> journal() const ABSL_LOCKS_EXCLUDED(job_lock);
-  bool logs() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return journal_ != nullptr && core_->recoverable; }
   absl::Status MakeRoom(uint64_t records, uint64_t bytes, uint64_t payload_bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   storage::LogRecord Snapshot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

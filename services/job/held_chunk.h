@@ -12,6 +12,7 @@
 #include "ballast/services/foundation/waiting.h"
 #include "ballast/services/slices/intake.h"
 #include "ballast/services/slices/slice_memory.h"
+#include "ballast/storage/log/block_parity.h"
 
 namespace ballast::services {
 
@@ -45,6 +46,8 @@ struct PushedSlice {
   std::shared_ptr<HeldChunk> chunk;
   Intake::Receipt receipt;
   uint64_t bytes = 0;
+  bool wants_parity = false;    // the job has a log
+  storage::BlockParity parity;  // of the bytes, if it is wanted
   bool appended = false;  // set by the journal: the log has the record, and owns the buffer until it is written
 };
 

@@ -27,12 +27,15 @@ absl::Status CheckSlice(const v1::PushRequest& header) {
                                                 header.unit(), " is empty"));
 }
 
-absl::Status CopyChecked(absl::Span<const std::byte> from, std::byte* to, uint32_t expected) {
+// `parity`: gets the bytes too; null: nobody wants it.
+absl::Status CopyChecked(absl::Span<const std::byte> from, std::byte* to, uint32_t expected,
+                         storage::BlockParity* parity) {
   uint32_t crc = 0;
   for (size_t at = 0; at < from.size(); at += kCopyBytes) {
     const auto piece = from.subspan(at, kCopyBytes);
     crc = kernels::Crc32c(piece, crc);
     std::memcpy(to + at, piece.data(), piece.size());
+    if (parity != nullptr) parity->Add(piece);
   }
   if (crc == expected) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnavailable, model::kChecksum,
@@ -151,7 +154,10 @@ bool Pushes::Try(const Request& request, Admitted* admitted, Replies* replies) {
   if (!receipt.ok()) return answer(core_->machine->EndPush(header, receipt.status()));
   if (receipt->logged) room_->Expect(1);
   admitted->slice = std::make_shared<PushedSlice>(
-      PushedSlice{.chunk = admitted->chunk, .receipt = *std::move(receipt), .bytes = request.payload.size()});
+      PushedSlice{.chunk = admitted->chunk,
+                  .receipt = *std::move(receipt),
+                  .bytes = request.payload.size(),
+                  .wants_parity = journal_->logs()});
   return true;
 }
 
@@ -182,7 +188,8 @@ absl::StatusOr<Intake::Receipt> Pushes::BeginReceive(HeldChunk* chunk, uint32_t 
 void Pushes::Receive(const Request& request, PushedSlice* slice) {
   const v1::PushRequest& header = request.header;
   HeldChunk& chunk = *slice->chunk;
-  absl::Status received = CopyChecked(request.payload, slice->receipt.to, header.crc32c());
+  absl::Status received = CopyChecked(request.payload, slice->receipt.to, header.crc32c(),
+                                      slice->wants_parity ? &slice->parity : nullptr);
   if (received.ok()) received = Intake::CheckFinite(slice->receipt, header.unit(), header.begin());
   std::vector<Intake::Completed> completed;
   {

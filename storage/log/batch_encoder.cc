@@ -20,6 +20,11 @@ uint64_t DirectBytes(const LogRecord& record) {
   return IsAligned(record.payload.data()) ? record.payload.size() / kLogBlock * kLogBlock : 0;
 }
 
+uint64_t ParityBytes(const LogRecord& record) { return record.parity.empty() ? 0 : kLogBlock; }
+
+// In the file, padding and parity included.
+uint64_t PlacedBytes(const LogRecord& record) { return AlignUp(record.payload.size()) + ParityBytes(record); }
+
 }  // namespace
 
 LogMemory MakeLogMemory(uint64_t bytes) {
@@ -55,8 +60,8 @@ LogBatch BatchEncoder::Encode(std::vector<LogRecord> records, uint64_t oldest_in
   const uint64_t meta_bytes = MetaBytes(batch.records);
   uint64_t payload_bytes = 0, copied_bytes = 0;
   for (const LogRecord& record : batch.records) {
-    payload_bytes += AlignUp(record.payload.size());
-    copied_bytes += AlignUp(record.payload.size() - DirectBytes(record));
+    payload_bytes += PlacedBytes(record);
+    copied_bytes += AlignUp(record.payload.size() - DirectBytes(record)) + ParityBytes(record);
   }
   batch.memory = MakeLogMemory(2 * meta_bytes + copied_bytes);
   EncodeMetas(meta_bytes, payload_bytes, synced_batch, &batch);
@@ -83,12 +88,12 @@ void BatchEncoder::EncodeMetas(uint64_t meta_bytes, uint64_t payload_bytes, uint
   for (const LogRecord& record : batch->records) {
     const RecordHead entry{record.lsn,    record.type,           static_cast<uint32_t>(record.body.size()),
                            payload_at,    record.payload.size(), record.payload_crc32c,
-                           /*reserved=*/0};
+                           record.parity_sum()};
     std::memcpy(meta + at, &entry, sizeof(entry));
     at += sizeof(entry);
     std::memcpy(meta + at, record.body.data(), record.body.size());
     at += Pad8(record.body.size());
-    payload_at += AlignUp(record.payload.size());
+    payload_at += PlacedBytes(record);
   }
   SealMeta({meta, 2 * meta_bytes});
 }
@@ -102,12 +107,14 @@ void BatchEncoder::PlacePayloads(uint64_t meta_bytes, LogBatch* batch) {
     batch->payload_offsets.push_back(to);
     const uint64_t direct = DirectBytes(record), rest = record.payload.size() - direct;
     if (direct > 0) batch->writes.push_back({to, {const_cast<std::byte*>(record.payload.data()), direct}});
-    if (rest > 0) {
-      std::memcpy(copy, record.payload.data() + direct, rest);
-      batch->writes.push_back({to + direct, {copy, AlignUp(rest)}});
-      copy += AlignUp(rest);
+    const uint64_t copied = AlignUp(rest) + ParityBytes(record);
+    if (copied > 0) {
+      if (rest > 0) std::memcpy(copy, record.payload.data() + direct, rest);
+      if (!record.parity.empty()) std::memcpy(copy + AlignUp(rest), record.parity.block().data(), kLogBlock);
+      batch->writes.push_back({to + direct, {copy, copied}});
+      copy += copied;
     }
-    to += AlignUp(record.payload.size());
+    to += PlacedBytes(record);
   }
   at_ = to;
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/types/span.h"
+#include "ballast/storage/log/block_parity.h"
 #include "ballast/storage/log/log_format.h"
 #include "ballast/storage/log/segment_ring.h"
 
@@ -22,9 +23,11 @@ struct LogRecord {
   // Borrowed, and must not change, until `written` was called.
   absl::Span<const std::byte> payload;
   uint32_t payload_crc32c = 0;
+  BlockParity parity;  // of the payload, if one rotten block of the payload is to be rebuilt
   // Called when the payload is written at `place`, or with null when the payload never will be. On the pumping thread,
   // no lock held. The payload is not durable yet, and readable at `place` until Cut frees the segment.
   std::function<void(const PayloadPlace* place)> written;
+  uint32_t parity_sum() const { return parity.empty() ? 0 : parity.sum(); }
   int64_t keep_for = -1;  // last transaction whose replay needs the payload: a Cut at this step frees the payload
 };
 

@@ -78,14 +78,14 @@ bool DecodeMeta(absl::Span<const std::byte> meta, ReadBatch* batch) {
     std::memcpy(&record, meta.data() + at, sizeof(record));
     at += sizeof(record);
     if (Pad8(record.body_bytes) > meta.size() - at) return false;
-    if (record.payload_bytes > head.payload_bytes ||
-        record.payload_at > head.payload_bytes - AlignUp(record.payload_bytes) || record.payload_at % kLogBlock != 0) {
-      return false;
-    }
+    if (record.payload_bytes > head.payload_bytes || record.payload_at % kLogBlock != 0) return false;
+    const uint64_t placed_bytes = AlignUp(record.payload_bytes) + (record.parity_sum != 0 ? kLogBlock : 0);
+    if (placed_bytes > head.payload_bytes || record.payload_at > head.payload_bytes - placed_bytes) return false;
     batch->records.push_back({record.lsn,
                               record.type,
                               std::string(reinterpret_cast<const char*>(meta.data() + at), record.body_bytes),
-                              {payloads + record.payload_at, record.payload_bytes, record.payload_crc32c}});
+                              {payloads + record.payload_at, record.payload_bytes, record.payload_crc32c,
+                               record.parity_sum}});
     at += Pad8(record.body_bytes);
   }
   batch->end = payloads + head.payload_bytes;

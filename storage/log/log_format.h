@@ -3,7 +3,7 @@
 //
 //   file     = head (2 copies, 4096 each) | mark A | mark B | segment 0 | segment 1 | ...
 //   segment  = head (2 copies) | batch | batch | ... | leftovers from an earlier life of the segment
-//   batch    = meta (2 copies) | payloads, each padded to 4096
+//   batch    = meta (2 copies) | payloads, each padded to 4096, with or without a block of parity behind it
 //   meta     = BatchHead | RecordHead, body | RecordHead, body | ..., padded to 4096
 //
 // Segments are written in order and recycled. Incarnations count the lives of segments over the whole log, so leftovers
@@ -15,7 +15,8 @@
 // Torn or rotten: every batch names the newest batch that was durable at the time of its writing, and a mark names the
 // newest after each sync. An unreadable batch beyond all batches so named is *torn*: the log ends before it. Any
 // earlier unreadable batch was durable once, so it is *rotten*, which is DATA_LOSS. Small records are kept twice
-// (meta), so a rotten block is repaired from its copy; a rotten payload matters only when somebody needs the payload.
+// (meta), so a rotten block is repaired from its copy. A payload with a single rotten block is rebuilt from its parity
+// when somebody needs the payload; anything worse is DATA_LOSS then.
 #pragma once
 
 #include <cstdint>
@@ -91,7 +92,7 @@ struct RecordHead {
   uint64_t payload_at = 0;  // from the start of the batch's payloads
   uint64_t payload_bytes = 0;
   uint32_t payload_crc32c = 0;
-  uint32_t reserved = 0;
+  uint32_t parity_sum = 0;  // BlockParity::sum of the payload; 0: there is no block of parity, as in older logs
 };
 
 // Place of a record's payload in the file.
@@ -99,6 +100,8 @@ struct PayloadPlace {
   uint64_t offset = 0;
   uint64_t bytes = 0;
   uint32_t crc32c = 0;
+  uint32_t parity_sum = 0;  // as RecordHead's
+  uint64_t parity_offset() const { return offset + AlignUp(bytes); }
 };
 
 struct ReadRecord {
@@ -118,7 +121,8 @@ inline constexpr uint64_t Pad8(uint64_t bytes) { return (bytes + 7) / 8 * 8; }
 
 // The most space that a record can take: as the only record of a batch.
 inline constexpr uint64_t RecordCostMax(uint64_t body_bytes, uint64_t payload_bytes) {
-  return 2 * AlignUp(sizeof(BatchHead) + sizeof(RecordHead) + Pad8(body_bytes)) + AlignUp(payload_bytes);
+  const uint64_t parity_bytes = payload_bytes > 0 ? kLogBlock : 0;
+  return 2 * AlignUp(sizeof(BatchHead) + sizeof(RecordHead) + Pad8(body_bytes)) + AlignUp(payload_bytes) + parity_bytes;
 }
 
 // For FileHead, LogMark and SegmentHead. EncodeHead writes `head` with its digest to the front of `block` and zeroes

@@ -4,12 +4,16 @@
 #include <cstring>
 #include <map>
 #include <optional>
+#include <string>
+
+#include <spdlog/spdlog.h>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/faults/seeded_bugs.h"
+#include "ballast/storage/log/block_parity.h"
 #include "ballast/storage/memory/arena.h"
 
 namespace ballast::storage {
@@ -335,6 +339,39 @@ absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file) {
   return Scan(file, std::move(buffer)).Run();
 }
 
+namespace {
+
+// `to`: any memory, any number of bytes.
+absl::Status ReadAt(const BlockFile& file, uint64_t offset, absl::Span<std::byte> to) {
+  const bool direct = (reinterpret_cast<uintptr_t>(to.data()) | to.size()) % kIoAlignment == 0;
+  if (direct) return file.Read(offset, to);
+  BALLAST_ASSIGN_OR_RETURN(Arena blocks, Arena::Map(AlignUp(to.size())));
+  BALLAST_RETURN_IF_ERROR(file.Read(offset, blocks.bytes().subspan(0, AlignUp(to.size()))));
+  std::memcpy(to.data(), blocks.bytes().data(), to.size());
+  return absl::OkStatus();
+}
+
+// `wrong`: why the payload, which was read into `to`, is not what was written. Blocks that cannot be read count as zero:
+// a single one is rebuilt like a rotten one.
+absl::Status RebuildPayload(const BlockFile& file, const PayloadPlace& place, const absl::Status& wrong,
+                            absl::Span<std::byte> to) {
+  BALLAST_ASSIGN_OR_RETURN(Arena parity, Arena::Map(kLogBlock));
+  const absl::Span<std::byte> block = parity.bytes().subspan(0, kLogBlock);
+  for (uint64_t at = 0; !absl::IsDataLoss(wrong) && at < to.size(); at += kLogBlock) {
+    const absl::Span<std::byte> piece = to.subspan(at, kLogBlock);
+    const bool readable = file.Read(place.offset + at, block).ok();
+    readable ? std::memcpy(piece.data(), block.data(), piece.size()) : std::memset(piece.data(), 0, piece.size());
+  }
+  if (!file.Read(place.parity_offset(), block).ok()) return wrong;
+  const std::optional<uint64_t> rebuilt = RebuildBlock(block, place.parity_sum, place.crc32c, to);
+  if (!rebuilt.has_value()) return wrong;
+  spdlog::warn("{}; the {} bytes at offset {} were rebuilt from their parity, nothing is lost", std::string(wrong.message()),
+               kLogBlock, place.offset + *rebuilt * kLogBlock);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::Status ComparePayload(const BlockFile& file, const PayloadPlace& place, uint32_t crc32c) {
   if (crc32c == place.crc32c) return absl::OkStatus();
   return Rotten(file, absl::StrFormat("the %d bytes at offset %d have CRC32C %08x, expected %08x", place.bytes,
@@ -342,16 +379,10 @@ absl::Status ComparePayload(const BlockFile& file, const PayloadPlace& place, ui
 }
 
 absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl::Span<std::byte> to) {
-  const bool direct = (reinterpret_cast<uintptr_t>(to.data()) | place.bytes) % kIoAlignment == 0;
-  if (direct) {
-    BALLAST_RETURN_IF_ERROR(file.Read(place.offset, to));
-  } else {
-    BALLAST_ASSIGN_OR_RETURN(Arena block, Arena::Map(AlignUp(place.bytes)));
-    BALLAST_RETURN_IF_ERROR(file.Read(place.offset, block.bytes()));
-    std::memcpy(to.data(), block.bytes().data(), place.bytes);
-  }
-  if (Seeded(StorageBug::kRottenPayloadServed)) return absl::OkStatus();
-  return ComparePayload(file, place, kernels::Crc32c(to));
+  const absl::Status read = ReadAt(file, place.offset, to);
+  if (read.ok() && Seeded(StorageBug::kRottenPayloadServed)) return absl::OkStatus();
+  const absl::Status whole = read.ok() ? ComparePayload(file, place, kernels::Crc32c(to)) : read;
+  return whole.ok() || place.parity_sum == 0 ? whole : RebuildPayload(file, place, whole, to);
 }
 
 }  // namespace ballast::storage

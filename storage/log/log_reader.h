@@ -40,7 +40,8 @@ absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file);
 
 // Compares the digest of the bytes read, `crc32c`, with the digest in `place`. DATA_LOSS (CHECKSUM) if they differ.
 absl::Status ComparePayload(const BlockFile& file, const PayloadPlace& place, uint32_t crc32c);
-// Reads a payload into `to` (its exact bytes). DATA_LOSS (CHECKSUM). Blocks; any thread.
+// Reads a payload into `to` (its exact bytes). A single block that is rotten or unreadable is rebuilt from the payload's
+// parity, with a warning. DATA_LOSS (CHECKSUM), INTERNAL (IO). Blocks; any thread.
 absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl::Span<std::byte> to);
 
 }  // namespace ballast::storage

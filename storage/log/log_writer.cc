@@ -142,7 +142,8 @@ void LogWriter::CompleteWrite(uint64_t batch_number, bool failed) {
   if (--batch->outstanding > 0) return;
   for (size_t i = 0; i < batch->records.size(); ++i) {
     const LogRecord& record = batch->records[i];
-    const PayloadPlace place{batch->payload_offsets[i], record.payload.size(), record.payload_crc32c};
+    const PayloadPlace place{batch->payload_offsets[i], record.payload.size(), record.payload_crc32c,
+                             record.parity_sum()};
     if (record.written) record.written(batch->failed ? nullptr : &place);
   }
   batch->records.clear();

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 
+#include "ballast/proto/model/status.h"
 #include "ballast/storage/io/block_file.h"
+#include "ballast/storage/log/log_reader.h"
 
 namespace ballast::storage {
 
@@ -72,12 +74,17 @@ bool LogReads::Arrived(size_t i) const {
   return slot != nullptr && slot->phase == Phase::kLoaded;
 }
 
-absl::StatusOr<absl::Span<const std::byte>> LogReads::Bytes(size_t i) const {
+absl::StatusOr<absl::Span<const std::byte>> LogReads::Bytes(size_t i) {
   const Slot& slot = *Find(i);
-  if (!slot.status.ok()) return slot.status;
+  if (!slot.status.ok()) BALLAST_RETURN_IF_ERROR(ReadAgain(i));
   return absl::Span<const std::byte>(slot.data, updates_[i].logged_gradient->bytes);
 }
 
-void LogReads::Release(size_t i) { const_cast<Slot*>(Find(i))->phase = Phase::kFree; }
+absl::Status LogReads::ReadAgain(size_t i) {
+  const PayloadPlace& place = *updates_[i].logged_gradient;
+  return ReadPayload(*from_.log, place, {Find(i)->data, place.bytes});
+}
+
+void LogReads::Release(size_t i) { Find(i)->phase = Phase::kFree; }
 
 }  // namespace ballast::storage

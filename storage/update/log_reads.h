@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -44,8 +45,11 @@ class LogReads {
   void Complete(const IoCompletion& completion);
   // Has the read of update i's gradient ended?
   bool Arrived(size_t i) const;
-  // The gradient of update i, not compared with its digest. REQUIRES: Arrived(i). INTERNAL (IO).
-  absl::StatusOr<absl::Span<const std::byte>> Bytes(size_t i) const;
+  // The gradient of update i, not compared with its digest unless it had to be read again. REQUIRES: Arrived(i).
+  // INTERNAL (IO).
+  absl::StatusOr<absl::Span<const std::byte>> Bytes(size_t i);
+  // Reads the gradient of update i once more, as ReadPayload, to where Bytes has it. REQUIRES: Arrived(i). Blocks.
+  absl::Status ReadAgain(size_t i);
   // Update i no longer needs its gradient's bytes.
   void Release(size_t i);
   // Memory for values. Values are read one slice after another, since initial values and edits are rare.
@@ -61,6 +65,7 @@ class LogReads {
     absl::Status status;
   };
   const Slot* Find(size_t update) const;
+  Slot* Find(size_t update) { return const_cast<Slot*>(std::as_const(*this).Find(update)); }
 
   const absl::Span<const ChunkUpdate> updates_;
   const ReadBack from_;

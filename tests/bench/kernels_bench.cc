@@ -224,11 +224,11 @@ std::vector<Case> Cases(const Arrays& a, const Arrays& reference) {
        {std::pair{"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}, {"e4m3", Dtype::kE4m3}, {"e5m2", Dtype::kE5m2}}) {
     const uint64_t bytes = ElementBytes(dtype);
     add(std::string("from_f32/") + name, 4, static_cast<int>(bytes), 64,
-        [&a, floats, dtype, bytes](uint64_t begin, uint64_t end) {
+        [&a, floats, dtype = dtype, bytes](uint64_t begin, uint64_t end) {
           kernels::FromF32(floats(begin, end), dtype, a.working.data() + begin * bytes);
         });
     add(std::string("to_f32/") + name, static_cast<int>(bytes), 4, 64,
-        [&a, dtype, bytes](uint64_t begin, uint64_t end) {
+        [&a, dtype = dtype, bytes](uint64_t begin, uint64_t end) {
           kernels::ToF32(dtype, a.gradient.data() + begin * bytes,
                          absl::MakeSpan(a.moment[0].as<float>() + begin, end - begin));
         });
@@ -236,7 +236,7 @@ std::vector<Case> Cases(const Arrays& a, const Arrays& reference) {
   for (const auto& [name, dtype] :
        {std::pair{"norm/bf16", Dtype::kBf16}, {"norm/f16", Dtype::kF16}, {"norm/f32", Dtype::kF32}}) {
     const uint64_t bytes = ElementBytes(dtype);
-    add(name, 1, 0, 64 / bytes, [&a, dtype, bytes](uint64_t begin, uint64_t end) {
+    add(name, 1, 0, 64 / bytes, [&a, dtype = dtype, bytes](uint64_t begin, uint64_t end) {
       volatile double keep = kernels::SquaredNorm(dtype, a.gradient.data() + begin * bytes, end - begin).squared_norm;
       static_cast<void>(keep);
     });
@@ -248,12 +248,12 @@ std::vector<Case> Cases(const Arrays& a, const Arrays& reference) {
        {std::pair{"int8", kernels::QuantFormat::kInt8}, {"int4", kernels::QuantFormat::kInt4}}) {
     const int lines = format == kernels::QuantFormat::kInt8 ? 2 : 4;  // of bf16 to a line of codes
     const auto step = static_cast<uint64_t>(32 * lines);
-    add(std::string("quantize/bf16/") + name, lines, 1, step, [&a, format](uint64_t begin, uint64_t end) {
+    add(std::string("quantize/bf16/") + name, lines, 1, step, [&a, format = format](uint64_t begin, uint64_t end) {
       kernels::Quantize(format, Dtype::kBf16, a.gradient.data() + begin * 2, end - begin,
                         a.working.data() + QuantBytes(format, begin),
                         a.scales[0].as<float>() + begin / kernels::kQuantBlock);
     });
-    add(std::string("dequantize/bf16/") + name, 1, lines, step, [&a, format](uint64_t begin, uint64_t end) {
+    add(std::string("dequantize/bf16/") + name, 1, lines, step, [&a, format = format](uint64_t begin, uint64_t end) {
       kernels::Dequantize(format, a.working.data() + QuantBytes(format, begin),
                           a.scales[0].as<float>() + begin / kernels::kQuantBlock, end - begin, Dtype::kBf16,
                           a.gradient.data() + begin * 2);

@@ -18,8 +18,10 @@ namespace {
 // The log of "job" has bad blocks.
 class BadDisk : public MachineWithDisk {
  public:
-  // The log's blocks that hold it cannot be read from now on.
-  void Spoil(const storage::PayloadPlace& place) { bad_ = {place.offset, place.bytes}; }
+  // The log's blocks that hold it, and its parity, cannot be read from now on.
+  void Spoil(const storage::PayloadPlace& place) {
+    bad_ = {place.offset, place.parity_offset() + storage::kLogBlock - place.offset};
+  }
   void Heal() { bad_ = {}; }
 
  private:

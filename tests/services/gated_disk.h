@@ -32,12 +32,18 @@ class GatedDisk : public MachineWithDisk {
   // Blocks until some operation waits.
   void AwaitWaiting() ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
-    const auto some = [this] { return waiting_ > 0; };
+    const auto some = [this] {
+      mu_.AssertHeld();
+      return waiting_ > 0;
+    };
     mu_.Await(absl::Condition(&some));
   }
   void Pass(const std::string& path, GatedOperation operation, uint64_t offset) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
-    const auto open = [&] { return choice_ == nullptr || !choice_(path, operation, offset); };
+    const auto open = [&] {
+      mu_.AssertHeld();
+      return choice_ == nullptr || !choice_(path, operation, offset);
+    };
     if (!open()) {
       ++waiting_;
       mu_.Await(absl::Condition(&open));

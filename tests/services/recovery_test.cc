@@ -351,17 +351,51 @@ TEST_P(RecoveryTest, ALostJobThatIsDroppedGivesItsDiskBack) {
   EXPECT_EQ(NewGroup()->Initialise(Initial), absl::OkStatus());
 }
 
-// A bit of the last slice of the step; a second time makes it whole again.
-void RotLastSliceOf(int64_t step, const std::string& path) {
+// The place of the step's last slice in the log.
+storage::PayloadPlace LastSliceOf(int64_t step, const std::string& path) {
   const std::vector<storage::PayloadPlace> slices = LoggedSlices(step, path);
-  ASSERT_FALSE(slices.empty()) << "no slice of step " << step;
-  const uint64_t place = slices.back().offset + 100;
+  EXPECT_FALSE(slices.empty()) << "no slice of step " << step;
+  return slices.empty() ? storage::PayloadPlace() : slices.back();
+}
+
+// A second time makes the bit whole again.
+void FlipBit(const std::string& path, uint64_t place) {
   std::fstream stream(path, std::ios::in | std::ios::out | std::ios::binary);
   stream.seekg(static_cast<std::streamoff>(place));
   const int byte = stream.get();
   stream.seekp(static_cast<std::streamoff>(place));
   stream.put(static_cast<char>(byte ^ 0x10));
   ASSERT_TRUE(stream.good());
+}
+
+// A bit of the step's last slice, and another one of the parity from which the slice would be rebuilt.
+void RotLastSliceOf(int64_t step, const std::string& path) {
+  const storage::PayloadPlace slice = LastSliceOf(step, path);
+  FlipBit(path, slice.offset + 100);
+  FlipBit(path, slice.parity_offset() + 200);
+}
+
+// Nobody has the gradients of a prepared step any more, nor those of a decided one.
+TEST_P(RecoveryTest, ARottenBlockOfASliceIsRebuilt) {
+  Reference reference;
+  const std::string log = server_.directory() + "/log-job";
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  for (int64_t step = 1; step <= 2; ++step) {
+    group = NewGroup();
+    ASSERT_EQ(PushStep(*group, step), absl::OkStatus());
+    const v1::StepHeader header = UpdateHeader(Reference::Tensors());
+    ASSERT_TRUE(step == 1 ? group->Finish(header).ok() : group->SealAll(header).ok());
+    reference.Step(step);
+  }
+  group.reset();
+  server_.End();
+  for (const int64_t step : {1, 2}) FlipBit(log, LastSliceOf(step, log).offset + 100);
+  server_.Restart();
+  ASSERT_EQ(server_->Status().jobs(0).failure(), "");
+  group = NewGroup();
+  EXPECT_EQ(group->step(), 3);
+  reference.ExpectSame(*group, 2);
 }
 
 TEST_P(RecoveryTest, ARottenSliceIsPushedAgainUnlessItsStepIsPrepared) {

@@ -86,9 +86,9 @@ TEST_F(GradientLogTest, ARecordMayFillASegmentExactly) {
   Create();
   for (int i = 0; i < 3; ++i) {
     ASSERT_TRUE(caller_.Roll());
-    // Two segment heads, the room for two cuts and the snapshot's two metas are gone; the record's own two metas go
-    // too.
-    const uint64_t payload_bytes = kSegmentBytes - 10 * kLogBlock;
+    // Two segment heads, the room for two cuts and the snapshot's two metas are gone; the record's own two metas and
+    // its parity go too.
+    const uint64_t payload_bytes = kSegmentBytes - 11 * kLogBlock;
     EXPECT_FALSE(caller_.log().HasRoom(1, payload_bytes + 1));
     ASSERT_TRUE(caller_.log().HasRoom(1, payload_bytes));
     caller_.AppendHere(kOtherRecord, {.body_bytes = 1, .payload_bytes = payload_bytes, .keep_for = i});

@@ -57,6 +57,7 @@ void LogCaller::AppendHere(uint32_t type, const RecordShape& shape) {
   std::copy(content.begin(), content.end(), payload.begin());
   record.payload = payload;
   record.payload_crc32c = kernels::Crc32c(payload);
+  if (record.lsn % 2 == 0) record.parity.Add(payload);
   ++*borrowed_;
   record.written = [memory, payload, borrowed = borrowed_](const PayloadPlace*) {
     // A later reader finds the payload spoiled.

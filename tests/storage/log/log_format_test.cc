@@ -18,7 +18,7 @@ namespace ballast::storage {
 namespace {
 
 constexpr char kPath[] = "log";
-constexpr uint64_t kSegmentBytes = 24 * kLogBlock;
+constexpr uint64_t kSegmentBytes = 28 * kLogBlock;
 
 // A log of two lives and a crash, cut and recycled, all of it synced: every batch that is needed was durable.
 class LogFormatTest : public ::testing::Test {
@@ -102,7 +102,7 @@ class LogFormatTest : public ::testing::Test {
 };
 
 TEST_F(LogFormatTest, OverwrittenBytes) {
-  for (int i = 0; i < 3000; ++i) {
+  for (int i = 0; i < 4000; ++i) {
     Restore();
     const uint64_t at = random_.Below(content_.size() - 64);
     disk_.Corrupt(kPath, at, 64);
@@ -161,6 +161,72 @@ TEST_F(LogFormatTest, BlocksThatCannotBeRead) {
       EXPECT_GT(unreadable, 10);
     }
     EXPECT_GT(repaired, 3);
+  }
+}
+
+// Counts the payloads of the scanned log for which `damage` leaves nothing to read, and those that come out right.
+struct Damaged {
+  uint64_t right = 0, refused = 0;
+};
+
+TEST_F(LogFormatTest, ASingleRottenBlockOfAPayloadIsRebuilt) {
+  const auto each = [&](uint64_t blocks, bool parity, const std::function<void(uint64_t at)>& damage) {
+    Damaged damaged;
+    const std::vector<ReadRecord> records = scanned_.records;
+    for (const ReadRecord& record : records) {
+      if (record.payload.bytes == 0 || (record.payload.parity_sum != 0) != parity) continue;
+      for (uint64_t at = 0; at + (blocks - 1) * kLogBlock < record.payload.bytes; at += kLogBlock) {
+        Restore();
+        for (uint64_t i = 0; i < blocks; ++i) damage(record.payload.offset + at + i * kLogBlock);
+        const absl::Status status = ScanStatus();
+        EXPECT_TRUE(status.ok() || absl::IsDataLoss(status)) << status;
+        status.ok() ? ++damaged.right : ++damaged.refused;
+      }
+    }
+    return damaged;
+  };
+  const auto flip = [&](uint64_t at) { disk_.FlipBit(kPath, at * 8 + random_.Below(64)); };
+  const auto spoil = [&](uint64_t at) { disk_.Corrupt(kPath, at, kLogBlock); };
+  for (const auto& damage : {std::function<void(uint64_t)>(flip), std::function<void(uint64_t)>(spoil)}) {
+    const Damaged with = each(1, /*parity=*/true, damage), without = each(1, /*parity=*/false, damage),
+                  two = each(2, /*parity=*/true, damage);
+    EXPECT_GT(with.right, 5);
+    EXPECT_EQ(with.refused, 0);
+    EXPECT_GT(without.refused, 3);
+    EXPECT_EQ(two.right, 0);
+    EXPECT_GT(two.refused, 3);
+  }
+}
+
+TEST_F(LogFormatTest, APayloadWhoseParityIsRottenIsRead) {
+  const std::vector<ReadRecord> records = scanned_.records;
+  for (const ReadRecord& record : records) {
+    if (record.payload.parity_sum == 0) continue;
+    Restore();
+    disk_.Corrupt(kPath, record.payload.parity_offset(), kLogBlock);
+    EXPECT_TRUE(ScanStatus().ok()) << ScanStatus();
+    disk_.FlipBit(kPath, record.payload.offset * 8);
+    EXPECT_TRUE(absl::IsDataLoss(ScanStatus())) << ScanStatus();
+  }
+}
+
+TEST_F(LogFormatTest, ABlockOfAPayloadThatCannotBeReadIsRebuilt) {
+  BadBlocks bad;
+  const BadFile file(*disk_.Open(kPath, Disk::Mode::kShared), &bad);
+  for (const uint64_t blocks : {1, 2}) {
+    uint64_t rebuilt = 0, refused = 0;
+    for (const ReadRecord& record : scanned_.records) {
+      if (record.payload.parity_sum == 0) continue;
+      for (uint64_t at = 0; at + (blocks - 1) * kLogBlock < record.payload.bytes; at += kLogBlock) {
+        bad = {record.payload.offset + at, blocks * kLogBlock};
+        std::vector<std::byte> payload(record.payload.bytes);
+        const absl::Status status = ReadPayload(file, record.payload, absl::MakeSpan(payload));
+        status.ok() ? ++rebuilt : ++refused;
+        EXPECT_TRUE(status.ok() || model::ReasonOf(status) == model::kIo) << status;
+      }
+    }
+    EXPECT_EQ(rebuilt > 0, blocks == 1);
+    EXPECT_EQ(refused > 0, blocks == 2);
   }
 }
 

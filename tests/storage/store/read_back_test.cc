@@ -9,6 +9,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/disk.h"
+#include "ballast/storage/log/block_parity.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/storage/update/log_reads.h"
 #include "ballast/tests/storage/store/store_on_tiers.h"
@@ -37,9 +38,12 @@ class ReadBackTest : public ::testing::TestWithParam<ReadShape> {
   void SetUp() override { ASSERT_TRUE(s_.store->Add(Sizes(), s_.PlanOf(GetParam().tiers)).ok()); }
 
   PayloadPlace Write(absl::Span<const std::byte> payload) {
-    const PayloadPlace place{end_, payload.size(), kernels::Crc32c(payload)};
-    Arena block = *Arena::Map(AlignUp(payload.size()));
+    BlockParity parity;
+    if (parity_) parity.Add(payload);
+    const PayloadPlace place{end_, payload.size(), kernels::Crc32c(payload), parity_ ? parity.sum() : 0};
+    Arena block = *Arena::Map(AlignUp(payload.size()) + kLogBlock);
     std::memcpy(block.bytes().data(), payload.data(), payload.size());
+    if (parity_) std::memcpy(block.bytes().data() + AlignUp(payload.size()), parity.block().data(), kLogBlock);
     EXPECT_EQ(log_->Write(end_, block.bytes()), absl::OkStatus());
     end_ += block.bytes().size();
     return place;
@@ -92,6 +96,7 @@ class ReadBackTest : public ::testing::TestWithParam<ReadShape> {
   Arena memory_;
   std::unique_ptr<BlockFile> log_;
   uint64_t end_ = 0;
+  bool parity_ = false;  // of what is written from now on
 };
 
 TEST_P(ReadBackTest, BitsOfSlicesInMemory) {
@@ -169,6 +174,19 @@ TEST_P(ReadBackTest, RottenValuesChangeNothing) {
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
   EXPECT_EQ(done, 2u);
   EXPECT_TRUE(Holds(*s_.store, 2, s_.reference[2]));
+}
+
+TEST_P(ReadBackTest, ARottenBlockIsRebuiltFromItsParity) {
+  parity_ = true;
+  for (uint64_t t = 0; t <= 1; ++t) {
+    StepUpdates step(100 + t);
+    Fill(&step, t);
+    const std::vector<ChunkUpdate> logged = Logged(step.updates());
+    t == 0 ? FlipByte(logged[2].logged_values[1].place.offset) : FlipByte(logged[4].logged_gradient->offset + 4097);
+    ASSERT_EQ(s_.store->Run(logged, [](size_t) {}, {.log = log_.get(), .memory = memory_.bytes()}), absl::OkStatus());
+    step.ApplyTo(s_.reference);
+  }
+  for (size_t i = 0; i < Sizes().size(); ++i) EXPECT_TRUE(Holds(*s_.store, i, s_.reference[i])) << i;
 }
 
 TEST_P(ReadBackTest, LogThatEndsIsRefused) {
