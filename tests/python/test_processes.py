@@ -260,3 +260,24 @@ assert optimizer.resume().step == 2
 step()
 assert optimizer.resume().step == 3
 ''', seconds=60)
+
+
+def test_torchs_compilers_are_not_imported_until_somebody_compiles(tmp_path):
+    """They take as long as half of torch, and a trainer that comes back after a crash would wait for them."""
+    run(tmp_path, '''
+        model = mlp()
+        optimizer = make(model, resume='auto')
+        optimizer.resume()
+        for x in batches(2):
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        imported = [name for name in ('torch._dynamo', 'torch.distributed.tensor', 'sympy') if name in sys.modules]
+        assert not imported, imported
+        compiled = torch.compile(optimizer.step, backend='eager')
+        for x in batches(2):
+            loss_of(model, x).backward()
+            compiled()
+            optimizer.zero_grad()
+        assert optimizer.resume().step == 4, optimizer.resume()
+        ''')

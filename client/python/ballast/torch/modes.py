@@ -4,6 +4,7 @@ nobody may write to afterwards; and torch.set_flush_denormal, by which all denor
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,14 +24,28 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def plainly(function: Function) -> Function:
     """`function`, run as it is in whatever mode its caller is. Within a compiled function it is a graph break, as torch.optim's own
     methods around step() are."""
-    @torch._disable_dynamo  # imports torch._dynamo at the first call, as torch.optim's constructor does
-    @functools.wraps(function)
-    def plain(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return function(*args, **kwargs)
+    untraced = torch._disable_dynamo(run)
+
+    @functools.wraps(function)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        return (untraced if _may_be_traced() else run)(*args, **kwargs)
     return plain
+
+
+def _may_be_traced() -> bool:
+    """Whether torch's compiler is there. What hides a function from the compiler imports it at the first call, which takes as long as half
+    of torch: a trainer that comes back after a crash need not wait for that."""
+    return 'torch._dynamo' in sys.modules
+
+
+def of_torch(method: Function) -> Function:
+    """A method of torch.optim's that torch hides from its compiler: as it is beneath, as long as there is no compiler."""
+    return method if _may_be_traced() else getattr(method, '__wrapped__', method)
 
 
 def methods_plainly(*besides: str) -> Callable[[Class], Class]:

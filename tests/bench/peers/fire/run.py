@@ -115,7 +115,8 @@ class Run:
                 self._convert()
         elif what == 'flip':
             self._stand_still()
-            self._events.tell('flipped', **flip.newest(self._servers.directories if self._servers is not None else [self._checkpoints]))
+            self._events.tell('flipped', **(flip.of_checkpoints(self._checkpoints) if self._servers is None
+                                            else flip.of_server(self._servers.directories[0])))
             if self._servers is not None:
                 for i in range(2):
                     self._servers.signal(i, signal.SIGKILL)
