@@ -10,7 +10,13 @@ BLOCK = 4096
 
 def of_checkpoints(folder: str) -> dict[str, object]:
     """The middle byte of the largest file of the newest checkpoint: of optimizer state, in every format."""
-    newest = max((entry for entry in os.listdir(folder) if entry.isdigit()), key=int)
+    # DeepSpeed names the newest whole checkpoint; one of Distributed Checkpoint is whole once it has its .metadata.
+    latest = os.path.join(folder, 'latest')
+    if os.path.exists(latest):
+        with open(latest, encoding='ascii') as file:
+            newest = file.read().strip()
+    else:
+        newest = max((entry for entry in os.listdir(folder) if os.path.exists(os.path.join(folder, entry, '.metadata'))), key=int)
     files = [os.path.join(inner, name) for inner, _, names in os.walk(os.path.join(folder, newest)) for name in names]
     path = max(files, key=os.path.getsize)
     return _flip(path, os.path.getsize(path) // 2)

@@ -166,12 +166,15 @@ class Run:
     def _convert(self) -> None:
         """DeepSpeed's own way to another number of ranks."""
         self._trainers.kill()
-        with open(os.path.join(self._checkpoints, 'latest'), encoding='ascii') as file:
+        latest = os.path.join(self._checkpoints, 'latest')
+        if not os.path.exists(latest):  # nothing to convert: the group begins anew
+            return
+        with open(latest, encoding='ascii') as file:
             newest = file.read().strip()
         source = os.path.join(self._checkpoints, newest)
         with open(os.path.join(self._directory, 'convert.log'), 'ab') as log:
             done = subprocess.run([sys.executable, '-m', 'deepspeed.checkpoint.ds_to_universal', '--input_folder', source, '--output_folder',
-                                   source + '_universal', '--no_strict'], stdout=log, stderr=log, check=False,
+                                   source + '_universal', '--no_strict', '--inject_missing_state'], stdout=log, stderr=log, check=False,
                                   env={**os.environ, 'DS_ACCELERATOR': 'cpu'})
         if done.returncode == 0:
             with open(os.path.join(self._checkpoints, 'latest_universal'), 'w', encoding='ascii') as file:

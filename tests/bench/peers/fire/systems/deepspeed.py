@@ -30,6 +30,7 @@ class System:
         self._events.tell('modelled')
         if not os.path.exists(os.path.join(self._folder, 'latest')):
             return 0, b''
+        self._kept = [os.path.join(self._folder, entry) for entry in sorted(filter(str.isdigit, os.listdir(self._folder)), key=int)]
         _, state = self._engine.load_checkpoint(self._folder)
         if state is None:
             raise RuntimeError('load_checkpoint found nothing that it could load')

@@ -33,21 +33,21 @@ class System:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, fused=True, **HYPER)
         self._beside = torch.distributed.new_group(backend='gloo')  # saving must not meet the training's collectives
         self._events.tell('modelled')
-        found = self._newest()
-        if found is None:
+        whole = self._whole()
+        if not whole:
             return 0, b''
+        self._kept = whole[-2:]
         model, optimizer = get_state_dict(self._model, self._optimizer)
         state = {'model': model, 'optimizer': optimizer, 'cursor': torch.zeros(5056, dtype=torch.uint8), 'step': 0}
-        dcp.load(state, checkpoint_id=found)
+        dcp.load(state, checkpoint_id=whole[-1])
         set_state_dict(self._model, self._optimizer, model_state_dict=state['model'], optim_state_dict=state['optimizer'])
         return state['step'], state['cursor'].numpy().tobytes()
 
-    def _newest(self) -> str | None:
-        """A checkpoint is whole once it has its .metadata."""
-        if not os.path.isdir(self._folder):
-            return None
-        whole = [entry for entry in os.listdir(self._folder) if os.path.exists(os.path.join(self._folder, entry, '.metadata'))]
-        return os.path.join(self._folder, max(whole, key=int)) if whole else None
+    def _whole(self) -> list[str]:
+        """Checkpoints by age: one is whole once it has its .metadata."""
+        entries = os.listdir(self._folder) if os.path.isdir(self._folder) else []
+        return [os.path.join(self._folder, entry) for entry in sorted(entries, key=int)
+                if os.path.exists(os.path.join(self._folder, entry, '.metadata'))]
 
     def backward(self, tokens, targets, weight: float) -> float:
         loss = self._model(tokens, targets)
