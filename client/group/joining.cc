@@ -384,8 +384,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   // All servers or none: a job opened by one server, with no room on another, could not be changed any more.
   if (!is_new || newest != nullptr) BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
   BALLAST_RETURN_IF_ERROR(newest == nullptr ? SendFirstOpen(open, options.open_timeout) : SendOpen(open, deadline));
-  // By now, the pins that an older group was making are complete, or refused for their old epoch. A failure here may
-  // wait.
+  // A pin that an older group was making is complete by now, or is given up by its server. A failure here may wait.
   (void)DropPartialPins(open, absl::Now() + options.open_timeout);
   return open;
 }
