@@ -14,14 +14,6 @@
 
 namespace ballast::client {
 
-// The spec of a new job as the user gave it.
-v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec>& tensors);
-v1::TensorSpec ToProto(const TensorSpec& tensor);
-
-// OK if `given` (one registration) has `job`'s optimizer and names exactly its live tensors, all alike. BAD_SPEC names
-// the first difference. If only the names differ: TENSORS_DIFFER, with all differing names in the details.
-absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job);
-
 // A version, and the number of servers that keep the version on the disk.
 struct PinnedOn {
   int64_t version = 0;
