@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <random>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
@@ -26,18 +25,6 @@ const char* Name(Resume resume) {
 // The deadline passed while a server was busy with the request, not while it was down.
 bool IsAtWork(const absl::Status& status) {
   return absl::IsDeadlineExceeded(status) && model::ReasonOf(status) == model::kBusy;
-}
-
-// Above every counter seen; the nonce tells apart groups that saw the same.
-v1::Epoch EpochAbove(absl::Span<const v1::GetJobResponse> answers) {
-  v1::Epoch epoch;
-  for (const v1::GetJobResponse& answer : answers) {
-    epoch.set_counter(std::max(epoch.counter(), answer.promised().counter()));
-  }
-  epoch.set_counter(epoch.counter() + 1);
-  std::random_device random;
-  epoch.set_nonce(static_cast<uint64_t>(random()) << 32 | random());
-  return epoch;
 }
 
 // The newest Open that any server has, or nullptr.
@@ -162,20 +149,6 @@ absl::Status Opening::Identify(absl::Time deadline) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<v1::GetJobResponse>> Opening::Fence(const std::string& job, const v1::Epoch& epoch,
-                                                               bool expect_empty, absl::Time deadline) {
-  v1::FenceRequest request;
-  request.set_job(job);
-  *request.mutable_epoch() = epoch;
-  request.set_expect_empty(expect_empty);
-  BALLAST_ASSIGN_OR_RETURN(auto fenced,
-                           (router_->CallAll<v1::FenceRequest, v1::FenceResponse>(
-                               &Transport::Fence, absl::StrCat("Fence of job '", job, "'"), request, deadline)));
-  std::vector<v1::GetJobResponse> answers;
-  for (v1::FenceResponse& response : fenced) answers.push_back(std::move(*response.mutable_job()));
-  return answers;
-}
-
 absl::Status Opening::TryOpen(v1::OpenRequest open, absl::Time deadline) {
   BALLAST_RETURN_IF_ERROR(model::EpochPlan::Make(open).status());
   open.set_dry_run(true);
@@ -227,8 +200,9 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   if (options.resume == Resume::kNever && highest >= 0) return JobExists(options.job, highest);
   if (options.resume == Resume::kMust && !exists) return JobMissing(options.job);
 
+  Fencing fencing(router_, options.job, Fencing::Promised(seen));
   v1::OpenRequest open;
-  *open.mutable_epoch() = EpochAbove(seen);
+  *open.mutable_epoch() = fencing.epoch();
   // Checked before the fence where possible: a mistake here must not end a group at work, and a job that finds no space
   // must not be left on the servers.
   const bool is_new = NewestOpen(seen) == nullptr;
@@ -248,7 +222,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
     BALLAST_RETURN_IF_ERROR(same);
   }
 
-  auto fenced = Fence(options.job, open.epoch(), options.resume == Resume::kNever, deadline);
+  auto fenced = fencing.Fence(options.resume == Resume::kNever, deadline);
   if (!fenced.ok() && model::ReasonOf(fenced.status()) == model::kJobExists) return JobExists(options.job, highest);
   BALLAST_RETURN_IF_ERROR(fenced.status());
   BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(*fenced));
@@ -311,10 +285,10 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
   open.clear_restores();
   BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
 
-  v1::GetJobResponse held;
-  *held.mutable_promised() = current.epoch();
-  *open.mutable_epoch() = EpochAbove(absl::MakeConstSpan(&held, 1));
-  absl::Status moved = MoveEpoch(&open, version, deadline);
+  Fencing fencing(router_, open.spec().name(),
+                  std::vector<uint64_t>(router_->server_count(), current.epoch().counter()));
+  *open.mutable_epoch() = fencing.epoch();
+  absl::Status moved = MoveEpoch(std::move(fencing), &open, version, deadline);
   if (moved.ok()) return open;
   // From the fence on the old epoch is over, whatever went wrong: the code says so.
   return model::Error(
@@ -324,8 +298,8 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
                    moved.message()));
 }
 
-absl::Status Opening::MoveEpoch(v1::OpenRequest* open, int64_t version, absl::Time deadline) {
-  BALLAST_ASSIGN_OR_RETURN(const auto fenced, Fence(open->spec().name(), open->epoch(), false, deadline));
+absl::Status Opening::MoveEpoch(Fencing fencing, v1::OpenRequest* open, int64_t version, absl::Time deadline) {
+  BALLAST_ASSIGN_OR_RETURN(const auto fenced, fencing.Fence(/*expect_empty=*/false, deadline));
   BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(fenced));
   if (resolution.restores.has_value()) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kStateLost,
