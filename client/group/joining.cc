@@ -2,13 +2,12 @@
 
 #include <algorithm>
 #include <map>
-#include <random>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "ballast/client/group/job_spec.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/optimizer.h"
@@ -19,20 +18,6 @@
 namespace ballast::client {
 namespace {
 
-absl::Status BadSpec(absl::string_view message) {
-  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec, message);
-}
-
-std::string Show(const v1::TensorSpec& tensor) {
-  return absl::StrCat("unit '", tensor.unit(), "', shape [", absl::StrJoin(tensor.shape(), ", "), "], group ",
-                      tensor.group(), ", aliases [", absl::StrJoin(tensor.aliases(), ", "), "]");
-}
-
-std::string Some(const std::vector<std::string>& tensors) {
-  return absl::StrCat("tensor '", tensors.front(), "'",
-                      tensors.size() > 1 ? absl::StrCat(" and ", tensors.size() - 1, " more") : "");
-}
-
 const char* Name(Resume resume) {
   return resume == Resume::kNever ? "never" : resume == Resume::kAuto ? "auto" : "must";
 }
@@ -40,18 +25,6 @@ const char* Name(Resume resume) {
 // The deadline passed while a server was busy with the request, not while it was down.
 bool IsAtWork(const absl::Status& status) {
   return absl::IsDeadlineExceeded(status) && model::ReasonOf(status) == model::kBusy;
-}
-
-// Above every counter seen; the nonce tells apart groups that saw the same.
-v1::Epoch EpochAbove(absl::Span<const v1::GetJobResponse> answers) {
-  v1::Epoch epoch;
-  for (const v1::GetJobResponse& answer : answers) {
-    epoch.set_counter(std::max(epoch.counter(), answer.promised().counter()));
-  }
-  epoch.set_counter(epoch.counter() + 1);
-  std::random_device random;
-  epoch.set_nonce(static_cast<uint64_t>(random()) << 32 | random());
-  return epoch;
 }
 
 // The newest Open that any server has, or nullptr.
@@ -126,103 +99,7 @@ absl::Status CompareDigests(absl::Span<const std::string> digests) {
   return absl::OkStatus();
 }
 
-// `missing`: the job has them, and the session does not name them. `unknown`: the other way round.
-absl::Status CheckSameNames(const std::vector<std::string>& missing, const std::vector<std::string>& unknown) {
-  if (missing.empty() && unknown.empty()) return absl::OkStatus();
-  std::vector<std::string> what;
-  if (!missing.empty()) {
-    what.push_back(absl::StrCat("the job has ", Some(missing),
-                                ", which this session does not name; a session names all of a job's tensors"));
-  }
-  if (!unknown.empty()) {
-    what.push_back(absl::StrCat("the job has not ", Some(unknown),
-                                "; a session opens with the job's tensors alone, and registers others later"));
-  }
-  absl::Status status =
-      model::Error(absl::StatusCode::kInvalidArgument, model::kTensorsDiffer, absl::StrJoin(what, ". And "));
-  constexpr absl::string_view kBetween("\0", 1);
-  if (!missing.empty()) model::SetDetail(model::kMissing, absl::StrJoin(missing, kBetween), &status);
-  if (!unknown.empty()) model::SetDetail(model::kUnknown, absl::StrJoin(unknown, kBetween), &status);
-  return status;
-}
-
 }  // namespace
-
-v1::TensorSpec ToProto(const TensorSpec& tensor) {
-  v1::TensorSpec proto;
-  proto.set_name(tensor.name);
-  proto.set_unit(tensor.unit);
-  for (const uint64_t extent : tensor.shape) proto.add_shape(extent);
-  proto.set_group(tensor.group);
-  for (const std::string& alias : tensor.aliases) proto.add_aliases(alias);
-  proto.set_dtype(tensor.dtype);
-  return proto;
-}
-
-v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec>& tensors) {
-  v1::JobSpec spec;
-  spec.set_name(options.job);
-  spec.set_chunk_elements(options.chunk_elements);
-  model::SetOptimizer(options.optimizer, &spec);
-  spec.set_seed(options.seed);
-  spec.set_durability(options.durability);
-  spec.set_pin_interval(options.pin_interval);
-  spec.set_group_count(options.group_count);
-  v1::Registration* registration = spec.add_registrations();
-  registration->set_version(-1);
-  for (const TensorSpec& tensor : tensors) *registration->add_tensors() = ToProto(tensor);
-  return spec;
-}
-
-std::string DurabilityOf(const v1::JobSpec& spec) {
-  if (spec.durability() == v1::DURABILITY_EVERY_K) {
-    return absl::StrCat("every-K with pin_interval ", spec.pin_interval());
-  }
-  return spec.durability() == v1::DURABILITY_STEP ? "step" : "none";
-}
-
-absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
-  if (DurabilityOf(given) != DurabilityOf(job)) {
-    return BadSpec(absl::StrCat("the job has durability ", DurabilityOf(job), ", this session asks for ",
-                                DurabilityOf(given),
-                                "; a job's durability stays what it is for the job's life: ask for the job's own"));
-  }
-  if (given.group_count() != job.group_count()) {
-    return BadSpec(absl::StrCat("the job has room for ", job.group_count(),
-                                " parameter groups (group_count), this session asks for ", given.group_count(),
-                                "; the room stays what it is for the job's life: make a new job for more groups"));
-  }
-  BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec wanted, model::OptimizerOf(given));
-  BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec has, model::OptimizerOf(job));
-  if (!(wanted == has)) {
-    return BadSpec(absl::StrCat("the job has ", model::Show(has), ", this session asks for ", model::Show(wanted),
-                                "; an optimizer and its formats stay what they are for a job's life"));
-  }
-  // Later registrations replace earlier ones of the same name.
-  absl::flat_hash_map<std::string, const v1::TensorSpec*> live;
-  for (const auto& registration : job.registrations()) {
-    for (const v1::TensorSpec& tensor : registration.tensors()) live[tensor.name()] = &tensor;
-  }
-  std::vector<std::string> unknown;
-  for (const auto& registration : given.registrations()) {
-    for (const v1::TensorSpec& tensor : registration.tensors()) {
-      const auto it = live.find(tensor.name());
-      if (it == live.end()) {
-        unknown.push_back(tensor.name());
-        continue;
-      }
-      if (Show(tensor) != Show(*it->second)) {
-        return BadSpec(absl::StrCat("tensor '", tensor.name(), "' differs: the job has ", Show(*it->second),
-                                    ", this session gives ", Show(tensor)));
-      }
-      live.erase(it);
-    }
-  }
-  std::vector<std::string> missing;
-  for (const auto& [name, tensor] : live) missing.push_back(name);
-  std::sort(missing.begin(), missing.end());
-  return CheckSameNames(missing, unknown);
-}
 
 absl::StatusOr<std::vector<PinnedOn>> AskPins(Router* router, const std::string& job, absl::Time deadline) {
   v1::GetJobRequest ask;
@@ -270,20 +147,6 @@ absl::Status Opening::Identify(absl::Time deadline) {
     server_ids_.push_back(answer.server_id());
   }
   return absl::OkStatus();
-}
-
-absl::StatusOr<std::vector<v1::GetJobResponse>> Opening::Fence(const std::string& job, const v1::Epoch& epoch,
-                                                               bool expect_empty, absl::Time deadline) {
-  v1::FenceRequest request;
-  request.set_job(job);
-  *request.mutable_epoch() = epoch;
-  request.set_expect_empty(expect_empty);
-  BALLAST_ASSIGN_OR_RETURN(auto fenced,
-                           (router_->CallAll<v1::FenceRequest, v1::FenceResponse>(
-                               &Transport::Fence, absl::StrCat("Fence of job '", job, "'"), request, deadline)));
-  std::vector<v1::GetJobResponse> answers;
-  for (v1::FenceResponse& response : fenced) answers.push_back(std::move(*response.mutable_job()));
-  return answers;
 }
 
 absl::Status Opening::TryOpen(v1::OpenRequest open, absl::Time deadline) {
@@ -337,8 +200,9 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   if (options.resume == Resume::kNever && highest >= 0) return JobExists(options.job, highest);
   if (options.resume == Resume::kMust && !exists) return JobMissing(options.job);
 
+  Fencing fencing(router_, options.job, Fencing::Promised(seen));
   v1::OpenRequest open;
-  *open.mutable_epoch() = EpochAbove(seen);
+  *open.mutable_epoch() = fencing.epoch();
   // Checked before the fence where possible: a mistake here must not end a group at work, and a job that finds no space
   // must not be left on the servers.
   const bool is_new = NewestOpen(seen) == nullptr;
@@ -358,7 +222,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
     BALLAST_RETURN_IF_ERROR(same);
   }
 
-  auto fenced = Fence(options.job, open.epoch(), options.resume == Resume::kNever, deadline);
+  auto fenced = fencing.Fence(options.resume == Resume::kNever, deadline);
   if (!fenced.ok() && model::ReasonOf(fenced.status()) == model::kJobExists) return JobExists(options.job, highest);
   BALLAST_RETURN_IF_ERROR(fenced.status());
   BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(*fenced));
@@ -384,8 +248,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   // All servers or none: a job opened by one server, with no room on another, could not be changed any more.
   if (!is_new || newest != nullptr) BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
   BALLAST_RETURN_IF_ERROR(newest == nullptr ? SendFirstOpen(open, options.open_timeout) : SendOpen(open, deadline));
-  // By now, the pins that an older group was making are complete, or refused for their old epoch. A failure here may
-  // wait.
+  // A pin that an older group was making is complete by now, or is given up by its server. A failure here may wait.
   (void)DropPartialPins(open, absl::Now() + options.open_timeout);
   return open;
 }
@@ -422,10 +285,10 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
   open.clear_restores();
   BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
 
-  v1::GetJobResponse held;
-  *held.mutable_promised() = current.epoch();
-  *open.mutable_epoch() = EpochAbove(absl::MakeConstSpan(&held, 1));
-  absl::Status moved = MoveEpoch(&open, version, deadline);
+  Fencing fencing(router_, open.spec().name(),
+                  std::vector<uint64_t>(router_->server_count(), current.epoch().counter()));
+  *open.mutable_epoch() = fencing.epoch();
+  absl::Status moved = MoveEpoch(std::move(fencing), &open, version, deadline);
   if (moved.ok()) return open;
   // From the fence on the old epoch is over, whatever went wrong: the code says so.
   return model::Error(
@@ -435,8 +298,8 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
                    moved.message()));
 }
 
-absl::Status Opening::MoveEpoch(v1::OpenRequest* open, int64_t version, absl::Time deadline) {
-  BALLAST_ASSIGN_OR_RETURN(const auto fenced, Fence(open->spec().name(), open->epoch(), false, deadline));
+absl::Status Opening::MoveEpoch(Fencing fencing, v1::OpenRequest* open, int64_t version, absl::Time deadline) {
+  BALLAST_ASSIGN_OR_RETURN(const auto fenced, fencing.Fence(/*expect_empty=*/false, deadline));
   BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(fenced));
   if (resolution.restores.has_value()) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kStateLost,

@@ -7,20 +7,13 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "ballast/client/group/fencing.h"
 #include "ballast/client/group/group.h"
 #include "ballast/client/session_types.h"
 #include "ballast/client/transport/router.h"
 #include "ballast/proto/model/layout.h"
 
 namespace ballast::client {
-
-// The spec of a new job as the user gave it.
-v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec>& tensors);
-v1::TensorSpec ToProto(const TensorSpec& tensor);
-
-// OK if `given` (one registration) has `job`'s optimizer and names exactly its live tensors, all alike. BAD_SPEC names
-// the first difference. If only the names differ: TENSORS_DIFFER, with all differing names in the details.
-absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job);
 
 // A version, and the number of servers that keep the version on the disk.
 struct PinnedOn {
@@ -49,8 +42,6 @@ class Opening {
   absl::StatusOr<v1::OpenRequest> OpenAsFirst(const SessionOptions& options, const v1::JobSpec& spec);
   absl::StatusOr<v1::OpenRequest> ExtendAsFirst(const v1::OpenRequest& current, int64_t version,
                                                 const std::vector<TensorSpec>& added, absl::Duration timeout);
-  absl::StatusOr<std::vector<v1::GetJobResponse>> Fence(const std::string& job, const v1::Epoch& epoch,
-                                                        bool expect_empty, absl::Time deadline);
   // Asks every server for its id and protocol version. Every rank asks: its own list of servers may differ from rank
   // 0's in order, and its own version from rank 0's.
   absl::Status Identify(absl::Time deadline);
@@ -64,7 +55,7 @@ class Opening {
   // it. No rank of this group pins yet.
   absl::Status DropPartialPins(const v1::OpenRequest& open, absl::Time deadline);
   // Fences, then sends `open`, which must start at `version`.
-  absl::Status MoveEpoch(v1::OpenRequest* open, int64_t version, absl::Time deadline);
+  absl::Status MoveEpoch(Fencing fencing, v1::OpenRequest* open, int64_t version, absl::Time deadline);
   // Puts the router's servers into the order of `open`'s members.
   absl::Status MatchMembers(const v1::OpenRequest& open, absl::Span<const std::string> server_ids);
   // Returns rank 0's Open, or rank 0's error, on all ranks.

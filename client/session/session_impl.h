@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ballast/client/group/group.h"
+#include "ballast/client/group/job_spec.h"
 #include "ballast/client/group/joining.h"
 #include "ballast/client/session.h"
 #include "ballast/client/transfers/gradients.h"

@@ -12,8 +12,6 @@
 namespace ballast::client {
 namespace {
 
-double SecondsSince(absl::Time start) { return absl::ToDoubleSeconds(absl::Now() - start); }
-
 // An offer is a seal in the making: `job` names the call, the header's presence and the one blob are the rank's own.
 std::string DifferenceOf(const v1::SealRequest& other, const v1::SealRequest& first) {
   if (other.job() != first.job()) return absl::StrCat("called ", other.job(), " against ", first.job());
@@ -155,7 +153,7 @@ absl::StatusOr<StepReport> Session::Impl::Transact(const std::string& what, absl
   auto agreed = Settle(what, std::move(mine), std::move(header), blob, &source);
   if (!agreed.ok()) return Conclude(agreed.status());
   auto report = Conduct(*agreed, blob, source);
-  seal_seconds += SecondsSince(start);
+  seal_seconds += absl::ToDoubleSeconds(absl::Now() - start);
   return report;
 }
 

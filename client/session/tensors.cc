@@ -8,6 +8,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "ballast/client/group/job_spec.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 
@@ -16,10 +17,6 @@ namespace {
 
 using kernels::Dtype;
 using kernels::ElementBytes;
-
-absl::Status BadSpec(absl::string_view what) {
-  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec, what);
-}
 
 // Elements from one dtype to another, by way of `wide`.
 void Convert(const std::byte* from, Dtype from_dtype, std::byte* to, Dtype to_dtype, uint64_t count,

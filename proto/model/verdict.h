@@ -16,6 +16,10 @@ namespace ballast::model {
 // Lexicographic by (counter, nonce).
 std::strong_ordering Compare(const v1::Epoch& a, const v1::Epoch& b);
 
+// A fence may raise a promise's counter by so much. Groups raise it by little, and a promise near the end of the
+// numbers would leave none for the groups to come: 2^32 such fences would be needed for that.
+inline constexpr uint64_t kEpochsSkippedMax = uint64_t{1} << 32;
+
 // SHA-256 over W, tiling, step, attempt, header bits, blobs and the spec's digest, field by field in a fixed order
 // (doubles as their bits). 32 bytes.
 std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, const v1::StepHeader& header,

@@ -76,7 +76,7 @@ Outcome<v1::PinResponse> KeptVersions::TryPin(const v1::PinRequest& request, std
             "job '", core_->name, "' holds ", kKeptMax,
             " durable pins, which is all that it may; give one up first: UnpinDurably, or `ballastctl unpin`"));
   }
-  *waiting_for = pin != nullptr ? BeginAdoption(version) : Begin(/*automatic=*/false);
+  *waiting_for = pin != nullptr ? BeginAdoption(version, request.epoch()) : Begin(request.epoch());
   return std::nullopt;
 }
 
@@ -90,8 +90,14 @@ size_t KeptVersions::AskedFor() const {
   return asked_for;
 }
 
-std::shared_ptr<KeptVersions::Pinning> KeptVersions::Begin(bool automatic) {
+bool KeptVersions::Overtaken(const Pinning& pinning) const {
+  return pinning.epoch.has_value() && !core_->machine->CheckPromised(*pinning.epoch).ok();
+}
+
+std::shared_ptr<KeptVersions::Pinning> KeptVersions::Begin(const std::optional<v1::Epoch>& epoch) {
+  const bool automatic = !epoch.has_value();
   const auto begun = std::make_shared<Pinning>();
+  begun->epoch = epoch;
   v1::PinnedVersion pin = core_->machine->DescribeVersion();
   pin.set_automatic(automatic);
   if (automatic) pin.set_automatic_since(pin.version());
@@ -105,21 +111,27 @@ std::shared_ptr<KeptVersions::Pinning> KeptVersions::Begin(bool automatic) {
 void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_ptr<Pinning>& pinning) {
   v1::PinnedVersion pin = described;
   std::shared_ptr<storage::ChunkStore> store;
-  absl::Status status;
+  bool overtaken = false;
+  const auto interrupt = [&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(core_->Interrupted());
+    JobMutexLock lock(&core_->mu);
+    overtaken = Overtaken(*pinning);
+    return overtaken ? GivenUp(pin.version()) : absl::OkStatus();
+  };
+  absl::Status status = interrupt();
   {
     JobMutexLock lock(&core_->mu);
-    status = core_->Refusal();
     store = core_->store;
   }
   bool harmless = true;  // the job can go on after an error
   std::string remedy = "Look after the disk, then restart the server, which recovers the job";
   if (status.ok()) {
-    auto kept = store->PinDurably(pin.version(), pin.automatic(), [this] { return core_->Interrupted(); });
+    auto kept = store->PinDurably(pin.version(), pin.automatic(), interrupt);
     status =
         model::Annotate(kept.status(), absl::StrCat("version ", pin.version(), " of job '", core_->name,
                                                     "' cannot be pinned on server '", core_->around.server_id, "'"));
     // Without its own pin the server would never prepare another step.
-    harmless = kept.ok() || (absl::IsResourceExhausted(status) && !pin.automatic());
+    harmless = kept.ok() || overtaken || (absl::IsResourceExhausted(status) && !pin.automatic());
     if (kept.ok()) {
       flushes_->Cut(*store);
       for (const storage::DurableChunk& chunk : *kept) pin.add_chunks(chunk.Encode());
@@ -133,12 +145,19 @@ void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
     if (status.ok()) core_->machine->Pinned(pin);
-    pinning->done = true;
-    pinning->status = status;
-    pinning_.erase(pin.version());
-    core_->moved = true;
+    End(pin.version(), pinning, overtaken ? absl::OkStatus() : status);
     if (!harmless) core_->Fail(status, remedy, replies);
   });
+}
+
+void KeptVersions::End(int64_t version, const std::shared_ptr<Pinning>& pinning, const absl::Status& status) {
+  pinning->done = true;
+  pinning->status = status;
+  pinning_.erase(version);
+  core_->moved = true;
+  if (!status.ok() || !Overtaken(*pinning) || core_->machine->FindPin(version) == nullptr) return;
+  // A prepared restore keeps the version all the same: all servers have it then.
+  (void)GiveUp(version, /*unreadable=*/false);
 }
 
 void KeptVersions::Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller> caller,
@@ -156,24 +175,37 @@ void KeptVersions::Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller
 }
 
 Outcome<v1::UnpinResponse> KeptVersions::TryUnpin(int64_t version) {
-  if (pinning_.contains(version) || unpinning_.contains(version)) return std::nullopt;
+  if (unpinning_.contains(version)) return std::nullopt;
+  if (const auto begun = pinning_.find(version); begun != pinning_.end()) {
+    if (!Overtaken(*begun->second)) return std::nullopt;
+    // The version is given up without this request, once the disk lets the worker go on.
+    v1::UnpinResponse response;
+    response.set_stays_automatic(core_->machine->FindPin(version) != nullptr);
+    return response;
+  }
   if (core_->machine->FindPin(version) == nullptr) return v1::UnpinResponse();
   const auto check = checks_.find(version);
   const bool unreadable =
       check != checks_.end() && check->second.done &&
       (absl::IsDataLoss(check->second.status) || model::ReasonOf(check->second.status) == model::kIo);
   if (unreadable && !pinning_.empty()) return std::nullopt;  // a pin being made may take its place
+  BALLAST_ASSIGN_OR_RETURN(const bool stays, GiveUp(version, unreadable));
+  if (!stays) return std::nullopt;
+  v1::UnpinResponse response;
+  response.set_stays_automatic(true);
+  return response;
+}
+
+absl::StatusOr<bool> KeptVersions::GiveUp(int64_t version, bool unreadable) {
   BALLAST_RETURN_IF_ERROR(core_->machine->Unpin(version, unreadable));
   if (const v1::PinnedVersion* const pin = core_->machine->FindPin(version)) {
     PinChanged(*pin);
-    v1::UnpinResponse response;
-    response.set_stays_automatic(true);
-    return response;
+    return true;
   }
   unpinning_.insert(version);
   // Behind a decided restore of the version.
   core_->worker->Post([this, version] { RunUnpin(version); });
-  return std::nullopt;
+  return false;
 }
 
 void KeptVersions::RunUnpin(int64_t version) {
@@ -247,8 +279,9 @@ void KeptVersions::RunCheck(int64_t version) {
   });
 }
 
-std::shared_ptr<KeptVersions::Pinning> KeptVersions::BeginAdoption(int64_t version) {
+std::shared_ptr<KeptVersions::Pinning> KeptVersions::BeginAdoption(int64_t version, const v1::Epoch& epoch) {
   const auto begun = std::make_shared<Pinning>();
+  begun->epoch = epoch;
   pinning_[version] = begun;
   core_->worker->Post([this, version, begun] { RunAdoption(version, begun); });
   return begun;
@@ -287,10 +320,7 @@ void KeptVersions::RunAdoption(int64_t version, const std::shared_ptr<Pinning>& 
     } else if (status.ok()) {
       status = GivenUp(version);
     }
-    pinning->done = true;
-    pinning->status = status;
-    pinning_.erase(version);
-    core_->moved = true;
+    End(version, pinning, status);
     if (!harmless) core_->Fail(status, kCatalogRemedy, replies);
   });
 }

@@ -6,11 +6,15 @@
 // are free; after the entry, there is the pin. Before a restore is prepared, its whole pin is read. Order of an unpin:
 // the machine prepares no more restores of the version; the entry goes; the extents are free. With every-K no later
 // step is prepared before the pin of a step that is due is in the catalog.
+//
+// A pin belongs to the epoch of its request. Once a newer group has fenced, no server completes the pin: it ends at its
+// next chunk, or is given up as soon as it is in the catalog. So after its Opens a group sees all pins of older groups.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 
 #include "absl/status/statusor.h"
@@ -34,13 +38,14 @@ class KeptVersions {
   absl::StatusOr<bool> Checked(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // As StepHost.
-  void PinDue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { (void)Begin(/*automatic=*/true); }
+  void PinDue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { (void)Begin(std::nullopt); }
   void PinChanged(const v1::PinnedVersion& pin) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
  private:
   struct Pinning {
+    std::optional<v1::Epoch> epoch;  // of the group that asks; none: a pin of the server's own
     bool done = false;
-    absl::Status status;
+    absl::Status status;  // OK without a pin if the pin was given up: whoever waited looks again
   };
   // The newest verification of a pin whose restore was sealed.
   struct Check {
@@ -55,11 +60,20 @@ class KeptVersions {
   Outcome<v1::UnpinResponse> TryUnpin(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Pins that a request asked for, existing or being made.
   size_t AskedFor() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Posts a pin of the machine's current version.
-  std::shared_ptr<Pinning> Begin(bool automatic) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // A newer group has fenced the group that asked.
+  bool Overtaken(const Pinning& pinning) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // No request asks for the version any more. Returns whether the server keeps it all the same, as its automatic pin;
+  // otherwise the version is taken off the disk by the worker. Errors as StepMachine::Unpin.
+  absl::StatusOr<bool> GiveUp(int64_t version, bool unreadable) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Posts a pin of the machine's current version: for the group of this epoch, or an automatic pin.
+  std::shared_ptr<Pinning> Begin(const std::optional<v1::Epoch>& epoch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // For a request that asks for an automatic pin: posts work that takes space for the pin outside the automatic pins'
   // budget.
-  std::shared_ptr<Pinning> BeginAdoption(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  std::shared_ptr<Pinning> BeginAdoption(int64_t version, const v1::Epoch& epoch)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Ends the work on a pin. `status`: of the pin, which is in the catalog if OK.
+  void End(int64_t version, const std::shared_ptr<Pinning>& pinning, const absl::Status& status)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status GivenUp(int64_t version) const;
 
   // On the worker.

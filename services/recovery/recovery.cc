@@ -274,7 +274,7 @@ absl::Status Recovery::End() {
 
 absl::StatusOr<Space::Chunks> Recovery::TakeChunks(const v1::OpenRequest& open) {
   BALLAST_ASSIGN_OR_RETURN(const model::EpochPlan plan, model::EpochPlan::Make(open));
-  BALLAST_ASSIGN_OR_RETURN(Space::Chunks chunks, space_->Take(plan, /*answer=*/nullptr));
+  BALLAST_ASSIGN_OR_RETURN(Space::Chunks chunks, space_->Take(plan));
   std::shared_ptr<storage::ChunkStore> store;
   std::vector<int64_t> versions;
   {

@@ -153,13 +153,18 @@ void Job::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v
 }
 
 void Job::Open(const v1::OpenRequest& request, const CallLimit& limit, Reply<v1::OpenResponse> reply) {
-  core_.Ask<v1::OpenResponse>(
-      request.ByteSizeLong(),
-      [this, request] {
-        core_.mu.AssertHeld();
-        return openings_.Try(request);
-      },
-      limit, "space for the job's chunks, behind the updates at work", std::move(reply));
+  std::function<Outcome<v1::OpenResponse>()> evaluate = [this, request] {
+    core_.mu.AssertHeld();
+    return openings_.Try(request);
+  };
+  if (request.dry_run()) {
+    evaluate = [this, run = std::make_shared<Openings::DryRun>(request)] {
+      core_.mu.AssertHeld();
+      return openings_.Try(run);
+    };
+  }
+  core_.Ask<v1::OpenResponse>(request.ByteSizeLong(), std::move(evaluate), limit,
+                              "space for the job's chunks, behind the updates at work", std::move(reply));
 }
 
 void Job::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply) {

@@ -7,13 +7,6 @@
 #include "ballast/services/step/step_state.h"
 
 namespace ballast::services {
-namespace {
-
-// A fence may skip so many epochs. Groups skip few, and a promise near the end of the numbers would leave none for the
-// groups to come: 2^32 such fences would be needed for that.
-constexpr uint64_t kEpochsSkippedMax = uint64_t{1} << 32;
-
-}  // namespace
 
 StepMachine::StepMachine(std::string server_id, StepHost* host)
     : impl_(std::make_unique<Impl>(std::move(server_id), host)) {}
@@ -48,8 +41,8 @@ Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
   }
   if (request.epoch().counter() == 0) return BadRequest("an epoch's counter starts at 1, got 0");
   if (request.epoch().counter() > m.promised.counter() &&
-      request.epoch().counter() - m.promised.counter() > kEpochsSkippedMax) {
-    return BadRequest(absl::StrCat("an epoch's counter is at most ", kEpochsSkippedMax, " above the promised ",
+      request.epoch().counter() - m.promised.counter() > model::kEpochsSkippedMax) {
+    return BadRequest(absl::StrCat("an epoch's counter is at most ", model::kEpochsSkippedMax, " above the promised ",
                                    m.promised.counter(), ", got ", request.epoch().counter(),
                                    "; one above what GetJob tells is enough"));
   }

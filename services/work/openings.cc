@@ -1,6 +1,6 @@
 #include "ballast/services/work/openings.h"
 
-#include <optional>
+#include <utility>
 #include <vector>
 
 #include "ballast/proto/model/status.h"
@@ -15,7 +15,7 @@ Outcome<v1::OpenResponse> Openings::Try(const v1::OpenRequest& request) {
   const bool is_open = open != nullptr && model::Compare(open->open().epoch(), request.epoch()) == 0;
   // Repeats and requests out of turn take no space: the machine alone answers them.
   const bool in_turn = !is_open && model::Compare(promised, request.epoch()) == 0;
-  if (!in_turn && !request.dry_run()) return core_->machine->Open(request);
+  if (!in_turn) return core_->machine->Open(request);
   const std::string bytes = request.SerializeAsString();
   if (opening_ == nullptr) {
     opening_ = std::make_unique<Opening>();
@@ -25,39 +25,81 @@ Outcome<v1::OpenResponse> Openings::Try(const v1::OpenRequest& request) {
   }
   if (!opening_->done || opening_->request != bytes) return std::nullopt;
   BALLAST_RETURN_IF_ERROR(opening_->status);
-  if (request.dry_run()) return opening_->answer;
   // The job's first Open only now has a journal.
   BALLAST_RETURN_IF_ERROR(journal_->MakeRoom(2, request.ByteSizeLong() + kDecisionBytesMax));
   return core_->machine->Open(request, opening_->plan);
 }
 
+absl::StatusOr<Openings::Plan> Openings::MakePlan(const v1::OpenRequest& request) {
+  BALLAST_RETURN_IF_ERROR(Space::CheckSupported(request.spec()));
+  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan made, model::EpochPlan::Make(request));
+  return std::make_shared<const model::EpochPlan>(std::move(made));
+}
+
 void Openings::Prepare(const v1::OpenRequest& request) {
-  absl::Status status = Space::CheckSupported(request.spec());
-  std::shared_ptr<const model::EpochPlan> plan;
-  if (status.ok()) {
-    absl::StatusOr<model::EpochPlan> made = model::EpochPlan::Make(request);
-    status = made.status();
-    if (status.ok()) plan = std::make_shared<const model::EpochPlan>(*std::move(made));
-  }
+  const absl::StatusOr<Plan> plan = MakePlan(request);
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
-    if (!status.ok()) return Finish(status, replies);
-    opening_->plan = plan;
-    std::optional<Space::Chunks> held;
-    if (!request.dry_run()) held = space_->AllHeld(*plan);
+    if (!plan.ok()) return Finish(plan.status(), replies);
+    opening_->plan = *plan;
+    std::optional<Space::Chunks> held = space_->AllHeld(**plan);
     if (held.has_value()) return Finish(*std::move(held), replies);
-    core_->worker->Post([this, plan] { TakeSpace(plan); });
+    core_->worker->Post([this, plan = *plan] { TakeSpace(plan); });
   });
 }
 
-void Openings::TakeSpace(const std::shared_ptr<const model::EpochPlan>& plan) {
-  v1::OpenResponse answer;
-  absl::StatusOr<Space::Chunks> chunks = space_->Take(*plan, plan->open().dry_run() ? &answer : nullptr);
+void Openings::TakeSpace(const Plan& plan) {
+  absl::StatusOr<Space::Chunks> chunks = space_->Take(*plan);
   storage::Pass("fence/space_taken");
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
-    opening_->answer = std::move(answer);
     Finish(std::move(chunks), replies);
+  });
+}
+
+Outcome<v1::OpenResponse> Openings::Try(const std::shared_ptr<DryRun>& run) {
+  if (run->answer.has_value()) {
+    BALLAST_RETURN_IF_ERROR(run->answer->status());
+    return **run->answer;
+  }
+  if (std::exchange(run->asked, true)) return std::nullopt;
+  // A request that runs out of time takes its bytes along.
+  core_->clerk->Post([this, waiting = std::weak_ptr<DryRun>(run)] {
+    if (const std::shared_ptr<DryRun> still = waiting.lock()) Ask(still);
+  });
+  return std::nullopt;
+}
+
+void Openings::Ask(const std::shared_ptr<DryRun>& run) {
+  const absl::StatusOr<Plan> plan = MakePlan(run->request);
+  if (!plan.ok()) return Answer(run, plan.status());
+  bool first_takes_space = false, reads_store = false;
+  {
+    JobMutexLock lock(&core_->mu);
+    // No Open begins to take space before this task of the clerk ends.
+    first_takes_space = core_->plan == nullptr && opening_ != nullptr && opening_->plan != nullptr;
+    reads_store = space_->ReadsStore(**plan);
+  }
+  if (first_takes_space) {
+    // Its log may take minutes to write.
+    v1::OpenResponse answer;
+    answer.set_plan(
+        "The job's first Open takes its space here. The next Open waits for its end, and finds its chunks.");
+    return Answer(run, std::move(answer));
+  }
+  if (!reads_store) return AskForSpace(run, *plan);
+  core_->worker->Post([this, waiting = std::weak_ptr<DryRun>(run), plan = *plan] {
+    if (const std::shared_ptr<DryRun> still = waiting.lock()) AskForSpace(still, plan);
+  });
+}
+
+void Openings::AskForSpace(const std::shared_ptr<DryRun>& run, const Plan& plan) { Answer(run, space_->Try(*plan)); }
+
+void Openings::Answer(const std::shared_ptr<DryRun>& run, absl::StatusOr<v1::OpenResponse> answer) {
+  core_->LockedOnWorker([&](Replies*) {
+    core_->mu.AssertHeld();
+    run->answer = std::move(answer);
+    core_->moved = true;
   });
 }
 

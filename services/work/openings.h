@@ -2,9 +2,13 @@
 //
 // An epoch's plan is made on the clerk, outside the job's lock. An Open that needs no more space than the job has is
 // taken at once, whatever the worker is at; any other waits for its turn on the worker.
+//
+// A dry run is no Open: nobody waits for it, and it waits for no Open. It is answered on the clerk, but where it asks
+// for more chunks than an open job has: these are planned on the worker, behind the updates.
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -19,8 +23,17 @@ class Openings {
  public:
   Openings(JobCore* core, JobJournal* journal, Space* space) : core_(core), journal_(journal), space_(space) {}
 
-  // As StepMachine::Open, for real Opens and dry runs.
+  // A dry run's request, until the request is answered or has run out of time.
+  struct DryRun {
+    explicit DryRun(const v1::OpenRequest& open) : request(open) {}
+    const v1::OpenRequest request;
+    bool asked = false;  // the job's lock guards what follows
+    std::optional<absl::StatusOr<v1::OpenResponse>> answer;
+  };
+
+  // As StepMachine::Open, for real Opens.
   Outcome<v1::OpenResponse> Try(const v1::OpenRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  Outcome<v1::OpenResponse> Try(const std::shared_ptr<DryRun>& run) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // As StepHost: the core gets the plan, and the chunks that were taken for it.
   void Opened(std::shared_ptr<const model::EpochPlan> plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // An Open is being evaluated, though its request may have run out of time.
@@ -36,14 +49,20 @@ class Openings {
     bool done = false;
     absl::Status status;
     std::shared_ptr<const model::EpochPlan> plan;
-    v1::OpenResponse answer;  // to a dry run
     bool adopted = false;
     Space::Chunks chunks;  // of the new plan, registration order
   };
+  using Plan = std::shared_ptr<const model::EpochPlan>;
+  static absl::StatusOr<Plan> MakePlan(const v1::OpenRequest& request);
   // On the clerk.
   void Prepare(const v1::OpenRequest& request) ABSL_LOCKS_EXCLUDED(job_lock);
+  void Ask(const std::shared_ptr<DryRun>& run) ABSL_LOCKS_EXCLUDED(job_lock);
   // On the worker.
-  void TakeSpace(const std::shared_ptr<const model::EpochPlan>& plan) ABSL_LOCKS_EXCLUDED(job_lock);
+  void TakeSpace(const Plan& plan) ABSL_LOCKS_EXCLUDED(job_lock);
+  // On the worker, or on the clerk where the worker changes nothing that a dry run of the plan reads.
+  void AskForSpace(const std::shared_ptr<DryRun>& run, const Plan& plan) ABSL_LOCKS_EXCLUDED(job_lock);
+  void Answer(const std::shared_ptr<DryRun>& run, absl::StatusOr<v1::OpenResponse> answer)
+      ABSL_LOCKS_EXCLUDED(job_lock);
   // The machine takes the Open now, or refuses it.
   void Finish(absl::StatusOr<Space::Chunks> chunks, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 

@@ -93,6 +93,16 @@ absl::StatusOr<Space::Chunks> Space::Take(const model::EpochPlan& plan, v1::Open
                                               core_->around.server_id, "'"));
 }
 
+absl::StatusOr<v1::OpenResponse> Space::Try(const model::EpochPlan& plan) {
+  v1::OpenResponse answer;
+  BALLAST_RETURN_IF_ERROR(Take(plan, &answer).status());
+  return answer;
+}
+
+bool Space::ReadsStore(const model::EpochPlan& plan) const {
+  return core_->store != nullptr && ChunksOf(plan, core_->around.server_id).size() > core_->chunks.size();
+}
+
 std::optional<Space::Chunks> Space::AllHeld(const model::EpochPlan& plan) const {
   const v1::JobSpec& spec = plan.open().spec();
   if (core_->plan == nullptr || core_->store == nullptr || core_->recovering || !core_->Refusal().ok() ||
@@ -206,7 +216,6 @@ absl::StatusOr<Space::Ground> Space::Prepare(const NewChunks& wanted) {
                      "; take the spec from GetJob, or drop the job"));
   }
   if (other && wanted.dry_run) ground.freed = TakenBy(*present, *room_->memory());
-  ground.aside = wanted.dry_run && (other || present == nullptr);
   if (other && !wanted.dry_run) {
     // The store was made for an Open that was then refused.
     ground.old_store = std::exchange(core_->store, nullptr);
@@ -219,7 +228,7 @@ absl::StatusOr<Space::Ground> Space::Prepare(const NewChunks& wanted) {
   } else {
     ground.store = core_->store;
     ground.memory = room_->memory();
-    ground.spares.swap(spares_);
+    ground.spares = wanted.dry_run ? spares_ : std::exchange(spares_, {});
   }
   if (!wanted.dry_run) {
     core_->store = ground.store;
@@ -307,8 +316,9 @@ absl::StatusOr<JobJournal::Growth> Space::PlanAndTake(const NewChunks& wanted, c
 
 absl::Status Space::Place(const NewChunks& wanted, const Ground& ground, Addition* add, v1::OpenResponse* answer) {
   absl::StatusOr<JobJournal::Growth> growth = PlanAndTake(wanted, ground, add, answer);
-  if (absl::IsResourceExhausted(growth.status())) {
-    // A chunk that moves has a place in two tiers: once none moves, there may be room.
+  if (absl::IsResourceExhausted(growth.status()) && !wanted.dry_run) {
+    // A chunk that moves has a place in two tiers: once none moves, there may be room. A dry run does not wait for the
+    // disk of another job.
     absl::MutexLock moving(core_->around.moving);
     growth = PlanAndTake(wanted, ground, add, answer);
   }
@@ -352,7 +362,8 @@ absl::Status Space::Add(const NewChunks& wanted, Chunks* chunks, v1::OpenRespons
       status = GrowJournal(wanted.journal_size(segment_bytes), /*logged=*/true);
     }
   }
-  if (status.ok() && !wanted.dry_run) {
+  if (wanted.dry_run) return status;
+  if (status.ok()) {
     chunks->insert(chunks->end(), add.taken.begin(), add.taken.end());
   } else {
     for (const auto& chunk : add.taken) {
@@ -360,7 +371,7 @@ absl::Status Space::Add(const NewChunks& wanted, Chunks* chunks, v1::OpenRespons
     }
   }
   JobMutexLock lock(&core_->mu);
-  if (!ground.aside) spares_ = std::move(ground.spares);
+  spares_ = std::move(ground.spares);
   return status;
 }
 

@@ -35,10 +35,16 @@ class Space {
   using Chunks = std::vector<std::shared_ptr<HeldChunk>>;
   // UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT (BAD_SPEC): no server can hold such a job. On any thread.
   static absl::Status CheckSupported(const v1::JobSpec& spec);
-  // Returns the server's chunks under `plan`, old and new. `answer`: to a dry run, which takes nothing; null for a real
-  // Open. Errors: UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT (BAD_SPEC),
-  // RESOURCE_EXHAUSTED (BUDGET).
-  absl::StatusOr<Chunks> Take(const model::EpochPlan& plan, v1::OpenResponse* answer) ABSL_LOCKS_EXCLUDED(job_lock);
+  // Returns the server's chunks under `plan`, old and new. Errors: UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT
+  // (BAD_SPEC), RESOURCE_EXHAUSTED (BUDGET).
+  absl::StatusOr<Chunks> Take(const model::EpochPlan& plan) ABSL_LOCKS_EXCLUDED(job_lock) {
+    return Take(plan, nullptr);
+  }
+  // The answer to a dry run, by the space that is free now; takes nothing, and waits for no disk. Errors as Take's.
+  // Unless ReadsStore, on any thread, but not while the job's first Open takes its space.
+  absl::StatusOr<v1::OpenResponse> Try(const model::EpochPlan& plan) ABSL_LOCKS_EXCLUDED(job_lock);
+  // Does a dry run of `plan` read what updates and moves change? Then it is the worker's.
+  bool ReadsStore(const model::EpochPlan& plan) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Under the job's lock, on any thread: the chunks, if an Open of `plan` needs no more space than the job has.
   std::optional<Chunks> AllHeld(const model::EpochPlan& plan) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // After a refused Open: keeps the chunks taken for this Open for the next.
@@ -53,7 +59,6 @@ class Space {
     std::shared_ptr<SliceMemory> memory;
     Chunks spares;
     storage::TierBytes freed;  // dry run: freed by a real Open that replaces the store
-    bool aside = false;        // a dry run that must not touch the job's chunks
     // Left by an Open that was then refused; destroyed without the lock.
     std::shared_ptr<storage::ChunkStore> old_store;
     Chunks old_spares;
@@ -67,6 +72,7 @@ class Space {
     uint64_t least_dram = 0;  // without which the missing chunks cannot load
   };
 
+  absl::StatusOr<Chunks> Take(const model::EpochPlan& plan, v1::OpenResponse* answer) ABSL_LOCKS_EXCLUDED(job_lock);
   // As `continues`: does the plan begin with the chunks that the job has?
   absl::Status CheckContinues(const model::EpochPlan& plan, const std::vector<uint64_t>& mine,
                               const Chunks& chunks) const;

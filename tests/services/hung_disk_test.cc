@@ -170,6 +170,40 @@ TEST_F(HungDiskTest, AReadThatHangsHoldsUpNoOtherJob) {
   for (Answer<uint32_t>& read : reads) EXPECT_EQ(read.Wait().status(), absl::OkStatus());
 }
 
+// The move keeps its places in two tiers, and the lock `moving`, until the disk goes on.
+TEST_F(HungDiskTest, AMoveThatHangsHoldsUpNoDryRun) {
+  const auto set_dram = [this](uint64_t bytes) {
+    v1::SetBudgetRequest budget;
+    budget.set_dram_bytes(bytes);
+    Answer<v1::SetBudgetResponse> changed;
+    server_->SetBudget(budget, changed.reply());
+    return changed.Wait();
+  };
+  ASSERT_EQ(set_dram(3 * kMiB).status(), absl::OkStatus());
+  TrainerGroup moved({server_.get()}, Spec("moved", v1::DURABILITY_NONE), 1);
+  ASSERT_EQ(moved.Start(), absl::OkStatus());
+  ASSERT_EQ(moved.Initialise(Ones), absl::OkStatus());
+  ASSERT_EQ(moved.Read(0, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+  disk_.Hold([](const std::string& path, GatedOperation operation, uint64_t) {
+    return absl::EndsWith(path, "/nvme.tier") && operation == GatedOperation::kRead;
+  });
+  const auto moves = set_dram(16 * kMiB);
+  ASSERT_EQ(moves.status(), absl::OkStatus());
+  ASSERT_GT(moves->jobs(0).chunks_to_dram(), 0u);
+  disk_.AwaitWaiting();
+  const auto dry_run = [&](const v1::JobSpec& spec) {
+    v1::OpenRequest request = TrainerGroup({server_.get()}, spec, 1).open_request(-1, std::nullopt);
+    request.set_dry_run(true);
+    Answer<v1::OpenResponse> answer;
+    server_->Open(request, Soon(), answer.reply());
+    return answer;
+  };
+  Answer<v1::OpenResponse> large = dry_run(MakeSpec("large", {{"large", "u", uint64_t{1} << 26, 0}}));
+  Answer<v1::OpenResponse> small = dry_run(MakeSpec("small", {{"small", "u", 256, 0}}));
+  EXPECT_EQ(small.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(model::ReasonOf(large.Wait().status()), model::kBudget);
+}
+
 class HungUpdateTest : public HungDiskTest, public ::testing::WithParamInterface<v1::Durability> {
  protected:
   HungUpdateTest() : first_({server_.get()}, Spec("job", GetParam()), 1) {}

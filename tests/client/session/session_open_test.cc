@@ -15,9 +15,11 @@
 #include "ballast/client/session.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/verdict.h"
 #include "ballast/services/rpc/rpc_server.h"
 #include "ballast/tests/client/session/forwarding_transport.h"
 #include "ballast/tests/client/session/session_fixture.h"
+#include "ballast/tests/services/answer.h"
 #include "ballast/tests/services/machine_with_disk.h"
 
 namespace ballast::client {
@@ -113,6 +115,48 @@ TEST_F(SessionOpen, ResumeContinuesWithAnyWorldSizeAndGivesBlobsBack) {
     reference = next;
     sealed_by = static_cast<size_t>(world);
   }
+}
+
+// Fences one server alone, so many times as far as a single fence may go.
+absl::Status FenceFar(services::StateServer* server, uint64_t times) {
+  for (uint64_t i = 1; i <= times; ++i) {
+    v1::FenceRequest request;
+    request.set_job("test");
+    request.mutable_epoch()->set_counter(i * model::kEpochsSkippedMax);
+    services::Answer<v1::FenceResponse> answer;
+    server->Fence(request, absl::InfiniteFuture(), answer.reply());
+    BALLAST_RETURN_IF_ERROR(answer.Wait().status());
+  }
+  return absl::OkStatus();
+}
+
+uint64_t PromisedBy(services::StateServer* server) {
+  v1::GetJobRequest request;
+  request.set_job("test");
+  services::Answer<v1::GetJobResponse> answer;
+  server->GetJob(request, answer.reply());
+  return answer.Wait()->promised().counter();
+}
+
+TEST_F(SessionOpen, AServerWhosePromiseLiesFarBehindIsFencedInSteps) {
+  ASSERT_EQ(Create(1, 1), absl::OkStatus());
+  ASSERT_EQ(FenceFar(servers_.server(0), 3), absl::OkStatus());
+  EXPECT_EQ(OpenOnly(2, Options(Resume::kMust), TestTensors()), absl::OkStatus());
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(PromisedBy(servers_.server(i)), 3 * model::kEpochsSkippedMax + 1) << i;
+}
+
+TEST_F(SessionOpen, AJobThatOnlyOneServerHasPromisedFarBeginsAllTheSame) {
+  ASSERT_EQ(FenceFar(servers_.server(1), 2), absl::OkStatus());
+  EXPECT_EQ(Create(2, 1), absl::OkStatus());
+}
+
+TEST_F(SessionOpen, PromisesTooFarApartAreRefusedBeforeAnyFence) {
+  ASSERT_EQ(Create(1, 1), absl::OkStatus());
+  const uint64_t before = PromisedBy(servers_.server(1));
+  ASSERT_EQ(FenceFar(servers_.server(0), 66), absl::OkStatus());
+  ExpectStatus(OpenOnly(1, Options(Resume::kAuto), TestTensors()), absl::StatusCode::kFailedPrecondition,
+               model::kBadRequest, {"promised epoch 1 of job 'test'", "64 fences", "who fences", "drop the job"});
+  EXPECT_EQ(PromisedBy(servers_.server(1)), before);
 }
 
 TEST_F(SessionOpen, ServersInAnotherOrderAreTheSameServers) {

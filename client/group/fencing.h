@@ -1,0 +1,44 @@
+// The fence with which a group takes a job over: the number of its epoch, and the promises of all servers (rules 9 and
+// 10 of services/step/README.md).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "ballast/client/transport/router.h"
+
+namespace ballast::client {
+
+// Chooses an epoch above every promise that the servers have made. One fence raises a promise by kEpochsSkippedMax at
+// most (proto/model/verdict.h), so a server that has promised far less than its peers is first fenced in steps of so
+// many. Somebody may have fenced the peers alone, with numbers of their own.
+class Fencing {
+ public:
+  // Borrows `router`. `promised`: the counter of each server's promise, in the router's order.
+  Fencing(Router* router, std::string job, std::vector<uint64_t> promised);
+  // As GetJob told.
+  static std::vector<uint64_t> Promised(absl::Span<const v1::GetJobResponse> answers);
+
+  const v1::Epoch& epoch() const { return epoch_; }
+  // Fences all servers with epoch(). Errors: the servers', and FAILED_PRECONDITION (BAD_REQUEST), with no server
+  // fenced, if the promises lie too far apart.
+  absl::StatusOr<std::vector<v1::GetJobResponse>> Fence(bool expect_empty, absl::Time deadline);
+
+ private:
+  absl::Status CheckApart() const;
+  // Fences that the server needs before the fence with epoch().
+  uint64_t StepsBefore(uint32_t server) const;
+  absl::Status CatchUp(uint32_t server, v1::FenceRequest request, absl::Time deadline);
+  std::string What() const;
+
+  Router* const router_;
+  const std::string job_;
+  const std::vector<uint64_t> promised_;
+  v1::Epoch epoch_;
+};
+
+}  // namespace ballast::client
