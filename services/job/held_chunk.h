@@ -12,7 +12,7 @@
 #include "ballast/services/foundation/waiting.h"
 #include "ballast/services/slices/intake.h"
 #include "ballast/services/slices/slice_memory.h"
-#include "ballast/storage/log/block_parity.h"
+#include "ballast/storage/parity/block_parity.h"
 
 namespace ballast::services {
 
@@ -48,7 +48,7 @@ struct PushedSlice {
   uint64_t bytes = 0;
   bool wants_parity = false;    // the job has a log
   storage::BlockParity parity;  // of the bytes, if it is wanted
-  bool appended = false;  // set by the journal: the log has the record, and owns the buffer until it is written
+  bool appended = false;        // set by the journal: the log has the record, and owns the buffer until it is written
 };
 
 }  // namespace ballast::services

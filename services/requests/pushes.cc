@@ -153,11 +153,10 @@ bool Pushes::Try(const Request& request, Admitted* admitted, Replies* replies) {
   absl::StatusOr<Intake::Receipt> receipt = BeginReceive(admitted->chunk.get(), slice, header);
   if (!receipt.ok()) return answer(core_->machine->EndPush(header, receipt.status()));
   if (receipt->logged) room_->Expect(1);
-  admitted->slice = std::make_shared<PushedSlice>(
-      PushedSlice{.chunk = admitted->chunk,
-                  .receipt = *std::move(receipt),
-                  .bytes = request.payload.size(),
-                  .wants_parity = journal_->logs()});
+  admitted->slice = std::make_shared<PushedSlice>(PushedSlice{.chunk = admitted->chunk,
+                                                              .receipt = *std::move(receipt),
+                                                              .bytes = request.payload.size(),
+                                                              .wants_parity = journal_->logs()});
   return true;
 }
 
@@ -188,8 +187,8 @@ absl::StatusOr<Intake::Receipt> Pushes::BeginReceive(HeldChunk* chunk, uint32_t 
 void Pushes::Receive(const Request& request, PushedSlice* slice) {
   const v1::PushRequest& header = request.header;
   HeldChunk& chunk = *slice->chunk;
-  absl::Status received = CopyChecked(request.payload, slice->receipt.to, header.crc32c(),
-                                      slice->wants_parity ? &slice->parity : nullptr);
+  absl::Status received =
+      CopyChecked(request.payload, slice->receipt.to, header.crc32c(), slice->wants_parity ? &slice->parity : nullptr);
   if (received.ok()) received = Intake::CheckFinite(slice->receipt, header.unit(), header.begin());
   std::vector<Intake::Completed> completed;
   {

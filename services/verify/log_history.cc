@@ -315,12 +315,25 @@ void CheckPayloads(const storage::BlockFile& file, const std::string& job, const
       ++report->counts.payloads_not_needed;
       continue;
     }
+    std::optional<uint64_t> rebuilt;
     const absl::Status read =
-        buffer.ok() ? storage::ReadPayload(file, payload.place, buffer->bytes().subspan(0, payload.place.bytes))
-                    : buffer.status();
+        buffer.ok()
+            ? storage::ReadPayload(file, payload.place, buffer->bytes().subspan(0, payload.place.bytes), &rebuilt)
+            : buffer.status();
     ++report->counts.payloads_needed;
     report->counts.payload_bytes += payload.place.bytes;
     progress->At(absl::StrCat("payloads of ", file.path()), done += payload.place.bytes, total);
+    if (rebuilt.has_value()) {
+      report->findings.push_back(
+          {.harm = Harm::kRepaired,
+           .job = job,
+           .what = absl::StrCat("a block of the slice of step ", payload.step, " for chunk ", payload.chunk),
+           .file = file.path(),
+           .offset = *rebuilt,
+           .expected = "what was written",
+           .found = "other bytes, or none",
+           .advice = "nothing for now, the block is rebuilt from the slice's parity; check the disk"});
+    }
     if (read.ok()) continue;
     report->findings.push_back(
         {.harm = Harm::kJobRefused,

@@ -50,7 +50,7 @@ void Openings::Prepare(const v1::OpenRequest& request) {
 
 void Openings::TakeSpace(const Plan& plan) {
   absl::StatusOr<Space::Chunks> chunks = space_->Take(*plan);
-  storage::Pass("fence/space_taken");
+  storage::Pass("create/space_taken");
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
     Finish(std::move(chunks), replies);

@@ -32,7 +32,7 @@ inline constexpr absl::string_view kFailpoints[] = {
     "extent/taken", "chunk/updated", "extent/labelled", "extent/written", "extent/sync", "extent/synced",
     "extent/recorded", "extent/freed", "recovery/chunk_restored",
     // services
-    "create/catalogued", "fence/space_taken", "fence/catalog_put", "fence/catalog_done", "fence/promise", "fence/open",
+    "create/catalogued", "create/space_taken", "fence/catalog_put", "fence/catalog_done", "fence/promise", "fence/open",
     "journal/slice", "journal/prepared", "journal/decision", "journal/rolled", "journal/durable", "step/updated",
     "step/flushed", "step/cut", "recovery/opened", "recovery/slices_loaded", "recovery/step_replayed",
     "recovery/replayed", "recovery/rolled", "drop/stopped", "drop/log_removed", "drop/log_forgotten",

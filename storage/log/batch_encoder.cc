@@ -86,8 +86,8 @@ void BatchEncoder::EncodeMetas(uint64_t meta_bytes, uint64_t payload_bytes, uint
   std::memcpy(meta, &head, sizeof(head));
   uint64_t at = sizeof(head), payload_at = 0;
   for (const LogRecord& record : batch->records) {
-    const RecordHead entry{record.lsn,    record.type,           static_cast<uint32_t>(record.body.size()),
-                           payload_at,    record.payload.size(), record.payload_crc32c,
+    const RecordHead entry{record.lsn,         record.type,           static_cast<uint32_t>(record.body.size()),
+                           payload_at,         record.payload.size(), record.payload_crc32c,
                            record.parity_sum()};
     std::memcpy(meta + at, &entry, sizeof(entry));
     at += sizeof(entry);

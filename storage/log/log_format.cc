@@ -81,11 +81,11 @@ bool DecodeMeta(absl::Span<const std::byte> meta, ReadBatch* batch) {
     if (record.payload_bytes > head.payload_bytes || record.payload_at % kLogBlock != 0) return false;
     const uint64_t placed_bytes = AlignUp(record.payload_bytes) + (record.parity_sum != 0 ? kLogBlock : 0);
     if (placed_bytes > head.payload_bytes || record.payload_at > head.payload_bytes - placed_bytes) return false;
-    batch->records.push_back({record.lsn,
-                              record.type,
-                              std::string(reinterpret_cast<const char*>(meta.data() + at), record.body_bytes),
-                              {payloads + record.payload_at, record.payload_bytes, record.payload_crc32c,
-                               record.parity_sum}});
+    batch->records.push_back(
+        {record.lsn,
+         record.type,
+         std::string(reinterpret_cast<const char*>(meta.data() + at), record.body_bytes),
+         {payloads + record.payload_at, record.payload_bytes, record.payload_crc32c, record.parity_sum}});
     at += Pad8(record.body_bytes);
   }
   batch->end = payloads + head.payload_bytes;

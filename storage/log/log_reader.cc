@@ -1,20 +1,19 @@
 #include "ballast/storage/log/log_reader.h"
 
+#include <spdlog/spdlog.h>
+
 #include <algorithm>
 #include <cstring>
 #include <map>
 #include <optional>
-#include <string>
-
-#include <spdlog/spdlog.h>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/faults/seeded_bugs.h"
-#include "ballast/storage/log/block_parity.h"
 #include "ballast/storage/memory/arena.h"
+#include "ballast/storage/parity/block_parity.h"
 
 namespace ballast::storage {
 namespace {
@@ -351,38 +350,49 @@ absl::Status ReadAt(const BlockFile& file, uint64_t offset, absl::Span<std::byte
   return absl::OkStatus();
 }
 
-// `wrong`: why the payload, which was read into `to`, is not what was written. Blocks that cannot be read count as zero:
-// a single one is rebuilt like a rotten one.
-absl::Status RebuildPayload(const BlockFile& file, const PayloadPlace& place, const absl::Status& wrong,
-                            absl::Span<std::byte> to) {
-  BALLAST_ASSIGN_OR_RETURN(Arena parity, Arena::Map(kLogBlock));
-  const absl::Span<std::byte> block = parity.bytes().subspan(0, kLogBlock);
-  for (uint64_t at = 0; !absl::IsDataLoss(wrong) && at < to.size(); at += kLogBlock) {
+// Rebuilds the payload that was read into `to`, and returns the offset of the damaged block in the file. `readable`:
+// the payload could be read as a whole; else blocks that cannot be read count as zero, and one is rebuilt like a rotten
+// one.
+std::optional<uint64_t> RebuildPayload(const BlockFile& file, const PayloadPlace& place, bool readable,
+                                       absl::Span<std::byte> to) {
+  const absl::StatusOr<Arena> memory = Arena::Map(kLogBlock);
+  if (!memory.ok()) return std::nullopt;
+  const absl::Span<std::byte> block = memory->bytes().subspan(0, kLogBlock);
+  for (uint64_t at = 0; !readable && at < to.size(); at += kLogBlock) {
     const absl::Span<std::byte> piece = to.subspan(at, kLogBlock);
-    const bool readable = file.Read(place.offset + at, block).ok();
-    readable ? std::memcpy(piece.data(), block.data(), piece.size()) : std::memset(piece.data(), 0, piece.size());
+    if (!file.Read(place.offset + at, block).ok()) std::fill(block.begin(), block.end(), std::byte{0});
+    std::copy_n(block.begin(), piece.size(), piece.begin());
   }
-  if (!file.Read(place.parity_offset(), block).ok()) return wrong;
-  const std::optional<uint64_t> rebuilt = RebuildBlock(block, place.parity_sum, place.crc32c, to);
-  if (!rebuilt.has_value()) return wrong;
-  spdlog::warn("{}; the {} bytes at offset {} were rebuilt from their parity, nothing is lost", std::string(wrong.message()),
-               kLogBlock, place.offset + *rebuilt * kLogBlock);
-  return absl::OkStatus();
+  if (!file.Read(place.parity_offset(), block).ok()) return std::nullopt;
+  const std::optional<uint64_t> index = RebuildBlock(block, place.parity_sum, place.crc32c, to);
+  if (!index.has_value()) return std::nullopt;
+  return place.offset + *index * kLogBlock;
 }
 
 }  // namespace
 
-absl::Status ComparePayload(const BlockFile& file, const PayloadPlace& place, uint32_t crc32c) {
-  if (crc32c == place.crc32c) return absl::OkStatus();
-  return Rotten(file, absl::StrFormat("the %d bytes at offset %d have CRC32C %08x, expected %08x", place.bytes,
-                                      place.offset, crc32c, place.crc32c));
-}
-
-absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl::Span<std::byte> to) {
+absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl::Span<std::byte> to,
+                         std::optional<uint64_t>* rebuilt) {
   const absl::Status read = ReadAt(file, place.offset, to);
   if (read.ok() && Seeded(StorageBug::kRottenPayloadServed)) return absl::OkStatus();
-  const absl::Status whole = read.ok() ? ComparePayload(file, place, kernels::Crc32c(to)) : read;
-  return whole.ok() || place.parity_sum == 0 ? whole : RebuildPayload(file, place, whole, to);
+  const uint32_t crc32c = read.ok() ? kernels::Crc32c(to) : 0;
+  if (read.ok() && crc32c == place.crc32c) return absl::OkStatus();
+  std::optional<uint64_t> block;
+  if (place.parity_sum != 0) block = RebuildPayload(file, place, read.ok(), to);
+  if (!block.has_value() && !read.ok()) return read;
+  if (!block.has_value()) {
+    return Rotten(file, absl::StrFormat("the %d bytes at offset %d have CRC32C %08x, expected %08x", place.bytes,
+                                        place.offset, crc32c, place.crc32c));
+  }
+  if (rebuilt != nullptr) {
+    *rebuilt = block;
+  } else {
+    spdlog::warn(
+        "gradient log {}: the disk did not return the {} bytes at offset {} as they were written; they were "
+        "rebuilt from their slice's parity, and nothing is lost. Check the disk",
+        file.path(), kLogBlock, *block);
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace ballast::storage

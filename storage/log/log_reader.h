@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,10 +39,10 @@ struct ScannedLog {
 // no log, not even a damaged log: its creation was not finished.
 absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file);
 
-// Compares the digest of the bytes read, `crc32c`, with the digest in `place`. DATA_LOSS (CHECKSUM) if they differ.
-absl::Status ComparePayload(const BlockFile& file, const PayloadPlace& place, uint32_t crc32c);
-// Reads a payload into `to` (its exact bytes). A single block that is rotten or unreadable is rebuilt from the payload's
-// parity, with a warning. DATA_LOSS (CHECKSUM), INTERNAL (IO). Blocks; any thread.
-absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl::Span<std::byte> to);
+// Reads a payload into `to` (its exact bytes). A single block that is rotten or unreadable is rebuilt from the
+// payload's parity: `rebuilt` gets the block's offset in the file; without `rebuilt` a warning names it.
+// DATA_LOSS (CHECKSUM), INTERNAL (IO). Blocks; any thread.
+absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl::Span<std::byte> to,
+                         std::optional<uint64_t>* rebuilt = nullptr);
 
 }  // namespace ballast::storage

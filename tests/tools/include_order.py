@@ -17,6 +17,7 @@ OTHERS = {
     'storage/memory': ['kernels/cuda/outcome.h', 'proto/model'],
     'storage/catalog': ['proto/model'],
     'storage/placement': ['kernels', 'proto/model'],
+    'storage/parity': ['kernels'],
     'storage/log': ['kernels', 'proto/model'],
     'storage/tier': ['kernels', 'proto/model'],
     'storage': ['kernels', 'proto/model', 'ballast/v1'],
@@ -32,7 +33,7 @@ OTHERS = {
 LINES = {
     'storage': [
         ['faults', 'io'],
-        ['memory', 'placement', 'catalog'],
+        ['memory', 'placement', 'catalog', 'parity'],
         ['log', 'tier'],
         ['chunk'],
         ['extents'],

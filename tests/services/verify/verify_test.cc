@@ -362,11 +362,24 @@ TEST_F(VerifyTest, FindsDamagedPayloadsThatAreNeeded) {
   for (const LogReplay::Payload& payload : Payloads().payloads) {
     if (!payload.needed) continue;
     Flip("log-job", payload.place.offset + payload.place.bytes / 2);
+    Flip("log-job", payload.place.parity_offset());
     what = absl::StrCat("the slice of step ", payload.step, " for chunk ", payload.chunk);
   }
   ASSERT_FALSE(what.empty()) << "no payload is needed";
   ExpectFound(Harm::kJobRefused, what);
   ExpectNotRebuilt("which is needed");
+}
+
+TEST_F(VerifyTest, ReportsPayloadsThatTheirParityRebuilds) {
+  Train(20);
+  std::string what;
+  for (const LogReplay::Payload& payload : Payloads().payloads) {
+    if (!payload.needed) continue;
+    Flip("log-job", payload.place.offset + payload.place.bytes / 2);
+    what = absl::StrCat("a block of the slice of step ", payload.step, " for chunk ", payload.chunk);
+  }
+  ASSERT_FALSE(what.empty()) << "no payload is needed";
+  ExpectFound(Harm::kRepaired, what);
 }
 
 TEST_F(VerifyTest, PassesADamagedPayloadThatIsNotNeeded) {

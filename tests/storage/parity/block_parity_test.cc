@@ -1,4 +1,4 @@
-#include "ballast/storage/log/block_parity.h"
+#include "ballast/storage/parity/block_parity.h"
 
 #include <algorithm>
 #include <vector>
