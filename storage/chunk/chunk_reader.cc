@@ -44,10 +44,11 @@ absl::Status CompareDigests(const BlockFile& file, const StoredChunk& chunk, uin
 }
 
 absl::Status ChunkReader::Prepare(DramTier::Limit limit) {
+  if (prepared()) return absl::OkStatus();
   absl::MutexLock lock(&mutex_);
-  if (!staging_.bytes().empty()) return absl::OkStatus();
   BALLAST_ASSIGN_OR_RETURN(staging_,
                            tiers_->dram()->Allocate(kStagingBytes, "the buffer for reads of nvme state", limit));
+  prepared_ = true;
   return absl::OkStatus();
 }
 

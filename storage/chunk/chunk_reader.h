@@ -1,6 +1,7 @@
 // Reads of chunk state from any tier, beside a running step.
 #pragma once
 
+#include <atomic>
 #include <memory>
 
 #include "absl/base/thread_annotations.h"
@@ -32,12 +33,10 @@ class ChunkReader {
 
   explicit ChunkReader(Tiers* tiers) : tiers_(tiers) {}
 
-  // Takes the buffer for NVMe, once. RESOURCE_EXHAUSTED (BUDGET).
+  // Takes the buffer for NVMe, once. RESOURCE_EXHAUSTED (BUDGET). Once prepared, neither call waits for a read: callers
+  // hold locks that other jobs need.
   absl::Status Prepare(DramTier::Limit limit = DramTier::Limit::kBudget);
-  bool prepared() const {
-    absl::MutexLock lock(&mutex_);
-    return !staging_.bytes().empty();
-  }
+  bool prepared() const { return prepared_; }
 
   // Bytes [begin, begin + count) of an array, within UsedBytes.
   absl::Status Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink)
@@ -53,8 +52,9 @@ class ChunkReader {
   absl::Status ReadDevice(const std::byte* from, uint64_t count, Sink sink);
 
   Tiers* const tiers_;
-  mutable absl::Mutex mutex_;
+  absl::Mutex mutex_;  // held while a read waits for the disk
   DramBlock staging_ ABSL_GUARDED_BY(mutex_);
+  std::atomic<bool> prepared_{false};
 };
 
 }  // namespace ballast::storage

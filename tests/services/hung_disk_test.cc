@@ -5,8 +5,10 @@
 #include <atomic>
 #include <deque>
 #include <filesystem>
+#include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -73,6 +75,33 @@ absl::Status Fence(StateServer* server, const std::string& job, uint64_t counter
   return answer.Wait().status();
 }
 
+absl::Status SetDram(StateServer* server, uint64_t bytes) {
+  v1::SetBudgetRequest budget;
+  budget.set_dram_bytes(bytes);
+  Answer<v1::SetBudgetResponse> changed;
+  server->SetBudget(budget, changed.reply());
+  return changed.Wait().status();
+}
+
+v1::DropJobRequest DropOf(TrainerGroup& group) {
+  v1::DropJobRequest drop;
+  drop.set_job(group.spec().name());
+  *drop.mutable_epoch() = group.epoch();
+  return drop;
+}
+
+// Of a chunk's first element.
+v1::PullRequest PullOf(TrainerGroup& group, const model::Chunk& chunk, v1::Content content, int64_t version) {
+  v1::PullRequest pull;
+  pull.set_job(group.spec().name());
+  pull.set_version(version);
+  pull.set_content(content);
+  pull.set_unit(chunk.unit);
+  pull.set_begin(chunk.range.begin);
+  pull.set_end(chunk.range.begin + 1);
+  return pull;
+}
+
 class HungDiskTest : public ::testing::Test {
  protected:
   HungDiskTest() : server_("s", {0, 16 * kMiB, 256 * kMiB}) {
@@ -100,6 +129,21 @@ class HungDiskTest : public ::testing::Test {
     EXPECT_EQ(Fence(server_.get(), group.spec().name(), group.epoch().counter() + 1), absl::OkStatus());
   }
 
+  // From now on no state can be read from the disk.
+  void HoldReadsOfState() {
+    disk_.Hold([](const std::string& path, GatedOperation operation, uint64_t) {
+      return absl::EndsWith(path, "/nvme.tier") && operation == GatedOperation::kRead;
+    });
+  }
+  absl::Status PinForReading(TrainerGroup& group, int64_t version) {
+    v1::PinRequest pin;
+    pin.set_job(group.spec().name());
+    pin.set_version(version);
+    Answer<v1::PinResponse> pinned;
+    server_->Pin(pin, Soon(), pinned.reply());
+    return pinned.Wait().status();
+  }
+
   GatedDisk disk_;
   TestServer server_;
 };
@@ -119,11 +163,7 @@ TEST_F(HungDiskTest, AJobWhoseLogIsBeingWrittenDelaysNoOther) {
   disk_.AwaitWaiting();
   ExpectGoesOn(other);
   // New budgets are planned with what the log takes.
-  v1::SetBudgetRequest budget;
-  budget.set_dram_bytes(24 * kMiB);
-  Answer<v1::SetBudgetResponse> changed;
-  server_->SetBudget(budget, changed.reply());
-  EXPECT_EQ(changed.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(SetDram(server_.get(), 24 * kMiB), absl::OkStatus());
   EXPECT_FALSE(opened.arrived());
   disk_.Release();
   EXPECT_EQ(opened.Wait().status(), absl::OkStatus());
@@ -135,36 +175,29 @@ TEST_F(HungDiskTest, AReadThatHangsHoldsUpNoOtherJob) {
   TrainerGroup other({server_.get()}, Spec("other", v1::DURABILITY_NONE), 1);
   ASSERT_EQ(other.Start(), absl::OkStatus());
   ASSERT_EQ(other.Initialise(Ones), absl::OkStatus());
-  v1::SetBudgetRequest budget;
-  budget.set_dram_bytes(13 * kMiB / 2);
-  Answer<v1::SetBudgetResponse> changed;
-  server_->SetBudget(budget, changed.reply());
-  ASSERT_EQ(changed.Wait().status(), absl::OkStatus());
+  ASSERT_EQ(SetDram(server_.get(), 13 * kMiB / 2), absl::OkStatus());
   TrainerGroup hung({server_.get()}, Spec("hung", v1::DURABILITY_NONE), 1);
   ASSERT_EQ(hung.Start(), absl::OkStatus());
   ASSERT_EQ(hung.Initialise(Ones), absl::OkStatus());
   ASSERT_EQ(Step(hung), absl::OkStatus());
   ASSERT_EQ(NvmeStateBytes(server_.get(), "other"), 0u);
   ASSERT_GT(NvmeStateBytes(server_.get(), "hung"), 0u);
-  disk_.Hold([](const std::string& path, GatedOperation operation, uint64_t) {
-    return absl::EndsWith(path, "/nvme.tier") && operation == GatedOperation::kRead;
-  });
+  ASSERT_EQ(PinForReading(hung, hung.step() - 1), absl::OkStatus());  // the worker is idle
+  HoldReadsOfState();
   // Several, more than there are threads for reads.
   std::deque<std::string> bytes;
   std::vector<Answer<uint32_t>> reads;
   for (int i = 0; i < 4; ++i) {
     for (const model::Chunk& chunk : hung.plan().layout().chunks()) {
-      v1::PullRequest pull;
-      pull.set_job("hung");
-      pull.set_version(hung.step() - 1);
-      pull.set_content(v1::CONTENT_MASTER);
-      pull.set_unit(chunk.unit);
-      pull.set_begin(chunk.range.begin);
-      pull.set_end(chunk.range.begin + 1);
+      const v1::PullRequest pull = PullOf(hung, chunk, v1::CONTENT_MASTER, hung.step() - 1);
       reads.push_back(hung.Pull(server_.get(), pull, absl::InfiniteFuture(), &bytes.emplace_back()));
     }
   }
   disk_.AwaitWaiting();
+  // A plan for more tensors, and new budgets, ask the store whose read hangs. With more memory `other` stays there.
+  const absl::Status planned = DryRun(server_.get(), hung);
+  EXPECT_TRUE(planned.ok() || absl::IsResourceExhausted(planned)) << planned;
+  EXPECT_EQ(SetDram(server_.get(), 24 * kMiB), absl::OkStatus());
   ExpectGoesOn(other);
   disk_.Release();
   for (Answer<uint32_t>& read : reads) EXPECT_EQ(read.Wait().status(), absl::OkStatus());
@@ -176,11 +209,7 @@ class HungUpdateTest : public HungDiskTest, public ::testing::WithParamInterface
 
   // Step 1 is decided, and its update waits for the disk.
   void Hang() {
-    v1::SetBudgetRequest budget;
-    budget.set_dram_bytes(3 * kMiB);
-    Answer<v1::SetBudgetResponse> changed;
-    server_->SetBudget(budget, changed.reply());
-    ASSERT_EQ(changed.Wait().status(), absl::OkStatus());
+    ASSERT_EQ(SetDram(server_.get(), 3 * kMiB), absl::OkStatus());
     ASSERT_EQ(first_.Start(), absl::OkStatus());
     ASSERT_EQ(first_.Initialise(Ones), absl::OkStatus());
     ASSERT_GT(NvmeStateBytes(server_.get(), "job"), 0u);
@@ -244,12 +273,6 @@ class InterruptTest : public HungDiskTest {
   std::string TierPath() const { return server_.directory() + "/nvme.tier"; }
   int writes(const std::string& path) const { return disk_.passed(path, GatedOperation::kWrite); }
   uint64_t NvmeUsed() { return server_->Status().tiers(2).used_bytes(); }
-  static v1::DropJobRequest DropOf(TrainerGroup& group) {
-    v1::DropJobRequest drop;
-    drop.set_job(group.spec().name());
-    *drop.mutable_epoch() = group.epoch();
-    return drop;
-  }
   // Ends the job, or the server, while an operation waits at the gate, and lets the operation go on. `waiting`: the
   // answer to a request that the end refuses before it waits for the job's threads.
   template <typename Response>
@@ -391,11 +414,7 @@ TEST_F(InterruptTest, ARestoreIsReadNoFurther) {
 }
 
 TEST_F(InterruptTest, ReadsThatWaitForAThreadReadNothing) {
-  v1::SetBudgetRequest budget;
-  budget.set_dram_bytes(3 * kMiB);
-  Answer<v1::SetBudgetResponse> changed;
-  server_->SetBudget(budget, changed.reply());
-  ASSERT_EQ(changed.Wait().status(), absl::OkStatus());
+  ASSERT_EQ(SetDram(server_.get(), 3 * kMiB), absl::OkStatus());
   TrainerGroup group({server_.get()}, Spec("job", v1::DURABILITY_STEP), 1);
   ASSERT_EQ(group.Start(), absl::OkStatus());
   ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
