@@ -38,17 +38,18 @@ class ChunkReader {
   absl::Status Prepare(DramTier::Limit limit = DramTier::Limit::kBudget);
   bool prepared() const { return prepared_; }
 
-  // Bytes [begin, begin + count) of an array, within UsedBytes.
+  // Bytes [begin, begin + count) of an array, within UsedBytes. The chunk's lock is not held during a read from disk.
   absl::Status Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink)
-      ABSL_SHARED_LOCKS_REQUIRED(chunk.mutex);
+      ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
   absl::Status ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
-                        uint64_t count, Sink sink);
+                        uint64_t count, Sink sink) ABSL_SHARED_LOCKS_REQUIRED(chunk.reading);
   // Copies the chunk's arrays from device memory to disk.
   absl::StatusOr<ArrayDigests> Spill(const StoredChunk& chunk, const NvmeExtent& to);
 
  private:
-  absl::Status ReadExtent(const StoredChunk& chunk, const NvmeExtent& extent, const ArrayDigests& digests,
-                          StateArray array, uint64_t begin, uint64_t count, Sink sink);
+  // `state_at`: the state's offset in the file.
+  absl::Status ReadExtent(const StoredChunk& chunk, uint64_t state_at, const ArrayDigests& digests, StateArray array,
+                          uint64_t begin, uint64_t count, Sink sink);
   absl::Status ReadDevice(const std::byte* from, uint64_t count, Sink sink);
 
   Tiers* const tiers_;

@@ -84,6 +84,7 @@ absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, St
 
   std::byte* const old = chunk.state;
   {
+    absl::MutexLock reading(&chunk.reading);
     absl::MutexLock lock(&chunk.mutex);
     chunk.placement.state = move.to;
     chunk.state = move.to == TierKind::kHbm ? memory.hbm.data() : memory.dram.bytes().data();

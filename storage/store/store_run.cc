@@ -246,6 +246,7 @@ absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& c
     Pass("extent/taken");
   }
   {
+    absl::MutexLock reading(&chunk.reading);
     absl::MutexLock lock(&chunk.mutex);
     const ArrayDigests expected = chunk.digests;
     const uint64_t read_from = chunk.extent.offset();

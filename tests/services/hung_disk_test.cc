@@ -12,6 +12,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
@@ -200,6 +201,44 @@ TEST_F(HungDiskTest, AReadThatHangsHoldsUpNoOtherJob) {
   EXPECT_EQ(SetDram(server_.get(), 24 * kMiB), absl::OkStatus());
   ExpectGoesOn(other);
   disk_.Release();
+  for (Answer<uint32_t>& read : reads) EXPECT_EQ(read.Wait().status(), absl::OkStatus());
+}
+
+// The worker waits for the read, with what it does next to the chunk; parameters lie in memory.
+TEST_F(HungDiskTest, AReadThatHoldsUpAnUnpinHoldsUpNoPullOfParameters) {
+  ASSERT_EQ(SetDram(server_.get(), 3 * kMiB), absl::OkStatus());
+  TrainerGroup group({server_.get()}, Spec("job", v1::DURABILITY_NONE), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  ASSERT_EQ(group.Read(0, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+  ASSERT_EQ(PinForReading(group, 0), absl::OkStatus());
+  HoldReadsOfState();
+  std::deque<std::string> bytes;
+  std::vector<Answer<uint32_t>> reads;
+  for (const model::Chunk& chunk : group.plan().layout().chunks()) {
+    reads.push_back(group.Pull(server_.get(), PullOf(group, chunk, v1::CONTENT_MASTER, 0), absl::InfiniteFuture(),
+                               &bytes.emplace_back()));
+  }
+  disk_.AwaitWaiting();
+  v1::UnpinRequest unpin;
+  unpin.set_job("job");
+  Answer<v1::UnpinResponse> unpinned;
+  server_->Unpin(unpin, unpinned.reply());
+  ASSERT_EQ(unpinned.Wait().status(), absl::OkStatus());
+  // Many times: the worker comes to the chunk some time after the answer.
+  absl::Notification pulled;
+  std::thread puller([&] {
+    for (int i = 0; i < 100; ++i) {
+      for (uint32_t t = 0; t < Tensors(); ++t) {
+        EXPECT_EQ(group.Read(t, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+      }
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+    pulled.Notify();
+  });
+  EXPECT_TRUE(pulled.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  disk_.Release();
+  puller.join();
   for (Answer<uint32_t>& read : reads) EXPECT_EQ(read.Wait().status(), absl::OkStatus());
 }
 
