@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <filesystem>
@@ -12,6 +13,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
@@ -240,6 +242,49 @@ TEST_F(HungDiskTest, AReadThatHoldsUpAnUnpinHoldsUpNoPullOfParameters) {
   disk_.Release();
   puller.join();
   for (Answer<uint32_t>& read : reads) EXPECT_EQ(read.Wait().status(), absl::OkStatus());
+}
+
+// The next update begins while parameters are copied, so the pull needs the pinned state, which is on the disk.
+TEST_F(HungDiskTest, APullThatMustGoToItsPinGivesItsThreadBack) {
+  ASSERT_EQ(SetDram(server_.get(), 3 * kMiB), absl::OkStatus());
+  TrainerGroup group({server_.get()}, Spec("job", v1::DURABILITY_NONE), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  ASSERT_EQ(group.Read(0, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+  ASSERT_EQ(PinForReading(group, 0), absl::OkStatus());
+  const std::vector<model::Chunk>& chunks = group.plan().layout().chunks();
+  absl::BlockingCounter found(static_cast<int>(chunks.size()));
+  absl::Notification updating, returned;
+  std::atomic<size_t> left{chunks.size()};
+  std::vector<std::string> bytes(chunks.size(), std::string(2, 0));  // of a bf16
+  std::vector<Answer<uint32_t>> answers(chunks.size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    threads.emplace_back([&, i] {
+      const auto allocate = [&](uint64_t, const AnswerRoom::Lease&) {
+        found.DecrementCount();
+        updating.WaitForNotification();
+        return absl::MakeSpan(reinterpret_cast<std::byte*>(bytes[i].data()), bytes[i].size());
+      };
+      server_->Pull(PullOf(group, chunks[i], v1::CONTENT_WORKING, 0), absl::InfiniteFuture(), allocate,
+                    answers[i].reply());
+      if (--left == 0) returned.Notify();
+    });
+  }
+  found.Wait();
+  ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), Ones), absl::OkStatus());
+  HoldReadsOfState();
+  ASSERT_TRUE(group.Finish(UpdateHeader(Tensors())).ok());
+  disk_.AwaitWaiting();  // the update
+  updating.Notify();
+  EXPECT_TRUE(returned.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_TRUE(std::any_of(answers.begin(), answers.end(), [](const auto& answer) { return !answer.arrived(); }));
+  disk_.Release();
+  for (std::thread& thread : threads) thread.join();
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    EXPECT_EQ(answers[i].Wait().status(), absl::OkStatus());
+    EXPECT_EQ(bytes[i], std::string("\x80\x3f")) << "1 as bf16, which is version 0";
+  }
 }
 
 class HungUpdateTest : public HungDiskTest, public ::testing::WithParamInterface<v1::Durability> {
