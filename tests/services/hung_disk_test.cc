@@ -18,6 +18,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
+#include "ballast/services/foundation/counters.h"
 #include "ballast/tests/services/gated_disk.h"
 #include "ballast/tests/services/trainer_group.h"
 
@@ -345,6 +346,32 @@ TEST_P(HungUpdateTest, APinThatWaitsIsRefusedWhenItIsUnpinned) {
   server_->Pin(pin, absl::InfiniteFuture(), again.reply());
   disk_.Release();
   EXPECT_EQ(again.Wait().status(), absl::OkStatus()) << "another request pins it";
+}
+
+TEST_P(HungUpdateTest, ADropThatWaitsHoldsUpNoOtherCall) {
+  TrainerGroup other({server_.get()}, MakeSpec("other", {{"small", "u", 256, 0}}), 1);
+  ASSERT_EQ(other.Start(), absl::OkStatus());
+  ASSERT_NO_FATAL_FAILURE(Hang());
+  const auto caller = std::make_shared<Caller>();
+  Answer<v1::DropJobResponse> waits, dropped, again;
+  server_->DropJob(DropOf(first_), waits.reply(), {absl::InfiniteFuture(), caller});
+  server_->DropJob(DropOf(other), dropped.reply());
+  EXPECT_EQ(dropped.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(SetDram(server_.get(), 3 * kMiB), absl::OkStatus());
+  EXPECT_FALSE(waits.arrived());
+  EXPECT_EQ(server_->counters().waiting_requests, 1u);
+  caller->Leave();
+  EXPECT_EQ(waits.Wait().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(server_->counters().waiting_requests, 0u);
+  server_->DropJob(DropOf(first_), again.reply());
+  EXPECT_EQ(model::ReasonOf(again.Wait().status()), model::kBusy) << "the drop goes on";
+  disk_.Release();
+  absl::Status fenced;
+  do {
+    absl::SleepFor(absl::Milliseconds(1));
+    fenced = Fence(server_.get(), "job", 1);
+  } while (model::ReasonOf(fenced) == model::kBusy);
+  EXPECT_EQ(fenced, absl::OkStatus()) << "the name is free";
 }
 
 // Work that takes minutes on a large job ends at its next piece once the job is stopped or dropped, whose waiting
