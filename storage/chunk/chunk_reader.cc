@@ -125,7 +125,7 @@ absl::Status ChunkReader::ReadDevice(const std::byte* from, uint64_t count, Sink
   return absl::OkStatus();
 }
 
-absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, const NvmeExtent& to) {
+absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, uint64_t state_at) {
   absl::MutexLock lock(&mutex_);
   ArrayDigests digests = {};
   for (int i = 0; i < chunk.layout.array_count(); ++i) {
@@ -137,7 +137,7 @@ absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, const 
       const absl::Span<std::byte> piece = staging_.bytes().subspan(0, std::min(kStagingBytes, bytes - at));
       BALLAST_RETURN_IF_ERROR(tiers_->hbm()->CopyOut(chunk.state + begin + at, piece));
       digest = kernels::Crc32c(piece, digest);
-      BALLAST_RETURN_IF_ERROR(tiers_->nvme()->file().Write(to.offset() + begin + at, piece));
+      BALLAST_RETURN_IF_ERROR(tiers_->nvme()->file().Write(state_at + begin + at, piece));
     }
   }
   tiers_->CountTraffic(TierKind::kHbm, chunk.state_bytes(), 0);

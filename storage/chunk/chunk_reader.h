@@ -43,8 +43,8 @@ class ChunkReader {
       ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
   absl::Status ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
                         uint64_t count, Sink sink) ABSL_SHARED_LOCKS_REQUIRED(chunk.reading);
-  // Copies the chunk's arrays from device memory to disk.
-  absl::StatusOr<ArrayDigests> Spill(const StoredChunk& chunk, const NvmeExtent& to);
+  // Copies the chunk's arrays from device memory to `state_at` on the disk.
+  absl::StatusOr<ArrayDigests> Spill(const StoredChunk& chunk, uint64_t state_at);
 
  private:
   // `state_at`: the state's offset in the file.

@@ -21,6 +21,7 @@
 #include "ballast/services/foundation/counters.h"
 #include "ballast/tests/services/gated_disk.h"
 #include "ballast/tests/services/trainer_group.h"
+#include "ballast/tests/storage/tier/test_hbm.h"
 
 namespace ballast::services {
 namespace {
@@ -286,6 +287,48 @@ TEST_F(HungDiskTest, APullThatMustGoToItsPinGivesItsThreadBack) {
     EXPECT_EQ(answers[i].Wait().status(), absl::OkStatus());
     EXPECT_EQ(bytes[i], std::string("\x80\x3f")) << "1 as bf16, which is version 0";
   }
+}
+
+// With HBM that the host plays.
+class GatedDiskAndHbm : public GatedDisk {
+ public:
+  storage::HbmOpener hbm() override { return storage::TestHbm(); }
+};
+
+// The disk hangs while state on the device is written to it; parameters lie in memory.
+TEST(HungHbmTest, AFlushHoldsUpNoPullOfParameters) {
+  GatedDiskAndHbm disk;
+  TestServer server("s", {0, 16 * kMiB, 256 * kMiB});
+  server.options().foundation = &disk;
+  server.options().budget.hbm = storage::kHbmScratchBytes + 4 * kMiB;
+  server.Restart();
+  TrainerGroup group({server.get()}, Spec("job", v1::DURABILITY_STEP), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  ASSERT_EQ(group.Read(0, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+  ASSERT_GT(server->Status().tiers(0).state_bytes(), 0u);
+  disk.Hold([](const std::string& path, GatedOperation operation, uint64_t) {
+    return absl::EndsWith(path, "/nvme.tier") && operation == GatedOperation::kWrite;
+  });
+  v1::PinRequest pin;
+  pin.set_job("job");
+  pin.set_durable(true);
+  *pin.mutable_epoch() = group.epoch();
+  Answer<v1::PinResponse> pinned;
+  server->Pin(pin, absl::InfiniteFuture(), pinned.reply());
+  disk.AwaitWaiting();
+  absl::Notification pulled;
+  std::thread puller([&] {
+    for (uint32_t t = 0; t < Tensors(); ++t) {
+      EXPECT_EQ(group.Read(t, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+    }
+    pulled.Notify();
+  });
+  EXPECT_TRUE(pulled.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_FALSE(pinned.arrived());
+  disk.Release();
+  puller.join();
+  EXPECT_EQ(pinned.Wait().status(), absl::OkStatus());
 }
 
 class HungUpdateTest : public HungDiskTest, public ::testing::WithParamInterface<v1::Durability> {
