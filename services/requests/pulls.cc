@@ -146,19 +146,23 @@ bool Pulls::Try(const RequestPtr& pull, Replies* replies) {
     replies->push_back([this, job = core_->owner.lock(), pull, copy = *copy] { Read(pull, copy); });
     return true;
   }
-  // A read that is queued counts as a request that waits, so the queue is bounded.
-  absl::StatusOr<std::shared_ptr<void>> place = core_->waiting.Hold(sizeof(Plan));
-  if (!place.ok()) {
-    replies->push_back([reply = pull->reply, status = place.status()] { reply(status); });
-    return true;
+  if (const absl::Status posted = PostRead(pull, *copy); !posted.ok()) {
+    replies->push_back([reply = pull->reply, posted] { reply(posted); });
   }
-  reads_->Post([this, pull, copy = *copy, place = *std::move(place)]() mutable {
+  return true;
+}
+
+absl::Status Pulls::PostRead(const RequestPtr& pull, Copy copy) {
+  BALLAST_RETURN_IF_ERROR(core_->Refusal());  // the threads may have ended
+  // A read that is queued counts as a request that waits, so the queue is bounded.
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<void> place, core_->waiting.Hold(sizeof(Plan)));
+  reads_->Post([this, pull, copy, place = std::move(place)]() mutable {
     place = nullptr;
     // The end of the job does not wait for every read that is queued.
     if (const absl::Status status = core_->Interrupted(); !status.ok()) return pull->reply(status);
     Read(pull, copy);
   });
-  return true;
+  return absl::OkStatus();
 }
 
 void Pulls::AwaitRoom(const RequestPtr& pull) {
@@ -192,25 +196,20 @@ void Pulls::AwaitRoom(const RequestPtr& pull) {
 }
 
 void Pulls::Read(const RequestPtr& pull, Copy copy) {
-  const absl::Span<std::byte> to = pull->allocate(pull->plan.bytes(), std::move(pull->room));
-  pull->reply(ReadInto(pull->plan, copy, to));
-}
-
-absl::StatusOr<uint32_t> Pulls::ReadInto(const Plan& plan, Copy copy, absl::Span<std::byte> to) {
-  absl::Status status = plan.Read(copy == Copy::kPinned, to);
+  const Plan& plan = pull->plan;
+  if (pull->to.empty()) pull->to = pull->allocate(plan.bytes(), std::move(pull->room));
+  absl::Status status = plan.Read(copy == Copy::kPinned, pull->to);
   if (copy == Copy::kCurrent && status.ok()) {
     // The next update may have begun during the read: the bytes count only if it had not.
-    absl::StatusOr<Copy> now = Copy::kCurrent;
-    {
-      JobMutexLock lock(&core_->mu);
-      now = Locate(*plan.chunk, plan.version);
-    }
-    status = now.status();
-    if (now.ok() && *now == Copy::kPinned) status = plan.Read(true, to);
+    JobMutexLock lock(&core_->mu);
+    const absl::StatusOr<Copy> now = Locate(*plan.chunk, plan.version);
+    const bool pinned = now.ok() && *now == Copy::kPinned;
+    status = pinned ? PostRead(pull, Copy::kPinned) : now.status();
+    if (pinned && status.ok()) return;
   }
-  BALLAST_RETURN_IF_ERROR(status);
-  core_->around.counters->sent_bytes.fetch_add(to.size(), std::memory_order_relaxed);
-  return kernels::Crc32c(to);
+  if (!status.ok()) return pull->reply(status);
+  core_->around.counters->sent_bytes.fetch_add(pull->to.size(), std::memory_order_relaxed);
+  pull->reply(kernels::Crc32c(pull->to));
 }
 
 }  // namespace ballast::services

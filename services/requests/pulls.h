@@ -51,6 +51,7 @@ class Pulls {
     Reply<uint32_t> reply;
     AnswerRoom::Ticket ticket;  // while the pull waits for room
     AnswerRoom::Lease room;
+    absl::Span<std::byte> to;  // the answer's bytes, once `allocate` was called
   };
   using RequestPtr = std::shared_ptr<Request>;
   enum class Copy { kCurrent, kPinned, kNotYet };
@@ -64,10 +65,10 @@ class Pulls {
   // Evaluates the pull: false if the version is not there yet.
   bool Try(const RequestPtr& pull, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void AwaitRoom(const RequestPtr& pull) ABSL_LOCKS_EXCLUDED(job_lock);
+  // Reads and replies; a pinned copy that it then turns out to need is read on the job's own threads.
   void Read(const RequestPtr& pull, Copy copy) ABSL_LOCKS_EXCLUDED(job_lock);
-  // As Read; without the reply.
-  absl::StatusOr<uint32_t> ReadInto(const Plan& plan, Copy copy, absl::Span<std::byte> to)
-      ABSL_LOCKS_EXCLUDED(job_lock);
+  // Reads and replies on the job's own threads. On an error there will be no reply.
+  absl::Status PostRead(const RequestPtr& pull, Copy copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   JobCore* const core_;
   ReadPins* const pins_;

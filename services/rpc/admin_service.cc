@@ -1,7 +1,7 @@
 #include "ballast/services/rpc/admin_service.h"
 
+#include "ballast/services/rpc/call_reactor.h"
 #include "ballast/services/rpc/known_fields.h"
-#include "ballast/services/rpc/status_codec.h"
 
 namespace ballast::services {
 
@@ -18,20 +18,16 @@ grpc::ServerUnaryReactor* AdminServiceImpl::GetServerStatus(grpc::CallbackServer
 
 grpc::ServerUnaryReactor* AdminServiceImpl::DropJob(grpc::CallbackServerContext* context,
                                                     const v1::DropJobRequest* request, v1::DropJobResponse* response) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->DropJob(KnownFields(request),
-                  [reactor](absl::StatusOr<v1::DropJobResponse> answer) { reactor->Finish(ToGrpc(answer.status())); });
+  auto* reactor = new CallReactor;
+  state_->DropJob(KnownFields(request), FinishWith(reactor, response), {DeadlineOf(*context), reactor->caller()});
   return reactor;
 }
 
 grpc::ServerUnaryReactor* AdminServiceImpl::SetBudget(grpc::CallbackServerContext* context,
                                                       const v1::SetBudgetRequest* request,
                                                       v1::SetBudgetResponse* response) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->SetBudget(KnownFields(request), [reactor, response](absl::StatusOr<v1::SetBudgetResponse> answer) {
-    if (answer.ok()) *response = std::move(*answer);
-    reactor->Finish(ToGrpc(answer.status()));
-  });
+  auto* reactor = new CallReactor;
+  state_->SetBudget(KnownFields(request), FinishWith(reactor, response), {DeadlineOf(*context), reactor->caller()});
   return reactor;
 }
 

@@ -3,13 +3,12 @@
 #include <google/protobuf/io/coded_stream.h>
 #include <grpcpp/impl/codegen/proto_utils.h>
 
-#include <algorithm>
 #include <array>
-#include <chrono>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/rpc/call_reactor.h"
 #include "ballast/services/rpc/known_fields.h"
 #include "ballast/services/rpc/status_codec.h"
 
@@ -18,39 +17,6 @@ namespace {
 
 // A job's name and a few numbers. Thousands of pulls wait at a time, and gRPC keeps the bytes of each meanwhile.
 constexpr size_t kPullBytesMax = 4096;
-
-// A little before the client's own deadline: otherwise the client's gRPC ends the call first, and the client never
-// hears what the server was waiting for.
-absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
-  const std::chrono::system_clock::time_point point = context.deadline();
-  if (point == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
-  const absl::Time deadline = absl::FromChrono(point);
-  const absl::Duration left = std::max(deadline - absl::Now(), absl::ZeroDuration());
-  return deadline - std::min(left / 10, absl::Milliseconds(200));
-}
-
-// A call's reactor. DefaultReactor tells neither that the client is gone, nor the end of the call, until which an
-// answer takes up room.
-class CallReactor final : public grpc::ServerUnaryReactor {
- public:
-  const std::shared_ptr<Caller>& caller() const { return caller_; }
-  void Hold(AnswerRoom::Lease room) { room_ = std::move(room); }
-  void OnCancel() override { caller_->Leave(); }
-  void OnDone() override { delete this; }
-
- private:
-  const std::shared_ptr<Caller> caller_ = std::make_shared<Caller>();
-  AnswerRoom::Lease room_;
-};
-
-// Fills `response` and finishes. Both stay valid until the reactor is done, also when the client went away.
-template <typename Response>
-Reply<Response> FinishWith(grpc::ServerUnaryReactor* reactor, Response* response) {
-  return [reactor, response](absl::StatusOr<Response> answer) {
-    if (answer.ok()) *response = std::move(*answer);
-    reactor->Finish(ToGrpc(answer.status()));
-  };
-}
 
 // Memory for an answer, out of the slabs if they have room.
 grpc::Slice AnswerSlice(const std::shared_ptr<storage::Slabs>& answers, uint64_t bytes) {

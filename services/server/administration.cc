@@ -14,31 +14,33 @@ constexpr char kVersion[] = "0.1.0";
 
 }  // namespace
 
-void StateServer::DropJob(const v1::DropJobRequest& request, Reply<v1::DropJobResponse> reply) {
-  reply = impl_->Counted(Call::kDropJob, std::move(reply));
-  impl_->dropping->Post([impl = impl_.get(), request, reply = std::move(reply)] { impl->Drop(request, reply); });
+void StateServer::DropJob(const v1::DropJobRequest& request, Reply<v1::DropJobResponse> reply, const CallLimit& limit) {
+  impl_->drops.Begin<v1::DropJobResponse>(
+      request.ByteSizeLong(), limit, "the end of what the job's threads do; the drop goes on",
+      [impl = impl_.get(), request] { return impl->Drop(request); }, impl_->Counted(Call::kDropJob, std::move(reply)));
 }
 
-void StateServer::SetBudget(const v1::SetBudgetRequest& request, Reply<v1::SetBudgetResponse> reply) {
-  reply = impl_->Counted(Call::kSetBudget, std::move(reply));
-  // Behind drops: no job goes away meanwhile.
-  impl_->dropping->Post([impl = impl_.get(), request, reply = std::move(reply)] {
+void StateServer::SetBudget(const v1::SetBudgetRequest& request, Reply<v1::SetBudgetResponse> reply,
+                            const CallLimit& limit) {
+  impl_->budget_changes.Begin<v1::SetBudgetResponse>(
+      request.ByteSizeLong(), limit, "the end of a chunk's move between tiers, or of an Open that takes space",
+      [impl = impl_.get(), request] { return impl->SetBudget(request); },
+      impl_->Counted(Call::kSetBudget, std::move(reply)));
+}
+
+absl::StatusOr<v1::SetBudgetResponse> StateServer::Impl::SetBudget(const v1::SetBudgetRequest& request) {
+  const auto jobs_by_name = [this] {
     std::map<std::string, std::shared_ptr<Job>> by_name;  // in an order independent of hashes
-    {
-      absl::MutexLock lock(&impl->mu);
-      for (const auto& [name, entry] : impl->jobs) {
-        if (entry.job != nullptr) by_name[name] = entry.job;
-      }
+    absl::MutexLock lock(&mu);
+    for (const auto& [name, entry] : jobs) {
+      if (entry.job != nullptr) by_name[name] = entry.job;
     }
-    std::vector<std::shared_ptr<Job>> jobs;
-    for (const auto& [name, job] : by_name) jobs.push_back(job);
-    absl::StatusOr<v1::SetBudgetResponse> response =
-        ChangeBudgets(request, jobs, impl->tiers.get(), &impl->moving, &impl->planning);
-    if (response.ok()) {
-      for (auto& tier : impl->TierStatuses({})) *response->add_tiers() = std::move(tier);
-    }
-    reply(std::move(response));
-  });
+    return by_name;
+  };
+  BALLAST_ASSIGN_OR_RETURN(v1::SetBudgetResponse response,
+                           ChangeBudgets(request, jobs_by_name, tiers.get(), &moving, &planning));
+  for (auto& tier : TierStatuses({})) *response.add_tiers() = std::move(tier);
+  return response;
 }
 
 absl::StatusOr<StateServer::Impl::Entry> StateServer::Impl::TakeForDrop(const v1::DropJobRequest& request) {
@@ -94,16 +96,14 @@ void StateServer::Impl::KeepForDrop(const std::string& name, const Entry& entry,
   *kept.lost->mutable_promised() = promised;
 }
 
-void StateServer::Impl::Drop(const v1::DropJobRequest& request, const Reply<v1::DropJobResponse>& reply) {
-  absl::StatusOr<Entry> entry = TakeForDrop(request);
-  if (!entry.ok()) return reply(entry.status());
-  if (entry->job != nullptr) {
-    entry->job->Stop(model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
-                                  absl::StrCat("job '", request.job(), "' was dropped from server '", server_id, "'")));
+absl::StatusOr<v1::DropJobResponse> StateServer::Impl::Drop(const v1::DropJobRequest& request) {
+  BALLAST_ASSIGN_OR_RETURN(Entry entry, TakeForDrop(request));
+  if (entry.job != nullptr) {
+    entry.job->Stop(model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
+                                 absl::StrCat("job '", request.job(), "' was dropped from server '", server_id, "'")));
   }
-  const absl::Status erased = Erase(request.job(), *std::move(entry));
-  if (!erased.ok()) return reply(erased);
-  reply(v1::DropJobResponse());
+  BALLAST_RETURN_IF_ERROR(Erase(request.job(), std::move(entry)));
+  return v1::DropJobResponse();
 }
 
 absl::Status StateServer::Impl::Erase(const std::string& name, Entry entry) {

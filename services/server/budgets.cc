@@ -12,9 +12,10 @@
 
 namespace ballast::services {
 
-absl::StatusOr<v1::SetBudgetResponse> ChangeBudgets(const v1::SetBudgetRequest& request,
-                                                    absl::Span<const std::shared_ptr<Job>> jobs, storage::Tiers* tiers,
-                                                    absl::Mutex* moving, absl::Mutex* planning) {
+absl::StatusOr<v1::SetBudgetResponse> ChangeBudgets(
+    const v1::SetBudgetRequest& request, absl::FunctionRef<std::map<std::string, std::shared_ptr<Job>>()> jobs,
+    storage::Tiers* tiers, absl::Mutex* moving, absl::Mutex* planning) {
+  std::map<std::string, std::shared_ptr<Job>> by_name;  // ends after the locks: a dropped job may end with it
   absl::MutexLock moves(moving);
   absl::MutexLock lock(planning);
   storage::TierBytes budget = tiers->budget();
@@ -23,7 +24,8 @@ absl::StatusOr<v1::SetBudgetResponse> ChangeBudgets(const v1::SetBudgetRequest& 
   if (request.has_nvme_bytes()) budget.nvme = request.nvme_bytes();
   std::vector<std::shared_ptr<Job>> movable;
   std::vector<storage::JobHolding> holdings;
-  for (const std::shared_ptr<Job>& job : jobs) {
+  by_name = jobs();
+  for (const auto& [name, job] : by_name) {
     std::optional<storage::JobHolding> holding = job->Holding();
     if (!holding.has_value()) continue;
     movable.push_back(job);

@@ -1,12 +1,13 @@
 // New budgets for a running server: first every job's moves are planned, then all budgets change or none does.
 #pragma once
 
+#include <map>
 #include <memory>
-#include <vector>
+#include <string>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/types/span.h"
 #include "ballast/services/requests/job.h"
 #include "ballast/storage/tier/tiers.h"
 #include "ballast/v1/admin_service.pb.h"
@@ -16,9 +17,10 @@ namespace ballast::services {
 // On return the tiers have the new budgets; the jobs' chunks follow between steps. RESOURCE_EXHAUSTED (BUDGET), with
 // numbers, if a budget is below what cannot move; otherwise the errors of Tiers::SetBudget. On an error nothing has
 // changed.
+// `jobs`: called under both locks, since a job that is dropped meanwhile must not be kept until they are free.
 // Threads: any; blocks on `moving` until no chunk moves, and on `planning`, which an Open may hold while taking space.
-absl::StatusOr<v1::SetBudgetResponse> ChangeBudgets(const v1::SetBudgetRequest& request,
-                                                    absl::Span<const std::shared_ptr<Job>> jobs, storage::Tiers* tiers,
-                                                    absl::Mutex* moving, absl::Mutex* planning);
+absl::StatusOr<v1::SetBudgetResponse> ChangeBudgets(
+    const v1::SetBudgetRequest& request, absl::FunctionRef<std::map<std::string, std::shared_ptr<Job>>()> jobs,
+    storage::Tiers* tiers, absl::Mutex* moving, absl::Mutex* planning);
 
 }  // namespace ballast::services

@@ -17,6 +17,7 @@
 #include "ballast/services/foundation/counters.h"
 #include "ballast/services/foundation/foundation.h"
 #include "ballast/services/requests/job.h"
+#include "ballast/services/server/operator_calls.h"
 #include "ballast/services/server/state_server.h"
 #include "ballast/storage/catalog/catalog.h"
 
@@ -32,8 +33,15 @@ struct StateServer::Impl {
         answer_room(options.answer_bytes_max),
         compute(std::max(1, options.compute_threads)),
         answers(foundation->MakeExecutor(std::max(1, options.read_threads))),
-        dropping(foundation->MakeExecutor(1)),
-        forgetting(foundation->MakeExecutor(1)) {}
+        forgetting(foundation->MakeExecutor(1)),
+        drops(foundation->MakeExecutor(kOperatorCallsMax), kOperatorCallsMax, answers.get(), &deadlines,
+              {&waiting_requests, &waiting_request_bytes}),
+        budget_changes(foundation->MakeExecutor(1), kOperatorCallsMax, answers.get(), &deadlines,
+                       {&waiting_requests, &waiting_request_bytes}) {}
+
+  // The bound on drops, and on new budgets. A drop has a thread for as long as its job's disk hangs: 16 threads are
+  // more than an operator drops jobs at once, and few beside those of 256 jobs.
+  static constexpr int kOperatorCallsMax = 16;
 
   // A name's job, or the record of a job that a restart did not bring back: its state is lost, or the job lacked
   // something that a later start may find. GetJob describes a job with lost state; otherwise it replies `cause`.
@@ -87,7 +95,8 @@ struct StateServer::Impl {
   }
   // Checks the request and takes its job out of `jobs`.
   absl::StatusOr<Entry> TakeForDrop(const v1::DropJobRequest& request);
-  void Drop(const v1::DropJobRequest& request, const Reply<v1::DropJobResponse>& reply);
+  absl::StatusOr<v1::DropJobResponse> Drop(const v1::DropJobRequest& request);
+  absl::StatusOr<v1::SetBudgetResponse> SetBudget(const v1::SetBudgetRequest& request);
   // Erases what a job that was stopped and taken out of `jobs` has on the disk and in memory.
   absl::Status Erase(const std::string& name, Entry entry);
   std::vector<v1::TierStatus> TierStatuses(const std::vector<v1::JobStatus>& jobs) const;
@@ -118,9 +127,10 @@ struct StateServer::Impl {
   absl::Mutex planning, moving;  // as JobSurroundings says
   kernels::ThreadPool compute;
   const std::unique_ptr<Executor> answers;     // to requests that have waited
-  const std::unique_ptr<Executor> dropping;    // a drop waits for the running update, new budgets for an Open
   const std::unique_ptr<Executor> forgetting;  // of jobs that nothing runs for
   Deadlines deadlines;
+  OperatorCalls drops;           // each waits for the running update of its job
+  OperatorCalls budget_changes;  // in turn; each waits for a chunk that moves
 
   mutable absl::Mutex mu;
   bool stopped ABSL_GUARDED_BY(mu) = false;

@@ -19,7 +19,8 @@ StateServer::StateServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 StateServer::~StateServer() {
   Stop();
-  impl_->dropping->Join();
+  impl_->drops.Join();
+  impl_->budget_changes.Join();
   impl_->answers->Join();
   impl_->forgetting->Join();
 }
@@ -34,11 +35,12 @@ void StateServer::Stop() {
     }
     if (impl_->planner != nullptr) jobs.push_back(impl_->planner);
   }
-  for (const auto& job : jobs) {
-    job->Stop(model::Error(
-        absl::StatusCode::kUnavailable, model::kServerDown,
-        absl::StrCat("server '", impl_->server_id, "' is stopping; send the request again once it is back")));
-  }
+  const absl::Status stopping =
+      model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                   absl::StrCat("server '", impl_->server_id, "' is stopping; send the request again once it is back"));
+  impl_->drops.Stop(stopping);
+  impl_->budget_changes.Stop(stopping);
+  for (const auto& job : jobs) job->Stop(stopping);
 }
 
 std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {

@@ -107,10 +107,11 @@ class StateServer {
   v1::GetServerStatusResponse Status() const;
   // Status() as an operator's call, which is counted.
   void GetServerStatus(Reply<v1::GetServerStatusResponse>);
-  void DropJob(const v1::DropJobRequest&, Reply<v1::DropJobResponse>);
+  void DropJob(const v1::DropJobRequest&, Reply<v1::DropJobResponse>, const CallLimit& limit = absl::InfiniteFuture());
   // Sets budgets until the server ends; chunks of its jobs follow between steps. RESOURCE_EXHAUSTED (BUDGET), with
-  // numbers, if a budget is below what cannot move: nothing has changed then.
-  void SetBudget(const v1::SetBudgetRequest&, Reply<v1::SetBudgetResponse>);
+  // numbers, if a budget is below what cannot move, as is what a drop under way still holds: nothing has changed then.
+  void SetBudget(const v1::SetBudgetRequest&, Reply<v1::SetBudgetResponse>,
+                 const CallLimit& limit = absl::InfiniteFuture());
 
   const std::string& server_id() const;
   const ServerCounters& counters() const;

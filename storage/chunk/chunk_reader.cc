@@ -44,34 +44,36 @@ absl::Status CompareDigests(const BlockFile& file, const StoredChunk& chunk, uin
 }
 
 absl::Status ChunkReader::Prepare(DramTier::Limit limit) {
+  if (prepared()) return absl::OkStatus();
   absl::MutexLock lock(&mutex_);
-  if (!staging_.bytes().empty()) return absl::OkStatus();
   BALLAST_ASSIGN_OR_RETURN(staging_,
                            tiers_->dram()->Allocate(kStagingBytes, "the buffer for reads of nvme state", limit));
+  prepared_ = true;
   return absl::OkStatus();
 }
 
 absl::Status ChunkReader::Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink) {
-  if (chunk.updated_in == 0) {
-    ReadZeros(count, sink);
-    return absl::OkStatus();
-  }
-  switch (chunk.placement.state) {
-    case TierKind::kHbm:
+  uint64_t state_at = 0;
+  ArrayDigests digests = {};
+  {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    if (chunk.updated_in == 0) {
+      ReadZeros(count, sink);
+      return absl::OkStatus();
+    }
+    if (chunk.placement.state == TierKind::kHbm) {
       return ReadDevice(chunk.View(chunk.state).array(array) + begin, count, sink);
-    case TierKind::kDram:
-      sink(0, {chunk.View(chunk.state).array(array) + begin, count});
+    }
+    std::byte* const memory = chunk.placement.state == TierKind::kDram ? chunk.state : chunk.staged;
+    if (memory != nullptr) {
+      sink(0, {chunk.View(memory).array(array) + begin, count});
       tiers_->CountTraffic(TierKind::kDram, count, 0);
       return absl::OkStatus();
-    case TierKind::kNvme:
-      break;
+    }
+    state_at = chunk.extent.offset();
+    digests = chunk.digests;
   }
-  if (chunk.staged != nullptr) {
-    sink(0, {chunk.View(chunk.staged).array(array) + begin, count});
-    tiers_->CountTraffic(TierKind::kDram, count, 0);
-    return absl::OkStatus();
-  }
-  return ReadExtent(chunk, chunk.extent, chunk.digests, array, begin, count, sink);
+  return ReadExtent(chunk, state_at, digests, array, begin, count, sink);
 }
 
 absl::Status ChunkReader::ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
@@ -81,18 +83,18 @@ absl::Status ChunkReader::ReadCopy(const StoredChunk& chunk, const PinnedCopy& c
     return absl::OkStatus();
   }
   if (copy.extent.bytes() > 0) {
-    return ReadExtent(chunk, copy.extent, copy.digests, array, begin, count, sink);
+    return ReadExtent(chunk, copy.extent.offset(), copy.digests, array, begin, count, sink);
   }
   sink(0, {chunk.View(copy.dram.bytes().data()).array(array) + begin, count});
   tiers_->CountTraffic(TierKind::kDram, count, 0);
   return absl::OkStatus();
 }
 
-absl::Status ChunkReader::ReadExtent(const StoredChunk& chunk, const NvmeExtent& extent, const ArrayDigests& digests,
+absl::Status ChunkReader::ReadExtent(const StoredChunk& chunk, uint64_t state_at, const ArrayDigests& digests,
                                      StateArray array, uint64_t begin, uint64_t count, Sink sink) {
   const BlockFile& file = tiers_->nvme()->file();
   const uint64_t bytes = chunk.layout.ArrayBytes(array, chunk.elements);
-  const uint64_t offset = extent.offset() + chunk.layout.ArrayAt(array, chunk.elements);
+  const uint64_t offset = state_at + chunk.layout.ArrayAt(array, chunk.elements);
   const uint32_t expected = digests[static_cast<size_t>(array)];
   absl::MutexLock lock(&mutex_);
   uint32_t digest = 0;
@@ -123,7 +125,7 @@ absl::Status ChunkReader::ReadDevice(const std::byte* from, uint64_t count, Sink
   return absl::OkStatus();
 }
 
-absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, const NvmeExtent& to) {
+absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, uint64_t state_at) {
   absl::MutexLock lock(&mutex_);
   ArrayDigests digests = {};
   for (int i = 0; i < chunk.layout.array_count(); ++i) {
@@ -135,7 +137,7 @@ absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, const 
       const absl::Span<std::byte> piece = staging_.bytes().subspan(0, std::min(kStagingBytes, bytes - at));
       BALLAST_RETURN_IF_ERROR(tiers_->hbm()->CopyOut(chunk.state + begin + at, piece));
       digest = kernels::Crc32c(piece, digest);
-      BALLAST_RETURN_IF_ERROR(tiers_->nvme()->file().Write(to.offset() + begin + at, piece));
+      BALLAST_RETURN_IF_ERROR(tiers_->nvme()->file().Write(state_at + begin + at, piece));
     }
   }
   tiers_->CountTraffic(TierKind::kHbm, chunk.state_bytes(), 0);

@@ -1,6 +1,7 @@
 // Reads of chunk state from any tier, beside a running step.
 #pragma once
 
+#include <atomic>
 #include <memory>
 
 #include "absl/base/thread_annotations.h"
@@ -32,29 +33,29 @@ class ChunkReader {
 
   explicit ChunkReader(Tiers* tiers) : tiers_(tiers) {}
 
-  // Takes the buffer for NVMe, once. RESOURCE_EXHAUSTED (BUDGET).
+  // Takes the buffer for NVMe, once. RESOURCE_EXHAUSTED (BUDGET). Once prepared, neither call waits for a read: callers
+  // hold locks that other jobs need.
   absl::Status Prepare(DramTier::Limit limit = DramTier::Limit::kBudget);
-  bool prepared() const {
-    absl::MutexLock lock(&mutex_);
-    return !staging_.bytes().empty();
-  }
+  bool prepared() const { return prepared_; }
 
-  // Bytes [begin, begin + count) of an array, within UsedBytes.
+  // Bytes [begin, begin + count) of an array, within UsedBytes. The chunk's lock is not held during a read from disk.
   absl::Status Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink)
-      ABSL_SHARED_LOCKS_REQUIRED(chunk.mutex);
+      ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
   absl::Status ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
-                        uint64_t count, Sink sink);
-  // Copies the chunk's arrays from device memory to disk.
-  absl::StatusOr<ArrayDigests> Spill(const StoredChunk& chunk, const NvmeExtent& to);
+                        uint64_t count, Sink sink) ABSL_SHARED_LOCKS_REQUIRED(chunk.reading);
+  // Copies the chunk's arrays from device memory to `state_at` on the disk.
+  absl::StatusOr<ArrayDigests> Spill(const StoredChunk& chunk, uint64_t state_at);
 
  private:
-  absl::Status ReadExtent(const StoredChunk& chunk, const NvmeExtent& extent, const ArrayDigests& digests,
-                          StateArray array, uint64_t begin, uint64_t count, Sink sink);
+  // `state_at`: the state's offset in the file.
+  absl::Status ReadExtent(const StoredChunk& chunk, uint64_t state_at, const ArrayDigests& digests, StateArray array,
+                          uint64_t begin, uint64_t count, Sink sink);
   absl::Status ReadDevice(const std::byte* from, uint64_t count, Sink sink);
 
   Tiers* const tiers_;
-  mutable absl::Mutex mutex_;
+  absl::Mutex mutex_;  // held while a read waits for the disk
   DramBlock staging_ ABSL_GUARDED_BY(mutex_);
+  std::atomic<bool> prepared_{false};
 };
 
 }  // namespace ballast::storage

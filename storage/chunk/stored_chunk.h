@@ -55,6 +55,10 @@ struct StoredChunk {
   uint64_t state_bytes() const { return layout.StateBytes(elements); }
   StateView View(std::byte* base) const { return {&layout, base, elements}; }
 
+  // Held by readers of the state until they have it, from the disk too, and by writers, before `mutex`, while they
+  // change the state or its place: so nobody frees or overwrites what a read waits for. Readers of the working copy
+  // need `mutex` alone and wait for no disk.
+  mutable absl::Mutex reading ABSL_ACQUIRED_BEFORE(mutex);
   // Held by writers while they change the memory behind `state` and `working`, and by readers while they copy.
   mutable absl::Mutex mutex;
   uint64_t updated_in ABSL_GUARDED_BY(mutex) = 0;  // run of the last update, from 1; 0: all zero, extent not written

@@ -36,7 +36,7 @@ absl::Status ReadChecked(Tiers* tiers, const StoredChunk& chunk, uint64_t offset
 
 absl::StatusOr<ArrayDigests> WriteExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk,
                                          const NvmeExtent& extent) {
-  if (chunk.placement.state == TierKind::kHbm) return reader->Spill(chunk, extent);
+  if (chunk.placement.state == TierKind::kHbm) return reader->Spill(chunk, extent.offset());
   // Nobody but this thread changes the state.
   const ArrayDigests digests = DigestState(chunk.View(chunk.state), {nullptr, [] {}});
   BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Write(extent.offset(), {chunk.state, chunk.state_bytes()}));
@@ -84,6 +84,7 @@ absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, St
 
   std::byte* const old = chunk.state;
   {
+    absl::MutexLock reading(&chunk.reading);
     absl::MutexLock lock(&chunk.mutex);
     chunk.placement.state = move.to;
     chunk.state = move.to == TierKind::kHbm ? memory.hbm.data() : memory.dram.bytes().data();

@@ -47,7 +47,7 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
 absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk,
                                      const std::byte* loaded) {
   if (chunk.placement.state == TierKind::kHbm) {
-    BALLAST_ASSIGN_OR_RETURN(copy_.digests, reader->Spill(chunk, copy_.extent));
+    BALLAST_ASSIGN_OR_RETURN(copy_.digests, reader->Spill(chunk, copy_.extent.offset()));
     return absl::OkStatus();
   }
   const uint64_t bytes = chunk.state_bytes();

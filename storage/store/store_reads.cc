@@ -66,7 +66,7 @@ absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<
   BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
   if (!core_->layout.working_copies()) {
-    absl::ReaderMutexLock lock(&chunk->mutex);
+    absl::ReaderMutexLock reading(&chunk->reading);
     return core_->reader.Read(*chunk, StateArray::kMaster, begin * sizeof(float), count * sizeof(float),
                               RoundInto(core_->layout.optimizer().working, to.data()));
   }
@@ -82,7 +82,7 @@ absl::Status ChunkStore::ReadState(uint64_t index, StateArray array, uint64_t be
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->Find(index));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, to.size()));
   return ReadAsF32(*chunk, array, begin, to, [&](uint64_t at, uint64_t count, ChunkReader::Sink sink) {
-    absl::ReaderMutexLock lock(&chunk->mutex);
+    absl::ReaderMutexLock reading(&chunk->reading);
     return core_->reader.Read(*chunk, array, at, count, sink);
   });
 }
@@ -108,6 +108,7 @@ void ChunkStore::Unpin(int64_t pin) {
     return std::none_of(kept.begin(), kept.end(), [&](uint64_t runs) { return copy.from <= runs && runs < copy.to; });
   };
   for (StoredChunk* chunk : chunks) {
+    absl::MutexLock reading(&chunk->reading);
     absl::MutexLock lock(&chunk->mutex);
     chunk->copies.erase(std::remove_if(chunk->copies.begin(), chunk->copies.end(), unused), chunk->copies.end());
   }
@@ -137,14 +138,19 @@ absl::Status StoreCore::ReadPinned(int64_t pin, const StoredChunk& chunk, StateA
     if (chunk.index >= found->second.chunks) return gone;
     runs_before = found->second.runs;
   }
-  absl::ReaderMutexLock lock(&chunk.mutex);
-  if (chunk.updated_in <= runs_before) return reader.Read(chunk, array, begin, count, sink);
-  for (const PinnedCopy& copy : chunk.copies) {
-    if (copy.from <= runs_before && runs_before < copy.to) {
-      return reader.ReadCopy(chunk, copy, array, begin, count, sink);
+  absl::ReaderMutexLock reading(&chunk.reading);
+  bool updated = false;
+  const PinnedCopy* pinned = nullptr;
+  {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    updated = chunk.updated_in > runs_before;
+    for (const PinnedCopy& copy : chunk.copies) {
+      if (copy.from <= runs_before && runs_before < copy.to) pinned = &copy;
     }
   }
-  return gone;  // unpinned since
+  if (!updated) return reader.Read(chunk, array, begin, count, sink);
+  if (pinned == nullptr) return gone;  // unpinned since
+  return reader.ReadCopy(chunk, *pinned, array, begin, count, sink);
 }
 
 absl::Status ChunkStore::ReadPinnedState(int64_t pin, uint64_t index, StateArray array, uint64_t begin,

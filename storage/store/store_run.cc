@@ -245,6 +245,7 @@ absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& c
     BALLAST_ASSIGN_OR_RETURN(fresh, MakeRoom(chunk, pipeline));
     Pass("extent/taken");
   }
+  absl::MutexLock reading(&chunk.reading);
   {
     absl::MutexLock lock(&chunk.mutex);
     const ArrayDigests expected = chunk.digests;
@@ -281,9 +282,12 @@ absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& c
       if (!std::exchange(chunk.unrecorded_from, chunk.unrecorded_from.value_or(chunk.needed_from)).has_value()) {
         core_.unrecorded.push_back(&chunk);
       }
-      core_.failed = StartVersion(chunk, state, update.version, std::move(fresh));
-      BALLAST_RETURN_IF_ERROR(core_.failed);
+      if (tier != TierKind::kHbm) StartVersion(chunk, state, update.version, std::move(fresh));
     }
+  }
+  if (stores && core_.versions.has_value() && tier == TierKind::kHbm) {
+    core_.failed = SpillVersion(chunk, update.version, std::move(fresh));
+    BALLAST_RETURN_IF_ERROR(core_.failed);
   }
   CountUpdate(update, chunk);
   if (!stores || tier == TierKind::kHbm) return absl::OkStatus();
@@ -307,41 +311,56 @@ absl::StatusOr<NvmeExtent> StoreRun::MakeRoom(const StoredChunk& chunk, UpdatePi
                                    " bytes although all older ones are free"));
 }
 
-// Gives the chunk a new extent and labels its state for it.
-absl::Status StoreRun::StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh) {
+DurableChunk StoreRun::EntryOf(const StoredChunk& chunk, int64_t version, uint64_t offset) const {
+  return {.life = core_.versions->life(),
+          .id = chunk.id,
+          .version = version + (Seeded(StorageBug::kVersionAhead) ? 1 : 0),
+          .offset = offset,
+          .bytes = chunk.state_bytes(),
+          .elements = chunk.elements,
+          .digests = {}};
+}
+
+void StoreRun::TakeVersion(StoredChunk& chunk, const DurableChunk& entry, NvmeExtent fresh) {
   NvmeExtent old;
   if (fresh.bytes() > 0) old = std::exchange(chunk.extent, std::move(fresh));
-  DurableChunk entry{.life = core_.versions->life(),
-                     .id = chunk.id,
-                     .version = version + (Seeded(StorageBug::kVersionAhead) ? 1 : 0),
-                     .offset = chunk.extent.offset(),
-                     .bytes = chunk.state_bytes(),
-                     .elements = chunk.elements,
-                     .digests = {}};
-  const uint64_t label_at = core_.layout.LabelAt(chunk.elements);
-  if (chunk.placement.state == TierKind::kHbm) {
-    absl::StatusOr<ArrayDigests> spilled = core_.reader.Spill(chunk, chunk.extent);
-    absl::Status written = spilled.status();
-    if (spilled.ok()) {
-      entry.digests = *spilled;
-      alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
-      EncodeLabel(entry, core_.layout, core_.versions->job(), absl::MakeSpan(label));
-      written = core_.tiers->nvme()->file().Write(entry.offset + label_at, label);
-    }
-    if (!written.ok()) {
-      // The chunk stays at the extent with its last version: a restart looks for the version there, Discard frees it.
-      if (old.bytes() > 0) core_.versions->AddRoom(std::exchange(chunk.extent, std::move(old)).TakeRoom(), 0);
-      return written;
-    }
-    chunk.digests = entry.digests;
-  } else {
-    entry.digests = chunk.digests;
-    EncodeLabel(entry, core_.layout, core_.versions->job(), {state + label_at, StateLayout::kLabelBytes});
-    Pass("extent/labelled");
-  }
+  chunk.digests = entry.digests;
   chunk.newest = entry;
   if (old.bytes() > 0) core_.versions->AddRoom(core_.durable_pins->TakeOver(chunk.index, &old), 0);
   core_.versions->Written(entry, std::move(old));
+}
+
+void StoreRun::StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh) {
+  DurableChunk entry = EntryOf(chunk, version, fresh.bytes() > 0 ? fresh.offset() : chunk.extent.offset());
+  entry.digests = chunk.digests;
+  EncodeLabel(entry, core_.layout, core_.versions->job(),
+              {state + core_.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes});
+  Pass("extent/labelled");
+  TakeVersion(chunk, entry, std::move(fresh));
+}
+
+absl::Status StoreRun::SpillVersion(StoredChunk& chunk, int64_t version, NvmeExtent fresh) {
+  uint64_t offset = fresh.offset();
+  if (fresh.bytes() == 0) {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    offset = chunk.extent.offset();
+  }
+  DurableChunk entry = EntryOf(chunk, version, offset);
+  const absl::StatusOr<ArrayDigests> spilled = core_.reader.Spill(chunk, offset);
+  absl::Status written = spilled.status();
+  if (spilled.ok()) {
+    entry.digests = *spilled;
+    alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
+    EncodeLabel(entry, core_.layout, core_.versions->job(), absl::MakeSpan(label));
+    written = core_.tiers->nvme()->file().Write(offset + core_.layout.LabelAt(chunk.elements), label);
+  }
+  if (!written.ok()) {
+    // The chunk stays at the extent with its last version: a restart looks for the version there, Discard frees it.
+    if (fresh.bytes() > 0) core_.versions->AddRoom(fresh.TakeRoom(), 0);
+    return written;
+  }
+  absl::MutexLock lock(&chunk.mutex);
+  TakeVersion(chunk, entry, std::move(fresh));
   return absl::OkStatus();
 }
 

@@ -29,8 +29,16 @@ class StoreRun {
   absl::Status Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk, UpdatePipeline& pipeline);
   // Durable store: takes an extent for the chunk's next version, after hardening older versions if room is short.
   absl::StatusOr<NvmeExtent> MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline);
-  // `fresh`: empty if the chunk's extent is fresh already.
-  absl::Status StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh)
+  // Durable store: begins the chunk's next version in the extent `fresh`, which is empty if the chunk's extent is fresh
+  // already. Labels `state`, in host memory, for its way to the extent.
+  void StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
+  // As StartVersion, for state on a device, which it writes to the extent; readers of the working copy do not wait.
+  absl::Status SpillVersion(StoredChunk& chunk, int64_t version, NvmeExtent fresh)
+      ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
+  DurableChunk EntryOf(const StoredChunk& chunk, int64_t version, uint64_t offset) const;
+  // The chunk moves on to the version `entry`.
+  void TakeVersion(StoredChunk& chunk, const DurableChunk& entry, NvmeExtent fresh)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
   absl::Status ApplyOnDevice(const ChunkUpdate& update, StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
   // ApplyOnDevice for an update of the master: queues values, rounding and segments.

@@ -2,19 +2,26 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <filesystem>
+#include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/blocking_counter.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
+#include "ballast/services/foundation/counters.h"
 #include "ballast/tests/services/gated_disk.h"
 #include "ballast/tests/services/trainer_group.h"
+#include "ballast/tests/storage/tier/test_hbm.h"
 
 namespace ballast::services {
 namespace {
@@ -73,6 +80,33 @@ absl::Status Fence(StateServer* server, const std::string& job, uint64_t counter
   return answer.Wait().status();
 }
 
+absl::Status SetDram(StateServer* server, uint64_t bytes) {
+  v1::SetBudgetRequest budget;
+  budget.set_dram_bytes(bytes);
+  Answer<v1::SetBudgetResponse> changed;
+  server->SetBudget(budget, changed.reply());
+  return changed.Wait().status();
+}
+
+v1::DropJobRequest DropOf(TrainerGroup& group) {
+  v1::DropJobRequest drop;
+  drop.set_job(group.spec().name());
+  *drop.mutable_epoch() = group.epoch();
+  return drop;
+}
+
+// Of a chunk's first element.
+v1::PullRequest PullOf(TrainerGroup& group, const model::Chunk& chunk, v1::Content content, int64_t version) {
+  v1::PullRequest pull;
+  pull.set_job(group.spec().name());
+  pull.set_version(version);
+  pull.set_content(content);
+  pull.set_unit(chunk.unit);
+  pull.set_begin(chunk.range.begin);
+  pull.set_end(chunk.range.begin + 1);
+  return pull;
+}
+
 class HungDiskTest : public ::testing::Test {
  protected:
   HungDiskTest() : server_("s", {0, 16 * kMiB, 256 * kMiB}) {
@@ -100,6 +134,21 @@ class HungDiskTest : public ::testing::Test {
     EXPECT_EQ(Fence(server_.get(), group.spec().name(), group.epoch().counter() + 1), absl::OkStatus());
   }
 
+  // From now on no state can be read from the disk.
+  void HoldReadsOfState() {
+    disk_.Hold([](const std::string& path, GatedOperation operation, uint64_t) {
+      return absl::EndsWith(path, "/nvme.tier") && operation == GatedOperation::kRead;
+    });
+  }
+  absl::Status PinForReading(TrainerGroup& group, int64_t version) {
+    v1::PinRequest pin;
+    pin.set_job(group.spec().name());
+    pin.set_version(version);
+    Answer<v1::PinResponse> pinned;
+    server_->Pin(pin, Soon(), pinned.reply());
+    return pinned.Wait().status();
+  }
+
   GatedDisk disk_;
   TestServer server_;
 };
@@ -119,11 +168,7 @@ TEST_F(HungDiskTest, AJobWhoseLogIsBeingWrittenDelaysNoOther) {
   disk_.AwaitWaiting();
   ExpectGoesOn(other);
   // New budgets are planned with what the log takes.
-  v1::SetBudgetRequest budget;
-  budget.set_dram_bytes(24 * kMiB);
-  Answer<v1::SetBudgetResponse> changed;
-  server_->SetBudget(budget, changed.reply());
-  EXPECT_EQ(changed.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(SetDram(server_.get(), 24 * kMiB), absl::OkStatus());
   EXPECT_FALSE(opened.arrived());
   disk_.Release();
   EXPECT_EQ(opened.Wait().status(), absl::OkStatus());
@@ -135,36 +180,29 @@ TEST_F(HungDiskTest, AReadThatHangsHoldsUpNoOtherJob) {
   TrainerGroup other({server_.get()}, Spec("other", v1::DURABILITY_NONE), 1);
   ASSERT_EQ(other.Start(), absl::OkStatus());
   ASSERT_EQ(other.Initialise(Ones), absl::OkStatus());
-  v1::SetBudgetRequest budget;
-  budget.set_dram_bytes(13 * kMiB / 2);
-  Answer<v1::SetBudgetResponse> changed;
-  server_->SetBudget(budget, changed.reply());
-  ASSERT_EQ(changed.Wait().status(), absl::OkStatus());
+  ASSERT_EQ(SetDram(server_.get(), 13 * kMiB / 2), absl::OkStatus());
   TrainerGroup hung({server_.get()}, Spec("hung", v1::DURABILITY_NONE), 1);
   ASSERT_EQ(hung.Start(), absl::OkStatus());
   ASSERT_EQ(hung.Initialise(Ones), absl::OkStatus());
   ASSERT_EQ(Step(hung), absl::OkStatus());
   ASSERT_EQ(NvmeStateBytes(server_.get(), "other"), 0u);
   ASSERT_GT(NvmeStateBytes(server_.get(), "hung"), 0u);
-  disk_.Hold([](const std::string& path, GatedOperation operation, uint64_t) {
-    return absl::EndsWith(path, "/nvme.tier") && operation == GatedOperation::kRead;
-  });
+  ASSERT_EQ(PinForReading(hung, hung.step() - 1), absl::OkStatus());  // the worker is idle
+  HoldReadsOfState();
   // Several, more than there are threads for reads.
   std::deque<std::string> bytes;
   std::vector<Answer<uint32_t>> reads;
   for (int i = 0; i < 4; ++i) {
     for (const model::Chunk& chunk : hung.plan().layout().chunks()) {
-      v1::PullRequest pull;
-      pull.set_job("hung");
-      pull.set_version(hung.step() - 1);
-      pull.set_content(v1::CONTENT_MASTER);
-      pull.set_unit(chunk.unit);
-      pull.set_begin(chunk.range.begin);
-      pull.set_end(chunk.range.begin + 1);
+      const v1::PullRequest pull = PullOf(hung, chunk, v1::CONTENT_MASTER, hung.step() - 1);
       reads.push_back(hung.Pull(server_.get(), pull, absl::InfiniteFuture(), &bytes.emplace_back()));
     }
   }
   disk_.AwaitWaiting();
+  // A plan for more tensors, and new budgets, ask the store whose read hangs. With more memory `other` stays there.
+  const absl::Status planned = DryRun(server_.get(), hung);
+  EXPECT_TRUE(planned.ok() || absl::IsResourceExhausted(planned)) << planned;
+  EXPECT_EQ(SetDram(server_.get(), 24 * kMiB), absl::OkStatus());
   ExpectGoesOn(other);
   disk_.Release();
   for (Answer<uint32_t>& read : reads) EXPECT_EQ(read.Wait().status(), absl::OkStatus());
@@ -204,17 +242,136 @@ TEST_F(HungDiskTest, AMoveThatHangsHoldsUpNoDryRun) {
   EXPECT_EQ(model::ReasonOf(large.Wait().status()), model::kBudget);
 }
 
+// The worker waits for the read, with what it does next to the chunk; parameters lie in memory.
+TEST_F(HungDiskTest, AReadThatHoldsUpAnUnpinHoldsUpNoPullOfParameters) {
+  ASSERT_EQ(SetDram(server_.get(), 3 * kMiB), absl::OkStatus());
+  TrainerGroup group({server_.get()}, Spec("job", v1::DURABILITY_NONE), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  ASSERT_EQ(group.Read(0, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+  ASSERT_EQ(PinForReading(group, 0), absl::OkStatus());
+  HoldReadsOfState();
+  std::deque<std::string> bytes;
+  std::vector<Answer<uint32_t>> reads;
+  for (const model::Chunk& chunk : group.plan().layout().chunks()) {
+    reads.push_back(group.Pull(server_.get(), PullOf(group, chunk, v1::CONTENT_MASTER, 0), absl::InfiniteFuture(),
+                               &bytes.emplace_back()));
+  }
+  disk_.AwaitWaiting();
+  v1::UnpinRequest unpin;
+  unpin.set_job("job");
+  Answer<v1::UnpinResponse> unpinned;
+  server_->Unpin(unpin, unpinned.reply());
+  ASSERT_EQ(unpinned.Wait().status(), absl::OkStatus());
+  // Many times: the worker comes to the chunk some time after the answer.
+  absl::Notification pulled;
+  std::thread puller([&] {
+    for (int i = 0; i < 100; ++i) {
+      for (uint32_t t = 0; t < Tensors(); ++t) {
+        EXPECT_EQ(group.Read(t, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+      }
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+    pulled.Notify();
+  });
+  EXPECT_TRUE(pulled.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  disk_.Release();
+  puller.join();
+  for (Answer<uint32_t>& read : reads) EXPECT_EQ(read.Wait().status(), absl::OkStatus());
+}
+
+// The next update begins while parameters are copied, so the pull needs the pinned state, which is on the disk.
+TEST_F(HungDiskTest, APullThatMustGoToItsPinGivesItsThreadBack) {
+  ASSERT_EQ(SetDram(server_.get(), 3 * kMiB), absl::OkStatus());
+  TrainerGroup group({server_.get()}, Spec("job", v1::DURABILITY_NONE), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  ASSERT_EQ(group.Read(0, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+  ASSERT_EQ(PinForReading(group, 0), absl::OkStatus());
+  const std::vector<model::Chunk>& chunks = group.plan().layout().chunks();
+  absl::BlockingCounter found(static_cast<int>(chunks.size()));
+  absl::Notification updating, returned;
+  std::atomic<size_t> left{chunks.size()};
+  std::vector<std::string> bytes(chunks.size(), std::string(2, 0));  // of a bf16
+  std::vector<Answer<uint32_t>> answers(chunks.size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    threads.emplace_back([&, i] {
+      const auto allocate = [&](uint64_t, const AnswerRoom::Lease&) {
+        found.DecrementCount();
+        updating.WaitForNotification();
+        return absl::MakeSpan(reinterpret_cast<std::byte*>(bytes[i].data()), bytes[i].size());
+      };
+      server_->Pull(PullOf(group, chunks[i], v1::CONTENT_WORKING, 0), absl::InfiniteFuture(), allocate,
+                    answers[i].reply());
+      if (--left == 0) returned.Notify();
+    });
+  }
+  found.Wait();
+  ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), Ones), absl::OkStatus());
+  HoldReadsOfState();
+  ASSERT_TRUE(group.Finish(UpdateHeader(Tensors())).ok());
+  disk_.AwaitWaiting();  // the update
+  updating.Notify();
+  EXPECT_TRUE(returned.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_TRUE(std::any_of(answers.begin(), answers.end(), [](const auto& answer) { return !answer.arrived(); }));
+  disk_.Release();
+  for (std::thread& thread : threads) thread.join();
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    EXPECT_EQ(answers[i].Wait().status(), absl::OkStatus());
+    EXPECT_EQ(bytes[i], std::string("\x80\x3f")) << "1 as bf16, which is version 0";
+  }
+}
+
+// With HBM that the host plays.
+class GatedDiskAndHbm : public GatedDisk {
+ public:
+  storage::HbmOpener hbm() override { return storage::TestHbm(); }
+};
+
+// The disk hangs while state on the device is written to it; parameters lie in memory.
+TEST(HungHbmTest, AFlushHoldsUpNoPullOfParameters) {
+  GatedDiskAndHbm disk;
+  TestServer server("s", {0, 16 * kMiB, 256 * kMiB});
+  server.options().foundation = &disk;
+  server.options().budget.hbm = storage::kHbmScratchBytes + 4 * kMiB;
+  server.Restart();
+  TrainerGroup group({server.get()}, Spec("job", v1::DURABILITY_STEP), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  ASSERT_EQ(group.Read(0, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+  ASSERT_GT(server->Status().tiers(0).state_bytes(), 0u);
+  disk.Hold([](const std::string& path, GatedOperation operation, uint64_t) {
+    return absl::EndsWith(path, "/nvme.tier") && operation == GatedOperation::kWrite;
+  });
+  v1::PinRequest pin;
+  pin.set_job("job");
+  pin.set_durable(true);
+  *pin.mutable_epoch() = group.epoch();
+  Answer<v1::PinResponse> pinned;
+  server->Pin(pin, absl::InfiniteFuture(), pinned.reply());
+  disk.AwaitWaiting();
+  absl::Notification pulled;
+  std::thread puller([&] {
+    for (uint32_t t = 0; t < Tensors(); ++t) {
+      EXPECT_EQ(group.Read(t, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+    }
+    pulled.Notify();
+  });
+  EXPECT_TRUE(pulled.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_FALSE(pinned.arrived());
+  disk.Release();
+  puller.join();
+  EXPECT_EQ(pinned.Wait().status(), absl::OkStatus());
+}
+
 class HungUpdateTest : public HungDiskTest, public ::testing::WithParamInterface<v1::Durability> {
  protected:
   HungUpdateTest() : first_({server_.get()}, Spec("job", GetParam()), 1) {}
 
   // Step 1 is decided, and its update waits for the disk.
   void Hang() {
-    v1::SetBudgetRequest budget;
-    budget.set_dram_bytes(3 * kMiB);
-    Answer<v1::SetBudgetResponse> changed;
-    server_->SetBudget(budget, changed.reply());
-    ASSERT_EQ(changed.Wait().status(), absl::OkStatus());
+    ASSERT_EQ(SetDram(server_.get(), 3 * kMiB), absl::OkStatus());
     ASSERT_EQ(first_.Start(), absl::OkStatus());
     ASSERT_EQ(first_.Initialise(Ones), absl::OkStatus());
     ASSERT_GT(NvmeStateBytes(server_.get(), "job"), 0u);
@@ -268,6 +425,32 @@ TEST_P(HungUpdateTest, APinThatWaitsIsRefusedWhenItIsUnpinned) {
   EXPECT_EQ(again.Wait().status(), absl::OkStatus()) << "another request pins it";
 }
 
+TEST_P(HungUpdateTest, ADropThatWaitsHoldsUpNoOtherCall) {
+  TrainerGroup other({server_.get()}, MakeSpec("other", {{"small", "u", 256, 0}}), 1);
+  ASSERT_EQ(other.Start(), absl::OkStatus());
+  ASSERT_NO_FATAL_FAILURE(Hang());
+  const auto caller = std::make_shared<Caller>();
+  Answer<v1::DropJobResponse> waits, dropped, again;
+  server_->DropJob(DropOf(first_), waits.reply(), {absl::InfiniteFuture(), caller});
+  server_->DropJob(DropOf(other), dropped.reply());
+  EXPECT_EQ(dropped.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(SetDram(server_.get(), 3 * kMiB), absl::OkStatus());
+  EXPECT_FALSE(waits.arrived());
+  EXPECT_EQ(server_->counters().waiting_requests, 1u);
+  caller->Leave();
+  EXPECT_EQ(waits.Wait().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(server_->counters().waiting_requests, 0u);
+  server_->DropJob(DropOf(first_), again.reply());
+  EXPECT_EQ(model::ReasonOf(again.Wait().status()), model::kBusy) << "the drop goes on";
+  disk_.Release();
+  absl::Status fenced;
+  do {
+    absl::SleepFor(absl::Milliseconds(1));
+    fenced = Fence(server_.get(), "job", 1);
+  } while (model::ReasonOf(fenced) == model::kBusy);
+  EXPECT_EQ(fenced, absl::OkStatus()) << "the name is free";
+}
+
 // Work that takes minutes on a large job ends at its next piece once the job is stopped or dropped, whose waiting
 // requests are refused before.
 class InterruptTest : public HungDiskTest {
@@ -278,12 +461,6 @@ class InterruptTest : public HungDiskTest {
   std::string TierPath() const { return server_.directory() + "/nvme.tier"; }
   int writes(const std::string& path) const { return disk_.passed(path, GatedOperation::kWrite); }
   uint64_t NvmeUsed() { return server_->Status().tiers(2).used_bytes(); }
-  static v1::DropJobRequest DropOf(TrainerGroup& group) {
-    v1::DropJobRequest drop;
-    drop.set_job(group.spec().name());
-    *drop.mutable_epoch() = group.epoch();
-    return drop;
-  }
   // Ends the job, or the server, while an operation waits at the gate, and lets the operation go on. `waiting`: the
   // answer to a request that the end refuses before it waits for the job's threads.
   template <typename Response>
@@ -425,11 +602,7 @@ TEST_F(InterruptTest, ARestoreIsReadNoFurther) {
 }
 
 TEST_F(InterruptTest, ReadsThatWaitForAThreadReadNothing) {
-  v1::SetBudgetRequest budget;
-  budget.set_dram_bytes(3 * kMiB);
-  Answer<v1::SetBudgetResponse> changed;
-  server_->SetBudget(budget, changed.reply());
-  ASSERT_EQ(changed.Wait().status(), absl::OkStatus());
+  ASSERT_EQ(SetDram(server_.get(), 3 * kMiB), absl::OkStatus());
   TrainerGroup group({server_.get()}, Spec("job", v1::DURABILITY_STEP), 1);
   ASSERT_EQ(group.Start(), absl::OkStatus());
   ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
