@@ -50,7 +50,7 @@ elseif(BALLAST_SANITIZE STREQUAL "thread")
   target_compile_options(ballast_flags INTERFACE -U__SANITIZE_THREAD__ -D_GLIBCXX_TSAN=1)
   # But for ballast_grpc_glue targets.
   target_compile_options(ballast_flags INTERFACE
-    $<$<NOT:$<BOOL:$<TARGET_PROPERTY:BALLAST_GRPC_GLUE>>>:-fsanitize=thread> -fno-omit-frame-pointer)
+    $<IF:$<BOOL:$<TARGET_PROPERTY:BALLAST_GRPC_GLUE>>,-O2,-fsanitize=thread> -fno-omit-frame-pointer)
   target_link_options(ballast_flags INTERFACE -fsanitize=thread)
   set(BALLAST_TSAN_OBJECTS "" CACHE PATH "What tests/tools/tsan_objects.sh built")
   file(GLOB BALLAST_SANITIZER_OBJECTS ${BALLAST_TSAN_OBJECTS}/*.o)
