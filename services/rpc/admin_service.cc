@@ -20,7 +20,7 @@ grpc::ServerUnaryReactor* AdminServiceImpl::DropJob(grpc::CallbackServerContext*
                                                     const v1::DropJobRequest* request, v1::DropJobResponse* response) {
   auto* reactor = new CallReactor;
   state_->DropJob(KnownFields(request), FinishWith(reactor, response), {DeadlineOf(*context), reactor->caller()});
-  return reactor->Handled();
+  return reactor;
 }
 
 grpc::ServerUnaryReactor* AdminServiceImpl::SetBudget(grpc::CallbackServerContext* context,
@@ -28,7 +28,7 @@ grpc::ServerUnaryReactor* AdminServiceImpl::SetBudget(grpc::CallbackServerContex
                                                       v1::SetBudgetResponse* response) {
   auto* reactor = new CallReactor;
   state_->SetBudget(KnownFields(request), FinishWith(reactor, response), {DeadlineOf(*context), reactor->caller()});
-  return reactor->Handled();
+  return reactor;
 }
 
 }  // namespace ballast::services

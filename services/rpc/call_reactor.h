@@ -4,7 +4,6 @@
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <memory>
 #include <utility>
@@ -35,33 +34,17 @@ class CallReactor final : public grpc::ServerUnaryReactor {
   const std::shared_ptr<Caller>& caller() const { return caller_; }
   // A copy: the count of the lease then orders this thread before the one that ends the call, for ThreadSanitizer too.
   void Hold(const AnswerRoom::Lease& room) { room_ = room; }
-  // Once, from any thread.
-  void Finish(grpc::Status status) {
-    acts_.fetch_add(1, std::memory_order_release);
-    grpc::ServerUnaryReactor::Finish(std::move(status));
-  }
-  // What a handler returns: nothing of the reactor is touched by the handler afterwards.
-  CallReactor* Handled() {
-    acts_.fetch_add(1, std::memory_order_release);
-    return this;
-  }
   void OnCancel() override { caller_->Leave(); }
-  void OnDone() override {
-    static_cast<void>(acts_.load(std::memory_order_acquire));
-    delete this;
-  }
+  void OnDone() override { delete this; }
 
  private:
-  // gRPC orders the handler, Finish and OnDone, which run on different threads, but inside its own library, where
-  // ThreadSanitizer sees no order: the count shows it.
-  std::atomic<int> acts_{0};
   const std::shared_ptr<Caller> caller_ = std::make_shared<Caller>();
   AnswerRoom::Lease room_;
 };
 
 // Fills `response` and finishes. Both stay valid until the reactor is done, also when the client went away.
-template <typename Reactor, typename Response>
-Reply<Response> FinishWith(Reactor* reactor, Response* response) {
+template <typename Response>
+Reply<Response> FinishWith(grpc::ServerUnaryReactor* reactor, Response* response) {
   return [reactor, response](absl::StatusOr<Response> answer) {
     if (answer.ok()) *response = std::move(*answer);
     reactor->Finish(ToGrpc(answer.status()));

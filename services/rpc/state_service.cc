@@ -80,14 +80,14 @@ grpc::ServerUnaryReactor* StateServiceImpl::Fence(grpc::CallbackServerContext* c
                                                   v1::FenceResponse* response) {
   auto* reactor = new CallReactor;
   state_->Fence(KnownFields(request), {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
-  return reactor->Handled();
+  return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Open(grpc::CallbackServerContext* context, const v1::OpenRequest* request,
                                                  v1::OpenResponse* response) {
   auto* reactor = new CallReactor;
   state_->Open(*request, {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
-  return reactor->Handled();
+  return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Norm(grpc::CallbackServerContext* context, const v1::NormRequest* request,
@@ -101,7 +101,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Seal(grpc::CallbackServerContext* co
                                                  v1::SealResponse* response) {
   auto* reactor = new CallReactor;
   state_->Seal(*request, {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
-  return reactor->Handled();
+  return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Commit(grpc::CallbackServerContext* context,
@@ -115,14 +115,14 @@ grpc::ServerUnaryReactor* StateServiceImpl::Pin(grpc::CallbackServerContext* con
                                                 v1::PinResponse* response) {
   auto* reactor = new CallReactor;
   state_->Pin(KnownFields(request), {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
-  return reactor->Handled();
+  return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Unpin(grpc::CallbackServerContext* context, const v1::UnpinRequest* request,
                                                   v1::UnpinResponse* response) {
   auto* reactor = new CallReactor;
   state_->Unpin(KnownFields(request), FinishWith(reactor, response), reactor->caller());
-  return reactor->Handled();
+  return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
@@ -131,7 +131,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* co
   auto header = std::make_shared<v1::PushRequest>();
   if (!Parse(*request, header.get())) {
     reactor->Finish(Unparsable("PushRequest"));
-    return reactor->Handled();
+    return reactor;
   }
   // The job copies the header to keep it, so the payload goes elsewhere; it lives until the reply.
   auto payload = std::make_shared<std::string>();
@@ -146,7 +146,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* co
                  if (answer.ok()) *response = grpc::ByteBuffer(&nothing, 1);
                  reactor->Finish(ToGrpc(answer.status()));
                });
-  return reactor->Handled();
+  return reactor;
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
@@ -156,15 +156,16 @@ grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* co
     reactor->Finish(ToGrpc(
         model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                      absl::StrCat("a PullRequest has at most ", kPullBytesMax, " bytes, came ", request->Length()))));
-    return reactor->Handled();
+    return reactor;
   }
   v1::PullRequest message;
   if (!Parse(*request, &message)) {
     reactor->Finish(Unparsable("PullRequest"));
-    return reactor->Handled();
+    return reactor;
   }
   auto payload = std::make_shared<grpc::Slice>();
-  const auto allocate = [this, reactor, payload](uint64_t bytes, AnswerRoom::Lease room) -> absl::Span<std::byte> {
+  const auto allocate = [this, reactor, payload](uint64_t bytes,
+                                                 const AnswerRoom::Lease& room) -> absl::Span<std::byte> {
     reactor->Hold(room);
     *payload = AnswerSlice(answers_, bytes);
     // Nobody else has the slice yet.
@@ -175,7 +176,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* co
                  if (crc.ok()) *response = EncodePullResponse(*crc, *payload);
                  reactor->Finish(ToGrpc(crc.status()));
                });
-  return reactor->Handled();
+  return reactor;
 }
 
 }  // namespace ballast::services
