@@ -130,7 +130,8 @@ void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_
     status =
         model::Annotate(kept.status(), absl::StrCat("version ", pin.version(), " of job '", core_->name,
                                                     "' cannot be pinned on server '", core_->around.server_id, "'"));
-    // Without its own pin the server would never prepare another step.
+    // Without its own pin the server would never prepare another step. A disk may fail after the interruption.
+    overtaken = overtaken && model::ReasonOf(status) == model::kVersionGone;
     harmless = kept.ok() || overtaken || (absl::IsResourceExhausted(status) && !pin.automatic());
     if (kept.ok()) {
       flushes_->Cut(*store);

@@ -197,7 +197,10 @@ void Pulls::AwaitRoom(const RequestPtr& pull) {
 
 void Pulls::Read(const RequestPtr& pull, Copy copy) {
   const Plan& plan = pull->plan;
-  if (pull->to.empty()) pull->to = pull->allocate(plan.bytes(), std::move(pull->room));
+  if (pull->to.empty()) {
+    pull->to = pull->allocate(plan.bytes(), pull->room);
+    pull->room.reset();  // the answer has it
+  }
   absl::Status status = plan.Read(copy == Copy::kPinned, pull->to);
   if (copy == Copy::kCurrent && status.ok()) {
     // The next update may have begun during the read: the bytes count only if it had not.

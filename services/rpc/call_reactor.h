@@ -32,8 +32,7 @@ inline absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
 class CallReactor final : public grpc::ServerUnaryReactor {
  public:
   const std::shared_ptr<Caller>& caller() const { return caller_; }
-  // A copy: the count of the lease then orders this thread before the one that ends the call, for ThreadSanitizer too.
-  void Hold(const AnswerRoom::Lease& room) { room_ = room; }
+  void Hold(AnswerRoom::Lease room) { room_ = std::move(room); }
   void OnCancel() override { caller_->Leave(); }
   void OnDone() override { delete this; }
 

@@ -164,9 +164,8 @@ grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* co
     return reactor;
   }
   auto payload = std::make_shared<grpc::Slice>();
-  const auto allocate = [this, reactor, payload](uint64_t bytes,
-                                                 const AnswerRoom::Lease& room) -> absl::Span<std::byte> {
-    reactor->Hold(room);
+  const auto allocate = [this, reactor, payload](uint64_t bytes, AnswerRoom::Lease room) -> absl::Span<std::byte> {
+    reactor->Hold(std::move(room));
     *payload = AnswerSlice(answers_, bytes);
     // Nobody else has the slice yet.
     return {reinterpret_cast<std::byte*>(const_cast<uint8_t*>(payload->begin())), bytes};

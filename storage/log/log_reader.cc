@@ -358,11 +358,17 @@ std::optional<uint64_t> RebuildPayload(const BlockFile& file, const PayloadPlace
   const absl::StatusOr<Arena> memory = Arena::Map(kLogBlock);
   if (!memory.ok()) return std::nullopt;
   const absl::Span<std::byte> block = memory->bytes().subspan(0, kLogBlock);
+  uint64_t unreadable = place.offset;
   for (uint64_t at = 0; !readable && at < to.size(); at += kLogBlock) {
     const absl::Span<std::byte> piece = to.subspan(at, kLogBlock);
-    if (!file.Read(place.offset + at, block).ok()) std::fill(block.begin(), block.end(), std::byte{0});
+    if (!file.Read(place.offset + at, block).ok()) {
+      std::fill(block.begin(), block.end(), std::byte{0});
+      unreadable = place.offset + at;
+    }
     std::copy_n(block.begin(), piece.size(), piece.begin());
   }
+  // The block was zero, or could be read this time.
+  if (!readable && kernels::Crc32c(to) == place.crc32c) return unreadable;
   if (!file.Read(place.parity_offset(), block).ok()) return std::nullopt;
   const std::optional<uint64_t> index = RebuildBlock(block, place.parity_sum, place.crc32c, to);
   if (!index.has_value()) return std::nullopt;

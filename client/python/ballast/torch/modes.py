@@ -44,8 +44,13 @@ def _may_be_traced() -> bool:
 
 
 def of_torch(method: Function) -> Function:
-    """A method of torch.optim's that torch hides from its compiler: as it is beneath, as long as there is no compiler."""
-    return method if _may_be_traced() else getattr(method, '__wrapped__', method)
+    """A method that torch hides from its compiler: as it is beneath, as long as there is no compiler. A method that others have put in its
+    place stays."""
+    hidden = method.__code__.co_filename == _HIDES.co_filename
+    return method.__wrapped__ if hidden and not _may_be_traced() else method
+
+
+_HIDES = torch._disable_dynamo(lambda: None).__code__
 
 
 def methods_plainly(*besides: str) -> Callable[[Class], Class]:

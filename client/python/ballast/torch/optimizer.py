@@ -87,7 +87,7 @@ class Optimizer(torch.optim.Optimizer):
         groups, names = split_named([param_group])
         if len({id(parameter) for parameter in groups[0]['params']}) < len(groups[0]['params']):
             raise ValueError('some parameters appear more than once in a parameter group')
-        of_torch(torch.optim.Optimizer.add_param_group)(self, groups[0])
+        of_torch(super().add_param_group.__func__)(self, groups[0])
         if job.session is not None:
             try:
                 spec.check(job, job.options.optimizer)
@@ -186,7 +186,7 @@ class Optimizer(torch.optim.Optimizer):
             self.wait()  # the step reads them
         if self.job.early is not None:
             self.job.early.discard()
-        of_torch(torch.optim.Optimizer.zero_grad)(self, set_to_none)
+        of_torch(super().zero_grad.__func__)(self, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None, *, blob: bytes = b'') -> Any:
         """torch's step. blob: of the caller (a data cursor), kept with the step: resume() gives the last one back. At most 64 KiB for all

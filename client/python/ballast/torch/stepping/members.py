@@ -21,7 +21,9 @@ DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
 def _tensor_module() -> Any:
     """torch's module of DTensors, or None: as long as nobody has imported the module, no tensor is one. Importing it takes as long as a
     third of torch, which a trainer that comes back need not wait for."""
-    return sys.modules.get('torch.distributed.tensor') or sys.modules.get('torch.distributed._tensor')  # the latter: torch 2.4
+    # The latter: torch 2.4, which has the former without its contents. A module that is still being imported has made no tensor yet.
+    names = ('torch.distributed.tensor', 'torch.distributed._tensor')
+    return next((module for module in map(sys.modules.get, names) if hasattr(module, 'DTensor') and hasattr(module, 'Shard')), None)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
