@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/tests/services/logged_slices.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"
 
@@ -158,6 +159,9 @@ TEST_F(ReadBackJobTest, NormsOutliveARestart) {
   auto group = NewGroup(server, 1, 1);
   ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
   ASSERT_EQ(PushAtOnce(*group, v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(1)), absl::OkStatus());
+  // A push is answered before its bytes are in the log, and nothing tells when they are: the file does.
+  const std::string log = server.directory() + "/log-job";
+  while (LoggedSlices(1, log).size() < group->plan().slices().size()) absl::SleepFor(absl::Milliseconds(5));
   server.Restart();
   // The same epoch goes on.
   v1::NormRequest request;
