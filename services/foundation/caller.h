@@ -45,6 +45,7 @@ class Caller {
 // How long a call may wait: until its deadline, and while its client is there.
 struct CallLimit {
   // Implicit: most calls within a process have a deadline alone.
+  // NOLINTNEXTLINE(google-explicit-constructor)
   CallLimit(absl::Time deadline, std::shared_ptr<Caller> caller = nullptr)
       : deadline(deadline), caller(std::move(caller)) {}
 

@@ -286,7 +286,8 @@ absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& c
     }
   }
   if (stores && core_.versions.has_value() && tier == TierKind::kHbm) {
-    core_.failed = SpillVersion(chunk, update.version, std::move(fresh));
+    // Moved above for the other tiers alone.
+    core_.failed = SpillVersion(chunk, update.version, std::move(fresh));  // NOLINT(bugprone-use-after-move)
     BALLAST_RETURN_IF_ERROR(core_.failed);
   }
   CountUpdate(update, chunk);

@@ -26,6 +26,7 @@ class OperatorCallsTest : public ::testing::Test {
     calls_.Begin<int>(
         1, limit, "the disk",
         [this]() -> absl::StatusOr<int> {
+          ++begun_;
           go_.WaitForNotification();
           return ++works_;
         },
@@ -34,7 +35,7 @@ class OperatorCallsTest : public ::testing::Test {
   }
 
   absl::Notification go_;
-  std::atomic<int> works_{0};
+  std::atomic<int> begun_{0}, works_{0};
   std::atomic<uint64_t> requests_{0}, bytes_{0};
   SharedBound requests_max_{100, &requests_}, bytes_max_{100, &bytes_};
   ThreadExecutor answers_{1};
@@ -54,12 +55,13 @@ TEST_F(OperatorCallsTest, BeyondTheBoundIsBusy) {
 }
 
 TEST_F(OperatorCallsTest, ACallerThatGivesUpFreesNoThread) {
-  Answer<int> first = Begin(absl::Now() + absl::Milliseconds(1));
-  EXPECT_EQ(first.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
   const auto caller = std::make_shared<Caller>();
-  Answer<int> second = Begin({absl::InfiniteFuture(), caller});
+  Answer<int> first = Begin({absl::InfiniteFuture(), caller});
+  while (begun_ == 0) absl::SleepFor(absl::Milliseconds(1));
   caller->Leave();
-  EXPECT_EQ(second.Wait().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(first.Wait().status().code(), absl::StatusCode::kCancelled);
+  Answer<int> second = Begin(absl::Now() + absl::Milliseconds(1));
+  EXPECT_EQ(second.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_EQ(requests_, 0u);
   EXPECT_EQ(model::ReasonOf(Begin().Wait().status()), model::kBusy);
   go_.Notify();
