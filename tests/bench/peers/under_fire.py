@@ -159,7 +159,7 @@ def row(setting: Setting, result: Score, step_s: float, differing: int | None, e
     if any(event['what'] == 'flipped' for event in fire.events):
         deleted = [action for action in fire.operator if action.startswith('deleted')]
         given_up = any(event['what'] == 'given_up' for event in fire.events)
-        noticed = next((line for text in fire.logs.values() for line in text.splitlines() if 'CRC32C' in line), None)
+        noticed = next((line for text in fire.logs.values() for line in text.splitlines() if 'CRC32C' in line or 'rebuilt from' in line), None)
         if given_up:
             flip = 'refused by name: ' + noticed.split('] ')[-1][:60] if noticed else 'the job does not start any more'
         elif deleted:

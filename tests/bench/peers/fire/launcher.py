@@ -10,8 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from fire.events import Events
 
@@ -128,8 +127,3 @@ def scratch(parent: str | None) -> Iterator[str]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def until(done: Callable[[], bool], every_s: float = 0.005) -> None:
-    while not done():
-        time.sleep(every_s)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from fire.run import SCHEDULE
-from fire.score import Return, Swept, of_rank_0
+from fire.score import Return, Swept
 
 
 @dataclass
@@ -76,7 +76,3 @@ def draw(path: str, runs: dict[str, list[dict]], seconds: float, tokens: int) ->
     axes.spines[['top', 'right']].set_visible(False)
     figure.tight_layout()
     figure.savefig(path)
-
-
-def restarts(events: list[dict]) -> int:
-    return len(of_rank_0(events, 'spawned')) - 1
