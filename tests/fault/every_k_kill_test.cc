@@ -27,6 +27,7 @@ constexpr int kSteps = 120;
 constexpr int kPinInterval = 4;
 constexpr int kDelayMsMax = 900;
 constexpr int kSurvivorMsMax = 300;
+constexpr char kLost[] = "jobs lost before their first step";
 
 void SleepMs(uint64_t ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
@@ -74,7 +75,7 @@ void EveryKKillTest::Take(const std::vector<services::Finished>& finished) {
     Finish("runs compared");
   } else if (finished[0].err.find("there is no version that all servers have pinned") != std::string::npos) {
     EXPECT_LE(acknowledged_, 0);
-    Finish("jobs lost before their first step");
+    Finish(kLost);
   }
 }
 
@@ -113,9 +114,14 @@ void EveryKKillTest::Run() {
     Loop();
     if (HasFailure()) return;
   }
-  fleet_.StartRanks();
-  const auto finished = fleet_.EndRanks();
-  Take(finished);
+  // A job that the last loop's kill lost before its first pin is trained again from nothing.
+  const int lost = tally_[kLost];
+  std::vector<services::Finished> finished;
+  for (int run = 0; run == 0 || (run == 1 && tally_[kLost] > lost); ++run) {
+    fleet_.StartRanks();
+    finished = fleet_.EndRanks();
+    Take(finished);
+  }
   ASSERT_EQ(finished[0].code, 0) << finished[0].err;
   std::printf("seed %llu, %llu loops in %.0f s:", static_cast<unsigned long long>(seed),
               static_cast<unsigned long long>(loops), absl::ToDoubleSeconds(absl::Now() - began));
