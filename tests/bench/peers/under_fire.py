@@ -30,16 +30,18 @@ Figures:
   operator_actions        what a person had to do: conversions, deletions. They take no time here, beyond that of the command itself
 """
 import argparse
+import datetime
 import importlib.metadata
 import importlib.util
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from dataclasses import asdict, replace
 
-from fire.launcher import scratch
+from fire.launcher import ENDINGS, scratch
 from fire.report import Row, draw, table
 from fire.run import SCHEDULE, Outcome, Run, Setting
 from fire.score import Score, score, step_seconds, sweep
@@ -50,9 +52,7 @@ ALONE = 12  # undisturbed steps before a sweep
 SETTINGS = {
     'ballast': Setting('ballast', servers=True),
     'ballast_every_k': Setting('ballast_every_k', servers=True, interval=10),
-    # Its checkpoints are written while training waits, so the interval does not change what one costs.
-    'deepspeed': Setting('deepspeed', checkpoints=True, converts=True, sweep=(2, 4)),
-    # Written beside the training, so a save may slow a short interval more than a long one.
+    'deepspeed': Setting('deepspeed', checkpoints=True, converts=True, sweep=(2, 4, 8)),
     'fsdp2': Setting('fsdp2', checkpoints=True, sweep=(2, 4, 8)),
 }
 NEEDS = {'deepspeed': 'deepspeed', 'ballast': 'ballast', 'ballast_every_k': 'ballast'}
@@ -86,8 +86,18 @@ def versions(system: str) -> str:
         return f'{named} of this tree, {said}'
 
 
+def machine() -> str:
+    with open('/proc/cpuinfo', encoding='ascii') as file:
+        model = next((line.split(':')[1].strip() for line in file if line.startswith('model name')), 'unknown processor')
+    return f'{datetime.date.today()}, {model}, {len(os.sched_getaffinity(0))} processors'
+
+
 def say(text: str) -> None:
     print(f'under_fire: {text}', file=sys.stderr, flush=True)
+
+
+class Failed(Exception):
+    """A system has no row."""
 
 
 class Bench:
@@ -104,7 +114,10 @@ class Bench:
             kept = folder + '.pt'
             os.rename(outcome.parameters, kept)
             outcome.parameters = kept
-        outcome.logs = {name: tail(os.path.join(folder, name)) for name in os.listdir(folder) if name.endswith('.log')}
+        for name in sorted(os.listdir(folder)):
+            if name.endswith('.log'):
+                with open(os.path.join(folder, name), encoding='utf-8', errors='replace') as file:
+                    outcome.logs[name] = file.read()
         shutil.rmtree(folder)
         return outcome
 
@@ -119,6 +132,7 @@ class Bench:
         else:
             first = self._run(setting, '--steps', str(ALONE + 8))
             must_end(first)
+        before = step_seconds(first.events, last=ALONE if setting.sweep else None)
         say(f'{setting.name}: under fire for {seconds:.0f} s')
         fire = self._run(setting, seconds=seconds, schedule=SCHEDULE)
         result = score(fire.events, seconds)
@@ -127,19 +141,16 @@ class Bench:
         say(f'{setting.name}: undisturbed again, {steps} steps')
         after = self._run(replace(setting, interval=setting.interval if setting.servers else 0), '--steps', str(steps))
         must_end(after)
-        step_s = (step_seconds(first.events, last=ALONE if setting.sweep else None) + step_seconds(after.events)) / 2
+        measured = [before, step_seconds(after.events)]
+        step_s = sum(seconds * count for seconds, count in measured) / sum(count for _, count in measured)
         differing, elements = differ(fire.parameters, after.parameters) if ended else (None, 0)
-        return row(setting, result, step_s, differing, elements, fire, found), fire.events
+        return row(setting, result, step_s, [TOKENS / each for each, _ in measured], differing, elements, fire, found), fire.events
 
 
 def must_end(outcome: Outcome) -> None:
     if not any(event['what'] == 'ended' for event in outcome.events):
-        raise SystemExit('under_fire: an undisturbed run did not end:\n' + '\n'.join(f'{name}:\n{text}' for name, text in outcome.logs.items()))
-
-
-def tail(path: str) -> str:
-    with open(path, encoding='utf-8', errors='replace') as file:
-        return ''.join(file.readlines()[-15:])
+        raise Failed('an undisturbed run did not end:\n' +
+                     '\n'.join(f'{name}:\n' + '\n'.join(text.splitlines()[-15:]) for name, text in outcome.logs.items()))
 
 
 def differ(one: str, other: str) -> tuple[int, int]:
@@ -147,57 +158,100 @@ def differ(one: str, other: str) -> tuple[int, int]:
     import torch
     a, b = torch.load(one), torch.load(other)
     if a.keys() != b.keys():
-        raise SystemExit(f'under_fire: {one} and {other} have other parameters')
+        raise Failed(f'{one} and {other} have other parameters')
     bits = {2: torch.int16, 4: torch.int32}
-    different = sum(int((a[name].contiguous().view(bits[a[name].element_size()]) != b[name].contiguous().view(bits[b[name].element_size()])).sum())
-                    for name in a)
+
+    def as_bits(tensor):
+        return tensor.contiguous().view(bits[tensor.element_size()])
+    different = sum(int((as_bits(a[name]) != as_bits(b[name])).sum()) for name in a)
     return different, sum(tensor.numel() for tensor in a.values())
 
 
-def row(setting: Setting, result: Score, step_s: float, differing: int | None, elements: int, fire: Outcome, found: list) -> Row:
-    flip = 'there was none'
-    if any(event['what'] == 'flipped' for event in fire.events):
-        deleted = [action for action in fire.operator if action.startswith('deleted')]
-        given_up = any(event['what'] == 'given_up' for event in fire.events)
-        noticed = next((line for text in fire.logs.values() for line in text.splitlines() if 'CRC32C' in line or 'rebuilt from' in line), None)
-        if given_up:
-            flip = 'refused by name: ' + noticed.split('] ')[-1][:60] if noticed else 'the job does not start any more'
-        elif deleted:
-            flip = 'the checkpoint did not load'
-        elif differing == 0:
-            flip = 'repaired' if noticed else 'in bytes that nobody needed'
+def row(setting: Setting, result: Score, step_s: float, alone: list[float], differing: int | None, elements: int, fire: Outcome,
+        found: list) -> Row:
+    return Row(setting.name, versions(setting.name), alone, result.steps * TOKENS / result.seconds, result.steps * step_s / result.seconds,
+               result.steps * step_s / (result.seconds - result.starts_s), result.lost_steps, result.lost_steps * TOKENS, differing,
+               elements, fire.operator, flipped(fire), result.steps, result.deaths, result.returns, setting.interval, found)
+
+
+def flipped(fire: Outcome) -> str:
+    """What became of the byte."""
+    flip = next((event for event in fire.events if event['what'] == 'flipped'), None)
+    if flip is None:
+        return 'there was no state'
+    after = [event for event in fire.events if event['t'] > flip['t']]
+    said = next((line for text in fire.logs.values() for line in text.splitlines() if 'CRC32C' in line or 'rebuilt from' in line), None)
+    opened = next((event['step'] for event in after if event['what'] == 'opened' and event['rank'] == 0), None)
+    if said is not None and 'rebuilt from' in said:
+        return 'repaired'
+    if opened is None:
+        return 'refused by name: ' + said.split('] ')[-1][:60] if said else 'the job does not start any more'
+    if 'step' not in flip:
+        return 'in bytes that nobody needed'
+    if opened == flip['step']:
+        return 'loaded without a word'
+    return 'the checkpoint did not load'
+
+
+def check(args: argparse.Namespace) -> list[str]:
+    """The systems that can run; says why others cannot."""
+    if args.plot and importlib.util.find_spec('matplotlib') is None:
+        raise SystemExit('under_fire: --plot needs matplotlib, which is not installed: pip install matplotlib')
+    there = []
+    for system in args.systems:
+        needs = NEEDS.get(system)
+        if needs is not None and importlib.util.find_spec(needs) is None:
+            say(f'{system} is left out: {needs} is not installed')
+        elif SETTINGS[system].servers and not os.path.exists(os.path.join(args.build, 'bin', 'ballastd')):
+            say(f'{system} is left out: no bin/ballastd in {args.build}; expected a build of the preset release, or --build DIR')
         else:
-            flip = 'loaded without a word'
-    return Row(setting.name, versions(setting.name), TOKENS / step_s, result.steps * step_s / result.seconds,
-               result.steps * step_s / (result.seconds - result.starts_s), result.lost_steps, result.lost_steps * TOKENS, differing, elements,
-               fire.operator, flip, result.steps, result.returns, setting.interval, found)
+            there.append(system)
+    return there
+
+
+def prepare(directory: str) -> None:
+    """What all runs share."""
+    kind = subprocess.run(['stat', '-f', '-c', '%T', directory], capture_output=True, text=True, check=True).stdout.strip()
+    if kind in ('tmpfs', 'ramfs'):
+        raise SystemExit(f'under_fire: {directory} is in memory ({kind}), where nothing has to reach a disk: give --directory on a disk')
+    # DeepSpeed's kernel as it was compiled before, if it was: a kill must not leave its lock to other programs.
+    extensions = os.path.join(directory, 'torch_extensions')
+    compiled = os.environ.get('TORCH_EXTENSIONS_DIR', os.path.expanduser('~/.cache/torch_extensions'))
+    if os.path.isdir(compiled):
+        shutil.copytree(compiled, extensions)
+    os.environ['TORCH_EXTENSIONS_DIR'] = extensions
+    os.environ.pop('LOCAL_SIZE', None)  # would have DeepSpeed keep files in /dev/shm
 
 
 def main() -> int:
     args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in ENDINGS:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     os.environ['PYTHONPATH'] = os.pathsep.join([os.path.join(args.build, 'python'), os.environ.get('PYTHONPATH', '')])
     sys.path.insert(1, os.path.join(args.build, 'python'))
     if importlib.util.find_spec('torch') is None:
         print('skipped: torch is not installed (pip install torch==2.13.0 numpy)')
         return 0
-    rows, runs = [], {}
+    rows, runs, failed = [], {}, False
     with scratch(args.directory) as directory:
+        prepare(directory)
         bench = Bench(args, directory)
-        for system in args.systems:
-            needs = NEEDS.get(system)
-            if needs is not None and importlib.util.find_spec(needs) is None:
-                say(f'{system} is left out: {needs} is not installed')
+        for system in check(args):
+            try:
+                measured, runs[system] = bench.measure(SETTINGS[system])
+            except (Failed, ValueError) as error:
+                failed = True
+                say(f'{system} has no row: {error}')
                 continue
-            measured, runs[system] = bench.measure(SETTINGS[system])
             rows.append(measured)
+            if args.json:
+                with open(args.json, 'w', encoding='utf-8') as file:
+                    json.dump({'on': machine(), 'seconds': args.seconds, 'rows': [asdict(each) for each in rows]}, file, indent=1)
+    print(f'{machine()}; {args.seconds:.0f} s under fire, a fault every {args.seconds / len(SCHEDULE):.0f} s')
     print(table(rows))
-    if args.json:
-        with open(args.json, 'w', encoding='utf-8') as file:
-            json.dump({'seconds': args.seconds, 'rows': [asdict(each) for each in rows]}, file, indent=1)
-    if args.plot:
-        draw(args.plot, runs, args.seconds, TOKENS)
-    return 0
+    if args.plot and runs:
+        draw(args.plot, runs, args.seconds, TOKENS, machine())
+    return 1 if failed else 0
 
 
 if __name__ == '__main__':

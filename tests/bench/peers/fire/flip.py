@@ -8,18 +8,27 @@ from collections.abc import Iterator
 BLOCK = 4096
 
 
-def of_checkpoints(folder: str) -> dict[str, object]:
-    """The middle byte of the largest file of the newest checkpoint: of optimizer state, in every format."""
-    # DeepSpeed names the newest whole checkpoint; one of Distributed Checkpoint is whole once it has its .metadata.
+def of_checkpoints(folder: str) -> dict[str, object] | None:
+    """The middle byte of the largest file of the newest checkpoint: of optimizer state, in every format. None: there is no checkpoint."""
+    tag = newest(folder)
+    if tag is None:
+        return None
+    if os.path.isdir(os.path.join(folder, tag + '_universal')):
+        tag += '_universal'  # which the next group loads
+    files = [os.path.join(inner, name) for inner, _, names in os.walk(os.path.join(folder, tag)) for name in names]
+    path = max(files, key=os.path.getsize)
+    return {'step': int(tag.removesuffix('_universal')), **_flip(path, os.path.getsize(path) // 2)}
+
+
+def newest(folder: str) -> str | None:
+    """The newest whole checkpoint."""
+    # DeepSpeed names it; one of Distributed Checkpoint is whole once it has its .metadata.
     latest = os.path.join(folder, 'latest')
     if os.path.exists(latest):
         with open(latest, encoding='ascii') as file:
-            newest = file.read().strip()
-    else:
-        newest = max((entry for entry in os.listdir(folder) if os.path.exists(os.path.join(folder, entry, '.metadata'))), key=int)
-    files = [os.path.join(inner, name) for inner, _, names in os.walk(os.path.join(folder, newest)) for name in names]
-    path = max(files, key=os.path.getsize)
-    return _flip(path, os.path.getsize(path) // 2)
+            return file.read().strip()
+    whole = [os.path.basename(os.path.dirname(metadata)) for metadata in glob.glob(os.path.join(folder, '*', '.metadata'))]
+    return max(whole, key=int, default=None)
 
 
 def of_server(directory: str) -> dict[str, object]:

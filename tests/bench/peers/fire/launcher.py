@@ -1,22 +1,27 @@
 """Starts processes, starts them again when they die, and kills them when the schedule says so: what a cluster's supervisor does, small.
 
-The same for every system: the group of trainers is one command line. When a trainer dies, the others are killed at once and the command line is run again."""
+The same for every system: the group of trainers is one command line. When a trainer dies, the others are killed at once and the
+command line is run again."""
 
 import contextlib
 import ctypes
+import glob
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
 from fire.events import Events
 
 PARTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
+_living: list['Process'] = []  # of all runs: what an interruption has to end
 
 
 def _die_with_parent() -> None:
@@ -31,6 +36,8 @@ def free_port() -> int:
 
 class Process:
     def __init__(self, command: list[str], log: str, environment: dict[str, str]) -> None:
+        _living.append(self)
+        self._process: subprocess.Popen | None = None
         with open(log, 'ab') as file:
             self._process = subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                                              preexec_fn=_die_with_parent)
@@ -43,15 +50,18 @@ class Process:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self._process.wait()
+        if self._process is not None:
+            self.signal(signal.SIGKILL)
+            self._process.wait()
+        if self in _living:
+            _living.remove(self)
 
 
 class Servers:
     """Two state servers under a supervisor: one that dies is started again at once, by the same command line."""
 
     def __init__(self, daemon: str, directory: str, events: Events) -> None:
-        self._events = events
+        self._events, self._starting = events, set[int]()
         self._ports = [free_port() for _ in range(2)]
         self.directories = [os.path.join(directory, f'server{i}') for i in range(2)]
         self._commands = [[daemon, '--listen', f'127.0.0.1:{port}', '--metrics_listen', '127.0.0.1:0', '--data_directory', folder,
@@ -59,7 +69,11 @@ class Servers:
                           for i, (port, folder) in enumerate(zip(self._ports, self.directories))]
         for folder in self.directories:
             os.makedirs(folder)
-        self._processes = [self._start(i) for i in range(2)]
+        self._processes: list[Process] = []
+
+    def start(self) -> None:
+        for i in range(2):
+            self._processes.append(self._start(i))
 
     @property
     def addresses(self) -> str:
@@ -67,13 +81,20 @@ class Servers:
 
     def _start(self, i: int) -> Process:
         self._events.tell('server_spawned', server=i)
+        self._starting.add(i)
         return Process(self._commands[i], self.directories[i] + '.log', {})
 
     def supervise(self) -> None:
         for i, process in enumerate(self._processes):
             if process.ended() is not None:
                 self._events.tell('server_ended', server=i, code=process.ended())
+                self._processes[i].kill()
                 self._processes[i] = self._start(i)
+            elif i in self._starting:
+                with contextlib.closing(socket.socket()) as probe:
+                    if probe.connect_ex(('127.0.0.1', self._ports[i])) == 0:
+                        self._starting.remove(i)
+                        self._events.tell('server_ready', server=i)
 
     def signal(self, i: int, number: int) -> None:
         self._processes[i].signal(number)
@@ -92,12 +113,15 @@ class Trainers:
         self.generation = 0
         self._processes: list[Process] = []
 
-    def start(self, more: list[str]) -> None:
+    def start(self) -> None:
         self.generation += 1
         self._events.tell('spawned', generation=self.generation, world=self.world)
         port = str(free_port())
+        for lock in glob.glob(os.path.join(os.environ.get('TORCH_EXTENSIONS_DIR', 'none'), '**', 'lock'), recursive=True):
+            os.unlink(lock)  # of a process that was killed while it loaded DeepSpeed's kernel; nobody else uses the directory
+        # Neither torchrun nor the deepspeed command: they start one process more, and notice a death by polling, later than this loop.
         self._processes = [
-            Process([sys.executable, '-m', 'fire.trainer', *self._arguments, *more], os.path.join(self._directory, f'trainer{rank}.log'),
+            Process([sys.executable, '-m', 'fire.trainer', *self._arguments], os.path.join(self._directory, f'trainer{rank}.log'),
                     {'RANK': str(rank), 'LOCAL_RANK': str(rank), 'WORLD_SIZE': str(self.world), 'LOCAL_WORLD_SIZE': str(self.world),
                      'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port, 'GENERATION': str(self.generation),
                      'OMP_NUM_THREADS': str(max(1, len(os.sched_getaffinity(0)) // self.world)), 'DS_ACCELERATOR': 'cpu',
@@ -111,19 +135,25 @@ class Trainers:
     def signal(self, rank: int, number: int) -> None:
         self._processes[rank].signal(number)
 
-    def kill(self) -> None:
+    def signal_all(self, number: int) -> None:
         for process in self._processes:
-            process.signal(signal.SIGKILL)
+            process.signal(number)
+
+    def kill(self) -> None:
+        self.signal_all(signal.SIGKILL)
         for process in self._processes:
             process.kill()
 
 
 @contextlib.contextmanager
 def scratch(parent: str | None) -> Iterator[str]:
-    """A directory that is gone afterwards, also after Ctrl-C and SIGTERM."""
-    import tempfile
+    """A directory that is gone afterwards, like all processes, also after SIGINT, SIGTERM and SIGHUP."""
     directory = tempfile.mkdtemp(prefix='under_fire.', dir=parent)
     try:
         yield directory
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        for number in ENDINGS:
+            signal.signal(number, signal.SIG_IGN)
+        for process in list(_living):
+            process.kill()
+        shutil.rmtree(directory)

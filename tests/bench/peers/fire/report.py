@@ -10,7 +10,8 @@ from fire.score import Return, Swept
 class Row:
     system: str
     versions: str
-    tokens_per_s: float  # without faults
+    tokens_per_s: list[float]  # without faults: before and after
+    counted_per_s: float  # tokens that count in the end, per second under fire
     goodput: float
     goodput_without_starts: float
     lost_steps: int
@@ -20,20 +21,23 @@ class Row:
     operator: list[str]
     flip: str  # what became of the byte
     steps: int
+    deaths: int  # of groups, by no fault of the schedule
     returns: list[Return]
     interval: int = 0
     sweep: list[Swept] = field(default_factory=list)
 
 
 def table(rows: list[Row]) -> str:
-    lines = [f'{"system":18} {"tokens/s":>9} {"goodput":>8} {"without starts":>14} {"lost steps":>10} {"lost tokens":>11} '
-             f'{"differing elements":>20} {"operator":>8}  flipped byte']
+    lines = [f'{"system":18} {"tokens/s alone":>14} {"under fire":>10} {"goodput":>8} {"without starts":>14} {"lost steps":>10} '
+             f'{"lost tokens":>11} {"differing elements":>20} {"operator":>8}  flipped byte']
     for row in rows:
         differ = 'not compared' if row.differing_elements is None else f'{row.differing_elements} of {row.elements}'
-        lines.append(f'{row.system:18} {row.tokens_per_s:9.0f} {row.goodput:8.3f} {row.goodput_without_starts:14.3f} {row.lost_steps:10} '
+        alone = ' '.join(f'{rate:.0f}' for rate in row.tokens_per_s)
+        lines.append(f'{row.system:18} {alone:>14} {row.counted_per_s:10.0f} {row.goodput:8.3f} {row.goodput_without_starts:14.3f} {row.lost_steps:10} '
                      f'{row.lost_tokens:11} {differ:>20} {len(row.operator):8}  {row.flip}')
     for row in rows:
-        lines += ['', f'{row.system} ({row.versions}): {row.steps} steps count']
+        died = f', and {row.deaths} groups died by no fault of the schedule' if row.deaths else ''
+        lines += ['', f'{row.system} ({row.versions}): {row.steps} steps count{died}']
         if row.sweep:
             lines.append('  a checkpoint every K steps, measured: ' + '; '.join(
                 f'K {each.interval}: {each.step_s:.2f} s a step, whole after {each.lag_s:.2f} s, goodput {each.goodput:.2f} expected'
@@ -49,7 +53,7 @@ def table(rows: list[Row]) -> str:
     return '\n'.join(lines)
 
 
-def draw(path: str, runs: dict[str, list[dict]], seconds: float, tokens: int) -> None:
+def draw(path: str, runs: dict[str, list[dict]], seconds: float, tokens: int, machine: str) -> None:
     """A PNG: tokens that count over time, one line a system; faults as marks. runs: events by system."""
     import matplotlib
     matplotlib.use('Agg')
@@ -70,6 +74,7 @@ def draw(path: str, runs: dict[str, list[dict]], seconds: float, tokens: int) ->
     for at, fault, _ in SCHEDULE:
         axes.axvline(at * seconds, color='0.75', linewidth=0.8, zorder=0)
         axes.text(at * seconds, axes.get_ylim()[1], ' ' + fault, rotation=90, va='top', ha='left', fontsize=8, color='0.4')
+    axes.set_title(machine, fontsize=8, color='0.4', loc='right')
     axes.set_xlabel('seconds')
     axes.set_ylabel('thousand tokens that count')
     axes.legend(loc='upper left', frameon=False)

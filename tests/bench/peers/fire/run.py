@@ -13,6 +13,7 @@ from fire.events import Events, read
 from fire.launcher import Servers, Trainers
 
 _STOP_S = 60  # a group that was asked to stop has so long for its last step and its parameters
+_ALONE_S = 300  # an undisturbed run ends by itself before
 _TRIES = 2  # a group that dies so often by itself, without a step, waits for its operator
 
 
@@ -56,7 +57,7 @@ class Run:
         if self._servers is not None:
             line += ['--servers', self._servers.addresses]
         self._trainers = Trainers(line, directory, self._events)
-        self._more: list[str] = []
+        self._killed = False  # the present group, by the schedule
         self._operator: list[str] = []
         self._idle = 0  # groups in a row that died by themselves without a step
         self._given_up = False
@@ -66,11 +67,14 @@ class Run:
         return os.path.join(self._directory, 'checkpoints')
 
     def go(self, seconds: float = float('inf'), schedule: tuple = ()) -> Outcome:
-        """Until the trainers end by themselves, or for so many seconds, which count from the start of the first process."""
+        """Until the trainers end by themselves, or for so many seconds, which count from the start of the first process. Without a
+        schedule no group may die."""
         try:
+            if self._servers is not None:
+                self._servers.start()
             self._events.tell('begin', seconds=seconds)
             begin = time.monotonic()
-            self._trainers.start(self._more)
+            self._trainers.start()
             waiting = list(schedule)
             while True:
                 past = time.monotonic() - begin
@@ -79,7 +83,7 @@ class Run:
                 if past >= seconds and not os.path.exists(os.path.join(self._directory, 'stop')):
                     self._events.tell('end')
                     open(os.path.join(self._directory, 'stop'), 'w', encoding='ascii').close()
-                if past >= seconds + _STOP_S:
+                if past >= (seconds + _STOP_S if schedule else _ALONE_S):
                     self._events.tell('not_stopped')
                     break
                 if self._servers is not None:
@@ -88,7 +92,9 @@ class Run:
                 if all(code == 0 for code in codes):
                     break
                 if any(code not in (None, 0) for code in codes) and not self._given_up:
-                    self._restart(codes, past < seconds)
+                    if not schedule or past >= seconds:
+                        break
+                    self._restart(codes)
                 if self._given_up and past >= seconds:
                     break
                 time.sleep(0.005)
@@ -102,66 +108,68 @@ class Run:
 
     def _strike(self, what: str) -> None:
         self._events.tell('fault', fault=what)
+        self._killed = what != 'server' or self._servers is None
         if what == 'trainer':
             self._trainers.signal(1, signal.SIGKILL)
         elif what == 'server' and self._servers is not None:
             self._servers.signal(0, signal.SIGKILL)
         elif what == 'server':
-            self._kill_trainers()
+            self._trainers.signal_all(signal.SIGKILL)
         elif what in ('shrink', 'grow'):
             self._trainers.world = 1 if what == 'shrink' else 2
-            self._kill_trainers()
+            self._trainers.signal_all(signal.SIGKILL)
             if self._setting.converts:
                 self._convert()
         elif what == 'flip':
             self._stand_still()
-            self._events.tell('flipped', **(flip.of_checkpoints(self._checkpoints) if self._servers is None
-                                            else flip.of_server(self._servers.directories[0])))
+            flipped = flip.of_checkpoints(self._checkpoints) if self._servers is None else flip.of_server(self._servers.directories[0])
+            if flipped is not None:
+                self._events.tell('flipped', **flipped)
             if self._servers is not None:
                 for i in range(2):
                     self._servers.signal(i, signal.SIGKILL)
-            self._kill_trainers()
+            self._trainers.signal_all(signal.SIGKILL)
 
     def _stand_still(self) -> None:
-        for rank in range(len(self._trainers.codes())):
-            self._trainers.signal(rank, signal.SIGSTOP)
+        self._trainers.signal_all(signal.SIGSTOP)
         if self._servers is not None:
             for i in range(2):
                 self._servers.signal(i, signal.SIGSTOP)
 
-    def _kill_trainers(self) -> None:
-        for rank in range(len(self._trainers.codes())):
-            self._trainers.signal(rank, signal.SIGKILL)
-
     # --- after them
 
-    def _restart(self, codes: list[int | None], again: bool) -> None:
+    def _restart(self, codes: list[int | None]) -> None:
         self._trainers.kill()
         generation = self._trainers.generation
         made = any(event['what'] == 'step' and event['generation'] == generation for event in read(self._path))
-        by_itself = all(code is None or code >= 0 for code in codes)
-        self._events.tell('ended_badly', generation=generation, codes=codes)
-        self._idle = self._idle + 1 if by_itself and not made else 0
+        self._events.tell('ended_badly', generation=generation, codes=codes, by_itself=not self._killed)
+        self._idle = self._idle + 1 if not self._killed and not made else 0
+        self._killed = False
         if self._idle >= _TRIES:
             self._idle = 0
             self._given_up = not self._operate()
-        if not self._given_up and again:
-            self._trainers.start(self._more)
+        if not self._given_up:
+            self._trainers.start()
 
     def _operate(self) -> bool:
-        """What a person does about a job that does not start any more: takes the newest checkpoint away. Returns whether there was
-        anything to do."""
-        whole = sorted((entry for entry in os.listdir(self._checkpoints) if entry.isdigit()), key=int) if self._setting.checkpoints else []
-        if not whole:
+        """What a person does about a job that does not start any more: takes the newest whole checkpoint away. Returns whether there
+        was anything to do."""
+        newest = flip.newest(self._checkpoints) if self._setting.checkpoints else None
+        if newest is None:
             self._events.tell('given_up')
             return False
-        shutil.rmtree(os.path.join(self._checkpoints, whole[-1]))
-        latest = os.path.join(self._checkpoints, 'latest')
-        if os.path.exists(latest) and len(whole) > 1:
+        shutil.rmtree(os.path.join(self._checkpoints, newest))
+        latest, older = os.path.join(self._checkpoints, 'latest'), self._older(int(newest))
+        if os.path.exists(latest) and older is None:
+            os.unlink(latest)
+        elif os.path.exists(latest):
             with open(latest, 'w', encoding='ascii') as file:
-                file.write(whole[-2])
-        self._act(f'deleted checkpoint {whole[-1]}')
+                file.write(older)
+        self._act(f'deleted checkpoint {newest}')
         return True
+
+    def _older(self, step: int) -> str | None:
+        return max((entry for entry in os.listdir(self._checkpoints) if entry.isdigit() and int(entry) < step), key=int, default=None)
 
     def _convert(self) -> None:
         """DeepSpeed's own way to another number of ranks."""
@@ -173,13 +181,14 @@ class Run:
             newest = file.read().strip()
         source = os.path.join(self._checkpoints, newest)
         with open(os.path.join(self._directory, 'convert.log'), 'ab') as log:
-            done = subprocess.run([sys.executable, '-m', 'deepspeed.checkpoint.ds_to_universal', '--input_folder', source, '--output_folder',
-                                   source + '_universal', '--no_strict', '--inject_missing_state'], stdout=log, stderr=log, check=False,
-                                  env={**os.environ, 'DS_ACCELERATOR': 'cpu'})
+            # One worker: a pool's would outlive an interruption, and start no sooner on two processors.
+            line = [sys.executable, '-m', 'deepspeed.checkpoint.ds_to_universal', '--input_folder', source,
+                    '--output_folder', source + '_universal', '--no_strict', '--inject_missing_state',
+                    '--num_extract_workers', '1', '--num_merge_workers', '1']
+            done = subprocess.run(line, stdout=log, stderr=log, check=False, env={**os.environ, 'DS_ACCELERATOR': 'cpu'})
         if done.returncode == 0:
             with open(os.path.join(self._checkpoints, 'latest_universal'), 'w', encoding='ascii') as file:
                 file.write(newest + '_universal')
-            self._more = ['--universal']
         self._act(f'converted checkpoint {newest}' + ('' if done.returncode == 0 else ', in vain'))
 
     def _act(self, what: str) -> None:

@@ -1,11 +1,10 @@
 """One rank of a training job, the same loop for every system. Started by the launcher, with torchrun's variables in the environment.
 
-Usage: python -m fire.trainer --system NAME --directory DIR [--servers A,B] [--steps N] [--interval K] [--sweep K,K,K] [--universal]
+Usage: python -m fire.trainer --system NAME --directory DIR [--servers A,B] [--steps N] [--interval K] [--sweep K,K,K]
   --directory DIR   events.jsonl, and whatever the system keeps; a file named stop there ends the run after the step at hand
   --steps N         ends after N steps
   --interval K      steps between two checkpoints, of systems that make them; 0: none
   --sweep K,K,K     after --alone N steps measures what a checkpoint costs every K steps, then ends
-  --universal       DeepSpeed loads the universal checkpoint
 """
 
 import argparse
@@ -34,18 +33,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument('--interval', type=int, default=0)
     parser.add_argument('--sweep', default='')
     parser.add_argument('--alone', type=int, default=0)
-    parser.add_argument('--universal', action='store_true')
     return parser.parse_args()
 
 
 def sweep(system, events, interval: int, advance, checkpoint) -> None:
-    """Two checkpoints, each after `interval` steps: the events tell how much longer these steps took than others."""
-    system.wait()
+    """Two checkpoints, each before `interval` steps: the events tell how much longer these steps took than others."""
     events.tell('sweep', interval=interval)
     for _ in range(2):
         checkpoint()
         for _ in range(interval):
             advance()
+    system.wait()
     events.tell('swept', interval=interval)
 
 
@@ -61,7 +59,7 @@ def main() -> None:
     events.tell('grouped')
     from fire.model import Batches
     batches = Batches(MICRO, ROWS, LENGTH)
-    system = getattr(importlib.import_module(f'fire.systems.{args.system}'), 'System')(args, events)
+    system = importlib.import_module(f'fire.systems.{args.system}').System(args, events)
     step, cursor = system.start()
     if cursor:
         batches.restore(cursor)
@@ -84,6 +82,8 @@ def main() -> None:
     if args.sweep:
         for _ in range(args.alone):
             advance()
+        system.checkpoint(step, batches.state())  # the first takes longer, and counts for none
+        system.wait()
         for interval in map(int, args.sweep.split(',')):
             sweep(system, events, interval, advance, lambda: system.checkpoint(step, batches.state()))
     else:

@@ -40,6 +40,9 @@ class System:
         self.optimizer.step(blob=cursor)
         self.optimizer.zero_grad()
 
+    def checkpoint(self, step: int, cursor: bytes) -> None:
+        """The servers keep every decided step by themselves, or every `pin_interval`."""
+
     def save(self, path: str, rank: int) -> None:
         torch.save({name: parameter.detach() for name, parameter in self._model.named_parameters()}, path + '.part')
         os.rename(path + '.part', path)

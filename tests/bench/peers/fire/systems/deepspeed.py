@@ -14,7 +14,7 @@ class System:
     saves_together = False
 
     def __init__(self, args, events) -> None:
-        self._events, self._universal = events, args.universal
+        self._events = events
         self._folder = os.path.join(args.directory, 'checkpoints')
         self._kept: list[str] = []
 
@@ -25,7 +25,7 @@ class System:
                   'bf16': {'enabled': True}, 'gradient_clipping': MAX_NORM,
                   'optimizer': {'type': 'AdamW', 'params': {'lr': LR, **HYPER}},
                   'zero_optimization': {'stage': 2, 'offload_optimizer': {'device': 'cpu'}},
-                  'checkpoint': {'load_universal': self._universal}}
+                  'checkpoint': {'load_universal': self._converted()}}
         self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         self._events.tell('modelled')
         if not os.path.exists(os.path.join(self._folder, 'latest')):
@@ -35,6 +35,14 @@ class System:
         if state is None:
             raise RuntimeError('load_checkpoint found nothing that it could load')
         return state['step'], state['cursor']
+
+    def _converted(self) -> bool:
+        """Is the newest checkpoint one that was converted for another number of ranks?"""
+        tags = []
+        for name in ('latest_universal', 'latest'):
+            path = os.path.join(self._folder, name)
+            tags.append(int(open(path, encoding='ascii').read().strip().removesuffix('_universal')) if os.path.exists(path) else -1)
+        return tags[0] >= max(tags[1], 0)
 
     def backward(self, tokens, targets, weight: float) -> float:
         loss = self._engine(tokens, targets)
@@ -49,9 +57,13 @@ class System:
         self._engine.step()
 
     def checkpoint(self, step: int, cursor: bytes) -> None:
+        path = os.path.join(self._folder, str(step))
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)  # what a killed save left, perhaps of more ranks; all ranks meet before they write
+        self._kept = [kept for kept in self._kept if kept != path]
         self._engine.save_checkpoint(self._folder, tag=str(step), client_state={'step': step, 'cursor': cursor})
         self._events.tell('saved', step=step)
-        self._kept.append(os.path.join(self._folder, str(step)))
+        self._kept.append(path)
         if torch.distributed.get_rank() == 0:
             for old in self._kept[:-2]:
                 shutil.rmtree(old, ignore_errors=True)

@@ -24,8 +24,9 @@ class System:
 
     def start(self) -> tuple[int, bytes]:
         # Parameters stay gathered between forward and backward: they fit, and a gather less is faster.
+        mesh = torch.distributed.init_device_mesh('cpu', (torch.distributed.get_world_size(),))
         shard = {'mp_policy': MixedPrecisionPolicy(param_dtype=torch.bfloat16), 'reshard_after_forward': False,
-                 'offload_policy': CPUOffloadPolicy(pin_memory=False), 'mesh': torch.distributed.init_device_mesh('cpu', (torch.distributed.get_world_size(),))}
+                 'offload_policy': CPUOffloadPolicy(pin_memory=False), 'mesh': mesh}
         self._model = make_model(torch.float32)
         for block in self._model.blocks:
             fully_shard(block, **shard)
@@ -83,7 +84,8 @@ class System:
             self._saving = None
 
     def save(self, path: str, rank: int) -> None:
-        whole = {name: parameter.full_tensor().detach() for name, parameter in self._model.named_parameters()}
+        # As the forward uses them, and as the others save them.
+        whole = {name: parameter.full_tensor().detach().to(torch.bfloat16) for name, parameter in self._model.named_parameters()}
         if rank == 0:
             torch.save(whole, path + '.part')
             os.rename(path + '.part', path)
