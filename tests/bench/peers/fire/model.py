@@ -88,7 +88,8 @@ def make_model(dtype: torch.dtype) -> Gpt:
             torch.nn.init.ones_(parameter)
         else:
             deep = name.endswith(('out.weight', 'down.weight'))
-            torch.nn.init.normal_(parameter, std=model.deep_std if deep else 0.02, generator=generator)
+            bound = 3 ** 0.5 * (model.deep_std if deep else 0.02)  # uniform: half the time of a normal distribution at each start
+            torch.nn.init.uniform_(parameter, -bound, bound, generator=generator)
     return model.to(dtype)
 
 
