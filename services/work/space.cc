@@ -158,7 +158,7 @@ absl::Status Space::GrowJournal(const JournalSize& size, bool logged) {
   absl::StatusOr<JobJournal::Growth> growth = take();
   if (absl::IsResourceExhausted(growth.status())) {
     // As in Place: once no chunk moves, there may be room.
-    absl::MutexLock moving(core_->around.moving);
+    const MoveGate::KeptShut no_moves(core_->around.moving);
     growth = take();
   }
   BALLAST_RETURN_IF_ERROR(growth.status());
@@ -324,7 +324,7 @@ absl::Status Space::Place(const NewChunks& wanted, const Ground& ground, Additio
   absl::StatusOr<JobJournal::Growth> growth = PlanAndTake(wanted, ground, add);
   if (absl::IsResourceExhausted(growth.status())) {
     // A chunk that moves has a place in two tiers: once none moves, there may be room.
-    absl::MutexLock moving(core_->around.moving);
+    const MoveGate::KeptShut no_moves(core_->around.moving);
     growth = PlanAndTake(wanted, ground, add);
   }
   BALLAST_RETURN_IF_ERROR(growth.status());

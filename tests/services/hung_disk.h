@@ -45,7 +45,7 @@ inline uint64_t NvmeStateBytes(StateServer* server, const std::string& job) {
   return 0;
 }
 
-// Of an Open with one tensor more, so that the server has to plan.
+// Asks for the plan of an Open with one tensor more, so that the server has to plan.
 inline absl::Status DryRun(StateServer* server, TrainerGroup& group) {
   v1::JobSpec larger = group.spec();
   Append({{"more", "u9", 256, 0}}, group.step() - 1, &larger);
@@ -88,7 +88,7 @@ inline v1::DropJobRequest DropOf(TrainerGroup& group) {
   return drop;
 }
 
-// Of a chunk's first element.
+// A pull of a chunk's first element.
 inline v1::PullRequest PullOf(TrainerGroup& group, const model::Chunk& chunk, v1::Content content, int64_t version) {
   v1::PullRequest pull;
   pull.set_job(group.spec().name());

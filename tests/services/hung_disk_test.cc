@@ -62,7 +62,7 @@ TEST_F(HungDiskTest, AReadThatHangsHoldsUpNoOtherJob) {
   reads.ExpectOk();
 }
 
-// The move keeps its places in two tiers, and the lock `moving`, until the disk goes on.
+// The move keeps its places in two tiers, and plans that need their space out, until the disk goes on.
 TEST_F(HungDiskTest, AMoveThatHangsHoldsUpNoDryRun) {
   ASSERT_EQ(SetDram(server_.get(), 3 * kMiB), absl::OkStatus());
   TrainerGroup moved({server_.get()}, Spec("moved", v1::DURABILITY_NONE), 1);
@@ -85,6 +85,36 @@ TEST_F(HungDiskTest, AMoveThatHangsHoldsUpNoDryRun) {
   Answer<v1::OpenResponse> small = dry_run(MakeSpec("small", {{"small", "u", 256, 0}}));
   EXPECT_EQ(small.Wait().status(), absl::OkStatus());
   EXPECT_EQ(model::ReasonOf(large.Wait().status()), model::kBudget);
+}
+
+// New budgets keep moves out while they wait for the Open.
+TEST_F(HungDiskTest, BudgetsThatWaitForAnOpenDelayNoJobWhoseChunksMove) {
+  ASSERT_EQ(SetDram(server_.get(), 3 * kMiB), absl::OkStatus());
+  TrainerGroup moved({server_.get()}, Spec("moved", v1::DURABILITY_NONE), 1);
+  ASSERT_EQ(moved.Start(), absl::OkStatus());
+  ASSERT_EQ(moved.Initialise(Ones), absl::OkStatus());
+  ASSERT_EQ(moved.Read(0, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+  disk_.Hold([](const std::string& path, GatedOperation operation, uint64_t) {
+    return absl::EndsWith(path, "/nvme.tier") &&
+           (operation == GatedOperation::kRead || operation == GatedOperation::kReserve);
+  });
+  ASSERT_EQ(SetDram(server_.get(), 8 * kMiB), absl::OkStatus());
+  disk_.AwaitWaiting();  // a move
+  TrainerGroup slow({server_.get()}, Spec("slow", v1::DURABILITY_STEP), 1);
+  Answer<v1::OpenResponse> opened;
+  ASSERT_NO_FATAL_FAILURE(OpenFirst(slow, &opened));
+  disk_.AwaitWaiting(2);
+  v1::SetBudgetRequest budget;
+  budget.set_dram_bytes(24 * kMiB);
+  Answer<v1::SetBudgetResponse> changed;
+  server_->SetBudget(budget, changed.reply());
+  HoldTier(GatedOperation::kReserve);
+  ExpectGoesOn(moved);
+  EXPECT_FALSE(changed.arrived());
+  disk_.Release();
+  EXPECT_EQ(opened.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(changed.Wait().status(), absl::OkStatus());
+  while (NvmeStateBytes(server_.get(), "moved") > 0) absl::SleepFor(absl::Milliseconds(1));
 }
 
 // The worker waits for the read, with what it does next to the chunk; parameters lie in memory.
