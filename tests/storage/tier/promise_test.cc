@@ -41,6 +41,17 @@ class PromiseTest : public ::testing::Test {
     thread.join();
   }
 
+  // Three extents behind a block of the file that the disk has back: a larger extent needed it elsewhere.
+  std::vector<NvmeExtent> ExtentsBehindAHole() {
+    std::vector<NvmeExtent> extents;
+    for (int i = 0; i < 4; ++i) extents.push_back(*nvme_.Allocate(kBlock, "an extent"));
+    EXPECT_EQ(tiers_->SetBudget({.nvme = 5 * kBlock}), absl::OkStatus());
+    extents.erase(extents.begin());
+    { const NvmeExtent large = *nvme_.Allocate(2 * kBlock, "what does not fit into the fragment"); }
+    EXPECT_EQ(tiers_->SetBudget({.nvme = 32 * kBlock}), absl::OkStatus());
+    return extents;
+  }
+
   ScratchDirectory directory_;
   SimDisk sim_{1};
   HeldReservations disk_{&sim_};
@@ -115,13 +126,7 @@ TEST_F(PromiseTest, APromiseThatFailsTakesNothingFromOthers) {
 
 // Half of the promise has its blocks when the disk is full.
 TEST_F(PromiseTest, AFailedReservationGivesBackTheRangesBefore) {
-  std::vector<NvmeExtent> extents;
-  for (int i = 0; i < 4; ++i) extents.push_back(*nvme_.Allocate(kBlock, "an extent"));
-  // A hole: what a larger extent needed more, the fragment gave back.
-  ASSERT_EQ(tiers_->SetBudget({.nvme = 5 * kBlock}), absl::OkStatus());
-  extents[0] = NvmeExtent();
-  { const NvmeExtent large = *nvme_.Allocate(2 * kBlock, "what does not fit into the fragment"); }
-  ASSERT_EQ(tiers_->SetBudget({.nvme = 32 * kBlock}), absl::OkStatus());
+  const std::vector<NvmeExtent> extents = ExtentsBehindAHole();
   const uint64_t used = sim_.used_bytes();
   ASSERT_EQ(used, 3 * kBlock);
   disk_.Hold(/*passing=*/1);
@@ -134,6 +139,23 @@ TEST_F(PromiseTest, AFailedReservationGivesBackTheRangesBefore) {
   EXPECT_EQ(model::ReasonOf(room.status()), model::kDiskFull) << room.status();
   EXPECT_EQ(sim_.used_bytes(), used);
   EXPECT_TRUE(nvme_.Promise(kBlock, "what there is room for").ok());
+}
+
+// The call that makes the file shorter would wait for the reservation, and holds the tier's lock.
+TEST_F(PromiseTest, TheFileIsMadeShorterAfterTheReservation) {
+  std::vector<NvmeExtent> extents = ExtentsBehindAHole();
+  disk_.Hold();
+  absl::StatusOr<NvmeRoom> room;
+  std::thread hung = Promising(kBlock, &room);
+  const uint64_t cuts = sim_.operations(SimOperation::kTruncate);
+  extents.pop_back();
+  EXPECT_EQ(sim_.operations(SimOperation::kTruncate), cuts);
+  EXPECT_EQ(sim_.used_bytes(), 3 * kBlock);
+  disk_.Release();
+  hung.join();
+  ASSERT_TRUE(room.ok()) << room.status();
+  EXPECT_EQ(sim_.operations(SimOperation::kTruncate), cuts + 1);
+  EXPECT_EQ(sim_.used_bytes(), 3 * kBlock) << "the hole has its block, and the file ends earlier";
 }
 
 TEST_F(PromiseTest, ThreadsPromiseTakeAndFree) {
