@@ -12,6 +12,7 @@
 #include "ballast/services/foundation/executor.h"
 #include "ballast/services/foundation/foundation.h"
 #include "ballast/services/foundation/waiting.h"
+#include "ballast/services/job/move_gate.h"
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/storage/placement/machine_profile.h"
 #include "ballast/storage/tier/tiers.h"
@@ -29,11 +30,11 @@ struct JobSurroundings {
   int read_threads = 1;  // threads of each job for reads that may block for a disk
   Deadlines* deadlines = nullptr;
   ServerCounters* counters = nullptr;
-  // Held while a job plans with the free space and takes it; nobody waits for a disk meanwhile.
+  // Held while a job's Open plans with the free space and takes it, and while new budgets are planned. The Open may
+  // wait for a disk; steps, pulls, fences and dry runs never take this lock.
   absl::Mutex* planning = nullptr;
-  // Held while a chunk moves between tiers and has a place in both. A plan that must know the space given back takes
-  // this lock first, then `planning`; such a plan may wait for a disk.
-  absl::Mutex* moving = nullptr;
+  // A plan that needs the space of moves shuts this gate first, then takes `planning`; such a plan may wait for a disk.
+  MoveGate* moving = nullptr;
   const storage::MachineProfile* machine = nullptr;  // null: plans predict no times
   bool working_copies = true;
   std::function<absl::Status()> interrupt;  // as StateServerOptions::interrupt

@@ -14,9 +14,9 @@ namespace ballast::services {
 
 absl::StatusOr<v1::SetBudgetResponse> ChangeBudgets(
     const v1::SetBudgetRequest& request, absl::FunctionRef<std::map<std::string, std::shared_ptr<Job>>()> jobs,
-    storage::Tiers* tiers, absl::Mutex* moving, absl::Mutex* planning) {
+    storage::Tiers* tiers, MoveGate* moving, absl::Mutex* planning) {
   std::map<std::string, std::shared_ptr<Job>> by_name;  // ends after the locks: a dropped job may end with it
-  absl::MutexLock moves(moving);
+  const MoveGate::KeptShut no_moves(moving);
   absl::MutexLock lock(planning);
   storage::TierBytes budget = tiers->budget();
   if (request.has_hbm_bytes()) budget.hbm = request.hbm_bytes();

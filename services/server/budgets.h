@@ -17,10 +17,10 @@ namespace ballast::services {
 // On return the tiers have the new budgets; the jobs' chunks follow between steps. RESOURCE_EXHAUSTED (BUDGET), with
 // numbers, if a budget is below what cannot move; otherwise the errors of Tiers::SetBudget. On an error nothing has
 // changed.
-// `jobs`: called under both locks, since a job that is dropped meanwhile must not be kept until they are free.
-// Threads: any; blocks on `moving` until no chunk moves, and on `planning`, which an Open may hold while taking space.
+// `jobs`: called once no chunk moves and under the lock, since a job dropped meanwhile must not be kept until then.
+// Threads: any; blocks until no chunk moves, and on `planning`, which an Open may hold while taking space.
 absl::StatusOr<v1::SetBudgetResponse> ChangeBudgets(
     const v1::SetBudgetRequest& request, absl::FunctionRef<std::map<std::string, std::shared_ptr<Job>>()> jobs,
-    storage::Tiers* tiers, absl::Mutex* moving, absl::Mutex* planning);
+    storage::Tiers* tiers, MoveGate* moving, absl::Mutex* planning);
 
 }  // namespace ballast::services

@@ -124,7 +124,8 @@ struct StateServer::Impl {
   std::unique_ptr<storage::Catalog> catalog;
   std::unique_ptr<storage::Tiers> tiers;
   std::optional<storage::MachineProfile> machine;
-  absl::Mutex planning, moving;  // as JobSurroundings says
+  absl::Mutex planning;  // as JobSurroundings says
+  MoveGate moving;
   kernels::ThreadPool compute;
   const std::unique_ptr<Executor> answers;     // to requests that have waited
   const std::unique_ptr<Executor> forgetting;  // of jobs that nothing runs for

@@ -79,6 +79,7 @@ void ChunkMoves::MoveSome() {
     JobMutexLock lock(&core_->mu);
     if (moves_ == nullptr) return;
     moves_->posted = false;
+    moves_->kept_out = false;
     if (!core_->Refusal().ok() || moves_->store != core_->store) {
       moves_ = nullptr;
       return;
@@ -108,26 +109,40 @@ void ChunkMoves::MoveSome() {
   EndBatch(moves, moves->moved > before, status);
 }
 
-// Moves up to kMovesAtOnce chunks; ends at a chunk that finds no room or fails.
 absl::Status ChunkMoves::MoveBatch(const std::shared_ptr<Moves>& moves, TierKind to) {
   std::deque<uint64_t>* const chunks = &moves->To(to);
   for (int i = 0; i < kMovesAtOnce; ++i) {
-    absl::MutexLock moving(core_->around.moving);
     uint64_t chunk = 0;
     {
       JobMutexLock lock(&core_->mu);
-      if (moves_ != moves || chunks->empty()) return absl::OkStatus();
+      if (moves_ != moves || chunks->empty() || moves->kept_out) return absl::OkStatus();
       chunk = chunks->front();
     }
     // Durable chunks of this batch have been flushed; a dirty chunk belongs to the next batch.
     if (to == TierKind::kNvme && moves->store->dirty(chunk)) return absl::OkStatus();
-    BALLAST_RETURN_IF_ERROR(moves->store->Move(chunk, to));
+    if (!BeginMove()) {
+      JobMutexLock lock(&core_->mu);
+      moves->kept_out = true;
+      return absl::OkStatus();
+    }
+    const absl::Status moved = moves->store->Move(chunk, to);
+    core_->around.moving->End();
+    BALLAST_RETURN_IF_ERROR(moved);
     JobMutexLock lock(&core_->mu);
     chunks->pop_front();
     ++moves->moved;
     ++moved_;
   }
   return absl::OkStatus();
+}
+
+bool ChunkMoves::BeginMove() {
+  return core_->around.moving->TryBegin(this, [this, owner = core_->owner] {
+    const std::shared_ptr<const void> job = owner.lock();
+    if (job == nullptr) return;
+    JobMutexLock lock(&core_->mu);
+    Resume();
+  });
 }
 
 void ChunkMoves::EndBatch(const std::shared_ptr<Moves>& moves, bool progress, const absl::Status& status) {
@@ -147,6 +162,7 @@ void ChunkMoves::EndBatch(const std::shared_ptr<Moves>& moves, bool progress, co
     moves_ = nullptr;
     return;
   }
+  if (moves->kept_out) return;
   if (progress) return Resume();
   // The next step may bring room, when other jobs' chunks or pinned copies have gone.
   if (!std::exchange(moves->said_stalled, true)) {

@@ -43,15 +43,18 @@ class ChunkMoves {
     std::array<std::deque<uint64_t>, storage::kTierKinds> to;
     std::deque<uint64_t>& To(storage::TierKind tier) { return to[static_cast<size_t>(tier)]; }
     uint64_t left() const { return to[0].size() + to[1].size() + to[2].size(); }
-    bool posted = false;  // a batch is queued
+    bool posted = false;    // a batch is queued
+    bool kept_out = false;  // a plan keeps moves out; afterwards the moves go on
     bool said_stalled = false;
     uint64_t moved = 0;
     absl::Time began = absl::Now();
   };
   // On the worker.
   void MoveSome();
-  // Moves up to kMovesAtOnce chunks; ends at a chunk that finds no room or fails.
+  // Moves up to kMovesAtOnce chunks; ends at a chunk that finds no room or fails, and where a plan keeps moves out.
   absl::Status MoveBatch(const std::shared_ptr<Moves>& moves, storage::TierKind to);
+  // False while a plan keeps moves out; afterwards Resume is called.
+  bool BeginMove();
   void EndBatch(const std::shared_ptr<Moves>& moves, bool progress, const absl::Status& status);
 
   JobCore* const core_;

@@ -16,8 +16,7 @@ constexpr uint64_t kBuffersMax = 8;
 
 // The free part of the budgets, once `returned` has come back.
 storage::TierBytes Free(const storage::Tiers& tiers, const storage::TierBytes& returned) {
-  const storage::TierBytes budget = tiers.budget();
-  const storage::TierBytes used = tiers.used();
+  const auto [budget, used] = tiers.usage();
   storage::TierBytes free;
   for (int i = 0; i < storage::kTierKinds; ++i) {
     const auto kind = static_cast<storage::TierKind>(i);

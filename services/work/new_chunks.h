@@ -57,14 +57,16 @@ struct NewChunks {
 storage::TierBytes TakenBy(const storage::ChunkStore& store, const SliceMemory& memory);
 
 // Plans places for new chunks: makes the request from the budgets and from what the job has, and gives an account of
-// the plan. Takes nothing. Threads: the worker, or the thread that recovers.
+// the plan. Takes nothing. Threads: the worker, or the thread that recovers; the clerk, for a dry run that asks no
+// store of the job.
 class ChunkPlans {
  public:
   ChunkPlans(JobCore* core, const JobJournal* journal, const SliceRoom* room, Prediction* prediction)
       : core_(core), journal_(journal), room_(room), prediction_(prediction) {}
 
   // The request for a plan of the chunks that are missing from the store. `returned`: bytes that a real Open gives back
-  // first. Holds for as long as the caller holds the lock of planning.
+  // first. The free space is the ledger's at this moment, and may be taken by others unless the caller holds the lock
+  // `planning`.
   storage::PlanRequest RequestFor(const NewChunks& wanted, const storage::ChunkStore& store,
                                   const std::vector<storage::ChunkToAdd>& missing,
                                   const storage::TierBytes& returned) const ABSL_LOCKS_EXCLUDED(job_lock);

@@ -74,10 +74,10 @@ absl::StatusOr<bool> SliceSpace::MoveOneDown(storage::ChunkStore* store) {
   if (last == placed.rend()) return false;
   const auto chunk = static_cast<uint64_t>(placed.rend() - last) - 1;
   if (store->dirty(chunk)) BALLAST_RETURN_IF_ERROR(flushes_->Run(store, {&chunk, 1}));
-  {
-    absl::MutexLock moving(core_->around.moving);
-    BALLAST_RETURN_IF_ERROR(store->Move(chunk, storage::TierKind::kNvme));
-  }
+  core_->around.moving->Begin();
+  const absl::Status moved = store->Move(chunk, storage::TierKind::kNvme);
+  core_->around.moving->End();
+  BALLAST_RETURN_IF_ERROR(moved);
   spdlog::info("job '{}': chunk {} of its store moved to nvme, its ranks now share more chunks", core_->name, chunk);
   return true;
 }

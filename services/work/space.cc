@@ -158,7 +158,7 @@ absl::Status Space::GrowJournal(const JournalSize& size, bool logged) {
   absl::StatusOr<JobJournal::Growth> growth = take();
   if (absl::IsResourceExhausted(growth.status())) {
     // As in Place: once no chunk moves, there may be room.
-    absl::MutexLock moving(core_->around.moving);
+    const MoveGate::KeptShut no_moves(core_->around.moving);
     growth = take();
   }
   BALLAST_RETURN_IF_ERROR(growth.status());
@@ -289,14 +289,18 @@ absl::Status Space::TakePlaces(const NewChunks& wanted, const Ground& ground, Ad
   return status;
 }
 
-absl::StatusOr<JobJournal::Growth> Space::PlanAndTake(const NewChunks& wanted, const Ground& ground, Addition* add,
-                                                      v1::OpenResponse* answer) {
-  absl::MutexLock planning(core_->around.planning);
-  const storage::PlanRequest request = plans_.RequestFor(wanted, *ground.store, add->missing, ground.freed);
-  BALLAST_ASSIGN_OR_RETURN(const storage::Plan plan, storage::MakePlan(request));
+absl::StatusOr<Space::PlannedPlaces> Space::PlanPlaces(const NewChunks& wanted, const Ground& ground,
+                                                       const Addition& add, v1::OpenResponse* answer) {
+  storage::PlanRequest request = plans_.RequestFor(wanted, *ground.store, add.missing, ground.freed);
+  BALLAST_ASSIGN_OR_RETURN(storage::Plan plan, storage::MakePlan(request));
   plans_.Note(plan, request, answer);
+  return PlannedPlaces{std::move(request), std::move(plan)};
+}
+
+absl::StatusOr<JobJournal::Growth> Space::PlanAndTake(const NewChunks& wanted, const Ground& ground, Addition* add) {
+  absl::MutexLock planning(core_->around.planning);
+  BALLAST_ASSIGN_OR_RETURN(const PlannedPlaces planned, PlanPlaces(wanted, ground, *add, nullptr));
   JobJournal::Growth growth;
-  if (wanted.dry_run) return growth;
   if (wanted.logged()) {
     uint64_t segment_bytes = 0;
     {
@@ -305,25 +309,25 @@ absl::StatusOr<JobJournal::Growth> Space::PlanAndTake(const NewChunks& wanted, c
     }
     BALLAST_ASSIGN_OR_RETURN(growth, journal_->TakeBudget(wanted.journal_size(segment_bytes), /*logged=*/true));
   }
-  const absl::Status taken = TakePlaces(wanted, ground, add, plan, request);
+  const absl::Status taken = TakePlaces(wanted, ground, add, planned.plan, planned.request);
   if (!taken.ok()) {
     core_->around.tiers->Return(storage::TierKind::kNvme, growth.bytes);
     return taken;
   }
-  add->least_dram = storage::LeastDram(request);
+  add->least_dram = storage::LeastDram(planned.request);
   return growth;
 }
 
 absl::Status Space::Place(const NewChunks& wanted, const Ground& ground, Addition* add, v1::OpenResponse* answer) {
-  absl::StatusOr<JobJournal::Growth> growth = PlanAndTake(wanted, ground, add, answer);
-  if (absl::IsResourceExhausted(growth.status()) && !wanted.dry_run) {
-    // A chunk that moves has a place in two tiers: once none moves, there may be room. A dry run does not wait for the
-    // disk of another job.
-    absl::MutexLock moving(core_->around.moving);
-    growth = PlanAndTake(wanted, ground, add, answer);
+  // A dry run waits neither for another job that takes places nor for a chunk that moves.
+  if (wanted.dry_run) return PlanPlaces(wanted, ground, *add, answer).status();
+  absl::StatusOr<JobJournal::Growth> growth = PlanAndTake(wanted, ground, add);
+  if (absl::IsResourceExhausted(growth.status())) {
+    // A chunk that moves has a place in two tiers: once none moves, there may be room.
+    const MoveGate::KeptShut no_moves(core_->around.moving);
+    growth = PlanAndTake(wanted, ground, add);
   }
   BALLAST_RETURN_IF_ERROR(growth.status());
-  if (wanted.dry_run) return absl::OkStatus();
   Hold(wanted, ground, add);
   if (wanted.durable()) NoteLeastDram(add->least_dram);
   return journal_->Grow(*growth);

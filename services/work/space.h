@@ -40,7 +40,8 @@ class Space {
   absl::StatusOr<Chunks> Take(const model::EpochPlan& plan) ABSL_LOCKS_EXCLUDED(job_lock) {
     return Take(plan, nullptr);
   }
-  // The answer to a dry run, by the space that is free now; takes nothing, and waits for no disk. Errors as Take's.
+  // The answer to a dry run, by the space that is free now; takes nothing, and waits for no disk, nor for another job's
+  // Open. Errors as Take's.
   // Unless ReadsStore, on any thread, but not while the job's first Open takes its space.
   absl::StatusOr<v1::OpenResponse> Try(const model::EpochPlan& plan) ABSL_LOCKS_EXCLUDED(job_lock);
   // Does a dry run of `plan` read what updates and moves change? Then it is the worker's.
@@ -82,10 +83,17 @@ class Space {
   absl::StatusOr<Ground> Prepare(const NewChunks& wanted) ABSL_LOCKS_EXCLUDED(job_lock);
   absl::Status DropOld(Ground* ground);
   Addition Match(const NewChunks& wanted, Ground* ground);
-  // Plans places for the missing chunks, takes them, and makes the journal large enough.
+  struct PlannedPlaces {
+    storage::PlanRequest request;
+    storage::Plan plan;
+  };
+  // Plans places for the missing chunks; for a dry run fills in `answer`.
+  absl::StatusOr<PlannedPlaces> PlanPlaces(const NewChunks& wanted, const Ground& ground, const Addition& add,
+                                           v1::OpenResponse* answer) ABSL_LOCKS_EXCLUDED(job_lock);
+  // Plans places for the missing chunks, takes them, and makes the journal large enough. A dry run only plans.
   absl::Status Place(const NewChunks& wanted, const Ground& ground, Addition* add, v1::OpenResponse* answer);
-  absl::StatusOr<JobJournal::Growth> PlanAndTake(const NewChunks& wanted, const Ground& ground, Addition* add,
-                                                 v1::OpenResponse* answer) ABSL_LOCKS_EXCLUDED(job_lock);
+  absl::StatusOr<JobJournal::Growth> PlanAndTake(const NewChunks& wanted, const Ground& ground, Addition* add)
+      ABSL_LOCKS_EXCLUDED(job_lock);
   absl::Status TakePlaces(const NewChunks& wanted, const Ground& ground, Addition* add, const storage::Plan& plan,
                           const storage::PlanRequest& request);
   absl::Status GrowJournal(const JournalSize& size, bool logged);

@@ -40,6 +40,11 @@ TierBytes Ledger::used() const {
   return used_;
 }
 
+TierUsage Ledger::usage() const {
+  absl::MutexLock lock(&mutex_);
+  return {budget_, used_};
+}
+
 absl::Status Ledger::Take(TierKind tier, uint64_t bytes, absl::string_view what) {
   absl::MutexLock lock(&mutex_);
   const uint64_t free = budget_[tier] - std::min(budget_[tier], used_[tier]);

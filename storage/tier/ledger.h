@@ -55,6 +55,7 @@ class Ledger {
   // Bytes taken beyond a lowered budget stay taken until they are returned; meanwhile Take and Lease refuse.
   void SetBudget(const TierBytes& budget);
   TierBytes used() const;
+  TierUsage usage() const;
   // RESOURCE_EXHAUSTED (BUDGET) says what `what` needs and how many bytes are missing.
   absl::Status Take(TierKind tier, uint64_t bytes, absl::string_view what);
   void Return(TierKind tier, uint64_t bytes);

@@ -159,22 +159,36 @@ uint64_t NvmeTier::UnusedMax() const {
   return budget - std::min(budget, ledger_->used().nvme);
 }
 
-absl::StatusOr<NvmeExtent> NvmeTier::Allocate(uint64_t bytes, absl::string_view what) {
-  bytes = AlignUp(bytes);
-  BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kNvme, bytes, what));
+absl::Status NvmeTier::Reserve(uint64_t bytes, FileSpace::Shape shape) {
+  Reservation reservation;
+  {
+    absl::MutexLock lock(&mutex_);
+    reservation = space_.StartPromise(bytes, shape, UnusedMax());
+  }
+  const absl::Status reserved = reservation.Run(file_.get());
   absl::MutexLock lock(&mutex_);
-  const absl::StatusOr<uint64_t> offset = space_.Take(bytes, UnusedMax());
-  if (!offset.ok()) return model::Annotate(offset.status(), absl::StrCat("nvme, for ", what));
-  return NvmeExtent(this, *offset, std::move(lease));
+  space_.FinishPromise(reservation, reserved);
+  return reserved;
 }
 
-absl::StatusOr<NvmeRoom> NvmeTier::Promise(uint64_t bytes, absl::string_view what) {
+absl::StatusOr<NvmeRoom> NvmeTier::Promise(uint64_t bytes, absl::string_view what, FileSpace::Shape shape) {
   bytes = AlignUp(bytes);
   BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kNvme, bytes, what));
-  absl::MutexLock lock(&mutex_);
-  const absl::Status promised = space_.Promise(bytes);
-  if (!promised.ok()) return model::Annotate(promised, absl::StrCat("nvme, for ", what));
+  absl::Status reserved = Reserve(bytes, shape);
+  if (model::ReasonOf(reserved) == model::kDiskFull) {
+    {
+      absl::MutexLock lock(&mutex_);
+      space_.GiveBackUnused();
+    }
+    reserved = Reserve(bytes, shape);
+  }
+  if (!reserved.ok()) return model::Annotate(reserved, absl::StrCat("nvme, for ", what));
   return NvmeRoom(this, std::move(lease));
+}
+
+absl::StatusOr<NvmeExtent> NvmeTier::Allocate(uint64_t bytes, absl::string_view what) {
+  BALLAST_ASSIGN_OR_RETURN(NvmeRoom room, Promise(bytes, what, FileSpace::Shape::kOnePiece));
+  return AllocateFrom(&room, room.bytes(), what);
 }
 
 absl::StatusOr<NvmeExtent> NvmeTier::AllocateFrom(NvmeRoom* room, uint64_t bytes, absl::string_view what) {

@@ -83,12 +83,16 @@ class NvmeTier {
   // DATA_LOSS (IO) unless the extent was kept and has not been taken since.
   absl::StatusOr<NvmeExtent> TakeKept(uint64_t offset);
 
-  // `bytes` are rounded up to 4096. RESOURCE_EXHAUSTED: (BUDGET), or (DISK_FULL) if the disk itself is full.
+  // `bytes` are rounded up to 4096. RESOURCE_EXHAUSTED: (BUDGET), or (DISK_FULL) if the disk itself is full. Either
+  // call may wait for the disk, and holds up no other call meanwhile.
   absl::StatusOr<NvmeExtent> Allocate(uint64_t bytes, absl::string_view what);
   // As Allocate, for extents that are made later.
-  absl::StatusOr<NvmeRoom> Promise(uint64_t bytes, absl::string_view what);
+  absl::StatusOr<NvmeRoom> Promise(uint64_t bytes, absl::string_view what) {
+    return Promise(bytes, what, FileSpace::Shape::kAnyPieces);
+  }
   // Makes an extent of a part of `room`. REQUIRES: `bytes` <= room->bytes(), a multiple of 4096. After an error `room`
   // is unchanged. A full disk is no error, unless another program took what FileSpace had just given back to the disk.
+  // Only if the room's blocks lie in fragments, the call reserves others, and all calls of the tier wait meanwhile.
   absl::StatusOr<NvmeExtent> AllocateFrom(NvmeRoom* room, uint64_t bytes, absl::string_view what);
   const BlockFile& file() const { return *file_; }
   // fdatasync for any of the jobs that share the file. The system reports a lost write once, to one caller, and the
@@ -102,6 +106,10 @@ class NvmeTier {
       : file_(std::move(file)), ledger_(ledger), space_(file_.get()) {}
   absl::Status Keep(std::vector<ExtentPlace> kept, bool unnamed_stays);
   void KeepAgain(NvmeExtent extent);
+  absl::StatusOr<NvmeRoom> Promise(uint64_t bytes, absl::string_view what, FileSpace::Shape shape)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // Promises `bytes`, which have blocks then.
+  absl::Status Reserve(uint64_t bytes, FileSpace::Shape shape) ABSL_LOCKS_EXCLUDED(mutex_);
   // Bytes of blocks that nobody uses, and that may stay on the disk within the budget.
   uint64_t UnusedMax() const;
 

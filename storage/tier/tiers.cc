@@ -85,6 +85,7 @@ absl::Status Tiers::SetBudget(const TierBytes& budget) {
 }
 
 TierBytes Tiers::used() const { return impl_->ledger.used(); }
+TierUsage Tiers::usage() const { return impl_->ledger.usage(); }
 TierTraffic Tiers::traffic() const { return impl_->ledger.traffic(); }
 
 absl::Status Tiers::Take(TierKind tier, uint64_t bytes, const std::string& what) {

@@ -51,6 +51,12 @@ struct TierTraffic {
   TierBytes written;
 };
 
+// Budgets, and the bytes taken of them at the same moment.
+struct TierUsage {
+  TierBytes budget;
+  TierBytes used;
+};
+
 // Threads: any.
 class Tiers {
  public:
@@ -64,6 +70,7 @@ class Tiers {
   // that was not opened; then nothing has changed.
   absl::Status SetBudget(const TierBytes& budget);
   TierBytes used() const;
+  TierUsage usage() const;
   TierTraffic traffic() const;
   // Takes or returns budget without allocating, for memory held elsewhere (provisional slices).
   absl::Status Take(TierKind tier, uint64_t bytes, const std::string& what);

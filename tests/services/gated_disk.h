@@ -29,14 +29,14 @@ class GatedDisk : public MachineWithDisk {
     absl::MutexLock lock(&mu_);
     choice_ = nullptr;
   }
-  // Blocks until some operation waits.
-  void AwaitWaiting() ABSL_LOCKS_EXCLUDED(mu_) {
+  // Blocks until so many operations wait.
+  void AwaitWaiting(int count = 1) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
-    const auto some = [this] {
+    const auto enough = [&] {
       mu_.AssertHeld();
-      return waiting_ > 0;
+      return waiting_ >= count;
     };
-    mu_.Await(absl::Condition(&some));
+    mu_.Await(absl::Condition(&enough));
   }
   void Pass(const std::string& path, GatedOperation operation, uint64_t offset) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);

@@ -15,10 +15,58 @@ void FileSpace::Keep(ByteRange range, Between before) {
 
 void FileSpace::KeepUpTo(uint64_t end) { end_ = std::max(end_, end); }
 
-absl::Status FileSpace::Promise(uint64_t bytes) {
-  BALLAST_RETURN_IF_ERROR(CoverPromise(promised_ + bytes));
-  promised_ += bytes;
+absl::Status Reservation::Run(BlockFile* file) const {
+  for (size_t i = 0; i < ranges_.size(); ++i) {
+    const absl::Status status = file->Reserve(ranges_[i].begin, ranges_[i].bytes());
+    if (status.ok()) continue;
+    for (size_t undone = 0; undone <= i; ++undone) file->Discard(ranges_[undone].begin, ranges_[undone].bytes());
+    return status;
+  }
   return absl::OkStatus();
+}
+
+Reservation FileSpace::StartPromise(uint64_t bytes, Shape shape, uint64_t unused_max) {
+  Reservation reservation;
+  if (shape == Shape::kOnePiece) {
+    const uint64_t place = PlaceToReserve(bytes);
+    reservation.ranges_ = Holes({place, place + bytes});
+    reservation.covered_ = bytes;
+    for (const ByteRange& range : reservation.ranges_) reservation.covered_ -= range.bytes();
+  } else {
+    reservation.covered_ = std::min(bytes, Unused(promised_));
+    AddMissing(bytes - reservation.covered_, &reservation.ranges_);
+  }
+  promised_ += reservation.covered_;
+  ++in_the_making_;
+  for (const ByteRange& range : reservation.ranges_) {
+    free_.Remove(range);
+    end_ = std::max(end_, range.end);
+  }
+  const uint64_t unused = Unused(promised_);
+  if (!reservation.ranges_.empty() && unused > unused_max) GiveBack(unused - unused_max);
+  return reservation;
+}
+
+void FileSpace::FinishPromise(const Reservation& reservation, const absl::Status& ran) {
+  if (!ran.ok()) promised_ -= reservation.covered_;
+  for (const ByteRange& range : reservation.ranges_) {
+    if (ran.ok()) {
+      blocks_.Add(range);
+      promised_ += range.bytes();
+    }
+    MarkFree(range);
+  }
+  --in_the_making_;
+  // A failed reservation may have made the file longer.
+  if (!ran.ok() || (cut_later_ && in_the_making_ == 0)) GiveBackEnd();
+}
+
+void FileSpace::GiveBackUnused(uint64_t promised) {
+  GiveBack(Unused(promised));
+  // After a restart free ranges may have blocks that nobody knows of.
+  for (const ByteRange& free : free_.All()) {
+    for (const ByteRange& hole : Holes(free)) file_->Discard(hole.begin, hole.bytes());
+  }
 }
 
 void FileSpace::EndPromise(uint64_t bytes, Blocks blocks) {
@@ -27,27 +75,21 @@ void FileSpace::EndPromise(uint64_t bytes, Blocks blocks) {
 }
 
 absl::StatusOr<uint64_t> FileSpace::TakePromised(uint64_t bytes, uint64_t unused_max) {
-  return Take(bytes, promised_ - bytes, unused_max);
-}
-
-absl::StatusOr<uint64_t> FileSpace::Take(uint64_t bytes, uint64_t promised_after, uint64_t unused_max) {
   const uint64_t offset = Place(bytes);
   const ByteRange place = {offset, offset + bytes};
   end_ = std::max(end_, place.end);
   MarkUsed(place);
-  absl::Status status = GetBlocks(place, promised_after, unused_max);
-  // A place that ordinary space took may have had promised blocks.
-  if (status.ok() && promised_after == promised_) status = CoverPromise(promised_after);
+  const absl::Status status = GetBlocks(place, promised_ - bytes, unused_max);
   if (!status.ok()) {
     Free(place);
     return status;
   }
-  promised_ = promised_after;
+  promised_ -= bytes;
   return offset;
 }
 
 // A range with blocks, if there is one: reserving waits for all transfers of the file that are in flight.
-uint64_t FileSpace::Place(uint64_t bytes) {
+uint64_t FileSpace::Place(uint64_t bytes) const {
   const std::vector<ByteRange> all = free_.All();
   for (const ByteRange& range : all) {
     if (range.bytes() < bytes) continue;
@@ -59,6 +101,21 @@ uint64_t FileSpace::Place(uint64_t bytes) {
     if (range.bytes() >= bytes) return range.begin;
   }
   return !all.empty() && all.back().end == end_ ? all.back().begin : end_;
+}
+
+uint64_t FileSpace::PlaceToReserve(uint64_t bytes) const {
+  const uint64_t unused = Unused(promised_);
+  const auto fits = [&](ByteRange place) { return blocks_.BytesIn(place) <= unused; };
+  if (const uint64_t place = Place(bytes); fits({place, place + bytes})) return place;
+  const std::vector<ByteRange> all = free_.All();
+  for (const ByteRange& range : all) {
+    if (range.bytes() < bytes) continue;
+    if (fits({range.begin, range.begin + bytes})) return range.begin;
+    for (const ByteRange& hole : Holes(range)) {
+      if (hole.bytes() >= bytes) return hole.begin;
+    }
+  }
+  return end_;
 }
 
 void FileSpace::MarkFree(ByteRange range) {
@@ -76,46 +133,23 @@ absl::Status FileSpace::GetBlocks(ByteRange range, uint64_t promised_after, uint
   if (const uint64_t unused = Unused(promised_after); unused > unused_max) GiveBack(unused - unused_max);
   absl::Status status = file_->Reserve(range.begin, range.bytes());
   if (model::ReasonOf(status) == model::kDiskFull) {
-    GiveBack(Unused(promised_after));
-    // After a restart free ranges may have blocks that nobody knows of.
-    for (const ByteRange& free : free_.All()) {
-      for (const ByteRange& hole : Holes(free)) file_->Discard(hole.begin, hole.bytes());
-    }
+    GiveBackUnused(promised_after);
     status = file_->Reserve(range.begin, range.bytes());
   }
   if (status.ok()) blocks_.Add(range);
   return status;
 }
 
-absl::Status FileSpace::CoverPromise(uint64_t promised_after) {
-  if (free_with_blocks_ >= promised_after) return absl::OkStatus();
-  uint64_t missing = promised_after - free_with_blocks_;
+void FileSpace::AddMissing(uint64_t bytes, std::vector<ByteRange>* ranges) const {
   // Free ranges come first: after a restart they may have blocks already.
-  std::vector<ByteRange> wanted;
   for (const ByteRange& range : free_.All()) {
     for (const ByteRange& part : Holes(range)) {
-      if (missing == 0) break;
-      wanted.push_back({part.begin, part.begin + std::min(part.bytes(), missing)});
-      missing -= wanted.back().bytes();
+      if (bytes == 0) return;
+      ranges->push_back({part.begin, part.begin + std::min(part.bytes(), bytes)});
+      bytes -= ranges->back().bytes();
     }
   }
-  const uint64_t end = end_;
-  if (missing > 0) wanted.push_back({end, end + missing});
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    const absl::Status status = file_->Reserve(wanted[i].begin, wanted[i].bytes());
-    if (!status.ok()) {
-      for (size_t undone = 0; undone <= i; ++undone) file_->Discard(wanted[undone].begin, wanted[undone].bytes());
-      if (wanted[i].begin == end) (void)file_->Truncate(end);  // a failed reservation may have made the file longer
-      return status;
-    }
-  }
-  for (const ByteRange& range : wanted) {
-    free_.Remove(range);
-    blocks_.Add(range);
-    MarkFree(range);
-    end_ = std::max(end_, range.end);
-  }
-  return absl::OkStatus();
+  if (bytes > 0) ranges->push_back({end_, end_ + bytes});
 }
 
 std::vector<ByteRange> FileSpace::Holes(ByteRange range) const {
@@ -156,6 +190,8 @@ void FileSpace::GiveBackRange(ByteRange range) {
 }
 
 void FileSpace::GiveBackEnd() {
+  cut_later_ = in_the_making_ > 0;
+  if (cut_later_) return;
   const std::vector<ByteRange> all = free_.All();
   if (all.empty() || all.back().end != end_) return;
   uint64_t cut = all.back().begin, unused = Unused(promised_);

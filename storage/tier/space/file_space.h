@@ -9,6 +9,12 @@
 // blocks of fragments go back to the disk: the file's blocks stay the same in number. A disk without a free block gets
 // the fragments' blocks back first. In between another program may take these blocks, if the disk has none besides:
 // the only case in which a place for promised space is refused.
+//
+// A reservation may wait for every transfer of the file that is in flight, so a promise reserves its blocks without the
+// caller's lock: StartPromise counts the part of the promise that unused blocks cover, and takes the ranges of the rest
+// out of the free ranges; Reservation::Run gets their blocks; FinishPromise makes the ranges free again and counts the
+// rest. A range between the two is neither free nor in use, so nobody else gives it away, discards it or cuts it off.
+// The invariant holds at each moment, and promises of several callers may be in the making at the same time.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +26,19 @@
 #include "ballast/storage/tier/space/byte_ranges.h"
 
 namespace ballast::storage {
+
+// A promise in the making: ranges of the file that get blocks.
+class Reservation {
+ public:
+  // Reserves all ranges. After an error none has blocks. Errors: BlockFile::Reserve's. Threads: any, without the lock
+  // of the FileSpace.
+  absl::Status Run(BlockFile* file) const;
+
+ private:
+  friend class FileSpace;
+  uint64_t covered_ = 0;  // bytes of the promise that are counted already
+  std::vector<ByteRange> ranges_;
+};
 
 // Threads: the caller's lock. All sizes are multiples of kIoAlignment. `unused_max`: bytes of blocks that may stay
 // in free ranges beyond the promised bytes. Beyond this bound blocks go back to the disk before the file gets others.
@@ -35,12 +54,19 @@ class FileSpace {
   // At start: what lies behind the last range, up to `end`, stays.
   void KeepUpTo(uint64_t end);
 
-  absl::Status Promise(uint64_t bytes);
+  // Begins a promise of `bytes`, which FinishPromise ends. kOnePiece: reserves blocks where an extent of `bytes` fits,
+  // if there are not enough in one piece.
+  enum class Shape { kAnyPieces, kOnePiece };
+  Reservation StartPromise(uint64_t bytes, Shape shape, uint64_t unused_max);
+  // `ran`: the result of Run. After an error nothing is promised.
+  void FinishPromise(const Reservation& reservation, const absl::Status& ran);
+  // Returns to the disk all blocks that nobody was promised, also those in free ranges that nobody knows of.
+  void GiveBackUnused() { GiveBackUnused(promised_); }
   // The promised blocks are nobody's. kStay: they stay in the file for the next run, which wants as many.
   enum class Blocks { kGiveBack, kStay };
   void EndPromise(uint64_t bytes, Blocks blocks);
-  // The offset of a range of `bytes`, from now on in use. TakePromised: part of the promised bytes.
-  absl::StatusOr<uint64_t> Take(uint64_t bytes, uint64_t unused_max) { return Take(bytes, promised_, unused_max); }
+  // The offset of a range of `bytes`, a part of the promised bytes, from now on in use. Reserves blocks only where no
+  // free range has enough of them in one piece.
   absl::StatusOr<uint64_t> TakePromised(uint64_t bytes, uint64_t unused_max);
   // The range is free. FreeIntoPromise: as many bytes are promised.
   void Free(ByteRange range);
@@ -49,20 +75,24 @@ class FileSpace {
   absl::Status Trim() { return file_->Truncate(end_); }
 
  private:
-  absl::StatusOr<uint64_t> Take(uint64_t bytes, uint64_t promised_after, uint64_t unused_max);
-  uint64_t Place(uint64_t bytes);
+  // Where an extent of promised bytes goes.
+  uint64_t Place(uint64_t bytes) const;
+  // Where an extent would fit if all of its place had blocks; contains at most as many blocks as nobody was promised.
+  uint64_t PlaceToReserve(uint64_t bytes) const;
   void MarkFree(ByteRange range);
   void MarkUsed(ByteRange range);
   // Makes sure that a range in use has blocks.
   absl::Status GetBlocks(ByteRange range, uint64_t promised_after, uint64_t unused_max);
-  // Makes sure that free ranges have blocks for what will be promised.
-  absl::Status CoverPromise(uint64_t promised_after);
+  // Adds free ranges without blocks, then the file's end, up to `bytes`.
+  void AddMissing(uint64_t bytes, std::vector<ByteRange>* ranges) const;
   // The parts of a free range without known blocks.
   std::vector<ByteRange> Holes(ByteRange range) const;
   // Returns `bytes` of blocks in free ranges to the disk, from the smallest fragment on.
   void GiveBack(uint64_t bytes);
   void GiveBackRange(ByteRange range);
-  // Shortens the file by free ranges at its end, and no further than the promise allows.
+  void GiveBackUnused(uint64_t promised);
+  // Shortens the file by free ranges at its end, and no further than the promise allows. Waits for the end of promises
+  // in the making: a disk that is slow to reserve would hold up the call, and so everybody who needs the lock.
   void GiveBackEnd();
   uint64_t Unused(uint64_t promised) const { return free_with_blocks_ > promised ? free_with_blocks_ - promised : 0; }
 
@@ -71,7 +101,9 @@ class FileSpace {
   ByteRanges blocks_;  // has blocks, free or in use. At start blocks of free ranges are not known
   uint64_t free_with_blocks_ = 0;
   uint64_t promised_ = 0;
-  uint64_t end_ = 0;  // of the last range in use or free
+  int in_the_making_ = 0;  // promises between StartPromise and FinishPromise
+  bool cut_later_ = false;
+  uint64_t end_ = 0;  // of the last range in use, free or being reserved
 };
 
 }  // namespace ballast::storage
