@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The same training run under the same faults, by each system: what counts in the end, and what was lost.
 
-Usage: under_fire.py [--json FILE] [--plot FILE.png] [--seconds 120] [--systems ballast,deepspeed,fsdp2] [--directory DIR] [--build DIR]
+Usage: under_fire.py [--json FILE] [--plot FILE.png] [--seconds 90] [--systems ballast,deepspeed,fsdp2] [--directory DIR] [--build DIR]
   --seconds S     of each run under fire; faults come at fixed parts of it (below)
   --systems       a comma between them: ballast, ballast_every_k, deepspeed, fsdp2 (default: all; a system that is not installed is
                   left out with a word)
@@ -31,6 +31,7 @@ Figures:
 """
 import argparse
 import datetime
+import glob
 import importlib.metadata
 import importlib.util
 import json
@@ -52,6 +53,7 @@ ALONE = 12  # undisturbed steps before a sweep
 SETTINGS = {
     'ballast': Setting('ballast', servers=True),
     'ballast_every_k': Setting('ballast_every_k', servers=True, interval=10),
+    # Install it with DS_BUILD_CPU_ADAM=1: a kernel that is not built ahead is checked at each start, for 2 s.
     'deepspeed': Setting('deepspeed', checkpoints=True, converts=True, sweep=(2, 4, 8)),
     'fsdp2': Setting('fsdp2', checkpoints=True, sweep=(2, 4, 8)),
 }
@@ -62,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--json')
     parser.add_argument('--plot')
-    parser.add_argument('--seconds', type=float, default=120)
+    parser.add_argument('--seconds', type=float, default=90)
     parser.add_argument('--systems', default=','.join(SETTINGS))
     parser.add_argument('--directory')
     parser.add_argument('--build', default=os.path.join(ROOT, 'build', 'release'))
@@ -80,6 +82,10 @@ def versions(system: str) -> str:
     said = f'torch {torch.__version__}'
     if named is None:
         return said
+    if named == 'deepspeed':
+        folder = os.path.dirname(importlib.util.find_spec('deepspeed').origin)
+        ahead = glob.glob(os.path.join(folder, 'ops', 'adam', 'cpu_adam_op*.so'))
+        said += ', its kernel built ahead' if ahead else ', its kernel checked by JIT for 2 s of each start'
     try:
         return f'{named} {importlib.metadata.version(named)}, {said}'
     except importlib.metadata.PackageNotFoundError:

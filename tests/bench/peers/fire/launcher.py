@@ -112,18 +112,22 @@ class Trainers:
         self.world = 2
         self.generation = 0
         self._processes: list[Process] = []
+        from torch.distributed import TCPStore  # not at the top: under_fire itself says what to do where torch is missing
+        self._make_store = TCPStore
 
     def start(self) -> None:
         self.generation += 1
         self._events.tell('spawned', generation=self.generation, world=self.world)
-        port = str(free_port())
+        # The store of the rendezvous is here, as torchrun's is in its agent: a rank that comes before rank 0 would wait half a second.
+        self._store = self._make_store('127.0.0.1', 0, is_master=True, wait_for_workers=False)
         for lock in glob.glob(os.path.join(os.environ.get('TORCH_EXTENSIONS_DIR', 'none'), '**', 'lock'), recursive=True):
             os.unlink(lock)  # of a process that was killed while it loaded DeepSpeed's kernel; nobody else uses the directory
-        # Neither torchrun nor the deepspeed command: they start one process more, and notice a death by polling, later than this loop.
+        # Neither torchrun nor the deepspeed command: they notice a death by polling, later than this loop.
         self._processes = [
             Process([sys.executable, '-m', 'fire.trainer', *self._arguments], os.path.join(self._directory, f'trainer{rank}.log'),
                     {'RANK': str(rank), 'LOCAL_RANK': str(rank), 'WORLD_SIZE': str(self.world), 'LOCAL_WORLD_SIZE': str(self.world),
-                     'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port, 'GENERATION': str(self.generation),
+                     'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(self._store.port), 'GENERATION': str(self.generation),
+                     'TORCHELASTIC_USE_AGENT_STORE': 'True', 'TORCHELASTIC_RESTART_COUNT': str(self.generation),
                      'OMP_NUM_THREADS': str(max(1, len(os.sched_getaffinity(0)) // self.world)), 'DS_ACCELERATOR': 'cpu',
                      'PYTHONPATH': os.pathsep.join([PARTS, os.environ.get('PYTHONPATH', '')]),
                      'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']})

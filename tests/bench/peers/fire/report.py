@@ -33,8 +33,8 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         differ = 'not compared' if row.differing_elements is None else f'{row.differing_elements} of {row.elements}'
         alone = ' '.join(f'{rate:.0f}' for rate in row.tokens_per_s)
-        lines.append(f'{row.system:18} {alone:>14} {row.counted_per_s:10.0f} {row.goodput:8.3f} {row.goodput_without_starts:14.3f} {row.lost_steps:10} '
-                     f'{row.lost_tokens:11} {differ:>20} {len(row.operator):8}  {row.flip}')
+        lines.append(f'{row.system:18} {alone:>14} {row.counted_per_s:10.0f} {row.goodput:8.3f} {row.goodput_without_starts:14.3f} '
+                     f'{row.lost_steps:10} {row.lost_tokens:11} {differ:>20} {len(row.operator):8}  {row.flip}')
     for row in rows:
         died = f', and {row.deaths} groups died by no fault of the schedule' if row.deaths else ''
         lines += ['', f'{row.system} ({row.versions}): {row.steps} steps count{died}']
