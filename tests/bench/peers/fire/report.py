@@ -77,7 +77,7 @@ def draw(path: str, runs: dict[str, list[dict]], seconds: float, tokens: int, ma
     axes.set_title(machine, fontsize=8, color='0.4', loc='right')
     axes.set_xlabel('seconds')
     axes.set_ylabel('thousand tokens that count')
-    axes.legend(loc='upper left', frameon=False)
+    axes.legend(loc='lower right', frameon=False)
     axes.spines[['top', 'right']].set_visible(False)
     figure.tight_layout()
     figure.savefig(path)
