@@ -195,14 +195,18 @@ const storage::BlockFile* JobJournal::file() const { return journal_ == nullptr 
 
 uint64_t JobJournal::segment_bytes() const { return journal_ == nullptr ? 0 : journal_->log().segment_bytes(); }
 
+bool JobJournal::Holds(const JournalSize& size) const {
+  JobMutexLock lock(&core_->mu);
+  if (core_->recovering) return true;  // the log is being read
+  return journal_ != nullptr && journal_->log().file_bytes() >= size.bytes();
+}
+
 absl::StatusOr<JobJournal::Growth> JobJournal::TakeBudget(const JournalSize& size, bool logged) {
   Growth growth{.size = size, .logged = logged};
+  if (Holds(size)) return growth;
   {
     JobMutexLock lock(&core_->mu);
-    if (core_->recovering) return growth;  // the log is being read
-    const uint64_t bytes = journal_ == nullptr ? 0 : journal_->log().file_bytes();
-    if (bytes >= size.bytes()) return growth;
-    growth.bytes = size.bytes() - bytes;
+    growth.bytes = size.bytes() - (journal_ == nullptr ? 0 : journal_->log().file_bytes());
   }
   BALLAST_RETURN_IF_ERROR(core_->around.tiers->Take(storage::TierKind::kNvme, growth.bytes, "the gradient log"));
   return growth;

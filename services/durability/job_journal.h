@@ -69,6 +69,8 @@ class JobJournal {
     uint64_t bytes = 0;   // 0: there is as much already
     bool logged = false;  // a gradient log, not a spill
   };
+  // Is the journal as large already?
+  bool Holds(const JournalSize& size) const ABSL_LOCKS_EXCLUDED(job_lock);
   // Takes the budget for a journal of this size. Quick: under the planning lock. RESOURCE_EXHAUSTED (BUDGET).
   absl::StatusOr<Growth> TakeBudget(const JournalSize& size, bool logged) ABSL_LOCKS_EXCLUDED(job_lock);
   // Makes the log, or extends it. A log of many GiB takes minutes: not under the planning lock. Stopping the job ends

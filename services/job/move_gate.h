@@ -1,8 +1,9 @@
 // Keeps apart chunks that move between tiers and plans that need the space which a move gives back. A chunk that moves
 // has a place in two tiers.
 //
-// A plan waits for the moves. A move waits for nobody: a job's worker would wait with the move, and the job's steps
-// with the worker, for as long as another job's disk hangs.
+// A plan waits for the moves. Moves after a change of budgets (TryBegin) wait for nobody: a job's worker would wait
+// with the move, and the job's steps with the worker, for as long as another job's disk hangs. Only an Open that moves
+// its own job's chunks to make room waits for plans (Begin).
 #pragma once
 
 #include <functional>

@@ -88,6 +88,13 @@ void ChunkMoves::MoveSome() {
     const std::deque<uint64_t>& all = moves->To(TierKind::kNvme);
     down.assign(all.begin(), all.begin() + std::min<std::ptrdiff_t>(std::ssize(all), kMovesAtOnce));
   }
+  // Asked before chunks are flushed: the next step would make the chunks of a move that is kept out dirty again.
+  if (!BeginMove()) {
+    JobMutexLock lock(&core_->mu);
+    moves->kept_out = true;
+    return;
+  }
+  core_->around.moving->End();
   // Durable state goes down by being flushed; then the memory is dropped.
   std::erase_if(down, [&](uint64_t chunk) { return !moves->store->dirty(chunk); });
   if (const absl::Status flushed = flushes_->Run(moves->store.get(), down); !flushed.ok()) {

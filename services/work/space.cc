@@ -151,6 +151,7 @@ std::shared_ptr<storage::ChunkStore> Space::MakeStore(const NewChunks& wanted) c
 }
 
 absl::Status Space::GrowJournal(const JournalSize& size, bool logged) {
+  if (journal_->Holds(size)) return absl::OkStatus();  // waits for no plan
   const auto take = [&] {
     absl::MutexLock planning(core_->around.planning);
     return journal_->TakeBudget(size, logged);

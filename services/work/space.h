@@ -42,7 +42,8 @@ class Space {
   }
   // The answer to a dry run, by the space that is free now; takes nothing, and waits for no disk, nor for another job's
   // Open. Errors as Take's.
-  // Unless ReadsStore, on any thread, but not while the job's first Open takes its space.
+  // Unless ReadsStore, on any thread, but not while the job's first Open takes its space. With ReadsStore on the
+  // worker, behind what the job itself has begun: an Open of its own that needs space may wait for another job's.
   absl::StatusOr<v1::OpenResponse> Try(const model::EpochPlan& plan) ABSL_LOCKS_EXCLUDED(job_lock);
   // Does a dry run of `plan` read what updates and moves change? Then it is the worker's.
   bool ReadsStore(const model::EpochPlan& plan) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

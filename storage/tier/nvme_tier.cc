@@ -165,10 +165,9 @@ absl::Status NvmeTier::Reserve(uint64_t bytes, FileSpace::Shape shape) {
     absl::MutexLock lock(&mutex_);
     reservation = space_.StartPromise(bytes, shape, UnusedMax());
   }
-  const absl::Status reserved = reservation.Run(file_.get());
+  absl::Status reserved = reservation.Run(file_.get());
   absl::MutexLock lock(&mutex_);
-  space_.FinishPromise(reservation, reserved);
-  return reserved;
+  return space_.FinishPromise(reservation, std::move(reserved));
 }
 
 absl::StatusOr<NvmeRoom> NvmeTier::Promise(uint64_t bytes, absl::string_view what, FileSpace::Shape shape) {
@@ -193,7 +192,16 @@ absl::StatusOr<NvmeExtent> NvmeTier::Allocate(uint64_t bytes, absl::string_view 
 
 absl::StatusOr<NvmeExtent> NvmeTier::AllocateFrom(NvmeRoom* room, uint64_t bytes, absl::string_view what) {
   absl::MutexLock lock(&mutex_);
-  const absl::StatusOr<uint64_t> offset = space_.TakePromised(bytes, UnusedMax());
+  absl::StatusOr<uint64_t> offset = space_.TakePromised(bytes, UnusedMax());
+  while (model::ReasonOf(offset.status()) == model::kDiskFull && space_.in_the_making() > 0) {
+    // A promise in the making may hold this room's blocks, and gives them back as it ends.
+    const auto ended = [this] {
+      mutex_.AssertHeld();
+      return space_.in_the_making() == 0;
+    };
+    mutex_.Await(absl::Condition(&ended));
+    offset = space_.TakePromised(bytes, UnusedMax());
+  }
   if (!offset.ok()) return model::Annotate(offset.status(), absl::StrCat("nvme, for ", what));
   return NvmeExtent(this, *offset, room->lease_.Split(bytes));
 }

@@ -84,7 +84,7 @@ class NvmeTier {
   absl::StatusOr<NvmeExtent> TakeKept(uint64_t offset);
 
   // `bytes` are rounded up to 4096. RESOURCE_EXHAUSTED: (BUDGET), or (DISK_FULL) if the disk itself is full. Either
-  // call may wait for the disk, and holds up no other call meanwhile.
+  // call may wait for the disk, and holds up no other call while it reserves blocks.
   absl::StatusOr<NvmeExtent> Allocate(uint64_t bytes, absl::string_view what);
   // As Allocate, for extents that are made later.
   absl::StatusOr<NvmeRoom> Promise(uint64_t bytes, absl::string_view what) {
@@ -92,7 +92,8 @@ class NvmeTier {
   }
   // Makes an extent of a part of `room`. REQUIRES: `bytes` <= room->bytes(), a multiple of 4096. After an error `room`
   // is unchanged. A full disk is no error, unless another program took what FileSpace had just given back to the disk.
-  // Only if the room's blocks lie in fragments, the call reserves others, and all calls of the tier wait meanwhile.
+  // Only if the room's blocks lie in fragments, the call reserves others, and all calls of the tier wait meanwhile; on
+  // a full disk the call waits for promises in the making.
   absl::StatusOr<NvmeExtent> AllocateFrom(NvmeRoom* room, uint64_t bytes, absl::string_view what);
   const BlockFile& file() const { return *file_; }
   // fdatasync for any of the jobs that share the file. The system reports a lost write once, to one caller, and the

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::storage {
@@ -16,49 +17,61 @@ void FileSpace::Keep(ByteRange range, Between before) {
 void FileSpace::KeepUpTo(uint64_t end) { end_ = std::max(end_, end); }
 
 absl::Status Reservation::Run(BlockFile* file) const {
-  for (size_t i = 0; i < ranges_.size(); ++i) {
-    const absl::Status status = file->Reserve(ranges_[i].begin, ranges_[i].bytes());
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const absl::Status status = file->Reserve(ranges[i].begin, ranges[i].bytes());
     if (status.ok()) continue;
-    for (size_t undone = 0; undone <= i; ++undone) file->Discard(ranges_[undone].begin, ranges_[undone].bytes());
+    for (size_t undone = 0; undone <= i; ++undone) file->Discard(ranges[undone].begin, ranges[undone].bytes());
     return status;
   }
   return absl::OkStatus();
 }
 
 Reservation FileSpace::StartPromise(uint64_t bytes, Shape shape, uint64_t unused_max) {
-  Reservation reservation;
+  Reservation reservation{.bytes = bytes, .covered = std::min(bytes, Unused(promised_)), .ranges = {}};
   if (shape == Shape::kOnePiece) {
     const uint64_t place = PlaceToReserve(bytes);
-    reservation.ranges_ = Holes({place, place + bytes});
-    reservation.covered_ = bytes;
-    for (const ByteRange& range : reservation.ranges_) reservation.covered_ -= range.bytes();
-  } else {
-    reservation.covered_ = std::min(bytes, Unused(promised_));
-    AddMissing(bytes - reservation.covered_, &reservation.ranges_);
+    reservation.ranges = Holes({place, place + bytes});
+    reservation.covered = bytes;
+    for (const ByteRange& range : reservation.ranges) reservation.covered -= range.bytes();
+    SetApart(reservation.ranges);
   }
-  promised_ += reservation.covered_;
+  // Blocks that an earlier promise lost to another program are reserved along.
+  const uint64_t lost = promised_ > free_with_blocks_ ? promised_ - free_with_blocks_ : 0;
+  const std::vector<ByteRange> more = Missing((shape == Shape::kOnePiece ? 0 : bytes - reservation.covered) + lost);
+  SetApart(more);
+  reservation.ranges.insert(reservation.ranges.end(), more.begin(), more.end());
+  promised_ += reservation.covered;
   ++in_the_making_;
-  for (const ByteRange& range : reservation.ranges_) {
-    free_.Remove(range);
-    end_ = std::max(end_, range.end);
-  }
   const uint64_t unused = Unused(promised_);
-  if (!reservation.ranges_.empty() && unused > unused_max) GiveBack(unused - unused_max);
+  if (!reservation.ranges.empty() && unused > unused_max) GiveBack(unused - unused_max);
   return reservation;
 }
 
-void FileSpace::FinishPromise(const Reservation& reservation, const absl::Status& ran) {
-  if (!ran.ok()) promised_ -= reservation.covered_;
-  for (const ByteRange& range : reservation.ranges_) {
-    if (ran.ok()) {
-      blocks_.Add(range);
-      promised_ += range.bytes();
-    }
+absl::Status FileSpace::FinishPromise(const Reservation& reservation, absl::Status ran) {
+  for (const ByteRange& range : reservation.ranges) {
+    if (ran.ok()) blocks_.Add(range);
     MarkFree(range);
   }
+  promised_ += reservation.bytes - reservation.covered;
   --in_the_making_;
+  if (ran.ok() && free_with_blocks_ < promised_) {
+    // A place gave promised blocks back to the disk, to get as many elsewhere, and this promise got them.
+    for (const ByteRange& range : reservation.ranges) GiveBackRange(range);
+    ran = model::Error(absl::StatusCode::kResourceExhausted, model::kDiskFull,
+                       absl::StrCat("the disk of ", file_->path(), " has no space left for ", reservation.bytes,
+                                    " bytes beside what was promised before"));
+  }
+  if (!ran.ok()) promised_ -= reservation.bytes;
   // A failed reservation may have made the file longer.
   if (!ran.ok() || (cut_later_ && in_the_making_ == 0)) GiveBackEnd();
+  return ran;
+}
+
+void FileSpace::SetApart(absl::Span<const ByteRange> ranges) {
+  for (const ByteRange& range : ranges) {
+    free_.Remove(range);
+    end_ = std::max(end_, range.end);
+  }
 }
 
 void FileSpace::GiveBackUnused(uint64_t promised) {
@@ -140,16 +153,18 @@ absl::Status FileSpace::GetBlocks(ByteRange range, uint64_t promised_after, uint
   return status;
 }
 
-void FileSpace::AddMissing(uint64_t bytes, std::vector<ByteRange>* ranges) const {
+std::vector<ByteRange> FileSpace::Missing(uint64_t bytes) const {
+  std::vector<ByteRange> ranges;
   // Free ranges come first: after a restart they may have blocks already.
   for (const ByteRange& range : free_.All()) {
     for (const ByteRange& part : Holes(range)) {
-      if (bytes == 0) return;
-      ranges->push_back({part.begin, part.begin + std::min(part.bytes(), bytes)});
-      bytes -= ranges->back().bytes();
+      if (bytes == 0) return ranges;
+      ranges.push_back({part.begin, part.begin + std::min(part.bytes(), bytes)});
+      bytes -= ranges.back().bytes();
     }
   }
-  if (bytes > 0) ranges->push_back({end_, end_ + bytes});
+  if (bytes > 0) ranges.push_back({end_, end_ + bytes});
+  return ranges;
 }
 
 std::vector<ByteRange> FileSpace::Holes(ByteRange range) const {

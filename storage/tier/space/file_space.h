@@ -8,13 +8,15 @@
 // If promised blocks lie in fragments that are too small for an extent, the extent gets blocks elsewhere, and as many
 // blocks of fragments go back to the disk: the file's blocks stay the same in number. A disk without a free block gets
 // the fragments' blocks back first. In between another program may take these blocks, if the disk has none besides:
-// the only case in which a place for promised space is refused.
+// the only case in which a place for promised space is refused. The next promise then reserves the lost blocks along.
+// If a promise in the making took the blocks, that promise fails as it ends, and gives them back; the caller tries the
+// place again once no promise is in the making.
 //
 // A reservation may wait for every transfer of the file that is in flight, so a promise reserves its blocks without the
 // caller's lock: StartPromise counts the part of the promise that unused blocks cover, and takes the ranges of the rest
 // out of the free ranges; Reservation::Run gets their blocks; FinishPromise makes the ranges free again and counts the
 // rest. A range between the two is neither free nor in use, so nobody else gives it away, discards it or cuts it off.
-// The invariant holds at each moment, and promises of several callers may be in the making at the same time.
+// Promises of several callers may be in the making at the same time.
 #pragma once
 
 #include <cstdint>
@@ -22,22 +24,21 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/tier/space/byte_ranges.h"
 
 namespace ballast::storage {
 
 // A promise in the making: ranges of the file that get blocks.
-class Reservation {
- public:
+struct Reservation {
   // Reserves all ranges. After an error none has blocks. Errors: BlockFile::Reserve's. Threads: any, without the lock
   // of the FileSpace.
   absl::Status Run(BlockFile* file) const;
 
- private:
-  friend class FileSpace;
-  uint64_t covered_ = 0;  // bytes of the promise that are counted already
-  std::vector<ByteRange> ranges_;
+  uint64_t bytes = 0;    // of the promise
+  uint64_t covered = 0;  // of them, those that unused blocks cover, which are counted already
+  std::vector<ByteRange> ranges;
 };
 
 // Threads: the caller's lock. All sizes are multiples of kIoAlignment. `unused_max`: bytes of blocks that may stay
@@ -58,15 +59,17 @@ class FileSpace {
   // if there are not enough in one piece.
   enum class Shape { kAnyPieces, kOnePiece };
   Reservation StartPromise(uint64_t bytes, Shape shape, uint64_t unused_max);
-  // `ran`: the result of Run. After an error nothing is promised.
-  void FinishPromise(const Reservation& reservation, const absl::Status& ran);
+  // `ran`: the result of Run, which is returned unless the promise got blocks of an earlier promise: DISK_FULL. After
+  // an error nothing is promised.
+  absl::Status FinishPromise(const Reservation& reservation, absl::Status ran);
+  int in_the_making() const { return in_the_making_; }
   // Returns to the disk all blocks that nobody was promised, also those in free ranges that nobody knows of.
   void GiveBackUnused() { GiveBackUnused(promised_); }
   // The promised blocks are nobody's. kStay: they stay in the file for the next run, which wants as many.
   enum class Blocks { kGiveBack, kStay };
   void EndPromise(uint64_t bytes, Blocks blocks);
   // The offset of a range of `bytes`, a part of the promised bytes, from now on in use. Reserves blocks only where no
-  // free range has enough of them in one piece.
+  // free range has enough of them in one piece. DISK_FULL while a promise is in the making: try again afterwards.
   absl::StatusOr<uint64_t> TakePromised(uint64_t bytes, uint64_t unused_max);
   // The range is free. FreeIntoPromise: as many bytes are promised.
   void Free(ByteRange range);
@@ -83,8 +86,10 @@ class FileSpace {
   void MarkUsed(ByteRange range);
   // Makes sure that a range in use has blocks.
   absl::Status GetBlocks(ByteRange range, uint64_t promised_after, uint64_t unused_max);
-  // Adds free ranges without blocks, then the file's end, up to `bytes`.
-  void AddMissing(uint64_t bytes, std::vector<ByteRange>* ranges) const;
+  // Free ranges without blocks, then the file's end: together `bytes`.
+  std::vector<ByteRange> Missing(uint64_t bytes) const;
+  // The ranges get blocks: until then they are neither free nor in use.
+  void SetApart(absl::Span<const ByteRange> ranges);
   // The parts of a free range without known blocks.
   std::vector<ByteRange> Holes(ByteRange range) const;
   // Returns `bytes` of blocks in free ranges to the disk, from the smallest fragment on.

@@ -1,6 +1,7 @@
 // A simulated disk whose reservations wait for a test, as those of a busy disk wait for its transfers.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -35,6 +36,9 @@ class HeldReservations : public Disk {
     mu_.Await(absl::Condition(&enough));
   }
 
+  // Called whenever blocks have gone back to the disk, before the tier's next call of the disk.
+  void set_discarded(std::function<void()> discarded) { discarded_ = std::move(discarded); }
+
   absl::StatusOr<std::unique_ptr<BlockFile>> Open(const std::string& path, Mode mode) override {
     auto file = disk_->Open(path, mode);
     if (!file.ok()) return file.status();
@@ -64,7 +68,10 @@ class HeldReservations : public Disk {
       gate_->Pass();
       return file_->Reserve(offset, bytes);
     }
-    void Discard(uint64_t offset, uint64_t bytes) override { file_->Discard(offset, bytes); }
+    void Discard(uint64_t offset, uint64_t bytes) override {
+      file_->Discard(offset, bytes);
+      if (gate_->discarded_) gate_->discarded_();
+    }
     absl::Status Truncate(uint64_t bytes) override { return file_->Truncate(bytes); }
 
    private:
@@ -85,6 +92,7 @@ class HeldReservations : public Disk {
   }
 
   SimDisk* const disk_;
+  std::function<void()> discarded_;
   absl::Mutex mu_;
   bool held_ ABSL_GUARDED_BY(mu_) = false;
   int passing_ ABSL_GUARDED_BY(mu_) = 0;

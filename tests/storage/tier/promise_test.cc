@@ -1,6 +1,9 @@
 // Promises of the NVMe tier's space while their blocks are being reserved.
+#include <algorithm>
+#include <optional>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/synchronization/notification.h"
@@ -141,6 +144,24 @@ TEST_F(PromiseTest, AFailedReservationGivesBackTheRangesBefore) {
   EXPECT_TRUE(nvme_.Promise(kBlock, "what there is room for").ok());
 }
 
+// Promised blocks in fragments go back to the disk for a place in one piece, and another program is quicker.
+TEST_F(PromiseTest, WhatAnotherProgramTookIsReservedWithTheNextPromise) {
+  std::vector<NvmeExtent> extents;
+  for (int i = 0; i < 4; ++i) extents.push_back(*nvme_.Allocate(kBlock, "an extent"));
+  NvmeRoom room = extents[0].TakeRoom();
+  room.Join(extents[2].TakeRoom());
+  sim_.set_capacity_bytes(sim_.used_bytes());
+  disk_.set_discarded([this] { sim_.set_capacity_bytes(sim_.used_bytes()); });
+  EXPECT_EQ(model::ReasonOf(nvme_.AllocateFrom(&room, 2 * kBlock, "a version").status()), model::kDiskFull);
+  EXPECT_EQ(room.bytes(), 2 * kBlock);
+  disk_.set_discarded(nullptr);
+  sim_.set_capacity_bytes(64 * kBlock);
+  NvmeRoom next = *nvme_.Promise(kBlock, "another job's room");
+  sim_.set_capacity_bytes(sim_.used_bytes());
+  EXPECT_TRUE(nvme_.AllocateFrom(&room, 2 * kBlock, "a version").ok());
+  EXPECT_TRUE(nvme_.AllocateFrom(&next, kBlock, "another job's version").ok());
+}
+
 // The call that makes the file shorter would wait for the reservation, and holds the tier's lock.
 TEST_F(PromiseTest, TheFileIsMadeShorterAfterTheReservation) {
   std::vector<NvmeExtent> extents = ExtentsBehindAHole();
@@ -199,24 +220,43 @@ TEST_F(PromiseTest, ThreadsPromiseTakeAndFree) {
 
 // Promises in the making, places and their ends at random, on a disk that others fill and empty.
 TEST_F(PromiseTest, WhateverHappensMeanwhileAPromiseHasItsBlocks) {
+  int waited = 0;  // places for promises in the making
   for (uint32_t seed = 0; seed < 300; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937 random(seed);
     SimDisk disk(seed);
-    auto file = *disk.Open("nvme.tier", Disk::Mode::kKept);
+    HeldReservations held(&disk);
+    auto file = *held.Open("nvme.tier", Disk::Mode::kKept);
     FileSpace space(file.get());
     struct Making {
       Reservation reservation;
-      uint64_t bytes = 0;
-      absl::Status ran;
+      std::optional<absl::Status> ran;
     };
     std::vector<Making> making;
     std::vector<ByteRange> used;
     uint64_t promised = 0, taken = 0;  // `taken` of the budget
     const uint64_t budget = (8 + random() % 24) * kBlock;
+    const auto run = [&](Making& any) {
+      if (!any.ran.has_value()) any.ran = any.reservation.Run(file.get());
+    };
+    // Another thread reserves in the middle of a call.
+    bool taking = false;
+    held.set_discarded([&] {
+      if (std::exchange(taking, false)) std::for_each(making.begin(), making.end(), run);
+    });
+    const auto finish = [&](std::vector<Making>::iterator any) {
+      run(*any);
+      if (space.FinishPromise(any->reservation, *any->ran).ok()) {
+        promised += any->reservation.bytes;
+      } else {
+        taken -= any->reservation.bytes;
+      }
+      making.erase(any);
+    };
+    const auto any_making = [&] { return making.begin() + static_cast<std::ptrdiff_t>(random() % making.size()); };
     for (int step = 0; step < 200; ++step) {
       const uint64_t bytes = (1 + random() % 4) * kBlock;
-      switch (random() % 8) {
+      switch (random() % 9) {
         case 0:
           disk.set_capacity_bytes(disk.used_bytes() + (random() % 8) * kBlock);
           break;
@@ -225,22 +265,12 @@ TEST_F(PromiseTest, WhateverHappensMeanwhileAPromiseHasItsBlocks) {
           if (taken + bytes > budget) break;
           taken += bytes;
           const auto shape = random() % 2 == 0 ? FileSpace::Shape::kAnyPieces : FileSpace::Shape::kOnePiece;
-          making.push_back({space.StartPromise(bytes, shape, budget - taken), bytes, absl::OkStatus()});
-          making.back().ran = making.back().reservation.Run(file.get());
+          making.push_back({space.StartPromise(bytes, shape, budget - taken), std::nullopt});
           break;
         }
-        case 3: {
-          if (making.empty()) break;
-          const auto any = making.begin() + static_cast<std::ptrdiff_t>(random() % making.size());
-          space.FinishPromise(any->reservation, any->ran);
-          if (any->ran.ok()) {
-            promised += any->bytes;
-          } else {
-            taken -= any->bytes;
-          }
-          making.erase(any);
+        case 3:
+          if (!making.empty()) finish(any_making());
           break;
-        }
         case 4: {
           if (used.empty()) break;
           const ByteRange range = used[random() % used.size()];
@@ -263,9 +293,19 @@ TEST_F(PromiseTest, WhateverHappensMeanwhileAPromiseHasItsBlocks) {
           promised -= bytes;
           taken -= bytes;
           break;
+        case 7:
+          if (!making.empty()) run(*any_making());
+          break;
         default: {
           if (promised < bytes) break;
-          const auto offset = space.TakePromised(bytes, budget - taken);
+          taking = true;
+          auto offset = space.TakePromised(bytes, budget - taken);
+          taking = false;
+          if (!offset.ok() && !making.empty()) {
+            ++waited;
+            while (!making.empty()) finish(any_making());
+            offset = space.TakePromised(bytes, budget - taken);
+          }
           ASSERT_TRUE(offset.ok()) << "step " << step << ": " << offset.status();
           promised -= bytes;
           used.push_back({*offset, *offset + bytes});
@@ -282,6 +322,7 @@ TEST_F(PromiseTest, WhateverHappensMeanwhileAPromiseHasItsBlocks) {
       ASSERT_LE(disk.used_bytes(), budget) << "step " << step;
     }
   }
+  EXPECT_GT(waited, 0);
 }
 
 }  // namespace
