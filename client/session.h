@@ -19,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -33,6 +34,7 @@
 namespace ballast::client {
 
 class Session;
+class Tally;
 
 // All working parameters of a unit, gathered. Frees its buffer when dropped. Valid until the session ends.
 class UnitLease {
@@ -55,6 +57,22 @@ class UnitLease {
   void* buffer_ = nullptr;
   absl::Span<const std::byte> bytes_;
   uint64_t element_bytes_ = 0;
+};
+
+// Elements on their way to places of the caller's.
+class PendingPull {
+ public:
+  PendingPull(PendingPull&&) noexcept = default;
+  PendingPull& operator=(PendingPull&&) = delete;
+  ~PendingPull() { (void)Await(); }
+  // Blocks until no place is written any more. Valid while the session is.
+  absl::Status Await();
+
+ private:
+  friend class Session;
+  PendingPull(Session* session, std::shared_ptr<Tally> tally) : session_(session), tally_(std::move(tally)) {}
+  Session* session_;
+  std::shared_ptr<Tally> tally_;  // null once awaited
 };
 
 class Session {
@@ -122,6 +140,8 @@ class Session {
   // elements are not as wide as the working dtype's.
   absl::Status PullOwned(uint32_t unit, absl::Span<bf16> to);
   absl::Status PullOwned(uint32_t unit, absl::Span<float> to);
+  // Starts pulling `runs` at version(), whoever owns them. The places are written until the pull was awaited.
+  absl::StatusOr<PendingPull> StartPull(uint32_t unit, absl::Span<const PullRun> runs);
 
   // Pushes this rank's part of the unit's gradient, already reduced over ranks: the owned ranges, concatenated. Copies
   // the elements; returns when the copy is made and the bytes in flight allow. A unit may be pushed once per attempt.
@@ -223,6 +243,7 @@ class Session {
   SessionStats stats() const;
 
  private:
+  friend class PendingPull;
   friend class UnitLease;
   struct Impl;
   explicit Session(std::unique_ptr<Impl> impl);

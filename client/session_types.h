@@ -137,6 +137,12 @@ struct UnitRange {
   uint64_t end = 0;
 };
 
+// Elements of a unit, and the place for them: as many elements of the job's working dtype.
+struct PullRun {
+  UnitRange range;
+  absl::Span<std::byte> to;
+};
+
 // Some elements of this rank's part of a unit's gradient.
 struct GradientRun {
   uint64_t begin = 0;  // in its owned ranges, laid end to end

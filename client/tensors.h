@@ -26,7 +26,9 @@ enum class Local {
 struct TensorMemory {
   const std::byte* gradient = nullptr;  // null: no gradient in this step
   kernels::Dtype gradient_dtype = kernels::Dtype::kF32;
-  std::byte* parameter = nullptr;  // null only for a rank without a row of the tensor
+  // Null for a rank without a row of the tensor, and where the parameter lives on the servers alone: Step and Pull then
+  // bring it nowhere.
+  std::byte* parameter = nullptr;
   kernels::Dtype parameter_dtype = kernels::Dtype::kF32;
 };
 
@@ -76,6 +78,9 @@ class Tensors {
   // COLLECTIVE. Waits for updates and fetches parameters at the session's version. DDP's ranks gather the parts of all
   // ranks.
   absl::Status Pull(absl::Span<const TensorMemory> memory, const Ready& ready = {});
+  // Starts pulling this rank's parts of some tensors, by index, at the session's version. `to`: for each, room for
+  // local_elements() of the job's working dtype, borrowed until every pull returned was awaited. Never blocks.
+  absl::StatusOr<std::vector<PendingPull>> StartPull(absl::Span<const size_t> which, absl::Span<std::byte* const> to);
 
  private:
   // A run of a tensor's elements within the rank's owned ranges of its unit, or within the whole unit.

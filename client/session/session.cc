@@ -277,6 +277,17 @@ absl::Status Session::PullOwned(uint32_t unit, absl::Span<float> to) {
   return impl_->PullOwned(unit, WritableBytes(to), sizeof(float));
 }
 
+absl::StatusOr<PendingPull> Session::StartPull(uint32_t unit, absl::Span<const PullRun> runs) {
+  BALLAST_RETURN_IF_ERROR(impl_->CheckHasValues(unit));
+  return PendingPull(this, impl_->parameters.StartPull(unit, runs));
+}
+
+absl::Status PendingPull::Await() {
+  if (tally_ == nullptr) return absl::OkStatus();
+  const std::shared_ptr<Tally> tally = std::exchange(tally_, nullptr);
+  return session_->impl_->Conclude(session_->impl_->parameters.AwaitPull(*tally));
+}
+
 absl::Status Session::Pin() {
   BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
   v1::PinRequest request;

@@ -279,9 +279,16 @@ absl::Status Tensors::PushUnit(const Unit& unit, absl::Span<const TensorMemory> 
 }
 
 absl::Status Tensors::Pull(absl::Span<const TensorMemory> memory, const Ready& ready) {
-  for (const Unit& unit : units_) session_->Prefetch(unit.index);
+  const auto is_wanted = [&memory](const Unit& unit) {
+    return std::any_of(unit.tensors.begin(), unit.tensors.end(),
+                       [&memory](size_t tensor) { return memory[tensor].parameter != nullptr; });
+  };
+  for (const Unit& unit : units_) {
+    if (is_wanted(unit)) session_->Prefetch(unit.index);
+  }
   const Dtype dtype = session_->optimizer().working;
   for (const Unit& unit : units_) {
+    if (!is_wanted(unit)) continue;
     if (local_ == Local::kWhole) {
       BALLAST_ASSIGN_OR_RETURN(const UnitLease lease, session_->Acquire(unit.index));
       Scatter(unit.whole, lease.bytes(), memory);
@@ -309,6 +316,7 @@ void Tensors::Scatter(const std::vector<Run>& runs, absl::Span<const std::byte> 
   std::vector<float> wide;
   for (const Run& run : runs) {
     const TensorMemory& tensor = memory[run.tensor];
+    if (tensor.parameter == nullptr) continue;
     Convert(from.data() + run.at * ElementBytes(dtype), dtype,
             tensor.parameter + run.local * ElementBytes(tensor.parameter_dtype), tensor.parameter_dtype, run.count,
             &wide);

@@ -51,12 +51,20 @@ kernels::Dtype DtypeOf(const nb::dlpack::dtype& dtype) {
   throw nb::type_error("a tensor has a dtype that is none of float32, bfloat16 and float16");
 }
 
+using MaybeArrays = std::vector<std::optional<Array>>;
+
 // Memory of tensors in the session's order. `gradients`: None for a tensor without a gradient; may be empty.
-std::vector<client::TensorMemory> MemoryOf(const PythonSession& session,
-                                           const std::vector<std::optional<Array>>& gradients,
-                                           const std::vector<Array>& parameters) {
-  std::vector<uint64_t> elements(parameters.size());
-  for (size_t i = 0; i < parameters.size(); ++i) elements[i] = parameters[i].size();
+// `parameters`: None for a parameter that lives on the servers alone.
+std::vector<client::TensorMemory> MemoryOf(const PythonSession& session, const MaybeArrays& gradients,
+                                           const MaybeArrays& parameters) {
+  std::vector<std::optional<uint64_t>> elements(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (parameters[i].has_value()) {
+      elements[i] = parameters[i]->size();
+    } else if (i < gradients.size() && gradients[i].has_value()) {
+      elements[i] = gradients[i]->size();
+    }
+  }
   {
     const nb::gil_scoped_release release;
     session.CheckElements(elements);
@@ -65,10 +73,12 @@ std::vector<client::TensorMemory> MemoryOf(const PythonSession& session,
     throw nb::value_error("gradients: an entry per parameter");
   std::vector<client::TensorMemory> memory(parameters.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
-    memory[i].parameter = static_cast<std::byte*>(parameters[i].data());
-    memory[i].parameter_dtype = DtypeOf(parameters[i].dtype());
+    if (parameters[i].has_value()) {
+      memory[i].parameter = static_cast<std::byte*>(parameters[i]->data());
+      memory[i].parameter_dtype = DtypeOf(parameters[i]->dtype());
+    }
     if (gradients.empty() || !gradients[i].has_value()) continue;
-    if (gradients[i]->size() != elements[i]) throw nb::value_error("a gradient has another size than its parameter");
+    if (gradients[i]->size() != *elements[i]) throw nb::value_error("a gradient has another size than its parameter");
     memory[i].gradient = static_cast<const std::byte*>(gradients[i]->data());
     memory[i].gradient_dtype = DtypeOf(gradients[i]->dtype());
   }
@@ -172,6 +182,18 @@ void Tell(const nb::object& ready, absl::Span<const size_t> tensors) {
   }
 }
 
+// The tensors that `to` refers to live until the pull was awaited.
+uint64_t StartPull(PythonSession& session, const std::vector<size_t>& which, const std::vector<Array>& to) {
+  std::vector<PythonSession::Place> places;
+  for (const Array& array : to) places.push_back({static_cast<std::byte*>(array.data()), DtypeOf(array.dtype()), array.size()});
+  const std::shared_ptr<void> kept(new std::vector<Array>(to), [](void* arrays) {
+    const nb::gil_scoped_acquire lock;
+    delete static_cast<std::vector<Array>*>(arrays);
+  });
+  const nb::gil_scoped_release release;
+  return session.StartPull(which, places, kept);
+}
+
 template <typename Result, typename... Arguments>
 auto Watched(Result (PythonSession::*method)(Arguments...)) {
   return [method](PythonSession& session, Arguments... arguments) -> Result {
@@ -210,15 +232,15 @@ void BindSession(nb::module_& m) {
       .def(
           "initialise",
           [](PythonSession& session, const std::vector<Array>& parameters) {
-            const auto memory = MemoryOf(session, {}, parameters);
+            const auto memory = MemoryOf(session, {}, MaybeArrays(parameters.begin(), parameters.end()));
             const nb::gil_scoped_release release;
             session.interrupt().Watch([&] { return session.Initialise(memory); });
           },
           "parameters"_a)
       .def(
           "step",
-          [](PythonSession& session, const std::vector<std::optional<Array>>& gradients,
-             const std::vector<Array>& parameters, const std::vector<client::GroupHyper>& groups, double scale,
+          [](PythonSession& session, const MaybeArrays& gradients, const MaybeArrays& parameters,
+             const std::vector<client::GroupHyper>& groups, double scale,
              double max_norm, const nb::bytes& blob, const nb::object& ready) {
             const auto memory = MemoryOf(session, gradients, parameters);
             client::Tensors::Ready tell;
@@ -236,22 +258,25 @@ void BindSession(nb::module_& m) {
       .def_prop_ro("units", &PythonSession::Units, Release())
       .def(
           "push_early",
-          [](PythonSession& session, size_t unit, const std::vector<Array>& gradients) {
+          [](PythonSession& session, size_t unit, const MaybeArrays& gradients) {
             std::vector<client::TensorMemory> memory(gradients.size());
-            std::vector<uint64_t> elements(gradients.size());
+            std::vector<std::optional<uint64_t>> elements(gradients.size());
             for (size_t i = 0; i < gradients.size(); ++i) {
-              memory[i].gradient = static_cast<const std::byte*>(gradients[i].data());
-              memory[i].gradient_dtype = DtypeOf(gradients[i].dtype());
-              elements[i] = gradients[i].size();
+              if (!gradients[i].has_value()) continue;
+              memory[i].gradient = static_cast<const std::byte*>(gradients[i]->data());
+              memory[i].gradient_dtype = DtypeOf(gradients[i]->dtype());
+              elements[i] = gradients[i]->size();
             }
             const nb::gil_scoped_release release;
             session.PushEarly(unit, memory, elements);
           },
           "unit"_a, "gradients"_a)
+      .def("start_pull", &StartPull, "which"_a, "to"_a)
+      .def("await_pull", Watched(&PythonSession::AwaitPull), "pull"_a, Release())
       .def("drop", Watched(&PythonSession::Drop), Release())
       .def(
           "pull",
-          [](PythonSession& session, const std::vector<Array>& parameters) {
+          [](PythonSession& session, const MaybeArrays& parameters) {
             const auto memory = MemoryOf(session, {}, parameters);
             const nb::gil_scoped_release release;
             session.interrupt().Watch([&] { return session.Pull(memory); });

@@ -323,7 +323,7 @@ std::vector<std::string> PythonSession::written() const {
   return names;
 }
 
-void PythonSession::CheckElements(absl::Span<const uint64_t> elements) const {
+void PythonSession::CheckElements(absl::Span<const std::optional<uint64_t>> elements) const {
   const Using session = Use();
   const auto refuse = [](const std::string& what) {
     throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength, what));
@@ -332,9 +332,9 @@ void PythonSession::CheckElements(absl::Span<const uint64_t> elements) const {
     refuse(absl::StrCat("expected ", names_.size(), " tensors, got ", elements.size()));
   }
   for (size_t i = 0; i < elements.size(); ++i) {
-    if (elements[i] == tensors_->local_elements(i)) continue;
+    if (!elements[i].has_value() || *elements[i] == tensors_->local_elements(i)) continue;
     refuse(absl::StrCat("tensor '", names_[i], "': expected ", tensors_->local_elements(i),
-                        " local elements, as it was registered with, got ", elements[i]));
+                        " local elements, as it was registered with, got ", *elements[i]));
   }
 }
 
@@ -368,17 +368,48 @@ std::vector<std::vector<size_t>> PythonSession::Units() const {
 }
 
 void PythonSession::PushEarly(size_t unit, absl::Span<const client::TensorMemory> gradients,
-                              absl::Span<const uint64_t> elements) {
+                              absl::Span<const std::optional<uint64_t>> elements) {
   const Using session = Use();
   bool fits = unit < tensors_->unit_count() && elements.size() == tensors_->TensorsOf(unit).size();
   for (size_t i = 0; fits && i < elements.size(); ++i) {
-    fits = elements[i] == tensors_->local_elements(tensors_->TensorsOf(unit)[i]);
+    fits = !elements[i].has_value() || *elements[i] == tensors_->local_elements(tensors_->TensorsOf(unit)[i]);
   }
   if (!fits) {
     throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
                                    "expected a unit of the session, and a gradient of each of its tensors"));
   }
   Check(tensors_->PushEarly(unit, gradients));
+}
+
+uint64_t PythonSession::StartPull(const std::vector<size_t>& which, absl::Span<const Place> places,
+                                  std::shared_ptr<void> kept) {
+  const Using session = Use();
+  if (which.size() != places.size()) {
+    throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength, "expected a place per tensor"));
+  }
+  std::vector<std::byte*> to;
+  for (size_t i = 0; i < which.size(); ++i) {
+    const bool fits = which[i] < names_.size() && places[i].elements == tensors_->local_elements(which[i]);
+    if (fits && places[i].dtype == session->optimizer().working) {
+      to.push_back(places[i].memory);
+      continue;
+    }
+    throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, fits ? model::kBadDtype : model::kBadLength,
+                                   absl::StrCat("tensor ", which[i], " has a place of ", places[i].elements,
+                                                " elements; expected this rank's part, in the job's working dtype")));
+  }
+  std::vector<client::PendingPull> pulls = Take(tensors_->StartPull(which, to));
+  under_way_.try_emplace(++pulls_started_, UnderWay{std::move(kept), std::move(pulls)});
+  return pulls_started_;
+}
+
+void PythonSession::AwaitPull(uint64_t pull) {
+  const Using session = Use();
+  auto found = under_way_.extract(pull);
+  if (found.empty()) return;
+  absl::Status status;
+  for (client::PendingPull& each : found.mapped().pulls) status.Update(each.Await());
+  Check(status);
 }
 
 void PythonSession::Drop() {
@@ -459,7 +490,11 @@ void PythonSession::Unpin(int64_t version) { Check(Use()->UnpinDurably(version))
 std::vector<int64_t> PythonSession::Pins() { return Take(Use()->DurablePins()); }
 
 PythonSession::~PythonSession() {
-  if (getpid() == pid_) return;
+  if (getpid() == pid_) {
+    Close();
+    return;
+  }
+  (void)new std::map<uint64_t, UnderWay>(std::move(under_way_));  // the parent's
   (void)tensors_.release();
   (void)session_.release();
   (void)collective_.release();
@@ -469,6 +504,7 @@ PythonSession::~PythonSession() {
 void PythonSession::Close() {
   if (getpid() != pid_) return;
   const std::lock_guard<std::mutex> lock(mutex_);
+  under_way_.clear();
   tensors_.reset();
   session_.reset();
   collective_.reset();

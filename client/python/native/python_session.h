@@ -10,6 +10,7 @@
 #include <chrono>
 #include <functional>
 #include <future>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -172,8 +173,8 @@ class PythonSession {
   std::vector<std::string> written() const;
   int64_t restored_version() const { return Use()->restored_version(); }
   std::vector<std::string> blobs() const { return Use()->resumed_blobs(); }
-  // Compares local lengths with the session's. INVALID_ARGUMENT (BAD_LENGTH) names a tensor that differs.
-  void CheckElements(absl::Span<const uint64_t> elements) const;
+  // Compares local lengths, where known, with the session's. INVALID_ARGUMENT (BAD_LENGTH) names a tensor that differs.
+  void CheckElements(absl::Span<const std::optional<uint64_t>> elements) const;
 
   // COLLECTIVE from here to Exchange, unless noted.
   void Initialise(absl::Span<const client::TensorMemory> memory);
@@ -182,8 +183,20 @@ class PythonSession {
   // See client/tensors.h; no rank waits for another. `unit`: index into Units().
   bool pushes_gradients() const;
   std::vector<std::vector<size_t>> Units() const;
-  // `elements`: the length of each gradient.
-  void PushEarly(size_t unit, absl::Span<const client::TensorMemory> gradients, absl::Span<const uint64_t> elements);
+  // `elements`: the length of each gradient that is there.
+  void PushEarly(size_t unit, absl::Span<const client::TensorMemory> gradients,
+                 absl::Span<const std::optional<uint64_t>> elements);
+  // Where a tensor's local elements go.
+  struct Place {
+    std::byte* memory = nullptr;
+    kernels::Dtype dtype = kernels::Dtype::kF32;
+    uint64_t elements = 0;
+  };
+  // See client/tensors.h. Called by any rank. `places`: of the job's working dtype, else INVALID_ARGUMENT (BAD_DTYPE).
+  // Returns the pull's number. `kept` lives until the pull was awaited, or the session ends.
+  uint64_t StartPull(const std::vector<size_t>& which, absl::Span<const Place> places, std::shared_ptr<void> kept);
+  // Blocks until the places hold the parameters. A number that no pull has any more returns at once.
+  void AwaitPull(uint64_t pull);
   void Drop();
   void Pull(absl::Span<const client::TensorMemory> memory);
   void Write(const std::string& tensor, absl::Span<const float> values);
@@ -236,6 +249,13 @@ class PythonSession {
   std::unique_ptr<client::Collective> collective_;
   std::unique_ptr<client::Session> session_;
   std::unique_ptr<client::Tensors> tensors_;
+  // Pulls that were not awaited, by number.
+  struct UnderWay {
+    std::shared_ptr<void> kept;
+    std::vector<client::PendingPull> pulls;  // end before `kept` does
+  };
+  std::map<uint64_t, UnderWay> under_way_;
+  uint64_t pulls_started_ = 0;
   std::vector<std::string> names_;
   bool rows_ = false;
 };

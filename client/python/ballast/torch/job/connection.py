@@ -49,16 +49,16 @@ class Connection:
             raise Error('the state server inside this process has ended, as at the end of the process: use the optimizer before that',
                         'SERVER_DOWN')
 
-    def open(self, options: _native.OpenOptions, look: Callable[[], Fit]) -> tuple[_native.Session, Fit]:
+    def open(self, options: _native.OpenOptions, look: Callable[[], Fit], apart: bool = False) -> tuple[_native.Session, Fit]:
         """The session, and the tensors that the job has; all ranks. Starts a server where none is named. look(): a registration.Fit,
-        or the error that all ranks get before any server is asked."""
+        or the error that all ranks get before any server is asked. apart: not in this process, where a server keeps no parameters."""
         daemon, self.was_used = None, False
         embed = contextlib.nullcontext()
         options.rank, options.world_size, options.servers = ranks.rank(), ranks.world_size(), self._servers
         timeout, option = max((options.step_timeout, 'step_timeout'), (options.open_timeout, 'open_timeout'))
         exchange = functools.partial(ranks.exchange, 'the opening of a job', timeout=timeout, option=option)
         fit = alike(exchange, look, lambda fit: self._entries(options, fit))
-        if ranks.active():
+        if ranks.active() or apart:
             options.host = ranks.own_address()
             if not self._servers:
                 address, daemon = private_server.start(exchange, self._budgets)

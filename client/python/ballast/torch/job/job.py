@@ -24,10 +24,11 @@ from ballast.torch.job.registration import Fit
 from ballast.torch.modes import plainly
 from ballast.torch.state_dict import marker, moments
 from ballast.torch.stepping.host_memory import HostMemory
-from ballast.torch.stepping.members import Member, Memory, is_sharded, warn_of_others
+from ballast.torch.stepping.members import Member, Memory, is_sharded, values_of, warn_of_others
 
 if TYPE_CHECKING:
     from ballast.torch.algorithms import Algorithm
+    from ballast.torch.sharding.sharded import Sharded
     from ballast.torch.stepping.early import Early
     from ballast.torch.stepping.overlap import Overlap
 
@@ -58,6 +59,7 @@ class Job:
         self.found: int | None = None  # the version that the job was found at; None: the job was new
         self.overlap: Overlap | None = None
         self.early: Early | None = None
+        self.sharded: Sharded | None = None  # the model whose parameters live on the servers alone
         self._groups = groups
         self._durability = durability
         self._opening = self._closed = False
@@ -66,6 +68,10 @@ class Job:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self._groups()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     @property
     def durability_to_be(self) -> str:
@@ -94,6 +100,8 @@ class Job:
             if not for_step:
                 self.early.withdraw()
             self.early.follow(self.session, self.members, self.host)
+        if self.sharded is not None:
+            self.sharded.follow(self)
         if self.options.world_size == 1:
             self.give_values(self.session.exchange)
         if not partly and self.unpulled and not alone:
@@ -123,7 +131,7 @@ class Job:
             self._opening = False
 
     def _connect(self, trained: Iterable[str]) -> None:
-        self.session, fit = self.connection.open(self.options, lambda: self._look(trained))
+        self.session, fit = self.connection.open(self.options, lambda: self._look(trained), apart=self.sharded is not None)
         try:
             self._begin(fit)
         except BaseException:  # the next attempt begins anew
@@ -159,6 +167,8 @@ class Job:
         self.unpulled = self.session.version >= 0
         self.give_values(ranks.Within('the beginning of a job', self.session.exchange))
         self.found = self.session.version if self.unpulled else None
+        if self.sharded is not None:
+            self.sharded.values.forget()
 
     def leave(self) -> None:
         """As if the job had not been opened."""
@@ -167,6 +177,8 @@ class Job:
         self.progress.forget()
         if self.early is not None:
             self.early.leave()
+        if self.sharded is not None:
+            self.sharded.leave()
         self.connection.leave()
 
     def close(self) -> None:
@@ -177,6 +189,8 @@ class Job:
                 self.early.close()
             self.wait()
         finally:
+            if self.sharded is not None:
+                self.sharded.leave()
             self.connection.close()  # a thread amid a step finds the session closed
             self.members, self._by_parameter, self.host = [], {}, HostMemory()
 
@@ -197,7 +211,7 @@ class Job:
         if not self.session.needs_values:
             return
         check_values(exchange, together(exchange, self._without_values))
-        self.session.initialise(together(exchange, lambda: Memory(self.members, self.host).wait()).parameters)
+        self.session.initialise(together(exchange, lambda: values_of(self.members, self.host)))
 
     def _without_values(self) -> list[Member]:
         """Members that may have no values on the servers: none that is left out has none."""

@@ -170,6 +170,8 @@ def _value(session: _native.Session, member: Member, given: torch.Tensor | None,
 
 def _master(session: _native.Session, member: Member, known: torch.Tensor | None, fresh: bool) -> torch.Tensor:
     """The parameter's values, but where the master that there is rounds to them: then that."""
+    if member.here is None:
+        return _own(read_array(session, member, member.parameter, 'master'), member.parameter) if known is None else known
     values = on_host(member.parameter)
     if known is None and fresh:
         return values.float().contiguous()

@@ -13,8 +13,10 @@ from ballast.torch.job import edits
 from ballast.torch.job.agreement import check_values, together
 from ballast.torch.job.naming import UnitsBySize, positional_name, unit_of
 from ballast.torch.job.ranks import Exchange
+from ballast.torch.sharding.member import member_of
+from ballast.torch.sharding.remote import remote_of
 from ballast.torch.stepping import shared_memory
-from ballast.torch.stepping.members import DTYPES, Member, Memory, check_parameter, is_sharded
+from ballast.torch.stepping.members import DTYPES, Member, check_parameter, is_sharded, values_of
 
 if TYPE_CHECKING:
     from ballast.torch.job.job import Job
@@ -41,7 +43,7 @@ def name_of(job: Job, g: int, i: int, parameter: torch.Tensor) -> str:
 
 
 def new_tensors(job: Job, trained: Iterable[str] = ()) -> list[Fresh]:
-    """Parameters that have a gradient or want one, or have a name of `trained`, and are not in the job yet."""
+    """Parameters that have a gradient or want one, live on the servers alone, or have a name of `trained`, and are not in the job yet."""
     there = {id(member.parameter): member for member in job.members}
     names = {member.name for member in job.members}
     by_size = UnitsBySize()
@@ -55,7 +57,8 @@ def new_tensors(job: Job, trained: Iterable[str] = ()) -> list[Fresh]:
             raise Error(f"parameter '{known.name}' has moved from group {known.group} to {g}: a job's tensors stay in "
                         'their groups', 'BAD_SPEC')
         # torch updates what has a gradient, frozen or not.
-        if known is not None or not (parameter.requires_grad or parameter.grad is not None or name in trained):
+        wanted = parameter.requires_grad or parameter.grad is not None or remote_of(parameter) is not None or name in trained
+        if known is not None or not wanted:
             continue
         if parameter.numel() == 0:
             continue  # nothing to train; servers have no empty tensors
@@ -66,7 +69,7 @@ def new_tensors(job: Job, trained: Iterable[str] = ()) -> list[Fresh]:
                         'BAD_SPEC')
         names.add(name)
         shape = list(parameter.shape) or [1]
-        found.append(Fresh(Member(name, g, parameter, job.debug), parameter, _native.Tensor(name, unit, shape, g)))
+        found.append(Fresh(member_of(name, g, parameter, job.debug), parameter, _native.Tensor(name, unit, shape, g)))
     if found or any(member.moved for member in job.members):
         _check_all(job, job.members + [member for member, _, _ in found])
     return found
@@ -106,7 +109,7 @@ def register(job: Job, fresh: list[Fresh], exchange: Exchange) -> None:
         job.session.register([tensor for _, _, tensor in fresh])
     finally:  # Ctrl-C may come when the job has them
         del job.members[sum(map(len, job.session.units)):]
-    job.session.initialise(together(exchange, lambda: Memory(job.members, job.host).wait()).parameters)
+    job.session.initialise(together(exchange, lambda: values_of(job.members, job.host)))
 
 
 class Fit:
@@ -135,7 +138,8 @@ class Fit:
     def entries(self) -> list[tuple[str, str]]:
         """The part of it that ranks must have alike, as texts: what, and its value."""
         return [(f"parameter '{tensor.name}'", f'{DTYPES[parameter.dtype]} {tensor.shape} in group {tensor.group} and unit '
-                 f"'{tensor.unit}', {'a DTensor' if is_sharded(parameter) else 'a plain tensor'}")
+                 f"'{tensor.unit}', {'a DTensor' if is_sharded(parameter) else 'a plain tensor'}"
+                 f"{'' if remote_of(parameter) is None else ' on the servers alone'}")
                 for member, parameter, tensor in self._found if member.name not in self._unknown]
 
     def follow(self, refused: Error) -> Fit:

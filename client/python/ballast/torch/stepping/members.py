@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ballast import _native
 from ballast.errors import Error, warn
 from ballast.torch.job import ranks
+from ballast.torch.sharding.remote import remote_of
 from ballast.torch.stepping.host_memory import HostMemory, is_elsewhere
 
 DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
@@ -83,6 +84,15 @@ class Member:
         self.noted()
 
     @property
+    def here(self) -> torch.Tensor | None:
+        """The parameter's memory on this rank; None where it lives on the servers alone."""
+        return local(self.parameter).detach()
+
+    def initial(self) -> torch.Tensor:
+        """This rank's part of the values that a new job begins with, where the parameter has no memory."""
+        raise NotImplementedError
+
+    @property
     def moved(self) -> bool:
         """The parameter is in other memory now."""
         return self.mark[-1] != local(self.parameter).data_ptr()
@@ -138,7 +148,7 @@ def warn_of_others(members: Sequence[Member]) -> None:
     """Warns where other processes may write to parameters as well, as Hogwild's do: no version counter tells, and the next step undoes
     it."""
     shared = next((member.name for member in members
-                   if member.parameter.device.type == 'cpu' and local(member.parameter).is_shared()), None)
+                   if member.here is not None and member.parameter.device.type == 'cpu' and local(member.parameter).is_shared()), None)
     if shared is not None and multiprocessing.parent_process() is not None and not ranks.active():
         warn(f"parameter '{shared}' lies in memory that is shared with other processes, and a step undoes what they write to it: where "
              'several train one model (Hogwild), use DistributedDataParallel; where this one alone does, nothing is wrong')
@@ -165,6 +175,8 @@ def gradient_of(member: Member) -> torch.Tensor | None:
                         'expected one mesh', 'BAD_SPEC')
         if gradient.placements != parameter.placements:
             return gradient
+    if remote_of(gradient) is not None:
+        return local(gradient)  # it went before the step
     if local(gradient).shape != local(parameter).shape:
         raise Error(f"parameter '{member.name}' has shape {list(local(parameter).shape)}, and its gradient {list(local(gradient).shape)}: "
                     'was .data set to another tensor after backward?', 'BAD_SPEC')
@@ -190,13 +202,14 @@ class Memory:
         """host: the job's. gradients: of gradient_of(), an entry per member; none of them without. there: members,
         by index, whose gradients have been brought to it before."""
         self._members, self._host = members, host
-        self.parameters: list[torch.Tensor] = []
+        self.parameters: list[torch.Tensor | None] = []  # None: it lives on the servers alone
         self.gradients: list[torch.Tensor | None] = []
         for i, (member, gradient) in enumerate(zip(members, gradients or [None] * len(members))):
             # With a gradient it will be written, and else it is read.
-            parameter = local(member.parameter).detach()
-            self.parameters.append(in_host(host, member, 'parameter', parameter, read=gradient is None))
-            self.gradients.append(None if gradient is None else in_host(host, member, 'gradient', gradient, read=i not in there))
+            here = member.here
+            self.parameters.append(None if here is None else in_host(host, member, 'parameter', here, read=gradient is None))
+            gone = gradient is None or remote_of(gradient) is not None
+            self.gradients.append(None if gone else in_host(host, member, 'gradient', gradient, read=i not in there))
         self._copied = host.enqueued()
 
     def wait(self) -> Memory:
@@ -207,9 +220,17 @@ class Memory:
 
     @property
     def is_copied(self) -> bool:
-        return any(is_elsewhere(local(member.parameter)) for member in self._members)
+        return any(here is not None and is_elsewhere(here) for here in (member.here for member in self._members))
 
     def write_back(self, i: int) -> None:
-        parameter = local(self._members[i].parameter).detach()
+        parameter = self._members[i].here
+        if parameter is None:
+            return
         if is_elsewhere(parameter) or not parameter.is_contiguous():
             self._host.copy(parameter, self.parameters[i])
+
+
+def values_of(members: Sequence[Member], host: HostMemory) -> list[torch.Tensor]:
+    """By member: this rank's part of the values that a new job begins with."""
+    parameters = Memory(members, host).wait().parameters
+    return [member.initial() if parameter is None else parameter for member, parameter in zip(members, parameters)]

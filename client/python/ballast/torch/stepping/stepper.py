@@ -11,6 +11,7 @@ from ballast.errors import Error, warn
 from ballast.torch.job import edits, registration, spec
 from ballast.torch.job.agreement import Collected, agree, check_values, checked
 from ballast.torch.modes import plainly
+from ballast.torch.sharding.remote import remote_of
 from ballast.torch.stepping.members import gradient_of
 from ballast.torch.stepping.step import Step
 
@@ -46,6 +47,8 @@ class Stepper:
             collected = self._collect()
             edited, present = collected.edited, collected.present
         collected.settle()
+        if job.sharded is not None:
+            job.sharded.settle(collected.gradients)
         if job.early is not None and (collected.fresh or not job.early.stands(collected.gradients)):
             job.early.withdraw()
         registration.register(job, collected.fresh, exchange)
@@ -64,6 +67,8 @@ class Stepper:
             step.run()
         finally:
             step.end()
+            if job.sharded is not None:
+                job.sharded.stepped()
 
     def _collect(self) -> Collected:
         job = self.job
@@ -97,7 +102,7 @@ class Stepper:
     def _warn_skipped(self, gradients: Sequence[torch.Tensor | None]) -> None:
         progress = self.job.progress
         names = [member.name for member, gradient in zip(self.job.members, gradients)
-                 if gradient is not None and not bool(torch.isfinite(gradient).all())]
+                 if gradient is not None and remote_of(gradient) is None and not bool(torch.isfinite(gradient).all())]
         progress.skips += 1
         what = f"the gradient of '{names[0]}'" if names else 'a gradient'
         text = f'{what} is not finite: the step was skipped, nothing was updated (step {progress.steps}, {progress.skips} in a row)'

@@ -1,0 +1,127 @@
+"""Pulls of units ahead of use, in the order of the step before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ballast.errors import Error
+
+if TYPE_CHECKING:
+    from ballast import _native
+    from ballast.torch.job.job import Job
+    from ballast.torch.sharding.unit import Unit
+
+_DTYPES = {'f32': torch.float32, 'bf16': torch.bfloat16, 'f16': torch.float16}
+
+
+class _Pull(NamedTuple):
+    """One unit on its way."""
+    session: _native.Session
+    version: int
+    number: int
+    pieces: list[torch.Tensor]  # by part of the unit; the session keeps their memory until the pull was awaited
+    size: int  # bytes
+
+    def end(self) -> None:
+        self.session.await_pull(self.number)
+
+    def drop(self) -> None:
+        """The version is not wanted any more, or the session is over: nobody reads what comes."""
+        try:
+            self.end()
+        except Error:
+            pass
+
+
+class Pulls:
+    """The order of a step's gathers is that of the step before, until it changes: then the gather that was not foreseen waits for its
+    pull, and the order goes on from there. Threads: one at a time."""
+
+    def __init__(self, job: Callable[[], Job], bytes_max: int) -> None:
+        """job(): the job, opened. bytes_max: bound on the memory of pulls ahead of use; one unit is always pulled ahead."""
+        self._job, self._bytes_max = job, bytes_max
+        self._indices: dict[Unit, list[int]] = {}  # of the session's tensors
+        self._under_way: dict[Unit, _Pull] = {}
+        self._order: list[Unit] = []  # gathers of the last step
+        self._at = 0  # place of the next gather in it
+        self._made: list[Unit] = []  # gathers of this step so far
+        self.count = 0
+        self.bytes = 0
+        self.waits = 0  # gathers whose pull was not under way before
+        self.wait_seconds = 0.0
+
+    def place(self, indices: dict[Unit, list[int]]) -> None:
+        """indices: of the units' parts among the session's tensors. A session begins."""
+        self.forget()
+        self._indices = indices
+
+    def take(self, unit: Unit) -> list[torch.Tensor]:
+        """The unit's pieces, by part, at the job's version."""
+        job = self._job()
+        pull = self._under_way.pop(unit, None)
+        if pull is not None and not self._is_current(pull, job):
+            pull.drop()
+            pull = None
+        if pull is None:
+            pull = self._begin(unit, job)
+            self.waits += 1
+        self._made.append(unit)
+        self._find(unit)
+        self._go_ahead(job)
+        before = time.perf_counter()
+        pull.end()
+        self.wait_seconds += time.perf_counter() - before
+        return pull.pieces
+
+    def stepped(self) -> None:
+        """The job has a new version: its first units are pulled as the servers make it."""
+        if self._made:
+            self._order, self._made = self._made, []
+        self._at = 0
+        job = self._job()
+        for unit, pull in list(self._under_way.items()):
+            if not self._is_current(pull, job):
+                del self._under_way[unit]
+                pull.drop()
+        self._go_ahead(job)
+
+    def forget(self) -> None:
+        """The session is over, or another begins."""
+        for pull in self._under_way.values():
+            pull.drop()
+        self._under_way, self._made, self._at = {}, [], 0
+
+    @staticmethod
+    def _is_current(pull: _Pull, job: Job) -> bool:
+        return pull.session is job.session and pull.version == job.session.version
+
+    def _begin(self, unit: Unit, job: Job) -> _Pull:
+        dtype = _DTYPES[job.options.optimizer.working]
+        pieces = unit.staged(dtype)
+        size = unit.bytes(dtype.itemsize)
+        places = [piece[:part.elements] for part, piece in zip(unit.parts, pieces)]
+        self.count += 1
+        self.bytes += size
+        version = job.session.version
+        return _Pull(job.session, version, job.session.start_pull(self._indices[unit], places), pieces, size)
+
+    def _find(self, unit: Unit) -> None:
+        """The place of the next gather, behind the place of this one that is the nearest to the expected place."""
+        places = [i for i, each in enumerate(self._order) if each is unit]
+        if places:
+            self._at = min(places, key=lambda i: abs(i - self._at)) + 1
+
+    def _go_ahead(self, job: Job) -> None:
+        used = sum(pull.size for pull in self._under_way.values())
+        width = _DTYPES[job.options.optimizer.working].itemsize
+        for unit in self._order[self._at:]:
+            if unit in self._under_way:
+                continue
+            if self._under_way and used + unit.bytes(width) > self._bytes_max:
+                break
+            pull = self._under_way[unit] = self._begin(unit, job)
+            used += pull.size
