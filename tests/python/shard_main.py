@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ballast.torch as bt
 
-ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1}
+# Gradients of the keys' bias are nothing but rounding: eps keeps an update of it small.
+ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1, 'eps': 1e-4}
 VOCABULARY = 17
 SCRIPTS = {}
 
@@ -35,11 +36,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """With a tied head. Rows of most parameters do not divide by two ranks."""
 
-    def __init__(self, width=6, blocks=3, recompute=None, tied=True):
+    def __init__(self, width=6, blocks=3, recompute=None, tied=True, rows=VOCABULARY):
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
+        self.embed = nn.Embedding(rows, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, rows, bias=False)
         if tied:
             self.head.weight = self.embed.weight
         self.recompute = recompute  # None, or use_reentrant
@@ -64,17 +65,18 @@ def plain(model, **policy):
 
 
 def ours(model, **more):
-    return bt.AdamW(model.named_parameters(), **ARGUMENTS, **more, name=sys._getframe(1).f_code.co_name, dram='128MiB', threads=2)
+    return bt.AdamW(model.named_parameters(), **{**ARGUMENTS, 'name': sys._getframe(1).f_code.co_name, 'dram': '128MiB', 'threads': 2, **more})
 
 
-def theirs(model):
-    return torch.optim.AdamW(model.parameters(), **ARGUMENTS)
+def theirs(parameters):
+    return torch.optim.AdamW(parameters, **ARGUMENTS)
 
 
 def batches(count):
+    """Of this rank."""
     generator = torch.Generator().manual_seed(5 + dist.get_rank())
     for _ in range(count):
-        yield torch.randint(VOCABULARY, (4, 8), generator=generator)
+        yield torch.randint(16, (4, 8), generator=generator)
 
 
 def loss_of(model, tokens):
@@ -82,7 +84,9 @@ def loss_of(model, tokens):
 
 
 def gradients_of(model):
-    return [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
+    """None: it went to the servers in backward, or there is none."""
+    local = [None if p.grad is None else p.grad.to_local() for p in model.parameters()]
+    return [None if each is None or hasattr(each, 'of') else each.clone() for each in local]
 
 
 def train(model, optimizer, steps=30, micro=1, sync_all=False):
@@ -102,7 +106,7 @@ def train(model, optimizer, steps=30, micro=1, sync_all=False):
 
 
 def whole(model):
-    return [p.full_tensor().float() for p in model.parameters()]
+    return [p.detach().full_tensor().float() for p in model.parameters()]
 
 
 def whole_of(model):
@@ -114,19 +118,79 @@ def both(name, make=made, policy=None, push_early=False, steps=30, backwards=1, 
     """Plain FSDP2 with torch's optimizer, and shard() with ours: (losses, gradients of two steps, parameters) of each, and stats."""
     policy = policy or {}
     twin = plain(make(), **policy)
-    results = [[*train(twin, theirs(twin), steps, **more), whole(twin)]]
+    results = [[*train(twin, theirs([p for p in twin.parameters() if p.requires_grad]), steps, **more), whole(twin)]]
     model = bt.shard(make(), push_early=push_early, backwards=backwards, **policy)
-    storage = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
-    optimizer = bt.AdamW(model.named_parameters(), **ARGUMENTS, name=name, dram='128MiB', threads=2)
+    optimizer = ours(model, name=name)
     results.append([*train(model, optimizer, steps, **more), whole_of(model)])
     stats = optimizer.stats()
     optimizer.close()
-    return results, {**stats, 'storage': storage}
+    return results, stats
 
 
 @script
 def uneven():
     return both('uneven')
+
+
+@script
+def even():
+    return both('even', make=lambda: made(width=8, tied=False, rows=16))
+
+
+@script
+def recompute_reentrant():
+    return both('recompute_reentrant', make=lambda: made(recompute=True))
+
+
+@script
+def recompute():
+    return both('recompute', make=lambda: made(recompute=False))
+
+
+@script
+def accumulation():
+    return both('accumulation', micro=2)
+
+
+@script
+def accumulation_synced():
+    return both('accumulation_synced', micro=2, sync_all=True)
+
+
+@script
+def no_reshard():
+    return both('no_reshard', policy={'reshard_after_forward': False})
+
+
+@script
+def bf16():
+    return both('bf16', policy={'mp_policy': MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)})
+
+
+@script
+def early():
+    return both('early', push_early=True)
+
+
+@script
+def early_accumulation():
+    return both('early_accumulation', push_early=True, micro=2)
+
+
+@script
+def early_synced():
+    return both('early_synced', push_early=True, micro=2, sync_all=True, backwards=2)
+
+
+@script
+def frozen():
+    def make():
+        model = made()
+        for block in model.blocks[:2]:
+            block.requires_grad_(False)
+        model.blocks[2].norm.requires_grad_(False)
+        return model
+    return both('frozen', make=make, push_early=True)
 
 
 if __name__ == '__main__':
