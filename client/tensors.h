@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -67,8 +68,10 @@ class Tensors {
   size_t unit_count() const { return units_.size(); }
   const std::vector<size_t>& TensorsOf(size_t unit) const { return units_[unit].tensors; }
   // Pushes this unit's gradients ahead of Step, which then passes the unit over. `gradients`: an entry per
-  // TensorsOf(unit), with parameters ignored. The memory must stay unchanged until Step or Drop has returned OK.
-  absl::Status PushEarly(size_t unit, absl::Span<const TensorMemory> gradients);
+  // TensorsOf(unit), with parameters ignored. The memory must stay unchanged until Step or Drop has returned OK; with
+  // `owner`, which keeps it, until the owner is let go: see Session::PushBorrowed.
+  absl::Status PushEarly(size_t unit, absl::Span<const TensorMemory> gradients,
+                         const std::shared_ptr<const void>& owner = nullptr);
   // COLLECTIVE. Session::Drop of early pushes.
   absl::Status Drop();
   // COLLECTIVE. Session::CommitState of the tensors `which` (indices into names), with the local fp32 elements of each.
@@ -111,7 +114,10 @@ class Tensors {
   // Converts parameters lent in the job's dtype to the trainer's own dtype.
   void Widen(const Unit& unit, absl::Span<const TensorMemory> memory);
   absl::Status Push(absl::Span<const TensorMemory> memory);
-  absl::Status PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory);
+  absl::Status PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory,
+                        const std::shared_ptr<const void>& owner = nullptr);
+  // The unit's gradients in the job's dtype, for the owned ranges laid end to end; zeros in place of absent ones.
+  void ConvertGradients(const Unit& unit, absl::Span<const TensorMemory> memory, absl::Span<std::byte> to);
   void Scatter(const std::vector<Run>& runs, absl::Span<const std::byte> from,
                absl::Span<const TensorMemory> memory) const;
 

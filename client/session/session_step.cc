@@ -130,17 +130,20 @@ absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, 
   *seal.mutable_header() = agreed.header;
   for (const std::string& blob : agreed.blobs) seal.add_blobs(blob);
   absl::Status refused;  // the servers' last refusal of a resent slice
-  const auto resend = [&](absl::Span<const OwnedSlice* const> missing) {
-    if (!gradients.idle() || !values.idle()) return;  // they may be on their way already: servers ask every second
+  const auto resend = [&](absl::Span<const OwnedSlice* const> missing) -> absl::Status {
+    if (!gradients.idle() || !values.idle()) return absl::OkStatus();  // they may be on their way already: servers ask every second
     for (const absl::Status& sent : {gradients.Wait(), values.Wait()}) {
       if (!sent.ok()) refused = sent;
     }
     const std::string& written = agreed.header.value_presence();
     for (const OwnedSlice* owned : missing) {
       if (seat.units->plan().Touches(owned->slice, written)) values.Resend(*owned, written, source);
-      if (seat.units->plan().Touches(owned->slice, agreed.header.gradient_presence())) gradients.Resend(*owned);
+      if (seat.units->plan().Touches(owned->slice, agreed.header.gradient_presence())) {
+        BALLAST_RETURN_IF_ERROR(gradients.Resend(*owned));
+      }
       seat.router->AwaitAdmission();  // slices gathered for a push need memory beyond the bytes in flight
     }
+    return absl::OkStatus();
   };
   auto decision = transaction.SealAndDecide(seal, deadline, resend);
   if (decision.ok() || refused.ok()) return decision;

@@ -228,10 +228,11 @@ absl::Status Tensors::Push(absl::Span<const TensorMemory> memory) {
   return status;
 }
 
-absl::Status Tensors::PushEarly(size_t unit, absl::Span<const TensorMemory> gradients) {
+absl::Status Tensors::PushEarly(size_t unit, absl::Span<const TensorMemory> gradients,
+                                const std::shared_ptr<const void>& owner) {
   std::vector<TensorMemory> memory(names_.size());
   for (size_t i = 0; i < gradients.size(); ++i) memory[units_[unit].tensors[i]] = gradients[i];
-  BALLAST_RETURN_IF_ERROR(PushUnit(units_[unit], memory));
+  BALLAST_RETURN_IF_ERROR(PushUnit(units_[unit], memory, owner));
   units_[unit].pushed = true;
   return absl::OkStatus();
 }
@@ -241,7 +242,8 @@ absl::Status Tensors::Drop() {
   return session_->Drop();
 }
 
-absl::Status Tensors::PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory) {
+absl::Status Tensors::PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory,
+                               const std::shared_ptr<const void>& owner) {
   std::vector<std::string> absent;
   for (const size_t tensor : unit.tensors) {
     if (memory[tensor].gradient == nullptr) absent.push_back(names_[tensor]);
@@ -252,30 +254,40 @@ absl::Status Tensors::PushUnit(const Unit& unit, absl::Span<const TensorMemory> 
   const bool converts = std::any_of(unit.tensors.begin(), unit.tensors.end(), [&](size_t tensor) {
     return memory[tensor].gradient != nullptr && memory[tensor].gradient_dtype != dtype;
   });
-  if (!converts) {
+  if (!converts || owner != nullptr) {
+    const auto converted = std::make_shared<std::vector<std::byte>>(converts ? owned * width : 0);
+    if (converts) ConvertGradients(unit, memory, absl::MakeSpan(*converted));
     std::vector<GradientRun> runs;
     for (const Run& run : unit.owned) {
       const std::byte* const gradient = memory[run.tensor].gradient;
-      if (gradient != nullptr) runs.push_back({run.at, {gradient + run.local * width, run.count * width}});
+      if (gradient == nullptr) continue;
+      const std::byte* const from = converts ? converted->data() + run.at * width : gradient + run.local * width;
+      runs.push_back({run.at, {from, run.count * width}});
     }
-    return session_->PushBorrowed(unit.index, std::move(runs), absent);
+    return session_->PushBorrowed(unit.index, std::move(runs), absent, converts ? converted : owner);
   }
   buffer_.resize(owned * width);
-  for (const Run& run : unit.owned) {
-    const TensorMemory& tensor = memory[run.tensor];
-    std::byte* const to = buffer_.data() + run.at * width;
-    if (tensor.gradient == nullptr) {
-      std::memset(to, 0, run.count * width);
-    } else {
-      Convert(tensor.gradient + run.local * ElementBytes(tensor.gradient_dtype), tensor.gradient_dtype, to, dtype,
-              run.count, &wide_);
-    }
-  }
+  ConvertGradients(unit, memory, absl::MakeSpan(buffer_));
   if (dtype == Dtype::kF32) {
     return session_->Push(unit.index, absl::MakeConstSpan(reinterpret_cast<const float*>(buffer_.data()), owned),
                           absent);
   }
   return session_->Push(unit.index, absl::MakeConstSpan(reinterpret_cast<const bf16*>(buffer_.data()), owned), absent);
+}
+
+void Tensors::ConvertGradients(const Unit& unit, absl::Span<const TensorMemory> memory, absl::Span<std::byte> to) {
+  const Dtype dtype = session_->optimizer().gradient;
+  const uint64_t width = ElementBytes(dtype);
+  for (const Run& run : unit.owned) {
+    const TensorMemory& tensor = memory[run.tensor];
+    std::byte* const place = to.data() + run.at * width;
+    if (tensor.gradient == nullptr) {
+      std::memset(place, 0, run.count * width);
+    } else {
+      Convert(tensor.gradient + run.local * ElementBytes(tensor.gradient_dtype), tensor.gradient_dtype, place, dtype,
+              run.count, &wide_);
+    }
+  }
 }
 
 absl::Status Tensors::Pull(absl::Span<const TensorMemory> memory, const Ready& ready) {

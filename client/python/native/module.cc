@@ -182,16 +182,39 @@ void Tell(const nb::object& ready, absl::Span<const size_t> tensors) {
   }
 }
 
+// Keeps the arrays' tensors. It may end on any thread.
+std::shared_ptr<void> Kept(const MaybeArrays& arrays) {
+  return {new MaybeArrays(arrays), [](void* kept) {
+            const nb::gil_scoped_acquire lock;
+            delete static_cast<MaybeArrays*>(kept);
+          }};
+}
+
 // The tensors that `to` refers to live until the pull was awaited.
 uint64_t StartPull(PythonSession& session, const std::vector<size_t>& which, const std::vector<Array>& to) {
   std::vector<PythonSession::Place> places;
-  for (const Array& array : to) places.push_back({static_cast<std::byte*>(array.data()), DtypeOf(array.dtype()), array.size()});
-  const std::shared_ptr<void> kept(new std::vector<Array>(to), [](void* arrays) {
-    const nb::gil_scoped_acquire lock;
-    delete static_cast<std::vector<Array>*>(arrays);
-  });
+  for (const Array& array : to) {
+    places.push_back({static_cast<std::byte*>(array.data()), DtypeOf(array.dtype()), array.size()});
+  }
+  const std::shared_ptr<void> kept = Kept(MaybeArrays(to.begin(), to.end()));
   const nb::gil_scoped_release release;
   return session.StartPull(which, places, kept);
+}
+
+// let_go: the gradients' memory is kept until servers have it. Else the caller keeps it, until the step is over.
+void PushEarly(PythonSession& session, size_t unit, const MaybeArrays& gradients, bool let_go) {
+  std::vector<client::TensorMemory> memory(gradients.size());
+  std::vector<std::optional<uint64_t>> elements(gradients.size());
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (!gradients[i].has_value()) continue;
+    memory[i].gradient = static_cast<const std::byte*>(gradients[i]->data());
+    memory[i].gradient_dtype = DtypeOf(gradients[i]->dtype());
+    elements[i] = gradients[i]->size();
+  }
+  std::shared_ptr<void> owner;
+  if (let_go) owner = Kept(gradients);
+  const nb::gil_scoped_release release;
+  session.PushEarly(unit, memory, elements, std::exchange(owner, nullptr));
 }
 
 template <typename Result, typename... Arguments>
@@ -256,21 +279,7 @@ void BindSession(nb::module_& m) {
           "blob"_a = nb::bytes("", 0), "ready"_a = nb::none())
       .def_prop_ro("pushes_gradients", &PythonSession::pushes_gradients, Release())
       .def_prop_ro("units", &PythonSession::Units, Release())
-      .def(
-          "push_early",
-          [](PythonSession& session, size_t unit, const MaybeArrays& gradients) {
-            std::vector<client::TensorMemory> memory(gradients.size());
-            std::vector<std::optional<uint64_t>> elements(gradients.size());
-            for (size_t i = 0; i < gradients.size(); ++i) {
-              if (!gradients[i].has_value()) continue;
-              memory[i].gradient = static_cast<const std::byte*>(gradients[i]->data());
-              memory[i].gradient_dtype = DtypeOf(gradients[i]->dtype());
-              elements[i] = gradients[i]->size();
-            }
-            const nb::gil_scoped_release release;
-            session.PushEarly(unit, memory, elements);
-          },
-          "unit"_a, "gradients"_a)
+      .def("push_early", &PushEarly, "unit"_a, "gradients"_a, "let_go"_a = false)
       .def("start_pull", &StartPull, "which"_a, "to"_a)
       .def("await_pull", Watched(&PythonSession::AwaitPull), "pull"_a, Release())
       .def("drop", Watched(&PythonSession::Drop), Release())

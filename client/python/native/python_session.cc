@@ -368,7 +368,8 @@ std::vector<std::vector<size_t>> PythonSession::Units() const {
 }
 
 void PythonSession::PushEarly(size_t unit, absl::Span<const client::TensorMemory> gradients,
-                              absl::Span<const std::optional<uint64_t>> elements) {
+                              absl::Span<const std::optional<uint64_t>> elements,
+                              const std::shared_ptr<const void>& owner) {
   const Using session = Use();
   bool fits = unit < tensors_->unit_count() && elements.size() == tensors_->TensorsOf(unit).size();
   for (size_t i = 0; fits && i < elements.size(); ++i) {
@@ -378,7 +379,7 @@ void PythonSession::PushEarly(size_t unit, absl::Span<const client::TensorMemory
     throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
                                    "expected a unit of the session, and a gradient of each of its tensors"));
   }
-  Check(tensors_->PushEarly(unit, gradients));
+  Check(tensors_->PushEarly(unit, gradients, owner));
 }
 
 uint64_t PythonSession::StartPull(const std::vector<size_t>& which, absl::Span<const Place> places,

@@ -183,9 +183,9 @@ class PythonSession {
   // See client/tensors.h; no rank waits for another. `unit`: index into Units().
   bool pushes_gradients() const;
   std::vector<std::vector<size_t>> Units() const;
-  // `elements`: the length of each gradient that is there.
+  // `elements`: the length of each gradient that is there. `owner`: see client/tensors.h.
   void PushEarly(size_t unit, absl::Span<const client::TensorMemory> gradients,
-                 absl::Span<const std::optional<uint64_t>> elements);
+                 absl::Span<const std::optional<uint64_t>> elements, const std::shared_ptr<const void>& owner);
   // Where a tensor's local elements go.
   struct Place {
     std::byte* memory = nullptr;

@@ -68,7 +68,8 @@ class Pushes:
         gradients = [gradient_of(member) for member in members]
         if any(remote_of(gradient) is not None for gradient in gradients):
             return
-        self._session.push_early(unit, [None if gradient is None else on_host(gradient) for gradient in gradients])
+        self._session.push_early(unit, [None if gradient is None else on_host(gradient) for gradient in gradients],
+                                 let_go=True)
         self._gone.add(unit)
         for member, gradient in zip(members, gradients):
             if gradient is not None:
