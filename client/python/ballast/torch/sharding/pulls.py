@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -45,7 +46,7 @@ class Pulls:
         """job(): the job, opened. bytes_max: bound on the memory of pulls ahead of use; one unit is always pulled ahead."""
         self._job, self._bytes_max = job, bytes_max
         self._indices: dict[Unit, list[int]] = {}  # of the session's tensors
-        self._under_way: dict[Unit, _Pull] = {}
+        self._under_way: dict[Unit, list[_Pull]] = {}  # oldest first: a unit may be gathered again soon, as forward's last one is
         self._order: list[Unit] = []  # gathers of the last step
         self._at = 0  # place of the next gather in it
         self._made: list[Unit] = []  # gathers of this step so far
@@ -62,11 +63,11 @@ class Pulls:
     def take(self, unit: Unit) -> list[torch.Tensor]:
         """The unit's pieces, by part, at the job's version."""
         job = self._job()
-        pull = self._under_way.pop(unit, None)
-        if pull is not None and not self._is_current(pull, job):
-            pull.drop()
-            pull = None
-        if pull is None:
+        self._drop_stale(job)
+        there = self._under_way.get(unit)
+        if there:
+            pull = there.pop(0)
+        else:
             pull = self._begin(unit, job)
             self.waits += 1
         self._made.append(unit)
@@ -83,21 +84,24 @@ class Pulls:
             self._order, self._made = self._made, []
         self._at = 0
         job = self._job()
-        for unit, pull in list(self._under_way.items()):
-            if not self._is_current(pull, job):
-                del self._under_way[unit]
-                pull.drop()
+        self._drop_stale(job)
         self._go_ahead(job)
 
     def forget(self) -> None:
         """The session is over, or another begins."""
-        for pull in self._under_way.values():
-            pull.drop()
+        for pulls in self._under_way.values():
+            for pull in pulls:
+                pull.drop()
         self._under_way, self._made, self._at = {}, [], 0
 
-    @staticmethod
-    def _is_current(pull: _Pull, job: Job) -> bool:
-        return pull.session is job.session and pull.version == job.session.version
+    def _drop_stale(self, job: Job) -> None:
+        """Of other versions, as a step or a rollback leaves them."""
+        version = job.session.version
+        for unit, pulls in self._under_way.items():
+            for pull in pulls:
+                if pull.version != version:
+                    pull.drop()
+            self._under_way[unit] = [pull for pull in pulls if pull.version == version]
 
     def _begin(self, unit: Unit, job: Job) -> _Pull:
         dtype = _DTYPES[job.options.optimizer.working]
@@ -116,12 +120,15 @@ class Pulls:
             self._at = min(places, key=lambda i: abs(i - self._at)) + 1
 
     def _go_ahead(self, job: Job) -> None:
-        used = sum(pull.size for pull in self._under_way.values())
+        used = sum(pull.size for pulls in self._under_way.values() for pull in pulls)
         width = _DTYPES[job.options.optimizer.working].itemsize
+        ahead: collections.Counter[Unit] = collections.Counter()
         for unit in self._order[self._at:]:
-            if unit in self._under_way:
+            ahead[unit] += 1
+            there = self._under_way.setdefault(unit, [])
+            if ahead[unit] <= len(there):
                 continue
-            if self._under_way and used + unit.bytes(width) > self._bytes_max:
+            if used and used + unit.bytes(width) > self._bytes_max:
                 break
-            pull = self._under_way[unit] = self._begin(unit, job)
-            used += pull.size
+            there.append(self._begin(unit, job))
+            used += there[-1].size
