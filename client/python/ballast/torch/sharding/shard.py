@@ -45,6 +45,7 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
             raise Error(f'shard({extra[0]}=): the model is wrapped by fully_shard, which has it already; leave it out', 'BAD_CONFIG')
     else:
         _wrap(model, mesh, units, mp_policy, reshard_after_forward)
+    _check_offload(model, FSDPModule)
     sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed)
     _replace(model, sharded, FSDPModule)
     return model
@@ -72,6 +73,19 @@ def _check(model: nn.Module, offload_policy: Any, reshard_after_forward: Any, pr
     for name, parameter in model.named_parameters():
         if remote_of(parameter) is not None:
             raise Error(f"parameter '{name}' lives on the servers already: shard() was called before", 'BAD_REQUEST')
+
+
+def _check_offload(model: nn.Module, fsdp_module: type) -> None:
+    """Nothing of FSDP2's public interface tells its offload policy."""
+    for name, module in model.named_modules():
+        if not isinstance(module, fsdp_module):
+            continue
+        for group in getattr(module._get_fsdp_state(), '_fsdp_param_groups', ()):
+            policy = type(getattr(group, 'offload_policy', None)).__name__
+            if policy == 'CPUOffloadPolicy':
+                first = next((own for own, _ in module.named_parameters(name)), name)
+                raise Error(f"parameter '{first}' is under CPUOffloadPolicy, and with shard() there is nothing to offload: leave the policy "
+                            'out of fully_shard', 'UNSUPPORTED')
 
 
 def _wrap(model: nn.Module, mesh: Any, units: Iterable[nn.Module] | None, mp_policy: Any, reshard_after_forward: bool | None) -> None:
