@@ -152,8 +152,9 @@ class Session {
   // The same in ascending runs. Elements in no run are zero; no run lies in an absent tensor. The elements are not
   // copied: the memory must stay until Step, Drop or ReturnGradients has returned (the first two with OK), or the
   // session is gone.
-  // With `owner`, which keeps the memory, nothing else must: the owner is let go once the servers have the elements. They
-  // cannot be sent again then, so a server that loses them before the step is decided ends the session (STATE_LOST).
+  // With `owner`, which keeps the memory, nothing else must: the owner is let go once the servers have the elements.
+  // They cannot be sent again then, so a server that loses them before the step is decided ends the session
+  // (STATE_LOST).
   absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent = {},
                             const std::shared_ptr<const void>& owner = nullptr);
   // After a failed Step: gives borrowed gradients back to the caller. Drop must come before another Step.

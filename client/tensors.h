@@ -53,8 +53,11 @@ class Tensors {
   // Elements of tensor `index` that this rank has.
   uint64_t local_elements(size_t index) const { return local_elements_[index]; }
 
-  // COLLECTIVE. Session::Initialise with the parameters' values, which must not change until return.
-  absl::Status Initialise(absl::Span<const TensorMemory> memory);
+  // COLLECTIVE. Session::Initialise with the parameters' values, which must not change until return. `source`: gives the
+  // values of a tensor, by index, whose parameter is null, in memory that lasts until the next call; it may be asked
+  // for the same tensor again, and may throw.
+  using Source = std::function<TensorMemory(size_t)>;
+  absl::Status Initialise(absl::Span<const TensorMemory> memory, const Source& source = {});
   // COLLECTIVE. Session::Step with the gradients given. Unless the step is skipped, parameters become the new
   // version's. An error before the seal reaches all ranks, and all drop their pushes: the step may be made again.
   // `ready` may be empty. If parameters change, it is called for a unit's tensors as soon as they have their new
@@ -106,7 +109,7 @@ class Tensors {
   // BAD_REQUEST after a Register.
   absl::Status CheckCurrent() const;
   absl::Status LendValues(absl::Span<const TensorMemory> memory);
-  absl::Status PushValues(absl::Span<const TensorMemory> memory);
+  absl::Status PushValues(absl::Span<const TensorMemory> memory, const Source& source);
   // Gives the session the step's gradients, and the places for parameters if the session takes loans.
   absl::Status Give(absl::Span<const TensorMemory> memory);
   // Ends the loan of a decided step.

@@ -131,7 +131,8 @@ absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, 
   for (const std::string& blob : agreed.blobs) seal.add_blobs(blob);
   absl::Status refused;  // the servers' last refusal of a resent slice
   const auto resend = [&](absl::Span<const OwnedSlice* const> missing) -> absl::Status {
-    if (!gradients.idle() || !values.idle()) return absl::OkStatus();  // they may be on their way already: servers ask every second
+    // Slices may be on their way already: servers ask every second.
+    if (!gradients.idle() || !values.idle()) return absl::OkStatus();
     for (const absl::Status& sent : {gradients.Wait(), values.Wait()}) {
       if (!sent.ok()) refused = sent;
     }

@@ -94,9 +94,9 @@ absl::StatusOr<Tensors> Tensors::Make(Session* session, const std::vector<std::s
   return tensors;
 }
 
-absl::Status Tensors::Initialise(absl::Span<const TensorMemory> memory) {
+absl::Status Tensors::Initialise(absl::Span<const TensorMemory> memory, const Source& source) {
   BALLAST_RETURN_IF_ERROR(CheckCurrent());
-  return session_->takes_gradients() ? LendValues(memory) : PushValues(memory);
+  return session_->takes_gradients() ? LendValues(memory) : PushValues(memory, source);
 }
 
 absl::Status Tensors::LendValues(absl::Span<const TensorMemory> memory) {
@@ -122,12 +122,18 @@ absl::Status Tensors::LendValues(absl::Span<const TensorMemory> memory) {
   return status;
 }
 
-absl::Status Tensors::PushValues(absl::Span<const TensorMemory> memory) {
+absl::Status Tensors::PushValues(absl::Span<const TensorMemory> memory, const Source& source) {
   std::map<uint32_t, size_t> by_index;
   for (size_t i = 0; i < names_.size(); ++i) by_index[indices_[i]] = i;
+  size_t given = names_.size();  // the tensor that `gives` is of
+  TensorMemory gives;
   return session_->Initialise([&](absl::string_view name, uint64_t first, absl::Span<float> values) {
     const size_t i = by_index.at(*session_->TensorIndex(name));
-    const TensorMemory& tensor = memory[i];
+    if (memory[i].parameter == nullptr && given != i) {
+      gives = source(i);
+      given = i;
+    }
+    const TensorMemory& tensor = memory[i].parameter == nullptr ? gives : memory[i];
     const uint64_t skipped = first - local_begins_[i];
     Convert(tensor.parameter + skipped * ElementBytes(tensor.parameter_dtype), tensor.parameter_dtype,
             reinterpret_cast<std::byte*>(values.data()), Dtype::kF32, values.size(), &wide_);

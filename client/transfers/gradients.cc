@@ -87,8 +87,8 @@ absl::Status Gradients::Push(uint32_t unit, absl::Span<const std::byte> gradient
   return absl::OkStatus();
 }
 
-absl::Status Gradients::PushBorrowed(uint32_t unit, std::vector<GradientRun> runs,
-                                     absl::Span<const std::string> absent, const std::shared_ptr<const void>& owner) {
+absl::Status Gradients::PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent,
+                                     const std::shared_ptr<const void>& owner) {
   BALLAST_RETURN_IF_ERROR(seat_->units->CheckUnit(unit));
   BALLAST_ASSIGN_OR_RETURN(const auto missing, AbsentTensors(unit, absent));
   BALLAST_RETURN_IF_ERROR(CheckNone(unit));
@@ -257,11 +257,12 @@ void Gradients::Lend(const std::string& presence) {
 absl::Status Gradients::Resend(const OwnedSlice& owned) {
   UnitGradient& mine = units_[owned.slice.unit];
   if (mine.state == State::kLetGo) {
-    return model::Error(absl::StatusCode::kAborted, model::kStateLost,
-                        absl::StrCat("server ", seat_->router->name(owned.server), " has lost gradients of unit '",
-                                     seat_->units->layout().units()[owned.slice.unit].name,
-                                     "', which this rank had let go: start the group again with resume = auto, from version ",
-                                     seat_->version));
+    return model::Error(
+        absl::StatusCode::kAborted, model::kStateLost,
+        absl::StrCat("server ", seat_->router->name(owned.server), " has lost gradients of unit '",
+                     seat_->units->layout().units()[owned.slice.unit].name,
+                     "', which this rank had let go: start the group again with resume = auto, from version ",
+                     seat_->version));
   }
   if (mine.state == State::kPushed || mine.state == State::kBorrowed || mine.state == State::kZeroes) {
     SendSlice(mine, owned);

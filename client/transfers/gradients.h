@@ -3,8 +3,8 @@
 //
 // Memory: one element of the gradient dtype per element that this rank owns of a pushed unit, and 4 bytes more for
 // units that accumulate; allocated at a unit's first push and kept. A borrowed slice that is spread over several runs
-// is copied until the server has it. Memory given with its owner is let go as soon as the servers have it: a slice that a
-// server loses after that fails the step. Threads: one.
+// is copied until the server has it. Memory given with its owner is let go as soon as the servers have it: a slice that
+// a server loses after that fails the step. Threads: one.
 #pragma once
 
 #include <memory>

@@ -75,7 +75,9 @@ def plain(model, **policy):
 
 
 def ours(model, **more):
-    return bt.AdamW(model.named_parameters(), **{**ARGUMENTS, 'name': sys._getframe(1).f_code.co_name, 'dram': '128MiB', 'threads': 2, **more})
+    """name: the calling script's, unless it is given."""
+    arguments = {**ARGUMENTS, 'name': sys._getframe(1).f_code.co_name, 'dram': '128MiB', 'threads': 2}
+    return bt.AdamW(model.named_parameters(), **{**arguments, **more})
 
 
 def theirs(parameters):
@@ -121,7 +123,9 @@ def whole(model):
 
 def whole_of(model):
     with bt.gathered(model):
-        return [p.detach().clone().float() for p in model.parameters()]
+        values = [p.detach().clone().float() for p in model.parameters()]
+    dist.barrier()  # the first rank's close() ends the server
+    return values
 
 
 def both(name, make=made, policy=None, push_early=False, steps=30, backwards=1, **more):
@@ -466,7 +470,7 @@ def refused():
 @script
 def wrapped():
     """A model that fully_shard has wrapped before."""
-    twin, model = plain(made()), bt.shard(plain(made()))
+    twin, model = plain(made()), bt.shard(plain(made()), push_early=False)
     results = [[*train(twin, theirs(twin.parameters()), 5), whole(twin)]]
     optimizer = ours(model)
     results.append([*train(model, optimizer, 5), whole_of(model)])

@@ -10,6 +10,9 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <stdexcept>
+
+#include "absl/strings/str_cat.h"
 #include "ballast/client/python/native/python_session.h"
 #include "ballast/client/python/native/status_error.h"
 #include "ballast/kernels/kernels.h"
@@ -182,6 +185,23 @@ void Tell(const nb::object& ready, absl::Span<const size_t> tensors) {
   }
 }
 
+// Calls `source` for the values of a tensor, and keeps them in `given`. Throws std::runtime_error if `source` raises.
+client::TensorMemory Given(const nb::object& source, size_t tensor, std::optional<Array>* given) {
+  const nb::gil_scoped_acquire lock;
+  try {
+    *given = nb::cast<Array>(source(tensor));
+    client::TensorMemory memory;
+    memory.parameter = static_cast<std::byte*>((*given)->data());
+    memory.parameter_dtype = DtypeOf((*given)->dtype());
+    return memory;
+  } catch (nb::python_error& error) {
+    error.restore();
+    PyErr_Clear();
+  } catch (const nb::cast_error&) {  // no tensor came
+  }
+  throw std::runtime_error(absl::StrCat("no values came of tensor ", tensor));
+}
+
 // Keeps the arrays' tensors. It may end on any thread.
 std::shared_ptr<void> Kept(const MaybeArrays& arrays) {
   return {new MaybeArrays(arrays), [](void* kept) {
@@ -254,17 +274,19 @@ void BindSession(nb::module_& m) {
                    })
       .def(
           "initialise",
-          [](PythonSession& session, const std::vector<Array>& parameters) {
-            const auto memory = MemoryOf(session, {}, MaybeArrays(parameters.begin(), parameters.end()));
+          [](PythonSession& session, const MaybeArrays& parameters, const nb::object& source) {
+            const auto memory = MemoryOf(session, {}, parameters);
+            std::optional<Array> given;
+            const auto give = [&](size_t tensor) { return Given(source, tensor, &given); };
             const nb::gil_scoped_release release;
-            session.interrupt().Watch([&] { return session.Initialise(memory); });
+            session.interrupt().Watch([&] { return session.Initialise(memory, give); });
           },
-          "parameters"_a)
+          "parameters"_a, "source"_a = nb::none())
       .def(
           "step",
           [](PythonSession& session, const MaybeArrays& gradients, const MaybeArrays& parameters,
-             const std::vector<client::GroupHyper>& groups, double scale,
-             double max_norm, const nb::bytes& blob, const nb::object& ready) {
+             const std::vector<client::GroupHyper>& groups, double scale, double max_norm, const nb::bytes& blob,
+             const nb::object& ready) {
             const auto memory = MemoryOf(session, gradients, parameters);
             client::Tensors::Ready tell;
             if (!ready.is_none()) tell = [&](absl::Span<const size_t> tensors) { Tell(ready, tensors); };

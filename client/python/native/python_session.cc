@@ -338,9 +338,9 @@ void PythonSession::CheckElements(absl::Span<const std::optional<uint64_t>> elem
   }
 }
 
-void PythonSession::Initialise(absl::Span<const client::TensorMemory> memory) {
+void PythonSession::Initialise(absl::Span<const client::TensorMemory> memory, const client::Tensors::Source& source) {
   const Using session = Use();
-  Check(tensors_->Initialise(memory));
+  Check(tensors_->Initialise(memory, source));
 }
 
 Report PythonSession::Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options,
@@ -386,7 +386,8 @@ uint64_t PythonSession::StartPull(const std::vector<size_t>& which, absl::Span<c
                                   std::shared_ptr<void> kept) {
   const Using session = Use();
   if (which.size() != places.size()) {
-    throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength, "expected a place per tensor"));
+    throw StatusError(
+        model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength, "expected a place per tensor"));
   }
   std::vector<std::byte*> to;
   for (size_t i = 0; i < which.size(); ++i) {
@@ -505,6 +506,7 @@ PythonSession::~PythonSession() {
 void PythonSession::Close() {
   if (getpid() != pid_) return;
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (!under_way_.empty()) interrupt_.Raise();  // nobody wants them: a server that has ended is not waited for
   under_way_.clear();
   tensors_.reset();
   session_.reset();

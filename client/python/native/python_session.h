@@ -177,7 +177,7 @@ class PythonSession {
   void CheckElements(absl::Span<const std::optional<uint64_t>> elements) const;
 
   // COLLECTIVE from here to Exchange, unless noted.
-  void Initialise(absl::Span<const client::TensorMemory> memory);
+  void Initialise(absl::Span<const client::TensorMemory> memory, const client::Tensors::Source& source);
   Report Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options,
               const client::Tensors::Ready& ready);
   // See client/tensors.h; no rank waits for another. `unit`: index into Units().

@@ -24,7 +24,7 @@ from ballast.torch.job.registration import Fit
 from ballast.torch.modes import plainly
 from ballast.torch.state_dict import marker, moments
 from ballast.torch.stepping.host_memory import HostMemory
-from ballast.torch.stepping.members import Member, Memory, is_sharded, values_of, warn_of_others
+from ballast.torch.stepping.members import Member, Memory, give_values, is_sharded, warn_of_others
 
 if TYPE_CHECKING:
     from ballast.torch.algorithms import Algorithm
@@ -177,9 +177,9 @@ class Job:
         self.progress.forget()
         if self.early is not None:
             self.early.leave()
+        self.connection.leave()
         if self.sharded is not None:
             self.sharded.leave()
-        self.connection.leave()
 
     def close(self) -> None:
         """Ends the session, once the step under way has ended."""
@@ -189,9 +189,9 @@ class Job:
                 self.early.close()
             self.wait()
         finally:
+            self.connection.close()  # a thread amid a step finds the session closed
             if self.sharded is not None:
                 self.sharded.leave()
-            self.connection.close()  # a thread amid a step finds the session closed
             self.members, self._by_parameter, self.host = [], {}, HostMemory()
 
     def wait(self) -> None:
@@ -211,7 +211,7 @@ class Job:
         if not self.session.needs_values:
             return
         check_values(exchange, together(exchange, self._without_values))
-        self.session.initialise(together(exchange, lambda: values_of(self.members, self.host)))
+        give_values(self.session, self.members, together(exchange, lambda: Memory(self.members, self.host).wait()))
 
     def _without_values(self) -> list[Member]:
         """Members that may have no values on the servers: none that is left out has none."""

@@ -16,7 +16,7 @@ from ballast.torch.job.ranks import Exchange
 from ballast.torch.sharding.member import member_of
 from ballast.torch.sharding.remote import remote_of
 from ballast.torch.stepping import shared_memory
-from ballast.torch.stepping.members import DTYPES, Member, check_parameter, is_sharded, values_of
+from ballast.torch.stepping.members import DTYPES, Member, Memory, check_parameter, give_values, is_sharded
 
 if TYPE_CHECKING:
     from ballast.torch.job.job import Job
@@ -109,7 +109,7 @@ def register(job: Job, fresh: list[Fresh], exchange: Exchange) -> None:
         job.session.register([tensor for _, _, tensor in fresh])
     finally:  # Ctrl-C may come when the job has them
         del job.members[sum(map(len, job.session.units)):]
-    job.session.initialise(together(exchange, lambda: values_of(job.members, job.host)))
+    give_values(job.session, job.members, together(exchange, lambda: Memory(job.members, job.host).wait()))
 
 
 class Fit:

@@ -96,7 +96,7 @@ class Pushes:
                 raise Error(f"the gradient of parameter '{self._members[i].name}' went to the servers for a step that was not made: run "
                             'forward and backward again', 'BAD_REQUEST')
             if i in went and not gone:
-                raise Error(f"the gradient of parameter '{self._members[i].name}' was changed after it had gone to the servers in backward; "
+                raise Error(f"the gradient of parameter '{self._members[i].name}' was changed after it had gone to the servers; "
                             'keep gradients in the trainer by shard(push_early=False)', 'BAD_REQUEST')
 
     def stepped(self) -> None:

@@ -45,8 +45,8 @@ class GoneGradient:
         self.name = name
 
     def refuse(self, operation: str) -> Error:
-        return Error(f"the gradient of parameter '{self.name}' has gone to Ballast's servers in backward, and {operation} needs it here: clip "
-                     'by max_norm= of the optimizer, scale by LossScaler, tell shard(backwards=) how many backward passes with gradient '
+        return Error(f"the gradient of parameter '{self.name}' has gone to Ballast's servers in backward, and {operation} needs it here: "
+                     'clip by max_norm= of the optimizer, scale by LossScaler, tell shard(backwards=) how many backward passes with gradient '
                      'sync a step has, or keep gradients in the trainer by shard(push_early=False)', 'UNSUPPORTED')
 
 

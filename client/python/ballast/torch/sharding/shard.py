@@ -54,8 +54,8 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
 def _check(model: nn.Module, offload_policy: Any, reshard_after_forward: Any, prefetch_bytes: Any, backwards: Any) -> None:
     version = tuple(int(part) for part in re.findall(r'\d+', torch.__version__)[:2])
     if version < _TORCH:
-        raise Error(f'shard() needs torch {_TORCH[0]}.{_TORCH[1]} or later, and this is {torch.__version__}; ballast.torch\'s optimizers work '
-                    'with fully_shard as it is', 'UNSUPPORTED')
+        raise Error(f'shard() needs torch {_TORCH[0]}.{_TORCH[1]} or later, and this is {torch.__version__}; optimizers of ballast.torch '
+                    'work with fully_shard as it is', 'UNSUPPORTED')
     if offload_policy is not None:
         raise Error(f'shard(offload_policy={type(offload_policy).__name__}): parameters live on the servers, and there is nothing to '
                     'offload; leave it out', 'UNSUPPORTED')
@@ -69,7 +69,7 @@ def _check(model: nn.Module, offload_policy: Any, reshard_after_forward: Any, pr
         raise Error('shard() is for ranks of torch.distributed, one or several: call init_process_group() before', 'BAD_REQUEST')
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            raise Error(f"buffer '{name}' is on the meta device, and no server keeps buffers: give it its values before shard()", 'BAD_SPEC')
+            raise Error(f"buffer '{name}' is on the meta device, and no server keeps buffers: give it values before shard()", 'BAD_SPEC')
     for name, parameter in model.named_parameters():
         if remote_of(parameter) is not None:
             raise Error(f"parameter '{name}' lives on the servers already: shard() was called before", 'BAD_REQUEST')
@@ -84,8 +84,8 @@ def _check_offload(model: nn.Module, fsdp_module: type) -> None:
             policy = type(getattr(group, 'offload_policy', None)).__name__
             if policy == 'CPUOffloadPolicy':
                 first = next((own for own, _ in module.named_parameters(name)), name)
-                raise Error(f"parameter '{first}' is under CPUOffloadPolicy, and with shard() there is nothing to offload: leave the policy "
-                            'out of fully_shard', 'UNSUPPORTED')
+                raise Error(f"parameter '{first}' is under CPUOffloadPolicy, and with shard() there is nothing to offload: leave the "
+                            'policy out of fully_shard', 'UNSUPPORTED')
 
 
 def _wrap(model: nn.Module, mesh: Any, units: Iterable[nn.Module] | None, mp_policy: Any, reshard_after_forward: bool | None) -> None:
@@ -151,7 +151,8 @@ def _remote(name: str, parameter: torch.Tensor) -> tuple[Part, nn.Parameter]:
     part = Part(name, parameter.shape, mesh.size(), mesh.get_local_rank())
     shape = parameter.to_local().shape
     if shape.numel() != part.elements:
-        raise Error(f"parameter '{name}' has {list(shape)} on this rank; expected {part.rows} rows of {list(parameter.shape)}", 'UNSUPPORTED')
+        raise Error(f"parameter '{name}' has {list(shape)} on this rank; expected {part.rows} rows of {list(parameter.shape)}",
+                    'UNSUPPORTED')
     device = torch.device(mesh.device_type) if parameter.is_meta else parameter.device
     if device.type == 'cuda':
         device = torch.device('cuda', torch.cuda.current_device())

@@ -23,6 +23,7 @@ class Values:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._given: dict[Part, torch.Tensor] = {}
+        self._made: dict[Part, torch.Tensor] = {}  # of one unit
         self._places: dict[Part, list[tuple[nn.Module, str, str]]] = {}  # module, its name, the parameter's name in it
 
     def give(self, part: Part, rows: torch.Tensor) -> None:
@@ -35,12 +36,16 @@ class Values:
     def forget(self) -> None:
         """The servers have values: memory of those that were given is free."""
         self._given.clear()
+        self._made.clear()
 
     def of(self, part: Part) -> torch.Tensor:
         """This rank's rows on the host. Makes all of a unit at once, in memory for whole parameters."""
-        if part not in self._given:
+        if part in self._given:
+            return self._given[part]
+        if part not in self._made:
+            self._made = {}
             self._make(part.unit.parts)
-        return self._given.pop(part)
+        return self._made[part]
 
     def _make(self, parts: Iterable[Part]) -> None:
         parts = [part for part in parts if part not in self._given]
@@ -54,9 +59,9 @@ class Values:
             for part, parameter in whole.items():
                 if bool(parameter.isnan().any()):
                     module = type(self._places[part][0][0]).__name__
-                    raise Error(f"parameter '{part.name}' was made on the meta device, and no reset_parameters() of {module} gives it values: "
-                                'add one, or make the model with its values before shard()', 'UNSUPPORTED')
-                self._given[part] = part.of(parameter)
+                    raise Error(f"parameter '{part.name}' was made on the meta device, and no reset_parameters() of {module} gives it "
+                                'values: add one, or make the model with its values before shard()', 'UNSUPPORTED')
+                self._made[part] = part.of(parameter)
 
     def _modules(self, parts: list[Part]) -> list[tuple[nn.Module, str]]:
         """Modules that own a part, inner ones first, each with the name of its first parameter."""

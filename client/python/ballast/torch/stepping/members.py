@@ -230,7 +230,20 @@ class Memory:
             self._host.copy(parameter, self.parameters[i])
 
 
-def values_of(members: Sequence[Member], host: HostMemory) -> list[torch.Tensor]:
-    """By member: this rank's part of the values that a new job begins with."""
-    parameters = Memory(members, host).wait().parameters
-    return [member.initial() if parameter is None else parameter for member, parameter in zip(members, parameters)]
+def give_values(session: _native.Session, members: Sequence[Member], memory: Memory) -> None:
+    """Tensors without values on the servers get those of their parameters, and those of Member.initial() where a parameter has no memory,
+    one after another. COLLECTIVE. memory: of the members."""
+    failed: list[BaseException] = []
+
+    def initial(i: int) -> torch.Tensor:
+        try:
+            return members[i].initial()
+        except BaseException as error:
+            failed.append(error)
+            raise
+    try:
+        session.initialise(memory.parameters, initial)
+    except BaseException:
+        if failed:
+            raise failed[0] from None
+        raise
