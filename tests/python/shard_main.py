@@ -468,6 +468,44 @@ def refused():
 
 
 @script
+def after_close():
+    """What a second new job of one model is told; and the loss of its forward passes in inference mode, which FSDP2 alone can make."""
+    model, twin = bt.shard(made()), plain(made())
+    first = ours(model)
+    tokens = next(batches(1))
+    with torch.inference_mode():
+        losses = [loss_of(each, tokens).item() for each in (twin, model, model)]
+    dist.barrier()
+    first.close()
+    closed = told(lambda: model(tokens))
+    model.reshard()  # the root stays gathered until backward
+    second = ours(model, name='second')
+    again = told(lambda: model(tokens))
+    second.close()
+    return losses, closed, again
+
+
+@script
+def changed():
+    """What step() is told of a gradient that one rank alone has changed after it went, and whether the step can be made after that."""
+    model = bt.shard(made())
+    optimizer = ours(model)
+    tokens = next(batches(1))
+    loss_of(model, tokens).backward()
+    weight = model.blocks[1].up.weight
+    kept = weight.grad
+    if dist.get_rank() == 1:
+        weight.grad = None
+    refusal = told(optimizer.step)
+    weight.grad = kept
+    optimizer.step()
+    steps = optimizer.stats()['steps']
+    dist.barrier()
+    optimizer.close()
+    return refusal, steps
+
+
+@script
 def wrapped():
     """A model that fully_shard has wrapped before."""
     twin, model = plain(made()), bt.shard(plain(made()), push_early=False)
@@ -524,6 +562,22 @@ def second_half():
     other = theirs(twin.parameters())
     expected = torch.cat([train(twin, other, 5)[0], train(twin, other, 5)[0]])
     return steps, losses, values, expected, whole(twin)
+
+
+@script
+def rolled_back():
+    """Losses of three steps, and of the same three after a rollback to the version before them."""
+    model = bt.shard(made())
+    optimizer = durable('rolled_back', model)
+    train(model, optimizer, 4)
+    state, version = optimizer.state_dict(), optimizer.job.session.version
+    first, _ = train(model, optimizer, 3)
+    optimizer.rollback(version)
+    second, _ = train(model, optimizer, 3)
+    optimizer.load_state_dict(state)
+    third, _ = train(model, optimizer, 3)
+    optimizer.close()
+    return first, second, third
 
 
 if __name__ == '__main__':

@@ -35,7 +35,7 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
         for inner, leaf, part, parameter in kept:
             if part not in whole:
                 values = torch.empty(part.shape.numel(), dtype=torch.float32, device='cpu')
-                session.read(model.tensors[part], 'working', values)
+                session.read(model.tensors[part], 'master', values)
                 whole[part] = nn.Parameter(values.to(parameter.dtype).view(part.shape), requires_grad=False)
             inner._parameters[leaf] = whole[part]
         yield module

@@ -84,11 +84,14 @@ class Pushes:
     def _begin(self) -> None:
         self._gone, self._came = set(), {}
 
-    def settle(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A step begins with these gradients, by member: it takes those that went. COLLECTIVE where all of them were set to None."""
-        went = [i for unit in sorted(self._gone) for i in self._units[unit] if i in self._came]
+    def _went(self) -> list[int]:
+        """Members, by index, whose gradients went."""
+        return [i for unit in sorted(self._gone) for i in self._units[unit] if i in self._came]
+
+    def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Refuses a step with these gradients, by member, that are neither those that went nor, all of those that went, set to None."""
+        went = self._went()
         if went and all(gradients[i] is None for i in went):
-            self.discard()
             return
         for i, gradient in enumerate(gradients):
             gone = gradient is not None and remote_of(gradient) is not None
@@ -99,8 +102,14 @@ class Pushes:
                 raise Error(f"the gradient of parameter '{self._members[i].name}' was changed after it had gone to the servers; "
                             'keep gradients in the trainer by shard(push_early=False)', 'BAD_REQUEST')
 
+    def settle(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """A step begins with gradients that check() has passed. COLLECTIVE where all that went were set to None."""
+        went = self._went()
+        if went and all(gradients[i] is None for i in went):
+            self.discard()
+
     def stepped(self) -> None:
-        """The step was made, or the servers have dropped what went for it."""
+        """A step is over: the servers have taken what went, or dropped it."""
         self._begin()
 
 

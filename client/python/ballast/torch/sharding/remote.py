@@ -18,9 +18,9 @@ aten = torch.ops.aten
 class Part:
     """This rank's rows of one parameter."""
 
-    def __init__(self, name: str, shape: Sequence[int], ranks: int, rank: int) -> None:
-        """shape: of the whole parameter, whose rows `ranks` ranks divide as torch.chunk does."""
-        self.name, self.shape = name, torch.Size(shape)
+    def __init__(self, name: str, shape: Sequence[int], ranks: int, rank: int, gathered: torch.dtype) -> None:
+        """shape: of the whole parameter, whose rows `ranks` ranks divide as torch.chunk does. gathered: the dtype of gathers."""
+        self.name, self.shape, self.gathered = name, torch.Size(shape), gathered
         share = -(-shape[0] // ranks)
         self.padded = torch.Size((share, *shape[1:]))  # the shape that FSDP2 gathers from every rank
         self.first = min(shape[0], rank * share)  # row
@@ -46,8 +46,8 @@ class GoneGradient:
 
     def refuse(self, operation: str) -> Error:
         return Error(f"the gradient of parameter '{self.name}' has gone to Ballast's servers in backward, and {operation} needs it here: "
-                     'clip by max_norm= of the optimizer, scale by LossScaler, tell shard(backwards=) how many backward passes with gradient '
-                     'sync a step has, or keep gradients in the trainer by shard(push_early=False)', 'UNSUPPORTED')
+                     'clip by max_norm= of the optimizer, scale by LossScaler, tell shard(backwards=) how many backward passes with '
+                     'gradient sync a step has, or keep gradients in the trainer by shard(push_early=False)', 'UNSUPPORTED')
 
 
 class Remote(torch.Tensor):
@@ -117,6 +117,12 @@ def _shape_after(operation: Any, tensor: Remote, rest: Sequence[Any]) -> Sequenc
         shape[dim] = len(range(*slice(start, end, step).indices(shape[dim])))
         return shape
     return None
+
+
+def working_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype that the trainer wants of a parameter: a sharded one's gathers may have less than its own."""
+    part = remote_of(parameter)
+    return part.gathered if isinstance(part, Part) else parameter.dtype
 
 
 def remote_of(tensor: torch.Tensor | None) -> Part | GoneGradient | None:

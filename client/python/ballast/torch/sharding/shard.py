@@ -47,8 +47,16 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
         _wrap(model, mesh, units, mp_policy, reshard_after_forward)
     _check_offload(model, FSDPModule)
     sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed)
-    _replace(model, sharded, FSDPModule)
+    _replace(model, sharded, FSDPModule, getattr(mp_policy, 'param_dtype', None))
+    model.register_forward_pre_hook(_begin, prepend=True)
     return model
+
+
+def _begin(model: nn.Module, _: Any) -> None:
+    """FSDP2 looks over its parameters in the first forward pass, and inference mode has no version counters for that."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            model._get_fsdp_state()._lazy_init()
 
 
 def _check(model: nn.Module, offload_policy: Any, reshard_after_forward: Any, prefetch_bytes: Any, backwards: Any) -> None:
@@ -110,8 +118,8 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     return [block for child in module.children() for block in _blocks(child)]
 
 
-def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type) -> None:
-    """Parameters become Remotes. A parameter belongs to the innermost module of fully_shard that holds it."""
+def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch.dtype | None) -> None:
+    """Parameters become Remotes. A parameter belongs to the innermost module of fully_shard that holds it. dtype: of gathers, if known."""
     owner: dict[torch.Tensor, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
         if isinstance(module, fsdp_module):
@@ -127,7 +135,7 @@ def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type) -> None:
         name = f'{path}.{leaf}' if path else leaf
         if parameter not in owner:
             raise Error(f"parameter '{name}' is in no module that fully_shard has wrapped: wrap the model itself too", 'BAD_SPEC')
-        part, made = _remote(unwrapped(name), parameter)
+        part, made = _remote(unwrapped(name), parameter, dtype)
         sharded.values.place(part, there)
         if not parameter.is_meta:
             rows = parameter.to_local().detach()
@@ -141,14 +149,14 @@ def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type) -> None:
         sharded.add(unit, parameters, next(iter(parameters.values())).device)
 
 
-def _remote(name: str, parameter: torch.Tensor) -> tuple[Part, nn.Parameter]:
+def _remote(name: str, parameter: torch.Tensor, dtype: torch.dtype | None) -> tuple[Part, nn.Parameter]:
     from torch.distributed.tensor import DTensor, Shard
     if not isinstance(parameter, DTensor) or tuple(parameter.placements) != (Shard(0),):
         placed = parameter.placements if isinstance(parameter, DTensor) else 'a plain tensor'
         raise Error(f"parameter '{name}' is placed as {placed}; expected (Shard(0),), as fully_shard makes it over a mesh of one "
                     'dimension', 'UNSUPPORTED')
     mesh = parameter.device_mesh
-    part = Part(name, parameter.shape, mesh.size(), mesh.get_local_rank())
+    part = Part(name, parameter.shape, mesh.size(), mesh.get_local_rank(), dtype or parameter.dtype)
     shape = parameter.to_local().shape
     if shape.numel() != part.elements:
         raise Error(f"parameter '{name}' has {list(shape)} on this rank; expected {part.rows} rows of {list(parameter.shape)}",

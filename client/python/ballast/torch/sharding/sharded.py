@@ -81,6 +81,11 @@ class Sharded:
             self.pushes.leave()
         self._session = None
 
+    def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Refuses a step with these gradients, by member, if they are not those that went to the servers."""
+        if self.pushes is not None:
+            self.pushes.check(gradients)
+
     def settle(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """A step begins, and takes what went to the servers of these gradients, by member. COLLECTIVE."""
         if self.pushes is not None:
@@ -91,10 +96,14 @@ class Sharded:
         if self.pushes is not None:
             self.pushes.discard()
 
-    def stepped(self) -> None:
-        """A step was made, or has failed, and the servers keep nothing of it."""
+    def failed(self) -> None:
+        """A step is over, and what went to the servers for it counts no more."""
         if self.pushes is not None:
             self.pushes.stepped()
+
+    def stepped(self) -> None:
+        """A step was made."""
+        self.failed()
         if self._session is not None:
             self.pulls.stepped()
 

@@ -23,6 +23,7 @@ class Values:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._given: dict[Part, torch.Tensor] = {}
+        self._gone: set[Part] = set()  # those that were given, and freed
         self._made: dict[Part, torch.Tensor] = {}  # of one unit
         self._places: dict[Part, list[tuple[nn.Module, str, str]]] = {}  # module, its name, the parameter's name in it
 
@@ -35,6 +36,7 @@ class Values:
 
     def forget(self) -> None:
         """The servers have values: memory of those that were given is free."""
+        self._gone.update(self._given)
         self._given.clear()
         self._made.clear()
 
@@ -42,6 +44,9 @@ class Values:
         """This rank's rows on the host. Makes all of a unit at once, in memory for whole parameters."""
         if part in self._given:
             return self._given[part]
+        if part in self._gone:
+            raise Error(f"parameter '{part.name}' has its values on the servers of an earlier job, and a new job cannot begin with them: "
+                        "continue that one by resume='auto', or make the model again", 'BAD_REQUEST')
         if part not in self._made:
             self._made = {}
             self._make(part.unit.parts)

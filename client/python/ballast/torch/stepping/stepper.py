@@ -65,10 +65,14 @@ class Stepper:
             return
         try:
             step.run()
+        except BaseException:
+            if job.sharded is not None:
+                job.sharded.failed()
+            raise
         finally:
             step.end()
-            if job.sharded is not None:
-                job.sharded.stepped()
+        if job.sharded is not None:
+            job.sharded.stepped()
 
     def _collect(self) -> Collected:
         job = self.job
@@ -80,6 +84,8 @@ class Stepper:
         members = job.members + [member for member, _, _ in fresh]
         there = {id(parameter) for _, _, parameter in registration.placed(job)}
         gradients = [gradient_of(member) if id(member.parameter) in there else None for member in members]
+        if job.sharded is not None:
+            job.sharded.check(gradients)
         edited = edits.edited(job, members)
         spec.check_dtypes(job.options.optimizer, members, gradients)
         spec.check(job, job.options.optimizer)
