@@ -477,8 +477,8 @@ def after_close():
         losses = [loss_of(each, tokens).item() for each in (twin, model, model)]
     dist.barrier()
     first.close()
-    closed = told(lambda: model(tokens))
     model.reshard()  # the root stays gathered until backward
+    closed = told(lambda: model(tokens))
     second = ours(model, name='second')
     again = told(lambda: model(tokens))
     second.close()
