@@ -344,6 +344,21 @@ LATENCY = 0.02
 
 
 @script
+def evaluated():
+    """Late pulls of each of five passes without gradients."""
+    model = bt.shard(made())
+    optimizer = ours(model)
+    late = [0]
+    with torch.no_grad():
+        for tokens in batches(5):
+            model(tokens)
+            late.append(optimizer.stats()['unit_pulls_late'])
+    dist.barrier()
+    optimizer.close()
+    return [after - before for before, after in zip(late, late[1:])]
+
+
+@script
 def alive():
     """Units whose gradients were alive when another went, and after backward; both once servers had a second to take them."""
     model = bt.shard(made(blocks=5))

@@ -13,7 +13,7 @@ UNITS, GATHERS, STEPS = 4, 7, 30
 
 BITS = ['uneven', 'even', 'recompute_reentrant', 'recompute', 'accumulation', 'accumulation_synced', 'no_reshard', 'bf16', 'wrapped']
 EARLY = ['early', 'early_accumulation', 'early_synced', 'frozen']
-REST = ['clipped', 'discarded', 'skipped', 'late_pulls', 'alive', 'refused', 'inside', 'meta', 'after_close', 'changed']
+REST = ['clipped', 'discarded', 'skipped', 'late_pulls', 'evaluated', 'alive', 'refused', 'inside', 'meta', 'after_close', 'changed']
 NAMED = ['first_half', 'second_half', 'rolled_back']
 
 
@@ -81,10 +81,11 @@ def test_one_rank(script, alone):
 
 
 def check_pulls(script, stats):
-    """Those of thirty steps, and those that were pulled ahead of a step that never came: no more than a step's."""
+    """Those of thirty steps, and those that were pulled ahead of gathers that never came: behind the first step, which nothing foretold, and
+    behind the last."""
     a_step = {'no_reshard': UNITS, 'accumulation': 2 * GATHERS, 'accumulation_synced': 2 * GATHERS}.get(script, GATHERS)
-    assert STEPS * a_step <= stats['unit_pulls'] <= (STEPS + 1) * a_step
-    assert stats['unit_pulls_late'] == a_step  # all of the first step
+    assert STEPS * a_step <= stats['unit_pulls'] <= (STEPS + 2) * a_step
+    assert 0 < stats['unit_pulls_late'] <= a_step  # of the first step
 
 
 @pytest.mark.parametrize('script', ['uneven', 'recompute', 'recompute_reentrant', 'no_reshard', 'accumulation'])
@@ -111,6 +112,12 @@ def test_late_pulls(pair):
         assert late[1:6] == [0] * 5
         assert waited[1:6].median() <= 0.1 * latency * late[0]
         assert all(each <= 1 for each in late[6:])
+
+
+def test_passes_without_a_step(pair):
+    """The root stays gathered after the first pass. The order of blocks is known once it has come twice."""
+    for late in pair['evaluated']:
+        assert late == [UNITS, 2, 0, 0, 0]
 
 
 def test_clipping_by_max_norm(pair):

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ballast.torch.job.job import Job
     from ballast.torch.sharding.unit import Unit
 
+# Gathers of one step, or of passes without a step, that are remembered.
+_GATHERS_MAX = 1 << 16
 _DTYPES = {'f32': torch.float32, 'bf16': torch.bfloat16, 'f16': torch.float16}
 
 
@@ -47,7 +49,8 @@ class Pulls:
         self._job, self._bytes_max = job, bytes_max
         self._indices: dict[Unit, list[int]] = {}  # of the session's tensors
         self._under_way: dict[Unit, list[_Pull]] = {}  # oldest first: a unit may be gathered again soon, as forward's last one is
-        self._order: list[Unit] = []  # gathers of the last step
+        self._order: list[Unit] = []  # expected gathers: those of the last step
+        self._is_step = False  # they end with a step
         self._at = 0  # place of the next gather in it
         self._made: list[Unit] = []  # gathers of this step so far
         self.count = 0
@@ -71,7 +74,7 @@ class Pulls:
             pull = self._begin(unit, job)
             self.waits += 1
         self._made.append(unit)
-        self._find(unit)
+        self._follow(unit)
         self._go_ahead(job)
         before = time.perf_counter()
         pull.end()
@@ -81,7 +84,7 @@ class Pulls:
     def stepped(self) -> None:
         """The job has a new version: its first units are pulled as the servers make it."""
         if self._made:
-            self._order, self._made = self._made, []
+            self._order, self._made, self._is_step = self._made, [], True
         self._at = 0
         job = self._job()
         self._drop_stale(job)
@@ -113,11 +116,22 @@ class Pulls:
         version = job.session.version
         return _Pull(job.session, version, job.session.start_pull(self._indices[unit], places), pieces, size)
 
-    def _find(self, unit: Unit) -> None:
-        """The place of the next gather, behind the place of this one that is the nearest to the expected place."""
+    def _follow(self, unit: Unit) -> None:
+        """The order goes on behind this gather: at its place that is the nearest to the expected one."""
+        is_over = self._at >= len(self._order)
         places = [i for i, each in enumerate(self._order) if each is unit]
         if places:
             self._at = min(places, key=lambda i: abs(i - self._at)) + 1
+        if is_over or (self._at >= len(self._order) and not self._is_step):
+            self._repeat()
+
+    def _repeat(self) -> None:
+        """Behind a step's order no step came, as in passes without gradients: the order goes on as it did when the last two gathers came
+        one after the other before."""
+        made = self._made = self._made[-_GATHERS_MAX:]
+        again = next((i for i in range(len(made) - 2, 0, -1) if made[i - 1:i + 1] == made[-2:]), None)
+        if again is not None:
+            self._order, self._at, self._is_step = made[again:], 1, False
 
     def _go_ahead(self, job: Job) -> None:
         used = sum(pull.size for pulls in self._under_way.values() for pull in pulls)
