@@ -12,11 +12,6 @@
 namespace ballast::client {
 namespace {
 
-std::string Show(const v1::TensorSpec& tensor) {
-  return absl::StrCat("unit '", tensor.unit(), "', shape [", absl::StrJoin(tensor.shape(), ", "), "], group ",
-                      tensor.group(), ", aliases [", absl::StrJoin(tensor.aliases(), ", "), "]");
-}
-
 std::string Some(const std::vector<std::string>& tensors) {
   return absl::StrCat("tensor '", tensors.front(), "'",
                       tensors.size() > 1 ? absl::StrCat(" and ", tensors.size() - 1, " more") : "");
@@ -50,6 +45,11 @@ absl::Status CheckSameNames(const std::vector<std::string>& missing, const std::
 }
 
 }  // namespace
+
+std::string Show(const v1::TensorSpec& tensor) {
+  return absl::StrCat("unit '", tensor.unit(), "', shape [", absl::StrJoin(tensor.shape(), ", "), "], group ",
+                      tensor.group(), ", aliases [", absl::StrJoin(tensor.aliases(), ", "), "]");
+}
 
 absl::Status BadSpec(absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec, message);

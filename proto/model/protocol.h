@@ -13,7 +13,7 @@
 namespace ballast::model {
 
 // The version of the calls and of their meaning. proto/README.md says when it rises.
-inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr uint32_t kProtocolVersion = 2;
 
 // FAILED_PRECONDITION unless `version` is kProtocolVersion. `server` names the server in the message. Version 0: the
 // server does not know Identify.
