@@ -2,6 +2,7 @@
 by ours, and writes the losses and this rank's parameters of both to FOLDER/CASE-RANK.pt."""
 import contextlib
 import os
+import signal
 import sys
 import traceback
 
@@ -12,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (ColwiseParallel, RowwiseParallel, SequenceParallel,
-                                               parallelize_module)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import ballast.torch as bt
 
@@ -227,6 +227,169 @@ def plain_experts():
     return model, step
 
 
+# --- one job under other divisions: (data, tensor, pipeline)
+
+def divided(data, tensor, pipe):
+    """The stack of four blocks: the model of this rank, and step(i), a forward and backward over the same batch however it is divided."""
+    mesh = mesh_of(pipe, data, tensor, names=('pp', 'dp', 'tp'))
+    stage, blocks = mesh.get_local_rank('pp'), 4 // pipe
+    whole = stack(4)
+    model = nn.Sequential()
+    for i in range(stage * blocks, (stage + 1) * blocks):
+        model.add_module(str(i), whole[i])
+    if tensor > 1:
+        parallel(model, mesh['tp'])
+    if data > 1:
+        for block in model:
+            fully_shard(block, mesh=mesh['dp'], reshard_after_forward=False)
+        fully_shard(model, mesh=mesh['dp'], reshard_after_forward=False)
+
+    def mine(i):
+        return wide_batch(i).chunk(data)[mesh.get_local_rank('dp')]
+    if pipe == 1:
+        def step(i):
+            loss = loss_of(model(mine(i)))
+            loss.backward()
+            loss = loss.detach().clone()
+            dist.all_reduce(loss)
+            return loss.item() / dist.get_world_size()
+        return model, step
+    piped = PipelineStage(model, stage, pipe, torch.device('cpu'), group=mesh.get_group('pp'))
+    schedule = ScheduleGPipe(piped, n_microbatches=2, loss_fn=lambda out, _: out.square().mean())
+
+    def step(i):
+        losses = []
+        if stage == 0:
+            schedule.step(mine(i))
+        else:
+            schedule.step(target=mine(i), losses=losses)
+        loss = torch.tensor([sum(each.item() for each in losses) / 2])
+        dist.all_reduce(loss)
+        return loss.item() * pipe / dist.get_world_size()
+    return model, step
+
+
+def wide_batch(i):
+    return torch.randn(8, 8, WIDTH, generator=torch.Generator().manual_seed(1000 + i))
+
+
+def alone(steps, max_norm=0.0):
+    """Losses, norms and parameters of the model in one piece, with torch's optimizer."""
+    model = stack(4)
+    optimizer = torch.optim.AdamW(model.parameters(), **ARGUMENTS)
+    losses, norms = [], []
+    for i in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(wide_batch(i)))
+        loss.backward()
+        if max_norm:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses), torch.tensor(norms), dict(model.named_parameters())
+
+
+def gathered(model):
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in model.named_parameters()}
+
+
+MAX_NORM = 0.02
+
+
+def norms():
+    """Clipping over stages and tensor-parallel parts, and a step that one stage's NaN skips."""
+    model, step = divided(1, 2, 2)
+    optimizer = bt.AdamW(model.named_parameters(), max_norm=MAX_NORM, dram='64MiB', threads=1, name='norms', step_timeout=60.0, **ARGUMENTS)
+    losses, norms = [], []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(step(i))
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    before = own(model)
+    optimizer.zero_grad()
+    step(0)
+    if dist.get_rank() >= 2:  # the last stage; norms are replicas on its ranks
+        model[-1].norm.weight.grad[0] = float('nan')
+    optimizer.step()
+    skipped = optimizer.last_step_skipped and all(torch.equal(value, before[name]) for name, value in own(model).items())
+    optimizer.close()
+    return torch.tensor(losses), torch.tensor(norms), gathered(model), skipped, alone(STEPS, MAX_NORM)
+
+
+def other_divisions():
+    """A job that goes on under other divisions, without a conversion."""
+    losses = []
+    divisions = [(2, 2, 1), (4, 1, 1), (1, 2, 2)]
+    for k, division in enumerate(divisions):
+        model, step = divided(*division)
+        optimizer = bt.AdamW(model.named_parameters(), directory=f'{sys.argv[2]}/divisions', dram='64MiB', nvme='512MiB', threads=1,
+                             name='divisions', step_timeout=60.0, resume='must' if k else 'never', **ARGUMENTS)
+        if k:
+            optimizer.resume()
+        for i in range(5 * k, 5 * k + 5):
+            optimizer.zero_grad()
+            losses.append(step(i))
+            optimizer.step()
+        optimizer.close()
+    return torch.tensor(losses), gathered(model), alone(5 * len(divisions))
+
+
+class Leaving:
+    """A session whose rank ends amid a step."""
+
+    def __init__(self, session, point):
+        self._session, self._point = session, point
+
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+
+    def step(self, gradients, parameters, groups, scale, max_norm, blob, ready):
+        if self._point == 'pushed':
+            # Servers have the gradients of this rank, and no seal.
+            for unit, tensors in enumerate(self._session.units):
+                self._session.push_early(unit, [gradients[i] for i in tensors])
+            end()
+
+        def decided(_):
+            end()
+        self._session.step(gradients, parameters, groups, scale, max_norm, blob=blob, ready=decided)
+
+
+def end():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed():
+    """Five steps of two stages by two; with POINT the last rank ends in its third."""
+    model, step = divided(2, 1, 2)
+    point = os.environ['POINT'] if dist.get_rank() == dist.get_world_size() - 1 else ''
+    optimizer = bt.AdamW(model.named_parameters(), directory=f'{sys.argv[2]}/killed', dram='64MiB', nvme='512MiB', threads=1, name='killed',
+                         step_timeout=8.0, open_timeout=20.0, resume='never' if os.environ['POINT'] else 'must', **ARGUMENTS)
+    if not os.environ['POINT']:
+        optimizer.resume()
+    found, losses = optimizer.job.progress.steps, []
+    for i in range(found, 5):
+        optimizer.zero_grad()
+        if i == 2 and point == 'forward':
+            end()
+        losses.append(step(i))
+        if i == 2 and point == 'gradients':
+            end()
+        if i == 2 and point in ('pushed', 'decided'):
+            optimizer.job.session = Leaving(optimizer.job.session, point)
+        optimizer.step()
+        if i == 2 and point == 'after':
+            end()
+    optimizer.close()
+    if dist.get_rank() == 0:
+        torch.save(alone(5), f'{sys.argv[2]}/alone.pt')
+    return found, torch.tensor(losses), gathered(model)
+
+
+OTHERS = {'norms': norms, 'other_divisions': other_divisions, 'killed': killed}
+
+
 def own(model):
     return {name: (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()}
 
@@ -257,7 +420,7 @@ def main():
     dist.init_process_group('gloo')
     for name in names:
         try:
-            result = run(name)
+            result = OTHERS[name]() if name in OTHERS else run(name)
         except Exception:
             result = traceback.format_exc()
         torch.save(result, f'{folder}/{name}-{dist.get_rank()}.pt')
