@@ -127,7 +127,8 @@ class Session {
   // The part of a tensor, by TensorIndex, that this rank has; nullptr: none. A box of all of the tensor with
   // Split::kEven. Valid until Register.
   const model::Box* Held(uint32_t tensor) const;
-  const std::vector<uint64_t>& ShapeOf(uint32_t tensor) const;
+  // The places of a box of a tensor in the order of the tensor's elements.
+  std::vector<model::BoxRun> RunsOf(uint32_t tensor, const model::Box& box) const;
   Split split() const;
 
   // COLLECTIVE. Transaction 0, or the values of newly registered tensors. Calls `fill` for every such tensor that this
@@ -256,6 +257,7 @@ class Session {
   friend class PendingPull;
   struct Impl;
   explicit Session(std::unique_ptr<Impl> impl);
+  absl::StatusOr<std::vector<model::BoxRun>> WholeRuns(absl::string_view tensor) const;
   std::unique_ptr<Impl> impl_;
 };
 

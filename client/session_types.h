@@ -27,6 +27,9 @@ struct TensorSpec {
   std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
   // Dtype of the working parameters. Leave UNSPECIFIED to use the job's; any other dtype is refused (BAD_DTYPE).
   v1::Dtype dtype = v1::DTYPE_UNSPECIFIED;
+  // The order of the elements on the servers, for a new job: as many equal blocks along a dimension, so that cuts of
+  // that dimension are few ranges. A job keeps its own.
+  model::Parts parts;
   // Split::kPlaced: the ranks that have the tensor as this rank has it, and how they cut it. The default: this rank
   // alone has the whole of it. Ranks of other meshes may say more of the same tensor.
   std::optional<v1::MeshCuts> placement;
@@ -136,7 +139,7 @@ struct TensorState {
   std::string tensor;
   // At least this rank's part of the tensor. Borrowed until return.
   absl::Span<const float> values;
-  // Places of `values` in the tensor, by place in `values`; none: `values` are the tensor's first elements.
+  // The places of `values` in the tensor, by place in the tensor; none: `values` are the whole tensor, row-major.
   std::vector<model::BoxRun> runs;
   uint64_t steps = 0;  // number of updates that the tensor counts as having had
 };

@@ -121,7 +121,10 @@ class Tensors {
   absl::Status Give(absl::Span<const TensorMemory> memory);
   // Ends the loan of a decided step.
   absl::Status TakeBack(absl::Span<const TensorMemory> memory, bool skipped, const Ready& ready);
-  // Converts parameters lent in the job's dtype to the trainer's own dtype.
+  // Brings a whole tensor's local elements into the servers' order and dtype.
+  void ToServers(const Part& part, const std::byte* from, kernels::Dtype from_dtype, std::byte* to,
+                 kernels::Dtype to_dtype);
+  // Brings lent parameters from the servers' order and dtype to the trainer's own.
   void Widen(const Unit& unit, absl::Span<const TensorMemory> memory);
   absl::Status Push(absl::Span<const TensorMemory> memory);
   absl::Status PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory);
@@ -136,7 +139,7 @@ class Tensors {
   std::vector<std::string> names_;
   std::vector<Part> parts_;  // by tensor
   std::vector<Unit> units_;
-  // Memory lent in place of a tensor's own, because the tensor has another dtype.
+  // Memory lent in place of a tensor's own, because the tensor has another dtype or another order of elements.
   struct Converted {
     std::vector<std::byte> gradient;
     std::vector<std::byte> parameter;

@@ -63,6 +63,10 @@ v1::TensorSpec ToProto(const TensorSpec& tensor) {
   proto.set_group(tensor.group);
   for (const std::string& alias : tensor.aliases) proto.add_aliases(alias);
   proto.set_dtype(tensor.dtype);
+  if (tensor.parts.count > 1) {
+    proto.set_part_dimension(tensor.parts.dimension);
+    proto.set_parts(tensor.parts.count);
+  }
   return proto;
 }
 

@@ -280,10 +280,6 @@ const model::Box* Session::Held(uint32_t tensor) const {
   return tensor < tensor_count() ? impl_->seat.units->Held(tensor) : nullptr;
 }
 
-const std::vector<uint64_t>& Session::ShapeOf(uint32_t tensor) const {
-  return impl_->seat.units->layout().tensors()[tensor].shape;
-}
-
 Split Session::split() const { return impl_->options.split; }
 
 uint64_t Session::inflight_bytes_max() const { return impl_->options.inflight_bytes_max; }
@@ -323,15 +319,26 @@ absl::Status Session::Unpin(int64_t version) {
   return impl_->Conclude(answers.status());
 }
 
+absl::StatusOr<std::vector<model::BoxRun>> Session::WholeRuns(absl::string_view tensor) const {
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t index, impl_->seat.units->layout().FindTensor(tensor));
+  return RunsOf(index, model::WholeOf(impl_->seat.units->layout().tensors()[index].shape));
+}
+
+std::vector<model::BoxRun> Session::RunsOf(uint32_t tensor, const model::Box& box) const {
+  const model::Tensor& found = impl_->seat.units->layout().tensors()[tensor];
+  return model::RunsOf(found.shape, box, found.parts);
+}
+
 absl::Status Session::Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to,
                            absl::Span<const model::BoxRun> runs) {
   BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
   BALLAST_ASSIGN_OR_RETURN(const Location at, Locate(tensor));
-  const model::BoxRun whole{0, 0, at.end - at.begin};
-  if (runs.empty()) runs = {&whole, 1};
-  if (to.size() != runs.back().in_box + runs.back().count || runs.back().in_tensor + runs.back().count > whole.count) {
-    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
-                        absl::StrCat("tensor '", tensor, "' has ", whole.count, " elements, got room for ", to.size()));
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<model::BoxRun> whole, WholeRuns(tensor));
+  if (runs.empty()) runs = whole;
+  if (to.size() != model::ElementsOf(runs) || runs.back().in_tensor + runs.back().count > at.end - at.begin) {
+    return model::Error(
+        absl::StatusCode::kInvalidArgument, model::kBadLength,
+        absl::StrCat("tensor '", tensor, "' has ", at.end - at.begin, " elements, got room for ", to.size()));
   }
   if (version > this->version()) {
     return Precondition(absl::StrCat("version ", version, " is not decided yet; this session is at ", this->version()));

@@ -19,22 +19,19 @@ absl::Status Bad(absl::string_view reason, absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
 }
 
-std::vector<model::BoxRun> RunsOf(const TensorState& state) {
-  return state.runs.empty() ? std::vector<model::BoxRun>{{0, 0, state.values.size()}} : state.runs;
+std::vector<model::BoxRun> RunsOf(const Seat& seat, uint32_t tensor, const TensorState& state) {
+  if (!state.runs.empty()) return state.runs;
+  const model::Tensor& found = seat.units->layout().tensors()[tensor];
+  return model::RunsOf(found.shape, model::WholeOf(found.shape), found.parts);
 }
 
 // All that this rank owns of the tensor is given.
 absl::Status CheckCovers(const Seat& seat, uint32_t tensor, const TensorState& state) {
   const uint64_t elements = seat.units->layout().tensors()[tensor].range.size();
-  const std::vector<model::BoxRun> runs = RunsOf(state);
-  const model::BoxRun& last = runs.back();
-  if (last.in_box + last.count == state.values.size() && last.in_tensor + last.count <= elements &&
-      seat.units->Covers(tensor, runs)) {
-    return absl::OkStatus();
-  }
-  return Bad(model::kBadLength,
-             absl::StrCat("tensor '", state.tensor, "' has ", elements, " elements, ", state.values.size(),
-                          " from element ", runs.front().in_tensor, " on were given, and this rank owns others"));
+  const std::vector<model::BoxRun> runs = RunsOf(seat, tensor, state);
+  if (model::ElementsOf(runs) == state.values.size() && seat.units->Covers(tensor, runs)) return absl::OkStatus();
+  return Bad(model::kBadLength, absl::StrCat("tensor '", state.tensor, "' has ", elements, " elements, ",
+                                             state.values.size(), " were given, and this rank owns others"));
 }
 
 absl::Status CheckValues(const TensorState& state, bool squares) {
@@ -111,8 +108,11 @@ absl::StatusOr<StepReport> Session::CommitState(Content array, absl::Span<const 
   if (lends) mine = impl.Lend(LentOf(tensor_count(), states));
   const Values::Source source = [&](uint32_t tensor, uint64_t first, absl::Span<float> to) {
     const TensorState& state = *states.at(tensor);
-    const uint64_t place = *model::PlaceInRuns(RunsOf(state), first, to.size());
-    std::copy_n(state.values.begin() + static_cast<std::ptrdiff_t>(place), to.size(), to.begin());
+    model::VisitRuns(RunsOf(impl.seat, tensor, state), first, to.size(),
+                     [&](uint64_t in_box, uint64_t offset, uint64_t count) {
+                       const auto part = state.values.subspan(in_box, count);
+                       std::copy(part.begin(), part.end(), to.begin() + static_cast<std::ptrdiff_t>(offset));
+                     });
   };
   auto report = impl.Transact("CommitState", std::move(mine), HeaderOf(index, tensor_count(), states), blob, source);
   if (!lends) return report;

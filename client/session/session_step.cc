@@ -279,9 +279,9 @@ absl::Status Session::Write(absl::string_view tensor, absl::Span<const float> va
   BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
   BALLAST_ASSIGN_OR_RETURN(const uint32_t index, impl_->seat.units->layout().FindTensor(tensor));
   const uint64_t elements = impl_->seat.units->layout().tensors()[index].range.size();
-  const model::BoxRun whole{0, 0, elements};
-  if (runs.empty()) runs = {&whole, 1};
-  if (values.size() != runs.back().in_box + runs.back().count || !impl_->seat.units->Covers(index, runs)) {
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<model::BoxRun> whole, WholeRuns(tensor));
+  if (runs.empty()) runs = whole;
+  if (values.size() != model::ElementsOf(runs) || !impl_->seat.units->Covers(index, runs)) {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
                         absl::StrCat("tensor '", tensor, "' has ", elements, " elements, got ", values.size(),
                                      ", which must be all, or at least this rank's part"));

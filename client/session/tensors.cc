@@ -67,7 +67,7 @@ absl::StatusOr<Tensors> Tensors::Make(Session* session, const std::vector<std::s
     part.begin = at.begin;
     if (const model::Box* box = session->Held(part.index); box != nullptr) {
       part.elements = model::ElementsOf(*box);
-      part.runs = model::RunsOf(session->ShapeOf(part.index), *box);
+      part.runs = session->RunsOf(part.index, *box);
     }
     Unit& unit = by_index[at.unit];
     unit.index = at.unit;
@@ -137,9 +137,10 @@ absl::Status Tensors::LendValues(absl::Span<const TensorMemory> memory) {
     model::LentTensor& to = lent[parts_[i].index];
     to.value = parts_[i].elements == 0 ? &kNoElements : memory[i].parameter;
     to.value_dtype = memory[i].parameter_dtype;
-    if (to.value_dtype == Dtype::kF32 || to.value_dtype == session_->optimizer().working) continue;
+    const bool as_is = to.value_dtype == Dtype::kF32 || to.value_dtype == session_->optimizer().working;
+    if (as_is && parts_[i].runs.size() <= 1) continue;
     std::vector<std::byte>& wide = converted.emplace_back(parts_[i].elements * sizeof(float));
-    Convert(to.value, to.value_dtype, wide.data(), Dtype::kF32, parts_[i].elements, &wide_);
+    ToServers(parts_[i], to.value, to.value_dtype, wide.data(), Dtype::kF32);
     to.value = wide.data();
     to.value_dtype = Dtype::kF32;
   }
@@ -157,10 +158,18 @@ absl::Status Tensors::PushValues(absl::Span<const TensorMemory> memory) {
   return session_->Initialise([&](absl::string_view name, uint64_t first, absl::Span<float> values) {
     const size_t i = by_index.at(*session_->TensorIndex(name));
     const TensorMemory& tensor = memory[i];
-    const uint64_t skipped = *model::PlaceInRuns(parts_[i].runs, first, values.size());
-    Convert(tensor.parameter + skipped * ElementBytes(tensor.parameter_dtype), tensor.parameter_dtype,
-            reinterpret_cast<std::byte*>(values.data()), Dtype::kF32, values.size(), &wide_);
+    model::VisitRuns(parts_[i].runs, first, values.size(), [&](uint64_t in_box, uint64_t offset, uint64_t count) {
+      Convert(tensor.parameter + in_box * ElementBytes(tensor.parameter_dtype), tensor.parameter_dtype,
+              reinterpret_cast<std::byte*>(values.data() + offset), Dtype::kF32, count, &wide_);
+    });
   });
+}
+
+void Tensors::ToServers(const Part& part, const std::byte* from, Dtype from_dtype, std::byte* to, Dtype to_dtype) {
+  for (const model::BoxRun& run : part.runs) {
+    Convert(from + run.in_box * ElementBytes(from_dtype), from_dtype, to + run.in_tensor * ElementBytes(to_dtype),
+            to_dtype, run.count, &wide_);
+  }
 }
 
 absl::Status Tensors::CheckCurrent() const {
@@ -210,14 +219,15 @@ absl::Status Tensors::Give(absl::Span<const TensorMemory> memory) {
     model::LentTensor& to = lent[parts_[i].index];
     Converted& own = converted_[i];
     if (gradients) to.gradient = from.gradient;
-    if (to.gradient != nullptr && from.gradient_dtype != gradient) {
+    const bool in_order = parts_[i].runs.size() <= 1;
+    if (to.gradient != nullptr && (from.gradient_dtype != gradient || !in_order)) {
       own.gradient.resize(parts_[i].elements * ElementBytes(gradient));
-      Convert(from.gradient, from.gradient_dtype, own.gradient.data(), gradient, parts_[i].elements, &wide_);
+      ToServers(parts_[i], from.gradient, from.gradient_dtype, own.gradient.data(), gradient);
       to.gradient = own.gradient.data();
     }
     to.working = from.parameter;
     own.lent = false;
-    if (from.parameter_dtype == working) continue;
+    if (from.parameter_dtype == working && in_order) continue;
     // A parameter that is not updated is not written either, and stays unchanged in the trainer.
     own.lent = from.gradient != nullptr || session_->written(parts_[i].index);
     if (own.lent) own.parameter.resize(parts_[i].elements * ElementBytes(working));
@@ -244,8 +254,12 @@ absl::Status Tensors::TakeBack(absl::Span<const TensorMemory> memory, bool skipp
 void Tensors::Widen(const Unit& unit, absl::Span<const TensorMemory> memory) {
   for (const size_t i : unit.tensors) {
     if (!converted_[i].lent) continue;
-    Convert(converted_[i].parameter.data(), session_->optimizer().working, memory[i].parameter,
-            memory[i].parameter_dtype, parts_[i].elements, &wide_);
+    const Dtype working = session_->optimizer().working;
+    for (const model::BoxRun& run : parts_[i].runs) {
+      Convert(converted_[i].parameter.data() + run.in_tensor * ElementBytes(working), working,
+              memory[i].parameter + run.in_box * ElementBytes(memory[i].parameter_dtype), memory[i].parameter_dtype,
+              run.count, &wide_);
+    }
   }
 }
 

@@ -118,7 +118,8 @@ absl::Status UnitMap::CheckUnit(uint32_t unit) const {
 bool UnitMap::Covers(uint32_t tensor, absl::Span<const model::BoxRun> runs) const {
   const std::vector<OwnedSegment>& segments = units_[layout().tensors()[tensor].unit].segments;
   return std::all_of(segments.begin(), segments.end(), [&](const OwnedSegment& segment) {
-    return segment.tensor != tensor || model::PlaceInRuns(runs, segment.first, segment.count).has_value();
+    return segment.tensor != tensor ||
+           model::VisitRuns(runs, segment.first, segment.count, [](uint64_t, uint64_t, uint64_t) {});
   });
 }
 

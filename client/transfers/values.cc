@@ -37,8 +37,10 @@ void Values::Write(uint32_t tensor, absl::Span<const float> values, absl::Span<c
   const uint32_t unit = seat_->units->layout().tensors()[tensor].unit;
   for (const OwnedSegment& segment : seat_->units->unit(unit).segments) {
     if (segment.tensor != tensor) continue;
-    const auto part = values.subspan(*model::PlaceInRuns(runs, segment.first, segment.count), segment.count);
-    mine.insert(mine.end(), part.begin(), part.end());
+    model::VisitRuns(runs, segment.first, segment.count, [&](uint64_t in_box, uint64_t, uint64_t count) {
+      const auto part = values.subspan(in_box, count);
+      mine.insert(mine.end(), part.begin(), part.end());
+    });
   }
 }
 

@@ -61,7 +61,6 @@ absl::Status CheckMembers(const v1::OpenRequest& open) {
 // The largest message about a job is a fence's answer: the Open, the norms of one server's chunks, step counts, blobs.
 // It must fit whole, or a step could be prepared and never decided.
 absl::Status CheckMessages(const EpochPlan& plan) {
-  constexpr uint64_t kMessageBytesMax = uint64_t{4} << 20;  // what gRPC peers accept, less 64 KiB for the frame
   constexpr uint64_t kChunkBytes = 16, kSegmentBytes = 18, kStepCountBytes = 5, kBlobBytes = 2 * (64 << 10);
   std::vector<uint64_t> norms(plan.open().members_size(), 0);
   for (const Chunk& chunk : plan.layout().chunks()) {

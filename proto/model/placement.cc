@@ -12,11 +12,48 @@ absl::Status BadMesh(absl::string_view message) {
   return Error(absl::StatusCode::kInvalidArgument, kBadRange, absl::StrCat("a placement's mesh ", message));
 }
 
-// Dimensions behind the last one that the box cuts lie together: one run covers them.
-size_t CutDimensions(absl::Span<const uint64_t> shape, const Box& box) {
-  size_t cut = box.size();
-  while (cut > 0 && box[cut - 1].begin == 0 && box[cut - 1].end == shape[cut - 1]) --cut;
-  return cut;
+// A box's elements in one block of a tensor in parts. Dimensions from `whole` on lie together both in the block and in
+// the box.
+struct BlockBox {
+  uint64_t begin = 0;  // of the block, in the tensor
+  std::vector<uint64_t> shape;
+  Box box;  // in the block
+  size_t whole = 0;
+  uint64_t runs = 0;
+};
+
+// Empty blocks are left out.
+std::vector<BlockBox> Blocks(absl::Span<const uint64_t> shape, const Box& box, const Parts& parts) {
+  std::vector<BlockBox> blocks;
+  if (ElementsOf(box) == 0) return blocks;
+  BlockBox block{.shape = {shape.begin(), shape.end()}, .box = box};
+  const size_t d = parts.dimension;
+  if (parts.count > 1) block.shape[d] /= parts.count;
+  uint64_t elements = 1;
+  for (const uint64_t extent : block.shape) elements *= extent;
+  for (uint64_t i = 0; i < parts.count; ++i, block.begin += elements) {
+    if (parts.count > 1) {
+      const uint64_t extent = block.shape[d];
+      const Range part = Intersect(box[d], {i * extent, (i + 1) * extent});
+      if (part.size() == 0) continue;
+      block.box[d] = {part.begin - i * extent, part.end - i * extent};
+    }
+    // A run covers the last dimension that is cut, and all behind.
+    size_t cut = box.size();
+    while (cut > 0 && block.box[cut - 1].size() == block.shape[cut - 1]) --cut;
+    if (parts.count > 1 && block.box[d].size() < box[d].size()) cut = std::max(cut, d + 1);
+    block.whole = cut == 0 ? 0 : cut - 1;
+    block.runs = 1;
+    for (size_t k = 0; k < block.whole; ++k) block.runs *= block.box[k].size();
+    blocks.push_back(block);
+  }
+  return blocks;
+}
+
+std::vector<uint64_t> Strides(absl::Span<const uint64_t> shape) {
+  std::vector<uint64_t> strides(shape.size(), 1);
+  for (size_t d = shape.size(); d-- > 1;) strides[d - 1] = strides[d] * shape[d];
+  return strides;
 }
 
 }  // namespace
@@ -33,46 +70,60 @@ Box WholeOf(absl::Span<const uint64_t> shape) {
   return box;
 }
 
-uint64_t RunCount(absl::Span<const uint64_t> shape, const Box& box) {
-  if (ElementsOf(box) == 0) return 0;
-  const size_t cut = CutDimensions(shape, box);
-  uint64_t runs = 1;
-  for (size_t d = 0; d + 1 < cut; ++d) runs *= box[d].size();
+uint64_t RunCount(absl::Span<const uint64_t> shape, const Box& box, const Parts& parts) {
+  uint64_t runs = 0;
+  for (const BlockBox& block : Blocks(shape, box, parts)) runs += block.runs;
   return runs;
 }
 
-std::vector<BoxRun> RunsOf(absl::Span<const uint64_t> shape, const Box& box) {
-  const uint64_t count = RunCount(shape, box);
+std::vector<BoxRun> RunsOf(absl::Span<const uint64_t> shape, const Box& box, const Parts& parts) {
+  std::vector<uint64_t> extents;
+  for (const Range& range : box) extents.push_back(range.size());
+  const std::vector<uint64_t> in_box = Strides(extents);
   std::vector<BoxRun> runs;
-  if (count == 0) return runs;
-  runs.reserve(count);
-  // A run covers the last cut dimension and all behind; the index walks the dimensions before.
-  const size_t cut = CutDimensions(shape, box), walked = cut == 0 ? 0 : cut - 1;
-  std::vector<uint64_t> stride(shape.size(), 1);
-  for (size_t d = shape.size(); d-- > 1;) stride[d - 1] = stride[d] * shape[d];
-  const uint64_t length = ElementsOf(box) / count;
-  const uint64_t first = cut == 0 ? 0 : box[walked].begin * stride[walked];
-  std::vector<uint64_t> index;
-  for (size_t d = 0; d < walked; ++d) index.push_back(box[d].begin);
-  for (uint64_t run = 0; run < count; ++run) {
-    uint64_t at = first;
-    for (size_t d = 0; d < walked; ++d) at += index[d] * stride[d];
-    runs.push_back({at, run * length, length});
-    for (size_t d = walked; d-- > 0;) {
-      if (++index[d] < box[d].end) break;
-      index[d] = box[d].begin;
+  uint64_t passed = 0;  // along the dimension of the parts, in the box
+  for (const BlockBox& block : Blocks(shape, box, parts)) {
+    const std::vector<uint64_t> in_block = Strides(block.shape);
+    BoxRun run{block.begin, 0, ElementsOf(block.box) / block.runs};
+    for (size_t d = 0; d < box.size(); ++d) run.in_tensor += block.box[d].begin * in_block[d];
+    if (parts.count > 1) {
+      run.in_box += passed * in_box[parts.dimension];
+      passed += block.box[parts.dimension].size();
+    }
+    std::vector<uint64_t> index(block.whole);
+    for (uint64_t i = 0; i < block.runs; ++i) {
+      runs.push_back(run);
+      for (size_t d = block.whole; d-- > 0;) {
+        run.in_tensor += in_block[d];
+        run.in_box += in_box[d];
+        if (++index[d] < block.box[d].size()) break;
+        run.in_tensor -= index[d] * in_block[d];
+        run.in_box -= index[d] * in_box[d];
+        index[d] = 0;
+      }
     }
   }
   return runs;
 }
 
-std::optional<uint64_t> PlaceInRuns(absl::Span<const BoxRun> runs, uint64_t first, uint64_t count) {
-  auto next = std::upper_bound(runs.begin(), runs.end(), first,
-                               [](uint64_t element, const BoxRun& run) { return element < run.in_tensor; });
-  if (next == runs.begin()) return std::nullopt;
-  const BoxRun& run = *--next;
-  if (first + count > run.in_tensor + run.count) return std::nullopt;
-  return run.in_box + (first - run.in_tensor);
+uint64_t ElementsOf(absl::Span<const BoxRun> runs) {
+  uint64_t elements = 0;
+  for (const BoxRun& run : runs) elements += run.count;
+  return elements;
+}
+
+bool VisitRuns(absl::Span<const BoxRun> runs, uint64_t first, uint64_t count,
+               absl::FunctionRef<void(uint64_t in_box, uint64_t offset, uint64_t count)> visit) {
+  auto run = std::partition_point(runs.begin(), runs.end(),
+                                  [first](const BoxRun& each) { return each.in_tensor + each.count <= first; });
+  for (uint64_t done = 0; done < count; ++run) {
+    const uint64_t at = first + done;
+    if (run == runs.end() || run->in_tensor > at) return false;
+    const uint64_t part = std::min(run->in_tensor + run->count - at, count - done);
+    visit(run->in_box + (at - run->in_tensor), done, part);
+    done += part;
+  }
+  return true;
 }
 
 std::vector<RunGroup> GroupRuns(absl::Span<const BoxRun> runs, uint64_t gap_max) {

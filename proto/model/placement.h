@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -25,7 +26,7 @@ inline constexpr uint32_t kRanksMax = 1 << 16;
 uint64_t ElementsOf(const Box& box);
 Box WholeOf(absl::Span<const uint64_t> shape);
 
-// A run of elements that lie together in the tensor, and in the box's own row-major order.
+// Elements that lie together in the tensor as servers hold it, and in the box's own row-major order.
 struct BoxRun {
   uint64_t in_tensor = 0;
   uint64_t in_box = 0;
@@ -33,13 +34,16 @@ struct BoxRun {
   bool operator==(const BoxRun&) const = default;
 };
 
-// The number of runs of `box`, and the runs, by place in the box. `box` lies in `shape`.
-uint64_t RunCount(absl::Span<const uint64_t> shape, const Box& box);
-std::vector<BoxRun> RunsOf(absl::Span<const uint64_t> shape, const Box& box);
+// The number of runs of `box`, and the runs, by place in the tensor. `box` lies in `shape`.
+uint64_t RunCount(absl::Span<const uint64_t> shape, const Box& box, const Parts& parts = {});
+std::vector<BoxRun> RunsOf(absl::Span<const uint64_t> shape, const Box& box, const Parts& parts = {});
+uint64_t ElementsOf(absl::Span<const BoxRun> runs);
 
-// The place in the box of element `first` of the tensor, if that and the `count` - 1 behind lie in one of `runs`
-// (RunsOf's).
-std::optional<uint64_t> PlaceInRuns(absl::Span<const BoxRun> runs, uint64_t first, uint64_t count);
+// Calls `visit` for the parts of elements [first, first + count) of the tensor that lie in one of `runs` each
+// (RunsOf's): with the part's place in the box, its distance from `first`, and its length. False if some element is in
+// no run.
+bool VisitRuns(absl::Span<const BoxRun> runs, uint64_t first, uint64_t count,
+               absl::FunctionRef<void(uint64_t in_box, uint64_t offset, uint64_t count)> visit);
 
 // Runs [first, last) of a list, which are read together: the elements of `range` in the tensor, gaps included.
 struct RunGroup {

@@ -122,15 +122,22 @@ void Share(const Tensor& tensor, absl::Span<const RankBox> holders, std::vector<
   const auto end_of = [&](uint64_t piece) {
     return piece + 1 == pieces ? elements : elements / pieces * (piece + 1) / kAlignElements * kAlignElements;
   };
-  uint64_t piece = 0;
-  for (const BoxRun& run : RunsOf(tensor.shape, box)) {
-    for (uint64_t at = run.in_box; at < run.in_box + run.count;) {
-      while (end_of(piece) <= at) ++piece;
-      const uint64_t end = std::min(run.in_box + run.count, end_of(piece));
-      const uint64_t begin = tensor.range.begin + run.in_tensor + (at - run.in_box);
+  uint64_t piece = 0, passed = 0;  // elements of the box, by place in the tensor
+  for (const BoxRun& run : RunsOf(tensor.shape, box, tensor.parts)) {
+    for (uint64_t at = 0; at < run.count;) {
+      while (end_of(piece) <= passed) ++piece;
+      const uint64_t count = std::min(run.count - at, end_of(piece) - passed);
+      const uint64_t begin = tensor.range.begin + run.in_tensor + at;
       const uint32_t rank = holders[(tensor.index + piece) % holders.size()].rank;
-      ranges->push_back({rank, tensor.unit, {begin, begin + (end - at)}});
-      at = end;
+      // Runs that lie apart in the box may lie together in the tensor.
+      if (!ranges->empty() && ranges->back().rank == rank && ranges->back().unit == tensor.unit &&
+          ranges->back().range.end == begin) {
+        ranges->back().range.end += count;
+      } else {
+        ranges->push_back({rank, tensor.unit, {begin, begin + count}});
+      }
+      at += count;
+      passed += count;
     }
   }
 }
@@ -194,7 +201,8 @@ absl::StatusOr<std::vector<OwnedRange>> Placed(const Layout& layout, const v1::T
     for (size_t first = 0; first < boxes.size();) {
       size_t last = first + 1;
       while (last < boxes.size() && boxes[last].box == boxes[first].box) ++last;
-      const uint64_t ranges_max = ranges.size() + RunCount(tensor.shape, boxes[first].box) + (last - first);
+      const uint64_t ranges_max =
+          ranges.size() + RunCount(tensor.shape, boxes[first].box, tensor.parts) + (last - first);
       if (ranges_max > kRangesMax) return TooMany(ranges_max);
       Share(tensor, absl::MakeConstSpan(boxes).subspan(first, last - first), &ranges);
       first = last;

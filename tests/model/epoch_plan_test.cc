@@ -117,7 +117,8 @@ TEST(EpochPlanTest, RowsAreCutAsTorchChunkCutsThem) {
 v1::Tiling Listed(const v1::OpenRequest& open) {
   v1::Tiling tiling;
   tiling.set_world_size(open.tiling().world_size());
-  for (const OwnedRange& r : *Expand(*Layout::Make(open.spec()), open.tiling())) {
+  const auto expanded = Expand(*Layout::Make(open.spec()), open.tiling());
+  for (const OwnedRange& r : *expanded) {
     v1::RankRange* range = tiling.add_ranges();
     range->set_rank(r.rank);
     range->set_unit(r.unit);

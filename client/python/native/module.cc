@@ -158,7 +158,8 @@ void BindOptions(nb::module_& m) {
       .def_rw("unit", &Tensor::unit)
       .def_rw("shape", &Tensor::shape)
       .def_rw("group", &Tensor::group)
-      .def_rw("placement", &Tensor::placement);
+      .def_rw("placement", &Tensor::placement)
+      .def_rw("parts", &Tensor::parts);
   nb::class_<Report>(m, "Report")
       .def_ro("version", &Report::version)
       .def_ro("skipped", &Report::skipped)

@@ -122,6 +122,7 @@ std::vector<client::TensorSpec> SpecsOf(const std::vector<Tensor>& tensors) {
     spec.shape = tensor.shape;
     spec.group = tensor.group;
     if (tensor.placement.has_value()) spec.placement = MeshCutsOf(*tensor.placement);
+    spec.parts = {tensor.parts.first, tensor.parts.second};
   }
   return specs;
 }

@@ -116,7 +116,8 @@ struct Tensor {
   std::string unit;
   std::vector<uint64_t> shape;
   uint32_t group;
-  std::optional<Placement> placement;  // none: this rank alone has the whole of it
+  std::optional<Placement> placement;         // none: this rank alone has the whole of it
+  std::pair<uint32_t, uint32_t> parts{0, 1};  // dimension and number: see client::TensorSpec
 };
 
 struct Report {

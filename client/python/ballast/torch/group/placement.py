@@ -32,6 +32,19 @@ def key_of(name: str, parameter: torch.Tensor) -> Key | None:
     return tuple(mesh.flatten().tolist()), tuple(mesh.shape), tuple(plain + strided)
 
 
+def parts_of(key: Key, shape: tuple[int, ...]) -> tuple[int, int]:
+    """The dimension along which servers hold the tensor in parts, and how many: a shard along another dimension than the first would be
+    a range per row else. A job keeps those that it was made with."""
+    _, sizes, cuts = key
+    counts = {}
+    for axis, dimension in cuts:
+        counts[dimension] = counts.get(dimension, 1) * sizes[axis]
+    for dimension, count in sorted(counts.items()):
+        if dimension > 0 and count > 1 and shape[dimension] % count == 0:
+            return dimension, count
+    return 0, 1
+
+
 @functools.lru_cache(maxsize=4096)
 def native(key: Key) -> _native.Placement:
     ranks, sizes, cuts = key

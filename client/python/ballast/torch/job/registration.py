@@ -82,6 +82,7 @@ def _fresh(job: Job, name: str, unit: str, group: int, parameter: torch.Tensor) 
     if key is not None:
         placement.check(name, parameter, key, ranks.rank())
         tensor.placement = placement.native(key)
+        tensor.parts = placement.parts_of(key, tuple(shape))
     line = Line(name, f"{DTYPES[parameter.dtype]} {shape} in group {group} and unit '{unit}'", tuple(shape), key, True)
     return Fresh(Member(line, group, parameter, job.debug), parameter, tensor)
 
