@@ -14,12 +14,13 @@ absl::StatusOr<std::vector<PendingPull>> Tensors::StartPull(absl::Span<const siz
   const uint64_t width = kernels::ElementBytes(session_->optimizer().working);
   std::map<uint32_t, std::vector<PullRun>> runs;  // by unit of the session
   for (size_t i = 0; i < which.size(); ++i) {
-    const size_t tensor = which[i];
-    if (local_elements_[tensor] == 0) continue;
-    BALLAST_ASSIGN_OR_RETURN(const Session::Location at, session_->Locate(names_[tensor]));
-    const uint64_t begin = at.begin + local_begins_[tensor];
-    const UnitRange range{begin, begin + local_elements_[tensor]};
-    runs[at.unit].push_back({range, {to[i], local_elements_[tensor] * width}});
+    const Part& part = parts_[which[i]];
+    if (part.elements == 0) continue;
+    BALLAST_ASSIGN_OR_RETURN(const Session::Location at, session_->Locate(names_[which[i]]));
+    for (const model::BoxRun& run : part.runs) {
+      const uint64_t begin = part.begin + run.in_tensor;
+      runs[at.unit].push_back({{begin, begin + run.count}, {to[i] + run.in_box * width, run.count * width}});
+    }
   }
   std::vector<PendingPull> pulls;
   pulls.reserve(runs.size());

@@ -10,7 +10,8 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
-from ballast.torch.job import ranks, registration
+from ballast.torch.group import ranks
+from ballast.torch.job import registration
 
 CASES = {}
 

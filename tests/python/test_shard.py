@@ -81,8 +81,8 @@ def test_one_rank(script, alone):
 
 
 def check_pulls(script, stats):
-    """Those of thirty steps, and those that were pulled ahead of gathers that never came: behind the first step, which nothing foretold, and
-    behind the last."""
+    """Those of thirty steps, and those that were pulled ahead of gathers that never came: behind the first step, which nothing foretold,
+    and behind the last."""
     a_step = {'no_reshard': UNITS, 'accumulation': 2 * GATHERS, 'accumulation_synced': 2 * GATHERS}.get(script, GATHERS)
     assert STEPS * a_step <= stats['unit_pulls'] <= (STEPS + 2) * a_step
     assert 0 < stats['unit_pulls_late'] <= a_step  # of the first step

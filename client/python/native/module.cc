@@ -149,7 +149,7 @@ void BindOptions(nb::module_& m) {
       .def_rw("group_count", &OpenOptions::group_count)
       .def_rw("chunk_elements", &OpenOptions::chunk_elements)
       .def_rw("seed", &OpenOptions::seed)
-      .def_rw("rows", &OpenOptions::rows)
+      .def_rw("placed", &OpenOptions::placed)
       .def_rw("servers", &OpenOptions::servers)
       .def_rw("rank", &OpenOptions::rank)
       .def_rw("world_size", &OpenOptions::world_size)
@@ -157,13 +157,22 @@ void BindOptions(nb::module_& m) {
       .def_rw("step_timeout", &OpenOptions::step_timeout)
       .def_rw("open_timeout", &OpenOptions::open_timeout)
       .def_rw("progress", &OpenOptions::progress);
+  nb::class_<Placement>(m, "Placement")
+      .def(nb::init<std::vector<uint32_t>, std::vector<uint32_t>, std::vector<std::pair<uint32_t, uint32_t>>>(),
+           "ranks"_a, "sizes"_a, "cuts"_a)
+      .def("box", &BoxOf, "shape"_a, "place"_a)
+      .def_ro("ranks", &Placement::ranks)
+      .def_ro("sizes", &Placement::sizes)
+      .def_ro("cuts", &Placement::cuts);
   nb::class_<Tensor>(m, "Tensor")
       .def(nb::init<std::string, std::string, std::vector<uint64_t>, uint32_t>(), "name"_a, "unit"_a, "shape"_a,
            "group"_a)
       .def_rw("name", &Tensor::name)
       .def_rw("unit", &Tensor::unit)
       .def_rw("shape", &Tensor::shape)
-      .def_rw("group", &Tensor::group);
+      .def_rw("group", &Tensor::group)
+      .def_rw("placement", &Tensor::placement)
+      .def_rw("parts", &Tensor::parts);
   nb::class_<Report>(m, "Report")
       .def_ro("version", &Report::version)
       .def_ro("skipped", &Report::skipped)
@@ -343,6 +352,14 @@ void BindSession(nb::module_& m) {
             const absl::Span<float> span(to.data(), to.size());
             const nb::gil_scoped_release release;
             session.interrupt().Watch([&] { return session.Read(tensor, content, span); });
+          },
+          "tensor"_a, "content"_a, "to"_a)
+      .def(
+          "read_part",
+          [](PythonSession& session, const std::string& tensor, const std::string& content, const F32Array& to) {
+            const absl::Span<float> span(to.data(), to.size());
+            const nb::gil_scoped_release release;
+            session.interrupt().Watch([&] { return session.ReadPart(tensor, content, span); });
           },
           "tensor"_a, "content"_a, "to"_a)
       .def("tensor_steps", Watched(&PythonSession::TensorSteps), "tensor"_a, Release())

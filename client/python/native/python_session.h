@@ -89,7 +89,7 @@ struct OpenOptions {
   uint32_t group_count = 1;
   uint64_t chunk_elements = uint64_t{1} << 20;
   uint64_t seed = 0;
-  bool rows = false;                 // ranks have rows of tensors (FSDP2), not whole tensors
+  bool placed = false;               // each rank has the parts of tensors that their placements say, not whole tensors
   std::vector<std::string> servers;  // "host:port"; empty: the embedded server
   int rank = 0;
   int world_size = 1;
@@ -97,6 +97,14 @@ struct OpenOptions {
   double step_timeout = 120;       // seconds
   double open_timeout = 30;
   bool progress = true;  // lines on stderr when a wait is long
+};
+
+// How the ranks of a mesh have a tensor: see v1.MeshCuts.
+struct Placement {
+  std::vector<uint32_t> ranks;  // row-major
+  std::vector<uint32_t> sizes;  // of the mesh's axes
+  // Axis and dimension of each cut, in their order.
+  std::vector<std::pair<uint32_t, uint32_t>> cuts;
 };
 
 struct Tensor {
@@ -109,6 +117,8 @@ struct Tensor {
   std::string unit;
   std::vector<uint64_t> shape;
   uint32_t group;
+  std::optional<Placement> placement;         // none: this rank alone has the whole of it
+  std::pair<uint32_t, uint32_t> parts{0, 1};  // dimension and number: see client::TensorSpec
 };
 
 struct Report {
@@ -199,6 +209,7 @@ class PythonSession {
   void AwaitPull(uint64_t pull);
   void Drop();
   void Pull(absl::Span<const client::TensorMemory> memory);
+  // `values`: this rank's part.
   void Write(const std::string& tensor, absl::Span<const float> values);
   Report CommitValues();
   // `array`: master, moment1, moment2, moment3. For some tensors, the local elements of each.
@@ -214,8 +225,9 @@ class PythonSession {
   // Returns every rank's bytes, in rank order; at most 1 MiB per rank.
   std::vector<std::string> Exchange(const std::string& mine);
 
-  // Called by any rank. `content`: working, master, moment1, moment2, moment3.
+  // Called by any rank. `content`: working, master, moment1, moment2, moment3. ReadPart: this rank's part.
   void Read(const std::string& tensor, const std::string& content, absl::Span<float> to);
+  void ReadPart(const std::string& tensor, const std::string& content, absl::Span<float> to);
   uint64_t TensorSteps(const std::string& tensor);
   void Pin();
   void Unpin(int64_t version);
@@ -239,6 +251,8 @@ class PythonSession {
 
   explicit PythonSession(const Interrupt& interrupt) : interrupt_(interrupt) {}
   void MakeTensors();
+  // The place of a tensor in names_; BAD_LENGTH if the tensor has none, or not so many local elements.
+  size_t Find(const std::string& tensor, uint64_t elements) const;
 
   const Interrupt interrupt_;
 
@@ -257,8 +271,11 @@ class PythonSession {
   std::map<uint64_t, UnderWay> under_way_;
   uint64_t pulls_started_ = 0;
   std::vector<std::string> names_;
-  bool rows_ = false;
 };
+
+// Begin and end of each dimension of the part of a tensor that the rank at `place` of the placement's ranks has.
+std::vector<std::pair<uint64_t, uint64_t>> BoxOf(const Placement& placement, const std::vector<uint64_t>& shape,
+                                                 uint64_t place);
 
 // Bytes of a server's DRAM reserved for staging: state on its way to and from NVMe.
 uint64_t StagingBytes(uint64_t dram);

@@ -87,7 +87,7 @@ class Trainer {
     auto session = Session::Open(options, Specs(), std::move(transports), collective_.get());
     ASSERT_TRUE(session.ok()) << session.status();
     session_ = *std::move(session);
-    tensors_ = std::make_unique<Tensors>(*Tensors::Make(session_.get(), names_, Local::kWhole));
+    tensors_ = std::make_unique<Tensors>(*Tensors::Make(session_.get(), names_));
   }
   void Close() {
     tensors_.reset();

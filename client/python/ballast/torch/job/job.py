@@ -14,8 +14,11 @@ import torch
 
 from ballast import _native
 from ballast.errors import Error, warn
-from ballast.torch.job import ranks, spec
-from ballast.torch.job.agreement import check_values, together
+from ballast.torch.group import ranks
+from ballast.torch.group.agreement import check_values
+from ballast.torch.group.roster import Roster
+from ballast.torch.group.together import together
+from ballast.torch.job import spec
 from ballast.torch.job.connection import Connection
 from ballast.torch.job.kept import Kept
 from ballast.torch.job.naming import Names
@@ -24,7 +27,7 @@ from ballast.torch.job.registration import Fit
 from ballast.torch.modes import plainly
 from ballast.torch.state_dict import marker, moments
 from ballast.torch.stepping.host_memory import HostMemory
-from ballast.torch.stepping.members import Member, Memory, give_values, is_sharded, warn_of_others
+from ballast.torch.stepping.members import Member, Memory, give_values, warn_of_others
 
 if TYPE_CHECKING:
     from ballast.torch.algorithms import Algorithm
@@ -52,6 +55,7 @@ class Job:
         self.session: _native.Session | None = None  # None: the job is not open
         self.names = Names(self)
         self.members: list[Member] = []  # the registered parameters, in the session's order
+        self.roster: Roster | None = None  # what all ranks have; None: the job was not open yet
         self.host = HostMemory()
         self.progress = Progress()
         self.kept = Kept(checkpoints)
@@ -141,13 +145,12 @@ class Job:
     def _look(self, trained: Iterable[str]) -> Fit:
         """Completes the options, and finds what the job is opened with. An error here is an error on all ranks."""
         fit = Fit(self, trained)
-        if not fit.members:
+        if not fit.members and not ranks.active():
             raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')
         self.options.optimizer = spec.of(self)
         spec.check(self, self.options.optimizer)
         self.options.group_count = -(-len(self.param_groups) // _GROUPS) * _GROUPS
         self.options.durability = self.durability_to_be
-        self.options.rows = any(is_sharded(member.parameter) for member in fit.members)
         if self.early is not None and ranks.active():
             raise Error('push_early is for one rank: DistributedDataParallel reduces gradients after backward has made them, and what '
                         'clip_grad_norm_ does to the DTensors of fully_shard moves no version counter; leave push_early out',
@@ -210,7 +213,7 @@ class Job:
         was cut off, as the process ended say. What the others have stays. COLLECTIVE."""
         if not self.session.needs_values:
             return
-        check_values(exchange, together(exchange, self._without_values))
+        check_values(exchange, self.roster, self.members, together(exchange, self._without_values))
         give_values(self.session, self.members, together(exchange, lambda: Memory(self.members, self.host).wait()))
 
     def _without_values(self) -> list[Member]:
@@ -218,7 +221,7 @@ class Job:
         if self.session.version < 0 or self.options.world_size == 1:
             return self.members
         return [member for member in self.members if self.session.tensor_steps(member.name) == 0
-                and not bool(moments.read_array(self.session, member, member.parameter, 'master').any())]
+                and not bool(moments.read_part(self.session, member, 'master').any())]
 
     def pull(self) -> None:
         """Brings the job's version to all parameters."""

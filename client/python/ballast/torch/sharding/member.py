@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ballast.torch.sharding.remote import Part, remote_of
 from ballast.torch.stepping.members import Member
+
+if TYPE_CHECKING:
+    from ballast.torch.group.roster import Line
 
 
 class RemoteMember(Member):
@@ -34,6 +39,7 @@ class RemoteMember(Member):
         return False
 
 
-def member_of(name: str, group: int, parameter: torch.Tensor, debug: bool) -> Member:
+def member_of(line: Line, group: int, parameter: torch.Tensor, debug: bool) -> Member:
+    """line: what the ranks are told of the parameter."""
     kind = Member if remote_of(parameter) is None else RemoteMember
-    return kind(name, group, parameter, debug)
+    return kind(line, group, parameter, debug)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import zlib
 from collections.abc import Container, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ballast import _native
 from ballast.errors import Error, warn
-from ballast.torch.job import ranks
+from ballast.torch.group import ranks
 from ballast.torch.sharding.remote import remote_of
 from ballast.torch.stepping.host_memory import HostMemory, is_elsewhere
+
+if TYPE_CHECKING:
+    from ballast.torch.group.roster import Line
 
 DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
 
 
-def _tensor_module() -> Any:
+def tensor_module() -> Any:
     """torch's module of DTensors, or None: as long as nobody has imported the module, no tensor is one. Importing it takes as long as a
     third of torch, which a trainer that comes back need not wait for."""
     # The latter: torch 2.4, which has the former without its contents. A module that is still being imported has made no tensor yet.
@@ -28,13 +32,8 @@ def _tensor_module() -> Any:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    module = _tensor_module()
+    module = tensor_module()
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements, on every rank; COLLECTIVE for a DTensor."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,8 +62,9 @@ class Member:
     """A parameter that is registered: its place in the job, and the marks of Ballast's last write to it: version counters (mark), and
     with debug a digest, which tells of writes that they do not."""
 
-    def __init__(self, name: str, group: int, parameter: torch.Tensor, debug: bool = False) -> None:
-        self.name, self.group, self.parameter = name, group, parameter
+    def __init__(self, line: Line, group: int, parameter: torch.Tensor, debug: bool = False) -> None:
+        self.line, self.name, self.group, self.parameter = line, line.name, group, parameter
+        self.turn = zlib.crc32(line.name.encode())  # when its gradient is compared: the same on all ranks
         self.mark: tuple[int, int, int] | None = None
         self.digest: int | None = None
         self.debug = debug
@@ -116,19 +116,11 @@ def _check_parallel(name: str, parameter: torch.Tensor) -> None:
                     'torch.distributed.fsdp.fully_shard (FSDP2), or DistributedDataParallel', 'UNSUPPORTED')
     if ranks.active() and getattr(parameter, 'tensor_model_parallel', False):
         raise Error(f"parameter '{name}' has Megatron's attribute tensor_model_parallel: ranks keep parts of it, which they call by one "
-                    'name; expected whole parameters, or the rows of fully_shard', 'UNSUPPORTED')
+                    'name; expected whole parameters, or DTensors', 'UNSUPPORTED')
     if not is_sharded(parameter):
         if is_traceable_wrapper_subclass(parameter):
             raise Error(f"parameter '{name}' is a {type(parameter).__name__}, a wrapper of other tensors: no memory of its own holds its "
                         'values; train the tensors within, or plain parameters', 'UNSUPPORTED')
-        return
-    if tuple(parameter.placements) != (_tensor_module().Shard(0),):
-        raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected (Shard(0),), as "
-                    'fully_shard makes it over a mesh of one dimension', 'UNSUPPORTED')
-    mesh = parameter.device_mesh.mesh.flatten().tolist()
-    if mesh != list(range(ranks.world_size())):
-        raise Error(f"parameter '{name}' is a DTensor over the ranks {mesh}; expected all {ranks.world_size()} ranks, in their order: a "
-                    'job is trained by all of them', 'UNSUPPORTED')
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
