@@ -10,6 +10,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -194,6 +195,20 @@ def early_accumulation():
 @script
 def early_synced():
     return both('early_synced', push_early=True, micro=2, sync_all=True, backwards=2)
+
+
+def hybrid_mesh():
+    return init_device_mesh('cpu', (2, dist.get_world_size() // 2), mesh_dim_names=('replicate', 'shard'))
+
+
+@script
+def hybrid():
+    return both('hybrid', policy={'mesh': hybrid_mesh()}, steps=10)
+
+
+@script
+def hybrid_early():
+    return both('hybrid_early', policy={'mesh': hybrid_mesh()}, push_early=True, steps=10)
 
 
 @script

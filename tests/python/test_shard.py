@@ -37,6 +37,16 @@ def alone(tmp_path_factory):
     return run(['uneven', 'early', 'no_reshard', 'meta'], tmp_path_factory.mktemp('alone'), world=1)
 
 
+def test_replicas_of_shards(tmp_path):
+    """HSDP, 2 x 2."""
+    done = run(['hybrid', 'hybrid_early'], tmp_path, world=4)
+    for results, _ in done['hybrid']:
+        check_bits(results)
+        check_near(results, 'hybrid')
+    for results, _ in done['hybrid_early']:
+        check_near(results, 'hybrid_early')
+
+
 def check_near(results, script):
     (losses, _, parameters), (our_losses, _, our_parameters) = results
     # Rounding to bf16 makes a difference in the last bit of a master one of 2^-9.

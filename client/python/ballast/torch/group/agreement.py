@@ -13,6 +13,7 @@ from ballast.torch.group import roster as rosters
 from ballast.torch.group.ranks import Exchange, Within
 from ballast.torch.group.roster import Place, Roster
 from ballast.torch.group.together import everyone
+from ballast.torch.sharding.remote import remote_of
 from ballast.torch.stepping.members import Member, digest_of, is_sharded, local
 from ballast.torch.stepping.sketch import is_finite, near, sketch
 
@@ -82,7 +83,7 @@ def _say(collected: Collected, roster: Roster | None, debug: bool) -> bytes:
             flags |= _PRESENT
             if is_sharded(gradient):
                 flags, code = flags | _MOVES, zlib.crc32(str(gradient.placements).encode())
-            elif compares:
+            elif compares and remote_of(gradient) is None:  # torch has reduced what went in backward
                 flags, code = flags | _COMPARED, digest_of(gradient)
         said.append(_ENTRY.pack(flags, code))
     return b''.join(said)
@@ -173,7 +174,7 @@ def check_values(exchange: Exchange, roster: Roster, all_members: Sequence[Membe
     def entry(member: Member, places: Sequence[Place]) -> bytes:
         if id(member) not in checked or len(places) == 1:
             return _ENTRY.pack(0, 0)
-        return _ENTRY.pack(_COMPARED, digest_of(member.parameter))
+        return _ENTRY.pack(_COMPARED, digest_of(member.initial() if member.here is None else member.parameter))
 
     def say() -> bytes:
         return b''.join(map(entry, all_members, roster.replicas))
@@ -184,7 +185,7 @@ def check_values(exchange: Exchange, roster: Roster, all_members: Sequence[Membe
         told = [(rank, entries[rank][index][1]) for rank, index in places if entries[rank][index][0]]
         other = next((rank for rank, digest in told if digest != told[0][1]), None)
         if other is not None:
-            raise Error(f"parameter '{name}' has other values on rank {other} than on rank {told[0][0]}, and is a plain tensor or a replica, which "
-                        'all ranks that have it hold alike: wrap the model in DistributedDataParallel, which makes them so, or '
-                        'shard it by fully_shard; ranks that keep other parts of a model under one name (stages that number their layers '
+            raise Error(f"parameter '{name}' has other values on rank {other} than on rank {told[0][0]}, and is a plain tensor or a "
+                        'replica, which all ranks that have it hold alike: wrap the model in DistributedDataParallel, which makes them so, '
+                        'or shard it by fully_shard; ranks that keep other parts of a model under one name (stages that number their layers '
                         'anew, say) give each a name of its own', 'RANKS_DIFFER')

@@ -151,12 +151,13 @@ def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch
 
 def _remote(name: str, parameter: torch.Tensor, dtype: torch.dtype | None) -> tuple[Part, nn.Parameter]:
     from torch.distributed.tensor import DTensor, Shard
-    if not isinstance(parameter, DTensor) or tuple(parameter.placements) != (Shard(0),):
-        placed = parameter.placements if isinstance(parameter, DTensor) else 'a plain tensor'
-        raise Error(f"parameter '{name}' is placed as {placed}; expected (Shard(0),), as fully_shard makes it over a mesh of one "
-                    'dimension', 'UNSUPPORTED')
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    rows = [i for i, placement in enumerate(placements) if placement == Shard(0)]
+    if len(rows) != 1 or not all(placement.is_replicate() for i, placement in enumerate(placements) if i not in rows):
+        raise Error(f"parameter '{name}' is placed as {placements or 'a plain tensor'}; expected one Shard(0), and "
+                    'Replicate() for the rest, as fully_shard makes it over a mesh of one dimension, or of two (HSDP)', 'UNSUPPORTED')
     mesh = parameter.device_mesh
-    part = Part(name, parameter.shape, mesh.size(), mesh.get_local_rank(), dtype or parameter.dtype)
+    part = Part(name, parameter.shape, mesh.size(rows[0]), mesh.get_local_rank(rows[0]), dtype or parameter.dtype)
     shape = parameter.to_local().shape
     if shape.numel() != part.elements:
         raise Error(f"parameter '{name}' has {list(shape)} on this rank; expected {part.rows} rows of {list(parameter.shape)}",
