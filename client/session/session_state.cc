@@ -19,7 +19,7 @@ absl::Status Bad(absl::string_view reason, absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
 }
 
-std::vector<model::BoxRun> PlacesOf(const Seat& seat, uint32_t tensor, const TensorState& state) {
+std::vector<model::BoxRun> StateRuns(const Seat& seat, uint32_t tensor, const TensorState& state) {
   if (!state.runs.empty()) return state.runs;
   const model::Tensor& found = seat.units->layout().tensors()[tensor];
   return model::RunsOf(found.shape, model::WholeOf(found.shape), found.parts);
@@ -28,7 +28,7 @@ std::vector<model::BoxRun> PlacesOf(const Seat& seat, uint32_t tensor, const Ten
 // All that this rank owns of the tensor is given.
 absl::Status CheckCovers(const Seat& seat, uint32_t tensor, const TensorState& state) {
   const uint64_t elements = seat.units->layout().tensors()[tensor].range.size();
-  const std::vector<model::BoxRun> runs = PlacesOf(seat, tensor, state);
+  const std::vector<model::BoxRun> runs = StateRuns(seat, tensor, state);
   if (model::ElementsOf(runs) == state.values.size() && seat.units->Covers(tensor, runs)) return absl::OkStatus();
   return Bad(model::kBadLength, absl::StrCat("tensor '", state.tensor, "' has ", elements, " elements, ",
                                              state.values.size(), " were given, and this rank owns others"));
@@ -108,7 +108,7 @@ absl::StatusOr<StepReport> Session::CommitState(Content array, absl::Span<const 
   if (lends) mine = impl.Lend(LentOf(tensor_count(), states));
   const Values::Source source = [&](uint32_t tensor, uint64_t first, absl::Span<float> to) {
     const TensorState& state = *states.at(tensor);
-    model::VisitRuns(PlacesOf(impl.seat, tensor, state), first, to.size(),
+    model::VisitRuns(StateRuns(impl.seat, tensor, state), first, to.size(),
                      [&](uint64_t in_box, uint64_t offset, uint64_t count) {
                        const auto part = state.values.subspan(in_box, count);
                        std::copy(part.begin(), part.end(), to.begin() + static_cast<std::ptrdiff_t>(offset));

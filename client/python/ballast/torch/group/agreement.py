@@ -186,6 +186,6 @@ def check_values(exchange: Exchange, roster: Roster, all_members: Sequence[Membe
         other = next((rank for rank, digest in told if digest != told[0][1]), None)
         if other is not None:
             raise Error(f"parameter '{name}' has other values on rank {other} than on rank {told[0][0]}, and is a plain tensor or a "
-                        'replica, which all ranks that have it hold alike: wrap the model in DistributedDataParallel, which makes them so, '
-                        'or shard it by fully_shard; ranks that keep other parts of a model under one name (stages that number their '
-                        'layers anew, say) give each a name of its own', 'RANKS_DIFFER')
+                        'replica, which all ranks that have it hold alike: wrap the model in DistributedDataParallel, which makes them '
+                        'so, or shard it by fully_shard; ranks that keep other parts of a model under one name (stages that number '
+                        'their layers anew, say) give each a name of its own', 'RANKS_DIFFER')
