@@ -40,8 +40,9 @@ class PythonStash {
   std::shared_ptr<Stash> stash_;
 };
 
-// The memory of a part, borrowed: the caller keeps the part.
-Bytes Borrowed(absl::Span<std::byte> memory) { return Bytes(memory.data(), {memory.size()}, nb::handle()); }
+// The memory of a part as a tensor. The caller keeps the part while it uses the tensor.
+using Tensor = nb::ndarray<nb::pytorch, uint8_t, nb::ndim<1>>;
+Tensor Borrowed(absl::Span<std::byte> memory) { return Tensor(memory.data(), {memory.size()}, nb::handle()); }
 
 }  // namespace
 
@@ -62,17 +63,20 @@ void BindStash(nb::module_& m) {
             Check(part.Take(span));
           },
           "to"_a)
-      .def("memory", [](const StashedPart& part) { return Borrowed(part.memory()); })
+      .def(
+          "memory", [](const StashedPart& part) { return Borrowed(part.memory()); }, nb::rv_policy::reference)
       .def("finish", &StashedPart::Finish, Release())
-      .def("hold",
-           [](StashedPart& part) {
-             absl::Span<const std::byte> held;
-             {
-               const nb::gil_scoped_release release;
-               held = ::ballast::python::Take(part.Hold());
-             }
-             return Borrowed({const_cast<std::byte*>(held.data()), held.size()});
-           })
+      .def(
+          "hold",
+          [](StashedPart& part) {
+            absl::Span<const std::byte> held;
+            {
+              const nb::gil_scoped_release release;
+              held = Take(part.Hold());
+            }
+            return Borrowed({const_cast<std::byte*>(held.data()), held.size()});
+          },
+          nb::rv_policy::reference)
       .def("release", &StashedPart::Release, Release())
       .def_prop_ro("ready", &StashedPart::ready);
   nb::class_<PythonStash>(m, "Stash")

@@ -148,14 +148,14 @@ absl::StatusOr<NvmeExtent> Stash::TakeExtent(uint64_t bytes) {
     absl::MutexLock lock(&mutex_);
     room = room_.Split(std::min(bytes, room_.bytes()));
   }
-  absl::Status status;
-  if (room.bytes() < bytes) {
-    absl::StatusOr<NvmeRoom> more = MoreRoom(bytes - room.bytes());
-    status = more.status();
-    if (more.ok()) room.Join(*std::move(more));
-  }
-  absl::StatusOr<NvmeExtent> extent(status);
-  if (status.ok()) extent = nvme_->AllocateFrom(&room, bytes, kWhat);
+  const auto extent_from_room = [&]() -> absl::StatusOr<NvmeExtent> {
+    if (room.bytes() < bytes) {
+      BALLAST_ASSIGN_OR_RETURN(NvmeRoom more, MoreRoom(bytes - room.bytes()));
+      room.Join(std::move(more));
+    }
+    return nvme_->AllocateFrom(&room, bytes, kWhat);
+  };
+  absl::StatusOr<NvmeExtent> extent = extent_from_room();
   absl::MutexLock lock(&mutex_);
   room_.Join(std::move(room));
   return extent;
@@ -244,7 +244,9 @@ absl::StatusOr<StashedPart> Stash::Begin(uint64_t bytes) {
   const uint64_t space = AlignUp(bytes);
   Part part{.bytes = bytes, .memory = TakeDram(space)};
   const bool in_dram = !part.memory.empty();
-  if (!in_dram) BALLAST_ASSIGN_OR_RETURN(part.extent, TakeExtent(space));
+  if (!in_dram) {
+    BALLAST_ASSIGN_OR_RETURN(part.extent, TakeExtent(space));
+  }
   NvmeExtent unused;
   absl::Status failed;
   {
