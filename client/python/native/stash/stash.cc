@@ -184,7 +184,9 @@ absl::Span<std::byte> Stash::TryStaging(uint64_t bytes, uint64_t before) {
   while (true) {
     const absl::Span<std::byte> taken = staging_.Take(bytes);
     if (!taken.empty() || clean_.empty() || *clean_.begin() >= before) return taken;
-    GiveStagingBack(parts_.find(*clean_.begin()));
+    const auto part = parts_.find(*clean_.begin());
+    GiveStagingBack(part);
+    in_file_.insert(part->first);
   }
 }
 
@@ -203,7 +205,6 @@ void Stash::Wait() {
 void Stash::GiveStagingBack(Parts::iterator part) {
   staging_.Return(std::exchange(part->second.memory, {}));
   clean_.erase(part->first);
-  in_file_.insert(part->first);
 }
 
 NvmeExtent Stash::Settle(Parts::iterator part, Wish memory) {
@@ -212,13 +213,12 @@ NvmeExtent Stash::Settle(Parts::iterator part, Wish memory) {
   if (settled.holders > 0 || settled.in_transfer()) return {};
   if (settled.dropped) return Erase(part);
   if (settled.where != Part::Where::kFile || settled.memory.empty()) return {};
-  if (!settled.failed.ok()) {
-    staging_.Return(std::exchange(settled.memory, {}));
-  } else if (memory == Wish::kStay) {
+  if (settled.failed.ok() && memory == Wish::kStay) {
     clean_.insert(part->first);
-  } else {
-    GiveStagingBack(part);
+    return {};
   }
+  GiveStagingBack(part);
+  if (settled.failed.ok()) taken_.insert(part->first);
   return {};
 }
 
@@ -229,6 +229,7 @@ NvmeExtent Stash::Erase(Parts::iterator part) {
   (in_dram ? counters_.dram : counters_.nvme) -= AlignUp(gone.bytes);
   clean_.erase(part->first);
   in_file_.erase(part->first);
+  taken_.erase(part->first);
   parts_.erase(part);
   return std::move(gone.extent);
 }
@@ -309,6 +310,7 @@ void Stash::Drop(uint64_t number) {
 
 void Stash::StartRead(Parts::iterator part, absl::Span<std::byte> memory, DiskThread::Turn turn) {
   in_file_.erase(part->first);
+  taken_.erase(part->first);
   part->second.where = Part::Where::kReading;
   part->second.memory = memory;
   disk_->Hand({.kind = IoRequest::Kind::kRead,
@@ -364,6 +366,7 @@ absl::StatusOr<Stash::Held> Stash::Hold(uint64_t number) {
   }
   ++part.holders;
   clean_.erase(number);
+  if (taken_.contains(number)) in_file_.merge(taken_);  // another backward pass over the same graph
   while (part.failed.ok() && part.memory.empty()) {
     // Meanwhile another caller's read-ahead may begin to read this part.
     const absl::Span<std::byte> memory = TryStaging(AlignUp(part.bytes), kAnyPart);

@@ -154,7 +154,7 @@ class Stash : public std::enable_shared_from_this<Stash> {
   absl::Span<std::byte> TryStaging(uint64_t bytes, uint64_t before) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Span<std::byte> AwaitStaging(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Wait() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The part is in the file alone.
+  // Afterwards the part is in the file alone, if it was written.
   void GiveStagingBack(Parts::iterator part) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void StartRead(Parts::iterator part, absl::Span<std::byte> memory, DiskThread::Turn turn)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -195,7 +195,8 @@ class Stash : public std::enable_shared_from_this<Stash> {
   std::vector<storage::BudgetLease> dram_leases_ ABSL_GUARDED_BY(mutex_);  // of the slabs of dram_
   storage::NvmeRoom room_ ABSL_GUARDED_BY(mutex_);                       // space of the file without a part
   Parts parts_ ABSL_GUARDED_BY(mutex_);                                  // by number, in the order of Put
-  std::set<uint64_t> in_file_ ABSL_GUARDED_BY(mutex_);                   // and nowhere else
+  // Numbers of parts that are in the file and nowhere else: to be read ahead, or taken before.
+  std::set<uint64_t> in_file_ ABSL_GUARDED_BY(mutex_), taken_ ABSL_GUARDED_BY(mutex_);
   std::set<uint64_t> clean_ ABSL_GUARDED_BY(mutex_);                     // in the file and in staging, without holders
   uint64_t next_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status write_failed_ ABSL_GUARDED_BY(mutex_);
