@@ -25,6 +25,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -68,7 +69,12 @@ class Stash;
 class StashedPart {
  public:
   StashedPart(StashedPart&& other) noexcept = default;
-  StashedPart& operator=(StashedPart&& other) = delete;
+  StashedPart& operator=(StashedPart&& other) noexcept {
+    std::swap(stash_, other.stash_);
+    std::swap(number_, other.number_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
   ~StashedPart();
 
   uint64_t bytes() const { return bytes_; }
