@@ -159,9 +159,11 @@ class Wrapped:
 
     def __init__(self, tensor: Any, pack: Callable[[torch.Tensor], Any]) -> None:
         names, self._context = tensor.__tensor_flatten__()
-        self._inner = {name: pack(getattr(tensor, name)) for name in names}
+        parts = {name: getattr(tensor, name) for name in names}  # torch >= 2.13 has others beside tensors, such as a mesh
+        self._parts = {name: part for name, part in parts.items() if not isinstance(part, torch.Tensor)}
+        self._inner = {name: pack(part) for name, part in parts.items() if isinstance(part, torch.Tensor)}
         self._type, self._shape, self._stride = type(tensor), tensor.size(), tensor.stride()
 
     def restore(self) -> torch.Tensor:
         inner = {name: saved.restore() for name, saved in self._inner.items()}
-        return self._type.__tensor_unflatten__(inner, self._context, self._shape, self._stride)
+        return self._type.__tensor_unflatten__({**self._parts, **inner}, self._context, self._shape, self._stride)

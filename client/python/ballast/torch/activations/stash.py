@@ -182,10 +182,12 @@ def _has_flags(tensor: torch.Tensor) -> bool:
 
 def _storages_of(model: nn.Module) -> frozenset[int]:
     """Identities of the storages of its parameters and buffers."""
-    found = set()
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        while is_traceable_wrapper_subclass(tensor):
-            tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
-        if tensor.layout is torch.strided:
+    found, tensors = set(), [*model.parameters(), *model.buffers()]
+    while tensors:
+        tensor = tensors.pop()
+        if is_traceable_wrapper_subclass(tensor):
+            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            tensors += [part for part in parts if isinstance(part, torch.Tensor)]
+        elif tensor.layout is torch.strided:
             found.add(tensor.untyped_storage()._cdata)
     return frozenset(found)
