@@ -54,7 +54,7 @@ def assert_same(mine, theirs):
 
 
 def held(stash):
-    """Bytes; a copy of a device ends on a thread of its own, and so does what the copy holds."""
+    """Bytes. A part that is on its way to the disk, or to a device, goes when it is there."""
     for _ in range(500):
         gc.collect()
         stats = stash.stats()

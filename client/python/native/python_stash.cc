@@ -25,10 +25,8 @@ using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::dev
 class PythonStash {
  public:
   PythonStash(const std::string& path, uint64_t dram, uint64_t nvme, uint64_t staging, std::optional<int> gpu)
-      : stash_(Take(Stash::Open({.budget = {.hbm = 0, .dram = dram, .nvme = nvme},
-                                 .path = path,
-                                 .staging_bytes = staging,
-                                 .gpu = gpu}))) {}
+      : stash_(Take(Stash::Open(
+            {.budget = {.hbm = 0, .dram = dram, .nvme = nvme}, .path = path, .staging_bytes = staging, .gpu = gpu}))) {}
   PythonStash(const PythonStash&) = delete;
   PythonStash& operator=(const PythonStash&) = delete;
   ~PythonStash() {

@@ -51,8 +51,8 @@ bool BecomesReady(const StashedPart& part) {
 class StashTest : public ::testing::Test {
  protected:
   std::shared_ptr<Stash> Open(storage::TierBytes budget, storage::Disk* disk = nullptr) {
-    auto stash = Stash::Open(
-        {.budget = budget, .path = directory_ / "stash", .staging_bytes = 2 * kPartBytesMax, .disk = disk});
+    auto stash =
+        Stash::Open({.budget = budget, .path = directory_ / "stash", .staging_bytes = 2 * kPartBytesMax, .disk = disk});
     EXPECT_TRUE(stash.ok()) << stash.status();
     return *std::move(stash);
   }
@@ -266,8 +266,9 @@ TEST_F(StashTest, SizesThatAreNoPartsAreRefused) {
   auto part = stash->Put(Bytes(100, 1));
   std::vector<std::byte> to(99);
   EXPECT_EQ(model::ReasonOf(part->Take(absl::MakeSpan(to))), model::kBadLength);
-  EXPECT_EQ(model::ReasonOf(Stash::Open({.budget = {.nvme = 1}, .path = directory_ / "other", .staging_bytes = 1}).status()),
-            model::kBadConfig);
+  EXPECT_EQ(
+      model::ReasonOf(Stash::Open({.budget = {.nvme = 1}, .path = directory_ / "other", .staging_bytes = 1}).status()),
+      model::kBadConfig);
 }
 
 TEST_F(StashTest, PartsKeepTheStash) {

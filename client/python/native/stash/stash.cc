@@ -86,9 +86,9 @@ absl::StatusOr<std::shared_ptr<Stash>> Stash::Open(const StashOptions& options) 
 
 absl::Status Stash::OpenFile(const StashOptions& options) {
   if (options.staging_bytes < 2 * kPartBytesMax) {
-    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
-                        absl::StrCat("staging of ", options.staging_bytes, " bytes: expected at least ",
-                                     2 * kPartBytesMax));
+    return model::Error(
+        absl::StatusCode::kInvalidArgument, model::kBadConfig,
+        absl::StrCat("staging of ", options.staging_bytes, " bytes: expected at least ", 2 * kPartBytesMax));
   }
   storage::Disk* const disk = options.disk == nullptr ? storage::SystemDisk() : options.disk;
   BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(options.path, storage::Disk::Mode::kEmptied));
@@ -120,8 +120,8 @@ StashCounters Stash::counters() const {
 
 absl::Span<std::byte> Stash::TakeDram(uint64_t bytes) {
   if (const auto taken = dram_.Take(bytes); !taken.empty()) return taken;
-  const uint64_t slab = std::min(kDramSlabBytes, FreeOf(ledger_, TierKind::kDram)) / storage::kIoAlignment *
-                        storage::kIoAlignment;
+  const uint64_t slab =
+      std::min(kDramSlabBytes, FreeOf(ledger_, TierKind::kDram)) / storage::kIoAlignment * storage::kIoAlignment;
   if (slab < bytes) return {};
   // Another caller may have taken the budget meanwhile, or the system has no such memory: the part goes to the file.
   auto lease = ledger_.Lease(TierKind::kDram, slab, kWhat);
@@ -162,15 +162,15 @@ absl::StatusOr<NvmeExtent> Stash::TakeExtent(uint64_t bytes) {
 }
 
 absl::StatusOr<NvmeRoom> Stash::MoreRoom(uint64_t bytes) {
-  const uint64_t ahead = std::min(kRoomBytes, FreeOf(ledger_, TierKind::kNvme) / storage::kIoAlignment *
-                                                  storage::kIoAlignment);
+  const uint64_t ahead =
+      std::min(kRoomBytes, FreeOf(ledger_, TierKind::kNvme) / storage::kIoAlignment * storage::kIoAlignment);
   absl::StatusOr<NvmeRoom> room = nvme_->Promise(std::max(bytes, ahead), kWhat);
   if (!room.ok() && ahead > bytes) room = nvme_->Promise(bytes, kWhat);
   if (room.ok()) return room;
   const storage::TierUsage usage = ledger_.usage();
-  return model::Annotate(room.status(), absl::StrCat("the stash has ", usage.used.dram, " of ", usage.budget.dram,
-                                                     " bytes of dram and ", usage.used.nvme, " of ",
-                                                     usage.budget.nvme, " bytes of nvme in use"));
+  return model::Annotate(
+      room.status(), absl::StrCat("the stash has ", usage.used.dram, " of ", usage.budget.dram, " bytes of dram and ",
+                                  usage.used.nvme, " of ", usage.budget.nvme, " bytes of nvme in use"));
 }
 
 void Stash::Recycle(NvmeExtent extent) {
@@ -347,9 +347,9 @@ void Stash::Transferred(const IoCompletion& completion) {
       part.failed = model::Annotate(completion.status, "what autograd saved could not be written");
       write_failed_.Update(part.failed);
     } else {
-      part.failed = model::Error(absl::StatusCode::kDataLoss, model::kIo,
-                                 absl::StrCat("what autograd saved cannot be read back: ",
-                                              std::string(completion.status.message())));
+      part.failed = model::Error(
+          absl::StatusCode::kDataLoss, model::kIo,
+          absl::StrCat("what autograd saved cannot be read back: ", std::string(completion.status.message())));
     }
     freed = Settle(found, Wish::kStay);
   }

@@ -197,13 +197,13 @@ class Stash : public std::enable_shared_from_this<Stash> {
   std::unique_ptr<storage::NvmeTier> nvme_;  // null without a budget
 
   mutable absl::Mutex mutex_;
-  absl::CondVar changed_;                                                // a transfer or a holder ended
+  absl::CondVar changed_;                                                  // a transfer or a holder ended
   std::vector<storage::BudgetLease> dram_leases_ ABSL_GUARDED_BY(mutex_);  // of the slabs of dram_
-  storage::NvmeRoom room_ ABSL_GUARDED_BY(mutex_);                       // space of the file without a part
-  Parts parts_ ABSL_GUARDED_BY(mutex_);                                  // by number, in the order of Put
+  storage::NvmeRoom room_ ABSL_GUARDED_BY(mutex_);                         // space of the file without a part
+  Parts parts_ ABSL_GUARDED_BY(mutex_);                                    // by number, in the order of Put
   // Numbers of parts that are in the file and nowhere else: to be read ahead, or taken before.
   std::set<uint64_t> in_file_ ABSL_GUARDED_BY(mutex_), taken_ ABSL_GUARDED_BY(mutex_);
-  std::set<uint64_t> clean_ ABSL_GUARDED_BY(mutex_);                     // in the file and in staging, without holders
+  std::set<uint64_t> clean_ ABSL_GUARDED_BY(mutex_);  // in the file and in staging, without holders
   uint64_t next_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status write_failed_ ABSL_GUARDED_BY(mutex_);
   StashCounters counters_ ABSL_GUARDED_BY(mutex_);
