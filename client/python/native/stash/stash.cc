@@ -207,13 +207,13 @@ void Stash::GiveStagingBack(Parts::iterator part) {
   clean_.erase(part->first);
 }
 
-NvmeExtent Stash::Settle(Parts::iterator part, Wish memory) {
+NvmeExtent Stash::Settle(Parts::iterator part) {
   Part& settled = part->second;
   changed_.SignalAll();
   if (settled.holders > 0 || settled.in_transfer()) return {};
   if (settled.dropped) return Erase(part);
   if (settled.where != Part::Where::kFile || settled.memory.empty()) return {};
-  if (settled.failed.ok() && memory == Wish::kStay) {
+  if (settled.failed.ok() && !settled.taken) {
     clean_.insert(part->first);
     return {};
   }
@@ -301,7 +301,7 @@ void Stash::Drop(uint64_t number) {
     const auto part = parts_.find(number);
     part->second.dropped = true;
     if (part->second.in_transfer() && disk_->Withdraw(number)) part->second.where = Part::Where::kFile;
-    freed = Settle(part, Wish::kGone);
+    freed = Settle(part);
   }
   Recycle(std::move(freed));
 }
@@ -312,6 +312,7 @@ void Stash::StartRead(Parts::iterator part, absl::Span<std::byte> memory, DiskTh
   in_file_.erase(part->first);
   taken_.erase(part->first);
   part->second.where = Part::Where::kReading;
+  part->second.taken = false;
   part->second.memory = memory;
   disk_->Hand({.kind = IoRequest::Kind::kRead,
                .file = &nvme_->file(),
@@ -351,7 +352,7 @@ void Stash::Transferred(const IoCompletion& completion) {
           absl::StatusCode::kDataLoss, model::kIo,
           absl::StrCat("what autograd saved cannot be read back: ", std::string(completion.status.message())));
     }
-    freed = Settle(found, Wish::kStay);
+    freed = Settle(found);
   }
   Recycle(std::move(freed));
 }
@@ -376,7 +377,7 @@ absl::StatusOr<Stash::Held> Stash::Hold(uint64_t number) {
   while (part.where == Part::Where::kReading) Wait();
   if (!part.failed.ok()) {
     --part.holders;
-    (void)Settle(found, Wish::kGone);  // not dropped: the caller has the part
+    (void)Settle(found);  // not dropped: the caller has the part
     return part.failed;
   }
   Held held{.bytes = part.memory.first(part.bytes), .crc32c = std::nullopt};
@@ -390,7 +391,8 @@ void Stash::Release(uint64_t number) {
     absl::MutexLock lock(&mutex_);
     const auto found = parts_.find(number);
     --found->second.holders;
-    freed = Settle(found, Wish::kGone);
+    found->second.taken = true;
+    freed = Settle(found);
   }
   Recycle(std::move(freed));
 }

@@ -140,7 +140,8 @@ class Stash : public std::enable_shared_from_this<Stash> {
     absl::Span<std::byte> memory;  // rounded up to kIoAlignment; empty: none
     storage::NvmeExtent extent;    // empty: in DRAM
     uint32_t crc32c = 0;           // of a part in the file
-    int holders = 0;               // callers that use `memory`, or wait for it
+    int holders = 0;               // callers that use `memory`, or wait for the read
+    bool taken = false;            // since the last read, or at all: the caller has its copy
     bool dropped = false;          // to be erased by the last holder or transfer
     absl::Status failed;           // of the last transfer
     bool in_transfer() const { return where == Where::kWriting || where == Where::kReading; }
@@ -166,12 +167,9 @@ class Stash : public std::enable_shared_from_this<Stash> {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ReadAhead(uint64_t before) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // A holder or a transfer ended, or the part was dropped. Once nobody uses the part: erases a dropped part and returns
-  // its extent, to be recycled without the lock; decides about staging memory of a part in the file.
-  enum class Wish {
-    kStay,  // clean, for a later Take
-    kGone,  // the caller has its copy
-  };
-  storage::NvmeExtent Settle(Parts::iterator part, Wish memory) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // its extent, to be recycled without the lock. Staging memory of a part in the file becomes clean, or goes if the
+  // part was taken.
+  storage::NvmeExtent Settle(Parts::iterator part) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   storage::NvmeExtent Erase(Parts::iterator part) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   void Finish(uint64_t number, uint32_t crc32c) ABSL_LOCKS_EXCLUDED(mutex_);
