@@ -9,8 +9,9 @@ import time
 import pytest
 import torch
 from blocks import Stack, batch_of, train
-from own_process import run
+from own_process import run, run_anew
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ballast
 import ballast.torch as bt
@@ -373,6 +374,32 @@ def test_memory_that_is_used_again_is_another_tensor(stash):
     assert [tensor[0].item() for tensor in came] == list(range(19, -1, -1))
 
 
+def test_a_small_output_goes_with_its_graph(stash):
+    """An operation that saves its own output must not keep itself alive."""
+    x = torch.ones(8, requires_grad=True)
+    with stash():
+        y = x.exp()
+    alive = StorageWeakRef(y.untyped_storage())
+    del y
+    gc.collect()
+    assert alive.expired()
+
+
+def test_what_came_back_is_shared_until_each_has_taken_it(device, stash):
+    x, came = torch.ones(1, device=device, requires_grad=True), []
+    values = torch.randn(1 << 16, device=device)
+    with stash():
+        y = Remember.apply(Remember.apply(x, values, came), values, came)
+    for _ in range(2):
+        y.backward(retain_graph=True)
+        first, second = came
+        assert torch.equal(first, values) and first.data_ptr() == second.data_ptr() != values.data_ptr()
+        alive = StorageWeakRef(first.untyped_storage())
+        came.clear()
+        del first, second
+        assert alive.expired()
+
+
 @pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
 def test_compiled_models(backend, stash):
     model = Stack(WIDTH, depth=2)
@@ -464,3 +491,14 @@ def test_a_forked_child_is_refused(tmp_path):
         loss.backward()
         assert torch.equal(x.grad, x.detach().exp())
         ''')
+
+
+def test_a_script_may_end_with_a_graph(tmp_path):
+    ended = run_anew(tmp_path, '''
+        kept = bt.stash(nvme='1GiB', directory='.')
+        x = torch.ones(1 << 20, requires_grad=True)
+        with kept:
+            loss = x.exp().sum()
+        print(os.listdir('.'))
+        ''')
+    assert (ended.stdout, ended.stderr) == ("['script.py']\n", '')

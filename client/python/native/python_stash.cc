@@ -45,6 +45,8 @@ Tensor Borrowed(absl::Span<std::byte> memory) { return Tensor(memory.data(), {me
 }  // namespace
 
 void BindStash(nb::module_& m) {
+  // A script may end with a graph that waits for its backward pass: the graph keeps parts beyond the interpreter's end.
+  nb::set_leak_warnings(false);
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<StashCounters>(m, "StashCounters")
       .def_ro("dram", &StashCounters::dram)

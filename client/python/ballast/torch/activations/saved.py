@@ -83,10 +83,6 @@ class Lot:
         """No operation has changed the storage since. A write by way of `.data` has a counter of its own, and is not seen."""
         return self._counter._version == self._version
 
-    @property
-    def is_fetched(self) -> bool:
-        return self._fetched is not None
-
     def add_user(self) -> None:
         with self._lock:
             self._users += 1
