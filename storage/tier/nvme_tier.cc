@@ -81,9 +81,13 @@ NvmeTier::~NvmeTier() {
 absl::StatusOr<std::unique_ptr<NvmeTier>> NvmeTier::Open(const TiersOptions& options, Ledger* ledger, Disk* disk) {
   const std::string path = absl::StrCat(options.directory, "/nvme.tier");
   BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(path, Disk::Mode::kKept));
-  std::unique_ptr<NvmeTier> tier(new NvmeTier(std::move(file), ledger));
+  std::unique_ptr<NvmeTier> tier = OpenOn(std::move(file), ledger);
   BALLAST_RETURN_IF_ERROR(tier->Keep(options.kept, options.unnamed_stays));
   return tier;
+}
+
+std::unique_ptr<NvmeTier> NvmeTier::OpenOn(std::unique_ptr<BlockFile> file, Ledger* ledger) {
+  return std::unique_ptr<NvmeTier>(new NvmeTier(std::move(file), ledger));
 }
 
 absl::Status NvmeTier::Keep(std::vector<ExtentPlace> kept, bool unnamed_stays) {

@@ -77,6 +77,8 @@ class NvmeTier {
   // but TakeKept refuses them, like extents outside the file. RESOURCE_EXHAUSTED (BUDGET) if the kept extents exceed
   // the budget.
   static absl::StatusOr<std::unique_ptr<NvmeTier>> Open(const TiersOptions& options, Ledger* ledger, Disk* disk);
+  // A tier over an empty file of the caller's.
+  static std::unique_ptr<NvmeTier> OpenOn(std::unique_ptr<BlockFile> file, Ledger* ledger);
   // Returns the space behind the last extent to the disk. Call only after all wanted state was found: state that no
   // entry names may lie there.
   absl::Status Trim();

@@ -24,6 +24,8 @@ OTHERS = {
     'services/step': ['proto/model', 'ballast/v1'],
     'services/embedded': ['client/transport.h', 'proto/model', 'ballast/v1'],
     'services': ['storage', 'kernels', 'proto/model', 'ballast/v1'],
+    # The activation stash: tiers of the trainer's own, in the trainer's process, without a server.
+    'client/python/native/stash': ['storage/io', 'storage/memory', 'storage/tier', 'kernels', 'proto/model'],
     'client/python': ['services/embedded', 'services/server/estimate.h', 'services/server/state_server.h', 'kernels', 'proto/model', 'ballast/v1'],
     'client': ['kernels', 'proto/model', 'ballast/v1'],
 }
@@ -171,6 +173,9 @@ def self_test():
         ('storage/store/chunk_store.cc', '#include <cuda_runtime.h>'),
         ('client/session/session.cc', '#include <gloo/context.h>'),
         ('storage/tier/nvme_tier.cc', '#include <liburing.h>'),
+        ('client/python/native/module.cc', '#include "ballast/storage/tier/tiers.h"'),
+        ('client/python/native/stash/stash.cc', '#include "ballast/storage/store/chunk_store.h"'),
+        ('client/python/native/stash/stash.cc', '#include "ballast/services/server/state_server.h"'),
         # Against the lines.
         ('storage/io/disk.h', '#include "ballast/storage/memory/arena.h"'),
         ('storage/memory/arena.h', '#include "ballast/storage/tier/tiers.h"'),

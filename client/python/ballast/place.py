@@ -192,10 +192,7 @@ def make(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme:
     try:
         if not is_temporary:
             _make_directory(directory)
-        if dram is not None:
-            _check_dram(parse_bytes('dram', dram))
-        if nvme is not None and parse_bytes('nvme', nvme) > 0:
-            _check_nvme(directory, parse_bytes('nvme', nvme))
+        _check_machine(directory, dram, nvme)
         dram, nvme = budgets(None if is_temporary else directory, dram, nvme)
         moving = _native.staging(dram)
         if nvme > 0 and moving >= dram:
@@ -206,3 +203,19 @@ def make(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme:
             temporary.remove(directory)
         raise
     return Place(directory, is_temporary, dram, nvme)
+
+
+def _check_machine(directory: str, dram: int | str | None, nvme: int | str | None) -> None:
+    if dram is not None:
+        _check_dram(parse_bytes('dram', dram))
+    if nvme is not None and parse_bytes('nvme', nvme) > 0:
+        _check_nvme(directory, parse_bytes('nvme', nvme))
+
+
+def for_scratch(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None, default: str) -> Place:
+    """As make(), for files without a name: `default` takes the place of a directory that is None, and nothing there is removed."""
+    directory = parse_directory(directory)
+    if directory is not None:
+        _make_directory(directory)
+    _check_machine(directory or default, dram, nvme)
+    return Place(directory or default, False, *budgets(directory, dram, nvme))

@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/client/python/native/python_session.h"
+#include "ballast/client/python/native/python_stash.h"
 #include "ballast/client/python/native/status_error.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/self_test.h"
@@ -412,6 +413,7 @@ NB_MODULE(_native, m) {
   BindOptions(m);
   BindEstimate(m);
   BindSession(m);
+  BindStash(m);
 }
 
 }  // namespace ballast::python
