@@ -7,4 +7,5 @@ from ballast.torch.scaler import LossScaler
 from ballast.torch.sharding.gathered import gathered
 from ballast.torch.sharding.shard import shard
 
-__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Lion', 'LossScaler', 'export_state', 'gathered', 'import_state', 'shard', 'stash']
+__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Lion', 'LossScaler', 'export_state', 'gathered', 'import_state', 'shard',
+           'stash']
