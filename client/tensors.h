@@ -48,9 +48,9 @@ class Tensors {
   // Elements of tensor `index` that this rank has.
   uint64_t local_elements(size_t index) const { return parts_[index].elements; }
 
-  // COLLECTIVE. Session::Initialise with the parameters' values, which must not change until return. `source`: gives the
-  // values of a tensor, by index, whose parameter is null, in memory that lasts until the next call; it may be asked
-  // for the same tensor again, and may throw.
+  // COLLECTIVE. Session::Initialise with the parameters' values, which must not change until return. `source`: gives
+  // the values of a tensor, by index, whose parameter is null, in memory that lasts until the next call; it may be
+  // asked for the same tensor again, and may throw.
   using Source = std::function<TensorMemory(size_t)>;
   absl::Status Initialise(absl::Span<const TensorMemory> memory, const Source& source = {});
   // COLLECTIVE. Session::Step with the gradients given. Unless the step is skipped, parameters become the new
