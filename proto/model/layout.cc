@@ -67,6 +67,10 @@ absl::Status CheckTensor(const v1::TensorSpec& spec, const v1::JobSpec& job) {
     return BadSpec(absl::StrCat("tensor '", spec.name(), "' is in parameter group ", spec.group(), " but the job has ",
                                 group_count, " group(s)"));
   }
+  if (spec.parts() > kPartsMax) {
+    return BadSpec(absl::StrCat("tensor '", spec.name(), "' is to lie in ", spec.parts(), " parts; at most ", kPartsMax,
+                                " are accepted"));
+  }
   if (spec.parts() > 1 && (spec.part_dimension() >= static_cast<uint32_t>(spec.shape_size()) ||
                            spec.shape(static_cast<int>(spec.part_dimension())) % spec.parts() != 0)) {
     return BadSpec(absl::StrCat("tensor '", spec.name(), "' is to lie in ", spec.parts(), " parts along dimension ",

@@ -26,6 +26,8 @@ inline constexpr uint64_t kChunkElementsMin = uint64_t{1} << 16;
 // 4 MiB of fp32: no slice of a message is larger.
 inline constexpr uint64_t kChunkElementsMax = uint64_t{1} << 20;
 
+inline constexpr uint32_t kPartsMax = 1 << 16;
+
 struct Range {
   uint64_t begin = 0;
   uint64_t end = 0;

@@ -22,7 +22,7 @@ struct BlockBox {
   uint64_t runs = 0;
 };
 
-// Empty blocks are left out.
+// Those that have elements of the box, in order.
 std::vector<BlockBox> Blocks(absl::Span<const uint64_t> shape, const Box& box, const Parts& parts) {
   std::vector<BlockBox> blocks;
   if (ElementsOf(box) == 0) return blocks;
@@ -31,11 +31,14 @@ std::vector<BlockBox> Blocks(absl::Span<const uint64_t> shape, const Box& box, c
   if (parts.count > 1) block.shape[d] /= parts.count;
   uint64_t elements = 1;
   for (const uint64_t extent : block.shape) elements *= extent;
-  for (uint64_t i = 0; i < parts.count; ++i, block.begin += elements) {
+  // The blocks that the box touches: a tensor may have many more.
+  const uint64_t first = parts.count > 1 ? box[d].begin / block.shape[d] : 0;
+  const uint64_t last = parts.count > 1 ? (box[d].end - 1) / block.shape[d] : 0;
+  for (uint64_t i = first; i <= last; ++i) {
+    block.begin = i * elements;
     if (parts.count > 1) {
       const uint64_t extent = block.shape[d];
       const Range part = Intersect(box[d], {i * extent, (i + 1) * extent});
-      if (part.size() == 0) continue;
       block.box[d] = {part.begin - i * extent, part.end - i * extent};
     }
     // A run covers the last dimension that is cut, and all behind.
@@ -140,6 +143,7 @@ std::vector<RunGroup> GroupRuns(absl::Span<const BoxRun> runs, uint64_t gap_max)
 absl::Status CheckMesh(const v1::MeshCuts& part, uint32_t world_size) {
   const v1::Mesh& mesh = part.mesh();
   const int axes = mesh.size_size();
+  if (axes > kAxesMax) return BadMesh(absl::StrCat("has ", axes, " axes; at most ", kAxesMax, " are accepted"));
   uint64_t ranks = 1, last = mesh.first();
   for (int i = 0; i < axes; ++i) {
     const uint64_t size = mesh.size(i);

@@ -20,7 +20,7 @@ namespace ballast::model {
 // Indices [begin, end) of each dimension. A tensor without dimensions is a box without intervals: one element.
 using Box = std::vector<Range>;
 
-inline constexpr size_t kDimensionsMax = 16;
+inline constexpr int kAxesMax = 16;
 inline constexpr uint32_t kRanksMax = 1 << 16;
 
 uint64_t ElementsOf(const Box& box);

@@ -152,9 +152,14 @@ absl::Status CheckPlacements(const Layout& layout, const v1::Tiling& tiling) {
     return BadTiling(kBadRange,
                      absl::StrCat("a tensor has placement ", placement, "; the tiling has ", tiling.placements_size()));
   }
+  uint64_t ranks = 0;  // of all meshes: checked one mesh after another, so that a short message cannot name many
   for (const v1::Placement& placement : tiling.placements()) {
     for (const v1::MeshCuts& part : placement.meshes()) {
       BALLAST_RETURN_IF_ERROR(CheckMesh(part, tiling.world_size()));
+      uint64_t of_mesh = 1;
+      for (const uint32_t size : part.mesh().size()) of_mesh *= size;
+      ranks += of_mesh;
+      if (ranks > kRangesMax) return TooMany(ranks);
     }
   }
   return absl::OkStatus();

@@ -211,6 +211,10 @@ TEST(TilingTest, RefusesBadPlacementsByName) {
   refused(TilingOf(layout, 4, {Part(0, {{2, 1}}, {{0, 0}}), Part(2, {{2, 1}}, {{0, 1}})}), kOverlap, "overlaps range");
   refused(TilingOf(layout, 4, {Part(0, {{2, 1}}, {{0, 0}}), Part(1, {{2, 1}}, {{0, 0}})}), kBadRange,
           "rank 1 has two parts of tensor 'w0'");
+  refused(TilingOf(layout, 4, {Part(0, std::vector<std::pair<uint32_t, uint32_t>>(17, {1, 1}), {})}), kBadRange,
+          "has 17 axes");
+  refused(TilingOf(layout, 1 << 16, std::vector<v1::MeshCuts>(65, Part(0, {{1 << 16, 1}}, {}))), kBadRange,
+          "at most 4194304");
   v1::Tiling missing = TilingOf(layout, 4, {Part(0, {{2, 1}}, {{0, 0}})});
   missing.clear_placement_of();
   refused(missing, kBadRange, "placements of 0 tensors; the job has 1");
