@@ -233,10 +233,10 @@ def test_a_call_amid_an_open_is_told(job, monkeypatch):
     optimizer = bt.AdamW(two_layers().named_parameters(), lr=0.1, **job)
     opened = optimizer.job.connection.open
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **more):
         with pytest.raises(ballast.Error, match='is being opened by a call that this one came amid'):
             optimizer.full_state_dict()
-        return opened(*arguments)
+        return opened(*arguments, **more)
     monkeypatch.setattr(optimizer.job.connection, 'open', interrupted)
     assert optimizer.resume().step == 0
     optimizer.full_state_dict()
