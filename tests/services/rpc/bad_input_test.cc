@@ -324,7 +324,7 @@ TEST_F(BadInput, ErrorsAreCountedByReason) {
 }
 
 TEST_F(BadInput, MessagesOverTheLimit) {
-  push_.mutable_payload()->resize((4 << 20) + (65 << 10));
+  push_.mutable_payload()->resize(model::kMessageBytesMax + (65 << 10));
   const absl::Status status = Push(push_);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
   EXPECT_NE(status.message().find("larger than max"), absl::string_view::npos) << status;
