@@ -33,6 +33,7 @@
 namespace ballast::client {
 
 class Session;
+class Tally;
 
 // All working parameters of a unit, gathered. Frees its buffer when dropped. Valid until the session ends.
 class UnitLease {
@@ -57,11 +58,28 @@ class UnitLease {
   uint64_t element_bytes_ = 0;
 };
 
+// Elements on their way to places of the caller's.
+class PendingPull {
+ public:
+  PendingPull(PendingPull&&) noexcept = default;
+  PendingPull& operator=(PendingPull&&) = delete;
+  ~PendingPull() { (void)Await(); }
+  // Blocks until no place is written any more. Valid while the session is.
+  absl::Status Await();
+
+ private:
+  friend class Session;
+  PendingPull(Session* session, std::shared_ptr<Tally> tally) : session_(session), tally_(std::move(tally)) {}
+  Session* session_;
+  std::shared_ptr<Tally> tally_;  // null once awaited
+};
+
 class Session {
  public:
   // COLLECTIVE. Fences the job with a new epoch, settles whatever an earlier group left undecided, and opens it for
-  // this group; the world size may differ from the earlier group's. `tensors`: the same on all ranks, and on resume the
-  // same as the job's (new tensors are refused here: Register adds them). Owns the transports (one per server, the same
+  // this group; the world size may differ from the earlier group's. `tensors`: the same on all ranks, or with
+  // Split::kPlaced those that this rank has a part of; on resume all ranks' together the same as the job's (new tensors
+  // are refused here: Register adds them). Owns the transports (one per server, the same
   // order on all ranks); borrows `collective`. Errors: JOB_EXISTS (names never, auto, must), JOB_MISSING, BAD_SPEC
   // (names the tensor that differs), BUDGET, SERVER_DOWN, RANK_MISSING, STATE_LOST.
   static absl::StatusOr<std::unique_ptr<Session>> Open(const SessionOptions& options,
@@ -106,6 +124,12 @@ class Session {
   const std::vector<UnitRange>& owned(uint32_t unit) const;
   const std::vector<UnitRange>& RangesOf(int rank, uint32_t unit) const;
   uint64_t owned_elements(uint32_t unit) const;
+  // The part of a tensor, by TensorIndex, that this rank has; nullptr: none. A box of all of the tensor with
+  // Split::kEven. Valid until Register.
+  const model::Box* Held(uint32_t tensor) const;
+  // The places of a box of a tensor in the order of the tensor's elements.
+  std::vector<model::BoxRun> RunsOf(uint32_t tensor, const model::Box& box) const;
+  Split split() const;
 
   // COLLECTIVE. Transaction 0, or the values of newly registered tensors. Calls `fill` for every such tensor that this
   // rank owns a part of, with the part's first element (in the tensor) and the fp32 values to fill.
@@ -122,6 +146,9 @@ class Session {
   // elements are not as wide as the working dtype's.
   absl::Status PullOwned(uint32_t unit, absl::Span<bf16> to);
   absl::Status PullOwned(uint32_t unit, absl::Span<float> to);
+  // Starts pulling `runs` at version(), whoever owns them. The places are written until the pull was awaited.
+  absl::StatusOr<PendingPull> StartPull(uint32_t unit, absl::Span<const PullRun> runs);
+  uint64_t inflight_bytes_max() const;
 
   // Pushes this rank's part of the unit's gradient, already reduced over ranks: the owned ranges, concatenated. Copies
   // the elements; returns when the copy is made and the bytes in flight allow. A unit may be pushed once per attempt.
@@ -132,7 +159,11 @@ class Session {
   // The same in ascending runs. Elements in no run are zero; no run lies in an absent tensor. The elements are not
   // copied: the memory must stay until Step, Drop or ReturnGradients has returned (the first two with OK), or the
   // session is gone.
-  absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent = {});
+  // With `owner`, which keeps the memory, nothing else must: the owner is let go once the servers have the elements.
+  // They cannot be sent again then, so a server that loses them before the step is decided ends the session
+  // (STATE_LOST).
+  absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent = {},
+                            const std::shared_ptr<const void>& owner = nullptr);
   // After a failed Step: gives borrowed gradients back to the caller. Drop must come before another Step.
   void ReturnGradients();
   // Adds one of several contributions to the unit's gradient. The sum is made here in fp32, in call order, rounded to
@@ -177,9 +208,10 @@ class Session {
   // `why`.
   absl::Status RefuseStep(const absl::Status& why);
 
-  // COLLECTIVE. New master values for a whole tensor (every rank passes all of them). The next Step applies them before
-  // its gradients; or CommitValues applies them.
-  absl::Status Write(absl::string_view tensor, absl::Span<const float> values);
+  // COLLECTIVE among the ranks that have a part of the tensor. New master values of the whole tensor, or of `runs`,
+  // which are at least this rank's part. The next Step applies them before its gradients; or CommitValues applies them.
+  absl::Status Write(absl::string_view tensor, absl::Span<const float> values,
+                     absl::Span<const model::BoxRun> runs = {});
   // COLLECTIVE. A transaction of written values alone. Like Initialise, it seals the blobs of the last step again.
   absl::StatusOr<StepReport> CommitValues();
   // COLLECTIVE, between steps, with no push or write pending. A transaction of its own that writes one array of state
@@ -210,22 +242,26 @@ class Session {
   // Errors before any change: VERSION_GONE, a server lacks the version; BAD_SPEC, tensors got their first values since.
   // ABORTED: this group's epoch is over; the state is at the old version or restored.
   absl::StatusOr<StepReport> Restore(int64_t version);
-  // Reads a whole tensor at `version`: the current or a pinned version. Working values are widened to fp32.
-  absl::Status Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to);
+  // Reads a whole tensor, or `runs` of a tensor, at `version`: the current or a pinned version. Working values are
+  // widened to fp32.
+  absl::Status Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to,
+                    absl::Span<const model::BoxRun> runs = {});
   // Optimizer step count t of a tensor at `version`: the current version or one pinned by this rank.
   absl::StatusOr<uint64_t> TensorSteps(absl::string_view tensor, int64_t version);
 
   // COLLECTIVE, between steps, with no push pending. Adds tensors by a fence: new units, or further tensors of known
-  // units. A tensor registered under an old name replaces the old tensor. Initialise must give values before the next
-  // step.
+  // units. With Split::kPlaced a rank may have none to add. A tensor registered under an old name replaces the old
+  // tensor. Initialise must give values before the next step.
   absl::Status Register(const std::vector<TensorSpec>& tensors);
 
   SessionStats stats() const;
 
  private:
   friend class UnitLease;
+  friend class PendingPull;
   struct Impl;
   explicit Session(std::unique_ptr<Impl> impl);
+  absl::StatusOr<std::vector<model::BoxRun>> WholeRuns(absl::string_view tensor) const;
   std::unique_ptr<Impl> impl_;
 };
 

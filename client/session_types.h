@@ -4,12 +4,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/kernels/optimizer.h"
+#include "ballast/proto/model/placement.h"
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::client {
@@ -25,6 +27,12 @@ struct TensorSpec {
   std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
   // Dtype of the working parameters. Leave UNSPECIFIED to use the job's; any other dtype is refused (BAD_DTYPE).
   v1::Dtype dtype = v1::DTYPE_UNSPECIFIED;
+  // The order of the elements on the servers, for a new job: as many equal blocks along a dimension, so that cuts of
+  // that dimension are few ranges. A job keeps its own.
+  model::Parts parts;
+  // Split::kPlaced: the ranks that have the tensor as this rank has it, and how they cut it. The default: this rank
+  // alone has the whole of it. Ranks of other meshes may say more of the same tensor.
+  std::optional<v1::MeshCuts> placement;
 };
 
 // How Open treats a job that exists, or one that does not.
@@ -38,6 +46,10 @@ enum class Resume {
 enum class Split {
   kEven,  // each unit in world_size runs of about equal size, across tensors (FSDP1's flat parameter)
   kRows,  // each tensor in runs of rows, as torch.chunk along dimension 0 (FSDP2's Shard(0)): a range per tensor
+  // Each tensor as TensorSpec::placement says. Each rank names the tensors that it has a part of, so ranks may name
+  // different ones: the job has all of them. Ranks with equal parts of a tensor are replicas and share the pushing;
+  // their gradients must be equal.
+  kPlaced,
 };
 
 struct SessionOptions {
@@ -125,9 +137,10 @@ enum class Content { kWorking, kMaster, kMoment1, kMoment2, kMoment3 };
 // State of one tensor, as CommitState writes it.
 struct TensorState {
   std::string tensor;
-  // Values from element `first` of the tensor on: at least this rank's part of the tensor. Borrowed until return.
+  // At least this rank's part of the tensor. Borrowed until return.
   absl::Span<const float> values;
-  uint64_t first = 0;
+  // The places of `values` in the tensor, by place in the tensor; none: `values` are the whole tensor, row-major.
+  std::vector<model::BoxRun> runs;
   uint64_t steps = 0;  // number of updates that the tensor counts as having had
 };
 
@@ -135,6 +148,15 @@ struct TensorState {
 struct UnitRange {
   uint64_t begin = 0;
   uint64_t end = 0;
+};
+
+// Runs of a tensor with so few elements between them are read together: a call of its own costs more.
+inline constexpr uint64_t kGapElementsMax = 8192;
+
+// Elements of a unit, and the place for them: as many elements of the job's working dtype.
+struct PullRun {
+  UnitRange range;
+  absl::Span<std::byte> to;
 };
 
 // Some elements of this rank's part of a unit's gradient.

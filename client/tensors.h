@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,18 +16,14 @@
 
 namespace ballast::client {
 
-// The part of each tensor that this rank has.
-enum class Local {
-  kWhole,  // the whole: one rank, or ranks whose reduced gradients are equal (DDP). With Split::kEven or kRows
-  kRows,   // its rows, as torch.chunk along dimension 0 gives them (FSDP2's Shard(0)). With Split::kRows
-};
-
-// One tensor's local elements, end to end in row-major order. Dtypes: kF32, kBf16, kF16; where a dtype is not the
-// job's, elements are rounded to nearest even, or widened.
+// One tensor's local elements: the part that this rank has (Session::Held), in row-major order. Dtypes: kF32, kBf16,
+// kF16; where a dtype is not the job's, elements are rounded to nearest even, or widened.
 struct TensorMemory {
   const std::byte* gradient = nullptr;  // null: no gradient in this step
   kernels::Dtype gradient_dtype = kernels::Dtype::kF32;
-  std::byte* parameter = nullptr;  // null only for a rank without a row of the tensor
+  // Null for a rank without an element of the tensor, and where the parameter lives on the servers alone: Step and Pull
+  // then bring it nowhere.
+  std::byte* parameter = nullptr;
   kernels::Dtype parameter_dtype = kernels::Dtype::kF32;
 };
 
@@ -43,15 +40,19 @@ struct TensorsReport {
 // the session's.
 class Tensors {
  public:
-  // Borrows `session`. `names`: each of the job's live tensors once. NOT_FOUND (UNKNOWN_TENSOR); INVALID_ARGUMENT
-  // (BAD_SPEC) for a missing or doubled name. After Session::Register, Make a new object.
-  static absl::StatusOr<Tensors> Make(Session* session, const std::vector<std::string>& names, Local local);
+  // Borrows `session`. `names`: each of the job's live tensors once that this rank has a part of; others may be among
+  // them. NOT_FOUND (UNKNOWN_TENSOR); INVALID_ARGUMENT (BAD_SPEC) for a missing or doubled name. After
+  // Session::Register, Make a new object.
+  static absl::StatusOr<Tensors> Make(Session* session, const std::vector<std::string>& names);
 
   // Elements of tensor `index` that this rank has.
-  uint64_t local_elements(size_t index) const { return local_elements_[index]; }
+  uint64_t local_elements(size_t index) const { return parts_[index].elements; }
 
-  // COLLECTIVE. Session::Initialise with the parameters' values, which must not change until return.
-  absl::Status Initialise(absl::Span<const TensorMemory> memory);
+  // COLLECTIVE. Session::Initialise with the parameters' values, which must not change until return. `source`: gives
+  // the values of a tensor, by index, whose parameter is null, in memory that lasts until the next call; it may be
+  // asked for the same tensor again, and may throw.
+  using Source = std::function<TensorMemory(size_t)>;
+  absl::Status Initialise(absl::Span<const TensorMemory> memory, const Source& source = {});
   // COLLECTIVE. Session::Step with the gradients given. Unless the step is skipped, parameters become the new
   // version's. An error before the seal reaches all ranks, and all drop their pushes: the step may be made again.
   // `ready` may be empty. If parameters change, it is called for a unit's tensors as soon as they have their new
@@ -65,65 +66,100 @@ class Tensors {
   size_t unit_count() const { return units_.size(); }
   const std::vector<size_t>& TensorsOf(size_t unit) const { return units_[unit].tensors; }
   // Pushes this unit's gradients ahead of Step, which then passes the unit over. `gradients`: an entry per
-  // TensorsOf(unit), with parameters ignored. The memory must stay unchanged until Step or Drop has returned OK.
-  absl::Status PushEarly(size_t unit, absl::Span<const TensorMemory> gradients);
+  // TensorsOf(unit), with parameters ignored. The memory must stay unchanged until Step or Drop has returned OK; with
+  // `owner`, which keeps it, until the owner is let go: see Session::PushBorrowed.
+  absl::Status PushEarly(size_t unit, absl::Span<const TensorMemory> gradients,
+                         const std::shared_ptr<const void>& owner = nullptr);
   // COLLECTIVE. Session::Drop of early pushes.
   absl::Status Drop();
   // COLLECTIVE. Session::CommitState of the tensors `which` (indices into names), with the local fp32 elements of each.
   absl::StatusOr<StepReport> CommitState(Content array, absl::Span<const size_t> which,
                                          absl::Span<const float* const> values, absl::Span<const uint64_t> steps,
                                          const std::string& blob);
-  // COLLECTIVE. Waits for updates and fetches parameters at the session's version. DDP's ranks gather the parts of all
-  // ranks.
+  // Reads the local elements of tensor `index` at the session's version.
+  absl::Status Read(size_t index, Content content, absl::Span<float> to);
+  // COLLECTIVE among the ranks that have a part of the tensor. Session::Write of the local elements.
+  absl::Status Write(size_t index, absl::Span<const float> values);
+  // COLLECTIVE. Waits for updates and fetches parameters at the session's version. With Split::kEven ranks gather the
+  // parts of all ranks; else each rank pulls its own. Beside parameters, memory for as many bytes as the session may
+  // have in flight, or for one unit if that is larger.
   absl::Status Pull(absl::Span<const TensorMemory> memory, const Ready& ready = {});
+  // Starts pulling this rank's parts of some tensors, by index, at the session's version. `to`: for each, room for
+  // local_elements() of the job's working dtype, borrowed until every pull returned was awaited. Never blocks.
+  absl::StatusOr<std::vector<PendingPull>> StartPull(absl::Span<const size_t> which, absl::Span<std::byte* const> to);
 
  private:
-  // A run of a tensor's elements within the rank's owned ranges of its unit, or within the whole unit.
+  // The part of a tensor that this rank has.
+  struct Part {
+    uint32_t index = 0;  // the session's
+    uint64_t begin = 0;  // of the tensor, in its unit
+    uint64_t elements = 0;
+    std::vector<model::BoxRun> runs;
+  };
+  // A run of a tensor's elements that lie together here and in the unit.
   struct Run {
     size_t tensor = 0;   // index into names
     uint64_t local = 0;  // first element, among the local elements
-    uint64_t at = 0;     // first element, in the owned ranges laid end to end or in the unit
+    uint64_t at = 0;     // first element, in the owned ranges laid end to end, in a fetch, or in the unit
     uint64_t count = 0;
+  };
+  // Elements of a unit that are pulled together.
+  struct Fetch {
+    UnitRange range;
+    std::vector<Run> runs;
   };
   struct Unit {
     uint32_t index = 0;  // the session's
     uint64_t elements = 0;
     bool pushed = false;  // early, in this attempt
     std::vector<size_t> tensors;
+    std::vector<std::string> lacking;  // tensors of the unit that this rank did not name
     std::vector<Run> owned;
-    std::vector<Run> whole;
+    std::vector<Run> whole;      // if gathered
+    std::vector<Fetch> fetches;  // else
+    uint64_t fetched_bytes = 0;
   };
+  struct Fetching;
 
-  explicit Tensors(Session* session, Local local) : session_(session), local_(local) {}
+  explicit Tensors(Session* session);
+  // Adds the unit's tensors, by offset.
+  void Place(Unit* unit);
   // BAD_REQUEST after a Register.
   absl::Status CheckCurrent() const;
   absl::Status LendValues(absl::Span<const TensorMemory> memory);
-  absl::Status PushValues(absl::Span<const TensorMemory> memory);
+  absl::Status PushValues(absl::Span<const TensorMemory> memory, const Source& source);
   // Gives the session the step's gradients, and the places for parameters if the session takes loans.
   absl::Status Give(absl::Span<const TensorMemory> memory);
   // Ends the loan of a decided step.
   absl::Status TakeBack(absl::Span<const TensorMemory> memory, bool skipped, const Ready& ready);
-  // Converts parameters lent in the job's dtype to the trainer's own dtype.
+  // Brings a whole tensor's local elements into the servers' order and dtype.
+  void ToServers(const Part& part, const std::byte* from, kernels::Dtype from_dtype, std::byte* to,
+                 kernels::Dtype to_dtype);
+  // Brings lent parameters from the servers' order and dtype to the trainer's own.
   void Widen(const Unit& unit, absl::Span<const TensorMemory> memory);
   absl::Status Push(absl::Span<const TensorMemory> memory);
-  absl::Status PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory);
+  absl::Status PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory,
+                        const std::shared_ptr<const void>& owner = nullptr);
+  // The unit's gradients in the job's dtype, for the owned ranges laid end to end. Nothing is written where none is.
+  void ConvertGradients(const Unit& unit, absl::Span<const TensorMemory> memory, absl::Span<std::byte> to);
   void Scatter(const std::vector<Run>& runs, absl::Span<const std::byte> from,
                absl::Span<const TensorMemory> memory) const;
+  absl::Status Gather(absl::Span<const TensorMemory> memory, const Ready& ready);
+  absl::StatusOr<Fetching> StartFetching(const Unit& unit, absl::Span<const TensorMemory> memory);
+  absl::Status Finish(Fetching* fetching, absl::Span<const TensorMemory> memory);
 
   Session* session_;
-  Local local_;
+  bool gathers_;  // every rank has every tensor whole, and pulls a part
   std::vector<std::string> names_;
-  std::vector<uint64_t> local_elements_;
-  std::vector<uint64_t> local_begins_;  // first local element of each tensor, counted in the tensor
+  std::vector<Part> parts_;  // by tensor
   std::vector<Unit> units_;
-  // Memory lent in place of a tensor's own, because the tensor has another dtype.
+  // Memory lent in place of a tensor's own, because the tensor has another dtype or another order of elements.
   struct Converted {
     std::vector<std::byte> gradient;
     std::vector<std::byte> parameter;
     bool lent = false;  // `parameter` is lent in this step
   };
-  std::vector<uint32_t> indices_;  // by tensor, the session's
-  uint32_t tensor_count_ = 0;      // the session's
+  uint32_t tensor_count_ = 0;  // the session's
   std::vector<Converted> converted_;
   std::vector<std::byte> buffer_;  // of one unit
   std::vector<float> wide_;        // for conversions

@@ -12,11 +12,6 @@
 namespace ballast::client {
 namespace {
 
-std::string Show(const v1::TensorSpec& tensor) {
-  return absl::StrCat("unit '", tensor.unit(), "', shape [", absl::StrJoin(tensor.shape(), ", "), "], group ",
-                      tensor.group(), ", aliases [", absl::StrJoin(tensor.aliases(), ", "), "]");
-}
-
 std::string Some(const std::vector<std::string>& tensors) {
   return absl::StrCat("tensor '", tensors.front(), "'",
                       tensors.size() > 1 ? absl::StrCat(" and ", tensors.size() - 1, " more") : "");
@@ -51,6 +46,11 @@ absl::Status CheckSameNames(const std::vector<std::string>& missing, const std::
 
 }  // namespace
 
+std::string Show(const v1::TensorSpec& tensor) {
+  return absl::StrCat("unit '", tensor.unit(), "', shape [", absl::StrJoin(tensor.shape(), ", "), "], group ",
+                      tensor.group(), ", aliases [", absl::StrJoin(tensor.aliases(), ", "), "]");
+}
+
 absl::Status BadSpec(absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec, message);
 }
@@ -63,6 +63,10 @@ v1::TensorSpec ToProto(const TensorSpec& tensor) {
   proto.set_group(tensor.group);
   for (const std::string& alias : tensor.aliases) proto.add_aliases(alias);
   proto.set_dtype(tensor.dtype);
+  if (tensor.parts.count > 1) {
+    proto.set_part_dimension(tensor.parts.dimension);
+    proto.set_parts(tensor.parts.count);
+  }
   return proto;
 }
 

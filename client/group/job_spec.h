@@ -1,6 +1,7 @@
 // The spec of a job: made of what the user gave, and compared with that of the job.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -13,6 +14,8 @@ namespace ballast::client {
 // The spec of a new job as the user gave it.
 v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec>& tensors);
 v1::TensorSpec ToProto(const TensorSpec& tensor);
+// All of the tensor but its name.
+std::string Show(const v1::TensorSpec& tensor);
 
 // INVALID_ARGUMENT (BAD_SPEC).
 absl::Status BadSpec(absl::string_view message);

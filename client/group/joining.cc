@@ -9,10 +9,12 @@
 #include "absl/time/clock.h"
 #include "ballast/client/group/job_spec.h"
 #include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/field_hash.h"
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/tiling.h"
 #include "ballast/proto/model/verdict.h"
 
 namespace ballast::client {
@@ -64,39 +66,29 @@ absl::Status JobMissing(const std::string& job) {
                                    "'; check the name and the servers, or choose resume=auto to create it"));
 }
 
-// Digest of the options on which ranks must agree before anything is changed.
-std::string Digest(const SessionOptions& options, const v1::JobSpec& spec, uint32_t servers) {
-  v1::OpenRequest said;
-  *said.mutable_spec() = spec;
-  said.set_base(static_cast<int64_t>(options.resume));
-  said.mutable_tiling()->set_world_size(servers);
-  said.mutable_epoch()->set_counter(static_cast<uint64_t>(options.split));
-  return said.SerializeAsString();
+std::string WithoutTensors(v1::OpenRequest named) {
+  named.mutable_spec()->mutable_registrations(0)->clear_tensors();
+  named.mutable_tiling()->clear_placements();
+  named.mutable_tiling()->clear_placement_of();
+  return named.SerializeAsString();
 }
 
-absl::Status CompareDigests(absl::Span<const std::string> digests) {
-  v1::OpenRequest first;
-  first.ParseFromString(digests[0]);
-  for (size_t r = 1; r < digests.size(); ++r) {
-    if (digests[r] == digests[0]) continue;
-    v1::OpenRequest other;
-    other.ParseFromString(digests[r]);
-    std::string what = "options differ: job name, group_count, chunk_elements, seed, split, or the order of tensors";
-    if (other.tiling().world_size() != first.tiling().world_size()) {
-      what = absl::StrCat(other.tiling().world_size(), " servers against ", first.tiling().world_size());
-    } else if (other.base() != first.base()) {
-      what = absl::StrCat("resume=", Name(static_cast<Resume>(other.base())),
-                          " against resume=", Name(static_cast<Resume>(first.base())));
-    } else if (const auto mine = model::OptimizerOf(other.spec()), its = model::OptimizerOf(first.spec());
-               mine.ok() && its.ok() && !(*mine == *its)) {
-      what = absl::StrCat(model::Show(*mine), " against ", model::Show(*its));
-    } else if (const absl::Status same = CheckSameSpec(other.spec(), first.spec()); !same.ok()) {
-      what = std::string(same.message());
-    }
-    return BadSpec(absl::StrCat("ranks ", r, " and 0 open different sessions: ", what,
-                                "; all ranks must pass the same options, tensors and servers"));
+absl::Status Differs(const v1::OpenRequest& other, uint32_t rank, const v1::OpenRequest& first) {
+  std::string what =
+      "options differ: job name, group_count, chunk_elements, seed, split, or the order or placement of tensors";
+  if (other.tiling().world_size() != first.tiling().world_size()) {
+    what = absl::StrCat(other.tiling().world_size(), " servers against ", first.tiling().world_size());
+  } else if (other.base() != first.base()) {
+    what = absl::StrCat("resume=", Name(static_cast<Resume>(other.base())),
+                        " against resume=", Name(static_cast<Resume>(first.base())));
+  } else if (const auto mine = model::OptimizerOf(other.spec()), its = model::OptimizerOf(first.spec());
+             mine.ok() && its.ok() && !(*mine == *its)) {
+    what = absl::StrCat(model::Show(*mine), " against ", model::Show(*its));
+  } else if (const absl::Status same = CheckSameSpec(other.spec(), first.spec()); !same.ok()) {
+    what = std::string(same.message());
   }
-  return absl::OkStatus();
+  return BadSpec(absl::StrCat("ranks ", rank, " and 0 open different sessions: ", what,
+                              "; all ranks must pass the same options, tensors and servers"));
 }
 
 }  // namespace
@@ -174,7 +166,48 @@ absl::Status Opening::SendFirstOpen(const v1::OpenRequest& open, absl::Duration 
 
 v1::Tiling Opening::MakeTiling(const model::Layout& layout) const {
   const auto world_size = static_cast<uint32_t>(group_->world_size());
-  return split_ == Split::kRows ? model::RowTiling(layout, world_size) : model::EvenTiling(layout, world_size);
+  switch (split_) {
+    case Split::kEven:
+      return model::EvenTiling(world_size);
+    case Split::kRows:
+      return model::RowTiling(layout, world_size);
+    case Split::kPlaced:
+      return union_.TilingOf(layout, world_size);
+  }
+  return {};
+}
+
+absl::StatusOr<TensorUnion> Opening::Unite(const std::string& what, const absl::Status& mine,
+                                           const v1::OpenRequest& named) {
+  // Hashes first: usually few ranks name anything different, and each then tells it once.
+  model::FieldHash hash;
+  const std::string bytes = named.SerializeAsString();
+  hash.Add(absl::string_view(bytes));
+  BALLAST_ASSIGN_OR_RETURN(const auto hashes, group_->Agree(what, mine, hash.Finish()));
+  std::vector<NamedAlike> all;
+  std::map<std::string, size_t> known;
+  for (uint32_t rank = 0; rank < hashes.size(); ++rank) {
+    const auto [it, is_new] = known.try_emplace(hashes[rank], all.size());
+    if (is_new) all.emplace_back();
+    all[it->second].ranks.push_back(rank);
+  }
+  const NamedAlike& alike = all[known.at(hashes[group_->rank()])];
+  if (all.size() == 1) {
+    all[0].named = named;
+  } else {
+    const bool tells = static_cast<int>(alike.ranks[0]) == group_->rank();
+    BALLAST_ASSIGN_OR_RETURN(const auto said, group_->Agree(what, absl::OkStatus(), tells ? bytes : ""));
+    for (NamedAlike& each : all) {
+      if (!each.named.ParseFromString(said[each.ranks[0]]) || each.named.spec().registrations_size() != 1 ||
+          each.named.tiling().placement_of_size() != each.named.spec().registrations(0).tensors_size()) {
+        return model::Error(absl::StatusCode::kInternal, model::kBadRequest,
+                            absl::StrCat("rank ", each.ranks[0], " sent no tensors"));
+      }
+      const bool differs = split_ != Split::kPlaced || WithoutTensors(each.named) != WithoutTensors(all[0].named);
+      if (&each != &all[0] && differs) return Differs(each.named, each.ranks[0], all[0].named);
+    }
+  }
+  return TensorUnion::Make(all);
 }
 
 absl::Status Opening::Divide(v1::OpenRequest* open) const {
@@ -271,13 +304,13 @@ absl::Status Opening::DropPartialPins(const v1::OpenRequest& open, absl::Time de
 }
 
 absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& current, int64_t version,
-                                                       const std::vector<TensorSpec>& added, absl::Duration timeout) {
+                                                       absl::Duration timeout) {
   const absl::Time deadline = absl::Now() + timeout;
   v1::OpenRequest open = current;
-  if (!added.empty()) {
+  if (!union_.tensors().empty()) {
     v1::Registration* registration = open.mutable_spec()->add_registrations();
     registration->set_version(version);
-    for (const TensorSpec& tensor : added) *registration->add_tensors() = ToProto(tensor);
+    registration->mutable_tensors()->Assign(union_.tensors().begin(), union_.tensors().end());
   }
   // Before the fence: a bad tensor, or one without room, must not cost the group its epoch.
   BALLAST_RETURN_IF_ERROR(Divide(&open));
@@ -352,14 +385,18 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::Stat
 }
 
 absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const SessionOptions& options,
-                                                                     const v1::JobSpec& spec) {
+                                                                     const std::vector<TensorSpec>& tensors) {
+  v1::JobSpec spec = MakeSpec(options, tensors);
   absl::Status bad = model::CheckJobName(options.job);
   if (bad.ok()) bad = model::OptimizerOf(spec).status();
   if (bad.ok()) bad = model::Layout::Make(spec).status();
   if (bad.ok()) bad = Identify(absl::Now() + options.open_timeout);
-  BALLAST_ASSIGN_OR_RETURN(const auto digests,
-                           group_->Agree("Open", bad, Digest(options, spec, router_->server_count())));
-  BALLAST_RETURN_IF_ERROR(CompareDigests(digests));
+  v1::OpenRequest named = Named(spec, tensors);
+  named.set_base(static_cast<int64_t>(options.resume));
+  named.mutable_tiling()->set_world_size(router_->server_count());
+  named.mutable_epoch()->set_counter(static_cast<uint64_t>(options.split));
+  BALLAST_ASSIGN_OR_RETURN(union_, Unite("Open", bad, named));
+  spec.mutable_registrations(0)->mutable_tensors()->Assign(union_.tensors().begin(), union_.tensors().end());
   absl::StatusOr<v1::OpenRequest> open = v1::OpenRequest();
   if (group_->rank() == 0) open = OpenAsFirst(options, spec);
   return Share(std::move(open), true);
@@ -367,9 +404,18 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const Sessi
 
 absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Extend(const v1::OpenRequest& current, int64_t version,
                                                                        const std::vector<TensorSpec>& added,
+                                                                       const absl::Status& mine,
                                                                        absl::Duration timeout) {
+  v1::JobSpec spec;
+  v1::Registration* const registration = spec.add_registrations();
+  for (const TensorSpec& tensor : added) *registration->add_tensors() = ToProto(tensor);
+  BALLAST_ASSIGN_OR_RETURN(union_, Unite("Register", mine, Named(spec, added)));
+  if (split_ == Split::kPlaced) {
+    BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(current.spec()));
+    union_.AddPlacementsOf(current, layout);
+  }
   absl::StatusOr<v1::OpenRequest> open = v1::OpenRequest();
-  if (group_->rank() == 0) open = ExtendAsFirst(current, version, added, timeout);
+  if (group_->rank() == 0) open = ExtendAsFirst(current, version, timeout);
   return Share(std::move(open), false);
 }
 

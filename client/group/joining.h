@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "ballast/client/group/fencing.h"
 #include "ballast/client/group/group.h"
+#include "ballast/client/group/tensor_union.h"
 #include "ballast/client/session_types.h"
 #include "ballast/client/transport/router.h"
 #include "ballast/proto/model/layout.h"
@@ -28,20 +29,24 @@ class Opening {
   // Borrows both arguments.
   Opening(Router* router, Group* group, Split split) : router_(router), group_(group), split_(split) {}
 
-  // COLLECTIVE. Opens `options.job` for this group's world size, with `spec` if the job is new, else with the job's own
-  // spec. On return the router's servers are in the order of the members, and the router has the Open.
-  absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Open(const SessionOptions& options, const v1::JobSpec& spec);
+  // COLLECTIVE. Opens `options.job` for this group's world size, with `tensors` if the job is new, else with the job's
+  // own spec. On return the router's servers are in the order of the members, and the router has the Open.
+  absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Open(const SessionOptions& options,
+                                                              const std::vector<TensorSpec>& tensors);
 
-  // COLLECTIVE. Opens a new epoch of an open job and registers `added` tensors (perhaps none) at its version. ABORTED:
-  // the old epoch is over, and the group must start again. After any different error the old epoch goes on.
+  // COLLECTIVE. Opens a new epoch of an open job and registers `added` tensors (perhaps none) at its version. `mine`:
+  // an error of this rank, which all ranks then get. ABORTED: the old epoch is over, and the group must start again.
+  // After any different error the old epoch goes on.
   absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Extend(const v1::OpenRequest& current, int64_t version,
                                                                 const std::vector<TensorSpec>& added,
-                                                                absl::Duration timeout);
+                                                                const absl::Status& mine, absl::Duration timeout);
 
  private:
+  // COLLECTIVE. Compares what ranks name: all of it, or with kPlaced all but the tensors, whose union is returned.
+  absl::StatusOr<TensorUnion> Unite(const std::string& what, const absl::Status& mine, const v1::OpenRequest& named);
   absl::StatusOr<v1::OpenRequest> OpenAsFirst(const SessionOptions& options, const v1::JobSpec& spec);
   absl::StatusOr<v1::OpenRequest> ExtendAsFirst(const v1::OpenRequest& current, int64_t version,
-                                                const std::vector<TensorSpec>& added, absl::Duration timeout);
+                                                absl::Duration timeout);
   // Asks every server for its id and protocol version. Every rank asks: its own list of servers may differ from rank
   // 0's in order, and its own version from rank 0's.
   absl::Status Identify(absl::Time deadline);
@@ -69,6 +74,7 @@ class Opening {
   Router* router_;
   Group* group_;
   Split split_;
+  TensorUnion union_;
   std::vector<std::string> server_ids_;  // in the router's order, until that becomes the members'
 };
 

@@ -163,9 +163,8 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Open(const SessionOptions& opt
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec, "a session needs at least one server");
   }
   auto impl = std::make_unique<Impl>(options, std::move(servers), collective);
-  BALLAST_ASSIGN_OR_RETURN(
-      const auto open,
-      Opening(impl->router.get(), &impl->group, options.split).Open(options, MakeSpec(options, tensors)));
+  BALLAST_ASSIGN_OR_RETURN(const auto open,
+                           Opening(impl->router.get(), &impl->group, options.split).Open(options, tensors));
   BALLAST_RETURN_IF_ERROR(impl->Adopt(open));
   if (open->has_base_decision()) {
     const auto& blobs = open->base_decision().blobs();
@@ -277,6 +276,25 @@ absl::Status Session::PullOwned(uint32_t unit, absl::Span<float> to) {
   return impl_->PullOwned(unit, WritableBytes(to), sizeof(float));
 }
 
+const model::Box* Session::Held(uint32_t tensor) const {
+  return tensor < tensor_count() ? impl_->seat.units->Held(tensor) : nullptr;
+}
+
+Split Session::split() const { return impl_->options.split; }
+
+uint64_t Session::inflight_bytes_max() const { return impl_->options.inflight_bytes_max; }
+
+absl::StatusOr<PendingPull> Session::StartPull(uint32_t unit, absl::Span<const PullRun> runs) {
+  BALLAST_RETURN_IF_ERROR(impl_->CheckHasValues(unit));
+  return PendingPull(this, impl_->parameters.StartPull(unit, runs));
+}
+
+absl::Status PendingPull::Await() {
+  if (tally_ == nullptr) return absl::OkStatus();
+  const std::shared_ptr<Tally> tally = std::exchange(tally_, nullptr);
+  return session_->impl_->Conclude(session_->impl_->parameters.AwaitPull(*tally));
+}
+
 absl::Status Session::Pin() {
   BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
   v1::PinRequest request;
@@ -301,10 +319,23 @@ absl::Status Session::Unpin(int64_t version) {
   return impl_->Conclude(answers.status());
 }
 
-absl::Status Session::Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to) {
+absl::StatusOr<std::vector<model::BoxRun>> Session::WholeRuns(absl::string_view tensor) const {
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t index, impl_->seat.units->layout().FindTensor(tensor));
+  return RunsOf(index, model::WholeOf(impl_->seat.units->layout().tensors()[index].shape));
+}
+
+std::vector<model::BoxRun> Session::RunsOf(uint32_t tensor, const model::Box& box) const {
+  const model::Tensor& found = impl_->seat.units->layout().tensors()[tensor];
+  return model::RunsOf(found.shape, box, found.parts);
+}
+
+absl::Status Session::Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to,
+                           absl::Span<const model::BoxRun> runs) {
   BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
   BALLAST_ASSIGN_OR_RETURN(const Location at, Locate(tensor));
-  if (to.size() != at.end - at.begin) {
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<model::BoxRun> whole, WholeRuns(tensor));
+  if (runs.empty()) runs = whole;
+  if (to.size() != model::ElementsOf(runs) || runs.back().in_tensor + runs.back().count > at.end - at.begin) {
     return model::Error(
         absl::StatusCode::kInvalidArgument, model::kBadLength,
         absl::StrCat("tensor '", tensor, "' has ", at.end - at.begin, " elements, got room for ", to.size()));
@@ -312,15 +343,25 @@ absl::Status Session::Read(absl::string_view tensor, Content content, int64_t ve
   if (version > this->version()) {
     return Precondition(absl::StrCat("version ", version, " is not decided yet; this session is at ", this->version()));
   }
-  const model::Range range{at.begin, at.end};
-  if (content != Content::kWorking) {
-    return impl_->Conclude(impl_->parameters.Read(at.unit, range, ToProto(content), version, WritableBytes(to)));
+  const kernels::Dtype dtype = content == Content::kWorking ? optimizer().working : kernels::Dtype::kF32;
+  const uint64_t width = kernels::ElementBytes(dtype);
+  std::vector<std::byte> read;
+  for (const model::RunGroup& group : model::GroupRuns(runs, kGapElementsMax)) {
+    const model::Range range{at.begin + group.range.begin, at.begin + group.range.end};
+    const bool direct = group.first + 1 == group.last && dtype == kernels::Dtype::kF32;
+    absl::Span<std::byte> place;
+    if (direct) {
+      place = WritableBytes(to.subspan(runs[group.first].in_box, range.size()));
+    } else {
+      read.resize(range.size() * width);
+      place = absl::MakeSpan(read);
+    }
+    BALLAST_RETURN_IF_ERROR(impl_->Conclude(impl_->parameters.Read(at.unit, range, ToProto(content), version, place)));
+    for (size_t i = group.first; i < group.last && !direct; ++i) {
+      kernels::ToF32(dtype, place.data() + (runs[i].in_tensor - group.range.begin) * width,
+                     to.subspan(runs[i].in_box, runs[i].count));
+    }
   }
-  const kernels::Dtype dtype = optimizer().working;
-  std::vector<std::byte> working(to.size() * kernels::ElementBytes(dtype));
-  BALLAST_RETURN_IF_ERROR(
-      impl_->Conclude(impl_->parameters.Read(at.unit, range, v1::CONTENT_WORKING, version, absl::MakeSpan(working))));
-  kernels::ToF32(dtype, working.data(), to);
   return absl::OkStatus();
 }
 

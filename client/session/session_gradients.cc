@@ -42,10 +42,11 @@ absl::Status Session::Push(uint32_t unit, absl::Span<const float> gradient, absl
   return impl_->Push(unit, Bytes(gradient), sizeof(float), absent);
 }
 
-absl::Status Session::PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent) {
+absl::Status Session::PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent,
+                                   const std::shared_ptr<const void>& owner) {
   BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(unit));
   const absl::Time start = absl::Now();
-  const absl::Status status = impl_->gradients.PushBorrowed(unit, std::move(runs), absent);
+  const absl::Status status = impl_->gradients.PushBorrowed(unit, std::move(runs), absent, owner);
   impl_->push_seconds += absl::ToDoubleSeconds(absl::Now() - start);
   return status;
 }
@@ -103,7 +104,7 @@ absl::StatusOr<const std::vector<v1::ChunkNorm>*> Session::Impl::Norms(const std
                               lost || !answer.ok() ? kResend : absl::StrCat(kNorms, answer->SerializeAsString()));
     if (!shared.ok()) return Conclude(shared.status());
     if ((*shared)[0] == kResend) {
-      gradients.ResendAll(presence);
+      if (absl::Status sent = gradients.ResendAll(presence); !sent.ok()) return Conclude(std::move(sent));
     } else {
       answered = (*shared)[0];
     }

@@ -153,7 +153,7 @@ absl::StatusOr<StepReport> Session::Restore(int64_t version) {
   }
   impl.parameters.Forget();
   auto open = Opening(impl.router.get(), &impl.group, impl.options.split)
-                  .Extend(*impl.open, impl.seat.version, {}, impl.options.step_timeout);
+                  .Extend(*impl.open, impl.seat.version, {}, absl::OkStatus(), impl.options.step_timeout);
   if (absl::IsAborted(open.status())) impl.finished = open.status();
   if (!open.ok()) return impl.Conclude(open.status());
   BALLAST_RETURN_IF_ERROR(impl.Adopt(*open));

@@ -19,18 +19,19 @@ absl::Status Bad(absl::string_view reason, absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
 }
 
+std::vector<model::BoxRun> StateRuns(const Seat& seat, uint32_t tensor, const TensorState& state) {
+  if (!state.runs.empty()) return state.runs;
+  const model::Tensor& found = seat.units->layout().tensors()[tensor];
+  return model::RunsOf(found.shape, model::WholeOf(found.shape), found.parts);
+}
+
 // All that this rank owns of the tensor is given.
 absl::Status CheckCovers(const Seat& seat, uint32_t tensor, const TensorState& state) {
-  const model::Range range = seat.units->layout().tensors()[tensor].range;
-  const uint64_t end = state.first + state.values.size();
-  bool covers = end <= range.size();
-  for (const OwnedSegment& segment : seat.units->unit(seat.units->layout().tensors()[tensor].unit).segments) {
-    if (segment.tensor != tensor) continue;
-    covers = covers && state.first <= segment.first && segment.first + segment.count <= end;
-  }
-  if (covers) return absl::OkStatus();
-  return Bad(model::kBadLength, absl::StrCat("tensor '", state.tensor, "' has ", range.size(), " elements, elements ",
-                                             state.first, " to ", end, " were given, and this rank owns others"));
+  const uint64_t elements = seat.units->layout().tensors()[tensor].range.size();
+  const std::vector<model::BoxRun> runs = StateRuns(seat, tensor, state);
+  if (model::ElementsOf(runs) == state.values.size() && seat.units->Covers(tensor, runs)) return absl::OkStatus();
+  return Bad(model::kBadLength, absl::StrCat("tensor '", state.tensor, "' has ", elements, " elements, ",
+                                             state.values.size(), " were given, and this rank owns others"));
 }
 
 absl::Status CheckValues(const TensorState& state, bool squares) {
@@ -39,15 +40,13 @@ absl::Status CheckValues(const TensorState& state, bool squares) {
                                 [squares](float x) { return !std::isfinite(x) || (squares && x < 0); });
   if (bad == state.values.end()) return absl::OkStatus();
   return Bad(model::kBadRequest,
-             absl::StrCat("element ", state.first + static_cast<uint64_t>(bad - state.values.begin()),
-                          " of the values for tensor '", state.tensor, "' is ", *bad, "; they must be finite",
-                          squares ? ", and those of a second moment at least 0" : ""));
+             absl::StrCat("element ", bad - state.values.begin(), " of the values for tensor '", state.tensor, "' is ",
+                          *bad, "; they must be finite", squares ? ", and those of a second moment at least 0" : ""));
 }
 
 absl::StatusOr<StateByTensor> ByTensor(const Seat& seat, Content array, absl::Span<const TensorState> tensors) {
   const int moment = static_cast<int>(array) - static_cast<int>(Content::kMoment1);
   const bool squares = moment >= 0 && kernels::IsSecondMoment(seat.optimizer, moment);
-  if (tensors.empty()) return Precondition("no tensors to write");
   StateByTensor states;
   for (const TensorState& state : tensors) {
     BALLAST_ASSIGN_OR_RETURN(const uint32_t index, seat.units->layout().FindTensor(state.tensor));
@@ -96,6 +95,7 @@ absl::StatusOr<StepReport> Session::CommitState(Content array, absl::Span<const 
   if (!impl.gradients.empty()) mine = Precondition("gradients were pushed; Step or Drop before CommitState");
   if (!impl.values.empty()) mine = Precondition("values were written; Step or CommitValues before CommitState");
   if (impl.loan != nullptr) mine = Precondition("memory is lent; AwaitApplied or Drop before CommitState");
+  if (tensors.empty() && !impl.places()) mine = Precondition("no tensors to write");
   if (array == Content::kWorking) mine = Precondition("working parameters follow from the masters: write those");
   StateByTensor states;
   if (mine.ok()) {
@@ -108,7 +108,11 @@ absl::StatusOr<StepReport> Session::CommitState(Content array, absl::Span<const 
   if (lends) mine = impl.Lend(LentOf(tensor_count(), states));
   const Values::Source source = [&](uint32_t tensor, uint64_t first, absl::Span<float> to) {
     const TensorState& state = *states.at(tensor);
-    std::copy_n(state.values.begin() + static_cast<std::ptrdiff_t>(first - state.first), to.size(), to.begin());
+    model::VisitRuns(StateRuns(impl.seat, tensor, state), first, to.size(),
+                     [&](uint64_t in_box, uint64_t offset, uint64_t count) {
+                       const auto part = state.values.subspan(in_box, count);
+                       std::copy(part.begin(), part.end(), to.begin() + static_cast<std::ptrdiff_t>(offset));
+                     });
   };
   auto report = impl.Transact("CommitState", std::move(mine), HeaderOf(index, tensor_count(), states), blob, source);
   if (!lends) return report;

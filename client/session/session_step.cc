@@ -39,11 +39,16 @@ std::string DifferenceOf(const v1::SealRequest& other, const v1::SealRequest& fi
                       first.header().max_norm());
 }
 
-absl::Status CheckSameOffers(const std::vector<v1::SealRequest>& offers) {
-  const auto common = [](v1::SealRequest offer) {
+// `places`: ranks have different tensors, and each offers values of its own.
+absl::Status CheckSameOffers(const std::vector<v1::SealRequest>& offers, bool places) {
+  const auto common = [places](v1::SealRequest offer) {
     offer.clear_rank();
     offer.clear_blobs();
     offer.mutable_header()->clear_gradient_presence();
+    if (places) {
+      offer.mutable_header()->clear_value_presence();
+      offer.mutable_header()->clear_value_tensor_steps();
+    }
     return offer.SerializeAsString();
   };
   const std::string first = common(offers[0]);
@@ -55,6 +60,18 @@ absl::Status CheckSameOffers(const std::vector<v1::SealRequest>& offers) {
                                      "options"));
   }
   return absl::OkStatus();
+}
+
+void AddBits(const std::string& bits, std::string* to) {
+  for (size_t i = 0; i < to->size() && i < bits.size(); ++i) (*to)[i] = static_cast<char>((*to)[i] | bits[i]);
+}
+
+// Adds the tensors of whose values `other` tells, with their step counts.
+void AddValues(const v1::StepHeader& other, v1::StepHeader* to) {
+  for (int i = 0; i < other.value_tensor_steps_size() && i < to->value_tensor_steps_size(); ++i) {
+    if (model::HasBit(other.value_presence(), i)) to->set_value_tensor_steps(i, other.value_tensor_steps(i));
+  }
+  AddBits(other.value_presence(), to->mutable_value_presence());
 }
 
 bool AnyBit(const std::string& bitmap) {
@@ -84,7 +101,7 @@ absl::StatusOr<Session::Impl::Agreement> Session::Impl::Settle(const std::string
       return model::Error(absl::StatusCode::kInternal, model::kBadRequest, absl::StrCat("rank ", r, " sent no offer"));
     }
   }
-  if (const absl::Status same = CheckSameOffers(offers); !same.ok()) {
+  if (const absl::Status same = CheckSameOffers(offers, places()); !same.ok()) {
     // Brings ranks that dropped less often to the highest attempt; otherwise no step would ever be agreed on. Servers
     // ask again for slices of an older attempt.
     for (const v1::SealRequest& other : offers) seat.attempt = std::max(seat.attempt, other.attempt());
@@ -92,14 +109,13 @@ absl::StatusOr<Session::Impl::Agreement> Session::Impl::Settle(const std::string
   }
 
   Agreement agreed{offers[0].header(), {}};
-  std::string& presence = *agreed.header.mutable_gradient_presence();
+  const std::string& presence = agreed.header.gradient_presence();
   for (const v1::SealRequest& other : offers) {
-    const std::string& theirs = other.header().gradient_presence();
-    for (size_t i = 0; i < presence.size() && i < theirs.size(); ++i) {
-      presence[i] = static_cast<char>(presence[i] | theirs[i]);
-    }
+    AddBits(other.header().gradient_presence(), agreed.header.mutable_gradient_presence());
+    if (places()) AddValues(other.header(), &agreed.header);
     agreed.blobs.push_back(other.blobs(0));
   }
+  const absl::Status written = places() ? CheckWritten(offers[seat.rank()].header(), agreed.header) : absl::OkStatus();
   // All ranks come to the same answer, before any push for the step: no rank seals a step that another refuses.
   if (source != nullptr) {
     BALLAST_RETURN_IF_ERROR(model::CheckHeader(seat.units->plan(), seat.version + 1, agreed.header, agreed.blobs));
@@ -109,13 +125,28 @@ absl::StatusOr<Session::Impl::Agreement> Session::Impl::Settle(const std::string
   bool more = writes;
   for (const v1::SealRequest& other : offers) more = more || other.header().gradient_presence() != presence;
   if (!more) return agreed;
-  mine = gradients.Cover(presence);
+  mine = written.ok() ? gradients.Cover(presence) : written;
   if (mine.ok() && source != nullptr) mine = values.Push(agreed.header.value_presence(), *source);
   const absl::Status pushed = group.Agree(what, mine);
   // Servers may have some of these values, and would refuse others in the same attempt.
   if (!pushed.ok() && writes) ++seat.attempt;
   BALLAST_RETURN_IF_ERROR(pushed);
   return agreed;
+}
+
+absl::Status Session::Impl::CheckWritten(const v1::StepHeader& own, const v1::StepHeader& agreed) const {
+  for (const model::Tensor& tensor : seat.units->layout().tensors()) {
+    const uint32_t i = tensor.index;
+    if (seat.units->Held(i) == nullptr || !model::HasBit(agreed.value_presence(), i)) continue;
+    const bool same_steps = agreed.value_tensor_steps_size() == 0 || agreed.value_tensor_steps(static_cast<int>(i)) ==
+                                                                         own.value_tensor_steps(static_cast<int>(i));
+    if (model::HasBit(own.value_presence(), i) && same_steps) continue;
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kPlanMismatch,
+                        absl::StrCat("another rank has written values of tensor '", tensor.name,
+                                     "' that this rank, which has a part of it, has not, or another step count; all "
+                                     "ranks that have a tensor must write it"));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, absl::Time deadline,
@@ -130,17 +161,21 @@ absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, 
   *seal.mutable_header() = agreed.header;
   for (const std::string& blob : agreed.blobs) seal.add_blobs(blob);
   absl::Status refused;  // the servers' last refusal of a resent slice
-  const auto resend = [&](absl::Span<const OwnedSlice* const> missing) {
-    if (!gradients.idle() || !values.idle()) return;  // they may be on their way already: servers ask every second
+  const auto resend = [&](absl::Span<const OwnedSlice* const> missing) -> absl::Status {
+    // Slices may be on their way already: servers ask every second.
+    if (!gradients.idle() || !values.idle()) return absl::OkStatus();
     for (const absl::Status& sent : {gradients.Wait(), values.Wait()}) {
       if (!sent.ok()) refused = sent;
     }
     const std::string& written = agreed.header.value_presence();
     for (const OwnedSlice* owned : missing) {
       if (seat.units->plan().Touches(owned->slice, written)) values.Resend(*owned, written, source);
-      if (seat.units->plan().Touches(owned->slice, agreed.header.gradient_presence())) gradients.Resend(*owned);
+      if (seat.units->plan().Touches(owned->slice, agreed.header.gradient_presence())) {
+        BALLAST_RETURN_IF_ERROR(gradients.Resend(*owned));
+      }
       seat.router->AwaitAdmission();  // slices gathered for a push need memory beyond the bytes in flight
     }
+    return absl::OkStatus();
   };
   auto decision = transaction.SealAndDecide(seal, deadline, resend);
   if (decision.ok() || refused.ok()) return decision;
@@ -243,13 +278,17 @@ absl::Status Session::RefuseStep(const absl::Status& why) {
   return impl_->Conclude(impl_->group.Agree("Step", why));
 }
 
-absl::Status Session::Write(absl::string_view tensor, absl::Span<const float> values) {
+absl::Status Session::Write(absl::string_view tensor, absl::Span<const float> values,
+                            absl::Span<const model::BoxRun> runs) {
   BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
   BALLAST_ASSIGN_OR_RETURN(const uint32_t index, impl_->seat.units->layout().FindTensor(tensor));
   const uint64_t elements = impl_->seat.units->layout().tensors()[index].range.size();
-  if (values.size() != elements) {
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<model::BoxRun> whole, WholeRuns(tensor));
+  if (runs.empty()) runs = whole;
+  if (values.size() != model::ElementsOf(runs) || !impl_->seat.units->Covers(index, runs)) {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
-                        absl::StrCat("tensor '", tensor, "' has ", elements, " elements, got ", values.size()));
+                        absl::StrCat("tensor '", tensor, "' has ", elements, " elements, got ", values.size(),
+                                     ", which must be all, or at least this rank's part"));
   }
   for (size_t i = 0; i < values.size(); ++i) {
     if (std::isfinite(values[i])) continue;
@@ -258,7 +297,7 @@ absl::Status Session::Write(absl::string_view tensor, absl::Span<const float> va
                                      "; master weights must be finite"));
   }
   if (impl_->values.lent()) return Precondition("values are lent; Step and AwaitApplied, or Drop, come before Write");
-  impl_->values.Write(index, values);
+  impl_->values.Write(index, values, runs);
   return absl::OkStatus();
 }
 
@@ -290,21 +329,11 @@ absl::Status Session::Register(const std::vector<TensorSpec>& tensors) {
   if (impl_->seat.version < 0) mine = Precondition("the job is new: pass all tensors to Open, or Initialise first");
   if (!impl_->gradients.empty()) mine = Precondition("gradients were pushed; Step or Drop before Register");
   if (!impl_->values.empty()) mine = Precondition("values were written; Step or CommitValues before Register");
-  if (tensors.empty()) mine = Precondition("no tensors to register");
-  v1::Registration registration;
-  for (const TensorSpec& tensor : tensors) *registration.add_tensors() = ToProto(tensor);
-  auto all = impl_->group.Agree("Register", mine, registration.SerializeAsString());
-  if (!all.ok()) return impl_->Conclude(all.status());
-  for (size_t r = 1; r < all->size(); ++r) {
-    if ((*all)[r] != (*all)[0]) {
-      return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec,
-                          absl::StrCat("ranks ", r, " and 0 register different tensors; all ranks must pass the same"));
-    }
-  }
+  if (tensors.empty() && impl_->options.split != Split::kPlaced) mine = Precondition("no tensors to register");
   (void)impl_->transaction.AwaitCommits(impl_->seat.Deadline());
   impl_->parameters.Forget();
   auto open = Opening(impl_->router.get(), &impl_->group, impl_->options.split)
-                  .Extend(*impl_->open, impl_->seat.version, tensors, impl_->options.step_timeout);
+                  .Extend(*impl_->open, impl_->seat.version, tensors, mine, impl_->options.step_timeout);
   if (absl::IsAborted(open.status())) impl_->finished = open.status();
   if (!open.ok()) return impl_->Conclude(open.status());
   return impl_->Adopt(*open);

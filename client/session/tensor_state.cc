@@ -6,13 +6,13 @@ namespace ballast::client {
 absl::StatusOr<StepReport> Tensors::CommitState(Content array, absl::Span<const size_t> which,
                                                 absl::Span<const float* const> values, absl::Span<const uint64_t> steps,
                                                 const std::string& blob) {
-  std::vector<TensorState> states(which.size());
+  std::vector<TensorState> states;
   for (size_t i = 0; i < which.size(); ++i) {
     const size_t tensor = which[i];
-    states[i] = {.tensor = names_[tensor],
-                 .values = {values[i], local_elements_[tensor]},
-                 .first = local_begins_[tensor],
-                 .steps = steps[i]};
+    states.push_back({.tensor = names_[tensor],
+                      .values = {values[i], parts_[tensor].elements},
+                      .runs = parts_[tensor].runs,
+                      .steps = steps[i]});
   }
   return session_->CommitState(array, states, blob);
 }

@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <utility>
 
-#include "absl/container/flat_hash_set.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/client/group/job_spec.h"
@@ -36,67 +37,95 @@ void Convert(const std::byte* from, Dtype from_dtype, std::byte* to, Dtype to_dt
 
 }  // namespace
 
-absl::StatusOr<Tensors> Tensors::Make(Session* session, const std::vector<std::string>& names, Local local) {
-  Tensors tensors(session, local);
+// The units ahead on their way, and the memory that they need: a pull into it, or into parameters.
+struct Tensors::Fetching {
+  const Unit* unit;
+  std::vector<std::byte> memory;
+  PendingPull pull;
+};
+
+Tensors::Tensors(Session* session)
+    : session_(session), gathers_(session->split() == Split::kEven && session->world_size() > 1) {}
+
+absl::StatusOr<Tensors> Tensors::Make(Session* session, const std::vector<std::string>& names) {
+  Tensors tensors(session);
   tensors.names_ = names;
-  tensors.local_elements_.resize(names.size());
-  tensors.local_begins_.resize(names.size());
+  tensors.parts_.resize(names.size());
   tensors.converted_.resize(names.size());
   tensors.tensor_count_ = session->tensor_count();
-  std::map<uint32_t, std::vector<std::pair<Session::Location, size_t>>> by_unit;
+  std::map<uint32_t, Unit> by_index;
+  absl::flat_hash_map<uint32_t, size_t> named;
   for (size_t i = 0; i < names.size(); ++i) {
+    Part& part = tensors.parts_[i];
     BALLAST_ASSIGN_OR_RETURN(const Session::Location at, session->Locate(names[i]));
-    by_unit[at.unit].emplace_back(at, i);
-    BALLAST_ASSIGN_OR_RETURN(const uint32_t index, session->TensorIndex(names[i]));
-    tensors.indices_.push_back(index);
+    BALLAST_ASSIGN_OR_RETURN(part.index, session->TensorIndex(names[i]));
+    const auto [other, is_new] = named.try_emplace(part.index, i);
+    if (!is_new) {
+      return BadSpec(
+          absl::StrCat("'", names[other->second], "' and '", names[i], "' are one tensor of the job; name it once"));
+    }
+    part.begin = at.begin;
+    if (const model::Box* box = session->Held(part.index); box != nullptr) {
+      part.elements = model::ElementsOf(*box);
+      part.runs = session->RunsOf(part.index, *box);
+    }
+    Unit& unit = by_index[at.unit];
+    unit.index = at.unit;
+    unit.tensors.push_back(i);
   }
-  const absl::flat_hash_set<uint32_t> named(tensors.indices_.begin(), tensors.indices_.end());
   for (const std::string& name : session->tensor_names()) {
     BALLAST_ASSIGN_OR_RETURN(const uint32_t index, session->TensorIndex(name));
     if (named.contains(index)) continue;
-    return BadSpec(absl::StrCat("tensor '", name, "' of the job is not among the ", names.size(), " that were named"));
+    if (session->Held(index) != nullptr) {
+      return BadSpec(
+          absl::StrCat("tensor '", name, "' of the job is not among the ", names.size(), " that were named"));
+    }
+    BALLAST_ASSIGN_OR_RETURN(const Session::Location at, session->Locate(name));
+    if (const auto unit = by_index.find(at.unit); unit != by_index.end()) unit->second.lacking.push_back(name);
   }
-  for (auto& [index, located] : by_unit) {
-    std::sort(located.begin(), located.end(),
-              [](const auto& a, const auto& b) { return a.first.begin < b.first.begin; });
-    Unit& unit = tensors.units_.emplace_back();
-    unit.index = index;
-    unit.elements = session->unit_elements(index);
-    const auto twice = std::adjacent_find(located.begin(), located.end(), [](const auto& a, const auto& b) {
-      return a.first.begin == b.first.begin && a.first.end > a.first.begin;
-    });
-    if (twice != located.end()) {
-      return BadSpec(absl::StrCat("'", names[twice->second], "' and '", names[std::next(twice)->second],
-                                  "' are one tensor of the job; name it once"));
-    }
-    for (const auto& [at, tensor] : located) {
-      unit.tensors.push_back(tensor);
-      const uint64_t count = at.end - at.begin;
-      if (local == Local::kWhole) {
-        tensors.local_elements_[tensor] = count;
-        unit.whole.push_back({tensor, 0, at.begin, count});
-      }
-      uint64_t before = 0;  // owned elements of the unit in front of the range
-      for (const UnitRange& range : session->owned(index)) {
-        const uint64_t begin = std::max(range.begin, at.begin), end = std::min(range.end, at.end);
-        if (begin < end) {
-          const uint64_t first = local == Local::kWhole ? begin - at.begin : tensors.local_elements_[tensor];
-          unit.owned.push_back({tensor, first, before + begin - range.begin, end - begin});
-          if (local == Local::kRows) {
-            if (first == 0) tensors.local_begins_[tensor] = begin - at.begin;
-            tensors.local_elements_[tensor] += end - begin;
-          }
-        }
-        before += range.end - range.begin;
-      }
-    }
+  for (auto& [index, unit] : by_index) {
+    tensors.Place(&unit);
+    tensors.units_.push_back(std::move(unit));
   }
   return tensors;
 }
 
-absl::Status Tensors::Initialise(absl::Span<const TensorMemory> memory) {
+void Tensors::Place(Unit* unit) {
+  std::sort(unit->tensors.begin(), unit->tensors.end(),
+            [this](size_t a, size_t b) { return parts_[a].begin < parts_[b].begin; });
+  unit->elements = session_->unit_elements(unit->index);
+  const std::vector<UnitRange>& owned = session_->owned(unit->index);
+  size_t next = 0;
+  uint64_t before = 0;  // owned elements of the unit in front of owned[next]
+  for (const size_t tensor : unit->tensors) {
+    const Part& part = parts_[tensor];
+    for (const model::BoxRun& run : part.runs) {
+      const uint64_t begin = part.begin + run.in_tensor, end = begin + run.count;
+      while (next < owned.size() && owned[next].end <= begin) before += owned[next].end - owned[next].begin, ++next;
+      uint64_t passed = before;
+      for (size_t i = next; i < owned.size() && owned[i].begin < end; ++i) {
+        const uint64_t from = std::max(owned[i].begin, begin), to = std::min(owned[i].end, end);
+        unit->owned.push_back({tensor, run.in_box + (from - begin), passed + (from - owned[i].begin), to - from});
+        passed += owned[i].end - owned[i].begin;
+      }
+      if (gathers_) unit->whole.push_back({tensor, run.in_box, begin, run.count});
+    }
+    if (gathers_) continue;
+    for (const model::RunGroup& group : model::GroupRuns(part.runs, kGapElementsMax)) {
+      Fetch& fetch = unit->fetches.emplace_back();
+      fetch.range = {part.begin + group.range.begin, part.begin + group.range.end};
+      for (size_t i = group.first; i < group.last; ++i) {
+        const model::BoxRun& run = part.runs[i];
+        fetch.runs.push_back({tensor, run.in_box, run.in_tensor - group.range.begin, run.count});
+      }
+      unit->fetched_bytes += group.range.size() * ElementBytes(session_->optimizer().working);
+    }
+  }
+}
+
+absl::Status Tensors::Initialise(absl::Span<const TensorMemory> memory, const Source& source) {
   BALLAST_RETURN_IF_ERROR(CheckCurrent());
-  return session_->takes_gradients() ? LendValues(memory) : PushValues(memory);
+  return session_->takes_gradients() ? LendValues(memory) : PushValues(memory, source);
 }
 
 absl::Status Tensors::LendValues(absl::Span<const TensorMemory> memory) {
@@ -104,13 +133,14 @@ absl::Status Tensors::LendValues(absl::Span<const TensorMemory> memory) {
   std::vector<model::LentTensor> lent(session_->tensor_count());
   std::vector<std::vector<std::byte>> converted;
   for (size_t i = 0; i < names_.size(); ++i) {
-    if (!session_->needs_values(indices_[i])) continue;
-    model::LentTensor& to = lent[indices_[i]];
-    to.value = local_elements_[i] == 0 ? &kNoElements : memory[i].parameter;
+    if (!session_->needs_values(parts_[i].index)) continue;
+    model::LentTensor& to = lent[parts_[i].index];
+    to.value = parts_[i].elements == 0 ? &kNoElements : memory[i].parameter;
     to.value_dtype = memory[i].parameter_dtype;
-    if (to.value_dtype == Dtype::kF32 || to.value_dtype == session_->optimizer().working) continue;
-    std::vector<std::byte>& wide = converted.emplace_back(local_elements_[i] * sizeof(float));
-    Convert(to.value, to.value_dtype, wide.data(), Dtype::kF32, local_elements_[i], &wide_);
+    const bool as_is = to.value_dtype == Dtype::kF32 || to.value_dtype == session_->optimizer().working;
+    if (as_is && parts_[i].runs.size() <= 1) continue;
+    std::vector<std::byte>& wide = converted.emplace_back(parts_[i].elements * sizeof(float));
+    ToServers(parts_[i], to.value, to.value_dtype, wide.data(), Dtype::kF32);
     to.value = wide.data();
     to.value_dtype = Dtype::kF32;
   }
@@ -122,16 +152,30 @@ absl::Status Tensors::LendValues(absl::Span<const TensorMemory> memory) {
   return status;
 }
 
-absl::Status Tensors::PushValues(absl::Span<const TensorMemory> memory) {
+absl::Status Tensors::PushValues(absl::Span<const TensorMemory> memory, const Source& source) {
   std::map<uint32_t, size_t> by_index;
-  for (size_t i = 0; i < names_.size(); ++i) by_index[indices_[i]] = i;
+  for (size_t i = 0; i < names_.size(); ++i) by_index[parts_[i].index] = i;
+  size_t given = names_.size();  // the tensor that `gives` is of
+  TensorMemory gives;
   return session_->Initialise([&](absl::string_view name, uint64_t first, absl::Span<float> values) {
     const size_t i = by_index.at(*session_->TensorIndex(name));
-    const TensorMemory& tensor = memory[i];
-    const uint64_t skipped = first - local_begins_[i];
-    Convert(tensor.parameter + skipped * ElementBytes(tensor.parameter_dtype), tensor.parameter_dtype,
-            reinterpret_cast<std::byte*>(values.data()), Dtype::kF32, values.size(), &wide_);
+    if (memory[i].parameter == nullptr && given != i) {
+      gives = source(i);
+      given = i;
+    }
+    const TensorMemory& tensor = memory[i].parameter == nullptr ? gives : memory[i];
+    model::VisitRuns(parts_[i].runs, first, values.size(), [&](uint64_t in_box, uint64_t offset, uint64_t count) {
+      Convert(tensor.parameter + in_box * ElementBytes(tensor.parameter_dtype), tensor.parameter_dtype,
+              reinterpret_cast<std::byte*>(values.data() + offset), Dtype::kF32, count, &wide_);
+    });
   });
+}
+
+void Tensors::ToServers(const Part& part, const std::byte* from, Dtype from_dtype, std::byte* to, Dtype to_dtype) {
+  for (const model::BoxRun& run : part.runs) {
+    Convert(from + run.in_box * ElementBytes(from_dtype), from_dtype, to + run.in_tensor * ElementBytes(to_dtype),
+            to_dtype, run.count, &wide_);
+  }
 }
 
 absl::Status Tensors::CheckCurrent() const {
@@ -178,20 +222,21 @@ absl::Status Tensors::Give(absl::Span<const TensorMemory> memory) {
   std::vector<model::LentTensor> lent(session_->tensor_count());
   for (size_t i = 0; i < names_.size(); ++i) {
     const TensorMemory& from = memory[i];
-    model::LentTensor& to = lent[indices_[i]];
+    model::LentTensor& to = lent[parts_[i].index];
     Converted& own = converted_[i];
     if (gradients) to.gradient = from.gradient;
-    if (to.gradient != nullptr && from.gradient_dtype != gradient) {
-      own.gradient.resize(local_elements_[i] * ElementBytes(gradient));
-      Convert(from.gradient, from.gradient_dtype, own.gradient.data(), gradient, local_elements_[i], &wide_);
+    const bool in_order = parts_[i].runs.size() <= 1;
+    if (to.gradient != nullptr && (from.gradient_dtype != gradient || !in_order)) {
+      own.gradient.resize(parts_[i].elements * ElementBytes(gradient));
+      ToServers(parts_[i], from.gradient, from.gradient_dtype, own.gradient.data(), gradient);
       to.gradient = own.gradient.data();
     }
     to.working = from.parameter;
     own.lent = false;
-    if (from.parameter_dtype == working) continue;
+    if (from.parameter_dtype == working && in_order) continue;
     // A parameter that is not updated is not written either, and stays unchanged in the trainer.
-    own.lent = from.gradient != nullptr || session_->written(indices_[i]);
-    if (own.lent) own.parameter.resize(local_elements_[i] * ElementBytes(working));
+    own.lent = from.gradient != nullptr || session_->written(parts_[i].index);
+    if (own.lent) own.parameter.resize(parts_[i].elements * ElementBytes(working));
     to.working = own.lent ? own.parameter.data() : nullptr;
   }
   return session_->Lend(std::move(lent));
@@ -215,8 +260,12 @@ absl::Status Tensors::TakeBack(absl::Span<const TensorMemory> memory, bool skipp
 void Tensors::Widen(const Unit& unit, absl::Span<const TensorMemory> memory) {
   for (const size_t i : unit.tensors) {
     if (!converted_[i].lent) continue;
-    Convert(converted_[i].parameter.data(), session_->optimizer().working, memory[i].parameter,
-            memory[i].parameter_dtype, local_elements_[i], &wide_);
+    const Dtype working = session_->optimizer().working;
+    for (const model::BoxRun& run : parts_[i].runs) {
+      Convert(converted_[i].parameter.data() + run.in_tensor * ElementBytes(working), working,
+              memory[i].parameter + run.in_box * ElementBytes(memory[i].parameter_dtype), memory[i].parameter_dtype,
+              run.count, &wide_);
+    }
   }
 }
 
@@ -228,10 +277,11 @@ absl::Status Tensors::Push(absl::Span<const TensorMemory> memory) {
   return status;
 }
 
-absl::Status Tensors::PushEarly(size_t unit, absl::Span<const TensorMemory> gradients) {
+absl::Status Tensors::PushEarly(size_t unit, absl::Span<const TensorMemory> gradients,
+                                const std::shared_ptr<const void>& owner) {
   std::vector<TensorMemory> memory(names_.size());
   for (size_t i = 0; i < gradients.size(); ++i) memory[units_[unit].tensors[i]] = gradients[i];
-  BALLAST_RETURN_IF_ERROR(PushUnit(units_[unit], memory));
+  BALLAST_RETURN_IF_ERROR(PushUnit(units_[unit], memory, owner));
   units_[unit].pushed = true;
   return absl::OkStatus();
 }
@@ -241,36 +291,34 @@ absl::Status Tensors::Drop() {
   return session_->Drop();
 }
 
-absl::Status Tensors::PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory) {
+absl::Status Tensors::PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory,
+                               const std::shared_ptr<const void>& owner) {
   std::vector<std::string> absent;
   for (const size_t tensor : unit.tensors) {
     if (memory[tensor].gradient == nullptr) absent.push_back(names_[tensor]);
   }
   if (absent.size() == unit.tensors.size()) return absl::OkStatus();
+  absent.insert(absent.end(), unit.lacking.begin(), unit.lacking.end());
   const Dtype dtype = session_->optimizer().gradient;
   const uint64_t width = ElementBytes(dtype), owned = session_->owned_elements(unit.index);
+  // Elements of the owned ranges that no run covers are padding.
   const bool converts = std::any_of(unit.tensors.begin(), unit.tensors.end(), [&](size_t tensor) {
     return memory[tensor].gradient != nullptr && memory[tensor].gradient_dtype != dtype;
   });
-  if (!converts) {
+  if (!converts || owner != nullptr) {
+    const auto converted = std::make_shared<std::vector<std::byte>>(converts ? owned * width : 0);
+    if (converts) ConvertGradients(unit, memory, absl::MakeSpan(*converted));
     std::vector<GradientRun> runs;
     for (const Run& run : unit.owned) {
       const std::byte* const gradient = memory[run.tensor].gradient;
-      if (gradient != nullptr) runs.push_back({run.at, {gradient + run.local * width, run.count * width}});
+      if (gradient == nullptr) continue;
+      const std::byte* const from = converts ? converted->data() + run.at * width : gradient + run.local * width;
+      runs.push_back({run.at, {from, run.count * width}});
     }
-    return session_->PushBorrowed(unit.index, std::move(runs), absent);
+    return session_->PushBorrowed(unit.index, std::move(runs), absent, converts ? converted : owner);
   }
-  buffer_.resize(owned * width);
-  for (const Run& run : unit.owned) {
-    const TensorMemory& tensor = memory[run.tensor];
-    std::byte* const to = buffer_.data() + run.at * width;
-    if (tensor.gradient == nullptr) {
-      std::memset(to, 0, run.count * width);
-    } else {
-      Convert(tensor.gradient + run.local * ElementBytes(tensor.gradient_dtype), tensor.gradient_dtype, to, dtype,
-              run.count, &wide_);
-    }
-  }
+  buffer_.assign(owned * width, std::byte{0});
+  ConvertGradients(unit, memory, absl::MakeSpan(buffer_));
   if (dtype == Dtype::kF32) {
     return session_->Push(unit.index, absl::MakeConstSpan(reinterpret_cast<const float*>(buffer_.data()), owned),
                           absent);
@@ -278,27 +326,105 @@ absl::Status Tensors::PushUnit(const Unit& unit, absl::Span<const TensorMemory> 
   return session_->Push(unit.index, absl::MakeConstSpan(reinterpret_cast<const bf16*>(buffer_.data()), owned), absent);
 }
 
+void Tensors::ConvertGradients(const Unit& unit, absl::Span<const TensorMemory> memory, absl::Span<std::byte> to) {
+  const Dtype dtype = session_->optimizer().gradient;
+  for (const Run& run : unit.owned) {
+    const TensorMemory& tensor = memory[run.tensor];
+    if (tensor.gradient == nullptr) continue;
+    Convert(tensor.gradient + run.local * ElementBytes(tensor.gradient_dtype), tensor.gradient_dtype,
+            to.data() + run.at * ElementBytes(dtype), dtype, run.count, &wide_);
+  }
+}
+
+absl::Status Tensors::Read(size_t index, Content content, absl::Span<float> to) {
+  BALLAST_RETURN_IF_ERROR(CheckCurrent());
+  if (parts_[index].elements == 0) return absl::OkStatus();
+  return session_->Read(names_[index], content, session_->version(), to, parts_[index].runs);
+}
+
+absl::Status Tensors::Write(size_t index, absl::Span<const float> values) {
+  BALLAST_RETURN_IF_ERROR(CheckCurrent());
+  if (parts_[index].elements == 0) return absl::OkStatus();
+  return session_->Write(names_[index], values, parts_[index].runs);
+}
+
 absl::Status Tensors::Pull(absl::Span<const TensorMemory> memory, const Ready& ready) {
-  for (const Unit& unit : units_) session_->Prefetch(unit.index);
-  const Dtype dtype = session_->optimizer().working;
-  for (const Unit& unit : units_) {
-    if (local_ == Local::kWhole) {
-      BALLAST_ASSIGN_OR_RETURN(const UnitLease lease, session_->Acquire(unit.index));
-      Scatter(unit.whole, lease.bytes(), memory);
-      if (ready) ready(unit.tensors);
+  BALLAST_RETURN_IF_ERROR(CheckCurrent());
+  if (gathers_) return Gather(memory, ready);
+  std::deque<Fetching> under_way;  // each ends its pull before its memory goes
+  uint64_t bytes = 0;
+  for (size_t next = 0; next < units_.size() || !under_way.empty();) {
+    const uint64_t more = next < units_.size() ? units_[next].fetched_bytes : 0;
+    if (next < units_.size() && (under_way.empty() || bytes + more <= session_->inflight_bytes_max())) {
+      BALLAST_ASSIGN_OR_RETURN(Fetching fetching, StartFetching(units_[next++], memory));
+      under_way.push_back(std::move(fetching));
+      bytes += more;
       continue;
     }
-    const uint64_t owned = session_->owned_elements(unit.index);
-    buffer_.resize(owned * ElementBytes(dtype));
-    if (dtype == Dtype::kF32) {
-      BALLAST_RETURN_IF_ERROR(
-          session_->PullOwned(unit.index, absl::MakeSpan(reinterpret_cast<float*>(buffer_.data()), owned)));
+    Fetching& oldest = under_way.front();
+    BALLAST_RETURN_IF_ERROR(Finish(&oldest, memory));
+    if (ready) ready(oldest.unit->tensors);
+    bytes -= oldest.unit->fetched_bytes;
+    under_way.pop_front();
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Tensors::Fetching> Tensors::StartFetching(const Unit& unit, absl::Span<const TensorMemory> memory) {
+  const Dtype dtype = session_->optimizer().working;
+  const auto wanted = [&](const Fetch& fetch) { return memory[fetch.runs[0].tensor].parameter != nullptr; };
+  const auto direct = [&](const Fetch& fetch) {
+    return fetch.runs.size() == 1 && memory[fetch.runs[0].tensor].parameter_dtype == dtype;
+  };
+  uint64_t indirect = 0;  // bytes
+  for (const Fetch& fetch : unit.fetches) {
+    if (wanted(fetch) && !direct(fetch)) indirect += (fetch.range.end - fetch.range.begin) * ElementBytes(dtype);
+  }
+  std::vector<std::byte> own(indirect);
+  std::vector<PullRun> runs;
+  uint64_t used = 0;
+  for (const Fetch& fetch : unit.fetches) {
+    if (!wanted(fetch)) continue;
+    const uint64_t size = (fetch.range.end - fetch.range.begin) * ElementBytes(dtype);
+    std::byte* to = own.data() + used;
+    if (direct(fetch)) {
+      to = memory[fetch.runs[0].tensor].parameter + fetch.runs[0].local * ElementBytes(dtype);
     } else {
-      BALLAST_RETURN_IF_ERROR(
-          session_->PullOwned(unit.index, absl::MakeSpan(reinterpret_cast<bf16*>(buffer_.data()), owned)));
+      used += size;
     }
-    Scatter(unit.owned, buffer_, memory);
-    if (ready) ready(unit.tensors);
+    runs.push_back({fetch.range, {to, size}});
+  }
+  BALLAST_ASSIGN_OR_RETURN(PendingPull pull, session_->StartPull(unit.index, runs));
+  return Fetching{&unit, std::move(own), std::move(pull)};
+}
+
+absl::Status Tensors::Finish(Fetching* fetching, absl::Span<const TensorMemory> memory) {
+  BALLAST_RETURN_IF_ERROR(fetching->pull.Await());
+  const Dtype dtype = session_->optimizer().working;
+  absl::Span<const std::byte> rest = fetching->memory;
+  for (const Fetch& fetch : fetching->unit->fetches) {
+    if (memory[fetch.runs[0].tensor].parameter == nullptr) continue;
+    if (fetch.runs.size() == 1 && memory[fetch.runs[0].tensor].parameter_dtype == dtype) continue;
+    Scatter(fetch.runs, rest, memory);
+    rest.remove_prefix((fetch.range.end - fetch.range.begin) * ElementBytes(dtype));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Tensors::Gather(absl::Span<const TensorMemory> memory, const Ready& ready) {
+  const uint64_t width = ElementBytes(session_->optimizer().working);
+  size_t ahead = 0;
+  uint64_t bytes = 0;  // of units in [i, ahead)
+  for (size_t i = 0; i < units_.size(); ++i) {
+    while (ahead < units_.size() &&
+           (ahead <= i || bytes + units_[ahead].elements * width <= session_->inflight_bytes_max())) {
+      bytes += units_[ahead].elements * width;
+      session_->Prefetch(units_[ahead++].index);
+    }
+    BALLAST_ASSIGN_OR_RETURN(const UnitLease lease, session_->Acquire(units_[i].index));
+    Scatter(units_[i].whole, lease.bytes(), memory);
+    if (ready) ready(units_[i].tensors);
+    bytes -= units_[i].elements * width;
   }
   return absl::OkStatus();
 }

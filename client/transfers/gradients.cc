@@ -87,8 +87,8 @@ absl::Status Gradients::Push(uint32_t unit, absl::Span<const std::byte> gradient
   return absl::OkStatus();
 }
 
-absl::Status Gradients::PushBorrowed(uint32_t unit, std::vector<GradientRun> runs,
-                                     absl::Span<const std::string> absent) {
+absl::Status Gradients::PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent,
+                                     const std::shared_ptr<const void>& owner) {
   BALLAST_RETURN_IF_ERROR(seat_->units->CheckUnit(unit));
   BALLAST_ASSIGN_OR_RETURN(const auto missing, AbsentTensors(unit, absent));
   BALLAST_RETURN_IF_ERROR(CheckNone(unit));
@@ -108,7 +108,11 @@ absl::Status Gradients::PushBorrowed(uint32_t unit, std::vector<GradientRun> run
   mine.runs = std::move(runs);
   mine.state = State::kBorrowed;
   Mark(unit, missing);
-  SendTouched(unit, presence_);
+  SendTouched(unit, presence_, owner);
+  if (owner != nullptr) {
+    mine.runs.clear();
+    mine.state = State::kLetGo;
+  }
   seat_->router->AwaitAdmission();
   return absl::OkStatus();
 }
@@ -116,7 +120,7 @@ absl::Status Gradients::PushBorrowed(uint32_t unit, std::vector<GradientRun> run
 void Gradients::Return() {
   (void)pushes_->Wait();
   for (UnitGradient& mine : units_) {
-    if (mine.state != State::kBorrowed && mine.state != State::kPushed) continue;
+    if (mine.state != State::kBorrowed && mine.state != State::kLetGo && mine.state != State::kPushed) continue;
     mine.state = State::kReturned;
     mine.runs.clear();
   }
@@ -152,13 +156,14 @@ absl::Status Gradients::Accumulate(uint32_t unit, absl::Span<const float> gradie
   return absl::OkStatus();
 }
 
-void Gradients::SendSlice(UnitGradient& gradient, const OwnedSlice& owned) {
+void Gradients::SendSlice(UnitGradient& gradient, const OwnedSlice& owned, const std::shared_ptr<const void>& owner) {
   // Flush tells all ranks of the error; each slice more would wait for the same server as long again.
   if (pushes_->failed()) return;
   const uint64_t width = seat_->gradient_bytes(), count = owned.slice.range.size();
   absl::Span<const std::byte> bytes;
   std::shared_ptr<std::vector<std::byte>> gathered;
-  if (gradient.state != State::kBorrowed) {
+  // Slices of kLetGo that were not sent lie in absent tensors: zeros.
+  if (gradient.state != State::kBorrowed && gradient.state != State::kLetGo) {
     bytes = absl::MakeConstSpan(gradient.values).subspan(owned.offset * width, count * width);
   } else {
     // The first run that ends behind the slice's beginning.
@@ -182,17 +187,17 @@ void Gradients::SendSlice(UnitGradient& gradient, const OwnedSlice& owned) {
   pushed_bytes_ += bytes.size();
   pushes_->Start();
   seat_->PushSlice(v1::SLICE_KIND_GRADIENT, owned, bytes,
-                   [tally = pushes_, gathered](const absl::Status& status) { tally->Finish(status); });
+                   [tally = pushes_, gathered, owner](const absl::Status& status) { tally->Finish(status); });
 }
 
-void Gradients::SendTouched(uint32_t unit, const std::string& presence) {
+void Gradients::SendTouched(uint32_t unit, const std::string& presence, const std::shared_ptr<const void>& owner) {
   UnitGradient& mine = units_[unit];
   const UnitView& view = seat_->units->unit(unit);
   mine.sent.resize(view.slices.size(), false);
   for (size_t i = 0; i < view.slices.size(); ++i) {
     if (mine.sent[i] || !seat_->units->plan().Touches(view.slices[i].slice, presence)) continue;
     mine.sent[i] = true;
-    SendSlice(mine, view.slices[i]);
+    SendSlice(mine, view.slices[i], owner);
   }
 }
 
@@ -249,20 +254,30 @@ void Gradients::Lend(const std::string& presence) {
   }
 }
 
-void Gradients::Resend(const OwnedSlice& owned) {
+absl::Status Gradients::Resend(const OwnedSlice& owned) {
   UnitGradient& mine = units_[owned.slice.unit];
+  if (mine.state == State::kLetGo) {
+    return model::Error(
+        absl::StatusCode::kAborted, model::kStateLost,
+        absl::StrCat("server ", seat_->router->name(owned.server), " has lost gradients of unit '",
+                     seat_->units->layout().units()[owned.slice.unit].name,
+                     "', which this rank had let go: start the group again with resume = auto, from version ",
+                     seat_->version));
+  }
   if (mine.state == State::kPushed || mine.state == State::kBorrowed || mine.state == State::kZeroes) {
     SendSlice(mine, owned);
   }
+  return absl::OkStatus();
 }
 
-void Gradients::ResendAll(const std::string& presence) {
+absl::Status Gradients::ResendAll(const std::string& presence) {
   for (uint32_t unit = 0; unit < units_.size(); ++unit) {
     for (const OwnedSlice& owned : seat_->units->unit(unit).slices) {
-      if (seat_->units->plan().Touches(owned.slice, presence)) Resend(owned);
+      if (seat_->units->plan().Touches(owned.slice, presence)) BALLAST_RETURN_IF_ERROR(Resend(owned));
     }
     seat_->router->AwaitAdmission();
   }
+  return absl::OkStatus();
 }
 
 void Gradients::Forget() {

@@ -3,7 +3,8 @@
 //
 // Memory: one element of the gradient dtype per element that this rank owns of a pushed unit, and 4 bytes more for
 // units that accumulate; allocated at a unit's first push and kept. A borrowed slice that is spread over several runs
-// is copied until the server has it. Threads: one.
+// is copied until the server has it. Memory given with its owner is let go as soon as the servers have it: a slice that
+// a server loses after that fails the step. Threads: one.
 #pragma once
 
 #include <memory>
@@ -28,7 +29,9 @@ class Gradients {
 
   // In the job's gradient dtype.
   absl::Status Push(uint32_t unit, absl::Span<const std::byte> gradient, absl::Span<const std::string> absent);
-  absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent);
+  // `owner`: keeps the memory of `runs`; null where the caller does.
+  absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent,
+                            const std::shared_ptr<const void>& owner);
   // Stops counting pushed gradients and gives borrowed memory back to the caller. Forget must come before anything
   // else. Waits for pushes.
   void Return();
@@ -40,10 +43,10 @@ class Gradients {
   // Servers read the gradients of `presence`'s tensors in place. BAD_REQUEST if any gradient was given already.
   absl::Status CheckLend() const;
   void Lend(const std::string& presence);
-  // Sends again a slice missed by a server.
-  void Resend(const OwnedSlice& owned);
+  // Sends again a slice missed by a server. STATE_LOST: its memory was let go.
+  absl::Status Resend(const OwnedSlice& owned);
   // Sends again all slices that touch a tensor of `presence`, bounded by the bytes in flight; Flush waits for them.
-  void ResendAll(const std::string& presence);
+  absl::Status ResendAll(const std::string& presence);
   // Waits for pushes under way. Returns the first error since the last wait (Flush and Cover wait too).
   absl::Status Wait() { return pushes_->Wait(); }
   // Waits for pushes under way and forgets everything.
@@ -57,7 +60,7 @@ class Gradients {
   uint64_t pushed_bytes() const { return pushed_bytes_; }
 
  private:
-  enum class State { kNone, kAccumulating, kPushed, kBorrowed, kReturned, kZeroes, kLent };
+  enum class State { kNone, kAccumulating, kPushed, kBorrowed, kLetGo, kReturned, kZeroes, kLent };
   struct UnitGradient {
     State state = State::kNone;
     std::vector<std::byte> values;
@@ -70,8 +73,8 @@ class Gradients {
   absl::Status CheckNone(uint32_t unit) const;
   absl::StatusOr<std::vector<uint32_t>> AbsentTensors(uint32_t unit, absl::Span<const std::string> names) const;
   void Mark(uint32_t unit, absl::Span<const uint32_t> absent);
-  void SendSlice(UnitGradient& gradient, const OwnedSlice& owned);
-  void SendTouched(uint32_t unit, const std::string& presence);
+  void SendSlice(UnitGradient& gradient, const OwnedSlice& owned, const std::shared_ptr<const void>& owner = nullptr);
+  void SendTouched(uint32_t unit, const std::string& presence, const std::shared_ptr<const void>& owner = nullptr);
 
   const Seat* seat_;
   std::shared_ptr<Tally> pushes_;

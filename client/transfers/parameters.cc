@@ -76,6 +76,24 @@ Parameters::Pulling Parameters::StartOwned(uint32_t unit) {
   return pulling;
 }
 
+std::shared_ptr<Tally> Parameters::StartPull(uint32_t unit, absl::Span<const PullRun> runs) {
+  auto tally = std::make_shared<Tally>();
+  const uint64_t width = seat_->working_bytes();
+  for (const PullRun& run : runs) {
+    const auto pieces = seat_->units->layout().Cut(unit, {run.range.begin, run.range.end});
+    if (!pieces.ok()) {
+      tally->Start();
+      tally->Finish(pieces.status());
+      continue;
+    }
+    for (const model::Layout::Piece& piece : *pieces) {
+      Start(seat_->units->plan().server_of(piece.chunk), Request(unit, piece.range),
+            run.to.subspan((piece.range.begin - run.range.begin) * width, piece.range.size() * width), tally);
+    }
+  }
+  return tally;
+}
+
 void Parameters::ReclaimStale() {
   for (size_t i = 0; i < stale_.size();) {
     if (!stale_[i].tally->idle()) {

@@ -45,7 +45,8 @@ void Transaction::Send(uint32_t server, const std::shared_ptr<const v1::SealRequ
       [answers, server](absl::StatusOr<v1::SealResponse> answer) { answers->Add(server, std::move(answer)); });
 }
 
-void Transaction::SendMissing(const v1::SealResponse::Pending& pending, uint32_t server, const Resend& resend) const {
+absl::Status Transaction::SendMissing(const v1::SealResponse::Pending& pending, uint32_t server,
+                                      const Resend& resend) const {
   std::vector<const OwnedSlice*> mine;
   for (const v1::RankRange& missing : pending.missing()) {
     if (missing.rank() != seat_->rank()) continue;
@@ -56,7 +57,7 @@ void Transaction::SendMissing(const v1::SealResponse::Pending& pending, uint32_t
   // Its gradient and its value may both be missing.
   std::sort(mine.begin(), mine.end());
   mine.erase(std::unique(mine.begin(), mine.end()), mine.end());
-  if (!mine.empty()) resend(mine);
+  return mine.empty() ? absl::OkStatus() : resend(mine);
 }
 
 absl::Status Transaction::Late(uint32_t server, int64_t step, const v1::SealResponse::Pending& pending) const {
@@ -118,7 +119,7 @@ absl::StatusOr<v1::Decision> Transaction::SealAndDecide(const v1::SealRequest& r
                                                absl::StrJoin(pending[server].unsealed_ranks(), ", "), " to seal step ",
                                                request.step(), " on server ", seat_->router->name(server)));
           }
-          SendMissing(pending[server], server, resend);
+          BALLAST_RETURN_IF_ERROR(SendMissing(pending[server], server, resend));
           Send(server, seal, deadline, answers);
       }
     }

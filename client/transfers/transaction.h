@@ -17,7 +17,7 @@ namespace ballast::client {
 class Transaction {
  public:
   // Sends again this rank's slices that a server misses.
-  using Resend = std::function<void(absl::Span<const OwnedSlice* const>)>;
+  using Resend = std::function<absl::Status(absl::Span<const OwnedSlice* const>)>;
 
   // Borrows `seat`.
   explicit Transaction(const Seat* seat) : seat_(seat), commits_(std::make_shared<Tally>()) {}
@@ -40,7 +40,7 @@ class Transaction {
 
   void Send(uint32_t server, const std::shared_ptr<const v1::SealRequest>& request, absl::Time deadline,
             const std::shared_ptr<Answers>& answers);
-  void SendMissing(const v1::SealResponse::Pending& pending, uint32_t server, const Resend& resend) const;
+  absl::Status SendMissing(const v1::SealResponse::Pending& pending, uint32_t server, const Resend& resend) const;
   absl::Status Late(uint32_t server, int64_t step, const v1::SealResponse::Pending& pending) const;
 
   const Seat* seat_;

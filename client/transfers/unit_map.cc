@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/tiling.h"
 
 namespace ballast::client {
 namespace {
@@ -27,15 +28,16 @@ UnitMap::UnitMap(std::shared_ptr<const model::EpochPlan> plan, int rank) : plan_
     units_[u].elements = layout().units()[u].elements;
     units_[u].ranges.resize(plan_->world_size());
   }
-  for (const v1::RankRange& r : plan_->open().tiling().ranges()) {
-    units_[r.unit()].ranges[r.rank()].push_back({r.begin(), r.end()});
+  for (const model::Slice& slice : plan_->slices()) {  // by offset
+    std::vector<UnitRange>& ranges = units_[slice.unit].ranges[slice.rank];
+    if (ranges.empty() || ranges.back().end != slice.range.begin)
+      ranges.push_back({slice.range.begin, slice.range.begin});
+    ranges.back().end = slice.range.end;
   }
   for (UnitView& view : units_) {
-    for (auto& ranges : view.ranges) {
-      std::sort(ranges.begin(), ranges.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
-    }
     for (const UnitRange& range : view.ranges[rank_]) view.owned_elements += range.end - range.begin;
   }
+  held_ = model::HeldBoxes(layout(), plan_->open().tiling(), static_cast<uint32_t>(rank));
   PlaceSlices();
   PlaceSegments();
   MakeRounds();
@@ -111,6 +113,14 @@ absl::Status UnitMap::CheckUnit(uint32_t unit) const {
   return model::Error(absl::StatusCode::kNotFound, model::kUnknownUnit,
                       absl::StrCat("unit ", unit, " does not exist; the job has ", units_.size(),
                                    " unit(s), numbered from 0; FindUnit gives a unit's number by name"));
+}
+
+bool UnitMap::Covers(uint32_t tensor, absl::Span<const model::BoxRun> runs) const {
+  const std::vector<OwnedSegment>& segments = units_[layout().tensors()[tensor].unit].segments;
+  return std::all_of(segments.begin(), segments.end(), [&](const OwnedSegment& segment) {
+    return segment.tensor != tensor ||
+           model::VisitRuns(runs, segment.first, segment.count, [](uint64_t, uint64_t, uint64_t) {});
+  });
 }
 
 const OwnedSlice* UnitMap::Find(uint32_t unit, model::Range range) const {

@@ -4,10 +4,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "ballast/client/session_types.h"
 #include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/placement.h"
 
 namespace ballast::client {
 
@@ -54,6 +56,11 @@ class UnitMap {
   const UnitView& unit(uint32_t unit) const { return units_[unit]; }
   // INVALID_ARGUMENT / NOT_FOUND (UNKNOWN_UNIT).
   absl::Status CheckUnit(uint32_t unit) const;
+  // The part of a tensor that this rank has, by index; nullptr: none. Every rank has the whole of each tensor unless
+  // the tiling places tensors.
+  const model::Box* Held(uint32_t tensor) const { return held_[tensor].has_value() ? &*held_[tensor] : nullptr; }
+  // Whether all that this rank owns of the tensor lies in `runs`.
+  bool Covers(uint32_t tensor, absl::Span<const model::BoxRun> runs) const;
   // The slice of this rank, or nullptr.
   const OwnedSlice* Find(uint32_t unit, model::Range range) const;
 
@@ -65,6 +72,7 @@ class UnitMap {
   std::shared_ptr<const model::EpochPlan> plan_;
   int rank_;
   std::vector<UnitView> units_;
+  std::vector<std::optional<model::Box>> held_;  // by tensor
 };
 
 }  // namespace ballast::client

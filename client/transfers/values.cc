@@ -31,14 +31,16 @@ void Values::ReleaseBuffers() {
   buffers_->free.clear();
 }
 
-void Values::Write(uint32_t tensor, absl::Span<const float> values) {
+void Values::Write(uint32_t tensor, absl::Span<const float> values, absl::Span<const model::BoxRun> runs) {
   std::vector<float>& mine = written_[tensor];
   mine.clear();
   const uint32_t unit = seat_->units->layout().tensors()[tensor].unit;
   for (const OwnedSegment& segment : seat_->units->unit(unit).segments) {
     if (segment.tensor != tensor) continue;
-    const auto part = values.subspan(segment.first, segment.count);
-    mine.insert(mine.end(), part.begin(), part.end());
+    model::VisitRuns(runs, segment.first, segment.count, [&](uint64_t in_box, uint64_t, uint64_t count) {
+      const auto part = values.subspan(in_box, count);
+      mine.insert(mine.end(), part.begin(), part.end());
+    });
   }
 }
 

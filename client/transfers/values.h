@@ -25,8 +25,8 @@ class Values {
   // Borrows `seat`.
   explicit Values(const Seat* seat) : seat_(seat), buffers_(std::make_shared<Buffers>()) {}
 
-  // Keeps this rank's part of a whole tensor's `values`.
-  void Write(uint32_t tensor, absl::Span<const float> values);
+  // Keeps this rank's part of a tensor. `values`: of `runs`. REQUIRES: the runs cover the part.
+  void Write(uint32_t tensor, absl::Span<const float> values, absl::Span<const model::BoxRun> runs);
   bool empty() const { return written_.empty(); }
   // Bitmap of written tensors.
   std::string presence() const;

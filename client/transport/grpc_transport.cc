@@ -23,6 +23,7 @@
 #include "ballast/client/transport/grpc_status.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/address.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/v1/state_service.grpc.pb.h"
 
@@ -30,7 +31,7 @@ namespace ballast::client {
 namespace {
 
 // The largest slice (2^20 fp32 elements) and its header.
-constexpr int kMessageBytesMax = (4 << 20) + (64 << 10);
+constexpr int kReceiveBytesMax = static_cast<int>(model::kMessageBytesMax) + (64 << 10);
 
 // gRPC's codes and absl's are the same numbers: this is the whole table.
 static_assert(static_cast<int>(grpc::StatusCode::CANCELLED) == static_cast<int>(absl::StatusCode::kCancelled));
@@ -61,8 +62,8 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, int numbe
   // Channels of equal arguments would share one connection.
   arguments.SetInt("ballast.channel", number);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  arguments.SetMaxReceiveMessageSize(kMessageBytesMax);
-  arguments.SetMaxSendMessageSize(kMessageBytesMax);
+  arguments.SetMaxReceiveMessageSize(kReceiveBytesMax);
+  arguments.SetMaxSendMessageSize(kReceiveBytesMax);
   arguments.SetCompressionAlgorithm(GRPC_COMPRESS_NONE);
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);  // client/transport/router is the one place that retries
   // Must not be below the interval that the server permits, or the server answers GOAWAY too_many_pings.

@@ -6,11 +6,11 @@
 #include "absl/container/flat_hash_set.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/tiling.h"
 
 namespace ballast::model {
 namespace {
 
-constexpr uint32_t kWorldSizeMax = 1 << 16;
 constexpr int kMembersMax = 4096;
 constexpr size_t kServerIdBytesMax = 64;
 
@@ -58,69 +58,9 @@ absl::Status CheckMembers(const v1::OpenRequest& open) {
   return absl::OkStatus();
 }
 
-std::string ShowRange(const v1::RankRange& r) {
-  return absl::StrCat("[", r.begin(), ", ", r.end(), ") of rank ", r.rank());
-}
-
-// Ranges of one unit, sorted: inside the unit, disjoint, and together over every element of every live tensor.
-absl::Status CheckUnitTiling(const Layout& layout, uint32_t unit, std::vector<const v1::RankRange*>& ranges) {
-  const Unit& u = layout.units()[unit];
-  std::sort(ranges.begin(), ranges.end(), [](const auto* a, const auto* b) { return a->begin() < b->begin(); });
-  for (size_t i = 0; i < ranges.size(); ++i) {
-    if (ranges[i]->begin() >= ranges[i]->end() || ranges[i]->end() > u.elements) {
-      return BadOpen(kBadRange, absl::StrCat("range ", ShowRange(*ranges[i]), " must be non-empty and lie in unit '",
-                                             u.name, "', which has ", u.elements, " elements"));
-    }
-    if (i > 0 && ranges[i]->begin() < ranges[i - 1]->end()) {
-      return BadOpen(kOverlap,
-                     absl::StrCat("in unit '", u.name, "' range ", ShowRange(*ranges[i - 1]), " overlaps range ",
-                                  ShowRange(*ranges[i]), "; every element belongs to one rank"));
-    }
-  }
-  for (const uint32_t index : u.tensors) {
-    const Tensor& tensor = layout.tensors()[index];
-    if (!layout.live(index)) continue;
-    uint64_t covered = tensor.range.begin;
-    auto next = std::upper_bound(ranges.begin(), ranges.end(), covered,
-                                 [](uint64_t element, const v1::RankRange* r) { return element < r->end(); });
-    for (; next != ranges.end() && (*next)->begin() <= covered && covered < tensor.range.end; ++next) {
-      covered = (*next)->end();
-    }
-    if (covered < tensor.range.end) {
-      return BadOpen(kBadRange, absl::StrCat("element ", covered, " of unit '", u.name, "' (tensor '", tensor.name,
-                                             "') belongs to no rank; the ranges must cover every tensor"));
-    }
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CheckTiling(const Layout& layout, const v1::Tiling& tiling) {
-  if (tiling.world_size() == 0 || tiling.world_size() > kWorldSizeMax) {
-    return BadOpen(kBadRequest,
-                   absl::StrCat("world_size must be from 1 to ", kWorldSizeMax, ", got ", tiling.world_size()));
-  }
-  std::vector<std::vector<const v1::RankRange*>> by_unit(layout.units().size());
-  for (const v1::RankRange& r : tiling.ranges()) {
-    if (r.unit() >= by_unit.size()) {
-      return BadOpen(kBadRange,
-                     absl::StrCat("range ", ShowRange(r), " names unit ", r.unit(), "; the job has ", by_unit.size()));
-    }
-    if (r.rank() >= tiling.world_size()) {
-      return BadOpen(kBadRange, absl::StrCat("range ", ShowRange(r), " of unit '", layout.units()[r.unit()].name,
-                                             "' names a rank beyond world size ", tiling.world_size()));
-    }
-    by_unit[r.unit()].push_back(&r);
-  }
-  for (uint32_t unit = 0; unit < by_unit.size(); ++unit) {
-    BALLAST_RETURN_IF_ERROR(CheckUnitTiling(layout, unit, by_unit[unit]));
-  }
-  return absl::OkStatus();
-}
-
 // The largest message about a job is a fence's answer: the Open, the norms of one server's chunks, step counts, blobs.
 // It must fit whole, or a step could be prepared and never decided.
 absl::Status CheckMessages(const EpochPlan& plan) {
-  constexpr uint64_t kMessageBytesMax = uint64_t{4} << 20;  // what gRPC peers accept, less 64 KiB for the frame
   constexpr uint64_t kChunkBytes = 16, kSegmentBytes = 18, kStepCountBytes = 5, kBlobBytes = 2 * (64 << 10);
   std::vector<uint64_t> norms(plan.open().members_size(), 0);
   for (const Chunk& chunk : plan.layout().chunks()) {
@@ -134,7 +74,7 @@ absl::Status CheckMessages(const EpochPlan& plan) {
       absl::StrCat("the job's description takes ", open, " bytes (", plan.layout().tensors().size(), " tensors, ",
                    plan.open().tiling().ranges_size(), " ranges) and the norms of one server's chunks ", largest,
                    " bytes in one message, which may have ", kMessageBytesMax,
-                   "; use larger chunks, more servers, fewer tensors per unit, or the even split"));
+                   "; use larger chunks, more servers, or fewer tensors"));
 }
 
 }  // namespace
@@ -175,78 +115,19 @@ std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, a
   return routes;
 }
 
-namespace {
-
-void AddRange(v1::Tiling& tiling, uint32_t rank, uint32_t unit, Range range) {
-  if (range.begin >= range.end) return;
-  v1::RankRange* added = tiling.add_ranges();
-  added->set_rank(rank);
-  added->set_unit(unit);
-  added->set_begin(range.begin);
-  added->set_end(range.end);
-}
-
-}  // namespace
-
-v1::Tiling EvenTiling(const Layout& layout, uint32_t world_size) {
-  v1::Tiling tiling;
-  tiling.set_world_size(world_size);
-  for (uint32_t unit = 0; unit < layout.units().size(); ++unit) {
-    const Unit& u = layout.units()[unit];
-    for (size_t first = 0; first < u.chunks.size();) {
-      // One registration batch: chunks without a gap between them.
-      size_t last = first;
-      while (last + 1 < u.chunks.size() &&
-             layout.chunks()[u.chunks[last]].range.end == layout.chunks()[u.chunks[last + 1]].range.begin) {
-        ++last;
-      }
-      const Range batch{layout.chunks()[u.chunks[first]].range.begin, layout.chunks()[u.chunks[last]].range.end};
-      const uint64_t blocks = (batch.size() + kAlignElements - 1) / kAlignElements;
-      for (uint32_t rank = 0; rank < world_size; ++rank) {
-        const uint64_t begin = batch.begin + blocks * rank / world_size * kAlignElements;
-        const uint64_t end = std::min(batch.end, batch.begin + blocks * (rank + 1) / world_size * kAlignElements);
-        AddRange(tiling, rank, unit, {begin, end});
-      }
-      first = last + 1;
-    }
-  }
-  return tiling;
-}
-
-v1::Tiling RowTiling(const Layout& layout, uint32_t world_size) {
-  v1::Tiling tiling;
-  tiling.set_world_size(world_size);
-  for (const Tensor& tensor : layout.tensors()) {
-    if (!layout.live(tensor.index)) continue;
-    const uint64_t rows = tensor.shape.empty() ? 1 : tensor.shape[0];
-    const uint64_t row_elements = tensor.range.size() / rows;
-    const uint64_t share = (rows + world_size - 1) / world_size;
-    for (uint32_t rank = 0; rank < world_size; ++rank) {
-      const uint64_t first = std::min(rows, rank * share);
-      const uint64_t last = std::min(rows, first + share);
-      AddRange(tiling, rank, tensor.unit,
-               {tensor.range.begin + first * row_elements, tensor.range.begin + last * row_elements});
-    }
-  }
-  return tiling;
-}
-
 absl::StatusOr<EpochPlan> EpochPlan::Make(const v1::OpenRequest& open) {
   EpochPlan plan;
   BALLAST_RETURN_IF_ERROR(CheckOpen(open));
   plan.open_ = open;
   BALLAST_RETURN_IF_ERROR(CheckMembers(open));
   BALLAST_ASSIGN_OR_RETURN(plan.layout_, Layout::Make(open.spec()));
-  BALLAST_RETURN_IF_ERROR(CheckTiling(plan.layout_, open.tiling()));
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<OwnedRange> ranges, Expand(plan.layout_, open.tiling()));
   const std::vector<v1::Member> members(open.members().begin(), open.members().end());
   plan.routes_ = RouteChunks(open.spec().name(), plan.layout_, members);
-  for (const v1::RankRange& r : open.tiling().ranges()) {
-    BALLAST_ASSIGN_OR_RETURN(const auto pieces, plan.layout_.Cut(r.unit(), {r.begin(), r.end()}));
-    for (const Layout::Piece& piece : pieces) plan.slices_.push_back({r.rank(), r.unit(), piece.chunk, piece.range});
+  for (const OwnedRange& r : ranges) {
+    BALLAST_ASSIGN_OR_RETURN(const auto pieces, plan.layout_.Cut(r.unit, r.range));
+    for (const Layout::Piece& piece : pieces) plan.slices_.push_back({r.rank, r.unit, piece.chunk, piece.range});
   }
-  std::sort(plan.slices_.begin(), plan.slices_.end(), [](const Slice& a, const Slice& b) {
-    return a.unit != b.unit ? a.unit < b.unit : a.range.begin < b.range.begin;
-  });
   plan.by_rank_.resize(plan.world_size());
   plan.by_chunk_.resize(plan.layout_.chunks().size());
   for (uint32_t i = 0; i < plan.slices_.size(); ++i) {

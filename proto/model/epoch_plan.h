@@ -28,20 +28,10 @@ struct Slice {
 // so chunks registered later never move earlier ones.
 std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, absl::Span<const v1::Member> members);
 
-// Cuts every unit into `world_size` runs of about equal size, on multiples of 256 elements, registration batch by
-// batch.
-v1::Tiling EvenTiling(const Layout& layout, uint32_t world_size);
-
-// Cuts every live tensor along its first dimension as torch.chunk does (FSDP2's Shard(0)): rank r owns rows
-// [r * ceil(rows / world_size), (r + 1) * ceil(rows / world_size)). A tensor without dimensions goes to rank 0. Padding
-// is in no range.
-v1::Tiling RowTiling(const Layout& layout, uint32_t world_size);
-
 class EpochPlan {
  public:
   // INVALID_ARGUMENT for an Open of another version (VERSIONS_DIFFER, as CheckOpen), a bad spec, missing or doubled
-  // members, or a tiling with ranges outside a unit, overlaps (OVERLAPPING_RANGES names unit and both ranges), or
-  // unowned elements of live tensors.
+  // members, or a tiling that Expand refuses.
   static absl::StatusOr<EpochPlan> Make(const v1::OpenRequest& open);
 
   const v1::OpenRequest& open() const { return open_; }

@@ -67,6 +67,12 @@ absl::Status CheckTensor(const v1::TensorSpec& spec, const v1::JobSpec& job) {
     return BadSpec(absl::StrCat("tensor '", spec.name(), "' is in parameter group ", spec.group(), " but the job has ",
                                 group_count, " group(s)"));
   }
+  if (spec.parts() > 1 && (spec.part_dimension() >= static_cast<uint32_t>(spec.shape_size()) ||
+                           spec.shape(static_cast<int>(spec.part_dimension())) % spec.parts() != 0)) {
+    return BadSpec(absl::StrCat("tensor '", spec.name(), "' is to lie in ", spec.parts(), " parts along dimension ",
+                                spec.part_dimension(), ", which must be one of its ", spec.shape_size(),
+                                " dimensions and divide into as many"));
+  }
   if (spec.dtype() != v1::DTYPE_UNSPECIFIED && spec.dtype() != job.working_dtype()) {
     return Error(absl::StatusCode::kInvalidArgument, kBadDtype,
                  absl::StrCat("tensor '", spec.name(), "' is to be ", v1::Dtype_Name(spec.dtype()), " (",
@@ -129,7 +135,8 @@ absl::Status Layout::Append(const v1::Registration& registration, const v1::JobS
                               .index = index,
                               .unit = unit,
                               .group = tensor.group(),
-                              .shape = {tensor.shape().begin(), tensor.shape().end()}});
+                              .shape = {tensor.shape().begin(), tensor.shape().end()},
+                              .parts = {tensor.part_dimension(), std::max(tensor.parts(), 1u)}});
     if (replaced != tensor_by_name_.end()) {
       // The new tensor takes the old tensor's names; names that it no longer has become free.
       const uint32_t old = replaced->second;

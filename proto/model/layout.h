@@ -38,6 +38,13 @@ inline Range Intersect(Range a, Range b) {
   return r.end > r.begin ? r : Range{};
 }
 
+// The order of a tensor's elements: `count` equal blocks along dimension `dimension`, one behind the other, each
+// row-major.
+struct Parts {
+  uint32_t dimension = 0;
+  uint32_t count = 1;
+};
+
 // A tensor in its unit. `range` excludes the padding behind.
 struct Tensor {
   std::string name;
@@ -46,6 +53,7 @@ struct Tensor {
   uint32_t group = 0;
   Range range;
   std::vector<uint64_t> shape;
+  Parts parts;
 };
 
 // The part of a tensor within a chunk. Offsets count from the chunk's start.

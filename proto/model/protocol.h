@@ -13,7 +13,10 @@
 namespace ballast::model {
 
 // The version of the calls and of their meaning. proto/README.md says when it rises.
-inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr uint32_t kProtocolVersion = 2;
+
+// Bound on a message about a job: its Open, with the norms of a server's chunks, step counts and blobs.
+inline constexpr uint64_t kMessageBytesMax = uint64_t{16} << 20;
 
 // FAILED_PRECONDITION unless `version` is kProtocolVersion. `server` names the server in the message. Version 0: the
 // server does not know Identify.

@@ -232,7 +232,7 @@ absl::Status JobJournal::Grow(const Growth& growth) {
 
 absl::StatusOr<std::unique_ptr<storage::GradientLog>> JobJournal::Create(const Growth& growth) {
   if (growth.logged) {
-    spdlog::info("job '{}': writing a gradient log of {} MiB once, so that it never has to wait for space", core_->name,
+    spdlog::info("job '{}': reserving {} MiB for a gradient log that never has to wait for space", core_->name,
                  growth.size.bytes() >> 20);
   } else {
     spdlog::info("job '{}': reserving {} MiB of disk for slices that do not fit into memory", core_->name,

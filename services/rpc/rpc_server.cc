@@ -14,6 +14,7 @@
 #include "absl/synchronization/mutex.h"
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/layout.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/rpc/admin_service.h"
 #include "ballast/services/rpc/state_service.h"
@@ -22,7 +23,7 @@ namespace ballast::services {
 namespace {
 
 // A slice of fp32 at the largest chunk size, and room for the fields around it.
-constexpr int kReceiveBytesMax = static_cast<int>(model::kChunkElementsMax * 4 + (64 << 10));
+constexpr int kReceiveBytesMax = static_cast<int>(model::kMessageBytesMax + (64 << 10));
 // Clients ping every 20 s, also between steps when no call is open; a stricter server would send them GOAWAY.
 constexpr int kPingIntervalMinMs = 10'000;
 // A client has 64 MiB in flight: as many calls at a time, with ranges of 4 KiB. A lower limit could keep a seal behind

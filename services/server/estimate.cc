@@ -13,6 +13,7 @@
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/tiling.h"
 #include "ballast/storage/placement/state_layout.h"
 
 namespace ballast::services {
@@ -113,7 +114,7 @@ absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request) {
   open.set_spec_digest(model::SpecDigest(request.spec));
   BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec optimizer, model::OptimizerOf(request.spec));
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(request.spec));
-  *open.mutable_tiling() = model::EvenTiling(layout, request.ranks);
+  *open.mutable_tiling() = model::EvenTiling(request.ranks);
   for (uint32_t i = 0; i < request.servers; ++i) {
     v1::Member* member = open.add_members();
     member->set_server_id(MemberName(i));

@@ -1,7 +1,10 @@
 #include "ballast/storage/log/gradient_log.h"
 
+#include <spdlog/spdlog.h>
+
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <random>
 #include <utility>
 
@@ -88,13 +91,10 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Recover(Disk* disk, co
 GradientLog::~GradientLog() {
   queue_.Stop();
   if (thread_.joinable()) thread_.join();
+  if (ahead_.joinable()) ahead_.join();
 }
 
-absl::Status GradientLog::WriteZeros(uint64_t first_segment, uint64_t count, Interrupt interrupt) {
-  const uint64_t begin = first_segment == 0 ? 0 : kLogFirstSegment + first_segment * segment_bytes_;
-  const uint64_t end = kLogFirstSegment + (first_segment + count) * segment_bytes_;
-  BALLAST_RETURN_IF_ERROR(file_->Reserve(begin, end - begin));
-  if (transient_) return absl::OkStatus();
+absl::Status GradientLog::WriteZeros(uint64_t begin, uint64_t end, Interrupt interrupt) const {
   BALLAST_ASSIGN_OR_RETURN(const Arena zeros, Arena::Map(kZeroBytes));
   for (uint64_t at = begin; at < end; at += kZeroBytes) {
     BALLAST_RETURN_IF_ERROR(interrupt());
@@ -103,9 +103,25 @@ absl::Status GradientLog::WriteZeros(uint64_t first_segment, uint64_t count, Int
   return absl::OkStatus();
 }
 
+void GradientLog::WriteAhead() {
+  while (const std::optional<uint64_t> segment = queue_.BeginWriteAhead()) {
+    const absl::Status written = WriteZeros(SegmentBegin(*segment), SegmentBegin(*segment + 1), [this, &segment] {
+      return queue_.WritesAhead(*segment) ? absl::OkStatus() : absl::CancelledError();
+    });
+    queue_.EndWriteAhead();
+    if (!written.ok() && !absl::IsCancelled(written)) {
+      spdlog::warn("{}: a segment of the log could not be written ahead of its use: {}", file_->path(),
+                   std::string(written.message()));
+      return;
+    }
+  }
+}
+
 absl::Status GradientLog::Extend(uint64_t segment_count, Interrupt interrupt) {
-  const uint64_t first = queue_.segments();
-  absl::Status status = WriteZeros(first, segment_count, interrupt);
+  const uint64_t first = queue_.segments(), written = std::min(segment_count, kWrittenSegments);
+  const uint64_t begin = first == 0 ? 0 : SegmentBegin(first);
+  absl::Status status = file_->Reserve(begin, SegmentBegin(first + segment_count) - begin);
+  if (status.ok() && !transient_) status = WriteZeros(begin, SegmentBegin(first + written), interrupt);
   if (status.ok()) status = interrupt();
   if (status.ok()) {
     queue_.BeginExtension();
@@ -113,9 +129,9 @@ absl::Status GradientLog::Extend(uint64_t segment_count, Interrupt interrupt) {
     // A failed sync may drop batches, and the system reports the failure to one caller only: the writer's own sync
     // would then say OK. So the log fails here.
     if (!status.ok() && !Seeded(StorageBug::kExtensionSyncForgiven)) queue_.Fail(status);
-    queue_.EndExtension(segment_count, status.ok());
+    queue_.EndExtension(segment_count, transient_ ? segment_count : written, status.ok());
   }
-  if (!status.ok() && first > 0) (void)file_->Truncate(kLogFirstSegment + first * segment_bytes_);
+  if (!status.ok() && first > 0) (void)file_->Truncate(SegmentBegin(first));
   return status;
 }
 
@@ -124,6 +140,7 @@ absl::Status GradientLog::SyncFile() const { return transient_ ? absl::OkStatus(
 void GradientLog::Start(std::function<void()> progress) {
   queue_.set_progress(std::move(progress));
   thread_ = std::thread([this] { PumpUntilStopped(); });
+  ahead_ = std::thread([this] { WriteAhead(); });
 }
 
 void GradientLog::PumpUntilStopped() {

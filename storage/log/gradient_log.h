@@ -1,10 +1,12 @@
 // The gradient log of one job: an append-only record on disk of everything newer than the chunks' state on disk. The
 // format is in log_format.h.
 //
-// Log segments of equal size are written in full once, when the file is made, and used in a ring: a first write into a
-// fresh extent of a file system costs two to three times a rewrite. Append only queues. Pump encodes queued records
-// into batches, submits the batches, and a sync where somebody wants a sync, and handles completions. Pump runs on the
-// log's own thread (Start), or wherever a test calls it.
+// Log segments of equal size are used in a ring. All are reserved when the file is made, so that the log never waits
+// for space, and each is written in full once, ahead of its first use: a first write into a fresh extent of a file
+// system costs two to three times a rewrite. Create writes the first segments; a thread of its own (Start) writes the
+// others while the log is in use. A segment that records reach first is only slower. Append only queues. Pump encodes
+// queued records into batches, submits the batches, and a sync where somebody wants a sync, and handles completions.
+// Pump runs on the log's own thread (Start), or wherever a test calls it.
 //
 // A *transient* log need not outlive the process: the file has no name, is reserved but not written when it is made,
 // and is never synced: a complete write counts as durable.
@@ -41,8 +43,9 @@ class GradientLog {
     uint64_t segment_count = 4;                   // at least 3
     bool transient = false;
   };
-  // Makes the file anew, and writes and syncs every byte. Blocks for as long as it takes to write the whole file. On an
-  // error, also of `interrupt`, the file is removed. RESOURCE_EXHAUSTED (DISK_FULL).
+  static constexpr uint64_t kWrittenSegments = 4;
+  // Makes the file anew, reserves every byte, and writes and syncs the first kWrittenSegments. On an error, also of
+  // `interrupt`, the file is removed. RESOURCE_EXHAUSTED (DISK_FULL).
   static absl::StatusOr<std::unique_ptr<GradientLog>> Create(Disk* disk, const Options& options,
                                                              Interrupt interrupt = Uninterrupted);
   // Opens the log of an earlier run and fills `scanned` with its content. Errors: ScanLog's. The first Append goes to a
@@ -53,7 +56,8 @@ class GradientLog {
 
   // For a caller that calls Pump itself instead of Start.
   void set_progress(std::function<void()> progress) { queue_.set_progress(std::move(progress)); }
-  // From now on a thread pumps. It calls `progress`, no lock held, when something became durable or failed.
+  // From now on a thread pumps, and another writes segments ahead of their first use. The first calls `progress`, no
+  // lock held, when something became durable or failed.
   void Start(std::function<void()> progress);
 
   const BlockFile& file() const { return *file_; }
@@ -105,7 +109,10 @@ class GradientLog {
   GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t segment_bytes, bool transient, SegmentRing ring,
               const ScannedLog* scanned);
   absl::Status SyncFile() const;
-  absl::Status WriteZeros(uint64_t first_segment, uint64_t count, Interrupt interrupt);
+  uint64_t SegmentBegin(uint64_t segment) const { return kLogFirstSegment + segment * segment_bytes_; }
+  absl::Status WriteZeros(uint64_t begin, uint64_t end, Interrupt interrupt) const;
+  // Writes segments that wait for it until the log stops, or the disk fails: records then find out.
+  void WriteAhead();
   void PumpUntilStopped();
 
   const std::unique_ptr<BlockFile> file_;
@@ -114,6 +121,7 @@ class GradientLog {
   LogQueue queue_;
   LogWriter writer_;
   std::thread thread_;
+  std::thread ahead_;
 };
 
 }  // namespace ballast::storage

@@ -85,10 +85,40 @@ void LogQueue::BeginExtension() {
   extending_ = true;
 }
 
-void LogQueue::EndExtension(uint64_t grown, bool synced) {
+void LogQueue::EndExtension(uint64_t grown, uint64_t written, bool synced) {
   absl::MutexLock lock(&mutex_);
   extending_ = false;
-  if (synced) ring_.Add(grown);
+  if (!synced) return;
+  for (uint64_t i = written; i < grown; ++i) unwritten_.push_back(ring_.count() + i);
+  ring_.Add(grown);
+}
+
+std::optional<uint64_t> LogQueue::BeginWriteAhead() {
+  absl::MutexLock lock(&mutex_);
+  for (;;) {
+    const auto ready = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return ended() || !unwritten_.empty(); };
+    mutex_.Await(absl::Condition(&ready));
+    if (ended()) return std::nullopt;
+    const uint64_t segment = unwritten_.front();
+    unwritten_.pop_front();
+    if (ring_.is_free(segment)) return ahead_ = segment;
+  }
+}
+
+bool LogQueue::WritesAhead(uint64_t segment) const {
+  absl::MutexLock lock(&mutex_);
+  return !ended() && ring_.is_free(segment);
+}
+
+void LogQueue::EndWriteAhead() {
+  absl::MutexLock lock(&mutex_);
+  ahead_.reset();
+}
+
+void LogQueue::AwaitNotAhead(uint64_t segment) const {
+  absl::MutexLock lock(&mutex_);
+  const auto over = [this, segment]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return ahead_ != segment; };
+  mutex_.Await(absl::Condition(&over));
 }
 
 std::optional<LogItems> LogQueue::Take(bool cut) {

@@ -50,10 +50,19 @@ class LogQueue {
   uint64_t free_segments() const;
 
   // The file grows by a sync of its own, and what a failed sync drops may be batches: while it is under way no other
-  // sync counts, since the system tells of a lost write once. `grown` joins the ring if `synced`.
+  // sync counts, since the system tells of a lost write once. `grown` segments join the ring if `synced`; the first
+  // `written` of them have been written in full.
   uint64_t segments() const;
   void BeginExtension();
-  void EndExtension(uint64_t grown, bool synced);
+  void EndExtension(uint64_t grown, uint64_t written, bool synced);
+
+  // Segments are written ahead of their first use, one at a time. BeginWriteAhead blocks until a free segment waits for
+  // it; none: the log stops or has failed. WritesAhead: the segment is still free, and the log goes on; asked before
+  // every piece. AwaitNotAhead blocks while a piece of `segment`, which is not free any more, may be under way.
+  std::optional<uint64_t> BeginWriteAhead();
+  bool WritesAhead(uint64_t segment) const;
+  void EndWriteAhead();
+  void AwaitNotAhead(uint64_t segment) const;
 
   // The writer's.
 
@@ -80,6 +89,7 @@ class LogQueue {
 
  private:
   bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool ended() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stopping_ || !failed_.ok(); }
 
   std::function<void()> progress_;
   mutable absl::Mutex mutex_;
@@ -90,6 +100,8 @@ class LogQueue {
   absl::Status failed_ ABSL_GUARDED_BY(mutex_);
   bool told_failure_ ABSL_GUARDED_BY(mutex_) = false;
   bool extending_ ABSL_GUARDED_BY(mutex_) = false;
+  std::deque<uint64_t> unwritten_ ABSL_GUARDED_BY(mutex_);  // segments, to be written ahead
+  std::optional<uint64_t> ahead_ ABSL_GUARDED_BY(mutex_);   // the segment that is being written ahead
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
 };
 

@@ -56,6 +56,7 @@ void LogWriter::Reap(bool wait) {
 }
 
 void LogWriter::BeginSegment(const SegmentRing::Beginning& beginning) {
+  waiting_->AwaitNotAhead(beginning.segment);  // a piece of zeros takes milliseconds
   // The previous head's blocks are in use until they are written. This wait is rare, since segments are long.
   while (heads_outstanding_ > 0) {
     CompleteRefused();

@@ -27,6 +27,7 @@ class SegmentRing {
 
   uint64_t count() const { return segments_.size(); }
   uint64_t free_count() const { return free_.size(); }
+  bool is_free(uint64_t segment) const { return free_.contains(segment); }
   // A segment's room for records, as RecordCostMax counts.
   static uint64_t RecordBytesMax(uint64_t segment_bytes) {
     return segment_bytes - kSegmentHeadBytes - 2 * kCutBatchBytes;

@@ -11,6 +11,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/tiling.h"
 #include "ballast/proto/model/verdict.h"
 
 namespace ballast::bench {
@@ -147,7 +148,7 @@ absl::Status ServerJob::Open() {
   *open.mutable_spec() = spec_;
   open.set_spec_digest(model::SpecDigest(spec_));
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(spec_));
-  *open.mutable_tiling() = model::EvenTiling(layout, 1);
+  *open.mutable_tiling() = model::EvenTiling(1);
   v1::Member* const member = open.add_members();
   member->set_server_id(server_->server_id());
   member->set_weight(1);

@@ -15,6 +15,7 @@
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/tiling.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/services/embedded/embedded_transport.h"
 #include "ballast/services/rpc/rpc_server.h"
@@ -143,7 +144,7 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
     member->set_weight(1);
     const auto layout = model::Layout::Make(*spec);
     ASSERT_TRUE(layout.ok()) << layout.status();
-    *open_.mutable_tiling() = model::EvenTiling(*layout, 1);
+    *open_.mutable_tiling() = model::EvenTiling(1);
     open_.set_spec_digest(model::SpecDigest(*spec));
     const auto opened = Call(&client::Transport::Open, open_);
     ASSERT_TRUE(opened.ok()) << opened.status();

@@ -6,6 +6,7 @@
 #include <array>
 
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/tiling.h"
 
 namespace ballast::model {
 namespace {
@@ -31,7 +32,7 @@ v1::OpenRequest MakeOpen(int servers, uint32_t world_size, int units = 40) {
     member->set_server_id(absl::StrCat("server", i));
     member->set_weight(1);
   }
-  *open.mutable_tiling() = EvenTiling(*Layout::Make(*spec), world_size);
+  *open.mutable_tiling() = EvenTiling(world_size);
   return open;
 }
 
@@ -101,13 +102,43 @@ TEST(EpochPlanTest, RowsAreCutAsTorchChunkCutsThem) {
   ASSERT_TRUE(layout.ok()) << layout.status();
   // torch.chunk of 5 rows in 4 gives 2, 2, 1 and nothing.
   *open.mutable_tiling() = RowTiling(*layout, 4);
+  const auto expanded = Expand(*layout, open.tiling());
+  ASSERT_TRUE(expanded.ok()) << expanded.status();
   std::vector<std::array<uint64_t, 3>> ranges;
-  for (const v1::RankRange& r : open.tiling().ranges()) ranges.push_back({r.rank(), r.begin(), r.end()});
+  for (const OwnedRange& r : *expanded) ranges.push_back({r.rank, r.range.begin, r.range.end});
   EXPECT_THAT(ranges,
               ::testing::ElementsAre(std::array<uint64_t, 3>{0, 0, 60}, std::array<uint64_t, 3>{1, 60, 120},
                                      std::array<uint64_t, 3>{2, 120, 150}, std::array<uint64_t, 3>{0, 256, 257},
                                      std::array<uint64_t, 3>{1, 257, 258}, std::array<uint64_t, 3>{0, 512, 513}));
   EXPECT_TRUE(EpochPlan::Make(open).ok()) << EpochPlan::Make(open).status();
+}
+
+// The same tiling as a list.
+v1::Tiling Listed(const v1::OpenRequest& open) {
+  v1::Tiling tiling;
+  tiling.set_world_size(open.tiling().world_size());
+  const auto expanded = Expand(*Layout::Make(open.spec()), open.tiling());
+  for (const OwnedRange& r : *expanded) {
+    v1::RankRange* range = tiling.add_ranges();
+    range->set_rank(r.rank);
+    range->set_unit(r.unit);
+    range->set_begin(r.range.begin);
+    range->set_end(r.range.end);
+  }
+  return tiling;
+}
+
+TEST(EpochPlanTest, AListedTilingIsTheSamePlan) {
+  v1::OpenRequest open = MakeOpen(2, 3);
+  const auto ruled = EpochPlan::Make(open);
+  *open.mutable_tiling() = Listed(open);
+  const auto listed = EpochPlan::Make(open);
+  ASSERT_TRUE(ruled.ok() && listed.ok()) << listed.status();
+  ASSERT_EQ(ruled->slices().size(), listed->slices().size());
+  for (size_t i = 0; i < ruled->slices().size(); ++i) {
+    EXPECT_EQ(ruled->slices()[i].rank, listed->slices()[i].rank);
+    EXPECT_EQ(ruled->slices()[i].range, listed->slices()[i].range);
+  }
 }
 
 TEST(EpochPlanTest, RefusesBadTilingsByName) {
@@ -116,16 +147,18 @@ TEST(EpochPlanTest, RefusesBadTilingsByName) {
     EXPECT_EQ(ReasonOf(plan.status()), reason);
     EXPECT_THAT(plan.status().message(), HasSubstr(words));
   };
-  v1::OpenRequest open = MakeOpen(2, 2);
+  v1::OpenRequest listed = MakeOpen(2, 2);
+  *listed.mutable_tiling() = Listed(listed);
+  v1::OpenRequest open = listed;
   open.mutable_tiling()->mutable_ranges(0)->set_end(60000);
   refused(open, kOverlap, "in unit 'unit0' range [0, 60000) of rank 0 overlaps range");
-  open = MakeOpen(2, 2);
+  open = listed;
   open.mutable_tiling()->mutable_ranges(0)->set_end(256);
   refused(open, kBadRange, "element 256 of unit 'unit0' (tensor 'w0') belongs to no rank");
-  open = MakeOpen(2, 2);
+  open = listed;
   open.mutable_tiling()->mutable_ranges(1)->set_end(1 << 30);
   refused(open, kBadRange, "lie in unit 'unit0', which has 100096 elements");
-  open = MakeOpen(2, 2);
+  open = listed;
   open.mutable_tiling()->mutable_ranges(1)->set_rank(2);
   refused(open, kBadRange, "rank beyond world size 2");
   open = MakeOpen(2, 2);

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/tiling.h"
 
 namespace ballast::model {
 namespace {
@@ -46,7 +47,7 @@ v1::OpenRequest MakeOpen() {
   v1::Member* member = open.add_members();
   member->set_server_id("s");
   member->set_weight(1);
-  *open.mutable_tiling() = EvenTiling(*Layout::Make(*spec), 1);
+  *open.mutable_tiling() = EvenTiling(1);
   open.set_spec_digest(SpecDigest(*spec));
   return open;
 }
@@ -149,7 +150,7 @@ TEST(CheckOpenTest, NamesTheMessageWithAFieldOfALaterVersion) {
       {"ballast.v1.Registration", [](auto* open) { return open->mutable_spec()->mutable_registrations(0); }},
       {"ballast.v1.TensorSpec",
        [](auto* open) { return open->mutable_spec()->mutable_registrations(0)->mutable_tensors(0); }},
-      {"ballast.v1.RankRange", [](auto* open) { return open->mutable_tiling()->mutable_ranges(0); }},
+      {"ballast.v1.RankRange", [](auto* open) { return open->mutable_tiling()->add_ranges(); }},
       {"ballast.v1.Member", [](auto* open) { return open->mutable_members(0); }},
       {"ballast.v1.Verdict", [](auto* open) { return open->mutable_base_decision()->mutable_verdict(); }},
   };

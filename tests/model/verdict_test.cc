@@ -12,6 +12,7 @@
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/tiling.h"
 
 namespace ballast::model {
 namespace {
@@ -140,7 +141,7 @@ class HeaderTest : public ::testing::Test {
     v1::Member* member = open.add_members();
     member->set_server_id("s");
     member->set_weight(1);
-    *open.mutable_tiling() = EvenTiling(*Layout::Make(open.spec()), 2);
+    *open.mutable_tiling() = EvenTiling(2);
     plan_ = *EpochPlan::Make(open);
     header_.set_kind(v1::STEP_KIND_UPDATE);
     header_.add_groups()->set_learning_rate(1e-3);

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ballast
 import ballast.torch as bt
-from ballast.torch.job import ranks
+from ballast.torch.group import ranks
 
 CASES = {}
 
@@ -93,7 +93,9 @@ def gradients_of_a_later_step():
         optimizer = make(model.named_parameters(), debug=debug, name=f'later_{debug}')
         backward(model)
         optimizer.step()
-        for steps in (40,) if debug else (40, 65):  # it is the turn of tensors 40 and 1
+        turns = {member.name: member.turn % 64 for member in optimizer.job.members}
+        nobodys = next(step for step in range(64) if step not in turns.values())
+        for steps in (nobodys,) if debug else (nobodys, 64 + turns['0.bias']):
             own_backward(model)
             optimizer.job.progress.steps = steps
             results.append(told(optimizer.step))
@@ -216,23 +218,35 @@ def fsdp2_beside_a_scalar():
             self.scale, self.net = nn.Parameter(torch.tensor(1.0)), model_of()
     model = Scaled()
     fully_shard(model, ignored_params={model.scale})
-    return told(make(model.named_parameters()).resume)
+    model.scale.grad = torch.tensor(float(dist.get_rank()))  # which nobody reduces
+    return told(make(model.named_parameters()).step)
 
 
 @case
 def a_mesh_smaller_than_the_world():
     model = model_of()
     fully_shard(model, mesh=init_device_mesh('cpu', (2, 1), mesh_dim_names=('replicas', 'rows'))['rows'])
-    return told(make(model.named_parameters()).resume)
+    own_backward(model)
+    return told(make(model.named_parameters()).step)
 
 
 # --- ranks that mean something else
 
 @case
-def stages_of_a_pipeline():
-    torch.manual_seed(3)
-    stage = nn.ModuleDict({f'{dist.get_rank()}_{i}': nn.Linear(4, 4) for i in range(20)})
+def stages_that_number_their_layers_anew():
+    torch.manual_seed(3 + dist.get_rank())
+    stage = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
     return told(make(stage.named_parameters()).resume)
+
+
+@case
+def stages_with_one_seed():
+    """Which begin alike."""
+    torch.manual_seed(3)
+    stage = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    optimizer = make(stage.named_parameters())
+    own_backward(stage)
+    return told(optimizer.step)
 
 
 @case
@@ -243,8 +257,8 @@ def many_parameters_that_differ():
     def watched(what, timeout, option, mine):
         lengths.append(len(mine))
         return real(what, timeout, option, mine)
-    names = [hashlib.sha256(f'{dist.get_rank()}/{i}'.encode()).hexdigest() for i in range(4000)]
-    optimizer = make([(name, nn.Parameter(torch.zeros(1))) for name in names])
+    names = [hashlib.sha256(f'{i}'.encode()).hexdigest() for i in range(4000)]
+    optimizer = make([(name, nn.Parameter(torch.zeros(1 + i // 3999 * dist.get_rank()))) for i, name in enumerate(names)])
     ranks._exchange = watched
     try:
         return told(optimizer.resume), max(lengths)

@@ -10,7 +10,8 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
-from ballast.torch.job import ranks, registration
+from ballast.torch.group import ranks
+from ballast.torch.job import registration
 
 CASES = {}
 
@@ -124,7 +125,7 @@ def an_edit_whose_master_one_rank_cannot_read():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
-    with failing(optimizer, 'read'):
+    with failing(optimizer, 'read_part'):
         first = told(optimizer.step)
     return first, told(optimizer.step), step_of(model, optimizer)
 
@@ -135,7 +136,7 @@ def a_load_whose_master_one_rank_cannot_read():
     state = optimizer.full_state_dict()
     with torch.no_grad():
         model[0].weight.mul_(0.5)
-    with failing(optimizer, 'read'):
+    with failing(optimizer, 'read_part'):
         first = told(lambda: optimizer.load_state_dict(state))
     return first, told(lambda: optimizer.load_state_dict(state)), step_of(model, optimizer)
 
@@ -327,7 +328,7 @@ def an_edit_that_one_rank_could_not_write():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.5)
-        with failing(optimizer, 'read'):
+        with failing(optimizer, 'read_part'):
             results.append(told(optimizer.sync_from_params if way == 'sync' else optimizer.step))
         late = nn.Parameter(torch.ones(3))
         if way == 'sync':  # as if .data had been written to: no counter tells

@@ -13,7 +13,7 @@ def ranks(tmp_path_factory):
 # An error on rank 1, or what both are told; then the same call and a step are accepted.
 TOLD = {
     'a_load_of_another_dtype': "parameter '3.bias': torch.float64 is not supported",
-    'a_load_where_one_rank_wants_a_gradient': "rank 0 has parameter '3.bias', and rank 1 has not; expected one model on all ranks",
+    'a_load_where_one_rank_wants_a_gradient': "rank 0 has parameter '3.bias' to train, and rank 1 has it without a gradient wanted",
     'an_entry_beside_another_shape': "parameter '3.bias' has shape [5] on this rank, and registered with [4]",
     'a_rollback_into_another_shape': "parameter '3.bias' has shape [5] on this rank, and registered with [4]",
     'an_edit_whose_master_one_rank_cannot_read': 'no server answers [SERVER_DOWN]',

@@ -6,6 +6,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/tiling.h"
 
 namespace ballast::services {
 
@@ -113,8 +114,7 @@ v1::OpenRequest TrainerGroup::open_request(int64_t base, const std::optional<v1:
   if (restores_.has_value()) request.set_restores(*restores_);
   *request.mutable_spec() = spec_;
   request.set_spec_digest(model::SpecDigest(spec_));
-  const absl::StatusOr<model::Layout> layout = model::Layout::Make(spec_);
-  if (layout.ok()) *request.mutable_tiling() = model::EvenTiling(*layout, world_size_);
+  *request.mutable_tiling() = model::EvenTiling(world_size_);
   for (const StateServer* server : servers_) {
     v1::Member* member = request.add_members();
     member->set_server_id(server->server_id());

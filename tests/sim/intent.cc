@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/tiling.h"
 #include "ballast/tests/sim/random.h"
 
 namespace ballast::sim {
@@ -45,7 +46,7 @@ v1::OpenRequest MakeTemplate(uint32_t world_size, uint64_t pin_interval) {
     member->set_server_id(ServerName(server));
     member->set_weight(1);
   }
-  *open.mutable_tiling() = model::EvenTiling(*model::Layout::Make(*spec), world_size);
+  *open.mutable_tiling() = model::EvenTiling(world_size);
   open.set_spec_digest(model::SpecDigest(*spec));
   return open;
 }

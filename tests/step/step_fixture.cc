@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/tiling.h"
 
 namespace ballast::services {
 
@@ -56,7 +57,7 @@ v1::OpenRequest StepMachineTest::MakeOpen(uint64_t counter, int64_t base, uint32
     member->set_server_id(server);
     member->set_weight(1);
   }
-  *open.mutable_tiling() = model::EvenTiling(*model::Layout::Make(*spec), world_size);
+  *open.mutable_tiling() = model::EvenTiling(world_size);
   open.set_spec_digest(model::SpecDigest(*spec));
   return open;
 }

@@ -1,6 +1,7 @@
 #include "ballast/services/step/step_machine.h"
 
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/tiling.h"
 #include "ballast/tests/step/step_fixture.h"
 
 namespace ballast::services {
@@ -236,7 +237,7 @@ TEST_F(StepMachineTest, TheSpecMayGrowAndNotChange) {
   third->set_name("third");
   third->set_unit("third");
   third->add_shape(256);
-  *open.mutable_tiling() = model::EvenTiling(*model::Layout::Make(open.spec()), 2);
+  *open.mutable_tiling() = model::EvenTiling(2);
   EXPECT_THAT(machine_->Open(open).status(),
               Fails(StatusCode::kInvalidArgument, model::kBadSpec, "says version 5; expected the epoch's base, 0"));
   later->set_version(0);
@@ -246,7 +247,7 @@ TEST_F(StepMachineTest, TheSpecMayGrowAndNotChange) {
   ASSERT_TRUE(machine_->Open(open).ok());
   EXPECT_TRUE(machine_->Open(open).ok());
   v1::OpenRequest again = open;
-  *again.mutable_tiling() = model::EvenTiling(*model::Layout::Make(open.spec()), 1);
+  *again.mutable_tiling() = model::EvenTiling(1);
   EXPECT_THAT(machine_->Open(again).status(),
               Fails(StatusCode::kInvalidArgument, model::kBadRequest, "an epoch is opened once"));
   EXPECT_EQ(machine_->Describe().tensor_steps_size(), 3);

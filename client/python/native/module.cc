@@ -10,6 +10,9 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <stdexcept>
+
+#include "absl/strings/str_cat.h"
 #include "ballast/client/python/native/python_session.h"
 #include "ballast/client/python/native/python_stash.h"
 #include "ballast/client/python/native/status_error.h"
@@ -52,12 +55,20 @@ kernels::Dtype DtypeOf(const nb::dlpack::dtype& dtype) {
   throw nb::type_error("a tensor has a dtype that is none of float32, bfloat16 and float16");
 }
 
+using MaybeArrays = std::vector<std::optional<Array>>;
+
 // Memory of tensors in the session's order. `gradients`: None for a tensor without a gradient; may be empty.
-std::vector<client::TensorMemory> MemoryOf(const PythonSession& session,
-                                           const std::vector<std::optional<Array>>& gradients,
-                                           const std::vector<Array>& parameters) {
-  std::vector<uint64_t> elements(parameters.size());
-  for (size_t i = 0; i < parameters.size(); ++i) elements[i] = parameters[i].size();
+// `parameters`: None for a parameter that lives on the servers alone.
+std::vector<client::TensorMemory> MemoryOf(const PythonSession& session, const MaybeArrays& gradients,
+                                           const MaybeArrays& parameters) {
+  std::vector<std::optional<uint64_t>> elements(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (parameters[i].has_value()) {
+      elements[i] = parameters[i]->size();
+    } else if (i < gradients.size() && gradients[i].has_value()) {
+      elements[i] = gradients[i]->size();
+    }
+  }
   {
     const nb::gil_scoped_release release;
     session.CheckElements(elements);
@@ -66,10 +77,12 @@ std::vector<client::TensorMemory> MemoryOf(const PythonSession& session,
     throw nb::value_error("gradients: an entry per parameter");
   std::vector<client::TensorMemory> memory(parameters.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
-    memory[i].parameter = static_cast<std::byte*>(parameters[i].data());
-    memory[i].parameter_dtype = DtypeOf(parameters[i].dtype());
+    if (parameters[i].has_value()) {
+      memory[i].parameter = static_cast<std::byte*>(parameters[i]->data());
+      memory[i].parameter_dtype = DtypeOf(parameters[i]->dtype());
+    }
     if (gradients.empty() || !gradients[i].has_value()) continue;
-    if (gradients[i]->size() != elements[i]) throw nb::value_error("a gradient has another size than its parameter");
+    if (gradients[i]->size() != *elements[i]) throw nb::value_error("a gradient has another size than its parameter");
     memory[i].gradient = static_cast<const std::byte*>(gradients[i]->data());
     memory[i].gradient_dtype = DtypeOf(gradients[i]->dtype());
   }
@@ -137,7 +150,7 @@ void BindOptions(nb::module_& m) {
       .def_rw("group_count", &OpenOptions::group_count)
       .def_rw("chunk_elements", &OpenOptions::chunk_elements)
       .def_rw("seed", &OpenOptions::seed)
-      .def_rw("rows", &OpenOptions::rows)
+      .def_rw("placed", &OpenOptions::placed)
       .def_rw("servers", &OpenOptions::servers)
       .def_rw("rank", &OpenOptions::rank)
       .def_rw("world_size", &OpenOptions::world_size)
@@ -145,13 +158,22 @@ void BindOptions(nb::module_& m) {
       .def_rw("step_timeout", &OpenOptions::step_timeout)
       .def_rw("open_timeout", &OpenOptions::open_timeout)
       .def_rw("progress", &OpenOptions::progress);
+  nb::class_<Placement>(m, "Placement")
+      .def(nb::init<std::vector<uint32_t>, std::vector<uint32_t>, std::vector<std::pair<uint32_t, uint32_t>>>(),
+           "ranks"_a, "sizes"_a, "cuts"_a)
+      .def("box", &BoxOf, "shape"_a, "place"_a)
+      .def_ro("ranks", &Placement::ranks)
+      .def_ro("sizes", &Placement::sizes)
+      .def_ro("cuts", &Placement::cuts);
   nb::class_<Tensor>(m, "Tensor")
       .def(nb::init<std::string, std::string, std::vector<uint64_t>, uint32_t>(), "name"_a, "unit"_a, "shape"_a,
            "group"_a)
       .def_rw("name", &Tensor::name)
       .def_rw("unit", &Tensor::unit)
       .def_rw("shape", &Tensor::shape)
-      .def_rw("group", &Tensor::group);
+      .def_rw("group", &Tensor::group)
+      .def_rw("placement", &Tensor::placement)
+      .def_rw("parts", &Tensor::parts);
   nb::class_<Report>(m, "Report")
       .def_ro("version", &Report::version)
       .def_ro("skipped", &Report::skipped)
@@ -171,6 +193,58 @@ void Tell(const nb::object& ready, absl::Span<const size_t> tensors) {
   } catch (nb::python_error& error) {
     error.discard_as_unraisable("ballast: a step's ready");
   }
+}
+
+// Calls `source` for the values of a tensor, and keeps them in `given`. Throws std::runtime_error if `source` raises.
+client::TensorMemory Given(const nb::object& source, size_t tensor, std::optional<Array>* given) {
+  const nb::gil_scoped_acquire lock;
+  try {
+    *given = nb::cast<Array>(source(tensor));
+    client::TensorMemory memory;
+    memory.parameter = static_cast<std::byte*>((*given)->data());
+    memory.parameter_dtype = DtypeOf((*given)->dtype());
+    return memory;
+  } catch (nb::python_error& error) {
+    error.restore();
+    PyErr_Clear();
+  } catch (const nb::cast_error&) {  // no tensor came
+  }
+  throw std::runtime_error(absl::StrCat("no values came of tensor ", tensor));
+}
+
+// Keeps the arrays' tensors. It may end on any thread.
+std::shared_ptr<void> Kept(const MaybeArrays& arrays) {
+  return {new MaybeArrays(arrays), [](void* kept) {
+            const nb::gil_scoped_acquire lock;
+            delete static_cast<MaybeArrays*>(kept);
+          }};
+}
+
+// The tensors that `to` refers to live until the pull was awaited.
+uint64_t StartPull(PythonSession& session, const std::vector<size_t>& which, const std::vector<Array>& to) {
+  std::vector<PythonSession::Place> places;
+  for (const Array& array : to) {
+    places.push_back({static_cast<std::byte*>(array.data()), DtypeOf(array.dtype()), array.size()});
+  }
+  const std::shared_ptr<void> kept = Kept(MaybeArrays(to.begin(), to.end()));
+  const nb::gil_scoped_release release;
+  return session.StartPull(which, places, kept);
+}
+
+// let_go: the gradients' memory is kept until servers have it. Else the caller keeps it, until the step is over.
+void PushEarly(PythonSession& session, size_t unit, const MaybeArrays& gradients, bool let_go) {
+  std::vector<client::TensorMemory> memory(gradients.size());
+  std::vector<std::optional<uint64_t>> elements(gradients.size());
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (!gradients[i].has_value()) continue;
+    memory[i].gradient = static_cast<const std::byte*>(gradients[i]->data());
+    memory[i].gradient_dtype = DtypeOf(gradients[i]->dtype());
+    elements[i] = gradients[i]->size();
+  }
+  std::shared_ptr<void> owner;
+  if (let_go) owner = Kept(gradients);
+  const nb::gil_scoped_release release;
+  session.PushEarly(unit, memory, elements, std::exchange(owner, nullptr));
 }
 
 template <typename Result, typename... Arguments>
@@ -210,17 +284,19 @@ void BindSession(nb::module_& m) {
                    })
       .def(
           "initialise",
-          [](PythonSession& session, const std::vector<Array>& parameters) {
+          [](PythonSession& session, const MaybeArrays& parameters, const nb::object& source) {
             const auto memory = MemoryOf(session, {}, parameters);
+            std::optional<Array> given;
+            const auto give = [&](size_t tensor) { return Given(source, tensor, &given); };
             const nb::gil_scoped_release release;
-            session.interrupt().Watch([&] { return session.Initialise(memory); });
+            session.interrupt().Watch([&] { return session.Initialise(memory, give); });
           },
-          "parameters"_a)
+          "parameters"_a, "source"_a = nb::none())
       .def(
           "step",
-          [](PythonSession& session, const std::vector<std::optional<Array>>& gradients,
-             const std::vector<Array>& parameters, const std::vector<client::GroupHyper>& groups, double scale,
-             double max_norm, const nb::bytes& blob, const nb::object& ready) {
+          [](PythonSession& session, const MaybeArrays& gradients, const MaybeArrays& parameters,
+             const std::vector<client::GroupHyper>& groups, double scale, double max_norm, const nb::bytes& blob,
+             const nb::object& ready) {
             const auto memory = MemoryOf(session, gradients, parameters);
             client::Tensors::Ready tell;
             if (!ready.is_none()) tell = [&](absl::Span<const size_t> tensors) { Tell(ready, tensors); };
@@ -235,24 +311,13 @@ void BindSession(nb::module_& m) {
           "blob"_a = nb::bytes("", 0), "ready"_a = nb::none())
       .def_prop_ro("pushes_gradients", &PythonSession::pushes_gradients, Release())
       .def_prop_ro("units", &PythonSession::Units, Release())
-      .def(
-          "push_early",
-          [](PythonSession& session, size_t unit, const std::vector<Array>& gradients) {
-            std::vector<client::TensorMemory> memory(gradients.size());
-            std::vector<uint64_t> elements(gradients.size());
-            for (size_t i = 0; i < gradients.size(); ++i) {
-              memory[i].gradient = static_cast<const std::byte*>(gradients[i].data());
-              memory[i].gradient_dtype = DtypeOf(gradients[i].dtype());
-              elements[i] = gradients[i].size();
-            }
-            const nb::gil_scoped_release release;
-            session.PushEarly(unit, memory, elements);
-          },
-          "unit"_a, "gradients"_a)
+      .def("push_early", &PushEarly, "unit"_a, "gradients"_a, "let_go"_a = false)
+      .def("start_pull", &StartPull, "which"_a, "to"_a)
+      .def("await_pull", Watched(&PythonSession::AwaitPull), "pull"_a, Release())
       .def("drop", Watched(&PythonSession::Drop), Release())
       .def(
           "pull",
-          [](PythonSession& session, const std::vector<Array>& parameters) {
+          [](PythonSession& session, const MaybeArrays& parameters) {
             const auto memory = MemoryOf(session, {}, parameters);
             const nb::gil_scoped_release release;
             session.interrupt().Watch([&] { return session.Pull(memory); });
@@ -288,6 +353,14 @@ void BindSession(nb::module_& m) {
             const absl::Span<float> span(to.data(), to.size());
             const nb::gil_scoped_release release;
             session.interrupt().Watch([&] { return session.Read(tensor, content, span); });
+          },
+          "tensor"_a, "content"_a, "to"_a)
+      .def(
+          "read_part",
+          [](PythonSession& session, const std::string& tensor, const std::string& content, const F32Array& to) {
+            const absl::Span<float> span(to.data(), to.size());
+            const nb::gil_scoped_release release;
+            session.interrupt().Watch([&] { return session.ReadPart(tensor, content, span); });
           },
           "tensor"_a, "content"_a, "to"_a)
       .def("tensor_steps", Watched(&PythonSession::TensorSteps), "tensor"_a, Release())

@@ -21,6 +21,7 @@
 #include "ballast/client/python/native/status_error.h"
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/placement.h"
 #include "ballast/services/embedded/embedded_transport.h"
 #include "ballast/services/server/estimate.h"
 
@@ -75,13 +76,41 @@ client::SessionOptions OptionsOf(const OpenOptions& options) {
   session.seed = options.seed;
   session.durability = Take(model::DurabilityNamed(options.durability));
   session.pin_interval = options.pin_interval;
-  session.split = options.rows ? client::Split::kRows : client::Split::kEven;
+  session.split = options.placed ? client::Split::kPlaced : client::Split::kEven;
   session.step_timeout = absl::Seconds(options.step_timeout);
   session.open_timeout = absl::Seconds(options.open_timeout);
   if (options.progress) {
     session.progress = [](const std::string& line) { std::fprintf(stderr, "ballast: %s\n", line.c_str()); };
   }
   return session;
+}
+
+// The mesh by strides, if its ranks are a grid, else as a list.
+v1::MeshCuts MeshCutsOf(const Placement& placement) {
+  v1::MeshCuts part;
+  v1::Mesh& mesh = *part.mutable_mesh();
+  const size_t axes = placement.sizes.size();
+  uint64_t behind = 1;
+  std::vector<uint32_t> strides(axes, 0);
+  for (size_t axis = axes; axis-- > 0; behind *= placement.sizes[axis]) {
+    if (placement.sizes[axis] > 1 && behind < placement.ranks.size()) {
+      strides[axis] = placement.ranks[behind] - placement.ranks[0];
+    }
+  }
+  for (const uint32_t size : placement.sizes) mesh.add_size(size);
+  if (!placement.ranks.empty()) mesh.set_first(placement.ranks[0]);
+  for (const uint32_t stride : strides) mesh.add_stride(stride);
+  if (model::RanksOf(mesh) != placement.ranks) {
+    mesh.clear_first();
+    mesh.clear_stride();
+    for (const uint32_t rank : placement.ranks) mesh.add_ranks(rank);
+  }
+  for (const auto& [axis, dimension] : placement.cuts) {
+    v1::Cut* cut = part.add_cuts();
+    cut->set_axis(axis);
+    cut->set_dimension(dimension);
+  }
+  return part;
 }
 
 std::vector<client::TensorSpec> SpecsOf(const std::vector<Tensor>& tensors) {
@@ -92,6 +121,8 @@ std::vector<client::TensorSpec> SpecsOf(const std::vector<Tensor>& tensors) {
     spec.unit = tensor.unit;
     spec.shape = tensor.shape;
     spec.group = tensor.group;
+    if (tensor.placement.has_value()) spec.placement = MeshCutsOf(*tensor.placement);
+    spec.parts = {tensor.parts.first, tensor.parts.second};
   }
   return specs;
 }
@@ -298,14 +329,12 @@ std::unique_ptr<PythonSession> PythonSession::Open(const OpenOptions& options, c
   session->session_ =
       Take(Session::Open(session_options, SpecsOf(tensors), std::move(transports), session->collective_.get()));
   for (const Tensor& tensor : tensors) session->names_.push_back(tensor.name);
-  session->rows_ = options.rows;
   session->MakeTensors();
   return session;
 }
 
 void PythonSession::MakeTensors() {
-  tensors_ = std::make_unique<client::Tensors>(
-      Take(client::Tensors::Make(session_.get(), names_, rows_ ? client::Local::kRows : client::Local::kWhole)));
+  tensors_ = std::make_unique<client::Tensors>(Take(client::Tensors::Make(session_.get(), names_)));
 }
 
 PythonSession::Using::Using(const PythonSession* of) : lock_(of->mutex_), session_(of->session_.get()) {
@@ -323,7 +352,7 @@ std::vector<std::string> PythonSession::written() const {
   return names;
 }
 
-void PythonSession::CheckElements(absl::Span<const uint64_t> elements) const {
+void PythonSession::CheckElements(absl::Span<const std::optional<uint64_t>> elements) const {
   const Using session = Use();
   const auto refuse = [](const std::string& what) {
     throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength, what));
@@ -332,15 +361,15 @@ void PythonSession::CheckElements(absl::Span<const uint64_t> elements) const {
     refuse(absl::StrCat("expected ", names_.size(), " tensors, got ", elements.size()));
   }
   for (size_t i = 0; i < elements.size(); ++i) {
-    if (elements[i] == tensors_->local_elements(i)) continue;
+    if (!elements[i].has_value() || *elements[i] == tensors_->local_elements(i)) continue;
     refuse(absl::StrCat("tensor '", names_[i], "': expected ", tensors_->local_elements(i),
-                        " local elements, as it was registered with, got ", elements[i]));
+                        " local elements, as it was registered with, got ", *elements[i]));
   }
 }
 
-void PythonSession::Initialise(absl::Span<const client::TensorMemory> memory) {
+void PythonSession::Initialise(absl::Span<const client::TensorMemory> memory, const client::Tensors::Source& source) {
   const Using session = Use();
-  Check(tensors_->Initialise(memory));
+  Check(tensors_->Initialise(memory, source));
 }
 
 Report PythonSession::Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options,
@@ -368,17 +397,50 @@ std::vector<std::vector<size_t>> PythonSession::Units() const {
 }
 
 void PythonSession::PushEarly(size_t unit, absl::Span<const client::TensorMemory> gradients,
-                              absl::Span<const uint64_t> elements) {
+                              absl::Span<const std::optional<uint64_t>> elements,
+                              const std::shared_ptr<const void>& owner) {
   const Using session = Use();
   bool fits = unit < tensors_->unit_count() && elements.size() == tensors_->TensorsOf(unit).size();
   for (size_t i = 0; fits && i < elements.size(); ++i) {
-    fits = elements[i] == tensors_->local_elements(tensors_->TensorsOf(unit)[i]);
+    fits = !elements[i].has_value() || *elements[i] == tensors_->local_elements(tensors_->TensorsOf(unit)[i]);
   }
   if (!fits) {
     throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
                                    "expected a unit of the session, and a gradient of each of its tensors"));
   }
-  Check(tensors_->PushEarly(unit, gradients));
+  Check(tensors_->PushEarly(unit, gradients, owner));
+}
+
+uint64_t PythonSession::StartPull(const std::vector<size_t>& which, absl::Span<const Place> places,
+                                  std::shared_ptr<void> kept) {
+  const Using session = Use();
+  if (which.size() != places.size()) {
+    throw StatusError(
+        model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength, "expected a place per tensor"));
+  }
+  std::vector<std::byte*> to;
+  for (size_t i = 0; i < which.size(); ++i) {
+    const bool fits = which[i] < names_.size() && places[i].elements == tensors_->local_elements(which[i]);
+    if (fits && places[i].dtype == session->optimizer().working) {
+      to.push_back(places[i].memory);
+      continue;
+    }
+    throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, fits ? model::kBadDtype : model::kBadLength,
+                                   absl::StrCat("tensor ", which[i], " has a place of ", places[i].elements,
+                                                " elements; expected this rank's part, in the job's working dtype")));
+  }
+  std::vector<client::PendingPull> pulls = Take(tensors_->StartPull(which, to));
+  under_way_.try_emplace(++pulls_started_, UnderWay{std::move(kept), std::move(pulls)});
+  return pulls_started_;
+}
+
+void PythonSession::AwaitPull(uint64_t pull) {
+  const Using session = Use();
+  auto found = under_way_.extract(pull);
+  if (found.empty()) return;
+  absl::Status status;
+  for (client::PendingPull& each : found.mapped().pulls) status.Update(each.Await());
+  Check(status);
 }
 
 void PythonSession::Drop() {
@@ -391,8 +453,18 @@ void PythonSession::Pull(absl::Span<const client::TensorMemory> memory) {
   Check(tensors_->Pull(memory));
 }
 
+size_t PythonSession::Find(const std::string& tensor, uint64_t elements) const {
+  const auto found = std::find(names_.begin(), names_.end(), tensor);
+  const auto index = static_cast<size_t>(found - names_.begin());
+  if (found != names_.end() && tensors_->local_elements(index) == elements) return index;
+  throw StatusError(model::Error(
+      absl::StatusCode::kInvalidArgument, model::kBadLength,
+      absl::StrCat("tensor '", tensor, "' has not ", elements, " local elements, or is none of the session's")));
+}
+
 void PythonSession::Write(const std::string& tensor, absl::Span<const float> values) {
-  Check(Use()->Write(tensor, values));
+  const Using session = Use();
+  Check(tensors_->Write(Find(tensor, values.size()), values));
 }
 
 Report PythonSession::CommitValues() {
@@ -444,6 +516,12 @@ void PythonSession::Read(const std::string& tensor, const std::string& content, 
   Check(session->Read(tensor, what, session->version(), to));
 }
 
+void PythonSession::ReadPart(const std::string& tensor, const std::string& content, absl::Span<float> to) {
+  const client::Content what = ContentNamed(content);
+  const Using session = Use();
+  Check(tensors_->Read(Find(tensor, to.size()), what, to));
+}
+
 uint64_t PythonSession::TensorSteps(const std::string& tensor) {
   const Using session = Use();
   return Take(session->TensorSteps(tensor, session->version()));
@@ -458,8 +536,21 @@ void PythonSession::Pin() { Check(Use()->PinDurably()); }
 void PythonSession::Unpin(int64_t version) { Check(Use()->UnpinDurably(version)); }
 std::vector<int64_t> PythonSession::Pins() { return Take(Use()->DurablePins()); }
 
+std::vector<std::pair<uint64_t, uint64_t>> BoxOf(const Placement& placement, const std::vector<uint64_t>& shape,
+                                                 uint64_t place) {
+  const v1::MeshCuts part = MeshCutsOf(placement);
+  Check(model::CheckMesh(part, model::kRanksMax));
+  std::vector<std::pair<uint64_t, uint64_t>> box;
+  for (const model::Range& range : Take(model::BoxAt(part, shape, place))) box.emplace_back(range.begin, range.end);
+  return box;
+}
+
 PythonSession::~PythonSession() {
-  if (getpid() == pid_) return;
+  if (getpid() == pid_) {
+    Close();
+    return;
+  }
+  (void)new std::map<uint64_t, UnderWay>(std::move(under_way_));  // the parent's
   (void)tensors_.release();
   (void)session_.release();
   (void)collective_.release();
@@ -468,7 +559,12 @@ PythonSession::~PythonSession() {
 
 void PythonSession::Close() {
   if (getpid() != pid_) return;
+  // Calls that end here may wait for the interpreter's lock, to let go of gradients.
+  std::optional<nb::gil_scoped_release> release;
+  if (PyGILState_Check() != 0) release.emplace();
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (!under_way_.empty()) interrupt_.Raise();  // nobody wants them: a server that has ended is not waited for
+  under_way_.clear();
   tensors_.reset();
   session_.reset();
   collective_.reset();

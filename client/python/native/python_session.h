@@ -10,6 +10,7 @@
 #include <chrono>
 #include <functional>
 #include <future>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -88,7 +89,7 @@ struct OpenOptions {
   uint32_t group_count = 1;
   uint64_t chunk_elements = uint64_t{1} << 20;
   uint64_t seed = 0;
-  bool rows = false;                 // ranks have rows of tensors (FSDP2), not whole tensors
+  bool placed = false;               // each rank has the parts of tensors that their placements say, not whole tensors
   std::vector<std::string> servers;  // "host:port"; empty: the embedded server
   int rank = 0;
   int world_size = 1;
@@ -96,6 +97,14 @@ struct OpenOptions {
   double step_timeout = 120;       // seconds
   double open_timeout = 30;
   bool progress = true;  // lines on stderr when a wait is long
+};
+
+// How the ranks of a mesh have a tensor: see v1.MeshCuts.
+struct Placement {
+  std::vector<uint32_t> ranks;  // row-major
+  std::vector<uint32_t> sizes;  // of the mesh's axes
+  // Axis and dimension of each cut, in their order.
+  std::vector<std::pair<uint32_t, uint32_t>> cuts;
 };
 
 struct Tensor {
@@ -108,6 +117,8 @@ struct Tensor {
   std::string unit;
   std::vector<uint64_t> shape;
   uint32_t group;
+  std::optional<Placement> placement;         // none: this rank alone has the whole of it
+  std::pair<uint32_t, uint32_t> parts{0, 1};  // dimension and number: see client::TensorSpec
 };
 
 struct Report {
@@ -172,20 +183,33 @@ class PythonSession {
   std::vector<std::string> written() const;
   int64_t restored_version() const { return Use()->restored_version(); }
   std::vector<std::string> blobs() const { return Use()->resumed_blobs(); }
-  // Compares local lengths with the session's. INVALID_ARGUMENT (BAD_LENGTH) names a tensor that differs.
-  void CheckElements(absl::Span<const uint64_t> elements) const;
+  // Compares local lengths, where known, with the session's. INVALID_ARGUMENT (BAD_LENGTH) names a tensor that differs.
+  void CheckElements(absl::Span<const std::optional<uint64_t>> elements) const;
 
   // COLLECTIVE from here to Exchange, unless noted.
-  void Initialise(absl::Span<const client::TensorMemory> memory);
+  void Initialise(absl::Span<const client::TensorMemory> memory, const client::Tensors::Source& source);
   Report Step(absl::Span<const client::TensorMemory> memory, const client::StepOptions& options,
               const client::Tensors::Ready& ready);
   // See client/tensors.h; no rank waits for another. `unit`: index into Units().
   bool pushes_gradients() const;
   std::vector<std::vector<size_t>> Units() const;
-  // `elements`: the length of each gradient.
-  void PushEarly(size_t unit, absl::Span<const client::TensorMemory> gradients, absl::Span<const uint64_t> elements);
+  // `elements`: the length of each gradient that is there. `owner`: see client/tensors.h.
+  void PushEarly(size_t unit, absl::Span<const client::TensorMemory> gradients,
+                 absl::Span<const std::optional<uint64_t>> elements, const std::shared_ptr<const void>& owner);
+  // Where a tensor's local elements go.
+  struct Place {
+    std::byte* memory = nullptr;
+    kernels::Dtype dtype = kernels::Dtype::kF32;
+    uint64_t elements = 0;
+  };
+  // See client/tensors.h. Called by any rank. `places`: of the job's working dtype, else INVALID_ARGUMENT (BAD_DTYPE).
+  // Returns the pull's number. `kept` lives until the pull was awaited, or the session ends.
+  uint64_t StartPull(const std::vector<size_t>& which, absl::Span<const Place> places, std::shared_ptr<void> kept);
+  // Blocks until the places hold the parameters. A number that no pull has any more returns at once.
+  void AwaitPull(uint64_t pull);
   void Drop();
   void Pull(absl::Span<const client::TensorMemory> memory);
+  // `values`: this rank's part.
   void Write(const std::string& tensor, absl::Span<const float> values);
   Report CommitValues();
   // `array`: master, moment1, moment2, moment3. For some tensors, the local elements of each.
@@ -201,8 +225,9 @@ class PythonSession {
   // Returns every rank's bytes, in rank order; at most 1 MiB per rank.
   std::vector<std::string> Exchange(const std::string& mine);
 
-  // Called by any rank. `content`: working, master, moment1, moment2, moment3.
+  // Called by any rank. `content`: working, master, moment1, moment2, moment3. ReadPart: this rank's part.
   void Read(const std::string& tensor, const std::string& content, absl::Span<float> to);
+  void ReadPart(const std::string& tensor, const std::string& content, absl::Span<float> to);
   uint64_t TensorSteps(const std::string& tensor);
   void Pin();
   void Unpin(int64_t version);
@@ -226,6 +251,8 @@ class PythonSession {
 
   explicit PythonSession(const Interrupt& interrupt) : interrupt_(interrupt) {}
   void MakeTensors();
+  // The place of a tensor in names_; BAD_LENGTH if the tensor has none, or not so many local elements.
+  size_t Find(const std::string& tensor, uint64_t elements) const;
 
   const Interrupt interrupt_;
 
@@ -236,9 +263,19 @@ class PythonSession {
   std::unique_ptr<client::Collective> collective_;
   std::unique_ptr<client::Session> session_;
   std::unique_ptr<client::Tensors> tensors_;
+  // Pulls that were not awaited, by number.
+  struct UnderWay {
+    std::shared_ptr<void> kept;
+    std::vector<client::PendingPull> pulls;  // end before `kept` does
+  };
+  std::map<uint64_t, UnderWay> under_way_;
+  uint64_t pulls_started_ = 0;
   std::vector<std::string> names_;
-  bool rows_ = false;
 };
+
+// Begin and end of each dimension of the part of a tensor that the rank at `place` of the placement's ranks has.
+std::vector<std::pair<uint64_t, uint64_t>> BoxOf(const Placement& placement, const std::vector<uint64_t>& shape,
+                                                 uint64_t place);
 
 // Bytes of a server's DRAM reserved for staging: state on its way to and from NVMe.
 uint64_t StagingBytes(uint64_t dram);

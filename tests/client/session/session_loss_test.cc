@@ -108,6 +108,37 @@ TEST_F(LossTest, AllThatIsMissingIsSentAgainAtOnce) {
   EXPECT_LE(script_.seals, 2 * 4);
 }
 
+// Its memory is free before the step; a server that loses the gradient then ends the session.
+TEST_F(LossTest, AGradientThatIsLetGo) {
+  EXPECT_EQ(OnRanks(1,
+                    [&](Collective* collective) -> absl::Status {
+                      BALLAST_ASSIGN_OR_RETURN(auto session, Open(collective, LongTensor()));
+                      BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
+                      std::weak_ptr<const void> left;
+                      const auto push = [&](int64_t step) {
+                        auto gradient = std::make_shared<std::vector<bf16>>(session->owned_elements(0));
+                        for (uint64_t i = 0; i < gradient->size(); ++i) {
+                          (*gradient)[i] = kernels::ToBf16(GradientValue("long", i, step));
+                        }
+                        left = gradient;
+                        const auto* const bytes = reinterpret_cast<const std::byte*>(gradient->data());
+                        return session->PushBorrowed(0, {{0, {bytes, gradient->size() * sizeof(bf16)}}}, {}, gradient);
+                      };
+                      BALLAST_RETURN_IF_ERROR(push(1));
+                      BALLAST_RETURN_IF_ERROR(session->Norm().status());  // waits for the pushes
+                      BALLAST_RETURN_IF_ERROR(Expect(left.expired(), "the gradient is still there"));
+                      BALLAST_RETURN_IF_ERROR(session->Step(TestStep()).status());
+                      Reference reference(LongTensor());
+                      reference.Step(1, TestStep());
+                      BALLAST_RETURN_IF_ERROR(reference.Compare(*session, 1));
+                      script_.loses_pushes = true;
+                      BALLAST_RETURN_IF_ERROR(push(2));
+                      return ExpectError(session->Step(TestStep()).status(), model::kStateLost,
+                                         "has lost gradients of unit 'long', which this rank had let go");
+                    }),
+            absl::OkStatus());
+}
+
 TEST_F(LossTest, NormsAreAnsweredAllTheSame) {
   std::atomic<double> expected{0};
   for (const bool lost : {false, true}) {

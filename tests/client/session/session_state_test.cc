@@ -45,7 +45,8 @@ absl::StatusOr<std::vector<TensorState>> OwnedOf(const Session& session, const W
       end = std::max(end, to - at.begin);
     }
     begin = std::min(begin, end);
-    states.push_back({name, absl::MakeConstSpan(values).subspan(begin, end - begin), begin, steps});
+    const auto part = absl::MakeConstSpan(values).subspan(begin, end - begin);
+    states.push_back({name, part, {{begin, 0, part.size()}}, steps});
   }
   return states;
 }
@@ -93,7 +94,7 @@ TEST(SessionState, ArraysThatRanksOwnPartsOf) {
 
 absl::Status Refusals(Session& session, int rank) {
   const std::vector<float> values(70000, 1.0f);
-  const std::vector<TensorState> whole = {{"layer.up", values, 0, 5}};
+  const std::vector<TensorState> whole = {{"layer.up", values, {}, 5}};
   const auto commit = [&](const std::vector<TensorState>& states, Content array = Content::kMoment1) {
     return session.CommitState(array, states, "").status();
   };
@@ -142,7 +143,7 @@ TEST(SessionState, InitialValuesOfRowsOverSeveralChunks) {
     options.split = Split::kRows;
     options.optimizer.working = kernels::Dtype::kF32;
     BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, options, specs));
-    BALLAST_ASSIGN_OR_RETURN(Tensors tensors, Tensors::Make(session.get(), {"w"}, Local::kRows));
+    BALLAST_ASSIGN_OR_RETURN(Tensors tensors, Tensors::Make(session.get(), {"w"}));
     std::vector<float> rows(200 * 1000);
     const size_t first = static_cast<size_t>(collective->rank()) * rows.size();
     for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(first + i);
@@ -186,7 +187,7 @@ TEST(SessionState, AStepOfTensorsThatFailsIsDroppedByAll) {
   const absl::Status ran = SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
     BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, TestOptions(), TestTensors()));
     WholeModel model(TestTensors());
-    BALLAST_ASSIGN_OR_RETURN(Tensors tensors, Tensors::Make(session.get(), model.names, Local::kWhole));
+    BALLAST_ASSIGN_OR_RETURN(Tensors tensors, Tensors::Make(session.get(), model.names));
     BALLAST_RETURN_IF_ERROR(tensors.Initialise(model.memory()));
     const StepOptions own = TestStep(session->rank() == 0 ? 0.01 : 0.02);
     BALLAST_RETURN_IF_ERROR(
@@ -208,8 +209,8 @@ TEST(SessionState, TensorsAreAllOfTheJobs) {
     WholeModel model(TestTensors());
     const std::vector<std::string> some(model.names.begin(), model.names.end() - 1);
     BALLAST_RETURN_IF_ERROR(
-        ExpectError(Tensors::Make(session.get(), some, Local::kWhole).status(), model::kBadSpec, model.names.back()));
-    BALLAST_ASSIGN_OR_RETURN(Tensors tensors, Tensors::Make(session.get(), model.names, Local::kWhole));
+        ExpectError(Tensors::Make(session.get(), some).status(), model::kBadSpec, model.names.back()));
+    BALLAST_ASSIGN_OR_RETURN(Tensors tensors, Tensors::Make(session.get(), model.names));
     BALLAST_RETURN_IF_ERROR(tensors.Initialise(model.memory()));
     BALLAST_RETURN_IF_ERROR(session->Register({{.name = "head", .unit = "head", .shape = {300}}}));
     const absl::Status stale = tensors.Step(model.memory(), TestStep()).status();

@@ -87,7 +87,7 @@ class Trainer {
     auto session = Session::Open(options, Specs(), std::move(transports), collective_.get());
     ASSERT_TRUE(session.ok()) << session.status();
     session_ = *std::move(session);
-    tensors_ = std::make_unique<Tensors>(*Tensors::Make(session_.get(), names_, Local::kWhole));
+    tensors_ = std::make_unique<Tensors>(*Tensors::Make(session_.get(), names_));
   }
   void Close() {
     tensors_.reset();
@@ -291,6 +291,35 @@ TEST_P(TensorsTest, ASessionThatFollowsPullsWhatIsThere) {
   }
   ExpectSame();
   StepBoth(3);
+}
+
+// Parameters without memory in the trainer are pulled by themselves, and no step brings them anywhere.
+TEST_P(TensorsTest, ParametersOnServersAlone) {
+  std::vector<TensorMemory> memory = copier_.Gradients(1);
+  for (const size_t i : {size_t{0}, size_t{3}}) memory[i].parameter = nullptr;
+  const std::vector<std::byte> before = copier_.parameter(3), other = copier_.parameter(1);
+  ASSERT_TRUE(copier_.Step(memory).ok());
+  EXPECT_TRUE(copier_.parameter(3) == before);
+  EXPECT_FALSE(copier_.parameter(1) == other);
+  const std::vector<size_t> which = {3, 0};  // of two units
+  const Dtype dtype = GetParam().working;
+  std::vector<std::vector<std::byte>> places;
+  std::vector<std::byte*> to;
+  for (const size_t i : which) {
+    const uint64_t bytes = copier_.tensors().local_elements(i) * kernels::ElementBytes(dtype);
+    to.push_back(places.emplace_back(bytes, std::byte{7}).data());
+  }
+  auto pulls = copier_.tensors().StartPull(which, to);
+  ASSERT_TRUE(pulls.ok()) << pulls.status();
+  for (PendingPull& pull : *pulls) ASSERT_EQ(pull.Await(), absl::OkStatus());
+  for (size_t k = 0; k < which.size(); ++k) {
+    std::vector<float> came(copier_.tensors().local_elements(which[k])), expected(came.size());
+    kernels::ToF32(dtype, places[k].data(), absl::MakeSpan(came));
+    const std::string name = which[k] == 0 ? "wide" : "table";
+    ASSERT_TRUE(copier_.session().Read(name, Content::kWorking, 1, absl::MakeSpan(expected)).ok());
+    EXPECT_TRUE(came == expected) << name;
+  }
+  EXPECT_TRUE(copier_.parameter(3) == before);
 }
 
 TEST_P(TensorsTest, DroppedLoansCountForNothing) {

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include "ballast/proto/model/tiling.h"
+
 namespace ballast::client {
 namespace {
 
@@ -26,7 +28,7 @@ v1::OpenRequest TwoBatches(uint32_t world_size) {
   v1::Member* member = open.add_members();
   member->set_server_id("s");
   member->set_weight(1);
-  *open.mutable_tiling() = model::EvenTiling(*model::Layout::Make(*spec), world_size);
+  *open.mutable_tiling() = model::EvenTiling(world_size);
   return open;
 }
 

@@ -246,8 +246,12 @@ TEST_F(BadInput, UnknownRank) {
 
 TEST_F(BadInput, OverlappingRangesInOpen) {
   v1::OpenRequest open = FencedOpen("other");
-  v1::RankRange* first = open.mutable_tiling()->mutable_ranges(0);
-  first->set_end(first->end() + 256);
+  open.mutable_tiling()->set_division(v1::DIVISION_UNSPECIFIED);
+  for (const uint64_t begin : {0, 256}) {
+    v1::RankRange* range = open.mutable_tiling()->add_ranges();
+    range->set_begin(begin);
+    range->set_end(512);
+  }
   Expect(Open(open), kInvalid, model::kOverlap, {"u0"});
 }
 

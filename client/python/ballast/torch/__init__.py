@@ -4,5 +4,8 @@ from ballast.torch.activations.stash import stash
 from ballast.torch.export import export_state, import_state
 from ballast.torch.optimizers import SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion
 from ballast.torch.scaler import LossScaler
+from ballast.torch.sharding.gathered import gathered
+from ballast.torch.sharding.shard import shard
 
-__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Lion', 'LossScaler', 'export_state', 'import_state', 'stash']
+__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Lion', 'LossScaler', 'export_state', 'gathered', 'import_state', 'shard',
+           'stash']

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ballast.errors import Error
+from ballast.torch.group.together import together
 from ballast.torch.job import checkpoint
-from ballast.torch.job.agreement import together
 from ballast.torch.job.registration import name_of, placed
 from ballast.torch.modes import plainly
 

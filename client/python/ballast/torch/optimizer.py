@@ -24,6 +24,7 @@ from ballast.torch.job.job import Job
 from ballast.torch.job.naming import split_named, unwrapped
 from ballast.torch.job.state import State
 from ballast.torch.modes import methods_plainly, of_torch
+from ballast.torch.sharding import sharded
 from ballast.torch.stepping.early import Early
 from ballast.torch.stepping.overlap import Overlap
 from ballast.torch.stepping.stepper import Stepper
@@ -95,6 +96,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.param_groups.pop()
                 raise
         job.names.add(groups[0], names[0])
+        sharded.adopt(job, names[0], groups[0]['params'])
 
     def attach(self, model: torch.nn.Module) -> Optimizer:
         """Names of parameters, and units (a block each), from `model`; before the first step. Returns self."""
@@ -163,9 +165,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def stats(self) -> dict[str, float]:
         """The seconds that step() spent so far: taking gradients (push), until the step was decided (seal), until parameters held the
-        new version, its update included (pull)."""
+        new version, its update included (pull). With shard() also its pulls, see sharding.sharded.Sharded.stats()."""
         self.wait()
-        return {'steps': self.job.progress.steps, **{f'{key}_seconds': value for key, value in self._stepper.seconds.items()}}
+        seconds = {f'{key}_seconds': value for key, value in self._stepper.seconds.items()}
+        return {'steps': self.job.progress.steps, **seconds, **({} if self.job.sharded is None else self.job.sharded.stats())}
 
     @property
     def grad_norm(self) -> float | None:
@@ -186,6 +189,8 @@ class Optimizer(torch.optim.Optimizer):
             self.wait()  # the step reads them
         if self.job.early is not None:
             self.job.early.discard()
+        if self.job.sharded is not None:
+            self.job.sharded.discard()
         of_torch(super().zero_grad.__func__)(self, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None, *, blob: bytes = b'') -> Any:

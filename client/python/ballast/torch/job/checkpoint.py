@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ballast.errors import Error
+from ballast.torch.group.together import alike
 from ballast.torch.job import edits
-from ballast.torch.job.agreement import alike
 from ballast.torch.state_dict import marker, matching
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ballast import _native, embedded, place
 from ballast.errors import Error
 from ballast.torch import arguments
-from ballast.torch.job import private_server, ranks
-from ballast.torch.job.agreement import alike
+from ballast.torch.group import ranks
+from ballast.torch.group.together import alike, together
+from ballast.torch.job import private_server
 
 if TYPE_CHECKING:
     from ballast.embedded_daemon import Daemon
@@ -49,16 +50,17 @@ class Connection:
             raise Error('the state server inside this process has ended, as at the end of the process: use the optimizer before that',
                         'SERVER_DOWN')
 
-    def open(self, options: _native.OpenOptions, look: Callable[[], Fit]) -> tuple[_native.Session, Fit]:
+    def open(self, options: _native.OpenOptions, look: Callable[[], Fit], apart: bool = False) -> tuple[_native.Session, Fit]:
         """The session, and the tensors that the job has; all ranks. Starts a server where none is named. look(): a registration.Fit,
-        or the error that all ranks get before any server is asked."""
+        or the error that all ranks get before any server is asked. apart: not in this process, where a server keeps no parameters."""
         daemon, self.was_used = None, False
         embed = contextlib.nullcontext()
         options.rank, options.world_size, options.servers = ranks.rank(), ranks.world_size(), self._servers
         timeout, option = max((options.step_timeout, 'step_timeout'), (options.open_timeout, 'open_timeout'))
         exchange = functools.partial(ranks.exchange, 'the opening of a job', timeout=timeout, option=option)
-        fit = alike(exchange, look, lambda fit: self._entries(options, fit))
-        if ranks.active():
+        fit = alike(exchange, look, lambda _: self._entries(options))
+        fit.agree(exchange)
+        if ranks.active() or apart:
             options.host = ranks.own_address()
             if not self._servers:
                 address, daemon = private_server.start(exchange, self._budgets)
@@ -77,9 +79,9 @@ class Connection:
         self._found = session.version >= 0
         return session, fit
 
-    def _entries(self, options: _native.OpenOptions, fit: Fit) -> list[tuple[str, str]]:
+    def _entries(self, options: _native.OpenOptions) -> list[tuple[str, str]]:
         servers = f'one of {len(self._servers)}' if self._servers else 'none'
-        return [("the job's name", repr(options.job)), ('the list of servers', servers), *fit.entries]
+        return [("the job's name", repr(options.job)), ('the list of servers', servers)]
 
     def _open_session(self, options: _native.OpenOptions, fit: Fit, local: embedded.Use | None,
                       exchange: ranks.Exchange) -> _native.Session:
@@ -92,7 +94,8 @@ class Connection:
                     raise
                 refused = error
             # The same on all ranks but for what is frozen, and for words in front of it.
-            alike(exchange, functools.partial(fit.follow, refused), lambda fit: self._entries(options, fit))
+            together(exchange, functools.partial(fit.follow, refused))
+            fit.agree(exchange)
 
     def close(self) -> None:
         embedded.want(self, None)

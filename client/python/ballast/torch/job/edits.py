@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ballast.errors import warn
-from ballast.torch.job.agreement import check_values, everyone, together
-from ballast.torch.job.ranks import Exchange
+from ballast.torch.group.agreement import check_values
+from ballast.torch.group.ranks import Exchange
+from ballast.torch.group.together import everyone, together
 from ballast.torch.modes import same_bits
-from ballast.torch.stepping.members import Member, whole
+from ballast.torch.state_dict.moments import read_part
+from ballast.torch.stepping.members import Member, on_host
 
 if TYPE_CHECKING:
     from ballast.torch.job.job import Job
@@ -24,41 +26,40 @@ def sync(job: Job) -> None:
     exchange = job.exchange('sync_from_params()')
     together(exchange, job.open)
     job.give_values(exchange)
-    check_values(exchange, job.members)
-    written = set(job.session.written)
-    for member in job.members:
-        take(job, member, exchange, written)
+    check_values(exchange, job.roster, job.members, job.members)
+    take(job, job.members, exchange)
 
 
 @torch.no_grad()
-def take(job: Job, member: Member, exchange: Exchange, written: Collection[str]) -> None:
-    """Takes over one parameter's values. written: names of tensors whose edits no step has taken. COLLECTIVE."""
-    parameter = whole(member.parameter.detach())
-    together(exchange, lambda: _write(job, member, parameter, written))
-    member.noted()
+def take(job: Job, members: Iterable[Member], exchange: Exchange) -> None:
+    """Takes over the values of parameters. COLLECTIVE: all ranks that have a part of one give it."""
+    members = list(members)
+
+    def write() -> None:
+        written = set(job.session.written)  # names of tensors whose edits no step has taken
+        for member in members:
+            _write(job, member, written)
+    together(exchange, write)
+    for member in members:
+        member.noted()
 
 
-def _write(job: Job, member: Member, parameter: torch.Tensor, written: Collection[str]) -> None:
-    """parameter: all of it."""
+def _write(job: Job, member: Member, written: Collection[str]) -> None:
     if member.edited_unseen():
         warn(f"parameter '{member.name}' was written through .data, which its version counter does not tell: taken over at step "
              f'{job.progress.steps}, as by sync_from_params(); without debug it would be lost')
-    master = torch.empty(parameter.numel(), dtype=torch.float32, device='cpu')
-    job.session.read(member.name, 'master', master)
-    values = parameter.cpu().reshape(-1)
+    values = on_host(member.parameter)
+    master = read_part(job.session, member, 'master')
     kept = same_bits(master.to(values.dtype), values)
     # All ranks write, or none: their parameters are the same, but one of them may have been moved. Where they hold the master's
     # values once more, another edit may have been written that no step has taken.
     if job.options.world_size > 1 or member.name in written or not bool(kept.all()):
-        job.session.write(member.name, torch.where(kept, master, values.float()))
+        job.session.write(member.name, torch.where(kept, master, values.float()).reshape(-1))
 
 
 def settle(job: Job) -> None:
     """Makes edits since the last step a part of the version that is about to be kept. For one rank."""
-    written = set(job.session.written)
-    for member in job.members:
-        if member.edited():
-            take(job, member, job.session.exchange, written)
+    take(job, [member for member in job.members if member.edited()], job.session.exchange)
     commit_written(job, job.session.exchange)
 
 
@@ -66,10 +67,10 @@ def commit_written(job: Job, exchange: Exchange) -> None:
     """Commits edits that no step has taken, for it was skipped, say, or for one rank could not write what others have. COLLECTIVE."""
     written = set(job.session.written)
     _, said = everyone(exchange, lambda: [member.name in written for member in job.members], bytes)
-    halfway = [member for member, *has in zip(job.members, *said) if len(set(has)) > 1]
-    check_values(exchange, halfway)
-    for member in halfway:
-        take(job, member, exchange, written)
+    halfway = [member for member, places in zip(job.members, job.roster.holders) if len({said[rank][i] for rank, i in places}) > 1]
+    if any(len({said[rank][i] for rank, i in places}) > 1 for _, places in job.roster.parts):
+        check_values(exchange, job.roster, job.members, halfway)
+        take(job, halfway, exchange)
     if any(map(any, said)):
         job.session.commit_values()
 

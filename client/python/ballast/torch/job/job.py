@@ -14,8 +14,11 @@ import torch
 
 from ballast import _native
 from ballast.errors import Error, warn
-from ballast.torch.job import ranks, spec
-from ballast.torch.job.agreement import check_values, together
+from ballast.torch.group import ranks
+from ballast.torch.group.agreement import check_values
+from ballast.torch.group.roster import Roster
+from ballast.torch.group.together import together
+from ballast.torch.job import spec
 from ballast.torch.job.connection import Connection
 from ballast.torch.job.kept import Kept
 from ballast.torch.job.naming import Names
@@ -24,10 +27,11 @@ from ballast.torch.job.registration import Fit
 from ballast.torch.modes import plainly
 from ballast.torch.state_dict import marker, moments
 from ballast.torch.stepping.host_memory import HostMemory
-from ballast.torch.stepping.members import Member, Memory, is_sharded, warn_of_others
+from ballast.torch.stepping.members import Member, Memory, give_values, warn_of_others
 
 if TYPE_CHECKING:
     from ballast.torch.algorithms import Algorithm
+    from ballast.torch.sharding.sharded import Sharded
     from ballast.torch.stepping.early import Early
     from ballast.torch.stepping.overlap import Overlap
 
@@ -51,6 +55,7 @@ class Job:
         self.session: _native.Session | None = None  # None: the job is not open
         self.names = Names(self)
         self.members: list[Member] = []  # the registered parameters, in the session's order
+        self.roster: Roster | None = None  # what all ranks have; None: the job was not open yet
         self.host = HostMemory()
         self.progress = Progress()
         self.kept = Kept(checkpoints)
@@ -58,6 +63,7 @@ class Job:
         self.found: int | None = None  # the version that the job was found at; None: the job was new
         self.overlap: Overlap | None = None
         self.early: Early | None = None
+        self.sharded: Sharded | None = None  # the model whose parameters live on the servers alone
         self._groups = groups
         self._durability = durability
         self._opening = self._closed = False
@@ -66,6 +72,10 @@ class Job:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self._groups()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     @property
     def durability_to_be(self) -> str:
@@ -94,6 +104,8 @@ class Job:
             if not for_step:
                 self.early.withdraw()
             self.early.follow(self.session, self.members, self.host)
+        if self.sharded is not None:
+            self.sharded.follow(self)
         if self.options.world_size == 1:
             self.give_values(self.session.exchange)
         if not partly and self.unpulled and not alone:
@@ -123,7 +135,7 @@ class Job:
             self._opening = False
 
     def _connect(self, trained: Iterable[str]) -> None:
-        self.session, fit = self.connection.open(self.options, lambda: self._look(trained))
+        self.session, fit = self.connection.open(self.options, lambda: self._look(trained), apart=self.sharded is not None)
         try:
             self._begin(fit)
         except BaseException:  # the next attempt begins anew
@@ -133,13 +145,12 @@ class Job:
     def _look(self, trained: Iterable[str]) -> Fit:
         """Completes the options, and finds what the job is opened with. An error here is an error on all ranks."""
         fit = Fit(self, trained)
-        if not fit.members:
+        if not fit.members and not ranks.active():
             raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')
         self.options.optimizer = spec.of(self)
         spec.check(self, self.options.optimizer)
         self.options.group_count = -(-len(self.param_groups) // _GROUPS) * _GROUPS
         self.options.durability = self.durability_to_be
-        self.options.rows = any(is_sharded(member.parameter) for member in fit.members)
         if self.early is not None and ranks.active():
             raise Error('push_early is for one rank: DistributedDataParallel reduces gradients after backward has made them, and what '
                         'clip_grad_norm_ does to the DTensors of fully_shard moves no version counter; leave push_early out',
@@ -159,6 +170,8 @@ class Job:
         self.unpulled = self.session.version >= 0
         self.give_values(ranks.Within('the beginning of a job', self.session.exchange))
         self.found = self.session.version if self.unpulled else None
+        if self.sharded is not None:
+            self.sharded.values.forget()
 
     def leave(self) -> None:
         """As if the job had not been opened."""
@@ -168,6 +181,8 @@ class Job:
         if self.early is not None:
             self.early.leave()
         self.connection.leave()
+        if self.sharded is not None:
+            self.sharded.leave()
 
     def close(self) -> None:
         """Ends the session, once the step under way has ended."""
@@ -178,6 +193,8 @@ class Job:
             self.wait()
         finally:
             self.connection.close()  # a thread amid a step finds the session closed
+            if self.sharded is not None:
+                self.sharded.leave()
             self.members, self._by_parameter, self.host = [], {}, HostMemory()
 
     def wait(self) -> None:
@@ -196,15 +213,15 @@ class Job:
         was cut off, as the process ended say. What the others have stays. COLLECTIVE."""
         if not self.session.needs_values:
             return
-        check_values(exchange, together(exchange, self._without_values))
-        self.session.initialise(together(exchange, lambda: Memory(self.members, self.host).wait()).parameters)
+        check_values(exchange, self.roster, self.members, together(exchange, self._without_values))
+        give_values(self.session, self.members, together(exchange, lambda: Memory(self.members, self.host).wait()))
 
     def _without_values(self) -> list[Member]:
         """Members that may have no values on the servers: none that is left out has none."""
         if self.session.version < 0 or self.options.world_size == 1:
             return self.members
         return [member for member in self.members if self.session.tensor_steps(member.name) == 0
-                and not bool(moments.read_array(self.session, member, member.parameter, 'master').any())]
+                and not bool(moments.read_part(self.session, member, 'master').any())]
 
     def pull(self) -> None:
         """Brings the job's version to all parameters."""

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from ballast.errors import Error
+from ballast.torch.group import placement, ranks
+from ballast.torch.group import roster as rosters
+from ballast.torch.group.agreement import Collected, agree, check_values
+from ballast.torch.group.together import alike, everyone, together
 from ballast.torch.job import checkpoint, edits, progress, registration, spec
-from ballast.torch.job.agreement import Collected, agree, alike, check_values, together
 from ballast.torch.job.registration import name_of, placed
 from ballast.torch.modes import plainly, same_bits
 from ballast.torch.state_dict import entries, marker, matching
 from ballast.torch.state_dict.entries import Entry
-from ballast.torch.state_dict.moments import moment_names, read_array
+from ballast.torch.state_dict.moments import moment_names, read_part
 from ballast.torch.stepping.members import Member, is_sharded, local, on_host
 
 if TYPE_CHECKING:
     from ballast import _native
+    from ballast.torch.group.ranks import Exchange
     from ballast.torch.job.job import Job
 
 # Bytes of parameters in fp32 that one transaction writes: conversions take no more memory than this.
@@ -85,7 +89,10 @@ def _agreed(job: Job, call: str, look: Callable[[], Plan]) -> Plan:
     def act() -> Plan:
         job.wait()
         return look()
-    return alike(job.exchange(call), act, lambda plan: [('what is loaded', plan.what), ('resume', repr(job.options.resume))])
+    exchange = job.exchange(call)
+    # Ranks with other parameters load other state: servers compare what is written of each.
+    is_alike = rosters.gather(exchange, together(exchange, lambda: registration.lines(job, job.members))).is_alike
+    return alike(exchange, act, lambda plan: [*([('what is loaded', plan.what)] if is_alike else []), ('resume', repr(job.options.resume))])
 
 
 def _plan(job: Job, state_dict: Mapping[str, Any]) -> Plan:
@@ -144,22 +151,21 @@ def _refuse_unopened(job: Job) -> NoReturn:
 
 # --- into the job
 
-def _own(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `value`, as contiguous fp32 on the CPU. COLLECTIVE where only one of the two is sharded."""
+def _own(value: torch.Tensor, member: Member) -> torch.Tensor:
+    """This rank's part of `value`, as contiguous fp32 on the CPU. COLLECTIVE where `value` is sharded otherwise than the parameter."""
+    parameter = member.parameter
     if is_sharded(value):
         same = is_sharded(parameter) and value.placements == parameter.placements
         value = local(value) if same and value.device_mesh == parameter.device_mesh else value.full_tensor()
-    if is_sharded(parameter) and value.shape != local(parameter).shape:
-        parts = torch.chunk(value, parameter.device_mesh.size())
-        rank = parameter.device_mesh.get_local_rank()
-        value = parts[rank] if rank < len(parts) else value[:0]
+    if value.shape != member.shape:
+        value = value[tuple(slice(begin, end) for begin, end in placement.box(member.line.key, tuple(parameter.shape), ranks.rank()))]
     return value.to(device='cpu', dtype=torch.float32).contiguous()
 
 
 def _given(member: Member, entry: Entry, name: str | None) -> torch.Tensor | None:
     """This rank's part of a moment, or of the master (None). COLLECTIVE, see _own()."""
     given = entry.master if name is None else entry.moments.get(name)
-    return None if given is None else _own(given, member.parameter)
+    return None if given is None else _own(given, member)
 
 
 def _value(session: _native.Session, member: Member, given: torch.Tensor | None, name: str | None, fresh: bool) -> torch.Tensor:
@@ -170,25 +176,27 @@ def _value(session: _native.Session, member: Member, given: torch.Tensor | None,
 
 def _master(session: _native.Session, member: Member, known: torch.Tensor | None, fresh: bool) -> torch.Tensor:
     """The parameter's values, but where the master that there is rounds to them: then that."""
+    if member.here is None:
+        return read_part(session, member, 'master') if known is None else known
     values = on_host(member.parameter)
     if known is None and fresh:
         return values.float().contiguous()
     if known is None:
-        known = _own(read_array(session, member, member.parameter, 'master'), member.parameter)
+        known = read_part(session, member, 'master')
     return torch.where(same_bits(known.to(values.dtype), values), known, values.float()).contiguous()
 
 
-def _batches(members: Iterable[Member]) -> Iterator[list[Member]]:
-    """The same on all ranks."""
-    batch, size = [], 0
+def _batches(exchange: Exchange, members: Iterable[Member]) -> list[list[Member]]:
+    """As many on all ranks; some may be empty. COLLECTIVE."""
+    batches, size = [[]], 0
     for member in members:
-        if batch and size + 4 * member.parameter.numel() > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(member)
-        size += 4 * member.parameter.numel()
-    if batch:
-        yield batch
+        if batches[-1] and size + 4 * member.shape.numel() > _BATCH_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(member)
+        size += 4 * member.shape.numel()
+    _, counts = everyone(exchange, lambda: batches, lambda batches: str(len(batches)).encode())
+    return batches + [[]] * (max(map(int, counts)) - len(batches))
 
 
 def _collect(job: Job, trained: Iterable[str]) -> Collected:
@@ -196,7 +204,8 @@ def _collect(job: Job, trained: Iterable[str]) -> Collected:
     fresh = registration.late_tensors(job, trained)
     spec.check_dtypes(job.options.optimizer, [member for member, _, _ in fresh], [None] * len(fresh))
     members = job.members + [member for member, _, _ in fresh]
-    return Collected(fresh, members, [None] * len(members), edits.edited(job, members), [], [])
+    return Collected(fresh, members, [None] * len(members), edits.edited(job, members), [],
+                     lambda: registration.lines(job, members), steps=0, debug=False)
 
 
 @torch.no_grad()
@@ -209,19 +218,21 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
                if id(parameter) in given and given[id(parameter)].steps > 0}
     session = job.open(partly=True, trained=trained)
     exchange = job.exchange(call)
-    collected, edited, _ = agree(exchange, lambda: _collect(job, trained))
-    registration.register(job, collected.fresh, exchange)
+    agreed = agree(exchange, job.roster, lambda: _collect(job, trained))
+    registration.register(job, agreed.collected.fresh, exchange, agreed.roster, agreed.registers)
     edits.commit_written(job, exchange)
     members = [member for member in job.members if id(member.parameter) in given]
     of = {id(member): given[id(member.parameter)] for member in members}
-    names, writes = moment_names(job.algorithm.kind, job.options.optimizer), []
+    names, batches, writes = moment_names(job.algorithm.kind, job.options.optimizer), _batches(exchange, members), []
     # Parameters are ahead of masters where they were edited, or never pulled.
-    if fresh or not names or job.unpulled or any(edited) or any(entry.master is not None for entry in of.values()):
-        check_values(exchange, members)
-        writes += [('master', None, batch) for batch in _batches(members)]
+    has_masters = any(entry.master is not None for entry in of.values())
+    if any(said != b'0' for said in everyone(exchange, lambda: has_masters, lambda has: b'%d' % has)[1]) or (
+            fresh or not names or job.unpulled or agreed.edits):
+        check_values(exchange, job.roster, job.members, members)
+        writes += [('master', None, batch) for batch in batches]
     fresh = fresh or (not was_open and not job.unpulled)  # else they are, if the job is new
     for k, name in enumerate(names):
-        writes += [(f'moment{k + 1}', name, batch) for batch in _batches(members)]
+        writes += [(f'moment{k + 1}', name, batch) for batch in batches]
     steps = max((entry.steps for entry in of.values()), default=0) if steps is None else steps
     for i, (array, name, batch) in enumerate(writes):
         parts = [_given(member, of[id(member)], name) for member in batch]

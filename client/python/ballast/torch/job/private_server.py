@@ -7,8 +7,8 @@ from typing import Any
 
 from ballast import embedded_daemon
 from ballast.errors import Error
-from ballast.torch.job import ranks
-from ballast.torch.job.agreement import everyone
+from ballast.torch.group import ranks
+from ballast.torch.group.together import everyone
 
 
 def start(exchange: ranks.Exchange, budgets: dict[str, Any]) -> tuple[str, embedded_daemon.Daemon | None]:

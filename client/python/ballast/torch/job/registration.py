@@ -9,12 +9,18 @@ import torch
 
 from ballast import _native
 from ballast.errors import Error
+from ballast.torch.group import placement, ranks
+from ballast.torch.group import roster as rosters
+from ballast.torch.group.agreement import check_values
+from ballast.torch.group.ranks import Exchange
+from ballast.torch.group.roster import Line, Roster
+from ballast.torch.group.together import together
 from ballast.torch.job import edits
-from ballast.torch.job.agreement import check_values, together
 from ballast.torch.job.naming import UnitsBySize, positional_name, unit_of
-from ballast.torch.job.ranks import Exchange
+from ballast.torch.sharding.member import member_of
+from ballast.torch.sharding.remote import remote_of
 from ballast.torch.stepping import shared_memory
-from ballast.torch.stepping.members import DTYPES, Member, Memory, check_parameter, is_sharded
+from ballast.torch.stepping.members import DTYPES, Member, Memory, check_parameter, give_values
 
 if TYPE_CHECKING:
     from ballast.torch.job.job import Job
@@ -41,7 +47,7 @@ def name_of(job: Job, g: int, i: int, parameter: torch.Tensor) -> str:
 
 
 def new_tensors(job: Job, trained: Iterable[str] = ()) -> list[Fresh]:
-    """Parameters that have a gradient or want one, or have a name of `trained`, and are not in the job yet."""
+    """Parameters that have a gradient or want one, live on the servers alone, or have a name of `trained`, and are not in the job yet."""
     there = {id(member.parameter): member for member in job.members}
     names = {member.name for member in job.members}
     by_size = UnitsBySize()
@@ -55,7 +61,8 @@ def new_tensors(job: Job, trained: Iterable[str] = ()) -> list[Fresh]:
             raise Error(f"parameter '{known.name}' has moved from group {known.group} to {g}: a job's tensors stay in "
                         'their groups', 'BAD_SPEC')
         # torch updates what has a gradient, frozen or not.
-        if known is not None or not (parameter.requires_grad or parameter.grad is not None or name in trained):
+        wanted = parameter.requires_grad or parameter.grad is not None or remote_of(parameter) is not None or name in trained
+        if known is not None or not wanted:
             continue
         if parameter.numel() == 0:
             continue  # nothing to train; servers have no empty tensors
@@ -65,24 +72,31 @@ def new_tensors(job: Job, trained: Iterable[str] = ()) -> list[Fresh]:
                         'parameters of several models names of their own, and make a new optimizer for new parameters',
                         'BAD_SPEC')
         names.add(name)
-        shape = list(parameter.shape) or [1]
-        found.append(Fresh(Member(name, g, parameter, job.debug), parameter, _native.Tensor(name, unit, shape, g)))
+        found.append(_fresh(job, name, unit, g, parameter))
     if found or any(member.moved for member in job.members):
-        _check_all(job, job.members + [member for member, _, _ in found])
+        shared_memory.refuse(job.members + [member for member, _, _ in found])
     return found
 
 
-def _check_all(job: Job, members: list[Member]) -> None:
-    """Refuses members that do not go together in one job."""
-    shared_memory.refuse(members)
-    if job.options.world_size == 1:
-        return
-    sharded = next((member.name for member in members if is_sharded(member.parameter)), None)
-    plain = next((member.name for member in members if not is_sharded(member.parameter)), None)
-    if sharded is not None and plain is not None:
-        raise Error(f"parameter '{plain}' is a plain tensor and '{sharded}' a DTensor, and a job of several ranks has one kind; expected "
-                    'fully_shard over all of the model (it takes a scalar as a tensor of one element), or an optimizer of its own, with a '
-                    'name of its own, for the plain ones', 'UNSUPPORTED')
+def _fresh(job: Job, name: str, unit: str, group: int, parameter: torch.Tensor) -> Fresh:
+    shape = list(parameter.shape) or [1]
+    tensor = _native.Tensor(name, unit, shape, group)
+    key = placement.key_of(name, parameter)
+    if key is not None:
+        placement.check(name, parameter, key, ranks.rank())
+        tensor.placement = placement.native(key)
+        tensor.parts = placement.parts_of(key, tuple(shape))
+    where = '' if remote_of(parameter) is None else ', on the servers alone'
+    line = Line(name, f"{DTYPES[parameter.dtype]} {shape} in group {group} and unit '{unit}'{where}", tuple(shape), key, True)
+    return Fresh(member_of(line, group, parameter, job.debug), parameter, tensor)
+
+
+def lines(job: Job, members: Iterable[Member]) -> list[Line]:
+    """What this rank says of its parameters: of `members`, and which others it has."""
+    mine = [member.line for member in members]
+    names = {line.name for line in mine}
+    others = [name_of(job, g, i, parameter) for g, i, parameter in placed(job) if parameter.numel() > 0]
+    return mine + [Line(name, '', (), None, False) for name in others if name not in names]
 
 
 def late_tensors(job: Job, trained: Iterable[str] = ()) -> list[Fresh]:
@@ -94,19 +108,25 @@ def late_tensors(job: Job, trained: Iterable[str] = ()) -> list[Fresh]:
     return fresh
 
 
-def register(job: Job, fresh: list[Fresh], exchange: Exchange) -> None:
-    """Adds parameters to a job that is open. COLLECTIVE: all ranks give the same ones."""
+def register(job: Job, fresh: list[Fresh], exchange: Exchange, roster: Roster, registers: bool) -> None:
+    """Adds parameters to a job that is open. COLLECTIVE. roster: of agree(), with them. registers: some rank has new ones."""
     job.give_values(exchange)
-    if not fresh:
+    if not registers:
         return
-    check_values(exchange, [member for member, _, _ in fresh])
+    if roster.places and not job.options.placed:
+        late = fresh[0].member.name if fresh else 'of another rank'
+        raise Error(f"parameter '{late}' came after the first step, and not whole on all ranks as those before; give all parameters to the "
+                    'optimizer before the first step', 'UNSUPPORTED')
+    new = [member for member, _, _ in fresh]
+    check_values(exchange, roster, job.members + new, new)
     edits.commit_written(job, exchange)
-    job.members.extend(member for member, _, _ in fresh)
+    job.members.extend(new)
+    job.roster = roster
     try:
         job.session.register([tensor for _, _, tensor in fresh])
     finally:  # Ctrl-C may come when the job has them
         del job.members[sum(map(len, job.session.units)):]
-    job.session.initialise(together(exchange, lambda: Memory(job.members, job.host).wait()).parameters)
+    give_values(job.session, job.members, together(exchange, lambda: Memory(job.members, job.host).wait()))
 
 
 class Fit:
@@ -131,12 +151,12 @@ class Fit:
         """Names, sorted: they may register with the next step."""
         return sorted(self._unknown)
 
-    @property
-    def entries(self) -> list[tuple[str, str]]:
-        """The part of it that ranks must have alike, as texts: what, and its value."""
-        return [(f"parameter '{tensor.name}'", f'{DTYPES[parameter.dtype]} {tensor.shape} in group {tensor.group} and unit '
-                 f"'{tensor.unit}', {'a DTensor' if is_sharded(parameter) else 'a plain tensor'}")
-                for member, parameter, tensor in self._found if member.name not in self._unknown]
+    def agree(self, exchange: Exchange) -> Roster:
+        """Brings the ranks' parameters together. COLLECTIVE."""
+        job = self._job
+        job.roster = rosters.gather(exchange, lines(job, self.members))
+        job.options.placed = job.roster.places
+        return job.roster
 
     def follow(self, refused: Error) -> Fit:
         """The job has other tensors (TENSORS_DIFFER): takes up those that it has and that are frozen here, and leaves those out that it
@@ -149,7 +169,8 @@ class Fit:
         self._found = new_tensors(self._job, self._trained)
         there = {member.name for member in self.members}
         late = unknown and self._job.options.durability == 'every-K'
-        if not is_new or not there or late or not missing <= there:
+        elsewhere = self._job.roster is not None and not self._job.roster.is_alike  # other ranks have parameters of their own
+        if not is_new or late or (not elsewhere and (not there or not missing <= there)):
             text = str(refused).removesuffix(f' [{refused.reason}]')
             raise Error(f'{text}. Tensors are parameters, by their names from named_parameters() or attach(model): were modules renamed, '
                         'wrapped or replaced since the job was made?', refused.reason, refused.code, refused.details) from refused

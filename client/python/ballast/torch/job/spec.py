@@ -10,6 +10,7 @@ import torch
 from ballast import _native
 from ballast.errors import Error
 from ballast.torch.job.registration import placed
+from ballast.torch.sharding.remote import working_dtype
 from ballast.torch.stepping.members import DTYPES, Member
 
 if TYPE_CHECKING:
@@ -27,8 +28,14 @@ def of(job: Job) -> _native.Optimizer:
             setattr(spec, key, value or getattr(spec, key))
     # Frozen ones too: they may want gradients later.
     dtypes = {parameter.dtype for _, _, parameter in placed(job)}
-    spec.gradient = spec.working = DTYPES.get(dtypes.pop(), 'f32') if len(dtypes) == 1 else 'f32'
+    spec.gradient = _only(dtypes)
+    spec.working = _only({working_dtype(parameter) for _, _, parameter in placed(job)})
     return spec
+
+
+def _only(dtypes: set[torch.dtype]) -> str:
+    """The dtype that all have; else one that holds them all."""
+    return DTYPES.get(next(iter(dtypes)), 'f32') if len(dtypes) == 1 else 'f32'
 
 
 def check(job: Job, spec: _native.Optimizer) -> None:
@@ -47,7 +54,7 @@ def check(job: Job, spec: _native.Optimizer) -> None:
 def check_dtypes(spec: _native.Optimizer, members: Sequence[Member], gradients: Sequence[torch.Tensor | None]) -> None:
     """Refuses what would be rounded: a job keeps one dtype of parameters and one of gradients. gradients: by member."""
     for member, gradient in zip(members, gradients):
-        dtype = member.parameter.dtype
+        dtype = working_dtype(member.parameter)
         if spec.working not in ('f32', DTYPES.get(dtype)):
             raise Error(f"parameter '{member.name}' is {dtype}, the job's are {spec.working}: it would be rounded; give all parameters to "
                         'the optimizer before the first step, and change their dtype before it', 'BAD_DTYPE')

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ballast.errors import Error
-from ballast.torch.job import ranks, spec
+from ballast.torch.group import ranks
+from ballast.torch.job import spec
 from ballast.torch.job.registration import name_of, placed
 from ballast.torch.state_dict.moments import KNOWN, moment_names
 from ballast.torch.stepping.members import is_sharded, local

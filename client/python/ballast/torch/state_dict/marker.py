@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ballast.errors import Error
-from ballast.torch.job import ranks
+from ballast.torch.group import ranks
 
 KEY = 'ballast'
 # The same for every job and version: Distributed Checkpoint reads a tensor into one of its size.

@@ -46,6 +46,13 @@ def read(session: _native.Session, member: Member, parameter: torch.Tensor, name
     return entry
 
 
+def read_part(session: _native.Session, member: Member, array: str) -> torch.Tensor:
+    """This rank's elements."""
+    values = torch.empty(member.shape, dtype=torch.float32, device='cpu')
+    session.read_part(member.name, array, values.reshape(-1))
+    return values
+
+
 def read_array(session: _native.Session, member: Member, parameter: torch.Tensor, array: str) -> torch.Tensor:
     values = torch.empty(parameter.numel(), dtype=torch.float32, device='cpu')
     session.read(member.name, array, values)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import zlib
 from collections.abc import Container, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ballast import _native
 from ballast.errors import Error, warn
-from ballast.torch.job import ranks
+from ballast.torch.group import ranks
+from ballast.torch.sharding.remote import remote_of
 from ballast.torch.stepping.host_memory import HostMemory, is_elsewhere
+
+if TYPE_CHECKING:
+    from ballast.torch.group.roster import Line
 
 DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
 
 
-def _tensor_module() -> Any:
+def tensor_module() -> Any:
     """torch's module of DTensors, or None: as long as nobody has imported the module, no tensor is one. Importing it takes as long as a
     third of torch, which a trainer that comes back need not wait for."""
     # The latter: torch 2.4, which has the former without its contents. A module that is still being imported has made no tensor yet.
@@ -27,13 +32,8 @@ def _tensor_module() -> Any:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    module = _tensor_module()
+    module = tensor_module()
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements, on every rank; COLLECTIVE for a DTensor."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,8 +62,9 @@ class Member:
     """A parameter that is registered: its place in the job, and the marks of Ballast's last write to it: version counters (mark), and
     with debug a digest, which tells of writes that they do not."""
 
-    def __init__(self, name: str, group: int, parameter: torch.Tensor, debug: bool = False) -> None:
-        self.name, self.group, self.parameter = name, group, parameter
+    def __init__(self, line: Line, group: int, parameter: torch.Tensor, debug: bool = False) -> None:
+        self.line, self.name, self.group, self.parameter = line, line.name, group, parameter
+        self.turn = zlib.crc32(line.name.encode())  # when its gradient is compared: the same on all ranks
         self.mark: tuple[int, int, int] | None = None
         self.digest: int | None = None
         self.debug = debug
@@ -81,6 +82,15 @@ class Member:
         """Ballast has written to the parameter: its counter moves once, as by one of torch's in-place operations."""
         torch.autograd.graph.increment_version(local(self.parameter))
         self.noted()
+
+    @property
+    def here(self) -> torch.Tensor | None:
+        """The parameter's memory on this rank; None where it lives on the servers alone."""
+        return local(self.parameter).detach()
+
+    def initial(self) -> torch.Tensor:
+        """This rank's part of the values that a new job begins with, where the parameter has no memory."""
+        raise NotImplementedError
 
     @property
     def moved(self) -> bool:
@@ -106,19 +116,11 @@ def _check_parallel(name: str, parameter: torch.Tensor) -> None:
                     'torch.distributed.fsdp.fully_shard (FSDP2), or DistributedDataParallel', 'UNSUPPORTED')
     if ranks.active() and getattr(parameter, 'tensor_model_parallel', False):
         raise Error(f"parameter '{name}' has Megatron's attribute tensor_model_parallel: ranks keep parts of it, which they call by one "
-                    'name; expected whole parameters, or the rows of fully_shard', 'UNSUPPORTED')
+                    'name; expected whole parameters, or DTensors', 'UNSUPPORTED')
     if not is_sharded(parameter):
         if is_traceable_wrapper_subclass(parameter):
             raise Error(f"parameter '{name}' is a {type(parameter).__name__}, a wrapper of other tensors: no memory of its own holds its "
                         'values; train the tensors within, or plain parameters', 'UNSUPPORTED')
-        return
-    if tuple(parameter.placements) != (_tensor_module().Shard(0),):
-        raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected (Shard(0),), as "
-                    'fully_shard makes it over a mesh of one dimension', 'UNSUPPORTED')
-    mesh = parameter.device_mesh.mesh.flatten().tolist()
-    if mesh != list(range(ranks.world_size())):
-        raise Error(f"parameter '{name}' is a DTensor over the ranks {mesh}; expected all {ranks.world_size()} ranks, in their order: a "
-                    'job is trained by all of them', 'UNSUPPORTED')
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
@@ -138,7 +140,7 @@ def warn_of_others(members: Sequence[Member]) -> None:
     """Warns where other processes may write to parameters as well, as Hogwild's do: no version counter tells, and the next step undoes
     it."""
     shared = next((member.name for member in members
-                   if member.parameter.device.type == 'cpu' and local(member.parameter).is_shared()), None)
+                   if member.here is not None and member.parameter.device.type == 'cpu' and local(member.parameter).is_shared()), None)
     if shared is not None and multiprocessing.parent_process() is not None and not ranks.active():
         warn(f"parameter '{shared}' lies in memory that is shared with other processes, and a step undoes what they write to it: where "
              'several train one model (Hogwild), use DistributedDataParallel; where this one alone does, nothing is wrong')
@@ -165,6 +167,8 @@ def gradient_of(member: Member) -> torch.Tensor | None:
                         'expected one mesh', 'BAD_SPEC')
         if gradient.placements != parameter.placements:
             return gradient
+    if remote_of(gradient) is not None:
+        return local(gradient)  # it went before the step
     if local(gradient).shape != local(parameter).shape:
         raise Error(f"parameter '{member.name}' has shape {list(local(parameter).shape)}, and its gradient {list(local(gradient).shape)}: "
                     'was .data set to another tensor after backward?', 'BAD_SPEC')
@@ -190,13 +194,14 @@ class Memory:
         """host: the job's. gradients: of gradient_of(), an entry per member; none of them without. there: members,
         by index, whose gradients have been brought to it before."""
         self._members, self._host = members, host
-        self.parameters: list[torch.Tensor] = []
+        self.parameters: list[torch.Tensor | None] = []  # None: it lives on the servers alone
         self.gradients: list[torch.Tensor | None] = []
         for i, (member, gradient) in enumerate(zip(members, gradients or [None] * len(members))):
             # With a gradient it will be written, and else it is read.
-            parameter = local(member.parameter).detach()
-            self.parameters.append(in_host(host, member, 'parameter', parameter, read=gradient is None))
-            self.gradients.append(None if gradient is None else in_host(host, member, 'gradient', gradient, read=i not in there))
+            here = member.here
+            self.parameters.append(None if here is None else in_host(host, member, 'parameter', here, read=gradient is None))
+            gone = gradient is None or remote_of(gradient) is not None
+            self.gradients.append(None if gone else in_host(host, member, 'gradient', gradient, read=i not in there))
         self._copied = host.enqueued()
 
     def wait(self) -> Memory:
@@ -207,9 +212,30 @@ class Memory:
 
     @property
     def is_copied(self) -> bool:
-        return any(is_elsewhere(local(member.parameter)) for member in self._members)
+        return any(here is not None and is_elsewhere(here) for here in (member.here for member in self._members))
 
     def write_back(self, i: int) -> None:
-        parameter = local(self._members[i].parameter).detach()
+        parameter = self._members[i].here
+        if parameter is None:
+            return
         if is_elsewhere(parameter) or not parameter.is_contiguous():
             self._host.copy(parameter, self.parameters[i])
+
+
+def give_values(session: _native.Session, members: Sequence[Member], memory: Memory) -> None:
+    """Tensors without values on the servers get those of their parameters, and those of Member.initial() where a parameter has no memory,
+    one after another. COLLECTIVE. memory: of the members."""
+    failed: list[BaseException] = []
+
+    def initial(i: int) -> torch.Tensor:
+        try:
+            return members[i].initial()
+        except BaseException as error:
+            failed.append(error)
+            raise
+    try:
+        session.initialise(memory.parameters, initial)
+    except BaseException:
+        if failed:
+            raise failed[0] from None
+        raise

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from ballast.errors import Error
-from ballast.torch.stepping.members import Member, local
+from ballast.torch.stepping.members import Member
 
 
 def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
@@ -41,8 +41,8 @@ def refuse(members: Iterable[Member]) -> None:
     """Refuses two members over one memory, and one whose elements share memory. Slices of one buffer share none."""
     found = []
     for member in members:
-        memory = local(member.parameter).detach()
-        if memory.numel() == 0 or memory.device.type == 'meta':
+        memory = member.here
+        if memory is None or memory.numel() == 0 or memory.device.type == 'meta':
             continue
         begin, end = _bytes(memory)
         if end - begin < memory.numel() * memory.element_size():

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ballast.errors import Error
+from ballast.torch.group.agreement import Collected
 from ballast.torch.job import progress
-from ballast.torch.job.agreement import Collected
 from ballast.torch.stepping.host_memory import current_streams, on_streams
 from ballast.torch.stepping.members import Memory, local
 

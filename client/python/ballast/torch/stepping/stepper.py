@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from ballast.errors import Error, warn
+from ballast.torch.group import roster as rosters
+from ballast.torch.group.agreement import Agreed, Collected, agree, check_values
 from ballast.torch.job import edits, registration, spec
-from ballast.torch.job.agreement import Collected, agree, check_values, checked
 from ballast.torch.modes import plainly
+from ballast.torch.sharding.remote import remote_of
 from ballast.torch.stepping.members import gradient_of
 from ballast.torch.stepping.step import Step
 
 if TYPE_CHECKING:
     from ballast import _native
+    from ballast.torch.group.ranks import Exchange
     from ballast.torch.job.job import Job
 
 # Steps in a row that may be skipped for an Inf or NaN before step() raises.
@@ -40,30 +43,41 @@ class Stepper:
         if job.session is None:
             job.open(for_step=True)
         exchange = job.exchange('step()')
-        if job.options.world_size > 1:
-            collected, edited, present = agree(exchange, self._collect)
-        else:
-            collected = self._collect()
-            edited, present = collected.edited, collected.present
+        agreed = self._agreed(exchange)
+        collected = agreed.collected
         collected.settle()
+        if job.sharded is not None:
+            job.sharded.settle(collected.gradients)
         if job.early is not None and (collected.fresh or not job.early.stands(collected.gradients)):
             job.early.withdraw()
-        registration.register(job, collected.fresh, exchange)
-        changed = [member for member, is_edited in zip(job.members, edited) if is_edited]
-        check_values(exchange, changed)
-        written = set(job.session.written) if changed else ()
-        for member in changed:
-            edits.take(job, member, exchange, written)
+        registration.register(job, collected.fresh, exchange, agreed.roster, agreed.registers)
+        if agreed.edits:
+            edited = [member for member, is_edited in zip(job.members, agreed.edited) if is_edited]
+            check_values(exchange, job.roster, job.members, edited)
+            edits.take(job, edited, exchange)
         written = set(job.session.written)
-        changes = {i for i, member in enumerate(job.members) if present[i] or member.name in written}
+        changes = {i for i, member in enumerate(job.members) if agreed.present[i] or member.name in written}
         step = Step(self, collected, changes, blob)
         if job.overlap is not None:
             job.overlap.start(step, job.members, collected.gradients)
             return
         try:
             step.run()
+        except BaseException:
+            if job.sharded is not None:
+                job.sharded.failed()
+            raise
         finally:
             step.end()
+        if job.sharded is not None:
+            job.sharded.stepped()
+
+    def _agreed(self, exchange: Exchange) -> Agreed:
+        if self.job.options.world_size > 1:
+            return agree(exchange, self.job.roster, self._collect)
+        collected = self._collect()
+        roster = rosters.gather(exchange, collected.lines()) if collected.fresh else self.job.roster
+        return Agreed(collected, roster, bool(collected.fresh), any(collected.edited), collected.edited, collected.present)
 
     def _collect(self) -> Collected:
         job = self.job
@@ -75,13 +89,14 @@ class Stepper:
         members = job.members + [member for member, _, _ in fresh]
         there = {id(parameter) for _, _, parameter in registration.placed(job)}
         gradients = [gradient_of(member) if id(member.parameter) in there else None for member in members]
+        if job.sharded is not None:
+            job.sharded.check(gradients)
         edited = edits.edited(job, members)
         spec.check_dtypes(job.options.optimizer, members, gradients)
         spec.check(job, job.options.optimizer)
         groups = [job.algorithm.hyper(group, job.options.optimizer) for group in job.param_groups]
         groups += groups[:1] * (job.options.group_count - len(groups))
-        compared = checked(members, job.progress.steps, job.debug) if job.options.world_size > 1 else []
-        return Collected(fresh, members, gradients, edited, groups, compared)
+        return Collected(fresh, members, gradients, edited, groups, lambda: registration.lines(job, members), job.progress.steps, job.debug)
 
     def took(self, report: _native.Report, gradients: Sequence[torch.Tensor | None], scaled: bool) -> None:
         """A step has ended. gradients: by member. scaled: the caller looks for overflows."""
@@ -97,7 +112,7 @@ class Stepper:
     def _warn_skipped(self, gradients: Sequence[torch.Tensor | None]) -> None:
         progress = self.job.progress
         names = [member.name for member, gradient in zip(self.job.members, gradients)
-                 if gradient is not None and not bool(torch.isfinite(gradient).all())]
+                 if gradient is not None and remote_of(gradient) is None and not bool(torch.isfinite(gradient).all())]
         progress.skips += 1
         what = f"the gradient of '{names[0]}'" if names else 'a gradient'
         text = f'{what} is not finite: the step was skipped, nothing was updated (step {progress.steps}, {progress.skips} in a row)'

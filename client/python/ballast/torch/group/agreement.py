@@ -1,0 +1,191 @@
+"""What ranks agree on before a step: which parameters have gradients, which were edited, and that replicas are alike."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ballast.errors import Error
+from ballast.torch.group import roster as rosters
+from ballast.torch.group.ranks import Exchange, Within
+from ballast.torch.group.roster import Place, Roster
+from ballast.torch.group.together import everyone
+from ballast.torch.sharding.remote import remote_of
+from ballast.torch.stepping.members import Member, digest_of, is_sharded, local
+from ballast.torch.stepping.sketch import is_finite, near, sketch
+
+if TYPE_CHECKING:
+    import torch
+
+    from ballast import _native
+    from ballast.torch.job.registration import Fresh
+
+# Each gradient of a replica is compared at its first step, and then in one step of so many.
+_GRADIENT_STEPS = 64
+# A parameter in the message of a rank: flags, and a digest of its gradient if that is compared, else of the placements that it is to be
+# brought from.
+_EDITED, _PRESENT, _COMPARED, _MOVES = 1, 2, 4, 8
+_ENTRY = struct.Struct('<BI')
+# In front of the entries: new parameters, and whether debug is set.
+_HEAD = struct.Struct('<I?')
+
+
+class Collected(NamedTuple):
+    """One rank's side of a step, nothing of it done yet."""
+    fresh: list[Fresh]
+    members: list[Member]  # those included
+    gradients: list[torch.Tensor | None]  # of members.gradient_of, by member
+    edited: list[bool]  # by member
+    groups: list[_native.GroupHyper]
+    lines: Callable[[], list[rosters.Line]]  # what the rank says of the members
+    steps: int  # that the job has made
+    debug: bool
+
+    @property
+    def present(self) -> list[bool]:
+        return [gradient is not None for gradient in self.gradients]
+
+    def settle(self) -> None:
+        """Brings gradients to where their parameters are. COLLECTIVE: all ranks have told that they have the same ones to bring."""
+        for i, gradient in enumerate(self.gradients):
+            if gradient is not None and is_sharded(gradient):
+                placed = gradient.redistribute(placements=self.members[i].parameter.placements)
+                self.gradients[i] = local(placed).detach().contiguous()
+
+
+class Agreed(NamedTuple):
+    """What a rank knows of a step once all have told what they have."""
+    collected: Collected
+    roster: Roster  # new parameters included
+    registers: bool  # some rank has new parameters
+    edits: bool  # some rank has edited a parameter
+    edited: list[bool]  # by member: some rank that has a part of it has edited it
+    present: list[bool]  # ... has a gradient of it
+
+
+def _compared(collected: Collected, roster: Roster | None, debug: bool) -> list[bool]:
+    """By member: whether its gradient is compared in this step. roster: none before new parameters are known to all."""
+    has_replicas = [True] * len(collected.members) if roster is None else [len(places) > 1 for places in roster.replicas]
+    return [has and gradient is not None and not is_sharded(gradient)
+            and (debug or not member.agreed or member.turn % _GRADIENT_STEPS == collected.steps % _GRADIENT_STEPS)
+            for has, member, gradient in zip(has_replicas, collected.members, collected.gradients)]
+
+
+def _say(collected: Collected, roster: Roster | None, debug: bool) -> bytes:
+    said = [_HEAD.pack(len(collected.fresh), collected.debug)]
+    compared = _compared(collected, None if collected.fresh else roster, debug)
+    for gradient, edited, compares in zip(collected.gradients, collected.edited, compared):
+        flags, code = edited * _EDITED, 0
+        if gradient is not None:
+            flags |= _PRESENT
+            if is_sharded(gradient):
+                flags, code = flags | _MOVES, zlib.crc32(str(gradient.placements).encode())
+            elif compares and remote_of(gradient) is None:  # torch has reduced what went in backward
+                flags, code = flags | _COMPARED, digest_of(gradient)
+        said.append(_ENTRY.pack(flags, code))
+    return b''.join(said)
+
+
+def agree(exchange: Exchange, roster: Roster, collect: Callable[[], Collected]) -> Agreed:
+    """collect() on every rank. An error on one rank is an error on all, which would wait for it else. roster: of the job's members."""
+    collected, said = everyone(exchange, collect, lambda collected: _say(collected, roster, collected.debug))
+    heads = [_HEAD.unpack_from(each) for each in said]
+    registers = any(fresh for fresh, _ in heads)
+    if registers:
+        roster = rosters.gather(exchange, collected.lines())
+    if len({debug for _, debug in heads}) > 1:
+        _, said = everyone(Within('gradients', exchange), lambda: _say(collected, roster, True), bytes)
+    entries = [list(_ENTRY.iter_unpack(each[_HEAD.size:])) for each in said]
+    roster.check_lengths([len(each) for each in entries])
+
+    def flags(places: Sequence[Place]) -> int:
+        together = 0
+        for rank, index in places:
+            together |= entries[rank][index][0]
+        return together
+    _check_present(roster, entries)
+    _check_moves(roster, entries)
+    _check_gradients(exchange, collected, roster, entries)
+    of_members = [flags(places) for places in roster.holders]
+    for member, each in zip(collected.members, of_members):
+        member.agreed |= bool(each & _PRESENT)
+    return Agreed(collected, roster, registers, any(flag & _EDITED for each in entries for flag, _ in each),
+                  [bool(each & _EDITED) for each in of_members], [bool(each & _PRESENT) for each in of_members])
+
+
+_REDUCE = ('ranks take a step with reduced gradients: wrap the model in DistributedDataParallel, shard it by fully_shard, or all-reduce '
+           'the gradients before step(). With DDP, look for parameters that it was told to ignore, and for no_sync() around the last '
+           'backward. Ranks that have another parameter of this name, as stages of a pipeline that number their layers anew, give it a '
+           'name of its own')
+
+_Entries = Sequence[Sequence[tuple[int, int]]]  # flags and code, by rank and parameter
+
+
+def _check_present(roster: Roster, entries: _Entries) -> None:
+    for name, places in roster.classes:
+        has = [bool(entries[rank][index][0] & _PRESENT) for rank, index in places]
+        if len(set(has)) > 1:
+            raise Error(f"parameter '{name}' has a gradient on rank {places[has.index(True)].rank} and none on rank "
+                        f'{places[has.index(False)].rank}, and {_REDUCE}', 'RANKS_DIFFER')
+
+
+def _check_moves(roster: Roster, entries: _Entries) -> None:
+    """Gradients are brought to their parameters' placements by a collective of the ranks that have a part."""
+    for name, places in roster.parts:
+        moves = [(entries[rank][index][0] & _MOVES, entries[rank][index][1] if entries[rank][index][0] & _MOVES else 0)
+                 for rank, index in places]
+        if len(set(moves)) > 1:
+            other = next(i for i, each in enumerate(moves) if each != moves[0])
+            raise Error(f"the gradient of parameter '{name}' is placed otherwise on rank {places[other].rank} than on rank "
+                        f'{places[0].rank}; expected the same on all ranks that have it', 'RANKS_DIFFER')
+
+
+def _check_gradients(exchange: Exchange, collected: Collected, roster: Roster, entries: _Entries) -> None:
+    """Compares numbers where bits differ: clipping on unlike machines leaves the last bit to each."""
+    for name, places in roster.classes:
+        told = [entries[rank][index] for rank, index in places if entries[rank][index][0] & _COMPARED]
+        if len({code for _, code in told}) <= 1:
+            continue
+        own = next((i for i, member in enumerate(collected.members) if member.name == name), None)
+        gradient = None if own is None or is_sharded(collected.gradients[own]) else collected.gradients[own]
+        _, said = everyone(Within('sums of gradients', exchange),
+                           lambda gradient=gradient: json.dumps(None if gradient is None else sketch(gradient)), str.encode)
+        sketches = {rank: json.loads(said[rank]) for rank, _ in places}
+        first = places[0].rank
+        other = next((rank for rank, each in sketches.items() if not near(sketches[first], each)), None)
+        if other is None:
+            continue
+        what = f'another gradient on rank {other} than on rank {first}'
+        if is_finite(sketches[first]) != is_finite(sketches[other]):
+            where, finite = (other, first) if is_finite(sketches[first]) else (first, other)
+            what = f'an Inf or a NaN in its gradient on rank {where} and none on rank {finite}'
+        raise Error(f"parameter '{name}' has {what}, and {_REDUCE}", 'RANKS_DIFFER')
+
+
+def check_values(exchange: Exchange, roster: Roster, all_members: Sequence[Member], members: Iterable[Member]) -> None:
+    """Those of `members` that other ranks have as well are alike there. COLLECTIVE. all_members: the roster's, on this rank."""
+    if not roster.classes:
+        return  # the same on all ranks
+    checked = {id(member) for member in members}
+
+    def entry(member: Member, places: Sequence[Place]) -> bytes:
+        if id(member) not in checked or len(places) == 1:
+            return _ENTRY.pack(0, 0)
+        return _ENTRY.pack(_COMPARED, digest_of(member.initial() if member.here is None else member.parameter))
+
+    def say() -> bytes:
+        return b''.join(map(entry, all_members, roster.replicas))
+    _, said = everyone(Within('values', exchange), say, bytes)
+    entries = [list(_ENTRY.iter_unpack(each)) for each in said]
+    roster.check_lengths([len(each) for each in entries])
+    for name, places in roster.classes:
+        told = [(rank, entries[rank][index][1]) for rank, index in places if entries[rank][index][0]]
+        other = next((rank for rank, digest in told if digest != told[0][1]), None)
+        if other is not None:
+            raise Error(f"parameter '{name}' has other values on rank {other} than on rank {told[0][0]}, and is a plain tensor or a "
+                        'replica, which all ranks that have it hold alike: wrap the model in DistributedDataParallel, which makes them '
+                        'so, or shard it by fully_shard; ranks that keep other parts of a model under one name (stages that number '
+                        'their layers anew, say) give each a name of its own', 'RANKS_DIFFER')

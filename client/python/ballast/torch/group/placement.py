@@ -1,0 +1,72 @@
+"""Where a parameter's elements are: the ranks that have it, and which part of it each has."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ballast import _native
+from ballast.errors import Error
+from ballast.torch.stepping.members import is_sharded, tensor_module
+
+# Ranks, sizes of the mesh's axes, (axis, dimension) of each cut.
+Key = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
+
+
+def key_of(name: str, parameter: torch.Tensor) -> Key | None:
+    """The placement of a DTensor; None for a plain tensor, which this rank has whole."""
+    if not is_sharded(parameter):
+        return None
+    types, mesh = tensor_module(), parameter.device_mesh.mesh
+    plain, strided = [], []
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_replicate():
+            continue
+        # Also torch's _StridedShard, which is no Shard in every release.
+        if placement.is_partial() or not hasattr(placement, 'dim'):
+            raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected shards and replicas, as fully_shard "
+                        'and parallelize_module make them', 'UNSUPPORTED')
+        # A strided shard was cut last, though its axis comes first: fully_shard over a tensor that is parallel already.
+        (plain if type(placement) is types.Shard else strided).append((axis, placement.dim % parameter.dim()))
+    return tuple(mesh.flatten().tolist()), tuple(mesh.shape), tuple(plain + strided)
+
+
+def parts_of(key: Key, shape: tuple[int, ...]) -> tuple[int, int]:
+    """The dimension along which servers hold the tensor in parts, and how many: a shard along another dimension than the first would be
+    a range per row else. A job keeps those that it was made with."""
+    _, sizes, cuts = key
+    counts = {}
+    for axis, dimension in cuts:
+        counts[dimension] = counts.get(dimension, 1) * sizes[axis]
+    for dimension, count in sorted(counts.items()):
+        if dimension > 0 and count > 1 and shape[dimension] % count == 0:
+            return dimension, count
+    return 0, 1
+
+
+@functools.lru_cache(maxsize=4096)
+def native(key: Key) -> _native.Placement:
+    ranks, sizes, cuts = key
+    return _native.Placement(list(ranks), list(sizes), list(cuts))
+
+
+@functools.lru_cache(maxsize=65536)
+def box(key: Key, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, int], ...]:
+    """(begin, end) of each dimension of the part that `rank` has."""
+    return tuple(native(key).box(list(shape), key[0].index(rank)))
+
+
+def check(name: str, parameter: torch.Tensor, key: Key, rank: int) -> None:
+    """Refuses a DTensor whose memory here is not the part that its placements say."""
+    ranks, _, _ = key
+    if rank not in ranks:
+        raise Error(f"parameter '{name}' is a DTensor over the ranks {list(ranks)}, of which rank {rank} is none: give the optimizer on "
+                    'each rank the parameters that it has', 'UNSUPPORTED')
+    if parameter.dim() == 0:
+        return
+    expected = [end - begin for begin, end in box(key, tuple(parameter.shape), rank)]
+    here = list(parameter._local_tensor.shape)
+    if expected != here and not (0 in expected and 0 in here):
+        raise Error(f"parameter '{name}' of shape {list(parameter.shape)}, a DTensor placed as {parameter.placements}, has {here} on rank "
+                    f'{rank}; expected {expected}, the chunks of torch.chunk along each axis, those of fully_shard cut last', 'UNSUPPORTED')

@@ -1,0 +1,148 @@
+"""Pulls of units ahead of use, in the order of the step before."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ballast.errors import Error
+
+if TYPE_CHECKING:
+    from ballast import _native
+    from ballast.torch.job.job import Job
+    from ballast.torch.sharding.unit import Unit
+
+# Gathers of one step, or of passes without a step, that are remembered.
+_GATHERS_MAX = 1 << 16
+_DTYPES = {'f32': torch.float32, 'bf16': torch.bfloat16, 'f16': torch.float16}
+
+
+class _Pull(NamedTuple):
+    """One unit on its way."""
+    session: _native.Session
+    version: int
+    number: int
+    pieces: list[torch.Tensor]  # by part of the unit; the session keeps their memory until the pull was awaited
+    size: int  # bytes
+
+    def end(self) -> None:
+        self.session.await_pull(self.number)
+
+    def drop(self) -> None:
+        """The version is not wanted any more, or the session is over: nobody reads what comes."""
+        try:
+            self.end()
+        except Error:
+            pass
+
+
+class Pulls:
+    """The order of a step's gathers is that of the step before, until it changes: then the gather that was not foreseen waits for its
+    pull, and the order goes on from there. Threads: one at a time."""
+
+    def __init__(self, job: Callable[[], Job], bytes_max: int) -> None:
+        """job(): the job, opened. bytes_max: bound on the memory of pulls ahead of use; one unit is always pulled ahead."""
+        self._job, self._bytes_max = job, bytes_max
+        self._indices: dict[Unit, list[int]] = {}  # of the session's tensors
+        self._under_way: dict[Unit, list[_Pull]] = {}  # oldest first: a unit may be gathered again soon, as forward's last one is
+        self._order: list[Unit] = []  # expected gathers: those of the last step
+        self._is_step = False  # they end with a step
+        self._at = 0  # place of the next gather in it
+        self._made: list[Unit] = []  # gathers of this step so far
+        self.count = 0
+        self.bytes = 0
+        self.waits = 0  # gathers whose pull was not under way before
+        self.wait_seconds = 0.0
+
+    def place(self, indices: dict[Unit, list[int]]) -> None:
+        """indices: of the units' parts among the session's tensors. A session begins."""
+        self.forget()
+        self._indices = indices
+
+    def take(self, unit: Unit) -> list[torch.Tensor]:
+        """The unit's pieces, by part, at the job's version."""
+        job = self._job()
+        self._drop_stale(job)
+        there = self._under_way.get(unit)
+        if there:
+            pull = there.pop(0)
+        else:
+            pull = self._begin(unit, job)
+            self.waits += 1
+        self._made.append(unit)
+        self._follow(unit)
+        self._go_ahead(job)
+        before = time.perf_counter()
+        pull.end()
+        self.wait_seconds += time.perf_counter() - before
+        return pull.pieces
+
+    def stepped(self) -> None:
+        """The job has a new version: its first units are pulled as the servers make it."""
+        if self._made:
+            self._order, self._made, self._is_step = self._made, [], True
+        self._at = 0
+        job = self._job()
+        self._drop_stale(job)
+        self._go_ahead(job)
+
+    def forget(self) -> None:
+        """The session is over, or another begins."""
+        for pulls in self._under_way.values():
+            for pull in pulls:
+                pull.drop()
+        self._under_way, self._made, self._at = {}, [], 0
+
+    def _drop_stale(self, job: Job) -> None:
+        """Of other versions, as a step or a rollback leaves them."""
+        version = job.session.version
+        for unit, pulls in self._under_way.items():
+            for pull in pulls:
+                if pull.version != version:
+                    pull.drop()
+            self._under_way[unit] = [pull for pull in pulls if pull.version == version]
+
+    def _begin(self, unit: Unit, job: Job) -> _Pull:
+        dtype = _DTYPES[job.options.optimizer.working]
+        pieces = unit.staged(dtype)
+        size = unit.bytes(dtype.itemsize)
+        places = [piece[:part.elements] for part, piece in zip(unit.parts, pieces)]
+        self.count += 1
+        self.bytes += size
+        version = job.session.version
+        return _Pull(job.session, version, job.session.start_pull(self._indices[unit], places), pieces, size)
+
+    def _follow(self, unit: Unit) -> None:
+        """The order goes on behind this gather: at its place that is the nearest to the expected one."""
+        is_over = self._at >= len(self._order)
+        places = [i for i, each in enumerate(self._order) if each is unit]
+        if places:
+            self._at = min(places, key=lambda i: abs(i - self._at)) + 1
+        if is_over or (self._at >= len(self._order) and not self._is_step):
+            self._repeat()
+
+    def _repeat(self) -> None:
+        """Behind a step's order no step came, as in passes without gradients: the order goes on as it did when the last two gathers came
+        one after the other before."""
+        made = self._made = self._made[-_GATHERS_MAX:]
+        again = next((i for i in range(len(made) - 2, 0, -1) if made[i - 1:i + 1] == made[-2:]), None)
+        if again is not None:
+            self._order, self._at, self._is_step = made[again:], 1, False
+
+    def _go_ahead(self, job: Job) -> None:
+        used = sum(pull.size for pulls in self._under_way.values() for pull in pulls)
+        width = _DTYPES[job.options.optimizer.working].itemsize
+        ahead: collections.Counter[Unit] = collections.Counter()
+        for unit in self._order[self._at:]:
+            ahead[unit] += 1
+            there = self._under_way.setdefault(unit, [])
+            if ahead[unit] <= len(there):
+                continue
+            if used and used + unit.bytes(width) > self._bytes_max:
+                break
+            there.append(self._begin(unit, job))
+            used += there[-1].size

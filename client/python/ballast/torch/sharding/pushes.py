@@ -1,0 +1,133 @@
+"""Gradients that go to the servers in backward, and leave the trainer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ballast.errors import Error
+from ballast.torch.modes import plainly
+from ballast.torch.sharding.remote import GoneGradient, Remote, remote_of
+from ballast.torch.stepping.members import Member, gradient_of, local, on_host
+
+if TYPE_CHECKING:
+    from ballast import _native
+
+
+class Pushes:
+    """A unit of the session goes as soon as each of its trained tensors has its gradient. Gradients clipped by max_norm are right that
+    way, since the servers clip. COLLECTIVE without a message: FSDP2 reduces in one order on all ranks. Threads: the loop's and
+    autograd's, one at a time."""
+
+    def __init__(self, backwards: int) -> None:
+        """backwards: reductions of a gradient that make a step's."""
+        self._backwards = backwards
+        self._session: _native.Session | None = None
+        self._members: list[Member] = []
+        self._units: list[list[int]] = []  # members, by index
+        self._unit_of: dict[int, int] = {}
+        self._hooks: dict[int, Any] = {}  # by member
+        self._came: dict[int, int] = {}  # by member: reductions since the last step
+        self._gone: set[int] = set()  # units
+
+    def follow(self, session: _native.Session, members: Sequence[Member]) -> None:
+        """Takes up the session and members that the job has now."""
+        if session is not self._session:
+            self.leave()
+            self._session = session
+        if len(members) > len(self._members):
+            self._members, self._units = list(members), session.units
+            self._unit_of = {i: unit for unit, tensors in enumerate(self._units) for i in tensors}
+        for i, member in enumerate(members):
+            if i not in self._hooks and member.parameter.requires_grad and remote_of(member.parameter) is not None:
+                self._hooks[i] = member.parameter.register_post_accumulate_grad_hook(_Hook(self, i))
+
+    def leave(self) -> None:
+        """The session is over, with all that went to it."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._session, self._members, self._units, self._unit_of, self._hooks = None, [], [], {}, {}
+        self._begin()
+
+    def accumulated(self, i: int) -> None:
+        """FSDP2 has reduced a gradient of a member, by index, and added it to what was there."""
+        unit = self._unit_of[i]
+        if unit in self._gone:
+            self.discard()  # the loop has set the gradients to None, and begins anew
+        self._came[i] = self._came.get(i, 0) + 1
+        tensors = self._units[unit]
+        wanted = [j for j in tensors if self._members[j].parameter.requires_grad]
+        if all(j in self._hooks and self._came.get(j, 0) >= self._backwards for j in wanted):
+            self._send(unit, tensors)
+
+    def _send(self, unit: int, tensors: list[int]) -> None:
+        members = [self._members[j] for j in tensors]
+        gradients = [gradient_of(member) for member in members]
+        if any(remote_of(gradient) is not None for gradient in gradients):
+            return
+        self._session.push_early(unit, [None if gradient is None else on_host(gradient) for gradient in gradients],
+                                 let_go=True)
+        self._gone.add(unit)
+        for member, gradient in zip(members, gradients):
+            if gradient is not None:
+                _replace(member, gradient)
+
+    def discard(self) -> None:
+        """No step will take what went. COLLECTIVE."""
+        if self._gone:
+            self._session.drop()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._gone, self._came = set(), {}
+
+    def _went(self) -> list[int]:
+        """Members, by index, whose gradients went."""
+        return [i for unit in sorted(self._gone) for i in self._units[unit] if i in self._came]
+
+    def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Refuses a step with these gradients, by member, that are neither those that went nor, all of those that went, set to None."""
+        went = self._went()
+        if went and all(gradients[i] is None for i in went):
+            return
+        for i, gradient in enumerate(gradients):
+            gone = gradient is not None and remote_of(gradient) is not None
+            if gone and i not in went:
+                raise Error(f"the gradient of parameter '{self._members[i].name}' went to the servers for a step that was not made: run "
+                            'forward and backward again', 'BAD_REQUEST')
+            if i in went and not gone:
+                raise Error(f"the gradient of parameter '{self._members[i].name}' was changed after it had gone to the servers; "
+                            'keep gradients in the trainer by shard(push_early=False)', 'BAD_REQUEST')
+
+    def settle(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """A step begins with gradients that check() has passed. COLLECTIVE where all that went were set to None."""
+        went = self._went()
+        if went and all(gradients[i] is None for i in went):
+            self.discard()
+
+    def stepped(self) -> None:
+        """A step is over: the servers have taken what went, or dropped it."""
+        self._begin()
+
+
+def _replace(member: Member, gradient: torch.Tensor) -> None:
+    """The gradient leaves the trainer: a Remote stays in its place, so that whoever wants it gets an error and not silence."""
+    grad = member.parameter.grad
+    gone = Remote(GoneGradient(member.name), local(grad).shape, grad.dtype, grad.device)
+    member.parameter.grad = type(grad).from_local(gone, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape,
+                                                  stride=grad.stride())
+
+
+class _Hook:
+    def __init__(self, pushes: Pushes, i: int) -> None:
+        self._pushes, self._i = weakref.ref(pushes), i
+
+    @plainly
+    def __call__(self, parameter: torch.Tensor) -> None:
+        pushes = self._pushes()
+        if pushes is not None:
+            with torch.no_grad():
+                pushes.accumulated(self._i)

@@ -1,0 +1,131 @@
+"""Tensors without memory: this rank's part of a parameter that lives on the servers, and of a gradient that has gone there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ballast.errors import Error
+
+if TYPE_CHECKING:
+    from ballast.torch.sharding.unit import Unit
+
+aten = torch.ops.aten
+
+
+class Part:
+    """This rank's rows of one parameter."""
+
+    def __init__(self, name: str, shape: Sequence[int], ranks: int, rank: int, gathered: torch.dtype) -> None:
+        """shape: of the whole parameter, whose rows `ranks` ranks divide as torch.chunk does. gathered: the dtype of gathers."""
+        self.name, self.shape, self.gathered = name, torch.Size(shape), gathered
+        share = -(-shape[0] // ranks)
+        self.padded = torch.Size((share, *shape[1:]))  # the shape that FSDP2 gathers from every rank
+        self.first = min(shape[0], rank * share)  # row
+        self.rows = min(shape[0], self.first + share) - self.first
+        self.elements = self.rows * torch.Size(shape[1:]).numel()
+        self.unit: Unit | None = None  # the unit that the parameter is gathered with
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """These rows of the whole parameter, contiguous, in memory of their own."""
+        return whole.detach()[self.first:self.first + self.rows].clone(memory_format=torch.contiguous_format)
+
+    def refuse(self, operation: str) -> Error:
+        return Error(f"parameter '{self.name}' lives on Ballast's servers and has no memory here, which {operation} needs: read it within "
+                     'ballast.torch.gathered(model), write it through the optimizer; dtype and device are fixed before shard(), and '
+                     'CPUOffloadPolicy has nothing to offload', 'UNSUPPORTED')
+
+
+class GoneGradient:
+    """What stands in for a gradient that was pushed in backward."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def refuse(self, operation: str) -> Error:
+        return Error(f"the gradient of parameter '{self.name}' has gone to Ballast's servers in backward, and {operation} needs it here: "
+                     'clip by max_norm= of the optimizer, scale by LossScaler, tell shard(backwards=) how many backward passes with '
+                     'gradient sync a step has, or keep gradients in the trainer by shard(push_early=False)', 'UNSUPPORTED')
+
+
+class Remote(torch.Tensor):
+    """Shape, dtype and device, and no memory: reads and writes raise an error that names the parameter. `of`: whose."""
+
+    of: Part | GoneGradient
+
+    @staticmethod
+    def __new__(cls, of: Part | GoneGradient, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Remote:
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made.of = of
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Remote('{self.of.name}', {list(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> Remote:
+        raise self.of.refuse('a copy')
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.of.refuse('a copy')
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """What FSDP2 does with a shard as it pads and wraps it changes shapes alone."""
+        tensor = args[0]
+        if isinstance(tensor, Remote):
+            shape = _shape_after(operation, tensor, args[1:])
+            if shape is not None:
+                return cls(tensor.of, shape, tensor.dtype, tensor.device)
+            if operation is aten.copy_.default and isinstance(args[1], Remote) and args[1].of is tensor.of:
+                return tensor
+        remote = next(each for each in _flat((args, kwargs or {})) if isinstance(each, Remote))
+        raise remote.of.refuse(str(operation))
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any,
+                            mp_policy: Any) -> tuple[tuple[torch.Tensor, ...], None]:
+        """FSDP2's extension: the rows that this rank brings to the gather, padded."""
+        return (self.of.unit.take(self.of, mp_policy.param_dtype or self.dtype),), None
+
+    def fsdp_post_all_gather(self, gathered: tuple[torch.Tensor, ...], metadata: None, param_dtype: torch.dtype, *,
+                             out: torch.Tensor | None = None) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """FSDP2's extension: the gathered rows are the parameter."""
+        return None if out is not None else (gathered[0], (gathered[0],))
+
+
+def _flat(tree: Any) -> list[Any]:
+    if isinstance(tree, (list, tuple)):
+        return [leaf for each in tree for leaf in _flat(each)]
+    return _flat(list(tree.values())) if isinstance(tree, dict) else [tree]
+
+
+def _shape_after(operation: Any, tensor: Remote, rest: Sequence[Any]) -> Sequence[int] | None:
+    """The shape that an operation gives which needs no elements; None: it needs them."""
+    if operation in (aten.detach.default, aten.alias.default):
+        return tensor.shape
+    if operation is aten.view.default:
+        return [tensor.numel()] if list(rest[0]) == [-1] else rest[0]
+    if operation is aten.new_zeros.default:
+        return rest[0]
+    if operation is aten.slice.Tensor:
+        dim, start, end, step = [*rest, *(0, 0, None, 1)[len(rest):]]
+        shape = list(tensor.shape)
+        shape[dim] = len(range(*slice(start, end, step).indices(shape[dim])))
+        return shape
+    return None
+
+
+def working_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype that the trainer wants of a parameter: a sharded one's gathers may have less than its own."""
+    part = remote_of(parameter)
+    return part.gathered if isinstance(part, Part) else parameter.dtype
+
+
+def remote_of(tensor: torch.Tensor | None) -> Part | GoneGradient | None:
+    """What a parameter, a gradient or its local part stands for; None: it has memory of its own."""
+    memory = getattr(tensor, '_local_tensor', tensor)
+    return memory.of if isinstance(memory, Remote) else None

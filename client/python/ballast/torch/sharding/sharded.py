@@ -1,0 +1,122 @@
+"""A model that shard() has taken: its units, and the job that trains it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ballast.errors import Error
+from ballast.torch.sharding.pulls import Pulls
+from ballast.torch.sharding.pushes import Pushes
+from ballast.torch.sharding.remote import Part, remote_of
+from ballast.torch.sharding.unit import Unit
+from ballast.torch.sharding.values import Values
+
+if TYPE_CHECKING:
+    from ballast import _native
+    from ballast.torch.job.job import Job
+
+
+class Sharded:
+    """One rank's side. Threads: the training loop's and autograd's, one at a time."""
+
+    def __init__(self, prefetch_bytes: int, backwards: int, push_early: bool, seed: int) -> None:
+        """Arguments of shard()."""
+        self.units: list[Unit] = []
+        self.parameters: dict[Part, torch.Tensor] = {}
+        self.tensors: dict[Part, str] = {}  # the job's names
+        self.values = Values(seed)
+        self.pulls = Pulls(self.open, prefetch_bytes)
+        self.pushes = Pushes(backwards) if push_early else None
+        self._job: weakref.ref[Job] | None = None
+        self._session: _native.Session | None = None  # the one that parts are placed in
+
+    def add(self, name: str, parameters: dict[Part, torch.Tensor], device: torch.device) -> None:
+        """parameters: a unit's, by part."""
+        self.units.append(Unit(name, list(parameters), device, self))
+        self.parameters.update(parameters)
+
+    def adopt(self, job: Job, name: str) -> None:
+        """An optimizer has been given a parameter of this name."""
+        known = None if self._job is None else self._job()
+        if known is not None and known is not job and not known.is_closed:
+            raise Error(f"parameter '{name}' is of a model that shard() gave to one optimizer, and another has parameters of it: one job "
+                        'keeps all of them', 'UNSUPPORTED')
+        self._job = weakref.ref(job)
+        job.sharded = self
+
+    def open(self) -> Job:
+        """The job, opened by the first call. COLLECTIVE."""
+        job = None if self._job is None else self._job()
+        if job is None:
+            name = self.units[0].parts[0].name
+            raise Error(f"parameter '{name}' lives on Ballast's servers, and no optimizer says which: make one, as "
+                        'ballast.torch.AdamW(model.named_parameters()), before the first forward pass', 'BAD_REQUEST')
+        if job.session is None:
+            job.open()
+        job.check_usable()
+        return job
+
+    def follow(self, job: Job) -> None:
+        """Takes up the session and members that the job has now."""
+        if self._session is not job.session:
+            index = {remote_of(member.parameter): i for i, member in enumerate(job.members)}
+            self.tensors = {part: job.members[i].name for part, i in index.items() if part is not None}
+            missing = next((part for part in self.parameters if part not in index), None)
+            if missing is not None:
+                raise Error(f"parameter '{missing.name}' was sharded and is in no group of the optimizer: give it all of the model's, "
+                            'frozen ones too', 'BAD_SPEC')
+            self.pulls.place({unit: [index[part] for part in unit.parts] for unit in self.units})
+            self._session = job.session
+        if self.pushes is not None:
+            self.pushes.follow(job.session, job.members)
+
+    def leave(self) -> None:
+        """The session is over."""
+        self.pulls.forget()
+        if self.pushes is not None:
+            self.pushes.leave()
+        self._session = None
+
+    def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Refuses a step with these gradients, by member, if they are not those that went to the servers."""
+        if self.pushes is not None:
+            self.pushes.check(gradients)
+
+    def settle(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """A step begins, and takes what went to the servers of these gradients, by member. COLLECTIVE."""
+        if self.pushes is not None:
+            self.pushes.settle(gradients)
+
+    def discard(self) -> None:
+        """No step will take what went. COLLECTIVE."""
+        if self.pushes is not None:
+            self.pushes.discard()
+
+    def failed(self) -> None:
+        """A step is over, and what went to the servers for it counts no more."""
+        if self.pushes is not None:
+            self.pushes.stepped()
+
+    def stepped(self) -> None:
+        """A step was made."""
+        self.failed()
+        if self._session is not None:
+            self.pulls.stepped()
+
+    def stats(self) -> dict[str, float]:
+        """Pulls so far, their bytes on this rank, gathers whose pull was not ahead of them, and the seconds that gathers waited."""
+        pulls = self.pulls
+        return {'unit_pulls': pulls.count, 'unit_pull_bytes': pulls.bytes, 'unit_pulls_late': pulls.waits,
+                'unit_pull_wait_seconds': pulls.wait_seconds}
+
+
+def adopt(job: Job, names: Sequence[str | None], parameters: Sequence[torch.Tensor]) -> None:
+    """The optimizer of `job` has been given parameters, some of them sharded perhaps."""
+    for name, parameter in zip(names, parameters):
+        part = remote_of(parameter)
+        if part is not None:
+            part.unit.model.adopt(job, part.name if name is None else name)

@@ -1,0 +1,44 @@
+"""Parameters that FSDP2 gathers together: one pull brings this rank's parts of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ballast.torch.sharding.remote import Part
+
+if TYPE_CHECKING:
+    from ballast.torch.sharding.sharded import Sharded
+
+
+class Unit:
+    """Threads: one at a time, as FSDP2 gathers."""
+
+    def __init__(self, name: str, parts: Sequence[Part], device: torch.device, model: Sharded) -> None:
+        """device: where gathers take place."""
+        self.name, self.parts, self._device, self.model = name, list(parts), device, model
+        self._pieces: dict[Part, torch.Tensor] = {}  # of the pull that is being taken, until its gather has them
+        for part in self.parts:
+            part.unit = self
+
+    def bytes(self, width: int) -> int:
+        """Of one pull. width: of an element."""
+        return width * sum(part.padded.numel() for part in self.parts)
+
+    def staged(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Memory of the host for one pull: a padded piece for each part, end to end, zero where a part has no rows."""
+        memory = torch.empty(sum(part.padded.numel() for part in self.parts), dtype=dtype, device='cpu')
+        pieces = list(memory.split([part.padded.numel() for part in self.parts]))
+        for part, piece in zip(self.parts, pieces):
+            piece[part.elements:].zero_()
+        return pieces
+
+    def take(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
+        """The part's rows at the job's version, in their padded shape; the first part that a gather takes pulls all."""
+        with torch.inference_mode(False), torch.no_grad():
+            if part not in self._pieces:
+                self._pieces = dict(zip(self.parts, self.model.pulls.take(self)))
+            piece = self._pieces.pop(part)
+            return piece.to(device=self._device, dtype=dtype).view(part.padded)

@@ -1,0 +1,93 @@
+"""The values that parameters of a new job begin with."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from ballast.errors import Error
+from ballast.torch.sharding.remote import Part
+
+# A module's own way to make its values; torch.nn.MultiheadAttention has the second name.
+_RESETS = ('reset_parameters', '_reset_parameters')
+
+
+class Values:
+    """Of a model: those that it had before shard(), or where it was made on the meta device, those of each module's reset_parameters()
+    under a seed from the parameter's name, so that they depend neither on the number of ranks nor on the order of modules."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._given: dict[Part, torch.Tensor] = {}
+        self._gone: set[Part] = set()  # those that were given, and freed
+        self._made: dict[Part, torch.Tensor] = {}  # of one unit
+        self._places: dict[Part, list[tuple[nn.Module, str, str]]] = {}  # module, its name, the parameter's name in it
+
+    def give(self, part: Part, rows: torch.Tensor) -> None:
+        """rows: this rank's."""
+        self._given[part] = rows
+
+    def place(self, part: Part, places: list[tuple[nn.Module, str, str]]) -> None:
+        self._places[part] = places
+
+    def forget(self) -> None:
+        """The servers have values: memory of those that were given is free."""
+        self._gone.update(self._given)
+        self._given.clear()
+        self._made.clear()
+
+    def of(self, part: Part) -> torch.Tensor:
+        """This rank's rows on the host. Makes all of a unit at once, in memory for whole parameters."""
+        if part in self._given:
+            return self._given[part]
+        if part in self._gone:
+            raise Error(f"parameter '{part.name}' has its values on the servers of an earlier job, and a new job cannot begin with them: "
+                        "continue that one by resume='auto', or make the model again", 'BAD_REQUEST')
+        if part not in self._made:
+            self._made = {}
+            self._make(part.unit.parts)
+        return self._made[part]
+
+    def _make(self, parts: Iterable[Part]) -> None:
+        parts = [part for part in parts if part not in self._given]
+        with torch.no_grad(), torch.random.fork_rng(), self._whole(parts) as whole:
+            for module, name in self._modules(parts):
+                reset = next((getattr(module, each) for each in _RESETS if hasattr(module, each)), None)
+                if reset is None:
+                    continue  # whatever stays without values is refused below
+                torch.manual_seed(int.from_bytes(hashlib.sha256(f'{self._seed} {name}'.encode()).digest()[:8], 'little'))
+                reset()
+            for part, parameter in whole.items():
+                if bool(parameter.isnan().any()):
+                    module = type(self._places[part][0][0]).__name__
+                    raise Error(f"parameter '{part.name}' was made on the meta device, and no reset_parameters() of {module} gives it "
+                                'values: add one, or make the model with its values before shard()', 'UNSUPPORTED')
+                self._made[part] = part.of(parameter)
+
+    def _modules(self, parts: list[Part]) -> list[tuple[nn.Module, str]]:
+        """Modules that own a part, inner ones first, each with the name of its first parameter."""
+        first: dict[nn.Module, tuple[int, str]] = {}
+        for part in parts:
+            module, path, _ = self._places[part][0]
+            first.setdefault(module, (path.count('.') + bool(path), part.name))
+        return [(module, name) for module, (_, name) in sorted(first.items(), key=lambda each: -each[1][0])]
+
+    @contextlib.contextmanager
+    def _whole(self, parts: list[Part]) -> Iterator[dict[Part, nn.Parameter]]:
+        """Meanwhile the modules have whole parameters in the place of parts, not a number in every element."""
+        whole = {}
+        kept = [(module, leaf, module._parameters[leaf]) for part in parts for module, _, leaf in self._places[part]]
+        try:
+            for part in parts:
+                dtype = self._places[part][0][0]._parameters[self._places[part][0][2]].dtype
+                whole[part] = nn.Parameter(torch.full(part.shape, float('nan'), dtype=dtype, device='cpu'), requires_grad=False)
+                for module, _, leaf in self._places[part]:
+                    module._parameters[leaf] = whole[part]
+            yield whole
+        finally:
+            for module, leaf, parameter in kept:
+                module._parameters[leaf] = parameter

@@ -1,0 +1,433 @@
+"""One rank of test_placed.py: placed_main.py CASE[,CASE...] FOLDER, with torch's variables. Trains each case's model by torch.optim and
+by ours, and writes the losses and this rank's parameters of both to FOLDER/CASE-RANK.pt."""
+import contextlib
+import os
+import signal
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+import ballast.torch as bt
+
+STEPS = int(os.environ.get('PLACED_STEPS', '30'))
+WIDTH, HIDDEN, UNEVEN = 8, 12, 14
+CASES = {}
+ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+class Block(nn.Module):
+    def __init__(self, hidden=HIDDEN):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def stack(blocks=2, hidden=HIDDEN):
+    torch.manual_seed(3)
+    return nn.Sequential(*(Block(hidden) for _ in range(blocks)))
+
+
+def batch(step, part):
+    generator = torch.Generator().manual_seed(1000 * step + part)
+    return torch.randn(4, 8, WIDTH, generator=generator)
+
+
+def loss_of(out):
+    return out.to_local().square().mean() if isinstance(out, DTensor) else out.square().mean()
+
+
+def mesh_of(*sizes, names):
+    return init_device_mesh('cpu', sizes, mesh_dim_names=names)
+
+
+def parallel(model, mesh):
+    for block in model:
+        parallelize_module(block, mesh, {'up': ColwiseParallel(), 'down': RowwiseParallel()})
+    return model
+
+
+def plainly(model, part):
+    """A loop over whole batches; `part` numbers those of this rank."""
+    def step(i):
+        loss = loss_of(model(batch(i, part)))
+        loss.backward()
+        return loss.item()
+    return model, step
+
+
+@case
+def fsdp2():
+    model = stack()
+    for block in model:
+        fully_shard(block)
+    return plainly(fully_shard(model), dist.get_rank())
+
+
+@case
+def uneven():
+    model = stack(hidden=7)
+    for block in model:
+        fully_shard(block)
+    return plainly(fully_shard(model), dist.get_rank())
+
+
+@case
+def hsdp():
+    mesh = mesh_of(2, 2, names=('replicas', 'shards'))
+    model = stack(hidden=7)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return plainly(fully_shard(model, mesh=mesh), dist.get_rank())
+
+
+@case
+def last_dimension():
+    model = fully_shard(stack(), shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+    return plainly(model, dist.get_rank())
+
+
+@case
+def tensor_parallel():
+    """Norms are plain tensors beside DTensors."""
+    return plainly(parallel(stack(), mesh_of(4, names=('tp',))), 0)
+
+
+@case
+def tensor_by_data_parallel():
+    """Replicas on other meshes; gradients are averaged by hand."""
+    mesh = mesh_of(2, 2, names=('dp', 'tp'))
+    model = parallel(stack(), mesh['tp'])
+    _, forward = plainly(model, mesh.get_local_rank('dp'))
+
+    def step(i):
+        loss = forward(i)
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=mesh.get_group('dp'))
+        return loss
+    return model, step
+
+
+@case
+def sequence_parallel():
+    """Norms have gradients of parts (Partial), which are summed on their way."""
+    mesh = mesh_of(4, names=('tp',))
+    model = stack()
+    for block in model:
+        parallelize_module(block, mesh, {'norm': SequenceParallel(), 'up': ColwiseParallel(input_layouts=Shard(1)),
+                                         'down': RowwiseParallel(output_layouts=Shard(1))})
+
+    def step(i):
+        loss = loss_of(model(batch(i, 0).chunk(4, dim=1)[dist.get_rank()]))
+        loss.backward()
+        return loss.item()
+    return model, step
+
+
+@case
+def fsdp_by_tensor_parallel():
+    mesh = mesh_of(2, 2, names=('dp', 'tp'))
+    model = parallel(stack(hidden=UNEVEN), mesh['tp'])
+    for block in model:
+        fully_shard(block, mesh=mesh['dp'])
+    return plainly(fully_shard(model, mesh=mesh['dp']), mesh.get_local_rank('dp'))
+
+
+def pipeline(schedule_of):
+    mesh = mesh_of(2, 2, names=('pp', 'dp'))
+    stage = mesh.get_local_rank('pp')
+    whole = stack(4)
+    # Layers are kept by name: the stages have other ones.
+    model = nn.Sequential()
+    for i in range(2 * stage, 2 * stage + 2):
+        model.add_module(str(i), fully_shard(whole[i], mesh=mesh['dp'], reshard_after_forward=False))
+    fully_shard(model, mesh=mesh['dp'], reshard_after_forward=False)
+    piped = PipelineStage(model, stage, 2, torch.device('cpu'), group=mesh.get_group('pp'))
+    schedule = schedule_of(piped, n_microbatches=2, loss_fn=lambda out, target: (out - target).square().mean())
+
+    def step(i):
+        part = mesh.get_local_rank('dp')
+        if stage == 0:
+            schedule.step(batch(i, part))
+            return 0.0
+        losses = []
+        schedule.step(target=batch(i, 10 + part), losses=losses)
+        return sum(each.item() for each in losses)
+    return model, step
+
+
+@case
+def pipeline_gpipe():
+    return pipeline(ScheduleGPipe)
+
+
+@case
+def pipeline_1f1b():
+    return pipeline(Schedule1F1B)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 4)
+
+    def forward(self, x):
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return x + torch.einsum('bsd,edf->bsf', x, weight)
+
+
+@case
+def experts_by_fsdp():
+    """Experts over one axis, their rows over the other; what is dense over all ranks."""
+    mesh = mesh_of(2, 2, names=('efsdp', 'ep'))
+    torch.manual_seed(3)
+    model = nn.Sequential(Block(7), Experts(), Block(7))
+    experts = model[1]
+    experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh['ep'], [Shard(0)]))
+    fully_shard(experts, mesh=mesh['efsdp'], shard_placement_fn=lambda _: Shard(1))
+    for block in (model[0], model[2]):
+        fully_shard(block)
+    return plainly(model, dist.get_rank())
+
+
+@case
+def plain_experts():
+    """Each rank has an expert of its own, and with the others what is dense, whose gradients are averaged."""
+    torch.manual_seed(3)
+    dense = Block()
+    torch.manual_seed(10 + dist.get_rank())
+    model = nn.Module()
+    model.dense = dense
+    setattr(model, f'expert{dist.get_rank()}', nn.Linear(WIDTH, WIDTH))
+
+    def step(i):
+        x = model.dense(batch(i, dist.get_rank()))
+        loss = loss_of(getattr(model, f'expert{dist.get_rank()}')(x))
+        loss.backward()
+        for parameter in model.dense.parameters():
+            dist.all_reduce(parameter.grad)
+        return loss.item()
+    return model, step
+
+
+# --- one job under other divisions: (data, tensor, pipeline)
+
+def divided(data, tensor, pipe):
+    """The stack of four blocks: the model of this rank, and step(i), a forward and backward over the same batch however it is divided."""
+    mesh = mesh_of(pipe, data, tensor, names=('pp', 'dp', 'tp'))
+    stage, blocks = mesh.get_local_rank('pp'), 4 // pipe
+    whole = stack(4)
+    model = nn.Sequential()
+    for i in range(stage * blocks, (stage + 1) * blocks):
+        model.add_module(str(i), whole[i])
+    if tensor > 1:
+        parallel(model, mesh['tp'])
+    if data > 1:
+        for block in model:
+            fully_shard(block, mesh=mesh['dp'], reshard_after_forward=False)
+        fully_shard(model, mesh=mesh['dp'], reshard_after_forward=False)
+
+    def mine(i):
+        return wide_batch(i).chunk(data)[mesh.get_local_rank('dp')]
+    if pipe == 1:
+        def step(i):
+            loss = loss_of(model(mine(i)))
+            loss.backward()
+            loss = loss.detach().clone()
+            dist.all_reduce(loss)
+            return loss.item() / dist.get_world_size()
+        return model, step
+    piped = PipelineStage(model, stage, pipe, torch.device('cpu'), group=mesh.get_group('pp'))
+    schedule = ScheduleGPipe(piped, n_microbatches=2, loss_fn=lambda out, _: out.square().mean())
+
+    def step(i):
+        losses = []
+        if stage == 0:
+            schedule.step(mine(i))
+        else:
+            schedule.step(target=mine(i), losses=losses)
+        loss = torch.tensor([sum(each.item() for each in losses) / 2])
+        dist.all_reduce(loss)
+        return loss.item() * pipe / dist.get_world_size()
+    return model, step
+
+
+def wide_batch(i):
+    return torch.randn(8, 8, WIDTH, generator=torch.Generator().manual_seed(1000 + i))
+
+
+def alone(steps, max_norm=0.0):
+    """Losses, norms and parameters of the model in one piece, with torch's optimizer."""
+    model = stack(4)
+    optimizer = torch.optim.AdamW(model.parameters(), **ARGUMENTS)
+    losses, norms = [], []
+    for i in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(wide_batch(i)))
+        loss.backward()
+        if max_norm:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses), torch.tensor(norms), dict(model.named_parameters())
+
+
+def gathered(model):
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in model.named_parameters()}
+
+
+MAX_NORM = 0.02
+
+
+def norms():
+    """Clipping over stages and tensor-parallel parts, and a step that one stage's NaN skips."""
+    model, step = divided(1, 2, 2)
+    optimizer = bt.AdamW(model.named_parameters(), max_norm=MAX_NORM, dram='64MiB', threads=1, name='norms', step_timeout=60.0, **ARGUMENTS)
+    losses, norms = [], []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(step(i))
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    before = own(model)
+    optimizer.zero_grad()
+    step(0)
+    if dist.get_rank() >= 2:  # the last stage; norms are replicas on its ranks
+        model[-1].norm.weight.grad[0] = float('nan')
+    optimizer.step()
+    skipped = optimizer.last_step_skipped and all(torch.equal(value, before[name]) for name, value in own(model).items())
+    optimizer.close()
+    return torch.tensor(losses), torch.tensor(norms), gathered(model), skipped, alone(STEPS, MAX_NORM)
+
+
+def other_divisions():
+    """A job that goes on under other divisions, without a conversion."""
+    losses = []
+    divisions = [(2, 2, 1), (4, 1, 1), (1, 2, 2)]
+    for k, division in enumerate(divisions):
+        model, step = divided(*division)
+        optimizer = bt.AdamW(model.named_parameters(), directory=f'{sys.argv[2]}/divisions', dram='64MiB', nvme='512MiB', threads=1,
+                             name='divisions', step_timeout=60.0, resume='must' if k else 'never', **ARGUMENTS)
+        if k:
+            optimizer.resume()
+        for i in range(5 * k, 5 * k + 5):
+            optimizer.zero_grad()
+            losses.append(step(i))
+            optimizer.step()
+        optimizer.close()
+    return torch.tensor(losses), gathered(model), alone(5 * len(divisions))
+
+
+class Leaving:
+    """A session whose rank ends amid a step."""
+
+    def __init__(self, session, point):
+        self._session, self._point = session, point
+
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+
+    def step(self, gradients, parameters, groups, scale, max_norm, blob, ready):
+        if self._point == 'pushed':
+            # Servers have the gradients of this rank, and no seal.
+            for unit, tensors in enumerate(self._session.units):
+                self._session.push_early(unit, [gradients[i] for i in tensors])
+            end()
+
+        def decided(_):
+            end()
+        self._session.step(gradients, parameters, groups, scale, max_norm, blob=blob, ready=decided)
+
+
+def end():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed():
+    """Five steps of two stages by two; with POINT the last rank ends in its third."""
+    model, step = divided(2, 1, 2)
+    point = os.environ['POINT'] if dist.get_rank() == dist.get_world_size() - 1 else ''
+    optimizer = bt.AdamW(model.named_parameters(), directory=f'{sys.argv[2]}/killed', dram='64MiB', nvme='512MiB', threads=1, name='killed',
+                         step_timeout=8.0, open_timeout=20.0, resume='never' if os.environ['POINT'] else 'must', **ARGUMENTS)
+    if not os.environ['POINT']:
+        optimizer.resume()
+    found, losses = optimizer.job.progress.steps, []
+    for i in range(found, 5):
+        optimizer.zero_grad()
+        if i == 2 and point == 'forward':
+            end()
+        losses.append(step(i))
+        if i == 2 and point == 'gradients':
+            end()
+        if i == 2 and point in ('pushed', 'decided'):
+            optimizer.job.session = Leaving(optimizer.job.session, point)
+        optimizer.step()
+        if i == 2 and point == 'after':
+            end()
+    optimizer.close()
+    if dist.get_rank() == 0:
+        torch.save(alone(5), f'{sys.argv[2]}/alone.pt')
+    return found, torch.tensor(losses), gathered(model)
+
+
+OTHERS = {'norms': norms, 'other_divisions': other_divisions, 'killed': killed}
+
+
+def own(model):
+    return {name: (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()}
+
+
+def train(model, optimizer, step):
+    losses = []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(step(i))
+        optimizer.step()
+    return torch.tensor(losses), own(model)
+
+
+def run(name):
+    torch.manual_seed(3)
+    model, step = CASES[name]()
+    theirs = train(model, torch.optim.AdamW(model.parameters(), foreach=False, **ARGUMENTS), step)
+    model, step = CASES[name]()
+    optimizer = bt.AdamW(model.named_parameters(), dram='64MiB', threads=1, name=name, step_timeout=60.0, **ARGUMENTS)
+    ours = train(model, optimizer, step)
+    optimizer.close()
+    return theirs, ours
+
+
+def main():
+    torch.set_num_threads(1)
+    names, folder = sys.argv[1].split(','), sys.argv[2]
+    dist.init_process_group('gloo')
+    for name in names:
+        try:
+            result = OTHERS[name]() if name in OTHERS else run(name)
+        except Exception:
+            result = traceback.format_exc()
+        torch.save(result, f'{folder}/{name}-{dist.get_rank()}.pt')
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,90 @@
+"""Four ranks whose parameters are placed in every way: the optimizer against torch's on the same model."""
+import pathlib
+import socket
+
+import pytest
+import torch
+from own_process import Process
+
+HERE = pathlib.Path(__file__).parent
+WORLD = 4
+CASES = ['fsdp2', 'uneven', 'hsdp', 'last_dimension', 'tensor_parallel', 'tensor_by_data_parallel', 'sequence_parallel',
+         'fsdp_by_tensor_parallel', 'pipeline_gpipe', 'pipeline_1f1b', 'experts_by_fsdp', 'plain_experts']
+
+
+def run_four(cases, folder, **variables):
+    """Processes of four ranks, which run the cases one after another."""
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        port = str(probe.getsockname()[1])
+    return [Process(HERE / 'placed_main.py', folder, folder / f'{rank}.log', ','.join(cases), folder, MASTER_ADDR='127.0.0.1',
+                    MASTER_PORT=port, WORLD_SIZE=str(WORLD), RANK=str(rank), LOCAL_RANK=str(rank), **variables) for rank in range(WORLD)]
+
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('placed')
+    ranks = run_four([*CASES, 'norms', 'other_divisions'], folder)
+    codes = [rank.wait(600) for rank in ranks]
+    assert codes == [0] * WORLD, '\n'.join(rank.output for rank in ranks)
+    return folder
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_trains_as_torchs(results, name):
+    for rank in range(WORLD):
+        came = torch.load(results / f'{name}-{rank}.pt', weights_only=False)
+        assert not isinstance(came, str), f'rank {rank}: {came}'
+        (their_losses, theirs), (our_losses, ours) = came
+        torch.testing.assert_close(our_losses, their_losses, rtol=1e-5, atol=1e-5)
+        assert theirs.keys() == ours.keys()
+        for key, value in theirs.items():
+            torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-5, msg=lambda text, at=f'rank {rank}, {key}': f'{at}: {text}')
+
+
+def own_of(results, name):
+    for rank in range(WORLD):
+        came = torch.load(results / f'{name}-{rank}.pt', weights_only=False)
+        assert not isinstance(came, str), f'rank {rank}: {came}'
+        yield came
+
+
+def check_parameters(ours, theirs):
+    assert ours
+    for key, value in ours.items():
+        torch.testing.assert_close(value, theirs[key].detach(), rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f'{key}: {text}')
+
+
+def test_norm_and_skip_cover_all_stages(results):
+    for losses, norms, parameters, skipped, (their_losses, their_norms, theirs) in own_of(results, 'norms'):
+        torch.testing.assert_close(losses, their_losses, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(norms, their_norms.to(norms.dtype), rtol=1e-5, atol=0)
+        assert (their_norms > 0.02).all(), 'all steps are clipped'
+        check_parameters(parameters, theirs)
+        assert skipped
+
+
+def test_goes_on_under_other_divisions(results):
+    for losses, parameters, (their_losses, _, theirs) in own_of(results, 'other_divisions'):
+        torch.testing.assert_close(losses, their_losses, rtol=1e-5, atol=1e-5)
+        check_parameters(parameters, theirs)
+
+
+# Where the last rank is killed in its third step, and the version at which all stages come back: of the second step, or of the third.
+POINTS = {'forward': {2}, 'gradients': {2}, 'pushed': {2}, 'decided': {3}, 'after': {3}}
+
+
+@pytest.mark.parametrize('point', POINTS)
+def test_all_stages_come_back_at_one_version(point, tmp_path):
+    ranks = run_four(['killed'], tmp_path, POINT=point)
+    assert ranks[-1].wait() == -9, ranks[-1].output
+    for rank in ranks[:-1]:
+        rank.wait()
+    came_back = [rank.wait() for rank in run_four(['killed'], tmp_path, POINT='')]
+    assert came_back == [0] * WORLD, '\n'.join((tmp_path / f'{rank}.log').read_text() for rank in range(WORLD))
+    found, losses, parameters = zip(*own_of(tmp_path, 'killed'))
+    assert len(set(found)) == 1 and found[0] in POINTS[point], found
+    their_losses, _, theirs = torch.load(tmp_path / 'alone.pt', weights_only=False)
+    for rank in range(WORLD):
+        torch.testing.assert_close(losses[rank], their_losses[found[rank]:], rtol=1e-5, atol=1e-5)
+        check_parameters(parameters[rank], theirs)
