@@ -24,6 +24,15 @@ TENSOR = 8 * 64 * WIDTH * 4  # bytes of batch_of(WIDTH)
 PLACES = {'dram': {'dram': '1GiB'}, 'nvme': {'nvme': '1GiB'}, 'both': {'dram': '1MiB', 'nvme': '1GiB'}}
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors are small: on a busy machine torch's threads would wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def small_staging(monkeypatch):
     """Little stays in staging memory by chance."""
