@@ -75,7 +75,7 @@ struct SessionOptions {
   // Restore write (Restore also reads) all state within this time. How long ranks wait for each other is the
   // collective's timeout.
   absl::Duration step_timeout = absl::Seconds(120);
-  // How long Open waits for servers that are down. A server at work (writing a large job's log) is waited for without
+  // How long Open waits for servers that are down. A server at work on a large job's Open is waited for without
   // limit. The collective's timeout must be longer, because the ranks other than 0 wait meanwhile.
   absl::Duration open_timeout = absl::Seconds(30);
   // Bound on bytes of pushes and pulls in flight.

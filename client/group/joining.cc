@@ -389,7 +389,8 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const Sessi
   v1::JobSpec spec = MakeSpec(options, tensors);
   absl::Status bad = model::CheckJobName(options.job);
   if (bad.ok()) bad = model::OptimizerOf(spec).status();
-  if (bad.ok()) bad = model::Layout::Make(spec).status();
+  // A rank may train none of the tensors: rank 0 checks the union.
+  if (bad.ok() && !(tensors.empty() && split_ == Split::kPlaced)) bad = model::Layout::Make(spec).status();
   if (bad.ok()) bad = Identify(absl::Now() + options.open_timeout);
   v1::OpenRequest named = Named(spec, tensors);
   named.set_base(static_cast<int64_t>(options.resume));

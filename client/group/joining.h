@@ -53,8 +53,8 @@ class Opening {
   // Asks whether all servers would find space for the job. Changes nothing.
   absl::Status TryOpen(v1::OpenRequest open, absl::Time deadline);
   absl::Status SendOpen(const v1::OpenRequest& open, absl::Time deadline);
-  // Sends a job's first Open. Servers write the job's log in full once, which can take a disk minutes. `timeout`
-  // applies to servers that are down; a server that answers that it is at work is waited for without limit.
+  // Sends a job's first Open. Servers reserve the job's log, which can take a disk minutes. `timeout` applies to
+  // servers that are down; a server at work is waited for without limit.
   absl::Status SendFirstOpen(const v1::OpenRequest& open, absl::Duration timeout);
   // Drops kept versions that some server lacks: no restore can use them, because the rank that pinned them died amid
   // it. No rank of this group pins yet.

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "ballast/client/group/job_spec.h"
 #include "ballast/proto/model/status.h"
 

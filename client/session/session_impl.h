@@ -74,8 +74,8 @@ struct Session::Impl {
   // ranks then return.
   absl::StatusOr<Agreement> Settle(const std::string& what, absl::Status mine, v1::StepHeader header,
                                    const std::string& blob, const Values::Source* source);
-  // Tensors lie where their placements say, so ranks may have different ones.
-  bool places() const { return options.split == Split::kPlaced; }
+  // Tensors lie where their placements say, so ranks may have different ones. With kRows a rank may have no row.
+  bool places() const { return options.split != Split::kEven; }
   // PLAN_MISMATCH if another rank has written a tensor that this rank has and has not written.
   absl::Status CheckWritten(const v1::StepHeader& own, const v1::StepHeader& agreed) const;
   // COLLECTIVE. One transaction.

@@ -74,11 +74,21 @@ v1::StepHeader HeaderOf(uint32_t array, uint32_t tensor_count, const StateByTens
   return header;
 }
 
-// For a single rank, which is given whole tensors.
-std::vector<model::LentTensor> LentOf(uint32_t tensor_count, const StateByTensor& states) {
-  std::vector<model::LentTensor> lent(tensor_count);
+// For a single rank, which is given whole tensors. `ordered`: memory for tensors in parts, in the servers' order, to be
+// kept as long as the loan.
+std::vector<model::LentTensor> LentOf(const Seat& seat, const StateByTensor& states,
+                                      std::vector<std::vector<float>>* ordered) {
+  std::vector<model::LentTensor> lent(seat.units->layout().tensors().size());
   for (const auto& [tensor, state] : states) {
-    lent[tensor].value = reinterpret_cast<const std::byte*>(state->values.data());
+    const float* values = state->values.data();
+    if (const std::vector<model::BoxRun> runs = StateRuns(seat, tensor, *state); runs.size() > 1) {
+      std::vector<float>& to = ordered->emplace_back(state->values.size());
+      for (const model::BoxRun& run : runs) {
+        std::copy_n(state->values.data() + run.in_box, run.count, to.data() + run.in_tensor);
+      }
+      values = to.data();
+    }
+    lent[tensor].value = reinterpret_cast<const std::byte*>(values);
     lent[tensor].value_dtype = kernels::Dtype::kF32;
   }
   return lent;
@@ -105,7 +115,8 @@ absl::StatusOr<StepReport> Session::CommitState(Content array, absl::Span<const 
   }
   const auto index = static_cast<uint32_t>(array) - static_cast<uint32_t>(Content::kMaster);
   const bool lends = mine.ok() && impl.lends_values();
-  if (lends) mine = impl.Lend(LentOf(tensor_count(), states));
+  std::vector<std::vector<float>> ordered;
+  if (lends) mine = impl.Lend(LentOf(impl.seat, states, &ordered));
   const Values::Source source = [&](uint32_t tensor, uint64_t first, absl::Span<float> to) {
     const TensorState& state = *states.at(tensor);
     model::VisitRuns(StateRuns(impl.seat, tensor, state), first, to.size(),

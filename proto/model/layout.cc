@@ -67,6 +67,10 @@ absl::Status CheckTensor(const v1::TensorSpec& spec, const v1::JobSpec& job) {
     return BadSpec(absl::StrCat("tensor '", spec.name(), "' is in parameter group ", spec.group(), " but the job has ",
                                 group_count, " group(s)"));
   }
+  if (spec.shape_size() > kDimensionsMax) {
+    return BadSpec(absl::StrCat("tensor '", spec.name(), "' has ", spec.shape_size(), " dimensions; at most ",
+                                kDimensionsMax, " are accepted"));
+  }
   if (spec.parts() > kPartsMax) {
     return BadSpec(absl::StrCat("tensor '", spec.name(), "' is to lie in ", spec.parts(), " parts; at most ", kPartsMax,
                                 " are accepted"));

@@ -27,6 +27,7 @@ inline constexpr uint64_t kChunkElementsMin = uint64_t{1} << 16;
 inline constexpr uint64_t kChunkElementsMax = uint64_t{1} << 20;
 
 inline constexpr uint32_t kPartsMax = 1 << 16;
+inline constexpr int kDimensionsMax = 64;  // as torch's
 
 struct Range {
   uint64_t begin = 0;

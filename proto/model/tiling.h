@@ -34,7 +34,8 @@ v1::Tiling RowTiling(const Layout& layout, uint32_t world_size);
 // The ranges of all ranks, by (unit, begin). INVALID_ARGUMENT for a tiling with ranges outside a unit, overlaps
 // (OVERLAPPING_RANGES names unit and both ranges), unowned elements of live tensors, or too many ranges.
 // Replicas of a box share the pushing: the box, in the order of the tensor's elements, is cut into as many pieces as it
-// has replicas, none shorter than 65,536 elements, and the replicas take turns, beginning with another for each tensor.
+// has replicas, but not more than one for each 65,536 elements begun, and the replicas take turns, beginning with
+// another for each tensor.
 absl::StatusOr<std::vector<OwnedRange>> Expand(const Layout& layout, const v1::Tiling& tiling);
 
 // By tensor: the box that `rank` has; none if it has no element, or a later registration replaced the tensor. Without

@@ -42,9 +42,7 @@ class TemporaryDirectory {
   std::string path_;
 };
 
-constexpr uint32_t kRanksMax = 1 << 16;
 constexpr uint32_t kServersMax = 1 << 12;
-constexpr uint64_t kRangesMax = 1 << 22;
 
 template <typename Response, typename Call>
 absl::StatusOr<Response> Await(const Call& call) {
@@ -99,11 +97,12 @@ absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request) {
   for (const v1::Registration& registration : request.spec.registrations()) {
     tensors += static_cast<uint64_t>(registration.tensors_size());
   }
-  if (request.ranks > kRanksMax || request.servers > kServersMax || request.ranks * tensors > kRangesMax) {
+  if (request.ranks > model::kRanksMax || request.servers > kServersMax ||
+      request.ranks * tensors > model::kRangesMax) {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
-                        absl::StrCat("expected at most ", kRanksMax, " ranks, ", kServersMax, " servers and ",
-                                     kRangesMax, " parts of tensors, came ", request.ranks, ", ", request.servers,
-                                     " and ", request.ranks * tensors));
+                        absl::StrCat("expected at most ", model::kRanksMax, " ranks, ", kServersMax, " servers and ",
+                                     model::kRangesMax, " parts of tensors, came ", request.ranks, ", ",
+                                     request.servers, " and ", request.ranks * tensors));
   }
   v1::OpenRequest open;
   open.mutable_epoch()->set_counter(1);

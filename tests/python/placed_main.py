@@ -9,13 +9,14 @@ import traceback
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import ballast.torch as bt
+from ballast import Error
 
 STEPS = int(os.environ.get('PLACED_STEPS', '30'))
 WIDTH, HIDDEN, UNEVEN = 8, 12, 14
@@ -387,7 +388,71 @@ def killed():
     return found, torch.tensor(losses), gathered(model)
 
 
-OTHERS = {'norms': norms, 'other_divisions': other_divisions, 'killed': killed}
+def told(act):
+    try:
+        act()
+    except Error as error:
+        return str(error)
+    return 'accepted'
+
+
+def state_of_stages():
+    """Two stages of two replicas each: a stage's own state, state that replicas have otherwise, and one rank's export."""
+    rank = dist.get_rank()
+    whole = stack(4)
+    model = nn.Sequential()
+    for i in range(2 * (rank // 2), 2 * (rank // 2) + 2):
+        model.add_module(str(i), whole[i])
+    optimizer = bt.AdamW(model.named_parameters(), dram='64MiB', threads=1, name='stages', step_timeout=60.0, **ARGUMENTS)
+
+    def step():
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    step()
+    state = optimizer.full_state_dict()
+    before = own(model)
+    step()
+    after = own(model)
+    exported = told(lambda: bt.export_state(optimizer, f'{sys.argv[2]}/export-{rank}'))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(before[name])
+    loaded = told(lambda: optimizer.load_state_dict(state))
+    step()
+    same = all(torch.equal(value, after[name]) for name, value in own(model).items())
+    if rank == 3:
+        first = next(iter(state['state'].values()))
+        first['exp_avg'] = first['exp_avg'] + 1
+    differs = told(lambda: optimizer.load_state_dict(state))
+    optimizer.close()
+    return loaded, same, differs, exported
+
+
+def kept_back():
+    """A rank whose optimizer was not given a DTensor that it has a part of; ranks of a mesh in descending order; a rank without any."""
+    rank = dist.get_rank()
+    model = fully_shard(stack(1))
+    named = list(model.named_parameters())
+    optimizer = bt.AdamW(named[rank == 1:], dram='64MiB', threads=1, name='kept_back', step_timeout=60.0, **ARGUMENTS)
+    missing = told(optimizer.resume)
+    mesh = DeviceMesh('cpu', [3, 2, 1, 0])
+    weight = nn.Parameter(distribute_tensor(torch.arange(8.0).reshape(8, 1), mesh, [Shard(0)]))
+    optimizer = bt.AdamW([('weight', weight)], dram='64MiB', threads=1, name='descending', step_timeout=60.0, lr=0.5, weight_decay=0.0)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    descending = weight.full_tensor().detach().flatten()
+    optimizer.close()
+    lone = nn.Parameter(torch.ones(3)) if rank == 0 else nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = bt.AdamW([(f'weight{rank}', lone)], dram='64MiB', threads=1, name='lone', step_timeout=60.0, lr=0.5, weight_decay=0.0)
+    if rank == 0:
+        lone.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.close()
+    return missing, descending, lone.detach().clone()
+
+
+OTHERS = {'state_of_stages': state_of_stages, 'kept_back': kept_back, 'norms': norms, 'other_divisions': other_divisions, 'killed': killed}
 
 
 def own(model):

@@ -507,7 +507,6 @@ def after_close():
         losses = [loss_of(each, tokens).item() for each in (twin, model, model)]
     dist.barrier()
     first.close()
-    model.reshard()  # the root stays gathered until backward
     closed = told(lambda: model(tokens))
     second = ours(model, name='second')
     again = told(lambda: model(tokens))
@@ -555,6 +554,7 @@ def inside():
     loss = loss_of(model, tokens)
     loss.backward()
     optimizer.step()
+    evaluation(model)
     with bt.gathered(model):
         state = {name: value.clone() for name, value in model.state_dict().items()}
         tied = model.head.weight is model.embed.weight
@@ -601,13 +601,26 @@ def rolled_back():
     optimizer = durable('rolled_back', model)
     train(model, optimizer, 4)
     state, version = optimizer.state_dict(), optimizer.job.session.version
+    evaluated = [evaluation(model)]
     first, _ = train(model, optimizer, 3)
+    evaluated.append(evaluation(model))  # FSDP2 keeps the root gathered after it
     optimizer.rollback(version)
+    evaluated.append(evaluation(model))
     second, _ = train(model, optimizer, 3)
+    evaluation(model)
     optimizer.load_state_dict(state)
     third, _ = train(model, optimizer, 3)
+    optimizer.zero_grad()
+    loss_of(model, next(batches(1))).backward()  # whose gradients no step takes
+    optimizer.rollback(version)
+    fourth, _ = train(model, optimizer, 3)
     optimizer.close()
-    return first, second, third
+    return first, [second, third, fourth], evaluated
+
+
+def evaluation(model):
+    with torch.no_grad():
+        return loss_of(model, next(batches(1))).item()
 
 
 if __name__ == '__main__':

@@ -24,7 +24,7 @@ def run_four(cases, folder, **variables):
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp('placed')
-    ranks = run_four([*CASES, 'norms', 'other_divisions'], folder)
+    ranks = run_four([*CASES, 'norms', 'other_divisions', 'state_of_stages', 'kept_back'], folder)
     codes = [rank.wait(600) for rank in ranks]
     assert codes == [0] * WORLD, '\n'.join(rank.output for rank in ranks)
     return folder
@@ -68,6 +68,20 @@ def test_goes_on_under_other_divisions(results):
     for losses, parameters, (their_losses, _, theirs) in own_of(results, 'other_divisions'):
         torch.testing.assert_close(losses, their_losses, rtol=1e-5, atol=1e-5)
         check_parameters(parameters, theirs)
+
+
+def test_stages_load_their_own_state(results):
+    for loaded, same, differs, exported in own_of(results, 'state_of_stages'):
+        assert loaded == 'accepted' and same
+        assert "exp_avg of parameter '2." in differs and 'is loaded on rank 3 is another than on rank 2' in differs
+        assert exported.startswith('export_state() writes the parameters of the calling rank, and the ranks of this job have different')
+
+
+def test_ranks_that_keep_something_back(results):
+    for rank, (missing, descending, lone) in enumerate(own_of(results, 'kept_back')):
+        assert "parameter '0.norm.weight' is a DTensor over the ranks [0, 1, 2, 3], and the optimizer on rank 1 was not given it" in missing
+        torch.testing.assert_close(descending, torch.arange(8.0) - 0.5)
+        torch.testing.assert_close(lone, torch.full((3,), 0.5 if rank == 0 else 1.0))
 
 
 # Where the last rank is killed in its third step, and the version at which all stages come back: of the second step, or of the third.

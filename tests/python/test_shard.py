@@ -248,6 +248,7 @@ def test_resume_from_meta(over_two_servers):
 
 
 def test_rollback(over_two_servers):
-    for first, second, third in over_two_servers['rolled_back']:
-        assert torch.equal(first, second) and torch.equal(first, third)
+    for first, others, (before, after, back) in over_two_servers['rolled_back']:
+        assert all(torch.equal(first, other) for other in others)
         assert first[0] != first[1]
+        assert before == back != after, 'an evaluation reads the version that the job is at'

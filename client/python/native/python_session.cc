@@ -93,7 +93,8 @@ v1::MeshCuts MeshCutsOf(const Placement& placement) {
   uint64_t behind = 1;
   std::vector<uint32_t> strides(axes, 0);
   for (size_t axis = axes; axis-- > 0; behind *= placement.sizes[axis]) {
-    if (placement.sizes[axis] > 1 && behind < placement.ranks.size()) {
+    // Ranks that descend make no grid: the comparison below finds that.
+    if (placement.sizes[axis] > 1 && behind < placement.ranks.size() && placement.ranks[behind] > placement.ranks[0]) {
       strides[axis] = placement.ranks[behind] - placement.ranks[0];
     }
   }

@@ -159,6 +159,56 @@ TEST(SessionState, InitialValuesOfRowsOverSeveralChunks) {
   EXPECT_TRUE(ran.ok()) << ran;
 }
 
+absl::Status TrainWithoutAPart(Session* session, const std::vector<std::string>& names) {
+  BALLAST_ASSIGN_OR_RETURN(Tensors tensors, Tensors::Make(session, names));
+  std::vector<float> values(1000, 1.0f);
+  std::vector<TensorMemory> memory;
+  for (size_t i = 0; i < names.size(); ++i) {
+    const bool has = tensors.local_elements(i) > 0;
+    std::byte* const at = reinterpret_cast<std::byte*>(values.data());
+    memory.push_back({.gradient = has ? at : nullptr, .parameter = has ? at : nullptr});
+  }
+  BALLAST_RETURN_IF_ERROR(tensors.Initialise(memory));
+  // A rank that has nothing of what was written takes part all the same.
+  const std::vector<float> written(1000, 2.0f);
+  for (int i = 0; i < 2; ++i) {
+    for (size_t k = 0; k < names.size(); ++k) {
+      BALLAST_RETURN_IF_ERROR(tensors.Write(k, absl::MakeConstSpan(written).first(tensors.local_elements(k))));
+    }
+    BALLAST_RETURN_IF_ERROR(i == 0 ? session->CommitValues().status() : tensors.Step(memory, TestStep()).status());
+  }
+  for (const std::string& name : session->tensor_names()) {
+    std::vector<float> master(1);
+    BALLAST_RETURN_IF_ERROR(session->Read(name, Content::kMaster, 2, absl::MakeSpan(master)));
+    BALLAST_RETURN_IF_ERROR(
+        Expect(master[0] > 1.5f && master[0] < 2.0f, absl::StrCat(name, " was written and updated")));
+  }
+  return absl::OkStatus();
+}
+
+// With kRows a scalar is rank 0's; with placements ranks may have other tensors, or none.
+TEST(SessionState, RanksWithoutAPartGoAlong) {
+  const TensorSpec a{.name = "a", .unit = "u", .shape = {1}}, b{.name = "b", .unit = "v", .shape = {1}};
+  const struct {
+    Split split;
+    std::vector<TensorSpec> first, second;
+  } kinds[] = {{Split::kRows, {a}, {a}}, {Split::kPlaced, {a}, {b}}, {Split::kPlaced, {a, b}, {}}};
+  for (const auto& kind : kinds) {
+    SessionFixture servers(1);
+    const absl::Status ran = SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
+      SessionOptions options = TestOptions();
+      options.split = kind.split;
+      options.optimizer.working = options.optimizer.gradient = kernels::Dtype::kF32;
+      const std::vector<TensorSpec>& specs = collective->rank() == 0 ? kind.first : kind.second;
+      BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, options, specs));
+      std::vector<std::string> names;
+      for (const TensorSpec& spec : specs) names.push_back(spec.name);
+      return TrainWithoutAPart(session.get(), names);
+    });
+    EXPECT_TRUE(ran.ok()) << ran;
+  }
+}
+
 // All of a model's tensors in this rank's memory: fp32 parameters, and gradients of ones.
 struct WholeModel {
   std::vector<std::string> names;

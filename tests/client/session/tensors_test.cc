@@ -24,12 +24,15 @@ using ::testing::HasSubstr;
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
 // "wide" spans chunks, the others share one; sizes with padding behind them.
-std::vector<TensorSpec> Specs() {
-  return {{.name = "wide", .unit = "a", .shape = {3, 50001}},
-          {.name = "bias", .unit = "a", .shape = {77}},
-          {.name = "scale", .unit = "a", .shape = {1}, .group = 1},
-          {.name = "table", .unit = "b", .shape = {1000, 33}, .group = 1},
-          {.name = "frozen", .unit = "b", .shape = {300}}};
+// `parts`: servers have "wide" and "table" in another order than the trainer.
+std::vector<TensorSpec> Specs(bool parts) {
+  std::vector<TensorSpec> specs = {{.name = "wide", .unit = "a", .shape = {3, 50001}},
+                                   {.name = "bias", .unit = "a", .shape = {77}},
+                                   {.name = "scale", .unit = "a", .shape = {1}, .group = 1},
+                                   {.name = "table", .unit = "b", .shape = {1000, 33}, .group = 1},
+                                   {.name = "frozen", .unit = "b", .shape = {300}}};
+  if (parts) specs[0].parts = specs[3].parts = {1, 3};
+  return specs;
 }
 
 struct Shape {
@@ -38,6 +41,7 @@ struct Shape {
   uint64_t dram_bytes = 64 * kMiB;
   Dtype gradient = Dtype::kBf16, working = Dtype::kBf16;            // the job's
   Dtype odd_gradient = Dtype::kBf16, odd_parameter = Dtype::kBf16;  // of "bias" and "table" in the trainer
+  bool parts = false;
 };
 
 // One trainer and its server.
@@ -54,7 +58,7 @@ class Trainer {
     auto server = services::StateServer::Start(options);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
-    for (const TensorSpec& spec : Specs()) {
+    for (const TensorSpec& spec : Specs(shape.parts)) {
       const bool odd = spec.name == "bias" || spec.name == "table";
       Own& own = own_.emplace_back();
       own.elements = spec.shape.size() == 1 ? spec.shape[0] : spec.shape[0] * spec.shape[1];
@@ -84,7 +88,7 @@ class Trainer {
     options.optimizer.working = shape_.working;
     std::vector<std::unique_ptr<Transport>> transports;
     transports.push_back(services::MakeEmbeddedTransport(server_.get()));
-    auto session = Session::Open(options, Specs(), std::move(transports), collective_.get());
+    auto session = Session::Open(options, Specs(shape_.parts), std::move(transports), collective_.get());
     ASSERT_TRUE(session.ok()) << session.status();
     session_ = *std::move(session);
     tensors_ = std::make_unique<Tensors>(*Tensors::Make(session_.get(), names_));
@@ -385,16 +389,19 @@ TEST_P(TensorsTest, RunsOfGradients) {
 }
 
 constexpr Dtype kF32 = Dtype::kF32, kBf16 = Dtype::kBf16;
-INSTANTIATE_TEST_SUITE_P(Shapes, TensorsTest,
-                         ::testing::Values(Shape{"Dram"},
-                                           Shape{"F32", v1::DURABILITY_NONE, 64 * kMiB, kF32, kF32, kF32, kF32},
-                                           Shape{"OddDtypes", v1::DURABILITY_NONE, 64 * kMiB, kBf16, kBf16, kF32, kF32},
-                                           Shape{"Nvme", v1::DURABILITY_NONE, 8 * kMiB},
-                                           Shape{"NvmeNoRoomForSlices", v1::DURABILITY_NONE, 6 * kMiB + 128 * 1024},
-                                           Shape{"EveryK", v1::DURABILITY_EVERY_K, 64 * kMiB},
-                                           Shape{"EveryKNvme", v1::DURABILITY_EVERY_K, 8 * kMiB},
-                                           Shape{"Step", v1::DURABILITY_STEP, 64 * kMiB, kBf16, kBf16, kBf16, kF32}),
-                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, TensorsTest,
+    ::testing::Values(Shape{"Dram"}, Shape{"F32", v1::DURABILITY_NONE, 64 * kMiB, kF32, kF32, kF32, kF32},
+                      Shape{"OddDtypes", v1::DURABILITY_NONE, 64 * kMiB, kBf16, kBf16, kF32, kF32},
+                      Shape{"Nvme", v1::DURABILITY_NONE, 8 * kMiB},
+                      Shape{"NvmeNoRoomForSlices", v1::DURABILITY_NONE, 6 * kMiB + 128 * 1024},
+                      Shape{"EveryK", v1::DURABILITY_EVERY_K, 64 * kMiB},
+                      Shape{"EveryKNvme", v1::DURABILITY_EVERY_K, 8 * kMiB},
+                      Shape{"Step", v1::DURABILITY_STEP, 64 * kMiB, kBf16, kBf16, kBf16, kF32},
+                      Shape{"Parts", v1::DURABILITY_NONE, 64 * kMiB, kBf16, kBf16, kF32, kF32, true},
+                      Shape{"PartsEveryK", v1::DURABILITY_EVERY_K, 8 * kMiB, kBf16, kBf16, kBf16, kBf16, true},
+                      Shape{"PartsStep", v1::DURABILITY_STEP, 64 * kMiB, kBf16, kBf16, kBf16, kF32, true}),
+    [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace ballast::client

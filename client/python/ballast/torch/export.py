@@ -107,12 +107,15 @@ class _Shards:
 @plainly
 def export_state(optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
     """Moments, step counts, masters and param_groups of `optimizer` into an empty or new `folder`; any one rank, no step
-    meanwhile. One shard is in memory at a time."""
+    meanwhile. Refused where ranks have different parameters. One shard is in memory at a time."""
     os.makedirs(folder, exist_ok=True)
     if os.listdir(folder):
         raise Error(f"'{folder}' is not empty; give a folder of its own to an export", 'BAD_CONFIG')
     job = optimizer.job
     job.open(alone=True)
+    if not job.roster.is_alike:
+        raise Error('export_state() writes the parameters of the calling rank, and the ranks of this job have different ones: continue '
+                    "the job on one rank that has all of them (resume='must'), and export there", 'UNSUPPORTED')
     shards, steps = _Shards(folder), {}
     named = [(name_of(job, g, i, parameter), parameter) for g, i, parameter in placed(job)]
     # Masters and two moments, mostly.

@@ -161,6 +161,22 @@ absl::StatusOr<NvmeExtent> Stash::TakeExtent(uint64_t bytes) {
   return extent;
 }
 
+absl::StatusOr<NvmeExtent> Stash::AwaitExtent(uint64_t bytes) {
+  absl::MutexLock turn(&extents_);
+  while (true) {
+    uint64_t seen = 0;
+    {
+      absl::MutexLock lock(&mutex_);
+      seen = recycled_;
+    }
+    absl::StatusOr<NvmeExtent> extent = TakeExtent(bytes);
+    if (extent.ok() || !absl::IsResourceExhausted(extent.status())) return extent;
+    absl::MutexLock lock(&mutex_);
+    while (recycled_ == seen && leaving_ > 0) Wait();
+    if (recycled_ == seen) return extent;
+  }
+}
+
 absl::StatusOr<NvmeRoom> Stash::MoreRoom(uint64_t bytes) {
   const uint64_t ahead =
       std::min(kRoomBytes, FreeOf(ledger_, TierKind::kNvme) / storage::kIoAlignment * storage::kIoAlignment);
@@ -178,6 +194,9 @@ void Stash::Recycle(NvmeExtent extent) {
   NvmeRoom room = extent.TakeRoom();
   absl::MutexLock lock(&mutex_);
   room_.Join(std::move(room));
+  --leaving_;
+  ++recycled_;
+  changed_.SignalAll();
 }
 
 absl::Span<std::byte> Stash::TryStaging(uint64_t bytes, uint64_t before) {
@@ -211,7 +230,11 @@ NvmeExtent Stash::Settle(Parts::iterator part) {
   Part& settled = part->second;
   changed_.SignalAll();
   if (settled.holders > 0 || settled.in_transfer()) return {};
-  if (settled.dropped) return Erase(part);
+  if (settled.dropped) {
+    NvmeExtent freed = Erase(part);
+    ReadAhead(ahead_);
+    return freed;
+  }
   if (settled.where != Part::Where::kFile || settled.memory.empty()) return {};
   if (settled.failed.ok() && !settled.taken) {
     clean_.insert(part->first);
@@ -219,6 +242,7 @@ NvmeExtent Stash::Settle(Parts::iterator part) {
   }
   GiveStagingBack(part);
   if (settled.failed.ok()) taken_.insert(part->first);
+  ReadAhead(ahead_);  // the write may have ended after the part was taken
   return {};
 }
 
@@ -246,12 +270,13 @@ absl::StatusOr<StashedPart> Stash::Begin(uint64_t bytes) {
   Part part{.bytes = bytes, .memory = TakeDram(space)};
   const bool in_dram = !part.memory.empty();
   if (!in_dram) {
-    BALLAST_ASSIGN_OR_RETURN(part.extent, TakeExtent(space));
+    BALLAST_ASSIGN_OR_RETURN(part.extent, AwaitExtent(space));
   }
   NvmeExtent unused;
   absl::Status failed;
   {
     absl::MutexLock lock(&mutex_);
+    ahead_ = 0;
     if (!in_dram && write_failed_.ok()) part.memory = AwaitStaging(space);
     if (!part.memory.empty()) {
       (in_dram ? counters_.dram : counters_.nvme) += space;
@@ -261,6 +286,7 @@ absl::StatusOr<StashedPart> Stash::Begin(uint64_t bytes) {
     }
     failed = write_failed_;
     unused = std::move(part.extent);
+    ++leaving_;
   }
   Recycle(std::move(unused));
   return failed;
@@ -300,6 +326,7 @@ void Stash::Drop(uint64_t number) {
     absl::MutexLock lock(&mutex_);
     const auto part = parts_.find(number);
     part->second.dropped = true;
+    if (part->second.extent.bytes() > 0) ++leaving_;
     if (part->second.in_transfer() && disk_->Withdraw(number)) part->second.where = Part::Where::kFile;
     freed = Settle(part);
   }
@@ -373,6 +400,7 @@ absl::StatusOr<Stash::Held> Stash::Hold(uint64_t number) {
     const absl::Span<std::byte> memory = TryStaging(AlignUp(part.bytes), kAnyPart);
     memory.empty() ? Wait() : StartRead(found, memory, DiskThread::Turn::kFirst);
   }
+  ahead_ = number;
   ReadAhead(number);
   while (part.where == Part::Where::kReading) Wait();
   if (!part.failed.ok()) {

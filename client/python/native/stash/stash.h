@@ -154,7 +154,9 @@ class Stash : public std::enable_shared_from_this<Stash> {
   absl::Span<std::byte> TakeDram(uint64_t bytes);
   absl::StatusOr<storage::NvmeExtent> TakeExtent(uint64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::StatusOr<storage::NvmeRoom> MoreRoom(uint64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
-  // The extent's room is for later parts.
+  // As TakeExtent. While parts that were dropped still leave, their space counts as there: waits for it.
+  absl::StatusOr<storage::NvmeExtent> AwaitExtent(uint64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The room of an extent that leaves is for later parts.
   void Recycle(storage::NvmeExtent extent) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Staging memory; takes clean memory of parts below `before`. Empty if there is none.
@@ -194,6 +196,7 @@ class Stash : public std::enable_shared_from_this<Stash> {
   storage::Slabs dram_, staging_;
   std::unique_ptr<storage::NvmeTier> nvme_;  // null without a budget
 
+  absl::Mutex extents_;  // callers that take space of the file take turns; before mutex_
   mutable absl::Mutex mutex_;
   absl::CondVar changed_;                                                  // a transfer or a holder ended
   std::vector<storage::BudgetLease> dram_leases_ ABSL_GUARDED_BY(mutex_);  // of the slabs of dram_
@@ -203,6 +206,10 @@ class Stash : public std::enable_shared_from_this<Stash> {
   std::set<uint64_t> in_file_ ABSL_GUARDED_BY(mutex_), taken_ ABSL_GUARDED_BY(mutex_);
   std::set<uint64_t> clean_ ABSL_GUARDED_BY(mutex_);  // in the file and in staging, without holders
   uint64_t next_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Parts below are read ahead as staging memory comes free: backward's place. 0: forward goes on.
+  uint64_t ahead_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t leaving_ ABSL_GUARDED_BY(mutex_) = 0;   // extents of dropped parts that are not in room_ yet
+  uint64_t recycled_ ABSL_GUARDED_BY(mutex_) = 0;  // extents that came to room_
   absl::Status write_failed_ ABSL_GUARDED_BY(mutex_);
   StashCounters counters_ ABSL_GUARDED_BY(mutex_);
   std::unique_ptr<DiskThread> disk_;  // null without a budget for NVMe; ends before all that its transfers use

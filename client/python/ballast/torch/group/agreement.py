@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ballast.errors import Error
@@ -165,27 +165,47 @@ def _check_gradients(exchange: Exchange, collected: Collected, roster: Roster, e
         raise Error(f"parameter '{name}' has {what}, and {_REDUCE}", 'RANKS_DIFFER')
 
 
-def check_values(exchange: Exchange, roster: Roster, all_members: Sequence[Member], members: Iterable[Member]) -> None:
-    """Those of `members` that other ranks have as well are alike there. COLLECTIVE. all_members: the roster's, on this rank."""
+def check_values(exchange: Exchange, roster: Roster, all_members: Sequence[Member], members: Iterable[Member], has_values: bool = False,
+                 ) -> None:
+    """Those of `members` that other ranks have as well are alike there. COLLECTIVE. all_members: the roster's, on this rank. has_values:
+    parameters that live on the servers alone have their values there."""
+    checked = {id(member) for member in members if member.here is not None or not has_values}
+
+    def digest(member: Member) -> int:
+        return digest_of(member.initial() if member.here is None else member.parameter)
+    differs = _compare(exchange, roster, all_members, lambda member: digest(member) if id(member) in checked else None)
+    if differs is not None:
+        name, first, other = differs
+        raise Error(f"parameter '{name}' has other values on rank {other} than on rank {first}, and is a plain tensor or a replica, "
+                    'which all ranks that have it hold alike: wrap the model in DistributedDataParallel, which makes them so, or shard it '
+                    'by fully_shard; ranks that keep other parts of a model under one name (stages that number their layers anew, say) '
+                    'give each a name of its own', 'RANKS_DIFFER')
+
+
+def check_loaded(exchange: Exchange, roster: Roster, all_members: Sequence[Member], loaded: Mapping[int, int], what: str) -> None:
+    """Replicas load the same. COLLECTIVE. loaded: digests, by id of the member. what: is loaded."""
+    differs = _compare(exchange, roster, all_members, lambda member: loaded.get(id(member)))
+    if differs is not None:
+        name, first, other = differs
+        raise Error(f"{what} of parameter '{name}' that is loaded on rank {other} is another than on rank {first}, which has the same part "
+                    'of it: load the same state on all ranks', 'RANKS_DIFFER')
+
+
+def _compare(exchange: Exchange, roster: Roster, all_members: Sequence[Member], digest: Callable[[Member], int | None],
+             ) -> tuple[str, int, int] | None:
+    """The first parameter of which two ranks with the same part say another digest, and these ranks. digest(): None says nothing."""
     if not roster.classes:
-        return  # the same on all ranks
-    checked = {id(member) for member in members}
+        return None  # the same on all ranks
 
     def entry(member: Member, places: Sequence[Place]) -> bytes:
-        if id(member) not in checked or len(places) == 1:
-            return _ENTRY.pack(0, 0)
-        return _ENTRY.pack(_COMPARED, digest_of(member.initial() if member.here is None else member.parameter))
-
-    def say() -> bytes:
-        return b''.join(map(entry, all_members, roster.replicas))
-    _, said = everyone(Within('values', exchange), say, bytes)
+        said = None if len(places) == 1 else digest(member)
+        return _ENTRY.pack(0, 0) if said is None else _ENTRY.pack(_COMPARED, said)
+    _, said = everyone(Within('values', exchange), lambda: b''.join(map(entry, all_members, roster.replicas)), bytes)
     entries = [list(_ENTRY.iter_unpack(each)) for each in said]
     roster.check_lengths([len(each) for each in entries])
     for name, places in roster.classes:
         told = [(rank, entries[rank][index][1]) for rank, index in places if entries[rank][index][0]]
         other = next((rank for rank, digest in told if digest != told[0][1]), None)
         if other is not None:
-            raise Error(f"parameter '{name}' has other values on rank {other} than on rank {told[0][0]}, and is a plain tensor or a "
-                        'replica, which all ranks that have it hold alike: wrap the model in DistributedDataParallel, which makes them '
-                        'so, or shard it by fully_shard; ranks that keep other parts of a model under one name (stages that number '
-                        'their layers anew, say) give each a name of its own', 'RANKS_DIFFER')
+            return name, told[0][0], other
+    return None

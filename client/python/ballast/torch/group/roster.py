@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -50,6 +51,8 @@ class Roster:
                 for place in places:
                     by_box.setdefault(self._box(place), []).append(place)
                 self.classes += [(name, alike) for alike in by_box.values() if len(alike) > 1]
+        shapes = {line.name: line.shape for lines in self._trained for line in lines}
+        self.sizes = [math.prod(shapes[name]) for name, _ in self.parts]  # elements of the whole parameter
         # Of this rank's parameters, in its order.
         mine, parts = ranks.rank(), dict(self.parts)
         own = [line.name for line in self._trained[groups[mine]]]
@@ -110,6 +113,13 @@ def gather(exchange: Exchange, lines: Sequence[Line]) -> Roster:
 
 
 def _check(lists: Sequence[Sequence[Line]], groups: Sequence[int]) -> None:
+    names = [{line.name for line in lines} for lines in lists]
+    for line in (line for lines in lists for line in lines if line.key is not None):
+        for rank in line.key[0]:
+            has = all(begin < end for begin, end in placement.box(line.key, line.shape, rank))
+            if has and line.name not in names[groups[rank]]:
+                raise Error(f"parameter '{line.name}' is a DTensor over the ranks {list(line.key[0])}, and the optimizer on rank {rank} "
+                            'was not given it; expected the parameter on every rank that has a part of it', 'RANKS_DIFFER')
     known: dict[str, tuple[int, Line]] = {}
     for group, lines in enumerate(lists):
         rank = groups.index(group)

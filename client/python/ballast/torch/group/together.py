@@ -87,9 +87,8 @@ def _refuse_other(exchange: Exchange, hashes: Sequence[bytes], entries: Sequence
         lacking = [what for what in has if what not in not_there]
         if lacking:
             more = f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''
-            raise Error(f'rank {there} has {lacking[0]}{more}, and rank {other - there} has not; expected one model on all ranks, whole '
-                        'or in the rows of fully_shard, with gradients wanted of the same parameters: stages of a pipeline, and other '
-                        'parts of a model that ranks keep for themselves, are not supported', 'RANKS_DIFFER')
+            raise Error(f'rank {there} has {lacking[0]}{more}, and rank {other - there} has not; expected the same on all ranks',
+                        'RANKS_DIFFER')
     for what, value in first.items():
         if second[what] != value:
             raise Error(f'{what} is {value} on rank 0 and {second[what]} on rank {other}; expected the same on all ranks', 'RANKS_DIFFER')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from ballast.errors import Error
 from ballast.torch.group import placement, ranks
 from ballast.torch.group import roster as rosters
-from ballast.torch.group.agreement import Collected, agree, check_values
+from ballast.torch.group.agreement import Collected, agree, check_loaded, check_values
 from ballast.torch.group.together import alike, everyone, together
 from ballast.torch.job import checkpoint, edits, progress, registration, spec
 from ballast.torch.job.registration import name_of, placed
@@ -18,11 +18,12 @@ from ballast.torch.modes import plainly, same_bits
 from ballast.torch.state_dict import entries, marker, matching
 from ballast.torch.state_dict.entries import Entry
 from ballast.torch.state_dict.moments import moment_names, read_part
-from ballast.torch.stepping.members import Member, is_sharded, local, on_host
+from ballast.torch.stepping.members import Member, digest_of, is_sharded, local, on_host
 
 if TYPE_CHECKING:
     from ballast import _native
     from ballast.torch.group.ranks import Exchange
+    from ballast.torch.group.roster import Roster
     from ballast.torch.job.job import Job
 
 # Bytes of parameters in fp32 that one transaction writes: conversions take no more memory than this.
@@ -90,7 +91,7 @@ def _agreed(job: Job, call: str, look: Callable[[], Plan]) -> Plan:
         job.wait()
         return look()
     exchange = job.exchange(call)
-    # Ranks with other parameters load other state: servers compare what is written of each.
+    # Ranks with other parameters load other state: replicas are compared where the state is written.
     is_alike = rosters.gather(exchange, together(exchange, lambda: registration.lines(job, job.members))).is_alike
     return alike(exchange, act, lambda plan: [*([('what is loaded', plan.what)] if is_alike else []), ('resume', repr(job.options.resume))])
 
@@ -186,17 +187,21 @@ def _master(session: _native.Session, member: Member, known: torch.Tensor | None
     return torch.where(same_bits(known.to(values.dtype), values), known, values.float()).contiguous()
 
 
-def _batches(exchange: Exchange, members: Iterable[Member]) -> list[list[Member]]:
-    """As many on all ranks; some may be empty. COLLECTIVE."""
-    batches, size = [[]], 0
-    for member in members:
-        if batches[-1] and size + 4 * member.shape.numel() > _BATCH_BYTES:
+def _batches(exchange: Exchange, roster: Roster, members: Sequence[Member]) -> list[list[Member]]:
+    """As many on all ranks, a parameter in the same one everywhere; some may be empty here. COLLECTIVE."""
+    by_name = {member.name: member for member in members}
+    _, said = everyone(exchange, lambda: by_name, lambda by_name: bytes(name in by_name for name, _ in roster.parts))
+    batches, size = [], 0
+    for (name, _), elements, *given in zip(roster.parts, roster.sizes, *said):
+        if not any(given):
+            continue
+        if not batches or size + 4 * elements > _BATCH_BYTES:
             batches.append([])
             size = 0
-        batches[-1].append(member)
-        size += 4 * member.shape.numel()
-    _, counts = everyone(exchange, lambda: batches, lambda batches: str(len(batches)).encode())
-    return batches + [[]] * (max(map(int, counts)) - len(batches))
+        size += 4 * elements
+        if name in by_name:
+            batches[-1].append(by_name[name])
+    return batches
 
 
 def _collect(job: Job, trained: Iterable[str]) -> Collected:
@@ -218,17 +223,19 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
                if id(parameter) in given and given[id(parameter)].steps > 0}
     session = job.open(partly=True, trained=trained)
     exchange = job.exchange(call)
+    if job.sharded is not None:
+        job.sharded.discard()
     agreed = agree(exchange, job.roster, lambda: _collect(job, trained))
     registration.register(job, agreed.collected.fresh, exchange, agreed.roster, agreed.registers)
     edits.commit_written(job, exchange)
     members = [member for member in job.members if id(member.parameter) in given]
     of = {id(member): given[id(member.parameter)] for member in members}
-    names, batches, writes = moment_names(job.algorithm.kind, job.options.optimizer), _batches(exchange, members), []
+    names, batches, writes = moment_names(job.algorithm.kind, job.options.optimizer), _batches(exchange, job.roster, members), []
     # Parameters are ahead of masters where they were edited, or never pulled.
     has_masters = any(entry.master is not None for entry in of.values())
     if any(said != b'0' for said in everyone(exchange, lambda: has_masters, lambda has: b'%d' % has)[1]) or (
             fresh or not names or job.unpulled or agreed.edits):
-        check_values(exchange, job.roster, job.members, members)
+        check_values(exchange, job.roster, job.members, members, has_values=True)
         writes += [('master', None, batch) for batch in batches]
     fresh = fresh or (not was_open and not job.unpulled)  # else they are, if the job is new
     for k, name in enumerate(names):
@@ -238,6 +245,8 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
         parts = [_given(member, of[id(member)], name) for member in batch]
         values = together(exchange, lambda parts=parts, name=name, batch=batch: [
             _value(session, member, part, name, fresh) for member, part in zip(batch, parts)])
+        check_loaded(exchange, job.roster, job.members, {id(member): digest_of(value) for member, value in zip(batch, values)},
+                     name or 'the master')
         last = i + 1 == len(writes)
         sealed = progress.pack(steps, blob) if last else progress.pack_under_way()
         before = session.version

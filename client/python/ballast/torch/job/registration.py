@@ -121,11 +121,13 @@ def register(job: Job, fresh: list[Fresh], exchange: Exchange, roster: Roster, r
     check_values(exchange, roster, job.members + new, new)
     edits.commit_written(job, exchange)
     job.members.extend(new)
-    job.roster = roster
+    registered = len(job.members)
     try:
         job.session.register([tensor for _, _, tensor in fresh])
     finally:  # Ctrl-C may come when the job has them
         del job.members[sum(map(len, job.session.units)):]
+        if len(job.members) == registered:
+            job.roster = roster
     give_values(job.session, job.members, together(exchange, lambda: Memory(job.members, job.host).wait()))
 
 

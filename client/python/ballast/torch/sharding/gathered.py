@@ -19,6 +19,10 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
     need no gathered(): FSDP2 gathers for them. Any one rank may enter, if the job is open; the first use of a job is of all ranks.
 
     Errors: an Error if no parameter of the module was sharded."""
+    from torch.distributed.fsdp import FSDPModule
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.reshard()  # after a pass without a gradient FSDP2 keeps whole parameters in the place of ours
     whole: dict[Part, nn.Parameter] = {}
     kept = []
     for inner in module.modules():
@@ -27,8 +31,8 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
             if part is not None:
                 kept.append((inner, leaf, part, parameter))
     if not kept:
-        raise Error('gathered(module): no parameter of it lives on the servers; was shard() called, and does no forward pass run?',
-                    'BAD_REQUEST')
+        raise Error('gathered(module): no parameter of it lives on the servers; was shard() called, does no forward pass run, and is the '
+                    'module the model, or one that fully_shard has wrapped?', 'BAD_REQUEST')
     model = kept[0][2].unit.model
     session = model.open().session
     try:

@@ -55,8 +55,9 @@ class Pushes:
     def accumulated(self, i: int) -> None:
         """FSDP2 has reduced a gradient of a member, by index, and added it to what was there."""
         unit = self._unit_of[i]
-        if unit in self._gone:
-            self.discard()  # the loop has set the gradients to None, and begins anew
+        # The loop has set the gradients to None, and begins anew.
+        if unit in self._gone or (self._gone and all(self._members[j].parameter.grad is None for j in self._went())):
+            self.discard()
         self._came[i] = self._came.get(i, 0) + 1
         tensors = self._units[unit]
         wanted = [j for j in tensors if self._members[j].parameter.requires_grad]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from ballast.torch.arguments import flag
 from ballast.torch.job.naming import unwrapped
 from ballast.torch.sharding.remote import Part, Remote, remote_of
 from ballast.torch.sharding.sharded import Sharded
+from ballast.torch.sharding.unit import Unit
 
 # What FSDPModule is needed for came with this version; earlier ones were not tried.
 _TORCH = 2, 9
@@ -145,8 +147,15 @@ def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch
             setattr(inner, own, made)
         unit, wrapped = owner[parameter]
         by_unit.setdefault(wrapped, (unit, {}))[1][part] = made
-    for unit, parameters in by_unit.values():
-        sharded.add(unit, parameters, next(iter(parameters.values())).device)
+    for wrapped, (name, parameters) in by_unit.items():
+        unit = sharded.add(name, parameters, next(iter(parameters.values())).device)
+        # FSDP2 keeps units gathered after passes without a gradient, whatever becomes of the job meanwhile.
+        wrapped.register_forward_pre_hook(functools.partial(_drop_stale, unit), prepend=True)
+
+
+def _drop_stale(unit: Unit, module: nn.Module, _: Any) -> None:
+    if unit.is_stale:
+        module.reshard()
 
 
 def _remote(name: str, parameter: torch.Tensor, dtype: torch.dtype | None) -> tuple[Part, nn.Parameter]:

@@ -33,11 +33,17 @@ class Sharded:
         self.pushes = Pushes(backwards) if push_early else None
         self._job: weakref.ref[Job] | None = None
         self._session: _native.Session | None = None  # the one that parts are placed in
+        self._sessions = 0  # so far
 
-    def add(self, name: str, parameters: dict[Part, torch.Tensor], device: torch.device) -> None:
+    def add(self, name: str, parameters: dict[Part, torch.Tensor], device: torch.device) -> Unit:
         """parameters: a unit's, by part."""
         self.units.append(Unit(name, list(parameters), device, self))
         self.parameters.update(parameters)
+        return self.units[-1]
+
+    def now(self) -> tuple[int, int] | None:
+        """Names the values that the job has now; None: no session is open."""
+        return None if self._session is None else (self._sessions, self._session.version)
 
     def adopt(self, job: Job, name: str) -> None:
         """An optimizer has been given a parameter of this name."""
@@ -71,6 +77,7 @@ class Sharded:
                             'frozen ones too', 'BAD_SPEC')
             self.pulls.place({unit: [index[part] for part in unit.parts] for unit in self.units})
             self._session = job.session
+            self._sessions += 1
         if self.pushes is not None:
             self.pushes.follow(job.session, job.members)
 

@@ -19,9 +19,15 @@ class Unit:
     def __init__(self, name: str, parts: Sequence[Part], device: torch.device, model: Sharded) -> None:
         """device: where gathers take place."""
         self.name, self.parts, self._device, self.model = name, list(parts), device, model
+        self._gathered_at: object = None  # Sharded.now() of the last pull
         self._pieces: dict[Part, torch.Tensor] = {}  # of the pull that is being taken, until its gather has them
         for part in self.parts:
             part.unit = self
+
+    @property
+    def is_stale(self) -> bool:
+        """What was gathered last is not the job's version."""
+        return self._gathered_at is not None and self._gathered_at != self.model.now()
 
     def bytes(self, width: int) -> int:
         """Of one pull. width: of an element."""
@@ -40,5 +46,6 @@ class Unit:
         with torch.inference_mode(False), torch.no_grad():
             if part not in self._pieces:
                 self._pieces = dict(zip(self.parts, self.model.pulls.take(self)))
+                self._gathered_at = self.model.now()
             piece = self._pieces.pop(part)
             return piece.to(device=self._device, dtype=dtype).view(part.padded)
