@@ -22,7 +22,7 @@
 namespace ballast::services {
 namespace {
 
-// A slice of fp32 at the largest chunk size, and room for the fields around it.
+// The largest message is a job's Open; a slice is smaller. Room for the frame around it.
 constexpr int kReceiveBytesMax = static_cast<int>(model::kMessageBytesMax + (64 << 10));
 // Clients ping every 20 s, also between steps when no call is open; a stricter server would send them GOAWAY.
 constexpr int kPingIntervalMinMs = 10'000;
@@ -30,7 +30,7 @@ constexpr int kPingIntervalMinMs = 10'000;
 // the pulls that wait for it.
 constexpr int kStreamsPerConnectionMax = 16384;
 // Bound of gRPC's memory for incoming messages and calls under way: 128 MiB of waiting pushes, as much of other waiting
-// requests, and 4 MiB each for 192 messages just coming in. Beyond the bound gRPC reads no further, then cancels calls.
+// requests, and 768 MiB for messages just coming in: 192 slices of 4 MiB. Beyond the bound gRPC reads no further, then cancels calls.
 constexpr size_t kGrpcBytesMax = size_t{1} << 30;
 
 // Beside a GPU, for answers on their way: sixteen of the largest, more than a link needs to be busy.
