@@ -30,7 +30,8 @@ constexpr int kPingIntervalMinMs = 10'000;
 // the pulls that wait for it.
 constexpr int kStreamsPerConnectionMax = 16384;
 // Bound of gRPC's memory for incoming messages and calls under way: 128 MiB of waiting pushes, as much of other waiting
-// requests, and 768 MiB for messages just coming in: 192 slices of 4 MiB. Beyond the bound gRPC reads no further, then cancels calls.
+// requests, and 768 MiB for messages just coming in: 192 slices of 4 MiB. Beyond the bound gRPC reads no further, then
+// cancels calls.
 constexpr size_t kGrpcBytesMax = size_t{1} << 30;
 
 // Beside a GPU, for answers on their way: sixteen of the largest, more than a link needs to be busy.
