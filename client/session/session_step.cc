@@ -116,6 +116,9 @@ absl::StatusOr<Session::Impl::Agreement> Session::Impl::Settle(const std::string
     agreed.blobs.push_back(other.blobs(0));
   }
   const absl::Status written = places() ? CheckWritten(offers[seat.rank()].header(), agreed.header) : absl::OkStatus();
+  if (places() && agreed.header.kind() == v1::STEP_KIND_VALUES && !AnyBit(agreed.header.value_presence())) {
+    return Precondition(absl::StrCat("nothing was written on any rank; Write comes before ", what));
+  }
   // All ranks come to the same answer, before any push for the step: no rank seals a step that another refuses.
   if (source != nullptr) {
     BALLAST_RETURN_IF_ERROR(model::CheckHeader(seat.units->plan(), seat.version + 1, agreed.header, agreed.blobs));

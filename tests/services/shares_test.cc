@@ -113,6 +113,7 @@ TEST(Shares, AJobWhosePushesWaitLeavesMemoryToOthers) {
   EXPECT_FALSE(pushed.arrived()) << pushed.Wait().status();
   disk.Release();
   EXPECT_EQ(pushed.Wait().status(), absl::OkStatus());
+  for (Answer<v1::PushResponse>& each : waiting) (void)each.Wait();  // until then their payloads are read
 }
 
 TEST(Shares, AJobWhoseAnswersAreNotReadLeavesRoomToOthers) {
