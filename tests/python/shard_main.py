@@ -414,17 +414,17 @@ def resident():
 
 @script
 def memory():
-    """Growth of this rank's memory, in MiB: by shard() of 256 MiB of parameters from meta, and of as much with values, which are freed once
+    """Growth of this rank's memory, in MiB: by shard() of 512 MiB of parameters from meta, and of as much with values, which are freed once
     the job is open; both on both ranks."""
     grown = []
     for where in ('meta', 'cpu'):
         with torch.device(where):
-            model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))
+            model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(32)))
         before = resident()
         bt.shard(model, units=list(model), prefetch_bytes=1)
-        optimizer = bt.SGD(model.named_parameters(), lr=0.1, name=f'memory_{where}', dram='1GiB', threads=2)
+        optimizer = bt.SGD(model.named_parameters(), lr=0.1, name=f'memory_{where}', dram='2GiB', threads=2)
         if where == 'cpu':
-            before -= 256 << 20
+            before -= 512 << 20
         with torch.no_grad():
             model(torch.zeros(1, 2048))
             model(torch.zeros(1, 2048))

@@ -156,10 +156,11 @@ def test_gradients_leave_the_trainer(pair):
 
 
 def test_memory_of_a_rank(tmp_path):
-    """256 MiB of parameters, 128 of this rank, one unit of 16 MiB at a time; the rest is the client library's own."""
+    """512 MiB of parameters, 256 of this rank, one unit of 16 MiB at a time; 64 MiB may be in flight, and the rest is the client
+    library's own."""
     for from_meta, freed in run(['memory'], tmp_path)['memory']:
-        assert from_meta < 100
-        assert freed < 100
+        assert from_meta < 160
+        assert freed < 160
 
 
 def test_gathered(pair):
