@@ -1,6 +1,7 @@
 """One rank of test_placed.py: placed_main.py CASE[,CASE...] FOLDER, with torch's variables. Trains each case's model by torch.optim and
 by ours, and writes the losses and this rank's parameters of both to FOLDER/CASE-RANK.pt."""
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ballast.torch as bt
 from ballast import Error
+from ballast.torch.sharding.remote import remote_of
 
 STEPS = int(os.environ.get('PLACED_STEPS', '30'))
 WIDTH, HIDDEN, UNEVEN = 8, 12, 14
@@ -25,8 +27,20 @@ ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1}
 
 
 def case(function):
+    """function(take, wrap): take(model) is called last, wrap(model, mesh) where fully_shard is not needed otherwise."""
     CASES[function.__name__] = function
     return function
+
+
+def alone_as_it_is(model, mesh=None):
+    return model
+
+
+def wrapped(model, mesh):
+    """Over a mesh of one rank, say."""
+    for child in model.children():
+        fully_shard(child, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 class Block(nn.Module):
@@ -64,8 +78,10 @@ def parallel(model, mesh):
     return model
 
 
-def plainly(model, part):
+def plainly(model, part, take):
     """A loop over whole batches; `part` numbers those of this rank."""
+    model = take(model)
+
     def step(i):
         loss = loss_of(model(batch(i, part)))
         loss.backward()
@@ -74,48 +90,49 @@ def plainly(model, part):
 
 
 @case
-def fsdp2():
+def fsdp2(take, wrap):
     model = stack()
     for block in model:
         fully_shard(block)
-    return plainly(fully_shard(model), dist.get_rank())
+    return plainly(fully_shard(model), dist.get_rank(), take)
 
 
 @case
-def uneven():
+def uneven(take, wrap):
     model = stack(hidden=7)
     for block in model:
         fully_shard(block)
-    return plainly(fully_shard(model), dist.get_rank())
+    return plainly(fully_shard(model), dist.get_rank(), take)
 
 
 @case
-def hsdp():
+def hsdp(take, wrap):
     mesh = mesh_of(2, 2, names=('replicas', 'shards'))
     model = stack(hidden=7)
     for block in model:
         fully_shard(block, mesh=mesh)
-    return plainly(fully_shard(model, mesh=mesh), dist.get_rank())
+    return plainly(fully_shard(model, mesh=mesh), dist.get_rank(), take)
 
 
 @case
-def last_dimension():
+def last_dimension(take, wrap):
     model = fully_shard(stack(), shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
-    return plainly(model, dist.get_rank())
+    return plainly(model, dist.get_rank(), take)
 
 
 @case
-def tensor_parallel():
+def tensor_parallel(take, wrap):
     """Norms are plain tensors beside DTensors."""
-    return plainly(parallel(stack(), mesh_of(4, names=('tp',))), 0)
+    mesh = mesh_of(1, 4, names=('dp', 'tp'))
+    return plainly(wrap(parallel(stack(), mesh['tp']), mesh['dp']), 0, take)
 
 
 @case
-def tensor_by_data_parallel():
+def tensor_by_data_parallel(take, wrap):
     """Replicas on other meshes; gradients are averaged by hand."""
     mesh = mesh_of(2, 2, names=('dp', 'tp'))
     model = parallel(stack(), mesh['tp'])
-    _, forward = plainly(model, mesh.get_local_rank('dp'))
+    model, forward = plainly(model, mesh.get_local_rank('dp'), take)
 
     def step(i):
         loss = forward(i)
@@ -127,13 +144,14 @@ def tensor_by_data_parallel():
 
 
 @case
-def sequence_parallel():
+def sequence_parallel(take, wrap):
     """Norms have gradients of parts (Partial), which are summed on their way."""
-    mesh = mesh_of(4, names=('tp',))
+    mesh = mesh_of(1, 4, names=('dp', 'tp'))
     model = stack()
     for block in model:
-        parallelize_module(block, mesh, {'norm': SequenceParallel(), 'up': ColwiseParallel(input_layouts=Shard(1)),
-                                         'down': RowwiseParallel(output_layouts=Shard(1))})
+        parallelize_module(block, mesh['tp'], {'norm': SequenceParallel(), 'up': ColwiseParallel(input_layouts=Shard(1)),
+                                               'down': RowwiseParallel(output_layouts=Shard(1))})
+    model = take(wrap(model, mesh['dp']))
 
     def step(i):
         loss = loss_of(model(batch(i, 0).chunk(4, dim=1)[dist.get_rank()]))
@@ -143,15 +161,15 @@ def sequence_parallel():
 
 
 @case
-def fsdp_by_tensor_parallel():
+def fsdp_by_tensor_parallel(take, wrap):
     mesh = mesh_of(2, 2, names=('dp', 'tp'))
     model = parallel(stack(hidden=UNEVEN), mesh['tp'])
     for block in model:
         fully_shard(block, mesh=mesh['dp'])
-    return plainly(fully_shard(model, mesh=mesh['dp']), mesh.get_local_rank('dp'))
+    return plainly(fully_shard(model, mesh=mesh['dp']), mesh.get_local_rank('dp'), take)
 
 
-def pipeline(schedule_of):
+def pipeline(schedule_of, take):
     mesh = mesh_of(2, 2, names=('pp', 'dp'))
     stage = mesh.get_local_rank('pp')
     whole = stack(4)
@@ -159,9 +177,10 @@ def pipeline(schedule_of):
     model = nn.Sequential()
     for i in range(2 * stage, 2 * stage + 2):
         model.add_module(str(i), fully_shard(whole[i], mesh=mesh['dp'], reshard_after_forward=False))
-    fully_shard(model, mesh=mesh['dp'], reshard_after_forward=False)
+    model = take(fully_shard(model, mesh=mesh['dp'], reshard_after_forward=False))
     piped = PipelineStage(model, stage, 2, torch.device('cpu'), group=mesh.get_group('pp'))
-    schedule = schedule_of(piped, n_microbatches=2, loss_fn=lambda out, target: (out - target).square().mean())
+    # The loss is a mean over micro-batches already: gradients that have gone cannot be divided behind the last backward.
+    schedule = schedule_of(piped, n_microbatches=2, loss_fn=lambda out, target: (out - target).square().mean() / 2, scale_grads=False)
 
     def step(i):
         part = mesh.get_local_rank('dp')
@@ -175,13 +194,13 @@ def pipeline(schedule_of):
 
 
 @case
-def pipeline_gpipe():
-    return pipeline(ScheduleGPipe)
+def pipeline_gpipe(take, wrap):
+    return pipeline(ScheduleGPipe, take)
 
 
 @case
-def pipeline_1f1b():
-    return pipeline(Schedule1F1B)
+def pipeline_1f1b(take, wrap):
+    return pipeline(Schedule1F1B, take)
 
 
 class Experts(nn.Module):
@@ -195,7 +214,7 @@ class Experts(nn.Module):
 
 
 @case
-def experts_by_fsdp():
+def experts_by_fsdp(take, wrap):
     """Experts over one axis, their rows over the other; what is dense over all ranks."""
     mesh = mesh_of(2, 2, names=('efsdp', 'ep'))
     torch.manual_seed(3)
@@ -205,24 +224,29 @@ def experts_by_fsdp():
     fully_shard(experts, mesh=mesh['efsdp'], shard_placement_fn=lambda _: Shard(1))
     for block in (model[0], model[2]):
         fully_shard(block)
-    return plainly(model, dist.get_rank())
+    return plainly(model, dist.get_rank(), take)
 
 
 @case
-def plain_experts():
+def plain_experts(take, wrap):
     """Each rank has an expert of its own, and with the others what is dense, whose gradients are averaged."""
     torch.manual_seed(3)
     dense = Block()
     torch.manual_seed(10 + dist.get_rank())
     model = nn.Module()
     model.dense = dense
-    setattr(model, f'expert{dist.get_rank()}', nn.Linear(WIDTH, WIDTH))
+    expert = nn.Linear(WIDTH, WIDTH)
+    setattr(model, f'expert{dist.get_rank()}', expert)
+    is_wrapped = wrap is not alone_as_it_is
+    if is_wrapped:
+        wrap(expert, mesh_of(4, 1, names=('ranks', 'rank'))['rank'])
+        fully_shard(dense)
+    model = take(model)
 
     def step(i):
-        x = model.dense(batch(i, dist.get_rank()))
-        loss = loss_of(getattr(model, f'expert{dist.get_rank()}')(x))
+        loss = loss_of(expert(model.dense(batch(i, dist.get_rank()))))
         loss.backward()
-        for parameter in model.dense.parameters():
+        for parameter in [] if is_wrapped else model.dense.parameters():
             dist.all_reduce(parameter.grad)
         return loss.item()
     return model, step
@@ -452,31 +476,74 @@ def kept_back():
     return missing, descending, lone.detach().clone()
 
 
-OTHERS = {'state_of_stages': state_of_stages, 'kept_back': kept_back, 'norms': norms, 'other_divisions': other_divisions, 'killed': killed}
+def unopened_stage():
+    """What a stage's first pass is told before the job is open."""
+    model, _ = pipeline(ScheduleGPipe, bt.shard)
+    optimizer = ours(model, 'unopened_stage')
+    said = told(lambda: model(batch(0, 0)))
+    optimizer.close()
+    return said,
+
+
+OTHERS = {function.__name__: function
+          for function in (state_of_stages, kept_back, norms, other_divisions, killed, unopened_stage)}
 
 
 def own(model):
-    return {name: (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()}
+    """Copies of this rank's parts, by name: what shard() has taken is read from the servers."""
+    named = dict(model.named_parameters())
+    parts = {name: remote_of(p) for name, p in named.items()}
+    if not any(parts.values()):
+        return {name: (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for name, p in named.items()}
+    with bt.gathered(model):
+        return {name: parts[name].of(p) for name, p in model.named_parameters()}
 
 
-def train(model, optimizer, step):
-    losses = []
-    for i in range(STEPS):
+def train(model, optimizer, step, steps=STEPS):
+    """Losses, this rank's parts of the parameters after it, and gradients of the first step."""
+    losses, gradients = [], {}
+    for i in range(steps):
         optimizer.zero_grad()
         losses.append(step(i))
+        if i == 0:
+            for name, p in model.named_parameters():
+                gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                gradients[name] = None if remote_of(p.grad) is not None else gradient.clone()
         optimizer.step()
-    return torch.tensor(losses), own(model)
+    return torch.tensor(losses), own(model), gradients
+
+
+def made(name, take=alone_as_it_is, wrap=alone_as_it_is):
+    torch.manual_seed(3)
+    return CASES[name](take, wrap)
+
+
+def ours(model, name, **more):
+    return bt.AdamW(model.named_parameters(), dram='64MiB', threads=1, name=name, step_timeout=60.0, **{**ARGUMENTS, **more})
 
 
 def run(name):
-    torch.manual_seed(3)
-    model, step = CASES[name]()
+    model, step = made(name)
     theirs = train(model, torch.optim.AdamW(model.parameters(), foreach=False, **ARGUMENTS), step)
-    model, step = CASES[name]()
-    optimizer = bt.AdamW(model.named_parameters(), dram='64MiB', threads=1, name=name, step_timeout=60.0, **ARGUMENTS)
-    ours = train(model, optimizer, step)
+    model, step = made(name)
+    optimizer = ours(model, name)
+    came = train(model, optimizer, step)
     optimizer.close()
-    return theirs, ours
+    return theirs, came
+
+
+def run_sharded(name):
+    """As run(), with shard(); and one step whose gradients stay in the trainer."""
+    model, step = made(name, wrap=wrapped)
+    results = [train(model, torch.optim.AdamW(model.parameters(), foreach=False, **ARGUMENTS), step)]
+    for push_early, steps in ((True, STEPS), (False, 1)):
+        model, step = made(name, functools.partial(bt.shard, push_early=push_early), wrapped)
+        optimizer = ours(model, f'sharded_{name}_{push_early}')
+        optimizer.resume()
+        results.append(train(model, optimizer, step, steps))
+        dist.barrier()  # the first rank's close() ends the server
+        optimizer.close()
+    return results
 
 
 def main():
@@ -485,7 +552,7 @@ def main():
     dist.init_process_group('gloo')
     for name in names:
         try:
-            result = OTHERS[name]() if name in OTHERS else run(name)
+            result = OTHERS[name]() if name in OTHERS else run_sharded(name[8:]) if name.startswith('sharded_') else run(name)
         except Exception:
             result = traceback.format_exc()
         torch.save(result, f'{folder}/{name}-{dist.get_rank()}.pt')

@@ -129,12 +129,13 @@ def whole_of(model):
     return values
 
 
-def both(name, make=made, policy=None, push_early=False, steps=30, backwards=1, **more):
-    """Plain FSDP2 with torch's optimizer, and shard() with ours: (losses, gradients of two steps, parameters) of each, and stats."""
+def both(name, make=made, policy=None, push_early=False, steps=30, backwards=1, extra=None, **more):
+    """Plain FSDP2 with torch's optimizer, and shard() with ours: (losses, gradients of two steps, parameters) of each, and stats. extra:
+    arguments that shard() alone has."""
     policy = policy or {}
     twin = plain(make(), **policy)
     results = [[*train(twin, theirs([p for p in twin.parameters() if p.requires_grad]), steps, **more), whole(twin)]]
-    model = bt.shard(make(), push_early=push_early, backwards=backwards, **policy)
+    model = bt.shard(make(), push_early=push_early, backwards=backwards, **policy, **(extra or {}))
     optimizer = ours(model, name=name)
     results.append([*train(model, optimizer, steps, **more), whole_of(model)])
     stats = optimizer.stats()
@@ -623,10 +624,16 @@ def evaluation(model):
         return loss_of(model, next(batches(1))).item()
 
 
-if __name__ == '__main__':
+def main(barrier=True):
+    """barrier: ranks wait for each other behind each script."""
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     for name in sys.argv[1].split(','):
         torch.save(SCRIPTS[name](), f'{sys.argv[2]}/{name}-{dist.get_rank()}.pt')
-        dist.barrier()
+        if barrier:
+            dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == '__main__':
+    main()

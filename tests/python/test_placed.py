@@ -11,6 +11,9 @@ WORLD = 4
 CASES = ['fsdp2', 'uneven', 'hsdp', 'last_dimension', 'tensor_parallel', 'tensor_by_data_parallel', 'sequence_parallel',
          'fsdp_by_tensor_parallel', 'pipeline_gpipe', 'pipeline_1f1b', 'experts_by_fsdp', 'plain_experts']
 
+# Data parallelism by hand is no shard()'s.
+SHARDED = [name for name in CASES if name != 'tensor_by_data_parallel']
+
 
 def run_four(cases, folder, **variables):
     """Processes of four ranks, which run the cases one after another."""
@@ -30,16 +33,44 @@ def results(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope='module')
+def sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('sharded')
+    ranks = run_four([f'sharded_{name}' for name in SHARDED] + ['unopened_stage'], folder)
+    codes = [rank.wait(600) for rank in ranks]
+    assert codes == [0] * WORLD, '\n'.join(rank.output for rank in ranks)
+    return folder
+
+
+def compare(ours, theirs):
+    """Losses and this rank's parts after them."""
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
+    assert theirs[1].keys() == ours[1].keys()
+    for key, value in theirs[1].items():
+        torch.testing.assert_close(ours[1][key], value, rtol=1e-5, atol=1e-5, msg=lambda text, key=key: f'{key}: {text}')
+
+
 @pytest.mark.parametrize('name', CASES)
 def test_trains_as_torchs(results, name):
-    for rank in range(WORLD):
-        came = torch.load(results / f'{name}-{rank}.pt', weights_only=False)
-        assert not isinstance(came, str), f'rank {rank}: {came}'
-        (their_losses, theirs), (our_losses, ours) = came
-        torch.testing.assert_close(our_losses, their_losses, rtol=1e-5, atol=1e-5)
-        assert theirs.keys() == ours.keys()
-        for key, value in theirs.items():
-            torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-5, msg=lambda text, at=f'rank {rank}, {key}': f'{at}: {text}')
+    for theirs, ours in own_of(results, name):
+        compare(ours, theirs)
+
+
+@pytest.mark.parametrize('name', SHARDED)
+def test_trains_from_servers_as_torchs(sharded, name):
+    for theirs, ours, kept in own_of(sharded, f'sharded_{name}'):
+        compare(ours, theirs)
+        assert torch.equal(kept[0], theirs[0][:1]), 'the first forward pass has the bits of FSDP2'
+        for key, gradient in theirs[2].items():
+            assert ours[2][key] is None, f'{key}: its gradient stayed in the trainer'
+            assert torch.equal(kept[2][key], gradient), f'{key}: the first backward pass has the bits of FSDP2'
+
+
+def test_a_stage_that_runs_before_the_others(sharded):
+    for rank, (said,) in enumerate(own_of(sharded, 'unopened_stage')):
+        here, elsewhere = ([0, 1], [2, 3]) if rank < 2 else ([2, 3], [0, 1])
+        assert f'parameters of this model are on ranks {here}, and ranks {elsewhere} have others, as stages of a pipeline do' in said
+        assert 'call resume() of the optimizer on all ranks before the first pass' in said
 
 
 def own_of(results, name):

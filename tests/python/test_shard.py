@@ -17,14 +17,14 @@ REST = ['clipped', 'discarded', 'skipped', 'late_pulls', 'evaluated', 'alive', '
 NAMED = ['first_half', 'second_half', 'rolled_back']
 
 
-def run(scripts, folder, world=2, **variables):
+def run(scripts, folder, world=2, script='shard_main.py', **variables):
     """{script: what the ranks returned}."""
     port = str(test_ranks.free_port())
-    ranks = [Process(HERE / 'shard_main.py', folder, folder / f'{rank}.log', ','.join(scripts), folder, MASTER_ADDR='127.0.0.1',
+    ranks = [Process(HERE / script, folder, folder / f'{rank}.log', ','.join(scripts), folder, MASTER_ADDR='127.0.0.1',
                      MASTER_PORT=port, WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank), **variables) for rank in range(world)]
     codes = [rank.wait() for rank in ranks]
     assert codes == [0] * world, '\n'.join(f'--- rank {i}\n{rank.output}' for i, rank in enumerate(ranks))
-    return {script: [torch.load(folder / f'{script}-{rank}.pt') for rank in range(world)] for script in scripts}
+    return {name: [torch.load(folder / f'{name}-{rank}.pt') for rank in range(world)] for name in scripts}
 
 
 @pytest.fixture(scope='module')

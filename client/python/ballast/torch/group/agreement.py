@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import zlib
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 
 # Each gradient of a replica is compared at its first step, and then in one step of so many.
 _GRADIENT_STEPS = 64
+# Units that ranks tell each other where their gathers differ.
+_GATHERS_TOLD = 4096
 # A parameter in the message of a rank: flags, and a digest of its gradient if that is compared, else of the placements that it is to be
 # brought from.
 _EDITED, _PRESENT, _COMPARED, _MOVES = 1, 2, 4, 8
 _ENTRY = struct.Struct('<BI')
-# In front of the entries: new parameters, and whether debug is set.
-_HEAD = struct.Struct('<I?')
+# In front of the entries: new parameters, whether debug is set, and bytes of the digests of gathers, which come next.
+_HEAD = struct.Struct('<I?I')
 
 
 class Collected(NamedTuple):
@@ -43,6 +46,7 @@ class Collected(NamedTuple):
     lines: Callable[[], list[rosters.Line]]  # what the rank says of the members
     steps: int  # that the job has made
     debug: bool
+    gathers: Mapping[tuple[int, ...], Sequence[str]]  # units since the last step, by the ranks that gathered them together
 
     @property
     def present(self) -> list[bool]:
@@ -75,7 +79,8 @@ def _compared(collected: Collected, roster: Roster | None, debug: bool) -> list[
 
 
 def _say(collected: Collected, roster: Roster | None, debug: bool) -> bytes:
-    said = [_HEAD.pack(len(collected.fresh), collected.debug)]
+    gathers = json.dumps([[ranks, _digest(names)] for ranks, names in collected.gathers.items()]).encode()
+    said = [_HEAD.pack(len(collected.fresh), collected.debug, len(gathers)), gathers]
     compared = _compared(collected, None if collected.fresh else roster, debug)
     for gradient, edited, compares in zip(collected.gradients, collected.edited, compared):
         flags, code = edited * _EDITED, 0
@@ -93,12 +98,13 @@ def agree(exchange: Exchange, roster: Roster, collect: Callable[[], Collected]) 
     """collect() on every rank. An error on one rank is an error on all, which would wait for it else. roster: of the job's members."""
     collected, said = everyone(exchange, collect, lambda collected: _say(collected, roster, collected.debug))
     heads = [_HEAD.unpack_from(each) for each in said]
-    registers = any(fresh for fresh, _ in heads)
+    registers = any(fresh for fresh, _, _ in heads)
+    _check_gathers(exchange, collected, [json.loads(each[_HEAD.size:_HEAD.size + head[2]]) for each, head in zip(said, heads)])
     if registers:
         roster = rosters.gather(exchange, collected.lines())
-    if len({debug for _, debug in heads}) > 1:
+    if len({debug for _, debug, _ in heads}) > 1:
         _, said = everyone(Within('gradients', exchange), lambda: _say(collected, roster, True), bytes)
-    entries = [list(_ENTRY.iter_unpack(each[_HEAD.size:])) for each in said]
+    entries = [list(_ENTRY.iter_unpack(each[_HEAD.size + gathers:])) for each, (_, _, gathers) in zip(said, heads)]
     roster.check_lengths([len(each) for each in entries])
 
     def flags(places: Sequence[Place]) -> int:
@@ -114,6 +120,27 @@ def agree(exchange: Exchange, roster: Roster, collect: Callable[[], Collected]) 
         member.agreed |= bool(each & _PRESENT)
     return Agreed(collected, roster, registers, any(flag & _EDITED for each in entries for flag, _ in each),
                   [bool(each & _EDITED) for each in of_members], [bool(each & _PRESENT) for each in of_members])
+
+
+def _digest(names: Sequence[str]) -> int:
+    return zlib.crc32('\0'.join(names).encode())
+
+
+def _check_gathers(exchange: Exchange, collected: Collected, digests: Sequence[Sequence[tuple[Sequence[int], int]]]) -> None:
+    """digests: by rank, of the units that it gathered with others."""
+    of_rank = [{tuple(together): digest for together, digest in each} for each in digests]
+    together = next((ranks for each in of_rank for ranks in each if len({of_rank[rank].get(ranks) for rank in ranks}) > 1), None)
+    if together is None:
+        return
+    _, said = everyone(Within('gathers that differ', exchange), lambda: collected.gathers.get(together, ()),
+                       lambda names: json.dumps(names[-_GATHERS_TOLD:]).encode())
+    told = {rank: json.loads(said[rank]) for rank in together}
+    first = together[0]
+    other = next((rank for rank in together if told[rank] != told[first]), first)
+    here, there = next((pair for pair in itertools.zip_longest(told[first], told[other]) if pair[0] != pair[1]), ('another', 'another'))
+    raise Error(f"ranks {list(together)} gathered different units together since the last step: '{here or 'none'}' on rank {first} where "
+                f"'{there or 'none'}' on rank {other}, and computed with a mixture of both; expected the same passes over the same units "
+                'on all ranks. The step was not made: take the gradients back by zero_grad()', 'RANKS_DIFFER')
 
 
 _REDUCE = ('ranks take a step with reduced gradients: wrap the model in DistributedDataParallel, shard it by fully_shard, or all-reduce '

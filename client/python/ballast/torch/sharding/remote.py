@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +17,21 @@ aten = torch.ops.aten
 
 
 class Part:
-    """This rank's rows of one parameter."""
+    """This rank's part of one parameter: a box of its elements."""
 
-    def __init__(self, name: str, shape: Sequence[int], ranks: int, rank: int, gathered: torch.dtype) -> None:
-        """shape: of the whole parameter, whose rows `ranks` ranks divide as torch.chunk does. gathered: the dtype of gathers."""
-        self.name, self.shape, self.gathered = name, torch.Size(shape), gathered
-        share = -(-shape[0] // ranks)
-        self.padded = torch.Size((share, *shape[1:]))  # the shape that FSDP2 gathers from every rank
-        self.first = min(shape[0], rank * share)  # row
-        self.rows = min(shape[0], self.first + share) - self.first
-        self.elements = self.rows * torch.Size(shape[1:]).numel()
+    def __init__(self, name: str, shape: Sequence[int], box: Sequence[tuple[int, int]], padded: Sequence[int], gathered: torch.dtype,
+                 ranks: Sequence[int]) -> None:
+        """shape: of the whole parameter. box: (begin, end) of each dimension. padded: the shape that FSDP2 gathers from every rank, which
+        may have more rows. gathered: the dtype of gathers. ranks: all that have parts of the parameter."""
+        self.name, self.shape, self.gathered, self.ranks = name, torch.Size(shape), gathered, frozenset(ranks)
+        self.padded = torch.Size(padded)
+        self._box = tuple(slice(begin, end) for begin, end in box)
+        self.elements = math.prod(end - begin for begin, end in box)
         self.unit: Unit | None = None  # the unit that the parameter is gathered with
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """These rows of the whole parameter, contiguous, in memory of their own."""
-        return whole.detach()[self.first:self.first + self.rows].clone(memory_format=torch.contiguous_format)
+        """This part of the whole parameter, contiguous, in memory of its own."""
+        return whole.detach()[self._box].clone(memory_format=torch.contiguous_format)
 
     def refuse(self, operation: str) -> Error:
         return Error(f"parameter '{self.name}' lives on Ballast's servers and has no memory here, which {operation} needs: read it within "
@@ -45,9 +46,10 @@ class GoneGradient:
         self.name = name
 
     def refuse(self, operation: str) -> Error:
+        pipeline = 'give the schedule of a pipeline scale_grads=False and divide the loss, ' if operation.startswith('aten.div_') else ''
         return Error(f"the gradient of parameter '{self.name}' has gone to Ballast's servers in backward, and {operation} needs it here: "
-                     'clip by max_norm= of the optimizer, scale by LossScaler, tell shard(backwards=) how many backward passes with '
-                     'gradient sync a step has, or keep gradients in the trainer by shard(push_early=False)', 'UNSUPPORTED')
+                     f'{pipeline}clip by max_norm= of the optimizer, scale by LossScaler, tell shard(backwards=) how many backward passes '
+                     'with gradient sync a step has, or keep gradients in the trainer by shard(push_early=False)', 'UNSUPPORTED')
 
 
 class Remote(torch.Tensor):
@@ -88,12 +90,12 @@ class Remote(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any,
                             mp_policy: Any) -> tuple[tuple[torch.Tensor, ...], None]:
-        """FSDP2's extension: the rows that this rank brings to the gather, padded."""
+        """FSDP2's extension: the part that this rank brings to the gather, padded."""
         return (self.of.unit.take(self.of, mp_policy.param_dtype or self.dtype),), None
 
     def fsdp_post_all_gather(self, gathered: tuple[torch.Tensor, ...], metadata: None, param_dtype: torch.dtype, *,
                              out: torch.Tensor | None = None) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """FSDP2's extension: the gathered rows are the parameter."""
+        """FSDP2's extension: the gathered parts are the parameter."""
         return None if out is not None else (gathered[0], (gathered[0],))
 
 

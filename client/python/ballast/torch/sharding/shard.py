@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import nn
 
 from ballast.errors import Error
 from ballast.torch.arguments import flag
+from ballast.torch.group import placement, ranks
 from ballast.torch.job.naming import unwrapped
+from ballast.torch.sharding.collectives import Gather, QuantizedReduce
 from ballast.torch.sharding.remote import Part, Remote, remote_of
 from ballast.torch.sharding.sharded import Sharded
 from ballast.torch.sharding.unit import Unit
@@ -24,21 +26,31 @@ _PREFETCH_BYTES = 256 << 20
 
 def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None = None, mp_policy: Any = None, *,
           reshard_after_forward: bool | None = None, prefetch_bytes: int = _PREFETCH_BYTES, push_early: bool = True, backwards: int = 1,
-          seed: int = 0, offload_policy: None = None) -> nn.Module:
-    """Parameters of `model` live on the state servers from now on: FSDP2's gathers pull this rank's rows of a unit just ahead of use, and
+          seed: int = 0, gather: str | None = None, reduce: str | None = None, second: Any = None,
+          offload_policy: None = None) -> nn.Module:
+    """Parameters of `model` live on the state servers from now on: FSDP2's gathers pull this rank's parts of a unit just ahead of use, and
     gradients go to the servers in backward. Give an optimizer of ballast.torch model.named_parameters(), all of them, before the first
     forward pass, which opens the job (so do resume() and step()). Returns `model`.
 
     model: on the meta device (a new job's values come from each module's reset_parameters(), under a seed from the parameter's name and
     `seed`), or with values, which are a new job's and are freed. An existing job's values are its own. Not wrapped, or wrapped by
-    fully_shard over all ranks, and then without mesh, units, mp_policy and reshard_after_forward, which are fully_shard's.
+    fully_shard, and then without mesh, units, mp_policy and reshard_after_forward, which are fully_shard's. Parameters may be DTensors of
+    parallelize_module or of experts before. A stage of a pipeline is a model: give it reshard_after_forward=False and the schedule
+    scale_grads=False (the loss divides), and call resume() on all ranks before the first pass, for stages' passes do not begin together.
+    mesh: of data parallelism; None: one of all ranks.
     units: modules that are gathered one at a time; None: the members of each ModuleList that is in no other. The rest is one more unit.
     prefetch_bytes: memory of the host for pulls ahead of use, at least one unit's.
     push_early: gradients leave the trainer in backward, so nobody else can read or clip them (the optimizer's max_norm does).
     backwards: how many backward passes with gradient sync make a step.
+    gather, reduce: 'q8' moves parameters, or gradients, between ranks as 8-bit integers with a scale for each 64 of them: 1/3.8 of
+    float32's bytes. A parameter that a pass computes with is off by at most 1/254 of the largest magnitude among its 64; a gradient by
+    the mean of that over ranks. Masters on the servers stay exact.
+    second: a mesh of this rank's node, or another part of the ranks that gather together. Each unit is pulled once a version; its later
+    gathers, as in backward, stay within the node, bit for bit the same. Costs memory for 1/N of all units on each of its N ranks.
 
     Threads: the training loop's. Errors: an Error that names the parameter or the argument. Local: no rank waits for another."""
     _check(model, offload_policy, reshard_after_forward, prefetch_bytes, backwards)
+    _check_collectives(gather, reduce, second)
     from torch.distributed.fsdp import FSDPModule
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         given = {'mesh': mesh, 'units': units, 'mp_policy': mp_policy, 'reshard_after_forward': reshard_after_forward}
@@ -49,16 +61,22 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
         _wrap(model, mesh, units, mp_policy, reshard_after_forward)
     _check_offload(model, FSDPModule)
     sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed)
-    _replace(model, sharded, FSDPModule, getattr(mp_policy, 'param_dtype', None))
-    model.register_forward_pre_hook(_begin, prepend=True)
+    units_of = _replace(model, sharded, FSDPModule, getattr(mp_policy, 'param_dtype', None))
+    _set_collectives(units_of, gather, reduce, second)
+    for outermost in _outermost(model, FSDPModule):
+        outermost.register_forward_pre_hook(_begin, prepend=True)
     return model
 
 
-def _begin(model: nn.Module, _: Any) -> None:
+def _outermost(module: nn.Module, kind: type) -> list[nn.Module]:
+    return [module] if isinstance(module, kind) else [each for child in module.children() for each in _outermost(child, kind)]
+
+
+def _begin(wrapped: nn.Module, _: Any) -> None:
     """FSDP2 looks over its parameters in the first forward pass, and inference mode has no version counters for that."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
-            model._get_fsdp_state()._lazy_init()
+            wrapped._get_fsdp_state()._lazy_init()
 
 
 def _check(model: nn.Module, offload_policy: Any, reshard_after_forward: Any, prefetch_bytes: Any, backwards: Any) -> None:
@@ -85,17 +103,39 @@ def _check(model: nn.Module, offload_policy: Any, reshard_after_forward: Any, pr
             raise Error(f"parameter '{name}' lives on the servers already: shard() was called before", 'BAD_REQUEST')
 
 
-def _check_offload(model: nn.Module, fsdp_module: type) -> None:
-    """Nothing of FSDP2's public interface tells its offload policy."""
-    for name, module in model.named_modules():
-        if not isinstance(module, fsdp_module):
+def _check_collectives(gather: Any, reduce: Any, second: Any) -> None:
+    for name, value in (('gather', gather), ('reduce', reduce)):
+        if value not in (None, 'q8'):
+            raise Error(f"shard({name}={value!r}): expected None or 'q8'; dtypes of gathers and reductions are mp_policy's", 'BAD_CONFIG')
+    if second is not None and (getattr(second, 'ndim', None) != 1 or ranks.rank() not in second.mesh.tolist()):
+        raise Error(f"shard(second={second!r}): expected a DeviceMesh of one dimension that has this rank, as mesh['node'] of one that has "
+                    'the dimension', 'BAD_CONFIG')
+
+
+def _set_collectives(units: dict[nn.Module, Unit], gather: str | None, reduce: str | None, second: Any) -> None:
+    for wrapped, unit in units.items():
+        groups = {known.mesh_info.shard_process_group for _, known in _fsdp_params(wrapped)}
+        if len(groups) > 1:  # shard_placement_fn gave parameters meshes of their own
+            if gather is not None or reduce is not None or second is not None:
+                raise Error(f"shard(gather=, reduce=, second=): parameters of unit '{unit.name}' are over several meshes; expected one "
+                            'mesh a unit', 'UNSUPPORTED')
             continue
-        for group in getattr(module._get_fsdp_state(), '_fsdp_param_groups', ()):
-            policy = type(getattr(group, 'offload_policy', None)).__name__
-            if policy == 'CPUOffloadPolicy':
-                first = next((own for own, _ in module.named_parameters(name)), name)
-                raise Error(f"parameter '{first}' is under CPUOffloadPolicy, and with shard() there is nothing to offload: leave the "
-                            'policy out of fully_shard', 'UNSUPPORTED')
+        together = set(torch.distributed.get_process_group_ranks(groups.pop()))
+        if second is not None and not together.issuperset(second.mesh.tolist()):
+            raise Error(f"shard(second=): ranks {second.mesh.tolist()} are not all among ranks {sorted(together)}, which gather unit "
+                        f"'{unit.name}' together; expected ranks of one gather", 'BAD_CONFIG')
+        unit.gather = Gather(unit, gather == 'q8', None if second is None else second.get_group())
+        wrapped.set_custom_all_gather(unit.gather)
+        if reduce is not None:
+            wrapped.set_custom_reduce_scatter(QuantizedReduce(unit))
+
+
+def _check_offload(model: nn.Module, fsdp_module: type) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, fsdp_module) and any(known.offload_to_cpu for _, known in _fsdp_params(module)):
+            first = next((own for own, _ in module.named_parameters(name)), name)
+            raise Error(f"parameter '{first}' is under CPUOffloadPolicy, and with shard() there is nothing to offload: leave the policy "
+                        'out of fully_shard', 'UNSUPPORTED')
 
 
 def _wrap(model: nn.Module, mesh: Any, units: Iterable[nn.Module] | None, mp_policy: Any, reshard_after_forward: bool | None) -> None:
@@ -120,12 +160,15 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     return [block for child in module.children() for block in _blocks(child)]
 
 
-def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch.dtype | None) -> None:
-    """Parameters become Remotes. A parameter belongs to the innermost module of fully_shard that holds it. dtype: of gathers, if known."""
+def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch.dtype | None) -> dict[nn.Module, Unit]:
+    """Parameters become Remotes, and those of a module of fully_shard a unit, which is returned by module. A parameter belongs to the
+    innermost such module that holds it. dtype: of gathers, if known."""
     owner: dict[torch.Tensor, tuple[str, nn.Module]] = {}
+    padded: dict[torch.Tensor, torch.Size] = {}
     for name, module in model.named_modules():
         if isinstance(module, fsdp_module):
             owner.update((parameter, (name, module)) for parameter in module.parameters())
+            padded.update((parameter, known.padded_sharded_param_size) for parameter, known in _fsdp_params(module))
     places: dict[torch.Tensor, list[tuple[nn.Module, str, str]]] = {}
     for name, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
@@ -137,20 +180,22 @@ def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch
         name = f'{path}.{leaf}' if path else leaf
         if parameter not in owner:
             raise Error(f"parameter '{name}' is in no module that fully_shard has wrapped: wrap the model itself too", 'BAD_SPEC')
-        part, made = _remote(unwrapped(name), parameter, dtype)
+        part, made = _remote(unwrapped(name), parameter, padded.get(parameter), dtype)
         sharded.values.place(part, there)
         if not parameter.is_meta:
-            rows = parameter.to_local().detach()
-            sharded.values.give(part, rows.cpu().clone(memory_format=torch.contiguous_format))
-            rows.untyped_storage().resize_(0)  # FSDP2 holds it until its first forward pass, and asks no Remote where it lies then
+            local = parameter.to_local().detach()
+            sharded.values.give(part, local.cpu().clone(memory_format=torch.contiguous_format))
+            local.untyped_storage().resize_(0)  # FSDP2 holds it until its first forward pass, and asks no Remote where it lies then
         for inner, _, own in there:
             setattr(inner, own, made)
         unit, wrapped = owner[parameter]
         by_unit.setdefault(wrapped, (unit, {}))[1][part] = made
+    units = {}
     for wrapped, (name, parameters) in by_unit.items():
-        unit = sharded.add(name, parameters, next(iter(parameters.values())).device)
+        unit = units[wrapped] = sharded.add(name or 'model', parameters, next(iter(parameters.values())).device)
         # FSDP2 keeps units gathered after passes without a gradient, whatever becomes of the job meanwhile.
         wrapped.register_forward_pre_hook(functools.partial(_drop_stale, unit), prepend=True)
+    return units
 
 
 def _drop_stale(unit: Unit, module: nn.Module, _: Any) -> None:
@@ -158,22 +203,32 @@ def _drop_stale(unit: Unit, module: nn.Module, _: Any) -> None:
         module.reshard()
 
 
-def _remote(name: str, parameter: torch.Tensor, dtype: torch.dtype | None) -> tuple[Part, nn.Parameter]:
-    from torch.distributed.tensor import DTensor, Shard
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    rows = [i for i, placement in enumerate(placements) if placement == Shard(0)]
-    if len(rows) != 1 or not all(placement.is_replicate() for i, placement in enumerate(placements) if i not in rows):
-        raise Error(f"parameter '{name}' is placed as {placements or 'a plain tensor'}; expected one Shard(0), and "
-                    'Replicate() for the rest, as fully_shard makes it over a mesh of one dimension, or of two (HSDP)', 'UNSUPPORTED')
-    mesh = parameter.device_mesh
-    part = Part(name, parameter.shape, mesh.size(rows[0]), mesh.get_local_rank(rows[0]), dtype or parameter.dtype)
-    shape = parameter.to_local().shape
-    if shape.numel() != part.elements:
-        raise Error(f"parameter '{name}' has {list(shape)} on this rank; expected {part.rows} rows of {list(parameter.shape)}",
-                    'UNSUPPORTED')
-    device = torch.device(mesh.device_type) if parameter.is_meta else parameter.device
+def _remote(name: str, parameter: torch.Tensor, padded: torch.Size | None, dtype: torch.dtype | None) -> tuple[Part, nn.Parameter]:
+    """padded: what FSDP2 gathers from every rank; None: FSDP2 left the parameter out."""
+    from torch.distributed.tensor import DTensor
+    key = placement.key_of(name, parameter)
+    if key is None or padded is None:
+        what = 'a plain tensor' if key is None else f'a DTensor placed as {parameter.placements}'
+        raise Error(f"parameter '{name}' is {what}, and fully_shard has not sharded it: leave ignored_params out", 'UNSUPPORTED')
+    placement.check(name, parameter, key, ranks.rank())
+    box = placement.box(key, tuple(parameter.shape), ranks.rank())
+    part = Part(name, parameter.shape, box, padded, dtype or parameter.dtype, key[0])
+    device = torch.device(parameter.device_mesh.device_type) if parameter.is_meta else parameter.device
     if device.type == 'cuda':
         device = torch.device('cuda', torch.cuda.current_device())
-    memory = Remote(part, shape, parameter.dtype, device)
-    made = DTensor.from_local(memory, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    memory = Remote(part, parameter.to_local().shape, parameter.dtype, device)
+    made = DTensor.from_local(memory, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+                              stride=parameter.stride())
     return part, nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def _fsdp_params(module: nn.Module) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Parameters of a module that fully_shard has wrapped, each with what FSDP2 knows of it. Nothing of FSDP2's public interface tells its
+    offload policy, nor the shape of a gather."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, '_fsdp_param_groups', None)
+    if groups is None:  # earlier than torch 2.13
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    for group in groups:
+        for fsdp_param in group.fsdp_params:
+            yield fsdp_param.sharded_param, fsdp_param

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ballast.errors import Error
+from ballast.torch.group import ranks
+from ballast.torch.sharding.collectives import Gathers
 from ballast.torch.sharding.pulls import Pulls
 from ballast.torch.sharding.pushes import Pushes
 from ballast.torch.sharding.remote import Part, remote_of
@@ -31,6 +34,8 @@ class Sharded:
         self.values = Values(seed)
         self.pulls = Pulls(self.open, prefetch_bytes)
         self.pushes = Pushes(backwards) if push_early else None
+        self.gathers = Gathers()
+        self.wire: collections.Counter[str] = collections.Counter()  # bytes that this rank received, by way
         self._job: weakref.ref[Job] | None = None
         self._session: _native.Session | None = None  # the one that parts are placed in
         self._sessions = 0  # so far
@@ -45,12 +50,20 @@ class Sharded:
         """Names the values that the job has now; None: no session is open."""
         return None if self._session is None else (self._sessions, self._session.version)
 
+    @property
+    def timeout(self) -> float:
+        """Seconds that ranks wait for each other."""
+        return self.open().options.step_timeout
+
     def adopt(self, job: Job, name: str) -> None:
         """An optimizer has been given a parameter of this name."""
         known = None if self._job is None else self._job()
         if known is not None and known is not job and not known.is_closed:
             raise Error(f"parameter '{name}' is of a model that shard() gave to one optimizer, and another has parameters of it: one job "
                         'keeps all of them', 'UNSUPPORTED')
+        if job.sharded not in (None, self):
+            raise Error(f"parameter '{name}' is of one model that shard() has taken, and the optimizer has parameters of another: shard() "
+                        'one module that holds both, or give each an optimizer', 'UNSUPPORTED')
         self._job = weakref.ref(job)
         job.sharded = self
 
@@ -62,9 +75,19 @@ class Sharded:
             raise Error(f"parameter '{name}' lives on Ballast's servers, and no optimizer says which: make one, as "
                         'ballast.torch.AdamW(model.named_parameters()), before the first forward pass', 'BAD_REQUEST')
         if job.session is None:
+            self._check_together()
             job.open()
         job.check_usable()
         return job
+
+    def _check_together(self) -> None:
+        """Refuses to open a job amid a pass that other ranks do not make: they wait for what the pass gives, and this rank for them."""
+        here = set().union(*(part.ranks for part in self.parameters))
+        elsewhere = sorted(set(range(ranks.world_size())) - here)
+        if elsewhere:
+            raise Error(f'parameters of this model are on ranks {sorted(here)}, and ranks {elsewhere} have others, as stages of a pipeline '
+                        'do, whose first passes do not begin together: call resume() of the optimizer on all ranks before the first pass',
+                        'BAD_REQUEST')
 
     def follow(self, job: Job) -> None:
         """Takes up the session and members that the job has now."""
@@ -115,9 +138,10 @@ class Sharded:
             self.pulls.stepped()
 
     def stats(self) -> dict[str, float]:
-        """Pulls so far, their bytes on this rank, gathers whose pull was not ahead of them, and the seconds that gathers waited."""
+        """Pulls so far, their bytes on this rank, gathers whose pull was not ahead of them, and the seconds that gathers waited; bytes that
+        this rank received from others in gathers and in reductions of 8 bits."""
         pulls = self.pulls
-        return {'unit_pulls': pulls.count, 'unit_pull_bytes': pulls.bytes, 'unit_pulls_late': pulls.waits,
+        return {**self.wire, 'unit_pulls': pulls.count, 'unit_pull_bytes': pulls.bytes, 'unit_pulls_late': pulls.waits,
                 'unit_pull_wait_seconds': pulls.wait_seconds}
 
 

@@ -10,6 +10,7 @@ import torch
 from ballast.torch.sharding.remote import Part
 
 if TYPE_CHECKING:
+    from ballast.torch.sharding.collectives import Gather
     from ballast.torch.sharding.sharded import Sharded
 
 
@@ -21,6 +22,7 @@ class Unit:
         self.name, self.parts, self._device, self.model = name, list(parts), device, model
         self._gathered_at: object = None  # Sharded.now() of the last pull
         self._pieces: dict[Part, torch.Tensor] = {}  # of the pull that is being taken, until its gather has them
+        self.gather: Gather | None = None  # None: FSDP2's own, which nothing can replace where a unit has several meshes
         for part in self.parts:
             part.unit = self
 
@@ -34,7 +36,7 @@ class Unit:
         return width * sum(part.padded.numel() for part in self.parts)
 
     def staged(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Memory of the host for one pull: a padded piece for each part, end to end, zero where a part has no rows."""
+        """Memory of the host for one pull: a padded piece for each part, end to end, zero behind a part's elements."""
         memory = torch.empty(sum(part.padded.numel() for part in self.parts), dtype=dtype, device='cpu')
         pieces = list(memory.split([part.padded.numel() for part in self.parts]))
         for part, piece in zip(self.parts, pieces):
@@ -42,8 +44,10 @@ class Unit:
         return pieces
 
     def take(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
-        """The part's rows at the job's version, in their padded shape; the first part that a gather takes pulls all."""
+        """The part at the job's version, in their padded shape; the first part that a gather takes pulls all."""
         with torch.inference_mode(False), torch.no_grad():
+            if self.gather is not None and self.gather.has_second:
+                return torch.empty(part.padded, dtype=dtype, device=self._device)  # which the gather does not read
             if part not in self._pieces:
                 self._pieces = dict(zip(self.parts, self.model.pulls.take(self)))
                 self._gathered_at = self.model.now()

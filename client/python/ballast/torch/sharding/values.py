@@ -27,9 +27,9 @@ class Values:
         self._made: dict[Part, torch.Tensor] = {}  # of one unit
         self._places: dict[Part, list[tuple[nn.Module, str, str]]] = {}  # module, its name, the parameter's name in it
 
-    def give(self, part: Part, rows: torch.Tensor) -> None:
-        """rows: this rank's."""
-        self._given[part] = rows
+    def give(self, part: Part, values: torch.Tensor) -> None:
+        """values: of the part, on the host."""
+        self._given[part] = values
 
     def place(self, part: Part, places: list[tuple[nn.Module, str, str]]) -> None:
         self._places[part] = places
@@ -41,7 +41,7 @@ class Values:
         self._made.clear()
 
     def of(self, part: Part) -> torch.Tensor:
-        """This rank's rows on the host. Makes all of a unit at once, in memory for whole parameters."""
+        """Values of the part, on the host. Makes all of a unit at once, in memory for whole parameters."""
         if part in self._given:
             return self._given[part]
         if part in self._gone:

@@ -81,6 +81,7 @@ class Stepper:
 
     def _collect(self) -> Collected:
         job = self.job
+        gathers = {} if job.sharded is None else job.sharded.gathers.take()
         job.open(for_step=True)
         self.skipped = False
         if job.overlap is not None:
@@ -96,7 +97,8 @@ class Stepper:
         spec.check(job, job.options.optimizer)
         groups = [job.algorithm.hyper(group, job.options.optimizer) for group in job.param_groups]
         groups += groups[:1] * (job.options.group_count - len(groups))
-        return Collected(fresh, members, gradients, edited, groups, lambda: registration.lines(job, members), job.progress.steps, job.debug)
+        return Collected(fresh, members, gradients, edited, groups, lambda: registration.lines(job, members), job.progress.steps, job.debug,
+                         gathers)
 
     def took(self, report: _native.Report, gradients: Sequence[torch.Tensor | None], scaled: bool) -> None:
         """A step has ended. gradients: by member. scaled: the caller looks for overflows."""

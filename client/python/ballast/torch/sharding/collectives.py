@@ -1,0 +1,196 @@
+"""How units go between ranks: gathers that name the ranks that stay away, and ZeRO++'s gathers and reductions of 8 bits and second
+partition of units within a node.
+
+Source: Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training (2023): qwZ, qgZ, hpZ."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ballast.errors import Error
+from ballast.torch.group import ranks
+
+if TYPE_CHECKING:
+    from ballast.torch.sharding.unit import Unit
+
+# Elements that share a scale: 4 bytes beside as many bytes of values.
+BLOCK = 64
+_MOST = 127
+# A rank that has waited so long in a gather says so to the others.
+_SAY_SECONDS = 2.0
+
+
+def quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 [blocks, BLOCK] and scales f32 [blocks, 1] of values [n], zeros behind them. An element comes back with an error of at most
+    1/254 of its block's largest magnitude. A block with an element that is not finite has NaN as its scale, and comes back as NaN."""
+    blocks = torch.nn.functional.pad(values.float(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True) / _MOST
+    finite = scales.isfinite()
+    steps = torch.where(finite, scales.clamp_min(torch.finfo(torch.float32).tiny), 1.0)
+    whole = torch.where(finite, blocks / steps, 0.0).round_().clamp_(-_MOST, _MOST).to(torch.int8)
+    return whole, torch.where(finite, scales, float('nan'))
+
+
+def restored(whole: torch.Tensor, scales: torch.Tensor, length: int) -> torch.Tensor:
+    """f32 [length]: the values that quantized() was given, but for its error."""
+    return (whole * scales).view(-1)[:length]
+
+
+class _Wire:
+    """Counts the bytes that this rank has received."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _count(self, way: str, group: Any, *sent: torch.Tensor) -> None:
+        """sent: by each rank to each other rank."""
+        self._unit.model.wire[way] += (group.size() - 1) * sum(tensor.numel() * tensor.element_size() for tensor in sent)
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        if not tensor.dtype.is_floating_point:
+            raise Error(f"unit '{self._unit.name}' has parameters of several dtypes, which FSDP2 gathers as bytes; for 8 bits expected one "
+                        'dtype of all, or a MixedPrecisionPolicy that gives them one', 'UNSUPPORTED')
+
+
+class Gathers:
+    """Which units ranks gathered together since the last step, in order. A gather has no room to say what it is of, and ranks that gather
+    different units of one size would mix them without a word; the next step compares."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, ...], list[str]] = {}  # by the ranks that gather together
+
+    def note(self, unit: Unit, group: Any) -> None:
+        self._names.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(unit.name)
+
+    def take(self) -> dict[tuple[int, ...], list[str]]:
+        """Begins anew."""
+        names, self._names = self._names, {}
+        return names
+
+
+class Gather(_Wire):
+    """A unit's all-gather. Threads and streams: those of FSDP2's call; the result is there, in the stream, as the call returns.
+
+    Errors: RANK_MISSING, with their numbers, where ranks do not come within the job's step_timeout, on CPUs; NCCL has its own watchdog."""
+
+    def __init__(self, unit: Unit, is_quantized: bool = False, node: Any = None) -> None:
+        """node: the group of ranks that keep a second partition together; None: there is none."""
+        super().__init__(unit)
+        self._is_quantized, self._node = is_quantized, node
+        self._number = 0  # of the gather: the same on all its ranks
+        self._second: torch.Tensor | None = None  # this rank's part of the whole unit, as it was gathered
+        self._at: object = None  # Sharded.now() of that
+
+    @property
+    def has_second(self) -> bool:
+        """The next gather is within the node, and needs nothing from the servers: the job's version has not moved since the last one."""
+        return self._second is not None and self._at == self._unit.model.now()
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> None:
+        self._unit.model.gathers.note(self._unit, group)
+        self._number += 1
+        if self.has_second:
+            self._gather_within(output_tensor)
+            return
+        self._second = None
+        self._gather(output_tensor, input_tensor, group)
+        if self._node is not None:
+            self._second, self._at = self._mine(output_tensor).clone(), self._unit.model.now()
+
+    def _gather(self, output: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+        if not self._is_quantized:
+            self._together(output, mine, group)
+            self._count('gather_bytes', group, mine)
+            return
+        self._check(mine)
+        sent = quantized(mine)
+        whole, scales = (tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:]) for tensor in sent)
+        for to, tensor in zip((whole, scales), sent):
+            self._together(to, tensor, group)
+        self._count('gather_bytes', group, *sent)
+        ranks = output.view(group.size(), -1)
+        for rank, blocks, its in zip(ranks, whole.chunk(group.size()), scales.chunk(group.size())):
+            rank.copy_(restored(blocks, its, rank.numel()))
+
+    def _together(self, to: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+        if mine.device.type != 'cpu':
+            dist.all_gather_into_tensor(to, mine, group=group)
+            return
+        work, said = dist.all_gather_into_tensor(to, mine, group=group, async_op=True), False
+        until = time.monotonic() + self._unit.model.timeout
+        while True:
+            left = until - time.monotonic()
+            try:
+                work.wait(datetime.timedelta(seconds=max(0.001, min(left, _SAY_SECONDS))))
+                return
+            except RuntimeError as error:
+                if work.is_completed() or left <= 0:
+                    raise self._missing(group, error) from error
+            if not said:
+                ranks.Store(self._place).set(str(ranks.rank()), b'')
+                said = True
+
+    @property
+    def _place(self) -> str:
+        return f'gather/{self._unit.name}/{self._number}'
+
+    def _missing(self, group: Any, error: RuntimeError) -> Error:
+        """Ranks that came have said so, or will soon: the connection of one may have broken before it waited."""
+        store = ranks.Store(self._place)
+        store.set(str(ranks.rank()), b'')
+        missing, until = [], time.monotonic() + 2 * _SAY_SECONDS
+        for rank in dist.get_process_group_ranks(group):
+            try:
+                store.get(str(rank), max(0.01, until - time.monotonic()))
+            except RuntimeError:  # dist.DistStoreError
+                missing.append(rank)
+        who = f'ranks {missing} did not come to it' if missing else 'all ranks came to it'
+        return Error(f"a gather of unit '{self._unit.name}' ended on rank {ranks.rank()} by a broken connection or after "
+                     f'{self._unit.model.timeout:g} s (step_timeout), and {who}; expected all ranks to run the same passes over the same '
+                     f'units, and to live ({str(error).splitlines()[0]})', 'RANK_MISSING')
+
+    def _share(self, output: torch.Tensor) -> int:
+        return -(-output.numel() // self._node.size())
+
+    def _mine(self, output: torch.Tensor) -> torch.Tensor:
+        share = self._share(output)
+        begin = min(output.numel(), share * self._node.rank())
+        mine = output[begin:begin + share]
+        return torch.nn.functional.pad(mine, (0, share - mine.numel()))
+
+    def _gather_within(self, output: torch.Tensor) -> None:
+        whole = output.new_empty(self._share(output) * self._node.size())
+        self._together(whole, self._second, self._node)
+        self._count('node_bytes', self._node, self._second)
+        output.copy_(whole[:output.numel()])
+
+
+class QuantizedReduce(_Wire):
+    """A unit's reduce-scatter: gradients go once, in 8 bits, and are summed in float32. Each rank's part has an error of at most the sum
+    over ranks of 1/254 of their blocks' largest magnitudes, divided by the number of ranks where a mean is taken. Threads: as Gather."""
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise Error(f"shard(reduce='q8'): unit '{self._unit.name}' reduces by {op}; expected a sum or a mean: leave "
+                        "set_gradient_divide_factor() out, or reduce='q8'", 'UNSUPPORTED')
+        self._check(input_tensor)
+        ranks, length = group.size(), output_tensor.numel()
+        parts = [quantized(part) for part in input_tensor.view(ranks, length)]
+        sent = [torch.cat(tensors) for tensors in zip(*parts)]
+        came = [torch.empty_like(tensor) for tensor in sent]
+        for to, tensor in zip(came, sent):
+            dist.all_to_all_single(to, tensor, group=group)
+        self._count('reduce_bytes', group, *parts[0])
+        total = torch.zeros(length, dtype=torch.float32, device=input_tensor.device)
+        for whole, scales in zip(*(tensor.chunk(ranks) for tensor in came)):
+            total += restored(whole, scales, length)
+        output_tensor.copy_(total / ranks if op == dist.ReduceOp.AVG else total)
