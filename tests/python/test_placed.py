@@ -15,12 +15,12 @@ CASES = ['fsdp2', 'uneven', 'hsdp', 'last_dimension', 'tensor_parallel', 'tensor
 SHARDED = [name for name in CASES if name != 'tensor_by_data_parallel']
 
 
-def run_four(cases, folder, **variables):
+def run_four(cases, folder, script='placed_main.py', **variables):
     """Processes of four ranks, which run the cases one after another."""
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
         port = str(probe.getsockname()[1])
-    return [Process(HERE / 'placed_main.py', folder, folder / f'{rank}.log', ','.join(cases), folder, MASTER_ADDR='127.0.0.1',
+    return [Process(HERE / script, folder, folder / f'{rank}.log', ','.join(cases), folder, MASTER_ADDR='127.0.0.1',
                     MASTER_PORT=port, WORLD_SIZE=str(WORLD), RANK=str(rank), LOCAL_RANK=str(rank), **variables) for rank in range(WORLD)]
 
 
@@ -36,7 +36,7 @@ def results(tmp_path_factory):
 @pytest.fixture(scope='module')
 def sharded(tmp_path_factory):
     folder = tmp_path_factory.mktemp('sharded')
-    ranks = run_four([f'sharded_{name}' for name in SHARDED] + ['unopened_stage'], folder)
+    ranks = run_four([f'sharded_{name}' for name in SHARDED], folder)
     codes = [rank.wait(600) for rank in ranks]
     assert codes == [0] * WORLD, '\n'.join(rank.output for rank in ranks)
     return folder
@@ -64,13 +64,6 @@ def test_trains_from_servers_as_torchs(sharded, name):
         for key, gradient in theirs[2].items():
             assert ours[2][key] is None, f'{key}: its gradient stayed in the trainer'
             assert torch.equal(kept[2][key], gradient), f'{key}: the first backward pass has the bits of FSDP2'
-
-
-def test_a_stage_that_runs_before_the_others(sharded):
-    for rank, (said,) in enumerate(own_of(sharded, 'unopened_stage')):
-        here, elsewhere = ([0, 1], [2, 3]) if rank < 2 else ([2, 3], [0, 1])
-        assert f'parameters of this model are on ranks {here}, and ranks {elsewhere} have others, as stages of a pipeline do' in said
-        assert 'call resume() of the optimizer on all ranks before the first pass' in said
 
 
 def own_of(results, name):

@@ -9,6 +9,8 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch.distributed as dist
+
 from ballast.errors import Error
 from ballast.torch.group import roster as rosters
 from ballast.torch.group.ranks import Exchange, Within
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from ballast import _native
     from ballast.torch.job.registration import Fresh
 
-# Each gradient of a replica is compared at its first step, and then in one step of so many.
-_GRADIENT_STEPS = 64
 # Units that ranks tell each other where their gathers differ.
 _GATHERS_TOLD = 4096
 # A parameter in the message of a rank: flags, and a digest of its gradient if that is compared, else of the placements that it is to be
@@ -47,17 +47,23 @@ class Collected(NamedTuple):
     steps: int  # that the job has made
     debug: bool
     gathers: Mapping[tuple[int, ...], Sequence[str]]  # units since the last step, by the ranks that gathered them together
+    tied: Mapping[str, dist.ProcessGroup]  # by name of the parameter, the group that its gradients are summed over
 
     @property
     def present(self) -> list[bool]:
         return [gradient is not None for gradient in self.gradients]
 
     def settle(self) -> None:
-        """Brings gradients to where their parameters are. COLLECTIVE: all ranks have told that they have the same ones to bring."""
+        """Brings gradients to where their parameters are, and sums those of tied ones. COLLECTIVE: all ranks have told that they have the
+        same ones to bring."""
         for i, gradient in enumerate(self.gradients):
             if gradient is not None and is_sharded(gradient):
                 placed = gradient.redistribute(placements=self.members[i].parameter.placements)
                 self.gradients[i] = local(placed).detach().contiguous()
+        for i, member in enumerate(self.members):
+            if member.name in self.tied and self.gradients[i] is not None:
+                self.gradients[i] = self.gradients[i].clone()  # the parameter's own stays: a step may be tried again
+                dist.all_reduce(self.gradients[i], group=self.tied[member.name])
 
 
 class Agreed(NamedTuple):
@@ -73,8 +79,8 @@ class Agreed(NamedTuple):
 def _compared(collected: Collected, roster: Roster | None, debug: bool) -> list[bool]:
     """By member: whether its gradient is compared in this step. roster: none before new parameters are known to all."""
     has_replicas = [True] * len(collected.members) if roster is None else [len(places) > 1 for places in roster.replicas]
-    return [has and gradient is not None and not is_sharded(gradient)
-            and (debug or not member.agreed or member.turn % _GRADIENT_STEPS == collected.steps % _GRADIENT_STEPS)
+    return [has and gradient is not None and not is_sharded(gradient) and member.name not in collected.tied
+            and member.is_due(collected.steps, debug)
             for has, member, gradient in zip(has_replicas, collected.members, collected.gradients)]
 
 
@@ -88,8 +94,11 @@ def _say(collected: Collected, roster: Roster | None, debug: bool) -> bytes:
             flags |= _PRESENT
             if is_sharded(gradient):
                 flags, code = flags | _MOVES, zlib.crc32(str(gradient.placements).encode())
-            elif compares and remote_of(gradient) is None:  # torch has reduced what went in backward
-                flags, code = flags | _COMPARED, digest_of(gradient)
+            elif compares:
+                gone = remote_of(gradient)
+                digest = digest_of(gradient) if gone is None else gone.digest
+                if digest is not None:
+                    flags, code = flags | _COMPARED, digest
         said.append(_ENTRY.pack(flags, code))
     return b''.join(said)
 
@@ -146,7 +155,7 @@ def _check_gathers(exchange: Exchange, collected: Collected, digests: Sequence[S
 _REDUCE = ('ranks take a step with reduced gradients: wrap the model in DistributedDataParallel, shard it by fully_shard, or all-reduce '
            'the gradients before step(). With DDP, look for parameters that it was told to ignore, and for no_sync() around the last '
            'backward. Ranks that have another parameter of this name, as stages of a pipeline that number their layers anew, give it a '
-           'name of its own')
+           'name of its own; stages that share one tensor say so by tied=')
 
 _Entries = Sequence[Sequence[tuple[int, int]]]  # flags and code, by rank and parameter
 
@@ -178,8 +187,7 @@ def _check_gradients(exchange: Exchange, collected: Collected, roster: Roster, e
             continue
         own = next((i for i, member in enumerate(collected.members) if member.name == name), None)
         gradient = None if own is None or is_sharded(collected.gradients[own]) else collected.gradients[own]
-        _, said = everyone(Within('sums of gradients', exchange),
-                           lambda gradient=gradient: json.dumps(None if gradient is None else sketch(gradient)), str.encode)
+        _, said = everyone(Within('sums of gradients', exchange), lambda gradient=gradient: json.dumps(_sketch(gradient)), str.encode)
         sketches = {rank: json.loads(said[rank]) for rank, _ in places}
         first = places[0].rank
         other = next((rank for rank, each in sketches.items() if not near(sketches[first], each)), None)
@@ -190,6 +198,25 @@ def _check_gradients(exchange: Exchange, collected: Collected, roster: Roster, e
             where, finite = (other, first) if is_finite(sketches[first]) else (first, other)
             what = f'an Inf or a NaN in its gradient on rank {where} and none on rank {finite}'
         raise Error(f"parameter '{name}' has {what}, and {_REDUCE}", 'RANKS_DIFFER')
+
+
+def _sketch(gradient: torch.Tensor | None) -> list[float] | None:
+    gone = remote_of(gradient)
+    return gone.sketch if gone is not None else None if gradient is None else sketch(gradient)
+
+
+def check_tied(exchange: Exchange, roster: Roster, collected: Collected) -> None:
+    """After settle(): gradients of tied parameters are the same on all that have the same part. COLLECTIVE."""
+    gradients = {id(member): gradient for member, gradient in zip(collected.members, collected.gradients) if member.name in collected.tied}
+
+    def digest(member: Member) -> int | None:
+        gradient = gradients.get(id(member))
+        return None if gradient is None else digest_of(gradient)
+    differs = _compare(exchange, roster, collected.members, digest)
+    if differs is not None:
+        name, first, other = differs
+        raise Error(f"the gradients of tied parameter '{name}' have another sum on rank {other} than on rank {first}; expected as tied= on "
+                    'each rank a group of one rank of every stage that has the parameter', 'RANKS_DIFFER')
 
 
 def check_values(exchange: Exchange, roster: Roster, all_members: Sequence[Member], members: Iterable[Member], has_values: bool = False,

@@ -210,7 +210,7 @@ def _collect(job: Job, trained: Iterable[str]) -> Collected:
     spec.check_dtypes(job.options.optimizer, [member for member, _, _ in fresh], [None] * len(fresh))
     members = job.members + [member for member, _, _ in fresh]
     return Collected(fresh, members, [None] * len(members), edits.edited(job, members), [],
-                     lambda: registration.lines(job, members), steps=0, debug=False, gathers={})
+                     lambda: registration.lines(job, members), steps=0, debug=False, gathers={}, tied={})
 
 
 @torch.no_grad()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # Elements that share a scale: 4 bytes beside as many bytes of values.
 BLOCK = 64
 _MOST = 127
+# Its name since torch 2.13, and before.
+_all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
 # A rank that has waited so long in a gather says so to the others.
 _SAY_SECONDS = 2.0
 
@@ -123,9 +125,9 @@ class Gather(_Wire):
 
     def _together(self, to: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
         if mine.device.type != 'cpu':
-            dist.all_gather_into_tensor(to, mine, group=group)
+            _all_gather(to, mine, group=group)
             return
-        work, said = dist.all_gather_into_tensor(to, mine, group=group, async_op=True), False
+        work, said = _all_gather(to, mine, group=group, async_op=True), False
         until = time.monotonic() + self._unit.model.timeout
         while True:
             left = until - time.monotonic()

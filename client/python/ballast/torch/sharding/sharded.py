@@ -102,7 +102,7 @@ class Sharded:
             self._session = job.session
             self._sessions += 1
         if self.pushes is not None:
-            self.pushes.follow(job.session, job.members)
+            self.pushes.follow(job)
 
     def leave(self) -> None:
         """The session is over."""

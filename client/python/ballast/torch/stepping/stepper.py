@@ -9,7 +9,7 @@ import torch
 
 from ballast.errors import Error, warn
 from ballast.torch.group import roster as rosters
-from ballast.torch.group.agreement import Agreed, Collected, agree, check_values
+from ballast.torch.group.agreement import Agreed, Collected, agree, check_tied, check_values
 from ballast.torch.job import edits, registration, spec
 from ballast.torch.modes import plainly
 from ballast.torch.sharding.remote import remote_of
@@ -46,6 +46,8 @@ class Stepper:
         agreed = self._agreed(exchange)
         collected = agreed.collected
         collected.settle()
+        if agreed.roster.has_tied:
+            check_tied(exchange, agreed.roster, collected)
         if job.sharded is not None:
             job.sharded.settle(collected.gradients)
         if job.early is not None and (collected.fresh or not job.early.stands(collected.gradients)):
@@ -98,7 +100,7 @@ class Stepper:
         groups = [job.algorithm.hyper(group, job.options.optimizer) for group in job.param_groups]
         groups += groups[:1] * (job.options.group_count - len(groups))
         return Collected(fresh, members, gradients, edited, groups, lambda: registration.lines(job, members), job.progress.steps, job.debug,
-                         gathers)
+                         gathers, job.tied)
 
     def took(self, report: _native.Report, gradients: Sequence[torch.Tensor | None], scaled: bool) -> None:
         """A step has ended. gradients: by member. scaled: the caller looks for overflows."""
