@@ -27,7 +27,7 @@ def run_four(cases, folder, script='placed_main.py', **variables):
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp('placed')
-    ranks = run_four([*CASES, 'norms', 'other_divisions', 'state_of_stages', 'kept_back'], folder)
+    ranks = run_four([*CASES, 'norms', 'other_divisions', 'state_of_stages', 'kept_back', 'differing'], folder)
     codes = [rank.wait(600) for rank in ranks]
     assert codes == [0] * WORLD, '\n'.join(rank.output for rank in ranks)
     return folder
@@ -92,6 +92,19 @@ def test_goes_on_under_other_divisions(results):
     for losses, parameters, (their_losses, _, theirs) in own_of(results, 'other_divisions'):
         torch.testing.assert_close(losses, their_losses, rtol=1e-5, atol=1e-5)
         check_parameters(parameters, theirs)
+
+
+def test_replicas_that_differ(results):
+    """Under every wrapping that has replicas: nobody is overwritten without a word."""
+    for rank in range(WORLD):
+        said = torch.load(results / f'differing-{rank}.pt', weights_only=False)
+        assert len(said) == 10
+        for case, (values, gradients) in said.items():
+            assert 'norm.weight' in values and 'has other values on rank 3 than on rank' in values, (case, values)
+            if case == ('sequence_parallel', False):
+                assert gradients == 'accepted'  # each rank has a part of the sum
+                continue
+            assert 'norm.weight' in gradients and 'has another gradient on rank 3 than on rank' in gradients, (case, gradients)
 
 
 def test_stages_load_their_own_state(results):
