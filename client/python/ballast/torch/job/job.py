@@ -17,7 +17,7 @@ from ballast.errors import Error, warn
 from ballast.torch.group import ranks
 from ballast.torch.group.agreement import check_values
 from ballast.torch.group.roster import Roster
-from ballast.torch.group.together import together
+from ballast.torch.group.together import everyone, together
 from ballast.torch.job import spec
 from ballast.torch.job.connection import Connection
 from ballast.torch.job.kept import Kept
@@ -203,6 +203,18 @@ class Job:
             if self.sharded is not None:
                 self.sharded.leave()
             self.members, self._by_parameter, self.host = [], {}, HostMemory()
+
+    def drop_to(self, attempt: int) -> None:
+        """Takes back what went to the session before a step, until this rank is at this attempt of it. COLLECTIVE without a message."""
+        while self.session.attempt < attempt:
+            self.session.drop()
+
+    def discard(self, exchange: ranks.Exchange) -> None:
+        """No step will take gradients that went before. COLLECTIVE: a rank of which none went does not see that others drop theirs."""
+        if self.sharded is not None:
+            self.sharded.discard()
+        _, attempts = everyone(exchange, lambda: self.session.attempt, lambda attempt: str(attempt).encode())
+        self.drop_to(max(map(int, attempts)))
 
     def wait(self) -> None:
         """Returns when no step is under way beside the loop. Raises what that step raised."""

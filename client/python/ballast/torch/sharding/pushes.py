@@ -90,6 +90,10 @@ class Pushes:
             self._session.drop()
         self._begin()
 
+    @property
+    def went(self) -> bool:
+        return bool(self._gone)
+
     def _begin(self) -> None:
         self._gone, self._came = set(), {}
 
