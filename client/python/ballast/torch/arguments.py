@@ -15,6 +15,7 @@ _CHOICES = {
     'resume': ('never', 'auto', 'must'),
     'durability': (None, 'step', 'every-K', 'none'),
     'moments': ('f32', 'bf16', 'i8', 'f8'),
+    'states': (None, 'named', 'full'),
 }
 _CHUNK_ELEMENTS = 1 << 16, 1 << 20
 _PIN_INTERVAL_MAX = 1 << 32
@@ -51,10 +52,12 @@ def flag(name: str, value: Any, variable: str | None = None) -> bool:
 
 def check(*, name: Any, durability: Any, pin_interval: Any, checkpoints: Any, chunk_elements: Any, seed: Any, threads: Any, dram: Any,
           nvme: Any, **rest: Any) -> None:
-    """`rest`: resume and moments, max_norm and the time-outs."""
+    """`rest`: resume, moments and states, max_norm and the time-outs."""
     for key in ('resume', 'moments'):
         if rest[key] not in _CHOICES[key]:
             _refuse(key, rest[key], 'one of ' + ', '.join(map(repr, _CHOICES[key])))
+    if rest['states'] not in _CHOICES['states']:
+        _refuse('states', rest['states'], "'named', 'full', or None to choose")
     if durability not in _CHOICES['durability']:
         _refuse('durability', durability, "one of 'step', 'every-K', 'none', or None to choose")
     if not isinstance(name, str) or not _native.is_job_name(name):

@@ -121,7 +121,7 @@ def export_state(optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
     # Masters and two moments, mostly.
     progress = _Progress('exporting state', sum(12 * parameter.numel() for _, parameter in named))
     for name, parameter in named:
-        entry = job.read_state(parameter)
+        entry = job.read_state(parameter, whole=True)
         steps[name] = int(entry.pop('step', 0))
         if steps[name] == 0:
             continue

@@ -21,7 +21,7 @@ from ballast.torch import arguments, hooks
 from ballast.torch.algorithms import Algorithm
 from ballast.torch.job import checkpoint, edits, loading, spec
 from ballast.torch.job.job import Job
-from ballast.torch.job.naming import split_named, unwrapped
+from ballast.torch.job.naming import Group, split_named, unwrapped
 from ballast.torch.job.state import State
 from ballast.torch.modes import methods_plainly, of_torch
 from ballast.torch.sharding import sharded
@@ -52,10 +52,10 @@ class Optimizer(torch.optim.Optimizer):
                  durability: str | None = None, pin_interval: int = 0, checkpoints: int = 2, max_norm: float = 0.0,
                  chunk_elements: int = 1 << 20, seed: int = 0, step_timeout: float = 120.0, open_timeout: float = 30.0,
                  debug: bool | None = None, overlap: torch.nn.Module | None = None, push_early: bool = False,
-                 tied: Mapping[str, Any] | None = None) -> None:
+                 tied: Mapping[str, Any] | None = None, states: str | None = None) -> None:
         arguments.check(name=name, resume=resume, durability=durability, pin_interval=pin_interval, checkpoints=checkpoints,
                         moments=moments, max_norm=max_norm, chunk_elements=chunk_elements, seed=seed, threads=threads, dram=dram,
-                        nvme=nvme, step_timeout=step_timeout, open_timeout=open_timeout)
+                        nvme=nvme, step_timeout=step_timeout, open_timeout=open_timeout, states=states)
         options = _native.OpenOptions()
         options.job, options.resume, options.pin_interval = name, resume, pin_interval
         options.chunk_elements, options.seed = chunk_elements, seed
@@ -63,6 +63,10 @@ class Optimizer(torch.optim.Optimizer):
         self.job = Job(algorithm, options, _groups_of(self), servers=servers, durability=durability, moment_format=moments,
                        budgets={'dram': dram, 'nvme': nvme, 'directory': directory, 'threads': threads}, checkpoints=checkpoints,
                        tied=arguments.groups('tied', tied))
+        if states == 'named' and self.job.durability_to_be == 'none':
+            raise Error("states='named': no version of a job with durability='none' outlives it, and a state cannot name one; expected "
+                        "'full', None, or durability='step'", 'BAD_CONFIG')
+        self.job.states = states
         self.job.debug = arguments.flag('debug', debug, 'BALLAST_DEBUG')
         beside = self.job.overlap = None if overlap is None else Overlap(overlap)
         if arguments.flag('push_early', push_early):
@@ -90,6 +94,7 @@ class Optimizer(torch.optim.Optimizer):
         groups, names = split_named([param_group])
         if len({id(parameter) for parameter in groups[0]['params']}) < len(groups[0]['params']):
             raise ValueError('some parameters appear more than once in a parameter group')
+        groups[0] = Group(groups[0], job.names)
         of_torch(super().add_param_group.__func__)(self, groups[0])
         if job.session is not None:
             try:
@@ -127,18 +132,17 @@ class Optimizer(torch.optim.Optimizer):
     @hooks.around_state_dict
     def state_dict(self) -> dict[str, Any]:
         """The name of a durable job and its version now, which the servers keep (see kept.Kept). Any one rank may ask, or all. Before
-        the job is open the state names no version. A job with durability none gives its full_state_dict()."""
+        the job is open the state names no version. With states='full', and of a job with durability none: torch.optim's format with the
+        moments, those of a DTensor as a DTensor of which this rank reads its own part."""
         if self.job.session is None:
             return checkpoint.unopened(self.job)
         self.job.open(alone=True)
-        if self.job.options.durability == 'none':
-            return self.full_state_dict()
-        return checkpoint.keep(self.job)
+        return checkpoint.full(self.job, whole=False) if self.job.gives_moments else checkpoint.keep(self.job)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """torch.optim's format, with the moments themselves: any one rank may ask."""
+        """torch.optim's format, with the moments themselves, whole tensors also of DTensors. Any one rank may ask, with memory for all."""
         self.job.open(alone=True)
-        return checkpoint.full(self.job)
+        return checkpoint.full(self.job, whole=True)
 
     @hooks.around_load_state_dict
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

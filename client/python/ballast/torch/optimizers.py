@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,10 @@ from ballast.torch.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
+
+
+# Groups of torch's Adam tell which kind of weight decay they have, since torch 2.7: Distributed Checkpoint finds no state without it.
+_TELLS_DECAY = 'decoupled_weight_decay' in inspect.signature(torch.optim.Adam.__init__).parameters
 
 
 def _refuse(optimizer: str, **flags: Any) -> None:
@@ -48,6 +53,8 @@ class _AdamLike(Optimizer):
         defaults = {'lr': lr, 'betas': betas, 'eps': eps, 'weight_decay': weight_decay, 'amsgrad': amsgrad,
                     'maximize': maximize, 'foreach': foreach, 'capturable': capturable,
                     'differentiable': differentiable, 'fused': fused}
+        if _TELLS_DECAY:
+            defaults['decoupled_weight_decay'] = kind == 'adamw'
         super().__init__(params, defaults, algorithm=algorithms.Adam(kind), **ballast)
 
 

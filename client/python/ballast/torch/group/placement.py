@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from typing import Any
 
 import torch
 
@@ -70,3 +72,45 @@ def check(name: str, parameter: torch.Tensor, key: Key, rank: int) -> None:
     if expected != here and not (0 in expected and 0 in here):
         raise Error(f"parameter '{name}' of shape {list(parameter.shape)}, a DTensor placed as {parameter.placements}, has {here} on rank "
                     f'{rank}; expected {expected}, the chunks of torch.chunk along each axis, those of fully_shard cut last', 'UNSUPPORTED')
+
+
+def _offset_of_torchs() -> Any:
+    """torch's own arithmetic of a part's shape and offset by coordinates, with which Distributed Checkpoint reads and writes; None: this
+    release has none by that name."""
+    try:
+        from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+    except ImportError:
+        return None
+    return _compute_local_shape_and_global_offset
+
+
+@functools.lru_cache(maxsize=65536)
+def _is_mistaken(key: Key, shape: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
+    ranks, sizes, cuts = key
+    counts: dict[int, int] = {}
+    for axis, dimension in cuts:
+        counts[dimension] = counts.get(dimension, 1) * sizes[axis]
+    if all(shape[dimension] % count == 0 for dimension, count in counts.items()) or len(cuts) == len(counts):
+        return False  # even, or each dimension is cut once
+    offset_of = _offset_of_torchs()
+    if offset_of is None:
+        return True
+    for place, rank in enumerate(ranks):
+        coordinate = [place // math.prod(sizes[axis + 1:]) % sizes[axis] for axis in range(len(sizes))]
+        part, first = offset_of(shape, sizes, coordinate, placements)
+        ours = box(key, shape, rank)
+        if 0 not in part and any((begin, end) != (at, at + size) for (begin, end), at, size in zip(ours, first, part)):
+            return True
+        if (0 in part) != any(begin == end for begin, end in ours):
+            return True
+    return False
+
+
+def check_torchs(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a DTensor of which torch mistakes some rank's part: an uneven shard of fully_shard over one of parallelize_module along the
+    same dimension, of some sizes. The same on all ranks."""
+    key = key_of(name, tensor)
+    if key is not None and _is_mistaken(key, tuple(tensor.shape), tuple(tensor.placements)):
+        raise Error(f"parameter '{name}' of shape {list(tensor.shape)} is a DTensor placed as {tensor.placements} over {list(key[1])} "
+                    'ranks, and torch takes other elements for a part of it than the rank has: Distributed Checkpoint would write and read '
+                    'wrong values; give export_state(), or full_state_dict(), whose tensors are whole', 'UNSUPPORTED')

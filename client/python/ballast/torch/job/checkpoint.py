@@ -3,13 +3,17 @@ format."""
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch.utils import _pytree
+
 from ballast.errors import Error
+from ballast.torch.group import placement
 from ballast.torch.group.together import alike
-from ballast.torch.job import edits
+from ballast.torch.job import edits, registration
 from ballast.torch.state_dict import marker, matching
 
 if TYPE_CHECKING:
@@ -26,11 +30,30 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
+class _Packed(dict):
+    """One of torch's param_groups. Where torch.distributed.checkpoint's functions put names for numbers, param_names go: a group of
+    torch.optim's has none mostly, and Distributed Checkpoint reads a state only if it finds every key of this one. A pickle or copy of a
+    group is an OrderedDict."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if key == 'params' and value and isinstance(value[0], str):
+            self.pop('param_names', None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return collections.OrderedDict, (), None, None, iter(self.items())
+
+
+# torch looks into dicts, and not into classes of them.
+_pytree.register_pytree_node(_Packed, lambda group: (list(group.values()), list(group)),
+                             lambda values, keys: _Packed(zip(keys, values)))
+
+
 def _packed(job: Job, said: marker.Marker | None = None) -> list[dict[str, Any]]:
     """torch's param_groups: numbers in the parameters' stead, and names where all of a group have one."""
     packed, count = [], 0
     for group, names in zip(job.param_groups, matching.names(job)):
-        packed.append({**options(group), 'params': list(range(count, count + len(group['params'])))})
+        packed.append(_Packed({**options(group), 'params': list(range(count, count + len(group['params'])))}))
         count += len(group['params'])
         if names:
             packed[-1]['param_names'] = names
@@ -54,17 +77,31 @@ def keep(job: Job) -> dict[str, Any]:
     return {'state': {}, 'param_groups': _packed(job, said)}
 
 
-def full(job: Job) -> dict[str, Any]:
-    """The whole state in torch's format: what torch.optim's optimizer of the same name would give. A job that has made no steps gives its
-    moments nevertheless, since Distributed Checkpoint reads only what the state_dict that it is given has."""
-    parameters = [parameter for group in job.param_groups for parameter in group['params']]
-    entries = {i: job.read_state(parameter) for i, parameter in enumerate(parameters)}
+def full(job: Job, whole: bool) -> dict[str, Any]:
+    """The state in torch's format: what torch.optim's optimizer of the same name would give. A job that has made no steps gives its
+    moments nevertheless, since Distributed Checkpoint reads only what the state_dict that it is given has. whole: as Job.read_state()'s;
+    else a DTensor that Distributed Checkpoint would mistake is refused."""
+    parameters = [parameter for _, _, parameter in registration.placed(job)]
+    if not whole:
+        for g, i, parameter in registration.placed(job):
+            placement.check_torchs(registration.name_of(job, g, i, parameter), parameter)
+    entries = {i: job.read_state(parameter, whole) for i, parameter in enumerate(parameters)}
     entries = {i: entry for i, entry in entries.items() if entry}
     state = {i: entry for i, entry in entries.items() if entry['step'] > 0} or entries
     if state is entries and any(group.get('dampening') for group in job.param_groups):
         # torch's SGD tells its first step, which dampens nothing, by a momentum that is not there.
         state = {i: {'step': entry['step']} for i, entry in entries.items()}
     return {'state': state, 'param_groups': _packed(job)}
+
+
+def check_options(job: Job, groups: Sequence[dict[str, Any]]) -> None:
+    """groups: of matching.matched(). Refuses one without options, as Distributed Checkpoint makes of the stages of a pipeline."""
+    for g, saved in enumerate(groups):
+        if 'lr' not in saved:
+            name = registration.name_of(job, g, 0, job.param_groups[g]['params'][0])
+            raise Error(f"the state's group of parameter '{name}' has no 'lr', nor what else belongs to group {g}: where ranks have "
+                        'different parameters, as stages of a pipeline, torch saves the groups of one rank alone; save and load with '
+                        'StateDictOptions(flatten_optimizer_state_dict=True)', 'BAD_SPEC')
 
 
 def load_groups(job: Job, groups: Sequence[dict[str, Any]]) -> None:
@@ -83,11 +120,12 @@ def check_job(said: marker.Marker, mine: str) -> None:
 def before_torchs(job: Job) -> None:
     """torch.distributed.checkpoint's functions look whether there is state before they take a state_dict or load one. When they load
     flattened ones, they read the keys that the optimizer's param_groups have, and no others; and moments only where there are some."""
-    durability = job.options.durability if job.session is not None else job.durability_to_be
-    if durability == 'none':
+    if job.gives_moments:
         job.open(alone=True)
-    else:
-        for group in job.param_groups:
+    for group in job.param_groups:
+        if job.gives_moments:
+            group.pop(marker.KEY, None)
+        else:
             group.setdefault(marker.KEY, '')
 
 

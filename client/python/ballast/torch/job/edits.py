@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from ballast.errors import warn
-from ballast.torch.group.agreement import check_values
+from ballast.torch.group.agreement import check_loaded, check_values
 from ballast.torch.group.ranks import Exchange
 from ballast.torch.group.together import everyone, together
 from ballast.torch.modes import same_bits
 from ballast.torch.state_dict.moments import read_part
-from ballast.torch.stepping.members import Member, on_host
+from ballast.torch.stepping.members import Member, digest_of, on_host
 
 if TYPE_CHECKING:
     from ballast.torch.job.job import Job
@@ -44,11 +44,29 @@ def take(job: Job, members: Iterable[Member], exchange: Exchange) -> None:
         member.noted()
 
 
+@torch.no_grad()
+def give(job: Job, given: Mapping[int, torch.Tensor]) -> None:
+    """Values for parameters that live on the servers alone, committed: this rank's parts in the host's memory, by id of the parameter.
+    COLLECTIVE: all ranks that have a part of one give it, replicas the same."""
+    exchange = job.exchange('load_state_dict() of a model')
+    together(exchange, job.open)
+    job.give_values(exchange)
+    job.sharded.discard()
+    members = [member for member in job.members if id(member.parameter) in given]
+    check_loaded(exchange, job.roster, job.members, {id(member): digest_of(given[id(member.parameter)]) for member in members}, 'the value')
+    together(exchange, lambda: [_put(job, member, given[id(member.parameter)], job.session.written) for member in members])
+    commit_written(job, exchange)
+
+
 def _write(job: Job, member: Member, written: Collection[str]) -> None:
     if member.edited_unseen():
         warn(f"parameter '{member.name}' was written through .data, which its version counter does not tell: taken over at step "
              f'{job.progress.steps}, as by sync_from_params(); without debug it would be lost')
-    values = on_host(member.parameter)
+    _put(job, member, on_host(member.parameter), written)
+
+
+def _put(job: Job, member: Member, values: torch.Tensor, written: Collection[str]) -> None:
+    """values: this rank's. Where the master rounds to them it stays."""
     master = read_part(job.session, member, 'master')
     kept = same_bits(master.to(values.dtype), values)
     # All ranks write, or none: their parameters are the same, but one of them may have been moved. Where they hold the master's

@@ -55,6 +55,7 @@ class Job:
         self.algorithm, self.options, self.moment_format = algorithm, options, moment_format
         self.tied = tied
         self.debug = False  # digests tell of writes that version counters do not show
+        self.states: str | None = None  # what a state_dict() has: 'named' (a version's name), 'full' (moments), None: see gives_moments
         self.connection = Connection(servers, budgets)
         self.session: _native.Session | None = None  # None: the job is not open
         self.names = Names(self)
@@ -85,6 +86,12 @@ class Job:
     def durability_to_be(self) -> str:
         """The durability that the job will have once it is open."""
         return self._durability or self.connection.default_durability
+
+    @property
+    def gives_moments(self) -> bool:
+        """A state_dict() of this job has its moments, and not the name of a version: always where no version outlives the job."""
+        durability = self.durability_to_be if self.session is None else self.options.durability
+        return durability == 'none' or self.states == 'full'
 
     @property
     def origin(self) -> str:
@@ -257,16 +264,18 @@ class Job:
         return self._by_parameter.get(id(parameter))
 
     @plainly
-    def read_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """One parameter's entry in torch.optim's format; {}: it has none."""
+    def read_state(self, parameter: torch.Tensor, whole: bool = False) -> dict[str, torch.Tensor]:
+        """One parameter's entry in torch.optim's format; {}: it has none. whole: whole tensors also of a DTensor, of which this rank reads
+        its part otherwise."""
         if self.session is None and self.options.resume == 'never':
             return {}  # as torch's: the job will be new
         session, member = self.open(alone=True), self._member(parameter)
         if member is None:
             return {}  # it never wanted a gradient
         start = self.param_groups[member.group].get('initial_accumulator_value', 0)
-        return moments.read(session, member, parameter, moments.moment_names(self.algorithm.kind, self.options.optimizer), start)
+        return moments.read(session, member, parameter, moments.moment_names(self.algorithm.kind, self.options.optimizer), start, whole)
 
     @plainly
-    def read_master(self, parameter: torch.Tensor) -> torch.Tensor:
-        return moments.read_array(self.open(alone=True), self._member(parameter), parameter, 'master')
+    def read_master(self, parameter: torch.Tensor, whole: bool = True) -> torch.Tensor:
+        reads = moments.read_array if whole else moments.read_as_placed
+        return reads(self.open(alone=True), self._member(parameter), parameter, 'master')

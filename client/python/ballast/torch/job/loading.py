@@ -107,6 +107,7 @@ def _plan(job: Job, state_dict: Mapping[str, Any]) -> Plan:
         plan = Plan(f"a state_dict of job '{said.job}' at version {said.version}", version=said.version)
     elif said is not None:
         plan = _plan_unopened(job, said)
+    checkpoint.check_options(job, groups)
     checkpoint.load_groups(job, groups)
     if said is None:
         found = entries.read(job, groups, lambda g, i: saved.get(groups[g]['params'][i]))
@@ -157,10 +158,16 @@ def _own(value: torch.Tensor, member: Member) -> torch.Tensor:
     parameter = member.parameter
     if is_sharded(value):
         same = is_sharded(parameter) and value.placements == parameter.placements
-        value = local(value) if same and value.device_mesh == parameter.device_mesh else value.full_tensor()
+        value = local(value) if same and value.device_mesh == parameter.device_mesh else _whole(member.name, value)
     if value.shape != member.shape:
         value = value[tuple(slice(begin, end) for begin, end in placement.box(member.line.key, tuple(parameter.shape), ranks.rank()))]
     return value.to(device='cpu', dtype=torch.float32).contiguous()
+
+
+def _whole(name: str, value: torch.Tensor) -> torch.Tensor:
+    """COLLECTIVE."""
+    placement.check_torchs(name, value)
+    return value.to(value.device_mesh.device_type).full_tensor()
 
 
 def _given(member: Member, entry: Entry, name: str | None) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,6 +138,26 @@ def _in_order(params: Iterable[Any]) -> list[Any]:
         raise TypeError('optimizer parameters came as a set, whose order changes between runs: state would go to other parameters; '
                         'expected a list, or model.named_parameters()')
     return list(params)
+
+
+class Group(dict):
+    """One of an optimizer's param_groups. group['param_names'] gives the names that its parameters have now, as a group of torch.optim has
+    them, and is no key of it: what takes a state apart by the keys of a group (torch.distributed.checkpoint) finds no names to look for. A
+    pickle or copy of it is an OrderedDict."""
+
+    def __init__(self, values: Mapping[str, Any], names: Names) -> None:
+        super().__init__(values)
+        self._names = weakref.ref(names)
+
+    def __missing__(self, key: str) -> list[str]:
+        names = self._names() if key == 'param_names' else None
+        found = [] if names is None else [names.of(self, i) for i in range(len(self['params']))]
+        if names is None or None in found:
+            raise KeyError(key)
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return collections.OrderedDict, (), None, None, iter(self.items())
 
 
 def split_named(params: Any) -> tuple[list[dict[str, Any]], list[list[str | None]]]:
