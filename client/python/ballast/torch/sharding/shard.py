@@ -17,6 +17,7 @@ from ballast.torch.job.naming import unwrapped
 from ballast.torch.sharding.collectives import Gather, QuantizedReduce
 from ballast.torch.sharding.remote import Part, Remote, remote_of
 from ballast.torch.sharding.sharded import Sharded
+from ballast.torch.sharding.states import States
 from ballast.torch.sharding.unit import Unit
 
 # What FSDPModule is needed for came with this version; earlier ones were not tried.
@@ -72,6 +73,7 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
             wrapped.set_custom_all_gather(unit.gather)
             if reduce is not None:
                 wrapped.set_custom_reduce_scatter(QuantizedReduce(unit))
+    States(model, sharded)
     for outermost in _outermost(model, FSDPModule):
         outermost.register_forward_pre_hook(_Begin(FSDPModule), prepend=True)
     return model

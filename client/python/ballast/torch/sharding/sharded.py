@@ -78,6 +78,12 @@ class Sharded:
         self._job = weakref.ref(job)
         job.sharded = self
 
+    @property
+    def opened(self) -> Job | None:
+        """The job, if it is open."""
+        job = None if self._job is None else self._job()
+        return None if job is None or job.session is None or job.is_closed else job
+
     def open(self) -> Job:
         """The job, opened by the first call. COLLECTIVE."""
         job = None if self._job is None else self._job()
