@@ -462,7 +462,7 @@ def refused():
         said['write'] = told(lambda: p.mul_(2))
     said['to'] = told(lambda: model.to(torch.bfloat16))
     said['copy'] = told(lambda: copy.deepcopy(model))
-    said['save'] = told(lambda: torch.save(model.state_dict(), io.BytesIO()))
+    said['save'] = told(lambda: torch.save(model.blocks[1].up.weight, io.BytesIO()))
     said['clip'] = told(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     said['torch'] = told(lambda: torch.optim.AdamW(model.parameters()).step())
     said['second backward'] = told(lambda: loss_of(model, tokens).backward())

@@ -190,7 +190,7 @@ SAYS = {
     'write': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here, which aten.mul_.Tensor needs",
     'to': "parameter 'embed.weight' lives on Ballast's servers and has no memory here, which aten._to_copy.default needs",
     'copy': 'FSDP does not support deepcopy',
-    'save': "parameter 'embed.weight' lives on Ballast's servers and has no memory here, which a copy needs",
+    'save': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here, which a copy needs",
     'clip': "the gradient of parameter 'embed.weight' has gone to Ballast's servers in backward, and aten._foreach_norm.Scalar needs it",
     'torch': "parameter 'embed.weight' lives on Ballast's servers and has no memory here",
     'second backward': "the gradient of parameter 'blocks.2.up.weight' has gone to Ballast's servers in backward",

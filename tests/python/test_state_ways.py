@@ -19,8 +19,8 @@ def expected(durability, way, order):
     if 'order' in order:
         return 'equal', ''
     if order == 'fewer here':
-        if full and 'rank 0' not in way:
-            return 'raised', 'KeyError.*param_'  # torch's own, as of an optimizer of its own with names
+        if durable and full and 'rank 0' not in way:
+            return 'raised', 'KeyError.*param_groups'  # torch's own, whose full states have all parameters
         # torch's functions take what there is; a job has all of its tensors or is not opened.
         return ('equal', '') if torchs and not durable else ('raised', GONE)
     if way == 'resume' or (durable and (full or way == 'get_state_dict flat')):
