@@ -10,6 +10,10 @@ from transformers import Trainer, TrainingArguments, get_linear_schedule_with_wa
 import ballast.torch
 
 
+class Arguments(TrainingArguments):
+    place_model_on_device = False  # shard() has placed it
+
+
 class ShardedTrainer(Trainer):
     def save_model(self, *args, **more):
         if self.args.should_save:
@@ -21,15 +25,12 @@ class ShardedTrainer(Trainer):
 
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 60
-arguments = TrainingArguments(output_dir='hf_sharded_checkpoints', max_steps=steps, per_device_train_batch_size=8, logging_steps=10,
-                              save_steps=20, save_total_limit=2, report_to=[], use_cpu=True, disable_tqdm=True,
-                              max_grad_norm=0.0)  # gradients have left: the optimizer's max_norm clips
-arguments.place_model_on_device = False
-if not dist.is_initialized():
-    dist.init_process_group('gloo')
-model = ballast.torch.shard(make_model())
+dist.init_process_group('gloo')
+arguments = Arguments(output_dir='hf_sharded_checkpoints', max_steps=steps, per_device_train_batch_size=8, logging_steps=10,
+                      save_steps=20, save_total_limit=2, report_to=[], use_cpu=True, disable_tqdm=True)
+model = ballast.torch.shard(make_model(), push_early=False)  # gradients stay for the step: Trainer reads and clips them
 model._is_accelerate_prepared = True  # which keeps Accelerate from wrapping it
-optimizer = ballast.torch.AdamW(model.named_parameters(), lr=3e-3, max_norm=1.0, directory='hf_sharded_state', dram='256MiB', nvme='1GiB')
+optimizer = ballast.torch.AdamW(model.named_parameters(), lr=3e-3, directory='hf_sharded_state', dram='256MiB', nvme='1GiB')
 trainer = ShardedTrainer(model=model, args=arguments, train_dataset=make_dataset(),
                          optimizers=(optimizer, get_linear_schedule_with_warmup(optimizer, 10, steps)))
 trainer.train(resume_from_checkpoint='resume' in sys.argv[2:])
