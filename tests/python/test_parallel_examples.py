@@ -1,4 +1,4 @@
-"""The package's examples of parallel training run by torchrun as their first lines say, learn, and go on where they were."""
+"""The package's examples of parallel training run on as many ranks as their first lines say, learn, and go on where they were."""
 import os
 import pathlib
 import re
@@ -7,17 +7,40 @@ import sys
 
 import pytest
 import torch
+from own_process import Process
+from test_ranks import free_port
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / 'client/python/examples'
-RANKS = {'fsdp2_shard.py': 2, 'tensor_by_data_parallel.py': 4, 'pipeline.py': 4, 'experts.py': 4}
+NAMES = ['fsdp2_shard.py', 'tensor_by_data_parallel.py', 'pipeline.py', 'experts.py']
+# As torchrun's OMP_NUM_THREADS=1, for a process that has imported torch already.
+ONE_THREAD = '''
+import os, runpy, sys, torch
+torch.set_num_threads(1)
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name='__main__')
+'''
 
 
 def run(folder, name, *arguments, ranks=None):
-    """What the ranks printed, after the command of the example's usage."""
+    """What the ranks of the example's usage printed."""
     usage = re.search(rf'Usage: torchrun --nproc-per-node (\d) {name} ', (EXAMPLES / name).read_text(encoding='utf-8'))
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(ranks or usage.group(1))]
-    done = subprocess.run([*command, EXAMPLES / name, *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-                          env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'})
+    world, port = ranks or int(usage.group(1)), str(free_port())
+    script = folder / 'one_thread.py'
+    script.write_text(ONE_THREAD, encoding='utf-8')
+    processes = [Process(script, folder, folder / f'{rank}.log', EXAMPLES / name, *arguments, MASTER_ADDR='127.0.0.1', MASTER_PORT=port,
+                         WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(world)]
+    codes = [process.wait() for process in processes]
+    printed = '\n'.join(process.output for process in processes)
+    assert codes == [0] * world, printed
+    return printed
+
+
+def run_by_torchrun(folder, name, *arguments):
+    """The usage's command itself."""
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', EXAMPLES / name]
+    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+                          env={**os.environ, 'OMP_NUM_THREADS': '1'})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -32,15 +55,16 @@ def steps(printed):
 def trained(tmp_path_factory):
     """{example: (steps in one run, steps of a run that was ended after 20 and another that went on)}."""
     done = {}
-    for name in RANKS:
+    for name in NAMES:
         folder = tmp_path_factory.mktemp(name[:-3])
-        first, second = run(folder, name, '20'), run(folder, name, '30')
+        start = run_by_torchrun if name == 'fsdp2_shard.py' else run
+        first, second = start(folder, name, '20'), start(folder, name, '30')
         assert '20 steps done' in first and '30 steps done' in second
         done[name] = steps(first), steps(second), folder
     return done
 
 
-@pytest.mark.parametrize('name', RANKS)
+@pytest.mark.parametrize('name', NAMES)
 def test_learns_and_goes_on(trained, name):
     first, second, _ = trained[name]
     assert list(first) == [10, 20] and list(second) == [30]
