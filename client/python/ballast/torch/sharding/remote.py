@@ -69,6 +69,10 @@ class Remote(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"Remote('{self.of.name}', {list(self.shape)}, {self.dtype})"
 
+    def data_ptr(self) -> int:
+        """Torch's own would give 0 for every Remote, and who knows tensors by their addresses, as Accelerate does, would take them for one."""
+        raise self.of.refuse('its address')
+
     def __deepcopy__(self, memo: Any) -> Remote:
         raise self.of.refuse('a copy')
 
