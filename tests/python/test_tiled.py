@@ -65,8 +65,8 @@ def test_a_copy_of_a_layer_is_like_it():
 
 
 @pytest.mark.parametrize(('arguments', 'text'), [
-    ({'in_tiles': 5}, 'TiledLinear(in_tiles=5): expected an integer from 1 to 4, which in_features is'),
-    ({'out_tiles': 0}, 'TiledLinear(out_tiles=0): expected an integer from 1 to 6, which out_features is'),
+    ({'in_tiles': 5}, 'TiledLinear(in_tiles=5): expected an integer from 1 to in_features, 4'),
+    ({'out_tiles': 0}, 'TiledLinear(out_tiles=0): expected an integer from 1 to out_features, 6'),
     ({'out_tiles': True}, 'TiledLinear(out_tiles=True): expected an integer')])
 def test_bad_tiles(arguments, text):
     with pytest.raises(Error) as error:

@@ -89,7 +89,8 @@ class TiledLinear(nn.Module):
 def _parts(side: str, features: int, tiles: int) -> list[int]:
     """Sizes of torch.tensor_split's parts."""
     if not isinstance(tiles, int) or isinstance(tiles, bool) or not 1 <= tiles <= features:
-        raise Error(f'TiledLinear({side}_tiles={tiles!r}): expected an integer from 1 to {features}, which {side}_features is', 'BAD_CONFIG')
+        raise Error(f'TiledLinear({side}_tiles={tiles!r}): expected an integer from 1 to {side}_features, {features}',
+                    'BAD_CONFIG')
     return [features // tiles + (i < features % tiles) for i in range(tiles)]
 
 

@@ -70,7 +70,7 @@ class Remote(torch.Tensor):
         return f"Remote('{self.of.name}', {list(self.shape)}, {self.dtype})"
 
     def data_ptr(self) -> int:
-        """Torch's own would give 0 for every Remote, and who knows tensors by their addresses, as Accelerate does, would take them for one."""
+        """Torch gives 0 for every tensor like this one, so that Accelerate, say, would take all of them for one."""
         raise self.of.refuse('its address')
 
     def __deepcopy__(self, memo: Any) -> Remote:
