@@ -192,6 +192,8 @@ Session::~Session() {
 }
 
 int64_t Session::version() const { return impl_->seat.version; }
+
+uint64_t Session::attempt() const { return impl_->seat.attempt; }
 bool Session::needs_values() const { return !impl_->without_values.empty(); }
 const std::vector<std::string>& Session::resumed_blobs() const { return impl_->resumed_blobs; }
 int64_t Session::restored_version() const { return impl_->restored_version; }

@@ -476,17 +476,40 @@ def kept_back():
     return missing, descending, lone.detach().clone()
 
 
-def unopened_stage():
-    """What a stage's first pass is told before the job is open."""
-    model, _ = pipeline(ScheduleGPipe, bt.shard)
-    optimizer = ours(model, 'unopened_stage')
-    said = told(lambda: model(batch(0, 0)))
-    optimizer.close()
-    return said,
+def differing():
+    """{(case, with shard()): what ranks are told of a replica with other values on rank 3, and of one with another gradient there}. The
+    norm of the first block has replicas in these cases."""
+    said = {}
+
+    def touched(model, gradients=False):
+        for name, p in model.named_parameters():
+            if name.endswith('norm.weight') and dist.get_rank() == 3:
+                tensor = p.grad if gradients else p.data
+                (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
+        return model
+    for name in ('hsdp', 'tensor_parallel', 'tensor_by_data_parallel', 'sequence_parallel', 'fsdp_by_tensor_parallel', 'plain_experts'):
+        # With shard() the former is not there, and all ranks share the rows of what is dense in the latter.
+        for with_shard in (False, True)[:1 if name in ('tensor_by_data_parallel', 'plain_experts') else 2]:
+            take = functools.partial(bt.shard, push_early=False) if with_shard else alone_as_it_is
+            wrap = wrapped if with_shard else alone_as_it_is
+            model, _ = made(name, lambda model, take=take: take(touched(model)), wrap)
+            optimizer = ours(model, f'values_{name}_{with_shard}')
+            values = told(optimizer.resume)
+            dist.barrier()
+            optimizer.close()
+            model, step = made(name, take, wrap)
+            optimizer = ours(model, f'gradients_{name}_{with_shard}')
+            optimizer.resume()
+            step(0)
+            touched(model, gradients=True)
+            said[name, with_shard] = values, told(optimizer.step)
+            dist.barrier()
+            optimizer.close()
+    return said
 
 
 OTHERS = {function.__name__: function
-          for function in (state_of_stages, kept_back, norms, other_divisions, killed, unopened_stage)}
+          for function in (state_of_stages, kept_back, norms, other_divisions, killed, differing)}
 
 
 def own(model):
@@ -546,13 +569,14 @@ def run_sharded(name):
     return results
 
 
-def main():
+def main(others):
+    """others: functions by name, beside the cases."""
     torch.set_num_threads(1)
     names, folder = sys.argv[1].split(','), sys.argv[2]
     dist.init_process_group('gloo')
     for name in names:
         try:
-            result = OTHERS[name]() if name in OTHERS else run_sharded(name[8:]) if name.startswith('sharded_') else run(name)
+            result = others[name]() if name in others else run_sharded(name[8:]) if name.startswith('sharded_') else run(name)
         except Exception:
             result = traceback.format_exc()
         torch.save(result, f'{folder}/{name}-{dist.get_rank()}.pt')
@@ -562,4 +586,4 @@ def main():
 
 
 if __name__ == '__main__':
-    main()
+    main(OTHERS)

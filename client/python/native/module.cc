@@ -268,6 +268,7 @@ void BindSession(nb::module_& m) {
           "options"_a, "tensors"_a, "server"_a.none(), "store"_a.none())
       // Whoever holds the session may want the interpreter's lock.
       .def_prop_ro("version", &PythonSession::version, Release())
+      .def_prop_ro("attempt", &PythonSession::attempt, Release())
       .def_prop_ro("needs_values", &PythonSession::needs_values, Release())
       .def_prop_ro("written", &PythonSession::written, Release())
       .def_prop_ro("restored_version", &PythonSession::restored_version, Release())

@@ -178,6 +178,7 @@ class PythonSession {
   const Interrupt& interrupt() const { return interrupt_; }
 
   int64_t version() const { return Use()->version(); }
+  uint64_t attempt() const { return Use()->attempt(); }
   bool needs_values() const { return Use()->needs_values(); }
   // Names of tensors with written values that no transaction has taken yet.
   std::vector<std::string> written() const;

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The same training run under the same faults, by each system: what counts in the end, and what was lost.
 
-Usage: under_fire.py [--json FILE] [--plot FILE.png] [--seconds 90] [--systems ballast,deepspeed,fsdp2] [--directory DIR] [--build DIR]
+Usage: under_fire.py [--json FILE] [--plot FILE.png] [--seconds 60] [--systems ballast,deepspeed,fsdp2] [--directory DIR] [--build DIR]
   --seconds S     of each run under fire; faults come at fixed parts of it (below)
   --systems       a comma between them: ballast, ballast_every_k, deepspeed, fsdp2 (default: all; a system that is not installed is
                   left out with a word)
@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--json')
     parser.add_argument('--plot')
-    parser.add_argument('--seconds', type=float, default=90)
+    parser.add_argument('--seconds', type=float, default=60)
     parser.add_argument('--systems', default=','.join(SETTINGS))
     parser.add_argument('--directory')
     parser.add_argument('--build', default=os.path.join(ROOT, 'build', 'release'))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 from ballast import _native, place
 from ballast.errors import Error
@@ -75,6 +77,19 @@ def check(*, name: Any, durability: Any, pin_interval: Any, checkpoints: Any, ch
     _number('max_norm', rest['max_norm'], 'a number >= 0; 0 does not clip', lambda value: 0 <= value < float('inf'))
     for key in ('step_timeout', 'open_timeout'):
         _number(key, rest[key], 'seconds, more than 0', lambda value: 0 < value < float('inf'))
+
+
+def groups(name: str, value: Any) -> dict[str, dist.ProcessGroup]:
+    """Process groups by name of a parameter, of groups or of meshes of one dimension; None: none."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        _refuse(name, value, 'a dict of process groups, or of meshes of one dimension, by name of the parameter')
+    found = {key: group.get_group() if hasattr(group, 'get_group') and group.ndim == 1 else group for key, group in value.items()}
+    for key, group in found.items():
+        if not isinstance(group, dist.ProcessGroup):
+            _refuse(f'{name}[{key!r}]', group, 'a process group that has this rank, or a mesh of one dimension')
+    return found
 
 
 def addresses(servers: str | Sequence[str] | None) -> list[str]:

@@ -9,6 +9,8 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch.distributed as dist
+
 from ballast.errors import Error
 from ballast.torch.group import roster as rosters
 from ballast.torch.group.ranks import Exchange, Within
@@ -23,17 +25,23 @@ if TYPE_CHECKING:
 
     from ballast import _native
     from ballast.torch.job.registration import Fresh
+    from ballast.torch.sharding.collectives import Order
 
-# Each gradient of a replica is compared at its first step, and then in one step of so many.
-_GRADIENT_STEPS = 64
-# Units that ranks tell each other where their gathers differ.
-_GATHERS_TOLD = 4096
 # A parameter in the message of a rank: flags, and a digest of its gradient if that is compared, else of the placements that it is to be
 # brought from.
 _EDITED, _PRESENT, _COMPARED, _MOVES = 1, 2, 4, 8
 _ENTRY = struct.Struct('<BI')
-# In front of the entries: new parameters, whether debug is set, and bytes of the digests of gathers, which come next.
-_HEAD = struct.Struct('<I?I')
+# In front of the entries: new parameters, whether debug is set, the attempt, whether gradients went before the step, and bytes of the
+# digests of gathers, which come next.
+_HEAD = struct.Struct('<I?I?I')
+
+
+class Head(NamedTuple):
+    fresh: int
+    debug: bool
+    attempt: int
+    went: bool
+    gathers: int  # bytes
 
 
 class Collected(NamedTuple):
@@ -46,18 +54,26 @@ class Collected(NamedTuple):
     lines: Callable[[], list[rosters.Line]]  # what the rank says of the members
     steps: int  # that the job has made
     debug: bool
-    gathers: Mapping[tuple[int, ...], Sequence[str]]  # units since the last step, by the ranks that gathered them together
+    orders: Mapping[tuple[int, ...], Order]  # of gathers since the last step, by the ranks that gathered together
+    attempt: int  # of the step: what went in an earlier one does not count
+    went: bool  # gradients have gone to the servers before the step
+    tied: Mapping[str, dist.ProcessGroup]  # by name of the parameter, the group that its gradients are summed over
 
     @property
     def present(self) -> list[bool]:
         return [gradient is not None for gradient in self.gradients]
 
     def settle(self) -> None:
-        """Brings gradients to where their parameters are. COLLECTIVE: all ranks have told that they have the same ones to bring."""
+        """Brings gradients to where their parameters are, and sums those of tied ones. COLLECTIVE: all ranks have told that they have the
+        same ones to bring."""
         for i, gradient in enumerate(self.gradients):
             if gradient is not None and is_sharded(gradient):
                 placed = gradient.redistribute(placements=self.members[i].parameter.placements)
                 self.gradients[i] = local(placed).detach().contiguous()
+        for i, member in enumerate(self.members):
+            if member.name in self.tied and self.gradients[i] is not None:
+                self.gradients[i] = self.gradients[i].clone()  # the parameter's own stays: a step may be tried again
+                dist.all_reduce(self.gradients[i], group=self.tied[member.name])
 
 
 class Agreed(NamedTuple):
@@ -68,19 +84,21 @@ class Agreed(NamedTuple):
     edits: bool  # some rank has edited a parameter
     edited: list[bool]  # by member: some rank that has a part of it has edited it
     present: list[bool]  # ... has a gradient of it
+    attempt: int  # the latest that a rank is at: the others follow
+    torn: int | None  # a rank that follows, though gradients of its went before the step
 
 
 def _compared(collected: Collected, roster: Roster | None, debug: bool) -> list[bool]:
     """By member: whether its gradient is compared in this step. roster: none before new parameters are known to all."""
     has_replicas = [True] * len(collected.members) if roster is None else [len(places) > 1 for places in roster.replicas]
-    return [has and gradient is not None and not is_sharded(gradient)
-            and (debug or not member.agreed or member.turn % _GRADIENT_STEPS == collected.steps % _GRADIENT_STEPS)
+    return [has and gradient is not None and not is_sharded(gradient) and member.name not in collected.tied
+            and member.is_due(collected.steps, debug)
             for has, member, gradient in zip(has_replicas, collected.members, collected.gradients)]
 
 
 def _say(collected: Collected, roster: Roster | None, debug: bool) -> bytes:
-    gathers = json.dumps([[ranks, _digest(names)] for ranks, names in collected.gathers.items()]).encode()
-    said = [_HEAD.pack(len(collected.fresh), collected.debug, len(gathers)), gathers]
+    orders = json.dumps([[together, order.count, order.digest] for together, order in collected.orders.items()]).encode()
+    said = [_HEAD.pack(len(collected.fresh), collected.debug, collected.attempt, collected.went, len(orders)), orders]
     compared = _compared(collected, None if collected.fresh else roster, debug)
     for gradient, edited, compares in zip(collected.gradients, collected.edited, compared):
         flags, code = edited * _EDITED, 0
@@ -88,8 +106,11 @@ def _say(collected: Collected, roster: Roster | None, debug: bool) -> bytes:
             flags |= _PRESENT
             if is_sharded(gradient):
                 flags, code = flags | _MOVES, zlib.crc32(str(gradient.placements).encode())
-            elif compares and remote_of(gradient) is None:  # torch has reduced what went in backward
-                flags, code = flags | _COMPARED, digest_of(gradient)
+            elif compares:
+                gone = remote_of(gradient)
+                digest = digest_of(gradient) if gone is None else gone.digest
+                if digest is not None:
+                    flags, code = flags | _COMPARED, digest
         said.append(_ENTRY.pack(flags, code))
     return b''.join(said)
 
@@ -97,14 +118,16 @@ def _say(collected: Collected, roster: Roster | None, debug: bool) -> bytes:
 def agree(exchange: Exchange, roster: Roster, collect: Callable[[], Collected]) -> Agreed:
     """collect() on every rank. An error on one rank is an error on all, which would wait for it else. roster: of the job's members."""
     collected, said = everyone(exchange, collect, lambda collected: _say(collected, roster, collected.debug))
-    heads = [_HEAD.unpack_from(each) for each in said]
-    registers = any(fresh for fresh, _, _ in heads)
-    _check_gathers(exchange, collected, [json.loads(each[_HEAD.size:_HEAD.size + head[2]]) for each, head in zip(said, heads)])
+    heads = [Head(*_HEAD.unpack_from(each)) for each in said]
+    registers = any(head.fresh for head in heads)
+    _check_orders(exchange, collected, [json.loads(each[_HEAD.size:_HEAD.size + head.gathers]) for each, head in zip(said, heads)])
+    attempt = max(head.attempt for head in heads)
+    torn = next((rank for rank, head in enumerate(heads) if head.went and head.attempt < attempt), None)
     if registers:
         roster = rosters.gather(exchange, collected.lines())
-    if len({debug for _, debug, _ in heads}) > 1:
+    if len({head.debug for head in heads}) > 1:
         _, said = everyone(Within('gradients', exchange), lambda: _say(collected, roster, True), bytes)
-    entries = [list(_ENTRY.iter_unpack(each[_HEAD.size + gathers:])) for each, (_, _, gathers) in zip(said, heads)]
+    entries = [list(_ENTRY.iter_unpack(each[_HEAD.size + head.gathers:])) for each, head in zip(said, heads)]
     roster.check_lengths([len(each) for each in entries])
 
     def flags(places: Sequence[Place]) -> int:
@@ -119,34 +142,31 @@ def agree(exchange: Exchange, roster: Roster, collect: Callable[[], Collected]) 
     for member, each in zip(collected.members, of_members):
         member.agreed |= bool(each & _PRESENT)
     return Agreed(collected, roster, registers, any(flag & _EDITED for each in entries for flag, _ in each),
-                  [bool(each & _EDITED) for each in of_members], [bool(each & _PRESENT) for each in of_members])
+                  [bool(each & _EDITED) for each in of_members], [bool(each & _PRESENT) for each in of_members], attempt, torn)
 
 
-def _digest(names: Sequence[str]) -> int:
-    return zlib.crc32('\0'.join(names).encode())
-
-
-def _check_gathers(exchange: Exchange, collected: Collected, digests: Sequence[Sequence[tuple[Sequence[int], int]]]) -> None:
-    """digests: by rank, of the units that it gathered with others."""
-    of_rank = [{tuple(together): digest for together, digest in each} for each in digests]
+def _check_orders(exchange: Exchange, collected: Collected, told: Sequence[Sequence[tuple[Sequence[int], int, int]]]) -> None:
+    """told: by rank, counts and digests of the units that it gathered with others."""
+    of_rank = [{tuple(together): (count, digest) for together, count, digest in each} for each in told]
     together = next((ranks for each in of_rank for ranks in each if len({of_rank[rank].get(ranks) for rank in ranks}) > 1), None)
     if together is None:
         return
-    _, said = everyone(Within('gathers that differ', exchange), lambda: collected.gathers.get(together, ()),
-                       lambda names: json.dumps(names[-_GATHERS_TOLD:]).encode())
-    told = {rank: json.loads(said[rank]) for rank in together}
+    mine = collected.orders.get(together)
+    _, said = everyone(Within('gathers that differ', exchange), lambda: mine, lambda order: json.dumps(order and order.first).encode())
+    names = {rank: json.loads(said[rank]) or [] for rank in together}
     first = together[0]
-    other = next((rank for rank in together if told[rank] != told[first]), first)
-    here, there = next((pair for pair in itertools.zip_longest(told[first], told[other]) if pair[0] != pair[1]), ('another', 'another'))
-    raise Error(f"ranks {list(together)} gathered different units together since the last step: '{here or 'none'}' on rank {first} where "
-                f"'{there or 'none'}' on rank {other}, and computed with a mixture of both; expected the same passes over the same units "
-                'on all ranks. The step was not made: take the gradients back by zero_grad()', 'RANKS_DIFFER')
+    other = next((rank for rank in together if of_rank[rank].get(together) != of_rank[first].get(together)), first)
+    pairs = itertools.zip_longest(names[first], names[other], fillvalue='none')
+    here, there = next((pair for pair in pairs if pair[0] != pair[1]), ('a late one', 'another'))
+    raise Error(f"ranks {list(together)} gathered different units together since the last step: '{here}' on rank {first} where '{there}' "
+                f'on rank {other}, and computed with a mixture of both; expected the same passes over the same units on all ranks. The '
+                'step was not made: take the gradients back by zero_grad()', 'RANKS_DIFFER')
 
 
 _REDUCE = ('ranks take a step with reduced gradients: wrap the model in DistributedDataParallel, shard it by fully_shard, or all-reduce '
            'the gradients before step(). With DDP, look for parameters that it was told to ignore, and for no_sync() around the last '
            'backward. Ranks that have another parameter of this name, as stages of a pipeline that number their layers anew, give it a '
-           'name of its own')
+           'name of its own; stages that share one tensor say so by tied=')
 
 _Entries = Sequence[Sequence[tuple[int, int]]]  # flags and code, by rank and parameter
 
@@ -178,8 +198,7 @@ def _check_gradients(exchange: Exchange, collected: Collected, roster: Roster, e
             continue
         own = next((i for i, member in enumerate(collected.members) if member.name == name), None)
         gradient = None if own is None or is_sharded(collected.gradients[own]) else collected.gradients[own]
-        _, said = everyone(Within('sums of gradients', exchange),
-                           lambda gradient=gradient: json.dumps(None if gradient is None else sketch(gradient)), str.encode)
+        _, said = everyone(Within('sums of gradients', exchange), lambda gradient=gradient: json.dumps(_sketch(gradient)), str.encode)
         sketches = {rank: json.loads(said[rank]) for rank, _ in places}
         first = places[0].rank
         other = next((rank for rank, each in sketches.items() if not near(sketches[first], each)), None)
@@ -190,6 +209,25 @@ def _check_gradients(exchange: Exchange, collected: Collected, roster: Roster, e
             where, finite = (other, first) if is_finite(sketches[first]) else (first, other)
             what = f'an Inf or a NaN in its gradient on rank {where} and none on rank {finite}'
         raise Error(f"parameter '{name}' has {what}, and {_REDUCE}", 'RANKS_DIFFER')
+
+
+def _sketch(gradient: torch.Tensor | None) -> list[float] | None:
+    gone = remote_of(gradient)
+    return gone.sketch if gone is not None else None if gradient is None else sketch(gradient)
+
+
+def check_tied(exchange: Exchange, roster: Roster, collected: Collected) -> None:
+    """After settle(): gradients of tied parameters are the same on all that have the same part. COLLECTIVE."""
+    gradients = {id(member): gradient for member, gradient in zip(collected.members, collected.gradients) if member.name in collected.tied}
+
+    def digest(member: Member) -> int | None:
+        gradient = gradients.get(id(member))
+        return None if gradient is None else digest_of(gradient)
+    differs = _compare(exchange, roster, collected.members, digest)
+    if differs is not None:
+        name, first, other = differs
+        raise Error(f"the gradients of tied parameter '{name}' have another sum on rank {other} than on rank {first}; expected as tied= on "
+                    'each rank a group of one rank of every stage that has the parameter', 'RANKS_DIFFER')
 
 
 def check_values(exchange: Exchange, roster: Roster, all_members: Sequence[Member], members: Iterable[Member], has_values: bool = False,

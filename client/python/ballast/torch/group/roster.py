@@ -28,6 +28,7 @@ class Line(NamedTuple):
     shape: tuple[int, ...]
     key: placement.Key | None
     trained: bool  # False: it is in a group there, and wants no gradient
+    tied: bool = False  # gradients of several stages are summed
 
 
 class Roster:
@@ -38,6 +39,7 @@ class Roster:
         self._trained = [[line for line in lines if line.trained] for lines in lists]
         self._groups = groups
         self.is_alike = len(lists) == 1
+        self.has_tied = any(line.tied for lines in self._trained for line in lines)
         where = [{line.name: i for i, line in enumerate(lines)} for lines in self._trained]
         names = dict.fromkeys(line.name for lines in self._trained for line in lines)
         # All ranks that have a part of a parameter; and of these, ranks that have the same part, several in number.
@@ -89,7 +91,7 @@ def _bytes(lines: Sequence[Line]) -> bytes:
 def _lines(said: bytes) -> list[Line]:
     def key_of(key):
         return None if key is None else (tuple(key[0]), tuple(key[1]), tuple((axis, dimension) for axis, dimension in key[2]))
-    return [Line(name, what, tuple(shape), key_of(key), trained) for name, what, shape, key, trained in json.loads(said)]
+    return [Line(name, what, tuple(shape), key_of(key), trained, tied) for name, what, shape, key, trained, tied in json.loads(said)]
 
 
 def gather(exchange: Exchange, lines: Sequence[Line]) -> Roster:

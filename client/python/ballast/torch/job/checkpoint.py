@@ -130,8 +130,7 @@ def _roll_back(job: Job, version: int) -> None:
         return session
     session = _agree_version(job, version, look)
     job.give_values(job.exchange('rollback()'))
-    if job.sharded is not None:
-        job.sharded.discard()
+    job.discard(job.exchange('rollback()'))
     edits.commit_written(job, job.exchange('rollback()'))
     before = session.version
     if before != version:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from ballast.errors import Error, warn
 from ballast.torch.group import ranks
 from ballast.torch.group.agreement import check_values
 from ballast.torch.group.roster import Roster
-from ballast.torch.group.together import together
+from ballast.torch.group.together import everyone, together
 from ballast.torch.job import spec
 from ballast.torch.job.connection import Connection
 from ballast.torch.job.kept import Kept
@@ -30,6 +30,8 @@ from ballast.torch.stepping.host_memory import HostMemory
 from ballast.torch.stepping.members import Member, Memory, give_values, warn_of_others
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from ballast.torch.algorithms import Algorithm
     from ballast.torch.sharding.sharded import Sharded
     from ballast.torch.stepping.early import Early
@@ -45,11 +47,13 @@ class Job:
 
     def __init__(self, algorithm: Algorithm, options: _native.OpenOptions, groups: Callable[[], list[dict[str, Any]]], *,
                  servers: str | Sequence[str] | None, budgets: dict[str, Any], durability: str | None, moment_format: str,
-                 checkpoints: int) -> None:
+                 checkpoints: int, tied: Mapping[str, dist.ProcessGroup]) -> None:
         """options: the job's, as far as they are known before it is opened. groups(): the optimizer's param_groups as they are now.
-        budgets: of an embedded server. durability: None to choose. moment_format: how servers keep moments."""
+        budgets: of an embedded server. durability: None to choose. moment_format: how servers keep moments. tied: by name, the group that
+        a parameter's gradients are summed over."""
         self._number = next(_jobs)
         self.algorithm, self.options, self.moment_format = algorithm, options, moment_format
+        self.tied = tied
         self.debug = False  # digests tell of writes that version counters do not show
         self.connection = Connection(servers, budgets)
         self.session: _native.Session | None = None  # None: the job is not open
@@ -147,6 +151,9 @@ class Job:
         fit = Fit(self, trained)
         if not fit.members and not ranks.active():
             raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')
+        unknown = self.tied.keys() - {member.name for member in fit.members}
+        if unknown:
+            raise Error(f"tied={{'{min(unknown)}': ...}}: this rank trains no parameter of that name", 'BAD_CONFIG')
         self.options.optimizer = spec.of(self)
         spec.check(self, self.options.optimizer)
         self.options.group_count = -(-len(self.param_groups) // _GROUPS) * _GROUPS
@@ -196,6 +203,18 @@ class Job:
             if self.sharded is not None:
                 self.sharded.leave()
             self.members, self._by_parameter, self.host = [], {}, HostMemory()
+
+    def drop_to(self, attempt: int) -> None:
+        """Takes back what went to the session before a step, until this rank is at this attempt of it. COLLECTIVE without a message."""
+        while self.session.attempt < attempt:
+            self.session.drop()
+
+    def discard(self, exchange: ranks.Exchange) -> None:
+        """No step will take gradients that went before. COLLECTIVE: a rank of which none went does not see that others drop theirs."""
+        if self.sharded is not None:
+            self.sharded.discard()
+        _, attempts = everyone(exchange, lambda: self.session.attempt, lambda attempt: str(attempt).encode())
+        self.drop_to(max(map(int, attempts)))
 
     def wait(self) -> None:
         """Returns when no step is under way beside the loop. Raises what that step raised."""

@@ -210,7 +210,8 @@ def _collect(job: Job, trained: Iterable[str]) -> Collected:
     spec.check_dtypes(job.options.optimizer, [member for member, _, _ in fresh], [None] * len(fresh))
     members = job.members + [member for member, _, _ in fresh]
     return Collected(fresh, members, [None] * len(members), edits.edited(job, members), [],
-                     lambda: registration.lines(job, members), steps=0, debug=False, gathers={})
+                     lambda: registration.lines(job, members), steps=0, debug=False, orders={}, attempt=job.session.attempt, went=False,
+                     tied={})
 
 
 @torch.no_grad()
@@ -223,8 +224,7 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
                if id(parameter) in given and given[id(parameter)].steps > 0}
     session = job.open(partly=True, trained=trained)
     exchange = job.exchange(call)
-    if job.sharded is not None:
-        job.sharded.discard()
+    job.discard(exchange)
     agreed = agree(exchange, job.roster, lambda: _collect(job, trained))
     registration.register(job, agreed.collected.fresh, exchange, agreed.roster, agreed.registers)
     edits.commit_written(job, exchange)

@@ -86,8 +86,11 @@ def _fresh(job: Job, name: str, unit: str, group: int, parameter: torch.Tensor) 
         placement.check(name, parameter, key, ranks.rank())
         tensor.placement = placement.native(key)
         tensor.parts = placement.parts_of(key, tuple(shape))
-    where = '' if remote_of(parameter) is None else ', on the servers alone'
-    line = Line(name, f"{DTYPES[parameter.dtype]} {shape} in group {group} and unit '{unit}'{where}", tuple(shape), key, True)
+    part = remote_of(parameter)
+    where = '' if part is None else f', on the servers alone{part.unit.model.how}'
+    where += ', tied' if name in job.tied else ''
+    what = f"{DTYPES[parameter.dtype]} {shape} in group {group} and unit '{unit}'{where}"
+    line = Line(name, what, tuple(shape), key, True, name in job.tied)
     return Fresh(member_of(line, group, parameter, job.debug), parameter, tensor)
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import datetime
 import time
+import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,24 +23,40 @@ if TYPE_CHECKING:
 # Elements that share a scale: 4 bytes beside as many bytes of values.
 BLOCK = 64
 _MOST = 127
+# Its name since torch 2.13, and before.
+_all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
+# Of the bytes that ranks exchange; keys of stats().
+WAYS = 'gather_bytes', 'node_bytes', 'reduce_bytes'
 # A rank that has waited so long in a gather says so to the others.
 _SAY_SECONDS = 2.0
+# Units that ranks tell each other where their gathers differ.
+_ORDER_TOLD = 4096
+# Below it an element of 8 bits may be off by half of it: its block's scale is no smaller.
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class Order(NamedTuple):
+    """Gathers that came one after another."""
+    count: int
+    digest: int  # CRC-32 of all names
+    first: list[str]  # names of the first _ORDER_TOLD
 
 
 def quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 [blocks, BLOCK] and scales f32 [blocks, 1] of values [n], zeros behind them. An element comes back with an error of at most
-    1/254 of its block's largest magnitude. A block with an element that is not finite has NaN as its scale, and comes back as NaN."""
+    1/254 of its block's largest magnitude, or 6e-39. A block with an element that is not finite has NaN as its scale, and comes back
+    as NaN."""
     blocks = torch.nn.functional.pad(values.float(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-    scales = blocks.abs().amax(1, keepdim=True) / _MOST
+    scales = (blocks.abs().amax(1, keepdim=True) / _MOST).clamp_min(_TINY)
     finite = scales.isfinite()
-    steps = torch.where(finite, scales.clamp_min(torch.finfo(torch.float32).tiny), 1.0)
-    whole = torch.where(finite, blocks / steps, 0.0).round_().clamp_(-_MOST, _MOST).to(torch.int8)
+    whole = torch.where(finite, blocks / scales, 0.0).round_().clamp_(-_MOST, _MOST).to(torch.int8)
     return whole, torch.where(finite, scales, float('nan'))
 
 
 def restored(whole: torch.Tensor, scales: torch.Tensor, length: int) -> torch.Tensor:
     """f32 [length]: the values that quantized() was given, but for its error."""
-    return (whole * scales).view(-1)[:length]
+    most = torch.finfo(torch.float32).max  # which rounding of a scale may pass
+    return (whole * scales).clamp_(-most, most).view(-1)[:length]
 
 
 class _Wire:
@@ -61,20 +78,28 @@ class _Wire:
                         'dtype of all, or a MixedPrecisionPolicy that gives them one', 'UNSUPPORTED')
 
 
-class Gathers:
-    """Which units ranks gathered together since the last step, in order. A gather has no room to say what it is of, and ranks that gather
-    different units of one size would mix them without a word; the next step compares."""
+class GatherOrder:
+    """Which units this process gathered with other ranks since the last step, of all models. A gather has no room to say what it is of,
+    and ranks that gather different units of one size would mix them without a word; the next step compares."""
 
     def __init__(self) -> None:
-        self._names: dict[tuple[int, ...], list[str]] = {}  # by the ranks that gather together
+        self._orders: dict[tuple[int, ...], Order] = {}  # by the ranks that gather together
 
     def note(self, unit: Unit, group: Any) -> None:
-        self._names.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(unit.name)
+        together = tuple(dist.get_process_group_ranks(group))
+        order = self._orders.get(together, Order(0, 0, []))
+        name = f'model {unit.model.number}: {unit.name}'
+        if len(order.first) < _ORDER_TOLD:
+            order.first.append(name)
+        self._orders[together] = Order(order.count + 1, zlib.crc32(name.encode(), order.digest), order.first)
 
-    def take(self) -> dict[tuple[int, ...], list[str]]:
+    def take(self) -> dict[tuple[int, ...], Order]:
         """Begins anew."""
-        names, self._names = self._names, {}
-        return names
+        orders, self._orders = self._orders, {}
+        return orders
+
+
+ORDER = GatherOrder()
 
 
 class Gather(_Wire):
@@ -86,7 +111,6 @@ class Gather(_Wire):
         """node: the group of ranks that keep a second partition together; None: there is none."""
         super().__init__(unit)
         self._is_quantized, self._node = is_quantized, node
-        self._number = 0  # of the gather: the same on all its ranks
         self._second: torch.Tensor | None = None  # this rank's part of the whole unit, as it was gathered
         self._at: object = None  # Sharded.now() of that
 
@@ -96,8 +120,7 @@ class Gather(_Wire):
         return self._second is not None and self._at == self._unit.model.now()
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> None:
-        self._unit.model.gathers.note(self._unit, group)
-        self._number += 1
+        ORDER.note(self._unit, group)
         if self.has_second:
             self._gather_within(output_tensor)
             return
@@ -108,24 +131,24 @@ class Gather(_Wire):
 
     def _gather(self, output: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
         if not self._is_quantized:
-            self._together(output, mine, group)
+            self._together('values', output, mine, group)
             self._count('gather_bytes', group, mine)
             return
         self._check(mine)
         sent = quantized(mine)
         whole, scales = (tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:]) for tensor in sent)
-        for to, tensor in zip((whole, scales), sent):
-            self._together(to, tensor, group)
+        for way, to, tensor in zip(('values', 'scales'), (whole, scales), sent):
+            self._together(way, to, tensor, group)
         self._count('gather_bytes', group, *sent)
         ranks = output.view(group.size(), -1)
         for rank, blocks, its in zip(ranks, whole.chunk(group.size()), scales.chunk(group.size())):
             rank.copy_(restored(blocks, its, rank.numel()))
 
-    def _together(self, to: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+    def _together(self, what: str, to: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
         if mine.device.type != 'cpu':
-            dist.all_gather_into_tensor(to, mine, group=group)
+            _all_gather(to, mine, group=group)
             return
-        work, said = dist.all_gather_into_tensor(to, mine, group=group, async_op=True), False
+        work, said = _all_gather(to, mine, group=group, async_op=True), False
         until = time.monotonic() + self._unit.model.timeout
         while True:
             left = until - time.monotonic()
@@ -133,19 +156,24 @@ class Gather(_Wire):
                 work.wait(datetime.timedelta(seconds=max(0.001, min(left, _SAY_SECONDS))))
                 return
             except RuntimeError as error:
-                if work.is_completed() or left <= 0:
-                    raise self._missing(group, error) from error
+                if work.is_completed():  # by now, perhaps
+                    try:
+                        work.wait()
+                        return
+                    except RuntimeError as broken:
+                        raise self._missing(what, group, broken) from broken
+                if left <= 0:
+                    raise self._missing(what, group, error) from error
             if not said:
-                ranks.Store(self._place).set(str(ranks.rank()), b'')
+                ranks.Store(self._place(what)).set(str(ranks.rank()), b'')
                 said = True
 
-    @property
-    def _place(self) -> str:
-        return f'gather/{self._unit.name}/{self._number}'
+    def _place(self, what: str) -> str:
+        return f'gather/{self._unit.model.number}/{self._unit.name}/{self._unit.gathers}/{what}'
 
-    def _missing(self, group: Any, error: RuntimeError) -> Error:
+    def _missing(self, what: str, group: Any, error: RuntimeError) -> Error:
         """Ranks that came have said so, or will soon: the connection of one may have broken before it waited."""
-        store = ranks.Store(self._place)
+        store = ranks.Store(self._place(what))
         store.set(str(ranks.rank()), b'')
         missing, until = [], time.monotonic() + 2 * _SAY_SECONDS
         for rank in dist.get_process_group_ranks(group):
@@ -156,7 +184,7 @@ class Gather(_Wire):
         who = f'ranks {missing} did not come to it' if missing else 'all ranks came to it'
         return Error(f"a gather of unit '{self._unit.name}' ended on rank {ranks.rank()} by a broken connection or after "
                      f'{self._unit.model.timeout:g} s (step_timeout), and {who}; expected all ranks to run the same passes over the same '
-                     f'units, and to live ({str(error).splitlines()[0]})', 'RANK_MISSING')
+                     f'units, and to live; start all ranks again ({str(error).splitlines()[0]})', 'RANK_MISSING')
 
     def _share(self, output: torch.Tensor) -> int:
         return -(-output.numel() // self._node.size())
@@ -169,7 +197,7 @@ class Gather(_Wire):
 
     def _gather_within(self, output: torch.Tensor) -> None:
         whole = output.new_empty(self._share(output) * self._node.size())
-        self._together(whole, self._second, self._node)
+        self._together('node', whole, self._second, self._node)
         self._count('node_bytes', self._node, self._second)
         output.copy_(whole[:output.numel()])
 

@@ -33,13 +33,12 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
     if not kept:
         raise Error('gathered(module): no parameter of it lives on the servers; was shard() called, does no forward pass run, and is the '
                     'module the model, or one that fully_shard has wrapped?', 'BAD_REQUEST')
-    model = kept[0][2].unit.model
-    session = model.open().session
     try:
         for inner, leaf, part, parameter in kept:
             if part not in whole:
                 values = torch.empty(part.shape.numel(), dtype=torch.float32, device='cpu')
-                session.read(model.tensors[part], 'master', values)
+                model = part.unit.model
+                model.open().session.read(model.tensors[part], 'master', values)
                 whole[part] = nn.Parameter(values.to(parameter.dtype).view(part.shape), requires_grad=False)
             inner._parameters[leaf] = whole[part]
         yield module

@@ -11,10 +11,12 @@ import torch
 from ballast.errors import Error
 from ballast.torch.modes import plainly
 from ballast.torch.sharding.remote import GoneGradient, Remote, remote_of
-from ballast.torch.stepping.members import Member, gradient_of, local, on_host
+from ballast.torch.stepping.members import Member, digest_of, gradient_of, local, on_host
+from ballast.torch.stepping.sketch import sketch
 
 if TYPE_CHECKING:
     from ballast import _native
+    from ballast.torch.job.job import Job
 
 
 class Pushes:
@@ -26,6 +28,7 @@ class Pushes:
         """backwards: reductions of a gradient that make a step's."""
         self._backwards = backwards
         self._session: _native.Session | None = None
+        self._job: weakref.ref[Job] | None = None
         self._members: list[Member] = []
         self._units: list[list[int]] = []  # members, by index
         self._unit_of: dict[int, int] = {}
@@ -33,11 +36,12 @@ class Pushes:
         self._came: dict[int, int] = {}  # by member: reductions since the last step
         self._gone: set[int] = set()  # units
 
-    def follow(self, session: _native.Session, members: Sequence[Member]) -> None:
+    def follow(self, job: Job) -> None:
         """Takes up the session and members that the job has now."""
+        session, members = job.session, job.members
         if session is not self._session:
             self.leave()
-            self._session = session
+            self._session, self._job = session, weakref.ref(job)
         if len(members) > len(self._members):
             self._members, self._units = list(members), session.units
             self._unit_of = {i: unit for unit, tensors in enumerate(self._units) for i in tensors}
@@ -61,6 +65,9 @@ class Pushes:
         self._came[i] = self._came.get(i, 0) + 1
         tensors = self._units[unit]
         wanted = [j for j in tensors if self._members[j].parameter.requires_grad]
+        tied = self._job().tied
+        if any(self._members[j].name in tied for j in tensors):
+            return  # stages sum their gradients at the step
         if all(j in self._hooks and self._came.get(j, 0) >= self._backwards for j in wanted):
             self._send(unit, tensors)
 
@@ -72,15 +79,20 @@ class Pushes:
         self._session.push_early(unit, [None if gradient is None else on_host(gradient) for gradient in gradients],
                                  let_go=True)
         self._gone.add(unit)
-        for member, gradient in zip(members, gradients):
+        job = self._job()
+        for j, member, gradient in zip(tensors, members, gradients):
             if gradient is not None:
-                _replace(member, gradient)
+                _replace(member, gradient, len(job.roster.replicas[j]) > 1 and member.is_due(job.progress.steps, job.debug))
 
     def discard(self) -> None:
         """No step will take what went. COLLECTIVE."""
         if self._gone:
             self._session.drop()
         self._begin()
+
+    @property
+    def went(self) -> bool:
+        return bool(self._gone)
 
     def _begin(self) -> None:
         self._gone, self._came = set(), {}
@@ -114,10 +126,12 @@ class Pushes:
         self._begin()
 
 
-def _replace(member: Member, gradient: torch.Tensor) -> None:
-    """The gradient leaves the trainer: a Remote stays in its place, so that whoever wants it gets an error and not silence."""
+def _replace(member: Member, gradient: torch.Tensor, compares: bool) -> None:
+    """The gradient leaves the trainer: a Remote stays in its place, so that whoever wants it gets an error and not silence. compares:
+    replicas compare it at the step."""
     grad = member.parameter.grad
-    gone = Remote(GoneGradient(member.name), local(grad).shape, grad.dtype, grad.device)
+    told = (digest_of(gradient), sketch(gradient)) if compares else (None, None)
+    gone = Remote(GoneGradient(member.name, *told), local(grad).shape, grad.dtype, grad.device)
     member.parameter.grad = type(grad).from_local(gone, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape,
                                                   stride=grad.stride())
 

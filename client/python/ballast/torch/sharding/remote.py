@@ -40,10 +40,11 @@ class Part:
 
 
 class GoneGradient:
-    """What stands in for a gradient that was pushed in backward."""
+    """What stands in for a gradient that was pushed in backward. digest, sketch: of the gradient, where replicas compare it in this step;
+    else None."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, digest: int | None, sketch: list[float] | None) -> None:
+        self.name, self.digest, self.sketch = name, digest, sketch
 
     def refuse(self, operation: str) -> Error:
         pipeline = 'give the schedule of a pipeline scale_grads=False and divide the loss, ' if operation.startswith('aten.div_') else ''

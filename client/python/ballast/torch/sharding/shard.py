@@ -44,13 +44,16 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     prefetch_bytes: memory of the host for pulls ahead of use, at least one unit's.
     push_early: gradients leave the trainer in backward, so nobody else can read or clip them (the optimizer's max_norm does).
     backwards: how many backward passes with gradient sync make a step.
-    gather, reduce: 'q8' moves parameters, or gradients, between ranks as 8-bit integers with a scale for each 64 of them: 1/3.8 of
-    float32's bytes. A parameter that a pass computes with is off by at most 1/254 of the largest magnitude among its 64; a gradient by
-    the mean of that over ranks. Masters on the servers stay exact.
-    second: a mesh of this rank's node, or another part of the ranks that gather together. Each unit is pulled once a version; its later
-    gathers, as in backward, stay within the node, bit for bit the same. Costs memory for 1/N of all units on each of its N ranks.
+    gather, reduce: 'q8' moves parameters (ZeRO++'s qwZ), or gradients (qgZ), between ranks as 8-bit integers with a scale for each 64 of
+    them: 1/3.8 of float32's bytes. A parameter that a pass computes with is off by at most 1/254 of the largest magnitude among its 64,
+    and the rounding to the dtype of gathers; a gradient by the mean of that over ranks. Masters on the servers stay exact.
+    second: a mesh of the ranks of this rank's node, or another part of those that gather together. Each unit is pulled once a version;
+    its later gathers, as in backward, stay within the node, bit for bit the same (hpZ). Costs memory for 1/N of all units on each of its
+    N ranks.
 
-    Threads: the training loop's. Errors: an Error that names the parameter or the argument. Local: no rank waits for another."""
+    Threads: the training loop's. Errors: an Error that names the parameter or the argument; the model is as it was but for fully_shard.
+    In passes: RANK_MISSING where ranks do not come to a gather within the optimizer's step_timeout, on CPUs. Local: no rank waits for
+    another."""
     _check(model, offload_policy, reshard_after_forward, prefetch_bytes, backwards)
     _check_collectives(gather, reduce, second)
     from torch.distributed.fsdp import FSDPModule
@@ -61,12 +64,18 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
             raise Error(f'shard({extra[0]}=): the model is wrapped by fully_shard, which has it already; leave it out', 'BAD_CONFIG')
     else:
         _wrap(model, mesh, units, mp_policy, reshard_after_forward)
-    _check_offload(model, FSDPModule)
-    sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed)
-    units_of = _replace(model, sharded, FSDPModule, getattr(mp_policy, 'param_dtype', None))
-    _set_collectives(units_of, gather, reduce, second)
+    _check_wrapped(model, FSDPModule, gather, reduce, second)
+    how = {'gather': gather, 'reduce': reduce, 'second': second and f'{len(second.mesh)} ranks'}
+    sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed,
+                      ''.join(f', {name}={value}' for name, value in how.items() if value is not None))
+    for wrapped, unit in _replace(model, sharded, FSDPModule, getattr(mp_policy, 'param_dtype', None)).items():
+        if not _has_own_meshes(wrapped):
+            unit.gather = Gather(unit, gather == 'q8', None if second is None else second.get_group())
+            wrapped.set_custom_all_gather(unit.gather)
+            if reduce is not None:
+                wrapped.set_custom_reduce_scatter(QuantizedReduce(unit))
     for outermost in _outermost(model, FSDPModule):
-        outermost.register_forward_pre_hook(_begin, prepend=True)
+        outermost.register_forward_pre_hook(_Begin(FSDPModule), prepend=True)
     return model
 
 
@@ -74,11 +83,22 @@ def _outermost(module: nn.Module, kind: type) -> list[nn.Module]:
     return [module] if isinstance(module, kind) else [each for child in module.children() for each in _outermost(child, kind)]
 
 
-def _begin(wrapped: nn.Module, _: Any) -> None:
-    """FSDP2 looks over its parameters in the first forward pass, and inference mode has no version counters for that."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            wrapped._get_fsdp_state()._lazy_init()
+class _Begin:
+    """FSDP2 looks over its parameters and makes its memory in the first forward pass, and in inference mode it could use neither for
+    training: then both are made before, outside that mode."""
+
+    def __init__(self, fsdp_module: type) -> None:
+        self._fsdp_module, self._is_done = fsdp_module, False
+
+    def __call__(self, wrapped: nn.Module, _: Any) -> None:
+        if torch.is_inference_mode_enabled() and not self._is_done:
+            with torch.inference_mode(False), torch.no_grad():
+                wrapped._get_fsdp_state()._lazy_init()
+                for module in wrapped.modules():
+                    if isinstance(module, self._fsdp_module):
+                        module.unshard()
+                        module.reshard()
+        self._is_done = True
 
 
 def _check(model: nn.Module, offload_policy: Any, reshard_after_forward: Any, prefetch_bytes: Any, backwards: Any) -> None:
@@ -110,34 +130,45 @@ def _check_collectives(gather: Any, reduce: Any, second: Any) -> None:
         if value not in (None, 'q8'):
             raise Error(f"shard({name}={value!r}): expected None or 'q8'; dtypes of gathers and reductions are mp_policy's", 'BAD_CONFIG')
     if second is not None and (getattr(second, 'ndim', None) != 1 or ranks.rank() not in second.mesh.tolist()):
-        raise Error(f"shard(second={second!r}): expected a DeviceMesh of one dimension that has this rank, as mesh['node'] of one that has "
-                    'the dimension', 'BAD_CONFIG')
+        raise Error(f'shard(second={second!r}): expected a DeviceMesh of one dimension that has this rank: the ranks of one node, as '
+                    "init_device_mesh(device, (nodes, ranks_per_node), mesh_dim_names=('node', 'local'))['local']", 'BAD_CONFIG')
 
 
-def _set_collectives(units: dict[nn.Module, Unit], gather: str | None, reduce: str | None, second: Any) -> None:
-    for wrapped, unit in units.items():
-        groups = {known.mesh_info.shard_process_group for _, known in _fsdp_params(wrapped)}
-        if len(groups) > 1:  # shard_placement_fn gave parameters meshes of their own
-            if gather is not None or reduce is not None or second is not None:
-                raise Error(f"shard(gather=, reduce=, second=): parameters of unit '{unit.name}' are over several meshes; expected one "
-                            'mesh a unit', 'UNSUPPORTED')
-            continue
-        together = set(torch.distributed.get_process_group_ranks(groups.pop()))
-        if second is not None and not together.issuperset(second.mesh.tolist()):
-            raise Error(f"shard(second=): ranks {second.mesh.tolist()} are not all among ranks {sorted(together)}, which gather unit "
-                        f"'{unit.name}' together; expected ranks of one gather", 'BAD_CONFIG')
-        unit.gather = Gather(unit, gather == 'q8', None if second is None else second.get_group())
-        wrapped.set_custom_all_gather(unit.gather)
-        if reduce is not None:
-            wrapped.set_custom_reduce_scatter(QuantizedReduce(unit))
-
-
-def _check_offload(model: nn.Module, fsdp_module: type) -> None:
+def _check_wrapped(model: nn.Module, fsdp_module: type, gather: Any, reduce: Any, second: Any) -> None:
+    """Refuses, before anything changes, what fully_shard or the caller has set otherwise than shard() needs."""
+    compresses = gather is not None or reduce is not None
     for name, module in model.named_modules():
-        if isinstance(module, fsdp_module) and any(known.offload_to_cpu for _, known in _fsdp_params(module)):
-            first = next((own for own, _ in module.named_parameters(name)), name)
-            raise Error(f"parameter '{first}' is under CPUOffloadPolicy, and with shard() there is nothing to offload: leave the policy "
-                        'out of fully_shard', 'UNSUPPORTED')
+        if not isinstance(module, fsdp_module):
+            continue
+        first = next((own for own, _ in module.named_parameters(name)), name)
+        for parameter, known in _fsdp_params(module):
+            if known.offload_to_cpu:
+                raise Error(f"parameter '{first}' is under CPUOffloadPolicy, and with shard() there is nothing to offload: leave the "
+                            'policy out of fully_shard', 'UNSUPPORTED')
+            if not hasattr(known.mesh_info, 'shard_process_group'):
+                raise Error(f"parameter '{first}' is replicated and not sharded; expected fully_shard", 'UNSUPPORTED')
+            together = set(torch.distributed.get_process_group_ranks(known.mesh_info.shard_process_group))
+            if second is not None and not together.issuperset(second.mesh.tolist()):
+                raise Error(f"shard(second=): ranks {second.mesh.tolist()} are not all among ranks {sorted(together)}, which gather "
+                            f"parameter '{first}' together; expected ranks of one gather", 'BAD_CONFIG')
+            if compresses and parameter.device_mesh.mesh.numel() > known.mesh_info.mesh.mesh.numel():
+                raise Error(f"shard(gather=, reduce=): parameter '{first}' is over {parameter.device_mesh}, fully_shard over less; "
+                            'beside tensor or expert parallelism 8 bits would round replicas differently: leave them out', 'UNSUPPORTED')
+        if (compresses or second is not None) and _has_own_meshes(module):
+            raise Error(f"shard(gather=, reduce=, second=): parameters gathered with '{first}' are over several meshes; expected one",
+                        'UNSUPPORTED')
+        for group in _fsdp_groups(module):
+            for kind, is_needed in (('_all_gather_comm', True), ('_reduce_scatter_comm', reduce is not None)):
+                comm = getattr(group, kind, None)
+                if is_needed and comm is not None and not type(comm).__name__.startswith('Default'):
+                    raise Error(f"the module of parameter '{first}' has a {type(comm).__name__} of its own, and shard() sets one: leave "
+                                'out set_custom_all_gather, set_custom_reduce_scatter and '
+                                'set_allocate_memory_from_process_group_for_comm', 'UNSUPPORTED')
+
+
+def _has_own_meshes(wrapped: nn.Module) -> bool:
+    """shard_placement_fn has given parameters of the unit meshes of their own; nothing can replace the gathers of several."""
+    return len({known.mesh_info.shard_process_group for _, known in _fsdp_params(wrapped)}) > 1
 
 
 def _wrap(model: nn.Module, mesh: Any, units: Iterable[nn.Module] | None, mp_policy: Any, reshard_after_forward: bool | None) -> None:
@@ -172,10 +203,13 @@ def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch
     """Parameters become Remotes, and those of a module of fully_shard a unit, which is returned by module. A parameter belongs to the
     innermost such module that holds it. dtype: of gathers, if known."""
     owner: dict[torch.Tensor, tuple[str, nn.Module]] = {}
+    wrapped_by: dict[Any, tuple[str, list[nn.Module]]] = {}  # by FSDP2's state: several modules may be gathered as one
     padded: dict[torch.Tensor, torch.Size] = {}
     for name, module in model.named_modules():
         if isinstance(module, fsdp_module):
-            owner.update((parameter, (name, module)) for parameter in module.parameters())
+            name, together = wrapped_by.setdefault(module._get_fsdp_state(), (name, []))
+            together.append(module)
+            owner.update((parameter, (name, together[0])) for parameter in module.parameters())
             padded.update((parameter, known.padded_sharded_param_size) for parameter, known in _fsdp_params(module))
     places: dict[torch.Tensor, list[tuple[nn.Module, str, str]]] = {}
     for name, module in model.named_modules():
@@ -200,9 +234,10 @@ def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch
         by_unit.setdefault(wrapped, (unit, {}))[1][part] = made
     units = {}
     for wrapped, (name, parameters) in by_unit.items():
-        unit = units[wrapped] = sharded.add(name or 'model', parameters, next(iter(parameters.values())).device)
+        unit = units[wrapped] = sharded.add(name or '(root)', parameters, next(iter(parameters.values())).device)
         # FSDP2 keeps units gathered after passes without a gradient, whatever becomes of the job meanwhile.
-        wrapped.register_forward_pre_hook(functools.partial(_drop_stale, unit), prepend=True)
+        for module in wrapped_by[wrapped._get_fsdp_state()][1]:
+            module.register_forward_pre_hook(functools.partial(_drop_stale, unit), prepend=True)
     return units
 
 
@@ -231,12 +266,16 @@ def _remote(name: str, parameter: torch.Tensor, padded: torch.Size | None, dtype
 
 
 def _fsdp_params(module: nn.Module) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Parameters of a module that fully_shard has wrapped, each with what FSDP2 knows of it. Nothing of FSDP2's public interface tells its
-    offload policy, nor the shape of a gather."""
+    """Parameters of a module that fully_shard has wrapped, each with what FSDP2 knows of it."""
+    for group in _fsdp_groups(module):
+        for fsdp_param in group.fsdp_params:
+            yield fsdp_param.sharded_param, fsdp_param
+
+
+def _fsdp_groups(module: nn.Module) -> list[Any]:
+    """Nothing of FSDP2's public interface tells its offload policy, its collectives, nor the shape of a gather."""
     state = module._get_fsdp_state()
     groups = getattr(state, '_fsdp_param_groups', None)
     if groups is None:  # earlier than torch 2.13
         groups = [group for group in (state._fsdp_param_group,) if group is not None]
-    for group in groups:
-        for fsdp_param in group.fsdp_params:
-            yield fsdp_param.sharded_param, fsdp_param
+    return groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch.group import ranks
-from ballast.torch.sharding.collectives import Gathers
+from ballast.torch.sharding.collectives import WAYS
 from ballast.torch.sharding.pulls import Pulls
 from ballast.torch.sharding.pushes import Pushes
 from ballast.torch.sharding.remote import Part, remote_of
@@ -23,19 +24,24 @@ if TYPE_CHECKING:
     from ballast.torch.job.job import Job
 
 
+_models = itertools.count()  # the same on all ranks, which give theirs to shard() in one order
+
+
 class Sharded:
     """One rank's side. Threads: the training loop's and autograd's, one at a time."""
 
-    def __init__(self, prefetch_bytes: int, backwards: int, push_early: bool, seed: int) -> None:
-        """Arguments of shard()."""
+    def __init__(self, prefetch_bytes: int, backwards: int, push_early: bool, seed: int, how: str) -> None:
+        """Arguments of shard(). how: those that ranks must have alike, as a text."""
         self.units: list[Unit] = []
         self.parameters: dict[Part, torch.Tensor] = {}
         self.tensors: dict[Part, str] = {}  # the job's names
         self.values = Values(seed)
         self.pulls = Pulls(self.open, prefetch_bytes)
         self.pushes = Pushes(backwards) if push_early else None
-        self.gathers = Gathers()
-        self.wire: collections.Counter[str] = collections.Counter()  # bytes that this rank received, by way
+        self.wire = collections.Counter(dict.fromkeys(WAYS, 0))  # bytes that this rank received
+        self.how = how
+        self.number = next(_models)
+        self._mixtures = 0  # so far: gathers of different units
         self._job: weakref.ref[Job] | None = None
         self._session: _native.Session | None = None  # the one that parts are placed in
         self._sessions = 0  # so far
@@ -46,14 +52,19 @@ class Sharded:
         self.parameters.update(parameters)
         return self.units[-1]
 
-    def now(self) -> tuple[int, int] | None:
+    def now(self) -> tuple[int, int, int] | None:
         """Names the values that the job has now; None: no session is open."""
-        return None if self._session is None else (self._sessions, self._session.version)
+        return None if self._session is None else (self._sessions, self._mixtures, self._session.version)
+
+    def distrust(self) -> None:
+        """Ranks may have mixed units: nothing that was gathered counts. COLLECTIVE without a message."""
+        self._mixtures += 1
 
     @property
     def timeout(self) -> float:
         """Seconds that ranks wait for each other."""
-        return self.open().options.step_timeout
+        job = self._job()
+        return job.options.step_timeout if job is not None else 0.0
 
     def adopt(self, job: Job, name: str) -> None:
         """An optimizer has been given a parameter of this name."""
@@ -102,7 +113,7 @@ class Sharded:
             self._session = job.session
             self._sessions += 1
         if self.pushes is not None:
-            self.pushes.follow(job.session, job.members)
+            self.pushes.follow(job)
 
     def leave(self) -> None:
         """The session is over."""
@@ -110,6 +121,11 @@ class Sharded:
         if self.pushes is not None:
             self.pushes.leave()
         self._session = None
+
+    @property
+    def went(self) -> bool:
+        """Gradients of the step to come have gone to the servers."""
+        return self.pushes is not None and self.pushes.went
 
     def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Refuses a step with these gradients, by member, if they are not those that went to the servers."""

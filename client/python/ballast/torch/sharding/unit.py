@@ -20,8 +20,10 @@ class Unit:
     def __init__(self, name: str, parts: Sequence[Part], device: torch.device, model: Sharded) -> None:
         """device: where gathers take place."""
         self.name, self.parts, self._device, self.model = name, list(parts), device, model
+        self.gathers = 0  # so far: the same on all ranks that gather together
         self._gathered_at: object = None  # Sharded.now() of the last pull
         self._pieces: dict[Part, torch.Tensor] = {}  # of the pull that is being taken, until its gather has them
+        self._asked: set[Part] = set()  # by the gather that is being prepared
         self.gather: Gather | None = None  # None: FSDP2's own, which nothing can replace where a unit has several meshes
         for part in self.parts:
             part.unit = self
@@ -46,9 +48,13 @@ class Unit:
     def take(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
         """The part at the job's version, in their padded shape; the first part that a gather takes pulls all."""
         with torch.inference_mode(False), torch.no_grad():
+            if not self._asked or part in self._asked:
+                self._asked = set()
+                self.gathers += 1
+            self._asked.add(part)
             if self.gather is not None and self.gather.has_second:
                 return torch.empty(part.padded, dtype=dtype, device=self._device)  # which the gather does not read
-            if part not in self._pieces:
+            if part not in self._pieces or self._gathered_at != self.model.now():
                 self._pieces = dict(zip(self.parts, self.model.pulls.take(self)))
                 self._gathered_at = self.model.now()
             piece = self._pieces.pop(part)

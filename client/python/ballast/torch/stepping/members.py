@@ -20,6 +20,7 @@ from ballast.torch.stepping.host_memory import HostMemory, is_elsewhere
 if TYPE_CHECKING:
     from ballast.torch.group.roster import Line
 
+_GRADIENT_STEPS = 64
 DTYPES = {torch.float32: 'f32', torch.bfloat16: 'bf16', torch.float16: 'f16'}
 
 
@@ -71,6 +72,10 @@ class Member:
         self.agreed = False  # ranks have compared a gradient
         self.shape = local(parameter).shape
         self.noted()
+
+    def is_due(self, steps: int, debug: bool) -> bool:
+        """Replicas compare the gradient in this step: in the first, and then in one of _GRADIENT_STEPS; all with debug. steps: made."""
+        return debug or not self.agreed or self.turn % _GRADIENT_STEPS == steps % _GRADIENT_STEPS
 
     def noted(self) -> None:
         """The parameter is as Ballast wrote it, or took it over."""

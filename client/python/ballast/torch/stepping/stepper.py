@@ -9,9 +9,10 @@ import torch
 
 from ballast.errors import Error, warn
 from ballast.torch.group import roster as rosters
-from ballast.torch.group.agreement import Agreed, Collected, agree, check_values
+from ballast.torch.group.agreement import Agreed, Collected, agree, check_tied, check_values
 from ballast.torch.job import edits, registration, spec
 from ballast.torch.modes import plainly
+from ballast.torch.sharding.collectives import ORDER
 from ballast.torch.sharding.remote import remote_of
 from ballast.torch.stepping.members import gradient_of
 from ballast.torch.stepping.step import Step
@@ -44,8 +45,11 @@ class Stepper:
             job.open(for_step=True)
         exchange = job.exchange('step()')
         agreed = self._agreed(exchange)
+        self._follow(agreed)
         collected = agreed.collected
         collected.settle()
+        if agreed.roster.has_tied:
+            check_tied(exchange, agreed.roster, collected)
         if job.sharded is not None:
             job.sharded.settle(collected.gradients)
         if job.early is not None and (collected.fresh or not job.early.stands(collected.gradients)):
@@ -72,16 +76,33 @@ class Stepper:
         if job.sharded is not None:
             job.sharded.stepped()
 
+    def _follow(self, agreed: Agreed) -> None:
+        """A rank whose gradients have not gone does not see that others let theirs go: a frozen stage, an expert without tokens."""
+        job = self.job
+        job.drop_to(agreed.attempt + (agreed.torn is not None))
+        if agreed.torn is not None:
+            if job.sharded is not None:
+                job.sharded.failed()
+            raise Error(f'gradients of rank {agreed.torn} went to the servers in a pass that other ranks have let go; none count now: '
+                        'call zero_grad(), and run forward and backward again, on all ranks', 'RANKS_DIFFER')
+
     def _agreed(self, exchange: Exchange) -> Agreed:
-        if self.job.options.world_size > 1:
-            return agree(exchange, self.job.roster, self._collect)
+        job = self.job
+        if job.options.world_size > 1:
+            try:
+                return agree(exchange, job.roster, self._collect)
+            except Error as error:
+                if job.sharded is not None and error.reason == 'RANKS_DIFFER':  # on all ranks
+                    job.sharded.distrust()
+                raise
         collected = self._collect()
-        roster = rosters.gather(exchange, collected.lines()) if collected.fresh else self.job.roster
-        return Agreed(collected, roster, bool(collected.fresh), any(collected.edited), collected.edited, collected.present)
+        roster = rosters.gather(exchange, collected.lines()) if collected.fresh else job.roster
+        return Agreed(collected, roster, bool(collected.fresh), any(collected.edited), collected.edited, collected.present,
+                      collected.attempt, None)
 
     def _collect(self) -> Collected:
         job = self.job
-        gathers = {} if job.sharded is None else job.sharded.gathers.take()
+        orders = {} if job.sharded is None else ORDER.take()
         job.open(for_step=True)
         self.skipped = False
         if job.overlap is not None:
@@ -98,7 +119,7 @@ class Stepper:
         groups = [job.algorithm.hyper(group, job.options.optimizer) for group in job.param_groups]
         groups += groups[:1] * (job.options.group_count - len(groups))
         return Collected(fresh, members, gradients, edited, groups, lambda: registration.lines(job, members), job.progress.steps, job.debug,
-                         gathers)
+                         orders, job.session.attempt, job.sharded is not None and job.sharded.went, job.tied)
 
     def took(self, report: _native.Report, gradients: Sequence[torch.Tensor | None], scaled: bool) -> None:
         """A step has ended. gradients: by member. scaled: the caller looks for overflows."""
