@@ -457,6 +457,7 @@ def refused():
     loss_of(model, tokens).backward()
     p = model.blocks[1].up.weight
     said['read'] = told(lambda: p.sum().item())
+    said['address'] = told(lambda: p.to_local().data_ptr())
     said['whole'] = told(lambda: p.full_tensor())
     with torch.no_grad():
         said['write'] = told(lambda: p.mul_(2))

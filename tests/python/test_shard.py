@@ -186,6 +186,7 @@ SAYS = {
     'no optimizer': "parameter 'embed.weight' lives on Ballast's servers, and no optimizer says which",
     'twice': "parameter 'embed.weight' lives on the servers already",
     'read': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here, which aten.sum.default needs",
+    'address': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here, which its address needs",
     'whole': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here",
     'write': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here, which aten.mul_.Tensor needs",
     'to': "parameter 'embed.weight' lives on Ballast's servers and has no memory here, which aten._to_copy.default needs",

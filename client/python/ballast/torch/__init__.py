@@ -6,6 +6,7 @@ from ballast.torch.optimizers import SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion
 from ballast.torch.scaler import LossScaler
 from ballast.torch.sharding.gathered import gathered
 from ballast.torch.sharding.shard import shard
+from ballast.torch.tiled import TiledLinear
 
-__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Lion', 'LossScaler', 'export_state', 'gathered', 'import_state', 'shard',
-           'stash']
+__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Lion', 'LossScaler', 'TiledLinear', 'export_state', 'gathered',
+           'import_state', 'shard', 'stash']

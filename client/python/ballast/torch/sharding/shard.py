@@ -19,6 +19,7 @@ from ballast.torch.sharding.remote import Part, Remote, remote_of
 from ballast.torch.sharding.sharded import Sharded
 from ballast.torch.sharding.states import States
 from ballast.torch.sharding.unit import Unit
+from ballast.torch.tiled import TiledLinear
 
 # What FSDPModule is needed for came with this version; earlier ones were not tried.
 _TORCH = 2, 9
@@ -39,7 +40,8 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     parallelize_module or of experts before. A stage of a pipeline is a model: give it reshard_after_forward=False and the schedule
     scale_grads=False (the loss divides), and call resume() on all ranks before the first pass, for stages' passes do not begin together.
     mesh: of data parallelism; None: one of all ranks.
-    units: modules that are gathered one at a time; None: the members of each ModuleList that is in no other. The rest is one more unit.
+    units: modules that are gathered one at a time; None: the members of each ModuleList that is in no other, and the tiles of each
+    TiledLinear. The rest is one more unit.
     prefetch_bytes: memory of the host for pulls ahead of use, at least one unit's.
     push_early: gradients leave the trainer in backward, so nobody else can read or clip them (the optimizer's max_norm does).
     backwards: how many backward passes with gradient sync make a step.
@@ -175,7 +177,7 @@ def _wrap(model: nn.Module, mesh: Any, units: Iterable[nn.Module] | None, mp_pol
     from torch.distributed.fsdp import fully_shard
     arguments = {'mesh': mesh, 'mp_policy': mp_policy, 'reshard_after_forward': reshard_after_forward}
     arguments = {name: value for name, value in arguments.items() if value is not None}
-    units = _blocks(model) if units is None else list(units)
+    units = _chosen(model) if units is None else list(units)
     inside = set(model.modules())
     for unit in units:
         if unit not in inside or unit is model:
@@ -185,6 +187,12 @@ def _wrap(model: nn.Module, mesh: Any, units: Iterable[nn.Module] | None, mp_pol
     for unit in sorted(units, key=lambda unit: -depth[unit]):
         fully_shard(unit, **arguments)
     fully_shard(model, **arguments)
+
+
+def _chosen(model: nn.Module) -> list[nn.Module]:
+    """Units where none are given: blocks, and tiles wherever they are."""
+    tiles = [tile for module in model.modules() if isinstance(module, TiledLinear) for tile in module.tiles]
+    return list(dict.fromkeys([*_blocks(model), *tiles]))
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
