@@ -11,6 +11,8 @@ Usage: torch_shard.py [--json FILE] [--directory DIR] [--rounds N] [--turn N] [-
   --dram SIZE       the server's memory where its state is on NVMe (default 1GiB)
   --systems A,B     some of the systems below
   --profile DIR     rank 0 of each system writes cProfile's account of its turns there
+  --return-memory   trainers' malloc gives freed memory above 1 MiB back at once, so that peaks are what systems need and not what
+                    glibc keeps between allocations; page faults take time then
 
 All train one GPT on the same batches with AdamW and clipping (norm 1), as two ranks over gloo, on the CPU, one thread each, in bf16 with
 fp32 masters and moments. They take turns, so that a drift of the machine meets all of them.
@@ -63,6 +65,7 @@ def parse():
     parser.add_argument('--dram', default='1GiB')
     parser.add_argument('--threads', type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument('--profile')
+    parser.add_argument('--return-memory', action='store_true')
     parser.add_argument('--server', help=argparse.SUPPRESS)
     parser.add_argument('--worker', choices=WORKERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -168,8 +171,8 @@ class Fsdp2(Rank):
     def wrap(self, model):
         import torch
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-        policy = {'mesh': torch.distributed.init_device_mesh('cpu', (WORLD,)), 'mp_policy': MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-                  'offload_policy': CPUOffloadPolicy(pin_memory=False)}
+        policy = {'mesh': torch.distributed.init_device_mesh('cpu', (WORLD,)),
+                  'mp_policy': MixedPrecisionPolicy(param_dtype=torch.bfloat16), 'offload_policy': CPUOffloadPolicy(pin_memory=False)}
         model.float()
         for block in model.blocks:
             fully_shard(block, **policy)
@@ -254,7 +257,8 @@ class System:
         # The arguments of a rank.
         given = {key: getattr(args, key) for key in ('layers', 'width', 'length', 'turn', 'threads', 'profile')}
         given = argparse.Namespace(**given, server=self.server.address if self.server else None)
-        self.ranks = Ranks(__file__, name, given, directory, WORLD)
+        malloc = {'MALLOC_MMAP_THRESHOLD_': str(1 << 20)} if args.return_memory else {}
+        self.ranks = Ranks(__file__, name, given, directory, WORLD, **malloc)
         self.turns, self.server_cpu = [], []
 
     def turn(self):

@@ -116,14 +116,14 @@ class DeepSpeed(Trainer):
 class Worker:
     """A trainer in a process of its own: `script` run again with --worker NAME. Its stderr goes to a file."""
 
-    def __init__(self, script, name, args, directory, rank=0, world=1, port=0):
-        """port: of the ranks' rendezvous. Returns at once: answer() waits until the trainer is ready."""
+    def __init__(self, script, name, args, directory, rank=0, world=1, port=0, **variables):
+        """port: of the ranks' rendezvous. variables: of the environment. Returns at once: answer() waits until the trainer is ready."""
         flags = [f'--{flag.replace("_", "-")}={value}' for flag, value in vars(args).items()
                  if value is not None and flag not in ('json', 'rounds', 'directory', 'worker', 'parameters')]
         # DeepSpeed wants its rendezvous by environment. ninja is beside this interpreter in a venv.
         environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads), DS_ACCELERATOR='cpu', RANK=str(rank), LOCAL_RANK=str(rank),
                            WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port),
-                           PATH=os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH'])
+                           PATH=os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH'], **variables)
         self.name = name
         self.log = os.path.join(directory, f'{name}.{rank}.log')
         with open(self.log, 'w', encoding='utf-8') as log:
@@ -165,9 +165,9 @@ def started(script, name, args, directory):
 class Ranks:
     """`world` workers of one name that train together: each request goes to all of them, and all answer."""
 
-    def __init__(self, script, name, args, directory, world):
+    def __init__(self, script, name, args, directory, world, **variables):
         port = free_port()
-        self.workers = [Worker(script, name, args, directory, rank, world, port) for rank in range(world)]
+        self.workers = [Worker(script, name, args, directory, rank, world, port, **variables) for rank in range(world)]
         self._answers()
 
     def _answers(self):
