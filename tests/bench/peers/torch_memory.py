@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 
-from workers import HYPER, Trainer, Worker, make_model, status_bytes
+from workers import HYPER, Trainer, make_model, started, status_bytes
 
 MIB = 1 << 20
 HEADROOM = 256 * MIB
@@ -83,7 +83,7 @@ def main():
     peaks = {}
     try:
         for name in WORKERS:
-            worker = Worker(__file__, name, args, directory)
+            worker = started(__file__, name, args, directory)
             for step in range(args.steps):
                 worker.ask('step')
                 print(f'\r{name}: step {step + 1} of {args.steps}', end='', file=sys.stderr)

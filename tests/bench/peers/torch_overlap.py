@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-from workers import HYPER, Trainer, Worker, make_model, median
+from workers import HYPER, Trainer, make_model, median, started
 
 
 def parse():
@@ -87,7 +87,7 @@ def main():
     directory = tempfile.mkdtemp(prefix='torch_overlap.', dir=args.directory)
     times = {name: [] for name in WORKERS}
     try:
-        workers = {name: Worker(__file__, name, args, directory) for name in WORKERS}
+        workers = {name: started(__file__, name, args, directory) for name in WORKERS}
         for i in range(args.rounds + 1):
             for name, worker in workers.items():
                 came = worker.ask('step')

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+from fire.launcher import free_port
+
 CHUNK = 1 << 20
 HYPER = {'lr': 1e-5, 'betas': (0.9, 0.999), 'eps': 1e-8, 'weight_decay': 0.01}
 
@@ -15,8 +17,8 @@ def median(values):
     return values[len(values) // 2]
 
 
-def status_bytes(field):
-    return int(re.search(field + r':\s+(\d+) kB', open('/proc/self/status').read()).group(1)) * 1024
+def status_bytes(field, process='self'):
+    return int(re.search(field + r':\s+(\d+) kB', open(f'/proc/{process}/status').read()).group(1)) * 1024
 
 
 def make_model(args):
@@ -71,6 +73,17 @@ class Trainer:
         pass
 
 
+def deepspeed_engine(model, zero, hyper, clipping):
+    """zero: DeepSpeed's zero_optimization. aio is tuned for one disk."""
+    import deepspeed
+    config = {'train_micro_batch_size_per_gpu': 1, 'bf16': {'enabled': True}, 'gradient_clipping': clipping,
+              'optimizer': {'type': 'AdamW', 'params': hyper}, 'zero_optimization': zero,
+              'aio': {'block_size': 1 << 20, 'queue_depth': 32, 'intra_op_parallelism': 2, 'single_submit': False,
+                      'overlap_events': True}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
 class DeepSpeed(Trainer):
     """ZeRO-Infinity: stage 3, optimizer state on NVMe, a sub-group per layer, pipelined, tuned aio."""
     clipping = 0.0
@@ -81,13 +94,8 @@ class DeepSpeed(Trainer):
                                       'buffer_count': 12, 'pipeline_read': True, 'pipeline_write': True}}
 
     def start(self):
-        import deepspeed
-        config = {'train_micro_batch_size_per_gpu': 1, 'bf16': {'enabled': True}, 'gradient_clipping': self.clipping,
-                  'optimizer': {'type': 'AdamW', 'params': HYPER}, 'zero_optimization': self.zero(),
-                  'aio': {'block_size': 1 << 20, 'queue_depth': 32, 'intra_op_parallelism': 2, 'single_submit': False,
-                          'overlap_events': True}}
         model = make_model(self.args)
-        self.forward, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        self.forward = deepspeed_engine(model, self.zero(), HYPER, self.clipping)
         self.first = model[0].weight
 
     def step(self):
@@ -108,20 +116,20 @@ class DeepSpeed(Trainer):
 class Worker:
     """A trainer in a process of its own: `script` run again with --worker NAME. Its stderr goes to a file."""
 
-    def __init__(self, script, name, args, directory):
+    def __init__(self, script, name, args, directory, rank=0, world=1, port=0, **variables):
+        """port: of the ranks' rendezvous. variables: of the environment. Returns at once: answer() waits until the trainer is ready."""
         flags = [f'--{flag.replace("_", "-")}={value}' for flag, value in vars(args).items()
                  if value is not None and flag not in ('json', 'rounds', 'directory', 'worker', 'parameters')]
-        # Of one process: DeepSpeed wants its rendezvous by environment. ninja is beside this interpreter in a venv.
-        environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads), DS_ACCELERATOR='cpu', RANK='0', LOCAL_RANK='0',
-                           WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='0',
-                           PATH=os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH'])
+        # DeepSpeed wants its rendezvous by environment. ninja is beside this interpreter in a venv.
+        environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads), DS_ACCELERATOR='cpu', RANK=str(rank), LOCAL_RANK=str(rank),
+                           WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port),
+                           PATH=os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH'], **variables)
         self.name = name
-        self.log = os.path.join(directory, name + '.log')
+        self.log = os.path.join(directory, f'{name}.{rank}.log')
         with open(self.log, 'w', encoding='utf-8') as log:
             self.process = subprocess.Popen(
                 [sys.executable, os.path.abspath(script), '--worker', name, '--directory', directory, *flags],
                 env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-        self.answer()
 
     def answer(self):
         line = self.process.stdout.readline()
@@ -131,21 +139,63 @@ class Worker:
             raise ChildProcessError(f'{self.name} ended with {self.process.returncode}:\n{tail}')
         return json.loads(line)
 
-    def ask(self, request):
+    def say(self, request):
         self.process.stdin.write(request + '\n')
         self.process.stdin.flush()
+
+    def ask(self, request):
+        self.say(request)
         return self.answer()
 
     def stop(self):
         self.process.stdin.close()
         self.process.wait()
 
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
+def started(script, name, args, directory):
+    worker = Worker(script, name, args, directory)
+    worker.answer()
+    return worker
+
+
+class Ranks:
+    """`world` workers of one name that train together: each request goes to all of them, and all answer."""
+
+    def __init__(self, script, name, args, directory, world, **variables):
+        port = free_port()
+        self.workers = [Worker(script, name, args, directory, rank, world, port, **variables) for rank in range(world)]
+        self._answers()
+
+    def _answers(self):
+        try:
+            return [worker.answer() for worker in self.workers]
+        except ChildProcessError:
+            for worker in self.workers:
+                worker.kill()  # else they wait for the one that has ended
+            raise
+
+    def ask(self, request):
+        """By rank."""
+        for worker in self.workers:
+            worker.say(request)
+        return self._answers()
+
+    def stop(self):
+        for worker in self.workers:
+            worker.process.stdin.close()
+        for worker in self.workers:
+            worker.process.wait()
+
 
 def take_turns(script, names, args, directory):
     """Starts these trainers and steps them in turns, then checks that they did the same. By name: the answers of the measured
     steps; the peak of what was resident meanwhile, in bytes."""
     import torch
-    workers = {name: Worker(script, name, args, directory) for name in names}
+    workers = {name: started(script, name, args, directory) for name in names}
     files = {name: os.path.join(directory, name + '.pt') for name in (*names, 'start')}
     workers[names[0]].ask(f'save {files["start"]}')
     taken = {name: [] for name in names}

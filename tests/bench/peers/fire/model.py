@@ -79,9 +79,9 @@ class Gpt(torch.nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def make_model(dtype: torch.dtype) -> Gpt:
-    """The same values in every process."""
-    model = Gpt()
+def make_model(dtype: torch.dtype, **sizes: int) -> Gpt:
+    """The same values in every process. sizes: Gpt's arguments."""
+    model = Gpt(**sizes)
     generator = torch.Generator().manual_seed(SEED)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
