@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -484,9 +484,15 @@ def refused():
     part = made()
     fully_shard(part.blocks[0])
     said['outside'] = told(lambda: bt.shard(part))
-    version, torch.__version__ = torch.__version__, '2.8.1'
+    version, torch.__version__ = torch.__version__, '2.7.1'
     said['version'] = told(lambda: bt.shard(made()))
     torch.__version__ = version
+    kept = FSDPModule.__dict__.get('set_custom_all_gather')
+    if kept is not None:
+        del FSDPModule.set_custom_all_gather
+    said['collectives'] = told(lambda: bt.shard(made(), gather='q8'))
+    if kept is not None:
+        FSDPModule.set_custom_all_gather = kept
     with torch.device('meta'):
         bare = nn.ParameterDict({'lone': nn.Parameter(torch.empty(4, 4))})
         buffered = nn.BatchNorm1d(4)

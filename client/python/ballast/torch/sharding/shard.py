@@ -21,8 +21,8 @@ from ballast.torch.sharding.states import States
 from ballast.torch.sharding.unit import Unit
 from ballast.torch.tiled import TiledLinear
 
-# What FSDPModule is needed for came with this version; earlier ones were not tried.
-_TORCH = 2, 9
+# FSDP2 of 2.6 does not run on CPUs, so that it could not be tried. Before 2.9 nothing can replace FSDP2's collectives.
+_TORCH = 2, 8
 _PREFETCH_BYTES = 256 << 20
 
 
@@ -56,8 +56,8 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     In passes: RANK_MISSING where ranks do not come to a gather within the optimizer's step_timeout, on CPUs. Local: no rank waits for
     another."""
     _check(model, offload_policy, reshard_after_forward, prefetch_bytes, backwards)
-    _check_collectives(gather, reduce, second)
     from torch.distributed.fsdp import FSDPModule
+    _check_collectives(FSDPModule, gather, reduce, second)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         given = {'mesh': mesh, 'units': units, 'mp_policy': mp_policy, 'reshard_after_forward': reshard_after_forward}
         extra = [name for name, value in given.items() if value is not None]
@@ -70,7 +70,7 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed,
                       ''.join(f', {name}={value}' for name, value in how.items() if value is not None))
     for wrapped, unit in _replace(model, sharded, FSDPModule, getattr(mp_policy, 'param_dtype', None)).items():
-        if not _has_own_meshes(wrapped):
+        if hasattr(wrapped, 'set_custom_all_gather') and not _has_own_meshes(wrapped):
             unit.gather = Gather(unit, gather == 'q8', None if second is None else second.get_group())
             wrapped.set_custom_all_gather(unit.gather)
             if reduce is not None:
@@ -127,7 +127,10 @@ def _check(model: nn.Module, offload_policy: Any, reshard_after_forward: Any, pr
             raise Error(f"parameter '{name}' lives on the servers already: shard() was called before", 'BAD_REQUEST')
 
 
-def _check_collectives(gather: Any, reduce: Any, second: Any) -> None:
+def _check_collectives(fsdp_module: type, gather: Any, reduce: Any, second: Any) -> None:
+    if not hasattr(fsdp_module, 'set_custom_all_gather') and (gather, reduce, second) != (None, None, None):
+        raise Error('shard(gather=, reduce=, second=) replaces collectives of FSDP2, which needs torch 2.9 or later, and this is '
+                    f'{torch.__version__}: leave them out', 'UNSUPPORTED')
     for name, value in (('gather', gather), ('reduce', reduce)):
         if value not in (None, 'q8'):
             raise Error(f"shard({name}={value!r}): expected None or 'q8'; dtypes of gathers and reductions are mp_policy's", 'BAD_CONFIG')
