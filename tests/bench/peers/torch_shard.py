@@ -380,10 +380,12 @@ def main():
         return 0
     directory = tempfile.mkdtemp(prefix='torch_shard.', dir=args.directory)
     try:
-        rows = [row for names in names_of(args) for row in side_by_side(names, args, directory)]
+        rows = []
+        for names in names_of(args):
+            rows += side_by_side(names, args, directory)
+            show(rows, args)
     finally:
         shutil.rmtree(directory)
-    show(rows, args)
     ratios = compare(rows)
     if args.json:
         with open(args.json, 'w', encoding='utf-8') as file:

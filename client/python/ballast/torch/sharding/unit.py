@@ -37,9 +37,8 @@ class Unit:
         """Of one pull. width: of an element."""
         return width * sum(part.padded.numel() for part in self.parts)
 
-    def staged(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Memory of the host for one pull: a padded piece for each part, end to end, zero behind a part's elements."""
-        memory = torch.empty(sum(part.padded.numel() for part in self.parts), dtype=dtype, device='cpu')
+    def pieces(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """memory: of the host, for one pull. A padded piece of it for each part, end to end, zero behind a part's elements."""
         pieces = list(memory.split([part.padded.numel() for part in self.parts]))
         for part, piece in zip(self.parts, pieces):
             piece[part.elements:].zero_()
