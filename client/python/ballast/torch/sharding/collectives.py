@@ -6,6 +6,7 @@ Source: Wang et al., ZeRO++: Extremely Efficient Collective Communication for Gi
 from __future__ import annotations
 
 import datetime
+import math
 import time
 import zlib
 from collections.abc import Sequence
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
 # Elements that share a scale: 4 bytes beside as many bytes of values.
 BLOCK = 64
 _MOST = 127
-# Its name since torch 2.13, and before.
+# Their names since torch 2.13, and before.
 _all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
 # Of the bytes that ranks exchange; keys of stats().
 WAYS = 'gather_bytes', 'node_bytes', 'reduce_bytes'
+_reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
 # A rank that has waited so long in a gather says so to the others.
 _SAY_SECONDS = 2.0
 # Units that ranks tell each other where their gathers differ.
@@ -66,7 +68,11 @@ class _Wire:
         self._unit = unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        """FSDP2's buffers of the unit's collectives; a rank's part of the reduced gradients stays in one until it is pushed."""
+        if torch.device(device).type != 'cpu':
+            return torch.empty(*size, dtype=dtype, device=device)
+        with torch.inference_mode(False):
+            return self._unit.model.memory.take(math.prod(size), dtype).view(*size)
 
     def _count(self, way: str, group: Any, *sent: torch.Tensor) -> None:
         """sent: by each rank to each other rank."""
@@ -200,6 +206,13 @@ class Gather(_Wire):
         self._together('node', whole, self._second, self._node)
         self._count('node_bytes', self._node, self._second)
         output.copy_(whole[:output.numel()])
+
+
+class Reduce(_Wire):
+    """A unit's reduce-scatter. Threads: as Gather."""
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
 class QuantizedReduce(_Wire):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import mmap
 import time
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,28 +14,12 @@ from ballast.errors import Error
 if TYPE_CHECKING:
     from ballast import _native
     from ballast.torch.job.job import Job
+    from ballast.torch.sharding.memory import Memory
     from ballast.torch.sharding.unit import Unit
 
 # Gathers of one step, or of passes without a step, that are remembered.
 _GATHERS_MAX = 1 << 16
 _DTYPES = {'f32': torch.float32, 'bf16': torch.bfloat16, 'f16': torch.float16}
-
-
-class _Memory:
-    """The host's memory for pulls. A part is taken again once no tensor uses it: new memory costs a page fault every 4 KiB, and parts of
-    malloc's heap that come and go leave gaps. Holds as much as was in use at one time. Threads: any, for the end of tensors."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[mmap.mmap]] = {}  # by bytes
-
-    def take(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """elements: at least one."""
-        free = self._free.setdefault(elements * dtype.itemsize, [])
-        memory = free.pop() if free else mmap.mmap(-1, elements * dtype.itemsize)
-        # The tensor's storage keeps the view, and the view tells when the storage has ended.
-        view = memoryview(memory)
-        weakref.finalize(view, free.append, memory).atexit = False
-        return torch.frombuffer(view, dtype=dtype)
 
 
 class _Pull(NamedTuple):
@@ -63,10 +45,11 @@ class Pulls:
     """The order of a step's gathers is that of the step before, until it changes: then the gather that was not foreseen waits for its
     pull, and the order goes on from there. Threads: one at a time."""
 
-    def __init__(self, job: Callable[[], Job], bytes_max: int) -> None:
-        """job(): the job, opened. bytes_max: bound on the memory of pulls ahead of use; one unit is always pulled ahead."""
+    def __init__(self, job: Callable[[], Job], bytes_max: int, memory: Memory) -> None:
+        """job(): the job, opened. bytes_max: bound on the memory of pulls ahead of use; one unit is always pulled ahead. memory: for
+        pulls."""
         self._job, self._bytes_max = job, bytes_max
-        self._memory = _Memory()
+        self._memory = memory
         self._indices: dict[Unit, list[int]] = {}  # of the session's tensors
         self._under_way: dict[Unit, list[_Pull]] = {}  # oldest first: a unit may be gathered again soon, as forward's last one is
         self._order: list[Unit] = []  # expected gathers: those of the last step

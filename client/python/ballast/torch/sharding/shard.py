@@ -14,7 +14,7 @@ from ballast.errors import Error
 from ballast.torch.arguments import flag
 from ballast.torch.group import placement, ranks
 from ballast.torch.job.naming import unwrapped
-from ballast.torch.sharding.collectives import Gather, QuantizedReduce
+from ballast.torch.sharding.collectives import Gather, QuantizedReduce, Reduce
 from ballast.torch.sharding.remote import Part, Remote, remote_of
 from ballast.torch.sharding.sharded import Sharded
 from ballast.torch.sharding.states import States
@@ -73,8 +73,7 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
         if hasattr(wrapped, 'set_custom_all_gather') and not _has_own_meshes(wrapped):
             unit.gather = Gather(unit, gather == 'q8', None if second is None else second.get_group())
             wrapped.set_custom_all_gather(unit.gather)
-            if reduce is not None:
-                wrapped.set_custom_reduce_scatter(QuantizedReduce(unit))
+            wrapped.set_custom_reduce_scatter(Reduce(unit) if reduce is None else QuantizedReduce(unit))
     States(model, sharded)
     for outermost in _outermost(model, FSDPModule):
         outermost.register_forward_pre_hook(_Begin(FSDPModule), prepend=True)
@@ -163,9 +162,9 @@ def _check_wrapped(model: nn.Module, fsdp_module: type, gather: Any, reduce: Any
             raise Error(f"shard(gather=, reduce=, second=): parameters gathered with '{first}' are over several meshes; expected one",
                         'UNSUPPORTED')
         for group in _fsdp_groups(module):
-            for kind, is_needed in (('_all_gather_comm', True), ('_reduce_scatter_comm', reduce is not None)):
+            for kind in ('_all_gather_comm', '_reduce_scatter_comm'):
                 comm = getattr(group, kind, None)
-                if is_needed and comm is not None and not type(comm).__name__.startswith('Default'):
+                if comm is not None and not type(comm).__name__.startswith('Default'):
                     raise Error(f"the module of parameter '{first}' has a {type(comm).__name__} of its own, and shard() sets one: leave "
                                 'out set_custom_all_gather, set_custom_reduce_scatter and '
                                 'set_allocate_memory_from_process_group_for_comm', 'UNSUPPORTED')

@@ -13,6 +13,7 @@ import torch
 from ballast.errors import Error
 from ballast.torch.group import ranks
 from ballast.torch.sharding.collectives import WAYS
+from ballast.torch.sharding.memory import Memory
 from ballast.torch.sharding.pulls import Pulls
 from ballast.torch.sharding.pushes import Pushes
 from ballast.torch.sharding.remote import Part, remote_of
@@ -36,7 +37,8 @@ class Sharded:
         self.parameters: dict[Part, torch.Tensor] = {}
         self.tensors: dict[Part, str] = {}  # the job's names
         self.values = Values(seed)
-        self.pulls = Pulls(self.open, prefetch_bytes)
+        self.memory = Memory()
+        self.pulls = Pulls(self.open, prefetch_bytes, self.memory)
         self.pushes = Pushes(backwards) if push_early else None
         self.wire = collections.Counter(dict.fromkeys(WAYS, 0))  # bytes that this rank received
         self.how = how

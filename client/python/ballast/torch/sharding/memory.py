@@ -1,0 +1,31 @@
+"""The host's memory for what comes and goes with each unit: pulls, and the buffers of gathers and reductions."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
+import torch
+
+# Smaller buffers are malloc's.
+_BYTES_MIN = 1 << 20
+
+
+class Memory:
+    """A buffer is taken again once no tensor uses it: new memory costs a page fault every 4 KiB, and buffers of malloc's heap that come and
+    go leave gaps. Holds as much as was in use at one time. Threads: any, for the end of tensors."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[mmap.mmap]] = {}  # by bytes
+
+    def take(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of one dimension, its elements whatever the buffer had."""
+        size = elements * dtype.itemsize
+        if size < _BYTES_MIN:
+            return torch.empty(elements, dtype=dtype, device='cpu')
+        free = self._free.setdefault(size, [])
+        memory = free.pop() if free else mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # The tensor's storage keeps the view, and the view tells when the storage has ended.
+        view = memoryview(memory)
+        weakref.finalize(view, free.append, memory).atexit = False
+        return torch.frombuffer(view, dtype=dtype)
