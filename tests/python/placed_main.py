@@ -318,6 +318,12 @@ def gathered(model):
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in model.named_parameters()}
 
 
+def close(optimizer):
+    """The first rank's close() ends the server, which others may still pull from."""
+    dist.barrier()
+    optimizer.close()
+
+
 MAX_NORM = 0.02
 
 
@@ -338,7 +344,7 @@ def norms():
         model[-1].norm.weight.grad[0] = float('nan')
     optimizer.step()
     skipped = optimizer.last_step_skipped and all(torch.equal(value, before[name]) for name, value in own(model).items())
-    optimizer.close()
+    close(optimizer)
     return torch.tensor(losses), torch.tensor(norms), gathered(model), skipped, alone(STEPS, MAX_NORM)
 
 
@@ -356,7 +362,7 @@ def other_divisions():
             optimizer.zero_grad()
             losses.append(step(i))
             optimizer.step()
-        optimizer.close()
+        close(optimizer)
     return torch.tensor(losses), gathered(model), alone(5 * len(divisions))
 
 
@@ -449,7 +455,7 @@ def state_of_stages():
         first = next(iter(state['state'].values()))
         first['exp_avg'] = first['exp_avg'] + 1
     differs = told(lambda: optimizer.load_state_dict(state))
-    optimizer.close()
+    close(optimizer)
     return loaded, same, differs, exported
 
 
@@ -466,13 +472,13 @@ def kept_back():
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     descending = weight.full_tensor().detach().flatten()
-    optimizer.close()
+    close(optimizer)
     lone = nn.Parameter(torch.ones(3)) if rank == 0 else nn.Parameter(torch.ones(3), requires_grad=False)
     optimizer = bt.AdamW([(f'weight{rank}', lone)], dram='64MiB', threads=1, name='lone', step_timeout=60.0, lr=0.5, weight_decay=0.0)
     if rank == 0:
         lone.grad = torch.ones(3)
     optimizer.step()
-    optimizer.close()
+    close(optimizer)
     return missing, descending, lone.detach().clone()
 
 
@@ -495,16 +501,14 @@ def differing():
             model, _ = made(name, lambda model, take=take: take(touched(model)), wrap)
             optimizer = ours(model, f'values_{name}_{with_shard}')
             values = told(optimizer.resume)
-            dist.barrier()
-            optimizer.close()
+            close(optimizer)
             model, step = made(name, take, wrap)
             optimizer = ours(model, f'gradients_{name}_{with_shard}')
             optimizer.resume()
             step(0)
             touched(model, gradients=True)
             said[name, with_shard] = values, told(optimizer.step)
-            dist.barrier()
-            optimizer.close()
+            close(optimizer)
     return said
 
 
@@ -551,7 +555,7 @@ def run(name):
     model, step = made(name)
     optimizer = ours(model, name)
     came = train(model, optimizer, step)
-    optimizer.close()
+    close(optimizer)
     return theirs, came
 
 
@@ -564,8 +568,7 @@ def run_sharded(name):
         optimizer = ours(model, f'sharded_{name}_{push_early}')
         optimizer.resume()
         results.append(train(model, optimizer, step, steps))
-        dist.barrier()  # the first rank's close() ends the server
-        optimizer.close()
+        close(optimizer)
     return results
 
 
