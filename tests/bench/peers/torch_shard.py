@@ -7,7 +7,7 @@ Usage: torch_shard.py [--json FILE] [--directory DIR] [--rounds N] [--turn N] [-
   --rounds N        turns of each system (default 3), in alternating order
   --turn N          measured steps of a turn (default 2), behind one that is not measured
   --layers N        blocks of the model (default 16: 203M parameters); --parameters N: as many blocks as come nearest
-  --width, --length width of the model (default 1024), tokens of a rank's row (default 512)
+  --width, --length width of the model (default 1024), tokens of a rank's row (default 128)
   --dram SIZE       the server's memory where its state is on NVMe (default 1GiB)
   --systems A,B     some of the systems below
   --profile DIR     rank 0 of each system writes cProfile's account of its turns there
@@ -61,7 +61,7 @@ def parse():
     parser.add_argument('--layers', type=int)
     parser.add_argument('--parameters', type=int, default=203_000_000)
     parser.add_argument('--width', type=int, default=1024)
-    parser.add_argument('--length', type=int, default=512)
+    parser.add_argument('--length', type=int, default=128)
     parser.add_argument('--dram', default='1GiB')
     parser.add_argument('--threads', type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument('--profile')
