@@ -33,13 +33,15 @@ NAMED = {
     'super-light-purple': '#deb6f2',
 }
 STYLE = """body{margin:0;background:#111217;color:#ccccdc;font:12px DejaVu Sans,sans-serif}#grid{position:relative;margin:0 0 0 8px}
-.panel{position:absolute;background:#181b1f;border:1px solid #2c3235;border-radius:3px;overflow:hidden}h3{font-size:12px;font-weight:500;margin:6px 8px}
-.row{position:absolute;padding:9px 2px;font-size:13px}.stat{display:flex;justify-content:center;gap:22px;text-align:center;padding-top:12px}
-.stat b{display:block;font-size:28px;font-weight:500}.stat span{color:#8e8e9e;font-size:11px}.none{text-align:center;padding-top:26px;color:#777}
+.panel{position:absolute;background:#181b1f;border:1px solid #2c3235;border-radius:3px;overflow:hidden}
+h1{font-size:15px;font-weight:500;margin:0;padding:10px 8px}h3{font-size:12px;font-weight:500;margin:6px 8px}small{color:#8e8e9e;font-weight:400}
+.row{position:absolute;padding:9px 2px;font-size:13px}.none{text-align:center;padding-top:26px;color:#777}
+.stat{display:flex;justify-content:center;gap:22px;text-align:center;padding-top:12px}
+.stat b{display:block;font-size:28px;font-weight:500}.stat span{color:#8e8e9e;font-size:11px}
 svg text{fill:#8e8e9e;font-size:10px}.legend{font-size:10.5px;line-height:15px;padding:0 8px;white-space:nowrap}
 .legend i{display:inline-block;width:12px;height:3px;margin:3px 6px 3px 0}.legend b{float:right;font-weight:400;color:#8e8e9e}
-table{border-collapse:collapse;width:100%;font-size:11.5px}th{color:#8ab8ff;font-weight:500}th,td{text-align:left;padding:4px 8px;border-bottom:1px solid #2c3235}
-h1{font-size:15px;font-weight:500;margin:0;padding:10px 8px}small{color:#8e8e9e;font-weight:400}"""
+table{border-collapse:collapse;width:100%;font-size:11.5px}th{color:#8ab8ff;font-weight:500}
+th,td{text-align:left;padding:4px 8px;border-bottom:1px solid #2c3235}"""
 
 
 def show(value, unit, decimals=None):
@@ -96,9 +98,8 @@ class Picture:
                 continue
             draw = {'stat': self.stat, 'timeseries': self.series, 'heatmap': self.heatmap, 'table': self.table}[panel['type']]
             body = draw(panel, answered, width, height) if any(series for _, series in answered) else '<div class=none>No data</div>'
-            drawn.append(
-                f'<div class=panel title="{html.escape(panel["description"])}" style="{place};height:{height}px"><h3>{title}</h3>{body}</div>'
-            )
+            hover = html.escape(panel['description'])
+            drawn.append(f'<div class=panel title="{hover}" style="{place};height:{height}px"><h3>{title}</h3>{body}</div>')
         pixels = HEADER + bottom * LINE
         when = time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(self.end))
         return pixels, (
