@@ -17,6 +17,7 @@ import yaml
 BY_PROMTOOL = {
     'BallastUneven': 'needs an hour of real time, and servers that were added to a job',
     'BallastVersionSkew': 'needs two versions of Ballast',
+    'BallastBusy': 'needs answers of 64 MiB that clients do not take, or 32768 requests that wait',
     'BallastLogFull': 'the log of a job is reserved so large that a slow disk holds steps up elsewhere first (test_disks: no push waited)',
     'BallastCertificateExpires': 'no server exports ballast_tls_not_after_timestamp_seconds yet',
     'BallastTlsReloadFailed': 'no server exports ballast_tls_reloads_total yet',
@@ -142,7 +143,7 @@ def test_jobs():
 
 
 def test_disks():
-    """A slow disk; a disk that fills; a trainer that is started again and again while the disk is full; a disk that hangs."""
+    """A slow disk; a disk that fills; a trainer that is started again and again while the disk is full."""
     ops.need(ops.BIN / 'train_bytes_lm')
     disk, small = faults.SlowDisk(), faults.SmallDisk('small', 200)
     servers = [watched.Server(0).start(*disk.into), watched.Server(1, small.folder / 'data').start()]
@@ -163,16 +164,8 @@ def test_disks():
     watch.fires('BallastDiskFull', 'BallastErrors', 'BallastDiskSlow', 'BallastSlowerThanPlanned', since=began)
     small.empty()
     watched.end(*refused)
-    disk.limit(operations_per_second=1)
-    calls = []
-    while not watch.hook.seen('BallastBusy'):
-        assert time.monotonic() < end, watch.hook.events
-        calls.append(ops.start(ops.BIN / 'ballastctl', 'budget', '--dram', '14MiB', '--servers', servers[0].listen, log='budget.log'))
-        time.sleep(0.2)
-    watch.fires('BallastBusy', since=began)
     disk.limit()
-    watched.end(*calls)
-    watch.resolves('BallastDiskFull', 'BallastErrors', 'BallastDiskSlow', 'BallastSlowerThanPlanned', 'BallastBusy', since=began)
+    watch.resolves('BallastDiskFull', 'BallastErrors', 'BallastDiskSlow', 'BallastSlowerThanPlanned', since=began)
     watch.silent('BallastLogFull')
 
 
