@@ -198,6 +198,7 @@ void Tell(const nb::object& ready, absl::Span<const size_t> tensors) {
 // Calls `source` for the values of a tensor, and keeps them in `given`. Throws std::runtime_error if `source` raises.
 client::TensorMemory Given(const nb::object& source, size_t tensor, std::optional<Array>* given) {
   const nb::gil_scoped_acquire lock;
+  std::string why = "no tensor came";
   try {
     *given = nb::cast<Array>(source(tensor));
     client::TensorMemory memory;
@@ -205,11 +206,10 @@ client::TensorMemory Given(const nb::object& source, size_t tensor, std::optiona
     memory.parameter_dtype = DtypeOf((*given)->dtype());
     return memory;
   } catch (nb::python_error& error) {
-    error.restore();
-    PyErr_Clear();
-  } catch (const nb::cast_error&) {  // no tensor came
+    why = nb::str(error.value()).c_str();
+  } catch (const nb::cast_error&) {
   }
-  throw std::runtime_error(absl::StrCat("no values came of tensor ", tensor));
+  throw std::runtime_error(absl::StrCat("no values came of tensor ", tensor, ": ", why));
 }
 
 // Keeps the arrays' tensors. It may end on any thread.
