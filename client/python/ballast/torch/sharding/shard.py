@@ -22,7 +22,7 @@ from ballast.torch.sharding.unit import Unit
 from ballast.torch.tiled import TiledLinear
 
 # FSDP2 of 2.6 does not run on CPUs, so that it could not be tried. Before 2.9 nothing can replace FSDP2's collectives.
-_TORCH = 2, 8
+_TORCH = 2, 7
 _PREFETCH_BYTES = 256 << 20
 
 
