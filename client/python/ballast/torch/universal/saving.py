@@ -215,7 +215,7 @@ def _write_parts(job: Job, folder: str, parts: list[_Part]) -> None:
             _save({'cat_dim': 0, layout.PARAM: value}, os.path.join(place, layout.FILES[what]))
             progress.add(4 * value.numel())
         if part.trained:
-            # torch's optimizers want a tensor, and DeepSpeed's a number, which they make of it.
+            # torch's optimizers want a tensor; DeepSpeed's make a number of it.
             _save(torch.tensor(float(part.steps), dtype=torch.float32, device='cpu'), os.path.join(place, layout.STEP))
 
 
@@ -227,7 +227,8 @@ def _optimizer_state(job: Job, parts: list[_Part]) -> dict[str, Any]:
     # ZeRO-3 gives the hyper-parameters of the first group to all: those that are not the same everywhere are left to its configuration.
     common = {key: value for key, value in groups[0].items() if key == 'params' or all(group[key] == value for group in groups)}
     steps = next((part.steps for part in parts if part.trained), 0)
-    state = {g: {'step': torch.tensor(float(steps), dtype=torch.float32, device='cpu')} for g in range(len(groups))}
+    # A number, since ZeRO-3 gives the one of the first group to all: a tensor they would share, and each count up.
+    state = {g: {'step': steps} for g in range(len(groups))}
     return {'ds_version': layout.VERSION, 'param_groups': groups, 'optimizer_state_dict': {'state': state, 'param_groups': [common]}}
 
 
