@@ -35,13 +35,11 @@ def groups_of(model, named=False):
             for part, decay in zip(parts, (DECAY, 0.0))]
 
 
-def batch(step, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1000 * step + (dist.get_rank() if dist.is_initialized() else 0))
-    return torch.randn(ROWS, 13, generator=generator).to(dtype)
-
-
-def loss_of(model, step, dtype=torch.float32):
-    return (model(batch(step, dtype)).float() - step / 10).square().mean()
+def loss_of(model, step, dtype=torch.float32, rank=None):
+    """rank: whose batch; None for this one's."""
+    rank = dist.get_rank() if rank is None else rank
+    batch = torch.randn(ROWS, 13, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return (model(batch.to(dtype)).float() - step / 10).square().mean()
 
 
 # --- DeepSpeed
@@ -54,7 +52,8 @@ def engine_of(stage, model, universal=False):
     optimizer = (DeepSpeedCPUAdam if stage == 3 else torch.optim.AdamW)(groups_of(model), **ARGUMENTS)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={
         'train_micro_batch_size_per_gpu': ROWS, 'zero_optimization': {'stage': stage}, 'zero_allow_untested_optimizer': True,
-        'zero_force_ds_cpu_optimizer': False, 'bf16': {'enabled': dtype == torch.bfloat16}, 'gradient_clipping': 0.0, 'checkpoint': {'load_universal': universal}})
+        'zero_force_ds_cpu_optimizer': False, 'bf16': {'enabled': dtype == torch.bfloat16}, 'gradient_clipping': 0.0,
+        'checkpoint': {'load_universal': universal}})
     return engine
 
 
@@ -94,6 +93,13 @@ def save_converted(engine, folder):
 
 # --- the fixtures
 
+def _plain(entry):
+    """An archive's entry without traces of the machine."""
+    entry.mtime = entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ''
+    return entry
+
+
 def main():
     import deepspeed
     deepspeed.init_distributed('gloo')
@@ -114,7 +120,7 @@ def main():
                            root / 'expected.pt')
                 with tarfile.open(here / f'universal_zero{stage}.tar.gz', 'w:gz') as archive:
                     for name in (f'global_step{BEFORE}_universal', 'latest_universal', 'expected.pt'):
-                        archive.add(root / name, name, filter=lambda entry: entry.replace(mtime=0, uid=0, gid=0, uname='', gname=''))
+                        archive.add(root / name, name, filter=_plain)
             dist.barrier()
 
 

@@ -1,5 +1,6 @@
-"""One rank of test_universal.py: universal_main.py FOLDER, with torch's variables; DeepSpeed and Ballast train by turns. Writes what
-came of each way to FOLDER/found-RANK.pt, or the traceback."""
+"""One rank of test_universal.py: universal_main.py WHAT FOLDER, with torch's variables. 'deepspeed': DeepSpeed and Ballast train by turns.
+'alone': FOLDER/zero1 and FOLDER/zero3 are what DeepSpeed left, and Ballast goes on. Writes what came of each way to FOLDER/found-RANK.pt,
+or the traceback."""
 import os
 import pathlib
 import sys
@@ -7,11 +8,25 @@ import traceback
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from universal_deepspeed import (AFTER, ARGUMENTS, BEFORE, engine_losses, engine_of, engine_state, groups_of, loss_of, model_of,
-                                 save_converted)
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from universal_deepspeed import (
+    AFTER,
+    ARGUMENTS,
+    BEFORE,
+    engine_losses,
+    engine_of,
+    engine_state,
+    groups_of,
+    loss_of,
+    model_of,
+    save_converted,
+)
 
 import ballast.torch as bt
+from ballast import Error
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -22,7 +37,13 @@ def fsdp2(model):
     return fully_shard(model)
 
 
-KINDS = {'plain': lambda model: model, 'fsdp2': fsdp2, 'shard': bt.shard}
+def tensor_parallel(model):
+    """Columns of one weight and rows of the other, neither of which divide by two ranks."""
+    return parallelize_module(model, init_device_mesh('cpu', (dist.get_world_size(),)), {
+        '0': RowwiseParallel(input_layouts=Replicate()), '3': ColwiseParallel(output_layouts=Replicate())})
+
+
+KINDS = {'plain': lambda model: model, 'fsdp2': fsdp2, 'shard': bt.shard, 'tensor': tensor_parallel}
 
 
 def ours(model, name, **more):
@@ -104,7 +125,34 @@ def out_of_ballast(folder, kind, dtype, stages):
     return found
 
 
-def main(folder):
+def without_deepspeed(folder):
+    dist.init_process_group('gloo')
+    found = {}
+    for stage, kinds in ((1, ['fsdp2', 'tensor', 'shard']), (3, ['shard', 'plain'])):
+        place = folder / f'zero{stage}'
+        for kind in kinds:
+            model = KINDS[kind](model_of(width=7))
+            optimizer = ours(model, f'alone-{stage}-{kind}', lr=0.5)
+            bt.load_universal(optimizer, place)
+            place = folder / f'again-{stage}-{kind}'
+            found[stage, kind] = {'state': state_of(optimizer)}
+            bt.save_universal(optimizer, place)
+            if kind != 'tensor':  # whose ranks have one batch
+                found[stage, kind]['losses'] = losses(model, optimizer, kind, BEFORE, AFTER)
+            closed(optimizer)
+    # What is wrong for one rank is so for all, and nothing is changed.
+    model = fsdp2(model_of(width=7))
+    optimizer = ours(model, 'refused')
+    own = folder / ('zero1' if dist.get_rank() == 0 else 'not there')
+    try:
+        bt.load_universal(optimizer, own)
+        found['refused'] = None
+    except Error as error:
+        found['refused'] = str(error)
+    return found
+
+
+def with_deepspeed(folder):
     import deepspeed
     deepspeed.init_distributed('gloo')
     alone, found = dist.get_world_size() == 1, {}
@@ -122,9 +170,9 @@ def main(folder):
 
 if __name__ == '__main__':
     os.environ.setdefault('DS_ACCELERATOR', 'cpu')
-    place = pathlib.Path(sys.argv[1])
+    place = pathlib.Path(sys.argv[2])
     try:
-        result = main(place)
+        result = {'deepspeed': with_deepspeed, 'alone': without_deepspeed}[sys.argv[1]](place)
     except BaseException:
         result = traceback.format_exc()
     torch.save(result, place / f'found-{os.environ["RANK"]}.pt')

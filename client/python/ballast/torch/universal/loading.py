@@ -9,6 +9,7 @@ import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils import _pytree
 
 from ballast.errors import Error
 from ballast.torch.group import placement, ranks
@@ -46,8 +47,10 @@ def load_universal(optimizer: Optimizer, folder: str | os.PathLike[str], tag: st
     elsewhere = in_parts(exchange, json.dumps(sorted(mine.values())).encode())
     names = {name for said in elsewhere for name in json.loads(said)}
     loading.restore(job, CALL, lambda: _plan(job, checkpoint, mine, names))
-    client = {key: value for key, value in checkpoint.model.items() if key not in layout.RESERVED}
-    return Universal(checkpoint.steps_of_loop, checkpoint.model.get('lr_scheduler'), client)
+    # Copies: tensors are mapped, and the file may be overwritten.
+    kept = _pytree.tree_map_only(torch.Tensor, torch.clone, {key: value for key, value in checkpoint.model.items()
+                                                             if key == 'lr_scheduler' or key not in layout.RESERVED})
+    return Universal(checkpoint.steps_of_loop, kept.pop('lr_scheduler', None), kept)
 
 
 def check_adam(job: Job) -> None:

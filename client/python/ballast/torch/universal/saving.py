@@ -211,9 +211,9 @@ def _write_parts(job: Job, folder: str, parts: list[_Part]) -> None:
     for part in parts:
         member, place = members[part.name], os.path.join(folder, 'zero', part.name)
         for what, array in list(arrays.items())[:None if part.trained else 1]:
-            value = read_array(job.session, member, member.parameter, array)
-            _save({'cat_dim': 0, layout.PARAM: value}, os.path.join(place, layout.FILES[what]))
-            progress.add(4 * value.numel())
+            _save({'cat_dim': 0, layout.PARAM: read_array(job.session, member, member.parameter, array)},
+                  os.path.join(place, layout.FILES[what]))
+            progress.add(4 * math.prod(part.shape))
         if part.trained:
             # torch's optimizers want a tensor; DeepSpeed's make a number of it.
             _save(torch.tensor(float(part.steps), dtype=torch.float32, device='cpu'), os.path.join(place, layout.STEP))
