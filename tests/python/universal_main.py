@@ -24,6 +24,7 @@ from universal_deepspeed import (
     model_of,
     save_converted,
 )
+from universal_ours import differing
 
 import ballast.torch as bt
 from ballast import Error
@@ -74,11 +75,6 @@ def state_of(optimizer):
             entry = {key: value for key, value in optimizer.job.read_state(parameter, whole=True).items() if key != 'step'}
             found[optimizer.job._member(parameter).name] = {'master': optimizer.job.read_master(parameter), **entry}
     return found
-
-
-def differing(one, other):
-    assert one.keys() == other.keys()
-    return [(name, what) for name, entry in one.items() for what in entry if not torch.equal(entry[what], other[name][what])]
 
 
 def closed(optimizer):
