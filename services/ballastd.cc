@@ -7,10 +7,16 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstddef>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -71,6 +77,25 @@ absl::Status Signalled() {
                       "a signal ended the server while it started; the next start recovers its jobs anew");
 }
 
+// Tells systemd (Type=notify) of a state such as "READY=1" by a datagram to the socket that systemd names, "@" for an
+// abstract one. Does nothing where nobody waits for the message.
+void Notify(const std::string& state) {
+  const char* path = std::getenv("NOTIFY_SOCKET");
+  if (path == nullptr) return;
+  const std::string name = path;
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  if (name.empty() || name.size() >= sizeof(address.sun_path)) return;
+  std::copy(name.begin(), name.end(), address.sun_path);
+  if (name[0] == '@') address.sun_path[0] = '\0';
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size());
+  const int socket_fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (sendto(socket_fd, state.data(), state.size(), 0, reinterpret_cast<const sockaddr*>(&address), length) < 0) {
+    spdlog::warn("NOTIFY_SOCKET={}: {}; systemd does not learn of {}", name, strerror(errno), state);
+  }
+  close(socket_fd);
+}
+
 int Serve(const Config& config, const sigset_t& signals) {
   StateServerOptions options = config.server;
   options.interrupt = Signalled;
@@ -87,9 +112,11 @@ int Serve(const Config& config, const sigset_t& signals) {
   std::printf("ballastd ready listen=%s metrics=%s server_id=%s\n", (*rpc)->address().c_str(),
               (*metrics)->address().c_str(), (*state)->server_id().c_str());
   std::fflush(stdout);
+  Notify("READY=1");
   int signal_number = 0;
   sigwait(&signals, &signal_number);
   spdlog::info("signal {}: ending", signal_number);
+  Notify("STOPPING=1");
   (*rpc)->Stop(kGrace);
   return kOk;
 }

@@ -3,8 +3,13 @@ include(CMakePackageConfigHelpers)
 
 set(installed ballast_proto ballast_proto_grpc ballast_model ballast_kernels ballast_collective ballast_client)
 set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/Ballast)
-install(TARGETS ${installed} ballastd ballastctl EXPORT BallastTargets
-  ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+# Component dev is libballast-dev, component server is ballast-server (BallastPackaging).
+set(CMAKE_INSTALL_DEFAULT_COMPONENT_NAME dev)
+install(TARGETS ${installed} EXPORT BallastTargets ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(TARGETS ballastd ballastctl RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT server)
+install(FILES ${PROJECT_SOURCE_DIR}/deploy/systemd/ballastd.service DESTINATION lib/systemd/system COMPONENT server)
+install(FILES ${PROJECT_SOURCE_DIR}/deploy/systemd/ballast.sysusers DESTINATION lib/sysusers.d RENAME ballast.conf COMPONENT server)
+install(FILES ${PROJECT_SOURCE_DIR}/deploy/systemd/ballastd.yaml DESTINATION ${CMAKE_INSTALL_SYSCONFDIR}/ballast COMPONENT server)
 file(GLOB headers ${PROJECT_SOURCE_DIR}/proto/model/*.h)
 install(FILES ${headers} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ballast/proto/model)
 # The public headers; the others of these folders are their inside.

@@ -1,0 +1,244 @@
+"""The Helm chart: what it renders is valid for every Kubernetes it claims, refuses what it cannot honour, and is hardened."""
+import http.server
+import itertools
+import json
+import shutil
+import threading
+
+import ops
+import yaml
+
+CHART = ops.DEPLOY / 'chart' / 'ballast'
+KUBERNETES = [f'1.{minor}' for minor in range(28, 38)]
+BASE = {'image': {'repository': 'registry.example/ballast'}}
+# One dimension each; the matrix is their product.
+MATRIX = [
+    [{}, {'servers': 1, 'budget': {'dram': '512MiB', 'nvme': '4GiB'}, 'storage': {'size': '5GiB'}}],
+    [{}, {'seccompProfile': 'ballast.json'}],
+    [{}, {'metrics': {'podMonitor': True, 'rules': True, 'dashboards': True, 'labels': {'release': 'prometheus'}},
+          'networkPolicy': {'enabled': False}}],
+    [{}, {'config': {'staging': '128MiB', 'read_threads': 2, 'log_level': 'debug'}, 'nodeSelector': {'disk': 'nvme'},
+          'tolerations': [{'key': 'state', 'operator': 'Exists', 'effect': 'NoSchedule'}], 'priorityClassName': 'high',
+          'image': {'repository': 'r', 'tag': 'x', 'pullSecrets': ['s']}, 'networkPolicy': {'scrapers': {'app': 'prometheus'}}}],
+]
+
+
+def merged(*parts):
+    result = {}
+    for part in parts:
+        for key, value in part.items():
+            result[key] = merged(result[key], value) if isinstance(value, dict) and isinstance(result.get(key), dict) else value
+    return result
+
+
+def render(values, chart=CHART, release='ballast', fails=False, extra=()):
+    with open('values.yaml', 'w') as file:
+        yaml.safe_dump(values, file)
+    text = ops.run(ops.HELM, 'template', release, chart, '--namespace', 'train', '-f', 'values.yaml', *extra, fails=fails)
+    return text if fails else [document for document in yaml.safe_load_all(text) if document]
+
+
+def matrix():
+    return [merged(BASE, *choice) for choice in itertools.product(*MATRIX)]
+
+
+def of_kind(documents, kind):
+    return [document for document in documents if document['kind'] == kind]
+
+
+def test_lint():
+    ops.need(ops.HELM)
+    for values in matrix():
+        with open('values.yaml', 'w') as file:
+            yaml.safe_dump(values, file)
+        ops.run(ops.HELM, 'lint', '--strict', CHART, '-f', 'values.yaml')
+
+
+def test_valid_for_every_kubernetes():
+    ops.need(ops.HELM)
+    import kubernetes_validate
+    checked = 0
+    for values in matrix():
+        for document in render(values):
+            if 'monitoring.coreos.com' in document['apiVersion']:
+                continue  # test_monitoring
+            for version in KUBERNETES:
+                kubernetes_validate.validate(document, version, strict=True)
+                checked += 1
+    print(checked, 'documents checked')
+    # The check finds what it is for: a field that no Kubernetes has.
+    wrong = of_kind(render(BASE), 'StatefulSet')[0]
+    wrong['spec']['template']['spec']['containers'][0]['livenessProb'] = {}
+    try:
+        kubernetes_validate.validate(wrong, KUBERNETES[0], strict=True)
+    except kubernetes_validate.ValidationError:
+        return
+    raise AssertionError('a misspelt field passed')
+
+
+def test_refuses():
+    """Each value that cannot be honoured is refused, and the message names it."""
+    ops.need(ops.HELM)
+    wrong = [
+        ({'image': {'repository': ''}}, 'repository'),
+        ({'budget': {'dram': '64G'}}, 'dram'),
+        ({'budget': {'dram': 0}}, 'dram'),
+        ({'budget': {'hbm': '1GiB'}}, 'hbm'),
+        ({'budgets': {}}, 'budgets'),
+        ({'servers': 0}, 'servers'),
+        ({'servers': 1.5}, 'servers'),
+        ({'config': {'listen': '0.0.0.0:1'}}, 'listen'),
+        ({'config': {'log_level': 'loud'}}, 'log_level'),
+        ({'resources': {'cpu': '500m'}}, 'cpu'),
+        ({'storage': {'class': ''}}, 'class'),
+        ({'storage': {'size': '1TiB'}}, 'at least budget.nvme'),
+        ({'seccompProfile': '/etc/ballast.json'}, 'seccompProfile'),
+        ({'networkPolicy': {'trainers': {'a': 1}}}, 'trainers'),
+    ]
+    for values, named in wrong:
+        message = render(merged(BASE, values), fails=True)
+        assert named in message, (values, message)
+    assert '58 letters' in render(BASE, release='a' * 53, fails=True)
+
+
+def test_invariants():
+    ops.need(ops.HELM)
+    for values in matrix():
+        documents = render(values)
+        names = [(document['kind'], document['metadata']['name']) for document in documents]
+        assert len(set(names)) == len(names), names
+        assert 'Secret' not in dict(names) and 'ServiceAccount' not in dict(names), names
+        stateful = of_kind(documents, 'StatefulSet')[0]['spec']
+        pod, container = stateful['template']['spec'], stateful['template']['spec']['containers'][0]
+        labels = stateful['template']['metadata']['labels'].items()
+        for selector in [stateful['selector'], of_kind(documents, 'PodDisruptionBudget')[0]['spec']['selector'],
+                         pod['topologySpreadConstraints'][0]['labelSelector']]:
+            assert selector['matchLabels'].items() <= labels, selector
+        service = of_kind(documents, 'Service')[0]
+        assert service['metadata']['name'] == stateful['serviceName'] and service['spec']['selector'].items() <= labels
+        assert service['spec']['clusterIP'] == 'None' and service['spec']['publishNotReadyAddresses']
+        assert stateful['podManagementPolicy'] == 'Parallel'
+        assert set(stateful['persistentVolumeClaimRetentionPolicy'].values()) == {'Retain'}
+        environment = {entry['name']: entry for entry in container['env']}
+        assert environment['BALLAST_SERVER_ID']['valueFrom']['fieldRef']['fieldPath'] == 'metadata.name'
+        assert pod['enableServiceLinks'] is False and pod['automountServiceAccountToken'] is False
+        assert container['resources']['requests'] == container['resources']['limits']
+        security = container['securityContext']
+        assert security['readOnlyRootFilesystem'] and not security['allowPrivilegeEscalation']
+        assert security['capabilities'] == {'drop': ['ALL']}
+        assert pod['securityContext']['runAsNonRoot'] and pod['securityContext']['runAsUser'] == 65532
+        probes = {kind: container[kind + 'Probe']['httpGet'] for kind in ('startup', 'liveness', 'readiness')}
+        assert all(probe['port'] == 'http' for probe in probes.values())
+        assert [probes[kind]['path'] for kind in probes] == ['/readyz', '/livez', '/readyz']
+        startup = container['startupProbe']
+        assert startup['periodSeconds'] * startup['failureThreshold'] == 3600
+        assert stateful['volumeClaimTemplates'][0]['spec']['accessModes'] == ['ReadWriteOncePod']
+        addresses = [document['data']['BALLAST_SERVERS'] for document in of_kind(documents, 'ConfigMap')
+                     if document['metadata']['name'] == 'ballast-servers'][0].split(',')
+        assert addresses == [f'ballast-{i}.ballast.train.svc:7070' for i in range(stateful['replicas'])]
+    # Memory: the budget and the overhead, whatever the units.
+    for dram, mebibytes in [('512MiB', 4608), ('1GiB', 5120), ('2TiB', 2101248), ('1KiB', 4097)]:
+        container = of_kind(render(merged(BASE, {'budget': {'dram': dram}})), 'StatefulSet')[0]['spec']['template']['spec']['containers'][0]
+        assert container['resources']['limits']['memory'] == f'{mebibytes}Mi', (dram, container['resources'])
+
+
+def test_every_configured_key_is_known_to_ballastd():
+    """Environment of the rendered pod, given to the real ballastd, which refuses keys and values that it does not know."""
+    ops.need(ops.HELM, ops.BIN / 'ballastd')
+    values = merged(BASE, {'budget': {'dram': '64MiB', 'nvme': '256MiB'}, 'resources': {'cpu': 1},
+                           'config': {'staging': '8MiB', 'read_threads': 2, 'log_level': 'debug'}})
+    container = of_kind(render(values), 'StatefulSet')[0]['spec']['template']['spec']['containers'][0]
+    environment = {entry['name']: entry.get('value', 'ballast-0') for entry in container['env']}
+    command = [ops.BIN / 'ballastd', *container['args'][:-1], 'data']
+    server = ops.start(*command, log='log', env=environment)
+    ops.wait_for(lambda: 'ballastd ready' in open('log').read(), 'ballastd ready')
+    server.terminate()
+    ops.ended(server, 'log')
+    refused = ops.run(*command, fails=True, env={**environment, 'BALLAST_PORT': 'tcp://10.0.0.1:7070'})
+    assert 'BALLAST_PORT' in refused, refused  # why enableServiceLinks is false
+
+
+def lost(sent, kept, path=''):
+    """Fields of `sent` that a model of the CRD did not keep."""
+    if isinstance(sent, dict):
+        for key, value in sent.items():
+            if not isinstance(kept, dict) or key not in kept:
+                yield f'{path}.{key}'
+            else:
+                yield from lost(value, kept[key], f'{path}.{key}')
+    elif isinstance(sent, list):
+        for index, value in enumerate(sent):
+            yield from lost(value, kept[index] if index < len(kept or []) else None, f'{path}[{index}]')
+
+
+def test_monitoring():
+    """Monitors, rules and dashboards: valid CRDs, contents as in the files, nothing where there are no files."""
+    ops.need(ops.HELM)
+    from cloudcoil.models.prometheus_operator import v1
+    chart = shutil.copytree(CHART, 'chart', ignore=shutil.ignore_patterns('files'))
+    values = merged(BASE, MATRIX[2][1])
+    assert not of_kind(render(values, chart), 'PrometheusRule')
+    files = {'grafana/one_two.json': '{"title": "{{ $labels.tier }} \\"quoted\\"", "panels": []}', 'prometheus/ballast.rules.yml': yaml.safe_dump(
+        {'groups': [{'name': 'ballast', 'rules': [{'alert': 'BallastServerDown', 'expr': 'up{job="ballast"} == 0', 'for': '1m',
+                                                 'labels': {'severity': 'critical'},
+                                                 'annotations': {'summary': '{{ $labels.instance }} is down'}}]}]})}
+    for name, text in files.items():
+        (ops.pathlib.Path(chart) / 'files' / name).parent.mkdir(parents=True)
+        (ops.pathlib.Path(chart) / 'files' / name).write_text(text)
+    documents = render(values, chart)
+    board = [document for document in of_kind(documents, 'ConfigMap') if 'board' in document['metadata']['name']][0]
+    assert board['metadata']['labels']['grafana_dashboard'] == '1' and board['metadata']['name'] == 'ballast-board-one-two'
+    assert board['data'] == {'one_two.json': files['grafana/one_two.json']}
+    rule, monitor = of_kind(documents, 'PrometheusRule')[0], of_kind(documents, 'PodMonitor')[0]
+    assert rule['spec'] == yaml.safe_load(files['prometheus/ballast.rules.yml'])
+    assert rule['metadata']['labels']['release'] == monitor['metadata']['labels']['release'] == 'prometheus'
+    pod = of_kind(documents, 'StatefulSet')[0]['spec']['template']
+    assert monitor['spec']['selector']['matchLabels'].items() <= pod['metadata']['labels'].items()
+    assert monitor['spec']['podMetricsEndpoints'][0]['port'] in [port['name'] for port in pod['spec']['containers'][0]['ports']]
+    for model, document in [(v1.PrometheusRule, rule), (v1.PodMonitor, monitor)]:
+        def kept(sent, model=model):
+            return json.loads(model.model_validate(sent).model_dump_json(by_alias=True, exclude_none=True))
+        assert not list(lost(document, kept(document))), list(lost(document, kept(document)))
+        assert list(lost(wrong := dict(document, spec=dict(document['spec'], podMetricEndpoints=1)), kept(wrong))), 'a misspelt field passed'
+
+
+def test_fewer_servers_are_refused():
+    """An upgrade asks the cluster how many servers run. No API server is here; one of a few lines answers this one question."""
+    ops.need(ops.HELM)
+    owner = {'labels': {'app.kubernetes.io/managed-by': 'Helm'},
+             'annotations': {'meta.helm.sh/release-name': 'ballast', 'meta.helm.sh/release-namespace': 'train'}}
+    running = {'apiVersion': 'apps/v1', 'kind': 'StatefulSet', 'metadata': {'name': 'ballast', 'namespace': 'train', **owner},
+               'spec': {'replicas': 3}}
+    kinds = {'v1': ['Service', 'ConfigMap'], 'apps/v1': ['StatefulSet'], 'policy/v1': ['PodDisruptionBudget'],
+             'networking.k8s.io/v1': ['NetworkPolicy']}
+    groups = [{'name': version[:-3], 'versions': [{'groupVersion': version, 'version': 'v1'}]} for version in kinds if '/' in version]
+    answers = {'/version': {'major': '1', 'minor': '33', 'gitVersion': 'v1.33.0'}, '/api': {'kind': 'APIVersions', 'versions': ['v1']},
+               '/apis': {'kind': 'APIGroupList', 'apiVersion': 'v1', 'groups': groups},
+               '/apis/apps/v1/namespaces/train/statefulsets/ballast': running}
+    for version, names in kinds.items():
+        resources = [{'name': name.lower().replace('policy', 'policie') + 's', 'singularName': name.lower(), 'namespaced': True, 'kind': name,
+                      'verbs': ['get']} for name in names]
+        answers[f'/api{"s" * ("/" in version)}/{version}'] = {'kind': 'APIResourceList', 'groupVersion': version, 'resources': resources}
+    asked = []
+
+    class Api(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            path = self.path.split('?')[0]
+            asked.append(path)
+            body = json.dumps(answers.get(path, {'kind': 'Status', 'status': 'Failure', 'reason': 'NotFound', 'code': 404})).encode()
+            self.send_response(200 if path in answers else 404)
+            self.send_header('Content-Type', 'application/json')
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Api)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    live = ['--dry-run=server', '--kube-apiserver', f'http://127.0.0.1:{server.server_port}', '--disable-openapi-validation']
+    message = render(merged(BASE, {'servers': 2}), fails=True, extra=live)
+    assert 'servers is 2, but 3 run' in message, (message, asked)
+    for enough in (3, 5):
+        assert of_kind(render(merged(BASE, {'servers': enough}), extra=live), 'StatefulSet')[0]['spec']['replicas'] == enough
+    assert of_kind(render(merged(BASE, {'servers': 2}), release='other', extra=live), 'StatefulSet'), 'a new release is free to choose'
