@@ -226,8 +226,8 @@ def _check_frozen(job: Job, given: Mapping[int, Entry]) -> None:
         entry = given.get(id(member.parameter))
         if member.is_frozen and entry is not None and entry.steps > 0:
             raise Error(f"the state has moments of parameter '{member.name}' after {entry.steps} steps, and the job was made with it "
-                        'frozen: its servers have the value alone. Leave the parameter out of the state, or load it into a new job in which the '
-                        'parameter is trained', 'BAD_SPEC')
+                        'frozen: its servers have the value alone. Leave the parameter out of the state, or load it into a new job that '
+                        'trains the parameter', 'BAD_SPEC')
 
 
 @torch.no_grad()

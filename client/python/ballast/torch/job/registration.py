@@ -89,8 +89,8 @@ def check_frozen(members: Iterable[Member]) -> None:
     for member in members:
         if member.is_frozen and member.parameter.requires_grad:
             raise Error(f"parameter '{member.name}' wants a gradient, and was frozen when the job was made: the servers have its value "
-                        "alone, and nothing to train it with. Leave it frozen, or make a new job in which it is not, or of shard(frozen='state')",
-                        'UNSUPPORTED')
+                        'alone, and nothing to train it with. Leave it frozen, or make a new job in which it is not, or of '
+                        "shard(frozen='state')", 'UNSUPPORTED')
 
 
 def _fresh(job: Job, name: str, unit: str, group: int, parameter: torch.Tensor, trained: Collection[str]) -> Fresh:
