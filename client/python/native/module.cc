@@ -173,7 +173,8 @@ void BindOptions(nb::module_& m) {
       .def_rw("shape", &Tensor::shape)
       .def_rw("group", &Tensor::group)
       .def_rw("placement", &Tensor::placement)
-      .def_rw("parts", &Tensor::parts);
+      .def_rw("parts", &Tensor::parts)
+      .def_rw("frozen", &Tensor::frozen);
   nb::class_<Report>(m, "Report")
       .def_ro("version", &Report::version)
       .def_ro("skipped", &Report::skipped)
@@ -365,6 +366,7 @@ void BindSession(nb::module_& m) {
           },
           "tensor"_a, "content"_a, "to"_a)
       .def("tensor_steps", Watched(&PythonSession::TensorSteps), "tensor"_a, Release())
+      .def("frozen_as", Watched(&PythonSession::FrozenAs), "tensor"_a, Release())
       .def("register", Watched(&PythonSession::Register), "tensors"_a, Release())
       .def(
           "exchange",

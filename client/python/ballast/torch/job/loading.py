@@ -239,6 +239,15 @@ def _collect(job: Job, trained: Iterable[str]) -> Collected:
                      tied={})
 
 
+def _check_frozen(job: Job, given: Mapping[int, Entry]) -> None:
+    for member in job.members:
+        entry = given.get(id(member.parameter))
+        if member.is_frozen and entry is not None and entry.steps > 0:
+            raise Error(f"the state has moments of parameter '{member.name}' after {entry.steps} steps, and the job was made with it "
+                        'frozen: its servers have the value alone. Leave the parameter out of the state, or load it into a new job that '
+                        'trains the parameter', 'BAD_SPEC')
+
+
 @torch.no_grad()
 def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = False, steps: int | None = None, blob: bytes = b'',
               masters_win: bool = False) -> None:
@@ -255,7 +264,9 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
     agreed = agree(exchange, job.roster, lambda: _collect(job, trained))
     registration.register(job, agreed.collected.fresh, exchange, agreed.roster, agreed.registers)
     edits.commit_written(job, exchange)
-    members = [member for member in job.members if id(member.parameter) in given]
+    # Values of those that are frozen come with the model's state_dict, and they have nothing else.
+    members = [member for member in job.members if id(member.parameter) in given and not member.is_frozen]
+    together(exchange, lambda: _check_frozen(job, given))
     of = {id(member): given[id(member.parameter)] for member in members}
     names, batches, writes = moment_names(job.algorithm.kind, job.options.optimizer), _batches(exchange, job.roster, members), []
     # Parameters are ahead of masters where they were edited, or never pulled.
