@@ -6,13 +6,14 @@
 //   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
 //   ballastctl verify --data-directory DIR [--json] [--rebuild]
 //   ballastctl iotune [--directory DIR] [--json] [--seconds N] [--out FILE] [--hbm-device N]
+//   ballastctl doctor [--config FILE] [--servers host:port,...] [--json]
 //   ballastctl plan --params N --dram BYTES [--nvme BYTES] [--ranks N] [--server-count N] ...
 //
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
 // apart). drop: 0 no server has the job any more; 1 some server did not drop it. unpin: 0 no server keeps the version
 // for a request any more; 1 some server may. budget: 0 all servers have the new budgets; 1 some refused. verify: 0
 // clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its profile written; 1 not. plan: 0 the job
-// fits; 1 the job does not fit. All: 2 usage.
+// fits; 1 the job does not fit. doctor: 0 nothing stops a server; 1 something does. All: 2 usage.
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -28,6 +29,7 @@
 #include "ballast/services/config/config.h"
 #include "ballast/services/ctl/budget_command.h"
 #include "ballast/services/ctl/cluster.h"
+#include "ballast/services/ctl/doctor/doctor_command.h"
 #include "ballast/services/ctl/iotune_command.h"
 #include "ballast/services/ctl/plan_command.h"
 #include "ballast/services/ctl/verify_command.h"
@@ -155,9 +157,14 @@ int Main(int argc, char** argv) {
   iotune->add_option("--seconds", tune.seconds, "to measure for, about")->check(CLI::PositiveNumber);
   iotune->add_option("--hbm-device", tune.hbm_device, "the GPU whose link is measured")->check(CLI::NonNegativeNumber);
   iotune->add_flag("--json", tune.json, "machine-readable");
-  for (CLI::App* command : {status, drop, unpin, budget}) {
+  DoctorCommand examined;
+  CLI::App* doctor = app.add_subcommand(
+      "doctor", "what of this machine or of its peers stops a server or slows it down; exit 0 nothing stops it, 1 not");
+  doctor->add_option("--config", examined.config, "the server's YAML file; BALLAST_* variables count as well");
+  doctor->add_flag("--json", examined.json, "machine-readable");
+  for (CLI::App* command : {status, drop, unpin, budget, doctor}) {
     command->add_option("--servers", servers, "host:port of every server, separated by commas")
-        ->required()
+        ->required(command != doctor)
         ->delimiter(',')
         ->check([](const std::string& server) {
           const absl::Status status = model::ParseAddress(server, model::AddressUse::kConnect).status();
@@ -178,6 +185,11 @@ int Main(int argc, char** argv) {
     return RunPlan(planned);
   }
   const absl::Duration timeout = absl::Seconds(timeout_s);
+  if (doctor->parsed()) {
+    examined.servers = servers;
+    examined.timeout = timeout;
+    return RunDoctor(examined);
+  }
   if (unpin->parsed()) return Unpin(servers, job, version, timeout);
   if (budget->parsed()) {
     budgets.servers = servers;
