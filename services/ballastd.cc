@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/config/config.h"
 #include "ballast/services/metrics/metrics_server.h"
@@ -131,6 +132,7 @@ int Main(int argc, char** argv) {
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
   CLI::App app{"Ballast state server: holds chunks of training jobs and runs their optimizer.", "ballastd"};
+  app.set_version_flag("--version", std::string("ballastd ") + model::Version());
   std::string path;
   app.add_option("--config", path, "YAML file; flags override BALLAST_* variables, which override the file");
   pid_t parent = 0;
