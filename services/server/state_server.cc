@@ -58,6 +58,7 @@ std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
                           .machine = machine.has_value() ? &*machine : nullptr,
                           .working_copies = options.working_copies,
                           .interrupt = options.interrupt,
+                          .progress = options.progress,
                           .waiting = {&waiting_requests, &waiting_request_bytes},
                           .push_bytes = &waiting_push_bytes,
                           .answer_room = &answer_room});
