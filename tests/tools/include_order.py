@@ -44,7 +44,7 @@ LINES = {
         ['machine'],
     ],
     'services': [
-        ['counters', 'step', 'view'],
+        ['counters', 'page', 'step', 'view'],
         ['foundation'],
         ['records'],
         ['slices'],
@@ -75,6 +75,7 @@ NARROWER = {
     'services/verify': ['services/step', 'services/records'],
     'services/step': [],
     'services/view': [],
+    'services/page': [],
     'client/session.h': ['client/collective', 'client/transport.h', 'client/session_types.h'],
     'client/tensors.h': ['client/session.h', 'client/session_types.h'],
 }
