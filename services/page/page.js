@@ -14,8 +14,9 @@ const PARTS = {
   pins: 'kept versions', spare: 'spare', other: 'other',
 };
 const STAGES = {
-  push: 'slices come in', seal_wait: 'waits for the last rank', log_sync: 'log to disk', state_read: 'state from disk',
-  kernel: 'computes', state_write: 'state to disk', flush: 'flush', pin: 'pin', move: 'moves chunks', idle: 'waits for trainers',
+  push: 'slices coming in', seal_wait: 'waiting for the last rank', log_sync: 'log to disk', state_read: 'state from disk',
+  kernel: 'computing', state_write: 'state to disk', flush: 'flushing', pin: 'pinning', move: 'moving chunks',
+  idle: 'waiting for trainers',
 };
 
 const $ = (id) => document.getElementById(id);
@@ -65,7 +66,7 @@ const count = (n, noun) => `${n} ${noun}${Number(n) === 1 ? '' : 's'}`;
 
 // A fill of colour and texture for each kind, so that no kind is known by its colour alone.
 function makeFills() {
-  const textures = ['', 'M0 8L8 0', 'M2 2h2v2h-2z', 'M0 4h8', 'M0 0l8 8', 'M4 0v8', 'M0 0l8 8M0 8l8-8', 'M6 6h1v1h-1z', 'M0 4h8M4 0v8', 'M0 8L8 0M2 2h1'];
+  const textures = ['', 'M0 8L8 0', 'M2 2h2v2h-2z', 'M0 4h8', 'M0 0l8 8', 'M4 0v8', 'M0 0l8 8M0 8l8-8', 'M5 5h1v1h-1z', 'M0 4h8M4 0v8', 'M0 2h8M0 6h8'];
   const fills = textures.map((path, i) => element('svg:pattern', {id: `fill-${i}`, width: 8, height: 8, patternUnits: 'userSpaceOnUse'},
       element('svg:rect', {width: 8, height: 8, class: `kind-${i}`}), element('svg:path', {d: path, class: 'texture'})));
   document.body.append(element('svg:svg', {class: 'unseen', 'aria-hidden': 'true'}, element('svg:defs', {}, ...fills)));
@@ -127,7 +128,7 @@ function drawSteps(steps) {
   const sums = Object.keys(STAGES).map((stage) => [stage, shown.reduce((sum, step) => sum + (step.stages[stage] ?? 0), 0)]);
   const total = sums.reduce((sum, [, seconds]) => sum + seconds, 0);
   const first = sums.reduce((most, next) => next[1] > most[1] ? next : most);
-  setText($('bound'), total > 0 ? `bound by ${STAGES[first[0]]} (${first[0]}): ${percent(first[1], total)}` : 'no step has been decided since the server started');
+  setText($('bound'), total > 0 ? `bound by ${STAGES[first[0]]}: ${percent(first[1], total)}` : 'no step has been decided since the server started');
   setText(note, shown.length ? `${count(shown.length, 'step')}, ${shown[0].step} to ${shown.at(-1).step}; the longest took ${longest.toFixed(3)} s, the last ${shown.at(-1).seconds.toFixed(3)} s` : '');
   setAttribute(chart, 'aria-label', $('bound').textContent);
   each(chart, shown, (step) => step.step, () => element('svg:g'), (column, step, index) => {
