@@ -80,6 +80,7 @@ int Serve(const Config& config, const sigset_t& signals) {
   auto http = HttpPort::Start(config.metrics_listen, &progress);
   if (!http.ok()) return Complain(http.status(), kMetricsPortInUse);
   spdlog::info("HTTP on {}: /livez, /readyz, /metrics, /status.json; recovering", (*http)->address());
+  options.page = (*http)->address();
   auto state = StateServer::Start(options);
   if (!state.ok() && model::ReasonOf(state.status()) == model::kServerDown) return Complain(state.status(), kOk);
   if (!state.ok()) return Complain(state.status(), ExitOf(state.status()));

@@ -45,7 +45,7 @@ LINES = {
     ],
     'services': [
         ['counters', 'page', 'step', 'view'],
-        ['foundation'],
+        ['foundation', 'top'],
         ['records'],
         ['slices'],
         ['job'],
@@ -76,6 +76,7 @@ NARROWER = {
     'services/step': [],
     'services/view': [],
     'services/page': [],
+    'services/top': ['services/view'],
     'client/session.h': ['client/collective', 'client/transport.h', 'client/session_types.h'],
     'client/tensors.h': ['client/session.h', 'client/session_types.h'],
 }
