@@ -24,7 +24,7 @@
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/config/config.h"
-#include "ballast/services/metrics/metrics_server.h"
+#include "ballast/services/http/http_port.h"
 #include "ballast/services/rpc/rpc_server.h"
 #include "ballast/services/server/state_server.h"
 
@@ -100,6 +100,13 @@ void Notify(const std::string& state) {
 int Serve(const Config& config, const sigset_t& signals) {
   StateServerOptions options = config.server;
   options.interrupt = Signalled;
+  RecoveryProgress progress;
+  options.progress = &progress;
+  // Before anything else, so that a server which recovers for minutes does not look dead.
+  auto http = HttpPort::Start(config.metrics_listen, &progress);
+  if (!http.ok()) return Complain(http.status(), kMetricsPortInUse);
+  spdlog::info("HTTP on {}: /livez, /readyz, /metrics, /status.json; recovering", (*http)->address());
+  options.page = (*http)->address();
   auto state = StateServer::Start(options);
   if (!state.ok() && model::ReasonOf(state.status()) == model::kServerDown) return Complain(state.status(), kOk);
   if (!state.ok()) return Complain(state.status(), ExitOf(state.status()));
@@ -107,17 +114,17 @@ int Serve(const Config& config, const sigset_t& signals) {
   rpc_options.listen = config.listen;
   auto rpc = RpcServer::Start(rpc_options, state->get());
   if (!rpc.ok()) return Complain(rpc.status(), kPortInUse);
-  auto metrics = MetricsServer::Start(config.metrics_listen, state->get());
-  if (!metrics.ok()) return Complain(metrics.status(), kMetricsPortInUse);
+  (*http)->Serve(state->get(), (*rpc)->address());
 
   std::printf("ballastd ready listen=%s metrics=%s server_id=%s\n", (*rpc)->address().c_str(),
-              (*metrics)->address().c_str(), (*state)->server_id().c_str());
+              (*http)->address().c_str(), (*state)->server_id().c_str());
   std::fflush(stdout);
   Notify("READY=1");
   int signal_number = 0;
   sigwait(&signals, &signal_number);
   spdlog::info("signal {}: ending", signal_number);
   Notify("STOPPING=1");
+  (*http)->Withdraw();
   (*rpc)->Stop(kGrace);
   return kOk;
 }

@@ -1,6 +1,7 @@
 // ballastctl: the operator's hand.
 //
 //   ballastctl status [--json] --servers host:port,...
+//   ballastctl top [--once] [--json] [--interval S] --servers host:port,...
 //   ballastctl drop --job NAME --servers host:port,...
 //   ballastctl unpin --job NAME --version N --servers host:port,...
 //   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
@@ -11,10 +12,11 @@
 //   ballastctl plan --params N --dram BYTES [--nvme BYTES] [--ranks N] [--server-count N] ...
 //
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
-// apart). drop: 0 no server has the job any more; 1 some server did not drop it. unpin: 0 no server keeps the version
-// for a request any more; 1 some server may. budget: 0 all servers have the new budgets; 1 some refused. verify: 0
-// clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its profile written; 1 not. plan: 0 the job
-// fits; 1 the job does not fit. doctor: 0 nothing stops a server; 1 something does. completion: 0. All: 2 usage.
+// apart). top: as status with --once, else 0. drop: 0 no server has the job any more; 1 some server did not drop it.
+// unpin: 0 no server keeps the version for a request any more; 1 some server may. budget: 0 all servers have the new
+// budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its
+// profile written; 1 not. plan: 0 the job fits; 1 the job does not fit. doctor: 0 nothing stops a server; 1 something
+// does. completion: 0. All: 2 usage.
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -36,6 +38,7 @@
 #include "ballast/services/ctl/plan_command.h"
 #include "ballast/services/ctl/shell/completion.h"
 #include "ballast/services/ctl/verify_command.h"
+#include "ballast/services/top/top.h"
 
 namespace ballast::services {
 namespace {
@@ -135,6 +138,15 @@ int Main(int argc, char** argv) {
   CLI::App* status =
       app.add_subcommand("status", "verdict, servers, jobs, versions, tiers; exit 0 healthy, 1 degraded, 2 usage");
   status->add_flag("--json", json, "machine-readable");
+  TopOptions topping;
+  double interval_s = 1;
+  CLI::App* top =
+      app.add_subcommand("top", "status again and again on the whole terminal; q quits, s sorts, 1 each server");
+  top->add_flag("--once", topping.once, "one frame as plain text; exit 0 healthy, 1 degraded");
+  top->add_flag("--json", topping.json, "as `status --json`, a line each time");
+  top->add_option("--interval", interval_s, "seconds between two looks")
+      ->capture_default_str()
+      ->check(CLI::Range(0.1, 3600.0));
   CLI::App* drop = app.add_subcommand("drop", "forget a job on all servers and free what it held; its state is gone");
   drop->add_option("--job", job, "name of the job")->required();
   CLI::App* unpin = app.add_subcommand("unpin", "give up a durable pin on all servers; it cannot be restored then");
@@ -172,7 +184,7 @@ int Main(int argc, char** argv) {
   doctor->add_option("--config", examined.config, "the server's YAML file; BALLAST_* variables count as well")
       ->type_name("FILE");
   doctor->add_flag("--json", examined.json, "machine-readable");
-  for (CLI::App* command : {status, drop, unpin, budget, doctor}) {
+  for (CLI::App* command : {status, top, drop, unpin, budget, doctor}) {
     command->add_option("--servers", servers, "host:port of every server, separated by commas")
         ->required(command != doctor)
         ->delimiter(',')
@@ -207,6 +219,11 @@ int Main(int argc, char** argv) {
     examined.servers = servers;
     examined.timeout = timeout;
     return RunDoctor(examined);
+  }
+  if (top->parsed()) {
+    topping.look = [&] { return LookAt(servers, timeout); };
+    topping.interval = absl::Seconds(interval_s);
+    return RunTop(topping);
   }
   if (unpin->parsed()) return Unpin(servers, job, version, timeout);
   if (budget->parsed()) {

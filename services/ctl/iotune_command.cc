@@ -4,7 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "ballast/services/ctl/show.h"
+#include "ballast/services/view/show.h"
 #include "ballast/storage/machine/machine_measure.h"
 #include "ballast/storage/machine/profile_file.h"
 

@@ -9,8 +9,8 @@
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/ctl/show.h"
 #include "ballast/services/server/estimate.h"
+#include "ballast/services/view/show.h"
 
 namespace ballast::services {
 namespace {

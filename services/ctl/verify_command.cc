@@ -6,7 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "ballast/services/ctl/show.h"
+#include "ballast/services/view/show.h"
 
 namespace ballast::services {
 namespace {

@@ -6,8 +6,9 @@
 
 #include "absl/synchronization/mutex.h"
 #include "ballast/kernels/thread_pool.h"
+#include "ballast/services/counters/counters.h"
+#include "ballast/services/counters/recovery_progress.h"
 #include "ballast/services/foundation/answer_room.h"
-#include "ballast/services/foundation/counters.h"
 #include "ballast/services/foundation/deadlines.h"
 #include "ballast/services/foundation/executor.h"
 #include "ballast/services/foundation/foundation.h"
@@ -38,6 +39,7 @@ struct JobSurroundings {
   const storage::MachineProfile* machine = nullptr;  // null: plans predict no times
   bool working_copies = true;
   std::function<absl::Status()> interrupt;  // as StateServerOptions::interrupt
+  RecoveryProgress* progress = nullptr;     // null: nobody asks
   WaitingBounds waiting;
   SharedBound* push_bytes = nullptr;  // payloads of pushes that wait
   AnswerRoom* answer_room = nullptr;

@@ -1,11 +1,13 @@
 #include "ballast/services/metrics/families.h"
 
+#include <prometheus/text_serializer.h>
+
 #include <algorithm>
 #include <limits>
 #include <string>
 #include <utility>
 
-#include "ballast/services/foundation/counters.h"
+#include "ballast/services/counters/counters.h"
 
 namespace ballast::services {
 namespace {
@@ -91,7 +93,7 @@ void AddJobs(const v1::GetServerStatusResponse& status, std::vector<MetricFamily
   FamilyBuilder moved("ballast_job_moved_chunks_total", "Chunks that moved between tiers because budgets changed.",
                       MetricType::Counter);
   for (const v1::JobStatus& job : status.jobs()) {
-    const Labels labels = {{"job", job.name()}};
+    const Labels labels = {{"training_job", job.name()}};
     moving.Add(labels, static_cast<double>(job.chunks_moving()));
     moved.Add(labels, static_cast<double>(job.chunks_moved()));
     committed.Add(labels, static_cast<double>(job.committed()));
@@ -112,7 +114,7 @@ void AddJobs(const v1::GetServerStatusResponse& status, std::vector<MetricFamily
                                                     {"sync", p.sync_seconds()},
                                                     {"gpu_link", p.gpu_link_seconds()}};
     for (const auto& [resource, seconds] : parts) {
-      predicted.Add({{"job", job.name()}, {"resource", resource}}, seconds);
+      predicted.Add({{"training_job", job.name()}, {"resource", resource}}, seconds);
     }
   }
   for (FamilyBuilder* family : {&committed, &oldest, &skipped, &failed, &moving, &moved, &predicted})
@@ -159,25 +161,48 @@ void AddStages(const ServerCounters& counters, std::vector<MetricFamily>* out) {
           .Take());
 }
 
+void AddState(ServerState state, const RecoveryProgress& progress, std::vector<MetricFamily>* out) {
+  FamilyBuilder states("ballast_server_state", "1 for the state that the server is in.", MetricType::Gauge);
+  for (const ServerState known : kServerStates) states.Add({{"state", ServerStateName(known)}}, known == state ? 1 : 0);
+  out->push_back(states.Take());
+  out->push_back(FamilyBuilder("ballast_recovery_bytes",
+                               "Recovery of the last run's jobs: states read and slices replayed, and how many there "
+                               "are to do.",
+                               MetricType::Gauge)
+                     .Add({{"kind", "done"}}, static_cast<double>(progress.done_bytes.load()))
+                     .Add({{"kind", "total"}}, static_cast<double>(progress.total_bytes.load()))
+                     .Take());
+}
+
+void AddServer(const StateServer& state, std::vector<MetricFamily>* out) {
+  const v1::GetServerStatusResponse status = state.Status();
+  out->push_back(FamilyBuilder("ballast_server_info", "Always 1; labels say who answers.", MetricType::Gauge)
+                     .Add({{"server_id", status.server_id()}, {"version", status.version()}}, 1)
+                     .Take());
+  out->push_back(FamilyBuilder("ballast_uptime_seconds", "Seconds since the server started.", MetricType::Gauge)
+                     .Add({}, status.uptime_seconds())
+                     .Take());
+  AddTiers(state, status, out);
+  AddJobs(status, out);
+  AddCalls(state.counters(), out);
+  AddStages(state.counters(), out);
+}
+
 }  // namespace
 
-std::vector<MetricFamily> CollectFamilies(const StateServer& state) {
-  const v1::GetServerStatusResponse status = state.Status();
+std::vector<MetricFamily> CollectFamilies(const StateServer* server, ServerState state,
+                                          const RecoveryProgress& progress) {
   std::vector<MetricFamily> out;
-  out.push_back(FamilyBuilder("ballast_server_info", "Always 1; labels say who answers.", MetricType::Gauge)
-                    .Add({{"server_id", status.server_id()}, {"version", status.version()}}, 1)
-                    .Take());
-  out.push_back(FamilyBuilder("ballast_uptime_seconds", "Seconds since the server started.", MetricType::Gauge)
-                    .Add({}, status.uptime_seconds())
-                    .Take());
-  AddTiers(state, status, &out);
-  AddJobs(status, &out);
-  AddCalls(state.counters(), &out);
-  AddStages(state.counters(), &out);
+  AddState(state, progress, &out);
+  if (server != nullptr) AddServer(*server, &out);
   // A family without metrics would be a HELP line about nothing.
   out.erase(std::remove_if(out.begin(), out.end(), [](const MetricFamily& family) { return family.metric.empty(); }),
             out.end());
   return out;
+}
+
+std::string ShowMetrics(const StateServer* server, ServerState state, const RecoveryProgress& progress) {
+  return prometheus::TextSerializer().Serialize(CollectFamilies(server, state, progress));
 }
 
 }  // namespace ballast::services

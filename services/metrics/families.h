@@ -1,14 +1,21 @@
-// Names of all metrics: nothing else in the server names a metric.
+// Names of all metrics: nothing else in the server names a metric. Components know plain counters; their families are
+// made anew at each scrape.
 #pragma once
 
 #include <prometheus/metric_family.h>
 
+#include <string>
 #include <vector>
 
+#include "ballast/services/counters/recovery_progress.h"
 #include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
 
-std::vector<prometheus::MetricFamily> CollectFamilies(const StateServer& state);
+// `server`: null while the server recovers its jobs.
+std::vector<prometheus::MetricFamily> CollectFamilies(const StateServer* server, ServerState state,
+                                                      const RecoveryProgress& progress);
+// The same in Prometheus' text format, version 0.0.4.
+std::string ShowMetrics(const StateServer* server, ServerState state, const RecoveryProgress& progress);
 
 }  // namespace ballast::services

@@ -54,7 +54,7 @@ absl::Status LoggedSlices::Load(absl::Span<const LoggedSlice* const> slices, Use
       const v1::SliceKind kind = slice->header.kind();
       if (use == Use::kDecided && (intake.Logs(kind) || (kind == v1::SLICE_KIND_GRADIENT && intake.HasOneSlice()))) {
         intake.HoldPlace(load.slice, kind, slice->header.attempt(), load.payload);
-        replay->payload_bytes += load.payload.bytes;
+        replay->Count(load.payload.bytes);
         continue;
       }
       // Values and gradients of the same elements are read in turn, and logged slices as far as memory allows.
@@ -102,7 +102,7 @@ absl::Status LoggedSlices::Read(Use use, std::vector<SliceLoad>* loads, Replay* 
   absl::Status status;
   JobMutexLock lock(&core_->mu);
   for (const SliceLoad& load : *loads) {
-    replay->payload_bytes += load.payload.bytes;
+    replay->Count(load.payload.bytes);
     if (load.status.ok()) {
       load.chunk->intake.EndRestore(load.receipt, load.payload);
       continue;

@@ -26,6 +26,12 @@ absl::Status LogMissing(const std::string& name, size_t chunks, const absl::Stat
                                    cause.message(), "; was the data directory copied in part, or a drop interrupted?"));
 }
 
+uint64_t PayloadBytes(const storage::ScannedLog& log) {
+  uint64_t bytes = 0;
+  for (const storage::ReadRecord& record : log.records) bytes += record.payload.bytes;
+  return bytes;
+}
+
 }  // namespace
 
 // Replays a log's records onto the job.
@@ -205,6 +211,12 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
   }
   Replay replay;
   replay.file = &(*log)->file();
+  const uint64_t payload_bytes = PayloadBytes(scanned);
+  if (RecoveryProgress* const progress = core_->around.progress; progress != nullptr) {
+    replay.progress = progress;
+    progress->total_bytes -= std::min((*log)->file_bytes(), progress->total_bytes.load());
+    progress->total_bytes += payload_bytes;
+  }
   LogWalk walk(&scanned);
   Replayer replayer(this, &walk, &replay);
   BALLAST_RETURN_IF_ERROR(walk.Run(&replayer));
@@ -222,6 +234,9 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
     }
   }
   flushes_->SetApplied(committed);
+  // Slices of dropped attempts, and of steps that the chunks have already, need no replay.
+  if (replay.progress != nullptr)
+    replay.progress->done_bytes += payload_bytes - std::min(payload_bytes, replay.payload_bytes);
   storage::Pass("recovery/replayed");
   {
     JobMutexLock lock(&core_->mu);

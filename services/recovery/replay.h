@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "ballast/services/counters/recovery_progress.h"
 #include "ballast/storage/io/block_file.h"
 
 namespace ballast::services {
@@ -15,11 +16,17 @@ struct Replay {
   const storage::BlockFile* file = nullptr;
   uint64_t steps = 0;
   uint64_t payload_bytes = 0;
+  RecoveryProgress* progress = nullptr;  // null: nobody asks
   // Applies the last decided step while slices of the next step are read.
   std::thread updates;
   bool updating = false;  // guarded by the job's lock
   absl::Status updated;
   absl::Time said = absl::Now();
+
+  void Count(uint64_t bytes) {
+    payload_bytes += bytes;
+    if (progress != nullptr) progress->done_bytes += bytes;
+  }
 
   ~Replay() { (void)FinishUpdates(); }
   absl::Status FinishUpdates() {

@@ -14,7 +14,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/foundation/counters.h"
+#include "ballast/services/counters/counters.h"
 #include "ballast/services/foundation/foundation.h"
 #include "ballast/services/requests/job.h"
 #include "ballast/services/server/operator_calls.h"
@@ -54,6 +54,8 @@ struct StateServer::Impl {
   };
 
   absl::StatusOr<std::map<std::string, JobEntry>> ReadJobs() const;
+  // Sets the total of options.progress.
+  void ExpectToRecover(const std::map<std::string, JobEntry>& stored) const;
   // Jobs with steps in a log unknown to the catalog: by name, why each job is refused.
   std::map<std::string, absl::Status> FindOrphans(const std::map<std::string, JobEntry>& stored) const;
   absl::Status LoadJobs(const std::map<std::string, JobEntry>& stored,

@@ -162,9 +162,24 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
         "taken for free, and what other jobs need comes behind its end",
         name);
   }
+  if (options.progress != nullptr) {
+    impl->ExpectToRecover(stored);
+    tiers.restored_bytes = &options.progress->done_bytes;
+  }
   BALLAST_ASSIGN_OR_RETURN(impl->tiers, storage::Tiers::Open(tiers));
   BALLAST_RETURN_IF_ERROR(impl->LoadJobs(stored, orphans));
   return std::unique_ptr<StateServer>(new StateServer(std::move(impl)));
+}
+
+void StateServer::Impl::ExpectToRecover(const std::map<std::string, JobEntry>& stored) const {
+  for (const auto& [name, entry] : stored) {
+    uint64_t bytes = 0;
+    for (const storage::DurableChunk& chunk : entry.chunks) bytes += chunk.bytes;
+    std::error_code error;
+    const uint64_t log_bytes =
+        entry.durable() ? std::filesystem::file_size(LogPath(options.data_directory, name), error) : 0;
+    options.progress->total_bytes += bytes + (error ? 0 : log_bytes);
+  }
 }
 
 absl::StatusOr<std::map<std::string, JobEntry>> StateServer::Impl::ReadJobs() const {

@@ -58,6 +58,7 @@ std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
                           .machine = machine.has_value() ? &*machine : nullptr,
                           .working_copies = options.working_copies,
                           .interrupt = options.interrupt,
+                          .progress = options.progress,
                           .waiting = {&waiting_requests, &waiting_request_bytes},
                           .push_bytes = &waiting_push_bytes,
                           .answer_room = &answer_room});
@@ -131,6 +132,7 @@ void StateServer::Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyRespons
   v1::IdentifyResponse answer;
   answer.set_server_id(impl_->server_id);
   answer.set_protocol_version(model::kProtocolVersion);
+  answer.set_page(impl_->options.page);
   reply(std::move(answer));
 }
 

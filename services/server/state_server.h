@@ -12,6 +12,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/proto/model/lent_memory.h"
+#include "ballast/services/counters/recovery_progress.h"
 #include "ballast/services/foundation/caller.h"
 #include "ballast/services/foundation/reply.h"
 #include "ballast/storage/memory/arena.h"
@@ -48,10 +49,12 @@ struct StateServerOptions {
   uint64_t waiting_push_bytes_max = uint64_t{128} << 20;
   // Answers to pulls that have not been sent; beyond the bound pulls wait. Clients bound theirs to 64 MiB.
   uint64_t answer_bytes_max = uint64_t{128} << 20;
+  std::string page;  // host:port of this server's status page, told to trainers and through them to peers; empty: none
   // Asked between pieces of the work while the server starts, on several threads: an error ends Start, which returns
   // the error, and the next start finds the jobs as this start did.
   std::function<absl::Status()> interrupt;
-  Foundation* foundation = nullptr;  // null: this machine
+  RecoveryProgress* progress = nullptr;  // borrowed; told how far Start is; null: nobody asks
+  Foundation* foundation = nullptr;      // null: this machine
 };
 
 // Bytes of the DRAM budget that a server with these options takes as staging, once per job with state on NVMe.

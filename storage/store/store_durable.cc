@@ -60,6 +60,7 @@ absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std
     absl::MutexLock lock(&chunk.mutex);
     chunk.updated_in = 1;
     chunk.digests = durable.digests;
+    tiers->CountRestored(durable.bytes);
     Pass("recovery/chunk_restored");
     return absl::OkStatus();
   };

@@ -98,6 +98,10 @@ void Tiers::CountTraffic(TierKind tier, uint64_t read, uint64_t written) {
   impl_->ledger.CountTraffic(tier, read, written);
 }
 
+void Tiers::CountRestored(uint64_t bytes) {
+  if (impl_->options.restored_bytes != nullptr) *impl_->options.restored_bytes += bytes;
+}
+
 std::string Tiers::io_backend() const { return IoBackendProbe(); }
 uint64_t Tiers::staging_bytes() const { return impl_->staging_bytes; }
 Disk* Tiers::disk() { return impl_->disk(); }

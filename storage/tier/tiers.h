@@ -1,6 +1,7 @@
 // The memory of one server: its budgets, their usage, and the devices behind them.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -39,6 +40,9 @@ struct TiersOptions {
   HbmOpener open_hbm;             // null: OpenHbmTier
   Disk* disk = nullptr;           // null: the system's
   std::vector<ExtentPlace> kept;  // extents of the NVMe file with state that durable jobs left
+  // Grows by the bytes of each state that is read back from an earlier run's extent. Outlives the tiers; null: nobody
+  // asks.
+  std::atomic<uint64_t>* restored_bytes = nullptr;
   // The space between `kept` extents, up to the file's end, is not free either: a job whose entries cannot be read may
   // have state there, for a rebuild to find by its labels. New extents lie behind the end. No budget counts this space,
   // since nobody knows whether it holds anything.
@@ -77,6 +81,8 @@ class Tiers {
   void Return(TierKind tier, uint64_t bytes);
   // Adds to traffic(). Code that moves a tier's bytes must call this.
   void CountTraffic(TierKind tier, uint64_t read, uint64_t written);
+  // Adds to TiersOptions::restored_bytes.
+  void CountRestored(uint64_t bytes);
   // "io_uring" or "threads: <why>".
   std::string io_backend() const;
   uint64_t staging_bytes() const;

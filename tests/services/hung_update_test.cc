@@ -2,7 +2,7 @@
 #include <memory>
 
 #include "ballast/proto/model/status.h"
-#include "ballast/services/foundation/counters.h"
+#include "ballast/services/counters/counters.h"
 #include "ballast/tests/services/hung_disk.h"
 
 namespace ballast::services {

@@ -2,7 +2,7 @@
 
 #include "absl/synchronization/notification.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/foundation/counters.h"
+#include "ballast/services/counters/counters.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::services {

@@ -44,7 +44,8 @@ LINES = {
         ['machine'],
     ],
     'services': [
-        ['foundation', 'step'],
+        ['counters', 'page', 'step', 'view'],
+        ['foundation', 'top'],
         ['records'],
         ['slices'],
         ['job'],
@@ -54,6 +55,7 @@ LINES = {
         ['requests'],
         ['server'],
         ['rpc', 'embedded', 'metrics', 'config', 'verify'],
+        ['http'],
         ['ctl', 'ballastd.cc'],
     ],
     'client': [
@@ -72,6 +74,9 @@ LINES = {
 NARROWER = {
     'services/verify': ['services/step', 'services/records'],
     'services/step': [],
+    'services/view': [],
+    'services/page': [],
+    'services/top': ['services/view'],
     'client/session.h': ['client/collective', 'client/transport.h', 'client/session_types.h'],
     'client/tensors.h': ['client/session.h', 'client/session_types.h'],
 }
@@ -85,6 +90,7 @@ ROOMS = [
     (r'rocksdb/', ['storage/catalog/']),
     (r'grpcpp/|grpc/|.*\.grpc\.pb\.h', ['services/rpc/', 'services/ctl/', 'client/transport/grpc_']),
     (r'prometheus/', ['services/metrics/']),
+    (r'httplib', ['services/http/']),
     (r'yaml-cpp/', ['services/config/']),
     (r'CLI/', ['services/ballastd', 'services/ctl/', 'client/examples/main']),
     (r'hwy/', ['kernels/cpu/']),

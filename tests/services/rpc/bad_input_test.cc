@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "ballast/proto/model/protocol.h"
-#include "ballast/services/foundation/counters.h"
+#include "ballast/services/counters/counters.h"
 #include "ballast/tests/services/rpc/rpc_fixture.h"
 
 namespace ballast::services {

@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "ballast/kernels/kernels.h"
-#include "ballast/services/foundation/counters.h"
+#include "ballast/services/counters/counters.h"
 #include "ballast/tests/services/rpc/rpc_fixture.h"
 
 namespace ballast::services {

@@ -9,7 +9,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/foundation/counters.h"
+#include "ballast/services/counters/counters.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/small_disk.h"
 

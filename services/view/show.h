@@ -1,4 +1,4 @@
-// How `ballastctl` writes: columns, bytes, JSON strings.
+// How status is written: columns, bytes, JSON strings.
 #pragma once
 
 #include <cstdint>

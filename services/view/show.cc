@@ -1,4 +1,4 @@
-#include "ballast/services/ctl/show.h"
+#include "ballast/services/view/show.h"
 
 #include <algorithm>
 

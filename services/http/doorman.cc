@@ -1,0 +1,325 @@
+#include "ballast/services/http/doorman.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/address.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+
+// A client on a bad network sends a request of 1 KiB in far less; Prometheus gives a scrape 10 s by default.
+constexpr absl::Duration kReadMax = absl::Seconds(5);
+constexpr absl::Duration kWriteMax = absl::Seconds(10);
+// After the answer, for what the client still sends: closed earlier, the kernel would reset the connection and the
+// client might lose the end of the answer.
+constexpr absl::Duration kLingerMax = absl::Seconds(1);
+// Connections that the kernel holds until they are accepted; they cost the process nothing.
+constexpr int kBacklog = 1024;
+constexpr int kAnswerThreads = 2;
+
+constexpr uint64_t kListener = 0, kWake = 1, kFirstConnection = 2;
+
+// -1, with errno, if the address cannot be bound. `port`: of the address, then the port really taken.
+int Bind(const model::Address& address, uint16_t* port) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_PASSIVE;
+  addrinfo* found = nullptr;
+  if (::getaddrinfo(address.host.c_str(), std::to_string(address.port).c_str(), &hints, &found) != 0) {
+    errno = EADDRNOTAVAIL;
+    return -1;
+  }
+  int fd = -1;
+  for (const addrinfo* at = found; at != nullptr && fd < 0; at = at->ai_next) {
+    fd = ::socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0) continue;
+    const int on = 1;
+    (void)::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (::bind(fd, at->ai_addr, at->ai_addrlen) == 0 && ::listen(fd, kBacklog) == 0) break;
+    const int error = errno;
+    ::close(std::exchange(fd, -1));
+    errno = error;
+  }
+  ::freeaddrinfo(found);
+  if (fd < 0) return -1;
+  sockaddr_storage bound{};
+  socklen_t length = sizeof bound;
+  (void)::getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &length);
+  *port = ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port
+                                            : reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
+  return fd;
+}
+
+}  // namespace
+
+struct Doorman::Impl {
+  enum class State { kReading, kAnswering, kSending, kLingering };
+  struct Connection {
+    int fd = -1;
+    State state = State::kReading;
+    absl::Time until;
+    std::string request, answer;
+    size_t sent = 0;
+  };
+  using Connections = std::map<uint64_t, Connection>;  // by number, thus by age
+
+  Impl(int listener, std::function<std::string(const std::string&)> answer)
+      : answer(std::move(answer)),
+        listener(listener),
+        wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+        epoll(::epoll_create1(EPOLL_CLOEXEC)) {
+    Watch(listener, kListener, EPOLLIN);
+    Watch(wake, kWake, EPOLLIN);
+  }
+  ~Impl() {
+    for (const auto& [number, connection] : connections) ::close(connection.fd);
+    for (const int fd : {listener, wake, epoll}) ::close(fd);
+  }
+
+  void Watch(int fd, uint64_t number, uint32_t events) const {
+    epoll_event event{};
+    event.events = events;
+    event.data.u64 = number;
+    (void)::epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event);
+  }
+  void Wake() const {
+    const uint64_t one = 1;
+    (void)!::write(wake, &one, sizeof one);
+  }
+
+  void Run();
+  void Accept();
+  Connections::iterator Close(Connections::iterator at);
+  void Go(Connections::iterator at);
+  void Read(Connections::iterator at);
+  void Send(Connections::iterator at);
+  void TakeAnswers();
+  void CloseLate();
+
+  const std::function<std::string(const std::string&)> answer;
+  std::string address;
+  const int listener, wake, epoll;
+
+  // The door's thread only.
+  Connections connections;
+  uint64_t next_number = kFirstConnection;
+  size_t unsent_bytes = 0;
+  size_t answers_wanted = 0;  // also of connections that gave up their place meanwhile
+
+  absl::Mutex mu;
+  bool stopping ABSL_GUARDED_BY(mu) = false;
+  std::vector<std::pair<uint64_t, std::string>> answers ABSL_GUARDED_BY(mu);
+
+  std::thread door;
+  ThreadExecutor answering{kAnswerThreads};
+};
+
+void Doorman::Impl::Run() {
+  while (true) {
+    absl::Duration wait = connections.empty() ? absl::InfiniteDuration() : kWriteMax;
+    for (const auto& [number, connection] : connections) wait = std::min(wait, connection.until - absl::Now());
+    // Rounded up, or the loop would turn idly for the last millisecond.
+    const int wait_ms = wait == absl::InfiniteDuration()
+                            ? -1
+                            : static_cast<int>(absl::ToInt64Milliseconds(std::max(wait, absl::ZeroDuration()))) + 1;
+    std::array<epoll_event, 64> events;
+    const int count = ::epoll_wait(epoll, events.data(), static_cast<int>(events.size()), wait_ms);
+    for (int i = 0; i < count; ++i) {
+      if (events[i].data.u64 == kListener) {
+        Accept();
+      } else if (events[i].data.u64 == kWake) {
+        uint64_t ignored = 0;
+        (void)!::read(wake, &ignored, sizeof ignored);
+      } else if (const auto at = connections.find(events[i].data.u64); at != connections.end()) {
+        Go(at);
+      }
+    }
+    {
+      absl::MutexLock lock(&mu);
+      if (stopping) return;
+    }
+    TakeAnswers();
+    CloseLate();
+  }
+}
+
+Doorman::Impl::Connections::iterator Doorman::Impl::Close(Connections::iterator at) {
+  unsent_bytes -= at->second.answer.size() - at->second.sent;
+  ::close(at->second.fd);  // epoll forgets the descriptor with it
+  return connections.erase(at);
+}
+
+void Doorman::Impl::Accept() {
+  while (true) {
+    const int fd = ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0 && errno == EINTR) continue;
+    if (fd < 0 && (errno == EMFILE || errno == ENFILE) && !connections.empty()) {
+      Close(connections.begin());
+      continue;
+    }
+    if (fd < 0 && errno != EAGAIN && errno != ECONNABORTED) {
+      // No descriptor, and none to give up: the listener would be ready again at once.
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    if (fd < 0) return;
+    if (connections.size() == kConnectionsMax) Close(connections.begin());
+    const auto at = connections.emplace_hint(connections.end(), next_number++, Connection());
+    at->second.fd = fd;
+    at->second.until = absl::Now() + kReadMax;
+    Watch(fd, at->first, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
+    Go(at);  // a request that is there already is not pushed out by the next connections
+  }
+}
+
+void Doorman::Impl::Go(Connections::iterator at) {
+  switch (at->second.state) {
+    case State::kReading:
+      return Read(at);
+    case State::kAnswering:
+      return;  // the client may have hung up; writing tells
+    case State::kSending:
+      return Send(at);
+    case State::kLingering: {
+      std::array<char, 4096> ignored;
+      ssize_t n = 0;
+      while ((n = ::recv(at->second.fd, ignored.data(), ignored.size(), 0)) > 0) continue;
+      if (n == 0 || errno != EAGAIN) Close(at);
+      return;
+    }
+  }
+}
+
+void Doorman::Impl::Read(Connections::iterator at) {
+  Connection& connection = at->second;
+  std::array<char, 4096> piece;
+  while (connection.request.size() <= kRequestBytesMax) {
+    const ssize_t n = ::recv(connection.fd, piece.data(), piece.size(), 0);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) return;
+    if (n <= 0) {
+      Close(at);
+      return;
+    }
+    const size_t before = std::max<size_t>(connection.request.size(), 3) - 3;
+    connection.request.append(piece.data(), static_cast<size_t>(n));
+    const size_t end = connection.request.find("\r\n\r\n", before);
+    if (end == std::string::npos) continue;
+    if (answers_wanted == kConnectionsMax) break;
+    ++answers_wanted;
+    connection.request.resize(end + 4);  // a body, or a second request, is not read
+    connection.state = State::kAnswering;
+    connection.until = absl::InfiniteFuture();
+    answering.Post([this, number = at->first, request = std::move(connection.request)] {
+      std::string bytes = answer(request);
+      {
+        absl::MutexLock lock(&mu);
+        answers.emplace_back(number, std::move(bytes));
+      }
+      Wake();
+    });
+    return;
+  }
+  Close(at);
+}
+
+void Doorman::Impl::TakeAnswers() {
+  std::vector<std::pair<uint64_t, std::string>> ready;
+  {
+    absl::MutexLock lock(&mu);
+    ready.swap(answers);
+  }
+  answers_wanted -= ready.size();
+  for (auto& [number, bytes] : ready) {
+    const auto at = connections.find(number);
+    if (at == connections.end()) continue;  // gave up its place
+    at->second.answer = std::move(bytes);
+    at->second.state = State::kSending;
+    at->second.until = absl::Now() + kWriteMax;
+    unsent_bytes += at->second.answer.size();
+    Send(at);
+  }
+  for (auto at = connections.begin(); unsent_bytes > kUnsentBytesMax && at != connections.end();) {
+    at = at->second.state == State::kSending ? Close(at) : std::next(at);
+  }
+}
+
+void Doorman::Impl::Send(Connections::iterator at) {
+  Connection& connection = at->second;
+  while (connection.sent < connection.answer.size()) {
+    const ssize_t n = ::send(connection.fd, connection.answer.data() + connection.sent,
+                             connection.answer.size() - connection.sent, MSG_NOSIGNAL);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) return;
+    if (n < 0) {
+      Close(at);
+      return;
+    }
+    connection.sent += static_cast<size_t>(n);
+    unsent_bytes -= static_cast<size_t>(n);
+  }
+  connection.answer.clear();
+  connection.answer.shrink_to_fit();
+  connection.sent = 0;
+  (void)::shutdown(connection.fd, SHUT_WR);
+  connection.state = State::kLingering;
+  connection.until = absl::Now() + kLingerMax;
+  Go(at);
+}
+
+void Doorman::Impl::CloseLate() {
+  const absl::Time now = absl::Now();
+  for (auto at = connections.begin(); at != connections.end();)
+    at = at->second.until <= now ? Close(at) : std::next(at);
+}
+
+absl::StatusOr<std::unique_ptr<Doorman>> Doorman::Start(const std::string& listen,
+                                                        std::function<std::string(const std::string&)> answer) {
+  BALLAST_ASSIGN_OR_RETURN(model::Address address, model::ParseAddress(listen, model::AddressUse::kListen));
+  const int listener = Bind(address, &address.port);
+  if (listener < 0) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadConfig,
+                        absl::StrCat("cannot serve metrics on '", listen,
+                                     "': the port is in use, or the address is none of this machine's; choose another "
+                                     "`metrics_listen` (",
+                                     std::strerror(errno), ")"));
+  }
+  auto impl = std::make_unique<Impl>(listener, std::move(answer));
+  impl->address = model::FormatAddress(address);
+  impl->door = std::thread([impl = impl.get()] { impl->Run(); });
+  return std::unique_ptr<Doorman>(new Doorman(std::move(impl)));
+}
+
+Doorman::Doorman(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Doorman::~Doorman() {
+  {
+    absl::MutexLock lock(&impl_->mu);
+    impl_->stopping = true;
+  }
+  impl_->Wake();
+  impl_->door.join();
+  impl_->answering.Join();
+}
+
+const std::string& Doorman::address() const { return impl_->address; }
+
+}  // namespace ballast::services

@@ -1,0 +1,179 @@
+#include "ballast/services/http/http_port.h"
+
+#include <httplib.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "ballast/services/http/doorman.h"
+#include "ballast/services/metrics/families.h"
+#include "ballast/services/page/page.h"
+#include "ballast/services/view/cluster_view.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr char kPlain[] = "text/plain; charset=utf-8";
+constexpr char kJson[] = "application/json";
+constexpr char kPrometheus[] = "text/plain; version=0.0.4; charset=utf-8";
+
+struct Answer {
+  std::string body;
+  const char* type = kPlain;
+  int status = 200;
+};
+using Route = std::function<Answer()>;
+
+// One request in memory, and its answer: the doorman alone touches sockets.
+class MemoryStream final : public httplib::Stream {
+ public:
+  explicit MemoryStream(const std::string& request) : request_(request) {}
+  bool is_readable() const override { return true; }
+  bool is_writable() const override { return true; }
+  ssize_t read(char* to, size_t size) override {
+    const size_t n = std::min(size, request_.size() - read_);
+    std::memcpy(to, request_.data() + read_, n);
+    read_ += n;
+    return static_cast<ssize_t>(n);
+  }
+  ssize_t write(const char* from, size_t size) override {
+    answer_.append(from, size);
+    return static_cast<ssize_t>(size);
+  }
+  void get_remote_ip_and_port(std::string& ip, int& port) const override { ip = "", port = 0; }
+  void get_local_ip_and_port(std::string& ip, int& port) const override { ip = "", port = 0; }
+  socket_t socket() const override { return INVALID_SOCKET; }
+  std::string Take() { return std::move(answer_); }
+
+ private:
+  const std::string& request_;
+  size_t read_ = 0;
+  std::string answer_;
+};
+
+// httplib's reading of requests and writing of answers, without its sockets and threads.
+class Protocol final : private httplib::Server {
+ public:
+  explicit Protocol(std::map<std::string, Route> routes) : routes_(std::move(routes)) {
+    set_default_headers({{"Cache-Control", "no-store"},
+                         {"Content-Security-Policy", "default-src 'self'"},
+                         {"X-Content-Type-Options", "nosniff"}});
+    set_pre_routing_handler([this](const httplib::Request& request, httplib::Response& response) {
+      Respond(request, &response);
+      return HandlerResponse::Handled;
+    });
+  }
+
+  std::string Process(const std::string& request) {
+    MemoryStream stream(request);
+    bool closed = false;
+    // A list of many ranges would be answered with as many copies.
+    process_request(stream, /*close_connection=*/true, closed, [](httplib::Request& r) { r.ranges.clear(); });
+    return stream.Take();
+  }
+
+ private:
+  void Respond(const httplib::Request& request, httplib::Response* response) const {
+    const auto route = routes_.find(request.path);
+    if (request.method != "GET" && request.method != "HEAD") {
+      response->status = 405;
+      response->set_header("Allow", "GET, HEAD");
+      response->set_content("this port only reads: send GET or HEAD\n", kPlain);
+    } else if (route == routes_.end()) {
+      response->status = 404;
+      std::string known;
+      for (const auto& [path, ignored] : routes_) absl::StrAppend(&known, " ", path);
+      response->set_content(absl::StrCat("there is no such path; there are", known, "\n"), kPlain);
+    } else {
+      Answer answer = route->second();
+      response->status = answer.status;
+      response->set_content(std::move(answer.body), answer.type);
+    }
+  }
+
+  const std::map<std::string, Route> routes_;
+};
+
+}  // namespace
+
+struct HttpPort::Impl {
+  explicit Impl(const RecoveryProgress* progress) : progress(progress) {}
+
+  v1::GetServerStatusResponse Status() const ABSL_SHARED_LOCKS_REQUIRED(mu) {
+    v1::GetServerStatusResponse status;
+    if (server != nullptr) status = server->Status();
+    status.set_state(ServerStateName(state));
+    status.set_recovery_done_bytes(progress->done_bytes);
+    status.set_recovery_total_bytes(progress->total_bytes);
+    return status;
+  }
+  Answer Ready() const {
+    absl::ReaderMutexLock lock(&mu);
+    return {absl::StrCat("{\"state\":\"", ServerStateName(state),
+                         "\",\"recovery_done_bytes\":", progress->done_bytes.load(),
+                         ",\"recovery_total_bytes\":", progress->total_bytes.load(), "}\n"),
+            kJson, state == ServerState::kReady ? 200 : 503};
+  }
+  Answer Metrics() const {
+    absl::ReaderMutexLock lock(&mu);
+    return {ShowMetrics(server, state, *progress), kPrometheus};
+  }
+  Answer StatusJson() const {
+    absl::ReaderMutexLock lock(&mu);
+    return {ShowJson(Judge({{.address = rpc_address, .error = absl::OkStatus(), .status = Status()}}, Asked::kOne)),
+            kJson};
+  }
+  std::map<std::string, Route> Routes() const {
+    std::map<std::string, Route> routes = {
+        {"/livez", [] { return Answer{"ok\n"}; }},
+        {"/readyz", [this] { return Ready(); }},
+        {"/metrics", [this] { return Metrics(); }},
+        {"/status.json", [this] { return StatusJson(); }},
+    };
+    for (const PageFile& file : PageFiles()) {
+      routes[std::string(file.path)] = [&file] { return Answer{std::string(file.bytes), file.type}; };
+    }
+    return routes;
+  }
+
+  const RecoveryProgress* const progress;
+  mutable absl::Mutex mu;  // held, shared, by answers that read `server`
+  ServerState state ABSL_GUARDED_BY(mu) = ServerState::kRecovering;
+  const StateServer* server ABSL_GUARDED_BY(mu) = nullptr;
+  std::string rpc_address ABSL_GUARDED_BY(mu);
+  Protocol protocol{Routes()};
+  std::unique_ptr<Doorman> doorman;  // last: its threads use what stands above
+};
+
+absl::StatusOr<std::unique_ptr<HttpPort>> HttpPort::Start(const std::string& listen, const RecoveryProgress* progress) {
+  auto impl = std::make_unique<Impl>(progress);
+  BALLAST_ASSIGN_OR_RETURN(impl->doorman, Doorman::Start(listen, [impl = impl.get()](const std::string& request) {
+                             return impl->protocol.Process(request);
+                           }));
+  return std::unique_ptr<HttpPort>(new HttpPort(std::move(impl)));
+}
+
+HttpPort::HttpPort(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+HttpPort::~HttpPort() = default;
+
+void HttpPort::Serve(const StateServer* state, const std::string& address) {
+  absl::MutexLock lock(&impl_->mu);
+  impl_->server = state;
+  impl_->rpc_address = address;
+  impl_->state = ServerState::kReady;
+}
+
+void HttpPort::Withdraw() {
+  absl::MutexLock lock(&impl_->mu);
+  impl_->server = nullptr;
+  impl_->state = ServerState::kStopping;
+}
+
+const std::string& HttpPort::address() const { return impl_->doorman->address(); }
+
+}  // namespace ballast::services

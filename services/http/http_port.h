@@ -1,0 +1,35 @@
+// The server's HTTP port: /livez, /readyz, /metrics, /status.json and the page. Read-only. It answers before the server
+// has recovered its jobs, and says how far the recovery is.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "ballast/services/counters/recovery_progress.h"
+#include "ballast/services/server/state_server.h"
+
+namespace ballast::services {
+
+// Threads: any.
+class HttpPort {
+ public:
+  // Borrows `progress`. Errors: those of Doorman::Start.
+  static absl::StatusOr<std::unique_ptr<HttpPort>> Start(const std::string& listen, const RecoveryProgress* progress);
+  ~HttpPort();
+
+  // The server is ready. Borrows `state` until Withdraw. `address`: where trainers reach the server, for /status.json.
+  void Serve(const StateServer* state, const std::string& address);
+  // The server is stopping. Waits for the answers that read `state`.
+  void Withdraw();
+
+  // "host:port" with the port really taken.
+  const std::string& address() const;
+
+ private:
+  struct Impl;
+  explicit HttpPort(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ballast::services
