@@ -1,0 +1,150 @@
+"""What HBM, DRAM and NVMe hold, how full they are, and what moves between them."""
+
+from board import JOBS, SERVERS, Board, rate
+
+NVME = f'{SERVERS}, tier="nvme"'
+STATE = 'ballast_tier_part_bytes{' + SERVERS + ', part="state"'
+TIERS = ('hbm', 'dram', 'nvme')
+
+
+def board():
+    b = Board('tiers', 'Memory tiers', 'What HBM, DRAM and NVMe hold, how full they are, and what moves between them.')
+    for tier in TIERS:
+        matchers = f'{SERVERS}, tier="{tier}"'
+        b.stat(
+            f'{tier.upper()} used',
+            'Share of the budgets that is taken. Budgets are filled on purpose: near 100 % is as it should be.',
+            'percentunit',
+            [
+                (
+                    f'sum(ballast_tier_used_bytes{{{matchers}}}) / (sum(ballast_tier_capacity_bytes{{{matchers}}}) > 0)',
+                    tier,
+                )
+            ],
+            min=0,
+            max=1,
+        )
+    b.stat(
+        'State on NVMe',
+        'Share of the state that is on the disk alone: each step reads and writes it.',
+        'percentunit',
+        [
+            (
+                f'sum({STATE}, tier="nvme"}}) / (sum({STATE}}}) > 0)',
+                'on NVMe',
+            )
+        ],
+        min=0,
+        max=1,
+    )
+    b.stat(
+        'Chunks on the move',
+        'Chunks that are not yet where new budgets want them.',
+        'none',
+        [(f'sum(ballast_job_moving_chunks{{{JOBS}}})', 'chunks')],
+    )
+    b.stat(
+        'Servers with locked memory',
+        'Memory that is not locked may be swapped out, and is copied once more on its way to the disk.',
+        'none',
+        [
+            (f'count(ballast_server_info{{{SERVERS}, locked="true"}}) or vector(0)', 'locked'),
+            (f'count(ballast_server_info{{{SERVERS}, locked="false"}}) or vector(0)', 'not locked'),
+        ],
+    )
+
+    b.row('What is where')
+    for tier in TIERS:
+        matchers = f'{SERVERS}, tier="{tier}"'
+        b.series(
+            f'{tier.upper()} by part',
+            'Parts of the tier add up to what is used; the dashed line is the budget.',
+            'bytes',
+            [
+                (f'sum by (part) (ballast_tier_part_bytes{{{matchers}}})', '{{part}}'),
+                (f'sum(ballast_tier_capacity_bytes{{{matchers}}})', 'budget'),
+            ],
+            stack=True,
+            line='budget',
+            h=9,
+        )
+    b.series(
+        'State by tier',
+        'Master weights and moments, by the tier that they live in.',
+        'bytes',
+        [(f'sum by (tier) ({STATE}}})', '{{tier}}')],
+        stack=True,
+    )
+    b.series(
+        'Fullest server',
+        'Used share of the budget on the fullest server. One server far above the others is worth a look.',
+        'percentunit',
+        [(f'max by (tier) (ballast_tier_used_bytes{{{SERVERS}}} / (ballast_tier_capacity_bytes{{{SERVERS}}} > 0))', '{{tier}}')],
+        max=1,
+    )
+    b.series(
+        'Spread of state',
+        'State of the fullest server over the mean of servers: 1 is even.',
+        'none',
+        [
+            (
+                f'max by (tier) ({STATE}}}) / (avg by (tier) ({STATE}}}) > 0)',
+                '{{tier}}',
+            )
+        ],
+        decimals=2,
+    )
+
+    b.row('What moves')
+    b.series(
+        'Moved between tiers',
+        'Bytes per second from tier to tier, and why.',
+        'Bps',
+        [(f'sum by (from, to, why) ({rate("ballast_moved_bytes_total")}) > 0', '{{from}} to {{to}}: {{why}}')],
+        w=12,
+    )
+    b.series(
+        'Chunks that moved',
+        'Chunks that changed their tier because budgets changed, and chunks that still will.',
+        'none',
+        [
+            (f'sum by (training_job) (ballast_job_moving_chunks{{{JOBS}}})', '{{training_job}} to move'),
+            (f'sum by (training_job) (increase(ballast_job_moved_chunks_total{{{JOBS}}}[$__rate_interval]))', '{{training_job}} moved'),
+        ],
+        w=12,
+    )
+    b.series(
+        'Read from tiers',
+        'Bytes per second that updates, recovery and pulls take from each tier.',
+        'Bps',
+        [(f'sum by (tier) ({rate("ballast_tier_read_bytes_total")})', '{{tier}}')],
+    )
+    b.series(
+        'Written to tiers',
+        'Bytes per second that updates, flushes and moves write to each tier.',
+        'Bps',
+        [(f'sum by (tier) ({rate("ballast_tier_written_bytes_total")})', '{{tier}}')],
+    )
+    steps = f'(max({rate("ballast_step_seconds_count", JOBS)}) > 0)'
+    b.series(
+        'NVMe bytes per step',
+        'Cost of a step for the disks of all chosen servers.',
+        'bytes',
+        [(f'sum({rate(f"ballast_tier_{what}_bytes_total", NVME)}) / {steps}', what) for what in ('read', 'written')],
+    )
+    b.series(
+        'NVMe written per day',
+        "Bytes that a day at this rate writes to each server's disk: compare with the endurance that its maker states.",
+        'bytes',
+        [(f'86400 * sum by (instance) ({rate("ballast_tier_written_bytes_total", NVME)})', '{{instance}}')],
+    )
+    b.series(
+        'Memory of the process',
+        'Resident and mapped bytes of ballastd: the DRAM budget is part of them.',
+        'bytes',
+        [
+            (f'sum by (instance) (process_resident_memory_bytes{{{SERVERS}}})', '{{instance}} resident'),
+            (f'sum by (instance) (process_virtual_memory_bytes{{{SERVERS}}})', '{{instance}} mapped'),
+        ],
+    )
+    return b

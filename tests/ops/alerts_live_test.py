@@ -1,0 +1,193 @@
+"""Alerts by their faults: state servers in training, the rules with their times divided by 60, a real Alertmanager, a webhook.
+
+Each alert must arrive firing after its fault and resolved after the fault has ended. Of section "alerts" these are tested by
+promtool alone (alerts_test.py), for the reason that BY_PROMTOOL gives.
+"""
+
+import re
+import shutil
+import signal
+import time
+
+import faults
+import ops
+import watched
+import yaml
+
+FASTER = 60
+UNITS = {'s': 1, 'm': 60, 'h': 3600}
+BY_PROMTOOL = {
+}  # fmt: skip
+
+
+def faster(text):
+    """The rules with each `for`, range and offset divided by FASTER."""
+    def divide(found):
+        return f'{found[1]}{max(1, int(found[2]) * UNITS[found[3]] // FASTER)}s'
+
+    text = re.sub(r'(for: |\[|offset )(\d+)([smh])\b', divide, text)
+    return text.replace('4 * 3600', f'4 * {3600 // FASTER}')
+
+
+class Watch:
+    """Monitoring of `servers`, which knows what has fired since a fault."""
+
+    def __init__(self, servers):
+        self.monitoring = watched.Monitoring(servers, faster((watched.PROMETHEUS / 'ballast.rules.yml').read_text()))
+        self.value, self.hook = self.monitoring.value, self.monitoring.hook
+
+    def version(self, job, *trainers):
+        watched.check_alive(*trainers)
+        version = self.value(f'min(ballast_job_committed_version{{training_job="{job}"}})')
+        return -1 if version is None else version
+
+    def trains(self, job, *trainers, steps=3):
+        goal = self.version(job) + steps
+        ops.wait_for(lambda: self.version(job, *trainers) >= goal, f'step {goal} of {job}')
+
+    def fires(self, *alerts, since, severity=None, seconds=60):
+        for alert in alerts:
+            event = ops.wait_for(lambda alert=alert: self.hook.seen(alert, 'firing', severity, since), f'{alert} fires', seconds)[0]
+            assert 'error expanding' not in str(event[3]), event
+            print(f'{alert} fired after {event[0] - since:.1f} s: {event[3]["summary"]} {event[3]["description"]}')
+
+    def resolves(self, *alerts, since, seconds=60):
+        for alert in alerts:
+            event = ops.wait_for(lambda alert=alert: self.hook.seen(alert, 'resolved', None, since), f'{alert} is resolved', seconds)[0]
+            print(f'{alert} was resolved after {event[0] - since:.1f} s')
+
+    def silent(self, *alerts):
+        fired = [event for alert in alerts for event in self.hook.seen(alert)]
+        assert not fired, fired
+
+
+def test_servers():
+    """kill -9; a long recovery; a server on an old copy of its directory; a stopped trainer."""
+    ops.need(ops.BIN / 'train_bytes_lm')
+    disk = faults.SlowDisk()
+    servers = [watched.Server(0).start(), watched.Server(1).start(*disk.into)]
+    watch = Watch(servers)
+    trainers = [watched.trainer(servers, 'demo', rank=rank, ranks=2) for rank in range(2)]
+    ops.wait_for(lambda: watch.version('demo', *trainers) >= 3, 'training')
+
+    began = time.monotonic()
+    servers[1].kill()
+    shutil.copytree(servers[1].folder, 'old')
+    watch.fires('BallastServerDown', since=began)
+    servers[1].start()
+    watch.resolves('BallastServerDown', since=began)
+    watch.trains('demo', *trainers, steps=30)
+
+    began = time.monotonic()
+    trainers[1].send_signal(signal.SIGSTOP)
+    watch.fires('BallastTrainingStalled', since=began)
+    trainers[1].send_signal(signal.SIGCONT)
+    watch.resolves('BallastTrainingStalled', since=began)
+    watch.trains('demo', *trainers)
+
+    watched.end(*trainers)
+    began = time.monotonic()
+    servers[1].kill()
+    newest, servers[1].arguments = servers[1].arguments, ['old' if word == servers[1].folder else word for word in servers[1].arguments]
+    disk.limit(bytes_per_second=1 << 20)
+    servers[1].start(*disk.into, wait=False)
+    watch.fires('BallastServerRecovering', since=began)
+    disk.limit()
+    servers[1].wait()
+    watch.resolves('BallastServerRecovering', since=began)
+    watch.fires('BallastVersionsApart', since=began)
+    servers[1].kill()
+    servers[1].arguments = newest
+    servers[1].start()
+    watch.resolves('BallastVersionsApart', since=began)
+
+
+def test_jobs():
+    """Damage; a lost state; gradients that are not finite; a far rank."""
+    ops.need(ops.BIN / 'train_bytes_lm')
+    # Two servers that jobs do not share: one is damaged, one goes on.
+    servers = [watched.Server(0).start(), watched.Server(1, budget='--budget.dram 24MiB --budget.nvme 256MiB --staging 4MiB').start()]
+    watch = Watch(servers)
+    far = faults.FarRank(servers[1:])
+    lag = [watched.trainer(servers[1:], 'lag', ranks=2), watched.trainer(far.addresses, 'lag', rank=1, ranks=2)]
+    demo = watched.trainer(servers[:1], 'demo')
+    ops.wait_for(lambda: watch.version('demo', demo) >= 30 and watch.version('lag', *lag) >= 3, 'training')
+    watch.silent('BallastStraggler', 'BallastSkippedSteps')
+
+    began_lag = time.monotonic()
+    far.seconds = 0.05
+    nan = watched.trainer(servers[1:], 'nan', '--lr', '1e30', '--warmup', '0', '--durability', 'none')
+    watch.fires('BallastSkippedSteps', since=began_lag)
+    watched.end(nan)
+
+    # The damage that is repaired, then damage that is not.
+    watched.end(demo)
+    began = time.monotonic()
+    servers[0].kill()
+    assert faults.damage_copies(servers[0].folder / 'log-demo') > 0
+    servers[0].start()
+    watch.fires('BallastDataRepaired', since=began)
+    servers[0].kill()
+    shutil.copyfile(servers[0].folder / 'nvme.tier', 'whole')
+    faults.damage_all(servers[0].folder / 'nvme.tier')
+    servers[0].start()
+    watch.fires('BallastJobFailed', since=began)
+    servers[0].kill()
+    shutil.copyfile('whole', servers[0].folder / 'nvme.tier')
+    servers[0].start()
+    watch.resolves('BallastJobFailed', since=began)
+    watch.fires('BallastStraggler', since=began_lag)
+    far.seconds = 0
+    watch.resolves('BallastStraggler', 'BallastSkippedSteps', since=began_lag)
+    watched.end(*lag)
+
+    began = time.monotonic()
+    servers[1].kill()
+    servers[1].start()
+    watch.fires('BallastStateLost', since=began)
+    ops.run(ops.BIN / 'ballastctl', 'drop', '--job', 'nan', '--servers', servers[1].listen)
+    watch.resolves('BallastStateLost', 'BallastDataRepaired', since=began, seconds=90)
+
+
+def test_disks():
+    """A slow disk; a full disk."""
+    ops.need(ops.BIN / 'train_bytes_lm')
+    disk, small = faults.SlowDisk(), faults.SmallDisk('small', 400)
+    servers = [watched.Server(0).start(*disk.into), watched.Server(1, small.folder / 'data').start()]
+    watch = Watch(servers)
+    trainer = watched.trainer(servers[:1], 'demo')
+    ops.wait_for(lambda: watch.version('demo', trainer) >= 30, 'training')
+
+    began = time.monotonic()
+    disk.limit(operations_per_second=30, bytes_per_second=2 << 20)
+    end = began + 60
+    while time.monotonic() < end and not watch.hook.seen('BallastDiskFull'):
+        if small.free() > 0.03:
+            small.grow(8 << 20)
+        time.sleep(1)
+    watch.fires('BallastDiskFull', since=began)
+    # A trainer that is started again and again on a full disk.
+    small.grow(1 << 40)
+    watch.fires('BallastDiskSlow', 'BallastSlowerThanPlanned', 'BallastLogFull', since=began)
+
+
+def test_machine():
+    """A kernel that refuses io_uring, as container engines do, and a small limit of locked memory."""
+    servers = [watched.Server(0).start(*faults.LITTLE_MEMLOCK, preexec_fn=faults.without_io_uring)]
+    began = time.monotonic()
+    watch = Watch(servers)
+    watch.fires('BallastIoFallback', 'BallastMemoryNotLocked', since=began)
+    servers[0].kill()
+    servers[0].start()
+    watch.resolves('BallastIoFallback', 'BallastMemoryNotLocked', since=began)
+
+
+def test_complete():
+    """Every alert is fired by a fault here, or is in BY_PROMTOOL with its reason."""
+    text = open(__file__).read()
+    fired = set(re.findall(r"'(Ballast\w+)'", ' '.join(re.findall(r'watch\.fires\(.*', text))))
+    resolved = set(re.findall(r"'(Ballast\w+)'", ' '.join(re.findall(r'watch\.resolves\(.*', text))))
+    alerts = {rule['alert'] for group in yaml.safe_load((watched.PROMETHEUS / 'ballast.rules.yml').read_text())['groups'] for rule in group['rules']}
+    assert fired == resolved, fired ^ resolved
+    assert fired | BY_PROMTOOL.keys() == alerts, (fired | BY_PROMTOOL.keys()) ^ alerts
+    assert not fired & BY_PROMTOOL.keys()
