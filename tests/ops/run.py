@@ -49,6 +49,9 @@ def inside(path, function):
     subprocess.run(['ip', 'link', 'set', 'lo', 'up'], check=True)
     subprocess.run(['ip', 'address', 'add', '10.0.0.1/32', 'dev', 'lo'], check=True)
     socket.sethostname('node1')
+    with open('/run/hosts', 'w') as hosts:
+        hosts.write('127.0.0.1 localhost node1\n')
+    subprocess.run(['mount', '--bind', '/run/hosts', '/etc/hosts'], check=True)
     test = os.fork()
     while test != 0:  # the first process of the namespace reaps what daemons leave behind
         ended, status = os.wait()

@@ -42,8 +42,6 @@ def cluster():
     (folder / 'node').mkdir()
     (folder / 'slurm.conf').write_text(CONFIGURATION.format(folder=folder, cpus=os.cpu_count()))
     (folder / 'cgroup.conf').write_text('CgroupPlugin=cgroup/v1\n')
-    (folder / 'hosts').write_text('127.0.0.1 localhost node1\n')
-    ops.run('mount', '--bind', folder / 'hosts', '/etc/hosts')
     key = folder / 'munge.key'
     key.write_bytes(secrets.token_bytes(64))
     key.chmod(0o400)
