@@ -31,7 +31,8 @@ for library in "${folder[0]}"/*.libs/*; do
   name="$(basename "$library" | sed 's/-[0-9a-f]\{8\}\.so/.so/')"
   path="$(ldconfig -p | sed -n "s|.* => \(.*/$name\)\$|\1|p" | head -n 1)"
   [[ -n "$path" ]] || path="$(find /usr/lib /lib -name "$name" -print -quit)"
-  package="$(dpkg-query -S "$(realpath "$path")" 2>/dev/null || dpkg-query -S "$path")"
+  path="$(realpath "$path")"  # dpkg knows some libraries by /lib, as before /lib became a link to /usr/lib
+  package="$(dpkg-query -S "$path" 2>/dev/null || dpkg-query -S "${path#/usr}")"
   package="${package%%:*}"
   cp "/usr/share/doc/$package/copyright" "${information[0]}/licenses/bundled/$package.txt"
 done

@@ -19,8 +19,8 @@ def torchrun(data, *, wait=True):
     python = ops.ROOT / 'build' / 'venv' / 'bin'
     module = ops.ROOT / 'build' / 'ops-release' / 'python'
     ops.need(python / 'torchrun', module / 'ballast')
-    environment = dict(os.environ, PATH=f'{python}:{ops.BIN}:{os.environ["PATH"]}', PYTHONPATH=str(module), STATE_DRAM='64MiB', STATE_NVME='512MiB',
-                       OMP_NUM_THREADS='1')
+    environment = dict(os.environ, PATH=f'{python}:{ops.BIN}:{os.environ["PATH"]}', PYTHONPATH=str(module),
+                       STATE_DRAM='64MiB', STATE_NVME='512MiB', OMP_NUM_THREADS='1')
     command = [EXAMPLES / 'torchrun.sh', data, '2', EXAMPLES / 'train.py', '40']
     if wait:
         return ops.run(*command, env=environment)
@@ -61,10 +61,11 @@ def pods(value):
 
 
 def test_manifests():
-    """JobSet, TrainJob and its runtime by the models of their CRDs, which lose a field they do not know; each pod by Kubernetes' schemas."""
+    """JobSet, TrainJob and runtime by the models of their CRDs, which lose a field they do not know; each pod by Kubernetes' schemas."""
     import kubernetes_validate
     from kubeflow_trainer_api import models
-    known = {'JobSet': models.JobsetV1alpha2JobSet, 'TrainJob': models.TrainerV1alpha1TrainJob, 'TrainingRuntime': models.TrainerV1alpha1TrainingRuntime}
+    known = {'JobSet': models.JobsetV1alpha2JobSet, 'TrainJob': models.TrainerV1alpha1TrainJob,
+             'TrainingRuntime': models.TrainerV1alpha1TrainingRuntime}
     checked = set()
     for document in documents('jobset.yaml') + documents('trainjob.yaml'):
         model = known[document['kind']]

@@ -57,8 +57,9 @@ def cluster():
 
 
 def submit(environment, *extra):
-    trainer = ' '.join(str(word) for word in ops.trainer('$BALLAST_SERVERS', '--job', 'slurm', '--world-size', '$WORLD_SIZE', '--rank', '$RANK',
-                                                         '--rendezvous', os.path.abspath('meet'), '--dump-master', os.path.abspath('got')))
+    trainer = ' '.join(str(word) for word in ops.trainer('$BALLAST_SERVERS', '--job', 'slurm', '--world-size', '$WORLD_SIZE',
+                                                         '--rank', '$RANK', '--rendezvous', os.path.abspath('meet'),
+                                                         '--dump-master', os.path.abspath('got')))
     text = ops.run('sbatch', '--parsable', '--output', 'job-%j.log', *extra, SBATCH, 'bash', '-c', f'exec {trainer}', env=environment)
     return text.strip().splitlines()[-1]
 
@@ -73,10 +74,11 @@ def log(job):
 
 
 def over(environment, job):
+    busy = ('PENDING', 'RUNNING', 'COMPLETING')
     try:
-        return ops.wait_for(lambda: (now := state(environment, job)) not in ('PENDING', 'RUNNING', 'COMPLETING') and now, f'job {job} is over', 60)
+        return ops.wait_for(lambda: (now := state(environment, job)) not in busy and now, f'job {job} is over', 60)
     except AssertionError:
-        print(log(job), ops.run('scontrol', 'show', 'job', job, env=environment), ops.run('squeue', '--steps', env=environment), ops.run('ps', 'f', '-e'))
+        print(log(job), ops.run('squeue', '--steps', env=environment), ops.run('ps', 'f', '-e'))
         raise
 
 
