@@ -7,7 +7,8 @@
 //      then PullOwned(unit) for the updated ranges.
 //
 // Pushed gradients are provisional until Step(): before it, ask for norms, choose a scale, or Drop(). A step leaves a
-// tensor alone that no rank pushes, its step count included: frozen tensors are simply never pushed.
+// tensor alone that no rank pushes, its step count included. A tensor that is never pushed has state all the same, unless
+// TensorSpec::frozen says that servers keep its value alone.
 //
 // Threads: one thread at a time per session. Calls marked COLLECTIVE must be made by all ranks in the same order.
 // Errors: carry a reason (model::ReasonOf). After STALE_EPOCH, RANK_MISSING or DATA_LOSS the session is finished: exit
@@ -154,7 +155,8 @@ class Session {
 
   // Pushes this rank's part of the unit's gradient, already reduced over ranks: the owned ranges, concatenated. Copies
   // the elements; returns when the copy is made and the bytes in flight allow. A unit may be pushed once per attempt.
-  // `absent`: tensors of the unit without a gradient here; the elements given for them must be zero. 16-bit elements
+  // `absent`: tensors of the unit without a gradient here; the elements given for them must be zero. Frozen tensors are
+  // always absent, whatever is given for them. 16-bit elements
   // are bits of the job's gradient dtype; BAD_DTYPE if that is as wide as the other overload's.
   absl::Status Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent = {});
   absl::Status Push(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent = {});
@@ -180,6 +182,8 @@ class Session {
   // Index of a tensor in the list passed to Lend.
   absl::StatusOr<uint32_t> TensorIndex(absl::string_view tensor) const;
   uint32_t tensor_count() const;
+  // How the job keeps the tensor, whatever TensorSpec::frozen said at Open. NOT_FOUND (UNKNOWN_TENSOR).
+  absl::StatusOr<v1::Frozen> FrozenAs(absl::string_view tensor) const;
   // Names of the job's live tensors, in the order of registration.
   std::vector<std::string> tensor_names() const;
   // Before Step, in place of Push: an entry per TensorIndex, with gradients of all tensors that have a gradient, or of

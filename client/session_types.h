@@ -27,6 +27,8 @@ struct TensorSpec {
   std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
   // Dtype of the working parameters. Leave UNSPECIFIED to use the job's; any other dtype is refused (BAD_DTYPE).
   v1::Dtype dtype = v1::DTYPE_UNSPECIFIED;
+  // Servers keep the tensor's state, or values alone that no gradient changes. For a new job: a job keeps its own.
+  v1::Frozen frozen = v1::FROZEN_UNSPECIFIED;
   // The order of the elements on the servers, for a new job: as many equal blocks along a dimension, so that cuts of
   // that dimension are few ranges. A job keeps its own.
   model::Parts parts;

@@ -92,6 +92,7 @@ class Tensors {
   // The part of a tensor that this rank has.
   struct Part {
     uint32_t index = 0;  // the session's
+    bool is_frozen = false;
     uint64_t begin = 0;  // of the tensor, in its unit
     uint64_t elements = 0;
     std::vector<model::BoxRun> runs;
@@ -126,6 +127,8 @@ class Tensors {
   void Place(Unit* unit);
   // BAD_REQUEST after a Register.
   absl::Status CheckCurrent() const;
+  // BAD_REQUEST for a gradient of a frozen tensor.
+  absl::Status CheckGradients(absl::Span<const TensorMemory> memory) const;
   absl::Status LendValues(absl::Span<const TensorMemory> memory);
   absl::Status PushValues(absl::Span<const TensorMemory> memory, const Source& source);
   // Gives the session the step's gradients, and the places for parameters if the session takes loans.

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # Installs what building and testing need from Debian 12's own packages; does nothing where all is there.
-# Usage: deploy/packages.sh build|test
+# Usage: deploy/packages.sh build|test|ops     ops: for the operations tests (tests/run.sh ops)
 set -euo pipefail
 
 build=(g++ cmake ninja-build pkg-config protobuf-compiler protobuf-compiler-grpc libgrpc++-dev libprotobuf-dev libabsl-dev
   libssl-dev liburing-dev librocksdb-dev prometheus-cpp-dev libcpp-httplib-dev libhwy-dev libisal-dev libgloo-dev libyaml-cpp-dev libcli11-dev
   libspdlog-dev libopenblas-dev)
 test=(libgtest-dev libgmock-dev prometheus python3-venv python3-dev ccache dpkg-dev fio clang clang-format clang-tidy)
+ops=(python3-venv python3-dev ccache dpkg-dev debootstrap systemd util-linux iproute2 buildah skopeo podman runc catatonit lintian slurmctld slurmd slurm-client munge)
 
 case "${1:-build}" in
   build) wanted=("${build[@]}") ;;
   test) wanted=("${build[@]}" "${test[@]}") ;;
-  *) echo "usage: deploy/packages.sh build|test, got '$1'" >&2; exit 2 ;;
+  ops) wanted=("${build[@]}" "${ops[@]}") ;;
+  *) echo "usage: deploy/packages.sh build|test|ops, got '$1'" >&2; exit 2 ;;
 esac
 
 missing=()
@@ -30,5 +32,5 @@ if ((EUID != 0)); then
 fi
 echo "packages: installing ${#missing[@]}: ${missing[*]}"
 "${root[@]}" apt-get update -qq
-# prometheus is wanted for promtool alone: its service must not start.
+# prometheus is wanted for promtool alone, munge and slurm for tests that start their own: no service must start.
 "${root[@]}" env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/config/config.h"
 #include "ballast/services/http/http_port.h"
@@ -105,6 +106,7 @@ int Serve(const Config& config, const sigset_t& signals) {
   auto http = HttpPort::Start(config.metrics_listen, &progress);
   if (!http.ok()) return Complain(http.status(), kMetricsPortInUse);
   spdlog::info("HTTP on {}: /livez, /readyz, /metrics, /status.json; recovering", (*http)->address());
+  options.page = (*http)->address();
   auto state = StateServer::Start(options);
   if (!state.ok() && model::ReasonOf(state.status()) == model::kServerDown) return Complain(state.status(), kOk);
   if (!state.ok()) return Complain(state.status(), ExitOf(state.status()));
@@ -137,6 +139,7 @@ int Main(int argc, char** argv) {
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
   CLI::App app{"Ballast state server: holds chunks of training jobs and runs their optimizer.", "ballastd"};
+  app.set_version_flag("--version", std::string("ballastd ") + model::Version());
   std::string path;
   app.add_option("--config", path, "YAML file; flags override BALLAST_* variables, which override the file");
   pid_t parent = 0;

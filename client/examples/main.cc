@@ -21,6 +21,7 @@
 #include "ballast/client/examples/server_source.h"
 #include "ballast/client/examples/trainer.h"
 #include "ballast/client/grpc_transport.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::client {
@@ -325,7 +326,8 @@ absl::StatusOr<int> Run(const Flags& flags) {
 int Main(int argc, char** argv) {
   Flags flags;
   flags.trainer.stop_signal = &stop_signal;
-  CLI::App app("Trains a byte-level language model whose state lives on Ballast servers.");
+  CLI::App app("Trains a byte-level language model whose state lives on Ballast servers.", "train_bytes_lm");
+  app.set_version_flag("--version", std::string("train_bytes_lm ") + model::Version());
   AddJobFlags(app, flags);
   AddOptimizerFlags(app, flags);
   AddTrainingFlags(app, flags);

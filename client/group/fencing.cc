@@ -17,8 +17,8 @@ constexpr uint64_t kStepsMax = 64;
 
 }  // namespace
 
-Fencing::Fencing(Router* router, std::string job, std::vector<uint64_t> promised)
-    : router_(router), job_(std::move(job)), promised_(std::move(promised)) {
+Fencing::Fencing(Router* router, std::string job, std::vector<uint64_t> promised, std::vector<v1::Peer> peers)
+    : router_(router), job_(std::move(job)), promised_(std::move(promised)), peers_(std::move(peers)) {
   epoch_.set_counter(*std::max_element(promised_.begin(), promised_.end()) + 1);
   // Tells apart groups that saw the same promises.
   std::random_device random;
@@ -71,6 +71,7 @@ absl::StatusOr<std::vector<v1::GetJobResponse>> Fencing::Fence(bool expect_empty
   request.set_job(job_);
   *request.mutable_epoch() = epoch_;
   request.set_expect_empty(expect_empty);
+  request.mutable_peers()->Assign(peers_.begin(), peers_.end());
   for (uint32_t server = 0; server < router_->server_count(); ++server) {
     BALLAST_RETURN_IF_ERROR(CatchUp(server, request, deadline));
   }

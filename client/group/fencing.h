@@ -18,8 +18,9 @@ namespace ballast::client {
 // many. Somebody may have fenced the peers alone, with numbers of their own.
 class Fencing {
  public:
-  // Borrows `router`. `promised`: the counter of each server's promise, in the router's order.
-  Fencing(Router* router, std::string job, std::vector<uint64_t> promised);
+  // Borrows `router`. `promised`: the counter of each server's promise, in the router's order. `peers`: all servers,
+  // told to each.
+  Fencing(Router* router, std::string job, std::vector<uint64_t> promised, std::vector<v1::Peer> peers);
   // As GetJob told.
   static std::vector<uint64_t> Promised(absl::Span<const v1::GetJobResponse> answers);
 
@@ -38,6 +39,7 @@ class Fencing {
   Router* const router_;
   const std::string job_;
   const std::vector<uint64_t> promised_;
+  const std::vector<v1::Peer> peers_;
   v1::Epoch epoch_;
 };
 

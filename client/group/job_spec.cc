@@ -63,6 +63,7 @@ v1::TensorSpec ToProto(const TensorSpec& tensor) {
   proto.set_group(tensor.group);
   for (const std::string& alias : tensor.aliases) proto.add_aliases(alias);
   proto.set_dtype(tensor.dtype);
+  proto.set_frozen(tensor.frozen);
   if (tensor.parts.count > 1) {
     proto.set_part_dimension(tensor.parts.dimension);
     proto.set_parts(tensor.parts.count);

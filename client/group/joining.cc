@@ -8,6 +8,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "ballast/client/group/job_spec.h"
+#include "ballast/client/group/peers.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/field_hash.h"
 #include "ballast/proto/model/names.h"
@@ -128,6 +129,7 @@ absl::Status Opening::Identify(absl::Time deadline) {
   }
   BALLAST_RETURN_IF_ERROR(state->tally.Wait());
   server_ids_.clear();
+  peers_.clear();
   absl::flat_hash_set<std::string> seen;
   for (uint32_t i = 0; i < router_->server_count(); ++i) {
     const v1::IdentifyResponse& answer = state->answers[i];
@@ -137,6 +139,7 @@ absl::Status Opening::Identify(absl::Time deadline) {
       return BadSpec(absl::StrCat("server '", answer.server_id(), "' is named twice; name each server once"));
     }
     server_ids_.push_back(answer.server_id());
+    peers_.push_back(MakePeer(answer, router_->name(i)));
   }
   return absl::OkStatus();
 }
@@ -233,7 +236,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   if (options.resume == Resume::kNever && highest >= 0) return JobExists(options.job, highest);
   if (options.resume == Resume::kMust && !exists) return JobMissing(options.job);
 
-  Fencing fencing(router_, options.job, Fencing::Promised(seen));
+  Fencing fencing(router_, options.job, Fencing::Promised(seen), peers_);
   v1::OpenRequest open;
   *open.mutable_epoch() = fencing.epoch();
   // Checked before the fence where possible: a mistake here must not end a group at work, and a job that finds no space
@@ -319,7 +322,7 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
   BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
 
   Fencing fencing(router_, open.spec().name(),
-                  std::vector<uint64_t>(router_->server_count(), current.epoch().counter()));
+                  std::vector<uint64_t>(router_->server_count(), current.epoch().counter()), peers_);
   *open.mutable_epoch() = fencing.epoch();
   absl::Status moved = MoveEpoch(std::move(fencing), &open, version, deadline);
   if (moved.ok()) return open;

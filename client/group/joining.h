@@ -75,6 +75,7 @@ class Opening {
   Group* group_;
   Split split_;
   TensorUnion union_;
+  std::vector<v1::Peer> peers_;
   std::vector<std::string> server_ids_;  // in the router's order, until that becomes the members'
 };
 

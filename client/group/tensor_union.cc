@@ -117,6 +117,12 @@ absl::StatusOr<TensorUnion> TensorUnion::Make(absl::Span<const NamedAlike> all) 
                                     Show(first), ", rank ", alike.ranks[0], " has ", Show(tensors[i]),
                                     "; give different tensors different names"));
       }
+      if (made.tensors_[tensor.place].frozen() != tensors[i].frozen()) {
+        return BadSpec(absl::StrCat("tensor '", tensors[i].name(), "' is ", v1::Frozen_Name(tensors[i].frozen()),
+                                    " on rank ", alike.ranks[0], " and ",
+                                    v1::Frozen_Name(made.tensors_[tensor.place].frozen()), " on rank ",
+                                    tensor.first->ranks[0], "; expected the same on all ranks"));
+      }
       const v1::Placement& said = tiling.placements(static_cast<int>(tiling.placement_of(i)));
       for (const v1::MeshCuts& part : (said.meshes().empty() ? alone : said).meshes()) {
         tensor.meshes.try_emplace(part.SerializeAsString(), part);

@@ -225,6 +225,11 @@ absl::StatusOr<uint32_t> Session::TensorIndex(absl::string_view tensor) const {
   return impl_->seat.units->layout().FindTensor(tensor);
 }
 
+absl::StatusOr<v1::Frozen> Session::FrozenAs(absl::string_view tensor) const {
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t index, TensorIndex(tensor));
+  return impl_->seat.units->layout().tensors()[index].frozen;
+}
+
 absl::StatusOr<Session::Location> Session::Locate(absl::string_view tensor) const {
   BALLAST_ASSIGN_OR_RETURN(const uint32_t index, impl_->seat.units->layout().FindTensor(tensor));
   const model::Tensor& found = impl_->seat.units->layout().tensors()[index];

@@ -1,6 +1,7 @@
 // The session's transactions: what ranks agree on, seal and decide.
 #include <algorithm>
 #include <cmath>
+#include <exception>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -129,10 +130,18 @@ absl::StatusOr<Session::Impl::Agreement> Session::Impl::Settle(const std::string
   for (const v1::SealRequest& other : offers) more = more || other.header().gradient_presence() != presence;
   if (!more) return agreed;
   mine = written.ok() ? gradients.Cover(presence) : written;
-  if (mine.ok() && source != nullptr) mine = values.Push(agreed.header.value_presence(), *source);
+  std::exception_ptr thrown;  // by `source`, the caller's: the other ranks hear of it before the caller does
+  try {
+    if (mine.ok() && source != nullptr) mine = values.Push(agreed.header.value_presence(), *source);
+  } catch (const std::exception& error) {
+    thrown = std::current_exception();
+    (void)values.Wait();
+    mine = Precondition(error.what());
+  }
   const absl::Status pushed = group.Agree(what, mine);
   // Servers may have some of these values, and would refuse others in the same attempt.
   if (!pushed.ok() && writes) ++seat.attempt;
+  if (thrown != nullptr) std::rethrow_exception(thrown);
   BALLAST_RETURN_IF_ERROR(pushed);
   return agreed;
 }

@@ -59,6 +59,7 @@ absl::StatusOr<Tensors> Tensors::Make(Session* session, const std::vector<std::s
     Part& part = tensors.parts_[i];
     BALLAST_ASSIGN_OR_RETURN(const Session::Location at, session->Locate(names[i]));
     BALLAST_ASSIGN_OR_RETURN(part.index, session->TensorIndex(names[i]));
+    part.is_frozen = *session->FrozenAs(names[i]) != v1::FROZEN_UNSPECIFIED;
     const auto [other, is_new] = named.try_emplace(part.index, i);
     if (!is_new) {
       return BadSpec(
@@ -184,6 +185,17 @@ absl::Status Tensors::CheckCurrent() const {
                       "tensors were registered since these were made; Make them again, with all");
 }
 
+absl::Status Tensors::CheckGradients(absl::Span<const TensorMemory> memory) const {
+  for (size_t i = 0; i < names_.size(); ++i) {
+    if (!parts_[i].is_frozen || memory[i].gradient == nullptr) continue;
+    return model::Error(
+        absl::StatusCode::kInvalidArgument, model::kBadRequest,
+        absl::StrCat("tensor '", names_[i], "' is frozen in the job, and a gradient of it was given; to ",
+                     "train it, make a job in which it is not frozen"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<TensorsReport> Tensors::Step(absl::Span<const TensorMemory> memory, const StepOptions& options,
                                             const Ready& ready) {
   absl::Time last = absl::Now();
@@ -215,6 +227,7 @@ absl::StatusOr<TensorsReport> Tensors::Step(absl::Span<const TensorMemory> memor
 
 absl::Status Tensors::Give(absl::Span<const TensorMemory> memory) {
   BALLAST_RETURN_IF_ERROR(CheckCurrent());
+  BALLAST_RETURN_IF_ERROR(CheckGradients(memory));
   if (!session_->takes_loans()) return Push(memory);
   const Dtype gradient = session_->optimizer().gradient, working = session_->optimizer().working;
   const bool gradients = session_->takes_gradients();
@@ -281,6 +294,7 @@ absl::Status Tensors::PushEarly(size_t unit, absl::Span<const TensorMemory> grad
                                 const std::shared_ptr<const void>& owner) {
   std::vector<TensorMemory> memory(names_.size());
   for (size_t i = 0; i < gradients.size(); ++i) memory[units_[unit].tensors[i]] = gradients[i];
+  BALLAST_RETURN_IF_ERROR(CheckGradients(memory));
   BALLAST_RETURN_IF_ERROR(PushUnit(units_[unit], memory, owner));
   units_[unit].pushed = true;
   return absl::OkStatus();

@@ -44,6 +44,9 @@ absl::StatusOr<std::vector<uint32_t>> Gradients::AbsentTensors(uint32_t unit,
     }
     absent.push_back(tensor);
   }
+  for (const uint32_t tensor : seat_->units->layout().units()[unit].tensors) {
+    if (seat_->units->layout().tensors()[tensor].frozen != v1::FROZEN_UNSPECIFIED) absent.push_back(tensor);
+  }
   return absent;
 }
 

@@ -11,8 +11,6 @@
 namespace ballast::model {
 namespace {
 
-constexpr int kMembersMax = 4096;
-constexpr size_t kServerIdBytesMax = 64;
 
 absl::Status BadOpen(absl::string_view reason, absl::string_view message) {
   return Error(absl::StatusCode::kInvalidArgument, reason, message);

@@ -14,6 +14,9 @@
 
 namespace ballast::model {
 
+inline constexpr int kMembersMax = 4096;
+inline constexpr size_t kServerIdBytesMax = 64;
+
 // The part of one rank's range within one chunk: the unit of every push, and at most 4 MiB of fp32.
 struct Slice {
   uint32_t rank = 0;

@@ -22,13 +22,12 @@ absl::Status BadSpec(absl::string_view message) { return Error(absl::StatusCode:
 
 uint64_t RoundUp(uint64_t n, uint64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-absl::StatusOr<uint64_t> Elements(const v1::TensorSpec& spec) {
+absl::StatusOr<uint64_t> Elements(absl::string_view name, absl::Span<const uint64_t> shape) {
   uint64_t elements = 1;
-  for (const uint64_t extent : spec.shape()) {
-    if (extent == 0)
-      return BadSpec(absl::StrCat("tensor '", spec.name(), "' has an extent of 0; leave empty tensors out"));
+  for (const uint64_t extent : shape) {
+    if (extent == 0) return BadSpec(absl::StrCat("tensor '", name, "' has an extent of 0; leave empty tensors out"));
     if (extent > kUnitElementsMax / elements) {
-      return BadSpec(absl::StrCat("tensor '", spec.name(), "' has more than 2^42 elements"));
+      return BadSpec(absl::StrCat("tensor '", name, "' has more than 2^42 elements"));
     }
     elements *= extent;
   }
@@ -81,6 +80,10 @@ absl::Status CheckTensor(const v1::TensorSpec& spec, const v1::JobSpec& job) {
                                 spec.part_dimension(), ", which must be one of its ", spec.shape_size(),
                                 " dimensions and divide into as many"));
   }
+  if (!v1::Frozen_IsValid(spec.frozen())) {
+    return BadSpec(absl::StrCat("tensor '", spec.name(), "' is to be frozen as ", static_cast<int>(spec.frozen()),
+                                ": expected nothing, FROZEN_WORKING or FROZEN_Q8"));
+  }
   if (spec.dtype() != v1::DTYPE_UNSPECIFIED && spec.dtype() != job.working_dtype()) {
     return Error(absl::StatusCode::kInvalidArgument, kBadDtype,
                  absl::StrCat("tensor '", spec.name(), "' is to be ", v1::Dtype_Name(spec.dtype()), " (",
@@ -108,9 +111,8 @@ absl::StatusOr<Layout> Layout::Make(const v1::JobSpec& spec) {
 
 absl::Status Layout::Append(const v1::Registration& registration, const v1::JobSpec& spec) {
   absl::flat_hash_set<absl::string_view> names;
-  std::vector<uint32_t> touched;                                            // units, in order of first mention
-  absl::flat_hash_map<uint32_t, std::vector<const v1::TensorSpec*>> added;  // by unit
-  absl::flat_hash_map<const v1::TensorSpec*, uint32_t> index_of;
+  std::vector<uint32_t> touched;                               // units, in order of first mention
+  absl::flat_hash_map<uint32_t, std::vector<uint32_t>> added;  // by unit
   for (const v1::TensorSpec& tensor : registration.tensors()) {
     BALLAST_RETURN_IF_ERROR(CheckTensor(tensor, spec));
     const auto replaced = tensor_by_name_.find(tensor.name());
@@ -136,13 +138,13 @@ absl::Status Layout::Append(const v1::Registration& registration, const v1::JobS
     if (unit == units_.size()) units_.push_back(Unit{.name = tensor.unit()});
     auto& list = added[unit];
     if (list.empty()) touched.push_back(unit);
-    list.push_back(&tensor);
     const uint32_t index = tensors_.size();
-    index_of[&tensor] = index;
+    list.push_back(index);
     tensors_.push_back(Tensor{.name = tensor.name(),
                               .index = index,
                               .unit = unit,
                               .group = tensor.group(),
+                              .frozen = tensor.frozen(),
                               .shape = {tensor.shape().begin(), tensor.shape().end()},
                               .parts = {tensor.part_dimension(), std::max(tensor.parts(), 1u)}});
     if (replaced != tensor_by_name_.end()) {
@@ -154,26 +156,36 @@ absl::Status Layout::Append(const v1::Registration& registration, const v1::JobS
   }
   for (const uint32_t unit : touched) {
     auto& list = added[unit];
-    std::stable_sort(list.begin(), list.end(), [](const auto* a, const auto* b) { return a->group() < b->group(); });
-    const uint64_t begin = RoundUp(units_[unit].elements, chunk_elements_);
-    uint64_t end = begin;
-    for (const v1::TensorSpec* tensor : list) {
-      BALLAST_ASSIGN_OR_RETURN(const uint64_t elements, Elements(*tensor));
-      Tensor& placed = tensors_[index_of[tensor]];
-      placed.range = {end, end + elements};
-      units_[unit].tensors.push_back(placed.index);
-      end += RoundUp(elements, kAlignElements);
-      if (end > kUnitElementsMax)
-        return BadSpec(absl::StrCat("unit '", units_[unit].name, "' has more than 2^42 elements"));
+    std::stable_sort(list.begin(), list.end(), [&](uint32_t a, uint32_t b) {
+      return std::pair(tensors_[a].frozen, tensors_[a].group) < std::pair(tensors_[b].frozen, tensors_[b].group);
+    });
+    for (size_t first = 0, last = 0; first < list.size(); first = last) {
+      while (last < list.size() && tensors_[list[last]].frozen == tensors_[list[first]].frozen) ++last;
+      BALLAST_RETURN_IF_ERROR(Place(unit, absl::MakeConstSpan(list).subspan(first, last - first)));
     }
-    if (chunks_.size() + (end - begin) / chunk_elements_ >= kChunksMax) {
-      return BadSpec(absl::StrCat("unit '", units_[unit].name, "' brings the job to more than ", kChunksMax,
-                                  " chunks; raise chunk_elements (now ", chunk_elements_, ", at most ",
-                                  kChunkElementsMax, ")"));
-    }
-    units_[unit].elements = end;
-    CutChunks(unit, {begin, end}, units_[unit].tensors.size() - list.size());
   }
+  return absl::OkStatus();
+}
+
+absl::Status Layout::Place(uint32_t unit, absl::Span<const uint32_t> tensors) {
+  const uint64_t begin = RoundUp(units_[unit].elements, chunk_elements_);
+  uint64_t end = begin;
+  for (const uint32_t index : tensors) {
+    Tensor& placed = tensors_[index];
+    BALLAST_ASSIGN_OR_RETURN(const uint64_t elements, Elements(placed.name, placed.shape));
+    placed.range = {end, end + elements};
+    units_[unit].tensors.push_back(index);
+    end += RoundUp(elements, kAlignElements);
+    if (end > kUnitElementsMax)
+      return BadSpec(absl::StrCat("unit '", units_[unit].name, "' has more than 2^42 elements"));
+  }
+  if (chunks_.size() + (end - begin) / chunk_elements_ >= kChunksMax) {
+    return BadSpec(absl::StrCat("unit '", units_[unit].name, "' brings the job to more than ", kChunksMax,
+                                " chunks; raise chunk_elements (now ", chunk_elements_, ", at most ", kChunkElementsMax,
+                                ")"));
+  }
+  units_[unit].elements = end;
+  CutChunks(unit, {begin, end}, units_[unit].tensors.size() - tensors.size());
   return absl::OkStatus();
 }
 
@@ -181,7 +193,10 @@ void Layout::CutChunks(uint32_t unit, Range batch, size_t first_tensor) {
   size_t next = first_tensor;
   const std::vector<uint32_t>& order = units_[unit].tensors;
   for (uint64_t begin = batch.begin; begin < batch.end; begin += chunk_elements_) {
-    Chunk chunk{.index = chunks_.size(), .unit = unit, .range = {begin, std::min(begin + chunk_elements_, batch.end)}};
+    Chunk chunk{.index = chunks_.size(),
+                .unit = unit,
+                .range = {begin, std::min(begin + chunk_elements_, batch.end)},
+                .frozen = tensors_[order[first_tensor]].frozen};
     for (size_t i = next; i < order.size() && tensors_[order[i]].range.begin < chunk.range.end; ++i) {
       const Tensor& tensor = tensors_[order[i]];
       const Range part = Intersect(tensor.range, chunk.range);

@@ -4,7 +4,8 @@
 // A unit is one flat space of elements. Each registration batch appends its tensors to their units, at the next chunk
 // boundary, sorted by parameter group (stable), each at a multiple of 256 elements. Chunks are cut from the start of
 // the batch every `chunk_elements`; the last chunk of a batch is short. So an existing chunk never changes, and the
-// elements between a short chunk and the next batch exist nowhere.
+// elements between a short chunk and the next batch exist nowhere. Tensors that are frozen differently are batches of
+// their own, trained tensors first: a chunk's tensors are all frozen alike.
 #pragma once
 
 #include <cstdint>
@@ -54,6 +55,7 @@ struct Tensor {
   uint32_t index = 0;  // registration order, over the whole job
   uint32_t unit = 0;
   uint32_t group = 0;
+  v1::Frozen frozen = v1::FROZEN_UNSPECIFIED;
   Range range;
   std::vector<uint64_t> shape;
   Parts parts;
@@ -69,8 +71,9 @@ struct Segment {
 struct Chunk {
   uint64_t index = 0;  // over the whole job, in registration order: the order in which norms are summed
   uint32_t unit = 0;
-  Range range;                    // in the unit
-  std::vector<Segment> segments;  // by offset
+  Range range;                                 // in the unit
+  v1::Frozen frozen = v1::FROZEN_UNSPECIFIED;  // of all its tensors
+  std::vector<Segment> segments;               // by offset
 };
 
 struct Unit {
@@ -110,6 +113,8 @@ class Layout {
 
  private:
   absl::Status Append(const v1::Registration& registration, const v1::JobSpec& spec);
+  // Places tensors that are frozen alike behind the others of their unit, at the next chunk boundary.
+  absl::Status Place(uint32_t unit, absl::Span<const uint32_t> tensors);
   void CutChunks(uint32_t unit, Range batch, size_t first_tensor);
 
   std::vector<Unit> units_;

@@ -106,6 +106,8 @@ void AddFields(const Message& message, FieldHash* hash) {
 
 }  // namespace
 
+const char* Version() { return BALLAST_VERSION; }
+
 absl::Status CheckServerVersion(absl::string_view server, uint32_t version) {
   if (version == kProtocolVersion) return absl::OkStatus();
   return Error(absl::StatusCode::kFailedPrecondition, kVersionsDiffer,

@@ -13,7 +13,10 @@
 namespace ballast::model {
 
 // The version of the calls and of their meaning. proto/README.md says when it rises.
-inline constexpr uint32_t kProtocolVersion = 2;
+inline constexpr uint32_t kProtocolVersion = 3;
+
+// The release, "0.1.0": CMake's PROJECT_VERSION. Releases with one protocol version work together.
+const char* Version();
 
 // Bound on a message about a job: its Open, with the norms of a server's chunks, step counts and blobs.
 inline constexpr uint64_t kMessageBytesMax = uint64_t{16} << 20;

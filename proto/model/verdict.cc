@@ -173,6 +173,25 @@ absl::Status CheckValues(const EpochPlan& plan, const v1::StepHeader& header) {
       absl::StrCat("value_tensor_steps must have an entry for each of ", tensors, " tensors or none, got ", counts));
 }
 
+// Frozen tensors have values alone: neither gradients, nor moments, nor updates to count.
+absl::Status CheckFrozen(const EpochPlan& plan, const v1::StepHeader& header) {
+  for (const Tensor& tensor : plan.layout().tensors()) {
+    if (tensor.frozen == v1::FROZEN_UNSPECIFIED) continue;
+    if (HasBit(header.gradient_presence(), tensor.index)) {
+      return BadHeader(absl::StrCat("gradient_presence names tensor '", tensor.name,
+                                    "', which was registered as frozen: servers have its values alone, and take no "
+                                    "gradient of it; to train it, make a job in which it is not frozen"));
+    }
+    const bool counts =
+        header.value_tensor_steps_size() > 0 && header.value_tensor_steps(static_cast<int>(tensor.index)) > 0;
+    if (HasBit(header.value_presence(), tensor.index) && (header.value_array() != 0 || counts)) {
+      return BadHeader(absl::StrCat("tensor '", tensor.name,
+                                    "' is frozen: it has values, and neither moments nor a count of updates"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckBlobBytes(absl::Span<const std::string> blobs) {
   size_t bytes = 0, largest = 0;
   for (size_t rank = 0; rank < blobs.size(); ++rank) {
@@ -212,6 +231,7 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
     return BadHeader("a VALUES step needs at least one tensor in value_presence and none in gradient_presence");
   }
   BALLAST_RETURN_IF_ERROR(CheckValues(plan, header));
+  BALLAST_RETURN_IF_ERROR(CheckFrozen(plan, header));
   // For every kind: every answer about the job repeats the header, and must fit into a message.
   const uint64_t header_bytes = header.ByteSizeLong(), header_bytes_max = HeaderBytesMax(plan);
   if (header_bytes > header_bytes_max) {

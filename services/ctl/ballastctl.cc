@@ -1,18 +1,22 @@
 // ballastctl: the operator's hand.
 //
 //   ballastctl status [--json] --servers host:port,...
+//   ballastctl top [--once] [--json] [--interval S] --servers host:port,...
 //   ballastctl drop --job NAME --servers host:port,...
 //   ballastctl unpin --job NAME --version N --servers host:port,...
 //   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
 //   ballastctl verify --data-directory DIR [--json] [--rebuild]
 //   ballastctl iotune [--directory DIR] [--json] [--seconds N] [--out FILE] [--hbm-device N]
+//   ballastctl doctor [--config FILE] [--servers host:port,...] [--json]
+//   ballastctl completion bash|zsh|fish
 //   ballastctl plan --params N --dram BYTES [--nvme BYTES] [--ranks N] [--server-count N] ...
 //
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
-// apart). drop: 0 no server has the job any more; 1 some server did not drop it. unpin: 0 no server keeps the version
-// for a request any more; 1 some server may. budget: 0 all servers have the new budgets; 1 some refused. verify: 0
-// clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its profile written; 1 not. plan: 0 the job
-// fits; 1 the job does not fit. All: 2 usage.
+// apart). top: as status with --once, else 0. drop: 0 no server has the job any more; 1 some server did not drop it.
+// unpin: 0 no server keeps the version for a request any more; 1 some server may. budget: 0 all servers have the new
+// budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its
+// profile written; 1 not. plan: 0 the job fits; 1 the job does not fit. doctor: 0 nothing stops a server; 1 something
+// does. completion: 0. All: 2 usage.
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -25,12 +29,16 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "ballast/proto/model/address.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/services/config/config.h"
 #include "ballast/services/ctl/budget_command.h"
 #include "ballast/services/ctl/cluster.h"
+#include "ballast/services/ctl/doctor/doctor_command.h"
 #include "ballast/services/ctl/iotune_command.h"
 #include "ballast/services/ctl/plan_command.h"
+#include "ballast/services/ctl/shell/completion.h"
 #include "ballast/services/ctl/verify_command.h"
+#include "ballast/services/top/top.h"
 
 namespace ballast::services {
 namespace {
@@ -110,7 +118,8 @@ CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
       ->capture_default_str()
       ->check(CLI::Range(1, 64));
   plan->add_option("--profile", to->machine_profile,
-                   "as `iotune` wrote it; else ballast-profile.yaml here, if it is there");
+                   "as `iotune` wrote it; else ballast-profile.yaml here, if it is there")
+      ->type_name("FILE");
   plan->add_flag("--json", to->json, "machine-readable");
   return plan;
 }
@@ -118,6 +127,9 @@ CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
 int Main(int argc, char** argv) {
   CLI::App app{"Looks at and tends Ballast state servers.", "ballastctl"};
   app.require_subcommand(1);
+  app.get_formatter()->column_width(44);  // names and values on one line, as help2man expects
+  app.set_version_flag("--version", std::string("ballastctl ") + model::Version());
+  app.set_help_all_flag("--help-all", "Print this help message with all commands' options and exit");
   std::vector<std::string> servers;
   std::string job;
   bool json = false;
@@ -126,6 +138,15 @@ int Main(int argc, char** argv) {
   CLI::App* status =
       app.add_subcommand("status", "verdict, servers, jobs, versions, tiers; exit 0 healthy, 1 degraded, 2 usage");
   status->add_flag("--json", json, "machine-readable");
+  TopOptions topping;
+  double interval_s = 1;
+  CLI::App* top =
+      app.add_subcommand("top", "status again and again on the whole terminal; q quits, s sorts, 1 each server");
+  top->add_flag("--once", topping.once, "one frame as plain text; exit 0 healthy, 1 degraded");
+  top->add_flag("--json", topping.json, "as `status --json`, a line each time");
+  top->add_option("--interval", interval_s, "seconds between two looks")
+      ->capture_default_str()
+      ->check(CLI::Range(0.1, 3600.0));
   CLI::App* drop = app.add_subcommand("drop", "forget a job on all servers and free what it held; its state is gone");
   drop->add_option("--job", job, "name of the job")->required();
   CLI::App* unpin = app.add_subcommand("unpin", "give up a durable pin on all servers; it cannot be restored then");
@@ -144,33 +165,49 @@ int Main(int argc, char** argv) {
   CLI::App* verify = app.add_subcommand("verify",
                                         "check the data directory of a server that is down; exit 0 clean, "
                                         "1 damage found, 2 usage, 3 a server has it");
-  verify->add_option("--data-directory", scrub.directory, "as the server's data_directory")->required();
+  verify->add_option("--data-directory", scrub.directory, "as the server's data_directory")
+      ->required()
+      ->type_name("DIR");
   verify->add_flag("--json", scrub.json, "machine-readable");
   verify->add_flag("--rebuild", scrub.rebuild, "make the catalog's job entries anew from extents and logs");
   IotuneCommand tune;
   CLI::App* iotune =
       app.add_subcommand("iotune", "measure memory, disk and GPU link of this machine and write a profile");
   iotune->add_option("--directory", tune.directory, "on the disk to be measured")->check(CLI::ExistingDirectory);
-  iotune->add_option("--out", tune.out, "the profile; else ballast-profile.yaml in the directory");
+  iotune->add_option("--out", tune.out, "the profile; else ballast-profile.yaml in the directory")->type_name("FILE");
   iotune->add_option("--seconds", tune.seconds, "to measure for, about")->check(CLI::PositiveNumber);
   iotune->add_option("--hbm-device", tune.hbm_device, "the GPU whose link is measured")->check(CLI::NonNegativeNumber);
   iotune->add_flag("--json", tune.json, "machine-readable");
-  for (CLI::App* command : {status, drop, unpin, budget}) {
+  DoctorCommand examined;
+  CLI::App* doctor = app.add_subcommand(
+      "doctor", "what of this machine or of its peers stops a server or slows it down; exit 0 nothing stops it, 1 not");
+  doctor->add_option("--config", examined.config, "the server's YAML file; BALLAST_* variables count as well")
+      ->type_name("FILE");
+  doctor->add_flag("--json", examined.json, "machine-readable");
+  for (CLI::App* command : {status, top, drop, unpin, budget, doctor}) {
     command->add_option("--servers", servers, "host:port of every server, separated by commas")
-        ->required()
+        ->required(command != doctor)
         ->delimiter(',')
         ->check([](const std::string& server) {
           const absl::Status status = model::ParseAddress(server, model::AddressUse::kConnect).status();
           return std::string(status.message());
         });
-    command->add_option("--timeout", timeout_s, "seconds to wait for a server")->check(CLI::PositiveNumber);
+    command->add_option("--timeout", timeout_s, "seconds to wait for a server")
+        ->capture_default_str()
+        ->check(CLI::PositiveNumber);
   }
+  std::string shell;
+  CLI::App* completion = app.add_subcommand("completion", "print the script by which a shell completes ballastctl");
+  completion->add_option("shell", shell, "bash: eval \"$(ballastctl completion bash)\"; zsh and fish alike")
+      ->required()
+      ->check(CLI::IsMember({"bash", "zsh", "fish"}));
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? kHealthy : kUsage;
   }
   spdlog::set_default_logger(spdlog::stderr_color_mt("ballastctl"));  // standard output is the answer's
+  if (completion->parsed()) return std::fputs(CompletionScript(app, shell).c_str(), stdout) < 0;
   if (verify->parsed()) return RunVerify(scrub);
   if (iotune->parsed()) return RunIotune(tune);
   if (plan->parsed()) {
@@ -178,6 +215,16 @@ int Main(int argc, char** argv) {
     return RunPlan(planned);
   }
   const absl::Duration timeout = absl::Seconds(timeout_s);
+  if (doctor->parsed()) {
+    examined.servers = servers;
+    examined.timeout = timeout;
+    return RunDoctor(examined);
+  }
+  if (top->parsed()) {
+    topping.look = [&] { return LookAt(servers, timeout); };
+    topping.interval = absl::Seconds(interval_s);
+    return RunTop(topping);
+  }
   if (unpin->parsed()) return Unpin(servers, job, version, timeout);
   if (budget->parsed()) {
     budgets.servers = servers;

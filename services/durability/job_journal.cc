@@ -102,6 +102,7 @@ void JobJournal::Opened() {
   attempt_ = {-1, 0};
   norm_bytes_max_ = sealed_bytes_max_ = step_bytes_ = 0;
   for (const auto& chunk : core_->chunks) {
+    if (chunk->is_frozen()) continue;
     norm_bytes_max_ += NormBytesMax(chunk->layout);
     step_bytes_ += storage::RecordCostMax(Journal::kSliceBodyBytesMax,
                                           chunk->elements * core_->store->layout().gradient_element_bytes());

@@ -30,6 +30,9 @@ JournalSize SizeJournal(const JournalNeeds& needs) {
     gradients += storage::RecordCostMax(Journal::kSliceBodyBytesMax, n * gradient_bytes);
     values += storage::RecordCostMax(Journal::kSliceBodyBytesMax, n * sizeof(float));
   }
+  for (const uint64_t n : needs.frozen) {
+    values += storage::RecordCostMax(Journal::kSliceBodyBytesMax, n * sizeof(float));
+  }
   // A log segment ends when the next slice does not fit, so up to an eighth stays empty.
   const uint64_t used_bytes = size.segment_bytes / 8 * 7;
   const uint64_t bytes = values + needs.steps * gradients;

@@ -22,6 +22,7 @@ namespace ballast::services {
 struct JournalNeeds {
   uint64_t chunk_elements = 0;
   absl::Span<const uint64_t> elements;  // of each chunk for a log, of each slice for a spill
+  absl::Span<const uint64_t> frozen;    // likewise, of chunks that have no gradients
   uint64_t gradient_bytes = 0;          // per element
   uint64_t snapshot_bytes = 0;          // SnapshotBytesMax; 0 for a spill
   uint64_t segment_bytes = 0;           // of the existing log; 0 lets SizeJournal choose

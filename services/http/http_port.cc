@@ -12,6 +12,7 @@
 #include "absl/synchronization/mutex.h"
 #include "ballast/services/http/doorman.h"
 #include "ballast/services/metrics/families.h"
+#include "ballast/services/page/page.h"
 #include "ballast/services/view/cluster_view.h"
 
 namespace ballast::services {
@@ -128,13 +129,16 @@ struct HttpPort::Impl {
             kJson};
   }
   std::map<std::string, Route> Routes() const {
-    return {
+    std::map<std::string, Route> routes = {
         {"/livez", [] { return Answer{"ok\n"}; }},
         {"/readyz", [this] { return Ready(); }},
         {"/metrics", [this] { return Metrics(); }},
         {"/status.json", [this] { return StatusJson(); }},
-        {"/", [] { return Answer{"A Ballast state server: /status.json /metrics /livez /readyz\n"}; }},
     };
+    for (const PageFile& file : PageFiles()) {
+      routes[std::string(file.path)] = [&file] { return Answer{std::string(file.bytes), file.type}; };
+    }
+    return routes;
   }
 
   const RecoveryProgress* const progress;

@@ -8,27 +8,34 @@
 #include <utility>
 
 #include "ballast/kernels/kernels.h"
+#include "ballast/kernels/optimizer.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/services/foundation/waiting.h"
 #include "ballast/services/slices/intake.h"
 #include "ballast/services/slices/slice_memory.h"
 #include "ballast/storage/parity/block_parity.h"
+#include "ballast/storage/placement/tier_kind.h"
 
 namespace ballast::services {
 
 // Guarded by the job's lock.
 struct HeldChunk {
   HeldChunk(std::shared_ptr<SliceMemory> memory, uint64_t store_index, uint64_t id, uint64_t elements,
-            kernels::Dtype gradient, bool logged)
+            storage::Frozen frozen, const kernels::OptimizerSpec& optimizer, bool logged)
       : store_index(store_index),
         id(id),
         elements(elements),
+        frozen(frozen),
         logged(logged),
-        intake(std::move(memory), elements, gradient, logged) {}
+        intake(std::move(memory), elements, optimizer.gradient, logged,
+               frozen == storage::Frozen::kNo ? kernels::Dtype::kF32 : optimizer.working) {}
+
+  bool is_frozen() const { return frozen != storage::Frozen::kNo; }
 
   const uint64_t store_index;
   const uint64_t id;  // index in the layout of the Open that took the chunk
   const uint64_t elements;
+  const storage::Frozen frozen;
   const bool logged;  // updates read its slices back from the log wherever Intake::Logs
   model::Chunk layout;
   std::optional<int64_t> version;  // none before its first Open

@@ -142,12 +142,15 @@ void Job::GetJob(Reply<v1::GetJobResponse> reply) {
 }
 
 void Job::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
+  if (const absl::Status status = Peers::Check(request); !status.ok()) return reply(status);
   core_.Ask<v1::FenceResponse>(
       request.ByteSizeLong(),
       [this, request]() -> Outcome<v1::FenceResponse> {
         core_.mu.AssertHeld();
         BALLAST_RETURN_IF_ERROR(journal_.MakeRoom(1, kSmallRecordBytesMax));
-        return core_.machine->Fence(request);
+        Outcome<v1::FenceResponse> fenced = core_.machine->Fence(request);
+        if (fenced.ok() && fenced->has_value()) peers_.Set(request);
+        return fenced;
       },
       limit, "the promise to become durable", std::move(reply));
 }

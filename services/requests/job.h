@@ -22,6 +22,7 @@
 #include "ballast/services/records/job_entry.h"
 #include "ballast/services/recovery/recovery.h"
 #include "ballast/services/requests/loans.h"
+#include "ballast/services/requests/peers.h"
 #include "ballast/services/requests/pulls.h"
 #include "ballast/services/requests/pushes.h"
 #include "ballast/services/step/step_machine.h"
@@ -122,6 +123,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   std::optional<absl::Status> ReadyToSeal(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   JobCore core_;
+  Peers peers_ ABSL_GUARDED_BY(job_lock);
   SliceRoom room_;
   ReadPins read_pins_;
   JobJournal journal_;

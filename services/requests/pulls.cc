@@ -57,6 +57,11 @@ absl::StatusOr<Pulls::Plan> Pulls::PlanOf(const v1::PullRequest& request) const 
                                                     core_->plan->open().members(owner).server_id(), "', not on '",
                                                     core_->around.server_id, "'"));
   }
+  if (request.content() > v1::CONTENT_MASTER && chunk->second->is_frozen()) {
+    return BadPull(model::kBadRequest,
+                   absl::StrCat("[", request.begin(), ", ", request.end(), ") of unit ", request.unit(),
+                                " is of frozen tensors, which have no moments; pull WORKING or MASTER"));
+  }
   const uint64_t start = chunk->second->layout.range.begin;
   return Plan{chunk->second,
               core_->store,
@@ -141,8 +146,8 @@ bool Pulls::Try(const RequestPtr& pull, Replies* replies) {
     replies->push_back([this, job = core_->owner.lock(), pull] { AwaitRoom(pull); });
     return true;
   }
-  // Working copies lie in memory; anything else may have to wait for a disk.
-  if (plan.working() && plan.store->layout().working_copies() && *copy == Copy::kCurrent) {
+  // Working copies lie in memory; anything else may have to wait for a disk, frozen chunks too.
+  if (plan.working() && plan.store->layout().working_copies() && !plan.chunk->is_frozen() && *copy == Copy::kCurrent) {
     replies->push_back([this, job = core_->owner.lock(), pull, copy = *copy] { Read(pull, copy); });
     return true;
   }

@@ -184,12 +184,32 @@ absl::StatusOr<Intake::Receipt> Pushes::BeginReceive(HeldChunk* chunk, uint32_t 
   return chunk->intake.BeginReceive(slice, header.kind(), header.attempt());
 }
 
+absl::Status Pushes::CheckFinite(const HeldChunk& chunk, const Intake::Receipt& receipt) {
+  const std::optional<uint64_t> found = chunk.intake.FindNotFinite(receipt);
+  if (!found.has_value()) return absl::OkStatus();
+  const float value = reinterpret_cast<const float*>(receipt.to)[*found];
+  const uint64_t at = receipt.range.begin + *found;
+  std::string where;
+  {
+    JobMutexLock lock(&core_->mu);
+    for (const model::Segment& segment : chunk.layout.segments) {
+      if (at < segment.in_chunk.begin || at >= segment.in_chunk.end) continue;
+      const model::Tensor& tensor = core_->plan->layout().tensors()[segment.tensor];
+      where = absl::StrCat("element ", chunk.layout.range.begin + at - tensor.range.begin, " of tensor '", tensor.name,
+                           "'");
+    }
+  }
+  return BadPush(model::kBadRequest,
+                 absl::StrCat(where, " is ", value, "; initial values and edits must be finite",
+                              chunk.is_frozen() ? ", in the dtype in which the servers keep a frozen tensor too" : ""));
+}
+
 void Pushes::Receive(const Request& request, PushedSlice* slice) {
   const v1::PushRequest& header = request.header;
   HeldChunk& chunk = *slice->chunk;
   absl::Status received =
       CopyChecked(request.payload, slice->receipt.to, header.crc32c(), slice->wants_parity ? &slice->parity : nullptr);
-  if (received.ok()) received = Intake::CheckFinite(slice->receipt, header.unit(), header.begin());
+  if (received.ok()) received = CheckFinite(chunk, slice->receipt);
   std::vector<Intake::Completed> completed;
   {
     JobMutexLock lock(&core_->mu);

@@ -44,6 +44,8 @@ class Pushes {
   absl::StatusOr<Intake::Receipt> BeginReceive(HeldChunk* chunk, uint32_t slice, const v1::PushRequest& header)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Receive(const Request& request, PushedSlice* slice) ABSL_LOCKS_EXCLUDED(job_lock);
+  // INVALID_ARGUMENT (BAD_REQUEST) names the tensor of a value that is not finite.
+  absl::Status CheckFinite(const HeldChunk& chunk, const Intake::Receipt& receipt) ABSL_LOCKS_EXCLUDED(job_lock);
   absl::Status Record(const Request& request, absl::Status received, PushedSlice* slice, Replies* replies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Park(const Request& request, HeldChunk* chunk, const CallLimit& limit, Replies* replies)

@@ -24,6 +24,7 @@ v1::JobStatus Job::Status() const {
     if (core_.plan != nullptr) status.set_parameters(core_.plan->layout().parameters());
     status.set_chunks(core_.chunks.size());
     for (const v1::Member& member : job.open().members()) status.add_member_ids(member.server_id());
+    peers_.Tell(core_.around.server_id, &status);
     for (const int64_t version : read_pins_.Versions()) status.add_pinned_versions(version);
     for (const int64_t version : job.durable_versions()) status.add_durable_versions(version);
     status.set_durability(job.open().spec().durability());

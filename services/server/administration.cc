@@ -2,17 +2,13 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/services/server/budgets.h"
 #include "ballast/services/server/server_state.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::services {
-namespace {
-
-constexpr char kVersion[] = "0.1.0";
-
-}  // namespace
 
 void StateServer::DropJob(const v1::DropJobRequest& request, Reply<v1::DropJobResponse> reply, const CallLimit& limit) {
   impl_->drops.Begin<v1::DropJobResponse>(
@@ -225,7 +221,7 @@ v1::GetServerStatusResponse StateServer::Status() const {
   }
   v1::GetServerStatusResponse status;
   status.set_server_id(impl_->server_id);
-  status.set_version(kVersion);
+  status.set_version(model::Version());
   status.set_uptime_seconds(absl::ToDoubleSeconds(absl::Now() - impl_->started));
   status.set_io_backend(impl_->tiers->io_backend());
   for (auto& tier : impl_->TierStatuses(jobs)) *status.add_tiers() = std::move(tier);

@@ -122,20 +122,24 @@ absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request) {
   BALLAST_ASSIGN_OR_RETURN(const model::EpochPlan plan, model::EpochPlan::Make(open));
 
   Estimate estimate;
-  for (const model::Tensor& tensor : layout.tensors()) estimate.parameters += tensor.range.size();
+  uint64_t trained = 0;
+  for (const model::Tensor& tensor : layout.tensors()) {
+    estimate.parameters += tensor.range.size();
+    if (tensor.frozen == v1::FROZEN_UNSPECIFIED) trained += tensor.range.size();
+  }
   const uint64_t working = kernels::ElementBytes(optimizer.working),
                  gradient = kernels::ElementBytes(optimizer.gradient);
   for (const model::Unit& unit : layout.units()) {
     estimate.largest_unit_bytes = std::max(estimate.largest_unit_bytes, unit.elements * working);
   }
   const uint64_t p = estimate.parameters, ranks = request.ranks;
-  const uint64_t state = storage::StateLayout(optimizer).StateBytes(p);
-  estimate.whole = {p * working, p * gradient, 0};
-  estimate.sharded = {Share(p * working, ranks), Share(p * gradient, ranks), 0};
-  estimate.zero[0] = {p * working, p * gradient, state};
-  estimate.zero[1] = {p * working, p * gradient, Share(state, ranks)};
-  estimate.zero[2] = {p * working, Share(p * gradient, ranks), Share(state, ranks)};
-  estimate.zero[3] = {Share(p * working, ranks), Share(p * gradient, ranks), Share(state, ranks)};
+  const uint64_t state = storage::StateLayout(optimizer).StateBytes(trained), gradients = trained * gradient;
+  estimate.whole = {p * working, gradients, 0};
+  estimate.sharded = {Share(p * working, ranks), Share(gradients, ranks), 0};
+  estimate.zero[0] = {p * working, gradients, state};
+  estimate.zero[1] = {p * working, gradients, Share(state, ranks)};
+  estimate.zero[2] = {p * working, Share(gradients, ranks), Share(state, ranks)};
+  estimate.zero[3] = {Share(p * working, ranks), Share(gradients, ranks), Share(state, ranks)};
 
   const auto [fullest, elements] = Fullest(plan);
   estimate.server_parameters = elements;

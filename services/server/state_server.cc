@@ -132,6 +132,7 @@ void StateServer::Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyRespons
   v1::IdentifyResponse answer;
   answer.set_server_id(impl_->server_id);
   answer.set_protocol_version(model::kProtocolVersion);
+  answer.set_page(impl_->options.page);
   reply(std::move(answer));
 }
 

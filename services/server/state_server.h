@@ -49,6 +49,7 @@ struct StateServerOptions {
   uint64_t waiting_push_bytes_max = uint64_t{128} << 20;
   // Answers to pulls that have not been sent; beyond the bound pulls wait. Clients bound theirs to 64 MiB.
   uint64_t answer_bytes_max = uint64_t{128} << 20;
+  std::string page;  // host:port of this server's status page, told to trainers and through them to peers; empty: none
   // Asked between pieces of the work while the server starts, on several threads: an error ends Start, which returns
   // the error, and the next start finds the jobs as this start did.
   std::function<absl::Status()> interrupt;

@@ -1,14 +1,35 @@
 #include "ballast/services/slices/intake.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::services {
+namespace {
+
+// The largest fp32 that is finite once it is rounded to `dtype`, to nearest even.
+float LargestIn(kernels::Dtype dtype) {
+  if (dtype == kernels::Dtype::kF16) return 65519.996f;
+  if (dtype == kernels::Dtype::kBf16) return std::bit_cast<float>(0x7f7f7fffu);
+  return std::numeric_limits<float>::max();
+}
+
+}  // namespace
+
+Intake::Intake(std::shared_ptr<SliceMemory> memory, uint64_t elements, kernels::Dtype gradient, bool logged,
+               kernels::Dtype values)
+    : memory_(std::move(memory)),
+      elements_(elements),
+      dtype_(gradient),
+      logged_(logged),
+      value_max_(LargestIn(values)) {}
+
 void Intake::Reset(const model::Chunk& chunk, const model::EpochPlan& plan) {
   ++generation_;
   chunk_ = chunk.index;
@@ -164,17 +185,14 @@ void Intake::HoldPlace(uint32_t slice, v1::SliceKind kind, uint64_t attempt, con
   held = {.attempt = attempt, .buffer = nullptr, .place = place, .lent = false};
 }
 
-absl::Status Intake::CheckFinite(const Receipt& receipt, uint32_t unit, uint64_t begin) {
+std::optional<uint64_t> Intake::FindNotFinite(const Receipt& receipt) const {
   const auto* values = reinterpret_cast<const float*>(receipt.to);
   for (const model::Range part : receipt.tensors) {
-    const float* bad =
-        std::find_if(values + part.begin, values + part.end, [](float value) { return !std::isfinite(value); });
-    if (bad == values + part.end) continue;
-    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
-                        absl::StrCat("element ", begin + static_cast<uint64_t>(bad - values), " of unit ", unit, " is ",
-                                     *bad, "; initial values and edits must be finite"));
+    const float* bad = std::find_if(values + part.begin, values + part.end,
+                                    [this](float value) { return !(std::abs(value) <= value_max_); });
+    if (bad != values + part.end) return static_cast<uint64_t>(bad - values);
   }
-  return absl::OkStatus();
+  return std::nullopt;
 }
 
 bool Intake::Complete(const model::Segment& segment, uint64_t attempt) const {

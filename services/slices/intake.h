@@ -27,8 +27,9 @@ namespace ballast::services {
 // Threads: under the job's lock, unless a method says otherwise.
 class Intake {
  public:
-  Intake(std::shared_ptr<SliceMemory> memory, uint64_t elements, kernels::Dtype gradient, bool logged)
-      : memory_(std::move(memory)), elements_(elements), dtype_(gradient), logged_(logged) {}
+  // `values`: the dtype in which the chunk keeps values. A value that would be infinite there is not taken.
+  Intake(std::shared_ptr<SliceMemory> memory, uint64_t elements, kernels::Dtype gradient, bool logged,
+         kernels::Dtype values = kernels::Dtype::kF32);
 
   // Begins an epoch: forgets all slices, and takes the chunk's segments and slices from `chunk` and `plan`.
   void Reset(const model::Chunk& chunk, const model::EpochPlan& plan);
@@ -94,10 +95,10 @@ class Intake {
   void VoidLent();
   absl::Status CopyLent(const model::Chunk& chunk, const LentMemory& lent);
 
-  // Without the lock, between BeginReceive and EndReceive. INVALID_ARGUMENT (BAD_REQUEST) if an element of a value
-  // slice is not finite: such an element would stay in the state for ever, whereas an infinite gradient only skips a
-  // step. `begin`: the slice's first element in its unit.
-  static absl::Status CheckFinite(const Receipt& receipt, uint32_t unit, uint64_t begin);
+  // Without the lock, between BeginReceive and EndReceive. The first element of a value slice, from its start, that is
+  // not finite where the chunk keeps it: such an element would stay in the state for ever, whereas an infinite gradient
+  // only skips a step. None: all are.
+  std::optional<uint64_t> FindNotFinite(const Receipt& receipt) const;
   // Without the lock: Busy() keeps others away from the segments meanwhile.
   void ComputeNorms(const Receipt& receipt, std::vector<Completed>* completed) const;
   void StoreNorms(const Receipt& receipt, const std::vector<Completed>& completed);
@@ -141,6 +142,7 @@ class Intake {
   const uint64_t elements_;
   const kernels::Dtype dtype_;
   const bool logged_;
+  const float value_max_;
   uint64_t generation_ = 0;
   uint64_t chunk_ = 0;
   std::vector<model::Segment> segments_;

@@ -81,9 +81,15 @@ absl::StatusOr<uint32_t> SliceLedger::FindPlace(const v1::PushRequest& header) c
   }
   const auto slice = plan_->FindSlice(header.rank(), header.unit(), {header.begin(), header.end()});
   if (!slice.has_value()) return ExplainUnknownSlice(*plan_, header);
+  const uint64_t chunk = plan_->slices()[*slice].chunk;
+  if (header.kind() == v1::SLICE_KIND_GRADIENT && plan_->layout().chunks()[chunk].frozen != v1::FROZEN_UNSPECIFIED) {
+    return BadRange(model::kBadRequest,
+                    absl::StrCat("range ", Show(header.begin(), header.end()), " of unit '",
+                                 plan_->layout().units()[header.unit()].name,
+                                 "' is of frozen tensors, whose values never change by a gradient: push none of them"));
+  }
   const auto it = std::lower_bound(own_.begin(), own_.end(), *slice);
   if (it == own_.end() || *it != *slice) {
-    const uint64_t chunk = plan_->slices()[*slice].chunk;
     return BadRange(model::kBadRequest, absl::StrCat("chunk ", chunk, " lies on server '",
                                                      plan_->open().members(plan_->server_of(chunk)).server_id(),
                                                      "'; send its slices there"));

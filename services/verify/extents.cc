@@ -7,14 +7,15 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/layout.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/records/frozen.h"
 #include "ballast/services/records/job_entry.h"
 #include "ballast/storage/memory/arena.h"
 
 namespace ballast::services {
 namespace {
 
+using storage::Frozen;
 using storage::StateArray;
 using storage::StateLayout;
 
@@ -97,7 +98,7 @@ void CheckLabel(const storage::BlockFile& file, const NamedExtent& extent, absl:
 
 }  // namespace
 
-std::vector<NamedExtent> PinnedExtents(const std::string& job, const StateLayout& layout,
+std::vector<NamedExtent> PinnedExtents(const std::string& job, LayoutOf layout_of,
                                        const std::vector<storage::DurableChunk>& chunks,
                                        const std::vector<v1::PinnedVersion>& pins) {
   std::set<std::string> known;  // another entry for the same place is in dispute
@@ -105,7 +106,8 @@ std::vector<NamedExtent> PinnedExtents(const std::string& job, const StateLayout
   std::vector<NamedExtent> extents;
   for (const v1::PinnedVersion& pin : pins) {
     for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
-      if (known.insert(chunk.Encode()).second) extents.push_back({job, layout, chunk, pin.version(), pin.automatic()});
+      if (!known.insert(chunk.Encode()).second) continue;
+      extents.push_back({job, layout_of(chunk), chunk, pin.version(), pin.automatic()});
     }
   }
   return extents;
@@ -182,6 +184,22 @@ absl::StatusOr<bool> DigestsHold(const storage::BlockFile& file, const StateLayo
   return true;
 }
 
+StateLayout LayoutOfChunk(const StateLayout& trained, const model::Layout& chunks, const storage::DurableChunk& chunk) {
+  if (chunk.id < chunks.chunks().size()) return trained.Of(FrozenOf(chunks.chunks()[chunk.id].frozen));
+  if (chunk.elements > model::kChunkElementsMax) return trained;
+  for (const Frozen frozen : {Frozen::kWorking, Frozen::kQ8}) {
+    if (chunk.bytes == trained.Of(frozen).StateBytes(chunk.elements)) return trained.Of(frozen);
+  }
+  return trained;
+}
+
+std::optional<StateLayout> LayoutOfBits(const StateLayout& job, uint64_t layout_bits) {
+  for (const Frozen frozen : {Frozen::kNo, Frozen::kWorking, Frozen::kQ8}) {
+    if (storage::LayoutBits(job.Of(frozen)) == layout_bits) return job.Of(frozen);
+  }
+  return std::nullopt;
+}
+
 absl::StatusOr<FoundLabels> FindLabels(const storage::BlockFile& file,
                                        const std::map<std::string, WantedLabels>& wanted, Progress* progress) {
   FoundLabels found;
@@ -198,11 +216,11 @@ absl::StatusOr<FoundLabels> FindLabels(const storage::BlockFile& file,
       ++found.of_other_lives;
       return;
     }
-    const StateLayout& layout = of->second.layout;
-    if (label.layout_bits != storage::LayoutBits(layout)) return;
+    const std::optional<StateLayout> layout = LayoutOfBits(of->second.layout, label.layout_bits);
+    if (!layout.has_value()) return;
     const storage::DurableChunk& chunk = label.chunk;
-    if (chunk.elements > model::kChunkElementsMax || chunk.bytes != layout.StateBytes(chunk.elements)) return;
-    if (chunk.offset + layout.LabelAt(chunk.elements) != offset) return;
+    if (chunk.elements > model::kChunkElementsMax || chunk.bytes != layout->StateBytes(chunk.elements)) return;
+    if (chunk.offset + layout->LabelAt(chunk.elements) != offset) return;
     found.of_jobs[job].push_back(label);
   };
   for (uint64_t at = 0; at < end; at += kPieceBytes) {

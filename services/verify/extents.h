@@ -6,7 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
+#include "ballast/proto/model/layout.h"
 #include "ballast/services/verify/finding.h"
 #include "ballast/services/verify/progress.h"
 #include "ballast/storage/chunk/extent_label.h"
@@ -24,7 +26,9 @@ struct NamedExtent {
   bool automatic = false;                     // the pin is automatic: its job may have to go back to it
 };
 // Extents that the catalog's pins name, without those of `chunks` and of earlier pins.
-std::vector<NamedExtent> PinnedExtents(const std::string& job, const storage::StateLayout& layout,
+// `layout_of`: a chunk's layout.
+using LayoutOf = absl::FunctionRef<storage::StateLayout(const storage::DurableChunk&)>;
+std::vector<NamedExtent> PinnedExtents(const std::string& job, LayoutOf layout_of,
                                        const std::vector<storage::DurableChunk>& chunks,
                                        const std::vector<v1::PinnedVersion>& pins);
 
@@ -40,6 +44,13 @@ void CheckExtent(const storage::BlockFile& file, const NamedExtent& extent, Prog
 absl::StatusOr<bool> DigestsHold(const storage::BlockFile& file, const storage::StateLayout& layout,
                                  const storage::DurableChunk& chunk);
 
+// The layout of a chunk: of the job's layout, and where that ends before the chunk, the one whose size it has.
+// `trained`: of chunks that are not frozen.
+storage::StateLayout LayoutOfChunk(const storage::StateLayout& trained, const model::Layout& chunks,
+                                   const storage::DurableChunk& chunk);
+// The layout, among those of a job, that a label's layout_bits name. None: the label is of another job's state.
+std::optional<storage::StateLayout> LayoutOfBits(const storage::StateLayout& job, uint64_t layout_bits);
+
 // A label that tells its own place correctly. The digests in the label are not verified yet.
 struct FoundLabel {
   storage::DurableChunk chunk;
@@ -52,7 +63,7 @@ struct FoundLabels {
 };
 // A job whose labels are wanted.
 struct WantedLabels {
-  storage::StateLayout layout;
+  storage::StateLayout layout;  // of chunks that are not frozen
   uint64_t life = 0;
 };
 // All labels of these jobs in the file, known to the catalog or not.

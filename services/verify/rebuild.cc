@@ -17,8 +17,8 @@ namespace {
 // A job whose entries are to be made anew.
 struct Candidate {
   ReadLog log;
-  JobEntry old;  // what the catalog could tell
-  storage::StateLayout layout;
+  JobEntry old;                 // what the catalog could tell
+  storage::StateLayout layout;  // of chunks that are not frozen
   std::vector<FoundLabel> labels;
   std::map<uint64_t, storage::DurableChunk> chosen;  // by chunk id
   int64_t committed = -1;
@@ -176,7 +176,9 @@ absl::StatusOr<bool> Rebuilding::Newest(const std::string& name, const std::vect
       if (chunk.version < (*newest)->version) return true;
       if (chunk.digests == (*newest)->digests) continue;
     }
-    const absl::StatusOr<bool> whole = DigestsHold(*tier_, candidates_.at(name).layout, chunk);
+    // FindLabels passes over other layouts.
+    const storage::StateLayout layout = *LayoutOfBits(candidates_.at(name).layout, label.layout_bits);
+    const absl::StatusOr<bool> whole = DigestsHold(*tier_, layout, chunk);
     if (absl::IsInternal(whole.status())) continue;  // most disks report rot so; the log may reach an older version
     BALLAST_RETURN_IF_ERROR(whole.status());
     if (!*whole) continue;
@@ -288,20 +290,21 @@ void Rebuilding::CheckFit(const std::string& name, Candidate* candidate) {
 
 void Rebuilding::CheckPlacesOfAll() {
   std::vector<NamedExtent> extents;
+  const auto any = [](const storage::DurableChunk&) { return storage::StateLayout(); };  // places have none
   for (const auto& [name, candidate] : candidates_) {
     std::vector<storage::DurableChunk> chosen;
     for (const auto& [id, chunk] : candidate.chosen) {
-      extents.push_back({name, candidate.layout, chunk});
+      extents.push_back({name, any(chunk), chunk});
       chosen.push_back(chunk);
     }
-    for (NamedExtent& pinned : PinnedExtents(name, candidate.layout, chosen, candidate.old.pins)) {
+    for (NamedExtent& pinned : PinnedExtents(name, any, chosen, candidate.old.pins)) {
       extents.push_back(std::move(pinned));
     }
   }
   for (const auto& [name, job] : known_) {
     if (candidates_.contains(name)) continue;
-    for (const storage::DurableChunk& chunk : job.entry.chunks) extents.push_back({name, {}, chunk});
-    for (NamedExtent& pinned : PinnedExtents(name, {}, job.entry.chunks, job.entry.pins)) {
+    for (const storage::DurableChunk& chunk : job.entry.chunks) extents.push_back({name, any(chunk), chunk});
+    for (NamedExtent& pinned : PinnedExtents(name, any, job.entry.chunks, job.entry.pins)) {
       extents.push_back(std::move(pinned));
     }
   }

@@ -107,9 +107,13 @@ void Scrub::CheckChunks(const std::string& name, const JobEntry& entry) {
         std::string((optimizer.ok() ? plan.status() : optimizer.status()).message()), kRebuildAdvice);
     return;
   }
-  const storage::StateLayout layout(*optimizer);
+  const auto& chunks = plan->layout().chunks();
+  const storage::StateLayout trained(*optimizer);
+  const auto layout_of = [&](const storage::DurableChunk& chunk) {
+    return LayoutOfChunk(trained, plan->layout(), chunk);
+  };
   for (const storage::DurableChunk& chunk : entry.chunks) {
-    const auto& chunks = plan->layout().chunks();
+    const storage::StateLayout layout = layout_of(chunk);
     // The catalog's Open may lag behind the log's Open, whose chunks continue these.
     const bool known = chunk.id < chunks.size();
     const uint64_t elements = known ? chunks[chunk.id].range.size() : chunk.elements;
@@ -124,10 +128,11 @@ void Scrub::CheckChunks(const std::string& name, const JobEntry& entry) {
     }
     extents_.push_back({name, layout, chunk});
   }
-  for (NamedExtent& pinned : PinnedExtents(name, layout, entry.chunks, entry.pins)) {
+  for (NamedExtent& pinned : PinnedExtents(name, layout_of, entry.chunks, entry.pins)) {
     const storage::DurableChunk& chunk = pinned.chunk;
+    const storage::StateLayout& layout = pinned.layout;
     if (chunk.elements <= model::kChunkElementsMax && chunk.bytes == layout.StateBytes(chunk.elements)) {
-      extents_.push_back(std::move(pinned));
+      extents_.push_back(pinned);
       continue;
     }
     Add(Harm::kJobRefused, name, absl::StrCat("the catalog's entry of version ", *pinned.pin, ", which is pinned"),

@@ -9,6 +9,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "ballast/services/view/show.h"
+#include "ballast/services/view/waits.h"
 
 namespace ballast::services {
 namespace {
@@ -57,6 +58,10 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
       fresh ? job.oldest_chunk_version() : std::min(view.oldest_chunk_version, job.oldest_chunk_version());
   if (view.durability.empty() || view.durability == "-") view.durability = ShowDurability(job);
   view.state_lost = view.state_lost || job.state_lost();
+  for (std::string& wait : ShowWaits(job)) {
+    if (std::find(view.waits.begin(), view.waits.end(), wait) == view.waits.end())
+      view.waits.push_back(std::move(wait));
+  }
   if (job.state_lost()) {
     view.problems.push_back(LossOf(server.address, job));
   } else if (!job.failure().empty()) {
@@ -98,8 +103,15 @@ ClusterView Judge(std::vector<ServerView> servers, Asked asked) {
                                               " recovers its jobs: ", ShowBytes(server.status.recovery_done_bytes()),
                                               " of ", ShowBytes(server.status.recovery_total_bytes())));
     }
-    for (const v1::JobStatus& job : server.status.jobs()) AddJob(server, job, &jobs);
+    for (const v1::JobStatus& job : server.status.jobs()) {
+      AddJob(server, job, &jobs);
+      for (const v1::Peer& peer : job.peers()) {
+        std::string& page = cluster.peers[peer.server_id()];
+        if (page.empty()) page = peer.page();
+      }
+    }
   }
+  for (const ServerView& server : servers) cluster.peers.erase(server.status.server_id());
   for (auto& [name, job] : jobs) {
     if (asked == Asked::kAll) AddMissing(servers, &job);
     if (job.committed_max - job.committed_min > 1 && !job.state_lost) {
@@ -114,6 +126,15 @@ ClusterView Judge(std::vector<ServerView> servers, Asked asked) {
 }
 
 namespace {
+
+// The jobs' waits. Empty if nobody waits.
+std::string ShowWaits(const std::vector<JobView>& jobs) {
+  std::string out;
+  for (const JobView& job : jobs) {
+    for (const std::string& wait : job.waits) absl::StrAppend(&out, "  ", job.name, ": ", wait, "\n");
+  }
+  return out.empty() ? out : absl::StrCat("\nWaiting\n", out);
+}
 
 // The servers' predictions for a step. Empty if no server has a machine profile.
 std::string ShowPlans(const ClusterView& cluster) {
@@ -168,7 +189,7 @@ std::string ShowText(const ClusterView& cluster) {
               job.durable_versions.empty() ? "-" : absl::StrJoin(job.durable_versions, ",")});
   }
   return absl::StrCat(out, "\nServers\n", servers.Show(), "\nJobs\n", cluster.jobs.empty() ? "  none\n" : jobs.Show(),
-                      "\nTiers\n", tiers.Show(), ShowPlans(cluster));
+                      ShowWaits(cluster.jobs), "\nTiers\n", tiers.Show(), ShowPlans(cluster));
 }
 
 std::string ShowJson(const ClusterView& cluster) {
@@ -192,15 +213,19 @@ std::string ShowJson(const ClusterView& cluster) {
     jobs.push_back(absl::StrFormat(
         "{\"name\":%s,\"durability\":%s,\"committed_min\":%d,\"committed_max\":%d,\"oldest_chunk_version\":%d,"
         "\"skipped_steps\":%d,\"world_size\":%d,\"parameters\":%d,\"chunks\":%d,\"servers\":%s,"
-        "\"pinned_versions\":[%s],\"durable_versions\":[%s]"
-        "}",
+        "\"pinned_versions\":[%s],\"durable_versions\":[%s],\"chunks_moving\":%d,\"waits\":%s}",
         Quote(job.name), Quote(job.durability), job.committed_min, job.committed_max, job.oldest_chunk_version,
         job.skipped_steps, job.world_size, job.parameters, job.chunks, QuoteAll(job.servers),
-        absl::StrJoin(job.pinned_versions, ","), absl::StrJoin(job.durable_versions, ",")));
+        absl::StrJoin(job.pinned_versions, ","), absl::StrJoin(job.durable_versions, ","), job.chunks_moving,
+        QuoteAll(job.waits)));
+  }
+  std::vector<std::string> peers;
+  for (const auto& [id, page] : cluster.peers) {
+    peers.push_back(absl::StrCat("{\"server_id\":", Quote(id), ",\"page\":", Quote(page), "}"));
   }
   return absl::StrCat("{\"verdict\":", cluster.problems.empty() ? "\"healthy\"" : "\"degraded\"",
                       ",\"problems\":", QuoteAll(cluster.problems), ",\"servers\":[", absl::StrJoin(servers, ","),
-                      "],\"jobs\":[", absl::StrJoin(jobs, ","), "]}\n");
+                      "],\"jobs\":[", absl::StrJoin(jobs, ","), "],\"peers\":[", absl::StrJoin(peers, ","), "]}\n");
 }
 
 }  // namespace ballast::services

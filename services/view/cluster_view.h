@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -36,11 +37,14 @@ struct JobView {
   std::string durability;   // none, step, every-K
   bool state_lost = false;  // on some server
   std::vector<std::string> problems;
+  std::vector<std::string> waits;  // who waits for whom, a sentence each
 };
 
 struct ClusterView {
   std::vector<ServerView> servers;
   std::vector<JobView> jobs;
+  // Servers that were not asked and have a part of some job: host:port of their status pages by id, empty if not known.
+  std::map<std::string, std::string> peers;
   // Empty: healthy.
   std::vector<std::string> problems;
 };

@@ -14,6 +14,9 @@ namespace {
 // full speed.
 constexpr uint64_t kBuffersMax = 8;
 
+// Buffers for logged values of frozen chunks: on their way in, and one that they are read back to.
+constexpr uint64_t kValueBuffers = 5;
+
 // The free part of the budgets, once `returned` has come back.
 storage::TierBytes Free(const storage::Tiers& tiers, const storage::TierBytes& returned) {
   const auto [budget, used] = tiers.usage();
@@ -47,7 +50,8 @@ LargestSlices::LargestSlices(const v1::JobSpec& spec, const kernels::OptimizerSp
       gradient_bytes(storage::AlignUp(spec.chunk_elements() * kernels::ElementBytes(optimizer.gradient))) {}
 
 void NewChunks::AddSpilt(const model::EpochPlan& plan, uint64_t chunk) {
-  for (const uint32_t slice : plan.slices_of_chunk(chunk)) spilt_slices.push_back(plan.slices()[slice].range.size());
+  std::vector<uint64_t>* const to = spilt.Of(plan.layout().chunks()[chunk]);
+  for (const uint32_t slice : plan.slices_of_chunk(chunk)) to->push_back(plan.slices()[slice].range.size());
 }
 
 storage::PlanRequest::ReadBack NewChunks::read_back() const {
@@ -59,8 +63,10 @@ storage::PlanRequest::ReadBack NewChunks::read_back() const {
 }
 
 JournalSize NewChunks::journal_size(uint64_t segment_bytes) const {
+  const Logged& takes = logged() ? all : spilt;
   return SizeJournal({.chunk_elements = spec.chunk_elements(),
-                      .elements = logged() ? all_elements : spilt_slices,
+                      .elements = takes.trained,
+                      .frozen = takes.frozen,
                       .gradient_bytes = kernels::ElementBytes(optimizer.gradient),
                       .snapshot_bytes = logged() ? snapshot_bytes : 0,
                       .segment_bytes = segment_bytes,
@@ -86,6 +92,7 @@ storage::PlanRequest ChunkPlans::RequestFor(const NewChunks& wanted, const stora
   const bool pushed = core_->around.working_copies || wanted.logged();
   storage::PlanRequest plan{.free = Free(*core_->around.tiers, returned),
                             .elements = {},
+                            .frozen = {},
                             .layout = store.layout(),
                             .provisional_bytes_per_element = pushed ? SliceBytesPerElement(wanted.optimizer) : 0,
                             .staging_bytes = store.staging_bytes_missing(),
@@ -94,13 +101,24 @@ storage::PlanRequest ChunkPlans::RequestFor(const NewChunks& wanted, const stora
                             .shape = prediction_->ShapeOf(store)};
   for (const storage::ChunkToAdd& chunk : missing) {
     plan.elements.push_back(chunk.elements);
+    plan.frozen.push_back(chunk.frozen);
     // The extent of an earlier run is taken already.
     if (chunk.durable.has_value()) plan.free.nvme += chunk.durable->bytes;
     plan.nvme_fixed_bytes += chunk.aside_bytes;
+    if (!pushed || chunk.frozen == storage::Frozen::kNo) continue;
+    if (wanted.logged()) {
+      plan.value_buffer_bytes = kValueBuffers * LargestSlices(wanted.spec, wanted.optimizer).values_bytes;
+    } else if (!chunk.durable.has_value()) {
+      plan.passing_bytes += chunk.elements * sizeof(float);
+    }
   }
+  // A job has one set of these.
+  const bool has_some = std::any_of(plan.placed.begin(), plan.placed.end(),
+                                    [](const auto& chunk) { return chunk.frozen != storage::Frozen::kNo; });
+  if (has_some) plan.value_buffer_bytes = 0;
   uint64_t segment_bytes = 0;
   bool recovering = false;
-  if (plan.provisional_bytes_per_element > 0) plan.read_back = wanted.read_back();
+  if (pushed) plan.read_back = wanted.read_back();
   {
     JobMutexLock lock(&core_->mu);
     recovering = core_->recovering;
@@ -119,7 +137,7 @@ storage::PlanRequest ChunkPlans::RequestFor(const NewChunks& wanted, const stora
   }
   if (!wanted.durable()) return plan;
   plan.durable = true;
-  plan.nvme_fixed_bytes += store.spare_bytes_missing(plan.elements);
+  plan.nvme_fixed_bytes += store.spare_bytes_missing(missing);
   plan.shape.logged = wanted.logged();
   if (!wanted.logged()) plan.shape.flushed_share = 1.0 / static_cast<double>(wanted.spec.pin_interval());
   return plan;

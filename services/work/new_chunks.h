@@ -34,12 +34,21 @@ struct LargestSlices {
 struct NewChunks {
   v1::JobSpec spec;
   kernels::OptimizerSpec optimizer;
-  std::vector<uint64_t> ids;           // in the layout
-  std::vector<uint64_t> elements;      // same order
-  std::vector<uint64_t> all_elements;  // also of the existing chunks
-  // Elements of slices that will, or may, be read back; sizes the spill of a job without a log.
-  std::vector<uint64_t> spilt_slices;
-  uint64_t shared_elements = 0;  // of `elements`, in chunks of more than one slice
+  std::vector<uint64_t> ids;            // in the layout
+  std::vector<uint64_t> elements;       // same order
+  std::vector<storage::Frozen> frozen;  // same order
+  // Elements that take room in the log, or in the spill.
+  struct Logged {
+    std::vector<uint64_t> trained;
+    std::vector<uint64_t> frozen;  // no gradients, values alone
+    std::vector<uint64_t>* Of(const model::Chunk& chunk) {
+      return chunk.frozen == v1::FROZEN_UNSPECIFIED ? &trained : &frozen;
+    }
+  };
+  Logged all;  // by chunk, also of the existing chunks
+  // By slice: those that will, or may, be read back; sizes the spill of a job without a log.
+  Logged spilt;
+  uint64_t shared_elements = 0;  // of `elements`, trained, in chunks of more than one slice
   uint64_t snapshot_bytes = 0;   // SnapshotBytesMax with the new chunks
   bool dry_run = false;
 
@@ -49,6 +58,8 @@ struct NewChunks {
   // Size of the log, or of the spill. `segment_bytes`: of the existing file's segments; 0 without a file.
   JournalSize journal_size(uint64_t segment_bytes) const;
   bool logged() const { return spec.durability() == v1::DURABILITY_STEP; }
+  // Values of a frozen chunk come once, and need no memory beside the chunk's where there is a log.
+  bool LogsValues(storage::Frozen of) const { return logged() && of != storage::Frozen::kNo; }
   // Does the job leave state on the disk for a restart?
   bool durable() const { return logged() || spec.durability() == v1::DURABILITY_EVERY_K; }
 };

@@ -23,6 +23,7 @@ storage::StepShape Prediction::ShapeOf(const storage::ChunkStore& store) const {
   JobMutexLock lock(&core_->mu);
   uint64_t elements = 0, read_back = 0;
   for (const auto& chunk : core_->chunks) {
+    if (chunk->is_frozen()) continue;
     elements += chunk->elements;
     if (chunk->intake.Logs(v1::SLICE_KIND_GRADIENT)) read_back += chunk->elements;
   }

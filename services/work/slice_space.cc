@@ -36,9 +36,10 @@ uint64_t SliceSpace::NeededBytes(const model::EpochPlan& plan, absl::Span<const 
   const uint64_t unlogged_bytes = SliceBytesPerElement(layout.optimizer());
   uint64_t needed = room_->read_back()->bytes() + LargestSlices(plan.open().spec(), layout.optimizer()).values_bytes;
   for (const auto& spare : spares) {
-    if (!spare->logged) needed += spare->elements * unlogged_bytes;
+    if (!spare->logged && !spare->is_frozen()) needed += spare->elements * unlogged_bytes;
   }
   for (const auto& chunk : chunks) {
+    if (chunk->is_frozen()) continue;
     if (!chunk->logged) {
       needed += chunk->elements * unlogged_bytes;
     } else if (plan.slices_of_chunk(chunk->id).size() > 1) {

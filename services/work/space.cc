@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/records/frozen.h"
 #include "ballast/services/records/job_entry.h"
 #include "ballast/services/records/log_records.h"
 
@@ -44,18 +45,23 @@ NewChunks Space::NewOf(const model::EpochPlan& plan, const std::vector<uint64_t>
                    .optimizer = *model::OptimizerOf(plan.open().spec()),
                    .ids = {},
                    .elements = {},
-                   .all_elements = {},
-                   .spilt_slices = {},
+                   .frozen = {},
+                   .all = {},
+                   .spilt = {},
                    .snapshot_bytes = SnapshotBytesMax(plan, mine),
                    .dry_run = dry_run};
   for (size_t i = 0; i < mine.size(); ++i) {
-    const uint64_t elements = plan.layout().chunks()[mine[i]].range.size();
-    wanted.all_elements.push_back(elements);
+    const model::Chunk& chunk = plan.layout().chunks()[mine[i]];
+    const uint64_t elements = chunk.range.size();
+    wanted.all.Of(chunk)->push_back(elements);
     if (i >= held.size() || held[i]->logged) wanted.AddSpilt(plan, mine[i]);
     if (i < held.size()) continue;
     wanted.ids.push_back(mine[i]);
     wanted.elements.push_back(elements);
-    if (plan.slices_of_chunk(mine[i]).size() > 1) wanted.shared_elements += elements;
+    wanted.frozen.push_back(FrozenOf(chunk.frozen));
+    if (chunk.frozen == v1::FROZEN_UNSPECIFIED && plan.slices_of_chunk(mine[i]).size() > 1) {
+      wanted.shared_elements += elements;
+    }
   }
   return wanted;
 }
@@ -170,11 +176,11 @@ absl::Status Space::GrowJournal(const JournalSize& size, bool logged) {
 absl::Status Space::GrowSpill(const model::EpochPlan& plan, const Chunks& chunks, NewChunks wanted) {
   if (wanted.logged()) return absl::OkStatus();
   const std::vector<uint64_t> mine = ChunksOf(plan, core_->around.server_id);
-  wanted.spilt_slices.clear();
+  wanted.spilt = {};
   for (size_t i = 0; i < chunks.size(); ++i) {
     if (chunks[i]->logged) wanted.AddSpilt(plan, mine[i]);
   }
-  if (wanted.spilt_slices.empty()) return absl::OkStatus();
+  if (wanted.spilt.trained.empty() && wanted.spilt.frozen.empty()) return absl::OkStatus();
   uint64_t segment_bytes = 0;
   {
     JobMutexLock lock(&core_->mu);
@@ -260,16 +266,18 @@ Space::Addition Space::Match(const NewChunks& wanted, Ground* ground) {
     const uint64_t elements = wanted.elements[i], id = wanted.ids[i];
     // The disk knows a durable chunk by its id, so only the very same Open can take the chunk.
     const auto spare = std::find_if(ground->spares.begin(), ground->spares.end(), [&](const auto& s) {
-      return s->elements == elements && (!wanted.durable() || s->id == id);
+      return s->elements == elements && s->frozen == wanted.frozen[i] && (!wanted.durable() || s->id == id);
     });
     if (spare != ground->spares.end()) {
       add.taken[i] = *spare;
       ground->spares.erase(spare);
       continue;
     }
-    add.missing.push_back({.elements = elements, .id = id, .durable = earlier_->TakeChunk(id)});
+    add.missing.push_back(
+        {.elements = elements, .id = id, .durable = earlier_->TakeChunk(id), .frozen = wanted.frozen[i]});
     if (wanted.durable() && !wanted.logged()) {
-      add.missing.back().aside_bytes = earlier_->AsideBytes(id, ground->store->layout().StateBytes(elements));
+      const storage::StateLayout layout = ground->store->layout().Of(wanted.frozen[i]);
+      add.missing.back().aside_bytes = earlier_->AsideBytes(id, layout.StateBytes(elements));
     }
   }
   return add;
@@ -339,8 +347,9 @@ void Space::Hold(const NewChunks& wanted, const Ground& ground, Addition* add) {
   auto added = add->missing.begin();
   for (size_t i = 0; i < add->taken.size(); ++i) {
     if (add->taken[i] != nullptr) continue;
-    add->taken[i] = std::make_shared<HeldChunk>(ground.memory, next++, wanted.ids[i], wanted.elements[i],
-                                                wanted.optimizer.gradient, add->logged);
+    add->taken[i] =
+        std::make_shared<HeldChunk>(ground.memory, next++, wanted.ids[i], wanted.elements[i], wanted.frozen[i],
+                                    wanted.optimizer, add->logged || wanted.LogsValues(wanted.frozen[i]));
     if (added->durable.has_value()) add->taken[i]->version = added->durable->version;
     ++added;
   }

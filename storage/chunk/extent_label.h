@@ -35,7 +35,7 @@ void EncodeLabel(const DurableChunk& chunk, const StateLayout& layout, absl::str
                  absl::Span<std::byte> label);
 // False if `label` is damaged or no label. `job`, `layout_bits`: as written.
 bool DecodeLabel(absl::Span<const std::byte> label, DurableChunk* chunk, std::string* job, uint64_t* layout_bits);
-// Optimizer, moment format and dtypes as a number that differs between layouts.
+// Optimizer, moment format, dtypes and how the chunk is frozen, as a number that differs between layouts.
 uint64_t LayoutBits(const StateLayout& layout);
 
 }  // namespace ballast::storage

@@ -38,10 +38,10 @@ struct ChunkMemory {
 };
 
 struct StoredChunk {
-  StoredChunk(const StateLayout* l, uint64_t i, uint64_t n, ChunkPlacement p, uint64_t d)
-      : layout(*l), index(i), elements(n), placement(p), id(d) {}
+  StoredChunk(const StateLayout& l, uint64_t i, uint64_t n, ChunkPlacement p, uint64_t d)
+      : layout(l), index(i), elements(n), placement(p), id(d) {}
 
-  const StateLayout& layout;  // the store's
+  const StateLayout layout;
   const uint64_t index;
   const uint64_t elements;
   // Written by the store's thread only, holding `mutex`; every other thread reads it holding `mutex`.
@@ -50,7 +50,7 @@ struct StoredChunk {
   std::byte* state = nullptr;   // host or device memory; null on NVMe
   DramBlock* shared = nullptr;  // the block with `state`, while `state` is in DRAM and `own` is empty
   ChunkMemory own;
-  std::byte* working = nullptr;  // host or device memory; null if the store keeps none
+  std::byte* working = nullptr;  // host or device memory; null if the chunk has none beside its state
 
   uint64_t state_bytes() const { return layout.StateBytes(elements); }
   StateView View(std::byte* base) const { return {&layout, base, elements}; }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -18,15 +17,28 @@ std::string Shortage(const char* tier, uint64_t missing, uint64_t needed, uint64
                       " are free; raise the ", tier, " budget by at least ", missing, " bytes");
 }
 
+bool IsFrozen(const PlanRequest& request, size_t chunk) {
+  return !request.frozen.empty() && request.frozen[chunk] != Frozen::kNo;
+}
+
+// Elements that steps update.
+uint64_t Trained(const PlanRequest& request) {
+  uint64_t elements = 0;
+  for (size_t i = 0; i < request.elements.size(); ++i) {
+    if (!IsFrozen(request, i)) elements += request.elements[i];
+  }
+  return elements;
+}
+
 // HBM takes the first chunks that fit, and their working copies if there is room. A store without working copies puts
-// nothing in HBM: the trainer lends host memory, which the GPU's kernels do not write.
+// nothing in HBM: the trainer lends host memory, which the GPU's kernels do not write. Nor are frozen chunks there.
 void FillHbm(const PlanRequest& request, Plan& plan) {
-  if (!request.layout.working_copies()) return;
   uint64_t room = request.free.hbm;
   for (size_t i = 0; i < request.elements.size(); ++i) {
-    const uint64_t state = request.layout.StateBytes(request.elements[i]);
-    const uint64_t working = request.layout.WorkingBytes(request.elements[i]);
-    if (state > room) continue;
+    const StateLayout layout = request.LayoutOf(i);
+    const uint64_t state = layout.StateBytes(request.elements[i]);
+    const uint64_t working = layout.WorkingBytes(request.elements[i]);
+    if (!layout.working_copies() || state > room) continue;
     plan.chunks[i].state = TierKind::kHbm;
     room -= state;
     plan.state.hbm += state;
@@ -41,14 +53,13 @@ void FillHbm(const PlanRequest& request, Plan& plan) {
 uint64_t FillMemory(const PlanRequest& request, Plan* plan) {
   plan->chunks.resize(request.elements.size());
   FillHbm(request, *plan);
-  uint64_t state_left = 0, elements = 0;
+  uint64_t state_left = 0;
   for (size_t i = 0; i < plan->chunks.size(); ++i) {
-    if (plan->chunks[i].working == TierKind::kDram)
-      plan->working.dram += request.layout.WorkingBytes(request.elements[i]);
-    if (plan->chunks[i].state != TierKind::kHbm) state_left += request.layout.StateBytes(request.elements[i]);
-    elements += request.elements[i];
+    const StateLayout layout = request.LayoutOf(i);
+    if (plan->chunks[i].working == TierKind::kDram) plan->working.dram += layout.WorkingBytes(request.elements[i]);
+    if (plan->chunks[i].state != TierKind::kHbm) state_left += layout.StateBytes(request.elements[i]);
   }
-  plan->slice_bytes = request.provisional_bytes_per_element * elements;
+  plan->slice_bytes = request.provisional_bytes_per_element * Trained(request) + request.value_buffer_bytes;
   return state_left;
 }
 
@@ -60,21 +71,21 @@ uint64_t Fixed(const PlanRequest& request, const Plan& plan) {
 
 // DRAM needed before any state if some state is on NVMe. Any number may be configured: an overflow would look like
 // room.
-uint64_t Staged(const PlanRequest& request, const Plan& plan) {
-  const uint64_t bytes = plan.working.dram + plan.slice_bytes;
+uint64_t Staged(const PlanRequest& request, const Plan& plan, uint64_t passing) {
+  const uint64_t bytes = plan.working.dram + plan.slice_bytes + passing;
   return bytes + std::min(request.staging_bytes, std::numeric_limits<uint64_t>::max() - bytes);
 }
 
-// Gives slices the least memory: they are read back.
-void ReadBack(const PlanRequest& request, Plan* plan) {
+// Gives slices the least memory: they are read back. `passing`: DRAM for first values, which none need then.
+void ReadBack(const PlanRequest& request, Plan* plan, uint64_t* passing) {
   const uint64_t shared = request.read_back->shared_bytes;
   const uint64_t least = shared + request.read_back->buffer_bytes_min;
-  if (least >= plan->slice_bytes) return;
+  if (least >= plan->slice_bytes + *passing) return;
+  *passing = 0;
   plan->reads_back = true;
   plan->slice_bytes = least;
   plan->spill_bytes = request.read_back->spill_bytes;
-  const uint64_t elements = std::accumulate(request.elements.begin(), request.elements.end(), uint64_t{0});
-  plan->read_back_bytes = elements * request.layout.gradient_element_bytes() - shared;
+  plan->read_back_bytes = Trained(request) * request.layout.gradient_element_bytes() - shared;
 }
 
 // The last check: what NVMe must hold. Both tiers are named where both are short.
@@ -90,11 +101,12 @@ absl::StatusOr<Plan> CheckNvme(const PlanRequest& request, Plan plan, std::vecto
   if (shortages.empty()) {
     if (request.shape.machine == nullptr) return plan;
     std::vector<PlacedChunk> chunks = request.placed;
-    for (size_t i = 0; i < plan.chunks.size(); ++i) chunks.push_back({request.elements[i], plan.chunks[i]});
+    for (size_t i = 0; i < plan.chunks.size(); ++i) {
+      chunks.push_back({request.elements[i], plan.chunks[i], request.LayoutOf(i).frozen()});
+    }
     StepShape shape = request.shape;
     shape.durable = request.durable;
-    if (plan.reads_back) {
-      const uint64_t elements = std::accumulate(request.elements.begin(), request.elements.end(), uint64_t{0});
+    if (const uint64_t elements = Trained(request); plan.reads_back && elements > 0) {
       shape.read_back_share = static_cast<double>(plan.read_back_bytes) /
                               static_cast<double>(elements * request.layout.gradient_element_bytes());
     }
@@ -149,7 +161,8 @@ std::string Plan::Explain() const {
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
   Plan plan;
   const uint64_t state_left = FillMemory(request, &plan);
-  const uint64_t fixed = Fixed(request, plan);
+  uint64_t passing = request.passing_bytes;
+  const uint64_t fixed = Fixed(request, plan) + passing;
   if (fixed + state_left <= request.free.dram) {
     plan.state.dram = state_left;  // the placements' default
     return CheckNvme(request, std::move(plan), {});
@@ -162,10 +175,10 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
                                      ", or give an nvme budget"));
   }
 
-  uint64_t fixed_staged = Staged(request, plan);
+  uint64_t fixed_staged = Staged(request, plan, passing);
   if (fixed_staged > request.free.dram && request.read_back.has_value()) {
-    ReadBack(request, &plan);
-    fixed_staged = Staged(request, plan);
+    ReadBack(request, &plan, &passing);
+    fixed_staged = Staged(request, plan, passing);
   }
   uint64_t room = request.free.dram - std::min(request.free.dram, fixed_staged);
   if (plan.reads_back) {
@@ -174,13 +187,15 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
     plan.slice_bytes += more;
     room -= more;
   }
-  for (size_t i = 0; i < plan.chunks.size(); ++i) {
-    if (plan.chunks[i].state == TierKind::kHbm) continue;
-    const uint64_t state = request.layout.StateBytes(request.elements[i]);
-    const TierKind tier = state <= room ? TierKind::kDram : TierKind::kNvme;
-    if (tier == TierKind::kDram) room -= state;
-    plan.chunks[i].state = tier;
-    plan.state[tier] += state;
+  for (const bool frozen : {true, false}) {
+    for (size_t i = 0; i < plan.chunks.size(); ++i) {
+      if (plan.chunks[i].state == TierKind::kHbm || IsFrozen(request, i) != frozen) continue;
+      const uint64_t state = request.LayoutOf(i).StateBytes(request.elements[i]);
+      const TierKind tier = state <= room ? TierKind::kDram : TierKind::kNvme;
+      if (tier == TierKind::kDram) room -= state;
+      plan.chunks[i].state = tier;
+      plan.state[tier] += state;
+    }
   }
   std::vector<std::string> shortages;
   if (const uint64_t missing = Short(fixed_staged, request.free.dram); missing > 0) {
@@ -194,8 +209,9 @@ uint64_t LeastDram(const PlanRequest& request) {
   Plan plan;
   const uint64_t state_left = FillMemory(request, &plan);
   const uint64_t all = Fixed(request, plan) + state_left;
-  if (request.read_back.has_value()) ReadBack(request, &plan);
-  return std::min(all, Staged(request, plan));
+  uint64_t passing = 0;  // frozen chunks that come back have their values
+  if (request.read_back.has_value()) ReadBack(request, &plan, &passing);
+  return std::min(all, Staged(request, plan, passing));
 }
 
 }  // namespace ballast::storage

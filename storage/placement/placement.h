@@ -32,9 +32,15 @@ struct Plan {
 struct PlanRequest {
   TierBytes free;                  // budget that may still be taken
   std::vector<uint64_t> elements;  // per chunk, in the next forward's order
+  std::vector<Frozen> frozen;      // likewise; empty: no chunk is frozen
   StateLayout layout;
-  // DRAM for slices of the step in flight, which the job needs besides its chunks.
+  StateLayout LayoutOf(size_t chunk) const { return layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk]); }
+  // DRAM for slices of the step in flight, which the job needs besides its chunks. Frozen chunks take none.
   uint64_t provisional_bytes_per_element = 4;
+  // DRAM for values of frozen chunks: buffers on the way to and from the log, part of the slices' / or where there is
+  // no log, for all of their first values until they are applied, which must be free, and is not taken.
+  uint64_t value_buffer_bytes = 0;
+  uint64_t passing_bytes = 0;
   // If slices of a whole step do not fit, a slice stays in memory only until it is in the job's log, or in a spill, and
   // is read back for the update. Memory needed in this case:
   struct ReadBack {
@@ -59,9 +65,10 @@ struct PlanRequest {
   StepShape shape;
 };
 
-// State fills HBM, then DRAM, then NVMe; within a tier in the given order. Working copies of state in HBM go to HBM if
-// there is room, all others to DRAM. Provisional slices go to DRAM: all of a step's, or as few as `read_back` allows.
-// RESOURCE_EXHAUSTED (BUDGET) names each tier that is short, the missing bytes and the budget to raise.
+// State fills HBM, then DRAM, then NVMe; within a tier in the given order, frozen chunks first: they are pulled in
+// every pass. Frozen chunks are not in HBM. Working copies of state in HBM go to HBM if there is room, all others to
+// DRAM. Provisional slices go to DRAM: all of a step's, or as few as `read_back` allows. RESOURCE_EXHAUSTED (BUDGET)
+// names each tier that is short, the missing bytes and the budget to raise.
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request);
 
 // The least DRAM for a plan of these chunks, if NVMe has room for the rest.

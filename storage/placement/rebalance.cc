@@ -28,7 +28,7 @@ bool WorkingInHbm(const PlacedChunk& chunk) { return chunk.placement.working == 
 
 uint64_t AllState(const JobHolding& job) {
   uint64_t bytes = 0;
-  for (const PlacedChunk& chunk : job.chunks) bytes += job.layout.StateBytes(chunk.elements);
+  for (const PlacedChunk& chunk : job.chunks) bytes += job.layout.Of(chunk.frozen).StateBytes(chunk.elements);
   return bytes;
 }
 
@@ -36,12 +36,13 @@ uint64_t AllState(const JobHolding& job) {
 JobState GiveHbm(const JobHolding& job, uint64_t room) {
   JobState state;
   for (const PlacedChunk& chunk : job.chunks) {
-    const uint64_t bytes = job.layout.StateBytes(chunk.elements);
-    const uint64_t working = job.layout.WorkingBytes(chunk.elements);
+    const StateLayout layout = job.layout.Of(chunk.frozen);
+    const uint64_t bytes = layout.StateBytes(chunk.elements);
+    const uint64_t working = layout.WorkingBytes(chunk.elements);
     const uint64_t there = bytes + (WorkingInHbm(chunk) ? working : 0);
     state.now[chunk.placement.state] += bytes;
     if (WorkingInHbm(chunk)) state.now.hbm += working;
-    const bool fits = job.layout.working_copies() && there <= room;
+    const bool fits = layout.working_copies() && there <= room;
     state.in_hbm.push_back(fits);
     if (fits) {
       room -= there;
@@ -64,6 +65,7 @@ absl::StatusOr<Plan> PlanJob(const JobHolding& job, const JobState& state, uint6
   // Working copies, which MakePlan counts, are taken already.
   PlanRequest request{.free = {.dram = dram + job.staging_bytes_missing + state.host_working, .nvme = nvme},
                       .elements = {},
+                      .frozen = {},
                       .layout = job.layout,
                       .provisional_bytes_per_element = 0,
                       .staging_bytes = job.staging_bytes_missing,
@@ -74,6 +76,7 @@ absl::StatusOr<Plan> PlanJob(const JobHolding& job, const JobState& state, uint6
     if (state.in_hbm[i]) {
       request.placed.push_back({job.chunks[i].elements, {TierKind::kHbm, job.chunks[i].placement.working}});
     } else {
+      request.frozen.push_back(job.chunks[i].frozen);
       request.elements.push_back(job.chunks[i].elements);
     }
   }

@@ -1,11 +1,14 @@
 // Layout of a chunk's state in memory and on disk: the fp32 master, then each moment (its values, then the scales of
-// 8-bit formats). Every array starts at a multiple of 4096 bytes, so that an array can be read from disk alone. Behind
-// the arrays is room for a label (chunk/extent_label.h), so that a state and its label are written in a single write.
+// 8-bit formats). The state of a frozen chunk is its working copy alone, in the place of the master. Every array starts
+// at a multiple of 4096 bytes, so that an array can be read from disk alone. Behind the arrays is room for a label
+// (chunk/extent_label.h), so that a state and its label are written in a single write.
 #pragma once
 
 #include <cstdint>
 
+#include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
+#include "ballast/storage/placement/tier_kind.h"
 
 namespace ballast::storage {
 
@@ -13,22 +16,40 @@ namespace ballast::storage {
 enum class StateArray { kMaster = 0, kMoment1 = 1, kMoment2 = 2, kMoment3 = 3 };
 inline constexpr int kStateArraysMax = 1 + kernels::kMomentsMax;
 
-// The layout of a job's chunks: a pure function of the job's optimizer and of whether its store keeps working copies. A
-// store without working copies writes the trainer's own parameters, where the trainer lends them; reads of working
-// parameters round the master.
+// The layout of a job's chunks: a pure function of the job's optimizer, of whether its store keeps working copies, and
+// of how a chunk is frozen. A store without working copies writes the trainer's own parameters, where the trainer lends
+// them; reads of working parameters round the master. A frozen chunk has a single array, kMaster: values in the working
+// dtype, or quantized (kernels::Quantize), and no working copy beside it.
 class StateLayout {
  public:
   StateLayout() : StateLayout(kernels::OptimizerSpec()) {}
-  explicit StateLayout(const kernels::OptimizerSpec& optimizer, bool working_copies = true)
-      : optimizer_(optimizer), array_count_(1 + kernels::MomentCount(optimizer)), working_copies_(working_copies) {}
+  explicit StateLayout(const kernels::OptimizerSpec& optimizer, bool working_copies = true, Frozen frozen = Frozen::kNo)
+      : optimizer_(optimizer),
+        array_count_(frozen == Frozen::kNo ? 1 + kernels::MomentCount(optimizer) : 1),
+        store_has_working_copies_(working_copies),
+        frozen_(frozen) {}
+
+  // The layout of the same store's chunks that are frozen so.
+  StateLayout Of(Frozen frozen) const { return StateLayout(optimizer_, store_has_working_copies_, frozen); }
 
   const kernels::OptimizerSpec& optimizer() const { return optimizer_; }
   int array_count() const { return array_count_; }
+  Frozen frozen() const { return frozen_; }
 
+  // Bytes of the first `elements` values of an array, and of their scales, which 8-bit formats have.
+  uint64_t ValueBytes(StateArray array, uint64_t elements) const {
+    if (array != StateArray::kMaster) return kernels::MomentBytes(optimizer_.moments, elements);
+    if (frozen_ == Frozen::kQ8) return kernels::QuantBytes(kernels::QuantFormat::kInt8, elements);
+    return elements * (frozen_ == Frozen::kNo ? sizeof(float) : working_element_bytes());
+  }
+  uint64_t ScaleBytes(StateArray array, uint64_t elements) const {
+    if (array != StateArray::kMaster) return kernels::MomentScaleBytes(optimizer_.moments, elements);
+    return frozen_ == Frozen::kQ8 ? kernels::QuantScales(elements) * sizeof(float) : 0;
+  }
   // Bytes of an array in a chunk of `elements`: without padding (UsedBytes) and with padding (ArrayBytes).
   uint64_t UsedBytes(StateArray array, uint64_t elements) const {
-    if (array == StateArray::kMaster) return elements * sizeof(float);
-    return ScalesAt(elements) + kernels::MomentScaleBytes(optimizer_.moments, elements);
+    const uint64_t scales = ScaleBytes(array, elements);
+    return scales == 0 ? ValueBytes(array, elements) : ScalesAt(array, elements) + scales;
   }
   uint64_t ArrayBytes(StateArray array, uint64_t elements) const { return Pad(UsedBytes(array, elements)); }
   // Offset of an array from the start of the state.
@@ -37,9 +58,9 @@ class StateLayout {
     if (before == 0) return 0;
     return ArrayBytes(StateArray::kMaster, elements) + (before - 1) * ArrayBytes(StateArray::kMoment1, elements);
   }
-  // Offset of a moment's scales from the start of its array.
-  uint64_t ScalesAt(uint64_t elements) const {
-    return (kernels::MomentBytes(optimizer_.moments, elements) + kScaleAlign - 1) / kScaleAlign * kScaleAlign;
+  // Offset of an array's scales from its start.
+  uint64_t ScalesAt(StateArray array, uint64_t elements) const {
+    return (ValueBytes(array, elements) + kScaleAlign - 1) / kScaleAlign * kScaleAlign;
   }
 
   uint64_t LabelAt(uint64_t elements) const { return ArrayAt(static_cast<StateArray>(array_count_), elements); }
@@ -47,9 +68,10 @@ class StateLayout {
   // A chunk's bytes in a tier: for its state with the label, and for its working copy.
   uint64_t StateBytes(uint64_t elements) const { return LabelAt(elements) + kLabelBytes; }
   uint64_t WorkingBytes(uint64_t elements) const {
-    return working_copies_ ? Pad(elements * working_element_bytes()) : 0;
+    return working_copies() ? Pad(elements * working_element_bytes()) : 0;
   }
-  bool working_copies() const { return working_copies_; }
+  // Has the chunk a working copy beside its state?
+  bool working_copies() const { return store_has_working_copies_ && frozen_ == Frozen::kNo; }
 
   static constexpr uint64_t kLabelBytes = 4096;
 
@@ -63,7 +85,8 @@ class StateLayout {
 
   kernels::OptimizerSpec optimizer_;
   int array_count_;
-  bool working_copies_;
+  bool store_has_working_copies_;
+  Frozen frozen_;
 };
 
 // A chunk's state at `base`, in the host's memory or the GPU's.
@@ -77,11 +100,11 @@ struct StateView {
   // Moment `index` (from 0), from element `at` on. REQUIRES: `at` is a multiple of kernels::kMomentBlock if the format
   // has scales.
   kernels::MomentSpan moment(int index, uint64_t at) const {
-    std::byte* const begin = array(static_cast<StateArray>(index + 1));
-    const kernels::MomentFormat format = layout->optimizer().moments;
+    const auto which = static_cast<StateArray>(index + 1);
+    std::byte* const begin = array(which);
     return {
-        .values = begin + kernels::MomentBytes(format, at),
-        .scales = reinterpret_cast<float*>(begin + layout->ScalesAt(elements) + kernels::MomentScaleBytes(format, at))};
+        .values = begin + layout->ValueBytes(which, at),
+        .scales = reinterpret_cast<float*>(begin + layout->ScalesAt(which, elements) + layout->ScaleBytes(which, at))};
   }
 };
 

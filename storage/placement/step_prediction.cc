@@ -85,6 +85,7 @@ StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
   const auto working_bytes = static_cast<double>(layout_.working_element_bytes());
   double read = 0, written = 0, flushed = 0, logged = 0, in = 0, out = 0, front = 0, slot = 0;
   for (const PlacedChunk& chunk : chunks) {
+    if (chunk.frozen != Frozen::kNo) continue;  // no step updates it
     const auto elements = static_cast<double>(chunk.elements);
     const auto state = static_cast<double>(layout_.StateBytes(chunk.elements));
     const double read_back = elements * gradient_bytes * shape_.read_back_share;

@@ -22,9 +22,14 @@ struct ChunkPlacement {
   TierKind working = TierKind::kDram;  // HBM or DRAM
 };
 
+// A chunk keeps the state that an optimizer updates (kNo), or values that no step changes: in the working dtype, or in
+// 8 bits.
+enum class Frozen : uint8_t { kNo, kWorking, kQ8 };
+
 struct PlacedChunk {
   uint64_t elements = 0;
   ChunkPlacement placement;
+  Frozen frozen = Frozen::kNo;
 };
 
 }  // namespace ballast::storage

@@ -66,18 +66,21 @@ absl::Status StoreCore::CheckPlan(absl::Span<const ChunkToAdd> added, const Plan
       return Bad(model::kBadRequest, absl::StrCat("working copy of chunk ", i, " cannot be in ", TierName(working),
                                                   " with its state in ", TierName(state)));
     }
-    BALLAST_RETURN_IF_ERROR(CheckTier(i, elements, state));
+    BALLAST_RETURN_IF_ERROR(CheckTier(i, elements, added[i].frozen, state));
   }
   return absl::OkStatus();
 }
 
-absl::Status StoreCore::CheckTier(uint64_t chunk, uint64_t elements, TierKind state) const {
+absl::Status StoreCore::CheckTier(uint64_t chunk, uint64_t elements, Frozen frozen, TierKind state) const {
   const bool there =
       state == TierKind::kHbm ? tiers->hbm() != nullptr : state != TierKind::kNvme || tiers->nvme() != nullptr;
   if (!there) return Bad(model::kBadConfig, absl::StrCat("this server has no ", TierName(state), " tier"));
   if (state != TierKind::kHbm) return absl::OkStatus();
   if (!layout.working_copies()) {
     return Bad(model::kBadConfig, "state in hbm needs working copies, and this store keeps none");
+  }
+  if (frozen != Frozen::kNo) {
+    return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk, " is frozen, and frozen chunks are not in hbm"));
   }
   if (elements <= kHbmSpanElementsMax) return absl::OkStatus();
   return Bad(model::kBadRequest,
@@ -113,7 +116,7 @@ absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkT
   extents.resize(added.size());
   uint64_t room = 0, largest = 0;
   for (size_t i = 0; i < added.size(); ++i) {
-    const uint64_t bytes = layout.StateBytes(added[i].elements);
+    const uint64_t bytes = layout.Of(added[i].frozen).StateBytes(added[i].elements);
     largest = std::max(largest, bytes);
     space.aside_bytes += added[i].aside_bytes;
     if (added[i].durable.has_value()) continue;
@@ -145,16 +148,17 @@ absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkT
   return space;
 }
 
-absl::StatusOr<ChunkMemory> StoreCore::OwnMemory(uint64_t elements, const ChunkPlacement& placement) {
+absl::StatusOr<ChunkMemory> StoreCore::OwnMemory(const ChunkToAdd& added, const ChunkPlacement& placement) {
   constexpr char kWhat[] = "chunk state and working copies";
+  const uint64_t state_bytes = layout.Of(added.frozen).StateBytes(added.elements);
   ChunkMemory own;
   if (placement.state == TierKind::kHbm) {
-    BALLAST_ASSIGN_OR_RETURN(own.hbm, tiers->hbm()->Allocate(layout.StateBytes(elements), kWhat));
+    BALLAST_ASSIGN_OR_RETURN(own.hbm, tiers->hbm()->Allocate(state_bytes, kWhat));
   } else if (placement.state == TierKind::kDram) {
-    BALLAST_ASSIGN_OR_RETURN(own.dram, tiers->dram()->Allocate(layout.StateBytes(elements), kWhat));
+    BALLAST_ASSIGN_OR_RETURN(own.dram, tiers->dram()->Allocate(state_bytes, kWhat));
   }
   if (placement.working == TierKind::kHbm) {
-    BALLAST_ASSIGN_OR_RETURN(own.hbm_working, tiers->hbm()->Allocate(layout.WorkingBytes(elements), kWhat));
+    BALLAST_ASSIGN_OR_RETURN(own.hbm_working, tiers->hbm()->Allocate(layout.WorkingBytes(added.elements), kWhat));
   }
   return own;
 }
@@ -171,8 +175,9 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
   BALLAST_RETURN_IF_ERROR(core.CheckPlan(added, plan));
   TierBytes state_bytes, working_bytes;
   for (size_t i = 0; i < added.size(); ++i) {
-    state_bytes[plan.chunks[i].state] += core.layout.StateBytes(added[i].elements);
-    working_bytes[plan.chunks[i].working] += core.layout.WorkingBytes(added[i].elements);
+    const StateLayout layout = core.layout.Of(added[i].frozen);
+    state_bytes[plan.chunks[i].state] += layout.StateBytes(added[i].elements);
+    working_bytes[plan.chunks[i].working] += layout.WorkingBytes(added[i].elements);
   }
   const bool shares = core.tiers->hbm() == nullptr;  // DRAM that states lie in
   DramBlock dram;
@@ -181,11 +186,12 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
   }
   std::vector<ChunkMemory> own(added.size());
   for (size_t i = 0; i < added.size() && !shares; ++i) {
-    BALLAST_ASSIGN_OR_RETURN(own[i], core.OwnMemory(added[i].elements, plan.chunks[i]));
+    BALLAST_ASSIGN_OR_RETURN(own[i], core.OwnMemory(added[i], plan.chunks[i]));
   }
   uint64_t moving = 0;  // the largest state that goes to NVMe
   for (size_t i = 0; i < added.size(); ++i) {
-    if (plan.chunks[i].state == TierKind::kNvme) moving = std::max(moving, core.layout.StateBytes(added[i].elements));
+    if (plan.chunks[i].state != TierKind::kNvme) continue;
+    moving = std::max(moving, core.layout.Of(added[i].frozen).StateBytes(added[i].elements));
   }
   if (core.versions.has_value() && state_bytes.hbm > 0) BALLAST_RETURN_IF_ERROR(core.reader.Prepare());
   BALLAST_ASSIGN_OR_RETURN(StoreCore::NvmeSpace space, core.TakeNvme(added, plan));
@@ -205,9 +211,9 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
     core.dram.push_back(std::move(dram));
     for (size_t i = 0; i < added.size(); ++i) {
       const ChunkPlacement placement = plan.chunks[i];
-      StoredChunk& chunk =
-          core.chunks.emplace_back(&core.layout, core.chunks.size(), added[i].elements, placement, added[i].id);
-      core.placed.push_back({added[i].elements, placement});
+      StoredChunk& chunk = core.chunks.emplace_back(core.layout.Of(added[i].frozen), core.chunks.size(),
+                                                    added[i].elements, placement, added[i].id);
+      core.placed.push_back({added[i].elements, placement, added[i].frozen});
       fresh.push_back(&chunk);
       absl::MutexLock chunk_lock(&chunk.mutex);
       chunk.extent = std::move(space.extents[i]);
@@ -218,8 +224,8 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
       chunk.state = placement.state == TierKind::kHbm ? chunk.own.hbm.data() : chunk.own.dram.bytes().data();
       if (placement.state == TierKind::kDram && shares) chunk.state = std::exchange(next, next + chunk.state_bytes());
       chunk.working = chunk.own.hbm_working.data();
-      if (placement.working == TierKind::kHbm || !core.layout.working_copies()) continue;
-      chunk.working = std::exchange(next, next + core.layout.WorkingBytes(added[i].elements));
+      if (placement.working == TierKind::kHbm || !chunk.layout.working_copies()) continue;
+      chunk.working = std::exchange(next, next + chunk.layout.WorkingBytes(added[i].elements));
     }
     for (const TierKind tier : {TierKind::kHbm, TierKind::kDram, TierKind::kNvme}) {
       core.residency.state[tier] += state_bytes[tier];
@@ -259,10 +265,13 @@ std::optional<int64_t> ChunkStore::recoverable_from(uint64_t chunk) const {
   return (*found)->dirty ? std::optional((*found)->needed_from) : std::nullopt;
 }
 
-uint64_t ChunkStore::spare_bytes_missing(absl::Span<const uint64_t> elements) const {
-  if (!core_->versions.has_value() || elements.empty()) return 0;
-  const uint64_t largest = *std::max_element(elements.begin(), elements.end());
-  return core_->versions->SpareBytesMissing(chunk_count() + elements.size(), core_->layout.StateBytes(largest));
+uint64_t ChunkStore::spare_bytes_missing(absl::Span<const ChunkToAdd> added) const {
+  if (!core_->versions.has_value() || added.empty()) return 0;
+  uint64_t largest = 0;
+  for (const ChunkToAdd& chunk : added) {
+    largest = std::max(largest, core_->layout.Of(chunk.frozen).StateBytes(chunk.elements));
+  }
+  return core_->versions->SpareBytesMissing(chunk_count() + added.size(), largest);
 }
 
 uint64_t ChunkStore::chunk_count() const {
@@ -308,13 +317,13 @@ absl::Status ChunkStore::Move(uint64_t index, TierKind to) {
   BALLAST_ASSIGN_OR_RETURN(StoredChunk * chunk, core.Find(index));
   const ChunkPlacement from = chunk->placement;
   if (from.state == to) return absl::OkStatus();
-  BALLAST_RETURN_IF_ERROR(core.CheckTier(index, chunk->elements, to));
+  BALLAST_RETURN_IF_ERROR(core.CheckTier(index, chunk->elements, chunk->layout.frozen(), to));
   BALLAST_RETURN_IF_ERROR(core.Move(*chunk, to));
   absl::MutexLock lock(&core.mutex);
   core.placed[index].placement = chunk->placement;
   core.residency.state[from.state] -= chunk->state_bytes();
   core.residency.state[to] += chunk->state_bytes();
-  const uint64_t working_bytes = core.layout.WorkingBytes(chunk->elements);
+  const uint64_t working_bytes = chunk->layout.WorkingBytes(chunk->elements);
   core.residency.working[from.working] -= working_bytes;
   core.residency.working[chunk->placement.working] += working_bytes;
   return absl::OkStatus();

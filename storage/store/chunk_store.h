@@ -28,6 +28,7 @@ struct ChunkToAdd {
   uint64_t id = 0;                      // durable: the chunk's id in the job's layout
   std::optional<DurableChunk> durable;  // state left by an earlier run, in an extent kept by the NVMe tier
   uint64_t aside_bytes = 0;             // durable: NVMe budget to set aside for the chunk's automatic pins
+  Frozen frozen = Frozen::kNo;
 };
 
 struct StoreCore;
@@ -58,6 +59,7 @@ class ChunkStore {
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;
   std::vector<PlacedChunk> placed() const;
+  // The layout of chunks that are not frozen.
   const StateLayout& layout() const;
   bool durable() const;
   // The store is durable and records its versions for a restart.
@@ -76,7 +78,7 @@ class ChunkStore {
   // Errors as Run's: afterwards the store refuses every further run.
   absl::Status Harden();
   // NVMe budget that a plan for these further chunks must count besides their own: room for new versions.
-  uint64_t spare_bytes_missing(absl::Span<const uint64_t> elements) const;
+  uint64_t spare_bytes_missing(absl::Span<const ChunkToAdd> added) const;
   // DRAM that a plan for further chunks must count as staging: 0 once the store has taken its staging memory.
   uint64_t staging_bytes_missing() const;
   // The part of staging_bytes_missing that flushes of durable HBM state need, even where nothing is on NVMe.
@@ -104,7 +106,8 @@ class ChunkStore {
                    const ReadBack& read_back = {}, Interrupt interrupt = Uninterrupted);
 
   // Fill `to` with elements from `begin` on. ReadWorking reads the working copy in its dtype; a store without working
-  // copies rounds the master. ReadState reads a state array as fp32.
+  // copies rounds the master, and values of a frozen chunk come from its tier. ReadState reads a state array as fp32;
+  // kMaster of a frozen chunk are its values.
   // INVALID_ARGUMENT outside the chunk, and for a moment that the optimizer lacks; DATA_LOSS (CHECKSUM) if the tier
   // returned something else than was written.
   absl::Status ReadWorking(uint64_t chunk, uint64_t begin, absl::Span<std::byte> to) const;

@@ -47,9 +47,9 @@ struct StoreCore {
   // Takes the staging memory to move states of this size; 0: no state needs moving.
   absl::Status TakeStaging(uint64_t state_bytes, DramTier::Limit limit);
   // Can tier `state` hold the chunk's state?
-  absl::Status CheckTier(uint64_t chunk, uint64_t elements, TierKind state) const;
+  absl::Status CheckTier(uint64_t chunk, uint64_t elements, Frozen frozen, TierKind state) const;
   // Memory for a new chunk on a server with a GPU, where chunks share no memory.
-  absl::StatusOr<ChunkMemory> OwnMemory(uint64_t elements, const ChunkPlacement& placement);
+  absl::StatusOr<ChunkMemory> OwnMemory(const ChunkToAdd& added, const ChunkPlacement& placement);
   absl::Status Move(StoredChunk& chunk, TierKind to);
   // An extent to move the chunk's state to; empty if the chunk's own extent holds the state already.
   absl::StatusOr<NvmeExtent> ExtentToMoveTo(const StoredChunk& chunk);
@@ -85,7 +85,7 @@ struct StoreCore {
 
   Tiers* const tiers;
   kernels::ThreadPool* const compute;
-  const StateLayout layout;
+  const StateLayout layout;  // of chunks that are not frozen
   ChunkReader reader;
   // Destroyed in reverse: chunks (which return extents) before the memory they point into.
   std::deque<DramBlock> dram;  // addresses stay

@@ -73,9 +73,9 @@ absl::Status StoreCore::CheckRestored(const StoredChunk& chunk, const DurableChu
   DurableChunk found;
   std::string job;
   uint64_t layout_bits = 0;
-  const absl::Span<const std::byte> label(state + layout.LabelAt(chunk.elements), StateLayout::kLabelBytes);
+  const absl::Span<const std::byte> label(state + chunk.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes);
   const bool labelled = DecodeLabel(label, &found, &job, &layout_bits) && job == versions->job() &&
-                        layout_bits == LayoutBits(layout) && found.Encode() == durable.Encode();
+                        layout_bits == LayoutBits(chunk.layout) && found.Encode() == durable.Encode();
   if (!labelled) {
     return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
                         absl::StrCat("the state of chunk ", chunk.id, " at version ", durable.version,
@@ -84,7 +84,7 @@ absl::Status StoreCore::CheckRestored(const StoredChunk& chunk, const DurableChu
                                      "verify`"));
   }
   if (Seeded(StorageBug::kRestoreDigestUnchecked)) return absl::OkStatus();
-  const ArrayDigests digests = DigestState({&layout, const_cast<std::byte*>(state), chunk.elements}, with);
+  const ArrayDigests digests = DigestState(chunk.View(const_cast<std::byte*>(state)), with);
   return CompareDigests(file, chunk, durable.offset, durable.digests, digests);
 }
 

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/storage/store/store_core.h"
+#include "ballast/storage/update/coded_values.h"
 
 namespace ballast::storage {
 namespace {
@@ -27,6 +28,36 @@ auto RoundInto(kernels::Dtype dtype, std::byte* to) {
 
 using RawRead = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, ChunkReader::Sink sink)>;
 
+auto CopyInto(std::byte* to) {
+  return [to](uint64_t at, absl::Span<const std::byte> bytes) { std::memcpy(to + at, bytes.data(), bytes.size()); };
+}
+
+// Elements of a frozen chunk, in the working dtype or as fp32. Values in 8 bits are read whole, into memory of their
+// own.
+absl::Status ReadFrozenAs(const StoredChunk& chunk, uint64_t begin, uint64_t count, kernels::Dtype dtype, std::byte* to,
+                          RawRead read) {
+  const StateLayout& layout = chunk.layout;
+  const uint64_t width = layout.working_element_bytes();
+  if (layout.frozen() == Frozen::kWorking) {
+    if (dtype == layout.optimizer().working) return read(begin * width, count * width, CopyInto(to));
+    return read(begin * width, count * width, [&](uint64_t at, absl::Span<const std::byte> bytes) {
+      auto* const floats = reinterpret_cast<float*>(to) + at / width;
+      kernels::ToF32(layout.optimizer().working, bytes.data(), {floats, bytes.size() / width});
+    });
+  }
+  std::vector<std::byte> array(layout.UsedBytes(StateArray::kMaster, chunk.elements));
+  BALLAST_RETURN_IF_ERROR(read(0, array.size(), CopyInto(array.data())));
+  ReadFrozen(chunk.View(array.data()), begin, count, dtype, to);
+  return absl::OkStatus();
+}
+
+// Elements of a chunk that has no working copy, in the working dtype.
+absl::Status ReadAsWorking(const StoredChunk& chunk, uint64_t begin, uint64_t count, std::byte* to, RawRead read) {
+  const kernels::Dtype dtype = chunk.layout.optimizer().working;
+  if (chunk.layout.frozen() != Frozen::kNo) return ReadFrozenAs(chunk, begin, count, dtype, to, read);
+  return read(begin * sizeof(float), count * sizeof(float), RoundInto(dtype, to));
+}
+
 // Elements of an array as fp32, from its bytes. A coded moment is read whole, into memory of its own.
 absl::Status ReadAsF32(const StoredChunk& chunk, StateArray array, uint64_t begin, absl::Span<float> to, RawRead read) {
   const StateLayout& layout = chunk.layout;
@@ -35,21 +66,18 @@ absl::Status ReadAsF32(const StoredChunk& chunk, StateArray array, uint64_t begi
                                                 " moment(s), asked for moment ", static_cast<int>(array)));
   }
   if (to.empty()) return absl::OkStatus();
-  const auto into = [](std::byte* target) {
-    return [target](uint64_t at, absl::Span<const std::byte> bytes) {
-      std::memcpy(target + at, bytes.data(), bytes.size());
-    };
-  };
+  auto* const bytes = reinterpret_cast<std::byte*>(to.data());
+  if (layout.frozen() != Frozen::kNo) {
+    return ReadFrozenAs(chunk, begin, to.size(), kernels::Dtype::kF32, bytes, read);
+  }
   const kernels::MomentFormat format = layout.optimizer().moments;
   if (array == StateArray::kMaster || format == kernels::MomentFormat::kF32) {
-    const auto sink = into(reinterpret_cast<std::byte*>(to.data()));
-    return read(begin * sizeof(float), to.size() * sizeof(float), sink);
+    return read(begin * sizeof(float), to.size() * sizeof(float), CopyInto(bytes));
   }
   std::vector<std::byte> coded(layout.UsedBytes(array, chunk.elements));
-  const auto sink = into(coded.data());
-  BALLAST_RETURN_IF_ERROR(read(0, coded.size(), sink));
+  BALLAST_RETURN_IF_ERROR(read(0, coded.size(), CopyInto(coded.data())));
   const uint64_t first = begin / kernels::kMomentBlock * kernels::kMomentBlock;
-  const auto* scales = reinterpret_cast<float*>(coded.data() + layout.ScalesAt(chunk.elements));
+  const auto* scales = reinterpret_cast<float*>(coded.data() + layout.ScalesAt(array, chunk.elements));
   const kernels::MomentSpan moment{.values = coded.data() + kernels::MomentBytes(format, first),
                                    .scales = const_cast<float*>(scales) + first / kernels::kMomentBlock};
   std::vector<float> values(begin + to.size() - first);
@@ -65,10 +93,11 @@ absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<
   const uint64_t width = core_->layout.working_element_bytes();
   BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
-  if (!core_->layout.working_copies()) {
-    absl::ReaderMutexLock reading(&chunk->reading);
-    return core_->reader.Read(*chunk, StateArray::kMaster, begin * sizeof(float), count * sizeof(float),
-                              RoundInto(core_->layout.optimizer().working, to.data()));
+  if (!chunk->layout.working_copies()) {
+    return ReadAsWorking(*chunk, begin, count, to.data(), [&](uint64_t at, uint64_t bytes, ChunkReader::Sink sink) {
+      absl::ReaderMutexLock reading(&chunk->reading);
+      return core_->reader.Read(*chunk, StateArray::kMaster, at, bytes, sink);
+    });
   }
   absl::ReaderMutexLock lock(&chunk->mutex);
   core_->tiers->CountTraffic(chunk->placement.working, to.size(), 0);
@@ -169,8 +198,9 @@ absl::Status ChunkStore::ReadPinnedWorking(int64_t pin, uint64_t index, uint64_t
   const uint64_t width = core_->layout.working_element_bytes();
   BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
-  return core_->ReadPinned(pin, *chunk, StateArray::kMaster, begin * sizeof(float), count * sizeof(float),
-                           RoundInto(core_->layout.optimizer().working, to.data()));
+  return ReadAsWorking(*chunk, begin, count, to.data(), [&](uint64_t at, uint64_t bytes, ChunkReader::Sink sink) {
+    return core_->ReadPinned(pin, *chunk, StateArray::kMaster, at, bytes, sink);
+  });
 }
 
 }  // namespace ballast::storage

@@ -9,8 +9,8 @@
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/log/log_reader.h"
+#include "ballast/storage/update/coded_values.h"
 #include "ballast/storage/update/log_reads.h"
-#include "ballast/storage/update/moment_values.h"
 #include "ballast/storage/update/state_update.h"
 
 namespace ballast::storage {
@@ -45,7 +45,37 @@ absl::Status CheckWorking(const StoredChunk& chunk, const ChunkUpdate& update) {
                                               "names the trainer's"));
 }
 
-// Values of a moment cover whole segments. Logged values may come in any order.
+// Values that are coded in blocks cover whole segments. Logged values may come in any order.
+absl::Status CheckBlocks(const StoredChunk& chunk, const ChunkUpdate& update, const char* what) {
+  std::vector<std::pair<uint64_t, uint64_t>> parts;
+  for (const ChunkUpdate::Values& values : update.values) {
+    parts.emplace_back(values.begin, values.begin + values.count(chunk.layout.working_element_bytes()));
+  }
+  for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
+    for (const ChunkUpdate::LoggedValues::Part& part : values.parts) parts.emplace_back(part.begin, part.end);
+  }
+  std::sort(parts.begin(), parts.end());
+  uint64_t end = 0;
+  for (const auto& [from, to] : parts) {
+    if (from < end || (from > end && from % kernels::kMomentBlock != 0)) {
+      return Bad(model::kBadRange,
+                 absl::StrCat(what, " from element ", from, " of chunk ", chunk.index, " on: expected a multiple of ",
+                              kernels::kMomentBlock, ", or the end of others, ", end));
+    }
+    end = to;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckFrozen(const StoredChunk& chunk, const ChunkUpdate& update) {
+  const Frozen frozen = chunk.layout.frozen();
+  if (frozen == Frozen::kNo) return absl::OkStatus();
+  if (!update.segments.empty() || update.values_of != StateArray::kMaster) {
+    return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk.index, " is frozen: values are all that it takes"));
+  }
+  return frozen == Frozen::kQ8 ? CheckBlocks(chunk, update, "values in 8 bits") : absl::OkStatus();
+}
+
 absl::Status CheckMomentValues(const StoredChunk& chunk, const ChunkUpdate& update) {
   if (update.values_of == StateArray::kMaster) return absl::OkStatus();
   if (static_cast<int>(update.values_of) >= chunk.layout.array_count()) {
@@ -57,27 +87,12 @@ absl::Status CheckMomentValues(const StoredChunk& chunk, const ChunkUpdate& upda
     return Bad(model::kBadRequest,
                absl::StrCat("chunk ", chunk.index, " is given moments and gradients in one update"));
   }
-  std::vector<std::pair<uint64_t, uint64_t>> parts;
   for (const ChunkUpdate::Values& values : update.values) {
     if (!values.narrow.empty() || values.working != nullptr) {
       return Bad(model::kBadRequest, absl::StrCat("moments of chunk ", chunk.index, " are fp32, and no parameters"));
     }
-    parts.emplace_back(values.begin, values.begin + values.values.size());
   }
-  for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
-    for (const ChunkUpdate::LoggedValues::Part& part : values.parts) parts.emplace_back(part.begin, part.end);
-  }
-  std::sort(parts.begin(), parts.end());
-  uint64_t end = 0;
-  for (const auto& [from, to] : parts) {
-    if (from < end || (from > end && from % kernels::kMomentBlock != 0)) {
-      return Bad(model::kBadRange,
-                 absl::StrCat("moments from element ", from, " of chunk ", chunk.index, " on: expected a multiple of ",
-                              kernels::kMomentBlock, ", or the end of others, ", end));
-    }
-    end = to;
-  }
-  return absl::OkStatus();
+  return CheckBlocks(chunk, update, "moments");
 }
 
 // Segments start at whole blocks of moments, so that a block's scales and random bits belong to a single segment.
@@ -103,6 +118,7 @@ absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
                                                 " are not in the slice of ", count, " from ", values.begin, " on"));
     }
   }
+  BALLAST_RETURN_IF_ERROR(CheckFrozen(chunk, update));
   BALLAST_RETURN_IF_ERROR(CheckMomentValues(chunk, update));
   BALLAST_RETURN_IF_ERROR(CheckWorking(chunk, update));
   return CheckGradient(chunk, update);
@@ -334,8 +350,8 @@ void StoreRun::TakeVersion(StoredChunk& chunk, const DurableChunk& entry, NvmeEx
 void StoreRun::StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh) {
   DurableChunk entry = EntryOf(chunk, version, fresh.bytes() > 0 ? fresh.offset() : chunk.extent.offset());
   entry.digests = chunk.digests;
-  EncodeLabel(entry, core_.layout, core_.versions->job(),
-              {state + core_.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes});
+  EncodeLabel(entry, chunk.layout, core_.versions->job(),
+              {state + chunk.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes});
   Pass("extent/labelled");
   TakeVersion(chunk, entry, std::move(fresh));
 }
@@ -352,8 +368,8 @@ absl::Status StoreRun::SpillVersion(StoredChunk& chunk, int64_t version, NvmeExt
   if (spilled.ok()) {
     entry.digests = *spilled;
     alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
-    EncodeLabel(entry, core_.layout, core_.versions->job(), absl::MakeSpan(label));
-    written = core_.tiers->nvme()->file().Write(offset + core_.layout.LabelAt(chunk.elements), label);
+    EncodeLabel(entry, chunk.layout, core_.versions->job(), absl::MakeSpan(label));
+    written = core_.tiers->nvme()->file().Write(offset + chunk.layout.LabelAt(chunk.elements), label);
   }
   if (!written.ok()) {
     // The chunk stays at the extent with its last version: a restart looks for the version there, Discard frees it.
@@ -417,7 +433,7 @@ void StoreRun::CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) 
   for (const ChunkUpdate::SegmentUpdate& segment : update.segments) elements += segment.end - segment.begin;
   // NVMe state passes through DRAM; its way to the disk is counted by the pipeline.
   const TierKind memory = chunk.placement.state == TierKind::kHbm ? TierKind::kHbm : TierKind::kDram;
-  const uint64_t state_bytes = elements * core_.layout.StateBytes(chunk.elements) / chunk.elements;
+  const uint64_t state_bytes = elements * chunk.state_bytes() / chunk.elements;
   core_.tiers->CountTraffic(memory, state_bytes, state_bytes);
   core_.tiers->CountTraffic(chunk.placement.working, 0, elements * core_.layout.working_element_bytes());
 }

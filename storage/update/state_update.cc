@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "ballast/kernels/kernels.h"
-#include "ballast/storage/update/moment_values.h"
+#include "ballast/storage/update/coded_values.h"
 
 namespace ballast::storage {
 namespace {
@@ -32,25 +32,21 @@ absl::Span<const std::byte> Bytes(const std::byte* array, uint64_t begin, uint64
 class ArrayParts {
  public:
   ArrayParts(const StateView& state, int index)
-      : data_(state.array(static_cast<StateArray>(index))),
-        master_(index == 0),
-        format_(state.layout->optimizer().moments),
-        scales_at_(master_ ? 0 : state.layout->ScalesAt(state.elements)) {}
+      : layout_(*state.layout),
+        array_(static_cast<StateArray>(index)),
+        data_(state.array(array_)),
+        scales_at_(layout_.ScalesAt(array_, state.elements)) {}
 
   const std::byte* data() const { return data_; }
-  uint64_t ValuesEnd(uint64_t elements) const {
-    return master_ ? elements * sizeof(float) : kernels::MomentBytes(format_, elements);
-  }
-  uint64_t ScalesEnd(uint64_t elements) const {
-    return master_ ? ValuesEnd(elements) : scales_at_ + kernels::MomentScaleBytes(format_, elements);
-  }
-  bool has_scales() const { return !master_ && kernels::MomentScaleBytes(format_, 1) > 0; }
+  uint64_t ValuesEnd(uint64_t elements) const { return layout_.ValueBytes(array_, elements); }
+  uint64_t ScalesEnd(uint64_t elements) const { return scales_at_ + layout_.ScaleBytes(array_, elements); }
+  bool has_scales() const { return layout_.ScaleBytes(array_, 1) > 0; }
   uint64_t scales_at() const { return scales_at_; }
 
  private:
+  const StateLayout& layout_;
+  const StateArray array_;
   const std::byte* data_;
-  bool master_;
-  kernels::MomentFormat format_;
   uint64_t scales_at_;
 };
 
@@ -200,6 +196,11 @@ void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* w
       digests->new_state = digests->old_state;
       return;
     }
+  }
+  if (state.layout->frozen() != Frozen::kNo) {
+    WriteFrozen(update, state);
+    if (digests->of_new) digests->new_state = DigestState(state, compute);
+    return;
   }
   if (update.values_of != StateArray::kMaster) WriteMoments(update, state);
   for (const ChunkUpdate::Values& values : update.values) {

@@ -54,6 +54,23 @@ TEST(LayoutTest, ChunksAreCutInsideOneUnitAndNameTheirSegments) {
   EXPECT_EQ(layout->chunks()[2].unit, 1u);
 }
 
+TEST(LayoutTest, TensorsThatAreFrozenAlikeLieTogetherBehindTheTrained) {
+  v1::JobSpec spec = TwoUnits();
+  AddTensor(spec.mutable_registrations(0), "a", "a.base", 66000);
+  AddTensor(spec.mutable_registrations(0), "a", "a.quantized", 10);
+  spec.mutable_registrations(0)->mutable_tensors(3)->set_frozen(v1::FROZEN_WORKING);
+  spec.mutable_registrations(0)->mutable_tensors(4)->set_frozen(v1::FROZEN_Q8);
+  const auto layout = Layout::Make(spec);
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  EXPECT_EQ(layout->tensors()[3].range, (Range{131072, 197072}));
+  EXPECT_EQ(layout->tensors()[4].range, (Range{262144, 262154}));
+  std::vector<v1::Frozen> frozen;
+  for (const uint64_t chunk : layout->units()[0].chunks) frozen.push_back(layout->chunks()[chunk].frozen);
+  EXPECT_THAT(frozen, ::testing::ElementsAre(v1::FROZEN_UNSPECIFIED, v1::FROZEN_UNSPECIFIED, v1::FROZEN_WORKING,
+                                             v1::FROZEN_WORKING, v1::FROZEN_Q8));
+  EXPECT_EQ(layout->chunks()[3].range, (Range{196608, 197120}));
+}
+
 TEST(LayoutTest, LaterTensorsAreAppendedAndMoveNothing) {
   v1::JobSpec spec = TwoUnits();
   const auto before = Layout::Make(spec);

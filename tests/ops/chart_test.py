@@ -151,7 +151,7 @@ def test_every_configured_key_is_known_to_ballastd():
     environment = {entry['name']: entry.get('value', 'ballast-0') for entry in container['env']}
     command = [ops.BIN / 'ballastd', *container['args'][:-1], 'data']
     server = ops.start(*command, log='log', env=environment)
-    ops.wait_for(lambda: 'ballastd ready' in open('log').read(), 'ballastd ready')
+    ops.wait_for(lambda: 'ballastd ready' in open('log').read(), 'ballastd ready', 20)
     server.terminate()
     ops.ended(server, 'log')
     refused = ops.run(*command, fails=True, env={**environment, 'BALLAST_PORT': 'tcp://10.0.0.1:7070'})
@@ -178,10 +178,10 @@ def test_monitoring():
     chart = shutil.copytree(CHART, 'chart', ignore=shutil.ignore_patterns('files'))
     values = merged(BASE, MATRIX[2][1])
     assert not of_kind(render(values, chart), 'PrometheusRule')
-    files = {'grafana/one_two.json': '{"title": "{{ $labels.tier }} \\"quoted\\"", "panels": []}', 'prometheus/ballast.rules.yml': yaml.safe_dump(
-        {'groups': [{'name': 'ballast', 'rules': [{'alert': 'BallastServerDown', 'expr': 'up{job="ballast"} == 0', 'for': '1m',
-                                                 'labels': {'severity': 'critical'},
-                                                 'annotations': {'summary': '{{ $labels.instance }} is down'}}]}]})}
+    alert = {'alert': 'BallastServerDown', 'expr': 'up{job="ballast"} == 0', 'for': '1m', 'labels': {'severity': 'critical'},
+             'annotations': {'summary': '{{ $labels.instance }} is down'}}
+    files = {'grafana/one_two.json': '{"title": "{{ $labels.tier }} \\"quoted\\"", "panels": []}',
+             'prometheus/ballast.rules.yml': yaml.safe_dump({'groups': [{'name': 'ballast', 'rules': [alert]}]})}
     for name, text in files.items():
         (ops.pathlib.Path(chart) / 'files' / name).parent.mkdir(parents=True)
         (ops.pathlib.Path(chart) / 'files' / name).write_text(text)
@@ -199,7 +199,8 @@ def test_monitoring():
         def kept(sent, model=model):
             return json.loads(model.model_validate(sent).model_dump_json(by_alias=True, exclude_none=True))
         assert not list(lost(document, kept(document))), list(lost(document, kept(document)))
-        assert list(lost(wrong := dict(document, spec=dict(document['spec'], podMetricEndpoints=1)), kept(wrong))), 'a misspelt field passed'
+        wrong = dict(document, spec=dict(document['spec'], podMetricEndpoints=1))
+        assert list(lost(wrong, kept(wrong))), 'a misspelt field passed'
 
 
 def test_fewer_servers_are_refused():
@@ -216,8 +217,8 @@ def test_fewer_servers_are_refused():
                '/apis': {'kind': 'APIGroupList', 'apiVersion': 'v1', 'groups': groups},
                '/apis/apps/v1/namespaces/train/statefulsets/ballast': running}
     for version, names in kinds.items():
-        resources = [{'name': name.lower().replace('policy', 'policie') + 's', 'singularName': name.lower(), 'namespaced': True, 'kind': name,
-                      'verbs': ['get']} for name in names]
+        resources = [{'name': name.lower().replace('policy', 'policie') + 's', 'singularName': name.lower(), 'namespaced': True,
+                      'kind': name, 'verbs': ['get']} for name in names]
         answers[f'/api{"s" * ("/" in version)}/{version}'] = {'kind': 'APIResourceList', 'groupVersion': version, 'resources': resources}
     asked = []
 

@@ -10,7 +10,7 @@ import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / 'deploy'
-BIN = ROOT / 'build' / 'release' / 'bin'
+BIN = ROOT / 'build' / 'ops-release' / 'bin'
 CACHE = ROOT / 'build' / 'ops'  # made by tests/ops/prepare.sh
 HELM = CACHE / 'tools' / 'helm'
 
@@ -87,9 +87,9 @@ def reference(dump):
     run(BIN / 'train_bytes_lm', *MODEL, '--reference', '--dump-master', dump)
 
 
-def committed(servers):
-    """The newest step that all servers decided; -1 for none. Raises where a server does not answer."""
-    text = run(BIN / 'ballastctl', 'status', '--json', '--servers', servers)
+def committed(servers, *into):
+    """The newest step that all servers decided; -1 for none. Raises where a server does not answer. `into`: words before the command."""
+    text = run(*into, BIN / 'ballastctl', 'status', '--json', '--servers', servers)
     return int(text.split('"committed_min":')[1].split(',')[0].split('}')[0])
 
 

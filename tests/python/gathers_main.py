@@ -99,6 +99,26 @@ def late():
 
 
 @script
+def no_values():
+    """What ranks are told where a module of the last rank cannot make its values; and the loss of the step once it can."""
+    with torch.device('meta'):
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    reset = model[1].reset_parameters
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model[1].reset_parameters = lambda: 1 / 0
+    bt.shard(model, units=[model[0], model[1]])
+    optimizer = ours(model)
+    said = told(optimizer.resume)
+    model[1].reset_parameters = reset
+    loss = model(torch.ones(2, 5)).square().sum()
+    loss.backward()
+    optimizer.step()
+    dist.barrier()
+    optimizer.close()
+    return said, loss.item()
+
+
+@script
 def gone_on_some():
     """Losses of steps, amid which all ranks but the last make a pass that is let go: of plain FSDP2 and of ours; and what steps are told.
 

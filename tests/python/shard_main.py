@@ -484,7 +484,7 @@ def refused():
     part = made()
     fully_shard(part.blocks[0])
     said['outside'] = told(lambda: bt.shard(part))
-    version, torch.__version__ = torch.__version__, '2.7.1'
+    version, torch.__version__ = torch.__version__, '2.6.0'
     said['version'] = told(lambda: bt.shard(made()))
     torch.__version__ = version
     kept = FSDPModule.__dict__.get('set_custom_all_gather')

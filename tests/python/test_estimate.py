@@ -37,6 +37,17 @@ def test_a_model_without_memory_and_with_frozen_parts():
     assert dict(told.tiers)['dram'] >= 16 * 512 * 513
 
 
+@pytest.mark.parametrize('frozen, size', [(None, 0), ('working', 2), ('q8', 1.02), ('state', 12 + 2 + 4)])
+def test_a_frozen_base(frozen, size):
+    """As shard() keeps it; without shard() the servers have none of it."""
+    model = torch.nn.Sequential(torch.nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16, device='meta').requires_grad_(False),
+                                torch.nn.Linear(2048, 1, bias=False, dtype=torch.bfloat16, device='meta'))
+    told = ballast.estimate(model, dram='256MiB', servers=1, durability='none', frozen=frozen)
+    assert 0 <= dict(told.tiers)['dram'] - size * 2048 ** 2 < 0.01 * 2048 ** 2 + 20 * 2048 + (4096 * 20)
+    with pytest.raises(ballast.Error, match="frozen='q4'"):
+        ballast.estimate(model, dram='256MiB', frozen='q4')
+
+
 def test_what_is_short(model):
     told = ballast.estimate(model, dram='1MiB')
     assert not told.fits and 'nvme budget' in told.text

@@ -13,7 +13,7 @@ def test_units_in_another_order(tmp_path):
 
 @pytest.fixture(scope='module')
 def pair(tmp_path_factory):
-    return run(['two_models', 'late', 'gone_on_some', 'inference_first'], tmp_path_factory.mktemp('pair'),
+    return run(['two_models', 'late', 'gone_on_some', 'inference_first', 'no_values'], tmp_path_factory.mktemp('pair'),
                script='gathers_main.py')
 
 
@@ -39,6 +39,13 @@ def test_gradients_that_went_on_some_ranks_only(pair):
         assert came == pytest.approx(expected, rel=1e-4)
         refused = [each for each in said if each != 'nothing']
         assert len(refused) == 1 and 'gradients of rank 1 went to the servers in a pass that other ranks have let go' in refused[0]
+
+
+def test_values_that_one_rank_cannot_make(pair):
+    (first, loss), (second, same) = pair['no_values']
+    assert 'rank 1: no values came of tensor' in first and 'division by zero' in first, first
+    assert second == 'division by zero'
+    assert loss == same
 
 
 def test_inference_before_training(pair):

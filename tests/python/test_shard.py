@@ -203,7 +203,7 @@ SAYS = {
     'wrapped': 'shard(reshard_after_forward=): the model is wrapped by fully_shard',
     'units': 'shard(units=): Linear is not a module within the model',
     'outside': "parameter 'embed.weight' is in no module that fully_shard has wrapped",
-    'version': 'shard() needs torch 2.8 or later, and this is 2.7.1',
+    'version': 'shard() needs torch 2.7 or later, and this is 2.6.0',
     'collectives': 'shard(gather=, reduce=, second=) replaces collectives of FSDP2, which needs torch 2.9 or later',
     'no values': "parameter 'lone' was made on the meta device, and no reset_parameters() of",
     'buffer': "buffer 'running_mean' is on the meta device",

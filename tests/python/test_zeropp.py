@@ -98,6 +98,8 @@ REFUSED = {
     'second': 'expected a DeviceMesh of one dimension that has this rank',
     'apart': 'shard(second=): ranks [0, 1, 2, 3] are not all among ranks',
     'mixed': "has parameters of several dtypes, which FSDP2 gathers as bytes",
+    'gather beside TP': 'beside tensor or expert parallelism 8 bits would round replicas differently: leave them out',
+    'reduce beside TP': 'beside tensor or expert parallelism 8 bits would round replicas differently: leave them out',
 }
 
 

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# A virtual environment with what the Python package is built and tested with; does nothing where it is there.
-# Usage: tests/python/venv.sh DIR
+# A virtual environment with what the Python package is built and tested with, or with the packages of another file; does nothing
+# where it is there.
+# Usage: tests/python/venv.sh DIR [REQUIREMENTS]
 # Ends with 1, and a word, where it cannot be made (no pip, no package index).
 set -euo pipefail
-cd "$(dirname "$0")"
-
 dir="$1"
-wanted=requirements.txt
+wanted="${2:-$(dirname "$0")/requirements.txt}"
 if [[ -f "$dir/complete" ]] && cmp -s "$wanted" "$dir/complete"; then
   exit 0
 fi

@@ -13,7 +13,7 @@ mkdir -p "$folder"
 CXX="$compiler" "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$folder" \
   -C cmake.build-type=RelWithDebInfo -C "cmake.define.CMAKE_CXX_FLAGS_RELWITHDEBINFO=-O2 -g1 -DNDEBUG" \
   -C cmake.define.BALLAST_WERROR=ON -C cmake.define.BALLAST_CUDA_ARCHITECTURES=80-real -C "build-dir=$root/build/wheel-test" "$root/client/python"
-wheel=("$folder"/ballast-*.whl)
+wheel=("$folder"/ballast_state-*.whl)
 echo "wheel: $(basename "${wheel[0]}"), $(stat -c %s "${wheel[0]}") bytes"
 
 "$python" -m venv "$folder/venv"

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from shard_main import batches, both, loss_of, made, main, ours, plain, script, told
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ballast.torch as bt
 
@@ -167,6 +168,12 @@ def refused():
     optimizer = ours(mixed, name='mixed')
     said['mixed'] = told(lambda: mixed(next(batches(1))))
     optimizer.close()
+    for name, compressed in (('gather beside TP', {'gather': 'q8'}), ('reduce beside TP', {'reduce': 'q8'})):
+        mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('fsdp', 'tp'))
+        model = made()
+        for block in model.blocks:
+            parallelize_module(block, mesh['tp'], {'up': ColwiseParallel(), 'down': RowwiseParallel()})
+        said[name] = told(lambda model=model, mesh=mesh, compressed=compressed: bt.shard(model, mesh=mesh['fsdp'], **compressed))
     return said
 
 

@@ -42,6 +42,7 @@ void Append(const std::vector<TestTensor>& tensors, int64_t version, v1::JobSpec
     tensor->set_unit(t.unit);
     tensor->add_shape(t.elements);
     tensor->set_group(t.group);
+    tensor->set_frozen(t.frozen);
   }
 }
 

@@ -16,12 +16,13 @@
 
 namespace ballast::services {
 
-// Tensor name, unit, elements, group.
+// Tensor name, unit, elements, group, what servers keep of it.
 struct TestTensor {
   std::string name;
   std::string unit;
   uint64_t elements;
   uint32_t group;
+  v1::Frozen frozen = v1::FROZEN_UNSPECIFIED;
 };
 
 // Two units, two groups, several chunks of 2^16 elements, padding inside and at ends.

@@ -44,8 +44,8 @@ LINES = {
         ['machine'],
     ],
     'services': [
-        ['counters', 'step', 'view'],
-        ['foundation'],
+        ['counters', 'page', 'step', 'view'],
+        ['foundation', 'top'],
         ['records'],
         ['slices'],
         ['job'],
@@ -75,6 +75,8 @@ NARROWER = {
     'services/verify': ['services/step', 'services/records'],
     'services/step': [],
     'services/view': [],
+    'services/page': [],
+    'services/top': ['services/view'],
     'client/session.h': ['client/collective', 'client/transport.h', 'client/session_types.h'],
     'client/tensors.h': ['client/session.h', 'client/session_types.h'],
 }

@@ -173,7 +173,8 @@ void BindOptions(nb::module_& m) {
       .def_rw("shape", &Tensor::shape)
       .def_rw("group", &Tensor::group)
       .def_rw("placement", &Tensor::placement)
-      .def_rw("parts", &Tensor::parts);
+      .def_rw("parts", &Tensor::parts)
+      .def_rw("frozen", &Tensor::frozen);
   nb::class_<Report>(m, "Report")
       .def_ro("version", &Report::version)
       .def_ro("skipped", &Report::skipped)
@@ -198,6 +199,7 @@ void Tell(const nb::object& ready, absl::Span<const size_t> tensors) {
 // Calls `source` for the values of a tensor, and keeps them in `given`. Throws std::runtime_error if `source` raises.
 client::TensorMemory Given(const nb::object& source, size_t tensor, std::optional<Array>* given) {
   const nb::gil_scoped_acquire lock;
+  std::string why = "no tensor came";
   try {
     *given = nb::cast<Array>(source(tensor));
     client::TensorMemory memory;
@@ -205,11 +207,10 @@ client::TensorMemory Given(const nb::object& source, size_t tensor, std::optiona
     memory.parameter_dtype = DtypeOf((*given)->dtype());
     return memory;
   } catch (nb::python_error& error) {
-    error.restore();
-    PyErr_Clear();
-  } catch (const nb::cast_error&) {  // no tensor came
+    why = nb::str(error.value()).c_str();
+  } catch (const nb::cast_error&) {
   }
-  throw std::runtime_error(absl::StrCat("no values came of tensor ", tensor));
+  throw std::runtime_error(absl::StrCat("no values came of tensor ", tensor, ": ", why));
 }
 
 // Keeps the arrays' tensors. It may end on any thread.
@@ -365,6 +366,7 @@ void BindSession(nb::module_& m) {
           },
           "tensor"_a, "content"_a, "to"_a)
       .def("tensor_steps", Watched(&PythonSession::TensorSteps), "tensor"_a, Release())
+      .def("frozen_as", Watched(&PythonSession::FrozenAs), "tensor"_a, Release())
       .def("register", Watched(&PythonSession::Register), "tensors"_a, Release())
       .def(
           "exchange",

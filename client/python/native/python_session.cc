@@ -114,6 +114,17 @@ v1::MeshCuts MeshCutsOf(const Placement& placement) {
   return part;
 }
 
+constexpr std::pair<v1::Frozen, const char*> kFrozen[] = {
+    {v1::FROZEN_UNSPECIFIED, ""}, {v1::FROZEN_WORKING, "working"}, {v1::FROZEN_Q8, "q8"}};
+
+v1::Frozen FrozenNamed(const std::string& name) {
+  for (const auto& [frozen, its] : kFrozen) {
+    if (name == its) return frozen;
+  }
+  throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                                 absl::StrCat("frozen is '", name, "'; expected '', 'working' or 'q8'")));
+}
+
 std::vector<client::TensorSpec> SpecsOf(const std::vector<Tensor>& tensors) {
   std::vector<client::TensorSpec> specs;
   for (const Tensor& tensor : tensors) {
@@ -124,6 +135,7 @@ std::vector<client::TensorSpec> SpecsOf(const std::vector<Tensor>& tensors) {
     spec.group = tensor.group;
     if (tensor.placement.has_value()) spec.placement = MeshCutsOf(*tensor.placement);
     spec.parts = {tensor.parts.first, tensor.parts.second};
+    spec.frozen = FrozenNamed(tensor.frozen);
   }
   return specs;
 }
@@ -208,6 +220,7 @@ EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions
     to->set_unit(tensor.unit);
     for (const uint64_t extent : tensor.shape) to->add_shape(extent);
     to->set_group(tensor.group);
+    to->set_frozen(FrozenNamed(tensor.frozen));
   }
   const services::Estimate estimate = Take(services::EstimateJob(request));
   EstimateReport report{.fits = estimate.fits.ok(),
@@ -521,6 +534,12 @@ void PythonSession::ReadPart(const std::string& tensor, const std::string& conte
   const client::Content what = ContentNamed(content);
   const Using session = Use();
   Check(tensors_->Read(Find(tensor, to.size()), what, to));
+}
+
+std::string PythonSession::FrozenAs(const std::string& tensor) {
+  const v1::Frozen found = Take(Use()->FrozenAs(tensor));
+  return std::find_if(std::begin(kFrozen), std::end(kFrozen), [&](const auto& each) { return each.first == found; })
+      ->second;
 }
 
 uint64_t PythonSession::TensorSteps(const std::string& tensor) {

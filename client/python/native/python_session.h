@@ -119,6 +119,7 @@ struct Tensor {
   uint32_t group;
   std::optional<Placement> placement;         // none: this rank alone has the whole of it
   std::pair<uint32_t, uint32_t> parts{0, 1};  // dimension and number: see client::TensorSpec
+  std::string frozen;                         // "", "working" or "q8": what servers keep
 };
 
 struct Report {
@@ -230,6 +231,8 @@ class PythonSession {
   void Read(const std::string& tensor, const std::string& content, absl::Span<float> to);
   void ReadPart(const std::string& tensor, const std::string& content, absl::Span<float> to);
   uint64_t TensorSteps(const std::string& tensor);
+  // As Tensor::frozen, of the job.
+  std::string FrozenAs(const std::string& tensor);
   void Pin();
   void Unpin(int64_t version);
   std::vector<int64_t> Pins();

@@ -56,6 +56,47 @@ TEST(PlacementTest, FirstChunksStayInDram) {
   EXPECT_THAT(plan->Explain(), HasSubstr(absl::StrCat("nvme holds the state of 2 chunks (", 2 * kState, " bytes)")));
 }
 
+// A frozen chunk takes its values alone, no slices, and memory before trained chunks do; never the GPU's.
+TEST(PlacementTest, FrozenChunksComeFirst) {
+  constexpr uint64_t kWide = 2 * kChunk + StateLayout::kLabelBytes;
+  const StateLayout q8 = StateLayout().Of(Frozen::kQ8);
+  EXPECT_EQ(StateLayout().Of(Frozen::kWorking).StateBytes(kChunk), kWide);
+  EXPECT_EQ(q8.StateBytes(kChunk), kChunk + 4096 + StateLayout::kLabelBytes);
+  EXPECT_EQ(q8.WorkingBytes(kChunk), 0u);
+  EXPECT_EQ(q8.array_count(), 1);
+  PlanRequest request = FourChunks({.hbm = kState, .nvme = uint64_t{1} << 40});
+  request.frozen = {Frozen::kNo, Frozen::kNo, Frozen::kWorking, Frozen::kQ8};
+  request.staging_bytes = kState / 2;
+  request.value_buffer_bytes = 12345;
+  const uint64_t fixed = kState / 2 + 2 * (kWorking + 4 * kChunk) + request.value_buffer_bytes;
+  request.free.dram = fixed + kWide + q8.StateBytes(kChunk);
+  const absl::StatusOr<Plan> plan = MakePlan(request);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(Tiers(*plan), "hbm/dram nvme/dram dram/dram dram/dram");
+  EXPECT_EQ(plan->slice_bytes, 2 * 4 * kChunk + 12345);
+  EXPECT_EQ(plan->working.dram, 2 * kWorking);
+}
+
+TEST(PlacementTest, PassingValuesNeedRoomUnlessTheyAreReadBack) {
+  PlanRequest request = FourChunks({});
+  request.frozen.assign(4, Frozen::kWorking);
+  request.passing_bytes = 4 * 4 * kChunk;
+  request.free.dram = 4 * (2 * kChunk + StateLayout::kLabelBytes) + request.passing_bytes;
+  const absl::StatusOr<Plan> plan = MakePlan(request);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->slice_bytes, 0u);
+  --request.free.dram;
+  EXPECT_THAT(MakePlan(request).status().ToString(), HasSubstr("dram is short of 1 bytes"));
+  EXPECT_EQ(LeastDram(request), 4 * (2 * kChunk + StateLayout::kLabelBytes));
+  request.free = {.dram = (uint64_t{1} << 20) + 8192, .nvme = uint64_t{1} << 30};
+  EXPECT_FALSE(MakePlan(request).ok());
+  request.read_back = {.buffer_bytes_min = 8192, .buffer_bytes_max = 8192};
+  const absl::StatusOr<Plan> read_back = MakePlan(request);
+  ASSERT_TRUE(read_back.ok()) << read_back.status();
+  EXPECT_TRUE(read_back->reads_back);
+  EXPECT_EQ(read_back->slice_bytes, 8192u);
+}
+
 TEST(PlacementTest, StagingBeyondAllNumbersIsNoRoom) {
   PlanRequest request = FourChunks({.dram = 4 * (kWorking + 4 * kChunk) + 2 * kState, .nvme = 4 * kState});
   request.staging_bytes = ~uint64_t{0} - 100;

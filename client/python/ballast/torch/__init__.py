@@ -7,6 +7,8 @@ from ballast.torch.scaler import LossScaler
 from ballast.torch.sharding.gathered import gathered
 from ballast.torch.sharding.shard import shard
 from ballast.torch.tiled import TiledLinear
+from ballast.torch.universal.loading import load_universal
+from ballast.torch.universal.saving import save_universal
 
 __all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Lion', 'LossScaler', 'TiledLinear', 'export_state', 'gathered',
-           'import_state', 'shard', 'stash']
+           'import_state', 'load_universal', 'save_universal', 'shard', 'stash']

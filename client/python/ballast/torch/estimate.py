@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _PROFILE = 'ballast-profile.yaml'
 
 
-def _tensors(params: torch.nn.Module | ParamsT) -> tuple[list[_native.Tensor], int, str]:
+def _tensors(params: torch.nn.Module | ParamsT, frozen: str | None) -> tuple[list[_native.Tensor], int, str]:
     """Tensors of a model or of what an optimizer takes, the number of groups, and the job's dtype."""
     if isinstance(params, torch.nn.Module):
         params = list(params.named_parameters())
@@ -32,21 +32,25 @@ def _tensors(params: torch.nn.Module | ParamsT) -> tuple[list[_native.Tensor], i
             if parameter.dtype not in DTYPES:
                 check_parameter(name, parameter)  # refuses it; a device does not matter here: 'meta' is as good
             dtypes.add(parameter.dtype)  # also of frozen ones: they may want gradients later
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and frozen is None:
                 continue
-            tensors.append(_native.Tensor(name, unit, list(parameter.shape) or [1], g))
+            tensor = _native.Tensor(name, unit, list(parameter.shape) or [1], g)
+            tensor.frozen = '' if parameter.requires_grad or frozen == 'state' else frozen
+            tensors.append(tensor)
     return tensors, len(groups), DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
 
 
 def estimate(params: torch.nn.Module | ParamsT, *, optimizer: str = 'adamw', moments: str = 'f32', ranks: int = 1, servers: int = 0,
              dram: int | str | None = None, nvme: int | str | None = None, directory: str | os.PathLike[str] | None = None,
              threads: int | None = None, durability: str | None = None, pin_interval: int = 0, chunk_elements: int = 1 << 20,
-             profile: str | None = None, amsgrad: bool = False, momentum: bool = False) -> _native.EstimateReport:
+             profile: str | None = None, amsgrad: bool = False, momentum: bool = False,
+             frozen: str | None = None) -> _native.EstimateReport:
     """A model's job: bytes per tier and rank, what binds, and the time of a step. A server that has no job is asked, in a
     temporary directory; nothing is taken.
 
     params: a model, also on the device 'meta', or what an optimizer takes. servers: how many state servers, alike; 0 for the one
     inside the trainer, or of several ranks beside them. momentum: SGD keeps a buffer.
+    frozen: as shard()'s, of parameters that want no gradient; None: the optimizer without shard(), whose servers have none of these.
     dram, nvme, threads: each server's, as an optimizer's arguments. profile: what `ballastctl iotune` wrote; else
     ballast-profile.yaml in the directory, if it is there: without one no time is told.
     Returns an object with fits, text (for people), step_seconds (0: not known), tiers [(name, bytes of the fullest
@@ -55,7 +59,9 @@ def estimate(params: torch.nn.Module | ParamsT, *, optimizer: str = 'adamw', mom
     if servers > 0 and dram is None:
         raise Error("servers=...: expected their budgets, such as dram='64GiB'", 'BAD_CONFIG')
     options = _native.OpenOptions()
-    tensors, options.group_count, dtype = _tensors(params)
+    if frozen not in (None, 'working', 'q8', 'state'):
+        raise Error(f"frozen={frozen!r}: expected None, or shard()'s 'working', 'q8' or 'state'", 'BAD_CONFIG')
+    tensors, options.group_count, dtype = _tensors(params, frozen)
     options.world_size, options.chunk_elements, options.pin_interval = ranks, chunk_elements, pin_interval
     spec = _native.Optimizer()
     spec.kind, spec.moments, spec.gradient, spec.working = optimizer, moments, dtype, dtype

@@ -33,7 +33,7 @@ _SHARD_BYTES = 1 << 30
 _QUIET_SECONDS = 2.0
 
 
-class _Progress:
+class Progress:
     """A line on stderr every few seconds, where it takes longer."""
 
     def __init__(self, what: str, total: int) -> None:
@@ -66,7 +66,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _sync(path: str | os.PathLike[str]) -> None:
+def sync(path: str | os.PathLike[str]) -> None:
+    """Returns when the file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -99,7 +100,7 @@ class _Shards:
         name = f'state-{self._count:05}.safetensors'
         path = os.path.join(self._folder, name)
         self._save(self._held, path)
-        _sync(path)
+        sync(path)
         self.files.update({tensor: name for tensor in self._held})
         self._held, self._bytes = {}, 0
 
@@ -119,7 +120,7 @@ def export_state(optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
     shards, steps = _Shards(folder), {}
     named = [(name_of(job, g, i, parameter), parameter) for g, i, parameter in placed(job)]
     # Masters and two moments, mostly.
-    progress = _Progress('exporting state', sum(12 * parameter.numel() for _, parameter in named))
+    progress = Progress('exporting state', sum(12 * parameter.numel() for _, parameter in named))
     for name, parameter in named:
         entry = job.read_state(parameter, whole=True)
         steps[name] = int(entry.pop('step', 0))
@@ -143,7 +144,7 @@ def export_state(optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, os.path.join(folder, INDEX))
-    _sync(folder)
+    sync(folder)
 
 
 def _read_index(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
@@ -170,7 +171,7 @@ def _read_tensors(folder: str | os.PathLike[str], files: Mapping[str, str], dige
             raise Error(f"the index names '{file}', which is not in the folder itself", 'BAD_CONFIG')
         by_file.setdefault(file, []).append(name)
     total = sum(os.path.getsize(os.path.join(folder, file)) for file in by_file if os.path.exists(os.path.join(folder, file)))
-    progress = _Progress('importing state', total)
+    progress = Progress('importing state', total)
     for file, names in sorted(by_file.items()):
         try:
             with safe_open(os.path.join(folder, file), framework='pt') as shard:

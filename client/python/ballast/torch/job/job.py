@@ -23,7 +23,7 @@ from ballast.torch.job.connection import Connection
 from ballast.torch.job.kept import Kept
 from ballast.torch.job.naming import Names
 from ballast.torch.job.progress import Progress
-from ballast.torch.job.registration import Fit
+from ballast.torch.job.registration import Fit, check_frozen
 from ballast.torch.modes import plainly
 from ballast.torch.state_dict import marker, moments
 from ballast.torch.stepping.host_memory import HostMemory
@@ -179,6 +179,7 @@ class Job:
         if fit.unknown:
             warn(f"job '{self.options.job}' has no state of {len(fit.unknown)} parameters, '{fit.unknown[0]}' among them: they begin anew "
                  'with the next step')
+        self._look_for_frozen()
         warn_of_others(self.members)
         self.take_blob()
         self.unpulled = self.session.version >= 0
@@ -186,6 +187,12 @@ class Job:
         self.found = self.session.version if self.unpulled else None
         if self.sharded is not None:
             self.sharded.values.forget()
+
+    def _look_for_frozen(self) -> None:
+        """As the job has them, which keeps what it was made with."""
+        for member in self.members:
+            member.is_frozen = self.session.frozen_as(member.name) != ''
+        check_frozen(self.members)
 
     def leave(self) -> None:
         """As if the job had not been opened."""
@@ -270,7 +277,7 @@ class Job:
         if self.session is None and self.options.resume == 'never':
             return {}  # as torch's: the job will be new
         session, member = self.open(alone=True), self._member(parameter)
-        if member is None:
+        if member is None or member.is_frozen:
             return {}  # it never wanted a gradient
         start = self.param_groups[member.group].get('initial_accumulator_value', 0)
         return moments.read(session, member, parameter, moments.moment_names(self.algorithm.kind, self.options.optimizer), start, whole)

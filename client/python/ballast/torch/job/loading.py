@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -37,34 +38,51 @@ class Plan(NamedTuple):
     entries: dict[int, Entry] | None = None  # bring these in, by id of the parameter; None: nothing
     begins: bool = False  # the entries are those of a job that has made no step
     unknown: bool = False  # ... if the job, which is not open, is one
+    steps: int | None = None  # of the loop; None: the most that a parameter has made
 
 
 def load(job: Job, state_dict: Mapping[str, Any]) -> None:
     """All ranks, with the same state. A state that does not fit is refused, on all of them, before anything is changed."""
-    before = [dict(group) for group in job.param_groups]
     resume, was_open = job.options.resume, job.session is not None
     try:
-        plan = _agreed(job, 'load_state_dict()', lambda: _plan(job, state_dict))
-        try:
-            if plan.version >= 0 and not was_open:
-                job.options.resume = 'must'  # who loads a state wants the job that has it
-            if plan.version >= 0:
-                checkpoint.rollback(job, plan.version)
-            elif plan.unknown:
-                _check_begins(job)
-        except BaseException:
-            if not was_open:
-                job.leave()
-            raise
-        if plan.entries is not None:
-            _bring_in(job, 'load_state_dict()', plan.entries, fresh=plan.begins)
+        with _groups_as_before(job):
+            plan = _agreed(job, 'load_state_dict()', lambda: _plan(job, state_dict))
+            try:
+                if plan.version >= 0 and not was_open:
+                    job.options.resume = 'must'  # who loads a state wants the job that has it
+                if plan.version >= 0:
+                    checkpoint.rollback(job, plan.version)
+                elif plan.unknown:
+                    _check_begins(job)
+            except BaseException:
+                if not was_open:
+                    job.leave()
+                raise
+            if plan.entries is not None:
+                _bring_in(job, 'load_state_dict()', plan.entries, fresh=plan.begins)
+    finally:
+        job.options.resume = resume
+
+
+def restore(job: Job, call: str, look: Callable[[], Plan]) -> None:
+    """All ranks: makes the entries that look() finds the job's. Each has a master: parameters become what masters round to, whatever they
+    were. A rank that look() refuses leaves all as they were. call: the user's."""
+    with _groups_as_before(job):
+        plan = _agreed(job, call, look)
+        _bring_in(job, call, plan.entries, steps=plan.steps, masters_win=True)
+
+
+@contextlib.contextmanager
+def _groups_as_before(job: Job) -> Iterator[None]:
+    """param_groups become what they were, where the load fails."""
+    before = [dict(group) for group in job.param_groups]
+    try:
+        yield
     except BaseException:
         for group, old in zip(job.param_groups, before):
             group.clear()
             group.update(old)
         raise
-    finally:
-        job.options.resume = resume
 
 
 @plainly
@@ -221,10 +239,21 @@ def _collect(job: Job, trained: Iterable[str]) -> Collected:
                      tied={})
 
 
+def _check_frozen(job: Job, given: Mapping[int, Entry]) -> None:
+    for member in job.members:
+        entry = given.get(id(member.parameter))
+        if member.is_frozen and entry is not None and entry.steps > 0:
+            raise Error(f"the state has moments of parameter '{member.name}' after {entry.steps} steps, and the job was made with it "
+                        'frozen: its servers have the value alone. Leave the parameter out of the state, or load it into a new job that '
+                        'trains the parameter', 'BAD_SPEC')
+
+
 @torch.no_grad()
-def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = False, steps: int | None = None, blob: bytes = b'') -> None:
+def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = False, steps: int | None = None, blob: bytes = b'',
+              masters_win: bool = False) -> None:
     """In several transactions: until the last one the job's blob says that its state is not whole. given: by id of the parameter. fresh:
-    masters are the parameters, whatever they were. call: the user's. steps, blob: of the loop; None: the most that a parameter has made."""
+    masters are the parameters, whatever they were. call: the user's. steps, blob: of the loop; None: the most that a parameter has made.
+    masters_win: all entries have masters, which parameters become."""
     was_open = job.session is not None
     # The job trains these, though they may be frozen here.
     trained = {name_of(job, g, i, parameter) for g, i, parameter in placed(job)
@@ -235,12 +264,16 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
     agreed = agree(exchange, job.roster, lambda: _collect(job, trained))
     registration.register(job, agreed.collected.fresh, exchange, agreed.roster, agreed.registers)
     edits.commit_written(job, exchange)
-    members = [member for member in job.members if id(member.parameter) in given]
+    # Values of those that are frozen come with the model's state_dict, and they have nothing else.
+    members = [member for member in job.members if id(member.parameter) in given and not member.is_frozen]
+    together(exchange, lambda: _check_frozen(job, given))
     of = {id(member): given[id(member.parameter)] for member in members}
     names, batches, writes = moment_names(job.algorithm.kind, job.options.optimizer), _batches(exchange, job.roster, members), []
     # Parameters are ahead of masters where they were edited, or never pulled.
-    has_masters = any(entry.master is not None for entry in of.values())
-    if any(said != b'0' for said in everyone(exchange, lambda: has_masters, lambda has: b'%d' % has)[1]) or (
+    has_masters = not masters_win and any(entry.master is not None for entry in of.values())
+    if masters_win:
+        writes += [('master', None, batch) for batch in batches]
+    elif any(said != b'0' for said in everyone(exchange, lambda: has_masters, lambda has: b'%d' % has)[1]) or (
             fresh or not names or job.unpulled or agreed.edits):
         check_values(exchange, job.roster, job.members, members, has_values=True)
         writes += [('master', None, batch) for batch in batches]
@@ -251,7 +284,7 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
     for i, (array, name, batch) in enumerate(writes):
         parts = [_given(member, of[id(member)], name) for member in batch]
         values = together(exchange, lambda parts=parts, name=name, batch=batch: [
-            _value(session, member, part, name, fresh) for member, part in zip(batch, parts)])
+            part if masters_win else _value(session, member, part, name, fresh) for member, part in zip(batch, parts)])
         check_loaded(exchange, job.roster, job.members, {id(member): digest_of(value) for member, value in zip(batch, values)},
                      name or 'the master')
         last = i + 1 == len(writes)
@@ -263,7 +296,9 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
             if session.version > before:
                 job.progress.partly = not last
                 if last:
-                    job.unpulled = False
+                    job.unpulled = masters_win
                     job.progress.loaded(steps, blob)
+    if masters_win:
+        job.pull()
     for member in members:
         member.noted()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ def name_of(job: Job, g: int, i: int, parameter: torch.Tensor) -> str:
     return positional_name(g, i, parameter.shape) if name is None else name
 
 
-def new_tensors(job: Job, trained: Iterable[str] = ()) -> list[Fresh]:
+def new_tensors(job: Job, trained: Collection[str] = ()) -> list[Fresh]:
     """Parameters that have a gradient or want one, live on the servers alone, or have a name of `trained`, and are not in the job yet."""
     there = {id(member.parameter): member for member in job.members}
     names = {member.name for member in job.members}
@@ -72,15 +72,31 @@ def new_tensors(job: Job, trained: Iterable[str] = ()) -> list[Fresh]:
                         'parameters of several models names of their own, and make a new optimizer for new parameters',
                         'BAD_SPEC')
         names.add(name)
-        found.append(_fresh(job, name, unit, g, parameter))
+        found.append(_fresh(job, name, unit, g, parameter, trained))
     if found or any(member.moved for member in job.members):
         shared_memory.refuse(job.members + [member for member, _, _ in found])
     return found
 
 
-def _fresh(job: Job, name: str, unit: str, group: int, parameter: torch.Tensor) -> Fresh:
+def frozen_as(parameter: torch.Tensor) -> str:
+    """What the servers of a new job keep of a parameter: '' for its state, else _native.Tensor.frozen."""
+    part = remote_of(parameter)
+    return '' if part is None or parameter.requires_grad else part.unit.model.frozen
+
+
+def check_frozen(members: Iterable[Member]) -> None:
+    """Refuses to train what the servers have no state of."""
+    for member in members:
+        if member.is_frozen and member.parameter.requires_grad:
+            raise Error(f"parameter '{member.name}' wants a gradient, and was frozen when the job was made: the servers have its value "
+                        'alone, and nothing to train it with. Leave it frozen, or make a new job in which it is not, or of '
+                        "shard(frozen='state')", 'UNSUPPORTED')
+
+
+def _fresh(job: Job, name: str, unit: str, group: int, parameter: torch.Tensor, trained: Collection[str]) -> Fresh:
     shape = list(parameter.shape) or [1]
     tensor = _native.Tensor(name, unit, shape, group)
+    tensor.frozen = '' if name in trained else frozen_as(parameter)
     key = placement.key_of(name, parameter)
     if key is not None:
         placement.check(name, parameter, key, ranks.rank())
@@ -89,6 +105,7 @@ def _fresh(job: Job, name: str, unit: str, group: int, parameter: torch.Tensor) 
     part = remote_of(parameter)
     where = '' if part is None else f', on the servers alone{part.unit.model.how}'
     where += ', tied' if name in job.tied else ''
+    where += f', frozen as {tensor.frozen}' if tensor.frozen else ''
     what = f"{DTYPES[parameter.dtype]} {shape} in group {group} and unit '{unit}'{where}"
     line = Line(name, what, tuple(shape), key, True, name in job.tied)
     return Fresh(member_of(line, group, parameter, job.debug), parameter, tensor)
@@ -102,7 +119,7 @@ def lines(job: Job, members: Iterable[Member]) -> list[Line]:
     return mine + [Line(name, '', (), None, False) for name in others if name not in names]
 
 
-def late_tensors(job: Job, trained: Iterable[str] = ()) -> list[Fresh]:
+def late_tensors(job: Job, trained: Collection[str] = ()) -> list[Fresh]:
     """new_tensors() of a job that is open."""
     fresh = new_tensors(job, trained)
     if fresh and job.options.durability == 'every-K':

@@ -9,7 +9,7 @@ import torch
 
 from ballast import _native
 from ballast.errors import Error
-from ballast.torch.job.registration import placed
+from ballast.torch.job.registration import frozen_as, placed
 from ballast.torch.sharding.remote import working_dtype
 from ballast.torch.stepping.members import DTYPES, Member
 
@@ -26,9 +26,9 @@ def of(job: Job) -> _native.Optimizer:
     for group in job.param_groups:
         for key, value in job.algorithm.spec(group).items():
             setattr(spec, key, value or getattr(spec, key))
-    # Frozen ones too: they may want gradients later.
-    dtypes = {parameter.dtype for _, _, parameter in placed(job)}
-    spec.gradient = _only(dtypes)
+    # Frozen ones too: they may want gradients later, unless the servers have values alone of them.
+    spec.gradient = _only({parameter.dtype for _, _, parameter in placed(job) if not frozen_as(parameter)}
+                          or {parameter.dtype for _, _, parameter in placed(job)})
     spec.working = _only({working_dtype(parameter) for _, _, parameter in placed(job)})
     return spec
 

@@ -22,13 +22,13 @@ from ballast.torch.sharding.unit import Unit
 from ballast.torch.tiled import TiledLinear
 
 # FSDP2 of 2.6 does not run on CPUs, so that it could not be tried. Before 2.9 nothing can replace FSDP2's collectives.
-_TORCH = 2, 8
+_TORCH = 2, 7
 _PREFETCH_BYTES = 256 << 20
 
 
 def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None = None, mp_policy: Any = None, *,
           reshard_after_forward: bool | None = None, prefetch_bytes: int = _PREFETCH_BYTES, push_early: bool = True, backwards: int = 1,
-          seed: int = 0, gather: str | None = None, reduce: str | None = None, second: Any = None,
+          seed: int = 0, gather: str | None = None, reduce: str | None = None, second: Any = None, frozen: str = 'working',
           offload_policy: None = None) -> nn.Module:
     """Parameters of `model` live on the state servers from now on: FSDP2's gathers pull this rank's parts of a unit just ahead of use, and
     gradients go to the servers in backward. Give an optimizer of ballast.torch model.named_parameters(), all of them, before the first
@@ -48,6 +48,11 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     gather, reduce: 'q8' moves parameters (ZeRO++'s qwZ), or gradients (qgZ), between ranks as 8-bit integers with a scale for each 64 of
     them: 1/3.8 of float32's bytes. A parameter that a pass computes with is off by at most 1/254 of the largest magnitude among its 64,
     and the rounding to the dtype of gathers; a gradient by the mean of that over ranks. Masters on the servers stay exact.
+    frozen: what servers keep of a parameter that wants no gradient when a new job opens. 'working': its value in the dtype of gathers
+    alone, 2 bytes in 16 bits, to which it is rounded for good. 'q8': 8-bit integers and a scale for each 256, 1.016 bytes: an element is
+    off by at most 1/254 of the largest magnitude among its 256, and the rounding to the dtype of gathers. Neither can be trained in that
+    job. 'state': its master and moments, as of a trained one, so that it may be unfrozen later. A value that is infinite in the dtype of
+    gathers is refused, as Inf and NaN are.
     second: a mesh of the ranks of this rank's node, or another part of those that gather together. Each unit is pulled once a version;
     its later gathers, as in backward, stay within the node, bit for bit the same (hpZ). Costs memory for 1/N of all units on each of its
     N ranks.
@@ -58,6 +63,8 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     _check(model, offload_policy, reshard_after_forward, prefetch_bytes, backwards)
     from torch.distributed.fsdp import FSDPModule
     _check_collectives(FSDPModule, gather, reduce, second)
+    if frozen not in ('working', 'q8', 'state'):
+        raise Error(f"shard(frozen={frozen!r}): expected 'working', 'q8' or 'state'", 'BAD_CONFIG')
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         given = {'mesh': mesh, 'units': units, 'mp_policy': mp_policy, 'reshard_after_forward': reshard_after_forward}
         extra = [name for name, value in given.items() if value is not None]
@@ -67,7 +74,7 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
         _wrap(model, mesh, units, mp_policy, reshard_after_forward)
     _check_wrapped(model, FSDPModule, gather, reduce, second)
     how = {'gather': gather, 'reduce': reduce, 'second': second and f'{len(second.mesh)} ranks'}
-    sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed,
+    sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed, '' if frozen == 'state' else frozen,
                       ''.join(f', {name}={value}' for name, value in how.items() if value is not None))
     for wrapped, unit in _replace(model, sharded, FSDPModule, getattr(mp_policy, 'param_dtype', None)).items():
         if hasattr(wrapped, 'set_custom_all_gather') and not _has_own_meshes(wrapped):

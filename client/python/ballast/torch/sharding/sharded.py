@@ -31,8 +31,8 @@ _models = itertools.count()  # the same on all ranks, which give theirs to shard
 class Sharded:
     """One rank's side. Threads: the training loop's and autograd's, one at a time."""
 
-    def __init__(self, prefetch_bytes: int, backwards: int, push_early: bool, seed: int, how: str) -> None:
-        """Arguments of shard(). how: those that ranks must have alike, as a text."""
+    def __init__(self, prefetch_bytes: int, backwards: int, push_early: bool, seed: int, frozen: str, how: str) -> None:
+        """Arguments of shard(). frozen: '' for 'state'. how: those that ranks must have alike, as a text."""
         self.units: list[Unit] = []
         self.parameters: dict[Part, torch.Tensor] = {}
         self.tensors: dict[Part, str] = {}  # the job's names
@@ -42,6 +42,7 @@ class Sharded:
         self.pushes = Pushes(backwards) if push_early else None
         self.wire = collections.Counter(dict.fromkeys(WAYS, 0))  # bytes that this rank received
         self.how = how
+        self.frozen = frozen
         self.number = next(_models)
         self._mixtures = 0  # so far: gathers of different units
         self._job: weakref.ref[Job] | None = None

@@ -70,6 +70,7 @@ class Member:
         self.digest: int | None = None
         self.debug = debug
         self.agreed = False  # ranks have compared a gradient
+        self.is_frozen = False  # the servers have its value alone
         self.shape = local(parameter).shape
         self.noted()
 

@@ -105,6 +105,7 @@ class Stepper:
         orders = {} if job.sharded is None else ORDER.take()
         job.open(for_step=True)
         self.skipped = False
+        registration.check_frozen(job.members)
         if job.overlap is not None:
             job.overlap.check(job)
         fresh = registration.late_tensors(job)

@@ -1,4 +1,4 @@
-// Values of a moment: fp32 in an update, coded in the moment's format in a state.
+// Values that a state holds in another format than an update brings them: of a moment, and of frozen chunks.
 #pragma once
 
 #include <cstddef>
@@ -26,5 +26,12 @@ absl::Status ForMomentPieces(const ChunkUpdate& update, const StateView& state,
 
 // Codes the update's values into a state in the host's memory.
 void WriteMoments(const ChunkUpdate& update, const StateView& state);
+
+// Codes the update's values into a frozen chunk's state, and where they name the trainer's memory, writes there what
+// the state then says.
+void WriteFrozen(const ChunkUpdate& update, const StateView& state);
+
+// Elements [begin, begin + count) of a frozen chunk's state, as fp32 or in the working dtype.
+void ReadFrozen(const StateView& state, uint64_t begin, uint64_t count, kernels::Dtype dtype, std::byte* to);
 
 }  // namespace ballast::storage

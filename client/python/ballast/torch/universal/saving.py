@@ -1,0 +1,241 @@
+"""A job on its way into a universal checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ballast.errors import Error
+from ballast.torch.export import Progress, sync
+from ballast.torch.group import ranks
+from ballast.torch.group.agreement import check_values
+from ballast.torch.group.together import in_parts, together
+from ballast.torch.job import edits
+from ballast.torch.modes import plainly
+from ballast.torch.state_dict.moments import read_array
+from ballast.torch.universal import layout
+from ballast.torch.universal.loading import names_of
+
+if TYPE_CHECKING:
+    from ballast.torch.job.job import Job
+    from ballast.torch.optimizer import Optimizer
+
+CALL = 'save_universal()'
+
+
+class _Part(NamedTuple):
+    """A parameter, as each rank that has a part of it says."""
+    name: str
+    shape: tuple[int, ...]
+    group: int
+    steps: int
+    trained: bool
+
+
+@plainly
+def save_universal(optimizer: Optimizer, folder: str | os.PathLike[str], tag: str | None = None, *, lr_scheduler: Any = None,
+                   client_state: Mapping[str, Any] | None = None) -> str:
+    """Writes FOLDER/TAG, which DeepSpeed loads with "checkpoint": {"load_universal": true}, and FOLDER/latest_universal, which names it;
+    all ranks, into a folder that they share. Returns the path. A rank that has a part of a parameter writes all of it, one tensor at a
+    time. The checkpoint gets its name when it is whole and on the disk.
+
+    tag: None for global_stepN_universal. lr_scheduler: its state_dict() goes along, as DeepSpeed's own schedulers want. client_state: what
+    DeepSpeed's load_checkpoint() returns, plain values and tensors."""
+    job = optimizer.job
+    exchange = job.exchange(CALL)
+    client = dict(client_state or {})
+    together(exchange, lambda: _check(job, tag, client))
+    together(exchange, job.open)
+    exchange = job.exchange(CALL)
+    job.give_values(exchange)
+    _settle(job)
+    said = in_parts(exchange, json.dumps(together(exchange, lambda: _parts(job))).encode())
+    holders, parts = _merged([[_Part(*part) for part in json.loads(each)] for each in said])
+    together(exchange, lambda: _check_steps(parts))
+    path = os.path.join(folder, tag or f'global_step{job.progress.steps}_universal')
+    states = {'lr_scheduler': lr_scheduler.state_dict() if hasattr(lr_scheduler, 'state_dict') else lr_scheduler, **client}
+    with _Writing(path, is_first=ranks.rank() == 0) as writing:
+        together(exchange, lambda: writing.begin(parts))
+        together(exchange, lambda: _write_parts(job, writing.folder, [part for part in parts if holders[part.name] == ranks.rank()]))
+        together(exchange, lambda: writing.end(parts, _optimizer_state(job, parts), _model_states(job, parts, states)))
+    return path
+
+
+def _check(job: Job, tag: str | None, client: Mapping[str, Any]) -> None:
+    names_of(job)
+    if tag is not None:
+        layout.check_tag(tag)
+    taken = sorted(layout.RESERVED & client.keys())
+    if taken:
+        raise Error(f'client_state has the key {taken[0]!r}, which is DeepSpeed\'s own; give it another name', 'BAD_CONFIG')
+
+
+def _settle(job: Job) -> None:
+    """Edits since the last step become part of the version that is saved. COLLECTIVE."""
+    exchange = job.exchange(CALL)
+    mine = together(exchange, lambda: [member.name for member in job.members if member.edited()])
+    names = {name for said in in_parts(exchange, json.dumps(mine).encode()) for name in json.loads(said)}
+    if not names:
+        return
+    edited = [member for member in job.members if member.name in names]
+    check_values(exchange, job.roster, job.members, edited)
+    edits.take(job, edited, exchange)
+    edits.commit_written(job, exchange)
+
+
+def _parts(job: Job) -> list[_Part]:
+    found = []
+    for member in job.members:
+        if '/' in member.name or '\0' in member.name or member.name in ('.', '..'):
+            raise Error(f"parameter '{member.name}' cannot be a folder's name, as universal checkpoints have it; rename its module",
+                        'UNSUPPORTED')
+        steps = job.session.tensor_steps(member.name)
+        found.append(_Part(member.name, tuple(member.parameter.shape), member.group, steps, steps > 0 or member.parameter.requires_grad))
+    return found
+
+
+def _merged(said: list[list[_Part]]) -> tuple[dict[str, int], list[_Part]]:
+    """By name, the rank that writes a parameter, so that ranks write about as much; and all parameters once."""
+    parts, having = {}, {}
+    for rank, of_rank in enumerate(said):
+        for part in of_rank:
+            known = parts.setdefault(part.name, part)
+            parts[part.name] = known._replace(trained=known.trained or part.trained)
+            having.setdefault(part.name, []).append(rank)
+    writes = [0] * len(said)
+    holders = {}
+    for part in parts.values():
+        rank = min(having[part.name], key=writes.__getitem__)
+        holders[part.name] = rank
+        writes[rank] += math.prod(part.shape)
+    return holders, list(parts.values())
+
+
+def _check_steps(parts: list[_Part]) -> None:
+    """DeepSpeed counts steps of a group; with ZeRO-3 of all groups together."""
+    trained = [part for part in parts if part.trained]
+    for part in trained:
+        if part.steps != trained[0].steps:
+            raise Error(f"parameter '{trained[0].name}' has made {trained[0].steps} steps and '{part.name}' {part.steps}, and DeepSpeed "
+                        'has one count for all: freeze the parameters that are not trained', 'UNSUPPORTED')
+
+
+# --- files
+
+class _Writing:
+    """The folder of a checkpoint that is being written, under another name until it is whole. is_first: this rank makes it and names it."""
+
+    def __init__(self, path: str, is_first: bool) -> None:
+        root, tag = os.path.split(path)
+        self._path, self._root, self._is_first = path, root, is_first
+        self.folder = os.path.join(root, f'.{tag}.unfinished')
+
+    def __enter__(self) -> _Writing:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is not None and self._is_first:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def begin(self, parts: list[_Part]) -> None:
+        if not self._is_first:
+            return
+        if os.path.lexists(self._path):
+            raise Error(f"'{self._path}' is there already; give another tag, or move it away", 'BAD_CONFIG')
+        with _wrapped(self.folder):
+            os.makedirs(self._root or '.', exist_ok=True)
+            if os.path.lexists(self.folder):  # of a save that was killed
+                shutil.rmtree(self.folder)
+            for part in parts:
+                os.makedirs(os.path.join(self.folder, 'zero', part.name))
+
+    def end(self, parts: list[_Part], optimizer: dict[str, Any], model: dict[str, Any]) -> None:
+        if not self._is_first:
+            return
+        _save(optimizer, os.path.join(self.folder, layout.OPTIMIZER))
+        for name in (layout.MODEL, layout.MODEL_ZERO3):
+            _save(model, os.path.join(self.folder, name))
+        zero = os.path.join(self.folder, 'zero')
+        for part in parts:
+            for file in _files(part):
+                path = os.path.join(zero, part.name, file)
+                if not os.path.exists(path):
+                    raise Error(f"'{path}' is not there for rank 0, though another rank wrote it; expected one folder for all ranks, on a "
+                                'file system that they share', 'UNSUPPORTED')
+            with _wrapped(zero):
+                sync(os.path.join(zero, part.name))
+        with _wrapped(self._path):
+            sync(zero)
+            sync(self.folder)
+            os.rename(self.folder, self._path)
+            sync(self._root or '.')
+            latest = os.path.join(self._root, layout.LATEST)
+            with open(latest + '.tmp', 'w', encoding='utf-8') as file:
+                file.write(os.path.basename(self._path))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(latest + '.tmp', latest)
+            sync(self._root or '.')
+
+
+@contextlib.contextmanager
+def _wrapped(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # the latter: torch's writer, of a full disk
+        raise Error(f"'{path}' cannot be written: {error}", 'IO') from error
+
+
+def _save(value: Any, path: str) -> None:
+    with _wrapped(path), open(path, 'xb') as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _files(part: _Part) -> list[str]:
+    return [*layout.FILES.values(), layout.STEP] if part.trained else [layout.FILES['master']]
+
+
+def _write_parts(job: Job, folder: str, parts: list[_Part]) -> None:
+    members = {member.name: member for member in job.members}
+    arrays = dict(zip(layout.FILES, ('master', 'moment1', 'moment2')))
+    progress = Progress('saving a universal checkpoint', sum(12 * math.prod(part.shape) for part in parts))
+    for part in parts:
+        member, place = members[part.name], os.path.join(folder, 'zero', part.name)
+        for what, array in list(arrays.items())[:None if part.trained else 1]:
+            _save({'cat_dim': 0, layout.PARAM: read_array(job.session, member, member.parameter, array)},
+                  os.path.join(place, layout.FILES[what]))
+            progress.add(4 * math.prod(part.shape))
+        if part.trained:
+            # torch's optimizers want a tensor; DeepSpeed's make a number of it.
+            _save(torch.tensor(float(part.steps), dtype=torch.float32, device='cpu'), os.path.join(place, layout.STEP))
+
+
+def _optimizer_state(job: Job, parts: list[_Part]) -> dict[str, Any]:
+    decoupled = job.algorithm.kind == 'adamw'
+    groups = [{'lr': float(group['lr']), 'betas': tuple(float(beta) for beta in group['betas']), 'eps': float(group['eps']),
+               'weight_decay': float(group['weight_decay']), 'decoupled_weight_decay': decoupled, 'params': [g]}
+              for g, group in enumerate(job.param_groups)]
+    # ZeRO-3 gives the hyper-parameters of the first group to all: those that are not the same everywhere are left to its configuration.
+    common = {key: value for key, value in groups[0].items() if key == 'params' or all(group[key] == value for group in groups)}
+    steps = next((part.steps for part in parts if part.trained), 0)
+    # A number, since ZeRO-3 gives the one of the first group to all: a tensor they would share, and each count up.
+    state = {g: {'step': steps} for g in range(len(groups))}
+    return {'ds_version': layout.VERSION, 'param_groups': groups, 'optimizer_state_dict': {'state': state, 'param_groups': [common]}}
+
+
+def _model_states(job: Job, parts: list[_Part], states: dict[str, Any]) -> dict[str, Any]:
+    shapes = [{part.name: torch.Size(part.shape) for part in parts if part.group == g and part.trained}
+              for g in range(len(job.param_groups))]
+    steps = next((part.steps for part in parts if part.trained), 0)
+    return {'module': {}, 'buffer_names': [], 'param_shapes': shapes, 'global_steps': job.progress.steps,
+            'skipped_steps': max(0, job.progress.steps - steps), 'dp_world_size': ranks.world_size(), 'mp_world_size': 1,
+            'ds_version': layout.VERSION, 'universal_checkpoint_info': {'universal_checkpoint_version': 0.4}, **states}

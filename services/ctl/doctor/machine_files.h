@@ -1,0 +1,24 @@
+// Files of /proc and /sys, and limits of control groups.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace ballast::services {
+
+// The file's first 64 KiB, without white space at the end; empty for a file that cannot be read.
+std::string ReadMachineFile(const std::string& path);
+
+// The number behind `key` in lines such as "MemTotal:  16 kB" or "Seccomp:	2"; absent without such a line.
+std::optional<uint64_t> NumberAfter(const std::string& text, const std::string& key);
+
+struct GroupLimit {
+  double amount = 0;  // bytes, or processors
+  std::string file;   // which says so
+};
+// The tightest limit that a control group (version 2, or 1) of this process, or one above it, sets. `root`: Subject's.
+std::optional<GroupLimit> MemoryLimit(const std::string& root);
+std::optional<GroupLimit> ProcessorLimit(const std::string& root);
+
+}  // namespace ballast::services

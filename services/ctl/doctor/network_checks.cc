@@ -1,0 +1,126 @@
+// Ports of a server, and its peers.
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/address.h"
+#include "ballast/proto/model/protocol.h"
+#include "ballast/services/ctl/cluster.h"
+#include "ballast/services/ctl/doctor/checks.h"
+
+namespace ballast::services {
+namespace {
+
+using Addresses = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
+Addresses Resolve(const model::Address& address) {
+  addrinfo hints = {};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_PASSIVE;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(address.host.c_str(), std::to_string(address.port).c_str(), &hints, &found) != 0) found = nullptr;
+  return Addresses(found, [](addrinfo* list) {
+    if (list != nullptr) freeaddrinfo(list);
+  });
+}
+
+// 0, or the error of listening there.
+int ListenError(const addrinfo& at) {
+  const int socket_fd = socket(at.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (socket_fd < 0) return errno;
+  const auto close_at_end = absl::MakeCleanup([socket_fd] { close(socket_fd); });
+  const int on = 1;
+  setsockopt(socket_fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  return bind(socket_fd, at.ai_addr, at.ai_addrlen) == 0 && listen(socket_fd, 1) == 0 ? 0 : errno;
+}
+
+// `key`: of the configuration. Says who has a taken port where a Ballast server answers there.
+Check CheckPort(const Subject& subject, const std::string& key, const std::string& text) {
+  Check check{Verdict::kOk, key, absl::StrCat(text, " is free"), "a free port of this machine"};
+  const auto address = model::ParseAddress(text, model::AddressUse::kListen);
+  const Addresses at = address.ok() ? Resolve(*address) : Addresses(nullptr, [](addrinfo*) {});
+  const int error = at == nullptr ? EADDRNOTAVAIL : ListenError(*at);
+  if (error == 0) return check;
+  check.verdict = Verdict::kBad;
+  check.found = absl::StrCat(text, ": ", at == nullptr ? "no such host" : std::strerror(error));
+  check.mend = absl::StrCat(key, ": another address of this machine");
+  if (error == EACCES) check.mend = absl::StrCat(key, ": a port from 1024 on");
+  if (error != EADDRINUSE) return check;
+  check.mend =
+      absl::StrCat("ss -ltnp 'sport = :", address->port, "' names who has it; end that, or ", key, ": another port");
+  if (key != "listen") return check;
+  const std::vector<ServerView> views = LookAt({text}, subject.timeout);
+  if (!views[0].error.ok()) return check;
+  check.verdict = Verdict::kNote;
+  check.found = absl::StrCat(text, " is taken by the Ballast server '", views[0].status.server_id(), "', version ",
+                             views[0].status.version());
+  check.mend = "nothing, if that is this server; else listen: another port";
+  return check;
+}
+
+bool OnlyThisMachine(const std::string& text) {
+  const auto address = model::ParseAddress(text, model::AddressUse::kListen);
+  if (!address.ok()) return true;
+  const Addresses at = Resolve(*address);
+  for (const addrinfo* one = at.get(); one != nullptr; one = one->ai_next) {
+    if (one->ai_family == AF_INET) {
+      const auto* v4 = reinterpret_cast<const sockaddr_in*>(one->ai_addr);
+      if (ntohl(v4->sin_addr.s_addr) >> 24 != IN_LOOPBACKNET) return false;
+    } else if (one->ai_family == AF_INET6) {
+      const auto* v6 = reinterpret_cast<const sockaddr_in6*>(one->ai_addr);
+      if (!IN6_IS_ADDR_LOOPBACK(&v6->sin6_addr)) return false;
+    }
+  }
+  return true;
+}
+
+Check CheckExposure(const Config& config) {
+  Check check{Verdict::kOk, "reach", "this machine alone reaches it", "loopback, or a network of trusted machines"};
+  if (OnlyThisMachine(config.listen)) return check;
+  check.verdict = Verdict::kNote;
+  check.found = absl::StrCat(config.listen, ": whoever reaches the port may read, train and drop jobs, without TLS");
+  check.mend = "a firewall that lets trainers, servers and operators in alone; or listen: 127.0.0.1:7070";
+  return check;
+}
+
+Checks CheckPeers(const Subject& subject) {
+  Checks checks;
+  for (const ServerView& view : LookAt(subject.servers, subject.timeout)) {
+    Check check{Verdict::kOk, absl::StrCat("peer ", view.address), "", absl::StrCat("version ", model::Version())};
+    if (!view.error.ok()) {
+      check.verdict = Verdict::kNote;
+      check.found = absl::StrCat("no answer: ", view.error.message());
+      check.mend = "start it, or take it out of --servers";
+    } else {
+      check.found = absl::StrCat("version ", view.status.version(), ", server '", view.status.server_id(), "'");
+      if (view.status.version() != model::Version()) {
+        check.verdict = Verdict::kNote;
+        check.mend = "the same release of Ballast on all servers and trainers";
+      }
+    }
+    checks.push_back(check);
+  }
+  return checks;
+}
+
+}  // namespace
+
+Checks CheckNetwork(const Subject& subject) {
+  Checks checks;
+  if (subject.config.has_value()) {
+    checks.push_back(CheckPort(subject, "listen", subject.config->listen));
+    checks.push_back(CheckPort(subject, "metrics_listen", subject.config->metrics_listen));
+    checks.push_back(CheckExposure(*subject.config));
+  }
+  const Checks peers = CheckPeers(subject);
+  checks.insert(checks.end(), peers.begin(), peers.end());
+  return checks;
+}
+
+}  // namespace ballast::services
