@@ -12,7 +12,7 @@ import sys
 HERE = pathlib.Path(__file__).resolve().parent
 FOLDER = HERE / 'boards'
 sys.path.insert(0, str(HERE))
-from definitions import disk, jobs, overview, steps, tiers, wire  # noqa: E402
+from definitions import disk, jobs, overview, steps, tiers, wire
 
 
 def boards():

@@ -385,7 +385,7 @@ def test_check():
     ops.need('promtool')
     ops.run('promtool', 'check', 'rules', RULES)
     ops.run('promtool', 'check', 'config', watched.PROMETHEUS / 'prometheus.yml')
-    sections = {heading.lower() for heading in re.findall(r'^## (\w+)$', RUNBOOK.read_text(), re.M)}
+    sections = {heading.lower() for heading in re.findall(r'^## (\w+)$', RUNBOOK.read_text(), re.MULTILINE)}
     for rule in rules():
         name = rule['alert']
         assert rule['labels']['severity'] in ('critical', 'warning', 'info'), name

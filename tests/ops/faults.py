@@ -54,8 +54,7 @@ class SmallDisk:
         """Something else takes space until the share `free` is left."""
         state = os.statvfs(self.folder)
         with open(self.folder / 'filler', 'ab', buffering=0) as file, contextlib.suppress(OSError):
-            for _ in range(int((state.f_bavail - free * state.f_blocks) * state.f_frsize) >> 20):
-                file.write(bytes(1 << 20))
+            file.writelines(bytes(1 << 20) for _ in range(int((state.f_bavail - free * state.f_blocks) * state.f_frsize) >> 20))
 
     def empty(self):
         (self.folder / 'filler').unlink()

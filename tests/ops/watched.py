@@ -15,10 +15,10 @@ import ops
 GRAFANA = ops.DEPLOY / 'grafana'
 PROMETHEUS = ops.DEPLOY / 'prometheus'
 sys.path.insert(0, str(GRAFANA))
-import answers  # noqa: E402
+import answers
 
 # A model of 0.8 million parameters that trains until it is told to end.
-MODEL = ('--steps 1000000 --layers 4 --width 128 --batch 1 --context 64 --micro-batches 2 --chunk-elements 65536 --resume auto').split()
+MODEL = ['--steps', '1000000', '--layers', '4', '--width', '128', '--batch', '1', '--context', '64', '--micro-batches', '2', '--chunk-elements', '65536', '--resume', 'auto']
 BUDGET = '--budget.dram 14MiB --budget.nvme 256MiB --staging 4MiB'
 # What `ballastctl iotune` measures on a machine of two cores.
 PROFILE = {
@@ -78,7 +78,7 @@ class Server:
         """Names of the families that the server exports."""
         status, text = ops.http(f'http://{self.metrics}/metrics')
         assert status == 200, (status, text)
-        return set(re.findall(r'^# TYPE (\w+)', text, re.M))
+        return set(re.findall(r'^# TYPE (\w+)', text, re.MULTILINE))
 
 
 def trainer(servers, job, *extra, rank=0, ranks=1):

@@ -1,6 +1,16 @@
 """Whether the gradient log has room and the disks keep up."""
 
-from board import JOBS, RATE, RED_FROM_1, SERVERS, Board, mean, quantile, rate, thresholds
+from board import (
+    JOBS,
+    RATE,
+    RED_FROM_1,
+    SERVERS,
+    Board,
+    mean,
+    quantile,
+    rate,
+    thresholds,
+)
 
 SPACE = 'ballast_file_system_bytes{' + SERVERS
 DISK = 'ballast_disk_operation_seconds'

@@ -1,6 +1,16 @@
 """Whether training goes on, how fast, and what would stop it."""
 
-from board import JOBS, RED_FROM_1, SERVERS, Board, mean, quantile, rate, stages, thresholds
+from board import (
+    JOBS,
+    RED_FROM_1,
+    SERVERS,
+    Board,
+    mean,
+    quantile,
+    rate,
+    stages,
+    thresholds,
+)
 
 ALERTS = 'ALERTS{alertname=~"Ballast.*", alertstate="firing"}'
 # Stages that the plan predicts.
