@@ -4,6 +4,7 @@ Each alert must arrive firing after its fault and resolved after the fault has e
 promtool alone (alerts_test.py), for the reason that BY_PROMTOOL gives.
 """
 
+import pathlib
 import re
 import shutil
 import signal
@@ -185,7 +186,7 @@ def test_machine():
 
 def test_complete():
     """Every alert is fired by a fault here, or is in BY_PROMTOOL with its reason."""
-    text = open(__file__).read()
+    text = pathlib.Path(__file__).read_text()
     fired = set(re.findall(r"'(Ballast\w+)'", ' '.join(re.findall(r'watch\.fires\(.*', text))))
     resolved = set(re.findall(r"'(Ballast\w+)'", ' '.join(re.findall(r'watch\.resolves\(.*', text))))
     alerts = {rule['alert'] for group in yaml.safe_load((watched.PROMETHEUS / 'ballast.rules.yml').read_text())['groups'] for rule in group['rules']}

@@ -12,6 +12,7 @@ from board import (
     thresholds,
 )
 
+RECOVERY = 'ballast_recovery_bytes{' + SERVERS
 SPACE = 'ballast_file_system_bytes{' + SERVERS
 DISK = 'ballast_disk_operation_seconds'
 
@@ -154,8 +155,7 @@ def board():
         'percentunit',
         [
             (
-                f'max by (instance) (ballast_recovery_bytes{{{SERVERS}, kind="done"}} / ignoring (kind) '
-                f'(ballast_recovery_bytes{{{SERVERS}, kind="total"}} > 0))',
+                f'max by (instance) ({RECOVERY}, kind="done"}} / ignoring (kind) ({RECOVERY}, kind="total"}} > 0))',
                 '{{instance}}',
             )
         ],

@@ -6,6 +6,7 @@ from board import (
     SERVERS,
     Board,
     mean,
+    per_server,
     quantile,
     rate,
     stages,
@@ -14,7 +15,7 @@ from board import (
 
 ALERTS = 'ALERTS{alertname=~"Ballast.*", alertstate="firing"}'
 # Stages that the plan predicts.
-PLANNED = JOBS + ', stage=~"log_sync|state_read|kernel|state_write"'
+PLANNED = 'log_sync|state_read|kernel|state_write'
 
 
 def board():
@@ -130,9 +131,9 @@ def board():
         'none',
         [
             (
-                f'max by (training_job) (sum by (training_job, instance) ({rate("ballast_step_stage_seconds_total", PLANNED)}) / '
-                f'sum by (training_job, instance) ({rate("ballast_step_seconds_count", JOBS)} > 0)) / '
-                f'max by (training_job) (ballast_job_predicted_step_seconds{{{JOBS}, resource="total"}})',
+                f'max by (training_job) ({per_server("ballast_step_stage_seconds_total", PLANNED)} / '
+                + f'({per_server("ballast_step_seconds_count")} > 0)) / '
+                + f'max by (training_job) (ballast_job_predicted_step_seconds{{{JOBS}, resource="total"}})',
                 '{{training_job}}',
             )
         ],

@@ -1,6 +1,17 @@
 """Where the time of a step goes: servers, trainers, and the plan beside the measurement."""
 
-from board import JOBS, RATE, SERVERS, Board, mean, per_step, rate, stages, thresholds
+from board import (
+    JOBS,
+    RATE,
+    SERVERS,
+    Board,
+    mean,
+    per_server,
+    per_step,
+    rate,
+    stages,
+    thresholds,
+)
 
 # Stages of the servers that a resource of the prediction stands for.
 RESOURCES = {'compute': 'kernel', 'disk': 'state_read|state_write', 'sync': 'log_sync'}
@@ -113,11 +124,10 @@ def board():
         ]
         + [
             (
-                f'max(sum by (instance, training_job) (rate(ballast_step_stage_seconds_total{{{JOBS}, stage=~"{stages}"}}{RATE})) / '
-                f'(sum by (instance, training_job) ({rate("ballast_step_seconds_count", JOBS)}) > 0))',
+                f'max({per_server("ballast_step_stage_seconds_total", names)} / ({per_server("ballast_step_seconds_count")} > 0))',
                 f'{resource} measured',
             )
-            for resource, stages in RESOURCES.items()
+            for resource, names in RESOURCES.items()
         ],
         w=12,
     )
