@@ -8,7 +8,7 @@ build=(g++ cmake ninja-build pkg-config protobuf-compiler protobuf-compiler-grpc
   libspdlog-dev libopenblas-dev)
 test=(libgtest-dev libgmock-dev prometheus python3-venv python3-dev ccache dpkg-dev fio clang clang-format clang-tidy)
 ops=(python3-venv python3-dev ccache dpkg-dev debootstrap systemd util-linux iproute2 buildah skopeo podman runc catatonit lintian slurmctld
-  slurmd slurm-client munge prometheus prometheus-alertmanager chromium fonts-dejavu-core e2fsprogs)
+  slurmd slurm-client munge prometheus prometheus-alertmanager chromium fonts-dejavu-core e2fsprogs curl)
 
 case "${1:-build}" in
   build) wanted=("${build[@]}") ;;
