@@ -73,7 +73,8 @@ def runs_and_trains(podman, image, *options):
     pathlib.Path('state').mkdir()
     ops.run('chown', '65532:65532', 'state')
     podman('run', '--detach', '--name', 'server', '--network', 'host', '--read-only', '--cap-drop', 'all',
-           '--security-opt', 'no-new-privileges', '--volume', f'{pathlib.Path("state").absolute()}:/var/lib/ballast', '--env', 'BALLAST_BUDGET_DRAM=64MiB',
+           '--security-opt', 'no-new-privileges', '--volume', f'{pathlib.Path("state").absolute()}:/var/lib/ballast',
+           '--env', 'BALLAST_BUDGET_DRAM=64MiB',
            '--env', 'BALLAST_BUDGET_NVME=512MiB', *options, image)
     try:
         ops.wait_for(answers, 'the server answers', 20)
