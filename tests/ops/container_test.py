@@ -179,6 +179,4 @@ def test_pod_answers_probes():
     probes = chart_pod(image)
     plays(podman)
     got = {kind: ops.http(f'http://127.0.0.1:9070{path}')[0] for kind, path in probes.items()}
-    if set(got.values()) == {404}:
-        raise ops.Skip(f'this ballastd answers /metrics alone, not yet {sorted(set(probes.values()))}')
     assert set(got.values()) == {200}, got
