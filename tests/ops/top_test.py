@@ -191,14 +191,3 @@ def test_without_a_terminal():
     ops.kill(server.process)
     degraded = subprocess.run([*words, '--once'], stdout=subprocess.PIPE, text=True, check=False)
     assert degraded.returncode == 1 and 'does not answer' in degraded.stdout, degraded
-
-
-def test_hostile_text():
-    """Texts of a server cannot steer the terminal."""
-    server = page_test.Server(server_id='evil\x1b[31m\x07\u009b2J')
-    terminal = Tmux(100, 24)
-    terminal.keys(command(server), 'Enter')
-    terminal.shows(KEYS)
-    terminal.keys('1')
-    terminal.shows('evil?[31m??2J')
-    terminal.keys('q')

@@ -95,7 +95,9 @@ TEST(VersionHistory, KnowsTheRateOfTheLastSeconds) {
   for (int second = 1; second <= 100; ++second) {
     cluster.jobs[0].committed_max += second <= 50 ? 1 : 2;
     history.Add(cluster, absl::UnixEpoch() + absl::Seconds(second));
-    if (second == 50) EXPECT_DOUBLE_EQ(*history.StepsPerMinute("job0"), 60);
+    if (second == 50) {
+      EXPECT_DOUBLE_EQ(*history.StepsPerMinute("job0"), 60);
+    }
   }
   EXPECT_DOUBLE_EQ(*history.StepsPerMinute("job0"), 120);
   EXPECT_EQ(history.Steps("job0").size(), 60u);
