@@ -89,12 +89,12 @@ def test_numbers():
         wanted = {'Version': str(job['committed_max']), 'Ranks': '1', 'Durability': 'step', 'Skipped': '0', 'Moving': '-', 'Pins': '-',
                   'Parameters': f"{job['parameters']:,}"}
         assert {column: row[column] for column in wanted} == wanted and job['committed_max'] >= 40, (row, job)
-        steps = json.loads(ops.http(f'{server.page}steps.json?job=page')[1])['steps']
+        steps = json.loads(ops.http(f'{server.page}steps.json?job=page')[1])['jobs'][0]['steps']
         assert page.locator('#steps svg.columns > g').count() == min(60, len(steps)) > 30
         sums = {}
         for step in steps[-60:]:
-            for stage, seconds in step['stages'].items():
-                sums[stage] = sums.get(stage, 0) + seconds
+            for stage in step['stages']:
+                sums[stage['stage']] = sums.get(stage['stage'], 0) + stage['seconds']
         share = 100 * max(sums.values()) / sum(sums.values())
         assert abs(browser.shown_number(page.inner_text('#bound')) - share) <= 0.51, (page.inner_text('#bound'), sums)
 
@@ -240,7 +240,7 @@ def test_an_hour():
         wait_text(page, '#bound', 'bound by')
         # What the server says once, told again for each second of the hour.
         heaps = page.evaluate("""async (minutes) => {
-          const status = await (await fetch('/status.json')).json(), steps = (await (await fetch('/steps.json?job=page')).json()).steps;
+          const status = await (await fetch('/status.json')).json(), steps = stepsOf(await (await fetch('/steps.json?job=page')).json());
           const heaps = [];
           for (let second = 0; second < 60 * minutes; ++second) {
             answeredAt = 1000 * second;

@@ -19,8 +19,9 @@ class Tmux:
         ops.need('tmux')
         self.columns, self.rows = columns, rows
         self.socket = f'tmux-{columns}'
-        variables = [word for name, value in {'LC_ALL': 'C.UTF-8', 'PS1': 'ready$ ', **environment}.items() for word in ('-e', f'{name}={value}')]
-        self('-f', '/dev/null', 'new-session', '-d', '-x', columns, '-y', rows, *variables, 'sh')
+        variables = [word for name, value in {'LC_ALL': 'C.UTF-8', **environment}.items() for word in ('-e', f'{name}={value}')]
+        pathlib.Path('rc').write_text('PS1="ready$ "\n')
+        self('-f', '/dev/null', 'new-session', '-d', '-x', columns, '-y', rows, *variables, 'bash --noprofile --rcfile rc')
         self.shows('ready$')
         self.modes = self.stty()
 
