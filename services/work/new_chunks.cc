@@ -14,6 +14,9 @@ namespace {
 // full speed.
 constexpr uint64_t kBuffersMax = 8;
 
+// Buffers for logged values of frozen chunks: on their way in, and one that they are read back to.
+constexpr uint64_t kValueBuffers = 5;
+
 // The free part of the budgets, once `returned` has come back.
 storage::TierBytes Free(const storage::Tiers& tiers, const storage::TierBytes& returned) {
   const auto [budget, used] = tiers.usage();
@@ -101,12 +104,18 @@ storage::PlanRequest ChunkPlans::RequestFor(const NewChunks& wanted, const stora
     plan.frozen.push_back(chunk.frozen);
     // The extent of an earlier run is taken already.
     if (chunk.durable.has_value()) plan.free.nvme += chunk.durable->bytes;
-    const bool passes = chunk.frozen != storage::Frozen::kNo && !wanted.LogsValues(chunk.frozen);
-    if (pushed && passes && !chunk.durable.has_value()) {
+    plan.nvme_fixed_bytes += chunk.aside_bytes;
+    if (!pushed || chunk.frozen == storage::Frozen::kNo) continue;
+    if (wanted.logged()) {
+      plan.value_buffer_bytes = kValueBuffers * LargestSlices(wanted.spec, wanted.optimizer).values_bytes;
+    } else if (!chunk.durable.has_value()) {
       plan.passing_bytes += chunk.elements * sizeof(float);
     }
-    plan.nvme_fixed_bytes += chunk.aside_bytes;
   }
+  // A job has one set of these.
+  const bool has_some = std::any_of(plan.placed.begin(), plan.placed.end(),
+                                    [](const auto& chunk) { return chunk.frozen != storage::Frozen::kNo; });
+  if (has_some) plan.value_buffer_bytes = 0;
   uint64_t segment_bytes = 0;
   bool recovering = false;
   if (pushed) plan.read_back = wanted.read_back();

@@ -59,7 +59,7 @@ uint64_t FillMemory(const PlanRequest& request, Plan* plan) {
     if (plan->chunks[i].working == TierKind::kDram) plan->working.dram += layout.WorkingBytes(request.elements[i]);
     if (plan->chunks[i].state != TierKind::kHbm) state_left += layout.StateBytes(request.elements[i]);
   }
-  plan->slice_bytes = request.provisional_bytes_per_element * Trained(request);
+  plan->slice_bytes = request.provisional_bytes_per_element * Trained(request) + request.value_buffer_bytes;
   return state_left;
 }
 

@@ -37,7 +37,9 @@ struct PlanRequest {
   StateLayout LayoutOf(size_t chunk) const { return layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk]); }
   // DRAM for slices of the step in flight, which the job needs besides its chunks. Frozen chunks take none.
   uint64_t provisional_bytes_per_element = 4;
-  // DRAM that the first values of frozen chunks need until they are applied. It must be free, and is not taken.
+  // DRAM for values of frozen chunks: buffers on the way to and from the log, part of the slices' / or where there is
+  // no log, for all of their first values until they are applied, which must be free, and is not taken.
+  uint64_t value_buffer_bytes = 0;
   uint64_t passing_bytes = 0;
   // If slices of a whole step do not fit, a slice stays in memory only until it is in the job's log, or in a spill, and
   // is read back for the update. Memory needed in this case:

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <filesystem>
 #include <limits>
+#include <memory>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
@@ -358,6 +359,45 @@ TEST(FrozenSpace, WithALogFirstValuesNeedNoRoom) {
   const auto read = group.Read(0, v1::CONTENT_MASTER, 0);
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_NEAR((*read)[12345], Initial(0, 12345), 0.1f);
+}
+
+// Frozen chunks on NVMe from the start: written, read, written anew, and found again.
+TEST(FrozenSpace, FrozenChunksOnDisk) {
+  constexpr uint64_t kElements = 40 * 65536;
+  v1::JobSpec spec = MakeSpec("job", {{"base", "u", kElements, 0, v1::FROZEN_WORKING},
+                                      {"lora", "u", 256, 0},
+                                      {"weight", "u", kElements, 0, v1::FROZEN_Q8}});
+  spec.set_durability(v1::DURABILITY_STEP);
+  TestServer server("s", {.dram = 6 * kMiB, .nvme = 512 * kMiB});
+  const auto expect = [&](TrainerGroup& group, const Fill& fill) {
+    for (const uint32_t tensor : {0u, 2u}) {
+      const auto read = group.Read(tensor, v1::CONTENT_MASTER, group.step() - 1);
+      ASSERT_TRUE(read.ok()) << read.status();
+      for (uint64_t i = 0; i < kElements; i += 97) {
+        const float value = fill(tensor, i), bound = tensor == 0 ? 0 : 8.0f / 254;
+        ASSERT_NEAR((*read)[i], tensor == 0 ? Rounded(value) : value, bound) << tensor << ", element " << i;
+      }
+    }
+  };
+  auto group = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server.get()}, spec, 2, 1);
+  ASSERT_EQ(group->Start(), absl::OkStatus());
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  expect(*group, Initial);
+  const auto tiers = server->Status().jobs(0).tiers();
+  EXPECT_GT(tiers[2].state_bytes(), 3 * kMiB);
+  EXPECT_GT(tiers[1].state_bytes(), 0u);
+  const Fill other = [](uint32_t tensor, uint64_t element) { return -Initial(tensor + 1, element + 5); };
+  v1::StepHeader header = ValuesHeader(3);
+  ASSERT_EQ(group->PushAll(v1::SLICE_KIND_VALUE, AllTensors(3), other), absl::OkStatus());
+  ASSERT_EQ(group->Finish(header).status(), absl::OkStatus());
+  expect(*group, other);
+  for (uint64_t epoch = 2; epoch < 4; ++epoch) {
+    group.reset();
+    server.Restart();
+    group = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server.get()}, spec, 2, epoch);
+    ASSERT_EQ(group->Start(), absl::OkStatus());
+    expect(*group, other);
+  }
 }
 
 TEST(FrozenSpace, NewBudgetsMoveFrozenChunks) {

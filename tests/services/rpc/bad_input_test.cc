@@ -290,12 +290,11 @@ TEST_F(BadInput, GradientsThatAreNotFinite) {
 }
 
 TEST_F(BadInput, ValuesThatAreNotFinite) {
-  const model::Slice slice = group_.plan().slices()[0];
   for (const float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
     const auto fill = [&](uint32_t tensor, uint64_t i) { return tensor == 0 && i == 70 ? bad : 1.0f; };
     const absl::Status status = group_.PushSlice(0, v1::SLICE_KIND_VALUE, fill);
     Expect(status, kInvalid, model::kBadRequest,
-           {absl::StrCat("element 70 of tensor 'a.w' is ", bad), "initial values and edits must be finite"});
+           {absl::StrCat("element 70 of tensor 'embed' is ", bad), "initial values and edits must be finite"});
   }
   // Padding between tensors belongs to no tensor: NaN there does no harm.
   const auto& tensors = group_.plan().layout().tensors();

@@ -139,7 +139,8 @@ TEST_F(VerifyTest, KnowsDurablePins) {
   const JobEntry entry = (*opened)->ReadJobs(&findings)->at("job").entry;
   opened->reset();
   ASSERT_EQ(entry.pins.size(), 1u);
-  const auto kept = PinnedExtents("job", {}, entry.chunks, entry.pins);
+  const auto any = [](const storage::DurableChunk&) { return storage::StateLayout(); };
+  const auto kept = PinnedExtents("job", any, entry.chunks, entry.pins);
   ASSERT_FALSE(kept.empty());
   Flip("nvme.tier", kept[0].chunk.offset + 77);
   ExpectFound(Harm::kNone, "which the pin of version 3 keeps");

@@ -58,21 +58,22 @@ TEST(PlacementTest, FirstChunksStayInDram) {
 
 // A frozen chunk takes its values alone, no slices, and memory before trained chunks do; never the GPU's.
 TEST(PlacementTest, FrozenChunksComeFirst) {
-  constexpr uint64_t kWide = 2 * kChunk + StateLayout::kLabelBytes, kSpare = 2 * kState;
+  constexpr uint64_t kWide = 2 * kChunk + StateLayout::kLabelBytes;
   const StateLayout q8 = StateLayout().Of(Frozen::kQ8);
   EXPECT_EQ(StateLayout().Of(Frozen::kWorking).StateBytes(kChunk), kWide);
   EXPECT_EQ(q8.StateBytes(kChunk), kChunk + 4096 + StateLayout::kLabelBytes);
   EXPECT_EQ(q8.WorkingBytes(kChunk), 0u);
   EXPECT_EQ(q8.array_count(), 1);
-  PlanRequest request = FourChunks({.hbm = kSpare, .nvme = uint64_t{1} << 40});
+  PlanRequest request = FourChunks({.hbm = kState, .nvme = uint64_t{1} << 40});
   request.frozen = {Frozen::kNo, Frozen::kNo, Frozen::kWorking, Frozen::kQ8};
-  request.free.hbm = kState;
-  const uint64_t fixed = (uint64_t{1} << 20) + 2 * (kWorking + 4 * kChunk);
+  request.staging_bytes = kState / 2;
+  request.value_buffer_bytes = 12345;
+  const uint64_t fixed = kState / 2 + 2 * (kWorking + 4 * kChunk) + request.value_buffer_bytes;
   request.free.dram = fixed + kWide + q8.StateBytes(kChunk);
   const absl::StatusOr<Plan> plan = MakePlan(request);
   ASSERT_TRUE(plan.ok()) << plan.status();
   EXPECT_EQ(Tiers(*plan), "hbm/dram nvme/dram dram/dram dram/dram");
-  EXPECT_EQ(plan->slice_bytes, 2 * 4 * kChunk);
+  EXPECT_EQ(plan->slice_bytes, 2 * 4 * kChunk + 12345);
   EXPECT_EQ(plan->working.dram, 2 * kWorking);
 }
 

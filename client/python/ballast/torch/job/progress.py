@@ -53,6 +53,6 @@ class Progress:
     def check_whole(self, job: str) -> None:
         """Refuses a state that is only partly there. job: the name."""
         if self.partly:
-            raise Error(f"a load_state_dict() into job '{job}' ended before all of its state was there, and what is there is neither "
-                        'the old one nor the new: call load_state_dict() again with the same state, or rollback() to one of versions()',
+            raise Error(f"a load into job '{job}' ended before all of its state was there, and what is there is neither the old one nor "
+                        'the new: load the same state again, by the same call, or rollback() to one of versions()',
                         'INCOMPLETE')
