@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/services/http/doorman.h"
 #include "ballast/tests/services/http/http_fixture.h"
@@ -73,6 +74,23 @@ TEST_F(HttpPortTest, TurnsReadyAndThenStops) {
   EXPECT_EQ(Get(address(), "/livez").status, 200);
   EXPECT_THAT(Get(address(), "/readyz").body, HasSubstr("\"stopping\""));
   EXPECT_THAT(Get(address(), "/metrics").body, Not(HasSubstr("ballast_tier_capacity_bytes")));
+}
+
+TEST_F(HttpPortTest, ServesThePageWithoutInlineCode) {
+  const HttpAnswer page = Get(address(), "/");
+  EXPECT_THAT(page.head, HasSubstr("Content-Type: text/html"));
+  for (const auto& [path, type] :
+       {std::pair{"/page.css", "text/css"}, {"/page.js", "text/javascript"}, {"/page.svg", "image/svg+xml"}}) {
+    EXPECT_THAT(page.body, HasSubstr(absl::StrCat("\"", path, "\""))) << "the document does not ask for it";
+    const HttpAnswer part = Get(address(), path);
+    EXPECT_EQ(part.status, 200) << path;
+    EXPECT_THAT(part.head, HasSubstr(absl::StrCat("Content-Type: ", type)));
+    EXPECT_GT(part.body.size(), 100u) << path;
+  }
+  // The policy default-src 'self' would refuse these.
+  for (const char* const refused : {"<script>", "<style", "style=", "onload=", "onclick=", "http://", "https://"}) {
+    EXPECT_THAT(page.body, Not(HasSubstr(refused)));
+  }
 }
 
 struct Progress {
