@@ -13,7 +13,7 @@
 namespace ballast::model {
 
 // The version of the calls and of their meaning. proto/README.md says when it rises.
-inline constexpr uint32_t kProtocolVersion = 2;
+inline constexpr uint32_t kProtocolVersion = 3;
 
 // Bound on a message about a job: its Open, with the norms of a server's chunks, step counts and blobs.
 inline constexpr uint64_t kMessageBytesMax = uint64_t{16} << 20;

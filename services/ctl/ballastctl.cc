@@ -1,6 +1,7 @@
 // ballastctl: the operator's hand.
 //
 //   ballastctl status [--json] --servers host:port,...
+//   ballastctl trace --job NAME [--out FILE] --servers host:port,...
 //   ballastctl drop --job NAME --servers host:port,...
 //   ballastctl unpin --job NAME --version N --servers host:port,...
 //   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
@@ -9,7 +10,7 @@
 //   ballastctl plan --params N --dram BYTES [--nvme BYTES] [--ranks N] [--server-count N] ...
 //
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
-// apart). drop: 0 no server has the job any more; 1 some server did not drop it. unpin: 0 no server keeps the version
+// apart). trace: 0 all servers told; 1 not all. drop: 0 no server has the job any more; 1 some server did not drop it. unpin: 0 no server keeps the version
 // for a request any more; 1 some server may. budget: 0 all servers have the new budgets; 1 some refused. verify: 0
 // clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its profile written; 1 not. plan: 0 the job
 // fits; 1 the job does not fit. All: 2 usage.
@@ -18,6 +19,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <fstream>
 #include <optional>
 #include <string>
 #include <vector>
@@ -31,6 +33,7 @@
 #include "ballast/services/ctl/iotune_command.h"
 #include "ballast/services/ctl/plan_command.h"
 #include "ballast/services/ctl/verify_command.h"
+#include "ballast/services/view/trace.h"
 
 namespace ballast::services {
 namespace {
@@ -57,6 +60,33 @@ int Drop(const std::vector<std::string>& servers, const std::string& job, absl::
     }
   }
   return code;
+}
+
+int Trace(const std::vector<std::string>& servers, const std::string& job, const std::string& out,
+          absl::Duration timeout) {
+  std::vector<ServerSteps> seen;
+  int code = kHealthy;
+  for (const std::string& server : servers) {
+    const absl::StatusOr<v1::JobSteps> steps = LastSteps(server, job, timeout);
+    if (steps.ok()) {
+      seen.emplace_back(server, *steps);
+    } else {
+      std::fprintf(stderr, "%s: %s\n", server.c_str(), std::string(steps.status().message()).c_str());
+      code = kDegraded;
+    }
+  }
+  if (seen.empty()) return kDegraded;
+  const std::string trace = ShowTrace(seen);
+  if (out.empty()) {
+    std::fputs(trace.c_str(), stdout);
+    return code;
+  }
+  std::ofstream file(out);
+  file << trace;
+  file.close();
+  if (file.good()) return code;
+  std::fprintf(stderr, "%s cannot be written; name another file with --out\n", out.c_str());
+  return kDegraded;
 }
 
 int Unpin(const std::vector<std::string>& servers, const std::string& job, int64_t version, absl::Duration timeout) {
@@ -126,6 +156,11 @@ int Main(int argc, char** argv) {
   CLI::App* status =
       app.add_subcommand("status", "verdict, servers, jobs, versions, tiers; exit 0 healthy, 1 degraded, 2 usage");
   status->add_flag("--json", json, "machine-readable");
+  CLI::App* trace = app.add_subcommand(
+      "trace", "the job's last 256 steps as a Chrome trace (chrome://tracing, Perfetto); exit 0 all servers told");
+  std::string trace_file;
+  trace->add_option("--job", job, "name of the job")->required();
+  trace->add_option("--out", trace_file, "file; else standard output");
   CLI::App* drop = app.add_subcommand("drop", "forget a job on all servers and free what it held; its state is gone");
   drop->add_option("--job", job, "name of the job")->required();
   CLI::App* unpin = app.add_subcommand("unpin", "give up a durable pin on all servers; it cannot be restored then");
@@ -155,7 +190,7 @@ int Main(int argc, char** argv) {
   iotune->add_option("--seconds", tune.seconds, "to measure for, about")->check(CLI::PositiveNumber);
   iotune->add_option("--hbm-device", tune.hbm_device, "the GPU whose link is measured")->check(CLI::NonNegativeNumber);
   iotune->add_flag("--json", tune.json, "machine-readable");
-  for (CLI::App* command : {status, drop, unpin, budget}) {
+  for (CLI::App* command : {status, trace, drop, unpin, budget}) {
     command->add_option("--servers", servers, "host:port of every server, separated by commas")
         ->required()
         ->delimiter(',')
@@ -178,6 +213,7 @@ int Main(int argc, char** argv) {
     return RunPlan(planned);
   }
   const absl::Duration timeout = absl::Seconds(timeout_s);
+  if (trace->parsed()) return Trace(servers, job, trace_file, timeout);
   if (unpin->parsed()) return Unpin(servers, job, version, timeout);
   if (budget->parsed()) {
     budgets.servers = servers;

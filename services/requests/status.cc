@@ -38,6 +38,11 @@ v1::JobStatus Job::Status() const {
     }
     status.set_skipped_steps(core_.machine->skipped_steps());
     if (!core_.failure.ok()) status.set_failure(std::string(core_.failure.message()));
+    const JobJournal::Use log = journal_.use();
+    status.set_log_capacity_bytes(log.capacity_bytes);
+    status.set_log_used_bytes(log.used_bytes);
+    status.set_log_waited_seconds(absl::ToDoubleSeconds(log.waited));
+    status.set_queued_steps(static_cast<uint32_t>(updates_.queued()));
     status.set_chunks_moving(moves_.left());
     status.set_chunks_moved(moves_.moved());
     if (prediction_.newest().has_value()) *status.mutable_prediction() = PredictionMessage(*prediction_.newest());
