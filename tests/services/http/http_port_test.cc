@@ -93,6 +93,25 @@ TEST_F(HttpPortTest, ServesThePageWithoutInlineCode) {
   }
 }
 
+TEST_F(HttpPortTest, TellsTheLastSteps) {
+  EXPECT_EQ(Get(address(), "/steps.json").status, 200);  // there are none before the server is ready
+  TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  for (int i = 0; i < 4; ++i) ASSERT_EQ(Step(group), absl::OkStatus());
+  Serve();
+  const std::string all = Get(address(), "/steps.json").body;
+  EXPECT_THAT(all, HasSubstr("\"job\":\"job\""));
+  EXPECT_THAT(all, HasSubstr("\"step\":\"0\""));
+  EXPECT_THAT(all, HasSubstr("\"stage\":\"kernel\""));
+  const std::string last = Get(address(), "/steps.json?job=job&last=2").body;
+  EXPECT_THAT(last, Not(HasSubstr("\"step\":\"2\"")));
+  EXPECT_THAT(last, HasSubstr("\"step\":\"3\""));
+  EXPECT_THAT(last, HasSubstr("\"step\":\"4\""));
+  EXPECT_THAT(Get(address(), "/steps.json?job=another").body, HasSubstr("\"jobs\":[]"));
+  EXPECT_EQ(Get(address(), "/steps.json?last=few").status, 400);
+}
+
 struct Progress {
   uint64_t done = 0, total = 0;
 };
