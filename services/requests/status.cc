@@ -8,7 +8,6 @@
 #include "ballast/services/requests/job.h"
 
 namespace ballast::services {
-
 namespace {
 
 constexpr int kRanksNamed = 8;  // a person reads no more, and a job may have 4096

@@ -98,6 +98,27 @@ TEST(StepLog, CountsDroppedAttempts) {
   EXPECT_EQ(log.newest()->ranks, 1u);
 }
 
+TEST(StepLog, ANewEpochBeginsTheStepAnew) {
+  StepLog log;
+  EXPECT_FALSE(log.in_flight().has_value());
+  log.Decided(0);
+  log.Pushed(1, 7);
+  log.Sealed(1, 7, 0, 2, {});
+  log.Appended();
+  const absl::Time began = log.in_flight()->began;
+  EXPECT_NE(log.in_flight()->appended, absl::InfinitePast());
+  log.Opened();
+  EXPECT_FALSE(log.in_flight().has_value());
+  // The new group counts its attempts from 0.
+  log.Sealed(1, 0, 1, 2, {});
+  ASSERT_TRUE(log.in_flight().has_value());
+  EXPECT_EQ(log.in_flight()->ranks, 1u);
+  EXPECT_EQ(log.in_flight()->first_push, absl::InfinitePast());
+  EXPECT_EQ(log.in_flight()->appended, absl::InfinitePast());
+  EXPECT_EQ(log.in_flight()->began, began) << "the time before belongs to the step";
+  EXPECT_EQ(log.dropped_attempts(), 0u);
+}
+
 TEST(StepLog, IsBounded) {
   StepLog log;
   for (int64_t step = 0; step < 300; ++step) log.Decided(step);
