@@ -7,8 +7,8 @@ build=(g++ cmake ninja-build pkg-config protobuf-compiler protobuf-compiler-grpc
   libssl-dev liburing-dev librocksdb-dev prometheus-cpp-dev libcpp-httplib-dev libhwy-dev libisal-dev libgloo-dev libyaml-cpp-dev libcli11-dev
   libspdlog-dev libopenblas-dev)
 test=(libgtest-dev libgmock-dev prometheus python3-venv python3-dev ccache dpkg-dev fio clang clang-format clang-tidy)
-ops=(python3-venv python3-dev ccache dpkg-dev debootstrap systemd util-linux iproute2 buildah skopeo podman runc catatonit lintian slurmctld slurmd slurm-client munge
-  chromium libatomic1 fonts-dejavu-core tmux)
+ops=(python3-venv python3-dev ccache dpkg-dev debootstrap systemd util-linux iproute2 e2fsprogs buildah skopeo podman runc catatonit
+  lintian slurmctld slurmd slurm-client munge prometheus prometheus-alertmanager chromium libatomic1 fonts-dejavu-core tmux)
 
 case "${1:-build}" in
   build) wanted=("${build[@]}") ;;

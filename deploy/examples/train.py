@@ -6,11 +6,10 @@ import hashlib
 import os
 import sys
 
+import ballast.torch
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-
-import ballast.torch
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
 dist.init_process_group('gloo')

@@ -251,3 +251,14 @@ def test_fewer_servers_are_refused():
     for enough in (3, 5):
         assert of_kind(render(merged(BASE, {'servers': enough}), extra=live), 'StatefulSet')[0]['spec']['replicas'] == enough
     assert of_kind(render(merged(BASE, {'servers': 2}), release='other', extra=live), 'StatefulSet'), 'a new release is free to choose'
+
+
+def test_boards_and_rules():
+    """The chart has the boards and rules of deploy/grafana and deploy/prometheus, as they are."""
+    ops.need(ops.HELM)
+    documents = render(merged(BASE, {'metrics': {'rules': True, 'dashboards': True}}))
+    boards = {name: text for document in of_kind(documents, 'ConfigMap') if 'grafana_dashboard' in document['metadata'].get('labels', {})
+              for name, text in document['data'].items()}  # fmt: skip
+    assert boards == {path.name: path.read_text() for path in (ops.DEPLOY / 'grafana' / 'boards').glob('*.json')}
+    rules = [document['spec'] for document in of_kind(documents, 'PrometheusRule')]
+    assert rules == [yaml.safe_load((ops.DEPLOY / 'prometheus' / 'ballast.rules.yml').read_text())]

@@ -34,7 +34,7 @@ def test_debs():
         assert files and all(f'/{file}\n' in listing for file in files), (name, files, listing)
     said = ops.run('lintian', '--no-cfg', '--fail-on', 'none', server)
     print(said)
-    assert not re.search(r'^E: ', said, re.M), said
+    assert not re.search(r'^E: ', said, re.MULTILINE), said
 
 
 def test_deb_in_bare_root():
@@ -103,7 +103,7 @@ def test_wheel_in_bare_root():
     site = root / 'root' / 'venv' / 'lib' / torch.parent.name / 'site-packages'
     (site / 'borrowed.pth').write_text('/borrowed\n')
     readme = (ops.ROOT / 'client' / 'python' / 'README.md').read_text()
-    for number, example in enumerate(re.findall(r'```python\n(.*?)```', readme, re.S)[:2]):
+    for number, example in enumerate(re.findall(r'```python\n(.*?)```', readme, re.DOTALL)[:2]):
         (root / 'root' / f'{number}.py').write_text(example)
         said = containers.in_root(root, 'sh', '-ec', f'cd /root && /root/venv/bin/python {number}.py')
         print(said)

@@ -18,7 +18,7 @@ WITHOUT_NETWORK = {
 def block(name):
     """Lines of the chapter's block that begins with '# NAME'."""
     text = (ops.ROOT / 'README.md').read_text().split('## Run it for real')[1].split('\n## ')[0]
-    lines = re.search(rf'```sh\n# {name}\n(.*?)```', text, re.S).group(1).splitlines()
+    lines = re.search(rf'```sh\n# {name}\n(.*?)```', text, re.DOTALL).group(1).splitlines()
     return [WITHOUT_NETWORK.get(line, line) for line in lines]
 
 
