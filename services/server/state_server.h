@@ -117,6 +117,7 @@ class StateServer {
                  const CallLimit& limit = absl::InfiniteFuture());
 
   const std::string& server_id() const;
+  storage::TierBytes budget() const;  // now
   const ServerCounters& counters() const;
   // Bytes read from and written to each tier since start.
   storage::TierTraffic traffic() const;
