@@ -31,8 +31,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "ballast/proto/model/address.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/registry/registry.h"
 #include "ballast/services/config/config.h"
 #include "ballast/services/ctl/budget_command.h"
 #include "ballast/services/ctl/cluster.h"
@@ -122,6 +122,11 @@ CLI::Option* AddBytes(CLI::App* command, const char* name, Bytes* to) {
     *to = *bytes;
   };
   return command->add_option_function<std::string>(name, parse, "bytes, such as 512MiB");
+}
+
+int Complain(const absl::Status& status, Exit code) {
+  std::fprintf(stderr, "ballastctl: --servers: %s\n", std::string(status.message()).c_str());
+  return code;
 }
 
 CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
@@ -221,13 +226,10 @@ int Main(int argc, char** argv) {
       ->type_name("FILE");
   doctor->add_flag("--json", examined.json, "machine-readable");
   for (CLI::App* command : {status, top, trace, drop, unpin, budget, doctor}) {
-    command->add_option("--servers", servers, "host:port of every server, separated by commas")
+    command
+        ->add_option("--servers", servers, "host:port of every server, separated by commas; or etcd://host:port/prefix")
         ->required(command != doctor)
-        ->delimiter(',')
-        ->check([](const std::string& server) {
-          const absl::Status status = model::ParseAddress(server, model::AddressUse::kConnect).status();
-          return std::string(status.message());
-        });
+        ->delimiter(',');
     command->add_option("--timeout", timeout_s, "seconds to wait for a server")
         ->capture_default_str()
         ->check(CLI::PositiveNumber);
@@ -251,11 +253,15 @@ int Main(int argc, char** argv) {
     return RunPlan(planned);
   }
   const absl::Duration timeout = absl::Seconds(timeout_s);
+  if (const absl::Status named = registry::CheckServers(servers); !named.ok()) return Complain(named, kUsage);
   if (doctor->parsed()) {
     examined.servers = servers;
     examined.timeout = timeout;
     return RunDoctor(examined);
   }
+  const auto found = registry::FindServers(servers, timeout);
+  if (!found.ok()) return Complain(found.status(), kDegraded);
+  servers = *found;
   if (top->parsed()) {
     topping.look = [&] { return LookAt(servers, timeout); };
     topping.interval = absl::Seconds(interval_s);

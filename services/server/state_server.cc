@@ -126,6 +126,8 @@ void StateServer::Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyRespons
   answer.set_server_id(impl_->server_id);
   answer.set_protocol_version(model::kProtocolVersion);
   answer.set_page(impl_->options.page);
+  const storage::TierBytes budget = this->budget();
+  answer.set_budget_bytes(budget.hbm + budget.dram + budget.nvme);
   reply(std::move(answer));
 }
 
@@ -260,6 +262,7 @@ void StateServer::Pull(const v1::PullRequest& request, const CallLimit& limit, A
 }
 
 const std::string& StateServer::server_id() const { return impl_->server_id; }
+storage::TierBytes StateServer::budget() const { return impl_->tiers->budget(); }
 const ServerCounters& StateServer::counters() const { return impl_->counters; }
 storage::TierTraffic StateServer::traffic() const { return impl_->tiers->traffic(); }
 

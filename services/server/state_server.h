@@ -137,6 +137,7 @@ class StateServer {
                  const CallLimit& limit = absl::InfiniteFuture());
 
   const std::string& server_id() const;
+  storage::TierBytes budget() const;  // now
   const ServerCounters& counters() const;
   // For metrics, beside Status() and counters().
   ServerFigures Figures() const;
