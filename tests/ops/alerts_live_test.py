@@ -18,7 +18,6 @@ import yaml
 BY_PROMTOOL = {
     'BallastUneven': 'needs an hour of real time, and servers that were added to a job',
     'BallastVersionSkew': 'needs two versions of Ballast',
-    'BallastBusy': 'needs answers of 64 MiB that clients do not take, or 32768 requests that wait',
     'BallastLogFull': 'the log of a job is reserved so large that a slow disk holds steps up elsewhere first (test_disks: no push waited)',
     'BallastCertificateExpires': 'no server exports ballast_tls_not_after_timestamp_seconds yet',
     'BallastTlsReloadFailed': 'no server exports ballast_tls_reloads_total yet',
@@ -171,17 +170,28 @@ def test_disks():
 
 
 def test_machine():
-    """A kernel that refuses io_uring, as container engines do, and a small limit of locked memory."""
+    """A kernel that refuses io_uring, as container engines do, and a small limit of locked memory; clients whose deadlines pass."""
+    ops.need(ops.BIN / 'train_bytes_lm', 'curl', 'setpriv')
     servers = [watched.Server(0).start(*faults.LITTLE_MEMLOCK, preexec_fn=faults.without_io_uring)]
     began = time.monotonic()
     watch = Watch(servers)
     trainer = watched.trainer(servers, 'demo')  # memory is taken, and locked, for jobs
     watch.trains('demo', trainer)
     watch.fires('BallastIoFallback', 'BallastMemoryNotLocked', since=began)
+    watch.silent('BallastBusy')
+
+    # Pulls of a version that is far away, with a deadline of 0.2 s: reason BUSY.
+    end = time.monotonic() + 60
+    while not watch.hook.seen('BallastBusy'):
+        assert time.monotonic() < end, watch.hook.events
+        faults.pull(servers[0].listen, 'demo', 1 << 40)
+    watch.fires('BallastBusy', since=began)
+
     servers[0].kill()
     servers[0].start()
     watch.trains('demo', trainer)
-    watch.resolves('BallastIoFallback', 'BallastMemoryNotLocked', since=began)
+    watch.resolves('BallastIoFallback', 'BallastMemoryNotLocked', 'BallastBusy', since=began)
+    watched.end(trainer)
 
 
 def test_complete():

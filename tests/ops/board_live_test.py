@@ -18,7 +18,6 @@ TO_COME = {
     'ballast_auth_denied_total': 'comes with the rights file',
     'ballast_tls_not_after_timestamp_seconds': 'comes with TLS',
     'ballast_tls_reloads_total': 'comes with TLS',
-    'ballast_read_back_bytes_total': 'comes with the families of a job',
 }  # fmt: skip
 
 # Families that no panel shows, and why.

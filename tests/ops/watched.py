@@ -89,10 +89,11 @@ def trainer(servers, job, *extra, rank=0, ranks=1):
 
 
 def check_alive(*trainers):
-    """Trainers go on until somebody ends them."""
+    """Trainers go on until somebody ends them; otherwise nothing that the test waits for will come."""
     for process in trainers:
-        log = pathlib.Path(f'{process.args[process.args.index("--job") + 1]}{process.args[process.args.index("--rank") + 1]}.log')
-        assert process.poll() is None, f'a trainer ended with {process.returncode}: {log.read_text()[-600:]}'
+        if process.poll() is not None:
+            name = ''.join(process.args[process.args.index(option) + 1] for option in ('--job', '--rank'))
+            raise SystemExit(f'a trainer ended with {process.returncode}: {pathlib.Path(f"{name}.log").read_text()[-600:]}')
 
 
 def end(*processes):

@@ -81,7 +81,7 @@ def board():
     )
     b.stat(
         'State held',
-        'Master weights and moments on the chosen servers.',
+        'Master weights and moments on the chosen servers, with the durable copies on NVMe.',
         'bytes',
         [(f'sum(ballast_tier_part_bytes{{{SERVERS}, part="state"}})', 'state')],
     )

@@ -4,6 +4,7 @@ from board import JOBS, SERVERS, Board, rate
 
 NVME = f'{SERVERS}, tier="nvme"'
 STATE = 'ballast_tier_part_bytes{' + SERVERS + ', part="state"'
+WRITES = SERVERS + ', op="write"'
 TIERS = ('hbm', 'dram', 'nvme')
 
 
@@ -26,16 +27,9 @@ def board():
         )
     b.stat(
         'State on NVMe',
-        'Share of the state that is on the disk alone: each step reads and writes it.',
-        'percentunit',
-        [
-            (
-                f'sum({STATE}, tier="nvme"}}) / (sum({STATE}}}) > 0)',
-                'on NVMe',
-            )
-        ],
-        min=0,
-        max=1,
+        'All versions of state on the disks: state that lives there, and the durable copies of state that lives in memory.',
+        'bytes',
+        [(f'sum({STATE}, tier="nvme"}})', 'on NVMe')],
     )
     b.stat(
         'Chunks on the move',
@@ -70,7 +64,7 @@ def board():
         )
     b.series(
         'State by tier',
-        'Master weights and moments, by the tier that they live in.',
+        'Master weights and moments. NVMe also has the durable copies of state that lives in memory, and versions to come.',
         'bytes',
         [(f'sum by (tier) ({STATE}}})', '{{tier}}')],
         stack=True,
@@ -133,10 +127,10 @@ def board():
         [(f'sum({rate(f"ballast_tier_{what}_bytes_total", NVME)}) / {steps}', what) for what in ('read', 'written')],
     )
     b.series(
-        'NVMe written per day',
+        'Written per day',
         "Bytes that a day at this rate writes to each server's disk: compare with the endurance that its maker states.",
         'bytes',
-        [(f'86400 * sum by (instance) ({rate("ballast_tier_written_bytes_total", NVME)})', '{{instance}}')],
+        [(f'86400 * sum by (instance) ({rate("ballast_disk_bytes_total", WRITES)})', '{{instance}}')],
     )
     b.series(
         'Memory of the process',

@@ -2,6 +2,7 @@
 
 from board import JOBS, RATE, SERVERS, Board, mean, quantile, rate, thresholds
 
+READ_BACK = SERVERS + ', why="read_back"'
 CALLS = 'ballast_rpc_duration_seconds'
 BOUND = thresholds((None, 'green'), (0.5, 'orange'), (0.9, 'red'))
 
@@ -51,10 +52,10 @@ def board():
         ],
     )
     b.series(
-        'Read back and sent twice',
-        'Slices that found no memory are read back from the disk; duplicates are pushes that had arrived already.',
+        'Read back',
+        'Bytes per second of slices that found no room in memory: read back from the disk for the update.',
         'Bps',
-        [(f'sum by (training_job) ({rate("ballast_read_back_bytes_total", JOBS)})', '{{training_job}} read back')],
+        [(f'sum by (instance) ({rate("ballast_moved_bytes_total", READ_BACK)})', '{{instance}}')],
     )
     b.series(
         'Duplicate pushes',
