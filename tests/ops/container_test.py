@@ -22,7 +22,7 @@ def engine(**options):
 
 
 def answers():
-    return ops.http('http://127.0.0.1:9070/metrics')[0] == 200
+    return ops.http('http://127.0.0.1:9070/readyz')[0] == 200
 
 
 def backend():
@@ -177,6 +177,6 @@ def test_pod_with_our_profile():
 def test_pod_answers_probes():
     podman, image = engine()
     probes = chart_pod(image)
-    plays(podman)
+    plays(podman)  # ready: the path of the startup probe has answered with 200
     got = {kind: ops.http(f'http://127.0.0.1:9070{path}')[0] for kind, path in probes.items()}
     assert set(got.values()) == {200}, got
