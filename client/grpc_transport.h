@@ -1,19 +1,26 @@
 // The client's transport over gRPC.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "ballast/client/transport.h"
 
 namespace ballast::client {
 
 // `address`: "host:port". Connects lazily: a server that is down shows as UNAVAILABLE (SERVER_DOWN) on calls.
 std::unique_ptr<Transport> MakeGrpcTransport(const std::string& address);
-// Makes a transport per address given by a user. INVALID_ARGUMENT (BAD_CONFIG) for a text that is not a server address.
-absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(const std::vector<std::string>& addresses);
+// Makes a transport per server given by a user: addresses, or the URL of a registry
+// (etcd://host:port/prefix?servers=N), whose servers are waited for (client/discovery), until `timeout` or until
+// `interrupted` says so. INVALID_ARGUMENT (BAD_CONFIG) for a text that is neither; with a URL also the errors of
+// registry::AwaitServers.
+absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(
+    const std::vector<std::string>& servers, absl::Duration timeout = absl::Seconds(60),
+    const std::function<bool()>& interrupted = nullptr);
 
 // Sets M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_TOP_PAD for the process: by default glibc trims its heap around gRPC's
 // read buffers, at more cost than the transfer itself. Call once at program start; a library must not.

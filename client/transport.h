@@ -29,6 +29,8 @@ class Transport {
   virtual ~Transport() = default;
   // For messages: "host:port" or "embedded".
   virtual std::string name() const = 0;
+  // Whether the server was found in a registry, and not named by a user: a job that has no chunks there does without.
+  virtual bool Discovered() const { return false; }
 
   virtual void Identify(const v1::IdentifyRequest&, absl::Time deadline, Callback<v1::IdentifyResponse>) = 0;
   virtual void GetJob(const v1::GetJobRequest&, absl::Time deadline, Callback<v1::GetJobResponse>) = 0;

@@ -6,9 +6,10 @@ set -euo pipefail
 build=(g++ cmake ninja-build pkg-config protobuf-compiler protobuf-compiler-grpc libgrpc++-dev libprotobuf-dev libabsl-dev
   libssl-dev liburing-dev librocksdb-dev prometheus-cpp-dev libcpp-httplib-dev libhwy-dev libisal-dev libgloo-dev libyaml-cpp-dev libcli11-dev
   libspdlog-dev libopenblas-dev)
-test=(libgtest-dev libgmock-dev prometheus python3-venv python3-dev ccache dpkg-dev fio clang clang-format clang-tidy)
-ops=(python3-venv python3-dev ccache dpkg-dev debootstrap systemd util-linux iproute2 buildah skopeo podman runc catatonit lintian slurmctld
-  slurmd slurm-client munge prometheus prometheus-alertmanager chromium fonts-dejavu-core e2fsprogs curl)
+test=(libgtest-dev libgmock-dev prometheus python3-venv python3-dev ccache dpkg-dev fio clang clang-format clang-tidy
+  etcd-server etcd-client help2man zsh fish)
+ops=(python3-venv python3-dev ccache dpkg-dev debootstrap systemd util-linux iproute2 e2fsprogs buildah skopeo podman runc catatonit
+  lintian slurmctld slurmd slurm-client munge prometheus prometheus-alertmanager chromium libatomic1 fonts-dejavu-core tmux curl)
 
 case "${1:-build}" in
   build) wanted=("${build[@]}") ;;
@@ -33,5 +34,5 @@ if ((EUID != 0)); then
 fi
 echo "packages: installing ${#missing[@]}: ${missing[*]}"
 "${root[@]}" apt-get update -qq
-# prometheus is wanted for promtool alone, munge and slurm for tests that start their own: no service must start.
+# prometheus is wanted for promtool alone, etcd, munge and slurm for tests that start their own: no service must start.
 "${root[@]}" env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null

@@ -13,6 +13,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <climits>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
@@ -21,9 +22,11 @@
 #include <string>
 #include <vector>
 
+#include "ballast/proto/model/address.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/config/config.h"
+#include "ballast/services/discovery/registration.h"
 #include "ballast/services/http/http_port.h"
 #include "ballast/services/rpc/rpc_server.h"
 #include "ballast/services/server/state_server.h"
@@ -97,6 +100,47 @@ void Notify(const std::string& state) {
   close(socket_fd);
 }
 
+// The address by which trainers reach a server that listens at `listen`.
+std::string AdvertisedAddress(const Config& config, const std::string& listen) {
+  const auto own = model::ParseAddress(listen, model::AddressUse::kListen);
+  if (!own.ok()) return listen;
+  model::Address address = *own;
+  if (!config.advertise.empty()) {
+    address = *model::ParseAddress(config.advertise, model::AddressUse::kListen);
+    if (address.port == 0) address.port = own->port;
+  } else if (address.host == "0.0.0.0" || address.host == "::") {
+    char name[HOST_NAME_MAX + 1] = {};
+    if (gethostname(name, sizeof(name) - 1) == 0 && name[0] != '\0') address.host = name;
+  }
+  return model::FormatAddress(address);
+}
+
+v1::ServerEntry EntryOf(const std::string& id, const std::string& address, v1::ServerState state,
+                        const storage::TierBytes& budget) {
+  v1::ServerEntry entry;
+  entry.set_server_id(id);
+  entry.set_address(address);
+  entry.set_version(model::Version());
+  entry.set_state(state);
+  entry.set_hbm_bytes(budget.hbm);
+  entry.set_dram_bytes(budget.dram);
+  entry.set_nvme_bytes(budget.nvme);
+  return entry;
+}
+
+// Null without `discovery`. Where name and port are known before the start, trainers find the server, and wait for it,
+// while its jobs come back.
+std::unique_ptr<Registration> Register(const Config& config) {
+  if (config.discovery.empty()) return nullptr;
+  auto registration = std::make_unique<Registration>(*registry::ParseRegistryUrl(config.discovery));
+  const std::string address = AdvertisedAddress(config, config.listen);
+  if (!config.server.server_id.empty() && model::ParseAddress(address, model::AddressUse::kConnect).ok()) {
+    registration->Announce(EntryOf(config.server.server_id, address, v1::SERVER_STATE_RECOVERING, config.server.budget),
+                           nullptr);
+  }
+  return registration;
+}
+
 int Serve(const Config& config, const sigset_t& signals) {
   StateServerOptions options = config.server;
   options.interrupt = Signalled;
@@ -107,6 +151,7 @@ int Serve(const Config& config, const sigset_t& signals) {
   if (!http.ok()) return Complain(http.status(), kMetricsPortInUse);
   spdlog::info("HTTP on {}: /livez, /readyz, /metrics, /status.json; recovering", (*http)->address());
   options.page = (*http)->address();
+  std::unique_ptr<Registration> registration = Register(config);
   auto state = StateServer::Start(options);
   if (!state.ok() && model::ReasonOf(state.status()) == model::kServerDown) return Complain(state.status(), kOk);
   if (!state.ok()) return Complain(state.status(), ExitOf(state.status()));
@@ -116,6 +161,13 @@ int Serve(const Config& config, const sigset_t& signals) {
   if (!rpc.ok()) return Complain(rpc.status(), kPortInUse);
   (*http)->Serve(state->get(), (*rpc)->address());
 
+  if (registration != nullptr) {
+    const std::string address = AdvertisedAddress(config, (*rpc)->address());
+    registration->Announce(EntryOf((*state)->server_id(), address, v1::SERVER_STATE_SERVING, (*state)->budget()),
+                           [server = state->get(), address](v1::ServerEntry* entry) {
+                             *entry = EntryOf(server->server_id(), address, v1::SERVER_STATE_SERVING, server->budget());
+                           });
+  }
   std::printf("ballastd ready listen=%s metrics=%s server_id=%s\n", (*rpc)->address().c_str(),
               (*http)->address().c_str(), (*state)->server_id().c_str());
   std::fflush(stdout);
@@ -125,6 +177,7 @@ int Serve(const Config& config, const sigset_t& signals) {
   spdlog::info("signal {}: ending", signal_number);
   Notify("STOPPING=1");
   (*http)->Withdraw();
+  registration.reset();
   (*rpc)->Stop(kGrace);
   return kOk;
 }

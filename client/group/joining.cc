@@ -41,14 +41,19 @@ const v1::OpenRequest* NewestOpen(absl::Span<const v1::GetJobResponse> answers) 
   return newest;
 }
 
-// Makes `open` the Open of a new job, spread evenly over the servers.
-void SetNewJob(const v1::JobSpec& spec, absl::Span<const v1::GetJobResponse> answers, v1::OpenRequest* open) {
+// Makes `open` the Open of a new job, spread over the servers by their budgets: `bytes`, by server id.
+void SetNewJob(const v1::JobSpec& spec, absl::Span<const v1::GetJobResponse> answers,
+               const std::map<std::string, uint64_t>& bytes, v1::OpenRequest* open) {
   *open->mutable_spec() = spec;
   open->clear_members();
+  const bool all_tell = std::all_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& answer) {
+    const auto told = bytes.find(answer.server_id());
+    return told != bytes.end() && told->second > 0;
+  });
   for (const v1::GetJobResponse& answer : answers) {
     v1::Member* member = open->add_members();
     member->set_server_id(answer.server_id());
-    member->set_weight(1);
+    member->set_weight(all_tell ? static_cast<double>(bytes.at(answer.server_id())) / (1 << 30) : 1);
   }
 }
 
@@ -140,6 +145,7 @@ absl::Status Opening::Identify(absl::Time deadline) {
     }
     server_ids_.push_back(answer.server_id());
     peers_.push_back(MakePeer(answer, router_->name(i)));
+    budget_bytes_[answer.server_id()] = answer.budget_bytes();
   }
   return absl::OkStatus();
 }
@@ -224,7 +230,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   const absl::Time deadline = absl::Now() + options.open_timeout;
   v1::GetJobRequest ask;
   ask.set_job(options.job);
-  BALLAST_ASSIGN_OR_RETURN(const auto seen,
+  BALLAST_ASSIGN_OR_RETURN(auto seen,
                            (router_->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
                                &Transport::GetJob, absl::StrCat("GetJob of job '", options.job, "'"), ask, deadline)));
   int64_t highest = -1;
@@ -235,6 +241,12 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   }
   if (options.resume == Resume::kNever && highest >= 0) return JobExists(options.job, highest);
   if (options.resume == Resume::kMust && !exists) return JobMissing(options.job);
+  if (const v1::OpenRequest* newest = NewestOpen(seen); newest != nullptr) {
+    BALLAST_RETURN_IF_ERROR(LeaveOthersOut(*newest));
+    std::erase_if(seen, [this](const v1::GetJobResponse& answer) {
+      return std::find(server_ids_.begin(), server_ids_.end(), answer.server_id()) == server_ids_.end();
+    });
+  }
 
   Fencing fencing(router_, options.job, Fencing::Promised(seen), peers_);
   v1::OpenRequest open;
@@ -243,7 +255,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   // must not be left on the servers.
   const bool is_new = NewestOpen(seen) == nullptr;
   if (is_new) {
-    SetNewJob(spec, seen, &open);
+    SetNewJob(spec, seen, budget_bytes_, &open);
     open.set_base(-1);
     BALLAST_RETURN_IF_ERROR(Divide(&open));
     BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
@@ -278,7 +290,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
     *open.mutable_members() = newest->members();
     BALLAST_RETURN_IF_ERROR(MatchMembers(open, server_ids));
   } else {
-    SetNewJob(spec, *fenced, &open);
+    SetNewJob(spec, *fenced, budget_bytes_, &open);
   }
   BALLAST_RETURN_IF_ERROR(Divide(&open));
   // All servers or none: a job opened by one server, with no room on another, could not be changed any more.
@@ -351,6 +363,33 @@ absl::Status Opening::MoveEpoch(Fencing fencing, v1::OpenRequest* open, int64_t 
   return SendOpen(*open, deadline);
 }
 
+absl::Status Opening::LeaveOthersOut(const v1::OpenRequest& open) {
+  absl::flat_hash_set<std::string> missing;
+  for (const v1::Member& member : open.members()) missing.insert(member.server_id());
+  std::vector<uint32_t> stay;
+  std::vector<std::string> ids;
+  bool discovered = false;
+  for (uint32_t i = 0; i < server_ids_.size(); ++i) {
+    discovered = discovered || router_->transport(i)->Discovered();
+    if (missing.erase(server_ids_[i]) == 0 && router_->transport(i)->Discovered()) continue;
+    stay.push_back(i);
+    ids.push_back(server_ids_[i]);
+  }
+  if (discovered && !missing.empty()) {
+    return BadSpec(absl::StrCat("job '", open.spec().name(), "' has chunks on server '", *missing.begin(),
+                                "', which is not registered now (", absl::StrJoin(server_ids_, ", "),
+                                " are); start it, or end the URL with ?servers=", open.members_size(),
+                                " to wait for all"));
+  }
+  if (stay.size() == server_ids_.size()) return absl::OkStatus();
+  router_->Reorder(stay);
+  server_ids_ = std::move(ids);
+  std::erase_if(peers_, [this](const v1::Peer& peer) {
+    return std::find(server_ids_.begin(), server_ids_.end(), peer.server_id()) == server_ids_.end();
+  });
+  return absl::OkStatus();
+}
+
 absl::Status Opening::MatchMembers(const v1::OpenRequest& open, absl::Span<const std::string> server_ids) {
   if (static_cast<size_t>(open.members_size()) != server_ids.size()) {
     return BadSpec(
@@ -380,7 +419,8 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::Stat
   if (!shared->ParseFromString(said[0])) {
     mine = model::Error(absl::StatusCode::kInternal, model::kBadRequest, "rank 0 sent no Open");
   } else if (mine = model::CheckOpen(*shared); mine.ok() && !first && match_members) {
-    mine = MatchMembers(*shared, server_ids_);  // names members: a rank with other servers gets an error
+    mine = LeaveOthersOut(*shared);
+    if (mine.ok()) mine = MatchMembers(*shared, server_ids_);  // names members: a rank with other servers gets an error
   }
   BALLAST_RETURN_IF_ERROR(group_->Agree("Open", mine));
   router_->SetOpen(shared);

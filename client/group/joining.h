@@ -2,6 +2,7 @@
 // ranks agree.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -61,6 +62,9 @@ class Opening {
   absl::Status DropPartialPins(const v1::OpenRequest& open, absl::Time deadline);
   // Fences, then sends `open`, which must start at `version`.
   absl::Status MoveEpoch(Fencing fencing, v1::OpenRequest* open, int64_t version, absl::Time deadline);
+  // Drops servers that were found in a registry and hold nothing of the job. INVALID_ARGUMENT (BAD_SPEC) if a member is
+  // not registered.
+  absl::Status LeaveOthersOut(const v1::OpenRequest& open);
   // Puts the router's servers into the order of `open`'s members.
   absl::Status MatchMembers(const v1::OpenRequest& open, absl::Span<const std::string> server_ids);
   // Returns rank 0's Open, or rank 0's error, on all ranks.
@@ -76,7 +80,8 @@ class Opening {
   Split split_;
   TensorUnion union_;
   std::vector<v1::Peer> peers_;
-  std::vector<std::string> server_ids_;  // in the router's order, until that becomes the members'
+  std::vector<std::string> server_ids_;           // in the router's order, until that becomes the members'
+  std::map<std::string, uint64_t> budget_bytes_;  // by server id
 };
 
 }  // namespace ballast::client

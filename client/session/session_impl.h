@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "ballast/client/group/group.h"
 #include "ballast/client/group/job_spec.h"
 #include "ballast/client/group/joining.h"
@@ -89,6 +90,8 @@ struct Session::Impl {
   absl::StatusOr<StepReport> BringBack(int64_t pinned, const v1::PinResponse& pin);
   // COLLECTIVE. After an Open that found state lost.
   absl::Status GoBack(int64_t pinned);
+  // Where this rank's time went since the last decision, up to now.
+  v1::TrainerTimes Spent() const;
   absl::StatusOr<v1::Decision> SealAgreed(const Agreement& agreed, absl::Time deadline, const Values::Source& source);
   // Asks all servers for norms, by this rank alone.
   absl::StatusOr<v1::NormResponse> AskNorms(const std::string& presence);
@@ -119,6 +122,12 @@ struct Session::Impl {
   absl::Status finished;
   double push_seconds = 0;
   double seal_seconds = 0;
+  // When the last step was decided, or the session opened, and the blocked seconds until then.
+  struct {
+    absl::Time at = absl::Now();
+    double pull_seconds = 0, gather_seconds = 0, push_seconds = 0;
+  } since;
+  v1::TrainerTimes spent;  // up to the exchange before the seal in the making
 
   // Norms never change within an attempt for the same presence.
   struct {

@@ -161,6 +161,19 @@ absl::Status Session::Impl::CheckWritten(const v1::StepHeader& own, const v1::St
   return absl::OkStatus();
 }
 
+v1::TrainerTimes Session::Impl::Spent() const {
+  const double pull = parameters.pull_seconds() - since.pull_seconds;
+  const double gather = parameters.gather_seconds() - since.gather_seconds, push = push_seconds - since.push_seconds;
+  const double all = absl::ToDoubleSeconds(absl::Now() - since.at);
+  const auto us = [](double seconds) { return static_cast<uint64_t>(1e6 * std::max(0.0, seconds)); };
+  v1::TrainerTimes times;
+  times.set_compute_us(us(all - pull - gather - push));
+  times.set_pull_wait_us(us(pull));
+  times.set_gather_us(us(gather));
+  times.set_push_wait_us(us(push));
+  return times;
+}
+
 absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, absl::Time deadline,
                                                        const Values::Source& source) {
   v1::SealRequest seal;
@@ -169,6 +182,7 @@ absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, 
   seal.set_step(seat.version + 1);
   seal.set_attempt(seat.attempt);
   seal.set_rank(seat.rank());
+  *seal.mutable_trainer_times() = spent;
   seal.set_plan_hash(model::PlanHash(seat.units->plan(), seal.step(), seat.attempt, agreed.header, agreed.blobs));
   *seal.mutable_header() = agreed.header;
   for (const std::string& blob : agreed.blobs) seal.add_blobs(blob);
@@ -197,6 +211,7 @@ absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, 
 absl::StatusOr<StepReport> Session::Impl::Transact(const std::string& what, absl::Status mine, v1::StepHeader header,
                                                    const std::string& blob, const Values::Source& source) {
   const absl::Time start = absl::Now();
+  spent = Spent();
   auto agreed = Settle(what, std::move(mine), std::move(header), blob, &source);
   if (!agreed.ok()) return Conclude(agreed.status());
   auto report = Conduct(*agreed, blob, source);
@@ -221,6 +236,7 @@ absl::StatusOr<StepReport> Session::Impl::Conduct(const Agreement& agreed, const
   seat.version = decision->step();
   seat.attempt = 0;
   sealed_blob = blob;
+  since = {absl::Now(), parameters.pull_seconds(), parameters.gather_seconds(), push_seconds};
   gradients.Forget();
   values.ReleaseBuffers();
   without_values = model::TensorsWithoutValues(seat.units->plan(), seat.version);

@@ -20,11 +20,13 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
 #include "absl/synchronization/mutex.h"
+#include "ballast/client/discovery/discovered_transport.h"
 #include "ballast/client/transport/grpc_status.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/registry/registry_url.h"
 #include "ballast/v1/state_service.grpc.pb.h"
 
 namespace ballast::client {
@@ -364,9 +366,13 @@ std::unique_ptr<Transport> MakeGrpcTransport(const std::string& address) {
   return std::make_unique<GrpcTransport>(address);
 }
 
-absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(const std::vector<std::string>& addresses) {
+absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(const std::vector<std::string>& servers,
+                                                                           absl::Duration timeout,
+                                                                           const std::function<bool()>& interrupted) {
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<registry::RegistryUrl> urls, registry::RegistryUrlIn(servers));
+  if (!urls.empty()) return DiscoverTransports(urls.front(), timeout, interrupted);
   std::vector<std::unique_ptr<Transport>> transports;
-  for (const std::string& address : addresses) {
+  for (const std::string& address : servers) {
     BALLAST_RETURN_IF_ERROR(model::ParseAddress(address, model::AddressUse::kConnect).status());
     transports.push_back(MakeGrpcTransport(address));
   }

@@ -1,7 +1,7 @@
 # What a consumer gets: find_package(Ballast) with Ballast::client, Ballast::kernels and all that they stand on.
 include(CMakePackageConfigHelpers)
 
-set(installed ballast_proto ballast_proto_grpc ballast_model ballast_kernels ballast_collective ballast_client)
+set(installed ballast_proto ballast_proto_grpc ballast_model ballast_registry ballast_kernels ballast_collective ballast_client)
 set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/Ballast)
 # Component dev is libballast-dev, component server is ballast-server (BallastPackaging).
 set(CMAKE_INSTALL_DEFAULT_COMPONENT_NAME dev)

@@ -1,7 +1,7 @@
 # `cpack` in a build folder writes Debian packages: ballast-server, libballast-dev, and ballast-dashboards and ballast-alerts where
 # the tree has their files. Dependencies on libraries are those that the programs link.
 set(packages server dev)
-file(GLOB boards ${PROJECT_SOURCE_DIR}/deploy/grafana/*.json)
+file(GLOB boards ${PROJECT_SOURCE_DIR}/deploy/grafana/boards/*.json)
 if(boards)
   list(APPEND packages dashboards)
   install(FILES ${boards} DESTINATION share/ballast/grafana COMPONENT dashboards)

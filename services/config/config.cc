@@ -19,6 +19,7 @@
 #include "absl/strings/str_replace.h"
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/registry/registry_url.h"
 
 namespace ballast::services {
 namespace {
@@ -62,7 +63,7 @@ const std::vector<Key>& Keys() {
   static const auto* const kKeys = new std::vector<Key>{
       {{"listen", "host:port, port 0 for a free one", "127.0.0.1:7070", "address for trainers and ballastctl (gRPC)"},
        [](const std::string& text, Config* c) { return SetAddress(text, &c->listen); }},
-      {{"metrics_listen", "host:port, port 0 for a free one", "127.0.0.1:9070", "address of the HTTP port: /metrics, /status.json, /livez, /readyz"},
+      {{"metrics_listen", "host:port, port 0 for a free one", "127.0.0.1:9070", "address of the HTTP port: /metrics, /status.json, /steps.json, /livez, /readyz"},
        [](const std::string& text, Config* c) { return SetAddress(text, &c->metrics_listen); }},
       {{"data_directory", "a path", "none, must be given", "catalog and NVMe tier; one server alone may use it"},
        [](const std::string& text, Config* c) {
@@ -108,6 +109,15 @@ const std::vector<Key>& Keys() {
          c->server.machine_profile = text;
          return !text.empty();
        }},
+      {{"discovery", "etcd://host:port/prefix", "none: servers are listed by trainers",
+        "registry where the server is found, with its address and budgets, by `--servers` with the same URL"},
+       [](const std::string& text, Config* c) {
+         c->discovery = text;
+         return registry::ParseRegistryUrl(text).ok();
+       }},
+      {{"advertise", "host:port, port 0 for that of listen", "listen; this machine's name if that is all addresses",
+        "address by which trainers reach the server, for `discovery`"},
+       [](const std::string& text, Config* c) { return SetAddress(text, &c->advertise); }},
       {{"log_level", "trace, debug, info, warn, error or off", "info", "what is logged, to standard error"},
        [](const std::string& text, Config* c) {
          static const std::set<std::string> kLevels = {"trace", "debug", "info", "warn", "error", "off"};

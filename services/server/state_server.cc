@@ -8,13 +8,6 @@
 #include "ballast/storage/tier/dram_tier.h"
 
 namespace ballast::services {
-namespace {
-
-// Each job has a thread; a fence of an unknown name makes a job.
-constexpr size_t kJobsMax = 256;
-
-}  // namespace
-
 StateServer::StateServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 StateServer::~StateServer() {
@@ -133,6 +126,8 @@ void StateServer::Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyRespons
   answer.set_server_id(impl_->server_id);
   answer.set_protocol_version(model::kProtocolVersion);
   answer.set_page(impl_->options.page);
+  const storage::TierBytes budget = this->budget();
+  answer.set_budget_bytes(budget.hbm + budget.dram + budget.nvme);
   reply(std::move(answer));
 }
 
@@ -267,6 +262,7 @@ void StateServer::Pull(const v1::PullRequest& request, const CallLimit& limit, A
 }
 
 const std::string& StateServer::server_id() const { return impl_->server_id; }
+storage::TierBytes StateServer::budget() const { return impl_->tiers->budget(); }
 const ServerCounters& StateServer::counters() const { return impl_->counters; }
 storage::TierTraffic StateServer::traffic() const { return impl_->tiers->traffic(); }
 

@@ -28,6 +28,10 @@ def test_debs():
     assert 'include/' not in listing
     listing = ops.run('dpkg-deb', '--contents', dev)
     assert 'include/ballast/client/session.h' in listing and 'BallastConfig.cmake' in listing and 'bin/' not in listing, listing
+    for name, folder, ending in [('ballast-dashboards', 'grafana/boards', '.json'), ('ballast-alerts', 'prometheus', '.rules.yml')]:
+        listing = ops.run('dpkg-deb', '--contents', deb(name))
+        files = [path.name for path in (ops.DEPLOY / folder).iterdir() if path.name.endswith(ending)]
+        assert files and all(f'/{file}\n' in listing for file in files), (name, files, listing)
     said = ops.run('lintian', '--no-cfg', '--fail-on', 'none', server)
     print(said)
     assert not re.search(r'^E: ', said, re.MULTILINE), said

@@ -21,7 +21,8 @@ class Machine:
         self.podman = containers.Podman()
         self.first = ops.start('podman', *self.podman.storage, '--tmpdir', '/run/podman-tmp', 'run', '--name', 'machine', '--rm',
                                '--systemd=always', '--network', 'none', '--cap-add', 'SYS_ADMIN', '--security-opt', 'seccomp=unconfined',
-                               *(f'--volume={here}:{there}:ro' for here, there in mounts), '--rootfs', self.root, '/lib/systemd/systemd', log='boot.log', env=self.podman.environment)
+                               *(f'--volume={here}:{there}:ro' for here, there in mounts),
+                               '--rootfs', self.root, '/lib/systemd/systemd', log='boot.log', env=self.podman.environment)
         ops.wait_for(lambda: self.state() in ('running', 'degraded'), 'systemd is up', 60)
 
     def state(self):

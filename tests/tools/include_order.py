@@ -11,7 +11,9 @@ import sys
 # A top-level folder may include from these others. An entry of its own for a folder below decides for that folder.
 OTHERS = {
     'proto/model': ['ballast/v1', 'kernels'],
+    'proto/registry': ['proto/model', 'ballast/v1'],
     'kernels': [],
+    'storage/counters': [],
     'storage/faults': [],
     'storage/io': ['proto/model'],
     'storage/memory': ['kernels/cuda/outcome.h', 'proto/model'],
@@ -26,7 +28,13 @@ OTHERS = {
     'services': ['storage', 'kernels', 'proto/model', 'ballast/v1'],
     # The activation stash: tiers of the trainer's own, in the trainer's process, without a server.
     'client/python/native/stash': ['storage/io', 'storage/memory', 'storage/tier', 'kernels', 'proto/model'],
-    'client/python': ['services/embedded', 'services/server/estimate.h', 'services/server/state_server.h', 'kernels', 'proto/model', 'ballast/v1'],
+    'services/discovery': ['proto/model', 'proto/registry', 'ballast/v1'],
+    'services/config': ['storage', 'kernels', 'proto/model', 'proto/registry', 'ballast/v1'],
+    'services/ctl': ['storage', 'kernels', 'proto/model', 'proto/registry', 'ballast/v1'],
+    'client/python': ['services/embedded', 'services/server/estimate.h', 'services/server/state_server.h', 'kernels', 'proto/model', 'proto/registry/registry_url.h', 'ballast/v1'],
+    'services/ballastd.cc': ['storage', 'kernels', 'proto/model', 'proto/registry', 'ballast/v1'],
+    'client/discovery': ['proto/model', 'proto/registry', 'ballast/v1'],
+    'client/transport': ['kernels', 'proto/model', 'proto/registry', 'ballast/v1'],
     'client': ['kernels', 'proto/model', 'ballast/v1'],
 }
 
@@ -34,7 +42,8 @@ OTHERS = {
 # other. A name with a dot is a file; '.' is all files that lie directly in the top-level folder and have no row of their own.
 LINES = {
     'storage': [
-        ['faults', 'io'],
+        ['counters', 'faults'],
+        ['io'],
         ['memory', 'placement', 'catalog', 'parity'],
         ['log', 'tier'],
         ['chunk'],
@@ -54,13 +63,14 @@ LINES = {
         ['recovery'],
         ['requests'],
         ['server'],
-        ['rpc', 'embedded', 'metrics', 'config', 'verify'],
+        ['rpc', 'embedded', 'metrics', 'config', 'verify', 'discovery'],
         ['http'],
         ['ctl', 'ballastd.cc'],
     ],
     'client': [
         ['collective', 'transport.h'],
         ['grpc_transport.h', 'session_types.h'],
+        ['discovery'],
         ['transport'],
         ['group'],
         ['transfers'],
@@ -77,6 +87,7 @@ NARROWER = {
     'services/view': [],
     'services/page': [],
     'services/top': ['services/view'],
+    'services/discovery': [],
     'client/session.h': ['client/collective', 'client/transport.h', 'client/session_types.h'],
     'client/tensors.h': ['client/session.h', 'client/session_types.h'],
 }
@@ -88,7 +99,7 @@ ROOMS = [
     (r'gloo/', ['client/collective/']),
     (r'liburing', ['storage/io/']),
     (r'rocksdb/', ['storage/catalog/']),
-    (r'grpcpp/|grpc/|.*\.grpc\.pb\.h', ['services/rpc/', 'services/ctl/', 'client/transport/grpc_']),
+    (r'grpcpp/|grpc/|.*\.grpc\.pb\.h', ['services/rpc/', 'services/ctl/', 'client/transport/grpc_', 'proto/registry/']),
     (r'prometheus/', ['services/metrics/']),
     (r'httplib', ['services/http/']),
     (r'yaml-cpp/', ['services/config/']),
@@ -183,6 +194,8 @@ def self_test():
         ('client/python/native/stash/stash.cc', '#include "ballast/storage/store/chunk_store.h"'),
         ('client/python/native/stash/stash.cc', '#include "ballast/services/server/state_server.h"'),
         # Against the lines.
+        ('client/group/joining.cc', '#include "ballast/proto/registry/registry.h"'),
+        ('services/discovery/registration.cc', '#include "ballast/services/server/state_server.h"'),
         ('storage/io/disk.h', '#include "ballast/storage/memory/arena.h"'),
         ('storage/memory/arena.h', '#include "ballast/storage/tier/tiers.h"'),
         ('storage/log/log_format.h', '#include "ballast/storage/tier/tiers.h"'),

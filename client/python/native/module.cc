@@ -18,8 +18,8 @@
 #include "ballast/client/python/native/status_error.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/self_test.h"
-#include "ballast/proto/model/address.h"
 #include "ballast/proto/model/names.h"
+#include "ballast/proto/registry/registry_url.h"
 
 namespace ballast::python {
 namespace {
@@ -91,9 +91,9 @@ std::vector<client::TensorMemory> MemoryOf(const PythonSession& session, const M
 
 using F32Array = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 
-// The reason why no server can have `address`; empty for a valid address.
-std::string AddressError(const std::string& address) {
-  return std::string(model::ParseAddress(address, model::AddressUse::kConnect).status().message());
+// The reason why `servers` are neither addresses nor the URL of a registry; empty if they are.
+std::string ServersError(const std::vector<std::string>& servers) {
+  return std::string(registry::CheckServers(servers).message());
 }
 
 void BindServer(nb::module_& m) {
@@ -400,7 +400,7 @@ NB_MODULE(_native, m) {
   spdlog::set_default_logger(spdlog::stderr_logger_mt("ballast"));
   spdlog::set_level(spdlog::level::warn);
   m.def("set_log_level", &SetLogLevel, "level"_a);
-  m.def("address_error", &AddressError, "address"_a);
+  m.def("servers_error", &ServersError, "servers"_a);
   m.def(
       "crc32c",
       [](const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& bytes) {

@@ -32,7 +32,7 @@ using Checks = std::vector<Check>;
 struct Subject {
   // Absent: none was given; then budgets, data directory and ports are not checked.
   std::optional<Config> config;
-  // Peers, host:port, and the time that each has to answer.
+  // Peers: addresses, or the URL of a registry. The time that each has to answer.
   std::vector<std::string> servers;
   absl::Duration timeout = absl::Seconds(5);
   // Folder in front of /proc and /sys: empty, or a copy in a test.
@@ -53,8 +53,8 @@ Checks CheckProcessor(const Subject& subject, const kernels::Processor& kernels)
 // The GPU of budget.hbm, copies over its link included.
 Checks CheckGpu(const Subject& subject);
 
-// Network: whether both ports can be taken, who else can reach them, versions of peers. Blocks for up to
-// `subject.timeout`, and again for a port that is taken.
+// Network: whether both ports can be taken, who else can reach them, the registry, versions of peers. Blocks for up to
+// `subject.timeout` each for a taken port, the registry and the peers.
 Checks CheckNetwork(const Subject& subject);
 
 }  // namespace ballast::services

@@ -10,8 +10,10 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/registry/registry.h"
 #include "ballast/services/ctl/cluster.h"
 #include "ballast/services/ctl/doctor/checks.h"
 
@@ -89,9 +91,31 @@ Check CheckExposure(const Config& config) {
   return check;
 }
 
+Check CheckRegistry(const Subject& subject) {
+  const std::string& text = subject.config->discovery;
+  Check check{Verdict::kOk, "registry", "", "etcd that answers"};
+  registry::Registry etcd(*registry::ParseRegistryUrl(text));
+  const auto entries = etcd.List(absl::Now() + subject.timeout);
+  if (entries.ok()) {
+    check.found = absl::StrCat(text, " has ", entries->size(), entries->size() == 1 ? " server" : " servers");
+    return check;
+  }
+  // The server starts without, and registers once etcd answers.
+  check.verdict = Verdict::kNote;
+  check.found = std::string(entries.status().message());
+  check.mend =
+      absl::StrCat("etcdctl --endpoints ", etcd.url().endpoints.front(), " endpoint health; or discovery: another");
+  return check;
+}
+
 Checks CheckPeers(const Subject& subject) {
+  const auto servers = registry::FindServers(subject.servers, subject.timeout);
+  if (!servers.ok()) {
+    return {{Verdict::kNote, "peers", std::string(servers.status().message()), "servers that answer",
+             "start them with `discovery`, or give --servers host:port,..."}};
+  }
   Checks checks;
-  for (const ServerView& view : LookAt(subject.servers, subject.timeout)) {
+  for (const ServerView& view : LookAt(*servers, subject.timeout)) {
     Check check{Verdict::kOk, absl::StrCat("peer ", view.address), "", absl::StrCat("version ", model::Version())};
     if (!view.error.ok()) {
       check.verdict = Verdict::kNote;
@@ -117,6 +141,7 @@ Checks CheckNetwork(const Subject& subject) {
     checks.push_back(CheckPort(subject, "listen", subject.config->listen));
     checks.push_back(CheckPort(subject, "metrics_listen", subject.config->metrics_listen));
     checks.push_back(CheckExposure(*subject.config));
+    if (!subject.config->discovery.empty()) checks.push_back(CheckRegistry(subject));
   }
   const Checks peers = CheckPeers(subject);
   checks.insert(checks.end(), peers.begin(), peers.end());

@@ -375,6 +375,33 @@ TEST_F(SessionOpen, BudgetErrorReachesEveryRank) {
   }
 }
 
+std::vector<double> WeightsOf(services::StateServer* server) {
+  v1::GetJobRequest request;
+  request.set_job("test");
+  services::Answer<v1::GetJobResponse> answer;
+  server->GetJob(request, answer.reply());
+  std::vector<double> weights;
+  for (const v1::Member& member : answer.Wait()->open().members()) weights.push_back(member.weight());
+  return weights;
+}
+
+TEST(SessionWeights, BudgetsWeighTheMembersOfANewJobAndThenStay) {
+  SessionFixture servers({uint64_t{96} << 20, uint64_t{32} << 20});
+  SessionOptions options = TestOptions();
+  options.resume = Resume::kAuto;
+  const auto open = [&](Collective* collective) { return servers.Open(collective, options, TestTensors()).status(); };
+  ASSERT_EQ(SessionFixture::RunRanks(1, open), absl::OkStatus());
+  const std::vector<double> weights = {96.0 / 1024, 32.0 / 1024};
+  EXPECT_EQ(WeightsOf(servers.server(0)), weights);
+  v1::SetBudgetRequest more;
+  more.set_dram_bytes(uint64_t{128} << 20);
+  services::Answer<v1::SetBudgetResponse> answer;
+  servers.server(1)->SetBudget(more, answer.reply());
+  ASSERT_EQ(answer.Wait().status(), absl::OkStatus());
+  ASSERT_EQ(SessionFixture::RunRanks(1, open), absl::OkStatus());
+  EXPECT_EQ(WeightsOf(servers.server(1)), weights) << "other weights would move the job's chunks";
+}
+
 TEST_F(SessionOpen, SecondGroupFencesTheFirst) {
   EXPECT_EQ(SessionFixture::RunRanks(
                 1,

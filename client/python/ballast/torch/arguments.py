@@ -96,13 +96,13 @@ def groups(name: str, value: Any) -> dict[str, dist.ProcessGroup]:
 
 
 def addresses(servers: str | Sequence[str] | None) -> list[str]:
-    """The state servers of a list, of 'host:port,...', or, for None, of BALLAST_SERVERS; none if nothing is said."""
+    """The state servers of a list, of 'host:port,...' or 'etcd://host:port/prefix', or, for None, of BALLAST_SERVERS; none if
+    nothing is said. A URL of etcd may come cut at its commas."""
     name, servers = ('servers', servers) if servers is not None else ('BALLAST_SERVERS', os.environ.get('BALLAST_SERVERS', ''))
     if isinstance(servers, str):
         servers = [server.strip() for server in servers.split(',')] if servers.strip() else []
     if not isinstance(servers, (list, tuple)) or not all(isinstance(server, str) for server in servers):
-        _refuse(name, servers, "'host:port,host:port', or a list of 'host:port'")
-    for server in servers:
-        if why := _native.address_error(server):
-            raise Error(f'{name}: {why}', 'BAD_CONFIG')
+        _refuse(name, servers, "'host:port,host:port', a list of 'host:port', or 'etcd://host:port/prefix'")
+    if why := _native.servers_error(list(servers)):
+        raise Error(f'{name}: {why}', 'BAD_CONFIG')
     return list(servers)

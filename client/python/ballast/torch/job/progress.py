@@ -54,5 +54,6 @@ class Progress:
         """Refuses a state that is only partly there. job: the name."""
         if self.partly:
             raise Error(f"a load into job '{job}' ended before all of its state was there, and what is there is neither the old one nor "
-                        'the new: load the same state again, by the same call, or rollback() to one of versions()',
+                        'the new: call load_state_dict() again with the same state, or load_universal() with the same folder, or '
+                        'rollback() to one of versions()',
                         'INCOMPLETE')

@@ -1,0 +1,249 @@
+#include "ballast/client/discovery/discovered_transport.h"
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "ballast/client/grpc_transport.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/registry/registry.h"
+
+namespace ballast::client {
+namespace {
+
+constexpr absl::Duration kLookInterval = absl::Milliseconds(500);
+constexpr absl::Duration kLookTimeout = absl::Seconds(2);
+
+// By which calls wake the thread that looks. Apart from that thread's owner: a call's end must not become its last
+// holder.
+class Doubt {
+ public:
+  void Raise() {
+    absl::MutexLock lock(&mutex_);
+    raised_ = true;
+  }
+  void Stop() {
+    absl::MutexLock lock(&mutex_);
+    stopping_ = true;
+  }
+  // Blocks until somebody doubts. False: Stop was called.
+  bool Await() {
+    absl::MutexLock lock(&mutex_);
+    const auto awaited = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return raised_ || stopping_; };
+    mutex_.Await(absl::Condition(&awaited));
+    raised_ = false;
+    return !stopping_;
+  }
+  // Rests for `time`. False: Stop was called.
+  bool Rest(absl::Duration time) {
+    absl::MutexLock lock(&mutex_);
+    return !mutex_.AwaitWithTimeout(absl::Condition(&stopping_), time);
+  }
+
+ private:
+  absl::Mutex mutex_;
+  bool raised_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+// Where a server is now. Threads: any.
+class Place {
+ public:
+  Place(std::string address, std::shared_ptr<Doubt> doubt)
+      : doubt_(std::move(doubt)), address_(address), transport_(MakeGrpcTransport(address)) {}
+
+  std::shared_ptr<Transport> transport() const {
+    absl::MutexLock lock(&mutex_);
+    return transport_;
+  }
+
+  // Blocks while calls end at addresses that were left before.
+  void Move(const std::string& address) {
+    const absl::MutexLock moving(&moving_);
+    std::vector<std::shared_ptr<Transport>> unused;
+    std::shared_ptr<Transport> left;
+    {
+      absl::MutexLock lock(&mutex_);
+      const auto used = std::partition(left_.begin(), left_.end(), [](const auto& one) { return one.use_count() > 1; });
+      unused.assign(used, left_.end());
+      left_.erase(used, left_.end());
+      if (address != address_ && !ended_.load()) {
+        address_ = address;
+        left = std::exchange(transport_, MakeGrpcTransport(address));
+        left_.push_back(left);
+      }
+    }
+    if (left != nullptr) left->Cancel();
+  }
+
+  // Ends calls under way with CANCELLED; a move then no longer sends calls again.
+  void Cancel() {
+    ended_ = true;
+    transport()->Cancel();
+  }
+
+  // Waits for all calls. REQUIRES: no further calls.
+  void Close() {
+    const absl::MutexLock moving(&moving_);  // a move holds transports of its own
+    std::vector<std::shared_ptr<Transport>> all;
+    {
+      absl::MutexLock lock(&mutex_);
+      ended_ = true;
+      all.swap(left_);
+      all.push_back(std::move(transport_));
+    }
+  }
+
+  // What a call's end tells of the place. The answer for the router.
+  absl::Status Seen(const absl::Status& status) {
+    const bool moved = absl::IsCancelled(status) && !ended_.load();
+    const bool down = absl::IsUnavailable(status) && model::ReasonOf(status) == model::kServerDown;
+    if (down || absl::IsDeadlineExceeded(status)) doubt_->Raise();
+    if (!moved) return status;
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                        "the server was registered at another address meanwhile");
+  }
+
+ private:
+  const std::shared_ptr<Doubt> doubt_;
+  std::atomic<bool> ended_{false};
+  absl::Mutex moving_;  // taken before mutex_
+  mutable absl::Mutex mutex_;
+  std::string address_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<Transport> transport_ ABSL_GUARDED_BY(mutex_);
+  // Of earlier addresses. Ended by the thread that looks, or by Close: never on a thread of gRPC's, for which a
+  // transport's end waits.
+  std::vector<std::shared_ptr<Transport>> left_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Looks into the registry when somebody doubts.
+class Directory {
+ public:
+  Directory(std::unique_ptr<registry::Registry> registry, std::shared_ptr<Doubt> doubt,
+            std::map<std::string, std::shared_ptr<Place>> places)
+      : registry_(std::move(registry)),
+        doubt_(std::move(doubt)),
+        places_(std::move(places)),
+        thread_([this] { Run(); }) {}
+  ~Directory() {
+    doubt_->Stop();
+    thread_.join();
+  }
+
+ private:
+  void Run() {
+    while (doubt_->Await()) {
+      // An entry that is unreadable, and a registry that does not answer, change nothing: all stay where they were.
+      if (const auto entries = registry_->List(absl::Now() + kLookTimeout); entries.ok()) {
+        for (const v1::ServerEntry& entry : *entries) {
+          const auto place = places_.find(entry.server_id());
+          if (place != places_.end()) place->second->Move(entry.address());
+        }
+      }
+      if (!doubt_->Rest(kLookInterval)) return;
+    }
+  }
+
+  const std::unique_ptr<registry::Registry> registry_;
+  const std::shared_ptr<Doubt> doubt_;
+  const std::map<std::string, std::shared_ptr<Place>> places_;
+  std::thread thread_;
+};
+
+class DiscoveredTransport final : public Transport {
+ public:
+  DiscoveredTransport(std::shared_ptr<Place> place, std::shared_ptr<Directory> directory)
+      : place_(std::move(place)), directory_(std::move(directory)) {}
+  ~DiscoveredTransport() override {
+    place_->Cancel();
+    place_->Close();
+  }
+
+  std::string name() const override { return place_->transport()->name(); }
+  bool Discovered() const override { return true; }
+  void Cancel() override { place_->Cancel(); }
+
+  void Identify(const v1::IdentifyRequest& request, absl::Time deadline, Callback<v1::IdentifyResponse> done) override {
+    Call(&Transport::Identify, request, deadline, std::move(done));
+  }
+  void GetJob(const v1::GetJobRequest& request, absl::Time deadline, Callback<v1::GetJobResponse> done) override {
+    Call(&Transport::GetJob, request, deadline, std::move(done));
+  }
+  void Fence(const v1::FenceRequest& request, absl::Time deadline, Callback<v1::FenceResponse> done) override {
+    Call(&Transport::Fence, request, deadline, std::move(done));
+  }
+  void Open(const v1::OpenRequest& request, absl::Time deadline, Callback<v1::OpenResponse> done) override {
+    Call(&Transport::Open, request, deadline, std::move(done));
+  }
+  void Norm(const v1::NormRequest& request, absl::Time deadline, Callback<v1::NormResponse> done) override {
+    Call(&Transport::Norm, request, deadline, std::move(done));
+  }
+  void Seal(const v1::SealRequest& request, absl::Time deadline, Callback<v1::SealResponse> done) override {
+    Call(&Transport::Seal, request, deadline, std::move(done));
+  }
+  void Commit(const v1::CommitRequest& request, absl::Time deadline, Callback<v1::CommitResponse> done) override {
+    Call(&Transport::Commit, request, deadline, std::move(done));
+  }
+  void Pin(const v1::PinRequest& request, absl::Time deadline, Callback<v1::PinResponse> done) override {
+    Call(&Transport::Pin, request, deadline, std::move(done));
+  }
+  void Unpin(const v1::UnpinRequest& request, absl::Time deadline, Callback<v1::UnpinResponse> done) override {
+    Call(&Transport::Unpin, request, deadline, std::move(done));
+  }
+  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
+            Callback<v1::PushResponse> done) override {
+    place_->transport()->Push(header, payload, deadline, Watched(std::move(done)));
+  }
+  void Pull(const v1::PullRequest& request, absl::Span<std::byte> to, absl::Time deadline,
+            std::function<void(absl::Status)> done) override {
+    place_->transport()->Pull(request, to, deadline, [place = place_, done = std::move(done)](const absl::Status& s) {
+      done(place->Seen(s));
+    });
+  }
+
+ private:
+  template <typename Response>
+  Callback<Response> Watched(Callback<Response> done) {
+    return [place = place_, done = std::move(done)](absl::StatusOr<Response> answer) {
+      if (answer.ok()) return done(std::move(answer));
+      done(place->Seen(answer.status()));
+    };
+  }
+
+  template <typename Request, typename Response>
+  void Call(void (Transport::*method)(const Request&, absl::Time, Callback<Response>), const Request& request,
+            absl::Time deadline, Callback<Response> done) {
+    (place_->transport().get()->*method)(request, deadline, Watched(std::move(done)));
+  }
+
+  const std::shared_ptr<Place> place_;
+  const std::shared_ptr<Directory> directory_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::vector<std::unique_ptr<Transport>>> DiscoverTransports(const registry::RegistryUrl& url,
+                                                                           absl::Duration timeout,
+                                                                           const std::function<bool()>& interrupted) {
+  auto registry = std::make_unique<registry::Registry>(url);
+  BALLAST_ASSIGN_OR_RETURN(const auto entries, registry::AwaitServers(registry.get(), timeout, interrupted));
+  const auto doubt = std::make_shared<Doubt>();
+  std::map<std::string, std::shared_ptr<Place>> places;
+  for (const v1::ServerEntry& entry : entries) {
+    places[entry.server_id()] = std::make_shared<Place>(entry.address(), doubt);
+  }
+  const auto directory = std::make_shared<Directory>(std::move(registry), doubt, places);
+  std::vector<std::unique_ptr<Transport>> transports;
+  for (const auto& [id, place] : places) {
+    transports.push_back(std::make_unique<DiscoveredTransport>(place, directory));
+  }
+  return transports;
+}
+
+}  // namespace ballast::client

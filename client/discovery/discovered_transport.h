@@ -1,0 +1,26 @@
+// Transports to servers found in a registry, and found again at another address.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "ballast/client/transport.h"
+#include "ballast/proto/registry/registry_url.h"
+
+namespace ballast::client {
+
+// Returns a transport per server registered at `url`, by server id. Waits for servers, and fails, as
+// registry::AwaitServers.
+//
+// When a call fails as if its server were down, one thread for all the transports reads the registry, at most twice a
+// second. Further calls to a server go to the address that is registered then. Calls under way at the old address end
+// with UNAVAILABLE, so that the router sends them again. While the registry does not answer, each server keeps its last
+// known address.
+absl::StatusOr<std::vector<std::unique_ptr<Transport>>> DiscoverTransports(const registry::RegistryUrl& url,
+                                                                           absl::Duration timeout,
+                                                                           const std::function<bool()>& interrupted);
+
+}  // namespace ballast::client

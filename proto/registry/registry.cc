@@ -1,0 +1,224 @@
+#include "ballast/proto/registry/registry.h"
+
+#include <google/protobuf/util/json_util.h>
+#include <grpc/grpc.h>
+#include <grpcpp/channel.h>
+#include <grpcpp/client_context.h>
+#include <grpcpp/create_channel.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/impl/codegen/proto_utils.h>
+#include <grpcpp/security/credentials.h>
+#include <grpcpp/support/channel_arguments.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/address.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::registry {
+namespace {
+
+constexpr char kRange[] = "/etcdserverpb.KV/Range";
+constexpr char kPut[] = "/etcdserverpb.KV/Put";
+constexpr char kLeaseGrant[] = "/etcdserverpb.Lease/LeaseGrant";
+constexpr char kLeaseRevoke[] = "/etcdserverpb.Lease/LeaseRevoke";
+// A stream of both sides. On the wire a stream of one request and one answer is a plain call.
+constexpr char kLeaseKeepAlive[] = "/etcdserverpb.Lease/LeaseKeepAlive";
+
+constexpr int64_t kEntriesMax = 4096;
+// A member that does not answer may leave time for the next.
+constexpr absl::Duration kTryMax = absl::Seconds(2);
+constexpr absl::Duration kPollInterval = absl::Milliseconds(200);
+
+template <typename Request, typename Response>
+grpc::Status CallOnce(const std::shared_ptr<grpc::Channel>& channel, const char* method, const Request& request,
+                      absl::Time deadline, Response* response) {
+  grpc::TemplatedGenericStub<Request, Response> stub(channel);
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(deadline));
+  absl::Notification done;
+  grpc::Status status;
+  stub.UnaryCall(&context, method, grpc::StubOptions(), &request, response, [&](grpc::Status ended) {
+    status = std::move(ended);
+    done.Notify();
+  });
+  done.WaitForNotification();
+  return status;
+}
+
+bool MemberIsDown(const grpc::Status& status) {
+  return status.error_code() == grpc::StatusCode::UNAVAILABLE ||
+         status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED;
+}
+
+// The entry in a value that somebody wrote there, whoever that was.
+absl::StatusOr<v1::ServerEntry> ParseEntry(const v1::EtcdKeyValue& pair, absl::string_view folder) {
+  absl::string_view id = pair.key();
+  absl::ConsumePrefix(&id, folder);
+  v1::ServerEntry entry;
+  google::protobuf::util::JsonParseOptions options;
+  options.ignore_unknown_fields = true;  // of a later release
+  const auto parsed = google::protobuf::util::JsonStringToMessage(pair.value(), &entry, options);
+  std::string trouble;
+  if (!parsed.ok()) {
+    trouble = std::string(parsed.message());
+  } else if (entry.server_id() != id) {
+    trouble = absl::StrCat("server_id is '", entry.server_id(), "'");
+  } else {
+    trouble = std::string(model::ParseAddress(entry.address(), model::AddressUse::kConnect).status().message());
+  }
+  if (trouble.empty()) return entry;
+  return model::Error(
+      absl::StatusCode::kInvalidArgument, model::kBadConfig,
+      absl::StrCat("etcd's key ", pair.key(), " holds no entry of that server: ", trouble,
+                   "; expected what ballastd writes there. Remove it by `etcdctl del ", pair.key(), "`"));
+}
+
+}  // namespace
+
+struct Registry::Member {
+  std::string address;
+  std::shared_ptr<grpc::Channel> channel;
+};
+
+Registry::Registry(RegistryUrl url) : url_(std::move(url)) {
+  static const bool started = (grpc_init(), true);  // for the life of the process, as client/grpc_transport
+  (void)started;
+  for (const std::string& endpoint : url_.endpoints) {
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+    arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
+    members_.push_back(std::make_unique<Member>(
+        Member{endpoint, grpc::CreateCustomChannel(endpoint, grpc::InsecureChannelCredentials(), arguments)}));
+  }
+}
+
+Registry::~Registry() = default;
+
+std::string Registry::KeyOf(const std::string& server_id) const {
+  return absl::StrCat("/", url_.prefix, "/servers/", server_id);
+}
+
+template <typename Response, typename Request>
+absl::StatusOr<Response> Registry::Call(const char* method, const Request& request, absl::Time deadline) {
+  grpc::Status status;
+  for (const std::unique_ptr<Member>& member : members_) {
+    Response response;
+    const absl::Time until = members_.size() == 1 ? deadline : std::min(deadline, absl::Now() + kTryMax);
+    status = CallOnce(member->channel, method, request, until, &response);
+    if (status.ok()) return response;
+    if (!MemberIsDown(status)) break;
+  }
+  if (MemberIsDown(status)) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                        absl::StrCat(FormatRegistryUrl(url_), " does not answer: ", status.error_message(),
+                                     "; is etcd running there?"));
+  }
+  const bool gone = status.error_code() == grpc::StatusCode::NOT_FOUND;
+  return model::Error(gone ? absl::StatusCode::kNotFound : absl::StatusCode::kInternal, model::kBadRequest,
+                      absl::StrCat(FormatRegistryUrl(url_), " refuses ", method, ": ", status.error_message()));
+}
+
+absl::StatusOr<std::vector<v1::ServerEntry>> Registry::List(absl::Time deadline) {
+  const std::string folder = KeyOf("");
+  v1::EtcdRangeRequest request;
+  request.set_key(folder);
+  // The first key behind the folder: '0' follows '/'.
+  request.set_range_end(absl::StrCat(folder.substr(0, folder.size() - 1), "0"));
+  request.set_limit(kEntriesMax);
+  BALLAST_ASSIGN_OR_RETURN(const auto response, Call<v1::EtcdRangeResponse>(kRange, request, deadline));
+  if (response.more()) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                        absl::StrCat(FormatRegistryUrl(url_), " has more than ", kEntriesMax,
+                                     " servers; give each set of servers a prefix of its own"));
+  }
+  std::vector<v1::ServerEntry> entries;  // etcd sorts by key
+  for (const v1::EtcdKeyValue& pair : response.kvs()) {
+    BALLAST_ASSIGN_OR_RETURN(entries.emplace_back(), ParseEntry(pair, folder));
+  }
+  return entries;
+}
+
+absl::StatusOr<int64_t> Registry::Grant(absl::Duration ttl, absl::Time deadline) {
+  v1::EtcdLeaseGrantRequest request;
+  request.set_ttl_seconds(std::max<int64_t>(1, absl::ToInt64Seconds(ttl)));
+  BALLAST_ASSIGN_OR_RETURN(const auto response, Call<v1::EtcdLeaseGrantResponse>(kLeaseGrant, request, deadline));
+  return response.id();
+}
+
+absl::Status Registry::KeepAlive(int64_t lease, absl::Time deadline) {
+  v1::EtcdLeaseKeepAliveRequest request;
+  request.set_id(lease);
+  BALLAST_ASSIGN_OR_RETURN(const auto response,
+                           Call<v1::EtcdLeaseKeepAliveResponse>(kLeaseKeepAlive, request, deadline));
+  if (response.ttl_seconds() > 0) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kNotFound, model::kBadRequest, "the lease has ended");
+}
+
+absl::Status Registry::Revoke(int64_t lease, absl::Time deadline) {
+  v1::EtcdLeaseRevokeRequest request;
+  request.set_id(lease);
+  return Call<v1::EtcdLeaseRevokeResponse>(kLeaseRevoke, request, deadline).status();
+}
+
+absl::Status Registry::Put(const v1::ServerEntry& entry, int64_t lease, absl::Time deadline) {
+  v1::EtcdPutRequest request;
+  request.set_key(KeyOf(entry.server_id()));
+  request.set_lease(lease);
+  google::protobuf::util::JsonPrintOptions options;
+  options.preserve_proto_field_names = true;
+  (void)google::protobuf::util::MessageToJsonString(entry, request.mutable_value(), options);
+  return Call<v1::EtcdPutResponse>(kPut, request, deadline).status();
+}
+
+absl::StatusOr<std::optional<int64_t>> Registry::LeaseOf(const std::string& server_id, absl::Time deadline) {
+  v1::EtcdRangeRequest request;
+  request.set_key(KeyOf(server_id));
+  BALLAST_ASSIGN_OR_RETURN(const auto response, Call<v1::EtcdRangeResponse>(kRange, request, deadline));
+  if (response.kvs().empty()) return std::nullopt;
+  return response.kvs(0).lease();
+}
+
+absl::StatusOr<std::vector<v1::ServerEntry>> AwaitServers(Registry* registry, absl::Duration timeout,
+                                                          const std::function<bool()>& interrupted) {
+  const absl::Time deadline = absl::Now() + timeout;
+  for (;;) {
+    auto entries = registry->List(std::min(deadline, absl::Now() + kTryMax));
+    if (!entries.ok() && !absl::IsUnavailable(entries.status())) return entries.status();
+    if (entries.ok() && entries->size() >= registry->url().servers) return entries;
+    if (interrupted && interrupted()) return absl::CancelledError("interrupted while servers were looked for");
+    if (absl::Now() + kPollInterval < deadline) {
+      absl::SleepFor(kPollInterval);
+      continue;
+    }
+    if (!entries.ok()) return entries.status();
+    const std::string found = absl::StrJoin(*entries, ", ", [](std::string* out, const v1::ServerEntry& entry) {
+      absl::StrAppend(out, entry.server_id(), " at ", entry.address());
+    });
+    return model::Error(
+        absl::StatusCode::kUnavailable, model::kServerDown,
+        absl::StrCat("expected ", registry->url().servers, " servers at ", FormatRegistryUrl(registry->url()),
+                     " within ", absl::FormatDuration(timeout), ", found ", entries->size(),
+                     entries->empty() ? "" : ": ", found, "; do they run with this `discovery`?"));
+  }
+}
+
+absl::StatusOr<std::vector<std::string>> FindServers(const std::vector<std::string>& servers, absl::Duration timeout) {
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<RegistryUrl> urls, RegistryUrlIn(servers));
+  if (urls.empty()) return servers;
+  Registry registry(urls.front());
+  BALLAST_ASSIGN_OR_RETURN(const auto entries, AwaitServers(&registry, timeout, nullptr));
+  std::vector<std::string> addresses;
+  for (const v1::ServerEntry& entry : entries) addresses.push_back(entry.address());
+  return addresses;
+}
+
+}  // namespace ballast::registry

@@ -1,0 +1,49 @@
+// A server's entry in the registry, from start to end.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "ballast/proto/registry/registry.h"
+
+namespace ballast::services {
+
+// Keeps an entry in the registry by a thread of its own. While the registry does not answer, the server goes on and the
+// thread tries again; the log has a warning at the first failure and an info after the first success. Threads: any.
+class Registration {
+ public:
+  using Fill = std::function<void(v1::ServerEntry*)>;
+  // `lease`: after so long without a beat etcd removes the entry; there is a beat each third of it.
+  explicit Registration(const registry::RegistryUrl& url, absl::Duration lease = absl::Seconds(10));
+  // Removes the entry, if the registry answers within a second.
+  ~Registration();
+
+  // Registers `entry`, or changes the entry, soon. `fill` is called on the thread at every beat, with the entry, for
+  // what changes by itself; it may be empty.
+  void Announce(v1::ServerEntry entry, Fill fill);
+
+ private:
+  void Run();
+  absl::Status Beat(const v1::ServerEntry& entry);
+  void Tell(const absl::Status& now);
+
+  registry::Registry registry_;
+  const absl::Duration lease_time_;
+  // The thread alone uses these.
+  int64_t lease_ = 0;        // 0: none
+  v1::ServerEntry written_;  // under the lease
+  std::optional<absl::StatusCode> told_;
+  absl::Mutex mutex_;
+  v1::ServerEntry entry_ ABSL_GUARDED_BY(mutex_);
+  Fill fill_ ABSL_GUARDED_BY(mutex_);
+  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
+}  // namespace ballast::services

@@ -1,0 +1,246 @@
+#!/usr/bin/env python3
+"""Servers found through a real etcd: registered, killed and replaced under the same id, etcd itself killed during a run.
+
+Usage: discovery_test.py BIN     BIN: folder of the programs. Exit 77: no etcd here.
+Every run ends with the bits of the same training in one process.
+"""
+import json
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+BIN = pathlib.Path(sys.argv[1])
+MODEL = ['--steps', '40', '--layers', '2', '--width', '64', '--heads', '4', '--batch', '1', '--micro-batches', '2', '--chunk-elements',
+         '65536', '--digest']
+running = []
+
+
+def start(*command, log):
+    with open(log, 'ab') as output:
+        process = subprocess.Popen([str(word) for word in command], stdout=output, stderr=subprocess.STDOUT)
+    running.append(process)
+    return process
+
+
+def run(*command):
+    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    return done.returncode, done.stdout
+
+
+def wait_for(condition, what, seconds=60):
+    end, last = time.monotonic() + seconds, None
+    while time.monotonic() < end:
+        try:
+            if value := condition():
+                return value
+        except Exception as error:  # noqa: BLE001
+            last = error
+        time.sleep(0.05)
+    raise AssertionError(f'not within {seconds} s: {what} ({last})')
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return probe.getsockname()[1]
+
+
+class Etcd:
+    def __init__(self, folder):
+        self.folder, self.port, peers = folder, free_port(), free_port()
+        self.command = ['etcd', '--name', 'e', '--data-dir', folder / 'etcd', '--listen-client-urls', f'http://127.0.0.1:{self.port}',
+                        '--advertise-client-urls', f'http://127.0.0.1:{self.port}', '--listen-peer-urls', f'http://127.0.0.1:{peers}',
+                        '--initial-advertise-peer-urls', f'http://127.0.0.1:{peers}', '--initial-cluster', f'e=http://127.0.0.1:{peers}']
+        self.start()
+
+    def start(self):
+        self.process = start(*self.command, log=self.folder / 'etcd.log')
+        wait_for(lambda: self.ctl('endpoint', 'health'), 'etcd answers')
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def ctl(self, *words):
+        code, text = run('env', 'ETCDCTL_API=3', 'etcdctl', '--endpoints', f'127.0.0.1:{self.port}', *words)
+        assert code == 0, text
+        return text
+
+    def url(self, prefix):
+        return f'etcd://127.0.0.1:{self.port}/{prefix}'
+
+    def entries(self, prefix):
+        """{server id: entry}"""
+        lines = self.ctl('get', '--prefix', f'/{prefix}/servers/').splitlines()
+        return {pathlib.PurePath(key).name: json.loads(value) for key, value in zip(lines[::2], lines[1::2])}
+
+
+class Server:
+    """A ballastd; a further process takes the place of one that was killed, at another port."""
+
+    def __init__(self, etcd, prefix, name, folder, *more):
+        self.log, self.process = folder / f'{name}.log', None
+        self.command = [BIN / 'ballastd', '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0', '--data_directory', folder / name,
+                        '--server_id', name, '--budget.dram', '128MiB', '--budget.nvme', '256MiB', '--discovery', etcd.url(prefix), *more]
+        self.start()
+
+    def start(self):
+        seen = len(re.findall('ballastd ready', self.text()))
+        self.process = start(*self.command, log=self.log)
+        wait_for(lambda: len(re.findall('ballastd ready', self.text())) > seen, f'{self.log} ready')
+        self.address = re.findall(r'ballastd ready listen=(\S+)', self.text())[-1]
+
+    def text(self):
+        return self.log.read_text() if self.log.exists() else ''
+
+    def end(self, number):
+        self.process.send_signal(number)
+        self.process.wait()
+
+
+class Training:
+    def __init__(self, servers, job, folder, *more):
+        self.log = folder / f'{job}.trainer.log'
+        self.process = start(BIN / 'train_bytes_lm', *MODEL, '--servers', servers, '--job', job, '--log-every', '1', *more, log=self.log)
+
+    def step(self, number):
+        wait_for(lambda: re.search(rf'step +{number}\b', self.log.read_text()) or self.process.poll() is not None, f'step {number}')
+        assert self.process.poll() is None, f'ended early:\n{self.log.read_text()}'
+
+    def digest(self):
+        code = self.process.wait(120)
+        text = self.log.read_text()
+        assert code == 0, text
+        return digest_of(text)
+
+
+def digest_of(text):
+    return re.search(r'master weights CRC32C ([0-9a-f]{8})', text).group(1)
+
+
+def reference():
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--reference')
+    assert code == 0, text
+    return digest_of(text)
+
+
+def test_registered_found_and_unregistered(etcd, folder, bits):
+    a, b = Server(etcd, 'found', 'a', folder), Server(etcd, 'found', 'b', folder, '--advertise', 'localhost:0')
+    entries = wait_for(lambda: len(etcd.entries('found')) == 2 and etcd.entries('found'), 'both are registered')
+    assert entries['a'] == {'server_id': 'a', 'address': a.address, 'version': entries['a']['version'], 'state': 'SERVER_STATE_SERVING',
+                            'dram_bytes': str(128 << 20), 'nvme_bytes': str(256 << 20)}, entries['a']
+    assert entries['b']['address'] == b.address.replace('127.0.0.1', 'localhost'), entries['b']
+    assert Training(etcd.url('found') + '?servers=2', 'found', folder).digest() == bits
+    code, text = run(BIN / 'ballastctl', 'status', '--servers', etcd.url('found'))
+    assert code == 0 and 'found' in text and b.address.split(':')[1] in text, text
+    code, text = run(BIN / 'ballastctl', 'budget', '--dram', '160MiB', '--servers', etcd.url('found'))
+    assert code == 0, text
+    wait_for(lambda: etcd.entries('found')['b']['dram_bytes'] == str(160 << 20), 'the new budget is registered')
+    b.end(signal.SIGTERM)
+    assert list(etcd.entries('found')) == ['a'], 'a server that ends takes its entry with it'
+    a.end(signal.SIGKILL)
+    wait_for(lambda: not etcd.entries('found'), "a killed server's lease ends", seconds=20)
+
+
+def test_killed_and_replaced_under_the_same_id(etcd, folder, bits):
+    a, b = (Server(etcd, 'replaced', name, folder) for name in ('a', 'b'))
+    training = Training(etcd.url('replaced') + '?servers=2', 'replaced', folder)
+    for step in (8, 20):
+        training.step(step)
+        before = b.address
+        b.end(signal.SIGKILL)
+        b.start()
+        assert b.address != before
+    assert training.digest() == bits
+    # A server that holds nothing of the job does not keep the job from going on; a job that is new takes it in.
+    Server(etcd, 'replaced', 'c', folder)
+    wait_for(lambda: 'c' in etcd.entries('replaced'), 'c is registered')
+    assert Training(etcd.url('replaced') + '?servers=3', 'replaced', folder, '--resume', 'must').digest() == bits
+    assert Training(etcd.url('replaced') + '?servers=3', 'wider', folder).digest() == bits
+    code, text = run(BIN / 'ballastctl', 'status', '--json', '--servers', etcd.url('replaced'))
+    members = {job['name']: len(job['servers']) for job in json.loads(text)['jobs']}
+    assert members == {'replaced': 2, 'wider': 3}, members
+    # Without a member that is not registered, no job is touched.
+    b.end(signal.SIGTERM)
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', etcd.url('replaced'), '--job', 'replaced', '--resume', 'must')
+    assert code == 1 and "server 'b', which is not registered now" in text, text
+    del a
+
+
+def test_etcd_killed_during_a_run(etcd, folder, bits):
+    a, b = (Server(etcd, 'orphaned', name, folder) for name in ('a', 'b'))
+    training = Training(etcd.url('orphaned') + '?servers=2', 'orphaned', folder)
+    training.step(5)
+    etcd.kill()
+    training.step(15)
+    # At its old address a server is found without etcd.
+    a.command[a.command.index('--listen') + 1] = a.address
+    a.end(signal.SIGKILL)
+    a.start()
+    training.step(25)
+    # At another only once etcd is back.
+    b.end(signal.SIGKILL)
+    b.start()
+    time.sleep(1)
+    assert training.process.poll() is None, 'the trainer waits'
+    etcd.start()
+    assert training.digest() == bits
+    assert 'not registered' in b.text() and 'registered as' in b.text(), b.text()
+
+
+def test_refusals(etcd, folder, bits):
+    code, text = run(BIN / 'ballastctl', 'status', '--timeout', '1', '--servers', etcd.url('nobody'))
+    assert code == 1 and 'expected 1 servers' in text and 'found 0' in text, text
+    for bad in ('etcd://127.0.0.1:1', 'etcd://127.0.0.1/x', 'etcd://127.0.0.1:1/x?ttl=3', f'127.0.0.1:1,{etcd.url("x")}'):
+        code, text = run(BIN / 'ballastctl', 'status', '--servers', bad)
+        assert code == 2 and 'expected etcd://host:port' in text, text
+    code, text = run(BIN / 'ballastctl', 'status', '--timeout', '1', '--servers', 'etcd://127.0.0.1:1/x')
+    assert code == 1 and 'etcd://127.0.0.1:1/x does not answer' in text, text
+    for value in ('{', '{"server_id":"other","address":"127.0.0.1:1"}', '{"server_id":"a","address":"127.0.0.1"}', '[' * 5000):
+        etcd.ctl('put', '/hostile/servers/a', value)
+        code, text = run(BIN / 'ballastctl', 'status', '--timeout', '1', '--servers', etcd.url('hostile'))
+        assert code == 1 and 'key /hostile/servers/a holds no entry' in text and 'etcdctl del' in text, text
+    config = folder / 'doctor.yaml'
+    config.write_text(f'listen: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\ndata_directory: {folder}/doctor\ndiscovery: {etcd.url("x")}\n'
+                      'budget:\n  dram: 64MiB\n')
+    lines = json.loads(run(BIN / 'ballastctl', 'doctor', '--json', '--config', config)[1])['checks']
+    assert [line for line in lines if line['what'] == 'registry'][0]['verdict'] == 'ok', lines
+    config.write_text(config.read_text().replace(str(etcd.port), '1'))
+    lines = json.loads(run(BIN / 'ballastctl', 'doctor', '--json', '--timeout', '1', '--config', config)[1])['checks']
+    assert [line for line in lines if line['what'] == 'registry'][0]['verdict'] == 'note', lines
+
+
+def main():
+    for program in ('etcd', 'etcdctl'):
+        if shutil.which(program) is None:
+            print(f'SKIPPED: no {program}; apt-get install etcd-server etcd-client')
+            return 77
+    bits = reference()
+    for name, test in list(globals().items()):
+        if not name.startswith('test_') or (len(sys.argv) > 2 and sys.argv[2] not in name):
+            continue
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                test(Etcd(pathlib.Path(scratch)), pathlib.Path(scratch), bits)
+            except BaseException:
+                for log in sorted(pathlib.Path(scratch).glob('*.log')):
+                    if log.name != 'etcd.log':
+                        print(f'--- {log.name}\n{log.read_text()[-3000:]}')
+                raise
+            finally:
+                while running:
+                    process = running.pop()
+                    process.kill()
+                    process.wait()
+        print(f'{name} passed, {time.monotonic() - began:.1f} s', flush=True)
+    return 0
+
+
+sys.exit(main())
