@@ -81,7 +81,8 @@ def board():
         'reqps',
         [
             (
-                f'sum by (method, reason) ({rate("ballast_rpc_errors_total")}) > 0 or sum({rate("ballast_rpc_errors_total")})',
+                f'sum by (method, reason) ({rate("ballast_rpc_errors_total")}) > 0 '
+                f'or label_replace(sum({rate("ballast_rpc_errors_total")}) == 0, "method", "none", "", "")',
                 '{{method}} {{reason}}',
             )
         ],
