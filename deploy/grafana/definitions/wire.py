@@ -75,14 +75,14 @@ def board():
         's',
         [(quantile(0.99, CALLS, 'method'), '{{method}}')],
     )
+    errors = rate('ballast_rpc_errors_total')
     b.series(
         'Errors',
         'Answers per second that are errors, by method and reason.',
         'reqps',
         [
             (
-                f'sum by (method, reason) ({rate("ballast_rpc_errors_total")}) > 0 '
-                f'or label_replace(sum({rate("ballast_rpc_errors_total")}) == 0, "method", "none", "", "")',
+                f'sum by (method, reason) ({errors}) > 0 or label_replace(sum({errors}) == 0, "method", "none", "", "")',
                 '{{method}} {{reason}}',
             )
         ],
