@@ -104,13 +104,13 @@ def test_jobs():
     servers = [watched.Server(0).start(), watched.Server(1, budget='--budget.dram 24MiB --budget.nvme 256MiB --staging 4MiB').start()]
     watch = Watch(servers)
     slow = faults.SlowRank()
-    lag = [watched.trainer(servers[1:], 'lag', rank=rank, ranks=2) for rank in range(2)]
+    lag = [watched.trainer(servers[1:], 'lag', rank=rank, ranks=2, context=256) for rank in range(2)]
     demo = watched.trainer(servers[:1], 'demo')
     ops.wait_for(lambda: watch.version('demo', demo) >= 30 and watch.version('lag', *lag) >= 3, 'training')
     watch.silent('BallastStraggler', 'BallastSkippedSteps')
 
     began_lag = time.monotonic()
-    slow.take(lag[1], processors=0.1)
+    slow.take(lag[1], processors=0.2)
     nan = watched.trainer(servers[1:], 'nan', '--lr', '1e30', '--warmup', '0', '--durability', 'none')
     watch.fires('BallastSkippedSteps', since=began_lag)
     watched.end(nan)

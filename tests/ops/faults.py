@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import pathlib
+import secrets
 import struct
 
 import ops
@@ -12,16 +13,22 @@ BLOCK = 4096
 BATCH_MAGIC = struct.pack('<Q', 0x484354424C4C4142)  # storage/log/log_format.h, BatchHead
 
 
-class SlowDisk:
-    """A blkio group whose reads and writes are throttled; slow() before the processes that it is for are under way, or at any time."""
+def group(controller):
+    """A new control group, which the runner removes. A sleeper keeps it from other runners, who remove what is empty."""
+    folder = pathlib.Path(f'/sys/fs/cgroup/{controller}/ballast-ops-{secrets.token_hex(4)}')
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise ops.Skip(f'no control groups (version 1) of {controller} to slow something down: {error}') from None
+    ops.start('sh', '-c', f'echo 0 > {folder}/cgroup.procs; exec sleep infinity', log='sleeper.log')
+    return folder
 
-    def __init__(self, name='ballast-ops-disk'):
-        self.group = pathlib.Path('/sys/fs/cgroup/blkio') / name
-        with contextlib.suppress(FileExistsError):
-            try:
-                self.group.mkdir()
-            except OSError as error:
-                raise ops.Skip(f'no blkio cgroups (version 1) to slow a disk down: {error}') from None
+
+class SlowDisk:
+    """A blkio group whose reads and writes are throttled, for processes whose commands begin with `into`."""
+
+    def __init__(self):
+        self.group = group('blkio')
         device = os.stat('.').st_dev
         node = pathlib.Path(f'/sys/dev/block/{os.major(device)}:{os.minor(device)}')
         # A partition has no limits of its own.
@@ -63,13 +70,8 @@ class SmallDisk:
 class SlowRank:
     """A cpu group: what runs in it has the share `processors` of one."""
 
-    def __init__(self, name='ballast-ops-rank'):
-        self.group = pathlib.Path('/sys/fs/cgroup/cpu') / name
-        with contextlib.suppress(FileExistsError):
-            try:
-                self.group.mkdir()
-            except OSError as error:
-                raise ops.Skip(f'no cpu cgroups (version 1) to slow a rank down: {error}') from None
+    def __init__(self):
+        self.group = group('cpu')
 
     def take(self, process, processors):
         (self.group / 'cgroup.procs').write_text(str(process.pid))
