@@ -19,7 +19,7 @@ sys.path.insert(0, str(GRAFANA))
 answers = importlib.import_module('answers')
 
 # A model of 0.8 million parameters that trains until it is told to end.
-MODEL = ['--steps', '1000000', '--layers', '4', '--width', '128', '--batch', '1', '--micro-batches', '2',
+MODEL = ['--steps', '1000000', '--layers', '4', '--width', '128', '--batch', '1', '--context', '64', '--micro-batches', '2',
          '--chunk-elements', '65536', '--resume', 'auto']  # fmt: skip
 BUDGET = '--budget.dram 14MiB --budget.nvme 256MiB --staging 4MiB'
 # What `ballastctl iotune` measures on a machine of two cores.
@@ -84,10 +84,10 @@ class Server:
         return set(re.findall(r'^# TYPE (\w+)', text, re.MULTILINE))
 
 
-def trainer(servers, job, *extra, rank=0, ranks=1, context=64):
-    """A rank in the background, on a job that goes on until the rank ends. `context`: how long it computes."""
+def trainer(servers, job, *extra, rank=0, ranks=1):
+    """A rank in the background, on a job that goes on until the rank ends."""
     addresses = ','.join(server if isinstance(server, str) else server.listen for server in servers)
-    return ops.start(ops.BIN / 'train_bytes_lm', *MODEL, '--servers', addresses, '--job', job, '--world-size', ranks, '--context', context, '--rank', rank,
+    return ops.start(ops.BIN / 'train_bytes_lm', *MODEL, '--servers', addresses, '--job', job, '--world-size', ranks, '--rank', rank,
                      '--rendezvous', f'rendezvous-{job}', *extra, log=f'{job}{rank}.log')  # fmt: skip
 
 
