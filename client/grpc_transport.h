@@ -7,13 +7,17 @@
 
 #include "absl/status/statusor.h"
 #include "ballast/client/transport.h"
+#include "ballast/proto/model/access.h"
 
 namespace ballast::client {
 
 // `address`: "host:port". Connects lazily: a server that is down shows as UNAVAILABLE (SERVER_DOWN) on calls.
 std::unique_ptr<Transport> MakeGrpcTransport(const std::string& address);
-// Makes a transport per address given by a user. INVALID_ARGUMENT (BAD_CONFIG) for a text that is not a server address.
-absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(const std::vector<std::string>& addresses);
+// Makes a transport per address given by a user. `access`: files that show who calls, and who the servers must be; they
+// are read again when they change. INVALID_ARGUMENT (BAD_CONFIG) for a text that is not a server address, for bad
+// files, and for a token that would travel in the clear.
+absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(const std::vector<std::string>& addresses,
+                                                                           const model::Access& access = {});
 
 // Sets M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_TOP_PAD for the process: by default glibc trims its heap around gRPC's
 // read buffers, at more cost than the transfer itself. Call once at program start; a library must not.

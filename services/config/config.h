@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "ballast/services/security/guard.h"
 #include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
@@ -14,6 +15,7 @@ struct Config {
   std::string listen = "127.0.0.1:7070";
   std::string metrics_listen = "127.0.0.1:9070";
   std::string log_level = "info";
+  GuardOptions guard;
   StateServerOptions server;
 };
 
@@ -44,8 +46,5 @@ absl::StatusOr<ConfigValues> ParseEnvironment(const std::vector<std::string>& en
 // INVALID_ARGUMENT (BAD_CONFIG), naming the origin, the expected and the given value; also for missing values and
 // values that do not fit together.
 absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& environment, const ConfigValues& flags);
-
-// "512MiB" -> 536870912. Suffixes: none, B, KiB, MiB, GiB, TiB.
-absl::StatusOr<uint64_t> ParseBytes(const std::string& text);
 
 }  // namespace ballast::services

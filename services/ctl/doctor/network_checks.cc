@@ -55,7 +55,7 @@ Check CheckPort(const Subject& subject, const std::string& key, const std::strin
   check.mend =
       absl::StrCat("ss -ltnp 'sport = :", address->port, "' names who has it; end that, or ", key, ": another port");
   if (key != "listen") return check;
-  const std::vector<ServerView> views = LookAt({text}, subject.timeout);
+  const std::vector<ServerView> views = LookAt({text}, subject.asking);
   if (!views[0].error.ok()) return check;
   check.verdict = Verdict::kNote;
   check.found = absl::StrCat(text, " is taken by the Ballast server '", views[0].status.server_id(), "', version ",
@@ -91,7 +91,7 @@ Check CheckExposure(const Config& config) {
 
 Checks CheckPeers(const Subject& subject) {
   Checks checks;
-  for (const ServerView& view : LookAt(subject.servers, subject.timeout)) {
+  for (const ServerView& view : LookAt(subject.servers, subject.asking)) {
     Check check{Verdict::kOk, absl::StrCat("peer ", view.address), "", absl::StrCat("version ", model::Version())};
     if (!view.error.ok()) {
       check.verdict = Verdict::kNote;
