@@ -102,10 +102,11 @@ void Notify(const std::string& state) {
 void WarnOfOthers(const GuardOptions& guard, const std::string& listen) {
   const auto address = model::ParseAddress(listen, model::AddressUse::kListen);
   if (guard.tls.enabled() || !address.ok() || model::IsLoopback(*address)) return;
-  spdlog::warn(
-      "listening to others on {} without TLS: who reaches this address can read and change every job; set "
-      "tls.certificate, tls.key and tls.client_ca",
-      listen);
+  spdlog::warn("listening to others on {} without TLS: {}", listen,
+               guard.asks_identity()
+                   ? "tokens are taken from this machine alone; set tls.certificate and tls.key"
+                   : "any client that reaches this address can read and change every job; set tls.certificate, tls.key "
+                     "and tls.client_ca");
 }
 
 int Serve(const Config& config, const sigset_t& signals) {

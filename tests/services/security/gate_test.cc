@@ -14,13 +14,13 @@
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/rpc/rpc_fixture.h"
 #include "ballast/tests/services/security/authority.h"
+#include "ballast/tests/services/security/outside_address.h"
 
 namespace ballast::services {
 namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 constexpr char kRights[] = R"(
 rights:
@@ -104,12 +104,13 @@ class GateTest : public ::testing::Test {
     WriteText(options_.tls.certificate, pair.certificate);
     WriteText(options_.tls.key, pair.key);
   }
-  void Start() {
+  void Start(const std::string& listen = "127.0.0.1:0") {
     auto guard = Guard::Make(options_);
     ASSERT_TRUE(guard.ok()) << guard.status();
     guard_ = *std::move(guard);
     ASSERT_TRUE(guard_->Watch().ok());
     RpcServerOptions options;
+    options.listen = listen;
     options.guard = guard_.get();
     auto rpc = RpcServer::Start(options, server_.get());
     ASSERT_TRUE(rpc.ok()) << rpc.status();
@@ -353,6 +354,26 @@ TEST_F(GateTest, WithoutTokensNobodyGetsPastTheHandshakeWithoutACertificate) {
   EXPECT_EQ(Identify(Connect()), grpc::StatusCode::UNAVAILABLE);
   const auto plain = grpc::CreateChannel(rpc_->address(), grpc::InsecureChannelCredentials());
   EXPECT_EQ(Identify(plain), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST_F(GateTest, ATokenInTheClearIsRefusedToOthersThanThisMachine) {
+  const std::string outside = OutsideAddress();
+  if (outside.empty()) GTEST_SKIP() << "this machine has no address but loopback";
+  options_.tls = {};
+  const auto call = [this] {
+    std::string answer;
+    const auto channel = grpc::CreateChannel(rpc_->address(), grpc::InsecureChannelCredentials());
+    return FromGrpc(RawCall(channel, "/ballast.v1.StateService/Identify", "", &answer, "Bearer abc"));
+  };
+  Start();
+  EXPECT_EQ(call(), absl::OkStatus());
+  rpc_.reset();
+  server_.Restart();
+  Start(outside + ":0");
+  const absl::Status refused = call();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kUnauthenticated);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("a token came in the clear from ipv4:" + outside));
+  EXPECT_EQ(guard_->counters().denials[static_cast<size_t>(Denial::kTokenInClear)], 1u);
 }
 
 }  // namespace
