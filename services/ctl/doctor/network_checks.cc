@@ -83,9 +83,20 @@ bool OnlyThisMachine(const std::string& text) {
 Check CheckExposure(const Config& config) {
   Check check{Verdict::kOk, "reach", "this machine alone reaches it", "loopback, or a network of trusted machines"};
   if (OnlyThisMachine(config.listen)) return check;
+  if (config.guard.tls.enabled() && config.guard.asks_identity()) {
+    check.found = absl::StrCat(config.listen, ", by TLS, and callers show who they are");
+    return check;
+  }
   check.verdict = Verdict::kNote;
-  check.found = absl::StrCat(config.listen, ": whoever reaches the port may read, train and drop jobs, without TLS");
-  check.mend = "a firewall that lets trainers, servers and operators in alone; or listen: 127.0.0.1:7070";
+  check.found =
+      config.guard.tls.enabled()
+          ? absl::StrCat(config.listen, ": whoever reaches the port may read, train and drop jobs")
+      : config.guard.asks_identity()
+          ? absl::StrCat(config.listen, ": without TLS, so that tokens of other machines are refused")
+          : absl::StrCat(config.listen, ": whoever reaches the port may read, train and drop jobs, without TLS");
+  check.mend =
+      "tls.certificate, tls.key and tls.client_ca; a firewall that lets trainers, servers and operators in "
+      "alone; or listen: 127.0.0.1:7070";
   return check;
 }
 
