@@ -87,7 +87,7 @@ class Session {
                                                        const std::vector<TensorSpec>& tensors,
                                                        std::vector<std::unique_ptr<Transport>> servers,
                                                        Collective* collective);
-  // A gRPC transport per "host:port".
+  // A gRPC transport per "host:port", with SessionOptions::access.
   static absl::StatusOr<std::unique_ptr<Session>> Connect(const SessionOptions& options,
                                                           const std::vector<TensorSpec>& tensors,
                                                           const std::vector<std::string>& servers,

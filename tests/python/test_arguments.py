@@ -54,6 +54,29 @@ def test_an_address_that_is_none_is_refused_at_once(said, words, monkeypatch):
             bt.AdamW(mlp().parameters())
 
 
+@pytest.mark.parametrize('tls', [7, {}, {'certificate': 'a', 'key': 'b'}, {'ca': 7}, {'ca': ''}, {'ca': 'a', 'crl': 'b'}])
+def test_files_of_tls_that_do_not_fit_are_refused(tls):
+    with pytest.raises(ballast.Error, match='^tls=.*expected a dict of paths') as raised:
+        bt.AdamW(mlp().parameters(), servers='127.0.0.1:1', tls=tls)
+    assert raised.value.reason == 'BAD_CONFIG'
+
+
+@pytest.mark.parametrize('given', [{'tls': {'ca': 'a'}}, {'token_file': 'a'}])
+def test_an_embedded_server_is_shown_nothing(given):
+    with pytest.raises(ballast.Error, match='expected servers too'):
+        bt.AdamW(mlp().parameters(), **given)
+
+
+def test_a_token_does_not_travel_in_the_clear(tmp_path, monkeypatch):
+    (tmp_path / 'token').write_text('secret\n')
+    for given in ({'token_file': tmp_path / 'token'}, {}):
+        if not given:
+            monkeypatch.setenv('BALLAST_TOKEN_FILE', str(tmp_path / 'token'))
+        with pytest.raises(ballast.Error, match='in the clear, where others could read it; set `ca` for TLS') as raised:
+            bt.AdamW(mlp().parameters(), servers='192.0.2.77:7070', **given).resume()
+        assert raised.value.reason == 'BAD_CONFIG'
+
+
 @pytest.mark.parametrize('servers', [7, ['127.0.0.1:1', None], {'127.0.0.1:1': 1}])
 def test_servers_that_are_no_addresses_at_all_are_refused(servers):
     with pytest.raises(ballast.Error, match='^servers=.*expected .host:port'):

@@ -57,7 +57,7 @@ Check CheckPort(const Subject& subject, const std::string& key, const std::strin
   check.mend =
       absl::StrCat("ss -ltnp 'sport = :", address->port, "' names who has it; end that, or ", key, ": another port");
   if (key != "listen") return check;
-  const std::vector<ServerView> views = LookAt({text}, subject.timeout);
+  const std::vector<ServerView> views = LookAt({text}, subject.asking);
   if (!views[0].error.ok()) return check;
   check.verdict = Verdict::kNote;
   check.found = absl::StrCat(text, " is taken by the Ballast server '", views[0].status.server_id(), "', version ",
@@ -85,9 +85,20 @@ bool OnlyThisMachine(const std::string& text) {
 Check CheckExposure(const Config& config) {
   Check check{Verdict::kOk, "reach", "this machine alone reaches it", "loopback, or a network of trusted machines"};
   if (OnlyThisMachine(config.listen)) return check;
+  if (config.guard.tls.enabled() && config.guard.asks_identity()) {
+    check.found = absl::StrCat(config.listen, ", by TLS, and callers show who they are");
+    return check;
+  }
   check.verdict = Verdict::kNote;
-  check.found = absl::StrCat(config.listen, ": whoever reaches the port may read, train and drop jobs, without TLS");
-  check.mend = "a firewall that lets trainers, servers and operators in alone; or listen: 127.0.0.1:7070";
+  check.found =
+      config.guard.tls.enabled()
+          ? absl::StrCat(config.listen, ": whoever reaches the port may read, train and drop jobs")
+      : config.guard.asks_identity()
+          ? absl::StrCat(config.listen, ": without TLS, so that tokens of other machines are refused")
+          : absl::StrCat(config.listen, ": whoever reaches the port may read, train and drop jobs, without TLS");
+  check.mend =
+      "tls.certificate, tls.key and tls.client_ca; a firewall that lets trainers, servers and operators in "
+      "alone; or listen: 127.0.0.1:7070";
   return check;
 }
 
@@ -95,7 +106,7 @@ Check CheckRegistry(const Subject& subject) {
   const std::string& text = subject.config->discovery;
   Check check{Verdict::kOk, "registry", "", "etcd that answers"};
   registry::Registry etcd(*registry::ParseRegistryUrl(text));
-  const auto entries = etcd.List(absl::Now() + subject.timeout);
+  const auto entries = etcd.List(absl::Now() + subject.asking.timeout);
   if (entries.ok()) {
     check.found = absl::StrCat(text, " has ", entries->size(), entries->size() == 1 ? " server" : " servers");
     return check;
@@ -109,13 +120,13 @@ Check CheckRegistry(const Subject& subject) {
 }
 
 Checks CheckPeers(const Subject& subject) {
-  const auto servers = registry::FindServers(subject.servers, subject.timeout);
+  const auto servers = registry::FindServers(subject.servers, subject.asking.timeout);
   if (!servers.ok()) {
     return {{Verdict::kNote, "peers", std::string(servers.status().message()), "servers that answer",
              "start them with `discovery`, or give --servers host:port,..."}};
   }
   Checks checks;
-  for (const ServerView& view : LookAt(*servers, subject.timeout)) {
+  for (const ServerView& view : LookAt(*servers, subject.asking)) {
     Check check{Verdict::kOk, absl::StrCat("peer ", view.address), "", absl::StrCat("version ", model::Version())};
     if (!view.error.ok()) {
       check.verdict = Verdict::kNote;

@@ -265,7 +265,7 @@ TEST_F(DoctorTest, PortsFreeTakenAndOfAnotherMachine) {
   ASSERT_EQ(listen(taken, 1), 0);
   getsockname(taken, reinterpret_cast<sockaddr*>(&address), &length);
   Subject subject = SubjectWith(64 * kMiB);
-  subject.timeout = absl::Milliseconds(300);
+  subject.asking.timeout = absl::Milliseconds(300);
   subject.config->listen = subject.config->metrics_listen = "127.0.0.1:" + std::to_string(ntohs(address.sin_port));
   Checks checks = CheckNetwork(subject);
   close(taken);
