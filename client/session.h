@@ -7,8 +7,8 @@
 //      then PullOwned(unit) for the updated ranges.
 //
 // Pushed gradients are provisional until Step(): before it, ask for norms, choose a scale, or Drop(). A step leaves a
-// tensor alone that no rank pushes, its step count included. A tensor that is never pushed has state all the same, unless
-// TensorSpec::frozen says that servers keep its value alone.
+// tensor alone that no rank pushes, its step count included. A tensor that is never pushed has state all the same,
+// unless TensorSpec::frozen says that servers keep its value alone.
 //
 // Threads: one thread at a time per session. Calls marked COLLECTIVE must be made by all ranks in the same order.
 // Errors: carry a reason (model::ReasonOf). After STALE_EPOCH, RANK_MISSING or DATA_LOSS the session is finished: exit

@@ -35,16 +35,15 @@ grpc::ServerUnaryReactor* AdminServiceImpl::GetServerStatus(grpc::CallbackServer
 grpc::ServerUnaryReactor* AdminServiceImpl::GetSteps(grpc::CallbackServerContext* context,
                                                      const v1::GetStepsRequest* request,
                                                      v1::GetStepsResponse* response) {
-  return gate_->Quick(context, {Call::kGetSteps, ""}, response,
-                      [&](const Visit& visit, Reply<v1::GetStepsResponse> reply) {
-                        state_->GetSteps(*request, [&](absl::StatusOr<v1::GetStepsResponse> answer) {
-                          if (answer.ok()) {
-                            ShowOnly(visit.identity, answer->mutable_jobs(),
-                                     [](const v1::JobSteps& job) { return job.name(); });
-                          }
-                          reply(std::move(answer));
-                        });
-                      });
+  return gate_->Quick(
+      context, {Call::kGetSteps, ""}, response, [&](const Visit& visit, Reply<v1::GetStepsResponse> reply) {
+        state_->GetSteps(*request, [&](absl::StatusOr<v1::GetStepsResponse> answer) {
+          if (answer.ok()) {
+            ShowOnly(visit.identity, answer->mutable_jobs(), [](const v1::JobSteps& job) { return job.job(); });
+          }
+          reply(std::move(answer));
+        });
+      });
 }
 
 grpc::ServerUnaryReactor* AdminServiceImpl::DropJob(grpc::CallbackServerContext* context,

@@ -49,8 +49,8 @@ const std::map<std::string, std::set<std::string>>& Needs() {
                                                        {"Pull", {"train", "read"}},  {"Pin", {"train", "read"}},
                                                        {"Unpin", {"train", "read"}}, {"Pin durable", {"pin"}},
                                                        {"Unpin durable", {"pin"}},   {"GetServerStatus", {"status"}},
-                                                       {"GetSteps", {"status"}},
-                                                       {"DropJob", {"drop"}},        {"SetBudget", {"budget"}}};
+                                                       {"GetSteps", {"status"}},     {"DropJob", {"drop"}},
+                                                       {"SetBudget", {"budget"}}};
   return *kNeeds;
 }
 
@@ -221,7 +221,8 @@ TEST_F(GateTest, TheMatrixOfIdentitiesAndCalls) {
         ++refused;
       }
       // A job of others: only what is the server's, and whoever may do all of it.
-      const bool of_server = needs.count("-") > 0 || name == "GetServerStatus" || name == "GetSteps" || name == "SetBudget";
+      const bool of_server =
+          needs.count("-") > 0 || name == "GetServerStatus" || name == "GetSteps" || name == "SetBudget";
       if (of_server || caller.name == "all" || caller.rights.empty()) continue;
       const Method& other = others.at(name);
       EXPECT_EQ(RawCall(caller.channel, other.path, other.request, &answer, caller.authorization).error_code(),
