@@ -8,7 +8,8 @@ build=(g++ cmake ninja-build pkg-config protobuf-compiler protobuf-compiler-grpc
   libspdlog-dev libopenblas-dev)
 test=(libgtest-dev libgmock-dev prometheus python3-venv python3-dev ccache dpkg-dev fio clang clang-format clang-tidy
   etcd-server etcd-client help2man zsh fish)
-ops=(python3-venv python3-dev ccache dpkg-dev debootstrap systemd util-linux iproute2 buildah skopeo podman runc catatonit slurmctld slurmd slurm-client munge)
+ops=(python3-venv python3-dev ccache dpkg-dev debootstrap systemd util-linux iproute2 e2fsprogs buildah skopeo podman runc catatonit
+  lintian slurmctld slurmd slurm-client munge prometheus prometheus-alertmanager chromium libatomic1 fonts-dejavu-core tmux)
 
 case "${1:-build}" in
   build) wanted=("${build[@]}") ;;

@@ -1,5 +1,7 @@
 #include "ballast/kernels/thread_pool.h"
 
+#include <chrono>
+
 namespace ballast::kernels {
 
 ThreadPool::ThreadPool(int threads) {
@@ -14,6 +16,13 @@ ThreadPool::~ThreadPool() {
   for (std::thread& worker : workers_) worker.join();
 }
 
+void ThreadPool::RunPiece(absl::FunctionRef<void(uint64_t)> piece, uint64_t index) {
+  const auto began = std::chrono::steady_clock::now();
+  piece(index);
+  busy_ns_.fetch_add(std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count(),
+                     std::memory_order_relaxed);
+}
+
 bool ThreadPool::DoPiece(Batch* batch) {
   if (batch->next == batch->count) return false;
   const uint64_t index = batch->next++;
@@ -23,7 +32,7 @@ bool ThreadPool::DoPiece(Batch* batch) {
     *place = batch->behind;
   }
   mutex_.Unlock();
-  batch->piece(index);
+  RunPiece(batch->piece, index);
   mutex_.Lock();
   // Whoever sees the last piece done may end the batch's life once the lock is free.
   ++batch->done;
@@ -44,7 +53,7 @@ void ThreadPool::ParallelFor(uint64_t count, absl::FunctionRef<void(uint64_t)> p
                              absl::FunctionRef<void()> between) {
   if (workers_.empty() || count <= 1) {
     for (uint64_t i = 0; i < count; ++i) {
-      piece(i);
+      RunPiece(piece, i);
       between();
     }
     return;

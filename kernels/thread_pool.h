@@ -1,6 +1,7 @@
 // Threads that share large pieces of work with their callers: all jobs of a server use one pool, and so do benchmarks.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -21,6 +22,8 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
+  // Seconds that all threads together, callers included, have spent in pieces.
+  double busy_seconds() const { return 1e-9 * static_cast<double>(busy_ns_.load(std::memory_order_relaxed)); }
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
   // Runs piece(0) ... piece(count - 1), each once, on the caller's thread and the pool's, in any order; returns when
@@ -40,10 +43,13 @@ class ThreadPool {
     uint64_t done = 0;
     Batch* behind = nullptr;  // in open_
   };
+  // Runs one piece and counts its time.
+  void RunPiece(absl::FunctionRef<void(uint64_t)> piece, uint64_t index);
   // Takes a piece of `batch` and runs it without the lock; false if no piece is left.
   bool DoPiece(Batch* batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Loop();
 
+  std::atomic<int64_t> busy_ns_{0};
   absl::Mutex mutex_;
   Batch* open_ ABSL_GUARDED_BY(mutex_) = nullptr;  // batches with pieces not yet begun, oldest first
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs, builds and runs every test.
 # Usage: tests/run.sh [default|ci|asan|asan-ci|tsan|clang|exhaustive|soak] [ctest arguments...]
+#        tests/run.sh ops [--list] [NAME...]   the operations tests: chart, image, unit, packages, examples (tests/ops)
 #   default  optimised, warnings are errors, GPU code compiled where nvcc is found
 #   ci       the same with fewer seeds, kills and damages
 #   asan     AddressSanitizer, and UndefinedBehaviorSanitizer but for the objects of tests; a tenth of the seeds, no benches, no seeded bugs, no failpoints
@@ -14,6 +15,10 @@ cd "$(dirname "$0")/.."
 
 mode="${1:-default}"
 [[ $# -gt 0 ]] && shift
+if [[ "$mode" == ops ]]; then
+  tests/ops/prepare.sh
+  exec build/ops/venv/bin/python tests/ops/run.py "$@"
+fi
 configure=()
 rounds=full
 case "$mode" in
@@ -42,7 +47,7 @@ case "$mode" in
     configure+=("-DBALLAST_TSAN_OBJECTS=$PWD/build/tsan-abseil")
     ;;
   clang) preset=clang ;;
-  *) echo "usage: tests/run.sh [default|ci|asan|asan-ci|tsan|clang|exhaustive|soak] [ctest arguments...], got '$mode'" >&2; exit 2 ;;
+  *) echo "usage: tests/run.sh [default|ci|asan|asan-ci|tsan|clang|exhaustive|soak|ops] [arguments...], got '$mode'" >&2; exit 2 ;;
 esac
 
 # What a build and its tests were seen to take; a full disk shows as failures of whatever writes next.

@@ -1,7 +1,7 @@
 # `cpack` in a build folder writes Debian packages: ballast-server, libballast-dev, and ballast-dashboards and ballast-alerts where
 # the tree has their files. Dependencies on libraries are those that the programs link.
 set(packages server dev)
-file(GLOB boards ${PROJECT_SOURCE_DIR}/deploy/grafana/*.json)
+file(GLOB boards ${PROJECT_SOURCE_DIR}/deploy/grafana/boards/*.json)
 if(boards)
   list(APPEND packages dashboards)
   install(FILES ${boards} DESTINATION share/ballast/grafana COMPONENT dashboards)
@@ -18,7 +18,8 @@ set(CPACK_DEB_COMPONENT_INSTALL ON)
 set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
 set(CPACK_STRIP_FILES ON)
 set(CPACK_PACKAGE_VERSION ${PROJECT_VERSION})
-set(CPACK_PACKAGE_CONTACT "The Ballast authors <ballast@localhost>")
+set(BALLAST_MAINTAINER "The Ballast authors <ballast@packages.invalid>" CACHE STRING "Maintainer that Debian packages name")
+set(CPACK_PACKAGE_CONTACT ${BALLAST_MAINTAINER})
 set(CPACK_DEBIAN_PACKAGE_MAINTAINER ${CPACK_PACKAGE_CONTACT})
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_CONTROL_STRICT_PERMISSION ON)

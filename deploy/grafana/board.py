@@ -48,6 +48,17 @@ def per_step(numerator):
     return f'{numerator} / on (training_job) group_left () (max by (training_job) ({rate("ballast_step_seconds_count", JOBS)}) > 0)'
 
 
+def per_server(family, names=None):
+    """A family per second, by server and job; of the stages `names`."""
+    matchers = JOBS if names is None else f'{JOBS}, stage=~"{names}"'
+    return f'sum by (instance, training_job) ({rate(family, matchers)})'
+
+
+def stages():
+    """Seconds of a step by training_job and stage, mean over servers, without the stages that took none."""
+    return per_step(f'avg by (training_job, stage) ({rate("ballast_step_stage_seconds_total", JOBS)})') + ' > 0'
+
+
 def quantile(q, metric, by='', matchers=SERVERS):
     return f'histogram_quantile({q}, sum by ({by + ", " if by else ""}le) ({rate(metric + "_bucket", matchers)}))'
 

@@ -37,7 +37,7 @@ STYLE = """body{margin:0;background:#111217;color:#ccccdc;font:12px DejaVu Sans,
 h1{font-size:15px;font-weight:500;margin:0;padding:10px 8px}h3{font-size:12px;font-weight:500;margin:6px 8px}small{color:#8e8e9e;font-weight:400}
 .row{position:absolute;padding:9px 2px;font-size:13px}.none{text-align:center;padding-top:26px;color:#777}
 .stat{display:flex;justify-content:center;gap:22px;text-align:center;padding-top:12px}
-.stat b{display:block;font-size:28px;font-weight:500}.stat span{color:#8e8e9e;font-size:11px}
+.stat b{display:block;font-size:26px;font-weight:500;white-space:nowrap}.several b{font-size:19px;line-height:32px}.stat span{color:#8e8e9e;font-size:11px}
 svg text{fill:#8e8e9e;font-size:10px}.legend{font-size:10.5px;line-height:15px;padding:0 8px;white-space:nowrap}
 .legend i{display:inline-block;width:12px;height:3px;margin:3px 6px 3px 0}.legend b{float:right;font-weight:400;color:#8e8e9e}
 table{border-collapse:collapse;width:100%;font-size:11.5px}th{color:#8ab8ff;font-weight:500}
@@ -128,7 +128,7 @@ class Picture:
                     )
                 )
         return (
-            '<div class=stat>'
+            f'<div class="stat{" several" if len(shown) > 1 else ""}">'
             + ''.join(f'<div><b style="color:{color}">{text}</b><span>{name}</span></div>' for text, color, name in shown[:3])
             + '</div>'
         )
@@ -159,7 +159,7 @@ class Picture:
         named = sorted(
             ((answers.legend(target, labels), points) for target, series in answered for labels, points in series), key=lambda s: s[0]
         )
-        rows = max(1, min(len(named), int((height - 110) / 15)))
+        rows = max(1, min(len(named), int(height * 0.45 / 15)))
         drawn, below = [], {}
         for i, (name, points) in enumerate(named):
             properties = {
@@ -175,7 +175,7 @@ class Picture:
                     if stack:
                         below[at] = low + value
             drawn.append((color, stack, 'custom.lineStyle' in properties, line))
-        top = max([high for *_, line in drawn for _, _, high in line] + [field['defaults'].get('max', 0), 1e-9]) * 1.05
+        top = max([high for *_, line in drawn for _, _, high in line] + [field['defaults'].get('max', 0)]) * 1.05 or 1
         chart = height - 34 - 15 * rows
         across, down, svg = self.axes(top, unit, width, chart)
         for color, stack, dashed, line in reversed(drawn):

@@ -23,9 +23,10 @@ ldd "$rootfs"/usr/bin/* | sed -n 's/^\t\(.* => \)\{0,1\}\(\/[^ ]*\) (0x.*/\2/p' 
 [[ -s "$work/libraries" ]] || { echo "image: ldd finds no libraries of $bin/ballastd" >&2; exit 1; }
 while read -r library; do
   install -D -m 755 "$(realpath "$library")" "$rootfs$library"
-  package="$(dpkg-query -S "$(realpath "$library")" 2>/dev/null || dpkg-query -S "$library" 2>/dev/null || true)"
+  path="$(realpath "$library")"  # dpkg knows some libraries by /lib, as before /lib became a link to /usr/lib
+  package="$(dpkg-query -S "$path" 2>/dev/null || dpkg-query -S "${path#/usr}")"
   package="${package%%:*}"
-  [[ -z "$package" || ! -f "/usr/share/doc/$package/copyright" ]] || install -D -m 644 "/usr/share/doc/$package/copyright" "$rootfs/usr/share/doc/$package/copyright"
+  install -D -m 644 "/usr/share/doc/$package/copyright" "$rootfs/usr/share/doc/$package/copyright"
 done <"$work/libraries"
 install -D -m 644 "$here/../../LICENSE" "$rootfs/usr/share/doc/ballast/LICENSE"
 printf 'root:x:0:0:root:/:/sbin/nologin\nballast:x:65532:65532:ballast:/var/lib/ballast:/sbin/nologin\n' >"$rootfs/etc/passwd"

@@ -63,7 +63,7 @@ const std::vector<Key>& Keys() {
   static const auto* const kKeys = new std::vector<Key>{
       {{"listen", "host:port, port 0 for a free one", "127.0.0.1:7070", "address for trainers and ballastctl (gRPC)"},
        [](const std::string& text, Config* c) { return SetAddress(text, &c->listen); }},
-      {{"metrics_listen", "host:port, port 0 for a free one", "127.0.0.1:9070", "address of the HTTP port: /metrics, /status.json, /livez, /readyz"},
+      {{"metrics_listen", "host:port, port 0 for a free one", "127.0.0.1:9070", "address of the HTTP port: /metrics, /status.json, /steps.json, /livez, /readyz"},
        [](const std::string& text, Config* c) { return SetAddress(text, &c->metrics_listen); }},
       {{"data_directory", "a path", "none, must be given", "catalog and NVMe tier; one server alone may use it"},
        [](const std::string& text, Config* c) {

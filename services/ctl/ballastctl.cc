@@ -2,6 +2,7 @@
 //
 //   ballastctl status [--json] --servers host:port,...
 //   ballastctl top [--once] [--json] [--interval S] --servers host:port,...
+//   ballastctl trace --job NAME [--out FILE] --servers host:port,...
 //   ballastctl drop --job NAME --servers host:port,...
 //   ballastctl unpin --job NAME --version N --servers host:port,...
 //   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
@@ -12,7 +13,8 @@
 //   ballastctl plan --params N --dram BYTES [--nvme BYTES] [--ranks N] [--server-count N] ...
 //
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
-// apart). top: as status with --once, else 0. drop: 0 no server has the job any more; 1 some server did not drop it.
+// apart). top: as status with --once, else 0. trace: 0 all servers told; 1 not all. drop: 0 no server has the job any
+// more; 1 some server did not drop it.
 // unpin: 0 no server keeps the version for a request any more; 1 some server may. budget: 0 all servers have the new
 // budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its
 // profile written; 1 not. plan: 0 the job fits; 1 the job does not fit. doctor: 0 nothing stops a server; 1 something
@@ -22,6 +24,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <fstream>
 #include <optional>
 #include <string>
 #include <vector>
@@ -39,6 +42,7 @@
 #include "ballast/services/ctl/shell/completion.h"
 #include "ballast/services/ctl/verify_command.h"
 #include "ballast/services/top/top.h"
+#include "ballast/services/view/trace.h"
 
 namespace ballast::services {
 namespace {
@@ -65,6 +69,33 @@ int Drop(const std::vector<std::string>& servers, const std::string& job, absl::
     }
   }
   return code;
+}
+
+int Trace(const std::vector<std::string>& servers, const std::string& job, const std::string& out,
+          absl::Duration timeout) {
+  std::vector<ServerSteps> seen;
+  int code = kHealthy;
+  for (const std::string& server : servers) {
+    const absl::StatusOr<v1::JobSteps> steps = LastSteps(server, job, timeout);
+    if (steps.ok()) {
+      seen.emplace_back(server, *steps);
+    } else {
+      std::fprintf(stderr, "%s: %s\n", server.c_str(), std::string(steps.status().message()).c_str());
+      code = kDegraded;
+    }
+  }
+  if (seen.empty()) return kDegraded;
+  const std::string trace = ShowTrace(seen);
+  if (out.empty()) {
+    std::fputs(trace.c_str(), stdout);
+    return code;
+  }
+  std::ofstream file(out);
+  file << trace;
+  file.close();
+  if (file.good()) return code;
+  std::fprintf(stderr, "%s cannot be written; name another file with --out\n", out.c_str());
+  return kDegraded;
 }
 
 int Unpin(const std::vector<std::string>& servers, const std::string& job, int64_t version, absl::Duration timeout) {
@@ -152,6 +183,11 @@ int Main(int argc, char** argv) {
   top->add_option("--interval", interval_s, "seconds between two looks")
       ->capture_default_str()
       ->check(CLI::Range(0.1, 3600.0));
+  CLI::App* trace = app.add_subcommand(
+      "trace", "the job's last 256 steps as a Chrome trace (chrome://tracing, Perfetto); exit 0 all servers told");
+  std::string trace_file;
+  trace->add_option("--job", job, "name of the job")->required();
+  trace->add_option("--out", trace_file, "file; else standard output");
   CLI::App* drop = app.add_subcommand("drop", "forget a job on all servers and free what it held; its state is gone");
   drop->add_option("--job", job, "name of the job")->required();
   CLI::App* unpin = app.add_subcommand("unpin", "give up a durable pin on all servers; it cannot be restored then");
@@ -189,7 +225,7 @@ int Main(int argc, char** argv) {
   doctor->add_option("--config", examined.config, "the server's YAML file; BALLAST_* variables count as well")
       ->type_name("FILE");
   doctor->add_flag("--json", examined.json, "machine-readable");
-  for (CLI::App* command : {status, top, drop, unpin, budget, doctor}) {
+  for (CLI::App* command : {status, top, trace, drop, unpin, budget, doctor}) {
     command
         ->add_option("--servers", servers, "host:port of every server, separated by commas; or etcd://host:port/prefix")
         ->required(command != doctor)
@@ -231,6 +267,7 @@ int Main(int argc, char** argv) {
     topping.interval = absl::Seconds(interval_s);
     return RunTop(topping);
   }
+  if (trace->parsed()) return Trace(servers, job, trace_file, timeout);
   if (unpin->parsed()) return Unpin(servers, job, version, timeout);
   if (budget->parsed()) {
     budgets.servers = servers;

@@ -57,6 +57,17 @@ absl::StatusOr<v1::JobStatus> LookAtJob(const std::string& address, const std::s
 
 }  // namespace
 
+absl::StatusOr<v1::JobSteps> LastSteps(const std::string& address, const std::string& job, absl::Duration timeout) {
+  v1::GetStepsRequest request;
+  request.set_job(job);
+  grpc::ClientContext context;
+  SetDeadline(&context, timeout);
+  v1::GetStepsResponse response;
+  BALLAST_RETURN_IF_ERROR(FromGrpc(Connect(address)->GetSteps(&context, request, &response)));
+  if (response.jobs().empty()) return absl::NotFoundError(absl::StrCat("no job '", job, "' is served there"));
+  return response.jobs(0);
+}
+
 absl::Status DropJob(const std::string& address, const std::string& job, absl::Duration timeout) {
   BALLAST_ASSIGN_OR_RETURN(const v1::JobStatus known, LookAtJob(address, job, timeout));
   v1::DropJobRequest request;

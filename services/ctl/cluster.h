@@ -16,6 +16,9 @@ namespace ballast::services {
 // Asks all servers at once. Never fails as a whole: a server that does not answer within `timeout` gets its error.
 std::vector<ServerView> LookAt(const std::vector<std::string>& addresses, absl::Duration timeout);
 
+// The last steps of `job` on a server. NOT_FOUND if the server has no such job.
+absl::StatusOr<v1::JobSteps> LastSteps(const std::string& address, const std::string& job, absl::Duration timeout);
+
 // Drops `job` on a server, at the epoch reported by the server. NOT_FOUND if the server has no such job.
 absl::Status DropJob(const std::string& address, const std::string& job, absl::Duration timeout);
 

@@ -52,6 +52,7 @@ std::vector<uint64_t> Flushes::Mark(storage::ChunkStore* store, int64_t step,
   for (const Candidate& candidate : candidates) {
     if (candidate.update != nullptr) {
       candidate.update->flush = true;
+      ++core_->counters.flushed_chunks;
     } else {
       others.push_back(candidate.chunk);
     }
@@ -68,6 +69,7 @@ absl::Status Flushes::Run(storage::ChunkStore* store, absl::Span<const uint64_t>
     update.flush = true;
   }
   if (updates.empty()) return absl::OkStatus();
+  core_->counters.flushed_chunks += updates.size();
   return store->Run(
       updates, [](size_t) {}, /*read_back=*/{}, interrupt);
 }
@@ -102,6 +104,7 @@ void Flushes::FlushAll() {
   for (uint64_t chunk = 0; store->records() && chunk < store->chunk_count(); ++chunk) {
     if (store->dirty(chunk)) dirty.push_back(chunk);
   }
+  const Working working(&core_->counters.steps.clock(), Stage::kFlush);
   absl::Status status = Run(store.get(), dirty, [this] { return core_->Interrupted(); });
   if (status.ok()) status = store->Harden();
   if (status.ok()) Cut(*store);

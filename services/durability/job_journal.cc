@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/records/data_files.h"
 #include "ballast/services/records/job_entry.h"
@@ -33,6 +34,17 @@ std::shared_ptr<Journal> JobJournal::journal() const {
   return journal_;
 }
 
+JobJournal::Use JobJournal::use() const {
+  Use use;
+  if (journal_ != nullptr) {
+    const storage::GradientLog& log = journal_->log();
+    use.capacity_bytes = log.file_bytes();
+    use.used_bytes = log.file_bytes() - log.free_segments() * log.segment_bytes();
+  }
+  use.waited = waited_ + (waits_for_cut_ ? absl::Now() - waits_since_ : absl::ZeroDuration());
+  return use;
+}
+
 uint64_t JobJournal::Append(const StepRecord& record) {
   const auto* slice = std::get_if<SliceRecord>(&record);
   if (slice == nullptr) core_->moved = true;
@@ -52,6 +64,7 @@ uint64_t JobJournal::Append(const StepRecord& record) {
   if (std::holds_alternative<PromiseRecord>(record)) storage::Pass("fence/promise");
   if (std::holds_alternative<OpenRecord>(record)) storage::Pass("fence/open");
   if (std::holds_alternative<SliceRecord>(record)) storage::Pass("journal/slice");
+  if (std::holds_alternative<PreparedStepRecord>(record)) core_->counters.steps.Appended();
   if (std::holds_alternative<PreparedStepRecord>(record)) storage::Pass("journal/prepared");
   if (std::holds_alternative<DecisionRecord>(record)) storage::Pass("journal/decision");
   return lsn;
@@ -163,7 +176,7 @@ bool JobJournal::HasRoomForSlice(uint64_t payload_bytes, bool logged) const {
 }
 
 void JobJournal::WaitForCut() {
-  waits_for_cut_ = true;
+  if (!std::exchange(waits_for_cut_, true)) waits_since_ = absl::Now();
   post_flush_();
 }
 
@@ -209,7 +222,8 @@ absl::StatusOr<JobJournal::Growth> JobJournal::TakeBudget(const JournalSize& siz
     JobMutexLock lock(&core_->mu);
     growth.bytes = size.bytes() - (journal_ == nullptr ? 0 : journal_->log().file_bytes());
   }
-  BALLAST_RETURN_IF_ERROR(core_->around.tiers->Take(storage::TierKind::kNvme, growth.bytes, "the gradient log"));
+  BALLAST_RETURN_IF_ERROR(
+      core_->around.tiers->Take(storage::TierKind::kNvme, growth.bytes, "the gradient log", storage::TierPart::kLog));
   return growth;
 }
 
@@ -224,7 +238,7 @@ absl::Status JobJournal::Grow(const Growth& growth) {
     if (status.ok()) Start(*std::move(log), growth.logged);
   }
   if (!status.ok()) {
-    core_->around.tiers->Return(storage::TierKind::kNvme, growth.bytes);
+    core_->around.tiers->Return(storage::TierKind::kNvme, growth.bytes, storage::TierPart::kLog);
     return status;
   }
   bytes_ += growth.bytes;
@@ -287,6 +301,7 @@ void JobJournal::Progressed() {
       core_->Fail(status, core_->Remedy(), replies);
     }
     if (!std::exchange(waits_for_cut_, false)) return;
+    waited_ += absl::Now() - waits_since_;
     for (const auto& chunk : core_->chunks) core_->WakePushes(chunk.get(), replies);
   });
 }
@@ -303,7 +318,7 @@ void JobJournal::Stop() {
   }
   if (journal != nullptr) core_->around.foundation->StopPumping(&journal->log());
   journal.reset();
-  if (spilt) core_->around.tiers->Return(storage::TierKind::kNvme, std::exchange(bytes_, 0));
+  if (spilt) core_->around.tiers->Return(storage::TierKind::kNvme, std::exchange(bytes_, 0), storage::TierPart::kLog);
 }
 
 absl::Status JobJournal::Remove() {
@@ -317,14 +332,15 @@ absl::Status JobJournal::Remove() {
   }
   if (journal != nullptr) core_->around.foundation->StopPumping(&journal->log());
   journal.reset();
-  core_->around.tiers->Return(storage::TierKind::kNvme, std::exchange(bytes_, 0));
+  core_->around.tiers->Return(storage::TierKind::kNvme, std::exchange(bytes_, 0), storage::TierPart::kLog);
   BALLAST_RETURN_IF_ERROR(RemoveLog(*core_->around.tiers, core_->name));
   storage::Pass("drop/log_removed");
   return core_->around.catalog->ErasePrefix(absl::StrCat(CatalogPrefix(core_->name), kCatalogLog));
 }
 
 absl::Status JobJournal::TakeRecovered(uint64_t life, uint64_t file_bytes) {
-  BALLAST_RETURN_IF_ERROR(core_->around.tiers->Take(storage::TierKind::kNvme, file_bytes, "the gradient log"));
+  BALLAST_RETURN_IF_ERROR(
+      core_->around.tiers->Take(storage::TierKind::kNvme, file_bytes, "the gradient log", storage::TierPart::kLog));
   life_ = life;
   bytes_ = file_bytes;
   return absl::OkStatus();
@@ -338,14 +354,15 @@ absl::Status JobJournal::ExtendForRestart() {
   const uint64_t free = journal->log().free_segments();
   if (free >= kWanted) return absl::OkStatus();
   const uint64_t bytes = (kWanted - free) * journal->log().segment_bytes();
-  absl::Status status = core_->around.tiers->Take(storage::TierKind::kNvme, bytes, "segments of the gradient log");
+  absl::Status status = core_->around.tiers->Take(storage::TierKind::kNvme, bytes, "segments of the gradient log",
+                                                  storage::TierPart::kLog);
   if (status.ok()) {
     status = journal->log().Extend(kWanted - free, [this] { return core_->Interrupted(); });
     if (status.ok()) {
       bytes_ += bytes;
       return absl::OkStatus();
     }
-    core_->around.tiers->Return(storage::TierKind::kNvme, bytes);
+    core_->around.tiers->Return(storage::TierKind::kNvme, bytes, storage::TierPart::kLog);
     if (!absl::IsResourceExhausted(status) || !journal->log().status().ok()) return status;
   }
   if (free == 0) return status;  // nothing more can be written

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "ballast/services/durability/journal.h"
 #include "ballast/services/job/job_core.h"
 #include "ballast/services/job/slice_room.h"
@@ -60,6 +61,13 @@ class JobJournal {
   const storage::BlockFile* file() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Bytes of a segment of the log or the spill; 0 without both.
   uint64_t segment_bytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  struct Use {
+    uint64_t capacity_bytes = 0;                   // of the file; 0 without a log and a spill
+    uint64_t used_bytes = 0;                       // of segments that are not free
+    absl::Duration waited = absl::ZeroDuration();  // time in which pushes waited for the log to be cut
+  };
+  Use use() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // On the worker, or the thread that recovers.
 
@@ -134,6 +142,8 @@ class JobJournal {
   uint64_t sealed_bytes_max_ ABSL_GUARDED_BY(job_lock) = 0;                   // of the accepted seals in this epoch
   uint64_t step_bytes_ ABSL_GUARDED_BY(job_lock) = 0;                         // of a step's gradients in the journal
   bool waits_for_cut_ ABSL_GUARDED_BY(job_lock) = false;
+  absl::Time waits_since_ ABSL_GUARDED_BY(job_lock);
+  absl::Duration waited_ ABSL_GUARDED_BY(job_lock);
   uint64_t life_;       // worker only
   uint64_t bytes_ = 0;  // worker only
 };

@@ -109,6 +109,7 @@ std::shared_ptr<KeptVersions::Pinning> KeptVersions::Begin(const std::optional<v
 }
 
 void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_ptr<Pinning>& pinning) {
+  const Working working(&core_->counters.steps.clock(), Stage::kPin);
   v1::PinnedVersion pin = described;
   std::shared_ptr<storage::ChunkStore> store;
   bool overtaken = false;
@@ -210,6 +211,7 @@ absl::StatusOr<bool> KeptVersions::GiveUp(int64_t version, bool unreadable) {
 }
 
 void KeptVersions::RunUnpin(int64_t version) {
+  const Working working(&core_->counters.steps.clock(), Stage::kPin);
   std::shared_ptr<storage::ChunkStore> store;
   {
     JobMutexLock lock(&core_->mu);
@@ -255,6 +257,7 @@ absl::StatusOr<bool> KeptVersions::Checked(const v1::SealRequest& request) {
 }
 
 void KeptVersions::RunCheck(int64_t version) {
+  const Working working(&core_->counters.steps.clock(), Stage::kPin);
   std::shared_ptr<storage::ChunkStore> store;
   bool lost = false;
   {
@@ -294,6 +297,7 @@ absl::Status KeptVersions::GivenUp(int64_t version) const {
 }
 
 void KeptVersions::RunAdoption(int64_t version, const std::shared_ptr<Pinning>& pinning) {
+  const Working working(&core_->counters.steps.clock(), Stage::kPin);
   std::shared_ptr<storage::ChunkStore> store;
   std::optional<v1::PinnedVersion> pin;
   absl::Status status;

@@ -62,6 +62,9 @@ class AnswerRoom {
     const std::shared_ptr<Part> part_;  // leases and tickets may outlive the job
   };
 
+ public:
+  const SharedBound& bound() const { return bound_; }
+
  private:
   Lease Take(const std::shared_ptr<Part>& part, uint64_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
   Ticket Await(const std::shared_ptr<Part>& part, uint64_t bytes, std::function<void(Lease)> granted)

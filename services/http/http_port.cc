@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/services/http/doorman.h"
@@ -22,12 +23,15 @@ constexpr char kPlain[] = "text/plain; charset=utf-8";
 constexpr char kJson[] = "application/json";
 constexpr char kPrometheus[] = "text/plain; version=0.0.4; charset=utf-8";
 
+// Steps of each job in /steps.json unless the request says otherwise: as many as a page draws.
+constexpr uint32_t kStepsShown = 60;
+
 struct Answer {
   std::string body;
   const char* type = kPlain;
   int status = 200;
 };
-using Route = std::function<Answer()>;
+using Route = std::function<Answer(const httplib::Request&)>;
 
 // One request in memory, and its answer: the doorman alone touches sockets.
 class MemoryStream final : public httplib::Stream {
@@ -90,7 +94,7 @@ class Protocol final : private httplib::Server {
       for (const auto& [path, ignored] : routes_) absl::StrAppend(&known, " ", path);
       response->set_content(absl::StrCat("there is no such path; there are", known, "\n"), kPlain);
     } else {
-      Answer answer = route->second();
+      Answer answer = route->second(request);
       response->status = answer.status;
       response->set_content(std::move(answer.body), answer.type);
     }
@@ -128,15 +132,31 @@ struct HttpPort::Impl {
     return {ShowJson(Judge({{.address = rpc_address, .error = absl::OkStatus(), .status = Status()}}, Asked::kOne)),
             kJson};
   }
+  Answer StepsJson(const httplib::Request& request) const {
+    v1::GetStepsRequest wanted;
+    wanted.set_job(request.get_param_value("job"));
+    uint32_t last = kStepsShown;
+    if (request.has_param("last") && !absl::SimpleAtoi(request.get_param_value("last"), &last)) {
+      return {"last: expected a number of steps\n", kPlain, 400};
+    }
+    wanted.set_last(last);
+    v1::GetStepsResponse steps;
+    {
+      absl::ReaderMutexLock lock(&mu);
+      if (server != nullptr) steps = server->Steps(wanted);
+    }
+    return {ShowMessage(steps) + "\n", kJson};
+  }
   std::map<std::string, Route> Routes() const {
     std::map<std::string, Route> routes = {
-        {"/livez", [] { return Answer{"ok\n"}; }},
-        {"/readyz", [this] { return Ready(); }},
-        {"/metrics", [this] { return Metrics(); }},
-        {"/status.json", [this] { return StatusJson(); }},
+        {"/livez", [](const auto&) { return Answer{"ok\n"}; }},
+        {"/readyz", [this](const auto&) { return Ready(); }},
+        {"/metrics", [this](const auto&) { return Metrics(); }},
+        {"/status.json", [this](const auto&) { return StatusJson(); }},
+        {"/steps.json", [this](const httplib::Request& request) { return StepsJson(request); }},
     };
     for (const PageFile& file : PageFiles()) {
-      routes[std::string(file.path)] = [&file] { return Answer{std::string(file.bytes), file.type}; };
+      routes[std::string(file.path)] = [&file](const auto&) { return Answer{std::string(file.bytes), file.type}; };
     }
     return routes;
   }

@@ -1,5 +1,5 @@
-// The server's HTTP port: /livez, /readyz, /metrics, /status.json and the page. Read-only. It answers before the server
-// has recovered its jobs, and says how far the recovery is.
+// The server's HTTP port: /livez, /readyz, /metrics, /status.json, /steps.json and the page. Read-only. It answers
+// before the server has recovered its jobs, and says how far the recovery is.
 #pragma once
 
 #include <memory>

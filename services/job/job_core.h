@@ -19,6 +19,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/time/time.h"
 #include "ballast/proto/model/epoch_plan.h"
+#include "ballast/services/counters/job_counters.h"
 #include "ballast/services/foundation/caller.h"
 #include "ballast/services/foundation/executor.h"
 #include "ballast/services/foundation/reply.h"
@@ -86,6 +87,7 @@ class JobCore {
 
   const std::string name;
   const JobSurroundings around;
+  JobCounters counters;
   mutable JobMutex mu;
 
   const std::unique_ptr<StepMachine> machine ABSL_PT_GUARDED_BY(job_lock);

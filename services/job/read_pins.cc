@@ -72,6 +72,7 @@ std::vector<int64_t> ReadPins::Versions() const {
 }
 
 void ReadPins::RunPin(int64_t version, uint64_t id) {
+  const Working working(&core_->counters.steps.clock(), Stage::kPin);
   std::shared_ptr<storage::ChunkStore> store;
   {
     JobMutexLock lock(&core_->mu);
@@ -93,6 +94,7 @@ void ReadPins::RunPin(int64_t version, uint64_t id) {
 }
 
 void ReadPins::RunUnpin(int64_t version) {
+  const Working working(&core_->counters.steps.clock(), Stage::kPin);
   std::shared_ptr<storage::ChunkStore> store;
   {
     JobMutexLock lock(&core_->mu);

@@ -2,19 +2,16 @@
 // made anew at each scrape.
 #pragma once
 
-#include <prometheus/metric_family.h>
-
 #include <string>
-#include <vector>
 
 #include "ballast/services/counters/recovery_progress.h"
+#include "ballast/services/metrics/family_builder.h"
 #include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
 
-// `server`: null while the server recovers its jobs.
-std::vector<prometheus::MetricFamily> CollectFamilies(const StateServer* server, ServerState state,
-                                                      const RecoveryProgress& progress);
+// `server`: null while the server recovers its jobs; then only state, progress and process are there.
+Families CollectFamilies(const StateServer* server, ServerState state, const RecoveryProgress& progress);
 // The same in Prometheus' text format, version 0.0.4.
 std::string ShowMetrics(const StateServer* server, ServerState state, const RecoveryProgress& progress);
 

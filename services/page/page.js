@@ -19,6 +19,8 @@ const STAGES = {
   idle: 'waiting for trainers',
 };
 
+const TRAINERS = {compute: 'computing', pull_wait: 'waiting for pulls', gather: 'gathering', push_wait: 'pushing'};
+
 const $ = (id) => document.getElementById(id);
 const setText = (node, text) => { if (node.textContent !== text) node.textContent = text; };
 const setAttribute = (node, name, value) => { if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value); };
@@ -86,11 +88,7 @@ function drawLegend(list, kinds, shown) {
 }
 
 // [name, bytes] of each part of a tier.
-function partsOf(tier) {
-  if (tier.parts) return tier.parts.map(({part, bytes: size}) => [part, Number(size)]);
-  const [used, state, working] = [tier.used_bytes, tier.state_bytes, tier.working_bytes].map(Number);
-  return [['state', state], ['working', working], ['other', used - state - working]];
-}
+const partsOf = (tier) => tier.parts.map(({part, bytes: size}) => [part, Number(size)]);
 
 function drawTiers(tiers) {
   const used = tiers.filter((tier) => Number(tier.capacity_bytes) > 0 || Number(tier.used_bytes) > 0);
@@ -118,7 +116,21 @@ function drawTiers(tiers) {
   });
 }
 
-// `steps`: [{step, seconds, stages: {stage: seconds}}], oldest first.
+// [{step, seconds, stages: {stage: seconds}, trainers: {what: seconds of the rank with the most}}] of an answer to /steps.json.
+const stepsOf = (answer) => (answer.jobs[0]?.steps ?? []).map((step) => ({
+  step: Number(step.step), seconds: step.decided_seconds - step.began_seconds,
+  stages: Object.fromEntries(step.stages.map(({stage, seconds}) => [stage, seconds])),
+  trainers: Object.fromEntries(step.trainers.map(({what, max_seconds: seconds}) => [what, seconds])),
+}));
+
+// The slowest rank's own seconds, a mean over the steps.
+function trainersOf(steps) {
+  const means = Object.entries(TRAINERS).map(([what, words]) => [words, steps.reduce((sum, step) => sum + (step.trainers[what] ?? 0), 0) / steps.length]);
+  const told = means.filter(([, seconds]) => seconds >= 0.0005).map(([words, seconds]) => `${words} ${seconds.toFixed(3)} s`);
+  return told.length ? `. Trainers a step, the most of any rank: ${told.join(', ')}` : '';
+}
+
+// `steps`: oldest first.
 function drawSteps(steps) {
   const box = $('steps');
   if (!box.firstChild) box.append(element('svg:svg', {class: 'columns', role: 'img', preserveAspectRatio: 'none'}), element('p', {class: 'quiet'}), element('ul', {class: 'legend'}));
@@ -129,7 +141,7 @@ function drawSteps(steps) {
   const total = sums.reduce((sum, [, seconds]) => sum + seconds, 0);
   const first = sums.reduce((most, next) => next[1] > most[1] ? next : most);
   setText($('bound'), total > 0 ? `bound by ${STAGES[first[0]]}: ${percent(first[1], total)}` : 'no step has been decided since the server started');
-  setText(note, shown.length ? `${count(shown.length, 'step')}, ${shown[0].step} to ${shown.at(-1).step}; the longest took ${longest.toFixed(3)} s, the last ${shown.at(-1).seconds.toFixed(3)} s` : '');
+  setText(note, shown.length ? `${count(shown.length, 'step')}, ${shown[0].step} to ${shown.at(-1).step}; the longest took ${longest.toFixed(3)} s, the last ${shown.at(-1).seconds.toFixed(3)} s${trainersOf(shown)}` : '');
   setAttribute(chart, 'aria-label', $('bound').textContent);
   each(chart, shown, (step) => step.step, () => element('svg:g'), (column, step, index) => {
     let below = 0;
@@ -268,13 +280,13 @@ async function ask(path) {
 async function refresh() {
   const began = performance.now();
   const job = $('job').value;
-  const answers = await Promise.all([ask('/status.json'), job ? ask(`/steps.json?job=${encodeURIComponent(job)}`) : {steps: []}]).catch(() => null);
+  const answers = await Promise.all([ask('/status.json'), job ? ask(`/steps.json?job=${encodeURIComponent(job)}&last=${STEPS_SHOWN}`) : {jobs: []}]).catch(() => null);
   setTimeout(refresh, Math.max(0, PERIOD_MS - (performance.now() - began)));
   if (answers === null) return lost();
   answeredAt = performance.now();
   answeredTime = new Date().toLocaleTimeString();
   document.body.classList.remove('stale');
-  draw(answers[0], answers[1].steps);
+  draw(answers[0], stepsOf(answers[1]));
   $('age').dataset.drawMs = (performance.now() - answeredAt).toFixed(1);
 }
 

@@ -11,6 +11,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/records/log_walk.h"
+#include "ballast/storage/counters/disk_counters.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/log/log_reader.h"
@@ -233,6 +234,7 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
       BALLAST_RETURN_IF_ERROR(core_->machine->Replay(PromiseRecord{*entry.promised}));
     }
   }
+  storage::ProcessDiskCounters().repaired_log_blocks += scanned.repaired_blocks;
   flushes_->SetApplied(committed);
   // Slices of dropped attempts, and of steps that the chunks have already, need no replay.
   if (replay.progress != nullptr)

@@ -118,6 +118,7 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
 
 void Job::Opened(std::shared_ptr<const model::EpochPlan> plan) {
   core_.mu.AssertHeld();
+  core_.counters.steps.Opened();
   openings_.Opened(std::move(plan));
 }
 
@@ -149,7 +150,10 @@ void Job::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v
         core_.mu.AssertHeld();
         BALLAST_RETURN_IF_ERROR(journal_.MakeRoom(1, kSmallRecordBytesMax));
         Outcome<v1::FenceResponse> fenced = core_.machine->Fence(request);
-        if (fenced.ok() && fenced->has_value()) peers_.Set(request);
+        if (fenced.ok() && fenced->has_value()) {
+          ++core_.counters.fences;
+          peers_.Set(request);
+        }
         return fenced;
       },
       limit, "the promise to become durable", std::move(reply));
@@ -201,6 +205,27 @@ std::optional<absl::Status> Job::ReadyToSeal(const v1::SealRequest& request) {
                       "the pinned version is being read; send the same seal again");
 }
 
+namespace {
+
+// A trainer's clock may say anything: a day is more than a step takes.
+TrainerTimes TimesOf(const v1::SealRequest& request) {
+  const auto time = [](uint64_t us) {
+    return std::min(absl::Microseconds(static_cast<int64_t>(std::min<uint64_t>(us, 1'000'000'000'000))),
+                    absl::Hours(24));
+  };
+  const v1::TrainerTimes& times = request.trainer_times();
+  return {time(times.compute_us()), time(times.pull_wait_us()), time(times.gather_us()), time(times.push_wait_us())};
+}
+
+}  // namespace
+
+void Job::NoteSealed(const v1::SealRequest& request) {
+  if (request.step() <= core_.machine->committed()) return;  // it is decided: the answer says so
+  const uint32_t world_size = core_.plan->open().tiling().world_size();
+  if (request.rank() >= world_size) return;
+  core_.counters.steps.Sealed(request.step(), request.attempt(), request.rank(), world_size, TimesOf(request));
+}
+
 bool Job::TrySeal(const Sealing& sealing, Replies* replies) {
   const v1::SealRequest& request = sealing.request;
   const std::optional<absl::Status> ready = ReadyToSeal(request);
@@ -212,10 +237,11 @@ bool Job::TrySeal(const Sealing& sealing, Replies* replies) {
     return true;
   }
   journal_.NoteSealed(request);
+  NoteSealed(request);
   const bool pending = !outcome->has_value() || (*outcome)->has_pending();
   if (pending && request.wait_ms() > 0) return false;
   v1::SealResponse response = outcome->has_value() ? std::move(**outcome) : core_.machine->Pending(request.rank());
-  if (response.has_prepared()) core_.around.counters->seal_wait.Observe(absl::Now() - sealing.began);
+  if (response.has_prepared()) core_.counters.steps.Prepared();
   replies->push_back([reply = sealing.reply, response = std::move(response)] { reply(response); });
   return true;
 }

@@ -75,6 +75,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
                     Reply<v1::CommitResponse> reply);
 
   v1::JobStatus Status() const;
+  const JobCounters& counters() const { return core_.counters; }
   // As the methods of ChunkMoves.
   std::optional<storage::JobHolding> Holding() const { return moves_.Holding(); }
   void MoveTo(const storage::Plan& plan, v1::JobMoves* answer) { moves_.MoveTo(plan, answer); }
@@ -117,7 +118,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
     Reply<v1::SealResponse> reply;
     absl::Time began;
   };
+  v1::StepInFlight DescribeStepInFlight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Evaluates the seal: false if it has to wait.
+  void NoteSealed(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   bool TrySeal(const Sealing& sealing, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Why the server cannot take the seal now, apart from what the machine says. None: it has to wait for that.
   std::optional<absl::Status> ReadyToSeal(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

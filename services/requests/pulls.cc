@@ -216,7 +216,7 @@ void Pulls::Read(const RequestPtr& pull, Copy copy) {
     if (pinned && status.ok()) return;
   }
   if (!status.ok()) return pull->reply(status);
-  core_->around.counters->sent_bytes.fetch_add(pull->to.size(), std::memory_order_relaxed);
+  core_->counters.sent_bytes.fetch_add(pull->to.size(), std::memory_order_relaxed);
   pull->reply(kernels::Crc32c(pull->to));
 }
 

@@ -53,7 +53,7 @@ void Answer(const Reply<v1::PushResponse>& reply, const absl::Status& status) {
 void Pushes::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
                   Reply<v1::PushResponse> reply) {
   if (const absl::Status status = CheckSlice(header); !status.ok()) return reply(status);
-  core_->around.counters->received_bytes.fetch_add(payload.size(), std::memory_order_relaxed);
+  core_->counters.received_bytes.fetch_add(payload.size(), std::memory_order_relaxed);
   const Request request{header, payload, std::move(reply)};
   Replies replies;
   Admitted admitted;
@@ -145,6 +145,7 @@ bool Pushes::Try(const Request& request, Admitted* admitted, Replies* replies) {
     return !superseded && HasRoom(admitted->chunk, index, request);
   });
   if (!admission.ok()) return answer(admission.status());
+  if (*admission == StepMachine::Admission::kHeld) ++core_->counters.duplicate_pushes;
   if (*admission == StepMachine::Admission::kHeld || superseded) return answer(absl::OkStatus());
   if (*admission == StepMachine::Admission::kWaits) return false;
   // After epoch and step, so that a client of an older job of this name hears of these first.
@@ -153,6 +154,7 @@ bool Pushes::Try(const Request& request, Admitted* admitted, Replies* replies) {
   absl::StatusOr<Intake::Receipt> receipt = BeginReceive(admitted->chunk.get(), slice, header);
   if (!receipt.ok()) return answer(core_->machine->EndPush(header, receipt.status()));
   if (receipt->logged) room_->Expect(1);
+  core_->counters.steps.Pushed(header.step(), header.attempt());
   admitted->slice = std::make_shared<PushedSlice>(PushedSlice{.chunk = admitted->chunk,
                                                               .receipt = *std::move(receipt),
                                                               .bytes = request.payload.size(),

@@ -1,10 +1,41 @@
 // A job's status, for operators.
 #include <algorithm>
 #include <memory>
+#include <optional>
+#include <vector>
 
+#include "absl/time/clock.h"
 #include "ballast/services/requests/job.h"
 
 namespace ballast::services {
+namespace {
+
+constexpr int kRanksNamed = 8;  // a person reads no more, and a job may have 4096
+
+}  // namespace
+
+v1::StepInFlight Job::DescribeStepInFlight() const {
+  const absl::Time now = absl::Now();
+  v1::StepInFlight out;
+  out.set_step(core_.machine->committed() + 1);
+  if (const std::optional<SeenStep> newest = core_.counters.steps.newest();
+      newest.has_value() && newest->updated == absl::InfinitePast() && updates_.queued() > 0) {
+    out.set_seconds_of_update(absl::ToDoubleSeconds(now - newest->decided));
+  }
+  const std::optional<SeenStep> step = core_.counters.steps.in_flight();
+  if (!step.has_value() || step->step != out.step()) return out;
+  const auto since = [now](absl::Time time, auto set) {
+    if (time != absl::InfinitePast()) set(absl::ToDoubleSeconds(now - time));
+  };
+  since(step->first_push, [&](double s) { out.set_seconds_since_first_slice(s); });
+  since(step->first_seal, [&](double s) { out.set_seconds_since_first_seal(s); });
+  since(step->appended, [&](double s) { out.set_seconds_since_complete(s); });
+  since(step->prepared, [&](double s) { out.set_seconds_since_prepared(s); });
+  const std::vector<uint32_t> unsealed = core_.machine->UnsealedRanks();
+  out.set_unsealed_count(static_cast<uint32_t>(unsealed.size()));
+  for (size_t i = 0; i < unsealed.size() && i < kRanksNamed; ++i) out.add_unsealed_ranks(unsealed[i]);
+  return out;
+}
 
 v1::JobStatus Job::Status() const {
   std::shared_ptr<storage::ChunkStore> store;
@@ -24,6 +55,7 @@ v1::JobStatus Job::Status() const {
     if (core_.plan != nullptr) status.set_parameters(core_.plan->layout().parameters());
     status.set_chunks(core_.chunks.size());
     for (const v1::Member& member : job.open().members()) status.add_member_ids(member.server_id());
+    if (core_.machine->plan() != nullptr) *status.mutable_in_flight() = DescribeStepInFlight();
     peers_.Tell(core_.around.server_id, &status);
     for (const int64_t version : read_pins_.Versions()) status.add_pinned_versions(version);
     for (const int64_t version : job.durable_versions()) status.add_durable_versions(version);
@@ -39,6 +71,11 @@ v1::JobStatus Job::Status() const {
     }
     status.set_skipped_steps(core_.machine->skipped_steps());
     if (!core_.failure.ok()) status.set_failure(std::string(core_.failure.message()));
+    const JobJournal::Use log = journal_.use();
+    status.set_log_capacity_bytes(log.capacity_bytes);
+    status.set_log_used_bytes(log.used_bytes);
+    status.set_log_waited_seconds(absl::ToDoubleSeconds(log.waited));
+    status.set_queued_steps(static_cast<uint32_t>(updates_.queued()));
     status.set_chunks_moving(moves_.left());
     status.set_chunks_moved(moves_.moved());
     if (prediction_.newest().has_value()) *status.mutable_prediction() = PredictionMessage(*prediction_.newest());

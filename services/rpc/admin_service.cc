@@ -16,6 +16,17 @@ grpc::ServerUnaryReactor* AdminServiceImpl::GetServerStatus(grpc::CallbackServer
   return reactor;
 }
 
+grpc::ServerUnaryReactor* AdminServiceImpl::GetSteps(grpc::CallbackServerContext* context,
+                                                     const v1::GetStepsRequest* request,
+                                                     v1::GetStepsResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  state_->GetSteps(*request, [reactor, response](absl::StatusOr<v1::GetStepsResponse> answer) {
+    *response = *std::move(answer);
+    reactor->Finish(grpc::Status::OK);
+  });
+  return reactor;
+}
+
 grpc::ServerUnaryReactor* AdminServiceImpl::DropJob(grpc::CallbackServerContext* context,
                                                     const v1::DropJobRequest* request, v1::DropJobResponse* response) {
   auto* reactor = new CallReactor;

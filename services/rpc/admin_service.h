@@ -13,6 +13,8 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
 
   grpc::ServerUnaryReactor* GetServerStatus(grpc::CallbackServerContext*, const v1::GetServerStatusRequest*,
                                             v1::GetServerStatusResponse*) override;
+  grpc::ServerUnaryReactor* GetSteps(grpc::CallbackServerContext* context, const v1::GetStepsRequest* request,
+                                     v1::GetStepsResponse* response) override;
   grpc::ServerUnaryReactor* DropJob(grpc::CallbackServerContext*, const v1::DropJobRequest*,
                                     v1::DropJobResponse*) override;
   grpc::ServerUnaryReactor* SetBudget(grpc::CallbackServerContext*, const v1::SetBudgetRequest*,

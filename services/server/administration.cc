@@ -1,9 +1,11 @@
 // Calls of operators to a state server: status, budgets, drops.
 #include <algorithm>
+#include <filesystem>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/services/server/budgets.h"
+#include "ballast/services/server/job_steps.h"
 #include "ballast/services/server/server_state.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/tier/nvme_tier.h"
@@ -72,7 +74,7 @@ absl::StatusOr<StateServer::Impl::Entry> StateServer::Impl::TakeForDrop(const v1
 }
 
 void StateServer::Impl::FreeLost(const Entry& entry, const std::vector<storage::DurableChunk>& chunks) {
-  tiers->Return(storage::TierKind::kNvme, entry.log_bytes);
+  tiers->Return(storage::TierKind::kNvme, entry.log_bytes, storage::TierPart::kLog);
   for (const storage::DurableChunk& chunk : chunks) {
     // The extent is freed at once; disputed places stay until the next start.
     if (tiers->nvme() != nullptr) (void)tiers->nvme()->TakeKept(chunk.offset);
@@ -180,14 +182,18 @@ void StateServer::Impl::ForgetOldest() {
 
 std::vector<v1::TierStatus> StateServer::Impl::TierStatuses(const std::vector<v1::JobStatus>& job_statuses) const {
   std::vector<v1::TierStatus> out;
-  const storage::TierBytes budget = tiers->budget();
-  const storage::TierBytes used = tiers->used();
+  const storage::TierUsage usage = tiers->usage();
   for (int i = 0; i < storage::kTierKinds; ++i) {
     const auto kind = static_cast<storage::TierKind>(i);
     v1::TierStatus& tier = out.emplace_back();
     tier.set_tier(storage::TierName(kind));
-    tier.set_capacity_bytes(budget[kind]);
-    tier.set_used_bytes(used[kind]);
+    tier.set_capacity_bytes(usage.budget[kind]);
+    tier.set_used_bytes(usage.used[kind]);
+    for (size_t part = 0; part < storage::kTierParts; ++part) {
+      v1::TierPart& out_part = *tier.add_parts();
+      out_part.set_part(storage::kTierPartNames[part]);
+      out_part.set_bytes(usage.parts[part][kind]);
+    }
     for (const v1::JobStatus& job : job_statuses) {
       if (job.tiers_size() <= i) continue;
       tier.set_state_bytes(tier.state_bytes() + job.tiers(i).state_bytes());
@@ -227,6 +233,45 @@ v1::GetServerStatusResponse StateServer::Status() const {
   for (auto& tier : impl_->TierStatuses(jobs)) *status.add_tiers() = std::move(tier);
   for (auto& job : jobs) *status.add_jobs() = std::move(job);
   return status;
+}
+
+ServerFigures StateServer::Figures() const {
+  const auto bound = [](const SharedBound& shared) { return ServerFigures::Bound{shared.used(), shared.max()}; };
+  ServerFigures figures;
+  {
+    absl::MutexLock lock(&impl_->mu);
+    for (const auto& [name, entry] : impl_->jobs) {
+      if (entry.job == nullptr) continue;
+      figures.jobs.emplace(name, std::shared_ptr<const JobCounters>(entry.job, &entry.job->counters()));
+    }
+    figures.job_places = {impl_->jobs.size(), kJobsMax};
+  }
+  figures.waiting_requests = bound(impl_->waiting_requests);
+  figures.waiting_request_bytes = bound(impl_->waiting_request_bytes);
+  figures.waiting_push_bytes = bound(impl_->waiting_push_bytes);
+  figures.unsent_bytes = bound(impl_->answer_room.bound());
+  figures.moved = impl_->tiers->moved();
+  figures.memory_locked = impl_->tiers->memory_locked();
+  figures.compute_threads = impl_->compute.threads();
+  figures.compute_busy_seconds = impl_->compute.busy_seconds();
+  std::error_code error;
+  const std::filesystem::space_info space = std::filesystem::space(impl_->options.data_directory, error);
+  if (!error) figures.file_system_bytes = {space.capacity - space.available, space.capacity};
+  return figures;
+}
+
+v1::GetStepsResponse StateServer::Steps(const v1::GetStepsRequest& request) const {
+  v1::GetStepsResponse response;
+  response.set_server_id(impl_->server_id);
+  for (const auto& [name, counters] : Figures().jobs) {
+    if (!request.job().empty() && request.job() != name) continue;
+    *response.add_jobs() = ShowSteps(name, counters->steps, request.last());
+  }
+  return response;
+}
+
+void StateServer::GetSteps(const v1::GetStepsRequest& request, Reply<v1::GetStepsResponse> reply) {
+  impl_->Counted(Call::kGetSteps, std::move(reply))(Steps(request));
 }
 
 void StateServer::GetServerStatus(Reply<v1::GetServerStatusResponse> reply) {

@@ -23,6 +23,9 @@
 
 namespace ballast::services {
 
+// Each job has a thread; a fence of an unknown name makes a job.
+inline constexpr size_t kJobsMax = 256;
+
 struct StateServer::Impl {
   explicit Impl(const StateServerOptions& options)
       : options(options),

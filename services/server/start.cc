@@ -250,7 +250,10 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
   // at all.
   std::map<std::string, uint64_t> kept;
   for (const auto& [name, entry] : stored) {
-    if (tiers->Take(storage::TierKind::kDram, entry.least_dram, absl::StrCat("job '", name, "'")).ok()) {
+    if (tiers
+            ->Take(storage::TierKind::kDram, entry.least_dram, absl::StrCat("job \'", name, "\'"),
+                   storage::TierPart::kSpare)
+            .ok()) {
       kept[name] = entry.least_dram;
     }
   }
@@ -264,13 +267,15 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
   };
   for (const auto& [name, entry] : stored) {
     BALLAST_RETURN_IF_ERROR(interrupted());
-    tiers->Return(storage::TierKind::kDram, kept[name]);
+    tiers->Return(storage::TierKind::kDram, kept[name], storage::TierPart::kSpare);
     if (const auto orphan = orphans.find(name); orphan != orphans.end()) {
       spdlog::error("job '{}' cannot be recovered: {}", name, std::string(orphan->second.message()));
       std::error_code error;
       const uint64_t bytes =
           std::filesystem::file_size(absl::StrCat(options.data_directory, "/", kLogPrefix, name), error);
-      const bool taken = !error && tiers->Take(storage::TierKind::kNvme, bytes, "a log that nobody knows").ok();
+      const bool taken =
+          !error &&
+          tiers->Take(storage::TierKind::kNvme, bytes, "a log that nobody knows", storage::TierPart::kLog).ok();
       Lose(name, entry, orphan->second, taken ? bytes : 0);
       whole = false;
       continue;

@@ -8,13 +8,6 @@
 #include "ballast/storage/tier/dram_tier.h"
 
 namespace ballast::services {
-namespace {
-
-// Each job has a thread; a fence of an unknown name makes a job.
-constexpr size_t kJobsMax = 256;
-
-}  // namespace
-
 StateServer::StateServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 StateServer::~StateServer() {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,6 +13,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/proto/model/lent_memory.h"
+#include "ballast/services/counters/job_counters.h"
 #include "ballast/services/counters/recovery_progress.h"
 #include "ballast/services/foundation/caller.h"
 #include "ballast/services/foundation/reply.h"
@@ -59,6 +61,20 @@ struct StateServerOptions {
 
 // Bytes of the DRAM budget that a server with these options takes as staging, once per job with state on NVMe.
 uint64_t StagingBytes(const StateServerOptions& options);
+
+// Plain figures of a server at one moment.
+struct ServerFigures {
+  struct Bound {
+    uint64_t used = 0, max = 0;
+  };
+  std::map<std::string, std::shared_ptr<const JobCounters>> jobs;  // those that are served
+  Bound waiting_requests, waiting_request_bytes, waiting_push_bytes, unsent_bytes, job_places;
+  Bound file_system_bytes;  // of the data directory; what others use counts as used
+  storage::MovedBytes moved = {};
+  bool memory_locked = false;
+  int compute_threads = 0;
+  double compute_busy_seconds = 0;
+};
 
 // Plain counters since start; services/metrics turns them into Prometheus families.
 struct ServerCounters;
@@ -110,6 +126,10 @@ class StateServer {
   v1::GetServerStatusResponse Status() const;
   // Status() as an operator's call, which is counted.
   void GetServerStatus(Reply<v1::GetServerStatusResponse>);
+  // The last steps of jobs. Steps() is for /steps.json; GetSteps is an operator's call, which is counted. Unknown jobs
+  // have no steps.
+  v1::GetStepsResponse Steps(const v1::GetStepsRequest&) const;
+  void GetSteps(const v1::GetStepsRequest&, Reply<v1::GetStepsResponse>);
   void DropJob(const v1::DropJobRequest&, Reply<v1::DropJobResponse>, const CallLimit& limit = absl::InfiniteFuture());
   // Sets budgets until the server ends; chunks of its jobs follow between steps. RESOURCE_EXHAUSTED (BUDGET), with
   // numbers, if a budget is below what cannot move, as is what a drop under way still holds: nothing has changed then.
@@ -119,6 +139,8 @@ class StateServer {
   const std::string& server_id() const;
   storage::TierBytes budget() const;  // now
   const ServerCounters& counters() const;
+  // For metrics, beside Status() and counters().
+  ServerFigures Figures() const;
   // Bytes read from and written to each tier since start.
   storage::TierTraffic traffic() const;
 

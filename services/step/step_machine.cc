@@ -173,6 +173,10 @@ Outcome<v1::SealResponse> StepMachine::Seal(const v1::SealRequest& request) {
   return response;
 }
 
+std::vector<uint32_t> StepMachine::UnsealedRanks() const {
+  return impl_->plan == nullptr ? std::vector<uint32_t>() : impl_->seals.UnsealedRanks();
+}
+
 v1::SealResponse StepMachine::Pending(uint32_t asker) const { return impl_->Pending(asker); }
 
 absl::StatusOr<v1::CommitResponse> StepMachine::Commit(const v1::CommitRequest& request) {

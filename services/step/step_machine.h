@@ -115,6 +115,8 @@ class StepMachine {
   Outcome<v1::SealResponse> Seal(const v1::SealRequest& request);
   // Seal's answer for a caller that does not wait: kPending with the missing slices and unsealed ranks.
   v1::SealResponse Pending(uint32_t asker) const;
+  // Ranks that have not sealed the step in flight, ascending. Empty before the first Open.
+  std::vector<uint32_t> UnsealedRanks() const;
   absl::StatusOr<v1::CommitResponse> Commit(const v1::CommitRequest& request);
 
   // The log is durable up to `lsn`.

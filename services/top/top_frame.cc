@@ -14,7 +14,6 @@ namespace {
 
 constexpr absl::Duration kRateSpan = absl::Seconds(15);
 constexpr size_t kSamplesKept = 61;
-constexpr size_t kSparkColumns = 20;
 constexpr std::array<const char*, kJobOrders> kOrderNames = {"name", "rate", "version", "parameters"};
 
 struct TierView {
@@ -44,6 +43,7 @@ void DrawTiers(const std::vector<TierView>& tiers, size_t columns, std::vector<S
                                                 ShowBytes(tier.used), ShowBytes(tier.capacity));
     constexpr size_t kNumbersColumns = 34;
     std::vector<BarPart> parts;
+    if (tier.parts.empty()) parts.push_back({"used", static_cast<double>(tier.used), kKinds});  // of an older server
     for (size_t i = 0; i < tier.parts.size(); ++i) {
       parts.push_back({tier.parts[i].first, static_cast<double>(tier.parts[i].second), kKinds + static_cast<int>(i)});
     }
@@ -99,27 +99,45 @@ std::vector<const JobView*> Sorted(const ClusterView& cluster, const VersionHist
   return jobs;
 }
 
-StyledLine DrawJob(const JobView& job, const VersionHistory& history, size_t name_columns, bool unicode) {
+// 467.8K, 7.0B: as people name models.
+std::string ShowParameters(uint64_t parameters) {
+  constexpr std::array<const char*, 4> kUnits = {"K", "M", "B", "T"};
+  if (parameters < 1000) return absl::StrCat(parameters);
+  double value = static_cast<double>(parameters) / 1000;
+  size_t unit = 0;
+  for (; value >= 999.95 && unit + 1 < kUnits.size(); ++unit) value /= 1000;
+  return absl::StrFormat("%.1f%s", value, kUnits[unit]);
+}
+
+// Widths of the columns of jobs.
+struct Columns {
+  explicit Columns(size_t all) : spark(all < 100 ? 12 : 30) {
+    const size_t fixed = 52 + spark;
+    name = std::clamp<size_t>(all > fixed ? all - fixed : 0, 6, 40);
+  }
+  size_t spark, name;
+};
+
+StyledLine DrawJob(const JobView& job, const VersionHistory& history, const Columns& columns, bool unicode) {
   const std::optional<double> rate = history.StepsPerMinute(job.name);
   StyledLine line;
   const bool bad = job.state_lost || !job.problems.empty();
-  line.Add(CutTo(Printable(job.name), name_columns), bad ? kBad : kBold).PadTo(name_columns);
-  line.Add(absl::StrFormat("%s %9s %10s ", bad ? "!" : " ", Versions(job),
+  line.Add(CutTo(Printable(job.name), columns.name), bad ? kBad : kBold).PadTo(columns.name);
+  line.Add(absl::StrFormat("%s %9s %9s  ", bad ? "!" : " ", Versions(job),
                            rate.has_value() ? absl::StrFormat("%.1f", *rate) : "-"));
-  const size_t spark = line.width() + kSparkColumns;
-  line.Add(DrawSparkline(history.Steps(job.name), kSparkColumns, unicode)).PadTo(spark);
-  return line.Add(absl::StrFormat(" %5d %10s %8s %5d", job.world_size, absl::StrFormat("%.4g", double(job.parameters)),
-                                  job.durability, job.servers.size()));
+  const size_t behind = line.width() + columns.spark;
+  line.Add(DrawSparkline(history.Steps(job.name), columns.spark, unicode)).PadTo(behind);
+  return line.Add(absl::StrFormat(" %5d %7s %8s %5d", job.world_size, ShowParameters(job.parameters), job.durability,
+                                  job.servers.size()));
 }
 
 void DrawJobs(const ClusterView& cluster, const VersionHistory& history, const TopLook& look, size_t rows,
               std::vector<StyledLine>* lines) {
-  constexpr size_t kOtherColumns = 74;
-  const size_t name = std::clamp<size_t>(look.columns > kOtherColumns ? look.columns - kOtherColumns : 0, 6, 40);
+  const Columns columns(look.columns);
   StyledLine header;
-  header.Add("JOB").PadTo(name).Add(absl::StrFormat("  %9s %10s ", "VERSION", "STEPS/MIN"));
-  header.Add("LAST MINUTE").PadTo(header.width() + kSparkColumns - 11);
-  header.Add(absl::StrFormat(" %5s %10s %8s %5s", "RANKS", "PARAMETERS", "DURABLE", "ON"));
+  header.Add("JOB").PadTo(columns.name).Add(absl::StrFormat("  %9s %9s  ", "VERSION", "STEPS/MIN"));
+  const size_t behind = header.width() + columns.spark;
+  header.Add("LAST MINUTE").PadTo(behind).Add(absl::StrFormat(" %5s %7s %8s %5s", "RANKS", "PARAMS", "DURABLE", "ON"));
   StyledLine reversed;
   lines->push_back(reversed.Add(header.Show(look.columns, false), kReversed).PadTo(look.columns));
   if (cluster.jobs.empty()) {
@@ -129,7 +147,7 @@ void DrawJobs(const ClusterView& cluster, const VersionHistory& history, const T
   }
   const std::vector<const JobView*> jobs = Sorted(cluster, history, look.order);
   const size_t shown = jobs.size() <= rows ? jobs.size() : std::max<size_t>(rows, 2) - 1;
-  for (size_t i = 0; i < shown; ++i) lines->push_back(DrawJob(*jobs[i], history, name, look.unicode));
+  for (size_t i = 0; i < shown; ++i) lines->push_back(DrawJob(*jobs[i], history, columns, look.unicode));
   if (shown == jobs.size()) return;
   StyledLine more;
   lines->push_back(

@@ -192,18 +192,20 @@ std::string ShowText(const ClusterView& cluster) {
                       ShowWaits(cluster.jobs), "\nTiers\n", tiers.Show(), ShowPlans(cluster));
 }
 
-std::string ShowJson(const ClusterView& cluster) {
+std::string ShowMessage(const google::protobuf::Message& message) {
   google::protobuf::util::JsonPrintOptions options;
   options.preserve_proto_field_names = true;
   options.always_print_primitive_fields = true;
+  std::string json;
+  // Cannot fail on a message without Any fields.
+  (void)google::protobuf::util::MessageToJsonString(message, &json, options);
+  return json;
+}
+
+std::string ShowJson(const ClusterView& cluster) {
   std::vector<std::string> servers;
   for (const ServerView& server : cluster.servers) {
-    std::string status = "null";
-    if (server.error.ok()) {
-      status.clear();
-      // Cannot fail on a message without Any fields.
-      (void)google::protobuf::util::MessageToJsonString(server.status, &status, options);
-    }
+    const std::string status = server.error.ok() ? ShowMessage(server.status) : "null";
     servers.push_back(
         absl::StrCat("{\"address\":", Quote(server.address), ",\"reachable\":", server.error.ok() ? "true" : "false",
                      ",\"error\":", Quote(std::string(server.error.message())), ",\"status\":", status, "}"));

@@ -2,6 +2,8 @@
 // server's /status.json.
 #pragma once
 
+#include <google/protobuf/message.h>
+
 #include <cstdint>
 #include <map>
 #include <set>
@@ -57,5 +59,7 @@ ClusterView Judge(std::vector<ServerView> servers, Asked asked = Asked::kAll);
 // Verdict, servers, jobs, tiers: as aligned text, and as JSON (numbers of 64 bits as strings, as in protobuf's JSON).
 std::string ShowText(const ClusterView& cluster);
 std::string ShowJson(const ClusterView& cluster);
+// A message as /status.json spells it.
+std::string ShowMessage(const google::protobuf::Message& message);
 
 }  // namespace ballast::services

@@ -73,6 +73,7 @@ void ChunkMoves::Resume() {
 }
 
 void ChunkMoves::MoveSome() {
+  const Working working(&core_->counters.steps.clock(), Stage::kMove);
   std::shared_ptr<Moves> moves;
   std::vector<uint64_t> down;
   {

@@ -320,7 +320,7 @@ absl::StatusOr<JobJournal::Growth> Space::PlanAndTake(const NewChunks& wanted, c
   }
   const absl::Status taken = TakePlaces(wanted, ground, add, planned.plan, planned.request);
   if (!taken.ok()) {
-    core_->around.tiers->Return(storage::TierKind::kNvme, growth.bytes);
+    core_->around.tiers->Return(storage::TierKind::kNvme, growth.bytes, storage::TierPart::kLog);
     return taken;
   }
   add->least_dram = storage::LeastDram(planned.request);

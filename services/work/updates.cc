@@ -3,6 +3,7 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <map>
 #include <utility>
@@ -18,9 +19,6 @@
 
 namespace ballast::services {
 namespace {
-
-// Decided steps that may wait for the worker. Several wait only if steps touch few of this server's chunks.
-constexpr int kQueuedMax = 8;
 
 // Coefficients of one step: the same for all segments of a group whose tensors have had equally many updates.
 class StepCoefficients {
@@ -199,9 +197,7 @@ absl::Status Updates::PrepareReadBack(StepWork* work) {
 
 void Updates::Post(std::shared_ptr<StepWork> work) {
   ++queued_;
-  const absl::Time now = absl::Now();
-  if (last_decision_ != absl::InfinitePast()) core_->around.counters->step.Observe(now - last_decision_);
-  last_decision_ = now;
+  core_->counters.steps.Decided(work->step);
   core_->worker->Post([this, work = std::move(work)] { RunStep(work.get()); });
 }
 
@@ -226,19 +222,23 @@ void Updates::RunStep(StepWork* work) {
     core_->moved = true;
   });
   if (refused) return;
-  const absl::Time began = absl::Now();
+  StepLog& steps = core_->counters.steps;
+  const Working working(&steps.clock(), Stage::kKernel);
+  steps.UpdateBegan(work->step);
   const std::vector<uint64_t> others = flushes_->Mark(store.get(), work->step, absl::MakeSpan(work->updates));
   absl::Status status = PrepareReadBack(work);
   if (status.ok()) status = Run(store.get(), work, log);
   work->lent = nullptr;  // also after an error: a trainer has its memory back before anything else blocks
   storage::Pass("step/updated");
+  steps.Updated(work->step);
+  steps.clock().SetWorker(Stage::kFlush);
   if (status.ok()) flushes_->SetApplied(work->step);
   if (status.ok()) status = flushes_->Run(store.get(), others);
   if (status.ok()) status = flushes_->Harden(store.get());
   storage::Pass("step/flushed");
   if (status.ok()) flushes_->Cut(*store);
   storage::Pass("step/cut");
-  core_->around.counters->update.Observe(absl::Now() - began);
+  steps.Flushed(work->step);
   if (status.ok()) NoteCommitted(work->step);
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
@@ -275,10 +275,15 @@ absl::Status Updates::Run(storage::ChunkStore* store, StepWork* work, const stor
     if (finished == work->updates.size()) work->lent = nullptr;
     Done(work, i, returned);
   };
+  const auto entered = [clock = &core_->counters.steps.clock()](storage::RunStage stage) {
+    static constexpr std::array<Stage, storage::kRunStages> kOf = {Stage::kKernel, Stage::kStateRead,
+                                                                   Stage::kStateWrite, Stage::kPin};
+    clock->SetUpdate(kOf[static_cast<size_t>(stage)]);
+  };
   for (;;) {
     if (finished == work->updates.size()) return absl::OkStatus();
     const absl::Status status =
-        store->Run(absl::MakeConstSpan(work->updates).subspan(finished), done, read_back, interrupt);
+        store->Run(absl::MakeConstSpan(work->updates).subspan(finished), done, read_back, interrupt, entered);
     // Without space for a pinned copy, the chunk and all later chunks are untouched: the pin yields, not the training.
     if (!absl::IsResourceExhausted(status) || !pins_->GiveUpOldest(store, status)) return status;
   }

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/time/time.h"
 #include "ballast/services/durability/flushes.h"
 #include "ballast/services/durability/job_journal.h"
 #include "ballast/services/job/job_core.h"
@@ -42,6 +41,8 @@ class Updates {
   std::shared_ptr<StepWork> Prepare(const v1::PreparedRecord& prepared, const v1::Decision& decision)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Post(std::shared_ptr<StepWork> work) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Several steps wait only if they touch few of this server's chunks.
+  static constexpr int kQueuedMax = 8;
   // Decided steps that wait for the worker. Beyond the bound no further step is taken.
   int queued() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return queued_; }
   bool full() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -73,8 +74,7 @@ class Updates {
   ChunkMoves* const moves_;
   int queued_ ABSL_GUARDED_BY(job_lock) = 0;
   int64_t updated_ ABSL_GUARDED_BY(job_lock) = -1;  // the last step that all chunks show
-  absl::Time last_decision_ ABSL_GUARDED_BY(job_lock) = absl::InfinitePast();
-  bool said_unwritten_ = false;  // worker only
+  bool said_unwritten_ = false;                     // worker only
 };
 
 }  // namespace ballast::services

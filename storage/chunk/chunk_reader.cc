@@ -6,6 +6,7 @@
 #include "absl/strings/str_format.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/counters/disk_counters.h"
 
 namespace ballast::storage {
 namespace {
@@ -24,6 +25,7 @@ void ReadZeros(uint64_t count, ChunkReader::Sink sink) {
 
 absl::Status ChecksumError(const BlockFile& file, uint64_t chunk, StateArray array, uint64_t offset, uint32_t expected,
                            uint32_t found) {
+  ++ProcessDiskCounters().wrong_extents;
   return model::Error(
       absl::StatusCode::kDataLoss, model::kChecksum,
       absl::StrFormat(
@@ -46,8 +48,8 @@ absl::Status CompareDigests(const BlockFile& file, const StoredChunk& chunk, uin
 absl::Status ChunkReader::Prepare(DramTier::Limit limit) {
   if (prepared()) return absl::OkStatus();
   absl::MutexLock lock(&mutex_);
-  BALLAST_ASSIGN_OR_RETURN(staging_,
-                           tiers_->dram()->Allocate(kStagingBytes, "the buffer for reads of nvme state", limit));
+  BALLAST_ASSIGN_OR_RETURN(staging_, tiers_->dram()->Allocate(kStagingBytes, "the buffer for reads of nvme state",
+                                                              limit, TierPart::kStaging));
   prepared_ = true;
   return absl::OkStatus();
 }
@@ -142,6 +144,7 @@ absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, uint64
   }
   tiers_->CountTraffic(TierKind::kHbm, chunk.state_bytes(), 0);
   tiers_->CountTraffic(TierKind::kNvme, 0, chunk.state_bytes());
+  tiers_->CountMove(TierKind::kHbm, TierKind::kNvme, MoveReason::kFlush, chunk.state_bytes());
   return digests;
 }
 

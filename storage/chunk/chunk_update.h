@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "ballast/kernels/optimizer.h"
@@ -17,6 +18,13 @@
 #include "ballast/storage/placement/state_layout.h"
 
 namespace ballast::storage {
+
+// The work of a run's thread: it computes, waits for reads, waits for writes and syncs, or copies a pinned state.
+enum class RunStage { kCompute, kRead, kWrite, kPin };
+inline constexpr int kRunStages = 4;
+// Called on the run's thread whenever its work changes: at most a few times per chunk.
+using RunStageObserver = absl::FunctionRef<void(RunStage)>;
+inline void UnobservedStage(RunStage) {}
 
 // One step's work on one chunk, in this order: values overwrite the master, the optimizer updates segments, the working
 // copy is rounded from the master. Or values overwrite a moment, and nothing else is done: these values cover whole

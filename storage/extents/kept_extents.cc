@@ -12,6 +12,7 @@ absl::StatusOr<NvmeRoom> KeptExtents::Reserve(uint64_t bytes, bool automatic) {
   NvmeRoom room;
   if (bytes > there) {
     BALLAST_ASSIGN_OR_RETURN(room, nvme_->Promise(bytes - there, "a durable pin of all chunks' state"));
+    room.Mark(TierPart::kPins);
   }
   if (there > 0) room.Join(aside_.Split(there));
   return room;
@@ -73,6 +74,7 @@ absl::Status KeptExtents::TakeBack(int64_t pin, uint64_t chunk, const DurableChu
   auto kept = std::make_shared<Kept>();
   kept->entry = entry;
   kept->extent = *std::move(extent);
+  kept->extent.Mark(TierPart::kPins);
   kept->aside = automatic;
   pins_[pin][chunk] = std::move(kept);
   return absl::OkStatus();
@@ -84,7 +86,7 @@ void KeptExtents::Drop(int64_t pin) {
   for (auto& [chunk, kept] : found->second) {
     if (kept.use_count() > 1 || !kept->aside) continue;
     aside_.Join(std::move(kept->reserve));
-    if (kept->extent.bytes() > 0) aside_.Join(kept->extent.TakeRoom());
+    if (kept->extent.bytes() > 0) SetAside(kept->extent.TakeRoom());
   }
   pins_.erase(found);
 }
@@ -111,6 +113,7 @@ NvmeRoom KeptExtents::TakeOver(uint64_t chunk, NvmeExtent* old) {
   newest_.erase(found);
   if (kept == nullptr) return {};
   kept->extent = std::move(*old);
+  kept->extent.Mark(TierPart::kPins);
   return std::move(kept->reserve);
 }
 

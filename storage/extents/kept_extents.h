@@ -23,7 +23,10 @@ class KeptExtents {
 
   // Sets room aside for automatic pins only. Dropping an automatic pin returns its room here, so that automatic
   // pins always find room.
-  void SetAside(NvmeRoom room) { aside_.Join(std::move(room)); }
+  void SetAside(NvmeRoom room) {
+    room.Mark(TierPart::kPins);
+    aside_.Join(std::move(room));
+  }
   // Takes room for keeping `bytes`; an automatic pin first uses what was set aside. RESOURCE_EXHAUSTED: (BUDGET), or
   // (DISK_FULL) if the disk itself is full.
   absl::StatusOr<NvmeRoom> Reserve(uint64_t bytes, bool automatic = false);

@@ -26,6 +26,7 @@ uint64_t VersionedExtents::SpareBytesMissing(uint64_t chunks, uint64_t largest_b
 }
 
 void VersionedExtents::AddRoom(NvmeRoom room, uint64_t spare_bytes) {
+  room.Mark(TierPart::kSpare);
   room_.Join(std::move(room));
   spare_bytes_ += spare_bytes;
 }

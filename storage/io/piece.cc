@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/counters/disk_counters.h"
 
 namespace ballast::storage {
 namespace {
@@ -74,8 +75,23 @@ absl::StatusOr<bool> Advance(Piece& piece, int64_t result) {
                    " moved no more: the file ends there, or its device is failing"));
 }
 
+void CountOperation(IoRequest::Kind kind, uint64_t bytes, std::chrono::steady_clock::time_point began,
+                    const absl::Status& status) {
+  DiskCounters::Operation& operation = ProcessDiskCounters().operations[static_cast<size_t>(kind)];
+  operation.seconds.Observe(absl::FromChrono(std::chrono::steady_clock::now() - began));
+  if (status.ok()) {
+    operation.bytes += bytes;
+  } else {
+    ++operation.errors;
+  }
+}
+
 absl::Status Transfer(Piece piece) {
-  return Transfer(piece, Issue, [](std::chrono::microseconds rest) { std::this_thread::sleep_for(rest); });
+  const auto began = std::chrono::steady_clock::now();
+  const absl::Status status =
+      Transfer(piece, Issue, [](std::chrono::microseconds rest) { std::this_thread::sleep_for(rest); });
+  CountOperation(piece.kind, piece.bytes, began, status);
+  return status;
 }
 
 absl::Status Transfer(Piece piece, absl::FunctionRef<int64_t(const Piece&)> issue,
@@ -112,7 +128,8 @@ absl::Status RequestTable::Add(const IoRequest& request) {
   }
   Slot* slot = free_;
   free_ = slot->next;
-  *slot = Slot{.request = request};
+  *slot = Slot{.request = request, .began = std::chrono::steady_clock::now()};
+  ++ProcessDiskCounters().in_flight;
   (last_uncut_ == nullptr ? first_uncut_ : last_uncut_->next) = slot;
   last_uncut_ = slot;
   ++in_flight_;
@@ -157,6 +174,8 @@ void RequestTable::End(const Piece& piece, const absl::Status& status) {
 
 void RequestTable::FinishIfEnded(Slot& slot) {
   if (slot.pieces > 0 || !slot.cut()) return;
+  --ProcessDiskCounters().in_flight;
+  CountOperation(slot.request.kind, slot.request.buffer.size(), slot.began, slot.status);
   finished_.push_back({slot.request.tag, slot.status});
   slot.next = free_;
   free_ = &slot;

@@ -39,6 +39,10 @@ absl::Status Transfer(Piece piece);
 absl::Status Transfer(Piece piece, absl::FunctionRef<int64_t(const Piece&)> issue,
                       absl::FunctionRef<void(std::chrono::microseconds)> rest);
 
+// Adds an operation that moved `bytes` to the process's counters.
+void CountOperation(IoRequest::Kind kind, uint64_t bytes, std::chrono::steady_clock::time_point began,
+                    const absl::Status& status);
+
 // The requests in flight. Threads: the owner's lock.
 class RequestTable {
  public:
@@ -58,6 +62,7 @@ class RequestTable {
   struct Slot {
     IoRequest request;
     uint64_t cut_bytes = 0;
+    std::chrono::steady_clock::time_point began;
     bool issued = false;  // at least one piece was issued: a sync has one piece, of no bytes
     bool rest_given_up = false;
     uint32_t pieces = 0;  // issued and not ended

@@ -11,6 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/counters/disk_counters.h"
 #include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/storage/parity/block_parity.h"
@@ -387,9 +388,11 @@ absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl:
   if (place.parity_sum != 0) block = RebuildPayload(file, place, read.ok(), to);
   if (!block.has_value() && !read.ok()) return read;
   if (!block.has_value()) {
+    ++ProcessDiskCounters().wrong_payloads;
     return Rotten(file, absl::StrFormat("the %d bytes at offset %d have CRC32C %08x, expected %08x", place.bytes,
                                         place.offset, crc32c, place.crc32c));
   }
+  ++ProcessDiskCounters().repaired_payloads;
   if (rebuilt != nullptr) {
     *rebuilt = block;
   } else {

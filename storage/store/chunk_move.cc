@@ -21,8 +21,10 @@ absl::StatusOr<ChunkMemory> MemoryIn(Tiers* tiers, const StoredChunk& chunk, Tie
     BALLAST_ASSIGN_OR_RETURN(memory.dram, tiers->dram()->Allocate(chunk.state_bytes(), what));
   }
   if (chunk.placement.working == TierKind::kHbm) {
-    BALLAST_ASSIGN_OR_RETURN(memory.dram_working, tiers->dram()->Allocate(chunk.layout.WorkingBytes(chunk.elements),
-                                                                          "a working copy that leaves hbm"));
+    BALLAST_ASSIGN_OR_RETURN(
+        memory.dram_working,
+        tiers->dram()->Allocate(chunk.layout.WorkingBytes(chunk.elements), "a working copy that leaves hbm",
+                                DramTier::Limit::kBudget, TierPart::kWorking));
   }
   return memory;
 }
@@ -42,6 +44,7 @@ absl::StatusOr<ArrayDigests> WriteExtent(Tiers* tiers, ChunkReader* reader, cons
   BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Write(extent.offset(), {chunk.state, chunk.state_bytes()}));
   tiers->CountTraffic(TierKind::kDram, chunk.state_bytes(), 0);
   tiers->CountTraffic(TierKind::kNvme, 0, chunk.state_bytes());
+  tiers->CountMove(TierKind::kDram, TierKind::kNvme, MoveReason::kMove, chunk.state_bytes());
   return digests;
 }
 
@@ -57,6 +60,7 @@ absl::Status Fill(Tiers* tiers, const StoredChunk& chunk, const StateMove& move,
   if (move.to == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(tiers->hbm()->CopyIn(host, memory.hbm.data()));
   tiers->CountTraffic(from, bytes, 0);
   tiers->CountTraffic(move.to, 0, bytes);
+  tiers->CountMove(from, move.to, MoveReason::kMove, bytes);
   return absl::OkStatus();
 }
 

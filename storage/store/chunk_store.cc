@@ -101,7 +101,7 @@ absl::Status StoreCore::TakeStaging(uint64_t state_bytes, DramTier::Limit limit)
   if (staging.memory.bytes().empty()) {
     BALLAST_ASSIGN_OR_RETURN(DramBlock memory,
                              tiers->dram()->Allocate(tiers->staging_bytes() - ChunkReader::kStagingBytes,
-                                                     "buffers for moving nvme state", limit));
+                                                     "buffers for moving nvme state", limit, TierPart::kStaging));
     staging.Take(std::move(memory));
   }
   staging.slot_bytes = slot_bytes;
@@ -159,6 +159,7 @@ absl::StatusOr<ChunkMemory> StoreCore::OwnMemory(const ChunkToAdd& added, const 
   }
   if (placement.working == TierKind::kHbm) {
     BALLAST_ASSIGN_OR_RETURN(own.hbm_working, tiers->hbm()->Allocate(layout.WorkingBytes(added.elements), kWhat));
+    own.hbm_working.Mark(TierPart::kWorking);
   }
   return own;
 }
@@ -183,6 +184,7 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
   DramBlock dram;
   if (const uint64_t bytes = (shares ? state_bytes.dram : 0) + working_bytes.dram; bytes > 0) {
     BALLAST_ASSIGN_OR_RETURN(dram, core.tiers->dram()->Allocate(bytes, "chunk state and working copies"));
+    dram.MarkRest(working_bytes.dram, TierPart::kWorking);
   }
   std::vector<ChunkMemory> own(added.size());
   for (size_t i = 0; i < added.size() && !shares; ++i) {
@@ -307,8 +309,8 @@ ChunkStore::Residency ChunkStore::residency() const {
 }
 
 absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
-                             const ReadBack& read_back, Interrupt interrupt) {
-  return StoreRun(core_.get()).Run(updates, done, read_back, interrupt);
+                             const ReadBack& read_back, Interrupt interrupt, RunStageObserver observer) {
+  return StoreRun(core_.get(), observer).Run(updates, done, read_back, interrupt);
 }
 
 absl::Status ChunkStore::Move(uint64_t index, TierKind to) {

@@ -103,7 +103,8 @@ class ChunkStore {
   // `interrupt`: asked before each update; after its error the updates not announced by `done` have changed nothing,
   // and the store goes on.
   absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
-                   const ReadBack& read_back = {}, Interrupt interrupt = Uninterrupted);
+                   const ReadBack& read_back = {}, Interrupt interrupt = Uninterrupted,
+                   RunStageObserver observer = UnobservedStage);
 
   // Fill `to` with elements from `begin` on. ReadWorking reads the working copy in its dtype; a store without working
   // copies rounds the master, and values of a frozen chunk come from its tier. ReadState reads a state array as fp32;

@@ -33,6 +33,7 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
     }
     if (extent.ok()) {
       copy.copy_.extent = *std::move(extent);
+      copy.copy_.extent.Mark(TierPart::kPins);
       BALLAST_RETURN_IF_ERROR(copy.FillExtent(tiers, reader, chunk, loaded));
       return copy;
     }
@@ -55,12 +56,15 @@ absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const St
   copy_.digests = DigestState(chunk.View(const_cast<std::byte*>(state)), {nullptr, [] {}});
   tiers->CountTraffic(TierKind::kDram, bytes, 0);
   tiers->CountTraffic(TierKind::kNvme, 0, bytes);
+  tiers->CountMove(TierKind::kDram, TierKind::kNvme, MoveReason::kPin, bytes);
   return tiers->nvme()->file().Write(copy_.extent.offset(), {state, bytes});
 }
 
 absl::Status CopyOnWrite::FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded) {
   const uint64_t bytes = chunk.state_bytes();
-  BALLAST_ASSIGN_OR_RETURN(copy_.dram, tiers->dram()->Allocate(bytes, kWhat));
+  BALLAST_ASSIGN_OR_RETURN(copy_.dram,
+                           tiers->dram()->Allocate(bytes, kWhat, DramTier::Limit::kBudget, TierPart::kPins));
+  tiers->CountMove(chunk.placement.state, TierKind::kDram, MoveReason::kPin, bytes);
   tiers->CountTraffic(TierKind::kDram, 0, bytes);
   if (chunk.placement.state == TierKind::kHbm) {
     tiers->CountTraffic(TierKind::kHbm, bytes, 0);
@@ -73,6 +77,7 @@ absl::Status CopyOnWrite::FillDram(Tiers* tiers, const StoredChunk& chunk, const
 void CopyOnWrite::Install(StoredChunk& chunk) && {
   if (fresh_.has_value()) {
     copy_.extent = std::move(chunk.extent);
+    copy_.extent.Mark(TierPart::kPins);
     copy_.digests = chunk.digests;
     chunk.extent = *std::move(fresh_);
   }

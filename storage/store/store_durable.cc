@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/storage/counters/disk_counters.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/io/reads_ahead.h"
@@ -61,6 +62,7 @@ absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std
     chunk.updated_in = 1;
     chunk.digests = durable.digests;
     tiers->CountRestored(durable.bytes);
+    tiers->CountMove(TierKind::kNvme, chunk.placement.state, MoveReason::kRecovery, durable.bytes);
     Pass("recovery/chunk_restored");
     return absl::OkStatus();
   };
@@ -77,6 +79,7 @@ absl::Status StoreCore::CheckRestored(const StoredChunk& chunk, const DurableChu
   const bool labelled = DecodeLabel(label, &found, &job, &layout_bits) && job == versions->job() &&
                         layout_bits == LayoutBits(chunk.layout) && found.Encode() == durable.Encode();
   if (!labelled) {
+    ++ProcessDiskCounters().wrong_extents;
     return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
                         absl::StrCat("the state of chunk ", chunk.id, " at version ", durable.version,
                                      " is not at offset ", durable.offset, " of ", file.path(),
@@ -96,6 +99,7 @@ absl::Status StoreCore::ReadDurable(const StoredChunk& chunk, const DurableChunk
     state = bounce.bytes().data();
   }
   BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Read(durable.offset, {state, durable.bytes}));
+  tiers->CountMove(TierKind::kNvme, chunk.placement.state, MoveReason::kRestore, durable.bytes);
   return TakeRead(chunk, durable, state, with);
 }
 
@@ -237,6 +241,7 @@ absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt) {
   const auto check = [&](size_t i, std::byte* state, absl::FunctionRef<void()> poll) {
     BALLAST_RETURN_IF_ERROR(interrupt());
     core.tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
+    core.tiers->CountMove(TierKind::kNvme, TierKind::kDram, MoveReason::kPin, reads[i].bytes);
     const DurableChunk& kept = *core.durable_pins->Find(version, chunks[i]->index);
     return core.CheckRestored(*chunks[i], kept, state, {.pool = core.compute, .poll = poll});
   };

@@ -151,9 +151,10 @@ absl::StatusOr<ChunkUpdate> StoreRun::FetchLogged(size_t i, const ChunkUpdate& u
   ChunkUpdate fetched = update;
   for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
     const absl::Span<std::byte> to = reads.values_memory().subspan(values.begin * sizeof(float), values.place.bytes);
-    const absl::Status read = ReadPayload(reads.log(), values.place, to);
+    const absl::Status read = As(RunStage::kRead, [&] { return ReadPayload(reads.log(), values.place, to); });
     if (!read.ok() && !(absl::IsDataLoss(read) && Seeded(StorageBug::kReadBackUnchecked))) return read;
     core_.tiers->CountTraffic(TierKind::kNvme, values.place.bytes, 0);
+    core_.tiers->CountMove(TierKind::kNvme, TierKind::kDram, MoveReason::kReadBack, values.place.bytes);
     const auto* elements = reinterpret_cast<const float*>(reads.values_memory().data());
     for (const auto& [begin, end, working] : values.parts) {
       fetched.values.push_back({begin, absl::MakeConstSpan(elements + begin, end - begin), working});
@@ -194,7 +195,8 @@ absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, absl::Function
     ++core_.runs;
   }
   LogReads reads(updates, sizes, read_back, queue, core_.tiers);
-  UpdatePipeline pipeline(chunks, &core_.staging, queue, core_.tiers, &reads);
+  UpdatePipeline pipeline(chunks, &core_.staging, queue, core_.tiers, &reads, observer_);
+  observer_(RunStage::kCompute);
   absl::Status status, interrupted;
   for (size_t i = 0; i < updates.size() && status.ok(); ++i) {
     interrupted = interrupt();
@@ -213,7 +215,7 @@ absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, absl::Function
   if (status.ok()) status = drained;
   // Hardens also after an error: dropping a pin next must not free a version before its successor is recorded.
   if (drained.ok() && core_.versions.has_value() && (core_.versions->EndRun() || !status.ok())) {
-    const absl::Status hardened = core_.Harden();
+    const absl::Status hardened = As(RunStage::kWrite, [&] { return core_.Harden(); });
     if (status.ok()) status = hardened;
   }
   // If a pin found no room, the pin can be dropped; an error of a device cannot be undone.
@@ -250,8 +252,12 @@ absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& c
           CompareDigests(core_.tiers->nvme()->file(), chunk, chunk.extent.offset(), chunk.digests, found));
     }
     const bool kept = core_.durable_pins.has_value() && core_.durable_pins->KeepsNewest(chunk.index);
-    BALLAST_ASSIGN_OR_RETURN(copy, CopyOnWrite::Prepare(core_.tiers, &core_.reader, chunk, run,
-                                                        tier == TierKind::kNvme ? state : nullptr, kept));
+    auto prepared = As(RunStage::kPin, [&] {
+      return CopyOnWrite::Prepare(core_.tiers, &core_.reader, chunk, run, tier == TierKind::kNvme ? state : nullptr,
+                                  kept);
+    });
+    BALLAST_RETURN_IF_ERROR(prepared.status());
+    copy = *std::move(prepared);
   }
   const bool stores = tier == TierKind::kNvme || (update.flush && core_.versions.has_value());
   NvmeExtent fresh;
@@ -271,8 +277,9 @@ absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& c
     if (update.restored.has_value()) {
       // A failed read leaves the chunk with neither state: nobody may use the chunk.
       const DurableChunk* const pinned = core_.durable_pins->Find(*update.restored, chunk.index);
-      core_.failed =
-          pinned != nullptr ? core_.ReadDurable(chunk, *pinned, state, with) : core_.Clear(chunk, state, with);
+      core_.failed = As(RunStage::kRead, [&] {
+        return pinned != nullptr ? core_.ReadDurable(chunk, *pinned, state, with) : core_.Clear(chunk, state, with);
+      });
       BALLAST_RETURN_IF_ERROR(core_.failed);
       if (stores && pinned != nullptr) {
         chunk.digests = pinned->digests;
@@ -303,7 +310,9 @@ absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& c
   }
   if (stores && core_.versions.has_value() && tier == TierKind::kHbm) {
     // Moved above for the other tiers alone.
+    observer_(RunStage::kWrite);
     core_.failed = SpillVersion(chunk, update.version, std::move(fresh));  // NOLINT(bugprone-use-after-move)
+    observer_(RunStage::kCompute);
     BALLAST_RETURN_IF_ERROR(core_.failed);
   }
   CountUpdate(update, chunk);
@@ -315,7 +324,7 @@ absl::StatusOr<NvmeExtent> StoreRun::MakeRoom(const StoredChunk& chunk, UpdatePi
   if (chunk.placement.state == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(core_.reader.Prepare());
   if (!core_.versions->HasRoom(chunk.state_bytes())) {
     BALLAST_RETURN_IF_ERROR(pipeline.DrainStores());
-    BALLAST_RETURN_IF_ERROR(core_.Harden());
+    BALLAST_RETURN_IF_ERROR(As(RunStage::kWrite, [&] { return core_.Harden(); }));
   }
   if (core_.versions->HasRoom(chunk.state_bytes())) {
     // The caller gives up a pin where a pin's copy finds no space, and no pin is in the way here.

@@ -15,7 +15,7 @@ namespace ballast::storage {
 // Threads: the one that runs the store.
 class StoreRun {
  public:
-  explicit StoreRun(StoreCore* core) : core_(*core) {}
+  StoreRun(StoreCore* core, RunStageObserver observer) : core_(*core), observer_(observer) {}
   // As ChunkStore::Run.
   absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
                    const ReadBack& read_back, Interrupt interrupt);
@@ -45,7 +45,17 @@ class StoreRun {
   absl::Status QueueUpdate(const ChunkUpdate& update, const StoredChunk& chunk, HbmQueue& queue) const;
   void CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) const;
 
+  // `work`, which `stage` names for the observer.
+  template <typename Work>
+  auto As(RunStage stage, const Work& work) const {
+    observer_(stage);
+    auto result = work();
+    observer_(RunStage::kCompute);
+    return result;
+  }
+
   StoreCore& core_;
+  const RunStageObserver observer_;
 };
 
 }  // namespace ballast::storage

@@ -26,13 +26,13 @@ void SayNotPageLocked(const absl::Status& refused) {
 
 }  // namespace
 
-absl::StatusOr<DramBlock> DramTier::Allocate(uint64_t bytes, absl::string_view what, Limit limit) {
+absl::StatusOr<DramBlock> DramTier::Allocate(uint64_t bytes, absl::string_view what, Limit limit, TierPart part) {
   bytes = AlignUp(bytes);
   BudgetLease lease;
   if (limit == Limit::kBeyond) {
-    lease = ledger_->LeaseBeyond(TierKind::kDram, bytes);
+    lease = ledger_->LeaseBeyond(TierKind::kDram, bytes, part);
   } else {
-    BALLAST_ASSIGN_OR_RETURN(lease, ledger_->Lease(TierKind::kDram, bytes, what));
+    BALLAST_ASSIGN_OR_RETURN(lease, ledger_->Lease(TierKind::kDram, bytes, what, part));
   }
   BALLAST_ASSIGN_OR_RETURN(Arena arena, Map(bytes));
   return DramBlock(std::move(lease), std::move(arena));
@@ -44,7 +44,10 @@ absl::StatusOr<Arena> DramTier::Map(uint64_t bytes) const {
     const absl::Status locked = arena.PageLockFor(*gpu_);
     if (!locked.ok()) SayNotPageLocked(locked);
   }
-  if (!arena.page_locked() && !arena.Lock()) SayPageable();
+  if (!arena.page_locked() && !arena.Lock()) {
+    locked_.store(false, std::memory_order_relaxed);
+    SayPageable();
+  }
   return arena;
 }
 

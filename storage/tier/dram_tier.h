@@ -3,6 +3,7 @@
 // the memory stays pageable, the GPU's copies run at half the speed, and a line in the server's log says so.
 #pragma once
 
+#include <atomic>
 #include <optional>
 
 #include "absl/status/statusor.h"
@@ -18,6 +19,11 @@ class DramBlock {
   DramBlock() = default;
   DramBlock(BudgetLease lease, Arena arena) : lease_(std::move(lease)), arena_(std::move(arena)) {}
   absl::Span<std::byte> bytes() const { return arena_.bytes(); }
+  // From now on `bytes` of the block are of another part of the tier. At most once.
+  void MarkRest(uint64_t bytes, TierPart part) {
+    rest_ = lease_.Split(bytes);
+    rest_.Mark(part);
+  }
   // Returns a part's budget and memory; the part must not be used any more. REQUIRES: aligned to 4096; the memory is
   // not page-locked.
   void GiveBack(absl::Span<std::byte> part) {
@@ -26,7 +32,7 @@ class DramBlock {
   }
 
  private:
-  BudgetLease lease_;  // returned after the memory is gone
+  BudgetLease lease_, rest_;  // returned after the memory is gone
   Arena arena_;
 };
 
@@ -38,14 +44,18 @@ class DramTier {
   // `bytes` are rounded up to 4096. RESOURCE_EXHAUSTED (BUDGET).
   // kBeyond: ignores the budget. For buffers of moves after the budget was lowered, while usage is still above it.
   enum class Limit { kBudget, kBeyond };
-  absl::StatusOr<DramBlock> Allocate(uint64_t bytes, absl::string_view what, Limit limit = Limit::kBudget);
+  absl::StatusOr<DramBlock> Allocate(uint64_t bytes, absl::string_view what, Limit limit = Limit::kBudget,
+                                     TierPart part = TierPart::kState);
   // Memory as from Allocate, for a caller that has taken its budget already.
   absl::StatusOr<Arena> Map(uint64_t bytes) const;
+  // All memory from here is locked, for a GPU or against swapping.
+  bool locked() const { return locked_.load(std::memory_order_relaxed); }
   bool beside_gpu() const { return gpu_.has_value(); }
 
  private:
   Ledger* const ledger_;
   const std::optional<int> gpu_;
+  mutable std::atomic<bool> locked_{true};
 };
 
 }  // namespace ballast::storage

@@ -26,6 +26,7 @@ class HbmBlock {
   HbmBlock& operator=(HbmBlock&& other) noexcept;
   ~HbmBlock() { Release(); }
   std::byte* data() const { return data_; }  // a device pointer
+  void Mark(TierPart part) { lease_.Mark(part); }
 
  private:
   void Release();

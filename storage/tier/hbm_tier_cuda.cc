@@ -120,6 +120,7 @@ class CudaHbmTier : public HbmTier {
       BALLAST_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithFlags(&stream->cuda, cudaStreamNonBlocking), "stream"));
     }
     BALLAST_ASSIGN_OR_RETURN(scratch_, Allocate(kHbmScratchBytes, "scratch memory of the hbm tier"));
+    scratch_.Mark(TierPart::kBuffers);
     absl::Status tested;
     const absl::Status checked = CheckProcessor(kernels::cuda::DeviceProcessor(&tested), absl::StrCat("GPU ", device_));
     if (!tested.ok())

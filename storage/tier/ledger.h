@@ -1,6 +1,7 @@
 // A server's budgets and their usage. A tier takes every byte from the ledger before it allocates the byte.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <utility>
@@ -21,7 +22,8 @@ class Ledger;
 class BudgetLease {
  public:
   BudgetLease() = default;
-  BudgetLease(Ledger* ledger, TierKind tier, uint64_t bytes) : ledger_(ledger), tier_(tier), bytes_(bytes) {}
+  BudgetLease(Ledger* ledger, TierKind tier, uint64_t bytes, TierPart part)
+      : ledger_(ledger), tier_(tier), bytes_(bytes), part_(part) {}
   BudgetLease(BudgetLease&& other) noexcept { *this = std::move(other); }
   BudgetLease& operator=(BudgetLease&& other) noexcept;
   ~BudgetLease() { Release(); }
@@ -29,14 +31,17 @@ class BudgetLease {
   // Splits `bytes` off into a lease of their own. REQUIRES: bytes <= bytes().
   BudgetLease Split(uint64_t bytes) {
     bytes_ -= bytes;
-    return {ledger_, tier_, bytes};
+    return {ledger_, tier_, bytes, part_};
   }
-  // Adds a lease of the same budget.
+  // From now on the bytes are of this part of the tier.
+  void Mark(TierPart part);
+  // Adds a lease of the same budget, which becomes of the same part.
   void Join(BudgetLease other) {
     if (ledger_ == nullptr) {
       *this = std::move(other);
       return;
     }
+    other.Mark(part_);
     bytes_ += std::exchange(other.bytes_, 0);
   }
 
@@ -45,6 +50,7 @@ class BudgetLease {
   Ledger* ledger_ = nullptr;
   TierKind tier_ = TierKind::kDram;
   uint64_t bytes_ = 0;
+  TierPart part_ = TierPart::kState;
 };
 
 // Threads: any.
@@ -57,21 +63,27 @@ class Ledger {
   TierBytes used() const;
   TierUsage usage() const;
   // RESOURCE_EXHAUSTED (BUDGET) says what `what` needs and how many bytes are missing.
-  absl::Status Take(TierKind tier, uint64_t bytes, absl::string_view what);
-  void Return(TierKind tier, uint64_t bytes);
+  absl::Status Take(TierKind tier, uint64_t bytes, absl::string_view what, TierPart part);
+  void Return(TierKind tier, uint64_t bytes, TierPart part);
+  void Remark(TierKind tier, uint64_t bytes, TierPart from, TierPart to);
   // Takes the bytes even beyond the budget.
-  BudgetLease LeaseBeyond(TierKind tier, uint64_t bytes);
-  absl::StatusOr<BudgetLease> Lease(TierKind tier, uint64_t bytes, absl::string_view what);
+  BudgetLease LeaseBeyond(TierKind tier, uint64_t bytes, TierPart part);
+  absl::StatusOr<BudgetLease> Lease(TierKind tier, uint64_t bytes, absl::string_view what,
+                                    TierPart part = TierPart::kState);
 
   void CountTraffic(TierKind tier, uint64_t read, uint64_t written);
   TierTraffic traffic() const;
+  void CountMove(TierKind from, TierKind to, MoveReason why, uint64_t bytes);
+  MovedBytes moved() const;
 
  private:
   mutable absl::Mutex mutex_;
   TierBytes budget_ ABSL_GUARDED_BY(mutex_);
   TierBytes used_ ABSL_GUARDED_BY(mutex_);
+  std::array<TierBytes, kTierParts> parts_ ABSL_GUARDED_BY(mutex_) = {};
   std::atomic<uint64_t> read_[kTierKinds] = {};
   std::atomic<uint64_t> written_[kTierKinds] = {};
+  std::atomic<uint64_t> moved_[kTierKinds][kTierKinds][kMoveReasons] = {};
 };
 
 }  // namespace ballast::storage

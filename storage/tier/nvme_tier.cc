@@ -58,6 +58,7 @@ NvmeRoom NvmeExtent::TakeRoom() {
     absl::MutexLock lock(&tier_->mutex_);
     tier_->space_.FreeIntoPromise(range());
   }
+  lease_.Mark(TierPart::kSpare);
   return {std::exchange(tier_, nullptr), std::move(lease_)};
 }
 
@@ -176,7 +177,7 @@ absl::Status NvmeTier::Reserve(uint64_t bytes, FileSpace::Shape shape) {
 
 absl::StatusOr<NvmeRoom> NvmeTier::Promise(uint64_t bytes, absl::string_view what, FileSpace::Shape shape) {
   bytes = AlignUp(bytes);
-  BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kNvme, bytes, what));
+  BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kNvme, bytes, what, TierPart::kSpare));
   absl::Status reserved = Reserve(bytes, shape);
   if (model::ReasonOf(reserved) == model::kDiskFull) {
     {
@@ -207,7 +208,9 @@ absl::StatusOr<NvmeExtent> NvmeTier::AllocateFrom(NvmeRoom* room, uint64_t bytes
     offset = space_.TakePromised(bytes, UnusedMax());
   }
   if (!offset.ok()) return model::Annotate(offset.status(), absl::StrCat("nvme, for ", what));
-  return NvmeExtent(this, *offset, room->lease_.Split(bytes));
+  BudgetLease lease = room->lease_.Split(bytes);
+  lease.Mark(TierPart::kState);
+  return NvmeExtent(this, *offset, std::move(lease));
 }
 
 }  // namespace ballast::storage

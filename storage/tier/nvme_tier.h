@@ -28,9 +28,10 @@ class NvmeRoom {
   NvmeRoom& operator=(NvmeRoom&& other) noexcept;
   ~NvmeRoom() { Release(FileSpace::Blocks::kGiveBack); }
   uint64_t bytes() const { return lease_.bytes(); }
+  void Mark(TierPart part) { lease_.Mark(part); }
   // Splits `bytes` off into a room of their own. REQUIRES: bytes <= bytes().
   NvmeRoom Split(uint64_t bytes) { return {tier_, lease_.Split(bytes)}; }
-  // Adds a room of the same tier.
+  // Adds a room of the same tier, which becomes of the same part.
   void Join(NvmeRoom other);
   // Ends the promise, and leaves the blocks to the next run of the server, which then finds them on a full disk too.
   void Leave() { Release(FileSpace::Blocks::kStay); }
@@ -53,6 +54,7 @@ class NvmeExtent {
   ~NvmeExtent() { Release(); }
   uint64_t offset() const { return offset_; }
   uint64_t bytes() const { return lease_.bytes(); }
+  void Mark(TierPart part) { lease_.Mark(part); }
   // Frees the extent; its space, blocks and budget, is promised to the caller.
   NvmeRoom TakeRoom();
   // Returns the extent to the tier as a kept extent: the content stays, for the next run of the server.
@@ -88,7 +90,7 @@ class NvmeTier {
   // `bytes` are rounded up to 4096. RESOURCE_EXHAUSTED: (BUDGET), or (DISK_FULL) if the disk itself is full. Either
   // call may wait for the disk, and holds up no other call while it reserves blocks.
   absl::StatusOr<NvmeExtent> Allocate(uint64_t bytes, absl::string_view what);
-  // As Allocate, for extents that are made later.
+  // As Allocate, for extents that are made later; until then the bytes are spare.
   absl::StatusOr<NvmeRoom> Promise(uint64_t bytes, absl::string_view what) {
     return Promise(bytes, what, FileSpace::Shape::kAnyPieces);
   }

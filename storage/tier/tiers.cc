@@ -88,11 +88,11 @@ TierBytes Tiers::used() const { return impl_->ledger.used(); }
 TierUsage Tiers::usage() const { return impl_->ledger.usage(); }
 TierTraffic Tiers::traffic() const { return impl_->ledger.traffic(); }
 
-absl::Status Tiers::Take(TierKind tier, uint64_t bytes, const std::string& what) {
-  return impl_->ledger.Take(tier, bytes, what);
+absl::Status Tiers::Take(TierKind tier, uint64_t bytes, const std::string& what, TierPart part) {
+  return impl_->ledger.Take(tier, bytes, what, part);
 }
 
-void Tiers::Return(TierKind tier, uint64_t bytes) { impl_->ledger.Return(tier, bytes); }
+void Tiers::Return(TierKind tier, uint64_t bytes, TierPart part) { impl_->ledger.Return(tier, bytes, part); }
 
 void Tiers::CountTraffic(TierKind tier, uint64_t read, uint64_t written) {
   impl_->ledger.CountTraffic(tier, read, written);
@@ -101,6 +101,12 @@ void Tiers::CountTraffic(TierKind tier, uint64_t read, uint64_t written) {
 void Tiers::CountRestored(uint64_t bytes) {
   if (impl_->options.restored_bytes != nullptr) *impl_->options.restored_bytes += bytes;
 }
+
+void Tiers::CountMove(TierKind from, TierKind to, MoveReason why, uint64_t bytes) {
+  impl_->ledger.CountMove(from, to, why, bytes);
+}
+MovedBytes Tiers::moved() const { return impl_->ledger.moved(); }
+bool Tiers::memory_locked() const { return impl_->dram.locked(); }
 
 std::string Tiers::io_backend() const { return IoBackendProbe(); }
 uint64_t Tiers::staging_bytes() const { return impl_->staging_bytes; }

@@ -1,6 +1,7 @@
 // The memory of one server: its budgets, their usage, and the devices behind them.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -49,6 +50,29 @@ struct TiersOptions {
   bool unnamed_stays = false;
 };
 
+// The parts of a tier's used bytes.
+enum class TierPart {
+  kState,    // master weights and moments; on NVMe all extents of versions, also of states that live in memory
+  kWorking,  // working copies
+  kSlices,   // slices of the step in flight, and buffers for slices that are read back
+  kBuffers,  // scratch memory of a device
+  kStaging,  // DRAM through which NVMe state moves
+  kLog,      // gradient logs and spills
+  kPins,     // pinned copies, kept versions, and room set aside for automatic ones
+  kSpare     // promised to versions to come, or to jobs that are still to be recovered
+};
+inline constexpr int kTierParts = 8;
+inline constexpr std::array<const char*, kTierParts> kTierPartNames = {"state",   "working", "slices", "buffers",
+                                                                       "staging", "log",     "pins",   "spare"};
+
+// Why bytes go from tier to tier.
+enum class MoveReason { kUpdate, kFlush, kMove, kReadBack, kRecovery, kPin, kRestore };
+inline constexpr int kMoveReasons = 7;
+inline constexpr std::array<const char*, kMoveReasons> kMoveReasonNames = {"update",   "flush", "move",   "read_back",
+                                                                           "recovery", "pin",   "restore"};
+// By source, target and reason: bytes since start.
+using MovedBytes = std::array<std::array<std::array<uint64_t, kMoveReasons>, kTierKinds>, kTierKinds>;
+
 // Plain counters, for metrics: totals since start.
 struct TierTraffic {
   TierBytes read;
@@ -59,6 +83,7 @@ struct TierTraffic {
 struct TierUsage {
   TierBytes budget;
   TierBytes used;
+  std::array<TierBytes, kTierParts> parts = {};  // each tier's sum to `used`
 };
 
 // Threads: any.
@@ -77,10 +102,15 @@ class Tiers {
   TierUsage usage() const;
   TierTraffic traffic() const;
   // Takes or returns budget without allocating, for memory held elsewhere (provisional slices).
-  absl::Status Take(TierKind tier, uint64_t bytes, const std::string& what);
-  void Return(TierKind tier, uint64_t bytes);
+  absl::Status Take(TierKind tier, uint64_t bytes, const std::string& what, TierPart part);
+  void Return(TierKind tier, uint64_t bytes, TierPart part);
   // Adds to traffic(). Code that moves a tier's bytes must call this.
   void CountTraffic(TierKind tier, uint64_t read, uint64_t written);
+  // Adds to moved().
+  void CountMove(TierKind from, TierKind to, MoveReason why, uint64_t bytes);
+  MovedBytes moved() const;
+  // All memory of the DRAM tier so far is locked, for a GPU or against swapping.
+  bool memory_locked() const;
   // Adds to TiersOptions::restored_bytes.
   void CountRestored(uint64_t bytes);
   // "io_uring" or "threads: <why>".

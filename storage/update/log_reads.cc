@@ -53,6 +53,7 @@ void LogReads::Start() {
                                   .tag = kTag | static_cast<uint64_t>(&slot - slots_.data())});
     slot.phase = slot.status.ok() ? Phase::kLoading : Phase::kLoaded;
     tiers_->CountTraffic(TierKind::kNvme, bytes, 0);
+    tiers_->CountMove(TierKind::kNvme, TierKind::kDram, MoveReason::kReadBack, bytes);
   }
 }
 

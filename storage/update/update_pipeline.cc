@@ -37,8 +37,8 @@ absl::StatusOr<IoQueue*> PipelineStaging::Queue(Disk* disk) {
 }
 
 UpdatePipeline::UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue,
-                               Tiers* tiers, LogReads* reads)
-    : chunks_(chunks), queue_(queue), tiers_(tiers), reads_(reads) {
+                               Tiers* tiers, LogReads* reads, RunStageObserver observer)
+    : chunks_(chunks), queue_(queue), tiers_(tiers), reads_(reads), observer_(observer) {
   if (queue == nullptr) return;
   const uint64_t slot_bytes = std::max(staging->slot_bytes, uint64_t{1});  // no slots if no state lives on NVMe
   const uint64_t count = std::min(staging->memory.bytes().size() / slot_bytes, PipelineStaging::kSlotsMax);
@@ -67,7 +67,7 @@ absl::StatusOr<std::byte*> UpdatePipeline::Load(size_t i) {
   while (slot == nullptr || slot->phase == Phase::kLoading) {
     // A failed store keeps its slot, so there may be none left to wait for.
     if (!failed_.ok()) return failed_;
-    Reap(/*wait=*/true);
+    Wait(slot == nullptr ? RunStage::kWrite : RunStage::kRead);  // without a slot: for one whose state is being written
     FreeStored(/*may_wait=*/true);
     LoadAhead();
     slot = Find(i);
@@ -80,7 +80,7 @@ absl::StatusOr<absl::Span<const std::byte>> UpdatePipeline::LoadGradient(size_t 
   LoadAhead();
   while (!reads_->Arrived(i)) {
     if (!failed_.ok()) return failed_;
-    Reap(/*wait=*/true);
+    Wait(RunStage::kRead);
     FreeStored(/*may_wait=*/true);
     LoadAhead();
   }
@@ -112,7 +112,7 @@ absl::Status UpdatePipeline::Drain() {
   if (queue_ == nullptr) return absl::OkStatus();
   next_load_ = chunks_.size();
   if (reads_ != nullptr) reads_->End();
-  while (queue_->in_flight() > 0) Reap(/*wait=*/true);
+  while (queue_->in_flight() > 0) Wait(RunStage::kWrite);
   FreeStored(/*may_wait=*/true);
   return failed_;
 }
@@ -172,7 +172,7 @@ absl::Status UpdatePipeline::DrainStores() {
   const auto storing = [this] {
     return std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.phase == Phase::kStoring; });
   };
-  while (failed_.ok() && (flushing_ || !to_flush_.empty() || storing())) Reap(/*wait=*/true);
+  while (failed_.ok() && (flushing_ || !to_flush_.empty() || storing())) Wait(RunStage::kWrite);
   return failed_;
 }
 
@@ -186,6 +186,8 @@ absl::Status UpdatePipeline::Transfer(IoRequest::Kind kind, uint64_t offset, abs
   const uint64_t bytes = buffer.size();
   const bool read = kind == IoRequest::Kind::kRead;
   tiers_->CountTraffic(TierKind::kNvme, read ? bytes : 0, read ? 0 : bytes);
+  tiers_->CountMove(read ? TierKind::kNvme : TierKind::kDram, read ? TierKind::kDram : TierKind::kNvme,
+                    tag == kFlushTag ? MoveReason::kFlush : MoveReason::kUpdate, bytes);
   return queue_->Submit(
       {.kind = kind, .file = &tiers_->nvme()->file(), .offset = offset, .buffer = buffer, .tag = tag});
 }
@@ -195,6 +197,12 @@ void UpdatePipeline::Reap(bool wait) {
   queue_->Reap(wait, &completions_);
   for (const IoCompletion& completion : completions_) Complete(completion);
   SendFlush();
+}
+
+void UpdatePipeline::Wait(RunStage stage) {
+  observer_(stage);
+  Reap(/*wait=*/true);
+  observer_(RunStage::kCompute);
 }
 
 void UpdatePipeline::Complete(const IoCompletion& completion) {

@@ -14,6 +14,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "ballast/storage/chunk/chunk_update.h"
 #include "ballast/storage/chunk/stored_chunk.h"
 #include "ballast/storage/io/io_queue.h"
 #include "ballast/storage/tier/tiers.h"
@@ -50,7 +51,7 @@ class UpdatePipeline {
   // `chunks`: the chunk of each update, in order; only chunks on NVMe are moved. Borrows all arguments. `reads`: null
   // if nothing is read from the log.
   UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue, Tiers* tiers,
-                 LogReads* reads);
+                 LogReads* reads, RunStageObserver observer = UnobservedStage);
 
   // Waits for the state of update i, before the kernel. The bytes are as the disk returned them: not compared with
   // their digests.
@@ -92,6 +93,8 @@ class UpdatePipeline {
   absl::Status Submit(const Slot& slot, IoRequest::Kind kind, uint64_t offset);
   absl::Status Transfer(IoRequest::Kind kind, uint64_t offset, absl::Span<std::byte> buffer, uint64_t tag);
   void Reap(bool wait);
+  // Waits for a completion, which `stage` names for the observer.
+  void Wait(RunStage stage);
   void Complete(const IoCompletion& completion);
   void SendFlush();
   // `may_wait`: may block on readers of the chunk. Not while another chunk's lock is held.
@@ -101,6 +104,7 @@ class UpdatePipeline {
   IoQueue* const queue_;
   Tiers* const tiers_;
   LogReads* const reads_;
+  const RunStageObserver observer_;
   std::vector<Source> sources_;  // by update
   std::vector<Slot> slots_;
   struct Unsent {

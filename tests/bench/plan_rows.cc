@@ -52,7 +52,8 @@ class Split {
              .provisional_bytes_per_element = kProvisional,
              .staging_bytes = bench_.staging_bytes,
              .shape = {.machine = &machine, .threads = bench_.threads, .staging_bytes = store_->slot_memory_bytes()}}));
-    BALLAST_RETURN_IF_ERROR(tiers_->Take(storage::TierKind::kDram, kProvisional * chunks * kPlannedChunk, "slices"));
+    BALLAST_RETURN_IF_ERROR(tiers_->Take(storage::TierKind::kDram, kProvisional * chunks * kPlannedChunk, "slices",
+                                         storage::TierPart::kSlices));
     return store_->Add(elements, plan_);
   }
 

@@ -112,7 +112,7 @@ def syntax(board):
     with tempfile.NamedTemporaryFile('w', suffix='.yml') as file:
         json.dump({'groups': [{'name': 'board', 'rules': rules}]}, file)
         file.flush()
-        done = subprocess.run(['promtool', 'check', 'rules', file.name], capture_output=True, text=True)
+        done = subprocess.run(['promtool', 'check', 'rules', file.name], capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return []
     return [
@@ -186,14 +186,10 @@ def static(board):
 
 
 def shown(boards):
-    """Families that panels name."""
-    return {
-        re.sub(r'_(bucket|sum|count)$', '', family)
-        for board in boards
-        for panel in board['panels']
-        for target in panel.get('targets', [])
-        for family in FAMILY.findall(target['expr'])
-    }
+    """Families that panels and annotations name."""
+    queries = [target['expr'] for board in boards for panel in board['panels'] for target in panel.get('targets', [])]
+    queries += [annotation['expr'] for board in boards for annotation in board['annotations']['list']]
+    return {re.sub(r'_(bucket|sum|count)$', '', family) for query in queries for family in FAMILY.findall(query)}
 
 
 def live(prometheus, board, span, rate_interval):

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import shutil
 import struct
 import time
 
@@ -10,9 +11,14 @@ import ops
 import watched
 
 SPAN, RATE_INTERVAL = 25, '6s'
+PICTURES, WIDTH = ops.CACHE / 'pictures', 1288
 
 # Families that panels or rules name and no server exports yet.
 TO_COME = {
+    'ballast_auth_denied_total': 'comes with the rights file',
+    'ballast_tls_not_after_timestamp_seconds': 'comes with TLS',
+    'ballast_tls_reloads_total': 'comes with TLS',
+    'ballast_read_back_bytes_total': 'comes with the families of a job',
 }  # fmt: skip
 
 # Families that no panel shows, and why.
@@ -22,7 +28,6 @@ NOT_SHOWN = {
 # Queries without a number in this test, by a part of the query, and why.
 MAY_BE_EMPTY = {
     'tier="hbm"': 'no budget of HBM: the build for tests has no GPU',
-    'ALERTS{alertname=~"Ballast.*", alertstate="firing"}) and': 'alerts are in alerts_live_test',
 }  # fmt: skip
 
 
@@ -32,7 +37,7 @@ class Training:
     def __init__(self):
         ops.need(ops.BIN / 'train_bytes_lm')
         self.servers = [watched.Server(number).start() for number in range(2)]
-        self.monitoring = watched.Monitoring(self.servers, (watched.PROMETHEUS / 'ballast.rules.yml').read_text())
+        self.monitoring = watched.Monitoring(self.servers, watched.fast_rules())
         self.trainers = []
         for rank in range(2):
             self.trainers.append(watched.trainer(self.servers, 'demo', rank=rank, ranks=2))
@@ -85,7 +90,7 @@ def test_every_query():
     print(f'{len(full | empty)} queries in {time.monotonic() - began:.1f} s; {len(empty)} without a number in training')
 
     training.servers[1].kill()
-    ops.wait_for(lambda: training.monitoring.value('sum(up)') == 1, 'Prometheus misses the killed server')
+    ops.wait_for(lambda: training.monitoring.value('ALERTS{alertname="BallastServerDown", alertstate="firing"}'), 'the alert fires')
     full_killed, empty_killed = training.ask(boards)
     assert full_killed | empty_killed == full | empty, 'other queries while a server is killed'
     lost = {query for query in full - full_killed if 'step' not in query[2]}
@@ -112,28 +117,34 @@ def test_every_query():
     wrong += [f'{family} is in a rule, and no server exports it' for family in sorted(named - exported - TO_COME.keys())]
     assert not wrong, '\n'.join(wrong)
 
+    pixels = {name: draw(name, training.monitoring.URL) for name in boards}
+    watched.end(*training.trainers)
+    photograph(pixels)
+
     # The mistake that needs a server to be found.
     every[1]['panels'][0]['targets'][0]['expr'] = 'sum(ballast_tier_usd_bytes{job=~"$job", instance=~"$instance"})'
     assert unknown(every, exported) == {'ballast_tier_usd_bytes'}
-    watched.end(*training.trainers)
 
 
-def test_pictures():
-    """Boards drawn by our renderer, photographed by Chromium: title and size are right, and panels have lines."""
-    ops.need('chromium')
-    training = Training()
-    time.sleep(30)
-    for name in board_checks.all_boards():
-        pixels = int(ops.run('python3', watched.GRAFANA / 'render.py', training.monitoring.URL, watched.GRAFANA / 'boards' / f'{name}.json',
-                             f'{name}.html', '--span', '60', '--step', '1', '--rate-interval', RATE_INTERVAL))  # fmt: skip
-        page = pathlib.Path(f'{name}.html').read_text()
-        assert 'not Grafana' in page and page.count('<polyline') >= 2, name
-        photograph(f'{name}.html', f'{name}.png', pixels)
-        width, height = struct.unpack('>II', pathlib.Path(f'{name}.png').read_bytes()[16:24])
-        assert (width, height) == (1288, pixels), (name, width, height, pixels)
-    watched.end(*training.trainers)
+def draw(name, url):
+    """Our renderer draws the board into NAME.html: lines, and no value that is no number. Returns the height in pixels."""
+    pixels = int(ops.run('python3', watched.GRAFANA / 'render.py', url, watched.GRAFANA / 'boards' / f'{name}.json', f'{name}.html',
+                         '--span', '45', '--step', '1', '--rate-interval', RATE_INTERVAL))  # fmt: skip
+    page = pathlib.Path(f'{name}.html').read_text()
+    assert 'not Grafana' in page and page.count('<polyline') >= 2 and 'nan' not in page, name
+    return pixels
 
 
-def photograph(page, picture, pixels):
-    ops.run('chromium', '--headless', '--no-sandbox', '--disable-gpu', '--hide-scrollbars', '--user-data-dir=chromium', f'--screenshot={picture}',
-            f'--window-size=1288,{pixels}', pathlib.Path(page).absolute().as_uri())  # fmt: skip
+def photograph(pixels):
+    """Chromium photographs each drawn board, of `pixels` by name, into build/ops/pictures."""
+    if shutil.which('chromium') is None:
+        print('no chromium (deploy/packages.sh ops): boards are drawn, not photographed')
+        return
+    PICTURES.mkdir(exist_ok=True)
+    for name, height in pixels.items():
+        picture = PICTURES / f'{name}.png'
+        picture.unlink(missing_ok=True)
+        ops.run('chromium', '--headless', '--no-sandbox', '--disable-gpu', '--hide-scrollbars', '--user-data-dir=chromium',
+                f'--screenshot={picture}', f'--window-size={WIDTH},{height}', pathlib.Path(f'{name}.html').absolute().as_uri())  # fmt: skip
+        size = struct.unpack('>II', picture.read_bytes()[16:24])
+        assert size == (WIDTH, height), f'{name}: a picture of {size}, expected {(WIDTH, height)}'

@@ -59,6 +59,7 @@ def install_server(root):
     cached = root / 'var/cache/apt/ballast-server.deb'
     if not cached.exists():
         raise ops.Skip('no build/ops/root/var/cache/apt/ballast-server.deb; tests/ops/prepare.sh makes it and says why it could not')
-    return in_root(root, 'sh', '-ec', 'dpkg --unpack /var/cache/apt/archives/*.deb /var/cache/apt/ballast-server.deb && dpkg --configure --pending')
+    return in_root(root, 'sh', '-ec', 'cd /var/cache/apt && dpkg --force-unsafe-io --unpack archives/*.deb ballast-server.deb'
+                   ' && dpkg --configure --pending')
 
 

@@ -1,12 +1,10 @@
-"""Faults that operators meet: a slow or full disk, damaged files, a far rank, a kernel that refuses."""
+"""Faults that operators meet: a slow or full disk, damaged files, a slow rank, a kernel that refuses."""
 
-import asyncio
 import contextlib
 import ctypes
 import os
 import pathlib
 import struct
-import threading
 
 import ops
 
@@ -52,49 +50,36 @@ class SmallDisk:
         ops.run('mkfs.ext4', '-q', '-m', '0', image)
         ops.run('mount', '-o', 'loop', image, self.folder)
 
-    def free(self):
-        """Share of the file system that is free."""
+    def fill(self, free):
+        """Something else takes space until the share `free` is left."""
         state = os.statvfs(self.folder)
-        return state.f_bavail / state.f_blocks
-
-    def grow(self, bytes_count):
-        """Something else takes more space, as far as there is some."""
         with open(self.folder / 'filler', 'ab', buffering=0) as file, contextlib.suppress(OSError):
-            file.write(bytes(bytes_count))
+            file.writelines(bytes(1 << 20) for _ in range(int((state.f_bavail - free * state.f_blocks) * state.f_frsize) >> 20))
 
     def empty(self):
         (self.folder / 'filler').unlink()
 
 
-class FarRank:
-    """Proxies before servers, which deliver what a rank sends after `seconds`."""
+class SlowRank:
+    """A cpu group: what runs in it has the share `processors` of one."""
 
-    def __init__(self, servers, port=7500):
-        self.seconds = 0.0
-        self.addresses = []
-        loop = asyncio.new_event_loop()
-        for i, server in enumerate(servers):
-            self.addresses.append(f'127.0.0.1:{port + i}')
-            loop.run_until_complete(asyncio.start_server(self._handler(server.listen), '127.0.0.1', port + i))
-        threading.Thread(target=loop.run_forever, daemon=True).start()
+    def __init__(self, name='ballast-ops-rank'):
+        self.group = pathlib.Path('/sys/fs/cgroup/cpu') / name
+        with contextlib.suppress(FileExistsError):
+            try:
+                self.group.mkdir()
+            except OSError as error:
+                raise ops.Skip(f'no cpu cgroups (version 1) to slow a rank down: {error}') from None
 
-    def _handler(self, address):
-        host, port = address.split(':')
+    def take(self, process, processors):
+        (self.group / 'cgroup.procs').write_text(str(process.pid))
+        self.limit(processors)
 
-        async def handle(reader, writer):
-            inner_reader, inner_writer = await asyncio.open_connection(host, int(port))
-            await asyncio.gather(self._pump(reader, inner_writer, True), self._pump(inner_reader, writer, False))
-
-        return handle
-
-    async def _pump(self, reader, writer, late):
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(1 << 20):
-                if late and self.seconds:
-                    await asyncio.sleep(self.seconds)
-                writer.write(data)
-                await writer.drain()
-        writer.close()
+    def limit(self, processors):
+        """None: no limit."""
+        period = 20000
+        (self.group / 'cpu.cfs_period_us').write_text(str(period))
+        (self.group / 'cpu.cfs_quota_us').write_text(str(-1 if processors is None else int(period * processors)))
 
 
 def damage_copies(log):

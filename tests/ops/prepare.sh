@@ -9,19 +9,6 @@ out="$PWD/build/ops"
 mkdir -p "$out"
 export CCACHE_BASEDIR="${CCACHE_BASEDIR:-$PWD}" CCACHE_NOHASHDIR=1
 
-# Runs a part; its output is in a log, whose end is shown where the part fails.
-part() { # NAME COMMAND...
-  local name="$1" began=$SECONDS
-  shift
-  if "$@" >"$out/$name.log" 2>&1; then
-    echo "ops: made $name, $((SECONDS - began)) s"
-  else
-    echo "ops: could not make $name; the end of build/ops/$name.log:" >&2
-    tail -n 15 "$out/$name.log" >&2
-    return 1
-  fi
-}
-
 environments() {
   tests/python/venv.sh "$PWD/build/venv"
   tests/python/venv.sh "$out/venv" tests/ops/requirements.txt
@@ -56,32 +43,62 @@ debs() {
   (cd build/ops-release && cpack -B "$out/packages")
 }
 
-# A bare Debian with systemd and Python; the packages that ballast-server depends on lie in its apt cache, not installed.
-root() {
-  if [[ ! -f "$out/root/complete" ]]; then
-    rm -rf "$out/root"
-    local site
-    site="$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Component: main' 'Codename: bookworm' | head -n 1)"
-    debootstrap --variant=minbase --include=systemd,python3,python3-venv bookworm "$out/root" "$site"
-    rm -f "$out"/root/var/cache/apt/archives/*.deb
-    touch "$out/root/complete"
-  fi
+wheel() { deploy/packaging/wheel.sh "$out/wheel"; }
+
+image() { deploy/image/build.sh build/ops-release/bin "$out/image"; }
+
+# A bare Debian with systemd and Python.
+bare_root() {
+  [[ ! -f "$out/root/complete" ]] || return 0
+  rm -rf "$out/root"
+  mkdir -p "$out/root"
+  local site
+  site="$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Component: main' 'Codename: bookworm' | head -n 1)"
+  debootstrap --variant=minbase --include=systemd,python3,python3-venv bookworm "$out/root" "$site"
+  rm -f "$out"/root/var/cache/apt/archives/*.deb
+  touch "$out/root/complete"
+}
+
+# The packages that ballast-server depends on come into that root's cache, not installed: by this machine's apt, with its sources and
+# proxies, and the root's list of what is installed.
+dependencies() {
   cp "$out"/packages/ballast-server_*.deb "$out/root/var/cache/apt/ballast-server.deb"
-  # apt of this machine, for that root: its sources and proxies, the root's list of what is installed.
   apt-get -o "Dir::State::status=$out/root/var/lib/dpkg/status" -o "Dir::Cache::archives=$out/root/var/cache/apt/archives" \
     -o APT::Sandbox::User=root -o APT::Keep-Downloaded-Packages=true install --download-only -y --no-install-recommends \
     "$out/root/var/cache/apt/ballast-server.deb"
 }
 
-deploy/packages.sh ops
-part environments environments
-part binaries binaries
-failed=0
-part helm helm || failed=1
-part debs debs || failed=1
-if ((EUID == 0)); then
-  part root root || failed=1
-  part image deploy/image/build.sh build/ops-release/bin "$out/image" || failed=1
+# Runs a part, a function above, in a shell of its own, which ends at the first error; its output is in a log, whose end is shown
+# where the part fails.
+part() { # NAME
+  local began=$SECONDS
+  if tests/ops/prepare.sh --part "$1" >"$out/$1.log" 2>&1; then
+    echo "ops: made $1, $((SECONDS - began)) s"
+  else
+    echo "ops: could not make $1; the end of build/ops/$1.log:" >&2
+    tail -n 15 "$out/$1.log" >&2
+    return 1
+  fi
+}
+if [[ "${1:-}" == --part ]]; then
+  "$2"
+  exit 0
 fi
-part wheel deploy/packaging/wheel.sh "$out/wheel" || failed=1
+
+deploy/packages.sh ops
+failed=0
+root=
+if ((EUID == 0)); then
+  part bare_root &
+  root=$!
+fi
+part environments
+part binaries
+part helm || failed=1
+part debs || failed=1
+part wheel || failed=1
+if [[ -n "$root" ]]; then
+  part image || failed=1
+  { wait "$root" && part dependencies; } || failed=1
+fi
 ((failed == 0)) || echo "ops: tests of what could not be made skip"

@@ -42,8 +42,6 @@ def cluster():
     (folder / 'node').mkdir()
     (folder / 'slurm.conf').write_text(CONFIGURATION.format(folder=folder, cpus=os.cpu_count()))
     (folder / 'cgroup.conf').write_text('CgroupPlugin=cgroup/v1\n')
-    (folder / 'hosts').write_text('127.0.0.1 localhost node1\n')
-    ops.run('mount', '--bind', folder / 'hosts', '/etc/hosts')
     key = folder / 'munge.key'
     key.write_bytes(secrets.token_bytes(64))
     key.chmod(0o400)
@@ -59,8 +57,9 @@ def cluster():
 
 
 def submit(environment, *extra):
-    trainer = ' '.join(str(word) for word in ops.trainer('$BALLAST_SERVERS', '--job', 'slurm', '--world-size', '$WORLD_SIZE', '--rank', '$RANK',
-                                                         '--rendezvous', os.path.abspath('meet'), '--dump-master', os.path.abspath('got')))
+    trainer = ' '.join(str(word) for word in ops.trainer('$BALLAST_SERVERS', '--job', 'slurm', '--world-size', '$WORLD_SIZE',
+                                                         '--rank', '$RANK', '--rendezvous', os.path.abspath('meet'),
+                                                         '--dump-master', os.path.abspath('got')))
     text = ops.run('sbatch', '--parsable', '--output', 'job-%j.log', *extra, SBATCH, 'bash', '-c', f'exec {trainer}', env=environment)
     return text.strip().splitlines()[-1]
 
@@ -75,10 +74,11 @@ def log(job):
 
 
 def over(environment, job):
+    busy = ('PENDING', 'RUNNING', 'COMPLETING')
     try:
-        return ops.wait_for(lambda: (now := state(environment, job)) not in ('PENDING', 'RUNNING', 'COMPLETING') and now, f'job {job} is over', 60)
+        return ops.wait_for(lambda: (now := state(environment, job)) not in busy and now, f'job {job} is over', 60)
     except AssertionError:
-        print(log(job), ops.run('scontrol', 'show', 'job', job, env=environment), ops.run('squeue', '--steps', env=environment), ops.run('ps', 'f', '-e'))
+        print(log(job), ops.run('squeue', '--steps', env=environment), ops.run('ps', 'f', '-e'))
         raise
 
 

@@ -14,12 +14,14 @@ EXPOSURE_MAX = 2.5
 class Machine:
     """A bare Debian that has booted."""
 
-    def __init__(self):
+    def __init__(self, mounts=()):
+        """`mounts`: pairs of a folder of this machine and where it is in the other, to read."""
         self.root = containers.bare_root('root')
         containers.install_server(self.root)
         self.podman = containers.Podman()
         self.first = ops.start('podman', *self.podman.storage, '--tmpdir', '/run/podman-tmp', 'run', '--name', 'machine', '--rm',
                                '--systemd=always', '--network', 'none', '--cap-add', 'SYS_ADMIN', '--security-opt', 'seccomp=unconfined',
+                               *(f'--volume={here}:{there}:ro' for here, there in mounts),
                                '--rootfs', self.root, '/lib/systemd/systemd', log='boot.log', env=self.podman.environment)
         ops.wait_for(lambda: self.state() in ('running', 'degraded'), 'systemd is up', 60)
 

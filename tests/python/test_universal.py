@@ -78,13 +78,17 @@ def test_of_deepspeed(left, job):
 def test_of_deepspeed_on_two_ranks(tmp_path):
     """Into one layout, out of it into the next, and so on: always the bits that DeepSpeed held."""
     expected = {stage: unpacked(tmp_path / f'zero{stage}', stage) for stage in (1, 3)}
+    shutil.copytree(tmp_path / 'zero3', tmp_path / 'without-0.weight', ignore=shutil.ignore_patterns('0.weight'))
     for rank, found in enumerate(run(2, 'alone', tmp_path)):
         assert "not there' has no folder 'zero'" in found.pop('refused')
+        assert found.pop('frozen') == (True, True)
         assert {kind for _, kind in found} == {'plain', 'fsdp2', 'tensor', 'shard'}
         for (stage, _), came in found.items():
             assert differing(came['state'], expected[stage]['state']) == []
             if 'losses' in came:
                 close(came['losses'], expected[stage]['losses'][rank])
+    assert '0.bias' in os.listdir(tmp_path / 'again-frozen' / TAG / 'zero')
+    assert '0.weight' not in os.listdir(tmp_path / 'again-frozen' / TAG / 'zero')
 
 
 def test_into_an_open_job(left, job, tmp_path):

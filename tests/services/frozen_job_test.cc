@@ -234,7 +234,8 @@ TEST_P(FrozenJobTest, TakesItsWorkingCopiesAlone) {
   uint64_t frozen = padded(2 * kChunk) + padded(2 * embed) + padded(2 * 256) + 3 * kLabel;
   for (const uint64_t n : {kChunk, kChunk, weight}) frozen += padded(n + n / 256 * 4) + kLabel;
   uint64_t state = 0, copies = 0;
-  for (const v1::TierStatus& tier : server_->Status().jobs(0).tiers()) {
+  const v1::JobStatus job = server_->Status().jobs(0);
+  for (const v1::TierStatus& tier : job.tiers()) {
     state += tier.state_bytes();
     copies += tier.working_bytes();
   }

@@ -53,6 +53,43 @@ TEST_F(JobSeal, SaysWhatIsMissingWhenItsPatienceEnds) {
   EXPECT_EQ(response->pending().missing_count(), group_.plan().slices().size() - 1);
 }
 
+TEST_F(JobSeal, StatusTellsHowFarTheStepIs) {
+  const auto in_flight = [&] { return server_->Status().jobs(0).in_flight(); };
+  v1::StepInFlight step = in_flight();
+  EXPECT_EQ(step.step(), 1);
+  EXPECT_FALSE(step.has_seconds_since_first_slice() || step.has_seconds_since_first_seal());
+  ASSERT_EQ(group_.PushSlice(0, v1::SLICE_KIND_GRADIENT, Ones), absl::OkStatus());
+  step = in_flight();
+  EXPECT_TRUE(step.has_seconds_since_first_slice());
+  EXPECT_FALSE(step.has_seconds_since_first_seal());
+  EXPECT_EQ(step.unsealed_count(), 2u);
+  ASSERT_TRUE(Seal(0, 0).Wait().ok());
+  absl::SleepFor(absl::Milliseconds(20));
+  step = in_flight();
+  EXPECT_GE(step.seconds_since_first_seal(), 0.02);
+  EXPECT_FALSE(step.has_seconds_since_complete() || step.has_seconds_since_prepared());
+  ASSERT_EQ(step.unsealed_ranks_size(), 1);
+  EXPECT_EQ(step.unsealed_ranks(0), 1u);
+  EXPECT_EQ(step.unsealed_count(), 1u);
+  ASSERT_EQ(group_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones), absl::OkStatus());
+  const auto last = Seal(1, 20'000).Wait();
+  ASSERT_TRUE(last.ok()) << last.status();
+  ASSERT_TRUE(last->has_prepared());
+  step = in_flight();
+  EXPECT_TRUE(step.has_seconds_since_complete() && step.has_seconds_since_prepared());
+  EXPECT_EQ(step.unsealed_count(), 0u);
+}
+
+TEST_F(JobSeal, StatusForgetsTheStepOfAnEarlierGroup) {
+  ASSERT_EQ(group_.PushSlice(0, v1::SLICE_KIND_GRADIENT, Ones), absl::OkStatus());
+  ASSERT_TRUE(Seal(0, 0).Wait().ok());
+  TrainerGroup next({server_.get()}, MakeSpec("job", SmallModel()), 3, 2);
+  ASSERT_EQ(next.Start(), absl::OkStatus());
+  const v1::StepInFlight step = server_->Status().jobs(0).in_flight();
+  EXPECT_EQ(step.step(), 1);
+  EXPECT_FALSE(step.has_seconds_since_first_slice() || step.has_seconds_since_first_seal());
+}
+
 TEST_F(JobSeal, HonoursItsDeadline) {
   const auto response = Seal(0, 20'000, absl::Now() + absl::Milliseconds(30)).Wait();
   EXPECT_EQ(response.status().code(), absl::StatusCode::kDeadlineExceeded);

@@ -13,6 +13,7 @@ OTHERS = {
     'proto/model': ['ballast/v1', 'kernels'],
     'proto/registry': ['proto/model', 'ballast/v1'],
     'kernels': [],
+    'storage/counters': [],
     'storage/faults': [],
     'storage/io': ['proto/model'],
     'storage/memory': ['kernels/cuda/outcome.h', 'proto/model'],
@@ -41,7 +42,8 @@ OTHERS = {
 # other. A name with a dot is a file; '.' is all files that lie directly in the top-level folder and have no row of their own.
 LINES = {
     'storage': [
-        ['faults', 'io'],
+        ['counters', 'faults'],
+        ['io'],
         ['memory', 'placement', 'catalog', 'parity'],
         ['log', 'tier'],
         ['chunk'],

@@ -4,4 +4,4 @@
 set -euo pipefail
 ruff="$(command -v "$(dirname "${2:-/}")/ruff" || command -v ruff)" || { echo "skipped: no ruff; tests/run.sh makes an environment with it"; exit 77; }
 cd "$1"
-"$ruff" check --no-cache client/python/ballast tests/python
+"$ruff" check --no-cache client/python/ballast tests/python tests/ops deploy

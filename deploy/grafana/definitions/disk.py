@@ -1,7 +1,18 @@
 """Whether the gradient log has room and the disks keep up."""
 
-from board import JOBS, RATE, RED_FROM_1, SERVERS, Board, mean, quantile, rate, thresholds
+from board import (
+    JOBS,
+    RATE,
+    RED_FROM_1,
+    SERVERS,
+    Board,
+    mean,
+    quantile,
+    rate,
+    thresholds,
+)
 
+RECOVERY = 'ballast_recovery_bytes{' + SERVERS
 SPACE = 'ballast_file_system_bytes{' + SERVERS
 DISK = 'ballast_disk_operation_seconds'
 
@@ -144,8 +155,7 @@ def board():
         'percentunit',
         [
             (
-                f'max by (instance) (ballast_recovery_bytes{{{SERVERS}, kind="done"}} / ignoring (kind) '
-                f'(ballast_recovery_bytes{{{SERVERS}, kind="total"}} > 0))',
+                f'max by (instance) ({RECOVERY}, kind="done"}} / ignoring (kind) ({RECOVERY}, kind="total"}} > 0))',
                 '{{instance}}',
             )
         ],

@@ -1,9 +1,21 @@
 """Whether training goes on, how fast, and what would stop it."""
 
-from board import JOBS, RED_FROM_1, SERVERS, Board, mean, per_step, quantile, rate, thresholds
+from board import (
+    JOBS,
+    RED_FROM_1,
+    SERVERS,
+    Board,
+    mean,
+    per_server,
+    quantile,
+    rate,
+    stages,
+    thresholds,
+)
 
 ALERTS = 'ALERTS{alertname=~"Ballast.*", alertstate="firing"}'
-STATES = {'recovering': 'orange', 'ready': 'green', 'stopping': 'text'}
+# Stages that the plan predicts.
+PLANNED = 'log_sync|state_read|kernel|state_write'
 
 
 def board():
@@ -109,17 +121,19 @@ def board():
         'Where a step goes',
         'Seconds of a step by stage, mean over servers; stages add up to the step.',
         's',
-        [(per_step(f'avg by (training_job, stage) ({rate("ballast_step_stage_seconds_total", JOBS)})'), '{{training_job}} {{stage}}')],
+        [(stages(), '{{training_job}} {{stage}}')],
         stack=True,
     )
     b.series(
         'Measured over predicted',
-        "Step time over the plan's prediction: 1 is as planned. Servers without a machine profile predict nothing.",
+        "The servers' part of a step (log syncs, reads and writes of state, kernels) over the plan's prediction: 1 is as planned. "
+        'Servers without a machine profile predict nothing.',
         'none',
         [
             (
-                f'{mean("ballast_step_seconds", "training_job", JOBS)} / '
-                f'max by (training_job) (ballast_job_predicted_step_seconds{{{JOBS}, resource="total"}})',
+                f'max by (training_job) ({per_server("ballast_step_stage_seconds_total", PLANNED)} / '
+                + f'({per_server("ballast_step_seconds_count")} > 0)) / '
+                + f'max by (training_job) (ballast_job_predicted_step_seconds{{{JOBS}, resource="total"}})',
                 '{{training_job}}',
             )
         ],
@@ -140,7 +154,7 @@ def board():
             'locked': 'Memory locked',
             'cpu': 'Instructions',
             'Value #A': ('Answers', 'none'),
-            'Value #D': ('Up since', 's'),
+            'Value #D': ('Up for', 's'),
             'Value #E': ('Resident', 'bytes'),
             'Value #F': ('Processor', 'percentunit'),
         },

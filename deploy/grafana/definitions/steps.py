@@ -1,6 +1,17 @@
 """Where the time of a step goes: servers, trainers, and the plan beside the measurement."""
 
-from board import JOBS, RATE, SERVERS, Board, mean, per_step, rate, thresholds
+from board import (
+    JOBS,
+    RATE,
+    SERVERS,
+    Board,
+    mean,
+    per_server,
+    per_step,
+    rate,
+    stages,
+    thresholds,
+)
 
 # Stages of the servers that a resource of the prediction stands for.
 RESOURCES = {'compute': 'kernel', 'disk': 'state_read|state_write', 'sync': 'log_sync'}
@@ -64,7 +75,7 @@ def board():
         'On the servers',
         "Seconds of a step by stage, mean over servers. Stages add up to the step; `idle` is the trainers' own time.",
         's',
-        [(per_step(f'avg by (training_job, stage) ({rate("ballast_step_stage_seconds_total", JOBS)})'), '{{training_job}} {{stage}}')],
+        [(stages(), '{{training_job}} {{stage}}')],
         stack=True,
         w=12,
         h=10,
@@ -113,11 +124,10 @@ def board():
         ]
         + [
             (
-                f'max(sum by (instance, training_job) (rate(ballast_step_stage_seconds_total{{{JOBS}, stage=~"{stages}"}}{RATE})) / '
-                f'(sum by (instance, training_job) ({rate("ballast_step_seconds_count", JOBS)}) > 0))',
+                f'max({per_server("ballast_step_stage_seconds_total", names)} / ({per_server("ballast_step_seconds_count")} > 0))',
                 f'{resource} measured',
             )
-            for resource, stages in RESOURCES.items()
+            for resource, names in RESOURCES.items()
         ],
         w=12,
     )

@@ -3,6 +3,11 @@
 #include <google/protobuf/util/json_util.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
+#include <map>
+#include <set>
+#include <sstream>
+
 #include "absl/strings/str_cat.h"
 #include "ballast/services/ctl/cluster.h"
 #include "ballast/tests/services/daemon.h"
@@ -59,6 +64,46 @@ TEST_F(Ballastctl, ShowsAHealthyClusterVerdictFirst) {
   EXPECT_NE(tiers, std::string::npos);
   EXPECT_THAT(status.out, HasSubstr("210400"));  // parameters
   EXPECT_THAT(status.out, HasSubstr("64.0 MiB"));
+}
+
+TEST_F(Ballastctl, TracesAJobsSteps) {
+  const auto trace = [&](const std::string& job, const std::vector<std::string>& extra = {}) {
+    std::vector<std::string> command = {CtlPath(), "trace", "--job", job, "--servers", servers_};
+    command.insert(command.end(), extra.begin(), extra.end());
+    return RunProcess(command);
+  };
+  const Finished told = trace("job");
+  ASSERT_EQ(told.code, 0) << told.err;
+  std::map<std::string, int> spans;  // by name
+  std::set<double> processes;
+  std::map<double, double> step_us, stages_us;  // by process
+  const google::protobuf::Struct parsed = Parse(told.out);
+  for (const auto& event : parsed.fields().at("traceEvents").list_value().values()) {
+    const auto& fields = event.struct_value().fields();
+    const double process = fields.at("pid").number_value();
+    processes.insert(process);
+    if (fields.at("ph").string_value() != "X") continue;
+    ++spans[fields.at("name").string_value()];
+    EXPECT_GE(fields.at("dur").number_value(), 0);
+    if (fields.at("tid").number_value() == 1) step_us[process] += fields.at("dur").number_value();
+    if (fields.at("tid").number_value() == 4) stages_us[process] += fields.at("dur").number_value();
+  }
+  EXPECT_EQ(processes.size(), 2u);
+  for (const char* name : {"step 0", "push", "seals", "prepare", "decision", "update 0"}) {
+    EXPECT_EQ(spans[name], 2) << name << " in\n" << told.out;
+  }
+  for (const auto& [process, us] : step_us) EXPECT_NEAR(stages_us[process], us, 0.05 * us + 100);
+  const std::string file = one_.directory() + "/trace.json";
+  EXPECT_EQ(trace("job", {"--out", file}).code, 0);
+  std::ifstream written(file);
+  std::ostringstream text;
+  text << written.rdbuf();
+  EXPECT_EQ(Parse(text.str()).fields().at("traceEvents").list_value().values_size(),
+            parsed.fields().at("traceEvents").list_value().values_size());
+  const Finished unknown = trace("another");
+  EXPECT_EQ(unknown.code, 1);
+  EXPECT_THAT(unknown.err, HasSubstr("no job 'another' is served there"));
+  EXPECT_EQ(unknown.out, "");
 }
 
 TEST_F(Ballastctl, ChangesBudgets) {

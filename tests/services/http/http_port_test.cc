@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/services/http/doorman.h"
 #include "ballast/tests/services/http/http_fixture.h"
@@ -73,6 +74,42 @@ TEST_F(HttpPortTest, TurnsReadyAndThenStops) {
   EXPECT_EQ(Get(address(), "/livez").status, 200);
   EXPECT_THAT(Get(address(), "/readyz").body, HasSubstr("\"stopping\""));
   EXPECT_THAT(Get(address(), "/metrics").body, Not(HasSubstr("ballast_tier_capacity_bytes")));
+}
+
+TEST_F(HttpPortTest, ServesThePageWithoutInlineCode) {
+  const HttpAnswer page = Get(address(), "/");
+  EXPECT_THAT(page.head, HasSubstr("Content-Type: text/html"));
+  for (const auto& [path, type] :
+       {std::pair{"/page.css", "text/css"}, {"/page.js", "text/javascript"}, {"/page.svg", "image/svg+xml"}}) {
+    EXPECT_THAT(page.body, HasSubstr(absl::StrCat("\"", path, "\""))) << "the document does not ask for it";
+    const HttpAnswer part = Get(address(), path);
+    EXPECT_EQ(part.status, 200) << path;
+    EXPECT_THAT(part.head, HasSubstr(absl::StrCat("Content-Type: ", type)));
+    EXPECT_GT(part.body.size(), 100u) << path;
+  }
+  // The policy default-src 'self' would refuse these.
+  for (const char* const refused : {"<script>", "<style", "style=", "onload=", "onclick=", "http://", "https://"}) {
+    EXPECT_THAT(page.body, Not(HasSubstr(refused)));
+  }
+}
+
+TEST_F(HttpPortTest, TellsTheLastSteps) {
+  EXPECT_EQ(Get(address(), "/steps.json").status, 200);  // there are none before the server is ready
+  TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  for (int i = 0; i < 4; ++i) ASSERT_EQ(Step(group), absl::OkStatus());
+  Serve();
+  const std::string all = Get(address(), "/steps.json").body;
+  EXPECT_THAT(all, HasSubstr("\"job\":\"job\""));
+  EXPECT_THAT(all, HasSubstr("\"step\":\"0\""));
+  EXPECT_THAT(all, HasSubstr("\"stage\":\"kernel\""));
+  const std::string last = Get(address(), "/steps.json?job=job&last=2").body;
+  EXPECT_THAT(last, Not(HasSubstr("\"step\":\"2\"")));
+  EXPECT_THAT(last, HasSubstr("\"step\":\"3\""));
+  EXPECT_THAT(last, HasSubstr("\"step\":\"4\""));
+  EXPECT_THAT(Get(address(), "/steps.json?job=another").body, HasSubstr("\"jobs\":[]"));
+  EXPECT_EQ(Get(address(), "/steps.json?last=few").status, 400);
 }
 
 struct Progress {

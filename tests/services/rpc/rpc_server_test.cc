@@ -140,7 +140,8 @@ TEST_F(RpcAnswerRoomTest, PullsWaitForRoomAndAreAllAnswered) {
 TEST_F(RpcServerTest, CountsTheTimeOfStatus) {
   const auto count = [this] {
     uint64_t sum = 0;
-    const DurationHistogram& calls = server_->counters().calls[static_cast<size_t>(services::Call::kGetServerStatus)];
+    const storage::DurationHistogram& calls =
+        server_->counters().calls[static_cast<size_t>(services::Call::kGetServerStatus)];
     for (size_t i = 0; i <= DurationHistogram::kBoundsSeconds.size(); ++i) sum += calls.count(i);
     return sum;
   };

@@ -95,7 +95,9 @@ TEST(VersionHistory, KnowsTheRateOfTheLastSeconds) {
   for (int second = 1; second <= 100; ++second) {
     cluster.jobs[0].committed_max += second <= 50 ? 1 : 2;
     history.Add(cluster, absl::UnixEpoch() + absl::Seconds(second));
-    if (second == 50) EXPECT_DOUBLE_EQ(*history.StepsPerMinute("job0"), 60);
+    if (second == 50) {
+      EXPECT_DOUBLE_EQ(*history.StepsPerMinute("job0"), 60);
+    }
   }
   EXPECT_DOUBLE_EQ(*history.StepsPerMinute("job0"), 120);
   EXPECT_EQ(history.Steps("job0").size(), 60u);
@@ -107,13 +109,13 @@ TEST(VersionHistory, KnowsTheRateOfTheLastSeconds) {
 TEST(Bar, StacksPartsWithTheirNames) {
   const std::vector<BarPart> parts = {{"state", 50}, {"working", 25}, {"log", 0}, {"pins", 5}};
   EXPECT_EQ(DrawBar(parts, 100, 42).Show(80, false), "[state...............working...pi        ]");
-  EXPECT_EQ(DrawBar(parts, 80, 12).Show(80, false), "[state.worp ]" + std::string());
+  EXPECT_EQ(DrawBar(parts, 80, 12).Show(80, false), "[state.worp]");
   EXPECT_EQ(DrawBar({}, 100, 5).Show(80, false), "[   ]");
   EXPECT_EQ(DrawBar({{"state", 300}}, 100, 7).Show(80, false), "[state]");
 }
 
 TEST(Sparkline, BrailleAndPlain) {
-  EXPECT_EQ(DrawSparkline({0, 1, 2, 4}, 20, true), "\u2880\u28f4" + std::string());
+  EXPECT_EQ(DrawSparkline({0, 1, 2, 4}, 20, true), "\u2880\u28fc");
   EXPECT_EQ(DrawSparkline({0, 1, 2, 7}, 20, false), " .:#");
   EXPECT_EQ(DrawSparkline({5, 0, 0, 7}, 2, false), " #");
   EXPECT_EQ(DrawSparkline({}, 5, true), "");

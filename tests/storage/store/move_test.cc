@@ -124,7 +124,8 @@ TEST_P(MoveTest, DownWorksBeyondALoweredBudget) {
   ASSERT_TRUE(s_.RunValues(1).ok());
   // Below what is taken: nothing more is given out, but what moves down finds its staging.
   ASSERT_EQ(s_.tiers->SetBudget({.dram = 1, .nvme = kPlenty.nvme}), absl::OkStatus());
-  EXPECT_EQ(s_.tiers->Take(TierKind::kDram, 1, "anything").code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(s_.tiers->Take(TierKind::kDram, 1, "anything", TierPart::kSlices).code(),
+            absl::StatusCode::kResourceExhausted);
   MoveAll(TierKind::kNvme);
   ASSERT_TRUE(s_.RunSegments(1).ok());
   ExpectHolds();

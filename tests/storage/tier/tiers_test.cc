@@ -47,13 +47,13 @@ TEST_F(TiersTest, StagingIsAPartOfTheBudgetUnlessItIsTold) {
 
 TEST_F(TiersTest, TakeAndReturnKeepTheBudget) {
   auto tiers = Open({.dram = 1000});
-  EXPECT_TRUE(tiers->Take(TierKind::kDram, 600, "slices").ok());
-  const absl::Status status = tiers->Take(TierKind::kDram, 500, "slices");
+  EXPECT_TRUE(tiers->Take(TierKind::kDram, 600, "slices", TierPart::kSlices).ok());
+  const absl::Status status = tiers->Take(TierKind::kDram, 500, "slices", TierPart::kSlices);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(model::ReasonOf(status), model::kBudget);
   EXPECT_THAT(status.ToString(), HasSubstr("dram is short of 100 bytes: slices needs 500, 400 of 1000 are free"));
-  tiers->Return(TierKind::kDram, 600);
-  EXPECT_TRUE(tiers->Take(TierKind::kDram, 1000, "slices").ok());
+  tiers->Return(TierKind::kDram, 600, TierPart::kSlices);
+  EXPECT_TRUE(tiers->Take(TierKind::kDram, 1000, "slices", TierPart::kSlices).ok());
   EXPECT_EQ(tiers->used().dram, 1000);
 }
 
@@ -136,7 +136,7 @@ TEST_F(TiersTest, ExtentsAreReusedAndJoined) {
 
 TEST_F(TiersTest, FragmentsNeverRefuseWhatTheBudgetAllows) {
   auto tiers = Open({.nvme = 6 * kPage});
-  ASSERT_TRUE(tiers->Take(TierKind::kNvme, 2 * kPage, "a log").ok());
+  ASSERT_TRUE(tiers->Take(TierKind::kNvme, 2 * kPage, "a log", TierPart::kSlices).ok());
   NvmeTier& nvme = *tiers->nvme();
   std::vector<NvmeExtent> extents;
   for (int i = 0; i < 4; ++i) extents.push_back(*nvme.Allocate(kPage, "x"));

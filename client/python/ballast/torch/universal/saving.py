@@ -36,7 +36,6 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
     group: int
     steps: int
-    trained: bool
 
 
 @plainly
@@ -91,13 +90,16 @@ def _settle(job: Job) -> None:
 
 
 def _parts(job: Job) -> list[_Part]:
+    """Without frozen parameters, which no universal checkpoint is loaded into."""
     found = []
     for member in job.members:
+        steps = 0 if member.is_frozen else job.session.tensor_steps(member.name)
+        if steps == 0 and not member.parameter.requires_grad:
+            continue
         if '/' in member.name or '\0' in member.name or member.name in ('.', '..'):
             raise Error(f"parameter '{member.name}' cannot be a folder's name, as universal checkpoints have it; rename its module",
                         'UNSUPPORTED')
-        steps = job.session.tensor_steps(member.name)
-        found.append(_Part(member.name, tuple(member.parameter.shape), member.group, steps, steps > 0 or member.parameter.requires_grad))
+        found.append(_Part(member.name, tuple(member.parameter.shape), member.group, steps))
     return found
 
 
@@ -106,8 +108,7 @@ def _merged(said: list[list[_Part]]) -> tuple[dict[str, int], list[_Part]]:
     parts, having = {}, {}
     for rank, of_rank in enumerate(said):
         for part in of_rank:
-            known = parts.setdefault(part.name, part)
-            parts[part.name] = known._replace(trained=known.trained or part.trained)
+            parts.setdefault(part.name, part)
             having.setdefault(part.name, []).append(rank)
     writes = [0] * len(said)
     holders = {}
@@ -120,10 +121,9 @@ def _merged(said: list[list[_Part]]) -> tuple[dict[str, int], list[_Part]]:
 
 def _check_steps(parts: list[_Part]) -> None:
     """DeepSpeed counts steps of a group; with ZeRO-3 of all groups together."""
-    trained = [part for part in parts if part.trained]
-    for part in trained:
-        if part.steps != trained[0].steps:
-            raise Error(f"parameter '{trained[0].name}' has made {trained[0].steps} steps and '{part.name}' {part.steps}, and DeepSpeed "
+    for part in parts:
+        if part.steps != parts[0].steps:
+            raise Error(f"parameter '{parts[0].name}' has made {parts[0].steps} steps and '{part.name}' {part.steps}, and DeepSpeed "
                         'has one count for all: freeze the parameters that are not trained', 'UNSUPPORTED')
 
 
@@ -164,7 +164,7 @@ class _Writing:
             _save(model, os.path.join(self.folder, name))
         zero = os.path.join(self.folder, 'zero')
         for part in parts:
-            for file in _files(part):
+            for file in (*layout.FILES.values(), layout.STEP):
                 path = os.path.join(zero, part.name, file)
                 if not os.path.exists(path):
                     raise Error(f"'{path}' is not there for rank 0, though another rank wrote it; expected one folder for all ranks, on a "
@@ -200,23 +200,18 @@ def _save(value: Any, path: str) -> None:
         os.fsync(file.fileno())
 
 
-def _files(part: _Part) -> list[str]:
-    return [*layout.FILES.values(), layout.STEP] if part.trained else [layout.FILES['master']]
-
-
 def _write_parts(job: Job, folder: str, parts: list[_Part]) -> None:
     members = {member.name: member for member in job.members}
     arrays = dict(zip(layout.FILES, ('master', 'moment1', 'moment2')))
     progress = Progress('saving a universal checkpoint', sum(12 * math.prod(part.shape) for part in parts))
     for part in parts:
         member, place = members[part.name], os.path.join(folder, 'zero', part.name)
-        for what, array in list(arrays.items())[:None if part.trained else 1]:
+        for what, array in arrays.items():
             _save({'cat_dim': 0, layout.PARAM: read_array(job.session, member, member.parameter, array)},
                   os.path.join(place, layout.FILES[what]))
             progress.add(4 * math.prod(part.shape))
-        if part.trained:
-            # torch's optimizers want a tensor; DeepSpeed's make a number of it.
-            _save(torch.tensor(float(part.steps), dtype=torch.float32, device='cpu'), os.path.join(place, layout.STEP))
+        # torch's optimizers want a tensor; DeepSpeed's make a number of it.
+        _save(torch.tensor(float(part.steps), dtype=torch.float32, device='cpu'), os.path.join(place, layout.STEP))
 
 
 def _optimizer_state(job: Job, parts: list[_Part]) -> dict[str, Any]:
@@ -226,16 +221,15 @@ def _optimizer_state(job: Job, parts: list[_Part]) -> dict[str, Any]:
               for g, group in enumerate(job.param_groups)]
     # ZeRO-3 gives the hyper-parameters of the first group to all: those that are not the same everywhere are left to its configuration.
     common = {key: value for key, value in groups[0].items() if key == 'params' or all(group[key] == value for group in groups)}
-    steps = next((part.steps for part in parts if part.trained), 0)
+    steps = parts[0].steps if parts else 0
     # A number, since ZeRO-3 gives the one of the first group to all: a tensor they would share, and each count up.
     state = {g: {'step': steps} for g in range(len(groups))}
     return {'ds_version': layout.VERSION, 'param_groups': groups, 'optimizer_state_dict': {'state': state, 'param_groups': [common]}}
 
 
 def _model_states(job: Job, parts: list[_Part], states: dict[str, Any]) -> dict[str, Any]:
-    shapes = [{part.name: torch.Size(part.shape) for part in parts if part.group == g and part.trained}
-              for g in range(len(job.param_groups))]
-    steps = next((part.steps for part in parts if part.trained), 0)
+    shapes = [{part.name: torch.Size(part.shape) for part in parts if part.group == g} for g in range(len(job.param_groups))]
+    steps = parts[0].steps if parts else 0
     return {'module': {}, 'buffer_names': [], 'param_shapes': shapes, 'global_steps': job.progress.steps,
             'skipped_steps': max(0, job.progress.steps - steps), 'dp_world_size': ranks.world_size(), 'mp_world_size': 1,
             'ds_version': layout.VERSION, 'universal_checkpoint_info': {'universal_checkpoint_version': 0.4}, **states}

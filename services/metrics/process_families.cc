@@ -1,0 +1,75 @@
+#include <dirent.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdint>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include "ballast/services/metrics/server_families.h"
+
+namespace ballast::services {
+namespace {
+
+// Fields of /proc/self/stat from the third on (proc(5) counts from 1); the second, in parentheses, may hold spaces.
+struct ProcStat {
+  std::array<uint64_t, 50> fields = {};
+  uint64_t at(size_t number) const { return fields.at(number - 3); }
+};
+
+ProcStat ReadStat() {
+  std::ifstream file("/proc/self/stat");
+  std::string line;
+  std::getline(file, line);
+  ProcStat stat;
+  const size_t end = line.rfind(')');
+  if (end == std::string::npos) return stat;
+  std::istringstream rest(line.substr(end + 1));
+  std::string word;
+  for (size_t i = 0; i < stat.fields.size() && rest >> word; ++i) {
+    stat.fields.at(i) = std::strtoull(word.c_str(), nullptr, 10);
+  }
+  return stat;
+}
+
+double BootSeconds() {
+  std::ifstream file("/proc/stat");
+  std::string word;
+  while (file >> word) {
+    double seconds = 0;
+    if (word == "btime" && file >> seconds) return seconds;
+  }
+  return 0;
+}
+
+uint64_t OpenDescriptors() {
+  DIR* const directory = ::opendir("/proc/self/fd");
+  if (directory == nullptr) return 0;
+  uint64_t count = 0;
+  while (const dirent* entry = ::readdir(directory)) count += entry->d_name[0] != '.';
+  ::closedir(directory);
+  return count - 1;  // its own
+}
+
+}  // namespace
+
+void AddProcess(Families* out) {
+  const ProcStat stat = ReadStat();
+  const auto ticks = static_cast<double>(::sysconf(_SC_CLK_TCK));
+  rlimit descriptors{};
+  (void)::getrlimit(RLIMIT_NOFILE, &descriptors);
+  Counter(out, "process_cpu_seconds_total", "User and system time.")
+      .Add({}, static_cast<double>(stat.at(14) + stat.at(15)) / ticks);
+  Gauge(out, "process_resident_memory_bytes", "Memory of the process that is in RAM.")
+      .Add({}, stat.at(24) * static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)));
+  Gauge(out, "process_virtual_memory_bytes", "Addresses that the process has mapped.").Add({}, stat.at(23));
+  Gauge(out, "process_threads", "Threads of the process.").Add({}, stat.at(20));
+  Gauge(out, "process_open_fds", "Open descriptors.").Add({}, OpenDescriptors());
+  Gauge(out, "process_max_fds", "Limit of open descriptors.").Add({}, descriptors.rlim_cur);
+  Gauge(out, "process_start_time_seconds", "Start of the process, in seconds since 1970.")
+      .Add({}, BootSeconds() + static_cast<double>(stat.at(22)) / ticks);
+}
+
+}  // namespace ballast::services

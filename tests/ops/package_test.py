@@ -1,0 +1,112 @@
+"""ballast-server and libballast-dev in a bare Debian, the wheel in a bare Debian without any of our packages."""
+import os
+import pathlib
+import re
+import sys
+
+import containers
+import ops
+
+WHEELS = ops.CACHE / 'wheel'
+
+
+def deb(name):
+    for path in (ops.CACHE / 'packages').glob(f'{name}_*.deb'):
+        return path
+    raise ops.Skip(f'no build/ops/packages/{name}_*.deb; tests/ops/prepare.sh makes it and says why it could not')
+
+
+def test_debs():
+    """Right contents and dependencies, and nothing that lintian calls an error."""
+    ops.need('dpkg-deb', 'lintian')
+    server, dev = deb('ballast-server'), deb('libballast-dev')
+    depends = ops.run('dpkg-deb', '--field', server, 'Depends')
+    assert 'libgrpc++1.51' in depends and 'librocksdb' in depends and '-dev' not in depends, depends
+    listing = ops.run('dpkg-deb', '--contents', server)
+    for name in ['usr/bin/ballastd', 'usr/bin/ballastctl', 'lib/systemd/system/ballastd.service', 'etc/ballast/ballastd.yaml']:
+        assert f'./{name}\n' in listing or f'/{name}\n' in listing, (name, listing)
+    assert 'include/' not in listing
+    listing = ops.run('dpkg-deb', '--contents', dev)
+    assert 'include/ballast/client/session.h' in listing and 'BallastConfig.cmake' in listing and 'bin/' not in listing, listing
+    for name, folder, ending in [('ballast-dashboards', 'grafana/boards', '.json'), ('ballast-alerts', 'prometheus', '.rules.yml')]:
+        listing = ops.run('dpkg-deb', '--contents', deb(name))
+        files = [path.name for path in (ops.DEPLOY / folder).iterdir() if path.name.endswith(ending)]
+        assert files and all(f'/{file}\n' in listing for file in files), (name, files, listing)
+    said = ops.run('lintian', '--no-cfg', '--fail-on', 'none', server)
+    print(said)
+    assert not re.search(r'^E: ', said, re.MULTILINE), said
+
+
+def test_deb_in_bare_root():
+    """Installs with the dependencies it names; serves a training run; leaves state and configuration when it is removed."""
+    ops.need(ops.BIN / 'train_bytes_lm')
+    root = containers.bare_root('root')
+    containers.install_server(root)
+    assert containers.in_root(root, 'getent', 'passwd', 'ballast').startswith('ballast:')
+    state = root / 'var/lib/ballast'
+    state.mkdir()
+    containers.in_root(root, 'chown', 'ballast:', '/var/lib/ballast')
+    server = ops.start('/usr/sbin/chroot', '--userspec', 'ballast', root, 'ballastd', '--config', '/etc/ballast/ballastd.yaml',
+                       '--budget.dram', '64MiB', '--budget.nvme', '512MiB', log='server.log', env={'PATH': '/usr/bin:/bin'})
+    ops.wait_for(lambda: 'ballastd ready' in pathlib.Path('server.log').read_text(), 'ballastd ready', 20)
+    assert 'HEALTHY' in containers.in_root(root, 'ballastctl', 'status', '--servers', '127.0.0.1:7070')
+    ops.run(*ops.trainer('127.0.0.1:7070', '--job', 'deb', '--dump-master', 'got'))
+    server.terminate()
+    ops.ended(server, 'server.log')
+    ops.reference('wanted')
+    ops.same_bits('got', 'wanted')
+    containers.in_root(root, 'dpkg', '--purge', 'ballast-server')
+    assert list(state.iterdir()) and not (root / 'usr/bin/ballastd').exists() and not (root / 'etc/ballast/ballastd.yaml').exists()
+
+
+def test_dev_deb_builds_a_trainer():
+    """A program finds the package's CMake files, links the client and runs."""
+    ops.need('cmake', 'ninja')
+    ops.run('dpkg-deb', '--extract', deb('libballast-dev'), 'dev')
+    ops.run('cmake', '-G', 'Ninja', '-S', ops.ROOT / 'tests' / 'install_consumer', '-B', 'build', '-DCMAKE_BUILD_TYPE=Release',
+            f'-DBallast_ROOT={os.path.abspath("dev/usr")}')
+    ops.run('cmake', '--build', 'build')
+    ops.run('build/consumer')
+
+
+def the_wheel():
+    wheels = list(WHEELS.glob('ballast_state-*.whl'))
+    if not wheels:
+        raise ops.Skip('no build/ops/wheel/ballast_state-*.whl; tests/ops/prepare.sh makes it and says why it could not')
+    return wheels[0]
+
+
+def test_wheel_is_self_contained():
+    wheel = the_wheel()
+    assert re.search(r'manylinux_2_\d+_x86_64', wheel.name), wheel.name
+    names = ops.run('python3', '-m', 'zipfile', '--list', wheel)
+    bundled = set(re.findall(r'ballast_state\.libs/(\S+?)-[0-9a-f]{8}\.so', names))
+    licences = set(re.findall(r'licenses/bundled/(\S+)\.txt', names))
+    print(len(bundled), 'libraries,', len(licences), 'licences')
+    assert 'libgrpc++' in bundled and 'libgrpc29' in licences and 'librocksdb7.8' in licences, (bundled, licences)
+    assert not any(name.startswith(('libtorch', 'libc10', 'libcuda')) for name in bundled), bundled
+
+
+def test_wheel_in_bare_root():
+    """The first example of the package's README, run where none of our Debian packages is; torch is borrowed."""
+    root = containers.bare_root('root')
+    wheel = the_wheel()
+    torch = pathlib.Path(os.path.realpath(ops.ROOT / 'build' / 'venv')) / 'lib' / f'python3.{sys.version_info.minor}' / 'site-packages'
+    if not (torch / 'torch').exists():
+        raise ops.Skip('no torch in build/venv; tests/python/venv.sh installs it')
+    assert 'libgrpc' not in containers.in_root(root, 'dpkg-query', '--show'), 'the root is not bare'
+    (root / 'borrowed').mkdir()
+    ops.run('mount', '--bind', '-o', 'ro', torch, root / 'borrowed')
+    (root / 'root' / wheel.name).write_bytes(wheel.read_bytes())
+    containers.in_root(root, 'python3', '-m', 'venv', '/root/venv')
+    containers.in_root(root, '/root/venv/bin/pip', 'install', '--quiet', '--no-index', '--no-deps', f'/root/{wheel.name}')
+    site = root / 'root' / 'venv' / 'lib' / torch.parent.name / 'site-packages'
+    (site / 'borrowed.pth').write_text('/borrowed\n')
+    readme = (ops.ROOT / 'client' / 'python' / 'README.md').read_text()
+    for number, example in enumerate(re.findall(r'```python\n(.*?)```', readme, re.DOTALL)[:2]):
+        (root / 'root' / f'{number}.py').write_text(example)
+        said = containers.in_root(root, 'sh', '-ec', f'cd /root && /root/venv/bin/python {number}.py')
+        print(said)
+        assert ('loss' in said) if number == 0 else ('went on from step 0' in said), said
+    status = containers.in_root(root, 'sh', '-ec', '/root/venv/lib/python3*/site-packages/ballast/bin/ballastctl --help')
+    assert 'Usage' in status, status
