@@ -43,6 +43,8 @@ def test_a_wrong_variable_is_refused(said, monkeypatch):
     ('127.0.0.1:1,,127.0.0.1:2', "'' has no port"),
     (['127.0.0.1:1 '], "'127.0.0.1:1 ' has no port from 1"),
     ('::1:7070', "'::1:7070' has an IPv6 address without brackets"),
+    ('etcd://127.0.0.1:1', "'etcd://127.0.0.1:1' has no prefix"),
+    ('127.0.0.1:1,etcd://127.0.0.1:1/x', "'127.0.0.1:1,etcd://127.0.0.1:1/x' names servers beside a registry"),
 ])
 def test_an_address_that_is_none_is_refused_at_once(said, words, monkeypatch):
     with pytest.raises(ballast.Error, match=f'^servers: {re.escape(words)}') as raised:

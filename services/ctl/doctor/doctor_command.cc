@@ -8,7 +8,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "ballast/services/ctl/show.h"
+#include "ballast/services/view/show.h"
 
 namespace ballast::services {
 namespace {
