@@ -380,8 +380,9 @@ std::vector<double> WeightsOf(services::StateServer* server) {
   request.set_job("test");
   services::Answer<v1::GetJobResponse> answer;
   server->GetJob(request, answer.reply());
+  const absl::StatusOr<v1::GetJobResponse> job = answer.Wait();
   std::vector<double> weights;
-  for (const v1::Member& member : answer.Wait()->open().members()) weights.push_back(member.weight());
+  for (const v1::Member& member : job->open().members()) weights.push_back(member.weight());
   return weights;
 }
 
