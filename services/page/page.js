@@ -260,7 +260,7 @@ function draw(status, steps) {
   drawPeers(status.peers);
 }
 
-// Every quarter second: how old the numbers are, and whether the server still answers.
+// Every tenth of a second: how old the numbers are, and whether the server still answers.
 function tick() {
   const silence = answeredAt === null ? null : performance.now() - answeredAt;
   const gone = document.body.classList.contains('stale');
@@ -292,5 +292,5 @@ async function refresh() {
 
 makeFills();
 $('job').addEventListener('change', () => drawSteps([]));
-setInterval(tick, 250);
+setInterval(tick, 100);
 refresh();
