@@ -161,7 +161,9 @@ int Serve(const Config& config, const sigset_t& signals) {
   RecoveryProgress progress;
   options.progress = &progress;
   // Before anything else, so that a server which recovers for minutes does not look dead.
-  auto http = HttpPort::Start(config.metrics_listen, &progress);
+  auto http =
+      HttpPort::Start(config.metrics_listen, &progress,
+                      config.guard.tls.enabled() || config.guard.asks_identity() ? &(*guard)->counters() : nullptr);
   if (!http.ok()) return Complain(http.status(), kMetricsPortInUse);
   spdlog::info("HTTP on {}: /livez, /readyz, /metrics, /status.json; recovering", (*http)->address());
   options.page = (*http)->address();

@@ -54,7 +54,7 @@ class Doubt {
 // Where a server is now. Threads: any.
 class Place {
  public:
-  Place(std::string address, std::shared_ptr<Transport> transport, Connect connect, std::shared_ptr<Doubt> doubt)
+  Place(std::string address, std::shared_ptr<Transport> transport, Connector connect, std::shared_ptr<Doubt> doubt)
       : connect_(std::move(connect)),
         doubt_(std::move(doubt)),
         address_(std::move(address)),
@@ -115,7 +115,7 @@ class Place {
   }
 
  private:
-  const Connect connect_;
+  const Connector connect_;
   const std::shared_ptr<Doubt> doubt_;
   std::atomic<bool> ended_{false};
   absl::Mutex moving_;  // taken before mutex_
@@ -234,7 +234,7 @@ class DiscoveredTransport final : public Transport {
 }  // namespace
 
 absl::StatusOr<std::vector<std::unique_ptr<Transport>>> DiscoverTransports(const registry::RegistryUrl& url,
-                                                                           Connect connect, absl::Duration timeout,
+                                                                           Connector connect, absl::Duration timeout,
                                                                            const std::function<bool()>& interrupted) {
   auto registry = std::make_unique<registry::Registry>(url);
   BALLAST_ASSIGN_OR_RETURN(const auto entries, registry::AwaitServers(registry.get(), timeout, interrupted));

@@ -14,7 +14,7 @@
 namespace ballast::client {
 
 // Makes a transport to an address, or says why this client must not connect there.
-using Connect = std::function<absl::StatusOr<std::unique_ptr<Transport>>(const std::string& address)>;
+using Connector = std::function<absl::StatusOr<std::unique_ptr<Transport>>(const std::string& address)>;
 
 // Returns a transport per server registered at `url`, by server id. Waits for servers, and fails, as
 // registry::AwaitServers and `connect`. A server whose new address `connect` refuses stays at its old one.
@@ -24,7 +24,7 @@ using Connect = std::function<absl::StatusOr<std::unique_ptr<Transport>>(const s
 // with UNAVAILABLE, so that the router sends them again. While the registry does not answer, each server keeps its last
 // known address.
 absl::StatusOr<std::vector<std::unique_ptr<Transport>>> DiscoverTransports(const registry::RegistryUrl& url,
-                                                                           Connect connect, absl::Duration timeout,
+                                                                           Connector connect, absl::Duration timeout,
                                                                            const std::function<bool()>& interrupted);
 
 }  // namespace ballast::client

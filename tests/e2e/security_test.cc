@@ -18,6 +18,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
+#include "ballast/tests/services/http/http_fixture.h"
 #include "ballast/tests/services/security/authority.h"
 #include "ballast/tests/services/security/outside_address.h"
 
@@ -217,6 +218,10 @@ TEST_F(SecurityTest, IdentitiesOfTrainersAndOperators) {
   EXPECT_THAT(Ctl({"status"}, {"--ca", dir_ / "servers.crt"}).out, HasSubstr("the server asks who calls"));
   EXPECT_THAT(Ctl({"status"}, {}).out, HasSubstr("does not answer"));
   EXPECT_EQ(Ctl({"drop", "--job", "team-1"}, token).code, 0);
+  const std::string metrics = services::Get(servers_[0]->metrics(), "/metrics").body;
+  EXPECT_THAT(metrics, HasSubstr("ballast_tls_not_after_timestamp_seconds{what=\"certificate\"} 1"));
+  EXPECT_THAT(metrics, HasSubstr("ballast_tls_reloads_total{what=\"certificates\",result=\"refused\"} 0\n"));
+  EXPECT_THAT(metrics, HasSubstr("ballast_auth_denied_total{why=\"no_identity\"} 1\n"));
   const std::string audit = Slurp(dir_ / "audit.log");
   for (const char* line : {"call=Fence identity=\"spiffe://t/trainer\"", "call=Open identity=\"spiffe://t/trainer\"",
                            "call=DropJob identity=\"operator\"", "call=SetBudget identity=\"operator\""}) {
