@@ -253,7 +253,8 @@ function draw(status, steps) {
   else if (recovering) drawVerdict('bad', 'RECOVERING: trainers wait until the server has its jobs back', status.problems);
   else drawVerdict('bad', `DEGRADED: ${count(status.problems.length, 'problem')}`, status.problems);
   remember(status.jobs, answeredAt);
-  sentences($('waits'), status.jobs.flatMap((job) => job.waits.map((wait) => `${job.name}: ${wait}`)));
+  const waits = status.jobs.flatMap((job) => job.waits.map((wait) => `${job.name}: ${wait}`));
+  sentences($('waits'), waits.length ? waits : ['nobody waits']);
   drawTiers(server.tiers);
   drawJobs(status.jobs);
   drawSteps(steps);
