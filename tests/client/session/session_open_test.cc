@@ -386,7 +386,7 @@ std::vector<double> WeightsOf(services::StateServer* server) {
 }
 
 TEST(SessionWeights, BudgetsWeighTheMembersOfANewJobAndThenStay) {
-  SessionFixture servers({uint64_t{96} << 20, uint64_t{32} << 20});
+  SessionFixture servers(std::vector<uint64_t>{uint64_t{96} << 20, uint64_t{32} << 20});
   SessionOptions options = TestOptions();
   options.resume = Resume::kAuto;
   const auto open = [&](Collective* collective) { return servers.Open(collective, options, TestTensors()).status(); };
