@@ -306,14 +306,17 @@ CASES = [
     (
         'BallastCertificateExpires',
         60,
-        [series('ballast_tls_not_after_timestamp_seconds', f'{14 * DAY + 1200}x60', what='server')],
-        {1: [], 15: [], 35: [{'severity': 'warning', 'what': 'server', **SERVER}]},
+        [
+            series('ballast_tls_not_after_timestamp_seconds', f'{14 * DAY + 1200}x60', what='certificate'),
+            series('ballast_tls_not_after_timestamp_seconds', f'{7 * DAY}x60', what='crl'),
+        ],
+        {1: [], 15: [], 35: [{'severity': 'warning', 'what': 'certificate', **SERVER}]},
     ),
     (
         'BallastCertificateExpires',
         60,
-        [series('ballast_tls_not_after_timestamp_seconds', f'{DAY}x60', what='server')],
-        {15: [{'severity': 'critical', 'what': 'server', **SERVER}, {'severity': 'warning', 'what': 'server', **SERVER}]},
+        [series('ballast_tls_not_after_timestamp_seconds', f'{DAY}x60', what='certificate')],
+        {15: [{'severity': 'critical', 'what': 'certificate', **SERVER}, {'severity': 'warning', 'what': 'certificate', **SERVER}]},
     ),
     (
         'BallastTlsReloadFailed',

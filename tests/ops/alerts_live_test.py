@@ -199,7 +199,8 @@ def test_complete():
     text = pathlib.Path(__file__).read_text()
     fired = set(re.findall(r"'(Ballast\w+)'", ' '.join(re.findall(r'watch\.fires\(.*', text))))
     resolved = set(re.findall(r"'(Ballast\w+)'", ' '.join(re.findall(r'watch\.resolves\(.*', text))))
-    alerts = {rule['alert'] for group in yaml.safe_load((watched.PROMETHEUS / 'ballast.rules.yml').read_text())['groups'] for rule in group['rules']}
+    groups = yaml.safe_load((watched.PROMETHEUS / 'ballast.rules.yml').read_text())['groups']
+    alerts = {rule['alert'] for group in groups for rule in group['rules']}
     assert fired == resolved, fired ^ resolved
     assert fired | BY_PROMTOOL.keys() == alerts, (fired | BY_PROMTOOL.keys()) ^ alerts
     assert not fired & BY_PROMTOOL.keys()
