@@ -176,18 +176,19 @@ CASES = [
         ],
         {35: []},
     ),
-    # Of four ranks one computes for 18 of 30 seconds, the others for 9; then 14 and 9.
+    # Of four ranks one waits for its pushes for 18 of 30 seconds, the others for 9; then 14 and 9.
     *[
         (
             'BallastStraggler',
             30,
             [
-                job('ballast_trainer_seconds_total', f'0+{slowest}x80', what='compute', of='max'),
-                job('ballast_trainer_seconds_total', f'0+{slowest + 27}x80', what='compute', of='sum'),
-                job('ballast_trainer_seconds_total', f'0+{30 - slowest}x80', what='gather', of='max'),
+                job('ballast_trainer_seconds_total', f'0+{slowest}x80', what='push_wait', of='max'),
+                job('ballast_trainer_seconds_total', f'0+{slowest + 27}x80', what='push_wait', of='sum'),
+                job('ballast_trainer_seconds_total', '0+20x80', what='gather', of='max'),
+                job('ballast_trainer_seconds_total', '0+20x80', what='gather', of='sum'),
                 job('ballast_job_world_size', '4x80'),
             ],
-            {9: [], 22: [{'severity': 'warning', **DEMO}] if slowest == 18 else []},
+            {9: [], 22: [{'severity': 'warning', 'what': 'push_wait', **DEMO}] if slowest == 18 else []},
         )
         for slowest in (18, 14)
     ],
