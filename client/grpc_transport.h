@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/client/transport.h"
+#include "ballast/proto/model/access.h"
 
 namespace ballast::client {
 
@@ -16,11 +17,12 @@ namespace ballast::client {
 std::unique_ptr<Transport> MakeGrpcTransport(const std::string& address);
 // Makes a transport per server given by a user: addresses, or the URL of a registry
 // (etcd://host:port/prefix?servers=N), whose servers are waited for (client/discovery), until `timeout` or until
-// `interrupted` says so. INVALID_ARGUMENT (BAD_CONFIG) for a text that is neither; with a URL also the errors of
-// registry::AwaitServers.
+// `interrupted` says so. `access`: files that show who calls, and who the servers must be; they are read again when
+// they change. INVALID_ARGUMENT (BAD_CONFIG) for a text that is neither, for bad files, and for a token that would
+// travel in the clear; with a URL also the errors of registry::AwaitServers.
 absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(
-    const std::vector<std::string>& servers, absl::Duration timeout = absl::Seconds(60),
-    const std::function<bool()>& interrupted = nullptr);
+    const std::vector<std::string>& servers, const model::Access& access = {},
+    absl::Duration timeout = absl::Seconds(60), const std::function<bool()>& interrupted = nullptr);
 
 // Sets M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_TOP_PAD for the process: by default glibc trims its heap around gRPC's
 // read buffers, at more cost than the transfer itself. Call once at program start; a library must not.

@@ -7,8 +7,8 @@
 //      then PullOwned(unit) for the updated ranges.
 //
 // Pushed gradients are provisional until Step(): before it, ask for norms, choose a scale, or Drop(). A step leaves a
-// tensor alone that no rank pushes, its step count included. A tensor that is never pushed has state all the same, unless
-// TensorSpec::frozen says that servers keep its value alone.
+// tensor alone that no rank pushes, its step count included. A tensor that is never pushed has state all the same,
+// unless TensorSpec::frozen says that servers keep its value alone.
 //
 // Threads: one thread at a time per session. Calls marked COLLECTIVE must be made by all ranks in the same order.
 // Errors: carry a reason (model::ReasonOf). After STALE_EPOCH, RANK_MISSING or DATA_LOSS the session is finished: exit
@@ -87,7 +87,7 @@ class Session {
                                                        const std::vector<TensorSpec>& tensors,
                                                        std::vector<std::unique_ptr<Transport>> servers,
                                                        Collective* collective);
-  // A gRPC transport per "host:port".
+  // A gRPC transport per "host:port", with SessionOptions::access.
   static absl::StatusOr<std::unique_ptr<Session>> Connect(const SessionOptions& options,
                                                           const std::vector<TensorSpec>& tensors,
                                                           const std::vector<std::string>& servers,

@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/kernels/optimizer.h"
+#include "ballast/proto/model/access.h"
 #include "ballast/proto/model/placement.h"
 #include "ballast/v1/state_service.pb.h"
 
@@ -80,6 +81,8 @@ struct SessionOptions {
   // How long Open waits for servers that are down. A server at work on a large job's Open is waited for without
   // limit. The collective's timeout must be longer, because the ranks other than 0 wait meanwhile.
   absl::Duration open_timeout = absl::Seconds(30);
+  // Files that show the servers who this is, and who they must be. For Connect; Open takes transports.
+  model::Access access;
   // Bound on bytes of pushes and pulls in flight.
   uint64_t inflight_bytes_max = uint64_t{64} << 20;
   // Called with a line that says what the session waits for, when a wait exceeds two seconds. May be empty.

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs what building and testing need from Debian 12's own packages; does nothing where all is there.
-# Usage: deploy/packages.sh build|test|ops     ops: for the operations tests (tests/run.sh ops)
+# Usage: deploy/packages.sh build|test|package|ops
+#   package  to make Debian packages, the wheel and the image;  ops  for the operations tests (tests/run.sh ops)
 set -euo pipefail
 
 build=(g++ cmake ninja-build pkg-config protobuf-compiler protobuf-compiler-grpc libgrpc++-dev libprotobuf-dev libabsl-dev
@@ -8,14 +9,16 @@ build=(g++ cmake ninja-build pkg-config protobuf-compiler protobuf-compiler-grpc
   libspdlog-dev libopenblas-dev)
 test=(libgtest-dev libgmock-dev prometheus python3-venv python3-dev ccache dpkg-dev fio clang clang-format clang-tidy
   etcd-server etcd-client help2man zsh fish)
-ops=(python3-venv python3-dev ccache dpkg-dev debootstrap systemd util-linux iproute2 e2fsprogs buildah skopeo podman runc catatonit
-  lintian slurmctld slurmd slurm-client munge prometheus prometheus-alertmanager chromium libatomic1 fonts-dejavu-core tmux curl)
+package=(dpkg-dev python3-venv python3-dev buildah skopeo)
+ops=("${package[@]}" ccache debootstrap systemd util-linux iproute2 e2fsprogs podman runc catatonit lintian
+  slurmctld slurmd slurm-client munge prometheus prometheus-alertmanager chromium libatomic1 fonts-dejavu-core tmux curl)
 
 case "${1:-build}" in
   build) wanted=("${build[@]}") ;;
   test) wanted=("${build[@]}" "${test[@]}") ;;
+  package) wanted=("${build[@]}" "${package[@]}") ;;
   ops) wanted=("${build[@]}" "${ops[@]}") ;;
-  *) echo "usage: deploy/packages.sh build|test|ops, got '$1'" >&2; exit 2 ;;
+  *) echo "usage: deploy/packages.sh build|test|package|ops, got '$1'" >&2; exit 2 ;;
 esac
 
 missing=()

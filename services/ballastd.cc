@@ -29,6 +29,7 @@
 #include "ballast/services/discovery/registration.h"
 #include "ballast/services/http/http_port.h"
 #include "ballast/services/rpc/rpc_server.h"
+#include "ballast/services/security/guard.h"
 #include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
@@ -141,13 +142,28 @@ std::unique_ptr<Registration> Register(const Config& config) {
   return registration;
 }
 
+void WarnOfOthers(const GuardOptions& guard, const std::string& listen) {
+  const auto address = model::ParseAddress(listen, model::AddressUse::kListen);
+  if (guard.tls.enabled() || !address.ok() || model::IsLoopback(*address)) return;
+  spdlog::warn("listening to others on {} without TLS: {}", listen,
+               guard.asks_identity()
+                   ? "tokens are taken from this machine alone; set tls.certificate and tls.key"
+                   : "any client that reaches this address can read and change every job; set tls.certificate, tls.key "
+                     "and tls.client_ca");
+}
+
 int Serve(const Config& config, const sigset_t& signals) {
+  // Files that are bad are found before a recovery that may take long.
+  auto guard = Guard::Make(config.guard);
+  if (!guard.ok()) return Complain(guard.status(), ExitOf(guard.status()));
   StateServerOptions options = config.server;
   options.interrupt = Signalled;
   RecoveryProgress progress;
   options.progress = &progress;
   // Before anything else, so that a server which recovers for minutes does not look dead.
-  auto http = HttpPort::Start(config.metrics_listen, &progress);
+  auto http =
+      HttpPort::Start(config.metrics_listen, &progress,
+                      config.guard.tls.enabled() || config.guard.asks_identity() ? &(*guard)->counters() : nullptr);
   if (!http.ok()) return Complain(http.status(), kMetricsPortInUse);
   spdlog::info("HTTP on {}: /livez, /readyz, /metrics, /status.json; recovering", (*http)->address());
   options.page = (*http)->address();
@@ -155,8 +171,10 @@ int Serve(const Config& config, const sigset_t& signals) {
   auto state = StateServer::Start(options);
   if (!state.ok() && model::ReasonOf(state.status()) == model::kServerDown) return Complain(state.status(), kOk);
   if (!state.ok()) return Complain(state.status(), ExitOf(state.status()));
+  if (const absl::Status status = (*guard)->Watch(); !status.ok()) return Complain(status, ExitOf(status));
   RpcServerOptions rpc_options;
   rpc_options.listen = config.listen;
+  rpc_options.guard = guard->get();
   auto rpc = RpcServer::Start(rpc_options, state->get());
   if (!rpc.ok()) return Complain(rpc.status(), kPortInUse);
   (*http)->Serve(state->get(), (*rpc)->address());
@@ -172,8 +190,9 @@ int Serve(const Config& config, const sigset_t& signals) {
               (*http)->address().c_str(), (*state)->server_id().c_str());
   std::fflush(stdout);
   Notify("READY=1");
+  WarnOfOthers(config.guard, (*rpc)->address());
   int signal_number = 0;
-  sigwait(&signals, &signal_number);
+  while (sigwait(&signals, &signal_number) == 0 && signal_number == SIGHUP) (*guard)->Reload();
   spdlog::info("signal {}: ending", signal_number);
   Notify("STOPPING=1");
   (*http)->Withdraw();
@@ -223,6 +242,11 @@ int Main(int argc, char** argv) {
   if (!environment.ok()) return Complain(environment.status(), kBadUsage);
   const absl::StatusOr<Config> config = MakeConfig(*file, *environment, flags);
   if (!config.ok()) return Complain(config.status(), kBadUsage);
+
+  if (config->guard.has_files()) {
+    sigaddset(&signals, SIGHUP);
+    pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  }
 
   spdlog::set_default_logger(
       std::make_shared<spdlog::logger>("ballastd", std::make_shared<spdlog::sinks::stderr_sink_mt>()));

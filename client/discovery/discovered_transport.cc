@@ -10,7 +10,6 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
-#include "ballast/client/grpc_transport.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/registry/registry.h"
 
@@ -55,8 +54,11 @@ class Doubt {
 // Where a server is now. Threads: any.
 class Place {
  public:
-  Place(std::string address, std::shared_ptr<Doubt> doubt)
-      : doubt_(std::move(doubt)), address_(address), transport_(MakeGrpcTransport(address)) {}
+  Place(std::string address, std::shared_ptr<Transport> transport, Connector connect, std::shared_ptr<Doubt> doubt)
+      : connect_(std::move(connect)),
+        doubt_(std::move(doubt)),
+        address_(std::move(address)),
+        transport_(std::move(transport)) {}
 
   std::shared_ptr<Transport> transport() const {
     absl::MutexLock lock(&mutex_);
@@ -74,9 +76,11 @@ class Place {
       unused.assign(used, left_.end());
       left_.erase(used, left_.end());
       if (address != address_ && !ended_.load()) {
-        address_ = address;
-        left = std::exchange(transport_, MakeGrpcTransport(address));
-        left_.push_back(left);
+        if (auto next = connect_(address); next.ok()) {
+          address_ = address;
+          left = std::exchange(transport_, *std::move(next));
+          left_.push_back(left);
+        }
       }
     }
     if (left != nullptr) left->Cancel();
@@ -111,6 +115,7 @@ class Place {
   }
 
  private:
+  const Connector connect_;
   const std::shared_ptr<Doubt> doubt_;
   std::atomic<bool> ended_{false};
   absl::Mutex moving_;  // taken before mutex_
@@ -229,14 +234,15 @@ class DiscoveredTransport final : public Transport {
 }  // namespace
 
 absl::StatusOr<std::vector<std::unique_ptr<Transport>>> DiscoverTransports(const registry::RegistryUrl& url,
-                                                                           absl::Duration timeout,
+                                                                           Connector connect, absl::Duration timeout,
                                                                            const std::function<bool()>& interrupted) {
   auto registry = std::make_unique<registry::Registry>(url);
   BALLAST_ASSIGN_OR_RETURN(const auto entries, registry::AwaitServers(registry.get(), timeout, interrupted));
   const auto doubt = std::make_shared<Doubt>();
   std::map<std::string, std::shared_ptr<Place>> places;
   for (const v1::ServerEntry& entry : entries) {
-    places[entry.server_id()] = std::make_shared<Place>(entry.address(), doubt);
+    BALLAST_ASSIGN_OR_RETURN(auto transport, connect(entry.address()));
+    places[entry.server_id()] = std::make_shared<Place>(entry.address(), std::move(transport), connect, doubt);
   }
   const auto directory = std::make_shared<Directory>(std::move(registry), doubt, places);
   std::vector<std::unique_ptr<Transport>> transports;

@@ -43,6 +43,7 @@ void CatchSignals() {
 struct Flags {
   bool reference = false;
   std::vector<std::string> servers;
+  model::Access access;
   int rank = 0;
   int world_size = 1;
   std::string rendezvous;
@@ -73,6 +74,10 @@ void AddJobFlags(CLI::App& app, Flags& flags) {
   app.add_option("--rendezvous", flags.rendezvous, "Directory where the ranks find each other");
   app.add_option("--host", flags.host, "This machine's name or address, by which the other ranks reach it")
       ->capture_default_str();
+  app.add_option("--ca", flags.access.ca, "CAs of the servers (PEM): connections are TLS");
+  app.add_option("--certificate", flags.access.certificate, "This trainer's certificate (PEM), with --key");
+  app.add_option("--key", flags.access.key, "Its private key (PEM)");
+  app.add_option("--token-file", flags.access.token_file, "A bearer token for the servers");
   app.add_option("--job", flags.job, "The job's name on the servers")->capture_default_str();
   app.add_option("--resume", flags.resume, "What to do about an existing job of that name")
       ->capture_default_str()
@@ -231,6 +236,7 @@ SessionOptions MakeSessionOptions(const Flags& flags) {
                                                     : v1::DURABILITY_EVERY_K;
   options.pin_interval = flags.pin_interval;
   options.seed = flags.trainer.seed;
+  options.access = flags.access;
   options.step_timeout = absl::Seconds(flags.timeout_s);
   options.open_timeout = std::min(options.open_timeout, options.step_timeout);
   options.progress = [rank = flags.rank](const std::string& line) {

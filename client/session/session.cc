@@ -180,7 +180,8 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Connect(const SessionOptions& 
                                                           const std::vector<TensorSpec>& tensors,
                                                           const std::vector<std::string>& servers,
                                                           Collective* collective) {
-  BALLAST_ASSIGN_OR_RETURN(auto transports, MakeGrpcTransports(servers, options.open_timeout, options.interrupted));
+  BALLAST_ASSIGN_OR_RETURN(auto transports,
+                           MakeGrpcTransports(servers, options.access, options.open_timeout, options.interrupted));
   return Open(options, tensors, std::move(transports), collective);
 }
 

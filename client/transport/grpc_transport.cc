@@ -1,13 +1,8 @@
 #include "ballast/client/grpc_transport.h"
 
 #include <grpc/grpc.h>
-#include <grpcpp/channel.h>
 #include <grpcpp/client_context.h>
-#include <grpcpp/create_channel.h>
-#include <grpcpp/generic/generic_stub.h>
-#include <grpcpp/security/credentials.h>
 #include <grpcpp/support/byte_buffer.h>
-#include <grpcpp/support/channel_arguments.h>
 #include <malloc.h>
 
 #include <algorithm>
@@ -21,8 +16,10 @@
 #include "absl/strings/match.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/client/discovery/discovered_transport.h"
+#include "ballast/client/transport/grpc_channels.h"
 #include "ballast/client/transport/grpc_status.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/access.h"
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
@@ -31,9 +28,6 @@
 
 namespace ballast::client {
 namespace {
-
-// The largest slice (2^20 fp32 elements) and its header.
-constexpr int kReceiveBytesMax = static_cast<int>(model::kMessageBytesMax) + (64 << 10);
 
 // gRPC's codes and absl's are the same numbers: this is the whole table.
 static_assert(static_cast<int>(grpc::StatusCode::CANCELLED) == static_cast<int>(absl::StatusCode::kCancelled));
@@ -57,27 +51,6 @@ absl::Status FromGrpc(const grpc::Status& status) {
     return model::Error(absl::StatusCode::kUnavailable, model::kBusy, status.error_message());
   }
   return absl::Status(code, status.error_message());
-}
-
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, int number) {
-  grpc::ChannelArguments arguments;
-  // Channels of equal arguments would share one connection.
-  arguments.SetInt("ballast.channel", number);
-  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  arguments.SetMaxReceiveMessageSize(kReceiveBytesMax);
-  arguments.SetMaxSendMessageSize(kReceiveBytesMax);
-  arguments.SetCompressionAlgorithm(GRPC_COMPRESS_NONE);
-  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);  // client/transport/router is the one place that retries
-  // Must not be below the interval that the server permits, or the server answers GOAWAY too_many_pings.
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
-  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  // A server that comes back is found within a second.
-  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
-  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 5000);  // despite its name: how long one attempt may take
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
-  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
 }
 
 // The calls under way: so that the destructor can cancel them and wait.
@@ -242,10 +215,8 @@ class PullReader {
 
 class GrpcTransport final : public Transport {
  public:
-  explicit GrpcTransport(const std::string& address)
-      : address_(address),
-        control_(v1::StateService::NewStub(MakeChannel(address, 0))),
-        data_(MakeChannel(address, 1)) {}
+  GrpcTransport(const std::string& address, const model::Access& access, const model::AccessContent& content)
+      : address_(address), channels_(address, access, content) {}
   ~GrpcTransport() override { calls_.CancelAndWait(); }
 
   std::string name() const override { return address_; }
@@ -285,8 +256,9 @@ class GrpcTransport final : public Transport {
     call->calls = &calls_;
     call->done = std::move(done);
     call->request = EncodePush(header, payload, call);
-    Begin(&*call->context, deadline);
-    data_.UnaryCall(&*call->context, kPushMethod, grpc::StubOptions(), &call->request, &call->response,
+    Begin(&*call->context, deadline)
+        ->data()
+        ->UnaryCall(&*call->context, kPushMethod, grpc::StubOptions(), &call->request, &call->response,
                     [call](grpc::Status status) { call->CalledBack(std::move(status)); });
   }
 
@@ -302,8 +274,9 @@ class GrpcTransport final : public Transport {
     call->done = std::move(done);
     const grpc::Slice slice(request.SerializeAsString());
     call->request = grpc::ByteBuffer(&slice, 1);
-    Begin(&call->context, deadline);
-    data_.UnaryCall(&call->context, kPullMethod, grpc::StubOptions(), &call->request, &call->response,
+    Begin(&call->context, deadline)
+        ->data()
+        ->UnaryCall(&call->context, kPullMethod, grpc::StubOptions(), &call->request, &call->response,
                     [this, call, to](grpc::Status status) {
                       calls_.Erase(&call->context);
                       absl::Status result = FromGrpc(status);
@@ -319,10 +292,13 @@ class GrpcTransport final : public Transport {
 
   // Must come last before a call goes to gRPC: the callback begins with Erase, and so sees everything written before
   // Begin.
-  void Begin(grpc::ClientContext* context, absl::Time deadline) {
+  std::shared_ptr<const Channels> Begin(grpc::ClientContext* context, absl::Time deadline) {
+    std::shared_ptr<const Channels> channels = channels_.Get();
+    channels->Sign(context);
     if (deadline != absl::InfiniteFuture()) context->set_deadline(absl::ToChronoTime(deadline));
     calls_.Enter();
     calls_.Insert(context);
+    return channels;
   }
 
   template <typename Request, typename Response>
@@ -337,44 +313,59 @@ class GrpcTransport final : public Transport {
     auto* call = new UnaryCall;
     call->request = request;
     call->done = std::move(done);
-    Begin(&call->context, deadline);
-    (control_->async()->*method)(&call->context, &call->request, &call->response, [this, call](grpc::Status status) {
-      calls_.Erase(&call->context);
-      if (status.ok()) {
-        call->done(std::move(call->response));
-      } else {
-        call->done(FromGrpc(status));
-      }
-      delete call;
-      calls_.Leave();
-    });
+    const std::shared_ptr<const Channels> channels = Begin(&call->context, deadline);
+    (channels->control()->async()->*method)(&call->context, &call->request, &call->response,
+                                            [this, call](grpc::Status status) {
+                                              calls_.Erase(&call->context);
+                                              if (status.ok()) {
+                                                call->done(std::move(call->response));
+                                              } else {
+                                                call->done(FromGrpc(status));
+                                              }
+                                              delete call;
+                                              calls_.Leave();
+                                            });
   }
 
   const std::string address_;
   CallSet calls_;
-  std::unique_ptr<v1::StateService::Stub> control_;
-  grpc::TemplatedGenericStub<grpc::ByteBuffer, grpc::ByteBuffer> data_;
+  FreshChannels channels_;
 };
 
-}  // namespace
-
-std::unique_ptr<Transport> MakeGrpcTransport(const std::string& address) {
+std::unique_ptr<Transport> MakeTransport(const std::string& address, const model::Access& access,
+                                         const model::AccessContent& content) {
   // gRPC stays up for the life of the process: its shutdown, at the last channel's end, joins a thread that may sit in
   // a poll of ten seconds (1.51).
   static const bool started = (grpc_init(), true);
   (void)started;
-  return std::make_unique<GrpcTransport>(address);
+  return std::make_unique<GrpcTransport>(address, access, content);
 }
 
+// Refuses to show a token to a server that `address` reaches in the clear.
+absl::StatusOr<std::unique_ptr<Transport>> Connect(const std::string& address, const model::Access& access) {
+  BALLAST_ASSIGN_OR_RETURN(const model::Address server, model::ParseAddress(address, model::AddressUse::kConnect));
+  BALLAST_RETURN_IF_ERROR(model::CheckAccess(access, server));
+  BALLAST_ASSIGN_OR_RETURN(const model::AccessContent content, model::ReadAccess(access));
+  return MakeTransport(address, access, content);
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> MakeGrpcTransport(const std::string& address) { return MakeTransport(address, {}, {}); }
+
 absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(const std::vector<std::string>& servers,
+                                                                           const model::Access& access,
                                                                            absl::Duration timeout,
                                                                            const std::function<bool()>& interrupted) {
   BALLAST_ASSIGN_OR_RETURN(const std::vector<registry::RegistryUrl> urls, registry::RegistryUrlIn(servers));
-  if (!urls.empty()) return DiscoverTransports(urls.front(), timeout, interrupted);
+  if (!urls.empty()) {
+    const auto connect = [access](const std::string& address) { return Connect(address, access); };
+    return DiscoverTransports(urls.front(), connect, timeout, interrupted);
+  }
   std::vector<std::unique_ptr<Transport>> transports;
   for (const std::string& address : servers) {
-    BALLAST_RETURN_IF_ERROR(model::ParseAddress(address, model::AddressUse::kConnect).status());
-    transports.push_back(MakeGrpcTransport(address));
+    BALLAST_ASSIGN_OR_RETURN(auto transport, Connect(address, access));
+    transports.push_back(std::move(transport));
   }
   return transports;
 }

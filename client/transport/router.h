@@ -74,7 +74,8 @@ class Router {
   std::string name(uint32_t server) const { return servers_[server]->name(); }
   // For calls that must not be retried: calls to a server in this process.
   Transport* transport(uint32_t server) const { return servers_[server].get(); }
-  // Makes server order[i] the new server i, and drops servers that `order` leaves out. REQUIRES: no operation under way.
+  // Makes server order[i] the new server i, and drops servers that `order` leaves out. REQUIRES: no operation under
+  // way.
   void Reorder(absl::Span<const uint32_t> order);
 
   // Set the requests that answer NOT_OPEN and BEHIND from now on.

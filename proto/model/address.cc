@@ -71,4 +71,12 @@ std::string FormatAddress(const Address& address) {
   return v6 ? absl::StrCat("[", address.host, "]:", address.port) : absl::StrCat(address.host, ":", address.port);
 }
 
+bool IsLoopback(const Address& address) {
+  in_addr v4 = {};
+  if (inet_pton(AF_INET, address.host.c_str(), &v4) == 1) return ntohl(v4.s_addr) >> 24 == 127;
+  in6_addr v6 = {};
+  if (inet_pton(AF_INET6, address.host.c_str(), &v6) == 1) return IN6_IS_ADDR_LOOPBACK(&v6);
+  return address.host == "localhost";
+}
+
 }  // namespace ballast::model

@@ -25,4 +25,7 @@ absl::StatusOr<Address> ParseAddress(absl::string_view text, AddressUse use);
 
 std::string FormatAddress(const Address& address);
 
+// 127.0.0.0/8, ::1 or `localhost`: bytes to it stay on this machine. Other names are not looked up.
+bool IsLoopback(const Address& address);
+
 }  // namespace ballast::model

@@ -11,7 +11,6 @@
 namespace ballast::model {
 namespace {
 
-
 absl::Status BadOpen(absl::string_view reason, absl::string_view message) {
   return Error(absl::StatusCode::kInvalidArgument, reason, message);
 }

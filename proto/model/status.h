@@ -52,7 +52,10 @@ inline constexpr char kRankMissing[] = "RANK_MISSING";  // DEADLINE_EXCEEDED: na
 inline constexpr char kRankTaken[] = "RANK_TAKEN";      // ALREADY_EXISTS
 inline constexpr char kIo[] = "IO";                     // INTERNAL or DATA_LOSS
 inline constexpr char kWrongBits[] = "WRONG_BITS";      // INTERNAL: a processor failed the self-test of the kernels
-inline constexpr char kUnsupported[] = "UNSUPPORTED";   // UNIMPLEMENTED
+inline constexpr char kNoIdentity[] = "NO_IDENTITY";   // UNAUTHENTICATED: no certificate or token that the server knows
+inline constexpr char kNoRight[] = "NO_RIGHT";         // PERMISSION_DENIED: the server's rights file does not grant it
+inline constexpr char kQuota[] = "QUOTA";              // RESOURCE_EXHAUSTED: of the identity; says asked, held, quota
+inline constexpr char kUnsupported[] = "UNSUPPORTED";  // UNIMPLEMENTED
 
 // How an operator drops a job. For messages of servers, which cannot tell whether they are in a trainer's process.
 inline constexpr char kHowToDrop[] = "`ballastctl drop`, or in Python `ballast.drop(name)` of a trainer's own server";

@@ -2,10 +2,10 @@
 
 #include <yaml-cpp/yaml.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <limits>
 #include <map>
 #include <set>
 #include <sstream>
@@ -18,6 +18,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "ballast/proto/model/address.h"
+#include "ballast/proto/model/byte_sizes.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/registry/registry_url.h"
 
@@ -29,8 +30,13 @@ constexpr int kDeviceMax = 255;
 // A buffer for reads, and a buffer for the state of the smallest chunk.
 constexpr uint64_t kStagingBytesMin = uint64_t{2} << 20;
 constexpr char kEnvironmentPrefix[] = "BALLAST_";
-// Trainers read it, and may share an environment with a server.
-constexpr char kClientVariable[] = "BALLAST_SERVERS";
+// Trainers and ballastctl read these, and may share an environment with a server.
+constexpr absl::string_view kClientVariables[] = {"BALLAST_SERVERS", "BALLAST_CA", "BALLAST_CERTIFICATE", "BALLAST_KEY",
+                                                  "BALLAST_TOKEN_FILE"};
+// Keys with keys below them, as maps in the file.
+constexpr absl::string_view kMaps[] = {"budget", "tls"};
+// Connections older than a week would show too late that a rotation does not work.
+constexpr int kConnectionAgeMaxSeconds = 7 * 24 * 3600;
 
 absl::Status Bad(absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig, message);
@@ -51,9 +57,16 @@ bool SetThreads(const std::string& text, int* to) {
   return absl::SimpleAtoi(text, to) && *to >= 1 && *to <= kThreadsMax;
 }
 
+Setter Path(std::string* (*field)(Config*)) {
+  return [field](const std::string& text, Config* config) {
+    *field(config) = text;
+    return !text.empty();
+  };
+}
+
 Setter Bytes(uint64_t* (*field)(Config*)) {
   return [field](const std::string& text, Config* config) {
-    const absl::StatusOr<uint64_t> bytes = ParseBytes(text);
+    const absl::StatusOr<uint64_t> bytes = model::ParseBytes(text);
     if (bytes.ok()) *field(config) = *bytes;
     return bytes.ok();
   };
@@ -63,7 +76,8 @@ const std::vector<Key>& Keys() {
   static const auto* const kKeys = new std::vector<Key>{
       {{"listen", "host:port, port 0 for a free one", "127.0.0.1:7070", "address for trainers and ballastctl (gRPC)"},
        [](const std::string& text, Config* c) { return SetAddress(text, &c->listen); }},
-      {{"metrics_listen", "host:port, port 0 for a free one", "127.0.0.1:9070", "address of the HTTP port: /metrics, /status.json, /steps.json, /livez, /readyz"},
+      {{"metrics_listen", "host:port, port 0 for a free one", "127.0.0.1:9070",
+        "address of the HTTP port: /metrics, /status.json, /steps.json, /livez, /readyz"},
        [](const std::string& text, Config* c) { return SetAddress(text, &c->metrics_listen); }},
       {{"data_directory", "a path", "none, must be given", "catalog and NVMe tier; one server alone may use it"},
        [](const std::string& text, Config* c) {
@@ -118,6 +132,34 @@ const std::vector<Key>& Keys() {
       {{"advertise", "host:port, port 0 for that of listen", "listen; this machine's name if that is all addresses",
         "address by which trainers reach the server, for `discovery`"},
        [](const std::string& text, Config* c) { return SetAddress(text, &c->advertise); }},
+      {{"tls.certificate", "a path", "none: no TLS",
+        "PEM: the server's certificate, then its issuers in turn. With `tls.key` all of gRPC is TLS; every file here "
+        "is "
+        "read again when it changes, and at SIGHUP"},
+       Path([](Config* c) { return &c->guard.tls.certificate; })},
+      {{"tls.key", "a path", "none", "PEM: the certificate's private key, without a passphrase"},
+       Path([](Config* c) { return &c->guard.tls.key; })},
+      {{"tls.client_ca", "a path", "none: clients need no certificate", "PEM: CAs whose clients are let in"},
+       Path([](Config* c) { return &c->guard.tls.client_ca; })},
+      {{"tls.crl_directory", "a path", "none", "PEM files with a list of revocations by each of these CAs"},
+       Path([](Config* c) { return &c->guard.tls.crl_directory; })},
+      {{"tls.connection_age", "seconds, 1 to 604800", "3600",
+        "after so long a TLS connection ends, and its client connects anew: only then do rotations and revocations "
+        "reach it"},
+       [](const std::string& text, Config* c) {
+         int seconds = 0;
+         const bool fits = absl::SimpleAtoi(text, &seconds) && seconds >= 1 && seconds <= kConnectionAgeMaxSeconds;
+         c->guard.connection_age = absl::Seconds(seconds);
+         return fits;
+       }},
+      {{"tokens", "a path", "none: no tokens are taken", "YAML: SHA-256 of each bearer token, and whose it is"},
+       Path([](Config* c) { return &c->guard.tokens; })},
+      {{"rights", "a path", "none: whoever is let in may do everything",
+        "YAML: what each identity may do, and its quotas"},
+       Path([](Config* c) { return &c->guard.rights; })},
+      {{"audit_log", "a path, stderr or none", "stderr with `tls.client_ca` or `tokens`, else none",
+        "a line per fence, Open, drop, new budget and refusal; opened anew at SIGHUP"},
+       Path([](Config* c) { return &c->guard.audit_log; })},
       {{"log_level", "trace, debug, info, warn, error or off", "info", "what is logged, to standard error"},
        [](const std::string& text, Config* c) {
          static const std::set<std::string> kLevels = {"trace", "debug", "info", "warn", "error", "off"};
@@ -146,8 +188,8 @@ absl::Status Collect(const YAML::Node& map, const std::string& prefix, const std
   for (const auto& entry : map) {
     const std::string name = prefix + entry.first.Scalar();
     const std::string where = Where(path, entry.first.Mark());
-    if (entry.second.IsMap() && name == "budget") {
-      BALLAST_RETURN_IF_ERROR(Collect(entry.second, "budget.", path, out));
+    if (entry.second.IsMap() && std::find(std::begin(kMaps), std::end(kMaps), name) != std::end(kMaps)) {
+      BALLAST_RETURN_IF_ERROR(Collect(entry.second, name + ".", path, out));
       continue;
     }
     const Key* key = Find(name);
@@ -190,26 +232,6 @@ std::string EnvironmentName(const ConfigKey& key) {
   return kEnvironmentPrefix + absl::AsciiStrToUpper(absl::StrReplaceAll(key.name, {{".", "_"}}));
 }
 
-absl::StatusOr<uint64_t> ParseBytes(const std::string& text) {
-  static const std::vector<std::pair<std::string, int>> kSuffixes = {
-      {"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}, {"B", 0}};
-  std::string digits(absl::StripAsciiWhitespace(text));
-  int shift = 0;
-  for (const auto& [suffix, bits] : kSuffixes) {
-    if (!absl::EndsWith(digits, suffix)) continue;
-    digits.resize(digits.size() - suffix.size());
-    digits = std::string(absl::StripAsciiWhitespace(digits));
-    shift = bits;
-    break;
-  }
-  uint64_t number = 0;
-  const bool plain = !digits.empty() && absl::ascii_isdigit(digits[0]);
-  if (!plain || !absl::SimpleAtoi(digits, &number) || number > std::numeric_limits<uint64_t>::max() >> shift) {
-    return Bad(absl::StrCat("expected bytes, such as 512MiB; came '", text, "'"));
-  }
-  return number << shift;
-}
-
 absl::StatusOr<ConfigValues> ParseConfigFile(const std::string& path) {
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) {
@@ -243,7 +265,8 @@ absl::StatusOr<ConfigValues> ParseEnvironment(const std::vector<std::string>& en
     if (!absl::StartsWith(variable, kEnvironmentPrefix)) continue;
     const size_t equals = variable.find('=');
     const std::string name = variable.substr(0, equals);
-    if (name == kClientVariable) continue;
+    if (std::find(std::begin(kClientVariables), std::end(kClientVariables), name) != std::end(kClientVariables))
+      continue;
     bool known = false;
     for (const Key& key : Keys()) {
       if (EnvironmentName(key.doc) != name) continue;
@@ -282,6 +305,7 @@ absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& 
     return Bad(absl::StrCat(required, " is missing; expected ", key->doc.expected, " (", key->doc.meaning,
                             "), in the file, as ", EnvironmentName(key->doc), " or as --", required));
   }
+  config.guard.revocations = config.server.data_directory + "/tls-revocations";
   if (config.server.budget.dram == 0)
     return Bad("budget.dram is 0; slices of the step in flight need DRAM in any case");
   if (where.count("staging") > 0) return CheckStaging(config, where["staging"] + ": ");

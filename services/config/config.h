@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "ballast/services/security/guard.h"
 #include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
@@ -16,6 +17,7 @@ struct Config {
   std::string log_level = "info";
   std::string discovery;  // URL of a registry; empty: none
   std::string advertise;  // address in the registry; empty: by `listen`
+  GuardOptions guard;
   StateServerOptions server;
 };
 
@@ -46,8 +48,5 @@ absl::StatusOr<ConfigValues> ParseEnvironment(const std::vector<std::string>& en
 // INVALID_ARGUMENT (BAD_CONFIG), naming the origin, the expected and the given value; also for missing values and
 // values that do not fit together.
 absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& environment, const ConfigValues& flags);
-
-// "512MiB" -> 536870912. Suffixes: none, B, KiB, MiB, GiB, TiB.
-absl::StatusOr<uint64_t> ParseBytes(const std::string& text);
 
 }  // namespace ballast::services

@@ -31,6 +31,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "ballast/proto/model/byte_sizes.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/registry/registry.h"
 #include "ballast/services/config/config.h"
@@ -49,16 +50,16 @@ namespace {
 
 enum Exit { kHealthy = 0, kDegraded = 1, kUsage = 2 };
 
-int Status(const std::vector<std::string>& servers, bool json, absl::Duration timeout) {
-  const ClusterView cluster = Judge(LookAt(servers, timeout));
+int Status(const std::vector<std::string>& servers, bool json, const Asking& asking) {
+  const ClusterView cluster = Judge(LookAt(servers, asking));
   std::fputs((json ? ShowJson(cluster) : ShowText(cluster)).c_str(), stdout);
   return cluster.problems.empty() ? kHealthy : kDegraded;
 }
 
-int Drop(const std::vector<std::string>& servers, const std::string& job, absl::Duration timeout) {
+int Drop(const std::vector<std::string>& servers, const std::string& job, const Asking& asking) {
   int code = kHealthy;
   for (const std::string& server : servers) {
-    const absl::Status status = DropJob(server, job, timeout);
+    const absl::Status status = DropJob(server, job, asking);
     if (status.ok()) {
       std::printf("%s: dropped job '%s'\n", server.c_str(), job.c_str());
     } else if (status.code() == absl::StatusCode::kNotFound) {
@@ -72,11 +73,11 @@ int Drop(const std::vector<std::string>& servers, const std::string& job, absl::
 }
 
 int Trace(const std::vector<std::string>& servers, const std::string& job, const std::string& out,
-          absl::Duration timeout) {
+          const Asking& asking) {
   std::vector<ServerSteps> seen;
   int code = kHealthy;
   for (const std::string& server : servers) {
-    const absl::StatusOr<v1::JobSteps> steps = LastSteps(server, job, timeout);
+    const absl::StatusOr<v1::JobSteps> steps = LastSteps(server, job, asking);
     if (steps.ok()) {
       seen.emplace_back(server, *steps);
     } else {
@@ -98,10 +99,10 @@ int Trace(const std::vector<std::string>& servers, const std::string& job, const
   return kDegraded;
 }
 
-int Unpin(const std::vector<std::string>& servers, const std::string& job, int64_t version, absl::Duration timeout) {
+int Unpin(const std::vector<std::string>& servers, const std::string& job, int64_t version, const Asking& asking) {
   int code = kHealthy;
   for (const std::string& server : servers) {
-    const absl::StatusOr<v1::UnpinResponse> answer = UnpinVersion(server, job, version, timeout);
+    const absl::StatusOr<v1::UnpinResponse> answer = UnpinVersion(server, job, version, asking);
     if (answer.ok()) {
       std::printf("%s: unpinned version %lld of job '%s'%s\n", server.c_str(), static_cast<long long>(version),
                   job.c_str(),
@@ -117,7 +118,7 @@ int Unpin(const std::vector<std::string>& servers, const std::string& job, int64
 template <typename Bytes>
 CLI::Option* AddBytes(CLI::App* command, const char* name, Bytes* to) {
   const auto parse = [name, to](const std::string& text) {
-    const auto bytes = ParseBytes(text);
+    const auto bytes = model::ParseBytes(text);
     if (!bytes.ok()) throw CLI::ValidationError(name, std::string(bytes.status().message()));
     *to = *bytes;
   };
@@ -127,6 +128,14 @@ CLI::Option* AddBytes(CLI::App* command, const char* name, Bytes* to) {
 int Complain(const absl::Status& status, Exit code) {
   std::fprintf(stderr, "ballastctl: --servers: %s\n", std::string(status.message()).c_str());
   return code;
+}
+
+void AddAccess(CLI::App* command, model::Access* to) {
+  command->add_option("--ca", to->ca, "CAs of the servers (PEM): connections are TLS")->envname("BALLAST_CA");
+  command->add_option("--certificate", to->certificate, "your certificate (PEM), with --key")
+      ->envname("BALLAST_CERTIFICATE");
+  command->add_option("--key", to->key, "its private key (PEM)")->envname("BALLAST_KEY");
+  command->add_option("--token-file", to->token_file, "your bearer token")->envname("BALLAST_TOKEN_FILE");
 }
 
 CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
@@ -170,6 +179,7 @@ int Main(int argc, char** argv) {
   std::string job;
   bool json = false;
   double timeout_s = 5;
+  Asking asking;
 
   CLI::App* status =
       app.add_subcommand("status", "verdict, servers, jobs, versions, tiers; exit 0 healthy, 1 degraded, 2 usage");
@@ -233,6 +243,7 @@ int Main(int argc, char** argv) {
     command->add_option("--timeout", timeout_s, "seconds to wait for a server")
         ->capture_default_str()
         ->check(CLI::PositiveNumber);
+    AddAccess(command, &asking.access);
   }
   std::string shell;
   CLI::App* completion = app.add_subcommand("completion", "print the script by which a shell completes ballastctl");
@@ -252,29 +263,29 @@ int Main(int argc, char** argv) {
     spdlog::set_level(spdlog::level::warn);  // a temporary server answers
     return RunPlan(planned);
   }
-  const absl::Duration timeout = absl::Seconds(timeout_s);
+  asking.timeout = absl::Seconds(timeout_s);
   if (const absl::Status named = registry::CheckServers(servers); !named.ok()) return Complain(named, kUsage);
   if (doctor->parsed()) {
     examined.servers = servers;
-    examined.timeout = timeout;
+    examined.asking = asking;
     return RunDoctor(examined);
   }
-  const auto found = registry::FindServers(servers, timeout);
+  const auto found = registry::FindServers(servers, asking.timeout);
   if (!found.ok()) return Complain(found.status(), kDegraded);
   servers = *found;
   if (top->parsed()) {
-    topping.look = [&] { return LookAt(servers, timeout); };
+    topping.look = [&] { return LookAt(servers, asking); };
     topping.interval = absl::Seconds(interval_s);
     return RunTop(topping);
   }
-  if (trace->parsed()) return Trace(servers, job, trace_file, timeout);
-  if (unpin->parsed()) return Unpin(servers, job, version, timeout);
+  if (trace->parsed()) return Trace(servers, job, trace_file, asking);
+  if (unpin->parsed()) return Unpin(servers, job, version, asking);
   if (budget->parsed()) {
     budgets.servers = servers;
-    budgets.timeout = timeout;
+    budgets.asking = asking;
     return RunBudget(budgets);
   }
-  return status->parsed() ? Status(servers, json, timeout) : Drop(servers, job, timeout);
+  return status->parsed() ? Status(servers, json, asking) : Drop(servers, job, asking);
 }
 
 }  // namespace

@@ -2,8 +2,6 @@
 
 #include <cstdio>
 
-#include "ballast/services/ctl/cluster.h"
-
 namespace ballast::services {
 
 int RunBudget(const BudgetCommand& command) {
@@ -13,7 +11,7 @@ int RunBudget(const BudgetCommand& command) {
   if (command.nvme_bytes.has_value()) request.set_nvme_bytes(*command.nvme_bytes);
   int code = 0;
   for (const std::string& server : command.servers) {
-    const auto answer = SetBudget(server, request, command.timeout);
+    const auto answer = SetBudget(server, request, command.asking);
     if (!answer.ok()) {
       std::printf("%s: %s\n", server.c_str(), std::string(answer.status().message()).c_str());
       code = 1;

@@ -6,14 +6,14 @@
 #include <string>
 #include <vector>
 
-#include "absl/time/time.h"
+#include "ballast/services/ctl/cluster.h"
 
 namespace ballast::services {
 
 struct BudgetCommand {
   std::vector<std::string> servers;
   std::optional<uint64_t> hbm_bytes, dram_bytes, nvme_bytes;  // unset: unchanged
-  absl::Duration timeout = absl::Seconds(5);
+  Asking asking;
 };
 // Exit code: 0 all servers have the new budgets; 1 some server refused or did not answer.
 int RunBudget(const BudgetCommand& command);

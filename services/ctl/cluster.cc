@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "ballast/proto/model/address.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/rpc/status_codec.h"
 #include "ballast/v1/admin_service.grpc.pb.h"
@@ -16,25 +17,36 @@
 namespace ballast::services {
 namespace {
 
-std::unique_ptr<v1::AdminService::Stub> Connect(const std::string& address) {
-  return v1::AdminService::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
-}
-
-void SetDeadline(grpc::ClientContext* context, absl::Duration timeout) {
-  context->set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+// Makes a call on a connection of its own.
+template <typename Stub, typename Request, typename Response>
+absl::StatusOr<Response> Ask(const std::string& address, const Asking& asking,
+                             grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
+                             const Request& request) {
+  BALLAST_ASSIGN_OR_RETURN(const model::Address server, model::ParseAddress(address, model::AddressUse::kConnect));
+  BALLAST_RETURN_IF_ERROR(model::CheckAccess(asking.access, server));
+  BALLAST_ASSIGN_OR_RETURN(const model::AccessContent access, model::ReadAccess(asking.access));
+  const auto credentials = access.ca.empty() ? grpc::InsecureChannelCredentials()
+                                             : grpc::SslCredentials({access.ca, access.key, access.certificate});
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + asking.timeout));
+  if (!access.authorization.empty()) context.AddMetadata("authorization", access.authorization);
+  Stub stub(grpc::CreateChannel(address, credentials));
+  Response response;
+  BALLAST_RETURN_IF_ERROR(FromGrpc((stub.*method)(&context, request, &response)));
+  return response;
 }
 
 }  // namespace
 
-std::vector<ServerView> LookAt(const std::vector<std::string>& addresses, absl::Duration timeout) {
+std::vector<ServerView> LookAt(const std::vector<std::string>& addresses, const Asking& asking) {
   std::vector<ServerView> views(addresses.size());
   std::vector<std::thread> threads;
   for (size_t i = 0; i < addresses.size(); ++i) {
-    threads.emplace_back([&view = views[i], &address = addresses[i], timeout] {
+    threads.emplace_back([&view = views[i], &address = addresses[i], &asking] {
       view.address = address;
-      grpc::ClientContext context;
-      SetDeadline(&context, timeout);
-      view.error = FromGrpc(Connect(address)->GetServerStatus(&context, v1::GetServerStatusRequest(), &view.status));
+      auto status = Ask(address, asking, &v1::AdminService::Stub::GetServerStatus, v1::GetServerStatusRequest());
+      view.error = status.status();
+      if (status.ok()) view.status = *std::move(status);
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -44,11 +56,10 @@ std::vector<ServerView> LookAt(const std::vector<std::string>& addresses, absl::
 namespace {
 
 // Empty if the server has no such job.
-absl::StatusOr<v1::JobStatus> LookAtJob(const std::string& address, const std::string& job, absl::Duration timeout) {
-  grpc::ClientContext context;
-  SetDeadline(&context, timeout);
-  v1::GetServerStatusResponse status;
-  BALLAST_RETURN_IF_ERROR(FromGrpc(Connect(address)->GetServerStatus(&context, v1::GetServerStatusRequest(), &status)));
+absl::StatusOr<v1::JobStatus> LookAtJob(const std::string& address, const std::string& job, const Asking& asking) {
+  BALLAST_ASSIGN_OR_RETURN(
+      const v1::GetServerStatusResponse status,
+      Ask(address, asking, &v1::AdminService::Stub::GetServerStatus, v1::GetServerStatusRequest()));
   for (const v1::JobStatus& known : status.jobs()) {
     if (known.name() == job) return known;
   }
@@ -57,31 +68,26 @@ absl::StatusOr<v1::JobStatus> LookAtJob(const std::string& address, const std::s
 
 }  // namespace
 
-absl::StatusOr<v1::JobSteps> LastSteps(const std::string& address, const std::string& job, absl::Duration timeout) {
+absl::StatusOr<v1::JobSteps> LastSteps(const std::string& address, const std::string& job, const Asking& asking) {
   v1::GetStepsRequest request;
   request.set_job(job);
-  grpc::ClientContext context;
-  SetDeadline(&context, timeout);
-  v1::GetStepsResponse response;
-  BALLAST_RETURN_IF_ERROR(FromGrpc(Connect(address)->GetSteps(&context, request, &response)));
+  BALLAST_ASSIGN_OR_RETURN(const v1::GetStepsResponse response,
+                           Ask(address, asking, &v1::AdminService::Stub::GetSteps, request));
   if (response.jobs().empty()) return absl::NotFoundError(absl::StrCat("no job '", job, "' is served there"));
   return response.jobs(0);
 }
 
-absl::Status DropJob(const std::string& address, const std::string& job, absl::Duration timeout) {
-  BALLAST_ASSIGN_OR_RETURN(const v1::JobStatus known, LookAtJob(address, job, timeout));
+absl::Status DropJob(const std::string& address, const std::string& job, const Asking& asking) {
+  BALLAST_ASSIGN_OR_RETURN(const v1::JobStatus known, LookAtJob(address, job, asking));
   v1::DropJobRequest request;
   request.set_job(job);
   *request.mutable_epoch() = known.epoch();
-  grpc::ClientContext context;
-  SetDeadline(&context, timeout);
-  v1::DropJobResponse response;
-  return FromGrpc(Connect(address)->DropJob(&context, request, &response));
+  return Ask(address, asking, &v1::AdminService::Stub::DropJob, request).status();
 }
 
 absl::StatusOr<v1::UnpinResponse> UnpinVersion(const std::string& address, const std::string& job, int64_t version,
-                                               absl::Duration timeout) {
-  BALLAST_ASSIGN_OR_RETURN(const v1::JobStatus known, LookAtJob(address, job, timeout));
+                                               const Asking& asking) {
+  BALLAST_ASSIGN_OR_RETURN(const v1::JobStatus known, LookAtJob(address, job, asking));
   // The pins of a job that was refused at start are unknown: the server will say why.
   const auto& pins = known.durable_versions();
   if (known.failure().empty() && std::find(pins.begin(), pins.end(), version) == pins.end()) {
@@ -92,21 +98,12 @@ absl::StatusOr<v1::UnpinResponse> UnpinVersion(const std::string& address, const
   request.set_version(version);
   request.set_durable(true);
   *request.mutable_epoch() = known.epoch();
-  grpc::ClientContext context;
-  SetDeadline(&context, timeout);
-  v1::UnpinResponse response;
-  const auto stub = v1::StateService::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
-  BALLAST_RETURN_IF_ERROR(FromGrpc(stub->Unpin(&context, request, &response)));
-  return response;
+  return Ask(address, asking, &v1::StateService::Stub::Unpin, request);
 }
 
 absl::StatusOr<v1::SetBudgetResponse> SetBudget(const std::string& address, const v1::SetBudgetRequest& request,
-                                                absl::Duration timeout) {
-  grpc::ClientContext context;
-  SetDeadline(&context, timeout);
-  v1::SetBudgetResponse response;
-  BALLAST_RETURN_IF_ERROR(FromGrpc(Connect(address)->SetBudget(&context, request, &response)));
-  return response;
+                                                const Asking& asking) {
+  return Ask(address, asking, &v1::AdminService::Stub::SetBudget, request);
 }
 
 }  // namespace ballast::services

@@ -106,7 +106,7 @@ class Protocol final : private httplib::Server {
 }  // namespace
 
 struct HttpPort::Impl {
-  explicit Impl(const RecoveryProgress* progress) : progress(progress) {}
+  Impl(const RecoveryProgress* progress, const SecurityCounters* security) : progress(progress), security(security) {}
 
   v1::GetServerStatusResponse Status() const ABSL_SHARED_LOCKS_REQUIRED(mu) {
     v1::GetServerStatusResponse status;
@@ -125,7 +125,7 @@ struct HttpPort::Impl {
   }
   Answer Metrics() const {
     absl::ReaderMutexLock lock(&mu);
-    return {ShowMetrics(server, state, *progress), kPrometheus};
+    return {ShowMetrics(server, state, *progress, security), kPrometheus};
   }
   Answer StatusJson() const {
     absl::ReaderMutexLock lock(&mu);
@@ -162,6 +162,7 @@ struct HttpPort::Impl {
   }
 
   const RecoveryProgress* const progress;
+  const SecurityCounters* const security;
   mutable absl::Mutex mu;  // held, shared, by answers that read `server`
   ServerState state ABSL_GUARDED_BY(mu) = ServerState::kRecovering;
   const StateServer* server ABSL_GUARDED_BY(mu) = nullptr;
@@ -170,8 +171,9 @@ struct HttpPort::Impl {
   std::unique_ptr<Doorman> doorman;  // last: its threads use what stands above
 };
 
-absl::StatusOr<std::unique_ptr<HttpPort>> HttpPort::Start(const std::string& listen, const RecoveryProgress* progress) {
-  auto impl = std::make_unique<Impl>(progress);
+absl::StatusOr<std::unique_ptr<HttpPort>> HttpPort::Start(const std::string& listen, const RecoveryProgress* progress,
+                                                          const SecurityCounters* security) {
+  auto impl = std::make_unique<Impl>(progress, security);
   BALLAST_ASSIGN_OR_RETURN(impl->doorman, Doorman::Start(listen, [impl = impl.get()](const std::string& request) {
                              return impl->protocol.Process(request);
                            }));

@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "ballast/services/counters/recovery_progress.h"
+#include "ballast/services/security/counters.h"
 #include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
@@ -14,8 +15,9 @@ namespace ballast::services {
 // Threads: any.
 class HttpPort {
  public:
-  // Borrows `progress`. Errors: those of Doorman::Start.
-  static absl::StatusOr<std::unique_ptr<HttpPort>> Start(const std::string& listen, const RecoveryProgress* progress);
+  // Borrows `progress` and `security` (null: neither TLS nor identities). Errors: those of Doorman::Start.
+  static absl::StatusOr<std::unique_ptr<HttpPort>> Start(const std::string& listen, const RecoveryProgress* progress,
+                                                         const SecurityCounters* security = nullptr);
   ~HttpPort();
 
   // The server is ready. Borrows `state` until Withdraw. `address`: where trainers reach the server, for /status.json.

@@ -4,14 +4,17 @@
 
 #include "ballast/proto/model/status.h"
 #include "ballast/services/metrics/job_families.h"
+#include "ballast/services/metrics/security_families.h"
 #include "ballast/services/metrics/server_families.h"
 
 namespace ballast::services {
 
-Families CollectFamilies(const StateServer* server, ServerState state, const RecoveryProgress& progress) {
+Families CollectFamilies(const StateServer* server, ServerState state, const RecoveryProgress& progress,
+                         const SecurityCounters* security) {
   Families out;
   AddState(state, progress, &out);
   AddProcess(&out);
+  if (security != nullptr) AddSecurity(*security, &out);
   if (server == nullptr) return out;
   const v1::GetServerStatusResponse status = server->Status();
   const ServerFigures figures = server->Figures();
@@ -28,8 +31,9 @@ Families CollectFamilies(const StateServer* server, ServerState state, const Rec
   return out;
 }
 
-std::string ShowMetrics(const StateServer* server, ServerState state, const RecoveryProgress& progress) {
-  return prometheus::TextSerializer().Serialize(CollectFamilies(server, state, progress));
+std::string ShowMetrics(const StateServer* server, ServerState state, const RecoveryProgress& progress,
+                        const SecurityCounters* security) {
+  return prometheus::TextSerializer().Serialize(CollectFamilies(server, state, progress, security));
 }
 
 }  // namespace ballast::services

@@ -6,13 +6,17 @@
 
 #include "ballast/services/counters/recovery_progress.h"
 #include "ballast/services/metrics/family_builder.h"
+#include "ballast/services/security/counters.h"
 #include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
 
-// `server`: null while the server recovers its jobs; then only state, progress and process are there.
-Families CollectFamilies(const StateServer* server, ServerState state, const RecoveryProgress& progress);
+// `server`: null while the server recovers its jobs; then only state, progress and process are there. `security`: null
+// without TLS and identities.
+Families CollectFamilies(const StateServer* server, ServerState state, const RecoveryProgress& progress,
+                         const SecurityCounters* security = nullptr);
 // The same in Prometheus' text format, version 0.0.4.
-std::string ShowMetrics(const StateServer* server, ServerState state, const RecoveryProgress& progress);
+std::string ShowMetrics(const StateServer* server, ServerState state, const RecoveryProgress& progress,
+                        const SecurityCounters* security = nullptr);
 
 }  // namespace ballast::services

@@ -253,14 +253,15 @@ function draw(status, steps) {
   else if (recovering) drawVerdict('bad', 'RECOVERING: trainers wait until the server has its jobs back', status.problems);
   else drawVerdict('bad', `DEGRADED: ${count(status.problems.length, 'problem')}`, status.problems);
   remember(status.jobs, answeredAt);
-  sentences($('waits'), status.jobs.flatMap((job) => job.waits.map((wait) => `${job.name}: ${wait}`)));
+  const waits = status.jobs.flatMap((job) => job.waits.map((wait) => `${job.name}: ${wait}`));
+  sentences($('waits'), waits.length ? waits : ['nobody waits']);
   drawTiers(server.tiers);
   drawJobs(status.jobs);
   drawSteps(steps);
   drawPeers(status.peers);
 }
 
-// Every quarter second: how old the numbers are, and whether the server still answers.
+// Every tenth of a second: how old the numbers are, and whether the server still answers.
 function tick() {
   const silence = answeredAt === null ? null : performance.now() - answeredAt;
   const gone = document.body.classList.contains('stale');
@@ -292,5 +293,5 @@ async function refresh() {
 
 makeFills();
 $('job').addEventListener('change', () => drawSteps([]));
-setInterval(tick, 250);
+setInterval(tick, 100);
 refresh();

@@ -1,6 +1,7 @@
 // AdminService over a StateServer.
 #pragma once
 
+#include "ballast/services/rpc/gate.h"
 #include "ballast/services/server/state_server.h"
 #include "ballast/v1/admin_service.grpc.pb.h"
 
@@ -9,7 +10,7 @@ namespace ballast::services {
 // Threads: any.
 class AdminServiceImpl final : public v1::AdminService::CallbackService {
  public:
-  explicit AdminServiceImpl(StateServer* state) : state_(state) {}
+  AdminServiceImpl(StateServer* state, const Gate* gate) : state_(state), gate_(gate) {}
 
   grpc::ServerUnaryReactor* GetServerStatus(grpc::CallbackServerContext*, const v1::GetServerStatusRequest*,
                                             v1::GetServerStatusResponse*) override;
@@ -22,6 +23,7 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
 
  private:
   StateServer* const state_;
+  const Gate* const gate_;
 };
 
 }  // namespace ballast::services

@@ -5,7 +5,10 @@
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/resource_quota.h>
+#include <grpcpp/security/tls_certificate_provider.h>
+#include <grpcpp/security/tls_credentials_options.h>
 
+#include <algorithm>
 #include <mutex>
 #include <utility>
 
@@ -46,15 +49,51 @@ void EnablePlugins() {
   });
 }
 
+// A call may wait for this long without a deadline, and ends with its connection's grace at the latest.
+constexpr absl::Duration kAgeGraceMax = absl::Minutes(10);
+
+std::shared_ptr<grpc::ServerCredentials> MakeCredentials(const Guard* guard) {
+  const ServedCertificates* const served = guard == nullptr ? nullptr : guard->certificates();
+  if (served == nullptr) return grpc::InsecureServerCredentials();
+  constexpr unsigned kLookIntervalSeconds = 1;  // gRPC takes no shorter one
+  grpc::experimental::TlsServerCredentialsOptions options(
+      std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(
+          served->pair_path(), served->pair_path(), served->client_ca_path(), kLookIntervalSeconds));
+  options.watch_identity_key_cert_pairs();
+  options.set_check_call_host(false);
+  if (served->paths().client_ca.empty()) {
+    options.set_cert_request_type(GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE);
+  } else {
+    options.watch_root_certs();
+    // A token may stand for a certificate; without tokens nobody gets past the handshake.
+    options.set_cert_request_type(guard->options().tokens.empty()
+                                      ? GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY
+                                      : GRPC_SSL_REQUEST_CLIENT_CERTIFICATE_AND_VERIFY);
+  }
+  if (!served->revocations().empty()) options.set_crl_directory(served->revocations());
+  return grpc::experimental::TlsServerCredentials(options);
+}
+
+// Neither a new certificate nor a revocation ends a connection, so each ends of age: then its client shows itself anew.
+void AddConnectionAge(absl::Duration age, grpc::ServerBuilder* builder) {
+  builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_MS, static_cast<int>(absl::ToInt64Milliseconds(age)));
+  builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_GRACE_MS,
+                              static_cast<int>(absl::ToInt64Milliseconds(std::min(age, kAgeGraceMax))));
+}
+
 constexpr const char* kServices[] = {"ballast.v1.StateService", "ballast.v1.AdminService"};
 
 }  // namespace
 
 struct RpcServer::Impl {
-  Impl(StateServer* state, std::shared_ptr<storage::Slabs> answers)
-      : state(state), state_service(state, std::move(answers)), admin_service(state) {}
+  Impl(StateServer* state, Guard* guard, std::shared_ptr<storage::Slabs> answers)
+      : state(state),
+        gate(guard, state),
+        state_service(state, &gate, std::move(answers)),
+        admin_service(state, &gate) {}
 
   StateServer* const state;
+  const Gate gate;
   StateServiceImpl state_service;
   AdminServiceImpl admin_service;
   std::string address;
@@ -69,10 +108,13 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
   auto answers = std::make_shared<storage::Slabs>();
   BALLAST_ASSIGN_OR_RETURN(storage::Arena memory, state->MapAnswers(kAnswerBytes));
   answers->Add(std::move(memory));
-  auto impl = std::make_unique<Impl>(state, std::move(answers));
+  auto impl = std::make_unique<Impl>(state, options.guard, std::move(answers));
   grpc::ServerBuilder builder;
   int port = 0;
-  builder.AddListeningPort(model::FormatAddress(address), grpc::InsecureServerCredentials(), &port);
+  builder.AddListeningPort(model::FormatAddress(address), MakeCredentials(options.guard), &port);
+  if (options.guard != nullptr && options.guard->certificates() != nullptr) {
+    AddConnectionAge(options.guard->options().connection_age, &builder);
+  }
   // With SO_REUSEPORT a second server would take half of the connections instead of failing.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.SetMaxReceiveMessageSize(kReceiveBytesMax);

@@ -6,12 +6,14 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "ballast/services/security/guard.h"
 #include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
 
 struct RpcServerOptions {
   std::string listen = "127.0.0.1:0";  // host:port; port 0 takes a free port
+  Guard* guard = nullptr;              // borrowed, and watching; null: everybody may do everything, without TLS
 };
 
 // Threads: any.

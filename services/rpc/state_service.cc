@@ -64,65 +64,70 @@ grpc::ByteBuffer EncodePullResponse(uint32_t crc, const grpc::Slice& payload) {
 grpc::ServerUnaryReactor* StateServiceImpl::Identify(grpc::CallbackServerContext* context,
                                                      const v1::IdentifyRequest* request,
                                                      v1::IdentifyResponse* response) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Identify(KnownFields(request), FinishWith(reactor, response));
-  return reactor;
+  return gate_->Quick(context, {Call::kIdentify, ""}, response, [&](const Visit&, Reply<v1::IdentifyResponse> reply) {
+    state_->Identify(KnownFields(request), std::move(reply));
+  });
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::GetJob(grpc::CallbackServerContext* context,
                                                    const v1::GetJobRequest* request, v1::GetJobResponse* response) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->GetJob(KnownFields(request), FinishWith(reactor, response));
-  return reactor;
+  return gate_->Quick(
+      context, {Call::kGetJob, request->job()}, response,
+      [&](const Visit&, Reply<v1::GetJobResponse> reply) { state_->GetJob(KnownFields(request), std::move(reply)); });
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Fence(grpc::CallbackServerContext* context, const v1::FenceRequest* request,
                                                   v1::FenceResponse* response) {
-  auto* reactor = new CallReactor;
-  state_->Fence(KnownFields(request), {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
-  return reactor;
+  return gate_->Waiting(context, {Call::kFence, request->job()}, response,
+                        [&](const Visit&, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
+                          state_->Fence(KnownFields(request), limit, std::move(reply));
+                        });
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Open(grpc::CallbackServerContext* context, const v1::OpenRequest* request,
                                                  v1::OpenResponse* response) {
-  auto* reactor = new CallReactor;
-  state_->Open(*request, {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
-  return reactor;
+  return gate_->Waiting(context, {Call::kOpen, request->spec().name()}, response,
+                        [&](const Visit& visit, const CallLimit& limit, Reply<v1::OpenResponse> reply) {
+                          gate_->Open(visit, *request, limit, std::move(reply));
+                        });
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Norm(grpc::CallbackServerContext* context, const v1::NormRequest* request,
                                                  v1::NormResponse* response) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Norm(KnownFields(request), FinishWith(reactor, response));
-  return reactor;
+  return gate_->Quick(
+      context, {Call::kNorm, request->job()}, response,
+      [&](const Visit&, Reply<v1::NormResponse> reply) { state_->Norm(KnownFields(request), std::move(reply)); });
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Seal(grpc::CallbackServerContext* context, const v1::SealRequest* request,
                                                  v1::SealResponse* response) {
-  auto* reactor = new CallReactor;
-  state_->Seal(*request, {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
-  return reactor;
+  return gate_->Waiting(context, {Call::kSeal, request->job()}, response,
+                        [&](const Visit&, const CallLimit& limit, Reply<v1::SealResponse> reply) {
+                          state_->Seal(*request, limit, std::move(reply));
+                        });
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Commit(grpc::CallbackServerContext* context,
                                                    const v1::CommitRequest* request, v1::CommitResponse* response) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  state_->Commit(*request, FinishWith(reactor, response));
-  return reactor;
+  return gate_->Quick(
+      context, {Call::kCommit, request->job()}, response,
+      [&](const Visit&, Reply<v1::CommitResponse> reply) { state_->Commit(*request, std::move(reply)); });
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Pin(grpc::CallbackServerContext* context, const v1::PinRequest* request,
                                                 v1::PinResponse* response) {
-  auto* reactor = new CallReactor;
-  state_->Pin(KnownFields(request), {DeadlineOf(*context), reactor->caller()}, FinishWith(reactor, response));
-  return reactor;
+  return gate_->Waiting(context, {Call::kPin, request->job(), request->durable()}, response,
+                        [&](const Visit&, const CallLimit& limit, Reply<v1::PinResponse> reply) {
+                          state_->Pin(KnownFields(request), limit, std::move(reply));
+                        });
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Unpin(grpc::CallbackServerContext* context, const v1::UnpinRequest* request,
                                                   v1::UnpinResponse* response) {
-  auto* reactor = new CallReactor;
-  state_->Unpin(KnownFields(request), FinishWith(reactor, response), reactor->caller());
-  return reactor;
+  return gate_->Waiting(context, {Call::kUnpin, request->job(), request->durable()}, response,
+                        [&](const Visit&, const CallLimit& limit, Reply<v1::UnpinResponse> reply) {
+                          state_->Unpin(KnownFields(request), std::move(reply), limit.caller);
+                        });
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
@@ -133,6 +138,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* co
     reactor->Finish(Unparsable("PushRequest"));
     return reactor;
   }
+  if (!gate_->Admit(*context, {Call::kPush, header->job()}, reactor)) return reactor;
   // The job copies the header to keep it, so the payload goes elsewhere; it lives until the reply.
   auto payload = std::make_shared<std::string>();
   payload->swap(*header->mutable_payload());
@@ -163,6 +169,7 @@ grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* co
     reactor->Finish(Unparsable("PullRequest"));
     return reactor;
   }
+  if (!gate_->Admit(*context, {Call::kPull, message.job()}, reactor)) return reactor;
   auto payload = std::make_shared<grpc::Slice>();
   const auto allocate = [this, reactor, payload](uint64_t bytes, AnswerRoom::Lease room) -> absl::Span<std::byte> {
     reactor->Hold(std::move(room));

@@ -6,6 +6,7 @@
 #include <memory>
 #include <utility>
 
+#include "ballast/services/rpc/gate.h"
 #include "ballast/services/server/state_server.h"
 #include "ballast/storage/memory/slabs.h"
 #include "ballast/v1/state_service.grpc.pb.h"
@@ -25,8 +26,8 @@ using StateServiceBase = v1::StateService::WithCallbackMethod_Identify<v1::State
 class StateServiceImpl final : public StateServiceBase {
  public:
   // `answers`: memory for answers to pulls; an answer that finds no room there gets memory of its own.
-  StateServiceImpl(StateServer* state, std::shared_ptr<storage::Slabs> answers)
-      : state_(state), answers_(std::move(answers)) {}
+  StateServiceImpl(StateServer* state, const Gate* gate, std::shared_ptr<storage::Slabs> answers)
+      : state_(state), gate_(gate), answers_(std::move(answers)) {}
 
   grpc::ServerUnaryReactor* Identify(grpc::CallbackServerContext*, const v1::IdentifyRequest*,
                                      v1::IdentifyResponse*) override;
@@ -45,6 +46,7 @@ class StateServiceImpl final : public StateServiceBase {
 
  private:
   StateServer* const state_;
+  const Gate* const gate_;
   const std::shared_ptr<storage::Slabs> answers_;  // gRPC may hold an answer for longer than this service lives
 };
 

@@ -27,6 +27,10 @@ def style_of(codes):
     for code in map(int, codes or [0]):
         if code == 0:
             text, ground, more = '#d5dadf', None, ''
+        elif code == 39:
+            text = '#d5dadf'
+        elif code == 49:
+            ground = None
         elif code == 1:
             more += 'font-weight:bold;'
         elif code == 2:
@@ -50,10 +54,12 @@ def drawn(screen):
     for piece in re.split(r'(\x1b\[[0-9;]*m)', screen):
         if match := re.fullmatch(r'\x1b\[([0-9;]*)m', piece):
             new = [code for code in match.group(1).split(';') if code]
-            codes = [] if not new or new[0] == '0' and len(new) == 1 else codes + new
+            codes = [] if new in ([], ['0']) else codes + new
         elif piece:
-            out.append(f'<span style="{style_of(codes)}">{html.escape(piece)}</span>')
-    return ('<meta charset="utf-8"><body style="margin:0;background:#1c2126"><pre style="margin:0;padding:12px;display:inline-block;'
+            # The font of braille is another one: each character is held to a column.
+            text = re.sub('([\u2800-\u28ff])', r'<span class="braille">\1</span>', html.escape(piece))
+            out.append(f'<span style="{style_of(codes)}">{text}</span>')
+    return ('<meta charset="utf-8"><style>.braille{display:inline-block;width:1ch}</style><body style="margin:0;background:#1c2126"><pre style="margin:0;padding:12px;display:inline-block;'
             'font:14px/1.25 DejaVu Sans Mono,monospace">' + ''.join(out) + '</pre>')
 
 

@@ -34,12 +34,12 @@ def two_servers(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def two_state_servers(folder):
-    """Addresses. What they keep goes with them: a small job's gradient log alone takes 200 MiB of disk."""
+def two_state_servers(folder, *flags):
+    """Addresses. `flags`: more of ballastd's. What they keep goes with them: a small job's gradient log alone takes 200 MiB of disk."""
     servers = [subprocess.Popen(
         [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
          '127.0.0.1:0', '--data_directory', str(folder / f'server{i}'), '--budget.dram', '128MiB', '--budget.nvme', '8GiB',
-         '--log_level', 'warn'], stdout=subprocess.PIPE, text=True) for i in range(2)]
+         '--log_level', 'warn', *flags], stdout=subprocess.PIPE, text=True) for i in range(2)]
     try:
         yield ','.join(re.search(r'listen=(\S+)', server.stdout.readline())[1] for server in servers)
     finally:

@@ -43,6 +43,8 @@ def test_a_wrong_variable_is_refused(said, monkeypatch):
     ('127.0.0.1:1,,127.0.0.1:2', "'' has no port"),
     (['127.0.0.1:1 '], "'127.0.0.1:1 ' has no port from 1"),
     ('::1:7070', "'::1:7070' has an IPv6 address without brackets"),
+    ('etcd://127.0.0.1:1', "'etcd://127.0.0.1:1' has no prefix"),
+    ('127.0.0.1:1,etcd://127.0.0.1:1/x', "'127.0.0.1:1,etcd://127.0.0.1:1/x' names servers beside a registry"),
 ])
 def test_an_address_that_is_none_is_refused_at_once(said, words, monkeypatch):
     with pytest.raises(ballast.Error, match=f'^servers: {re.escape(words)}') as raised:
@@ -52,6 +54,29 @@ def test_an_address_that_is_none_is_refused_at_once(said, words, monkeypatch):
         monkeypatch.setenv('BALLAST_SERVERS', said)
         with pytest.raises(ballast.Error, match=f'^BALLAST_SERVERS: {re.escape(words)}'):
             bt.AdamW(mlp().parameters())
+
+
+@pytest.mark.parametrize('tls', [7, {}, {'certificate': 'a', 'key': 'b'}, {'ca': 7}, {'ca': ''}, {'ca': 'a', 'crl': 'b'}])
+def test_files_of_tls_that_do_not_fit_are_refused(tls):
+    with pytest.raises(ballast.Error, match='^tls=.*expected a dict of paths') as raised:
+        bt.AdamW(mlp().parameters(), servers='127.0.0.1:1', tls=tls)
+    assert raised.value.reason == 'BAD_CONFIG'
+
+
+@pytest.mark.parametrize('given', [{'tls': {'ca': 'a'}}, {'token_file': 'a'}])
+def test_an_embedded_server_is_shown_nothing(given):
+    with pytest.raises(ballast.Error, match='expected servers too'):
+        bt.AdamW(mlp().parameters(), **given)
+
+
+def test_a_token_does_not_travel_in_the_clear(tmp_path, monkeypatch):
+    (tmp_path / 'token').write_text('secret\n')
+    for given in ({'token_file': tmp_path / 'token'}, {}):
+        if not given:
+            monkeypatch.setenv('BALLAST_TOKEN_FILE', str(tmp_path / 'token'))
+        with pytest.raises(ballast.Error, match='in the clear, where others could read it; set `ca` for TLS') as raised:
+            bt.AdamW(mlp().parameters(), servers='192.0.2.77:7070', **given).resume()
+        assert raised.value.reason == 'BAD_CONFIG'
 
 
 @pytest.mark.parametrize('servers', [7, ['127.0.0.1:1', None], {'127.0.0.1:1': 1}])

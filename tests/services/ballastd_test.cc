@@ -27,7 +27,7 @@ TEST(Ballastd, SaysWhenItIsReadyAndEndsOnSignals) {
     EXPECT_EQ(daemon.listen().rfind("127.0.0.1:", 0), 0u);
     EXPECT_NE(daemon.listen(), "127.0.0.1:0");
     EXPECT_NE(daemon.metrics(), "127.0.0.1:0");
-    EXPECT_TRUE(LookAt({daemon.listen()}, absl::Seconds(30))[0].error.ok());
+    EXPECT_TRUE(LookAt({daemon.listen()}, {absl::Seconds(30), {}})[0].error.ok());
     EXPECT_EQ(daemon.End(signal), 0);
   }
 }
@@ -39,7 +39,7 @@ TEST(Ballastd, SurvivesRandomBytesOnBothPorts) {
   constexpr uint64_t kSeed = 20'240'603;
   SendRandomBytes(daemon.listen(), kSeed);
   SendRandomBytes(daemon.metrics(), kSeed);
-  EXPECT_TRUE(LookAt({daemon.listen()}, absl::Seconds(30))[0].error.ok()) << "seed " << kSeed;
+  EXPECT_TRUE(LookAt({daemon.listen()}, {absl::Seconds(30), {}})[0].error.ok()) << "seed " << kSeed;
   EXPECT_EQ(daemon.End(SIGTERM), 0);
 }
 

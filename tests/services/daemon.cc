@@ -126,6 +126,10 @@ Daemon::~Daemon() { End(SIGKILL); }
 
 bool Daemon::ended() const { return HasEnded(pid_); }
 
+void Daemon::Signal(int signal) {
+  if (pid_ > 0) ::kill(pid_, signal);
+}
+
 int Daemon::End(int signal) {
   if (pid_ < 0) return -1;
   ::kill(pid_, signal);

@@ -49,6 +49,7 @@ class Daemon {
   const std::string& ready_line() const { return line_; }
   const std::string& listen() const { return listen_; }
   const std::string& metrics() const { return metrics_; }
+  void Signal(int signal);
   // Sends `signal` and waits. Returns the exit code, or -1 if a signal killed the process.
   int End(int signal);
 

@@ -140,6 +140,12 @@ void BindOptions(nb::module_& m) {
       .def_rw("moments", &Optimizer::moments)
       .def_rw("gradient", &Optimizer::gradient)
       .def_rw("working", &Optimizer::working);
+  nb::class_<model::Access>(m, "Access")
+      .def(nb::init<>())
+      .def_rw("ca", &model::Access::ca)
+      .def_rw("certificate", &model::Access::certificate)
+      .def_rw("key", &model::Access::key)
+      .def_rw("token_file", &model::Access::token_file);
   nb::class_<OpenOptions>(m, "OpenOptions")
       .def(nb::init<>())
       .def_rw("job", &OpenOptions::job)
@@ -152,6 +158,7 @@ void BindOptions(nb::module_& m) {
       .def_rw("seed", &OpenOptions::seed)
       .def_rw("placed", &OpenOptions::placed)
       .def_rw("servers", &OpenOptions::servers)
+      .def_rw("access", &OpenOptions::access)
       .def_rw("rank", &OpenOptions::rank)
       .def_rw("world_size", &OpenOptions::world_size)
       .def_rw("host", &OpenOptions::host)

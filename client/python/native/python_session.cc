@@ -333,8 +333,8 @@ std::unique_ptr<PythonSession> PythonSession::Open(const OpenOptions& options, c
   } else {
     session->collective_ = std::move(client::MakeLoopbackGroup(1).front());
   }
-  auto transports =
-      Take(client::MakeGrpcTransports(options.servers, absl::Seconds(options.open_timeout), interrupt.raised()));
+  auto transports = Take(client::MakeGrpcTransports(options.servers, options.access,
+                                                    absl::Seconds(options.open_timeout), interrupt.raised()));
   if (server != nullptr) {
     session->server_ = server->server();
     transports.push_back(services::MakeEmbeddedTransport(session->server_.get()));

@@ -22,6 +22,7 @@
 #include "ballast/client/collective/rendezvous.h"
 #include "ballast/client/session.h"
 #include "ballast/client/tensors.h"
+#include "ballast/proto/model/access.h"
 #include "ballast/services/server/state_server.h"
 
 namespace ballast::python {
@@ -91,6 +92,7 @@ struct OpenOptions {
   uint64_t seed = 0;
   bool placed = false;               // each rank has the parts of tensors that their placements say, not whole tensors
   std::vector<std::string> servers;  // "host:port"; empty: the embedded server
+  model::Access access;              // to the servers
   int rank = 0;
   int world_size = 1;
   std::string host = "127.0.0.1";  // where this rank listens for the rest

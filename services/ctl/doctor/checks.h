@@ -9,6 +9,7 @@
 #include "absl/time/time.h"
 #include "ballast/kernels/self_test.h"
 #include "ballast/services/config/config.h"
+#include "ballast/services/ctl/cluster.h"
 
 namespace ballast::services {
 
@@ -34,7 +35,7 @@ struct Subject {
   std::optional<Config> config;
   // Peers: addresses, or the URL of a registry. The time that each has to answer.
   std::vector<std::string> servers;
-  absl::Duration timeout = absl::Seconds(5);
+  Asking asking = {absl::Seconds(5), {}};
   // Folder in front of /proc and /sys: empty, or a copy in a test.
   std::string root;
 };
@@ -53,8 +54,8 @@ Checks CheckProcessor(const Subject& subject, const kernels::Processor& kernels)
 // The GPU of budget.hbm, copies over its link included.
 Checks CheckGpu(const Subject& subject);
 
-// Network: whether both ports can be taken, who else can reach them, the registry, versions of peers. Blocks for up to
-// `subject.timeout` each for a taken port, the registry and the peers.
+// Network: whether both ports can be taken, who else can reach them, certificates, the registry, versions of peers.
+// Blocks for up to `subject.asking.timeout` each for a taken port, the registry and the peers.
 Checks CheckNetwork(const Subject& subject);
 
 }  // namespace ballast::services

@@ -14,7 +14,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/services/ctl/doctor/checks.h"
 #include "ballast/services/ctl/doctor/machine_files.h"
-#include "ballast/services/ctl/show.h"
+#include "ballast/services/view/show.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/io/io_queue.h"
 

@@ -8,7 +8,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "ballast/services/ctl/show.h"
+#include "ballast/services/view/show.h"
 
 namespace ballast::services {
 namespace {
@@ -94,7 +94,7 @@ std::string ShowJson(const Checks& checks) {
 int RunDoctor(const DoctorCommand& command) {
   Subject subject;
   subject.servers = command.servers;
-  subject.timeout = command.timeout;
+  subject.asking = command.asking;
   Checks checks = {CheckConfig(command, &subject)};
   for (const Checks& more : {CheckMemory(subject), CheckDisk(subject), CheckProcessor(subject, kernels::CpuProcessor()),
                              CheckGpu(subject), CheckNetwork(subject)}) {

@@ -12,7 +12,7 @@ namespace ballast::services {
 struct DoctorCommand {
   std::string config;                // the server's YAML file; empty: none
   std::vector<std::string> servers;  // peers, host:port
-  absl::Duration timeout = absl::Seconds(5);
+  Asking asking = {absl::Seconds(5), {}};
   bool json = false;
 };
 // Reads the configuration as ballastd does, BALLAST_* variables included, and prints a line per check, then the

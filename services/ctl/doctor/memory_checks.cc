@@ -10,7 +10,7 @@
 #include "absl/strings/str_split.h"
 #include "ballast/services/ctl/doctor/checks.h"
 #include "ballast/services/ctl/doctor/machine_files.h"
-#include "ballast/services/ctl/show.h"
+#include "ballast/services/view/show.h"
 #include "ballast/storage/memory/memory_nodes.h"
 
 namespace ballast::services {

@@ -4,8 +4,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
@@ -16,9 +18,13 @@
 #include "ballast/proto/registry/registry.h"
 #include "ballast/services/ctl/cluster.h"
 #include "ballast/services/ctl/doctor/checks.h"
+#include "ballast/services/security/certificates.h"
 
 namespace ballast::services {
 namespace {
+
+// As the alert on certificates.
+constexpr absl::Duration kEndsSoon = absl::Hours(14 * 24);
 
 using Addresses = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
 Addresses Resolve(const model::Address& address) {
@@ -57,7 +63,7 @@ Check CheckPort(const Subject& subject, const std::string& key, const std::strin
   check.mend =
       absl::StrCat("ss -ltnp 'sport = :", address->port, "' names who has it; end that, or ", key, ": another port");
   if (key != "listen") return check;
-  const std::vector<ServerView> views = LookAt({text}, subject.timeout);
+  const std::vector<ServerView> views = LookAt({text}, subject.asking);
   if (!views[0].error.ok()) return check;
   check.verdict = Verdict::kNote;
   check.found = absl::StrCat(text, " is taken by the Ballast server '", views[0].status.server_id(), "', version ",
@@ -85,9 +91,43 @@ bool OnlyThisMachine(const std::string& text) {
 Check CheckExposure(const Config& config) {
   Check check{Verdict::kOk, "reach", "this machine alone reaches it", "loopback, or a network of trusted machines"};
   if (OnlyThisMachine(config.listen)) return check;
+  if (config.guard.tls.enabled() && config.guard.asks_identity()) {
+    check.found = absl::StrCat(config.listen, ", by TLS, and callers show who they are");
+    return check;
+  }
   check.verdict = Verdict::kNote;
-  check.found = absl::StrCat(config.listen, ": whoever reaches the port may read, train and drop jobs, without TLS");
-  check.mend = "a firewall that lets trainers, servers and operators in alone; or listen: 127.0.0.1:7070";
+  check.found =
+      config.guard.tls.enabled()
+          ? absl::StrCat(config.listen, ": whoever reaches the port may read, train and drop jobs")
+      : config.guard.asks_identity()
+          ? absl::StrCat(config.listen, ": without TLS, so that tokens of other machines are refused")
+          : absl::StrCat(config.listen, ": whoever reaches the port may read, train and drop jobs, without TLS");
+  check.mend =
+      "tls.certificate, tls.key and tls.client_ca; a firewall that lets trainers, servers and operators in "
+      "alone; or listen: 127.0.0.1:7070";
+  return check;
+}
+
+Check CheckCertificates(const CertificatePaths& paths) {
+  Check check{Verdict::kOk, "certificates", "", "good files, valid for two more weeks"};
+  const absl::Time now = absl::Now();
+  const absl::StatusOr<Certificates> read = ReadCertificates(paths, now);
+  if (!read.ok()) {
+    check.verdict = Verdict::kBad;
+    check.found = std::string(read.status().message());
+    check.mend = "another file there; a server that runs keeps what it read before";
+    return check;
+  }
+  const std::pair<absl::Time, const char*> first =
+      std::min({std::make_pair(read->certificate_not_after, "tls.certificate"),
+                std::make_pair(read->client_ca_not_after, "tls.client_ca"),
+                std::make_pair(read->crl_not_after, "tls.crl_directory")},
+               [](const auto& a, const auto& b) { return a.first < b.first; });
+  check.found = absl::StrCat(first.second, " is the first to end, at ",
+                             absl::FormatTime("%Y-%m-%d %H:%M UTC", first.first, absl::UTCTimeZone()));
+  if (first.first - now >= kEndsSoon) return check;
+  check.verdict = Verdict::kNote;
+  check.mend = absl::StrCat("renew ", first.second, "; a running server reads it by itself");
   return check;
 }
 
@@ -95,7 +135,7 @@ Check CheckRegistry(const Subject& subject) {
   const std::string& text = subject.config->discovery;
   Check check{Verdict::kOk, "registry", "", "etcd that answers"};
   registry::Registry etcd(*registry::ParseRegistryUrl(text));
-  const auto entries = etcd.List(absl::Now() + subject.timeout);
+  const auto entries = etcd.List(absl::Now() + subject.asking.timeout);
   if (entries.ok()) {
     check.found = absl::StrCat(text, " has ", entries->size(), entries->size() == 1 ? " server" : " servers");
     return check;
@@ -109,13 +149,13 @@ Check CheckRegistry(const Subject& subject) {
 }
 
 Checks CheckPeers(const Subject& subject) {
-  const auto servers = registry::FindServers(subject.servers, subject.timeout);
+  const auto servers = registry::FindServers(subject.servers, subject.asking.timeout);
   if (!servers.ok()) {
     return {{Verdict::kNote, "peers", std::string(servers.status().message()), "servers that answer",
              "start them with `discovery`, or give --servers host:port,..."}};
   }
   Checks checks;
-  for (const ServerView& view : LookAt(*servers, subject.timeout)) {
+  for (const ServerView& view : LookAt(*servers, subject.asking)) {
     Check check{Verdict::kOk, absl::StrCat("peer ", view.address), "", absl::StrCat("version ", model::Version())};
     if (!view.error.ok()) {
       check.verdict = Verdict::kNote;
@@ -141,6 +181,7 @@ Checks CheckNetwork(const Subject& subject) {
     checks.push_back(CheckPort(subject, "listen", subject.config->listen));
     checks.push_back(CheckPort(subject, "metrics_listen", subject.config->metrics_listen));
     checks.push_back(CheckExposure(*subject.config));
+    if (subject.config->guard.tls.enabled()) checks.push_back(CheckCertificates(subject.config->guard.tls));
     if (!subject.config->discovery.empty()) checks.push_back(CheckRegistry(subject));
   }
   const Checks peers = CheckPeers(subject);

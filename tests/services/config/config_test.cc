@@ -6,6 +6,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "ballast/proto/model/byte_sizes.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::services {
@@ -121,12 +122,12 @@ TEST(Config, RefusesUnknownVariables) {
 }
 
 TEST(Config, ReadsBytes) {
-  EXPECT_EQ(ParseBytes("7").value(), 7u);
-  EXPECT_EQ(ParseBytes("7B").value(), 7u);
-  EXPECT_EQ(ParseBytes("3KiB").value(), 3072u);
-  EXPECT_EQ(ParseBytes(" 1 TiB ").value(), uint64_t{1} << 40);
+  EXPECT_EQ(model::ParseBytes("7").value(), 7u);
+  EXPECT_EQ(model::ParseBytes("7B").value(), 7u);
+  EXPECT_EQ(model::ParseBytes("3KiB").value(), 3072u);
+  EXPECT_EQ(model::ParseBytes(" 1 TiB ").value(), uint64_t{1} << 40);
   for (const char* bad : {"", "KiB", "-1", "+1", "1.5GiB", "1kb", "0x10", "99999999TiB", "18446744073709551616"}) {
-    EXPECT_FALSE(ParseBytes(bad).ok()) << bad;
+    EXPECT_FALSE(model::ParseBytes(bad).ok()) << bad;
   }
 }
 

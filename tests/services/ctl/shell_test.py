@@ -132,12 +132,17 @@ def commands():
 
 
 def test_readme():
-    """Each command's entry in services/README.md names its options: those that there are, and no other."""
+    """Each command's entry in services/README.md names its options: those that there are, and no other. Options before the entries
+    are those of each command with --servers."""
     section = (ROOT / 'services/README.md').read_text().split('## ballastctl\n')[1].split('\n## ')[0]
     entries = {}
     for entry in re.split(r'\n- ', '\n' + section.split('\n\n|')[0])[1:]:
         entries[re.match(r'`ballastctl ([a-z]+)', entry).group(1)] = long_options(entry.split('\n\n')[0])
     there = commands()
+    common = long_options(section.split('\n- ')[0])
+    for command in entries:
+        if '--servers' in there.get(command, ()):
+            entries[command] |= common
     assert len(there) >= 9, there
     for command in sorted(there.keys() | entries.keys()):
         assert command in entries, f'services/README.md has no entry of ballastctl {command}'

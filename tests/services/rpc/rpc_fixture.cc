@@ -36,11 +36,12 @@ void SendRandomBytes(const std::string& address, uint64_t seed) {
 }
 
 grpc::Status RawCall(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
-                     const std::string& request, std::string* response) {
+                     const std::string& request, std::string* response, const std::string& authorization) {
   grpc::CompletionQueue queue;
   grpc::GenericStub stub(channel);
   grpc::ClientContext context;
   context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
+  if (!authorization.empty()) context.AddMetadata("authorization", authorization);
   const grpc::Slice sent(request);
   const auto call = stub.PrepareUnaryCall(&context, method, grpc::ByteBuffer(&sent, 1), &queue);
   grpc::ByteBuffer received;

@@ -25,7 +25,7 @@ void SendRandomBytes(const std::string& address, uint64_t seed);
 // Makes a unary call with raw bytes. `method` is the full name. For messages without a generated class here, and for
 // bytes that are no message at all.
 grpc::Status RawCall(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
-                     const std::string& request, std::string* response);
+                     const std::string& request, std::string* response, const std::string& authorization = "");
 
 class RpcTest : public ::testing::Test {
  protected:

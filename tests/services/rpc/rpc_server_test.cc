@@ -142,7 +142,7 @@ TEST_F(RpcServerTest, CountsTheTimeOfStatus) {
     uint64_t sum = 0;
     const storage::DurationHistogram& calls =
         server_->counters().calls[static_cast<size_t>(services::Call::kGetServerStatus)];
-    for (size_t i = 0; i <= DurationHistogram::kBoundsSeconds.size(); ++i) sum += calls.count(i);
+    for (size_t i = 0; i <= calls.bounds_seconds().size(); ++i) sum += calls.count(i);
     return sum;
   };
   EXPECT_EQ(count(), 0u);

@@ -95,6 +95,32 @@ def groups(name: str, value: Any) -> dict[str, dist.ProcessGroup]:
     return found
 
 
+def access(tls: Mapping[str, str | os.PathLike[str]] | None, token_file: str | os.PathLike[str] | None,
+           servers: Sequence[str]) -> _native.Access:
+    """The files that show named servers who this is, and who they must be. None: those of BALLAST_CA, BALLAST_CERTIFICATE, BALLAST_KEY and
+    BALLAST_TOKEN_FILE."""
+    given = _native.Access()
+    if not servers:
+        for name, value in (('tls', tls), ('token_file', token_file)):
+            if value is not None:
+                _refuse(name, value, 'servers too: an embedded server asks nobody who it is')
+        return given
+    keys = ('ca', 'certificate', 'key')
+    if tls is None:
+        tls = {key: os.environ.get(f'BALLAST_{key.upper()}', '') for key in keys}
+    elif not isinstance(tls, Mapping) or 'ca' not in tls or not set(tls) <= set(keys) or not all(
+            isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in tls.values()):
+        _refuse('tls', tls, "a dict of paths: 'ca', the CAs of the servers, and both or neither of 'certificate' and 'key'")
+    for key, path in tls.items():
+        setattr(given, key, os.fspath(path))
+    if token_file is None:
+        token_file = os.environ.get('BALLAST_TOKEN_FILE', '')
+    elif not isinstance(token_file, (str, os.PathLike)) or not os.fspath(token_file):
+        _refuse('token_file', token_file, 'a path')
+    given.token_file = os.fspath(token_file)
+    return given
+
+
 def addresses(servers: str | Sequence[str] | None) -> list[str]:
     """The state servers of a list, of 'host:port,...' or 'etcd://host:port/prefix', or, for None, of BALLAST_SERVERS; none if
     nothing is said. A URL of etcd may come cut at its commas."""

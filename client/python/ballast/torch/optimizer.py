@@ -52,7 +52,8 @@ class Optimizer(torch.optim.Optimizer):
                  durability: str | None = None, pin_interval: int = 0, checkpoints: int = 2, max_norm: float = 0.0,
                  chunk_elements: int = 1 << 20, seed: int = 0, step_timeout: float = 120.0, open_timeout: float = 30.0,
                  debug: bool | None = None, overlap: torch.nn.Module | None = None, push_early: bool = False,
-                 tied: Mapping[str, Any] | None = None, states: str | None = None) -> None:
+                 tied: Mapping[str, Any] | None = None, states: str | None = None,
+                 tls: Mapping[str, str | os.PathLike[str]] | None = None, token_file: str | os.PathLike[str] | None = None) -> None:
         arguments.check(name=name, resume=resume, durability=durability, pin_interval=pin_interval, checkpoints=checkpoints,
                         moments=moments, max_norm=max_norm, chunk_elements=chunk_elements, seed=seed, threads=threads, dram=dram,
                         nvme=nvme, step_timeout=step_timeout, open_timeout=open_timeout, states=states)
@@ -60,7 +61,8 @@ class Optimizer(torch.optim.Optimizer):
         options.job, options.resume, options.pin_interval = name, resume, pin_interval
         options.chunk_elements, options.seed = chunk_elements, seed
         options.step_timeout, options.open_timeout = float(step_timeout), float(open_timeout)
-        self.job = Job(algorithm, options, _groups_of(self), servers=servers, durability=durability, moment_format=moments,
+        self.job = Job(algorithm, options, _groups_of(self), servers=servers, access={'tls': tls, 'token_file': token_file},
+                       durability=durability, moment_format=moments,
                        budgets={'dram': dram, 'nvme': nvme, 'directory': directory, 'threads': threads}, checkpoints=checkpoints,
                        tied=arguments.groups('tied', tied))
         if states == 'named' and self.job.durability_to_be == 'none':

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
 
 class Connection:
-    """`servers`: a list, 'host:port,...', or None for BALLAST_SERVERS. `budgets`: arguments of embedded.server()."""
+    """`servers`: a list, 'host:port,...', or None for BALLAST_SERVERS. `budgets`: arguments of embedded.server(). `access`: tls and
+    token_file of arguments.access()."""
 
-    def __init__(self, servers: str | Sequence[str] | None, budgets: dict[str, Any]) -> None:
+    def __init__(self, servers: str | Sequence[str] | None, budgets: dict[str, Any], access: dict[str, Any]) -> None:
         self._servers = arguments.addresses(servers)
+        self._access = arguments.access(**access, servers=self._servers)
         given = [key for key, value in budgets.items() if value is not None]
         if self._servers and given:
             raise Error(f'servers and {", ".join(given)}: budgets and directories of state servers are their own; '
@@ -55,7 +57,8 @@ class Connection:
         or the error that all ranks get before any server is asked. apart: not in this process, where a server keeps no parameters."""
         daemon, self.was_used = None, False
         embed = contextlib.nullcontext()
-        options.rank, options.world_size, options.servers = ranks.rank(), ranks.world_size(), self._servers
+        options.rank, options.world_size = ranks.rank(), ranks.world_size()
+        options.servers, options.access = self._servers, self._access
         timeout, option = max((options.step_timeout, 'step_timeout'), (options.open_timeout, 'open_timeout'))
         exchange = functools.partial(ranks.exchange, 'the opening of a job', timeout=timeout, option=option)
         fit = alike(exchange, look, lambda _: self._entries(options))

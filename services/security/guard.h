@@ -1,0 +1,147 @@
+// Decides for each call: whose identity makes it, and does the server grant it the right? Reads the files behind the
+// decision anew when they change: certificates, tokens and rights.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "ballast/services/counters/counters.h"
+#include "ballast/services/security/audit.h"
+#include "ballast/services/security/certificates.h"
+#include "ballast/services/security/counters.h"
+#include "ballast/services/security/policy.h"
+#include "ballast/services/security/quotas.h"
+#include "ballast/services/security/served_certificates.h"
+
+namespace ballast::services {
+
+struct GuardOptions {
+  CertificatePaths tls;
+  absl::Duration connection_age = absl::Hours(1);  // a TLS connection ends then, and its client connects anew
+  std::string tokens;                              // path; empty: no tokens
+  std::string rights;                              // path; empty: whoever gets in may do everything
+  std::string audit_log;    // a path, stderr or none; empty: stderr where identities are asked for, else none
+  std::string revocations;  // a directory of the server's own, for its copy of revocations
+
+  // Callers must show who they are.
+  bool asks_identity() const { return !tls.client_ca.empty() || !tokens.empty(); }
+  // Reload has something to read.
+  bool has_files() const;
+};
+
+// The identity that a connection and a call show, before it is believed.
+struct CallerShown {
+  std::string peer;        // as gRPC spells it
+  bool encrypted = false;  // by TLS
+  // The SPIFFE ID of the client's verified certificate, else its first subject alternative name. Empty: none of either.
+  std::string certificate_name;
+  bool has_certificate = false;
+  // The metadata `authorization`, once for each time that it was sent.
+  std::vector<std::string> authorization;
+};
+// Whether bytes to and from `peer` stay on this machine.
+bool IsLocalPeer(absl::string_view peer);
+
+// An identity and its rights, as they were when its call came.
+class Identity {
+ public:
+  Identity() = default;  // nobody in particular, who may do everything: no identity was asked for
+  Identity(std::string name, std::shared_ptr<const Rights> rights)
+      : name_(std::move(name)), rights_(std::move(rights)) {}
+  const std::string& name() const { return name_; }
+  bool MayAny(RightSet rights, absl::string_view job) const {
+    return rights_ == nullptr || rights_->MayAny(name_, rights, job);
+  }
+  // Whether its answers may tell of `job`.
+  bool Sees(absl::string_view job) const { return MayAny(static_cast<RightSet>(Right::kStatus), job); }
+  const Rights* rights() const { return rights_.get(); }
+
+ private:
+  std::string name_;
+  std::shared_ptr<const Rights> rights_;  // null: everything
+};
+
+struct AskedCall {
+  Call call;
+  std::string job;       // empty for calls of the whole server
+  bool durable = false;  // of Pin and Unpin
+};
+
+// Threads: any. Outlives the servers that ask it.
+class Guard {
+ public:
+  // Reads all files. INVALID_ARGUMENT (BAD_CONFIG) if one is missing or bad, or if options do not fit together.
+  static absl::StatusOr<std::unique_ptr<Guard>> Make(GuardOptions options);
+  ~Guard();
+
+  // From now on files that change are read again: once a second the guard looks. The directory `revocations` may be
+  // written from here on.
+  absl::Status Watch();
+  // Reads all files again, and opens the audit log anew. A bad file is logged and counted, and its old content holds.
+  // Blocks.
+  void Reload();
+
+  // The caller's identity, if it may make the call. Else UNAUTHENTICATED (NO_IDENTITY) or PERMISSION_DENIED
+  // (NO_RIGHT), counted and audited.
+  absl::StatusOr<Identity> Admit(const CallerShown& shown, const AskedCall& asked);
+  // The quota that an Open by `identity` must keep; null: none. Valid while `identity` lives.
+  static const Quota* QuotaOf(const Identity& identity);
+  // As Quotas::Ask. A refusal is counted and audited.
+  absl::StatusOr<Quotas::Lease> AskQuota(const Identity& identity, const CallerShown& shown, const std::string& job,
+                                         const TierUse& asked, const std::vector<v1::JobStatus>& jobs);
+
+  // Writes a line about the end of a call, if it is a fence, an Open, a drop or a new budget.
+  void Audit(const Identity& identity, const CallerShown& shown, const AskedCall& asked, const absl::Status& status);
+  static bool IsAudited(Call call);
+
+  const GuardOptions& options() const { return options_; }
+  // Null: no TLS. Valid after Watch.
+  const ServedCertificates* certificates() const { return served_ == nullptr ? nullptr : served_.get(); }
+  const SecurityCounters& counters() const { return counters_; }
+
+ private:
+  // Files of one kind, and the function to read them.
+  struct Watched {
+    const char* what;  // for messages
+    std::vector<std::string> paths;
+    std::function<absl::Status()> load;
+    SecurityCounters::Reloads* counts;
+    std::string loaded, seen;                   // stamps of the files, as last loaded and as last seen
+    absl::Time again = absl::InfiniteFuture();  // when a refused load is tried again
+  };
+
+  explicit Guard(GuardOptions options);
+  absl::StatusOr<std::string> NameOf(const CallerShown& shown, Denial* why) const;
+  absl::Status Refuse(const std::string& identity, const CallerShown& shown, const AskedCall& asked, Denial why,
+                      absl::Status status);
+  absl::Status LoadTokens();
+  absl::Status LoadRights();
+  void Load(Watched* watched) ABSL_EXCLUSIVE_LOCKS_REQUIRED(load_mu_);
+  void Look() ABSL_LOCKS_EXCLUDED(load_mu_);
+  void Run();
+
+  const GuardOptions options_;
+  SecurityCounters counters_;
+  AuditLog audit_;
+  Quotas quotas_;
+  std::unique_ptr<ServedCertificates> served_;
+
+  absl::Mutex load_mu_;
+  std::vector<Watched> watched_ ABSL_GUARDED_BY(load_mu_);
+
+  mutable absl::Mutex mu_;
+  std::shared_ptr<const Tokens> tokens_ ABSL_GUARDED_BY(mu_);  // null: none are taken
+  std::shared_ptr<const Rights> rights_ ABSL_GUARDED_BY(mu_);  // null: everything
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread thread_;
+};
+
+}  // namespace ballast::services

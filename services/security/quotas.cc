@@ -1,0 +1,91 @@
+#include "ballast/services/security/quotas.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr size_t kNvme = 2;
+
+// A job that was fenced and never opened holds a name alone.
+bool IsOpened(const v1::JobStatus& job) { return job.world_size() > 0; }
+
+absl::Status OverQuota(const std::string& identity, const std::string& job, absl::string_view what, uint64_t asked,
+                       uint64_t held, uint64_t quota) {
+  return model::Error(absl::StatusCode::kResourceExhausted, model::kQuota,
+                      absl::StrCat("job '", job, "' asks for ", asked, " ", what, ", beside ", held, " that jobs of '",
+                                   identity, "' hold on this server, and the quota is ", quota,
+                                   "; drop a job, or raise the quota in the server's rights file"));
+}
+
+}  // namespace
+
+TierUse HeldBytes(const v1::JobStatus& job) {
+  TierUse held = {};
+  uint64_t state = 0;
+  for (const v1::TierStatus& tier : job.tiers()) {
+    const auto* const name = std::find(kTierNames.begin(), kTierNames.end(), tier.tier());
+    if (name == kTierNames.end()) continue;
+    held[static_cast<size_t>(name - kTierNames.begin())] = tier.state_bytes() + tier.working_bytes();
+    if (tier.tier() != kTierNames[kNvme]) state += tier.state_bytes();
+  }
+  const bool durable = job.durability() == v1::DURABILITY_STEP || job.durability() == v1::DURABILITY_EVERY_K;
+  if (durable) held[kNvme] += state;
+  return held;
+}
+
+TierUse AskedBytes(const v1::OpenResponse& dry_run) {
+  TierUse asked = {};
+  for (const v1::PlannedTier& tier : dry_run.tiers()) {
+    const auto* const name = std::find(kTierNames.begin(), kTierNames.end(), tier.tier());
+    if (name == kTierNames.end()) continue;
+    asked[static_cast<size_t>(name - kTierNames.begin())] = tier.state_bytes() + tier.working_bytes();
+  }
+  return asked;
+}
+
+absl::StatusOr<Quotas::Lease> Quotas::Ask(const std::string& identity, const Quota& quota, const std::string& job,
+                                          const TierUse& asked, const std::vector<v1::JobStatus>& jobs,
+                                          const std::function<bool(absl::string_view job)>& mine) {
+  absl::MutexLock lock(&mu_);
+  std::map<std::string, TierUse> held;
+  for (const v1::JobStatus& known : jobs) {
+    if (IsOpened(known) && mine(known.name())) held[known.name()] = HeldBytes(known);
+  }
+  for (const auto& [name, opening] : openings_) {
+    if (name != job && mine(name)) held[name] = opening.bytes;
+  }
+  const uint64_t new_jobs = held.count(job) > 0 ? 0 : 1;
+  if (quota.jobs.has_value() && held.size() + new_jobs > *quota.jobs) {
+    return OverQuota(identity, job, "job", new_jobs, held.size(), *quota.jobs);
+  }
+  TierUse sum = {};
+  for (const auto& [name, bytes] : held) {
+    for (size_t tier = 0; tier < sum.size(); ++tier) sum[tier] += bytes[tier];
+  }
+  for (size_t tier = 0; tier < sum.size(); ++tier) {
+    const std::optional<uint64_t>& limit = quota.bytes[tier];
+    if (!limit.has_value() || asked[tier] == 0 || sum[tier] + asked[tier] <= *limit) continue;
+    return OverQuota(identity, job, absl::StrCat("bytes of ", kTierNames[tier]), asked[tier], sum[tier], *limit);
+  }
+  Opening& opening = openings_[job];
+  TierUse whole = held[job];
+  for (size_t tier = 0; tier < whole.size(); ++tier) {
+    whole[tier] += asked[tier];
+    opening.bytes[tier] = std::max(opening.bytes[tier], whole[tier]);
+  }
+  ++opening.leases;
+  return Lease(nullptr, [this, job](void*) { End(job); });
+}
+
+void Quotas::End(const std::string& job) {
+  absl::MutexLock lock(&mu_);
+  const auto found = openings_.find(job);
+  if (--found->second.leases == 0) openings_.erase(found);
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,49 @@
+// Quotas: an identity's jobs may hold so many bytes in each tier of this server, and be so many.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "ballast/services/security/policy.h"
+#include "ballast/v1/admin_service.pb.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::services {
+
+// State and working copies of an opened job in each tier, durable copies on nvme included; neither slices in flight nor
+// logs and pins.
+TierUse HeldBytes(const v1::JobStatus& job);
+// The bytes that an Open would take, as its dry run answered; counted alike.
+TierUse AskedBytes(const v1::OpenResponse& dry_run);
+
+// Counts Opens under way, so that two at a time do not both take what is left. Threads: any.
+class Quotas {
+ public:
+  // An Open under way counts until its lease ends.
+  using Lease = std::shared_ptr<void>;
+
+  // May `identity` open `job`, which takes `asked` more than the job has? `jobs`: those of the server; `mine`: whether
+  // a job counts as the identity's. RESOURCE_EXHAUSTED (QUOTA), with the numbers asked and held, and the quota.
+  absl::StatusOr<Lease> Ask(const std::string& identity, const Quota& quota, const std::string& job,
+                            const TierUse& asked, const std::vector<v1::JobStatus>& jobs,
+                            const std::function<bool(absl::string_view job)>& mine) ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  struct Opening {
+    TierUse bytes = {};  // of the job, once it is open
+    int leases = 0;
+  };
+  void End(const std::string& job) ABSL_LOCKS_EXCLUDED(mu_);
+
+  absl::Mutex mu_;
+  std::map<std::string, Opening> openings_ ABSL_GUARDED_BY(mu_);  // by job
+};
+
+}  // namespace ballast::services

@@ -1,0 +1,105 @@
+#include "ballast/services/security/served_certificates.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+
+absl::Status NotWritten(absl::string_view what, absl::string_view why) {
+  return model::Error(absl::StatusCode::kInternal, model::kIo,
+                      absl::StrCat("the server's copy of its certificates cannot be written: ", what, ": ", why));
+}
+
+bool WriteAll(int fd, const std::string& content) {
+  for (size_t done = 0; done < content.size();) {
+    const ssize_t written = ::write(fd, content.data() + done, content.size() - done);
+    if (written <= 0) return false;
+    done += static_cast<size_t>(written);
+  }
+  return true;
+}
+
+int64_t Seconds(absl::Time time) { return time == absl::InfiniteFuture() ? 0 : absl::ToUnixSeconds(time); }
+
+}  // namespace
+
+MemoryFile::~MemoryFile() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+absl::Status MemoryFile::Replace(const std::string& content, int64_t number) {
+  const int fresh = ::memfd_create("ballast-tls", MFD_CLOEXEC);
+  const timespec time = {number, 0};
+  const timespec times[] = {time, time};
+  if (fresh < 0 || !WriteAll(fresh, content) || ::futimens(fresh, times) != 0) {
+    const int error = errno;
+    if (fresh >= 0) ::close(fresh);
+    return NotWritten("memfd_create", std::strerror(error));
+  }
+  if (fd_ < 0) {
+    fd_ = fresh;
+    return absl::OkStatus();
+  }
+  // The path keeps its number, and names the new content from here on.
+  const int placed = ::dup3(fresh, fd_, O_CLOEXEC);
+  const int error = errno;
+  ::close(fresh);
+  return placed == fd_ ? absl::OkStatus() : NotWritten("dup3", std::strerror(error));
+}
+
+std::string MemoryFile::path() const { return absl::StrCat("/proc/self/fd/", fd_); }
+
+ServedCertificates::ServedCertificates(CertificatePaths paths, std::string revocations)
+    : paths_(std::move(paths)), revocations_(std::move(revocations)) {}
+
+absl::Status ServedCertificates::Load(absl::Time now, SecurityCounters* counters) {
+  BALLAST_ASSIGN_OR_RETURN(const Certificates read, ReadCertificates(paths_, now));
+  number_ = std::max(number_ + 1, absl::ToUnixSeconds(now));
+  // The lists first: gRPC makes a new store, which reads them, once the CAs have changed. A comment changes them when
+  // the lists alone are new.
+  if (!paths_.crl_directory.empty()) BALLAST_RETURN_IF_ERROR(WriteRevocations(read.crls));
+  if (!paths_.client_ca.empty()) {
+    BALLAST_RETURN_IF_ERROR(client_ca_.Replace(absl::StrCat("# ", number_, "\n", read.client_ca), number_));
+  }
+  BALLAST_RETURN_IF_ERROR(pair_.Replace(read.pair, number_));
+  counters->certificate_not_after = Seconds(read.certificate_not_after);
+  counters->client_ca_not_after = Seconds(read.client_ca_not_after);
+  counters->crl_not_after = Seconds(read.crl_not_after);
+  return absl::OkStatus();
+}
+
+absl::Status ServedCertificates::WriteRevocations(const std::map<std::string, std::string>& crls) const {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  fs::create_directories(revocations_, error);
+  if (error) return NotWritten(revocations_, error.message());
+  for (const auto& [name, text] : crls) {
+    const std::string fresh = absl::StrCat(revocations_, "/", name, ".new");
+    std::ofstream file(fresh, std::ios::binary | std::ios::trunc);
+    file << text;
+    file.close();
+    if (file.fail()) return NotWritten(fresh, std::strerror(errno));
+    fs::rename(fresh, absl::StrCat(revocations_, "/", name), error);
+    if (error) return NotWritten(fresh, error.message());
+  }
+  for (fs::directory_iterator entry(revocations_, error), end; !error && entry != end; entry.increment(error)) {
+    std::error_code ignored;
+    if (crls.count(entry->path().filename().string()) == 0) fs::remove(entry->path(), ignored);
+  }
+  return error ? NotWritten(revocations_, error.message()) : absl::OkStatus();
+}
+
+}  // namespace ballast::services

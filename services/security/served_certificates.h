@@ -1,0 +1,56 @@
+// A checked private copy of the certificate files, which gRPC watches in place of the files themselves.
+#pragma once
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "ballast/services/security/certificates.h"
+#include "ballast/services/security/counters.h"
+
+namespace ballast::services {
+
+// A file in memory, under a path of /proc. Its content is exchanged as a whole: a reader of the path gets the old
+// content or the new. Threads: Replace one at a time; readers at any time.
+class MemoryFile {
+ public:
+  MemoryFile() = default;
+  ~MemoryFile();
+  MemoryFile(const MemoryFile&) = delete;
+  MemoryFile& operator=(const MemoryFile&) = delete;
+
+  // `number`: the time of modification to show, in seconds; another for each content. gRPC reads key and certificate
+  // one after the other, and takes them for one pair if this time stayed the same. INTERNAL (IO).
+  absl::Status Replace(const std::string& content, int64_t number);
+  // "/proc/self/fd/N"; for this process alone. REQUIRES: a Replace has succeeded.
+  std::string path() const;
+
+ private:
+  int fd_ = -1;
+};
+
+// Threads: Load one at a time; the rest any, after the first Load.
+class ServedCertificates {
+ public:
+  // `revocations`: a directory of this server's own, made when it is needed, for the lists of revocations.
+  ServedCertificates(CertificatePaths paths, std::string revocations);
+
+  // Checks the files and exchanges the copy. On an error the copy stays as it was. gRPC takes the new copy within a
+  // second, for new connections. Errors: those of ReadCertificates; INTERNAL (IO) if the copy cannot be written.
+  absl::Status Load(absl::Time now, SecurityCounters* counters);
+
+  const CertificatePaths& paths() const { return paths_; }
+  std::string pair_path() const { return pair_.path(); }
+  std::string client_ca_path() const { return paths_.client_ca.empty() ? "" : client_ca_.path(); }
+  std::string revocations() const { return paths_.crl_directory.empty() ? "" : revocations_; }
+
+ private:
+  absl::Status WriteRevocations(const std::map<std::string, std::string>& crls) const;
+
+  const CertificatePaths paths_;
+  const std::string revocations_;
+  MemoryFile pair_, client_ca_;
+  int64_t number_ = 0;
+};
+
+}  // namespace ballast::services

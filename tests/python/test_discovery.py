@@ -1,0 +1,100 @@
+"""servers='etcd://...': servers found in a real etcd, and one replaced under its id while an optimizer runs."""
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+
+import pytest
+import torch
+from models import batch, mlp
+
+import ballast
+import ballast.torch as bt
+from ballast import embedded_daemon
+
+if shutil.which('etcd') is None:
+    pytest.skip('no etcd here: apt-get install etcd-server', allow_module_level=True)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def url(tmp_path):
+    client, peer = (f'http://127.0.0.1:{free_port()}' for _ in range(2))
+    process = subprocess.Popen(
+        ['etcd', '--data-dir', str(tmp_path / 'etcd'), '--listen-client-urls', client, '--advertise-client-urls', client,
+         '--listen-peer-urls', peer, '--initial-advertise-peer-urls', peer, '--initial-cluster', f'default={peer}'],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield client.replace('http', 'etcd') + '/python'
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Server:
+    def __init__(self, folder, name, url):
+        self._command = [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
+                         '127.0.0.1:0', '--data_directory', str(folder / name), '--server_id', name, '--budget.dram', '128MiB',
+                         '--budget.nvme', '2GiB', '--log_level', 'off', '--discovery', url]
+        self.start()
+
+    def start(self):
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        self.address = re.search(r'listen=(\S+)', self._process.stdout.readline())[1]
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def train(optimizer, model, begin, end):
+    for i in range(begin, end):
+        optimizer.zero_grad()
+        model(**batch('mlp', i)).loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize('variable', [False, True])
+def test_a_server_that_comes_back_elsewhere_is_found(url, tmp_path, monkeypatch, variable):
+    models, servers = [], [Server(tmp_path, name, url) for name in 'ab']
+    for where in ('served', 'embedded'):
+        torch.manual_seed(1)
+        models.append(mlp())
+        said = {'dram': '256MiB', 'name': 'embedded'}
+        if where == 'served':
+            said = {'servers': url + '?servers=2', 'name': 'served'}
+            if variable:
+                monkeypatch.setenv('BALLAST_SERVERS', said.pop('servers'))
+        optimizer = bt.AdamW(models[-1].parameters(), lr=1e-2, **said)
+        monkeypatch.delenv('BALLAST_SERVERS', raising=False)
+        train(optimizer, models[-1], 0, 4)
+        if where == 'served':
+            before = servers[1].address
+            servers[1].kill()
+            servers[1].start()
+            assert servers[1].address != before
+        train(optimizer, models[-1], 4, 8)
+        optimizer.close()
+    for server in servers:
+        server.kill()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.equal(ours, theirs)
+
+
+def test_too_few_servers_are_told_by_name(url, tmp_path):
+    server = Server(tmp_path, 'alone', url)
+    began = time.monotonic()
+    with pytest.raises(ballast.Error, match=r'expected 2 servers at etcd://.*found 1: alone at 127\.0\.0\.1') as raised:
+        model = mlp()
+        train(bt.AdamW(model.parameters(), servers=url + '?servers=2', open_timeout=3), model, 0, 1)
+    server.kill()
+    assert raised.value.reason == 'SERVER_DOWN'
+    assert time.monotonic() - began < 60

@@ -1,0 +1,86 @@
+#include "ballast/services/security/quotas.h"
+
+#include <gtest/gtest.h>
+
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+
+v1::JobStatus Opened(const std::string& name, uint64_t dram_state, uint64_t dram_working, uint64_t nvme_state,
+                     v1::Durability durability) {
+  v1::JobStatus job;
+  job.set_name(name);
+  job.set_world_size(1);
+  job.set_durability(durability);
+  v1::TierStatus* dram = job.add_tiers();
+  dram->set_tier("dram");
+  dram->set_state_bytes(dram_state);
+  dram->set_working_bytes(dram_working);
+  v1::TierStatus* nvme = job.add_tiers();
+  nvme->set_tier("nvme");
+  nvme->set_state_bytes(nvme_state);
+  return job;
+}
+
+TEST(Quotas, CountDurableCopiesAsOpensPlanThem) {
+  EXPECT_EQ(HeldBytes(Opened("a", 100, 20, 30, v1::DURABILITY_NONE)), (TierUse{0, 120, 30}));
+  EXPECT_EQ(HeldBytes(Opened("a", 100, 20, 30, v1::DURABILITY_STEP)), (TierUse{0, 120, 130}));
+  EXPECT_EQ(HeldBytes(Opened("a", 100, 20, 30, v1::DURABILITY_EVERY_K)), (TierUse{0, 120, 130}));
+  v1::OpenResponse answer;
+  v1::PlannedTier* tier = answer.add_tiers();
+  tier->set_tier("nvme");
+  tier->set_state_bytes(130);
+  tier->set_other_bytes(7);
+  EXPECT_EQ(AskedBytes(answer), (TierUse{0, 0, 130}));
+}
+
+class QuotasTest : public ::testing::Test {
+ protected:
+  absl::StatusOr<Quotas::Lease> Ask(const std::string& job, const TierUse& asked) {
+    return quotas_.Ask("a", quota_, job, asked, jobs_, [](absl::string_view name) { return name[0] == 'a'; });
+  }
+  Quotas quotas_;
+  Quota quota_;
+  std::vector<v1::JobStatus> jobs_ = {Opened("a1", 60, 0, 0, v1::DURABILITY_NONE),
+                                      Opened("b1", 1000, 0, 0, v1::DURABILITY_NONE)};
+};
+
+TEST_F(QuotasTest, SaysAskedHeldAndQuota) {
+  quota_.bytes[1] = 100;
+  EXPECT_TRUE(Ask("a2", {0, 40, 0}).ok()) << "the job of another does not count";
+  const auto refused = Ask("a2", {0, 41, 0});
+  ASSERT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(model::ReasonOf(refused.status()), model::kQuota);
+  EXPECT_NE(
+      std::string(refused.status().message())
+          .find("asks for 41 bytes of dram, beside 60 that jobs of 'a' hold on this server, and the quota is 100"),
+      std::string::npos)
+      << refused.status();
+  quota_.bytes[1] = 10;
+  EXPECT_TRUE(Ask("a1", {}).ok()) << "a job goes on that holds more than a new quota";
+}
+
+TEST_F(QuotasTest, CountsJobsThatAreOpen) {
+  quota_.jobs = 1;
+  EXPECT_TRUE(Ask("a1", {}).ok());
+  EXPECT_NE(std::string(Ask("a2", {}).status().message()).find("asks for 1 job, beside 1 "), std::string::npos);
+  jobs_[0].set_world_size(0);  // fenced only
+  EXPECT_TRUE(Ask("a2", {}).ok());
+}
+
+TEST_F(QuotasTest, TwoOpensAtATimeDoNotBothTakeTheRest) {
+  quota_.bytes[1] = 100;
+  auto first = Ask("a2", {0, 40, 0});
+  ASSERT_TRUE(first.ok());
+  EXPECT_FALSE(Ask("a3", {0, 1, 0}).ok());
+  auto again = Ask("a2", {0, 40, 0});
+  EXPECT_TRUE(again.ok()) << "the same Open, sent again";
+  first->reset();
+  EXPECT_FALSE(Ask("a3", {0, 1, 0}).ok()) << "the second of them is under way";
+  again->reset();
+  EXPECT_TRUE(Ask("a3", {0, 1, 0}).ok());
+}
+
+}  // namespace
+}  // namespace ballast::services
