@@ -19,8 +19,6 @@ BY_PROMTOOL = {
     'BallastUneven': 'needs an hour of real time, and servers that were added to a job',
     'BallastVersionSkew': 'needs two versions of Ballast',
     'BallastLogFull': 'the log of a job is reserved so large that a slow disk holds steps up elsewhere first (test_disks: no push waited)',
-    'BallastCertificateExpires': 'no server exports ballast_tls_not_after_timestamp_seconds yet',
-    'BallastTlsReloadFailed': 'no server exports ballast_tls_reloads_total yet',
 }  # fmt: skip
 
 
@@ -196,6 +194,24 @@ def test_machine():
     watch.trains('demo', trainer)
     watch.resolves('BallastIoFallback', 'BallastMemoryNotLocked', 'BallastBusy', since=began)
     watched.end(trainer)
+
+
+def test_tls():
+    """A certificate that ends soon, then a key of another certificate."""
+    ops.need('openssl')
+    faults.certificate('tls', days=1)
+    server = watched.Server(0, more=['--tls.certificate', 'tls/tls.crt', '--tls.key', 'tls/tls.key']).start()
+    began = time.monotonic()
+    watch = Watch([server])
+    watch.fires('BallastCertificateExpires', since=began, severity='critical')
+    watch.fires('BallastCertificateExpires', since=began, severity='warning')
+    faults.certificate('tls', days=365)
+    watch.resolves('BallastCertificateExpires', since=began)
+    watch.silent('BallastTlsReloadFailed')
+    faults.certificate('tls', days=365, pair=False)
+    watch.fires('BallastTlsReloadFailed', since=began)
+    faults.certificate('tls', days=365)
+    watch.resolves('BallastTlsReloadFailed', since=began)
 
 
 def test_complete():

@@ -68,6 +68,7 @@ def test_reasons():
         'RANK_TAKEN',
         'UNSUPPORTED',
         'BUSY',  # has its own alert
+        'NO_IDENTITY', 'NO_RIGHT', 'QUOTA',
     }
     assert counted <= known, counted - known
     assert known - counted - provoked == set(), f'new reasons: {known - counted - provoked}: fault of the servers, or provoked by clients?'

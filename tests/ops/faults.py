@@ -100,6 +100,17 @@ class SlowUplink:
         writer.close()
 
 
+def certificate(folder, days, pair=True):
+    """A certificate that signs itself, for `days`, and its key; without `pair` the key is another's. Both appear at once."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(exist_ok=True)
+    for name in ('new', 'other'):
+        ops.run('openssl', 'req', '-x509', '-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:P-256', '-nodes', '-days', str(days), '-subj', '/CN=node1',
+                '-addext', 'subjectAltName=IP:127.0.0.1', '-keyout', folder / f'{name}.key', '-out', folder / f'{name}.crt')  # fmt: skip
+    os.replace(folder / ('new.key' if pair else 'other.key'), folder / 'tls.key')
+    os.replace(folder / 'new.crt', folder / 'tls.crt')
+
+
 def pull(address, job, version, seconds=0.2):
     """A client that asks for a version of the job's first parameter, and gives up after `seconds`: gRPC by hand."""
     message = b'\x0a' + bytes([len(job)]) + job.encode()  # PullRequest.job

@@ -52,7 +52,8 @@ def fast_rules():
 class Server:
     """A ballastd at addresses of its own: the test has a network namespace for itself."""
 
-    def __init__(self, number, folder=None, budget=BUDGET):
+    def __init__(self, number, folder=None, budget=BUDGET, more=()):
+        """`more`: arguments of ballastd."""
         self.number = number
         self.folder = pathlib.Path(folder or f'server{number}')
         self.folder.mkdir(exist_ok=True)
@@ -60,7 +61,7 @@ class Server:
         profile.write_text(''.join(f'{key}: {int(value)}\n' for key, value in PROFILE.items()))
         self.listen, self.metrics = f'127.0.0.1:{7070 + number}', f'127.0.0.1:{9070 + number}'
         self.arguments = [*budget.split(), '--listen', self.listen, '--metrics_listen', self.metrics, '--data_directory', self.folder,
-                          '--server_id', f'server{number}', '--machine_profile', profile]  # fmt: skip
+                          '--server_id', f'server{number}', '--machine_profile', profile, *more]  # fmt: skip
         self.log = f'server{number}.log'
         self.process = None
 
