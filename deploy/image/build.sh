@@ -8,7 +8,7 @@
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 bin="$(realpath "${1:?usage: deploy/image/build.sh BIN OUT [NAME]}")" out="$(realpath -m "${2:?usage: deploy/image/build.sh BIN OUT [NAME]}")"
-version="$("$bin/ballastctl" --version 2>/dev/null || sed -n 's/^project(Ballast VERSION \([0-9.]*\).*/\1/p' "$here/../../CMakeLists.txt")"
+version="$("$bin/ballastctl" --version | sed "s/.* //")"
 name="${3:-localhost/ballast:$version}"
 
 work="$(mktemp -d)"

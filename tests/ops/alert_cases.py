@@ -176,18 +176,19 @@ CASES = [
         ],
         {35: []},
     ),
-    # Of four ranks one computes for 18 of 30 seconds, the others for 9; then 14 and 9.
+    # Of four ranks one waits for its pushes for 18 of 30 seconds, the others for 9; then 14 and 9.
     *[
         (
             'BallastStraggler',
             30,
             [
-                job('ballast_trainer_seconds_total', f'0+{slowest}x80', what='compute', of='max'),
-                job('ballast_trainer_seconds_total', f'0+{slowest + 27}x80', what='compute', of='sum'),
-                job('ballast_trainer_seconds_total', f'0+{30 - slowest}x80', what='gather', of='max'),
+                job('ballast_trainer_seconds_total', f'0+{slowest}x80', what='push_wait', of='max'),
+                job('ballast_trainer_seconds_total', f'0+{slowest + 27}x80', what='push_wait', of='sum'),
+                job('ballast_trainer_seconds_total', '0+20x80', what='gather', of='max'),
+                job('ballast_trainer_seconds_total', '0+20x80', what='gather', of='sum'),
                 job('ballast_job_world_size', '4x80'),
             ],
-            {9: [], 22: [{'severity': 'warning', **DEMO}] if slowest == 18 else []},
+            {9: [], 22: [{'severity': 'warning', 'what': 'push_wait', **DEMO}] if slowest == 18 else []},
         )
         for slowest in (18, 14)
     ],
@@ -306,14 +307,17 @@ CASES = [
     (
         'BallastCertificateExpires',
         60,
-        [series('ballast_tls_not_after_timestamp_seconds', f'{14 * DAY + 1200}x60', what='server')],
-        {1: [], 15: [], 35: [{'severity': 'warning', 'what': 'server', **SERVER}]},
+        [
+            series('ballast_tls_not_after_timestamp_seconds', f'{14 * DAY + 1200}x60', what='certificate'),
+            series('ballast_tls_not_after_timestamp_seconds', f'{7 * DAY}x60', what='crl'),
+        ],
+        {1: [], 15: [], 35: [{'severity': 'warning', 'what': 'certificate', **SERVER}]},
     ),
     (
         'BallastCertificateExpires',
         60,
-        [series('ballast_tls_not_after_timestamp_seconds', f'{DAY}x60', what='server')],
-        {15: [{'severity': 'critical', 'what': 'server', **SERVER}, {'severity': 'warning', 'what': 'server', **SERVER}]},
+        [series('ballast_tls_not_after_timestamp_seconds', f'{DAY}x60', what='certificate')],
+        {15: [{'severity': 'critical', 'what': 'certificate', **SERVER}, {'severity': 'warning', 'what': 'certificate', **SERVER}]},
     ),
     (
         'BallastTlsReloadFailed',

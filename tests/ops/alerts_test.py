@@ -103,7 +103,8 @@ def test_cases():
         # Only the rules of the alert: all together take four times as long.
         group = {'name': alert, 'rules': [rule for rule in rules() if rule['alert'] == alert]}
         pathlib.Path(f'{alert}.rules.yml').write_text(json.dumps({'groups': [group]}))
-        pathlib.Path(f'{alert}.yml').write_text(json.dumps({'rule_files': [f'{alert}.rules.yml'], 'evaluation_interval': '30s', 'tests': its}))
+        case = {'rule_files': [f'{alert}.rules.yml'], 'evaluation_interval': '30s', 'tests': its}
+        pathlib.Path(f'{alert}.yml').write_text(json.dumps(case))
     print(ops.run('promtool', 'test', 'rules', *(f'{alert}.yml' for alert in tests)))
     fired = {(alert, labels['severity']) for alert, _, _, times in CASES for firing in times.values() for labels in firing}
     wanted = {(rule['alert'], rule['labels']['severity']) for rule in rules()}

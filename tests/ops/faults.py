@@ -1,10 +1,13 @@
-"""Faults that operators meet: a slow or full disk, damaged files, a slow rank, a kernel that refuses."""
+"""Faults that operators meet: a slow or full disk, damaged files, a rank with a slow uplink, a kernel that refuses."""
 
+import asyncio
 import contextlib
 import ctypes
 import os
 import pathlib
+import secrets
 import struct
+import threading
 
 import ops
 
@@ -12,16 +15,22 @@ BLOCK = 4096
 BATCH_MAGIC = struct.pack('<Q', 0x484354424C4C4142)  # storage/log/log_format.h, BatchHead
 
 
-class SlowDisk:
-    """A blkio group whose reads and writes are throttled; slow() before the processes that it is for are under way, or at any time."""
+def group(controller):
+    """A new control group, which the runner removes. A sleeper keeps it from other runners, who remove what is empty."""
+    folder = pathlib.Path(f'/sys/fs/cgroup/{controller}/ballast-ops-{secrets.token_hex(4)}')
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise ops.Skip(f'no control groups (version 1) of {controller} to slow something down: {error}') from None
+    ops.start('sh', '-c', f'echo 0 > {folder}/cgroup.procs; exec sleep infinity', log='sleeper.log')
+    return folder
 
-    def __init__(self, name='ballast-ops-disk'):
-        self.group = pathlib.Path('/sys/fs/cgroup/blkio') / name
-        with contextlib.suppress(FileExistsError):
-            try:
-                self.group.mkdir()
-            except OSError as error:
-                raise ops.Skip(f'no blkio cgroups (version 1) to slow a disk down: {error}') from None
+
+class SlowDisk:
+    """A blkio group whose reads and writes are throttled, for processes whose commands begin with `into`."""
+
+    def __init__(self):
+        self.group = group('blkio')
         device = os.stat('.').st_dev
         node = pathlib.Path(f'/sys/dev/block/{os.major(device)}:{os.minor(device)}')
         # A partition has no limits of its own.
@@ -60,26 +69,35 @@ class SmallDisk:
         (self.folder / 'filler').unlink()
 
 
-class SlowRank:
-    """A cpu group: what runs in it has the share `processors` of one."""
+class SlowUplink:
+    """Proxies before servers, which pass on what a rank sends at `bytes_per_second` for each server; 0: at once."""
 
-    def __init__(self, name='ballast-ops-rank'):
-        self.group = pathlib.Path('/sys/fs/cgroup/cpu') / name
-        with contextlib.suppress(FileExistsError):
-            try:
-                self.group.mkdir()
-            except OSError as error:
-                raise ops.Skip(f'no cpu cgroups (version 1) to slow a rank down: {error}') from None
+    def __init__(self, servers, port=7500):
+        self.bytes_per_second = 0
+        self.addresses = []
+        loop = asyncio.new_event_loop()
+        for i, server in enumerate(servers):
+            self.addresses.append(f'127.0.0.1:{port + i}')
+            loop.run_until_complete(asyncio.start_server(self._handler(server.listen), '127.0.0.1', port + i))
+        threading.Thread(target=loop.run_forever, daemon=True).start()
 
-    def take(self, process, processors):
-        (self.group / 'cgroup.procs').write_text(str(process.pid))
-        self.limit(processors)
+    def _handler(self, address):
+        host, port = address.split(':')
 
-    def limit(self, processors):
-        """None: no limit."""
-        period = 20000
-        (self.group / 'cpu.cfs_period_us').write_text(str(period))
-        (self.group / 'cpu.cfs_quota_us').write_text(str(-1 if processors is None else int(period * processors)))
+        async def handle(reader, writer):
+            inner_reader, inner_writer = await asyncio.open_connection(host, int(port))
+            await asyncio.gather(self._pump(reader, inner_writer, True), self._pump(inner_reader, writer, False))
+
+        return handle
+
+    async def _pump(self, reader, writer, up):
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if up and self.bytes_per_second:
+                    await asyncio.sleep(len(data) / self.bytes_per_second)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
 
 
 def pull(address, job, version, seconds=0.2):

@@ -1,6 +1,7 @@
 """State servers in training, a Prometheus that scrapes them, an Alertmanager, and a webhook that keeps what arrives."""
 
 import http.server
+import importlib
 import json
 import os
 import pathlib
@@ -15,10 +16,11 @@ import ops
 GRAFANA = ops.DEPLOY / 'grafana'
 PROMETHEUS = ops.DEPLOY / 'prometheus'
 sys.path.insert(0, str(GRAFANA))
-import answers
+answers = importlib.import_module('answers')
 
 # A model of 0.8 million parameters that trains until it is told to end.
-MODEL = ['--steps', '1000000', '--layers', '4', '--width', '128', '--batch', '1', '--context', '64', '--micro-batches', '2', '--chunk-elements', '65536', '--resume', 'auto']
+MODEL = ['--steps', '1000000', '--layers', '4', '--width', '128', '--batch', '1', '--context', '64', '--micro-batches', '2',
+         '--chunk-elements', '65536', '--resume', 'auto']  # fmt: skip
 BUDGET = '--budget.dram 14MiB --budget.nvme 256MiB --staging 4MiB'
 # What `ballastctl iotune` measures on a machine of two cores.
 PROFILE = {
@@ -27,7 +29,8 @@ PROFILE = {
     'disk_read_bytes_per_s': 2e9, 'disk_read_depth': 4, 'disk_write_bytes_per_s': 2e9, 'disk_write_depth': 8, 'disk_mixed_bytes_per_s': 2e9,
     'disk_mixed_depth': 8, 'disk_direct': 1, 'disk_append_p50_us': 4000, 'disk_append_p99_us': 12000, 'gpu_in_bytes_per_s': 0,
     'gpu_out_bytes_per_s': 0,
-    **{f'update_{moments}_{threads}_elements_per_s': 4e8 for moments in ('f32', 'bf16', 'i8', 'f8') for threads in ('1_thread', 'all_threads')},
+    **{f'update_{moments}_{threads}_elements_per_s': 4e8
+       for moments in ('f32', 'bf16', 'i8', 'f8') for threads in ('1_thread', 'all_threads')},
 }  # fmt: skip
 
 # Alerts wait for minutes and hours: the rules of a live test wait for a sixtieth.

@@ -93,7 +93,8 @@ def test_too_few_servers_are_told_by_name(url, tmp_path):
     server = Server(tmp_path, 'alone', url)
     began = time.monotonic()
     with pytest.raises(ballast.Error, match=r'expected 2 servers at etcd://.*found 1: alone at 127\.0\.0\.1') as raised:
-        bt.AdamW(mlp().parameters(), servers=url + '?servers=2', open_timeout=3)
+        model = mlp()
+        train(bt.AdamW(model.parameters(), servers=url + '?servers=2', open_timeout=3), model, 0, 1)
     server.kill()
     assert raised.value.reason == 'SERVER_DOWN'
     assert time.monotonic() - began < 60

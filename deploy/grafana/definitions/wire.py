@@ -26,7 +26,7 @@ def board():
     )
     b.stat(
         'Denied',
-        'Calls that the rights file or the certificates refuse, within the time range.',
+        "Calls refused for the caller's identity, rights or quota, within the time range.",
         'none',
         [(f'sum(increase(ballast_auth_denied_total{{{SERVERS}}}[$__range]))', 'denied')],
         steps=thresholds((None, 'green'), (1, 'orange')),
@@ -75,13 +75,14 @@ def board():
         's',
         [(quantile(0.99, CALLS, 'method'), '{{method}}')],
     )
+    errors = rate('ballast_rpc_errors_total')
     b.series(
         'Errors',
         'Answers per second that are errors, by method and reason.',
         'reqps',
         [
             (
-                f'sum by (method, reason) ({rate("ballast_rpc_errors_total")}) > 0 or sum({rate("ballast_rpc_errors_total")})',
+                f'sum by (method, reason) ({errors}) > 0 or label_replace(sum({errors}) == 0, "method", "none", "", "")',
                 '{{method}} {{reason}}',
             )
         ],
@@ -89,11 +90,11 @@ def board():
     )
     b.series(
         'Denied calls',
-        'Calls that the rights file or the certificates refuse, by cause.',
+        'Calls refused for identity, rights or quota, by cause; and changed files of certificates, tokens and rights, taken or refused.',
         'none',
         [
             (f'sum by (why) (increase(ballast_auth_denied_total{{{SERVERS}}}{RATE}))', '{{why}}'),
-            (f'sum by (result) (increase(ballast_tls_reloads_total{{{SERVERS}}}{RATE}))', 'reload {{result}}'),
+            (f'sum by (what, result) (increase(ballast_tls_reloads_total{{{SERVERS}}}{RATE})) > 0', '{{what}} {{result}}'),
         ],
     )
 

@@ -54,8 +54,8 @@ Checks CheckProcessor(const Subject& subject, const kernels::Processor& kernels)
 // The GPU of budget.hbm, copies over its link included.
 Checks CheckGpu(const Subject& subject);
 
-// Network: whether both ports can be taken, who else can reach them, the registry, versions of peers. Blocks for up to
-// `subject.asking.timeout` each for a taken port, the registry and the peers.
+// Network: whether both ports can be taken, who else can reach them, certificates, the registry, versions of peers.
+// Blocks for up to `subject.asking.timeout` each for a taken port, the registry and the peers.
 Checks CheckNetwork(const Subject& subject);
 
 }  // namespace ballast::services

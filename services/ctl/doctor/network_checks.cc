@@ -4,8 +4,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
@@ -16,9 +18,13 @@
 #include "ballast/proto/registry/registry.h"
 #include "ballast/services/ctl/cluster.h"
 #include "ballast/services/ctl/doctor/checks.h"
+#include "ballast/services/security/certificates.h"
 
 namespace ballast::services {
 namespace {
+
+// As the alert on certificates.
+constexpr absl::Duration kEndsSoon = absl::Hours(14 * 24);
 
 using Addresses = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
 Addresses Resolve(const model::Address& address) {
@@ -102,6 +108,29 @@ Check CheckExposure(const Config& config) {
   return check;
 }
 
+Check CheckCertificates(const CertificatePaths& paths) {
+  Check check{Verdict::kOk, "certificates", "", "good files, valid for two more weeks"};
+  const absl::Time now = absl::Now();
+  const absl::StatusOr<Certificates> read = ReadCertificates(paths, now);
+  if (!read.ok()) {
+    check.verdict = Verdict::kBad;
+    check.found = std::string(read.status().message());
+    check.mend = "another file there; a server that runs keeps what it read before";
+    return check;
+  }
+  const std::pair<absl::Time, const char*> first =
+      std::min({std::make_pair(read->certificate_not_after, "tls.certificate"),
+                std::make_pair(read->client_ca_not_after, "tls.client_ca"),
+                std::make_pair(read->crl_not_after, "tls.crl_directory")},
+               [](const auto& a, const auto& b) { return a.first < b.first; });
+  check.found = absl::StrCat(first.second, " is the first to end, at ",
+                             absl::FormatTime("%Y-%m-%d %H:%M UTC", first.first, absl::UTCTimeZone()));
+  if (first.first - now >= kEndsSoon) return check;
+  check.verdict = Verdict::kNote;
+  check.mend = absl::StrCat("renew ", first.second, "; a running server reads it by itself");
+  return check;
+}
+
 Check CheckRegistry(const Subject& subject) {
   const std::string& text = subject.config->discovery;
   Check check{Verdict::kOk, "registry", "", "etcd that answers"};
@@ -152,6 +181,7 @@ Checks CheckNetwork(const Subject& subject) {
     checks.push_back(CheckPort(subject, "listen", subject.config->listen));
     checks.push_back(CheckPort(subject, "metrics_listen", subject.config->metrics_listen));
     checks.push_back(CheckExposure(*subject.config));
+    if (subject.config->guard.tls.enabled()) checks.push_back(CheckCertificates(subject.config->guard.tls));
     if (!subject.config->discovery.empty()) checks.push_back(CheckRegistry(subject));
   }
   const Checks peers = CheckPeers(subject);

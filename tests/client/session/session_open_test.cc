@@ -380,13 +380,14 @@ std::vector<double> WeightsOf(services::StateServer* server) {
   request.set_job("test");
   services::Answer<v1::GetJobResponse> answer;
   server->GetJob(request, answer.reply());
+  const absl::StatusOr<v1::GetJobResponse> job = answer.Wait();
   std::vector<double> weights;
-  for (const v1::Member& member : answer.Wait()->open().members()) weights.push_back(member.weight());
+  for (const v1::Member& member : job->open().members()) weights.push_back(member.weight());
   return weights;
 }
 
 TEST(SessionWeights, BudgetsWeighTheMembersOfANewJobAndThenStay) {
-  SessionFixture servers({uint64_t{96} << 20, uint64_t{32} << 20});
+  SessionFixture servers(std::vector<uint64_t>{uint64_t{96} << 20, uint64_t{32} << 20});
   SessionOptions options = TestOptions();
   options.resume = Resume::kAuto;
   const auto open = [&](Collective* collective) { return servers.Open(collective, options, TestTensors()).status(); };

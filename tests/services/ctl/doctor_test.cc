@@ -12,6 +12,7 @@
 #include "ballast/services/ctl/doctor/machine_files.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
+#include "ballast/tests/services/security/authority.h"
 #include "ballast/tests/small_disk.h"
 
 namespace ballast::services {
@@ -286,6 +287,29 @@ TEST_F(DoctorTest, AServerThatOthersReach) {
     subject.config->listen = listen;
     EXPECT_EQ(Find(CheckNetwork(subject), "reach").verdict, Verdict::kNote) << listen;
   }
+}
+
+TEST_F(DoctorTest, CertificatesAndTheirDates) {
+  Subject subject = SubjectWith(64 * kMiB);
+  Authority authority("Doctor's CA", absl::Now() + absl::Hours(1000));
+  const auto found = [&](absl::Time not_after) {
+    IssueOptions options;
+    options.alternative_names = "DNS:localhost";
+    options.not_before = absl::Now() - absl::Hours(2);
+    options.not_after = not_after;
+    const IssuedPair pair = authority.Issue("server", options);
+    subject.config->guard.tls.certificate = Write("/server.pem", pair.certificate);
+    subject.config->guard.tls.key = Write("/server.key", pair.key);
+    return Find(CheckNetwork(subject), "certificates");
+  };
+  EXPECT_EQ(found(absl::Now() + absl::Hours(24 * 30)).verdict, Verdict::kOk);
+  const Check soon = found(absl::Now() + absl::Hours(24 * 5));
+  EXPECT_EQ(soon.verdict, Verdict::kNote);
+  EXPECT_THAT(soon.mend, HasSubstr("renew tls.certificate"));
+  EXPECT_EQ(found(absl::Now() - absl::Hours(1)).verdict, Verdict::kBad) << "it has ended";
+  found(absl::Now() + absl::Hours(24 * 30));
+  subject.config->guard.tls.key = Write("/other.key", authority.Issue("other", {}).key);
+  EXPECT_EQ(Find(CheckNetwork(subject), "certificates").verdict, Verdict::kBad) << "another certificate's key";
 }
 
 TEST_F(DoctorTest, PeersAndThisServer) {
