@@ -211,6 +211,7 @@ def test_keyboard_and_names():
         ops.wait_for(lambda: page.input_value('#job') == 'two' and page.locator('#steps g').count() > 30, 'the steps of the other job')
         page.wait_for_timeout(2500)
         assert page.input_value('#job') == 'two', 'a refresh changed the choice'
+        assert page.locator('#job option').count() == 2 == page.locator('#jobs tbody tr').count(), 'a refresh made items anew'
         assert page.get_attribute('#sentence', 'aria-live') == 'polite'
         assert page.locator('svg.bar, svg.columns').evaluate_all("all => all.every((svg) => svg.getAttribute('role') === 'img' && svg.getAttribute('aria-label'))")
         assert page.locator('h1, h2').all_inner_texts()[1:] == ['Verdict', 'Who waits for whom', 'Memory tiers', 'Last steps', 'Jobs', 'Peers']

@@ -1,6 +1,7 @@
 """One rank of test_universal.py: universal_main.py WHAT FOLDER, with torch's variables. 'deepspeed': DeepSpeed and Ballast train by turns.
 'alone': FOLDER/zero1 and FOLDER/zero3 are what DeepSpeed left, and Ballast goes on. Writes what came of each way to FOLDER/found-RANK.pt,
 or the traceback."""
+import contextlib
 import os
 import pathlib
 import sys
@@ -176,11 +177,20 @@ def with_deepspeed(folder):
     return found
 
 
-if __name__ == '__main__':
+def main():
     os.environ.setdefault('DS_ACCELERATOR', 'cpu')
+    torch.set_num_threads(1)
     place = pathlib.Path(sys.argv[2])
     try:
         result = {'deepspeed': with_deepspeed, 'alone': without_deepspeed}[sys.argv[1]](place)
-    except BaseException:
+    except Exception:
         result = traceback.format_exc()
     torch.save(result, place / f'found-{os.environ["RANK"]}.pt')
+    # A rank that ends first would take the store, and connections, from the other.
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == '__main__':
+    main()
