@@ -14,9 +14,9 @@ SPAN, RATE_INTERVAL = 25, '6s'
 PICTURES, WIDTH = ops.CACHE / 'pictures', 1288
 
 # Families that panels or rules name and that these servers do not export, and why.
-NOT_HERE = {
-    'ballast_tls_not_after_timestamp_seconds': 'the servers of this test have no TLS; alerts_live_test has a server with TLS',
-}  # fmt: skip
+NOT_HERE = dict.fromkeys(
+    ['ballast_tls_not_after_timestamp_seconds', 'ballast_tls_reloads_total', 'ballast_auth_denied_total'],
+    'servers with TLS, tokens or rights alone export them; alerts_live_test has a server with TLS')
 
 # Families that no panel shows, and why.
 NOT_SHOWN = {
@@ -24,7 +24,6 @@ NOT_SHOWN = {
 
 # Queries without a number in this test, by a part of the query, and why.
 MAY_BE_EMPTY = {
-    'sum by (what, result)': 'no file of TLS, tokens or rights changes',
     'tier="hbm"': 'no budget of HBM: the build for tests has no GPU',
 }  # fmt: skip
 
