@@ -18,7 +18,8 @@ class Browser:
             raise ops.Skip('no playwright; tests/ops/requirements.txt names it') from None
         self.playwright = sync_playwright().start()
         # A test runs as root in namespaces of its own, where Chromium's sandbox does not start.
-        self.chromium = self.playwright.chromium.launch(executable_path=str(CHROMIUM), args=['--no-sandbox', '--disable-gpu', '--js-flags=--expose-gc', '--enable-precise-memory-info'])
+        self.chromium = self.playwright.chromium.launch(executable_path=str(CHROMIUM), args=[
+            '--no-sandbox', '--disable-gpu', '--js-flags=--expose-gc', '--enable-precise-memory-info'])
         self.faults = []
 
     def __enter__(self):

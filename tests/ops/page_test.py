@@ -38,15 +38,16 @@ def wait_text(page, selector, text, seconds=10):
 def cells(page):
     """{job: {column: text}} of the table of jobs."""
     return page.evaluate("""() => Object.fromEntries([...document.querySelectorAll('#jobs tbody tr')].map((row) =>
-        [row.firstChild.textContent, Object.fromEntries([...row.querySelectorAll('td')].map((cell) => [cell.dataset.column, cell.textContent]))]))""")
+        [row.firstChild.textContent, Object.fromEntries([...row.querySelectorAll('td')].map((cell) =>
+            [cell.dataset.column, cell.textContent]))]))""")
 
 
 def many_jobs(count):
     """Changes an answer: its only job `count` times, under names of their own."""
     def change(status):
         job = status['jobs'][0]
-        status['jobs'] = [{**job, 'name': f'job-{i:03}', 'committed_min': job['committed_min'] + i, 'committed_max': job['committed_max'] + i}
-                          for i in range(count)]
+        status['jobs'] = [{**job, 'name': f'job-{i:03}', 'committed_min': job['committed_min'] + i,
+                           'committed_max': job['committed_max'] + i} for i in range(count)]
         return status
     return change
 
@@ -137,7 +138,8 @@ def test_recovery():
 
 
 def test_names_are_text():
-    """A job, a server, a peer, a problem and a wait called like HTML are text. Servers refuse such names; the page does not rely on that."""
+    """A job, a server, a peer, a problem and a wait called like HTML are text. Servers refuse such names; the page does not
+    rely on that."""
     server = Server()
     trained(server)
     with browser.Browser() as chromium:
@@ -172,7 +174,8 @@ def test_sizes_and_schemes():
                     ratio, text = browser.contrast(page)
                     print(f'{width} px, {scheme}, {count} jobs: least contrast {ratio:.1f} ({text!r})')
                     assert ratio >= 4.5, (scheme, ratio, text)
-                    assert page.evaluate("[...document.querySelectorAll('.bar rect')].every(r => getComputedStyle(r).transitionDuration === '0s')")
+                    assert page.evaluate("[...document.querySelectorAll('.bar rect')]"
+                                         ".every(r => getComputedStyle(r).transitionDuration === '0s')")
                     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == {
                         'light': 'rgb(255, 255, 255)', 'dark': 'rgb(17, 20, 23)'}[scheme]
                     page.close()
@@ -188,7 +191,8 @@ def test_without_colour():
         looks = page.evaluate("[...document.querySelectorAll('pattern')].map((p) => [p.id, p.lastChild.getAttribute('d')])")
         assert len(looks) >= 10 == len({d for _, d in looks}), looks
         for legend in page.locator('.legend').all():
-            keys = legend.evaluate("list => [...list.querySelectorAll('li')].map((li) => [li.querySelector('rect').getAttribute('fill'), li.textContent])")
+            keys = legend.evaluate("list => [...list.querySelectorAll('li')]"
+                                   ".map((li) => [li.querySelector('rect').getAttribute('fill'), li.textContent])")
             assert keys and len({fill for fill, _ in keys}) == len(keys), keys
             assert all(text.strip()[0].isalpha() for _, text in keys), keys
 
@@ -213,8 +217,10 @@ def test_keyboard_and_names():
         assert page.input_value('#job') == 'two', 'a refresh changed the choice'
         assert page.locator('#job option').count() == 2 == page.locator('#jobs tbody tr').count(), 'a refresh made items anew'
         assert page.get_attribute('#sentence', 'aria-live') == 'polite'
-        assert page.locator('svg.bar, svg.columns').evaluate_all("all => all.every((svg) => svg.getAttribute('role') === 'img' && svg.getAttribute('aria-label'))")
-        assert page.locator('h1, h2').all_inner_texts()[1:] == ['Verdict', 'Who waits for whom', 'Memory tiers', 'Last steps', 'Jobs', 'Peers']
+        assert page.locator('svg.bar, svg.columns').evaluate_all(
+            "all => all.every((svg) => svg.getAttribute('role') === 'img' && svg.getAttribute('aria-label'))")
+        assert page.locator('h1, h2').all_inner_texts()[1:] == [
+            'Verdict', 'Who waits for whom', 'Memory tiers', 'Last steps', 'Jobs', 'Peers']
 
 
 def test_many_jobs():
@@ -273,7 +279,8 @@ def test_peers():
 
 
 def test_who_waits():
-    """A rank that has stopped amid a step shows within seconds as a wait of that step, on the page and in `status`; the wait ends with the stop."""
+    """A rank that has stopped amid a step shows within seconds as a wait of that step, on the page and in `status`; the wait ends
+    with the stop."""
     server = Server()
     ranks = [endless(server.address, 'page', '--rank', rank, '--world-size', 2, '--rendezvous', 'meeting') for rank in range(2)]
     ops.wait_for(lambda: ops.committed(server.address) >= 5, 'some steps')

@@ -59,7 +59,8 @@ def drawn(screen):
             # The font of braille is another one: each character is held to a column.
             text = re.sub('([\u2800-\u28ff])', r'<span class="braille">\1</span>', html.escape(piece))
             out.append(f'<span style="{style_of(codes)}">{text}</span>')
-    return ('<meta charset="utf-8"><style>.braille{display:inline-block;width:1ch}</style><body style="margin:0;background:#1c2126"><pre style="margin:0;padding:12px;display:inline-block;'
+    return ('<meta charset="utf-8"><style>.braille{display:inline-block;width:1ch}</style><body style="margin:0;background:#1c2126">'
+            '<pre style="margin:0;padding:12px;display:inline-block;'
             'font:14px/1.25 DejaVu Sans Mono,monospace">' + ''.join(out) + '</pre>')
 
 

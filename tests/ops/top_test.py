@@ -115,7 +115,8 @@ def test_keys():
         terminal.keys('s')
         terminal.shows(f'sort by {order}')
     terminal('resize-window', '-x', '70', '-y', '12')
-    ops.wait_for(lambda: len(lines := terminal.screen().rstrip('\n').split('\n')) == 12 and lines[-1].startswith(KEYS), 'a frame of the new size')
+    ops.wait_for(lambda: len(lines := terminal.screen().rstrip('\n').split('\n')) == 12 and lines[-1].startswith(KEYS),
+                 'a frame of the new size')
     terminal.keys('q')
 
 
@@ -189,7 +190,8 @@ def test_without_a_terminal():
     assert parsed['verdict'] == 'healthy' and parsed['jobs'][0]['name'] == 'page'
     frames = subprocess.run(['timeout', '3', *words, '--interval', '0.5'], stdout=subprocess.PIPE, text=True, check=False).stdout
     assert frames.count('Ballast  HEALTHY') >= 3 and '\x1b' not in frames, frames
-    lines = subprocess.run(['timeout', '3', *words, '--interval', '0.5', '--json'], stdout=subprocess.PIPE, text=True, check=False).stdout.splitlines()
+    lines = subprocess.run(['timeout', '3', *words, '--interval', '0.5', '--json'], stdout=subprocess.PIPE, text=True,
+                           check=False).stdout.splitlines()
     assert len(lines) >= 3 and all(json.loads(line)['verdict'] == 'healthy' for line in lines)
     ops.kill(server.process)
     degraded = subprocess.run([*words, '--once'], stdout=subprocess.PIPE, text=True, check=False)

@@ -96,6 +96,9 @@ TEST_F(DoctorTest, BadConfigurationStopsAServerAndNoneIsANote) {
 }
 
 TEST_F(DoctorTest, LockedMemoryTakenAway) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "AddressSanitizer makes mlock do nothing";
+#endif
   if (geteuid() != 0) GTEST_SKIP() << "needs root, to run as another user";
   fs::permissions(directory_.path(), fs::perms::all);
   // `nobody` has not the right that lifts the limit.

@@ -13,7 +13,8 @@ using model::Access;
 
 TEST(Access, NeedsPartsThatBelongTogether) {
   const auto check = [](const Access& access, const std::string& address) {
-    return model::CheckAccess(access, *model::ParseAddress(address, model::AddressUse::kConnect)).message();
+    return std::string(
+        model::CheckAccess(access, *model::ParseAddress(address, model::AddressUse::kConnect)).message());
   };
   const Access token = {"", "", "", "token"};
   EXPECT_NE(check(token, "10.0.0.1:1").find("in the clear"), std::string::npos);
