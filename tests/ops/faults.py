@@ -106,7 +106,8 @@ def certificate(folder, days, pair=True):
     folder.mkdir(exist_ok=True)
     for name in ('new', 'other'):
         ops.run('openssl', 'req', '-x509', '-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:P-256', '-nodes', '-days', str(days),
-                '-subj', '/CN=node1', '-addext', 'subjectAltName=IP:127.0.0.1', '-keyout', folder / f'{name}.key', '-out', folder / f'{name}.crt')  # fmt: skip
+                '-subj', '/CN=node1', '-addext', 'subjectAltName=IP:127.0.0.1',
+                '-keyout', folder / f'{name}.key', '-out', folder / f'{name}.crt')  # fmt: skip
     os.replace(folder / ('new.key' if pair else 'other.key'), folder / 'tls.key')
     os.replace(folder / 'new.crt', folder / 'tls.crt')
 
