@@ -93,6 +93,7 @@ void WriteFrozen(const ChunkUpdate& update, const StateView& state) {
 }
 
 void ReadFrozen(const StateView& state, uint64_t begin, uint64_t count, kernels::Dtype dtype, std::byte* to) {
+  if (count == 0) return;  // `to` may be null
   const StateLayout& layout = *state.layout;
   constexpr auto kArray = StateArray::kMaster;
   if (layout.frozen() == Frozen::kWorking) {
@@ -112,7 +113,7 @@ void ReadFrozen(const StateView& state, uint64_t begin, uint64_t count, kernels:
                         reinterpret_cast<const float*>(scales + layout.ScaleBytes(kArray, at)), n, dtype, into);
   };
   // The first block, if the range begins amid it, then the rest.
-  if (const uint64_t amid = begin % kernels::kQuantBlock; amid > 0 && count > 0) {
+  if (const uint64_t amid = begin % kernels::kQuantBlock; amid > 0) {
     alignas(64) std::byte block[kernels::kQuantBlock * sizeof(float)];
     const uint64_t taken = std::min(count, kernels::kQuantBlock - amid);
     read(begin - amid, amid + taken, block);
