@@ -144,12 +144,14 @@ std::unique_ptr<Registration> Register(const Config& config) {
 
 void WarnOfOthers(const GuardOptions& guard, const std::string& listen) {
   const auto address = model::ParseAddress(listen, model::AddressUse::kListen);
-  if (guard.tls.enabled() || !address.ok() || model::IsLoopback(*address)) return;
-  spdlog::warn("listening to others on {} without TLS: {}", listen,
-               guard.asks_identity()
-                   ? "tokens are taken from this machine alone; set tls.certificate and tls.key"
-                   : "any client that reaches this address can read and change every job; set tls.certificate, tls.key "
-                     "and tls.client_ca");
+  if (!address.ok() || model::IsLoopback(*address) || (guard.tls.enabled() && guard.asks_identity())) return;
+  spdlog::warn("listening to others on {} {}: {}", listen,
+               guard.tls.enabled() ? "without asking who calls" : "without TLS",
+               guard.tls.enabled()     ? "any client that reaches this address can read and change every job; set "
+                                         "tls.client_ca or tokens"
+               : guard.asks_identity() ? "tokens are taken from this machine alone; set tls.certificate and tls.key"
+                                       : "any client that reaches this address can read and change every job; set "
+                                         "tls.certificate, tls.key and tls.client_ca");
 }
 
 int Serve(const Config& config, const sigset_t& signals) {

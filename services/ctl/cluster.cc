@@ -30,7 +30,9 @@ absl::StatusOr<Response> Ask(const std::string& address, const Asking& asking,
   grpc::ClientContext context;
   context.set_deadline(absl::ToChronoTime(absl::Now() + asking.timeout));
   if (!access.authorization.empty()) context.AddMetadata("authorization", access.authorization);
-  Stub stub(grpc::CreateChannel(address, credentials));
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);  // as trainers' channels, or a proxy would get the token
+  Stub stub(grpc::CreateCustomChannel(address, credentials, arguments));
   Response response;
   BALLAST_RETURN_IF_ERROR(FromGrpc((stub.*method)(&context, request, &response)));
   return response;

@@ -97,6 +97,9 @@ class StateServer {
   void GetJob(const v1::GetJobRequest&, Reply<v1::GetJobResponse>);
   void Fence(const v1::FenceRequest&, const CallLimit& limit, Reply<v1::FenceResponse>);
   void Open(const v1::OpenRequest&, const CallLimit& limit, Reply<v1::OpenResponse>);
+  // Answers an Open that the caller refuses, as Open answers after an error: the job of a group that gives up is
+  // forgotten first.
+  void RefuseOpen(const v1::OpenRequest&, const absl::Status& refusal, Reply<v1::OpenResponse>);
   void Norm(const v1::NormRequest&, Reply<v1::NormResponse>);
   void Seal(const v1::SealRequest&, const CallLimit& limit, Reply<v1::SealResponse>);
   void Commit(const v1::CommitRequest&, Reply<v1::CommitResponse>);

@@ -250,6 +250,47 @@ TEST_F(SecurityTest, ATokenDoesNotTravelInTheClear) {
   EXPECT_EQ(Slurp(dir_ / "audit.log").find("token_in_clear"), std::string::npos) << "neither sent it";
 }
 
+// gRPC would send a token, and the state itself, by the proxy that an environment names for downloads, even to
+// loopback.
+TEST_F(SecurityTest, NoProxyOfTheEnvironmentStandsBetween) {
+  WriteText(
+      dir_ / "tokens.yaml",
+      "tokens:\n- {identity: operator, sha256: ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad}\n");
+  WriteText(dir_ / "token", "abc\n");
+  StartServer(0, absl::StrCat("tokens: ", dir_ / "tokens.yaml", "\naudit_log: none\n"));
+  for (const char* name : {"grpc_proxy", "https_proxy", "http_proxy"}) {
+    ::setenv(name, "http://127.0.0.1:1", 1);
+  }
+  const std::vector<std::string> token = {"--token-file", dir_ / "token"};
+  const Finished status = Ctl({"status"}, token);
+  EXPECT_EQ(status.code, 0) << status.out;
+  const Finished trained = Rank(0, 1, 2, token)->Wait();
+  EXPECT_EQ(trained.code, 0) << trained.err;
+  for (const char* name : {"grpc_proxy", "https_proxy", "http_proxy"}) ::unsetenv(name);
+}
+
+// Without client_ca and tokens TLS keeps a secret, and asks nobody who calls.
+TEST_F(SecurityTest, TlsThatAsksNobodyIsWarnedOf) {
+  const std::string outside = OutsideAddress();
+  if (outside.empty()) GTEST_SKIP() << "this machine has no address but loopback";
+  InstallAll();
+  const auto log = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> command = {
+        services::DaemonPath(), "--listen",  outside + ":0",     "--metrics_listen", "127.0.0.1:0",
+        "--budget.dram",        "64MiB",     "--data_directory", dir_ / "data",      "--tls.certificate",
+        dir_ / "server.crt",    "--tls.key", dir_ / "server.key"};
+    command.insert(command.end(), more.begin(), more.end());
+    services::Process server(command);
+    for (int i = 0; i < 1000 && !server.ended() && server.OutputSoFar().find("ready") == std::string::npos; ++i) {
+      absl::SleepFor(absl::Milliseconds(20));
+    }
+    server.Signal(SIGTERM);
+    return server.Wait().err;
+  };
+  EXPECT_THAT(log({}), HasSubstr("without asking who calls: any client that reaches this address can read and change"));
+  EXPECT_THAT(log({"--tls.client_ca", dir_ / "clients.crt"}), Not(HasSubstr("listening to others")));
+}
+
 // Bytes of pulls and pushes a second, on one connection after the other; a figure, not a bound.
 TEST_F(SecurityTest, ThroughputWithTlsBesidePlain) {
   InstallAll();
