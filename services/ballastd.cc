@@ -165,9 +165,11 @@ int Serve(const Config& config, const sigset_t& signals) {
   // Before anything else, so that a server which recovers for minutes does not look dead.
   auto http =
       HttpPort::Start(config.metrics_listen, &progress,
-                      config.guard.tls.enabled() || config.guard.asks_identity() ? &(*guard)->counters() : nullptr);
+                      config.guard.tls.enabled() || config.guard.asks_identity() ? &(*guard)->counters() : nullptr,
+                      config.metrics_tls ? (*guard)->certificates() : nullptr);
   if (!http.ok()) return Complain(http.status(), kMetricsPortInUse);
-  spdlog::info("HTTP on {}: /livez, /readyz, /metrics, /status.json; recovering", (*http)->address());
+  spdlog::info("{} on {}: /livez, /readyz, /metrics, /status.json; recovering", config.metrics_tls ? "HTTPS" : "HTTP",
+               (*http)->address());
   options.page = (*http)->address();
   std::unique_ptr<Registration> registration = Register(config);
   auto state = StateServer::Start(options);

@@ -225,7 +225,7 @@ function drawJobs(jobs) {
 function drawPeers(peers) {
   each($('peers'), peers, (peer) => `${peer.server_id} ${peer.page}`, (peer) => element('li', {},
       // The server has checked that this is host:port.
-      peer.page ? element('a', {href: `http://${peer.page}/`}, peer.server_id) : `${peer.server_id} (its page's address is not known)`), () => {});
+      peer.page ? element('a', {href: `${location.protocol}//${peer.page}/`}, peer.server_id) : `${peer.server_id} (its page's address is not known)`), () => {});
   if (!peers.length) setText($('peers'), 'no job here has another server');
   else if ($('peers').firstChild.nodeType === Node.TEXT_NODE) $('peers').firstChild.remove();
 }
