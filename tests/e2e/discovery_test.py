@@ -239,6 +239,10 @@ def test_refusals(etcd, folder, bits):
         etcd.ctl('put', '/hostile/servers/a', value)
         code, text = run(BIN / 'ballastctl', 'status', '--timeout', '1', '--servers', etcd.url('hostile'))
         assert code == 1 and 'key /hostile/servers/a holds no entry' in text and 'etcdctl del' in text and '\x1b' not in text, text
+    etcd.ctl('del', '/hostile/servers/a')
+    etcd.ctl('put', '/hostile/servers/\x1b[2J', '{"server_id":"\\u001b[2J","address":"127.0.0.1:1"}')
+    code, text = run(BIN / 'ballastctl', 'status', '--timeout', '1', '--servers', etcd.url('hostile'))
+    assert code == 1 and 'holds no entry' in text and '\x1b' not in text, text
     config = folder / 'doctor.yaml'
     config.write_text(f'listen: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\ndata_directory: {folder}/doctor\ndiscovery: {etcd.url("x")}\n'
                       'budget:\n  dram: 64MiB\n')
