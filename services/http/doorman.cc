@@ -108,6 +108,8 @@ struct Doorman::Impl {
 
   void Run();
   void Accept();
+  // The connection to give up when there is no room: the oldest without a whole request, or the oldest of all.
+  Connections::iterator Yielding();
   Connections::iterator Close(Connections::iterator at);
   void Go(Connections::iterator at);
   void Read(Connections::iterator at);
@@ -168,12 +170,18 @@ Doorman::Impl::Connections::iterator Doorman::Impl::Close(Connections::iterator 
   return connections.erase(at);
 }
 
+Doorman::Impl::Connections::iterator Doorman::Impl::Yielding() {
+  const auto idle = std::find_if(connections.begin(), connections.end(),
+                                 [](const auto& entry) { return entry.second.state == State::kReading; });
+  return idle == connections.end() ? connections.begin() : idle;
+}
+
 void Doorman::Impl::Accept() {
   while (true) {
     const int fd = ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0 && errno == EINTR) continue;
     if (fd < 0 && (errno == EMFILE || errno == ENFILE) && !connections.empty()) {
-      Close(connections.begin());
+      Close(Yielding());
       continue;
     }
     if (fd < 0 && errno != EAGAIN && errno != ECONNABORTED) {
@@ -181,7 +189,7 @@ void Doorman::Impl::Accept() {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
     if (fd < 0) return;
-    if (connections.size() == kConnectionsMax) Close(connections.begin());
+    if (connections.size() == kConnectionsMax) Close(Yielding());
     const auto at = connections.emplace_hint(connections.end(), next_number++, Connection());
     at->second.fd = fd;
     at->second.until = absl::Now() + kReadMax;
