@@ -1,4 +1,4 @@
-// What control groups allow a server in memory, against what its budget wants: for `ballastd` and the doctor alike.
+// The memory that control groups allow a server, against the wish of its budget: for `ballastd` and the doctor alike.
 #pragma once
 
 #include <cstdint>
