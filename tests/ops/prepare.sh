@@ -59,13 +59,18 @@ bare_root() {
   touch "$out/root/complete"
 }
 
-# The packages that ballast-server depends on come into that root's cache, not installed: by this machine's apt, with its sources and
-# proxies, and the root's list of what is installed.
+# The packages that ballast-server depends on, and Prometheus, come into that root's cache, not installed: by this machine's apt, with its
+# sources and proxies, and the root's list of what is installed.
 dependencies() {
-  cp "$out"/packages/ballast-server_*.deb "$out/root/var/cache/apt/ballast-server.deb"
-  apt-get -o "Dir::State::status=$out/root/var/lib/dpkg/status" -o "Dir::Cache::archives=$out/root/var/cache/apt/archives" \
-    -o APT::Sandbox::User=root -o APT::Keep-Downloaded-Packages=true install --download-only -y --no-install-recommends \
-    "$out/root/var/cache/apt/ballast-server.deb"
+  local cache="$out/root/var/cache/apt"
+  cp "$out"/packages/ballast-server_*.deb "$cache/ballast-server.deb"
+  fetch "$cache/archives" "$cache/ballast-server.deb"
+  fetch "$cache/prometheus" prometheus
+}
+fetch() { # FOLDER PACKAGE
+  mkdir -p "$1/partial"
+  apt-get -o "Dir::State::status=$out/root/var/lib/dpkg/status" -o "Dir::Cache::archives=$1" \
+    -o APT::Sandbox::User=root -o APT::Keep-Downloaded-Packages=true install --download-only -y --no-install-recommends "$2"
 }
 
 # Runs a part, a function above, in a shell of its own, which ends at the first error; its output is in a log, whose end is shown
