@@ -56,6 +56,7 @@ uint64_t FillMemory(const PlanRequest& request, Plan* plan) {
   uint64_t state_left = 0;
   for (size_t i = 0; i < plan->chunks.size(); ++i) {
     const StateLayout layout = request.LayoutOf(i);
+    if (!request.copyless.empty() && request.copyless[i]) plan->chunks[i].working = std::nullopt;
     if (plan->chunks[i].working == TierKind::kDram) plan->working.dram += layout.WorkingBytes(request.elements[i]);
     if (plan->chunks[i].state != TierKind::kHbm) state_left += layout.StateBytes(request.elements[i]);
   }
@@ -72,7 +73,7 @@ uint64_t Fixed(const PlanRequest& request, const Plan& plan) {
 // DRAM needed before any state if some state is on NVMe. Any number may be configured: an overflow would look like
 // room.
 uint64_t Staged(const PlanRequest& request, const Plan& plan, uint64_t passing) {
-  const uint64_t bytes = plan.working.dram + plan.slice_bytes + passing;
+  const uint64_t bytes = plan.working.dram + plan.slice_bytes + plan.pull.bytes() + passing;
   return bytes + std::min(request.staging_bytes, std::numeric_limits<uint64_t>::max() - bytes);
 }
 
@@ -86,6 +87,33 @@ void ReadBack(const PlanRequest& request, Plan* plan, uint64_t* passing) {
   plan->slice_bytes = least;
   plan->spill_bytes = request.read_back->spill_bytes;
   plan->read_back_bytes = Trained(request) * request.layout.gradient_element_bytes() - shared;
+}
+
+// Working copies that do not fit into `room`, DRAM for all working copies, are left out, where pulls can do without.
+// Copies that stay are spread: so a forward pass finds work in memory while the disk reads the next masters.
+void LeaveCopiesOut(const PlanRequest& request, uint64_t room, Plan* plan) {
+  const auto has_copy = [&](size_t i) {
+    const ChunkPlacement& chunk = plan->chunks[i];
+    return chunk.state != TierKind::kHbm && chunk.working.has_value() && request.LayoutOf(i).working_copies();
+  };
+  const auto bytes_of = [&](size_t i) { return request.LayoutOf(i).WorkingBytes(request.elements[i]); };
+  uint64_t all = 0;
+  for (size_t i = 0; i < plan->chunks.size(); ++i) all += has_copy(i) ? bytes_of(i) : 0;
+  const uint64_t stay = plan->working.dram - all;  // copies of state in HBM
+  room = std::min(all, room - std::min(room, stay));
+  uint64_t passed = 0, kept = 0;
+  for (size_t i = 0; i < plan->chunks.size(); ++i) {
+    if (!has_copy(i)) continue;
+    passed += bytes_of(i);
+    const auto due = static_cast<uint64_t>(static_cast<unsigned __int128>(room) * passed / all);
+    if (kept + bytes_of(i) <= due) {
+      kept += bytes_of(i);
+    } else {
+      plan->chunks[i].working = std::nullopt;
+      plan->pull = *request.pull;
+    }
+  }
+  plan->working.dram = stay + kept;
 }
 
 // The last check: what NVMe must hold. Both tiers are named where both are short.
@@ -149,6 +177,11 @@ std::string Plan::Explain() const {
   } else {
     absl::StrAppend(&text, "All of it fits there, and no faster tier has room.");
   }
+  const auto copyless = std::count_if(chunks.begin(), chunks.end(), [](const auto& c) { return !c.working.has_value(); });
+  if (copyless > 0) {
+    absl::StrAppend(&text, " The working copies of ", copyless, " chunks do not fit in dram: pulls of these round the ",
+                    "masters, which they read from nvme by way of ", pull.bytes(), " bytes of dram.");
+  }
   if (reads_back) {
     absl::StrAppend(&text, " The slices of a step do not fit beside them: they have ", slice_bytes,
                     " bytes of dram until they are on the disk, and ", read_back_bytes,
@@ -179,6 +212,17 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
   if (fixed_staged > request.free.dram && request.read_back.has_value()) {
     ReadBack(request, &plan, &passing);
     fixed_staged = Staged(request, plan, passing);
+  }
+  if (fixed_staged > request.free.dram && request.pull.has_value()) {
+    uint64_t others = fixed_staged - plan.working.dram + request.pull->bytes();
+    if (plan.reads_back) others += request.read_back->buffer_bytes_max - request.read_back->buffer_bytes_min;
+    Plan leaner = plan;
+    LeaveCopiesOut(request, request.free.dram - std::min(request.free.dram, others), &leaner);
+    // A few small copies take less than the memory for pulls without them.
+    if (const uint64_t staged = Staged(request, leaner, passing); staged < fixed_staged) {
+      plan = std::move(leaner);
+      fixed_staged = staged;
+    }
   }
   uint64_t room = request.free.dram - std::min(request.free.dram, fixed_staged);
   if (plan.reads_back) {
@@ -211,7 +255,12 @@ uint64_t LeastDram(const PlanRequest& request) {
   const uint64_t all = Fixed(request, plan) + state_left;
   uint64_t passing = 0;  // frozen chunks that come back have their values
   if (request.read_back.has_value()) ReadBack(request, &plan, &passing);
-  return std::min(all, Staged(request, plan, passing));
+  uint64_t least = std::min(all, Staged(request, plan, passing));
+  if (request.pull.has_value()) {
+    LeaveCopiesOut(request, 0, &plan);
+    least = std::min(least, Staged(request, plan, passing));
+  }
+  return least;
 }
 
 }  // namespace ballast::storage

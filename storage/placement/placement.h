@@ -15,12 +15,21 @@
 
 namespace ballast::storage {
 
+// DRAM for pulls of chunks without a working copy: slots, each for one copy, and buffers to read masters into.
+struct PullMemory {
+  uint64_t slots = 0;
+  uint64_t slot_bytes = 0;
+  uint64_t buffer_bytes = 0;
+  uint64_t bytes() const { return slots * slot_bytes + buffer_bytes; }
+};
+
 struct Plan {
   std::vector<ChunkPlacement> chunks;
   TierBytes state;  // bytes taken in each tier, alignment included
   TierBytes working;
   uint64_t durable_bytes = 0;                // on NVMe, for state that lives in memory
   uint64_t slice_bytes = 0;                  // DRAM for slices of the step in flight
+  PullMemory pull;                           // taken if a chunk has no working copy
   bool reads_back = false;                   // `slice_bytes` do not hold a whole step: slices come back from the disk
   uint64_t read_back_bytes = 0;              // if reads_back: bytes read back in each step
   uint64_t spill_bytes = 0;                  // if reads_back without a log: NVMe for the spill
@@ -33,8 +42,15 @@ struct PlanRequest {
   TierBytes free;                  // budget that may still be taken
   std::vector<uint64_t> elements;  // per chunk, in the next forward's order
   std::vector<Frozen> frozen;      // likewise; empty: no chunk is frozen
+  std::vector<bool> copyless;      // likewise: chunks that have no working copy; empty: each may have one
   StateLayout layout;
-  StateLayout LayoutOf(size_t chunk) const { return layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk]); }
+  StateLayout LayoutOf(size_t chunk) const {
+    const StateLayout of = layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk]);
+    return !copyless.empty() && copyless[chunk] ? of.WithoutWorkingCopy() : of;
+  }
+  // If working copies of chunks on NVMe do not fit in DRAM, as many as do not fit are left out: pulls then round the
+  // masters, by way of this memory (zero: taken already). None: working copies must fit.
+  std::optional<PullMemory> pull;
   // DRAM for slices of the step in flight, which the job needs besides its chunks. Frozen chunks take none.
   uint64_t provisional_bytes_per_element = 4;
   // DRAM for values of frozen chunks: buffers on the way to and from the log, part of the slices' / or where there is
@@ -67,7 +83,8 @@ struct PlanRequest {
 
 // State fills HBM, then DRAM, then NVMe; within a tier in the given order, frozen chunks first: they are pulled in
 // every pass. Frozen chunks are not in HBM. Working copies of state in HBM go to HBM if there is room, all others to
-// DRAM. Provisional slices go to DRAM: all of a step's, or as few as `read_back` allows. RESOURCE_EXHAUSTED (BUDGET)
+// DRAM, before any state; those that do not fit there are left out, evenly over the order of the next forward
+// (`pull`). Provisional slices go to DRAM: all of a step's, or as few as `read_back` allows. RESOURCE_EXHAUSTED (BUDGET)
 // names each tier that is short, the missing bytes and the budget to raise.
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request);
 

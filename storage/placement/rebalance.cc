@@ -28,7 +28,7 @@ bool WorkingInHbm(const PlacedChunk& chunk) { return chunk.placement.working == 
 
 uint64_t AllState(const JobHolding& job) {
   uint64_t bytes = 0;
-  for (const PlacedChunk& chunk : job.chunks) bytes += job.layout.Of(chunk.frozen).StateBytes(chunk.elements);
+  for (const PlacedChunk& chunk : job.chunks) bytes += job.layout.Of(chunk.frozen, chunk.placement).StateBytes(chunk.elements);
   return bytes;
 }
 
@@ -36,7 +36,7 @@ uint64_t AllState(const JobHolding& job) {
 JobState GiveHbm(const JobHolding& job, uint64_t room) {
   JobState state;
   for (const PlacedChunk& chunk : job.chunks) {
-    const StateLayout layout = job.layout.Of(chunk.frozen);
+    const StateLayout layout = job.layout.Of(chunk.frozen, chunk.placement);
     const uint64_t bytes = layout.StateBytes(chunk.elements);
     const uint64_t working = layout.WorkingBytes(chunk.elements);
     const uint64_t there = bytes + (WorkingInHbm(chunk) ? working : 0);
@@ -66,7 +66,9 @@ absl::StatusOr<Plan> PlanJob(const JobHolding& job, const JobState& state, uint6
   PlanRequest request{.free = {.dram = dram + job.staging_bytes_missing + state.host_working, .nvme = nvme},
                       .elements = {},
                       .frozen = {},
+                      .copyless = {},
                       .layout = job.layout,
+                      .pull = {},
                       .provisional_bytes_per_element = 0,
                       .staging_bytes = job.staging_bytes_missing,
                       .durable = job.durable,
@@ -77,6 +79,7 @@ absl::StatusOr<Plan> PlanJob(const JobHolding& job, const JobState& state, uint6
       request.placed.push_back({job.chunks[i].elements, {TierKind::kHbm, job.chunks[i].placement.working}});
     } else {
       request.frozen.push_back(job.chunks[i].frozen);
+      request.copyless.push_back(!job.chunks[i].placement.working.has_value());
       request.elements.push_back(job.chunks[i].elements);
     }
   }
@@ -92,7 +95,7 @@ absl::StatusOr<Plan> PlanJob(const JobHolding& job, const JobState& state, uint6
     }
     plan.chunks.push_back({TierKind::kHbm, job.chunks[i].placement.working});
     plan.state.hbm += job.layout.StateBytes(job.chunks[i].elements);
-    plan.working[job.chunks[i].placement.working] += job.layout.WorkingBytes(job.chunks[i].elements);
+    plan.working[*job.chunks[i].placement.working] += job.layout.WorkingBytes(job.chunks[i].elements);
   }
   return plan;
 }

@@ -36,6 +36,25 @@ class MoveTest : public ::testing::TestWithParam<TierBytes> {
 INSTANTIATE_TEST_SUITE_P(Budgets, MoveTest, ::testing::Values(kPlenty, kPlentyWithGpu),
                          [](const auto& info) { return info.param.hbm > 0 ? "Gpu" : "NoGpu"; });
 
+TEST_P(MoveTest, WithoutWorkingCopiesToo) {
+  ASSERT_TRUE(s_.store->Add(Sizes(), s_.PlanWithoutCopies({TierKind::kNvme, TierKind::kDram})).ok());
+  EXPECT_EQ(s_.store->residency().working.dram, 0u);
+  EXPECT_EQ(s_.store->pull_memory_missing(65536, 9).bytes(), 0u);
+  ASSERT_TRUE(s_.RunValues(1).ok());
+  ExpectHolds();
+  MoveAll(TierKind::kDram);
+  ASSERT_TRUE(s_.RunSegments(1).ok());
+  ExpectHolds();
+  MoveAll(TierKind::kNvme);
+  ExpectHolds();
+  ASSERT_TRUE(s_.RunSegments(2).ok());
+  ExpectHolds();
+  EXPECT_EQ(s_.store->residency().working.dram, 0u);
+  if (GetParam().hbm > 0) {
+    EXPECT_EQ(s_.store->Move(0, TierKind::kHbm).code(), absl::StatusCode::kInvalidArgument);
+  }
+}
+
 TEST_P(MoveTest, DownAndUpBetweenStepsChangesNoBit) {
   Add({TierKind::kDram});
   ASSERT_TRUE(s_.RunValues(1).ok());

@@ -89,6 +89,7 @@ class StoreRun {
       if (found != catalog_.end()) chunk.durable = found->second;
       on_nvme_.push_back(random_.Percent(50));
       plan.chunks.push_back({.state = on_nvme_.back() ? TierKind::kNvme : TierKind::kDram});
+      if (random_.Percent(30)) plan.chunks.back().working = std::nullopt;
       const int64_t version = found == catalog_.end() ? -1 : found->second.version;
       if (version < kept_[id])
         return absl::AbortedError(

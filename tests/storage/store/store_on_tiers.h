@@ -34,6 +34,13 @@ struct StoreOnTiers {
     for (size_t i = 0; i < Sizes().size(); ++i) plan.chunks.push_back({.state = kinds[i % kinds.size()]});
     return plan;
   }
+  // The same without working copies, with memory for their pulls.
+  Plan PlanWithoutCopies(const std::vector<TierKind>& kinds) const {
+    Plan plan = PlanOf(kinds);
+    for (ChunkPlacement& chunk : plan.chunks) chunk.working = std::nullopt;
+    plan.pull = store->pull_memory_missing(65536, Sizes().size());
+    return plan;
+  }
 
   absl::Status Run(const StepUpdates& step) {
     const absl::Status status = store->Run(step.updates(), [](size_t) {});
