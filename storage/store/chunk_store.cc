@@ -111,12 +111,12 @@ absl::Status StoreCore::TakeStaging(uint64_t state_bytes, DramTier::Limit limit)
   return absl::OkStatus();
 }
 
-absl::Status StoreCore::TakePullMemory(const PullMemory& wanted) {
+absl::Status StoreCore::TakePullMemory(const PullMemory& wanted, DramTier::Limit limit) {
   if (wanted.bytes() == 0 || pulled.slot_bytes() > 0) return absl::OkStatus();
-  BALLAST_RETURN_IF_ERROR(reader.Prepare());
+  BALLAST_RETURN_IF_ERROR(reader.Prepare(limit));
   BALLAST_ASSIGN_OR_RETURN(pull_memory,
                            tiers->dram()->Allocate(wanted.bytes(), "memory for pulls of chunks without a working copy",
-                                                   DramTier::Limit::kBudget, TierPart::kStaging));
+                                                   limit, TierPart::kStaging));
   reader.AddBuffers(pull_memory.bytes().subspan(0, wanted.buffer_bytes));
   pulled.Take(pull_memory.bytes().subspan(wanted.buffer_bytes), wanted.slot_bytes);
   return absl::OkStatus();
@@ -300,7 +300,51 @@ uint64_t ChunkStore::chunk_count() const {
 
 bool ChunkStore::has_working_copy(uint64_t chunk) const {
   const absl::StatusOr<StoredChunk*> found = core_->Find(chunk);
-  return found.ok() && (*found)->layout.working_copies();
+  if (!found.ok()) return false;
+  absl::ReaderMutexLock lock(&(*found)->mutex);
+  return (*found)->working != nullptr;
+}
+
+absl::StatusOr<bool> ChunkStore::DropWorkingCopies() {
+  StoreCore& core = *core_;
+  BALLAST_RETURN_IF_ERROR(core.failed);
+  if (core.tiers->hbm() != nullptr) return false;
+  uint64_t largest = 0;
+  std::vector<StoredChunk*> with_copy;
+  {
+    absl::ReaderMutexLock lock(&core.mutex);
+    for (StoredChunk& chunk : core.chunks) {
+      largest = std::max(largest, chunk.elements);
+      if (core.placed[chunk.index].placement.working.has_value() && chunk.layout.working_copies()) {
+        with_copy.push_back(&chunk);
+      }
+    }
+  }
+  // The first copies that are dropped make room for the memory of pulls too.
+  const PullMemory pull = pull_memory_missing(largest, chunk_count());
+  uint64_t freed = 0;
+  size_t first = with_copy.size();
+  while (first > 0 && freed <= 2 * pull.bytes()) {
+    --first;
+    freed += with_copy[first]->layout.WorkingBytes(with_copy[first]->elements);
+  }
+  if (freed <= pull.bytes()) return false;
+  for (size_t i = first; i < with_copy.size(); ++i) {
+    StoredChunk& chunk = *with_copy[i];
+    const uint64_t bytes = chunk.layout.WorkingBytes(chunk.elements);
+    std::byte* copy = nullptr;
+    {
+      absl::MutexLock lock(&chunk.mutex);
+      copy = std::exchange(chunk.working, nullptr);
+      chunk.placement.working = std::nullopt;
+    }
+    chunk.shared->GiveBackOfRest({copy, bytes});
+    absl::MutexLock lock(&core.mutex);
+    core.placed[chunk.index].placement.working = std::nullopt;
+    core.residency.working.dram -= bytes;
+  }
+  BALLAST_RETURN_IF_ERROR(core.TakePullMemory(pull, DramTier::Limit::kBeyond));
+  return true;
 }
 
 std::vector<PlacedChunk> ChunkStore::placed() const {
@@ -351,7 +395,7 @@ absl::Status ChunkStore::Move(uint64_t index, TierKind to) {
   BALLAST_ASSIGN_OR_RETURN(StoredChunk * chunk, core.Find(index));
   const ChunkPlacement from = chunk->placement;
   if (from.state == to) return absl::OkStatus();
-  BALLAST_RETURN_IF_ERROR(core.CheckTier(index, chunk->elements, chunk->layout, to));
+  BALLAST_RETURN_IF_ERROR(core.CheckTier(index, chunk->elements, core.layout.Of(chunk->layout.frozen(), from), to));
   BALLAST_RETURN_IF_ERROR(core.Move(*chunk, to));
   absl::MutexLock lock(&core.mutex);
   core.placed[index].placement = chunk->placement;

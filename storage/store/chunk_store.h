@@ -58,6 +58,9 @@ class ChunkStore {
   absl::Status Add(absl::Span<const ChunkToAdd> chunks, const Plan& plan, Interrupt interrupt = Uninterrupted);
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;
+  // Makes room in DRAM by dropping working copies, the last chunks' first: pulls then round the masters. Between two
+  // runs, on the store's thread. False if nothing can be gained: state in HBM, and all copies beside a GPU, keep theirs.
+  absl::StatusOr<bool> DropWorkingCopies();
   // Has the chunk a working copy, which ReadWorking reads from memory?
   bool has_working_copy(uint64_t chunk) const;
   std::vector<PlacedChunk> placed() const;

@@ -48,7 +48,7 @@ struct StoreCore {
   // Takes the staging memory to move states of this size; 0: no state needs moving.
   absl::Status TakeStaging(uint64_t state_bytes, DramTier::Limit limit);
   // Takes memory for pulls of chunks without a working copy, once.
-  absl::Status TakePullMemory(const PullMemory& wanted);
+  absl::Status TakePullMemory(const PullMemory& wanted, DramTier::Limit limit = DramTier::Limit::kBudget);
   // Can tier `state` hold the chunk's state?
   absl::Status CheckTier(uint64_t chunk, uint64_t elements, const StateLayout& of, TierKind state) const;
   // Memory for a new chunk on a server with a GPU, where chunks share no memory.

@@ -114,15 +114,17 @@ absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<
   const uint64_t width = core_->layout.working_element_bytes();
   BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
-  if (!chunk->layout.working_copies()) {
-    return core_->ReadRounded(*chunk, begin, count, to.data());
+  {
+    absl::ReaderMutexLock lock(&chunk->mutex);
+    if (chunk->working != nullptr) {
+      core_->tiers->CountTraffic(*chunk->placement.working, to.size(), 0);
+      const std::byte* const from = chunk->working + begin * width;
+      if (chunk->placement.working == TierKind::kHbm) return core_->tiers->hbm()->CopyOut(from, to);
+      std::copy_n(from, to.size(), to.data());
+      return absl::OkStatus();
+    }
   }
-  absl::ReaderMutexLock lock(&chunk->mutex);
-  core_->tiers->CountTraffic(*chunk->placement.working, to.size(), 0);
-  const std::byte* const from = chunk->working + begin * width;
-  if (chunk->placement.working == TierKind::kHbm) return core_->tiers->hbm()->CopyOut(from, to);
-  std::copy_n(from, to.size(), to.data());
-  return absl::OkStatus();
+  return core_->ReadRounded(*chunk, begin, count, to.data());
 }
 
 absl::Status ChunkStore::ReadState(uint64_t index, StateArray array, uint64_t begin, absl::Span<float> to) const {

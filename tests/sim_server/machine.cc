@@ -50,9 +50,9 @@ storage::TierBytes Machine::Budget(Random* random, bool hbm) const {
   const uint64_t staging = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
   // Slices read back from the log need at least two slices of values and a gradient.
   const uint64_t read_back = 10 * model::kChunkElementsMin + shared;
-  // Working copies are left out where they take more than the memory for pulls without them.
+  // Working copies are left out where they take more than the memory for pulls without them; beside a GPU they stay.
   const uint64_t pull = std::max<uint64_t>(states.size() / 4, 1) * layout.WorkingBytes(model::kChunkElementsMin);
-  if (pull < working && random->Percent(40)) {
+  if (!hbm && pull < working && random->Percent(40)) {
     const uint64_t least = pull + std::min(read_back, slices) + staging + kSlackBytes;
     budget.dram = least + random->Below(working - pull);
     return budget;

@@ -55,6 +55,38 @@ TEST_P(MoveTest, WithoutWorkingCopiesToo) {
   }
 }
 
+TEST_P(MoveTest, DroppedWorkingCopiesMakeRoom) {
+  Add({TierKind::kNvme, TierKind::kDram});
+  ASSERT_TRUE(s_.RunValues(1).ok());
+  const uint64_t before = s_.tiers->used().dram, copies = s_.store->residency().working.dram;
+  if (GetParam().hbm > 0) {
+    EXPECT_THAT(s_.store->DropWorkingCopies(), ::testing::Property(&absl::StatusOr<bool>::value, false));
+    return;
+  }
+  std::atomic<bool> end{false};
+  std::thread reader([&] {
+    while (!end) ExpectHolds();
+  });
+  int rounds = 0;
+  for (uint64_t used = before;; used = s_.tiers->used().dram, ++rounds) {
+    const absl::StatusOr<bool> dropped = s_.store->DropWorkingCopies();
+    ASSERT_TRUE(dropped.ok()) << dropped.status();
+    if (!*dropped) break;
+    EXPECT_LT(s_.tiers->used().dram, used);
+  }
+  end = true;
+  reader.join();
+  EXPECT_GT(rounds, 1);
+  EXPECT_EQ(s_.store->residency().working.dram, 0u);
+  EXPECT_EQ(s_.tiers->used().dram,
+            before - copies + StoreOnTiers::PullMemoryOf(Sizes().size()).bytes());
+  ASSERT_TRUE(s_.RunSegments(1).ok());
+  ExpectHolds();
+  MoveAll(TierKind::kDram);
+  ASSERT_TRUE(s_.RunSegments(2).ok());
+  ExpectHolds();
+}
+
 TEST_P(MoveTest, DownAndUpBetweenStepsChangesNoBit) {
   Add({TierKind::kDram});
   ASSERT_TRUE(s_.RunValues(1).ok());
