@@ -93,7 +93,6 @@ storage::PlanRequest ChunkPlans::RequestFor(const NewChunks& wanted, const stora
   storage::PlanRequest plan{.free = Free(*core_->around.tiers, returned),
                             .elements = {},
                             .frozen = {},
-                            .copyless = {},
                             .layout = store.layout(),
                             .provisional_bytes_per_element = pushed ? SliceBytesPerElement(wanted.optimizer) : 0,
                             .staging_bytes = store.staging_bytes_missing(),

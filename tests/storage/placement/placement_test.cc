@@ -63,9 +63,9 @@ TEST(PlacementTest, CopiesThatDoNotFitAreLeftOutEvenly) {
   const uint64_t others = (uint64_t{1} << 20) + 4 * 4 * kChunk + 4096;  // staging, slices, pulls
   for (const auto& [copies, expected] :
        {std::pair<uint64_t, const char*>{0, "nvme/none nvme/none nvme/none nvme/none"},
-        {1, "nvme/none nvme/none nvme/none nvme/dram"},
-        {2, "nvme/none nvme/dram nvme/none nvme/dram"},
-        {3, "nvme/none nvme/dram nvme/dram nvme/dram"}}) {
+        {1, "nvme/none nvme/dram nvme/none nvme/none"},
+        {2, "nvme/dram nvme/none nvme/dram nvme/none"},
+        {3, "nvme/dram nvme/dram nvme/none nvme/dram"}}) {
     request.free.dram = others + copies * kWorking;
     const absl::StatusOr<Plan> plan = MakePlan(request);
     ASSERT_TRUE(plan.ok()) << plan.status();
@@ -87,7 +87,8 @@ TEST(PlacementTest, CopiesThatDoNotFitAreLeftOutEvenly) {
   EXPECT_FALSE(MakePlan(request).ok());
   // A chunk that has no copy gets none.
   request.free.dram = others + 4 * kWorking + 4 * kState;
-  request.copyless = {true, false, false, false};
+  request.present = std::vector<ChunkPlacement>(4);
+  request.present[0].working = std::nullopt;
   EXPECT_EQ(Tiers(*MakePlan(request)), "dram/none dram/dram dram/dram dram/dram");
 }
 
