@@ -103,6 +103,7 @@ class StoreRun {
       BALLAST_ASSIGN_OR_RETURN(log_, disk_.Open(directory_ + "/log", Disk::Mode::kEmptied));
       log_end_ = 0;
     }
+    plan.pull = store_->pull_memory_missing(*std::max_element(Elements().begin(), Elements().end()), Elements().size());
     return store_->Add(added, plan);
   }
 
