@@ -24,7 +24,7 @@ def resident(pid):
 def train(name, dram, folder):
     """What the trainer tells, and the server's most resident bytes."""
     daemon = Daemon(folder / f'{name}-server', dram, 6 << 30, 2)
-    trainer = NewProcess(HERE / 'shard_memory_main.py', folder, folder / f'{name}.log', name, BLOCKS, 1 << 30, daemon.address, folder,
+    trainer = NewProcess(HERE / 'shard_memory_main.py', folder, folder / f'{name}.log', name, BLOCKS, 8 << 30, daemon.address, folder,
                          MASTER_ADDR='127.0.0.1', MASTER_PORT=str(test_ranks.free_port()), WORLD_SIZE='1', RANK='0', LOCAL_RANK='0')
     try:
         assert trainer.wait() == 0, trainer.output
