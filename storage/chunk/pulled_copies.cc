@@ -25,8 +25,8 @@ PulledCopies::Slot* PulledCopies::Unused() {
   return oldest;
 }
 
-absl::Status PulledCopies::Read(uint64_t chunk, uint64_t version, uint64_t bytes, uint64_t at,
-                                absl::Span<std::byte> to, Fill fill) {
+absl::Status PulledCopies::Read(uint64_t chunk, uint64_t version, uint64_t bytes, uint64_t at, absl::Span<std::byte> to,
+                                Fill fill) {
   Slot* slot = nullptr;
   bool fills = false;
   {

@@ -54,8 +54,7 @@ struct PlanRequest {
   std::vector<Frozen> frozen;      // likewise; empty: no chunk is frozen
   StateLayout layout;
   StateLayout LayoutOf(size_t chunk) const {
-    return layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk],
-                     present.empty() ? ChunkPlacement() : present[chunk]);
+    return layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk], present.empty() ? ChunkPlacement() : present[chunk]);
   }
   // If working copies of chunks on NVMe do not fit in DRAM, as many as do not fit are left out: pulls then round the
   // masters, by way of this memory (zero: taken already). None: working copies must fit.

@@ -18,7 +18,8 @@ absl::Status Short(TierKind tier, uint64_t budget, uint64_t fixed, const char* w
 
 uint64_t AllState(const JobHolding& job) {
   uint64_t bytes = 0;
-  for (const PlacedChunk& chunk : job.chunks) bytes += job.layout.Of(chunk.frozen, chunk.placement).StateBytes(chunk.elements);
+  for (const PlacedChunk& chunk : job.chunks)
+    bytes += job.layout.Of(chunk.frozen, chunk.placement).StateBytes(chunk.elements);
   return bytes;
 }
 

@@ -17,9 +17,9 @@ enum class StateArray { kMaster = 0, kMoment1 = 1, kMoment2 = 2, kMoment3 = 3 };
 inline constexpr int kStateArraysMax = 1 + kernels::kMomentsMax;
 
 // The layout of a job's chunks: a pure function of the job's optimizer, of whether chunks have working copies, and of
-// how a chunk is frozen. Reads of working parameters of a chunk without a working copy round the master. A store without
-// any working copies writes the trainer's own parameters, where the trainer lends them. A frozen chunk has a single array, kMaster: values in the working
-// dtype, or quantized (kernels::Quantize), and no working copy beside it.
+// how a chunk is frozen. Reads of working parameters of a chunk without a working copy round the master. A store
+// without any working copies writes the trainer's own parameters, where the trainer lends them. A frozen chunk has a
+// single array, kMaster: values in the working dtype, or quantized (kernels::Quantize), and no working copy beside it.
 class StateLayout {
  public:
   StateLayout() : StateLayout(kernels::OptimizerSpec()) {}

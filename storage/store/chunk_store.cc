@@ -114,9 +114,9 @@ absl::Status StoreCore::TakeStaging(uint64_t state_bytes, DramTier::Limit limit)
 absl::Status StoreCore::TakePullMemory(const PullMemory& wanted, DramTier::Limit limit) {
   if (wanted.bytes() == 0 || pulled.slot_bytes() > 0) return absl::OkStatus();
   BALLAST_RETURN_IF_ERROR(reader.Prepare(limit));
-  BALLAST_ASSIGN_OR_RETURN(pull_memory,
-                           tiers->dram()->Allocate(wanted.bytes(), "memory for pulls of chunks without a working copy",
-                                                   limit, TierPart::kStaging));
+  BALLAST_ASSIGN_OR_RETURN(
+      pull_memory, tiers->dram()->Allocate(wanted.bytes(), "memory for pulls of chunks without a working copy", limit,
+                                           TierPart::kStaging));
   reader.AddBuffers(pull_memory.bytes().subspan(0, wanted.buffer_bytes));
   pulled.Take(pull_memory.bytes().subspan(wanted.buffer_bytes), wanted.slot_bytes);
   return absl::OkStatus();

@@ -59,7 +59,8 @@ class ChunkStore {
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;
   // Makes room in DRAM by dropping working copies, the last chunks' first: pulls then round the masters. Between two
-  // runs, on the store's thread. False if nothing can be gained: state in HBM, and all copies beside a GPU, keep theirs.
+  // runs, on the store's thread. False if nothing can be gained: state in HBM, and all copies beside a GPU, keep
+  // theirs.
   absl::StatusOr<bool> DropWorkingCopies();
   // Has the chunk a working copy, which ReadWorking reads from memory?
   bool has_working_copy(uint64_t chunk) const;
@@ -115,10 +116,9 @@ class ChunkStore {
                    RunStageObserver observer = UnobservedStage);
 
   // Fill `to` with elements from `begin` on. ReadWorking reads the working copy in its dtype; for a chunk without a
-  // working copy it rounds the master, and values of a frozen chunk come from its tier. ReadState reads a state array as fp32;
-  // kMaster of a frozen chunk are its values.
-  // INVALID_ARGUMENT outside the chunk, and for a moment that the optimizer lacks; DATA_LOSS (CHECKSUM) if the tier
-  // returned something else than was written.
+  // working copy it rounds the master, and values of a frozen chunk come from its tier. ReadState reads a state array
+  // as fp32; kMaster of a frozen chunk are its values. INVALID_ARGUMENT outside the chunk, and for a moment that the
+  // optimizer lacks; DATA_LOSS (CHECKSUM) if the tier returned something else than was written.
   absl::Status ReadWorking(uint64_t chunk, uint64_t begin, absl::Span<std::byte> to) const;
   absl::Status ReadState(uint64_t chunk, StateArray array, uint64_t begin, absl::Span<float> to) const;
 

@@ -1,5 +1,5 @@
-"""A state server whose DRAM holds neither the state nor the working copies of a model: pulls round masters that lie on NVMe, and training has
-the bits of a server with room for all working copies."""
+"""A state server whose DRAM holds neither state nor working copies of a model: pulls round masters that lie on NVMe, and training has the
+bits of a server with room for all working copies."""
 import json
 import pathlib
 import shutil

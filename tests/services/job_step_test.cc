@@ -110,7 +110,8 @@ struct Shape {
 
   std::vector<TestTensor> model() const {
     if (!large) return SmallModel();
-    return {{"embed", "u0", 3'000'000, 0}, {"norm", "u0", 100, 1}, {"weight", "u1", 4'000'000, 0}, {"bias", "u1", 300, 1}};
+    return {
+        {"embed", "u0", 3'000'000, 0}, {"norm", "u0", 100, 1}, {"weight", "u1", 4'000'000, 0}, {"bias", "u1", 300, 1}};
   }
 };
 
@@ -251,16 +252,14 @@ TEST_P(JobStep, GoesOnWithAnotherWorldSizeAndMoreTensors) {
   step(third, 5);
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, JobStep,
-                         ::testing::Values(Shape{1, 1, {0, 64 * kMiB, 0}}, Shape{2, 2, {0, 64 * kMiB, 0}},
-                                           Shape{3, 4, {0, 64 * kMiB, 0}},
-                                           Shape{1, 2, {0, 3 * kMiB + kMiB / 2, 64 * kMiB}},
-                                           Shape{1, 2, {0, 13 * kMiB, 256 * kMiB}, true}),
-                         [](const auto& info) {
-                           return std::to_string(info.param.servers) + "servers" +
-                                  std::to_string(info.param.world_size) + "ranks" +
-                                  (info.param.budget.nvme > 0 ? "nvme" : "") + (info.param.large ? "withoutCopies" : "");
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, JobStep,
+    ::testing::Values(Shape{1, 1, {0, 64 * kMiB, 0}}, Shape{2, 2, {0, 64 * kMiB, 0}}, Shape{3, 4, {0, 64 * kMiB, 0}},
+                      Shape{1, 2, {0, 3 * kMiB + kMiB / 2, 64 * kMiB}}, Shape{1, 2, {0, 13 * kMiB, 256 * kMiB}, true}),
+    [](const auto& info) {
+      return std::to_string(info.param.servers) + "servers" + std::to_string(info.param.world_size) + "ranks" +
+             (info.param.budget.nvme > 0 ? "nvme" : "") + (info.param.large ? "withoutCopies" : "");
+    });
 
 TEST(Job, DoublePushesAreHeldOnce) {
   TestServer server("s");

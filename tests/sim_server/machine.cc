@@ -220,7 +220,8 @@ bool Machine::LacksCopies() const {
   const storage::StateLayout layout(*model::OptimizerOf(PlanOf(1).open().spec()));
   uint64_t all = 0;
   for (const model::Chunk& chunk : PlanOf(1).layout().chunks()) {
-    if (PlanOf(1).server_of(chunk.index) == static_cast<uint32_t>(index_)) all += layout.WorkingBytes(chunk.range.size());
+    if (PlanOf(1).server_of(chunk.index) == static_cast<uint32_t>(index_))
+      all += layout.WorkingBytes(chunk.range.size());
   }
   return copies < all;
 }

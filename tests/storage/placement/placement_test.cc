@@ -61,11 +61,10 @@ TEST(PlacementTest, CopiesThatDoNotFitAreLeftOutEvenly) {
   PlanRequest request = FourChunks({.nvme = 4 * kState});
   request.pull = PullMemory{.slots = 1, .slot_bytes = 4096};
   const uint64_t others = (uint64_t{1} << 20) + 4 * 4 * kChunk + 4096;  // staging, slices, pulls
-  for (const auto& [copies, expected] :
-       {std::pair<uint64_t, const char*>{0, "nvme/none nvme/none nvme/none nvme/none"},
-        {1, "nvme/none nvme/dram nvme/none nvme/none"},
-        {2, "nvme/dram nvme/none nvme/dram nvme/none"},
-        {3, "nvme/dram nvme/dram nvme/none nvme/dram"}}) {
+  for (const auto& [copies, expected] : {std::pair<uint64_t, const char*>{0, "nvme/none nvme/none nvme/none nvme/none"},
+                                         {1, "nvme/none nvme/dram nvme/none nvme/none"},
+                                         {2, "nvme/dram nvme/none nvme/dram nvme/none"},
+                                         {3, "nvme/dram nvme/dram nvme/none nvme/dram"}}) {
     request.free.dram = others + copies * kWorking;
     const absl::StatusOr<Plan> plan = MakePlan(request);
     ASSERT_TRUE(plan.ok()) << plan.status();

@@ -25,13 +25,12 @@ using kernels::OptimizerSpec;
 constexpr uint64_t kElements = 4 * 65536 - 3 * 256;
 
 constexpr TierBytes kBudget = {.hbm = uint64_t{128} << 20, .dram = uint64_t{128} << 20, .nvme = uint64_t{64} << 20};
-constexpr ChunkPlacement kPlacements[] = {
-    {TierKind::kNvme},
-    {TierKind::kDram},
-    {TierKind::kHbm, TierKind::kHbm},
-    {TierKind::kHbm, TierKind::kDram},
-    {.state = TierKind::kNvme, .working = std::nullopt},
-    {.state = TierKind::kDram, .working = std::nullopt}};
+constexpr ChunkPlacement kPlacements[] = {{TierKind::kNvme},
+                                          {TierKind::kDram},
+                                          {TierKind::kHbm, TierKind::kHbm},
+                                          {TierKind::kHbm, TierKind::kDram},
+                                          {.state = TierKind::kNvme, .working = std::nullopt},
+                                          {.state = TierKind::kDram, .working = std::nullopt}};
 constexpr uint64_t kChunks = std::size(kPlacements);
 
 // Segments whose moments are written. The parts meet in the middle of a block, and are not in order.

@@ -78,8 +78,7 @@ TEST_P(MoveTest, DroppedWorkingCopiesMakeRoom) {
   reader.join();
   EXPECT_GT(rounds, 1);
   EXPECT_EQ(s_.store->residency().working.dram, 0u);
-  EXPECT_EQ(s_.tiers->used().dram,
-            before - copies + StoreOnTiers::PullMemoryOf(Sizes().size()).bytes());
+  EXPECT_EQ(s_.tiers->used().dram, before - copies + StoreOnTiers::PullMemoryOf(Sizes().size()).bytes());
   ASSERT_TRUE(s_.RunSegments(1).ok());
   ExpectHolds();
   MoveAll(TierKind::kDram);

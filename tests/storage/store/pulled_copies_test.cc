@@ -84,11 +84,14 @@ TEST_F(PulledCopiesTest, ACallWaitsForTheFillOfAnother) {
     filling.WaitForNotification();
     std::atomic<bool> filled{false};
     std::thread other([&] {
-      EXPECT_TRUE(copies_.Read(7, fails, kBytes, 0, absl::MakeSpan(second), [&](auto copy) {
-        filled = true;
-        std::memset(copy.data(), 2, copy.size());
-        return absl::OkStatus();
-      }).ok());
+      EXPECT_TRUE(copies_
+                      .Read(7, fails, kBytes, 0, absl::MakeSpan(second),
+                            [&](auto copy) {
+                              filled = true;
+                              std::memset(copy.data(), 2, copy.size());
+                              return absl::OkStatus();
+                            })
+                      .ok());
     });
     go_on.Notify();
     thread.join();
