@@ -26,6 +26,7 @@
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/config/config.h"
+#include "ballast/services/config/memory_room.h"
 #include "ballast/services/discovery/registration.h"
 #include "ballast/services/http/http_port.h"
 #include "ballast/services/rpc/rpc_server.h"
@@ -154,7 +155,21 @@ void WarnOfOthers(const GuardOptions& guard, const std::string& listen) {
                                          "tls.certificate, tls.key and tls.client_ca");
 }
 
+// A budget that does not fit into the memory of this process's control group is refused: the kernel would kill the
+// server once a job fills it, in the middle of training.
+absl::Status CheckMemory(const Config& config) {
+  const MemoryAllowance allowance = AllowedMemory(config.server.budget.dram, "");
+  if (allowance.room == MemoryRoom::kEnough) return absl::OkStatus();
+  const std::string text = "memory limit " + allowance.found + ", wanted " + allowance.wanted + ": " + allowance.mend;
+  if (allowance.room == MemoryRoom::kTooLittle) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig, text);
+  }
+  spdlog::warn("{}; under overload the kernel may kill this server", text);
+  return absl::OkStatus();
+}
+
 int Serve(const Config& config, const sigset_t& signals) {
+  if (const absl::Status status = CheckMemory(config); !status.ok()) return Complain(status, ExitOf(status));
   // Files that are bad are found before a recovery that may take long.
   auto guard = Guard::Make(config.guard);
   if (!guard.ok()) return Complain(guard.status(), ExitOf(guard.status()));

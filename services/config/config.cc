@@ -104,8 +104,8 @@ const std::vector<Key>& Keys() {
       {{"budget.hbm", "bytes, such as 512MiB", "0", "GPU memory for state and working copies"},
        Bytes([](Config* c) { return &c->server.budget.hbm; })},
       {{"budget.dram", "bytes, such as 512MiB", "none, must be given",
-        "CPU memory for state, working copies and slices of the step in flight; what of the last does not fit is read "
-        "back from the disk"},
+        "CPU memory for state, working copies and slices of the step in flight; what of the last two does not fit is "
+        "read from the disk"},
        Bytes([](Config* c) { return &c->server.budget.dram; })},
       {{"budget.nvme", "bytes, such as 512MiB", "0",
         "disk in the data directory: state that finds no room above; for durable jobs a durable copy of all "

@@ -110,6 +110,8 @@ struct Doorman::Impl {
 
   void Run();
   void Accept();
+  // The connection to give up when there is no room: the oldest without a whole request, or the oldest of all.
+  Connections::iterator Yielding();
   Connections::iterator Close(Connections::iterator at);
   void Go(Connections::iterator at);
   void Read(Connections::iterator at);
@@ -175,12 +177,18 @@ Doorman::Impl::Connections::iterator Doorman::Impl::Close(Connections::iterator 
   return connections.erase(at);  // closes the descriptor, and epoll forgets it with that
 }
 
+Doorman::Impl::Connections::iterator Doorman::Impl::Yielding() {
+  const auto idle = std::find_if(connections.begin(), connections.end(),
+                                 [](const auto& entry) { return entry.second.state == State::kReading; });
+  return idle == connections.end() ? connections.begin() : idle;
+}
+
 void Doorman::Impl::Accept() {
   while (true) {
     const int fd = ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0 && errno == EINTR) continue;
     if (fd < 0 && (errno == EMFILE || errno == ENFILE) && !connections.empty()) {
-      Close(connections.begin());
+      Close(Yielding());
       continue;
     }
     if (fd < 0 && errno != EAGAIN && errno != ECONNABORTED) {
@@ -188,6 +196,7 @@ void Doorman::Impl::Accept() {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
     if (fd < 0) return;
+<<<<<<< HEAD
     if (connections.size() == kConnectionsMax) Close(connections.begin());
     ssl_st* const session = tls == nullptr ? nullptr : tls->Accept(fd);
     if (tls != nullptr && session == nullptr) {
@@ -195,6 +204,11 @@ void Doorman::Impl::Accept() {
       continue;
     }
     const auto at = connections.emplace_hint(connections.end(), next_number++, Line(fd, session));
+=======
+    if (connections.size() == kConnectionsMax) Close(Yielding());
+    const auto at = connections.emplace_hint(connections.end(), next_number++, Connection());
+    at->second.fd = fd;
+>>>>>>> rec
     at->second.until = absl::Now() + kReadMax;
     Watch(fd, at->first, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
     Go(at);  // a request that is there already is not pushed out by the next connections

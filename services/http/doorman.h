@@ -2,7 +2,7 @@
 //
 // A connection carries one request. Only a whole request reaches the threads that answer, and these hand a whole answer
 // back; so a client that is silent, sends byte by byte or does not read costs a place in a table and no thread. When
-// the table is full, the oldest connection makes room.
+// the table is full, the oldest connection that has not sent a whole request makes room; without one, the oldest.
 #pragma once
 
 #include <cstddef>

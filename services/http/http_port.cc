@@ -11,6 +11,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "ballast/services/counters/step_log.h"
 #include "ballast/services/http/doorman.h"
 #include "ballast/services/metrics/families.h"
 #include "ballast/services/page/page.h"
@@ -24,9 +25,6 @@ constexpr char kJson[] = "application/json";
 constexpr char kCertificateExpected[] =
     "expected a client's certificate by tls.client_ca of the server; without one there are /livez and /readyz\n";
 constexpr char kPrometheus[] = "text/plain; version=0.0.4; charset=utf-8";
-
-// Steps of each job in /steps.json unless the request says otherwise: as many as a page draws.
-constexpr uint32_t kStepsShown = 60;
 
 struct Answer {
   std::string body;
@@ -141,7 +139,7 @@ struct HttpPort::Impl {
   Answer StepsJson(const httplib::Request& request) const {
     v1::GetStepsRequest wanted;
     wanted.set_job(request.get_param_value("job"));
-    uint32_t last = kStepsShown;
+    uint32_t last = StepLog::kStepsShown;
     if (request.has_param("last") && !absl::SimpleAtoi(request.get_param_value("last"), &last)) {
       return {"last: expected a number of steps\n", kPlain, 400};
     }

@@ -9,13 +9,13 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
-#include <regex>
 #include <sstream>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/client/collective/loopback_collective.h"
 #include "ballast/client/session.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/tests/e2e/training_processes.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
 #include "ballast/tests/services/http/http_fixture.h"
@@ -85,41 +85,11 @@ class SecurityTest : public ::testing::Test {
     WriteText(dir_ / "clients.crt", authority_.certificate());
     WriteText(dir_ / "servers.crt", authority_.certificate());
   }
-  std::vector<std::string> Model(int steps) const {
-    return {std::getenv("TRAINER"),
-            "--layers",
-            "2",
-            "--width",
-            "128",
-            "--heads",
-            "2",
-            "--context",
-            "32",
-            "--batch",
-            "1",
-            "--text",
-            std::getenv("TEXT"),
-            "--chunk-elements",
-            "65536",
-            "--steps",
-            absl::StrCat(steps),
-            "--digest"};
-  }
   std::unique_ptr<services::Process> Rank(int rank, int world_size, int steps,
                                           const std::vector<std::string>& access) const {
-    std::vector<std::string> command = Model(steps);
-    for (const std::string& word : {std::string("--servers"), Servers(), std::string("--rendezvous"), dir_ / "ranks",
-                                    std::string("--timeout"), std::string("60"), std::string("--rank"),
-                                    absl::StrCat(rank), std::string("--world-size"), absl::StrCat(world_size)}) {
-      command.push_back(word);
-    }
+    std::vector<std::string> command = RankCommand(steps, Servers(), dir_ / "ranks", rank, world_size);
     command.insert(command.end(), access.begin(), access.end());
     return std::make_unique<services::Process>(command);
-  }
-  static std::string DigestIn(const std::string& output) {
-    std::smatch match;
-    return std::regex_search(output, match, std::regex("CRC32C ([0-9a-f]{8})")) ? match[1].str()
-                                                                                : "no digest: " + output;
   }
   Finished Ctl(std::vector<std::string> words, const std::vector<std::string>& access) const {
     words.insert(words.begin(), services::CtlPath());
@@ -127,13 +97,7 @@ class SecurityTest : public ::testing::Test {
     words.insert(words.end(), access.begin(), access.end());
     return services::RunProcess(words);
   }
-  // -1 before the first version.
-  int Version() const {
-    const Finished status = Ctl({"status", "--json"}, ByCertificate());
-    std::smatch match;
-    return std::regex_search(status.out, match, std::regex("\"committed_min\":(-?[0-9]+)")) ? std::stoi(match[1].str())
-                                                                                            : -1;
-  }
+  int Version() const { return VersionOn(Servers(), ByCertificate()); }
 
   ScratchDirectory dir_;
   Authority authority_{"ca"};
@@ -169,9 +133,7 @@ TEST_F(SecurityTest, LeavesAndCaChangeUnderTrainingAndNoStepFails) {
   const Finished first = rank0->Wait(), second = rank1->Wait();
   EXPECT_EQ(first.code, 0) << first.err;
   EXPECT_EQ(second.code, 0) << second.err;
-  std::vector<std::string> reference = Model(kSteps);
-  reference.push_back("--reference");
-  EXPECT_EQ(DigestIn(first.out), DigestIn(services::RunProcess(reference).out)) << "after version " << version;
+  EXPECT_EQ(DigestIn(first.out), ReferenceDigest(kSteps)) << "after version " << version;
   // A client of the CA that went is not let in.
   InstallClient(authority_.IssueClient("spiffe://t/trainer"));
   EXPECT_EQ(Ctl({"status"}, ByCertificate()).code, 1);
