@@ -128,6 +128,10 @@ TEST(CandidatesTest, WorkingCopiesComeToHbmBeforeMoreState) {
   EXPECT_EQ(plan->working.hbm, kWorking);
   EXPECT_LT(plan->prediction->total, SecondsBy(request, {}) - 1e-4);
   EXPECT_EQ(Letters(Arrange(request, {}).plan), "hhdd") << "as much state as fits";
+  request.elements.resize(8, kElements);
+  request.free = RoomFor(request, 8);
+  request.free.hbm = 6 * (kState + kWorking) + kState;
+  EXPECT_EQ(Letters(*MakePlan(request)), "hhhhhhdd");
   // Where the disk binds, each state in HBM leaves DRAM to another one.
   request.free.hbm = 7 * kState;
   request.elements.resize(24, kElements);
@@ -155,6 +159,7 @@ TEST(CandidatesTest, SlicesReadBackAlthoughTheyFitSaveTheDisk) {
   // Not where the disk has nothing else to do.
   request.free = RoomFor(request, 100);
   EXPECT_FALSE(MakePlan(request)->reads_back);
+  EXPECT_FALSE(MakePlan(request)->runner_up.has_value()) << "all choices come to the same plan";
 }
 
 TEST(CandidatesTest, WithoutAProfileTiersAreFilledInOrder) {
