@@ -268,6 +268,11 @@ MachineProfile RandomMachine(Dice& dice) {
   const auto apart =
       2 / (1 / static_cast<double>(m.disk_read_bytes_per_s) + 1 / static_cast<double>(m.disk_write_bytes_per_s));
   m.disk_mixed_bytes_per_s = static_cast<uint64_t>(apart * (0.7 + dice.Part()));
+  if (dice.Coin()) {
+    const auto part = [&](uint64_t alone) { return static_cast<uint64_t>((0.4 + 0.6 * dice.Part()) * alone); };
+    m.update_f32_beside_disk_elements_per_s = part(m.update_f32_elements_per_s.all_threads);
+    m.disk_mixed_beside_update_bytes_per_s = part(m.disk_mixed_bytes_per_s);
+  }
   m.disk_append_p50_us = 100;
   m.gpu_in_bytes_per_s = dice.Between(1'000'000'000, 50'000'000'000);
   m.gpu_out_bytes_per_s = dice.Between(1'000'000'000, 50'000'000'000);
