@@ -17,7 +17,7 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 # The compiler by the name that CMake would choose: ccache then has all of it already.
 CXX="${CXX:-c++}" "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$work/plain" \
-  -C cmake.define.BALLAST_CUDA=OFF -C "build-dir=$root/build/wheel-release" "$root/client/python"
+  --config-settings cmake.define.BALLAST_CUDA=OFF --config-settings "build-dir=$root/build/wheel-release" "$root/client/python"
 auditwheel repair --wheel-dir "$work/repaired" "$work"/plain/*.whl
 
 # Whoever passes libraries on passes their licences on: the texts of Debian's packages that they come from.

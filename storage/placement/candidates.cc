@@ -114,7 +114,7 @@ uint64_t Fixed(const PlanRequest& request, const Plan& plan) {
 // DRAM needed before any state if some state is on NVMe. Any number may be configured: an overflow would look like
 // room.
 uint64_t Staged(const PlanRequest& request, const Plan& plan, uint64_t passing) {
-  const uint64_t bytes = plan.working.dram + plan.slice_bytes + passing;
+  const uint64_t bytes = plan.working.dram + plan.slice_bytes + plan.pull.bytes() + passing;
   return bytes + std::min(request.staging_bytes, std::numeric_limits<uint64_t>::max() - bytes);
 }
 
@@ -128,6 +128,25 @@ void ReadBack(const PlanRequest& request, Plan* plan, uint64_t* passing) {
   plan->slice_bytes = least;
   plan->spill_bytes = request.read_back->spill_bytes;
   plan->read_back_bytes = Trained(request) * request.layout.gradient_element_bytes() - shared;
+}
+
+// Working copies that do not fit into `room`, DRAM for all working copies, are left out, where pulls can do without.
+// Copies that stay are spread: so a forward pass finds work in memory while the disk reads the next masters.
+void LeaveCopiesOut(const PlanRequest& request, uint64_t room, Plan* plan) {
+  std::vector<uint64_t> copies(plan->chunks.size());
+  uint64_t stay = plan->working.dram;  // copies of state in HBM
+  for (size_t i = 0; i < copies.size(); ++i) {
+    if (plan->chunks[i].state == TierKind::kHbm) continue;
+    copies[i] = request.LayoutOf(i).WorkingBytes(request.elements[i]);
+    stay -= copies[i];
+    if (copies[i] > 0) plan->chunks[i].working = std::nullopt;
+  }
+  plan->working.dram = stay;
+  plan->pull = *request.pull;
+  Room(room - std::min(room, stay), ChunkOrder::kSpread).Give(copies, [&](size_t i) {
+    plan->chunks[i].working = TierKind::kDram;
+    plan->working.dram += copies[i];
+  });
 }
 
 // Fills HBM and returns the bytes of state left for the host. Sets working copies and slices.
@@ -188,6 +207,17 @@ Candidate Arranging::Run() {
     ReadBack(request_, &plan, &passing);
     staged = Staged(request_, plan, passing);
   }
+  if (staged > free && request_.pull.has_value()) {
+    uint64_t others = staged - plan.working.dram + request_.pull->bytes();
+    if (plan.reads_back) others += request_.read_back->buffer_bytes_max - request_.read_back->buffer_bytes_min;
+    Plan leaner = plan;
+    LeaveCopiesOut(request_, free - std::min(free, others), &leaner);
+    // A few small copies take less than the memory for pulls without them.
+    if (const uint64_t less = Staged(request_, leaner, passing); less < staged) {
+      plan = std::move(leaner);
+      staged = less;
+    }
+  }
   uint64_t room = free - std::min(free, staged);
   if (plan.reads_back) {
     // Buffers come before state: with too few buffers each step would wait for the log slice by slice.
@@ -242,6 +272,9 @@ Candidate Arranging::CheckNvme() {
 
 void FillHbm(const PlanRequest& request, const Choice& choice, Plan* plan) {
   plan->chunks.assign(request.elements.size(), {});
+  for (size_t i = 0; i < request.present.size(); ++i) {
+    if (!request.present[i].working.has_value()) plan->chunks[i].working = std::nullopt;
+  }
   if (choice.hbm == HbmUse::kNone || request.free.hbm == 0) return;
   const HbmBytes bytes(request, *plan);
   const uint64_t budget =
@@ -377,7 +410,10 @@ uint64_t LeastDram(const PlanRequest& request) {
   const uint64_t all = Fixed(request, plan) + state_left;
   uint64_t passing = 0;  // frozen chunks that come back have their values
   if (request.read_back.has_value()) ReadBack(request, &plan, &passing);
-  return std::min(all, Staged(request, plan, passing));
+  uint64_t least = std::min(all, Staged(request, plan, passing));
+  if (!request.pull.has_value()) return least;
+  LeaveCopiesOut(request, 0, &plan);
+  return std::min(least, Staged(request, plan, passing));
 }
 
 }  // namespace ballast::storage

@@ -50,6 +50,12 @@ std::string Plan::Explain() const {
   } else {
     absl::StrAppend(&text, "All of it fits there, and no faster tier has room.");
   }
+  const auto copyless =
+      std::count_if(chunks.begin(), chunks.end(), [](const auto& c) { return !c.working.has_value(); });
+  if (copyless > 0) {
+    absl::StrAppend(&text, " The working copies of ", copyless, " chunks do not fit in dram: pulls of these round the ",
+                    "masters, which they read from nvme by way of ", pull.bytes(), " bytes of dram.");
+  }
   if (reads_back) {
     absl::StrAppend(&text,
                     choice.reads_back ? " State makes better use of the dram than a step's slices: they have "

@@ -16,12 +16,21 @@
 
 namespace ballast::storage {
 
+// DRAM for pulls of chunks without a working copy: slots, each for one copy, and buffers to read masters into.
+struct PullMemory {
+  uint64_t slots = 0;
+  uint64_t slot_bytes = 0;
+  uint64_t buffer_bytes = 0;
+  uint64_t bytes() const { return slots * slot_bytes + buffer_bytes; }
+};
+
 struct Plan {
   std::vector<ChunkPlacement> chunks;
   TierBytes state;  // bytes taken in each tier, alignment included
   TierBytes working;
   uint64_t durable_bytes = 0;    // on NVMe, for state that lives in memory
   uint64_t slice_bytes = 0;      // DRAM for slices of the step in flight
+  PullMemory pull;               // taken if a chunk has no working copy
   bool reads_back = false;       // `slice_bytes` do not hold a whole step: slices come back from the disk
   uint64_t read_back_bytes = 0;  // if reads_back: bytes read back in each step
   uint64_t spill_bytes = 0;      // if reads_back without a log: NVMe for the spill
@@ -44,7 +53,12 @@ struct PlanRequest {
   std::vector<uint64_t> elements;  // per chunk, in the next forward's order
   std::vector<Frozen> frozen;      // likewise; empty: no chunk is frozen
   StateLayout layout;
-  StateLayout LayoutOf(size_t chunk) const { return layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk]); }
+  StateLayout LayoutOf(size_t chunk) const {
+    return layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk], present.empty() ? ChunkPlacement() : present[chunk]);
+  }
+  // If working copies of chunks on NVMe do not fit in DRAM, as many as do not fit are left out: pulls then round the
+  // masters, by way of this memory (zero: taken already). None: working copies must fit.
+  std::optional<PullMemory> pull;
   // DRAM for slices of the step in flight, which the job needs besides its chunks. Frozen chunks take none.
   uint64_t provisional_bytes_per_element = 4;
   // DRAM for values of frozen chunks: buffers on the way to and from the log, part of the slices' / or where there is
@@ -73,7 +87,7 @@ struct PlanRequest {
   // For the prediction: chunks of the job that are placed already and stay there.
   std::vector<PlacedChunk> placed;
   // If budgets change: where the chunks lie now, one entry per chunk. Working copies in HBM stay with their state, or
-  // leave with it; none comes to HBM. Empty: the chunks are new.
+  // leave with it; none comes to HBM, and a chunk without a copy gets none. Empty: the chunks are new.
   std::vector<ChunkPlacement> present;
   StepShape shape;  // how the server runs a step, for the prediction
 };
@@ -83,7 +97,8 @@ struct PlanRequest {
 // state fills HBM, then DRAM, then NVMe, within a tier in the given order.
 //
 // By any choice, frozen chunks get DRAM first, since they are pulled in every pass, and are not in HBM. Working copies
-// of state in HBM may go to HBM, all others go to DRAM. Provisional slices go to DRAM: all of a step's, or as few as
+// of state in HBM may go to HBM, all others go to DRAM, before any state; those that do not fit there are left out,
+// evenly over the update (PlanRequest::pull). Provisional slices go to DRAM: all of a step's, or as few as
 // `read_back` allows. RESOURCE_EXHAUSTED (BUDGET) names each tier that is short, the missing bytes and the budget to
 // raise, of the plan that lacks least.
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request);

@@ -18,7 +18,8 @@ absl::Status Short(TierKind tier, uint64_t budget, uint64_t fixed, const char* w
 
 uint64_t AllState(const JobHolding& job) {
   uint64_t bytes = 0;
-  for (const PlacedChunk& chunk : job.chunks) bytes += job.layout.Of(chunk.frozen).StateBytes(chunk.elements);
+  for (const PlacedChunk& chunk : job.chunks)
+    bytes += job.layout.Of(chunk.frozen, chunk.placement).StateBytes(chunk.elements);
   return bytes;
 }
 
@@ -27,6 +28,7 @@ PlanRequest RequestOf(const JobHolding& job) {
                       .elements = {},
                       .frozen = {},
                       .layout = job.layout,
+                      .pull = {},
                       .provisional_bytes_per_element = 0,
                       .staging_bytes = job.staging_bytes_missing,
                       .durable = job.durable,
