@@ -313,7 +313,8 @@ void ExpectWithinBudgets(const PlanRequest& request, const Plan& plan) {
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     const ChunkPlacement& chunk = plan.chunks[i];
     taken[chunk.state] += request.layout.StateBytes(request.elements[i]);
-    taken[chunk.working] += request.layout.WorkingBytes(request.elements[i]);
+    ASSERT_TRUE(chunk.working.has_value());
+    taken[*chunk.working] += request.layout.WorkingBytes(request.elements[i]);
     if (request.durable && chunk.state != TierKind::kNvme) taken.nvme += request.layout.StateBytes(request.elements[i]);
     ASSERT_TRUE(chunk.working != TierKind::kNvme && (chunk.working == TierKind::kDram || chunk.state == chunk.working));
     hbm = hbm || chunk.state == TierKind::kHbm;
