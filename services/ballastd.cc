@@ -145,12 +145,14 @@ std::unique_ptr<Registration> Register(const Config& config) {
 
 void WarnOfOthers(const GuardOptions& guard, const std::string& listen) {
   const auto address = model::ParseAddress(listen, model::AddressUse::kListen);
-  if (guard.tls.enabled() || !address.ok() || model::IsLoopback(*address)) return;
-  spdlog::warn("listening to others on {} without TLS: {}", listen,
-               guard.asks_identity()
-                   ? "tokens are taken from this machine alone; set tls.certificate and tls.key"
-                   : "any client that reaches this address can read and change every job; set tls.certificate, tls.key "
-                     "and tls.client_ca");
+  if (!address.ok() || model::IsLoopback(*address) || (guard.tls.enabled() && guard.asks_identity())) return;
+  spdlog::warn("listening to others on {} {}: {}", listen,
+               guard.tls.enabled() ? "without asking who calls" : "without TLS",
+               guard.tls.enabled()     ? "any client that reaches this address can read and change every job; set "
+                                         "tls.client_ca or tokens"
+               : guard.asks_identity() ? "tokens are taken from this machine alone; set tls.certificate and tls.key"
+                                       : "any client that reaches this address can read and change every job; set "
+                                         "tls.certificate, tls.key and tls.client_ca");
 }
 
 // A budget that does not fit into the memory of this process's control group is refused: the kernel would kill the
@@ -178,9 +180,11 @@ int Serve(const Config& config, const sigset_t& signals) {
   // Before anything else, so that a server which recovers for minutes does not look dead.
   auto http =
       HttpPort::Start(config.metrics_listen, &progress,
-                      config.guard.tls.enabled() || config.guard.asks_identity() ? &(*guard)->counters() : nullptr);
+                      config.guard.tls.enabled() || config.guard.asks_identity() ? &(*guard)->counters() : nullptr,
+                      config.metrics_tls ? (*guard)->certificates() : nullptr);
   if (!http.ok()) return Complain(http.status(), kMetricsPortInUse);
-  spdlog::info("HTTP on {}: /livez, /readyz, /metrics, /status.json; recovering", (*http)->address());
+  spdlog::info("{} on {}: /livez, /readyz, /metrics, /status.json; recovering", config.metrics_tls ? "HTTPS" : "HTTP",
+               (*http)->address());
   options.page = (*http)->address();
   std::unique_ptr<Registration> registration = Register(config);
   auto state = StateServer::Start(options);

@@ -168,6 +168,8 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   }
   BALLAST_ASSIGN_OR_RETURN(impl->tiers, storage::Tiers::Open(tiers));
   BALLAST_RETURN_IF_ERROR(impl->LoadJobs(stored, orphans));
+  // Of jobs that are lost or refused, nothing more will be read.
+  if (options.progress != nullptr) options.progress->done_bytes = options.progress->total_bytes.load();
   return std::unique_ptr<StateServer>(new StateServer(std::move(impl)));
 }
 

@@ -97,7 +97,10 @@ def test_numbers():
         for step in steps[-60:]:
             for stage in step['stages']:
                 sums[stage['stage']] = sums.get(stage['stage'], 0) + stage['seconds']
-        share = 100 * max(sums.values()) / sum(sums.values())
+        stage = max(sums, key=sums.get)
+        share = 100 * sums[stage] / sum(sums.values())
+        assert (job['bound_by']['stage'], job['bound_by']['server']) == (stage, server.address), (job['bound_by'], sums)
+        assert job['bound_by']['words'] in page.inner_text('#bound'), (page.inner_text('#bound'), job['bound_by'])
         assert abs(browser.shown_number(page.inner_text('#bound')) - share) <= 0.51, (page.inner_text('#bound'), sums)
 
 

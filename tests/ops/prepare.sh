@@ -14,10 +14,12 @@ environments() {
   tests/python/venv.sh "$out/venv" tests/ops/requirements.txt
 }
 
-# A build folder of its own: no tests, no GPU, and as deep as the others, so that ccache knows its commands.
+# A build folder of its own: no tests, no GPU. It is as deep as the others and has the settings of the preset dev, so that ccache has all
+# of it where the tests were built.
+dev_flags='-O2 -g1 -DNDEBUG'
 binaries() {
-  cmake --preset release -B build/ops-release -DBALLAST_TESTS=OFF -DBALLAST_CUDA=OFF -DBALLAST_PYTHON=ON \
-    "-DPython_EXECUTABLE=$PWD/build/venv/bin/python"
+  cmake --preset dev -B build/ops-release -DBALLAST_TESTS=OFF -DBALLAST_CUDA=OFF -DBALLAST_PYTHON=ON \
+    "-DPython_EXECUTABLE=$PWD/build/venv/bin/python" "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=$dev_flags"
   cmake --build build/ops-release -j "$(nproc)"
 }
 
@@ -43,7 +45,10 @@ debs() {
   (cd build/ops-release && cpack -B "$out/packages")
 }
 
-wheel() { deploy/packaging/wheel.sh "$out/wheel"; }
+wheel() {
+  SKBUILD_CMAKE_BUILD_TYPE=RelWithDebInfo SKBUILD_CMAKE_DEFINE="CMAKE_CXX_FLAGS_RELWITHDEBINFO=$dev_flags;BALLAST_WERROR=ON" \
+    deploy/packaging/wheel.sh "$out/wheel"
+}
 
 image() { deploy/image/build.sh build/ops-release/bin "$out/image"; }
 

@@ -50,6 +50,13 @@ storage::TierBytes Machine::Budget(Random* random, bool hbm) const {
   const uint64_t staging = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
   // Slices read back from the log need at least two slices of values and a gradient.
   const uint64_t read_back = 10 * model::kChunkElementsMin + shared;
+  // Working copies are left out where they take more than the memory for pulls without them; beside a GPU they stay.
+  const uint64_t pull = std::max<uint64_t>(states.size() / 4, 1) * layout.WorkingBytes(model::kChunkElementsMin);
+  if (!hbm && pull < working && random->Percent(40)) {
+    const uint64_t least = pull + std::min(read_back, slices) + staging + kSlackBytes;
+    budget.dram = least + random->Below(working - pull);
+    return budget;
+  }
   if (read_back + kSlackBytes < slices && random->Percent(80)) {
     budget.dram = working + read_back + random->Below(slices - read_back - kSlackBytes) + staging;
     return budget;
@@ -204,6 +211,19 @@ absl::StatusOr<std::vector<std::byte>> Machine::PullNow(const v1::PullRequest& r
   }
   if (answer->has_value()) return **std::move(answer);
   return absl::DeadlineExceededError("no answer to a pull although nothing is left to do");
+}
+
+bool Machine::LacksCopies() const {
+  const v1::GetServerStatusResponse status = server_->Status();
+  uint64_t copies = 0;
+  for (const v1::TierStatus& tier : status.tiers()) copies += tier.working_bytes();
+  const storage::StateLayout layout(*model::OptimizerOf(PlanOf(1).open().spec()));
+  uint64_t all = 0;
+  for (const model::Chunk& chunk : PlanOf(1).layout().chunks()) {
+    if (PlanOf(1).server_of(chunk.index) == static_cast<uint32_t>(index_))
+      all += layout.WorkingBytes(chunk.range.size());
+  }
+  return copies < all;
 }
 
 void Machine::ChangeBudget(Random* random, std::function<void(uint64_t)> moves) {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import os
 import pathlib
@@ -10,6 +9,7 @@ import re
 import shutil
 import subprocess
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -60,7 +60,7 @@ class Daemon:
         environment = {key: value for key, value in os.environ.items() if not key.startswith('BALLAST_')}
         self.process = _on_lasting_thread(lambda: subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True,
                                                                    start_new_session=True))  # Ctrl-C is for the ranks, which end it
-        atexit.register(self.stop)
+        self._exit = weakref.finalize(self, self.stop)  # keeps this object; those that are newer run before
         ready = re.search(r'ready listen=(\S+)', self.process.stdout.readline())
         if ready is None:
             code = self.process.wait()
@@ -71,7 +71,7 @@ class Daemon:
     def stop(self) -> None:
         if os.getpid() != self.pid:
             return
-        atexit.unregister(self.stop)
+        self._exit.detach()
         if self.process.poll() is None:
             self.process.terminate()
             try:

@@ -296,6 +296,13 @@ TEST_F(DoctorTest, AServerThatOthersReach) {
     subject.config->listen = listen;
     EXPECT_EQ(Find(CheckNetwork(subject), "reach").verdict, Verdict::kNote) << listen;
   }
+  EXPECT_EQ(Find(CheckNetwork(subject), "HTTP reach").verdict, Verdict::kOk);
+  subject.config->metrics_listen = "0.0.0.0:0";
+  EXPECT_THAT(Find(CheckNetwork(subject), "HTTP reach").found, HasSubstr("sees all jobs and metrics, without TLS"));
+  subject.config->metrics_tls = true;
+  EXPECT_EQ(Find(CheckNetwork(subject), "HTTP reach").verdict, Verdict::kNote) << "by TLS, and to anybody";
+  subject.config->guard.tls.client_ca = "ca.pem";
+  EXPECT_EQ(Find(CheckNetwork(subject), "HTTP reach").verdict, Verdict::kOk);
 }
 
 TEST_F(DoctorTest, CertificatesAndTheirDates) {

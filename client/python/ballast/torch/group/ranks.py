@@ -49,6 +49,10 @@ class Store:
             self._store.wait([key], datetime.timedelta(seconds=seconds))
             return base64.b64decode(self._store.get(key))
 
+    def has(self, key: str) -> bool:
+        with _reached():
+            return self._store.check([key])
+
     def decide(self, proposed: str) -> str:
         """Returns what the first rank proposed; '' asks."""
         with _reached():

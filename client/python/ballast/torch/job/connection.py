@@ -17,7 +17,7 @@ from ballast.torch.group.together import alike, together
 from ballast.torch.job import private_server
 
 if TYPE_CHECKING:
-    from ballast.embedded_daemon import Daemon
+    from ballast.torch.job.private_server import PrivateServer
     from ballast.torch.job.registration import Fit
 
 
@@ -34,6 +34,7 @@ class Connection:
                         'give one or the other', 'BAD_CONFIG')
         self._budgets = {**budgets, 'directory': place.parse_directory(budgets['directory'])}
         self._use: embedded.Use | None = None  # of the embedded server
+        self._private: PrivateServer | None = None
         self._found = False  # the job was there before
         self.was_used = False  # the job was open in another optimizer of this process
         self._pid = os.getpid()
@@ -55,7 +56,7 @@ class Connection:
     def open(self, options: _native.OpenOptions, look: Callable[[], Fit], apart: bool = False) -> tuple[_native.Session, Fit]:
         """The session, and the tensors that the job has; all ranks. Starts a server where none is named. look(): a registration.Fit,
         or the error that all ranks get before any server is asked. apart: not in this process, where a server keeps no parameters."""
-        daemon, self.was_used = None, False
+        private, self.was_used = None, False
         embed = contextlib.nullcontext()
         options.rank, options.world_size = ranks.rank(), ranks.world_size()
         options.servers, options.access = self._servers, self._access
@@ -66,8 +67,8 @@ class Connection:
         if ranks.active() or apart:
             options.host = ranks.own_address()
             if not self._servers:
-                address, daemon = private_server.start(exchange, self._budgets)
-                options.servers = [address]
+                private = private_server.start(exchange, self._budgets, options.step_timeout)
+                options.servers = [private.address]
         elif not self._servers:
             self.was_used = embedded.is_used(options.job)
             embed = embedded.opening(options.job, options.durability != 'none', **self._budgets)
@@ -75,10 +76,11 @@ class Connection:
             try:
                 session = self._open_session(options, fit, local, exchange)
             except BaseException:
-                if daemon is not None:
-                    daemon.stop()
+                if private is not None:
+                    private.end()
                 raise
-            self._finish, self._use = weakref.finalize(self, _finish, session, local, daemon, self._pid), local
+            self._finish = weakref.finalize(self, _finish, session, local, private, self._pid)
+            self._use, self._private = local, private
         self._found = session.version >= 0
         return session, fit
 
@@ -101,10 +103,14 @@ class Connection:
             fit.agree(exchange)
 
     def close(self) -> None:
+        """Ends the session. Rank 0 of a private server waits until the other ranks have ended theirs, see PrivateServer."""
         embedded.want(self, None)
         finish, self._finish, self._use = self._finish, None, None
+        private, self._private = self._private, None
         if finish is not None:
             finish()
+        if private is not None:
+            private.wait()
 
     def leave(self) -> None:
         """As if it had not been opened: a job that was found stays."""
@@ -114,11 +120,11 @@ class Connection:
         embedded.want(self, self._budgets['directory'])
 
 
-def _finish(session: _native.Session, local: embedded.Use | None, daemon: Daemon | None, pid: int) -> None:
+def _finish(session: _native.Session, local: embedded.Use | None, private: PrivateServer | None, pid: int) -> None:
     if os.getpid() != pid:
         return
     session.close()
     if local is not None:
         local.end()
-    if daemon is not None:
-        daemon.stop()
+    if private is not None:
+        private.leave()
