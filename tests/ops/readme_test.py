@@ -73,7 +73,7 @@ def test_run_it_for_real():
         print(machine('sh', '-ec', f'cd /root; {line}'))
     said = ops.wait_for(lambda: machine('sh', '-ec', monitor[-1]).strip(), 'Prometheus has scraped the server', 30)
     print(said)
-    assert (found := re.search(r'training_job="example"} => (\d+) ', said)) and int(found.group(1)) >= 10, said
+    assert (found := re.search(r'instance="state1:9070".*training_job="example"} => (\d+) ', said)) and int(found.group(1)) >= 10, said
     fetch = 'import urllib.request; print(urllib.request.urlopen("http://127.0.0.1:9090/api/v1/rules").read().decode())'
     assert 'BallastServerDown' in machine('python3', '-c', fetch)
     ops.ended(run, 'run.log')
