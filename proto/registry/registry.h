@@ -58,7 +58,7 @@ class Registry {
   absl::Mutex mutex_;
   std::shared_ptr<Cluster> cluster_ ABSL_GUARDED_BY(mutex_);  // null: not reached for yet
   std::string stamp_ ABSL_GUARDED_BY(mutex_);                 // of the files behind it
-  std::atomic<size_t> answers_{0};  // index of the member that answered last
+  std::atomic<size_t> answers_{0};                            // index of the member that answered last
 };
 
 // Entries of servers that are registered at `url`, by id, as soon as there are `url.servers`. Asks again until
