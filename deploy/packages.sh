@@ -9,8 +9,8 @@ build=(g++ cmake ninja-build pkg-config protobuf-compiler protobuf-compiler-grpc
   libspdlog-dev libopenblas-dev)
 test=(libgtest-dev libgmock-dev prometheus python3-venv python3-dev ccache dpkg-dev fio clang clang-format clang-tidy
   etcd-server etcd-client help2man zsh fish)
-package=(dpkg-dev python3-venv python3-dev buildah skopeo)
-ops=("${package[@]}" ccache debootstrap systemd util-linux iproute2 e2fsprogs podman runc catatonit lintian
+package=(dpkg-dev file help2man ccache python3-venv python3-dev buildah skopeo)
+ops=("${package[@]}" debootstrap systemd util-linux iproute2 e2fsprogs podman runc catatonit lintian
   slurmctld slurmd slurm-client munge prometheus prometheus-alertmanager chromium libatomic1 fonts-dejavu-core tmux curl)
 
 case "${1:-build}" in
@@ -35,7 +35,9 @@ if ((EUID != 0)); then
   command -v sudo >/dev/null || { echo "packages: run as root, or install sudo: missing ${missing[*]}" >&2; exit 1; }
   root=(sudo)
 fi
-echo "packages: installing ${#missing[@]}: ${missing[*]}"
+echo "packages: installing ${#missing[@]}, which takes minutes: ${missing[*]}"
+progress=/dev/null
+[[ ! -t 1 ]] || progress=/dev/stdout  # a person sees what is unpacked
 "${root[@]}" apt-get update -qq
 # prometheus is wanted for promtool alone, etcd, munge and slurm for tests that start their own: no service must start.
-"${root[@]}" env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+"${root[@]}" env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends "${missing[@]}" >"$progress"

@@ -26,6 +26,7 @@
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/config/config.h"
+#include "ballast/services/config/memory_room.h"
 #include "ballast/services/discovery/registration.h"
 #include "ballast/services/http/http_port.h"
 #include "ballast/services/rpc/rpc_server.h"
@@ -144,15 +145,31 @@ std::unique_ptr<Registration> Register(const Config& config) {
 
 void WarnOfOthers(const GuardOptions& guard, const std::string& listen) {
   const auto address = model::ParseAddress(listen, model::AddressUse::kListen);
-  if (guard.tls.enabled() || !address.ok() || model::IsLoopback(*address)) return;
-  spdlog::warn("listening to others on {} without TLS: {}", listen,
-               guard.asks_identity()
-                   ? "tokens are taken from this machine alone; set tls.certificate and tls.key"
-                   : "any client that reaches this address can read and change every job; set tls.certificate, tls.key "
-                     "and tls.client_ca");
+  if (!address.ok() || model::IsLoopback(*address) || (guard.tls.enabled() && guard.asks_identity())) return;
+  spdlog::warn("listening to others on {} {}: {}", listen,
+               guard.tls.enabled() ? "without asking who calls" : "without TLS",
+               guard.tls.enabled()     ? "any client that reaches this address can read and change every job; set "
+                                         "tls.client_ca or tokens"
+               : guard.asks_identity() ? "tokens are taken from this machine alone; set tls.certificate and tls.key"
+                                       : "any client that reaches this address can read and change every job; set "
+                                         "tls.certificate, tls.key and tls.client_ca");
+}
+
+// A budget that does not fit into the memory of this process's control group is refused: the kernel would kill the
+// server once a job fills it, in the middle of training.
+absl::Status CheckMemory(const Config& config) {
+  const MemoryAllowance allowance = AllowedMemory(config.server.budget.dram, "");
+  if (allowance.room == MemoryRoom::kEnough) return absl::OkStatus();
+  const std::string text = "memory limit " + allowance.found + ", wanted " + allowance.wanted + ": " + allowance.mend;
+  if (allowance.room == MemoryRoom::kTooLittle) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig, text);
+  }
+  spdlog::warn("{}; under overload the kernel may kill this server", text);
+  return absl::OkStatus();
 }
 
 int Serve(const Config& config, const sigset_t& signals) {
+  if (const absl::Status status = CheckMemory(config); !status.ok()) return Complain(status, ExitOf(status));
   // Files that are bad are found before a recovery that may take long.
   auto guard = Guard::Make(config.guard);
   if (!guard.ok()) return Complain(guard.status(), ExitOf(guard.status()));
@@ -163,9 +180,11 @@ int Serve(const Config& config, const sigset_t& signals) {
   // Before anything else, so that a server which recovers for minutes does not look dead.
   auto http =
       HttpPort::Start(config.metrics_listen, &progress,
-                      config.guard.tls.enabled() || config.guard.asks_identity() ? &(*guard)->counters() : nullptr);
+                      config.guard.tls.enabled() || config.guard.asks_identity() ? &(*guard)->counters() : nullptr,
+                      config.metrics_tls ? (*guard)->certificates() : nullptr);
   if (!http.ok()) return Complain(http.status(), kMetricsPortInUse);
-  spdlog::info("HTTP on {}: /livez, /readyz, /metrics, /status.json; recovering", (*http)->address());
+  spdlog::info("{} on {}: /livez, /readyz, /metrics, /status.json; recovering", config.metrics_tls ? "HTTPS" : "HTTP",
+               (*http)->address());
   options.page = (*http)->address();
   std::unique_ptr<Registration> registration = Register(config);
   auto state = StateServer::Start(options);

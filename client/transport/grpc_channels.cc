@@ -28,6 +28,8 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, const mod
   // Channels of equal arguments would share one connection.
   arguments.SetInt("ballast.channel", number);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  // A proxy of the environment is for downloads: by default gRPC would send it tokens and state, also for loopback.
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetMaxReceiveMessageSize(kReceiveBytesMax);
   arguments.SetMaxSendMessageSize(kReceiveBytesMax);
   arguments.SetCompressionAlgorithm(GRPC_COMPRESS_NONE);

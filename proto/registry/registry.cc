@@ -13,19 +13,24 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "ballast/proto/model/access.h"
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/text_file.h"
 
 namespace ballast::registry {
 namespace {
 
 constexpr char kRange[] = "/etcdserverpb.KV/Range";
+constexpr char kAuthenticate[] = "/etcdserverpb.Auth/Authenticate";
 constexpr char kPut[] = "/etcdserverpb.KV/Put";
 constexpr char kLeaseGrant[] = "/etcdserverpb.Lease/LeaseGrant";
 constexpr char kLeaseRevoke[] = "/etcdserverpb.Lease/LeaseRevoke";
@@ -37,11 +42,13 @@ constexpr int64_t kEntriesMax = 4096;
 constexpr absl::Duration kAskMax = absl::Seconds(2);
 constexpr absl::Duration kPollInterval = absl::Milliseconds(200);
 
+// `token`: of etcd's, empty: none.
 template <typename Request, typename Response>
-grpc::Status CallOnce(const std::shared_ptr<grpc::Channel>& channel, const char* method, const Request& request,
-                      absl::Time deadline, Response* response) {
+grpc::Status CallOnce(const std::shared_ptr<grpc::Channel>& channel, const char* method, const std::string& token,
+                      const Request& request, absl::Time deadline, Response* response) {
   grpc::TemplatedGenericStub<Request, Response> stub(channel);
   grpc::ClientContext context;
+  if (!token.empty()) context.AddMetadata("token", token);
   context.set_deadline(absl::ToChronoTime(deadline));
   absl::Notification done;
   grpc::Status status;
@@ -53,9 +60,22 @@ grpc::Status CallOnce(const std::shared_ptr<grpc::Channel>& channel, const char*
   return status;
 }
 
+// etcd's tokens end after some minutes without a call, and when users or roles change.
+bool TokenIsStale(const grpc::Status& status) {
+  return status.error_code() == grpc::StatusCode::UNAUTHENTICATED ||
+         absl::StrContains(status.error_message(), "auth store is old");
+}
+
 bool MemberIsDown(const grpc::Status& status) {
   return status.error_code() == grpc::StatusCode::UNAVAILABLE ||
          status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED;
+}
+
+// As services/config takes them.
+bool IsServerId(absl::string_view id) {
+  return !id.empty() && id.size() <= 64 && std::all_of(id.begin(), id.end(), [](char c) {
+    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '_' || c == '-';
+  });
 }
 
 // The entry in a value that somebody wrote there, whoever that was.
@@ -68,40 +88,85 @@ absl::StatusOr<v1::ServerEntry> ParseEntry(const v1::EtcdKeyValue& pair, absl::s
   const auto parsed = google::protobuf::util::JsonStringToMessage(pair.value(), &entry, options);
   std::string trouble;
   if (!parsed.ok()) {
-    trouble = std::string(parsed.message());
-  } else if (entry.server_id() != id) {
-    trouble = absl::StrCat("server_id is '", entry.server_id(), "'");
+    trouble = absl::CEscape(std::string(parsed.message()));
+  } else if (entry.server_id() != id || !IsServerId(id)) {
+    trouble = absl::StrCat("server_id is '", absl::CEscape(entry.server_id()), "'");
   } else {
-    trouble = std::string(model::ParseAddress(entry.address(), model::AddressUse::kConnect).status().message());
+    trouble = absl::CEscape(model::ParseAddress(entry.address(), model::AddressUse::kConnect).status().message());
   }
   if (trouble.empty()) return entry;
-  return model::Error(
-      absl::StatusCode::kInvalidArgument, model::kBadConfig,
-      absl::StrCat("etcd's key ", pair.key(), " holds no entry of that server: ", trouble,
-                   "; expected what ballastd writes there. Remove it by `etcdctl del ", pair.key(), "`"));
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                      absl::StrCat("etcd's key ", absl::CEscape(pair.key()), " holds no entry of that server: ",
+                                   trouble, "; expected what ballastd writes there. Remove it by `etcdctl del ",
+                                   absl::CEscape(pair.key()), "`"));
 }
 
 }  // namespace
 
-struct Registry::Member {
-  std::string address;
-  std::shared_ptr<grpc::Channel> channel;
+// Channels to etcd's members, by one content of the files.
+struct Registry::Cluster {
+  // etcd's token for `password`, from `channel` unless an earlier call has brought one other than `stale`.
+  grpc::Status TokenFrom(const std::shared_ptr<grpc::Channel>& channel, const std::string& stale, absl::Time deadline,
+                         std::string* out) {
+    {
+      absl::MutexLock lock(&mutex);
+      *out = token;
+    }
+    if (user.empty() || (!out->empty() && *out != stale)) return grpc::Status::OK;
+    v1::EtcdAuthenticateRequest request;
+    request.set_name(user);
+    request.set_password(password);
+    v1::EtcdAuthenticateResponse response;
+    const grpc::Status status = CallOnce(channel, kAuthenticate, "", request, deadline, &response);
+    *out = response.token();
+    absl::MutexLock lock(&mutex);
+    token = response.token();
+    return status;
+  }
+
+  std::vector<std::shared_ptr<grpc::Channel>> members;
+  std::string user, password;
+  absl::Mutex mutex;
+  std::string token ABSL_GUARDED_BY(mutex);
 };
 
 Registry::Registry(RegistryUrl url) : url_(std::move(url)) {
   static const bool started = (grpc_init(), true);  // for the life of the process, as client/grpc_transport
   (void)started;
-  for (const std::string& endpoint : url_.endpoints) {
-    grpc::ChannelArguments arguments;
-    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-    arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
-    arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
-    members_.push_back(std::make_unique<Member>(
-        Member{endpoint, grpc::CreateCustomChannel(endpoint, grpc::InsecureChannelCredentials(), arguments)}));
-  }
 }
 
 Registry::~Registry() = default;
+
+absl::StatusOr<std::shared_ptr<Registry::Cluster>> Registry::Reach() {
+  absl::MutexLock lock(&mutex_);
+  std::string stamp = model::StampOf(url_.files());
+  if (cluster_ != nullptr && stamp == stamp_) return cluster_;
+  auto cluster = std::make_shared<Cluster>();
+  const absl::StatusOr<model::AccessContent> access = model::ReadAccess(url_.access);
+  const absl::StatusOr<std::string> password =
+      url_.user.empty() ? std::string() : model::ReadTextFile(url_.password_file);
+  for (const absl::Status& status : {access.status(), password.status()}) {
+    if (status.ok()) continue;
+    if (cluster_ != nullptr) return cluster_;  // half written, perhaps
+    return status;
+  }
+  cluster->user = url_.user;
+  cluster->password = std::string(absl::StripAsciiWhitespace(*password));
+  const auto credentials = access->ca.empty() ? grpc::InsecureChannelCredentials()
+                                              : grpc::SslCredentials({access->ca, access->key, access->certificate});
+  for (const std::string& endpoint : url_.endpoints) {
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY,
+                     0);  // as trainers' channels: a proxy of the environment is for downloads
+    arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+    arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
+    cluster->members.push_back(grpc::CreateCustomChannel(endpoint, credentials, arguments));
+  }
+  cluster_ = std::move(cluster);
+  stamp_ = std::move(stamp);
+  return cluster_;
+}
 
 std::string Registry::KeyOf(const std::string& server_id) const {
   return absl::StrCat("/", url_.prefix, "/servers/", server_id);
@@ -109,23 +174,32 @@ std::string Registry::KeyOf(const std::string& server_id) const {
 
 template <typename Response, typename Request>
 absl::StatusOr<Response> Registry::Call(const char* method, const Request& request, absl::Time deadline) {
+  BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Cluster> cluster, Reach());
   grpc::Status status;
-  const size_t count = members_.size(), first = answers_.load();
+  const size_t count = cluster->members.size(), first = answers_.load();
   for (size_t tried = 0; tried < count; ++tried) {
     const size_t member = (first + tried) % count;
     // A member whose machine is gone says nothing at all: it leaves the others their share of the time.
     const absl::Time now = absl::Now();
     const absl::Time until = now + (deadline - now) / static_cast<int64_t>(count - tried);
-    Response response;
-    status = CallOnce(members_[member]->channel, method, request, until, &response);
-    if (!MemberIsDown(status)) answers_.store(member);
-    if (status.ok()) return response;
+    std::string token;
+    for (const bool again : {false, true}) {
+      if (again && (cluster->user.empty() || !TokenIsStale(status))) break;
+      Response response;
+      const std::string stale = token;
+      status = cluster->TokenFrom(cluster->members[member], stale, until, &token);
+      if (status.ok()) status = CallOnce(cluster->members[member], method, token, request, until, &response);
+      if (!MemberIsDown(status)) answers_.store(member);
+      if (status.ok()) return response;
+    }
     if (!MemberIsDown(status)) break;
   }
   if (MemberIsDown(status)) {
-    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
-                        absl::StrCat(FormatRegistryUrl(url_), " does not answer: ", status.error_message(),
-                                     "; is etcd running there?"));
+    return model::Error(
+        absl::StatusCode::kUnavailable, model::kServerDown,
+        absl::StrCat(FormatRegistryUrl(url_), " does not answer: ", status.error_message(), "; is etcd running there, ",
+                     url_.access.ca.empty() ? "without TLS? With TLS, the URL needs ca=FILE"
+                                            : "by TLS, and issued by a CA of the URL's `ca`?"));
   }
   const bool gone = status.error_code() == grpc::StatusCode::NOT_FOUND;
   return model::Error(gone ? absl::StatusCode::kNotFound : absl::StatusCode::kInternal, model::kBadRequest,

@@ -10,7 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "ballast/proto/registry/registry_url.h"
 #include "ballast/v1/registry.pb.h"
@@ -18,8 +20,9 @@
 namespace ballast::registry {
 
 // Threads: any. Calls block until their deadline at most, and try each member of etcd in turn, from the one on that
-// answered last; each has an equal share of the time that is left. Errors: UNAVAILABLE (SERVER_DOWN), naming the URL,
-// if no member answers; INTERNAL (BAD_REQUEST) with etcd's text if etcd refuses.
+// answered last; each has an equal share of the time that is left. Files of the URL are read at the first call, and
+// again when they change. Errors: UNAVAILABLE (SERVER_DOWN), naming the URL, if no member answers; INVALID_ARGUMENT
+// (BAD_CONFIG), naming the file, if a file is bad; INTERNAL (BAD_REQUEST) with etcd's text if etcd refuses.
 class Registry {
  public:
   enum class OnUnreadable { kRefuse, kPassOver };
@@ -45,14 +48,17 @@ class Registry {
   const RegistryUrl& url() const { return url_; }
 
  private:
-  struct Member;
+  struct Cluster;
   template <typename Response, typename Request>
   absl::StatusOr<Response> Call(const char* method, const Request& request, absl::Time deadline);
+  absl::StatusOr<std::shared_ptr<Cluster>> Reach();
   std::string KeyOf(const std::string& server_id) const;
 
   const RegistryUrl url_;
-  std::vector<std::unique_ptr<Member>> members_;
-  std::atomic<size_t> answers_{0};  // index of the member that answered last
+  absl::Mutex mutex_;
+  std::shared_ptr<Cluster> cluster_ ABSL_GUARDED_BY(mutex_);  // null: not reached for yet
+  std::string stamp_ ABSL_GUARDED_BY(mutex_);                 // of the files behind it
+  std::atomic<size_t> answers_{0};                            // index of the member that answered last
 };
 
 // Entries of servers that are registered at `url`, by id, as soon as there are `url.servers`. Asks again until

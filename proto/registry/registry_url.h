@@ -1,4 +1,5 @@
-// Where servers are registered: etcd://host:port[,host:port...]/prefix[?servers=N].
+// Where servers are registered, and how a program shows itself there:
+// etcd://host:port[,host:port...]/prefix[?servers=N&ca=FILE&certificate=FILE&key=FILE&user=NAME&password_file=FILE].
 #pragma once
 
 #include <cstdint>
@@ -7,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "ballast/proto/model/access.h"
 
 namespace ballast::registry {
 
@@ -14,11 +16,19 @@ struct RegistryUrl {
   std::vector<std::string> endpoints;  // host:port of etcd's members
   std::string prefix;                  // "training/run7": keys are /training/run7/servers/ID
   uint32_t servers = 1;                // how many must be registered before a client goes on
+  // TLS towards etcd: the CAs of its members, a certificate of one's own. No token_file.
+  model::Access access;
+  // etcd's own users; empty: none. The file holds the password.
+  std::string user, password_file;
+
+  std::vector<std::string> files() const { return {access.ca, access.certificate, access.key, password_file}; }
 };
 
 bool IsRegistryUrl(absl::string_view text);
 
-// INVALID_ARGUMENT (BAD_CONFIG) for anything else. A prefix has letters, digits, '.', '_', '-' and '/'.
+// INVALID_ARGUMENT (BAD_CONFIG) for anything else, for a certificate without its key or without `ca`, for a user
+// without a password, and for a password that would travel in the clear. A prefix has letters, digits, '.', '_', '-'
+// and '/'; files have no '&' in their paths. Reads no file.
 absl::StatusOr<RegistryUrl> ParseRegistryUrl(absl::string_view text);
 
 // The URL of a list of servers that a user gave, or nothing where the list names servers. Programs cut lists at commas:
@@ -28,6 +38,7 @@ absl::StatusOr<std::vector<RegistryUrl>> RegistryUrlIn(const std::vector<std::st
 // INVALID_ARGUMENT (BAD_CONFIG) unless `servers` are addresses, or the URL of a registry.
 absl::Status CheckServers(const std::vector<std::string>& servers);
 
+// Without files and user: for messages.
 std::string FormatRegistryUrl(const RegistryUrl& url);
 
 }  // namespace ballast::registry

@@ -79,6 +79,14 @@ const std::vector<Key>& Keys() {
       {{"metrics_listen", "host:port, port 0 for a free one", "127.0.0.1:9070",
         "address of the HTTP port: /metrics, /status.json, /steps.json, /livez, /readyz"},
        [](const std::string& text, Config* c) { return SetAddress(text, &c->metrics_listen); }},
+      {{"metrics_tls", "true or false", "false",
+        "HTTPS at metrics_listen, by the files of `tls`; with `tls.client_ca` for clients with a certificate alone, "
+        "except "
+        "for /livez and /readyz"},
+       [](const std::string& text, Config* c) {
+         c->metrics_tls = text == "true";
+         return text == "true" || text == "false";
+       }},
       {{"data_directory", "a path", "none, must be given", "catalog and NVMe tier; one server alone may use it"},
        [](const std::string& text, Config* c) {
          c->server.data_directory = text;
@@ -96,8 +104,8 @@ const std::vector<Key>& Keys() {
       {{"budget.hbm", "bytes, such as 512MiB", "0", "GPU memory for state and working copies"},
        Bytes([](Config* c) { return &c->server.budget.hbm; })},
       {{"budget.dram", "bytes, such as 512MiB", "none, must be given",
-        "CPU memory for state, working copies and slices of the step in flight; what of the last does not fit is read "
-        "back from the disk"},
+        "CPU memory for state, working copies and slices of the step in flight; what of the last two does not fit is "
+        "read from the disk"},
        Bytes([](Config* c) { return &c->server.budget.dram; })},
       {{"budget.nvme", "bytes, such as 512MiB", "0",
         "disk in the data directory: state that finds no room above; for durable jobs a durable copy of all "
@@ -118,7 +126,7 @@ const std::vector<Key>& Keys() {
         "DRAM buffers through which NVMe state moves, once per job"},
        Bytes([](Config* c) { return &c->server.staging_bytes; })},
       {{"machine_profile", "a path", "ballast-profile.yaml in the data directory, if it is there",
-        "what `ballastctl iotune` measured, from which a plan predicts the time of a step"},
+        "what `ballastctl iotune` measured, by which plans are chosen and their steps predicted"},
        [](const std::string& text, Config* c) {
          c->server.machine_profile = text;
          return !text.empty();
@@ -304,6 +312,11 @@ absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& 
     const Key* key = Find(required);
     return Bad(absl::StrCat(required, " is missing; expected ", key->doc.expected, " (", key->doc.meaning,
                             "), in the file, as ", EnvironmentName(key->doc), " or as --", required));
+  }
+  if (config.metrics_tls && !config.guard.tls.enabled()) {
+    return Bad(absl::StrCat(where["metrics_tls"],
+                            ": metrics_tls is TLS by the certificate of the other port; set "
+                            "tls.certificate and tls.key, or metrics_tls: false"));
   }
   config.guard.revocations = config.server.data_directory + "/tls-revocations";
   if (config.server.budget.dram == 0)

@@ -14,6 +14,7 @@ namespace ballast::services {
 struct Config {
   std::string listen = "127.0.0.1:7070";
   std::string metrics_listen = "127.0.0.1:9070";
+  bool metrics_tls = false;
   std::string log_level = "info";
   std::string discovery;  // URL of a registry; empty: none
   std::string advertise;  // address in the registry; empty: by `listen`

@@ -16,8 +16,9 @@ constexpr const char* ServerStateName(ServerState state) {
   return kNames[static_cast<size_t>(state)];
 }
 
-// Threads: any. Bytes: states that are read from their extents, and slices that are replayed from the logs. Until a
-// job's log has been scanned, the file's size stands for its slices; so the total becomes smaller, never larger.
+// Threads: any. Bytes that are read: states from their extents, and logs, first by a scan for their records, then by
+// the updates that replay the logs' slices, chunk by chunk. Until a job's log has been scanned, the file's size stands
+// for both. `done_bytes` never shrinks, and never exceeds `total_bytes`; a started server has done all.
 struct RecoveryProgress {
   std::atomic<uint64_t> done_bytes{0};
   std::atomic<uint64_t> total_bytes{0};

@@ -151,6 +151,16 @@ std::optional<SeenStep> StepLog::newest() const {
   return steps_.empty() ? std::nullopt : std::optional(steps_.back());
 }
 
+std::optional<StageTimes> StepLog::last_stages() const {
+  absl::MutexLock lock(&mu_);
+  if (steps_.empty()) return std::nullopt;
+  StageTimes sums = {};
+  for (size_t i = steps_.size() - std::min(steps_.size(), kStepsShown); i < steps_.size(); ++i) {
+    for (size_t stage = 0; stage < kStages; ++stage) sums[stage] += steps_[i].stages[stage];
+  }
+  return sums;
+}
+
 std::optional<SeenStep> StepLog::in_flight() const {
   absl::MutexLock lock(&mu_);
   return entered_ ? std::optional(flying_) : std::nullopt;

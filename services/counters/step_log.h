@@ -47,6 +47,7 @@ struct SeenStep {
 class StepLog {
  public:
   static constexpr size_t kStepsKept = 256;
+  static constexpr size_t kStepsShown = 60;  // a page draws so many, and what binds a job's steps is told of them
 
   StepLog() = default;
 
@@ -75,6 +76,8 @@ class StepLog {
   // Oldest first.
   std::vector<SeenStep> Steps() const;
   std::optional<SeenStep> newest() const;
+  // The sum over the last kStepsShown steps; nullopt before the first step.
+  std::optional<StageTimes> last_stages() const;
   // nullopt: nothing of the next step has come.
   std::optional<SeenStep> in_flight() const;
 

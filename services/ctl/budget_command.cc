@@ -2,6 +2,8 @@
 
 #include <cstdio>
 
+#include "ballast/services/view/show.h"
+
 namespace ballast::services {
 
 int RunBudget(const BudgetCommand& command) {
@@ -19,10 +21,10 @@ int RunBudget(const BudgetCommand& command) {
     }
     std::printf("%s: budgets changed until the server restarts\n", server.c_str());
     for (const v1::JobMoves& job : answer->jobs()) {
-      std::printf("  job '%s': %llu chunks move to nvme, %llu to dram, %llu to hbm. %s\n", job.job().c_str(),
+      std::printf("  job '%s': %llu chunks move to nvme, %llu to dram, %llu to hbm. %s\n", Printable(job.job()).c_str(),
                   static_cast<unsigned long long>(job.chunks_to_nvme()),
                   static_cast<unsigned long long>(job.chunks_to_dram()),
-                  static_cast<unsigned long long>(job.chunks_to_hbm()), job.plan().c_str());
+                  static_cast<unsigned long long>(job.chunks_to_hbm()), Printable(job.plan()).c_str());
     }
   }
   return code;

@@ -2,6 +2,7 @@
 
 #include <netdb.h>
 #include <netinet/in.h>
+#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -74,7 +75,8 @@ int Bind(const model::Address& address, uint16_t* port) {
 struct Doorman::Impl {
   enum class State { kReading, kAnswering, kSending, kLingering };
   struct Connection {
-    int fd = -1;
+    explicit Connection(Line line) : line(std::move(line)) {}
+    Line line;
     State state = State::kReading;
     absl::Time until;
     std::string request, answer;
@@ -82,8 +84,9 @@ struct Doorman::Impl {
   };
   using Connections = std::map<uint64_t, Connection>;  // by number, thus by age
 
-  Impl(int listener, std::function<std::string(const std::string&)> answer)
+  Impl(int listener, Answer answer, std::unique_ptr<TlsSessions> tls)
       : answer(std::move(answer)),
+        tls(std::move(tls)),
         listener(listener),
         wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
         epoll(::epoll_create1(EPOLL_CLOEXEC)) {
@@ -91,7 +94,6 @@ struct Doorman::Impl {
     Watch(wake, kWake, EPOLLIN);
   }
   ~Impl() {
-    for (const auto& [number, connection] : connections) ::close(connection.fd);
     for (const int fd : {listener, wake, epoll}) ::close(fd);
   }
 
@@ -108,6 +110,8 @@ struct Doorman::Impl {
 
   void Run();
   void Accept();
+  // The connection to give up when there is no room: the oldest without a whole request, or the oldest of all.
+  Connections::iterator Yielding();
   Connections::iterator Close(Connections::iterator at);
   void Go(Connections::iterator at);
   void Read(Connections::iterator at);
@@ -115,7 +119,8 @@ struct Doorman::Impl {
   void TakeAnswers();
   void CloseLate();
 
-  const std::function<std::string(const std::string&)> answer;
+  const Answer answer;
+  const std::unique_ptr<TlsSessions> tls;  // the door's thread only; null: in the clear
   std::string address;
   const int listener, wake, epoll;
 
@@ -134,6 +139,11 @@ struct Doorman::Impl {
 };
 
 void Doorman::Impl::Run() {
+  // OpenSSL writes to sockets that their client has closed; the error is enough.
+  sigset_t broken_pipe;
+  sigemptyset(&broken_pipe);
+  sigaddset(&broken_pipe, SIGPIPE);
+  pthread_sigmask(SIG_BLOCK, &broken_pipe, nullptr);
   while (true) {
     absl::Duration wait = connections.empty() ? absl::InfiniteDuration() : kWriteMax;
     for (const auto& [number, connection] : connections) wait = std::min(wait, connection.until - absl::Now());
@@ -164,8 +174,13 @@ void Doorman::Impl::Run() {
 
 Doorman::Impl::Connections::iterator Doorman::Impl::Close(Connections::iterator at) {
   unsent_bytes -= at->second.answer.size() - at->second.sent;
-  ::close(at->second.fd);  // epoll forgets the descriptor with it
-  return connections.erase(at);
+  return connections.erase(at);  // closes the descriptor, and epoll forgets it with that
+}
+
+Doorman::Impl::Connections::iterator Doorman::Impl::Yielding() {
+  const auto idle = std::find_if(connections.begin(), connections.end(),
+                                 [](const auto& entry) { return entry.second.state == State::kReading; });
+  return idle == connections.end() ? connections.begin() : idle;
 }
 
 void Doorman::Impl::Accept() {
@@ -173,7 +188,7 @@ void Doorman::Impl::Accept() {
     const int fd = ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0 && errno == EINTR) continue;
     if (fd < 0 && (errno == EMFILE || errno == ENFILE) && !connections.empty()) {
-      Close(connections.begin());
+      Close(Yielding());
       continue;
     }
     if (fd < 0 && errno != EAGAIN && errno != ECONNABORTED) {
@@ -181,9 +196,13 @@ void Doorman::Impl::Accept() {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
     if (fd < 0) return;
-    if (connections.size() == kConnectionsMax) Close(connections.begin());
-    const auto at = connections.emplace_hint(connections.end(), next_number++, Connection());
-    at->second.fd = fd;
+    if (connections.size() == kConnectionsMax) Close(Yielding());
+    ssl_st* const session = tls == nullptr ? nullptr : tls->Accept(fd);
+    if (tls != nullptr && session == nullptr) {
+      ::close(fd);
+      continue;
+    }
+    const auto at = connections.emplace_hint(connections.end(), next_number++, Line(fd, session));
     at->second.until = absl::Now() + kReadMax;
     Watch(fd, at->first, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
     Go(at);  // a request that is there already is not pushed out by the next connections
@@ -199,10 +218,7 @@ void Doorman::Impl::Go(Connections::iterator at) {
     case State::kSending:
       return Send(at);
     case State::kLingering: {
-      std::array<char, 4096> ignored;
-      ssize_t n = 0;
-      while ((n = ::recv(at->second.fd, ignored.data(), ignored.size(), 0)) > 0) continue;
-      if (n == 0 || errno != EAGAIN) Close(at);
+      if (at->second.line.Drain() == 0 || errno != EAGAIN) Close(at);
       return;
     }
   }
@@ -212,7 +228,7 @@ void Doorman::Impl::Read(Connections::iterator at) {
   Connection& connection = at->second;
   std::array<char, 4096> piece;
   while (connection.request.size() <= kRequestBytesMax) {
-    const ssize_t n = ::recv(connection.fd, piece.data(), piece.size(), 0);
+    const ssize_t n = connection.line.Receive(piece.data(), piece.size());
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return;
     if (n <= 0) {
@@ -228,14 +244,15 @@ void Doorman::Impl::Read(Connections::iterator at) {
     connection.request.resize(end + 4);  // a body, or a second request, is not read
     connection.state = State::kAnswering;
     connection.until = absl::InfiniteFuture();
-    answering.Post([this, number = at->first, request = std::move(connection.request)] {
-      std::string bytes = answer(request);
-      {
-        absl::MutexLock lock(&mu);
-        answers.emplace_back(number, std::move(bytes));
-      }
-      Wake();
-    });
+    answering.Post(
+        [this, number = at->first, request = std::move(connection.request), certified = connection.line.certified()] {
+          std::string bytes = answer(request, certified);
+          {
+            absl::MutexLock lock(&mu);
+            answers.emplace_back(number, std::move(bytes));
+          }
+          Wake();
+        });
     return;
   }
   Close(at);
@@ -265,11 +282,11 @@ void Doorman::Impl::TakeAnswers() {
 void Doorman::Impl::Send(Connections::iterator at) {
   Connection& connection = at->second;
   while (connection.sent < connection.answer.size()) {
-    const ssize_t n = ::send(connection.fd, connection.answer.data() + connection.sent,
-                             connection.answer.size() - connection.sent, MSG_NOSIGNAL);
+    const ssize_t n =
+        connection.line.Send(connection.answer.data() + connection.sent, connection.answer.size() - connection.sent);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return;
-    if (n < 0) {
+    if (n <= 0) {
       Close(at);
       return;
     }
@@ -279,7 +296,7 @@ void Doorman::Impl::Send(Connections::iterator at) {
   connection.answer.clear();
   connection.answer.shrink_to_fit();
   connection.sent = 0;
-  (void)::shutdown(connection.fd, SHUT_WR);
+  connection.line.EndSending();
   connection.state = State::kLingering;
   connection.until = absl::Now() + kLingerMax;
   Go(at);
@@ -291,8 +308,8 @@ void Doorman::Impl::CloseLate() {
     at = at->second.until <= now ? Close(at) : std::next(at);
 }
 
-absl::StatusOr<std::unique_ptr<Doorman>> Doorman::Start(const std::string& listen,
-                                                        std::function<std::string(const std::string&)> answer) {
+absl::StatusOr<std::unique_ptr<Doorman>> Doorman::Start(const std::string& listen, Answer answer,
+                                                        std::unique_ptr<TlsSessions> tls) {
   BALLAST_ASSIGN_OR_RETURN(model::Address address, model::ParseAddress(listen, model::AddressUse::kListen));
   const int listener = Bind(address, &address.port);
   if (listener < 0) {
@@ -302,7 +319,7 @@ absl::StatusOr<std::unique_ptr<Doorman>> Doorman::Start(const std::string& liste
                                      "`metrics_listen` (",
                                      std::strerror(errno), ")"));
   }
-  auto impl = std::make_unique<Impl>(listener, std::move(answer));
+  auto impl = std::make_unique<Impl>(listener, std::move(answer), std::move(tls));
   impl->address = model::FormatAddress(address);
   impl->door = std::thread([impl = impl.get()] { impl->Run(); });
   return std::unique_ptr<Doorman>(new Doorman(std::move(impl)));

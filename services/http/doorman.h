@@ -2,7 +2,7 @@
 //
 // A connection carries one request. Only a whole request reaches the threads that answer, and these hand a whole answer
 // back; so a client that is silent, sends byte by byte or does not read costs a place in a table and no thread. When
-// the table is full, the oldest connection makes room.
+// the table is full, the oldest connection that has not sent a whole request makes room; without one, the oldest.
 #pragma once
 
 #include <cstddef>
@@ -12,6 +12,7 @@
 
 #include "absl/status/statusor.h"
 #include "ballast/services/foundation/executor.h"
+#include "ballast/services/http/tls.h"
 
 namespace ballast::services {
 
@@ -22,11 +23,14 @@ class Doorman {
   static constexpr size_t kRequestBytesMax = size_t{16} << 10;  // line and headers; a longer request is not answered
   static constexpr size_t kUnsentBytesMax = size_t{64} << 20;   // of all answers; beyond, the oldest is given up
 
-  // `answer` makes the bytes of an answer from those of a request's line and headers; it runs on two threads. `listen`:
-  // host:port; port 0 takes a free one. INVALID_ARGUMENT (BAD_CONFIG) if `listen` is no address, FAILED_PRECONDITION
-  // (BAD_CONFIG) if the address cannot be bound.
-  static absl::StatusOr<std::unique_ptr<Doorman>> Start(const std::string& listen,
-                                                        std::function<std::string(const std::string&)> answer);
+  // Makes the bytes of an answer from those of a request's line and headers. `certified`: the client showed a
+  // certificate by TLS. Runs on two threads.
+  using Answer = std::function<std::string(const std::string& request, bool certified)>;
+
+  // `listen`: host:port; port 0 takes a free one. `tls`: null, in the clear. INVALID_ARGUMENT (BAD_CONFIG) if `listen`
+  // is no address, FAILED_PRECONDITION (BAD_CONFIG) if the address cannot be bound.
+  static absl::StatusOr<std::unique_ptr<Doorman>> Start(const std::string& listen, Answer answer,
+                                                        std::unique_ptr<TlsSessions> tls = nullptr);
   ~Doorman();  // waits for the answers under way
 
   // "host:port" with the port really taken.

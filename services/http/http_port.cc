@@ -11,6 +11,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "ballast/services/counters/step_log.h"
 #include "ballast/services/http/doorman.h"
 #include "ballast/services/metrics/families.h"
 #include "ballast/services/page/page.h"
@@ -21,10 +22,9 @@ namespace {
 
 constexpr char kPlain[] = "text/plain; charset=utf-8";
 constexpr char kJson[] = "application/json";
+constexpr char kCertificateExpected[] =
+    "expected a client's certificate by tls.client_ca of the server; without one there are /livez and /readyz\n";
 constexpr char kPrometheus[] = "text/plain; version=0.0.4; charset=utf-8";
-
-// Steps of each job in /steps.json unless the request says otherwise: as many as a page draws.
-constexpr uint32_t kStepsShown = 60;
 
 struct Answer {
   std::string body;
@@ -63,7 +63,9 @@ class MemoryStream final : public httplib::Stream {
 // httplib's reading of requests and writing of answers, without its sockets and threads.
 class Protocol final : private httplib::Server {
  public:
-  explicit Protocol(std::map<std::string, Route> routes) : routes_(std::move(routes)) {
+  // `otherwise`: the answer at other paths than those of `routes`.
+  Protocol(std::map<std::string, Route> routes, Answer otherwise)
+      : routes_(std::move(routes)), otherwise_(std::move(otherwise)) {
     set_default_headers({{"Cache-Control", "no-store"},
                          {"Content-Security-Policy", "default-src 'self'"},
                          {"X-Content-Type-Options", "nosniff"}});
@@ -88,20 +90,22 @@ class Protocol final : private httplib::Server {
       response->status = 405;
       response->set_header("Allow", "GET, HEAD");
       response->set_content("this port only reads: send GET or HEAD\n", kPlain);
-    } else if (route == routes_.end()) {
-      response->status = 404;
-      std::string known;
-      for (const auto& [path, ignored] : routes_) absl::StrAppend(&known, " ", path);
-      response->set_content(absl::StrCat("there is no such path; there are", known, "\n"), kPlain);
     } else {
-      Answer answer = route->second(request);
+      Answer answer = route == routes_.end() ? otherwise_ : route->second(request);
       response->status = answer.status;
       response->set_content(std::move(answer.body), answer.type);
     }
   }
 
   const std::map<std::string, Route> routes_;
+  const Answer otherwise_;
 };
+
+Answer NotFound(const std::map<std::string, Route>& routes) {
+  std::string known;
+  for (const auto& [path, ignored] : routes) absl::StrAppend(&known, " ", path);
+  return {absl::StrCat("there is no such path; there are", known, "\n"), kPlain, 404};
+}
 
 }  // namespace
 
@@ -135,7 +139,7 @@ struct HttpPort::Impl {
   Answer StepsJson(const httplib::Request& request) const {
     v1::GetStepsRequest wanted;
     wanted.set_job(request.get_param_value("job"));
-    uint32_t last = kStepsShown;
+    uint32_t last = StepLog::kStepsShown;
     if (request.has_param("last") && !absl::SimpleAtoi(request.get_param_value("last"), &last)) {
       return {"last: expected a number of steps\n", kPlain, 400};
     }
@@ -147,14 +151,16 @@ struct HttpPort::Impl {
     }
     return {ShowMessage(steps) + "\n", kJson};
   }
+  // Of Kubernetes, which tell of no job.
+  std::map<std::string, Route> Probes() const {
+    return {{"/livez", [](const auto&) { return Answer{"ok\n"}; }},
+            {"/readyz", [this](const auto&) { return Ready(); }}};
+  }
   std::map<std::string, Route> Routes() const {
-    std::map<std::string, Route> routes = {
-        {"/livez", [](const auto&) { return Answer{"ok\n"}; }},
-        {"/readyz", [this](const auto&) { return Ready(); }},
-        {"/metrics", [this](const auto&) { return Metrics(); }},
-        {"/status.json", [this](const auto&) { return StatusJson(); }},
-        {"/steps.json", [this](const httplib::Request& request) { return StepsJson(request); }},
-    };
+    std::map<std::string, Route> routes = Probes();
+    routes["/metrics"] = [this](const auto&) { return Metrics(); };
+    routes["/status.json"] = [this](const auto&) { return StatusJson(); };
+    routes["/steps.json"] = [this](const httplib::Request& request) { return StepsJson(request); };
     for (const PageFile& file : PageFiles()) {
       routes[std::string(file.path)] = [&file](const auto&) { return Answer{std::string(file.bytes), file.type}; };
     }
@@ -167,16 +173,25 @@ struct HttpPort::Impl {
   ServerState state ABSL_GUARDED_BY(mu) = ServerState::kRecovering;
   const StateServer* server ABSL_GUARDED_BY(mu) = nullptr;
   std::string rpc_address ABSL_GUARDED_BY(mu);
-  Protocol protocol{Routes()};
+  Protocol protocol{Routes(), NotFound(Routes())};
+  // For clients without a certificate, where the port asks for one.
+  Protocol probes{Probes(), {kCertificateExpected, kPlain, 403}};
   std::unique_ptr<Doorman> doorman;  // last: its threads use what stands above
 };
 
 absl::StatusOr<std::unique_ptr<HttpPort>> HttpPort::Start(const std::string& listen, const RecoveryProgress* progress,
-                                                          const SecurityCounters* security) {
+                                                          const SecurityCounters* security,
+                                                          const ServedCertificates* certificates) {
   auto impl = std::make_unique<Impl>(progress, security);
-  BALLAST_ASSIGN_OR_RETURN(impl->doorman, Doorman::Start(listen, [impl = impl.get()](const std::string& request) {
-                             return impl->protocol.Process(request);
-                           }));
+  std::unique_ptr<TlsSessions> tls;
+  if (certificates != nullptr) {
+    BALLAST_ASSIGN_OR_RETURN(tls, TlsSessions::Make(certificates));
+  }
+  const bool asks = certificates != nullptr && !certificates->paths().client_ca.empty();
+  const auto answer = [impl = impl.get(), asks](const std::string& request, bool certified) {
+    return (asks && !certified ? impl->probes : impl->protocol).Process(request);
+  };
+  BALLAST_ASSIGN_OR_RETURN(impl->doorman, Doorman::Start(listen, answer, std::move(tls)));
   return std::unique_ptr<HttpPort>(new HttpPort(std::move(impl)));
 }
 

@@ -20,6 +20,7 @@ Families CollectFamilies(const StateServer* server, ServerState state, const Rec
   const ServerFigures figures = server->Figures();
   AddServer(status, figures, &out);
   AddTiers(status, server->traffic(), figures, &out);
+  if (figures.gpu != nullptr) AddGpu(*figures.gpu, &out);
   AddJobs(status, &out);
   AddSteps(status, figures, &out);
   AddTraffic(status, figures, &out);

@@ -4,27 +4,14 @@
 #include <string>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "ballast/services/view/show.h"
 #include "ballast/services/work/updates.h"
 
 namespace ballast::services {
 namespace {
 
 Labels Of(const std::string& job) { return {{"training_job", job}}; }
-
-std::string DurabilityOf(const v1::JobStatus& job) {
-  switch (job.durability()) {
-    case v1::DURABILITY_NONE:
-      return "none";
-    case v1::DURABILITY_STEP:
-      return "step";
-    case v1::DURABILITY_EVERY_K:
-      return absl::StrCat("every-", job.pin_interval());
-    default:
-      return "unknown";  // not opened yet, or lost
-  }
-}
 
 // For each job that is served: its status and its counters.
 template <typename Visit>
@@ -82,7 +69,7 @@ void AddJobs(const v1::GetServerStatusResponse& status, Families* out) {
     Counter skipped(out, "ballast_job_skipped_steps_total", "Steps skipped because a gradient was not finite.");
     for (const v1::JobStatus& job : status.jobs()) {
       const Labels labels = Of(job.name());
-      info.Add({{"training_job", job.name()}, {"durability", DurabilityOf(job)}}, 1);
+      info.Add({{"training_job", job.name()}, {"durability", ShowDurability(job, "unknown")}}, 1);
       committed.Add(labels, job.committed());
       oldest.Add(labels, job.oldest_chunk_version());
       failed.Add(labels, job.state_lost() || !job.failure().empty() ? 1 : 0);

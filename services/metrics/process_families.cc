@@ -3,8 +3,11 @@
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <cstdint>
+#include <cstdlib>
 #include <fstream>
+#include <optional>
 #include <sstream>
 #include <string>
 
@@ -19,13 +22,14 @@ struct ProcStat {
   uint64_t at(size_t number) const { return fields.at(number - 3); }
 };
 
-ProcStat ReadStat() {
+// nullopt where the file cannot be read, as when all descriptors are in use.
+std::optional<ProcStat> ReadStat() {
   std::ifstream file("/proc/self/stat");
   std::string line;
   std::getline(file, line);
   ProcStat stat;
   const size_t end = line.rfind(')');
-  if (end == std::string::npos) return stat;
+  if (end == std::string::npos) return std::nullopt;
   std::istringstream rest(line.substr(end + 1));
   std::string word;
   for (size_t i = 0; i < stat.fields.size() && rest >> word; ++i) {
@@ -44,9 +48,10 @@ double BootSeconds() {
   return 0;
 }
 
-uint64_t OpenDescriptors() {
+// `max`: the limit, which is reached if the folder cannot be opened for want of a descriptor.
+uint64_t OpenDescriptors(uint64_t max) {
   DIR* const directory = ::opendir("/proc/self/fd");
-  if (directory == nullptr) return 0;
+  if (directory == nullptr) return errno == EMFILE ? max : 0;
   uint64_t count = 0;
   while (const dirent* entry = ::readdir(directory)) count += entry->d_name[0] != '.';
   ::closedir(directory);
@@ -56,18 +61,20 @@ uint64_t OpenDescriptors() {
 }  // namespace
 
 void AddProcess(Families* out) {
-  const ProcStat stat = ReadStat();
-  const auto ticks = static_cast<double>(::sysconf(_SC_CLK_TCK));
   rlimit descriptors{};
   (void)::getrlimit(RLIMIT_NOFILE, &descriptors);
+  Gauge(out, "process_open_fds", "Open descriptors.").Add({}, OpenDescriptors(descriptors.rlim_cur));
+  Gauge(out, "process_max_fds", "Limit of open descriptors.").Add({}, descriptors.rlim_cur);
+  const std::optional<ProcStat> read = ReadStat();
+  if (!read.has_value()) return;  // a counter that is 0 for a moment would look like a restart
+  const ProcStat& stat = *read;
+  const auto ticks = static_cast<double>(::sysconf(_SC_CLK_TCK));
   Counter(out, "process_cpu_seconds_total", "User and system time.")
       .Add({}, static_cast<double>(stat.at(14) + stat.at(15)) / ticks);
   Gauge(out, "process_resident_memory_bytes", "Memory of the process that is in RAM.")
       .Add({}, stat.at(24) * static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)));
   Gauge(out, "process_virtual_memory_bytes", "Addresses that the process has mapped.").Add({}, stat.at(23));
   Gauge(out, "process_threads", "Threads of the process.").Add({}, stat.at(20));
-  Gauge(out, "process_open_fds", "Open descriptors.").Add({}, OpenDescriptors());
-  Gauge(out, "process_max_fds", "Limit of open descriptors.").Add({}, descriptors.rlim_cur);
   Gauge(out, "process_start_time_seconds", "Start of the process, in seconds since 1970.")
       .Add({}, BootSeconds() + static_cast<double>(stat.at(22)) / ticks);
 }

@@ -1,5 +1,7 @@
 #include "ballast/services/metrics/server_families.h"
 
+#include <atomic>
+#include <cstdint>
 #include <string>
 
 #include "absl/strings/match.h"
@@ -70,6 +72,23 @@ void AddTiers(const v1::GetServerStatusResponse& status, const storage::TierTraf
       }
     }
   }
+}
+
+void AddGpu(const storage::GpuCounters& gpu, Families* out) {
+  const auto seconds = [](const std::atomic<int64_t>& nanoseconds) {
+    return 1e-9 * static_cast<double>(nanoseconds.load());
+  };
+  Counter(out, "ballast_gpu_copied_bytes_total", "Bytes copied from memory to the GPU (in), and back (out).")
+      .Add({{"direction", "in"}}, gpu.in.bytes.load())
+      .Add({{"direction", "out"}}, gpu.out.bytes.load());
+  Counter(out, "ballast_gpu_copies_total", "Copies from memory to the GPU (in), and back (out).")
+      .Add({{"direction", "in"}}, gpu.in.count.load())
+      .Add({{"direction", "out"}}, gpu.out.count.load());
+  Counter(out, "ballast_gpu_kernels_total", "Kernels launched on the GPU.").Add({}, gpu.kernels.load());
+  Counter(out, "ballast_gpu_wait_seconds_total",
+          "Seconds that threads waited for the GPU: for updates with their copies, and for copies of pulls and moves.")
+      .Add({{"work", "update"}}, seconds(gpu.update_wait_nanoseconds))
+      .Add({{"work", "copy"}}, seconds(gpu.copy_wait_nanoseconds));
 }
 
 void AddCalls(const ServerCounters& counters, const ServerFigures& figures, Families* out) {

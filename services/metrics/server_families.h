@@ -5,6 +5,7 @@
 #include "ballast/services/counters/recovery_progress.h"
 #include "ballast/services/metrics/family_builder.h"
 #include "ballast/services/server/state_server.h"
+#include "ballast/storage/counters/gpu_counters.h"
 
 namespace ballast::services {
 
@@ -12,6 +13,7 @@ void AddState(ServerState state, const RecoveryProgress& progress, Families* out
 // CPU, memory and descriptors, as Prometheus' client libraries name them.
 void AddProcess(Families* out);
 void AddServer(const v1::GetServerStatusResponse& status, const ServerFigures& figures, Families* out);
+void AddGpu(const storage::GpuCounters& gpu, Families* out);
 void AddTiers(const v1::GetServerStatusResponse& status, const storage::TierTraffic& traffic,
               const ServerFigures& figures, Families* out);
 void AddCalls(const ServerCounters& counters, const ServerFigures& figures, Families* out);

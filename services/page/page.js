@@ -130,8 +130,8 @@ function trainersOf(steps) {
   return told.length ? `. Trainers a step, the most of any rank: ${told.join(', ')}` : '';
 }
 
-// `steps`: oldest first.
-function drawSteps(steps) {
+// `steps`: oldest first; none before the first answer for a job. `bound`: what binds them, as the server says.
+function drawSteps(steps, bound) {
   const box = $('steps');
   if (!box.firstChild) box.append(element('svg:svg', {class: 'columns', role: 'img', preserveAspectRatio: 'none'}), element('p', {class: 'quiet'}), element('ul', {class: 'legend'}));
   const [chart, note, legend] = box.children;
@@ -139,8 +139,7 @@ function drawSteps(steps) {
   const longest = Math.max(0, ...shown.map((step) => step.seconds));
   const sums = Object.keys(STAGES).map((stage) => [stage, shown.reduce((sum, step) => sum + (step.stages[stage] ?? 0), 0)]);
   const total = sums.reduce((sum, [, seconds]) => sum + seconds, 0);
-  const first = sums.reduce((most, next) => next[1] > most[1] ? next : most);
-  setText($('bound'), total > 0 ? `bound by ${STAGES[first[0]]}: ${percent(first[1], total)}` : 'no step has been decided since the server started');
+  setText($('bound'), bound && shown.length ? `bound by ${bound.words}: ${percent(bound.share, 1)}` : 'no step has been decided since the server started');
   setText(note, shown.length ? `${count(shown.length, 'step')}, ${shown[0].step} to ${shown.at(-1).step}; the longest took ${longest.toFixed(3)} s, the last ${shown.at(-1).seconds.toFixed(3)} s${trainersOf(shown)}` : '');
   setAttribute(chart, 'aria-label', $('bound').textContent);
   each(chart, shown, (step) => step.step, () => element('svg:g'), (column, step, index) => {
@@ -225,7 +224,7 @@ function drawJobs(jobs) {
 function drawPeers(peers) {
   each($('peers'), peers, (peer) => `${peer.server_id} ${peer.page}`, (peer) => element('li', {},
       // The server has checked that this is host:port.
-      peer.page ? element('a', {href: `http://${peer.page}/`}, peer.server_id) : `${peer.server_id} (its page's address is not known)`), () => {});
+      peer.page ? element('a', {href: `${location.protocol}//${peer.page}/`}, peer.server_id) : `${peer.server_id} (its page's address is not known)`), () => {});
   if (!peers.length) setText($('peers'), 'no job here has another server');
   else if ($('peers').firstChild.nodeType === Node.TEXT_NODE) $('peers').firstChild.remove();
 }
@@ -257,7 +256,7 @@ function draw(status, steps) {
   sentences($('waits'), waits.length ? waits : ['nobody waits']);
   drawTiers(server.tiers);
   drawJobs(status.jobs);
-  drawSteps(steps);
+  drawSteps(steps, status.jobs.find((job) => job.name === $('job').value)?.bound_by);
   drawPeers(status.peers);
 }
 
@@ -292,6 +291,6 @@ async function refresh() {
 }
 
 makeFills();
-$('job').addEventListener('change', () => drawSteps([]));
+$('job').addEventListener('change', () => drawSteps([], null));
 setInterval(tick, 100);
 refresh();

@@ -49,12 +49,14 @@ absl::Status LoggedSlices::Load(absl::Span<const LoggedSlice* const> slices, Use
     {
       JobMutexLock lock(&core_->mu);
       BALLAST_RETURN_IF_ERROR(Find(&load));
-      if (load.chunk == nullptr) continue;
+      if (load.chunk == nullptr) {
+        replay->Pass(load.payload.bytes);
+        continue;
+      }
       Intake& intake = load.chunk->intake;
       const v1::SliceKind kind = slice->header.kind();
       if (use == Use::kDecided && (intake.Logs(kind) || (kind == v1::SLICE_KIND_GRADIENT && intake.HasOneSlice()))) {
         intake.HoldPlace(load.slice, kind, slice->header.attempt(), load.payload);
-        replay->Count(load.payload.bytes);
         continue;
       }
       // Values and gradients of the same elements are read in turn, and logged slices as far as memory allows.

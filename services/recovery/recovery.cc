@@ -103,6 +103,7 @@ absl::Status Recovery::Replayer::VisitDecision(const v1::Decision& decision, con
     BALLAST_RETURN_IF_ERROR(core_->machine->Replay(record));
     work = std::exchange(recovery_->work_, nullptr);
     BALLAST_RETURN_IF_ERROR(work->incomplete);
+    work->replayed = [replay = replay_](uint64_t bytes) { replay->Count(bytes); };
     store = core_->store;
     for (const auto& chunk : work->untouched) chunk->version = step;
   }
@@ -112,7 +113,7 @@ absl::Status Recovery::Replayer::VisitDecision(const v1::Decision& decision, con
   if (absl::Now() - replay_->said > kProgressEvery) {
     replay_->said = absl::Now();
     spdlog::info("job '{}': recovering, at step {}, {} MiB of slices replayed", core_->name, step,
-                 replay_->payload_bytes >> 20);
+                 replay_->replayed_bytes >> 20);
   }
   const auto update = [updates = recovery_->updates_, store, work, log = replay_->file] {
     const absl::Status status = updates->Run(store.get(), work.get(), log);
@@ -185,7 +186,9 @@ absl::Status Recovery::CheckLife(const JobEntry& entry, uint64_t life, absl::str
 absl::Status Recovery::Recover(const JobEntry& entry) {
   const absl::Time began = absl::Now();
   storage::ScannedLog scanned;
-  auto log = storage::GradientLog::Recover(core_->around.tiers->disk(), journal_->log_path(), &scanned);
+  RecoveryProgress* const progress = core_->around.progress;
+  auto log = storage::GradientLog::Recover(core_->around.tiers->disk(), journal_->log_path(), &scanned,
+                                           progress == nullptr ? nullptr : &progress->done_bytes);
   if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.pins.empty() && !entry.life.has_value()) {
     // The log was still being made: no step was ever prepared.
     JobMutexLock lock(&core_->mu);
@@ -213,11 +216,9 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
   Replay replay;
   replay.file = &(*log)->file();
   const uint64_t payload_bytes = PayloadBytes(scanned);
-  if (RecoveryProgress* const progress = core_->around.progress; progress != nullptr) {
-    replay.progress = progress;
-    progress->total_bytes -= std::min((*log)->file_bytes(), progress->total_bytes.load());
-    progress->total_bytes += payload_bytes;
-  }
+  replay.progress = progress;
+  // In one addition: nobody sees a total below what is done.
+  if (progress != nullptr) progress->total_bytes += scanned.read_bytes + payload_bytes - scanned.file_bytes;
   LogWalk walk(&scanned);
   Replayer replayer(this, &walk, &replay);
   BALLAST_RETURN_IF_ERROR(walk.Run(&replayer));
@@ -236,9 +237,8 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
   }
   storage::ProcessDiskCounters().repaired_log_blocks += scanned.repaired_blocks;
   flushes_->SetApplied(committed);
-  // Slices of dropped attempts, and of steps that the chunks have already, need no replay.
-  if (replay.progress != nullptr)
-    replay.progress->done_bytes += payload_bytes - std::min(payload_bytes, replay.payload_bytes);
+  // Slices of dropped attempts and of skipped steps need no replay.
+  replay.Pass(payload_bytes - std::min(payload_bytes, replay.replayed_bytes + replay.passed_bytes));
   storage::Pass("recovery/replayed");
   {
     JobMutexLock lock(&core_->mu);
@@ -248,7 +248,7 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
   journal_->Start(*std::move(log), /*logged=*/true);
   spdlog::info("job '{}': recovered step {} in {:.2f} s: {} chunks, {} steps and {} MiB of slices replayed{}",
                core_->name, committed, absl::ToDoubleSeconds(absl::Now() - began), entry.chunks.size(), replay.steps,
-               replay.payload_bytes >> 20,
+               replay.replayed_bytes >> 20,
                scanned.repaired_blocks > 0
                    ? absl::StrCat(", ", scanned.repaired_blocks, " damaged blocks of the log read from their copies")
                    : "");

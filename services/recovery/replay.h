@@ -15,7 +15,10 @@ namespace ballast::services {
 struct Replay {
   const storage::BlockFile* file = nullptr;
   uint64_t steps = 0;
-  uint64_t payload_bytes = 0;
+  // Slices read so far, and slices passed over, since their chunks have the step. Guarded by the job's lock while
+  // `updates` runs.
+  uint64_t replayed_bytes = 0;
+  uint64_t passed_bytes = 0;
   RecoveryProgress* progress = nullptr;  // null: nobody asks
   // Applies the last decided step while slices of the next step are read.
   std::thread updates;
@@ -24,7 +27,11 @@ struct Replay {
   absl::Time said = absl::Now();
 
   void Count(uint64_t bytes) {
-    payload_bytes += bytes;
+    replayed_bytes += bytes;
+    if (progress != nullptr) progress->done_bytes += bytes;
+  }
+  void Pass(uint64_t bytes) {
+    passed_bytes += bytes;
     if (progress != nullptr) progress->done_bytes += bytes;
   }
 

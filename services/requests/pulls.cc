@@ -146,8 +146,8 @@ bool Pulls::Try(const RequestPtr& pull, Replies* replies) {
     replies->push_back([this, job = core_->owner.lock(), pull] { AwaitRoom(pull); });
     return true;
   }
-  // Working copies lie in memory; anything else may have to wait for a disk, frozen chunks too.
-  if (plan.working() && plan.store->layout().working_copies() && !plan.chunk->is_frozen() && *copy == Copy::kCurrent) {
+  // Working copies lie in memory; anything else may have to wait for a disk.
+  if (plan.working() && *copy == Copy::kCurrent && plan.store->has_working_copy(plan.chunk->store_index)) {
     replies->push_back([this, job = core_->owner.lock(), pull, copy = *copy] { Read(pull, copy); });
     return true;
   }

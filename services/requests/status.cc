@@ -76,6 +76,13 @@ v1::JobStatus Job::Status() const {
     status.set_log_used_bytes(log.used_bytes);
     status.set_log_waited_seconds(absl::ToDoubleSeconds(log.waited));
     status.set_queued_steps(static_cast<uint32_t>(updates_.queued()));
+    if (const auto stages = core_.counters.steps.last_stages(); stages.has_value()) {
+      for (size_t i = 0; i < kStages; ++i) {
+        v1::StageTime* const stage = status.add_last_stages();
+        stage->set_stage(kStageNames[i]);
+        stage->set_seconds(absl::ToDoubleSeconds((*stages)[i]));
+      }
+    }
     status.set_chunks_moving(moves_.left());
     status.set_chunks_moved(moves_.moved());
     if (prediction_.newest().has_value()) *status.mutable_prediction() = PredictionMessage(*prediction_.newest());

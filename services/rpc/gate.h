@@ -51,6 +51,9 @@ class Gate {
     return reactor;
   }
 
+  // StateServer::Fence, within the identity's quota of jobs.
+  void Fence(const Visit& visit, const v1::FenceRequest& request, const CallLimit& limit,
+             Reply<v1::FenceResponse> reply) const;
   // StateServer::Open, within the identity's quota. `request` lives until the reply.
   void Open(const Visit& visit, const v1::OpenRequest& request, const CallLimit& limit,
             Reply<v1::OpenResponse> reply) const;
@@ -64,6 +67,9 @@ class Gate {
       reply(std::move(answer));
     };
   }
+
+  // REQUIRES: the identity has a quota. `time`: before `asked` was planned.
+  absl::StatusOr<Quotas::Lease> AskQuota(const Visit& visit, const TierUse& asked, uint64_t time) const;
 
   Guard* const guard_;
   StateServer* const state_;

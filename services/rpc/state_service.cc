@@ -79,8 +79,8 @@ grpc::ServerUnaryReactor* StateServiceImpl::GetJob(grpc::CallbackServerContext* 
 grpc::ServerUnaryReactor* StateServiceImpl::Fence(grpc::CallbackServerContext* context, const v1::FenceRequest* request,
                                                   v1::FenceResponse* response) {
   return gate_->Waiting(context, {Call::kFence, request->job()}, response,
-                        [&](const Visit&, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
-                          state_->Fence(KnownFields(request), limit, std::move(reply));
+                        [&](const Visit& visit, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
+                          gate_->Fence(visit, KnownFields(request), limit, std::move(reply));
                         });
 }
 

@@ -101,9 +101,9 @@ absl::StatusOr<std::unique_ptr<Guard>> Guard::Make(GuardOptions options) {
   const GuardOptions& kept = guard->options_;
   std::vector<Watched> watched;
   if (kept.tls.enabled()) {
-    // Only checked here: another server may still have the directory of the copy.
-    BALLAST_RETURN_IF_ERROR(ReadCertificates(kept.tls, absl::Now()).status());
     guard->served_ = std::make_unique<ServedCertificates>(kept.tls, kept.revocations);
+    // Only read here: another server may still have the directory of the copy.
+    BALLAST_RETURN_IF_ERROR(guard->served_->Read(absl::Now()));
     watched.push_back({"certificates",
                        {kept.tls.certificate, kept.tls.key, kept.tls.client_ca, kept.tls.crl_directory},
                        [raw = guard.get()] { return raw->served_->Load(absl::Now(), &raw->counters_); },
@@ -265,13 +265,12 @@ const Quota* Guard::QuotaOf(const Identity& identity) {
   return identity.rights() == nullptr ? nullptr : identity.rights()->QuotaOf(identity.name());
 }
 
-absl::StatusOr<Quotas::Lease> Guard::AskQuota(const Identity& identity, const CallerShown& shown,
-                                              const std::string& job, const TierUse& asked,
-                                              const std::vector<v1::JobStatus>& jobs) {
+absl::StatusOr<Quotas::Lease> Guard::AskQuota(const Identity& identity, const CallerShown& shown, const AskedCall& call,
+                                              const TierUse& asked, const JobsAsOf& seen) {
   const auto mine = [&](absl::string_view name) { return identity.MayAny(static_cast<RightSet>(Right::kTrain), name); };
-  auto lease = quotas_.Ask(identity.name(), *QuotaOf(identity), job, asked, jobs, mine);
-  if (lease.ok()) return lease;
-  return Refuse(identity.name(), shown, {Call::kOpen, job}, Denial::kQuota, lease.status());
+  auto lease = quotas_.Ask(identity.name(), *QuotaOf(identity), call.job, asked, seen, mine);
+  if (lease.ok() || absl::IsAborted(lease.status())) return lease;
+  return Refuse(identity.name(), shown, call, Denial::kQuota, lease.status());
 }
 
 absl::Status Guard::Refuse(const std::string& identity, const CallerShown& shown, const AskedCall& asked, Denial why,

@@ -94,16 +94,17 @@ class Guard {
   absl::StatusOr<Identity> Admit(const CallerShown& shown, const AskedCall& asked);
   // The quota that an Open by `identity` must keep; null: none. Valid while `identity` lives.
   static const Quota* QuotaOf(const Identity& identity);
-  // As Quotas::Ask. A refusal is counted and audited.
-  absl::StatusOr<Quotas::Lease> AskQuota(const Identity& identity, const CallerShown& shown, const std::string& job,
-                                         const TierUse& asked, const std::vector<v1::JobStatus>& jobs);
+  uint64_t QuotaTime() const { return quotas_.Now(); }
+  // As Quotas::Ask, for a Fence or an Open. A refusal is counted and audited.
+  absl::StatusOr<Quotas::Lease> AskQuota(const Identity& identity, const CallerShown& shown, const AskedCall& call,
+                                         const TierUse& asked, const JobsAsOf& seen);
 
   // Writes a line about the end of a call, if it is a fence, an Open, a drop or a new budget.
   void Audit(const Identity& identity, const CallerShown& shown, const AskedCall& asked, const absl::Status& status);
   static bool IsAudited(Call call);
 
   const GuardOptions& options() const { return options_; }
-  // Null: no TLS. Valid after Watch.
+  // Null: no TLS. Before Watch the copy of the HTTP port alone is there.
   const ServedCertificates* certificates() const { return served_ == nullptr ? nullptr : served_.get(); }
   const SecurityCounters& counters() const { return counters_; }
 

@@ -10,6 +10,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -141,6 +142,9 @@ absl::Status ForEachEntry(const std::string& text, const std::string& path, cons
   return absl::OkStatus();
 }
 
+// Of names of jobs, or with a meaning in a pattern.
+bool IsOfPattern(char c) { return absl::ascii_isalnum(c) || absl::StrContains("._-*?[]!^:", c); }
+
 std::string Digest(absl::string_view token) {
   std::string digest(SHA256_DIGEST_LENGTH, '\0');
   SHA256(reinterpret_cast<const unsigned char*>(token.data()), token.size(),
@@ -187,8 +191,9 @@ absl::StatusOr<Rights> Rights::Parse(const std::string& text, const std::string&
   const auto take_grant = [&](const Entry& entry) -> absl::Status {
     BALLAST_RETURN_IF_ERROR(entry.CheckKeys({"identity", "jobs", "can"}));
     BALLAST_ASSIGN_OR_RETURN(const std::string identity, entry.Identity());
-    BALLAST_ASSIGN_OR_RETURN(std::string jobs,
-                             entry.Text("jobs", "a pattern of names of jobs, such as 'team-a-*'", 256));
+    constexpr char kExpected[] = "a pattern of names of jobs, such as 'team-a-*'";
+    BALLAST_ASSIGN_OR_RETURN(std::string jobs, entry.Text("jobs", kExpected, 256));
+    if (!std::all_of(jobs.begin(), jobs.end(), IsOfPattern)) return entry.WrongValue("jobs", kExpected);
     BALLAST_ASSIGN_OR_RETURN(const RightSet can, entry.Can());
     if ((can & static_cast<RightSet>(Right::kBudget)) != 0 && jobs != "*") {
       return entry.Wrong("budget is a right on the whole server: give it in an entry with jobs: '*'");
@@ -219,6 +224,12 @@ absl::StatusOr<Rights> Rights::Parse(const std::string& text, const std::string&
       ForEachEntry(text, path, {"rights", "quotas"}, [&](const std::string& list, const Entry& entry) {
         return list == "rights" ? take_grant(entry) : take_quota(entry);
       }));
+  for (const auto& [identity, quota] : rights.quotas_) {
+    if (rights.MayAnywhere(identity, static_cast<RightSet>(Right::kTrain))) continue;
+    return Bad(path, YAML::Mark::null_mark(),
+               absl::StrCat("the quota of ", Quoted(identity),
+                            " would count nothing: no entry of `rights` lets this identity train; is it misspelt?"));
+  }
   return rights;
 }
 

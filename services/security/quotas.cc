@@ -14,6 +14,17 @@ constexpr size_t kNvme = 2;
 // A job that was fenced and never opened holds a name alone.
 bool IsOpened(const v1::JobStatus& job) { return job.world_size() > 0; }
 
+// A fence alone takes one of the server's 256 places for jobs. So many jobs may be between fence and Open, or left by
+// groups that died there; more where more may be open.
+constexpr uint64_t kUnopenedMin = 16;
+
+absl::Status TooManyUnopened(const std::string& identity, const std::string& job, uint64_t unopened) {
+  return model::Error(
+      absl::StatusCode::kResourceExhausted, model::kQuota,
+      absl::StrCat("job '", job, "' would be a new one beside ", unopened, " jobs of '", identity,
+                   "' that were fenced and never opened, and all that its quota allows; open or drop one of them"));
+}
+
 absl::Status OverQuota(const std::string& identity, const std::string& job, absl::string_view what, uint64_t asked,
                        uint64_t held, uint64_t quota) {
   return model::Error(absl::StatusCode::kResourceExhausted, model::kQuota,
@@ -48,19 +59,36 @@ TierUse AskedBytes(const v1::OpenResponse& dry_run) {
   return asked;
 }
 
+uint64_t Quotas::Now() const {
+  absl::MutexLock lock(&mu_);
+  return now_;
+}
+
 absl::StatusOr<Quotas::Lease> Quotas::Ask(const std::string& identity, const Quota& quota, const std::string& job,
-                                          const TierUse& asked, const std::vector<v1::JobStatus>& jobs,
+                                          const TierUse& asked, const JobsAsOf& seen,
                                           const std::function<bool(absl::string_view job)>& mine) {
   absl::MutexLock lock(&mu_);
+  if (seen.time != now_) return absl::AbortedError("an Open has ended meanwhile");
   std::map<std::string, TierUse> held;
-  for (const v1::JobStatus& known : jobs) {
-    if (IsOpened(known) && mine(known.name())) held[known.name()] = HeldBytes(known);
+  uint64_t unopened = 0;
+  bool is_new = true;
+  for (const v1::JobStatus& known : seen.jobs) {
+    if (known.name() == job) is_new = false;
+    if (!mine(known.name())) continue;
+    if (IsOpened(known)) {
+      held[known.name()] = HeldBytes(known);
+    } else {
+      ++unopened;
+    }
+  }
+  if (is_new && quota.jobs.has_value() && unopened >= std::max(kUnopenedMin, *quota.jobs)) {
+    return TooManyUnopened(identity, job, unopened);
   }
   for (const auto& [name, opening] : openings_) {
     if (name != job && mine(name)) held[name] = opening.bytes;
   }
   const uint64_t new_jobs = held.count(job) > 0 ? 0 : 1;
-  if (quota.jobs.has_value() && held.size() + new_jobs > *quota.jobs) {
+  if (new_jobs > 0 && quota.jobs.has_value() && held.size() + new_jobs > *quota.jobs) {
     return OverQuota(identity, job, "job", new_jobs, held.size(), *quota.jobs);
   }
   TierUse sum = {};
@@ -84,6 +112,7 @@ absl::StatusOr<Quotas::Lease> Quotas::Ask(const std::string& identity, const Quo
 
 void Quotas::End(const std::string& job) {
   absl::MutexLock lock(&mu_);
+  ++now_;
   const auto found = openings_.find(job);
   if (--found->second.leases == 0) openings_.erase(found);
 }

@@ -23,16 +23,27 @@ TierUse HeldBytes(const v1::JobStatus& job);
 // The bytes that an Open would take, as its dry run answered; counted alike.
 TierUse AskedBytes(const v1::OpenResponse& dry_run);
 
+// The server's jobs, and the time on the clock of Quotas before anybody looked at them.
+struct JobsAsOf {
+  uint64_t time = 0;
+  std::vector<v1::JobStatus> jobs;
+};
+
 // Counts Opens under way, so that two at a time do not both take what is left. Threads: any.
 class Quotas {
  public:
   // An Open under way counts until its lease ends.
   using Lease = std::shared_ptr<void>;
 
-  // May `identity` open `job`, which takes `asked` more than the job has? `jobs`: those of the server; `mine`: whether
-  // a job counts as the identity's. RESOURCE_EXHAUSTED (QUOTA), with the numbers asked and held, and the quota.
+  // A clock that goes on whenever a lease ends: then the jobs hold more than they did.
+  uint64_t Now() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  // May `identity` fence or open `job`, which takes `asked` more than the job has? `seen` and `asked` are as of one
+  // time; `mine`: whether a job counts as the identity's. RESOURCE_EXHAUSTED (QUOTA), with the numbers asked and held,
+  // and the quota. ABORTED: an Open has ended since; look again. The job of that Open would be overlooked, or what it
+  // took would count twice.
   absl::StatusOr<Lease> Ask(const std::string& identity, const Quota& quota, const std::string& job,
-                            const TierUse& asked, const std::vector<v1::JobStatus>& jobs,
+                            const TierUse& asked, const JobsAsOf& seen,
                             const std::function<bool(absl::string_view job)>& mine) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -42,8 +53,9 @@ class Quotas {
   };
   void End(const std::string& job) ABSL_LOCKS_EXCLUDED(mu_);
 
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   std::map<std::string, Opening> openings_ ABSL_GUARDED_BY(mu_);  // by job
+  uint64_t now_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace ballast::services

@@ -65,8 +65,19 @@ std::string MemoryFile::path() const { return absl::StrCat("/proc/self/fd/", fd_
 ServedCertificates::ServedCertificates(CertificatePaths paths, std::string revocations)
     : paths_(std::move(paths)), revocations_(std::move(revocations)) {}
 
+void ServedCertificates::Keep(Certificates read) {
+  absl::MutexLock lock(&mu_);
+  current_ = std::make_shared<const Certificates>(std::move(read));
+}
+
+absl::Status ServedCertificates::Read(absl::Time now) {
+  BALLAST_ASSIGN_OR_RETURN(Certificates read, ReadCertificates(paths_, now));
+  Keep(std::move(read));
+  return absl::OkStatus();
+}
+
 absl::Status ServedCertificates::Load(absl::Time now, SecurityCounters* counters) {
-  BALLAST_ASSIGN_OR_RETURN(const Certificates read, ReadCertificates(paths_, now));
+  BALLAST_ASSIGN_OR_RETURN(Certificates read, ReadCertificates(paths_, now));
   number_ = std::max(number_ + 1, absl::ToUnixSeconds(now));
   // The lists first: gRPC makes a new store, which reads them, once the CAs have changed. A comment changes them when
   // the lists alone are new.
@@ -78,6 +89,7 @@ absl::Status ServedCertificates::Load(absl::Time now, SecurityCounters* counters
   counters->certificate_not_after = Seconds(read.certificate_not_after);
   counters->client_ca_not_after = Seconds(read.client_ca_not_after);
   counters->crl_not_after = Seconds(read.crl_not_after);
+  Keep(std::move(read));
   return absl::OkStatus();
 }
 

@@ -1,9 +1,13 @@
-// A checked private copy of the certificate files, which gRPC watches in place of the files themselves.
+// Checked private copies of the certificate files: one that gRPC watches in place of the files themselves, and one for
+// the HTTP port.
 #pragma once
 
+#include <memory>
 #include <string>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "ballast/services/security/certificates.h"
 #include "ballast/services/security/counters.h"
@@ -29,28 +33,38 @@ class MemoryFile {
   int fd_ = -1;
 };
 
-// Threads: Load one at a time; the rest any, after the first Load.
+// Threads: Read and Load one at a time; `current` any, after the first Read; the rest any, after the first Load.
 class ServedCertificates {
  public:
   // `revocations`: a directory of this server's own, made when it is needed, for the lists of revocations.
   ServedCertificates(CertificatePaths paths, std::string revocations);
 
-  // Checks the files and exchanges the copy. On an error the copy stays as it was. gRPC takes the new copy within a
+  // Checks the files and exchanges `current` alone. Writes nothing.
+  absl::Status Read(absl::Time now);
+  // Checks the files and exchanges both copies. On an error the copy stays as it was. gRPC takes the new copy within a
   // second, for new connections. Errors: those of ReadCertificates; INTERNAL (IO) if the copy cannot be written.
   absl::Status Load(absl::Time now, SecurityCounters* counters);
 
   const CertificatePaths& paths() const { return paths_; }
+  // The content that was checked last, and found good.
+  std::shared_ptr<const Certificates> current() const {
+    absl::MutexLock lock(&mu_);
+    return current_;
+  }
   std::string pair_path() const { return pair_.path(); }
   std::string client_ca_path() const { return paths_.client_ca.empty() ? "" : client_ca_.path(); }
   std::string revocations() const { return paths_.crl_directory.empty() ? "" : revocations_; }
 
  private:
+  void Keep(Certificates read);
   absl::Status WriteRevocations(const std::map<std::string, std::string>& crls) const;
 
   const CertificatePaths paths_;
   const std::string revocations_;
   MemoryFile pair_, client_ca_;
   int64_t number_ = 0;
+  mutable absl::Mutex mu_;
+  std::shared_ptr<const Certificates> current_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ballast::services

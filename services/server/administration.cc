@@ -8,6 +8,7 @@
 #include "ballast/services/server/job_steps.h"
 #include "ballast/services/server/server_state.h"
 #include "ballast/storage/faults/failpoint.h"
+#include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::services {
@@ -251,6 +252,7 @@ ServerFigures StateServer::Figures() const {
   figures.waiting_push_bytes = bound(impl_->waiting_push_bytes);
   figures.unsent_bytes = bound(impl_->answer_room.bound());
   figures.moved = impl_->tiers->moved();
+  if (storage::HbmTier* const hbm = impl_->tiers->hbm(); hbm != nullptr) figures.gpu = &hbm->counters();
   figures.memory_locked = impl_->tiers->memory_locked();
   figures.compute_threads = impl_->compute.threads();
   figures.compute_busy_seconds = impl_->compute.busy_seconds();

@@ -186,6 +186,12 @@ void StateServer::Open(const v1::OpenRequest& request, const CallLimit& limit, R
   (*job)->Open(request, limit, std::move(reply));
 }
 
+void StateServer::RefuseOpen(const v1::OpenRequest& request, const absl::Status& refusal,
+                             Reply<v1::OpenResponse> reply) {
+  if (request.dry_run()) return reply(refusal);
+  impl_->ForgetAfterError(request.spec().name(), request.epoch(), std::move(reply))(refusal);
+}
+
 void StateServer::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply) {
   reply = impl_->Counted(Call::kNorm, std::move(reply));
   const auto job = impl_->Find(request.job());

@@ -17,6 +17,7 @@
 #include "ballast/services/counters/recovery_progress.h"
 #include "ballast/services/foundation/caller.h"
 #include "ballast/services/foundation/reply.h"
+#include "ballast/storage/counters/gpu_counters.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/storage/placement/placement.h"
 #include "ballast/storage/tier/tiers.h"
@@ -71,6 +72,7 @@ struct ServerFigures {
   Bound waiting_requests, waiting_request_bytes, waiting_push_bytes, unsent_bytes, job_places;
   Bound file_system_bytes;  // of the data directory; what others use counts as used
   storage::MovedBytes moved = {};
+  const storage::GpuCounters* gpu = nullptr;  // the server's; null without HBM
   bool memory_locked = false;
   int compute_threads = 0;
   double compute_busy_seconds = 0;
@@ -97,6 +99,9 @@ class StateServer {
   void GetJob(const v1::GetJobRequest&, Reply<v1::GetJobResponse>);
   void Fence(const v1::FenceRequest&, const CallLimit& limit, Reply<v1::FenceResponse>);
   void Open(const v1::OpenRequest&, const CallLimit& limit, Reply<v1::OpenResponse>);
+  // Answers an Open that the caller refuses, as Open answers after an error: the job of a group that gives up is
+  // forgotten first.
+  void RefuseOpen(const v1::OpenRequest&, const absl::Status& refusal, Reply<v1::OpenResponse>);
   void Norm(const v1::NormRequest&, Reply<v1::NormResponse>);
   void Seal(const v1::SealRequest&, const CallLimit& limit, Reply<v1::SealResponse>);
   void Commit(const v1::CommitRequest&, Reply<v1::CommitResponse>);

@@ -20,17 +20,6 @@ const char* CodeOf(int style) {
 
 }  // namespace
 
-std::string Printable(absl::string_view text) {
-  std::string out;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const auto c = static_cast<unsigned char>(text[i]);
-    const bool c1 = c == 0xc2 && i + 1 < text.size() && static_cast<unsigned char>(text[i + 1]) < 0xa0;
-    if (c1) ++i;
-    out.push_back(c < 0x20 || c == 0x7f || c1 ? '?' : text[i]);
-  }
-  return out;
-}
-
 size_t WidthOf(absl::string_view text) {
   return static_cast<size_t>(std::count_if(text.begin(), text.end(), [](char c) { return !IsContinuation(c); }));
 }

@@ -7,11 +7,10 @@
 #include <vector>
 
 #include "absl/strings/string_view.h"
+#include "ballast/services/view/show.h"
 
 namespace ballast::services {
 
-// Control characters become '?': texts from servers must not steer the terminal.
-std::string Printable(absl::string_view text);
 // Characters of UTF-8 text, each taken as one column.
 size_t WidthOf(absl::string_view text);
 // The first `width` characters.

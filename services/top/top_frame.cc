@@ -109,13 +109,22 @@ std::string ShowParameters(uint64_t parameters) {
   return absl::StrFormat("%.1f%s", value, kUnits[unit]);
 }
 
-// Widths of the columns of jobs.
+// Widths of the columns of jobs. Below 100 columns the sparkline and the durability yield to what binds the steps.
 struct Columns {
-  explicit Columns(size_t all) : spark(all < 100 ? 12 : 30) {
-    const size_t fixed = 52 + spark;
+  explicit Columns(size_t all)
+      : narrow(all < 100),
+        spark(narrow      ? 0
+              : all < 130 ? 12
+                          : 30),
+        words(all >= 150),
+        bound(words ? 31 : 17) {
+    const size_t fixed = (narrow ? 45 : 54) + spark + bound;
     name = std::clamp<size_t>(all > fixed ? all - fixed : 0, 6, 40);
   }
-  size_t spark, name;
+  bool narrow;
+  size_t spark;
+  bool words;  // stages by words, not by their short names
+  size_t bound, name;
 };
 
 StyledLine DrawJob(const JobView& job, const VersionHistory& history, const Columns& columns, bool unicode) {
@@ -127,8 +136,11 @@ StyledLine DrawJob(const JobView& job, const VersionHistory& history, const Colu
                            rate.has_value() ? absl::StrFormat("%.1f", *rate) : "-"));
   const size_t behind = line.width() + columns.spark;
   line.Add(DrawSparkline(history.Steps(job.name), columns.spark, unicode)).PadTo(behind);
-  return line.Add(absl::StrFormat(" %5d %7s %8s %5d", job.world_size, ShowParameters(job.parameters), job.durability,
-                                  job.servers.size()));
+  const std::string bound = job.bound.has_value() ? ShowBound(*job.bound, columns.words) : "-";
+  line.Add("  ").Add(CutTo(Printable(bound), columns.bound)).PadTo(behind + 2 + columns.bound);
+  line.Add(absl::StrFormat(" %5d %7s", job.world_size, ShowParameters(job.parameters)));
+  if (!columns.narrow) line.Add(absl::StrFormat(" %8s", job.durability));
+  return line.Add(absl::StrFormat(" %5d", job.servers.size()));
 }
 
 void DrawJobs(const ClusterView& cluster, const VersionHistory& history, const TopLook& look, size_t rows,
@@ -137,7 +149,11 @@ void DrawJobs(const ClusterView& cluster, const VersionHistory& history, const T
   StyledLine header;
   header.Add("JOB").PadTo(columns.name).Add(absl::StrFormat("  %9s %9s  ", "VERSION", "STEPS/MIN"));
   const size_t behind = header.width() + columns.spark;
-  header.Add("LAST MINUTE").PadTo(behind).Add(absl::StrFormat(" %5s %7s %8s %5s", "RANKS", "PARAMS", "DURABLE", "ON"));
+  if (columns.spark > 0) header.Add("LAST MINUTE").PadTo(behind);
+  header.Add("  BOUND BY").PadTo(behind + 2 + columns.bound);
+  header.Add(absl::StrFormat(" %5s %7s", "RANKS", "PARAMS"));
+  if (!columns.narrow) header.Add(absl::StrFormat(" %8s", "DURABLE"));
+  header.Add(absl::StrFormat(" %5s", "ON"));
   StyledLine reversed;
   lines->push_back(reversed.Add(header.Show(look.columns, false), kReversed).PadTo(look.columns));
   if (cluster.jobs.empty()) {

@@ -14,19 +14,6 @@
 namespace ballast::services {
 namespace {
 
-std::string ShowDurability(const v1::JobStatus& job) {
-  switch (job.durability()) {
-    case v1::DURABILITY_NONE:
-      return "none";
-    case v1::DURABILITY_STEP:
-      return "step";
-    case v1::DURABILITY_EVERY_K:
-      return absl::StrCat("every-", job.pin_interval());
-    default:
-      return "-";  // not opened yet, or not there any more
-  }
-}
-
 // Describes the loss of a job whose state is gone on a server.
 std::string LossOf(const std::string& address, const v1::JobStatus& job) {
   if (job.durability() == v1::DURABILITY_EVERY_K && job.failure().empty()) {
@@ -56,7 +43,12 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
   view.committed_max = fresh ? job.committed() : std::max(view.committed_max, job.committed());
   view.oldest_chunk_version =
       fresh ? job.oldest_chunk_version() : std::min(view.oldest_chunk_version, job.oldest_chunk_version());
-  if (view.durability.empty() || view.durability == "-") view.durability = ShowDurability(job);
+  if (view.durability.empty() || view.durability == "-") view.durability = ShowDurability(job, "-");
+  if (std::optional<Bound> bound = BoundOf(job);
+      bound.has_value() && (!view.bound.has_value() || bound->waiting < view.bound->waiting)) {
+    view.bound = *std::move(bound);
+    view.bound_at = server.address;
+  }
   view.state_lost = view.state_lost || job.state_lost();
   for (std::string& wait : ShowWaits(job)) {
     if (std::find(view.waits.begin(), view.waits.end(), wait) == view.waits.end())
@@ -131,7 +123,7 @@ namespace {
 std::string ShowWaits(const std::vector<JobView>& jobs) {
   std::string out;
   for (const JobView& job : jobs) {
-    for (const std::string& wait : job.waits) absl::StrAppend(&out, "  ", job.name, ": ", wait, "\n");
+    for (const std::string& wait : job.waits) absl::StrAppend(&out, "  ", Printable(job.name), ": ", wait, "\n");
   }
   return out.empty() ? out : absl::StrCat("\nWaiting\n", out);
 }
@@ -161,7 +153,8 @@ std::string ShowText(const ClusterView& cluster) {
   if (cluster.problems.empty()) {
     absl::StrAppend(&out, "HEALTHY: ", cluster.servers.size(), " server(s), ", cluster.jobs.size(), " job(s)\n");
   } else {
-    absl::StrAppend(&out, "DEGRADED: ", absl::StrJoin(cluster.problems, "\n          "), "\n");
+    const auto printable = [](std::string* to, const std::string& problem) { *to += Printable(problem); };
+    absl::StrAppend(&out, "DEGRADED: ", absl::StrJoin(cluster.problems, "\n          ", printable), "\n");
   }
   Table servers({"SERVER", "ID", "UP", "VERSION", "IO"});
   Table tiers({"SERVER", "TIER", "USED", "CAPACITY", "STATE", "WORKING"});
@@ -202,6 +195,17 @@ std::string ShowMessage(const google::protobuf::Message& message) {
   return json;
 }
 
+namespace {
+
+// As a JSON object, or null.
+std::string BoundJson(const JobView& job) {
+  if (!job.bound.has_value()) return "null";
+  return absl::StrFormat("{\"stage\":%s,\"words\":%s,\"share\":%.4f,\"server\":%s}", Quote(job.bound->stage),
+                         Quote(WordsOf(job.bound->stage)), job.bound->share, Quote(job.bound_at));
+}
+
+}  // namespace
+
 std::string ShowJson(const ClusterView& cluster) {
   std::vector<std::string> servers;
   for (const ServerView& server : cluster.servers) {
@@ -215,11 +219,11 @@ std::string ShowJson(const ClusterView& cluster) {
     jobs.push_back(absl::StrFormat(
         "{\"name\":%s,\"durability\":%s,\"committed_min\":%d,\"committed_max\":%d,\"oldest_chunk_version\":%d,"
         "\"skipped_steps\":%d,\"world_size\":%d,\"parameters\":%d,\"chunks\":%d,\"servers\":%s,"
-        "\"pinned_versions\":[%s],\"durable_versions\":[%s],\"chunks_moving\":%d,\"waits\":%s}",
+        "\"pinned_versions\":[%s],\"durable_versions\":[%s],\"chunks_moving\":%d,\"waits\":%s,\"bound_by\":%s}",
         Quote(job.name), Quote(job.durability), job.committed_min, job.committed_max, job.oldest_chunk_version,
         job.skipped_steps, job.world_size, job.parameters, job.chunks, QuoteAll(job.servers),
         absl::StrJoin(job.pinned_versions, ","), absl::StrJoin(job.durable_versions, ","), job.chunks_moving,
-        QuoteAll(job.waits)));
+        QuoteAll(job.waits), BoundJson(job)));
   }
   std::vector<std::string> peers;
   for (const auto& [id, page] : cluster.peers) {

@@ -6,11 +6,13 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "ballast/services/view/bound.h"
 #include "ballast/v1/admin_service.pb.h"
 
 namespace ballast::services {
@@ -40,6 +42,9 @@ struct JobView {
   bool state_lost = false;  // on some server
   std::vector<std::string> problems;
   std::vector<std::string> waits;  // who waits for whom, a sentence each
+  // The stage that binds the last steps, on the server that waits least for others. nullopt: no step was decided.
+  std::optional<Bound> bound;
+  std::string bound_at;
 };
 
 struct ClusterView {

@@ -1,5 +1,6 @@
 #include "ballast/services/view/trace.h"
 
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -30,7 +31,7 @@ class Trace {
   }
   // Nothing, if either end did not come. `args`: JSON members.
   void Span(int process, Row row, const std::string& name, double begin, double end, const std::string& args = "") {
-    if (begin == 0 || end == 0 || end < begin) return;
+    if (begin == 0 || end == 0 || !(end >= begin) || !std::isfinite(begin) || !std::isfinite(end)) return;
     events_.push_back(absl::StrFormat(R"({"ph":"X","name":%s,"pid":%d,"tid":%d,"ts":%.1f,"dur":%.1f,"args":{%s}})",
                                       Quote(name), process, row, begin * 1e6, (end - begin) * 1e6, args));
   }
@@ -45,6 +46,7 @@ class Trace {
 std::string SecondsOf(const v1::StepTimes& step) {
   std::vector<std::string> members;
   for (const v1::StageTime& stage : step.stages()) {
+    if (!std::isfinite(stage.seconds())) continue;  // JSON has no such numbers
     members.push_back(absl::StrFormat("%s:%.6f", Quote(stage.stage()), stage.seconds()));
   }
   members.push_back(absl::StrCat("\"ranks\":", step.ranks()));

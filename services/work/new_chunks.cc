@@ -99,6 +99,9 @@ storage::PlanRequest ChunkPlans::RequestFor(const NewChunks& wanted, const stora
                             .flush_buffer_bytes = store.flush_buffer_bytes_missing(),
                             .placed = store.placed(),
                             .shape = prediction_->ShapeOf(store)};
+  if (core_->around.working_copies) {
+    plan.pull = store.pull_memory_missing(wanted.spec.chunk_elements(), store.chunk_count() + missing.size());
+  }
   for (const storage::ChunkToAdd& chunk : missing) {
     plan.elements.push_back(chunk.elements);
     plan.frozen.push_back(chunk.frozen);
@@ -158,7 +161,7 @@ void ChunkPlans::Note(const storage::Plan& plan, const storage::PlanRequest& req
     tier->set_state_bytes(plan.state[kind] + (kind == storage::TierKind::kNvme ? plan.durable_bytes : 0));
     tier->set_working_bytes(plan.working[kind]);
     if (kind == storage::TierKind::kDram) {
-      tier->set_other_bytes(plan.slice_bytes + (plan.state.nvme > 0 ? request.staging_bytes : 0));
+      tier->set_other_bytes(plan.slice_bytes + plan.pull.bytes() + (plan.state.nvme > 0 ? request.staging_bytes : 0));
     } else if (kind == storage::TierKind::kNvme) {
       tier->set_other_bytes(request.nvme_fixed_bytes + plan.spill_bytes);
     }

@@ -62,7 +62,10 @@ absl::Status SliceSpace::Reserve(uint64_t needed_bytes) {
     const absl::Status reserved = memory->Reserve(needed_bytes - memory->reserved_bytes());
     if (reserved.ok()) break;
     BALLAST_ASSIGN_OR_RETURN(const bool moved, MoveOneDown(store.get()));
-    if (!moved) return reserved;
+    if (moved) continue;
+    BALLAST_ASSIGN_OR_RETURN(const bool dropped, store->DropWorkingCopies());
+    if (!dropped) return reserved;
+    spdlog::info("job '{}': dropped working copies, its ranks now share more chunks", core_->name);
   }
   return absl::OkStatus();
 }

@@ -25,7 +25,8 @@ class SliceSpace {
   uint64_t NeededBytes(const model::EpochPlan& plan, absl::Span<const std::shared_ptr<HeldChunk>> chunks,
                        absl::Span<const std::shared_ptr<HeldChunk>> spares) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Reserves so much memory; moves state to NVMe if there is no room. RESOURCE_EXHAUSTED (BUDGET).
+  // Reserves so much memory; moves state to NVMe, then drops working copies, if there is no room. RESOURCE_EXHAUSTED
+  // (BUDGET).
   absl::Status Reserve(uint64_t needed_bytes) ABSL_LOCKS_EXCLUDED(job_lock);
 
  private:

@@ -327,6 +327,12 @@ absl::StatusOr<JobJournal::Growth> Space::PlanAndTake(const NewChunks& wanted, c
   return growth;
 }
 
+bool Space::ShortOfDram(const NewChunks& wanted, const Ground& ground, const Addition& add) {
+  absl::MutexLock planning(core_->around.planning);
+  const storage::PlanRequest request = plans_.RequestFor(wanted, *ground.store, add.missing, ground.freed);
+  return storage::LeastDram(request) > request.free.dram;
+}
+
 absl::Status Space::Place(const NewChunks& wanted, const Ground& ground, Addition* add, v1::OpenResponse* answer) {
   // A dry run waits neither for another job that takes places nor for a chunk that moves.
   if (wanted.dry_run) return PlanPlaces(wanted, ground, *add, answer).status();
@@ -334,6 +340,12 @@ absl::Status Space::Place(const NewChunks& wanted, const Ground& ground, Additio
   if (absl::IsResourceExhausted(growth.status())) {
     // A chunk that moves has a place in two tiers: once none moves, there may be room.
     const MoveGate::KeptShut no_moves(core_->around.moving);
+    growth = PlanAndTake(wanted, ground, add);
+  }
+  while (absl::IsResourceExhausted(growth.status()) && ShortOfDram(wanted, ground, *add)) {
+    BALLAST_ASSIGN_OR_RETURN(const bool dropped, ground.store->DropWorkingCopies());
+    if (!dropped) break;
+    spdlog::info("job '{}': dropped working copies, further tensors need their room", core_->name);
     growth = PlanAndTake(wanted, ground, add);
   }
   BALLAST_RETURN_IF_ERROR(growth.status());

@@ -88,6 +88,8 @@ class Space {
     storage::PlanRequest request;
     storage::Plan plan;
   };
+  // Is there too little DRAM for any plan of the missing chunks?
+  bool ShortOfDram(const NewChunks& wanted, const Ground& ground, const Addition& add) ABSL_LOCKS_EXCLUDED(job_lock);
   // Plans places for the missing chunks; for a dry run fills in `answer`.
   absl::StatusOr<PlannedPlaces> PlanPlaces(const NewChunks& wanted, const Ground& ground, const Addition& add,
                                            v1::OpenResponse* answer) ABSL_LOCKS_EXCLUDED(job_lock);

@@ -80,6 +80,12 @@ void LendTo(const LentMemory& lent, const model::Chunk& chunk, storage::ChunkUpd
   }
 }
 
+uint64_t LoggedBytes(const storage::ChunkUpdate& update) {
+  uint64_t bytes = update.logged_gradient.has_value() ? update.logged_gradient->bytes : 0;
+  for (const storage::ChunkUpdate::LoggedValues& values : update.logged_values) bytes += values.place.bytes;
+  return bytes;
+}
+
 }  // namespace
 
 bool Updates::full() const { return queued_ >= kQueuedMax; }
@@ -293,6 +299,7 @@ void Updates::Done(StepWork* work, size_t i, size_t returned) {
   const bool last = i + 1 == work->updates.size();
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
+    if (work->replayed) work->replayed(LoggedBytes(work->updates[i]));
     if (last) {
       updated_ = work->step;
       core_->moved = true;

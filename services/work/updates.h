@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -27,7 +28,10 @@ struct StepWork {
   // Updates read slices from the log into this buffer; null if there are none to read.
   std::shared_ptr<SliceMemory::Buffer> read_back;
   std::shared_ptr<void> lent;  // while updates may touch a trainer's memory
-  absl::Status incomplete;     // in a replay: an error if the log lacks a slice of the step
+  // In a replay. `incomplete`: an error if the log lacks a slice of the step. `replayed` hears, under the job's lock,
+  // the bytes that a finished update read from the log.
+  absl::Status incomplete;
+  std::function<void(uint64_t)> replayed;
 };
 
 // Guarded by the job's lock, unless a method says otherwise.

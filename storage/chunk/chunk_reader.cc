@@ -50,9 +50,38 @@ absl::Status ChunkReader::Prepare(DramTier::Limit limit) {
   absl::MutexLock lock(&mutex_);
   BALLAST_ASSIGN_OR_RETURN(staging_, tiers_->dram()->Allocate(kStagingBytes, "the buffer for reads of nvme state",
                                                               limit, TierPart::kStaging));
+  buffers_.push_back(staging_.bytes().data());
   prepared_ = true;
   return absl::OkStatus();
 }
+
+void ChunkReader::AddBuffers(absl::Span<std::byte> memory) {
+  absl::MutexLock lock(&mutex_);
+  for (uint64_t at = 0; at + kStagingBytes <= memory.size(); at += kStagingBytes) buffers_.push_back(&memory[at]);
+}
+
+class ChunkReader::Buffer {
+ public:
+  explicit Buffer(ChunkReader* reader) : reader_(reader) {
+    absl::MutexLock lock(&reader_->mutex_);
+    const auto any = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return !reader_->buffers_.empty(); };
+    reader_->mutex_.Await(absl::Condition(&any));
+    memory_ = reader_->buffers_.back();
+    reader_->buffers_.pop_back();
+  }
+  ~Buffer() {
+    absl::MutexLock lock(&reader_->mutex_);
+    reader_->buffers_.push_back(memory_);
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  // The first bytes of the buffer.
+  absl::Span<std::byte> bytes(uint64_t count) const { return {memory_, std::min(count, kStagingBytes)}; }
+
+ private:
+  ChunkReader* const reader_;
+  std::byte* memory_ = nullptr;
+};
 
 absl::Status ChunkReader::Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink) {
   uint64_t state_at = 0;
@@ -98,11 +127,11 @@ absl::Status ChunkReader::ReadExtent(const StoredChunk& chunk, uint64_t state_at
   const uint64_t bytes = chunk.layout.ArrayBytes(array, chunk.elements);
   const uint64_t offset = state_at + chunk.layout.ArrayAt(array, chunk.elements);
   const uint32_t expected = digests[static_cast<size_t>(array)];
-  absl::MutexLock lock(&mutex_);
+  const Buffer buffer(this);
   uint32_t digest = 0;
   // Reads the whole array, even for a part: the digest covers the array.
   for (uint64_t at = 0; at < bytes; at += kStagingBytes) {
-    const absl::Span<std::byte> piece = staging_.bytes().subspan(0, std::min(kStagingBytes, bytes - at));
+    const absl::Span<std::byte> piece = buffer.bytes(bytes - at);
     BALLAST_RETURN_IF_ERROR(file.Read(offset + at, piece));
     digest = kernels::Crc32c(piece, digest);
     const uint64_t from = std::max(at, begin);
@@ -128,7 +157,7 @@ absl::Status ChunkReader::ReadDevice(const std::byte* from, uint64_t count, Sink
 }
 
 absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, uint64_t state_at) {
-  absl::MutexLock lock(&mutex_);
+  const Buffer buffer(this);
   ArrayDigests digests = {};
   for (int i = 0; i < chunk.layout.array_count(); ++i) {
     const auto array = static_cast<StateArray>(i);
@@ -136,7 +165,7 @@ absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, uint64
     const uint64_t bytes = chunk.layout.ArrayBytes(array, chunk.elements);
     uint32_t& digest = digests[static_cast<size_t>(i)];
     for (uint64_t at = 0; at < bytes; at += kStagingBytes) {
-      const absl::Span<std::byte> piece = staging_.bytes().subspan(0, std::min(kStagingBytes, bytes - at));
+      const absl::Span<std::byte> piece = buffer.bytes(bytes - at);
       BALLAST_RETURN_IF_ERROR(tiers_->hbm()->CopyOut(chunk.state + begin + at, piece));
       digest = kernels::Crc32c(piece, digest);
       BALLAST_RETURN_IF_ERROR(tiers_->nvme()->file().Write(state_at + begin + at, piece));

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
@@ -23,7 +24,7 @@ absl::Status ChecksumError(const BlockFile& file, uint64_t chunk, StateArray arr
 absl::Status CompareDigests(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
                             const ArrayDigests& expected, const ArrayDigests& found);
 
-// Threads: any. Reads from disk take turns, since they share a small buffer.
+// Threads: any. A read from disk uses one of few small buffers, and waits for one where all are in use.
 class ChunkReader {
  public:
   static constexpr uint64_t kStagingBytes = uint64_t{1} << 20;
@@ -37,6 +38,8 @@ class ChunkReader {
   // hold locks that other jobs need.
   absl::Status Prepare(DramTier::Limit limit = DramTier::Limit::kBudget);
   bool prepared() const { return prepared_; }
+  // More buffers for reads from disk: whole multiples of kStagingBytes. Borrows the memory. REQUIRES: prepared().
+  void AddBuffers(absl::Span<std::byte> memory);
 
   // Bytes [begin, begin + count) of an array, within UsedBytes. The chunk's lock is not held during a read from disk.
   absl::Status Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink)
@@ -51,10 +54,13 @@ class ChunkReader {
   absl::Status ReadExtent(const StoredChunk& chunk, uint64_t state_at, const ArrayDigests& digests, StateArray array,
                           uint64_t begin, uint64_t count, Sink sink);
   absl::Status ReadDevice(const std::byte* from, uint64_t count, Sink sink);
+  // Takes a buffer for the life of the object.
+  class Buffer;
 
   Tiers* const tiers_;
-  absl::Mutex mutex_;  // held while a read waits for the disk
+  absl::Mutex mutex_;
   DramBlock staging_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::byte*> buffers_ ABSL_GUARDED_BY(mutex_);  // that no read uses
   std::atomic<bool> prepared_{false};
 };
 

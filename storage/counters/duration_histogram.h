@@ -1,6 +1,7 @@
 // Counts of durations by size.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -29,7 +30,9 @@ class DurationHistogram {
   explicit DurationHistogram(absl::Span<const double> bounds_seconds = kCallBoundsSeconds)
       : bounds_(bounds_seconds), counts_(bounds_seconds.size() + 1) {}
 
+  // A duration below zero, by a clock that was set back, counts as zero: a sum that shrinks is a restart to Prometheus.
   void Observe(absl::Duration duration) {
+    duration = std::max(duration, absl::ZeroDuration());
     const double seconds = absl::ToDoubleSeconds(duration);
     size_t bucket = 0;
     while (bucket < bounds_.size() && seconds > bounds_[bucket]) ++bucket;

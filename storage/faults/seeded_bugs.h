@@ -48,6 +48,7 @@ enum class StorageBug {
   kKeptExtentsGivenAgain,     // recovered chunks' extents are free
   kFlushedChunkStaysClean,    // changed state counts as flushed
   kUnrecordedCountsAsKept,    // the log is cut at versions that are not recorded, so no restart would find them
+  kPulledCopyOutlivesUpdate,  // pulls of a chunk without a working copy get the parameters before its update
   kReadBackUnchecked,         // a damaged slice from the log is applied
 
   // The server.

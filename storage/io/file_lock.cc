@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <fstream>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
@@ -20,6 +21,8 @@ namespace {
 
 constexpr absl::Duration kLockPoll = absl::Milliseconds(5);  // F_OFD_SETLKW has no deadline
 constexpr absl::Duration kSilentWait = absl::Seconds(1);
+// Waits for a holder that ends; for one that does not look so (yet).
+constexpr absl::Duration kEndingMax = absl::Seconds(10), kKilledMax = absl::Milliseconds(500);
 
 // 0, or the errno.
 int TryLock(int fd) {
@@ -27,6 +30,32 @@ int TryLock(int fd) {
   whole.l_type = F_WRLCK;
   whole.l_whence = SEEK_SET;
   return fcntl(fd, F_OFD_SETLK, &whole) == 0 ? 0 : errno;
+}
+
+// The process that holds a FileLock, by what it wrote into the file; empty if it has not yet.
+std::string HolderOf(int fd) {
+  char text[32] = {};
+  const ssize_t length = pread(fd, text, sizeof(text) - 1, 0);
+  return std::string(absl::StripAsciiWhitespace(absl::string_view(text, length > 0 ? length : 0)));
+}
+
+// Has the process ended, or does it only give back its memory any more?
+bool IsEnding(const std::string& pid) {
+  std::ifstream command(absl::StrCat("/proc/", pid, "/cmdline"));
+  return !command.is_open() || command.peek() == std::ifstream::traits_type::eof();
+}
+
+// A process that was killed has its lock for a moment, or for as long as its memory takes to be given back.
+absl::Status LockOnceTheDeadHaveLeft(int fd, const std::string& path) {
+  const absl::Time began = absl::Now();
+  absl::Status locked = LockDescriptor(fd, path, absl::ZeroDuration());
+  while (absl::IsFailedPrecondition(locked)) {
+    const std::string holder = HolderOf(fd);
+    const bool mine = holder == absl::StrCat(getpid());
+    if (mine || absl::Now() - began > (IsEnding(holder) ? kEndingMax : kKilledMax)) break;
+    locked = LockDescriptor(fd, path, kLockPoll);
+  }
+  return locked;
 }
 
 }  // namespace
@@ -59,11 +88,9 @@ absl::StatusOr<FileLock> FileLock::Take(const std::string& path, const std::stri
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
   if (fd < 0) return IoError(errno, "open", path, 0, 0);
   FileLock lock(fd);
-  if (const absl::Status locked = LockDescriptor(fd, path, absl::ZeroDuration()); !locked.ok()) {
+  if (const absl::Status locked = LockOnceTheDeadHaveLeft(fd, path); !locked.ok()) {
     if (locked.code() != absl::StatusCode::kFailedPrecondition) return locked;
-    char holder[32] = {};
-    const ssize_t length = pread(fd, holder, sizeof(holder) - 1, 0);
-    const absl::string_view pid = absl::StripAsciiWhitespace(absl::string_view(holder, length > 0 ? length : 0));
+    const std::string pid = HolderOf(fd);
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kBusy,
                         absl::StrCat(what, " is in use by process ", pid.empty() ? "(starting)" : pid,
                                      "; stop it, or choose another one"));

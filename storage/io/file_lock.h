@@ -22,8 +22,9 @@ absl::Status LockDescriptor(int fd, const std::string& path, absl::Duration wait
 // A lock held until destroyed; the kernel drops the lock when the process dies, even if children live on.
 class FileLock {
  public:
-  // Creates `path` if needed; does not wait. FAILED_PRECONDITION (BUSY): `what` is in use, with the holder's pid;
-  // INTERNAL (IO) otherwise.
+  // Creates `path` if needed. Waits half a second for another process that holds the lock, and 10 s for one that ends:
+  // a server that was killed may be started again at once. FAILED_PRECONDITION (BUSY): `what` is in use, with the
+  // holder's pid; INTERNAL (IO) otherwise.
   static absl::StatusOr<FileLock> Take(const std::string& path, const std::string& what);
   FileLock(FileLock&&) noexcept = default;
   FileLock& operator=(FileLock&&) = delete;

@@ -77,9 +77,10 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, con
 }
 
 absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Recover(Disk* disk, const std::string& path,
-                                                                  ScannedLog* scanned) {
+                                                                  ScannedLog* scanned,
+                                                                  std::atomic<uint64_t>* read_bytes) {
   BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(path, Disk::Mode::kKept));
-  BALLAST_ASSIGN_OR_RETURN(*scanned, ScanLog(*file));
+  BALLAST_ASSIGN_OR_RETURN(*scanned, ScanLog(*file, read_bytes));
   Pass("recovery/scanned");
   // Some batches read may have been written and never synced: from here on they count as durable.
   if (!Seeded(StorageBug::kReopenSyncDropped)) BALLAST_RETURN_IF_ERROR(file->Sync());

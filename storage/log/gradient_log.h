@@ -15,6 +15,7 @@
 // the lease of its payload).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -48,9 +49,10 @@ class GradientLog {
   // `interrupt`, the file is removed. RESOURCE_EXHAUSTED (DISK_FULL).
   static absl::StatusOr<std::unique_ptr<GradientLog>> Create(Disk* disk, const Options& options,
                                                              Interrupt interrupt = Uninterrupted);
-  // Opens the log of an earlier run and fills `scanned` with its content. Errors: ScanLog's. The first Append goes to a
-  // new segment: Roll first.
-  static absl::StatusOr<std::unique_ptr<GradientLog>> Recover(Disk* disk, const std::string& path, ScannedLog* scanned);
+  // Opens the log of an earlier run and fills `scanned` with its content. Errors and `read_bytes`: ScanLog's. The first
+  // Append goes to a new segment: Roll first.
+  static absl::StatusOr<std::unique_ptr<GradientLog>> Recover(Disk* disk, const std::string& path, ScannedLog* scanned,
+                                                              std::atomic<uint64_t>* read_bytes = nullptr);
   // Stops pumping, drops queued records, waits for requests in flight.
   ~GradientLog();
 

@@ -35,7 +35,8 @@ bool IsBlank(absl::Span<const std::byte> block) {
 
 class Scan {
  public:
-  Scan(const BlockFile& file, Arena buffer) : file_(file), buffer_(std::move(buffer)) {}
+  Scan(const BlockFile& file, Arena buffer, std::atomic<uint64_t>* read_bytes)
+      : file_(file), buffer_(std::move(buffer)), read_bytes_(read_bytes) {}
 
   absl::StatusOr<ScannedLog> Run();
 
@@ -72,6 +73,7 @@ class Scan {
 
   const BlockFile& file_;
   Arena buffer_;
+  std::atomic<uint64_t>* const read_bytes_;
   ScannedLog log_;
   uint64_t oldest_ = 0;
   uint64_t oldest_kept_ = 0;  // oldest_ according to the batches of `log_.records` and their segments
@@ -89,6 +91,9 @@ absl::StatusOr<absl::Span<const std::byte>> Scan::Read(uint64_t offset, uint64_t
   }
   const absl::Span<std::byte> to = buffer_.bytes().subspan(0, bytes);
   BALLAST_RETURN_IF_ERROR(file_.Read(offset, to));
+  const uint64_t counted = std::min(bytes, log_.file_bytes - log_.read_bytes);
+  log_.read_bytes += counted;
+  if (read_bytes_ != nullptr) *read_bytes_ += counted;
   return absl::Span<const std::byte>(to);
 }
 
@@ -101,6 +106,7 @@ absl::StatusOr<absl::Span<const std::byte>> Scan::ReadCopy(uint64_t offset, uint
 
 absl::Status Scan::ReadFileHead() {
   BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, file_.Size());
+  log_.file_bytes = bytes;
   if (bytes < kLogBlock) {
     if (bytes > 0) return Rotten(file_, absl::StrCat("only ", bytes, " bytes are left of it"));
     return model::Error(absl::StatusCode::kNotFound, model::kIo, absl::StrCat(file_.path(), " holds no log"));
@@ -334,9 +340,9 @@ absl::StatusOr<ScannedLog> Scan::Run() {
 
 }  // namespace
 
-absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file) {
+absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file, std::atomic<uint64_t>* read_bytes) {
   BALLAST_ASSIGN_OR_RETURN(Arena buffer, Arena::Map(kBufferBytes));
-  return Scan(file, std::move(buffer)).Run();
+  return Scan(file, std::move(buffer), read_bytes).Run();
 }
 
 namespace {

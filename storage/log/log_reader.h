@@ -1,6 +1,7 @@
 // Reads a gradient log after a restart, without changing it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -33,11 +34,14 @@ struct ScannedLog {
   uint64_t synced_batch = 0;      // newest batch known to have been durable
   uint64_t repaired_blocks = 0;   // read from their second copy
   uint64_t torn_batches = 0;      // void batches seen behind the end of the log
+  uint64_t file_bytes = 0;
+  uint64_t read_bytes = 0;  // by the scan, a block read again counted again; at most file_bytes
 };
 
 // INTERNAL (IO); DATA_LOSS (CHECKSUM), with the offsets, if a durable batch cannot be read. NOT_FOUND if the file holds
-// no log, not even a damaged log: its creation was not finished.
-absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file);
+// no log, not even a damaged log: its creation was not finished. `read_bytes` grows with each read, by
+// ScannedLog::read_bytes in all; null: nobody asks.
+absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file, std::atomic<uint64_t>* read_bytes = nullptr);
 
 // Reads a payload into `to` (its exact bytes). A single block that is rotten or unreadable is rebuilt from the
 // payload's parity: `rebuilt` gets the block's offset in the file; without `rebuilt` a warning names it.

@@ -9,23 +9,42 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "ballast/storage/placement/choice.h"
 #include "ballast/storage/placement/state_layout.h"
 #include "ballast/storage/placement/step_prediction.h"
 #include "ballast/storage/placement/tier_kind.h"
 
 namespace ballast::storage {
 
+// DRAM for pulls of chunks without a working copy: slots, each for one copy, and buffers to read masters into.
+struct PullMemory {
+  uint64_t slots = 0;
+  uint64_t slot_bytes = 0;
+  uint64_t buffer_bytes = 0;
+  uint64_t bytes() const { return slots * slot_bytes + buffer_bytes; }
+};
+
 struct Plan {
   std::vector<ChunkPlacement> chunks;
   TierBytes state;  // bytes taken in each tier, alignment included
   TierBytes working;
-  uint64_t durable_bytes = 0;                // on NVMe, for state that lives in memory
-  uint64_t slice_bytes = 0;                  // DRAM for slices of the step in flight
-  bool reads_back = false;                   // `slice_bytes` do not hold a whole step: slices come back from the disk
-  uint64_t read_back_bytes = 0;              // if reads_back: bytes read back in each step
-  uint64_t spill_bytes = 0;                  // if reads_back without a log: NVMe for the spill
+  uint64_t durable_bytes = 0;    // on NVMe, for state that lives in memory
+  uint64_t slice_bytes = 0;      // DRAM for slices of the step in flight
+  PullMemory pull;               // taken if a chunk has no working copy
+  bool reads_back = false;       // `slice_bytes` do not hold a whole step: slices come back from the disk
+  uint64_t read_back_bytes = 0;  // if reads_back: bytes read back in each step
+  uint64_t spill_bytes = 0;      // if reads_back without a log: NVMe for the spill
+  Choice choice;
   std::optional<StepPrediction> prediction;  // for a step of all the job's chunks here; none without a profile
-  // A paragraph for people: the tiers chosen, why, and how long a step will take.
+  // The best plan among those with other places or slices.
+  struct RunnerUp {
+    Choice choice;
+    StepPrediction prediction;
+  };
+  std::optional<RunnerUp> runner_up;
+  // The same places and slices, by whatever choice?
+  bool SameAs(const Plan& other) const;
+  // A paragraph for people: the tiers chosen, why, how long a step will take, and what it would take otherwise.
   std::string Explain() const;
 };
 
@@ -34,7 +53,12 @@ struct PlanRequest {
   std::vector<uint64_t> elements;  // per chunk, in the next forward's order
   std::vector<Frozen> frozen;      // likewise; empty: no chunk is frozen
   StateLayout layout;
-  StateLayout LayoutOf(size_t chunk) const { return layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk]); }
+  StateLayout LayoutOf(size_t chunk) const {
+    return layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk], present.empty() ? ChunkPlacement() : present[chunk]);
+  }
+  // If working copies of chunks on NVMe do not fit in DRAM, as many as do not fit are left out: pulls then round the
+  // masters, by way of this memory (zero: taken already). None: working copies must fit.
+  std::optional<PullMemory> pull;
   // DRAM for slices of the step in flight, which the job needs besides its chunks. Frozen chunks take none.
   uint64_t provisional_bytes_per_element = 4;
   // DRAM for values of frozen chunks: buffers on the way to and from the log, part of the slices' / or where there is
@@ -60,15 +84,23 @@ struct PlanRequest {
   // the job's log and for new versions.
   bool durable = false;
   uint64_t nvme_fixed_bytes = 0;
-  // For the prediction: chunks of the job that are placed already, and how the server runs a step.
+  // For the prediction: chunks of the job that are placed already and stay there.
   std::vector<PlacedChunk> placed;
-  StepShape shape;
+  // If budgets change: where the chunks lie now, one entry per chunk. Working copies in HBM stay with their state, or
+  // leave with it; none comes to HBM, and a chunk without a copy gets none. Empty: the chunks are new.
+  std::vector<ChunkPlacement> present;
+  StepShape shape;  // how the server runs a step, for the prediction
 };
 
-// State fills HBM, then DRAM, then NVMe; within a tier in the given order, frozen chunks first: they are pulled in
-// every pass. Frozen chunks are not in HBM. Working copies of state in HBM go to HBM if there is room, all others to
-// DRAM. Provisional slices go to DRAM: all of a step's, or as few as `read_back` allows. RESOURCE_EXHAUSTED (BUDGET)
-// names each tier that is short, the missing bytes and the budget to raise.
+// Arranges the chunks by every choice (choice.h), predicts a step of each plan that fits, and takes the shortest; of
+// equal ones the simplest. Without a machine's profile nothing can be predicted, and the simplest choice is taken:
+// state fills HBM, then DRAM, then NVMe, within a tier in the given order.
+//
+// By any choice, frozen chunks get DRAM first, since they are pulled in every pass, and are not in HBM. Working copies
+// of state in HBM may go to HBM, all others go to DRAM, before any state; those that do not fit there are left out,
+// evenly over the update (PlanRequest::pull). Provisional slices go to DRAM: all of a step's, or as few as
+// `read_back` allows. RESOURCE_EXHAUSTED (BUDGET) names each tier that is short, the missing bytes and the budget to
+// raise, of the plan that lacks least.
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request);
 
 // The least DRAM for a plan of these chunks, if NVMe has room for the rest.

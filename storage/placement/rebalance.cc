@@ -1,9 +1,11 @@
 #include "ballast/storage/placement/rebalance.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/placement/candidates.h"
 
 namespace ballast::storage {
 namespace {
@@ -14,87 +16,71 @@ absl::Status Short(TierKind tier, uint64_t budget, uint64_t fixed, const char* w
                                    " bytes: ", what, " take ", fixed, " and do not move"));
 }
 
-// A job's state after HBM was given out.
-struct JobState {
-  std::vector<bool> in_hbm;  // by chunk
-  uint64_t hbm = 0;          // state of the chunks in HBM, with the working copies that stay there
-  uint64_t host = 0;         // state of all other chunks
-  uint64_t host_working = 0;
-  uint64_t leaving = 0;  // working copies that go from HBM to DRAM
-  TierBytes now;         // everything that may move, in its present tier
-};
-
-bool WorkingInHbm(const PlacedChunk& chunk) { return chunk.placement.working == TierKind::kHbm; }
-
 uint64_t AllState(const JobHolding& job) {
   uint64_t bytes = 0;
-  for (const PlacedChunk& chunk : job.chunks) bytes += job.layout.Of(chunk.frozen).StateBytes(chunk.elements);
+  for (const PlacedChunk& chunk : job.chunks)
+    bytes += job.layout.Of(chunk.frozen, chunk.placement).StateBytes(chunk.elements);
   return bytes;
 }
 
-// The first chunks that fit are in HBM: the next forward wants them first.
-JobState GiveHbm(const JobHolding& job, uint64_t room) {
-  JobState state;
-  for (const PlacedChunk& chunk : job.chunks) {
-    const StateLayout layout = job.layout.Of(chunk.frozen);
-    const uint64_t bytes = layout.StateBytes(chunk.elements);
-    const uint64_t working = layout.WorkingBytes(chunk.elements);
-    const uint64_t there = bytes + (WorkingInHbm(chunk) ? working : 0);
-    state.now[chunk.placement.state] += bytes;
-    if (WorkingInHbm(chunk)) state.now.hbm += working;
-    const bool fits = layout.working_copies() && there <= room;
-    state.in_hbm.push_back(fits);
-    if (fits) {
-      room -= there;
-      state.hbm += there;
-      continue;
-    }
-    state.host += bytes;
-    state.host_working += working;
-    if (WorkingInHbm(chunk)) state.leaving += working;
-  }
-  return state;
-}
-
-uint64_t FlushBuffer(const JobHolding& job, const JobState& state) {
-  return job.durable && state.hbm > 0 ? job.flush_buffer_bytes_missing : 0;
-}
-
-// The plan of a job with this much DRAM for state outside HBM, and this much NVMe.
-absl::StatusOr<Plan> PlanJob(const JobHolding& job, const JobState& state, uint64_t dram, uint64_t nvme) {
-  // Working copies, which MakePlan counts, are taken already.
-  PlanRequest request{.free = {.dram = dram + job.staging_bytes_missing + state.host_working, .nvme = nvme},
+PlanRequest RequestOf(const JobHolding& job) {
+  PlanRequest request{.free = {},
                       .elements = {},
                       .frozen = {},
                       .layout = job.layout,
+                      .pull = {},
                       .provisional_bytes_per_element = 0,
                       .staging_bytes = job.staging_bytes_missing,
                       .durable = job.durable,
                       .placed = {},
+                      .present = {},
                       .shape = job.shape};
-  for (size_t i = 0; i < job.chunks.size(); ++i) {
-    if (state.in_hbm[i]) {
-      request.placed.push_back({job.chunks[i].elements, {TierKind::kHbm, job.chunks[i].placement.working}});
-    } else {
-      request.frozen.push_back(job.chunks[i].frozen);
-      request.elements.push_back(job.chunks[i].elements);
-    }
+  for (const PlacedChunk& chunk : job.chunks) {
+    request.elements.push_back(chunk.elements);
+    request.frozen.push_back(chunk.frozen);
+    request.present.push_back(chunk.placement);
   }
-  absl::StatusOr<Plan> host = MakePlan(request);
-  if (!host.ok()) return model::Annotate(host.status(), absl::StrCat("job '", job.name, "'"));
-  Plan plan = *host;
-  plan.chunks.clear();
-  size_t next = 0;
-  for (size_t i = 0; i < job.chunks.size(); ++i) {
-    if (!state.in_hbm[i]) {
-      plan.chunks.push_back(host->chunks[next++]);
-      continue;
-    }
-    plan.chunks.push_back({TierKind::kHbm, job.chunks[i].placement.working});
-    plan.state.hbm += job.layout.StateBytes(job.chunks[i].elements);
-    plan.working[job.chunks[i].placement.working] += job.layout.WorkingBytes(job.chunks[i].elements);
+  return request;
+}
+
+// A job's state after HBM was given out.
+struct JobState {
+  uint64_t hbm = 0;      // state of the chunks in HBM, with the working copies that stay there
+  uint64_t host = 0;     // state of all other chunks
+  uint64_t working = 0;  // working copies in DRAM
+  uint64_t leaving = 0;  // those of them that are in HBM now
+};
+
+JobState GiveHbm(PlanRequest* request, const Choice& choice, uint64_t room) {
+  request->free.hbm = room;
+  Plan plan;
+  FillHbm(*request, choice, &plan);
+  JobState state;
+  for (size_t i = 0; i < plan.chunks.size(); ++i) {
+    const StateLayout layout = request->LayoutOf(i);
+    const uint64_t bytes = layout.StateBytes(request->elements[i]);
+    const uint64_t working = layout.WorkingBytes(request->elements[i]);
+    const bool copy_in_hbm = plan.chunks[i].working == TierKind::kHbm;
+    (plan.chunks[i].state == TierKind::kHbm ? state.hbm : state.host) += bytes;
+    (copy_in_hbm ? state.hbm : state.working) += working;
+    if (!copy_in_hbm && request->present[i].working == TierKind::kHbm) state.leaving += working;
   }
-  return plan;
+  return state;
+}
+
+// The bytes of everything that may move, in its present tier.
+TierBytes Movable(const PlanRequest& request) {
+  TierBytes now;
+  for (size_t i = 0; i < request.elements.size(); ++i) {
+    const StateLayout layout = request.LayoutOf(i);
+    now[request.present[i].state] += layout.StateBytes(request.elements[i]);
+    if (request.present[i].working == TierKind::kHbm) now.hbm += layout.WorkingBytes(request.elements[i]);
+  }
+  return now;
+}
+
+uint64_t FlushBuffer(const JobHolding& job, const JobState& state) {
+  return job.durable && state.hbm > 0 ? job.flush_buffer_bytes_missing : 0;
 }
 
 // `bytes` in proportion to `part` of `whole`.
@@ -102,60 +88,131 @@ uint64_t Share(uint64_t bytes, uint64_t part, uint64_t whole) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(bytes) * part / std::max(whole, uint64_t{1}));
 }
 
-}  // namespace
-
-absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const TierBytes& used,
-                                              absl::Span<const JobHolding> jobs) {
-  TierBytes fixed = used;
-  uint64_t all = 0;
-  for (const JobHolding& job : jobs) {
-    all += AllState(job);
-    const TierBytes now = GiveHbm(job, 0).now;
-    for (const TierKind tier : {TierKind::kHbm, TierKind::kDram, TierKind::kNvme}) {
-      // Durable state has its place on NVMe wherever it lives.
-      if (tier != TierKind::kNvme || !job.durable) fixed[tier] -= std::min(fixed[tier], now[tier]);
+// The jobs of a server and its budgets, planned by one choice after the other.
+class Budgets {
+ public:
+  Budgets(const TierBytes& budget, const TierBytes& used, absl::Span<const JobHolding> jobs)
+      : budget_(budget), jobs_(jobs), fixed_(used) {
+    for (const JobHolding& job : jobs) {
+      requests_.push_back(RequestOf(job));
+      states_.push_back(AllState(job));
+      all_ += states_.back();
+      const TierBytes now = Movable(requests_.back());
+      for (const TierKind tier : {TierKind::kHbm, TierKind::kDram, TierKind::kNvme}) {
+        // Durable state has its place on NVMe wherever it lives.
+        if (tier != TierKind::kNvme || !job.durable) fixed_[tier] -= std::min(fixed_[tier], now[tier]);
+      }
     }
   }
-  if (budget.hbm < fixed.hbm) return Short(TierKind::kHbm, budget.hbm, fixed.hbm, "the tier's scratch memory");
-  std::vector<JobState> states;
-  uint64_t before = 0, taken = 0;  // state of the jobs so far, and their usage of the tier
-  for (const JobHolding& job : jobs) {
-    before += AllState(job);
-    // The next job gets the part of the share that a job's chunks leave free.
-    taken += states.emplace_back(GiveHbm(job, Share(budget.hbm - fixed.hbm, before, all) - taken)).hbm;
-    fixed.dram += states.back().leaving + FlushBuffer(job, states.back());
+
+  std::vector<Choice> choices() const {
+    // The first request with a machine stands for all: they differ in their chunks, not in what can be chosen.
+    for (PlanRequest request : requests_) {
+      request.free.hbm = budget_.hbm;
+      if (request.shape.machine != nullptr) return Choices(request);
+    }
+    return {Choice()};
+  }
+  absl::StatusOr<std::vector<Plan>> By(const Choice& choice);
+  double CostOf(absl::Span<const Plan> plans) const {
+    double cost = 0;
+    for (size_t i = 0; i < plans.size(); ++i) cost += storage::CostOf(requests_[i], plans[i]);
+    return cost;
   }
 
-  all = 0;
-  uint64_t staging = 0;
-  for (size_t i = 0; i < jobs.size(); ++i) {
-    all += states[i].host;
-    if (states[i].host > 0) staging += jobs[i].staging_bytes_missing - FlushBuffer(jobs[i], states[i]);
+ private:
+  const TierBytes budget_;
+  const absl::Span<const JobHolding> jobs_;
+  TierBytes fixed_;  // what does not move
+  std::vector<PlanRequest> requests_;
+  std::vector<uint64_t> states_;  // all state of each job
+  uint64_t all_ = 0;
+};
+
+absl::StatusOr<std::vector<Plan>> Budgets::By(const Choice& choice) {
+  TierBytes fixed = fixed_;
+  if (budget_.hbm < fixed.hbm) return Short(TierKind::kHbm, budget_.hbm, fixed.hbm, "the tier's scratch memory");
+  std::vector<JobState> states;
+  uint64_t before = 0, taken = 0;  // state of the jobs so far, and their usage of the tier
+  uint64_t host = 0, staging = 0;
+  for (size_t i = 0; i < jobs_.size(); ++i) {
+    before += states_[i];
+    // The next job gets the part of the share that a job's chunks leave free.
+    const uint64_t room = Share(budget_.hbm - fixed.hbm, before, all_) - taken;
+    const JobState& state = states.emplace_back(GiveHbm(&requests_[i], choice, room));
+    taken += state.hbm;
+    fixed.dram += state.leaving + FlushBuffer(jobs_[i], state);
+    host += state.host;
+    if (state.host > 0) staging += jobs_[i].staging_bytes_missing - FlushBuffer(jobs_[i], state);
   }
   const char* const kDramHolds = "working copies, slices in flight, buffers and pinned copies";
-  if (budget.dram < fixed.dram) return Short(TierKind::kDram, budget.dram, fixed.dram, kDramHolds);
-  if (budget.nvme < fixed.nvme) {
-    return Short(TierKind::kNvme, budget.nvme, fixed.nvme, "gradient logs, durable versions and pinned copies");
+  if (budget_.dram < fixed.dram) return Short(TierKind::kDram, budget_.dram, fixed.dram, kDramHolds);
+  if (budget_.nvme < fixed.nvme) {
+    return Short(TierKind::kNvme, budget_.nvme, fixed.nvme, "gradient logs, durable versions and pinned copies");
   }
-  uint64_t dram = budget.dram - fixed.dram, nvme = budget.nvme - fixed.nvme;
-  const bool fits = all <= dram;
+  uint64_t dram = budget_.dram - fixed.dram, nvme = budget_.nvme - fixed.nvme;
+  const bool fits = host <= dram;
   if (!fits && dram < staging) {
-    return Short(TierKind::kDram, budget.dram, fixed.dram + staging,
+    return Short(TierKind::kDram, budget_.dram, fixed.dram + staging,
                  "working copies, slices in flight, pinned copies and buffers for moving nvme state");
   }
   if (!fits) dram -= staging;
   std::vector<Plan> plans;
   before = taken = 0;
-  for (size_t i = 0; i < jobs.size(); ++i) {
+  for (size_t i = 0; i < jobs_.size(); ++i) {
     before += states[i].host;
-    const uint64_t share = fits ? states[i].host : Share(dram, before, all) - taken;
-    BALLAST_ASSIGN_OR_RETURN(Plan plan, PlanJob(jobs[i], states[i], share, jobs[i].durable ? AllState(jobs[i]) : nvme));
+    const uint64_t share = fits ? states[i].host : Share(dram, before, host) - taken;
+    // Working copies are taken already, and buffers for NVMe state are counted by Arrange.
+    requests_[i].free.dram = share + jobs_[i].staging_bytes_missing + states[i].working;
+    requests_[i].free.nvme = jobs_[i].durable ? states_[i] : nvme;
+    Candidate candidate = Arrange(requests_[i], choice);
+    if (!candidate.fits()) {
+      return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
+                          absl::StrCat("job '", jobs_[i].name, "': ", candidate.shortage));
+    }
+    Predict(requests_[i], &candidate.plan);
     // State beyond the share lies in the room of the job's own staging, which the job then does not take.
-    taken += std::min(plan.state.dram, share);
-    if (!jobs[i].durable) nvme -= plan.state.nvme;
-    plans.push_back(std::move(plan));
+    taken += std::min(candidate.plan.state.dram, share);
+    if (!jobs_[i].durable) nvme -= candidate.plan.state.nvme;
+    plans.push_back(std::move(candidate.plan));
   }
   return plans;
+}
+
+// The same places for all jobs?
+bool Same(absl::Span<const Plan> a, absl::Span<const Plan> b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Plan& x, const Plan& y) { return x.SameAs(y); });
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const TierBytes& used,
+                                              absl::Span<const JobHolding> jobs) {
+  Budgets budgets(budget, used, jobs);
+  absl::Status refused;
+  std::vector<Plan> best, second;
+  for (const Choice& choice : budgets.choices()) {
+    absl::StatusOr<std::vector<Plan>> plans = budgets.By(choice);
+    if (!plans.ok()) {
+      if (refused.ok()) refused = plans.status();
+      continue;
+    }
+    if (jobs.empty()) return plans;
+    if (Same(*plans, best) || Same(*plans, second)) continue;
+    const double cost = budgets.CostOf(*plans);
+    if (best.empty() || cost < budgets.CostOf(best)) {
+      second = std::exchange(best, *std::move(plans));
+    } else if (second.empty() || cost < budgets.CostOf(second)) {
+      second = *std::move(plans);
+    }
+  }
+  if (best.empty()) return refused;
+  for (size_t i = 0; i < second.size(); ++i) {
+    if (second[i].prediction.has_value() && !second[i].SameAs(best[i])) {
+      best[i].runner_up = {second[i].choice, *second[i].prediction};
+    }
+  }
+  return best;
 }
 
 }  // namespace ballast::storage

@@ -22,6 +22,11 @@ struct JobHolding {
   StepShape shape;
 };
 
+// Every choice of MakePlan for which a plan exists is compared, the same for all jobs: by the seconds of 100 steps, and
+// of the moves before them. So a plan moves more than it must only where that pays for itself within 100 steps
+// (kStepsToRepay). Without a machine's profile the first choice is taken. Slices stay in memory, or read back, as they
+// are.
+//
 // State moves between the tiers, and a working copy leaves HBM with its state; everything else in `used` stays. The
 // jobs share the HBM and DRAM left for state in proportion to the size of their state. Returns a plan for each job, in
 // the same order, with all its chunks. RESOURCE_EXHAUSTED (BUDGET) names the tier and the missing bytes.

@@ -16,21 +16,25 @@ namespace ballast::storage {
 enum class StateArray { kMaster = 0, kMoment1 = 1, kMoment2 = 2, kMoment3 = 3 };
 inline constexpr int kStateArraysMax = 1 + kernels::kMomentsMax;
 
-// The layout of a job's chunks: a pure function of the job's optimizer, of whether its store keeps working copies, and
-// of how a chunk is frozen. A store without working copies writes the trainer's own parameters, where the trainer lends
-// them; reads of working parameters round the master. A frozen chunk has a single array, kMaster: values in the working
-// dtype, or quantized (kernels::Quantize), and no working copy beside it.
+// The layout of a job's chunks: a pure function of the job's optimizer, of whether chunks have working copies, and of
+// how a chunk is frozen. Reads of working parameters of a chunk without a working copy round the master. A store
+// without any working copies writes the trainer's own parameters, where the trainer lends them. A frozen chunk has a
+// single array, kMaster: values in the working dtype, or quantized (kernels::Quantize), and no working copy beside it.
 class StateLayout {
  public:
   StateLayout() : StateLayout(kernels::OptimizerSpec()) {}
   explicit StateLayout(const kernels::OptimizerSpec& optimizer, bool working_copies = true, Frozen frozen = Frozen::kNo)
       : optimizer_(optimizer),
         array_count_(frozen == Frozen::kNo ? 1 + kernels::MomentCount(optimizer) : 1),
-        store_has_working_copies_(working_copies),
+        has_working_copies_(working_copies),
         frozen_(frozen) {}
 
-  // The layout of the same store's chunks that are frozen so.
-  StateLayout Of(Frozen frozen) const { return StateLayout(optimizer_, store_has_working_copies_, frozen); }
+  // The layout of the same store's chunks that are frozen so, and of those without a working copy.
+  StateLayout Of(Frozen frozen) const { return StateLayout(optimizer_, has_working_copies_, frozen); }
+  StateLayout WithoutWorkingCopy() const { return StateLayout(optimizer_, false, frozen_); }
+  StateLayout Of(Frozen frozen, const ChunkPlacement& placement) const {
+    return placement.working.has_value() ? Of(frozen) : Of(frozen).WithoutWorkingCopy();
+  }
 
   const kernels::OptimizerSpec& optimizer() const { return optimizer_; }
   int array_count() const { return array_count_; }
@@ -71,7 +75,7 @@ class StateLayout {
     return working_copies() ? Pad(elements * working_element_bytes()) : 0;
   }
   // Has the chunk a working copy beside its state?
-  bool working_copies() const { return store_has_working_copies_ && frozen_ == Frozen::kNo; }
+  bool working_copies() const { return has_working_copies_ && frozen_ == Frozen::kNo; }
 
   static constexpr uint64_t kLabelBytes = 4096;
 
@@ -85,7 +89,7 @@ class StateLayout {
 
   kernels::OptimizerSpec optimizer_;
   int array_count_;
-  bool store_has_working_copies_;
+  bool has_working_copies_;
   Frozen frozen_;
 };
 

@@ -1,12 +1,10 @@
 // Predicts from measured bandwidths how long a step over a job's chunks takes on this server: a pure function.
-//
-// The job's threads and the disk work at the same time; the threads wait for the GPU's link. Reads and writes share the
-// disk: equal parts run at the mixed speed, the rest of either kind at its own speed. A kernel waits for its chunk's
-// state. So a step takes the longer of (compute + GPU link) and (idle disk + transfers), plus syncs. The disk is idle
-// only while the staging buffers are full and the chunks in memory before the first chunk on NVMe are updated.
+// The transfers and kernels of a step are played through as events (step_events.h), in the order in which the store
+// does them: so a disk that waits for its turn counts, and a kernel that waits for the disk.
 // Not counted: time of trainers and network, pulls, pinned copies.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -38,11 +36,17 @@ struct StepPrediction {
   double disk_write = 0;  // writes of state, if the disk did nothing else
   double log_write = 0;   // writes of the log or spill, if the disk did nothing else
   double disk = 0;        // reads and writes together
-  double disk_idle = 0;   // time before the disk has work that it may begin
+  double disk_least = 0;  // as `disk`, or one after the other, if that is shorter
+  double disk_idle = 0;   // time in which the disk waits for work that the step has for it
   double sync = 0;        // durable: syncs that somebody waits for
   double gpu_link = 0;    // gradients in, working copies out
   double total = 0;
   std::vector<std::string> unmeasured;  // used by the plan, but without a figure in the profile: counted as 0 s
+
+  // The resource that has most to do: "compute", "the disk" or "the GPU's link", for which the job's thread waits.
+  const char* binds() const;
+  // Seconds for which that resource works, and, if there are, the syncs: no order of the same work is shorter.
+  double bound() const { return std::max(compute + gpu_link, disk_least) + sync; }
 
   // A paragraph for people: the resource that bounds the step, and the time of the other resources.
   std::string Explain() const;

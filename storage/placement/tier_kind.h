@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 namespace ballast::storage {
 
@@ -19,7 +20,8 @@ struct TierBytes {
 
 struct ChunkPlacement {
   TierKind state = TierKind::kDram;
-  TierKind working = TierKind::kDram;  // HBM or DRAM
+  // HBM or DRAM. None: the chunk has no working copy, pulls round the master wherever the state lies.
+  std::optional<TierKind> working = TierKind::kDram;
 };
 
 // A chunk keeps the state that an optimizer updates (kNo), or values that no step changes: in the working dtype, or in

@@ -63,15 +63,15 @@ absl::Status StoreCore::CheckPlan(absl::Span<const ChunkToAdd> added, const Plan
     const uint64_t elements = added[i].elements;
     if (elements == 0) return Bad(model::kBadRequest, absl::StrCat("chunk ", i, " is empty"));
     if (working == TierKind::kNvme || (working == TierKind::kHbm && state != TierKind::kHbm)) {
-      return Bad(model::kBadRequest, absl::StrCat("working copy of chunk ", i, " cannot be in ", TierName(working),
+      return Bad(model::kBadRequest, absl::StrCat("working copy of chunk ", i, " cannot be in ", TierName(*working),
                                                   " with its state in ", TierName(state)));
     }
-    BALLAST_RETURN_IF_ERROR(CheckTier(i, elements, added[i].frozen, state));
+    BALLAST_RETURN_IF_ERROR(CheckTier(i, elements, layout.Of(added[i].frozen, plan.chunks[i]), state));
   }
   return absl::OkStatus();
 }
 
-absl::Status StoreCore::CheckTier(uint64_t chunk, uint64_t elements, Frozen frozen, TierKind state) const {
+absl::Status StoreCore::CheckTier(uint64_t chunk, uint64_t elements, const StateLayout& of, TierKind state) const {
   const bool there =
       state == TierKind::kHbm ? tiers->hbm() != nullptr : state != TierKind::kNvme || tiers->nvme() != nullptr;
   if (!there) return Bad(model::kBadConfig, absl::StrCat("this server has no ", TierName(state), " tier"));
@@ -79,8 +79,11 @@ absl::Status StoreCore::CheckTier(uint64_t chunk, uint64_t elements, Frozen froz
   if (!layout.working_copies()) {
     return Bad(model::kBadConfig, "state in hbm needs working copies, and this store keeps none");
   }
-  if (frozen != Frozen::kNo) {
+  if (of.frozen() != Frozen::kNo) {
     return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk, " is frozen, and frozen chunks are not in hbm"));
+  }
+  if (!of.working_copies()) {
+    return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk, " has no working copy, which hbm needs"));
   }
   if (elements <= kHbmSpanElementsMax) return absl::OkStatus();
   return Bad(model::kBadRequest,
@@ -105,6 +108,17 @@ absl::Status StoreCore::TakeStaging(uint64_t state_bytes, DramTier::Limit limit)
     staging.Take(std::move(memory));
   }
   staging.slot_bytes = slot_bytes;
+  return absl::OkStatus();
+}
+
+absl::Status StoreCore::TakePullMemory(const PullMemory& wanted, DramTier::Limit limit) {
+  if (wanted.bytes() == 0 || pulled.slot_bytes() > 0) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(reader.Prepare(limit));
+  BALLAST_ASSIGN_OR_RETURN(
+      pull_memory, tiers->dram()->Allocate(wanted.bytes(), "memory for pulls of chunks without a working copy", limit,
+                                           TierPart::kStaging));
+  reader.AddBuffers(pull_memory.bytes().subspan(0, wanted.buffer_bytes));
+  pulled.Take(pull_memory.bytes().subspan(wanted.buffer_bytes), wanted.slot_bytes);
   return absl::OkStatus();
 }
 
@@ -176,9 +190,11 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
   BALLAST_RETURN_IF_ERROR(core.CheckPlan(added, plan));
   TierBytes state_bytes, working_bytes;
   for (size_t i = 0; i < added.size(); ++i) {
-    const StateLayout layout = core.layout.Of(added[i].frozen);
+    const StateLayout layout = core.layout.Of(added[i].frozen, plan.chunks[i]);
     state_bytes[plan.chunks[i].state] += layout.StateBytes(added[i].elements);
-    working_bytes[plan.chunks[i].working] += layout.WorkingBytes(added[i].elements);
+    if (plan.chunks[i].working.has_value()) {
+      working_bytes[*plan.chunks[i].working] += layout.WorkingBytes(added[i].elements);
+    }
   }
   const bool shares = core.tiers->hbm() == nullptr;  // DRAM that states lie in
   DramBlock dram;
@@ -193,9 +209,10 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
   uint64_t moving = 0;  // the largest state that goes to NVMe
   for (size_t i = 0; i < added.size(); ++i) {
     if (plan.chunks[i].state != TierKind::kNvme) continue;
-    moving = std::max(moving, core.layout.Of(added[i].frozen).StateBytes(added[i].elements));
+    moving = std::max(moving, core.layout.Of(added[i].frozen, plan.chunks[i]).StateBytes(added[i].elements));
   }
   if (core.versions.has_value() && state_bytes.hbm > 0) BALLAST_RETURN_IF_ERROR(core.reader.Prepare());
+  BALLAST_RETURN_IF_ERROR(core.TakePullMemory(plan.pull));
   BALLAST_ASSIGN_OR_RETURN(StoreCore::NvmeSpace space, core.TakeNvme(added, plan));
   if (const absl::Status status = core.TakeStaging(moving, DramTier::Limit::kBudget); !status.ok()) {
     LeaveKept(added, space.extents);
@@ -213,7 +230,7 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
     core.dram.push_back(std::move(dram));
     for (size_t i = 0; i < added.size(); ++i) {
       const ChunkPlacement placement = plan.chunks[i];
-      StoredChunk& chunk = core.chunks.emplace_back(core.layout.Of(added[i].frozen), core.chunks.size(),
+      StoredChunk& chunk = core.chunks.emplace_back(core.layout.Of(added[i].frozen, plan.chunks[i]), core.chunks.size(),
                                                     added[i].elements, placement, added[i].id);
       core.placed.push_back({added[i].elements, placement, added[i].frozen});
       fresh.push_back(&chunk);
@@ -281,6 +298,55 @@ uint64_t ChunkStore::chunk_count() const {
   return core_->chunks.size();
 }
 
+bool ChunkStore::has_working_copy(uint64_t chunk) const {
+  const absl::StatusOr<StoredChunk*> found = core_->Find(chunk);
+  if (!found.ok()) return false;
+  absl::ReaderMutexLock lock(&(*found)->mutex);
+  return (*found)->working != nullptr;
+}
+
+absl::StatusOr<bool> ChunkStore::DropWorkingCopies() {
+  StoreCore& core = *core_;
+  BALLAST_RETURN_IF_ERROR(core.failed);
+  if (core.tiers->hbm() != nullptr) return false;
+  uint64_t largest = 0;
+  std::vector<StoredChunk*> with_copy;
+  {
+    absl::ReaderMutexLock lock(&core.mutex);
+    for (StoredChunk& chunk : core.chunks) {
+      largest = std::max(largest, chunk.elements);
+      if (core.placed[chunk.index].placement.working.has_value() && chunk.layout.working_copies()) {
+        with_copy.push_back(&chunk);
+      }
+    }
+  }
+  // The first copies that are dropped make room for the memory of pulls too.
+  const PullMemory pull = pull_memory_missing(largest, chunk_count());
+  uint64_t freed = 0;
+  size_t first = with_copy.size();
+  while (first > 0 && freed <= 2 * pull.bytes()) {
+    --first;
+    freed += with_copy[first]->layout.WorkingBytes(with_copy[first]->elements);
+  }
+  if (freed <= pull.bytes()) return false;
+  for (size_t i = first; i < with_copy.size(); ++i) {
+    StoredChunk& chunk = *with_copy[i];
+    const uint64_t bytes = chunk.layout.WorkingBytes(chunk.elements);
+    std::byte* copy = nullptr;
+    {
+      absl::MutexLock lock(&chunk.mutex);
+      copy = std::exchange(chunk.working, nullptr);
+      chunk.placement.working = std::nullopt;
+    }
+    chunk.shared->GiveBackOfRest({copy, bytes});
+    absl::MutexLock lock(&core.mutex);
+    core.placed[chunk.index].placement.working = std::nullopt;
+    core.residency.working.dram -= bytes;
+  }
+  BALLAST_RETURN_IF_ERROR(core.TakePullMemory(pull, DramTier::Limit::kBeyond));
+  return true;
+}
+
 std::vector<PlacedChunk> ChunkStore::placed() const {
   absl::ReaderMutexLock lock(&core_->mutex);
   return core_->placed;
@@ -292,6 +358,16 @@ uint64_t ChunkStore::slot_memory_bytes() const {
 }
 
 const StateLayout& ChunkStore::layout() const { return core_->layout; }
+
+PullMemory ChunkStore::pull_memory_missing(uint64_t elements, uint64_t chunks) const {
+  if (core_->pulled.slot_bytes() > 0) return {};
+  // Sixteen chunks ahead keep a disk busy; a quarter of a small job leaves it something to gain.
+  constexpr uint64_t kSlotsMax = 16, kSlotsPerBuffer = 5;
+  const uint64_t slots = std::clamp<uint64_t>(chunks / 4, 1, kSlotsMax);
+  return {.slots = slots,
+          .slot_bytes = core_->layout.WorkingBytes(elements),
+          .buffer_bytes = slots / kSlotsPerBuffer * ChunkReader::kStagingBytes};
+}
 
 uint64_t ChunkStore::staging_bytes_missing() const {
   if (!core_->staging.memory.bytes().empty()) return 0;
@@ -319,15 +395,16 @@ absl::Status ChunkStore::Move(uint64_t index, TierKind to) {
   BALLAST_ASSIGN_OR_RETURN(StoredChunk * chunk, core.Find(index));
   const ChunkPlacement from = chunk->placement;
   if (from.state == to) return absl::OkStatus();
-  BALLAST_RETURN_IF_ERROR(core.CheckTier(index, chunk->elements, chunk->layout.frozen(), to));
+  BALLAST_RETURN_IF_ERROR(core.CheckTier(index, chunk->elements, core.layout.Of(chunk->layout.frozen(), from), to));
   BALLAST_RETURN_IF_ERROR(core.Move(*chunk, to));
   absl::MutexLock lock(&core.mutex);
   core.placed[index].placement = chunk->placement;
   core.residency.state[from.state] -= chunk->state_bytes();
   core.residency.state[to] += chunk->state_bytes();
+  if (!from.working.has_value()) return absl::OkStatus();
   const uint64_t working_bytes = chunk->layout.WorkingBytes(chunk->elements);
-  core.residency.working[from.working] -= working_bytes;
-  core.residency.working[chunk->placement.working] += working_bytes;
+  core.residency.working[*from.working] -= working_bytes;
+  core.residency.working[*chunk->placement.working] += working_bytes;
   return absl::OkStatus();
 }
 

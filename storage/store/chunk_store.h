@@ -58,6 +58,12 @@ class ChunkStore {
   absl::Status Add(absl::Span<const ChunkToAdd> chunks, const Plan& plan, Interrupt interrupt = Uninterrupted);
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;
+  // Makes room in DRAM by dropping working copies, the last chunks' first: pulls then round the masters. Between two
+  // runs, on the store's thread. False if nothing can be gained: state in HBM, and all copies beside a GPU, keep
+  // theirs.
+  absl::StatusOr<bool> DropWorkingCopies();
+  // Has the chunk a working copy, which ReadWorking reads from memory?
+  bool has_working_copy(uint64_t chunk) const;
   std::vector<PlacedChunk> placed() const;
   // The layout of chunks that are not frozen.
   const StateLayout& layout() const;
@@ -79,6 +85,9 @@ class ChunkStore {
   absl::Status Harden();
   // NVMe budget that a plan for these further chunks must count besides their own: room for new versions.
   uint64_t spare_bytes_missing(absl::Span<const ChunkToAdd> added) const;
+  // For pulls of chunks of at most `elements` without a working copy, where the store has so many chunks. Zero once the
+  // store has taken it.
+  PullMemory pull_memory_missing(uint64_t elements, uint64_t chunks) const;
   // DRAM that a plan for further chunks must count as staging: 0 once the store has taken its staging memory.
   uint64_t staging_bytes_missing() const;
   // The part of staging_bytes_missing that flushes of durable HBM state need, even where nothing is on NVMe.
@@ -106,11 +115,10 @@ class ChunkStore {
                    const ReadBack& read_back = {}, Interrupt interrupt = Uninterrupted,
                    RunStageObserver observer = UnobservedStage);
 
-  // Fill `to` with elements from `begin` on. ReadWorking reads the working copy in its dtype; a store without working
-  // copies rounds the master, and values of a frozen chunk come from its tier. ReadState reads a state array as fp32;
-  // kMaster of a frozen chunk are its values.
-  // INVALID_ARGUMENT outside the chunk, and for a moment that the optimizer lacks; DATA_LOSS (CHECKSUM) if the tier
-  // returned something else than was written.
+  // Fill `to` with elements from `begin` on. ReadWorking reads the working copy in its dtype; for a chunk without a
+  // working copy it rounds the master, and values of a frozen chunk come from its tier. ReadState reads a state array
+  // as fp32; kMaster of a frozen chunk are its values. INVALID_ARGUMENT outside the chunk, and for a moment that the
+  // optimizer lacks; DATA_LOSS (CHECKSUM) if the tier returned something else than was written.
   absl::Status ReadWorking(uint64_t chunk, uint64_t begin, absl::Span<std::byte> to) const;
   absl::Status ReadState(uint64_t chunk, StateArray array, uint64_t begin, absl::Span<float> to) const;
 

@@ -12,6 +12,7 @@
 #include "absl/synchronization/mutex.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/chunk/chunk_reader.h"
+#include "ballast/storage/chunk/pulled_copies.h"
 #include "ballast/storage/chunk/stored_chunk.h"
 #include "ballast/storage/extents/kept_extents.h"
 #include "ballast/storage/extents/versioned_extents.h"
@@ -46,8 +47,10 @@ struct StoreCore {
   absl::Status CheckPlan(absl::Span<const ChunkToAdd> added, const Plan& plan) const;
   // Takes the staging memory to move states of this size; 0: no state needs moving.
   absl::Status TakeStaging(uint64_t state_bytes, DramTier::Limit limit);
+  // Takes memory for pulls of chunks without a working copy, once.
+  absl::Status TakePullMemory(const PullMemory& wanted, DramTier::Limit limit = DramTier::Limit::kBudget);
   // Can tier `state` hold the chunk's state?
-  absl::Status CheckTier(uint64_t chunk, uint64_t elements, Frozen frozen, TierKind state) const;
+  absl::Status CheckTier(uint64_t chunk, uint64_t elements, const StateLayout& of, TierKind state) const;
   // Memory for a new chunk on a server with a GPU, where chunks share no memory.
   absl::StatusOr<ChunkMemory> OwnMemory(const ChunkToAdd& added, const ChunkPlacement& placement);
   absl::Status Move(StoredChunk& chunk, TierKind to);
@@ -79,6 +82,8 @@ struct StoreCore {
                              const Compute& with) const;
   absl::Status Harden();
   bool IsPinned(const StoredChunk& chunk) const;
+  // Elements of a chunk without a working copy, rounded from its master.
+  absl::Status ReadRounded(const StoredChunk& chunk, uint64_t begin, uint64_t count, std::byte* to);
   // Reads bytes of an array at the pin's version.
   absl::Status ReadPinned(int64_t pin, const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count,
                           ChunkReader::Sink sink);
@@ -87,6 +92,8 @@ struct StoreCore {
   kernels::ThreadPool* const compute;
   const StateLayout layout;  // of chunks that are not frozen
   ChunkReader reader;
+  DramBlock pull_memory;  // of `pulled` and of further buffers of `reader`
+  PulledCopies pulled;
   // Destroyed in reverse: chunks (which return extents) before the memory they point into.
   std::deque<DramBlock> dram;  // addresses stay
   PipelineStaging staging;

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/store/store_core.h"
 #include "ballast/storage/update/coded_values.h"
 
@@ -88,23 +89,44 @@ absl::Status ReadAsF32(const StoredChunk& chunk, StateArray array, uint64_t begi
 
 }  // namespace
 
+absl::Status StoreCore::ReadRounded(const StoredChunk& chunk, uint64_t begin, uint64_t count, std::byte* to) {
+  absl::ReaderMutexLock reading(&chunk.reading);
+  const auto read = [&](uint64_t at, uint64_t bytes, ChunkReader::Sink sink) {
+    return reader.Read(chunk, StateArray::kMaster, at, bytes, sink);
+  };
+  uint64_t updated_in = 0;
+  bool on_disk = false;
+  {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    updated_in = chunk.updated_in;
+    on_disk = chunk.placement.state == TierKind::kNvme && updated_in > 0 && chunk.staged == nullptr;
+  }
+  const uint64_t width = chunk.layout.working_element_bytes(), bytes = chunk.elements * width;
+  if (!on_disk || bytes > pulled.slot_bytes() || chunk.layout.frozen() != Frozen::kNo) {
+    return ReadAsWorking(chunk, begin, count, to, read);
+  }
+  return pulled.Read(chunk.index, Seeded(StorageBug::kPulledCopyOutlivesUpdate) ? 1 : updated_in, bytes, begin * width,
+                     {to, count * width}, [&](absl::Span<std::byte> copy) {
+                       return ReadAsWorking(chunk, 0, chunk.elements, copy.data(), read);
+                     });
+}
+
 absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<std::byte> to) const {
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->Find(index));
   const uint64_t width = core_->layout.working_element_bytes();
   BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
-  if (!chunk->layout.working_copies()) {
-    return ReadAsWorking(*chunk, begin, count, to.data(), [&](uint64_t at, uint64_t bytes, ChunkReader::Sink sink) {
-      absl::ReaderMutexLock reading(&chunk->reading);
-      return core_->reader.Read(*chunk, StateArray::kMaster, at, bytes, sink);
-    });
+  {
+    absl::ReaderMutexLock lock(&chunk->mutex);
+    if (chunk->working != nullptr) {
+      core_->tiers->CountTraffic(*chunk->placement.working, to.size(), 0);
+      const std::byte* const from = chunk->working + begin * width;
+      if (chunk->placement.working == TierKind::kHbm) return core_->tiers->hbm()->CopyOut(from, to);
+      std::copy_n(from, to.size(), to.data());
+      return absl::OkStatus();
+    }
   }
-  absl::ReaderMutexLock lock(&chunk->mutex);
-  core_->tiers->CountTraffic(chunk->placement.working, to.size(), 0);
-  const std::byte* const from = chunk->working + begin * width;
-  if (chunk->placement.working == TierKind::kHbm) return core_->tiers->hbm()->CopyOut(from, to);
-  std::copy_n(from, to.size(), to.data());
-  return absl::OkStatus();
+  return core_->ReadRounded(*chunk, begin, count, to.data());
 }
 
 absl::Status ChunkStore::ReadState(uint64_t index, StateArray array, uint64_t begin, absl::Span<float> to) const {

@@ -444,7 +444,7 @@ void StoreRun::CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) 
   const TierKind memory = chunk.placement.state == TierKind::kHbm ? TierKind::kHbm : TierKind::kDram;
   const uint64_t state_bytes = elements * chunk.state_bytes() / chunk.elements;
   core_.tiers->CountTraffic(memory, state_bytes, state_bytes);
-  core_.tiers->CountTraffic(chunk.placement.working, 0, elements * core_.layout.working_element_bytes());
+  core_.tiers->CountTraffic(*chunk.placement.working, 0, elements * core_.layout.working_element_bytes());
 }
 
 }  // namespace ballast::storage

@@ -30,6 +30,11 @@ class DramBlock {
     arena_.Discard(part);
     lease_.Split(part.size());
   }
+  // The same for a part of what MarkRest named.
+  void GiveBackOfRest(absl::Span<std::byte> part) {
+    arena_.Discard(part);
+    rest_.Split(part.size());
+  }
 
  private:
   BudgetLease lease_, rest_;  // returned after the memory is gone

@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
+#include "ballast/storage/counters/gpu_counters.h"
 #include "ballast/storage/tier/ledger.h"
 
 namespace ballast::storage {
@@ -74,6 +75,10 @@ class HbmTier {
   // Calls `work`, then waits once for everything that `work` queued, also if `work` fails. `work` must not call the
   // tier.
   virtual absl::Status Run(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) = 0;
+  const GpuCounters& counters() const { return counters_; }
+
+ protected:
+  GpuCounters counters_;
 
  private:
   friend class HbmBlock;

@@ -3,6 +3,9 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -35,18 +38,38 @@ absl::Status CheckSpan(uint64_t elements) {
                       absl::StrCat("hbm: ", elements, " elements at once, at most ", kHbmSpanElementsMax));
 }
 
-absl::Status Wait(cudaStream_t stream) { return CudaStatus(cudaStreamSynchronize(stream), "stream"); }
+absl::Status Wait(cudaStream_t stream, std::atomic<int64_t>* nanoseconds) {
+  const auto began = std::chrono::steady_clock::now();
+  absl::Status status = CudaStatus(cudaStreamSynchronize(stream), "stream");
+  *nanoseconds += std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count();
+  return status;
+}
+
+absl::Status QueueCopyIn(absl::Span<const std::byte> host, std::byte* device, cudaStream_t stream,
+                         GpuCounters* counters) {
+  ++counters->in.count;
+  counters->in.bytes += host.size();
+  return CudaStatus(cudaMemcpyAsync(device, host.data(), host.size(), cudaMemcpyHostToDevice, stream),
+                    "copy to the GPU");
+}
+
+absl::Status QueueCopyOut(const std::byte* device, absl::Span<std::byte> host, cudaStream_t stream,
+                          GpuCounters* counters) {
+  ++counters->out.count;
+  counters->out.bytes += host.size();
+  return CudaStatus(cudaMemcpyAsync(host.data(), device, host.size(), cudaMemcpyDeviceToHost, stream),
+                    "copy from the GPU");
+}
 
 // Queues on one stream, through scratch memory for a gradient and for working parameters on their way to the host: the
 // stream's order keeps each from being overwritten too early.
 class CudaQueue : public HbmQueue {
  public:
-  CudaQueue(cudaStream_t stream, std::byte* scratch)
-      : stream_(stream), gradient_(scratch), working_(scratch + kHbmScratchBytes / 2) {}
+  CudaQueue(cudaStream_t stream, std::byte* scratch, GpuCounters* counters)
+      : stream_(stream), counters_(counters), gradient_(scratch), working_(scratch + kHbmScratchBytes / 2) {}
 
   absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) override {
-    return CudaStatus(cudaMemcpyAsync(device, host.data(), host.size(), cudaMemcpyHostToDevice, stream_),
-                      "copy to the GPU");
+    return QueueCopyIn(host, device, stream_, counters_);
   }
 
   // One copy for all gradients: a copy of its own for each small tensor would cost more than the tensor's update.
@@ -67,6 +90,7 @@ class CudaQueue : public HbmQueue {
       kernels::UpdateSpan span = segment.span;
       span.gradient = gradient_ + at(segment) * gradient_width;
       span.working = segment.working.device != nullptr ? segment.working.device : working_ + at(segment) * width;
+      ++counters_->kernels;
       BALLAST_RETURN_IF_ERROR(kernels::cuda::Update(optimizer, segment.coefficients, segment.random, span, stream_));
     }
     // Delivers neighbours without a gap together: a gap may hold elements that the update does not touch.
@@ -82,6 +106,7 @@ class CudaQueue : public HbmQueue {
 
   absl::Status Round(const float* master, uint64_t elements, kernels::Dtype dtype, HbmWorking working) override {
     BALLAST_RETURN_IF_ERROR(CheckSpan(elements));
+    ++counters_->kernels;
     BALLAST_RETURN_IF_ERROR(kernels::cuda::FromF32(master, dtype, working.device != nullptr ? working.device : working_,
                                                    elements, stream_));
     return Deliver(working_, working, elements * ElementBytes(dtype));
@@ -90,11 +115,11 @@ class CudaQueue : public HbmQueue {
  private:
   absl::Status Deliver(const std::byte* from, const HbmWorking& working, uint64_t bytes) {
     if (working.device != nullptr) return absl::OkStatus();
-    return CudaStatus(cudaMemcpyAsync(working.host, from, bytes, cudaMemcpyDeviceToHost, stream_),
-                      "working copy from the GPU");
+    return QueueCopyOut(from, {working.host, bytes}, stream_, counters_);
   }
 
   const cudaStream_t stream_;
+  GpuCounters* const counters_;
   std::byte* const gradient_;
   std::byte* const working_;
 };
@@ -150,17 +175,11 @@ class CudaHbmTier : public HbmTier {
   }
 
   absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) override {
-    return Copy([&](cudaStream_t stream) {
-      return CudaStatus(cudaMemcpyAsync(device, host.data(), host.size(), cudaMemcpyHostToDevice, stream),
-                        "copy to the GPU");
-    });
+    return Copy([&](cudaStream_t stream) { return QueueCopyIn(host, device, stream, &counters_); });
   }
 
   absl::Status CopyOut(const std::byte* device, absl::Span<std::byte> host) override {
-    return Copy([&](cudaStream_t stream) {
-      return CudaStatus(cudaMemcpyAsync(host.data(), device, host.size(), cudaMemcpyDeviceToHost, stream),
-                        "copy from the GPU");
-    });
+    return Copy([&](cudaStream_t stream) { return QueueCopyOut(device, host, stream, &counters_); });
   }
 
   absl::Status Run(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) override {
@@ -168,10 +187,11 @@ class CudaHbmTier : public HbmTier {
     absl::Status queued;
     {
       absl::MutexLock lock(&updates_.mutex);
-      CudaQueue queue(updates_.cuda, scratch_.data());
+      CudaQueue queue(updates_.cuda, scratch_.data(), &counters_);
       queued = work(queue);
     }
-    const absl::Status done = Wait(updates_.cuda);  // also after an error: the host's memory is only borrowed
+    // Also after an error: the host's memory is only borrowed.
+    const absl::Status done = Wait(updates_.cuda, &counters_.update_wait_nanoseconds);
     return queued.ok() ? done : queued;
   }
 
@@ -193,7 +213,7 @@ class CudaHbmTier : public HbmTier {
       absl::MutexLock lock(&copies_.mutex);
       BALLAST_RETURN_IF_ERROR(queue(copies_.cuda));
     }
-    return Wait(copies_.cuda);
+    return Wait(copies_.cuda, &counters_.copy_wait_nanoseconds);
   }
 
   absl::Status CheckPools() const {

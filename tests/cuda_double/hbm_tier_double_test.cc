@@ -81,12 +81,20 @@ TEST_F(HbmTierDoubleTest, AnUpdateOfManySmallTensorsWaitsOnce) {
     const auto coefficients = kernels::MakeCoefficients({}, {1e-2, 0.9, 0.999, 1e-8, 0.1}, 1, 1.0f);
     update.segments.push_back({i * kPlace, i * kPlace + kElements, coefficients});
   }
+  const GpuCounters& gpu = tiers_->hbm()->counters();
+  const uint64_t kernels = gpu.kernels, in_copies = gpu.in.count, in_bytes = gpu.in.bytes, out_bytes = gpu.out.bytes;
+  const int64_t waited = gpu.update_wait_nanoseconds;
   const cuda_double::Counts before = cuda_double::counts();
   ASSERT_EQ(store_->Run({&update, 1}, [](size_t) {}), absl::OkStatus());
   const cuda_double::Counts after = cuda_double::counts();
   EXPECT_EQ(after.kernels - before.kernels, kTensors);
   EXPECT_EQ(after.waits - before.waits, 1u);
   EXPECT_EQ(after.pageable_copies - before.pageable_copies, 1u) << "the gradients, in one copy";
+  EXPECT_EQ(gpu.kernels - kernels, kTensors);
+  EXPECT_EQ(gpu.in.count - in_copies, 1u);
+  EXPECT_EQ(gpu.in.bytes - in_bytes, 2 * ((kTensors - 1) * kPlace + kElements));
+  EXPECT_EQ(gpu.out.bytes - out_bytes, 2 * kTensors * kElements) << "the working parameters, without the gaps";
+  EXPECT_GT(gpu.update_wait_nanoseconds, waited);
 }
 
 TEST_F(HbmTierDoubleTest, AReadDoesNotWaitForAnUpdate) {
@@ -119,6 +127,8 @@ TEST_F(HbmTierDoubleTest, StateIsReadInLargePieces) {
   std::vector<float> master(kMiB / sizeof(float));
   ASSERT_EQ(store_->ReadState(0, StateArray::kMaster, 0, absl::MakeSpan(master)), absl::OkStatus());
   EXPECT_EQ(cuda_double::counts().waits - before, 1u);
+  EXPECT_EQ(tiers_->hbm()->counters().out.bytes, kMiB);
+  EXPECT_GT(tiers_->hbm()->counters().copy_wait_nanoseconds, 0);
 }
 
 // Jobs of one server, and their readers, share its GPU.

@@ -7,10 +7,10 @@
 
 #include <cstdlib>
 #include <memory>
-#include <regex>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/tests/e2e/training_processes.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
 
@@ -42,37 +42,10 @@ class CrashTest : public ::testing::Test {
 
   std::string Servers() const { return absl::StrCat(servers_[0]->listen(), ",", servers_[1]->listen()); }
 
-  std::vector<std::string> Model() const {
-    return {std::getenv("TRAINER"),
-            "--layers",
-            "2",
-            "--width",
-            "128",
-            "--heads",
-            "2",
-            "--context",
-            "32",
-            "--batch",
-            "1",
-            "--text",
-            std::getenv("TEXT"),
-            "--chunk-elements",
-            "65536",
-            "--steps",
-            absl::StrCat(kSteps),
-            "--digest"};
-  }
-
   std::unique_ptr<services::Process> Rank(int rank, int world_size, const std::string& resume,
                                           const std::string& durability = "step") const {
-    std::vector<std::string> command = Model();
-    command.insert(command.end(), {"--durability", durability});
-    for (const std::string& word :
-         {std::string("--servers"), Servers(), std::string("--rendezvous"), scratch_.path() + "/ranks",
-          std::string("--timeout"), std::string("60"), std::string("--resume"), resume, std::string("--rank"),
-          absl::StrCat(rank), std::string("--world-size"), absl::StrCat(world_size)}) {
-      command.push_back(word);
-    }
+    std::vector<std::string> command = RankCommand(kSteps, Servers(), scratch_.path() + "/ranks", rank, world_size);
+    command.insert(command.end(), {"--durability", durability, "--resume", resume});
     return std::make_unique<services::Process>(command);
   }
 
@@ -89,26 +62,7 @@ class CrashTest : public ::testing::Test {
     return digest;
   }
 
-  static std::string DigestIn(const std::string& output) {
-    std::smatch match;
-    return std::regex_search(output, match, std::regex("CRC32C ([0-9a-f]{8})")) ? match[1].str()
-                                                                                : "no digest: " + output;
-  }
-
-  std::string ReferenceDigest() const {
-    std::vector<std::string> command = Model();
-    command.push_back("--reference");
-    return DigestIn(services::RunProcess(command).out);
-  }
-
-  // The job's version according to ballastctl; -1 before the first version.
-  int Version() const {
-    const services::Finished status =
-        services::RunProcess({services::CtlPath(), "status", "--json", "--servers", Servers()});
-    std::smatch match;
-    return std::regex_search(status.out, match, std::regex("\"committed_min\":(-?[0-9]+)")) ? std::stoi(match[1].str())
-                                                                                            : -1;
-  }
+  int Version() const { return VersionOn(Servers()); }
 
   void AwaitVersion(int version) {
     for (int i = 0; i < 3000 && Version() < version; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -137,7 +91,7 @@ TEST_F(CrashTest, KilledTrainersLoseNothing) {
   const services::Finished never = Rank(0, 1, "never")->Wait();
   EXPECT_EQ(never.code, 1);
   EXPECT_THAT(never.err, ::testing::AllOf(HasSubstr("never"), HasSubstr("auto"), HasSubstr("must")));
-  EXPECT_EQ(TrainToTheEnd(1, "must"), ReferenceDigest());
+  EXPECT_EQ(TrainToTheEnd(1, "must"), ReferenceDigest(kSteps));
 }
 
 TEST_F(CrashTest, AStoppedRunContinues) {
@@ -147,7 +101,7 @@ TEST_F(CrashTest, AStoppedRunContinues) {
   rank1->Signal(SIGTERM);
   EXPECT_EQ(rank0->Wait().code, 128 + SIGTERM);
   EXPECT_EQ(rank1->Wait().code, 128 + SIGTERM);
-  EXPECT_EQ(TrainToTheEnd(3, "must"), ReferenceDigest());
+  EXPECT_EQ(TrainToTheEnd(3, "must"), ReferenceDigest(kSteps));
 }
 
 TEST_F(CrashTest, AKilledServerIsWaitedFor) {
@@ -162,7 +116,7 @@ TEST_F(CrashTest, AKilledServerIsWaitedFor) {
   const services::Finished first = rank0->Wait(), second = rank1->Wait();
   EXPECT_EQ(first.code, 0) << first.err;
   EXPECT_EQ(second.code, 0) << second.err;
-  EXPECT_EQ(DigestIn(first.out), ReferenceDigest());
+  EXPECT_EQ(DigestIn(first.out), ReferenceDigest(kSteps));
 }
 
 TEST_F(CrashTest, AllMayDieAtOnce) {
@@ -177,7 +131,7 @@ TEST_F(CrashTest, AllMayDieAtOnce) {
     for (int i = 0; i < 2; ++i) StartServer(i);
     EXPECT_GE(Version(), version);
   }
-  EXPECT_EQ(TrainToTheEnd(2, "must"), ReferenceDigest());
+  EXPECT_EQ(TrainToTheEnd(2, "must"), ReferenceDigest(kSteps));
 }
 
 TEST_F(CrashTest, AServerThatLostStateSaysSo) {
@@ -195,7 +149,7 @@ TEST_F(CrashTest, AServerThatLostStateSaysSo) {
   EXPECT_THAT(again.err, HasSubstr("server 's1' was restarted"));
   // The way out: forget the job, start it again.
   EXPECT_EQ(services::RunProcess({services::CtlPath(), "drop", "--job", "bytes_lm", "--servers", Servers()}).code, 0);
-  EXPECT_EQ(TrainToTheEnd(1, "never"), ReferenceDigest());
+  EXPECT_EQ(TrainToTheEnd(1, "never"), ReferenceDigest(kSteps));
 }
 
 }  // namespace

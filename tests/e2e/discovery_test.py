@@ -5,6 +5,7 @@ Usage: discovery_test.py BIN     BIN: folder of the programs. Exit 77: no etcd h
 Every run ends with the bits of the same training in one process.
 """
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -53,11 +54,16 @@ def free_port():
 
 
 class Etcd:
-    def __init__(self, folder):
+    """`tls`: the options of its client port; `access`: those of etcdctl; `query`: behind the URL's '?'."""
+
+    def __init__(self, folder, tls=(), access=(), query=''):
         self.folder, self.port, peers = folder, free_port(), free_port()
-        self.command = ['etcd', '--name', 'e', '--data-dir', folder / 'etcd', '--listen-client-urls', f'http://127.0.0.1:{self.port}',
-                        '--advertise-client-urls', f'http://127.0.0.1:{self.port}', '--listen-peer-urls', f'http://127.0.0.1:{peers}',
-                        '--initial-advertise-peer-urls', f'http://127.0.0.1:{peers}', '--initial-cluster', f'e=http://127.0.0.1:{peers}']
+        self.access, self.query = list(access), query
+        client = f'{"https" if tls else "http"}://127.0.0.1:{self.port}'
+        self.command = ['etcd', '--name', 'e', '--data-dir', folder / 'etcd', '--listen-client-urls', client,
+                        '--advertise-client-urls', client, '--listen-peer-urls', f'http://127.0.0.1:{peers}',
+                        '--initial-advertise-peer-urls', f'http://127.0.0.1:{peers}', '--initial-cluster', f'e=http://127.0.0.1:{peers}',
+                        *tls]
         self.start()
 
     def start(self):
@@ -69,17 +75,31 @@ class Etcd:
         self.process.wait()
 
     def ctl(self, *words):
-        code, text = run('env', 'ETCDCTL_API=3', 'etcdctl', '--endpoints', f'127.0.0.1:{self.port}', *words)
+        code, text = run('env', 'ETCDCTL_API=3', 'etcdctl', '--endpoints', f'127.0.0.1:{self.port}', *self.access, *words)
         assert code == 0, text
         return text
 
     def url(self, prefix):
-        return f'etcd://127.0.0.1:{self.port}/{prefix}'
+        return f'etcd://127.0.0.1:{self.port}/{prefix}' + (f'?{self.query}' if self.query else '')
 
     def entries(self, prefix):
         """{server id: entry}"""
         lines = self.ctl('get', '--prefix', f'/{prefix}/servers/').splitlines()
         return {pathlib.PurePath(key).name: json.loads(value) for key, value in zip(lines[::2], lines[1::2])}
+
+
+def issue(folder, ca, name):
+    """ca.crt and ca.key, where they are not there yet, and name.crt and name.key by this CA."""
+    def openssl(command):
+        code, text = run('openssl', *command.split())
+        assert code == 0, text
+    key = 'ec -pkeyopt ec_paramgen_curve:P-256 -nodes'
+    if not (folder / f'{ca}.crt').exists():
+        openssl(f'req -x509 -newkey {key} -keyout {folder}/{ca}.key -out {folder}/{ca}.crt -days 2 -subj /CN={ca}')
+    openssl(f'req -newkey {key} -keyout {folder}/{name}.key -out {folder}/{name}.csr -subj /CN={name}')
+    (folder / 'ext').write_text('subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n')
+    openssl(f'x509 -req -in {folder}/{name}.csr -CA {folder}/{ca}.crt -CAkey {folder}/{ca}.key -CAcreateserial -days 2 '
+            f'-extfile {folder}/ext -out {folder}/{name}.crt')
 
 
 class Server:
@@ -198,6 +218,18 @@ def test_etcd_killed_during_a_run(etcd, folder, bits):
     assert 'not registered' in b.text() and 'registered as' in b.text(), b.text()
 
 
+def test_no_proxy_of_the_environment_stands_between(etcd, folder, bits):
+    for name in ('grpc_proxy', 'https_proxy', 'http_proxy'):
+        os.environ[name] = 'http://127.0.0.1:1'
+    try:
+        Server(etcd, 'proxy', 'a', folder)
+        code, text = run(BIN / 'ballastctl', 'status', '--servers', etcd.url('proxy'))
+        assert code == 0, text
+    finally:
+        for name in ('grpc_proxy', 'https_proxy', 'http_proxy'):
+            del os.environ[name]
+
+
 def test_two_servers_with_one_id(etcd, folder, bits):
     """The later has the entry, also after the earlier has lost its lease and got another; the earlier has it again once the later ends."""
     older = Server(etcd, 'twice', 'a', folder)
@@ -245,10 +277,15 @@ def test_refusals(etcd, folder, bits):
         assert code == 2 and 'expected etcd://host:port' in text, text
     code, text = run(BIN / 'ballastctl', 'status', '--timeout', '1', '--servers', 'etcd://127.0.0.1:1/x')
     assert code == 1 and 'etcd://127.0.0.1:1/x does not answer' in text, text
-    for value in ('{', '{"server_id":"other","address":"127.0.0.1:1"}', '{"server_id":"a","address":"127.0.0.1"}', '[' * 5000):
+    for value in ('{', '{"server_id":"other","address":"127.0.0.1:1"}', '{"server_id":"a","address":"127.0.0.1"}', '[' * 5000,
+                  '{"server_id":"a\\u001b[2J","address":"127.0.0.1:1"}'):
         etcd.ctl('put', '/hostile/servers/a', value)
         code, text = run(BIN / 'ballastctl', 'status', '--timeout', '1', '--servers', etcd.url('hostile'))
-        assert code == 1 and 'key /hostile/servers/a holds no entry' in text and 'etcdctl del' in text, text
+        assert code == 1 and 'key /hostile/servers/a holds no entry' in text and 'etcdctl del' in text and '\x1b' not in text, text
+    etcd.ctl('del', '/hostile/servers/a')
+    etcd.ctl('put', '/hostile/servers/\x1b[2J', '{"server_id":"\\u001b[2J","address":"127.0.0.1:1"}')
+    code, text = run(BIN / 'ballastctl', 'status', '--timeout', '1', '--servers', etcd.url('hostile'))
+    assert code == 1 and 'holds no entry' in text and '\x1b' not in text, text
     config = folder / 'doctor.yaml'
     config.write_text(f'listen: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\ndata_directory: {folder}/doctor\ndiscovery: {etcd.url("x")}\n'
                       'budget:\n  dram: 64MiB\n')
@@ -257,6 +294,60 @@ def test_refusals(etcd, folder, bits):
     config.write_text(config.read_text().replace(str(etcd.port), '1'))
     lines = json.loads(run(BIN / 'ballastctl', 'doctor', '--json', '--timeout', '1', '--config', config)[1])['checks']
     assert [line for line in lines if line['what'] == 'registry'][0]['verdict'] == 'note', lines
+
+
+def test_by_tls_with_a_user(etcd, folder, bits):
+    etcd.kill()
+    issue(folder, 'ca', 'etcd')
+    issue(folder, 'ca', 'us')
+    secret = folder / 'password'
+    secret.write_text('open sesame\n')
+    tls = ['--cert-file', folder / 'etcd.crt', '--key-file', folder / 'etcd.key', '--trusted-ca-file', folder / 'ca.crt',
+           '--client-cert-auth']
+    (folder / 'by-tls').mkdir()
+    files = f'ca={folder}/ca.crt&certificate={folder}/us.crt&key={folder}/us.key'
+    etcd = Etcd(folder / 'by-tls', tls, ['--cacert', folder / 'ca.crt', '--cert', folder / 'us.crt', '--key', folder / 'us.key'],
+                f'{files}&user=ballast&password_file={secret}')
+    for words in ('user add root:toor', 'user grant-role root root', 'user add ballast --new-user-password=open_sesame',
+                  'role add servers', 'role grant-permission servers --prefix=true readwrite /mine/', 'user grant-role ballast servers',
+                  'auth enable'):
+        etcd.ctl(*[word.replace('_', ' ') if 'password' in word else word for word in words.split()])
+    etcd.access += ['--user', 'root:toor']
+    a = Server(etcd, 'mine', 'a', folder)
+    wait_for(lambda: 'a' in etcd.entries('mine'), 'registered by TLS, as a user')
+    assert Training(etcd.url('mine') + '&servers=1', 'mine', folder).digest() == bits
+
+    def status(url):
+        return run(BIN / 'ballastctl', 'status', '--timeout', '1', '--servers', url)
+    code, text = status(etcd.url('mine'))
+    assert code == 0, text
+    code, text = status(etcd.url('theirs'))
+    assert code == 1 and 'permission denied' in text, text
+    plain = f'etcd://127.0.0.1:{etcd.port}/mine'
+    code, text = status(plain)
+    assert code == 1 and 'the URL needs ca=FILE' in text, text
+    code, text = status(f'{plain}?{files}')
+    assert code == 1 and 'permission denied' in text, 'the common name of our certificate is no user of etcd: ' + text
+    code, text = status(f'{plain}?{files.replace("us.crt", "none.crt")}')
+    assert code == 1 and f'{folder}/none.crt' in text, text
+    # New roles make old tokens stale, and the server's too.
+    etcd.ctl('role', 'grant-permission', 'servers', '--prefix=true', 'readwrite', '/others/')
+    secret.write_text('wrong')
+    code, text = status(etcd.url('mine'))
+    assert code == 1 and 'authentication failed' in text, text
+    secret.write_text('open sesame')
+    run(BIN / 'ballastctl', 'budget', '--dram', '160MiB', '--servers', a.address)
+    wait_for(lambda: etcd.entries('mine')['a']['dram_bytes'] == str(160 << 20), 'the server shows itself anew', seconds=30)
+    # Another CA, while the server runs.
+    etcd.kill()
+    for name in ('ca.crt', 'ca.key'):
+        (folder / name).unlink()
+    issue(folder, 'ca', 'etcd')
+    issue(folder, 'ca', 'us')
+    etcd.start()
+    wait_for(lambda: 'a' in etcd.entries('mine') and status(etcd.url('mine'))[0] == 0, 'found by the new CA')
+    run(BIN / 'ballastctl', 'budget', '--dram', '128MiB', '--servers', a.address)
+    wait_for(lambda: etcd.entries('mine')['a']['dram_bytes'] == str(128 << 20), 'the server takes the new files', seconds=30)
 
 
 def main():

@@ -9,13 +9,13 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
-#include <regex>
 #include <sstream>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/client/collective/loopback_collective.h"
 #include "ballast/client/session.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/tests/e2e/training_processes.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
 #include "ballast/tests/services/http/http_fixture.h"
@@ -85,41 +85,11 @@ class SecurityTest : public ::testing::Test {
     WriteText(dir_ / "clients.crt", authority_.certificate());
     WriteText(dir_ / "servers.crt", authority_.certificate());
   }
-  std::vector<std::string> Model(int steps) const {
-    return {std::getenv("TRAINER"),
-            "--layers",
-            "2",
-            "--width",
-            "128",
-            "--heads",
-            "2",
-            "--context",
-            "32",
-            "--batch",
-            "1",
-            "--text",
-            std::getenv("TEXT"),
-            "--chunk-elements",
-            "65536",
-            "--steps",
-            absl::StrCat(steps),
-            "--digest"};
-  }
   std::unique_ptr<services::Process> Rank(int rank, int world_size, int steps,
                                           const std::vector<std::string>& access) const {
-    std::vector<std::string> command = Model(steps);
-    for (const std::string& word : {std::string("--servers"), Servers(), std::string("--rendezvous"), dir_ / "ranks",
-                                    std::string("--timeout"), std::string("60"), std::string("--rank"),
-                                    absl::StrCat(rank), std::string("--world-size"), absl::StrCat(world_size)}) {
-      command.push_back(word);
-    }
+    std::vector<std::string> command = RankCommand(steps, Servers(), dir_ / "ranks", rank, world_size);
     command.insert(command.end(), access.begin(), access.end());
     return std::make_unique<services::Process>(command);
-  }
-  static std::string DigestIn(const std::string& output) {
-    std::smatch match;
-    return std::regex_search(output, match, std::regex("CRC32C ([0-9a-f]{8})")) ? match[1].str()
-                                                                                : "no digest: " + output;
   }
   Finished Ctl(std::vector<std::string> words, const std::vector<std::string>& access) const {
     words.insert(words.begin(), services::CtlPath());
@@ -127,13 +97,7 @@ class SecurityTest : public ::testing::Test {
     words.insert(words.end(), access.begin(), access.end());
     return services::RunProcess(words);
   }
-  // -1 before the first version.
-  int Version() const {
-    const Finished status = Ctl({"status", "--json"}, ByCertificate());
-    std::smatch match;
-    return std::regex_search(status.out, match, std::regex("\"committed_min\":(-?[0-9]+)")) ? std::stoi(match[1].str())
-                                                                                            : -1;
-  }
+  int Version() const { return VersionOn(Servers(), ByCertificate()); }
 
   ScratchDirectory dir_;
   Authority authority_{"ca"};
@@ -169,9 +133,7 @@ TEST_F(SecurityTest, LeavesAndCaChangeUnderTrainingAndNoStepFails) {
   const Finished first = rank0->Wait(), second = rank1->Wait();
   EXPECT_EQ(first.code, 0) << first.err;
   EXPECT_EQ(second.code, 0) << second.err;
-  std::vector<std::string> reference = Model(kSteps);
-  reference.push_back("--reference");
-  EXPECT_EQ(DigestIn(first.out), DigestIn(services::RunProcess(reference).out)) << "after version " << version;
+  EXPECT_EQ(DigestIn(first.out), ReferenceDigest(kSteps)) << "after version " << version;
   // A client of the CA that went is not let in.
   InstallClient(authority_.IssueClient("spiffe://t/trainer"));
   EXPECT_EQ(Ctl({"status"}, ByCertificate()).code, 1);
@@ -248,6 +210,47 @@ TEST_F(SecurityTest, ATokenDoesNotTravelInTheClear) {
   EXPECT_THAT(refused.out, HasSubstr("in the clear, where others could read it; set `ca` for TLS"));
   EXPECT_THAT(Rank(0, 1, 2, token)->Wait().err, HasSubstr("in the clear, where others could read it"));
   EXPECT_EQ(Slurp(dir_ / "audit.log").find("token_in_clear"), std::string::npos) << "neither sent it";
+}
+
+// gRPC would send a token, and the state itself, by the proxy that an environment names for downloads, even to
+// loopback.
+TEST_F(SecurityTest, NoProxyOfTheEnvironmentStandsBetween) {
+  WriteText(
+      dir_ / "tokens.yaml",
+      "tokens:\n- {identity: operator, sha256: ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad}\n");
+  WriteText(dir_ / "token", "abc\n");
+  StartServer(0, absl::StrCat("tokens: ", dir_ / "tokens.yaml", "\naudit_log: none\n"));
+  for (const char* name : {"grpc_proxy", "https_proxy", "http_proxy"}) {
+    ::setenv(name, "http://127.0.0.1:1", 1);
+  }
+  const std::vector<std::string> token = {"--token-file", dir_ / "token"};
+  const Finished status = Ctl({"status"}, token);
+  EXPECT_EQ(status.code, 0) << status.out;
+  const Finished trained = Rank(0, 1, 2, token)->Wait();
+  EXPECT_EQ(trained.code, 0) << trained.err;
+  for (const char* name : {"grpc_proxy", "https_proxy", "http_proxy"}) ::unsetenv(name);
+}
+
+// Without client_ca and tokens TLS keeps a secret, and asks nobody who calls.
+TEST_F(SecurityTest, TlsThatAsksNobodyIsWarnedOf) {
+  const std::string outside = OutsideAddress();
+  if (outside.empty()) GTEST_SKIP() << "this machine has no address but loopback";
+  InstallAll();
+  const auto log = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> command = {
+        services::DaemonPath(), "--listen",  outside + ":0",     "--metrics_listen", "127.0.0.1:0",
+        "--budget.dram",        "64MiB",     "--data_directory", dir_ / "data",      "--tls.certificate",
+        dir_ / "server.crt",    "--tls.key", dir_ / "server.key"};
+    command.insert(command.end(), more.begin(), more.end());
+    services::Process server(command);
+    for (int i = 0; i < 1000 && !server.ended() && server.OutputSoFar().find("ready") == std::string::npos; ++i) {
+      absl::SleepFor(absl::Milliseconds(20));
+    }
+    server.Signal(SIGTERM);
+    return server.Wait().err;
+  };
+  EXPECT_THAT(log({}), HasSubstr("without asking who calls: any client that reaches this address can read and change"));
+  EXPECT_THAT(log({"--tls.client_ca", dir_ / "clients.crt"}), Not(HasSubstr("listening to others")));
 }
 
 // Bytes of pulls and pushes a second, on one connection after the other; a figure, not a bound.

@@ -32,6 +32,29 @@ TEST(RegistryUrl, RefusesEverythingElse) {
   }
 }
 
+TEST(RegistryUrl, TakesFilesAndAUserThatFitTogether) {
+  const auto url = ParseRegistryUrl(
+      "etcd://a:1,b:2/x?ca=/etc/a,b.crt&servers=2&certificate=c.crt&key=c.key&user=ballast&password_file=/run/p=w");
+  ASSERT_TRUE(url.ok()) << url.status();
+  EXPECT_EQ(url->servers, 2u);
+  EXPECT_THAT(url->files(), ElementsAre("/etc/a,b.crt", "c.crt", "c.key", "/run/p=w"));
+  EXPECT_EQ(url->user, "ballast");
+  EXPECT_EQ(FormatRegistryUrl(*url), "etcd://a:1,b:2/x?servers=2") << "messages tell of no files";
+  EXPECT_TRUE(ParseRegistryUrl("etcd://127.0.0.1:1/x?user=u&password_file=p").ok());
+  for (const auto& [query, why] : {std::pair{"certificate=c&ca=a", "has a certificate or a key alone"},
+                                   {"certificate=c&key=k", "without `ca`"},
+                                   {"user=u", "has a user or a password_file alone"},
+                                   {"user=u&password_file=p", "would send the password to a:1 in the clear"},
+                                   {"ca=a&ca=b", "has 'ca' twice"},
+                                   {"ca=", "has no good value of 'ca'"},
+                                   {"ca=a\nb", "has no good value of 'ca'"},
+                                   {"password=p", "has an unknown 'password'"}}) {
+    const absl::Status status = ParseRegistryUrl(std::string("etcd://a:1/x?") + query).status();
+    EXPECT_EQ(model::ReasonOf(status), model::kBadConfig) << query;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(why));
+  }
+}
+
 TEST(RegistryUrl, IsFoundInAListThatWasCutAtCommas) {
   EXPECT_TRUE(RegistryUrlIn({"a:1", "b:2"})->empty());
   const auto urls = RegistryUrlIn({"etcd://a:1", "b:2/x?servers=2"});

@@ -11,6 +11,7 @@ import ops
 import watched
 
 SPAN, RATE_INTERVAL = 25, '6s'
+RATE_SAMPLES = 5  # of a scrape each second
 PICTURES, WIDTH = ops.CACHE / 'pictures', 1288
 
 # Families that panels or rules name and that these servers do not export, and why.
@@ -51,6 +52,11 @@ class Training:
             goal = max(0, self.version(job)) + more
             ops.wait_for(lambda job=job, goal=goal: self.version(job) >= goal, f'step {goal} of {job}')
 
+    def wait_rates(self):
+        """Waits until each rate interval of the younger job is full of scrapes that saw it step."""
+        samples = 'min(count_over_time(ballast_job_committed_version{training_job="other"}[RATE]))'.replace('RATE', RATE_INTERVAL)
+        ops.wait_for(lambda: (self.monitoring.value(samples) or 0) >= RATE_SAMPLES, 'a rate interval of scrapes of the job "other"')
+
     def version(self, job):
         watched.check_alive(*self.trainers)
         version = self.monitoring.value(f'min(ballast_job_committed_version{{training_job="{job}"}})')
@@ -80,7 +86,7 @@ def unknown(boards, exported):
 def test_every_query():
     boards = board_checks.all_boards()
     training = Training()
-    time.sleep(8)  # a few rate intervals
+    training.wait_rates()
     exported = training.servers[0].families() | training.servers[1].families()
     began = time.monotonic()
     full, empty = training.ask(boards)

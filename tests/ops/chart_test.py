@@ -2,7 +2,10 @@
 import http.server
 import itertools
 import json
+import re
 import shutil
+import socket
+import ssl
 import threading
 
 import ops
@@ -20,7 +23,12 @@ MATRIX = [
     [{}, {'config': {'staging': '128MiB', 'read_threads': 2, 'log_level': 'debug'}, 'nodeSelector': {'disk': 'nvme'},
           'tolerations': [{'key': 'state', 'operator': 'Exists', 'effect': 'NoSchedule'}], 'priorityClassName': 'high',
           'image': {'repository': 'r', 'tag': 'x', 'pullSecrets': ['s']}, 'networkPolicy': {'scrapers': {'app': 'prometheus'}}}],
+    [{}, {'tls': {'secret': 'servers', 'clientCaSecret': 'clients', 'http': True},
+          'access': {'rightsConfigMap': 'rights', 'tokensSecret': 'tokens'}, 'metrics': {'tlsSecret': 'scrape'},
+          'discovery': {'etcd': ['etcd-0:2379', 'etcd-1:2379'], 'prefix': 'a/b', 'caSecret': 'etcd', 'certificateSecret': 'etcd',
+                        'user': 'ballast', 'passwordSecret': 'etcd-user'}}],
 ]
+SECURE = MATRIX[-1][1]
 
 
 def merged(*parts):
@@ -97,6 +105,19 @@ def test_refuses():
         ({'storage': {'size': '1TiB'}}, 'at least budget.nvme'),
         ({'seccompProfile': '/etc/ballast.json'}, 'seccompProfile'),
         ({'networkPolicy': {'trainers': {'a': 1}}}, 'trainers'),
+        ({'tls': {'clientCaSecret': 'a'}}, 'need tls.secret'),
+        ({'tls': {'http': True}}, 'need tls.secret'),
+        ({'tls': {'secret': 'A b'}}, 'secret'),
+        ({'tls': {'key': 'a'}}, 'key'),
+        ({'access': {'tokensSecret': 'a'}}, 'in the clear'),
+        ({'tls': {'secret': 'a'}, 'access': {'rightsConfigMap': 'a'}}, 'by which callers have an identity'),
+        ({'discovery': {'caSecret': 'a'}}, 'discovery.etcd is empty'),
+        ({'discovery': {'etcd': ['etcd']}}, 'etcd'),
+        ({'discovery': {'etcd': ['etcd:1'], 'prefix': '/a'}}, 'prefix'),
+        ({'discovery': {'etcd': ['etcd:1'], 'user': 'a', 'passwordSecret': 'a'}}, 'need discovery.caSecret'),
+        ({'discovery': {'etcd': ['etcd:1'], 'caSecret': 'a', 'user': 'a'}}, 'belong together'),
+        ({'discovery': {'etcd': ['etcd:1'], 'caSecret': 'a', 'user': 'a&b', 'passwordSecret': 'a'}}, 'user'),
+        ({'tls': {'secret': 'a', 'http': True}, 'metrics': {'podMonitor': True}}, 'metrics.tlsSecret is empty'),
     ]
     for values, named in wrong:
         message = render(merged(BASE, values), fails=True)
@@ -133,6 +154,16 @@ def test_invariants():
         probes = {kind: container[kind + 'Probe']['httpGet'] for kind in ('startup', 'liveness', 'readiness')}
         assert all(probe['port'] == 'http' for probe in probes.values())
         assert [probes[kind]['path'] for kind in probes] == ['/readyz', '/livez', '/readyz']
+        by_tls = 'tls' in values
+        assert {probe['scheme'] for probe in probes.values()} == {'HTTPS' if by_tls else 'HTTP'}
+        assert service['spec']['ports'][0]['appProtocol'] == ('https' if by_tls else 'kubernetes.io/h2c')
+        # Each file that ballastd is told of lies in a mounted folder.
+        mounts = {mount['mountPath']: mount for mount in container['volumeMounts']}
+        assert {volume['name'] for volume in pod.get('volumes', [])} == {mount['name'] for mount in mounts.values()} - {'state'}
+        for name, entry in environment.items():
+            for path in re.findall(r'/etc/ballast/[^&"]+', entry.get('value', '')):
+                mount = mounts[path.rpartition('/')[0]]
+                assert mount['readOnly'] and 'subPath' not in mount, (name, mount)
         startup = container['startupProbe']
         assert startup['periodSeconds'] * startup['failureThreshold'] == 3600
         assert stateful['volumeClaimTemplates'][0]['spec']['accessModes'] == ['ReadWriteOncePod']
@@ -159,6 +190,58 @@ def test_every_configured_key_is_known_to_ballastd():
     ops.ended(server, 'log')
     refused = ops.run(*command, fails=True, env={**environment, 'BALLAST_PORT': 'tcp://10.0.0.1:7070'})
     assert 'BALLAST_PORT' in refused, refused  # why enableServiceLinks is false
+
+
+def issue(folder, ca, name, alternative):
+    """folder/name/{tls.crt,tls.key} by the CA folder/ca/{ca.crt,ca.key}, made where it is not there yet."""
+    new = ['openssl', 'req', '-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:P-256', '-nodes']
+    for directory in (folder / ca, folder / name):
+        directory.mkdir(parents=True, exist_ok=True)
+    if not (folder / ca / 'ca.crt').exists():
+        ops.run(*new, '-x509', '-keyout', folder / ca / 'ca.key', '-out', folder / ca / 'ca.crt', '-days', '2', '-subj', f'/CN={ca}')
+    ops.run(*new, '-keyout', folder / name / 'tls.key', '-out', 'csr', '-subj', f'/CN={name}')
+    with open('ext', 'w') as file:
+        file.write(f'subjectAltName={alternative}\nextendedKeyUsage=serverAuth,clientAuth\n')
+    ops.run('openssl', 'x509', '-req', '-in', 'csr', '-CA', folder / ca / 'ca.crt', '-CAkey', folder / ca / 'ca.key', '-CAcreateserial',
+            '-days', '2', '-extfile', 'ext', '-out', folder / name / 'tls.crt')
+
+
+def test_tls_of_the_rendered_pod():
+    """Files where the pod has them, the pod's environment, its probes and the PodMonitor's certificate: the real ballastd answers."""
+    ops.need(ops.HELM, ops.BIN / 'ballastd', 'openssl')
+    values = merged(BASE, SECURE, {'budget': {'dram': '64MiB', 'nvme': '256MiB'}, 'resources': {'cpu': 1}, 'metrics': {'podMonitor': True}})
+    documents = render(values)
+    pod = of_kind(documents, 'StatefulSet')[0]['spec']['template']['spec']
+    container, folder = pod['containers'][0], ops.pathlib.Path('etc').resolve()
+    monitor = of_kind(documents, 'PodMonitor')[0]['spec']['podMetricsEndpoints'][0]
+    name = monitor['tlsConfig']['serverName']
+    issue(folder, 'client-ca', 'tls', 'DNS:*.ballast.train.svc,DNS:localhost,IP:127.0.0.1')
+    issue(folder, 'client-ca', 'scrape', 'URI:spiffe://t/prometheus')
+    for path, text in [('rights/rights.yaml', 'rights: []\n'), ('tokens/tokens.yaml', 'tokens: []\n')]:
+        (folder / path).parent.mkdir()
+        (folder / path).write_text(text)
+    environment = {entry['name']: entry.get('value', 'ballast-0').replace('/etc/ballast', str(folder))
+                   .replace('$(BALLAST_SERVER_ID)', 'ballast-0') for entry in container['env']}
+    server = ops.start(ops.BIN / 'ballastd', *container['args'][:-1], 'data', log='log', env=environment)
+    ops.wait_for(lambda: 'ballastd ready' in open('log').read(), 'ballastd ready', 20)
+
+    def get(path, context):
+        with socket.create_connection(('127.0.0.1', 9070), 5) as plain, context.wrap_socket(plain, server_hostname=name) as connection:
+            connection.sendall(f'GET {path} HTTP/1.1\r\nHost: {name}\r\n\r\n'.encode())
+            answer = b''
+            while piece := connection.recv(65536):
+                answer += piece
+            return int(answer.split()[1]), answer.decode()
+    kubelet = ssl._create_unverified_context()
+    for probe in ('startup', 'liveness', 'readiness'):
+        assert get(container[f'{probe}Probe']['httpGet']['path'], kubelet)[0] == 200
+    prometheus = ssl.create_default_context(cafile=folder / 'client-ca' / 'ca.crt')
+    assert get(monitor['path'], prometheus)[0] == 403
+    prometheus.load_cert_chain(folder / 'scrape' / 'tls.crt', folder / 'scrape' / 'tls.key')
+    assert get(monitor['path'], prometheus)[0] == 200
+    assert 'etcd-ca/ca.crt' in open('log').read(), 'etcd is not here, nor its files: a warning, and the server serves'
+    server.terminate()
+    ops.ended(server, 'log')
 
 
 def lost(sent, kept, path=''):
@@ -203,7 +286,10 @@ def test_monitoring():
     boards = [document for document in of_kind(real, 'ConfigMap') if 'board' in document['metadata']['name']]
     assert len(boards) == len(list((ops.DEPLOY / 'grafana' / 'boards').glob('*.json'))) > 0
     assert of_kind(real, 'PrometheusRule')[0]['spec'] == yaml.safe_load((ops.DEPLOY / 'prometheus' / 'ballast.rules.yml').read_text())
-    for model, document in [(v1.PrometheusRule, of_kind(real, 'PrometheusRule')[0]), (v1.PrometheusRule, rule), (v1.PodMonitor, monitor)]:
+    by_tls = of_kind(render(merged(values, SECURE)), 'PodMonitor')[0]
+    assert by_tls['spec']['podMetricsEndpoints'][0]['tlsConfig']['keySecret'] == {'name': 'scrape', 'key': 'tls.key'}
+    for model, document in [(v1.PrometheusRule, of_kind(real, 'PrometheusRule')[0]), (v1.PrometheusRule, rule), (v1.PodMonitor, monitor),
+                            (v1.PodMonitor, by_tls)]:
         def kept(sent, model=model):
             return json.loads(model.model_validate(sent).model_dump_json(by_alias=True, exclude_none=True))
         assert not list(lost(document, kept(document))), list(lost(document, kept(document)))

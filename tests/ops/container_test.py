@@ -112,6 +112,27 @@ def test_little_locked_memory():
     assert how.startswith('io_uring'), how
 
 
+def test_memory_limit():
+    """A limit below the budget: the doctor and the server name both, and the server does not start, so that the kernel kills nobody in
+    the middle of training. A limit above the budget, without room for overload, is told, and a job trains."""
+    podman, image = engine()
+    little = ['--memory', '48m', '--env', 'BALLAST_BUDGET_DRAM=64MiB', '--env', 'BALLAST_BUDGET_NVME=512MiB']
+    says = r'48\.0 MiB by \S+/memory\.\S+'
+    doctor = podman('run', '--rm', *little, '--env', 'BALLAST_DATA_DIRECTORY=/var/lib/ballast', '--entrypoint', '/usr/bin/ballastctl',
+                    image, 'doctor', fails=True)
+    assert re.search(f'bad +memory limit +{says}', doctor), doctor
+    podman('run', '--detach', '--name', 'little', *little, image)
+    ops.wait_for(lambda: 'exited' in podman('inspect', '--format', '{{.State.Status}}', 'little'), 'the server has refused', 20)
+    said = podman('logs', 'little')
+    assert podman('inspect', '--format', '{{.State.ExitCode}} {{.State.OOMKilled}}', 'little').split() == ['2', 'false'], said
+    assert re.search(f'memory limit {says}, wanted 64\\.0 MiB \\(budget.dram\\)', said) and 'raise the limit' in said, said
+
+    runs_and_trains(podman, image, '--memory', '512m')
+    said = podman('logs', 'server')
+    assert re.search(r'\[warning\] memory limit 512\.0 MiB by \S+, wanted 64\.0 MiB \(budget\.dram\) and 1\.38 GiB', said), said
+    assert podman('inspect', '--format', '{{.State.OOMKilled}}', 'server').strip() == 'false'
+
+
 def chart_pod(image, **values):
     """Writes pod.yaml: the Pod that the chart's StatefulSet makes first. Returns the paths of its probes."""
     repository, tag = image.rsplit(':', 1)

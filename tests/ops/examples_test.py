@@ -38,6 +38,8 @@ def test_torchrun():
     for pid in subprocess.run(['pgrep', '-f', 'train.py 40'], capture_output=True, text=True).stdout.split():
         os.kill(int(pid), signal.SIGKILL)  # ranks, in sessions of their own; processes of this test's namespace alone are seen
     run.wait()
+    # A killed server is in its data directory until the kernel has taken its memory back.
+    ops.wait_for(lambda: not subprocess.run(['pgrep', '-x', 'ballastd'], capture_output=True).stdout, 'the server has ended')
     assert 'done after' not in pathlib.Path('killed.out').read_text()
     said = torchrun('killed')
     assert 'step 10:' not in said, 'the run began anew'

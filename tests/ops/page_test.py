@@ -97,7 +97,10 @@ def test_numbers():
         for step in steps[-60:]:
             for stage in step['stages']:
                 sums[stage['stage']] = sums.get(stage['stage'], 0) + stage['seconds']
-        share = 100 * max(sums.values()) / sum(sums.values())
+        stage = max(sums, key=sums.get)
+        share = 100 * sums[stage] / sum(sums.values())
+        assert (job['bound_by']['stage'], job['bound_by']['server']) == (stage, server.address), (job['bound_by'], sums)
+        assert job['bound_by']['words'] in page.inner_text('#bound'), (page.inner_text('#bound'), job['bound_by'])
         assert abs(browser.shown_number(page.inner_text('#bound')) - share) <= 0.51, (page.inner_text('#bound'), sums)
 
 
@@ -285,14 +288,21 @@ def test_who_waits():
     ranks = [endless(server.address, 'page', '--rank', rank, '--world-size', 2, '--rendezvous', 'meeting') for rank in range(2)]
     ops.wait_for(lambda: ops.committed(server.address) >= 5, 'some steps')
     # Ranks exchange gradients among themselves before they push, and norms before they seal. A rank that stops before the first slice
-    # leaves nothing to tell, so it goes on and stops again.
-    for _ in range(40):
+    # leaves nothing to tell, so it goes on and stops again, after more and more of a step.
+    waits = []
+    for tries in range(40):
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        time.sleep(1.5)
-        if server.status()['jobs'][0]['waits']:
+        end = time.monotonic() + 1.5
+        while not waits and time.monotonic() < end:
+            waits = server.status()['jobs'][0]['waits']
+            time.sleep(0.05)
+        if waits:
             break
         os.kill(ranks[1].pid, signal.SIGCONT)
-        time.sleep(0.13)
+        done = ops.committed(server.address)
+        ops.wait_for(lambda done=done: ops.committed(server.address) > done, 'the next step')
+        time.sleep(0.01 * tries)
+    assert waits, 'no stop was amid a step'
     with browser.Browser() as chromium:
         page = chromium.open(server.page)
         wait_text(page, '#waits', 'sealed step')

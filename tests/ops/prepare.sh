@@ -14,10 +14,12 @@ environments() {
   tests/python/venv.sh "$out/venv" tests/ops/requirements.txt
 }
 
-# A build folder of its own: no tests, no GPU, and as deep as the others, so that ccache knows its commands.
+# A build folder of its own: no tests, no GPU. It is as deep as the others and has the settings of the preset dev, so that ccache has all
+# of it where the tests were built.
+dev_flags='-O2 -g1 -DNDEBUG'
 binaries() {
-  cmake --preset release -B build/ops-release -DBALLAST_TESTS=OFF -DBALLAST_CUDA=OFF -DBALLAST_PYTHON=ON \
-    "-DPython_EXECUTABLE=$PWD/build/venv/bin/python"
+  cmake --preset dev -B build/ops-release -DBALLAST_TESTS=OFF -DBALLAST_CUDA=OFF -DBALLAST_PYTHON=ON \
+    "-DPython_EXECUTABLE=$PWD/build/venv/bin/python" "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=$dev_flags"
   cmake --build build/ops-release -j "$(nproc)"
 }
 
@@ -43,7 +45,10 @@ debs() {
   (cd build/ops-release && cpack -B "$out/packages")
 }
 
-wheel() { deploy/packaging/wheel.sh "$out/wheel"; }
+wheel() {
+  SKBUILD_CMAKE_BUILD_TYPE=RelWithDebInfo SKBUILD_CMAKE_DEFINE="CMAKE_CXX_FLAGS_RELWITHDEBINFO=$dev_flags;BALLAST_WERROR=ON" \
+    deploy/packaging/wheel.sh "$out/wheel"
+}
 
 image() { deploy/image/build.sh build/ops-release/bin "$out/image"; }
 
@@ -59,13 +64,18 @@ bare_root() {
   touch "$out/root/complete"
 }
 
-# The packages that ballast-server depends on come into that root's cache, not installed: by this machine's apt, with its sources and
-# proxies, and the root's list of what is installed.
+# The packages that ballast-server depends on, and Prometheus, come into that root's cache, not installed: by this machine's apt, with its
+# sources and proxies, and the root's list of what is installed.
 dependencies() {
-  cp "$out"/packages/ballast-server_*.deb "$out/root/var/cache/apt/ballast-server.deb"
-  apt-get -o "Dir::State::status=$out/root/var/lib/dpkg/status" -o "Dir::Cache::archives=$out/root/var/cache/apt/archives" \
-    -o APT::Sandbox::User=root -o APT::Keep-Downloaded-Packages=true install --download-only -y --no-install-recommends \
-    "$out/root/var/cache/apt/ballast-server.deb"
+  local cache="$out/root/var/cache/apt"
+  cp "$out"/packages/ballast-server_*.deb "$cache/ballast-server.deb"
+  fetch "$cache/archives" "$cache/ballast-server.deb"
+  fetch "$cache/prometheus" prometheus
+}
+fetch() { # FOLDER PACKAGE
+  mkdir -p "$1/partial"
+  apt-get -o "Dir::State::status=$out/root/var/lib/dpkg/status" -o "Dir::Cache::archives=$1" \
+    -o APT::Sandbox::User=root -o APT::Keep-Downloaded-Packages=true install --download-only -y --no-install-recommends "$2"
 }
 
 # Runs a part, a function above, in a shell of its own, which ends at the first error; its output is in a log, whose end is shown

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Runs the operations tests, one after another, each in namespaces of its own.
+"""Runs the operations tests, each in namespaces of its own.
 
-Usage: tests/ops/run.py [--list] [NAME...]     NAME: a part of file.function, such as chart or unit.kill
+Usage: tests/ops/run.py [--list] [--jobs N] [NAME...]     NAME: a part of file.function, such as chart or unit.kill
+  --jobs N  so many tests at a time (default 1)
 
 A test is a function test_*() of tests/ops/*_test.py, or a whole tests/ops/*_test.sh. It runs as root in its own mount, process,
 network, IPC and host name namespace: processes and mounts end with it even when it is interrupted, and 127.0.0.1 is its own. Its
@@ -9,7 +10,9 @@ working folder (TMPDIR too) is removed at its end. A test that cannot run here r
 printing the reason as its last line.
 Exit: 0 when none failed.
 """
+import argparse
 import ast
+import concurrent.futures
 import ctypes
 import glob
 import importlib
@@ -76,6 +79,9 @@ def die_with_parent():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+running = set()  # processes of tests
+
+
 def run(name, path, function, log):
     """Exit code of the test."""
     scratch = SCRATCH / name
@@ -83,9 +89,9 @@ def run(name, path, function, log):
     scratch.mkdir(parents=True)
     command = [*NAMESPACES, sys.executable, str(HERE / 'run.py'), '--inside', str(path), function or '']
     environment = dict(os.environ, TMPDIR=str(scratch), PYTHONDONTWRITEBYTECODE='1', PYTHONUNBUFFERED='1')
-    before = cgroups()
     test = subprocess.Popen(command, cwd=scratch, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                             start_new_session=True, preexec_fn=die_with_parent)
+    running.add(test)
     try:
         return test.wait(TEST_SECONDS_MAX)
     except subprocess.TimeoutExpired:
@@ -95,8 +101,19 @@ def run(name, path, function, log):
         if test.poll() is None:
             test.kill()  # ends unshare, whose death ends all processes of the namespace
             test.wait()
-        remove_cgroups(cgroups() - before)
+        running.discard(test)
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def result(chosen):
+    """(name, verdict, seconds, output) of a test."""
+    name, path, function = chosen
+    start = time.monotonic()
+    with open(ROOT / 'build' / 'ops' / 'logs' / f'{name}.log', 'w+') as log:
+        code = run(name, path, function, log)
+        log.flush()
+        text = pathlib.Path(log.name).read_text(errors='replace').strip()
+    return name, {0: 'passed', SKIPPED: 'skipped'}.get(code, 'FAILED'), time.monotonic() - start, text
 
 
 def cgroups():
@@ -120,34 +137,46 @@ def interrupted(number, frame):
     raise KeyboardInterrupt
 
 
+def results(chosen, jobs):
+    """Results of all tests, as they end."""
+    before = cgroups()
+    pool = concurrent.futures.ThreadPoolExecutor(jobs)
+    try:
+        for future in concurrent.futures.as_completed([pool.submit(result, test) for test in chosen]):
+            yield future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for test in list(running):
+            test.kill()  # ends unshare, whose death ends all processes of the namespace
+        pool.shutdown()
+        remove_cgroups(cgroups() - before)
+
+
 def main():
-    arguments = sys.argv[1:]
-    if arguments[:1] == ['--inside']:
-        sys.exit(inside(arguments[1], arguments[2] or None))
-    listing = '--list' in arguments
-    wanted = [argument for argument in arguments if argument != '--list']
-    chosen = [test for test in tests() if not wanted or any(part in test[0] for part in wanted)]
-    if listing or not chosen:
-        print('\n'.join(name for name, _, _ in chosen) or f'ops: no test is called like {wanted}')
+    if sys.argv[1:2] == ['--inside']:
+        sys.exit(inside(sys.argv[2], sys.argv[3] or None))
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument('--list', action='store_true')
+    parser.add_argument('--jobs', type=int, default=1)
+    parser.add_argument('names', nargs='*')
+    options = parser.parse_args()
+    if options.jobs < 1:
+        parser.error(f'--jobs: expected 1 or more, got {options.jobs}')
+    chosen = [test for test in tests() if not options.names or any(part in test[0] for part in options.names)]
+    if options.list or not chosen:
+        print('\n'.join(name for name, _, _ in chosen) or f'ops: no test is called like {options.names}')
         sys.exit(0 if chosen else 2)
     allowed = subprocess.run([*NAMESPACES, 'true'], capture_output=True, text=True)
     if os.geteuid() != 0 or allowed.returncode != 0:
         print(f'ops: SKIPPED, all {len(chosen)}: tests run as root in namespaces of their own: {allowed.stderr.strip() or "not root"}')
         sys.exit(0)
     signal.signal(signal.SIGTERM, interrupted)
-    logs = ROOT / 'build' / 'ops' / 'logs'
-    logs.mkdir(parents=True, exist_ok=True)
+    (ROOT / 'build' / 'ops' / 'logs').mkdir(parents=True, exist_ok=True)
     began, counts = time.monotonic(), {'passed': 0, 'skipped': 0, 'FAILED': 0}
-    for name, path, function in chosen:
-        start = time.monotonic()
-        with open(logs / f'{name}.log', 'w+') as log:
-            code = run(name, path, function, log)
-            log.flush()
-            text = pathlib.Path(log.name).read_text(errors='replace').strip()
-        verdict = {0: 'passed', SKIPPED: 'skipped'}.get(code, 'FAILED')
+    for name, verdict, seconds, text in results(chosen, options.jobs):
         counts[verdict] += 1
         reason = ': ' + text.splitlines()[-1] if verdict == 'skipped' and text else ''
-        print(f'ops: {verdict:7} {time.monotonic() - start:6.1f} s  {name}{reason}', flush=True)
+        print(f'ops: {verdict:7} {seconds:6.1f} s  {name}{reason}', flush=True)
         if verdict == 'FAILED':
             print('\n'.join('    ' + line for line in text.splitlines()[-60:]), flush=True)
     print('ops: ' + ', '.join(f'{count} {verdict}' for verdict, count in counts.items()) + f', {time.monotonic() - began:.0f} s')

@@ -93,6 +93,8 @@ def test_screens():
             assert len(bar) > columns / 3 and abs(filled - share * len(bar)) <= 1 and bar[0] in 'sl', line
         row = next(line for line in lines if line.startswith('page '))
         assert row.split()[1] == str(status['jobs'][0]['committed_max']), row
+        bound = status['jobs'][0]['bound_by']
+        assert f"  {bound['stage' if columns == 80 else 'words']} {100 * bound['share']:.0f} % " in row, (row, bound)
         terminal.keys('q')
         terminal.restored('echo before')
 

@@ -9,6 +9,8 @@ import time
 import pytest
 import torch
 from models import batch, mlp
+from test_tls import issue
+from test_tls import run as openssl
 
 import ballast
 import ballast.torch as bt
@@ -25,17 +27,30 @@ def free_port():
 
 
 @pytest.fixture
-def url(tmp_path):
-    client, peer = (f'http://127.0.0.1:{free_port()}' for _ in range(2))
+def url(tmp_path, request):
+    """The URL of an etcd; with the parameter 'tls' of one that asks for certificates."""
+    tls, flags, query = getattr(request, 'param', None) == 'tls', [], ''
+    if tls:
+        openssl(tmp_path, 'req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout ca.key -out ca.crt -days 2 -subj /CN=ca')
+        issue(tmp_path, 'both', 'IP:127.0.0.1')
+        flags = ['--cert-file', tmp_path / 'both.crt', '--key-file', tmp_path / 'both.key', '--trusted-ca-file', tmp_path / 'ca.crt',
+                 '--client-cert-auth']
+        query = f'?ca={tmp_path}/ca.crt&certificate={tmp_path}/both.crt&key={tmp_path}/both.key'
+    address, peer = f'127.0.0.1:{free_port()}', f'http://127.0.0.1:{free_port()}'
+    client = f'{"https" if tls else "http"}://{address}'
     process = subprocess.Popen(
         ['etcd', '--data-dir', str(tmp_path / 'etcd'), '--listen-client-urls', client, '--advertise-client-urls', client,
-         '--listen-peer-urls', peer, '--initial-advertise-peer-urls', peer, '--initial-cluster', f'default={peer}'],
+         '--listen-peer-urls', peer, '--initial-advertise-peer-urls', peer, '--initial-cluster', f'default={peer}', *flags],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        yield client.replace('http', 'etcd') + '/python'
+        yield f'etcd://{address}/python{query}'
     finally:
         process.kill()
         process.wait()
+
+
+def asking_for(servers, url):
+    return f'{url}{"&" if "?" in url else "?"}servers={servers}'
 
 
 class Server:
@@ -62,7 +77,7 @@ def train(optimizer, model, begin, end):
         optimizer.step()
 
 
-@pytest.mark.parametrize('variable', [False, True])
+@pytest.mark.parametrize('url, variable', [('plain', False), ('plain', True), ('tls', False)], indirect=['url'])
 def test_a_server_that_comes_back_elsewhere_is_found(url, tmp_path, monkeypatch, variable):
     models, servers = [], [Server(tmp_path, name, url) for name in 'ab']
     for where in ('served', 'embedded'):
@@ -70,7 +85,7 @@ def test_a_server_that_comes_back_elsewhere_is_found(url, tmp_path, monkeypatch,
         models.append(mlp())
         said = {'dram': '256MiB', 'name': 'embedded'}
         if where == 'served':
-            said = {'servers': url + '?servers=2', 'name': 'served'}
+            said = {'servers': asking_for(2, url), 'name': 'served'}
             if variable:
                 monkeypatch.setenv('BALLAST_SERVERS', said.pop('servers'))
         optimizer = bt.AdamW(models[-1].parameters(), lr=1e-2, **said)
@@ -94,7 +109,7 @@ def test_too_few_servers_are_told_by_name(url, tmp_path):
     began = time.monotonic()
     with pytest.raises(ballast.Error, match=r'expected 2 servers at etcd://.*found 1: alone at 127\.0\.0\.1') as raised:
         model = mlp()
-        train(bt.AdamW(model.parameters(), servers=url + '?servers=2', open_timeout=3), model, 0, 1)
+        train(bt.AdamW(model.parameters(), servers=asking_for(2, url), open_timeout=3), model, 0, 1)
     server.kill()
     assert raised.value.reason == 'SERVER_DOWN'
     assert time.monotonic() - began < 60

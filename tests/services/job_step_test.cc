@@ -106,6 +106,13 @@ struct Shape {
   int servers;
   uint32_t world_size;
   storage::TierBytes budget;
+  bool large = false;  // the working copies alone do not fit into DRAM
+
+  std::vector<TestTensor> model() const {
+    if (!large) return SmallModel();
+    return {
+        {"embed", "u0", 3'000'000, 0}, {"norm", "u0", 100, 1}, {"weight", "u1", 4'000'000, 0}, {"bias", "u1", 300, 1}};
+  }
 };
 
 class JobStep : public ::testing::TestWithParam<Shape> {
@@ -121,10 +128,10 @@ class JobStep : public ::testing::TestWithParam<Shape> {
 };
 
 TEST_P(JobStep, HoldsTheBitsOfTheKernels) {
-  TrainerGroup group(pointers_, MakeSpec("job", SmallModel()), GetParam().world_size);
+  TrainerGroup group(pointers_, MakeSpec("job", GetParam().model()), GetParam().world_size);
   ASSERT_EQ(group.Start(), absl::OkStatus());
   ASSERT_EQ(group.Initialise(InitialValue), absl::OkStatus());
-  Reference reference(SmallModel());
+  Reference reference(GetParam().model());
   reference.ExpectEqual(group, 0);
   for (int64_t step = 1; step <= 5; ++step) {
     v1::StepHeader header = UpdateHeader(4);
@@ -145,13 +152,17 @@ TEST_P(JobStep, HoldsTheBitsOfTheKernels) {
     for (StateServer* server : pointers_) nvme += server->Status().tiers(2).state_bytes();
     EXPECT_GT(nvme, 0u) << "the budget should have pushed state to NVMe";
   }
+  if (GetParam().large) {
+    EXPECT_LT(pointers_[0]->Status().tiers(1).working_bytes(), 10'000'000u);
+    EXPECT_LE(pointers_[0]->Status().tiers(1).used_bytes(), GetParam().budget.dram);
+  }
 }
 
 TEST_P(JobStep, SkipsOnAllServersWhenAGradientIsNotFinite) {
-  TrainerGroup group(pointers_, MakeSpec("job", SmallModel()), GetParam().world_size);
+  TrainerGroup group(pointers_, MakeSpec("job", GetParam().model()), GetParam().world_size);
   ASSERT_EQ(group.Start(), absl::OkStatus());
   ASSERT_EQ(group.Initialise(InitialValue), absl::OkStatus());
-  Reference reference(SmallModel());
+  Reference reference(GetParam().model());
   const auto poisoned = [](uint32_t tensor, uint64_t i) {
     return tensor == 2 && i == 99'999 ? std::numeric_limits<float>::quiet_NaN() : 0.5f;
   };
@@ -174,10 +185,10 @@ TEST_P(JobStep, SkipsOnAllServersWhenAGradientIsNotFinite) {
 }
 
 TEST_P(JobStep, AppliesValuesBeforeGradients) {
-  TrainerGroup group(pointers_, MakeSpec("job", SmallModel()), GetParam().world_size);
+  TrainerGroup group(pointers_, MakeSpec("job", GetParam().model()), GetParam().world_size);
   ASSERT_EQ(group.Start(), absl::OkStatus());
   ASSERT_EQ(group.Initialise(InitialValue), absl::OkStatus());
-  Reference reference(SmallModel());
+  Reference reference(GetParam().model());
   const auto edit = [](uint32_t, uint64_t i) { return static_cast<float>(i % 13) - 6; };
   v1::StepHeader header = UpdateHeader(4);
   header.set_value_presence(model::MakeBitmap(4, {1}));
@@ -192,7 +203,7 @@ TEST_P(JobStep, AppliesValuesBeforeGradients) {
 }
 
 TEST_P(JobStep, ADroppedAttemptLeavesNothing) {
-  TrainerGroup group(pointers_, MakeSpec("job", SmallModel()), GetParam().world_size);
+  TrainerGroup group(pointers_, MakeSpec("job", GetParam().model()), GetParam().world_size);
   ASSERT_EQ(group.Start(), absl::OkStatus());
   ASSERT_EQ(group.Initialise(InitialValue), absl::OkStatus());
   ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), [](uint32_t, uint64_t) { return 1e30f; }),
@@ -201,15 +212,15 @@ TEST_P(JobStep, ADroppedAttemptLeavesNothing) {
   ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), GradientOf(1)), absl::OkStatus());
   const auto decision = group.Finish(UpdateHeader(4));
   ASSERT_TRUE(decision.ok()) << decision.status();
-  Reference reference(SmallModel());
+  Reference reference(GetParam().model());
   EXPECT_LT(decision->verdict().norm(), 1e6);
   reference.Step(UpdateHeader(4), decision->verdict(), GradientOf(1));
   reference.ExpectEqual(group, 1);
 }
 
 TEST_P(JobStep, GoesOnWithAnotherWorldSizeAndMoreTensors) {
-  v1::JobSpec spec = MakeSpec("job", SmallModel());
-  Reference reference(SmallModel());
+  v1::JobSpec spec = MakeSpec("job", GetParam().model());
+  Reference reference(GetParam().model());
   const auto step = [&](TrainerGroup& group, uint32_t tensors) {
     const int64_t n = group.step();
     ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(tensors), GradientOf(n)), absl::OkStatus());
@@ -241,15 +252,14 @@ TEST_P(JobStep, GoesOnWithAnotherWorldSizeAndMoreTensors) {
   step(third, 5);
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, JobStep,
-                         ::testing::Values(Shape{1, 1, {0, 64 * kMiB, 0}}, Shape{2, 2, {0, 64 * kMiB, 0}},
-                                           Shape{3, 4, {0, 64 * kMiB, 0}},
-                                           Shape{1, 2, {0, 3 * kMiB + kMiB / 2, 64 * kMiB}}),
-                         [](const auto& info) {
-                           return std::to_string(info.param.servers) + "servers" +
-                                  std::to_string(info.param.world_size) + "ranks" +
-                                  (info.param.budget.nvme > 0 ? "nvme" : "");
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, JobStep,
+    ::testing::Values(Shape{1, 1, {0, 64 * kMiB, 0}}, Shape{2, 2, {0, 64 * kMiB, 0}}, Shape{3, 4, {0, 64 * kMiB, 0}},
+                      Shape{1, 2, {0, 3 * kMiB + kMiB / 2, 64 * kMiB}}, Shape{1, 2, {0, 13 * kMiB, 256 * kMiB}, true}),
+    [](const auto& info) {
+      return std::to_string(info.param.servers) + "servers" + std::to_string(info.param.world_size) + "ranks" +
+             (info.param.budget.nvme > 0 ? "nvme" : "") + (info.param.large ? "withoutCopies" : "");
+    });
 
 TEST(Job, DoublePushesAreHeldOnce) {
   TestServer server("s");

@@ -121,6 +121,7 @@ absl::Status Checker::CheckServer(int server, Machine* machine) {
     }
     ++tally_->chunks_checked;
   }
+  if (machine->LacksCopies()) ++tally_->without_copies;
   return absl::OkStatus();
 }
 

@@ -1,11 +1,13 @@
 #include "ballast/tests/sim_server/machine.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <utility>
 
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/machine/profile_file.h"
 #include "ballast/tests/sim_server/bits.h"
 
 namespace ballast::sim {
@@ -50,6 +52,13 @@ storage::TierBytes Machine::Budget(Random* random, bool hbm) const {
   const uint64_t staging = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
   // Slices read back from the log need at least two slices of values and a gradient.
   const uint64_t read_back = 10 * model::kChunkElementsMin + shared;
+  // Working copies are left out where they take more than the memory for pulls without them; beside a GPU they stay.
+  const uint64_t pull = std::max<uint64_t>(states.size() / 4, 1) * layout.WorkingBytes(model::kChunkElementsMin);
+  if (!hbm && pull < working && random->Percent(40)) {
+    const uint64_t least = pull + std::min(read_back, slices) + staging + kSlackBytes;
+    budget.dram = least + random->Below(working - pull);
+    return budget;
+  }
   if (read_back + kSlackBytes < slices && random->Percent(80)) {
     budget.dram = working + read_back + random->Below(slices - read_back - kSlackBytes) + staging;
     return budget;
@@ -60,7 +69,27 @@ storage::TierBytes Machine::Budget(Random* random, bool hbm) const {
   return budget;
 }
 
+// A disk as fast as the kernels, and a slow link to the GPU: plans by these figures spread chunks, read slices back to
+// give state their DRAM, and leave HBM empty. Every other start has them, so that chunks come back under another plan.
+absl::Status Machine::ChangeProfile() {
+  const std::string path = directory_ + "/" + services::kMachineProfile;
+  std::error_code error;
+  if (++starts_ % 2 == 1) {
+    std::filesystem::remove(path, error);
+    return absl::OkStatus();
+  }
+  storage::MachineProfile profile;
+  profile.threads = 1;
+  profile.update_f32_elements_per_s = {100'000'000, 100'000'000};
+  profile.digest_bytes_per_s = {100'000'000'000, 100'000'000'000};
+  profile.disk_read_bytes_per_s = profile.disk_write_bytes_per_s = profile.disk_mixed_bytes_per_s = 1'000'000'000;
+  profile.gpu_in_bytes_per_s = profile.gpu_out_bytes_per_s = starts_ % 4 == 0 ? 100'000'000 : 10'000'000'000;
+  std::filesystem::create_directories(directory_, error);
+  return storage::WriteProfile(profile, path);
+}
+
 absl::Status Machine::Start(Random* random) {
+  BALLAST_RETURN_IF_ERROR(ChangeProfile());
   const storage::StateLayout layout(*model::OptimizerOf(PlanOf(1).open().spec()));
   services::StateServerOptions options;
   options.data_directory = directory_;
@@ -204,6 +233,19 @@ absl::StatusOr<std::vector<std::byte>> Machine::PullNow(const v1::PullRequest& r
   }
   if (answer->has_value()) return **std::move(answer);
   return absl::DeadlineExceededError("no answer to a pull although nothing is left to do");
+}
+
+bool Machine::LacksCopies() const {
+  const v1::GetServerStatusResponse status = server_->Status();
+  uint64_t copies = 0;
+  for (const v1::TierStatus& tier : status.tiers()) copies += tier.working_bytes();
+  const storage::StateLayout layout(*model::OptimizerOf(PlanOf(1).open().spec()));
+  uint64_t all = 0;
+  for (const model::Chunk& chunk : PlanOf(1).layout().chunks()) {
+    if (PlanOf(1).server_of(chunk.index) == static_cast<uint32_t>(index_))
+      all += layout.WorkingBytes(chunk.range.size());
+  }
+  return copies < all;
 }
 
 void Machine::ChangeBudget(Random* random, std::function<void(uint64_t)> moves) {

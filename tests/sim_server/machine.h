@@ -52,6 +52,8 @@ class Machine {
   void Pull(const v1::PullRequest& request, PullReply reply);
   // Sets a new random budget large enough for the server's chunks. Calls `moves` with the number of chunks to move; the
   // chunks move later.
+  // Does a chunk of the job lack a working copy? REQUIRES: up(), with all chunks there.
+  bool LacksCopies() const;
   void ChangeBudget(Random* random, std::function<void(uint64_t)> moves);
   // Runs tasks until the pull is answered. DEADLINE_EXCEEDED if no task is left and no answer has come.
   absl::StatusOr<std::vector<std::byte>> PullNow(const v1::PullRequest& request, Random* random);
@@ -60,9 +62,11 @@ class Machine {
   template <typename Response>
   services::Reply<Response> ReplyTo(const Request& request);
   storage::TierBytes Budget(Random* random, bool hbm) const;
+  absl::Status ChangeProfile();
   void End();
 
   const int index_;
+  uint64_t starts_ = 0;
   const std::string directory_;
   storage::SimDisk disk_;
   SimCatalog catalog_;

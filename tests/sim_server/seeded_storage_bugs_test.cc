@@ -91,6 +91,7 @@ constexpr Planted kPlanted[] = {
     {"KeptExtentsGivenAgain", StorageBug::kKeptExtentsGivenAgain, Harness::kStoreLives},
     {"FlushedChunkStaysClean", StorageBug::kFlushedChunkStaysClean, Harness::kCrashes},
     {"UnrecordedCountsAsKept", StorageBug::kUnrecordedCountsAsKept, Harness::kCrashes, 441},
+    {"PulledCopyOutlivesUpdate", StorageBug::kPulledCopyOutlivesUpdate, Harness::kStoreLives},
     {"ReadBackUnchecked", StorageBug::kReadBackUnchecked, Harness::kStoreLives, 71},
     {"OldPlaceReadBack", StorageBug::kOldPlaceReadBack, Harness::kCrashes, 184},
     {"AckedUnsynced", StorageBug::kAckedUnsynced, Harness::kCrashes, 272},

@@ -419,6 +419,7 @@ void ServerTally::Add(const ServerTally& other) {
   stops += other.stops;
   recoveries += other.recoveries;
   chunks_checked += other.chunks_checked;
+  without_copies += other.without_copies;
   chunks_ahead += other.chunks_ahead;
   pulls_checked += other.pulls_checked;
   budget_changes += other.budget_changes;

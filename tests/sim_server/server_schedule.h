@@ -31,7 +31,8 @@ struct ServerTally {
   uint64_t stops = 0;
   uint64_t recoveries = 0;
   uint64_t chunks_checked = 0;
-  uint64_t chunks_ahead = 0;  // contents (of a chunk) durable at a version whose decision the server had lost
+  uint64_t without_copies = 0;  // comparisons of a server's chunks of which some have no working copy
+  uint64_t chunks_ahead = 0;    // contents (of a chunk) durable at a version whose decision the server had lost
   uint64_t pulls_checked = 0;
   uint64_t budget_changes = 0;
   uint64_t moves_begun = 0;  // of chunks between tiers

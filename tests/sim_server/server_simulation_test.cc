@@ -46,6 +46,7 @@ void Print(uint64_t schedules, const ServerTally& sum) {
   say(sum.stops, "stops");
   say(sum.recoveries, "starts");
   say(sum.chunks_checked, "chunks compared");
+  say(sum.without_copies, "times without all working copies");
   say(sum.chunks_ahead, "contents ahead of the log");
   say(sum.pulls_checked, "pulls compared");
   say(sum.budget_changes, "budgets changed");
@@ -87,7 +88,7 @@ TEST(ServerSimulation, Crashes) {
   for (const uint64_t count :
        {sum.group.skipped, sum.group.ranks_lost, sum.group.finished_for_others, sum.group.abandoned, sum.group.drops,
         sum.group.norms, sum.group.pins, sum.group.restores, sum.cuts_in_operations, sum.cuts_in_recovery, sum.kills,
-        sum.stops, sum.pulls_checked, sum.budget_changes, sum.moves_begun, sum.moments_written}) {
+        sum.stops, sum.without_copies, sum.pulls_checked, sum.budget_changes, sum.moves_begun, sum.moments_written}) {
     EXPECT_GT(count, seeds / 50);
   }
 }

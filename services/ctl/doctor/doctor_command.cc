@@ -67,7 +67,7 @@ std::string ShowText(const Checks& checks) {
   std::string out;
   for (const Check& check : checks) {
     const bool ok = check.verdict == Verdict::kOk;
-    absl::StrAppendFormat(&out, "%-4s  %-*s  %s", Name(check.verdict), width, check.what, check.found);
+    absl::StrAppendFormat(&out, "%-4s  %-*s  %s", Name(check.verdict), width, check.what, Printable(check.found));
     const std::string indent = "\n" + std::string(8 + width, ' ');
     absl::StrAppend(&out, ok ? " (" : indent, "wanted: ", check.wanted, ok ? ")" : indent + "mend: " + check.mend,
                     "\n");

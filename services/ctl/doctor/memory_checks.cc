@@ -8,17 +8,15 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "ballast/services/config/machine_files.h"
+#include "ballast/services/config/memory_room.h"
 #include "ballast/services/ctl/doctor/checks.h"
-#include "ballast/services/ctl/doctor/machine_files.h"
 #include "ballast/services/view/show.h"
 #include "ballast/storage/memory/memory_nodes.h"
 
 namespace ballast::services {
 namespace {
 
-// A server's memory beyond budget.dram: gRPC's incoming messages (1 GiB) and three bounds of 128 MiB (services/README,
-// "Bounds"), which only overload reaches.
-constexpr uint64_t kBesideBudget = (uint64_t{1} << 30) + (uint64_t{384} << 20);
 // A trial locks so much more than the limit; larger limits are believed.
 constexpr uint64_t kTrialBytes = 1 << 20;
 constexpr uint64_t kTrialLimitMax = uint64_t{64} << 20;
@@ -67,15 +65,15 @@ Check CheckHugePages(const Subject& subject) {
 }
 
 Check CheckPhysical(const Subject& subject, uint64_t budget) {
-  Check check{Verdict::kOk, "memory", "", ShowBytes(budget) + " (budget.dram) and " + ShowBytes(kBesideBudget)};
+  Check check{Verdict::kOk, "memory", "", ShowBytes(budget) + " (budget.dram) and " + ShowBytes(kBesideBudgetBytes)};
   const std::string text = ReadMachineFile(subject.root + "/proc/meminfo");
   const uint64_t total = NumberAfter(text, "MemTotal:").value_or(0) << 10;
   const uint64_t free = NumberAfter(text, "MemAvailable:").value_or(0) << 10;
   check.found = absl::StrCat(ShowBytes(total), ", available ", ShowBytes(free));
   if (total < budget) {
     check.verdict = Verdict::kBad;
-    check.mend = absl::StrCat("budget.dram: at most ", ShowBytes(total - std::min(total, kBesideBudget)));
-  } else if (free < budget + kBesideBudget) {
+    check.mend = absl::StrCat("budget.dram: at most ", ShowBytes(total - std::min(total, kBesideBudgetBytes)));
+  } else if (free < budget + kBesideBudgetBytes) {
     check.verdict = Verdict::kNote;
     check.mend = "end what else uses the memory, unless it is this server; or lower budget.dram";
   }
@@ -83,18 +81,11 @@ Check CheckPhysical(const Subject& subject, uint64_t budget) {
 }
 
 Check CheckGroup(const Subject& subject, uint64_t budget) {
-  Check check{Verdict::kOk, "memory limit", "no control group limits it",
-              ShowBytes(budget) + " (budget.dram) and " + ShowBytes(kBesideBudget)};
-  const std::optional<GroupLimit> limit = MemoryLimit(subject.root);
-  if (!limit.has_value()) return check;
-  check.found = absl::StrCat(ShowBytes(static_cast<uint64_t>(limit->amount)), " by ", limit->file);
-  if (limit->amount >= static_cast<double>(budget + kBesideBudget)) return check;
-  // The kernel kills a process at its limit.
-  check.verdict = limit->amount < static_cast<double>(budget) ? Verdict::kBad : Verdict::kNote;
-  check.mend = absl::StrCat("raise the limit to ", ShowBytes(budget + kBesideBudget),
-                            " (systemd: MemoryMax=, Kubernetes: resources.limits.memory, podman: --memory), or lower "
-                            "budget.dram");
-  return check;
+  const MemoryAllowance allowance = AllowedMemory(budget, subject.root);
+  const Verdict verdict = allowance.room == MemoryRoom::kEnough  ? Verdict::kOk
+                          : allowance.room == MemoryRoom::kTight ? Verdict::kNote
+                                                                 : Verdict::kBad;
+  return {verdict, "memory limit", allowance.found, allowance.wanted, allowance.mend};
 }
 
 Check CheckNuma(const Subject& subject) {

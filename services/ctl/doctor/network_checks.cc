@@ -108,6 +108,21 @@ Check CheckExposure(const Config& config) {
   return check;
 }
 
+// The HTTP port tells names of jobs and figures, and changes nothing.
+Check CheckHttpExposure(const Config& config) {
+  Check check{Verdict::kOk, "HTTP reach", "this machine alone reaches it", "loopback, or certificates"};
+  if (OnlyThisMachine(config.metrics_listen)) return check;
+  if (config.metrics_tls && !config.guard.tls.client_ca.empty()) {
+    check.found = absl::StrCat(config.metrics_listen, ", by TLS, for clients with a certificate");
+    return check;
+  }
+  check.verdict = Verdict::kNote;
+  check.found = absl::StrCat(config.metrics_listen, ": whoever reaches the port sees all jobs and metrics",
+                             config.metrics_tls ? "" : ", without TLS");
+  check.mend = "metrics_tls: true with tls.client_ca; or metrics_listen: 127.0.0.1:9070";
+  return check;
+}
+
 Check CheckCertificates(const CertificatePaths& paths) {
   Check check{Verdict::kOk, "certificates", "", "good files, valid for two more weeks"};
   const absl::Time now = absl::Now();
@@ -181,6 +196,7 @@ Checks CheckNetwork(const Subject& subject) {
     checks.push_back(CheckPort(subject, "listen", subject.config->listen));
     checks.push_back(CheckPort(subject, "metrics_listen", subject.config->metrics_listen));
     checks.push_back(CheckExposure(*subject.config));
+    checks.push_back(CheckHttpExposure(*subject.config));
     if (subject.config->guard.tls.enabled()) checks.push_back(CheckCertificates(subject.config->guard.tls));
     if (!subject.config->discovery.empty()) checks.push_back(CheckRegistry(subject));
   }

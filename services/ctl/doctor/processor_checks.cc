@@ -8,8 +8,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/services/config/machine_files.h"
 #include "ballast/services/ctl/doctor/checks.h"
-#include "ballast/services/ctl/doctor/machine_files.h"
 
 namespace ballast::services {
 namespace {

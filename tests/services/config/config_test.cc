@@ -84,6 +84,7 @@ TEST(Config, RefusesBadValuesWithWhatCame) {
   ExpectBad("compute_threads: 1025\n", "compute_threads: expected an integer from 1 to 1024; came '1025'");
   ExpectBad("log_level: loud\n", "expected trace, debug, info, warn, error or off; came 'loud'");
   ExpectBad("server_id: a b\n", "came 'a b'");
+  ExpectBad("metrics_tls: yes\n", "metrics_tls: expected true or false; came 'yes'");
   const absl::Status variable = FromText(kGood, {{"staging", {"-1", "BALLAST_STAGING"}}}).status();
   EXPECT_EQ(variable.message(), "BALLAST_STAGING: staging: expected bytes, such as 512MiB; came '-1'");
 }

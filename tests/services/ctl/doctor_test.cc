@@ -8,8 +8,8 @@
 #include <fstream>
 
 #include "ballast/proto/model/protocol.h"
+#include "ballast/services/config/machine_files.h"
 #include "ballast/services/ctl/doctor/doctor_command.h"
-#include "ballast/services/ctl/doctor/machine_files.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
 #include "ballast/tests/services/security/authority.h"
@@ -132,11 +132,17 @@ TEST_F(DoctorTest, MemoryLimitOfARealControlGroup) {
     GTEST_SKIP() << "no control group of memory can be made here: " << group;
   }
   std::ofstream(limit) << 60 * kMiB;
-  const Finished done = Doctor({"/bin/sh", "-c", "echo $$ > " + group + "/cgroup.procs && exec \"$@\"", "sh"});
+  std::vector<std::string> wrapper = {"/bin/sh", "-c", "echo $$ > " + group + "/cgroup.procs && exec \"$@\"", "sh"};
+  const Finished done = Doctor(wrapper);
+  wrapper.insert(wrapper.end(), {DaemonPath(), "--config", ConfigFile()});
+  const Finished server = RunProcess(wrapper);
   for (int tries = 0; tries < 50 && rmdir(group.c_str()) != 0; ++tries) usleep(20'000);
   EXPECT_EQ(InJson(done.out, "memory limit", "verdict"), "bad") << done.out << done.err;
   EXPECT_THAT(InJson(done.out, "memory limit", "found"), HasSubstr("60.0 MiB by " + limit));
   EXPECT_EQ(done.code, 1);
+  // The server that the doctor warns of does not start.
+  EXPECT_EQ(server.code, 2) << server.err;
+  EXPECT_THAT(server.err, HasSubstr("ballastd: memory limit 60.0 MiB by " + limit + ", wanted 64.0 MiB (budget.dram)"));
 }
 
 TEST_F(DoctorTest, ControlGroupsOfBothVersions) {
@@ -290,6 +296,13 @@ TEST_F(DoctorTest, AServerThatOthersReach) {
     subject.config->listen = listen;
     EXPECT_EQ(Find(CheckNetwork(subject), "reach").verdict, Verdict::kNote) << listen;
   }
+  EXPECT_EQ(Find(CheckNetwork(subject), "HTTP reach").verdict, Verdict::kOk);
+  subject.config->metrics_listen = "0.0.0.0:0";
+  EXPECT_THAT(Find(CheckNetwork(subject), "HTTP reach").found, HasSubstr("sees all jobs and metrics, without TLS"));
+  subject.config->metrics_tls = true;
+  EXPECT_EQ(Find(CheckNetwork(subject), "HTTP reach").verdict, Verdict::kNote) << "by TLS, and to anybody";
+  subject.config->guard.tls.client_ca = "ca.pem";
+  EXPECT_EQ(Find(CheckNetwork(subject), "HTTP reach").verdict, Verdict::kOk);
 }
 
 TEST_F(DoctorTest, CertificatesAndTheirDates) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "ballast/services/http/doorman.h"
 #include "ballast/tests/services/http/http_fixture.h"
@@ -184,6 +185,30 @@ TEST_F(HttpPortTest, IdleConnectionsKeepNoScrapeOut) {
   const absl::Time began = absl::Now();
   for (int i = 0; i < 20; ++i) EXPECT_EQ(Get(address(), "/metrics").status, 200);
   EXPECT_LT(absl::Now() - began, absl::Seconds(2));
+  for (const int fd : idle) ::close(fd);
+}
+
+// Connections that come while an answer is being made do not push its client out.
+TEST(Doorman, AnAnswerUnderWayKeepsItsPlace) {
+  absl::Notification asked, go_on;
+  const auto doorman = Doorman::Start("127.0.0.1:0", [&](const auto&...) {
+    asked.Notify();
+    go_on.WaitForNotification();
+    return std::string("HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nok\n");
+  });
+  ASSERT_TRUE(doorman.ok()) << doorman.status();
+  HttpAnswer answer;
+  std::thread client([&] { answer = Get((*doorman)->address(), "/"); });
+  asked.WaitForNotification();
+  std::vector<int> idle;
+  for (size_t i = 0; i < Doorman::kConnectionsMax + 10; ++i) idle.push_back(ConnectTo((*doorman)->address()));
+  // The oldest of them has been given up once the last was accepted.
+  char byte = 0;
+  EXPECT_EQ(::recv(idle[0], &byte, 1, 0), 0);
+  go_on.Notify();
+  client.join();
+  EXPECT_EQ(answer.status, 200);
+  EXPECT_EQ(answer.body, "ok\n");
   for (const int fd : idle) ::close(fd);
 }
 

@@ -1,5 +1,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <prometheus/text_serializer.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
@@ -14,6 +17,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_split.h"
 #include "ballast/services/metrics/families.h"
+#include "ballast/services/metrics/server_families.h"
 #include "ballast/tests/services/hung_disk.h"
 #include "ballast/tests/services/rpc/rpc_fixture.h"
 
@@ -122,6 +126,25 @@ TEST_F(MetricsTest, ProcessFiguresAreOfThisProcess) {
   EXPECT_GT(series.at("process_start_time_seconds"), now - 600);
 }
 
+// The moment at which somebody looks for the descriptors.
+TEST(ProcessFamilies, WithoutADescriptorNothingFallsToZero) {
+  const int next = ::dup(0);
+  ASSERT_GE(next, 0);
+  ::close(next);
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit none = before;
+  none.rlim_cur = static_cast<rlim_t>(next);
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  Families families;
+  AddProcess(&families);
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  const auto series = Series(prometheus::TextSerializer().Serialize(families));
+  EXPECT_EQ(series.at("process_open_fds"), next);
+  EXPECT_EQ(series.at("process_max_fds"), next);
+  EXPECT_EQ(series.count("process_cpu_seconds_total"), 0u);
+}
+
 // A durable job whose state is too large for DRAM, so that each stage and most parts come.
 class LoadedMetricsTest : public MetricsTest {
  protected:
@@ -173,9 +196,12 @@ TEST_F(LoadedMetricsTest, StagesSumToTheWallTimeAndPartsToWhatIsUsed) {
     }
   }
   trainer.join();
-  // The end of the last update.
+  // The end of the last update, and a pause of the thread that writes segments of the log ahead of their use.
   auto after = Series(Scrape(loaded_.get()));
-  for (int i = 0; i < 1000 && after.at("ballast_queued_steps{training_job=\"job\"}") > 0; ++i) {
+  const auto busy = [&] {
+    return after.at("ballast_queued_steps{training_job=\"job\"}") > 0 || after.at("ballast_disk_inflight") > 0;
+  };
+  for (int i = 0; i < 1000 && busy(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     after = Series(Scrape(loaded_.get()));
   }
@@ -246,7 +272,27 @@ TEST_F(LoadedMetricsTest, ExportsWhatTheReadmeLists) {
     for (std::sregex_iterator n(cell.begin(), cell.end(), name); n != end; ++n) listed.insert((*n)[1]);
   }
   listed.erase("ballast_job_predicted_step_seconds");  // without a machine profile there is none
+  // This server has no HBM.
+  Families families;
+  AddGpu(storage::GpuCounters(), &families);
+  for (const prometheus::MetricFamily& family : families) EXPECT_EQ(listed.erase(family.name), 1u) << family.name;
   EXPECT_EQ(FamiliesOf(scrape), listed);
+}
+
+TEST(GpuFamilies, TellWhatWasCopiedAndWaitedFor) {
+  storage::GpuCounters gpu;
+  gpu.in.bytes = 100, gpu.in.count = 2, gpu.out.bytes = 30, gpu.out.count = 1, gpu.kernels = 7;
+  gpu.update_wait_nanoseconds = 1'500'000'000, gpu.copy_wait_nanoseconds = 250'000'000;
+  Families families;
+  AddGpu(gpu, &families);
+  const auto series = Series(prometheus::TextSerializer().Serialize(families));
+  EXPECT_EQ(series.at("ballast_gpu_copied_bytes_total{direction=\"in\"}"), 100);
+  EXPECT_EQ(series.at("ballast_gpu_copied_bytes_total{direction=\"out\"}"), 30);
+  EXPECT_EQ(series.at("ballast_gpu_copies_total{direction=\"in\"}"), 2);
+  EXPECT_EQ(series.at("ballast_gpu_copies_total{direction=\"out\"}"), 1);
+  EXPECT_EQ(series.at("ballast_gpu_kernels_total"), 7);
+  EXPECT_DOUBLE_EQ(series.at("ballast_gpu_wait_seconds_total{work=\"update\"}"), 1.5);
+  EXPECT_DOUBLE_EQ(series.at("ballast_gpu_wait_seconds_total{work=\"copy\"}"), 0.25);
 }
 
 }  // namespace

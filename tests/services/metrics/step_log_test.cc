@@ -119,6 +119,30 @@ TEST(StepLog, ANewEpochBeginsTheStepAnew) {
   EXPECT_EQ(log.dropped_attempts(), 0u);
 }
 
+TEST(DurationHistogram, AClockThatWasSetBackTakesNothingAway) {
+  storage::DurationHistogram histogram;
+  histogram.Observe(absl::Seconds(2));
+  histogram.Observe(-absl::Seconds(5));
+  EXPECT_DOUBLE_EQ(histogram.sum_seconds(), 2);
+  EXPECT_EQ(histogram.count(0), 1u);
+}
+
+TEST(StepLog, SumsTheStagesOfTheLastSteps) {
+  StepLog log;
+  EXPECT_FALSE(log.last_stages().has_value());
+  for (size_t step = 0; step < StepLog::kStepsShown + 5; ++step) {
+    log.Pushed(static_cast<int64_t>(step), 0);
+    if (step < 5) Sleep(10);
+    log.Decided(static_cast<int64_t>(step));
+  }
+  absl::Duration expected;
+  const std::vector<SeenStep> steps = log.Steps();
+  for (size_t i = 5; i < steps.size(); ++i) expected += Sum(steps[i].stages);
+  ASSERT_TRUE(log.last_stages().has_value());
+  EXPECT_EQ(Sum(*log.last_stages()), expected);
+  EXPECT_GE(Sum(steps[4].stages), absl::Milliseconds(10));
+}
+
 TEST(StepLog, IsBounded) {
   StepLog log;
   for (int64_t step = 0; step < 300; ++step) log.Decided(step);

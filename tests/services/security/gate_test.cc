@@ -197,7 +197,20 @@ TEST_F(GateTest, TheMatrixOfIdentitiesAndCalls) {
       {"certificate without rights", Connect("stranger"), "", {"none"}},
       {"bad token", Connect("all"), "Bearer abd", {}},
       {"nobody", Connect(), "", {}},
-      {"certificate without a name", ConnectWith(authority_.Issue("spiffe://t/all", {})), "", {}}};
+      {"certificate without a name", ConnectWith(authority_.Issue("spiffe://t/all", {})), "", {}},
+      // SPIFFE takes a certificate with one URI alone for a SPIFFE ID; a name of another kind is none.
+      {"host that is called as a SPIFFE ID",
+       ConnectWith(authority_.Issue("c", {.alternative_names = "DNS:spiffe://t/all"})),
+       "",
+       {}},
+      {"address that is called as a SPIFFE ID",
+       ConnectWith(authority_.Issue("c", {.alternative_names = "email:spiffe://t/all"})),
+       "",
+       {}},
+      {"two SPIFFE IDs",
+       ConnectWith(authority_.Issue("c", {.alternative_names = "URI:spiffe://t/all,URI:spiffe://t/read"})),
+       "",
+       {}}};
   const auto mine = Methods("a-1"), others = Methods("b-1");
   ASSERT_EQ(mine.size(), Needs().size()) << "a method without a row";
   int refused = 0;
@@ -284,6 +297,34 @@ TEST_F(GateTest, AQuotaIsRefusedWithNumbers) {
   guard_->Reload();
   EXPECT_EQ(OpenByToken("a-4"), absl::OkStatus());
   EXPECT_EQ(guard_->counters().denials[static_cast<size_t>(Denial::kQuota)], 3u);
+  std::set<std::string> left;
+  const v1::GetServerStatusResponse status = server_->Status();
+  for (const v1::JobStatus& job : status.jobs()) left.insert(job.name());
+  EXPECT_EQ(left, (std::set<std::string>{"a-1", "a-4"})) << "a group that is refused leaves no job behind";
+}
+
+// A job takes one of the server's places as soon as it is fenced.
+TEST_F(GateTest, FencesDoNotGoAroundAQuotaOfJobs) {
+  WriteText(options_.rights,
+            "rights: [{identity: token-trainer, jobs: 'a-*', can: [train]}]\n"
+            "quotas: [{identity: token-trainer, jobs: 2}]\n");
+  Start();
+  const auto stub = v1::StateService::NewStub(Connect());
+  const auto fence = [&](const std::string& job, uint64_t counter) {
+    v1::FenceRequest request;
+    request.set_job(job);
+    request.mutable_epoch()->set_counter(counter);
+    grpc::ClientContext context;
+    context.AddMetadata("authorization", "Bearer abc");
+    v1::FenceResponse response;
+    return FromGrpc(stub->Fence(&context, request, &response));
+  };
+  constexpr int kUnopenedMax = 16;
+  for (int i = 0; i < kUnopenedMax; ++i) ASSERT_EQ(fence(absl::StrCat("a-", i), 1), absl::OkStatus());
+  const absl::Status refused = fence("a-new", 1);
+  EXPECT_EQ(model::ReasonOf(refused), model::kQuota) << refused;
+  EXPECT_EQ(server_->Status().jobs_size(), kUnopenedMax);
+  EXPECT_EQ(fence("a-2", 2), absl::OkStatus()) << "of a job that is there";
 }
 
 TEST_F(GateTest, RotationOfLeafAndCa) {

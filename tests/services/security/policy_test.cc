@@ -92,6 +92,8 @@ TEST(Rights, RefusesByLine) {
   ExpectBad(parse("{jobs: '*', can: [read]}"), "identity: expected a SPIFFE ID");
   ExpectBad(parse("{identity: a, jobs: 'x*', can: [budget]}"), "give it in an entry with jobs: '*'");
   ExpectBad(parse("plain"), "came 'plain'");
+  ExpectBad(parse("{identity: a, jobs: \"*\\0-mine\", can: [read]}"), "jobs: expected a pattern of names of jobs");
+  ExpectBad(parse("{identity: a, jobs: 'team/*', can: [read]}"), "jobs: expected a pattern of names of jobs");
   const auto quota = [](const std::string& entry) {
     return Rights::Parse("rights: []\nquotas:\n- " + entry + "\n", "r.yaml");
   };
@@ -99,15 +101,19 @@ TEST(Rights, RefusesByLine) {
   ExpectBad(quota("{identity: a, dram: 5GB}"), "dram: expected bytes");
   ExpectBad(quota("{identity: a, ram: 5GiB}"), "unknown key 'ram'");
   ExpectBad(quota("{identity: a}\n- {identity: a}"), "has a quota above");
+  ExpectBad(Rights::Parse("rights:\n- {identity: team-a, jobs: '*', can: [train]}\n"
+                          "quotas:\n- {identity: team_a, jobs: 1}\n",
+                          "r.yaml"),
+            "r.yaml: the quota of 'team_a' would count nothing");
 }
 
 // Any bytes give an answer or an error that names the file; no crash, no hang.
 TEST(PolicyFiles, TakeAnyBytes) {
   constexpr uint64_t kSeed = 20261126;
   std::mt19937_64 random(kSeed);
-  const std::string seeds[] = {
-      "tokens:\n- {identity: alice, sha256: " + std::string(kDigest) + "}\n",
-      "rights:\n- {identity: 'spiffe://x/a', jobs: 'a-*', can: [train, read]}\nquotas:\n- {identity: b, dram: 1GiB}\n"};
+  const std::string seeds[] = {"tokens:\n- {identity: alice, sha256: " + std::string(kDigest) + "}\n",
+                               "rights:\n- {identity: 'spiffe://x/a', jobs: 'a-*', can: [train, read]}\nquotas:\n- "
+                               "{identity: 'spiffe://x/a', dram: 1GiB}\n"};
   const std::string pieces[] = {"{",       "}",       "[",          "]",         ": ",     "- ",
                                 "\n",      "&a ",     "*a",         "!!binary ", "<<: ",   "\"",
                                 "'",       "|\n",     "? ",         "%",         "\x00",   "\xff",

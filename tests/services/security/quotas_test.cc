@@ -38,7 +38,10 @@ TEST(Quotas, CountDurableCopiesAsOpensPlanThem) {
 class QuotasTest : public ::testing::Test {
  protected:
   absl::StatusOr<Quotas::Lease> Ask(const std::string& job, const TierUse& asked) {
-    return quotas_.Ask("a", quota_, job, asked, jobs_, [](absl::string_view name) { return name[0] == 'a'; });
+    return AskAsOf(quotas_.Now(), job, asked);
+  }
+  absl::StatusOr<Quotas::Lease> AskAsOf(uint64_t as_of, const std::string& job, const TierUse& asked) {
+    return quotas_.Ask("a", quota_, job, asked, {as_of, jobs_}, [](absl::string_view name) { return name[0] == 'a'; });
   }
   Quotas quotas_;
   Quota quota_;
@@ -65,6 +68,9 @@ TEST_F(QuotasTest, CountsJobsThatAreOpen) {
   quota_.jobs = 1;
   EXPECT_TRUE(Ask("a1", {}).ok());
   EXPECT_NE(std::string(Ask("a2", {}).status().message()).find("asks for 1 job, beside 1 "), std::string::npos);
+  jobs_.push_back(Opened("a2", 0, 0, 0, v1::DURABILITY_NONE));
+  EXPECT_TRUE(Ask("a1", {}).ok()) << "a job goes on beside more than a new quota allows";
+  jobs_.pop_back();
   jobs_[0].set_world_size(0);  // fenced only
   EXPECT_TRUE(Ask("a2", {}).ok());
 }
@@ -80,6 +86,32 @@ TEST_F(QuotasTest, TwoOpensAtATimeDoNotBothTakeTheRest) {
   EXPECT_FALSE(Ask("a3", {0, 1, 0}).ok()) << "the second of them is under way";
   again->reset();
   EXPECT_TRUE(Ask("a3", {0, 1, 0}).ok());
+}
+
+// Between a look at the server's jobs and the question, another Open may have become a job.
+TEST_F(QuotasTest, AnOpenThatEndsMeanwhileIsNotOverlooked) {
+  quota_.bytes[1] = 100;
+  auto first = Ask("a2", {0, 40, 0});
+  ASSERT_TRUE(first.ok());
+  const uint64_t looked = quotas_.Now();
+  first->reset();
+  EXPECT_EQ(AskAsOf(looked, "a3", {0, 1, 0}).status().code(), absl::StatusCode::kAborted);
+  jobs_.push_back(Opened("a2", 40, 0, 0, v1::DURABILITY_NONE));
+  EXPECT_EQ(model::ReasonOf(Ask("a3", {0, 1, 0}).status()), model::kQuota);
+}
+
+TEST_F(QuotasTest, JobsThatWereNeverOpenedAreBoundedToo) {
+  quota_.jobs = 2;
+  for (int i = 0; i < 16; ++i) {
+    EXPECT_TRUE(Ask("a-new", {}).ok()) << i;
+    jobs_.push_back(Opened("a-" + std::to_string(i), 0, 0, 0, v1::DURABILITY_NONE));
+    jobs_.back().set_world_size(0);
+  }
+  EXPECT_TRUE(Ask("a-7", {}).ok());
+  EXPECT_NE(std::string(Ask("a-new", {}).status().message()).find("beside 16 jobs of 'a' that were fenced and never"),
+            std::string::npos);
+  quota_.jobs = 20;
+  EXPECT_TRUE(Ask("a-new", {}).ok());
 }
 
 }  // namespace

@@ -69,6 +69,20 @@ TEST(TopFrame, ShowsVerdictTiersAndJobs) {
   EXPECT_THAT(Show(Cluster(50), {.columns = 100, .rows = 24}), HasSubstr("more jobs; a taller terminal shows them"));
 }
 
+TEST(TopFrame, SaysWhatBindsAJob) {
+  ClusterView cluster = Cluster(2);
+  cluster.jobs[0].bound = Bound{"state_write", 1, 0};
+  EXPECT_THAT(Show(cluster, {.columns = 80}), HasSubstr("  state_write 100 %     0       0     1\n"));
+  EXPECT_THAT(Show(cluster, {.columns = 80}), HasSubstr("  -                     0       1     1\n"));
+  EXPECT_THAT(Show(cluster, {.columns = 120}), HasSubstr("  state_write 100 % "));
+  EXPECT_THAT(Show(cluster, {.columns = 200}), HasSubstr("  state to disk 100 % "));
+  for (const size_t columns : {80, 100, 130, 150, 200}) {
+    const std::string text = Show(cluster, {.columns = columns});
+    const size_t header = text.find("JOB "), row = text.find("\n", header) + 1;
+    EXPECT_EQ(text.find("BOUND BY") - header, text.find("state", row) - row) << text;
+  }
+}
+
 TEST(TopFrame, SortsJobs) {
   ClusterView cluster = Cluster(3);  // versions 30, 20, 10; parameters 0, 1, 2
   VersionHistory history;
@@ -125,6 +139,12 @@ TEST(StyledLine, TextsCannotSteerTheTerminal) {
   EXPECT_EQ(Printable("a\x1b[31m\n\x7f\xc2\x9b"
                       "2J\u00e4"),
             "a?[31m???2J\u00e4");
+  // An 8-bit terminal takes a lone 0x9b for the start of a sequence; marks of direction show a name as another.
+  EXPECT_EQ(Printable("a\x9b"
+                      "2J\xc3"),
+            "a?2J?");
+  EXPECT_EQ(Printable("\xe0\x80\x9b|\xed\xa0\x80|\xf4\x90\x80\x80|\u202e|\u2028|\u20ac\U0001f600"),
+            "???|???|????|?|?|\u20ac\U0001f600");
   StyledLine line;
   line.Add("\u00e4\u00f6\x1b", kBad).Add("xyz", kGood);
   EXPECT_EQ(line.width(), 6u);

@@ -3,7 +3,19 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/services/page/page.h"
+#include "ballast/services/view/bound.h"
 #include "ballast/services/view/cluster_view.h"
+#include "ballast/services/view/show.h"
+#include "ballast/services/view/trace.h"
 
 namespace ballast::services {
 namespace {
@@ -86,6 +98,98 @@ TEST(ClusterView, HasWaitsOnceAndPeersThatWereNotAsked) {
   EXPECT_THAT(json, HasSubstr("\"waits\":[\"rank 3 has not sealed step 412 for 14 s\"]"));
   EXPECT_THAT(json, HasSubstr("\"peers\":[{\"server_id\":\"c\",\"page\":\"c:9090\"}]"));
   EXPECT_THAT(ShowText(cluster), HasSubstr("\nWaiting\n  job: rank 3 has not sealed step 412 for 14 s\n"));
+}
+
+v1::JobStatus Stages(const std::vector<std::pair<std::string, double>>& seconds) {
+  v1::JobStatus job;
+  job.set_name("job");
+  for (const auto& [stage, time] : seconds) {
+    job.add_last_stages()->set_stage(stage);
+    job.mutable_last_stages()->rbegin()->set_seconds(time);
+  }
+  return job;
+}
+
+// What a server says of its jobs, and of other servers, neither steers the terminal nor begins a line of its own.
+TEST(ClusterView, TextsOfServersAreMadePrintable) {
+  v1::JobStatus job = Flying(0, {});
+  job.set_name("job\x1b[2J");
+  job.set_failure("full\nHEALTHY: 1 server(s)");
+  job.add_member_ids("\x1b]0;title\x07");
+  ServerView down{.address = "b:7070", .error = absl::UnavailableError("no\x1b[1m answer"), .status = {}};
+  const std::string text = ShowText(Judge({Server("a\x1b[31m", job), down}));
+  EXPECT_EQ(text.find('\x1b'), std::string::npos) << text;
+  EXPECT_EQ(text.find("\nHEALTHY"), std::string::npos) << text;
+  EXPECT_THAT(text, HasSubstr("job?[2J"));
+}
+
+TEST(Trace, HasOnlyNumbersThatJsonHas) {
+  v1::JobSteps job;
+  v1::StepTimes* step = job.add_steps();
+  step->set_began_seconds(std::nan(""));
+  step->set_decided_seconds(std::numeric_limits<double>::infinity());
+  for (const double seconds : {std::nan(""), 2.0}) {
+    step->add_stages()->set_stage(seconds == 2 ? "kernel" : "push");
+    step->mutable_stages()->rbegin()->set_seconds(seconds);
+  }
+  *job.add_steps() = job.steps(0);
+  job.mutable_steps(1)->set_began_seconds(1);
+  *job.add_steps() = job.steps(1);
+  job.mutable_steps(2)->set_decided_seconds(3);
+  const std::string trace = ShowTrace({{"a:1", job}});
+  EXPECT_EQ(trace.find("nan"), std::string::npos) << trace;
+  EXPECT_EQ(trace.find("inf"), std::string::npos) << trace;
+  EXPECT_THAT(trace, HasSubstr("\"kernel\":2.000000"));
+}
+
+TEST(Bound, IsTheStageWithTheLargestShare) {
+  EXPECT_FALSE(BoundOf(Stages({})).has_value());
+  EXPECT_FALSE(BoundOf(Stages({{"kernel", 0}, {"idle", -1}, {"push", std::nan("")}})).has_value());
+  const auto bound = BoundOf(Stages({{"push", 1}, {"kernel", 5}, {"seal_wait", 2}, {"idle", 2}}));
+  ASSERT_TRUE(bound.has_value());
+  EXPECT_EQ(bound->stage, "kernel");
+  EXPECT_DOUBLE_EQ(bound->share, 0.5);
+  EXPECT_DOUBLE_EQ(bound->waiting, 0.4);
+  EXPECT_EQ(ShowBound(*bound, false), "kernel 50 %");
+  EXPECT_EQ(ShowBound(*bound, true), "computing 50 %");
+}
+
+// A server that waits for another one does not bind the job.
+TEST(Bound, OfSeveralServersTheOneThatWaitsLeast) {
+  const v1::JobStatus fast = Stages({{"kernel", 1}, {"idle", 9}}), slow = Stages({{"state_read", 6}, {"idle", 4}});
+  for (const bool slow_first : {false, true}) {
+    const ClusterView cluster = Judge({Server("a", slow_first ? slow : fast), Server("b", slow_first ? fast : slow)});
+    ASSERT_TRUE(cluster.jobs.at(0).bound.has_value());
+    EXPECT_EQ(cluster.jobs[0].bound->stage, "state_read");
+    EXPECT_THAT(ShowJson(cluster), HasSubstr(absl::StrCat("\"bound_by\":{\"stage\":\"state_read\",\"words\":\"state "
+                                                          "from disk\",\"share\":0.6000,\"server\":\"",
+                                                          slow_first ? "a" : "b", ":7070\"}")));
+  }
+  EXPECT_THAT(ShowJson(Judge({Server("a", Stages({}))})), HasSubstr("\"bound_by\":null"));
+}
+
+// The page has the words in its legend, where nobody asks a server for them.
+TEST(Bound, ThePageSaysTheSameWords) {
+  const auto files = PageFiles();
+  const auto script = std::find_if(files.begin(), files.end(), [](const PageFile& f) { return f.path == "/page.js"; });
+  ASSERT_NE(script, files.end());
+  for (const char* stage :
+       {"push", "seal_wait", "log_sync", "state_read", "kernel", "state_write", "flush", "pin", "move", "idle"}) {
+    EXPECT_NE(WordsOf(stage), stage);
+    EXPECT_THAT(std::string(script->bytes), HasSubstr(absl::StrCat(stage, ": '", WordsOf(stage), "'")));
+  }
+  EXPECT_EQ(WordsOf("of a newer server"), "of a newer server");
+}
+
+TEST(Durability, IsWrittenInOneWay) {
+  v1::JobStatus job;
+  EXPECT_EQ(ShowDurability(job, "-"), "-");
+  for (const auto& [durability, text] :
+       {std::pair{v1::DURABILITY_NONE, "none"}, {v1::DURABILITY_STEP, "step"}, {v1::DURABILITY_EVERY_K, "every-7"}}) {
+    job.set_durability(durability);
+    job.set_pin_interval(7);
+    EXPECT_EQ(ShowDurability(job, "-"), text);
+  }
 }
 
 }  // namespace

@@ -25,7 +25,8 @@ PlanRequest FourChunks(TierBytes free) {
 std::string Tiers(const Plan& plan) {
   std::string text;
   for (const ChunkPlacement& chunk : plan.chunks) {
-    absl::StrAppend(&text, text.empty() ? "" : " ", TierName(chunk.state), "/", TierName(chunk.working));
+    absl::StrAppend(&text, text.empty() ? "" : " ", TierName(chunk.state), "/",
+                    chunk.working.has_value() ? TierName(*chunk.working) : "none");
   }
   return text;
 }
@@ -54,6 +55,40 @@ TEST(PlacementTest, FirstChunksStayInDram) {
   EXPECT_EQ(Tiers(*plan), "dram/dram dram/dram nvme/dram nvme/dram");
   EXPECT_EQ(plan->state.nvme, 2 * kState);
   EXPECT_THAT(plan->Explain(), HasSubstr(absl::StrCat("nvme holds the state of 2 chunks (", 2 * kState, " bytes)")));
+}
+
+TEST(PlacementTest, CopiesThatDoNotFitAreLeftOutEvenly) {
+  PlanRequest request = FourChunks({.nvme = 4 * kState});
+  request.pull = PullMemory{.slots = 1, .slot_bytes = 4096};
+  const uint64_t others = (uint64_t{1} << 20) + 4 * 4 * kChunk + 4096;  // staging, slices, pulls
+  for (const auto& [copies, expected] : {std::pair<uint64_t, const char*>{0, "nvme/none nvme/none nvme/none nvme/none"},
+                                         {1, "nvme/none nvme/dram nvme/none nvme/none"},
+                                         {2, "nvme/dram nvme/none nvme/dram nvme/none"},
+                                         {3, "nvme/dram nvme/dram nvme/none nvme/dram"}}) {
+    request.free.dram = others + copies * kWorking;
+    const absl::StatusOr<Plan> plan = MakePlan(request);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_EQ(Tiers(*plan), expected);
+    EXPECT_EQ(plan->working.dram, copies * kWorking);
+    EXPECT_EQ(plan->pull.bytes(), 4096u);
+    EXPECT_THAT(plan->Explain(), HasSubstr(absl::StrCat("The working copies of ", 4 - copies, " chunks")));
+  }
+  EXPECT_EQ(LeastDram(request), others);
+  request.free.dram = others - 1;
+  EXPECT_FALSE(MakePlan(request).ok());
+  // With room for all copies all are there, and with more room state comes into memory.
+  request.free.dram = others + 4 * kWorking;
+  EXPECT_EQ(Tiers(*MakePlan(request)), "nvme/dram nvme/dram nvme/dram nvme/dram");
+  EXPECT_EQ(MakePlan(request)->pull.bytes(), 0u);
+  // Copies that take less than the memory for pulls without them stay, or the job is refused.
+  request.pull = PullMemory{.slots = 4, .slot_bytes = kWorking};
+  request.free.dram = others + 3 * kWorking;
+  EXPECT_FALSE(MakePlan(request).ok());
+  // A chunk that has no copy gets none.
+  request.free.dram = others + 4 * kWorking + 4 * kState;
+  request.present = std::vector<ChunkPlacement>(4);
+  request.present[0].working = std::nullopt;
+  EXPECT_EQ(Tiers(*MakePlan(request)), "dram/none dram/dram dram/dram dram/dram");
 }
 
 // A frozen chunk takes its values alone, no slices, and memory before trained chunks do; never the GPU's.

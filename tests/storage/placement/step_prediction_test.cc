@@ -88,21 +88,37 @@ TEST(StepPredictionTest, OnNvmeTheDiskMovesStateTwice) {
   EXPECT_THAT(p.disk_write, DoubleNear(0.2, 1e-6));
   EXPECT_THAT(p.disk, DoubleNear(1, 1e-6));  // reads and writes share it
   EXPECT_THAT(p.compute, DoubleNear(0.1 + 2 * 100 / 4000.0, 1e-6));
-  EXPECT_EQ(p.disk_idle, 0);
-  EXPECT_THAT(p.total, DoubleNear(1, 1e-6));
-  EXPECT_THAT(p.Explain(), HasSubstr("bound by the disk"));
+  EXPECT_THAT(p.disk_idle, DoubleNear(0.00075, 1e-6)) << "the last kernel";
+  EXPECT_THAT(p.total, DoubleNear(1, 0.005));
+  EXPECT_THAT(p.Explain(), HasSubstr("bound by the disk, which alone takes 0.600 s (the step is 66 % above that)"));
 }
 
 TEST(StepPredictionTest, TheDiskIdlesBehindChunksInMemory) {
   const MachineProfile machine = Machine();
-  // 100 ms of compute come first, of which reads of 4 chunks fill 16.
+  // 100 ms of compute come first, of which reads of 4 chunks fill 16. Then kernels take 1.5 ms each.
   const StepPrediction p = PredictStep(Shape(&machine), StateLayout(), Chunks(100, 100));
-  EXPECT_THAT(p.disk_idle, DoubleNear(0.1 - 0.016, 1e-6));
-  EXPECT_THAT(p.total, DoubleNear(1.084, 1e-6));
+  EXPECT_THAT(p.disk_idle, DoubleNear(0.1 - 0.016 + 0.0015, 1e-6));
+  EXPECT_THAT(p.total, DoubleNear(1.084, 0.015));
   // Chunks in DRAM, spread between chunks on NVMe, cost the disk nothing.
   std::vector<PlacedChunk> spread = Chunks(100, 100);
   for (size_t i = 0; i < spread.size(); ++i) spread[i].placement.state = i % 2 == 0 ? TierKind::kNvme : TierKind::kDram;
-  EXPECT_THAT(PredictStep(Shape(&machine), StateLayout(), spread).total, DoubleNear(1, 1e-6));
+  EXPECT_THAT(PredictStep(Shape(&machine), StateLayout(), spread).total, DoubleNear(1, 0.005));
+}
+
+// Kernels at half their speed beside the disk, and the disk at four fifths beside kernels. Of 100 chunks in turn with
+// as many in DRAM, kernels take 0.25 s alone.
+TEST(StepPredictionTest, BothAtOnceAreSlower) {
+  MachineProfile machine = Machine();
+  std::vector<PlacedChunk> spread = Chunks(100, 100);
+  for (size_t i = 0; i < spread.size(); ++i) spread[i].placement.state = i % 2 == 0 ? TierKind::kNvme : TierKind::kDram;
+  const StepPrediction apart = PredictStep(Shape(&machine), StateLayout(), spread);
+  machine.update_f32_beside_disk_elements_per_s = machine.update_f32_elements_per_s.all_threads / 2;
+  machine.disk_mixed_beside_update_bytes_per_s = machine.disk_mixed_bytes_per_s * 4 / 5;
+  const StepPrediction both = PredictStep(Shape(&machine), StateLayout(), spread);
+  EXPECT_EQ(both.compute, apart.compute);
+  EXPECT_EQ(both.disk, apart.disk);
+  EXPECT_THAT(both.total, DoubleNear(apart.total + 2 * 0.25 / 5, 0.01));
+  EXPECT_THAT(PredictStep(Shape(&machine), StateLayout(), Chunks(100, 0)).total, DoubleNear(0.1, 1e-6));
 }
 
 TEST(StepPredictionTest, DurabilityWritesTheLogFlushesAndSyncs) {
@@ -115,7 +131,8 @@ TEST(StepPredictionTest, DurabilityWritesTheLogFlushesAndSyncs) {
   EXPECT_THAT(p.disk_write, DoubleNear(25 / 500.0, 1e-6));
   EXPECT_THAT(p.disk, DoubleNear(p.log_write + p.disk_write, 1e-6));  // nothing is read
   EXPECT_THAT(p.sync, DoubleNear(3e-4, 1e-9));
-  EXPECT_THAT(p.total, DoubleNear(p.compute + p.sync, 1e-6));
+  // The last chunk's flush follows its update.
+  EXPECT_THAT(p.total, DoubleNear(p.compute + p.sync + 0.25 / 500, 1e-6));
 }
 
 TEST(StepPredictionTest, AnotherOptimizerMovesItsBytesAtTheSameRate) {
@@ -134,7 +151,7 @@ TEST(StepPredictionTest, WhatIsNotMeasuredIsSaid) {
   chunks.push_back({kElements, {.state = TierKind::kHbm, .working = TierKind::kDram}});
   const StepPrediction p = PredictStep(Shape(&nothing), StateLayout(), chunks);
   EXPECT_EQ(p.total, 0);
-  EXPECT_THAT(p.unmeasured, ElementsAre("the optimizer", "the optimizer on the GPU", "the GPU's link"));
+  EXPECT_THAT(p.unmeasured, ElementsAre("the optimizer", "the GPU's link", "the optimizer on the GPU"));
   EXPECT_THAT(p.Explain(), HasSubstr("Not counted, since the profile has no figure: the optimizer, "));
 }
 

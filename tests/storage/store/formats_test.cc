@@ -23,11 +23,15 @@ using kernels::OptimizerSpec;
 
 // Several pieces for several threads.
 constexpr uint64_t kElements = 4 * 65536 - 3 * 256;
-constexpr uint64_t kChunks = 4;
 
 constexpr TierBytes kBudget = {.hbm = uint64_t{128} << 20, .dram = uint64_t{128} << 20, .nvme = uint64_t{64} << 20};
-constexpr ChunkPlacement kPlacements[] = {
-    {TierKind::kNvme}, {TierKind::kDram}, {TierKind::kHbm, TierKind::kHbm}, {TierKind::kHbm, TierKind::kDram}};
+constexpr ChunkPlacement kPlacements[] = {{TierKind::kNvme},
+                                          {TierKind::kDram},
+                                          {TierKind::kHbm, TierKind::kHbm},
+                                          {TierKind::kHbm, TierKind::kDram},
+                                          {.state = TierKind::kNvme, .working = std::nullopt},
+                                          {.state = TierKind::kDram, .working = std::nullopt}};
+constexpr uint64_t kChunks = std::size(kPlacements);
 
 // Segments whose moments are written. The parts meet in the middle of a block, and are not in order.
 constexpr std::pair<uint64_t, uint64_t> kWritten[] = {{256, 3 * 256 + 7}, {4 * 256, 200000}, {200192, kElements - 9}};
@@ -102,7 +106,7 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
         {.budget = kBudget, .directory = directory_.path(), .staging_bytes = staging, .open_hbm = TestHbm()});
     store_ = std::make_unique<ChunkStore>(tiers_.get(), GetParam(), &compute_);
     Plan plan;
-    for (uint64_t i = 0; i < kChunks; ++i) plan.chunks.push_back(kPlacements[i % std::size(kPlacements)]);
+    for (uint64_t i = 0; i < kChunks; ++i) plan.chunks.push_back(kPlacements[i]);
     EXPECT_TRUE(store_->Add(std::vector<uint64_t>(kChunks, kElements), plan).ok());
   }
 

@@ -36,6 +36,56 @@ class MoveTest : public ::testing::TestWithParam<TierBytes> {
 INSTANTIATE_TEST_SUITE_P(Budgets, MoveTest, ::testing::Values(kPlenty, kPlentyWithGpu),
                          [](const auto& info) { return info.param.hbm > 0 ? "Gpu" : "NoGpu"; });
 
+TEST_P(MoveTest, WithoutWorkingCopiesToo) {
+  ASSERT_TRUE(s_.store->Add(Sizes(), s_.PlanWithoutCopies({TierKind::kNvme, TierKind::kDram})).ok());
+  EXPECT_EQ(s_.store->residency().working.dram, 0u);
+  EXPECT_EQ(s_.store->pull_memory_missing(65536, 9).bytes(), 0u);
+  ASSERT_TRUE(s_.RunValues(1).ok());
+  ExpectHolds();
+  MoveAll(TierKind::kDram);
+  ASSERT_TRUE(s_.RunSegments(1).ok());
+  ExpectHolds();
+  MoveAll(TierKind::kNvme);
+  ExpectHolds();
+  ASSERT_TRUE(s_.RunSegments(2).ok());
+  ExpectHolds();
+  EXPECT_EQ(s_.store->residency().working.dram, 0u);
+  if (GetParam().hbm > 0) {
+    EXPECT_EQ(s_.store->Move(0, TierKind::kHbm).code(), absl::StatusCode::kInvalidArgument);
+  }
+}
+
+TEST_P(MoveTest, DroppedWorkingCopiesMakeRoom) {
+  Add({TierKind::kNvme, TierKind::kDram});
+  ASSERT_TRUE(s_.RunValues(1).ok());
+  const uint64_t before = s_.tiers->used().dram, copies = s_.store->residency().working.dram;
+  if (GetParam().hbm > 0) {
+    EXPECT_THAT(s_.store->DropWorkingCopies(), ::testing::Property(&absl::StatusOr<bool>::value, false));
+    return;
+  }
+  std::atomic<bool> end{false};
+  std::thread reader([&] {
+    while (!end) ExpectHolds();
+  });
+  int rounds = 0;
+  for (uint64_t used = before;; used = s_.tiers->used().dram, ++rounds) {
+    const absl::StatusOr<bool> dropped = s_.store->DropWorkingCopies();
+    ASSERT_TRUE(dropped.ok()) << dropped.status();
+    if (!*dropped) break;
+    EXPECT_LT(s_.tiers->used().dram, used);
+  }
+  end = true;
+  reader.join();
+  EXPECT_GT(rounds, 1);
+  EXPECT_EQ(s_.store->residency().working.dram, 0u);
+  EXPECT_EQ(s_.tiers->used().dram, before - copies + StoreOnTiers::PullMemoryOf(Sizes().size()).bytes());
+  ASSERT_TRUE(s_.RunSegments(1).ok());
+  ExpectHolds();
+  MoveAll(TierKind::kDram);
+  ASSERT_TRUE(s_.RunSegments(2).ok());
+  ExpectHolds();
+}
+
 TEST_P(MoveTest, DownAndUpBetweenStepsChangesNoBit) {
   Add({TierKind::kDram});
   ASSERT_TRUE(s_.RunValues(1).ok());

@@ -89,6 +89,7 @@ class StoreRun {
       if (found != catalog_.end()) chunk.durable = found->second;
       on_nvme_.push_back(random_.Percent(50));
       plan.chunks.push_back({.state = on_nvme_.back() ? TierKind::kNvme : TierKind::kDram});
+      if (random_.Percent(30)) plan.chunks.back().working = std::nullopt;
       const int64_t version = found == catalog_.end() ? -1 : found->second.version;
       if (version < kept_[id])
         return absl::AbortedError(
@@ -102,6 +103,7 @@ class StoreRun {
       BALLAST_ASSIGN_OR_RETURN(log_, disk_.Open(directory_ + "/log", Disk::Mode::kEmptied));
       log_end_ = 0;
     }
+    plan.pull = store_->pull_memory_missing(*std::max_element(Elements().begin(), Elements().end()), Elements().size());
     return store_->Add(added, plan);
   }
 

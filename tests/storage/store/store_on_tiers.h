@@ -34,6 +34,18 @@ struct StoreOnTiers {
     for (size_t i = 0; i < Sizes().size(); ++i) plan.chunks.push_back({.state = kinds[i % kinds.size()]});
     return plan;
   }
+  static PullMemory PullMemoryOf(uint64_t chunks) {
+    const ScratchDirectory empty;
+    const auto tiers = *Tiers::Open({.budget = {.dram = kMiB}, .directory = empty.path()});
+    return ChunkStore(tiers.get(), kernels::OptimizerSpec()).pull_memory_missing(65536, chunks);
+  }
+  // The same without working copies, with memory for their pulls.
+  Plan PlanWithoutCopies(const std::vector<TierKind>& kinds) const {
+    Plan plan = PlanOf(kinds);
+    for (ChunkPlacement& chunk : plan.chunks) chunk.working = std::nullopt;
+    plan.pull = store->pull_memory_missing(65536, Sizes().size());
+    return plan;
+  }
 
   absl::Status Run(const StepUpdates& step) {
     const absl::Status status = store->Run(step.updates(), [](size_t) {});

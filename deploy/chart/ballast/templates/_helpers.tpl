@@ -16,6 +16,77 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
+{{/* What cannot be honoured together. ballastd would refuse most of it in every pod; here an upgrade ends before. */}}
+{{- define "ballast.checkSecurity" -}}
+{{- $tls := .Values.tls }}{{ $access := .Values.access }}{{ $etcd := .Values.discovery }}{{ $metrics := .Values.metrics -}}
+{{- if and (not $tls.secret) (or $tls.clientCaSecret $tls.http) }}{{ fail "tls.clientCaSecret and tls.http need tls.secret, the servers' certificate and key" }}{{ end -}}
+{{- if and $access.tokensSecret (not $tls.secret) }}{{ fail "access.tokensSecret needs tls.secret: from other pods a token would travel in the clear, and servers refuse it" }}{{ end -}}
+{{- if and $access.rightsConfigMap (not (or $tls.clientCaSecret $access.tokensSecret)) }}{{ fail "access.rightsConfigMap needs tls.clientCaSecret or access.tokensSecret, by which callers have an identity" }}{{ end -}}
+{{- if and (not $etcd.etcd) (or $etcd.prefix $etcd.caSecret $etcd.certificateSecret $etcd.user $etcd.passwordSecret) }}{{ fail "discovery.etcd is empty; expected host:port of etcd's members beside the rest of discovery" }}{{ end -}}
+{{- if and (or $etcd.certificateSecret $etcd.user) (not $etcd.caSecret) }}{{ fail "discovery.certificateSecret and discovery.user need discovery.caSecret: without TLS others could read the password" }}{{ end -}}
+{{- if ne (empty $etcd.user) (empty $etcd.passwordSecret) }}{{ fail "discovery.user and discovery.passwordSecret belong together" }}{{ end -}}
+{{- if and $metrics.podMonitor $tls.http (not $metrics.tlsSecret) }}{{ fail "metrics.tlsSecret is empty; expected a Secret by which the PodMonitor knows the servers (ca.crt), since tls.http is true" }}{{ end -}}
+{{- end }}
+
+{{/* Folders of mounted Secrets and ConfigMaps below /etc/ballast: {folder: {kind, name}}. */}}
+{{- define "ballast.files" -}}
+{{- with .Values.tls.secret }}
+tls: {secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
+{{- end }}
+{{- with .Values.tls.clientCaSecret }}
+client-ca: {secret: {secretName: {{ . | quote }}, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}}
+{{- end }}
+{{- with .Values.access.rightsConfigMap }}
+rights: {configMap: {name: {{ . | quote }}}}
+{{- end }}
+{{- with .Values.access.tokensSecret }}
+tokens: {secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
+{{- end }}
+{{- with .Values.discovery.caSecret }}
+etcd-ca: {secret: {secretName: {{ . | quote }}, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}}
+{{- end }}
+{{- with .Values.discovery.certificateSecret }}
+etcd-tls: {secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
+{{- end }}
+{{- with .Values.discovery.passwordSecret }}
+etcd-password: {secret: {secretName: {{ . | quote }}, defaultMode: 0440, items: [{key: password, path: password}]}}
+{{- end }}
+{{- end }}
+
+{{/* URL of the registry, without files and user: for trainers elsewhere, which have their own. */}}
+{{- define "ballast.registry" -}}
+etcd://{{ join "," .Values.discovery.etcd }}/{{ .Values.discovery.prefix | default (printf "%s/%s" .Release.Namespace (include "ballast.name" .)) }}
+{{- end }}
+
+{{/* Variables of ballastd for the files. */}}
+{{- define "ballast.securityEnvironment" -}}
+{{- $files := "/etc/ballast" }}
+{{- if .Values.tls.secret }}
+- {name: BALLAST_TLS_CERTIFICATE, value: {{ $files }}/tls/tls.crt}
+- {name: BALLAST_TLS_KEY, value: {{ $files }}/tls/tls.key}
+{{- end }}
+{{- if .Values.tls.clientCaSecret }}
+- {name: BALLAST_TLS_CLIENT_CA, value: {{ $files }}/client-ca/ca.crt}
+{{- end }}
+{{- if .Values.tls.http }}
+- {name: BALLAST_METRICS_TLS, value: "true"}
+{{- end }}
+{{- if .Values.access.rightsConfigMap }}
+- {name: BALLAST_RIGHTS, value: {{ $files }}/rights/rights.yaml}
+{{- end }}
+{{- if .Values.access.tokensSecret }}
+- {name: BALLAST_TOKENS, value: {{ $files }}/tokens/tokens.yaml}
+{{- end }}
+{{- with .Values.discovery }}{{ if .etcd }}
+{{- $query := list }}
+{{- if .caSecret }}{{ $query = append $query (printf "ca=%s/etcd-ca/ca.crt" $files) }}{{ end }}
+{{- if .certificateSecret }}{{ $query = append $query (printf "certificate=%s/etcd-tls/tls.crt&key=%s/etcd-tls/tls.key" $files $files) }}{{ end }}
+{{- if .user }}{{ $query = append $query (printf "user=%s&password_file=%s/etcd-password/password" .user $files) }}{{ end }}
+- {name: BALLAST_DISCOVERY, value: {{ printf "%s%s" (include "ballast.registry" $) (ternary (printf "?%s" (join "&" $query)) "" (gt (len $query) 0)) | quote }}}
+- {name: BALLAST_ADVERTISE, value: {{ printf "$(BALLAST_SERVER_ID).%s.%s.svc:7070" (include "ballast.name" $) $.Release.Namespace | quote }}}
+{{- end }}{{ end }}
+{{- end }}
+
 {{/* MiB in a text such as 64GiB. */}}
 {{- define "ballast.mib" -}}
 {{- $number := regexFind "^[0-9]+" . | int64 -}}

@@ -1,4 +1,4 @@
-#include "ballast/services/ctl/doctor/machine_files.h"
+#include "ballast/services/config/machine_files.h"
 
 #include <fstream>
 #include <functional>

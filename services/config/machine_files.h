@@ -17,7 +17,8 @@ struct GroupLimit {
   double amount = 0;  // bytes, or processors
   std::string file;   // which says so
 };
-// The tightest limit that a control group (version 2, or 1) of this process, or one above it, sets. `root`: Subject's.
+// The tightest limit that a control group (version 2, or 1) of this process, or one above it, sets. `root`: folder in
+// front of /proc and /sys; empty, or a copy in a test.
 std::optional<GroupLimit> MemoryLimit(const std::string& root);
 std::optional<GroupLimit> ProcessorLimit(const std::string& root);
 
