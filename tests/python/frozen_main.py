@@ -1,5 +1,6 @@
 """One rank of test_frozen.py: frozen_main.py SCRIPT[,SCRIPT...] FOLDER, as shard_main.py. LoRA on a frozen base."""
 import os
+import sys
 import warnings
 
 import torch
@@ -186,6 +187,36 @@ def loaded():
     return (later, values), (follows, follows_values), has, base, came
 
 
+class Longer(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks.append(Lora(33, True))
+
+
+@script
+def only_trained():
+    """The usual script of LoRA, whose optimizer gets what wants gradients: what it is told, and losses after each way that the error names,
+    under the name of the job that was refused."""
+    def optimizer_of(params):
+        return bt.AdamW(params, lr=1e-2, name='only_trained', dram='128MiB', threads=2)
+
+    def begun():
+        model = bt.shard(made(), frozen='q8', **BF16)
+        optimizer = optimizer_of([p for p in model.parameters() if p.requires_grad])
+        return model, optimizer, told(lambda: train(model, optimizer, 1))
+    model, optimizer, said = begun()
+    optimizer.add_param_group({'params': [p for p in model.parameters() if not p.requires_grad]})
+    losses = [train(model, optimizer, 2)]
+    optimizer.close()
+    model, optimizer, _ = begun()
+    one_at_a_time = told(lambda: optimizer_of(model.named_parameters()))
+    optimizer.close()
+    optimizer = optimizer_of(model.named_parameters())
+    losses.append(train(model, optimizer, 2))
+    optimizer.close()
+    return said, one_at_a_time, losses
+
+
 @script
 def refused():
     said = {}
@@ -197,6 +228,7 @@ def refused():
     model.blocks[1].base.weight.requires_grad_(False)
     optimizer.zero_grad()
     train(model, optimizer, 1, first=1)
+    said['written'] = told(lambda: _write(model))
     said['moments'] = told(lambda: optimizer.load_state_dict(_with_moments(optimizer)))
     optimizer.close()
     for kind, value in (('inf', float('inf')), ('nan', float('nan')), ('large', 3.4e38)):
@@ -207,9 +239,23 @@ def refused():
         optimizer = ours(model, f'refused-{kind}')
         said[kind] = told(optimizer.resume)
         optimizer.close()
+    kept = {'directory': f'{sys.argv[2]}/longer', 'nvme': '1GiB', 'resume': 'auto'}
+    model = bt.shard(made(), **BF16)
+    optimizer = ours(model, 'longer', **kept)
+    train(model, optimizer, 1)
+    optimizer.close()
+    model = bt.shard(Longer(), **BF16)
+    optimizer = ours(model, 'longer', **kept)
+    said['longer'] = told(optimizer.resume)
+    optimizer.close()
     said['argument'] = told(lambda: bt.shard(made(), frozen='int4'))
     dist.barrier()
     return said
+
+
+def _write(model):
+    with bt.gathered(model), torch.no_grad():
+        model.blocks[0].base.weight.mul_(2)
 
 
 def _with_moments(optimizer):

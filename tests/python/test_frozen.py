@@ -23,7 +23,8 @@ def largest(values):
 
 @pytest.fixture(scope='module', params=[1, 2], ids=['alone', 'pair'])
 def done(request, tmp_path_factory):
-    return run(['wide', 'narrow', 'loaded', 'refused'], tmp_path_factory.mktemp('frozen'), world=request.param, script='frozen_main.py')
+    scripts = ['wide', 'narrow', 'loaded', 'only_trained', 'refused']
+    return run(scripts, tmp_path_factory.mktemp('frozen'), world=request.param, script='frozen_main.py')
 
 
 @pytest.mark.parametrize('script', ['wide', 'narrow'])
@@ -64,6 +65,8 @@ SAYS = {'unfrozen': "parameter 'blocks.1.base.weight' wants a gradient, and was 
         'moments': "the state has moments of parameter 'blocks.0.base.bias' after 2 steps, and the job was made with it frozen",
         'inf': "element 172 of tensor 'blocks.0.base.weight' is inf", 'nan': "element 172 of tensor 'blocks.0.base.weight' is nan",
         'large': "element 172 of tensor 'blocks.0.base.weight' is 3.4e+38; initial values and edits must be finite",
+        'written': "parameter 'blocks.0.base.weight' was written to within gathered(): that was a copy",
+        'longer': "parameter 'blocks.2.base.weight' lives on the servers alone, by shard(), and job 'longer' was made without it",
         'argument': "shard(frozen='int4'): expected 'working', 'q8' or 'state'"}
 
 
@@ -72,6 +75,14 @@ def test_bad_uses_are_named(done):
         assert said.keys() == SAYS.keys()
         for use, text in SAYS.items():
             assert text in said[use], (use, said[use])
+
+
+def test_an_optimizer_without_the_base_is_refused_and_its_advice_works(done):
+    for said, one_at_a_time, (added, anew) in done['only_trained']:
+        assert "'blocks.0.base.weight' lives on the servers alone, by shard(), and is in no group of the optimizer: give the " in said
+        assert 'all of model.named_parameters(), not only those that want gradients, or the rest of them by add_param_group()' in said
+        assert 'close() that optimizer before another is made' in one_at_a_time
+        assert torch.equal(added, anew)
 
 
 class Server:

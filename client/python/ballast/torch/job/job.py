@@ -23,7 +23,7 @@ from ballast.torch.job.connection import Connection
 from ballast.torch.job.kept import Kept
 from ballast.torch.job.naming import Names
 from ballast.torch.job.progress import Progress
-from ballast.torch.job.registration import Fit, check_frozen
+from ballast.torch.job.registration import Fit, check_frozen, placed
 from ballast.torch.modes import plainly
 from ballast.torch.state_dict import marker, moments
 from ballast.torch.stepping.host_memory import HostMemory
@@ -155,6 +155,8 @@ class Job:
 
     def _look(self, trained: Iterable[str]) -> Fit:
         """Completes the options, and finds what the job is opened with. An error here is an error on all ranks."""
+        if self.sharded is not None:
+            self.sharded.check_given(parameter for _, _, parameter in placed(self))
         fit = Fit(self, trained)
         if not fit.members and not ranks.active():
             raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')

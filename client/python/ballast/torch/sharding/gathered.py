@@ -15,10 +15,11 @@ from ballast.torch.sharding.remote import Part, remote_of
 @contextlib.contextmanager
 def gathered(module: nn.Module) -> Iterator[nn.Module]:
     """Within it, `module` (a model that shard() has taken, or a part of one) has whole parameters at the job's version, on the host, in
-    their own dtype, and in memory for all of them: to save state_dict(), say. They are copies, which nothing takes over. Forward passes
-    need no gathered(): FSDP2 gathers for them. Any one rank may enter, if the job is open; the first use of a job is of all ranks.
+    their own dtype, and in memory for all of them: to save state_dict(), say. They are copies, which nothing takes over: write by
+    model.load_state_dict() outside. Forward passes need no gathered(): FSDP2 gathers for them. Any one rank may enter, if the job is
+    open; the first use of a job is of all ranks.
 
-    Errors: an Error if no parameter of the module was sharded."""
+    Errors: an Error if no parameter of the module was sharded, and at the end if one of the copies was written to."""
     from torch.distributed.fsdp import FSDPModule
     for inner in module.modules():
         if isinstance(inner, FSDPModule):
@@ -42,6 +43,11 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
                 whole[part] = nn.Parameter(values.to(parameter.dtype).view(part.shape), requires_grad=False)
             inner._parameters[leaf] = whole[part]
         yield module
+        written = next((part for part, copy in whole.items() if not copy.is_inference() and copy._version > 0), None)
+        if written is not None:
+            raise Error(f"parameter '{written.name}' was written to within gathered(): that was a copy, and the servers have their own "
+                        "values still; load a state_dict() that has the new ones by the model's load_state_dict(), outside gathered()",
+                        'UNSUPPORTED')
     finally:
         for inner, leaf, _, parameter in kept:
             inner._parameters[leaf] = parameter

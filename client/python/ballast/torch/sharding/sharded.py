@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,7 +74,7 @@ class Sharded:
         known = None if self._job is None else self._job()
         if known is not None and known is not job and not known.is_closed:
             raise Error(f"parameter '{name}' is of a model that shard() gave to one optimizer, and another has parameters of it: one job "
-                        'keeps all of them', 'UNSUPPORTED')
+                        'keeps all of them; close() that optimizer before another is made', 'UNSUPPORTED')
         if job.sharded not in (None, self):
             raise Error(f"parameter '{name}' is of one model that shard() has taken, and the optimizer has parameters of another: shard() "
                         'one module that holds both, or give each an optimizer', 'UNSUPPORTED')
@@ -109,6 +109,15 @@ class Sharded:
                         'do, whose first passes do not begin together: call resume() of the optimizer on all ranks before the first pass',
                         'BAD_REQUEST')
 
+    def check_given(self, given: Iterable[torch.Tensor]) -> None:
+        """Refuses an optimizer that lacks parameters of the model, before a job is made without them. given: the optimizer's."""
+        there = {remote_of(parameter) for parameter in given}
+        missing = next((part for part in self.parameters if part not in there), None)
+        if missing is not None:
+            raise Error(f"parameter '{missing.name}' lives on the servers alone, by shard(), and is in no group of the optimizer: give the "
+                        'optimizer all of model.named_parameters(), not only those that want gradients, or the rest of them by '
+                        'add_param_group(); servers keep the value alone of one that is frozen, and no step changes it', 'BAD_SPEC')
+
     def follow(self, job: Job) -> None:
         """Takes up the session and members that the job has now."""
         if self._session is not job.session:
@@ -116,8 +125,8 @@ class Sharded:
             self.tensors = {part: job.members[i].name for part, i in index.items() if part is not None}
             missing = next((part for part in self.parameters if part not in index), None)
             if missing is not None:
-                raise Error(f"parameter '{missing.name}' was sharded and is in no group of the optimizer: give it all of the model's, "
-                            'frozen ones too', 'BAD_SPEC')
+                raise Error(f"parameter '{missing.name}' lives on the servers alone, by shard(), and job '{job.options.job}' was made "
+                            'without it: such a job has all parameters from the start; give the job of this model another name', 'BAD_SPEC')
             self.pulls.place({unit: [index[part] for part in unit.parts] for unit in self.units})
             self._session = job.session
             self._sessions += 1
