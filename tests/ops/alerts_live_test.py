@@ -25,8 +25,8 @@ BY_PROMTOOL = {
 class Watch:
     """Monitoring of `servers`, which knows what has fired since a fault."""
 
-    def __init__(self, servers):
-        self.monitoring = watched.Monitoring(servers, watched.fast_rules())
+    def __init__(self, servers, faster=watched.FASTER):
+        self.monitoring = watched.Monitoring(servers, watched.fast_rules(faster))
         self.value, self.hook = self.monitoring.value, self.monitoring.hook
 
     def version(self, job, *trainers):
@@ -202,7 +202,7 @@ def test_tls():
     faults.certificate('tls', days=1)
     server = watched.Server(0, more=['--tls.certificate', 'tls/tls.crt', '--tls.key', 'tls/tls.key']).start()
     began = time.monotonic()
-    watch = Watch([server])
+    watch = Watch([server], faster=180)  # these alerts look at half an hour: 10 scrapes
     watch.fires('BallastCertificateExpires', since=began, severity='critical')
     watch.fires('BallastCertificateExpires', since=began, severity='warning')
     faults.certificate('tls', days=365)

@@ -121,7 +121,8 @@ def test_memory_limit():
     doctor = podman('run', '--rm', *little, '--env', 'BALLAST_DATA_DIRECTORY=/var/lib/ballast', '--entrypoint', '/usr/bin/ballastctl',
                     image, 'doctor', fails=True)
     assert re.search(f'bad +memory limit +{says}', doctor), doctor
-    podman('run', '--name', 'little', *little, image, fails=True)
+    podman('run', '--detach', '--name', 'little', *little, image)
+    ops.wait_for(lambda: 'exited' in podman('inspect', '--format', '{{.State.Status}}', 'little'), 'the server has refused', 20)
     said = podman('logs', 'little')
     assert podman('inspect', '--format', '{{.State.ExitCode}} {{.State.OOMKilled}}', 'little').split() == ['2', 'false'], said
     assert re.search(f'memory limit {says}, wanted 64\\.0 MiB \\(budget.dram\\)', said) and 'raise the limit' in said, said

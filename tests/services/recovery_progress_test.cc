@@ -23,6 +23,8 @@ class RecoveryProgressTest : public HungDiskTest {
     ASSERT_EQ(group.Start(), absl::OkStatus());
     ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
     for (int i = 0; i < 2; ++i) ASSERT_EQ(Step(group), absl::OkStatus());
+    // The answer to a step does not wait for its decision in the log; a promise waits for all before it.
+    ASSERT_EQ(Fence(server_.get(), "job", group.epoch().counter() + 1), absl::OkStatus());
     server_.End();
     server_.options().progress = &progress_;
   }

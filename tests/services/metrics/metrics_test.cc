@@ -196,9 +196,12 @@ TEST_F(LoadedMetricsTest, StagesSumToTheWallTimeAndPartsToWhatIsUsed) {
     }
   }
   trainer.join();
-  // The end of the last update.
+  // The end of the last update, and a pause of the thread that writes segments of the log ahead of their use.
   auto after = Series(Scrape(loaded_.get()));
-  for (int i = 0; i < 1000 && after.at("ballast_queued_steps{training_job=\"job\"}") > 0; ++i) {
+  const auto busy = [&] {
+    return after.at("ballast_queued_steps{training_job=\"job\"}") > 0 || after.at("ballast_disk_inflight") > 0;
+  };
+  for (int i = 0; i < 1000 && busy(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     after = Series(Scrape(loaded_.get()));
   }
