@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <map>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -24,31 +26,39 @@ constexpr absl::Duration kLookTimeout = absl::Seconds(2);
 class Doubt {
  public:
   void Raise() {
-    absl::MutexLock lock(&mutex_);
-    raised_ = true;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      raised_ = true;
+    }
+    changed_.notify_all();
   }
   void Stop() {
-    absl::MutexLock lock(&mutex_);
-    stopping_ = true;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
   }
   // Blocks until somebody doubts. False: Stop was called.
   bool Await() {
-    absl::MutexLock lock(&mutex_);
-    const auto awaited = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return raised_ || stopping_; };
-    mutex_.Await(absl::Condition(&awaited));
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return raised_ || stopping_; });
     raised_ = false;
     return !stopping_;
   }
   // Rests for `time`. False: Stop was called.
   bool Rest(absl::Duration time) {
-    absl::MutexLock lock(&mutex_);
-    return !mutex_.AwaitWithTimeout(absl::Condition(&stopping_), time);
+    std::unique_lock<std::mutex> lock(mutex_);
+    return !changed_.wait_for(lock, absl::ToChronoMilliseconds(time), [this] { return stopping_; });
   }
 
  private:
-  absl::Mutex mutex_;
-  bool raised_ ABSL_GUARDED_BY(mutex_) = false;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  // std's, whose waits go by the steady clock: absl's would last longer by as much as the machine's clock is set back.
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  // Guarded by mutex_.
+  bool raised_ = false;
+  bool stopping_ = false;
 };
 
 // Where a server is now. Threads: any.
@@ -58,11 +68,19 @@ class Place {
       : connect_(std::move(connect)),
         doubt_(std::move(doubt)),
         address_(std::move(address)),
+        name_(transport->name()),
         transport_(std::move(transport)) {}
 
+  // Null once Close was called.
   std::shared_ptr<Transport> transport() const {
     absl::MutexLock lock(&mutex_);
     return transport_;
+  }
+
+  // Also for the last calls, which end within Close.
+  std::string name() const {
+    absl::MutexLock lock(&mutex_);
+    return name_;
   }
 
   // Blocks while calls end at addresses that were left before.
@@ -78,6 +96,7 @@ class Place {
       if (address != address_ && !ended_.load()) {
         if (auto next = connect_(address); next.ok()) {
           address_ = address;
+          name_ = (*next)->name();
           left = std::exchange(transport_, *std::move(next));
           left_.push_back(left);
         }
@@ -121,6 +140,7 @@ class Place {
   absl::Mutex moving_;  // taken before mutex_
   mutable absl::Mutex mutex_;
   std::string address_ ABSL_GUARDED_BY(mutex_);
+  std::string name_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<Transport> transport_ ABSL_GUARDED_BY(mutex_);
   // Of earlier addresses. Ended by the thread that looks, or by Close: never on a thread of gRPC's, for which a
   // transport's end waits.
@@ -144,8 +164,10 @@ class Directory {
  private:
   void Run() {
     while (doubt_->Await()) {
-      // An entry that is unreadable, and a registry that does not answer, change nothing: all stay where they were.
-      if (const auto entries = registry_->List(absl::Now() + kLookTimeout); entries.ok()) {
+      // A registry that does not answer changes nothing: all stay where they were. So does a server whose entry is
+      // unreadable.
+      const auto entries = registry_->List(absl::Now() + kLookTimeout, registry::Registry::OnUnreadable::kPassOver);
+      if (entries.ok()) {
         for (const v1::ServerEntry& entry : *entries) {
           const auto place = places_.find(entry.server_id());
           if (place != places_.end()) place->second->Move(entry.address());
@@ -170,7 +192,7 @@ class DiscoveredTransport final : public Transport {
     place_->Close();
   }
 
-  std::string name() const override { return place_->transport()->name(); }
+  std::string name() const override { return place_->name(); }
   bool Discovered() const override { return true; }
   void Cancel() override { place_->Cancel(); }
 

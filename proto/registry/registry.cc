@@ -38,8 +38,8 @@ constexpr char kLeaseRevoke[] = "/etcdserverpb.Lease/LeaseRevoke";
 constexpr char kLeaseKeepAlive[] = "/etcdserverpb.Lease/LeaseKeepAlive";
 
 constexpr int64_t kEntriesMax = 4096;
-// A member that does not answer may leave time for the next.
-constexpr absl::Duration kTryMax = absl::Seconds(2);
+// Of one question of AwaitServers.
+constexpr absl::Duration kAskMax = absl::Seconds(2);
 constexpr absl::Duration kPollInterval = absl::Milliseconds(200);
 
 // `token`: of etcd's, empty: none.
@@ -176,15 +176,20 @@ template <typename Response, typename Request>
 absl::StatusOr<Response> Registry::Call(const char* method, const Request& request, absl::Time deadline) {
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Cluster> cluster, Reach());
   grpc::Status status;
-  for (const std::shared_ptr<grpc::Channel>& member : cluster->members) {
-    const absl::Time until = cluster->members.size() == 1 ? deadline : std::min(deadline, absl::Now() + kTryMax);
+  const size_t count = cluster->members.size(), first = answers_.load();
+  for (size_t tried = 0; tried < count; ++tried) {
+    const size_t member = (first + tried) % count;
+    // A member whose machine is gone says nothing at all: it leaves the others their share of the time.
+    const absl::Time now = absl::Now();
+    const absl::Time until = now + (deadline - now) / static_cast<int64_t>(count - tried);
     std::string token;
     for (const bool again : {false, true}) {
       if (again && (cluster->user.empty() || !TokenIsStale(status))) break;
       Response response;
       const std::string stale = token;
-      status = cluster->TokenFrom(member, stale, until, &token);
-      if (status.ok()) status = CallOnce(member, method, token, request, until, &response);
+      status = cluster->TokenFrom(cluster->members[member], stale, until, &token);
+      if (status.ok()) status = CallOnce(cluster->members[member], method, token, request, until, &response);
+      if (!MemberIsDown(status)) answers_.store(member);
       if (status.ok()) return response;
     }
     if (!MemberIsDown(status)) break;
@@ -201,7 +206,7 @@ absl::StatusOr<Response> Registry::Call(const char* method, const Request& reque
                       absl::StrCat(FormatRegistryUrl(url_), " refuses ", method, ": ", status.error_message()));
 }
 
-absl::StatusOr<std::vector<v1::ServerEntry>> Registry::List(absl::Time deadline) {
+absl::StatusOr<std::vector<v1::ServerEntry>> Registry::List(absl::Time deadline, OnUnreadable on_unreadable) {
   const std::string folder = KeyOf("");
   v1::EtcdRangeRequest request;
   request.set_key(folder);
@@ -216,7 +221,12 @@ absl::StatusOr<std::vector<v1::ServerEntry>> Registry::List(absl::Time deadline)
   }
   std::vector<v1::ServerEntry> entries;  // etcd sorts by key
   for (const v1::EtcdKeyValue& pair : response.kvs()) {
-    BALLAST_ASSIGN_OR_RETURN(entries.emplace_back(), ParseEntry(pair, folder));
+    auto entry = ParseEntry(pair, folder);
+    if (entry.ok()) {
+      entries.push_back(*std::move(entry));
+    } else if (on_unreadable == OnUnreadable::kRefuse) {
+      return entry.status();
+    }
   }
   return entries;
 }
@@ -265,7 +275,7 @@ absl::StatusOr<std::vector<v1::ServerEntry>> AwaitServers(Registry* registry, ab
                                                           const std::function<bool()>& interrupted) {
   const absl::Time deadline = absl::Now() + timeout;
   for (;;) {
-    auto entries = registry->List(std::min(deadline, absl::Now() + kTryMax));
+    auto entries = registry->List(std::min(deadline, absl::Now() + kAskMax));
     if (!entries.ok() && !absl::IsUnavailable(entries.status())) return entries.status();
     if (entries.ok() && entries->size() >= registry->url().servers) return entries;
     if (interrupted && interrupted()) return absl::CancelledError("interrupted while servers were looked for");

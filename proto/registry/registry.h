@@ -1,6 +1,8 @@
 // Servers' entries in etcd, and the few calls to etcd for them.
 #pragma once
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -17,18 +19,21 @@
 
 namespace ballast::registry {
 
-// Threads: any. Calls block until their deadline at most, and try each member of etcd in turn. Files of the URL are
-// read at the first call, and again when they change. Errors: UNAVAILABLE (SERVER_DOWN), naming the URL, if no member
-// answers; INVALID_ARGUMENT (BAD_CONFIG), naming the file, if a file is bad; INTERNAL (BAD_REQUEST) with etcd's text if
-// etcd refuses.
+// Threads: any. Calls block until their deadline at most, and try each member of etcd in turn, from the one on that
+// answered last; each has an equal share of the time that is left. Files of the URL are read at the first call, and
+// again when they change. Errors: UNAVAILABLE (SERVER_DOWN), naming the URL, if no member answers; INVALID_ARGUMENT
+// (BAD_CONFIG), naming the file, if a file is bad; INTERNAL (BAD_REQUEST) with etcd's text if etcd refuses.
 class Registry {
  public:
+  enum class OnUnreadable { kRefuse, kPassOver };
+
   explicit Registry(RegistryUrl url);
   ~Registry();
 
-  // All entries, by server id. INVALID_ARGUMENT (BAD_CONFIG), naming the key, for a value that is no entry of the key's
-  // server.
-  absl::StatusOr<std::vector<v1::ServerEntry>> List(absl::Time deadline);
+  // All entries, by server id. A value that is no entry of its key's server is passed over, or refused with
+  // INVALID_ARGUMENT (BAD_CONFIG), naming the key.
+  absl::StatusOr<std::vector<v1::ServerEntry>> List(absl::Time deadline,
+                                                    OnUnreadable on_unreadable = OnUnreadable::kRefuse);
 
   // A lease of at least `ttl`. KeepAlive starts its time anew; NOT_FOUND: the lease has ended, and its entries with it.
   absl::StatusOr<int64_t> Grant(absl::Duration ttl, absl::Time deadline);
@@ -53,6 +58,7 @@ class Registry {
   absl::Mutex mutex_;
   std::shared_ptr<Cluster> cluster_ ABSL_GUARDED_BY(mutex_);  // null: not reached for yet
   std::string stamp_ ABSL_GUARDED_BY(mutex_);                 // of the files behind it
+  std::atomic<size_t> answers_{0};                            // index of the member that answered last
 };
 
 // Entries of servers that are registered at `url`, by id, as soon as there are `url.servers`. Asks again until

@@ -126,7 +126,7 @@ const std::vector<Key>& Keys() {
         "DRAM buffers through which NVMe state moves, once per job"},
        Bytes([](Config* c) { return &c->server.staging_bytes; })},
       {{"machine_profile", "a path", "ballast-profile.yaml in the data directory, if it is there",
-        "what `ballastctl iotune` measured, from which a plan predicts the time of a step"},
+        "what `ballastctl iotune` measured, by which plans are chosen and their steps predicted"},
        [](const std::string& text, Config* c) {
          c->server.machine_profile = text;
          return !text.empty();

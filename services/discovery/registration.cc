@@ -22,17 +22,21 @@ Registration::Registration(const registry::RegistryUrl& url, absl::Duration leas
 
 Registration::~Registration() {
   {
-    absl::MutexLock lock(&mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
   }
+  changed_.notify_all();
   thread_.join();
 }
 
 void Registration::Announce(v1::ServerEntry entry, Fill fill) {
-  absl::MutexLock lock(&mutex_);
-  entry_ = std::move(entry);
-  fill_ = std::move(fill);
-  wanted_ = true;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    entry_ = std::move(entry);
+    fill_ = std::move(fill);
+    wanted_ = true;
+  }
+  changed_.notify_all();
 }
 
 absl::Status Registration::Beat(const v1::ServerEntry& entry) {
@@ -44,19 +48,20 @@ absl::Status Registration::Beat(const v1::ServerEntry& entry) {
   }
   if (lease_ == 0) {
     BALLAST_ASSIGN_OR_RETURN(lease_, registry_.Grant(lease_time_, deadline()));
-    written_.Clear();
   }
   BALLAST_ASSIGN_OR_RETURN(const std::optional<int64_t> holder, registry_.LeaseOf(entry.server_id(), deadline()));
-  const bool same = google::protobuf::util::MessageDifferencer::Equals(entry, written_);
-  if (same && holder.has_value() && *holder != lease_) {
-    // Two would take the entry from each other in turn. The later of them was started on purpose.
+  const bool own = holder == lease_ || holder == written_lease_;
+  if (holder.has_value() && !own && written_lease_ != 0) {
+    // Two would take the entry from each other in turn. The later of them was started on purpose, and keeps the entry
+    // also where this server lost its lease meanwhile, or has something new to tell.
     return model::Error(absl::StatusCode::kAlreadyExists, model::kBadConfig,
                         "another server registered as '" + entry.server_id() +
                             "' after this one; trainers find that one. Give each server an id of its own");
   }
-  if (same && holder.has_value()) return absl::OkStatus();
+  if (holder == lease_ && google::protobuf::util::MessageDifferencer::Equals(entry, written_)) return absl::OkStatus();
   BALLAST_RETURN_IF_ERROR(registry_.Put(entry, lease_, deadline()));
   written_ = entry;
+  written_lease_ = lease_;
   return absl::OkStatus();
 }
 
@@ -73,12 +78,11 @@ void Registration::Tell(const absl::Status& now) {
 }
 
 void Registration::Run() {
-  const auto awaited = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return wanted_ || stopping_; };
   for (;;) {
     v1::ServerEntry entry;
     {
-      absl::MutexLock lock(&mutex_);
-      mutex_.AwaitWithTimeout(absl::Condition(&awaited), lease_time_ / 3);
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait_for(lock, absl::ToChronoMilliseconds(lease_time_ / 3), [this] { return wanted_ || stopping_; });
       if (stopping_) break;
       wanted_ = false;
       entry = entry_;

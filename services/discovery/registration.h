@@ -1,13 +1,13 @@
 // A server's entry in the registry, from start to end.
 #pragma once
 
+#include <condition_variable>
 #include <functional>
+#include <mutex>
 #include <optional>
 #include <thread>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "ballast/proto/registry/registry.h"
 
@@ -35,14 +35,19 @@ class Registration {
   registry::Registry registry_;
   const absl::Duration lease_time_;
   // The thread alone uses these.
-  int64_t lease_ = 0;        // 0: none
-  v1::ServerEntry written_;  // under the lease
+  int64_t lease_ = 0;          // 0: none
+  int64_t written_lease_ = 0;  // the lease of `written_`, which may have ended since; 0: nothing was written
+  v1::ServerEntry written_;
   std::optional<absl::StatusCode> told_;
-  absl::Mutex mutex_;
-  v1::ServerEntry entry_ ABSL_GUARDED_BY(mutex_);
-  Fill fill_ ABSL_GUARDED_BY(mutex_);
-  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  // std's, whose waits go by the steady clock: absl's beat would come late by as much as the machine's clock is set
+  // back.
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  // Guarded by mutex_.
+  v1::ServerEntry entry_;
+  Fill fill_;
+  bool wanted_ = false;
+  bool stopping_ = false;
   std::thread thread_;
 };
 

@@ -36,7 +36,7 @@ struct JobSurroundings {
   absl::Mutex* planning = nullptr;
   // A plan that needs the space of moves shuts this gate first, then takes `planning`; such a plan may wait for a disk.
   MoveGate* moving = nullptr;
-  const storage::MachineProfile* machine = nullptr;  // null: plans predict no times
+  const storage::MachineProfile* machine = nullptr;  // null: plans fill tiers in order and predict no times
   bool working_copies = true;
   std::function<absl::Status()> interrupt;  // as StateServerOptions::interrupt
   RecoveryProgress* progress = nullptr;     // null: nobody asks

@@ -44,13 +44,15 @@ absl::StatusOr<std::optional<storage::MachineProfile>> ReadMachineProfile(const 
     path = absl::StrCat(options.data_directory, "/", kMachineProfile);
     std::error_code error;
     if (!std::filesystem::exists(path, error)) {
-      spdlog::info("no machine profile: plans predict no times; `ballastctl iotune --directory {}` measures one",
-                   options.data_directory);
+      spdlog::info(
+          "no machine profile: plans fill tiers in order and predict no times; `ballastctl iotune --directory {}` "
+          "measures one",
+          options.data_directory);
       return std::nullopt;
     }
   }
   BALLAST_ASSIGN_OR_RETURN(const storage::MachineProfile profile, storage::ReadProfile(path));
-  spdlog::info("plans predict from the machine profile {}", path);
+  spdlog::info("plans are chosen by the machine profile {}", path);
   return profile;
 }
 

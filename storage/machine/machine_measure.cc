@@ -22,7 +22,7 @@ namespace {
 constexpr uint64_t kBlockBytes = uint64_t{1} << 20;
 constexpr uint64_t kFileBytesMin = uint64_t{16} << 20;
 constexpr uint64_t kDepths[] = {2, 4, 8};
-constexpr int kMeasurements = 26;  // share the duration
+constexpr int kMeasurements = 27;  // share the duration
 constexpr int kRounds = 3;         // per measurement
 constexpr size_t kAppendsMin = 100;
 
@@ -69,6 +69,7 @@ class Measuring {
   absl::Status OpenFile();
   absl::Status Streams();
   absl::StatusOr<uint64_t> DiskSpeed(const char* what, uint64_t depth);
+  absl::Status SideBySide();
   absl::Status Append();
   void Gpu();
   absl::Status GpuLink();
@@ -91,6 +92,7 @@ absl::StatusOr<Measured> Measuring::Run() {
   BALLAST_RETURN_IF_ERROR(Updates());
   BALLAST_RETURN_IF_ERROR(Digests());
   BALLAST_RETURN_IF_ERROR(Streams());
+  BALLAST_RETURN_IF_ERROR(SideBySide());
   BALLAST_RETURN_IF_ERROR(Append());
   Gpu();
   return std::move(out_);
@@ -271,6 +273,30 @@ absl::Status Measuring::Streams() {
       *kind.depth = depth;
     }
   }
+  return absl::OkStatus();
+}
+
+// As a step over NVMe, whose parts disturb each other where the disk needs processors or memory.
+absl::Status Measuring::SideBySide() {
+  MachineProfile& p = out_.profile;
+  Say("AdamW beside reads and writes of the disk");
+  BALLAST_ASSIGN_OR_RETURN(const auto step, MemoryStep::Make(options_.directory, kernels::MomentFormat::kF32));
+  std::vector<uint64_t> moved;
+  BALLAST_ASSIGN_OR_RETURN(p.update_f32_beside_disk_elements_per_s, MedianSpeed([&]() -> absl::StatusOr<uint64_t> {
+                             absl::StatusOr<uint64_t> disk;
+                             std::thread mixing([&] { disk = DiskSpeed("mixed", p.disk_mixed_depth); });
+                             const absl::StatusOr<uint64_t> updated =
+                                 step->ElementsPerSecond(static_cast<int>(p.threads), slice_);
+                             mixing.join();
+                             BALLAST_RETURN_IF_ERROR(disk.status());
+                             moved.push_back(*disk);
+                             return updated;
+                           }));
+  std::sort(moved.begin(), moved.end());
+  p.disk_mixed_beside_update_bytes_per_s = moved[moved.size() / 2];
+  const double bytes = static_cast<double>(p.update_f32_beside_disk_elements_per_s) * step->bytes_per_element();
+  out_.rows.push_back({"AdamW, f32 moments", "beside the disk", static_cast<uint64_t>(bytes)});
+  out_.rows.push_back({"disk mixed", "beside AdamW", p.disk_mixed_beside_update_bytes_per_s});
   return absl::OkStatus();
 }
 

@@ -34,6 +34,10 @@ const std::vector<ProfileKey>& ProfileKeys() {
     name, [](MachineProfile& profile) -> uint64_t& { return profile.field; } \
   }
 #define BALLAST_KEY(name) BALLAST_FIELD(#name, name)
+#define BALLAST_OPTIONAL(name)                                                                   \
+  {                                                                                              \
+#name, [](MachineProfile & profile) -> uint64_t& { return profile.name; }, /*optional=*/true \
+  }
   static const auto* const kKeys = new std::vector<ProfileKey>{
       BALLAST_KEY(threads),
       BALLAST_FIELD("dram_read_1_thread_bytes_per_s", dram_read_bytes_per_s.one_thread),
@@ -56,12 +60,15 @@ const std::vector<ProfileKey>& ProfileKeys() {
       BALLAST_KEY(disk_write_depth),
       BALLAST_KEY(disk_mixed_bytes_per_s),
       BALLAST_KEY(disk_mixed_depth),
+      BALLAST_OPTIONAL(update_f32_beside_disk_elements_per_s),
+      BALLAST_OPTIONAL(disk_mixed_beside_update_bytes_per_s),
       BALLAST_KEY(disk_direct),
       BALLAST_KEY(disk_append_p50_us),
       BALLAST_KEY(disk_append_p99_us),
       BALLAST_KEY(gpu_in_bytes_per_s),
       BALLAST_KEY(gpu_out_bytes_per_s),
   };
+#undef BALLAST_OPTIONAL
 #undef BALLAST_KEY
 #undef BALLAST_FIELD
   return *kKeys;
@@ -97,7 +104,7 @@ absl::StatusOr<MachineProfile> ParseProfile(absl::string_view text, const std::s
     }
   }
   for (const ProfileKey& key : ProfileKeys()) {
-    if (!seen.contains(key.name)) {
+    if (!key.optional && !seen.contains(key.name)) {
       return Bad(absl::StrCat(path, ": ", key.name, " is missing; measure again with `ballastctl iotune`"));
     }
   }

@@ -15,6 +15,7 @@ namespace ballast::storage {
 struct ProfileKey {
   const char* name;
   uint64_t& (*field)(MachineProfile& profile);
+  bool optional = false;  // profiles of earlier versions lack the key
   uint64_t Of(MachineProfile profile) const { return field(profile); }
 };
 const std::vector<ProfileKey>& ProfileKeys();

@@ -6,7 +6,7 @@
 
 namespace ballast::storage {
 
-// Who gets a tier's room, if not all chunks fit.
+// The chunks that get a tier's room, if not all fit.
 enum class ChunkOrder {
   kByTier,       // the first chunks of the update
   kSpread,       // evenly over the update, so that the disk always has work

@@ -33,6 +33,10 @@ struct MachineProfile {
   uint64_t disk_write_depth = 0;
   uint64_t disk_mixed_bytes_per_s = 0;
   uint64_t disk_mixed_depth = 0;
+  // Both at once, all threads with fp32 moments beside a mixture of reads and writes: where the disk needs processors,
+  // each is slower than alone. 0: not measured, and taken as fast as alone.
+  uint64_t update_f32_beside_disk_elements_per_s = 0;
+  uint64_t disk_mixed_beside_update_bytes_per_s = 0;
   uint64_t disk_direct = 0;  // 1: past the page cache
   uint64_t disk_append_p50_us = 0;
   uint64_t disk_append_p99_us = 0;

@@ -17,8 +17,13 @@ struct Stream {
 class Playing {
  public:
   Playing(absl::Span<const ChunkWork> work, uint64_t slots, uint64_t gradient_slots, double log_bytes,
-          const DiskSpeeds& disk)
-      : work_(work), disk_(disk), slots_(slots), gradient_slots_(gradient_slots), background_(log_bytes) {
+          const DiskSpeeds& disk, const SideBySide& side_by_side)
+      : work_(work),
+        disk_(disk),
+        side_by_side_(side_by_side),
+        slots_(slots),
+        gradient_slots_(gradient_slots),
+        background_(log_bytes) {
     disk_left_ = log_bytes;
     for (const ChunkWork& w : work) disk_left_ += w.gradient_read + w.state_read + w.stored + w.flushed + w.spilled;
   }
@@ -37,6 +42,7 @@ class Playing {
 
   const absl::Span<const ChunkWork> work_;
   const DiskSpeeds disk_;
+  const SideBySide side_by_side_;
   uint64_t slots_, gradient_slots_;  // free ones
   Stream states_, gradients_, stores_;
   double background_;   // bytes of the log and of flushes that may be written
@@ -100,10 +106,12 @@ void Playing::Advance() {
   const std::array<bool, 5> active = {states_.active(), gradients_.active(), stores_.active(), background_ > 0, spills};
   const int reads = active[0] + active[1], writes = active[2] + active[3] + active[4];
   const bool both = reads > 0 && writes > 0;
-  const double read = (both ? disk_.BesideWrites() : disk_.read) / std::max(reads, 1);
-  const double write = (both ? disk_.BesideReads() : disk_.write) / std::max(writes, 1);
+  const bool computes = begun_ && busy_ > 0, disturbed = computes && reads + writes > 0;
+  const double worker = disturbed ? side_by_side_.worker : 1, speed = disturbed ? side_by_side_.disk : 1;
+  const double read = speed * (both ? disk_.BesideWrites() : disk_.read) / std::max(reads, 1);
+  const double write = speed * (both ? disk_.BesideReads() : disk_.write) / std::max(writes, 1);
   double seconds = std::numeric_limits<double>::max();
-  if (begun_ && busy_ > 0) seconds = busy_;
+  if (computes) seconds = busy_ / worker;
   for (size_t i = 0; i < left.size(); ++i) {
     if (active[i]) seconds = std::min(seconds, *left[i] / (i < 2 ? read : write));
   }
@@ -111,7 +119,7 @@ void Playing::Advance() {
   times_.total += seconds;
   // Work that ends now ends exactly: rounding must not leave a crumb behind.
   const auto take = [](double* from, double amount) { *from = *from <= amount * (1 + 1e-12) ? 0 : *from - amount; };
-  if (begun_ && busy_ > 0) take(&busy_, seconds);
+  if (computes) take(&busy_, seconds * worker);
   for (size_t i = 0; i < left.size(); ++i) {
     if (!active[i]) continue;
     const double before = *left[i];
@@ -138,8 +146,10 @@ StepTimes Playing::Run() {
 }  // namespace
 
 StepTimes PlayStep(absl::Span<const ChunkWork> work, uint64_t slots, uint64_t gradient_slots, double log_bytes,
-                   const DiskSpeeds& disk) {
-  return Playing(work, std::max<uint64_t>(slots, 1), std::max<uint64_t>(gradient_slots, 1), log_bytes, disk).Run();
+                   const DiskSpeeds& disk, const SideBySide& side_by_side) {
+  return Playing(work, std::max<uint64_t>(slots, 1), std::max<uint64_t>(gradient_slots, 1), log_bytes, disk,
+                 side_by_side)
+      .Run();
 }
 
 }  // namespace ballast::storage

@@ -5,6 +5,7 @@
 // - The worker waits for the reads of its chunk. Kernels, digests and the GPU's link keep it busy, one after the other.
 // - New state goes to the disk in the same order, flushes of state in memory beside it, and so does the log, which has
 //   the whole step. State in HBM is flushed by the worker, which waits for the disk.
+// - Where the worker and the disk disturb each other, both are slower while both have work.
 // - Reads share the disk's read speed, writes its write speed. Where both are under way, each has half of the speed
 //   measured for a mixture.
 #pragma once
@@ -35,6 +36,12 @@ struct DiskSpeeds {
   double BesideReads() const { return std::min(write, mixed / 2); }
 };
 
+// Speed of either while both are busy, as a part of its speed alone: greater than 0, at most 1.
+struct SideBySide {
+  double worker = 1;
+  double disk = 1;
+};
+
 struct StepTimes {
   double total = 0;      // until all is computed and on the disk
   double disk_idle = 0;  // the disk had nothing to do, although there was work for it still to come
@@ -43,6 +50,6 @@ struct StepTimes {
 // `work`: by chunk, in the order of the update. `slots`, `gradient_slots`: states and gradients that memory holds on
 // their way, at least 1. Time in proportion to the chunks.
 StepTimes PlayStep(absl::Span<const ChunkWork> work, uint64_t slots, uint64_t gradient_slots, double log_bytes,
-                   const DiskSpeeds& disk);
+                   const DiskSpeeds& disk, const SideBySide& side_by_side = {});
 
 }  // namespace ballast::storage

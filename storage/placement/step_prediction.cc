@@ -60,6 +60,7 @@ class Prediction {
   ChunkWork WorkOf(const PlacedChunk& chunk);
   void CountDisk(absl::Span<const ChunkWork> work, double logged);
   DiskSpeeds Disk() const;
+  SideBySide BothBusy() const;
 
   const StepShape& shape_;
   const StateLayout& layout_;
@@ -153,6 +154,15 @@ DiskSpeeds Prediction::Disk() const {
           .mixed = or_no_limit(m.disk_mixed_bytes_per_s)};
 }
 
+SideBySide Prediction::BothBusy() const {
+  const MachineProfile& m = *shape_.machine;
+  const auto part = [](uint64_t beside, uint64_t alone) {
+    return beside == 0 || alone == 0 ? 1 : std::min(1.0, static_cast<double>(beside) / static_cast<double>(alone));
+  };
+  return {.worker = part(m.update_f32_beside_disk_elements_per_s, m.update_f32_elements_per_s.all_threads),
+          .disk = part(m.disk_mixed_beside_update_bytes_per_s, m.disk_mixed_bytes_per_s)};
+}
+
 StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
   const MachineProfile& m = *shape_.machine;
   std::vector<ChunkWork> work;
@@ -162,7 +172,7 @@ StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
   }
   CountDisk(work, logged_);
   const uint64_t slots = slot_bytes_ == 0 ? 1 : shape_.staging_bytes / slot_bytes_;
-  const StepTimes times = PlayStep(work, slots, kReadBackSlots, logged_, Disk());
+  const StepTimes times = PlayStep(work, slots, kReadBackSlots, logged_, Disk(), BothBusy());
   if (shape_.durable && shape_.logged) out_.sync = kSyncsPerStep * 1e-6 * static_cast<double>(m.disk_append_p50_us);
   out_.disk_idle = times.disk_idle;
   out_.total = times.total + out_.sync;

@@ -7,6 +7,7 @@
 //   step/nvme_balanced  the same when compute takes as long as the I/O: the run also updates enough chunks in DRAM,
 //                       spread evenly between the chunks on NVMe
 //   step/nvme_8bit      parameters per second with 8-bit moments against those with fp32 moments
+//   plan/*              steps by the chosen plan against steps by first fit, for five splits of the budgets
 //   step/log            a step of a job with durability `step` on a state server, its state in DRAM, against
 //                       max(the log's bytes written and synced alone, the same step with durability `none`)
 //   recovery            the start of a server where another was killed, against a sequential read of the data it needs

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 
 BIN = pathlib.Path(sys.argv[1])
 MODEL = ['--steps', '40', '--layers', '2', '--width', '64', '--heads', '4', '--batch', '1', '--micro-batches', '2', '--chunk-elements',
@@ -136,7 +137,7 @@ class Training:
     def digest(self):
         code = self.process.wait(120)
         text = self.log.read_text()
-        assert code == 0, text
+        assert code == 0, f'exit code {code}\n{text}'
         return digest_of(text)
 
 
@@ -175,9 +176,12 @@ def test_killed_and_replaced_under_the_same_id(etcd, folder, bits):
         training.step(step)
         before = b.address
         b.end(signal.SIGKILL)
+        # Whatever else somebody writes beside the entries.
+        etcd.ctl('put', '/replaced/servers/0', '{')
         b.start()
         assert b.address != before
     assert training.digest() == bits
+    etcd.ctl('del', '/replaced/servers/0')
     # A server that holds nothing of the job does not keep the job from going on; a job that is new takes it in.
     Server(etcd, 'replaced', 'c', folder)
     wait_for(lambda: 'c' in etcd.entries('replaced'), 'c is registered')
@@ -224,6 +228,45 @@ def test_no_proxy_of_the_environment_stands_between(etcd, folder, bits):
     finally:
         for name in ('grpc_proxy', 'https_proxy', 'http_proxy'):
             del os.environ[name]
+
+
+def test_two_servers_with_one_id(etcd, folder, bits):
+    """The later has the entry, also after the earlier has lost its lease and got another; the earlier has it again once the later ends."""
+    older = Server(etcd, 'twice', 'a', folder)
+    wait_for(lambda: etcd.entries('twice')['a']['address'] == older.address, 'the older is registered')
+    own = leases(etcd)
+    (folder / 'other').mkdir()
+    later = Server(etcd, 'twice', 'a', folder / 'other')
+    wait_for(lambda: etcd.entries('twice')['a']['address'] == later.address, 'the later is registered')
+    wait_for(lambda: 'after this one' in older.text(), 'the older warns', seconds=20)
+    etcd.ctl('lease', 'revoke', *own)
+    code, text = run(BIN / 'ballastctl', 'budget', '--dram', '160MiB', '--servers', older.address)  # it has news besides
+    assert code == 0, text
+    wait_for(lambda: len(leases(etcd)) == 2, 'the older has another lease', seconds=20)
+    for _ in range(20):
+        assert etcd.entries('twice')['a']['address'] == later.address
+        time.sleep(0.1)
+    assert Training(etcd.url('twice'), 'twice', folder).digest() == bits
+    later.end(signal.SIGTERM)
+    wait_for(lambda: etcd.entries('twice')['a']['address'] == older.address, 'the older is registered again', seconds=20)
+    assert etcd.entries('twice')['a']['dram_bytes'] == str(160 << 20)
+
+
+def leases(etcd):
+    return etcd.ctl('lease', 'list').split()[3:]  # 'found N leases'
+
+
+def test_a_member_of_etcd_that_says_nothing(etcd, folder, bits):
+    """As one whose machine is gone: the other member is found in time."""
+    with socket.create_server(('127.0.0.1', 0)) as silent:
+        both = types.SimpleNamespace(url=lambda prefix: f'etcd://127.0.0.1:{silent.getsockname()[1]},127.0.0.1:{etcd.port}/{prefix}')
+        server = Server(both, 'silent', 'a', folder)
+        wait_for(lambda: 'a' in etcd.entries('silent'), 'it is registered', seconds=10)
+        training = Training(both.url('silent'), 'silent', folder)
+        training.step(5)
+        server.end(signal.SIGKILL)
+        server.start()
+        assert training.digest() == bits
 
 
 def test_refusals(etcd, folder, bits):

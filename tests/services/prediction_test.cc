@@ -2,11 +2,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <fstream>
 
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/machine/profile_file.h"
 #include "ballast/tests/services/trainer_group.h"
+#include "ballast/tests/services/training_bits.h"
 
 namespace ballast::services {
 namespace {
@@ -102,6 +104,74 @@ TEST(Prediction, ADryRunShowsThePlan) {
     EXPECT_EQ(planned.working_bytes(), status.tiers(i).working_bytes()) << planned.tier();
     EXPECT_EQ(planned.state_bytes() + planned.working_bytes() + planned.other_bytes(), status.tiers(i).used_bytes())
         << planned.tier();
+  }
+}
+
+// A disk as fast as the kernels: a plan by these figures spreads chunks, and reads slices back to give state their
+// DRAM.
+storage::MachineProfile Balanced() {
+  storage::MachineProfile profile;
+  profile.threads = 1;
+  profile.update_f32_elements_per_s = {100'000'000, 100'000'000};
+  profile.digest_bytes_per_s = {100'000'000'000, 100'000'000'000};
+  profile.disk_read_bytes_per_s = profile.disk_write_bytes_per_s = profile.disk_mixed_bytes_per_s = 1'000'000'000;
+  return profile;
+}
+
+TEST(Prediction, ADryRunNamesTheNextBestPlan) {
+  TestServer server("s", {.dram = 16 * kMiB, .nvme = 512 * kMiB});
+  ASSERT_EQ(storage::WriteProfile(Balanced(), server.directory() + "/" + kMachineProfile), absl::OkStatus());
+  server.Restart();
+  v1::JobSpec spec = MakeSpec("job", {{"a", "u0", 25 << 16, 0}, {"norm", "u1", 300, 1}});
+  spec.set_durability(v1::DURABILITY_STEP);
+  TrainerGroup group({server.get()}, spec, 1);
+  std::vector<v1::GetJobResponse> answers;
+  ASSERT_EQ(group.Fence(&answers), absl::OkStatus());
+  v1::OpenRequest open = group.open_request(-1, std::nullopt);
+  open.set_dry_run(true);
+  Answer<v1::OpenResponse> answer;
+  server->Open(open, absl::InfiniteFuture(), answer.reply());
+  const absl::StatusOr<v1::OpenResponse> response = answer.Wait();
+  ASSERT_TRUE(response.ok()) << response.status();
+  EXPECT_THAT(response->plan(), HasSubstr("chunks of each tier spread evenly over the update, slices read back"));
+  EXPECT_THAT(response->plan(), HasSubstr("bound by the disk, which alone takes "));
+  EXPECT_THAT(response->plan(), HasSubstr("The next best plan would take "));
+}
+
+// Where chunks lie is planned anew at each start: the data directory has the states, and no plan.
+TEST(Prediction, ADirectoryServesUnderAnyPlan) {
+  const std::vector<TestTensor> model = {{"a", "u0", 20 << 16, 0}, {"b", "u1", 4 << 16, 0}, {"norm", "u1", 300, 1}};
+  const auto count = static_cast<uint32_t>(model.size());
+  v1::JobSpec spec = MakeSpec("job", model);
+  TestServer plain("r", {.dram = 256 * kMiB});
+  TrainerGroup reference({plain.get()}, spec, 1);
+  spec.set_durability(v1::DURABILITY_STEP);
+  TestServer server("s", {.dram = 16 * kMiB, .nvme = 512 * kMiB});
+  const std::string path = server.directory() + "/" + kMachineProfile;
+  ASSERT_EQ(reference.Start(), absl::OkStatus());
+  ASSERT_EQ(reference.Initialise(Initial), absl::OkStatus());
+  int64_t step = 0;
+  for (uint64_t epoch = 1; epoch <= 3; ++epoch) {
+    if (epoch == 2) {
+      ASSERT_EQ(storage::WriteProfile(Balanced(), path), absl::OkStatus());
+    } else {
+      std::filesystem::remove(path);
+    }
+    server.Restart();
+    TrainerGroup group({server.get()}, spec, 2, epoch);
+    ASSERT_EQ(group.Start(), absl::OkStatus());
+    if (epoch == 1) {
+      ASSERT_EQ(group.Initialise(Initial), absl::OkStatus());
+    }
+    ASSERT_EQ(server->Status().jobs(0).has_prediction(), epoch == 2);
+    for (int i = 0; i < 3; ++i) {
+      ++step;
+      for (TrainerGroup* each : {&reference, &group}) {
+        ASSERT_EQ(each->PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(count), GradientOf(step)), absl::OkStatus());
+        ASSERT_EQ(each->Finish(UpdateHeader(count)).status(), absl::OkStatus());
+      }
+    }
+    ExpectSame(reference, group, step);
   }
 }
 

@@ -1,11 +1,13 @@
 #include "ballast/tests/sim_server/machine.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <utility>
 
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/machine/profile_file.h"
 #include "ballast/tests/sim_server/bits.h"
 
 namespace ballast::sim {
@@ -67,7 +69,27 @@ storage::TierBytes Machine::Budget(Random* random, bool hbm) const {
   return budget;
 }
 
+// A disk as fast as the kernels, and a slow link to the GPU: plans by these figures spread chunks, read slices back to
+// give state their DRAM, and leave HBM empty. Every other start has them, so that chunks come back under another plan.
+absl::Status Machine::ChangeProfile() {
+  const std::string path = directory_ + "/" + services::kMachineProfile;
+  std::error_code error;
+  if (++starts_ % 2 == 1) {
+    std::filesystem::remove(path, error);
+    return absl::OkStatus();
+  }
+  storage::MachineProfile profile;
+  profile.threads = 1;
+  profile.update_f32_elements_per_s = {100'000'000, 100'000'000};
+  profile.digest_bytes_per_s = {100'000'000'000, 100'000'000'000};
+  profile.disk_read_bytes_per_s = profile.disk_write_bytes_per_s = profile.disk_mixed_bytes_per_s = 1'000'000'000;
+  profile.gpu_in_bytes_per_s = profile.gpu_out_bytes_per_s = starts_ % 4 == 0 ? 100'000'000 : 10'000'000'000;
+  std::filesystem::create_directories(directory_, error);
+  return storage::WriteProfile(profile, path);
+}
+
 absl::Status Machine::Start(Random* random) {
+  BALLAST_RETURN_IF_ERROR(ChangeProfile());
   const storage::StateLayout layout(*model::OptimizerOf(PlanOf(1).open().spec()));
   services::StateServerOptions options;
   options.data_directory = directory_;

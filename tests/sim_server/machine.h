@@ -62,9 +62,11 @@ class Machine {
   template <typename Response>
   services::Reply<Response> ReplyTo(const Request& request);
   storage::TierBytes Budget(Random* random, bool hbm) const;
+  absl::Status ChangeProfile();
   void End();
 
   const int index_;
+  uint64_t starts_ = 0;
   const std::string directory_;
   storage::SimDisk disk_;
   SimCatalog catalog_;

@@ -5,8 +5,10 @@
 
 #include <filesystem>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 #include "ballast/tests/scratch_directory.h"
 
 namespace ballast::storage {
@@ -42,6 +44,19 @@ TEST(MachineProfileTest, ComesBackAsItWasWritten) {
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_TRUE(*read == Numbered());
   EXPECT_THAT(Files(directory.path()), ElementsAre("p.yaml"));
+}
+
+// Speeds that earlier versions did not measure.
+TEST(MachineProfileTest, AnEarlierProfileIsRead) {
+  std::string earlier;
+  for (const absl::string_view line : absl::StrSplit(ShowProfile(Numbered()), '\n')) {
+    if (!absl::StrContains(line, "_beside_")) absl::StrAppend(&earlier, line, "\n");
+  }
+  const auto read = ParseProfile(earlier, "p.yaml");
+  ASSERT_TRUE(read.ok()) << read.status();
+  MachineProfile expected = Numbered();
+  expected.update_f32_beside_disk_elements_per_s = expected.disk_mixed_beside_update_bytes_per_s = 0;
+  EXPECT_TRUE(*read == expected);
 }
 
 TEST(MachineProfileTest, RefusesWhatItDoesNotKnow) {

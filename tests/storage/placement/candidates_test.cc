@@ -128,6 +128,10 @@ TEST(CandidatesTest, WorkingCopiesComeToHbmBeforeMoreState) {
   EXPECT_EQ(plan->working.hbm, kWorking);
   EXPECT_LT(plan->prediction->total, SecondsBy(request, {}) - 1e-4);
   EXPECT_EQ(Letters(Arrange(request, {}).plan), "hhdd") << "as much state as fits";
+  request.elements.resize(8, kElements);
+  request.free = RoomFor(request, 8);
+  request.free.hbm = 6 * (kState + kWorking) + kState;
+  EXPECT_EQ(Letters(*MakePlan(request)), "hhhhhhdd");
   // Where the disk binds, each state in HBM leaves DRAM to another one.
   request.free.hbm = 7 * kState;
   request.elements.resize(24, kElements);
@@ -155,6 +159,7 @@ TEST(CandidatesTest, SlicesReadBackAlthoughTheyFitSaveTheDisk) {
   // Not where the disk has nothing else to do.
   request.free = RoomFor(request, 100);
   EXPECT_FALSE(MakePlan(request)->reads_back);
+  EXPECT_FALSE(MakePlan(request)->runner_up.has_value()) << "all choices come to the same plan";
 }
 
 TEST(CandidatesTest, WithoutAProfileTiersAreFilledInOrder) {
@@ -263,6 +268,11 @@ MachineProfile RandomMachine(Dice& dice) {
   const auto apart =
       2 / (1 / static_cast<double>(m.disk_read_bytes_per_s) + 1 / static_cast<double>(m.disk_write_bytes_per_s));
   m.disk_mixed_bytes_per_s = static_cast<uint64_t>(apart * (0.7 + dice.Part()));
+  if (dice.Coin()) {
+    const auto part = [&](uint64_t alone) { return static_cast<uint64_t>((0.4 + 0.6 * dice.Part()) * alone); };
+    m.update_f32_beside_disk_elements_per_s = part(m.update_f32_elements_per_s.all_threads);
+    m.disk_mixed_beside_update_bytes_per_s = part(m.disk_mixed_bytes_per_s);
+  }
   m.disk_append_p50_us = 100;
   m.gpu_in_bytes_per_s = dice.Between(1'000'000'000, 50'000'000'000);
   m.gpu_out_bytes_per_s = dice.Between(1'000'000'000, 50'000'000'000);
@@ -303,7 +313,8 @@ void ExpectWithinBudgets(const PlanRequest& request, const Plan& plan) {
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     const ChunkPlacement& chunk = plan.chunks[i];
     taken[chunk.state] += request.layout.StateBytes(request.elements[i]);
-    taken[chunk.working] += request.layout.WorkingBytes(request.elements[i]);
+    ASSERT_TRUE(chunk.working.has_value());
+    taken[*chunk.working] += request.layout.WorkingBytes(request.elements[i]);
     if (request.durable && chunk.state != TierKind::kNvme) taken.nvme += request.layout.StateBytes(request.elements[i]);
     ASSERT_TRUE(chunk.working != TierKind::kNvme && (chunk.working == TierKind::kDram || chunk.state == chunk.working));
     hbm = hbm || chunk.state == TierKind::kHbm;

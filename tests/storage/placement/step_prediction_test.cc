@@ -105,6 +105,22 @@ TEST(StepPredictionTest, TheDiskIdlesBehindChunksInMemory) {
   EXPECT_THAT(PredictStep(Shape(&machine), StateLayout(), spread).total, DoubleNear(1, 0.005));
 }
 
+// Kernels at half their speed beside the disk, and the disk at four fifths beside kernels. Of 100 chunks in turn with
+// as many in DRAM, kernels take 0.25 s alone.
+TEST(StepPredictionTest, BothAtOnceAreSlower) {
+  MachineProfile machine = Machine();
+  std::vector<PlacedChunk> spread = Chunks(100, 100);
+  for (size_t i = 0; i < spread.size(); ++i) spread[i].placement.state = i % 2 == 0 ? TierKind::kNvme : TierKind::kDram;
+  const StepPrediction apart = PredictStep(Shape(&machine), StateLayout(), spread);
+  machine.update_f32_beside_disk_elements_per_s = machine.update_f32_elements_per_s.all_threads / 2;
+  machine.disk_mixed_beside_update_bytes_per_s = machine.disk_mixed_bytes_per_s * 4 / 5;
+  const StepPrediction both = PredictStep(Shape(&machine), StateLayout(), spread);
+  EXPECT_EQ(both.compute, apart.compute);
+  EXPECT_EQ(both.disk, apart.disk);
+  EXPECT_THAT(both.total, DoubleNear(apart.total + 2 * 0.25 / 5, 0.01));
+  EXPECT_THAT(PredictStep(Shape(&machine), StateLayout(), Chunks(100, 0)).total, DoubleNear(0.1, 1e-6));
+}
+
 TEST(StepPredictionTest, DurabilityWritesTheLogFlushesAndSyncs) {
   const MachineProfile machine = Machine();
   StepShape shape = Shape(&machine);

@@ -133,11 +133,20 @@ void Simulation::Tick() {
     read = std::min(read, static_cast<double>(m.disk_mixed_bytes_per_s) / 2);
     write = std::min(write, static_cast<double>(m.disk_mixed_bytes_per_s) / 2);
   }
-  double seconds = worker_ == Worker::kComputes ? busy_ : 1e9;
+  double worker = 1;
+  if (worker_ == Worker::kComputes && !requests_.empty() && m.update_f32_beside_disk_elements_per_s > 0) {
+    worker = static_cast<double>(m.update_f32_beside_disk_elements_per_s) /
+             static_cast<double>(m.update_f32_elements_per_s.all_threads);
+    const double disk =
+        static_cast<double>(m.disk_mixed_beside_update_bytes_per_s) / static_cast<double>(m.disk_mixed_bytes_per_s);
+    read *= disk;
+    write *= disk;
+  }
+  double seconds = worker_ == Worker::kComputes ? busy_ / worker : 1e9;
   for (const Transfer& r : requests_)
     seconds = std::min(seconds, r.left / (Reads(r.kind) ? read / reads : write / writes));
   now_ += seconds;
-  busy_ -= seconds;
+  busy_ -= seconds * worker;
   std::vector<Transfer> finished;
   for (auto r = requests_.begin(); r != requests_.end();) {
     r->left -= seconds * (Reads(r->kind) ? read / reads : write / writes);

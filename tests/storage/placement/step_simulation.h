@@ -1,4 +1,4 @@
-// A step simulated request by request, apart from the planner's own model: what is in flight shares the disk.
+// A step simulated request by request, apart from the planner's own model: all requests in flight share the disk.
 #pragma once
 
 #include "absl/types/span.h"
@@ -6,8 +6,8 @@
 
 namespace ballast::storage {
 
-// Seconds of a step without its syncs. As storage/update runs it: at most 24 MiB of states are being read at a time, 8
-// gradients, one part of 4 MiB of the flushes, and one of the log.
+// Seconds of a step without its syncs, with the bounds of storage/update: 24 MiB of state reads in flight, 8 gradients,
+// 4 MiB of flushes, 4 MiB of the log.
 double SimulateStep(const StepShape& shape, const StateLayout& layout, absl::Span<const PlacedChunk> chunks);
 
 }  // namespace ballast::storage
