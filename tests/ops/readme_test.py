@@ -4,6 +4,7 @@ import pathlib
 import re
 import shutil
 import sys
+import time
 
 import ops
 import package_test
@@ -70,7 +71,8 @@ def test_run_it_for_real():
     assert machine.show('NRestarts') == '1' and 'recovered' in machine.journal()
 
     for line in monitor[:-1]:
-        print(machine('sh', '-ec', f'cd /root; {line}'))
+        began = time.monotonic()
+        print(machine('sh', '-ec', f'cd /root; {line}'), f'{time.monotonic() - began:.1f} s')
     said = ops.wait_for(lambda: machine('sh', '-ec', monitor[-1]).strip(), 'Prometheus has scraped the server', 30)
     print(said)
     assert (found := re.search(r'instance="state1:9070".*training_job="example"} => (\d+) ', said)) and int(found.group(1)) >= 10, said
