@@ -195,7 +195,7 @@ SAYS = {
     'clip': "the gradient of parameter 'embed.weight' has gone to Ballast's servers in backward, and aten._foreach_norm.Scalar needs it",
     'torch': "parameter 'embed.weight' lives on Ballast's servers and has no memory here",
     'second backward': "the gradient of parameter 'blocks.2.up.weight' has gone to Ballast's servers in backward",
-    'half': "parameter 'blocks.1.up.weight' was sharded and is in no group of the optimizer",
+    'half': "parameter 'blocks.1.up.weight' lives on the servers alone, by shard(), and is in no group of the optimizer",
     'two optimizers': "parameter 'embed.weight' is of a model that shard() gave to one optimizer",
     'offload': 'shard(offload_policy=CPUOffloadPolicy): parameters live on the servers',
     'offload before': "parameter 'embed.weight' is under CPUOffloadPolicy",
