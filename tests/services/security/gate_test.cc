@@ -4,6 +4,9 @@
 #include <gmock/gmock.h>
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/dynamic_message.h>
+#include <openssl/pem.h>
+#include <openssl/ssl.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <functional>
@@ -84,6 +87,38 @@ std::map<std::string, Method> Methods(const std::string& job) {
     }
   }
   return methods;
+}
+
+struct SessionShown {
+  std::shared_ptr<SSL_SESSION> session;  // null: no handshake
+  bool resumed = false;
+};
+
+// A handshake by TLS 1.2, which ends with the server's verdict, going on with `session` if there is one.
+SessionShown ShakeHands(const std::string& address, const IssuedPair& pair,
+                        const std::shared_ptr<SSL_SESSION>& session) {
+  const std::shared_ptr<SSL_CTX> context(SSL_CTX_new(TLS_client_method()), &SSL_CTX_free);
+  SSL_CTX_set_max_proto_version(context.get(), TLS1_2_VERSION);
+  const std::shared_ptr<BIO> certificate(BIO_new_mem_buf(pair.certificate.data(), -1), &BIO_free),
+      key(BIO_new_mem_buf(pair.key.data(), -1), &BIO_free);
+  const std::shared_ptr<X509> own(PEM_read_bio_X509(certificate.get(), nullptr, nullptr, nullptr), &X509_free);
+  const std::shared_ptr<EVP_PKEY> own_key(PEM_read_bio_PrivateKey(key.get(), nullptr, nullptr, nullptr),
+                                          &EVP_PKEY_free);
+  SSL_CTX_use_certificate(context.get(), own.get());
+  SSL_CTX_use_PrivateKey(context.get(), own_key.get());
+  const std::shared_ptr<SSL> tls(SSL_new(context.get()), &SSL_free);
+  SSL_set_alpn_protos(tls.get(), reinterpret_cast<const unsigned char*>("\x02h2"), 3);
+  if (session != nullptr) SSL_set_session(tls.get(), session.get());
+  const int fd = ConnectTo(address);
+  SSL_set_fd(tls.get(), fd);
+  SessionShown shown;
+  if (SSL_connect(tls.get()) == 1) {
+    SSL_set_shutdown(tls.get(), SSL_SENT_SHUTDOWN | SSL_RECEIVED_SHUTDOWN);  // else SSL_free spoils the session
+    shown.session.reset(SSL_get1_session(tls.get()), &SSL_SESSION_free);
+    shown.resumed = SSL_session_reused(tls.get()) == 1;
+  }
+  ::close(fd);
+  return shown;
 }
 
 class GateTest : public ::testing::Test {
@@ -388,6 +423,20 @@ TEST_F(GateTest, ARevokedClientIsRefusedAlsoOnAnOldChannel) {
   WriteText(dir_ / "crl/ca.pem", authority_.Revocations({}));
   Reload();
   EXPECT_EQ(Identify(ConnectWith(revoked)), grpc::StatusCode::OK);
+}
+
+// gRPC hands out tickets, by which a client comes back without showing its certificate. New files make old tickets
+// void.
+TEST_F(GateTest, ARevokedClientDoesNotComeBackByATicket) {
+  Start();
+  const IssuedPair revoked = authority_.IssueClient("spiffe://t/all");
+  const SessionShown first = ShakeHands(rpc_->address(), revoked, nullptr);
+  ASSERT_NE(first.session, nullptr);
+  ASSERT_TRUE(ShakeHands(rpc_->address(), revoked, first.session).resumed) << "else this test tests nothing";
+  WriteText(dir_ / "crl/ca.pem", authority_.Revocations({revoked.serial}));
+  Reload();
+  EXPECT_EQ(ShakeHands(rpc_->address(), revoked, first.session).session, nullptr);
+  EXPECT_NE(ShakeHands(rpc_->address(), authority_.IssueClient("spiffe://t/all"), nullptr).session, nullptr);
 }
 
 TEST_F(GateTest, WithoutTokensNobodyGetsPastTheHandshakeWithoutACertificate) {
