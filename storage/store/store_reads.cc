@@ -92,6 +92,7 @@ absl::Status ReadAsF32(const StoredChunk& chunk, StateArray array, uint64_t begi
 absl::Status StoreCore::ReadRounded(const StoredChunk& chunk, uint64_t begin, uint64_t count, std::byte* to) {
   absl::ReaderMutexLock reading(&chunk.reading);
   const auto read = [&](uint64_t at, uint64_t bytes, ChunkReader::Sink sink) {
+    chunk.reading.AssertReaderHeld();
     return reader.Read(chunk, StateArray::kMaster, at, bytes, sink);
   };
   uint64_t updated_in = 0;
