@@ -316,10 +316,10 @@ def skipped():
 
 @script
 def late_pulls():
-    """20 ms for each pull: seconds that gathers waited in each step, gathers in each, and late pulls; steps 6 and 7 take blocks in another
-    order."""
+    """20 ms for each pull: seconds that gathers waited in each step, gathers in each, late pulls, and the seconds of the 20 ms that gathers
+    waited for, whatever else kept them; steps 6 and 7 take blocks in another order."""
     begin, end = pulls.Pulls._begin, pulls._Pull.end
-    begun = {}
+    begun, slept = {}, [0.0]
 
     def slow_begin(self, unit, job):
         pull = begin(self, unit, job)
@@ -328,14 +328,16 @@ def late_pulls():
 
     def slow_end(self):
         end(self)
-        time.sleep(max(0.0, begun[self.number] + LATENCY - time.monotonic()))
+        left = max(0.0, begun[self.number] + LATENCY - time.monotonic())
+        slept[0] += left
+        time.sleep(left)
     pulls.Pulls._begin, pulls._Pull.end = slow_begin, slow_end
     try:
         twin, model = plain(made(blocks=6)), bt.shard(made(blocks=6))
         other, optimizer = theirs(twin.parameters()), ours(model)
         rows, losses = [], []
         for i, tokens in enumerate(batches(9)):
-            before = optimizer.stats()
+            before, slept_before = optimizer.stats(), slept[0]
             pair = []
             for each, its in ((twin, other), (model, optimizer)):
                 if i in (6, 7):
@@ -349,7 +351,8 @@ def late_pulls():
                 pair.append(loss.item())
             losses.append(pair)
             after = optimizer.stats()
-            rows.append([after[key] - before[key] for key in ('unit_pull_wait_seconds', 'unit_pulls', 'unit_pulls_late')])
+            rows.append([after[key] - before[key] for key in ('unit_pull_wait_seconds', 'unit_pulls', 'unit_pulls_late')] +
+                        [slept[0] - slept_before])
         optimizer.close()
         return torch.tensor(rows), torch.tensor(losses)
     finally:

@@ -116,11 +116,14 @@ def test_late_pulls(pair):
     latency = 0.02
     for rows, losses in pair['late_pulls']:
         torch.testing.assert_close(losses[:, 1], losses[:, 0], rtol=0, atol=1e-5)
-        waited, gathers, late = rows[:, 0], rows[:, 1], rows[:, 2].tolist()
+        waited, gathers, late, latency_waited = rows[:, 0], rows[:, 1], rows[:, 2].tolist(), rows[:, 3]
         assert waited[0] > 0.9 * latency * late[0]
         assert gathers.median() == late[0] == 13
         assert late[1:6] == [0] * 5
-        assert waited[1:6].min() <= 0.1 * latency * late[0]  # of the step that other processes disturbed least
+        # Other processes may keep a gather longer; the latency does not.
+        assert latency_waited[0] > 0.5 * latency * late[0]
+        assert latency_waited[1:6].median() <= 0.1 * latency * late[0]
+        print(f'waited {1e3 * waited[1:6].min():.1f} ms in the quietest step, {1e3 * waited[0]:.0f} in the first')
         assert all(each <= 1 for each in late[6:])
 
 
