@@ -54,7 +54,9 @@ std::string Plan::Explain() const {
       std::count_if(chunks.begin(), chunks.end(), [](const auto& c) { return !c.working.has_value(); });
   if (copyless > 0) {
     absl::StrAppend(&text, " The working copies of ", copyless, " chunks do not fit in dram: pulls of these round the ",
-                    "masters, which they read from nvme by way of ", pull.bytes(), " bytes of dram.");
+                    "masters");
+    if (pull.bytes() > 0) absl::StrAppend(&text, ", which pass through ", pull.bytes(), " bytes of dram");
+    absl::StrAppend(&text, ".");
   }
   if (reads_back) {
     absl::StrAppend(&text,

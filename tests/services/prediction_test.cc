@@ -75,18 +75,22 @@ TEST(Prediction, ABrokenProfileIsRefused) {
   EXPECT_EQ(model::ReasonOf(StateServer::Start(options).status()), model::kBadConfig);
 }
 
+absl::StatusOr<v1::OpenResponse> DryRun(TrainerGroup* group, StateServer* server) {
+  std::vector<v1::GetJobResponse> answers;
+  BALLAST_RETURN_IF_ERROR(group->Fence(&answers));
+  v1::OpenRequest open = group->open_request(-1, std::nullopt);
+  open.set_dry_run(true);
+  Answer<v1::OpenResponse> answer;
+  server->Open(open, absl::InfiniteFuture(), answer.reply());
+  return answer.Wait();
+}
+
 TEST(Prediction, ADryRunShowsThePlan) {
   TestServer server("s", {.dram = 3 * kMiB, .nvme = 64 * kMiB});
   ASSERT_EQ(storage::WriteProfile(Slow(), server.directory() + "/" + kMachineProfile), absl::OkStatus());
   server.Restart();
   TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 1);
-  std::vector<v1::GetJobResponse> answers;
-  ASSERT_EQ(group.Fence(&answers), absl::OkStatus());
-  v1::OpenRequest open = group.open_request(-1, std::nullopt);
-  open.set_dry_run(true);
-  Answer<v1::OpenResponse> answer;
-  server->Open(open, absl::InfiniteFuture(), answer.reply());
-  const absl::StatusOr<v1::OpenResponse> response = answer.Wait();
+  const absl::StatusOr<v1::OpenResponse> response = DryRun(&group, server.get());
   ASSERT_TRUE(response.ok()) << response.status();
   EXPECT_THAT(response->plan(), HasSubstr("nvme holds the state of"));
   EXPECT_THAT(response->plan(), HasSubstr("A step should take 0.211 s on this server"));
@@ -125,13 +129,7 @@ TEST(Prediction, ADryRunNamesTheNextBestPlan) {
   v1::JobSpec spec = MakeSpec("job", {{"a", "u0", 25 << 16, 0}, {"norm", "u1", 300, 1}});
   spec.set_durability(v1::DURABILITY_STEP);
   TrainerGroup group({server.get()}, spec, 1);
-  std::vector<v1::GetJobResponse> answers;
-  ASSERT_EQ(group.Fence(&answers), absl::OkStatus());
-  v1::OpenRequest open = group.open_request(-1, std::nullopt);
-  open.set_dry_run(true);
-  Answer<v1::OpenResponse> answer;
-  server->Open(open, absl::InfiniteFuture(), answer.reply());
-  const absl::StatusOr<v1::OpenResponse> response = answer.Wait();
+  const absl::StatusOr<v1::OpenResponse> response = DryRun(&group, server.get());
   ASSERT_TRUE(response.ok()) << response.status();
   EXPECT_THAT(response->plan(), HasSubstr("chunks of each tier spread evenly over the update, slices read back"));
   EXPECT_THAT(response->plan(), HasSubstr("bound by the disk, which alone takes "));
