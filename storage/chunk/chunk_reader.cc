@@ -85,6 +85,7 @@ class ChunkReader::Buffer {
 
 absl::Status ChunkReader::Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink) {
   uint64_t state_at = 0;
+  const BlockFile* file = nullptr;
   ArrayDigests digests = {};
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
@@ -102,9 +103,10 @@ absl::Status ChunkReader::Read(const StoredChunk& chunk, StateArray array, uint6
       return absl::OkStatus();
     }
     state_at = chunk.extent.offset();
+    file = &chunk.extent.file();
     digests = chunk.digests;
   }
-  return ReadExtent(chunk, state_at, digests, array, begin, count, sink);
+  return ReadExtent(*file, chunk, state_at, digests, array, begin, count, sink);
 }
 
 absl::Status ChunkReader::ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
@@ -114,16 +116,16 @@ absl::Status ChunkReader::ReadCopy(const StoredChunk& chunk, const PinnedCopy& c
     return absl::OkStatus();
   }
   if (copy.extent.bytes() > 0) {
-    return ReadExtent(chunk, copy.extent.offset(), copy.digests, array, begin, count, sink);
+    return ReadExtent(copy.extent.file(), chunk, copy.extent.offset(), copy.digests, array, begin, count, sink);
   }
   sink(0, {chunk.View(copy.dram.bytes().data()).array(array) + begin, count});
   tiers_->CountTraffic(TierKind::kDram, count, 0);
   return absl::OkStatus();
 }
 
-absl::Status ChunkReader::ReadExtent(const StoredChunk& chunk, uint64_t state_at, const ArrayDigests& digests,
-                                     StateArray array, uint64_t begin, uint64_t count, Sink sink) {
-  const BlockFile& file = tiers_->nvme()->file();
+absl::Status ChunkReader::ReadExtent(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
+                                     const ArrayDigests& digests, StateArray array, uint64_t begin, uint64_t count,
+                                     Sink sink) {
   const uint64_t bytes = chunk.layout.ArrayBytes(array, chunk.elements);
   const uint64_t offset = state_at + chunk.layout.ArrayAt(array, chunk.elements);
   const uint32_t expected = digests[static_cast<size_t>(array)];
@@ -156,7 +158,7 @@ absl::Status ChunkReader::ReadDevice(const std::byte* from, uint64_t count, Sink
   return absl::OkStatus();
 }
 
-absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, uint64_t state_at) {
+absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, NvmeFile* to, uint64_t state_at) {
   const Buffer buffer(this);
   ArrayDigests digests = {};
   for (int i = 0; i < chunk.layout.array_count(); ++i) {
@@ -168,7 +170,7 @@ absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, uint64
       const absl::Span<std::byte> piece = buffer.bytes(bytes - at);
       BALLAST_RETURN_IF_ERROR(tiers_->hbm()->CopyOut(chunk.state + begin + at, piece));
       digest = kernels::Crc32c(piece, digest);
-      BALLAST_RETURN_IF_ERROR(tiers_->nvme()->file().Write(state_at + begin + at, piece));
+      BALLAST_RETURN_IF_ERROR(to->Write(state_at + begin + at, piece));
     }
   }
   tiers_->CountTraffic(TierKind::kHbm, chunk.state_bytes(), 0);

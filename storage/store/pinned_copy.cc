@@ -48,7 +48,7 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
 absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk,
                                      const std::byte* loaded) {
   if (chunk.placement.state == TierKind::kHbm) {
-    BALLAST_ASSIGN_OR_RETURN(copy_.digests, reader->Spill(chunk, copy_.extent.offset()));
+    BALLAST_ASSIGN_OR_RETURN(copy_.digests, reader->Spill(chunk, copy_.extent.home(), copy_.extent.offset()));
     return absl::OkStatus();
   }
   const uint64_t bytes = chunk.state_bytes();
@@ -57,7 +57,7 @@ absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const St
   tiers->CountTraffic(TierKind::kDram, bytes, 0);
   tiers->CountTraffic(TierKind::kNvme, 0, bytes);
   tiers->CountMove(TierKind::kDram, TierKind::kNvme, MoveReason::kPin, bytes);
-  return tiers->nvme()->file().Write(copy_.extent.offset(), {state, bytes});
+  return copy_.extent.home()->Write(copy_.extent.offset(), {state, bytes});
 }
 
 absl::Status CopyOnWrite::FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded) {

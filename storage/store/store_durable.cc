@@ -42,7 +42,8 @@ absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std
     BALLAST_RETURN_IF_ERROR(CheckFits(chunk, durable));
     const TierKind tier = chunk.placement.state;
     if (tier == TierKind::kHbm) device_bytes = std::max(device_bytes, durable.bytes);
-    reads.push_back({durable.offset, durable.bytes, tier == TierKind::kDram ? chunk.state : nullptr});
+    reads.push_back({durable.offset, durable.bytes, tier == TierKind::kDram ? chunk.state : nullptr,
+                     &tiers->nvme()->file(durable.file)});
     restored.push_back(i);
   }
   if (reads.empty()) return absl::OkStatus();
@@ -66,12 +67,12 @@ absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std
     Pass("recovery/chunk_restored");
     return absl::OkStatus();
   };
-  return ForEachRead(queue, tiers->nvme()->file(), reads, slots, take);
+  return ForEachRead(queue, reads, slots, take);
 }
 
 absl::Status StoreCore::CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state,
                                       const Compute& with) const {
-  const BlockFile& file = tiers->nvme()->file();
+  const BlockFile& file = tiers->nvme()->file(durable.file);
   DurableChunk found;
   std::string job;
   uint64_t layout_bits = 0;
@@ -98,7 +99,7 @@ absl::Status StoreCore::ReadDurable(const StoredChunk& chunk, const DurableChunk
     BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(durable.bytes));
     state = bounce.bytes().data();
   }
-  BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Read(durable.offset, {state, durable.bytes}));
+  BALLAST_RETURN_IF_ERROR(tiers->nvme()->file(durable.file).Read(durable.offset, {state, durable.bytes}));
   tiers->CountMove(TierKind::kNvme, chunk.placement.state, MoveReason::kRestore, durable.bytes);
   return TakeRead(chunk, durable, state, with);
 }
@@ -182,7 +183,9 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
   BALLAST_RETURN_IF_ERROR(Harden());
   if (!core.versions->records() && !chunks.empty()) {
     Pass("extent/sync");
-    if (!Seeded(StorageBug::kExtentSyncDropped)) core.failed = StoreCore::Lasting(core.tiers->nvme()->Sync());
+    std::vector<NvmeFileId> files;
+    for (const StoredChunk* chunk : chunks) files.push_back(chunk->newest.file);
+    if (!Seeded(StorageBug::kExtentSyncDropped)) core.failed = StoreCore::Lasting(core.tiers->nvme()->Sync(files));
     BALLAST_RETURN_IF_ERROR(core.failed);
   }
   std::vector<DurableChunk> kept;
@@ -207,7 +210,7 @@ absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const Dura
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->Find(index));
   BALLAST_RETURN_IF_ERROR(CheckFits(*chunk, kept));
   KeptExtents& pins = *core_->durable_pins;
-  if (chunk->newest.version < 0 || chunk->newest.offset != kept.offset) {
+  if (chunk->newest.version < 0 || chunk->newest.offset != kept.offset || chunk->newest.file != kept.file) {
     return pins.TakeBack(version, index, kept, automatic);
   }
   NvmeRoom reserve;
@@ -231,7 +234,7 @@ absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt) {
     BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core.Find(index));
     const DurableChunk& kept = *core.durable_pins->Find(version, index);
     BALLAST_RETURN_IF_ERROR(CheckFits(*chunk, kept));
-    reads.push_back({.offset = kept.offset, .bytes = kept.bytes});
+    reads.push_back({.offset = kept.offset, .bytes = kept.bytes, .file = &core.tiers->nvme()->file(kept.file)});
     chunks.push_back(chunk);
     largest = std::max(largest, kept.bytes);
   }
@@ -245,7 +248,7 @@ absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt) {
     const DurableChunk& kept = *core.durable_pins->Find(version, chunks[i]->index);
     return core.CheckRestored(*chunks[i], kept, state, {.pool = core.compute, .poll = poll});
   };
-  return ForEachRead(queue, core.tiers->nvme()->file(), reads, {memory.bytes(), largest}, check);
+  return ForEachRead(queue, reads, {memory.bytes(), largest}, check);
 }
 
 void ChunkStore::UnpinDurably(int64_t version) {

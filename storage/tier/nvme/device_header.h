@@ -1,0 +1,29 @@
+// The first block of a file of the NVMe tier outside the data directory: it says which file this is, whatever the path
+// by which it is found, so that disks that were swapped, or a disk of another server, are noticed. The data directory's
+// own file has no such block: the directory itself is known by its catalog.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "ballast/storage/io/block_file.h"
+#include "ballast/storage/tier/tiers.h"
+
+namespace ballast::storage {
+
+inline constexpr uint64_t kDeviceHeaderBytes = kIoAlignment;
+
+struct DeviceHeader {
+  NvmeFileId id = 0;
+  std::string owner;  // id of the server that made the file; at most 64 bytes
+};
+
+// Durable on OK. Errors: BlockFile's.
+absl::Status WriteDeviceHeader(const DeviceHeader& header, const BlockFile& file);
+// None if the file is empty or its first block is zero: its creation did not end. DATA_LOSS (IO) for any other first
+// block that is no header.
+absl::StatusOr<std::optional<DeviceHeader>> ReadDeviceHeader(const BlockFile& file);
+
+}  // namespace ballast::storage
