@@ -113,7 +113,7 @@ absl::Status CheckDevices(const std::string& name, const JobEntry& entry, storag
     bytes += chunk.bytes;
   }
   if (missing == 0) return absl::OkStatus();
-  return model::Error(absl::StatusCode::kInternal, model::kIo,
+  return model::Error(why.code(), model::kIo,
                       absl::StrCat(missing, " of ", chunks.size(), " extents of job '", name, "', ", bytes,
                                    " bytes, are where nothing can be read: ", why.message()));
 }

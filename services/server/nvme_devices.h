@@ -27,7 +27,8 @@ storage::MachineProfile WithDevices(storage::MachineProfile profile, const std::
 // catalog.
 absl::StatusOr<storage::KnownFiles> ReadKnownFiles(storage::Catalog* catalog, const std::string& server_id);
 
-// OK, or why the job `name` cannot come back: states of it are on devices that are not there. INTERNAL (IO).
+// OK, or why the job `name` cannot come back: states of it are on devices that are not there. Codes as
+// NvmeTier::TakeKept.
 absl::Status CheckDevices(const std::string& name, const JobEntry& entry, storage::Tiers* tiers);
 
 }  // namespace ballast::services

@@ -158,7 +158,10 @@ absl::Status NvmeTier::FindFiles(Device* device) {
 absl::Status NvmeTier::TakeFile(Device* device, const std::string& path) {
   BALLAST_ASSIGN_OR_RETURN(auto file, disk_->Open(path, Disk::Mode::kKept));
   BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, file->Size());
-  BALLAST_ASSIGN_OR_RETURN(const auto header, ReadDeviceHeader(*file));
+  const auto found = ReadDeviceHeader(*file);
+  if (!found.ok() || !found->has_value()) damaged_.insert(path);
+  BALLAST_RETURN_IF_ERROR(found.status());
+  const std::optional<DeviceHeader>& header = *found;
   if (!header.has_value() && bytes <= kDeviceHeaderBytes) return absl::OkStatus();
   if (!header.has_value() || !known_.paths.contains(header->id)) {
     return model::Error(
@@ -189,7 +192,7 @@ absl::Status NvmeTier::MissFiles(const TiersOptions& options, Device* device) {
   const bool there = device->share == 0 || std::filesystem::is_directory(directory, error);
   const std::string why = !there                  ? absl::StrCat("there is no directory ", directory)
                           : !device->foreign.ok() ? std::string(device->foreign.message())
-                                                  : "the file is not there";
+                                                  : "the file is not there, or empty";
   for (const auto& [id, path] : known_.paths) {
     const bool wanted = !OfFile(options.kept, id).empty() || options.unnamed_stays;
     if (std::filesystem::path(path).parent_path() != directory || Find(id) != nullptr || !wanted) continue;
@@ -207,7 +210,8 @@ absl::Status NvmeTier::MissFiles(const TiersOptions& options, Device* device) {
 absl::Status NvmeTier::NotThere(NvmeFileId id, absl::string_view why) const {
   const auto known = known_.paths.find(id);
   const std::string path = known == known_.paths.end() ? "a path that is not known any more" : known->second;
-  return model::Error(absl::StatusCode::kInternal, model::kIo,
+  // A file that lost its first blocks is damaged. A file that is not there, or another's, may come back.
+  return model::Error(damaged_.contains(path) ? absl::StatusCode::kDataLoss : absl::StatusCode::kInternal, model::kIo,
                       absl::StrCat("the nvme device with ", path, " (file ", ShowFileId(id), ") is not there: ", why,
                                    ". Bring the disk back at that path, or name its new path under budget.nvme, and "
                                    "start the server again; drop the job if the disk is lost"));

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -64,8 +65,8 @@ class NvmeTier {
   static std::unique_ptr<NvmeTier> OpenOn(std::unique_ptr<BlockFile> file, Ledger* ledger);
   // As NvmeFile::Trim, of all files.
   absl::Status Trim();
-  // INTERNAL (IO) if the file's device is not there, with the path and what to do; DATA_LOSS (IO) as
-  // NvmeFile::TakeKept.
+  // INTERNAL (IO) if the file's device is not there, with the path and what to do, DATA_LOSS (IO) if the file is there
+  // without its first blocks; DATA_LOSS (IO) as NvmeFile::TakeKept.
   absl::StatusOr<NvmeExtent> TakeKept(uint64_t offset, NvmeFileId id = 0);
   // OK, or why the file was not found at start.
   absl::Status CheckThere(NvmeFileId id) const;
@@ -110,7 +111,7 @@ class NvmeTier {
   absl::Status FindFiles(Device* device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status TakeFile(Device* device, const std::string& path) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status MissFiles(const TiersOptions& options, Device* device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status NotThere(NvmeFileId id, absl::string_view why) const;
+  absl::Status NotThere(NvmeFileId id, absl::string_view why) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   void Miss(NvmeFileId id, absl::string_view why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AddFile(Device* device, std::unique_ptr<BlockFile> file, NvmeFileId id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Makes a further file with an id of its own. Blocks: once in kNvmeFileBytesMax.
@@ -136,6 +137,7 @@ class NvmeTier {
   mutable absl::Mutex mutex_;
   std::vector<std::unique_ptr<Device>> devices_ ABSL_GUARDED_BY(mutex_);
   std::map<NvmeFileId, absl::Status> missing_ ABSL_GUARDED_BY(mutex_);
+  std::set<std::string> damaged_ ABSL_GUARDED_BY(mutex_);  // paths of files without readable first blocks
 };
 
 }  // namespace ballast::storage

@@ -2,14 +2,18 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cerrno>
 #include <filesystem>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
+#include "absl/strings/match.h"
+#include "absl/synchronization/mutex.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/io/io_queue.h"
 #include "ballast/tests/scratch_directory.h"
-#include "ballast/tests/services/answer.h"
+#include "ballast/tests/services/machine_with_disk.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"
 
@@ -21,6 +25,55 @@ using ::testing::HasSubstr;
 namespace fs = std::filesystem;
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+// This machine's disk, on which writes of extents below a directory fail from when a test says so.
+class FailingDevice : public MachineWithDisk {
+ public:
+  void FailWrites(const std::string& directory) {
+    absl::MutexLock lock(&mu_);
+    failing_ = directory;
+  }
+
+ private:
+  class Queue : public storage::IoQueue {
+   public:
+    Queue(std::unique_ptr<storage::IoQueue> queue, FailingDevice* disk) : queue_(std::move(queue)), disk_(disk) {}
+    absl::Status Submit(const storage::IoRequest& request) override {
+      const std::string& path = request.file->path();
+      if (request.kind != storage::IoRequest::Kind::kWrite || !disk_->Fails(path)) return queue_->Submit(request);
+      failed_.push_back({request.tag, storage::IoError(EIO, "write", path, request.offset, request.buffer.size())});
+      return absl::OkStatus();
+    }
+    void Reap(bool wait, std::vector<storage::IoCompletion>* completions) override {
+      queue_->Reap(wait && failed_.empty(), completions);
+      for (storage::IoCompletion& failed : failed_) completions->push_back(std::move(failed));
+      failed_.clear();
+    }
+    uint64_t in_flight() const override { return queue_->in_flight() + failed_.size(); }
+    const char* name() const override { return queue_->name(); }
+
+   private:
+    const std::unique_ptr<storage::IoQueue> queue_;
+    FailingDevice* const disk_;
+    std::vector<storage::IoCompletion> failed_;
+  };
+
+  absl::StatusOr<std::unique_ptr<storage::BlockFile>> Open(const std::string& path, Mode mode) override {
+    return storage::SystemDisk()->Open(path, mode);
+  }
+  absl::StatusOr<std::unique_ptr<storage::IoQueue>> MakeQueue(const storage::IoQueueOptions& options) override {
+    auto queue = storage::SystemDisk()->MakeQueue(options);
+    if (!queue.ok()) return queue;
+    return std::make_unique<Queue>(*std::move(queue), this);
+  }
+  bool Fails(const std::string& path) const {
+    absl::MutexLock lock(&mu_);
+    return !failing_.empty() && absl::StartsWith(path, failing_);
+  }
+
+  mutable absl::Mutex mu_;
+  std::string failing_ ABSL_GUARDED_BY(mu_);
+};
 
 // A job's training on the server, step by step, beside the same training on a server that nobody disturbs.
 class Training {
@@ -39,6 +92,8 @@ class Training {
       EXPECT_EQ(group_->Initialise(Initial), absl::OkStatus());
       step_ = 1;
     }
+    // A step that was decided before the server ended is applied.
+    while (started.ok() && step_ < group_->step()) StepReference();
     return started;
   }
   void Leave() { group_.reset(); }
@@ -48,9 +103,15 @@ class Training {
   }
   void Step() {
     ASSERT_EQ(TryStep(), absl::OkStatus());
-    ASSERT_EQ(Push(reference_), absl::OkStatus());
-    ASSERT_TRUE(reference_.Finish(UpdateHeader(Tensors())).ok());
-    ++step_;
+    StepReference();
+  }
+  // Steps until the server refuses.
+  absl::Status StepsToRefusal() {
+    for (int i = 0; i < 40; ++i) {
+      if (const absl::Status stepped = TryStep(); !stepped.ok()) return stepped;
+      StepReference();
+    }
+    return absl::OkStatus();
   }
   void Steps(int count) {
     for (int i = 0; i < count; ++i) ASSERT_NO_FATAL_FAILURE(Step());
@@ -60,6 +121,11 @@ class Training {
 
  private:
   static uint32_t Tensors() { return static_cast<uint32_t>(SmallModel().size()); }
+  void StepReference() {
+    ASSERT_EQ(Push(reference_), absl::OkStatus());
+    ASSERT_TRUE(reference_.Finish(UpdateHeader(Tensors())).ok());
+    ++step_;
+  }
   absl::Status Push(TrainerGroup& group) const {
     return group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(step_));
   }
@@ -83,15 +149,9 @@ class ServerDevicesTest : public ::testing::Test {
     server_.Restart();
   }
   uint64_t TierBytes(const std::string& directory) const { return fs::file_size(directory + "/nvme.tier"); }
-  std::string CauseOf(const std::string& job) {
-    for (const v1::JobStatus& status : server_->Status().jobs()) {
-      if (status.name() == job) return status.ShortDebugString();
-    }
-    return "no such job";
-  }
-
   ScratchDirectory directory_;
   const std::string a_ = directory_ / "a", b_ = directory_ / "b";
+  FailingDevice disk_;
   // Room in memory for one chunk's state of two jobs: the other chunks are on NVMe.
   TestServer server_{"s", {0, 2 * 3'700'000, 128 * kMiB}};
 };
@@ -155,6 +215,33 @@ TEST_F(ServerDevicesTest, ALostDeviceIsNamedAndOtherJobsGoOn) {
   ASSERT_EQ(struck.Join(server_), absl::OkStatus());
   struck.Steps(2);
   struck.ExpectSame();
+}
+
+TEST_F(ServerDevicesTest, ADeviceThatFailsStopsWhatWroteToItAndNothingElse) {
+  server_.options().foundation = &disk_;
+  Training struck("struck"), spared("spared");
+  Devices({{server_.directory(), 128 * kMiB}, {a_, 32 * kMiB}, {b_, 32 * kMiB}});
+  ASSERT_EQ(struck.Join(server_), absl::OkStatus());
+  ASSERT_EQ(spared.Join(server_), absl::OkStatus());
+  struck.Steps(2);
+  spared.Steps(2);
+  disk_.FailWrites(b_);
+  const absl::Status refused = struck.StepsToRefusal();
+  EXPECT_THAT(refused.message(), AllOf(HasSubstr("an nvme device fails"), HasSubstr(b_ + "/nvme.tier"),
+                                       HasSubstr("Input/output error"), HasSubstr("start the server again")));
+  // Versions of the other job go to the other devices, though older ones lie on this device, and room of it.
+  spared.Steps(12);
+  spared.ExpectSame();
+  struck.Leave();
+  spared.Leave();
+  server_.End();
+  disk_.FailWrites("");
+  server_.Restart();
+  for (Training* const training : {&struck, &spared}) {
+    ASSERT_EQ(training->Join(server_), absl::OkStatus());
+    training->Steps(2);
+    training->ExpectSame();
+  }
 }
 
 TEST_F(ServerDevicesTest, ConfigurationsThatCannotBeAreRefused) {

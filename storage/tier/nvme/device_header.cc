@@ -14,6 +14,7 @@ namespace {
 
 constexpr uint64_t kHeaderMagic = 0x45444d56'4e4c4142;
 constexpr uint32_t kHeaderFormat = 1;
+constexpr size_t kCopies = 2;
 
 // Little-endian, as it lies on disk.
 struct HeaderBlock {
@@ -22,9 +23,9 @@ struct HeaderBlock {
   uint32_t format = kHeaderFormat;
   uint64_t id = 0;
   char owner[64] = {};
-  char unused[kDeviceHeaderBytes - 88] = {};
+  char unused[kIoAlignment - 88] = {};
 };
-static_assert(sizeof(HeaderBlock) == kDeviceHeaderBytes);
+static_assert(sizeof(HeaderBlock) * kCopies == kDeviceHeaderBytes);
 
 uint32_t DigestOfHeader(HeaderBlock block) {
   block.digest = 0;
@@ -34,30 +35,37 @@ uint32_t DigestOfHeader(HeaderBlock block) {
 }  // namespace
 
 absl::Status WriteDeviceHeader(const DeviceHeader& header, const BlockFile& file) {
-  alignas(kIoAlignment) HeaderBlock block;
+  HeaderBlock block;
   block.id = header.id;
   std::memcpy(block.owner, header.owner.data(), std::min(header.owner.size(), sizeof(block.owner)));
   block.digest = DigestOfHeader(block);
-  BALLAST_RETURN_IF_ERROR(file.Write(0, {reinterpret_cast<const std::byte*>(&block), sizeof(block)}));
+  alignas(kIoAlignment) std::array<HeaderBlock, kCopies> copies;
+  copies.fill(block);
+  BALLAST_RETURN_IF_ERROR(file.Write(0, {reinterpret_cast<const std::byte*>(copies.data()), sizeof(copies)}));
   return file.Sync();
 }
 
 absl::StatusOr<std::optional<DeviceHeader>> ReadDeviceHeader(const BlockFile& file) {
   BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, file.Size());
-  if (bytes < kDeviceHeaderBytes) return std::nullopt;
-  alignas(kIoAlignment) HeaderBlock block;
-  const absl::Span<std::byte> span(reinterpret_cast<std::byte*>(&block), sizeof(block));
-  BALLAST_RETURN_IF_ERROR(file.Read(0, span));
-  if (std::all_of(span.begin(), span.end(), [](std::byte b) { return b == std::byte{0}; })) return std::nullopt;
-  const bool known = block.magic == kHeaderMagic && block.format == kHeaderFormat;
-  if (!known || block.digest != DigestOfHeader(block) || block.id == 0) {
-    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
-                        absl::StrCat(file.path(),
-                                     " does not begin with the block that names a file of an nvme device; "
-                                     "expected a file that this server made. Move the file away if nothing of it is "
-                                     "wanted"));
+  bool empty = true;
+  absl::Status unreadable;
+  for (uint64_t at = 0; at < kDeviceHeaderBytes && at + sizeof(HeaderBlock) <= bytes; at += sizeof(HeaderBlock)) {
+    alignas(kIoAlignment) HeaderBlock block;
+    const absl::Span<std::byte> span(reinterpret_cast<std::byte*>(&block), sizeof(block));
+    const absl::Status read = file.Read(at, span);
+    unreadable.Update(read);
+    if (!read.ok()) continue;
+    empty = empty && std::all_of(span.begin(), span.end(), [](std::byte b) { return b == std::byte{0}; });
+    const bool whole = block.magic == kHeaderMagic && block.format == kHeaderFormat && block.id != 0 &&
+                       block.digest == DigestOfHeader(block);
+    if (whole) return DeviceHeader{block.id, std::string(block.owner, strnlen(block.owner, sizeof(block.owner)))};
   }
-  return DeviceHeader{block.id, std::string(block.owner, strnlen(block.owner, sizeof(block.owner)))};
+  BALLAST_RETURN_IF_ERROR(unreadable);
+  if (empty) return std::nullopt;
+  return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                      absl::StrCat(file.path(),
+                                   " does not begin with the block that names a file of an nvme device; expected a "
+                                   "file that this server made. Move the file away if nothing of it is wanted"));
 }
 
 }  // namespace ballast::storage

@@ -1,6 +1,6 @@
-// The first block of a file of the NVMe tier outside the data directory: it says which file this is, whatever the path
-// by which it is found, so that disks that were swapped, or a disk of another server, are noticed. The data directory's
-// own file has no such block: the directory itself is known by its catalog.
+// The first blocks of a file of the NVMe tier outside the data directory: they say which file this is, whatever the
+// path by which it is found, so that disks that were swapped, or a disk of another server, are noticed. The data
+// directory's own file has none: the directory itself is known by its catalog.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@
 
 namespace ballast::storage {
 
-inline constexpr uint64_t kDeviceHeaderBytes = kIoAlignment;
+// Two copies of the block: a file of which one is damaged is still known.
+inline constexpr uint64_t kDeviceHeaderBytes = 2 * kIoAlignment;
 
 struct DeviceHeader {
   NvmeFileId id = 0;
@@ -22,8 +23,8 @@ struct DeviceHeader {
 
 // Durable on OK. Errors: BlockFile's.
 absl::Status WriteDeviceHeader(const DeviceHeader& header, const BlockFile& file);
-// None if the file is empty or its first block is zero: its creation did not end. DATA_LOSS (IO) for any other first
-// block that is no header.
+// None if the file has nothing but zeros there: its creation did not end. DATA_LOSS (IO) if neither copy is a header;
+// INTERNAL (IO) if that cannot be told.
 absl::StatusOr<std::optional<DeviceHeader>> ReadDeviceHeader(const BlockFile& file);
 
 }  // namespace ballast::storage

@@ -269,7 +269,7 @@ class StoreRun {
 
   // Empty if a fault of the disk or the catalog, or a disk that is not there, explains the error.
   std::string Explain(const absl::Status& status) {
-    if (needed_ && absl::IsInternal(status)) return "";
+    if (needed_ && (absl::IsInternal(status) || absl::IsDataLoss(status))) return "";
     if (rotten_ && absl::IsDataLoss(status)) refused_ = true;
     const bool broken = disk_.off() || failed_ || disk_.suffered(SimFault::kEio) != errors_;
     return refused_ || (broken && absl::IsInternal(status)) ? "" : status.ToString();

@@ -1,4 +1,7 @@
 // The NVMe tier over several devices: striping, identities, shares, files that are as long as a file may be.
+#include <sys/resource.h>
+
+#include <csignal>
 #include <filesystem>
 #include <map>
 #include <string>
@@ -175,7 +178,7 @@ TEST_F(DevicesTest, AMissingDeviceIsNamedAndNothingTakesItsPlace) {
   for (const bool directory_is_there : {true, false}) {
     SCOPED_TRACE(directory_is_there);
     // Not mounted: an empty directory, or none at all.
-    disk_.SetContent(tier_b_, {});
+    ASSERT_EQ(disk_.Remove(tier_b_), absl::OkStatus());
     if (!directory_is_there) std::filesystem::remove(b_);
     auto tiers = Open();
     EXPECT_EQ(tiers->budget().nvme, 64 * kBlockBytes);  // a's alone
@@ -186,7 +189,7 @@ TEST_F(DevicesTest, AMissingDeviceIsNamedAndNothingTakesItsPlace) {
     NvmeExtent there = *tiers->nvme()->TakeKept(on_a.offset, on_a.file);
     // What is new goes to the other device, and the missing one stays as it is.
     EXPECT_EQ(DirectoryOf(*tiers->nvme()->Allocate(kBlockBytes, "state")), a_);
-    EXPECT_TRUE(disk_.DurableContent(tier_b_).empty());
+    EXPECT_FALSE(disk_.Exists(tier_b_));
     there.Leave();
     tiers.reset();
     std::filesystem::create_directories(b_);
@@ -226,7 +229,7 @@ TEST_F(DevicesTest, AForeignDiskIsRefusedOrLeftAlone) {
   known_[a] = tier_a_;
   // A foreign disk where a device with state was: the device is missing, the foreign file stays as it is.
   options_.kept = {on_b};
-  std::vector<std::byte> foreign(2 * kBlockBytes, std::byte{7});
+  std::vector<std::byte> foreign(4 * kBlockBytes, std::byte{7});
   disk_.SetContent(tier_b_, foreign);
   {
     auto tiers = Open();
@@ -234,6 +237,15 @@ TEST_F(DevicesTest, AForeignDiskIsRefusedOrLeftAlone) {
     (void)tiers->nvme()->Allocate(kBlockBytes, "state");
   }
   EXPECT_EQ(disk_.DurableContent(tier_b_), foreign);
+  // One of two copies tells enough.
+  options_.kept = {};
+  disk_.SetContent(tier_b_, {});
+  Open();
+  disk_.Corrupt(tier_b_, 0, kBlockBytes);
+  EXPECT_EQ(Open()->budget().nvme, 128 * kBlockBytes);
+  disk_.Corrupt(tier_b_, kBlockBytes, kBlockBytes);
+  EXPECT_EQ(TryOpen().status().code(), absl::StatusCode::kDataLoss);
+  disk_.SetContent(tier_b_, {});
   // A directory that was never there is no device.
   options_.kept = {};
   options_.devices[2].directory = directory_ / "nowhere";
@@ -278,7 +290,28 @@ TEST_F(DevicesTest, AFileThatIsAsLongAsItMayBeIsFollowedByAnother) {
   EXPECT_TRUE(disk_.DurableContent(middle).empty());
 }
 
-// A file system whose files end earlier than ours: what it says is not told as a full disk.
+// EFBIG of a file system whose files end earlier than ours is no full disk.
+TEST_F(DevicesTest, AFileSystemThatEndsFilesEarlyGetsMoreOfThem) {
+  options_.disk = nullptr;
+  auto tiers = Open();
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  auto* const handler = std::signal(SIGXFSZ, SIG_IGN);
+  const rlimit low = {16 * kBlockBytes, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &low), 0);
+  std::vector<NvmeExtent> extents;
+  absl::Status refused;
+  for (int i = 0; i < 30 && refused.ok(); ++i) {
+    auto extent = tiers->nvme()->Allocate(4 * kBlockBytes, "state");
+    refused = extent.status();
+    if (extent.ok()) extents.push_back(*std::move(extent));
+  }
+  setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_EQ(refused, absl::OkStatus());
+  EXPECT_TRUE(std::filesystem::exists(a_ + "/nvme.tier.3"));
+}
+
 TEST_F(DevicesTest, ADiskFullOnOneDeviceLeavesTheOthers) {
   auto tiers = Open();
   disk_.FailNext(SimOperation::kReserve, 1, SimFault::kEnospc);
