@@ -88,12 +88,12 @@ void GiveInTurn(const PlanRequest& request, const Choice& choice, TierKind tier,
 }
 
 // A store without working copies puts nothing in HBM: the trainer lends host memory, which the GPU's kernels do not
-// write. Nor are frozen chunks there.
+// write. Nor are frozen chunks there, nor remainders, which those kernels do not read.
 struct HbmBytes {
   HbmBytes(const PlanRequest& request, const Plan& plan) {
     for (size_t i = 0; i < request.elements.size(); ++i) {
       const StateLayout layout = request.LayoutOf(i);
-      const bool may = layout.working_copies() && plan.chunks[i].state != TierKind::kHbm;
+      const bool may = layout.working_copies() && !layout.keeps_remainder() && plan.chunks[i].state != TierKind::kHbm;
       // A working copy that left HBM does not come back.
       const bool follows = request.present.empty() || request.present[i].working == TierKind::kHbm;
       const uint64_t working = follows ? layout.WorkingBytes(request.elements[i]) : 0;
@@ -239,7 +239,7 @@ void Arranging::FillDram(uint64_t room) {
     bool any = false;
     for (size_t i = 0; i < plan.chunks.size(); ++i) {
       if (plan.chunks[i].state == TierKind::kHbm || IsFrozen(request_, i) != frozen) continue;
-      bytes[i] = request_.LayoutOf(i).StateBytes(request_.elements[i]);
+      bytes[i] = request_.LayoutOf(i, plan.chunks[i]).StateBytes(request_.elements[i]);
       plan.chunks[i].state = TierKind::kNvme;
       plan.state.nvme += bytes[i];
       any = true;

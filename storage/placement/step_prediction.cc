@@ -88,7 +88,8 @@ double Prediction::Seconds(double amount, double per_second, const char* what) {
 ChunkWork Prediction::WorkOf(const PlacedChunk& chunk) {
   const MachineProfile& m = *shape_.machine;
   const auto elements = static_cast<double>(chunk.elements);
-  const auto state = static_cast<double>(layout_.StateBytes(chunk.elements));
+  const uint64_t state_bytes = layout_.Of(chunk.frozen, chunk.placement).StateBytes(chunk.elements);
+  const auto state = static_cast<double>(state_bytes);
   const double gradient = elements * static_cast<double>(layout_.gradient_element_bytes());
   const double flushed = shape_.durable ? state * shape_.flushed_share : 0;
   ChunkWork work{.gradient_read = gradient * shape_.read_back_share};
@@ -97,7 +98,7 @@ ChunkWork Prediction::WorkOf(const PlacedChunk& chunk) {
   switch (chunk.placement.state) {
     case TierKind::kNvme:
       work.state_read = work.stored = state;
-      slot_bytes_ = std::max(slot_bytes_, layout_.StateBytes(chunk.elements));
+      slot_bytes_ = std::max(slot_bytes_, state_bytes);
       digested += 2 * state;  // after its read and before its write
       break;
     case TierKind::kDram:

@@ -66,7 +66,12 @@ absl::Status StoreCore::CheckPlan(absl::Span<const ChunkToAdd> added, const Plan
       return Bad(model::kBadRequest, absl::StrCat("working copy of chunk ", i, " cannot be in ", TierName(*working),
                                                   " with its state in ", TierName(state)));
     }
-    BALLAST_RETURN_IF_ERROR(CheckTier(i, elements, layout.Of(added[i].frozen, plan.chunks[i]), state));
+    const StateLayout of = layout.Of(added[i].frozen, plan.chunks[i]);
+    if (versions.has_value() && of.keeps_remainder()) {
+      return Bad(model::kBadConfig, absl::StrCat("chunk ", i, " keeps its master as remainder, and durable state is ",
+                                                 "whole without a working copy: keep an fp32 master"));
+    }
+    BALLAST_RETURN_IF_ERROR(CheckTier(i, elements, of, state));
   }
   return absl::OkStatus();
 }
@@ -81,6 +86,11 @@ absl::Status StoreCore::CheckTier(uint64_t chunk, uint64_t elements, const State
   }
   if (of.frozen() != Frozen::kNo) {
     return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk, " is frozen, and frozen chunks are not in hbm"));
+  }
+  if (of.keeps_remainder()) {
+    return Bad(
+        model::kBadRequest,
+        absl::StrCat("chunk ", chunk, " keeps its master as remainder, which kernels on the ", "GPU do not read"));
   }
   if (!of.working_copies()) {
     return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk, " has no working copy, which hbm needs"));
@@ -130,7 +140,7 @@ absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkT
   extents.resize(added.size());
   uint64_t room = 0, largest = 0;
   for (size_t i = 0; i < added.size(); ++i) {
-    const uint64_t bytes = layout.Of(added[i].frozen).StateBytes(added[i].elements);
+    const uint64_t bytes = layout.Of(added[i].frozen, plan.chunks[i]).StateBytes(added[i].elements);
     largest = std::max(largest, bytes);
     space.aside_bytes += added[i].aside_bytes;
     if (added[i].durable.has_value()) continue;
@@ -164,7 +174,7 @@ absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkT
 
 absl::StatusOr<ChunkMemory> StoreCore::OwnMemory(const ChunkToAdd& added, const ChunkPlacement& placement) {
   constexpr char kWhat[] = "chunk state and working copies";
-  const uint64_t state_bytes = layout.Of(added.frozen).StateBytes(added.elements);
+  const uint64_t state_bytes = layout.Of(added.frozen, placement).StateBytes(added.elements);
   ChunkMemory own;
   if (placement.state == TierKind::kHbm) {
     BALLAST_ASSIGN_OR_RETURN(own.hbm, tiers->hbm()->Allocate(state_bytes, kWhat));
@@ -315,7 +325,9 @@ absl::StatusOr<bool> ChunkStore::DropWorkingCopies() {
     absl::ReaderMutexLock lock(&core.mutex);
     for (StoredChunk& chunk : core.chunks) {
       largest = std::max(largest, chunk.elements);
-      if (core.placed[chunk.index].placement.working.has_value() && chunk.layout.working_copies()) {
+      // A remainder means nothing without its working copy.
+      const bool may = chunk.layout.working_copies() && !chunk.layout.keeps_remainder();
+      if (may && core.placed[chunk.index].placement.working.has_value()) {
         with_copy.push_back(&chunk);
       }
     }
