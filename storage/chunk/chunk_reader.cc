@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -9,6 +10,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/chunk/remainder.h"
 #include "ballast/storage/counters/disk_counters.h"
+#include "ballast/storage/memory/arena.h"
 
 namespace ballast::storage {
 namespace {
@@ -125,7 +127,7 @@ absl::Status ChunkReader::ReadStored(const StoredChunk& chunk, StateArray array,
       return ReadDevice(chunk.View(chunk.state).array(array) + begin, count, sink);
     }
     std::byte* const memory = chunk.placement.state == TierKind::kDram ? chunk.state : chunk.staged;
-    if (memory != nullptr) {
+    if (memory != nullptr && (array == StateArray::kMaster || !chunk.moments_unread)) {
       sink(0, {chunk.View(memory).array(array) + begin, count});
       tiers_->CountTraffic(TierKind::kDram, count, 0);
       return absl::OkStatus();
@@ -158,11 +160,18 @@ absl::Status ChunkReader::ReadExtent(const BlockFile& file, const StoredChunk& c
   const uint64_t bytes = layout.ArrayBytes(array, chunk.elements);
   const uint64_t offset = state_at + layout.ArrayAt(array, chunk.elements);
   const uint32_t expected = digests[static_cast<size_t>(array)];
-  const Buffer buffer(this);
+  std::optional<Buffer> buffer;
+  Arena own;  // a server without state on NVMe has no buffers, and reads moments of state in DRAM after a restart
+  if (prepared()) {
+    buffer.emplace(this);
+  } else {
+    BALLAST_ASSIGN_OR_RETURN(own, Arena::Map(kStagingBytes));
+  }
+  const absl::Span<std::byte> memory = buffer.has_value() ? buffer->bytes(kStagingBytes) : own.bytes();
   uint32_t digest = 0;
   // Reads the whole array, even for a part: the digest covers the array.
   for (uint64_t at = 0; at < bytes; at += kStagingBytes) {
-    const absl::Span<std::byte> piece = buffer.bytes(bytes - at);
+    const absl::Span<std::byte> piece = memory.subspan(0, std::min(kStagingBytes, bytes - at));
     BALLAST_RETURN_IF_ERROR(file.Read(offset + at, piece));
     digest = kernels::Crc32c(piece, digest);
     const uint64_t from = std::max(at, begin);
