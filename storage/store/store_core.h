@@ -98,7 +98,7 @@ struct StoreCore {
                              const Compute& with) const;
   absl::Status CheckLabel(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* label) const;
   // Compares one array, at `bytes`, with its digest.
-  absl::Status CheckArray(const StoredChunk& chunk, const BlockFile& file, uint64_t state_at,
+  absl::Status CheckArray(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
                           const ArrayDigests& expected, StateArray array, const std::byte* bytes,
                           const Compute& with) const;
   absl::Status Harden();

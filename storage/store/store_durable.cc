@@ -47,8 +47,8 @@ absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std
     const DurableChunk& durable = *added[i].durable;
     const StoredChunk& chunk = *chunks[i];
     BALLAST_RETURN_IF_ERROR(CheckFits(chunk, durable));
-    const BlockFile* const file = &tiers->nvme()->file(durable.file);
     std::byte* const to = chunk.placement.state == TierKind::kDram ? chunk.state : nullptr;
+    const BlockFile* const file = &tiers->nvme()->file(durable.file);
     if (chunk.placement.state == TierKind::kHbm || chunk.layout.array_count() == 1) {
       add(Part::kWhole, i, {durable.offset, durable.bytes, to, file});
       continue;
@@ -82,7 +82,7 @@ absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std
     } else {
       tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
       BALLAST_RETURN_IF_ERROR(
-          CheckArray(chunk, *reads[i].file, durable.offset, durable.digests, StateArray::kMaster, data, with));
+          CheckArray(*reads[i].file, chunk, durable.offset, durable.digests, StateArray::kMaster, data, with));
       if (chunk.working != nullptr) RoundMaster(chunk.View(data), chunk.working, with);
     }
     const bool unread = part == Part::kMaster && chunk.placement.state == TierKind::kDram;
@@ -130,7 +130,7 @@ absl::Status StoreCore::LoadMoments(absl::Span<StoredChunk* const> chunks, Inter
       const auto array = static_cast<StateArray>(moment);
       const std::byte* const bytes = chunk.View(chunk.state).array(array);
       BALLAST_RETURN_IF_ERROR(
-          CheckArray(chunk, *reads[i].file, state_at, expected, array, bytes, {.pool = compute, .poll = poll}));
+          CheckArray(*reads[i].file, chunk, state_at, expected, array, bytes, {.pool = compute, .poll = poll}));
     }
     tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
     tiers->CountMove(TierKind::kNvme, TierKind::kDram, MoveReason::kRecovery, reads[i].bytes);
@@ -162,7 +162,7 @@ absl::Status StoreCore::CheckLabel(const StoredChunk& chunk, const DurableChunk&
                    "verify`"));
 }
 
-absl::Status StoreCore::CheckArray(const StoredChunk& chunk, const BlockFile& file, uint64_t state_at,
+absl::Status StoreCore::CheckArray(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
                                    const ArrayDigests& expected, StateArray array, const std::byte* bytes,
                                    const Compute& with) const {
   if (Seeded(array == StateArray::kMaster ? StorageBug::kRestoreDigestUnchecked : StorageBug::kMomentsUnchecked)) {

@@ -27,7 +27,7 @@ absl::StatusOr<std::string> Run(const std::string& command) {
   std::string output;
   char part[256];
   while (std::fgets(part, sizeof(part), pipe) != nullptr) output += part;
-  absl::StripAsciiWhitespace(&output);
+  output = std::string(absl::StripAsciiWhitespace(output));
   if (pclose(pipe) == 0) return output;
   return absl::UnavailableError(absl::StrCat("`", command, "`: ", output));
 }

@@ -116,6 +116,11 @@ class Training {
   void Steps(int count) {
     for (int i = 0; i < count; ++i) ASSERT_NO_FATAL_FAILURE(Step());
   }
+  // Waits until no write of the job is under way.
+  void Settle(TestServer& server) {
+    ASSERT_EQ(PinDurably(server.get(), spec_.name(), group_->epoch(), step_ - 1), absl::OkStatus());
+    ASSERT_EQ(UnpinDurably(server.get(), spec_.name(), group_->epoch(), step_ - 1), absl::OkStatus());
+  }
   void ExpectSame() { services::ExpectSame(reference_, *group_, step_ - 1); }
   TrainerGroup& group() { return *group_; }
 
@@ -225,6 +230,7 @@ TEST_F(ServerDevicesTest, ADeviceThatFailsStopsWhatWroteToItAndNothingElse) {
   ASSERT_EQ(spared.Join(server_), absl::OkStatus());
   struck.Steps(2);
   spared.Steps(2);
+  spared.Settle(server_);
   disk_.FailWrites(b_);
   const absl::Status refused = struck.StepsToRefusal();
   EXPECT_THAT(refused.message(), AllOf(HasSubstr("an nvme device fails"), HasSubstr(b_ + "/nvme.tier"),
