@@ -252,7 +252,11 @@ ServerFigures StateServer::Figures() const {
   figures.waiting_push_bytes = bound(impl_->waiting_push_bytes);
   figures.unsent_bytes = bound(impl_->answer_room.bound());
   figures.moved = impl_->tiers->moved();
-  figures.nvme_devices = impl_->tiers->usage().nvme;
+  const storage::TierUsage usage = impl_->tiers->usage();
+  figures.nvme_devices = usage.nvme;
+  if (usage.nvme.empty()) {
+    figures.nvme_devices = {{impl_->options.data_directory, usage.budget.nvme, usage.used.nvme}};
+  }
   if (storage::HbmTier* const hbm = impl_->tiers->hbm(); hbm != nullptr) figures.gpu = &hbm->counters();
   figures.memory_locked = impl_->tiers->memory_locked();
   figures.compute_threads = impl_->compute.threads();

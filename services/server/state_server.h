@@ -76,7 +76,7 @@ struct ServerFigures {
   Bound waiting_requests, waiting_request_bytes, waiting_push_bytes, unsent_bytes, job_places;
   Bound file_system_bytes;  // of the data directory; what others use counts as used
   storage::MovedBytes moved = {};
-  std::vector<storage::TierUsage::Device> nvme_devices;  // empty where the data directory is the only one
+  std::vector<storage::TierUsage::Device> nvme_devices;  // the data directory first
   const storage::GpuCounters* gpu = nullptr;             // the server's; null without HBM
   bool memory_locked = false;
   int compute_threads = 0;
