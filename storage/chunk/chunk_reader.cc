@@ -87,7 +87,7 @@ absl::Status ChunkReader::Read(const StoredChunk& chunk, StateArray array, uint6
   uint64_t state_at = 0;
   ArrayDigests digests = {};
   {
-    absl::ReaderMutexLock lock(&chunk.mutex);
+    absl::ReaderMutexLock lock(&chunk.mutex, chunk.unchanging());
     if (chunk.updated_in == 0) {
       ReadZeros(count, sink);
       return absl::OkStatus();
