@@ -25,6 +25,10 @@ struct PinnedCopy {
   NvmeExtent extent;  // empty: the state is in `dram`
   DramBlock dram;
   ArrayDigests digests = {};  // the extent's
+  StateLayout layout;         // the copy's, which is whole without a working copy
+
+  // REQUIRES: the state is in `dram`.
+  StateView View(uint64_t elements) const { return {&layout, dram.bytes().data(), elements}; }
 };
 
 // Memory of a single chunk, in HBM or DRAM. Holds a state that moved up, and on a server with a GPU every state in

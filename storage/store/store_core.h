@@ -49,6 +49,14 @@ struct StoreCore {
   absl::Status TakeStaging(uint64_t state_bytes, DramTier::Limit limit);
   // Takes memory for pulls of chunks without a working copy, once.
   absl::Status TakePullMemory(const PullMemory& wanted, DramTier::Limit limit = DramTier::Limit::kBudget);
+  // Beside a GPU copies stay: page-locked memory cannot be given back in parts. A remainder means nothing without its
+  // working copy.
+  bool MayDropCopy(const StoredChunk& chunk) const ABSL_SHARED_LOCKS_REQUIRED(mutex) {
+    return tiers->hbm() == nullptr && chunk.layout.working_copies() && !chunk.layout.keeps_remainder() &&
+           placed[chunk.index].placement.working.has_value();
+  }
+  // REQUIRES: MayDropCopy, and the memory for pulls is taken.
+  void DropCopy(StoredChunk& chunk);
   // Can tier `state` hold the chunk's state?
   absl::Status CheckTier(uint64_t chunk, uint64_t elements, const StateLayout& of, TierKind state) const;
   // Memory for a new chunk on a server with a GPU, where chunks share no memory.

@@ -519,7 +519,7 @@ absl::Status StoreRun::QueueUpdate(const ChunkUpdate& update, const StoredChunk&
     if (n == 0) continue;
     const HbmSegment one{.coefficients = segment.coefficients,
                          .random = RandomAt(update, at),
-                         .span = SpanOf(update, segment, state, nullptr, at, n),
+                         .span = SpanOf(update, segment, state, state.master() + at, nullptr, at, n),
                          .working = working(at)};
     if (segment.gradient == nullptr) {
       together.push_back(one);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "ballast/kernels/kernels.h"
+#include "ballast/storage/chunk/remainder.h"
 #include "ballast/storage/update/coded_values.h"
 
 namespace ballast::storage {
@@ -104,16 +105,57 @@ template <typename Function>
   run(unwanted + kOffStreaming);
 }
 
+// Runs `change` on the fp32 master of elements [at, end), in memory of its own, and keeps the remainder of the result.
+// REQUIRES: the layout keeps a remainder; at most kBlockElements, which begin at a multiple of 8 and end at one or at
+// the chunk's end.
+template <typename Function>  // (absl::Span<float> master)
+[[gnu::noinline]] void ChangeMaster(const StateView& state, const std::byte* working, uint64_t at, uint64_t end,
+                                    Function change) {
+  alignas(64) float memory[kBlockElements];
+  const absl::Span<float> master(memory, end - at);
+  JoinMaster(state, working, at, master);
+  change(master);
+  SetRemainder(master, at, state);
+}
+
+// Overwrites master and working copy.
+void WriteMaster(const ChunkUpdate::Values& values, const StateView& state, std::byte* working) {
+  const kernels::Dtype dtype = state.layout->optimizer().working;
+  const uint64_t width = kernels::ElementBytes(dtype), begin = values.begin, end = begin + values.count(width);
+  const auto take = [&](uint64_t from, absl::Span<float> to) {  // elements from `from` of the chunk on
+    if (values.narrow.empty()) {
+      std::copy_n(values.values.data() + (from - begin), to.size(), to.data());
+    } else {
+      kernels::ToF32(dtype, values.narrow.data() + (from - begin) * width, to);
+    }
+  };
+  if (!state.layout->keeps_remainder()) {
+    const absl::Span<float> master(state.master() + begin, end - begin);
+    take(begin, master);
+    std::byte* const to = values.working != nullptr ? values.working : working;
+    if (to == nullptr || to == values.narrow.data()) return;
+    return kernels::FromF32(master, dtype, to + (values.working != nullptr ? 0 : begin * width));
+  }
+  for (uint64_t at = begin / kBlockElements * kBlockElements; at < end; at += kBlockElements) {
+    const uint64_t from = std::max(at, begin), to = std::min(at + kBlockElements, end);
+    ChangeMaster(state, working, at, std::min(at + kBlockElements, state.elements), [&](absl::Span<float> master) {
+      const absl::Span<float> changed = master.subspan(from - at, to - from);
+      take(from, changed);
+      kernels::FromF32(changed, dtype, working + from * width);
+    });
+  }
+}
+
 }  // namespace
 
 kernels::UpdateSpan SpanOf(const ChunkUpdate& update, const ChunkUpdate::SegmentUpdate& segment, const StateView& state,
-                           std::byte* working, uint64_t at, uint64_t n) {
+                           float* master, std::byte* working, uint64_t at, uint64_t n) {
   const bool own = segment.gradient != nullptr;
   const std::byte* const gradient = own ? segment.gradient : update.gradient.data();
   const uint64_t first = own ? segment.begin : update.gradient_begin;
   kernels::UpdateSpan span{.n = n,
                            .gradient = gradient + (at - first) * state.layout->gradient_element_bytes(),
-                           .master = state.master() + at,
+                           .master = master,
                            .moments = {},
                            .working = working};
   for (int k = 0; k + 1 < state.layout->array_count(); ++k) {
@@ -163,12 +205,21 @@ StateUpdate::Segments::Segments(const ChunkUpdate& update) {
   std::sort(sorted_.begin(), sorted_.end(), [](auto* a, auto* b) { return a->begin < b->begin; });
 }
 
+// The first segment that ends behind the element.
+std::vector<const ChunkUpdate::SegmentUpdate*>::const_iterator StateUpdate::Segments::From(uint64_t at) const {
+  return std::upper_bound(sorted_.begin(), sorted_.end(), at,
+                          [](uint64_t element, auto* segment) { return element < segment->end; });
+}
+
+bool StateUpdate::Segments::Any(uint64_t at, uint64_t end) const {
+  const auto next = From(at);
+  return next != sorted_.end() && (*next)->begin < end;
+}
+
 void StateUpdate::Segments::Meet(
     uint64_t at, uint64_t end,
     absl::FunctionRef<void(const ChunkUpdate::SegmentUpdate&, uint64_t, uint64_t)> function) const {
-  auto next = std::upper_bound(sorted_.begin(), sorted_.end(), at,
-                               [](uint64_t element, auto* segment) { return element < segment->end; });
-  for (; next != sorted_.end() && (*next)->begin < end; ++next) {
+  for (auto next = From(at); next != sorted_.end() && (*next)->begin < end; ++next) {
     function(**next, std::max(at, (*next)->begin), std::min(end, (*next)->end));
   }
 }
@@ -194,45 +245,38 @@ StateUpdate::StateUpdate(const ChunkUpdate& update, const StateView& state, std:
     digests_.of_new = false;
     return;
   }
-  WriteValues();
+  if (update.values_of != StateArray::kMaster) WriteMoments(update, state);
+  for (const ChunkUpdate::Values& values : update.values) {
+    if (update.values_of == StateArray::kMaster) WriteMaster(values, state, working);
+  }
   if (update.segments.empty() && !digests_.of_old && !digests_.of_new) return;
   pieces_ = PieceCount(state);
   if (digests_.of_old) old_pieces_.resize(pieces_);
   if (digests_.of_new) new_pieces_.resize(pieces_);
 }
 
-void StateUpdate::WriteValues() {
-  const kernels::OptimizerSpec& optimizer = state_.layout->optimizer();
+void StateUpdate::UpdateBlock(uint64_t at, uint64_t end, absl::Span<float> master) const {
   const uint64_t width = state_.layout->working_element_bytes();
-  if (update_.values_of != StateArray::kMaster) return WriteMoments(update_, state_);
-  for (const ChunkUpdate::Values& values : update_.values) {
-    const absl::Span<float> master(state_.master() + values.begin, values.count(width));
-    if (values.narrow.empty()) {
-      std::copy(values.values.begin(), values.values.end(), master.begin());
-    } else {
-      kernels::ToF32(optimizer.working, values.narrow.data(), master);
-    }
-    std::byte* const to = values.working != nullptr ? values.working : working_;
-    if (to == nullptr || to == values.narrow.data()) continue;
-    kernels::FromF32(master, optimizer.working, to + (values.working != nullptr ? 0 : values.begin * width));
-  }
+  segments_.Meet(at, end, [&](const ChunkUpdate::SegmentUpdate& segment, uint64_t from, uint64_t to) {
+    const auto run = [&](std::byte* target) {
+      kernels::Update(state_.layout->optimizer(), segment.coefficients, RandomAt(update_, from),
+                      SpanOf(update_, segment, state_, &master[from - at], target, from, to - from));
+    };
+    if (segment.working != nullptr) return run(segment.working + (from - segment.begin) * width);
+    working_ != nullptr ? run(working_ + from * width) : WithoutWorking(run);
+  });
 }
 
 void StateUpdate::Run(uint64_t piece) {
-  const kernels::OptimizerSpec& optimizer = state_.layout->optimizer();
-  const uint64_t width = state_.layout->working_element_bytes();
   const uint64_t piece_end = std::min((piece + 1) * kPieceElements, state_.elements);
   for (uint64_t at = piece * kPieceElements; at < piece_end; at += kBlockElements) {
     const uint64_t end = std::min(at + kBlockElements, piece_end);
     if (digests_.of_old) DigestBlock(state_, at, end, &old_pieces_[piece]);
-    segments_.Meet(at, end, [&](const ChunkUpdate::SegmentUpdate& segment, uint64_t from, uint64_t to) {
-      const auto run = [&](std::byte* target) {
-        kernels::Update(optimizer, segment.coefficients, RandomAt(update_, from),
-                        SpanOf(update_, segment, state_, target, from, to - from));
-      };
-      if (segment.working != nullptr) return run(segment.working + (from - segment.begin) * width);
-      working_ != nullptr ? run(working_ + from * width) : WithoutWorking(run);
-    });
+    if (!state_.layout->keeps_remainder()) {
+      UpdateBlock(at, end, {state_.master() + at, end - at});
+    } else if (segments_.Any(at, end)) {
+      ChangeMaster(state_, working_, at, end, [&](absl::Span<float> master) { UpdateBlock(at, end, master); });
+    }
     if (digests_.of_new) DigestBlock(state_, at, end, &new_pieces_[piece]);
   }
 }
