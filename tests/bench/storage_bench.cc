@@ -7,6 +7,8 @@
 //   step/nvme_balanced  the same when compute takes as long as the I/O: the run also updates enough chunks in DRAM,
 //                       spread evenly between the chunks on NVMe
 //   step/nvme_8bit      parameters per second with 8-bit moments against those with fp32 moments
+//   remainder/*         parameters per second of a step from NVMe by a job that keeps remainders, against the same with
+//                       fp32 masters; with fp32 and with 8-bit moments, and with state in DRAM
 //   plan/*              steps by the chosen plan against steps by first fit, for five splits of the budgets
 //   step/log            a step of a job with durability `step` on a state server, its state in DRAM, against
 //                       max(the log's bytes written and synced alone, the same step with durability `none`)
@@ -47,11 +49,8 @@ struct RowGroup {
   const char* name;
   MeasureRows* measure;
 };
-constexpr RowGroup kGroups[] = {{"stream", MeasureStreams},
-                                {"step", MeasureSteps},
-                                {"plan", MeasurePlans},
-                                {"log", MeasureLog},
-                                {"recovery", MeasureRecovery}};
+constexpr RowGroup kGroups[] = {{"stream", MeasureStreams}, {"step", MeasureSteps}, {"remainder", MeasureRemainders},
+                                {"plan", MeasurePlans},     {"log", MeasureLog},    {"recovery", MeasureRecovery}};
 
 int Main(int argc, char** argv) {
   StorageBenchOptions options;
