@@ -132,6 +132,20 @@ absl::Status StoreCore::TakePullMemory(const PullMemory& wanted, DramTier::Limit
   return absl::OkStatus();
 }
 
+void StoreCore::DropCopy(StoredChunk& chunk) {
+  const uint64_t bytes = chunk.layout.WorkingBytes(chunk.elements);
+  std::byte* copy = nullptr;
+  {
+    absl::MutexLock lock(&chunk.mutex);
+    copy = std::exchange(chunk.working, nullptr);
+    chunk.placement.working = std::nullopt;
+  }
+  chunk.shared->GiveBackOfRest({copy, bytes});
+  absl::MutexLock lock(&mutex);
+  placed[chunk.index].placement.working = std::nullopt;
+  residency.working.dram -= bytes;
+}
+
 // Takes extents for NVMe state and for state left by an earlier run. A durable store also takes the budget for the
 // first version of chunks in memory and for new versions of all chunks.
 absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkToAdd> added, const Plan& plan) {
@@ -158,11 +172,11 @@ absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkT
   }
   space.spare_bytes = versions->SpareBytesMissing(count, largest);
   if (const uint64_t bytes = room + space.spare_bytes + space.aside_bytes; bytes > 0) {
-    BALLAST_ASSIGN_OR_RETURN(space.room, tiers->nvme()->Promise(bytes, "durable versions of chunks"));
+    BALLAST_ASSIGN_OR_RETURN(space.room, tiers->nvme()->Promise(bytes, "durable versions of chunks", largest));
   }
   for (size_t i = 0; i < added.size(); ++i) {
     if (!added[i].durable.has_value()) continue;
-    absl::StatusOr<NvmeExtent> kept = tiers->nvme()->TakeKept(added[i].durable->offset);
+    absl::StatusOr<NvmeExtent> kept = tiers->nvme()->TakeKept(added[i].durable->offset, added[i].durable->file);
     if (!kept.ok()) {
       LeaveKept(added, extents);
       return kept.status();
@@ -316,20 +330,13 @@ bool ChunkStore::has_working_copy(uint64_t chunk) const {
 }
 
 absl::StatusOr<bool> ChunkStore::DropWorkingCopies() {
-  StoreCore& core = *core_;
-  BALLAST_RETURN_IF_ERROR(core.failed);
-  if (core.tiers->hbm() != nullptr) return false;
   uint64_t largest = 0;
-  std::vector<StoredChunk*> with_copy;
+  std::vector<uint64_t> with_copy;
   {
-    absl::ReaderMutexLock lock(&core.mutex);
-    for (StoredChunk& chunk : core.chunks) {
+    absl::ReaderMutexLock lock(&core_->mutex);
+    for (const StoredChunk& chunk : core_->chunks) {
       largest = std::max(largest, chunk.elements);
-      // A remainder means nothing without its working copy.
-      const bool may = chunk.layout.working_copies() && !chunk.layout.keeps_remainder();
-      if (may && core.placed[chunk.index].placement.working.has_value()) {
-        with_copy.push_back(&chunk);
-      }
+      if (core_->MayDropCopy(chunk)) with_copy.push_back(chunk.index);
     }
   }
   // The first copies that are dropped make room for the memory of pulls too.
@@ -338,25 +345,30 @@ absl::StatusOr<bool> ChunkStore::DropWorkingCopies() {
   size_t first = with_copy.size();
   while (first > 0 && freed <= 2 * pull.bytes()) {
     --first;
-    freed += with_copy[first]->layout.WorkingBytes(with_copy[first]->elements);
+    freed += core_->layout.WorkingBytes((*core_->Find(with_copy[first]))->elements);
   }
   if (freed <= pull.bytes()) return false;
-  for (size_t i = first; i < with_copy.size(); ++i) {
-    StoredChunk& chunk = *with_copy[i];
-    const uint64_t bytes = chunk.layout.WorkingBytes(chunk.elements);
-    std::byte* copy = nullptr;
-    {
-      absl::MutexLock lock(&chunk.mutex);
-      copy = std::exchange(chunk.working, nullptr);
-      chunk.placement.working = std::nullopt;
-    }
-    chunk.shared->GiveBackOfRest({copy, bytes});
-    absl::MutexLock lock(&core.mutex);
-    core.placed[chunk.index].placement.working = std::nullopt;
-    core.residency.working.dram -= bytes;
-  }
-  BALLAST_RETURN_IF_ERROR(core.TakePullMemory(pull, DramTier::Limit::kBeyond));
+  BALLAST_RETURN_IF_ERROR(DropWorkingCopies(absl::MakeConstSpan(with_copy).subspan(first)));
   return true;
+}
+
+absl::Status ChunkStore::DropWorkingCopies(absl::Span<const uint64_t> chunks) {
+  StoreCore& core = *core_;
+  BALLAST_RETURN_IF_ERROR(core.failed);
+  uint64_t largest = 0;
+  std::vector<StoredChunk*> dropped;
+  {
+    absl::ReaderMutexLock lock(&core.mutex);
+    for (const StoredChunk& chunk : core.chunks) largest = std::max(largest, chunk.elements);
+    for (const uint64_t index : chunks) {
+      if (index < core.chunks.size() && core.MayDropCopy(core.chunks[index])) dropped.push_back(&core.chunks[index]);
+    }
+  }
+  if (dropped.empty()) return absl::OkStatus();
+  // Pulls need it as soon as the first copy is gone.
+  BALLAST_RETURN_IF_ERROR(core.TakePullMemory(pull_memory_missing(largest, chunk_count()), DramTier::Limit::kBeyond));
+  for (StoredChunk* const chunk : dropped) core.DropCopy(*chunk);
+  return absl::OkStatus();
 }
 
 std::vector<PlacedChunk> ChunkStore::placed() const {
@@ -430,6 +442,9 @@ absl::Status StoreCore::Move(StoredChunk& chunk, TierKind to) {
     move.buffer = staging.memory.bytes();
   }
   if (to == TierKind::kHbm && versions.has_value()) BALLAST_RETURN_IF_ERROR(reader.Prepare());
+  // A chunk that goes to NVMe leaves its memory, and the extent has everything.
+  StoredChunk* const moving = &chunk;
+  if (to == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(LoadMoments({&moving, 1}, Uninterrupted));
   const absl::Status moved = MoveState(tiers, &reader, chunk, move);
   // The extent was part of the room.
   if (!moved.ok() && versions.has_value() && move.extent.bytes() > 0) versions->AddRoom(move.extent.TakeRoom(), 0);

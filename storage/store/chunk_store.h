@@ -63,6 +63,8 @@ class ChunkStore {
   // runs, on the store's thread. False if nothing can be gained: state in HBM, chunks that keep a remainder, and
   // all copies beside a GPU keep theirs.
   absl::StatusOr<bool> DropWorkingCopies();
+  // The same for these chunks; those that keep theirs are passed over. The memory for pulls is taken beyond the budget.
+  absl::Status DropWorkingCopies(absl::Span<const uint64_t> chunks);
   // Has the chunk a working copy, which ReadWorking reads from memory?
   bool has_working_copy(uint64_t chunk) const;
   std::vector<PlacedChunk> placed() const;

@@ -26,6 +26,9 @@ class StoreRun {
   // lie in the memory of `reads`.
   absl::StatusOr<ChunkUpdate> FetchLogged(size_t i, const ChunkUpdate& update, UpdatePipeline& pipeline,
                                           LogReads& reads) const;
+  // Moments of state in DRAM that a restart has left on the disk, of all chunks that the run changes.
+  absl::Status LoadMoments(absl::Span<const ChunkUpdate> updates, absl::Span<StoredChunk* const> chunks,
+                           Interrupt interrupt);
   absl::Status Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk, UpdatePipeline& pipeline);
   // Durable store: takes an extent for the chunk's next version, after hardening older versions if room is short.
   absl::StatusOr<NvmeExtent> MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline);
@@ -36,7 +39,7 @@ class StoreRun {
   // As StartVersion, for state on a device, which it writes to the extent; readers of the working copy do not wait.
   absl::Status SpillVersion(StoredChunk& chunk, int64_t version, NvmeExtent fresh)
       ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
-  DurableChunk EntryOf(const StoredChunk& chunk, int64_t version, uint64_t offset) const;
+  DurableChunk EntryOf(const StoredChunk& chunk, int64_t version, const NvmeExtent& extent) const;
   // The chunk moves on to the version `entry`.
   void TakeVersion(StoredChunk& chunk, const DurableChunk& entry, NvmeExtent fresh)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
