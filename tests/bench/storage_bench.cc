@@ -12,6 +12,8 @@
 //   step/nvme_balanced  the same when compute takes as long as the I/O: the run also updates enough chunks in DRAM,
 //                       spread evenly between the chunks on NVMe
 //   step/nvme_8bit      parameters per second with 8-bit moments against those with fp32 moments
+//   remainder/*         parameters per second of a step from NVMe by a job that keeps remainders, against the same with
+//                       fp32 masters; with fp32 and with 8-bit moments, and with state in DRAM
 //   two_devices         the step over two disks that are held to equal speeds against the step over one of them; needs
 //                       root, and says so where it cannot be measured
 //   plan/*              steps by the chosen plan against steps by first fit, for five splits of the budgets
@@ -58,10 +60,11 @@ struct RowGroup {
   const char* name;
   MeasureRows* measure;
 };
-constexpr RowGroup kGroups[] = {{"stream", MeasureStreams}, {"update", MeasureUpdates}, {"threads", MeasureThreads},
-                                {"sync", MeasureSyncs},     {"step", MeasureSteps},     {"devices", MeasureDevices},
-                                {"plan", MeasurePlans},     {"log", MeasureLog},        {"recovery", MeasureRecovery},
-                                {"start", MeasureStart},    {"counts", MeasureCounts}};
+constexpr RowGroup kGroups[] = {
+    {"stream", MeasureStreams},    {"update", MeasureUpdates}, {"threads", MeasureThreads},
+    {"sync", MeasureSyncs},        {"step", MeasureSteps},     {"remainder", MeasureRemainders},
+    {"devices", MeasureDevices},   {"plan", MeasurePlans},     {"log", MeasureLog},
+    {"recovery", MeasureRecovery}, {"start", MeasureStart},    {"counts", MeasureCounts}};
 
 int Main(int argc, char** argv) {
   StorageBenchOptions options;
