@@ -21,6 +21,7 @@
 #include "ballast/proto/model/byte_sizes.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/registry/registry_url.h"
+#include "ballast/services/durability/log_length.h"
 
 namespace ballast::services {
 namespace {
@@ -125,6 +126,14 @@ const std::vector<Key>& Keys() {
       {{"staging", "bytes, such as 512MiB", "a quarter of budget.dram, 52MiB to 100MiB",
         "DRAM buffers through which NVMe state moves, once per job"},
        Bytes([](Config* c) { return &c->server.staging_bytes; })},
+      {{"log_steps", "an integer from 3 to 1024, or auto", "auto: 6, and up to 16 while steps wait for flushes",
+        "steps of gradients that the log of a durable job holds: fewer take less disk, and flush state more often"},
+       [](const std::string& text, Config* c) {
+         c->server.log_steps = 0;
+         return text == "auto" ||
+                (absl::SimpleAtoi(text, &c->server.log_steps) && c->server.log_steps >= kLogStepsMin &&
+                 c->server.log_steps <= kLogStepsConfiguredMax);
+       }},
       {{"machine_profile", "a path", "ballast-profile.yaml in the data directory, if it is there",
         "what `ballastctl iotune` measured, by which plans are chosen and their steps predicted"},
        [](const std::string& text, Config* c) {

@@ -50,6 +50,7 @@ std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
                           .moving = &moving,
                           .machine = machine.has_value() ? &*machine : nullptr,
                           .working_copies = options.working_copies,
+                          .log_steps = options.log_steps,
                           .interrupt = options.interrupt,
                           .progress = options.progress,
                           .waiting = {&waiting_requests, &waiting_request_bytes},

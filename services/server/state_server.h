@@ -41,6 +41,8 @@ struct StateServerOptions {
   // False for a server in its trainer's process: the trainer's parameters are then the only working parameters. Updates
   // write them where they are lent; pulls round the master. Nothing on the disk depends on this option.
   bool working_copies = true;
+  // Steps of gradients that logs of durable jobs hold. 0: by how long steps wait for flushes (durability/log_length.h).
+  uint64_t log_steps = 0;
   // Profile that `ballastctl iotune` wrote, for predictions of a step's time. Empty: kMachineProfile in the data
   // directory, if present.
   std::string machine_profile;

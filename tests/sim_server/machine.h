@@ -68,6 +68,7 @@ class Machine {
   const int index_;
   uint64_t starts_ = 0;
   const std::string directory_;
+  const uint64_t log_steps_;  // of all its servers: waits, by which logs get longer, would not repeat
   storage::SimDisk disk_;
   SimCatalog catalog_;
   std::unique_ptr<SimFoundation> foundation_;
