@@ -36,6 +36,8 @@ constexpr absl::string_view kClientVariables[] = {"BALLAST_SERVERS", "BALLAST_CA
                                                   "BALLAST_TOKEN_FILE"};
 // Keys with keys below them, as maps in the file.
 constexpr absl::string_view kMaps[] = {"budget", "tls"};
+// A terabyte in nine hours, a hundredth of what a disk reads.
+constexpr uint64_t kScrubBytesPerSecond = uint64_t{32} << 20;
 // Connections older than a week would show too late that a rotation does not work.
 constexpr int kConnectionAgeMaxSeconds = 7 * 24 * 3600;
 
@@ -140,6 +142,10 @@ const std::vector<Key>& Keys() {
          c->server.machine_profile = text;
          return !text.empty();
        }},
+      {{"scrub", "bytes, such as 512MiB, or 0", "32MiB",
+        "bytes a second at which states on the disk are read and checked in the background, a pass an hour at most; 0: "
+        "never"},
+       Bytes([](Config* c) { return &c->server.scrub_bytes_per_s; })},
       {{"discovery", "etcd://host:port/prefix", "none: servers are listed by trainers",
         "registry where the server is found, with its address and budgets, by `--servers` with the same URL"},
        [](const std::string& text, Config* c) {
@@ -302,6 +308,7 @@ absl::StatusOr<ConfigValues> ParseEnvironment(const std::vector<std::string>& en
 absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& environment,
                                   const ConfigValues& flags) {
   Config config;
+  config.server.scrub_bytes_per_s = kScrubBytesPerSecond;
   config.server.compute_threads = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kThreadsMax);
   std::map<std::string, std::string> where;  // by key: the source of its value
   for (const ConfigValues* source : {&file, &environment, &flags}) {

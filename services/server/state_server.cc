@@ -3,12 +3,18 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/services/server/scrubber.h"
 #include "ballast/services/server/server_state.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/tier/dram_tier.h"
 
 namespace ballast::services {
-StateServer::StateServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+StateServer::StateServer(std::unique_ptr<Impl> impl)
+    : impl_(std::move(impl)),
+      scrubber_(std::make_unique<Scrubber>(impl_->options.scrub_bytes_per_s,
+                                           [impl = impl_.get()] { return impl->JobsByName(); })) {
+  scrubber_->Start();
+}
 
 StateServer::~StateServer() {
   Stop();
@@ -18,7 +24,10 @@ StateServer::~StateServer() {
   impl_->forgetting->Join();
 }
 
+void StateServer::ScrubNext() { scrubber_->Next(); }
+
 void StateServer::Stop() {
+  scrubber_->Stop();
   std::vector<std::shared_ptr<Job>> jobs;
   {
     absl::MutexLock lock(&impl_->mu);

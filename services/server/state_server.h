@@ -27,6 +27,7 @@
 namespace ballast::services {
 
 class Foundation;
+class Scrubber;
 
 inline constexpr char kMachineProfile[] = "ballast-profile.yaml";
 
@@ -43,6 +44,9 @@ struct StateServerOptions {
   bool working_copies = true;
   // Steps of gradients that logs of durable jobs hold. 0: by how long steps wait for flushes (durability/log_length.h).
   uint64_t log_steps = 0;
+  // Rate at which the server reads the states on its disk, to find rot early (scrub/scrub.h). 0: no scrub, except for
+  // ScrubNext.
+  uint64_t scrub_bytes_per_s = 0;
   // Profile that `ballastctl iotune` wrote, for predictions of a step's time. Empty: kMachineProfile in the data
   // directory, if present.
   std::string machine_profile;
@@ -130,6 +134,9 @@ class StateServer {
                     Reply<v1::CommitResponse> reply);
   bool takes_loans() const;
 
+  // Scrubs a piece of a job's state, for a caller that paces the scrub itself, unless an earlier piece is not read yet.
+  void ScrubNext();
+
   v1::GetServerStatusResponse Status() const;
   // Status() as an operator's call, which is counted.
   void GetServerStatus(Reply<v1::GetServerStatusResponse>);
@@ -155,6 +162,7 @@ class StateServer {
   struct Impl;
   explicit StateServer(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
+  std::unique_ptr<Scrubber> scrubber_;
 };
 
 }  // namespace ballast::services

@@ -51,6 +51,12 @@ enum class StorageBug {
   kPulledCopyOutlivesUpdate,  // pulls of a chunk without a working copy get the parameters before its update
   kReadBackUnchecked,         // a damaged slice from the log is applied
 
+  // The scrub.
+  kScrubDigestUnchecked,  // rot is not seen
+  kScrubBelievesMovedOn,  // a state that changed between two pieces is taken for rotten
+  kScrubRewritesDirty,    // an extent is written from memory that holds a newer state
+  kScrubSyncDropped,      // an extent counts as mended before it is durable
+
   // The server.
   kAckedUnsynced,       // answers leave before the journal is durable
   kPromiseUnsynced,     // a promise is put into the catalog without a sync

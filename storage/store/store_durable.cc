@@ -69,26 +69,30 @@ absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std
   return ForEachRead(queue, tiers->nvme()->file(), reads, slots, take);
 }
 
-absl::Status StoreCore::CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state,
-                                      const Compute& with) const {
+absl::Status StoreCore::CheckLabel(const StoredChunk& chunk, const DurableChunk& durable,
+                                   absl::Span<const std::byte> label) const {
   const BlockFile& file = tiers->nvme()->file();
   DurableChunk found;
   std::string job;
   uint64_t layout_bits = 0;
-  const absl::Span<const std::byte> label(state + chunk.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes);
   const bool labelled = DecodeLabel(label, &found, &job, &layout_bits) && job == versions->job() &&
                         layout_bits == LayoutBits(chunk.layout) && found.Encode() == durable.Encode();
-  if (!labelled) {
-    ++ProcessDiskCounters().wrong_extents;
-    return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
-                        absl::StrCat("the state of chunk ", chunk.id, " at version ", durable.version,
-                                     " is not at offset ", durable.offset, " of ", file.path(),
-                                     ", where the catalog says: its label is damaged or another's. Run `ballastctl "
-                                     "verify`"));
-  }
+  if (labelled) return absl::OkStatus();
+  ++ProcessDiskCounters().wrong_extents;
+  return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
+                      absl::StrCat("the state of chunk ", chunk.id, " at version ", durable.version,
+                                   " is not at offset ", durable.offset, " of ", file.path(),
+                                   ", where the catalog says: its label is damaged or another's. Run `ballastctl "
+                                   "verify`"));
+}
+
+absl::Status StoreCore::CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state,
+                                      const Compute& with) const {
+  BALLAST_RETURN_IF_ERROR(
+      CheckLabel(chunk, durable, {state + chunk.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes}));
   if (Seeded(StorageBug::kRestoreDigestUnchecked)) return absl::OkStatus();
   const ArrayDigests digests = DigestState(chunk.View(const_cast<std::byte*>(state)), with);
-  return CompareDigests(file, chunk, durable.offset, durable.digests, digests);
+  return CompareDigests(tiers->nvme()->file(), chunk, durable.offset, durable.digests, digests);
 }
 
 absl::Status StoreCore::ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
@@ -247,6 +251,14 @@ absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt) {
   };
   return ForEachRead(queue, core.tiers->nvme()->file(), reads, {memory.bytes(), largest}, check);
 }
+
+ScrubPiece ChunkStore::ScrubNext(absl::Span<std::byte> buffer) { return core_->scrub.Next(*core_, buffer); }
+uint64_t ChunkStore::scrub_pass_bytes() const { return core_->scrub.pass_bytes(); }
+std::vector<ScrubbedExtent> ChunkStore::Extents(uint64_t chunk) const {
+  const absl::StatusOr<StoredChunk*> found = core_->Find(chunk);
+  return found.ok() ? StoreScrub::ExtentsOf(*core_, **found) : std::vector<ScrubbedExtent>();
+}
+absl::Status ChunkStore::Rewrite(const ScrubbedExtent& extent) { return StoreScrub::Rewrite(core_.get(), extent); }
 
 void ChunkStore::UnpinDurably(int64_t version) {
   // As in Unpin: an extent of the pin may be the chunk's recorded extent.

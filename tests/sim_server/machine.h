@@ -42,6 +42,7 @@ class Machine {
   void Handle(const Request& request, bool damage, Random* random);
   std::vector<Response> TakeAnswers();
   bool RunTask(Random* random) { return foundation_->RunTask(random); }
+  void ScrubNext() { server_->ScrubNext(); }
   bool PumpOne(Random* random) { return foundation_->PumpOne(random); }
   // The server's answer to GetJob.
   absl::StatusOr<v1::GetJobResponse> Describe();
