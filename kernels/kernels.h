@@ -35,6 +35,14 @@ void ToF32(Dtype dtype, const std::byte* from, absl::Span<float> to);
 void Bf16FromF32(absl::Span<const float> from, absl::Span<bf16> to);
 void F32FromBf16(absl::Span<const bf16> from, absl::Span<float> to);
 
+// An fp32 as its bf16, which FromF32 rounds, and the rest: the lower 16 bits, and a carry, which says that rounding
+// added to the upper 16 (1, or the quiet bit of a NaN). JoinF32 gives every fp32 back, to the bit. Carries are bits of
+// a bitmap, element 0 the lowest of the first byte; the last byte's unused bits are zero. from, to, rounded, low: n
+// elements; carries: CarryBytes(n).
+constexpr uint64_t CarryBytes(uint64_t n) { return (n + 7) / 8; }
+void SplitF32(absl::Span<const float> from, uint16_t* low, uint8_t* carries);
+void JoinF32(const bf16* rounded, const uint16_t* low, const uint8_t* carries, absl::Span<float> to);
+
 // sum[i] += addend[i], fp32, one rounding each: a node of the gradient tree; accumulation of 16-bit gradients.
 void AddInto(absl::Span<const float> addend, absl::Span<float> sum);
 void AddInto(Dtype dtype, const std::byte* addend, absl::Span<float> sum);

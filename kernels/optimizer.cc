@@ -30,6 +30,9 @@ std::string Unsupported(const OptimizerSpec& spec) {
   if (spec.amsgrad && !adam) return "amsgrad is AdamW's and Adam's";
   if (spec.momentum && spec.kind != OptimizerKind::kSgd) return "a momentum buffer is SGD's";
   if (spec.nesterov && !spec.momentum) return "nesterov needs momentum";
+  if (spec.master == MasterFormat::kRemainder && spec.working != Dtype::kBf16) {
+    return "a master kept as remainder needs bf16 working parameters: take these, or an fp32 master";
+  }
   return "";
 }
 

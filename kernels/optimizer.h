@@ -43,6 +43,10 @@ enum class MomentFormat : uint8_t {
   kF8,    // first moment: sign, 4-bit exponent, 3-bit mantissa; second: the root of v with 4-bit exponent and mantissa
 };
 
+// How servers keep the fp32 master beside a working copy: as it is, or as the bits that the working copy lacks
+// (SplitF32), for bf16 working parameters alone. The kernels here always take the fp32 master.
+enum class MasterFormat : uint8_t { kF32, kRemainder };
+
 inline constexpr uint64_t kMomentBlock = 256;
 inline constexpr int kMomentsMax = 3;
 
@@ -53,13 +57,14 @@ struct OptimizerSpec {
   bool momentum = false;  // kSgd keeps a momentum buffer
   bool nesterov = false;  // kSgd with momentum
   MomentFormat moments = MomentFormat::kF32;
+  MasterFormat master = MasterFormat::kF32;
   Dtype gradient = Dtype::kBf16;  // kF32, kBf16, kF16
   Dtype working = Dtype::kBf16;   // kF32, kBf16, kF16
   friend bool operator==(const OptimizerSpec&, const OptimizerSpec&) = default;
 };
 
 // Returns an empty text, or the reason why no kernel computes `spec`: an unlisted dtype, nesterov without momentum,
-// amsgrad of a kind other than kAdamw and kAdam.
+// amsgrad of a kind other than kAdamw and kAdam, a remainder of another dtype than bf16.
 std::string Unsupported(const OptimizerSpec& spec);
 
 // Moments per parameter: AdamW and Adam {m, v} or {m, v, x} with amsgrad, SGD {} or {m}, Adagrad {v}, Lion {m}.

@@ -173,6 +173,19 @@ void AddQuantizers(const Processor& processor, std::vector<Digest>* digests) {
   }
 }
 
+void AddRemainders(const Processor& processor, std::vector<Digest>* digests) {
+  std::vector<float> x(kElements), back(kElements);
+  for (uint64_t i = 0; i < kElements; ++i) x[i] = Input(10, i);
+  std::vector<bf16> rounded(kElements);
+  std::vector<uint16_t> low(kElements);
+  std::vector<uint8_t> carries(CarryBytes(kElements));
+  Bf16FromF32(x, absl::MakeSpan(rounded));
+  processor.split_f32(x, low.data(), carries.data());
+  digests->push_back({"split_f32", Add(carries, Add(low, 0))});
+  processor.join_f32(rounded.data(), low.data(), carries.data(), absl::MakeSpan(back));
+  digests->push_back({"join_f32", Add(back, 0)});
+}
+
 }  // namespace
 
 std::vector<Digest> DigestsOf(const Processor& processor) {
@@ -182,6 +195,7 @@ std::vector<Digest> DigestsOf(const Processor& processor) {
   AddConversions(processor, &digests);
   if (processor.squared_norm) AddNorms(processor, &digests);
   if (processor.quantize && processor.dequantize) AddQuantizers(processor, &digests);
+  if (processor.split_f32 && processor.join_f32) AddRemainders(processor, &digests);
   return digests;
 }
 
@@ -208,7 +222,9 @@ Processor CpuProcessor() {
           .to_f32 = ToF32,
           .add_into = [](Dtype dtype, const std::byte* addend, absl::Span<float> sum) { AddInto(dtype, addend, sum); },
           .quantize = Quantize,
-          .dequantize = Dequantize};
+          .dequantize = Dequantize,
+          .split_f32 = SplitF32,
+          .join_f32 = JoinF32};
 }
 
 }  // namespace ballast::kernels

@@ -21,6 +21,8 @@ struct Processor {
   std::function<void(Dtype, const std::byte*, absl::Span<float>)> add_into;
   std::function<void(QuantFormat, Dtype, const std::byte*, uint64_t, std::byte*, float*)> quantize;
   std::function<void(QuantFormat, const std::byte*, const float*, uint64_t, Dtype, std::byte*)> dequantize;
+  std::function<void(absl::Span<const float>, uint16_t*, uint8_t*)> split_f32;
+  std::function<void(const bf16*, const uint16_t*, const uint8_t*, absl::Span<float>)> join_f32;
 };
 
 struct Digest {

@@ -76,6 +76,8 @@ inline constexpr ReleaseDigest kReleaseDigests[] = {
     {"dequantize/int8", 0x70a5205e},
     {"quantize/int4", 0xc8e9788b},
     {"dequantize/int4", 0x02ed8972},
+    {"split_f32", 0x23130ff0},
+    {"join_f32", 0x4abf1f9f},
 };
 
 }  // namespace ballast::kernels

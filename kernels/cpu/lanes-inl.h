@@ -116,6 +116,9 @@ struct Lanes {
   static void F16Store2(F a, F b, uint16_t* to) {
     to[0] = ToF16(a), to[1] = ToF16(b);
   }
+  // The lowest bit of each lane, the first lane's lowest; and back, to 0 or 1. FromLowestBits ignores further bits.
+  static uint32_t LowestBits(U a) { return a & 1; }
+  static U FromLowestBits(uint32_t bits) { return bits & 1; }
   static void FlushStream() {}
   template <size_t kElements>
   static void PrefetchAhead(const float*) {}
@@ -255,6 +258,19 @@ struct Lanes {
     const hn::Repartition<uint16_t, DU> d16;
     const auto both = hn::Combine(d16, hn::BitCast(DH(), hn::DemoteTo(dh, b)), hn::BitCast(DH(), hn::DemoteTo(dh, a)));
     kStream ? hn::Stream(both, d16, to) : hn::StoreU(both, d16, to);
+  }
+  static HWY_INLINE uint32_t LowestBits(U a) {
+    static_assert(kWidth <= 32);
+    uint8_t bits[8] = {};
+    hn::StoreMaskBits(DU(), hn::TestBit(a, SetU(1)), bits);
+    uint32_t word;
+    std::memcpy(&word, bits, sizeof(word));
+    return word;
+  }
+  static HWY_INLINE U FromLowestBits(uint32_t bits) {
+    uint8_t bytes[8] = {};  // LoadMaskBits reads 8 at most
+    std::memcpy(bytes, &bits, sizeof(bits));
+    return hn::IfThenElseZero(hn::LoadMaskBits(DU(), bytes), SetU(1));
   }
   static HWY_INLINE void FlushStream() { hwy::FlushStream(); }
   // Prefetches every line of kElements that a loop will reach later. For loops over many arrays at a time: processors'

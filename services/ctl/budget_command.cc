@@ -2,6 +2,7 @@
 
 #include <cstdio>
 
+#include "absl/strings/str_cat.h"
 #include "ballast/services/view/show.h"
 
 namespace ballast::services {
@@ -21,10 +22,14 @@ int RunBudget(const BudgetCommand& command) {
     }
     std::printf("%s: budgets changed until the server restarts\n", server.c_str());
     for (const v1::JobMoves& job : answer->jobs()) {
-      std::printf("  job '%s': %llu chunks move to nvme, %llu to dram, %llu to hbm. %s\n", Printable(job.job()).c_str(),
-                  static_cast<unsigned long long>(job.chunks_to_nvme()),
+      std::string dropped;
+      if (job.working_copies_dropped() > 0) {
+        dropped = absl::StrCat("; ", job.working_copies_dropped(), " working copies are dropped");
+      }
+      std::printf("  job '%s': %llu chunks move to nvme, %llu to dram, %llu to hbm%s. %s\n",
+                  Printable(job.job()).c_str(), static_cast<unsigned long long>(job.chunks_to_nvme()),
                   static_cast<unsigned long long>(job.chunks_to_dram()),
-                  static_cast<unsigned long long>(job.chunks_to_hbm()), Printable(job.plan()).c_str());
+                  static_cast<unsigned long long>(job.chunks_to_hbm()), dropped.c_str(), Printable(job.plan()).c_str());
     }
   }
   return code;

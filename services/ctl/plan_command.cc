@@ -31,7 +31,9 @@ std::string Json(const Estimate& estimate) {
       ",\"server_tiers\":[", tiers, "],\"rank_bytes_whole\":", estimate.whole.all(),
       ",\"rank_bytes_sharded\":", estimate.sharded.all(), ",\"rank_bytes_zero\":[", zero, "]");
   if (estimate.server.has_prediction()) {
-    absl::StrAppend(&out, ",\"step_seconds\":", estimate.server.prediction().total_seconds());
+    const v1::StepPrediction& step = estimate.server.prediction();
+    absl::StrAppend(&out, ",\"step_seconds\":", step.total_seconds(), ",\"binds\":", Quote(step.binds()),
+                    ",\"bound_seconds\":", step.bound_seconds(), ",\"pull_seconds\":", step.pull_seconds());
   }
   return out + "}\n";
 }

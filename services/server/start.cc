@@ -15,7 +15,7 @@
 #include "ballast/services/records/log_records.h"
 #include "ballast/services/server/server_state.h"
 #include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/log/log_reader.h"
+#include "ballast/storage/log/reading/logged_records.h"
 #include "ballast/storage/machine/profile_file.h"
 #include "ballast/storage/tier/nvme_tier.h"
 
@@ -106,11 +106,13 @@ absl::StatusOr<LoggedSteps> StepsOf(const std::string& log, absl::string_view na
                         absl::StrCat("it is the log of job '", scanned.name, "', by another name"));
   }
   LoggedSteps steps;
-  for (const storage::ReadRecord& read : scanned.records) {
-    BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(read));
+  storage::LoggedRecords records(file.get(), &scanned);
+  for (;;) {
+    BALLAST_ASSIGN_OR_RETURN(const storage::ReadRecord* const read, records.Next());
+    if (read == nullptr) return steps;
+    BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(*read));
     steps.Add(record);
   }
-  return steps;
 }
 
 // Removes spills of a server that died while making them; a finished spill has no name.

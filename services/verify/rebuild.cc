@@ -94,8 +94,8 @@ absl::Status Rebuilding::ReadCandidates() {
   const bool all = bad.contains("");
   for (const std::string& name : directory_->LogNames()) {
     if (!all && !bad.contains(name)) continue;
-    BALLAST_ASSIGN_OR_RETURN(const auto file, directory_->OpenFile(directory_->LogPath(name)));
-    auto log = ReadJobLog(*file, name);
+    BALLAST_ASSIGN_OR_RETURN(auto file, directory_->OpenFile(directory_->LogPath(name)));
+    auto log = ReadJobLog(std::move(file), name);
     if (absl::IsNotFound(log.status())) continue;  // its creation was not finished
     if (!log.ok()) {
       Refuse(name, absl::StrCat("its log cannot be read: ", log.status().message(),

@@ -150,14 +150,14 @@ void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
     Add(Harm::kJobRefused, name, "the log cannot be read", path, "the log of the job", std::string(status.message()),
         kLogAdvice);
   };
-  const auto file = directory_->OpenFile(path);
+  auto file = directory_->OpenFile(path);
   if (!file.ok()) return refuse(file.status());
   absl::StatusOr<ReadLog> log = absl::NotFoundError(absl::StrCat("there is no ", path));
-  if (*file != nullptr) log = ReadJobLog(**file, name);
+  if (*file != nullptr) log = ReadJobLog(*std::move(file), name);
   // The log was still being made: no step was ever prepared.
   if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.pins.empty() && !entry.life.has_value()) return;
   if (!log.ok()) return refuse(log.status());
-  report_.counts.log_records += log->scanned.records.size();
+  report_.counts.log_records += log->scanned.record_count;
   report_.counts.torn_batches += log->scanned.torn_batches;
   if (log->scanned.repaired_blocks > 0) {
     Add(Harm::kRepaired, name, absl::StrCat(log->scanned.repaired_blocks, " blocks of the log are damaged"), path,
@@ -179,7 +179,7 @@ void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
   for (const v1::PinnedVersion& pin : entry.pins) durable.pinned.insert(pin.version());
   const LogReplay replay = Replay(*log, id, durable, path, &report_.findings);
   CompareWithLog(name, entry, *log, replay.committed, replay.prepared);
-  CheckPayloads(**file, name, replay, &progress_, &report_);
+  CheckPayloads(*log->file, name, replay, &progress_, &report_);
 }
 
 void Scrub::CompareWithLog(const std::string& name, const JobEntry& entry, const ReadLog& log, int64_t committed,
@@ -225,9 +225,9 @@ void Scrub::CheckLives(const std::string& name, const JobEntry& entry, uint64_t 
 
 void Scrub::CheckOrphan(const std::string& name) {
   const std::string path = directory_->LogPath(name);
-  const auto file = directory_->OpenFile(path);
+  auto file = directory_->OpenFile(path);
   if (!file.ok() || *file == nullptr) return;
-  const auto log = ReadJobLog(**file, name);
+  const auto log = ReadJobLog(*std::move(file), name);
   // The log is still being made, or nothing was ever prepared: an Open makes it anew.
   if (absl::IsNotFound(log.status())) return;
   if (log.ok() && !log->steps.any()) return;

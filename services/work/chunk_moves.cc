@@ -35,6 +35,12 @@ std::optional<storage::JobHolding> ChunkMoves::Holding() const {
   holding.durable = store->durable();
   holding.staging_bytes_missing = store->staging_bytes_missing();
   holding.flush_buffer_bytes_missing = store->flush_buffer_bytes_missing();
+  const bool whole = !holding.layout.keeps_remainder();  // without working copies
+  if (core_->around.working_copies && whole && core_->around.tiers->hbm() == nullptr) {
+    uint64_t largest = 0;
+    for (const storage::PlacedChunk& chunk : holding.chunks) largest = std::max(largest, chunk.elements);
+    holding.pull = store->pull_memory_missing(largest, holding.chunks.size());
+  }
   holding.shape = prediction_->ShapeOf(*store);
   return holding;
 }
@@ -53,16 +59,20 @@ void ChunkMoves::MoveTo(const storage::Plan& plan, v1::JobMoves* answer) {
       if (placed[i].placement.state == from && to != from) moves->To(to).push_back(i);
     }
   }
+  for (uint64_t i = 0; i < placed.size(); ++i) {
+    if (placed[i].placement.working.has_value() && !plan.chunks[i].working.has_value()) moves->copies.push_back(i);
+  }
   const uint64_t down = moves->To(TierKind::kNvme).size(), up = moves->To(TierKind::kHbm).size();
   const uint64_t dram = moves->To(TierKind::kDram).size();
   answer->set_chunks_to_nvme(down);
   answer->set_chunks_to_dram(dram);
   answer->set_chunks_to_hbm(up);
+  answer->set_working_copies_dropped(moves->copies.size());
   prediction_->Set(plan.prediction);
   moves_ = nullptr;  // where an earlier change wanted them counts no more
   if (moves->left() == 0) return;
-  spdlog::info("job '{}': {} chunks move to nvme, {} to dram, {} to hbm. {}", core_->name, down, dram, up,
-               plan.Explain());
+  spdlog::info("job '{}': {} chunks move to nvme, {} to dram, {} to hbm; {} working copies are dropped. {}",
+               core_->name, down, dram, up, moves->copies.size(), plan.Explain());
   moves_ = std::move(moves);
   Resume();
 }
@@ -75,7 +85,7 @@ void ChunkMoves::Resume() {
 void ChunkMoves::MoveSome() {
   const Working working(&core_->counters.steps.clock(), Stage::kMove);
   std::shared_ptr<Moves> moves;
-  std::vector<uint64_t> down;
+  std::vector<uint64_t> down, copies;
   {
     JobMutexLock lock(&core_->mu);
     if (moves_ == nullptr) return;
@@ -88,6 +98,7 @@ void ChunkMoves::MoveSome() {
     moves = moves_;
     const std::deque<uint64_t>& all = moves->To(TierKind::kNvme);
     down.assign(all.begin(), all.begin() + std::min<std::ptrdiff_t>(std::ssize(all), kMovesAtOnce));
+    copies = moves->copies;
   }
   // Asked before chunks are flushed: the next step would make the chunks of a move that is kept out dirty again.
   if (!BeginMove()) {
@@ -95,7 +106,14 @@ void ChunkMoves::MoveSome() {
     moves->kept_out = true;
     return;
   }
+  // Copies make room without any transfer, so they go first, and all at once.
+  const absl::Status dropped = moves->store->DropWorkingCopies(copies);
   core_->around.moving->End();
+  if (!dropped.ok()) return EndBatch(moves, false, dropped);
+  {
+    JobMutexLock lock(&core_->mu);
+    moves->copies.clear();
+  }
   // Durable state goes down by being flushed; then the memory is dropped.
   std::erase_if(down, [&](uint64_t chunk) { return !moves->store->dirty(chunk); });
   if (const absl::Status flushed = flushes_->Run(moves->store.get(), down); !flushed.ok()) {

@@ -7,6 +7,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/clock.h"
@@ -36,13 +37,14 @@ class ChunkMoves {
   uint64_t moved() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return moved_; }
 
  private:
-  // Chunks that are not where new budgets want them. Guarded by the job's lock.
+  // Chunks that are not where new budgets want them, and working copies that find no room. Guarded by the job's lock.
   struct Moves {
     std::shared_ptr<storage::ChunkStore> store;
     // Indices in the store, by the TierKind of the target.
     std::array<std::deque<uint64_t>, storage::kTierKinds> to;
     std::deque<uint64_t>& To(storage::TierKind tier) { return to[static_cast<size_t>(tier)]; }
-    uint64_t left() const { return to[0].size() + to[1].size() + to[2].size(); }
+    std::vector<uint64_t> copies;  // working copies to drop
+    uint64_t left() const { return to[0].size() + to[1].size() + to[2].size() + copies.size(); }
     bool posted = false;    // a batch is queued
     bool kept_out = false;  // a plan keeps moves out; afterwards the moves go on
     bool said_stalled = false;

@@ -15,6 +15,9 @@ v1::StepPrediction PredictionMessage(const storage::StepPrediction& prediction) 
   message.set_disk_idle_seconds(prediction.disk_idle);
   message.set_sync_seconds(prediction.sync);
   message.set_gpu_link_seconds(prediction.gpu_link);
+  message.set_pull_seconds(prediction.pulls);
+  message.set_binds(prediction.binds());
+  message.set_bound_seconds(prediction.bound());
   for (const std::string& what : prediction.unmeasured) message.add_unmeasured(what);
   return message;
 }

@@ -1,17 +1,22 @@
 #include "ballast/storage/chunk/chunk_reader.h"
 
 #include <algorithm>
+#include <cstring>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/chunk/remainder.h"
 #include "ballast/storage/counters/disk_counters.h"
+#include "ballast/storage/memory/arena.h"
 
 namespace ballast::storage {
 namespace {
 
 constexpr uint64_t kZeroPieceBytes = 16384;
+constexpr uint64_t kJoinedElements = 4096;
 constexpr const char* kArrayNames[kStateArraysMax] = {"master", "moment1", "moment2", "moment3"};
 
 void ReadZeros(uint64_t count, ChunkReader::Sink sink) {
@@ -84,6 +89,31 @@ class ChunkReader::Buffer {
 };
 
 absl::Status ChunkReader::Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink) {
+  return array == StateArray::kMaster && chunk.layout.keeps_remainder() ? ReadJoined(chunk, begin, count, sink)
+                                                                        : ReadStored(chunk, array, begin, count, sink);
+}
+
+absl::Status ChunkReader::ReadJoined(const StoredChunk& chunk, uint64_t begin, uint64_t count, Sink sink) {
+  std::vector<std::byte> remainder(chunk.layout.UsedBytes(StateArray::kMaster, chunk.elements));
+  BALLAST_RETURN_IF_ERROR(
+      ReadStored(chunk, StateArray::kMaster, 0, remainder.size(), [&](uint64_t at, absl::Span<const std::byte> bytes) {
+        std::memcpy(remainder.data() + at, bytes.data(), bytes.size());
+      }));
+  // No update comes between: it would hold `reading`.
+  absl::ReaderMutexLock lock(&chunk.mutex);
+  tiers_->CountTraffic(TierKind::kDram, count / 2, 0);
+  float master[kJoinedElements];
+  for (uint64_t at = 0; at < count; at += sizeof(master)) {
+    const uint64_t bytes = std::min<uint64_t>(count - at, sizeof(master));
+    const absl::Span<float> piece(master, bytes / sizeof(float));
+    JoinMaster(chunk.View(remainder.data()), chunk.working, (begin + at) / sizeof(float), piece);
+    sink(at, {reinterpret_cast<const std::byte*>(master), bytes});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ChunkReader::ReadStored(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count,
+                                     Sink sink) {
   uint64_t state_at = 0;
   ArrayDigests digests = {};
   {
@@ -96,7 +126,7 @@ absl::Status ChunkReader::Read(const StoredChunk& chunk, StateArray array, uint6
       return ReadDevice(chunk.View(chunk.state).array(array) + begin, count, sink);
     }
     std::byte* const memory = chunk.placement.state == TierKind::kDram ? chunk.state : chunk.staged;
-    if (memory != nullptr) {
+    if (memory != nullptr && (array == StateArray::kMaster || !chunk.moments_unread)) {
       sink(0, {chunk.View(memory).array(array) + begin, count});
       tiers_->CountTraffic(TierKind::kDram, count, 0);
       return absl::OkStatus();
@@ -104,7 +134,7 @@ absl::Status ChunkReader::Read(const StoredChunk& chunk, StateArray array, uint6
     state_at = chunk.extent.offset();
     digests = chunk.digests;
   }
-  return ReadExtent(chunk, state_at, digests, array, begin, count, sink);
+  return ReadExtent(chunk, chunk.layout, state_at, digests, array, begin, count, sink);
 }
 
 absl::Status ChunkReader::ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
@@ -114,24 +144,32 @@ absl::Status ChunkReader::ReadCopy(const StoredChunk& chunk, const PinnedCopy& c
     return absl::OkStatus();
   }
   if (copy.extent.bytes() > 0) {
-    return ReadExtent(chunk, copy.extent.offset(), copy.digests, array, begin, count, sink);
+    return ReadExtent(chunk, copy.layout, copy.extent.offset(), copy.digests, array, begin, count, sink);
   }
-  sink(0, {chunk.View(copy.dram.bytes().data()).array(array) + begin, count});
+  sink(0, {copy.View(chunk.elements).array(array) + begin, count});
   tiers_->CountTraffic(TierKind::kDram, count, 0);
   return absl::OkStatus();
 }
 
-absl::Status ChunkReader::ReadExtent(const StoredChunk& chunk, uint64_t state_at, const ArrayDigests& digests,
-                                     StateArray array, uint64_t begin, uint64_t count, Sink sink) {
+absl::Status ChunkReader::ReadExtent(const StoredChunk& chunk, const StateLayout& layout, uint64_t state_at,
+                                     const ArrayDigests& digests, StateArray array, uint64_t begin, uint64_t count,
+                                     Sink sink) {
   const BlockFile& file = tiers_->nvme()->file();
-  const uint64_t bytes = chunk.layout.ArrayBytes(array, chunk.elements);
-  const uint64_t offset = state_at + chunk.layout.ArrayAt(array, chunk.elements);
+  const uint64_t bytes = layout.ArrayBytes(array, chunk.elements);
+  const uint64_t offset = state_at + layout.ArrayAt(array, chunk.elements);
   const uint32_t expected = digests[static_cast<size_t>(array)];
-  const Buffer buffer(this);
+  std::optional<Buffer> buffer;
+  Arena own;  // a server without state on NVMe has no buffers, and reads moments of state in DRAM after a restart
+  if (prepared()) {
+    buffer.emplace(this);
+  } else {
+    BALLAST_ASSIGN_OR_RETURN(own, Arena::Map(kStagingBytes));
+  }
+  const absl::Span<std::byte> memory = buffer.has_value() ? buffer->bytes(kStagingBytes) : own.bytes();
   uint32_t digest = 0;
   // Reads the whole array, even for a part: the digest covers the array.
   for (uint64_t at = 0; at < bytes; at += kStagingBytes) {
-    const absl::Span<std::byte> piece = buffer.bytes(bytes - at);
+    const absl::Span<std::byte> piece = memory.subspan(0, std::min(kStagingBytes, bytes - at));
     BALLAST_RETURN_IF_ERROR(file.Read(offset + at, piece));
     digest = kernels::Crc32c(piece, digest);
     const uint64_t from = std::max(at, begin);

@@ -41,7 +41,8 @@ class ChunkReader {
   // More buffers for reads from disk: whole multiples of kStagingBytes. Borrows the memory. REQUIRES: prepared().
   void AddBuffers(absl::Span<std::byte> memory);
 
-  // Bytes [begin, begin + count) of an array, within UsedBytes. The chunk's lock is not held during a read from disk.
+  // Bytes [begin, begin + count) of an array, within UsedBytes; of the fp32 master, where the chunk keeps its
+  // remainder. The chunk's lock is not held during a read from disk.
   absl::Status Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink)
       ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
   absl::Status ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
@@ -50,9 +51,15 @@ class ChunkReader {
   absl::StatusOr<ArrayDigests> Spill(const StoredChunk& chunk, uint64_t state_at);
 
  private:
+  // As Read, as the array is stored.
+  absl::Status ReadStored(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink)
+      ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
+  // As Read, of a master whose remainder is stored: reads the whole remainder, into memory of its own.
+  absl::Status ReadJoined(const StoredChunk& chunk, uint64_t begin, uint64_t count, Sink sink)
+      ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
   // `state_at`: the state's offset in the file.
-  absl::Status ReadExtent(const StoredChunk& chunk, uint64_t state_at, const ArrayDigests& digests, StateArray array,
-                          uint64_t begin, uint64_t count, Sink sink);
+  absl::Status ReadExtent(const StoredChunk& chunk, const StateLayout& layout, uint64_t state_at,
+                          const ArrayDigests& digests, StateArray array, uint64_t begin, uint64_t count, Sink sink);
   absl::Status ReadDevice(const std::byte* from, uint64_t count, Sink sink);
   // Takes a buffer for the life of the object.
   class Buffer;

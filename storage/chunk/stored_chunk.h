@@ -25,6 +25,10 @@ struct PinnedCopy {
   NvmeExtent extent;  // empty: the state is in `dram`
   DramBlock dram;
   ArrayDigests digests = {};  // the extent's
+  StateLayout layout;         // the copy's, which is whole without a working copy
+
+  // REQUIRES: the state is in `dram`.
+  StateView View(uint64_t elements) const { return {&layout, dram.bytes().data(), elements}; }
 };
 
 // Memory of a single chunk, in HBM or DRAM. Holds a state that moved up, and on a server with a GPU every state in
@@ -66,6 +70,10 @@ struct StoredChunk {
   NvmeExtent extent ABSL_GUARDED_BY(mutex);
   ArrayDigests digests ABSL_GUARDED_BY(mutex) = {};
   std::byte* staged ABSL_GUARDED_BY(mutex) = nullptr;  // the newest state, while the extent does not hold it yet
+  // State in DRAM, since a restart took back its master alone: the extent holds the moments, and nobody reads or writes
+  // them in memory until StoreCore::LoadMoments has read them. `digests` are the extent's. Cleared by the store's
+  // thread.
+  bool moments_unread ABSL_GUARDED_BY(mutex) = false;
   std::vector<PinnedCopy> copies ABSL_GUARDED_BY(mutex);
 
   // Durable store only; used by the store's thread only.

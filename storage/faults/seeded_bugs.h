@@ -44,6 +44,7 @@ enum class StorageBug {
   kOverwrittenInPlace,        // a new version is written over the old one
   kLabelWithoutVersion,       // an extent does not say which version it holds
   kRestoreDigestUnchecked,    // rotten state is taken back at a restart
+  kMomentsUnchecked,          // ... or its moments, which the first update after the restart reads
   kLoadDigestUnchecked,       // ... or into an update
   kKeptExtentsGivenAgain,     // recovered chunks' extents are free
   kFlushedChunkStaysClean,    // changed state counts as flushed

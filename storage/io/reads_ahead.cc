@@ -6,8 +6,6 @@
 namespace ballast::storage {
 namespace {
 
-// Enough to keep any disk busy while the caller looks at a read.
-constexpr size_t kReadsMax = 8;
 constexpr uint64_t kBytesMax = uint64_t{48} << 20;
 
 class Reads {
@@ -45,7 +43,7 @@ class Reads {
   void Start() {
     for (; next_ < reads_.size() && failed_.ok(); ++next_) {
       const ReadAhead& read = reads_[next_];
-      if (held_ == kReadsMax || (in_flight_bytes_ > 0 && in_flight_bytes_ + read.bytes > kBytesMax)) return;
+      if (held_ == kReadsAheadMax || (in_flight_bytes_ > 0 && in_flight_bytes_ + read.bytes > kBytesMax)) return;
       if (read.to == nullptr && free_.empty()) return;
       std::byte* place = read.to;
       if (place == nullptr) {

@@ -11,6 +11,9 @@
 
 namespace ballast::storage {
 
+// Reads that are under way or being looked at, at most: enough to keep any disk busy while the caller looks at a read.
+inline constexpr size_t kReadsAheadMax = 16;
+
 struct ReadAhead {
   uint64_t offset = 0;
   uint64_t bytes = 0;

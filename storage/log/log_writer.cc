@@ -98,20 +98,20 @@ void LogWriter::MaybeSync() {
   CompleteRefused();
   const bool head_written = heads_outstanding_ == 0 || Seeded(StorageBug::kSyncBeforeHead);
   if (syncing_ || !head_written || !waiting_->status().ok()) return;
-  uint64_t complete_batch = synced_batch_, complete_lsn = 0;
-  for (const LogBatch& batch : batches_) {
-    if (batch.outstanding > 0) break;
-    complete_batch = batch.number;
-    complete_lsn = std::max(complete_lsn, batch.last_lsn);
+  while (!batches_.empty() && complete_batch_ < batches_.back().number) {
+    const LogBatch& next = batches_[complete_batch_ + 1 - batches_.front().number];
+    if (next.outstanding > 0) break;
+    complete_batch_ = next.number;
+    complete_lsn_ = std::max(complete_lsn_, next.last_lsn);
   }
-  if (complete_batch == synced_batch_) return;
-  const bool cut = cut_batch_ > synced_batch_ && complete_batch >= cut_batch_;
-  if (!cut && !waiting_->WantsSync(complete_lsn)) return;
+  if (complete_batch_ == synced_batch_) return;
+  const bool cut = cut_batch_ > synced_batch_ && complete_batch_ >= cut_batch_;
+  if (!cut && !waiting_->WantsSync(complete_lsn_)) return;
   syncing_ = true;
-  sync_covers_batch_ = complete_batch;
+  sync_covers_batch_ = complete_batch_;
   Pass("log/sync");
   if (transient_ || Seeded(StorageBug::kSyncDropped)) return CompleteSync(absl::OkStatus());
-  if (Seeded(StorageBug::kMarkBeforeSync)) synced_batch_ = complete_batch, WriteMark();
+  if (Seeded(StorageBug::kMarkBeforeSync)) synced_batch_ = complete_batch_, WriteMark();
   Submit(kSyncTag, IoRequest::Kind::kSync, 0, {});
 }
 
@@ -137,19 +137,18 @@ void LogWriter::Complete(const IoCompletion& completion) {
 }
 
 void LogWriter::CompleteWrite(uint64_t batch_number, bool failed) {
-  const auto batch =
-      std::find_if(batches_.begin(), batches_.end(), [&](const LogBatch& b) { return b.number == batch_number; });
-  batch->failed = batch->failed || failed;
-  if (--batch->outstanding > 0) return;
-  for (size_t i = 0; i < batch->records.size(); ++i) {
-    const LogRecord& record = batch->records[i];
-    const PayloadPlace place{batch->payload_offsets[i], record.payload.size(), record.payload_crc32c,
+  LogBatch& batch = batches_[batch_number - batches_.front().number];
+  batch.failed = batch.failed || failed;
+  if (--batch.outstanding > 0) return;
+  for (size_t i = 0; i < batch.records.size(); ++i) {
+    const LogRecord& record = batch.records[i];
+    const PayloadPlace place{batch.payload_offsets[i], record.payload.size(), record.payload_crc32c,
                              record.parity_sum()};
-    if (record.written) record.written(batch->failed ? nullptr : &place);
+    if (record.written) record.written(batch.failed ? nullptr : &place);
   }
-  batch->records.clear();
-  batch->writes.clear();
-  batch->memory.reset();
+  batch.records.clear();
+  batch.writes.clear();
+  batch.memory.reset();
   Pass("log/written");
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <list>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -25,6 +25,7 @@ class LogWriter {
         transient_(transient),
         waiting_(waiting),
         encoder_(encoder),
+        complete_batch_(synced_batch),
         synced_batch_(synced_batch),
         head_memory_(MakeLogMemory(kSegmentHeadBytes + kLogBlock)) {}
   ~LogWriter() { Drain(); }
@@ -54,9 +55,13 @@ class LogWriter {
   LogQueue* const waiting_;
   BatchEncoder encoder_;
   std::unique_ptr<IoQueue> queue_;
-  std::list<LogBatch> batches_;        // written, not yet durable, by number
+  std::deque<LogBatch> batches_;       // written, not yet durable, by number, without gaps
   std::vector<IoCompletion> refused_;  // requests refused by the queue
   std::vector<IoCompletion> completions_;
+  // All batches up to this one have been written. A step's batches wait together for one sync, so nothing here may
+  // look through all that wait.
+  uint64_t complete_batch_;
+  uint64_t complete_lsn_ = 0;       // of the last record up to there
   uint64_t heads_outstanding_ = 0;  // writes of segment heads
   uint64_t cut_batch_ = 0;          // the last batch written for a cut: wants a sync
   bool syncing_ = false;

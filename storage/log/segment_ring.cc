@@ -57,9 +57,10 @@ void SegmentRing::Release(int64_t step) {
 }
 
 void SegmentRing::Keep(uint64_t incarnation, int64_t step) {
-  for (const uint64_t segment : live_) {
-    if (segments_[segment].incarnation == incarnation) segments_[segment].keep_for = step;
-  }
+  const auto found =
+      std::lower_bound(live_.begin(), live_.end(), incarnation,
+                       [this](uint64_t segment, uint64_t wanted) { return segments_[segment].incarnation < wanted; });
+  if (found != live_.end() && segments_[*found].incarnation == incarnation) segments_[*found].keep_for = step;
 }
 
 void SegmentRing::Cut(int64_t step) {

@@ -88,12 +88,12 @@ void GiveInTurn(const PlanRequest& request, const Choice& choice, TierKind tier,
 }
 
 // A store without working copies puts nothing in HBM: the trainer lends host memory, which the GPU's kernels do not
-// write. Nor are frozen chunks there.
+// write. Nor are frozen chunks there, nor remainders, which those kernels do not read.
 struct HbmBytes {
   HbmBytes(const PlanRequest& request, const Plan& plan) {
     for (size_t i = 0; i < request.elements.size(); ++i) {
       const StateLayout layout = request.LayoutOf(i);
-      const bool may = layout.working_copies() && plan.chunks[i].state != TierKind::kHbm;
+      const bool may = layout.working_copies() && !layout.keeps_remainder() && plan.chunks[i].state != TierKind::kHbm;
       // A working copy that left HBM does not come back.
       const bool follows = request.present.empty() || request.present[i].working == TierKind::kHbm;
       const uint64_t working = follows ? layout.WorkingBytes(request.elements[i]) : 0;
@@ -149,6 +149,12 @@ void LeaveCopiesOut(const PlanRequest& request, uint64_t room, Plan* plan) {
   });
 }
 
+// The working copy in DRAM that a chunk gives up as its state comes to DRAM.
+uint64_t CopyGivenUp(const PlanRequest& request, const Choice& choice, const Plan& plan, size_t chunk) {
+  if (!choice.rounds_masters || plan.chunks[chunk].working != TierKind::kDram) return 0;
+  return request.LayoutOf(chunk).WorkingBytes(request.elements[chunk]);
+}
+
 // Fills HBM and returns the bytes of state left for the host. Sets working copies and slices.
 uint64_t FillMemory(const PlanRequest& request, const Choice& choice, Plan* plan) {
   FillHbm(request, choice, plan);
@@ -202,13 +208,14 @@ Candidate Arranging::Run() {
     MissFrom("dram", all, free, "state, working copies and slices in flight", ", or give an nvme budget");
     return CheckNvme();
   }
+  if (choice_.rounds_masters) plan.pull = *request_.pull;
   uint64_t staged = Staged(request_, plan, passing);
   if (request_.read_back.has_value() && (choice_.reads_back || staged > free)) {
     ReadBack(request_, &plan, &passing);
     staged = Staged(request_, plan, passing);
   }
   if (staged > free && request_.pull.has_value()) {
-    uint64_t others = staged - plan.working.dram + request_.pull->bytes();
+    uint64_t others = staged - plan.working.dram - plan.pull.bytes() + request_.pull->bytes();
     if (plan.reads_back) others += request_.read_back->buffer_bytes_max - request_.read_back->buffer_bytes_min;
     Plan leaner = plan;
     LeaveCopiesOut(request_, free - std::min(free, others), &leaner);
@@ -235,20 +242,24 @@ void Arranging::FillDram(uint64_t room) {
   Plan& plan = out_.plan;
   Room dram(room, choice_.order);
   for (const bool frozen : {true, false}) {
-    std::vector<uint64_t> bytes(plan.chunks.size());
+    std::vector<uint64_t> bytes(plan.chunks.size()), more(plan.chunks.size());
     bool any = false;
     for (size_t i = 0; i < plan.chunks.size(); ++i) {
       if (plan.chunks[i].state == TierKind::kHbm || IsFrozen(request_, i) != frozen) continue;
-      bytes[i] = request_.LayoutOf(i).StateBytes(request_.elements[i]);
+      bytes[i] = request_.LayoutOf(i, plan.chunks[i]).StateBytes(request_.elements[i]);
+      more[i] = bytes[i] - CopyGivenUp(request_, choice_, plan, i);
       plan.chunks[i].state = TierKind::kNvme;
       plan.state.nvme += bytes[i];
       any = true;
     }
     if (!any) continue;
-    GiveInTurn(request_, choice_, TierKind::kDram, bytes, &dram, [&](size_t i) {
+    GiveInTurn(request_, choice_, TierKind::kDram, more, &dram, [&](size_t i) {
       plan.chunks[i].state = TierKind::kDram;
       plan.state.nvme -= bytes[i];
       plan.state.dram += bytes[i];
+      if (more[i] == bytes[i]) return;
+      plan.chunks[i].working = std::nullopt;
+      plan.working.dram -= bytes[i] - more[i];
     });
   }
 }
@@ -318,13 +329,19 @@ std::vector<Choice> Choices(const PlanRequest& request) {
   std::vector<ChunkOrder> orders = {ChunkOrder::kByTier, ChunkOrder::kSpread};
   if (!request.present.empty()) orders.insert(orders.end(), {ChunkOrder::kStayAndFill, ChunkOrder::kStay});
   std::vector<Choice> choices;
-  for (const bool reads_back : {false, true}) {
-    if (reads_back && !request.read_back.has_value()) continue;
-    for (const ChunkOrder order : orders) {
-      for (Choice choice : hbm) {
-        choice.order = order;
-        choice.reads_back = reads_back;
-        choices.push_back(choice);
+  for (const bool rounds_masters : {false, true}) {
+    // Working copies beside a GPU stay, and so do those of chunks that are placed already. A remainder needs its copy.
+    const bool stay = request.free.hbm > 0 || !request.present.empty() || request.layout.keeps_remainder();
+    if (rounds_masters && (!request.pull.has_value() || stay)) continue;
+    for (const bool reads_back : {false, true}) {
+      if (reads_back && !request.read_back.has_value()) continue;
+      for (const ChunkOrder order : orders) {
+        for (Choice choice : hbm) {
+          choice.order = order;
+          choice.reads_back = reads_back;
+          choice.rounds_masters = rounds_masters;
+          choices.push_back(choice);
+        }
       }
     }
   }
@@ -377,7 +394,8 @@ double MoveSeconds(const PlanRequest& request, const Plan& plan) {
 }
 
 double CostOf(const PlanRequest& request, const Plan& plan) {
-  return kStepsToRepay * (plan.prediction.has_value() ? plan.prediction->total : 0) + MoveSeconds(request, plan);
+  const double step = plan.prediction.has_value() ? plan.prediction->total + plan.prediction->pulls : 0;
+  return kStepsToRepay * step + MoveSeconds(request, plan);
 }
 
 std::string Choice::Describe() const {
@@ -401,6 +419,7 @@ std::string Choice::Describe() const {
   if (hbm == HbmUse::kState) parts.push_back("in hbm state before working copies");
   if (hbm != HbmUse::kNone && hbm_quarters < 4) parts.push_back(absl::StrCat(hbm_quarters, "/4 of the hbm budget"));
   if (reads_back) parts.push_back("slices read back");
+  if (rounds_masters) parts.push_back("no working copies beside state in dram");
   return absl::StrJoin(parts, ", ");
 }
 

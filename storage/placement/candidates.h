@@ -32,8 +32,8 @@ void Predict(const PlanRequest& request, Plan* plan);
 // Seconds that the disk and the GPU's link take to move chunks from request.present to the plan's places.
 double MoveSeconds(const PlanRequest& request, const Plan& plan);
 
-// The measure by which candidates are compared: seconds of kStepsToRepay steps, and of the moves before them. So a move
-// is made only if its gain pays for it within so many steps.
+// The measure by which candidates are compared: seconds of kStepsToRepay steps with their pulls, and of the moves
+// before them. So a move is made only if its gain pays for it within so many steps.
 inline constexpr double kStepsToRepay = 100;
 double CostOf(const PlanRequest& request, const Plan& plan);
 

@@ -26,6 +26,8 @@ struct Choice {
   HbmUse hbm = HbmUse::kFull;
   int hbm_quarters = 4;     // of the HBM budget that is used
   bool reads_back = false;  // slices are read back even if they fit in DRAM
+  // Chunks with state in DRAM have no working copy beside it: pulls round the master, and more state fits.
+  bool rounds_masters = false;
 
   bool operator==(const Choice&) const = default;
   // "evenly spread, hbm left empty": the part of the choice that differs from the default.

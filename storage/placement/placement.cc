@@ -53,8 +53,10 @@ std::string Plan::Explain() const {
   const auto copyless =
       std::count_if(chunks.begin(), chunks.end(), [](const auto& c) { return !c.working.has_value(); });
   if (copyless > 0) {
-    absl::StrAppend(&text, " The working copies of ", copyless, " chunks do not fit in dram: pulls of these round the ",
-                    "masters");
+    absl::StrAppend(&text,
+                    choice.rounds_masters ? " State makes better use of the dram than the working copies of "
+                                          : " In dram there is no room for the working copies of ",
+                    copyless, " chunks: pulls of these round the masters");
     if (pull.bytes() > 0) absl::StrAppend(&text, ", which pass through ", pull.bytes(), " bytes of dram");
     absl::StrAppend(&text, ".");
   }
@@ -67,8 +69,10 @@ std::string Plan::Explain() const {
   }
   if (prediction.has_value()) absl::StrAppend(&text, " ", prediction->Explain());
   if (runner_up.has_value()) {
-    absl::StrAppendFormat(&text, " The next best plan would take %.3f s, bound by %s: %s.", runner_up->prediction.total,
-                          runner_up->prediction.binds(), runner_up->choice.Describe());
+    const StepPrediction& other = runner_up->prediction;
+    absl::StrAppendFormat(&text, " The next best plan would take %.3f s, bound by %s", other.total, other.binds());
+    if (other.pulls > 0) absl::StrAppendFormat(&text, ", and %.3f s for pulls", other.pulls);
+    absl::StrAppend(&text, ": ", runner_up->choice.Describe(), ".");
   }
   return text;
 }

@@ -54,7 +54,10 @@ struct PlanRequest {
   std::vector<Frozen> frozen;      // likewise; empty: no chunk is frozen
   StateLayout layout;
   StateLayout LayoutOf(size_t chunk) const {
-    return layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk], present.empty() ? ChunkPlacement() : present[chunk]);
+    return LayoutOf(chunk, present.empty() ? ChunkPlacement() : present[chunk]);
+  }
+  StateLayout LayoutOf(size_t chunk, const ChunkPlacement& placement) const {
+    return layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk], placement);
   }
   // If working copies of chunks on NVMe do not fit in DRAM, as many as do not fit are left out: pulls then round the
   // masters, by way of this memory (zero: taken already). None: working copies must fit.

@@ -28,7 +28,7 @@ PlanRequest RequestOf(const JobHolding& job) {
                       .elements = {},
                       .frozen = {},
                       .layout = job.layout,
-                      .pull = {},
+                      .pull = job.pull,
                       .provisional_bytes_per_element = 0,
                       .staging_bytes = job.staging_bytes_missing,
                       .durable = job.durable,
@@ -83,6 +83,11 @@ uint64_t FlushBuffer(const JobHolding& job, const JobState& state) {
   return job.durable && state.hbm > 0 ? job.flush_buffer_bytes_missing : 0;
 }
 
+// Bytes that a job gains if it drops all its working copies in DRAM.
+uint64_t Droppable(const JobHolding& job, const JobState& state) {
+  return job.pull.has_value() ? state.working - std::min(state.working, job.pull->bytes()) : 0;
+}
+
 // `bytes` in proportion to `part` of `whole`.
 uint64_t Share(uint64_t bytes, uint64_t part, uint64_t whole) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(bytes) * part / std::max(whole, uint64_t{1}));
@@ -134,7 +139,7 @@ absl::StatusOr<std::vector<Plan>> Budgets::By(const Choice& choice) {
   if (budget_.hbm < fixed.hbm) return Short(TierKind::kHbm, budget_.hbm, fixed.hbm, "the tier's scratch memory");
   std::vector<JobState> states;
   uint64_t before = 0, taken = 0;  // state of the jobs so far, and their usage of the tier
-  uint64_t host = 0, staging = 0;
+  uint64_t host = 0, staging = 0, droppable = 0;
   for (size_t i = 0; i < jobs_.size(); ++i) {
     before += states_[i];
     // The next job gets the part of the share that a job's chunks leave free.
@@ -144,26 +149,31 @@ absl::StatusOr<std::vector<Plan>> Budgets::By(const Choice& choice) {
     fixed.dram += state.leaving + FlushBuffer(jobs_[i], state);
     host += state.host;
     if (state.host > 0) staging += jobs_[i].staging_bytes_missing - FlushBuffer(jobs_[i], state);
+    droppable += Droppable(jobs_[i], state);
   }
-  const char* const kDramHolds = "working copies, slices in flight, buffers and pinned copies";
-  if (budget_.dram < fixed.dram) return Short(TierKind::kDram, budget_.dram, fixed.dram, kDramHolds);
   if (budget_.nvme < fixed.nvme) {
     return Short(TierKind::kNvme, budget_.nvme, fixed.nvme, "gradient logs, durable versions and pinned copies");
   }
-  uint64_t dram = budget_.dram - fixed.dram, nvme = budget_.nvme - fixed.nvme;
-  const bool fits = host <= dram;
-  if (!fits && dram < staging) {
-    return Short(TierKind::kDram, budget_.dram, fixed.dram + staging,
-                 "working copies, slices in flight, pinned copies and buffers for moving nvme state");
+  uint64_t nvme = budget_.nvme - fixed.nvme;
+  const bool fits = fixed.dram <= budget_.dram && host <= budget_.dram - fixed.dram;
+  if (!fits) fixed.dram += staging;
+  const uint64_t dram = budget_.dram - std::min(budget_.dram, fixed.dram);
+  const uint64_t drop = fixed.dram - std::min(budget_.dram, fixed.dram);
+  if (drop > droppable) {
+    return Short(TierKind::kDram, budget_.dram, fixed.dram - droppable,
+                 "slices in flight, pinned copies, buffers and working copies that stay");
   }
-  if (!fits) dram -= staging;
   std::vector<Plan> plans;
+  uint64_t copies = 0, dropped = 0;
   before = taken = 0;
   for (size_t i = 0; i < jobs_.size(); ++i) {
     before += states[i].host;
     const uint64_t share = fits ? states[i].host : Share(dram, before, host) - taken;
+    copies += Droppable(jobs_[i], states[i]);
+    const uint64_t less = Share(drop, copies, droppable) - dropped;
+    dropped += less;
     // Working copies are taken already, and buffers for NVMe state are counted by Arrange.
-    requests_[i].free.dram = share + jobs_[i].staging_bytes_missing + states[i].working;
+    requests_[i].free.dram = share + jobs_[i].staging_bytes_missing + states[i].working - less;
     requests_[i].free.nvme = jobs_[i].durable ? states_[i] : nvme;
     Candidate candidate = Arrange(requests_[i], choice);
     if (!candidate.fits()) {

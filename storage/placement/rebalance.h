@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,8 @@ struct JobHolding {
   bool durable = false;
   uint64_t staging_bytes_missing = 0;       // DRAM that the job takes once a chunk goes to NVMe
   uint64_t flush_buffer_bytes_missing = 0;  // the part of it that a durable job takes once a chunk goes to HBM
+  // Working copies in DRAM may go, by way of this memory for pulls (PlanRequest::pull). None: they stay.
+  std::optional<PullMemory> pull;
   StepShape shape;
 };
 
@@ -27,7 +30,9 @@ struct JobHolding {
 // (kStepsToRepay). Without a machine's profile the first choice is taken. Slices stay in memory, or read back, as they
 // are.
 //
-// State moves between the tiers, and a working copy leaves HBM with its state; everything else in `used` stays. The
+// State moves between the tiers, and a working copy leaves HBM with its state. If DRAM has no room for all working
+// copies, the jobs that can do without drop some, in proportion to the size of their copies; dropped copies do not come
+// back. Everything else in `used` stays. The
 // jobs share the HBM and DRAM left for state in proportion to the size of their state. Returns a plan for each job, in
 // the same order, with all its chunks. RESOURCE_EXHAUSTED (BUDGET) names the tier and the missing bytes.
 absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const TierBytes& used,

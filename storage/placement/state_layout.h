@@ -1,5 +1,6 @@
 // Layout of a chunk's state in memory and on disk: the fp32 master, then each moment (its values, then the scales of
-// 8-bit formats). The state of a frozen chunk is its working copy alone, in the place of the master. Every array starts
+// 8-bit formats). In place of the master may be its remainder: the bits that the chunk's working copy lacks. The state
+// of a frozen chunk is its working copy alone, in the place of the master. Every array starts
 // at a multiple of 4096 bytes, so that an array can be read from disk alone. Behind the arrays is room for a label
 // (chunk/extent_label.h), so that a state and its label are written in a single write.
 #pragma once
@@ -20,6 +21,8 @@ inline constexpr int kStateArraysMax = 1 + kernels::kMomentsMax;
 // how a chunk is frozen. Reads of working parameters of a chunk without a working copy round the master. A store
 // without any working copies writes the trainer's own parameters, where the trainer lends them. A frozen chunk has a
 // single array, kMaster: values in the working dtype, or quantized (kernels::Quantize), and no working copy beside it.
+// A chunk with a working copy may keep a remainder (OptimizerSpec::master): kMaster is then the masters' lower halves,
+// and where 8-bit formats have scales, the bitmap of carries (kernels::SplitF32). A chunk without a copy keeps fp32.
 class StateLayout {
  public:
   StateLayout() : StateLayout(kernels::OptimizerSpec()) {}
@@ -32,6 +35,8 @@ class StateLayout {
   // The layout of the same store's chunks that are frozen so, and of those without a working copy.
   StateLayout Of(Frozen frozen) const { return StateLayout(optimizer_, has_working_copies_, frozen); }
   StateLayout WithoutWorkingCopy() const { return StateLayout(optimizer_, false, frozen_); }
+  // The layout of the same state that is whole without a working copy.
+  StateLayout Whole() const { return keeps_remainder() ? WithoutWorkingCopy() : *this; }
   StateLayout Of(Frozen frozen, const ChunkPlacement& placement) const {
     return placement.working.has_value() ? Of(frozen) : Of(frozen).WithoutWorkingCopy();
   }
@@ -44,10 +49,12 @@ class StateLayout {
   uint64_t ValueBytes(StateArray array, uint64_t elements) const {
     if (array != StateArray::kMaster) return kernels::MomentBytes(optimizer_.moments, elements);
     if (frozen_ == Frozen::kQ8) return kernels::QuantBytes(kernels::QuantFormat::kInt8, elements);
+    if (keeps_remainder()) return elements * sizeof(uint16_t);
     return elements * (frozen_ == Frozen::kNo ? sizeof(float) : working_element_bytes());
   }
   uint64_t ScaleBytes(StateArray array, uint64_t elements) const {
     if (array != StateArray::kMaster) return kernels::MomentScaleBytes(optimizer_.moments, elements);
+    if (keeps_remainder()) return kernels::CarryBytes(elements);
     return frozen_ == Frozen::kQ8 ? kernels::QuantScales(elements) * sizeof(float) : 0;
   }
   // Bytes of an array in a chunk of `elements`: without padding (UsedBytes) and with padding (ArrayBytes).
@@ -76,6 +83,8 @@ class StateLayout {
   }
   // Has the chunk a working copy beside its state?
   bool working_copies() const { return has_working_copies_ && frozen_ == Frozen::kNo; }
+  // Is the master its working copy and a remainder?
+  bool keeps_remainder() const { return working_copies() && optimizer_.master == kernels::MasterFormat::kRemainder; }
 
   static constexpr uint64_t kLabelBytes = 4096;
 
@@ -100,6 +109,7 @@ struct StateView {
   uint64_t elements = 0;
 
   std::byte* array(StateArray which) const { return base + layout->ArrayAt(which, elements); }
+  // REQUIRES: the layout keeps no remainder.
   float* master() const { return reinterpret_cast<float*>(base); }
   // Moment `index` (from 0), from element `at` on. REQUIRES: `at` is a multiple of kernels::kMomentBlock if the format
   // has scales.

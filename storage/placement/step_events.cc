@@ -1,17 +1,25 @@
 #include "ballast/storage/placement/step_events.h"
 
 #include <algorithm>
-#include <array>
+#include <iterator>
 #include <limits>
+#include <vector>
 
 namespace ballast::storage {
 namespace {
 
-// Transfers of one kind, one after the other in the order of the update.
+// State reads that are in flight together (UpdatePipeline).
+constexpr double kLoadingMax = 24 << 20;
+
+struct Transfer {
+  size_t chunk = 0;
+  double left = 0;
+};
+
+// Transfers of one kind that begin in the order of the update and go on side by side.
 struct Stream {
-  double left = 0;  // of the transfer under way
-  size_t next = 0;  // chunk of the next transfer, or of the one under way
-  bool active() const { return left > 0; }
+  std::vector<Transfer> active;
+  size_t next = 0;  // chunk of the next transfer to begin
 };
 
 class Playing {
@@ -23,61 +31,67 @@ class Playing {
         side_by_side_(side_by_side),
         slots_(slots),
         gradient_slots_(gradient_slots),
-        background_(log_bytes) {
+        waits_for_(work.size(), 0),
+        log_(log_bytes) {
     disk_left_ = log_bytes;
-    for (const ChunkWork& w : work) disk_left_ += w.gradient_read + w.state_read + w.stored + w.flushed + w.spilled;
+    for (size_t i = 0; i < work.size(); ++i) {
+      const ChunkWork& w = work[i];
+      disk_left_ += w.gradient_read + w.state_read + w.stored + w.flushed + w.spilled;
+      waits_for_[i] = static_cast<char>((w.gradient_read > 0) + (w.state_read > 0));
+    }
   }
   StepTimes Run();
 
  private:
   // Starts all that can be started. Every start may make room for another one.
   void Start();
-  bool StartRead(Stream* stream, double ChunkWork::*bytes, uint64_t* slots);
-  bool StartStore();
+  void StartReads();
   bool StartWorker();
-  bool Done() const {
-    return worker_ == work_.size() && !stores_.active() && stores_.next == work_.size() && background_ <= 0;
-  }
+  bool Done() const { return worker_ == work_.size() && stores_.active.empty() && log_ <= 0 && flush_ <= 0; }
   void Advance();
+  // Takes `amount` bytes from each transfer; `ended` is called with the chunks of those that end.
+  template <typename Ended>
+  void Go(Stream* stream, double amount, Ended ended);
 
   const absl::Span<const ChunkWork> work_;
   const DiskSpeeds disk_;
   const SideBySide side_by_side_;
   uint64_t slots_, gradient_slots_;  // free ones
+  std::vector<char> waits_for_;      // by chunk: reads that have not ended
   Stream states_, gradients_, stores_;
-  double background_;   // bytes of the log and of flushes that may be written
-  double disk_left_;    // bytes that are not read or written yet
-  size_t worker_ = 0;   // the chunk being updated
-  double busy_ = 0;     // seconds left of it
-  double spill_ = 0;    // bytes left that the worker waits for
-  bool begun_ = false;  // the worker has begun chunk `worker_`
+  double loading_ = 0;          // bytes of the state reads in flight
+  double log_ = 0, flush_ = 0;  // bytes that may be written
+  double disk_left_;            // bytes that are not read or written yet
+  size_t worker_ = 0;           // the chunk being updated
+  double busy_ = 0;             // seconds left of it
+  double spill_ = 0;            // bytes left that the worker waits for
+  bool begun_ = false;          // the worker has begun chunk `worker_`
   StepTimes times_;
 };
 
-bool Playing::StartRead(Stream* stream, double ChunkWork::*bytes, uint64_t* slots) {
-  if (stream->active()) return false;
-  while (stream->next < work_.size() && work_[stream->next].*bytes <= 0) ++stream->next;
-  if (stream->next == work_.size() || *slots == 0) return false;
-  --*slots;
-  stream->left = work_[stream->next].*bytes;
-  return true;
-}
-
-bool Playing::StartStore() {
-  if (stores_.active()) return false;
-  while (stores_.next < worker_ && work_[stores_.next].stored <= 0) ++stores_.next;
-  if (stores_.next >= worker_) return false;
-  stores_.left = work_[stores_.next].stored;
-  return true;
+void Playing::StartReads() {
+  for (; states_.next < work_.size(); ++states_.next) {
+    const double bytes = work_[states_.next].state_read;
+    if (bytes <= 0) continue;
+    if (slots_ == 0 || loading_ >= kLoadingMax) break;
+    --slots_;
+    loading_ += bytes;
+    states_.active.push_back({states_.next, bytes});
+  }
+  for (; gradients_.next < work_.size(); ++gradients_.next) {
+    const double bytes = work_[gradients_.next].gradient_read;
+    if (bytes <= 0) continue;
+    if (gradient_slots_ == 0) break;
+    --gradient_slots_;
+    gradients_.active.push_back({gradients_.next, bytes});
+  }
 }
 
 bool Playing::StartWorker() {
   if (worker_ == work_.size()) return false;
   const ChunkWork& chunk = work_[worker_];
   if (!begun_) {
-    // A stream's `next` is behind the chunk once its read has ended.
-    if (chunk.state_read > 0 && states_.next <= worker_) return false;
-    if (chunk.gradient_read > 0 && gradients_.next <= worker_) return false;
+    if (waits_for_[worker_] > 0) return false;
     begun_ = true;
     busy_ = chunk.busy;
     spill_ = chunk.spilled;
@@ -85,53 +99,71 @@ bool Playing::StartWorker() {
   if (busy_ > 0 || spill_ > 0) return false;
   begun_ = false;
   if (chunk.gradient_read > 0) ++gradient_slots_;
-  background_ += chunk.flushed;
+  if (chunk.stored > 0) stores_.active.push_back({worker_, chunk.stored});
+  flush_ += chunk.flushed;
   ++worker_;
   return true;
 }
 
 void Playing::Start() {
-  bool started = true;
-  while (started) {
-    started = StartRead(&states_, &ChunkWork::state_read, &slots_);
-    started = StartRead(&gradients_, &ChunkWork::gradient_read, &gradient_slots_) || started;
-    started = StartWorker() || started;
-    started = StartStore() || started;
-  }
+  do {
+    StartReads();
+  } while (StartWorker());
+}
+
+// Work that ends now ends exactly: rounding must not leave a crumb behind.
+void Take(double* from, double amount) { *from = *from <= amount * (1 + 1e-12) ? 0 : *from - amount; }
+
+template <typename Ended>
+void Playing::Go(Stream* stream, double amount, Ended ended) {
+  std::erase_if(stream->active, [&](Transfer& transfer) {
+    const double before = transfer.left;
+    Take(&transfer.left, amount);
+    disk_left_ -= before - transfer.left;
+    if (transfer.left > 0) return false;
+    ended(transfer.chunk);
+    return true;
+  });
 }
 
 void Playing::Advance() {
+  double* const writes_of_all[] = {&log_, &flush_, &spill_};
   const bool spills = begun_ && busy_ <= 0 && spill_ > 0;
-  const std::array<double*, 5> left = {&states_.left, &gradients_.left, &stores_.left, &background_, &spill_};
-  const std::array<bool, 5> active = {states_.active(), gradients_.active(), stores_.active(), background_ > 0, spills};
-  const int reads = active[0] + active[1], writes = active[2] + active[3] + active[4];
+  const bool active[] = {log_ > 0, flush_ > 0, spills};
+  const size_t reads = states_.active.size() + gradients_.active.size();
+  const size_t writes = stores_.active.size() + active[0] + active[1] + active[2];
   const bool both = reads > 0 && writes > 0;
   const bool computes = begun_ && busy_ > 0, disturbed = computes && reads + writes > 0;
   const double worker = disturbed ? side_by_side_.worker : 1, speed = disturbed ? side_by_side_.disk : 1;
-  const double read = speed * (both ? disk_.BesideWrites() : disk_.read) / std::max(reads, 1);
-  const double write = speed * (both ? disk_.BesideReads() : disk_.write) / std::max(writes, 1);
+  const double read =
+      speed * (both ? disk_.BesideWrites() : disk_.read) / static_cast<double>(std::max<size_t>(reads, 1));
+  const double write =
+      speed * (both ? disk_.BesideReads() : disk_.write) / static_cast<double>(std::max<size_t>(writes, 1));
   double seconds = std::numeric_limits<double>::max();
   if (computes) seconds = busy_ / worker;
-  for (size_t i = 0; i < left.size(); ++i) {
-    if (active[i]) seconds = std::min(seconds, *left[i] / (i < 2 ? read : write));
+  for (const Stream* stream : {&states_, &gradients_, &stores_}) {
+    for (const Transfer& transfer : stream->active) {
+      seconds = std::min(seconds, transfer.left / (stream == &stores_ ? write : read));
+    }
+  }
+  for (size_t i = 0; i < std::size(active); ++i) {
+    if (active[i]) seconds = std::min(seconds, *writes_of_all[i] / write);
   }
   if (reads + writes == 0 && disk_left_ > 0.5) times_.disk_idle += seconds;
   times_.total += seconds;
-  // Work that ends now ends exactly: rounding must not leave a crumb behind.
-  const auto take = [](double* from, double amount) { *from = *from <= amount * (1 + 1e-12) ? 0 : *from - amount; };
-  if (computes) take(&busy_, seconds * worker);
-  for (size_t i = 0; i < left.size(); ++i) {
+  if (computes) Take(&busy_, seconds * worker);
+  for (size_t i = 0; i < std::size(active); ++i) {
     if (!active[i]) continue;
-    const double before = *left[i];
-    take(left[i], seconds * (i < 2 ? read : write));
-    disk_left_ -= before - *left[i];
+    const double before = *writes_of_all[i];
+    Take(writes_of_all[i], seconds * write);
+    disk_left_ -= before - *writes_of_all[i];
   }
-  if (active[0] && !states_.active()) ++states_.next;
-  if (active[1] && !gradients_.active()) ++gradients_.next;
-  if (active[2] && !stores_.active()) {
-    ++stores_.next;
-    ++slots_;
-  }
+  Go(&states_, seconds * read, [&](size_t chunk) {
+    --waits_for_[chunk];
+    loading_ -= work_[chunk].state_read;
+  });
+  Go(&gradients_, seconds * read, [&](size_t chunk) { --waits_for_[chunk]; });
+  Go(&stores_, seconds * write, [&](size_t) { ++slots_; });
 }
 
 StepTimes Playing::Run() {

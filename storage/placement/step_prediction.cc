@@ -59,6 +59,7 @@ class Prediction {
   double Seconds(double amount, double per_second, const char* what);
   ChunkWork WorkOf(const PlacedChunk& chunk);
   void CountDisk(absl::Span<const ChunkWork> work, double logged);
+  void CountPulls(const PlacedChunk& chunk);
   DiskSpeeds Disk() const;
   SideBySide BothBusy() const;
 
@@ -73,6 +74,7 @@ class Prediction {
 };
 
 constexpr char kReads[] = "reads of the disk", kWrites[] = "writes of the disk";
+constexpr char kRounding[] = "copies in dram";
 constexpr char kBoth[] = "reads beside writes of the disk", kLink[] = "the GPU's link";
 constexpr double kNoLimit = 1e18;  // bytes per second
 
@@ -88,7 +90,8 @@ double Prediction::Seconds(double amount, double per_second, const char* what) {
 ChunkWork Prediction::WorkOf(const PlacedChunk& chunk) {
   const MachineProfile& m = *shape_.machine;
   const auto elements = static_cast<double>(chunk.elements);
-  const auto state = static_cast<double>(layout_.StateBytes(chunk.elements));
+  const uint64_t state_bytes = layout_.Of(chunk.frozen, chunk.placement).StateBytes(chunk.elements);
+  const auto state = static_cast<double>(state_bytes);
   const double gradient = elements * static_cast<double>(layout_.gradient_element_bytes());
   const double flushed = shape_.durable ? state * shape_.flushed_share : 0;
   ChunkWork work{.gradient_read = gradient * shape_.read_back_share};
@@ -97,7 +100,7 @@ ChunkWork Prediction::WorkOf(const PlacedChunk& chunk) {
   switch (chunk.placement.state) {
     case TierKind::kNvme:
       work.state_read = work.stored = state;
-      slot_bytes_ = std::max(slot_bytes_, layout_.StateBytes(chunk.elements));
+      slot_bytes_ = std::max(slot_bytes_, state_bytes);
       digested += 2 * state;  // after its read and before its write
       break;
     case TierKind::kDram:
@@ -146,6 +149,21 @@ void Prediction::CountDisk(absl::Span<const ChunkWork> work, double logged) {
   out_.disk_least = std::min(out_.disk, out_.disk_read + out_.disk_write + out_.log_write);
 }
 
+void Prediction::CountPulls(const PlacedChunk& chunk) {
+  const MachineProfile& m = *shape_.machine;
+  const bool frozen = chunk.frozen != Frozen::kNo;
+  if (!frozen && chunk.placement.working.has_value()) return;
+  const StateLayout layout = layout_.Of(chunk.frozen, chunk.placement);
+  const double read = shape_.passes * static_cast<double>(layout.ArrayBytes(StateArray::kMaster, chunk.elements));
+  if (chunk.placement.state == TierKind::kNvme) {
+    out_.pulls += Seconds(read, static_cast<double>(m.disk_read_bytes_per_s), kReads);
+  }
+  if (frozen) return;
+  const double written = shape_.passes * static_cast<double>(chunk.elements * layout.working_element_bytes());
+  // A copy reads and writes the bytes that it counts once.
+  out_.pulls += Seconds((read + written) / 2, static_cast<double>(m.dram_copy_bytes_per_s.one_thread), kRounding);
+}
+
 DiskSpeeds Prediction::Disk() const {
   const MachineProfile& m = *shape_.machine;
   const auto or_no_limit = [](uint64_t speed) { return speed > 0 ? static_cast<double>(speed) : kNoLimit; };
@@ -169,6 +187,7 @@ StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
   work.reserve(chunks.size());
   for (const PlacedChunk& chunk : chunks) {
     if (chunk.frozen == Frozen::kNo) work.push_back(WorkOf(chunk));  // no step updates the others
+    CountPulls(chunk);
   }
   CountDisk(work, logged_);
   const uint64_t slots = slot_bytes_ == 0 ? 1 : shape_.staging_bytes / slot_bytes_;
@@ -199,6 +218,7 @@ std::string StepPrediction::Explain() const {
   if (disk_idle > 0) absl::StrAppendFormat(&text, "; it waits for work for %.3f s", disk_idle);
   if (sync > 0) absl::StrAppendFormat(&text, "; syncs %.3f s", sync);
   absl::StrAppend(&text, ".");
+  if (pulls > 0) absl::StrAppendFormat(&text, " Pulls need the disk and the processors for another %.3f s.", pulls);
   if (!unmeasured.empty()) {
     absl::StrAppend(&text, " Not counted, since the profile has no figure: ", absl::StrJoin(unmeasured, ", "), ".");
   }

@@ -1,7 +1,7 @@
 // Predicts from measured bandwidths how long a step over a job's chunks takes on this server: a pure function.
 // The transfers and kernels of a step are played through as events (step_events.h), in the order in which the store
 // does them: so a disk that waits for its turn counts, and a kernel that waits for the disk.
-// Not counted: time of trainers and network, pulls, pinned copies.
+// Not counted: time of trainers and network, pinned copies; a pull from a working copy.
 #pragma once
 
 #include <algorithm>
@@ -25,6 +25,7 @@ struct StepShape {
   bool logged = true;                       // durable: gradients go to the log
   // Durable: the share of state in memory that each step writes to disk so that the log can be cut, or for pins.
   double flushed_share = 0;
+  int passes = 2;  // in each of which all parameters are pulled: forward and backward
   // The share of gradients that does not stay in memory and is read back from the log or from a spill.
   double read_back_share = 0;
 };
@@ -41,6 +42,9 @@ struct StepPrediction {
   double sync = 0;        // durable: syncs that somebody waits for
   double gpu_link = 0;    // gradients in, working copies out
   double total = 0;
+  // Not part of `total`: what pulls cost whose parameters are not in memory as such, over all passes. Reads of masters
+  // and of frozen chunks on NVMe, rounding of masters.
+  double pulls = 0;
   std::vector<std::string> unmeasured;  // used by the plan, but without a figure in the profile: counted as 0 s
 
   // The resource that has most to do: "compute", "the disk" or "the GPU's link", for which the job's thread waits.

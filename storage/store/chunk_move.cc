@@ -91,6 +91,7 @@ absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, St
     absl::MutexLock reading(&chunk.reading);
     absl::MutexLock lock(&chunk.mutex);
     chunk.placement.state = move.to;
+    if (move.to == TierKind::kNvme) chunk.moments_unread = false;
     chunk.state = move.to == TierKind::kHbm ? memory.hbm.data() : memory.dram.bytes().data();
     // The chunk's old memory is freed with `memory`.
     std::swap(chunk.own.hbm, memory.hbm);

@@ -66,7 +66,12 @@ absl::Status StoreCore::CheckPlan(absl::Span<const ChunkToAdd> added, const Plan
       return Bad(model::kBadRequest, absl::StrCat("working copy of chunk ", i, " cannot be in ", TierName(*working),
                                                   " with its state in ", TierName(state)));
     }
-    BALLAST_RETURN_IF_ERROR(CheckTier(i, elements, layout.Of(added[i].frozen, plan.chunks[i]), state));
+    const StateLayout of = layout.Of(added[i].frozen, plan.chunks[i]);
+    if (versions.has_value() && of.keeps_remainder()) {
+      return Bad(model::kBadConfig, absl::StrCat("chunk ", i, " keeps its master as remainder, and durable state is ",
+                                                 "whole without a working copy: keep an fp32 master"));
+    }
+    BALLAST_RETURN_IF_ERROR(CheckTier(i, elements, of, state));
   }
   return absl::OkStatus();
 }
@@ -81,6 +86,11 @@ absl::Status StoreCore::CheckTier(uint64_t chunk, uint64_t elements, const State
   }
   if (of.frozen() != Frozen::kNo) {
     return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk, " is frozen, and frozen chunks are not in hbm"));
+  }
+  if (of.keeps_remainder()) {
+    return Bad(
+        model::kBadRequest,
+        absl::StrCat("chunk ", chunk, " keeps its master as remainder, which kernels on the ", "GPU do not read"));
   }
   if (!of.working_copies()) {
     return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk, " has no working copy, which hbm needs"));
@@ -122,6 +132,20 @@ absl::Status StoreCore::TakePullMemory(const PullMemory& wanted, DramTier::Limit
   return absl::OkStatus();
 }
 
+void StoreCore::DropCopy(StoredChunk& chunk) {
+  const uint64_t bytes = chunk.layout.WorkingBytes(chunk.elements);
+  std::byte* copy = nullptr;
+  {
+    absl::MutexLock lock(&chunk.mutex);
+    copy = std::exchange(chunk.working, nullptr);
+    chunk.placement.working = std::nullopt;
+  }
+  chunk.shared->GiveBackOfRest({copy, bytes});
+  absl::MutexLock lock(&mutex);
+  placed[chunk.index].placement.working = std::nullopt;
+  residency.working.dram -= bytes;
+}
+
 // Takes extents for NVMe state and for state left by an earlier run. A durable store also takes the budget for the
 // first version of chunks in memory and for new versions of all chunks.
 absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkToAdd> added, const Plan& plan) {
@@ -130,7 +154,7 @@ absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkT
   extents.resize(added.size());
   uint64_t room = 0, largest = 0;
   for (size_t i = 0; i < added.size(); ++i) {
-    const uint64_t bytes = layout.Of(added[i].frozen).StateBytes(added[i].elements);
+    const uint64_t bytes = layout.Of(added[i].frozen, plan.chunks[i]).StateBytes(added[i].elements);
     largest = std::max(largest, bytes);
     space.aside_bytes += added[i].aside_bytes;
     if (added[i].durable.has_value()) continue;
@@ -164,7 +188,7 @@ absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkT
 
 absl::StatusOr<ChunkMemory> StoreCore::OwnMemory(const ChunkToAdd& added, const ChunkPlacement& placement) {
   constexpr char kWhat[] = "chunk state and working copies";
-  const uint64_t state_bytes = layout.Of(added.frozen).StateBytes(added.elements);
+  const uint64_t state_bytes = layout.Of(added.frozen, placement).StateBytes(added.elements);
   ChunkMemory own;
   if (placement.state == TierKind::kHbm) {
     BALLAST_ASSIGN_OR_RETURN(own.hbm, tiers->hbm()->Allocate(state_bytes, kWhat));
@@ -306,18 +330,13 @@ bool ChunkStore::has_working_copy(uint64_t chunk) const {
 }
 
 absl::StatusOr<bool> ChunkStore::DropWorkingCopies() {
-  StoreCore& core = *core_;
-  BALLAST_RETURN_IF_ERROR(core.failed);
-  if (core.tiers->hbm() != nullptr) return false;
   uint64_t largest = 0;
-  std::vector<StoredChunk*> with_copy;
+  std::vector<uint64_t> with_copy;
   {
-    absl::ReaderMutexLock lock(&core.mutex);
-    for (StoredChunk& chunk : core.chunks) {
+    absl::ReaderMutexLock lock(&core_->mutex);
+    for (const StoredChunk& chunk : core_->chunks) {
       largest = std::max(largest, chunk.elements);
-      if (core.placed[chunk.index].placement.working.has_value() && chunk.layout.working_copies()) {
-        with_copy.push_back(&chunk);
-      }
+      if (core_->MayDropCopy(chunk)) with_copy.push_back(chunk.index);
     }
   }
   // The first copies that are dropped make room for the memory of pulls too.
@@ -326,25 +345,30 @@ absl::StatusOr<bool> ChunkStore::DropWorkingCopies() {
   size_t first = with_copy.size();
   while (first > 0 && freed <= 2 * pull.bytes()) {
     --first;
-    freed += with_copy[first]->layout.WorkingBytes(with_copy[first]->elements);
+    freed += core_->layout.WorkingBytes((*core_->Find(with_copy[first]))->elements);
   }
   if (freed <= pull.bytes()) return false;
-  for (size_t i = first; i < with_copy.size(); ++i) {
-    StoredChunk& chunk = *with_copy[i];
-    const uint64_t bytes = chunk.layout.WorkingBytes(chunk.elements);
-    std::byte* copy = nullptr;
-    {
-      absl::MutexLock lock(&chunk.mutex);
-      copy = std::exchange(chunk.working, nullptr);
-      chunk.placement.working = std::nullopt;
-    }
-    chunk.shared->GiveBackOfRest({copy, bytes});
-    absl::MutexLock lock(&core.mutex);
-    core.placed[chunk.index].placement.working = std::nullopt;
-    core.residency.working.dram -= bytes;
-  }
-  BALLAST_RETURN_IF_ERROR(core.TakePullMemory(pull, DramTier::Limit::kBeyond));
+  BALLAST_RETURN_IF_ERROR(DropWorkingCopies(absl::MakeConstSpan(with_copy).subspan(first)));
   return true;
+}
+
+absl::Status ChunkStore::DropWorkingCopies(absl::Span<const uint64_t> chunks) {
+  StoreCore& core = *core_;
+  BALLAST_RETURN_IF_ERROR(core.failed);
+  uint64_t largest = 0;
+  std::vector<StoredChunk*> dropped;
+  {
+    absl::ReaderMutexLock lock(&core.mutex);
+    for (const StoredChunk& chunk : core.chunks) largest = std::max(largest, chunk.elements);
+    for (const uint64_t index : chunks) {
+      if (index < core.chunks.size() && core.MayDropCopy(core.chunks[index])) dropped.push_back(&core.chunks[index]);
+    }
+  }
+  if (dropped.empty()) return absl::OkStatus();
+  // Pulls need it as soon as the first copy is gone.
+  BALLAST_RETURN_IF_ERROR(core.TakePullMemory(pull_memory_missing(largest, chunk_count()), DramTier::Limit::kBeyond));
+  for (StoredChunk* const chunk : dropped) core.DropCopy(*chunk);
+  return absl::OkStatus();
 }
 
 std::vector<PlacedChunk> ChunkStore::placed() const {
@@ -418,6 +442,9 @@ absl::Status StoreCore::Move(StoredChunk& chunk, TierKind to) {
     move.buffer = staging.memory.bytes();
   }
   if (to == TierKind::kHbm && versions.has_value()) BALLAST_RETURN_IF_ERROR(reader.Prepare());
+  // A chunk that goes to NVMe leaves its memory, and the extent has everything.
+  StoredChunk* const moving = &chunk;
+  if (to == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(LoadMoments({&moving, 1}, Uninterrupted));
   const absl::Status moved = MoveState(tiers, &reader, chunk, move);
   // The extent was part of the room.
   if (!moved.ok() && versions.has_value() && move.extent.bytes() > 0) versions->AddRoom(move.extent.TakeRoom(), 0);

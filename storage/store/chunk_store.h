@@ -41,7 +41,8 @@ class ChunkStore {
  public:
   // Borrows `tiers` and `compute`, both of which must outlive the store; without `compute`, Run computes on its
   // caller's thread alone. Add takes space, the destructor returns the space.
-  // REQUIRES: kernels::Unsupported(layout.optimizer()) is empty. Without working copies no state can be in HBM.
+  // REQUIRES: kernels::Unsupported(layout.optimizer()) is empty. Without working copies no state can be in HBM. Nor can
+  // chunks that keep a remainder; and Add refuses these in a durable store.
   ChunkStore(Tiers* tiers, const StateLayout& layout, kernels::ThreadPool* compute = nullptr,
              std::optional<DurableOptions> durable = std::nullopt);
   ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* compute = nullptr,
@@ -60,9 +61,11 @@ class ChunkStore {
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;
   // Makes room in DRAM by dropping working copies, the last chunks' first: pulls then round the masters. Between two
-  // runs, on the store's thread. False if nothing can be gained: state in HBM, and all copies beside a GPU, keep
-  // theirs.
+  // runs, on the store's thread. False if nothing can be gained: state in HBM, chunks that keep a remainder, and
+  // all copies beside a GPU keep theirs.
   absl::StatusOr<bool> DropWorkingCopies();
+  // The same for these chunks; those that keep theirs are passed over. The memory for pulls is taken beyond the budget.
+  absl::Status DropWorkingCopies(absl::Span<const uint64_t> chunks);
   // Has the chunk a working copy, which ReadWorking reads from memory?
   bool has_working_copy(uint64_t chunk) const;
   std::vector<PlacedChunk> placed() const;

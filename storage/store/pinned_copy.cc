@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/chunk/remainder.h"
 #include "ballast/storage/update/state_update.h"
 
 namespace ballast::storage {
@@ -19,6 +20,7 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
     copy.copy_.from = chunk.updated_in;
   }
   copy.copy_.to = run;
+  copy.copy_.layout = chunk.layout.Whole();
   if (copy.copy_.from == 0) {
     copy.copy_.zero = true;
     return copy;
@@ -26,8 +28,11 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
   // Without room for the read buffer an extent could not be read back.
   absl::Status no_extent;
   if (tiers->nvme() != nullptr && reader->Prepare().ok()) {
-    absl::StatusOr<NvmeExtent> extent = tiers->nvme()->Allocate(chunk.state_bytes(), kWhat);
-    if (extent.ok() && chunk.placement.state == TierKind::kNvme && !extent_is_kept) {
+    absl::StatusOr<NvmeExtent> extent = tiers->nvme()->Allocate(copy.bytes(chunk), kWhat);
+    // The working copy of a remainder is about to change, so the chunk's extent is no copy.
+    const bool inherits =
+        chunk.placement.state == TierKind::kNvme && !extent_is_kept && !chunk.layout.keeps_remainder();
+    if (extent.ok() && inherits) {
       copy.fresh_ = *std::move(extent);
       return copy;
     }
@@ -45,32 +50,54 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
   return no_extent.ok() ? filled : model::Annotate(filled, absl::StrCat(no_extent.message(), "; and in dram instead"));
 }
 
+uint64_t CopyOnWrite::bytes(const StoredChunk& chunk) const { return copy_.layout.StateBytes(chunk.elements); }
+
+// Copies the state at `from`, in the host's memory, to `to`, as the copy's layout has it.
+void CopyOnWrite::CopyWhole(const StoredChunk& chunk, const std::byte* from, std::byte* to) const {
+  if (!chunk.layout.keeps_remainder()) {
+    std::memcpy(to, from, bytes(chunk));
+    return;
+  }
+  const StateView state = chunk.View(const_cast<std::byte*>(from)), whole{&copy_.layout, to, chunk.elements};
+  absl::ReaderMutexLock lock(&chunk.mutex);
+  JoinMaster(state, chunk.working, 0, {whole.master(), chunk.elements});
+  std::byte* const behind = to + copy_.layout.UsedBytes(StateArray::kMaster, chunk.elements);
+  std::byte* const moments = whole.array(StateArray::kMoment1);
+  std::memset(behind, 0, static_cast<size_t>(moments - behind));
+  std::memcpy(moments, state.array(StateArray::kMoment1), static_cast<size_t>(to + bytes(chunk) - moments));
+}
+
 absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk,
                                      const std::byte* loaded) {
   if (chunk.placement.state == TierKind::kHbm) {
     BALLAST_ASSIGN_OR_RETURN(copy_.digests, reader->Spill(chunk, copy_.extent.offset()));
     return absl::OkStatus();
   }
-  const uint64_t bytes = chunk.state_bytes();
-  const std::byte* const state = loaded != nullptr ? loaded : chunk.state;
-  copy_.digests = DigestState(chunk.View(const_cast<std::byte*>(state)), {nullptr, [] {}});
-  tiers->CountTraffic(TierKind::kDram, bytes, 0);
-  tiers->CountTraffic(TierKind::kNvme, 0, bytes);
-  tiers->CountMove(TierKind::kDram, TierKind::kNvme, MoveReason::kPin, bytes);
-  return tiers->nvme()->file().Write(copy_.extent.offset(), {state, bytes});
+  const std::byte* state = loaded != nullptr ? loaded : chunk.state;
+  DramBlock whole;
+  if (chunk.layout.keeps_remainder()) {
+    BALLAST_ASSIGN_OR_RETURN(
+        whole, tiers->dram()->Allocate(bytes(chunk), kWhat, DramTier::Limit::kBeyond, TierPart::kStaging));
+    CopyWhole(chunk, state, whole.bytes().data());
+    state = whole.bytes().data();
+  }
+  copy_.digests = DigestState({&copy_.layout, const_cast<std::byte*>(state), chunk.elements}, {nullptr, [] {}});
+  tiers->CountTraffic(TierKind::kDram, bytes(chunk), 0);
+  tiers->CountTraffic(TierKind::kNvme, 0, bytes(chunk));
+  tiers->CountMove(TierKind::kDram, TierKind::kNvme, MoveReason::kPin, bytes(chunk));
+  return tiers->nvme()->file().Write(copy_.extent.offset(), {state, bytes(chunk)});
 }
 
 absl::Status CopyOnWrite::FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded) {
-  const uint64_t bytes = chunk.state_bytes();
   BALLAST_ASSIGN_OR_RETURN(copy_.dram,
-                           tiers->dram()->Allocate(bytes, kWhat, DramTier::Limit::kBudget, TierPart::kPins));
-  tiers->CountMove(chunk.placement.state, TierKind::kDram, MoveReason::kPin, bytes);
-  tiers->CountTraffic(TierKind::kDram, 0, bytes);
+                           tiers->dram()->Allocate(bytes(chunk), kWhat, DramTier::Limit::kBudget, TierPart::kPins));
+  tiers->CountMove(chunk.placement.state, TierKind::kDram, MoveReason::kPin, bytes(chunk));
+  tiers->CountTraffic(TierKind::kDram, 0, bytes(chunk));
   if (chunk.placement.state == TierKind::kHbm) {
-    tiers->CountTraffic(TierKind::kHbm, bytes, 0);
+    tiers->CountTraffic(TierKind::kHbm, bytes(chunk), 0);
     return tiers->hbm()->CopyOut(chunk.state, copy_.dram.bytes());
   }
-  std::memcpy(copy_.dram.bytes().data(), loaded != nullptr ? loaded : chunk.state, bytes);
+  CopyWhole(chunk, loaded != nullptr ? loaded : chunk.state, copy_.dram.bytes().data());
   return absl::OkStatus();
 }
 

@@ -12,7 +12,8 @@ namespace ballast::storage {
 
 // A chunk's present state, kept for pins while an update replaces the state. Prepare does all work that can fail,
 // before the chunk changes; Install cannot fail. NVMe state is not copied: the pin inherits the extent and the chunk
-// moves to a fresh extent.
+// moves to a fresh extent. The copy of a remainder has the fp32 master: the working copy, which it would need
+// otherwise, is about to change.
 class CopyOnWrite {
  public:
   // `run`: the run about to update the chunk. `loaded`: the chunk's state in memory if its tier is NVMe.
@@ -30,6 +31,8 @@ class CopyOnWrite {
   CopyOnWrite() = default;
   absl::Status FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk, const std::byte* loaded);
   absl::Status FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded);
+  uint64_t bytes(const StoredChunk& chunk) const;  // of the copy
+  void CopyWhole(const StoredChunk& chunk, const std::byte* from, std::byte* to) const ABSL_LOCKS_EXCLUDED(chunk.mutex);
 
   PinnedCopy copy_;
   std::optional<NvmeExtent> fresh_;  // the chunk's next extent

@@ -32,64 +32,146 @@ absl::Status CheckFits(const StoredChunk& chunk, const DurableChunk& durable) {
 
 absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks,
                                    Interrupt interrupt) {
+  enum class Part { kLabel, kMaster, kWhole };
   std::vector<ReadAhead> reads;
-  std::vector<size_t> restored;  // of `added`
-  uint64_t device_bytes = 0;     // the largest state that passes through memory of its own
+  std::vector<std::pair<Part, size_t>> parts;  // of the state of which of `added`, by read
+  BALLAST_ASSIGN_OR_RETURN(const Arena labels, Arena::Map(kReadsAheadMax * StateLayout::kLabelBytes));
+  uint64_t slot_bytes = 1;  // of the largest read without a place of its own
+  const auto add = [&](Part part, size_t i, ReadAhead read) {
+    if (read.to == nullptr) slot_bytes = std::max(slot_bytes, read.bytes);
+    reads.push_back(read);
+    parts.emplace_back(part, i);
+  };
   for (size_t i = 0; i < added.size(); ++i) {
     if (!added[i].durable.has_value()) continue;
     const DurableChunk& durable = *added[i].durable;
     const StoredChunk& chunk = *chunks[i];
     BALLAST_RETURN_IF_ERROR(CheckFits(chunk, durable));
-    const TierKind tier = chunk.placement.state;
-    if (tier == TierKind::kHbm) device_bytes = std::max(device_bytes, durable.bytes);
-    reads.push_back({durable.offset, durable.bytes, tier == TierKind::kDram ? chunk.state : nullptr});
-    restored.push_back(i);
+    std::byte* const to = chunk.placement.state == TierKind::kDram ? chunk.state : nullptr;
+    if (chunk.placement.state == TierKind::kHbm || chunk.layout.array_count() == 1) {
+      add(Part::kWhole, i, {durable.offset, durable.bytes, to});
+      continue;
+    }
+    // At most kReadsAheadMax reads are held, so a label's place is free again when its turn comes round.
+    std::byte* const label = labels.bytes().data() + reads.size() % kReadsAheadMax * StateLayout::kLabelBytes;
+    add(Part::kLabel, i, {durable.offset + chunk.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes, label});
+    add(Part::kMaster, i, {durable.offset, chunk.layout.ArrayBytes(StateArray::kMaster, chunk.elements), to});
   }
   if (reads.empty()) return absl::OkStatus();
-  ReadSlots slots = {staging.memory.bytes(), staging.slot_bytes};
+  ReadSlots slots = {staging.memory.bytes(), slot_bytes};
   Arena bounce;
-  if (device_bytes > slots.slot_bytes) {
-    BALLAST_ASSIGN_OR_RETURN(bounce, tiers->dram()->Map(kBounceSlots * device_bytes));
-    slots = {bounce.bytes(), device_bytes};
+  if (slot_bytes > slots.memory.size()) {
+    BALLAST_ASSIGN_OR_RETURN(bounce, tiers->dram()->Map(kBounceSlots * slot_bytes));
+    slots.memory = bounce.bytes();
   }
   BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, staging.Queue(tiers->disk()));
-  const auto take = [&](size_t i, std::byte* state, absl::FunctionRef<void()> poll) {
+  const auto take = [&](size_t i, std::byte* data, absl::FunctionRef<void()> poll) -> absl::Status {
+    const auto [part, index] = parts[i];
+    StoredChunk& chunk = *chunks[index];
+    const DurableChunk& durable = *added[index].durable;
+    const Compute with{.pool = compute, .poll = poll};
+    if (part == Part::kLabel) {
+      tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
+      return CheckLabel(chunk, durable, data);
+    }
     BALLAST_RETURN_IF_ERROR(interrupt());
-    StoredChunk& chunk = *chunks[restored[i]];
-    const DurableChunk& durable = *added[restored[i]].durable;
-    BALLAST_RETURN_IF_ERROR(TakeRead(chunk, durable, state, {.pool = compute, .poll = poll}));
-    absl::MutexLock lock(&chunk.mutex);
-    chunk.updated_in = 1;
-    chunk.digests = durable.digests;
-    tiers->CountRestored(durable.bytes);
-    tiers->CountMove(TierKind::kNvme, chunk.placement.state, MoveReason::kRecovery, durable.bytes);
+    if (part == Part::kWhole) {
+      BALLAST_RETURN_IF_ERROR(TakeRead(chunk, durable, data, with));
+    } else {
+      tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
+      BALLAST_RETURN_IF_ERROR(CheckArray(chunk, durable.offset, durable.digests, StateArray::kMaster, data, with));
+      if (chunk.working != nullptr) RoundMaster(chunk.View(data), chunk.working, with);
+    }
+    const bool unread = part == Part::kMaster && chunk.placement.state == TierKind::kDram;
+    TakeDurable(chunk, durable, reads[i].bytes, unread);
     Pass("recovery/chunk_restored");
     return absl::OkStatus();
   };
   return ForEachRead(queue, tiers->nvme()->file(), reads, slots, take);
 }
 
+void StoreCore::TakeDurable(StoredChunk& chunk, const DurableChunk& durable, uint64_t read_bytes,
+                            bool moments_unread) const {
+  absl::MutexLock lock(&chunk.mutex);
+  chunk.updated_in = 1;
+  chunk.digests = durable.digests;
+  chunk.moments_unread = moments_unread;
+  tiers->CountRestored(durable.bytes);
+  tiers->CountMove(TierKind::kNvme, chunk.placement.state, MoveReason::kRecovery, read_bytes);
+}
+
+absl::Status StoreCore::LoadMoments(absl::Span<StoredChunk* const> chunks, Interrupt interrupt) {
+  std::vector<ReadAhead> reads;
+  std::vector<StoredChunk*> unread;
+  for (StoredChunk* const chunk : chunks) {
+    absl::ReaderMutexLock lock(&chunk->mutex);
+    if (!chunk->moments_unread) continue;
+    const uint64_t begin = chunk->layout.ArrayAt(StateArray::kMoment1, chunk->elements);
+    const uint64_t end = chunk->layout.LabelAt(chunk->elements);
+    reads.push_back({chunk->extent.offset() + begin, end - begin, chunk->state + begin});
+    unread.push_back(chunk);
+  }
+  if (reads.empty()) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, staging.Queue(tiers->disk()));
+  const auto take = [&](size_t i, std::byte*, absl::FunctionRef<void()> poll) {
+    BALLAST_RETURN_IF_ERROR(interrupt());
+    StoredChunk& chunk = *unread[i];
+    uint64_t state_at = 0;
+    ArrayDigests expected = {};
+    {
+      absl::ReaderMutexLock lock(&chunk.mutex);
+      state_at = chunk.extent.offset();
+      expected = chunk.digests;
+    }
+    for (int moment = 1; moment < chunk.layout.array_count(); ++moment) {
+      const auto array = static_cast<StateArray>(moment);
+      const std::byte* const bytes = chunk.View(chunk.state).array(array);
+      BALLAST_RETURN_IF_ERROR(CheckArray(chunk, state_at, expected, array, bytes, {.pool = compute, .poll = poll}));
+    }
+    tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
+    tiers->CountMove(TierKind::kNvme, TierKind::kDram, MoveReason::kRecovery, reads[i].bytes);
+    // Readers of moments that wait for the disk have them from the extent.
+    absl::MutexLock reading(&chunk.reading);
+    absl::MutexLock lock(&chunk.mutex);
+    chunk.moments_unread = false;
+    Pass("recovery/moments_read");
+    return absl::OkStatus();
+  };
+  return ForEachRead(queue, tiers->nvme()->file(), reads, {}, take);
+}
+
 absl::Status StoreCore::CheckLabel(const StoredChunk& chunk, const DurableChunk& durable,
-                                   absl::Span<const std::byte> label) const {
-  const BlockFile& file = tiers->nvme()->file();
+                                   const std::byte* label) const {
   DurableChunk found;
   std::string job;
   uint64_t layout_bits = 0;
-  const bool labelled = DecodeLabel(label, &found, &job, &layout_bits) && job == versions->job() &&
-                        layout_bits == LayoutBits(chunk.layout) && found.Encode() == durable.Encode();
-  if (labelled) return absl::OkStatus();
+  if (DecodeLabel({label, StateLayout::kLabelBytes}, &found, &job, &layout_bits) && job == versions->job() &&
+      layout_bits == LayoutBits(chunk.layout) && found.Encode() == durable.Encode()) {
+    return absl::OkStatus();
+  }
   ++ProcessDiskCounters().wrong_extents;
   return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
                       absl::StrCat("the state of chunk ", chunk.id, " at version ", durable.version,
-                                   " is not at offset ", durable.offset, " of ", file.path(),
+                                   " is not at offset ", durable.offset, " of ", tiers->nvme()->file().path(),
                                    ", where the catalog says: its label is damaged or another's. Run `ballastctl "
                                    "verify`"));
 }
 
+absl::Status StoreCore::CheckArray(const StoredChunk& chunk, uint64_t state_at, const ArrayDigests& expected,
+                                   StateArray array, const std::byte* bytes, const Compute& with) const {
+  if (Seeded(array == StateArray::kMaster ? StorageBug::kRestoreDigestUnchecked : StorageBug::kMomentsUnchecked)) {
+    return absl::OkStatus();
+  }
+  const uint32_t found = DigestBytes({bytes, chunk.layout.ArrayBytes(array, chunk.elements)}, with);
+  const uint32_t digest = expected[static_cast<size_t>(array)];
+  if (found == digest) return absl::OkStatus();
+  const uint64_t offset = state_at + chunk.layout.ArrayAt(array, chunk.elements);
+  return ChecksumError(tiers->nvme()->file(), chunk.index, array, offset, digest, found);
+}
+
 absl::Status StoreCore::CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state,
                                       const Compute& with) const {
-  BALLAST_RETURN_IF_ERROR(
-      CheckLabel(chunk, durable, {state + chunk.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes}));
+  BALLAST_RETURN_IF_ERROR(CheckLabel(chunk, durable, state + chunk.layout.LabelAt(chunk.elements)));
   if (Seeded(StorageBug::kRestoreDigestUnchecked)) return absl::OkStatus();
   const ArrayDigests digests = DigestState(chunk.View(const_cast<std::byte*>(state)), with);
   return CompareDigests(tiers->nvme()->file(), chunk, durable.offset, durable.digests, digests);

@@ -190,6 +190,7 @@ absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, absl::Function
                   [&](auto* c, const ChunkUpdate& u) { return !moves(c, u); })) {
     BALLAST_ASSIGN_OR_RETURN(queue, core_.staging.Queue(core_.tiers->disk()));
   }
+  BALLAST_RETURN_IF_ERROR(LoadMoments(updates, chunks, interrupt));
   {
     absl::MutexLock lock(&core_.mutex);
     ++core_.runs;
@@ -223,6 +224,19 @@ absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, absl::Function
     status = core_.failed = StoreCore::Lasting(status);
   }
   return status.ok() ? interrupted : status;
+}
+
+absl::Status StoreRun::LoadMoments(absl::Span<const ChunkUpdate> updates, absl::Span<StoredChunk* const> chunks,
+                                   Interrupt interrupt) {
+  std::vector<StoredChunk*> changed;
+  for (size_t i = 0; i < updates.size(); ++i) {
+    if (!updates[i].restored.has_value()) changed.push_back(chunks[i]);  // a restore overwrites all arrays
+  }
+  absl::Status interrupted;
+  const auto asked = [&] { return interrupted = interrupt(); };
+  const absl::Status status = As(RunStage::kRead, [&] { return core_.LoadMoments(changed, asked); });
+  if (!status.ok() && interrupted.ok()) core_.failed = status;
+  return status;
 }
 
 absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk, UpdatePipeline& pipeline) {
@@ -281,6 +295,7 @@ absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& c
         return pinned != nullptr ? core_.ReadDurable(chunk, *pinned, state, with) : core_.Clear(chunk, state, with);
       });
       BALLAST_RETURN_IF_ERROR(core_.failed);
+      chunk.moments_unread = false;
       if (stores && pinned != nullptr) {
         chunk.digests = pinned->digests;
       } else if (stores && tier != TierKind::kHbm) {
@@ -426,7 +441,7 @@ absl::Status StoreRun::QueueUpdate(const ChunkUpdate& update, const StoredChunk&
     if (n == 0) continue;
     const HbmSegment one{.coefficients = segment.coefficients,
                          .random = RandomAt(update, at),
-                         .span = SpanOf(update, segment, state, nullptr, at, n),
+                         .span = SpanOf(update, segment, state, state.master() + at, nullptr, at, n),
                          .working = working(at)};
     if (segment.gradient == nullptr) {
       together.push_back(one);

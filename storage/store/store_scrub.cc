@@ -16,7 +16,7 @@ std::vector<ScrubbedExtent> StoreScrub::ExtentsOf(const StoreCore& core, const S
   ScrubbedExtent newest{.chunk = chunk.index, .entry = chunk.newest};
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
-    newest.in_memory = chunk.placement.state != TierKind::kNvme;
+    newest.in_memory = chunk.placement.state != TierKind::kNvme && !chunk.moments_unread;
     newest.dirty = chunk.dirty && !Seeded(StorageBug::kScrubRewritesDirty);
     newest.updated_in = chunk.updated_in;
     if (!durable && !newest.in_memory && chunk.updated_in > 0) {
@@ -60,7 +60,7 @@ bool StoreScrub::Advance(const StoreCore& core) {
 absl::Status StoreScrub::Finish(const StoreCore& core, const StoredChunk& chunk) const {
   if (Seeded(StorageBug::kScrubDigestUnchecked)) return absl::OkStatus();
   const DurableChunk& entry = current_->entry;
-  if (entry.version >= 0) BALLAST_RETURN_IF_ERROR(core.CheckLabel(chunk, entry, label_));
+  if (entry.version >= 0) BALLAST_RETURN_IF_ERROR(core.CheckLabel(chunk, entry, label_.data()));
   return CompareDigests(core.tiers->nvme()->file(), chunk, entry.offset, entry.digests, digests_);
 }
 

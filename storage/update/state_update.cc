@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "ballast/kernels/kernels.h"
+#include "ballast/storage/chunk/remainder.h"
 #include "ballast/storage/update/coded_values.h"
 
 namespace ballast::storage {
@@ -110,6 +111,47 @@ template <typename Function>
   run(unwanted + kOffStreaming);
 }
 
+// Runs `change` on the fp32 master of elements [at, end), in memory of its own, and keeps the remainder of the result.
+// REQUIRES: the layout keeps a remainder; at most kBlockElements, which begin at a multiple of 8 and end at one or at
+// the chunk's end.
+template <typename Function>  // (absl::Span<float> master)
+[[gnu::noinline]] void ChangeMaster(const StateView& state, const std::byte* working, uint64_t at, uint64_t end,
+                                    Function change) {
+  alignas(64) float memory[kBlockElements];
+  const absl::Span<float> master(memory, end - at);
+  JoinMaster(state, working, at, master);
+  change(master);
+  SetRemainder(master, at, state);
+}
+
+// Overwrites master and working copy.
+void WriteMaster(const ChunkUpdate::Values& values, const StateView& state, std::byte* working) {
+  const kernels::Dtype dtype = state.layout->optimizer().working;
+  const uint64_t width = kernels::ElementBytes(dtype), begin = values.begin, end = begin + values.count(width);
+  const auto take = [&](uint64_t from, absl::Span<float> to) {  // elements from `from` of the chunk on
+    if (values.narrow.empty()) {
+      std::copy_n(values.values.data() + (from - begin), to.size(), to.data());
+    } else {
+      kernels::ToF32(dtype, values.narrow.data() + (from - begin) * width, to);
+    }
+  };
+  if (!state.layout->keeps_remainder()) {
+    const absl::Span<float> master(state.master() + begin, end - begin);
+    take(begin, master);
+    std::byte* const to = values.working != nullptr ? values.working : working;
+    if (to == nullptr || to == values.narrow.data()) return;
+    return kernels::FromF32(master, dtype, to + (values.working != nullptr ? 0 : begin * width));
+  }
+  for (uint64_t at = begin / kBlockElements * kBlockElements; at < end; at += kBlockElements) {
+    const uint64_t from = std::max(at, begin), to = std::min(at + kBlockElements, end);
+    ChangeMaster(state, working, at, std::min(at + kBlockElements, state.elements), [&](absl::Span<float> master) {
+      const absl::Span<float> changed = master.subspan(from - at, to - from);
+      take(from, changed);
+      kernels::FromF32(changed, dtype, working + from * width);
+    });
+  }
+}
+
 // The update's segments, in the order of their place in the chunk, to find the segments that overlap a block.
 class Segments {
  public:
@@ -119,29 +161,37 @@ class Segments {
     }
     std::sort(sorted_.begin(), sorted_.end(), [](auto* a, auto* b) { return a->begin < b->begin; });
   }
+  bool Any(uint64_t at, uint64_t end) const {
+    const auto next = From(at);
+    return next != sorted_.end() && (*next)->begin < end;
+  }
   template <typename Function>  // (segment, begin, end)
   void Meet(uint64_t at, uint64_t end, Function function) const {
-    auto next = std::upper_bound(sorted_.begin(), sorted_.end(), at,
-                                 [](uint64_t element, auto* segment) { return element < segment->end; });
-    for (; next != sorted_.end() && (*next)->begin < end; ++next) {
+    for (auto next = From(at); next != sorted_.end() && (*next)->begin < end; ++next) {
       function(**next, std::max(at, (*next)->begin), std::min(end, (*next)->end));
     }
   }
 
  private:
+  // The first segment that ends behind the element.
+  std::vector<const ChunkUpdate::SegmentUpdate*>::const_iterator From(uint64_t at) const {
+    return std::upper_bound(sorted_.begin(), sorted_.end(), at,
+                            [](uint64_t element, auto* segment) { return element < segment->end; });
+  }
+
   std::vector<const ChunkUpdate::SegmentUpdate*> sorted_;
 };
 
 }  // namespace
 
 kernels::UpdateSpan SpanOf(const ChunkUpdate& update, const ChunkUpdate::SegmentUpdate& segment, const StateView& state,
-                           std::byte* working, uint64_t at, uint64_t n) {
+                           float* master, std::byte* working, uint64_t at, uint64_t n) {
   const bool own = segment.gradient != nullptr;
   const std::byte* const gradient = own ? segment.gradient : update.gradient.data();
   const uint64_t first = own ? segment.begin : update.gradient_begin;
   kernels::UpdateSpan span{.n = n,
                            .gradient = gradient + (at - first) * state.layout->gradient_element_bytes(),
-                           .master = state.master() + at,
+                           .master = master,
                            .moments = {},
                            .working = working};
   for (int k = 0; k + 1 < state.layout->array_count(); ++k) {
@@ -204,16 +254,7 @@ void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* w
   }
   if (update.values_of != StateArray::kMaster) WriteMoments(update, state);
   for (const ChunkUpdate::Values& values : update.values) {
-    if (update.values_of != StateArray::kMaster) break;
-    const absl::Span<float> master(state.master() + values.begin, values.count(width));
-    if (values.narrow.empty()) {
-      std::copy(values.values.begin(), values.values.end(), master.begin());
-    } else {
-      kernels::ToF32(optimizer.working, values.narrow.data(), master);
-    }
-    std::byte* const to = values.working != nullptr ? values.working : working;
-    if (to == nullptr || to == values.narrow.data()) continue;
-    kernels::FromF32(master, optimizer.working, to + (values.working != nullptr ? 0 : values.begin * width));
+    if (update.values_of == StateArray::kMaster) WriteMaster(values, state, working);
   }
   const Segments segments(update);
   std::vector<PieceDigest> old_pieces(of_old ? PieceCount(state) : 0);
@@ -223,14 +264,21 @@ void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* w
     for (uint64_t at = i * kPieceElements; at < piece_end; at += kBlockElements) {
       const uint64_t end = std::min(at + kBlockElements, piece_end);
       if (of_old) DigestBlock(state, at, end, &old_pieces[i]);
-      segments.Meet(at, end, [&](const ChunkUpdate::SegmentUpdate& segment, uint64_t from, uint64_t to) {
-        const auto run = [&](std::byte* target) {
-          kernels::Update(optimizer, segment.coefficients, RandomAt(update, from),
-                          SpanOf(update, segment, state, target, from, to - from));
-        };
-        if (segment.working != nullptr) return run(segment.working + (from - segment.begin) * width);
-        working != nullptr ? run(working + from * width) : WithoutWorking(run);
-      });
+      const auto update_block = [&](absl::Span<float> master) {
+        segments.Meet(at, end, [&](const ChunkUpdate::SegmentUpdate& segment, uint64_t from, uint64_t to) {
+          const auto run = [&](std::byte* target) {
+            kernels::Update(optimizer, segment.coefficients, RandomAt(update, from),
+                            SpanOf(update, segment, state, &master[from - at], target, from, to - from));
+          };
+          if (segment.working != nullptr) return run(segment.working + (from - segment.begin) * width);
+          working != nullptr ? run(working + from * width) : WithoutWorking(run);
+        });
+      };
+      if (!state.layout->keeps_remainder()) {
+        update_block({state.master() + at, end - at});
+      } else if (segments.Any(at, end)) {
+        ChangeMaster(state, working, at, end, update_block);
+      }
       if (digests->of_new) DigestBlock(state, at, end, &new_pieces[i]);
     }
   });

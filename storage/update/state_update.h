@@ -26,7 +26,7 @@ ArrayDigests DigestState(const StateView& state, const Compute& compute);
 // CRC32C of any bytes, computed in parallel.
 uint32_t DigestBytes(absl::Span<const std::byte> bytes, const Compute& compute);
 
-// Makes the whole chunk's working copy from its master.
+// Makes the whole chunk's working copy from its master. REQUIRES: the layout keeps no remainder.
 void RoundMaster(const StateView& state, std::byte* working, const Compute& compute);
 
 struct UpdateDigests {
@@ -44,8 +44,9 @@ void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* w
 
 // The kernel's arguments for `n` elements of `segment`, from element `at` of the chunk on; the gradient is in the
 // host's memory.
+// `master`: the element's.
 kernels::UpdateSpan SpanOf(const ChunkUpdate& update, const ChunkUpdate::SegmentUpdate& segment, const StateView& state,
-                           std::byte* working, uint64_t at, uint64_t n);
+                           float* master, std::byte* working, uint64_t at, uint64_t n);
 // The update's random key for elements from `at` of the chunk on.
 kernels::RandomKey RandomAt(const ChunkUpdate& update, uint64_t at);
 

@@ -1,6 +1,8 @@
 // Does the plan hold? For each of five splits of the budgets the machine is measured as `ballastctl iotune` does, and
 // two chunk stores step by turns: by the plan that is chosen, and by first fit, which fills one tier after the other in
-// the order of the update. Besides, predicted step times over measured ones.
+// the order of the update. Besides, predicted step times over measured ones. A sixth row has the pulls of a forward and
+// a backward pass in its step: by a plan that may leave out working copies beside state in DRAM, and by one that may
+// not.
 
 #include <algorithm>
 #include <cstdio>
@@ -34,8 +36,10 @@ class Split {
         absl::Span<const std::byte> gradients)
       : bench_(bench), directory_(directory), pool_(pool), gradients_(gradients) {}
 
-  // `first_fit`: plans without the machine, and predicts the plan afterwards.
-  absl::Status Plan(const storage::MachineProfile& machine, uint64_t chunks, double dram_share, bool first_fit) {
+  // kFirstFit: plans without the machine, and predicts the plan afterwards. kWithoutCopies: may leave out copies.
+  enum class By { kChoice, kFirstFit, kChoiceWithoutCopies };
+  absl::Status Plan(const storage::MachineProfile& machine, uint64_t chunks, double dram_share, By by) {
+    const bool first_fit = by == By::kFirstFit;
     const storage::StateLayout layout;
     const uint64_t state = chunks * layout.StateBytes(kPlannedChunk);
     const uint64_t fixed =
@@ -53,6 +57,7 @@ class Split {
         .provisional_bytes_per_element = kProvisional,
         .staging_bytes = bench_.staging_bytes,
         .shape = {.machine = &machine, .threads = bench_.threads, .staging_bytes = store_->slot_memory_bytes()}};
+    if (by == By::kChoiceWithoutCopies) request.pull = store_->pull_memory_missing(kPlannedChunk, chunks);
     if (first_fit) request.shape.machine = nullptr;
     BALLAST_ASSIGN_OR_RETURN(plan_, storage::MakePlan(request));
     request.shape.machine = &machine;
@@ -76,6 +81,17 @@ class Split {
     return Seconds([&] { return store_->Run(updates, [](size_t) {}); });
   }
 
+  // Reads the working parameters of all chunks, chunk after chunk.
+  absl::StatusOr<double> PassSeconds() {
+    pulled_.resize(2 * kPlannedChunk);
+    return Seconds([&]() -> absl::Status {
+      for (uint64_t i = 0; i < store_->chunk_count(); ++i) {
+        BALLAST_RETURN_IF_ERROR(store_->ReadWorking(i, 0, absl::MakeSpan(pulled_)));
+      }
+      return absl::OkStatus();
+    });
+  }
+
   const storage::Plan& plan() const { return plan_; }
 
  private:
@@ -88,6 +104,7 @@ class Split {
   std::unique_ptr<storage::ChunkStore> store_;
   storage::Plan plan_;
   uint64_t step_ = 0;
+  std::vector<std::byte> pulled_;
 };
 
 struct Outcome {
@@ -96,7 +113,7 @@ struct Outcome {
   double ratio() const { return predicted / Median(seconds); }
 };
 
-Row RowOf(const char* name, const storage::Plan& plan, const Outcome& chosen, const Outcome& first_fit) {
+Row RowOf(const char* name, bool pulls, const storage::Plan& plan, const Outcome& chosen, const Outcome& first_fit) {
   const storage::StepPrediction& predicted = *plan.prediction;
   const auto chunks = static_cast<double>(plan.chunks.size());
   const auto nvme = std::count_if(plan.chunks.begin(), plan.chunks.end(),
@@ -107,7 +124,7 @@ Row RowOf(const char* name, const storage::Plan& plan, const Outcome& chosen, co
   return {.name = name,
           .bytes_per_element = 2 * state_bytes / kPlannedChunk,
           .gb_per_s = 2 * state_bytes * chunks / Median(chosen.seconds) / 1e9,
-          .reference = "first fit, steps per second",
+          .reference = pulls ? "all copies kept, steps per second" : "first fit, steps per second",
           .ratio = Median(ratios),
           .bar = 1,
           .more = {{"predicted_ratio", first_fit.predicted / chosen.predicted},
@@ -121,6 +138,12 @@ Row RowOf(const char* name, const storage::Plan& plan, const Outcome& chosen, co
                    {"chunks", chunks}}};
 }
 
+struct SplitRow {
+  const char* name;
+  double dram_share;
+  int passes;  // of pulls, in each step
+};
+
 }  // namespace
 
 absl::Status MeasurePlans(const StorageBenchOptions& options, const std::string& directory, std::vector<Row>* rows) {
@@ -132,34 +155,46 @@ absl::Status MeasurePlans(const StorageBenchOptions& options, const std::string&
   for (uint64_t i = 0; i < values.size(); ++i) values[i] = kernels::ToBf16(i % 3 == 0 ? -0.01f : 0.004f);
 
   const uint64_t chunks = std::max<uint64_t>(options.bytes / storage::StateLayout().StateBytes(kPlannedChunk), 1);
-  for (const auto& [name, share] : {std::pair{"plan/all_dram", 1.0},
-                                    {"plan/nine_tenths", 0.9},
-                                    {"plan/three_quarters", 0.75},
-                                    {"plan/half", 0.5},
-                                    {"plan/all_nvme", 0.0}}) {
-    std::fprintf(stderr, "storage_bench: %s: the machine, for %.0f s\n", name, absl::ToDoubleSeconds(kMachineTime));
+  for (const SplitRow& row : {SplitRow{"plan/all_dram", 1.0, 0},
+                              {"plan/nine_tenths", 0.9, 0},
+                              {"plan/three_quarters", 0.75, 0},
+                              {"plan/half", 0.5, 0},
+                              {"plan/all_nvme", 0.0, 0},
+                              {"plan/half_with_pulls", 0.5, 2}}) {
+    std::fprintf(stderr, "storage_bench: %s: the machine, for %.0f s\n", row.name, absl::ToDoubleSeconds(kMachineTime));
     BALLAST_ASSIGN_OR_RETURN(const storage::Measured machine,
                              storage::Measure({.directory = directory, .duration = kMachineTime}));
     const ScratchDirectory beside;
-    Split chosen(options, directory, &pool, gradients.bytes()),
-        first_fit(options, beside.path(), &pool, gradients.bytes());
-    BALLAST_RETURN_IF_ERROR(chosen.Plan(machine.profile, chunks, share, /*first_fit=*/false));
-    BALLAST_RETURN_IF_ERROR(first_fit.Plan(machine.profile, chunks, share, /*first_fit=*/true));
-    Outcome of_chosen{.seconds = {}, .predicted = chosen.plan().prediction->total};
-    Outcome of_first{.seconds = {}, .predicted = first_fit.plan().prediction->total};
+    Split chosen(options, directory, &pool, gradients.bytes()), other(options, beside.path(), &pool, gradients.bytes());
+    const bool pulls = row.passes > 0;
+    BALLAST_RETURN_IF_ERROR(chosen.Plan(machine.profile, chunks, row.dram_share,
+                                        pulls ? Split::By::kChoiceWithoutCopies : Split::By::kChoice));
+    BALLAST_RETURN_IF_ERROR(
+        other.Plan(machine.profile, chunks, row.dram_share, pulls ? Split::By::kChoice : Split::By::kFirstFit));
+    const auto predicted = [&](const Split& split) {
+      return split.plan().prediction->total + (pulls ? split.plan().prediction->pulls : 0);
+    };
+    Outcome of_chosen{.seconds = {}, .predicted = predicted(chosen)},
+        of_other{.seconds = {}, .predicted = predicted(other)};
     // Said before anything is measured.
-    std::fprintf(stderr, "storage_bench: %s: %s\n", name, chosen.plan().Explain().c_str());
+    std::fprintf(stderr, "storage_bench: %s: %s\n", row.name, chosen.plan().Explain().c_str());
     // The first step writes extents that were never written, and the second reads them for the first time.
     for (int round = -2; round < options.rounds; ++round) {
       double seconds[2] = {};
-      for (const bool first : {round % 2 == 0, round % 2 != 0}) {
-        BALLAST_ASSIGN_OR_RETURN(seconds[first ? 1 : 0], (first ? first_fit : chosen).StepSeconds());
+      for (const bool second : {round % 2 == 0, round % 2 != 0}) {
+        Split& split = second ? other : chosen;
+        double& sum = seconds[second ? 1 : 0];
+        BALLAST_ASSIGN_OR_RETURN(sum, split.StepSeconds());
+        for (int pass = 0; pass < row.passes; ++pass) {
+          BALLAST_ASSIGN_OR_RETURN(const double pass_seconds, split.PassSeconds());
+          sum += pass_seconds;
+        }
       }
       if (round < 0) continue;
       of_chosen.seconds.push_back(seconds[0]);
-      of_first.seconds.push_back(seconds[1]);
+      of_other.seconds.push_back(seconds[1]);
     }
-    rows->push_back(RowOf(name, chosen.plan(), of_chosen, of_first));
+    rows->push_back(RowOf(row.name, pulls, chosen.plan(), of_chosen, of_other));
   }
   return absl::OkStatus();
 }

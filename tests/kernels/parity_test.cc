@@ -278,6 +278,31 @@ TEST_P(ParityTest, Quantize) {
   }
 }
 
+// The plainest split, and back: every kind of float, ties and NaNs among them, comes back to the bit.
+TEST_P(ParityTest, SplitAndJoinF32) {
+  constexpr uint32_t kSpecial[] = {0x3f808000, 0x3f818000, 0x3f817fff, 0x7f7fffff, 0xff7f8000, 0x7f800000, 0x7f800001,
+                                   0xffbfffff, 0x7fc00000, 0xffffffff, 0x80000000, 0x00008000, 0x00018000};
+  for (const size_t n : Pieces()) {
+    std::vector<float> from = AnyFloats(random_, n);
+    for (size_t i = 0; i < n; i += 7) from[i] = std::bit_cast<float>(kSpecial[i / 7 % std::size(kSpecial)]);
+    std::vector<bf16> rounded(n);
+    std::vector<uint16_t> low(n), expected_low(n);
+    std::vector<uint8_t> carries(CarryBytes(n), 0xff), expected_carries(CarryBytes(n));
+    Bf16FromF32(from, absl::MakeSpan(rounded));
+    for (size_t i = 0; i < n; ++i) {
+      const auto bits = std::bit_cast<uint32_t>(from[i]);
+      expected_low[i] = static_cast<uint16_t>(bits);
+      if (rounded[i] != bits >> 16) expected_carries[i / 8] |= static_cast<uint8_t>(1u << i % 8);
+    }
+    SplitF32(from, low.data(), carries.data());
+    ASSERT_EQ(low, expected_low) << n;
+    ASSERT_EQ(carries, expected_carries) << n;
+    std::vector<float> back(n);
+    JoinF32(rounded.data(), low.data(), carries.data(), absl::MakeSpan(back));
+    ASSERT_EQ(std::memcmp(back.data(), from.data(), n * sizeof(float)), 0) << n;
+  }
+}
+
 TEST_P(ParityTest, AddInto) {
   for (const size_t n : kSizes) {
     std::vector<float> addend, sum, expected;
@@ -327,6 +352,10 @@ TEST_P(ParityTest, NothingBeyondTheEndIsTouched) {
         Dequantize(format, codes.span().data(), scales.span().data(), n, dtype, narrow.span().data());
       }
     }
+    const GuardedSpan<uint16_t> rounded(n), low(n);
+    const GuardedSpan<uint8_t> carries(CarryBytes(n));
+    SplitF32(wide.span(), low.span().data(), carries.span().data());
+    JoinF32(rounded.span().data(), low.span().data(), carries.span().data(), wide.span());
     for (const MomentFormat format : kFormats) {
       for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
         const OptimizerSpec spec{.amsgrad = true, .moments = format, .gradient = dtype, .working = dtype};

@@ -11,9 +11,9 @@ void ByteRanges::Add(ByteRange added) {
   if (next != ranges_.begin() && std::prev(next)->second >= added.begin) added.begin = (--next)->first;
   while (next != ranges_.end() && next->first <= added.end) {
     added.end = std::max(added.end, next->second);
-    next = ranges_.erase(next);
+    next = Take(next);
   }
-  ranges_[added.begin] = added.end;
+  Put(added.begin, added.end);
 }
 
 void ByteRanges::Remove(ByteRange removed) {
@@ -21,10 +21,34 @@ void ByteRanges::Remove(ByteRange removed) {
   if (next != ranges_.begin() && std::prev(next)->second > removed.begin) --next;
   while (next != ranges_.end() && next->first < removed.end) {
     const auto [begin, end] = *next;
-    next = ranges_.erase(next);
-    if (begin < removed.begin) ranges_[begin] = removed.begin;
-    if (end > removed.end) ranges_[removed.end] = end;
+    next = Take(next);
+    if (begin < removed.begin) Put(begin, removed.begin);
+    if (end > removed.end) Put(removed.end, end);
   }
+}
+
+void ByteRanges::Put(uint64_t begin, uint64_t end) {
+  ranges_[begin] = end;
+  by_size_.emplace(end - begin, begin);
+  bytes_ += end - begin;
+}
+
+ByteRanges::Ranges::iterator ByteRanges::Take(Ranges::iterator range) {
+  const uint64_t bytes = range->second - range->first;
+  by_size_.erase({bytes, range->first});
+  bytes_ -= bytes;
+  return ranges_.erase(range);
+}
+
+std::optional<ByteRange> ByteRanges::Fit(uint64_t bytes) const {
+  const auto found = by_size_.lower_bound({bytes, 0});
+  if (found == by_size_.end()) return std::nullopt;
+  return ByteRange{found->second, found->second + found->first};
+}
+
+std::optional<ByteRange> ByteRanges::last() const {
+  if (ranges_.empty()) return std::nullopt;
+  return ByteRange{ranges_.rbegin()->first, ranges_.rbegin()->second};
 }
 
 std::vector<ByteRange> ByteRanges::In(ByteRange within) const {

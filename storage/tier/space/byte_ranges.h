@@ -3,6 +3,9 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
+#include <set>
+#include <utility>
 #include <vector>
 
 namespace ballast::storage {
@@ -14,7 +17,8 @@ struct ByteRange {
   friend bool operator==(const ByteRange&, const ByteRange&) = default;
 };
 
-// Threads: the caller's lock.
+// A file may have as many ranges as a server has chunks: all calls but In and All take the logarithm of their number,
+// and In takes as long as its answer. Threads: the caller's lock.
 class ByteRanges {
  public:
   void Add(ByteRange added);
@@ -22,11 +26,22 @@ class ByteRanges {
   // The set's parts inside `within`, ascending. Neighbours are one range.
   std::vector<ByteRange> In(ByteRange within) const;
   std::vector<ByteRange> All() const { return In({0, ~uint64_t{0}}); }
-  // Number of the set's bytes inside `within`.
+  // Number of the set's bytes inside `within`, and in all.
   uint64_t BytesIn(ByteRange within) const;
+  uint64_t bytes() const { return bytes_; }
+  // The smallest range of at least `bytes`, the first of several; none if all are smaller.
+  std::optional<ByteRange> Fit(uint64_t bytes) const;
+  // The last range; none of an empty set.
+  std::optional<ByteRange> last() const;
 
  private:
-  std::map<uint64_t, uint64_t> ranges_;  // begin -> end; no two touch
+  using Ranges = std::map<uint64_t, uint64_t>;
+  void Put(uint64_t begin, uint64_t end);
+  Ranges::iterator Take(Ranges::iterator range);  // returns the next
+
+  Ranges ranges_;                                    // begin -> end; no two touch
+  std::set<std::pair<uint64_t, uint64_t>> by_size_;  // bytes and begin of each
+  uint64_t bytes_ = 0;
 };
 
 }  // namespace ballast::storage

@@ -36,7 +36,7 @@ Reservation FileSpace::StartPromise(uint64_t bytes, Shape shape, uint64_t unused
     SetApart(reservation.ranges);
   }
   // Blocks that an earlier promise lost to another program are reserved along.
-  const uint64_t lost = promised_ > free_with_blocks_ ? promised_ - free_with_blocks_ : 0;
+  const uint64_t lost = promised_ > ready_.bytes() ? promised_ - ready_.bytes() : 0;
   const std::vector<ByteRange> more = Missing((shape == Shape::kOnePiece ? 0 : bytes - reservation.covered) + lost);
   SetApart(more);
   reservation.ranges.insert(reservation.ranges.end(), more.begin(), more.end());
@@ -54,7 +54,7 @@ absl::Status FileSpace::FinishPromise(const Reservation& reservation, absl::Stat
   }
   promised_ += reservation.bytes - reservation.covered;
   --in_the_making_;
-  if (ran.ok() && free_with_blocks_ < promised_) {
+  if (ran.ok() && ready_.bytes() < promised_) {
     // A place gave promised blocks back to the disk, to get as many elsewhere, and this promise got them.
     for (const ByteRange& range : reservation.ranges) GiveBackRange(range);
     ran = model::Error(absl::StatusCode::kResourceExhausted, model::kDiskFull,
@@ -103,17 +103,10 @@ absl::StatusOr<uint64_t> FileSpace::TakePromised(uint64_t bytes, uint64_t unused
 
 // A range with blocks, if there is one: reserving waits for all transfers of the file that are in flight.
 uint64_t FileSpace::Place(uint64_t bytes) const {
-  const std::vector<ByteRange> all = free_.All();
-  for (const ByteRange& range : all) {
-    if (range.bytes() < bytes) continue;
-    for (const ByteRange& part : blocks_.In(range)) {
-      if (part.bytes() >= bytes) return part.begin;
-    }
-  }
-  for (const ByteRange& range : all) {
-    if (range.bytes() >= bytes) return range.begin;
-  }
-  return !all.empty() && all.back().end == end_ ? all.back().begin : end_;
+  if (const auto range = ready_.Fit(bytes); range.has_value()) return range->begin;
+  if (const auto range = free_.Fit(bytes); range.has_value()) return range->begin;
+  const auto last = free_.last();
+  return last.has_value() && last->end == end_ ? last->begin : end_;
 }
 
 uint64_t FileSpace::PlaceToReserve(uint64_t bytes) const {
@@ -133,11 +126,11 @@ uint64_t FileSpace::PlaceToReserve(uint64_t bytes) const {
 
 void FileSpace::MarkFree(ByteRange range) {
   free_.Add(range);
-  free_with_blocks_ += blocks_.BytesIn(range);
+  for (const ByteRange& part : blocks_.In(range)) ready_.Add(part);
 }
 
 void FileSpace::MarkUsed(ByteRange range) {
-  for (const ByteRange& part : free_.In(range)) free_with_blocks_ -= blocks_.BytesIn(part);
+  ready_.Remove(range);
   free_.Remove(range);
 }
 
@@ -155,6 +148,7 @@ absl::Status FileSpace::GetBlocks(ByteRange range, uint64_t promised_after, uint
 
 std::vector<ByteRange> FileSpace::Missing(uint64_t bytes) const {
   std::vector<ByteRange> ranges;
+  if (bytes == 0) return ranges;
   // Free ranges come first: after a restart they may have blocks already.
   for (const ByteRange& range : free_.All()) {
     for (const ByteRange& part : Holes(range)) {
@@ -185,10 +179,7 @@ void FileSpace::FreeIntoPromise(ByteRange range) {
 }
 
 void FileSpace::GiveBack(uint64_t bytes) {
-  std::vector<ByteRange> parts;
-  for (const ByteRange& range : free_.All()) {
-    for (const ByteRange& part : blocks_.In(range)) parts.push_back(part);
-  }
+  std::vector<ByteRange> parts = ready_.All();
   std::stable_sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.bytes() < b.bytes(); });
   for (const ByteRange& part : parts) {
     if (bytes == 0) return;
@@ -199,7 +190,7 @@ void FileSpace::GiveBack(uint64_t bytes) {
 }
 
 void FileSpace::GiveBackRange(ByteRange range) {
-  free_with_blocks_ -= blocks_.BytesIn(range);
+  ready_.Remove(range);
   blocks_.Remove(range);
   file_->Discard(range.begin, range.bytes());
 }
@@ -207,10 +198,10 @@ void FileSpace::GiveBackRange(ByteRange range) {
 void FileSpace::GiveBackEnd() {
   cut_later_ = in_the_making_ > 0;
   if (cut_later_) return;
-  const std::vector<ByteRange> all = free_.All();
-  if (all.empty() || all.back().end != end_) return;
-  uint64_t cut = all.back().begin, unused = Unused(promised_);
-  const std::vector<ByteRange> parts = blocks_.In(all.back());
+  const auto last = free_.last();
+  if (!last.has_value() || last->end != end_) return;
+  uint64_t cut = last->begin, unused = Unused(promised_);
+  const std::vector<ByteRange> parts = blocks_.In(*last);
   for (auto part = parts.rbegin(); part != parts.rend(); ++part) {
     if (part->bytes() > unused) {
       cut = part->end - unused;

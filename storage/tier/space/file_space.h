@@ -99,12 +99,12 @@ class FileSpace {
   // Shortens the file by free ranges at its end, and no further than the promise allows. Waits for the end of promises
   // in the making: a disk that is slow to reserve would hold up the call, and so everybody who needs the lock.
   void GiveBackEnd();
-  uint64_t Unused(uint64_t promised) const { return free_with_blocks_ > promised ? free_with_blocks_ - promised : 0; }
+  uint64_t Unused(uint64_t promised) const { return ready_.bytes() > promised ? ready_.bytes() - promised : 0; }
 
   BlockFile* const file_;
   ByteRanges free_;
   ByteRanges blocks_;  // has blocks, free or in use. At start blocks of free ranges are not known
-  uint64_t free_with_blocks_ = 0;
+  ByteRanges ready_;   // free, with blocks
   uint64_t promised_ = 0;
   int in_the_making_ = 0;  // promises between StartPromise and FinishPromise
   bool cut_later_ = false;

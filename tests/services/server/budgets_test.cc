@@ -126,6 +126,31 @@ TEST_P(BudgetsTest, ChunksFollowTheBudgetDownAndUp) {
   ExpectSame(*group, 2);
 }
 
+// 0.4 MiB of working copies give way to the budget, and pulls round masters on NVMe.
+TEST_P(BudgetsTest, WorkingCopiesGiveWayToTheBudget) {
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  const auto working = [&] { return JobOf(server_.get()).tiers(1).working_bytes(); };
+  const uint64_t before = working();
+  uint64_t budget = kDram[2], dropped = 0;
+  for (int64_t step = 1; step <= 40; ++step) {
+    budget -= 64 << 10;
+    const auto lowered = SetDram(server_.get(), budget);
+    if (!lowered.ok()) {
+      EXPECT_THAT(std::string(lowered.status().message()), HasSubstr("working copies that stay"));
+      break;
+    }
+    dropped += lowered->jobs(0).working_copies_dropped();
+    ASSERT_EQ(Step(*group, step), absl::OkStatus());
+    ASSERT_EQ(Step(undisturbed_, step), absl::OkStatus());
+    AwaitMoves(server_.get());
+    EXPECT_LE(server_->Status().tiers(1).used_bytes(), budget);
+    ExpectSame(*group, step);
+  }
+  EXPECT_GT(dropped, 0u);
+  EXPECT_LT(working(), before / 2);
+}
+
 TEST_P(BudgetsTest, WhatDoesNotMoveIsRefusedWithNumbers) {
   auto group = NewGroup();
   ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());

@@ -161,7 +161,7 @@ class VerifyTest : public ::testing::Test {
   LogReplay Payloads() {
     auto file = storage::SystemDisk()->Open(directory_ / "log-job", storage::Disk::Mode::kShared);
     EXPECT_TRUE(file.ok()) << file.status();
-    auto log = ReadJobLog(**file, "job");
+    auto log = ReadJobLog(*std::move(file), "job");
     EXPECT_TRUE(log.ok()) << log.status();
     DurableStates durable;
     for (const storage::DurableChunk& chunk : Chunks()) durable.versions[chunk.id] = chunk.version;

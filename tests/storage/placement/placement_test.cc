@@ -71,7 +71,7 @@ TEST(PlacementTest, CopiesThatDoNotFitAreLeftOutEvenly) {
     EXPECT_EQ(Tiers(*plan), expected);
     EXPECT_EQ(plan->working.dram, copies * kWorking);
     EXPECT_EQ(plan->pull.bytes(), 4096u);
-    EXPECT_THAT(plan->Explain(), HasSubstr(absl::StrCat("The working copies of ", 4 - copies, " chunks")));
+    EXPECT_THAT(plan->Explain(), HasSubstr(absl::StrCat("the working copies of ", 4 - copies, " chunks")));
   }
   EXPECT_EQ(LeastDram(request), others);
   request.free.dram = others - 1;

@@ -1,5 +1,6 @@
 #include "ballast/storage/placement/rebalance.h"
 
+#include <algorithm>
 #include <string>
 
 #include "ballast/proto/model/status.h"
@@ -168,6 +169,48 @@ TEST(RebalanceTest, WithoutWorkingCopiesNothingGoesToHbm) {
   const auto plans = PlanBudgets({.hbm = 10 * kEqualState, .dram = Used(2, 0).dram, .nvme = kOther}, Used(2, 0), {job});
   ASSERT_TRUE(plans.ok()) << plans.status();
   EXPECT_EQ(Letters((*plans)[0]), "dd");
+}
+
+// Copies of chunk c of each job that stay, as letters.
+std::string Copies(const Plan& plan) {
+  std::string letters;
+  for (const ChunkPlacement& chunk : plan.chunks) letters += chunk.working.has_value() ? 'c' : '-';
+  return letters;
+}
+
+// All state is on NVMe; the jobs' copies alone exceed the budget.
+TEST(RebalanceTest, WorkingCopiesGoWhereNothingElseCan) {
+  JobHolding a = Job("a", 0, 8), b = Job("b", 0, 4);
+  a.pull = b.pull = PullMemory{.slots = 1, .slot_bytes = kEqualWorking};
+  const TierBytes used{.dram = kOther + 12 * kEqualWorking, .nvme = kOther + 12 * kEqualState};
+  const auto plans = [&](uint64_t dram) { return PlanBudgets({.dram = dram, .nvme = used.nvme}, used, {a, b}); };
+  const auto all = plans(used.dram);
+  ASSERT_TRUE(all.ok()) << all.status();
+  EXPECT_EQ(Copies((*all)[0]) + Copies((*all)[1]), "cccccccccccc");
+  // Each job gives up as much as it can in proportion, and needs a slot for pulls.
+  const auto some = plans(used.dram - 5 * kEqualWorking);
+  ASSERT_TRUE(some.ok()) << some.status();
+  uint64_t left = 0;
+  for (const Plan& plan : *some) {
+    const std::string copies = Copies(plan);
+    const auto here = static_cast<uint64_t>(std::count(copies.begin(), copies.end(), 'c'));
+    EXPECT_GT(here, 0u);
+    EXPECT_LT(here, plan.chunks.size());
+    left += here + 1;
+  }
+  EXPECT_LE(left, 7u) << "copies and slots";
+  const auto none = plans(kOther + 2 * kEqualWorking);
+  ASSERT_TRUE(none.ok()) << none.status();
+  EXPECT_EQ(Copies((*none)[0]) + Copies((*none)[1]), "------------");
+  EXPECT_THAT(std::string(plans(kOther + 2 * kEqualWorking - 3).status().message()), HasSubstr("short of 3 bytes"));
+  // The first job's stay, beside a GPU for example.
+  a.pull.reset();
+  const auto second = plans(used.dram - kEqualWorking);
+  ASSERT_TRUE(second.ok()) << second.status();
+  EXPECT_EQ(Copies((*second)[0]), "cccccccc");
+  EXPECT_EQ(std::count_if((*second)[1].chunks.begin(), (*second)[1].chunks.end(),
+                          [](const ChunkPlacement& chunk) { return !chunk.working.has_value(); }),
+            2);
 }
 
 }  // namespace

@@ -73,7 +73,8 @@ TEST(StepPredictionTest, SlicesThatAreReadBackAreReadAndDigested) {
   EXPECT_EQ(before.disk_read, 0);
   EXPECT_THAT(p.disk_read, DoubleNear(read_back / (250 * kStateBytes), 1e-6));
   EXPECT_THAT(p.compute - before.compute, DoubleNear(read_back / (4000 * kStateBytes), 1e-6));
-  EXPECT_THAT(p.disk_idle, DoubleNear(0, 1e-6));
+  // Gradients that are read together are updated one after the other, and the disk waits for the last ones.
+  EXPECT_THAT(p.disk_idle, DoubleNear(0, 0.003));
   shape.durable = false;
   const StepPrediction spilt = PredictStep(shape, StateLayout(), Chunks(100, 0));
   EXPECT_EQ(spilt.disk_read, p.disk_read);
@@ -88,9 +89,10 @@ TEST(StepPredictionTest, OnNvmeTheDiskMovesStateTwice) {
   EXPECT_THAT(p.disk_write, DoubleNear(0.2, 1e-6));
   EXPECT_THAT(p.disk, DoubleNear(1, 1e-6));  // reads and writes share it
   EXPECT_THAT(p.compute, DoubleNear(0.1 + 2 * 100 / 4000.0, 1e-6));
-  EXPECT_THAT(p.disk_idle, DoubleNear(0.00075, 1e-6)) << "the last kernel";
-  EXPECT_THAT(p.total, DoubleNear(1, 0.005));
-  EXPECT_THAT(p.Explain(), HasSubstr("bound by the disk, which alone takes 0.600 s (the step is 66 % above that)"));
+  EXPECT_THAT(p.disk_idle, DoubleNear(0.00012, 1e-6)) << "the last kernel ends beside earlier writes";
+  // At first there are reads alone, at last writes alone, each faster than both together.
+  EXPECT_THAT(p.total, DoubleNear(0.9906, 1e-4));
+  EXPECT_THAT(p.Explain(), HasSubstr("bound by the disk, which alone takes 0.600 s (the step is 65 % above that)"));
 }
 
 TEST(StepPredictionTest, TheDiskIdlesBehindChunksInMemory) {
@@ -98,11 +100,11 @@ TEST(StepPredictionTest, TheDiskIdlesBehindChunksInMemory) {
   // 100 ms of compute come first, of which reads of 4 chunks fill 16. Then kernels take 1.5 ms each.
   const StepPrediction p = PredictStep(Shape(&machine), StateLayout(), Chunks(100, 100));
   EXPECT_THAT(p.disk_idle, DoubleNear(0.1 - 0.016 + 0.0015, 1e-6));
-  EXPECT_THAT(p.total, DoubleNear(1.084, 0.015));
+  EXPECT_THAT(p.total, DoubleNear(1.07, 0.015));
   // Chunks in DRAM, spread between chunks on NVMe, cost the disk nothing.
   std::vector<PlacedChunk> spread = Chunks(100, 100);
   for (size_t i = 0; i < spread.size(); ++i) spread[i].placement.state = i % 2 == 0 ? TierKind::kNvme : TierKind::kDram;
-  EXPECT_THAT(PredictStep(Shape(&machine), StateLayout(), spread).total, DoubleNear(1, 0.005));
+  EXPECT_THAT(PredictStep(Shape(&machine), StateLayout(), spread).total, DoubleNear(0.99, 0.005));
 }
 
 // Kernels at half their speed beside the disk, and the disk at four fifths beside kernels. Of 100 chunks in turn with

@@ -19,6 +19,7 @@ struct Shape {
   const char* name;
   std::vector<TierKind> tiers;  // of the chunks, in turn
   uint64_t slots;
+  kernels::MasterFormat master = kernels::MasterFormat::kF32;
 };
 
 class ChunkStoreTest : public ::testing::TestWithParam<Shape> {
@@ -32,7 +33,7 @@ class ChunkStoreTest : public ::testing::TestWithParam<Shape> {
     for (size_t i = 0; i < Sizes().size(); ++i) EXPECT_TRUE(Holds(*s_.store, i, s_.reference[i])) << "chunk " << i;
   }
 
-  StoreOnTiers s_{{.hbm = 24 * kMiB, .dram = 16 * kMiB, .nvme = 16 * kMiB}, GetParam().slots};
+  StoreOnTiers s_{{.hbm = 24 * kMiB, .dram = 16 * kMiB, .nvme = 16 * kMiB}, GetParam().slots, GetParam().master};
 };
 
 TEST_P(ChunkStoreTest, StartsAtZero) { ExpectReference(); }
@@ -153,7 +154,8 @@ TEST_P(ChunkStoreTest, SpaceIsTakenAndReturned) {
   const ChunkStore::Residency residency = s_.store->residency();
   const TierBytes used = s_.tiers->used();
   uint64_t state = 0, working = 0;
-  for (const uint64_t n : Sizes()) state += StateLayout().StateBytes(n), working += StateLayout().WorkingBytes(n);
+  const StateLayout& layout = s_.store->layout();
+  for (const uint64_t n : Sizes()) state += layout.StateBytes(n), working += layout.WorkingBytes(n);
   EXPECT_EQ(residency.state.hbm + residency.state.dram + residency.state.nvme, state);
   EXPECT_EQ(residency.working.dram, working);
   EXPECT_EQ(used.nvme, residency.state.nvme);
@@ -191,14 +193,15 @@ TEST_P(ChunkStoreTest, BadInputIsRefusedAndNothingChanges) {
   ExpectReference();
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, ChunkStoreTest,
-                         ::testing::Values(Shape{"AllDram", {TierKind::kDram}, 3},
-                                           Shape{"AllNvme", {TierKind::kNvme}, 3},
-                                           Shape{"AllNvmeOneSlot", {TierKind::kNvme}, 1},
-                                           Shape{"Mixed", {TierKind::kDram, TierKind::kNvme, TierKind::kNvme}, 2},
-                                           Shape{"AllHbm", {TierKind::kHbm}, 2},
-                                           Shape{"AllTiers", {TierKind::kHbm, TierKind::kNvme, TierKind::kDram}, 2}),
-                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, ChunkStoreTest,
+    ::testing::Values(
+        Shape{"AllDram", {TierKind::kDram}, 3}, Shape{"AllNvme", {TierKind::kNvme}, 3},
+        Shape{"AllNvmeOneSlot", {TierKind::kNvme}, 1},
+        Shape{"Mixed", {TierKind::kDram, TierKind::kNvme, TierKind::kNvme}, 2},
+        Shape{"Remainders", {TierKind::kNvme, TierKind::kDram, TierKind::kNvme}, 2, kernels::MasterFormat::kRemainder},
+        Shape{"AllHbm", {TierKind::kHbm}, 2}, Shape{"AllTiers", {TierKind::kHbm, TierKind::kNvme, TierKind::kDram}, 2}),
+    [](const auto& info) { return info.param.name; });
 
 TEST(ChunkStoreSpaceTest, AddBeyondTheBudgetAddsNothing) {
   StoreOnTiers s({.dram = 8 * kMiB, .nvme = 2 * kMiB}, 2);

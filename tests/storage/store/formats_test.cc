@@ -17,6 +17,7 @@ namespace ballast::storage {
 namespace {
 
 using kernels::Dtype;
+using kernels::MasterFormat;
 using kernels::MomentFormat;
 using kernels::OptimizerKind;
 using kernels::OptimizerSpec;
@@ -32,6 +33,12 @@ constexpr ChunkPlacement kPlacements[] = {{TierKind::kNvme},
                                           {.state = TierKind::kNvme, .working = std::nullopt},
                                           {.state = TierKind::kDram, .working = std::nullopt}};
 constexpr uint64_t kChunks = std::size(kPlacements);
+
+// A remainder is not in HBM.
+ChunkPlacement PlacementOf(uint64_t chunk, const OptimizerSpec& spec) {
+  const bool moves = spec.master == kernels::MasterFormat::kRemainder && kPlacements[chunk].state == TierKind::kHbm;
+  return moves ? kPlacements[chunk % 2] : kPlacements[chunk];
+}
 
 // Segments whose moments are written. The parts meet in the middle of a block, and are not in order.
 constexpr std::pair<uint64_t, uint64_t> kWritten[] = {{256, 3 * 256 + 7}, {4 * 256, 200000}, {200192, kElements - 9}};
@@ -106,7 +113,7 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
         {.budget = kBudget, .directory = directory_.path(), .staging_bytes = staging, .open_hbm = TestHbm()});
     store_ = std::make_unique<ChunkStore>(tiers_.get(), GetParam(), &compute_);
     Plan plan;
-    for (uint64_t i = 0; i < kChunks; ++i) plan.chunks.push_back(kPlacements[i]);
+    for (uint64_t i = 0; i < kChunks; ++i) plan.chunks.push_back(PlacementOf(i, GetParam()));
     EXPECT_TRUE(store_->Add(std::vector<uint64_t>(kChunks, kElements), plan).ok());
   }
 
@@ -260,7 +267,11 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(OptimizerSpec{.moments = MomentFormat::kBf16}, OptimizerSpec{.moments = MomentFormat::kI8},
                       OptimizerSpec{.moments = MomentFormat::kF8},
                       OptimizerSpec{.kind = OptimizerKind::kAdam, .amsgrad = true, .moments = MomentFormat::kF8},
-                      OptimizerSpec{.kind = OptimizerKind::kSgd},
+                      OptimizerSpec{.kind = OptimizerKind::kSgd}, OptimizerSpec{.master = MasterFormat::kRemainder},
+                      OptimizerSpec{.moments = MomentFormat::kI8, .master = MasterFormat::kRemainder},
+                      OptimizerSpec{
+                          .amsgrad = true, .moments = MomentFormat::kBf16, .master = MasterFormat::kRemainder},
+                      OptimizerSpec{.kind = OptimizerKind::kSgd, .master = MasterFormat::kRemainder},
                       OptimizerSpec{.kind = OptimizerKind::kAdagrad, .moments = MomentFormat::kI8},
                       OptimizerSpec{.kind = OptimizerKind::kLion, .gradient = Dtype::kF32, .working = Dtype::kF32},
                       OptimizerSpec{.amsgrad = true, .gradient = Dtype::kF16, .working = Dtype::kF16}));

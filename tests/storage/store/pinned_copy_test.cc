@@ -16,6 +16,7 @@ struct PinShape {
   const char* name;
   std::vector<TierKind> tiers;
   TierBytes budget;
+  kernels::MasterFormat master = kernels::MasterFormat::kF32;
 };
 
 class PinTest : public ::testing::TestWithParam<PinShape> {
@@ -28,7 +29,7 @@ class PinTest : public ::testing::TestWithParam<PinShape> {
     }
   }
 
-  StoreOnTiers s_{GetParam().budget, 2};
+  StoreOnTiers s_{GetParam().budget, 2, GetParam().master};
 };
 
 TEST_P(PinTest, PinsKeepTheirVersions) {
@@ -127,6 +128,14 @@ INSTANTIATE_TEST_SUITE_P(
                       PinShape{"HbmCopiesOnDram", {TierKind::kHbm}, {.hbm = 24 * kMiB, .dram = 32 * kMiB}},
                       PinShape{
                           "HbmCopiesOnNvme", {TierKind::kHbm}, {.hbm = 24 * kMiB, .dram = 5 * kMiB, .nvme = 32 * kMiB}},
+                      PinShape{"RemaindersCopiedToNvme",
+                               {TierKind::kNvme, TierKind::kDram},
+                               {.dram = 9 * kMiB, .nvme = 32 * kMiB},
+                               kernels::MasterFormat::kRemainder},
+                      PinShape{"RemaindersCopiedToDram",
+                               {TierKind::kNvme, TierKind::kDram},
+                               {.dram = 32 * kMiB, .nvme = 5 * kMiB},
+                               kernels::MasterFormat::kRemainder},
                       PinShape{"Mixed", {TierKind::kNvme, TierKind::kDram}, {.dram = 32 * kMiB, .nvme = 8 * kMiB}}),
     [](const auto& info) { return info.param.name; });
 

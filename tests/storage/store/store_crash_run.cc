@@ -216,6 +216,13 @@ class StoreRun {
           store_->ReadWorking(id, 0, {reinterpret_cast<std::byte*>(working.data()), 2 * working.size()});
       if (!copied.ok()) return Explain(copied);
       kernels::Bf16FromF32(now_[id], absl::MakeSpan(expected));
+      Values moment(master.size());
+      const auto which = random_.Percent(50) ? StateArray::kMoment1 : StateArray::kMoment2;
+      const absl::Status moments = store_->ReadState(id, which, 0, absl::MakeSpan(moment));
+      if (!moments.ok()) return Explain(moments);
+      if (std::any_of(moment.begin(), moment.end(), [](float value) { return value != 0; })) {
+        return absl::StrCat(what, "chunk ", id, " has moments that nobody wrote");
+      }
       if (std::memcmp(master.data(), now_[id].data(), 4 * master.size()) != 0 ||
           std::memcmp(working.data(), expected.data(), 2 * working.size()) != 0) {
         return absl::StrCat(what, "chunk ", id, " is not what was written");

@@ -21,10 +21,10 @@ struct StoreOnTiers {
   // Staging for `slots` full chunks, and the readers' buffer.
   static uint64_t StagingBytes(uint64_t slots) { return kMiB + slots * StateLayout().StateBytes(65536); }
 
-  StoreOnTiers(TierBytes budget, uint64_t slots) {
+  StoreOnTiers(TierBytes budget, uint64_t slots, kernels::MasterFormat master = kernels::MasterFormat::kF32) {
     tiers = *Tiers::Open(
         {.budget = budget, .directory = directory.path(), .staging_bytes = StagingBytes(slots), .open_hbm = TestHbm()});
-    store = std::make_unique<ChunkStore>(tiers.get(), kernels::OptimizerSpec());
+    store = std::make_unique<ChunkStore>(tiers.get(), kernels::OptimizerSpec{.master = master});
     for (const uint64_t n : Sizes()) reference.emplace_back(n);
   }
 
