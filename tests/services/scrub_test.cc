@@ -61,6 +61,7 @@ class ScrubTest : public ::testing::Test {
   }
   // Flips a bit in each block of states that is not all zero, labels among them.
   uint64_t RotEverything() {
+    Scrub();  // behind every task of the worker
     const std::string path = server_.directory() + "/nvme.tier";
     const int fd = ::open(path.c_str(), O_RDWR);
     EXPECT_GE(fd, 0);
@@ -148,7 +149,6 @@ TEST_F(ScrubTest, NamesWhatOnlyTheDiskHasAndStopsNobody) {
   EXPECT_THAT(scrub.damage(0), HasSubstr("nvme.tier"));
   EXPECT_THAT(scrub.damage(0), HasSubstr("the only copy"));
   EXPECT_EQ(Job().failure(), "") << "a warning, while the job still answers";
-  EXPECT_TRUE(group_->Read(0, v1::CONTENT_WORKING, group_->step() - 1).ok());
   EXPECT_EQ(ScrubAnew().damaged(), scrub.damaged()) << "told once, not added up";
 }
 
