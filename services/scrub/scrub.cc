@@ -76,7 +76,8 @@ void Scrub::Next(absl::Span<std::byte> buffer) {
   done_bytes_ += piece.bytes;
   pass_bytes_ = store->scrub_pass_bytes();
   if (piece.checked.has_value()) {
-    const std::pair<uint64_t, uint64_t> place(piece.checked->chunk, piece.checked->entry.offset);
+    const storage::DurableChunk& entry = piece.checked->entry;
+    const Place place = {piece.checked->chunk, entry.file, entry.offset};
     if (line.empty()) {
       damage_.erase(place);
     } else {
@@ -92,9 +93,9 @@ void Scrub::EndPass(const storage::ChunkStore& store) {
   last_pass_ = absl::Now();
   // The damage of extents that nothing needs any more is over.
   for (auto at = damage_.begin(); at != damage_.end();) {
-    const std::vector<storage::ScrubbedExtent> extents = store.Extents(at->first.first);
+    const std::vector<storage::ScrubbedExtent> extents = store.Extents(at->first[0]);
     const bool there = std::any_of(extents.begin(), extents.end(), [&](const storage::ScrubbedExtent& extent) {
-      return extent.entry.offset == at->first.second;
+      return extent.entry.file == at->first[1] && extent.entry.offset == at->first[2];
     });
     at = there ? std::next(at) : damage_.erase(at);
   }

@@ -5,10 +5,10 @@
 // one read at most, and the worker holds no lock meanwhile.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <string>
-#include <utility>
 
 #include "absl/time/time.h"
 #include "absl/types/span.h"
@@ -33,6 +33,7 @@ class Scrub {
   v1::ScrubStatus Describe() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
  private:
+  using Place = std::array<uint64_t, 3>;  // the chunk's index in the store; the extent's file and offset
   // Writes the extent anew from memory. An error says why the damage stays.
   absl::Status Mend(storage::ChunkStore* store, const storage::ScrubbedExtent& extent) ABSL_LOCKS_EXCLUDED(job_lock);
   // Writes the finding and its fate to the server's log. Returns the status line of lasting damage; empty if mended.
@@ -48,8 +49,8 @@ class Scrub {
   uint64_t done_bytes_ ABSL_GUARDED_BY(job_lock) = 0, pass_bytes_ ABSL_GUARDED_BY(job_lock) = 0;
   uint64_t read_bytes_ ABSL_GUARDED_BY(job_lock) = 0;
   uint64_t mended_ ABSL_GUARDED_BY(job_lock) = 0;
-  // Damage that stays: by the chunk's index in the store and the extent's offset.
-  std::map<std::pair<uint64_t, uint64_t>, std::string> damage_ ABSL_GUARDED_BY(job_lock);
+  // Damage that stays.
+  std::map<Place, std::string> damage_ ABSL_GUARDED_BY(job_lock);
 };
 
 }  // namespace ballast::services

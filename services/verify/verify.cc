@@ -6,6 +6,7 @@
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
+#include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::services {
 namespace {
@@ -30,6 +31,7 @@ class Scrub {
   void CheckOrphan(const std::string& name);
   void CheckLives(const std::string& name, const JobEntry& entry, uint64_t expected, absl::string_view whose);
   void CheckExtents();
+  void MissDevice(storage::NvmeFileId id, const std::vector<NamedExtent>& extents);
   Finding& Add(Harm harm, const std::string& job, std::string what, std::string file, std::string expected,
                std::string found, std::string advice) {
     return report_.findings.emplace_back(Finding{harm, job, std::move(what), std::move(file), 0, std::move(expected),
@@ -49,11 +51,9 @@ absl::StatusOr<ScrubReport> Scrub::Run() {
   if (directory_->catalog() == nullptr) {
     // Logs and extents cannot be judged without the catalog; a rebuild judges them.
     const absl::Status& error = directory_->catalog_error();
-    BALLAST_ASSIGN_OR_RETURN(const auto tier, directory_->OpenFile(directory_->TierPath()));
+    BALLAST_ASSIGN_OR_RETURN(const TierFiles tier, directory_->OpenTierFiles());
     uint64_t tier_bytes = 0;
-    if (tier != nullptr) {
-      BALLAST_ASSIGN_OR_RETURN(tier_bytes, tier->Size());
-    }
+    for (const auto& [id, file] : tier) tier_bytes += file.bytes;
     const bool used = tier_bytes > 0 || !directory_->LogNames().empty();
     if (absl::IsNotFound(error) && !used) return std::move(report_);  // never
     const bool unnoticed = directory_->begins_anew() && !used;  // its files alone look like those of a first start
@@ -238,21 +238,43 @@ void Scrub::CheckOrphan(const std::string& name) {
 
 void Scrub::CheckExtents() {
   if (extents_.empty()) return;
-  const std::string path = directory_->TierPath();
-  const auto file = directory_->OpenFile(path);
-  uint64_t file_bytes = 0;
-  if (file.ok() && *file != nullptr) {
-    const auto size = (*file)->Size();
-    if (size.ok()) file_bytes = *size;
-  }
-  CheckPlaces(extents_, path, file_bytes, &report_);
-  for (const NamedExtent& extent : extents_) {
-    const storage::DurableChunk& chunk = extent.chunk;
-    if ((chunk.offset | chunk.bytes) % storage::kIoAlignment != 0 || chunk.offset > file_bytes ||
-        chunk.bytes > file_bytes - chunk.offset) {
-      continue;  // said already
+  const auto files = directory_->OpenTierFiles();
+  std::map<storage::NvmeFileId, std::vector<NamedExtent>> by_file;
+  for (const NamedExtent& extent : extents_) by_file[extent.chunk.file].push_back(extent);
+  for (const auto& [id, extents] : by_file) {
+    const bool there = files.ok() && files->contains(id);
+    if (!there && id != 0) {
+      MissDevice(id, extents);
+      continue;
     }
-    CheckExtent(**file, extent, &progress_, &report_);
+    const uint64_t file_bytes = there ? files->at(id).bytes : 0;
+    CheckPlaces(extents, there ? files->at(id).file->path() : directory_->TierPath(id), file_bytes, &report_);
+    for (const NamedExtent& extent : extents) {
+      const storage::DurableChunk& chunk = extent.chunk;
+      if ((chunk.offset | chunk.bytes) % storage::kIoAlignment != 0 || chunk.offset > file_bytes ||
+          chunk.bytes > file_bytes - chunk.offset) {
+        continue;  // said already
+      }
+      CheckExtent(*files->at(id).file, extent, &progress_, &report_);
+    }
+  }
+}
+
+// A finding for each job with state on a device that is not there.
+void Scrub::MissDevice(storage::NvmeFileId id, const std::vector<NamedExtent>& extents) {
+  std::map<std::string, std::pair<uint64_t, uint64_t>> by_job;  // extents and bytes
+  for (const NamedExtent& extent : extents) {
+    auto& [count, bytes] = by_job[extent.job];
+    ++count;
+    bytes += extent.chunk.bytes;
+  }
+  for (const auto& [job, held] : by_job) {
+    Add(Harm::kJobRefused, job, "an nvme device is not there", directory_->TierPath(id),
+        absl::StrCat("a file with id ", storage::ShowFileId(id), " and ", held.first, " extents of the job, ",
+                     held.second, " bytes"),
+        "no such file",
+        "bring the disk back, or name its directory with --nvme; drop the job with `ballastctl drop` if the disk is "
+        "lost");
   }
 }
 
@@ -262,8 +284,10 @@ absl::StatusOr<ScrubReport> Verify(DataDirectory* directory, const SayProgress& 
   return Scrub(directory, say).Run();
 }
 
-absl::StatusOr<ScrubReport> Verify(const std::string& directory, const SayProgress& say) {
-  BALLAST_ASSIGN_OR_RETURN(const auto opened, DataDirectory::Open(directory));
+absl::StatusOr<ScrubReport> Verify(const std::string& directory, const SayProgress& say,
+                                   const std::vector<std::string>& nvme) {
+  BALLAST_ASSIGN_OR_RETURN(const auto opened,
+                           DataDirectory::Open(directory, storage::Catalog::Access::kReadOnly, nvme));
   return Verify(opened.get(), say);
 }
 

@@ -115,6 +115,7 @@ absl::Status ChunkReader::ReadJoined(const StoredChunk& chunk, uint64_t begin, u
 absl::Status ChunkReader::ReadStored(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count,
                                      Sink sink) {
   uint64_t state_at = 0;
+  const BlockFile* file = nullptr;
   ArrayDigests digests = {};
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
@@ -132,9 +133,10 @@ absl::Status ChunkReader::ReadStored(const StoredChunk& chunk, StateArray array,
       return absl::OkStatus();
     }
     state_at = chunk.extent.offset();
+    file = &chunk.extent.file();
     digests = chunk.digests;
   }
-  return ReadExtent(chunk, chunk.layout, state_at, digests, array, begin, count, sink);
+  return ReadExtent(*file, chunk, chunk.layout, state_at, digests, array, begin, count, sink);
 }
 
 absl::Status ChunkReader::ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
@@ -144,17 +146,17 @@ absl::Status ChunkReader::ReadCopy(const StoredChunk& chunk, const PinnedCopy& c
     return absl::OkStatus();
   }
   if (copy.extent.bytes() > 0) {
-    return ReadExtent(chunk, copy.layout, copy.extent.offset(), copy.digests, array, begin, count, sink);
+    return ReadExtent(copy.extent.file(), chunk, copy.layout, copy.extent.offset(), copy.digests, array, begin, count,
+                      sink);
   }
   sink(0, {copy.View(chunk.elements).array(array) + begin, count});
   tiers_->CountTraffic(TierKind::kDram, count, 0);
   return absl::OkStatus();
 }
 
-absl::Status ChunkReader::ReadExtent(const StoredChunk& chunk, const StateLayout& layout, uint64_t state_at,
-                                     const ArrayDigests& digests, StateArray array, uint64_t begin, uint64_t count,
-                                     Sink sink) {
-  const BlockFile& file = tiers_->nvme()->file();
+absl::Status ChunkReader::ReadExtent(const BlockFile& file, const StoredChunk& chunk, const StateLayout& layout,
+                                     uint64_t state_at, const ArrayDigests& digests, StateArray array, uint64_t begin,
+                                     uint64_t count, Sink sink) {
   const uint64_t bytes = layout.ArrayBytes(array, chunk.elements);
   const uint64_t offset = state_at + layout.ArrayAt(array, chunk.elements);
   const uint32_t expected = digests[static_cast<size_t>(array)];
@@ -194,7 +196,7 @@ absl::Status ChunkReader::ReadDevice(const std::byte* from, uint64_t count, Sink
   return absl::OkStatus();
 }
 
-absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, uint64_t state_at) {
+absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, NvmeFile* to, uint64_t state_at) {
   const Buffer buffer(this);
   ArrayDigests digests = {};
   for (int i = 0; i < chunk.layout.array_count(); ++i) {
@@ -206,7 +208,7 @@ absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, uint64
       const absl::Span<std::byte> piece = buffer.bytes(bytes - at);
       BALLAST_RETURN_IF_ERROR(tiers_->hbm()->CopyOut(chunk.state + begin + at, piece));
       digest = kernels::Crc32c(piece, digest);
-      BALLAST_RETURN_IF_ERROR(tiers_->nvme()->file().Write(state_at + begin + at, piece));
+      BALLAST_RETURN_IF_ERROR(to->Write(state_at + begin + at, piece));
     }
   }
   tiers_->CountTraffic(TierKind::kHbm, chunk.state_bytes(), 0);

@@ -64,12 +64,15 @@ absl::Status KeptExtents::TakeBack(int64_t pin, uint64_t chunk, const DurableChu
   // Two pins between which the chunk did not change share its extent.
   for (const auto& [other, chunks] : pins_) {
     const auto found = chunks.find(chunk);
-    if (found == chunks.end() || found->second->entry.offset != entry.offset) continue;
+    if (found == chunks.end() || found->second->entry.offset != entry.offset ||
+        found->second->entry.file != entry.file) {
+      continue;
+    }
     found->second->aside = found->second->aside && automatic;
     pins_[pin][chunk] = found->second;
     return absl::OkStatus();
   }
-  absl::StatusOr<NvmeExtent> extent = nvme_->TakeKept(entry.offset);
+  absl::StatusOr<NvmeExtent> extent = nvme_->TakeKept(entry.offset, entry.file);
   if (!extent.ok()) return extent.status();
   auto kept = std::make_shared<Kept>();
   kept->entry = entry;
@@ -112,8 +115,9 @@ std::vector<DurableChunk> KeptExtents::Of(uint64_t chunk) const {
     const auto kept = chunks.find(chunk);
     if (kept == chunks.end()) continue;
     const DurableChunk& entry = kept->second->entry;
-    const bool seen = std::any_of(entries.begin(), entries.end(),
-                                  [&](const DurableChunk& other) { return other.offset == entry.offset; });
+    const bool seen = std::any_of(entries.begin(), entries.end(), [&](const DurableChunk& other) {
+      return other.offset == entry.offset && other.file == entry.file;
+    });
     if (!seen) entries.push_back(entry);
   }
   return entries;

@@ -51,6 +51,9 @@ enum class StorageBug {
   kUnrecordedCountsAsKept,    // the log is cut at versions that are not recorded, so no restart would find them
   kPulledCopyOutlivesUpdate,  // pulls of a chunk without a working copy get the parameters before its update
   kReadBackUnchecked,         // a damaged slice from the log is applied
+  kDeviceNotRecorded,         // an entry says that its extent is in the data directory, wherever it is
+  kOtherDevicesUnsynced,      // versions on several devices are recorded after a sync of one
+  kDeviceKnownByItsPath,      // a file is taken for the one that was at its path, whatever it says
 
   // The scrub.
   kScrubDigestUnchecked,  // rot is not seen

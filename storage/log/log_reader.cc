@@ -73,14 +73,14 @@ class Scan {
   absl::Status ReadSegmentHead(uint64_t index);
   absl::Status ReadBatches(FoundSegment& segment);
   // The batch that begins at `offset`, if its first copy is whole.
-  absl::StatusOr<std::optional<ReadBatch>> ReadBatchAt(uint64_t offset, uint64_t limit, const FoundSegment& segment);
+  absl::StatusOr<std::optional<ReadBatch>> ReadBatchAt(uint64_t offset, uint64_t limit, const SegmentHead& segment);
   // Finds all batches of this incarnation with their start or their second copy at or behind `offset`.
   absl::Status Search(FoundSegment& segment, uint64_t offset, uint64_t limit);
   // The same within `blocks`, read from `offset`.
   absl::Status SearchBlocks(FoundSegment& segment, absl::Span<const std::byte> blocks, uint64_t offset, uint64_t limit);
   absl::Status ReadNeeded();
   absl::Status Chain();
-  absl::StatusOr<bool> PayloadsWhole(const FoundBatch& found, const SegmentHead& segment);
+  absl::StatusOr<bool> PayloadsWhole(const FoundBatch& found, const FoundSegment& segment);
   void Link(const FoundBatch& batch);
   void Note(uint64_t synced_batch, uint64_t oldest) {
     log_.synced_batch = std::max(log_.synced_batch, synced_batch);

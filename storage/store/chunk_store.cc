@@ -172,11 +172,11 @@ absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkT
   }
   space.spare_bytes = versions->SpareBytesMissing(count, largest);
   if (const uint64_t bytes = room + space.spare_bytes + space.aside_bytes; bytes > 0) {
-    BALLAST_ASSIGN_OR_RETURN(space.room, tiers->nvme()->Promise(bytes, "durable versions of chunks"));
+    BALLAST_ASSIGN_OR_RETURN(space.room, tiers->nvme()->Promise(bytes, "durable versions of chunks", largest));
   }
   for (size_t i = 0; i < added.size(); ++i) {
     if (!added[i].durable.has_value()) continue;
-    absl::StatusOr<NvmeExtent> kept = tiers->nvme()->TakeKept(added[i].durable->offset);
+    absl::StatusOr<NvmeExtent> kept = tiers->nvme()->TakeKept(added[i].durable->offset, added[i].durable->file);
     if (!kept.ok()) {
       LeaveKept(added, extents);
       return kept.status();

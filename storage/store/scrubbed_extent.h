@@ -21,8 +21,8 @@ struct ScrubbedExtent {
 
   // The same content at the same place.
   bool Matches(const ScrubbedExtent& other) const {
-    return chunk == other.chunk && entry.offset == other.entry.offset && entry.version == other.entry.version &&
-           (entry.version >= 0 || updated_in == other.updated_in);
+    return chunk == other.chunk && entry.file == other.entry.file && entry.offset == other.entry.offset &&
+           entry.version == other.entry.version && (entry.version >= 0 || updated_in == other.updated_in);
   }
 };
 

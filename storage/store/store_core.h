@@ -100,8 +100,9 @@ struct StoreCore {
                              const Compute& with) const;
   absl::Status CheckLabel(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* label) const;
   // Compares one array, at `bytes`, with its digest.
-  absl::Status CheckArray(const StoredChunk& chunk, uint64_t state_at, const ArrayDigests& expected, StateArray array,
-                          const std::byte* bytes, const Compute& with) const;
+  absl::Status CheckArray(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
+                          const ArrayDigests& expected, StateArray array, const std::byte* bytes,
+                          const Compute& with) const;
   absl::Status Harden();
   bool IsPinned(const StoredChunk& chunk) const;
   // Elements of a chunk without a working copy, rounded from its master.

@@ -48,14 +48,16 @@ absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std
     const StoredChunk& chunk = *chunks[i];
     BALLAST_RETURN_IF_ERROR(CheckFits(chunk, durable));
     std::byte* const to = chunk.placement.state == TierKind::kDram ? chunk.state : nullptr;
+    const BlockFile* const file = &tiers->nvme()->file(durable.file);
     if (chunk.placement.state == TierKind::kHbm || chunk.layout.array_count() == 1) {
-      add(Part::kWhole, i, {durable.offset, durable.bytes, to});
+      add(Part::kWhole, i, {durable.offset, durable.bytes, to, file});
       continue;
     }
     // At most kReadsAheadMax reads are held, so a label's place is free again when its turn comes round.
     std::byte* const label = labels.bytes().data() + reads.size() % kReadsAheadMax * StateLayout::kLabelBytes;
-    add(Part::kLabel, i, {durable.offset + chunk.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes, label});
-    add(Part::kMaster, i, {durable.offset, chunk.layout.ArrayBytes(StateArray::kMaster, chunk.elements), to});
+    add(Part::kLabel, i,
+        {durable.offset + chunk.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes, label, file});
+    add(Part::kMaster, i, {durable.offset, chunk.layout.ArrayBytes(StateArray::kMaster, chunk.elements), to, file});
   }
   if (reads.empty()) return absl::OkStatus();
   ReadSlots slots = {staging.memory.bytes(), slot_bytes};
@@ -79,7 +81,8 @@ absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std
       BALLAST_RETURN_IF_ERROR(TakeRead(chunk, durable, data, with));
     } else {
       tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
-      BALLAST_RETURN_IF_ERROR(CheckArray(chunk, durable.offset, durable.digests, StateArray::kMaster, data, with));
+      BALLAST_RETURN_IF_ERROR(
+          CheckArray(*reads[i].file, chunk, durable.offset, durable.digests, StateArray::kMaster, data, with));
       if (chunk.working != nullptr) RoundMaster(chunk.View(data), chunk.working, with);
     }
     const bool unread = part == Part::kMaster && chunk.placement.state == TierKind::kDram;
@@ -87,7 +90,7 @@ absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std
     Pass("recovery/chunk_restored");
     return absl::OkStatus();
   };
-  return ForEachRead(queue, tiers->nvme()->file(), reads, slots, take);
+  return ForEachRead(queue, reads, slots, take);
 }
 
 void StoreCore::TakeDurable(StoredChunk& chunk, const DurableChunk& durable, uint64_t read_bytes,
@@ -108,7 +111,7 @@ absl::Status StoreCore::LoadMoments(absl::Span<StoredChunk* const> chunks, Inter
     if (!chunk->moments_unread) continue;
     const uint64_t begin = chunk->layout.ArrayAt(StateArray::kMoment1, chunk->elements);
     const uint64_t end = chunk->layout.LabelAt(chunk->elements);
-    reads.push_back({chunk->extent.offset() + begin, end - begin, chunk->state + begin});
+    reads.push_back({chunk->extent.offset() + begin, end - begin, chunk->state + begin, &chunk->extent.file()});
     unread.push_back(chunk);
   }
   if (reads.empty()) return absl::OkStatus();
@@ -126,7 +129,8 @@ absl::Status StoreCore::LoadMoments(absl::Span<StoredChunk* const> chunks, Inter
     for (int moment = 1; moment < chunk.layout.array_count(); ++moment) {
       const auto array = static_cast<StateArray>(moment);
       const std::byte* const bytes = chunk.View(chunk.state).array(array);
-      BALLAST_RETURN_IF_ERROR(CheckArray(chunk, state_at, expected, array, bytes, {.pool = compute, .poll = poll}));
+      BALLAST_RETURN_IF_ERROR(
+          CheckArray(*reads[i].file, chunk, state_at, expected, array, bytes, {.pool = compute, .poll = poll}));
     }
     tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
     tiers->CountMove(TierKind::kNvme, TierKind::kDram, MoveReason::kRecovery, reads[i].bytes);
@@ -137,7 +141,7 @@ absl::Status StoreCore::LoadMoments(absl::Span<StoredChunk* const> chunks, Inter
     Pass("recovery/moments_read");
     return absl::OkStatus();
   };
-  return ForEachRead(queue, tiers->nvme()->file(), reads, {}, take);
+  return ForEachRead(queue, reads, {}, take);
 }
 
 absl::Status StoreCore::CheckLabel(const StoredChunk& chunk, const DurableChunk& durable,
@@ -150,15 +154,17 @@ absl::Status StoreCore::CheckLabel(const StoredChunk& chunk, const DurableChunk&
     return absl::OkStatus();
   }
   ++ProcessDiskCounters().wrong_extents;
-  return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
-                      absl::StrCat("the state of chunk ", chunk.id, " at version ", durable.version,
-                                   " is not at offset ", durable.offset, " of ", tiers->nvme()->file().path(),
-                                   ", where the catalog says: its label is damaged or another's. Run `ballastctl "
-                                   "verify`"));
+  return model::Error(
+      absl::StatusCode::kDataLoss, model::kChecksum,
+      absl::StrCat("the state of chunk ", chunk.id, " at version ", durable.version, " is not at offset ",
+                   durable.offset, " of ", tiers->nvme()->file(durable.file).path(),
+                   ", where the catalog says: its label is damaged or another's. Run `ballastctl "
+                   "verify`"));
 }
 
-absl::Status StoreCore::CheckArray(const StoredChunk& chunk, uint64_t state_at, const ArrayDigests& expected,
-                                   StateArray array, const std::byte* bytes, const Compute& with) const {
+absl::Status StoreCore::CheckArray(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
+                                   const ArrayDigests& expected, StateArray array, const std::byte* bytes,
+                                   const Compute& with) const {
   if (Seeded(array == StateArray::kMaster ? StorageBug::kRestoreDigestUnchecked : StorageBug::kMomentsUnchecked)) {
     return absl::OkStatus();
   }
@@ -166,7 +172,7 @@ absl::Status StoreCore::CheckArray(const StoredChunk& chunk, uint64_t state_at, 
   const uint32_t digest = expected[static_cast<size_t>(array)];
   if (found == digest) return absl::OkStatus();
   const uint64_t offset = state_at + chunk.layout.ArrayAt(array, chunk.elements);
-  return ChecksumError(tiers->nvme()->file(), chunk.index, array, offset, digest, found);
+  return ChecksumError(file, chunk.index, array, offset, digest, found);
 }
 
 absl::Status StoreCore::CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state,
@@ -174,7 +180,7 @@ absl::Status StoreCore::CheckRestored(const StoredChunk& chunk, const DurableChu
   BALLAST_RETURN_IF_ERROR(CheckLabel(chunk, durable, state + chunk.layout.LabelAt(chunk.elements)));
   if (Seeded(StorageBug::kRestoreDigestUnchecked)) return absl::OkStatus();
   const ArrayDigests digests = DigestState(chunk.View(const_cast<std::byte*>(state)), with);
-  return CompareDigests(tiers->nvme()->file(), chunk, durable.offset, durable.digests, digests);
+  return CompareDigests(tiers->nvme()->file(durable.file), chunk, durable.offset, durable.digests, digests);
 }
 
 absl::Status StoreCore::ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
@@ -184,7 +190,7 @@ absl::Status StoreCore::ReadDurable(const StoredChunk& chunk, const DurableChunk
     BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(durable.bytes));
     state = bounce.bytes().data();
   }
-  BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Read(durable.offset, {state, durable.bytes}));
+  BALLAST_RETURN_IF_ERROR(tiers->nvme()->file(durable.file).Read(durable.offset, {state, durable.bytes}));
   tiers->CountMove(TierKind::kNvme, chunk.placement.state, MoveReason::kRestore, durable.bytes);
   return TakeRead(chunk, durable, state, with);
 }
@@ -268,7 +274,9 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
   BALLAST_RETURN_IF_ERROR(Harden());
   if (!core.versions->records() && !chunks.empty()) {
     Pass("extent/sync");
-    if (!Seeded(StorageBug::kExtentSyncDropped)) core.failed = StoreCore::Lasting(core.tiers->nvme()->Sync());
+    std::vector<NvmeFileId> files;
+    for (const StoredChunk* chunk : chunks) files.push_back(chunk->newest.file);
+    if (!Seeded(StorageBug::kExtentSyncDropped)) core.failed = StoreCore::Lasting(core.tiers->nvme()->Sync(files));
     BALLAST_RETURN_IF_ERROR(core.failed);
   }
   std::vector<DurableChunk> kept;
@@ -293,7 +301,7 @@ absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const Dura
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->Find(index));
   BALLAST_RETURN_IF_ERROR(CheckFits(*chunk, kept));
   KeptExtents& pins = *core_->durable_pins;
-  if (chunk->newest.version < 0 || chunk->newest.offset != kept.offset) {
+  if (chunk->newest.version < 0 || chunk->newest.offset != kept.offset || chunk->newest.file != kept.file) {
     return pins.TakeBack(version, index, kept, automatic);
   }
   NvmeRoom reserve;
@@ -317,7 +325,7 @@ absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt) {
     BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core.Find(index));
     const DurableChunk& kept = *core.durable_pins->Find(version, index);
     BALLAST_RETURN_IF_ERROR(CheckFits(*chunk, kept));
-    reads.push_back({.offset = kept.offset, .bytes = kept.bytes});
+    reads.push_back({.offset = kept.offset, .bytes = kept.bytes, .file = &core.tiers->nvme()->file(kept.file)});
     chunks.push_back(chunk);
     largest = std::max(largest, kept.bytes);
   }
@@ -331,7 +339,7 @@ absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt) {
     const DurableChunk& kept = *core.durable_pins->Find(version, chunks[i]->index);
     return core.CheckRestored(*chunks[i], kept, state, {.pool = core.compute, .poll = poll});
   };
-  return ForEachRead(queue, core.tiers->nvme()->file(), reads, {memory.bytes(), largest}, check);
+  return ForEachRead(queue, reads, {memory.bytes(), largest}, check);
 }
 
 ScrubPiece ChunkStore::ScrubNext(absl::Span<std::byte> buffer) { return core_->scrub.Next(*core_, buffer); }

@@ -262,8 +262,7 @@ absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& c
     if (!std::exchange(verified, true)) {
       const ArrayDigests found = DigestState(chunk.View(state), with);
       absl::ReaderMutexLock lock(&chunk.mutex);
-      BALLAST_RETURN_IF_ERROR(
-          CompareDigests(core_.tiers->nvme()->file(), chunk, chunk.extent.offset(), chunk.digests, found));
+      BALLAST_RETURN_IF_ERROR(CompareDigests(chunk.extent.file(), chunk, chunk.extent.offset(), chunk.digests, found));
     }
     const bool kept = core_.durable_pins.has_value() && core_.durable_pins->KeepsNewest(chunk.index);
     auto prepared = As(RunStage::kPin, [&] {
@@ -285,6 +284,7 @@ absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& c
   {
     absl::MutexLock lock(&chunk.mutex);
     const ArrayDigests expected = chunk.digests;
+    const BlockFile* const read_file = chunk.extent.bytes() > 0 ? &chunk.extent.file() : nullptr;
     const uint64_t read_from = chunk.extent.offset();
     if (copy.has_value()) (*std::move(copy)).Install(chunk);
     if (changes) chunk.updated_in = run;
@@ -307,8 +307,7 @@ absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& c
       UpdateDigests digests{.of_old = !verified, .of_new = stores};
       UpdateState(update, chunk.View(state), chunk.working, with, &digests);
       if (!verified) {
-        BALLAST_RETURN_IF_ERROR(
-            CompareDigests(core_.tiers->nvme()->file(), chunk, read_from, expected, digests.old_state));
+        BALLAST_RETURN_IF_ERROR(CompareDigests(*read_file, chunk, read_from, expected, digests.old_state));
       }
       if (stores) chunk.digests = digests.new_state;
     }
@@ -341,7 +340,9 @@ absl::StatusOr<NvmeExtent> StoreRun::MakeRoom(const StoredChunk& chunk, UpdatePi
     BALLAST_RETURN_IF_ERROR(pipeline.DrainStores());
     BALLAST_RETURN_IF_ERROR(As(RunStage::kWrite, [&] { return core_.Harden(); }));
   }
-  if (core_.versions->HasRoom(chunk.state_bytes())) {
+  // Failing that, the version goes to a device that fails, if it has room, whose error then says why.
+  if (!core_.versions->HasRoom(chunk.state_bytes())) (void)core_.versions->Gather(chunk.state_bytes());
+  if (core_.versions->HasBytes(chunk.state_bytes())) {
     // The caller gives up a pin where a pin's copy finds no space, and no pin is in the way here.
     absl::StatusOr<NvmeExtent> fresh = core_.versions->Take(chunk.state_bytes());
     if (!fresh.ok()) return StoreCore::Lasting(fresh.status());
@@ -352,14 +353,15 @@ absl::StatusOr<NvmeExtent> StoreRun::MakeRoom(const StoredChunk& chunk, UpdatePi
                                    " bytes although all older ones are free"));
 }
 
-DurableChunk StoreRun::EntryOf(const StoredChunk& chunk, int64_t version, uint64_t offset) const {
+DurableChunk StoreRun::EntryOf(const StoredChunk& chunk, int64_t version, const NvmeExtent& extent) const {
   return {.life = core_.versions->life(),
           .id = chunk.id,
           .version = version + (Seeded(StorageBug::kVersionAhead) ? 1 : 0),
-          .offset = offset,
+          .offset = extent.offset(),
           .bytes = chunk.state_bytes(),
           .elements = chunk.elements,
-          .digests = {}};
+          .digests = {},
+          .file = Seeded(StorageBug::kDeviceNotRecorded) ? 0 : extent.file_id()};
 }
 
 void StoreRun::TakeVersion(StoredChunk& chunk, const DurableChunk& entry, NvmeExtent fresh) {
@@ -372,7 +374,7 @@ void StoreRun::TakeVersion(StoredChunk& chunk, const DurableChunk& entry, NvmeEx
 }
 
 void StoreRun::StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh) {
-  DurableChunk entry = EntryOf(chunk, version, fresh.bytes() > 0 ? fresh.offset() : chunk.extent.offset());
+  DurableChunk entry = EntryOf(chunk, version, fresh.bytes() > 0 ? fresh : chunk.extent);
   entry.digests = chunk.digests;
   EncodeLabel(entry, chunk.layout, core_.versions->job(),
               {state + chunk.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes});
@@ -381,19 +383,20 @@ void StoreRun::StartVersion(StoredChunk& chunk, std::byte* state, int64_t versio
 }
 
 absl::Status StoreRun::SpillVersion(StoredChunk& chunk, int64_t version, NvmeExtent fresh) {
-  uint64_t offset = fresh.offset();
+  NvmeFile* file = fresh.home();
+  DurableChunk entry = EntryOf(chunk, version, fresh);
   if (fresh.bytes() == 0) {
     absl::ReaderMutexLock lock(&chunk.mutex);
-    offset = chunk.extent.offset();
+    file = chunk.extent.home();
+    entry = EntryOf(chunk, version, chunk.extent);
   }
-  DurableChunk entry = EntryOf(chunk, version, offset);
-  const absl::StatusOr<ArrayDigests> spilled = core_.reader.Spill(chunk, offset);
+  const absl::StatusOr<ArrayDigests> spilled = core_.reader.Spill(chunk, file, entry.offset);
   absl::Status written = spilled.status();
   if (spilled.ok()) {
     entry.digests = *spilled;
     alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
     EncodeLabel(entry, chunk.layout, core_.versions->job(), absl::MakeSpan(label));
-    written = core_.tiers->nvme()->file().Write(offset + chunk.layout.LabelAt(chunk.elements), label);
+    written = file->Write(entry.offset + chunk.layout.LabelAt(chunk.elements), label);
   }
   if (!written.ok()) {
     // The chunk stays at the extent with its last version: a restart looks for the version there, Discard frees it.

@@ -39,7 +39,7 @@ class StoreRun {
   // As StartVersion, for state on a device, which it writes to the extent; readers of the working copy do not wait.
   absl::Status SpillVersion(StoredChunk& chunk, int64_t version, NvmeExtent fresh)
       ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
-  DurableChunk EntryOf(const StoredChunk& chunk, int64_t version, uint64_t offset) const;
+  DurableChunk EntryOf(const StoredChunk& chunk, int64_t version, const NvmeExtent& extent) const;
   // The chunk moves on to the version `entry`.
   void TakeVersion(StoredChunk& chunk, const DurableChunk& entry, NvmeExtent fresh)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);

@@ -24,13 +24,14 @@ std::vector<ScrubbedExtent> StoreScrub::ExtentsOf(const StoreCore& core, const S
                       .offset = chunk.extent.offset(),
                       .bytes = chunk.state_bytes(),
                       .elements = chunk.elements,
-                      .digests = chunk.digests};
+                      .digests = chunk.digests,
+                      .file = chunk.extent.file_id()};
     }
   }
   if (newest.entry.bytes > 0) extents.push_back(newest);
   if (!durable) return extents;
   for (const DurableChunk& entry : core.durable_pins->Of(chunk.index)) {
-    if (newest.entry.version >= 0 && entry.offset == newest.entry.offset) continue;
+    if (newest.entry.version >= 0 && entry.offset == newest.entry.offset && entry.file == newest.entry.file) continue;
     extents.push_back({.chunk = chunk.index, .entry = entry, .kept = true});
   }
   return extents;
@@ -61,7 +62,7 @@ absl::Status StoreScrub::Finish(const StoreCore& core, const StoredChunk& chunk)
   if (Seeded(StorageBug::kScrubDigestUnchecked)) return absl::OkStatus();
   const DurableChunk& entry = current_->entry;
   if (entry.version >= 0) BALLAST_RETURN_IF_ERROR(core.CheckLabel(chunk, entry, label_.data()));
-  return CompareDigests(core.tiers->nvme()->file(), chunk, entry.offset, entry.digests, digests_);
+  return CompareDigests(core.tiers->nvme()->file(entry.file), chunk, entry.offset, entry.digests, digests_);
 }
 
 ScrubPiece StoreScrub::Next(const StoreCore& core, absl::Span<std::byte> buffer) {
@@ -81,7 +82,7 @@ ScrubPiece StoreScrub::Next(const StoreCore& core, absl::Span<std::byte> buffer)
   const StoredChunk& chunk = **found;
   const DurableChunk& entry = current_->entry;
   const absl::Span<std::byte> read = buffer.subspan(0, std::min<uint64_t>(buffer.size(), entry.bytes - at_));
-  piece.found = core.tiers->nvme()->file().Read(entry.offset + at_, read);
+  piece.found = core.tiers->nvme()->file(entry.file).Read(entry.offset + at_, read);
   piece.bytes = read.size();
   core.tiers->CountTraffic(TierKind::kNvme, read.size(), 0);
   for (int i = 0; i < chunk.layout.array_count(); ++i) {
@@ -108,19 +109,23 @@ absl::Status StoreScrub::Rewrite(StoreCore* core, const ScrubbedExtent& extent) 
   BALLAST_RETURN_IF_ERROR(core->failed);
   BALLAST_ASSIGN_OR_RETURN(StoredChunk* const chunk, core->Find(extent.chunk));
   const DurableChunk& entry = extent.entry;
-  const BlockFile& file = core->tiers->nvme()->file();
+  NvmeFile* home = nullptr;
+  {
+    absl::ReaderMutexLock lock(&chunk->mutex);
+    home = chunk->extent.home();
+  }
   const Compute with{.pool = core->compute, .poll = [] {}};
   ArrayDigests digests = {};
   alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
   EncodeLabel(entry, chunk->layout, core->versions->job(), absl::MakeSpan(label));
   if (chunk->placement.state == TierKind::kHbm) {
     BALLAST_RETURN_IF_ERROR(core->reader.Prepare());
-    BALLAST_ASSIGN_OR_RETURN(digests, core->reader.Spill(*chunk, entry.offset));
+    BALLAST_ASSIGN_OR_RETURN(digests, core->reader.Spill(*chunk, home, entry.offset));
   } else {
     digests = DigestState(chunk->View(chunk->state), with);
     if (digests == entry.digests || Seeded(StorageBug::kScrubRewritesDirty)) {
       const uint64_t bytes = chunk->layout.LabelAt(chunk->elements);
-      BALLAST_RETURN_IF_ERROR(file.Write(entry.offset, {chunk->state, bytes}));
+      BALLAST_RETURN_IF_ERROR(home->Write(entry.offset, {chunk->state, bytes}));
     }
   }
   if (!Seeded(StorageBug::kScrubRewritesDirty) && digests != entry.digests) {
@@ -128,10 +133,11 @@ absl::Status StoreScrub::Rewrite(StoreCore* core, const ScrubbedExtent& extent) 
                         absl::StrCat("the state of chunk ", chunk->id, " in memory is not version ", entry.version,
                                      " any more: this machine's memory may be faulty"));
   }
-  BALLAST_RETURN_IF_ERROR(file.Write(entry.offset + chunk->layout.LabelAt(chunk->elements), label));
+  BALLAST_RETURN_IF_ERROR(home->Write(entry.offset + chunk->layout.LabelAt(chunk->elements), label));
   core->tiers->CountTraffic(TierKind::kNvme, 0, entry.bytes);
   // After a failed sync nobody knows which writes of the file the disk has.
-  if (!Seeded(StorageBug::kScrubSyncDropped)) core->failed = StoreCore::Lasting(core->tiers->nvme()->Sync());
+  if (!Seeded(StorageBug::kScrubSyncDropped))
+    core->failed = StoreCore::Lasting(core->tiers->nvme()->Sync({entry.file}));
   return core->failed;
 }
 

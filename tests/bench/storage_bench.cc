@@ -7,6 +7,8 @@
 //   step/nvme_balanced  the same when compute takes as long as the I/O: the run also updates enough chunks in DRAM,
 //                       spread evenly between the chunks on NVMe
 //   step/nvme_8bit      parameters per second with 8-bit moments against those with fp32 moments
+//   two_devices         the step over two disks that are held to equal speeds against the step over one of them; needs
+//                       root, and says so where it cannot be measured
 //   plan/*              steps by the chosen plan against steps by first fit, for five splits of the budgets
 //   step/log            a step of a job with durability `step` on a state server, its state in DRAM, against
 //                       max(the log's bytes written and synced alone, the same step with durability `none`)
@@ -51,9 +53,9 @@ struct RowGroup {
   const char* name;
   MeasureRows* measure;
 };
-constexpr RowGroup kGroups[] = {{"stream", MeasureStreams}, {"step", MeasureSteps},        {"plan", MeasurePlans},
-                                {"log", MeasureLog},        {"recovery", MeasureRecovery}, {"start", MeasureStart},
-                                {"counts", MeasureCounts}};
+constexpr RowGroup kGroups[] = {{"stream", MeasureStreams}, {"step", MeasureSteps},   {"devices", MeasureDevices},
+                                {"plan", MeasurePlans},     {"log", MeasureLog},      {"recovery", MeasureRecovery},
+                                {"start", MeasureStart},    {"counts", MeasureCounts}};
 
 int Main(int argc, char** argv) {
   StorageBenchOptions options;

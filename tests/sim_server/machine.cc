@@ -27,9 +27,12 @@ constexpr uint64_t kLogSteps[] = {3, 6, 16};
 Machine::Machine(int index, uint64_t seed, std::string directory)
     : index_(index),
       directory_(std::move(directory)),
-      log_steps_(kLogSteps[Mix(seed, index, 3) % std::size(kLogSteps)]),
+      devices_(Mix(seed, index, 3) % 3 == 0),
+      log_steps_(kLogSteps[Mix(seed, index, 4) % std::size(kLogSteps)]),
       disk_(Mix(seed, index, 1)),
-      catalog_(Mix(seed, index, 2)) {}
+      catalog_(Mix(seed, index, 2)) {
+  for (const char* device : {"/a", "/b"}) std::filesystem::create_directories(directory_ + device);
+}
 
 Machine::~Machine() { End(); }
 
@@ -101,6 +104,10 @@ absl::Status Machine::Start(Random* random) {
   services::StateServerOptions options;
   options.data_directory = directory_;
   options.budget = Budget(random, /*hbm=*/random->Percent(30));
+  if (devices_) {
+    options.nvme_devices = {
+        {directory_, kNvmeBytes / 2}, {directory_ + "/a", kNvmeBytes / 4}, {directory_ + "/b", kNvmeBytes / 4}};
+  }
   has_hbm_ = options.budget.hbm > 0;
   options.server_id = ServerName(index_);
   options.read_threads = 2;
