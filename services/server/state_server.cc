@@ -3,7 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/services/server/scrubber.h"
+#include "ballast/services/scrub/scrubber.h"
 #include "ballast/services/server/server_state.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/tier/dram_tier.h"
@@ -11,8 +11,15 @@
 namespace ballast::services {
 StateServer::StateServer(std::unique_ptr<Impl> impl)
     : impl_(std::move(impl)),
-      scrubber_(std::make_unique<Scrubber>(impl_->options.scrub_bytes_per_s,
-                                           [impl = impl_.get()] { return impl->JobsByName(); })) {
+      scrubber_(std::make_unique<Scrubber>(impl_->options.scrub_bytes_per_s, [impl = impl_.get()] {
+        Scrubber::Jobs jobs;
+        for (const auto& [name, job] : impl->JobsByName()) {
+          jobs[name] = {job->last_scrubbed(), [job = job](absl::Span<std::byte> buffer, std::shared_ptr<void> lease) {
+                          job->ScrubNext(buffer, std::move(lease));
+                        }};
+        }
+        return jobs;
+      })) {
   scrubber_->Start();
 }
 

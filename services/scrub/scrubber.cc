@@ -1,6 +1,4 @@
-#include "ballast/services/server/scrubber.h"
-
-#include <spdlog/spdlog.h>
+#include "ballast/services/scrub/scrubber.h"
 
 #include <atomic>
 #include <utility>
@@ -38,14 +36,14 @@ void Scrubber::Run() {
   }
 }
 
-std::shared_ptr<Job> Scrubber::Choose() {
+std::function<void(absl::Span<std::byte>, std::shared_ptr<void>)> Scrubber::Choose() {
   const Jobs jobs = jobs_();
   auto at = jobs.upper_bound(last_);
   for (size_t i = 0; i < jobs.size(); ++i, ++at) {
     if (at == jobs.end()) at = jobs.begin();
-    if (bytes_per_s_ > 0 && absl::Now() - at->second->last_scrubbed() < kBetweenPasses) continue;
+    if (bytes_per_s_ > 0 && absl::Now() - at->second.last_pass < kBetweenPasses) continue;
     last_ = at->first;
-    return at->second;
+    return at->second.read;
   }
   return nullptr;
 }
@@ -63,7 +61,7 @@ void Scrubber::Next() {
   if (piece_->in_use.exchange(true)) return;
   // Given back once the worker has read, or has ended without.
   const std::shared_ptr<void> lease(nullptr, [piece = piece_](void*) { piece->in_use = false; });
-  if (const std::shared_ptr<Job> job = Choose(); job != nullptr) job->ScrubNext(piece_->buffer.bytes(), lease);
+  if (const auto read = Choose(); read != nullptr) read(piece_->buffer.bytes(), lease);
 }
 
 }  // namespace ballast::services

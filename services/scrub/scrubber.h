@@ -8,11 +8,12 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "ballast/services/requests/job.h"
+#include "absl/types/span.h"
 
 namespace ballast::services {
 
@@ -22,7 +23,12 @@ class Scrubber {
   static constexpr uint64_t kPieceBytes = uint64_t{1} << 20;
   // A job is not read again before so much time has passed since the end of its last pass: rot takes longer.
   static constexpr absl::Duration kBetweenPasses = absl::Hours(1);
-  using Jobs = std::map<std::string, std::shared_ptr<Job>>;
+  struct ScrubbedJob {
+    absl::Time last_pass;  // the end of the last; InfinitePast before the first
+    // Has the job's worker read a piece into `buffer`. `lease` lives until that is over.
+    std::function<void(absl::Span<std::byte> buffer, std::shared_ptr<void> lease)> read;
+  };
+  using Jobs = std::map<std::string, ScrubbedJob>;  // by name
 
   // `bytes_per_s`: of the whole server; 0: nothing is read but by Next.
   Scrubber(uint64_t bytes_per_s, std::function<Jobs()> jobs) : bytes_per_s_(bytes_per_s), jobs_(std::move(jobs)) {}
@@ -36,7 +42,8 @@ class Scrubber {
  private:
   struct Piece;  // the buffer, and whether it is in use
   void Run();
-  std::shared_ptr<Job> Choose() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Null: no job is due.
+  std::function<void(absl::Span<std::byte>, std::shared_ptr<void>)> Choose() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const uint64_t bytes_per_s_;
   const std::function<Jobs()> jobs_;
