@@ -19,6 +19,7 @@
 #include "ballast/storage/chunk/extent_label.h"
 #include "ballast/storage/io/interrupt.h"
 #include "ballast/storage/placement/placement.h"
+#include "ballast/storage/store/scrubbed_extent.h"
 #include "ballast/storage/tier/tiers.h"
 
 namespace ballast::storage {
@@ -158,6 +159,17 @@ class ChunkStore {
   absl::Status VerifyPin(int64_t version, Interrupt interrupt);
   // Drops the pin and frees what nothing else needs. REQUIRES: the pin is not recorded any more.
   void UnpinDurably(int64_t version);
+
+  // Scrub, on the store's thread, between runs. Reads at most `buffer`, aligned to 4096, of the states on the disk.
+  ScrubPiece ScrubNext(absl::Span<std::byte> buffer);
+  // Bytes of the pass of a scrub under way.
+  uint64_t scrub_pass_bytes() const;
+  // The chunk's states on the disk.
+  std::vector<ScrubbedExtent> Extents(uint64_t chunk) const;
+  // Writes the extent anew from the state in memory, and syncs. REQUIRES: in_memory, and neither dirty nor kept.
+  // DATA_LOSS (CHECKSUM): memory does not hold that state. INTERNAL (IO): not written; after a failed sync the store
+  // refuses every further run.
+  absl::Status Rewrite(const ScrubbedExtent& extent);
 
   // Bytes of state / of working copies in each tier.
   struct Residency {
