@@ -42,6 +42,7 @@
 #include "ballast/services/ctl/plan_command.h"
 #include "ballast/services/ctl/shell/completion.h"
 #include "ballast/services/ctl/verify_command.h"
+#include "ballast/services/durability/log_length.h"
 #include "ballast/services/top/top.h"
 #include "ballast/services/view/trace.h"
 
@@ -155,10 +156,14 @@ CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
   plan->add_flag("--amsgrad", to->amsgrad, "of adamw and adam: one moment more");
   plan->add_flag("--momentum", to->momentum, "of sgd: it keeps a buffer");
   plan->add_option("--moments", to->moments, "f32, bf16, i8 or f8")->capture_default_str();
+  plan->add_option("--master", to->master, "f32, or remainder: the bits that bf16 working copies lack")
+      ->capture_default_str();
   plan->add_option("--gradient-dtype", to->gradient, "bf16, f16 or f32")->capture_default_str();
   plan->add_option("--working-dtype", to->working, "bf16, f16 or f32")->capture_default_str();
   plan->add_option("--durability", to->durability, "step, every-K or none")->capture_default_str();
   plan->add_option("--pin-interval", to->pin_interval, "the K of every-K, in steps");
+  plan->add_option("--log-steps", to->log_steps, "steps that the gradient log holds; as the server's log_steps")
+      ->check(CLI::Range(kLogStepsMin, kLogStepsConfiguredMax));
   plan->add_option("--threads", to->threads, "that compute on each server")
       ->capture_default_str()
       ->check(CLI::Range(1, 64));

@@ -33,8 +33,9 @@ class Space {
         slices_(core, room, flushes) {}
 
   using Chunks = std::vector<std::shared_ptr<HeldChunk>>;
-  // UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT (BAD_SPEC): no server can hold such a job. On any thread.
-  static absl::Status CheckSupported(const v1::JobSpec& spec);
+  // UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT (BAD_SPEC): no server can hold such a job, or no server that keeps
+  // no working copies. On any thread.
+  static absl::Status CheckSupported(const v1::JobSpec& spec, bool working_copies);
   // Returns the server's chunks under `plan`, old and new. Errors: UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT
   // (BAD_SPEC), RESOURCE_EXHAUSTED (BUDGET).
   absl::StatusOr<Chunks> Take(const model::EpochPlan& plan) ABSL_LOCKS_EXCLUDED(job_lock) {
@@ -80,6 +81,8 @@ class Space {
                               const Chunks& chunks) const;
   NewChunks NewOf(const model::EpochPlan& plan, const std::vector<uint64_t>& mine, const Chunks& held,
                   bool dry_run) const;
+  // A log that has become longer stays as long beside further chunks.
+  uint64_t LogSteps() const ABSL_LOCKS_EXCLUDED(job_lock);
   absl::Status Add(const NewChunks& wanted, Chunks* chunks, v1::OpenResponse* answer);
   absl::StatusOr<Ground> Prepare(const NewChunks& wanted) ABSL_LOCKS_EXCLUDED(job_lock);
   absl::Status DropOld(Ground* ground);
