@@ -138,13 +138,6 @@ absl::Status NvmeTier::Trim() {
   return space_.Trim();
 }
 
-absl::Status NvmeTier::Sync() {
-  // One sync at a time: of two at the same time only one would get the error.
-  absl::MutexLock lock(&sync_mutex_);
-  if (sync_failed_.ok()) sync_failed_ = file_->Sync();
-  return sync_failed_;
-}
-
 absl::StatusOr<NvmeExtent> NvmeTier::TakeKept(uint64_t offset) {
   absl::MutexLock lock(&mutex_);
   const auto found = kept_.find(offset);

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "ballast/storage/io/block_file.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/tier/ledger.h"
 #include "ballast/storage/tier/space/file_space.h"
@@ -100,15 +101,14 @@ class NvmeTier {
   // a full disk the call waits for promises in the making.
   absl::StatusOr<NvmeExtent> AllocateFrom(NvmeRoom* room, uint64_t bytes, absl::string_view what);
   const BlockFile& file() const { return *file_; }
-  // fdatasync for any of the jobs that share the file. The system reports a lost write once, to one caller, and the
-  // lost write may be another job's. So after an error every later call, for any job, returns this error.
-  absl::Status Sync();
+  // As SharedSync, for any of the jobs that share the file.
+  absl::Status Sync() { return sync_.Sync(); }
 
  private:
   friend class NvmeExtent;
   friend class NvmeRoom;
   NvmeTier(std::unique_ptr<BlockFile> file, Ledger* ledger)
-      : file_(std::move(file)), ledger_(ledger), space_(file_.get()) {}
+      : file_(std::move(file)), ledger_(ledger), sync_(file_.get()), space_(file_.get()) {}
   absl::Status Keep(std::vector<ExtentPlace> kept, bool unnamed_stays);
   void KeepAgain(NvmeExtent extent);
   absl::StatusOr<NvmeRoom> Promise(uint64_t bytes, absl::string_view what, FileSpace::Shape shape)
@@ -120,8 +120,7 @@ class NvmeTier {
 
   const std::unique_ptr<BlockFile> file_;
   Ledger* const ledger_;
-  absl::Mutex sync_mutex_;
-  absl::Status sync_failed_ ABSL_GUARDED_BY(sync_mutex_);
+  SharedSync sync_;
   absl::Mutex mutex_;
   FileSpace space_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, NvmeExtent> kept_ ABSL_GUARDED_BY(mutex_);
