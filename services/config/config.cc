@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/byte_sizes.h"
 #include "ballast/proto/model/status.h"
@@ -27,6 +28,8 @@ namespace {
 
 constexpr int kThreadsMax = 1024;
 constexpr int kDeviceMax = 255;
+constexpr size_t kDevicesMax = 64;
+constexpr uint64_t kNvmeBytesMax = uint64_t{1} << 56;  // of a device, so that the sum of all is a number
 // A buffer for reads, and a buffer for the state of the smallest chunk.
 constexpr uint64_t kStagingBytesMin = uint64_t{2} << 20;
 constexpr char kEnvironmentPrefix[] = "BALLAST_";
@@ -62,6 +65,27 @@ Setter Path(std::string* (*field)(Config*)) {
     *field(config) = text;
     return !text.empty();
   };
+}
+
+// "512MiB", all of it in the data directory, or "PATH=512MiB,PATH=1TiB".
+bool SetNvme(const std::string& text, Config* config) {
+  storage::TierBytes& budget = config->server.budget;
+  std::vector<storage::NvmeDevice>& devices = config->server.nvme_devices;
+  devices.clear();
+  budget.nvme = 0;
+  if (const auto bytes = model::ParseBytes(text); bytes.ok()) {
+    budget.nvme = *bytes;
+    return true;
+  }
+  for (const absl::string_view item : absl::StrSplit(text, ',')) {
+    const size_t equals = item.rfind('=');
+    if (equals == 0 || equals == absl::string_view::npos) return false;
+    const auto bytes = model::ParseBytes(std::string(item.substr(equals + 1)));
+    if (!bytes.ok() || *bytes == 0 || *bytes > kNvmeBytesMax) return false;
+    devices.push_back({std::string(item.substr(0, equals)), *bytes, 0});
+    budget.nvme += *bytes;
+  }
+  return devices.size() <= kDevicesMax;
 }
 
 Setter Bytes(uint64_t* (*field)(Config*)) {
@@ -107,10 +131,11 @@ const std::vector<Key>& Keys() {
         "CPU memory for state, working copies and slices of the step in flight; what of the last two does not fit is "
         "read from the disk"},
        Bytes([](Config* c) { return &c->server.budget.dram; })},
-      {{"budget.nvme", "bytes, such as 512MiB", "0",
-        "disk in the data directory: state that finds no room above; for durable jobs a durable copy of all "
-        "state too, and the gradient log (durability `step`) or two pinned copies (`every-K`)"},
-       Bytes([](Config* c) { return &c->server.budget.nvme; })},
+      {{"budget.nvme", "bytes in the data directory, such as 512MiB, or path=bytes,path=bytes for several disks", "0",
+        "disk: state that finds no room above; for durable jobs a durable copy of all state too, and the gradient log "
+        "(durability `step`) or two pinned copies (`every-K`). In the file several disks are a list of `path` and "
+        "`bytes`; logs are in the data directory, whose part counts them"},
+       SetNvme},
       {{"hbm_device", "an integer from 0 to 255", "0", "the GPU that budget.hbm is of, as CUDA counts them"},
        [](const std::string& text, Config* c) {
          return absl::SimpleAtoi(text, &c->server.hbm_device) && c->server.hbm_device >= 0 &&
@@ -191,6 +216,32 @@ std::string KnownKeys() {
 
 std::string Where(const std::string& path, const YAML::Mark& mark) { return absl::StrCat(path, ":", mark.line + 1); }
 
+// A list of `{path: ..., bytes: ...}` as flags spell it.
+absl::StatusOr<std::string> DevicesText(const YAML::Node& list, const std::string& path) {
+  std::vector<std::string> texts;
+  for (const auto& item : list) {
+    const std::string where = Where(path, item.Mark());
+    if (!item.IsMap()) return Bad(absl::StrCat(where, ": budget.nvme: expected `path` and `bytes` of each disk"));
+    std::map<std::string, std::string> fields;
+    for (const auto& field : item) {
+      const std::string name = field.first.Scalar();
+      if ((name != "path" && name != "bytes") || !field.second.IsScalar()) {
+        return Bad(absl::StrCat(Where(path, field.first.Mark()), ": budget.nvme: unknown key '", name,
+                                "'; expected path and bytes of each disk"));
+      }
+      if (!fields.emplace(name, field.second.Scalar()).second) {
+        return Bad(absl::StrCat(Where(path, field.first.Mark()), ": budget.nvme: '", name, "' comes twice; keep one"));
+      }
+    }
+    if (fields.size() != 2 || fields["path"].find(',') != std::string::npos) {
+      return Bad(absl::StrCat(where, ": budget.nvme: expected a path without a comma and bytes of each disk"));
+    }
+    texts.push_back(absl::StrCat(fields["path"], "=", fields["bytes"]));
+  }
+  if (texts.empty()) return Bad(absl::StrCat(Where(path, list.Mark()), ": budget.nvme: the list is empty"));
+  return absl::StrJoin(texts, ",");
+}
+
 // Adds the leaves of `map` under their dotted names.
 absl::Status Collect(const YAML::Node& map, const std::string& prefix, const std::string& path, ConfigValues* out) {
   for (const auto& entry : map) {
@@ -202,6 +253,11 @@ absl::Status Collect(const YAML::Node& map, const std::string& prefix, const std
     }
     const Key* key = Find(name);
     if (key == nullptr) return Bad(absl::StrCat(where, ": unknown key '", name, "'; expected one of ", KnownKeys()));
+    if (name == "budget.nvme" && entry.second.IsSequence()) {
+      BALLAST_ASSIGN_OR_RETURN(const std::string text, DevicesText(entry.second, path));
+      if (out->insert({name, {text, where}}).second) continue;
+      return Bad(absl::StrCat(where, ": key '", name, "' comes twice; keep one"));
+    }
     if (!entry.second.IsScalar()) {
       return Bad(absl::StrCat(where, ": ", name, ": expected ", key->doc.expected, "; came a ",
                               entry.second.IsMap()        ? "map"
@@ -223,6 +279,19 @@ absl::StatusOr<Config> CheckStaging(const Config& config, const std::string& ori
   return Bad(absl::StrCat(origin, "staging: expected ", kStagingBytesMin, " to ", dram,
                           " bytes (budget.dram, which it is taken from) beside a budget.nvme; came ", staging,
                           origin.empty() ? ", the default" : "", "; set staging, or raise budget.dram"));
+}
+
+absl::Status CheckPaths(const Config& config, const std::string& origin) {
+  std::set<std::filesystem::path> seen;
+  for (const storage::NvmeDevice& device : config.server.nvme_devices) {
+    std::filesystem::path path = std::filesystem::path(device.directory).lexically_normal();
+    if (!path.has_filename()) path = path.parent_path();
+    if (seen.insert(path).second) continue;
+    return Bad(absl::StrCat(origin, ": budget.nvme: ", device.directory,
+                            " comes twice; expected a directory for each "
+                            "disk. Keep one of them"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -318,6 +387,7 @@ absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& 
                             ": metrics_tls is TLS by the certificate of the other port; set "
                             "tls.certificate and tls.key, or metrics_tls: false"));
   }
+  BALLAST_RETURN_IF_ERROR(CheckPaths(config, where["budget.nvme"]));
   config.guard.revocations = config.server.data_directory + "/tls-revocations";
   if (config.server.budget.dram == 0)
     return Bad("budget.dram is 0; slices of the step in flight need DRAM in any case");

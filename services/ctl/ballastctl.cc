@@ -6,7 +6,7 @@
 //   ballastctl drop --job NAME --servers host:port,...
 //   ballastctl unpin --job NAME --version N --servers host:port,...
 //   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
-//   ballastctl verify --data-directory DIR [--json] [--rebuild]
+//   ballastctl verify --data-directory DIR [--nvme DIR]... [--json] [--rebuild]
 //   ballastctl iotune [--directory DIR] [--json] [--seconds N] [--out FILE] [--hbm-device N]
 //   ballastctl doctor [--config FILE] [--servers host:port,...] [--json]
 //   ballastctl completion bash|zsh|fish
@@ -218,6 +218,8 @@ int Main(int argc, char** argv) {
                                         "1 damage found, 2 usage, 3 a server has it");
   verify->add_option("--data-directory", scrub.directory, "as the server's data_directory")
       ->required()
+      ->type_name("DIR");
+  verify->add_option("--nvme", scrub.nvme, "a directory of budget.nvme, if the catalog is lost or the path is new")
       ->type_name("DIR");
   verify->add_flag("--json", scrub.json, "machine-readable");
   verify->add_flag("--rebuild", scrub.rebuild, "make the catalog's job entries anew from extents and logs");

@@ -110,12 +110,12 @@ std::string ShowJson(const ScrubReport& report, const RebuildResult* rebuilt) {
 int RunVerify(const VerifyCommand& command) {
   const SayProgress say = [](const std::string& line) { std::fprintf(stderr, "%s\n", line.c_str()); };
   if (!command.rebuild) {
-    const auto report = Verify(command.directory, say);
+    const auto report = Verify(command.directory, say, command.nvme);
     if (!report.ok()) return ExitCodeOf(report.status());
     std::fputs((command.json ? ShowJson(*report, nullptr) : ShowText(*report)).c_str(), stdout);
     return report->findings.empty() ? kClean : kDamaged;
   }
-  const auto rebuilt = Rebuild(command.directory, say);
+  const auto rebuilt = Rebuild(command.directory, say, command.nvme);
   if (!rebuilt.ok()) return ExitCodeOf(rebuilt.status());
   if (command.json) {
     std::fputs(ShowJson(rebuilt->after, &*rebuilt).c_str(), stdout);

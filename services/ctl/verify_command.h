@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "ballast/services/verify/verify.h"
 
@@ -9,6 +10,7 @@ namespace ballast::services {
 
 struct VerifyCommand {
   std::string directory;
+  std::vector<std::string> nvme;  // directories of NVMe devices beside those that the catalog knows
   bool json = false;
   bool rebuild = false;
 };

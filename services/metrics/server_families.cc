@@ -50,6 +50,13 @@ void AddTiers(const v1::GetServerStatusResponse& status, const storage::TierTraf
       parts.Add({{"tier", tier.tier()}, {"part", part.part()}}, part.bytes());
     }
   }
+  if (!figures.nvme_devices.empty()) {
+    Gauge device(out, "ballast_nvme_device_bytes", "Of each directory of the nvme tier: its budget, and what is used.");
+    for (const storage::TierUsage::Device& one : figures.nvme_devices) {
+      device.Add({{"directory", one.directory}, {"kind", "budget"}}, one.budget);
+      device.Add({{"directory", one.directory}, {"kind", "used"}}, one.used);
+    }
+  }
   Counter read(out, "ballast_tier_read_bytes_total", "Bytes read from the tier.");
   Counter written(out, "ballast_tier_written_bytes_total", "Bytes written to the tier.");
   Counter moved(out, "ballast_moved_bytes_total", "Bytes of states and slices that went from one tier to another.");

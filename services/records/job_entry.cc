@@ -60,6 +60,14 @@ bool ParseWanted(absl::string_view what, absl::string_view value, JobEntry* entr
 
 }  // namespace
 
+std::string NvmeFileKey(storage::NvmeFileId id) { return absl::StrCat(kCatalogNvme, absl::Hex(id, absl::kZeroPad16)); }
+
+std::optional<storage::NvmeFileId> NvmeFileOfKey(absl::string_view key) {
+  storage::NvmeFileId id = 0;
+  if (!absl::ConsumePrefix(&key, kCatalogNvme) || !absl::SimpleHexAtoi(key, &id)) return std::nullopt;
+  return id;
+}
+
 std::string CatalogPrefix(absl::string_view job) { return absl::StrCat(kCatalogJobs, job, "/"); }
 
 std::string CatalogPin(int64_t version) { return absl::StrFormat("%s%020d", kCatalogPin, version); }

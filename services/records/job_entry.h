@@ -20,6 +20,11 @@ namespace ballast::services {
 inline constexpr char kCatalogServerId[] = "server_id";
 // Prefix of all jobs' keys.
 inline constexpr char kCatalogJobs[] = "job/";
+// Prefix of the keys of files of the NVMe tier outside the data directory; their values are the files' last paths.
+// Earlier versions ignore them.
+inline constexpr char kCatalogNvme[] = "nvme/";
+std::string NvmeFileKey(storage::NvmeFileId id);
+std::optional<storage::NvmeFileId> NvmeFileOfKey(absl::string_view key);
 // Suffixes behind CatalogPrefix(job). A durable chunk has kCatalogChunk followed by its id, a durable pin CatalogPin.
 inline constexpr char kCatalogPromise[] = "promise";
 inline constexpr char kCatalogOpen[] = "open";

@@ -12,13 +12,13 @@
 namespace ballast::services {
 
 absl::Status LogWalk::Run(LogVisitor* visitor) {
-  size_t segment = 0;
-  for (size_t i = 0; i < scanned_.records.size(); ++i) {
-    while (segment + 1 < scanned_.live.size() && scanned_.live[segment + 1].first_record <= i) ++segment;
-    lsn_ = scanned_.records[i].lsn;
-    BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(scanned_.records[i]));
-    Keep(record, segment);
-    BALLAST_RETURN_IF_ERROR(Visit(record, scanned_.records[i].payload, visitor));
+  for (;;) {
+    BALLAST_ASSIGN_OR_RETURN(const storage::ReadRecord* const read, records_->Next());
+    if (read == nullptr) break;
+    lsn_ = read->lsn;
+    BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(*read));
+    Keep(record, records_->segment());
+    BALLAST_RETURN_IF_ERROR(Visit(record, read->payload, visitor));
   }
   if (Seeded(storage::StorageBug::kSegmentsForgotten)) std::fill(keep_for_.begin(), keep_for_.end(), -1);
   return absl::OkStatus();

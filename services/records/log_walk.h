@@ -1,6 +1,7 @@
-// The one loop over a scanned gradient log. A walk decodes record by record and tells a visitor: recovery replays the
-// log onto chunks, a scrub replays the log without chunks. The walk knows everything on which both must agree: the
-// slices of a step, the slices that an Open makes void, and how long each log segment must stay.
+// The one loop over a gradient log. A walk reads and decodes record by record, keeps the slices of the undecided step
+// and nothing else, and tells a visitor: recovery replays the log onto chunks, a scrub replays the log without chunks.
+// The walk knows everything on which both must agree: the slices of a step, the slices that an Open makes void, and how
+// long each log segment must stay.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 #include "absl/status/status.h"
 #include "ballast/services/step/step_machine.h"
-#include "ballast/storage/log/log_reader.h"
+#include "ballast/storage/log/reading/logged_records.h"
 
 namespace ballast::services {
 
@@ -42,10 +43,10 @@ class LogVisitor {
 // Threads: one.
 class LogWalk {
  public:
-  // Borrows `scanned`.
-  explicit LogWalk(const storage::ScannedLog* scanned) : scanned_(*scanned), keep_for_(scanned->live.size(), -1) {}
+  // Borrows `records`, those of a log with so many live segments.
+  LogWalk(storage::RecordSource* records, size_t segments) : records_(records), keep_for_(segments, -1) {}
 
-  // Call once. Errors: the visitor's; DATA_LOSS (CHECKSUM) if a record cannot be decoded.
+  // Call once. Errors: the visitor's; those of `records`; DATA_LOSS (CHECKSUM) if a record cannot be decoded.
   absl::Status Run(LogVisitor* visitor);
 
   // The last record that the visitor heard of, or that could not be decoded; 0: none.
@@ -64,7 +65,7 @@ class LogWalk {
   // Counts a record of the segment as needed. `segment`: index into keep_for_.
   void Keep(const StepRecord& record, size_t segment);
 
-  const storage::ScannedLog& scanned_;
+  storage::RecordSource* const records_;
   uint64_t lsn_ = 0;
   bool opened_ = false;              // an Open has come, or a snapshot of one
   size_t slice_count_ = 0;           // in the log so far

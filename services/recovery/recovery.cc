@@ -15,6 +15,7 @@
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/log/log_reader.h"
+#include "ballast/storage/log/reading/logged_records.h"
 
 namespace ballast::services {
 namespace {
@@ -25,12 +26,6 @@ absl::Status LogMissing(const std::string& name, size_t chunks, const absl::Stat
   return model::Error(absl::StatusCode::kDataLoss, model::kStateLost,
                       absl::StrCat("job '", name, "' has ", chunks, " durable chunks and no gradient log: ",
                                    cause.message(), "; was the data directory copied in part, or a drop interrupted?"));
-}
-
-uint64_t PayloadBytes(const storage::ScannedLog& log) {
-  uint64_t bytes = 0;
-  for (const storage::ReadRecord& record : log.records) bytes += record.payload.bytes;
-  return bytes;
 }
 
 }  // namespace
@@ -211,15 +206,16 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
     core_->recovering = true;
     core_->recoverable = true;
     core_->journalled_lsn = 0;
-    core_->promises.KeptElsewhere(scanned.records.empty() ? 1 : scanned.records.back().lsn + 1);
+    core_->promises.KeptElsewhere(scanned.last_lsn + 1);
   }
   Replay replay;
   replay.file = &(*log)->file();
-  const uint64_t payload_bytes = PayloadBytes(scanned);
+  const uint64_t payload_bytes = scanned.payload_bytes;
   replay.progress = progress;
   // In one addition: nobody sees a total below what is done.
   if (progress != nullptr) progress->total_bytes += scanned.read_bytes + payload_bytes - scanned.file_bytes;
-  LogWalk walk(&scanned);
+  storage::LoggedRecords records(replay.file, &scanned);
+  LogWalk walk(&records, scanned.live.size());
   Replayer replayer(this, &walk, &replay);
   BALLAST_RETURN_IF_ERROR(walk.Run(&replayer));
   for (size_t i = 0; i < scanned.live.size(); ++i) (*log)->Keep(scanned.live[i].incarnation, walk.keep_for()[i]);

@@ -78,7 +78,7 @@ void StateServer::Impl::FreeLost(const Entry& entry, const std::vector<storage::
   tiers->Return(storage::TierKind::kNvme, entry.log_bytes, storage::TierPart::kLog);
   for (const storage::DurableChunk& chunk : chunks) {
     // The extent is freed at once; disputed places stay until the next start.
-    if (tiers->nvme() != nullptr) (void)tiers->nvme()->TakeKept(chunk.offset);
+    if (tiers->nvme() != nullptr) (void)tiers->nvme()->TakeKept(chunk.offset, chunk.file);
   }
 }
 
@@ -252,6 +252,7 @@ ServerFigures StateServer::Figures() const {
   figures.waiting_push_bytes = bound(impl_->waiting_push_bytes);
   figures.unsent_bytes = bound(impl_->answer_room.bound());
   figures.moved = impl_->tiers->moved();
+  figures.nvme_devices = impl_->tiers->usage().nvme;
   if (storage::HbmTier* const hbm = impl_->tiers->hbm(); hbm != nullptr) figures.gpu = &hbm->counters();
   figures.memory_locked = impl_->tiers->memory_locked();
   figures.compute_threads = impl_->compute.threads();

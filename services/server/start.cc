@@ -13,9 +13,10 @@
 #include "absl/strings/strip.h"
 #include "ballast/services/records/data_files.h"
 #include "ballast/services/records/log_records.h"
+#include "ballast/services/server/nvme_devices.h"
 #include "ballast/services/server/server_state.h"
 #include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/log/log_reader.h"
+#include "ballast/storage/log/reading/logged_records.h"
 #include "ballast/storage/machine/profile_file.h"
 #include "ballast/storage/tier/nvme_tier.h"
 
@@ -106,11 +107,13 @@ absl::StatusOr<LoggedSteps> StepsOf(const std::string& log, absl::string_view na
                         absl::StrCat("it is the log of job '", scanned.name, "', by another name"));
   }
   LoggedSteps steps;
-  for (const storage::ReadRecord& read : scanned.records) {
-    BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(read));
+  storage::LoggedRecords records(file.get(), &scanned);
+  for (;;) {
+    BALLAST_ASSIGN_OR_RETURN(const storage::ReadRecord* const read, records.Next());
+    if (read == nullptr) return steps;
+    BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(*read));
     steps.Add(record);
   }
-  return steps;
 }
 
 // Removes spills of a server that died while making them; a finished spill has no name.
@@ -133,6 +136,8 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   auto impl = std::make_unique<Impl>(options);
   BALLAST_RETURN_IF_ERROR(CheckDirectory(options.data_directory));
   BALLAST_ASSIGN_OR_RETURN(impl->machine, ReadMachineProfile(options));
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<storage::NvmeDevice> devices, DevicesOf(options));
+  if (impl->machine.has_value()) impl->machine = WithDevices(*impl->machine, devices);
   // Where CURRENT is missing, RocksDB would begin a new catalog and remove what is left of the old.
   if (std::error_code error; !std::filesystem::exists(options.data_directory + "/catalog/CURRENT", error)) {
     BALLAST_RETURN_IF_ERROR(CheckNothingLost(options.data_directory));
@@ -145,6 +150,8 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   storage::TiersOptions tiers;
   tiers.budget = options.budget;
   tiers.directory = options.data_directory;
+  tiers.devices = devices;
+  BALLAST_ASSIGN_OR_RETURN(tiers.known, ReadKnownFiles(impl->catalog.get(), impl->server_id));
   tiers.staging_bytes = StagingBytes(options);
   tiers.hbm_device = options.hbm_device;
   tiers.disk = impl->foundation->disk();
@@ -154,7 +161,7 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   for (const auto& [name, cause] : orphans) stored.try_emplace(name);
   for (const auto& [name, entry] : stored) {
     for (const storage::DurableChunk& chunk : entry.ChunksAndPinned()) {
-      tiers.kept.push_back({chunk.offset, chunk.bytes});
+      tiers.kept.push_back({chunk.offset, chunk.bytes, chunk.file});
     }
     const bool damaged = !entry.unreadable.empty() && (entry.durable() || entry.every_k());
     if (!damaged && !orphans.contains(name)) continue;
@@ -250,6 +257,16 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
     Lose(name, stored.at(name), status, job.journal_bytes());
     whole = false;
   };
+  // The same for a job that is not even tried.
+  const auto lose = [&](const std::string& name, const JobEntry& entry, const absl::Status& cause) {
+    spdlog::error("job '{}' cannot be recovered: {}", name, std::string(cause.message()));
+    std::error_code error;
+    const uint64_t bytes = std::filesystem::file_size(LogPath(options.data_directory, name), error);
+    const bool taken =
+        !error && tiers->Take(storage::TierKind::kNvme, bytes, "a log that is not read", storage::TierPart::kLog).ok();
+    Lose(name, entry, cause, taken ? bytes : 0);
+    whole = false;
+  };
   // Reserve each job's minimum DRAM first, so that a job loaded early cannot fill memory that a later job needs to load
   // at all.
   std::map<std::string, uint64_t> kept;
@@ -273,15 +290,7 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
     BALLAST_RETURN_IF_ERROR(interrupted());
     tiers->Return(storage::TierKind::kDram, kept[name], storage::TierPart::kSpare);
     if (const auto orphan = orphans.find(name); orphan != orphans.end()) {
-      spdlog::error("job '{}' cannot be recovered: {}", name, std::string(orphan->second.message()));
-      std::error_code error;
-      const uint64_t bytes =
-          std::filesystem::file_size(absl::StrCat(options.data_directory, "/", kLogPrefix, name), error);
-      const bool taken =
-          !error &&
-          tiers->Take(storage::TierKind::kNvme, bytes, "a log that nobody knows", storage::TierPart::kLog).ok();
-      Lose(name, entry, orphan->second, taken ? bytes : 0);
-      whole = false;
+      lose(name, entry, orphan->second);
       continue;
     }
     const bool nothing_left =
@@ -289,6 +298,10 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
         std::find(entry.unreadable.begin(), entry.unreadable.end(), kCatalogOpen) == entry.unreadable.end();
     if (entry.had_state && nothing_left) {
       Lose(name, entry, LostToDurabilityNone(name));
+      continue;
+    }
+    if (const absl::Status there = CheckDevices(name, entry, tiers.get()); !there.ok()) {
+      lose(name, entry, there);
       continue;
     }
     const std::shared_ptr<Job> job = MakeJob(name);

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -33,6 +34,9 @@ inline constexpr char kMachineProfile[] = "ballast-profile.yaml";
 struct StateServerOptions {
   std::string data_directory;
   storage::TierBytes budget;
+  // Directories for NVMe state on disks of their own, with their parts of budget.nvme; the data directory may be among
+  // them. Empty: the data directory has all of it. Logs are in the data directory in any case.
+  std::vector<storage::NvmeDevice> nvme_devices;
   std::string server_id;  // empty: made at first start, kept in the data directory
   int hbm_device = 0;
   int compute_threads = 1;     // for one update, its job's own included; ballastd's default is all processors
@@ -72,7 +76,8 @@ struct ServerFigures {
   Bound waiting_requests, waiting_request_bytes, waiting_push_bytes, unsent_bytes, job_places;
   Bound file_system_bytes;  // of the data directory; what others use counts as used
   storage::MovedBytes moved = {};
-  const storage::GpuCounters* gpu = nullptr;  // the server's; null without HBM
+  std::vector<storage::TierUsage::Device> nvme_devices;  // empty where the data directory is the only one
+  const storage::GpuCounters* gpu = nullptr;             // the server's; null without HBM
   bool memory_locked = false;
   int compute_threads = 0;
   double compute_busy_seconds = 0;

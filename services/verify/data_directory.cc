@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <set>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -9,6 +10,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/services/records/data_files.h"
 #include "ballast/storage/io/disk.h"
+#include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::services {
 namespace {
@@ -34,8 +36,14 @@ Harm ScrubReport::worst() const {
 }
 
 absl::StatusOr<std::unique_ptr<DataDirectory>> DataDirectory::Open(const std::string& path,
-                                                                   storage::Catalog::Access access) {
-  std::unique_ptr<DataDirectory> directory(new DataDirectory(path));
+                                                                   storage::Catalog::Access access,
+                                                                   const std::vector<std::string>& nvme) {
+  for (const std::string& device : nvme) {
+    if (Exists(storage::NvmeFilePath(device, 0))) continue;
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                        absl::StrCat("'", device, "' holds no nvme.tier; expected a directory of budget.nvme"));
+  }
+  std::unique_ptr<DataDirectory> directory(new DataDirectory(path, nvme));
   std::error_code ignored;
   const bool known = Exists(directory->CatalogPath()) || Exists(directory->TierPath()) ||
                      Exists(absl::StrCat(path, "/LOCK.ballast")) || !directory->LogNames().empty();
@@ -140,7 +148,53 @@ std::vector<std::string> DataDirectory::LogNames() const {
 
 std::string DataDirectory::CatalogPath() const { return path_ + "/catalog"; }
 std::string DataDirectory::LogPath(const std::string& job) const { return absl::StrCat(path_, "/", kLogPrefix, job); }
-std::string DataDirectory::TierPath() const { return path_ + "/nvme.tier"; }
+
+std::map<storage::NvmeFileId, std::string> DataDirectory::KnownTierPaths() const {
+  std::map<storage::NvmeFileId, std::string> paths;
+  if (catalog_ == nullptr) return paths;
+  const auto pairs = catalog_->List(kCatalogNvme);
+  if (!pairs.ok()) return paths;
+  for (const auto& [key, path] : *pairs) {
+    if (const auto id = NvmeFileOfKey(key); id.has_value()) paths[*id] = path;
+  }
+  return paths;
+}
+
+std::string DataDirectory::TierPath(storage::NvmeFileId id) const {
+  if (id == 0) return storage::NvmeFilePath(path_, 0);
+  const auto known = KnownTierPaths();
+  const auto found = known.find(id);
+  return found != known.end() ? found->second : absl::StrCat("nvme file ", storage::ShowFileId(id));
+}
+
+absl::StatusOr<TierFiles> DataDirectory::OpenTierFiles() const {
+  TierFiles files;
+  const auto add = [&](storage::NvmeFileId id, std::unique_ptr<storage::BlockFile> file) -> absl::Status {
+    BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, file->Size());
+    files.emplace(id, TierFile{std::move(file), bytes});
+    return absl::OkStatus();
+  };
+  BALLAST_ASSIGN_OR_RETURN(auto home, OpenFile(TierPath()));
+  if (home != nullptr) BALLAST_RETURN_IF_ERROR(add(0, std::move(home)));
+  std::set<std::string> directories(nvme_.begin(), nvme_.end()), paths;
+  directories.insert(path_);
+  for (const auto& [id, path] : KnownTierPaths()) {
+    paths.insert(path);
+    directories.insert(fs::path(path).parent_path());
+  }
+  for (const std::string& directory : directories) {
+    for (uint64_t number = directory == path_ ? 1 : 0; Exists(storage::NvmeFilePath(directory, number)); ++number) {
+      paths.insert(storage::NvmeFilePath(directory, number));
+    }
+  }
+  for (const std::string& path : paths) {
+    auto file = OpenFile(path);
+    if (!file.ok() || *file == nullptr) continue;  // a device that is not there, or cannot be read
+    const auto header = storage::ReadDeviceHeader(**file);
+    if (header.ok() && header->has_value()) BALLAST_RETURN_IF_ERROR(add((*header)->id, *std::move(file)));
+  }
+  return files;
+}
 
 absl::StatusOr<std::unique_ptr<storage::BlockFile>> DataDirectory::OpenFile(const std::string& path) const {
   if (!Exists(path)) return std::unique_ptr<storage::BlockFile>();

@@ -22,13 +22,21 @@ struct CatalogJob {
   bool durable() const { return entry.open.has_value() && entry.open->spec().durability() == v1::DURABILITY_STEP; }
 };
 
+struct TierFile {
+  std::unique_ptr<storage::BlockFile> file;
+  uint64_t bytes = 0;
+};
+using TierFiles = std::map<storage::NvmeFileId, TierFile>;
+
 // Threads: one. Holds the directory's lock during its life.
 class DataDirectory {
  public:
   // FAILED_PRECONDITION (BUSY) if a server has the directory; INVALID_ARGUMENT (BAD_REQUEST) if this is no data
   // directory. A catalog that is missing or cannot be opened is not an error: catalog() is null then.
+  // `nvme`: directories of NVMe devices, where the catalog may not tell them any more, or not by their new paths.
   static absl::StatusOr<std::unique_ptr<DataDirectory>> Open(
-      const std::string& path, storage::Catalog::Access access = storage::Catalog::Access::kReadOnly);
+      const std::string& path, storage::Catalog::Access access = storage::Catalog::Access::kReadOnly,
+      const std::vector<std::string>& nvme = {});
 
   const std::string& path() const { return path_; }
   storage::Catalog* catalog() { return catalog_.get(); }
@@ -47,16 +55,21 @@ class DataDirectory {
   // Names of jobs, from the names of the log files.
   std::vector<std::string> LogNames() const;
   std::string LogPath(const std::string& job) const;
-  std::string TierPath() const;
+  // Path of a file of the NVMe tier, as the catalog last knew it.
+  std::string TierPath(storage::NvmeFileId id = 0) const;
+  // The files of the NVMe tier that are there, by the ids in their first blocks.
+  absl::StatusOr<TierFiles> OpenTierFiles() const;
   // Null if there is no such file.
   absl::StatusOr<std::unique_ptr<storage::BlockFile>> OpenFile(const std::string& path) const;
 
  private:
-  explicit DataDirectory(std::string path) : path_(std::move(path)) {}
+  DataDirectory(std::string path, std::vector<std::string> nvme) : path_(std::move(path)), nvme_(std::move(nvme)) {}
+  std::map<storage::NvmeFileId, std::string> KnownTierPaths() const;
   absl::Status OpenCatalog(storage::Catalog::Access access);
   std::string CatalogPath() const;
 
   const std::string path_;
+  const std::vector<std::string> nvme_;
   std::unique_ptr<storage::Catalog> catalog_;  // holds the lock
   std::optional<storage::FileLock> lock_;      // while there is no catalog
   absl::Status catalog_error_;

@@ -200,7 +200,7 @@ std::optional<StateLayout> LayoutOfBits(const StateLayout& job, uint64_t layout_
   return std::nullopt;
 }
 
-absl::StatusOr<FoundLabels> FindLabels(const storage::BlockFile& file,
+absl::StatusOr<FoundLabels> FindLabels(const storage::BlockFile& file, storage::NvmeFileId id,
                                        const std::map<std::string, WantedLabels>& wanted, Progress* progress) {
   FoundLabels found;
   BALLAST_ASSIGN_OR_RETURN(storage::Arena arena, storage::Arena::Map(kPieceBytes));
@@ -220,7 +220,7 @@ absl::StatusOr<FoundLabels> FindLabels(const storage::BlockFile& file,
     if (!layout.has_value()) return;
     const storage::DurableChunk& chunk = label.chunk;
     if (chunk.elements > model::kChunkElementsMax || chunk.bytes != layout->StateBytes(chunk.elements)) return;
-    if (chunk.offset + layout->LabelAt(chunk.elements) != offset) return;
+    if (chunk.file != id || chunk.offset + layout->LabelAt(chunk.elements) != offset) return;
     found.of_jobs[job].push_back(label);
   };
   for (uint64_t at = 0; at < end; at += kPieceBytes) {

@@ -1,4 +1,4 @@
-// Compares the chunks' state in nvme.tier with the catalog: labels, digests of arrays, places.
+// Compares the chunks' state in the NVMe tier's files with the catalog: labels, digests of arrays, places.
 #pragma once
 
 #include <map>
@@ -32,8 +32,8 @@ std::vector<NamedExtent> PinnedExtents(const std::string& job, LayoutOf layout_o
                                        const std::vector<storage::DurableChunk>& chunks,
                                        const std::vector<v1::PinnedVersion>& pins);
 
-// Finds extents that overlap, leave the file or lie at impossible places; their jobs would be refused. `file_bytes`: 0
-// if there is no file.
+// Finds extents of one file that overlap, leave the file or lie at impossible places; their jobs would be refused.
+// `file_bytes`: 0 if there is no file.
 void CheckPlaces(const std::vector<NamedExtent>& extents, const std::string& path, uint64_t file_bytes,
                  ScrubReport* report);
 
@@ -66,8 +66,8 @@ struct WantedLabels {
   storage::StateLayout layout;  // of chunks that are not frozen
   uint64_t life = 0;
 };
-// All labels of these jobs in the file, known to the catalog or not.
-absl::StatusOr<FoundLabels> FindLabels(const storage::BlockFile& file,
+// All labels of these jobs in the file with this id, known to the catalog or not.
+absl::StatusOr<FoundLabels> FindLabels(const storage::BlockFile& file, storage::NvmeFileId id,
                                        const std::map<std::string, WantedLabels>& wanted, Progress* progress);
 
 }  // namespace ballast::services

@@ -56,7 +56,8 @@ class Replayer : public StepHost, public LogVisitor {
         findings_(findings),
         server_id_(server_id),
         machine_(server_id, this),
-        walk_(&log.scanned) {}
+        records_(log.file.get(), &log.scanned),
+        walk_(&records_, log.scanned.live.size()) {}
 
   // Chunks' states are not judged.
   void LeaveChunks() { judges_chunks_ = false; }
@@ -95,6 +96,7 @@ class Replayer : public StepHost, public LogVisitor {
   const std::string server_id_;
   uint64_t lsn_ = 0;
   StepMachine machine_;
+  storage::LoggedRecords records_;
   LogWalk walk_;
   bool judges_chunks_ = true;
   std::map<uint64_t, int64_t> versions_;  // of this server's chunks
@@ -248,16 +250,19 @@ void Replayer::CheckEnd() {
 
 }  // namespace
 
-absl::StatusOr<ReadLog> ReadJobLog(const storage::BlockFile& file, const std::string& job) {
+absl::StatusOr<ReadLog> ReadJobLog(std::shared_ptr<const storage::BlockFile> file, const std::string& job) {
   ReadLog log;
   log.job = job;
-  BALLAST_ASSIGN_OR_RETURN(log.scanned, storage::ScanLog(file));
+  log.file = std::move(file);
+  BALLAST_ASSIGN_OR_RETURN(log.scanned, storage::ScanLog(*log.file));
   if (log.scanned.name != job) {
-    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
-                        absl::StrCat(file.path(), " is the log of job '", log.scanned.name, "', not of '", job, "'"));
+    return model::Error(
+        absl::StatusCode::kDataLoss, model::kIo,
+        absl::StrCat(log.file->path(), " is the log of job '", log.scanned.name, "', not of '", job, "'"));
   }
   Summary summary(&log);
-  BALLAST_RETURN_IF_ERROR(LogWalk(&log.scanned).Run(&summary));
+  storage::LoggedRecords records(log.file.get(), &log.scanned);
+  BALLAST_RETURN_IF_ERROR(LogWalk(&records, log.scanned.live.size()).Run(&summary));
   return log;
 }
 

@@ -18,13 +18,14 @@
 #include "ballast/services/verify/progress.h"
 #include "ballast/storage/chunk/extent_label.h"
 #include "ballast/storage/io/block_file.h"
-#include "ballast/storage/log/log_reader.h"
+#include "ballast/storage/log/reading/logged_records.h"
 
 namespace ballast::services {
 
 // A log, read; all of its records can be decoded.
 struct ReadLog {
   std::string job;
+  std::shared_ptr<const storage::BlockFile> file;  // replays read the records again
   storage::ScannedLog scanned;
   LoggedSteps steps;
   std::set<std::tuple<uint32_t, uint64_t, uint64_t>> pushed;  // slices: unit, begin, end
@@ -33,7 +34,7 @@ struct ReadLog {
   std::optional<v1::Epoch> promised;
 };
 // Errors: as ScanLog and DecodeRecord; DATA_LOSS (IO) if the log is of a different job.
-absl::StatusOr<ReadLog> ReadJobLog(const storage::BlockFile& file, const std::string& job);
+absl::StatusOr<ReadLog> ReadJobLog(std::shared_ptr<const storage::BlockFile> file, const std::string& job);
 
 // The only member of `open` to whom all of these chunks belong. NOT_FOUND if no member fits, or several do.
 absl::StatusOr<std::string> FindOwner(const v1::OpenRequest& open, const std::set<uint64_t>& chunks);

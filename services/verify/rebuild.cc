@@ -33,6 +33,7 @@ class Rebuilding {
  private:
   absl::Status ReadCandidates();
   absl::Status ReadLabels();
+  void RefuseMissingDevices();
   void SettleServerId();
   void Choose(const std::string& name, Candidate* candidate);
   absl::StatusOr<bool> Newest(const std::string& name, const std::vector<FoundLabel>& labels, int64_t version_max,
@@ -51,7 +52,7 @@ class Rebuilding {
   RebuildResult& result_;
   std::map<std::string, CatalogJob> known_;  // jobs of the catalog
   std::map<std::string, Candidate> candidates_;
-  std::unique_ptr<storage::BlockFile> tier_;
+  TierFiles tier_;
   std::string server_id_;
   bool new_server_id_ = false;
 };
@@ -94,8 +95,8 @@ absl::Status Rebuilding::ReadCandidates() {
   const bool all = bad.contains("");
   for (const std::string& name : directory_->LogNames()) {
     if (!all && !bad.contains(name)) continue;
-    BALLAST_ASSIGN_OR_RETURN(const auto file, directory_->OpenFile(directory_->LogPath(name)));
-    auto log = ReadJobLog(*file, name);
+    BALLAST_ASSIGN_OR_RETURN(auto file, directory_->OpenFile(directory_->LogPath(name)));
+    auto log = ReadJobLog(std::move(file), name);
     if (absl::IsNotFound(log.status())) continue;  // its creation was not finished
     if (!log.ok()) {
       Refuse(name, absl::StrCat("its log cannot be read: ", log.status().message(),
@@ -125,20 +126,41 @@ absl::Status Rebuilding::ReadCandidates() {
 }
 
 absl::Status Rebuilding::ReadLabels() {
-  BALLAST_ASSIGN_OR_RETURN(tier_, directory_->OpenFile(directory_->TierPath()));
-  if (tier_ == nullptr || candidates_.empty()) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(tier_, directory_->OpenTierFiles());
+  if (candidates_.empty()) return absl::OkStatus();
   std::map<std::string, WantedLabels> wanted;
   for (const auto& [name, candidate] : candidates_) wanted[name] = {candidate.layout, candidate.log.scanned.life};
-  BALLAST_ASSIGN_OR_RETURN(FoundLabels found, FindLabels(*tier_, wanted, &progress_));
-  for (auto& [name, labels] : found.of_jobs) candidates_[name].labels = std::move(labels);
-  if (found.unreadable_blocks > 0) {
-    result_.done.push_back(absl::StrCat(found.unreadable_blocks, " blocks of nvme.tier cannot be read"));
+  uint64_t of_other_lives = 0;
+  for (const auto& [id, tier] : tier_) {
+    BALLAST_ASSIGN_OR_RETURN(FoundLabels found, FindLabels(*tier.file, id, wanted, &progress_));
+    for (auto& [name, labels] : found.of_jobs) {
+      std::vector<FoundLabel>& all = candidates_[name].labels;
+      all.insert(all.end(), labels.begin(), labels.end());
+    }
+    of_other_lives += found.of_other_lives;
+    if (found.unreadable_blocks > 0) {
+      result_.done.push_back(
+          absl::StrCat(found.unreadable_blocks, " blocks of ", tier.file->path(), " cannot be read"));
+    }
   }
-  if (found.of_other_lives > 0) {
-    result_.done.push_back(absl::StrCat("passed over ", found.of_other_lives,
+  RefuseMissingDevices();
+  if (of_other_lives > 0) {
+    result_.done.push_back(absl::StrCat("passed over ", of_other_lives,
                                         " labels of jobs of these names that were dropped, or of other copies"));
   }
   return absl::OkStatus();
+}
+
+// A rebuild would forget what lies there.
+void Rebuilding::RefuseMissingDevices() {
+  for (const auto& [name, candidate] : candidates_) {
+    for (const storage::DurableChunk& chunk : candidate.old.ChunksAndPinned()) {
+      if (chunk.file == 0 || tier_.contains(chunk.file)) continue;
+      Refuse(name, absl::StrCat("state of it is in ", directory_->TierPath(chunk.file), ", which is not there: bring ",
+                                "the disk back, or name its directory with --nvme; drop the job if the disk is lost"));
+      break;
+    }
+  }
 }
 
 void Rebuilding::SettleServerId() {
@@ -178,7 +200,7 @@ absl::StatusOr<bool> Rebuilding::Newest(const std::string& name, const std::vect
     }
     // FindLabels passes over other layouts.
     const storage::StateLayout layout = *LayoutOfBits(candidates_.at(name).layout, label.layout_bits);
-    const absl::StatusOr<bool> whole = DigestsHold(*tier_, layout, chunk);
+    const absl::StatusOr<bool> whole = DigestsHold(*tier_.at(chunk.file).file, layout, chunk);
     if (absl::IsInternal(whole.status())) continue;  // most disks report rot so; the log may reach an older version
     BALLAST_RETURN_IF_ERROR(whole.status());
     if (!*whole) continue;
@@ -253,8 +275,8 @@ void Rebuilding::DropStalePins(const std::string& name, Candidate* candidate) {
     return labelled.contains(chunk.Encode()) &&
            std::none_of(candidate->chosen.begin(), candidate->chosen.end(), [&](const auto& entry) {
              const storage::DurableChunk& chosen = entry.second;
-             return chosen.offset < chunk.offset + chunk.bytes && chunk.offset < chosen.offset + chosen.bytes &&
-                    chosen.Encode() != chunk.Encode();
+             return chosen.file == chunk.file && chosen.offset < chunk.offset + chunk.bytes &&
+                    chunk.offset < chosen.offset + chosen.bytes && chosen.Encode() != chunk.Encode();
            });
   };
   std::erase_if(candidate->old.pins, [&](const v1::PinnedVersion& pin) {
@@ -308,10 +330,14 @@ void Rebuilding::CheckPlacesOfAll() {
       extents.push_back(std::move(pinned));
     }
   }
-  uint64_t file_bytes = 0;
-  if (tier_ != nullptr) file_bytes = tier_->Size().value_or(0);
+  std::map<storage::NvmeFileId, std::vector<NamedExtent>> by_file;
+  for (NamedExtent& extent : extents) by_file[extent.chunk.file].push_back(std::move(extent));
   ScrubReport places;
-  CheckPlaces(extents, directory_->TierPath(), file_bytes, &places);
+  for (const auto& [id, of_file] : by_file) {
+    const auto tier = tier_.find(id);
+    if (tier == tier_.end() && id != 0) continue;  // a device that is not there, which the scrub said
+    CheckPlaces(of_file, directory_->TierPath(id), tier == tier_.end() ? 0 : tier->second.bytes, &places);
+  }
   for (const Finding& finding : places.findings) Refuse(finding.job, absl::StrCat(finding.what, ": ", finding.found));
 }
 
@@ -329,6 +355,10 @@ absl::Status Rebuilding::Write() {
     result_.done.push_back(absl::StrCat("set server_id to '", server_id_, "'"));
   }
   std::vector<std::string> prefixes;
+  // A server takes a file that its catalog does not know for another server's.
+  for (const auto& [id, tier] : tier_) {
+    if (id != 0) pairs.emplace_back(NvmeFileKey(id), tier.file->path());
+  }
   for (const auto& [name, candidate] : candidates_) {
     const std::string& prefix = prefixes.emplace_back(CatalogPrefix(name));
     v1::Epoch promised = candidate.log.promised.value_or(candidate.log.open->epoch());
@@ -350,9 +380,11 @@ absl::Status Rebuilding::Write() {
 
 }  // namespace
 
-absl::StatusOr<RebuildResult> Rebuild(const std::string& directory, const SayProgress& say) {
+absl::StatusOr<RebuildResult> Rebuild(const std::string& directory, const SayProgress& say,
+                                      const std::vector<std::string>& nvme) {
   RebuildResult result;
-  BALLAST_ASSIGN_OR_RETURN(const auto opened, DataDirectory::Open(directory, storage::Catalog::Access::kReadWrite));
+  BALLAST_ASSIGN_OR_RETURN(const auto opened,
+                           DataDirectory::Open(directory, storage::Catalog::Access::kReadWrite, nvme));
   BALLAST_RETURN_IF_ERROR(Rebuilding(opened.get(), say, &result).Run());
   return result;
 }

@@ -6,6 +6,7 @@
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
+#include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::services {
 namespace {
@@ -30,6 +31,7 @@ class Scrub {
   void CheckOrphan(const std::string& name);
   void CheckLives(const std::string& name, const JobEntry& entry, uint64_t expected, absl::string_view whose);
   void CheckExtents();
+  void MissDevice(storage::NvmeFileId id, const std::vector<NamedExtent>& extents);
   Finding& Add(Harm harm, const std::string& job, std::string what, std::string file, std::string expected,
                std::string found, std::string advice) {
     return report_.findings.emplace_back(Finding{harm, job, std::move(what), std::move(file), 0, std::move(expected),
@@ -49,11 +51,9 @@ absl::StatusOr<ScrubReport> Scrub::Run() {
   if (directory_->catalog() == nullptr) {
     // Logs and extents cannot be judged without the catalog; a rebuild judges them.
     const absl::Status& error = directory_->catalog_error();
-    BALLAST_ASSIGN_OR_RETURN(const auto tier, directory_->OpenFile(directory_->TierPath()));
+    BALLAST_ASSIGN_OR_RETURN(const TierFiles tier, directory_->OpenTierFiles());
     uint64_t tier_bytes = 0;
-    if (tier != nullptr) {
-      BALLAST_ASSIGN_OR_RETURN(tier_bytes, tier->Size());
-    }
+    for (const auto& [id, file] : tier) tier_bytes += file.bytes;
     const bool used = tier_bytes > 0 || !directory_->LogNames().empty();
     if (absl::IsNotFound(error) && !used) return std::move(report_);  // never
     const bool unnoticed = directory_->begins_anew() && !used;  // its files alone look like those of a first start
@@ -150,14 +150,14 @@ void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
     Add(Harm::kJobRefused, name, "the log cannot be read", path, "the log of the job", std::string(status.message()),
         kLogAdvice);
   };
-  const auto file = directory_->OpenFile(path);
+  auto file = directory_->OpenFile(path);
   if (!file.ok()) return refuse(file.status());
   absl::StatusOr<ReadLog> log = absl::NotFoundError(absl::StrCat("there is no ", path));
-  if (*file != nullptr) log = ReadJobLog(**file, name);
+  if (*file != nullptr) log = ReadJobLog(*std::move(file), name);
   // The log was still being made: no step was ever prepared.
   if (absl::IsNotFound(log.status()) && entry.chunks.empty() && entry.pins.empty() && !entry.life.has_value()) return;
   if (!log.ok()) return refuse(log.status());
-  report_.counts.log_records += log->scanned.records.size();
+  report_.counts.log_records += log->scanned.record_count;
   report_.counts.torn_batches += log->scanned.torn_batches;
   if (log->scanned.repaired_blocks > 0) {
     Add(Harm::kRepaired, name, absl::StrCat(log->scanned.repaired_blocks, " blocks of the log are damaged"), path,
@@ -179,7 +179,7 @@ void Scrub::CheckLog(const std::string& name, const CatalogJob& job) {
   for (const v1::PinnedVersion& pin : entry.pins) durable.pinned.insert(pin.version());
   const LogReplay replay = Replay(*log, id, durable, path, &report_.findings);
   CompareWithLog(name, entry, *log, replay.committed, replay.prepared);
-  CheckPayloads(**file, name, replay, &progress_, &report_);
+  CheckPayloads(*log->file, name, replay, &progress_, &report_);
 }
 
 void Scrub::CompareWithLog(const std::string& name, const JobEntry& entry, const ReadLog& log, int64_t committed,
@@ -225,9 +225,9 @@ void Scrub::CheckLives(const std::string& name, const JobEntry& entry, uint64_t 
 
 void Scrub::CheckOrphan(const std::string& name) {
   const std::string path = directory_->LogPath(name);
-  const auto file = directory_->OpenFile(path);
+  auto file = directory_->OpenFile(path);
   if (!file.ok() || *file == nullptr) return;
-  const auto log = ReadJobLog(**file, name);
+  const auto log = ReadJobLog(*std::move(file), name);
   // The log is still being made, or nothing was ever prepared: an Open makes it anew.
   if (absl::IsNotFound(log.status())) return;
   if (log.ok() && !log->steps.any()) return;
@@ -238,21 +238,43 @@ void Scrub::CheckOrphan(const std::string& name) {
 
 void Scrub::CheckExtents() {
   if (extents_.empty()) return;
-  const std::string path = directory_->TierPath();
-  const auto file = directory_->OpenFile(path);
-  uint64_t file_bytes = 0;
-  if (file.ok() && *file != nullptr) {
-    const auto size = (*file)->Size();
-    if (size.ok()) file_bytes = *size;
-  }
-  CheckPlaces(extents_, path, file_bytes, &report_);
-  for (const NamedExtent& extent : extents_) {
-    const storage::DurableChunk& chunk = extent.chunk;
-    if ((chunk.offset | chunk.bytes) % storage::kIoAlignment != 0 || chunk.offset > file_bytes ||
-        chunk.bytes > file_bytes - chunk.offset) {
-      continue;  // said already
+  const auto files = directory_->OpenTierFiles();
+  std::map<storage::NvmeFileId, std::vector<NamedExtent>> by_file;
+  for (const NamedExtent& extent : extents_) by_file[extent.chunk.file].push_back(extent);
+  for (const auto& [id, extents] : by_file) {
+    const bool there = files.ok() && files->contains(id);
+    if (!there && id != 0) {
+      MissDevice(id, extents);
+      continue;
     }
-    CheckExtent(**file, extent, &progress_, &report_);
+    const uint64_t file_bytes = there ? files->at(id).bytes : 0;
+    CheckPlaces(extents, there ? files->at(id).file->path() : directory_->TierPath(id), file_bytes, &report_);
+    for (const NamedExtent& extent : extents) {
+      const storage::DurableChunk& chunk = extent.chunk;
+      if ((chunk.offset | chunk.bytes) % storage::kIoAlignment != 0 || chunk.offset > file_bytes ||
+          chunk.bytes > file_bytes - chunk.offset) {
+        continue;  // said already
+      }
+      CheckExtent(*files->at(id).file, extent, &progress_, &report_);
+    }
+  }
+}
+
+// A finding for each job with state on a device that is not there.
+void Scrub::MissDevice(storage::NvmeFileId id, const std::vector<NamedExtent>& extents) {
+  std::map<std::string, std::pair<uint64_t, uint64_t>> by_job;  // extents and bytes
+  for (const NamedExtent& extent : extents) {
+    auto& [count, bytes] = by_job[extent.job];
+    ++count;
+    bytes += extent.chunk.bytes;
+  }
+  for (const auto& [job, held] : by_job) {
+    Add(Harm::kJobRefused, job, "an nvme device is not there", directory_->TierPath(id),
+        absl::StrCat("a file with id ", storage::ShowFileId(id), " and ", held.first, " extents of the job, ",
+                     held.second, " bytes"),
+        "no such file",
+        "bring the disk back, or name its directory with --nvme; drop the job with `ballastctl drop` if the disk is "
+        "lost");
   }
 }
 
@@ -262,8 +284,10 @@ absl::StatusOr<ScrubReport> Verify(DataDirectory* directory, const SayProgress& 
   return Scrub(directory, say).Run();
 }
 
-absl::StatusOr<ScrubReport> Verify(const std::string& directory, const SayProgress& say) {
-  BALLAST_ASSIGN_OR_RETURN(const auto opened, DataDirectory::Open(directory));
+absl::StatusOr<ScrubReport> Verify(const std::string& directory, const SayProgress& say,
+                                   const std::vector<std::string>& nvme) {
+  BALLAST_ASSIGN_OR_RETURN(const auto opened,
+                           DataDirectory::Open(directory, storage::Catalog::Access::kReadOnly, nvme));
   return Verify(opened.get(), say);
 }
 

@@ -14,8 +14,10 @@
 
 namespace ballast::services {
 
-// Reads the whole directory, and changes nothing. Errors: as DataDirectory::Open.
-absl::StatusOr<ScrubReport> Verify(const std::string& directory, const SayProgress& say);
+// Reads the whole directory and the NVMe devices beside it, and changes nothing. `nvme` and errors: as
+// DataDirectory::Open.
+absl::StatusOr<ScrubReport> Verify(const std::string& directory, const SayProgress& say,
+                                   const std::vector<std::string>& nvme = {});
 // Likewise for a directory that is open already.
 absl::StatusOr<ScrubReport> Verify(DataDirectory* directory, const SayProgress& say);
 
@@ -26,10 +28,11 @@ struct RebuildResult {
   ScrubReport before;
   ScrubReport after;  // after the rebuild; if nothing was written, as `before`
 };
-// Makes the catalog's entries of durable jobs anew, from the labels in nvme.tier and the logs, where Verify finds them
-// unusable. Writes nothing unless all such jobs fit together. Deletes no log and no extent; a catalog that cannot be
-// opened is moved aside. All entries are written in a single batch, so an interrupted rebuild has written all or none,
-// and may be repeated. Errors: as Verify, and those of writing a catalog.
-absl::StatusOr<RebuildResult> Rebuild(const std::string& directory, const SayProgress& say);
+// Makes the catalog's entries of durable jobs anew, from the labels in the NVMe tier's files and the logs, where Verify
+// finds them unusable. Writes nothing unless all such jobs fit together. Deletes no log and no extent; a catalog that
+// cannot be opened is moved aside. All entries are written in a single batch, so an interrupted rebuild has written all
+// or none, and may be repeated. Errors: as Verify, and those of writing a catalog.
+absl::StatusOr<RebuildResult> Rebuild(const std::string& directory, const SayProgress& say,
+                                      const std::vector<std::string>& nvme = {});
 
 }  // namespace ballast::services

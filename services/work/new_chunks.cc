@@ -19,7 +19,7 @@ constexpr uint64_t kValueBuffers = 5;
 
 // The free part of the budgets, once `returned` has come back.
 storage::TierBytes Free(const storage::Tiers& tiers, const storage::TierBytes& returned) {
-  const auto [budget, used, parts] = tiers.usage();
+  const auto [budget, used, parts, devices] = tiers.usage();
   storage::TierBytes free;
   for (int i = 0; i < storage::kTierKinds; ++i) {
     const auto kind = static_cast<storage::TierKind>(i);

@@ -262,15 +262,18 @@ absl::Status Space::DropOld(Ground* ground) {
 Space::Addition Space::Match(const NewChunks& wanted, Ground* ground) {
   Addition add;
   add.taken.resize(wanted.elements.size());
+  Chunks& spares = ground->spares;
+  auto first = spares.begin();  // all before it are taken: an Open that comes again takes its chunks in order
   for (size_t i = 0; i < wanted.elements.size(); ++i) {
     const uint64_t elements = wanted.elements[i], id = wanted.ids[i];
+    while (first != spares.end() && *first == nullptr) ++first;
     // The disk knows a durable chunk by its id, so only the very same Open can take the chunk.
-    const auto spare = std::find_if(ground->spares.begin(), ground->spares.end(), [&](const auto& s) {
-      return s->elements == elements && s->frozen == wanted.frozen[i] && (!wanted.durable() || s->id == id);
+    const auto spare = std::find_if(first, spares.end(), [&](const auto& s) {
+      return s != nullptr && s->elements == elements && s->frozen == wanted.frozen[i] &&
+             (!wanted.durable() || s->id == id);
     });
-    if (spare != ground->spares.end()) {
-      add.taken[i] = *spare;
-      ground->spares.erase(spare);
+    if (spare != spares.end()) {
+      add.taken[i] = std::move(*spare);
       continue;
     }
     add.missing.push_back(
@@ -280,6 +283,7 @@ Space::Addition Space::Match(const NewChunks& wanted, Ground* ground) {
       add.missing.back().aside_bytes = earlier_->AsideBytes(id, layout.StateBytes(elements));
     }
   }
+  std::erase(spares, nullptr);
   return add;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -9,6 +10,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/chunk/remainder.h"
 #include "ballast/storage/counters/disk_counters.h"
+#include "ballast/storage/memory/arena.h"
 
 namespace ballast::storage {
 namespace {
@@ -113,6 +115,7 @@ absl::Status ChunkReader::ReadJoined(const StoredChunk& chunk, uint64_t begin, u
 absl::Status ChunkReader::ReadStored(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count,
                                      Sink sink) {
   uint64_t state_at = 0;
+  const BlockFile* file = nullptr;
   ArrayDigests digests = {};
   {
     absl::ReaderMutexLock lock(&chunk.mutex, chunk.unchanging());
@@ -124,15 +127,16 @@ absl::Status ChunkReader::ReadStored(const StoredChunk& chunk, StateArray array,
       return ReadDevice(chunk.View(chunk.state).array(array) + begin, count, sink);
     }
     std::byte* const memory = chunk.placement.state == TierKind::kDram ? chunk.state : chunk.staged;
-    if (memory != nullptr) {
+    if (memory != nullptr && (array == StateArray::kMaster || !chunk.moments_unread)) {
       sink(0, {chunk.View(memory).array(array) + begin, count});
       tiers_->CountTraffic(TierKind::kDram, count, 0);
       return absl::OkStatus();
     }
     state_at = chunk.extent.offset();
+    file = &chunk.extent.file();
     digests = chunk.digests;
   }
-  return ReadExtent(chunk, chunk.layout, state_at, digests, array, begin, count, sink);
+  return ReadExtent(*file, chunk, chunk.layout, state_at, digests, array, begin, count, sink);
 }
 
 absl::Status ChunkReader::ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
@@ -142,25 +146,32 @@ absl::Status ChunkReader::ReadCopy(const StoredChunk& chunk, const PinnedCopy& c
     return absl::OkStatus();
   }
   if (copy.extent.bytes() > 0) {
-    return ReadExtent(chunk, copy.layout, copy.extent.offset(), copy.digests, array, begin, count, sink);
+    return ReadExtent(copy.extent.file(), chunk, copy.layout, copy.extent.offset(), copy.digests, array, begin, count,
+                      sink);
   }
   sink(0, {copy.View(chunk.elements).array(array) + begin, count});
   tiers_->CountTraffic(TierKind::kDram, count, 0);
   return absl::OkStatus();
 }
 
-absl::Status ChunkReader::ReadExtent(const StoredChunk& chunk, const StateLayout& layout, uint64_t state_at,
-                                     const ArrayDigests& digests, StateArray array, uint64_t begin, uint64_t count,
-                                     Sink sink) {
-  const BlockFile& file = tiers_->nvme()->file();
+absl::Status ChunkReader::ReadExtent(const BlockFile& file, const StoredChunk& chunk, const StateLayout& layout,
+                                     uint64_t state_at, const ArrayDigests& digests, StateArray array, uint64_t begin,
+                                     uint64_t count, Sink sink) {
   const uint64_t bytes = layout.ArrayBytes(array, chunk.elements);
   const uint64_t offset = state_at + layout.ArrayAt(array, chunk.elements);
   const uint32_t expected = digests[static_cast<size_t>(array)];
-  const Buffer buffer(this);
+  std::optional<Buffer> buffer;
+  Arena own;  // a server without state on NVMe has no buffers, and reads moments of state in DRAM after a restart
+  if (prepared()) {
+    buffer.emplace(this);
+  } else {
+    BALLAST_ASSIGN_OR_RETURN(own, Arena::Map(kStagingBytes));
+  }
+  const absl::Span<std::byte> memory = buffer.has_value() ? buffer->bytes(kStagingBytes) : own.bytes();
   uint32_t digest = 0;
   // Reads the whole array, even for a part: the digest covers the array.
   for (uint64_t at = 0; at < bytes; at += kStagingBytes) {
-    const absl::Span<std::byte> piece = buffer.bytes(bytes - at);
+    const absl::Span<std::byte> piece = memory.subspan(0, std::min(kStagingBytes, bytes - at));
     BALLAST_RETURN_IF_ERROR(file.Read(offset + at, piece));
     digest = kernels::Crc32c(piece, digest);
     const uint64_t from = std::max(at, begin);
@@ -185,7 +196,7 @@ absl::Status ChunkReader::ReadDevice(const std::byte* from, uint64_t count, Sink
   return absl::OkStatus();
 }
 
-absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, uint64_t state_at) {
+absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, NvmeFile* to, uint64_t state_at) {
   const Buffer buffer(this);
   ArrayDigests digests = {};
   for (int i = 0; i < chunk.layout.array_count(); ++i) {
@@ -197,7 +208,7 @@ absl::StatusOr<ArrayDigests> ChunkReader::Spill(const StoredChunk& chunk, uint64
       const absl::Span<std::byte> piece = buffer.bytes(bytes - at);
       BALLAST_RETURN_IF_ERROR(tiers_->hbm()->CopyOut(chunk.state + begin + at, piece));
       digest = kernels::Crc32c(piece, digest);
-      BALLAST_RETURN_IF_ERROR(tiers_->nvme()->file().Write(state_at + begin + at, piece));
+      BALLAST_RETURN_IF_ERROR(to->Write(state_at + begin + at, piece));
     }
   }
   tiers_->CountTraffic(TierKind::kHbm, chunk.state_bytes(), 0);

@@ -47,8 +47,8 @@ class ChunkReader {
       ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
   absl::Status ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
                         uint64_t count, Sink sink) ABSL_SHARED_LOCKS_REQUIRED(chunk.reading);
-  // Copies the chunk's arrays from device memory to `state_at` on the disk.
-  absl::StatusOr<ArrayDigests> Spill(const StoredChunk& chunk, uint64_t state_at);
+  // Copies the chunk's arrays from device memory to `state_at` of the file.
+  absl::StatusOr<ArrayDigests> Spill(const StoredChunk& chunk, NvmeFile* to, uint64_t state_at);
 
  private:
   // As Read, as the array is stored.
@@ -58,7 +58,7 @@ class ChunkReader {
   absl::Status ReadJoined(const StoredChunk& chunk, uint64_t begin, uint64_t count, Sink sink)
       ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
   // `state_at`: the state's offset in the file.
-  absl::Status ReadExtent(const StoredChunk& chunk, const StateLayout& layout, uint64_t state_at,
+  absl::Status ReadExtent(const BlockFile& file, const StoredChunk& chunk, const StateLayout& layout, uint64_t state_at,
                           const ArrayDigests& digests, StateArray array, uint64_t begin, uint64_t count, Sink sink);
   absl::Status ReadDevice(const std::byte* from, uint64_t count, Sink sink);
   // Takes a buffer for the life of the object.

@@ -13,16 +13,20 @@ constexpr uint64_t kMagic = 0x4c424c5f'54534c42;
 constexpr uint32_t kFormat = 2;
 
 // Little-endian, as it lies on disk.
+constexpr size_t kEntryBytes = 6 * 8 + sizeof(ArrayDigests);  // of an entry without a file
+
 struct Label {
   uint64_t magic = kMagic;
   uint32_t digest = 0;  // CRC32C of the block with this as zero
   uint32_t format = kFormat;
-  DurableChunk chunk;
+  std::array<char, kEntryBytes> chunk = {};
   uint64_t layout_bits = 0;
   char job[128] = {};
+  NvmeFileId file = 0;  // what was a zero before there were several
 };
 static_assert(sizeof(Label) <= StateLayout::kLabelBytes);
-static_assert(sizeof(DurableChunk) == 6 * 8 + sizeof(ArrayDigests));  // no padding, whose bits nobody sets
+static_assert(sizeof(DurableChunk) == kEntryBytes + sizeof(NvmeFileId));  // no padding, whose bits nobody sets
+static_assert(offsetof(DurableChunk, file) == kEntryBytes);
 
 uint32_t DigestOf(absl::Span<const std::byte> block) {
   std::array<std::byte, StateLayout::kLabelBytes> copy;
@@ -33,10 +37,13 @@ uint32_t DigestOf(absl::Span<const std::byte> block) {
 
 }  // namespace
 
-std::string DurableChunk::Encode() const { return {reinterpret_cast<const char*>(this), sizeof(*this)}; }
+std::string DurableChunk::Encode() const {
+  return {reinterpret_cast<const char*>(this), file == 0 ? kEntryBytes : sizeof(*this)};
+}
 
 bool DurableChunk::Decode(absl::string_view bytes) {
-  if (bytes.size() != sizeof(*this)) return false;
+  if (bytes.size() != kEntryBytes && bytes.size() != sizeof(*this)) return false;
+  file = 0;
   std::memcpy(static_cast<void*>(this), bytes.data(), bytes.size());
   return true;
 }
@@ -55,8 +62,10 @@ uint64_t LayoutBits(const StateLayout& layout) {
 void EncodeLabel(const DurableChunk& chunk, const StateLayout& layout, absl::string_view job,
                  absl::Span<std::byte> block) {
   Label label;
-  label.chunk = chunk;
-  if (Seeded(StorageBug::kLabelWithoutVersion)) label.chunk.version = 0;
+  DurableChunk labelled = chunk;
+  if (Seeded(StorageBug::kLabelWithoutVersion)) labelled.version = 0;
+  std::memcpy(label.chunk.data(), &labelled, kEntryBytes);
+  label.file = chunk.file;
   label.layout_bits = LayoutBits(layout);
   std::memcpy(label.job, job.data(), std::min(job.size(), sizeof(label.job)));
   std::memset(block.data(), 0, block.size());
@@ -69,7 +78,8 @@ bool DecodeLabel(absl::Span<const std::byte> block, DurableChunk* chunk, std::st
   Label label;
   std::memcpy(static_cast<void*>(&label), block.data(), sizeof(label));
   if (label.magic != kMagic || label.format != kFormat || label.digest != DigestOf(block)) return false;
-  *chunk = label.chunk;
+  std::memcpy(static_cast<void*>(chunk), label.chunk.data(), kEntryBytes);
+  chunk->file = label.file;
   job->assign(label.job, strnlen(label.job, sizeof(label.job)));
   *layout_bits = label.layout_bits;
   return true;

@@ -9,6 +9,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "ballast/storage/placement/state_layout.h"
+#include "ballast/storage/tier/tiers.h"
 
 namespace ballast::storage {
 
@@ -20,12 +21,15 @@ struct DurableChunk {
   uint64_t life = 0;     // the job's: differs between jobs that had the same name
   uint64_t id = 0;       // in its job's layout
   int64_t version = -1;  // transactions 0..version are applied
-  uint64_t offset = 0;   // the extent's, in the NVMe tier's file
+  uint64_t offset = 0;   // the extent's, in its file
   uint64_t bytes = 0;
   uint64_t elements = 0;
   ArrayDigests digests = {};
+  NvmeFileId file = 0;  // of the NVMe tier
 
-  // The catalog's encoding. Decode returns false if `bytes` is no encoded entry.
+  // The catalog's encoding. Decode returns false if `bytes` is no encoded entry. Entries without a file are those of
+  // the data directory's own, as earlier versions wrote them; an earlier version refuses a job that has entries with a
+  // file.
   std::string Encode() const;
   bool Decode(absl::string_view bytes);
 };

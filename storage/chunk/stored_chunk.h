@@ -76,6 +76,10 @@ struct StoredChunk {
   NvmeExtent extent ABSL_GUARDED_BY(mutex);
   ArrayDigests digests ABSL_GUARDED_BY(mutex) = {};
   std::byte* staged ABSL_GUARDED_BY(mutex) = nullptr;  // the newest state, while the extent does not hold it yet
+  // State in DRAM, since a restart took back its master alone: the extent holds the moments, and nobody reads or writes
+  // them in memory until StoreCore::LoadMoments has read them. `digests` are the extent's. Cleared by the store's
+  // thread.
+  bool moments_unread ABSL_GUARDED_BY(mutex) = false;
   std::vector<PinnedCopy> copies ABSL_GUARDED_BY(mutex);
 
   // Durable store only; used by the store's thread only.

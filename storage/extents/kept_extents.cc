@@ -64,12 +64,15 @@ absl::Status KeptExtents::TakeBack(int64_t pin, uint64_t chunk, const DurableChu
   // Two pins between which the chunk did not change share its extent.
   for (const auto& [other, chunks] : pins_) {
     const auto found = chunks.find(chunk);
-    if (found == chunks.end() || found->second->entry.offset != entry.offset) continue;
+    if (found == chunks.end() || found->second->entry.offset != entry.offset ||
+        found->second->entry.file != entry.file) {
+      continue;
+    }
     found->second->aside = found->second->aside && automatic;
     pins_[pin][chunk] = found->second;
     return absl::OkStatus();
   }
-  absl::StatusOr<NvmeExtent> extent = nvme_->TakeKept(entry.offset);
+  absl::StatusOr<NvmeExtent> extent = nvme_->TakeKept(entry.offset, entry.file);
   if (!extent.ok()) return extent.status();
   auto kept = std::make_shared<Kept>();
   kept->entry = entry;

@@ -21,7 +21,8 @@ void VersionedExtents::Discard() {
 }
 
 uint64_t VersionedExtents::SpareBytesMissing(uint64_t chunks, uint64_t largest_bytes) const {
-  const uint64_t wanted = Spares(chunks) * largest_bytes;
+  const uint64_t files = nvme_ == nullptr ? 1 : nvme_->file_count();
+  const uint64_t wanted = (files == 1 ? Spares(chunks) : std::max(Spares(chunks), files)) * largest_bytes;
   return wanted - std::min(wanted, spare_bytes_);
 }
 
@@ -33,6 +34,10 @@ void VersionedExtents::AddRoom(NvmeRoom room, uint64_t spare_bytes) {
 
 absl::StatusOr<NvmeExtent> VersionedExtents::Take(uint64_t bytes) {
   return nvme_->AllocateFrom(&room_, bytes, "a chunk's new version");
+}
+
+absl::Status VersionedExtents::Gather(uint64_t bytes) {
+  return room_.bytes() >= bytes ? nvme_->Gather(&room_, bytes, "a chunk's new version") : absl::OkStatus();
 }
 
 void VersionedExtents::Written(const DurableChunk& chunk, NvmeExtent old) {
@@ -51,7 +56,9 @@ bool VersionedExtents::EndRun() {
 
 absl::Status VersionedExtents::Record() {
   Pass("extent/sync");
-  if (!Seeded(StorageBug::kExtentSyncDropped)) failed_ = nvme_->Sync();
+  std::vector<NvmeFileId> files;
+  for (const DurableChunk& chunk : written_) files.push_back(chunk.file);
+  if (!Seeded(StorageBug::kExtentSyncDropped)) failed_ = nvme_->Sync(std::move(files));
   if (Seeded(StorageBug::kFailedExtentSyncIgnored)) failed_ = absl::OkStatus();
   Pass("extent/synced");
   if (failed_.ok()) failed_ = options_.record(written_);

@@ -34,12 +34,18 @@ class VersionedExtents {
   // Number of runs whose versions share a sync and a record. Every run more saves a sync and a record, and delays the
   // cut of the log by a step.
   static constexpr int kRunsMax = 4;
-  // NVMe budget still missing for new versions of `chunks` chunks, besides the chunks' own extents.
+  // NVMe budget still missing for new versions of `chunks` chunks, besides the chunks' own extents. At least a version
+  // for each file, so that room in pieces has a piece for a version.
   uint64_t SpareBytesMissing(uint64_t chunks, uint64_t largest_bytes) const;
   void AddRoom(NvmeRoom room, uint64_t spare_bytes);
 
-  bool HasRoom(uint64_t bytes) const { return room_.bytes() >= bytes; }
-  // REQUIRES: HasRoom. Errors: NvmeTier::AllocateFrom's.
+  // In one piece, on a device that works.
+  bool HasRoom(uint64_t bytes) const { return nvme_->Holds(room_, bytes); }
+  bool HasBytes(uint64_t bytes) const { return room_.bytes() >= bytes; }
+  // Makes HasRoom(bytes) true where the room lies in pieces too small, or on a device that fails. An error leaves the
+  // room as it is: then Take finds room on a device that fails, if any.
+  absl::Status Gather(uint64_t bytes);
+  // Errors: NvmeTier::AllocateFrom's.
   absl::StatusOr<NvmeExtent> Take(uint64_t bytes);
   // `chunk` has been written to its extent; `old`, perhaps empty, holds the version before.
   void Written(const DurableChunk& chunk, NvmeExtent old);

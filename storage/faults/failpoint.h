@@ -30,7 +30,7 @@ inline constexpr absl::string_view kFailpoints[] = {
     "recovery/synced",
     // chunks
     "extent/taken", "chunk/updated", "extent/labelled", "extent/written", "extent/sync", "extent/synced",
-    "extent/recorded", "extent/freed", "recovery/chunk_restored",
+    "extent/recorded", "extent/freed", "recovery/chunk_restored", "recovery/moments_read",
     // services
     "create/catalogued", "create/space_taken", "fence/catalog_put", "fence/catalog_done", "fence/promise", "fence/open",
     "journal/slice", "journal/prepared", "journal/decision", "journal/rolled", "journal/durable", "step/updated",

@@ -44,12 +44,16 @@ enum class StorageBug {
   kOverwrittenInPlace,        // a new version is written over the old one
   kLabelWithoutVersion,       // an extent does not say which version it holds
   kRestoreDigestUnchecked,    // rotten state is taken back at a restart
+  kMomentsUnchecked,          // ... or its moments, which the first update after the restart reads
   kLoadDigestUnchecked,       // ... or into an update
   kKeptExtentsGivenAgain,     // recovered chunks' extents are free
   kFlushedChunkStaysClean,    // changed state counts as flushed
   kUnrecordedCountsAsKept,    // the log is cut at versions that are not recorded, so no restart would find them
   kPulledCopyOutlivesUpdate,  // pulls of a chunk without a working copy get the parameters before its update
   kReadBackUnchecked,         // a damaged slice from the log is applied
+  kDeviceNotRecorded,         // an entry says that its extent is in the data directory, wherever it is
+  kOtherDevicesUnsynced,      // versions on several devices are recorded after a sync of one
+  kDeviceKnownByItsPath,      // a file is taken for the one that was at its path, whatever it says
 
   // The server.
   kAckedUnsynced,       // answers leave before the journal is durable

@@ -25,6 +25,9 @@ inline constexpr uint64_t AlignUp(uint64_t bytes) { return (bytes + kIoAlignment
 // file, offset and size (if `bytes` > 0) and the system's text.
 absl::Status IoError(int error, absl::string_view verb, absl::string_view path, uint64_t offset, uint64_t bytes);
 
+// Is it IoError's of a file that would become longer than its file system allows?
+bool IsFileTooLong(const absl::Status& status);
+
 // A file of a Disk. Threads: any. Transfers and ranges are aligned to kIoAlignment.
 // Durability: written bytes are volatile until a Sync that began after the write is OK.
 class BlockFile {

@@ -21,6 +21,7 @@ class Disk {
   };
   virtual ~Disk() = default;
   virtual absl::StatusOr<std::unique_ptr<BlockFile>> Open(const std::string& path, Mode mode) = 0;
+  virtual bool Exists(const std::string& path) const;
   // On OK the file's directory entry and content are gone, durably. OK as well if there was no file.
   virtual absl::Status Remove(const std::string& path) = 0;
   // A queue for this disk's files. Errors: as MakeIoQueue's.

@@ -6,14 +6,12 @@
 namespace ballast::storage {
 namespace {
 
-// Enough to keep any disk busy while the caller looks at a read.
-constexpr size_t kReadsMax = 8;
 constexpr uint64_t kBytesMax = uint64_t{48} << 20;
 
 class Reads {
  public:
-  Reads(IoQueue* queue, const BlockFile& file, absl::Span<const ReadAhead> reads, const ReadSlots& slots)
-      : queue_(queue), file_(file), reads_(reads), slots_(slots), arrived_(reads.size()) {
+  Reads(IoQueue* queue, absl::Span<const ReadAhead> reads, const ReadSlots& slots)
+      : queue_(queue), reads_(reads), slots_(slots), arrived_(reads.size()) {
     const uint64_t count = slots.slot_bytes == 0 ? 0 : slots.memory.size() / slots.slot_bytes;
     for (uint64_t i = 0; i < count; ++i) free_.push_back(slots.memory.data() + i * slots.slot_bytes);
     places_.resize(reads.size(), nullptr);
@@ -45,7 +43,7 @@ class Reads {
   void Start() {
     for (; next_ < reads_.size() && failed_.ok(); ++next_) {
       const ReadAhead& read = reads_[next_];
-      if (held_ == kReadsMax || (in_flight_bytes_ > 0 && in_flight_bytes_ + read.bytes > kBytesMax)) return;
+      if (held_ == kReadsAheadMax || (in_flight_bytes_ > 0 && in_flight_bytes_ + read.bytes > kBytesMax)) return;
       if (read.to == nullptr && free_.empty()) return;
       std::byte* place = read.to;
       if (place == nullptr) {
@@ -54,7 +52,7 @@ class Reads {
       }
       places_[next_] = place;
       failed_ = queue_->Submit({.kind = IoRequest::Kind::kRead,
-                                .file = &file_,
+                                .file = read.file,
                                 .offset = read.offset,
                                 .buffer = {place, read.bytes},
                                 .tag = next_});
@@ -75,7 +73,6 @@ class Reads {
   }
 
   IoQueue* const queue_;
-  const BlockFile& file_;
   const absl::Span<const ReadAhead> reads_;
   const ReadSlots slots_;
   std::vector<std::byte*> free_;    // slots
@@ -90,10 +87,9 @@ class Reads {
 
 }  // namespace
 
-absl::Status ForEachRead(IoQueue* queue, const BlockFile& file, absl::Span<const ReadAhead> reads,
-                         const ReadSlots& slots,
+absl::Status ForEachRead(IoQueue* queue, absl::Span<const ReadAhead> reads, const ReadSlots& slots,
                          absl::FunctionRef<absl::Status(size_t, std::byte*, absl::FunctionRef<void()>)> look) {
-  Reads ahead(queue, file, reads, slots);
+  Reads ahead(queue, reads, slots);
   for (size_t i = 0; i < reads.size(); ++i) {
     absl::StatusOr<std::byte*> data = ahead.Get(i);
     if (!data.ok()) return data.status();

@@ -1,4 +1,4 @@
-// Reads parts of a file in order, with the next parts on their way while the caller looks at a part.
+// Reads parts of files in order, with the next parts on their way while the caller looks at a part.
 #pragma once
 
 #include <cstddef>
@@ -11,10 +11,14 @@
 
 namespace ballast::storage {
 
+// Reads that are under way or being looked at, at most: enough to keep any disk busy while the caller looks at a read.
+inline constexpr size_t kReadsAheadMax = 16;
+
 struct ReadAhead {
   uint64_t offset = 0;
   uint64_t bytes = 0;
   std::byte* to = nullptr;  // null: into a slot, reused after `look` has seen the bytes
+  const BlockFile* file = nullptr;
 };
 
 // Room for reads without a place of their own: `memory` in pieces of `slot_bytes`.
@@ -27,8 +31,7 @@ struct ReadSlots {
 // long should call `poll` now and then, to keep the disk busy. Borrows all arguments; nothing is in flight on return.
 // Ends with the first error of a read (as IoQueue's) or of `look`. REQUIRES: nothing else is in flight on `queue`;
 // there is at least one slot, large enough for every read without a place.
-absl::Status ForEachRead(IoQueue* queue, const BlockFile& file, absl::Span<const ReadAhead> reads,
-                         const ReadSlots& slots,
+absl::Status ForEachRead(IoQueue* queue, absl::Span<const ReadAhead> reads, const ReadSlots& slots,
                          absl::FunctionRef<absl::Status(size_t, std::byte*, absl::FunctionRef<void()>)> look);
 
 }  // namespace ballast::storage

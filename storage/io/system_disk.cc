@@ -34,6 +34,15 @@ absl::Status IoError(int error, absl::string_view verb, absl::string_view path, 
                       absl::StrCat(verb, " of ", what, " failed: ", std::strerror(error), " (errno ", error, ")", fix));
 }
 
+bool IsFileTooLong(const absl::Status& status) {
+  return absl::IsResourceExhausted(status) && model::ReasonOf(status) == model::kIo;
+}
+
+bool Disk::Exists(const std::string& path) const {
+  std::error_code error;
+  return std::filesystem::exists(path, error);
+}
+
 namespace {
 
 class SystemFile : public BlockFile {

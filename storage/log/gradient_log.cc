@@ -27,7 +27,7 @@ GradientLog::GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t s
     : file_(std::move(file)),
       segment_bytes_(segment_bytes),
       transient_(transient),
-      queue_(std::move(ring), scanned == nullptr || scanned->records.empty() ? 0 : scanned->records.back().lsn),
+      queue_(std::move(ring), scanned == nullptr ? 0 : scanned->last_lsn),
       writer_(disk, file_.get(), transient,
               BatchEncoder(segment_bytes, Seeded(StorageBug::kSaltConstant) ? 0 : std::random_device()(),
                            scanned == nullptr ? 1 : scanned->last_batch + 1,

@@ -13,6 +13,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/counters/disk_counters.h"
 #include "ballast/storage/faults/seeded_bugs.h"
+#include "ballast/storage/log/reading/meta_reader.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/storage/parity/block_parity.h"
 
@@ -35,24 +36,38 @@ bool IsBlank(absl::Span<const std::byte> block) {
 
 class Scan {
  public:
-  Scan(const BlockFile& file, Arena buffer, std::atomic<uint64_t>* read_bytes)
-      : file_(file), buffer_(std::move(buffer)), read_bytes_(read_bytes) {}
+  Scan(const BlockFile& file, std::atomic<uint64_t>* read_bytes) : file_(file), read_bytes_(read_bytes) {}
 
   absl::StatusOr<ScannedLog> Run();
 
  private:
+  // A batch that was read, without its records: a log may have more of them than fit into memory.
+  struct FoundBatch {
+    uint64_t number = 0;
+    uint64_t offset = 0;  // of the meta's first copy
+    uint64_t meta_bytes = 0;
+    uint64_t end = 0;  // in the file
+    uint64_t oldest_incarnation = 0;
+    uint64_t records = 0;
+    uint64_t last_lsn = 0;
+    uint64_t payload_bytes = 0;  // of the records
+  };
+  static FoundBatch Found(const ReadBatch& batch);
   struct FoundSegment {
     uint64_t index = 0;
     SegmentHead head;
     // Batches from this number on belong to later segments: batches here with a higher number became void earlier.
     uint64_t end_batch = ~uint64_t{0};
     bool read = false;
-    std::map<uint64_t, ReadBatch> batches;  // by number
+    std::vector<FoundBatch> batches;  // by number
+    // False: there was a batch of this number already.
+    bool Add(const FoundBatch& batch);
   };
 
   absl::StatusOr<absl::Span<const std::byte>> Read(uint64_t offset, uint64_t bytes);
-  // Reads one of two copies. If the disk cannot read the copy: empty, and the error goes to `unreadable_`.
-  absl::StatusOr<absl::Span<const std::byte>> ReadCopy(uint64_t offset, uint64_t bytes);
+  // Reads one of two copies, and perhaps more, but not beyond `limit`. If the disk cannot read the copy: empty, and the
+  // error goes to `unreadable_`.
+  absl::StatusOr<absl::Span<const std::byte>> ReadCopy(uint64_t offset, uint64_t bytes, uint64_t limit);
   absl::Status ReadFileHead();
   absl::Status ReadMarks();
   absl::Status ReadSegmentHead(uint64_t index);
@@ -65,18 +80,26 @@ class Scan {
   absl::Status SearchBlocks(FoundSegment& segment, absl::Span<const std::byte> blocks, uint64_t offset, uint64_t limit);
   absl::Status ReadNeeded();
   absl::Status Chain();
-  absl::StatusOr<bool> PayloadsWhole(const ReadBatch& batch);
+  absl::StatusOr<bool> PayloadsWhole(const FoundBatch& found, const FoundSegment& segment);
+  void Link(const FoundBatch& batch);
   void Note(uint64_t synced_batch, uint64_t oldest) {
     log_.synced_batch = std::max(log_.synced_batch, synced_batch);
     oldest_ = std::max(oldest_, oldest);
   }
 
+  void Count(uint64_t bytes) {
+    const uint64_t counted = std::min(bytes, log_.file_bytes - log_.read_bytes);
+    log_.read_bytes += counted;
+    if (read_bytes_ != nullptr) *read_bytes_ += counted;
+  }
+
   const BlockFile& file_;
-  Arena buffer_;
+  Arena buffer_;                                                        // of payloads, and of a search
+  MetaReader metas_{&file_, [this](uint64_t bytes) { Count(bytes); }};  // of everything else
   std::atomic<uint64_t>* const read_bytes_;
   ScannedLog log_;
   uint64_t oldest_ = 0;
-  uint64_t oldest_kept_ = 0;  // oldest_ according to the batches of `log_.records` and their segments
+  uint64_t oldest_kept_ = 0;  // oldest_ according to `log_.batches` and their segments
   bool marked_ = false;
   uint64_t marked_incarnation_ = 0;
   std::map<uint64_t, FoundSegment> segments_;  // by incarnation
@@ -91,14 +114,12 @@ absl::StatusOr<absl::Span<const std::byte>> Scan::Read(uint64_t offset, uint64_t
   }
   const absl::Span<std::byte> to = buffer_.bytes().subspan(0, bytes);
   BALLAST_RETURN_IF_ERROR(file_.Read(offset, to));
-  const uint64_t counted = std::min(bytes, log_.file_bytes - log_.read_bytes);
-  log_.read_bytes += counted;
-  if (read_bytes_ != nullptr) *read_bytes_ += counted;
+  Count(bytes);
   return absl::Span<const std::byte>(to);
 }
 
-absl::StatusOr<absl::Span<const std::byte>> Scan::ReadCopy(uint64_t offset, uint64_t bytes) {
-  absl::StatusOr<absl::Span<const std::byte>> read = Read(offset, bytes);
+absl::StatusOr<absl::Span<const std::byte>> Scan::ReadCopy(uint64_t offset, uint64_t bytes, uint64_t limit) {
+  absl::StatusOr<absl::Span<const std::byte>> read = metas_.Read(offset, bytes, limit);
   if (!absl::IsInternal(read.status())) return read;
   unreadable_.emplace(offset, read.status());
   return absl::Span<const std::byte>();
@@ -115,7 +136,7 @@ absl::Status Scan::ReadFileHead() {
   for (int copy = 0; copy < 2; ++copy) {
     const uint64_t at = static_cast<uint64_t>(copy) * kLogBlock;
     if (at + kLogBlock > bytes) break;
-    BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock));
+    BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock, at + kLogBlock));
     blank = blank && IsBlank(block);
     FileHead head;
     if (block.empty() || !DecodeHead(block, &head)) continue;
@@ -140,7 +161,7 @@ absl::Status Scan::ReadFileHead() {
 
 absl::Status Scan::ReadMarks() {
   for (const uint64_t at : {2 * kLogBlock, 3 * kLogBlock}) {
-    BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock));
+    BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock, at + kLogBlock));
     LogMark mark;
     if (block.empty() || !DecodeHead(block, &mark)) continue;
     Note(mark.synced_batch, 0);
@@ -156,7 +177,8 @@ absl::Status Scan::ReadSegmentHead(uint64_t index) {
   SegmentHead newest;
   bool blank = false;  // a copy was never written, so no sync has covered the second copy either
   for (uint64_t copy = 0; copy < 2; ++copy) {
-    BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(begin + copy * kLogBlock, kLogBlock));
+    const uint64_t at = begin + copy * kLogBlock;
+    BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock, begin + kSegmentHeadBytes));
     if (block.empty()) continue;
     blank = blank || IsBlank(block);
     SegmentHead head;
@@ -178,13 +200,13 @@ absl::Status Scan::ReadSegmentHead(uint64_t index) {
 absl::StatusOr<std::optional<ReadBatch>> Scan::ReadBatchAt(uint64_t offset, uint64_t limit,
                                                            const SegmentHead& segment) {
   if (limit - offset < kLogBlock) return std::nullopt;
-  BALLAST_ASSIGN_OR_RETURN(auto meta, ReadCopy(offset, kLogBlock));
+  BALLAST_ASSIGN_OR_RETURN(auto meta, ReadCopy(offset, kLogBlock, limit));
   ReadBatch batch;
   if (meta.empty() || !DecodeBatchHead(meta, offset, limit, &batch.head)) return std::nullopt;
   if (batch.head.incarnation != segment.incarnation || batch.head.salt != segment.salt) return std::nullopt;
   const uint64_t bytes = batch.head.meta_bytes;
   if (bytes > kLogBlock) {
-    BALLAST_ASSIGN_OR_RETURN(meta, ReadCopy(offset, bytes));
+    BALLAST_ASSIGN_OR_RETURN(meta, ReadCopy(offset, bytes, limit));
   }
   if (meta.empty() || !DecodeMeta(meta, &batch)) return std::nullopt;
   return batch;
@@ -200,7 +222,7 @@ absl::Status Scan::Search(FoundSegment& segment, uint64_t offset, uint64_t limit
     }
     if (!absl::IsInternal(blocks.status())) return blocks.status();
     for (uint64_t at = offset; at < offset + bytes; at += kLogBlock) {
-      BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock));
+      BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock, at + kLogBlock));
       BALLAST_RETURN_IF_ERROR(SearchBlocks(segment, block, at, limit));
     }
   }
@@ -218,9 +240,7 @@ absl::Status Scan::SearchBlocks(FoundSegment& segment, absl::Span<const std::byt
     BALLAST_ASSIGN_OR_RETURN(std::optional<ReadBatch> batch, ReadBatchAt(at, limit, segment.head));
     if (!batch.has_value() || batch->head.batch < segment.head.first_batch) continue;
     Note(batch->head.synced_batch, batch->head.oldest_incarnation);
-    const uint64_t number = batch->head.batch;
-    const bool second = batch->head.copy == 1;
-    if (segment.batches.emplace(number, *std::move(batch)).second && second) ++log_.repaired_blocks;
+    if (segment.Add(Found(*batch)) && batch->head.copy == 1) ++log_.repaired_blocks;
   }
   return absl::OkStatus();
 }
@@ -234,13 +254,44 @@ absl::Status Scan::ReadBatches(FoundSegment& segment) {
     if (!batch.has_value() || batch->head.batch != expected) return Search(segment, at, limit);
     Note(batch->head.synced_batch, batch->head.oldest_incarnation);
     at = batch->end;
-    segment.batches.emplace(expected, *std::move(batch));
+    segment.Add(Found(*batch));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<bool> Scan::PayloadsWhole(const ReadBatch& batch) {
+Scan::FoundBatch Scan::Found(const ReadBatch& batch) {
+  FoundBatch found{.number = batch.head.batch,
+                   .offset = batch.head.offset,
+                   .meta_bytes = batch.head.meta_bytes,
+                   .end = batch.end,
+                   .oldest_incarnation = batch.head.oldest_incarnation,
+                   .records = batch.records.size()};
   for (const ReadRecord& record : batch.records) {
+    found.last_lsn = record.lsn;
+    found.payload_bytes += record.payload.bytes;
+  }
+  return found;
+}
+
+bool Scan::FoundSegment::Add(const FoundBatch& batch) {
+  const auto place = std::lower_bound(batches.begin(), batches.end(), batch.number,
+                                      [](const FoundBatch& found, uint64_t number) { return found.number < number; });
+  if (place != batches.end() && place->number == batch.number) return false;
+  batches.insert(place, batch);  // nearly always at the end
+  return true;
+}
+
+absl::StatusOr<bool> Scan::PayloadsWhole(const FoundBatch& found, const FoundSegment& segment) {
+  BatchHead which;
+  which.offset = found.offset;
+  which.meta_bytes = found.meta_bytes;
+  which.batch = found.number;
+  which.incarnation = segment.head.incarnation;
+  which.salt = segment.head.salt;
+  const uint64_t limit = kLogFirstSegment + (segment.index + 1) * log_.segment_bytes;
+  BALLAST_ASSIGN_OR_RETURN(const std::optional<ReadBatch> batch, ReadBatchOf(&metas_, which, limit));
+  if (!batch.has_value()) return false;
+  for (const ReadRecord& record : batch->records) {
     if (record.payload.bytes == 0) continue;
     const auto bytes = Read(record.payload.offset, AlignUp(record.payload.bytes));
     // An unreadable payload is not known to be torn: its reader gets the error later, and if the rank still has the
@@ -252,15 +303,24 @@ absl::StatusOr<bool> Scan::PayloadsWhole(const ReadBatch& batch) {
   return true;
 }
 
+void Scan::Link(const FoundBatch& batch) {
+  log_.batches.push_back({batch.offset, batch.meta_bytes});
+  log_.last_batch = batch.number;
+  log_.record_count += batch.records;
+  log_.payload_bytes += batch.payload_bytes;
+  if (batch.records > 0) log_.last_lsn = batch.last_lsn;
+}
+
 // Links segments from the oldest needed segment on, batch by batch, up to the first missing batch.
 absl::Status Scan::Chain() {
   // If the marked segment's head is missing, void batches of the previous segment might seem to go on.
   if (marked_incarnation_ > 0 && marked_incarnation_ >= oldest_ && !segments_.contains(marked_incarnation_)) {
     return Rotten(file_, absl::StrCat("the head of segment ", marked_incarnation_, " cannot be read"));
   }
-  log_.records.clear();
+  log_.batches.clear();
   log_.live.clear();
   log_.torn_batches = log_.last_batch = 0;
+  log_.record_count = log_.last_lsn = log_.payload_bytes = 0;
   uint64_t expected = 0, previous = 0;
   uint64_t end = 0;  // offset of the segment's next batch, if there were one
   // Nothing is durable before the oldest segment's head is durable.
@@ -273,29 +333,29 @@ absl::Status Scan::Chain() {
     }
     ended = ended || segment.head.first_batch != expected;
     ended = ended || (previous != 0 && segment.head.previous_incarnation != previous);
-    const size_t first_record = log_.records.size();
-    const uint64_t first_batch = expected;
+    const size_t first_batch = log_.batches.size();
     if (!ended) end = kLogFirstSegment + segment.index * log_.segment_bytes + kSegmentHeadBytes;
-    for (auto& [number, batch] : segment.batches) {
+    for (const FoundBatch& batch : segment.batches) {
+      const uint64_t number = batch.number;
       if (number >= segment.end_batch && !Seeded(StorageBug::kSegmentEndIgnored)) break;
       bool next = !ended && number == expected;
       // Payloads of durable batches are checked when they are needed; payloads that may be torn are checked now.
       if (next && number > log_.synced_batch && !Seeded(StorageBug::kTornPayloadAccepted)) {
-        BALLAST_ASSIGN_OR_RETURN(next, PayloadsWhole(batch));
+        BALLAST_ASSIGN_OR_RETURN(next, PayloadsWhole(batch, segment));
       }
       if (!next) {
         ended = true;
         ++log_.torn_batches;
         continue;
       }
-      for (const ReadRecord& record : batch.records) log_.records.push_back(record);
-      oldest_kept_ = std::max({oldest_kept_, segment.head.oldest_incarnation, batch.head.oldest_incarnation});
-      log_.last_batch = expected++;
+      Link(batch);
+      oldest_kept_ = std::max({oldest_kept_, segment.head.oldest_incarnation, batch.oldest_incarnation});
+      ++expected;
       end = batch.end;
     }
     // A segment without a batch holds nothing, and may be used again.
-    if (expected == first_batch) continue;
-    log_.live.push_back({segment.index, incarnation, first_record});
+    if (log_.batches.size() == first_batch) continue;
+    log_.live.push_back({segment.index, incarnation, segment.head.salt, first_batch});
     previous = incarnation;
   }
   // The next batch may exist in an unreadable block: nobody may write over this block while the disk cannot read it.
@@ -341,8 +401,7 @@ absl::StatusOr<ScannedLog> Scan::Run() {
 }  // namespace
 
 absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file, std::atomic<uint64_t>* read_bytes) {
-  BALLAST_ASSIGN_OR_RETURN(Arena buffer, Arena::Map(kBufferBytes));
-  return Scan(file, std::move(buffer), read_bytes).Run();
+  return Scan(file, read_bytes).Run();
 }
 
 namespace {

@@ -20,17 +20,26 @@ struct ScannedLog {
   uint64_t life = 0;  // the job's
   uint64_t segment_bytes = 0;
   uint64_t segment_count = 0;
-  // In order, from the oldest needed segment to the last durable record, and perhaps further records that were written
-  // but never synced.
-  std::vector<ReadRecord> records;
+  // Where the batches with the log's records lie (logged_records.h reads them). In order and numbered without gaps,
+  // from the oldest needed segment to the last durable record, and perhaps further ones that were written but never
+  // synced. A batch takes at least 8 KiB of the file, and usually 8 MiB.
+  struct Batch {
+    uint64_t offset = 0;  // of the first copy of the meta
+    uint64_t meta_bytes = 0;
+  };
+  std::vector<Batch> batches;
   struct Segment {
     uint64_t index = 0;
     uint64_t incarnation = 0;
-    size_t first_record = 0;  // into `records`
+    uint32_t salt = 0;
+    size_t first_batch = 0;  // into `batches`
   };
   std::vector<Segment> live;      // by incarnation
+  uint64_t record_count = 0;      // in all batches
+  uint64_t last_lsn = 0;          // the last record's; 0: there is none
+  uint64_t payload_bytes = 0;     // of all records
   uint64_t last_incarnation = 0;  // newest incarnation ever seen
-  uint64_t last_batch = 0;        // batch of the last record in `records`
+  uint64_t last_batch = 0;        // the last one of `batches`
   uint64_t synced_batch = 0;      // newest batch known to have been durable
   uint64_t repaired_blocks = 0;   // read from their second copy
   uint64_t torn_batches = 0;      // void batches seen behind the end of the log

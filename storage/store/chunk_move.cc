@@ -29,33 +29,39 @@ absl::StatusOr<ChunkMemory> MemoryIn(Tiers* tiers, const StoredChunk& chunk, Tie
   return memory;
 }
 
-absl::Status ReadChecked(Tiers* tiers, const StoredChunk& chunk, uint64_t offset, const ArrayDigests& expected,
+absl::Status ReadChecked(const BlockFile& file, const StoredChunk& chunk, uint64_t offset, const ArrayDigests& expected,
                          absl::Span<std::byte> to) {
-  const BlockFile& file = tiers->nvme()->file();
   BALLAST_RETURN_IF_ERROR(file.Read(offset, to));
   return CompareDigests(file, chunk, offset, expected, DigestState(chunk.View(to.data()), {nullptr, [] {}}));
 }
 
 absl::StatusOr<ArrayDigests> WriteExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk,
                                          const NvmeExtent& extent) {
-  if (chunk.placement.state == TierKind::kHbm) return reader->Spill(chunk, extent.offset());
+  if (chunk.placement.state == TierKind::kHbm) return reader->Spill(chunk, extent.home(), extent.offset());
   // Nobody but this thread changes the state.
   const ArrayDigests digests = DigestState(chunk.View(chunk.state), {nullptr, [] {}});
-  BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Write(extent.offset(), {chunk.state, chunk.state_bytes()}));
+  BALLAST_RETURN_IF_ERROR(extent.home()->Write(extent.offset(), {chunk.state, chunk.state_bytes()}));
   tiers->CountTraffic(TierKind::kDram, chunk.state_bytes(), 0);
   tiers->CountTraffic(TierKind::kNvme, 0, chunk.state_bytes());
   tiers->CountMove(TierKind::kDram, TierKind::kNvme, MoveReason::kMove, chunk.state_bytes());
   return digests;
 }
 
+// The extent of the state before it moves, and what it holds.
+struct OldExtent {
+  const BlockFile* file = nullptr;  // null: there is none
+  uint64_t offset = 0;
+  ArrayDigests digests = {};
+};
+
 // Copies the state into `memory`, from NVMe to HBM by way of `move.buffer`.
-absl::Status Fill(Tiers* tiers, const StoredChunk& chunk, const StateMove& move, uint64_t offset,
-                  const ArrayDigests& expected, const ChunkMemory& memory) {
+absl::Status Fill(Tiers* tiers, const StoredChunk& chunk, const StateMove& move, const OldExtent& old,
+                  const ChunkMemory& memory) {
   const TierKind from = chunk.placement.state;
   const uint64_t bytes = chunk.state_bytes();
   absl::Span<std::byte> host = move.to == TierKind::kDram ? memory.dram.bytes() : move.buffer.subspan(0, bytes);
   if (from == TierKind::kDram) host = {chunk.state, bytes};
-  if (from == TierKind::kNvme) BALLAST_RETURN_IF_ERROR(ReadChecked(tiers, chunk, offset, expected, host));
+  if (from == TierKind::kNvme) BALLAST_RETURN_IF_ERROR(ReadChecked(*old.file, chunk, old.offset, old.digests, host));
   if (from == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(tiers->hbm()->CopyOut(chunk.state, host));
   if (move.to == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(tiers->hbm()->CopyIn(host, memory.hbm.data()));
   tiers->CountTraffic(from, bytes, 0);
@@ -69,17 +75,18 @@ absl::Status Fill(Tiers* tiers, const StoredChunk& chunk, const StateMove& move,
 absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, StateMove& move) {
   const TierKind from = chunk.placement.state;
   bool zero = false;
-  uint64_t offset = 0;
-  ArrayDigests digests = {};
+  OldExtent extent;
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
     zero = chunk.updated_in == 0;
-    offset = chunk.extent.offset();
-    digests = chunk.digests;
+    if (chunk.extent.bytes() > 0) extent.file = &chunk.extent.file();
+    extent.offset = chunk.extent.offset();
+    extent.digests = chunk.digests;
   }
+  ArrayDigests digests = extent.digests;
   BALLAST_ASSIGN_OR_RETURN(ChunkMemory memory, MemoryIn(tiers, chunk, move.to));
   if (!zero && move.to != TierKind::kNvme) {
-    BALLAST_RETURN_IF_ERROR(Fill(tiers, chunk, move, offset, digests, memory));
+    BALLAST_RETURN_IF_ERROR(Fill(tiers, chunk, move, extent, memory));
   } else if (!zero && move.extent.bytes() > 0) {
     BALLAST_ASSIGN_OR_RETURN(digests, WriteExtent(tiers, reader, chunk, move.extent));
   }
@@ -91,6 +98,7 @@ absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, St
     absl::MutexLock reading(&chunk.reading);
     absl::MutexLock lock(&chunk.mutex);
     chunk.placement.state = move.to;
+    if (move.to == TierKind::kNvme) chunk.moments_unread = false;
     chunk.state = move.to == TierKind::kHbm ? memory.hbm.data() : memory.dram.bytes().data();
     // The chunk's old memory is freed with `memory`.
     std::swap(chunk.own.hbm, memory.hbm);

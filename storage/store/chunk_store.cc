@@ -172,11 +172,11 @@ absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkT
   }
   space.spare_bytes = versions->SpareBytesMissing(count, largest);
   if (const uint64_t bytes = room + space.spare_bytes + space.aside_bytes; bytes > 0) {
-    BALLAST_ASSIGN_OR_RETURN(space.room, tiers->nvme()->Promise(bytes, "durable versions of chunks"));
+    BALLAST_ASSIGN_OR_RETURN(space.room, tiers->nvme()->Promise(bytes, "durable versions of chunks", largest));
   }
   for (size_t i = 0; i < added.size(); ++i) {
     if (!added[i].durable.has_value()) continue;
-    absl::StatusOr<NvmeExtent> kept = tiers->nvme()->TakeKept(added[i].durable->offset);
+    absl::StatusOr<NvmeExtent> kept = tiers->nvme()->TakeKept(added[i].durable->offset, added[i].durable->file);
     if (!kept.ok()) {
       LeaveKept(added, extents);
       return kept.status();
@@ -442,6 +442,9 @@ absl::Status StoreCore::Move(StoredChunk& chunk, TierKind to) {
     move.buffer = staging.memory.bytes();
   }
   if (to == TierKind::kHbm && versions.has_value()) BALLAST_RETURN_IF_ERROR(reader.Prepare());
+  // A chunk that goes to NVMe leaves its memory, and the extent has everything.
+  StoredChunk* const moving = &chunk;
+  if (to == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(LoadMoments({&moving, 1}, Uninterrupted));
   const absl::Status moved = MoveState(tiers, &reader, chunk, move);
   // The extent was part of the room.
   if (!moved.ok() && versions.has_value() && move.extent.bytes() > 0) versions->AddRoom(move.extent.TakeRoom(), 0);

@@ -70,7 +70,7 @@ void CopyOnWrite::CopyWhole(const StoredChunk& chunk, const std::byte* from, std
 absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk,
                                      const std::byte* loaded) {
   if (chunk.placement.state == TierKind::kHbm) {
-    BALLAST_ASSIGN_OR_RETURN(copy_.digests, reader->Spill(chunk, copy_.extent.offset()));
+    BALLAST_ASSIGN_OR_RETURN(copy_.digests, reader->Spill(chunk, copy_.extent.home(), copy_.extent.offset()));
     return absl::OkStatus();
   }
   const std::byte* state = loaded != nullptr ? loaded : chunk.state;
@@ -85,7 +85,7 @@ absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const St
   tiers->CountTraffic(TierKind::kDram, bytes(chunk), 0);
   tiers->CountTraffic(TierKind::kNvme, 0, bytes(chunk));
   tiers->CountMove(TierKind::kDram, TierKind::kNvme, MoveReason::kPin, bytes(chunk));
-  return tiers->nvme()->file().Write(copy_.extent.offset(), {state, bytes(chunk)});
+  return copy_.extent.home()->Write(copy_.extent.offset(), {state, bytes(chunk)});
 }
 
 absl::Status CopyOnWrite::FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded) {

@@ -72,9 +72,15 @@ struct StoreCore {
     uint64_t aside_bytes = 0;
   };
   absl::StatusOr<NvmeSpace> TakeNvme(absl::Span<const ChunkToAdd> added, const Plan& plan);
-  // Reads the states left by an earlier run into the tiers where the chunks live now.
+  // Takes back the states left by an earlier run, in the tiers where the chunks live now. A restart is over once
+  // trainers can pull, and pulls need the master alone: the master and the label are read and checked here, moments
+  // where the first update needs them (LoadMoments, UpdatePipeline). State in HBM is read whole.
   absl::Status RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks,
                           Interrupt interrupt);
+  // Reads and checks the moments that RestoreAll left on the disk, of those chunks whose state lives in DRAM.
+  // Store's thread, nothing in flight on its queue. DATA_LOSS (CHECKSUM), INTERNAL (IO), `interrupt`'s error, which is
+  // asked before each chunk: then the chunks that were not read are as before.
+  absl::Status LoadMoments(absl::Span<StoredChunk* const> chunks, Interrupt interrupt);
   // Reads the state `durable` from its extent into `state`, in host memory, or into the chunk's own memory on a device,
   // and makes the working copy.
   absl::Status ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
@@ -86,8 +92,15 @@ struct StoreCore {
   // The rest of ReadDurable, once `state` was read: checks label and digests, then TakeState.
   absl::Status TakeRead(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
                         const Compute& with) const;
+  // `durable` has been taken back, `read_bytes` of it read.
+  void TakeDurable(StoredChunk& chunk, const DurableChunk& durable, uint64_t read_bytes, bool moments_unread) const;
   absl::Status CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state,
                              const Compute& with) const;
+  absl::Status CheckLabel(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* label) const;
+  // Compares one array, at `bytes`, with its digest.
+  absl::Status CheckArray(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
+                          const ArrayDigests& expected, StateArray array, const std::byte* bytes,
+                          const Compute& with) const;
   absl::Status Harden();
   bool IsPinned(const StoredChunk& chunk) const;
   // Elements of a chunk without a working copy, rounded from its master.

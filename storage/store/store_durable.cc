@@ -32,63 +32,155 @@ absl::Status CheckFits(const StoredChunk& chunk, const DurableChunk& durable) {
 
 absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks,
                                    Interrupt interrupt) {
+  enum class Part { kLabel, kMaster, kWhole };
   std::vector<ReadAhead> reads;
-  std::vector<size_t> restored;  // of `added`
-  uint64_t device_bytes = 0;     // the largest state that passes through memory of its own
+  std::vector<std::pair<Part, size_t>> parts;  // of the state of which of `added`, by read
+  BALLAST_ASSIGN_OR_RETURN(const Arena labels, Arena::Map(kReadsAheadMax * StateLayout::kLabelBytes));
+  uint64_t slot_bytes = 1;  // of the largest read without a place of its own
+  const auto add = [&](Part part, size_t i, ReadAhead read) {
+    if (read.to == nullptr) slot_bytes = std::max(slot_bytes, read.bytes);
+    reads.push_back(read);
+    parts.emplace_back(part, i);
+  };
   for (size_t i = 0; i < added.size(); ++i) {
     if (!added[i].durable.has_value()) continue;
     const DurableChunk& durable = *added[i].durable;
     const StoredChunk& chunk = *chunks[i];
     BALLAST_RETURN_IF_ERROR(CheckFits(chunk, durable));
-    const TierKind tier = chunk.placement.state;
-    if (tier == TierKind::kHbm) device_bytes = std::max(device_bytes, durable.bytes);
-    reads.push_back({durable.offset, durable.bytes, tier == TierKind::kDram ? chunk.state : nullptr});
-    restored.push_back(i);
+    std::byte* const to = chunk.placement.state == TierKind::kDram ? chunk.state : nullptr;
+    const BlockFile* const file = &tiers->nvme()->file(durable.file);
+    if (chunk.placement.state == TierKind::kHbm || chunk.layout.array_count() == 1) {
+      add(Part::kWhole, i, {durable.offset, durable.bytes, to, file});
+      continue;
+    }
+    // At most kReadsAheadMax reads are held, so a label's place is free again when its turn comes round.
+    std::byte* const label = labels.bytes().data() + reads.size() % kReadsAheadMax * StateLayout::kLabelBytes;
+    add(Part::kLabel, i,
+        {durable.offset + chunk.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes, label, file});
+    add(Part::kMaster, i, {durable.offset, chunk.layout.ArrayBytes(StateArray::kMaster, chunk.elements), to, file});
   }
   if (reads.empty()) return absl::OkStatus();
-  ReadSlots slots = {staging.memory.bytes(), staging.slot_bytes};
+  ReadSlots slots = {staging.memory.bytes(), slot_bytes};
   Arena bounce;
-  if (device_bytes > slots.slot_bytes) {
-    BALLAST_ASSIGN_OR_RETURN(bounce, tiers->dram()->Map(kBounceSlots * device_bytes));
-    slots = {bounce.bytes(), device_bytes};
+  if (slot_bytes > slots.memory.size()) {
+    BALLAST_ASSIGN_OR_RETURN(bounce, tiers->dram()->Map(kBounceSlots * slot_bytes));
+    slots.memory = bounce.bytes();
   }
   BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, staging.Queue(tiers->disk()));
-  const auto take = [&](size_t i, std::byte* state, absl::FunctionRef<void()> poll) {
+  const auto take = [&](size_t i, std::byte* data, absl::FunctionRef<void()> poll) -> absl::Status {
+    const auto [part, index] = parts[i];
+    StoredChunk& chunk = *chunks[index];
+    const DurableChunk& durable = *added[index].durable;
+    const Compute with{.pool = compute, .poll = poll};
+    if (part == Part::kLabel) {
+      tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
+      return CheckLabel(chunk, durable, data);
+    }
     BALLAST_RETURN_IF_ERROR(interrupt());
-    StoredChunk& chunk = *chunks[restored[i]];
-    const DurableChunk& durable = *added[restored[i]].durable;
-    BALLAST_RETURN_IF_ERROR(TakeRead(chunk, durable, state, {.pool = compute, .poll = poll}));
-    absl::MutexLock lock(&chunk.mutex);
-    chunk.updated_in = 1;
-    chunk.digests = durable.digests;
-    tiers->CountRestored(durable.bytes);
-    tiers->CountMove(TierKind::kNvme, chunk.placement.state, MoveReason::kRecovery, durable.bytes);
+    if (part == Part::kWhole) {
+      BALLAST_RETURN_IF_ERROR(TakeRead(chunk, durable, data, with));
+    } else {
+      tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
+      BALLAST_RETURN_IF_ERROR(
+          CheckArray(*reads[i].file, chunk, durable.offset, durable.digests, StateArray::kMaster, data, with));
+      if (chunk.working != nullptr) RoundMaster(chunk.View(data), chunk.working, with);
+    }
+    const bool unread = part == Part::kMaster && chunk.placement.state == TierKind::kDram;
+    TakeDurable(chunk, durable, reads[i].bytes, unread);
     Pass("recovery/chunk_restored");
     return absl::OkStatus();
   };
-  return ForEachRead(queue, tiers->nvme()->file(), reads, slots, take);
+  return ForEachRead(queue, reads, slots, take);
+}
+
+void StoreCore::TakeDurable(StoredChunk& chunk, const DurableChunk& durable, uint64_t read_bytes,
+                            bool moments_unread) const {
+  absl::MutexLock lock(&chunk.mutex);
+  chunk.updated_in = 1;
+  chunk.digests = durable.digests;
+  chunk.moments_unread = moments_unread;
+  tiers->CountRestored(durable.bytes);
+  tiers->CountMove(TierKind::kNvme, chunk.placement.state, MoveReason::kRecovery, read_bytes);
+}
+
+absl::Status StoreCore::LoadMoments(absl::Span<StoredChunk* const> chunks, Interrupt interrupt) {
+  std::vector<ReadAhead> reads;
+  std::vector<StoredChunk*> unread;
+  for (StoredChunk* const chunk : chunks) {
+    absl::ReaderMutexLock lock(&chunk->mutex);
+    if (!chunk->moments_unread) continue;
+    const uint64_t begin = chunk->layout.ArrayAt(StateArray::kMoment1, chunk->elements);
+    const uint64_t end = chunk->layout.LabelAt(chunk->elements);
+    reads.push_back({chunk->extent.offset() + begin, end - begin, chunk->state + begin, &chunk->extent.file()});
+    unread.push_back(chunk);
+  }
+  if (reads.empty()) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, staging.Queue(tiers->disk()));
+  const auto take = [&](size_t i, std::byte*, absl::FunctionRef<void()> poll) {
+    BALLAST_RETURN_IF_ERROR(interrupt());
+    StoredChunk& chunk = *unread[i];
+    uint64_t state_at = 0;
+    ArrayDigests expected = {};
+    {
+      absl::ReaderMutexLock lock(&chunk.mutex);
+      state_at = chunk.extent.offset();
+      expected = chunk.digests;
+    }
+    for (int moment = 1; moment < chunk.layout.array_count(); ++moment) {
+      const auto array = static_cast<StateArray>(moment);
+      const std::byte* const bytes = chunk.View(chunk.state).array(array);
+      BALLAST_RETURN_IF_ERROR(
+          CheckArray(*reads[i].file, chunk, state_at, expected, array, bytes, {.pool = compute, .poll = poll}));
+    }
+    tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
+    tiers->CountMove(TierKind::kNvme, TierKind::kDram, MoveReason::kRecovery, reads[i].bytes);
+    // Readers of moments that wait for the disk have them from the extent.
+    absl::MutexLock reading(&chunk.reading);
+    absl::MutexLock lock(&chunk.mutex);
+    chunk.moments_unread = false;
+    Pass("recovery/moments_read");
+    return absl::OkStatus();
+  };
+  return ForEachRead(queue, reads, {}, take);
+}
+
+absl::Status StoreCore::CheckLabel(const StoredChunk& chunk, const DurableChunk& durable,
+                                   const std::byte* label) const {
+  DurableChunk found;
+  std::string job;
+  uint64_t layout_bits = 0;
+  if (DecodeLabel({label, StateLayout::kLabelBytes}, &found, &job, &layout_bits) && job == versions->job() &&
+      layout_bits == LayoutBits(chunk.layout) && found.Encode() == durable.Encode()) {
+    return absl::OkStatus();
+  }
+  ++ProcessDiskCounters().wrong_extents;
+  return model::Error(
+      absl::StatusCode::kDataLoss, model::kChecksum,
+      absl::StrCat("the state of chunk ", chunk.id, " at version ", durable.version, " is not at offset ",
+                   durable.offset, " of ", tiers->nvme()->file(durable.file).path(),
+                   ", where the catalog says: its label is damaged or another's. Run `ballastctl "
+                   "verify`"));
+}
+
+absl::Status StoreCore::CheckArray(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
+                                   const ArrayDigests& expected, StateArray array, const std::byte* bytes,
+                                   const Compute& with) const {
+  if (Seeded(array == StateArray::kMaster ? StorageBug::kRestoreDigestUnchecked : StorageBug::kMomentsUnchecked)) {
+    return absl::OkStatus();
+  }
+  const uint32_t found = DigestBytes({bytes, chunk.layout.ArrayBytes(array, chunk.elements)}, with);
+  const uint32_t digest = expected[static_cast<size_t>(array)];
+  if (found == digest) return absl::OkStatus();
+  const uint64_t offset = state_at + chunk.layout.ArrayAt(array, chunk.elements);
+  return ChecksumError(file, chunk.index, array, offset, digest, found);
 }
 
 absl::Status StoreCore::CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state,
                                       const Compute& with) const {
-  const BlockFile& file = tiers->nvme()->file();
-  DurableChunk found;
-  std::string job;
-  uint64_t layout_bits = 0;
-  const absl::Span<const std::byte> label(state + chunk.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes);
-  const bool labelled = DecodeLabel(label, &found, &job, &layout_bits) && job == versions->job() &&
-                        layout_bits == LayoutBits(chunk.layout) && found.Encode() == durable.Encode();
-  if (!labelled) {
-    ++ProcessDiskCounters().wrong_extents;
-    return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
-                        absl::StrCat("the state of chunk ", chunk.id, " at version ", durable.version,
-                                     " is not at offset ", durable.offset, " of ", file.path(),
-                                     ", where the catalog says: its label is damaged or another's. Run `ballastctl "
-                                     "verify`"));
-  }
+  BALLAST_RETURN_IF_ERROR(CheckLabel(chunk, durable, state + chunk.layout.LabelAt(chunk.elements)));
   if (Seeded(StorageBug::kRestoreDigestUnchecked)) return absl::OkStatus();
   const ArrayDigests digests = DigestState(chunk.View(const_cast<std::byte*>(state)), with);
-  return CompareDigests(file, chunk, durable.offset, durable.digests, digests);
+  return CompareDigests(tiers->nvme()->file(durable.file), chunk, durable.offset, durable.digests, digests);
 }
 
 absl::Status StoreCore::ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
@@ -98,7 +190,7 @@ absl::Status StoreCore::ReadDurable(const StoredChunk& chunk, const DurableChunk
     BALLAST_ASSIGN_OR_RETURN(bounce, Arena::Map(durable.bytes));
     state = bounce.bytes().data();
   }
-  BALLAST_RETURN_IF_ERROR(tiers->nvme()->file().Read(durable.offset, {state, durable.bytes}));
+  BALLAST_RETURN_IF_ERROR(tiers->nvme()->file(durable.file).Read(durable.offset, {state, durable.bytes}));
   tiers->CountMove(TierKind::kNvme, chunk.placement.state, MoveReason::kRestore, durable.bytes);
   return TakeRead(chunk, durable, state, with);
 }
@@ -182,7 +274,9 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
   BALLAST_RETURN_IF_ERROR(Harden());
   if (!core.versions->records() && !chunks.empty()) {
     Pass("extent/sync");
-    if (!Seeded(StorageBug::kExtentSyncDropped)) core.failed = StoreCore::Lasting(core.tiers->nvme()->Sync());
+    std::vector<NvmeFileId> files;
+    for (const StoredChunk* chunk : chunks) files.push_back(chunk->newest.file);
+    if (!Seeded(StorageBug::kExtentSyncDropped)) core.failed = StoreCore::Lasting(core.tiers->nvme()->Sync(files));
     BALLAST_RETURN_IF_ERROR(core.failed);
   }
   std::vector<DurableChunk> kept;
@@ -207,7 +301,7 @@ absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const Dura
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->Find(index));
   BALLAST_RETURN_IF_ERROR(CheckFits(*chunk, kept));
   KeptExtents& pins = *core_->durable_pins;
-  if (chunk->newest.version < 0 || chunk->newest.offset != kept.offset) {
+  if (chunk->newest.version < 0 || chunk->newest.offset != kept.offset || chunk->newest.file != kept.file) {
     return pins.TakeBack(version, index, kept, automatic);
   }
   NvmeRoom reserve;
@@ -231,7 +325,7 @@ absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt) {
     BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core.Find(index));
     const DurableChunk& kept = *core.durable_pins->Find(version, index);
     BALLAST_RETURN_IF_ERROR(CheckFits(*chunk, kept));
-    reads.push_back({.offset = kept.offset, .bytes = kept.bytes});
+    reads.push_back({.offset = kept.offset, .bytes = kept.bytes, .file = &core.tiers->nvme()->file(kept.file)});
     chunks.push_back(chunk);
     largest = std::max(largest, kept.bytes);
   }
@@ -245,7 +339,7 @@ absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt) {
     const DurableChunk& kept = *core.durable_pins->Find(version, chunks[i]->index);
     return core.CheckRestored(*chunks[i], kept, state, {.pool = core.compute, .poll = poll});
   };
-  return ForEachRead(queue, core.tiers->nvme()->file(), reads, {memory.bytes(), largest}, check);
+  return ForEachRead(queue, reads, {memory.bytes(), largest}, check);
 }
 
 void ChunkStore::UnpinDurably(int64_t version) {

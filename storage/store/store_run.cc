@@ -195,6 +195,7 @@ absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, const ReadBack
                   [&](auto* c, const ChunkUpdate& u) { return !moves(c, u); })) {
     BALLAST_ASSIGN_OR_RETURN(queue, core_.staging.Queue(core_.tiers->disk()));
   }
+  BALLAST_RETURN_IF_ERROR(LoadMoments(updates, chunks, interrupt));
   {
     absl::MutexLock lock(&core_.mutex);
     run_ = ++core_.runs;
@@ -223,6 +224,19 @@ absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, const ReadBack
     status = core_.failed = StoreCore::Lasting(status);
   }
   return status.ok() ? interrupted : status;
+}
+
+absl::Status StoreRun::LoadMoments(absl::Span<const ChunkUpdate> updates, absl::Span<StoredChunk* const> chunks,
+                                   Interrupt interrupt) {
+  std::vector<StoredChunk*> changed;
+  for (size_t i = 0; i < updates.size(); ++i) {
+    if (!updates[i].restored.has_value()) changed.push_back(chunks[i]);  // a restore overwrites all arrays
+  }
+  absl::Status interrupted;
+  const auto asked = [&] { return interrupted = interrupt(); };
+  const absl::Status status = As(RunStage::kRead, [&] { return core_.LoadMoments(changed, asked); });
+  if (!status.ok() && interrupted.ok()) core_.failed = status;
+  return status;
 }
 
 bool StoreRun::Enough() const {
@@ -281,6 +295,7 @@ void StoreRun::StartPieces(Begun next, std::optional<CopyOnWrite> copy) {
     absl::MutexLock reading(&chunk.reading);
     absl::MutexLock lock(&chunk.mutex);
     begun.expected = chunk.digests;
+    begun.read_file = chunk.extent.bytes() > 0 ? &chunk.extent.file() : nullptr;
     begun.read_from = chunk.extent.offset();
     if (copy.has_value()) (*std::move(copy)).Install(chunk);
     if (begun.changes()) chunk.updated_in = run_;
@@ -329,7 +344,7 @@ absl::Status StoreRun::Settle(Begun& begun) {
   chunk.changing = false;
   if (!begun.verified) {
     BALLAST_RETURN_IF_ERROR(
-        CompareDigests(core_.tiers->nvme()->file(), chunk, begun.read_from, begun.expected, digests.old_state));
+        CompareDigests(*begun.read_file, chunk, begun.read_from, begun.expected, digests.old_state));
   }
   if (begun.stores) chunk.digests = digests.new_state;
   NoteVersion(begun);
@@ -341,8 +356,7 @@ absl::StatusOr<CopyOnWrite> StoreRun::CopyForPins(Begun& next) {
   if (!std::exchange(next.verified, true)) {
     const ArrayDigests found = DigestState(chunk.View(next.state), {.pool = core_.compute, .poll = poll_});
     absl::ReaderMutexLock lock(&chunk.mutex);
-    BALLAST_RETURN_IF_ERROR(
-        CompareDigests(core_.tiers->nvme()->file(), chunk, chunk.extent.offset(), chunk.digests, found));
+    BALLAST_RETURN_IF_ERROR(CompareDigests(chunk.extent.file(), chunk, chunk.extent.offset(), chunk.digests, found));
   }
   const bool kept = core_.durable_pins.has_value() && core_.durable_pins->KeepsNewest(chunk.index);
   const std::byte* const loaded = chunk.placement.state == TierKind::kNvme ? next.state : nullptr;
@@ -368,6 +382,7 @@ absl::Status StoreRun::ApplyAtOnce(Begun& next, std::optional<CopyOnWrite> copy)
                                  : core_.Clear(chunk, next.state, with);
       });
       BALLAST_RETURN_IF_ERROR(core_.failed);
+      chunk.moments_unread = false;
       if (next.stores && pinned != nullptr) {
         chunk.digests = pinned->digests;
       } else if (next.stores && !in_hbm) {
@@ -419,7 +434,9 @@ absl::StatusOr<NvmeExtent> StoreRun::MakeRoom(const StoredChunk& chunk) {
     BALLAST_RETURN_IF_ERROR(pipeline_->DrainStores());
     BALLAST_RETURN_IF_ERROR(As(RunStage::kWrite, [&] { return core_.Harden(); }));
   }
-  if (core_.versions->HasRoom(chunk.state_bytes())) {
+  // Failing that, the version goes to a device that fails, if it has room, whose error then says why.
+  if (!core_.versions->HasRoom(chunk.state_bytes())) (void)core_.versions->Gather(chunk.state_bytes());
+  if (core_.versions->HasBytes(chunk.state_bytes())) {
     // The caller gives up a pin where a pin's copy finds no space, and no pin is in the way here.
     absl::StatusOr<NvmeExtent> fresh = core_.versions->Take(chunk.state_bytes());
     if (!fresh.ok()) return StoreCore::Lasting(fresh.status());
@@ -430,14 +447,15 @@ absl::StatusOr<NvmeExtent> StoreRun::MakeRoom(const StoredChunk& chunk) {
                                    " bytes although all older ones are free"));
 }
 
-DurableChunk StoreRun::EntryOf(const StoredChunk& chunk, int64_t version, uint64_t offset) const {
+DurableChunk StoreRun::EntryOf(const StoredChunk& chunk, int64_t version, const NvmeExtent& extent) const {
   return {.life = core_.versions->life(),
           .id = chunk.id,
           .version = version + (Seeded(StorageBug::kVersionAhead) ? 1 : 0),
-          .offset = offset,
+          .offset = extent.offset(),
           .bytes = chunk.state_bytes(),
           .elements = chunk.elements,
-          .digests = {}};
+          .digests = {},
+          .file = Seeded(StorageBug::kDeviceNotRecorded) ? 0 : extent.file_id()};
 }
 
 void StoreRun::TakeVersion(StoredChunk& chunk, const DurableChunk& entry, NvmeExtent fresh) {
@@ -450,7 +468,7 @@ void StoreRun::TakeVersion(StoredChunk& chunk, const DurableChunk& entry, NvmeEx
 }
 
 void StoreRun::StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh) {
-  DurableChunk entry = EntryOf(chunk, version, fresh.bytes() > 0 ? fresh.offset() : chunk.extent.offset());
+  DurableChunk entry = EntryOf(chunk, version, fresh.bytes() > 0 ? fresh : chunk.extent);
   entry.digests = chunk.digests;
   EncodeLabel(entry, chunk.layout, core_.versions->job(),
               {state + chunk.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes});
@@ -459,19 +477,20 @@ void StoreRun::StartVersion(StoredChunk& chunk, std::byte* state, int64_t versio
 }
 
 absl::Status StoreRun::SpillVersion(StoredChunk& chunk, int64_t version, NvmeExtent fresh) {
-  uint64_t offset = fresh.offset();
+  NvmeFile* file = fresh.home();
+  DurableChunk entry = EntryOf(chunk, version, fresh);
   if (fresh.bytes() == 0) {
     absl::ReaderMutexLock lock(&chunk.mutex);
-    offset = chunk.extent.offset();
+    file = chunk.extent.home();
+    entry = EntryOf(chunk, version, chunk.extent);
   }
-  DurableChunk entry = EntryOf(chunk, version, offset);
-  const absl::StatusOr<ArrayDigests> spilled = core_.reader.Spill(chunk, offset);
+  const absl::StatusOr<ArrayDigests> spilled = core_.reader.Spill(chunk, file, entry.offset);
   absl::Status written = spilled.status();
   if (spilled.ok()) {
     entry.digests = *spilled;
     alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
     EncodeLabel(entry, chunk.layout, core_.versions->job(), absl::MakeSpan(label));
-    written = core_.tiers->nvme()->file().Write(offset + chunk.layout.LabelAt(chunk.elements), label);
+    written = file->Write(entry.offset + chunk.layout.LabelAt(chunk.elements), label);
   }
   if (!written.ok()) {
     // The chunk stays at the extent with its last version: a restart looks for the version there, Discard frees it.

@@ -42,6 +42,7 @@ class StoreRun {
     bool stores = false;  // the new state goes to the disk
     NvmeExtent fresh = {};
     ArrayDigests expected = {};
+    const BlockFile* read_file = nullptr;  // null if nothing was read
     uint64_t read_from = 0;
     std::unique_ptr<StateUpdate> work = nullptr;
     std::unique_ptr<kernels::ThreadPool::Batch> pieces = nullptr;
@@ -56,6 +57,9 @@ class StoreRun {
   // Returns `update` with its logged gradient and values read from the log and compared with their digests. The bytes
   // lie in the memory of `reads_`.
   absl::StatusOr<std::unique_ptr<ChunkUpdate>> FetchLogged(size_t i, const ChunkUpdate& update);
+  // Moments of state in DRAM that a restart has left on the disk, of all chunks that the run changes.
+  absl::Status LoadMoments(absl::Span<const ChunkUpdate> updates, absl::Span<StoredChunk* const> chunks,
+                           Interrupt interrupt);
   // Are so many updates under way that the oldest should end before another begins?
   bool Enough() const;
   // Begins update i, or applies it whole. Ends earlier updates first where it would have to wait for anything else.
@@ -82,7 +86,7 @@ class StoreRun {
   // As StartVersion, for state on a device, which it writes to the extent; readers of the working copy do not wait.
   absl::Status SpillVersion(StoredChunk& chunk, int64_t version, NvmeExtent fresh)
       ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
-  DurableChunk EntryOf(const StoredChunk& chunk, int64_t version, uint64_t offset) const;
+  DurableChunk EntryOf(const StoredChunk& chunk, int64_t version, const NvmeExtent& extent) const;
   // The chunk moves on to the version `entry`.
   void TakeVersion(StoredChunk& chunk, const DurableChunk& entry, NvmeExtent fresh)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);

@@ -16,12 +16,13 @@ BudgetLease& BudgetLease::operator=(BudgetLease&& other) noexcept {
     tier_ = other.tier_;
     bytes_ = std::exchange(other.bytes_, 0);
     part_ = other.part_;
+    share_ = other.share_;
   }
   return *this;
 }
 
 void BudgetLease::Release() {
-  if (ledger_ != nullptr) ledger_->Return(tier_, bytes_, part_);
+  if (ledger_ != nullptr) ledger_->Return(tier_, bytes_, part_, share_);
   ledger_ = nullptr;
   bytes_ = 0;
 }
@@ -36,9 +37,38 @@ TierBytes Ledger::budget() const {
   return budget_;
 }
 
+Ledger::Ledger(const TierBytes& budget, const std::vector<NvmeShare>& shares) : budget_(budget) {
+  absl::MutexLock lock(&mutex_);
+  for (const NvmeShare& share : shares) shares_.push_back({share, share.bytes, 0});
+}
+
 void Ledger::SetBudget(const TierBytes& budget) {
   absl::MutexLock lock(&mutex_);
   budget_ = budget;
+  uint64_t configured = 0, given = 0;
+  for (const Share& share : shares_) configured += share.configured.bytes;
+  for (Share& share : shares_) {
+    const auto scaled =
+        static_cast<unsigned __int128>(share.configured.bytes) * budget.nvme / std::max(configured, uint64_t{1});
+    share.budget = static_cast<uint64_t>(scaled);
+    given += share.budget;
+  }
+  if (!shares_.empty()) shares_.back().budget += budget.nvme - given;  // what rounding left
+}
+
+void Ledger::DropShare(size_t share) {
+  absl::MutexLock lock(&mutex_);
+  if (shares_.empty()) return;
+  budget_.nvme -= std::exchange(shares_[share].budget, 0);
+  shares_[share].configured.bytes = 0;
+}
+
+uint64_t Ledger::NvmeFree(size_t share) const {
+  absl::MutexLock lock(&mutex_);
+  const uint64_t free = budget_.nvme - std::min(budget_.nvme, used_.nvme);
+  if (shares_.empty()) return free;
+  const Share& of = shares_[share];
+  return std::min(free, of.budget - std::min(of.budget, of.used));
 }
 
 TierBytes Ledger::used() const {
@@ -48,25 +78,33 @@ TierBytes Ledger::used() const {
 
 TierUsage Ledger::usage() const {
   absl::MutexLock lock(&mutex_);
-  return {budget_, used_, parts_};
+  TierUsage usage{budget_, used_, parts_, {}};
+  for (const Share& share : shares_) usage.nvme.push_back({share.configured.path, share.budget, share.used});
+  return usage;
 }
 
-absl::Status Ledger::Take(TierKind tier, uint64_t bytes, absl::string_view what, TierPart part) {
+absl::Status Ledger::Take(TierKind tier, uint64_t bytes, absl::string_view what, TierPart part, size_t share) {
   absl::MutexLock lock(&mutex_);
-  const uint64_t free = budget_[tier] - std::min(budget_[tier], used_[tier]);
-  if (bytes > free) {
-    const char* name = TierName(tier);
+  const auto check = [&](uint64_t budget, uint64_t used, absl::string_view name) -> absl::Status {
+    const uint64_t free = budget - std::min(budget, used);
+    if (bytes <= free) return absl::OkStatus();
     return model::Error(
         absl::StatusCode::kResourceExhausted, model::kBudget,
         absl::StrCat(name, " is short of ", bytes - free, " bytes: ", what, " needs ", bytes, ", ", free, " of ",
-                     budget_[tier], " are free; raise the ", name, " budget by at least ", bytes - free, " bytes"));
+                     budget, " are free; raise the ", name, " budget by at least ", bytes - free, " bytes"));
+  };
+  BALLAST_RETURN_IF_ERROR(check(budget_[tier], used_[tier], TierName(tier)));
+  if (Shared(tier)) {
+    Share& of = shares_[share];
+    BALLAST_RETURN_IF_ERROR(check(of.budget, of.used, absl::StrCat(TierName(tier), " in ", of.configured.path)));
+    of.used += bytes;
   }
   used_[tier] += bytes;
   parts_[static_cast<size_t>(part)][tier] += bytes;
   return absl::OkStatus();
 }
 
-void Ledger::Return(TierKind tier, uint64_t bytes, TierPart part) {
+void Ledger::Return(TierKind tier, uint64_t bytes, TierPart part, size_t share) {
   absl::MutexLock lock(&mutex_);
   uint64_t& of_part = parts_[static_cast<size_t>(part)][tier];
   if (bytes > of_part) {
@@ -77,6 +115,7 @@ void Ledger::Return(TierKind tier, uint64_t bytes, TierPart part) {
   }
   used_[tier] -= bytes;
   of_part -= bytes;
+  if (Shared(tier)) shares_[share].used -= bytes;
 }
 
 void Ledger::Remark(TierKind tier, uint64_t bytes, TierPart from, TierPart to) {
@@ -92,9 +131,10 @@ BudgetLease Ledger::LeaseBeyond(TierKind tier, uint64_t bytes, TierPart part) {
   return BudgetLease(this, tier, bytes, part);
 }
 
-absl::StatusOr<BudgetLease> Ledger::Lease(TierKind tier, uint64_t bytes, absl::string_view what, TierPart part) {
-  BALLAST_RETURN_IF_ERROR(Take(tier, bytes, what, part));
-  return BudgetLease(this, tier, bytes, part);
+absl::StatusOr<BudgetLease> Ledger::Lease(TierKind tier, uint64_t bytes, absl::string_view what, TierPart part,
+                                          size_t share) {
+  BALLAST_RETURN_IF_ERROR(Take(tier, bytes, what, part, share));
+  return BudgetLease(this, tier, bytes, part, share);
 }
 
 void Ledger::CountTraffic(TierKind tier, uint64_t read, uint64_t written) {

@@ -4,7 +4,9 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -22,20 +24,21 @@ class Ledger;
 class BudgetLease {
  public:
   BudgetLease() = default;
-  BudgetLease(Ledger* ledger, TierKind tier, uint64_t bytes, TierPart part)
-      : ledger_(ledger), tier_(tier), bytes_(bytes), part_(part) {}
+  BudgetLease(Ledger* ledger, TierKind tier, uint64_t bytes, TierPart part, size_t share = 0)
+      : ledger_(ledger), tier_(tier), bytes_(bytes), part_(part), share_(share) {}
   BudgetLease(BudgetLease&& other) noexcept { *this = std::move(other); }
   BudgetLease& operator=(BudgetLease&& other) noexcept;
   ~BudgetLease() { Release(); }
   uint64_t bytes() const { return bytes_; }
+  TierPart part() const { return part_; }
   // Splits `bytes` off into a lease of their own. REQUIRES: bytes <= bytes().
   BudgetLease Split(uint64_t bytes) {
     bytes_ -= bytes;
-    return {ledger_, tier_, bytes, part_};
+    return {ledger_, tier_, bytes, part_, share_};
   }
   // From now on the bytes are of this part of the tier.
   void Mark(TierPart part);
-  // Adds a lease of the same budget, which becomes of the same part.
+  // Adds a lease of the same budget and share, which becomes of the same part.
   void Join(BudgetLease other) {
     if (ledger_ == nullptr) {
       *this = std::move(other);
@@ -51,25 +54,39 @@ class BudgetLease {
   TierKind tier_ = TierKind::kDram;
   uint64_t bytes_ = 0;
   TierPart part_ = TierPart::kState;
+  size_t share_ = 0;
+};
+
+// A device's part of the NVMe budget.
+struct NvmeShare {
+  std::string path;  // the device's directory
+  uint64_t bytes = 0;
 };
 
 // Threads: any.
 class Ledger {
  public:
   explicit Ledger(const TierBytes& budget) : budget_(budget) {}
+  // `shares` make up budget.nvme; the first is the data directory's. Bytes of NVMe are taken from a share.
+  Ledger(const TierBytes& budget, const std::vector<NvmeShare>& shares);
   TierBytes budget() const;
-  // Bytes taken beyond a lowered budget stay taken until they are returned; meanwhile Take and Lease refuse.
-  void SetBudget(const TierBytes& budget);
+  // Bytes taken beyond a lowered budget stay taken until they are returned; meanwhile Take and Lease refuse. The shares
+  // of NVMe keep their proportions.
+  void SetBudget(const TierBytes& budget) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The share's device is not there: its bytes leave the budget. REQUIRES: none of them is taken.
+  void DropShare(size_t share);
   TierBytes used() const;
   TierUsage usage() const;
+  // Bytes that share `share` of NVMe still has; of a ledger without shares, that the budget has.
+  uint64_t NvmeFree(size_t share) const;
   // RESOURCE_EXHAUSTED (BUDGET) says what `what` needs and how many bytes are missing.
-  absl::Status Take(TierKind tier, uint64_t bytes, absl::string_view what, TierPart part);
-  void Return(TierKind tier, uint64_t bytes, TierPart part);
+  absl::Status Take(TierKind tier, uint64_t bytes, absl::string_view what, TierPart part, size_t share = 0);
+  void Return(TierKind tier, uint64_t bytes, TierPart part, size_t share = 0);
   void Remark(TierKind tier, uint64_t bytes, TierPart from, TierPart to);
   // Takes the bytes even beyond the budget.
   BudgetLease LeaseBeyond(TierKind tier, uint64_t bytes, TierPart part);
   absl::StatusOr<BudgetLease> Lease(TierKind tier, uint64_t bytes, absl::string_view what,
-                                    TierPart part = TierPart::kState);
+                                    TierPart part = TierPart::kState, size_t share = 0);
 
   void CountTraffic(TierKind tier, uint64_t read, uint64_t written);
   TierTraffic traffic() const;
@@ -77,7 +94,16 @@ class Ledger {
   MovedBytes moved() const;
 
  private:
+  struct Share {
+    NvmeShare configured;
+    uint64_t budget = 0, used = 0;
+  };
+  bool Shared(TierKind tier) const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return tier == TierKind::kNvme && !shares_.empty();
+  }
+
   mutable absl::Mutex mutex_;
+  std::vector<Share> shares_ ABSL_GUARDED_BY(mutex_);  // of NVMe; empty: one device has all of it
   TierBytes budget_ ABSL_GUARDED_BY(mutex_);
   TierBytes used_ ABSL_GUARDED_BY(mutex_);
   std::array<TierBytes, kTierParts> parts_ ABSL_GUARDED_BY(mutex_) = {};

@@ -25,11 +25,21 @@ uint64_t DefaultStagingBytes(uint64_t dram_bytes) {
   return std::clamp(dram_bytes / 4, uint64_t{52} << 20, uint64_t{100} << 20);
 }
 
+namespace {
+
+std::vector<NvmeShare> SharesOf(const TiersOptions& options) {
+  std::vector<NvmeShare> shares;
+  for (const NvmeDevice& device : options.devices) shares.push_back({device.directory, device.budget});
+  return shares;
+}
+
+}  // namespace
+
 struct Tiers::Impl {
   explicit Impl(const TiersOptions& o)
       : options(o),
         staging_bytes(o.staging_bytes > 0 ? o.staging_bytes : DefaultStagingBytes(o.budget.dram)),
-        ledger(o.budget),
+        ledger(o.budget, SharesOf(o)),
         dram(&ledger, o.budget.hbm > 0 ? std::optional(o.hbm_device) : std::nullopt) {}
   const TiersOptions options;
   const uint64_t staging_bytes;
@@ -57,10 +67,6 @@ absl::StatusOr<std::unique_ptr<Tiers>> Tiers::Open(const TiersOptions& options) 
   if (access(options.directory.c_str(), W_OK | X_OK) != 0) return IoError(errno, "access", options.directory, 0, 0);
   if (options.budget.nvme > 0) {
     BALLAST_ASSIGN_OR_RETURN(impl->nvme, NvmeTier::Open(options, &impl->ledger, impl->disk()));
-    spdlog::info("nvme tier: {}, I/O by {}", impl->nvme->file().path(), IoBackendProbe());
-    if (const std::string& why = impl->nvme->file().buffered_because(); !why.empty()) {
-      spdlog::warn("nvme tier goes through the page cache: {}", why);
-    }
   }
   if (options.budget.hbm > 0) {
     const HbmOpener open = options.open_hbm ? options.open_hbm : OpenHbmTier;

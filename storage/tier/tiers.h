@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,24 +24,53 @@ class Ledger;
 // Opens the HBM tier on a device, with a budget of the ledger. Errors: OpenHbmTier's.
 using HbmOpener = std::function<absl::StatusOr<std::unique_ptr<HbmTier>>(int device, Ledger* ledger)>;
 
-// A part of the NVMe tier's file.
+// The id of a file of the NVMe tier. The data directory's own file has 0, every other file a random id in its first
+// block (tier/nvme/device_header.h).
+using NvmeFileId = uint64_t;
+
+// A part of a file of the NVMe tier.
 struct ExtentPlace {
   uint64_t offset = 0;
   uint64_t bytes = 0;
+  NvmeFileId file = 0;
+};
+
+// A directory for NVMe state, on a disk of its own.
+struct NvmeDevice {
+  std::string directory;
+  uint64_t budget = 0;
+  uint64_t bytes_per_s = 0;  // of reads and writes mixed, as measured; 0: not measured
+};
+
+// How the NVMe tier keeps what it knows of files outside the data directory. A file whose id is not known is another
+// server's, and a known file that is not there is missing.
+struct KnownFiles {
+  std::map<NvmeFileId, std::string> paths;
+  // Keeps a new file's id and path durably, before the file gets its first block. Null: nothing is kept.
+  std::function<absl::Status(NvmeFileId id, const std::string& path)> remember;
+  std::string owner;  // written into the files, for people and for a rebuild: the server's id
 };
 
 // DRAM for state on its way to and from NVMe: a quarter of the DRAM budget. At least 52 MiB: four chunks of 2^20
 // elements with fp32 moments, their labels and the readers' buffer, with some room. At most 100 MiB: eight chunks.
 uint64_t DefaultStagingBytes(uint64_t dram_bytes);
 
+// A device goes on in a further file beyond: ext4 ends a file at 16 TiB.
+inline constexpr uint64_t kNvmeFileBytesMax = uint64_t{8} << 40;
+
 struct TiersOptions {
   TierBytes budget;
-  std::string directory;       // holds the NVMe tier's file
+  std::string directory;  // the data directory, which holds a file of the NVMe tier
+  // All directories of the NVMe tier with their parts of budget.nvme, the data directory first. Empty: the data
+  // directory has all of it.
+  std::vector<NvmeDevice> devices;
+  KnownFiles known;
+  uint64_t nvme_file_bytes_max = kNvmeFileBytesMax;
   uint64_t staging_bytes = 0;  // 0: DefaultStagingBytes(budget.dram)
   int hbm_device = 0;
   HbmOpener open_hbm;             // null: OpenHbmTier
   Disk* disk = nullptr;           // null: the system's
-  std::vector<ExtentPlace> kept;  // extents of the NVMe file with state that durable jobs left
+  std::vector<ExtentPlace> kept;  // extents of NVMe files with state that durable jobs left
   // Grows by the bytes of each state that is read back from an earlier run's extent. Outlives the tiers; null: nobody
   // asks.
   std::atomic<uint64_t>* restored_bytes = nullptr;
@@ -84,6 +114,11 @@ struct TierUsage {
   TierBytes budget;
   TierBytes used;
   std::array<TierBytes, kTierParts> parts = {};  // each tier's sum to `used`
+  struct Device {
+    std::string directory;
+    uint64_t budget = 0, used = 0;
+  };
+  std::vector<Device> nvme;  // empty where the data directory is the only device
 };
 
 // Threads: any.

@@ -13,8 +13,9 @@ namespace ballast::storage {
 
 namespace {
 
-constexpr uint64_t kFlushTag = ~uint64_t{0};
-// Enough to keep any disk busy. With more, all loads would arrive late, also the load that the kernel waits for.
+constexpr uint64_t kFlushTag = uint64_t{1} << 63;  // and the index in flushes_
+// Enough to keep any disk busy, for each. With more, all loads would arrive late, also the load that the kernel waits
+// for.
 constexpr uint64_t kLoadingBytesMax = uint64_t{24} << 20;
 
 // A number per thread, never used again. The system gives a dead thread's id to a new thread, but the dead thread's
@@ -48,8 +49,9 @@ UpdatePipeline::UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineSt
   sources_.reserve(chunks.size());
   for (const StoredChunk* chunk : chunks) {
     absl::ReaderMutexLock lock(&chunk->mutex);
-    sources_.push_back({chunk->extent.offset(), chunk->updated_in == 0});
+    sources_.push_back({chunk->extent.home(), chunk->extent.offset(), chunk->updated_in == 0});
   }
+  if (tiers->nvme() != nullptr) loading_bytes_max_ = kLoadingBytesMax * tiers->nvme()->file_count();
   LoadAhead();
 }
 
@@ -100,10 +102,11 @@ absl::Status UpdatePipeline::Store(size_t i) {
   {
     absl::ReaderMutexLock lock(&chunks_[i]->mutex);
     offset = chunks_[i]->extent.offset();
+    slot.stores_to = chunks_[i]->extent.home();
   }
-  const absl::Status status = Submit(slot, IoRequest::Kind::kWrite, offset);
-  if (!status.ok()) failed_ = status;
-  return status;
+  failed_ = Submit(slot, IoRequest::Kind::kWrite, slot.stores_to, offset);
+  if (failed_.ok()) slot.stores_to->BeginWrite(chunks_[i]->state_bytes());
+  return failed_;
 }
 
 void UpdatePipeline::Poll() {
@@ -118,6 +121,10 @@ absl::Status UpdatePipeline::Drain() {
   next_load_ = chunks_.size();
   if (reads_ != nullptr) reads_->End();
   while (queue_->in_flight() > 0) Wait(RunStage::kWrite);
+  for (Flushes& flushes : flushes_) {
+    for (const Unsent& unsent : flushes.unsent) (void)flushes.file->EndWrite(unsent.bytes.size(), absl::OkStatus());
+    flushes.unsent.clear();  // after an error only
+  }
   FreeStored(/*may_wait=*/true);
   return failed_;
 }
@@ -126,7 +133,7 @@ void UpdatePipeline::LoadAhead() {
   if (reads_ != nullptr) reads_->Start();
   for (Slot& slot : slots_) {
     if (slot.phase != Phase::kFree) continue;
-    if (loading_bytes_ >= kLoadingBytesMax) return;
+    if (loading_bytes_ >= loading_bytes_max_) return;
     while (next_load_ < chunks_.size() && chunks_[next_load_]->placement.state != TierKind::kNvme) ++next_load_;
     if (next_load_ == chunks_.size()) return;
     slot.update = next_load_++;
@@ -143,7 +150,7 @@ absl::Status UpdatePipeline::StartLoad(Slot& slot) {
     return absl::OkStatus();
   }
   slot.phase = Phase::kLoading;
-  BALLAST_RETURN_IF_ERROR(Submit(slot, IoRequest::Kind::kRead, source.offset));
+  BALLAST_RETURN_IF_ERROR(Submit(slot, IoRequest::Kind::kRead, source.file, source.offset));
   loading_bytes_ += chunks_[slot.update]->state_bytes();
   return absl::OkStatus();
 }
@@ -152,56 +159,73 @@ absl::Status UpdatePipeline::Flush(size_t i) {
   BALLAST_RETURN_IF_ERROR(failed_);
   StoredChunk& chunk = *chunks_[i];
   uint64_t offset = 0;
+  NvmeFile* file = nullptr;
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
     offset = chunk.extent.offset();
+    file = chunk.extent.home();
   }
-  to_flush_.push_back({offset, {chunk.state, chunk.state_bytes()}});
-  SendFlush();
+  Flushes& flushes = FlushesOf(file);
+  flushes.unsent.push_back({offset, {chunk.state, chunk.state_bytes()}});
+  file->BeginWrite(chunk.state_bytes());
+  SendFlush(flushes);
   return failed_;
 }
 
-void UpdatePipeline::SendFlush() {
-  if (!failed_.ok() || flushing_ || to_flush_.empty()) return;
-  auto& [offset, bytes] = to_flush_.front();
+UpdatePipeline::Flushes& UpdatePipeline::FlushesOf(NvmeFile* file) {
+  for (Flushes& flushes : flushes_) {
+    if (flushes.file == file) return flushes;
+  }
+  return flushes_.emplace_back(Flushes{.file = file, .index = flushes_.size()});
+}
+
+void UpdatePipeline::SendFlush(Flushes& flushes) {
+  if (!failed_.ok() || flushes.in_flight > 0 || flushes.unsent.empty()) return;
+  const auto others =
+      std::count_if(flushes_.begin(), flushes_.end(), [](const Flushes& other) { return other.in_flight > 0; });
+  if (others >= PipelineStaging::kFlushesMax) return;
+  auto& [offset, bytes] = flushes.unsent.front();
   const absl::Span<std::byte> part = bytes.subspan(0, PipelineStaging::kFlushBytesMax);
-  failed_ = Transfer(IoRequest::Kind::kWrite, offset, part, kFlushTag);
+  failed_ = Transfer(IoRequest::Kind::kWrite, flushes.file, offset, part, kFlushTag | flushes.index);
   if (!failed_.ok()) return;
-  flushing_ = true;
+  flushes.in_flight = part.size();
   offset += part.size();
   bytes.remove_prefix(part.size());
-  if (bytes.empty()) to_flush_.pop_front();
+  if (bytes.empty()) flushes.unsent.pop_front();
 }
 
 absl::Status UpdatePipeline::DrainStores() {
   const auto storing = [this] {
     return std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.phase == Phase::kStoring; });
   };
-  while (failed_.ok() && (flushing_ || !to_flush_.empty() || storing())) Wait(RunStage::kWrite);
+  const auto flushing = [this] {
+    return std::any_of(flushes_.begin(), flushes_.end(),
+                       [](const Flushes& flushes) { return flushes.in_flight > 0 || !flushes.unsent.empty(); });
+  };
+  while (failed_.ok() && (flushing() || storing())) Wait(RunStage::kWrite);
   return failed_;
 }
 
-absl::Status UpdatePipeline::Submit(const Slot& slot, IoRequest::Kind kind, uint64_t offset) {
-  return Transfer(kind, offset, {slot.data, chunks_[slot.update]->state_bytes()},
+absl::Status UpdatePipeline::Submit(const Slot& slot, IoRequest::Kind kind, NvmeFile* file, uint64_t offset) {
+  return Transfer(kind, file, offset, {slot.data, chunks_[slot.update]->state_bytes()},
                   static_cast<uint64_t>(&slot - slots_.data()));
 }
 
-absl::Status UpdatePipeline::Transfer(IoRequest::Kind kind, uint64_t offset, absl::Span<std::byte> buffer,
-                                      uint64_t tag) {
+absl::Status UpdatePipeline::Transfer(IoRequest::Kind kind, NvmeFile* file, uint64_t offset,
+                                      absl::Span<std::byte> buffer, uint64_t tag) {
   const uint64_t bytes = buffer.size();
   const bool read = kind == IoRequest::Kind::kRead;
   tiers_->CountTraffic(TierKind::kNvme, read ? bytes : 0, read ? 0 : bytes);
   tiers_->CountMove(read ? TierKind::kNvme : TierKind::kDram, read ? TierKind::kDram : TierKind::kNvme,
-                    tag == kFlushTag ? MoveReason::kFlush : MoveReason::kUpdate, bytes);
-  return queue_->Submit(
-      {.kind = kind, .file = &tiers_->nvme()->file(), .offset = offset, .buffer = buffer, .tag = tag});
+                    (tag & kFlushTag) != 0 ? MoveReason::kFlush : MoveReason::kUpdate, bytes);
+  return queue_->Submit({.kind = kind, .file = &file->file(), .offset = offset, .buffer = buffer, .tag = tag});
 }
 
 void UpdatePipeline::Reap(bool wait) {
   completions_.clear();
   queue_->Reap(wait, &completions_);
   for (const IoCompletion& completion : completions_) Complete(completion);
-  SendFlush();
+  for (Flushes& flushes : flushes_) SendFlush(flushes);
 }
 
 void UpdatePipeline::Wait(RunStage stage) {
@@ -211,24 +235,28 @@ void UpdatePipeline::Wait(RunStage stage) {
 }
 
 void UpdatePipeline::Complete(const IoCompletion& completion) {
-  const bool stored = completion.status.ok() || Seeded(StorageBug::kFailedExtentWriteIgnored);
-  if (completion.tag == kFlushTag) {
-    flushing_ = false;
-    if (failed_.ok() && !stored) failed_ = completion.status;
+  const auto ended = [&](NvmeFile* file, uint64_t bytes) {
+    const absl::Status status = file->EndWrite(bytes, completion.status);
+    const bool stored = status.ok() || Seeded(StorageBug::kFailedExtentWriteIgnored);
+    if (!stored && failed_.ok()) failed_ = status;
+    return stored;
+  };
+  if ((completion.tag & kFlushTag) != 0) {
+    Flushes& flushes = flushes_[completion.tag & ~kFlushTag];
+    (void)ended(flushes.file, std::exchange(flushes.in_flight, 0));
     Pass("extent/written");
     return;
   }
   if ((completion.tag & LogReads::kTag) != 0 && reads_ != nullptr) return reads_->Complete(completion);
   Slot& slot = slots_[completion.tag];
+  const uint64_t bytes = chunks_[slot.update]->state_bytes();
   if (slot.phase == Phase::kLoading) {
     slot.status = completion.status;
     slot.phase = Phase::kLoaded;
-    loading_bytes_ -= chunks_[slot.update]->state_bytes();
-  } else if (stored) {
+    loading_bytes_ -= bytes;
+  } else if (ended(slot.stores_to, bytes)) {
     slot.phase = Phase::kStored;
     Pass("extent/written");
-  } else if (failed_.ok()) {
-    failed_ = completion.status;
   }
 }
 

@@ -17,6 +17,7 @@
 #include "ballast/storage/chunk/chunk_update.h"
 #include "ballast/storage/chunk/stored_chunk.h"
 #include "ballast/storage/io/io_queue.h"
+#include "ballast/storage/tier/nvme_tier.h"
 #include "ballast/storage/tier/tiers.h"
 #include "ballast/storage/update/log_reads.h"
 
@@ -26,8 +27,10 @@ namespace ballast::storage {
 struct PipelineStaging {
   // Bytes of flushes in flight: a step waits for its gradient log, whose writes must not queue up behind whole chunks.
   static constexpr uint64_t kFlushBytesMax = uint64_t{4} << 20;
-  // Bound on slots: every slot, every log read and the flush have at most one request in flight.
-  static constexpr uint64_t kSlotsMax = kIoRequestsMax - 1 - LogReads::kReadsMax;
+  // Files that flushes go to at the same time.
+  static constexpr int64_t kFlushesMax = 4;
+  // Bound on slots: every slot, every log read and every flush have at most one request in flight.
+  static constexpr uint64_t kSlotsMax = kIoRequestsMax - kFlushesMax - LogReads::kReadsMax;
 
   // The calling thread's queue for the disk's files, made again when another thread runs the store.
   absl::StatusOr<IoQueue*> Queue(Disk* disk);
@@ -80,25 +83,41 @@ class UpdatePipeline {
     std::byte* data = nullptr;
     size_t update = 0;
     absl::Status status;  // the load's
+    NvmeFile* stores_to = nullptr;
   };
 
   // The place of an update's old state. Looked up once: Poll runs while a chunk's lock is held and must not take the
   // lock of a second chunk.
   struct Source {
+    NvmeFile* file = nullptr;
     uint64_t offset = 0;
     bool zero = false;
   };
 
+  struct Unsent {
+    uint64_t offset = 0;
+    absl::Span<std::byte> bytes;
+  };
+  // Flushes to one file, in order; a part of one of them is in flight.
+  struct Flushes {
+    NvmeFile* file = nullptr;
+    uint64_t index = 0;
+    std::deque<Unsent> unsent;
+    uint64_t in_flight = 0;  // bytes
+  };
+
   Slot* Find(size_t update);
+  Flushes& FlushesOf(NvmeFile* file);
   void LoadAhead();
   absl::Status StartLoad(Slot& slot);
-  absl::Status Submit(const Slot& slot, IoRequest::Kind kind, uint64_t offset);
-  absl::Status Transfer(IoRequest::Kind kind, uint64_t offset, absl::Span<std::byte> buffer, uint64_t tag);
+  absl::Status Submit(const Slot& slot, IoRequest::Kind kind, NvmeFile* file, uint64_t offset);
+  absl::Status Transfer(IoRequest::Kind kind, NvmeFile* file, uint64_t offset, absl::Span<std::byte> buffer,
+                        uint64_t tag);
   void Reap(bool wait);
   // Waits for a completion, which `stage` names for the observer.
   void Wait(RunStage stage);
   void Complete(const IoCompletion& completion);
-  void SendFlush();
+  void SendFlush(Flushes& flushes);
   // `may_wait`: may block on readers of the chunk. Not while another chunk's lock is held.
   void FreeStored(bool may_wait);
 
@@ -109,12 +128,8 @@ class UpdatePipeline {
   const RunStageObserver observer_;
   std::vector<Source> sources_;  // by update
   std::vector<Slot> slots_;
-  struct Unsent {
-    uint64_t offset = 0;
-    absl::Span<std::byte> bytes;
-  };
-  std::deque<Unsent> to_flush_;
-  bool flushing_ = false;  // a part of a flush is in flight
+  std::deque<Flushes> flushes_;
+  uint64_t loading_bytes_max_ = 0;
   uint64_t loading_bytes_ = 0;
   size_t next_load_ = 0;  // all updates before this index have been loaded, or need no load
   absl::Status failed_;   // the first failed store

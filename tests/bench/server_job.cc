@@ -103,8 +103,9 @@ services::StateServerOptions ServerJob::ServerOptions(const Options& options) {
   services::StateServerOptions server;
   server.data_directory = options.directory;
   server.server_id = "bench";
-  // The limits do not matter here, only the bytes used.
-  server.budget = {0, ~uint64_t{0} / 4, options.durability == v1::DURABILITY_STEP ? ~uint64_t{0} / 4 : 0};
+  // Without options.dram_bytes the limits do not matter, only the bytes used.
+  server.budget = {0, options.dram_bytes > 0 ? options.dram_bytes : ~uint64_t{0} / 4,
+                   options.durability == v1::DURABILITY_STEP ? ~uint64_t{0} / 4 : 0};
   server.compute_threads = options.threads;
   return server;
 }

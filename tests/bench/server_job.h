@@ -37,9 +37,10 @@ class ServerJob {
   struct Options {
     std::string directory;
     v1::Durability durability = v1::DURABILITY_STEP;
-    uint64_t chunks = 0;  // all full, with their state in DRAM
+    uint64_t chunks = 0;  // all full, with their state in DRAM unless dram_bytes is short
     int threads = 1;      // threads of an update
     std::shared_ptr<const ChunkGradients> gradients;
+    uint64_t dram_bytes = 0;  // budget; 0: no limit
   };
   // Options of a server for this job.
   static services::StateServerOptions ServerOptions(const Options& options);

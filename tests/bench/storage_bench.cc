@@ -12,10 +12,16 @@
 //   step/nvme_balanced  the same when compute takes as long as the I/O: the run also updates enough chunks in DRAM,
 //                       spread evenly between the chunks on NVMe
 //   step/nvme_8bit      parameters per second with 8-bit moments against those with fp32 moments
+//   two_devices         the step over two disks that are held to equal speeds against the step over one of them; needs
+//                       root, and says so where it cannot be measured
 //   plan/*              steps by the chosen plan against steps by first fit, for five splits of the budgets
 //   step/log            a step of a job with durability `step` on a state server, its state in DRAM, against
 //                       max(the log's bytes written and synced alone, the same step with durability `none`)
 //   recovery            the start of a server where another was killed, against a sequential read of the data it needs
+//   start               the start of a server on NVMe state that needs no replay, against a sequential read of the
+//   state counts/log, counts/store  microseconds per record of a log of 10^3, 10^4 and 10^5 segments, and per chunk of
+//   a store
+//                       of as many chunks, in each phase of their lives; the ratio is that of 10^3 to 10^5
 //
 // "I/O alone" reads every extent into a staging slot and writes the extent back from there, with the same queue, slots
 // and window as the step, but without kernels. "Compute alone" is the step's computation on as many states in memory as
@@ -52,9 +58,10 @@ struct RowGroup {
   const char* name;
   MeasureRows* measure;
 };
-constexpr RowGroup kGroups[] = {{"stream", MeasureStreams}, {"update", MeasureUpdates},   {"threads", MeasureThreads},
-                                {"sync", MeasureSyncs},     {"step", MeasureSteps},       {"plan", MeasurePlans},
-                                {"log", MeasureLog},        {"recovery", MeasureRecovery}};
+constexpr RowGroup kGroups[] = {{"stream", MeasureStreams}, {"update", MeasureUpdates}, {"threads", MeasureThreads},
+                                {"sync", MeasureSyncs},     {"step", MeasureSteps},     {"devices", MeasureDevices},
+                                {"plan", MeasurePlans},     {"log", MeasureLog},        {"recovery", MeasureRecovery},
+                                {"start", MeasureStart},    {"counts", MeasureCounts}};
 
 int Main(int argc, char** argv) {
   StorageBenchOptions options;
@@ -84,6 +91,10 @@ int Main(int argc, char** argv) {
                  "Of 2^20 parameters, of the job on a state server (rows log and recovery)")
       ->capture_default_str()
       ->check(CLI::Range(8, 4096));
+  app.add_option("--start-bytes", options.start_bytes, "Of the state of the job that starts again (4 GiB)")
+      ->transform(size);
+  app.add_option("--start-data", options.start_data,
+                 "Its directory, made where there is none, which stays: to measure several builds on the same data");
   std::string until_killed;
   app.add_option("--train-until-killed", until_killed)->group("");
   CLI11_PARSE(app, argc, argv);

@@ -19,7 +19,7 @@
 #include "ballast/services/records/promise_log.h"
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/storage/io/disk.h"
-#include "ballast/storage/log/log_reader.h"
+#include "ballast/storage/log/reading/logged_records.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/tests/bench/disk_alone.h"
 #include "ballast/tests/bench/server_job.h"
@@ -64,8 +64,11 @@ absl::StatusOr<MustRead> FindMustRead(const std::string& directory, uint64_t chu
     must.chunk_bytes += chunk.bytes;
   }
   BALLAST_ASSIGN_OR_RETURN(const storage::ScannedLog log, storage::ScanLog(*must.files[1]));
-  for (const storage::ReadRecord& read : log.records) {
-    BALLAST_ASSIGN_OR_RETURN(const services::StepRecord record, services::DecodeRecord(read));
+  storage::LoggedRecords records(must.files[1].get(), &log);
+  for (;;) {
+    BALLAST_ASSIGN_OR_RETURN(const storage::ReadRecord* const read, records.Next());
+    if (read == nullptr) break;
+    BALLAST_ASSIGN_OR_RETURN(const services::StepRecord record, services::DecodeRecord(*read));
     if (const auto* decision = std::get_if<services::DecisionRecord>(&record)) {
       must.committed = std::max(must.committed, decision->decision.step());
     }
@@ -73,8 +76,8 @@ absl::StatusOr<MustRead> FindMustRead(const std::string& directory, uint64_t chu
     if (slice == nullptr || slice->header.step() <= versions[slice->header.begin() / ServerJob::kChunkElements]) {
       continue;
     }
-    const uint64_t bytes = storage::AlignUp(read.payload.bytes);
-    must.extents.push_back({must.files[1].get(), read.payload.offset, bytes});
+    const uint64_t bytes = storage::AlignUp(read->payload.bytes);
+    must.extents.push_back({must.files[1].get(), read->payload.offset, bytes});
     must.slice_bytes += bytes;
   }
   must.steps = must.committed - *std::min_element(versions.begin(), versions.end());

@@ -22,7 +22,9 @@ struct StorageBenchOptions {
   uint64_t bytes = uint64_t{2} << 30;
   uint64_t staging_bytes = storage::DefaultStagingBytes(~uint64_t{0});
   uint64_t dram_bytes = uint64_t{4} << 30;
-  uint64_t server_chunks = 192;  // of the job on a state server; 2^20 parameters each
+  uint64_t start_bytes = uint64_t{4} << 30;  // of the state of the job that starts again
+  std::string start_data;                    // its directory, which stays; empty: one that goes away
+  uint64_t server_chunks = 192;              // of the job on a state server; 2^20 parameters each
   StreamShape stream;
 };
 
@@ -37,8 +39,8 @@ struct Row {
 // Each measures a group of rows. `directory` is empty and lies on the disk to measure. After an error, ignore `rows`.
 using MeasureRows = absl::Status(const StorageBenchOptions& options, const std::string& directory,
                                  std::vector<Row>* rows);
-MeasureRows MeasureStreams, MeasureSyncs, MeasureUpdates, MeasureThreads, MeasureSteps, MeasurePlans, MeasureLog,
-    MeasureRecovery;
+MeasureRows MeasureStreams, MeasureSyncs, MeasureUpdates, MeasureThreads, MeasureSteps, MeasureDevices, MeasurePlans,
+    MeasureLog, MeasureRecovery, MeasureStart, MeasureCounts;
 // Body of the process killed by MeasureRecovery. Prints "ready" and its process id once `directory` holds a job to
 // recover.
 absl::Status TrainUntilKilled(const StorageBenchOptions& options, const std::string& directory);

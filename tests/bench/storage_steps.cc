@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <thread>
@@ -18,6 +19,7 @@
 #include "ballast/storage/update/state_update.h"
 #include "ballast/tests/bench/storage_rows.h"
 #include "ballast/tests/bench/storage_streams.h"
+#include "ballast/tests/bench/throttled_disks.h"
 
 namespace ballast::bench {
 namespace {
@@ -273,6 +275,59 @@ absl::Status MeasureSteps(const StorageBenchOptions& options, const std::string&
                                                            options.rounds));
   rows->push_back(BoundedRow("step/nvme_balanced", balance.nvme, f32.chunk_bytes(), BoundedStep::From(mixed_times)));
   rows->push_back(f8_row);
+  return absl::OkStatus();
+}
+
+absl::Status MeasureDevices(const StorageBenchOptions& options, const std::string& directory, std::vector<Row>* rows) {
+  // So slow that the machine's disk holds both, and the step waits for nothing else.
+  constexpr uint64_t kBytesPerSecond = 150'000'000, kStateBytesMax = uint64_t{384} << 20;
+  const uint64_t disk_bytes = 4 * kStateBytesMax;
+  const auto disks =
+      ThrottledDisks::Make(directory, {.count = 2, .disk_bytes = disk_bytes, .bytes_per_s = kBytesPerSecond});
+  if (!disks.ok()) {
+    std::fprintf(stderr, "storage_bench: two_devices SKIPPED: %s\n", std::string(disks.status().message()).c_str());
+    return absl::OkStatus();
+  }
+  BALLAST_ASSIGN_OR_RETURN(const Gradients gradients, Gradients::Make());
+  kernels::ThreadPool pool(options.threads);
+  const auto open = [&](const std::string& name, size_t count) {
+    const std::string home = directory + "/home-" + name;
+    storage::TiersOptions tiers{.budget = {.dram = ~uint64_t{0} / 2, .nvme = count * kStateBytesMax},
+                                .directory = home,
+                                .devices = {{home, 0, 0}},
+                                .staging_bytes = options.staging_bytes};
+    for (size_t i = 0; i < count; ++i) {
+      const std::string on_disk = (*disks)->paths()[i] + "/" + name;
+      std::filesystem::create_directories(on_disk);
+      tiers.devices.push_back({on_disk, kStateBytesMax, 0});
+    }
+    return storage::Tiers::Open(tiers);
+  };
+  BALLAST_ASSIGN_OR_RETURN(const auto one_disk, open("one", 1));
+  BALLAST_ASSIGN_OR_RETURN(const auto two_disks, open("two", 2));
+  Job one(one_disk.get(), MomentFormat::kF32, &pool, &gradients),
+      two(two_disks.get(), MomentFormat::kF32, &pool, &gradients);
+  const uint64_t n = std::clamp<uint64_t>(options.bytes / one.chunk_bytes(), 2, kStateBytesMax / one.chunk_bytes());
+  const std::vector<uint64_t> all = Job::Range(0, n);
+  for (Job* const job : {&one, &two}) {
+    BALLAST_RETURN_IF_ERROR(job->Add(n, TierKind::kNvme));
+    for (int i = 0; i < 2; ++i) BALLAST_RETURN_IF_ERROR(job->Step(all));
+  }
+  BALLAST_ASSIGN_OR_RETURN(
+      const auto times,
+      Measure("devices", {[&] { return one.Step(all); }, [&] { return two.Step(all); }}, options.rounds));
+  std::vector<double> ratios;
+  for (size_t i = 0; i < times[0].size(); ++i) ratios.push_back(times[0][i] / times[1][i]);
+  const double moved = 2 * static_cast<double>(n * one.chunk_bytes());
+  rows->push_back({.name = "two_devices",
+                   .bytes_per_element = 2 * static_cast<double>(one.chunk_bytes()) / kChunk,
+                   .gb_per_s = moved / Median(times[1]) / 1e9,
+                   .reference = "the step over one of the disks",
+                   .ratio = Median(ratios),
+                   .bar = 1.8,
+                   .more = {{"seconds", Median(times[1])},
+                            {"one_disk_seconds", Median(times[0])},
+                            {"disk_bytes_per_s", static_cast<double>(kBytesPerSecond)}}});
   return absl::OkStatus();
 }
 

@@ -85,7 +85,9 @@ uint64_t ChoosePlace(sim::Random& random, const FileImage& file) {
 
 Damage ChooseDamage(sim::Random& random, const DirectoryImage& image) {
   Damage damage;
-  damage.file = &image.file(random.Percent(70) ? kLog : kTier);
+  const std::string second = absl::StrCat(kImageDevice, "/", kTier);
+  const bool devices = image.has(second) && random.Percent(50);
+  damage.file = &image.file(random.Percent(70) ? kLog : devices ? second : kTier);
   const std::string& before = damage.file->bytes;
   damage.offset = ChoosePlace(random, *damage.file);
   const uint64_t kind = random.Below(100);

@@ -103,6 +103,12 @@ services::StateServerOptions ImageServer(const std::string& directory, int serve
   options.server_id = absl::StrCat("s", server);
   options.staging_bytes = kMiB + storage::StateLayout().StateBytes(model::kChunkElementsMin);
   options.budget = {0, server == 0 ? 64 * kMiB : 4 * kMiB, 64 * kMiB};
+  if (server == 1) {
+    const std::string device = absl::StrCat(directory, "/", kImageDevice);
+    fs::create_directories(device);
+    options.nvme_devices = {{directory, 64 * kMiB}, {device, 32 * kMiB}};
+    options.budget.nvme = 96 * kMiB;
+  }
   return options;
 }
 

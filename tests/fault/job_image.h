@@ -1,6 +1,7 @@
 // A small job on two servers in this process, and an image of a killed server's data directory.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -18,6 +19,7 @@ inline constexpr uint64_t kBlock = 4096;  // of direct I/O
 inline constexpr int kImageServers = 2;
 inline constexpr int kImageSteps = 45;  // the log's ring goes round
 inline constexpr char kImageJob[] = "job";
+inline constexpr char kImageDevice[] = "device";  // below the second server's data directory, for some of its state
 
 // Progress of the step after kImageSteps when the servers are killed.
 enum class InFlight {
@@ -60,6 +62,9 @@ class DirectoryImage {
   explicit DirectoryImage(const std::string& directory);
   const std::vector<FileImage>& files() const { return files_; }
   const FileImage& file(const std::string& path) const;
+  bool has(const std::string& path) const {
+    return std::any_of(files_.begin(), files_.end(), [&](const FileImage& file) { return file.path == path; });
+  }
   // Brings `directory` back to the image: removes extra files and rewrites changed blocks.
   void Restore(const std::string& directory) const;
   static void RestoreFile(const FileImage& file, const std::string& directory);

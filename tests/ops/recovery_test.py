@@ -17,7 +17,10 @@ MODEL = '--layers 40 --width 512 --batch 1 --context 8 --micro-batches 1 --chunk
 STEPS = 9
 BUDGET = '--budget.dram 4GiB --budget.nvme 16GiB'
 REPLAYED_BYTES_MIN = 1.9e9
-STATE_BYTES = 127e6 * 12
+PARAMETERS = 127e6
+STATE_BYTES = PARAMETERS * 12
+# State, working copies, and the slices of the step that is read next; the log's records take no more of it than a batch has.
+RESIDENT_BYTES_MAX = 1.1 * PARAMETERS * 16 + (256 << 20)
 DISK_BYTES_PER_SECOND = 300 << 20
 IDLE = 300
 PATHS = ('livez', 'readyz', 'metrics', 'status.json')
@@ -85,6 +88,9 @@ def test_large_log():
         assert time.monotonic() - began < 60, f'not ready: {scraper.answers[-4:]}'
         time.sleep(0.2)
     ready = time.monotonic()
+    resident = int(re.search(r'VmHWM:\s+(\d+) kB', pathlib.Path(f'/proc/{server.process.pid}/status').read_text())[1]) << 10
+    print(f'resident at most {resident / 1e9:.2f} GB, {resident / PARAMETERS:.1f} bytes a parameter')
+    assert STATE_BYTES < resident < RESIDENT_BYTES_MAX
     time.sleep(0.3)
     scraper.end()
     for connection in connections:

@@ -7,6 +7,7 @@
 #include "ballast/services/durability/journal.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/log/log_reader.h"
+#include "ballast/tests/storage/log/all_records.h"
 
 namespace ballast::services {
 
@@ -17,7 +18,9 @@ inline std::vector<storage::PayloadPlace> LoggedSlices(int64_t step, const std::
   if (!file.ok()) return places;
   const auto scanned = storage::ScanLog(**file);
   if (!scanned.ok()) return places;
-  for (const storage::ReadRecord& read : scanned->records) {
+  const auto all = storage::RecordsOf(**file, *scanned);
+  if (!all.ok()) return places;
+  for (const storage::ReadRecord& read : all->records) {
     const auto record = DecodeRecord(read);
     const auto* slice = record.ok() ? std::get_if<SliceRecord>(&*record) : nullptr;
     if (slice != nullptr && slice->header.step() == step) places.push_back(read.payload);

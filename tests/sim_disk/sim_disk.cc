@@ -76,6 +76,11 @@ absl::Status SimDisk::DoOpen(Mode mode, Target& target, std::optional<SimFault> 
   return absl::OkStatus();
 }
 
+bool SimDisk::Exists(const std::string& path) const {
+  absl::MutexLock lock(&mutex_);
+  return files_.contains(path);
+}
+
 absl::Status SimDisk::Remove(const std::string& path) {
   absl::MutexLock lock(&mutex_);
   BALLAST_ASSIGN_OR_RETURN(const auto fault,

@@ -36,6 +36,7 @@ class SimDisk : public Disk {
   ~SimDisk() override;
 
   absl::StatusOr<std::unique_ptr<BlockFile>> Open(const std::string& path, Mode mode) override;
+  bool Exists(const std::string& path) const override ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status Remove(const std::string& path) override;
   // Reap performs some of the requests each time, in random order; the destructor performs the rest. The queue is named
   // "sim" and ignores `options`.

@@ -22,7 +22,13 @@ constexpr uint64_t kNvmeBytes = uint64_t{256} << 20;
 }  // namespace
 
 Machine::Machine(int index, uint64_t seed, std::string directory)
-    : index_(index), directory_(std::move(directory)), disk_(Mix(seed, index, 1)), catalog_(Mix(seed, index, 2)) {}
+    : index_(index),
+      directory_(std::move(directory)),
+      devices_(Mix(seed, index, 3) % 3 == 0),
+      disk_(Mix(seed, index, 1)),
+      catalog_(Mix(seed, index, 2)) {
+  for (const char* device : {"/a", "/b"}) std::filesystem::create_directories(directory_ + device);
+}
 
 Machine::~Machine() { End(); }
 
@@ -94,6 +100,10 @@ absl::Status Machine::Start(Random* random) {
   services::StateServerOptions options;
   options.data_directory = directory_;
   options.budget = Budget(random, /*hbm=*/random->Percent(30));
+  if (devices_) {
+    options.nvme_devices = {
+        {directory_, kNvmeBytes / 2}, {directory_ + "/a", kNvmeBytes / 4}, {directory_ + "/b", kNvmeBytes / 4}};
+  }
   has_hbm_ = options.budget.hbm > 0;
   options.server_id = ServerName(index_);
   options.read_threads = 2;

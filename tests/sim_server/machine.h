@@ -17,7 +17,7 @@ namespace ballast::sim {
 
 class Machine {
  public:
-  // `directory` must exist. Nothing is written there.
+  // `directory` must exist. Nothing is written there but empty directories.
   Machine(int index, uint64_t seed, std::string directory);
   ~Machine();
 
@@ -68,6 +68,7 @@ class Machine {
   const int index_;
   uint64_t starts_ = 0;
   const std::string directory_;
+  const bool devices_;  // state on two of them, beside the data directory
   storage::SimDisk disk_;
   SimCatalog catalog_;
   std::unique_ptr<SimFoundation> foundation_;

@@ -115,6 +115,35 @@ TEST(Config, StagingMustFitTheBudgetThatItIsTakenFrom) {
   EXPECT_TRUE(FromText("data_directory: /tmp\nbudget: {dram: 1MiB}\n").ok()) << "without nvme nothing is staged";
 }
 
+TEST(Config, ReadsDisksFromAListAndFromAFlag) {
+  const std::string rest = "data_directory: /data\nbudget:\n  dram: 512MiB\n  nvme:";
+  const auto expect = [](const absl::StatusOr<Config>& config) {
+    ASSERT_TRUE(config.ok()) << config.status();
+    const std::vector<storage::NvmeDevice>& disks = config->server.nvme_devices;
+    ASSERT_EQ(disks.size(), 2u);
+    EXPECT_EQ(disks[0].directory, "/data");
+    EXPECT_EQ(disks[1].directory, "/mnt/a=b");
+    EXPECT_EQ(disks[1].budget, uint64_t{2} << 40);
+    EXPECT_EQ(config->server.budget.nvme, (uint64_t{2} << 40) + (uint64_t{1} << 30));
+  };
+  expect(FromText(rest + "\n    - {path: /data, bytes: 1GiB}\n    - {path: /mnt/a=b, bytes: 2TiB}\n"));
+  expect(FromText(kGood, {{"budget.nvme", {"/data=1GiB,/mnt/a=b=2TiB", "BALLAST_BUDGET_NVME"}}}));
+  // A flag replaces a list.
+  const auto scalar = FromText(rest + " [{path: /a, bytes: 1GiB}]\n", {}, {{"budget.nvme", {"3GiB", "--budget.nvme"}}});
+  ASSERT_TRUE(scalar.ok()) << scalar.status();
+  EXPECT_TRUE(scalar->server.nvme_devices.empty());
+  ExpectBad(rest + " []\n", "s.yaml:4: budget.nvme: the list is empty");
+  ExpectBad(rest + " [/a, /b]\n", "s.yaml:4: budget.nvme: expected `path` and `bytes` of each disk");
+  ExpectBad(rest + "\n    - {path: /a, bytes: 1GiB}\n    - {path: /b, size: 1GiB}\n",
+            "s.yaml:6: budget.nvme: unknown key 'size'; expected path and bytes of each disk");
+  ExpectBad(rest + " [{path: /a}]\n", "s.yaml:4: budget.nvme: expected a path without a comma and bytes of each disk");
+  ExpectBad(rest + " [{path: '/a,b', bytes: 1GiB}]\n", "expected a path without a comma");
+  ExpectBad(rest + " [{path: /a, bytes: much}]\n", "s.yaml:4: budget.nvme: expected bytes in the data directory");
+  ExpectBad(rest + " [{path: /a, bytes: 1GiB}, {path: /b/../a/, bytes: 1GiB}]\n", "budget.nvme: /b/../a/ comes twice");
+  ExpectBad(rest + " '/a=1GiB,'\n", "came '/a=1GiB,'");
+  ExpectBad(rest + " '/a=0'\n", "came '/a=0'");
+}
+
 TEST(Config, RefusesUnknownVariables) {
   const absl::Status status = ParseEnvironment({"BALLAST_LISTN=x"}).status();
   EXPECT_NE(status.message().find("BALLAST_LISTN: unknown variable; expected one of BALLAST_LISTEN"),

@@ -18,20 +18,19 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-// A log made by hand, as ScanLog returns it: record 1 is the first.
-class Log {
+// A log made by hand: record 1 is the first.
+class Log : public storage::RecordSource {
  public:
   // The next record begins a log segment.
   Log& Segment() {
-    scanned_.live.push_back({.index = scanned_.live.size(),
-                             .incarnation = scanned_.live.size() + 1,
-                             .first_record = scanned_.records.size()});
+    ++segments_;
     return *this;
   }
   Log& Add(const StepRecord& record) {
     storage::LogRecord encoded = EncodeRecord(record);
-    const uint64_t lsn = scanned_.records.size() + 1;
-    scanned_.records.push_back({lsn, encoded.type, std::move(encoded.body), {.offset = lsn << 12, .bytes = 4}});
+    const uint64_t lsn = records_.size() + 1;
+    records_.push_back({lsn, encoded.type, std::move(encoded.body), {.offset = lsn << 12, .bytes = 4}});
+    segment_of_.push_back(segments_ - 1);
     return *this;
   }
   Log& Promise(uint64_t counter) {
@@ -70,10 +69,19 @@ class Log {
     if (open) record.snapshot.mutable_open()->set_base(committed);
     return Add(record);
   }
-  storage::ScannedLog& scanned() { return scanned_; }
+  std::vector<storage::ReadRecord>& records() { return records_; }
+  size_t segments() const { return segments_; }
+
+  absl::StatusOr<const storage::ReadRecord*> Next() override {
+    return next_ == records_.size() ? nullptr : &records_[next_++];
+  }
+  size_t segment() const override { return segment_of_[next_ - 1]; }
 
  private:
-  storage::ScannedLog scanned_;
+  std::vector<storage::ReadRecord> records_;
+  std::vector<size_t> segment_of_;
+  size_t segments_ = 0;
+  size_t next_ = 0;
 };
 
 // Writes down what it hears.
@@ -112,7 +120,7 @@ class Diary : public LogVisitor {
     return slices;
   }
   absl::Status Walk(Log& log) {
-    walk_ = std::make_unique<LogWalk>(&log.scanned());
+    walk_ = std::make_unique<LogWalk>(&log, log.segments());
     return walk_->Run(this);
   }
   const LogWalk& walk() const { return *walk_; }
@@ -151,7 +159,7 @@ TEST(LogWalk, KindsThatAVisitorDoesNotOverrideComeToOther) {
   } counter;
   Log log;
   log.Segment().Promise(1).Open(-1).Slice(0, 0, 0).Prepared(0).Decision(0).Snapshot(0, true);
-  ASSERT_EQ(LogWalk(&log.scanned()).Run(&counter), absl::OkStatus());
+  ASSERT_EQ(LogWalk(&log, log.segments()).Run(&counter), absl::OkStatus());
   EXPECT_EQ(counter.count, 6);
 }
 
@@ -268,7 +276,7 @@ TEST(LogWalk, AVisitorsErrorEndsTheWalk) {
 TEST(LogWalk, ARecordThatCannotBeDecodedEndsTheWalk) {
   Log log;
   log.Segment().Promise(1).Open(-1).Promise(2);
-  log.scanned().records[1].type = 99;
+  log.records()[1].type = 99;
   Diary diary;
   EXPECT_THAT(diary.Walk(log).message(), HasSubstr("the log's record 2 of type 99"));
   EXPECT_THAT(diary.heard(), ElementsAre("promise 1"));

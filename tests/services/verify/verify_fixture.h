@@ -38,6 +38,7 @@ class VerifyTest : public ::testing::Test {
     StateServerOptions options;
     options.data_directory = directory_.path();
     options.budget = {0, uint64_t{64} << 20, uint64_t{512} << 20};
+    options.nvme_devices = devices_;
     options.server_id = server_id_;
     options.staging_bytes = uint64_t{4} << 20;
     return options;
@@ -123,12 +124,12 @@ class VerifyTest : public ::testing::Test {
   }
 
   ScrubReport Scrub() {
-    auto report = Verify(directory_.path(), nullptr);
+    auto report = Verify(directory_.path(), nullptr, nvme_);
     EXPECT_TRUE(report.ok()) << report.status();
     return report.ok() ? *std::move(report) : ScrubReport();
   }
   RebuildResult Remake() {
-    auto result = Rebuild(directory_.path(), nullptr);
+    auto result = Rebuild(directory_.path(), nullptr, nvme_);
     EXPECT_TRUE(result.ok()) << result.status();
     return result.ok() ? *std::move(result) : RebuildResult();
   }
@@ -161,7 +162,7 @@ class VerifyTest : public ::testing::Test {
   LogReplay Payloads() {
     auto file = storage::SystemDisk()->Open(directory_ / "log-job", storage::Disk::Mode::kShared);
     EXPECT_TRUE(file.ok()) << file.status();
-    auto log = ReadJobLog(**file, "job");
+    auto log = ReadJobLog(*std::move(file), "job");
     EXPECT_TRUE(log.ok()) << log.status();
     DurableStates durable;
     for (const storage::DurableChunk& chunk : Chunks()) durable.versions[chunk.id] = chunk.version;
@@ -209,6 +210,8 @@ class VerifyTest : public ::testing::Test {
   }
 
   ScratchDirectory directory_;
+  std::vector<storage::NvmeDevice> devices_;
+  std::vector<std::string> nvme_;  // as told to the scrub
   std::string server_id_ = "one";
   v1::JobSpec spec_ = MakeSpec("job", SmallModel());
   uint64_t epoch_ = 0;

@@ -25,7 +25,7 @@ class ReadsAheadTest : public ::testing::Test {
     for (uint64_t i = 0; i < kBlocks; ++i) {
       std::fill_n(memory_.bytes().begin(), kBlock, static_cast<std::byte>(i));
       ASSERT_TRUE(file_->Write(i * kBlock, memory_.bytes().subspan(0, kBlock)).ok());
-      reads_.push_back({.offset = i * kBlock, .bytes = kBlock});
+      reads_.push_back({.offset = i * kBlock, .bytes = kBlock, .file = file_.get()});
     }
     queue_ = *disk_.MakeQueue({});
   }
@@ -44,7 +44,7 @@ TEST_F(ReadsAheadTest, InOrderWithTheNextOnesUnderWay) {
     size_t next = 0;
     uint64_t most = 0;
     const absl::Status status =
-        ForEachRead(queue_.get(), *file_, reads_, Slots(slots), [&](size_t i, std::byte* data, auto poll) {
+        ForEachRead(queue_.get(), reads_, Slots(slots), [&](size_t i, std::byte* data, auto poll) {
           EXPECT_EQ(i, next++);
           poll();
           EXPECT_THAT(absl::MakeSpan(data, kBlock), Each(static_cast<std::byte>(i)));
@@ -60,7 +60,7 @@ TEST_F(ReadsAheadTest, InOrderWithTheNextOnesUnderWay) {
 
 TEST_F(ReadsAheadTest, ReadsWithAPlaceNeedNoSlot) {
   for (uint64_t i = 0; i < kBlocks; ++i) reads_[i].to = memory_.bytes().data() + i * kBlock;
-  ASSERT_TRUE(ForEachRead(queue_.get(), *file_, reads_, {}, [&](size_t i, std::byte* data, auto) {
+  ASSERT_TRUE(ForEachRead(queue_.get(), reads_, {}, [&](size_t i, std::byte* data, auto) {
                 EXPECT_EQ(data, reads_[i].to);
                 return absl::OkStatus();
               }).ok());
@@ -72,7 +72,7 @@ TEST_F(ReadsAheadTest, ReadsWithAPlaceNeedNoSlot) {
 TEST_F(ReadsAheadTest, AFailedReadEndsItAndNothingStaysInFlight) {
   disk_.FailNext(SimOperation::kRead, 7, SimFault::kEio);
   std::vector<size_t> seen;
-  const absl::Status status = ForEachRead(queue_.get(), *file_, reads_, Slots(4), [&](size_t i, std::byte*, auto) {
+  const absl::Status status = ForEachRead(queue_.get(), reads_, Slots(4), [&](size_t i, std::byte*, auto) {
     seen.push_back(i);
     return absl::OkStatus();
   });
@@ -83,7 +83,7 @@ TEST_F(ReadsAheadTest, AFailedReadEndsItAndNothingStaysInFlight) {
 
 TEST_F(ReadsAheadTest, WhatWasFoundEndsItAndNothingStaysInFlight) {
   std::vector<size_t> seen;
-  const absl::Status status = ForEachRead(queue_.get(), *file_, reads_, Slots(4), [&](size_t i, std::byte*, auto) {
+  const absl::Status status = ForEachRead(queue_.get(), reads_, Slots(4), [&](size_t i, std::byte*, auto) {
     seen.push_back(i);
     return i == 1 ? absl::DataLossError("rotten") : absl::OkStatus();
   });

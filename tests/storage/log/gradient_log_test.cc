@@ -60,7 +60,7 @@ TEST_F(GradientLogTest, ANewLogIsEmpty) {
   Reopen();
   EXPECT_EQ(scanned_.name, "job");
   EXPECT_EQ(scanned_.segment_count, kSegmentCount);
-  EXPECT_TRUE(scanned_.records.empty());
+  EXPECT_EQ(scanned_.record_count, 0);
   EXPECT_TRUE(scanned_.live.empty());
 }
 
@@ -81,7 +81,7 @@ TEST_F(GradientLogTest, RecordsOfAllShapesComeBack) {
   EXPECT_EQ(caller_.payloads_borrowed(), 0);
   const uint64_t count = caller_.last_lsn();
   Reopen();
-  EXPECT_EQ(scanned_.records.size(), count);
+  EXPECT_EQ(scanned_.record_count, count);
   EXPECT_EQ(scanned_.torn_batches, 0);
   EXPECT_EQ(scanned_.repaired_blocks, 0);
 }

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/tests/sim/random.h"
+#include "ballast/tests/storage/log/all_records.h"
 
 namespace ballast::storage {
 namespace {
@@ -96,9 +97,12 @@ absl::Status LogCaller::CheckRecord(const ReadRecord& record, const BlockFile& f
 
 absl::Status LogCaller::Check(const ScannedLog& scanned, const BlockFile& file, uint64_t durable_lsn) const {
   absl::Status payloads;
-  uint64_t next = scanned.records.empty() ? 1 : scanned.records.front().lsn;
+  BALLAST_ASSIGN_OR_RETURN(const AllRecords all, RecordsOf(file, scanned));
+  const std::vector<ReadRecord>& records = all.records;
+  uint64_t next = records.empty() ? 1 : records.front().lsn, payload_bytes = 0;
   const uint64_t first = next;
-  for (const ReadRecord& record : scanned.records) {
+  for (const ReadRecord& record : records) {
+    payload_bytes += record.payload.bytes;
     if (record.lsn != next) return absl::InternalError(absl::StrCat("record ", record.lsn, " follows ", next - 1));
     ++next;
     if (const absl::Status status = CheckRecord(record, file); absl::IsDataLoss(status)) {
@@ -116,26 +120,33 @@ absl::Status LogCaller::Check(const ScannedLog& scanned, const BlockFile& file, 
       return absl::InternalError(absl::StrCat("record ", lsn, " is needed, the oldest is ", first));
     }
   }
-  for (const ScannedLog::Segment& live : scanned.live) {
-    if (live.first_record < scanned.records.size() && scanned.records[live.first_record].type != kSnapshotRecord) {
-      return absl::InternalError(absl::StrCat("segment ", live.incarnation, " does not begin with a snapshot"));
+  for (size_t i = 0; i < records.size(); ++i) {
+    const bool begins = i == 0 || all.segments[i] != all.segments[i - 1];
+    if (begins && records[i].type != kSnapshotRecord) {
+      return absl::InternalError(
+          absl::StrCat("segment ", scanned.live[all.segments[i]].incarnation, " does not begin with a snapshot"));
     }
+  }
+  if (scanned.record_count != records.size() || scanned.payload_bytes != payload_bytes ||
+      scanned.last_lsn != (records.empty() ? 0 : records.back().lsn)) {
+    return absl::InternalError(absl::StrCat("the scan counted ", scanned.record_count, " records up to ",
+                                            scanned.last_lsn, ", there are ", records.size()));
   }
   return payloads;
 }
 
 void LogCaller::Resume(const ScannedLog& scanned, std::unique_ptr<GradientLog> log) {
   log_ = std::move(log);
-  next_lsn_ = scanned.records.empty() ? 1 : scanned.records.back().lsn + 1;
+  next_lsn_ = scanned.last_lsn + 1;
   written_.erase(written_.lower_bound(next_lsn_), written_.end());
-  for (size_t i = 0; i < scanned.live.size(); ++i) {
-    const size_t end = i + 1 < scanned.live.size() ? scanned.live[i + 1].first_record : scanned.records.size();
-    int64_t keep_for = -1;
-    for (size_t r = scanned.live[i].first_record; r < end; ++r) {
-      keep_for = std::max(keep_for, written_.at(scanned.records[r].lsn).keep_for);
-    }
-    log_->Keep(scanned.live[i].incarnation, keep_for);
+  const auto all = RecordsOf(log_->file(), scanned);
+  if (!all.ok()) return;  // a disk that fails: every segment stays
+  std::vector<int64_t> keep_for(scanned.live.size(), -1);
+  for (size_t i = 0; i < all->records.size(); ++i) {
+    int64_t& kept = keep_for[all->segments[i]];
+    kept = std::max(kept, written_.at(all->records[i].lsn).keep_for);
   }
+  for (size_t i = 0; i < scanned.live.size(); ++i) log_->Keep(scanned.live[i].incarnation, keep_for[i]);
 }
 
 }  // namespace ballast::storage

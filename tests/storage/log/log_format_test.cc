@@ -11,6 +11,7 @@
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/sim_disk/bad_file.h"
 #include "ballast/tests/sim_disk/sim_disk.h"
+#include "ballast/tests/storage/log/all_records.h"
 #include "ballast/tests/storage/log/log_caller.h"
 #include "gtest/gtest.h"
 
@@ -46,7 +47,7 @@ class LogFormatTest : public ::testing::Test {
     caller_.Drop();
     content_ = ReadAll();
     ASSERT_TRUE(ScanStatus().ok()) << ScanStatus();
-    first_lsn_ = scanned_.records.front().lsn;
+    first_lsn_ = records_.front().lsn;
   }
 
   void Live(int64_t steps) {
@@ -75,11 +76,14 @@ class LogFormatTest : public ::testing::Test {
     absl::StatusOr<ScannedLog> scanned = ScanLog(**file);
     if (!scanned.ok()) return scanned.status();
     scanned_ = *std::move(scanned);
+    absl::StatusOr<AllRecords> all = RecordsOf(**file, scanned_);
+    if (!all.ok()) return all.status();
+    records_ = std::move(all->records);
     const absl::Status status = caller_.Check(scanned_, **file, caller_.last_lsn());
     if (!status.ok()) return status;
     // Neither fewer nor more than without the damage.
-    if (first_lsn_ == 0 || scanned_.records.front().lsn == first_lsn_) return status;
-    return absl::InternalError(absl::StrCat("begins at ", scanned_.records.front().lsn, ", not ", first_lsn_));
+    if (first_lsn_ == 0 || records_.front().lsn == first_lsn_) return status;
+    return absl::InternalError(absl::StrCat("begins at ", records_.front().lsn, ", not ", first_lsn_));
   }
 
   void ExpectRightOrDataLoss(const std::string& damage) {
@@ -97,6 +101,7 @@ class LogFormatTest : public ::testing::Test {
   int64_t step_ = 1;
   std::vector<std::byte> content_;
   ScannedLog scanned_;
+  std::vector<ReadRecord> records_;  // of `scanned_`
   uint64_t first_lsn_ = 0;
   uint64_t right_ = 0, repaired_ = 0, refused_ = 0;
 };
@@ -152,7 +157,7 @@ TEST_F(LogFormatTest, BlocksThatCannotBeRead) {
         continue;
       }
       repaired += scanned->repaired_blocks > 0 ? 1 : 0;
-      EXPECT_EQ(scanned->records.size(), scanned_.records.size()) << blocks << " blocks at " << at;
+      EXPECT_EQ(scanned->record_count, scanned_.record_count) << blocks << " blocks at " << at;
     }
     // A single bad block is fatal only where the next batch would begin.
     if (blocks == 1) {
@@ -172,7 +177,7 @@ struct Damaged {
 TEST_F(LogFormatTest, ASingleRottenBlockOfAPayloadIsRebuilt) {
   const auto each = [&](uint64_t blocks, bool parity, const std::function<void(uint64_t at)>& damage) {
     Damaged damaged;
-    const std::vector<ReadRecord> records = scanned_.records;
+    const std::vector<ReadRecord> records = records_;
     for (const ReadRecord& record : records) {
       if (record.payload.bytes == 0 || (record.payload.parity_sum != 0) != parity) continue;
       for (uint64_t at = 0; at + (blocks - 1) * kLogBlock < record.payload.bytes; at += kLogBlock) {
@@ -199,7 +204,7 @@ TEST_F(LogFormatTest, ASingleRottenBlockOfAPayloadIsRebuilt) {
 }
 
 TEST_F(LogFormatTest, APayloadWhoseParityIsRottenIsRead) {
-  const std::vector<ReadRecord> records = scanned_.records;
+  const std::vector<ReadRecord> records = records_;
   for (const ReadRecord& record : records) {
     if (record.payload.parity_sum == 0) continue;
     Restore();
@@ -215,7 +220,7 @@ TEST_F(LogFormatTest, ABlockOfAPayloadThatCannotBeReadIsRebuilt) {
   const BadFile file(*disk_.Open(kPath, Disk::Mode::kShared), &bad);
   for (const uint64_t blocks : {1, 2}) {
     uint64_t rebuilt = 0, refused = 0;
-    for (const ReadRecord& record : scanned_.records) {
+    for (const ReadRecord& record : records_) {
       if (record.payload.parity_sum == 0) continue;
       for (uint64_t at = 0; at + (blocks - 1) * kLogBlock < record.payload.bytes; at += kLogBlock) {
         bad = {record.payload.offset + at, blocks * kLogBlock};

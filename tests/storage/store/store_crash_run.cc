@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <set>
@@ -29,14 +30,26 @@ const std::vector<uint64_t>& Elements() {
 class StoreRun {
  public:
   StoreRun(uint64_t seed, const std::string& directory, StoreCrashTally* tally)
-      : random_(seed), disk_(seed), directory_(directory), tally_(*tally), logs_(seed % 6 == 5) {}
+      : random_(seed),
+        disk_(seed),
+        directory_(directory),
+        a_(absl::StrCat(directory, "/a")),
+        b_(absl::StrCat(directory, "/b")),
+        tally_(*tally),
+        logs_(seed % 6 == 5),
+        devices_(seed % 4 == 2) {
+    for (const std::string& device : {a_, b_}) std::filesystem::create_directories(device);
+  }
 
   // Empty, or what was broken.
   std::string Run() {
     for (int life = 0; life < kLives && !refused_; ++life) {
+      if (devices_ && life > 0 && random_.Percent(20)) Swap();
+      if (devices_ && life > 0 && random_.Percent(20)) Unplug();
       const std::string violation = Live();
       if (!violation.empty()) return absl::StrCat("life ", life, ": ", violation);
       End();
+      PlugIn();
       if (rots_ && random_.Percent(50)) Rot();
     }
     tally_.refused += refused_ ? 1 : 0;
@@ -67,13 +80,22 @@ class StoreRun {
 
   absl::Status Start() {
     std::vector<ExtentPlace> kept;
-    for (const auto& [id, chunk] : catalog_) kept.push_back({chunk.offset, chunk.bytes});
+    for (const auto& [id, chunk] : catalog_) kept.push_back({chunk.offset, chunk.bytes, chunk.file});
     const uint64_t staging = (uint64_t{1} << 20) + 2 * StateLayout().StateBytes(Elements().back());
-    absl::StatusOr<std::unique_ptr<Tiers>> tiers = Tiers::Open({.budget = {0, uint64_t{16} << 20, uint64_t{8} << 20},
-                                                                .directory = directory_,
-                                                                .staging_bytes = staging,
-                                                                .disk = &disk_,
-                                                                .kept = kept});
+    TiersOptions options{.budget = {0, uint64_t{16} << 20, uint64_t{8} << 20},
+                         .directory = directory_,
+                         .staging_bytes = staging,
+                         .disk = &disk_,
+                         .kept = kept};
+    if (devices_) {
+      options.devices = {{directory_, uint64_t{4} << 20}, {a_, uint64_t{2} << 20}, {b_, uint64_t{2} << 20}};
+      options.known.paths = known_;
+      options.known.remember = [this](NvmeFileId id, const std::string& path) {
+        known_[id] = path;
+        return absl::OkStatus();
+      };
+    }
+    absl::StatusOr<std::unique_ptr<Tiers>> tiers = Tiers::Open(options);
     if (!tiers.ok()) return tiers.status();
     tiers_ = *std::move(tiers);
     const auto record = [this](absl::Span<const DurableChunk> chunks) { return Record(chunks); };
@@ -208,6 +230,13 @@ class StoreRun {
           store_->ReadWorking(id, 0, {reinterpret_cast<std::byte*>(working.data()), 2 * working.size()});
       if (!copied.ok()) return Explain(copied);
       kernels::Bf16FromF32(now_[id], absl::MakeSpan(expected));
+      Values moment(master.size());
+      const auto which = random_.Percent(50) ? StateArray::kMoment1 : StateArray::kMoment2;
+      const absl::Status moments = store_->ReadState(id, which, 0, absl::MakeSpan(moment));
+      if (!moments.ok()) return Explain(moments);
+      if (std::any_of(moment.begin(), moment.end(), [](float value) { return value != 0; })) {
+        return absl::StrCat(what, "chunk ", id, " has moments that nobody wrote");
+      }
       if (std::memcmp(master.data(), now_[id].data(), 4 * master.size()) != 0 ||
           std::memcmp(working.data(), expected.data(), 2 * working.size()) != 0) {
         return absl::StrCat(what, "chunk ", id, " is not what was written");
@@ -216,8 +245,38 @@ class StoreRun {
     return "";
   }
 
-  // Empty if a fault of the disk or the catalog explains the error.
+  // The id in the file's first block, as storage/tier/nvme/device_header.cc lays it out.
+  NvmeFileId IdIn(const std::string& directory) const {
+    const std::vector<std::byte> content = disk_.DurableContent(TierIn(directory));
+    NvmeFileId id = 0;
+    if (content.size() >= 24) std::memcpy(&id, content.data() + 16, sizeof(id));
+    return id;
+  }
+  static std::string TierIn(const std::string& directory) { return directory + "/nvme.tier"; }
+  // The disks are mounted the other way round.
+  void Swap() {
+    const auto on_a = disk_.DurableContent(TierIn(a_)), on_b = disk_.DurableContent(TierIn(b_));
+    if (on_a.empty() || on_b.empty()) return;
+    disk_.SetContent(TierIn(a_), on_b);
+    disk_.SetContent(TierIn(b_), on_a);
+  }
+  // A disk is not mounted: its file is not there.
+  void Unplug() {
+    unplugged_ = disk_.DurableContent(TierIn(b_));
+    if (unplugged_.empty()) return;
+    for (const auto& [id, chunk] : catalog_) needed_ = needed_ || (chunk.file != 0 && chunk.file == IdIn(b_));
+    disk_.SetContent(TierIn(b_), {});
+    ++tally_.unplugged;
+  }
+  // A disk that had nothing that is wanted does not come back.
+  void PlugIn() {
+    if (needed_) disk_.SetContent(TierIn(b_), unplugged_);
+    needed_ = false;
+  }
+
+  // Empty if a fault of the disk or the catalog, or a disk that is not there, explains the error.
   std::string Explain(const absl::Status& status) {
+    if (needed_ && (absl::IsInternal(status) || absl::IsDataLoss(status))) return "";
     if (rotten_ && absl::IsDataLoss(status)) refused_ = true;
     const bool broken = disk_.off() || failed_ || disk_.suffered(SimFault::kEio) != errors_;
     return refused_ || (broken && absl::IsInternal(status)) ? "" : status.ToString();
@@ -244,17 +303,22 @@ class StoreRun {
     auto chunk = catalog_.begin();
     std::advance(chunk, static_cast<std::ptrdiff_t>(random_.Below(catalog_.size())));
     const uint64_t at = chunk->second.offset + random_.Below(chunk->second.bytes);
-    disk_.FlipBit(absl::StrCat(directory_, "/nvme.tier"), at * 8 + random_.Below(8));
+    const NvmeFileId file = chunk->second.file;
+    disk_.FlipBit(TierIn(file == 0 ? directory_ : file == IdIn(a_) ? a_ : b_), at * 8 + random_.Below(8));
     rotten_ = true;
     ++tally_.rotten_bits;
   }
 
   sim::Random random_;
   SimDisk disk_;
-  const std::string directory_;
+  const std::string directory_, a_, b_;
   StoreCrashTally& tally_;
   const bool rots_ = random_.Percent(30);
   const bool logs_;
+  const bool devices_;  // two of them, beside the data directory
+  std::map<NvmeFileId, std::string> known_;
+  std::vector<std::byte> unplugged_;
+  bool needed_ = false;  // entries name the device that is unplugged
   std::unique_ptr<Tiers> tiers_;
   std::unique_ptr<ChunkStore> store_;
   std::unique_ptr<BlockFile> log_;

@@ -20,16 +20,17 @@ TEST(StoreCrash, WhatWasRecordedIsThere) {
     ASSERT_EQ(RunStoreLives(seed, directory.path(), &sum), "") << "seed " << seed;
   }
   // A search that never gets into trouble shows nothing.
-  for (const uint64_t count : {sum.restored, sum.power_cuts, sum.kills, sum.errors, sum.rotten_bits, sum.refused}) {
+  for (const uint64_t count :
+       {sum.restored, sum.power_cuts, sum.kills, sum.errors, sum.rotten_bits, sum.refused, sum.unplugged}) {
     EXPECT_GT(count, kSeeds / 50);
   }
   std::printf(
       "%llu runs, %llu chunks restored, %llu power cuts, %llu kills, %llu lives with errors, %llu rotten bits, "
-      "%llu refused\n",
+      "%llu refused, %llu disks not there\n",
       static_cast<unsigned long long>(sum.runs), static_cast<unsigned long long>(sum.restored),
       static_cast<unsigned long long>(sum.power_cuts), static_cast<unsigned long long>(sum.kills),
       static_cast<unsigned long long>(sum.errors), static_cast<unsigned long long>(sum.rotten_bits),
-      static_cast<unsigned long long>(sum.refused));
+      static_cast<unsigned long long>(sum.refused), static_cast<unsigned long long>(sum.unplugged));
 }
 
 }  // namespace

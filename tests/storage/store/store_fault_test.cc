@@ -292,5 +292,119 @@ TEST_P(FullDiskStoreTest, AReadingPinTakesMemoryThen) {
   ExpectSteps(6, 9);
 }
 
+// A restart reads masters and labels. Moments are read, and checked, by whoever needs them first.
+class RestartTest : public DurableFaultTest, public ::testing::WithParamInterface<TierKind> {
+ protected:
+  void SetUp() override {
+    ASSERT_EQ(Open(), absl::OkStatus());
+    ASSERT_EQ(Add(&job_, GetParam()), absl::OkStatus());
+    ASSERT_EQ(Update(0), absl::OkStatus());
+    ASSERT_EQ(Update(1), absl::OkStatus());
+    ASSERT_EQ(job_.store->Harden(), absl::OkStatus());
+  }
+  absl::Status Restart() {
+    BALLAST_RETURN_IF_ERROR(Open(Recorded()));
+    const uint64_t before = tiers_->traffic().read.nvme;
+    BALLAST_RETURN_IF_ERROR(Add(&job_, GetParam()));
+    read_ = tiers_->traffic().read.nvme - before;
+    return absl::OkStatus();
+  }
+  // Values, then steps that need the moments of the one before.
+  absl::Status Update(int64_t version) {
+    StepUpdates step(static_cast<uint64_t>(version));
+    for (uint64_t i = 0; i < kChunks; ++i) {
+      if (version == 0) step.AddValues(i, kElements);
+      if (version > 0) step.AddSegments(i, kElements, static_cast<uint64_t>(version));
+    }
+    std::vector<ChunkUpdate> updates(step.updates().begin(), step.updates().end());
+    for (ChunkUpdate& update : updates) {
+      update.version = version;
+      update.flush = true;
+    }
+    const absl::Status status = job_.store->Run(updates, [](size_t) {});
+    if (status.ok()) step.ApplyTo(reference_);
+    return status;
+  }
+  void ExpectRight() const {
+    for (uint64_t i = 0; i < kChunks; ++i) EXPECT_TRUE(Holds(*job_.store, i, reference_[i])) << i;
+  }
+  absl::Status Read(uint64_t chunk, StateArray array) const {
+    std::vector<float> to(16);
+    return job_.store->ReadState(chunk, array, 1000, absl::MakeSpan(to));
+  }
+
+  uint64_t read_ = 0;
+  std::vector<ReferenceChunk> reference_ = std::vector<ReferenceChunk>(kChunks, ReferenceChunk(kElements));
+};
+INSTANTIATE_TEST_SUITE_P(Tiers, RestartTest, ::testing::Values(TierKind::kDram, TierKind::kNvme),
+                         [](const auto& info) { return std::string(TierName(info.param)); });
+
+TEST_P(RestartTest, MomentsAreReadByTheFirstUpdate) {
+  ASSERT_EQ(Restart(), absl::OkStatus());
+  EXPECT_EQ(read_, kChunks * (kElements * sizeof(float) + StateLayout::kLabelBytes));
+  ExpectRight();  // also moments, from the disk
+  const uint64_t before = tiers_->traffic().read.nvme;
+  ASSERT_EQ(Update(2), absl::OkStatus());
+  EXPECT_GE(tiers_->traffic().read.nvme - before, kChunks * 2 * kElements * sizeof(float));
+  ExpectRight();
+  const uint64_t then = tiers_->traffic().read.nvme;
+  ASSERT_EQ(Update(3), absl::OkStatus());
+  const uint64_t again = tiers_->traffic().read.nvme - then;
+  EXPECT_EQ(again == 0, GetParam() == TierKind::kDram) << again;  // in DRAM they stay
+  ExpectRight();
+}
+
+TEST_P(RestartTest, RottenMomentsAreRefusedByNameWhenTheyAreNeeded) {
+  const uint64_t at = job_.recorded.at(1).offset + StateLayout().ArrayAt(StateArray::kMoment1, kElements);
+  job_.store.reset();
+  tiers_.reset();
+  disk_.FlipBit(directory_ / "nvme.tier", (at + 4321) * 8);
+  ASSERT_EQ(Restart(), absl::OkStatus());
+  EXPECT_EQ(Read(1, StateArray::kMaster), absl::OkStatus());
+  EXPECT_EQ(Read(0, StateArray::kMoment1), absl::OkStatus());
+  const std::string named = absl::StrCat("chunk 1: moment1 in ", directory_ / "nvme.tier", " at offset ", at);
+  for (const absl::Status& status : {Read(1, StateArray::kMoment1), Update(2)}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+    EXPECT_EQ(model::ReasonOf(status), model::kChecksum);
+    EXPECT_THAT(status.ToString(), HasSubstr(named));
+  }
+  EXPECT_EQ(job_.store->Run({}, [](size_t) {}).code(), absl::StatusCode::kDataLoss) << "the store takes no more steps";
+  // The disk still has what it had.
+  disk_.FlipBit(directory_ / "nvme.tier", (at + 4321) * 8);
+  ASSERT_EQ(Restart(), absl::OkStatus());
+  EXPECT_TRUE(Holds(*job_.store, 1, reference_[1]));
+}
+
+TEST_P(RestartTest, AnInterruptedReadOfMomentsChangesNothing) {
+  ASSERT_EQ(Restart(), absl::OkStatus());
+  StepUpdates step(2);
+  for (uint64_t i = 0; i < kChunks; ++i) step.AddSegments(i, kElements, 2);
+  int asked = 0;
+  const auto second = [&] { return ++asked == 2 ? absl::CancelledError("stopped") : absl::OkStatus(); };
+  const absl::Status status = job_.store->Run(
+      step.updates(), [](size_t) {}, {}, second);
+  EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
+  if (GetParam() == TierKind::kDram) ExpectRight();
+  EXPECT_EQ(job_.store->Run({}, [](size_t) {}), absl::OkStatus()) << "the store goes on";
+}
+
+TEST_P(RestartTest, ChunksMoveWithTheirMoments) {
+  ASSERT_EQ(Restart(), absl::OkStatus());
+  const TierKind other = GetParam() == TierKind::kDram ? TierKind::kNvme : TierKind::kDram;
+  ASSERT_EQ(job_.store->Move(0, other), absl::OkStatus());
+  ASSERT_EQ(job_.store->Move(1, TierKind::kHbm), absl::OkStatus());
+  ExpectRight();
+  ASSERT_EQ(Update(2), absl::OkStatus());
+  ExpectRight();
+}
+
+TEST_P(RestartTest, StepsReserveNoBlocks) {
+  ASSERT_EQ(Restart(), absl::OkStatus());
+  disk_.FailNext(SimOperation::kReserve, 1, SimFault::kEio);
+  for (int64_t version = 2; version < 12; ++version) ASSERT_EQ(Update(version), absl::OkStatus());
+  EXPECT_EQ(disk_.suffered(SimFault::kEio), 0u) << "a reservation waits for all transfers of the file";
+  ExpectRight();
+}
+
 }  // namespace
 }  // namespace ballast::storage

@@ -44,6 +44,7 @@ class HeldReservations : public Disk {
     if (!file.ok()) return file.status();
     return std::make_unique<File>(*std::move(file), this);
   }
+  bool Exists(const std::string& path) const override { return disk_->Exists(path); }
   absl::Status Remove(const std::string& path) override { return disk_->Remove(path); }
   absl::StatusOr<std::unique_ptr<IoQueue>> MakeQueue(const IoQueueOptions& options) override {
     return disk_->MakeQueue(options);

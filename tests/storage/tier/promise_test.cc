@@ -79,7 +79,7 @@ TEST_F(PromiseTest, AReservationThatHangsHoldsUpNoOtherCall) {
     EXPECT_TRUE(nvme_.AllocateFrom(&mine, kBlock, "a version").ok());
     versions.pop_back();
     EXPECT_EQ(nvme_.Trim(), absl::OkStatus());
-    EXPECT_EQ(nvme_.Sync(), absl::OkStatus());
+    EXPECT_EQ(nvme_.Sync({0}), absl::OkStatus());
     // Blocks that nobody was promised are there for a new extent.
     EXPECT_TRUE(nvme_.Allocate(kBlock, "an extent").ok());
   });

@@ -101,12 +101,12 @@ TEST_F(TiersTest, NoJobIsToldThatItIsDurableAfterASyncOfAnotherFailed) {
   auto tiers = Tiers::Open({.budget = {.nvme = 4 * kPage}, .directory = directory_.path(), .disk = &disk});
   ASSERT_TRUE(tiers.ok()) << tiers.status();
   NvmeTier* const nvme = (*tiers)->nvme();
-  ASSERT_EQ(nvme->Sync(), absl::OkStatus());
+  ASSERT_EQ(nvme->Sync({0}), absl::OkStatus());
   disk.FailNext(SimOperation::kSync, 1, SimFault::kEio);
-  const absl::Status first = nvme->Sync();
+  const absl::Status first = nvme->Sync({0});
   EXPECT_EQ(first.code(), absl::StatusCode::kInternal) << first;
   const uint64_t syncs = disk.operations(SimOperation::kSync);
-  EXPECT_EQ(nvme->Sync(), first);
+  EXPECT_EQ(nvme->Sync({0}), first);
   EXPECT_EQ(disk.operations(SimOperation::kSync), syncs);
 }
 
